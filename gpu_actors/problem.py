@@ -1,0 +1,160 @@
+"""AttentionProblem: the one description of what an attention request asks for.
+
+It holds shapes, dtypes and options but no data. Validation produces it; the dispatch table, the compile-time macros,
+the launch geometry, plan signatures, test names and the one-line repro are all derived from it, so that two requests
+with equal problems are answered by the same code in the same way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+__all__ = ["AttentionProblem", "DispatchKey", "MaskKind"]
+
+Direction: TypeAlias = Literal["forward", "backward"]
+Layout: TypeAlias = Literal["dense", "varlen", "paged"]
+Alignment: TypeAlias = Literal["bottom_right", "top_left"]
+MaskKind: TypeAlias = Literal["full", "causal", "window", "causal_window"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionProblem:
+    """Everything that decides how an attention request is computed, and no data.
+
+    Lengths are rows; ``seqlen_q`` and ``seqlen_k`` are the (largest) lengths of one sequence and ``total_q`` and
+    ``total_k`` the rows of all sequences together. dtypes are NumPy names (``bfloat16``, ``float8_e4m3fn`` and
+    ``float8_e5m2`` as ml_dtypes spells them). Window bounds are inclusive and -1 is unbounded; causal is folded into
+    ``window`` by `effective_window`, never here.
+
+    bias: None, or (dtype, broadcast over batch, broadcast over heads).
+    alibi: None, "heads" for slopes (heads_q,) or "batch" for (batch, heads_q).
+    """
+
+    direction: Direction = "forward"
+    layout: Layout = "dense"
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    total_q: int
+    total_k: int
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    dtype: str
+    kv_dtype: str
+    out_dtype: str
+    compute: str
+    softmax_scale: float
+    causal: bool = False
+    alignment: Alignment = "bottom_right"
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    alibi: Literal["heads", "batch"] | None = None
+    sinks: bool = False
+    sink_tokens: int = 0
+    bias: tuple[str, bool, bool] | None = None
+    dropout_p: float = 0.0
+    descales: bool = False
+    return_lse: bool = False
+    page_size: int = 0
+
+    @property
+    def gqa_ratio(self) -> int:
+        """Query heads a KV head."""
+        return self.heads_q // self.heads_kv
+
+    @property
+    def effective_window(self) -> tuple[int, int]:
+        """(left, right) with causal folded in: causal is a right bound of 0."""
+        left, right = self.window
+        if self.causal:
+            right = 0 if right < 0 else min(right, 0)
+        return left, right
+
+    @property
+    def mask(self) -> MaskKind:
+        """The mask's kind, which decides the loops a kernel needs."""
+        left, right = self.window
+        if self.causal:
+            return "causal_window" if left >= 0 else "causal"
+        return "window" if left >= 0 or right >= 0 else "full"
+
+    @property
+    def flops(self) -> int:
+        """Multiply-adds times two of both matrix products of a full mask, halved for causal."""
+        pairs = self.total_q * self.seqlen_k
+        work = 2 * pairs * self.heads_q * (self.head_dim + self.head_dim_v)
+        return work // 2 if self.causal else work
+
+    def repro(self) -> str:
+        """One line of Python that rebuilds this problem, for failure messages."""
+        given = (
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != field.default
+        )
+        return f"AttentionProblem({', '.join(given)})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DispatchKey:
+    """What picks and compiles a kernel: equal keys run the same cubin.
+
+    Problem sizes are absent on purpose: one cubin serves every batch, length and head count of its key. The string
+    form and `digest` depend on the field values alone, so they are stable across processes, versions of Python and
+    machines.
+    """
+
+    kernel: str
+    arch: str
+    direction: Direction
+    layout: Layout
+    dtype: str
+    kv_dtype: str
+    out_dtype: str
+    compute: str
+    head_dim: int
+    head_dim_v: int
+    mask: MaskKind
+    alignment: Alignment
+    gqa_ratio: int
+    softcap: bool
+    alibi: bool
+    sinks: bool
+    sink_tokens: bool
+    bias: str | None
+    dropout: bool
+    descales: bool
+    lse: bool
+    page_size: int
+    num_splits: int
+    persistent: bool
+
+    def __str__(self) -> str:
+        fields = dataclasses.fields(self)
+        return ",".join(f"{field.name}={getattr(self, field.name)}" for field in fields)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the string form, hexadecimal."""
+        return hashlib.sha256(str(self).encode()).hexdigest()
+
+    @property
+    def causal(self) -> bool:
+        return self.mask in ("causal", "causal_window")
+
+    @property
+    def sliding_window(self) -> bool:
+        return self.mask in ("window", "causal_window")
+
+    @property
+    def varlen(self) -> bool:
+        return self.layout == "varlen"
+
+    @property
+    def paged(self) -> bool:
+        return self.layout == "paged"
