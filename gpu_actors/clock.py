@@ -1,0 +1,45 @@
+"""Time as the actors see it, so that a test can hold it still.
+
+Deadlines, restart backoff, injected delays and the hang check all read a `Clock`. `SystemClock` is
+``time.monotonic``, which is also what ``anyio.current_time()`` shows on asyncio; `gpu_actors.testing.MockClock` moves
+only when told to.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Protocol
+
+__all__ = ["SYSTEM_CLOCK", "Clock", "SystemClock"]
+
+
+class Clock(Protocol):
+    """A source of monotonic seconds that a thread can also sleep on."""
+
+    def now(self) -> float:
+        """Seconds on this clock."""
+        ...
+
+    def wait(self, condition: threading.Condition, until: float | None) -> None:
+        """Sleep on a held condition until it is notified or the clock reads ``until`` (None: no limit).
+
+        May return early; callers test their predicate again.
+        """
+        ...
+
+
+class SystemClock:
+    """``time.monotonic``."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def wait(self, condition: threading.Condition, until: float | None) -> None:
+        if until is None:
+            condition.wait()
+        else:
+            condition.wait(max(0.0, until - time.monotonic()))
+
+
+SYSTEM_CLOCK = SystemClock()

@@ -1,0 +1,165 @@
+"""What every device offers: buffers in, one launch, an event out.
+
+A `Launch` says what to compute three ways at once: by its `DispatchKey`, as a kernel with packed arguments, and as an
+oracle over host arrays. CUDA and the emulated device take the kernel, the mock device takes the oracle, and nothing
+above this module knows which.
+
+    Device.open_stream() -> Stream.launch(Launch) -> Event.wait() -> Event.outputs
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from gpu_actors.kernels.source import Cubin
+    from gpu_actors.problem import DispatchKey
+
+__all__ = [
+    "Buffer",
+    "Device",
+    "DeviceInfo",
+    "Event",
+    "Kernel",
+    "Launch",
+    "LaunchGeometry",
+    "OutputSpec",
+    "Stream",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInfo:
+    """What a context runs on. memory: bytes in all, None where the notion does not apply."""
+
+    kind: str
+    name: str
+    arch: str
+    index: int = 0
+    memory: int | None = None
+    multiprocessors: int | None = None
+    runs_kernels: bool = True
+
+
+class LaunchGeometry(NamedTuple):
+    """A grid of blocks of threads, with the dynamic shared memory of a block in bytes."""
+
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Where an operand lies on the device. strides are in elements of the dtype named."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class OutputSpec:
+    """An output to produce. into: the caller's array to fill, else a fresh one is made."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    into: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A loaded entry point. handle: whatever the device's loader returned."""
+
+    entry: str
+    handle: Any
+
+
+Outputs = Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class Launch:
+    """One launch and everything that must stay alive until it has finished.
+
+    inputs: named arrays, on the host or on this device.
+    outputs: what to produce; results appear under the same names in `Event.outputs`.
+    oracle: computes the outputs from host copies of the inputs; runs on the mock device's own thread.
+    kernel, geometry, pack: the loaded kernel, its grid, and the function that turns the operands' buffers into the
+    bytes of the kernel's parameter struct. None on a device that runs no kernels.
+    """
+
+    key: DispatchKey | None
+    inputs: Mapping[str, Any]
+    outputs: Mapping[str, OutputSpec]
+    oracle: Callable[[Mapping[str, Any]], Outputs]
+    kernel: Kernel | None = None
+    geometry: LaunchGeometry | None = None
+    pack: Callable[[Mapping[str, Buffer]], bytes] | None = None
+    keep_alive: list[Any] = field(default_factory=list)
+
+
+class Event(ABC):
+    """The end of one launch."""
+
+    outputs: Outputs
+
+    @abstractmethod
+    def done(self) -> bool:
+        """True once `wait` would return or raise at once. Never blocks."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Block until the launch has finished and its outputs are readable.
+
+        Raises `LaunchError`, `OutOfDeviceMemory` or `ContextLost` where the launch failed, and `ActorStopped` where
+        the device was closed first. Called from a completion thread only.
+        """
+
+
+class Stream(ABC):
+    """An in-order queue of launches. Used by one actor thread, closed by any."""
+
+    @abstractmethod
+    def launch(self, launch: Launch) -> Event:
+        """Enqueue and return at once.
+
+        Raises what `Event.wait` would, where the failure shows already here; then nothing was enqueued.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the stream. Events that can no longer finish raise `ActorStopped`."""
+
+
+class Device(ABC):
+    """A device that a ContextActor owns.
+
+    All methods but `info` are called from actor threads, which call `bind_thread` first.
+    """
+
+    info: DeviceInfo
+
+    @abstractmethod
+    def open_stream(self, name: str) -> Stream:
+        """A new stream for the actor of that name."""
+
+    @abstractmethod
+    def load(self, cubin: Cubin, entry: str) -> Kernel:
+        """Load an entry point. Loading the same cubin twice is cheap. Raises `LaunchError`."""
+
+    @abstractmethod
+    def probe(self) -> None:
+        """Prove that the device makes progress: enqueue something and wait for it. Raises what `Event.wait` does."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything. Idempotent; never blocks on a hung launch."""
+
+    def bind_thread(self) -> None:
+        """Make the device current on the calling thread, where that is a notion."""
+        return
