@@ -1,0 +1,15 @@
+"""The NumPy oracle: attention as the formulas state it, in float64, on every option of the contract.
+
+It is what every kernel is tested against and what the mock device answers with. One way through it:
+`arguments` checks the request and cuts it into pieces that fit in cache, `masks` says who sees whom,
+`softmax` turns a piece's scores into weights, `forward` puts them together. `low_precision` is the same
+formula with every step rounded to the input dtype, the yardstick of the tolerance rule.
+"""
+
+from __future__ import annotations
+
+from .forward import ReferenceOutput, attention_forward
+from .low_precision import attention_forward_low
+from .masks import visible_keys
+
+__all__ = ["ReferenceOutput", "attention_forward", "attention_forward_low", "visible_keys"]

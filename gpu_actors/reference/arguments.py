@@ -1,0 +1,204 @@
+"""The arguments of a reference call: checked once, then cut into pieces whose scores fit in cache.
+
+A piece is one varlen sequence, or as many dense sequences as the block size takes. Its arrays share one
+layout, (batch, heads_kv, gqa_ratio, rows, dim), in which GQA is a broadcast.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import InvalidRequest
+from ..philox import dropout_threshold
+
+__all__ = ["Arguments", "Array", "Piece"]
+
+Array: TypeAlias = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Sequences of equal length, computed together. Fields are views of the caller's arrays, in their own
+    dtypes.
+
+    first: index in the batch of the first sequence. stop: one past the last.
+    tokens: the sequence's slices of the packed (query, key) rows, or None for a dense piece.
+    """
+
+    first: int
+    stop: int
+    tokens: tuple[slice, slice] | None
+    seqlen_q: int
+    seqlen_k: int
+
+    def queries(self, array: Array) -> Array:
+        """This piece of a query-side array, as (batch, rows, heads, dim)."""
+        return array[self.first : self.stop] if self.tokens is None else array[None, self.tokens[0]]
+
+    def keys(self, array: Array) -> Array:
+        """This piece of a key-side array, as (batch, rows, heads_kv, dim)."""
+        return array[self.first : self.stop] if self.tokens is None else array[None, self.tokens[1]]
+
+    def statistics(self, array: Array) -> Array:
+        """This piece of an LSE-like array, as (batch, heads, rows)."""
+        return array[self.first : self.stop] if self.tokens is None else array[None, :, self.tokens[0]]
+
+    def batched(self, array: Array) -> Array:
+        """This piece of an array whose first axis is the batch, or 1."""
+        return array if len(array) == 1 else array[self.first : self.stop]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """What `attention_forward` was given (see there); InvalidRequest names the argument at fault."""
+
+    q: Array
+    k: Array
+    v: Array
+    causal: bool = False
+    alignment: str = "bottom_right"
+    window_size: tuple[int, int] = (-1, -1)
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+    alibi_slopes: Array | None = None
+    sinks: Array | None = None
+    sink_tokens: int = 0
+    bias: Array | None = None
+    dropout_p: float = 0.0
+    dropout_seed: int = 0
+    cu_seqlens_q: Array | None = None
+    cu_seqlens_k: Array | None = None
+    q_descale: Array | None = None
+    k_descale: Array | None = None
+    v_descale: Array | None = None
+
+    def __post_init__(self) -> None:
+        self._check_layout()
+        self._check_scalars()
+        batch, heads, heads_kv = self.batch, self.heads, self.heads_kv
+        _check_shape("sinks", self.sinks, (heads,))
+        _check_shape("alibi_slopes", self.alibi_slopes, (heads,), (batch, heads))
+        for name in ("q_descale", "k_descale", "v_descale"):
+            _check_shape(name, getattr(self, name), (batch, heads_kv))
+        if self.bias is not None:
+            if self.varlen:
+                raise InvalidRequest(
+                    "bias", _describe(self.bias), "a varlen batch takes no bias: its rows are ragged"
+                )
+            rows = (self.q.shape[1], self.k.shape[1])
+            _check_shape("bias", self.bias, *((b, h, *rows) for b in (1, batch) for h in (1, heads)))
+
+    @property
+    def varlen(self) -> bool:
+        return self.cu_seqlens_q is not None
+
+    @property
+    def batch(self) -> int:
+        return self.q.shape[0] if self.cu_seqlens_q is None else len(self.cu_seqlens_q) - 1
+
+    @property
+    def heads(self) -> int:
+        return int(self.q.shape[-2])
+
+    @property
+    def heads_kv(self) -> int:
+        return int(self.k.shape[-2])
+
+    @property
+    def gqa_ratio(self) -> int:
+        return self.heads // self.heads_kv
+
+    @property
+    def scale(self) -> float:
+        return 1.0 / math.sqrt(self.q.shape[-1]) if self.softmax_scale is None else self.softmax_scale
+
+    def split_heads(self, array: Array, axis: int) -> Array:
+        """A view in which the axis of query heads is two: (heads_kv, gqa_ratio)."""
+        shape = (*array.shape[:axis], self.heads_kv, self.gqa_ratio, *array.shape[axis + 1 :])
+        return array.reshape(shape)
+
+    def pieces(self, block_elements: int) -> Iterator[Piece]:
+        """Every sequence exactly once, dense ones together while their scores stay below block_elements."""
+        if self.cu_seqlens_q is None or self.cu_seqlens_k is None:
+            seqlen_q, seqlen_k = self.q.shape[1], self.k.shape[1]
+            step = max(1, block_elements // max(1, self.heads * seqlen_q * seqlen_k))
+            for first in range(0, self.batch, step):
+                stop = min(first + step, self.batch)
+                yield Piece(first=first, stop=stop, tokens=None, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+            return
+        ends_q, ends_k = (np.asarray(ends).tolist() for ends in (self.cu_seqlens_q, self.cu_seqlens_k))
+        for index in range(self.batch):
+            rows, keys = slice(*ends_q[index : index + 2]), slice(*ends_k[index : index + 2])
+            yield Piece(
+                first=index,
+                stop=index + 1,
+                tokens=(rows, keys),
+                seqlen_q=rows.stop - rows.start,
+                seqlen_k=keys.stop - keys.start,
+            )
+
+    def _check_layout(self) -> None:
+        dims = 3 if self.varlen else 4
+        layout = "(total, heads, dim)" if self.varlen else "(batch, rows, heads, dim)"
+        for name in ("q", "k", "v"):
+            array = getattr(self, name)
+            if array.ndim != dims:
+                raise InvalidRequest(name, _describe(array), f"the layout here is {layout}")
+        q, k, v = self.q, self.k, self.v
+        if k.shape[:-1] != v.shape[:-1]:
+            raise InvalidRequest(
+                "v", _describe(v), f"k and v differ in the last axis only, and k is {k.shape}"
+            )
+        if k.shape[-1] != q.shape[-1] or (not self.varlen and k.shape[0] != q.shape[0]):
+            raise InvalidRequest("k", _describe(k), f"batch and head_dim are those of q, {q.shape}")
+        if self.heads_kv == 0 or self.heads % self.heads_kv:
+            raise InvalidRequest(
+                "k", _describe(k), f"{self.heads} query heads need a divisor of that many KV heads"
+            )
+        if (self.cu_seqlens_q is None) != (self.cu_seqlens_k is None):
+            raise InvalidRequest(
+                "cu_seqlens_k", self.cu_seqlens_k, "varlen takes cu_seqlens_q and cu_seqlens_k"
+            )
+        if self.cu_seqlens_q is not None and self.cu_seqlens_k is not None:
+            _check_ends("cu_seqlens_q", self.cu_seqlens_q, len(q))
+            _check_ends("cu_seqlens_k", self.cu_seqlens_k, len(k))
+            if len(self.cu_seqlens_q) != len(self.cu_seqlens_k):
+                raise InvalidRequest("cu_seqlens_k", len(self.cu_seqlens_k), "as long as cu_seqlens_q")
+
+    def _check_scalars(self) -> None:
+        if self.alignment not in ("bottom_right", "top_left"):
+            raise InvalidRequest("alignment", self.alignment, "'bottom_right' or 'top_left'")
+        if len(self.window_size) != 2 or min(self.window_size) < -1:
+            raise InvalidRequest(
+                "window_size", self.window_size, "(left, right), each at least 0, or -1 for unbounded"
+            )
+        if not (self.softcap >= 0.0 and math.isfinite(self.softcap)):
+            raise InvalidRequest("softcap", self.softcap, "positive, or 0 for none")
+        if self.sink_tokens < 0:
+            raise InvalidRequest("sink_tokens", self.sink_tokens, "a number of keys, at least 0")
+        dropout_threshold(self.dropout_p)
+
+
+def _describe(array: Array) -> str:
+    return f"{array.dtype.name}{array.shape}"
+
+
+def _check_shape(name: str, array: Array | None, *accepted: tuple[int, ...]) -> None:
+    if array is not None and np.shape(array) not in accepted:
+        shapes = " or ".join(str(shape) for shape in dict.fromkeys(accepted))
+        raise InvalidRequest(name, f"shape {np.shape(array)}", f"its shape is {shapes}")
+
+
+def _check_ends(name: str, ends: Array, total: int) -> None:
+    ends = np.asarray(ends)
+    if ends.ndim != 1 or ends.size == 0 or ends.dtype.kind not in "iu":
+        raise InvalidRequest(name, _describe(ends), "a vector of batch + 1 integers")
+    if ends[0] != 0 or np.any(np.diff(ends) < 0) or ends[-1] > total:
+        reason = f"starts at 0, never falls and ends within the {total} packed rows"
+        raise InvalidRequest(name, ends.tolist(), reason)

@@ -1,0 +1,89 @@
+"""attention_forward_low: the formula as a plain implementation in the input dtype would compute it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from .arguments import Arguments, Array
+from .forward import ReferenceOutput, Rounding, evaluate, identity
+from .softmax import Step
+
+__all__ = ["attention_forward_low", "intermediate_dtype", "rounder"]
+
+# Weights lie in [0, 1]; a power of two below float8_e4m3fn's 448 spends the format's exponents on them.
+_FP8_WEIGHT_SCALE = 256.0
+_TF32_DROPPED_BITS = 13
+
+
+def intermediate_dtype(dtype: str) -> str:
+    """The dtype of intermediate results for inputs of ``dtype``: the same, and bfloat16 for 8-bit floats."""
+    return "bfloat16" if dtype.startswith("float8") else dtype
+
+
+def rounder(dtype: str) -> Step:
+    """A function that rounds float32 or float64 arrays to ``dtype``'s nearest values and keeps the array's
+    dtype.
+
+    dtype: a NumPy or ml_dtypes name, or "tf32" (11 significant bits with the exponents of float32, ties
+        away from 0).
+    """
+    if dtype == "tf32":
+        return _round_tf32
+    target = np.dtype(getattr(ml_dtypes, dtype, dtype))
+
+    def round_to_target(array: Array) -> Array:
+        if array.dtype == target:
+            return array
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            return array.astype(target).astype(array.dtype)
+
+    return round_to_target
+
+
+def _round_tf32(array: Array) -> Array:
+    bits = array.astype(np.float32).view(np.uint32)
+    half, kept = (
+        np.uint32(1 << (_TF32_DROPPED_BITS - 1)),
+        np.uint32(0xFFFFFFFF << _TF32_DROPPED_BITS & 0xFFFFFFFF),
+    )
+    rounded = ((bits + half) & kept).view(np.float32)
+    return np.where(np.isfinite(array), rounded, array).astype(array.dtype)
+
+
+def attention_forward_low(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    dtype: str | None = None,
+    weights_dtype: str | None = None,
+    **options: Any,
+) -> ReferenceOutput:
+    """`attention_forward` with every intermediate result rounded: "pt" of the tolerance rule, and of no
+    other use.
+
+    Shapes and options are those of `attention_forward`. Matrix products accumulate in float32 (float64 for
+    float64) and their results are rounded to ``dtype``, as are scaled q, capped, biased scores and the
+    normalised probabilities, which is what eager PyTorch does.
+
+    dtype: q's own by default, bfloat16 for 8-bit floats; a name that `rounder` knows.
+    weights_dtype: for kernels that feed 8-bit weights to the second product: exp(s - max) is rounded to it
+        at a scale of 256, and normalised after the product. By default probabilities are rounded to
+        ``dtype``.
+    """
+    dtype = intermediate_dtype(q.dtype.name) if dtype is None else dtype
+    step = rounder(dtype)
+    if weights_dtype is None:
+        rounding = Rounding(step=step, weights=step, dropped=step, normalise_first=True)
+    else:
+        narrow = rounder(weights_dtype)
+
+        def round_weights(weights: Array) -> Array:
+            return narrow(weights * _FP8_WEIGHT_SCALE) / _FP8_WEIGHT_SCALE
+
+        rounding = Rounding(step=step, weights=round_weights, dropped=identity, normalise_first=False)
+    work = np.dtype(np.float64 if dtype == "float64" else np.float32)
+    return evaluate(Arguments(q=q, k=k, v=v, **options), work, rounding=rounding)

@@ -1,0 +1,173 @@
+"""From queries and keys to softmax weights, and from weights to a sum over values, one tile of rows at a
+time.
+
+Every function takes `step`, applied to each intermediate result: the identity for the oracle, rounding to a
+dtype for the yardstick of the tolerance rule. Arrays are (batch, heads_kv, gqa_ratio, rows, keys or dim).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from ..philox import dropout_keep
+from .arguments import Arguments, Array, Piece
+from .masks import key_distance, visible_keys
+
+__all__ = ["Operands", "Step", "Values", "exponentials", "keep_factors", "masked_scores", "weighted_sum"]
+
+Step: TypeAlias = Callable[[Array], Array]
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """v, split so that 0 * NaN cannot happen for a key that is masked.
+
+    finite: v (batch, heads_kv, 1, seqlen_k, dim_v) with every NaN and infinity replaced by 0.
+    keys: indices of the keys that had one. rest: v at those keys.
+    """
+
+    finite: Array
+    keys: Array
+    rest: Array
+
+    @classmethod
+    def split(cls, v: Array) -> Values:
+        good = np.isfinite(v)
+        keys = np.flatnonzero(~good.all(axis=(0, 1, 2, 4)))
+        return cls(v if keys.size == 0 else np.where(good, v, 0), keys, v[..., keys, :])
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """A piece's arrays, upcast to the dtype that computes, descaled, and shaped for GQA."""
+
+    piece: Piece
+    q: Array
+    k: Array
+    values: Values
+    alibi: Array | None
+    sinks: Array | None
+    bias: Array | None
+
+    @classmethod
+    def load(cls, arguments: Arguments, piece: Piece, dtype: np.dtype, step: Step) -> Operands:
+        """q comes out scaled by softmax_scale, so that an overflow of low precision is no nearer than need
+        be."""
+        q = _head_major(piece.queries(arguments.q), dtype)
+        k = _head_major(piece.keys(arguments.k), dtype)
+        v = _head_major(piece.keys(arguments.v), dtype)
+        q = arguments.split_heads(q, 1)
+        q = _descaled(q, arguments.q_descale, piece) * dtype.type(arguments.scale)
+        k = _descaled(k[:, :, None], arguments.k_descale, piece)
+        v = _descaled(v[:, :, None], arguments.v_descale, piece)
+        alibi, sinks, bias = arguments.alibi_slopes, arguments.sinks, arguments.bias
+        if alibi is not None:
+            alibi = arguments.split_heads(piece.batched(np.atleast_2d(alibi)), 1).astype(dtype)[
+                ..., None, None
+            ]
+        if sinks is not None:
+            sinks = arguments.split_heads(np.asarray(sinks), 0).astype(dtype)[..., None, None]
+        if bias is not None:
+            bias = piece.batched(bias)
+            bias = bias[:, :, None] if bias.shape[1] == 1 else arguments.split_heads(bias, 1)
+        return cls(piece, step(q), step(k), Values.split(step(v)), alibi, sinks, bias)
+
+
+def _head_major(array: Array, dtype: np.dtype) -> Array:
+    return array.swapaxes(1, 2).astype(dtype, order="C")
+
+
+def _descaled(array: Array, descale: Array | None, piece: Piece) -> Array:
+    if descale is None:
+        return array
+    factors = descale[piece.first : piece.stop, :, None, None, None]
+    scaled: Array = array * factors.astype(array.dtype)
+    return scaled
+
+
+def masked_scores(
+    arguments: Arguments, operands: Operands, rows: Array, step: Step
+) -> tuple[Array, Array | None]:
+    """Scores of a tile of rows, -inf where masked, and the mask itself (None where nothing is masked).
+
+    Scale, softcap c * tanh(s / c), ALiBi and bias, mask, in this order.
+    """
+    piece, cap = operands.piece, arguments.softcap
+    tile = slice(int(rows[0]), int(rows[-1]) + 1)
+    scores = step(operands.q[..., tile, :] @ operands.k.swapaxes(-1, -2))
+    if cap:
+        scores = step(step(np.tanh(step(scores / cap))) * cap)
+    if operands.alibi is not None:
+        distance = key_distance(rows, piece.seqlen_q, piece.seqlen_k, arguments.alignment)
+        scores = step(scores - step(operands.alibi * distance.astype(scores.dtype)))
+    if operands.bias is not None:
+        scores = step(scores + operands.bias[..., tile, :].astype(scores.dtype))
+    visible = visible_keys(
+        rows,
+        piece.seqlen_q,
+        piece.seqlen_k,
+        causal=arguments.causal,
+        alignment=arguments.alignment,
+        window_size=arguments.window_size,
+        sink_tokens=arguments.sink_tokens,
+    )
+    if visible is not None:
+        np.copyto(scores, -np.inf, where=~visible)
+    return scores, visible
+
+
+def exponentials(scores: Array, sinks: Array | None) -> tuple[Array, Array, Array]:
+    """exp(s - max) in place of the scores, its row sums and the natural log-sum-exp, both (..., rows, 1).
+
+    A learned sink is one more logit of the row: it joins the maximum, the sum and the LSE. A row with
+    nothing to attend to has sum 0 and LSE -inf.
+    """
+    largest = scores.max(axis=-1, keepdims=True, initial=-np.inf)
+    if sinks is not None:
+        largest = np.maximum(largest, sinks)
+    shift = np.where(np.isneginf(largest), 0, largest).astype(scores.dtype)
+    scores -= shift
+    weights = np.exp(scores, out=scores)
+    total = weights.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        total += np.exp(sinks - shift)
+    return weights, total, shift + np.log(total)
+
+
+def keep_factors(arguments: Arguments, piece: Piece, rows: Array, dtype: np.dtype) -> Array:
+    """What dropout multiplies a tile's probabilities with: 0 or 1 / (1 - p)."""
+    indices = np.arange(piece.first * arguments.heads, piece.stop * arguments.heads)
+    heads = indices.reshape(-1, arguments.heads_kv, arguments.gqa_ratio)
+    keep = dropout_keep(arguments.dropout_p, arguments.dropout_seed, heads, rows, piece.seqlen_k)
+    factors: Array = keep * dtype.type(1.0 / (1.0 - arguments.dropout_p))
+    return factors
+
+
+def weighted_sum(weights: Array, values: Values, visible: Array | None) -> Array:
+    """weights @ v, where a NaN or infinity of v counts for the rows that see its key and for no other.
+
+    For those rows IEEE's products hold: a weight that dropout or underflow made 0 still turns an infinity
+    into NaN.
+    """
+    total: Array = weights @ values.finite
+    if values.keys.size == 0:
+        return total
+    weights = weights[..., values.keys]
+    seen = (
+        np.ones(weights.shape, bool)
+        if visible is None
+        else np.broadcast_to(visible[:, values.keys], weights.shape)
+    )
+    reaching, dead = ((seen & chosen).astype(total.dtype) for chosen in (weights > 0, weights == 0))
+    infinite = np.isinf(values.rest).astype(total.dtype)
+    for sign in (np.inf, -np.inf):
+        total += np.where(reaching @ (values.rest == sign).astype(total.dtype) > 0, sign, 0).astype(
+            total.dtype
+        )
+    spoiled = seen.astype(total.dtype) @ np.isnan(values.rest).astype(total.dtype) + dead @ infinite
+    total[spoiled > 0] = np.nan
+    return total

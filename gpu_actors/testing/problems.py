@@ -1,0 +1,353 @@
+"""Attention problems with data, drawn from a seed: what kernels, devices and the oracle are tested on.
+
+A case is rebuilt from its one-line ``repro``. Every draw is made whether or not an argument overrides it,
+so naming one choice leaves the others as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from ..reference import visible_keys
+
+__all__ = [
+    "DTYPES",
+    "FEATURES",
+    "HEADS",
+    "HEAD_DIMS",
+    "INPUT_KINDS",
+    "POISON_PAGE",
+    "SEQLENS",
+    "ForwardCase",
+    "PagedCache",
+    "cast",
+    "nan_filled",
+    "paginate",
+    "poison_tail",
+    "poison_unseen",
+    "random_forward",
+]
+
+Array: TypeAlias = npt.NDArray[Any]
+Kind: TypeAlias = Literal["gaussian", "peaked", "rising", "outlier"]
+
+# (seqlen_q, seqlen_k) around the edges of tiles: one row, multiples, one off, primes, either side longer.
+SEQLENS = (
+    (1, 1),
+    (64, 128),
+    (128, 192),
+    (256, 256),
+    (239, 1),
+    (799, 3),
+    (113, 203),
+    (128, 217),
+    (113, 211),
+    (108, 256),
+    (256, 512),
+    (384, 256),
+    (640, 128),
+    (1023, 1024),
+    (1024, 1023),
+)
+HEADS = ((6, 6), (6, 2), (6, 1))
+HEAD_DIMS = (40, 64, 80, 96, 128, 192, 256)
+DTYPES = ("bfloat16", "float16", "float32")
+INPUT_KINDS: tuple[Kind, ...] = ("gaussian", "peaked", "rising", "outlier")
+FEATURES = (
+    "causal",
+    "window",
+    "sink_tokens",
+    "scale",
+    "softcap",
+    "alibi",
+    "sinks",
+    "bias",
+    "dropout",
+    "descales",
+)
+
+# A block-table entry that no pool has: reading the page it names faults.
+POISON_PAGE = 2147480000
+
+_DESCALES = ("q_descale", "k_descale", "v_descale")
+_FP8_LIMIT = 448.0
+_PEAKED_STD = 10.0
+_OUTLIER = 32.0
+_RISE = 24.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardCase:
+    """A forward problem and its data.
+
+    q, k, v: (batch, rows, heads, dim), or (total, heads, dim) for varlen.
+    options: keyword arguments that `reference.attention_forward` and `FlashAttnActor.forward` both take.
+    seqlens: (query rows, keys) of each sequence. repro: the call that rebuilds the case.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    options: dict[str, Any]
+    kind: Kind
+    seqlens: tuple[tuple[int, int], ...]
+    repro: str
+
+    @property
+    def inputs(self) -> tuple[Array, Array, Array]:
+        return self.q, self.k, self.v
+
+
+def random_forward(
+    seed: int,
+    *,
+    dtype: str | None = None,
+    kind: Kind | None = None,
+    varlen: bool | None = None,
+    batch: int | None = None,
+    seqlens: tuple[int, int] | None = None,
+    heads: tuple[int, int] | None = None,
+    head_dim: int | None = None,
+    head_dim_v: int | None = None,
+    features: Collection[str] = FEATURES,
+    always: Collection[str] = (),
+    alignment: str | None = None,
+) -> ForwardCase:
+    """A problem and its data, all of it decided by the seed but for what is given.
+
+    dtype: of q, k and v; 8-bit floats come only when asked for. kind: one of INPUT_KINDS.
+    seqlens: (seqlen_q, seqlen_k) of every dense sequence and of the longest varlen one; the other varlen
+        sequences are shorter and some are empty. heads: (heads_q, heads_kv). head_dim_v: as head_dim by
+        default.
+    features: the options that may be drawn. always: those that must be. Some need company and are left out
+        without
+    it: sink_tokens a window, bias a dense layout, descales an 8-bit dtype.
+    alignment: named in the options when given.
+    """
+    given = {name: value for name, value in locals().items() if name != "seed"}
+    if unknown := {*features, *always} - set(FEATURES):
+        raise ValueError(f"features {sorted(unknown)}: known are {FEATURES}")
+    rng = np.random.default_rng(seed)
+    shape = _draw_shape(rng, dtype, kind, varlen, batch, seqlens, heads, head_dim)
+    enabled = {name for name in FEATURES if rng.random() < 0.3 and name in features} | set(always)
+    lengths, (heads_q, heads_kv) = shape.lengths, shape.heads
+    rows, keys = (sum(column) for column in zip(*lengths, strict=True))
+    dims = (shape.head_dim, head_dim_v or shape.head_dim)
+    q = rng.standard_normal((rows, heads_q, dims[0]))
+    k = rng.standard_normal((keys, heads_kv, dims[0]))
+    v = rng.standard_normal((keys, heads_kv, dims[1]))
+    q, k = _INPUTS[shape.kind](rng, q, k, [length for _, length in lengths])
+    options = _draw_options(rng, shape, enabled)
+    if alignment is not None:
+        options["alignment"] = alignment
+    if shape.varlen:
+        for name, column in zip(("cu_seqlens_q", "cu_seqlens_k"), zip(*lengths, strict=True), strict=True):
+            options[name] = np.concatenate([[0], np.cumsum(column)]).astype(np.int32)
+    else:
+        q, k, v = (array.reshape(len(lengths), -1, *array.shape[1:]) for array in (q, k, v))
+    return ForwardCase(
+        q=cast(q, shape.dtype),
+        k=cast(k, shape.dtype),
+        v=cast(v, shape.dtype),
+        options=options,
+        kind=shape.kind,
+        seqlens=lengths,
+        repro=_repro(seed, given),
+    )
+
+
+def cast(array: Array, dtype: str) -> Array:
+    """``array`` in the dtype of that NumPy or ml_dtypes name; 8-bit floats are clipped to +-448 first."""
+    if dtype.startswith("float8"):
+        array = np.clip(array, -_FP8_LIMIT, _FP8_LIMIT)
+    return array.astype(getattr(ml_dtypes, dtype, dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    dtype: str
+    kind: Kind
+    varlen: bool
+    lengths: tuple[tuple[int, int], ...]
+    heads: tuple[int, int]
+    head_dim: int
+
+
+def _draw_shape(
+    rng: np.random.Generator,
+    dtype: str | None,
+    kind: Kind | None,
+    varlen: bool | None,
+    batch: int | None,
+    seqlens: tuple[int, int] | None,
+    heads: tuple[int, int] | None,
+    head_dim: int | None,
+) -> _Shape:
+    drawn_dtype = DTYPES[rng.integers(len(DTYPES))]
+    drawn_kind = INPUT_KINDS[rng.integers(len(INPUT_KINDS))]
+    drawn_varlen = bool(rng.integers(2))
+    drawn_batch = int(rng.integers(1, 4))
+    drawn_seqlens = SEQLENS[rng.integers(len(SEQLENS))]
+    drawn_heads = HEADS[rng.integers(len(HEADS))]
+    drawn_dim = HEAD_DIMS[rng.integers(len(HEAD_DIMS))]
+    fractions = rng.random((64, 2)) * rng.choice([0, 1, 1, 1, 1], (64, 2))
+    varlen = drawn_varlen if varlen is None else varlen
+    longest = seqlens or drawn_seqlens
+    lengths = [longest] * (batch or drawn_batch)
+    if varlen:
+        for index in range(1, len(lengths)):
+            shorter = fractions[index % len(fractions)] * longest
+            lengths[index] = (int(shorter[0]), int(shorter[1]))
+    return _Shape(
+        dtype=dtype or drawn_dtype,
+        kind=kind or drawn_kind,
+        varlen=varlen,
+        lengths=tuple(lengths),
+        heads=heads or drawn_heads,
+        head_dim=head_dim or drawn_dim,
+    )
+
+
+def _draw_options(rng: np.random.Generator, shape: _Shape, enabled: set[str]) -> dict[str, Any]:
+    (heads_q, heads_kv), batch = shape.heads, len(shape.lengths)
+    longest_q, longest_k = shape.lengths[0]
+    left, right = (int(bound) for bound in rng.integers(-1, max(2, longest_k // 2), 2))
+    slopes = 2.0 ** (-8.0 * np.arange(1, heads_q + 1) / heads_q)
+    if rng.random() < 0.5:
+        slopes = slopes * rng.uniform(0.5, 2.0, (batch, 1))
+    bias_heads = (batch if rng.random() < 0.5 else 1, heads_q if rng.random() < 0.5 else 1)
+    bias_dtype = shape.dtype if rng.random() < 0.5 and not shape.dtype.startswith("float8") else "float32"
+    descales = {name: rng.uniform(0.5, 1.5, (batch, heads_kv)).astype(np.float32) for name in _DESCALES}
+    drawn: dict[str, dict[str, Any]] = {
+        "causal": {"causal": True},
+        "window": {"window_size": (left, right) if max(left, right) >= 0 else (longest_k // 3, -1)},
+        "sink_tokens": {"sink_tokens": int(rng.integers(1, 6))},
+        "scale": {"softmax_scale": float(rng.uniform(0.5, 1.5) / np.sqrt(shape.head_dim))},
+        "softcap": {"softcap": float(rng.choice([5.0, 30.0]))},
+        "alibi": {"alibi_slopes": slopes.astype(np.float32)},
+        "sinks": {"sinks": rng.standard_normal(heads_q).astype(np.float32)},
+        "dropout": {
+            "dropout_p": float(rng.choice([0.1, 0.17, 0.5])),
+            "dropout_seed": int(rng.integers(1 << 63)) * 2 + 1,
+        },
+        "descales": descales,
+    }
+    if "bias" in enabled and not shape.varlen:
+        drawn["bias"] = {"bias": cast(rng.standard_normal((*bias_heads, longest_q, longest_k)), bias_dtype)}
+    if "window" not in enabled:
+        drawn.pop("sink_tokens")
+    if not shape.dtype.startswith("float8"):
+        drawn.pop("descales")
+    return {key: value for name in FEATURES if name in enabled for key, value in drawn.get(name, {}).items()}
+
+
+def _gaussian(rng: np.random.Generator, q: Array, k: Array, keys: Sequence[int]) -> tuple[Array, Array]:
+    return q, k
+
+
+def _peaked(rng: np.random.Generator, q: Array, k: Array, keys: Sequence[int]) -> tuple[Array, Array]:
+    """Scores of standard deviation 10, at the default scale."""
+    return q * _PEAKED_STD, k
+
+
+def _rising(rng: np.random.Generator, q: Array, k: Array, keys: Sequence[int]) -> tuple[Array, Array]:
+    """Scores that rise with the key's index, by about 24 in all: every tile brings a new maximum."""
+    (_, heads_q, dim), heads_kv = q.shape, k.shape[1]
+    signs = rng.choice([-1.0, 1.0], (heads_kv, dim))
+    amount = np.sqrt(_RISE)
+    ramp = np.concatenate([np.arange(1, length + 1) / length for length in keys] or [np.empty(0)])
+    towards = np.repeat(signs, heads_q // heads_kv, axis=0)
+    return q + towards * amount / np.sqrt(dim), ramp[:, None, None] * signs * amount
+
+
+def _outlier(rng: np.random.Generator, q: Array, k: Array, keys: Sequence[int]) -> tuple[Array, Array]:
+    """One key of each sequence and head 32 times as long as the others: some rows see nothing else."""
+    k, start = k.copy(), 0
+    for length in keys:
+        if length:
+            chosen = start + rng.integers(length, size=k.shape[1])
+            k[chosen, np.arange(k.shape[1])] *= _OUTLIER
+        start += length
+    return q, k
+
+
+_INPUTS = {"gaussian": _gaussian, "peaked": _peaked, "rising": _rising, "outlier": _outlier}
+
+
+def _repro(seed: int, given: dict[str, Any]) -> str:
+    defaults = random_forward.__kwdefaults__ or {}
+    named = (f"{name}={value!r}" for name, value in given.items() if value != defaults[name])
+    return f"random_forward({', '.join([str(seed), *named])})"
+
+
+# Poison: what must not be read holds NaN, so that reading it shows
+
+
+def nan_filled(shape: tuple[int, ...], dtype: str) -> Array:
+    """An output buffer in which every element that a kernel fails to write stays NaN."""
+    return np.full(shape, np.nan, getattr(ml_dtypes, dtype, dtype))
+
+
+def poison_tail(array: Array, rows: int) -> Array:
+    """A packed array (total, ...) with that many rows of NaN after its last sequence."""
+    return np.concatenate([array, nan_filled((rows, *array.shape[1:]), array.dtype.name)])
+
+
+def poison_unseen(case: ForwardCase) -> ForwardCase:
+    """The same case with NaN in every key and value that its mask hides from all rows of its sequence.
+
+    The oracle ignores them. A kernel may load them along with the visible keys of a tile; one that does so
+    must not multiply them by a probability of 0.
+    """
+    names = ("causal", "alignment", "window_size", "sink_tokens")
+    mask = {name: case.options[name] for name in names if name in case.options}
+    k, v = case.k.copy(), case.v.copy()
+    start = 0
+    for index, (rows, keys) in enumerate(case.seqlens):
+        visible = visible_keys(np.arange(rows), rows, keys, **mask)
+        unseen = np.full(keys, rows == 0) if visible is None else ~visible.any(axis=0)
+        for array in (k, v):
+            sequence = array[start : start + keys] if "cu_seqlens_k" in case.options else array[index]
+            sequence[unseen] = np.nan
+        start += keys
+    return replace(case, k=k, v=v, repro=f"poison_unseen({case.repro})")
+
+
+@dataclass(frozen=True, slots=True)
+class PagedCache:
+    """k and v in a pool of pages: (blocks, page, heads_kv, dim); block_table int32 (batch, max_blocks) and
+    cache_seqlens int32 (batch,)."""
+
+    k: Array
+    v: Array
+    block_table: Array
+    cache_seqlens: Array
+
+
+def paginate(
+    rng: np.random.Generator, k: Sequence[Array], v: Sequence[Array], page_size: int, *, spare_pages: int = 3
+) -> PagedCache:
+    """Sequences (keys, heads_kv, dim) scattered over the pages of a pool, in random order.
+
+    Unused pages and the rows past a sequence's end hold NaN, and the table's unused entries POISON_PAGE;
+    its last column is always unused.
+    """
+    counts = [-(-len(keys) // page_size) for keys in k]
+    order = rng.permutation(sum(counts) + spare_pages)
+    table = np.full((len(counts), max(counts, default=0) + 1), POISON_PAGE, np.int32)
+    pools = [nan_filled((len(order), page_size, *x[0].shape[1:]), x[0].dtype.name) for x in (k, v)]
+    for index, count in enumerate(counts):
+        pages, order = order[:count], order[count:]
+        table[index, :count] = pages
+        for pool, rows in zip(pools, (k[index], v[index]), strict=True):
+            for page, start in zip(pages, range(0, len(rows), page_size), strict=True):
+                part = rows[start : start + page_size]
+                pool[page, : len(part)] = part
+    lengths = np.array([len(keys) for keys in k], np.int32)
+    return PagedCache(pools[0], pools[1], table, lengths)
