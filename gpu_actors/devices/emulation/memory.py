@@ -1,0 +1,120 @@
+"""Memory for emulated launches: mappings with inaccessible pages around them, and the buffers made of them."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import weakref
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu_actors.errors import InvalidRequest, OutOfDeviceMemory
+
+__all__ = ["CANARY", "PAGE", "POISON", "EmulatedBuffer", "Mapping"]
+
+PAGE = 4096
+POISON = 0xFF  # a NaN in every floating-point format, and -1
+CANARY = 0xC5  # fills the bytes between a buffer and its pages' ends
+
+# Address space is free: a wrong stride faults even when it misses the buffer by megabytes.
+_GUARD = 64 << 20
+_MAP_NORESERVE = 0x4000
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least value."""
+    return -(-value // multiple) * multiple
+
+
+class Mapping:
+    """Anonymous pages, usable from begin to end, with guard bytes of inaccessible pages on both sides.
+
+    NumPy arrays made from it (np.asarray) keep it alive; it is unmapped when the last of them is gone.
+    """
+
+    def __init__(self, nbytes: int, guard: int = _GUARD) -> None:
+        usable = round_up(nbytes, PAGE)
+        total = usable + 2 * guard
+        base = _libc.mmap(None, total, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1, 0)
+        if base == _MAP_FAILED:
+            raise OutOfDeviceMemory(f"cannot map {total} bytes of address space for an emulated buffer")
+        self.map_begin, self.map_end = base, base + total
+        self.begin, self.end = base + guard, base + guard + usable
+        weakref.finalize(self, _libc.munmap, base, total)
+        if usable:
+            self.protect(self.begin, usable, mmap.PROT_READ | mmap.PROT_WRITE)
+
+    def protect(self, address: int, nbytes: int, protection: int) -> None:
+        """Changes what may be done with these pages. Raises OutOfDeviceMemory where the system refuses."""
+        if _libc.mprotect(address, nbytes, protection) != 0:
+            raise OutOfDeviceMemory(f"cannot change the protection of {nbytes} bytes (errno {ctypes.get_errno()})")
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        return {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (self.end - self.begin,),
+            "data": (self.begin, False),
+        }
+
+
+class EmulatedBuffer:
+    """Global memory for emulated kernels: nbytes bytes that end at (or up to 15 bytes before) an inaccessible page.
+
+    name: what faults call it. address: the 64-bit "device pointer", 16-byte aligned as a GPU tensor's may be.
+    array: its bytes, (nbytes,) uint8. Fresh bytes are 0xFF, a NaN in every floating-point format.
+    Raises InvalidRequest for a negative size, OutOfDeviceMemory where the pages cannot be had.
+    """
+
+    ALIGNMENT = 16
+
+    def __init__(self, nbytes: int, name: str = "buffer") -> None:
+        if nbytes < 0:
+            raise InvalidRequest("nbytes", nbytes, "a buffer has zero or more bytes")
+        self.nbytes = nbytes
+        self.name = name
+        self._mapping = Mapping(nbytes)
+        self.address = self._mapping.end - round_up(nbytes, self.ALIGNMENT)
+        everything = np.asarray(self._mapping)
+        start = self.address - self._mapping.begin
+        self._before = everything[:start]
+        self._after = everything[start + nbytes :]
+        self._before[...] = CANARY
+        self._after[...] = CANARY
+        self.array: npt.NDArray[np.uint8] = everything[start : start + nbytes]
+        self.array[...] = POISON
+
+    @classmethod
+    def of(cls, array: npt.NDArray[Any], name: str = "buffer") -> EmulatedBuffer:
+        """A buffer that holds a copy of array, in C order."""
+        buffer = cls(array.nbytes, name)
+        buffer.array[...] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        return buffer
+
+    def view(self, dtype: npt.DTypeLike, shape: int | tuple[int, ...] = -1) -> npt.NDArray[Any]:
+        """The same bytes as an array of dtype and shape; writing to it writes to the buffer."""
+        return self.array.view(dtype).reshape(shape)
+
+    @property
+    def map_range(self) -> tuple[int, int]:
+        """First and past-the-last address of the buffer's pages, the inaccessible ones included."""
+        return self._mapping.map_begin, self._mapping.map_end
+
+    def stray_write(self) -> str | None:
+        """Where a kernel wrote next to the buffer without reaching an inaccessible page; None if it did not."""
+        if (self._before != CANARY).any():
+            return "before its first byte"
+        return "past its last byte" if (self._after != CANARY).any() else None
+
+    def __repr__(self) -> str:
+        return f"EmulatedBuffer({self.nbytes}, {self.name!r})"

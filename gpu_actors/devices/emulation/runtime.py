@@ -1,0 +1,265 @@
+"""Launches emulated kernels and turns what the emulation finds into errors."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, TypeAlias, get_args
+
+from gpu_actors.devices.emulation.memory import PAGE, EmulatedBuffer, Mapping, round_up
+from gpu_actors.errors import InvalidRequest, LaunchError
+
+__all__ = ["Delivery", "EmulatedModule", "EmulationFault", "Schedule"]
+
+Delivery: TypeAlias = Literal["late", "eager", "random"]
+Schedule: TypeAlias = Literal["round_robin", "greedy", "random", "lane"]
+
+# The same numbers as kernels_cu/emulation/core.cuh
+_MAX_THREADS = 1024
+_MAX_WORKERS = 16
+_STACK_BYTES = 256 << 10
+_STACK_GUARD = 4096
+_MAX_SHARED_BYTES = 232448
+_SHARED_WINDOW = round_up(_MAX_SHARED_BYTES + 2048, PAGE)  # with the canaries before and after
+_ARGUMENT_ALIGNMENT = 64  # of a tensor map
+
+
+class EmulationFault(LaunchError):
+    """A kernel did something that a GPU would not forgive, or might not.
+
+    kind: one of
+        out_of_bounds, misaligned  an access beyond a buffer or shared memory; an address that an instruction refuses
+        deadlock, time_limit       no thread can run; the launch ran too long (a loop that waits for nothing known)
+        divergence                 lanes of a warp, or warps of a warpgroup, at different collective instructions
+        barrier, mbarrier          wrong thread counts; too many arrivals or bytes, an mbarrier that is not initialised
+        race                       operands or accumulators touched while an asynchronous instruction uses them
+        unfenced                   TMA or wgmma meets writes of the threads without fence.proxy.async
+        leftover                   a thread or block ended with copies, stores, wgmma or barrier arrivals pending
+        descriptor                 a matrix descriptor or tensor map that means nothing
+        argument                   wrong launch arguments or operands
+        stack_overflow, trap       a thread's stack is full; __trap() or an integer division by zero
+    entry: the kernel. block: (x, y, z). thread: linear index in the block, or None. buffer: the name of the buffer at
+    fault, or None. text: what happened.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        text: str,
+        entry: str = "",
+        block: tuple[int, int, int] = (0, 0, 0),
+        thread: int | None = None,
+        buffer: str | None = None,
+    ) -> None:
+        super().__init__(kind, text, entry, block, thread, buffer)
+        self.kind = kind
+        self.text = text
+        self.entry = entry
+        self.block = block
+        self.thread = thread
+        self.buffer = buffer
+
+    def __str__(self) -> str:
+        where = f"block {self.block}"
+        if self.thread is not None:
+            where += f" thread {self.thread} (warp {self.thread // 32} lane {self.thread % 32})"
+        return f"{self.kind} in {self.entry}, {where}: {self.text}"
+
+
+class _Fault(ctypes.Structure):
+    _fields_ = [
+        ("kind", ctypes.c_char * 24),
+        ("block", ctypes.c_uint32 * 3),
+        ("thread", ctypes.c_int32),
+        ("buffer", ctypes.c_int32),
+        ("address", ctypes.c_uint64),
+        ("text", ctypes.c_char * 1600),
+    ]
+
+
+class _BufferRange(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_uint64) for name in ("begin", "end", "map_begin", "map_end")]
+
+
+class _Arena(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_void_p) for name in ("stacks", "shared_end", "shared_begin", "async_view")]
+
+
+class _Request(ctypes.Structure):
+    _fields_ = [
+        ("grid", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32 * 3),
+        *((name, ctypes.c_uint32) for name in ("shared_bytes", "delivery", "schedule", "workers")),
+        ("argument_count", ctypes.c_uint32),
+        ("buffer_count", ctypes.c_uint32),
+        ("seed", ctypes.c_uint64),
+        ("limit_seconds", ctypes.c_double),
+        ("arguments", ctypes.POINTER(ctypes.c_void_p)),
+        ("argument_bytes", ctypes.POINTER(ctypes.c_uint64)),
+        ("buffers", ctypes.POINTER(_BufferRange)),
+        ("arenas", ctypes.POINTER(_Arena)),
+        ("fault", ctypes.POINTER(_Fault)),
+        ("switches", ctypes.c_uint64),
+    ]
+
+
+class _WorkerMemory:
+    """Stacks and shared memory of one worker. It outlives launches: its pages are mapped once a process."""
+
+    def __init__(self) -> None:
+        self._stacks = Mapping((_MAX_THREADS + 1) * _STACK_BYTES, guard=PAGE)
+        self._shared = Mapping(_SHARED_WINDOW)
+        self._view = Mapping(_SHARED_WINDOW, guard=PAGE)
+        self._first = round_up(self._stacks.begin, _STACK_BYTES)
+        self._guarded = 0
+
+    def prepare(self, threads: int) -> _Arena:
+        """Makes the low end of that many stacks inaccessible, so that a full stack faults."""
+        for i in range(self._guarded, threads):
+            self._stacks.protect(self._first + i * _STACK_BYTES, _STACK_GUARD, 0)
+        self._guarded = max(self._guarded, threads)
+        return _Arena(self._first, self._shared.end, self._shared.begin, self._view.begin)
+
+
+# Launches of one process come one after the other: signal handlers and the workers' memory serve one at a time, and a
+# launch uses every processor anyway.
+_launch_lock = threading.Lock()
+_worker_memory: list[_WorkerMemory] = []
+
+
+class EmulatedModule:
+    """A built kernel file. entries: its kernels. build_seconds: how long the compiler took when it was built."""
+
+    def __init__(self, path: Path, entries: tuple[str, ...], build_seconds: float = 0.0) -> None:
+        self.path = path
+        self.entries = entries
+        self.build_seconds = build_seconds
+        self.switches = 0
+        self._library = ctypes.CDLL(str(path))
+
+    def launch(
+        self,
+        entry: str,
+        grid: int | Sequence[int],
+        block: int | Sequence[int],
+        shared_bytes: int,
+        params: bytes | Sequence[bytes],
+        buffers: Sequence[EmulatedBuffer] = (),
+        *,
+        delivery: Delivery = "late",
+        schedule: Schedule = "greedy",
+        seed: int = 0,
+        threads: int = 2,
+        limit_seconds: float = 60.0,
+    ) -> None:
+        """Runs a kernel to its end.
+
+        entry: its name. grid, block: 1 to 3 sizes, as in CUDA. shared_bytes: of dynamic shared memory. params: the bytes
+        of its only argument, or of each argument. buffers: all the global memory that it may touch; a pointer to
+        anything else faults (device pointers in params are EmulatedBuffer.address).
+
+        delivery: when asynchronous copies land: as late as the kernel's waits allow, at once, or at random.
+        schedule: which thread runs next. "round_robin": every thread in turn; "greedy": a warp runs as far as it can,
+        then the ready warp of the highest priority; "random": the same with preemption and changing priorities; "lane":
+        the ready thread of the highest priority, so that lanes of a warp drift apart.
+        seed: of everything random; 0 orders warps and threads upwards, 1 downwards, others by a shuffle.
+        threads: CPU threads that run blocks (blocks start in order). limit_seconds: how long the launch may take.
+
+        Raises EmulationFault, with the lowest block that failed; InvalidRequest for arguments that are no launch.
+        """
+        function = self._function(entry)
+        request = _Request()
+        request.grid[:] = _extent("grid", grid)
+        request.block[:] = _extent("block", block)
+        request.shared_bytes = _in_range("shared_bytes", shared_bytes, 0, _MAX_SHARED_BYTES)
+        request.delivery = _choice("delivery", delivery, get_args(Delivery))
+        request.schedule = _choice("schedule", schedule, get_args(Schedule))
+        request.workers = _in_range("threads", threads, 1, _MAX_WORKERS)
+        request.seed = seed
+        request.limit_seconds = limit_seconds
+        arguments = _Arguments([params] if isinstance(params, bytes) else params)
+        request.argument_count = len(arguments.sizes)
+        request.arguments, request.argument_bytes = arguments.pointers, arguments.sizes
+        ranges = [_BufferRange(b.address, b.address + b.nbytes, *b.map_range) for b in buffers]
+        request.buffer_count = len(ranges)
+        request.buffers = (_BufferRange * len(ranges))(*ranges)
+        fault = _Fault()
+        request.fault = ctypes.pointer(fault)
+        with _launch_lock:
+            while len(_worker_memory) < threads:
+                _worker_memory.append(_WorkerMemory())
+            count = request.block[0] * request.block[1] * request.block[2]
+            arenas = [memory.prepare(min(count, _MAX_THREADS)) for memory in _worker_memory[:threads]]
+            request.arenas = (_Arena * threads)(*arenas)
+            failed = function(ctypes.byref(request))
+        self.switches = request.switches
+        if failed:
+            raise _describe(entry, fault, buffers)
+        for buffer in buffers:
+            if (where := buffer.stray_write()) is not None:
+                text = f"a thread wrote to buffer {buffer.name!r} {where} ({buffer.nbytes} bytes)"
+                raise EmulationFault("out_of_bounds", text, entry, buffer=buffer.name)
+
+    def _function(self, entry: str) -> ctypes._NamedFuncPointer:
+        if entry not in self.entries:
+            raise InvalidRequest("entry", entry, "this module's kernels are " + ", ".join(self.entries))
+        return getattr(self._library, f"gpu_actors_launch_{entry}")  # type: ignore[no-any-return]
+
+
+class _Arguments:
+    """The kernel's arguments, each at an address that suits a tensor map."""
+
+    def __init__(self, params: Sequence[bytes]) -> None:
+        offsets, total = [], 0
+        for data in params:
+            offsets.append(total)
+            total += round_up(len(data), _ARGUMENT_ALIGNMENT)
+        self._storage = ctypes.create_string_buffer(total + _ARGUMENT_ALIGNMENT)
+        base = round_up(ctypes.addressof(self._storage), _ARGUMENT_ALIGNMENT)
+        for offset, data in zip(offsets, params, strict=True):
+            ctypes.memmove(base + offset, bytes(data), len(data))
+        self.pointers = (ctypes.c_void_p * len(params))(*(base + offset for offset in offsets))
+        self.sizes = (ctypes.c_uint64 * len(params))(*map(len, params))
+
+
+def _extent(field: str, value: int | Sequence[int]) -> tuple[int, int, int]:
+    sizes = (value,) if isinstance(value, int) else tuple(value)
+    if not 1 <= len(sizes) <= 3 or any(not 1 <= int(n) < 1 << 31 for n in sizes):
+        raise InvalidRequest(field, value, "give one to three positive sizes")
+    x, y, z = (int(n) for n in (*sizes, 1, 1)[:3])
+    if field == "block" and x * y * z > _MAX_THREADS:
+        raise InvalidRequest(field, value, f"a block has at most {_MAX_THREADS} threads")
+    return x, y, z
+
+
+def _in_range(field: str, value: int, low: int, high: int) -> int:
+    if not low <= value <= high:
+        raise InvalidRequest(field, value, f"give {low} to {high}")
+    return value
+
+
+def _choice(field: str, value: str, choices: tuple[str, ...]) -> int:
+    if value not in choices:
+        raise InvalidRequest(field, value, "give one of " + ", ".join(choices))
+    return choices.index(value)
+
+
+def _describe(entry: str, fault: _Fault, buffers: Sequence[EmulatedBuffer]) -> EmulationFault:
+    text, name = fault.text.decode(errors="replace"), None
+    if fault.address:
+        text, name = _locate(text, fault.address, buffers)
+    x, y, z = fault.block
+    thread = None if fault.thread < 0 else fault.thread
+    return EmulationFault(fault.kind.decode(), text, entry, (x, y, z), thread, name)
+
+
+def _locate(text: str, address: int, buffers: Sequence[EmulatedBuffer]) -> tuple[str, str | None]:
+    """The text of a fault at address, and the name of the buffer there or next to it."""
+    for buffer in buffers:
+        low, high = buffer.map_range
+        if low <= address < high:
+            offset = address - buffer.address
+            return f"{text} at byte {offset} of buffer {buffer.name!r} ({buffer.nbytes} bytes)", buffer.name
+    return f"{text} at address 0x{address:x}, near no buffer of this launch", None

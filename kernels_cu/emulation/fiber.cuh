@@ -1,0 +1,122 @@
+// Fibers: each CUDA thread has a stack of its own and gives way only inside the emulation's functions.
+// x86-64 switches with a dozen instructions (a call-preserved register set and the stack pointer); other processors, or
+// -DGPU_ACTORS_UCONTEXT, use ucontext.
+#pragma once
+
+#include "emulation/state.cuh"
+
+#if !defined(__x86_64__) && !defined(GPU_ACTORS_UCONTEXT)
+#define GPU_ACTORS_UCONTEXT
+#endif
+#ifdef GPU_ACTORS_UCONTEXT
+#include <ucontext.h>
+#endif
+
+namespace emulation {
+
+// The fiber that runs here: its record lies at the top of the stack in use.
+__attribute__((always_inline)) inline Fiber& self() {
+  uintptr_t stack = reinterpret_cast<uintptr_t>(__builtin_frame_address(0)) & ~(STACK_BYTES - 1);
+  return *reinterpret_cast<Fiber*>(stack + STACK_BYTES - FIBER_BYTES);
+}
+
+#ifdef GPU_ACTORS_UCONTEXT
+struct Context {
+  ucontext_t registers;
+};
+static_assert(sizeof(Context) <= 4096, "a context fits behind the guard page");
+
+inline void switch_context(void** save, void* to) {
+  ucontext_t here;
+  *save = &here;
+  swapcontext(&here, static_cast<ucontext_t*>(to));
+}
+inline void prepare_context(Fiber& fiber, void (*main)()) {
+  ucontext_t* context = reinterpret_cast<ucontext_t*>(fiber.stack + STACK_GUARD);
+  getcontext(context);
+  context->uc_stack.ss_sp = fiber.stack + STACK_GUARD + sizeof(Context);
+  context->uc_stack.ss_size = STACK_BYTES - STACK_GUARD - FIBER_BYTES - sizeof(Context);
+  context->uc_link = nullptr;
+  makecontext(context, main, 0);
+  fiber.stack_pointer = context;
+}
+#else
+extern "C" __attribute__((visibility("hidden"))) void gpu_actors_switch_context(void** save, void* to);
+asm(R"(
+.text
+.p2align 4
+.hidden gpu_actors_switch_context
+.globl gpu_actors_switch_context
+.type gpu_actors_switch_context,@function
+gpu_actors_switch_context:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+.size gpu_actors_switch_context, .-gpu_actors_switch_context
+)");
+
+inline void switch_context(void** save, void* to) { gpu_actors_switch_context(save, to); }
+inline void prepare_context(Fiber& fiber, void (*main)()) {
+  void** top = reinterpret_cast<void**>(&fiber);
+  *--top = nullptr;                              // where main would return to; keeps rsp % 16 == 8 at its entry
+  *--top = reinterpret_cast<void*>(main);
+  for (int i = 0; i < 6; i++) *--top = nullptr;  // rbp, rbx, r12 .. r15
+  fiber.stack_pointer = top;
+}
+#endif
+
+// Ends the block from inside a fiber: the worker goes on behind the switch that started it.
+[[noreturn]] inline void leave_block(Block& block) {
+  void* unused;
+  block.current = nullptr;
+  switch_context(&unused, block.worker->stack_pointer);
+  abort();
+}
+
+inline void describe_fault(Worker& worker, const char* what, const Fiber* fiber, const char* format, va_list arguments) {
+  Fault& fault = worker.fault;
+  snprintf(fault.kind, sizeof fault.kind, "%s", what);
+  fault.block[0] = worker.block->index.x;
+  fault.block[1] = worker.block->index.y;
+  fault.block[2] = worker.block->index.z;
+  fault.thread = fiber ? fiber->linear : -1;
+  fault.buffer = -1;
+  fault.address = 0;
+  vsnprintf(fault.text, sizeof fault.text, format, arguments);
+  worker.failed = true;
+}
+
+// Reports a fault of the running thread and ends the launch.
+[[noreturn]] __attribute__((format(printf, 2, 3), noinline)) inline void fail(const char* what, const char* format, ...) {
+  Fiber& fiber = self();
+  va_list arguments;
+  va_start(arguments, format);
+  describe_fault(*fiber.block->worker, what, &fiber, format, arguments);
+  va_end(arguments);
+  leave_block(*fiber.block);
+}
+
+// The same, with the address in global memory that is at fault: the caller of the launch names its buffer.
+[[noreturn]] inline void fail_at(const char* what, const void* address, const char* operation, size_t bytes) {
+  Fiber& fiber = self();
+  Worker& worker = *fiber.block->worker;
+  va_list none{};
+  describe_fault(worker, what, &fiber, "", none);
+  snprintf(worker.fault.text, sizeof worker.fault.text, "%s: %zu bytes", operation, bytes);
+  worker.fault.address = reinterpret_cast<uintptr_t>(address);
+  leave_block(*fiber.block);
+}
+
+}  // namespace emulation

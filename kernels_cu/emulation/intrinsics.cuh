@@ -1,0 +1,156 @@
+// CUDA's built-in arithmetic functions and atomics. Approximate ones (__expf ...) are computed accurately here: their last
+// bits differ from a GPU's.
+#pragma once
+
+template <class T>
+inline T __ldg(const T* p) { return *p; }
+template <class T>
+inline T __ldcs(const T* p) { return *p; }
+template <class T>
+inline void __stcs(T* p, T v) { *p = v; }
+
+// ---- bits
+inline unsigned __float_as_uint(float f) { unsigned u; memcpy(&u, &f, 4); return u; }
+inline int __float_as_int(float f) { int u; memcpy(&u, &f, 4); return u; }
+inline float __uint_as_float(unsigned u) { float f; memcpy(&f, &u, 4); return f; }
+inline float __int_as_float(int u) { float f; memcpy(&f, &u, 4); return f; }
+inline long long __double_as_longlong(double d) { long long u; memcpy(&u, &d, 8); return u; }
+inline double __longlong_as_double(long long u) { double d; memcpy(&d, &u, 8); return d; }
+inline int __clz(int x) { return x ? __builtin_clz(static_cast<unsigned>(x)) : 32; }
+inline int __clzll(long long x) { return x ? __builtin_clzll(static_cast<unsigned long long>(x)) : 64; }
+inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
+inline unsigned __brev(unsigned x) {
+  unsigned r = 0;
+  for (int i = 0; i < 32; i++) r |= (x >> i & 1u) << (31 - i);
+  return r;
+}
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+  unsigned long long bytes = a | static_cast<unsigned long long>(b) << 32;
+  unsigned r = 0;
+  for (int i = 0; i < 4; i++) {
+    unsigned s = selector >> (4 * i) & 15u, byte = static_cast<unsigned>(bytes >> (8 * (s & 7u))) & 0xFFu;
+    if (s & 8u) byte = byte & 0x80u ? 0xFFu : 0u;
+    r |= byte << (8 * i);
+  }
+  return r;
+}
+inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned shift) {
+  return static_cast<unsigned>(((static_cast<unsigned long long>(high) << 32 | low) << (shift & 31u)) >> 32);
+}
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
+  return static_cast<unsigned>((static_cast<unsigned long long>(high) << 32 | low) >> (shift & 31u));
+}
+
+// ---- integers
+inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>(static_cast<unsigned long long>(a) * b >> 32); }
+inline int __mulhi(int a, int b) { return static_cast<int>(static_cast<long long>(a) * b >> 32); }
+inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
+  return static_cast<unsigned long long>(static_cast<unsigned __int128>(a) * b >> 64);
+}
+#define EMULATED_MIN_MAX(T)                             \
+  inline T min(T a, T b) { return b < a ? b : a; }      \
+  inline T max(T a, T b) { return a < b ? b : a; }
+EMULATED_MIN_MAX(int)
+EMULATED_MIN_MAX(unsigned)
+EMULATED_MIN_MAX(long)
+EMULATED_MIN_MAX(unsigned long)
+EMULATED_MIN_MAX(long long)
+EMULATED_MIN_MAX(unsigned long long)
+#undef EMULATED_MIN_MAX
+inline unsigned min(int a, unsigned b) { return min(static_cast<unsigned>(a), b); }
+inline unsigned min(unsigned a, int b) { return min(a, static_cast<unsigned>(b)); }
+inline unsigned max(int a, unsigned b) { return max(static_cast<unsigned>(a), b); }
+inline unsigned max(unsigned a, int b) { return max(a, static_cast<unsigned>(b)); }
+inline float min(float a, float b) { return fminf(a, b); }
+inline float max(float a, float b) { return fmaxf(a, b); }
+inline double min(double a, double b) { return fmin(a, b); }
+inline double max(double a, double b) { return fmax(a, b); }
+
+// ---- floats
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __frcp_rn(float a) { return 1.0f / a; }
+inline float __fsqrt_rn(float a) { return sqrtf(a); }
+inline float __frsqrt_rn(float a) { return 1.0f / sqrtf(a); }
+inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float __saturatef(float a) { return a > 0.0f ? (a < 1.0f ? a : 1.0f) : 0.0f; }
+inline float __expf(float a) { return expf(a); }
+inline float __exp10f(float a) { return static_cast<float>(pow(10.0, a)); }
+inline float __logf(float a) { return logf(a); }
+inline float __log2f(float a) { return log2f(a); }
+inline float __powf(float a, float b) { return powf(a, b); }
+inline float __sinf(float a) { return sinf(a); }
+inline float __cosf(float a) { return cosf(a); }
+inline float __tanhf(float a) { return tanhf(a); }
+inline float rsqrtf(float a) { return 1.0f / sqrtf(a); }
+inline float __int2float_rn(int a) { return static_cast<float>(a); }
+inline float __uint2float_rn(unsigned a) { return static_cast<float>(a); }
+inline int __float2int_rn(float a) { return static_cast<int>(rintf(a)); }
+inline int __float2int_rz(float a) { return static_cast<int>(a); }
+inline int __float2int_rd(float a) { return static_cast<int>(floorf(a)); }
+inline int __float2int_ru(float a) { return static_cast<int>(ceilf(a)); }
+inline unsigned __float2uint_rn(float a) { return static_cast<unsigned>(rintf(a)); }
+
+// ---- atomics: real ones, since blocks run on several processors
+namespace emulation {
+
+template <class Bits, class T, class Update>
+inline T update_atomically(T* at, Update&& update) {
+  static_assert(sizeof(Bits) == sizeof(T), "same width");
+  Bits* bits = reinterpret_cast<Bits*>(at);
+  Bits seen = __atomic_load_n(bits, __ATOMIC_SEQ_CST);
+  for (;;) {
+    T old, next;
+    memcpy(&old, &seen, sizeof old);
+    next = update(old);
+    Bits wanted;
+    memcpy(&wanted, &next, sizeof wanted);
+    if (__atomic_compare_exchange_n(bits, &seen, wanted, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) return old;
+  }
+}
+
+template <size_t BYTES>
+struct BitsOf;
+template <>
+struct BitsOf<2> { typedef uint16_t type; };
+template <>
+struct BitsOf<4> { typedef uint32_t type; };
+template <>
+struct BitsOf<8> { typedef uint64_t type; };
+
+template <class T, class Update>
+inline T update_atomically(T* at, Update&& update) {
+  return update_atomically<typename BitsOf<sizeof(T)>::type>(at, update);
+}
+
+// Keeps the second argument out of template deduction: atomicAdd(unsigned*, int) converts, as in CUDA.
+template <class T>
+struct Same { typedef T type; };
+
+}  // namespace emulation
+
+#define EMULATED_ATOMIC(name, expression)                                                \
+  template <class T>                                                                     \
+  inline T name(T* at, typename emulation::Same<T>::type value) {                        \
+    return emulation::update_atomically(at, [value](T old) -> T { return expression; }); \
+  }
+EMULATED_ATOMIC(atomicAdd, old + value)
+EMULATED_ATOMIC(atomicSub, old - value)
+EMULATED_ATOMIC(atomicExch, (static_cast<void>(old), value))
+EMULATED_ATOMIC(atomicMax, old < value ? value : old)
+EMULATED_ATOMIC(atomicMin, value < old ? value : old)
+EMULATED_ATOMIC(atomicAnd, old & value)
+EMULATED_ATOMIC(atomicOr, old | value)
+EMULATED_ATOMIC(atomicXor, old ^ value)
+EMULATED_ATOMIC(atomicInc, old >= value ? T(0) : T(old + 1))
+EMULATED_ATOMIC(atomicDec, old == 0 || old > value ? value : T(old - 1))
+#undef EMULATED_ATOMIC
+template <class T>
+inline T atomicCAS(T* at, typename emulation::Same<T>::type expected, typename emulation::Same<T>::type value) {
+  return emulation::update_atomically(at, [expected, value](T old) { return old == expected ? value : old; });
+}

@@ -1,0 +1,156 @@
+// Which thread runs next, and what happens when none can.
+#pragma once
+
+#include "emulation/fiber.cuh"
+
+namespace emulation {
+
+inline bool deliver_one(Block& block);  // delivery.cuh: one load in flight lands; false if there is none
+
+// The time limit of the launch, for everything that comes through here; a signal ends loops that do not.
+inline void check_time(Block& block) {
+  if (__builtin_expect(block.worker->expired, 0))
+    fail(kind::time_limit, "the launch ran longer than its %g s (this thread was %s)", block.request->limit_seconds,
+         self().waits_for ? self().waits_for : "running");
+}
+
+inline bool runnable(const Fiber& f) {
+  return f.state == FiberState::ready || (f.state == FiberState::blocked && *f.gate != f.seen);
+}
+
+inline void resume(Fiber& next) {
+  Block& block = *next.block;
+  Fiber* previous = block.current;
+  block.current = &next;
+  block.worker->switches++;
+  switch_context(previous ? &previous->stack_pointer : &block.worker->stack_pointer, next.stack_pointer);
+}
+
+// Every thread in turn.
+inline Fiber* pick_round_robin(Block& block) {
+  for (int i = 0; i < block.threads; i++) {
+    if (++block.position >= block.threads) block.position = 0;
+    Fiber* f = block.fiber[block.thread_order[block.position]];
+    if (runnable(*f)) return f;
+  }
+  return nullptr;
+}
+
+inline Fiber* pick_in_warp(Block& block, int warp, int first_lane) {
+  int base = warp * 32, lanes = lower(32, block.threads - base);
+  for (int i = 0; i < lanes; i++) {
+    Fiber* f = block.fiber[base + (first_lane + i) % lanes];
+    if (runnable(*f)) return f;
+  }
+  return nullptr;
+}
+
+// One warp runs as far as it can, then the ready warp of the highest priority. A missing barrier shows here: warps drift
+// as far apart as the barriers allow. With `reshuffle` (schedule random) priorities change and warps are preempted.
+inline Fiber* pick_greedy(Block& block, bool reshuffle) {
+  if (block.current && !(reshuffle && block.random.one_in(256)))
+    if (Fiber* f = pick_in_warp(block, block.current->warp, block.current->lane + 1)) return f;
+  if (reshuffle && block.random.one_in(4))
+    exchange(block.warp_order[block.random.below(block.warp_count)], block.warp_order[block.random.below(block.warp_count)]);
+  for (int i = 0; i < block.warp_count; i++)
+    if (Fiber* f = pick_in_warp(block, block.warp_order[i], 0)) return f;
+  return nullptr;
+}
+
+// The ready thread of the highest priority: the lanes of one warp drift as far apart as they may.
+inline Fiber* pick_lane(Block& block) {
+  if (block.random.one_in(512))
+    exchange(block.thread_order[block.random.below(block.threads)], block.thread_order[block.random.below(block.threads)]);
+  for (int i = 0; i < block.threads; i++) {
+    Fiber* f = block.fiber[block.thread_order[i]];
+    if (runnable(*f)) return f;
+  }
+  return nullptr;
+}
+
+inline Fiber* pick(Block& block) {
+  switch (block.request->schedule) {
+    case Schedule::round_robin: return pick_round_robin(block);
+    case Schedule::greedy: return pick_greedy(block, false);
+    case Schedule::random: return pick_greedy(block, true);
+    case Schedule::lane: return pick_lane(block);
+  }
+  return nullptr;
+}
+
+inline int describe_wait(const Block& block, const Fiber& f, char* text, size_t room) {
+  int n = snprintf(text, room, "%s", f.waits_for);
+  if (f.waits_on < 0) return n;
+  if (strncmp(f.waits_for, "mbarrier", 8) == 0) {
+    for (uint32_t i = 0; i < block.mbarriers.size; i++) {
+      const MBarrier& m = block.mbarriers[i];
+      if (m.address == f.waits_on)
+        n += snprintf(text + n, room - n, " 0x%x (phase %llu, %d of %d arrivals pending, %lld bytes pending)", m.address,
+                      static_cast<unsigned long long>(m.phase), m.pending, m.count, static_cast<long long>(m.bytes));
+    }
+    return n;
+  }
+  const NamedBarrier& b = block.barrier[f.waits_on];
+  int expected = b.expected < 0 ? block.live : b.expected;
+  return n + snprintf(text + n, room - n, " %d (%d of %d threads arrived)", static_cast<int>(f.waits_on), b.arrived, expected);
+}
+
+// No thread can run and nothing is on its way: says who waits for what.
+[[noreturn]] inline void fail_deadlock(Block& block) {
+  char text[1400];
+  int n = 0, room = sizeof text;
+  bool told[MAX_THREADS] = {};
+  for (int i = 0; i < block.threads && n < room - 200; i++) {
+    const Fiber& first = *block.fiber[i];
+    if (first.state != FiberState::blocked || told[i]) continue;
+    int waiters = 0;
+    for (int j = i; j < block.threads; j++) {
+      const Fiber& f = *block.fiber[j];
+      if (f.state != FiberState::blocked || f.waits_on != first.waits_on || strcmp(f.waits_for, first.waits_for)) continue;
+      told[j] = true;
+      waiters++;
+    }
+    n += snprintf(text + n, room - n, "%s%d thread%s from thread %d on: ", n ? "; " : "", waiters, waiters > 1 ? "s" : "", i);
+    n += describe_wait(block, first, text + n, room - n);
+  }
+  fail(kind::deadlock, "no thread can run. Waiting: %s. Exited: %d", text, block.threads - block.live);
+}
+
+// Runs the next thread; returns when the caller's turn comes again.
+inline void give_way(Block& block) {
+  check_time(block);
+  for (;;) {
+    if (block.request->delivery == Delivery::random && !block.in_flight.empty() && block.random.one_in(16)) deliver_one(block);
+    if (Fiber* next = pick(block)) {
+      next->state = FiberState::ready;
+      if (next != block.current) resume(*next);
+      return;
+    }
+    if (!block.live) leave_block(block);
+    if (!deliver_one(block)) fail_deadlock(block);
+  }
+}
+
+// Waits until *gate is no longer `seen`. what, which: for the deadlock report.
+inline void wait_for(Fiber& fiber, const uint64_t* gate, uint64_t seen, const char* what, int64_t which = -1) {
+  fiber.state = FiberState::blocked;
+  fiber.gate = gate;
+  fiber.seen = seen;
+  fiber.waits_for = what;
+  fiber.waits_on = which;
+  give_way(*fiber.block);
+}
+
+// One round of a loop that polls memory: everything else, other blocks included, gets a turn.
+inline void poll() {
+  Fiber& fiber = self();
+  Block& block = *fiber.block;
+  check_time(block);
+  deliver_one(block);
+  fiber.state = FiberState::ready;
+  Fiber* next = pick_round_robin(block);
+  if (next == &fiber) sched_yield();
+  else resume(*next);
+}
+
+}  // namespace emulation
