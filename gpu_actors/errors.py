@@ -1,21 +1,22 @@
 """The exception tree.
 
-    GpuActorsError
-    ├── RequestError               the request itself is at fault; names field, value and reason
-    │   ├── InvalidRequest         (also a ValueError) no device could answer it
-    │   └── Unsupported            a sound request that no kernel here answers; names the nearest that works
-    ├── Overloaded                 a mailbox is full
-    ├── DeadlineExceeded           not answered by its deadline
-    ├── RequestCancelled           cancelled before its launch
-    ├── MockModeError              the mock device was told not to compute
-    ├── CompileError               NVRTC refused the source
-    ├── LaunchError                the launch or the kernel failed; the context is still good
-    ├── OutOfDeviceMemory
-    ├── CacheFull                  no page left in a KV cache; nothing was written
-    ├── StaleBuffer                the buffer belongs to an earlier generation of the context
-    ├── ContextLost                the device context is gone; everything in flight failed
-    └── ActorStopped               the actor is stopped, or stopped before it answered
-        └── ActorFailed            the actor raised while it handled this request
+GpuActorsError
+├── RequestError               the request itself is at fault; names field, value and reason
+│   ├── InvalidRequest         (also a ValueError) no device could answer it
+│   └── Unsupported            a sound request that no kernel here answers; names the nearest that works
+├── Overloaded                 a mailbox is full
+├── DeadlineExceeded           not answered by its deadline
+├── RequestCancelled           cancelled before its launch
+├── MockModeError              the mock device was told not to compute
+├── CompileError               NVRTC refused the source
+├── LaunchError                the launch or the kernel failed; the context is still good
+├── OutOfDeviceMemory
+├── CacheFull                  no page left in a KV cache; nothing was written
+├── StaleBuffer                the buffer belongs to an earlier generation of the context
+├── ContextLost                the device context is gone; everything in flight failed
+├── ActorStopped               the actor is stopped, or stopped before it answered
+│   └── ActorFailed            the actor raised while it handled this request
+└── WouldBlock                 a blocking call on the thread of a running event loop
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ __all__ = [
     "RequestError",
     "StaleBuffer",
     "Unsupported",
+    "WouldBlock",
 ]
 
 
@@ -162,3 +164,7 @@ class ActorStopped(GpuActorsError):
 
 class ActorFailed(ActorStopped):
     """The actor raised an unexpected exception while it handled this request (see ``__cause__``)."""
+
+
+class WouldBlock(GpuActorsError, RuntimeError):
+    """A call that blocks was made on the thread of a running event loop."""

@@ -1,0 +1,109 @@
+"""An actor-based, asynchronous GPU attention service.
+
+async with gpu_actors.open_context("auto") as ctx:
+    result = await ctx.flash_attn.forward(q, k, v, causal=True)
+"""
+
+from gpu_actors._version import __version__
+from gpu_actors.actors.base import ServiceActor
+from gpu_actors.actors.call import Call
+from gpu_actors.actors.cudnn_like import CudnnLikeActor, CudnnLikeHandle
+from gpu_actors.actors.flash_attn import FlashAttnActor, FlashAttnHandle
+from gpu_actors.actors.handle import ActorHandle
+from gpu_actors.actors.mailbox import ActorStats
+from gpu_actors.actors.nvrtc import NvrtcActor, NvrtcHandle, WarmedVariant
+from gpu_actors.actors.post import Terminated
+from gpu_actors.context import GpuContext, Health, open_context
+from gpu_actors.devices.interface import DeviceInfo
+from gpu_actors.errors import (
+    ActorFailed,
+    ActorStopped,
+    CacheFull,
+    CompileError,
+    ContextLost,
+    DeadlineExceeded,
+    GpuActorsError,
+    InvalidRequest,
+    LaunchError,
+    MockModeError,
+    OutOfDeviceMemory,
+    Overloaded,
+    RequestCancelled,
+    RequestError,
+    StaleBuffer,
+    Unsupported,
+    WouldBlock,
+)
+from gpu_actors.kernels.source import Cubin, KernelResources, KernelSource
+from gpu_actors.kernels.tiles import FlashAttentionConfig
+from gpu_actors.mha import AttentionParams, Mask, MhaForward, MhaOutput
+from gpu_actors.options import ContextOptions, EmulationOptions, MockOptions, RestartPolicy
+from gpu_actors.problem import AttentionProblem, DispatchKey
+from gpu_actors.reply import Reply
+from gpu_actors.requests import (
+    AttentionGradients,
+    AttentionOutput,
+    FlashBackward,
+    FlashForward,
+    PagedForward,
+)
+from gpu_actors.tracing import ChromeTrace, TraceEvent
+
+__all__ = [
+    "ActorFailed",
+    "ActorHandle",
+    "ActorStats",
+    "ActorStopped",
+    "AttentionGradients",
+    "AttentionOutput",
+    "AttentionParams",
+    "AttentionProblem",
+    "CacheFull",
+    "Call",
+    "ChromeTrace",
+    "CompileError",
+    "ContextLost",
+    "ContextOptions",
+    "Cubin",
+    "CudnnLikeActor",
+    "CudnnLikeHandle",
+    "DeadlineExceeded",
+    "DeviceInfo",
+    "DispatchKey",
+    "EmulationOptions",
+    "FlashAttentionConfig",
+    "FlashAttnActor",
+    "FlashAttnHandle",
+    "FlashBackward",
+    "FlashForward",
+    "GpuActorsError",
+    "GpuContext",
+    "Health",
+    "InvalidRequest",
+    "KernelResources",
+    "KernelSource",
+    "LaunchError",
+    "Mask",
+    "MhaForward",
+    "MhaOutput",
+    "MockModeError",
+    "MockOptions",
+    "NvrtcActor",
+    "NvrtcHandle",
+    "OutOfDeviceMemory",
+    "Overloaded",
+    "PagedForward",
+    "Reply",
+    "RequestCancelled",
+    "RequestError",
+    "RestartPolicy",
+    "ServiceActor",
+    "StaleBuffer",
+    "Terminated",
+    "TraceEvent",
+    "Unsupported",
+    "WarmedVariant",
+    "WouldBlock",
+    "__version__",
+    "open_context",
+]

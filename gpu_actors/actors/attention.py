@@ -1,0 +1,191 @@
+"""AttentionPlan: everything about a forward request that does not depend on its data.
+
+A request whose signature has been seen before finds its plan by one dictionary look-up; then only its arrays are
+bound. Shared by the actors that answer attention requests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from gpu_actors.devices.interface import Kernel, Launch, LaunchGeometry, Outputs, OutputSpec
+from gpu_actors.interop.arrays import Adopted, adopt, restore
+from gpu_actors.kernels.arguments import pack_forward
+from gpu_actors.kernels.dispatch import dispatch_key
+from gpu_actors.kernels.variants import launch_geometry
+from gpu_actors.problem import AttentionProblem, DispatchKey
+from gpu_actors.reference import attention_forward
+from gpu_actors.requests import AttentionOutput, FlashForward
+from gpu_actors.validation import check_cu_seqlens, forward_problem, longest
+
+__all__ = ["AttentionPlan", "adopt_arrays", "forward_plan", "signature"]
+
+_OPTIONAL = (
+    "alibi_slopes",
+    "sinks",
+    "bias",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "q_descale",
+    "k_descale",
+    "v_descale",
+)
+_ARRAYS = ("q", "k", "v", *_OPTIONAL, "out")
+
+
+def adopt_arrays(request: FlashForward) -> tuple[FlashForward, Adopted | None]:
+    """The request over arrays that this package can read, and what its q was if that was no NumPy array.
+
+    Raises `InvalidRequest` for what is no array.
+    """
+    if (
+        type(request.q) is np.ndarray
+        and type(request.k) is np.ndarray
+        and type(request.v) is np.ndarray
+        and all(getattr(request, name) is None for name in (*_OPTIONAL, "out"))
+    ):
+        return request, None
+    changes: dict[str, Any] = {}
+    like: Adopted | None = None
+    for name in _ARRAYS:
+        array = getattr(request, name)
+        if array is None or type(array) is np.ndarray:
+            continue
+        adopted = adopt(array, name)
+        changes[name] = adopted.array
+        if name == "q":
+            like = adopted
+    return (dataclasses.replace(request, **changes) if changes else request), like
+
+
+def signature(request: FlashForward) -> Hashable:
+    """What decides the plan of an adopted request. Raises TypeError where an option cannot be hashed."""
+    q, k, v = request.q, request.k, request.v
+    optional = tuple(
+        None if array is None else (array.shape, array.strides, array.dtype)
+        for array in (getattr(request, name) for name in _OPTIONAL)
+    )
+    varlen = optional[3] is not None
+    longest_q, longest_k = request.max_seqlen_q, request.max_seqlen_k
+    if varlen:
+        # The longest sequence shapes the grid, so it belongs to the plan even where it has to be looked up.
+        if longest_q is None:
+            longest_q = longest("cu_seqlens_q", request.cu_seqlens_q)
+        if longest_k is None:
+            longest_k = longest("cu_seqlens_k", request.cu_seqlens_k)
+    parts = (
+        q.shape,
+        q.strides,
+        q.dtype,
+        k.shape,
+        k.strides,
+        k.dtype,
+        v.shape,
+        v.strides,
+        v.dtype,
+        optional,
+        request.causal,
+        request.alignment,
+        request.window_size,
+        request.softmax_scale,
+        request.softcap,
+        request.sink_tokens,
+        request.dropout_p,
+        longest_q,
+        longest_k,
+        request.compute,
+        request.return_lse,
+        None if request.out is None else (request.out.shape, request.out.strides, request.out.dtype),
+    )
+    hash(parts)
+    return parts
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """A problem with the kernel that answers it.
+
+    geometry is None where the device runs no kernels.
+    """
+
+    problem: AttentionProblem
+    key: DispatchKey
+    geometry: LaunchGeometry | None
+    accumulate: Literal["float64", "float32"]
+    out_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+
+    def bind(self, request: FlashForward, kernel: Kernel | None) -> Launch:
+        """A launch of this plan on the arrays of an adopted request. Checks what depends on their data."""
+        problem = self.problem
+        inputs = {"q": request.q, "k": request.k, "v": request.v}
+        for name in _OPTIONAL:
+            array = getattr(request, name)
+            if array is not None:
+                inputs[name] = array
+        if problem.layout == "varlen":
+            check_cu_seqlens("cu_seqlens_q", request.cu_seqlens_q, problem.total_q, problem.seqlen_q)
+            check_cu_seqlens("cu_seqlens_k", request.cu_seqlens_k, problem.total_k, problem.seqlen_k)
+        outputs = {"out": OutputSpec(self.out_shape, problem.out_dtype, request.out)}
+        if problem.return_lse:
+            outputs["lse"] = OutputSpec(self.lse_shape, "float32")
+        seed = request.dropout_seed
+        pack = None if kernel is None else functools.partial(pack_forward, problem, dropout_seed=seed)
+        oracle = functools.partial(_oracle, problem, self.accumulate, seed)
+        return Launch(self.key, inputs, outputs, oracle, kernel, self.geometry, pack)
+
+
+def forward_plan(
+    request: FlashForward, arch: str, runs_kernels: bool, accumulate: Literal["float64", "float32"]
+) -> AttentionPlan:
+    """Validate an adopted request and pick its kernel. Raises `InvalidRequest` and `Unsupported`."""
+    problem = forward_problem(request)
+    key = dispatch_key(problem, arch)
+    if problem.layout == "varlen":
+        lse_shape: tuple[int, ...] = (problem.heads_q, problem.total_q)
+    else:
+        lse_shape = (problem.batch, problem.heads_q, problem.seqlen_q)
+    return AttentionPlan(
+        problem=problem,
+        key=key,
+        geometry=launch_geometry(key, problem) if runs_kernels else None,
+        accumulate=accumulate,
+        out_shape=(*request.q.shape[:-1], problem.head_dim_v),
+        lse_shape=lse_shape,
+    )
+
+
+def attention_output(like: Adopted | None, result: Any, outputs: Outputs) -> Sequence[AttentionOutput]:
+    """The answer to one request. result: the caller's own ``out``, where it gave one."""
+    out, lse = outputs["out"], outputs.get("lse")
+    if like is not None:
+        out = restore(out, like)
+        lse = None if lse is None else restore(lse, like)
+    return (AttentionOutput(out if result is None else result, lse),)
+
+
+def _oracle(
+    problem: AttentionProblem,
+    accumulate: Literal["float64", "float32"],
+    dropout_seed: int,
+    inputs: Mapping[str, Any],
+) -> Outputs:
+    reference = attention_forward(
+        **inputs,
+        causal=problem.causal,
+        alignment=problem.alignment,
+        window_size=problem.window,
+        softmax_scale=problem.softmax_scale,
+        softcap=problem.softcap,
+        sink_tokens=problem.sink_tokens,
+        dropout_p=problem.dropout_p,
+        dropout_seed=dropout_seed,
+        accumulate=accumulate,
+    )
+    return {"out": reference.out, "lse": reference.lse}

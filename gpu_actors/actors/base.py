@@ -1,0 +1,183 @@
+"""ServiceActor: a Pykka actor that answers calls from a mailbox that outlives it.
+
+The mailbox, the stream and the completion thread belong to the actor's `Post`, which the ContextActor keeps; the
+actor itself is one incarnation that may raise, die and be replaced. Subclass it to add an actor of your own and name
+the class in ``ContextOptions(actors=...)``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import pykka
+
+from gpu_actors.actors.call import Call
+from gpu_actors.actors.completion import Finish
+from gpu_actors.actors.handle import ActorHandle
+from gpu_actors.actors.outbox import Outbox
+from gpu_actors.devices.interface import Launch
+from gpu_actors.errors import ActorFailed, ContextLost, GpuActorsError
+
+if TYPE_CHECKING:
+    from pykka._actor import ActorInbox
+    from pykka._future import Future
+
+    from gpu_actors.actors.mailbox import Mailbox
+    from gpu_actors.actors.post import Post
+
+__all__ = ["ServiceActor"]
+
+
+class ServiceActor(pykka.ThreadingActor):
+    """Base of every child of a ContextActor.
+
+    label: the actor's name, unique in a context. handle_type: what ``ctx.actor(TheClass)`` gives out.
+
+    A `GpuActorsError` raised by `handle` answers that call. Any other exception is a defect: it answers the call with
+    `ActorFailed`, and the supervisor replaces the actor; calls behind it are not lost.
+    """
+
+    use_daemon_thread: ClassVar[bool] = True
+    label: ClassVar[str] = ""
+    handle_type: ClassVar[type[ActorHandle]] = ActorHandle
+
+    def __init__(self, post: Post) -> None:
+        self.post = post
+        self.outbox = Outbox()
+        super().__init__()
+
+    # For subclasses
+
+    @classmethod
+    def keep(cls, post: Post) -> Any:
+        """Make what every incarnation shares, found as ``self.post.kept``. Has a ``close()`` if it needs one."""
+        return None
+
+    def open(self) -> None:
+        """Prepare on the actor's own thread. The actor is ready once this returns."""
+
+    def handle(self, call: Call[Any]) -> None:
+        """Answer a call, launch it, or keep it to be answered later. Must not block."""
+        raise NotImplementedError(f"{type(self).__name__} handles no calls")
+
+    def on_message(self, message: Any) -> Any:
+        """Handle a message that was sent with ``actor_ref.tell`` or ``.ask`` rather than submitted as a call."""
+
+    def launch(self, calls: Sequence[Call[Any]], launch: Launch, finish: Finish) -> None:
+        """Enqueue a launch that answers ``calls``; those answered already (cancelled, expired) are the caller's care.
+
+        Each call must have been claimed with ``begin_launch``. Raises what ``Stream.launch`` raises.
+        """
+        post = self.post
+        event = post.stream.launch(launch)
+        post.mailbox.launch_began(len(calls))
+        trace = post.services.trace
+        if trace.active:
+            for call in calls:
+                trace.emit("request.launched", actor=post.name, request=call.number, key=launch.key)
+        post.completion.watch(event, calls, finish, self.outbox)
+
+    # Pykka's side
+
+    def _create_actor_inbox(self) -> ActorInbox:  # type: ignore[override]
+        return cast("ActorInbox", _Inbox(self.post.mailbox))
+
+    def on_start(self) -> None:
+        # Pykka tells nobody when on_start raises, so readiness and failure are reported from here.
+        try:
+            self.post.services.device.bind_thread()
+            self.open()
+        except BaseException as error:
+            self.post.report_failure(self, error)
+            raise as_exception(self.post.name, error) from error
+        self.post.report_ready(self)
+
+    def on_failure(self, exception_type: Any, exception_value: Any, traceback: Any) -> None:
+        self.post.report_failure(self, exception_value)
+
+    def on_stop(self) -> None:
+        self.post.report_stopped(self)
+
+    def on_receive(self, message: Any) -> Any:
+        if type(message) is _Batch:
+            self._work(message.calls)
+            return None
+        try:
+            return self.on_message(message)
+        finally:
+            self.outbox.flush()
+
+    def _work(self, calls: list[Call[Any]]) -> None:
+        mailbox, outbox = self.post.mailbox, self.outbox
+        try:
+            for index, call in enumerate(calls):
+                if mailbox.saturated or self.actor_stopped.is_set():
+                    mailbox.give_back(calls[index:])
+                    return
+                if call.done:
+                    continue
+                try:
+                    self.handle(call)
+                except ContextLost as lost:
+                    call.fail(lost, outbox)
+                    self.post.report_lost(lost)
+                except GpuActorsError as error:
+                    call.fail(error, outbox)
+                except BaseException as error:
+                    failure = ActorFailed(f"{self.post.name} failed while it handled the request: {error!r}")
+                    failure.__cause__ = error
+                    call.fail(failure, outbox)
+                    mailbox.give_back(calls[index + 1 :])
+                    raise as_exception(self.post.name, error) from error
+        finally:
+            outbox.flush()
+
+
+def as_exception(name: str, error: BaseException) -> Exception:
+    """``error``, or a stand-in where it is no Exception: Pykka answers those by stopping every actor there is."""
+    return error if isinstance(error, Exception) else RuntimeError(f"{name} raised {error!r}")
+
+
+class _Batch:
+    __slots__ = ("calls",)
+
+    def __init__(self, calls: list[Call[Any]]) -> None:
+        self.calls = calls
+
+
+class _Envelope:
+    """What Pykka's loop expects an inbox to give it."""
+
+    __slots__ = ("message", "reply_to")
+
+    def __init__(self, message: Any, reply_to: Future[Any] | None = None) -> None:
+        self.message = message
+        self.reply_to = reply_to
+
+
+class _Inbox:
+    """One incarnation's view of its post's mailbox: Pykka's own messages first, then a batch of calls.
+
+    Only Pykka's messages count as content, so that a dying incarnation drains those and leaves the calls.
+    """
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
+        self._controls: deque[_Envelope] = deque()
+
+    def put(self, envelope: _Envelope) -> None:
+        self._controls.append(envelope)
+        self._mailbox.nudge()
+
+    def get(self) -> _Envelope:
+        while True:
+            if self._controls:
+                return self._controls.popleft()
+            calls = self._mailbox.take(self._controls)
+            if calls:
+                return _Envelope(_Batch(calls))
+
+    def empty(self) -> bool:
+        return not self._controls

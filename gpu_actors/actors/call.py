@@ -1,0 +1,200 @@
+"""Call: one request on its way through an actor, from submission to its single answer.
+
+    QUEUED ──launch──> LAUNCHED ──settle──> DONE
+       └────────────────settle───────────────┘
+
+Whoever settles a call first decides its answer: the actor, the completion thread, the deadline timer, a cancelling
+waiter, or the context on its way down. All of them go through `settle`, so that a call is answered exactly once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from gpu_actors.actors.outbox import Outbox
+from gpu_actors.errors import DeadlineExceeded, RequestCancelled
+
+if TYPE_CHECKING:
+    from gpu_actors.actors.mailbox import Mailbox
+    from gpu_actors.timers import Timer
+
+__all__ = ["Call", "CallState"]
+
+T = TypeVar("T")
+
+
+class CallState(IntEnum):
+    QUEUED = 0
+    LAUNCHED = 1
+    DONE = 2
+
+
+class Call(Generic[T]):
+    """A message, its answer once there is one, and whoever waits for it.
+
+    Safe to use from any thread. ``queued`` belongs to the mailbox and is read and written under its lock. ``parked``
+    says that a call which is not queued is kept by something that outlives the actor, which will give it back.
+    """
+
+    __slots__ = (
+        "_callbacks",
+        "_futures",
+        "_lock",
+        "_threads",
+        "deadline",
+        "error",
+        "mailbox",
+        "message",
+        "number",
+        "parked",
+        "priority",
+        "queued",
+        "state",
+        "timer",
+        "trace_context",
+        "value",
+    )
+
+    def __init__(self, message: Any, mailbox: Mailbox, priority: int = 0, deadline: float | None = None) -> None:
+        self.message = message
+        self.mailbox = mailbox
+        self.priority = priority
+        self.deadline = deadline
+        self.number = next(mailbox.numbers)
+        self.queued = False
+        self.parked = False
+        self.state = CallState.QUEUED
+        self.value: T | None = None
+        self.error: BaseException | None = None
+        self.timer: Timer | None = None
+        self.trace_context: Any = None
+        self._lock = threading.Lock()
+        self._futures: list[asyncio.Future[None]] | None = None
+        self._threads: list[threading.Event] | None = None
+        self._callbacks: list[Callable[[Call[T]], None]] | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.state == CallState.DONE
+
+    # Towards the answer
+
+    def begin_launch(self) -> bool:
+        """Claim the call for its launch. False if it has been answered (cancelled, expired) already."""
+        with self._lock:
+            if self.state is not CallState.QUEUED:
+                return False
+            self.state = CallState.LAUNCHED
+            return True
+
+    def resolve(self, value: T, outbox: Outbox | None = None) -> bool:
+        """Answer with a result. False if the call has an answer already."""
+        return self._settle(value, None, outbox)
+
+    def fail(self, error: BaseException, outbox: Outbox | None = None) -> bool:
+        """Answer with an error. False if the call has an answer already."""
+        return self._settle(None, error, outbox)
+
+    def cancel(self) -> bool:
+        """Answer with `RequestCancelled` unless the call has been launched or answered. True if that was done."""
+        return self._settle(None, RequestCancelled("cancelled before its launch"), None, CallState.QUEUED)
+
+    def expire(self) -> None:
+        """Answer with `DeadlineExceeded`; what was launched goes on, unobserved."""
+        launched = self.state is CallState.LAUNCHED
+        where = "after its launch" if launched else "before its launch"
+        self.fail(DeadlineExceeded(f"the deadline passed {where}"))
+
+    def _settle(
+        self,
+        value: T | None,
+        error: BaseException | None,
+        outbox: Outbox | None,
+        before: CallState = CallState.LAUNCHED,
+    ) -> bool:
+        with self._lock:
+            if self.state > before:
+                return False
+            self.state = CallState.DONE
+            self.value = value
+            self.error = error
+            futures, threads, callbacks = self._futures, self._threads, self._callbacks
+            self._futures = self._threads = self._callbacks = None
+        timer = self.timer
+        if timer is not None:
+            timer.cancel()
+        # The count changes before anyone is woken, so that a waiter who reads the stats finds itself in them.
+        self.mailbox.settled(self)
+        if futures is not None:
+            box = outbox if outbox is not None else Outbox()
+            for future in futures:
+                box.add(future)
+            if outbox is None:
+                box.flush()
+        if threads is not None:
+            for event in threads:
+                event.set()
+        if callbacks is not None:
+            for callback in callbacks:
+                callback(self)
+        return True
+
+    # Waiting for it
+
+    def add_future(self, future: asyncio.Future[None]) -> bool:
+        """Have this future woken when the call is done. False if it is done already."""
+        with self._lock:
+            if self.state == CallState.DONE:
+                return False
+            if self._futures is None:
+                self._futures = [future]
+            else:
+                self._futures.append(future)
+            return True
+
+    def abandon(self, future: asyncio.Future[None]) -> None:
+        """A waiter gave up: forget it, and cancel the call if nobody else waits."""
+        with self._lock:
+            futures = self._futures
+            if futures is None or future not in futures:
+                return
+            futures.remove(future)
+            if futures or self._threads or self._callbacks:
+                return
+        self.cancel()
+
+    def wait(self, timeout: float | None) -> bool:
+        """Block this thread until the call is done. False if ``timeout`` seconds passed first."""
+        event = threading.Event()
+        with self._lock:
+            if self.state == CallState.DONE:
+                return True
+            if self._threads is None:
+                self._threads = []
+            self._threads.append(event)
+        if event.wait(timeout):
+            return True
+        with self._lock:
+            if self._threads is not None:
+                self._threads.remove(event)
+        return self.done
+
+    def when_done(self, callback: Callable[[Call[T]], None]) -> None:
+        """Call ``callback`` with this call once it is done, on the thread that settles it, or now if it is done."""
+        with self._lock:
+            if self.state != CallState.DONE:
+                if self._callbacks is None:
+                    self._callbacks = []
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    def answer(self) -> T:
+        """The result of a call that is done; raises its error."""
+        if self.error is not None:
+            raise self.error
+        return self.value  # type: ignore[return-value]

@@ -1,0 +1,115 @@
+"""Completion: the thread that waits for a stream's launches, in order, and settles their calls.
+
+One thread a stream. Waiting on an event blocks without the GIL, surfaces the launch's error, and batches by itself:
+whatever finished while the thread was busy is settled before the loops are woken once. A host callback from the
+driver would do neither, and never fires after a device error.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gpu_actors.actors.call import Call
+from gpu_actors.actors.mailbox import Mailbox
+from gpu_actors.actors.outbox import Outbox
+from gpu_actors.clock import Clock
+from gpu_actors.devices.interface import Event, Outputs
+from gpu_actors.errors import ActorFailed, ContextLost, GpuActorsError
+
+__all__ = ["Completion", "Finish"]
+
+logger = logging.getLogger("gpu_actors")
+
+Finish = Callable[[Outputs], Sequence[Any]]
+"""Turns a launch's outputs into one result for each of its calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    event: Event
+    calls: Sequence[Call[Any]]
+    finish: Finish
+    since: float
+
+
+class Completion:
+    """Settles the calls of one stream's launches.
+
+    on_lost: called, on the thread that saw it, when a launch reports that the context is gone.
+    """
+
+    def __init__(self, name: str, mailbox: Mailbox, clock: Clock, on_lost: Callable[[ContextLost], None]) -> None:
+        self._name = name
+        self._mailbox = mailbox
+        self._clock = clock
+        self._on_lost = on_lost
+        self._entries: deque[_Entry] = deque()
+        self._arrivals: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def watch(self, event: Event, calls: Sequence[Call[Any]], finish: Finish, outbox: Outbox) -> None:
+        """Settle ``calls`` when ``event`` is done; at once if it is and nothing is ahead of it.
+
+        Called by the actor thread alone, after `Mailbox.launch_began`.
+        """
+        if not self._entries and event.done():
+            self._settle(_Entry(event, calls, finish, 0.0), outbox)
+            return
+        entry = _Entry(event, calls, finish, self._clock.now())
+        self._entries.append(entry)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=f"{self._name}-completion", daemon=True)
+            self._thread.start()
+        self._arrivals.put(entry)
+
+    def oldest(self) -> float | None:
+        """Clock reading at the launch of the oldest unfinished launch, None if there is none."""
+        try:
+            return self._entries[0].since
+        except IndexError:
+            return None
+
+    def close(self, timeout: float) -> bool:
+        """End the thread once its launches are done. False if it still waits for one after ``timeout`` seconds."""
+        if self._thread is None:
+            return True
+        self._arrivals.put(None)
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        outbox = Outbox()
+        while (entry := self._arrivals.get()) is not None:
+            self._settle(entry, outbox)
+            self._entries.popleft()
+            if not self._entries or not self._entries[0].event.done():
+                outbox.flush()
+        outbox.flush()
+
+    def _settle(self, entry: _Entry, outbox: Outbox) -> None:
+        error: BaseException | None = None
+        results: Sequence[Any] = ()
+        try:
+            entry.event.wait()
+            results = entry.finish(entry.event.outputs)
+        except ContextLost as lost:
+            error = lost
+            self._on_lost(lost)
+        except GpuActorsError as failure:
+            error = failure
+        except BaseException as failure:
+            logger.exception("%s: a finished launch could not be answered", self._name)
+            error = ActorFailed(f"{self._name} could not finish the request: {failure!r}")
+            error.__cause__ = failure
+        self._mailbox.launch_ended()
+        for index, call in enumerate(entry.calls):
+            if error is not None:
+                call.fail(error, outbox)
+            else:
+                call.resolve(results[index], outbox)

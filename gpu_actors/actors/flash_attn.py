@@ -1,0 +1,191 @@
+"""FlashAttnActor: answers attention requests in FlashAttention's layouts."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from gpu_actors.actors.attention import (
+    AttentionPlan,
+    adopt_arrays,
+    attention_output,
+    forward_plan,
+    signature,
+)
+from gpu_actors.actors.base import ServiceActor
+from gpu_actors.actors.call import Call
+from gpu_actors.actors.completion import Finish
+from gpu_actors.actors.handle import ActorHandle
+from gpu_actors.actors.kernel_store import KernelStore
+from gpu_actors.errors import InvalidRequest, Unsupported
+from gpu_actors.kernels.dispatch import dispatch_key
+from gpu_actors.kernels.support import check_support
+from gpu_actors.options import MockOptions
+from gpu_actors.plans import PlanCache, PlanCacheStats
+from gpu_actors.problem import AttentionProblem, DispatchKey
+from gpu_actors.reply import Reply
+from gpu_actors.requests import Array, AttentionOutput, FlashBackward, FlashForward, PagedForward
+from gpu_actors.validation import backward_problem, forward_problem, paged_problem
+
+if TYPE_CHECKING:
+    from gpu_actors.actors.post import Post
+
+__all__ = ["FlashAttnActor", "FlashAttnHandle"]
+
+
+class FlashAttnHandle(ActorHandle):
+    """``ctx.flash_attn``."""
+
+    __slots__ = ()
+
+    def forward(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        *,
+        causal: bool = False,
+        alignment: str = "bottom_right",
+        window_size: tuple[int, int] = (-1, -1),
+        softmax_scale: float | None = None,
+        softcap: float = 0.0,
+        alibi_slopes: Array | None = None,
+        sinks: Array | None = None,
+        sink_tokens: int = 0,
+        bias: Array | None = None,
+        dropout_p: float = 0.0,
+        dropout_seed: int = 0,
+        cu_seqlens_q: Array | None = None,
+        cu_seqlens_k: Array | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_k: int | None = None,
+        q_descale: Array | None = None,
+        k_descale: Array | None = None,
+        v_descale: Array | None = None,
+        compute: str | None = None,
+        return_lse: bool = False,
+        out: Array | None = None,
+        deadline: float | None = None,
+        timeout: float | None = None,
+        priority: int = 0,
+    ) -> Reply[AttentionOutput]:
+        """Attention of q to k and v; returns at once. The arguments are those of `FlashForward`.
+
+        deadline, timeout, priority: as in `ActorHandle.submit`. The reply gives an `AttentionOutput`, or raises one of
+        `gpu_actors.errors`. Do not change the arrays before it is done.
+        """
+        request = FlashForward(
+            q=q,
+            k=k,
+            v=v,
+            causal=causal,
+            alignment=alignment,
+            window_size=window_size,
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            sink_tokens=sink_tokens,
+            bias=bias,
+            dropout_p=dropout_p,
+            dropout_seed=dropout_seed,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+            q_descale=q_descale,
+            k_descale=k_descale,
+            v_descale=v_descale,
+            compute=compute,
+            return_lse=return_lse,
+            out=out,
+        )
+        return self.submit(request, deadline=deadline, timeout=timeout, priority=priority)
+
+    def inspect_key(self, request: FlashForward | FlashBackward | PagedForward) -> DispatchKey:
+        """The dispatch key that a request would be answered by. Validates it and launches nothing.
+
+        Raises `InvalidRequest` and `Unsupported` itself, for there is no reply.
+        """
+        return dispatch_key(problem_of(request), self._post.services.device.info.arch)
+
+    def plan_cache_stats(self) -> PlanCacheStats:
+        """hits, misses, evicted, entries of the cache of validated problems."""
+        attention: Attention = self._post.kept
+        return attention.plans.stats()
+
+
+class Attention:
+    """Plans and kernels of an actor that answers attention requests; outlives its incarnations."""
+
+    def __init__(self, post: Post, plans: int) -> None:
+        services = post.services
+        info = services.device.info
+        self.arch = info.arch
+        self.runs_kernels = info.runs_kernels
+        self.accumulate = (services.options.mock or MockOptions()).dtype
+        self.plans: PlanCache[AttentionPlan] = PlanCache(plans)
+        compiles = info.runs_kernels or services.options.compile_on_mock
+        self.kernels = KernelStore(post) if compiles else None
+
+    def plan(self, request: FlashForward) -> AttentionPlan:
+        """The plan of an adopted request."""
+
+        def make() -> AttentionPlan:
+            return forward_plan(request, self.arch, self.runs_kernels, self.accumulate)
+
+        try:
+            key = signature(request)
+        except (TypeError, AttributeError):
+            # An option or operand of a kind that no plan was ever made for; validation names it.
+            return make()
+        return self.plans.get(key, make)
+
+    def answer(self, actor: ServiceActor, call: Call[Any], request: FlashForward, finish: Finish) -> None:
+        """Launch an adopted forward request for an actor, or park it until its kernel is compiled."""
+        plan = self.plan(request)
+        kernel = None
+        if self.kernels is not None:
+            kernel = self.kernels.get(plan.key)
+            if kernel is None:
+                self.kernels.wait_for(plan.key, call)
+                return
+        launch = plan.bind(request, kernel if self.runs_kernels else None)
+        if call.begin_launch():
+            actor.launch((call,), launch, finish)
+
+
+class FlashAttnActor(ServiceActor):
+    """Takes `FlashForward`, `FlashBackward` and `PagedForward`."""
+
+    label: ClassVar[str] = "flash_attn"
+    handle_type: ClassVar[type[ActorHandle]] = FlashAttnHandle
+
+    @classmethod
+    def keep(cls, post: Post) -> Attention:
+        return Attention(post, plans=4096)
+
+    def open(self) -> None:
+        self._attention: Attention = self.post.kept
+
+    def handle(self, call: Call[Any]) -> None:
+        message = call.message
+        if type(message) is FlashForward:
+            request, like = adopt_arrays(message)
+            finish = functools.partial(attention_output, like, message.out)
+            self._attention.answer(self, call, request, finish)
+            return
+        # Sound requests that no kernel here answers yet end in check_support's sentence.
+        check_support(problem_of(message), self._attention.arch)
+        raise Unsupported("message", type(message).__name__, "no kernel here answers it", "FlashForward")
+
+
+def problem_of(request: object) -> AttentionProblem:
+    """Validate any attention message."""
+    if isinstance(request, FlashBackward):
+        return backward_problem(request)
+    if isinstance(request, FlashForward):
+        return forward_problem(adopt_arrays(request)[0])
+    if isinstance(request, PagedForward):
+        return paged_problem(request)
+    raise InvalidRequest("message", type(request).__name__, "must be FlashForward, FlashBackward or PagedForward")

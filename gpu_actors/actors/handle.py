@@ -1,0 +1,104 @@
+"""ActorHandle: the stable reference to an actor, whichever incarnation serves it now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gpu_actors.actors.call import Call
+from gpu_actors.errors import DeadlineExceeded, InvalidRequest
+from gpu_actors.reply import Reply
+
+if TYPE_CHECKING:
+    from gpu_actors.actors.mailbox import ActorStats
+    from gpu_actors.actors.post import Post, Terminated
+
+__all__ = ["ActorHandle"]
+
+
+class ActorHandle:
+    """Submits messages to an actor. Valid across restarts; safe from any thread and loop."""
+
+    __slots__ = ("_post",)
+
+    def __init__(self, post: Post) -> None:
+        self._post = post
+
+    @property
+    def label(self) -> str:
+        """The actor's name in its context."""
+        return self._post.name
+
+    @property
+    def max_in_flight(self) -> int:
+        """Launches that the actor may have unfinished at once."""
+        return self._post.mailbox.max_in_flight
+
+    @property
+    def state(self) -> str:
+        """ "starting", "running", "restarting", "stopped" or "failed"."""
+        return self._post.state
+
+    @property
+    def restarts(self) -> int:
+        """How often the supervisor has replaced the actor."""
+        return self._post.restarts
+
+    def stats(self) -> ActorStats:
+        """The actor's counts since the context opened."""
+        return self._post.mailbox.stats()
+
+    def submit(
+        self,
+        message: Any,
+        *,
+        deadline: float | None = None,
+        timeout: float | None = None,
+        priority: int = 0,
+    ) -> Reply[Any]:
+        """Send a message; returns at once. Whatever is wrong is reported by the reply.
+
+        deadline: ``time.monotonic()`` seconds by which the reply must be answered, else `DeadlineExceeded`.
+        timeout: the same in seconds from now. Give one of them at most.
+        priority: higher goes first; equals go in order of submission.
+        """
+        return Reply(self.submit_call(message, deadline=deadline, timeout=timeout, priority=priority))
+
+    def submit_call(
+        self,
+        message: Any,
+        *,
+        deadline: float | None = None,
+        timeout: float | None = None,
+        priority: int = 0,
+    ) -> Call[Any]:
+        """`submit` for actors, which chain on the call itself."""
+        post = self._post
+        services = post.services
+        mailbox = post.mailbox
+        call: Call[Any] = Call(message, mailbox, priority)
+        trace = services.trace
+        if trace.active:
+            services.trace_accepted(post, call)
+        if type(priority) is not int:
+            mailbox.refuse(call, InvalidRequest("priority", priority, "must be an int"))
+            return call
+        if deadline is not None or timeout is not None or services.default_timeout is not None:
+            try:
+                call.deadline = services.absolute_deadline(deadline, timeout)
+            except InvalidRequest as error:
+                mailbox.refuse(call, error)
+                return call
+            if call.deadline <= services.clock.now():
+                mailbox.refuse(call, DeadlineExceeded("the deadline had passed when the request was made"))
+                return call
+            call.timer = services.timers.at(call.deadline, call.expire)
+        mailbox.put(call)
+        return call
+
+    def watch(self, callback: Callable[[Terminated], None]) -> None:
+        """Call ``callback`` once when the actor has stopped or failed for good; at once if it has already.
+
+        Restarts do not count. The callback runs on the supervisor's thread and must be short.
+        """
+        self._post.watch(callback)

@@ -1,0 +1,250 @@
+"""Mailbox: the bounded queue in front of an actor, and the account of every call that passed through it.
+
+It outlives the actor: a restarted actor finds the calls that its predecessor left, and references stay valid. It
+never blocks a sender. Three things wait behind one lock: calls ordered by priority and then age, the number of
+launches in flight, and the sleeping actor thread, which is woken only when it sleeps.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from gpu_actors.actors.call import Call, CallState
+from gpu_actors.actors.outbox import Outbox
+from gpu_actors.errors import GpuActorsError, Overloaded, RequestCancelled
+
+__all__ = ["ActorStats", "Mailbox"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorStats:
+    """Counts since the context opened.
+
+    submitted == completed + failed + cancelled + (queued or being worked on) + (in flight and unanswered).
+    in_flight counts launches that have not finished, answered (by a deadline) or not.
+    """
+
+    submitted: int
+    launched: int
+    completed: int
+    failed: int
+    cancelled: int
+    in_flight: int
+    queued: int
+    requests_per_launch: float
+
+
+class Mailbox:
+    """Calls for one actor.
+
+    capacity: calls that may wait. max_in_flight: launches that may be unfinished; while so many are, `take` gives
+    nothing out.
+    """
+
+    def __init__(self, name: str, capacity: int, max_in_flight: int) -> None:
+        self.name = name
+        self.capacity = capacity
+        self.max_in_flight = max_in_flight
+        self.on_settled: Callable[[Call[Any]], None] | None = None
+        self._lock = threading.Lock()
+        self.numbers = itertools.count(1)
+        self._heap: list[tuple[int, int, Call[Any]]] = []
+        self._unanswered: set[Call[Any]] = set()
+        self._queued = 0
+        self._submitted = self._launched = self._launched_calls = 0
+        self._completed = self._failed = self._cancelled = 0
+        self._in_flight = 0
+        self._closed: Callable[[], GpuActorsError] | None = None
+        self._idle_callbacks: list[Callable[[], None]] = []
+        self._asleep = False
+        self._wake = threading.Lock()
+        self._wake.acquire()
+
+    # The sender's side
+
+    def put(self, call: Call[Any]) -> None:
+        """Queue a call, or answer it at once with `Overloaded` or the error that the mailbox was closed with."""
+        refusal: GpuActorsError | None = None
+        wake = False
+        with self._lock:
+            self._submitted += 1
+            if self._closed is not None:
+                refusal = self._closed()
+            elif self._queued >= self.capacity:
+                refusal = Overloaded(f"{self.name} has {self._queued} requests waiting, its mailbox is full")
+            elif not call.done:
+                self._unanswered.add(call)
+                self._push(call)
+                wake = self._awaken()
+        if refusal is not None:
+            call.fail(refusal)
+        elif wake:
+            self._wake.release()
+
+    def settled(self, call: Call[Any]) -> None:
+        """Book a call that has just been answered. Called by the call itself, once."""
+        error = call.error
+        with self._lock:
+            if error is None:
+                self._completed += 1
+            elif isinstance(error, RequestCancelled):
+                self._cancelled += 1
+            else:
+                self._failed += 1
+            self._unanswered.discard(call)
+            if call.queued:
+                call.queued = False
+                self._queued -= 1
+                self._compact()
+            idle = self._take_idle_callbacks()
+        if self.on_settled is not None:
+            self.on_settled(call)
+        for callback in idle:
+            callback()
+
+    def close(self, reason: Callable[[], GpuActorsError]) -> None:
+        """Refuse calls from now on with a fresh error from ``reason``. What is queued stays."""
+        with self._lock:
+            self._closed = reason
+
+    def fail_all(self, reason: Callable[[], GpuActorsError]) -> None:
+        """Answer every unanswered call with an error, wherever it is: queued, held by the actor, or launched."""
+        with self._lock:
+            calls = list(self._unanswered)
+        outbox = Outbox()
+        for call in calls:
+            call.fail(reason(), outbox)
+        outbox.flush()
+
+    def fail_held(self, reason: Callable[[], GpuActorsError]) -> None:
+        """Answer the calls that an actor took and died with: not queued, not parked, not launched."""
+        with self._lock:
+            held = [call for call in self._unanswered if not call.queued and not call.parked]
+        for call in held:
+            if call.state is CallState.QUEUED:
+                call.fail(reason())
+
+    def refuse(self, call: Call[Any], error: GpuActorsError) -> None:
+        """Book a call and answer it with an error at once."""
+        with self._lock:
+            self._submitted += 1
+        call.fail(error)
+
+    # The actor's side
+
+    def take(self, controls: deque[Any], limit: int = 256) -> list[Call[Any]]:
+        """Sleep until there is work and give it out, most urgent first; empty if ``controls`` holds something."""
+        while True:
+            with self._lock:
+                if controls:
+                    return []
+                if self._queued and self._in_flight < self.max_in_flight:
+                    return self._pop(limit)
+                self._asleep = True
+            self._wake.acquire()
+
+    def give_back(self, calls: Iterable[Call[Any]]) -> None:
+        """Queue calls again that were taken but not handled. They keep their place by age."""
+        with self._lock:
+            for call in calls:
+                if not call.done and not call.queued:
+                    call.parked = False
+                    self._push(call)
+            wake = self._awaken()
+        if wake:
+            self._wake.release()
+
+    def nudge(self) -> None:
+        """Wake the actor thread to look at its controls."""
+        with self._lock:
+            wake = self._awaken()
+        if wake:
+            self._wake.release()
+
+    def launch_began(self, calls: int = 1) -> None:
+        """Book a launch that answers so many calls."""
+        with self._lock:
+            self._launched += 1
+            self._launched_calls += calls
+            self._in_flight += 1
+
+    def launch_ended(self) -> None:
+        """Book the end of a launch, and let the actor go on if it waited for that."""
+        with self._lock:
+            self._in_flight -= 1
+            wake = self._awaken()
+            idle = self._take_idle_callbacks()
+        if wake:
+            self._wake.release()
+        for callback in idle:
+            callback()
+
+    @property
+    def saturated(self) -> bool:
+        """True while ``max_in_flight`` launches are unfinished."""
+        return self._in_flight >= self.max_in_flight
+
+    # Looking on
+
+    def when_idle(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` once, as soon as no call is unanswered and no launch unfinished."""
+        with self._lock:
+            if not self._idle():
+                self._idle_callbacks.append(callback)
+                return
+        callback()
+
+    def stats(self) -> ActorStats:
+        with self._lock:
+            return ActorStats(
+                submitted=self._submitted,
+                launched=self._launched,
+                completed=self._completed,
+                failed=self._failed,
+                cancelled=self._cancelled,
+                in_flight=self._in_flight,
+                queued=self._queued,
+                requests_per_launch=self._launched_calls / self._launched if self._launched else 0.0,
+            )
+
+    # Under the lock
+
+    def _push(self, call: Call[Any]) -> None:
+        call.queued = True
+        self._queued += 1
+        heapq.heappush(self._heap, (-call.priority, call.number, call))
+
+    def _pop(self, limit: int) -> list[Call[Any]]:
+        calls: list[Call[Any]] = []
+        while self._queued and len(calls) < limit:
+            call = heapq.heappop(self._heap)[2]
+            if call.queued:  # else it was answered while it waited
+                call.queued = False
+                self._queued -= 1
+                calls.append(call)
+        return calls
+
+    def _awaken(self) -> bool:
+        asleep, self._asleep = self._asleep, False
+        return asleep
+
+    def _compact(self) -> None:
+        # Answered calls stay in the heap until popped; a burst of cancellations must not pile up there.
+        if len(self._heap) > 2 * self._queued + 64:
+            self._heap = [entry for entry in self._heap if entry[2].queued]
+            heapq.heapify(self._heap)
+
+    def _idle(self) -> bool:
+        return not self._unanswered and self._in_flight == 0
+
+    def _take_idle_callbacks(self) -> list[Callable[[], None]]:
+        if not self._idle_callbacks or not self._idle():
+            return []
+        callbacks, self._idle_callbacks = self._idle_callbacks, []
+        return callbacks

@@ -1,0 +1,243 @@
+"""NvrtcActor: compiles kernels, or takes them from the cubin cache, off everybody's mailbox."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from gpu_actors.actors.base import ServiceActor
+from gpu_actors.actors.call import Call
+from gpu_actors.actors.handle import ActorHandle
+from gpu_actors.errors import GpuActorsError, InvalidRequest
+from gpu_actors.kernels.compiler import Compiler
+from gpu_actors.kernels.cubin_cache import CacheStats, CubinCache, default_cache_dir
+from gpu_actors.kernels.source import Cubin, KernelSource
+from gpu_actors.kernels.variants import kernel_source
+from gpu_actors.problem import DispatchKey
+from gpu_actors.reply import Reply
+
+if TYPE_CHECKING:
+    from gpu_actors.actors.post import Post
+
+__all__ = ["Compile", "NvrtcActor", "NvrtcHandle", "Warm", "WarmedVariant"]
+
+
+@dataclass(frozen=True, slots=True)
+class Compile:
+    """Compile ``source``. arch: default the source's own, else the context's."""
+
+    source: KernelSource
+    arch: str | None = None
+
+
+class WarmedVariant(NamedTuple):
+    """A variant that is in the cache now. seconds: what compiling or loading it took."""
+
+    key: DispatchKey
+    cubin: Cubin
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Warm:
+    """Have every key's kernel in the cache. progress: called as (done, total, key) from a worker's thread."""
+
+    keys: Sequence[DispatchKey]
+    progress: Callable[[int, int, DispatchKey], None] | None = None
+
+
+class NvrtcHandle(ActorHandle):
+    """``ctx.nvrtc``."""
+
+    __slots__ = ()
+
+    def compile(self, source: KernelSource, *, arch: str | None = None, **waiting: Any) -> Reply[Cubin]:
+        """Compile a kernel, or find it in the cache.
+
+        arch: exact architecture such as "sm_90a"; default the source's own, else the context's.
+        Raises (by the reply) `CompileError` with the log and the offending line, `Unsupported` for an arch that the
+        installed NVRTC does not know. Takes deadline, timeout and priority as every request does.
+        """
+        return self.submit(Compile(source, arch), **waiting)
+
+    def warm(
+        self,
+        keys: Iterable[DispatchKey],
+        progress: Callable[[int, int, DispatchKey], None] | None = None,
+        **waiting: Any,
+    ) -> Reply[list[WarmedVariant]]:
+        """Compile the kernels of all keys, in parallel, so that no request waits for one later.
+
+        The reply gives them in the order of the keys, or raises the first error once all have been tried.
+        """
+        return self.submit(Warm(tuple(keys), progress), **waiting)
+
+    def cache_stats(self) -> CacheStats:
+        """hits, misses, compiles, corrupt, evicted, entries, bytes of the cubin cache."""
+        cache: CubinCache = self._post.kept.cache
+        return cache.stats()
+
+
+class NvrtcActor(ServiceActor):
+    """Takes `Compile` and `Warm`. Equal sources asked for at once are compiled once."""
+
+    label: ClassVar[str] = "nvrtc"
+    handle_type: ClassVar[type[ActorHandle]] = NvrtcHandle
+
+    @classmethod
+    def keep(cls, post: Post) -> _Workshop:
+        return _Workshop(post)
+
+    def open(self) -> None:
+        self._workshop: _Workshop = self.post.kept
+
+    def handle(self, call: Call[Any]) -> None:
+        message = call.message
+        if isinstance(message, Compile):
+            if not isinstance(message.source, KernelSource):
+                raise InvalidRequest("source", type(message.source).__name__, "must be a KernelSource")
+            self._compile(call, message)
+        elif isinstance(message, Warm):
+            self._warm(call, message)
+        else:
+            raise InvalidRequest("message", type(message).__name__, "NvrtcActor takes Compile and Warm")
+
+    def _compile(self, call: Call[Any], message: Compile) -> None:
+        workshop = self._workshop
+        arch = message.source.resolve_arch(message.arch or message.source.arch or self._default_arch())
+        cubin = workshop.cache.peek(message.source, arch)
+        if cubin is not None:
+            call.resolve(cubin, self.outbox)
+        elif call.begin_launch():
+            self.post.mailbox.launch_began()
+            workshop.start(message.source, arch, _Answer(call))
+
+    def _warm(self, call: Call[Any], message: Warm) -> None:
+        if not message.keys:
+            call.resolve([], self.outbox)
+            return
+        sources = [(key, kernel_source(key)) for key in message.keys]
+        if call.begin_launch():
+            self.post.mailbox.launch_began()
+            batch = _WarmBatch(call, message)
+            for index, (key, source) in enumerate(sources):
+                self._workshop.start(source, key.arch, batch.slot(index))
+
+    def _default_arch(self) -> str:
+        return self.post.services.device.info.arch
+
+
+Done = Callable[[Cubin | None, GpuActorsError | None, float], None]
+
+
+class _Workshop:
+    """The cache, the compiler and the worker threads; outlives the actor's incarnations."""
+
+    def __init__(self, post: Post) -> None:
+        options = post.services.options
+        self._post = post
+        self.cache = CubinCache(
+            options.cache_path or default_cache_dir(),
+            max_bytes=options.cache_max_bytes,
+            readonly_paths=options.prewarmed,
+            offline=options.offline,
+            on_event=self._event,
+        )
+        self._compiler = Compiler()
+        self._pool = ThreadPoolExecutor(options.compile_threads, thread_name_prefix="nvrtc-worker")
+        self._lock = threading.Lock()
+        self._waiting: dict[tuple[KernelSource, str], list[Done]] = {}
+
+    def start(self, source: KernelSource, arch: str, done: Done) -> None:
+        """Have ``done`` called, on a worker's thread, with the cubin or the error and the seconds it took."""
+        job = (source, arch)
+        with self._lock:
+            waiting = self._waiting.get(job)
+            if waiting is not None:
+                waiting.append(done)
+                return
+            self._waiting[job] = [done]
+        self._pool.submit(self._work, source, arch)
+
+    def close(self) -> None:
+        # Jobs that have not begun are dropped: their calls are answered by the context that is closing.
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _work(self, source: KernelSource, arch: str) -> None:
+        began = time.monotonic()
+        cubin: Cubin | None = None
+        failure: GpuActorsError | None = None
+        try:
+            cubin = self.cache.get_or_compile(source, arch, self._compiler.compile)
+        except GpuActorsError as error:
+            failure = error
+        except BaseException as error:
+            failure = GpuActorsError(f"compiling {source.name} raised {error!r}")
+            failure.__cause__ = error
+        seconds = time.monotonic() - began
+        with self._lock:
+            waiting = self._waiting.pop((source, arch))
+        for done in waiting:
+            done(cubin, failure, seconds)
+
+    def _event(self, name: str, fields: dict[str, Any]) -> None:
+        self._post.services.trace.emit(name, **fields)
+
+
+class _Answer:
+    """Answers a `Compile` call."""
+
+    def __init__(self, call: Call[Any]) -> None:
+        self._call = call
+
+    def __call__(self, cubin: Cubin | None, error: GpuActorsError | None, seconds: float) -> None:
+        self._call.mailbox.launch_ended()
+        if error is not None:
+            self._call.fail(error)
+        else:
+            self._call.resolve(cubin)
+
+
+class _WarmBatch:
+    """Answers a `Warm` call once its last variant is done."""
+
+    def __init__(self, call: Call[Any], message: Warm) -> None:
+        self._call = call
+        self._message = message
+        self._lock = threading.Lock()
+        self._done = 0
+        self._warmed: list[WarmedVariant | None] = [None] * len(message.keys)
+        self._error: GpuActorsError | None = None
+
+    def slot(self, index: int) -> Done:
+        def done(cubin: Cubin | None, error: GpuActorsError | None, seconds: float) -> None:
+            self._finish(index, cubin, error, seconds)
+
+        return done
+
+    def _finish(self, index: int, cubin: Cubin | None, error: GpuActorsError | None, seconds: float) -> None:
+        keys = self._message.keys
+        with self._lock:
+            self._done += 1
+            done = self._done
+            if cubin is not None:
+                self._warmed[index] = WarmedVariant(keys[index], cubin, seconds)
+            elif self._error is None:
+                self._error = error
+        try:
+            if self._message.progress is not None:
+                self._message.progress(done, len(keys), keys[index])
+        except Exception as raised:
+            failure = GpuActorsError(f"warm's progress callback raised {raised!r}")
+            failure.__cause__ = raised
+            self._error = self._error or failure
+        if done == len(keys):
+            self._call.mailbox.launch_ended()
+            if self._error is not None:
+                self._call.fail(self._error)
+            else:
+                self._call.resolve(self._warmed)

@@ -1,0 +1,283 @@
+"""open_context and GpuContext: the way in.
+
+async with gpu_actors.open_context("auto") as ctx:
+    result = await ctx.flash_attn.forward(q, k, v, causal=True)
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, cast
+
+import anyio
+import anyio.to_thread
+
+from gpu_actors.actors.base import ServiceActor
+from gpu_actors.actors.call import Call
+from gpu_actors.actors.context import ContextActor, GiveUp, Stop
+from gpu_actors.actors.cudnn_like import CudnnLikeActor, CudnnLikeHandle
+from gpu_actors.actors.flash_attn import FlashAttnActor, FlashAttnHandle
+from gpu_actors.actors.handle import ActorHandle
+from gpu_actors.actors.mailbox import ActorStats, Mailbox
+from gpu_actors.actors.nvrtc import NvrtcActor, NvrtcHandle
+from gpu_actors.actors.services import Services
+from gpu_actors.devices.interface import DeviceInfo
+from gpu_actors.devices.select import check_device, open_device
+from gpu_actors.errors import ActorStopped, DeadlineExceeded, WouldBlock
+from gpu_actors.options import ContextOptions
+from gpu_actors.reply import Reply
+
+__all__ = ["GpuContext", "Health", "open_context"]
+
+logger = logging.getLogger("gpu_actors")
+
+# Seconds of real time that closing waits for children to stop, and again for what they leave behind.
+_PATIENCE = 5.0
+
+_CHILDREN: tuple[type[ServiceActor], ...] = (NvrtcActor, FlashAttnActor, CudnnLikeActor)
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Whether a context answers, and why not.
+
+    state: "ready", "degraded" (a child is being restarted), "stalled" (the oldest launch has taken half the hang
+        timeout), "draining", "failed" or "stopped".
+    ready: send requests here. Only "ready" and "degraded" are.
+    reason: a sentence where the state is not "ready".
+    actors: each child's own state. oldest_launch: seconds that the oldest unfinished launch has taken.
+    """
+
+    state: Literal["ready", "degraded", "stalled", "draining", "failed", "stopped"]
+    ready: bool
+    reason: str
+    generation: int
+    actors: Mapping[str, str]
+    oldest_launch: float | None
+
+
+class GpuContext:
+    """A running context. Safe to share between event loops and threads. Made by `open_context`."""
+
+    def __init__(self, services: Services, root: Any) -> None:
+        self._services = services
+        self._root = root
+        self._stopped = False
+        self._close_lock = threading.Lock()
+
+    @property
+    def flash_attn(self) -> FlashAttnHandle:
+        """The FlashAttnActor."""
+        return cast("FlashAttnHandle", self.actor(FlashAttnActor))
+
+    @property
+    def cudnn(self) -> CudnnLikeHandle:
+        """The CudnnLikeActor."""
+        return cast("CudnnLikeHandle", self.actor(CudnnLikeActor))
+
+    @property
+    def nvrtc(self) -> NvrtcHandle:
+        """The NvrtcActor."""
+        return cast("NvrtcHandle", self.actor(NvrtcActor))
+
+    def actor(self, actor_type: type[ServiceActor]) -> ActorHandle:
+        """The handle of a child by its type, as one named in ``ContextOptions(actors=...)``.
+
+        Raises KeyError for a type that is no child of this context.
+        """
+        return self._services.handle(actor_type)
+
+    @property
+    def info(self) -> DeviceInfo:
+        """The device: kind, name, arch, memory."""
+        return self._services.device.info
+
+    @property
+    def generation(self) -> int:
+        """1 for a new context; one more after the device context was lost."""
+        return self._services.generation
+
+    def health(self) -> Health:
+        """The state of the context now. Takes no lock that a launch could hold, and never blocks."""
+        services = self._services
+        oldest = services.oldest_launch()
+        age = None if oldest is None else services.clock.now() - oldest
+        actors = {name: post.state for name, post in services.posts.items()}
+        state, reason = self._state(age, actors)
+        ready = state in ("ready", "degraded")
+        return Health(state, ready, reason, services.generation, actors, age)
+
+    def stats(self) -> dict[str, ActorStats]:
+        """Each actor's counts, by its label."""
+        return {name: post.mailbox.stats() for name, post in self._services.posts.items()}
+
+    def drain(self, timeout: float | None = None) -> Reply[None]:
+        """Refuse new requests (`ActorStopped`) and wait until every request made so far is answered.
+
+        The reply raises `DeadlineExceeded` if that takes more than ``timeout`` seconds. Draining is not undone.
+        """
+        services = self._services
+        services.draining = True
+        posts = list(services.posts.values())
+        drained: Call[None] = Call("drain", Mailbox("drain", 1, 1))
+        if services.lost is None and services.failure is None and not self._stopped:
+            for post in posts:
+                # A request that waits for a kernel still needs the NvrtcActor.
+                if post.actor_type is not NvrtcActor:
+                    post.mailbox.close(lambda: ActorStopped("the context is draining"))
+        if timeout is not None:
+            late = DeadlineExceeded(f"not drained within {timeout} s")
+            drained.timer = services.timers.after(timeout, lambda: drained.fail(late) and None)
+        waiting = [post.mailbox for post in posts]
+
+        def next_idle() -> None:
+            if waiting:
+                waiting.pop().when_idle(next_idle)
+            else:
+                drained.resolve(None)
+
+        next_idle()
+        return Reply(drained)
+
+    def close(self) -> None:
+        """Answer what is unanswered with `ActorStopped`, stop every actor and release the device. Blocks briefly."""
+        with self._close_lock:
+            if self._stopped:
+                return
+            self._stopped = True
+            done = threading.Event()
+            self._root.put(Stop(done))
+            if not done.wait(_PATIENCE):
+                self._root.put(GiveUp())
+                if not done.wait(_PATIENCE):
+                    logger.error("the context did not close within %s s", 2 * _PATIENCE)
+            _OPEN.discard(self)
+
+    def _state(self, age: float | None, actors: Mapping[str, str]) -> tuple[Any, str]:
+        services = self._services
+        if services.lost is not None:
+            return "failed", f"the device context is lost: {services.lost}"
+        if services.failure is not None:
+            return "failed", str(services.failure)
+        if self._stopped:
+            return "stopped", "the context is closed"
+        if services.draining:
+            return "draining", "the context is draining"
+        if age is not None and age > services.hang_timeout / 2:
+            return "stalled", f"a launch has not finished for {age:.1f} s"
+        restarting = [name for name, state in actors.items() if state != "running"]
+        if restarting:
+            return "degraded", f"restarting: {', '.join(restarting)}"
+        return "ready", ""
+
+
+class open_context:
+    """Open a context: ``async with open_context(...) as ctx``, or ``with`` in a program without a loop.
+
+    device: "auto" (CUDA where it is usable, else mock; logs which and why), "cuda", "cuda:1", "emulated" or "mock".
+    options: see `ContextOptions`.
+
+    Leaving waits until everything is answered, at most ``drain_timeout`` seconds, then stops; what is unanswered then
+    gets `ActorStopped`. Entering raises `InvalidRequest` for a device that does not exist, `GpuActorsError` for one
+    that cannot be used.
+    """
+
+    def __init__(self, device: str = "auto", options: ContextOptions | None = None) -> None:
+        self._device = check_device(device)
+        self._options = options if options is not None else ContextOptions()
+        self._context: GpuContext | None = None
+
+    async def __aenter__(self) -> GpuContext:
+        # Shielded: a context that opened while its opener was cancelled would have nobody to close it.
+        with anyio.CancelScope(shield=True):
+            self._context = await anyio.to_thread.run_sync(self._open)
+        return self._context
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        context = self._take()
+        with anyio.CancelScope(shield=True):
+            try:
+                await context.drain(self._options.drain_timeout)
+            except DeadlineExceeded as late:
+                logger.warning("leaving the context: %s", late)
+            await anyio.to_thread.run_sync(context.close)
+
+    def __enter__(self) -> GpuContext:
+        _refuse_on_loop("with open_context()", "async with")
+        self._context = self._open()
+        return self._context
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        context = self._take()
+        try:
+            context.drain(self._options.drain_timeout).result()
+        except DeadlineExceeded as late:
+            logger.warning("leaving the context: %s", late)
+        context.close()
+
+    def _open(self) -> GpuContext:
+        opened: Future[Services] = Future()
+        options = self._options
+        ref = ContextActor.start(
+            functools.partial(open_device, self._device, options),
+            options,
+            (*_CHILDREN, *options.actors),
+            opened,
+        )
+        context = GpuContext(opened.result(), _Root(ref))
+        _OPEN.add(context)
+        return context
+
+    def _take(self) -> GpuContext:
+        context, self._context = self._context, None
+        assert context is not None
+        return context
+
+
+class _Root:
+    """Sends to the ContextActor whether or not it still runs."""
+
+    def __init__(self, ref: Any) -> None:
+        self._ref = ref
+
+    def put(self, message: Stop | GiveUp) -> None:
+        try:
+            self._ref.tell(message)
+        except Exception:
+            # It has stopped already, so there is nothing left to wait for.
+            if isinstance(message, Stop):
+                message.done.set()
+
+
+def _refuse_on_loop(call: str, instead: str) -> None:
+    import asyncio
+
+    if asyncio._get_running_loop() is not None:
+        raise WouldBlock(f"{call} would block the running event loop; use {instead}")
+
+
+_OPEN: weakref.WeakSet[GpuContext] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    """Answer everybody who still waits when the interpreter exits."""
+    for context in list(_OPEN):
+        context.close()
+
+
+# atexit runs only after the interpreter has joined every non-daemon thread, and one of those may be waiting for a
+# reply of ours. Where the earlier hook of concurrent.futures is to be had, closing runs before that.
+_at_exit: Callable[[Callable[[], None]], Any] = getattr(threading, "_register_atexit", atexit.register)
+_at_exit(_close_all)

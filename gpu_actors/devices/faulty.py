@@ -1,0 +1,133 @@
+"""FaultyDevice: any device, with the faults of a `FaultPlan` at its launches."""
+
+from __future__ import annotations
+
+import threading
+
+from gpu_actors.clock import Clock
+from gpu_actors.devices.interface import Device, Event, Kernel, Launch, Outputs, Stream
+from gpu_actors.devices.mock import FinishedEvent
+from gpu_actors.errors import ActorStopped, ContextLost
+from gpu_actors.kernels.source import Cubin
+from gpu_actors.problem import DispatchKey
+from gpu_actors.testing.faults import Fault, FaultPlan
+
+__all__ = ["FaultyDevice"]
+
+
+class FaultyDevice(Device):
+    """Wraps a device. Everything but launches is passed on."""
+
+    def __init__(self, inner: Device, plan: FaultPlan, clock: Clock) -> None:
+        self.info = inner.info
+        self.inner = inner
+        self.clock = clock
+        self.lost: ContextLost | None = None
+        self._plan = plan
+        self._streams: list[_FaultyStream] = []
+        self._lock = threading.Lock()
+        self._launches = 0
+        self._launches_of: dict[DispatchKey | None, int] = {}
+
+    def faults(self, key: DispatchKey | None) -> list[Fault]:
+        """Count a launch and give the faults that fall on it."""
+        with self._lock:
+            self._launches += 1
+            of_key = self._launches_of[key] = self._launches_of.get(key, 0) + 1
+            return [
+                fault
+                for fault in self._plan.faults
+                if (fault.key is None or fault.key == key)
+                and fault.launch in (None, self._launches if fault.key is None else of_key)
+            ]
+
+    def open_stream(self, name: str) -> Stream:
+        stream = _FaultyStream(self, self.inner.open_stream(name))
+        self._streams.append(stream)
+        return stream
+
+    def load(self, cubin: Cubin, entry: str) -> Kernel:
+        return self.inner.load(cubin, entry)
+
+    def probe(self) -> None:
+        if self.lost is not None:
+            raise self.lost
+        self.inner.probe()
+
+    def bind_thread(self) -> None:
+        self.inner.bind_thread()
+
+    def close(self) -> None:
+        for stream in self._streams:
+            stream.close()
+        self.inner.close()
+
+
+class _FaultyStream(Stream):
+    def __init__(self, device: FaultyDevice, inner: Stream) -> None:
+        self._device = device
+        self._inner = inner
+        self.closed = False
+        self.gate = threading.Condition()
+
+    def launch(self, launch: Launch) -> Event:
+        device = self._device
+        faults = device.faults(launch.key)
+        if device.lost is not None:
+            return FinishedEvent(error=device.lost)
+        delay = 0.0
+        for fault in faults:
+            if fault.kind == "delay":
+                delay += fault.seconds
+            elif fault.kind == "hang":
+                return _HungEvent(self)
+            else:
+                error = fault.make_error()
+                if isinstance(error, ContextLost):
+                    device.lost = error
+                return FinishedEvent(error=error)
+        event = self._inner.launch(launch)
+        return _DelayedEvent(self, event, device.clock, device.clock.now() + delay) if delay else event
+
+    def close(self) -> None:
+        with self.gate:
+            self.closed = True
+            self.gate.notify_all()
+        self._inner.close()
+
+
+class _HungEvent(Event):
+    def __init__(self, stream: _FaultyStream) -> None:
+        self.outputs: Outputs = {}
+        self._stream = stream
+
+    def done(self) -> bool:
+        return self._stream.closed
+
+    def wait(self) -> None:
+        with self._stream.gate:
+            while not self._stream.closed:
+                self._stream.gate.wait()
+        raise ActorStopped("the device was closed while the launch hung")
+
+
+class _DelayedEvent(Event):
+    def __init__(self, stream: _FaultyStream, inner: Event, clock: Clock, until: float) -> None:
+        self._stream = stream
+        self._inner = inner
+        self._clock = clock
+        self._until = until
+
+    @property
+    def outputs(self) -> Outputs:  # type: ignore[override]
+        return self._inner.outputs
+
+    def done(self) -> bool:
+        return self._inner.done() and (self._clock.now() >= self._until or self._stream.closed)
+
+    def wait(self) -> None:
+        self._inner.wait()
+        gate = self._stream.gate
+        with gate:
+            while self._clock.now() < self._until and not self._stream.closed:
+                self._clock.wait(gate, self._until)

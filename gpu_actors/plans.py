@@ -1,0 +1,53 @@
+"""PlanCache: what was worked out for a problem once and holds for every request that poses it again."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Generic, NamedTuple, TypeVar
+
+__all__ = ["PlanCache", "PlanCacheStats"]
+
+Plan = TypeVar("Plan")
+
+
+class PlanCacheStats(NamedTuple):
+    hits: int
+    misses: int
+    evicted: int
+    entries: int
+
+
+class PlanCache(Generic[Plan]):
+    """A bounded map from signatures to plans that forgets the least recently used.
+
+    Used by one actor thread; `stats` may be called from any.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
+        self._hits = self._misses = self._evicted = 0
+        self._lock = threading.Lock()
+
+    def get(self, signature: Hashable, make: Callable[[], Plan]) -> Plan:
+        """The plan of that signature, made by ``make`` where there is none. What ``make`` raises is not kept."""
+        with self._lock:
+            plan = self._plans.get(signature)
+            if plan is not None:
+                self._hits += 1
+                self._plans.move_to_end(signature)
+                return plan
+            self._misses += 1
+        plan = make()
+        with self._lock:
+            self._plans[signature] = plan
+            if len(self._plans) > self._capacity:
+                self._plans.popitem(last=False)
+                self._evicted += 1
+        return plan
+
+    def stats(self) -> PlanCacheStats:
+        with self._lock:
+            return PlanCacheStats(self._hits, self._misses, self._evicted, len(self._plans))

@@ -1,0 +1,68 @@
+"""Reply: the answer to a request, awaitable from any asyncio loop and readable from any thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from gpu_actors.errors import WouldBlock
+
+if TYPE_CHECKING:
+    from gpu_actors.actors.call import Call
+
+__all__ = ["Reply"]
+
+T = TypeVar("T")
+
+
+class Reply(Generic[T]):
+    """What every request returns at once.
+
+    ``await reply`` gives the result or raises the request's error (see `gpu_actors.errors`). It may be awaited more
+    than once, from several tasks, loops and threads. A waiter that is cancelled cancels the request if nobody else
+    waits for it and it has not been launched.
+    """
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: Call[T]) -> None:
+        self._call = call
+
+    def __await__(self) -> Generator[asyncio.Future[None], None, T]:
+        call = self._call
+        if not call.done:
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            if call.add_future(future):
+                try:
+                    yield from future
+                except BaseException:
+                    call.abandon(future)
+                    raise
+        return call.answer()
+
+    def result(self, timeout: float | None = None) -> T:
+        """Block this thread for the result, at most ``timeout`` seconds.
+
+        Raises the request's error, ``TimeoutError`` when ``timeout`` passes first (the request goes on), and
+        `WouldBlock` when called on the thread of a running event loop before the reply is done.
+        """
+        call = self._call
+        if not call.done:
+            if asyncio._get_running_loop() is not None:
+                raise WouldBlock("result() would block the running event loop; await the reply instead")
+            if not call.wait(timeout):
+                raise TimeoutError(f"no answer within {timeout} s; the request goes on")
+        return call.answer()
+
+    def done(self) -> bool:
+        """True once there is an answer, a result or an error."""
+        return self._call.done
+
+    def cancel(self) -> bool:
+        """Cancel the request if it has not been launched. True if it now answers `RequestCancelled`."""
+        return self._call.cancel()
+
+    def __repr__(self) -> str:
+        call = self._call
+        return f"<Reply #{call.number} {call.state.name.lower()} of {type(call.message).__name__}>"

@@ -1,0 +1,138 @@
+"""The messages that attention actors take and the results that they answer with.
+
+Messages carry arrays and options exactly as the caller gave them; nothing is checked before the actor has the message,
+so that whatever is wrong is reported by the reply. They are plain records: do not change one after submitting it, nor
+the arrays in it before the reply is done.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+__all__ = [
+    "AttentionGradients",
+    "AttentionOutput",
+    "FlashBackward",
+    "FlashForward",
+    "PagedForward",
+]
+
+Array: TypeAlias = Any
+"""NumPy, CuPy, torch, JAX, or anything with DLPack."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class FlashForward:
+    """Attention forward, dense or varlen.
+
+    q: (batch, seqlen_q, heads_q, head_dim), or (total_q, heads_q, head_dim) with ``cu_seqlens_q``.
+    k: (batch, seqlen_k, heads_kv, head_dim), or (total_k, heads_kv, head_dim) with ``cu_seqlens_k``.
+    v: as k, with a head_dim of its own.
+    float16, bfloat16, float32, float64, float8_e4m3fn or float8_e5m2, all three alike. The output has q's dtype,
+    bfloat16 for fp8.
+
+    causal: keys after the row's own are hidden; ``alignment`` "bottom_right" puts the last row on the last key,
+        "top_left" the first on the first.
+    window_size: (left, right), inclusive, in keys from the row's own; -1 is unbounded.
+    softmax_scale: default 1/sqrt(head_dim). softcap: c > 0 turns scores s into c*tanh(s/c).
+    alibi_slopes: fp32 (heads_q,) or (batch, heads_q); adds -slope*|i + seqlen_k - seqlen_q - j|.
+    sinks: fp32 or q's dtype, (heads_q,): a logit a head that joins the softmax's denominator and has no value.
+    sink_tokens: the first n keys stay visible whatever the window; causal still hides them.
+    bias: q's dtype or fp32, (batch or 1, heads_q or 1, seqlen_q, seqlen_k), added to the scaled scores. Dense only.
+    dropout_p, dropout_seed: Philox4x32-10 dropout of the probabilities, the same for the same seed on every device.
+    cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,), rising from 0 to the total.
+    max_seqlen_q, max_seqlen_k: the longest sequence; found from cu_seqlens on the host where not given.
+    q_descale, k_descale, v_descale: fp32 (batch, heads_kv), multiply fp8 inputs.
+    compute: for fp32 inputs, what the products are taken in: "f32" (default), "tf32", "f16" or "bf16".
+    return_lse: also give the fp32 natural-log LSE, (batch, heads_q, seqlen_q) or (heads_q, total_q).
+    out: where to write the output; shaped like q with v's head_dim.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    causal: bool = False
+    alignment: str = "bottom_right"
+    window_size: tuple[int, int] = (-1, -1)
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+    alibi_slopes: Array | None = None
+    sinks: Array | None = None
+    sink_tokens: int = 0
+    bias: Array | None = None
+    dropout_p: float = 0.0
+    dropout_seed: int = 0
+    cu_seqlens_q: Array | None = None
+    cu_seqlens_k: Array | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+    q_descale: Array | None = None
+    k_descale: Array | None = None
+    v_descale: Array | None = None
+    compute: str | None = None
+    return_lse: bool = False
+    out: Array | None = None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class FlashBackward(FlashForward):
+    """Attention backward: the gradients of `FlashForward` at the same options.
+
+    dout: as the output. lse: fp32, as `FlashForward` returns it. ``out`` is the forward's output, read here.
+    deterministic: give bitwise the same gradients every time.
+    """
+
+    dout: Array = None
+    lse: Array = None
+    deterministic: bool = False
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class PagedForward:
+    """Attention of new rows to keys and values in pages.
+
+    q: (batch, rows, heads_q, head_dim), or (total_q, heads_q, head_dim) with ``cu_seqlens_q``: the last rows of each
+        sequence.
+    k_cache, v_cache: (num_blocks, page_size, heads_kv, head_dim).
+    block_table: int32 (batch, max_blocks); entries past a sequence's last page are never read.
+    cache_seqlens: int32 (batch,), keys of each sequence, the new ones included.
+    chunk_index, num_chunks: the position of this chunk of a prefill that was cut into chunks.
+    Other options as in `FlashForward`.
+    """
+
+    q: Array
+    k_cache: Array
+    v_cache: Array
+    block_table: Array
+    cache_seqlens: Array
+    cu_seqlens_q: Array | None = None
+    max_seqlen_q: int | None = None
+    causal: bool = True
+    window_size: tuple[int, int] = (-1, -1)
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+    alibi_slopes: Array | None = None
+    sinks: Array | None = None
+    sink_tokens: int = 0
+    chunk_index: int = 0
+    num_chunks: int = 1
+    return_lse: bool = False
+    out: Array | None = None
+
+
+class AttentionOutput(NamedTuple):
+    """out: in the kind, on the device and with the layout of q. lse: fp32, or None where it was not asked for."""
+
+    out: Any
+    lse: Any = None
+
+
+class AttentionGradients(NamedTuple):
+    """Gradients shaped like their inputs; dbias and dsinks are None where the input was."""
+
+    dq: Any
+    dk: Any
+    dv: Any
+    dbias: Any = None
+    dsinks: Any = None

@@ -1,0 +1,74 @@
+"""FaultPlan: what should go wrong, and at which launch."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+from gpu_actors.errors import ContextLost, GpuActorsError, InvalidRequest, LaunchError
+from gpu_actors.problem import DispatchKey
+
+__all__ = ["Fault", "FaultPlan"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One rule: what happens (``kind``) at launch number ``launch`` (None: every one) of ``key`` (None: any)."""
+
+    kind: Literal["fail", "delay", "hang", "lose_context"]
+    launch: int | None
+    key: DispatchKey | None
+    seconds: float = 0.0
+    error: GpuActorsError | type[GpuActorsError] | None = None
+
+    def make_error(self) -> GpuActorsError:
+        """The error that the launch ends with."""
+        if self.kind == "lose_context":
+            return ContextLost("the context was lost by a fault plan")
+        if self.error is None:
+            return LaunchError("a fault plan failed the launch")
+        if isinstance(self.error, type):
+            return self.error("a fault plan failed the launch")
+        return self.error
+
+
+@dataclass(frozen=True, slots=True)
+class FaultPlan:
+    """Faults for ``ContextOptions(fault_plan=...)``, on any device. Frozen: each method gives a longer plan.
+
+    Launches are counted from 1 over the whole context; None means every launch. ``key`` limits a fault to launches of
+    one `DispatchKey`; then launches are counted over those alone.
+
+        plan = FaultPlan().delay(0.01).fail(launch=3).lose_context(launch=10)
+    """
+
+    faults: tuple[Fault, ...] = ()
+
+    def fail(
+        self,
+        launch: int | None = None,
+        error: GpuActorsError | type[GpuActorsError] | None = None,
+        key: DispatchKey | None = None,
+    ) -> FaultPlan:
+        """The launch ends with ``error`` (default `LaunchError`); the context survives."""
+        return self._with(Fault("fail", launch, key, error=error))
+
+    def delay(self, seconds: float, launch: int | None = None, key: DispatchKey | None = None) -> FaultPlan:
+        """The launch ends ``seconds`` later than it would have."""
+        if not seconds >= 0:
+            raise InvalidRequest("seconds", seconds, "must be >= 0")
+        return self._with(Fault("delay", launch, key, seconds=seconds))
+
+    def hang(self, launch: int | None = None, key: DispatchKey | None = None) -> FaultPlan:
+        """The launch never ends, and neither does any behind it on the same stream."""
+        return self._with(Fault("hang", launch, key))
+
+    def lose_context(self, launch: int | None = None, key: DispatchKey | None = None) -> FaultPlan:
+        """The launch ends with `ContextLost`, and so does every one after it."""
+        return self._with(Fault("lose_context", launch, key))
+
+    def _with(self, fault: Fault) -> FaultPlan:
+        if fault.launch is not None and (type(fault.launch) is not int or fault.launch < 1):
+            raise InvalidRequest("launch", fault.launch, "must be an int >= 1 (launches count from 1), or None")
+        return dataclasses.replace(self, faults=(*self.faults, fault))

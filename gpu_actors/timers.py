@@ -1,0 +1,111 @@
+"""Timers: the one thread of a context that acts when a time comes.
+
+Deadlines, restart backoff and the hang check are all timers. The thread starts with the first timer and sleeps on
+the context's clock, so a mock clock drives it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import threading
+from collections.abc import Callable
+
+from gpu_actors.clock import Clock
+
+__all__ = ["Timer", "Timers"]
+
+logger = logging.getLogger("gpu_actors")
+
+
+class Timer:
+    """A callback that is due at a time. `cancel` keeps it from running, if it has not begun."""
+
+    __slots__ = ("_callback", "_owner")
+
+    def __init__(self, owner: Timers, callback: Callable[[], None]) -> None:
+        self._owner = owner
+        self._callback: Callable[[], None] | None = callback
+
+    def cancel(self) -> None:
+        if self._callback is not None:
+            self._callback = None
+            self._owner.cancelled()
+
+    def fire(self) -> None:
+        callback, self._callback = self._callback, None
+        if callback is not None:
+            callback()
+
+    @property
+    def active(self) -> bool:
+        return self._callback is not None
+
+
+class Timers:
+    """Runs callbacks at their times, one after the other, on one thread. Callbacks must be short."""
+
+    def __init__(self, clock: Clock, name: str = "gpu-actors-timers") -> None:
+        self._clock = clock
+        self._name = name
+        self._condition = threading.Condition()
+        self._heap: list[tuple[float, int, Timer]] = []
+        self._numbers = itertools.count()
+        self._cancelled = 0
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def at(self, when: float, callback: Callable[[], None]) -> Timer:
+        """Run ``callback`` once the clock reads ``when``; at once, on the timers' thread, if it does already."""
+        timer = Timer(self, callback)
+        with self._condition:
+            if self._closed:
+                return timer
+            first = not self._heap or when < self._heap[0][0]
+            heapq.heappush(self._heap, (when, next(self._numbers), timer))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+            elif first:
+                self._condition.notify()
+        return timer
+
+    def after(self, seconds: float, callback: Callable[[], None]) -> Timer:
+        """Run ``callback`` once so many seconds have passed."""
+        return self.at(self._clock.now() + seconds, callback)
+
+    def cancelled(self) -> None:
+        """A timer was cancelled; drop the dead ones once they are the greater part."""
+        self._cancelled += 1
+        if self._cancelled > 256:
+            with self._condition:
+                self._cancelled = 0
+                self._heap = [entry for entry in self._heap if entry[2].active]
+                heapq.heapify(self._heap)
+
+    def close(self) -> None:
+        """Forget every timer and end the thread."""
+        with self._condition:
+            self._closed = True
+            self._heap.clear()
+            self._condition.notify()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                while not self._closed:
+                    when = self._heap[0][0] if self._heap else None
+                    if when is not None and when <= self._clock.now():
+                        break
+                    self._clock.wait(self._condition, when)
+                if self._closed:
+                    return
+                timer = heapq.heappop(self._heap)[2]
+            try:
+                timer.fire()
+            except Exception:
+                logger.exception("a timer's callback raised")

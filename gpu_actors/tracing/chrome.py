@@ -1,0 +1,94 @@
+"""ChromeTrace: writes a trace that Perfetto and chrome://tracing open.
+
+The format is the Trace Event Format's JSON object form. Requests, launches and compilations overlap freely, so each
+is a pair of nestable async events ("b", "e"); restarts, losses and cache events are instants ("i"). One track group
+for each actor.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from gpu_actors.tracing.events import TraceEvent
+
+__all__ = ["ChromeTrace"]
+
+
+class ChromeTrace:
+    """A listener for ``ContextOptions.on_event`` that collects events and writes them to a file.
+
+    Use it as a context manager around the context, or call `write` after the context has closed.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._lock = threading.Lock()
+        self._records: list[dict[str, Any]] = []
+        self._tracks: dict[str, int] = {}
+        self._open: dict[tuple[str, str], dict[str, Any]] = {}
+
+    def __call__(self, event: TraceEvent) -> None:
+        with self._lock:
+            self._record(event)
+
+    def write(self) -> None:
+        """Write what was collected so far. What is still open is closed at the time of the last event."""
+        with self._lock:
+            last = max((record["ts"] for record in self._records), default=0.0)
+            closing = [{**begin, "ph": "e", "ts": last} for begin in self._open.values()]
+            names = [
+                {"ph": "M", "name": "thread_name", "pid": 1, "tid": track, "args": {"name": name}}
+                for name, track in self._tracks.items()
+            ]
+            document = {"traceEvents": names + self._records + closing, "displayTimeUnit": "ms"}
+        self.path.write_text(json.dumps(document))
+
+    def __enter__(self) -> ChromeTrace:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.write()
+
+    def _record(self, event: TraceEvent) -> None:
+        fields = event.fields
+        actor = str(fields.get("actor", "nvrtc" if event.name.startswith(("compile", "cache")) else "context"))
+        request = f"{actor}#{fields['request']}" if "request" in fields else ""
+        match event.name:
+            case "request.accepted":
+                self._begin(event, actor, "request", request, str(fields["message"]))
+            case "request.compiling":
+                self._begin(event, actor, "compile wait", request, "wait for kernel")
+            case "request.launched":
+                self._end(event, actor, "compile wait", request)
+                self._begin(event, actor, "launch", request, "launch")
+            case "request.completed" | "request.failed":
+                for category in ("compile wait", "launch", "request"):
+                    self._end(event, actor, category, request)
+            case "compile.started":
+                self._begin(event, actor, "compile", str(fields["variant"]), f"compile {fields['variant']}")
+            case "compile.completed":
+                self._end(event, actor, "compile", str(fields["variant"]))
+            case _:
+                self._records.append(self._event(event, actor, "instant", event.name) | {"ph": "i", "s": "p"})
+
+    def _begin(self, event: TraceEvent, actor: str, category: str, identity: str, name: str) -> None:
+        record = self._event(event, actor, category, name) | {"ph": "b", "id": f"{category}:{identity}"}
+        self._open[category, identity] = record
+        self._records.append(record)
+
+    def _end(self, event: TraceEvent, actor: str, category: str, identity: str) -> None:
+        begin = self._open.pop((category, identity), None)
+        if begin is not None:
+            self._records.append(self._event(event, actor, category, begin["name"]) | {"ph": "e", "id": begin["id"]})
+
+    def _event(self, event: TraceEvent, actor: str, category: str, name: str) -> dict[str, Any]:
+        track = self._tracks.setdefault(actor, len(self._tracks) + 1)
+        args = {key: str(value) for key, value in event.fields.items()} | {"thread": event.thread}
+        return {"name": name, "cat": category, "pid": 1, "tid": track, "ts": event.time / 1000, "args": args}

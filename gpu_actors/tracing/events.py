@@ -1,0 +1,77 @@
+"""Trace events and where they go.
+
+    request.accepted    a request entered an actor's mailbox          fields: actor, request, message
+    request.compiling   it waits for a kernel variant                 + key
+    request.launched    it was handed to the device                   + key
+    request.completed   it was answered with a result
+    request.failed      it was answered with an error                 + error
+    compile.started     NVRTC starts on a variant                     fields: variant, arch
+    compile.completed   ... and ends                                  + seconds, error (None if it compiled)
+    cache.hit           a cubin came from the cache                   fields: variant, digest, layer
+    cache.miss          ... did not
+    cache.corrupt       an entry was damaged and set aside            + path
+    actor.restarted     a child runs again after it failed            fields: actor, restarts, error
+    actor.failed        a child failed for good                       fields: actor, error
+    context.lost        the device context is gone                    fields: generation, error
+
+Every event goes to the logger ``gpu_actors.trace`` as a record with ``event`` and ``fields`` attributes, to
+``ContextOptions.on_event``, and to OpenTelemetry where a tracer provider is configured. With none of them listening an
+event costs one test.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+__all__ = ["Listener", "Trace", "TraceEvent"]
+
+logger = logging.getLogger("gpu_actors.trace")
+
+_LEVELS = {
+    "actor.restarted": logging.WARNING,
+    "actor.failed": logging.ERROR,
+    "cache.corrupt": logging.WARNING,
+    "context.lost": logging.ERROR,
+}
+
+
+class TraceEvent(NamedTuple):
+    """Something that happened. time: ``time.monotonic_ns``. thread: the name of the thread where it happened."""
+
+    name: str
+    time: int
+    thread: str
+    fields: Mapping[str, Any]
+
+
+Listener = Callable[[TraceEvent], None]
+
+
+class Trace:
+    """The trace of one context: hands events to whoever listens."""
+
+    def __init__(self, listeners: tuple[Listener, ...] = ()) -> None:
+        self._listeners = listeners
+
+    @property
+    def active(self) -> bool:
+        """True if anybody would see a request's events. Test it before building an event."""
+        return bool(self._listeners) or logger.isEnabledFor(logging.DEBUG)
+
+    def emit(self, name: str, **fields: Any) -> None:
+        """Hand out one event. A listener that raises is logged and does no harm to the request."""
+        level = _LEVELS.get(name, logging.DEBUG)
+        if logger.isEnabledFor(level):
+            logger.log(level, "%s %s", name, fields, extra={"event": name, "fields": fields})
+        if not self._listeners:
+            return
+        event = TraceEvent(name, time.monotonic_ns(), threading.current_thread().name, fields)
+        for listener in self._listeners:
+            try:
+                listener(event)
+            except Exception:
+                logger.exception("a trace listener raised on %s", name)

@@ -1,0 +1,101 @@
+"""OpenTelemetry spans out of trace events.
+
+A request's span opens when it is accepted, under the span that was current in the caller (`current_context` is taken
+on the caller's thread and travels with the call), and closes with its answer. Waiting for a compilation and the
+launch are child spans.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from gpu_actors._version import __version__
+from gpu_actors.tracing.events import Listener, TraceEvent
+
+__all__ = ["current_context", "otel_listener"]
+
+
+def otel_listener() -> Listener | None:
+    """A listener that makes spans, or None where OpenTelemetry is absent or no tracer provider is configured."""
+    try:
+        from opentelemetry import trace
+    except ImportError:
+        return None
+    if isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider | trace.NoOpTracerProvider):
+        return None
+    return _Spans(trace, trace.get_tracer("gpu_actors", __version__))
+
+
+def current_context() -> Any:
+    """The caller's OpenTelemetry context, to be carried by a call."""
+    from opentelemetry import context
+
+    return context.get_current()
+
+
+class _Spans:
+    def __init__(self, api: Any, tracer: Any) -> None:
+        self._api = api
+        self._tracer = tracer
+        self._epoch = time.time_ns() - time.monotonic_ns()
+        self._lock = threading.Lock()
+        self._spans: dict[tuple[str, object, str], Any] = {}
+
+    def __call__(self, event: TraceEvent) -> None:
+        if not event.name.startswith("request."):
+            self._instant(event)
+            return
+        with self._lock:
+            self._request(event)
+
+    def _request(self, event: TraceEvent) -> None:
+        when = event.time + self._epoch
+        fields = event.fields
+        call = (str(fields["actor"]), fields["request"])
+        match event.name:
+            case "request.accepted":
+                attributes = {"gpu_actors.actor": call[0], "gpu_actors.message": str(fields["message"])}
+                self._spans[*call, "request"] = self._tracer.start_span(
+                    "gpu_actors.request",
+                    context=fields.get("context"),
+                    attributes=attributes,
+                    start_time=when,
+                )
+            case "request.compiling":
+                self._child(call, "compile", fields, when)
+            case "request.launched":
+                self._end(call, "compile", when)
+                self._child(call, "launch", fields, when)
+            case "request.completed" | "request.failed":
+                error = fields.get("error")
+                for part in ("compile", "launch", "request"):
+                    self._end(call, part, when, error)
+
+    def _child(self, call: tuple[str, object], part: str, fields: Any, when: int) -> None:
+        parent = self._spans.get((*call, "request"))
+        if parent is not None:
+            self._spans[*call, part] = self._tracer.start_span(
+                f"gpu_actors.{part}",
+                context=self._api.set_span_in_context(parent),
+                attributes={"gpu_actors.key": str(fields.get("key", ""))},
+                start_time=when,
+            )
+
+    def _end(self, call: tuple[str, object], part: str, when: int, error: BaseException | None = None) -> None:
+        span = self._spans.pop((*call, part), None)
+        if span is None:
+            return
+        if error is not None:
+            span.set_status(self._api.Status(self._api.StatusCode.ERROR, str(error)))
+            if part == "request":
+                span.record_exception(error)
+        span.end(end_time=when)
+
+    def _instant(self, event: TraceEvent) -> None:
+        when = event.time + self._epoch
+        span = self._tracer.start_span(f"gpu_actors.{event.name}", start_time=when)
+        for key, value in event.fields.items():
+            span.set_attribute(f"gpu_actors.{key}", str(value))
+        span.end(end_time=when)

@@ -1,0 +1,44 @@
+"""From a `FlashBackward` message to its `AttentionProblem`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from gpu_actors.errors import Unsupported
+from gpu_actors.problem import AttentionProblem
+from gpu_actors.requests import FlashBackward
+from gpu_actors.validation.fields import FP8, describe, dtype_of, expect, flag, optional_array
+from gpu_actors.validation.forward import forward_problem
+
+__all__ = ["backward_problem"]
+
+
+def backward_problem(request: FlashBackward) -> AttentionProblem:
+    """The problem that a request poses. Raises as `forward_problem`, and `Unsupported` for fp8."""
+    dtype = dtype_of("q", request.q)
+    if dtype in FP8:
+        reason = "fp8 gradients would be lost in rounding; backward takes 16-bit and wider inputs"
+        raise Unsupported("dtype", dtype, reason, "bfloat16")
+    problem = forward_problem(request)
+    shape = tuple(int(extent) for extent in request.q.shape[:-1])
+    output = ((*shape, problem.head_dim_v),)
+    for field, array in (("out", request.out), ("dout", request.dout)):
+        expect(array is not None, field, None, "is needed by backward")
+        optional_array(field, array, output, (problem.out_dtype,))
+    expect(request.lse is not None, "lse", None, "is needed by backward: ask forward for return_lse=True")
+    varlen = problem.layout == "varlen"
+    rows = problem.total_q if varlen else problem.seqlen_q
+    lse = (problem.heads_q, rows) if varlen else (problem.batch, problem.heads_q, rows)
+    lse_shape = tuple(int(extent) for extent in getattr(request.lse, "shape", ()))
+    given, needed = 4 * _count(lse_shape), 4 * _count(lse)
+    expect(given >= needed, "lse", describe(request.lse), f"holds {given} bytes where {needed} are needed")
+    optional_array("lse", request.lse, (lse,), ("float32",))
+    flag("deterministic", request.deterministic)
+    return dataclasses.replace(problem, direction="backward")
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    product = 1
+    for extent in shape:
+        product *= extent
+    return product

@@ -1,0 +1,111 @@
+"""Checks of single fields, each ending in a sentence that says what would be accepted."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any
+
+from gpu_actors.errors import InvalidRequest, Unsupported
+
+__all__ = [
+    "DTYPES",
+    "FP8",
+    "describe",
+    "dtype_of",
+    "expect",
+    "flag",
+    "heads_ratio",
+    "integer",
+    "optional_array",
+    "real",
+    "shape_of",
+    "window",
+]
+
+FP8 = ("float8_e4m3fn", "float8_e5m2")
+DTYPES = ("float16", "bfloat16", "float32", "float64", *FP8)
+
+
+def expect(condition: bool, field: str, value: object, reason: str) -> None:
+    if not condition:
+        raise InvalidRequest(field, value, reason)
+
+
+def describe(array: Any) -> str:
+    """An array in a message: its dtype and shape, never its data."""
+    return f"{type(array).__name__} {dtype_name(array)}{list(getattr(array, 'shape', ()))}"
+
+
+def dtype_name(array: Any) -> str:
+    return str(getattr(array, "dtype", "no dtype")).removeprefix("torch.")
+
+
+def shape_of(field: str, array: Any, axes: str) -> tuple[int, ...]:
+    """The shape of an array that must have the axes named, as in "batch, seqlen, heads, head_dim"."""
+    names = axes.split(", ")
+    shape = getattr(array, "shape", None)
+    if shape is None or not hasattr(array, "dtype"):
+        raise InvalidRequest(field, type(array).__name__, f"must be an array ({axes})")
+    expect(len(shape) == len(names), field, describe(array), f"must have {len(names)} axes ({axes})")
+    return tuple(int(extent) for extent in shape)
+
+
+def dtype_of(field: str, array: Any) -> str:
+    """The dtype of an operand, among those that attention is defined on here."""
+    name = dtype_name(array)
+    if name not in DTYPES:
+        nearest = {"float128": "float64", "longdouble": "float64", "float8_e4m3": "float8_e4m3fn"}
+        raise Unsupported("dtype", name, f"{field} must have one of {DTYPES}", nearest.get(name, "float32"))
+    return name
+
+
+def integer(field: str, value: object, low: int, high: int | None = None) -> int:
+    bounds = f"an int >= {low}" if high is None else f"an int in [{low}, {high}]"
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise InvalidRequest(field, value, f"must be {bounds}")
+    number = int(value)
+    expect(number >= low and (high is None or number <= high), field, value, f"must be {bounds}")
+    return number
+
+
+def real(field: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise InvalidRequest(field, value, "must be a finite number")
+    return float(value)
+
+
+def flag(field: str, value: object) -> bool:
+    expect(isinstance(value, bool), field, value, "must be True or False")
+    return bool(value)
+
+
+def window(value: object) -> tuple[int, int]:
+    reason = "must be (left, right), two ints, each >= 0 keys or -1 for unbounded"
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise InvalidRequest("window_size", value, reason)
+    for bound in value:
+        if isinstance(bound, bool) or not isinstance(bound, numbers.Integral) or bound < -1:
+            raise InvalidRequest("window_size", value, reason)
+    return int(value[0]), int(value[1])
+
+
+def heads_ratio(heads_q: int, heads_kv: int) -> None:
+    """GQA: a whole number of query heads for each KV head."""
+    reason = f"q's {heads_q} heads must be a whole multiple, at least 1, of the KV heads"
+    ratio_holds = heads_kv >= 1 and heads_q >= heads_kv and heads_q % heads_kv == 0
+    expect(ratio_holds, "heads_kv", heads_kv, reason)
+
+
+def optional_array(
+    field: str, array: Any, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[str, ...]
+) -> tuple[int, ...] | None:
+    """The shape of an array that may be absent, else must have one of the shapes and one of the dtypes."""
+    if array is None:
+        return None
+    wanted = f"must be an array of {' or '.join(dict.fromkeys(dtypes))}, shape {' or '.join(map(str, shapes))}"
+    shape = getattr(array, "shape", None)
+    expect(shape is not None and hasattr(array, "dtype"), field, type(array).__name__, wanted)
+    extents = tuple(int(extent) for extent in array.shape)
+    expect(extents in shapes and dtype_name(array) in dtypes, field, describe(array), wanted)
+    return extents

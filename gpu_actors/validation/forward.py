@@ -1,0 +1,245 @@
+"""From a `FlashForward` message to its `AttentionProblem`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, NamedTuple, cast
+
+import numpy as np
+
+from gpu_actors.errors import InvalidRequest
+from gpu_actors.problem import Alignment, AttentionProblem
+from gpu_actors.requests import FlashForward
+from gpu_actors.validation.fields import (
+    FP8,
+    describe,
+    dtype_of,
+    expect,
+    flag,
+    heads_ratio,
+    integer,
+    optional_array,
+    real,
+    shape_of,
+    window,
+)
+
+__all__ = ["check_cu_seqlens", "forward_problem", "longest"]
+
+
+class _Shape(NamedTuple):
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    total_q: int
+    total_k: int
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    head_dim_v: int
+
+
+def forward_problem(request: FlashForward) -> AttentionProblem:
+    """The problem that a request poses.
+
+    Reads shapes, dtypes and options, not data: `check_cu_seqlens` looks at the sequence bounds of each request.
+    Raises `InvalidRequest` and, for a dtype that attention is not defined on, `Unsupported`.
+    """
+    varlen = request.cu_seqlens_q is not None or request.cu_seqlens_k is not None
+    shape = _varlen_shape(request) if varlen else _dense_shape(request)
+    heads_ratio(shape.heads_q, shape.heads_kv)
+    dtype = _common_dtype(request)
+    out_dtype = "bfloat16" if dtype in FP8 else dtype
+    _check_out(request, shape, out_dtype)
+    alignment = request.alignment
+    expect(
+        alignment in ("bottom_right", "top_left"),
+        "alignment",
+        alignment,
+        'must be "bottom_right" or "top_left"',
+    )
+    softcap = real("softcap", request.softcap)
+    expect(softcap >= 0, "softcap", softcap, "must be >= 0; 0 leaves the scores as they are")
+    return AttentionProblem(
+        layout="varlen" if varlen else "dense",
+        **shape._asdict(),
+        dtype=dtype,
+        kv_dtype=dtype,
+        out_dtype=out_dtype,
+        compute=_compute(request.compute, dtype),
+        softmax_scale=_scale(request.softmax_scale, shape.head_dim),
+        causal=flag("causal", request.causal),
+        alignment=cast("Alignment", alignment),
+        window=window(request.window_size),
+        softcap=softcap,
+        alibi=_alibi(request.alibi_slopes, shape),
+        sinks=optional_array("sinks", request.sinks, ((shape.heads_q,),), ("float32", out_dtype)) is not None,
+        sink_tokens=integer("sink_tokens", request.sink_tokens, 0),
+        bias=_bias(request, shape, dtype, varlen),
+        dropout_p=_dropout(request),
+        descales=_descales(request, shape, dtype),
+        return_lse=flag("return_lse", request.return_lse),
+    )
+
+
+def longest(field: str, cu_seqlens: Any) -> int:
+    """The longest sequence of cu_seqlens on the host. Elsewhere it must be given, for reading it would wait."""
+    if not isinstance(cu_seqlens, np.ndarray):
+        name = field.replace("cu_seqlens", "max_seqlen")
+        raise InvalidRequest(name, None, f"must be given where {field} is not a NumPy array")
+    expect(cu_seqlens.ndim == 1 and cu_seqlens.size >= 2, field, describe(cu_seqlens), _CU_SEQLENS)
+    return int(np.diff(cu_seqlens).max())
+
+
+def check_cu_seqlens(field: str, cu_seqlens: Any, total: int, max_seqlen: int) -> None:
+    """Check sequence bounds on the host against the rows that there are. Bounds on a device are the kernel's care."""
+    if not isinstance(cu_seqlens, np.ndarray):
+        return
+    first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
+    expect(first == 0, field, first, "must begin with 0")
+    lengths = np.diff(cu_seqlens)
+    least, most = int(lengths.min()), int(lengths.max())
+    expect(least >= 0, field, least, "must not fall: a sequence cannot have a negative length")
+    expect(last == total, field, last, f"must end with the number of rows, {total}")
+    maximum = field.replace("cu_seqlens", "max_seqlen")
+    expect(most <= max_seqlen, maximum, max_seqlen, f"must be at least the longest sequence, {most}")
+
+
+_CU_SEQLENS = "must be an int32 array (batch + 1,) with batch >= 1, rising from 0 to the number of rows"
+_DENSE = "batch, seqlen, heads, head_dim"
+_VARLEN = "total, heads, head_dim"
+
+
+def _dense_shape(request: FlashForward) -> _Shape:
+    batch, seqlen_q, heads_q, head_dim = shape_of("q", request.q, _DENSE)
+    batch_k, seqlen_k, heads_kv, head_dim_k = shape_of("k", request.k, _DENSE)
+    batch_v, seqlen_v, heads_v, head_dim_v = shape_of("v", request.v, _DENSE)
+    for name in ("max_seqlen_q", "max_seqlen_k"):
+        expect(getattr(request, name) is None, name, getattr(request, name), "goes with cu_seqlens only")
+    expect(batch >= 1, "q", describe(request.q), "must hold at least one sequence: the batch is empty")
+    expect(batch_k == batch, "k", describe(request.k), f"must have q's batch, {batch}")
+    expect(batch_v == batch, "v", describe(request.v), f"must have q's batch, {batch}")
+    expect(seqlen_v == seqlen_k, "v", describe(request.v), f"must have k's seqlen, {seqlen_k}")
+    _check_heads_and_dims(request, (heads_q, heads_kv, heads_v), (head_dim, head_dim_k, head_dim_v))
+    expect(seqlen_q >= 1, "q", describe(request.q), "must have seqlen >= 1")
+    expect(seqlen_k >= 1, "k", describe(request.k), "must have seqlen >= 1")
+    totals = (batch * seqlen_q, batch * seqlen_k)
+    return _Shape(batch, seqlen_q, seqlen_k, *totals, heads_q, heads_kv, head_dim, head_dim_v)
+
+
+def _varlen_shape(request: FlashForward) -> _Shape:
+    total_q, heads_q, head_dim = shape_of("q", request.q, _VARLEN)
+    total_k, heads_kv, head_dim_k = shape_of("k", request.k, _VARLEN)
+    total_v, heads_v, head_dim_v = shape_of("v", request.v, _VARLEN)
+    expect(total_v == total_k, "v", describe(request.v), f"must have k's rows, {total_k}")
+    _check_heads_and_dims(request, (heads_q, heads_kv, heads_v), (head_dim, head_dim_k, head_dim_v))
+    batch = _cu_seqlens_batch("cu_seqlens_q", request.cu_seqlens_q)
+    batch_k = _cu_seqlens_batch("cu_seqlens_k", request.cu_seqlens_k)
+    expect(batch_k == batch, "cu_seqlens_k", batch_k, f"must bound as many sequences as cu_seqlens_q, {batch}")
+    seqlen_q = _max_seqlen("max_seqlen_q", request.max_seqlen_q, request.cu_seqlens_q)
+    seqlen_k = _max_seqlen("max_seqlen_k", request.max_seqlen_k, request.cu_seqlens_k)
+    _check_total("q", total_q, batch, seqlen_q)
+    _check_total("k", total_k, batch, seqlen_k)
+    return _Shape(batch, seqlen_q, seqlen_k, total_q, total_k, heads_q, heads_kv, head_dim, head_dim_v)
+
+
+def _check_heads_and_dims(request: FlashForward, heads: tuple[int, int, int], dims: tuple[int, int, int]) -> None:
+    heads_q, heads_kv, heads_v = heads
+    head_dim, head_dim_k, head_dim_v = dims
+    expect(heads_q >= 1, "q", describe(request.q), "must have at least one head")
+    expect(heads_v == heads_kv, "v", describe(request.v), f"must have k's heads, {heads_kv}")
+    expect(head_dim >= 1, "head_dim", head_dim, "must be >= 1")
+    expect(head_dim_k == head_dim, "k", describe(request.k), f"must have q's head_dim, {head_dim}")
+    expect(head_dim_v >= 1, "v", describe(request.v), "must have head_dim >= 1")
+
+
+def _cu_seqlens_batch(field: str, cu_seqlens: Any) -> int:
+    shape = getattr(cu_seqlens, "shape", None)
+    sound = shape is not None and len(shape) == 1 and str(cu_seqlens.dtype).endswith("int32")
+    sound = sound and "uint" not in str(cu_seqlens.dtype) and shape[0] >= 2
+    expect(sound, field, None if cu_seqlens is None else describe(cu_seqlens), _CU_SEQLENS)
+    return int(shape[0]) - 1
+
+
+def _max_seqlen(field: str, given: int | None, cu_seqlens: Any) -> int:
+    value = longest(field.replace("max_seqlen", "cu_seqlens"), cu_seqlens) if given is None else given
+    return integer(field, value, 1)
+
+
+def _check_total(side: str, total: int, batch: int, max_seqlen: int) -> None:
+    most = batch * max_seqlen
+    expect(total <= most, side, total, f"has more rows than batch * max_seqlen_{side} = {most} can hold")
+
+
+def _common_dtype(request: FlashForward) -> str:
+    dtype = dtype_of("q", request.q)
+    for field in ("k", "v"):
+        other = dtype_of(field, getattr(request, field))
+        expect(other == dtype, field, other, f"must have q's dtype, {dtype}")
+    return dtype
+
+
+def _check_out(request: FlashForward, shape: _Shape, out_dtype: str) -> None:
+    if request.out is None:
+        return
+    wanted = (*request.q.shape[:-1], shape.head_dim_v)
+    optional_array("out", request.out, (tuple(map(int, wanted)),), (out_dtype,))
+    if isinstance(request.out, np.ndarray):
+        expect(request.out.flags.writeable, "out", describe(request.out), "must be writeable")
+
+
+def _scale(value: object, head_dim: int) -> float:
+    return 1.0 / math.sqrt(head_dim) if value is None else real("softmax_scale", value)
+
+
+def _compute(value: object, dtype: str) -> str:
+    """The precision of the products: fp32 inputs choose, others compute in their own."""
+    own = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}.get(dtype, "fp8")
+    if value is None:
+        return own
+    choices = ("f32", "tf32", "f16", "bf16") if dtype == "float32" else (own,)
+    expect(value in choices, "compute", value, f"{dtype} inputs can be computed in {' or '.join(choices)}")
+    return str(value)
+
+
+def _alibi(slopes: Any, shape: _Shape) -> Literal["heads", "batch"] | None:
+    shapes = ((shape.heads_q,), (shape.batch, shape.heads_q))
+    given = optional_array("alibi_slopes", slopes, shapes, ("float32",))
+    if given is None:
+        return None
+    return "heads" if len(given) == 1 else "batch"
+
+
+def _bias(request: FlashForward, shape: _Shape, dtype: str, varlen: bool) -> tuple[str, bool, bool] | None:
+    if request.bias is None:
+        return None
+    expect(not varlen, "bias", describe(request.bias), "goes with the dense layout only; use cu_seqlens or bias")
+    rows, keys = shape.seqlen_q, shape.seqlen_k
+    shapes = tuple(
+        (batch, heads, rows, keys)
+        for batch in dict.fromkeys((shape.batch, 1))
+        for heads in dict.fromkeys((shape.heads_q, 1))
+    )
+    given = optional_array("bias", request.bias, shapes, (dtype, "float32"))
+    assert given is not None
+    kind = str(request.bias.dtype).removeprefix("torch.")
+    return kind, given[0] == 1 and shape.batch > 1, given[1] == 1 and shape.heads_q > 1
+
+
+def _dropout(request: FlashForward) -> float:
+    probability = real("dropout_p", request.dropout_p)
+    expect(0 <= probability < 1, "dropout_p", probability, "must be in [0, 1)")
+    integer("dropout_seed", request.dropout_seed, 0, (1 << 64) - 1)
+    return probability
+
+
+def _descales(request: FlashForward, shape: _Shape, dtype: str) -> bool:
+    given = False
+    for field in ("q_descale", "k_descale", "v_descale"):
+        array = getattr(request, field)
+        if array is None:
+            continue
+        expect(dtype in FP8, field, describe(array), f"goes with fp8 inputs only, and q is {dtype}")
+        optional_array(field, array, ((shape.batch, shape.heads_kv),), ("float32",))
+        given = True
+    return given
