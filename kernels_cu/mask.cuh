@@ -1,0 +1,64 @@
+// Which keys a query row sees, key by key and tile by tile. Rows and keys count from the start of their sequence.
+//
+//              keys 0 1 2 ..                  the diagonal of row i is key i + diagonal; the row sees
+//   row 0      s s . w w d r r . . . .          d  that key itself
+//   row 1      s s . . w w d r r . . .          w  `left` keys before it (WINDOW; else all)
+//   row 2      s s . . . w w d r r . .          r  `right` keys after it (WINDOW; else all)
+//                                               s  the first `sink_tokens` keys (SINK_TOKENS)
+//
+// CAUSAL hides what lies right of the diagonal, sink tokens included. Bounds are inclusive; unbounded ones are at
+// least as large as any sequence. Lengths stay below 2^30, so that no sum here leaves 32 bits.
+#pragma once
+
+#include "forward_params.cuh"
+
+struct KeyTiles {  // [0, sinks) and [begin, end), in tiles; begin >= sinks
+  int sinks, begin, end;
+
+  __device__ __forceinline__ int count() const { return sinks + end - begin; }
+  __device__ __forceinline__ int at(int n) const { return n < sinks ? n : begin + n - sinks; }
+};
+
+DEVICE int at_least(int low, int x) { return x < low ? low : x; }
+DEVICE int at_most(int high, int x) { return x > high ? high : x; }
+
+struct Mask {
+  int seqlen_k;
+  int diagonal;
+  int left, right;
+  int sink_tokens;
+
+  __device__ __forceinline__ bool visible(int row, int key) const {
+    const int offset = key - (row + diagonal);
+    if (key >= seqlen_k) return false;
+    if (CAUSAL && offset > 0) return false;
+    if (!WINDOW) return true;
+    return (offset >= -left && (CAUSAL || offset <= right)) || (SINK_TOKENS && key < sink_tokens);
+  }
+
+  // Whether each row of [row_begin, row_end) sees each key of [key_begin, key_end), sink tokens left aside.
+  __device__ __forceinline__ bool all_visible(int row_begin, int row_end, int key_begin, int key_end) const {
+    if (key_end > seqlen_k) return false;
+    if (CAUSAL && key_end - 1 > row_begin + diagonal) return false;
+    if (!WINDOW) return true;
+    return key_begin >= row_end - 1 + diagonal - left && (CAUSAL || key_end - 1 <= row_begin + diagonal + right);
+  }
+
+  // The tiles of TILE keys that hold a key which one of the rows [row_begin, row_end) sees. No other is visible.
+  template <int TILE>
+  __device__ __forceinline__ KeyTiles tiles(int row_begin, int row_end) const {
+    int first = 0, last = seqlen_k;  // keys [first, last)
+    if (CAUSAL) last = at_most(row_end + diagonal, last);
+    int sinks = WINDOW && SINK_TOKENS ? at_least(0, at_most(last, sink_tokens)) : 0;
+    if (WINDOW && !CAUSAL) last = at_most(row_end + diagonal + right, last);
+    if (WINDOW) first = at_least(0, row_begin + diagonal - left);
+    sinks = (sinks + TILE - 1) / TILE;
+    const int begin = at_least(sinks, first / TILE);
+    return {sinks, begin, at_least(begin, (at_least(0, last) + TILE - 1) / TILE)};
+  }
+};
+
+DEVICE Mask make_mask(const Params& params, int seqlen_q, int seqlen_k) {
+  const int diagonal = TOP_LEFT ? 0 : seqlen_k - seqlen_q;
+  return {seqlen_k, diagonal, params.window_left, params.window_right, params.sink_tokens};
+}

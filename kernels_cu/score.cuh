@@ -1,0 +1,40 @@
+// From a dot product to the score that enters the softmax: scale, softcap, ALiBi, bias, in this order.
+#pragma once
+
+#include "forward_params.cuh"
+#include "ptx/math.cuh"
+
+template <class Real>
+struct Score {
+  Real scale;                // softmax_scale, times q's and k's descales
+  Real softcap;              // c of c * tanh(s / c)
+  Real slope;                // ALiBi's slope of this head (arXiv 2108.12409)
+  int diagonal;              // as in Mask: ALiBi measures the distance from it
+  const BIAS_ELEMENT* bias;  // of this sequence and head
+  int64_t bias_row_stride;
+
+  __device__ __forceinline__ Real operator()(Real dot, int row, int key) const {
+    Real score = dot * scale;
+    if constexpr (SOFTCAP) score = softcap * tanh_of(score / softcap);
+    if constexpr (ALIBI) score -= slope * Real(abs(row + diagonal - key));
+    if constexpr (BIAS) score += Real(to_real(bias[row * bias_row_stride + key]));
+    return score;
+  }
+};
+
+template <class Real>
+DEVICE Score<Real> make_score(const Params& params, int sequence, int head, int kv_head, int diagonal) {
+  Score<Real> score{Real(params.softmax_scale), Real(params.softcap), Real(0), diagonal, nullptr, 0};
+  if constexpr (DESCALES) {
+    score.scale *= descale(params.q_descale, params.q_descale_strides, sequence, kv_head);
+    score.scale *= descale(params.k_descale, params.k_descale_strides, sequence, kv_head);
+  }
+  if constexpr (ALIBI) {
+    score.slope = *element_of<const float>(params.alibi_slopes, params.alibi_slopes_strides, sequence, 0, head);
+  }
+  if constexpr (BIAS) {
+    score.bias = element_of<const BIAS_ELEMENT>(params.bias, params.bias_strides, sequence, 0, head);
+    score.bias_row_stride = params.bias_strides.row;
+  }
+  return score;
+}
