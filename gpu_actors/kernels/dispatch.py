@@ -1,0 +1,123 @@
+"""Picks the kernel that answers a problem, and says why.
+
+`FAMILIES` lists the kernels from the most to the least specialised; the first that does not refuse a problem takes it.
+To add a kernel, add a row here, its tiles to `tiles`, and its macros and geometry to `variants`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from gpu_actors.errors import Unsupported
+from gpu_actors.kernels.support import check_support, find_unsupported
+from gpu_actors.problem import AttentionProblem, DispatchKey
+
+__all__ = ["FAMILIES", "REFERENCE", "KernelFamily", "Verdict", "dispatch_key", "explain"]
+
+
+class KernelFamily(NamedTuple):
+    """One kernel and the problems that it is for.
+
+    name: of the kernel, as in DispatchKey. refuses: why it does not take a problem on an architecture, or None.
+    reason: a sentence on what it is for, shown where it is taken. num_splits, persistent: as in DispatchKey.
+    """
+
+    name: str
+    refuses: Callable[[AttentionProblem, str], Unsupported | None]
+    reason: str
+    num_splits: int = 1
+    persistent: bool = False
+
+
+class Verdict(NamedTuple):
+    """What became of a family. reason: a sentence."""
+
+    family: str
+    taken: bool
+    reason: str
+
+
+def _simple_refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
+    if problem.direction != "forward":
+        return Unsupported("direction", problem.direction, "forward_simple computes no gradients", "forward")
+    if problem.layout == "paged":
+        return Unsupported("layout", problem.layout, "forward_simple reads no block tables", "varlen")
+    return None
+
+
+FAMILIES = (
+    KernelFamily(
+        "forward_simple",
+        _simple_refuses,
+        "computes every forward option of dense and varlen batches on CUDA cores",
+    ),
+)
+
+# For devices that compute with the NumPy oracle rather than with kernels: what no kernel takes still gets a key.
+REFERENCE = KernelFamily("reference", lambda problem, arch: None, "computes every problem with NumPy")
+
+
+@functools.lru_cache(maxsize=4096)
+def dispatch_key(problem: AttentionProblem, arch: str, families: tuple[KernelFamily, ...] = FAMILIES) -> DispatchKey:
+    """The key of the kernel that answers ``problem`` on ``arch`` ("sm_90a", ...), without a GPU.
+
+    Raises Unsupported for what `check_support` refuses, and where every family does: then with the reason of the last,
+    which takes most. InvalidRequest where ``arch`` is no architecture.
+    """
+    check_support(problem, arch)
+    refusal: Unsupported | None = None
+    for family in families:
+        refusal = family.refuses(problem, arch)
+        if refusal is None:
+            return _key(family, problem, arch)
+    raise refusal or Unsupported("families", families, "there is no kernel to choose from")
+
+
+def explain(problem: AttentionProblem, arch: str, families: Sequence[KernelFamily] = FAMILIES) -> list[Verdict]:
+    """Why each family was or was not taken for a problem, in the order in which they are asked."""
+    unsupported = find_unsupported(problem, arch)
+    if unsupported is not None:
+        return [Verdict(family.name, False, str(unsupported[1])) for family in families]
+    verdicts: list[Verdict] = []
+    taken = ""
+    for family in families:
+        refusal = family.refuses(problem, arch)
+        if refusal is not None:
+            verdicts.append(Verdict(family.name, False, str(refusal)))
+        elif taken:
+            verdicts.append(Verdict(family.name, False, f"{taken} comes first and takes it"))
+        else:
+            taken = family.name
+            verdicts.append(Verdict(family.name, True, family.reason))
+    return verdicts
+
+
+def _key(family: KernelFamily, problem: AttentionProblem, arch: str) -> DispatchKey:
+    return DispatchKey(
+        kernel=family.name,
+        arch=arch,
+        direction=problem.direction,
+        layout=problem.layout,
+        dtype=problem.dtype,
+        kv_dtype=problem.kv_dtype,
+        out_dtype=problem.out_dtype,
+        compute=problem.compute,
+        head_dim=problem.head_dim,
+        head_dim_v=problem.head_dim_v,
+        mask=problem.mask,
+        alignment=problem.alignment,
+        gqa_ratio=problem.gqa_ratio,
+        softcap=problem.softcap != 0.0,
+        alibi=problem.alibi is not None,
+        sinks=problem.sinks,
+        sink_tokens=problem.sink_tokens > 0,
+        bias=None if problem.bias is None else problem.bias[0],
+        dropout=problem.dropout_p > 0.0,
+        descales=problem.descales,
+        lse=problem.return_lse,
+        page_size=problem.page_size,
+        num_splits=family.num_splits,
+        persistent=family.persistent,
+    )

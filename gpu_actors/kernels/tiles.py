@@ -1,0 +1,203 @@
+"""The one table of tile sizes, and what follows from a tile: shared memory and tile counts.
+
+Python reads it for grids and shared-memory sizes, and hands the same numbers to the kernels as macros; the
+kernels assert that the shared memory they lay out is what the launch provides.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from gpu_actors.errors import Unsupported
+from gpu_actors.kernels.support import ELEMENTS, capability
+from gpu_actors.problem import Direction, MaskKind
+
+__all__ = [
+    "TILES",
+    "FlashAttentionConfig",
+    "Tile",
+    "TileRow",
+    "arch_class",
+    "num_kv_tiles",
+    "num_q_tiles",
+    "shared_mem_bytes",
+    "shared_mem_limit",
+    "tile_for",
+]
+
+# Opt-in limit of a block's shared memory in KiB (CUDA C++ Programming Guide, "Technical Specifications per
+# Compute Capability"). Capabilities that are not listed have the limit of the one below them.
+_SHARED_KIB = {75: 64, 80: 163, 86: 99, 87: 163, 88: 99, 89: 99, 90: 227, 120: 99}
+
+
+class Tile(NamedTuple):
+    """block_m: query rows a block. block_n: keys a tile. stages: key tiles in flight. warps: a block."""
+
+    block_m: int
+    block_n: int
+    stages: int
+    warps: int
+
+
+class TileRow(NamedTuple):
+    """Which problems a tile is for. None matches everything; head_dim is the largest one it is for."""
+
+    kernel: str
+    tile: Tile
+    direction: Direction = "forward"
+    arch_classes: tuple[str, ...] | None = None
+    dtypes: tuple[str, ...] | None = None
+    head_dim: int = 256
+    masks: tuple[MaskKind, ...] | None = None
+
+
+# The first row that matches counts.
+TILES = (
+    TileRow("forward_simple", Tile(32, 32, 1, 4), head_dim=128),
+    # 32 rows of 256 doubles, twice, are more than the 99 KiB of the smallest architectures.
+    TileRow("forward_simple", Tile(16, 16, 1, 4), dtypes=("float64",)),
+    TileRow("forward_simple", Tile(32, 32, 1, 4)),
+)
+
+
+def arch_class(arch: str) -> str:
+    """The generation whose kernels an architecture runs: "sm_80", "sm_90", "sm_100" or "sm_120"."""
+    number = capability(arch)
+    return next((f"sm_{first}" for first in (120, 100, 90) if number >= first), "sm_80")
+
+
+def shared_mem_limit(sm: int) -> int:
+    """The most shared memory in bytes that a block may ask for on compute capability ``sm`` (90 for 9.0)."""
+    known = max((number for number in _SHARED_KIB if number <= sm), default=None)
+    if known is None:
+        raise Unsupported("sm", sm, "the kernels need compute capability 7.5 or newer", nearest=75)
+    return _SHARED_KIB[known] * 1024
+
+
+@functools.lru_cache(maxsize=1024)
+def tile_for(kernel: str, direction: Direction, arch: str, dtype: str, head_dim: int, mask: MaskKind) -> Tile:
+    """The tile of a kernel for a problem. head_dim: the larger of q's and v's.
+
+    Raises Unsupported where the table has no row for it.
+    """
+    generation = arch_class(arch)
+    for row in TILES:
+        if (
+            (row.kernel, row.direction) == (kernel, direction)
+            and (row.arch_classes is None or generation in row.arch_classes)
+            and (row.dtypes is None or dtype in row.dtypes)
+            and head_dim <= row.head_dim
+            and (row.masks is None or mask in row.masks)
+        ):
+            return row.tile
+    largest = max((row.head_dim for row in TILES if row.kernel == kernel), default=None)
+    reason = f"kernel {kernel} has no tile for {direction}, {dtype}, {mask} on {arch}"
+    raise Unsupported("head_dim", head_dim, reason, nearest=largest)
+
+
+def shared_mem_bytes(kernel: str, tile: Tile, dtype: str, head_dim: int, head_dim_v: int) -> int:
+    """Dynamic shared memory of a block in bytes."""
+    return _SHARED_BYTES[kernel](tile, dtype, head_dim, head_dim_v)
+
+
+def _simple_bytes(tile: Tile, dtype: str, head_dim: int, head_dim_v: int) -> int:
+    """Tiles of Q, of K or V, and of P, all in the dtype that sums are kept in; rows of an odd length."""
+    pitch = max(head_dim, head_dim_v) | 1
+    values = (tile.block_m + tile.block_n) * pitch + tile.block_m * tile.block_n
+    return values * (8 if dtype == "float64" else 4)
+
+
+_SHARED_BYTES = {"forward_simple": _simple_bytes}
+
+
+def num_q_tiles(seqlen_q: int, block_m: int) -> int:
+    """Blocks that the rows of a sequence make."""
+    return -(-seqlen_q // block_m)
+
+
+def num_kv_tiles(seqlen_k: int, block_n: int) -> int:
+    """Key tiles of a sequence, masked ones included."""
+    return -(-seqlen_k // block_n)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlashAttentionConfig:
+    """Tiles of FlashAttention-2's forward with a pipeline of K and V tiles (Dao, arXiv 2307.08691).
+
+    head_dim: of q, k and v. seq_q, seq_kv: rows. sm: compute capability times ten, 80 for 8.0.
+    block_m, block_n: query rows and keys of a tile. num_warps: a block. num_stages: K and V tiles in flight.
+    dtype: of q, k and v in shared memory. Make one with `auto`, or any with its fields.
+    """
+
+    head_dim: int
+    seq_q: int
+    seq_kv: int
+    causal: bool
+    sm: int
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    dtype: str = "float16"
+
+    @classmethod
+    def auto(
+        cls, head_dim: int, seq_q: int, seq_kv: int, causal: bool, sm: int, *, dtype: str = "float16"
+    ) -> FlashAttentionConfig:
+        """The usual configuration: 128 x 128 up to dim 64, 128 x 64 up to 128, else 64 x 64.
+
+        8 warps on sm 90 and newer where block_m is 128, else 4; 3 stages on sm 90 and newer, else 2. Where
+        that exceeds what a block may have of shared memory, stages are given up one by one. Raises
+        Unsupported where even one stage does not fit (float32 of dim 256 on sm 80, say), and for an unknown
+        dtype or sm.
+        """
+        if dtype not in ELEMENTS:
+            raise Unsupported("dtype", dtype, f"tiles are known for {', '.join(ELEMENTS)}", nearest="float32")
+        limit = shared_mem_limit(sm)
+        for dim in range(head_dim, 0, -1):
+            for stages in range(3 if sm >= 90 else 2, 0, -1):
+                config = cls._preferred(dim, seq_q, seq_kv, causal, sm, stages, dtype)
+                if config.shared_mem_bytes > limit:
+                    continue
+                if dim == head_dim:
+                    return config
+                reason = (
+                    f"one stage of tiles of {dtype} does not fit into the {limit} bytes of shared memory that a "
+                    f"block has on compute capability {sm // 10}.{sm % 10}"
+                )
+                raise Unsupported("head_dim", head_dim, reason, nearest=dim)
+        raise Unsupported("head_dim", head_dim, "a head has at least one element", nearest=1)
+
+    @classmethod
+    def _preferred(
+        cls, head_dim: int, seq_q: int, seq_kv: int, causal: bool, sm: int, stages: int, dtype: str
+    ) -> FlashAttentionConfig:
+        block_m, block_n = (128, 128) if head_dim <= 64 else (128, 64) if head_dim <= 128 else (64, 64)
+        return cls(
+            head_dim=head_dim,
+            seq_q=seq_q,
+            seq_kv=seq_kv,
+            causal=causal,
+            sm=sm,
+            block_m=block_m,
+            block_n=block_n,
+            num_warps=8 if sm >= 90 and block_m >= 128 else 4,
+            num_stages=stages,
+            dtype=dtype,
+        )
+
+    @property
+    def shared_mem_bytes(self) -> int:
+        """Bytes of the Q tile, of num_stages K and V tiles, and of a float for each query row."""
+        rows = self.block_m + 2 * self.num_stages * self.block_n
+        return rows * self.head_dim * ELEMENTS[self.dtype].itemsize + 4 * self.block_m
+
+    @property
+    def num_q_tiles(self) -> int:
+        return num_q_tiles(self.seq_q, self.block_m)
+
+    @property
+    def num_kv_tiles(self) -> int:
+        return num_kv_tiles(self.seq_kv, self.block_n)

@@ -1,0 +1,146 @@
+"""From a DispatchKey to the source that is compiled for it and the grid that it is launched with.
+
+A cubin serves every key with equal macros: what a kernel decides at run time (the GQA ratio, say) is not among them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from gpu_actors.devices.interface import LaunchGeometry
+from gpu_actors.errors import InvalidRequest, Unsupported
+from gpu_actors.kernels.assets import asset_source
+from gpu_actors.kernels.dispatch import dispatch_key
+from gpu_actors.kernels.source import KernelSource
+from gpu_actors.kernels.support import ELEMENTS, FIRST_FP8_CAPABILITY, capability
+from gpu_actors.kernels.tiles import Tile, num_q_tiles, shared_mem_bytes, tile_for
+from gpu_actors.problem import AttentionProblem, DispatchKey, MaskKind
+
+__all__ = ["kernel_source", "launch_geometry", "standard_variants"]
+
+_MAX_BLOCKS = (1 << 31) - 1  # of grid.x; y and z end at 65,535, so grids are flat
+_WARP = 32
+
+# Significant bits of operands, where a float32 request computes in less. Of f16 the precision counts and not the range,
+# which kernels keep as wide as float's, so that large inputs do not become infinite.
+_COMPUTE_BITS = {"tf32": 11, "f16": 11, "bf16": 8}
+
+
+@functools.lru_cache(maxsize=1024)
+def kernel_source(key: DispatchKey) -> KernelSource:
+    """What is compiled for a key. Raises InvalidRequest for a key whose kernel is not compiled (the oracle's)."""
+    macros = _builder(key)(key)
+    return asset_source(f"{key.kernel}.cu", (key.kernel,), macros=macros, arch=key.arch)
+
+
+def launch_geometry(key: DispatchKey, problem: AttentionProblem) -> LaunchGeometry:
+    """The grid, block and dynamic shared memory in bytes of a problem's launch.
+
+    Raises Unsupported where the problem has more blocks than a grid can hold.
+    """
+    _builder(key)
+    tile = _tile(key)
+    blocks = num_q_tiles(problem.seqlen_q, tile.block_m) * problem.heads_q * problem.batch
+    if blocks > _MAX_BLOCKS:
+        reason = f"the request makes {blocks} blocks of {tile.block_m} rows, and a grid holds {_MAX_BLOCKS}"
+        raise Unsupported("batch", problem.batch, reason, max(1, problem.batch * _MAX_BLOCKS // blocks))
+    return LaunchGeometry((blocks, 1, 1), (tile.warps * _WARP, 1, 1), _shared_bytes(key, tile))
+
+
+def standard_variants(arch: str) -> list[DispatchKey]:
+    """The keys worth compiling ahead for ``arch``: the usual dtypes, head dims and masks, dense and varlen.
+
+    fp8 is among them where the architecture has it. Every other variant compiles when it is first asked for.
+    """
+    dtypes = ["bfloat16", "float16"]
+    if capability(arch) >= FIRST_FP8_CAPABILITY:
+        dtypes.append("float8_e4m3fn")
+    shapes: list[tuple[str, int, MaskKind, bool]] = []
+    for dtype in dtypes:
+        shapes += [(dtype, dim, mask, False) for dim in (64, 128) for mask in ("full", "causal")]
+        shapes += [(dtype, dim, "causal", False) for dim in (80, 96, 192, 256)]
+        shapes += [(dtype, dim, "causal_window", False) for dim in (64, 128)]
+        shapes += [(dtype, dim, "causal", True) for dim in (64, 128)]
+    shapes += [("float32", 64, mask, False) for mask in ("full", "causal")]
+    return [dispatch_key(_usual_problem(*shape), arch) for shape in shapes]
+
+
+def _usual_problem(dtype: str, head_dim: int, mask: MaskKind, varlen: bool) -> AttentionProblem:
+    element = ELEMENTS[dtype]
+    return AttentionProblem(
+        layout="varlen" if varlen else "dense",
+        batch=1,
+        seqlen_q=1024,
+        seqlen_k=1024,
+        total_q=1024,
+        total_k=1024,
+        heads_q=1,
+        heads_kv=1,
+        head_dim=head_dim,
+        head_dim_v=head_dim,
+        dtype=dtype,
+        kv_dtype=dtype,
+        out_dtype=element.out,
+        compute=element.computes[0],
+        softmax_scale=head_dim**-0.5,
+        causal=mask in ("causal", "causal_window"),
+        window=(255, 0) if mask in ("window", "causal_window") else (-1, -1),
+        descales=element.fp8,
+    )
+
+
+def _tile(key: DispatchKey) -> Tile:
+    widest = max(key.head_dim, key.head_dim_v)
+    return tile_for(key.kernel, key.direction, key.arch, key.dtype, widest, key.mask)
+
+
+def _shared_bytes(key: DispatchKey, tile: Tile) -> int:
+    return shared_mem_bytes(key.kernel, tile, key.dtype, key.head_dim, key.head_dim_v)
+
+
+def _forward_macros(key: DispatchKey) -> dict[str, str | int]:
+    """The macros of kernels_cu/forward_params.cuh. Options that are off are left to their defaults there."""
+    tile = _tile(key)
+    macros: dict[str, str | int] = {
+        "HEAD_DIM": key.head_dim,
+        "HEAD_DIM_V": key.head_dim_v,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "WARPS": tile.warps,
+        "SHARED_BYTES": _shared_bytes(key, tile),
+        "ELEMENT": ELEMENTS[key.dtype].c_type,
+        "KV_ELEMENT": ELEMENTS[key.kv_dtype].c_type,
+        "OUT_ELEMENT": ELEMENTS[key.out_dtype].c_type,
+    }
+    options = {
+        "VARLEN": key.varlen,
+        "CAUSAL": key.causal,
+        "WINDOW": key.sliding_window,
+        # Sink tokens are exempt from a window, and only from that.
+        "SINK_TOKENS": key.sink_tokens and key.sliding_window,
+        # The diagonal matters where something is measured from it.
+        "TOP_LEFT": key.alignment == "top_left" and (key.mask != "full" or key.alibi),
+        "SOFTCAP": key.softcap,
+        "ALIBI": key.alibi,
+        "SINKS": key.sinks,
+        "DROPOUT": key.dropout,
+        "DESCALES": key.descales,
+        "LSE": key.lse,
+    }
+    macros |= {name: 1 for name, on in options.items() if on}
+    if key.bias is not None:
+        macros["BIAS_ELEMENT"] = ELEMENTS[key.bias].c_type
+    if key.dtype == "float32" and key.compute in _COMPUTE_BITS:
+        macros["COMPUTE_BITS"] = _COMPUTE_BITS[key.compute]
+    return macros
+
+
+_MACROS: dict[str, Callable[[DispatchKey], dict[str, str | int]]] = {"forward_simple": _forward_macros}
+
+
+def _builder(key: DispatchKey) -> Callable[[DispatchKey], dict[str, str | int]]:
+    builder = _MACROS.get(key.kernel)
+    if builder is None:
+        raise InvalidRequest("kernel", key.kernel, f"compiled kernels are {', '.join(_MACROS)}")
+    return builder
