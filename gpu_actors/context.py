@@ -65,28 +65,19 @@ class Health:
 
 
 class GpuContext:
-    """A running context. Safe to share between event loops and threads. Made by `open_context`."""
+    """A running context. Safe to share between event loops and threads. Made by `open_context`.
+
+    flash_attn, cudnn, nvrtc: the handles of the FlashAttnActor, the CudnnLikeActor and the NvrtcActor.
+    """
 
     def __init__(self, services: Services, root: Any) -> None:
+        self.flash_attn = cast("FlashAttnHandle", services.handle(FlashAttnActor))
+        self.cudnn = cast("CudnnLikeHandle", services.handle(CudnnLikeActor))
+        self.nvrtc = cast("NvrtcHandle", services.handle(NvrtcActor))
         self._services = services
         self._root = root
         self._stopped = False
         self._close_lock = threading.Lock()
-
-    @property
-    def flash_attn(self) -> FlashAttnHandle:
-        """The FlashAttnActor."""
-        return cast("FlashAttnHandle", self.actor(FlashAttnActor))
-
-    @property
-    def cudnn(self) -> CudnnLikeHandle:
-        """The CudnnLikeActor."""
-        return cast("CudnnLikeHandle", self.actor(CudnnLikeActor))
-
-    @property
-    def nvrtc(self) -> NvrtcHandle:
-        """The NvrtcActor."""
-        return cast("NvrtcHandle", self.actor(NvrtcActor))
 
     def actor(self, actor_type: type[ServiceActor]) -> ActorHandle:
         """The handle of a child by its type, as one named in ``ContextOptions(actors=...)``.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Generic, NamedTuple, TypeVar
@@ -29,25 +28,24 @@ class PlanCache(Generic[Plan]):
         self._capacity = capacity
         self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
         self._hits = self._misses = self._evicted = 0
-        self._lock = threading.Lock()
 
     def get(self, signature: Hashable, make: Callable[[], Plan]) -> Plan:
-        """The plan of that signature, made by ``make`` where there is none. What ``make`` raises is not kept."""
-        with self._lock:
-            plan = self._plans.get(signature)
-            if plan is not None:
-                self._hits += 1
-                self._plans.move_to_end(signature)
-                return plan
-            self._misses += 1
+        """The plan of that signature, made by ``make`` where there is none. What ``make`` raises is not kept.
+
+        Raises TypeError for a signature that cannot be hashed.
+        """
+        plan = self._plans.get(signature)
+        if plan is not None:
+            self._hits += 1
+            self._plans.move_to_end(signature)
+            return plan
+        self._misses += 1
         plan = make()
-        with self._lock:
-            self._plans[signature] = plan
-            if len(self._plans) > self._capacity:
-                self._plans.popitem(last=False)
-                self._evicted += 1
+        self._plans[signature] = plan
+        if len(self._plans) > self._capacity:
+            self._plans.popitem(last=False)
+            self._evicted += 1
         return plan
 
     def stats(self) -> PlanCacheStats:
-        with self._lock:
-            return PlanCacheStats(self._hits, self._misses, self._evicted, len(self._plans))
+        return PlanCacheStats(self._hits, self._misses, self._evicted, len(self._plans))

@@ -39,7 +39,10 @@ class Reply(Generic[T]):
                 except BaseException:
                     call.abandon(future)
                     raise
-        return call.answer()
+        try:
+            return call.answer()
+        finally:
+            del call, self  # see Call.answer
 
     def result(self, timeout: float | None = None) -> T:
         """Block this thread for the result, at most ``timeout`` seconds.
@@ -53,7 +56,10 @@ class Reply(Generic[T]):
                 raise WouldBlock("result() would block the running event loop; await the reply instead")
             if not call.wait(timeout):
                 raise TimeoutError(f"no answer within {timeout} s; the request goes on")
-        return call.answer()
+        try:
+            return call.answer()
+        finally:
+            del call, self  # see Call.answer
 
     def done(self) -> bool:
         """True once there is an answer, a result or an error."""

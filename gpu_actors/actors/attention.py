@@ -22,7 +22,7 @@ from gpu_actors.kernels.variants import launch_geometry
 from gpu_actors.problem import AttentionProblem, DispatchKey
 from gpu_actors.reference import attention_forward
 from gpu_actors.requests import AttentionOutput, FlashForward
-from gpu_actors.validation import check_cu_seqlens, forward_problem, longest
+from gpu_actors.validation import check_cu_seqlens, check_disjoint, forward_problem, longest
 
 __all__ = ["AttentionPlan", "adopt_arrays", "forward_plan", "signature"]
 
@@ -48,7 +48,8 @@ def adopt_arrays(request: FlashForward) -> tuple[FlashForward, Adopted | None]:
         type(request.q) is np.ndarray
         and type(request.k) is np.ndarray
         and type(request.v) is np.ndarray
-        and all(getattr(request, name) is None for name in (*_OPTIONAL, "out"))
+        and request.out is None
+        and _plain(request)
     ):
         return request, None
     changes: dict[str, Any] = {}
@@ -65,21 +66,9 @@ def adopt_arrays(request: FlashForward) -> tuple[FlashForward, Adopted | None]:
 
 
 def signature(request: FlashForward) -> Hashable:
-    """What decides the plan of an adopted request. Raises TypeError where an option cannot be hashed."""
-    q, k, v = request.q, request.k, request.v
-    optional = tuple(
-        None if array is None else (array.shape, array.strides, array.dtype)
-        for array in (getattr(request, name) for name in _OPTIONAL)
-    )
-    varlen = optional[3] is not None
-    longest_q, longest_k = request.max_seqlen_q, request.max_seqlen_k
-    if varlen:
-        # The longest sequence shapes the grid, so it belongs to the plan even where it has to be looked up.
-        if longest_q is None:
-            longest_q = longest("cu_seqlens_q", request.cu_seqlens_q)
-        if longest_k is None:
-            longest_k = longest("cu_seqlens_k", request.cu_seqlens_k)
-    parts = (
+    """What decides the plan of an adopted request. Hashing it raises TypeError where an option cannot be hashed."""
+    q, k, v, out = request.q, request.k, request.v, request.out
+    return (
         q.shape,
         q.strides,
         q.dtype,
@@ -89,7 +78,6 @@ def signature(request: FlashForward) -> Hashable:
         v.shape,
         v.strides,
         v.dtype,
-        optional,
         request.causal,
         request.alignment,
         request.window_size,
@@ -97,44 +85,70 @@ def signature(request: FlashForward) -> Hashable:
         request.softcap,
         request.sink_tokens,
         request.dropout_p,
-        longest_q,
-        longest_k,
         request.compute,
         request.return_lse,
-        None if request.out is None else (request.out.shape, request.out.strides, request.out.dtype),
+        None if _plain(request) else _optional_signature(request),
+        None if out is None else (out.shape, out.strides, out.dtype),
     )
-    hash(parts)
-    return parts
+
+
+def _plain(request: FlashForward) -> bool:
+    """True where no operand but q, k and v is given. Written out because every request passes here."""
+    return (
+        request.cu_seqlens_q is None
+        and request.cu_seqlens_k is None
+        and request.max_seqlen_q is None
+        and request.max_seqlen_k is None
+        and request.bias is None
+        and request.alibi_slopes is None
+        and request.sinks is None
+        and request.q_descale is None
+        and request.k_descale is None
+        and request.v_descale is None
+    )
+
+
+def _optional_signature(request: FlashForward) -> Hashable:
+    longest_q, longest_k = request.max_seqlen_q, request.max_seqlen_k
+    # The longest sequence shapes the grid, so it belongs to the plan even where it has to be looked up.
+    if request.cu_seqlens_q is not None and longest_q is None:
+        longest_q = longest("cu_seqlens_q", request.cu_seqlens_q)
+    if request.cu_seqlens_k is not None and longest_k is None:
+        longest_k = longest("cu_seqlens_k", request.cu_seqlens_k)
+    arrays = (getattr(request, name) for name in _OPTIONAL)
+    described = tuple(None if array is None else (array.shape, array.strides, array.dtype) for array in arrays)
+    return longest_q, longest_k, described
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
     """A problem with the kernel that answers it.
 
-    geometry is None where the device runs no kernels.
+    geometry is None where the device runs no kernels. outputs: what a launch produces when the caller gives no ``out``.
     """
 
     problem: AttentionProblem
     key: DispatchKey
     geometry: LaunchGeometry | None
     accumulate: Literal["float64", "float32"]
-    out_shape: tuple[int, ...]
-    lse_shape: tuple[int, ...]
+    outputs: Mapping[str, OutputSpec]
 
     def bind(self, request: FlashForward, kernel: Kernel | None) -> Launch:
         """A launch of this plan on the arrays of an adopted request. Checks what depends on their data."""
         problem = self.problem
         inputs = {"q": request.q, "k": request.k, "v": request.v}
-        for name in _OPTIONAL:
-            array = getattr(request, name)
-            if array is not None:
-                inputs[name] = array
+        if not _plain(request):
+            for name in _OPTIONAL:
+                array = getattr(request, name)
+                if array is not None:
+                    inputs[name] = array
         if problem.layout == "varlen":
             check_cu_seqlens("cu_seqlens_q", request.cu_seqlens_q, problem.total_q, problem.seqlen_q)
             check_cu_seqlens("cu_seqlens_k", request.cu_seqlens_k, problem.total_k, problem.seqlen_k)
-        outputs = {"out": OutputSpec(self.out_shape, problem.out_dtype, request.out)}
-        if problem.return_lse:
-            outputs["lse"] = OutputSpec(self.lse_shape, "float32")
+        outputs = self.outputs
+        if request.out is not None:
+            check_disjoint(request)
+            outputs = {**outputs, "out": dataclasses.replace(outputs["out"], into=request.out)}
         seed = request.dropout_seed
         pack = None if kernel is None else functools.partial(pack_forward, problem, dropout_seed=seed)
         oracle = functools.partial(_oracle, problem, self.accumulate, seed)
@@ -147,17 +161,17 @@ def forward_plan(
     """Validate an adopted request and pick its kernel. Raises `InvalidRequest` and `Unsupported`."""
     problem = forward_problem(request)
     key = dispatch_key(problem, arch)
-    if problem.layout == "varlen":
-        lse_shape: tuple[int, ...] = (problem.heads_q, problem.total_q)
-    else:
-        lse_shape = (problem.batch, problem.heads_q, problem.seqlen_q)
+    outputs = {"out": OutputSpec((*request.q.shape[:-1], problem.head_dim_v), problem.out_dtype)}
+    if problem.return_lse:
+        varlen = problem.layout == "varlen"
+        rows = (problem.heads_q, problem.total_q if varlen else problem.seqlen_q)
+        outputs["lse"] = OutputSpec(rows if varlen else (problem.batch, *rows), "float32")
     return AttentionPlan(
         problem=problem,
         key=key,
         geometry=launch_geometry(key, problem) if runs_kernels else None,
         accumulate=accumulate,
-        out_shape=(*request.q.shape[:-1], problem.head_dim_v),
-        lse_shape=lse_shape,
+        outputs=outputs,
     )
 
 

@@ -72,11 +72,9 @@ class ServiceActor(pykka.ThreadingActor):
         """
         post = self.post
         event = post.stream.launch(launch)
-        post.mailbox.launch_began(len(calls))
-        trace = post.services.trace
-        if trace.active:
-            for call in calls:
-                trace.emit("request.launched", actor=post.name, request=call.number, key=launch.key)
+        for call in calls:
+            if call.traced:
+                post.services.trace.emit("request.launched", actor=post.name, request=call.number, key=launch.key)
         post.completion.watch(event, calls, finish, self.outbox)
 
     # Pykka's side
@@ -120,11 +118,10 @@ class ServiceActor(pykka.ThreadingActor):
                     continue
                 try:
                     self.handle(call)
-                except ContextLost as lost:
-                    call.fail(lost, outbox)
-                    self.post.report_lost(lost)
                 except GpuActorsError as error:
-                    call.fail(error, outbox)
+                    call.fail(error.with_traceback(None), outbox)
+                    if isinstance(error, ContextLost):
+                        self.post.report_lost(error)
                 except BaseException as error:
                     failure = ActorFailed(f"{self.post.name} failed while it handled the request: {error!r}")
                     failure.__cause__ = error

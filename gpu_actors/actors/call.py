@@ -33,11 +33,16 @@ class CallState(IntEnum):
     DONE = 2
 
 
+# Looking a member up on its enum costs more than the comparison that it is for.
+_QUEUED, _LAUNCHED, _DONE = CallState
+
+
 class Call(Generic[T]):
     """A message, its answer once there is one, and whoever waits for it.
 
     Safe to use from any thread. ``queued`` belongs to the mailbox and is read and written under its lock. ``parked``
     says that a call which is not queued is kept by something that outlives the actor, which will give it back.
+    ``traced`` was decided when the call was accepted, so that a trace holds all of a call or nothing.
     """
 
     __slots__ = (
@@ -55,7 +60,7 @@ class Call(Generic[T]):
         "queued",
         "state",
         "timer",
-        "trace_context",
+        "traced",
         "value",
     )
 
@@ -67,11 +72,11 @@ class Call(Generic[T]):
         self.number = next(mailbox.numbers)
         self.queued = False
         self.parked = False
-        self.state = CallState.QUEUED
+        self.state: CallState = _QUEUED
         self.value: T | None = None
         self.error: BaseException | None = None
         self.timer: Timer | None = None
-        self.trace_context: Any = None
+        self.traced = False
         self._lock = threading.Lock()
         self._futures: list[asyncio.Future[None]] | None = None
         self._threads: list[threading.Event] | None = None
@@ -79,16 +84,16 @@ class Call(Generic[T]):
 
     @property
     def done(self) -> bool:
-        return self.state == CallState.DONE
+        return self.state is _DONE
 
     # Towards the answer
 
     def begin_launch(self) -> bool:
         """Claim the call for its launch. False if it has been answered (cancelled, expired) already."""
         with self._lock:
-            if self.state is not CallState.QUEUED:
+            if self.state is not _QUEUED:
                 return False
-            self.state = CallState.LAUNCHED
+            self.state = _LAUNCHED
             return True
 
     def resolve(self, value: T, outbox: Outbox | None = None) -> bool:
@@ -101,11 +106,11 @@ class Call(Generic[T]):
 
     def cancel(self) -> bool:
         """Answer with `RequestCancelled` unless the call has been launched or answered. True if that was done."""
-        return self._settle(None, RequestCancelled("cancelled before its launch"), None, CallState.QUEUED)
+        return self._settle(None, RequestCancelled("cancelled before its launch"), None, _QUEUED)
 
     def expire(self) -> None:
         """Answer with `DeadlineExceeded`; what was launched goes on, unobserved."""
-        launched = self.state is CallState.LAUNCHED
+        launched = self.state is _LAUNCHED
         where = "after its launch" if launched else "before its launch"
         self.fail(DeadlineExceeded(f"the deadline passed {where}"))
 
@@ -114,12 +119,12 @@ class Call(Generic[T]):
         value: T | None,
         error: BaseException | None,
         outbox: Outbox | None,
-        before: CallState = CallState.LAUNCHED,
+        before: CallState = _LAUNCHED,
     ) -> bool:
         with self._lock:
             if self.state > before:
                 return False
-            self.state = CallState.DONE
+            self.state = _DONE
             self.value = value
             self.error = error
             futures, threads, callbacks = self._futures, self._threads, self._callbacks
@@ -148,7 +153,7 @@ class Call(Generic[T]):
     def add_future(self, future: asyncio.Future[None]) -> bool:
         """Have this future woken when the call is done. False if it is done already."""
         with self._lock:
-            if self.state == CallState.DONE:
+            if self.state is _DONE:
                 return False
             if self._futures is None:
                 self._futures = [future]
@@ -171,7 +176,7 @@ class Call(Generic[T]):
         """Block this thread until the call is done. False if ``timeout`` seconds passed first."""
         event = threading.Event()
         with self._lock:
-            if self.state == CallState.DONE:
+            if self.state is _DONE:
                 return True
             if self._threads is None:
                 self._threads = []
@@ -186,7 +191,7 @@ class Call(Generic[T]):
     def when_done(self, callback: Callable[[Call[T]], None]) -> None:
         """Call ``callback`` with this call once it is done, on the thread that settles it, or now if it is done."""
         with self._lock:
-            if self.state != CallState.DONE:
+            if self.state is not _DONE:
                 if self._callbacks is None:
                     self._callbacks = []
                 self._callbacks.append(callback)
@@ -195,6 +200,11 @@ class Call(Generic[T]):
 
     def answer(self) -> T:
         """The result of a call that is done; raises its error."""
-        if self.error is not None:
+        if self.error is None:
+            return self.value  # type: ignore[return-value]
+        try:
             raise self.error
-        return self.value  # type: ignore[return-value]
+        finally:
+            # The error's traceback holds this frame. Without the cycle through it, a failed call is freed at once and
+            # the collector has nothing to do.
+            del self

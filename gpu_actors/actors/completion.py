@@ -54,13 +54,15 @@ class Completion:
         self._thread: threading.Thread | None = None
 
     def watch(self, event: Event, calls: Sequence[Call[Any]], finish: Finish, outbox: Outbox) -> None:
-        """Settle ``calls`` when ``event`` is done; at once if it is and nothing is ahead of it.
+        """Book the launch, and settle ``calls`` when ``event`` is done; at once if it is and nothing is ahead of it.
 
-        Called by the actor thread alone, after `Mailbox.launch_began`.
+        Called by the actor thread alone.
         """
         if not self._entries and event.done():
-            self._settle(_Entry(event, calls, finish, 0.0), outbox)
+            self._mailbox.launch_passed(len(calls))
+            self._settle(event, calls, finish, outbox)
             return
+        self._mailbox.launch_began(len(calls))
         entry = _Entry(event, calls, finish, self._clock.now())
         self._entries.append(entry)
         if self._thread is None:
@@ -86,29 +88,29 @@ class Completion:
     def _run(self) -> None:
         outbox = Outbox()
         while (entry := self._arrivals.get()) is not None:
-            self._settle(entry, outbox)
+            self._settle(entry.event, entry.calls, entry.finish, outbox)
             self._entries.popleft()
+            self._mailbox.launch_ended()
             if not self._entries or not self._entries[0].event.done():
                 outbox.flush()
         outbox.flush()
 
-    def _settle(self, entry: _Entry, outbox: Outbox) -> None:
+    def _settle(self, event: Event, calls: Sequence[Call[Any]], finish: Finish, outbox: Outbox) -> None:
         error: BaseException | None = None
         results: Sequence[Any] = ()
         try:
-            entry.event.wait()
-            results = entry.finish(entry.event.outputs)
-        except ContextLost as lost:
-            error = lost
-            self._on_lost(lost)
+            event.wait()
+            results = finish(event.outputs)
         except GpuActorsError as failure:
-            error = failure
+            # Its traceback leads through this frame back to the calls; what it says is all in its message.
+            error = failure.with_traceback(None)
+            if isinstance(failure, ContextLost):
+                self._on_lost(failure)
         except BaseException as failure:
             logger.exception("%s: a finished launch could not be answered", self._name)
             error = ActorFailed(f"{self._name} could not finish the request: {failure!r}")
             error.__cause__ = failure
-        self._mailbox.launch_ended()
-        for index, call in enumerate(entry.calls):
+        for index, call in enumerate(calls):
             if error is not None:
                 call.fail(error, outbox)
             else:

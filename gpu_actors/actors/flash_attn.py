@@ -135,11 +135,10 @@ class Attention:
             return forward_plan(request, self.arch, self.runs_kernels, self.accumulate)
 
         try:
-            key = signature(request)
+            return self.plans.get(signature(request), make)
         except (TypeError, AttributeError):
-            # An option or operand of a kind that no plan was ever made for; validation names it.
+            # An option that cannot be hashed or an operand that is no array: validation names it.
             return make()
-        return self.plans.get(key, make)
 
     def answer(self, actor: ServiceActor, call: Call[Any], request: FlashForward, finish: Finish) -> None:
         """Launch an adopted forward request for an actor, or park it until its kernel is compiled."""

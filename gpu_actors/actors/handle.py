@@ -77,8 +77,7 @@ class ActorHandle:
         services = post.services
         mailbox = post.mailbox
         call: Call[Any] = Call(message, mailbox, priority)
-        trace = services.trace
-        if trace.active:
+        if services.trace.active:
             services.trace_accepted(post, call)
         if type(priority) is not int:
             mailbox.refuse(call, InvalidRequest("priority", priority, "must be an int"))

@@ -49,9 +49,8 @@ class KernelStore:
         from gpu_actors.actors.nvrtc import Compile, NvrtcActor
 
         post = self._post
-        trace = post.services.trace
-        if trace.active:
-            trace.emit("request.compiling", actor=post.name, request=call.number, key=key)
+        if call.traced:
+            post.services.trace.emit("request.compiling", actor=post.name, request=call.number, key=key)
         with self._lock:
             parked = self._parked.get(key)
             first = parked is None

@@ -51,7 +51,7 @@ class Mailbox:
         self.name = name
         self.capacity = capacity
         self.max_in_flight = max_in_flight
-        self.on_settled: Callable[[Call[Any]], None] | None = None
+        self.on_traced: Callable[[Call[Any]], None] | None = None
         self._lock = threading.Lock()
         self.numbers = itertools.count(1)
         self._heap: list[tuple[int, int, Call[Any]]] = []
@@ -102,9 +102,9 @@ class Mailbox:
                 call.queued = False
                 self._queued -= 1
                 self._compact()
-            idle = self._take_idle_callbacks()
-        if self.on_settled is not None:
-            self.on_settled(call)
+            idle = self._take_idle_callbacks() if self._idle_callbacks else ()
+        if call.traced and self.on_traced is not None:
+            self.on_traced(call)
         for callback in idle:
             callback()
 
@@ -174,12 +174,17 @@ class Mailbox:
             self._launched_calls += calls
             self._in_flight += 1
 
+    def launch_passed(self, calls: int) -> None:
+        """Book a launch that was over as soon as it began. For the actor's thread, which alone counts launches."""
+        self._launched += 1
+        self._launched_calls += calls
+
     def launch_ended(self) -> None:
         """Book the end of a launch, and let the actor go on if it waited for that."""
         with self._lock:
             self._in_flight -= 1
             wake = self._awaken()
-            idle = self._take_idle_callbacks()
+            idle = self._take_idle_callbacks() if self._idle_callbacks else ()
         if wake:
             self._wake.release()
         for callback in idle:
@@ -244,7 +249,7 @@ class Mailbox:
         return not self._unanswered and self._in_flight == 0
 
     def _take_idle_callbacks(self) -> list[Callable[[], None]]:
-        if not self._idle_callbacks or not self._idle():
+        if not self._idle():
             return []
         callbacks, self._idle_callbacks = self._idle_callbacks, []
         return callbacks

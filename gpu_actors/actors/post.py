@@ -62,7 +62,7 @@ class Post:
         self.actor_type = actor_type
         self.services = services
         self.mailbox = Mailbox(self.name, options.mailbox_capacity, options.max_in_flight)
-        self.mailbox.on_settled = self._settled
+        self.mailbox.on_traced = self._trace_answer
         self.completion = Completion(self.name, self.mailbox, services.clock, self.report_lost)
         self.handle = actor_type.handle_type(self)
         self.state = "starting"
@@ -134,13 +134,12 @@ class Post:
         """Take the call out of this incarnation's hands; ``mailbox.give_back`` brings it in again."""
         call.parked = True
 
-    def _settled(self, call: Call[Any]) -> None:
+    def _trace_answer(self, call: Call[Any]) -> None:
         trace = self.services.trace
-        if trace.active:
-            if call.error is None:
-                trace.emit("request.completed", actor=self.name, request=call.number)
-            else:
-                trace.emit("request.failed", actor=self.name, request=call.number, error=call.error)
+        if call.error is None:
+            trace.emit("request.completed", actor=self.name, request=call.number)
+        else:
+            trace.emit("request.failed", actor=self.name, request=call.number, error=call.error)
 
 
 def _died(name: str, error: BaseException) -> ActorFailed:

@@ -80,6 +80,7 @@ class Services:
 
     def trace_accepted(self, post: Post, call: Call[Any]) -> None:
         """Record a submission, with the caller's OpenTelemetry context where spans are made."""
+        call.traced = True
         context = current_context() if self._carry_context else None
         self.trace.emit(
             "request.accepted",

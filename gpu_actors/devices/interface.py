@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -100,7 +100,6 @@ class Launch:
     kernel: Kernel | None = None
     geometry: LaunchGeometry | None = None
     pack: Callable[[Mapping[str, Buffer]], bytes] | None = None
-    keep_alive: list[Any] = field(default_factory=list)
 
 
 class Event(ABC):

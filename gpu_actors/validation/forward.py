@@ -24,7 +24,7 @@ from gpu_actors.validation.fields import (
     window,
 )
 
-__all__ = ["check_cu_seqlens", "forward_problem", "longest"]
+__all__ = ["check_cu_seqlens", "check_disjoint", "forward_problem", "longest"]
 
 
 class _Shape(NamedTuple):
@@ -103,6 +103,15 @@ def check_cu_seqlens(field: str, cu_seqlens: Any, total: int, max_seqlen: int) -
     expect(last == total, field, last, f"must end with the number of rows, {total}")
     maximum = field.replace("cu_seqlens", "max_seqlen")
     expect(most <= max_seqlen, maximum, max_seqlen, f"must be at least the longest sequence, {most}")
+
+
+def check_disjoint(request: FlashForward) -> None:
+    """Check that ``out`` shares no memory with an operand: rows are written while others are still read."""
+    for field in ("q", "k", "v", "bias"):
+        array = getattr(request, field)
+        if isinstance(array, np.ndarray) and isinstance(request.out, np.ndarray):
+            apart = not np.may_share_memory(request.out, array)
+            expect(apart, "out", describe(request.out), f"must not share memory with {field}")
 
 
 _CU_SEQLENS = "must be an int32 array (batch + 1,) with batch >= 1, rising from 0 to the number of rows"
