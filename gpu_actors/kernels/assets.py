@@ -1,0 +1,69 @@
+"""Finds the CUDA sources that ship with the package, in a wheel and in a checkout alike."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from gpu_actors.errors import GpuActorsError, InvalidRequest
+from gpu_actors.kernels.headers import includes_of
+from gpu_actors.kernels.source import KernelSource, MacroValue
+
+__all__ = ["asset_headers", "asset_root", "asset_source", "asset_text"]
+
+
+@functools.cache
+def asset_root() -> Path:
+    """The folder ``kernels_cu``. Raises GpuActorsError where the installation lacks it."""
+    package = Path(__file__).resolve().parent.parent
+    candidates = (package / "kernels_cu", package.parent / "kernels_cu")  # a wheel, a checkout
+    for folder in candidates:
+        if folder.is_dir():
+            return folder
+    places = " or ".join(map(str, candidates))
+    raise GpuActorsError(f"the package's CUDA sources are missing: no folder {places}; reinstall gpu-actors")
+
+
+@functools.cache
+def asset_text(name: str) -> str:
+    """The text of ``kernels_cu/<name>``, read once a process. Raises InvalidRequest where there is none."""
+    root = asset_root()
+    path = (root / name).resolve()
+    if not path.is_relative_to(root) or not path.is_file():
+        have = ", ".join(sorted(str(p.relative_to(root)) for p in root.rglob("*.cu")))
+        raise InvalidRequest("name", name, f"no such file in kernels_cu, which has {have or 'no .cu file'}")
+    return path.read_text(encoding="utf-8")
+
+
+def asset_headers(source: str) -> dict[str, str]:
+    """The headers of ``kernels_cu`` that ``source`` reaches, by the name that its includes spell.
+
+    Names are relative to ``kernels_cu``, also inside headers in its folders: NVRTC knows headers by their
+    spelling.
+    """
+    root = asset_root()
+    found: dict[str, str] = {}
+    waiting = [source]
+    while waiting:
+        for name in includes_of(waiting.pop()).names:
+            if name not in found and not name.startswith(("/", "../")) and (root / name).is_file():
+                found[name] = asset_text(name)
+                waiting.append(found[name])
+    return found
+
+
+def asset_source(
+    name: str,
+    entry_points: Sequence[str],
+    *,
+    macros: Mapping[str, MacroValue] | None = None,
+    options: Sequence[str] = (),
+    arch: str | None = None,
+) -> KernelSource:
+    """The kernel file ``name`` of the package with the headers that it reaches, ready to compile.
+
+    Raises InvalidRequest naming the field at fault.
+    """
+    text = asset_text(name)
+    return KernelSource(name, text, tuple(entry_points), asset_headers(text), macros or {}, tuple(options), arch)
