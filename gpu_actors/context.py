@@ -126,7 +126,11 @@ class GpuContext:
                     post.mailbox.close(lambda: ActorStopped("the context is draining"))
         if timeout is not None:
             late = DeadlineExceeded(f"not drained within {timeout} s")
-            drained.timer = services.timers.after(timeout, lambda: drained.fail(late) and None)
+
+            def give_up() -> None:
+                drained.fail(late)
+
+            drained.timer = services.timers.after(timeout, give_up)
         waiting = [post.mailbox for post in posts]
 
         def next_idle() -> None:
@@ -189,8 +193,9 @@ class open_context:
     async def __aenter__(self) -> GpuContext:
         # Shielded: a context that opened while its opener was cancelled would have nobody to close it.
         with anyio.CancelScope(shield=True):
-            self._context = await anyio.to_thread.run_sync(self._open)
-        return self._context
+            context = await anyio.to_thread.run_sync(self._open)
+        self._context = context
+        return context
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -80,7 +80,7 @@ class ContextActor(pykka.ThreadingActor):
         self._opened = opened
         self._services: Services | None = None
         self._supervisor: Supervisor | None = None
-        self._stop: Stop | None = None
+        self._stop_asked: Stop | None = None
 
     def on_start(self) -> None:
         try:
@@ -215,7 +215,7 @@ class ContextActor(pykka.ThreadingActor):
         services, supervisor = self._services, self._supervisor
         assert services is not None
         assert supervisor is not None
-        self._stop = message
+        self._stop_asked = message
         supervisor.stopping = True
         self._close_posts(lambda: ActorStopped("the context is closed"))
         for post in services.posts.values():
@@ -226,20 +226,20 @@ class ContextActor(pykka.ThreadingActor):
 
     def _check_stopped(self) -> None:
         services = self._services
-        if self._stop is None or services is None:
+        if self._stop_asked is None or services is None:
             return
         if all(post.ref is None for post in services.posts.values()):
             self._finish_stop()
 
     def _give_up(self) -> None:
         assert self._services is not None
-        if self._stop is not None:
+        if self._stop_asked is not None:
             stuck = [post.name for post in self._services.posts.values() if post.ref is not None]
             logger.error("actors that did not stop are left behind: %s", stuck)
             self._finish_stop()
 
     def _finish_stop(self) -> None:
-        stop, self._stop = self._stop, None
+        stop, self._stop_asked = self._stop_asked, None
         self._release()
         self.stop()
         if stop is not None:

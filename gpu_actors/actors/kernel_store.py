@@ -13,7 +13,6 @@ from gpu_actors.actors.call import Call
 from gpu_actors.devices.interface import Kernel
 from gpu_actors.errors import GpuActorsError
 from gpu_actors.kernels.source import Cubin
-from gpu_actors.kernels.variants import kernel_source
 from gpu_actors.problem import DispatchKey
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ class KernelStore:
     def __init__(self, post: Post) -> None:
         self._post = post
         self._kernels: dict[DispatchKey, Kernel] = {}
-        self._cubins: dict[DispatchKey, Cubin] = {}
+        self._products: dict[DispatchKey, Cubin | Kernel] = {}
         self._parked: dict[DispatchKey, list[Call[Any]]] = {}
         self._lock = threading.Lock()
 
@@ -37,16 +36,19 @@ class KernelStore:
         kernel = self._kernels.get(key)
         if kernel is not None:
             return kernel
-        cubin = self._cubins.get(key)
-        if cubin is None:
+        product = self._products.get(key)
+        if product is None:
             return None
-        kernel = self._post.services.device.load(cubin, cubin.entry_points[0])
+        if isinstance(product, Cubin):
+            kernel = self._post.services.device.load(product, product.entry_points[0])
+        else:
+            kernel = product
         self._kernels[key] = kernel
         return kernel
 
     def wait_for(self, key: DispatchKey, call: Call[Any]) -> None:
         """Park a call until the key's kernel is there, and have it compiled if nobody has asked yet."""
-        from gpu_actors.actors.nvrtc import Compile, NvrtcActor
+        from gpu_actors.actors.nvrtc import NvrtcActor, Prepare
 
         post = self._post
         if call.traced:
@@ -61,13 +63,13 @@ class KernelStore:
         if first:
             nvrtc = post.services.handle(NvrtcActor)
             # As urgent as who waits for it, and never held to one waiter's deadline: others may come to wait too.
-            compiling = nvrtc.submit_call(Compile(kernel_source(key), key.arch), priority=call.priority)
+            compiling = nvrtc.submit_call(Prepare(key), priority=call.priority)
             compiling.when_done(lambda done: self._compiled(key, done))
 
     def _compiled(self, key: DispatchKey, compiling: Call[Any]) -> None:
         error = compiling.error
         if error is None:
-            self._cubins[key] = compiling.answer()
+            self._products[key] = compiling.answer()
         with self._lock:
             parked = self._parked.pop(key)
         if error is None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from gpu_actors.actors.base import ServiceActor
 from gpu_actors.actors.call import Call
 from gpu_actors.actors.handle import ActorHandle
+from gpu_actors.devices.interface import Kernel
 from gpu_actors.errors import GpuActorsError, InvalidRequest
 from gpu_actors.kernels.compiler import Compiler
 from gpu_actors.kernels.cubin_cache import CacheStats, CubinCache, default_cache_dir
@@ -23,7 +24,7 @@ from gpu_actors.reply import Reply
 if TYPE_CHECKING:
     from gpu_actors.actors.post import Post
 
-__all__ = ["Compile", "NvrtcActor", "NvrtcHandle", "Warm", "WarmedVariant"]
+__all__ = ["Compile", "NvrtcActor", "NvrtcHandle", "Prepare", "Warm", "WarmedVariant"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,13 @@ class Compile:
 
     source: KernelSource
     arch: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """Have the kernel of ``key`` ready for this context's device: the reply is a `Cubin`, or a built `Kernel`."""
+
+    key: DispatchKey
 
 
 class WarmedVariant(NamedTuple):
@@ -83,7 +91,7 @@ class NvrtcHandle(ActorHandle):
 
 
 class NvrtcActor(ServiceActor):
-    """Takes `Compile` and `Warm`. Equal sources asked for at once are compiled once."""
+    """Takes `Compile`, `Prepare` and `Warm`. Equal sources asked for at once are compiled once."""
 
     label: ClassVar[str] = "nvrtc"
     handle_type: ClassVar[type[ActorHandle]] = NvrtcHandle
@@ -101,10 +109,12 @@ class NvrtcActor(ServiceActor):
             if not isinstance(message.source, KernelSource):
                 raise InvalidRequest("source", type(message.source).__name__, "must be a KernelSource")
             self._compile(call, message)
+        elif isinstance(message, Prepare):
+            self._prepare(call, message.key)
         elif isinstance(message, Warm):
             self._warm(call, message)
         else:
-            raise InvalidRequest("message", type(message).__name__, "NvrtcActor takes Compile and Warm")
+            raise InvalidRequest("message", type(message).__name__, "NvrtcActor takes Compile, Prepare and Warm")
 
     def _compile(self, call: Call[Any], message: Compile) -> None:
         workshop = self._workshop
@@ -115,6 +125,11 @@ class NvrtcActor(ServiceActor):
         elif call.begin_launch():
             self.post.mailbox.launch_began()
             workshop.start(message.source, arch, _Answer(call))
+
+    def _prepare(self, call: Call[Any], key: DispatchKey) -> None:
+        if call.begin_launch():
+            self.post.mailbox.launch_began()
+            self._workshop.start(kernel_source(key), key.arch, _Answer(call), for_device=True)
 
     def _warm(self, call: Call[Any], message: Warm) -> None:
         if not message.keys:
@@ -131,7 +146,8 @@ class NvrtcActor(ServiceActor):
         return self.post.services.device.info.arch
 
 
-Done = Callable[[Cubin | None, GpuActorsError | None, float], None]
+Product = Cubin | Kernel
+Done = Callable[[Product | None, GpuActorsError | None, float], None]
 
 
 class _Workshop:
@@ -150,39 +166,49 @@ class _Workshop:
         self._compiler = Compiler()
         self._pool = ThreadPoolExecutor(options.compile_threads, thread_name_prefix="nvrtc-worker")
         self._lock = threading.Lock()
-        self._waiting: dict[tuple[KernelSource, str], list[Done]] = {}
+        self._waiting: dict[tuple[KernelSource, str, bool], list[Done]] = {}
 
-    def start(self, source: KernelSource, arch: str, done: Done) -> None:
-        """Have ``done`` called, on a worker's thread, with the cubin or the error and the seconds it took."""
-        job = (source, arch)
+    def start(self, source: KernelSource, arch: str, done: Done, for_device: bool = False) -> None:
+        """Have ``done`` called, on a worker's thread, with the product or the error and the seconds it took.
+
+        for_device: what the device loads or has built for itself, rather than a cubin in any case.
+        """
+        job = (source, arch, for_device)
         with self._lock:
             waiting = self._waiting.get(job)
             if waiting is not None:
                 waiting.append(done)
                 return
             self._waiting[job] = [done]
-        self._pool.submit(self._work, source, arch)
+        self._pool.submit(self._work, job)
 
     def close(self) -> None:
         # Jobs that have not begun are dropped: their calls are answered by the context that is closing.
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _work(self, source: KernelSource, arch: str) -> None:
+    def _work(self, job: tuple[KernelSource, str, bool]) -> None:
         began = time.monotonic()
-        cubin: Cubin | None = None
+        product: Product | None = None
         failure: GpuActorsError | None = None
         try:
-            cubin = self.cache.get_or_compile(source, arch, self._compiler.compile)
+            product = self._make(*job)
         except GpuActorsError as error:
-            failure = error
+            failure = error.with_traceback(None)
         except BaseException as error:
-            failure = GpuActorsError(f"compiling {source.name} raised {error!r}")
+            failure = GpuActorsError(f"compiling {job[0].name} raised {error!r}")
             failure.__cause__ = error
         seconds = time.monotonic() - began
         with self._lock:
-            waiting = self._waiting.pop((source, arch))
+            waiting = self._waiting.pop(job)
         for done in waiting:
-            done(cubin, failure, seconds)
+            done(product, failure, seconds)
+
+    def _make(self, source: KernelSource, arch: str, for_device: bool) -> Product:
+        if for_device:
+            kernel = self._post.services.device.build(source, arch)
+            if kernel is not None:
+                return kernel
+        return self.cache.get_or_compile(source, arch, self._compiler.compile)
 
     def _event(self, name: str, fields: dict[str, Any]) -> None:
         self._post.services.trace.emit(name, **fields)
@@ -194,12 +220,12 @@ class _Answer:
     def __init__(self, call: Call[Any]) -> None:
         self._call = call
 
-    def __call__(self, cubin: Cubin | None, error: GpuActorsError | None, seconds: float) -> None:
+    def __call__(self, product: Product | None, error: GpuActorsError | None, seconds: float) -> None:
         self._call.mailbox.launch_ended()
         if error is not None:
             self._call.fail(error)
         else:
-            self._call.resolve(cubin)
+            self._call.resolve(product)
 
 
 class _WarmBatch:
@@ -214,18 +240,18 @@ class _WarmBatch:
         self._error: GpuActorsError | None = None
 
     def slot(self, index: int) -> Done:
-        def done(cubin: Cubin | None, error: GpuActorsError | None, seconds: float) -> None:
-            self._finish(index, cubin, error, seconds)
+        def done(product: Product | None, error: GpuActorsError | None, seconds: float) -> None:
+            self._finish(index, product, error, seconds)
 
         return done
 
-    def _finish(self, index: int, cubin: Cubin | None, error: GpuActorsError | None, seconds: float) -> None:
+    def _finish(self, index: int, product: Product | None, error: GpuActorsError | None, seconds: float) -> None:
         keys = self._message.keys
         with self._lock:
             self._done += 1
             done = self._done
-            if cubin is not None:
-                self._warmed[index] = WarmedVariant(keys[index], cubin, seconds)
+            if isinstance(product, Cubin):
+                self._warmed[index] = WarmedVariant(keys[index], product, seconds)
             elif self._error is None:
                 self._error = error
         try:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 
 from gpu_actors.clock import Clock
+from gpu_actors.devices.host import FinishedEvent
 from gpu_actors.devices.interface import Device, Event, Kernel, Launch, Outputs, Stream
-from gpu_actors.devices.mock import FinishedEvent
 from gpu_actors.errors import ActorStopped, ContextLost
-from gpu_actors.kernels.source import Cubin
+from gpu_actors.kernels.source import Cubin, KernelSource
 from gpu_actors.problem import DispatchKey
 from gpu_actors.testing.faults import Fault, FaultPlan
 
@@ -45,6 +45,9 @@ class FaultyDevice(Device):
         stream = _FaultyStream(self, self.inner.open_stream(name))
         self._streams.append(stream)
         return stream
+
+    def build(self, source: KernelSource, arch: str) -> Kernel | None:
+        return self.inner.build(source, arch)
 
     def load(self, cubin: Cubin, entry: str) -> Kernel:
         return self.inner.load(cubin, entry)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from gpu_actors.kernels.source import Cubin
+    from gpu_actors.kernels.source import Cubin, KernelSource
     from gpu_actors.problem import DispatchKey
 
 __all__ = [
@@ -146,6 +146,13 @@ class Device(ABC):
     @abstractmethod
     def open_stream(self, name: str) -> Stream:
         """A new stream for the actor of that name."""
+
+    def build(self, source: KernelSource, arch: str) -> Kernel | None:
+        """Build a kernel from its source, on a device that takes no cubins; None on one that does. May take seconds.
+
+        Called from a compile thread. Raises `CompileError`.
+        """
+        return None
 
     @abstractmethod
     def load(self, cubin: Cubin, entry: str) -> Kernel:

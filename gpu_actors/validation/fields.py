@@ -12,6 +12,7 @@ __all__ = [
     "DTYPES",
     "FP8",
     "describe",
+    "dtype_name",
     "dtype_of",
     "expect",
     "flag",

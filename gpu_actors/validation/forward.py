@@ -13,6 +13,7 @@ from gpu_actors.requests import FlashForward
 from gpu_actors.validation.fields import (
     FP8,
     describe,
+    dtype_name,
     dtype_of,
     expect,
     flag,
@@ -87,7 +88,8 @@ def longest(field: str, cu_seqlens: Any) -> int:
     if not isinstance(cu_seqlens, np.ndarray):
         name = field.replace("cu_seqlens", "max_seqlen")
         raise InvalidRequest(name, None, f"must be given where {field} is not a NumPy array")
-    expect(cu_seqlens.ndim == 1 and cu_seqlens.size >= 2, field, describe(cu_seqlens), _CU_SEQLENS)
+    sound = cu_seqlens.ndim == 1 and cu_seqlens.size >= 2 and cu_seqlens.dtype == np.int32
+    expect(sound, field, describe(cu_seqlens), _CU_SEQLENS)
     return int(np.diff(cu_seqlens).max())
 
 
@@ -163,9 +165,8 @@ def _check_heads_and_dims(request: FlashForward, heads: tuple[int, int, int], di
 
 
 def _cu_seqlens_batch(field: str, cu_seqlens: Any) -> int:
-    shape = getattr(cu_seqlens, "shape", None)
-    sound = shape is not None and len(shape) == 1 and str(cu_seqlens.dtype).endswith("int32")
-    sound = sound and "uint" not in str(cu_seqlens.dtype) and shape[0] >= 2
+    shape = tuple(getattr(cu_seqlens, "shape", ()))
+    sound = len(shape) == 1 and shape[0] >= 2 and dtype_name(cu_seqlens) == "int32"
     expect(sound, field, None if cu_seqlens is None else describe(cu_seqlens), _CU_SEQLENS)
     return int(shape[0]) - 1
 

@@ -1,0 +1,136 @@
+"""What the devices that live on the host share: an in-order stream with a thread of its own, and events."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from abc import abstractmethod
+from typing import Any
+
+from gpu_actors.devices.interface import Event, Launch, Outputs, Stream
+from gpu_actors.errors import ActorStopped, GpuActorsError, LaunchError
+
+__all__ = ["FinishedEvent", "HostEvent", "HostStream", "host_outputs"]
+
+
+class FinishedEvent(Event):
+    """A launch that ended as it began: with outputs, or with an error."""
+
+    __slots__ = ("_error", "outputs")
+
+    def __init__(self, outputs: Outputs | None = None, error: GpuActorsError | None = None) -> None:
+        self.outputs = outputs if outputs is not None else {}
+        self._error = error
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+class HostEvent(Event):
+    """The end of a launch that a host thread works on. The first outcome counts."""
+
+    def __init__(self) -> None:
+        self.outputs = {}
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+
+    def succeed(self, outputs: Outputs) -> None:
+        with self._lock:
+            if not self._done.is_set():
+                self.outputs = outputs
+                self._done.set()
+
+    def fail(self, error: BaseException) -> None:
+        with self._lock:
+            if not self._done.is_set():
+                self._error = error
+                self._done.set()
+
+    def done(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self) -> None:
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+
+
+class HostStream(Stream):
+    """An in-order queue of launches that one thread of the host works through. Subclasses say how."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._work: queue.SimpleQueue[tuple[Launch, HostEvent] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+        self._current: HostEvent | None = None
+
+    @abstractmethod
+    def run(self, launch: Launch) -> Outputs:
+        """Compute the launch's outputs on the stream's thread."""
+
+    def launch(self, launch: Launch) -> Event:
+        event = HostEvent()
+        with self._lock:
+            if self._closed:
+                raise self._stopped()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._loop, name=f"{self._name}-stream", daemon=True)
+                self._thread.start()
+            self._work.put((launch, event))
+        return event
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._work.put(None)
+            current = self._current
+        if current is not None:
+            current.fail(self._stopped())
+
+    def _loop(self) -> None:
+        while (item := self._work.get()) is not None:
+            self._work_on(*item)
+            # A thread that waits for work must not keep the last launch's arrays alive.
+            del item
+
+    def _work_on(self, launch: Launch, event: HostEvent) -> None:
+        with self._lock:
+            closed = self._closed
+            self._current = event
+        if closed:
+            event.fail(self._stopped())
+            return
+        try:
+            event.succeed(self.run(launch))
+        except GpuActorsError as error:
+            event.fail(error)
+        except BaseException as error:
+            failure = LaunchError(f"{self._name}: the launch raised {error!r}")
+            failure.__cause__ = error
+            event.fail(failure)
+        self._current = None
+
+    def _stopped(self) -> ActorStopped:
+        return ActorStopped(f"the stream of {self._name} was closed before the launch had finished")
+
+
+def host_outputs(launch: Launch, results: Outputs) -> Outputs:
+    """Round results to the dtypes asked for, into the caller's arrays where there are any."""
+    outputs: dict[str, Any] = {}
+    for name, spec in launch.outputs.items():
+        result = results[name]
+        if spec.into is not None:
+            spec.into[...] = result.astype(spec.dtype)
+            outputs[name] = spec.into
+        else:
+            outputs[name] = result.astype(spec.dtype)
+    return outputs
