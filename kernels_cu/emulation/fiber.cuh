@@ -119,4 +119,12 @@ inline void describe_fault(Worker& worker, const char* what, const Fiber* fiber,
   leave_block(*fiber.block);
 }
 
+// A fault found when no thread runs any more.
+__attribute__((format(printf, 3, 4))) inline void report(Block& block, const char* what, const char* format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  describe_fault(*block.worker, what, nullptr, format, arguments);
+  va_end(arguments);
+}
+
 }  // namespace emulation

@@ -99,21 +99,6 @@ inline unsigned __float2uint_rn(float a) { return static_cast<unsigned>(rintf(a)
 // ---- atomics: real ones, since blocks run on several processors
 namespace emulation {
 
-template <class Bits, class T, class Update>
-inline T update_atomically(T* at, Update&& update) {
-  static_assert(sizeof(Bits) == sizeof(T), "same width");
-  Bits* bits = reinterpret_cast<Bits*>(at);
-  Bits seen = __atomic_load_n(bits, __ATOMIC_SEQ_CST);
-  for (;;) {
-    T old, next;
-    memcpy(&old, &seen, sizeof old);
-    next = update(old);
-    Bits wanted;
-    memcpy(&wanted, &next, sizeof wanted);
-    if (__atomic_compare_exchange_n(bits, &seen, wanted, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) return old;
-  }
-}
-
 template <size_t BYTES>
 struct BitsOf;
 template <>
@@ -125,7 +110,17 @@ struct BitsOf<8> { typedef uint64_t type; };
 
 template <class T, class Update>
 inline T update_atomically(T* at, Update&& update) {
-  return update_atomically<typename BitsOf<sizeof(T)>::type>(at, update);
+  typedef typename BitsOf<sizeof(T)>::type Bits;
+  Bits* bits = reinterpret_cast<Bits*>(at);
+  Bits seen = __atomic_load_n(bits, __ATOMIC_SEQ_CST);
+  for (;;) {
+    T old, next;
+    memcpy(&old, &seen, sizeof old);
+    next = update(old);
+    Bits wanted;
+    memcpy(&wanted, &next, sizeof wanted);
+    if (__atomic_compare_exchange_n(bits, &seen, wanted, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) return old;
+  }
 }
 
 // Keeps the second argument out of template deduction: atomicAdd(unsigned*, int) converts, as in CUDA.

@@ -76,6 +76,7 @@ inline void start_block(Block& block, uint64_t number) {
   block.warp_count = (block.threads + 31) / 32;
   block.current = nullptr;
   block.votes = 0;
+  block.mbarrier_count = 0;
   block.mbarrier_init_unfenced = false;
   memset(block.barrier, 0, sizeof block.barrier);
   memset(block.warp, 0, sizeof block.warp);
@@ -85,14 +86,6 @@ inline void start_block(Block& block, uint64_t number) {
   block.position = block.threads - 1;
   start_shared(block);
   start_threads(block);
-}
-
-// A fault found when no thread runs any more.
-__attribute__((format(printf, 3, 4))) inline void report(Block& block, const char* what, const char* format, ...) {
-  va_list arguments;
-  va_start(arguments, format);
-  describe_fault(*block.worker, what, nullptr, format, arguments);
-  va_end(arguments);
 }
 
 inline void run_block(Worker& worker, uint64_t number) {
@@ -186,7 +179,8 @@ inline int find_static_shared(struct dl_phdr_info* info, size_t, void* argument)
 }
 
 inline void release_block(Block& block) {
-  release_asynchronous_state(block);
+  block.in_flight.release();
+  for (List<WgmmaIssue>& list : block.issues) list.release();
   for (List<uint32_t>& list : block.written) list.release();
   free(block.writer);
   free(&block);
@@ -225,6 +219,7 @@ inline void* worker_main(void* argument) {
     if (worker.block_number >= launch.blocks || worker.block_number > __atomic_load_n(&launch.failed_block, __ATOMIC_SEQ_CST)) break;
     if (sigsetjmp(worker.escape, 1) == 0) run_block(worker, worker.block_number);
     worker.running = 0;
+    release_asynchronous_state(*worker.block);
     if (!worker.failed) continue;
     note_failure(launch, worker.block_number);
     break;

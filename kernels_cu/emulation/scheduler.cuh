@@ -82,8 +82,8 @@ inline int describe_wait(const Block& block, const Fiber& f, char* text, size_t 
   int n = snprintf(text, room, "%s", f.waits_for);
   if (f.waits_on < 0) return n;
   if (strncmp(f.waits_for, "mbarrier", 8) == 0) {
-    for (uint32_t i = 0; i < block.mbarriers.size; i++) {
-      const MBarrier& m = block.mbarriers[i];
+    for (uint32_t i = 0; i < block.mbarrier_count; i++) {
+      const MBarrier& m = block.mbarrier[i];
       if (m.address == f.waits_on)
         n += snprintf(text + n, room - n, " 0x%x (phase %llu, %d of %d arrivals pending, %lld bytes pending)", m.address,
                       static_cast<unsigned long long>(m.phase), m.pending, m.count, static_cast<long long>(m.bytes));

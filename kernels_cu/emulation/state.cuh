@@ -48,7 +48,7 @@ struct BulkStore {
   TensorMapFields map;       // rank 0: `bytes` consecutive bytes at map.base
   int32_t coordinate[5];
   uint32_t shared, bytes;
-  bool reduce, read;
+  bool reduce, read, written;
   char* snapshot;            // what shared memory held at issue, in shared-memory order
 };
 struct BulkStoreState {
@@ -102,6 +102,7 @@ struct NamedBarrier {
   int arrived, expected;  // expected -1: every live thread
 };
 
+constexpr uint32_t MAX_MBARRIERS = 512;  // of a block
 struct MBarrier {
   uint64_t phase;
   uint32_t address;
@@ -223,7 +224,8 @@ struct Block {
   Warp warp[MAX_WARPS];
   NamedBarrier barrier[16];
   int votes;                       // of __syncthreads_count
-  List<MBarrier> mbarriers;
+  MBarrier mbarrier[MAX_MBARRIERS];  // never moved: waiting threads watch their phases
+  uint32_t mbarrier_count;
   bool mbarrier_init_unfenced;
   List<InFlight> in_flight;
   List<WgmmaIssue> issues[MAX_WARPS / 4];

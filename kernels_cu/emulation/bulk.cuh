@@ -1,0 +1,202 @@
+// Host twins of ptx/bulk.cuh, and what bulk and tensor copies have in common.
+#pragma once
+
+#include "emulation/formats.cuh"
+#include "emulation/mbarrier.cuh"
+
+namespace emulation {
+
+// ---- loads: the destination is poisoned at once; the data lands when nothing else can run (late), at once or at random
+inline void deliver(const InFlight& load);
+
+inline void send(const InFlight& load) {
+  Block& block = *self().block;
+  if (block.request->delivery == Delivery::eager) deliver(load);
+  else block.in_flight.push(load);
+}
+
+inline void check_policy(ptx::CachePolicy policy, const char* operation) {
+  if (policy != ptx::CachePolicy::evict_normal && policy != ptx::CachePolicy::evict_first && policy != ptx::CachePolicy::evict_last)
+    fail(kind::argument, "%s: 0x%llx is no cache policy", operation, static_cast<unsigned long long>(policy));
+}
+
+inline void check_load_barrier(uint32_t barrier, const char* operation) {
+  find_mbarrier(barrier, operation);
+  if (self().block->mbarrier_init_unfenced)
+    fail(kind::unfenced, "%s: mbarrier.init is not followed by fence_mbarrier_init or fence_proxy_async", operation);
+}
+
+inline void check_bulk(uint32_t shared, const void* global, uint32_t bytes, const char* operation) {
+  if (bytes == 0 || bytes % 16) fail(kind::misaligned, "%s: %u bytes is no positive multiple of 16", operation, bytes);
+  shared_pointer(shared, bytes, operation, 16);
+  check_global(global, bytes, operation, 16);
+}
+
+inline void issue_bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier, ptx::CachePolicy policy) {
+  constexpr const char* operation = "bulk load";
+  check_policy(policy, operation);
+  check_bulk(destination, source, bytes, operation);
+  check_load_barrier(barrier, operation);
+  async_claim(destination, bytes, operation);
+  InFlight load{};
+  load.kind = InFlight::bulk;
+  load.shared = destination;
+  load.source = static_cast<const char*>(source);
+  load.bytes = bytes;
+  load.mbarrier = barrier;
+  send(load);
+}
+
+inline void land_bulk(const InFlight& load) { async_write(load.shared, load.source, load.bytes, "bulk load"); }
+
+// ---- stores: shared memory is read at issue and must not change until wait_group.read; global memory changes at the wait
+// (late), at the commit (eager), or either way
+inline uint32_t swizzled(uint32_t address, int swizzle) {
+  switch (swizzle) {
+    case 1: return address ^ (address >> 7 & 7) << 4;
+    case 2: return address ^ (address >> 7 & 3) << 4;
+    case 3: return address ^ (address >> 7 & 1) << 4;
+  }
+  return address;
+}
+
+inline void start_store(BulkStore& store, const char* operation) {
+  store.snapshot = static_cast<char*>(malloc(store.bytes));
+  for (uint32_t at = 0; at < store.bytes; at += 16) async_read(swizzled(store.shared + at, store.map.swizzle), store.snapshot + at, 16, operation);
+  self().bulk.stores.push(store);
+}
+
+// f16 and bf16 additions round to nearest even, as the hardware's do.
+inline uint16_t to_f16(float value) {
+  if (value != value) return 0x7FFF;
+  uint32_t bits = __float_as_uint(value), sign = bits >> 16 & 0x8000;
+  float magnitude = fabsf(value);
+  if (magnitude >= 65520.0f) return static_cast<uint16_t>(sign | 0x7C00);
+  if (magnitude < 0x1p-14f) return static_cast<uint16_t>(sign | static_cast<uint32_t>(rintf(magnitude * 0x1p24f)));
+  bits &= 0x7FFFFFFF;
+  return static_cast<uint16_t>(sign | ((bits + 0xFFF + (bits >> 13 & 1) - 0x38000000u) >> 13));
+}
+inline uint16_t to_bf16(float value) {
+  if (value != value) return 0x7FFF;
+  uint32_t bits = __float_as_uint(value);
+  return static_cast<uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+}
+
+inline void add_number(char* to, const char* from, int number) {
+  if (number == 1 || number == 4) {
+    uint32_t bits;
+    memcpy(&bits, from, 4);
+    if (number == 4) atomicAdd(reinterpret_cast<uint32_t*>(to), bits);
+    else atomicAdd(reinterpret_cast<float*>(to), __uint_as_float(bits));
+    return;
+  }
+  uint16_t bits;
+  memcpy(&bits, from, 2);
+  update_atomically(reinterpret_cast<uint16_t*>(to), [&](uint16_t old) {
+    return number == 2 ? to_f16(from_f16(old) + from_f16(bits)) : to_bf16(from_bf16(old) + from_bf16(bits));
+  });
+}
+
+inline void write_global(char* to, const char* from, uint32_t bytes, const BulkStore& store) {
+  if (!store.reduce) {
+    memcpy(to, from, bytes);
+    return;
+  }
+  uint32_t step = store.map.element_bytes;
+  for (uint32_t at = 0; at < bytes; at += step) add_number(to + at, from + at, store.map.number);
+}
+
+inline void write_tensor(const BulkStore& store);
+
+inline void finish_write(BulkStore& store) {
+  if (store.written) return;
+  if (store.map.rank) write_tensor(store);
+  else write_global(store.map.base, store.snapshot, store.bytes, store);
+  store.written = true;
+}
+
+inline void finish_read(BulkStore& store) {
+  if (store.read) return;
+  for (uint32_t at = 0; at < store.bytes; at += 16) {
+    uint32_t address = swizzled(store.shared + at, store.map.swizzle);
+    if (memcmp(shared_pointer(address, 16, "bulk store"), store.snapshot + at, 16))
+      fail(kind::race, "shared address 0x%x changed while a bulk or tensor store was reading it (before wait_group.read)", address);
+  }
+  store.read = true;
+}
+
+inline void commit_stores() {
+  BulkStoreState& state = self().bulk;
+  Block& block = *self().block;
+  for (uint32_t i = state.committed; i < state.stores.size; i++)
+    if (block.request->delivery == Delivery::eager || (block.request->delivery == Delivery::random && block.random.one_in(2)))
+      finish_write(state.stores[i]);
+  state.groups.push(state.stores.size - state.committed);
+  state.committed = state.stores.size;
+}
+
+inline void wait_for_reads(uint32_t pending_groups) {
+  BulkStoreState& state = self().bulk;
+  uint32_t first = 0;
+  for (uint32_t g = 0; g + pending_groups < state.groups.size; first += state.groups[g++])
+    for (uint32_t i = first; i < first + state.groups[g]; i++) finish_read(state.stores[i]);
+}
+
+inline void wait_for_stores(uint32_t pending_groups) {
+  BulkStoreState& state = self().bulk;
+  wait_for_reads(pending_groups);
+  while (state.groups.size > pending_groups) {
+    uint32_t count = state.groups[0];
+    for (uint32_t i = 0; i < count; i++) {
+      finish_write(state.stores[i]);
+      free(state.stores[i].snapshot);
+    }
+    state.stores.erase(0, count);
+    state.committed -= count;
+    state.groups.erase(0);
+  }
+}
+
+inline void issue_bulk_store(void* destination, uint32_t source, uint32_t bytes, int number, const char* operation) {
+  check_bulk(source, destination, bytes, operation);
+  BulkStore store{};
+  store.map.base = static_cast<char*>(destination);
+  store.map.number = static_cast<uint8_t>(number);
+  store.map.element_bytes = number == 1 ? 4 : 2;
+  store.shared = source;
+  store.bytes = bytes;
+  store.reduce = number != 0;
+  start_store(store, operation);
+}
+
+}  // namespace emulation
+
+namespace ptx {
+
+DEVICE void bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier,
+                      CachePolicy policy = CachePolicy::evict_normal) {
+  emulation::issue_bulk_load(destination, source, bytes, barrier, policy);
+}
+DEVICE void bulk_store(void* destination, uint32_t source, uint32_t bytes) {
+  emulation::issue_bulk_store(destination, source, bytes, 0, "bulk store");
+}
+DEVICE void bulk_reduce_add_f32(float* destination, uint32_t source, uint32_t bytes) {
+  emulation::issue_bulk_store(destination, source, bytes, 1, "bulk reduction");
+}
+DEVICE void bulk_reduce_add_f16(void* destination, uint32_t source, uint32_t bytes) {
+  emulation::issue_bulk_store(destination, source, bytes, 2, "bulk reduction");
+}
+DEVICE void bulk_reduce_add_bf16(void* destination, uint32_t source, uint32_t bytes) {
+  emulation::issue_bulk_store(destination, source, bytes, 3, "bulk reduction");
+}
+DEVICE void bulk_commit() { emulation::commit_stores(); }
+template <int PENDING>
+DEVICE void bulk_wait_read() {
+  emulation::wait_for_reads(PENDING);
+}
+template <int PENDING>
+DEVICE void bulk_wait() {
+  emulation::wait_for_stores(PENDING);
+}
+
+}  // namespace ptx

@@ -1,0 +1,66 @@
+// Raw bits of tensor-core operands as floats, exactly. Branch-free, so that compilers vectorise the loops over them.
+#pragma once
+
+#include "ptx/types.cuh"
+
+namespace emulation {
+
+using ptx::Element;
+
+constexpr int element_bytes(Element e) { return e == Element::tf32 ? 4 : e == Element::f16 || e == Element::bf16 ? 2 : 1; }
+
+inline float float_of(uint32_t bits) {
+  float f;
+  memcpy(&f, &bits, 4);
+  return f;
+}
+
+// A format with `fraction` fraction bits below its exponent, shifted to float's place and scaled to float's bias: that covers
+// subnormals. `special`: magnitudes from here on are infinities and NaNs.
+inline float from_f16(uint32_t h) {
+  uint32_t magnitude = (h & 0x7FFF) << 13, sign = (h & 0x8000) << 16;
+  uint32_t scaled = __float_as_uint(float_of(magnitude) * 0x1p112f);
+  uint32_t special = magnitude | 0x7F800000u;
+  return float_of(sign | ((h & 0x7C00) == 0x7C00 ? special : scaled));
+}
+inline float from_bf16(uint32_t h) { return float_of(h << 16); }
+inline float from_e5m2(uint32_t b) { return from_f16(b << 8); }
+inline float from_e4m3(uint32_t b) {
+  uint32_t magnitude = (b & 0x7F) << 20, sign = (b & 0x80) << 24;
+  uint32_t scaled = __float_as_uint(float_of(magnitude) * 0x1p120f);
+  return float_of(sign | ((b & 0x7F) == 0x7F ? 0x7FC00000u : scaled));
+}
+inline float from_tf32(uint32_t bits) { return float_of(bits & 0xFFFFE000u); }
+
+// count elements that lie one after the other.
+inline void decode(Element e, const void* bits, int count, float* out) {
+  const uint8_t* bytes = static_cast<const uint8_t*>(bits);
+  const uint16_t* halves = static_cast<const uint16_t*>(bits);
+  const uint32_t* words = static_cast<const uint32_t*>(bits);
+  switch (e) {
+    case Element::f16:
+      for (int i = 0; i < count; i++) out[i] = from_f16(halves[i]);
+      return;
+    case Element::bf16:
+      for (int i = 0; i < count; i++) out[i] = from_bf16(halves[i]);
+      return;
+    case Element::e4m3:
+      for (int i = 0; i < count; i++) out[i] = from_e4m3(bytes[i]);
+      return;
+    case Element::e5m2:
+      for (int i = 0; i < count; i++) out[i] = from_e5m2(bytes[i]);
+      return;
+    case Element::tf32:
+      for (int i = 0; i < count; i++) out[i] = from_tf32(words[i]);
+      return;
+  }
+}
+
+// The A fragment that mma and wgmma share: word w of lane l holds row l / 4 + 8 (w % 2), and `words` elements from column
+// words (l % 4) + 4 words (w / 2) on. a: 16 rows of 8 words elements.
+inline void place_a_fragment(Element e, const uint32_t* word, int l, float* a) {
+  int words = 4 / element_bytes(e), k = 8 * words;
+  for (int w = 0; w < 4; w++) decode(e, &word[w], words, a + (l / 4 + 8 * (w % 2)) * k + words * (l % 4) + 4 * words * (w / 2));
+}
+
+}  // namespace emulation

@@ -1,0 +1,79 @@
+// Host twins of ptx/matrix.cuh.
+#pragma once
+
+#include "emulation/collective.cuh"
+
+namespace emulation {
+
+struct MatrixAccess {
+  uint32_t row;
+  uint32_t* load;
+  const uint32_t* store;
+};
+
+// What lane l holds of an 8x8 matrix.
+inline uint32_t held_by(const uint16_t (&m)[8][8], int l, bool transposed) {
+  int i = l / 4, j = l % 4 * 2;
+  uint32_t low = transposed ? m[j][i] : m[i][j], high = transposed ? m[j + 1][i] : m[i][j + 1];
+  return low | high << 16;
+}
+inline void hold(uint16_t (&m)[8][8], int l, bool transposed, uint32_t bits) {
+  int i = l / 4, j = l % 4 * 2;
+  (transposed ? m[j][i] : m[i][j]) = static_cast<uint16_t>(bits);
+  (transposed ? m[j + 1][i] : m[i][j + 1]) = static_cast<uint16_t>(bits >> 16);
+}
+
+__attribute__((noinline)) inline void load_matrices(const char* operation, uint32_t* r, int count, uint32_t row, bool transposed) {
+  MatrixAccess mine{row, r, nullptr};
+  collective(operation, ~0u, mine, [&](MatrixAccess** lane) {
+    for (int i = 0; i < count; i++) {
+      uint16_t m[8][8];
+      for (int k = 0; k < 8; k++) memcpy(m[k], shared_pointer(lane[8 * i + k]->row, 16, operation, 16), 16);
+      for (int l = 0; l < 32; l++) lane[l]->load[i] = held_by(m, l, transposed);
+    }
+  });
+}
+
+// The lane that gives a row's address counts as its writer.
+__attribute__((noinline)) inline void store_matrices(const char* operation, const uint32_t* r, int count, uint32_t row, bool transposed) {
+  MatrixAccess mine{row, nullptr, r};
+  collective(operation, ~0u, mine, [&](MatrixAccess** lane) {
+    int first = self().warp * 32;
+    for (int i = 0; i < count; i++) {
+      uint16_t m[8][8];
+      for (int l = 0; l < 32; l++) hold(m, l, transposed, lane[l]->store[i]);
+      for (int k = 0; k < 8; k++) generic_store(lane[8 * i + k]->row, m[k], 16, operation, first + 8 * i + k);
+    }
+  });
+}
+
+inline uint32_t transpose_matrix(uint32_t bits) {
+  uint32_t result = 0;
+  MatrixAccess mine{0, &result, &bits};
+  collective("movmatrix.trans", ~0u, mine, [](MatrixAccess** lane) {
+    uint16_t m[8][8];
+    for (int l = 0; l < 32; l++) hold(m, l, false, *lane[l]->store);
+    for (int l = 0; l < 32; l++) *lane[l]->load = held_by(m, l, true);
+  });
+  return result;
+}
+
+}  // namespace emulation
+
+namespace ptx {
+
+DEVICE void ldmatrix_x1(uint32_t (&r)[1], uint32_t row) { emulation::load_matrices("ldmatrix.x1", r, 1, row, false); }
+DEVICE void ldmatrix_x1_trans(uint32_t (&r)[1], uint32_t row) { emulation::load_matrices("ldmatrix.x1.trans", r, 1, row, true); }
+DEVICE void ldmatrix_x2(uint32_t (&r)[2], uint32_t row) { emulation::load_matrices("ldmatrix.x2", r, 2, row, false); }
+DEVICE void ldmatrix_x2_trans(uint32_t (&r)[2], uint32_t row) { emulation::load_matrices("ldmatrix.x2.trans", r, 2, row, true); }
+DEVICE void ldmatrix_x4(uint32_t (&r)[4], uint32_t row) { emulation::load_matrices("ldmatrix.x4", r, 4, row, false); }
+DEVICE void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t row) { emulation::load_matrices("ldmatrix.x4.trans", r, 4, row, true); }
+DEVICE void stmatrix_x1(uint32_t row, const uint32_t (&r)[1]) { emulation::store_matrices("stmatrix.x1", r, 1, row, false); }
+DEVICE void stmatrix_x1_trans(uint32_t row, const uint32_t (&r)[1]) { emulation::store_matrices("stmatrix.x1.trans", r, 1, row, true); }
+DEVICE void stmatrix_x2(uint32_t row, const uint32_t (&r)[2]) { emulation::store_matrices("stmatrix.x2", r, 2, row, false); }
+DEVICE void stmatrix_x2_trans(uint32_t row, const uint32_t (&r)[2]) { emulation::store_matrices("stmatrix.x2.trans", r, 2, row, true); }
+DEVICE void stmatrix_x4(uint32_t row, const uint32_t (&r)[4]) { emulation::store_matrices("stmatrix.x4", r, 4, row, false); }
+DEVICE void stmatrix_x4_trans(uint32_t row, const uint32_t (&r)[4]) { emulation::store_matrices("stmatrix.x4.trans", r, 4, row, true); }
+DEVICE uint32_t movmatrix_trans(uint32_t r) { return emulation::transpose_matrix(r); }
+
+}  // namespace ptx

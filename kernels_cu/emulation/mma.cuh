@@ -1,0 +1,59 @@
+// Host twins of ptx/mma.cuh. Products are exact in fp32 and summed in order of k: a tensor core's last bits may differ.
+#pragma once
+
+#include "emulation/collective.cuh"
+#include "emulation/formats.cuh"
+
+namespace emulation {
+
+struct MmaOperands {
+  float* d;
+  const uint32_t* a;
+  uint32_t b[2];
+};
+
+inline void multiply_fragments(Element e, MmaOperands** lane) {
+  const int words = 4 / element_bytes(e), k = 8 * words;
+  float a[16 * 32], b[32 * 8], sum[16 * 8];
+  for (int l = 0; l < 32; l++) {
+    place_a_fragment(e, lane[l]->a, l, a);
+    for (int w = 0; w < 2; w++) {
+      float column[4];
+      decode(e, &lane[l]->b[w], words, column);
+      for (int i = 0; i < words; i++) b[(words * (l % 4) + 4 * words * w + i) * 8 + l / 4] = column[i];
+    }
+  }
+  for (int i = 0; i < 16; i++) {
+    float* row = sum + 8 * i;
+    for (int j = 0; j < 8; j++) row[j] = 0.0f;
+    for (int x = 0; x < k; x++)
+      for (int j = 0; j < 8; j++) row[j] += a[i * k + x] * b[x * 8 + j];
+  }
+  for (int l = 0; l < 32; l++)
+    for (int r = 0; r < 4; r++) lane[l]->d[r] += sum[(l / 4 + 8 * (r / 2)) * 8 + 2 * (l % 4) + r % 2];
+}
+
+__attribute__((noinline)) inline void mma(const char* operation, Element e, float* d, const uint32_t* a, uint32_t b0, uint32_t b1) {
+  MmaOperands mine{d, a, {b0, b1}};
+  collective(operation, ~0u, mine, [e](MmaOperands** lane) { multiply_fragments(e, lane); });
+}
+
+}  // namespace emulation
+
+namespace ptx {
+
+template <Element E>
+DEVICE void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  static_assert(E == Element::f16 || E == Element::bf16, "16-bit elements");
+  emulation::mma("mma.m16n8k16", E, d, a, b0, b1);
+}
+DEVICE void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  emulation::mma("mma.m16n8k8", Element::tf32, d, a, b0, b1);
+}
+template <Element E>
+DEVICE void mma_m16n8k32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  static_assert(E == Element::e4m3 || E == Element::e5m2, "8-bit elements");
+  emulation::mma("mma.m16n8k32", E, d, a, b0, b1);
+}
+
+}  // namespace ptx

@@ -1,0 +1,21 @@
+// Every instruction that kernels use beyond CUDA C++: one family a header, each function with a host twin in emulation/.
+#pragma once
+
+#include "ptx/types.cuh"
+
+#include "ptx/atomic.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/bulk.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/copy_async.cuh"
+#include "ptx/fence.cuh"
+#include "ptx/grid.cuh"
+#include "ptx/math.cuh"
+#include "ptx/matrix.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/mma.cuh"
+#include "ptx/registers.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/warp.cuh"
+#include "ptx/wgmma.cuh"

@@ -1,0 +1,26 @@
+// Moving registers between warpgroups (sm_90a). Every warp of the warpgroup executes it. The kernel needs
+// __launch_bounds__(threads, 1), or ptxas ignores it (note C7508).
+#pragma once
+
+#include "ptx/types.cuh"
+
+#ifdef GPU_ACTORS_EMULATED
+#include "emulation/registers.cuh"
+#else
+
+namespace ptx {
+
+// The warpgroup keeps COUNT registers a thread (24 to 256, a multiple of 8) and gives the rest away.
+template <int COUNT>
+DEVICE void setmaxnreg_dec() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+// Waits until the warpgroup can have COUNT registers a thread.
+template <int COUNT>
+DEVICE void setmaxnreg_inc() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+}  // namespace ptx
+#endif
