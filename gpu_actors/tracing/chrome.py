@@ -12,7 +12,7 @@ import os
 import threading
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from gpu_actors.tracing.events import TraceEvent
 
@@ -48,7 +48,7 @@ class ChromeTrace:
             document = {"traceEvents": names + self._records + closing, "displayTimeUnit": "ms"}
         self.path.write_text(json.dumps(document))
 
-    def __enter__(self) -> ChromeTrace:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -2,7 +2,7 @@
 
 A request's span opens when it is accepted, under the span that was current in the caller (`current_context` is taken
 on the caller's thread and travels with the call), and closes with its answer. Waiting for a compilation and the
-launch are child spans.
+launch are child spans. What NVRTC does is a span of its own, since any number of requests may wait for it.
 """
 
 from __future__ import annotations
@@ -44,11 +44,13 @@ class _Spans:
         self._spans: dict[tuple[str, object, str], Any] = {}
 
     def __call__(self, event: TraceEvent) -> None:
-        if not event.name.startswith("request."):
-            self._instant(event)
-            return
         with self._lock:
-            self._request(event)
+            if event.name.startswith("request."):
+                self._request(event)
+            elif event.name.startswith("compile."):
+                self._compile(event)
+            else:
+                self._instant(event)
 
     def _request(self, event: TraceEvent) -> None:
         when = event.time + self._epoch
@@ -73,6 +75,17 @@ class _Spans:
                 for part in ("compile", "launch", "request"):
                     self._end(call, part, when, error)
 
+    def _compile(self, event: TraceEvent) -> None:
+        when = event.time + self._epoch
+        call = ("nvrtc", f"{event.fields.get('variant')} {event.fields.get('digest', '')}")
+        if event.name == "compile.started":
+            attributes = {f"gpu_actors.{key}": str(value) for key, value in event.fields.items()}
+            self._spans[*call, "nvrtc"] = self._tracer.start_span(
+                "gpu_actors.nvrtc", attributes=attributes, start_time=when
+            )
+        else:
+            self._end(call, "nvrtc", when, event.fields.get("error"))
+
     def _child(self, call: tuple[str, object], part: str, fields: Any, when: int) -> None:
         parent = self._spans.get((*call, "request"))
         if parent is not None:
@@ -83,13 +96,13 @@ class _Spans:
                 start_time=when,
             )
 
-    def _end(self, call: tuple[str, object], part: str, when: int, error: BaseException | None = None) -> None:
+    def _end(self, call: tuple[str, object], part: str, when: int, error: object = None) -> None:
         span = self._spans.pop((*call, part), None)
         if span is None:
             return
         if error is not None:
             span.set_status(self._api.Status(self._api.StatusCode.ERROR, str(error)))
-            if part == "request":
+            if part in ("request", "nvrtc") and isinstance(error, BaseException):
                 span.record_exception(error)
         span.end(end_time=when)
 
