@@ -1,7 +1,7 @@
 // Host twins of ptx/tma.cuh.
 #pragma once
 
-#include "emulation/bulk.cuh"
+#include "ptx/bulk.cuh"
 
 namespace emulation {
 

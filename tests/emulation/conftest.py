@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from kernel_runs import Runner, cuda_runner, emulated_runner
+
+
+@pytest.fixture(scope="session")
+def module_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cold cache of emulated modules, shared by the tests of a session."""
+    folder = tmp_path_factory.mktemp("emulated-modules")
+    folder.chmod(0o700)
+    return folder
+
+
+@pytest.fixture(scope="session", params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def runner(request: pytest.FixtureRequest, module_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Runner:
+    """Runs conformance kernels: on the CPU in several orders, and on a GPU where `-m gpu` asks for it."""
+    if request.param == "emulated":
+        return emulated_runner(module_cache)
+    return cuda_runner(tmp_path_factory.mktemp("cubins"))

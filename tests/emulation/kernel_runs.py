@@ -1,0 +1,225 @@
+"""Runs of one kernel on given arrays, emulated or on a GPU, for the tests of this folder."""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu_actors.devices.emulation import (
+    EmulatedBuffer,
+    EmulatedModule,
+    Toolchain,
+    build_module,
+    encode_tensor_map,
+    kernel_include_dir,
+)
+
+Array = npt.NDArray[Any]
+
+# (delivery, schedule, seed): every delivery and every schedule at least once
+ORDERS = (
+    ("late", "greedy", 0),
+    ("late", "lane", 1),
+    ("eager", "round_robin", 0),
+    ("eager", "greedy", 2),
+    ("random", "random", 3),
+    ("random", "lane", 4),
+)
+
+
+@dataclass(frozen=True)
+class TensorMapArgument:
+    """A tensor map over one of the arrays; sizes innermost first, strides in bytes."""
+
+    array: str
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: str = "none"
+
+
+class Place(Protocol):
+    """Where the arrays of a run are: what its parameters are made from."""
+
+    def address(self, array: str) -> int: ...
+
+    def tensor_map(self, wanted: TensorMapArgument) -> bytes: ...
+
+
+def pointers(*arrays: str) -> Callable[[Place], list[bytes]]:
+    """Parameters that are the addresses of these arrays."""
+    return lambda place: [pointer(place, name) for name in arrays]
+
+
+def pointer(place: Place, array: str) -> bytes:
+    return struct.pack("<Q", place.address(array))
+
+
+@dataclass(frozen=True)
+class KernelRun:
+    """file: below kernels_cu. arrays: what the kernel reads and writes, by name. params: its arguments."""
+
+    file: str
+    entry: str
+    arrays: Mapping[str, Array]
+    params: Callable[[Place], list[bytes]]
+    block: int = 32
+    grid: int | tuple[int, ...] = 1
+    shared_bytes: int = 0
+    macros: Mapping[str, str] = field(default_factory=dict)
+
+
+class Results(Mapping[str, Array]):
+    """The arrays after a run; `order` says how it ran."""
+
+    def __init__(self, arrays: Mapping[str, Array], order: str) -> None:
+        self._arrays, self.order = arrays, order
+
+    def __getitem__(self, name: str) -> Array:
+        return self._arrays[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    def check(self, **expected: Array) -> None:
+        """Every array named equals what is expected, bit for bit in value."""
+        for name, wanted in expected.items():
+            got = self[name].reshape(wanted.shape)
+            np.testing.assert_array_equal(got, wanted, err_msg=f"{name}, {self.order}")
+
+
+Runner = Callable[[KernelRun], Iterator[Results]]
+
+
+# ---- on the CPU
+
+
+class _EmulatedPlace:
+    def __init__(self, arrays: Mapping[str, Array]) -> None:
+        self.buffers = {name: EmulatedBuffer.of(array, name) for name, array in arrays.items()}
+
+    def address(self, array: str) -> int:
+        return self.buffers[array].address
+
+    def tensor_map(self, wanted: TensorMapArgument) -> bytes:
+        address = self.address(wanted.array)
+        return encode_tensor_map(
+            address, wanted.dtype, wanted.shape, wanted.strides, wanted.box, wanted.swizzle  # type: ignore[arg-type]
+        )
+
+
+def emulated_module(
+    file: str | Path, macros: Mapping[str, str], cache_dir: Path, toolchain: Toolchain | None = None
+) -> EmulatedModule:
+    path = kernel_include_dir() / file
+    return build_module(path.read_text(), macros, None, toolchain, cache_dir, name=path.name)
+
+
+def emulated_runner(cache_dir: Path, orders: Sequence[tuple[Any, Any, int]] = ORDERS) -> Runner:
+    """Runs a kernel in each of the orders, each time on fresh copies of the arrays."""
+
+    def run(wanted: KernelRun) -> Iterator[Results]:
+        module = emulated_module(wanted.file, wanted.macros, cache_dir)
+        for delivery, schedule, seed in orders:
+            place = _EmulatedPlace(wanted.arrays)
+            module.launch(
+                wanted.entry,
+                wanted.grid,
+                wanted.block,
+                wanted.shared_bytes,
+                wanted.params(place),
+                list(place.buffers.values()),
+                delivery=delivery,
+                schedule=schedule,
+                seed=seed,
+            )
+            arrays = {n: b.view(wanted.arrays[n].dtype, wanted.arrays[n].shape) for n, b in place.buffers.items()}
+            yield Results(arrays, f"{delivery} delivery, {schedule} schedule, seed {seed}")
+
+    return run
+
+
+# ---- on a GPU
+
+_DRIVER_TYPES = {"uint8": 0, "uint16": 1, "uint32": 2, "int32": 3, "float16": 6, "float32": 7, "bfloat16": 9}
+_DRIVER_SWIZZLES = {"none": 0, "32B": 1, "64B": 2, "128B": 3}
+
+
+class _CudaPlace:
+    def __init__(self, arrays: Mapping[str, Array]) -> None:
+        import cupy
+
+        self.buffers = {name: cupy.asarray(array.reshape(-1).view(np.uint8)) for name, array in arrays.items()}
+
+    def address(self, array: str) -> int:
+        return int(self.buffers[array].data.ptr)
+
+    def tensor_map(self, wanted: TensorMapArgument) -> bytes:
+        """cuTensorMapEncodeTiled, straight from the driver."""
+        import ctypes
+
+        storage = ctypes.create_string_buffer(128 + 64)
+        aligned = -(-ctypes.addressof(storage) // 64) * 64
+        rank = len(wanted.shape)
+        status = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
+            ctypes.c_void_p(aligned),
+            ctypes.c_int(_DRIVER_TYPES[wanted.dtype]),
+            ctypes.c_uint32(rank),
+            ctypes.c_void_p(self.address(wanted.array)),
+            (ctypes.c_uint64 * 5)(*wanted.shape),
+            (ctypes.c_uint64 * 5)(*wanted.strides),
+            (ctypes.c_uint32 * 5)(*wanted.box),
+            (ctypes.c_uint32 * 5)(*[1] * rank),
+            ctypes.c_int(0),
+            ctypes.c_int(_DRIVER_SWIZZLES[wanted.swizzle]),
+            ctypes.c_int(0),
+            ctypes.c_int(0),
+        )
+        assert status == 0, f"cuTensorMapEncodeTiled: {status}"
+        return ctypes.string_at(aligned, 128)
+
+
+@functools.cache
+def _cuda_module(file: str, macros: tuple[tuple[str, str], ...], scratch: Path) -> Any:
+    import cupy
+
+    from gpu_actors.devices.emulation.build import find_entries
+    from gpu_actors.kernels.assets import asset_source, asset_text
+    from gpu_actors.kernels.compiler import Compiler
+    from gpu_actors.kernels.source import exact_arch
+
+    arch = exact_arch(int(cupy.cuda.Device().compute_capability))
+    cubin = Compiler().compile(asset_source(file, find_entries(asset_text(file)), macros=dict(macros)), arch)
+    path = scratch / f"{Path(file).stem}-{abs(hash(macros))}.cubin"
+    path.write_bytes(cubin.data)
+    return cupy.RawModule(path=str(path))
+
+
+def cuda_runner(scratch: Path) -> Runner:
+    """Runs a kernel once on the current GPU."""
+
+    def run(wanted: KernelRun) -> Iterator[Results]:
+        import cupy
+
+        kernel = _cuda_module(wanted.file, tuple(wanted.macros.items()), scratch).get_function(wanted.entry)
+        kernel.max_dynamic_shared_size_bytes = wanted.shared_bytes
+        place = _CudaPlace(wanted.arrays)
+        arguments = tuple(np.frombuffer(data, f"V{len(data)}")[0] for data in wanted.params(place))
+        grid = (wanted.grid,) if isinstance(wanted.grid, int) else wanted.grid
+        kernel(grid, (wanted.block,), arguments, shared_mem=wanted.shared_bytes)
+        cupy.cuda.runtime.deviceSynchronize()
+        arrays = {n: cupy.asnumpy(b).view(wanted.arrays[n].dtype) for n, b in place.buffers.items()}
+        yield Results({n: a.reshape(wanted.arrays[n].shape) for n, a in arrays.items()}, "on the GPU")
+
+    return run

@@ -1,0 +1,105 @@
+"""cp.async, ldmatrix, movmatrix, mma and wide accesses against the tables of the PTX ISA."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import pytest
+from fragments import DEPTH, DTYPES, a_fragment, b_fragment, c_fragment, small_values
+from kernel_runs import KernelRun, Runner, pointers
+
+FILE = "conformance/copies.cu"
+
+
+@pytest.mark.parametrize("size", [4, 8, 16])
+def test_async_copies_fill_a_ring_and_zero_what_is_not_valid(runner: Runner, size: int) -> None:
+    rounds = 7
+    rng = np.random.default_rng(size)
+    source = rng.integers(1, 256, (rounds, 32, size)).astype(np.uint8)
+    valid = rng.integers(0, size + 1, 32).astype(np.int32)
+    valid[:3] = 0, size, 1
+    run = KernelRun(
+        FILE,
+        f"copy_{size}",
+        {"in": source, "valid": valid, "out": np.full_like(source, 0xEE)},
+        lambda place: [*pointers("in", "valid", "out")(place), struct.pack("<i", rounds)],
+        shared_bytes=3 * 32 * size,
+    )
+    for result in runner(run):
+        result.check(out=np.where(np.arange(size) < valid[:, None], source, 0).astype(np.uint8))
+
+
+def lane_words(matrix: np.ndarray) -> np.ndarray:
+    """What the 32 lanes hold of an 8x8 matrix of 16-bit elements."""
+    return np.ascontiguousarray(matrix).view(np.uint32).reshape(32)
+
+
+def test_matrix_loads_spread_rows_over_lanes(runner: Runner) -> None:
+    m = np.random.default_rng(2).integers(0, 1 << 16, (4, 8, 8)).astype(np.uint16)
+    plain, turned = [lane_words(x) for x in m], [lane_words(x.T) for x in m]
+    words = [plain[0], turned[0], *plain[:2], *turned[:2], *plain, *turned, turned[3]]
+    arrays = {"in": m, "out": np.zeros((15, 32), np.uint32)}
+    for result in runner(KernelRun(FILE, "matrix_loads", arrays, pointers("in", "out"), shared_bytes=512)):
+        result.check(out=np.stack(words))
+
+
+@pytest.mark.parametrize("element", ["f16", "bf16", "tf32", "e4m3", "e5m2"])
+def test_mma_multiplies_its_fragments(runner: Runner, element: str) -> None:
+    rng, k = np.random.default_rng(3), DEPTH[element]
+    a, b = small_values(rng, (16, k), element), small_values(rng, (k, 8), element)
+    c = (rng.integers(-64, 65, (16, 8)) / 8).astype(np.float32)
+    expected = c + a.astype(np.float32) @ b.astype(np.float32)
+    for result in runner(mma_run(element, a, b, c)):
+        result.check(d=c_fragment(expected))
+
+
+@pytest.mark.parametrize("element", ["f16", "bf16", "e4m3", "e5m2"])
+def test_mma_reads_every_kind_of_number_exactly(runner: Runner, element: str) -> None:
+    rng, k = np.random.default_rng(4), DEPTH[element]
+    dtype = DTYPES[element]
+    bits = np.arange(256) if dtype.itemsize == 1 else np.r_[rng.integers(0, 1 << 16, 192), np.arange(32), np.arange(32) + 0x8000]
+    numbers = bits.astype(f"u{dtype.itemsize}").view(dtype)
+    numbers = np.where(np.isfinite(numbers.astype(np.float32)), numbers, dtype.type(0))
+    a = numbers.reshape(-1, 8) if dtype.itemsize == 2 else numbers.reshape(-1, 8)
+    for start in range(0, len(a), 16):  # A times the identity is A
+        part = np.zeros((16, k), dtype)
+        part[:, 3:11] = a[start : start + 16]
+        b = np.zeros((k, 8), dtype)
+        b[3:11] = np.eye(8)
+        for result in runner(mma_run(element, part, b, np.zeros((16, 8), np.float32))):
+            result.check(d=c_fragment(a[start : start + 16].astype(np.float32)))
+
+
+def mma_run(element: str, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> KernelRun:
+    arrays = {
+        "a": a_fragment(a),
+        "b": b_fragment(b),
+        "c": c_fragment(c),
+        "d": np.zeros((32, 4), np.float32),
+    }
+    return KernelRun(FILE, f"mma_{element}", arrays, pointers("a", "b", "c", "d"))
+
+
+def test_wide_accesses_keep_every_word(runner: Runner) -> None:
+    words = np.random.default_rng(5).integers(0, 1 << 32, (32, 16), dtype=np.uint32)
+    arrays = {"in": words, "out": np.zeros((32, 12), np.uint32)}
+    expected = np.zeros((32, 12), np.uint32)
+    expected[:, :9] = words[::-1, :9]
+    for result in runner(KernelRun(FILE, "wide_accesses", arrays, pointers("in", "out"), shared_bytes=2048)):
+        result.check(out=expected)
+
+
+def test_bytes_past_a_copy_of_nothing_are_not_read(runner: Runner) -> None:
+    """With no valid byte the source is not touched, so it may lie past the end of its buffer."""
+    source, valid = np.ones((1, 32, 16), np.uint8), np.full(32, 16, np.int32)
+    valid[20:] = 0
+    run = KernelRun(
+        FILE,
+        "copy_16",
+        {"in": source[:, :20], "valid": valid, "out": np.full_like(source, 0xEE)},
+        lambda place: [*pointers("in", "valid", "out")(place), struct.pack("<i", 1)],
+        shared_bytes=3 * 32 * 16,
+    )
+    for result in runner(run):
+        result.check(out=np.where(valid[:, None] > 0, source[0], 0).astype(np.uint8)[None])
