@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from .errors import InvalidRequest
+from gpu_actors.errors import InvalidRequest
 
 __all__ = ["dropout_bits", "dropout_keep", "dropout_threshold", "philox4x32"]
 

@@ -8,8 +8,8 @@ formula with every step rounded to the input dtype, the yardstick of the toleran
 
 from __future__ import annotations
 
-from .forward import ReferenceOutput, attention_forward
-from .low_precision import attention_forward_low
-from .masks import visible_keys
+from gpu_actors.reference.forward import ReferenceOutput, attention_forward
+from gpu_actors.reference.low_precision import attention_forward_low
+from gpu_actors.reference.masks import visible_keys
 
 __all__ = ["ReferenceOutput", "attention_forward", "attention_forward_low", "visible_keys"]

@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import InvalidRequest
-from ..philox import dropout_threshold
+from gpu_actors.errors import InvalidRequest
+from gpu_actors.philox import dropout_threshold
 
 __all__ = ["Arguments", "Array", "Piece"]
 
@@ -24,8 +24,7 @@ Array: TypeAlias = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Sequences of equal length, computed together. Fields are views of the caller's arrays, in their own
-    dtypes.
+    """Sequences of equal length, computed together.
 
     first: index in the batch of the first sequence. stop: one past the last.
     tokens: the sequence's slices of the packed (query, key) rows, or None for a dense piece.
@@ -88,9 +87,7 @@ class Arguments:
             _check_shape(name, getattr(self, name), (batch, heads_kv))
         if self.bias is not None:
             if self.varlen:
-                raise InvalidRequest(
-                    "bias", _describe(self.bias), "a varlen batch takes no bias: its rows are ragged"
-                )
+                raise InvalidRequest("bias", _describe(self.bias), "a varlen batch takes no bias: its rows are ragged")
             rows = (self.q.shape[1], self.k.shape[1])
             _check_shape("bias", self.bias, *((b, h, *rows) for b in (1, batch) for h in (1, heads)))
 
@@ -152,19 +149,13 @@ class Arguments:
                 raise InvalidRequest(name, _describe(array), f"the layout here is {layout}")
         q, k, v = self.q, self.k, self.v
         if k.shape[:-1] != v.shape[:-1]:
-            raise InvalidRequest(
-                "v", _describe(v), f"k and v differ in the last axis only, and k is {k.shape}"
-            )
+            raise InvalidRequest("v", _describe(v), f"k and v differ in the last axis only, and k is {k.shape}")
         if k.shape[-1] != q.shape[-1] or (not self.varlen and k.shape[0] != q.shape[0]):
             raise InvalidRequest("k", _describe(k), f"batch and head_dim are those of q, {q.shape}")
         if self.heads_kv == 0 or self.heads % self.heads_kv:
-            raise InvalidRequest(
-                "k", _describe(k), f"{self.heads} query heads need a divisor of that many KV heads"
-            )
+            raise InvalidRequest("k", _describe(k), f"{self.heads} query heads need a divisor of that many KV heads")
         if (self.cu_seqlens_q is None) != (self.cu_seqlens_k is None):
-            raise InvalidRequest(
-                "cu_seqlens_k", self.cu_seqlens_k, "varlen takes cu_seqlens_q and cu_seqlens_k"
-            )
+            raise InvalidRequest("cu_seqlens_k", self.cu_seqlens_k, "varlen takes cu_seqlens_q and cu_seqlens_k")
         if self.cu_seqlens_q is not None and self.cu_seqlens_k is not None:
             _check_ends("cu_seqlens_q", self.cu_seqlens_q, len(q))
             _check_ends("cu_seqlens_k", self.cu_seqlens_k, len(k))
@@ -175,9 +166,7 @@ class Arguments:
         if self.alignment not in ("bottom_right", "top_left"):
             raise InvalidRequest("alignment", self.alignment, "'bottom_right' or 'top_left'")
         if len(self.window_size) != 2 or min(self.window_size) < -1:
-            raise InvalidRequest(
-                "window_size", self.window_size, "(left, right), each at least 0, or -1 for unbounded"
-            )
+            raise InvalidRequest("window_size", self.window_size, "(left, right), each at least 0, or -1 for unbounded")
         if not (self.softcap >= 0.0 and math.isfinite(self.softcap)):
             raise InvalidRequest("softcap", self.softcap, "positive, or 0 for none")
         if self.sink_tokens < 0:

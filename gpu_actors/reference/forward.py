@@ -7,8 +7,8 @@ from typing import Literal
 
 import numpy as np
 
-from .arguments import Arguments, Array, Piece
-from .softmax import Operands, Step, exponentials, keep_factors, masked_scores, weighted_sum
+from gpu_actors.reference.arguments import Arguments, Array, Piece
+from gpu_actors.reference.softmax import Operands, Step, exponentials, keep_factors, masked_scores, weighted_sum
 
 __all__ = ["EXACT", "ReferenceOutput", "Rounding", "attention_forward", "evaluate"]
 
@@ -146,9 +146,7 @@ def evaluate(
                 _token_major(arguments, piece, out)[:, tile] = sums.transpose(0, 3, 1, 2, 4)
                 arguments.split_heads(piece.statistics(lse), 1)[..., tile] = tile_lse[..., 0]
                 if magnitude is not None and tile_magnitude is not None:
-                    _token_major(arguments, piece, magnitude)[:, tile] = tile_magnitude.transpose(
-                        0, 3, 1, 2, 4
-                    )
+                    _token_major(arguments, piece, magnitude)[:, tile] = tile_magnitude.transpose(0, 3, 1, 2, 4)
     return ReferenceOutput(out, lse, magnitude)
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from .arguments import Arguments, Array
-from .forward import ReferenceOutput, Rounding, evaluate, identity
-from .softmax import Step
+from gpu_actors.reference.arguments import Arguments, Array
+from gpu_actors.reference.forward import ReferenceOutput, Rounding, evaluate, identity
+from gpu_actors.reference.softmax import Step
 
 __all__ = ["attention_forward_low", "intermediate_dtype", "rounder"]
 
@@ -62,8 +62,7 @@ def attention_forward_low(
     weights_dtype: str | None = None,
     **options: Any,
 ) -> ReferenceOutput:
-    """`attention_forward` with every intermediate result rounded: "pt" of the tolerance rule, and of no
-    other use.
+    """`attention_forward` with every intermediate result rounded: "pt" of the tolerance rule.
 
     Shapes and options are those of `attention_forward`. Matrix products accumulate in float32 (float64 for
     float64) and their results are rounded to ``dtype``, as are scaled q, capped, biased scores and the

@@ -13,9 +13,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ..philox import dropout_keep
-from .arguments import Arguments, Array, Piece
-from .masks import key_distance, visible_keys
+from gpu_actors.philox import dropout_keep
+from gpu_actors.reference.arguments import Arguments, Array, Piece
+from gpu_actors.reference.masks import key_distance, visible_keys
 
 __all__ = ["Operands", "Step", "Values", "exponentials", "keep_factors", "masked_scores", "weighted_sum"]
 
@@ -55,8 +55,7 @@ class Operands:
 
     @classmethod
     def load(cls, arguments: Arguments, piece: Piece, dtype: np.dtype, step: Step) -> Operands:
-        """q comes out scaled by softmax_scale, so that an overflow of low precision is no nearer than need
-        be."""
+        """q is scaled by softmax_scale right here, which keeps low precision furthest from overflow."""
         q = _head_major(piece.queries(arguments.q), dtype)
         k = _head_major(piece.keys(arguments.k), dtype)
         v = _head_major(piece.keys(arguments.v), dtype)
@@ -66,9 +65,8 @@ class Operands:
         v = _descaled(v[:, :, None], arguments.v_descale, piece)
         alibi, sinks, bias = arguments.alibi_slopes, arguments.sinks, arguments.bias
         if alibi is not None:
-            alibi = arguments.split_heads(piece.batched(np.atleast_2d(alibi)), 1).astype(dtype)[
-                ..., None, None
-            ]
+            alibi = arguments.split_heads(piece.batched(np.atleast_2d(alibi)), 1)
+            alibi = alibi.astype(dtype)[..., None, None]
         if sinks is not None:
             sinks = arguments.split_heads(np.asarray(sinks), 0).astype(dtype)[..., None, None]
         if bias is not None:
@@ -89,9 +87,7 @@ def _descaled(array: Array, descale: Array | None, piece: Piece) -> Array:
     return scaled
 
 
-def masked_scores(
-    arguments: Arguments, operands: Operands, rows: Array, step: Step
-) -> tuple[Array, Array | None]:
+def masked_scores(arguments: Arguments, operands: Operands, rows: Array, step: Step) -> tuple[Array, Array | None]:
     """Scores of a tile of rows, -inf where masked, and the mask itself (None where nothing is masked).
 
     Scale, softcap c * tanh(s / c), ALiBi and bias, mask, in this order.
@@ -157,17 +153,11 @@ def weighted_sum(weights: Array, values: Values, visible: Array | None) -> Array
     if values.keys.size == 0:
         return total
     weights = weights[..., values.keys]
-    seen = (
-        np.ones(weights.shape, bool)
-        if visible is None
-        else np.broadcast_to(visible[:, values.keys], weights.shape)
-    )
+    seen = np.ones(weights.shape, bool) if visible is None else np.broadcast_to(visible[:, values.keys], weights.shape)
     reaching, dead = ((seen & chosen).astype(total.dtype) for chosen in (weights > 0, weights == 0))
     infinite = np.isinf(values.rest).astype(total.dtype)
     for sign in (np.inf, -np.inf):
-        total += np.where(reaching @ (values.rest == sign).astype(total.dtype) > 0, sign, 0).astype(
-            total.dtype
-        )
+        total += np.where(reaching @ (values.rest == sign).astype(total.dtype) > 0, sign, 0).astype(total.dtype)
     spoiled = seen.astype(total.dtype) @ np.isnan(values.rest).astype(total.dtype) + dead @ infinite
     total[spoiled > 0] = np.nan
     return total

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from ..reference import visible_keys
+from gpu_actors.reference import visible_keys
 
 __all__ = [
     "DTYPES",
@@ -123,11 +123,10 @@ def random_forward(
 
     dtype: of q, k and v; 8-bit floats come only when asked for. kind: one of INPUT_KINDS.
     seqlens: (seqlen_q, seqlen_k) of every dense sequence and of the longest varlen one; the other varlen
-        sequences are shorter and some are empty. heads: (heads_q, heads_kv). head_dim_v: as head_dim by
-        default.
+        sequences are shorter and some are empty.
+    heads: (heads_q, heads_kv). head_dim_v: head_dim by default.
     features: the options that may be drawn. always: those that must be. Some need company and are left out
-        without
-    it: sink_tokens a window, bias a dense layout, descales an 8-bit dtype.
+        without it: sink_tokens a window, bias a dense layout, descales an 8-bit dtype.
     alignment: named in the options when given.
     """
     given = {name: value for name, value in locals().items() if name != "seed"}

@@ -1,0 +1,247 @@
+"""How far an attention output may be from the oracle: the field's rule, a row at a time.
+
+For a row r (all dim_v elements of one query row of one head), with ref from the float64 oracle and pt from
+the same formula rounded to the input dtype at every step:
+
+    |out - ref|_r <= 2 max_r|pt - ref| + 2 max_r|ref + 0.3 - 0.3 - ref|
+
+the +-0.3 taken in the input dtype, and 3 max_r|pt - ref| with softcap. Where that falls below what rounding
+alone may cost a correct kernel, the rounding bound holds instead, element by element: u (sum P|V| + |O|),
+with u = 2^-8 for bfloat16 and 2^-11 for float16. Kernels of those dtypes accumulate in float32, so that only
+the rounding of P and O counts.
+
+For float32 and float64 the accumulation itself is the error, and a bound of two roundings would refuse every
+correct kernel. There u = 2^-24 (2^-53) and the bound is the formula's first-order error,
+
+    u (c (sum P|V| + |O|) + sum_j P_j d_j (|V_j| + |O|))
+    c = 4 sqrt(n) + 16 + 4 (|lse| + 17),    d_j = 2 sqrt(dim) scale |q||k_j|
+
+- 4 sqrt(n): a sum over n keys in any order, its roundings taken as independent (Higham and Mary, "A New
+  Approach to Probabilistic Rounding Error Analysis", SISC 2019: lambda sqrt(n) u, here lambda = 4); it covers
+  numerator, denominator and the rescaling of both. 16: exp2 (2 ulp on the GPU), division, final rounding.
+- The absolute error of a score is the relative error of its weight. 4 (|lse| + 17): the roundings of a score
+  itself, and keys that matter (P > 2^-24) score within 17 of the LSE. d_j: a dot product of dim terms, whose
+  partial sums stay below |q||k_j|.
+
+float64 is doubled, because the oracle makes the same errors. Float32 inputs that are multiplied in a narrower
+dtype on request are rounded to it before anything is compared, and then fall under that dtype's rule.
+
+Kernels that feed 8-bit weights to the second product (``weights_dtype``) have that rounding in pt, and, because
+theirs falls differently, 2.5 u sqrt(sum P^2 V^2) in the rounding bound: six standard deviations of a sum of
+independent errors, where the worst case u sum P|V| would let an output of zeros pass.
+
+The LSE is compared with an absolute 1e-3. NaN and infinities must be where the oracle has them, so an output
+buffer that starts as NaN shows every element that was not written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu_actors.errors import InvalidRequest
+from gpu_actors.reference import ReferenceOutput, attention_forward, attention_forward_low
+from gpu_actors.reference.low_precision import intermediate_dtype, rounder
+
+__all__ = ["Bounds", "assert_output_close", "check_output", "forward_bounds", "round_inputs", "row_bound"]
+
+Array: TypeAlias = npt.NDArray[Any]
+
+LSE_TOLERANCE = 1e-3
+_UNIT_ROUNDOFF = {
+    "bfloat16": 2.0**-8,
+    "float16": 2.0**-11,
+    "tf32": 2.0**-11,
+    "float32": 2.0**-24,
+    "float64": 2.0**-53,
+    "float8_e4m3fn": 2.0**-4,
+    "float8_e5m2": 2.0**-3,
+}
+_COMPUTE = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "tf32": "tf32"}
+_LINEAR_IN_SCORES = ("softmax_scale", "softcap", "alibi_slopes", "bias", "sinks")
+_SHIFT = 0.3
+_LOG_NEGLIGIBLE = 17.0  # exp(-17) < 2^-24
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The largest acceptable |out - ref|, elementwise and shaped like out, and |lse - ref| (a number)."""
+
+    out: Array
+    lse: float = LSE_TOLERANCE
+
+
+def row_bound(reference: Array, low: Array, dtype: str, factor: float) -> Array:
+    """The rule's first line, for rows along the last axis: shape (..., 1).
+
+    reference: the float64 result. low: the same computed in ``dtype``. factor: of max|low - reference|, 2 for
+    outputs, 3 for gradients and with softcap. Elements that overflowed in ``dtype`` are left out, which can
+    only tighten the bound.
+    """
+    to_dtype = rounder(dtype)
+    with np.errstate(all="ignore"):
+        rounded = to_dtype(reference)
+        shifted = to_dtype(to_dtype(rounded + _SHIFT) - _SHIFT) - rounded
+        if dtype == "float64":
+            shifted = np.zeros_like(shifted)
+        return factor * _row_max(low - reference) + 2.0 * _row_max(shifted)
+
+
+def _row_max(array: Array) -> Array:
+    finite = np.where(np.isfinite(array), np.abs(array), 0.0)
+    largest: Array = finite.max(axis=-1, keepdims=True, initial=0.0)
+    return largest
+
+
+def round_inputs(q: Array, k: Array, v: Array, compute: str) -> tuple[Array, Array, Array]:
+    """float32 q, k, v rounded to what ``compute`` ("f16", "bf16", "tf32") multiplies, still float32.
+
+    Rounding the inputs is what was asked for and no error: the oracle is given the rounded ones, too.
+    """
+    step = rounder(_COMPUTE[compute])
+    return step(q), step(k), step(v)
+
+
+def forward_bounds(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    reference: ReferenceOutput | None = None,
+    compute: str | None = None,
+    weights_dtype: str | None = None,
+    **options: Any,
+) -> Bounds:
+    """The bounds of `attention_forward`'s output for these inputs and options.
+
+    reference: what the oracle answered with ``with_magnitude=True``, where the caller has it already.
+    compute: "f16", "bf16" or "tf32" for float32 inputs that are multiplied in it, given through `round_inputs`;
+        by default the inputs' own dtype, and bfloat16 for 8-bit floats.
+    weights_dtype: for kernels that round the softmax weights to an 8-bit float: see `attention_forward_low`.
+    """
+    if reference is None or reference.magnitude is None:
+        reference = attention_forward(q, k, v, with_magnitude=True, **options)
+    assert reference.magnitude is not None
+    dtype = intermediate_dtype(q.dtype.name) if compute is None else _COMPUTE[compute]
+    low = attention_forward_low(q, k, v, dtype=dtype, weights_dtype=weights_dtype, **options)
+    rows = row_bound(reference.out, low.out, dtype, 3.0 if options.get("softcap") else 2.0)
+    with np.errstate(invalid="ignore"):
+        if dtype in ("float32", "float64"):
+            floor = _accumulation_bound(q, k, v, reference, dtype, options)
+        else:
+            floor = _UNIT_ROUNDOFF[dtype] * (reference.magnitude + np.abs(reference.out))
+        if weights_dtype is not None:
+            floor = floor + _weights_bound(q, k, v, reference, weights_dtype, options)
+    return Bounds(np.maximum(rows, np.where(np.isfinite(floor), floor, 0.0)))
+
+
+def _accumulation_bound(
+    q: Array, k: Array, v: Array, reference: ReferenceOutput, dtype: str, options: dict[str, Any]
+) -> Array:
+    """The first-order bound of the module's docstring, for float32 and float64."""
+    for name in ("q_descale", "k_descale", "v_descale"):
+        if options.get(name) is not None:
+            raise InvalidRequest(name, "an array", "the bounds of float32 and float64 know no descales")
+    scale = options.get("softmax_scale")
+    scale = q.shape[-1] ** -0.5 if scale is None else abs(scale)
+    q_norm, k_norm = (np.linalg.norm(x.astype(np.float64), axis=-1, keepdims=True) for x in (q, k))
+    magnitude, out = reference.magnitude, np.abs(reference.out)
+    assert magnitude is not None
+    # With the columns |k_j||V_j| and |k_j| in the place of v, magnitudes are the sums over keys needed here.
+    columns = np.concatenate([k_norm * v.astype(np.float64), k_norm], axis=-1)
+    weighted = attention_forward(q, k, columns, with_magnitude=True, **options).magnitude
+    assert weighted is not None
+    dot_products = 2.0 * q.shape[-1] ** 0.5 * scale * q_norm * (weighted[..., :-1] + weighted[..., -1:] * out)
+    lse = np.abs(np.moveaxis(reference.lse, -2, -1))[..., None]
+    scores = np.where(np.isfinite(lse), lse, 0.0) + _LOG_NEGLIGIBLE
+    relative = 4.0 * _longest(k, options) ** 0.5 + 16.0 + 4.0 * scores
+    oracle = 2.0 if dtype == "float64" else 1.0
+    bound: Array = oracle * _UNIT_ROUNDOFF[dtype] * (relative * (magnitude + out) + dot_products)
+    return bound
+
+
+def _weights_bound(
+    q: Array, k: Array, v: Array, reference: ReferenceOutput, weights_dtype: str, options: dict[str, Any]
+) -> Array:
+    """Six standard deviations of what rounding every weight on its own costs: 2.5 u sqrt(sum P^2 V^2).
+
+    Twice the scores make the weights P^2, up to a factor that the two LSEs know.
+    """
+    doubled = {name: 2.0 * options[name] for name in _LINEAR_IN_SCORES if options.get(name) is not None}
+    doubled["softmax_scale"] = doubled.get("softmax_scale", 2.0 * q.shape[-1] ** -0.5)
+    if options.get("v_descale") is not None:
+        doubled["v_descale"] = np.square(options["v_descale"].astype(np.float64))
+    squares = attention_forward(q, k, np.square(v.astype(np.float64)), **{**options, **doubled})
+    factor = np.exp(squares.lse - 2.0 * reference.lse) / (1.0 - options.get("dropout_p", 0.0))
+    variance = squares.out * np.moveaxis(factor, -2, -1)[..., None]
+    bound: Array = 2.5 * _UNIT_ROUNDOFF[weights_dtype] * np.sqrt(np.nan_to_num(variance))
+    return bound
+
+
+def _longest(k: Array, options: dict[str, Any]) -> int:
+    """The keys of the longest sequence."""
+    ends = options.get("cu_seqlens_k")
+    return int(k.shape[1]) if ends is None else int(np.diff(np.asarray(ends)).max(initial=0))
+
+
+def assert_output_close(
+    out: Array, lse: Array | None, reference: ReferenceOutput, bounds: Bounds, repro: str = ""
+) -> float:
+    """Raise AssertionError, naming the worst row and ``repro``, unless out and lse lie within the bounds.
+
+    out: shaped like ``reference.out``, any floating dtype. lse: shaped like ``reference.lse``, or None.
+    Returns the largest |out - ref| / bound, below 1.
+    """
+    worst = _compare("out", out, reference.out, bounds.out, repro)
+    if lse is not None:
+        _compare("lse", lse[..., None], reference.lse[..., None], np.full((1,), bounds.lse), repro)
+    return worst
+
+
+def check_output(
+    out: Array,
+    lse: Array | None,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    repro: str = "",
+    compute: str | None = None,
+    weights_dtype: str | None = None,
+    **options: Any,
+) -> float:
+    """`assert_output_close` against the oracle's answer for these inputs and options.
+
+    compute, weights_dtype: see `forward_bounds`; the inputs are rounded to ``compute`` here.
+    """
+    if compute is not None:
+        q, k, v = round_inputs(q, k, v, compute)
+    reference = attention_forward(q, k, v, with_magnitude=True, **options)
+    bounds = forward_bounds(q, k, v, reference=reference, compute=compute, weights_dtype=weights_dtype, **options)
+    return assert_output_close(out, lse, reference, bounds, repro)
+
+
+def _compare(name: str, actual: Array, expected: Array, bound: Array, repro: str) -> float:
+    """Fail with the worst row (along the last axis) unless |actual - expected| <= bound."""
+    if actual.shape != expected.shape:
+        raise AssertionError(f"{name} has shape {actual.shape} instead of {expected.shape}\n{repro}")
+    actual = actual.astype(np.float64)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        special = ~(np.isfinite(actual) & np.isfinite(expected))
+        same = (actual == expected) | (np.isnan(actual) & np.isnan(expected))
+        error = np.where(special, np.where(same, 0.0, np.inf), np.abs(actual - expected))
+        bad = ~(error <= bound)
+        ratio = np.where(error == 0.0, 0.0, error / bound)
+    if not bad.any():
+        return float(ratio.max(initial=0.0))
+    worst = np.unravel_index(int(np.where(bad, ratio, -1.0).argmax()), ratio.shape)
+    row = tuple(int(index) for index in worst[:-1])
+    limit = np.broadcast_to(bound, ratio.shape)[worst]
+    raise AssertionError(
+        f"{name} is wrong in {int(bad.any(axis=-1).sum())} of {bad[..., 0].size} rows. Worst is row {row}, "
+        f"element {int(worst[-1])}: {actual[worst]:.9g} instead of {expected[worst]:.9g}, an error of "
+        f"{error[worst]:.3g} where {limit:.3g} is allowed\n{repro}"
+    )
