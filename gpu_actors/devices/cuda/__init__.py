@@ -1,0 +1,14 @@
+"""The CUDA device. Importing this imports no CuPy; opening a `CudaDevice` does.
+
+device    CudaDevice, cuda_usable        api        the calls it makes of the driver
+stream    launches and their events      cupy_api   those calls, through CuPy
+operands  where arrays lie for a launch  memory     staging and blocks
+module    loaded cubins                  probe      proof of progress
+                                         errors     what a status means
+"""
+
+from __future__ import annotations
+
+from gpu_actors.devices.cuda.device import CudaDevice, cuda_usable
+
+__all__ = ["CudaDevice", "cuda_usable"]

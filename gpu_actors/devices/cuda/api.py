@@ -1,0 +1,111 @@
+"""CudaApi: the few CUDA calls that the device makes, and nothing else between it and the driver.
+
+Handles and addresses are ints. Every call may raise `CudaFailure`; none waits for the device but `synchronize_event`,
+`trim` and `close`, which a hung kernel would block.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+__all__ = ["CudaApi", "DeviceProperties", "MemoryBlock"]
+
+
+class DeviceProperties(NamedTuple):
+    """capability: 90 for 9.0. memory: bytes."""
+
+    name: str
+    capability: int
+    memory: int
+    multiprocessors: int
+
+
+class MemoryBlock(Protocol):
+    """A piece of device memory from the pool, aligned to 256 bytes at least."""
+
+    @property
+    def address(self) -> int: ...
+
+
+class CudaApi(Protocol):
+    """One device's calls. Safe to use from any thread that has called `bind`; `free` and `close` from any at all."""
+
+    def bind(self) -> None:
+        """Make the device current on the calling thread."""
+
+    def properties(self) -> DeviceProperties: ...
+
+    # Memory
+
+    def allocate(self, nbytes: int) -> MemoryBlock:
+        """A block that no work still enqueued anywhere uses."""
+
+    def free(self, block: MemoryBlock) -> None:
+        """Give a block back to the pool. Its work must be over."""
+
+    def trim(self) -> None:
+        """Give the pool's free blocks back to the driver."""
+
+    def allocate_pinned(self, nbytes: int) -> int:
+        """The address of page-locked host memory."""
+
+    def free_pinned(self, address: int) -> None: ...
+
+    # Work
+
+    def create_stream(self) -> int:
+        """A stream that does not wait for the legacy default stream."""
+
+    def destroy_stream(self, stream: int) -> None: ...
+
+    def copy_to_device(self, device: int, host: int, nbytes: int, stream: int) -> None: ...
+
+    def copy_to_host(self, host: int, device: int, nbytes: int, stream: int) -> None: ...
+
+    def fill(self, device: int, value: int, nbytes: int, stream: int) -> None:
+        """Set each byte."""
+
+    def launch_kernel(
+        self,
+        function: int,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        shared_bytes: int,
+        stream: int,
+        params: bytes,
+    ) -> None:
+        """Enqueue a kernel whose only parameter is a struct, passed by value as ``params``."""
+
+    # Order
+
+    def create_event(self) -> int:
+        """An event without timing whose wait sleeps rather than spins."""
+
+    def destroy_event(self, event: int) -> None: ...
+
+    def record_event(self, event: int, stream: int) -> None: ...
+
+    def event_done(self, event: int) -> bool:
+        """Whether all work before the event's record is over. True also for one never recorded."""
+
+    def synchronize_event(self, event: int) -> None:
+        """Sleep until `event_done`, without the GIL."""
+
+    def wait_event(self, stream: int, event: int) -> None:
+        """Hold the stream's later work back, on the device, until the event is done."""
+
+    # Code
+
+    def load_module(self, image: bytes) -> int: ...
+
+    def unload_module(self, module: int) -> None: ...
+
+    def get_function(self, module: int, name: str) -> int: ...
+
+    def allow_shared_memory(self, function: int, nbytes: int) -> None:
+        """Let a block of this kernel have that much dynamic shared memory."""
+
+    # The end
+
+    def close(self) -> None:
+        """Release the pool. Blocks still held elsewhere are freed when they are dropped."""

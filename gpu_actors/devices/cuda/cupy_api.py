@@ -1,0 +1,174 @@
+"""CupyApi: `CudaApi` through CuPy. The only module that calls it; importing this module imports CuPy."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import cupy
+from cupy.cuda import driver, runtime
+
+from gpu_actors.devices.cuda.api import DeviceProperties, MemoryBlock
+from gpu_actors.devices.cuda.errors import NOT_READY, OUT_OF_MEMORY, CudaFailure
+
+__all__ = ["CupyApi", "CupyBlock"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+_PARAMS_ALIGNMENT = 64
+"""What a CUtensorMap inside the parameters asks for."""
+
+
+def _checked(call: Callable[P, R]) -> Callable[P, R]:
+    """Turn CuPy's exceptions into `CudaFailure`."""
+
+    @functools.wraps(call)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return call(*args, **kwargs)
+        except (runtime.CUDARuntimeError, driver.CUDADriverError) as error:
+            raise CudaFailure(error.status, call.__name__, str(error)) from error
+        except cupy.cuda.memory.OutOfMemoryError as error:
+            raise CudaFailure(OUT_OF_MEMORY, call.__name__, str(error)) from error
+
+    return checked
+
+
+class CupyBlock:
+    """Memory of CuPy's pool, which takes it back when the pointer is dropped."""
+
+    __slots__ = ("address", "pointer")
+
+    def __init__(self, pointer: Any) -> None:
+        self.address: int = pointer.ptr
+        self.pointer = pointer
+
+
+class CupyApi:
+    """The calls of one device. Its pool is its own: the program's allocators are neither used nor changed."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self._pool = cupy.cuda.MemoryPool()
+
+    @_checked
+    def bind(self) -> None:
+        runtime.setDevice(self._index)
+
+    @_checked
+    def properties(self) -> DeviceProperties:
+        raw = runtime.getDeviceProperties(self._index)
+        name = raw["name"].decode(errors="replace").rstrip("\0")
+        capability = 10 * raw["major"] + raw["minor"]
+        return DeviceProperties(name, capability, raw["totalGlobalMem"], raw["multiProcessorCount"])
+
+    @_checked
+    def allocate(self, nbytes: int) -> MemoryBlock:
+        return CupyBlock(self._pool.malloc(nbytes))
+
+    def free(self, block: MemoryBlock) -> None:
+        assert isinstance(block, CupyBlock)
+        block.pointer = None
+
+    @_checked
+    def trim(self) -> None:
+        with cupy.cuda.Device(self._index):
+            self._pool.free_all_blocks()
+
+    @_checked
+    def allocate_pinned(self, nbytes: int) -> int:
+        return int(runtime.hostAlloc(nbytes, runtime.hostAllocPortable))
+
+    @_checked
+    def free_pinned(self, address: int) -> None:
+        runtime.freeHost(address)
+
+    @_checked
+    def create_stream(self) -> int:
+        return int(runtime.streamCreateWithFlags(runtime.streamNonBlocking))
+
+    @_checked
+    def destroy_stream(self, stream: int) -> None:
+        runtime.streamDestroy(stream)
+
+    @_checked
+    def copy_to_device(self, device: int, host: int, nbytes: int, stream: int) -> None:
+        runtime.memcpyAsync(device, host, nbytes, runtime.memcpyHostToDevice, stream)
+
+    @_checked
+    def copy_to_host(self, host: int, device: int, nbytes: int, stream: int) -> None:
+        runtime.memcpyAsync(host, device, nbytes, runtime.memcpyDeviceToHost, stream)
+
+    @_checked
+    def fill(self, device: int, value: int, nbytes: int, stream: int) -> None:
+        runtime.memsetAsync(device, value, nbytes, stream)
+
+    @_checked
+    def launch_kernel(
+        self,
+        function: int,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        shared_bytes: int,
+        stream: int,
+        params: bytes,
+    ) -> None:
+        # The driver copies the struct out of here before it returns.
+        memory = ctypes.create_string_buffer(len(params) + _PARAMS_ALIGNMENT)
+        address = ctypes.addressof(memory)
+        address += -address % _PARAMS_ALIGNMENT
+        ctypes.memmove(address, params, len(params))
+        pointers = (ctypes.c_void_p * 1)(address)
+        where = ctypes.addressof(pointers)
+        driver.launchKernel(function, *grid, *block, shared_bytes, stream, where, 0)
+
+    @_checked
+    def create_event(self) -> int:
+        return int(runtime.eventCreateWithFlags(runtime.eventBlockingSync | runtime.eventDisableTiming))
+
+    @_checked
+    def destroy_event(self, event: int) -> None:
+        runtime.eventDestroy(event)
+
+    @_checked
+    def record_event(self, event: int, stream: int) -> None:
+        runtime.eventRecord(event, stream)
+
+    @_checked
+    def event_done(self, event: int) -> bool:
+        # CuPy returns this one status instead of raising it.
+        status = runtime.eventQuery(event)
+        if status not in (0, NOT_READY):
+            runtime.check_status(status)
+        return bool(status == 0)
+
+    @_checked
+    def synchronize_event(self, event: int) -> None:
+        runtime.eventSynchronize(event)
+
+    @_checked
+    def wait_event(self, stream: int, event: int) -> None:
+        runtime.streamWaitEvent(stream, event)
+
+    @_checked
+    def load_module(self, image: bytes) -> int:
+        return int(driver.moduleLoadData(image))
+
+    @_checked
+    def unload_module(self, module: int) -> None:
+        driver.moduleUnload(module)
+
+    @_checked
+    def get_function(self, module: int, name: str) -> int:
+        return int(driver.moduleGetFunction(module, name))
+
+    @_checked
+    def allow_shared_memory(self, function: int, nbytes: int) -> None:
+        driver.funcSetAttribute(function, _CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, nbytes)
+
+    def close(self) -> None:
+        self.trim()

@@ -1,0 +1,58 @@
+"""What a CUDA status means for the request that met it and for the context.
+
+The statuses are those of cudaError_t, which equal CUresult's for all that matter here.
+"""
+
+from __future__ import annotations
+
+from gpu_actors.errors import ContextLost, GpuActorsError, LaunchError, OutOfDeviceMemory
+
+__all__ = ["NOT_READY", "OUT_OF_MEMORY", "STICKY", "CudaFailure", "explain"]
+
+OUT_OF_MEMORY = 2
+NOT_READY = 600
+
+STICKY: dict[int, str] = {
+    226: "cudaErrorContained",
+    700: "cudaErrorIllegalAddress",
+    702: "cudaErrorLaunchTimeout",
+    709: "cudaErrorContextIsDestroyed",
+    710: "cudaErrorAssert",
+    714: "cudaErrorHardwareStackError",
+    715: "cudaErrorIllegalInstruction",
+    716: "cudaErrorMisalignedAddress",
+    717: "cudaErrorInvalidAddressSpace",
+    718: "cudaErrorInvalidPc",
+    719: "cudaErrorLaunchFailure",
+    721: "cudaErrorTensorMemoryLeak",
+    810: "cudaErrorMpsClientTerminated",
+    911: "cudaErrorExternalDevice",
+}
+"""After these every later call fails: driver_types.h (CUDA 13.4) says of each but 709, whose name says it, that the
+process must be terminated and relaunched."""
+
+
+class CudaFailure(Exception):
+    """A CUDA call that did not return success. call: which. detail: the driver's own words."""
+
+    def __init__(self, status: int, call: str, detail: str = "") -> None:
+        super().__init__(status, call, detail)
+        self.status = status
+        self.call = call
+        self.detail = detail or STICKY.get(status, f"status {status}")
+
+    @property
+    def sticky(self) -> bool:
+        return self.status in STICKY
+
+    def __str__(self) -> str:
+        return f"{self.call} failed: {self.detail}"
+
+
+def explain(failure: CudaFailure) -> GpuActorsError:
+    """The error to answer requests with."""
+    if failure.sticky:
+        return ContextLost(f"the CUDA context is gone: {failure}")
+    if failure.status == OUT_OF_MEMORY:
+        return OutOfDeviceMemory(str(failure))
+    return LaunchError(str(failure))

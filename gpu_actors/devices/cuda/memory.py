@@ -1,0 +1,127 @@
+"""Memory that a device hands to its launches: page-locked staging on the host, and blocks that Python owns.
+
+No block is ever given to a second launch before the first one's event was seen to be over, on whatever streams they
+run. That is stricter than the stream order that CuPy's and torch's allocators keep, and needs no streams at all.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpu_actors.devices.cuda.api import CudaApi, MemoryBlock
+
+if TYPE_CHECKING:
+    from gpu_actors.devices.cuda.device import CudaDevice
+
+__all__ = ["DeviceMemory", "Layout", "StagingBlock", "StagingPool", "keep_for_ever"]
+
+ALIGNMENT = 256
+"""Of each operand, in bytes: what cudaMalloc gives, which kernels rely on for vector loads and tensor maps."""
+
+
+class Layout:
+    """Lays operands out in one block. size: bytes so far."""
+
+    __slots__ = ("size",)
+
+    def __init__(self) -> None:
+        self.size = 0
+
+    def reserve(self, nbytes: int) -> int:
+        """The offset of the next operand."""
+        offset = self.size
+        self.size += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        return offset
+
+
+class StagingBlock:
+    """Page-locked host memory. bytes: an ndarray over all of it."""
+
+    __slots__ = ("address", "bytes", "capacity")
+
+    def __init__(self, address: int, capacity: int) -> None:
+        self.address = address
+        self.capacity = capacity
+        memory = (ctypes.c_uint8 * capacity).from_address(address)
+        self.bytes: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(memoryview(memory), np.uint8)
+
+
+class StagingPool:
+    """Page-locked blocks in sizes of powers of two.
+
+    Locking pages takes far longer than a copy, so blocks are kept, as many as ``keep`` bytes in all; what goes beyond
+    is released when its launch is over.
+    """
+
+    SMALLEST = 1 << 12
+
+    def __init__(self, api: CudaApi, keep: int = 1 << 28) -> None:
+        self._api = api
+        self._keep = keep
+        self._kept = 0
+        self._idle: dict[int, list[StagingBlock]] = {}
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> StagingBlock:
+        """A block of at least ``nbytes``. Raises CudaFailure."""
+        capacity = max(self.SMALLEST, 1 << (nbytes - 1).bit_length())
+        with self._lock:
+            idle = self._idle.get(capacity)
+            if idle:
+                self._kept -= capacity
+                return idle.pop()
+        return StagingBlock(self._api.allocate_pinned(capacity), capacity)
+
+    def give(self, block: StagingBlock) -> None:
+        """Take a block back. No copy to or from it may be under way."""
+        with self._lock:
+            if self._kept + block.capacity <= self._keep:
+                self._kept += block.capacity
+                self._idle.setdefault(block.capacity, []).append(block)
+                return
+        self._api.free_pinned(block.address)
+
+    def trim(self) -> None:
+        """Release the blocks that no launch uses."""
+        with self._lock:
+            idle, self._idle, self._kept = self._idle, {}, 0
+        for blocks in idle.values():
+            for block in blocks:
+                self._api.free_pinned(block.address)
+
+    def close(self) -> None:
+        self.trim()
+        self._keep = 0
+
+
+class DeviceMemory:
+    """A block of device memory that goes back to the pool when the last reference to this goes."""
+
+    __slots__ = ("_block", "_device", "address")
+
+    def __init__(self, device: CudaDevice, nbytes: int) -> None:
+        self._device = device
+        self._block: MemoryBlock | None = None
+        self._block = device.allocate(nbytes)
+        self.address = self._block.address
+
+    def release(self) -> None:
+        """Give the block back now."""
+        block, self._block = self._block, None
+        if block is not None:
+            self._device.free(block)
+
+    def __del__(self) -> None:
+        self.release()
+
+
+def keep_for_ever(value: object) -> None:
+    """Never release ``value``, not even when the interpreter ends.
+
+    Freeing what a hung kernel may still use would block, or hand its memory to somebody else.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))

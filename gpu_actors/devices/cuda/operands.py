@@ -1,0 +1,191 @@
+"""Operands: where everything that one launch reads and writes lies on the device, and how it gets there and back.
+
+Host inputs are packed into one staging block and go up in one copy; outputs for the host come down in one copy behind
+the kernel, into a second block. Both kinds share one block of device memory:
+
+    staging in [ q | k | v ] --upload--> device [ q | k | v | out | lse ] --download--> staging out [ out | lse ]
+
+Arrays that lie on the device already are used in place, and cost neither.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from gpu_actors.devices.cuda.api import CudaApi, MemoryBlock
+from gpu_actors.devices.cuda.memory import Layout, StagingBlock
+from gpu_actors.devices.interface import Buffer, Launch, OutputSpec
+from gpu_actors.errors import InvalidRequest, LaunchError
+from gpu_actors.interop.arrays import check_output, dtype_of
+from gpu_actors.interop.device_array import DeviceArray, element_strides
+from gpu_actors.interop.dlpack import contiguous_strides
+
+if TYPE_CHECKING:
+    from gpu_actors.devices.cuda.device import CudaDevice
+
+__all__ = ["Operands"]
+
+Host = np.ndarray[Any, Any]
+
+
+class _Download(NamedTuple):
+    """An output on its way to the host. offset: in the staging block."""
+
+    name: str
+    spec: OutputSpec
+    offset: int
+
+
+class Operands:
+    """The operands of one launch; holds their memory until `release`.
+
+    buffers: by name, for packing the kernel's parameters. producers: the streams to wait for first.
+    Making one raises OutOfDeviceMemory, and InvalidRequest for an array that lies elsewhere or cannot be written.
+    """
+
+    def __init__(self, device: CudaDevice, launch: Launch) -> None:
+        self.buffers: dict[str, Buffer] = {}
+        self.producers: set[int] = set()
+        self._device = device
+        self._results: dict[str, Any] = {}
+        self._uploads: list[tuple[str, Host, int]] = []
+        self._downloads: list[_Download] = []
+        self._block: MemoryBlock | None = None
+        self._staging_in: StagingBlock | None = None
+        self._staging_out: StagingBlock | None = None
+        self._up, self._down = Layout(), Layout()
+        try:
+            self._place_inputs(launch.inputs)
+            self._place_outputs(launch)
+            self._allocate()
+            self._fill_staging()
+        except BaseException:
+            self.release()
+            raise
+
+    def upload(self, api: CudaApi, stream: int) -> None:
+        """Enqueue the host inputs' copy."""
+        if self._staging_in is not None and self._block is not None:
+            api.copy_to_device(self._block.address, self._staging_in.address, self._up.size, stream)
+
+    def download(self, api: CudaApi, stream: int) -> None:
+        """Enqueue the copy of the outputs that the host wants."""
+        if self._staging_out is not None and self._block is not None:
+            source = self._block.address + self._up.size
+            api.copy_to_host(self._staging_out.address, source, self._down.size, stream)
+
+    def results(self) -> Mapping[str, Any]:
+        """The outputs by name, once the launch is over: the caller's arrays filled, fresh ndarrays, DeviceArrays."""
+        for name, spec, offset in self._downloads:
+            dtype = dtype_of(spec.dtype)
+            into = np.empty(spec.shape, dtype) if spec.into is None else spec.into
+            if into.size:
+                assert self._staging_out is not None
+                _bits(into)[...] = _staged(self._staging_out, offset, spec.shape, dtype.itemsize)
+            self._results[name] = into
+        return self._results
+
+    def release(self) -> None:
+        """Give the memory back. Nothing enqueued may use it any more."""
+        block, self._block = self._block, None
+        staging = (self._staging_in, self._staging_out)
+        self._staging_in = self._staging_out = None
+        self._uploads, self._downloads = [], []
+        if block is not None:
+            self._device.free(block)
+        for staged in staging:
+            if staged is not None:
+                self._device.give_staging(staged)
+
+    # Placing
+
+    def _place_inputs(self, inputs: Mapping[str, Any]) -> None:
+        for name, array in inputs.items():
+            if isinstance(array, DeviceArray):
+                self._place_on_device(name, array)
+            elif array.size == 0:
+                self.buffers[name] = _buffer(0, array.shape, array.dtype)
+            else:
+                self._uploads.append((name, array, self._up.reserve(array.nbytes)))
+
+    def _place_outputs(self, launch: Launch) -> None:
+        first = next(iter(launch.inputs.values()), None)
+        for name, spec in launch.outputs.items():
+            if name in launch.inputs and spec.into is not launch.inputs[name]:
+                raise LaunchError(f"operand {name!r} is an input and another output")
+            if isinstance(spec.into, DeviceArray):
+                check_output(spec.into, spec.shape, spec.dtype, name)
+                self._place_on_device(name, spec.into)
+                self._results[name] = spec.into
+            elif spec.into is None and isinstance(first, DeviceArray):
+                made = self._make(first, spec)
+                self._place_on_device(name, made)
+                self._results[name] = made
+            else:
+                self._place_download(name, spec, launch.inputs)
+
+    def _place_download(self, name: str, spec: OutputSpec, inputs: Mapping[str, Any]) -> None:
+        if spec.into is not None:
+            check_output(spec.into, spec.shape, spec.dtype, name)
+        if name in inputs:
+            raise LaunchError(f"operand {name!r} is changed in place, so it must lie on the device")
+        dtype = dtype_of(spec.dtype)
+        nbytes = math.prod(spec.shape) * dtype.itemsize
+        self._downloads.append(_Download(name, spec, self._down.reserve(nbytes)))
+        if nbytes == 0:
+            self.buffers[name] = _buffer(0, spec.shape, dtype)
+
+    def _place_on_device(self, name: str, array: DeviceArray) -> None:
+        index = self._device.info.index
+        if array.device != index:
+            raise InvalidRequest(name, f"an array on cuda:{array.device}", f"must lie on cuda:{index} or the host")
+        if array.stream is not None:
+            self.producers.add(array.stream)
+        self.buffers[name] = Buffer(array.address, array.shape, element_strides(array), array.dtype.name)
+
+    def _make(self, like: DeviceArray, spec: OutputSpec) -> DeviceArray:
+        if like.make is not None:
+            return like.make(spec.shape, spec.dtype)
+        return self._device.empty(spec.shape, spec.dtype)
+
+    # Memory
+
+    def _allocate(self) -> None:
+        size = self._up.size + self._down.size
+        if size == 0:
+            return
+        self._block = self._device.allocate(size)
+        base = self._block.address
+        for name, array, offset in self._uploads:
+            self.buffers[name] = _buffer(base + offset, array.shape, array.dtype)
+        for name, spec, offset in self._downloads:
+            if name not in self.buffers:
+                address = base + self._up.size + offset
+                self.buffers[name] = _buffer(address, spec.shape, dtype_of(spec.dtype))
+        if self._up.size:
+            self._staging_in = self._device.take_staging(self._up.size)
+        if self._down.size:
+            self._staging_out = self._device.take_staging(self._down.size)
+
+    def _fill_staging(self) -> None:
+        for _, array, offset in self._uploads:
+            assert self._staging_in is not None
+            _staged(self._staging_in, offset, array.shape, array.itemsize)[...] = _bits(array)
+
+
+def _bits(array: Host) -> Host:
+    # As unsigned integers: copies of ml_dtypes' own types go element by element and hold the GIL.
+    return array.view(f"u{array.itemsize}")
+
+
+def _staged(block: StagingBlock, offset: int, shape: tuple[int, ...], itemsize: int) -> Host:
+    nbytes = math.prod(shape) * itemsize
+    return block.bytes[offset : offset + nbytes].view(f"u{itemsize}").reshape(shape)
+
+
+def _buffer(address: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Buffer:
+    return Buffer(address, tuple(shape), contiguous_strides(shape, 1), dtype.name)

@@ -1,0 +1,261 @@
+"""CudaStream: one non-blocking stream of the device, and what is in flight on it.
+
+A launch becomes a `Flight`: waits for the inputs' producers, upload, kernel, download, event. The stream holds each
+flight until its event was seen to be over, whether anyone still asks for it or not, so that nothing it uses is
+released early.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, TypeAlias
+
+from gpu_actors.devices.cuda.errors import CudaFailure
+from gpu_actors.devices.cuda.memory import keep_for_ever
+from gpu_actors.devices.cuda.module import CudaFunction
+from gpu_actors.devices.cuda.operands import Operands
+from gpu_actors.devices.interface import Buffer, Event, Launch, LaunchGeometry, Outputs, Stream
+from gpu_actors.errors import ActorStopped, GpuActorsError, LaunchError
+
+if TYPE_CHECKING:
+    from gpu_actors.devices.cuda.device import CudaDevice
+
+__all__ = ["CudaEvent", "CudaStream", "Flight"]
+
+Pack: TypeAlias = Callable[[Mapping[str, Buffer]], bytes]
+
+
+class CudaStream(Stream):
+    """Opened by `CudaDevice.open_stream`."""
+
+    def __init__(self, device: CudaDevice, name: str) -> None:
+        self.name = name
+        self.handle: int | None = device.call(device.api.create_stream)
+        self._device = device
+        self._flights: deque[Flight] = deque()
+        self._closed = False
+        # Held while something is enqueued, so that closing cannot pull the stream away underneath.
+        self._lock = threading.Lock()
+
+    def launch(self, launch: Launch) -> Event:
+        device = self._device
+        device.enter()
+        function, geometry, pack = _checked(device, launch)
+        with self._lock:
+            self._reap()
+        operands = Operands(device, launch)
+        try:
+            params = pack(operands.buffers)
+        except BaseException:
+            operands.release()
+            raise
+        flight = Flight(device, self.name, launch, operands)
+        event = CudaEvent(flight)
+        with self._lock:
+            if self._closed or self.handle is None:
+                flight.release()
+                raise self._stopped()
+            self._enqueue(flight, function, geometry, params)
+        return event
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for flight in self._flights:
+                flight.stopped = True
+        self.retire()
+
+    def retire(self) -> bool:
+        """Release the closed stream if nothing is in flight any more. Never blocks. True once it is released."""
+        with self._lock:
+            if self._device.lost:
+                return False
+            while self._flights and self._flights[0].settle_if_over():
+                self._flights.popleft()
+            if self._flights or self._device.lost:
+                return False
+            if self.handle is not None:
+                self._device.api.destroy_stream(self.handle)
+                self.handle = None
+            return True
+
+    def _enqueue(self, flight: Flight, function: CudaFunction, geometry: LaunchGeometry, params: bytes) -> None:
+        device, operands, stream = self._device, flight.operands, self.handle
+        assert stream is not None
+        api = device.api
+        try:
+            flight.event = api.create_event()
+            function.prepare(api, geometry.shared_bytes)
+        except CudaFailure as failure:
+            error = device.failed(failure)
+            flight.release()
+            raise error from failure
+        try:
+            for producer in operands.producers:
+                _order_after(device, producer, stream)
+            operands.upload(api, stream)
+            if 0 not in geometry.grid:
+                api.launch_kernel(function.handle, *geometry, stream, params)
+            operands.download(api, stream)
+            api.record_event(flight.event, stream)
+        except CudaFailure as failure:
+            error = device.failed(failure)
+            self._keep_until_over(flight)
+            raise error from failure
+        self._flights.append(flight)
+
+    def _keep_until_over(self, flight: Flight) -> None:
+        """Hold what an aborted launch uses: the part of it that was enqueued goes on."""
+        assert flight.event is not None
+        assert self.handle is not None
+        flight.belongs_to(None)
+        try:
+            self._device.api.record_event(flight.event, self.handle)
+        except CudaFailure:
+            keep_for_ever(flight)
+            return
+        self._flights.append(flight)
+
+    def _reap(self) -> None:
+        """Settle finished launches that nobody asks for."""
+        flights = self._flights
+        while flights and (flights[0].settled or (flights[0].orphaned and flights[0].settle_if_over())):
+            flights.popleft()
+
+    def _stopped(self) -> ActorStopped:
+        return ActorStopped(f"the stream of {self.name} is closed")
+
+
+class Flight:
+    """A launch on its way. It holds all that the launch uses until `settle`.
+
+    stopped: the stream was closed meanwhile. settled: the results are in place and the memory is given back.
+    """
+
+    def __init__(self, device: CudaDevice, stream: str, launch: Launch, operands: Operands) -> None:
+        self.device = device
+        self.operands = operands
+        self.event: int | None = None
+        self.outputs: Outputs = {}
+        self.stopped = False
+        self.settled = False
+        self._stream = stream
+        self._launch: Launch | None = launch
+        self._owner: weakref.ref[CudaEvent] | None = None
+        self._waiting = 0
+        # Held while the event is queried, so that whoever settles first cannot destroy it meanwhile.
+        self._lock = threading.Lock()
+
+    @property
+    def orphaned(self) -> bool:
+        """True once nobody can ask for the results any more."""
+        return self._owner is None or self._owner() is None
+
+    def belongs_to(self, event: CudaEvent | None) -> None:
+        self._owner = None if event is None else weakref.ref(event)
+
+    def over(self) -> bool:
+        """Whether the device is done with it. Never blocks on the device. Raises what `Event.wait` does."""
+        with self._lock:
+            if self.settled or self.event is None:
+                return True
+            return self.device.call(self.device.api.event_done, self.event)
+
+    def wait(self) -> None:
+        """Sleep until the launch is over and settle it."""
+        if self.settled:
+            return
+        self.device.enter()
+        if self.stopped and not self.over():
+            raise ActorStopped(f"the stream of {self._stream} was closed before the launch had finished")
+        with self._lock:
+            event = self.event
+            if event is None:
+                return
+            self._waiting += 1
+        try:
+            self.device.call(self.device.api.synchronize_event, event)
+        finally:
+            with self._lock:
+                self._waiting -= 1
+        self.settle()
+
+    def settle_if_over(self) -> bool:
+        """Settle unless the device still works on it. Never blocks on the device."""
+        try:
+            over = self.over()
+        except GpuActorsError:
+            # The context is gone, and what becomes of its memory with it.
+            return False
+        if over:
+            self.settle()
+        return over
+
+    def settle(self) -> None:
+        """Put the results in place and give the memory back. The event must be over."""
+        with self._lock:
+            if not self.settled:
+                self.outputs = self.operands.results()
+                self.operands.release()
+                self._launch = None
+                self.settled = True
+            if not self._waiting and self.event is not None:
+                event, self.event = self.event, None
+                self.device.destroy_event(event)
+
+    def release(self) -> None:
+        """Give the memory back of a launch of which nothing was enqueued."""
+        self.operands.release()
+        if self.event is not None:
+            self.device.destroy_event(self.event)
+
+
+class CudaEvent(Event):
+    """The end of a flight."""
+
+    def __init__(self, flight: Flight) -> None:
+        self.outputs = {}
+        self._flight = flight
+        flight.belongs_to(self)
+
+    def done(self) -> bool:
+        flight = self._flight
+        if flight.settled or flight.stopped or flight.device.lost or flight.device.closed:
+            return True
+        try:
+            return flight.over()
+        except GpuActorsError:
+            return True
+
+    def wait(self) -> None:
+        self._flight.wait()
+        self.outputs = self._flight.outputs
+
+
+def _checked(device: CudaDevice, launch: Launch) -> tuple[CudaFunction, LaunchGeometry, Pack]:
+    kernel, geometry, pack = launch.kernel, launch.geometry, launch.pack
+    if kernel is None or geometry is None or pack is None:
+        raise LaunchError("a launch on CUDA needs a kernel, a geometry and a way to pack its parameters")
+    function = kernel.handle
+    if not isinstance(function, CudaFunction) or function.device is not device:
+        raise LaunchError(f"kernel {kernel.entry!r} was not loaded by this device")
+    if 0 in geometry.grid and any(0 not in spec.shape for spec in launch.outputs.values()):
+        # An empty grid would leave the outputs unwritten.
+        raise LaunchError(f"kernel {kernel.entry!r} has an empty grid and outputs that are not empty")
+    return function, geometry, pack
+
+
+def _order_after(device: CudaDevice, producer: int, stream: int) -> None:
+    """Have ``stream`` wait, on the device, for the work that is on ``producer`` now."""
+    api = device.api
+    event = api.create_event()
+    try:
+        api.record_event(event, producer)
+        api.wait_event(stream, event)
+    finally:
+        api.destroy_event(event)
