@@ -7,9 +7,10 @@ the class in ``ContextOptions(actors=...)``.
 
 from __future__ import annotations
 
+import traceback
 from collections import deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 
 import pykka
 
@@ -68,10 +69,16 @@ class ServiceActor(pykka.ThreadingActor):
     def launch(self, calls: Sequence[Call[Any]], launch: Launch, finish: Finish) -> None:
         """Enqueue a launch that answers ``calls``; those answered already (cancelled, expired) are the caller's care.
 
-        Each call must have been claimed with ``begin_launch``. Raises what ``Stream.launch`` raises.
+        Each call must have been claimed with ``begin_launch``. Raises what ``Stream.launch`` raises, which then has
+        answered the calls.
         """
         post = self.post
-        event = post.stream.launch(launch)
+        try:
+            event = post.stream.launch(launch)
+        except BaseException as error:
+            # All of them: the actor's loop knows only the call that it gave out last.
+            self._refuse(calls, error)
+            raise
         for call in calls:
             if call.traced:
                 post.services.trace.emit("request.launched", actor=post.name, request=call.number, key=launch.key)
@@ -80,7 +87,8 @@ class ServiceActor(pykka.ThreadingActor):
     # Pykka's side
 
     def _create_actor_inbox(self) -> ActorInbox:  # type: ignore[override]
-        return cast("ActorInbox", _Inbox(self.post.mailbox))
+        self._controls: deque[_Envelope] = deque()
+        return cast("ActorInbox", _Inbox(self.post.mailbox, self._controls))
 
     def on_start(self) -> None:
         # Pykka tells nobody when on_start raises, so readiness and failure are reported from here.
@@ -89,10 +97,10 @@ class ServiceActor(pykka.ThreadingActor):
             self.open()
         except BaseException as error:
             self.post.report_failure(self, error)
-            raise as_exception(self.post.name, error) from error
+            raise_exception(self.post.name, error)
         self.post.report_ready(self)
 
-    def on_failure(self, exception_type: Any, exception_value: Any, traceback: Any) -> None:
+    def on_failure(self, exception_type: Any, exception_value: Any, exception_traceback: Any) -> None:
         self.post.report_failure(self, exception_value)
 
     def on_stop(self) -> None:
@@ -104,6 +112,8 @@ class ServiceActor(pykka.ThreadingActor):
             return None
         try:
             return self.on_message(message)
+        except BaseException as error:
+            raise_exception(self.post.name, error)
         finally:
             self.outbox.flush()
 
@@ -111,7 +121,7 @@ class ServiceActor(pykka.ThreadingActor):
         mailbox, outbox = self.post.mailbox, self.outbox
         try:
             for index, call in enumerate(calls):
-                if mailbox.saturated or self.actor_stopped.is_set():
+                if mailbox.saturated or self._controls:
                     mailbox.give_back(calls[index:])
                     return
                 if call.done:
@@ -119,22 +129,38 @@ class ServiceActor(pykka.ThreadingActor):
                 try:
                     self.handle(call)
                 except GpuActorsError as error:
-                    call.fail(error.with_traceback(None), outbox)
-                    if isinstance(error, ContextLost):
-                        self.post.report_lost(error)
+                    self._refuse((call,), error)
                 except BaseException as error:
-                    failure = ActorFailed(f"{self.post.name} failed while it handled the request: {error!r}")
-                    failure.__cause__ = error
-                    call.fail(failure, outbox)
+                    self._refuse((call,), error)
                     mailbox.give_back(calls[index + 1 :])
-                    raise as_exception(self.post.name, error) from error
+                    raise_exception(self.post.name, error)
         finally:
             outbox.flush()
+            # Pykka's loop keeps its last message while it waits for the next, and the error of a crash its frames:
+            # neither must keep requests, with their arrays, alive.
+            calls.clear()
+            del call
+
+    def _refuse(self, calls: Iterable[Call[Any]], error: BaseException) -> None:
+        """Answer calls with what was raised while they were worked on."""
+        if isinstance(error, ContextLost):
+            # This answers them with the generation that was lost, which the device did not know.
+            self.post.report_lost(error)
+        if isinstance(error, GpuActorsError):
+            failure = error.with_traceback(None)
+        else:
+            traceback.clear_frames(error.__traceback__)
+            failure = ActorFailed(f"{self.post.name} failed while it handled the request: {error!r}")
+            failure.__cause__ = error
+        for call in calls:
+            call.fail(failure, self.outbox)
 
 
-def as_exception(name: str, error: BaseException) -> Exception:
-    """``error``, or a stand-in where it is no Exception: Pykka answers those by stopping every actor there is."""
-    return error if isinstance(error, Exception) else RuntimeError(f"{name} raised {error!r}")
+def raise_exception(name: str, error: BaseException) -> NoReturn:
+    """Raise ``error``, or a stand-in where it is no Exception: Pykka answers those by stopping every actor there is."""
+    if isinstance(error, Exception):
+        raise error
+    raise RuntimeError(f"{name} raised {error!r}") from error
 
 
 class _Batch:
@@ -160,9 +186,9 @@ class _Inbox:
     Only Pykka's messages count as content, so that a dying incarnation drains those and leaves the calls.
     """
 
-    def __init__(self, mailbox: Mailbox) -> None:
+    def __init__(self, mailbox: Mailbox, controls: deque[_Envelope]) -> None:
         self._mailbox = mailbox
-        self._controls: deque[_Envelope] = deque()
+        self._controls = controls
 
     def put(self, envelope: _Envelope) -> None:
         self._controls.append(envelope)

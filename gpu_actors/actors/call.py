@@ -132,20 +132,22 @@ class Call(Generic[T]):
         timer = self.timer
         if timer is not None:
             timer.cancel()
-        # The count changes before anyone is woken, so that a waiter who reads the stats finds itself in them.
-        self.mailbox.settled(self)
-        if futures is not None:
-            box = outbox if outbox is not None else Outbox()
-            for future in futures:
-                box.add(future)
-            if outbox is None:
-                box.flush()
-        if threads is not None:
-            for event in threads:
-                event.set()
-        if callbacks is not None:
-            for callback in callbacks:
-                callback(self)
+        try:
+            # The count changes before anyone is woken, so that a waiter who reads the stats finds itself in them.
+            self.mailbox.settled(self)
+        finally:
+            if futures is not None:
+                box = outbox if outbox is not None else Outbox()
+                for future in futures:
+                    box.add(future)
+                if outbox is None:
+                    box.flush()
+            if threads is not None:
+                for event in threads:
+                    event.set()
+            if callbacks is not None:
+                for callback in callbacks:
+                    callback(self)
         return True
 
     # Waiting for it
@@ -203,7 +205,8 @@ class Call(Generic[T]):
         if self.error is None:
             return self.value  # type: ignore[return-value]
         try:
-            raise self.error
+            # Whoever asked before left the frames of his own stack there.
+            raise self.error.with_traceback(None)
         finally:
             # The error's traceback holds this frame. Without the cycle through it, a failed call is freed at once and
             # the collector has nothing to do.

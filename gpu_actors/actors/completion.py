@@ -88,7 +88,13 @@ class Completion:
     def _run(self) -> None:
         outbox = Outbox()
         while (entry := self._arrivals.get()) is not None:
-            self._settle(entry.event, entry.calls, entry.finish, outbox)
+            try:
+                self._settle(entry.event, entry.calls, entry.finish, outbox)
+            except BaseException:
+                # Whatever it was, the launches behind this one still have to be waited for.
+                logger.exception("%s: settling a launch raised", self._name)
+            # A thread that waits for the next launch must not keep this one's arrays alive.
+            del entry
             self._entries.popleft()
             self._mailbox.launch_ended()
             if not self._entries or not self._entries[0].event.done():
@@ -101,6 +107,8 @@ class Completion:
         try:
             event.wait()
             results = finish(event.outputs)
+            if len(results) != len(calls):
+                raise ValueError(f"finish gave {len(results)} results for {len(calls)} requests")
         except GpuActorsError as failure:
             # Its traceback leads through this frame back to the calls; what it says is all in its message.
             error = failure.with_traceback(None)
@@ -109,7 +117,7 @@ class Completion:
         except BaseException as failure:
             logger.exception("%s: a finished launch could not be answered", self._name)
             error = ActorFailed(f"{self._name} could not finish the request: {failure!r}")
-            error.__cause__ = failure
+            error.__cause__ = failure.with_traceback(None)
         for index, call in enumerate(calls):
             if error is not None:
                 call.fail(error, outbox)

@@ -1,0 +1,26 @@
+"""Fixtures that many tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Keep the user's own cubins out of the tests, and the tests' out of the user's."""
+    folder = tmp_path_factory.mktemp("cubins")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GPU_ACTORS_CACHE_DIR", str(folder))
+        yield folder
+
+
+@pytest.fixture
+def all_threads_end() -> Iterator[None]:
+    """Fail a test that leaves a thread behind."""
+    from service_support import no_threads_left
+
+    with no_threads_left():
+        yield

@@ -1,0 +1,395 @@
+"""Replies: awaited from loops, read from threads, cancelled, dropped."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import gc
+import logging
+import threading
+import time
+import traceback
+import weakref
+
+import anyio
+import anyio.lowlevel
+import numpy as np
+import pytest
+from service_support import NO_COMPUTE, Gate, Scripted, answer, eventually, launch_of, launches, raises, rows, scripted
+
+import gpu_actors as ga
+
+pytestmark = pytest.mark.usefixtures("all_threads_end")
+
+
+def test_result_gives_the_answer_to_a_plain_thread() -> None:
+    with scripted() as (_, actor):
+        assert actor.submit(answer(7)).result(1.0) == 7
+
+
+def test_result_raises_the_requests_error() -> None:
+    with scripted() as (_, actor), pytest.raises(ga.LaunchError, match="no such luck"):
+        actor.submit(raises(ga.LaunchError("no such luck"))).result(1.0)
+
+
+def test_result_times_out_and_the_request_goes_on() -> None:
+    gate = Gate()
+    with scripted() as (_, actor):
+        reply = actor.submit(launches(gate, "late"))
+        with pytest.raises(TimeoutError, match=r"0\.02 s"):
+            reply.result(0.02)
+        gate.open()
+        assert reply.result(1.0) == "late"
+
+
+async def test_result_on_the_loops_thread_raises_instead_of_blocking() -> None:
+    gate = Gate()
+    options = ga.ContextOptions(actors=(Scripted,))
+    async with ga.open_context("mock", options) as ctx:
+        reply = ctx.actor(Scripted).submit(launches(gate, "after all"))
+        with pytest.raises(ga.WouldBlock, match="await the reply"):
+            reply.result(1.0)
+        gate.open()
+        assert await reply == "after all"
+        assert reply.result() == "after all", "what is done can be read anywhere"
+
+
+async def test_a_plain_with_on_the_loops_thread_raises_instead_of_blocking() -> None:
+    with pytest.raises(ga.WouldBlock, match="async with"), ga.open_context("mock"):
+        pass
+
+
+async def test_a_reply_can_be_awaited_twice() -> None:
+    async with ga.open_context("mock", ga.ContextOptions(actors=(Scripted,))) as ctx:
+        reply = ctx.actor(Scripted).submit(answer(3))
+        assert await reply == 3
+        assert await reply == 3
+        failed = ctx.actor(Scripted).submit(raises(ga.LaunchError("twice")))
+        for _ in range(2):
+            with pytest.raises(ga.LaunchError, match="twice"):
+                await failed
+
+
+def test_a_reply_can_be_awaited_from_two_loops_and_a_thread_at_once() -> None:
+    gate = Gate()
+    with scripted() as (_, actor), concurrent.futures.ThreadPoolExecutor(3) as pool:
+        reply = actor.submit(launches(gate, "for all"))
+
+        async def wait() -> str:
+            return await reply
+
+        waiting = [pool.submit(asyncio.run, wait()), pool.submit(asyncio.run, wait()), pool.submit(reply.result)]
+        gate.entered.wait(5.0)
+        time.sleep(0.05)
+        gate.open()
+        assert [waiter.result(5.0) for waiter in waiting] == ["for all"] * 3
+
+
+def test_errors_raised_again_and_again_keep_their_traceback_short() -> None:
+    with scripted() as (_, actor):
+        reply = actor.submit(raises(ga.LaunchError("again")))
+        depths = []
+        for _ in range(50):
+            with pytest.raises(ga.LaunchError) as caught:
+                reply.result(1.0)
+            depths.append(len(traceback.extract_tb(caught.value.__traceback__)))
+    assert depths[-1] == depths[0]
+
+
+# Cancelling
+
+
+def test_cancel_before_the_launch_answers_cancelled() -> None:
+    gate = Gate()
+    with scripted(max_in_flight=1) as (ctx, actor):
+        first = actor.submit(launches(gate, 1))
+        gate.entered.wait(5.0)
+        second = actor.submit(launches(lambda: None, 2))
+        assert second.cancel() is True
+        assert second.done()
+        with pytest.raises(ga.RequestCancelled):
+            second.result(1.0)
+        assert second.cancel() is False, "it has its answer already"
+        gate.open()
+        assert first.result(1.0) == 1
+        stats = ctx.stats()["scripted"]
+    assert (stats.launched, stats.cancelled, stats.queued) == (1, 1, 0)
+
+
+def test_cancel_after_the_launch_does_nothing() -> None:
+    gate = Gate()
+    with scripted() as (_, actor):
+        reply = actor.submit(launches(gate, "kept"))
+        gate.entered.wait(5.0)
+        assert reply.cancel() is False
+        gate.open()
+        assert reply.result(1.0) == "kept"
+        assert reply.cancel() is False
+
+
+async def cancelled_by_task(reply: ga.Reply) -> None:
+    async def wait() -> None:
+        await reply
+
+    task = asyncio.create_task(wait())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def cancelled_by_scope(reply: ga.Reply) -> None:
+    async with anyio.create_task_group() as group:
+
+        async def wait() -> None:
+            await reply
+
+        group.start_soon(wait)
+        await anyio.lowlevel.checkpoint()
+        group.cancel_scope.cancel()
+
+
+async def cancelled_by_move_on(reply: ga.Reply) -> None:
+    with anyio.move_on_after(0.01) as scope:
+        await reply
+    assert scope.cancelled_caught
+
+
+async def cancelled_by_wait_for(reply: ga.Reply) -> None:
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(reply, 0.01)
+
+
+@pytest.mark.parametrize(
+    "give_up", [cancelled_by_task, cancelled_by_scope, cancelled_by_move_on, cancelled_by_wait_for]
+)
+async def test_a_waiter_that_gives_up_cancels_its_request(give_up) -> None:
+    gate = Gate()
+    options = ga.ContextOptions(actors=(Scripted,), max_in_flight=1)
+    async with ga.open_context("mock", options) as ctx:
+        actor = ctx.actor(Scripted)
+        actor.submit(launches(gate))
+        reply = actor.submit(launches(lambda: None))
+        await give_up(reply)
+        assert reply.done()
+        assert ctx.stats()["scripted"].cancelled == 1
+        gate.open()
+        with pytest.raises(ga.RequestCancelled):
+            await reply
+
+
+async def test_a_waiter_that_gives_up_after_the_launch_leaves_the_request_alone() -> None:
+    gate = Gate()
+    async with ga.open_context("mock", ga.ContextOptions(actors=(Scripted,))) as ctx:
+        reply = ctx.actor(Scripted).submit(launches(gate, "kept"))
+        await asyncio.to_thread(gate.entered.wait, 5.0)
+        await cancelled_by_move_on(reply)
+        gate.open()
+        assert await reply == "kept"
+
+
+async def test_one_of_two_waiters_giving_up_does_not_cancel_for_the_other() -> None:
+    gate = Gate()
+    options = ga.ContextOptions(actors=(Scripted,), max_in_flight=1)
+    async with ga.open_context("mock", options) as ctx:
+        actor = ctx.actor(Scripted)
+        actor.submit(launches(gate))
+        reply = actor.submit(launches(lambda: None, "for the other"))
+
+        async def wait() -> str:
+            return await reply
+
+        other = asyncio.create_task(wait())
+        await asyncio.sleep(0)
+        await cancelled_by_task(reply)
+        assert not reply.done()
+        gate.open()
+        assert await other == "for the other"
+
+
+async def test_a_waiting_thread_keeps_the_request_when_a_task_gives_up() -> None:
+    gate = Gate()
+    options = ga.ContextOptions(actors=(Scripted,), max_in_flight=1)
+    async with ga.open_context("mock", options) as ctx:
+        actor = ctx.actor(Scripted)
+        actor.submit(launches(gate))
+        reply = actor.submit(launches(lambda: None, "for the thread"))
+        thread = asyncio.create_task(asyncio.to_thread(reply.result, 5.0))
+        await asyncio.to_thread(eventually, lambda: reply._call._threads)
+        await cancelled_by_task(reply)
+        assert not reply.done()
+        gate.open()
+        assert await thread == "for the thread"
+
+
+async def test_a_waiter_cancelled_in_the_moment_of_the_answer_leaves_the_answer() -> None:
+    gate = Gate()
+    async with ga.open_context("mock", ga.ContextOptions(actors=(Scripted,))) as ctx:
+        reply = ctx.actor(Scripted).submit(launches(gate, "there"))
+
+        async def wait() -> str:
+            return await reply
+
+        task = asyncio.create_task(wait())
+        await asyncio.sleep(0)
+        gate.open()
+        eventually(reply.done)  # answered, but the loop has not been back to wake the task
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await reply == "there"
+
+
+# Not waiting
+
+
+def test_a_reply_that_nobody_awaits_is_still_answered() -> None:
+    ran = threading.Event()
+    with scripted() as (ctx, actor):
+        actor.submit(launches(ran.set))
+        assert ran.wait(5.0)
+        eventually(lambda: ctx.stats()["scripted"].completed == 1)
+
+
+def test_a_loop_that_is_closed_while_requests_are_in_flight_harms_nobody() -> None:
+    gate = Gate()
+    with scripted() as (_, actor):
+        reply = actor.submit(launches(gate, "later"))
+
+        async def give_up() -> None:
+            # A future of a loop that is gone by the time of the answer: the task around it is never finished.
+            asyncio.ensure_future(reply)  # noqa: RUF006
+            await asyncio.sleep(0.01)
+
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(give_up())
+        pending = asyncio.all_tasks(loop)
+        loop.close()
+        assert len(pending) == 1
+        gate.open()
+        assert reply.result(5.0) == "later"
+
+        async def go_on() -> str:
+            return await actor.submit(answer("next")), await reply
+
+        assert asyncio.run(go_on()) == ("next", "later")
+        for task in pending:
+            task.get_coro().close()
+            task._log_destroy_pending = False
+
+
+# What a reply keeps alive
+
+
+@pytest.fixture
+def no_collector():
+    gc.collect()
+    gc.disable()
+    # Captured log records hold on to the traceback that was logged.
+    logging.disable()
+    yield
+    logging.disable(logging.NOTSET)
+    gc.enable()
+
+
+def gone(reference: weakref.ref) -> bool:
+    return reference() is None
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("mock", [ga.MockOptions(), NO_COMPUTE, ga.MockOptions(latency=0.001)])
+def test_inputs_are_released_with_the_reply(mock: ga.MockOptions) -> None:
+    with ga.open_context("mock", ga.ContextOptions(mock=mock)) as ctx:
+        q = rows(4)
+        inputs = weakref.ref(q)
+        reply = ctx.flash_attn.forward(q, q, q)
+        del q
+        eventually(reply.done)
+        assert inputs() is not None
+        del reply
+        eventually(lambda: gone(inputs))
+
+
+@pytest.mark.usefixtures("no_collector")
+async def test_a_result_is_released_with_the_reply() -> None:
+    async with ga.open_context("mock") as ctx:
+        result = weakref.ref((await ctx.flash_attn.forward(rows(4), rows(4), rows(4))).out)
+        for _ in range(200):
+            if gone(result):
+                break
+            await asyncio.sleep(0.005)
+        assert gone(result)
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("options", [{"softcap": -1.0}, {}, {"timeout": -1.0}], ids=["refused", "launch", "late"])
+async def test_a_failed_reply_makes_no_reference_cycle(options: dict) -> None:
+    async with ga.open_context("mock", ga.ContextOptions(mock=NO_COMPUTE)) as ctx:
+
+        async def ask() -> weakref.ref:
+            q = rows(4)
+            reference = weakref.ref(q)
+            with pytest.raises(ga.GpuActorsError):
+                await ctx.flash_attn.forward(q, q, q, **options)
+            return reference
+
+        inputs = await ask()
+        for _ in range(200):
+            if gone(inputs):
+                break
+            await asyncio.sleep(0.005)
+        assert gone(inputs)
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_a_request_that_crashed_its_actor_is_released_too() -> None:
+    class Cargo:
+        def __call__(self, actor, call) -> None:
+            payload = np.ones(3)
+            raise ZeroDivisionError(payload.sum())
+
+    with scripted() as (_, actor):
+        cargo = Cargo()
+        reference = weakref.ref(cargo)
+        reply = actor.submit(cargo)
+        del cargo
+        assert_fails(reply)
+        del reply
+        eventually(lambda: gone(reference))
+
+
+def assert_fails(reply: ga.Reply) -> None:
+    try:
+        reply.result(5.0)
+    except ga.ActorFailed:
+        return
+    finally:
+        del reply
+    raise AssertionError("answered")
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_a_finish_that_raises_makes_no_reference_cycle() -> None:
+    class Cargo:
+        def __call__(self, actor, call) -> None:
+            call.begin_launch()
+            actor.launch((call,), launch_of(lambda: None), self.finish)
+
+        def finish(self, outputs):
+            raise ZeroDivisionError
+
+    with scripted() as (_, actor):
+        cargo = Cargo()
+        reference = weakref.ref(cargo)
+        reply = actor.submit(cargo)
+        del cargo
+        assert_fails(reply)
+        del reply
+        eventually(lambda: gone(reference))
+
+
+def test_the_repr_says_what_became_of_the_request() -> None:
+    with ga.open_context("mock") as ctx:
+        reply = ctx.flash_attn.forward(rows(), rows(), rows())
+        reply.result(1.0)
+        assert repr(reply) == "<Reply #1 done of FlashForward>"
