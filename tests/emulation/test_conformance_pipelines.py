@@ -1,0 +1,85 @@
+"""mbarriers, bulk copies and reductions, stmatrix and warp specialisation."""
+
+from __future__ import annotations
+
+import struct
+
+import ml_dtypes
+import numpy as np
+import pytest
+from kernel_runs import KernelRun, Runner, pointers
+
+FILE = "conformance/pipelines.cu"
+
+
+def test_bulk_loads_feed_consumers_through_mbarriers(runner: Runner) -> None:
+    rounds = 7
+    tiles = np.random.default_rng(0).integers(-50, 50, (rounds, 512)).astype(np.float32)
+    run = KernelRun(
+        FILE,
+        "bulk_pipeline",
+        {"in": tiles, "out": np.zeros(512, np.float32)},
+        lambda place: [*pointers("in", "out")(place), struct.pack("<i", rounds)],
+        block=160,
+        shared_bytes=2 * 2048 + 32,
+    )
+    for result in runner(run):
+        result.check(out=tiles.sum(0))
+
+
+def test_mbarriers_track_async_copies(runner: Runner) -> None:
+    words = np.random.default_rng(1).integers(0, 1 << 32, 512, dtype=np.uint32)
+    arrays = {"in": words, "out": np.zeros(512, np.uint32)}
+    run = KernelRun(FILE, "copy_arrivals", arrays, pointers("in", "out"), block=64, shared_bytes=2064)
+    for result in runner(run):
+        result.check(out=np.concatenate([words[255::-1], words[:255:-1]]))
+
+
+def test_bulk_stores_copy_and_add(runner: Runner) -> None:
+    rng = np.random.default_rng(2)
+    copied = rng.integers(0, 1 << 32, 256, dtype=np.uint32)
+    added = {
+        "f32": rng.standard_normal(256).astype(np.float32),
+        "f16": rng.standard_normal(512).astype(np.float16),
+        "bf16": rng.standard_normal(512).astype(ml_dtypes.bfloat16),
+    }
+    before = {name: rng.standard_normal(x.shape).astype(x.dtype) for name, x in added.items()}
+    source = np.concatenate([copied, *(x.view(np.uint32) for x in added.values())])
+    arrays = {"in": source, "copy": np.zeros(256, np.uint32), **before}
+    run = KernelRun(FILE, "bulk_stores", arrays, pointers("in", "copy", *added), block=128, shared_bytes=4096)
+    for result in runner(run):
+        result.check(copy=copied, **{name: before[name] + x for name, x in added.items()})
+
+
+def test_matrix_stores_gather_rows_from_lanes(runner: Runner) -> None:
+    words = np.random.default_rng(3).integers(0, 1 << 32, (14, 32), dtype=np.uint32)
+    tiles = words.view(np.uint16).reshape(14, 8, 8)  # word i of all lanes is one matrix
+    turned = (1, 4, 5, 10, 11, 12, 13)
+    expected = np.stack([tile.T if i in turned else tile for i, tile in enumerate(tiles)])
+    arrays = {"in": words, "out": np.zeros(448, np.uint32)}
+    for result in runner(KernelRun(FILE, "matrix_stores", arrays, pointers("in", "out"), shared_bytes=1792)):
+        result.check(out=np.ascontiguousarray(expected).view(np.uint32).reshape(448))
+
+
+def test_specialised_warps_elect_one_lane_each(runner: Runner) -> None:
+    arrays = {"elected": np.zeros(1, np.int32), "sums": np.zeros(8, np.float32), "lanes": np.zeros(1, np.int32)}
+    run = KernelRun(FILE, "specialised", arrays, pointers(*arrays), block=256, grid=3)
+    evens, odds = sum(range(0, 256, 2)), sum(range(1, 256, 2))
+    sums = 3 * np.array([128, 256, 384, evens, 128, 256, 384, odds], np.float32)
+    for result in runner(run):
+        result.check(elected=np.array([24]), sums=sums, lanes=np.array([3 * 8 * 496]))
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+def test_a_short_pipeline_leaves_nothing_behind(runner: Runner, rounds: int) -> None:
+    tiles = np.ones((rounds, 512), np.float32)
+    run = KernelRun(
+        FILE,
+        "bulk_pipeline",
+        {"in": tiles, "out": np.zeros(512, np.float32)},
+        lambda place: [*pointers("in", "out")(place), struct.pack("<i", rounds)],
+        block=160,
+        shared_bytes=2 * 2048 + 32,
+    )
+    for result in runner(run):
+        result.check(out=np.full(512, rounds, np.float32))
