@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from gpu_actors.devices.interface import Kernel, Launch, LaunchGeometry, Outputs, OutputSpec
-from gpu_actors.interop.arrays import Adopted, adopt, restore
+from gpu_actors.interop.arrays import Adopted, CallerStreams, adopt, check_device, restore
 from gpu_actors.kernels.arguments import pack_forward
 from gpu_actors.kernels.dispatch import dispatch_key
 from gpu_actors.kernels.variants import launch_geometry
@@ -39,10 +39,13 @@ _OPTIONAL = (
 _ARRAYS = ("q", "k", "v", *_OPTIONAL, "out")
 
 
-def adopt_arrays(request: FlashForward) -> tuple[FlashForward, Adopted | None]:
+def adopt_arrays(
+    request: FlashForward, device: str, streams: CallerStreams | None = None
+) -> tuple[FlashForward, Adopted | None]:
     """The request over arrays that this package can read, and what its q was if that was no NumPy array.
 
-    Raises `InvalidRequest` for what is no array.
+    device: "cpu" or "cuda:N", where arrays may lie besides the host. streams: the submitting thread's own.
+    Raises `InvalidRequest` for what is no array, or lies elsewhere.
     """
     if (
         type(request.q) is np.ndarray
@@ -58,7 +61,8 @@ def adopt_arrays(request: FlashForward) -> tuple[FlashForward, Adopted | None]:
         array = getattr(request, name)
         if array is None or type(array) is np.ndarray:
             continue
-        adopted = adopt(array, name)
+        adopted = adopt(array, name, streams)
+        check_device(adopted, name, device)
         changes[name] = adopted.array
         if name == "q":
             like = adopted

@@ -42,7 +42,8 @@ class Call(Generic[T]):
 
     Safe to use from any thread. ``queued`` belongs to the mailbox and is read and written under its lock. ``parked``
     says that a call which is not queued is kept by something that outlives the actor, which will give it back.
-    ``traced`` was decided when the call was accepted, so that a trace holds all of a call or nothing.
+    ``caller`` is what the device had to note on the caller's thread. ``traced`` was decided when the call was accepted,
+    so that a trace holds all of a call or nothing.
     """
 
     __slots__ = (
@@ -50,6 +51,7 @@ class Call(Generic[T]):
         "_futures",
         "_lock",
         "_threads",
+        "caller",
         "deadline",
         "error",
         "mailbox",
@@ -70,6 +72,7 @@ class Call(Generic[T]):
         self.priority = priority
         self.deadline = deadline
         self.number = next(mailbox.numbers)
+        self.caller: Any = None
         self.queued = False
         self.parked = False
         self.state: CallState = _QUEUED

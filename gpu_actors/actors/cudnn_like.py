@@ -12,7 +12,7 @@ from gpu_actors.actors.flash_attn import Attention
 from gpu_actors.actors.handle import ActorHandle
 from gpu_actors.devices.interface import Outputs
 from gpu_actors.errors import InvalidRequest
-from gpu_actors.interop.arrays import Adopted, restore
+from gpu_actors.interop.arrays import Adopted, CallerStreams, restore
 from gpu_actors.mha import AttentionParams, MhaForward, MhaOutput
 from gpu_actors.plans import PlanCacheStats
 from gpu_actors.reply import Reply
@@ -75,7 +75,7 @@ class CudnnLikeActor(ServiceActor):
         message = call.message
         if not isinstance(message, MhaForward):
             raise InvalidRequest("message", type(message).__name__, "CudnnLikeActor takes MhaForward")
-        request, like = _flash_request(message)
+        request, like = _flash_request(message, self._attention.place, call.caller)
 
         def finish(outputs: Outputs) -> Sequence[MhaOutput]:
             return (_mha_output(like, outputs),)
@@ -83,7 +83,9 @@ class CudnnLikeActor(ServiceActor):
         self._attention.answer(self, call, request, finish)
 
 
-def _flash_request(message: MhaForward) -> tuple[FlashForward, Adopted | None]:
+def _flash_request(
+    message: MhaForward, place: str, streams: CallerStreams | None
+) -> tuple[FlashForward, Adopted | None]:
     """The same request in FlashAttention's layout: heads and rows change places by their strides alone."""
     params = message.params
     if not isinstance(params, AttentionParams):
@@ -101,7 +103,9 @@ def _flash_request(message: MhaForward) -> tuple[FlashForward, Adopted | None]:
             dropout_p=params.dropout_p,
             dropout_seed=params.dropout_seed,
             return_lse=message.return_stats,
-        )
+        ),
+        place,
+        streams,
     )
     kv = (params.batch, params.heads_kv, params.seq_kv, params.head_dim)
     _check("q", request.q, (params.batch, params.heads_q, params.seq_q, params.head_dim))

@@ -29,6 +29,7 @@ from gpu_actors.validation import backward_problem, forward_problem, paged_probl
 
 if TYPE_CHECKING:
     from gpu_actors.actors.post import Post
+    from gpu_actors.actors.services import Services
 
 __all__ = ["FlashAttnActor", "FlashAttnHandle"]
 
@@ -107,7 +108,8 @@ class FlashAttnHandle(ActorHandle):
 
         Raises `InvalidRequest` and `Unsupported` itself, for there is no reply.
         """
-        return dispatch_key(problem_of(request), self._post.services.device.info.arch)
+        services = self._post.services
+        return dispatch_key(problem_of(request, place_of(services)), services.device.info.arch)
 
     def plan_cache_stats(self) -> PlanCacheStats:
         """hits, misses, evicted, entries of the cache of validated problems."""
@@ -122,6 +124,7 @@ class Attention:
         services = post.services
         info = services.device.info
         self.arch = info.arch
+        self.place = place_of(services)
         self.runs_kernels = info.runs_kernels
         self.accumulate = (services.options.mock or MockOptions()).dtype
         self.plans: PlanCache[AttentionPlan] = PlanCache(plans)
@@ -170,21 +173,27 @@ class FlashAttnActor(ServiceActor):
     def handle(self, call: Call[Any]) -> None:
         message = call.message
         if type(message) is FlashForward:
-            request, like = adopt_arrays(message)
+            request, like = adopt_arrays(message, self._attention.place, call.caller)
             finish = functools.partial(attention_output, like, message.out)
             self._attention.answer(self, call, request, finish)
             return
         # Sound requests that no kernel here answers yet end in check_support's sentence.
-        check_support(problem_of(message), self._attention.arch)
+        check_support(problem_of(message, self._attention.place), self._attention.arch)
         raise Unsupported("message", type(message).__name__, "no kernel here answers it", "FlashForward")
 
 
-def problem_of(request: object) -> AttentionProblem:
+def place_of(services: Services) -> str:
+    """Where operands may lie besides the host: "cpu" or "cuda:N"."""
+    info = services.device.info
+    return f"cuda:{info.index}" if info.kind == "cuda" else "cpu"
+
+
+def problem_of(request: object, place: str) -> AttentionProblem:
     """Validate any attention message."""
     if isinstance(request, FlashBackward):
         return backward_problem(request)
     if isinstance(request, FlashForward):
-        return forward_problem(adopt_arrays(request)[0])
+        return forward_problem(adopt_arrays(request, place)[0])
     if isinstance(request, PagedForward):
         return paged_problem(request)
     raise InvalidRequest("message", type(request).__name__, "must be FlashForward, FlashBackward or PagedForward")

@@ -77,6 +77,8 @@ class ActorHandle:
         services = post.services
         mailbox = post.mailbox
         call: Call[Any] = Call(message, mailbox, priority)
+        if services.notes_caller:
+            call.caller = services.device.note_caller()
         if services.trace.active:
             services.trace_accepted(post, call)
         if type(priority) is not int:

@@ -46,6 +46,7 @@ class Services:
         self.trace = trace
         self.supervise = supervise
         self.default_timeout = options.default_timeout
+        self.notes_caller = device.info.kind == "cuda"
         self.generation = 1
         self.lost: ContextLost | None = None
         self.failure: GpuActorsError | None = None

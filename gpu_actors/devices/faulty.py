@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 from gpu_actors.clock import Clock
 from gpu_actors.devices.host import FinishedEvent
@@ -56,6 +57,9 @@ class FaultyDevice(Device):
         if self.lost is not None:
             raise self.lost
         self.inner.probe()
+
+    def note_caller(self) -> Any:
+        return self.inner.note_caller()
 
     def bind_thread(self) -> None:
         self.inner.bind_thread()

@@ -166,6 +166,10 @@ class Device(ABC):
     def close(self) -> None:
         """Release everything. Idempotent; never blocks on a hung launch."""
 
+    def note_caller(self) -> Any:
+        """What must be known of the thread that submits a request: the streams that its libraries are using."""
+        return None
+
     def bind_thread(self) -> None:
         """Make the device current on the calling thread, where that is a notion."""
         return
