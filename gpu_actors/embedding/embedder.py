@@ -1,0 +1,200 @@
+"""Embedder: texts to unit vectors, with several batches under way and every attention done by the service."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import anyio
+import anyio.to_thread
+import numpy as np
+from numpy.typing import NDArray
+
+from gpu_actors.embedding.minilm import EncoderLayer, MiniLM, mean_pool
+from gpu_actors.embedding.tokens import TokenBatch, Tokenizer, token_batches
+from gpu_actors.embedding.weights import find_weights, load_config
+from gpu_actors.errors import InvalidRequest, LaunchError
+
+if TYPE_CHECKING:
+    from gpu_actors.context import GpuContext
+
+__all__ = ["Embedded", "Embedder"]
+
+T = TypeVar("T")
+Floats = NDArray[np.float32]
+Heads = tuple[Floats, Floats, Floats]
+Progress = Callable[[int, int], None]
+
+
+class Embedded(NamedTuple):
+    """What `Embedder.embed` gives, one row a text.
+
+    vectors: (texts, hidden) float32, of length 1. tokens: (texts,) int32. truncated: (texts,) bool.
+    """
+
+    vectors: Floats
+    tokens: NDArray[np.int32]
+    truncated: NDArray[np.bool_]
+
+
+class Embedder:
+    """A sentence encoder over an open context.
+
+    batch_tokens: tokens packed into one attention request; bounds the memory.
+    batches_in_flight: batches of one call under way at once, so that some multiply while others attend. Default: one
+        more than threads.
+    threads: batches that may multiply at once, over all calls. Default: the number of CPUs, at most 8. It goes best
+        with OPENBLAS_NUM_THREADS=1: BLAS threads spin while they wait for each other, which costs dearly where other
+        work shares the CPUs.
+    """
+
+    def __init__(
+        self,
+        context: GpuContext,
+        model: MiniLM,
+        tokenizer: Tokenizer,
+        *,
+        batch_tokens: int = 4096,
+        batches_in_flight: int | None = None,
+        threads: int | None = None,
+    ) -> None:
+        threads = threads if threads is not None else min(8, os.cpu_count() or 1)
+        batches_in_flight = batches_in_flight if batches_in_flight is not None else threads + 1
+        sizes = {"batch_tokens": batch_tokens, "batches_in_flight": batches_in_flight, "threads": threads}
+        for name, value in sizes.items():
+            if value < 1:
+                raise InvalidRequest(name, value, "must be an int >= 1")
+        self.model = model
+        self.tokenizer = tokenizer
+        self.batch_tokens = batch_tokens
+        self.batches_in_flight = batches_in_flight
+        self._context = context
+        self._scale = float(model.config.head_dim) ** -0.5
+        self._limiter = anyio.CapacityLimiter(threads)
+
+    @classmethod
+    async def open(
+        cls,
+        context: GpuContext,
+        folder: str | os.PathLike[str] | None = None,
+        *,
+        batch_tokens: int = 4096,
+        batches_in_flight: int | None = None,
+        threads: int | None = None,
+    ) -> Embedder:
+        """Load weights and tokenizer on a thread. folder: see `find_weights`. Raises `InvalidRequest`."""
+
+        def load() -> tuple[MiniLM, Tokenizer]:
+            path = find_weights(folder)
+            return MiniLM.load(path), Tokenizer(path, load_config(path).max_tokens)
+
+        model, tokenizer = await anyio.to_thread.run_sync(load)
+        return cls(
+            context,
+            model,
+            tokenizer,
+            batch_tokens=batch_tokens,
+            batches_in_flight=batches_in_flight,
+            threads=threads,
+        )
+
+    async def embed(
+        self, texts: Iterable[str], *, deadline: float | None = None, progress: Progress | None = None
+    ) -> Embedded:
+        """Embed texts; a text longer than the model's ``max_tokens`` is cut and flagged.
+
+        deadline: absolute ``time.monotonic()`` seconds, handed on to every attention request.
+        progress: called on the loop with (texts, tokens) of each batch done.
+        Raises `InvalidRequest` for a text that is no valid Unicode, `LaunchError` for a result that is not
+        finite, and whatever error the service answers a request with; the other batches are cancelled then.
+        """
+        batches = token_batches(self.tokenizer, texts, self.batch_tokens)
+        slots = asyncio.Semaphore(self.batches_in_flight)
+        order: list[TokenBatch] = []
+        vectors: dict[int, Floats] = {}
+
+        async def run(number: int, batch: TokenBatch) -> None:
+            try:
+                vectors[number] = await self._forward(batch, deadline)
+            finally:
+                slots.release()
+            if progress is not None:
+                progress(len(batch), len(batch.ids))
+
+        try:
+            async with anyio.create_task_group() as tasks:
+                while True:
+                    await slots.acquire()
+                    batch = await anyio.to_thread.run_sync(_next_batch, batches)
+                    if batch is None:
+                        break
+                    tasks.start_soon(run, len(order), batch)
+                    order.append(batch)
+        except BaseExceptionGroup as group:
+            error = _first_error(group)
+            raise error from error.__cause__
+        return self._collect(order, vectors)
+
+    async def _forward(self, batch: TokenBatch, deadline: float | None) -> Floats:
+        layers = self.model.layers
+        x, heads = await self._compute(lambda: self._enter(batch))
+        for layer, following in pairwise(layers):
+            attended = await self._attend(heads, batch, deadline)
+            x, heads = await self._compute(partial(_advance, layer, following, x, attended))
+        attended = await self._attend(heads, batch, deadline)
+        vectors = await self._compute(lambda: mean_pool(layers[-1].finish(x, attended), batch))
+        if not np.isfinite(vectors).all():
+            raise LaunchError("an embedding is not finite: the attention answered with NaN or infinity")
+        return vectors
+
+    def _enter(self, batch: TokenBatch) -> tuple[Floats, Heads]:
+        x = self.model.embeddings(batch)
+        return x, self.model.layers[0].heads(x)
+
+    async def _attend(self, heads: Heads, batch: TokenBatch, deadline: float | None) -> Floats:
+        output = await self._context.flash_attn.forward(
+            *heads,
+            softmax_scale=self._scale,
+            cu_seqlens_q=batch.cu_seqlens,
+            cu_seqlens_k=batch.cu_seqlens,
+            max_seqlen_q=batch.max_seqlen,
+            max_seqlen_k=batch.max_seqlen,
+            deadline=deadline,
+        )
+        attended: Floats = output.out
+        return attended
+
+    def _collect(self, order: list[TokenBatch], vectors: dict[int, Floats]) -> Embedded:
+        hidden = self.model.config.hidden
+        rows = [vectors[number] for number in range(len(order))]
+        lengths = [np.diff(batch.cu_seqlens) for batch in order]
+        flags = [np.array(batch.truncated, np.bool_) for batch in order]
+        return Embedded(
+            np.concatenate([np.empty((0, hidden), np.float32), *rows]),
+            np.concatenate([np.empty(0, np.int32), *lengths]),
+            np.concatenate([np.empty(0, np.bool_), *flags]),
+        )
+
+    async def _compute(self, work: Callable[[], T]) -> T:
+        return await anyio.to_thread.run_sync(work, limiter=self._limiter)
+
+
+def _advance(layer: EncoderLayer, following: EncoderLayer, x: Floats, attended: Floats) -> tuple[Floats, Heads]:
+    x = layer.finish(x, attended)
+    return x, following.heads(x)
+
+
+def _next_batch(batches: Iterator[TokenBatch]) -> TokenBatch | None:
+    return next(batches, None)
+
+
+def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first error of a group: the others come of the cancellation that it caused."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

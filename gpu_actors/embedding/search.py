@@ -1,0 +1,32 @@
+"""Ranking of passages by cosine similarity."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpu_actors.errors import InvalidRequest
+
+__all__ = ["Hit", "rank"]
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A passage's row and its cosine with the query, in [-1, 1]."""
+
+    index: int
+    score: float
+
+
+def rank(query: NDArray[np.float32], passages: NDArray[np.float32], top: int) -> list[Hit]:
+    """The ``top`` best passages, best first; equal scores keep the passages' order.
+
+    query: (dim,) and passages: (n, dim), both of unit rows. Raises `InvalidRequest` unless top >= 1.
+    """
+    if top < 1:
+        raise InvalidRequest("top", top, "must be an int >= 1")
+    scores = np.clip(passages @ query, -1.0, 1.0)
+    order = np.argsort(-scores, kind="stable")[:top]
+    return [Hit(int(index), float(scores[index])) for index in order]

@@ -1,0 +1,152 @@
+"""Texts to token ids, and token ids to packed batches of bounded size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpu_actors.errors import InvalidRequest
+
+__all__ = ["TokenBatch", "TokenRow", "TokenSpan", "Tokenizer", "pack", "token_batches"]
+
+Ints = NDArray[np.int32]
+ENCODE_AT_ONCE = 256
+"""Texts handed to the tokenizer in one call: enough to use its threads, few enough to start the first batch
+soon.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRow:
+    """One text. ids: (tokens,) int32 with [CLS] and [SEP]. truncated: some of the text did not fit."""
+
+    ids: Ints
+    truncated: bool
+
+
+class TokenSpan(NamedTuple):
+    """The characters [start, stop) that a token stands for, and the number of the word it belongs to."""
+
+    start: int
+    stop: int
+    word: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """Texts packed row after row.
+
+    ids, positions: (T,) int32, the token and its place in its text. cu_seqlens: (texts + 1,) int32, where
+    each text starts, and T. max_seqlen: rows of the longest text. truncated: one flag a text.
+    """
+
+    ids: Ints
+    positions: Ints
+    cu_seqlens: Ints
+    max_seqlen: int
+    truncated: tuple[bool, ...]
+
+    def __len__(self) -> int:
+        return len(self.cu_seqlens) - 1
+
+
+class Tokenizer:
+    """The model's WordPiece tokenizer. Safe to call from several threads.
+
+    max_tokens: rows a text is cut to, [CLS] and [SEP] among them, as sentence-transformers does.
+    """
+
+    def __init__(self, folder: Path, max_tokens: int = 256) -> None:
+        self.max_tokens = max_tokens
+        self._whole = _load(folder)
+        self._cutting = _load(folder)
+        # As shipped, tokenizer.json pads and cuts every text to 128 tokens.
+        self._whole.no_padding()
+        self._whole.no_truncation()
+        self._cutting.no_padding()
+        self._cutting.enable_truncation(max_tokens)
+
+    def encode(self, texts: Sequence[str], first: int = 0) -> list[TokenRow]:
+        """Token ids of each text.
+
+        first: the number that errors give to ``texts[0]``. Raises `InvalidRequest` for a text that is no
+        valid Unicode.
+        """
+        for index, text in enumerate(texts, first):
+            check_text(text, f"texts[{index}]")
+        return [
+            TokenRow(np.array(encoding.ids, np.int32), bool(encoding.overflowing))
+            for encoding in self._cutting.encode_batch(list(texts))
+        ]
+
+    def spans(self, text: str) -> list[TokenSpan]:
+        """Where the tokens of a text of any length lie. [CLS] and [SEP] are left out."""
+        check_text(text, "text")
+        encoding = self._whole.encode(text, add_special_tokens=False)
+        ends = zip(encoding.offsets, encoding.word_ids, strict=True)
+        return [TokenSpan(start, stop, word) for (start, stop), word in ends]
+
+
+def check_text(text: object, field: str) -> None:
+    """Raise `InvalidRequest` unless ``text`` is a str that UTF-8 can spell."""
+    if not isinstance(text, str):
+        raise InvalidRequest(field, type(text).__name__, "must be a str")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        reason = f"must be valid Unicode; the character at {error.start} is a lone surrogate"
+        raise InvalidRequest(field, ascii(text[error.start]), reason) from None
+
+
+def pack(rows: Sequence[TokenRow]) -> TokenBatch:
+    """One batch of at least one row."""
+    lengths = [len(row.ids) for row in rows]
+    return TokenBatch(
+        ids=np.concatenate([row.ids for row in rows]),
+        positions=np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]),
+        cu_seqlens=np.cumsum([0, *lengths], dtype=np.int32),
+        max_seqlen=max(lengths),
+        truncated=tuple(row.truncated for row in rows),
+    )
+
+
+def token_batches(tokenizer: Tokenizer, texts: Iterable[str], batch_tokens: int) -> Iterator[TokenBatch]:
+    """Pack texts in order into batches of at most ``batch_tokens`` tokens (but at least one text).
+
+    Tokenizes as it goes, so that memory holds a few hundred rows however many texts there are.
+    """
+    rows: list[TokenRow] = []
+    tokens = 0
+    for row in _encode_in_groups(tokenizer, texts):
+        if rows and tokens + len(row.ids) > batch_tokens:
+            yield pack(rows)
+            rows, tokens = [], 0
+        rows.append(row)
+        tokens += len(row.ids)
+    if rows:
+        yield pack(rows)
+
+
+def _encode_in_groups(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[TokenRow]:
+    rest = iter(texts)
+    first = 0
+    while group := list(islice(rest, ENCODE_AT_ONCE)):
+        yield from tokenizer.encode(group, first)
+        first += len(group)
+
+
+def _load(folder: Path) -> Any:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise InvalidRequest("model", str(folder), "needs tokenizers: pip install gpu-actors[demo]") from error
+    try:
+        return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise InvalidRequest("model", str(folder), f"tokenizer.json is not readable: {error}") from error
