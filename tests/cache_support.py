@@ -50,6 +50,7 @@ def start_child(code: str, *arguments: object, flags: tuple[str, ...] = ()) -> s
     folders = [str(REPOSITORY), str(Path(__file__).parent)]
     return subprocess.Popen(
         [sys.executable, *flags, "-c", code, *map(str, arguments)],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sysconfig
 import threading
 import time
@@ -191,12 +192,25 @@ class TestSizeBound:
         bounded = cache(tmp_path, max_bytes=3 * entry_size + 10)
         for value in (1, 2):
             bounded.get_or_compile(kernel(value), ARCH, compile)
+        hour = 3600 * 10**9
+        for age, value in ((3, 0), (2, 1), (1, 2)):  # read at different times, long after they were written
+            path = tmp_path / bounded.key(kernel(value), ARCH).file_name
+            os.utime(path, ns=(time.time_ns() - age * hour, time.time_ns() - 9 * hour))
         assert cache(tmp_path).get(kernel(0), ARCH) is not None  # used again: 1 is now the oldest
         bounded.get_or_compile(kernel(3), ARCH, compile)
         fresh = cache(tmp_path)
         assert [fresh.get(kernel(value), ARCH) is not None for value in range(4)] == [True, False, True, True]
         assert bounded.stats().evicted == 1
         assert fresh.stats().bytes <= 3 * entry_size + 10
+
+    def test_the_entry_just_made_stays_even_if_clocks_disagree(self, tmp_path):
+        compile = CountingCompiler(size=1000)
+        cache(tmp_path).get_or_compile(kernel(0), ARCH, compile)
+        ahead = entries(tmp_path)[0]
+        os.utime(ahead, (time.time() + 1000, time.time() + 1000))
+        cache(tmp_path, max_bytes=ahead.stat().st_size + 10).get_or_compile(kernel(1), ARCH, compile)
+        fresh = cache(tmp_path)
+        assert [fresh.get(kernel(value), ARCH) is not None for value in (0, 1)] == [False, True]
 
     def test_a_smaller_bound_is_enforced_when_the_cache_opens(self, tmp_path):
         compile = CountingCompiler(size=1000)

@@ -62,15 +62,18 @@ class CacheFolder:
                 handle = os.open(name, os.O_RDONLY | os.O_NONBLOCK | _OPEN, dir_fd=folder)
         except FileNotFoundError:
             return None
-        with os.fdopen(handle, "rb") as file:
+        try:
             status = os.fstat(handle)
             if fault := self._fault(status):
                 return StoredEntry(b"", status.st_ino, fault)
-            data = file.read()
+            with os.fdopen(handle, "rb", closefd=False) as file:
+                data = file.read()
             if self.writable:
                 # Set by hand, because many file systems are mounted to keep no access times.
                 with contextlib.suppress(OSError):
                     os.utime(handle, ns=(time.time_ns(), status.st_mtime_ns))
+        finally:
+            os.close(handle)
         return StoredEntry(data, status.st_ino)
 
     def names(self, prefix: str) -> list[str]:
@@ -85,8 +88,7 @@ class CacheFolder:
 
     def publish(self, name: str, data: bytes) -> None:
         """Writes an entry so that readers find it whole or not at all, whenever this process dies."""
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with self._opened() as folder:
+        with self._made() as folder:
             handle, temporary = self._new_temporary(name, folder)
             try:
                 view = memoryview(data)
@@ -137,14 +139,16 @@ class CacheFolder:
 
     def lock_path(self, build: str) -> Path:
         """The file that a process locks while it compiles ``build``. The folder exists afterwards."""
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with self._opened():
+        with self._made():
             return self.path / f"{build}{LOCK}"
 
-    def remove_lock(self, build: str) -> None:
-        """Removes the lock's file; only its holder may call this, once the entry is published."""
-        with contextlib.suppress(OSError):
-            (self.path / f"{build}{LOCK}").unlink()
+    def has(self, name: str) -> bool:
+        """Whether there is an entry, sound or not."""
+        return (self.path / name).exists()
+
+    def _made(self) -> contextlib.AbstractContextManager[int]:
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return self._opened()
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[int]:

@@ -112,6 +112,7 @@ class CubinCache:
         self._keys: dict[tuple[KernelSource, str], VariantKey] = {}
         self._memory: OrderedDict[VariantKey, Cubin] = OrderedDict()
         self._memory_bytes = 0
+        self._warned: set[tuple[str, int | None]] = set()
         self._flights: SingleFlight[VariantKey, Found] = SingleFlight()
         self._folder = CacheFolder(Path(directory), writable=True) if directory is not None else None
         self._folders = [CacheFolder(Path(path), writable=False) for path in readonly_paths]
@@ -199,11 +200,12 @@ class CubinCache:
         if self._offline:
             raise self._missing(key, source, arch)
         with self._compile_lock(key, source) as holds:
-            if holds and (cubin := self._stored(key, source, counted=False)) is not None:
-                return cubin  # another process made it while this one waited
-            cubin = self._compile(key, source, arch, compile)
-            if holds:
-                self._publish(key, source, cubin)
+            # Another process may have made it while this one waited.
+            cubin = self._stored(key, source, counted=False) if holds else None
+            if cubin is None:
+                cubin = self._compile(key, source, arch, compile)
+                if holds:
+                    self._publish(key, source, cubin)
             return cubin
 
     def _compile(self, key: VariantKey, source: KernelSource, arch: str, compile: Compile) -> Cubin:
@@ -252,6 +254,10 @@ class CubinCache:
             yield True
         finally:
             with contextlib.suppress(OSError):
+                # The file is of no use once the entry is there, and who waits for it makes a new one.
+                if self._folder.has(key.file_name):
+                    path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
                 lock.release()
 
     def _missing(self, key: VariantKey, source: KernelSource, arch: str) -> CompileError:
@@ -297,7 +303,7 @@ class CubinCache:
                             self._hit(key, source, str(folder.path))
                         return cubin
             except OSError as error:
-                _log.warning("cubin cache %s cannot be read: %s", folder.path, error)
+                self._warn_once(error, "cubin cache %s cannot be read: %s", folder.path, error)
         return None
 
     def _read(self, folder: CacheFolder, name: str, key: VariantKey, source: KernelSource) -> Cubin | None:
@@ -328,7 +334,6 @@ class CubinCache:
             return
         try:
             self._folder.publish(key.file_name, entry)
-            self._folder.remove_lock(key.build)
             self._tidy(self._folder, keep=key.file_name)
         except (OSError, InvalidRequest) as error:
             self._warn_unwritable(source, error)
@@ -341,7 +346,15 @@ class CubinCache:
 
     def _warn_unwritable(self, source: KernelSource, error: Exception) -> None:
         folder = self._folder.path if self._folder is not None else None
-        _log.warning("cubin cache %s cannot be written, %s stays in memory: %s", folder, source.name, error)
+        text = "cubin cache %s cannot be written, %s stays in memory: %s"
+        self._warn_once(error, text, folder, source.name, error)
+
+    def _warn_once(self, error: Exception, text: str, *values: object) -> None:
+        """Warns of the first failure of its kind: a read-only disk fails for every kernel alike."""
+        kind = (text, error.errno if isinstance(error, OSError) else None)
+        level = logging.DEBUG if kind in self._warned else logging.WARNING
+        self._warned.add(kind)
+        _log.log(level, text, *values)
 
     # Counts and events
 
