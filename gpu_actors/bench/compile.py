@@ -1,0 +1,97 @@
+"""What a kernel costs before it runs: ``python -m gpu_actors.bench.compile [--arch sm_90a]`` prints JSON.
+
+Needs NVRTC and no GPU. Medians, in milliseconds for compiles and microseconds for lookups; the budgets are 1 s for a
+cold compile of a variant and 200 us for a warm lookup.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from gpu_actors.kernels.compiler import Compiler
+from gpu_actors.kernels.cubin_cache import CubinCache
+from gpu_actors.kernels.source import KernelSource
+from gpu_actors.kernels.toolchain import find_toolchain, load_nvrtc
+
+__all__ = ["main", "measure"]
+
+_SOURCE = """\
+#include <cuda_fp16.h>
+extern "C" __global__ void scale(__half* x, float factor, int n) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) x[i] = __float2half(__half2float(x[i]) * factor + VARIANT);
+}
+"""
+
+
+def measure(arch: str = "sm_90a", compiles: int = 7, lookups: int = 2000) -> dict[str, object]:
+    """Times of a small kernel that includes cuda_fp16.h, through a cache in a temporary folder."""
+    start = time.perf_counter()
+    load_nvrtc()
+    load = time.perf_counter() - start
+    toolchain = find_toolchain()
+    sources = [_variant(number) for number in range(compiles + 1)]
+    compiler = Compiler()
+    with tempfile.TemporaryDirectory() as folder:
+        cache = CubinCache(folder)
+        cache.get_or_compile(sources[0], arch, compiler.compile)  # reads the toolkit's headers once
+        cold = [_seconds(partial(cache.get_or_compile, s, arch, compiler.compile)) for s in sources[1:]]
+        memory = [_seconds(lambda: cache.get(sources[1], arch)) for _ in range(lookups)]
+        disk = list(_disk_lookups(folder, sources[1], arch, lookups // 10))
+        fresh = [_seconds(lambda: CubinCache(folder).get(sources[1], arch)) for _ in range(lookups // 10)]
+        entry_bytes = cache.stats().bytes // cache.stats().entries
+    return {
+        "nvrtc": toolchain.version if toolchain else None,
+        "arch": arch,
+        "load_nvrtc_ms": round(load * 1e3, 1),
+        "cold_compile_ms": _median(cold, 1e3),
+        "warm_lookup_memory_us": _median(memory, 1e6),
+        "warm_lookup_disk_us": _median(disk, 1e6),
+        "open_and_lookup_disk_us": _median(fresh, 1e6),
+        "entry_bytes": entry_bytes,
+    }
+
+
+def _variant(number: int) -> KernelSource:
+    return KernelSource("scale.cu", _SOURCE, ("scale",), macros={"VARIANT": number})
+
+
+def _disk_lookups(folder: str, source: KernelSource, arch: str, rounds: int) -> Iterator[float]:
+    """Lookups that find nothing in memory: the bound of memory is below any cubin. The key is known."""
+    cache = CubinCache(folder, max_memory_bytes=0)
+    cache.key(source, arch)
+    for _ in range(rounds):
+        yield _seconds(lambda: cache.get(source, arch))
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    found = call()
+    seconds = time.perf_counter() - start
+    assert found is not None
+    return seconds
+
+
+def _median(seconds: list[float], unit: float) -> float:
+    return round(statistics.median(seconds) * unit, 2)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m gpu_actors.bench.compile", description=__doc__)
+    parser.add_argument("--arch", default="sm_90a", help="exact architecture (default: %(default)s)")
+    parser.add_argument("--compiles", type=int, default=7, help="cold compiles to time (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    json.dump(measure(options.arch, options.compiles), sys.stdout, indent=2)
+    sys.stdout.write("\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
