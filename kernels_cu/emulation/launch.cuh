@@ -104,17 +104,18 @@ inline void run_block(Worker& worker, uint64_t number) {
 inline void on_signal(int signal, siginfo_t* info, void*);
 
 struct SignalActions {
-  static constexpr int signals[4] = {SIGSEGV, SIGBUS, SIGFPE, SIGVTALRM};
-  struct sigaction before[4];
+  static constexpr int COUNT = 5;
+  static constexpr int signals[COUNT] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGVTALRM};
+  struct sigaction before[COUNT];
 
   void install() {
     struct sigaction action {};
     action.sa_sigaction = on_signal;
     action.sa_flags = SA_SIGINFO | SA_ONSTACK;
-    for (int i = 0; i < 4; i++) sigaction(signals[i], &action, &before[i]);
+    for (int i = 0; i < COUNT; i++) sigaction(signals[i], &action, &before[i]);
   }
   void restore() {
-    for (int i = 0; i < 4; i++) sigaction(signals[i], &before[i], nullptr);
+    for (int i = 0; i < COUNT; i++) sigaction(signals[i], &before[i], nullptr);
   }
 };
 inline SignalActions signal_actions;
@@ -150,6 +151,7 @@ inline void on_signal(int signal, siginfo_t* info, void*) {
       report_signal(worker, kind::time_limit, "the launch ran longer than its %g s in a loop that waits for nothing known",
                     launch->request->limit_seconds);
     else if (signal == SIGFPE) report_signal(worker, kind::trap, "integer division by zero");
+    else if (signal == SIGILL) report_signal(worker, kind::trap, "the compiler found this path to be undefined (a trap instruction)");
     else report_address(worker, static_cast<const char*>(info->si_addr));
     siglongjmp(worker.escape, 1);
   }

@@ -276,6 +276,8 @@ DEVICE void wgmma_wait() {
 }
 template <int N>
 DEVICE void pin_registers(float (&)[N]) {}
+template <int N>
+DEVICE void pin_registers(uint32_t (&)[N]) {}
 template <int M, int N>
 DEVICE void pin_registers(uint32_t (&)[M][N]) {}
 

@@ -52,12 +52,15 @@ DEVICE void pin_registers(float (&r)[N]) {
 #pragma unroll
   for (int i = 0; i < N; i++) asm volatile("" : "+f"(r[i])::"memory");
 }
+template <int N>
+DEVICE void pin_registers(uint32_t (&r)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) asm volatile("" : "+r"(r[i])::"memory");
+}
 template <int M, int N>
 DEVICE void pin_registers(uint32_t (&r)[M][N]) {
 #pragma unroll
-  for (int i = 0; i < M; i++)
-#pragma unroll
-    for (int j = 0; j < N; j++) asm volatile("" : "+r"(r[i][j])::"memory");
+  for (int i = 0; i < M; i++) pin_registers(r[i]);
 }
 
 // Both operands in shared memory: %o0, %o1 their descriptors, %o2 accumulate, %o3, %o4 transposition

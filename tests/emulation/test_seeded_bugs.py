@@ -1,0 +1,183 @@
+"""The emulation reports what it is there for: each seeded bug by its kind, or as a wrong number in some order."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from kernel_runs import emulated_module
+
+from gpu_actors.devices.emulation import EmulatedBuffer, EmulatedModule, EmulationFault
+from gpu_actors.errors import LaunchError
+
+KERNELS = Path(__file__).parent / "kernels" / "seeded_bugs.cu"
+
+GEOMETRY = {  # entry: threads, bytes of shared memory, floats of in, floats of out
+    "accesses": (64, 512, 64, 64),
+    "deep": (32, 0, 64, 32),
+    "spins": (32, 0, 32, 32),
+    "exchanges": (128, 512, 128, 128),
+    "copies": (32, 256, 256, 32),
+    "loads": (64, 288, 192, 32),
+    "stores": (64, 512, 64, 64),
+    "products": (128, 4352, 1, 4096),
+    "late_blocks": (64, 1024, 64, 640),
+}
+ORDERS = [(d, s, seed) for d in ("late", "eager", "random") for s in ("round_robin", "greedy", "random", "lane") for seed in (0, 1, 2)]
+
+
+@pytest.fixture(scope="module")
+def module(module_cache: Path) -> EmulatedModule:
+    return emulated_module(KERNELS, {}, module_cache)
+
+
+def launch(module: EmulatedModule, entry: str, bug: int, order: tuple[Any, Any, int] = ("late", "greedy", 0), **how: Any) -> np.ndarray:
+    threads, shared, n_in, n_out = GEOMETRY[entry]
+    values = EmulatedBuffer.of(np.arange(n_in, dtype=np.float32), "in")
+    out = EmulatedBuffer(4 * n_out, "out")
+    delivery, schedule, seed = order
+    params = [struct.pack("<Q", values.address), struct.pack("<Q", out.address), struct.pack("<i", bug)]
+    grid = how.pop("grid", 1)
+    module.launch(
+        entry, grid, threads, shared, params, [values, out], delivery=delivery, schedule=schedule, seed=seed, **how
+    )
+    return out.view(np.float32).copy()
+
+
+@pytest.mark.parametrize("entry", [e for e in GEOMETRY if e != "late_blocks"])
+def test_the_kernels_without_a_bug_give_one_answer_in_every_order(module: EmulatedModule, entry: str) -> None:
+    first = launch(module, entry, 0)
+    assert np.isfinite(first).all()
+    for order in ORDERS:
+        np.testing.assert_array_equal(launch(module, entry, 0, order), first, err_msg=str(order))
+
+
+REPORTED = [  # entry, bug, kind, what the text says, buffer
+    ("accesses", 1, "out_of_bounds", "at byte 256 of buffer 'out' (256 bytes)", "out"),
+    ("accesses", 2, "out_of_bounds", "at byte -16388 of buffer 'in'", "in"),
+    ("accesses", 3, "out_of_bounds", "at byte 4194304 of buffer 'out'", "out"),
+    ("accesses", 4, "out_of_bounds", "wrote to buffer 'out' before its first byte", "out"),
+    ("accesses", 5, "out_of_bounds", "past the last byte of the 512 bytes of dynamic shared memory", None),
+    ("accesses", 6, "out_of_bounds", "byte 65536 of 512 bytes of dynamic shared memory", None),
+    ("accesses", 7, "out_of_bounds", "st.shared: 4 bytes at shared address 0x600", None),
+    ("accesses", 8, "misaligned", "st.shared: shared address 0x402 is not 4-byte aligned", None),
+    ("accesses", 9, "misaligned", "cp.async: 16 bytes at byte 248 of buffer 'in'", "in"),
+    ("accesses", 10, "misaligned", "cp.async: 16 bytes at byte 4 of buffer 'in'", "in"),
+    ("accesses", 11, "out_of_bounds", "address 0x10, near no buffer", None),
+    ("accesses", 12, "trap", "__trap()", None),
+    ("accesses", 13, "trap", "division by zero", None),
+    ("accesses", 14, "argument", "not into shared memory", None),
+    ("deep", 1, "stack_overflow", "262144 bytes", None),
+    ("exchanges", 4, "deadlock", "32 threads from thread 0 on: barrier 0 (32 of 128 threads arrived); 96 threads", None),
+    ("exchanges", 5, "deadlock", "32 threads from thread 32 on: barrier 3 (32 of 64 threads arrived)", None),
+    ("exchanges", 6, "divergence", "the warp diverged: this lane is at", None),
+    ("exchanges", 7, "divergence", "which is not in mask", None),
+    ("exchanges", 8, "barrier", "threads, earlier arrivals expected", None),
+    ("exchanges", 9, "leftover", "32 arrivals pending at barrier 5", None),
+    ("exchanges", 10, "barrier", "barriers 0 to 15", None),
+    ("exchanges", 11, "barrier", "100 threads is no multiple of 32", None),
+    ("exchanges", 12, "deadlock", "Exited: 4", None),
+    ("copies", 3, "leftover", "cp.async that it has not waited for", None),
+    ("copies", 5, "leftover", "cp.async that it has not waited for", None),
+    ("loads", 1, "mbarrier", "holds no live mbarrier", None),
+    ("loads", 2, "deadlock", "1 of 2 arrivals pending", None),
+    ("loads", 3, "mbarrier", "holds an mbarrier already", None),
+    ("loads", 4, "unfenced", "mbarrier.init is not followed", None),
+    ("loads", 6, "deadlock", "mbarrier.try_wait parity 0 of 0x510 (phase 0, 1 of 1 arrivals pending, 0 bytes pending)", None),
+    ("loads", 8, "deadlock", "-64 bytes pending", None),
+    ("loads", 9, "mbarrier", "more arrivals than the 1 of its phase", None),
+    ("loads", 10, "deadlock", "0 of 1 arrivals pending, 128 bytes pending", None),
+    ("loads", 11, "leftover", "1 loads on their way", None),
+    ("loads", 14, "mbarrier", "overwritten", None),
+    ("stores", 1, "unfenced", "bulk store reads shared address 0x400", None),
+    ("stores", 2, "unfenced", "bulk store reads shared address", None),
+    ("stores", 4, "misaligned", "264 bytes is no positive multiple of 16", None),
+    ("stores", 5, "out_of_bounds", "bulk store: 512 bytes at byte 0 of buffer 'out' (256 bytes)", "out"),
+    ("stores", 6, "leftover", "not committed", None),
+    ("stores", 7, "race", "changed while a bulk or tensor store was reading it", None),
+    ("stores", 8, "leftover", "may still read shared memory", None),
+    ("products", 1, "unfenced", "wgmma", None),
+    ("products", 2, "divergence", "different operands", None),
+    ("products", 3, "race", "without wgmma_fence", None),
+    ("products", 4, "descriptor", "bits set", None),
+    ("products", 5, "divergence", "lanes 0 and 9", None),
+    ("products", 6, "leftover", "wgmma of warp 0 not waited for", None),
+    ("products", 7, "race", "accumulator register 3 of lane 0 was written while in flight", None),
+    ("products", 8, "race", "A registers of lane 0 changed", None),
+    ("products", 9, "race", "operand in shared memory changed while in flight", None),
+    ("products", 11, "leftover", "wgmma of warp 0 not waited for", None),
+    ("products", 12, "race", "without wgmma_fence", None),
+    ("products", 13, "race", "accumulator registers were written after the last wgmma.fence", None),
+    ("products", 14, "leftover", "wgmma of warp 0 not waited for", None),
+    ("products", 15, "divergence", "warps 0 and 3 of a warpgroup issued 3 and 0 wgmma", None),
+]
+
+
+@pytest.mark.parametrize(("entry", "bug", "kind", "text", "buffer"), REPORTED)
+def test_the_bug_is_reported_by_its_kind(
+    module: EmulatedModule, entry: str, bug: int, kind: str, text: str, buffer: str | None
+) -> None:
+    with pytest.raises(EmulationFault) as caught:
+        launch(module, entry, bug)
+    fault = caught.value
+    assert (fault.kind, fault.buffer, fault.entry) == (kind, buffer, entry), fault
+    assert text in fault.text
+    assert isinstance(fault, LaunchError)
+
+
+WRONG = [  # entry, bug: these show as wrong numbers (or as a fault) in some orders only
+    ("exchanges", 1),
+    ("exchanges", 2),
+    ("exchanges", 3),
+    ("copies", 1),
+    ("copies", 2),
+    ("copies", 4),
+    ("loads", 5),
+    ("loads", 7),
+    ("loads", 12),
+    ("loads", 13),
+    ("stores", 3),
+    ("stores", 9),
+    ("products", 10),
+]
+
+
+@pytest.mark.parametrize(("entry", "bug"), WRONG)
+def test_the_bug_shows_in_some_order(module: EmulatedModule, entry: str, bug: int) -> None:
+    right = launch(module, entry, 0)
+    seen = 0
+    for order in ORDERS:
+        try:
+            seen += not np.array_equal(launch(module, entry, bug, order), right)
+        except EmulationFault:
+            seen += 1
+    assert seen > 0
+
+
+def test_a_missing_syncwarp_shows_when_lanes_drift(module: EmulatedModule) -> None:
+    assert not np.array_equal(launch(module, "exchanges", 3, ("late", "lane", 2)), launch(module, "exchanges", 0))
+
+
+def test_a_missing_wait_reads_nan(module: EmulatedModule) -> None:
+    assert np.isnan(launch(module, "copies", 2)).all()
+
+
+@pytest.mark.parametrize("bug", [1, 2])
+def test_a_loop_without_an_end_stops_at_the_time_limit(module: EmulatedModule, bug: int) -> None:
+    with pytest.raises(EmulationFault) as caught:
+        launch(module, "spins", bug, limit_seconds=0.2)
+    assert caught.value.kind == "time_limit"
+    assert np.array_equal(launch(module, "spins", 0), np.arange(32))  # the next launch is none the worse
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_the_lowest_failing_block_is_reported(module: EmulatedModule, threads: int) -> None:
+    for seed in range(5):
+        with pytest.raises(EmulationFault) as caught:
+            launch(module, "late_blocks", 1, ("random", "random", seed), threads=threads, grid=10)
+        assert caught.value.block == (5, 0, 0)
+        assert caught.value.thread == 5
+    assert "block (5, 0, 0) thread 5 (warp 0 lane 5)" in str(caught.value)
