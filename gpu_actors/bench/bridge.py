@@ -1,0 +1,162 @@
+"""What a request costs beside ``asyncio.to_thread``: ``python -m gpu_actors.bench.bridge`` prints JSON.
+
+Both are measured in turns in one run, so that whatever else the machine does slows both alike. The request is the
+emptiest there is, a forward of one row on a mock device that computes nothing, from validation to the await; the
+yardstick is a thread of the loop's own pool that calls an empty function. The budget: cheaper at 1 and at 256
+concurrent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import json
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from gpu_actors.context import GpuContext, open_context
+from gpu_actors.errors import MockModeError
+from gpu_actors.options import ContextOptions, MockOptions
+
+__all__ = ["main", "run"]
+
+Ask: TypeAlias = Callable[[], Awaitable[None]]
+Loop: TypeAlias = Callable[[], asyncio.AbstractEventLoop]
+
+_CROWD = 4096
+
+
+def run(
+    concurrency: Sequence[int] = (16, 256, _CROWD), latencies: int = 2000, requests: int = 16384
+) -> dict[str, object]:
+    """Median latency alone (microseconds), throughput (thousands a second) and their ratios, for each event loop.
+
+    concurrency: awaits at once. latencies: calls of each kind that are timed alone. requests: calls of each kind and
+    concurrency. A ratio above 1 says how many times the service is faster than ``asyncio.to_thread``.
+    uvloop is None where it is not installed.
+    """
+    results: dict[str, object] = {}
+    options = ContextOptions(mock=MockOptions(compute=False), mailbox_capacity=4 * _CROWD)
+    with open_context("mock", options) as ctx:
+        for name, loop in _loops().items():
+            results[name] = None if loop is None else _on_loop(loop, ctx, concurrency, latencies, requests)
+        results["two_loops"] = _on_two_loops(ctx)
+    return results
+
+
+def _loops() -> dict[str, Loop | None]:
+    uvloop: Loop | None = None
+    if importlib.util.find_spec("uvloop") is not None:
+        from uvloop import new_event_loop as uvloop
+    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop}
+
+
+def _request(ctx: GpuContext) -> Ask:
+    q = np.ones((1, 1, 1, 64), np.float16)
+
+    async def ask() -> None:
+        try:
+            await ctx.flash_attn.forward(q, q, q)
+        except MockModeError:
+            return
+        raise AssertionError("a mock device that computes nothing has answered")
+
+    return ask
+
+
+async def _to_thread() -> None:
+    await asyncio.to_thread(_noop)
+
+
+def _noop() -> None:
+    return
+
+
+def _on_loop(
+    loop: Loop, ctx: GpuContext, concurrency: Sequence[int], latencies: int, requests: int
+) -> dict[str, object]:
+    async def measure() -> dict[str, object]:
+        kinds = {"service": _request(ctx), "to_thread": _to_thread}
+        alone = await _latencies(kinds, latencies)
+        crowded = {str(crowd): await _throughputs(kinds, crowd, requests) for crowd in concurrency}
+        return {"latency_us": alone, "throughput_k": crowded}
+
+    return _run(loop, measure())
+
+
+async def _latencies(kinds: dict[str, Ask], calls: int, turn: int = 50) -> dict[str, float]:
+    times: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for _ in range(1 + calls // turn):
+        for kind, ask in kinds.items():
+            for _ in range(turn):
+                began = time.perf_counter()
+                await ask()
+                times[kind].append(time.perf_counter() - began)
+    # The first turn of each kind started threads and filled caches.
+    medians = {kind: statistics.median(taken[turn:]) * 1e6 for kind, taken in times.items()}
+    return _rounded(medians) | {"ratio": round(medians["to_thread"] / medians["service"], 2)}
+
+
+async def _throughputs(kinds: dict[str, Ask], crowd: int, calls: int) -> dict[str, float]:
+    times: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for _ in range(1 + max(2, calls // crowd)):
+        for kind, ask in kinds.items():
+            began = time.perf_counter()
+            await asyncio.gather(*(ask() for _ in range(crowd)))
+            times[kind].append(time.perf_counter() - began)
+    return _rates({kind: crowd / statistics.median(taken[1:]) for kind, taken in times.items()})
+
+
+def _on_two_loops(ctx: GpuContext, turns: int = 3) -> dict[str, float]:
+    """Two threads, each with a loop of its own and 4,096 awaits at once."""
+    kinds: dict[str, Ask] = {"service": _request(ctx), "to_thread": _to_thread}
+    times: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for _ in range(turns):
+        for kind, ask in kinds.items():
+            began = time.perf_counter()
+            threads = [threading.Thread(target=asyncio.run, args=(_crowd(ask),)) for _ in range(2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            times[kind].append(time.perf_counter() - began)
+    return _rates({kind: 2 * _CROWD / statistics.median(taken) for kind, taken in times.items()})
+
+
+async def _crowd(ask: Ask) -> None:
+    await asyncio.gather(*(ask() for _ in range(_CROWD)))
+
+
+def _run(loop: Loop, main: Coroutine[Any, Any, dict[str, object]]) -> dict[str, object]:
+    with asyncio.Runner(loop_factory=loop) as runner:
+        return runner.run(main)
+
+
+def _rates(rates: dict[str, float]) -> dict[str, float]:
+    """Calls a second, as thousands, with how many times the service is faster."""
+    thousands = {kind: rate / 1e3 for kind, rate in rates.items()}
+    return _rounded(thousands) | {"ratio": round(rates["service"] / rates["to_thread"], 2)}
+
+
+def _rounded(numbers: dict[str, float]) -> dict[str, float]:
+    return {name: round(number, 1) for name, number in numbers.items()}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m gpu_actors.bench.bridge", description=__doc__)
+    parser.add_argument("--requests", type=int, default=16384, help="calls a measurement (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    json.dump(run(requests=options.requests), sys.stdout, indent=2)
+    sys.stdout.write("\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
