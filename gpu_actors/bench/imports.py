@@ -31,7 +31,7 @@ def run(imports: int = 7) -> dict[str, object]:
     """Seconds and modules of an import, and bytes of a wheel.
 
     Every import has an interpreter of its own; the times are the median and the least, and numpy's shows how much of
-    them is not ours. The wheel is None where there is no source tree, or nothing to build it with: pip fetches hatchling.
+    them is not ours. The wheel is None where there is no source tree, or pip has nothing to build it with.
     """
     return {"gpu_actors": _import("gpu_actors", imports), "numpy": _import("numpy", imports), "wheel": _wheel()}
 
