@@ -1,0 +1,148 @@
+"""Attention end to end: cp.async and mma on sm_80, TMA, mbarriers and wgmma on sm_90a, right in every order."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from gpu_actors.devices.emulation import (
+    EmulatedBuffer,
+    EmulatedModule,
+    EmulationFault,
+    Toolchain,
+    build_module,
+    encode_tensor_map,
+)
+
+Array = npt.NDArray[Any]
+KERNELS = Path(__file__).parent / "kernels"
+HEAD_DIM, TILE = 64, 64
+GEOMETRY = {"attention_sm80": (128, 5 * 8192), "attention_sm90": (160, 5 * 8192 + 64)}  # threads, shared bytes
+ORDERS = list(itertools.product(("late", "eager", "random"), ("round_robin", "greedy", "random", "lane"), (0, 1, 2)))
+SHAPES = [  # heads, seqlen_q, seqlen_k: whole tiles and not, one row, more key tiles than stages, rows without keys
+    (2, 128, 128),
+    (1, 70, 333),
+    (3, 1, 65),
+    (1, 200, 130),
+]
+
+
+def sources() -> dict[str, str]:
+    from gpu_actors.kernels.assets import asset_headers
+
+    shared = (KERNELS / "attention.cuh").read_text()
+    return {"attention.cuh": shared, **asset_headers(shared)}
+
+
+def build(name: str, cache: Path, toolchain: Toolchain | None = None) -> EmulatedModule:
+    path = KERNELS / f"{name}.cu"
+    return build_module(path.read_text(), {}, sources(), toolchain, cache, name=path.name)
+
+
+@pytest.fixture(scope="module", params=list(GEOMETRY))
+def kernel(request: pytest.FixtureRequest, module_cache: Path) -> tuple[str, EmulatedModule]:
+    return request.param, build(request.param, module_cache)
+
+
+class Problem:
+    """Random operands, and what the oracle makes of them."""
+
+    def __init__(self, heads: int, seqlen_q: int, seqlen_k: int, causal: bool = False) -> None:
+        rng = np.random.default_rng(heads * 1000 + seqlen_q)
+        self.shape, self.causal, self.scale = (heads, seqlen_q, seqlen_k), causal, 0.125
+        self.q = rng.standard_normal((heads, seqlen_q, HEAD_DIM)).astype(np.float16)
+        self.k, self.v = (rng.standard_normal((heads, seqlen_k, HEAD_DIM)).astype(np.float16) for _ in range(2))
+
+    def launch(self, name: str, module: EmulatedModule, order: tuple[Any, Any, int], bug: int = 0) -> tuple[Array, Array]:
+        heads, seqlen_q, seqlen_k = self.shape
+        buffers = {n: EmulatedBuffer.of(getattr(self, n), n) for n in "qkv"}
+        buffers["out"] = EmulatedBuffer(self.q.nbytes, "out")
+        buffers["lse"] = EmulatedBuffer(4 * heads * seqlen_q, "lse")
+        lengths = {"q": seqlen_q, "k": seqlen_k, "v": seqlen_k, "out": seqlen_q}
+        maps = b"".join(
+            encode_tensor_map(
+                buffers[n].address, "float16", (HEAD_DIM, s, heads), (128, 128 * s), (HEAD_DIM, TILE, 1), "128B"
+            )
+            for n, s in lengths.items()
+        )
+        addresses = struct.pack("<5Q", *(b.address for b in buffers.values()))
+        numbers = struct.pack("<4if", seqlen_q, seqlen_k, self.causal, bug, self.scale)
+        params = (maps + addresses + numbers).ljust(576, b"\0")
+        threads, shared = GEOMETRY[name]
+        delivery, schedule, seed = order
+        grid = (-(-seqlen_q // TILE), heads)
+        module.launch(
+            "attention", grid, threads, shared, params, list(buffers.values()), delivery=delivery, schedule=schedule, seed=seed
+        )
+        return buffers["out"].view(np.float16, self.q.shape), buffers["lse"].view(np.float32, self.q.shape[:2])
+
+    def expected(self) -> tuple[Array, Array]:
+        """float64; rows without a key give zeros and -inf."""
+        q, k, v = (x.astype(np.float64) for x in (self.q, self.k, self.v))
+        s = q @ k.swapaxes(1, 2) * self.scale
+        if self.causal:
+            s = np.where(np.tri(*s.shape[1:], s.shape[2] - s.shape[1], dtype=bool), s, -np.inf)
+        m = s.max(2, keepdims=True, initial=-np.inf)
+        m = np.where(np.isinf(m), 0, m)
+        p = np.exp(s - m)
+        total = p.sum(2, keepdims=True)
+        with np.errstate(divide="ignore"):
+            return p @ v / np.where(total, total, 1), (m + np.log(total))[..., 0]
+
+    def is_right(self, out: Array, lse: Array) -> bool:
+        """Within 2 fp16 roundings of the output's size, and 1e-4 of the log-sum-exp."""
+        want_out, want_lse = self.expected()
+        bound = 2.0**-10 * (np.abs(self.v.astype(np.float64)).max() * 0.5 + np.abs(want_out))
+        close = np.abs(out.astype(np.float64) - want_out) <= bound
+        with np.errstate(invalid="ignore"):
+            same = (np.abs(lse - want_lse) <= 1e-4) | (lse == want_lse)
+        return bool(close.all() and same.all())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_attention_is_right_in_every_order(kernel: tuple[str, EmulatedModule], shape: tuple[int, int, int], causal: bool) -> None:
+    problem = Problem(*shape, causal)
+    for order in ORDERS:
+        assert problem.is_right(*problem.launch(*kernel, order)), order
+
+
+BUGS = [("attention_sm80", bug) for bug in range(1, 5)] + [("attention_sm90", bug) for bug in range(1, 13)]
+
+
+@pytest.mark.parametrize(("name", "bug"), BUGS)
+def test_every_missing_piece_of_synchronisation_is_found(module_cache: Path, name: str, bug: int) -> None:
+    module, problem = build(name, module_cache), Problem(1, 70, 333)
+    caught = 0
+    for order in ORDERS:
+        try:
+            caught += not problem.is_right(*problem.launch(name, module, order, bug))
+        except EmulationFault:
+            caught += 1
+    assert caught > 0
+
+
+def test_a_small_forward_takes_a_few_milliseconds(kernel: tuple[str, EmulatedModule]) -> None:
+    """batch 1, 2 heads, 128 x 128, dim 64 within 20 ms; the fastest of ten, since the machine may be busy."""
+    problem, times = Problem(2, 128, 128), []
+    for _ in range(10):
+        start = time.perf_counter()
+        problem.launch(*kernel, ("late", "greedy", 0))
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.020
+
+
+def test_zig_builds_the_same_kernel(module_cache: Path) -> None:
+    module = build("attention_sm90", module_cache, Toolchain.find("zig"))
+    problem = Problem(1, 70, 333, causal=True)
+    for order in ORDERS[::5]:
+        assert problem.is_right(*problem.launch("attention_sm90", module, order))
+    with pytest.raises(EmulationFault, match="unfenced"):
+        problem.launch("attention_sm90", module, ("late", "greedy", 0), bug=4)
