@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Generic, NamedTuple, TypeVar
 
 __all__ = ["PlanCache", "PlanCacheStats"]
@@ -29,23 +29,21 @@ class PlanCache(Generic[Plan]):
         self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
         self._hits = self._misses = self._evicted = 0
 
-    def get(self, signature: Hashable, make: Callable[[], Plan]) -> Plan:
-        """The plan of that signature, made by ``make`` where there is none. What ``make`` raises is not kept.
-
-        Raises TypeError for a signature that cannot be hashed.
-        """
+    def find(self, signature: Hashable) -> Plan | None:
+        """The plan of that signature, or None. Raises TypeError for a signature that cannot be hashed."""
         plan = self._plans.get(signature)
         if plan is not None:
             self._hits += 1
             self._plans.move_to_end(signature)
-            return plan
+        return plan
+
+    def add(self, signature: Hashable, plan: Plan) -> None:
+        """Keep a plan that was not found."""
         self._misses += 1
-        plan = make()
         self._plans[signature] = plan
         if len(self._plans) > self._capacity:
             self._plans.popitem(last=False)
             self._evicted += 1
-        return plan
 
     def stats(self) -> PlanCacheStats:
         return PlanCacheStats(self._hits, self._misses, self._evicted, len(self._plans))

@@ -22,7 +22,7 @@ Array: TypeAlias = Any
 """NumPy, CuPy, torch, JAX, or anything with DLPack."""
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, eq=False)
 class FlashForward:
     """Attention forward, dense or varlen.
 

@@ -22,9 +22,9 @@ from gpu_actors.kernels.variants import launch_geometry
 from gpu_actors.problem import AttentionProblem, DispatchKey
 from gpu_actors.reference import attention_forward
 from gpu_actors.requests import AttentionOutput, FlashForward
-from gpu_actors.validation import check_cu_seqlens, check_disjoint, forward_problem, longest
+from gpu_actors.validation import check_cu_seqlens, check_out, check_seed, forward_problem, longest
 
-__all__ = ["AttentionPlan", "adopt_arrays", "forward_plan", "signature"]
+__all__ = ["AttentionPlan", "adopt_arrays", "attention_output", "forward_plan", "is_plain", "signature"]
 
 _OPTIONAL = (
     "alibi_slopes",
@@ -40,19 +40,20 @@ _ARRAYS = ("q", "k", "v", *_OPTIONAL, "out")
 
 
 def adopt_arrays(
-    request: FlashForward, device: str, streams: CallerStreams | None = None
+    request: FlashForward, plain: bool, device: str, streams: CallerStreams | None = None
 ) -> tuple[FlashForward, Adopted | None]:
     """The request over arrays that this package can read, and what its q was if that was no NumPy array.
 
-    device: "cpu" or "cuda:N", where arrays may lie besides the host. streams: the submitting thread's own.
+    plain: see `is_plain`. device: "cpu" or "cuda:N", where arrays may lie besides the host. streams: the submitting
+    thread's own.
     Raises `InvalidRequest` for what is no array, or lies elsewhere.
     """
     if (
-        type(request.q) is np.ndarray
+        plain
+        and type(request.q) is np.ndarray
         and type(request.k) is np.ndarray
         and type(request.v) is np.ndarray
         and request.out is None
-        and _plain(request)
     ):
         return request, None
     changes: dict[str, Any] = {}
@@ -69,8 +70,11 @@ def adopt_arrays(
     return (dataclasses.replace(request, **changes) if changes else request), like
 
 
-def signature(request: FlashForward) -> Hashable:
-    """What decides the plan of an adopted request. Hashing it raises TypeError where an option cannot be hashed."""
+def signature(request: FlashForward, plain: bool) -> Hashable:
+    """What decides the plan of an adopted request. plain: see `is_plain`.
+
+    Hashing it raises TypeError where an option cannot be hashed.
+    """
     q, k, v, out = request.q, request.k, request.v, request.out
     return (
         q.shape,
@@ -91,12 +95,12 @@ def signature(request: FlashForward) -> Hashable:
         request.dropout_p,
         request.compute,
         request.return_lse,
-        None if _plain(request) else _optional_signature(request),
+        None if plain else _optional_signature(request),
         None if out is None else (out.shape, out.strides, out.dtype),
     )
 
 
-def _plain(request: FlashForward) -> bool:
+def is_plain(request: FlashForward) -> bool:
     """True where no operand but q, k and v is given. Written out because every request passes here."""
     return (
         request.cu_seqlens_q is None
@@ -137,11 +141,11 @@ class AttentionPlan:
     accumulate: Literal["float64", "float32"]
     outputs: Mapping[str, OutputSpec]
 
-    def bind(self, request: FlashForward, kernel: Kernel | None) -> Launch:
+    def bind(self, request: FlashForward, plain: bool, kernel: Kernel | None) -> Launch:
         """A launch of this plan on the arrays of an adopted request. Checks what depends on their data."""
         problem = self.problem
         inputs = {"q": request.q, "k": request.k, "v": request.v}
-        if not _plain(request):
+        if not plain:
             for name in _OPTIONAL:
                 array = getattr(request, name)
                 if array is not None:
@@ -151,9 +155,11 @@ class AttentionPlan:
             check_cu_seqlens("cu_seqlens_k", request.cu_seqlens_k, problem.total_k, problem.seqlen_k)
         outputs = self.outputs
         if request.out is not None:
-            check_disjoint(request)
+            check_out(request)
             outputs = {**outputs, "out": dataclasses.replace(outputs["out"], into=request.out)}
         seed = request.dropout_seed
+        if seed != 0:
+            check_seed(seed)
         pack = None if kernel is None else functools.partial(pack_forward, problem, dropout_seed=seed)
         oracle = functools.partial(_oracle, problem, self.accumulate, seed)
         return Launch(self.key, inputs, outputs, oracle, kernel, self.geometry, pack)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 
 import pykka
 
-from gpu_actors.actors.call import Call
+from gpu_actors.actors.call import DONE, Call
 from gpu_actors.actors.completion import Finish
 from gpu_actors.actors.handle import ActorHandle
 from gpu_actors.actors.outbox import Outbox
@@ -124,7 +124,7 @@ class ServiceActor(pykka.ThreadingActor):
                 if mailbox.saturated or self._controls:
                     mailbox.give_back(calls[index:])
                     return
-                if call.done:
+                if call.state is DONE:
                     continue
                 try:
                     self.handle(call)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gpu_actors.actors.mailbox import Mailbox
     from gpu_actors.timers import Timer
 
-__all__ = ["Call", "CallState"]
+__all__ = ["DONE", "LAUNCHED", "QUEUED", "Call", "CallState"]
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ class CallState(IntEnum):
 
 
 # Looking a member up on its enum costs more than the comparison that it is for.
-_QUEUED, _LAUNCHED, _DONE = CallState
+QUEUED, LAUNCHED, DONE = CallState
 
 
 class Call(Generic[T]):
@@ -75,7 +75,7 @@ class Call(Generic[T]):
         self.caller: Any = None
         self.queued = False
         self.parked = False
-        self.state: CallState = _QUEUED
+        self.state: CallState = QUEUED
         self.value: T | None = None
         self.error: BaseException | None = None
         self.timer: Timer | None = None
@@ -87,16 +87,16 @@ class Call(Generic[T]):
 
     @property
     def done(self) -> bool:
-        return self.state is _DONE
+        return self.state is DONE
 
     # Towards the answer
 
     def begin_launch(self) -> bool:
         """Claim the call for its launch. False if it has been answered (cancelled, expired) already."""
         with self._lock:
-            if self.state is not _QUEUED:
+            if self.state is not QUEUED:
                 return False
-            self.state = _LAUNCHED
+            self.state = LAUNCHED
             return True
 
     def resolve(self, value: T, outbox: Outbox | None = None) -> bool:
@@ -109,11 +109,11 @@ class Call(Generic[T]):
 
     def cancel(self) -> bool:
         """Answer with `RequestCancelled` unless the call has been launched or answered. True if that was done."""
-        return self._settle(None, RequestCancelled("cancelled before its launch"), None, _QUEUED)
+        return self._settle(None, RequestCancelled("cancelled before its launch"), None, QUEUED)
 
     def expire(self) -> None:
         """Answer with `DeadlineExceeded`; what was launched goes on, unobserved."""
-        launched = self.state is _LAUNCHED
+        launched = self.state is LAUNCHED
         where = "after its launch" if launched else "before its launch"
         self.fail(DeadlineExceeded(f"the deadline passed {where}"))
 
@@ -122,12 +122,12 @@ class Call(Generic[T]):
         value: T | None,
         error: BaseException | None,
         outbox: Outbox | None,
-        before: CallState = _LAUNCHED,
+        before: CallState = LAUNCHED,
     ) -> bool:
         with self._lock:
             if self.state > before:
                 return False
-            self.state = _DONE
+            self.state = DONE
             self.value = value
             self.error = error
             futures, threads, callbacks = self._futures, self._threads, self._callbacks
@@ -158,7 +158,7 @@ class Call(Generic[T]):
     def add_future(self, future: asyncio.Future[None]) -> bool:
         """Have this future woken when the call is done. False if it is done already."""
         with self._lock:
-            if self.state is _DONE:
+            if self.state is DONE:
                 return False
             if self._futures is None:
                 self._futures = [future]
@@ -181,7 +181,7 @@ class Call(Generic[T]):
         """Block this thread until the call is done. False if ``timeout`` seconds passed first."""
         event = threading.Event()
         with self._lock:
-            if self.state is _DONE:
+            if self.state is DONE:
                 return True
             if self._threads is None:
                 self._threads = []
@@ -196,7 +196,7 @@ class Call(Generic[T]):
     def when_done(self, callback: Callable[[Call[T]], None]) -> None:
         """Call ``callback`` with this call once it is done, on the thread that settles it, or now if it is done."""
         with self._lock:
-            if self.state is not _DONE:
+            if self.state is not DONE:
                 if self._callbacks is None:
                     self._callbacks = []
                 self._callbacks.append(callback)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gpu_actors.actors.attention import adopt_arrays
+from gpu_actors.actors.attention import adopt_arrays, is_plain
 from gpu_actors.actors.base import ServiceActor
 from gpu_actors.actors.call import Call
 from gpu_actors.actors.flash_attn import Attention
@@ -80,7 +80,7 @@ class CudnnLikeActor(ServiceActor):
         def finish(outputs: Outputs) -> Sequence[MhaOutput]:
             return (_mha_output(like, outputs),)
 
-        self._attention.answer(self, call, request, finish)
+        self._attention.answer(self, call, request, is_plain(request), finish)
 
 
 def _flash_request(
@@ -104,6 +104,7 @@ def _flash_request(
             dropout_seed=params.dropout_seed,
             return_lse=message.return_stats,
         ),
+        message.bias is None,
         place,
         streams,
     )

@@ -10,6 +10,7 @@ from gpu_actors.actors.attention import (
     adopt_arrays,
     attention_output,
     forward_plan,
+    is_plain,
     signature,
 )
 from gpu_actors.actors.base import ServiceActor
@@ -75,33 +76,34 @@ class FlashAttnHandle(ActorHandle):
         deadline, timeout, priority: as in `ActorHandle.submit`. The reply gives an `AttentionOutput`, or raises one of
         `gpu_actors.errors`. Do not change the arrays before it is done.
         """
+        # By position, in the order of the fields: naming 24 arguments takes as long as answering an empty request.
         request = FlashForward(
-            q=q,
-            k=k,
-            v=v,
-            causal=causal,
-            alignment=alignment,
-            window_size=window_size,
-            softmax_scale=softmax_scale,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            sinks=sinks,
-            sink_tokens=sink_tokens,
-            bias=bias,
-            dropout_p=dropout_p,
-            dropout_seed=dropout_seed,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=max_seqlen_k,
-            q_descale=q_descale,
-            k_descale=k_descale,
-            v_descale=v_descale,
-            compute=compute,
-            return_lse=return_lse,
-            out=out,
+            q,
+            k,
+            v,
+            causal,
+            alignment,
+            window_size,
+            softmax_scale,
+            softcap,
+            alibi_slopes,
+            sinks,
+            sink_tokens,
+            bias,
+            dropout_p,
+            dropout_seed,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlen_q,
+            max_seqlen_k,
+            q_descale,
+            k_descale,
+            v_descale,
+            compute,
+            return_lse,
+            out,
         )
-        return self.submit(request, deadline=deadline, timeout=timeout, priority=priority)
+        return Reply(self.send(request, deadline, timeout, priority))
 
     def inspect_key(self, request: FlashForward | FlashBackward | PagedForward) -> DispatchKey:
         """The dispatch key that a request would be answered by. Validates it and launches nothing.
@@ -131,28 +133,29 @@ class Attention:
         compiles = info.runs_kernels or services.options.compile_on_mock
         self.kernels = KernelStore(post) if compiles else None
 
-    def plan(self, request: FlashForward) -> AttentionPlan:
-        """The plan of an adopted request."""
-
-        def make() -> AttentionPlan:
-            return forward_plan(request, self.arch, self.runs_kernels, self.accumulate)
-
+    def plan(self, request: FlashForward, plain: bool) -> AttentionPlan:
+        """The plan of an adopted request. plain: see `is_plain`."""
         try:
-            return self.plans.get(signature(request), make)
+            key = signature(request, plain)
+            plan = self.plans.find(key)
         except (TypeError, AttributeError):
             # An option that cannot be hashed or an operand that is no array: validation names it.
-            return make()
+            return forward_plan(request, self.arch, self.runs_kernels, self.accumulate)
+        if plan is None:
+            plan = forward_plan(request, self.arch, self.runs_kernels, self.accumulate)
+            self.plans.add(key, plan)
+        return plan
 
-    def answer(self, actor: ServiceActor, call: Call[Any], request: FlashForward, finish: Finish) -> None:
+    def answer(self, actor: ServiceActor, call: Call[Any], request: FlashForward, plain: bool, finish: Finish) -> None:
         """Launch an adopted forward request for an actor, or park it until its kernel is compiled."""
-        plan = self.plan(request)
+        plan = self.plan(request, plain)
         kernel = None
         if self.kernels is not None:
             kernel = self.kernels.get(plan.key)
             if kernel is None:
                 self.kernels.wait_for(plan.key, call)
                 return
-        launch = plan.bind(request, kernel if self.runs_kernels else None)
+        launch = plan.bind(request, plain, kernel if self.runs_kernels else None)
         if call.begin_launch():
             actor.launch((call,), launch, finish)
 
@@ -173,9 +176,11 @@ class FlashAttnActor(ServiceActor):
     def handle(self, call: Call[Any]) -> None:
         message = call.message
         if type(message) is FlashForward:
-            request, like = adopt_arrays(message, self._attention.place, call.caller)
+            attention = self._attention
+            plain = is_plain(message)
+            request, like = adopt_arrays(message, plain, attention.place, call.caller)
             finish = functools.partial(attention_output, like, message.out)
-            self._attention.answer(self, call, request, finish)
+            attention.answer(self, call, request, plain, finish)
             return
         # Sound requests that no kernel here answers yet end in check_support's sentence.
         check_support(problem_of(message, self._attention.place), self._attention.arch)
@@ -193,7 +198,7 @@ def problem_of(request: object, place: str) -> AttentionProblem:
     if isinstance(request, FlashBackward):
         return backward_problem(request)
     if isinstance(request, FlashForward):
-        return forward_problem(adopt_arrays(request, place)[0])
+        return forward_problem(adopt_arrays(request, is_plain(request), place)[0])
     if isinstance(request, PagedForward):
         return paged_problem(request)
     raise InvalidRequest("message", type(request).__name__, "must be FlashForward, FlashBackward or PagedForward")

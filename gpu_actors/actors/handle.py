@@ -62,16 +62,9 @@ class ActorHandle:
         timeout: the same in seconds from now. Give one of them at most.
         priority: higher goes first; equals go in order of submission.
         """
-        return Reply(self.submit_call(message, deadline=deadline, timeout=timeout, priority=priority))
+        return Reply(self.send(message, deadline, timeout, priority))
 
-    def submit_call(
-        self,
-        message: Any,
-        *,
-        deadline: float | None = None,
-        timeout: float | None = None,
-        priority: int = 0,
-    ) -> Call[Any]:
+    def send(self, message: Any, deadline: float | None, timeout: float | None, priority: int) -> Call[Any]:
         """`submit` for actors, which chain on the call itself."""
         post = self._post
         services = post.services

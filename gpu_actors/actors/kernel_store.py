@@ -63,7 +63,7 @@ class KernelStore:
         if first:
             nvrtc = post.services.handle(NvrtcActor)
             # As urgent as who waits for it, and never held to one waiter's deadline: others may come to wait too.
-            compiling = nvrtc.submit_call(Prepare(key), priority=call.priority)
+            compiling = nvrtc.send(Prepare(key), None, None, call.priority)
             compiling.when_done(lambda done: self._compiled(key, done))
 
     def _compiled(self, key: DispatchKey, compiling: Call[Any]) -> None:

@@ -43,8 +43,8 @@ class ActorStats:
 class Mailbox:
     """Calls for one actor.
 
-    capacity: calls that may wait. max_in_flight: launches that may be unfinished; while so many are, `take` gives
-    nothing out.
+    capacity: calls that may wait. max_in_flight: launches that may be unfinished; while so many are, the mailbox is
+    ``saturated`` and `take` gives nothing out.
     """
 
     def __init__(self, name: str, capacity: int, max_in_flight: int) -> None:
@@ -60,6 +60,7 @@ class Mailbox:
         self._submitted = self._launched = self._launched_calls = 0
         self._completed = self._failed = self._cancelled = 0
         self._in_flight = 0
+        self.saturated = False
         self._closed: Callable[[], GpuActorsError] | None = None
         self._idle_callbacks: list[Callable[[], None]] = []
         self._asleep = False
@@ -144,7 +145,7 @@ class Mailbox:
             with self._lock:
                 if controls:
                     return []
-                if self._queued and self._in_flight < self.max_in_flight:
+                if self._queued and not self.saturated:
                     return self._pop(limit)
                 self._asleep = True
             self._wake.acquire()
@@ -173,6 +174,7 @@ class Mailbox:
             self._launched += 1
             self._launched_calls += calls
             self._in_flight += 1
+            self.saturated = self._in_flight >= self.max_in_flight
 
     def launch_passed(self, calls: int) -> None:
         """Book a launch that was over as soon as it began. For the actor's thread, which alone counts launches."""
@@ -183,17 +185,13 @@ class Mailbox:
         """Book the end of a launch, and let the actor go on if it waited for that."""
         with self._lock:
             self._in_flight -= 1
+            self.saturated = self._in_flight >= self.max_in_flight
             wake = self._awaken()
             idle = self._take_idle_callbacks() if self._idle_callbacks else ()
         if wake:
             self._wake.release()
         for callback in idle:
             callback()
-
-    @property
-    def saturated(self) -> bool:
-        """True while ``max_in_flight`` launches are unfinished."""
-        return self._in_flight >= self.max_in_flight
 
     # Looking on
 

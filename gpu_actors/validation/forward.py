@@ -25,7 +25,7 @@ from gpu_actors.validation.fields import (
     window,
 )
 
-__all__ = ["check_cu_seqlens", "check_disjoint", "forward_problem", "longest"]
+__all__ = ["check_cu_seqlens", "check_out", "check_seed", "forward_problem", "longest"]
 
 
 class _Shape(NamedTuple):
@@ -51,7 +51,7 @@ def forward_problem(request: FlashForward) -> AttentionProblem:
     heads_ratio(shape.heads_q, shape.heads_kv)
     dtype = _common_dtype(request)
     out_dtype = "bfloat16" if dtype in FP8 else dtype
-    _check_out(request, shape, out_dtype)
+    _check_out_shape(request, shape, out_dtype)
     alignment = request.alignment
     expect(
         alignment in ("bottom_right", "top_left"),
@@ -107,8 +107,15 @@ def check_cu_seqlens(field: str, cu_seqlens: Any, total: int, max_seqlen: int) -
     expect(most <= max_seqlen, maximum, max_seqlen, f"must be at least the longest sequence, {most}")
 
 
-def check_disjoint(request: FlashForward) -> None:
-    """Check that ``out`` shares no memory with an operand: rows are written while others are still read."""
+def check_seed(seed: object) -> None:
+    """Check a dropout seed, which may change from request to request of one problem."""
+    integer("dropout_seed", seed, 0, (1 << 64) - 1)
+
+
+def check_out(request: FlashForward) -> None:
+    """Check that ``out`` can be written, and shares no memory with an operand: rows are written while others are read."""
+    if isinstance(request.out, np.ndarray):
+        expect(request.out.flags.writeable, "out", describe(request.out), "must be writeable")
     for field in ("q", "k", "v", "bias"):
         array = getattr(request, field)
         if isinstance(array, np.ndarray) and isinstance(request.out, np.ndarray):
@@ -189,13 +196,11 @@ def _common_dtype(request: FlashForward) -> str:
     return dtype
 
 
-def _check_out(request: FlashForward, shape: _Shape, out_dtype: str) -> None:
+def _check_out_shape(request: FlashForward, shape: _Shape, out_dtype: str) -> None:
     if request.out is None:
         return
     wanted = (*request.q.shape[:-1], shape.head_dim_v)
     optional_array("out", request.out, (tuple(map(int, wanted)),), (out_dtype,))
-    if isinstance(request.out, np.ndarray):
-        expect(request.out.flags.writeable, "out", describe(request.out), "must be writeable")
 
 
 def _scale(value: object, head_dim: int) -> float:
@@ -239,7 +244,7 @@ def _bias(request: FlashForward, shape: _Shape, dtype: str, varlen: bool) -> tup
 def _dropout(request: FlashForward) -> float:
     probability = real("dropout_p", request.dropout_p)
     expect(0 <= probability < 1, "dropout_p", probability, "must be in [0, 1)")
-    integer("dropout_seed", request.dropout_seed, 0, (1 << 64) - 1)
+    check_seed(request.dropout_seed)
     return probability
 
 
