@@ -77,6 +77,10 @@ class Completion:
         except IndexError:
             return None
 
+    def calls(self) -> set[Call[Any]]:
+        """The calls of unfinished launches. For the actor's thread."""
+        return {call for entry in list(self._entries) for call in entry.calls}
+
     def close(self, timeout: float) -> bool:
         """End the thread once its launches are done. False if it still waits for one after ``timeout`` seconds."""
         if self._thread is None:

@@ -11,11 +11,11 @@ import heapq
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from gpu_actors.actors.call import Call, CallState
+from gpu_actors.actors.call import Call
 from gpu_actors.actors.outbox import Outbox
 from gpu_actors.errors import GpuActorsError, Overloaded, RequestCancelled
 
@@ -62,6 +62,7 @@ class Mailbox:
         self._in_flight = 0
         self.saturated = False
         self._closed: Callable[[], GpuActorsError] | None = None
+        self._written_off = False
         self._idle_callbacks: list[Callable[[], None]] = []
         self._asleep = False
         self._wake = threading.Lock()
@@ -123,13 +124,19 @@ class Mailbox:
             call.fail(reason(), outbox)
         outbox.flush()
 
-    def fail_held(self, reason: Callable[[], GpuActorsError]) -> None:
-        """Answer the calls that an actor took and died with: not queued, not parked, not launched."""
+    def held(self, in_flight: Collection[Call[Any]]) -> list[Call[Any]]:
+        """The unanswered calls that only the actor knows: it took them, and they are neither parked nor in flight."""
         with self._lock:
             held = [call for call in self._unanswered if not call.queued and not call.parked]
-        for call in held:
-            if call.state is CallState.QUEUED:
-                call.fail(reason())
+        return [call for call in held if call not in in_flight]
+
+    def write_off(self) -> None:
+        """Whoever waits for the mailbox to be idle need not wait for launches any longer: they may never end."""
+        with self._lock:
+            self._written_off = True
+            idle = self._take_idle_callbacks()
+        for callback in idle:
+            callback()
 
     def refuse(self, call: Call[Any], error: GpuActorsError) -> None:
         """Book a call and answer it with an error at once."""
@@ -196,7 +203,7 @@ class Mailbox:
     # Looking on
 
     def when_idle(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` once, as soon as no call is unanswered and no launch unfinished."""
+        """Call ``callback`` once, as soon as no call is unanswered and no launch unfinished (see `write_off`)."""
         with self._lock:
             if not self._idle():
                 self._idle_callbacks.append(callback)
@@ -244,7 +251,7 @@ class Mailbox:
             heapq.heapify(self._heap)
 
     def _idle(self) -> bool:
-        return not self._unanswered and self._in_flight == 0
+        return not self._unanswered and (self._in_flight == 0 or self._written_off)
 
     def _take_idle_callbacks(self) -> list[Callable[[], None]]:
         if not self._idle():

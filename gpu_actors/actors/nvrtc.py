@@ -123,13 +123,14 @@ class NvrtcActor(ServiceActor):
         if cubin is not None:
             call.resolve(cubin, self.outbox)
         elif call.begin_launch():
-            self.post.mailbox.launch_began()
+            self._hand_over(call)
             workshop.start(message.source, arch, _Answer(call))
 
     def _prepare(self, call: Call[Any], key: DispatchKey) -> None:
+        source = kernel_source(key)
         if call.begin_launch():
-            self.post.mailbox.launch_began()
-            self._workshop.start(kernel_source(key), key.arch, _Answer(call), for_device=True)
+            self._hand_over(call)
+            self._workshop.start(source, key.arch, _Answer(call), for_device=True)
 
     def _warm(self, call: Call[Any], message: Warm) -> None:
         if not message.keys:
@@ -137,10 +138,15 @@ class NvrtcActor(ServiceActor):
             return
         sources = [(key, kernel_source(key)) for key in message.keys]
         if call.begin_launch():
-            self.post.mailbox.launch_began()
+            self._hand_over(call)
             batch = _WarmBatch(call, message)
             for index, (key, source) in enumerate(sources):
                 self._workshop.start(source, key.arch, batch.slot(index))
+
+    def _hand_over(self, call: Call[Any]) -> None:
+        """From here on the workshop answers the call, whatever becomes of this actor."""
+        self.post.park(call)
+        self.post.mailbox.launch_began()
 
     def _default_arch(self) -> str:
         return self.post.services.device.info.arch
@@ -257,7 +263,7 @@ class _WarmBatch:
         try:
             if self._message.progress is not None:
                 self._message.progress(done, len(keys), keys[index])
-        except Exception as raised:
+        except BaseException as raised:
             failure = GpuActorsError(f"warm's progress callback raised {raised!r}")
             failure.__cause__ = raised
             self._error = self._error or failure

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gpu_actors.actors.call import Call
+from gpu_actors.actors.call import LAUNCHED, Call
 from gpu_actors.actors.completion import Completion
 from gpu_actors.actors.mailbox import Mailbox
 from gpu_actors.devices.interface import Stream
-from gpu_actors.errors import ActorFailed, ContextLost
+from gpu_actors.errors import ActorFailed, ActorStopped, ContextLost
 
 if TYPE_CHECKING:
     import pykka
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from gpu_actors.actors.services import Services
 
 __all__ = ["ChildFailed", "ChildReady", "ChildStopped", "Post", "Terminated"]
+
+logger = logging.getLogger("gpu_actors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +108,22 @@ class Post:
             self._terminated = Terminated(self.name, error)
             watchers, self._watchers = self._watchers, []
         for watcher in watchers:
-            watcher(self._terminated)
+            try:
+                watcher(self._terminated)
+            except BaseException:
+                # It runs on the supervisor's thread, which everybody else still needs.
+                logger.exception("a watcher of %s raised", self.name)
+
+    def retire(self) -> None:
+        """The incarnation has stopped of itself: refuse calls, answer those that wait, tell the watchers."""
+
+        def reason() -> ActorStopped:
+            return ActorStopped(f"{self.name} has stopped")
+
+        if self.services.lost is None:
+            self.mailbox.close(reason)
+        self.mailbox.fail_all(reason)
+        self.terminate(None)
 
     def watch(self, callback: Callable[[Terminated], None]) -> None:
         with self._lock:
@@ -120,19 +138,29 @@ class Post:
         self.services.supervise(ChildReady(self, actor.actor_urn))
 
     def report_stopped(self, actor: ServiceActor) -> None:
+        """An incarnation has stopped. Calls that only it knew go back in the queue; what it had claimed cannot."""
+        for call in self._held():
+            if call.state is LAUNCHED:
+                call.fail(ActorStopped(f"{self.name} stopped while it held the request"))
+            else:
+                self.mailbox.give_back((call,))
         self.services.supervise(ChildStopped(self, actor.actor_urn))
 
     def report_failure(self, actor: ServiceActor, error: BaseException) -> None:
         """An incarnation is dying of ``error``. Calls that only it knew are answered here and now."""
-        self.mailbox.fail_held(lambda: _died(self.name, error))
+        for call in self._held():
+            call.fail(_died(self.name, error))
         self.services.supervise(ChildFailed(self, actor.actor_urn, error))
 
     def report_lost(self, error: ContextLost) -> None:
         self.services.context_lost(error)
 
     def park(self, call: Call[Any]) -> None:
-        """Take the call out of this incarnation's hands; ``mailbox.give_back`` brings it in again."""
+        """Take the call out of this incarnation's hands: something that outlives it will answer it or give it back."""
         call.parked = True
+
+    def _held(self) -> list[Call[Any]]:
+        return self.mailbox.held(self.completion.calls())
 
     def _trace_answer(self, call: Call[Any]) -> None:
         trace = self.services.trace

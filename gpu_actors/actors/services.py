@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from gpu_actors.options import ContextOptions
 from gpu_actors.timers import Timers
 from gpu_actors.tracing import Trace
 from gpu_actors.tracing.otel import current_context
+from gpu_actors.validation.fields import real
 
 if TYPE_CHECKING:
     from gpu_actors.actors.base import ServiceActor
@@ -73,11 +73,11 @@ class Services:
         if deadline is not None:
             if timeout is not None:
                 raise InvalidRequest("timeout", timeout, "give deadline or timeout, not both")
-            return _seconds("deadline", deadline, "monotonic seconds")
+            return real("deadline", deadline, "a finite number of monotonic seconds")
         if timeout is None:
             assert self.default_timeout is not None
             timeout = self.default_timeout
-        return self.clock.now() + _seconds("timeout", timeout, "seconds")
+        return self.clock.now() + real("timeout", timeout, "a finite number of seconds")
 
     def trace_accepted(self, post: Post, call: Call[Any]) -> None:
         """Record a submission, with the caller's OpenTelemetry context where spans are made."""
@@ -113,9 +113,4 @@ class Services:
             post.mailbox.close(reason)
         for post in self.posts.values():
             post.mailbox.fail_all(reason)
-
-
-def _seconds(field: str, value: object, unit: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise InvalidRequest(field, value, f"must be a finite number of {unit}")
-    return float(value)
+            post.mailbox.write_off()

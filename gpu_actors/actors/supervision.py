@@ -82,7 +82,8 @@ class Supervisor:
             return
         delay = self._policy.delay(len(self._failures))
         self._failures.append(now)
-        group = self._posts if self._policy.strategy == "all_for_one" else [post]
+        siblings = [member for member in self._posts if member.state not in ("stopped", "failed")]
+        group = siblings if self._policy.strategy == "all_for_one" else [post]
         for member in group:
             member.state = "restarting"
             self._errors.setdefault(member, error)
@@ -92,15 +93,18 @@ class Supervisor:
         self._after(delay, lambda: self._restart(group))
 
     def stopped(self, post: Post, urn: str) -> None:
-        """A child's incarnation has stopped on request."""
+        """A child's incarnation has stopped: on request, or for good if nobody asked it to."""
         if not self._current(post, urn):
             return
         post.ref = None
+        asked = post in self._asked
         self._asked.discard(post)
         if self.stopping:
             post.terminate(None)
         elif post in self._due:
             self._replace(post)
+        elif not asked:
+            post.retire()
 
     def _restart(self, group: list[Post]) -> None:
         for post in group:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import numbers
 from typing import Any
@@ -70,10 +71,14 @@ def integer(field: str, value: object, low: int, high: int | None = None) -> int
     return number
 
 
-def real(field: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise InvalidRequest(field, value, "must be a finite number")
-    return float(value)
+def real(field: str, value: object, kind: str = "a finite number") -> float:
+    number = math.nan
+    if not isinstance(value, bool) and isinstance(value, numbers.Real):
+        with contextlib.suppress(OverflowError):  # an int that no float holds
+            number = float(value)
+    if not math.isfinite(number):
+        raise InvalidRequest(field, value, f"must be {kind}")
+    return number
 
 
 def flag(field: str, value: object) -> bool:
