@@ -113,7 +113,7 @@ def check_seed(seed: object) -> None:
 
 
 def check_out(request: FlashForward) -> None:
-    """Check that ``out`` can be written, and shares no memory with an operand: rows are written while others are read."""
+    """Check that ``out`` can be written, and shares no memory with an operand that rows yet to come will read."""
     if isinstance(request.out, np.ndarray):
         expect(request.out.flags.writeable, "out", describe(request.out), "must be writeable")
     for field in ("q", "k", "v", "bias"):
