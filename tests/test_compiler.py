@@ -142,11 +142,21 @@ class TestOptions:
         assert b"k.cu" in cubin.data
         assert b"folder" not in cubin.data
 
-    def test_the_stack_limit_of_the_process_stays_as_it_is(self):
+    def test_the_stack_limit_of_the_process_stays_as_it_is_during_a_compile(self):
+        text = "#include <cuda_fp16.h>\n" + BODY
         before = resource.getrlimit(resource.RLIMIT_STACK)
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(compiled, [BODY.replace("= 1", f"= {value}") for value in range(10, 14)]))
-        assert resource.getrlimit(resource.RLIMIT_STACK) == before
+        lower = (1 << 23, before[1])
+        resource.setrlimit(resource.RLIMIT_STACK, lower)
+        try:
+            with ThreadPoolExecutor(1) as pool:
+                compiling = pool.submit(compiled, text)
+                seen = {resource.getrlimit(resource.RLIMIT_STACK)}
+                while not compiling.done():
+                    seen.add(resource.getrlimit(resource.RLIMIT_STACK))
+        finally:
+            resource.setrlimit(resource.RLIMIT_STACK, before)
+        assert compiling.result()
+        assert seen == {lower}
 
 
 class TestHeaders:

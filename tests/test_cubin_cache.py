@@ -14,6 +14,7 @@ import pytest
 from cache_support import ARCH, CountingCompiler, entries, fake_toolchain, kernel, run_child
 
 from gpu_actors.errors import CompileError, InvalidRequest
+from gpu_actors.kernels import cache_folder
 from gpu_actors.kernels.compiler import Compiler
 from gpu_actors.kernels.cubin_cache import CacheStats, CubinCache, default_cache_dir
 from gpu_actors.kernels.single_flight import SingleFlight
@@ -202,6 +203,22 @@ class TestSizeBound:
         assert [fresh.get(kernel(value), ARCH) is not None for value in range(4)] == [True, False, True, True]
         assert bounded.stats().evicted == 1
         assert fresh.stats().bytes <= 3 * entry_size + 10
+
+    def test_a_reading_is_dated_by_hand_since_disks_may_keep_no_access_times(self, tmp_path, monkeypatch):
+        cache(tmp_path).get_or_compile(kernel(), ARCH, CountingCompiler())
+        utime = os.utime
+        dated = []
+
+        def note(handle, *, ns):
+            dated.append(ns[0])
+            utime(handle, ns=(10**9, ns[1]))
+
+        monkeypatch.setattr(cache_folder.os, "utime", note)
+        before = time.time_ns()
+        cache(tmp_path).get(kernel(), ARCH)
+        assert len(dated) == 1
+        assert before <= dated[0] <= time.time_ns()
+        assert entries(tmp_path)[0].stat().st_atime == 1
 
     def test_the_entry_just_made_stays_even_if_clocks_disagree(self, tmp_path):
         compile = CountingCompiler(size=1000)
