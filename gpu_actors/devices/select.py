@@ -56,7 +56,8 @@ def _open(spec: str, options: ContextOptions) -> Device:
         from gpu_actors.devices.emulated import EmulatedDevice
 
         return EmulatedDevice(arch, options.emulation or EmulationOptions(), options)
-    obstacle = cuda_usable()
+    index = int(spec.partition(":")[2] or 0)
+    obstacle = cuda_usable(index)
     if obstacle is not None:
         raise GpuActorsError(f"device {spec!r} cannot be used: {obstacle}")
-    return CudaDevice(int(spec.partition(":")[2] or 0), options)
+    return CudaDevice(index, options)
