@@ -18,6 +18,9 @@ __all__ = ["Timer", "Timers"]
 
 logger = logging.getLogger("gpu_actors")
 
+# Seconds. A thread cannot be asked to sleep for longer than some centuries, and a deadline may be further away.
+_LONGEST_SLEEP = 3600.0
+
 
 class Timer:
     """A callback that is due at a time. `cancel` keeps it from running, if it has not begun."""
@@ -98,14 +101,18 @@ class Timers:
         while True:
             with self._condition:
                 while not self._closed:
-                    when = self._heap[0][0] if self._heap else None
-                    if when is not None and when <= self._clock.now():
+                    if not self._heap:
+                        self._clock.wait(self._condition, None)
+                        continue
+                    now, when = self._clock.now(), self._heap[0][0]
+                    if when <= now:
                         break
-                    self._clock.wait(self._condition, when)
+                    self._clock.wait(self._condition, min(when, now + _LONGEST_SLEEP))
                 if self._closed:
                     return
                 timer = heapq.heappop(self._heap)[2]
             try:
                 timer.fire()
-            except Exception:
+            except BaseException:
+                # Every deadline of the context hangs on this thread.
                 logger.exception("a timer's callback raised")
