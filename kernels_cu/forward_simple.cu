@@ -147,14 +147,15 @@ DEVICE void attend(const Params& params, const Place& at, Real* q_tile) {
   const uint32_t sequence_head = at.sequence * params.heads_q + at.head;
   const Dropout dropout{params.dropout_seed, params.dropout_threshold, sequence_head};
 
-  // A sink is a first key without a value: it starts the maximum and the sum, and adds nothing to O.
+  // A sink is a first key without a value: it starts the maximum and the sum, which counts it once, and adds nothing
+  // to O. One of -inf is none: the first score above it takes the sum to 0.
   Real sink = -INFINITY;
   if constexpr (SINKS) sink = sink_logit(params, at.head);
   Rows rows;
 #pragma unroll
   for (int r = 0; r < ROWS; r++) {
     rows.m[r] = sink;
-    rows.l[r] = lane == 0 && sink != -INFINITY ? Real(1) : Real(0);
+    rows.l[r] = SINKS && lane == 0 ? 1 : 0;
 #pragma unroll
     for (int c = 0; c < COLUMNS; c++) rows.o[r][c] = 0;
   }

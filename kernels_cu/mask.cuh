@@ -54,7 +54,8 @@ struct Mask {
     if (WINDOW) first = at_least(0, row_begin + diagonal - left);
     sinks = (sinks + TILE - 1) / TILE;
     const int begin = at_least(sinks, first / TILE);
-    return {sinks, begin, at_least(begin, (at_least(0, last) + TILE - 1) / TILE)};
+    const int end = first < last ? (last + TILE - 1) / TILE : 0;
+    return {sinks, begin, at_least(begin, end)};
   }
 };
 

@@ -1,0 +1,184 @@
+"""What is refused, with which field, reason and nearest value; and what is not."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+
+from gpu_actors.errors import InvalidRequest, Unsupported
+from gpu_actors.kernels.support import CHECKS, ELEMENTS, check_support, find_unsupported
+from gpu_actors.problem import AttentionProblem
+
+
+def problem(dtype: str = "bfloat16", **changes: object) -> AttentionProblem:
+    fields = {
+        "batch": 2,
+        "seqlen_q": 128,
+        "seqlen_k": 256,
+        "total_q": 256,
+        "total_k": 512,
+        "heads_q": 4,
+        "heads_kv": 2,
+        "head_dim": 64,
+        "head_dim_v": 64,
+        "dtype": dtype,
+        "kv_dtype": dtype,
+        "out_dtype": ELEMENTS[dtype].out,
+        "compute": ELEMENTS[dtype].computes[0],
+        "softmax_scale": 0.125,
+    }
+    return AttentionProblem(**{**fields, **changes})
+
+
+# code -> (problem, arch, field, value, nearest, words of the reason)
+REFUSED = {
+    "arch.known": (problem(), "sm_75", "arch", "sm_75", "sm_80", "8.0"),
+    "dtype.known": (
+        dataclasses.replace(problem(), dtype="int8", kv_dtype="int8"),
+        "sm_90a",
+        "dtype",
+        "int8",
+        "float32",
+        "float16",
+    ),
+    "fp8.backward": (
+        problem("float8_e4m3fn", direction="backward"),
+        "sm_90a",
+        "dtype",
+        "float8_e4m3fn",
+        "bfloat16",
+        "gradients",
+    ),
+    "fp8.arch": (problem("float8_e4m3fn"), "sm_89", "dtype", "float8_e4m3fn", "bfloat16", "sm_90a"),
+    "kv_dtype.mixed": (
+        problem(kv_dtype="float8_e4m3fn"),
+        "sm_90a",
+        "kv_dtype",
+        "float8_e4m3fn",
+        "bfloat16",
+        "q's dtype",
+    ),
+    "out_dtype.fixed": (
+        problem("float8_e5m2", out_dtype="float16"),
+        "sm_90a",
+        "out_dtype",
+        "float16",
+        "bfloat16",
+        "float8_e5m2",
+    ),
+    "compute.mode": (problem("float16", compute="f32"), "sm_80", "compute", "f32", "f16", "float32"),
+    "head_dim.range": (problem(head_dim=257), "sm_90a", "head_dim", 257, 256, "256"),
+    "seqlen.range": (problem(seqlen_k=1 << 30), "sm_90a", "seqlen_k", 1 << 30, (1 << 30) - 1, "2^30"),
+    "dropout.fp8": (problem("float8_e4m3fn", dropout_p=0.1), "sm_90a", "dropout_p", 0.1, 0.0, "inference"),
+    "bias.layout": (
+        problem(layout="varlen", bias=("bfloat16", False, False)),
+        "sm_90a",
+        "bias",
+        "bfloat16",
+        None,
+        "varlen",
+    ),
+    "bias.dtype": (problem(bias=("float16", True, False)), "sm_90a", "bias", "float16", "float32", "bfloat16"),
+    "descales.dtype": (problem(descales=True), "sm_90a", "q_descale", "an array", None, "fp8"),
+}
+
+
+def test_each_check_has_a_case():
+    assert [check.code for check in CHECKS] == list(REFUSED)
+
+
+@pytest.mark.parametrize("code", REFUSED)
+def test_a_refusal_names_field_value_reason_and_nearest(code):
+    given, arch, field, value, nearest, words = REFUSED[code]
+    found = find_unsupported(given, arch)
+    assert found is not None
+    assert found[0] == code
+    with pytest.raises(Unsupported) as refused:
+        check_support(given, arch)
+    error = refused.value
+    assert (error.field, error.value, error.nearest) == (field, value, nearest)
+    assert words in error.reason
+    assert len(error.reason.split()) >= 5, "a reason is a sentence"
+
+
+@pytest.mark.parametrize(
+    "code", [code for code in REFUSED if code not in ("arch.known", "bias.layout", "descales.dtype")]
+)
+def test_the_nearest_value_is_accepted(code):
+    given, arch, field, _, nearest, _ = REFUSED[code]
+    changes = {field: nearest}
+    if field == "dtype":
+        changes = {"dtype": nearest, "kv_dtype": nearest, "compute": ELEMENTS[nearest].computes[0]}
+        changes["out_dtype"] = ELEMENTS[nearest].out
+    if field == "bias":
+        changes = {"bias": (nearest, *given.bias[1:])}
+    check_support(dataclasses.replace(given, **changes), arch)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a"])
+@pytest.mark.parametrize("dtype", [name for name, element in ELEMENTS.items() if not element.fp8])
+def test_wide_dtypes_are_accepted_everywhere_with_every_option(arch, dtype):
+    given = problem(
+        dtype,
+        causal=True,
+        window=(0, 0),
+        softcap=30.0,
+        alibi="batch",
+        sinks=True,
+        sink_tokens=4,
+        bias=(dtype, True, True),
+        dropout_p=0.1,
+        return_lse=True,
+    )
+    assert find_unsupported(given, arch) is None
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89"])
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_fp8_is_refused_before_hopper_and_accepted_from_there_on(arch, dtype):
+    assert find_unsupported(problem(dtype), arch)[0] == "fp8.arch"
+    for newer in ("sm_90a", "sm_100a", "sm_120a"):
+        assert find_unsupported(problem(dtype, descales=True), newer) is None
+
+
+def test_fp8_keys_of_another_type_than_q_are_refused():
+    for dtype, kv_dtype in itertools.permutations(("float8_e4m3fn", "float8_e5m2", "bfloat16"), 2):
+        given = problem(dtype, kv_dtype=kv_dtype)
+        assert find_unsupported(given, "sm_90a")[0] == "kv_dtype.mixed"
+
+
+@pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window": (4, 0)}, {"causal": True, "window": (4, 0)}])
+def test_sinks_need_neither_a_window_nor_causal(mask):
+    assert find_unsupported(problem(sinks=True, **mask), "sm_80") is None
+
+
+@pytest.mark.parametrize("compute", ["f32", "tf32", "f16", "bf16"])
+def test_float32_inputs_choose_their_precision(compute):
+    assert find_unsupported(problem("float32", compute=compute), "sm_80") is None
+
+
+@pytest.mark.parametrize("dim", [0, 257, 512])
+@pytest.mark.parametrize("field", ["head_dim", "head_dim_v"])
+def test_head_dims_outside_the_range_are_refused_by_name(field, dim):
+    with pytest.raises(Unsupported) as refused:
+        check_support(problem(**{field: dim}), "sm_90a")
+    assert refused.value.field == field
+    assert refused.value.nearest == (1 if dim == 0 else 256)
+
+
+@pytest.mark.parametrize("dim", [1, 40, 256])
+def test_every_head_dim_in_the_range_is_accepted(dim):
+    assert find_unsupported(problem(head_dim=dim, head_dim_v=257 - dim), "sm_80") is None
+
+
+def test_an_arch_without_its_suffix_is_refused_with_the_exact_one():
+    with pytest.raises(Unsupported) as refused:
+        check_support(problem(), "sm_90")
+    assert (refused.value.field, refused.value.nearest) == ("arch", "sm_90a")
+
+
+def test_what_is_no_arch_is_invalid():
+    with pytest.raises(InvalidRequest):
+        check_support(problem(), "H100")
