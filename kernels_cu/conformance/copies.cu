@@ -13,7 +13,9 @@ DEVICE void copy_ring(const unsigned char* in, const int* valid, unsigned char* 
   constexpr int STAGES = 3, STAGE = 32 * BYTES;
   const int t = threadIdx.x;
   auto issue = [&](int i) {
-    if (i < rounds) ptx::cp_async<BYTES>(ptx::shared_address(ring + i % STAGES * STAGE + t * BYTES), in + (i * 32 + t) * BYTES, valid[t]);
+    if (i < rounds)
+      ptx::cp_async<BYTES>(ptx::shared_address(ring + i % STAGES * STAGE + t * BYTES), in + (i * 32 + t) * BYTES,
+                           valid[t]);
     ptx::cp_async_commit();
   };
   for (int i = 0; i < STAGES - 1; i++) issue(i);

@@ -39,7 +39,8 @@ extern "C" __global__ void __launch_bounds__(160) bulk_pipeline(const float* in,
           ptx::mbarrier_arrive_expect_tx(full + 8 * s, TILE);
         }
         ptx::bulk_load(data + s * TILE, in + i * 512, TILE / 2, full + 8 * s);
-        ptx::bulk_load(data + s * TILE + TILE / 2, in + i * 512 + 256, TILE / 2, full + 8 * s, ptx::CachePolicy::evict_first);
+        ptx::bulk_load(data + s * TILE + TILE / 2, in + i * 512 + 256, TILE / 2, full + 8 * s,
+                       ptx::CachePolicy::evict_first);
       }
     }
     return;
@@ -47,8 +48,7 @@ extern "C" __global__ void __launch_bounds__(160) bulk_pipeline(const float* in,
   float sum[4] = {};
   for (int i = 0; i < rounds; i++) {
     const int s = i % STAGES, turn = i / STAGES;
-    while (!ptx::mbarrier_try_wait(full + 8 * s, turn & 1)) {
-    }
+    while (!ptx::mbarrier_try_wait(full + 8 * s, turn & 1)) {}
     for (int j = 0; j < 4; j++) sum[j] += ptx::load_shared_f32(data + s * TILE + 4 * (threadIdx.x + 128 * j));
     __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive(empty + 8 * s);

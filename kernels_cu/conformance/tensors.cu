@@ -60,23 +60,28 @@ DEVICE void move_box(const ptx::TensorMap& from, const ptx::TensorMap& to, uint3
   }
 }
 
-extern "C" __global__ void move_1(const __grid_constant__ ptx::TensorMap from, const __grid_constant__ ptx::TensorMap to,
-                                  uint32_t* image, const __grid_constant__ Box box) {
+extern "C" __global__ void move_1(const __grid_constant__ ptx::TensorMap from,
+                                  const __grid_constant__ ptx::TensorMap to, uint32_t* image,
+                                  const __grid_constant__ Box box) {
   move_box<1>(from, to, image, box);
 }
-extern "C" __global__ void move_2(const __grid_constant__ ptx::TensorMap from, const __grid_constant__ ptx::TensorMap to,
-                                  uint32_t* image, const __grid_constant__ Box box) {
+extern "C" __global__ void move_2(const __grid_constant__ ptx::TensorMap from,
+                                  const __grid_constant__ ptx::TensorMap to, uint32_t* image,
+                                  const __grid_constant__ Box box) {
   move_box<2>(from, to, image, box);
 }
-extern "C" __global__ void move_3(const __grid_constant__ ptx::TensorMap from, const __grid_constant__ ptx::TensorMap to,
-                                  uint32_t* image, const __grid_constant__ Box box) {
+extern "C" __global__ void move_3(const __grid_constant__ ptx::TensorMap from,
+                                  const __grid_constant__ ptx::TensorMap to, uint32_t* image,
+                                  const __grid_constant__ Box box) {
   move_box<3>(from, to, image, box);
 }
-extern "C" __global__ void move_4(const __grid_constant__ ptx::TensorMap from, const __grid_constant__ ptx::TensorMap to,
-                                  uint32_t* image, const __grid_constant__ Box box) {
+extern "C" __global__ void move_4(const __grid_constant__ ptx::TensorMap from,
+                                  const __grid_constant__ ptx::TensorMap to, uint32_t* image,
+                                  const __grid_constant__ Box box) {
   move_box<4>(from, to, image, box);
 }
-extern "C" __global__ void move_5(const __grid_constant__ ptx::TensorMap from, const __grid_constant__ ptx::TensorMap to,
-                                  uint32_t* image, const __grid_constant__ Box box) {
+extern "C" __global__ void move_5(const __grid_constant__ ptx::TensorMap from,
+                                  const __grid_constant__ ptx::TensorMap to, uint32_t* image,
+                                  const __grid_constant__ Box box) {
   move_box<5>(from, to, image, box);
 }

@@ -1,4 +1,5 @@
-// Shuffles, votes, reductions and barriers: what CUDA C++ itself brings, the named barriers, and atomics between blocks.
+// Shuffles, votes, reductions and barriers: what CUDA C++ itself brings, the named barriers, and atomics between
+// blocks.
 #include "ptx/atomic.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/warp.cuh"
@@ -100,8 +101,7 @@ extern "C" __global__ void last_arrival(float* parts, int* arrived, float* out, 
 // Blocks take turns in the order of their numbers: a semaphore between blocks.
 extern "C" __global__ void turns(int* turn, int* order, int* released) {
   if (threadIdx.x == 0) {
-    while (ptx::load_acquire(turn) != blockIdx.x) {
-    }
+    while (ptx::load_acquire(turn) != blockIdx.x) {}
     order[*turn] = blockIdx.x * 10;
     ptx::reduce_add_release(released, 1);
     ptx::store_release(turn, blockIdx.x + 1);

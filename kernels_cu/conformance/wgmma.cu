@@ -1,5 +1,5 @@
-// wgmma of every size and element, from shared memory and from registers, by any descriptor: sm_90a.
-// Macros choose one instruction: WGMMA_ELEMENT (f16 ...), WGMMA_TRANS_A, WGMMA_TRANS_B, WGMMA_SIZES: CASE(n) for each N.
+// wgmma of every size and element, from shared memory and from registers, by any descriptor: sm_90a. Macros choose one
+// instruction: WGMMA_ELEMENT (f16 ...), WGMMA_TRANS_A, WGMMA_TRANS_B, WGMMA_SIZES: CASE(n) for each N.
 #include "ptx/convert.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/memory.cuh"
@@ -24,8 +24,8 @@ struct Operands {
   const uint32_t* image;  // of shared memory: both operands
   uint32_t image_bytes;
   int n;
-  uint64_t a, b;            // descriptors; their addresses count from the image's start
-  uint64_t a_step, b_step;  // what the second K step adds to them
+  uint64_t a, b;                // descriptors; their addresses count from the image's start
+  uint64_t a_step, b_step;      // what the second K step adds to them
   const uint32_t* a_registers;  // [2 K steps][128 threads][4], where A comes from registers
   const float* c;
   float* d;  // 64 x n, like c
@@ -97,7 +97,8 @@ extern "C" __global__ void __launch_bounds__(128) multiply_groups(const __grid_c
   ptx::wgmma_fence();
   ptx::wgmma_ss<N, Element::WGMMA_ELEMENT, WGMMA_TRANS_A, WGMMA_TRANS_B>(first, p.a + base, p.b + base, false);
   ptx::wgmma_commit();
-  ptx::wgmma_ss<N, Element::WGMMA_ELEMENT, WGMMA_TRANS_A, WGMMA_TRANS_B>(second, p.a + base + p.a_step, p.b + base + p.b_step, false);
+  ptx::wgmma_ss<N, Element::WGMMA_ELEMENT, WGMMA_TRANS_A, WGMMA_TRANS_B>(second, p.a + base + p.a_step,
+                                                                         p.b + base + p.b_step, false);
   ptx::wgmma_commit();
   ptx::wgmma_wait<1>();
   ptx::pin_registers(first);

@@ -6,7 +6,8 @@
 
 namespace emulation {
 
-// ---- loads: the destination is poisoned at once; the data lands when nothing else can run (late), at once or at random
+// ---- loads
+// The destination is poisoned at once; the data lands when nothing else can run (late), at once, or at random.
 inline void deliver(const InFlight& load);
 
 inline void send(const InFlight& load) {
@@ -16,7 +17,8 @@ inline void send(const InFlight& load) {
 }
 
 inline void check_policy(ptx::CachePolicy policy, const char* operation) {
-  if (policy != ptx::CachePolicy::evict_normal && policy != ptx::CachePolicy::evict_first && policy != ptx::CachePolicy::evict_last)
+  if (policy != ptx::CachePolicy::evict_normal && policy != ptx::CachePolicy::evict_first &&
+      policy != ptx::CachePolicy::evict_last)
     fail(kind::argument, "%s: 0x%llx is no cache policy", operation, static_cast<unsigned long long>(policy));
 }
 
@@ -32,7 +34,8 @@ inline void check_bulk(uint32_t shared, const void* global, uint32_t bytes, cons
   check_global(global, bytes, operation, 16);
 }
 
-inline void issue_bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier, ptx::CachePolicy policy) {
+inline void issue_bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier,
+                            ptx::CachePolicy policy) {
   constexpr const char* operation = "bulk load";
   check_policy(policy, operation);
   check_bulk(destination, source, bytes, operation);
@@ -49,20 +52,13 @@ inline void issue_bulk_load(uint32_t destination, const void* source, uint32_t b
 
 inline void land_bulk(const InFlight& load) { async_write(load.shared, load.source, load.bytes, "bulk load"); }
 
-// ---- stores: shared memory is read at issue and must not change until wait_group.read; global memory changes at the wait
-// (late), at the commit (eager), or either way
-inline uint32_t swizzled(uint32_t address, int swizzle) {
-  switch (swizzle) {
-    case 1: return address ^ (address >> 7 & 7) << 4;
-    case 2: return address ^ (address >> 7 & 3) << 4;
-    case 3: return address ^ (address >> 7 & 1) << 4;
-  }
-  return address;
-}
-
+// ---- stores
+// Shared memory is read at issue and must not change until wait_group.read; global memory changes at the wait (late), at
+// the commit (eager), or either way.
 inline void start_store(BulkStore& store, const char* operation) {
   store.snapshot = static_cast<char*>(malloc(store.bytes));
-  for (uint32_t at = 0; at < store.bytes; at += 16) async_read(swizzled(store.shared + at, store.map.swizzle), store.snapshot + at, 16, operation);
+  for (uint32_t at = 0; at < store.bytes; at += 16)
+    async_read(swizzled(store.shared + at, store.map.swizzle), store.snapshot + at, 16, operation);
   self().bulk.stores.push(store);
 }
 
@@ -120,7 +116,8 @@ inline void finish_read(BulkStore& store) {
   for (uint32_t at = 0; at < store.bytes; at += 16) {
     uint32_t address = swizzled(store.shared + at, store.map.swizzle);
     if (memcmp(shared_pointer(address, 16, "bulk store"), store.snapshot + at, 16))
-      fail(kind::race, "shared address 0x%x changed while a bulk or tensor store was reading it (before wait_group.read)", address);
+      fail(kind::race,
+           "shared address 0x%x changed while a bulk or tensor store was reading it (before wait_group.read)", address);
   }
   store.read = true;
 }
@@ -129,7 +126,8 @@ inline void commit_stores() {
   BulkStoreState& state = self().bulk;
   Block& block = *self().block;
   for (uint32_t i = state.committed; i < state.stores.size; i++)
-    if (block.request->delivery == Delivery::eager || (block.request->delivery == Delivery::random && block.random.one_in(2)))
+    if (block.request->delivery == Delivery::eager ||
+        (block.request->delivery == Delivery::random && block.random.one_in(2)))
       finish_write(state.stores[i]);
   state.groups.push(state.stores.size - state.committed);
   state.committed = state.stores.size;

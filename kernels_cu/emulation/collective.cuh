@@ -25,7 +25,8 @@ inline void collective(const char* operation, uint32_t mask, Argument& argument,
     r.operation = operation;
     r.mask = mask;
   } else if (r.operation != operation && strcmp(r.operation, operation)) {
-    fail(kind::divergence, "the warp diverged: this lane is at %s while other lanes of mask 0x%x wait at %s", operation, mask, r.operation);
+    fail(kind::divergence, "the warp diverged: this lane is at %s while other lanes of mask 0x%x wait at %s", operation,
+         mask, r.operation);
   }
   r.argument[fiber.lane] = &argument;
   r.arrived |= bit;
@@ -54,7 +55,8 @@ inline void once_a_warp(const char* operation, Act&& act) {
 inline void release_if_complete(Block& block, int number) {
   NamedBarrier& b = block.barrier[number];
   int expected = b.expected < 0 ? block.live : b.expected;
-  if (b.arrived > expected) fail(kind::barrier, "barrier %d: %d threads arrived, %d are expected", number, b.arrived, expected);
+  if (b.arrived > expected)
+    fail(kind::barrier, "barrier %d: %d threads arrived, %d are expected", number, b.arrived, expected);
   if (b.arrived == expected) {
     b.arrived = 0;
     b.generation++;
@@ -66,10 +68,12 @@ inline void arrive_at_barrier(int number, int threads, bool wait) {
   Fiber& fiber = self();
   Block& block = *fiber.block;
   if (number < 0 || number > 15) fail(kind::barrier, "barrier %d: a block has barriers 0 to 15", number);
-  if (threads >= 0 && (threads == 0 || threads % 32)) fail(kind::barrier, "barrier %d: %d threads is no multiple of 32", number, threads);
+  if (threads >= 0 && (threads == 0 || threads % 32))
+    fail(kind::barrier, "barrier %d: %d threads is no multiple of 32", number, threads);
   NamedBarrier& b = block.barrier[number];
   if (b.arrived && b.expected != threads)
-    fail(kind::barrier, "barrier %d: this thread expects %d threads, earlier arrivals expected %d", number, threads, b.expected);
+    fail(kind::barrier, "barrier %d: this thread expects %d threads, earlier arrivals expected %d", number, threads,
+         b.expected);
   b.expected = threads;
   b.arrived++;
   uint64_t generation = b.generation;

@@ -1,5 +1,5 @@
-// Host twins of ptx/copy_async.cuh. The destination is poisoned at once; the data lands when the thread waits for it (late),
-// at once (eager), or either way (random).
+// Host twins of ptx/copy_async.cuh. The destination is poisoned at once; the data lands when the thread waits for it
+// (late), at once (eager), or either way (random).
 #pragma once
 
 #include "emulation/mbarrier.cuh"
@@ -32,8 +32,8 @@ inline void issue_copy(uint32_t destination, const void* source, int bytes, int 
   char poison[16];
   memset(poison, POISON, sizeof poison);
   generic_store(destination, poison, bytes, "cp.async", fiber.linear);
-  CopyAsync& copy = fiber.copies.pending.push(
-      {destination, static_cast<const char*>(source), static_cast<uint32_t>(bytes), static_cast<uint32_t>(valid), false});
+  CopyAsync& copy = fiber.copies.pending.push({destination, static_cast<const char*>(source),
+                                               static_cast<uint32_t>(bytes), static_cast<uint32_t>(valid), false});
   fiber.copies.issued++;
   Delivery delivery = block.request->delivery;
   if (delivery == Delivery::eager || (delivery == Delivery::random && block.random.one_in(2))) land(fiber, copy);

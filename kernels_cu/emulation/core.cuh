@@ -18,15 +18,15 @@
 
 namespace emulation {
 
-constexpr uint32_t MAX_THREADS = 1024;              // of a block
+constexpr uint32_t MAX_THREADS = 1024;  // of a block
 constexpr uint32_t MAX_WARPS = MAX_THREADS / 32;
-constexpr size_t STACK_BYTES = 256u << 10;          // of a fiber; a power of two, and stacks are aligned to it
-constexpr size_t STACK_GUARD = 4096;                // inaccessible bytes at the low end of each stack
-constexpr uint32_t MAX_SHARED_BYTES = 232448;       // 227 KiB, what a block may ask for on sm_90
-constexpr uint32_t SHARED_BASE = 1024;              // 32-bit address of the first dynamic byte (sm_90 reserves 1 KiB)
-constexpr uint32_t STATIC_SHARED_BASE = 0x40000;    // 32-bit address of the first static __shared__ byte
-constexpr uint8_t POISON = 0xFF;                    // bytes that are a NaN in every floating-point format, and -1
-constexpr uint8_t CANARY = 0xC5;                    // fills what lies around dynamic shared memory and is checked at the end
+constexpr size_t STACK_BYTES = 256u << 10;        // of a fiber; a power of two, and stacks are aligned to it
+constexpr size_t STACK_GUARD = 4096;              // inaccessible bytes at the low end of each stack
+constexpr uint32_t MAX_SHARED_BYTES = 232448;     // 227 KiB, what a block may ask for on sm_90
+constexpr uint32_t SHARED_BASE = 1024;            // 32-bit address of the first dynamic byte (sm_90 reserves 1 KiB)
+constexpr uint32_t STATIC_SHARED_BASE = 0x40000;  // 32-bit address of the first static __shared__ byte
+constexpr uint8_t POISON = 0xFF;                  // bytes that are a NaN in every floating-point format, and -1
+constexpr uint8_t CANARY = 0xC5;  // fills what lies around dynamic shared memory and is checked at the end
 
 enum class Delivery : uint32_t { late, eager, random };
 enum class Schedule : uint32_t { round_robin, greedy, random, lane };
@@ -103,9 +103,13 @@ struct Random {
 };
 
 template <class A>
-inline A lower(A a, A b) { return b < a ? b : a; }
+inline A lower(A a, A b) {
+  return b < a ? b : a;
+}
 template <class A>
-inline A upper(A a, A b) { return a < b ? b : a; }
+inline A upper(A a, A b) {
+  return a < b ? b : a;
+}
 template <class A>
 inline void exchange(A& a, A& b) {
   A t = a;

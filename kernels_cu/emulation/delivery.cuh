@@ -31,24 +31,30 @@ inline void check_thread_end(Fiber& fiber) {
     if (load.kind == InFlight::copy_arrival && load.fiber == &fiber) awaited = upper(awaited, load.copies);
   if (awaited < fiber.copies.issued) fail(kind::leftover, "the thread ends with cp.async that it has not waited for");
   BulkStoreState& bulk = fiber.bulk;
-  if (bulk.committed < bulk.stores.size) fail(kind::leftover, "the thread ends with bulk or tensor stores that it has not committed");
+  if (bulk.committed < bulk.stores.size)
+    fail(kind::leftover, "the thread ends with bulk or tensor stores that it has not committed");
   for (BulkStore& store : bulk.stores) {
-    if (!store.read) fail(kind::leftover, "the thread ends while its bulk or tensor stores may still read shared memory");
+    if (!store.read)
+      fail(kind::leftover, "the thread ends while its bulk or tensor stores may still read shared memory");
     finish_write(store);
   }
 }
 
 inline void check_block_end(Block& block) {
-  if (!block.in_flight.empty()) return report(block, kind::leftover, "the block ends with %u loads on their way", block.in_flight.size);
+  if (!block.in_flight.empty())
+    return report(block, kind::leftover, "the block ends with %u loads on their way", block.in_flight.size);
   for (int i = 1; i < 16; i++)
     if (block.barrier[i].arrived)
-      return report(block, kind::leftover, "the block ends with %d arrivals pending at barrier %d", block.barrier[i].arrived, i);
+      return report(block, kind::leftover, "the block ends with %d arrivals pending at barrier %d",
+                    block.barrier[i].arrived, i);
   for (int i = 0; i < block.warp_count; i++) {
     const WgmmaState& state = block.warp[i].wgmma;
-    if (state.operations.size) return report(block, kind::leftover, "the block ends with wgmma of warp %d not waited for", i);
+    if (state.operations.size)
+      return report(block, kind::leftover, "the block ends with wgmma of warp %d not waited for", i);
     if (i % 4 && state.issued != block.warp[i - i % 4].wgmma.issued)
       return report(block, kind::divergence, "warps %d and %d of a warpgroup issued %llu and %llu wgmma", i - i % 4, i,
-                    static_cast<unsigned long long>(block.warp[i - i % 4].wgmma.issued), static_cast<unsigned long long>(state.issued));
+                    static_cast<unsigned long long>(block.warp[i - i % 4].wgmma.issued),
+                    static_cast<unsigned long long>(state.issued));
   }
 }
 

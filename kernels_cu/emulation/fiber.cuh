@@ -70,7 +70,7 @@ gpu_actors_switch_context:
 inline void switch_context(void** save, void* to) { gpu_actors_switch_context(save, to); }
 inline void prepare_context(Fiber& fiber, void (*main)()) {
   void** top = reinterpret_cast<void**>(&fiber);
-  *--top = nullptr;                              // where main would return to; keeps rsp % 16 == 8 at its entry
+  *--top = nullptr;  // where main would return to; keeps rsp % 16 == 8 at its entry
   *--top = reinterpret_cast<void*>(main);
   for (int i = 0; i < 6; i++) *--top = nullptr;  // rbp, rbx, r12 .. r15
   fiber.stack_pointer = top;
@@ -85,7 +85,8 @@ inline void prepare_context(Fiber& fiber, void (*main)()) {
   abort();
 }
 
-inline void describe_fault(Worker& worker, const char* what, const Fiber* fiber, const char* format, va_list arguments) {
+inline void describe_fault(Worker& worker, const char* what, const Fiber* fiber, const char* format,
+                           va_list arguments) {
   Fault& fault = worker.fault;
   snprintf(fault.kind, sizeof fault.kind, "%s", what);
   fault.block[0] = worker.block->index.x;
@@ -99,7 +100,8 @@ inline void describe_fault(Worker& worker, const char* what, const Fiber* fiber,
 }
 
 // Reports a fault of the running thread and ends the launch.
-[[noreturn]] __attribute__((format(printf, 2, 3), noinline)) inline void fail(const char* what, const char* format, ...) {
+[[noreturn]] __attribute__((format(printf, 2, 3), noinline)) inline void fail(const char* what, const char* format,
+                                                                              ...) {
   Fiber& fiber = self();
   va_list arguments;
   va_start(arguments, format);

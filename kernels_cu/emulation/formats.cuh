@@ -7,7 +7,9 @@ namespace emulation {
 
 using ptx::Element;
 
-constexpr int element_bytes(Element e) { return e == Element::tf32 ? 4 : e == Element::f16 || e == Element::bf16 ? 2 : 1; }
+constexpr int element_bytes(Element e) {
+  return e == Element::tf32 ? 4 : e == Element::f16 || e == Element::bf16 ? 2 : 1;
+}
 
 inline float float_of(uint32_t bits) {
   float f;
@@ -15,8 +17,8 @@ inline float float_of(uint32_t bits) {
   return f;
 }
 
-// A format with `fraction` fraction bits below its exponent, shifted to float's place and scaled to float's bias: that covers
-// subnormals. `special`: magnitudes from here on are infinities and NaNs.
+// A format with `fraction` fraction bits below its exponent, shifted to float's place and scaled to float's bias: that
+// covers subnormals. `special`: magnitudes from here on are infinities and NaNs.
 inline float from_f16(uint32_t h) {
   uint32_t magnitude = (h & 0x7FFF) << 13, sign = (h & 0x8000) << 16;
   uint32_t scaled = __float_as_uint(float_of(magnitude) * 0x1p112f);
@@ -56,11 +58,10 @@ inline void decode(Element e, const void* bits, int count, float* out) {
   }
 }
 
-// The A fragment that mma and wgmma share: word w of lane l holds row l / 4 + 8 (w % 2), and `words` elements from column
-// words (l % 4) + 4 words (w / 2) on. a: 16 rows of 8 words elements.
-inline void place_a_fragment(Element e, const uint32_t* word, int l, float* a) {
-  int words = 4 / element_bytes(e), k = 8 * words;
-  for (int w = 0; w < 4; w++) decode(e, &word[w], words, a + (l / 4 + 8 * (w % 2)) * k + words * (l % 4) + 4 * words * (w / 2));
+// The A fragment that mma and wgmma share, for elements of every size: word w of lane l is word l % 4 + 4 (w / 2) of
+// the 8 words of row l / 4 + 8 (w % 2).
+inline void place_a_fragment(const uint32_t* word, int l, uint32_t* rows) {
+  for (int w = 0; w < 4; w++) rows[(l / 4 + 8 * (w % 2)) * 8 + l % 4 + 4 * (w / 2)] = word[w];
 }
 
 }  // namespace emulation

@@ -1,21 +1,51 @@
-// CUDA's built-in arithmetic functions and atomics. Approximate ones (__expf ...) are computed accurately here: their last
-// bits differ from a GPU's.
+// CUDA's built-in arithmetic functions and atomics. Approximate ones (__expf ...) are computed accurately here: their
+// last bits differ from a GPU's.
 #pragma once
 
 template <class T>
-inline T __ldg(const T* p) { return *p; }
+inline T __ldg(const T* p) {
+  return *p;
+}
 template <class T>
-inline T __ldcs(const T* p) { return *p; }
+inline T __ldcs(const T* p) {
+  return *p;
+}
 template <class T>
-inline void __stcs(T* p, T v) { *p = v; }
+inline void __stcs(T* p, T v) {
+  *p = v;
+}
 
 // ---- bits
-inline unsigned __float_as_uint(float f) { unsigned u; memcpy(&u, &f, 4); return u; }
-inline int __float_as_int(float f) { int u; memcpy(&u, &f, 4); return u; }
-inline float __uint_as_float(unsigned u) { float f; memcpy(&f, &u, 4); return f; }
-inline float __int_as_float(int u) { float f; memcpy(&f, &u, 4); return f; }
-inline long long __double_as_longlong(double d) { long long u; memcpy(&u, &d, 8); return u; }
-inline double __longlong_as_double(long long u) { double d; memcpy(&d, &u, 8); return d; }
+inline unsigned __float_as_uint(float f) {
+  unsigned u;
+  memcpy(&u, &f, 4);
+  return u;
+}
+inline int __float_as_int(float f) {
+  int u;
+  memcpy(&u, &f, 4);
+  return u;
+}
+inline float __uint_as_float(unsigned u) {
+  float f;
+  memcpy(&f, &u, 4);
+  return f;
+}
+inline float __int_as_float(int u) {
+  float f;
+  memcpy(&f, &u, 4);
+  return f;
+}
+inline long long __double_as_longlong(double d) {
+  long long u;
+  memcpy(&u, &d, 8);
+  return u;
+}
+inline double __longlong_as_double(long long u) {
+  double d;
+  memcpy(&d, &u, 8);
+  return d;
+}
 inline int __clz(int x) { return x ? __builtin_clz(static_cast<unsigned>(x)) : 32; }
 inline int __clzll(long long x) { return x ? __builtin_clzll(static_cast<unsigned long long>(x)) : 64; }
 inline int __ffs(int x) { return __builtin_ffs(x); }
@@ -44,13 +74,15 @@ inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
 }
 
 // ---- integers
-inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>(static_cast<unsigned long long>(a) * b >> 32); }
+inline unsigned __umulhi(unsigned a, unsigned b) {
+  return static_cast<unsigned>(static_cast<unsigned long long>(a) * b >> 32);
+}
 inline int __mulhi(int a, int b) { return static_cast<int>(static_cast<long long>(a) * b >> 32); }
 inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
   return static_cast<unsigned long long>(static_cast<unsigned __int128>(a) * b >> 64);
 }
-#define EMULATED_MIN_MAX(T)                             \
-  inline T min(T a, T b) { return b < a ? b : a; }      \
+#define EMULATED_MIN_MAX(T)                        \
+  inline T min(T a, T b) { return b < a ? b : a; } \
   inline T max(T a, T b) { return a < b ? b : a; }
 EMULATED_MIN_MAX(int)
 EMULATED_MIN_MAX(unsigned)
@@ -102,11 +134,17 @@ namespace emulation {
 template <size_t BYTES>
 struct BitsOf;
 template <>
-struct BitsOf<2> { typedef uint16_t type; };
+struct BitsOf<2> {
+  typedef uint16_t type;
+};
 template <>
-struct BitsOf<4> { typedef uint32_t type; };
+struct BitsOf<4> {
+  typedef uint32_t type;
+};
 template <>
-struct BitsOf<8> { typedef uint64_t type; };
+struct BitsOf<8> {
+  typedef uint64_t type;
+};
 
 template <class T, class Update>
 inline T update_atomically(T* at, Update&& update) {
@@ -125,7 +163,9 @@ inline T update_atomically(T* at, Update&& update) {
 
 // Keeps the second argument out of template deduction: atomicAdd(unsigned*, int) converts, as in CUDA.
 template <class T>
-struct Same { typedef T type; };
+struct Same {
+  typedef T type;
+};
 
 }  // namespace emulation
 
@@ -139,7 +179,7 @@ EMULATED_ATOMIC(atomicSub, old - value)
 EMULATED_ATOMIC(atomicExch, (static_cast<void>(old), value))
 EMULATED_ATOMIC(atomicMax, old < value ? value : old)
 EMULATED_ATOMIC(atomicMin, value < old ? value : old)
-EMULATED_ATOMIC(atomicAnd, old & value)
+EMULATED_ATOMIC(atomicAnd, old& value)
 EMULATED_ATOMIC(atomicOr, old | value)
 EMULATED_ATOMIC(atomicXor, old ^ value)
 EMULATED_ATOMIC(atomicInc, old >= value ? T(0) : T(old + 1))

@@ -17,14 +17,14 @@
 #define DYNAMIC_SHARED(name) unsigned char* name = ::emulation::dynamic_shared()
 
 // ---- vector types, with CUDA's sizes and alignments
-#define EMULATED_VECTOR(T, name, a1, a2, a4)                                                      \
-  struct name##1 { T x; };                                                                        \
-  struct alignas(a2) name##2 { T x, y; };                                                         \
-  struct name##3 { T x, y, z; };                                                                  \
-  struct alignas(a4) name##4 { T x, y, z, w; };                                                   \
-  static inline name##1 make_##name##1(T x) { return {x}; }                                       \
-  static inline name##2 make_##name##2(T x, T y) { return {x, y}; }                               \
-  static inline name##3 make_##name##3(T x, T y, T z) { return {x, y, z}; }                       \
+#define EMULATED_VECTOR(T, name, a1, a2, a4)                                \
+  struct name##1 { T x; };                                                  \
+  struct alignas(a2) name##2 { T x, y; };                                   \
+  struct name##3 { T x, y, z; };                                            \
+  struct alignas(a4) name##4 { T x, y, z, w; };                             \
+  static inline name##1 make_##name##1(T x) { return {x}; }                 \
+  static inline name##2 make_##name##2(T x, T y) { return {x, y}; }         \
+  static inline name##3 make_##name##3(T x, T y, T z) { return {x, y, z}; } \
   static inline name##4 make_##name##4(T x, T y, T z, T w) { return {x, y, z, w}; }
 EMULATED_VECTOR(signed char, char, 1, 2, 4)
 EMULATED_VECTOR(unsigned char, uchar, 1, 2, 4)
@@ -36,9 +36,15 @@ EMULATED_VECTOR(long long, longlong, 8, 16, 16)
 EMULATED_VECTOR(unsigned long long, ulonglong, 8, 16, 16)
 EMULATED_VECTOR(double, double, 8, 16, 16)
 #undef EMULATED_VECTOR
-struct uint1 { unsigned int x; };
-struct alignas(8) uint2 { unsigned int x, y; };
-struct alignas(16) uint4 { unsigned int x, y, z, w; };
+struct uint1 {
+  unsigned int x;
+};
+struct alignas(8) uint2 {
+  unsigned int x, y;
+};
+struct alignas(16) uint4 {
+  unsigned int x, y, z, w;
+};
 static inline uint1 make_uint1(unsigned int x) { return {x}; }
 static inline uint2 make_uint2(unsigned int x, unsigned int y) { return {x, y}; }
 static inline uint3 make_uint3(unsigned int x, unsigned int y, unsigned int z) { return {x, y, z}; }
@@ -79,7 +85,8 @@ inline T shuffle(const char* operation, unsigned mask, T value, int source) {
     for (int i = 0; i < 32; i++) {
       if (!(present >> i & 1)) continue;
       int from = lane[i]->source;
-      if (!(present >> from & 1)) fail(kind::divergence, "%s: lane %d reads lane %d, which is not in mask 0x%x", operation, i, from, mask);
+      if (!(present >> from & 1))
+        fail(kind::divergence, "%s: lane %d reads lane %d, which is not in mask 0x%x", operation, i, from, mask);
       lane[i]->result = lane[from]->value;
     }
   });

@@ -15,9 +15,9 @@ struct Launch {
   void (*call)(void* kernel, void* const* arguments);
   void* kernel;
   uint64_t blocks;
-  uint64_t next_block;      // atomic
-  uint64_t failed_block;    // atomic: the lowest that failed, blocks above it need not run
-  uint32_t finished;        // workers, under lock
+  uint64_t next_block;    // atomic
+  uint64_t failed_block;  // atomic: the lowest that failed, blocks above it need not run
+  uint32_t finished;      // workers, under lock
   pthread_mutex_t lock;
   pthread_cond_t done;
   uint32_t worker_count;
@@ -96,7 +96,8 @@ inline void run_block(Worker& worker, uint64_t number) {
   worker.running = 0;
   if (worker.failed) return;
   if (const char* where = broken_canary(block))
-    report(block, kind::out_of_bounds, "a thread wrote %s of the %u bytes of dynamic shared memory", where, block.shared_bytes);
+    report(block, kind::out_of_bounds, "a thread wrote %s of the %u bytes of dynamic shared memory", where,
+           block.shared_bytes);
   else check_block_end(block);
 }
 
@@ -109,7 +110,7 @@ struct SignalActions {
   struct sigaction before[COUNT];
 
   void install() {
-    struct sigaction action {};
+    struct sigaction action{};
     action.sa_sigaction = on_signal;
     action.sa_flags = SA_SIGINFO | SA_ONSTACK;
     for (int i = 0; i < COUNT; i++) sigaction(signals[i], &action, &before[i]);
@@ -120,7 +121,8 @@ struct SignalActions {
 };
 inline SignalActions signal_actions;
 
-__attribute__((format(printf, 3, 4))) inline void report_signal(Worker& worker, const char* what, const char* format, ...) {
+__attribute__((format(printf, 3, 4))) inline void report_signal(Worker& worker, const char* what, const char* format,
+                                                                ...) {
   va_list arguments;
   va_start(arguments, format);
   describe_fault(worker, what, worker.block->current, format, arguments);
@@ -134,8 +136,8 @@ inline void report_address(Worker& worker, const char* address) {
   if (fiber && address >= fiber->stack && address < fiber->stack + STACK_GUARD) {
     report_signal(worker, kind::stack_overflow, "the thread's stack of %zu bytes is full", STACK_BYTES);
   } else if (address > arena.shared_begin - NEAR && address < arena.shared_end + NEAR) {
-    report_signal(worker, kind::out_of_bounds, "access at byte %td of %u bytes of dynamic shared memory", address - worker.block->shared,
-                  worker.block->shared_bytes);
+    report_signal(worker, kind::out_of_bounds, "access at byte %td of %u bytes of dynamic shared memory",
+                  address - worker.block->shared, worker.block->shared_bytes);
   } else {
     report_signal(worker, kind::out_of_bounds, "access");
     worker.fault.address = reinterpret_cast<uintptr_t>(address);
@@ -148,10 +150,12 @@ inline void on_signal(int signal, siginfo_t* info, void*) {
     Worker& worker = launch->worker[i];
     if (!worker.running || !pthread_equal(worker.thread, pthread_self())) continue;
     if (signal == SIGVTALRM)
-      report_signal(worker, kind::time_limit, "the launch ran longer than its %g s in a loop that waits for nothing known",
+      report_signal(worker, kind::time_limit,
+                    "the launch ran longer than its %g s in a loop that waits for nothing known",
                     launch->request->limit_seconds);
     else if (signal == SIGFPE) report_signal(worker, kind::trap, "integer division by zero");
-    else if (signal == SIGILL) report_signal(worker, kind::trap, "the compiler found this path to be undefined (a trap instruction)");
+    else if (signal == SIGILL)
+      report_signal(worker, kind::trap, "the compiler found this path to be undefined (a trap instruction)");
     else report_address(worker, static_cast<const char*>(info->si_addr));
     siglongjmp(worker.escape, 1);
   }
@@ -167,8 +171,9 @@ inline int find_static_shared(struct dl_phdr_info* info, size_t, void* argument)
   bool mine = false;
   const ElfW(Phdr)* tls = nullptr;
   for (int i = 0; i < info->dlpi_phnum; i++) {
-    const ElfW(Phdr)& h = info->dlpi_phdr[i];
-    if (h.p_type == PT_LOAD) mine |= here >= info->dlpi_addr + h.p_vaddr && here < info->dlpi_addr + h.p_vaddr + h.p_memsz;
+    const ElfW(Phdr) & h = info->dlpi_phdr[i];
+    if (h.p_type == PT_LOAD)
+      mine |= here >= info->dlpi_addr + h.p_vaddr && here < info->dlpi_addr + h.p_vaddr + h.p_memsz;
     if (h.p_type == PT_TLS) tls = &h;
   }
   if (!mine) return 0;
@@ -199,9 +204,8 @@ inline Block* make_block(Worker& worker) {
 
 inline void note_failure(Launch& launch, uint64_t number) {
   uint64_t lowest = __atomic_load_n(&launch.failed_block, __ATOMIC_SEQ_CST);
-  while (number < lowest &&
-         !__atomic_compare_exchange_n(&launch.failed_block, &lowest, number, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
-  }
+  while (number < lowest && !__atomic_compare_exchange_n(&launch.failed_block, &lowest, number, false, __ATOMIC_SEQ_CST,
+                                                         __ATOMIC_SEQ_CST)) {}
 }
 
 inline void* worker_main(void* argument) {
@@ -218,7 +222,9 @@ inline void* worker_main(void* argument) {
   worker.block = make_block(worker);
   for (;;) {
     worker.block_number = __atomic_fetch_add(&launch.next_block, 1, __ATOMIC_SEQ_CST);
-    if (worker.block_number >= launch.blocks || worker.block_number > __atomic_load_n(&launch.failed_block, __ATOMIC_SEQ_CST)) break;
+    if (worker.block_number >= launch.blocks ||
+        worker.block_number > __atomic_load_n(&launch.failed_block, __ATOMIC_SEQ_CST))
+      break;
     if (sigsetjmp(worker.escape, 1) == 0) run_block(worker, worker.block_number);
     worker.running = 0;
     release_asynchronous_state(*worker.block);
@@ -281,7 +287,8 @@ inline bool accepts(Request& request) {
   uint64_t blocks = uint64_t(request.grid[0]) * request.grid[1] * request.grid[2];
   if (threads == 0 || threads > MAX_THREADS) return refuse(request, "a block has 1 to 1024 threads");
   if (blocks == 0) return refuse(request, "a grid has at least one block");
-  if (request.shared_bytes > MAX_SHARED_BYTES) return refuse(request, "a block has at most 232448 bytes of shared memory");
+  if (request.shared_bytes > MAX_SHARED_BYTES)
+    return refuse(request, "a block has at most 232448 bytes of shared memory");
   if (request.workers == 0 || request.workers > MAX_WORKERS) return refuse(request, "a launch uses 1 to 16 threads");
   return true;
 }
@@ -353,8 +360,9 @@ inline int launch_kernel(Request* request, void (*kernel)(P...)) {
   for (uint32_t i = 0; i < sizeof...(P); i++)
     if (request->argument_bytes[i] != bytes[i]) {
       refuse(*request, "");
-      snprintf(request->fault->text, sizeof request->fault->text, "argument %u has %llu bytes, the kernel takes %llu", i,
-               static_cast<unsigned long long>(request->argument_bytes[i]), static_cast<unsigned long long>(bytes[i]));
+      snprintf(request->fault->text, sizeof request->fault->text, "argument %u has %llu bytes, the kernel takes %llu",
+               i, static_cast<unsigned long long>(request->argument_bytes[i]),
+               static_cast<unsigned long long>(bytes[i]));
       return 1;
     }
   return launch(*request, Entry<P...>::call, reinterpret_cast<void*>(kernel));
@@ -362,7 +370,7 @@ inline int launch_kernel(Request* request, void (*kernel)(P...)) {
 
 }  // namespace emulation
 
-#define GPU_ACTORS_ENTRY(name)                                                                              \
+#define GPU_ACTORS_ENTRY(name)                                                                            \
   extern "C" __attribute__((visibility("default"))) int gpu_actors_launch_##name(emulation::Request* r) { \
-    return emulation::launch_kernel(r, name);                                                               \
+    return emulation::launch_kernel(r, name);                                                             \
   }

@@ -23,7 +23,8 @@ inline void hold(uint16_t (&m)[8][8], int l, bool transposed, uint32_t bits) {
   (transposed ? m[j + 1][i] : m[i][j + 1]) = static_cast<uint16_t>(bits >> 16);
 }
 
-__attribute__((noinline)) inline void load_matrices(const char* operation, uint32_t* r, int count, uint32_t row, bool transposed) {
+__attribute__((noinline)) inline void load_matrices(const char* operation, uint32_t* r, int count, uint32_t row,
+                                                    bool transposed) {
   MatrixAccess mine{row, r, nullptr};
   collective(operation, ~0u, mine, [&](MatrixAccess** lane) {
     for (int i = 0; i < count; i++) {
@@ -35,7 +36,8 @@ __attribute__((noinline)) inline void load_matrices(const char* operation, uint3
 }
 
 // The lane that gives a row's address counts as its writer.
-__attribute__((noinline)) inline void store_matrices(const char* operation, const uint32_t* r, int count, uint32_t row, bool transposed) {
+__attribute__((noinline)) inline void store_matrices(const char* operation, const uint32_t* r, int count, uint32_t row,
+                                                     bool transposed) {
   MatrixAccess mine{row, nullptr, r};
   collective(operation, ~0u, mine, [&](MatrixAccess** lane) {
     int first = self().warp * 32;
@@ -63,17 +65,35 @@ inline uint32_t transpose_matrix(uint32_t bits) {
 namespace ptx {
 
 DEVICE void ldmatrix_x1(uint32_t (&r)[1], uint32_t row) { emulation::load_matrices("ldmatrix.x1", r, 1, row, false); }
-DEVICE void ldmatrix_x1_trans(uint32_t (&r)[1], uint32_t row) { emulation::load_matrices("ldmatrix.x1.trans", r, 1, row, true); }
+DEVICE void ldmatrix_x1_trans(uint32_t (&r)[1], uint32_t row) {
+  emulation::load_matrices("ldmatrix.x1.trans", r, 1, row, true);
+}
 DEVICE void ldmatrix_x2(uint32_t (&r)[2], uint32_t row) { emulation::load_matrices("ldmatrix.x2", r, 2, row, false); }
-DEVICE void ldmatrix_x2_trans(uint32_t (&r)[2], uint32_t row) { emulation::load_matrices("ldmatrix.x2.trans", r, 2, row, true); }
+DEVICE void ldmatrix_x2_trans(uint32_t (&r)[2], uint32_t row) {
+  emulation::load_matrices("ldmatrix.x2.trans", r, 2, row, true);
+}
 DEVICE void ldmatrix_x4(uint32_t (&r)[4], uint32_t row) { emulation::load_matrices("ldmatrix.x4", r, 4, row, false); }
-DEVICE void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t row) { emulation::load_matrices("ldmatrix.x4.trans", r, 4, row, true); }
-DEVICE void stmatrix_x1(uint32_t row, const uint32_t (&r)[1]) { emulation::store_matrices("stmatrix.x1", r, 1, row, false); }
-DEVICE void stmatrix_x1_trans(uint32_t row, const uint32_t (&r)[1]) { emulation::store_matrices("stmatrix.x1.trans", r, 1, row, true); }
-DEVICE void stmatrix_x2(uint32_t row, const uint32_t (&r)[2]) { emulation::store_matrices("stmatrix.x2", r, 2, row, false); }
-DEVICE void stmatrix_x2_trans(uint32_t row, const uint32_t (&r)[2]) { emulation::store_matrices("stmatrix.x2.trans", r, 2, row, true); }
-DEVICE void stmatrix_x4(uint32_t row, const uint32_t (&r)[4]) { emulation::store_matrices("stmatrix.x4", r, 4, row, false); }
-DEVICE void stmatrix_x4_trans(uint32_t row, const uint32_t (&r)[4]) { emulation::store_matrices("stmatrix.x4.trans", r, 4, row, true); }
+DEVICE void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t row) {
+  emulation::load_matrices("ldmatrix.x4.trans", r, 4, row, true);
+}
+DEVICE void stmatrix_x1(uint32_t row, const uint32_t (&r)[1]) {
+  emulation::store_matrices("stmatrix.x1", r, 1, row, false);
+}
+DEVICE void stmatrix_x1_trans(uint32_t row, const uint32_t (&r)[1]) {
+  emulation::store_matrices("stmatrix.x1.trans", r, 1, row, true);
+}
+DEVICE void stmatrix_x2(uint32_t row, const uint32_t (&r)[2]) {
+  emulation::store_matrices("stmatrix.x2", r, 2, row, false);
+}
+DEVICE void stmatrix_x2_trans(uint32_t row, const uint32_t (&r)[2]) {
+  emulation::store_matrices("stmatrix.x2.trans", r, 2, row, true);
+}
+DEVICE void stmatrix_x4(uint32_t row, const uint32_t (&r)[4]) {
+  emulation::store_matrices("stmatrix.x4", r, 4, row, false);
+}
+DEVICE void stmatrix_x4_trans(uint32_t row, const uint32_t (&r)[4]) {
+  emulation::store_matrices("stmatrix.x4.trans", r, 4, row, true);
+}
 DEVICE uint32_t movmatrix_trans(uint32_t r) { return emulation::transpose_matrix(r); }
 
 }  // namespace ptx

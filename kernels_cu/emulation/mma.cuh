@@ -13,27 +13,26 @@ struct MmaOperands {
 };
 
 inline void multiply_fragments(Element e, MmaOperands** lane) {
-  const int words = 4 / element_bytes(e), k = 8 * words;
-  float a[16 * 32], b[32 * 8], sum[16 * 8];
+  const int k = 32 / element_bytes(e);
+  uint32_t a_words[16 * 8], b_words[8 * 8];
   for (int l = 0; l < 32; l++) {
-    place_a_fragment(e, lane[l]->a, l, a);
-    for (int w = 0; w < 2; w++) {
-      float column[4];
-      decode(e, &lane[l]->b[w], words, column);
-      for (int i = 0; i < words; i++) b[(words * (l % 4) + 4 * words * w + i) * 8 + l / 4] = column[i];
-    }
+    place_a_fragment(lane[l]->a, l, a_words);
+    for (int w = 0; w < 2; w++) b_words[l / 4 * 8 + l % 4 + 4 * w] = lane[l]->b[w];
   }
-  for (int i = 0; i < 16; i++) {
-    float* row = sum + 8 * i;
-    for (int j = 0; j < 8; j++) row[j] = 0.0f;
+  float a[16 * 32], b_columns[8 * 32], b[32 * 8], sum[16 * 8] = {};
+  decode(e, a_words, 16 * k, a);
+  decode(e, b_words, 8 * k, b_columns);
+  for (int j = 0; j < 8; j++)
+    for (int x = 0; x < k; x++) b[x * 8 + j] = b_columns[j * k + x];
+  for (int i = 0; i < 16; i++)
     for (int x = 0; x < k; x++)
-      for (int j = 0; j < 8; j++) row[j] += a[i * k + x] * b[x * 8 + j];
-  }
+      for (int j = 0; j < 8; j++) sum[8 * i + j] += a[i * k + x] * b[x * 8 + j];
   for (int l = 0; l < 32; l++)
     for (int r = 0; r < 4; r++) lane[l]->d[r] += sum[(l / 4 + 8 * (r / 2)) * 8 + 2 * (l % 4) + r % 2];
 }
 
-__attribute__((noinline)) inline void mma(const char* operation, Element e, float* d, const uint32_t* a, uint32_t b0, uint32_t b1) {
+__attribute__((noinline)) inline void mma(const char* operation, Element e, float* d, const uint32_t* a, uint32_t b0,
+                                          uint32_t b1) {
   MmaOperands mine{d, a, {b0, b1}};
   collective(operation, ~0u, mine, [e](MmaOperands** lane) { multiply_fragments(e, lane); });
 }

@@ -45,13 +45,15 @@ inline Fiber* pick_in_warp(Block& block, int warp, int first_lane) {
   return nullptr;
 }
 
-// One warp runs as far as it can, then the ready warp of the highest priority. A missing barrier shows here: warps drift
-// as far apart as the barriers allow. With `reshuffle` (schedule random) priorities change and warps are preempted.
+// One warp runs as far as it can, then the ready warp of the highest priority. A missing barrier shows here: warps
+// drift as far apart as the barriers allow. With `reshuffle` (schedule random) priorities change and warps are
+// preempted.
 inline Fiber* pick_greedy(Block& block, bool reshuffle) {
   if (block.current && !(reshuffle && block.random.one_in(256)))
     if (Fiber* f = pick_in_warp(block, block.current->warp, block.current->lane + 1)) return f;
   if (reshuffle && block.random.one_in(4))
-    exchange(block.warp_order[block.random.below(block.warp_count)], block.warp_order[block.random.below(block.warp_count)]);
+    exchange(block.warp_order[block.random.below(block.warp_count)],
+             block.warp_order[block.random.below(block.warp_count)]);
   for (int i = 0; i < block.warp_count; i++)
     if (Fiber* f = pick_in_warp(block, block.warp_order[i], 0)) return f;
   return nullptr;
@@ -60,7 +62,8 @@ inline Fiber* pick_greedy(Block& block, bool reshuffle) {
 // The ready thread of the highest priority: the lanes of one warp drift as far apart as they may.
 inline Fiber* pick_lane(Block& block) {
   if (block.random.one_in(512))
-    exchange(block.thread_order[block.random.below(block.threads)], block.thread_order[block.random.below(block.threads)]);
+    exchange(block.thread_order[block.random.below(block.threads)],
+             block.thread_order[block.random.below(block.threads)]);
   for (int i = 0; i < block.threads; i++) {
     Fiber* f = block.fiber[block.thread_order[i]];
     if (runnable(*f)) return f;
@@ -85,14 +88,16 @@ inline int describe_wait(const Block& block, const Fiber& f, char* text, size_t 
     for (uint32_t i = 0; i < block.mbarrier_count; i++) {
       const MBarrier& m = block.mbarrier[i];
       if (m.address == f.waits_on)
-        n += snprintf(text + n, room - n, " 0x%x (phase %llu, %d of %d arrivals pending, %lld bytes pending)", m.address,
-                      static_cast<unsigned long long>(m.phase), m.pending, m.count, static_cast<long long>(m.bytes));
+        n +=
+            snprintf(text + n, room - n, " 0x%x (phase %llu, %d of %d arrivals pending, %lld bytes pending)", m.address,
+                     static_cast<unsigned long long>(m.phase), m.pending, m.count, static_cast<long long>(m.bytes));
     }
     return n;
   }
   const NamedBarrier& b = block.barrier[f.waits_on];
   int expected = b.expected < 0 ? block.live : b.expected;
-  return n + snprintf(text + n, room - n, " %d (%d of %d threads arrived)", static_cast<int>(f.waits_on), b.arrived, expected);
+  return n + snprintf(text + n, room - n, " %d (%d of %d threads arrived)", static_cast<int>(f.waits_on), b.arrived,
+                      expected);
 }
 
 // No thread can run and nothing is on its way: says who waits for what.
@@ -106,11 +111,13 @@ inline int describe_wait(const Block& block, const Fiber& f, char* text, size_t 
     int waiters = 0;
     for (int j = i; j < block.threads; j++) {
       const Fiber& f = *block.fiber[j];
-      if (f.state != FiberState::blocked || f.waits_on != first.waits_on || strcmp(f.waits_for, first.waits_for)) continue;
+      if (f.state != FiberState::blocked || f.waits_on != first.waits_on || strcmp(f.waits_for, first.waits_for))
+        continue;
       told[j] = true;
       waiters++;
     }
-    n += snprintf(text + n, room - n, "%s%d thread%s from thread %d on: ", n ? "; " : "", waiters, waiters > 1 ? "s" : "", i);
+    n += snprintf(text + n, room - n, "%s%d thread%s from thread %d on: ", n ? "; " : "", waiters,
+                  waiters > 1 ? "s" : "", i);
     n += describe_wait(block, first, text + n, room - n);
   }
   fail(kind::deadlock, "no thread can run. Waiting: %s. Exited: %d", text, block.threads - block.live);
@@ -120,7 +127,8 @@ inline int describe_wait(const Block& block, const Fiber& f, char* text, size_t 
 inline void give_way(Block& block) {
   check_time(block);
   for (;;) {
-    if (block.request->delivery == Delivery::random && !block.in_flight.empty() && block.random.one_in(16)) deliver_one(block);
+    if (block.request->delivery == Delivery::random && !block.in_flight.empty() && block.random.one_in(16))
+      deliver_one(block);
     if (Fiber* next = pick(block)) {
       next->state = FiberState::ready;
       if (next != block.current) resume(*next);

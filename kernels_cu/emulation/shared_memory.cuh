@@ -42,10 +42,12 @@ inline bool is_static_shared(uint32_t address, uint32_t bytes) {
 // Host address of `bytes` bytes at a 32-bit shared address.
 inline char* shared_pointer(uint32_t address, uint32_t bytes, const char* what, uint32_t alignment = 1) {
   Block& block = *self().block;
-  if (address % alignment) fail(kind::misaligned, "%s: shared address 0x%x is not %u-byte aligned", what, address, alignment);
+  if (address % alignment)
+    fail(kind::misaligned, "%s: shared address 0x%x is not %u-byte aligned", what, address, alignment);
   if (is_static_shared(address, bytes)) return block.worker->static_begin + (address - STATIC_SHARED_BASE);
   if (address < SHARED_BASE || uint64_t(address) + bytes > SHARED_BASE + uint64_t(block.shared_bytes))
-    fail(kind::out_of_bounds, "%s: %u bytes at shared address 0x%x, but dynamic shared memory is 0x%x to 0x%x (%u bytes)", what, bytes,
+    fail(kind::out_of_bounds,
+         "%s: %u bytes at shared address 0x%x, but dynamic shared memory is 0x%x to 0x%x (%u bytes)", what, bytes,
          address, SHARED_BASE, SHARED_BASE + block.shared_bytes, block.shared_bytes);
   return block.shared + (address - SHARED_BASE);
 }
@@ -73,7 +75,8 @@ inline char* async_pointer(uint32_t address, uint32_t bytes, const char* what) {
 inline void async_read(uint32_t address, void* out, uint32_t bytes, const char* what) {
   const char* async = async_pointer(address, bytes, what);
   if (memcmp(async, shared_pointer(address, bytes, what), bytes))
-    fail(kind::unfenced, "%s reads shared address 0x%x, which the threads wrote without fence.proxy.async", what, address);
+    fail(kind::unfenced, "%s reads shared address 0x%x, which the threads wrote without fence.proxy.async", what,
+         address);
   memcpy(out, async, bytes);
 }
 
@@ -83,9 +86,11 @@ inline void async_claim(uint32_t address, uint32_t bytes, const char* what) {
   char* generic = shared_pointer(address, bytes, what);
   char* async = async_pointer(address, bytes, what);
   if (memcmp(async, generic, bytes))
-    fail(kind::unfenced, "%s over shared address 0x%x, which the threads wrote without fence.proxy.async", what, address);
+    fail(kind::unfenced, "%s over shared address 0x%x, which the threads wrote without fence.proxy.async", what,
+         address);
   if (address < STATIC_SHARED_BASE)
-    for (uint32_t g = (address - SHARED_BASE) / 16; g <= (address - SHARED_BASE + bytes - 1) / 16; g++) block.writer[g] = -1;
+    for (uint32_t g = (address - SHARED_BASE) / 16; g <= (address - SHARED_BASE + bytes - 1) / 16; g++)
+      block.writer[g] = -1;
   memset(generic, POISON, bytes);
   memset(async, POISON, bytes);
 }
@@ -129,6 +134,12 @@ inline void publish_writes(Fiber& fiber) {
     for (uint32_t granule = at / 16; granule * 16 < at + bytes; granule++)
       if (block.writer[granule] < 0) publish(block, granule);
   }
+}
+
+// Where the 16 bytes at `address` of an unswizzled tile lie. swizzle: 1 for 128, 2 for 64, 3 for 32 bytes, 0 for none.
+inline uint32_t swizzle_lines(int swizzle) { return swizzle == 1 ? 7 : swizzle == 2 ? 3 : swizzle == 3 ? 1 : 0; }
+inline uint32_t swizzled(uint32_t address, int swizzle) {
+  return address ^ (address >> 7 & swizzle_lines(swizzle)) << 4;
 }
 
 // Global memory that a wrapper touches must lie inside one buffer of the launch.

@@ -20,12 +20,12 @@ struct Fiber;
 struct TensorMapFields {
   uint64_t magic;
   char* base;
-  uint64_t extent[5];   // elements, innermost first
-  uint64_t stride[4];   // bytes, of dimensions 1 .. 4
-  uint16_t box[5];      // elements
+  uint64_t extent[5];  // elements, innermost first
+  uint64_t stride[4];  // bytes, of dimensions 1 .. 4
+  uint16_t box[5];     // elements
   uint8_t rank, element_bytes;
-  uint8_t swizzle;      // 0 none, 1 128 bytes, 2 64 bytes, 3 32 bytes: the numbers that wgmma descriptors use
-  uint8_t number;       // how a reduction adds: 0 not at all, 1 f32, 2 f16, 3 bf16, 4 32-bit integer
+  uint8_t swizzle;  // 0 none, 1 128 bytes, 2 64 bytes, 3 32 bytes: the numbers that wgmma descriptors use
+  uint8_t number;   // how a reduction adds: 0 not at all, 1 f32, 2 f16, 3 bf16, 4 32-bit integer
 };
 constexpr uint64_t TENSOR_MAP_MAGIC = 0x70616d726f736e65ull;  // "ensormap"
 static_assert(sizeof(TensorMapFields) <= 128, "a tensor map has 128 bytes");
@@ -38,23 +38,23 @@ struct CopyAsync {
   bool landed;
 };
 struct CopyAsyncState {
-  List<CopyAsync> pending;   // number `finished` onwards
+  List<CopyAsync> pending;  // number `finished` onwards
   uint64_t finished, issued;
-  List<uint64_t> groups;     // value of `issued` at each commit that is not yet waited for
+  List<uint64_t> groups;  // value of `issued` at each commit that is not yet waited for
 };
 
 // A bulk or tensor store from shared memory, read from its issue to wait_group.read, visible after wait_group
 struct BulkStore {
-  TensorMapFields map;       // rank 0: `bytes` consecutive bytes at map.base
+  TensorMapFields map;  // rank 0: `bytes` consecutive bytes at map.base
   int32_t coordinate[5];
   uint32_t shared, bytes;
   bool reduce, read, written;
-  char* snapshot;            // what shared memory held at issue, in shared-memory order
+  char* snapshot;  // what shared memory held at issue, in shared-memory order
 };
 struct BulkStoreState {
-  List<BulkStore> stores;    // committed ones first
-  List<uint32_t> groups;     // stores in each committed group, oldest first
-  uint32_t committed;        // stores in all of these groups
+  List<BulkStore> stores;  // committed ones first
+  List<uint32_t> groups;   // stores in each committed group, oldest first
+  uint32_t committed;      // stores in all of these groups
 };
 
 // A load on its way into shared memory, or the mbarrier arrival that follows a thread's earlier cp.async
@@ -78,10 +78,10 @@ struct Fiber {
   uint3 index;
   int linear, warp, lane;
   FiberState state;
-  const uint64_t* gate;      // blocked until this counter is no longer `seen`
+  const uint64_t* gate;  // blocked until this counter is no longer `seen`
   uint64_t seen;
   const char* waits_for;
-  int64_t waits_on;          // barrier number or mbarrier address, -1 where there is none
+  int64_t waits_on;  // barrier number or mbarrier address, -1 where there is none
   CopyAsyncState copies;
   BulkStoreState bulk;
 };
@@ -112,7 +112,7 @@ struct MBarrier {
 
 // Accumulators in flight hold poison in the registers; the true values live here, 16 x n of one warp
 struct Accumulator {
-  float* home;               // lane 0's registers: the key
+  float* home;  // lane 0's registers: the key
   float* lane[32];
   float* value;
   int n, uses;
@@ -149,30 +149,30 @@ struct WgmmaIssue {
 
 struct Warp {
   Rendezvous rendezvous[RENDEZVOUS];
-  uint32_t lanes;            // lanes that exist
+  uint32_t lanes;  // lanes that exist
   WgmmaState wgmma;
 };
 
 struct Fault {
   char kind[24];
   uint32_t block[3];
-  int32_t thread;            // -1: no single thread
-  int32_t buffer;            // index in the launch's buffers, -1: none
+  int32_t thread;  // -1: no single thread
+  int32_t buffer;  // index in the launch's buffers, -1: none
   uint64_t address;
   char text[1600];
 };
 
 struct BufferRange {
-  uint64_t begin, end;             // the bytes a kernel may touch
-  uint64_t map_begin, map_end;     // with the inaccessible pages on both sides
+  uint64_t begin, end;          // the bytes a kernel may touch
+  uint64_t map_begin, map_end;  // with the inaccessible pages on both sides
 };
 
 // Memory that the caller maps once for each worker and lends to every launch
 struct Arena {
-  char* stacks;                    // MAX_THREADS stacks, aligned to STACK_BYTES
-  char* shared_end;                // first inaccessible byte after the window of dynamic shared memory
-  char* shared_begin;              // first accessible byte of that window
-  char* async_view;                // MAX_SHARED_BYTES rounded up to 1024
+  char* stacks;        // MAX_THREADS stacks, aligned to STACK_BYTES
+  char* shared_end;    // first inaccessible byte after the window of dynamic shared memory
+  char* shared_begin;  // first accessible byte of that window
+  char* async_view;    // MAX_SHARED_BYTES rounded up to 1024
 };
 
 // Mirrored by runtime.py
@@ -199,16 +199,16 @@ struct Worker {
   Launch* launch;
   const Arena* arena;
   Block* block;
-  void* stack_pointer;             // of the worker itself while a fiber runs
-  sigjmp_buf escape;               // out of the signal handler
+  void* stack_pointer;  // of the worker itself while a fiber runs
+  sigjmp_buf escape;    // out of the signal handler
   pthread_t thread;
   uint32_t number;
-  volatile sig_atomic_t running;   // inside a block, so that a signal may end it
-  volatile sig_atomic_t expired;   // the time limit has passed
+  volatile sig_atomic_t running;  // inside a block, so that a signal may end it
+  volatile sig_atomic_t expired;  // the time limit has passed
   bool failed;
   uint64_t block_number;
   uint64_t switches;
-  char* static_begin;              // this thread's copy of the static __shared__ variables
+  char* static_begin;  // this thread's copy of the static __shared__ variables
   char* static_end;
   Fault fault;
 };
@@ -223,7 +223,7 @@ struct Block {
   Fiber* current;
   Warp warp[MAX_WARPS];
   NamedBarrier barrier[16];
-  int votes;                       // of __syncthreads_count
+  int votes;                         // of __syncthreads_count
   MBarrier mbarrier[MAX_MBARRIERS];  // never moved: waiting threads watch their phases
   uint32_t mbarrier_count;
   bool mbarrier_init_unfenced;
@@ -238,7 +238,7 @@ struct Block {
   char* shared;
   char* async_view;
   uint32_t shared_bytes;
-  int16_t* writer;                 // -1: unknown
+  int16_t* writer;  // -1: unknown
   List<uint32_t> written[MAX_THREADS];
   bool proxies_used;
 };

@@ -11,8 +11,8 @@ inline uint32_t box_bytes(const TensorMapFields& map) {
   return bytes;
 }
 
-// Calls visit(row of the box in shared memory before swizzling, offset of that row in the box, element 0 of that row in global
-// memory or null where the row lies outside the tensor).
+// Calls visit(row of the box in shared memory before swizzling, offset of that row in the box, element 0 of that row in
+// global memory or null where the row lies outside the tensor).
 template <class Visit>
 inline void for_each_row(const TensorMapFields& map, const int32_t* coordinate, uint32_t shared, Visit&& visit) {
   uint32_t row_bytes = uint32_t(map.box[0]) * map.element_bytes, rows = box_bytes(map) / row_bytes;
@@ -56,7 +56,8 @@ inline void land_tensor(const InFlight& load) {
       check_global(source, part.last - part.first, "TMA load", 1);
       memcpy(data + part.first, source, part.last - part.first);
     }
-    for (uint32_t at = 0; at < row_bytes; at += 16) async_write(swizzled(row + at, map.swizzle), data + at, 16, "TMA load");
+    for (uint32_t at = 0; at < row_bytes; at += 16)
+      async_write(swizzled(row + at, map.swizzle), data + at, 16, "TMA load");
   });
 }
 
@@ -74,17 +75,20 @@ inline void write_tensor(const BulkStore& store) {
 
 // Parameters lie on the thread's own stack here, so the map is copied at issue.
 inline const TensorMapFields& read_map(const ptx::TensorMap* map, int rank, uint32_t shared, const char* operation) {
-  if (reinterpret_cast<uintptr_t>(map) % 64) fail(kind::misaligned, "%s: the tensor map is not 64-byte aligned", operation);
+  if (reinterpret_cast<uintptr_t>(map) % 64)
+    fail(kind::misaligned, "%s: the tensor map is not 64-byte aligned", operation);
   const TensorMapFields& fields = *reinterpret_cast<const TensorMapFields*>(map);
-  if (fields.magic != TENSOR_MAP_MAGIC) fail(kind::descriptor, "%s: the tensor map was not made by encode_tensor_map", operation);
-  if (fields.rank != rank) fail(kind::descriptor, "%s: %d coordinates for a tensor map of %d dimensions", operation, rank, fields.rank);
+  if (fields.magic != TENSOR_MAP_MAGIC)
+    fail(kind::descriptor, "%s: the tensor map was not made by encode_tensor_map", operation);
+  if (fields.rank != rank)
+    fail(kind::descriptor, "%s: %d coordinates for a tensor map of %d dimensions", operation, rank, fields.rank);
   const uint32_t alignment = fields.swizzle == 1 ? 1024 : fields.swizzle == 2 ? 512 : fields.swizzle == 3 ? 256 : 128;
   shared_pointer(shared, box_bytes(fields), operation, alignment);
   return fields;
 }
 
-inline void issue_tensor_load(uint32_t destination, const ptx::TensorMap* map, uint32_t barrier, int rank, const int* coordinate,
-                              ptx::CachePolicy policy) {
+inline void issue_tensor_load(uint32_t destination, const ptx::TensorMap* map, uint32_t barrier, int rank,
+                              const int* coordinate, ptx::CachePolicy policy) {
   constexpr const char* operation = "TMA load";
   check_policy(policy, operation);
   InFlight load{};
@@ -99,7 +103,8 @@ inline void issue_tensor_load(uint32_t destination, const ptx::TensorMap* map, u
   send(load);
 }
 
-inline void issue_tensor_store(const ptx::TensorMap* map, uint32_t source, int rank, const int* coordinate, bool reduce) {
+inline void issue_tensor_store(const ptx::TensorMap* map, uint32_t source, int rank, const int* coordinate,
+                               bool reduce) {
   const char* operation = reduce ? "TMA reduction" : "TMA store";
   BulkStore store{};
   store.map = read_map(map, rank, source, operation);
@@ -116,29 +121,31 @@ inline void issue_tensor_store(const ptx::TensorMap* map, uint32_t source, int r
 namespace ptx {
 
 DEVICE void tma_prefetch_map(const TensorMap* map) {
-  if (reinterpret_cast<uintptr_t>(map) % 64) emulation::fail(emulation::kind::misaligned, "prefetch.tensormap: not 64-byte aligned");
+  if (reinterpret_cast<uintptr_t>(map) % 64)
+    emulation::fail(emulation::kind::misaligned, "prefetch.tensormap: not 64-byte aligned");
 }
 
-#define EMULATED_TENSOR_RANK(rank, parameters, ...)                                                          \
-  DEVICE void tma_load(uint32_t destination, const TensorMap* map, uint32_t barrier, parameters,             \
-                       CachePolicy policy = CachePolicy::evict_normal) {                                     \
-    const int coordinate[] = {__VA_ARGS__};                                                                  \
-    emulation::issue_tensor_load(destination, map, barrier, rank, coordinate, policy);                       \
-  }                                                                                                          \
-  DEVICE void tma_store(const TensorMap* map, uint32_t source, parameters) {                                 \
-    const int coordinate[] = {__VA_ARGS__};                                                                  \
-    emulation::issue_tensor_store(map, source, rank, coordinate, false);                                     \
-  }                                                                                                          \
-  DEVICE void tma_reduce_add(const TensorMap* map, uint32_t source, parameters) {                            \
-    const int coordinate[] = {__VA_ARGS__};                                                                  \
-    emulation::issue_tensor_store(map, source, rank, coordinate, true);                                      \
+#define EMULATED_TENSOR_RANK(rank, parameters, ...)                                              \
+  DEVICE void tma_load(uint32_t destination, const TensorMap* map, uint32_t barrier, parameters, \
+                       CachePolicy policy = CachePolicy::evict_normal) {                         \
+    const int coordinate[] = {__VA_ARGS__};                                                      \
+    emulation::issue_tensor_load(destination, map, barrier, rank, coordinate, policy);           \
+  }                                                                                              \
+  DEVICE void tma_store(const TensorMap* map, uint32_t source, parameters) {                     \
+    const int coordinate[] = {__VA_ARGS__};                                                      \
+    emulation::issue_tensor_store(map, source, rank, coordinate, false);                         \
+  }                                                                                              \
+  DEVICE void tma_reduce_add(const TensorMap* map, uint32_t source, parameters) {                \
+    const int coordinate[] = {__VA_ARGS__};                                                      \
+    emulation::issue_tensor_store(map, source, rank, coordinate, true);                          \
   }
 #define EMULATED_AND ,
 EMULATED_TENSOR_RANK(1, int c0, c0)
 EMULATED_TENSOR_RANK(2, int c0 EMULATED_AND int c1, c0, c1)
 EMULATED_TENSOR_RANK(3, int c0 EMULATED_AND int c1 EMULATED_AND int c2, c0, c1, c2)
 EMULATED_TENSOR_RANK(4, int c0 EMULATED_AND int c1 EMULATED_AND int c2 EMULATED_AND int c3, c0, c1, c2, c3)
-EMULATED_TENSOR_RANK(5, int c0 EMULATED_AND int c1 EMULATED_AND int c2 EMULATED_AND int c3 EMULATED_AND int c4, c0, c1, c2, c3, c4)
+EMULATED_TENSOR_RANK(5, int c0 EMULATED_AND int c1 EMULATED_AND int c2 EMULATED_AND int c3 EMULATED_AND int c4, c0, c1,
+                     c2, c3, c4)
 #undef EMULATED_AND
 #undef EMULATED_TENSOR_RANK
 

@@ -1,6 +1,6 @@
-// Host twins of ptx/wgmma.cuh, modelled warp by warp (each owns 16 of the 64 rows). Results appear in the registers at the wait;
-// until then the registers hold signalling NaNs, which any arithmetic changes for good (a quiet NaN would survive o *= x
-// unnoticed). Operands are hashed at issue and when the group retires.
+// Host twins of ptx/wgmma.cuh, modelled warp by warp (each owns 16 of the 64 rows). Results appear in the registers at
+// the wait; until then the registers hold signalling NaNs, which any arithmetic changes for good (a quiet NaN would
+// survive o *= x unnoticed). Operands are hashed at issue and when the group retires.
 #pragma once
 
 #include "emulation/collective.cuh"
@@ -10,7 +10,9 @@ namespace emulation {
 
 constexpr uint64_t HASH_START = 1469598103934665603ull, HASH_PRIME = 1099511628211ull;
 
-inline uint32_t accumulator_poison(int lane, int i) { return 0x7F80DE00u | static_cast<uint32_t>((lane * 131 + i) & 0xFF); }
+inline uint32_t accumulator_poison(int lane, int i) {
+  return 0x7F80DE00u | static_cast<uint32_t>((lane * 131 + i) & 0xFF);
+}
 
 // ---- operands in shared memory
 struct Descriptor {
@@ -20,35 +22,34 @@ struct Descriptor {
 
 inline Descriptor parse_descriptor(uint64_t bits, const char* what) {
   constexpr uint64_t RESERVED = 0x3FF1C000C000C000ull;  // base_offset among them: boxes start at atom boundaries here
-  Descriptor d{uint32_t(bits & 0x3FFF) << 4, uint32_t(bits >> 16 & 0x3FFF) << 4, uint32_t(bits >> 32 & 0x3FFF) << 4, int(bits >> 62)};
+  Descriptor d{uint32_t(bits & 0x3FFF) << 4, uint32_t(bits >> 16 & 0x3FFF) << 4, uint32_t(bits >> 32 & 0x3FFF) << 4,
+               int(bits >> 62)};
   if (bits & (RESERVED | 7ull << 49))
-    fail(kind::descriptor, "%s: descriptor 0x%016llx has bits set that this emulation does not know", what, static_cast<unsigned long long>(bits));
-  const uint32_t lines = d.swizzle == 1 ? 7 : d.swizzle == 2 ? 3 : d.swizzle == 3 ? 1 : 0;
-  if (d.start >> 7 & lines)
+    fail(kind::descriptor, "%s: descriptor 0x%016llx has bits set that this emulation does not know", what,
+         static_cast<unsigned long long>(bits));
+  if (d.start >> 7 & swizzle_lines(d.swizzle))
     fail(kind::descriptor, "%s: descriptor start 0x%x is not in line 0 of a swizzle atom", what, d.start);
   return d;
 }
 
-inline uint32_t swizzled_operand(uint32_t address, int swizzle) {
-  const uint32_t lines = swizzle == 1 ? 7 : swizzle == 2 ? 3 : swizzle == 3 ? 1 : 0;
-  return address ^ (address >> 7 & lines) << 4;
-}
-
-// Address of the 16 bytes that begin with row or column `mn` and byte `byte` of its K step (K-major), or with k (MN-major).
+// Address of the 16 bytes that begin with row or column `mn` and byte `byte` of its K step (K-major), or with k
+// (MN-major).
 inline uint32_t k_major_address(const Descriptor& d, int mn, int byte) {
   const uint32_t line = d.swizzle == 1 ? 128 : d.swizzle == 2 ? 64 : 32;
   if (!d.swizzle) return d.start + mn / 8 * d.stride + byte / 16 * d.leading + mn % 8 * 16;
-  return swizzled_operand(d.start + mn / 8 * d.stride + mn % 8 * line + byte, d.swizzle);
+  return swizzled(d.start + mn / 8 * d.stride + mn % 8 * line + byte, d.swizzle);
 }
 inline uint32_t mn_major_address(const Descriptor& d, int mn, int k) {
   const uint32_t line = d.swizzle == 1 ? 128 : d.swizzle == 2 ? 64 : 32, columns = line / 2;
   if (!d.swizzle) return d.start + mn / 8 * d.stride + k / 8 * d.leading + k % 8 * 16;
-  return swizzled_operand(d.start + mn / columns * d.leading + k / 8 * d.stride + k % 8 * line + mn % columns * 2, d.swizzle);
+  return swizzled(d.start + mn / columns * d.leading + k / 8 * d.stride + k % 8 * line + mn % columns * 2,
+                          d.swizzle);
 }
 
-// Reads `count` rows or columns from `first` on, 32 bytes of K each; returns a hash of the bytes. out, where given: raw bytes
-// with K innermost.
-inline uint64_t read_operand(uint64_t descriptor, bool transposed, int first, int count, uint8_t* out, const char* what) {
+// Reads `count` rows or columns from `first` on, 32 bytes of K each; returns a hash of the bytes. out, where given: raw
+// bytes with K innermost.
+inline uint64_t read_operand(uint64_t descriptor, bool transposed, int first, int count, uint8_t* out,
+                             const char* what) {
   const Descriptor d = parse_descriptor(descriptor, what);
   uint64_t hash = HASH_START;
   auto read = [&](uint32_t address, void* chunk) {
@@ -89,11 +90,13 @@ inline uint64_t hash_registers(const uint32_t* const* lane, int words) {
   return hash;
 }
 
-// Registers that wgmma reads must not change between the last wgmma.fence and the instruction. Known from their second use on.
+// Registers that wgmma reads must not change between the last wgmma.fence and the instruction. Known from their second
+// use on.
 inline void check_fenced(WgmmaState& state, const uint32_t* const* lane, int words, const char* what) {
   for (FencedRegisters& r : state.registers) {
     if (r.lane[0] != lane[0] || r.words != words) continue;
-    if (hash_registers(lane, words) != r.hash) fail(kind::race, "wgmma: %s registers were written after the last wgmma.fence", what);
+    if (hash_registers(lane, words) != r.hash)
+      fail(kind::race, "wgmma: %s registers were written after the last wgmma.fence", what);
     return;
   }
   FencedRegisters r{};
@@ -132,7 +135,8 @@ inline void finish_accumulator(const Accumulator& a) {
     for (int i = 0; i < a.n / 2; i++) {
       uint32_t poison = accumulator_poison(l, i);
       if (memcmp(&a.lane[l][i], &poison, 4))
-        fail(kind::race, "wgmma: accumulator register %d of lane %d was written while in flight (before wgmma_wait)", i, l);
+        fail(kind::race, "wgmma: accumulator register %d of lane %d was written while in flight (before wgmma_wait)", i,
+             l);
       a.lane[l][i] = a.value[accumulator_row(l, i) * a.n + accumulator_column(l, i)];
     }
   free(a.value);
@@ -196,14 +200,16 @@ __attribute__((noinline)) inline void issue_wgmma(WgmmaOperation op, WgmmaArgume
     op.a[l] = lane[l]->a;
     memcpy(op.a_value[l], lane[l]->a, 16);
   }
-  uint8_t a_bytes[16 * 32], b_bytes[256 * 32];
+  alignas(16) uint8_t a_bytes[16 * 32], b_bytes[256 * 32];
   op.hash = hash_operands(op, warp, a_bytes, b_bytes);
+  for (int l = 0; op.a_in_registers && l < 32; l++)
+    place_a_fragment(op.a_value[l], l, reinterpret_cast<uint32_t*>(a_bytes));
   float a[16 * 32];
-  for (int l = 0; op.a_in_registers && l < 32; l++) place_a_fragment(e, op.a_value[l], l, a);
-  if (!op.a_in_registers) decode(e, a_bytes, 16 * 32 / element_bytes(e), a);
+  decode(e, a_bytes, 16 * 32 / element_bytes(e), a);
   if (op.a_in_registers) check_fenced(state, op.a, 4, "A operand");
   Accumulator* accumulator = find_accumulator(state, op.accumulator);
-  if (!accumulator && lane[0]->accumulate) check_fenced(state, reinterpret_cast<const uint32_t* const*>(d), words, "accumulator");
+  if (!accumulator && lane[0]->accumulate)
+    check_fenced(state, reinterpret_cast<const uint32_t* const*>(d), words, "accumulator");
   if (!accumulator) accumulator = &start_accumulator(state, d, op.n);
   if (accumulator->n != op.n) fail(kind::race, "wgmma: an accumulator in flight is used with another shape");
   multiply(e, a, b_bytes, op.n, accumulator->value, lane[0]->accumulate);
@@ -297,15 +303,17 @@ DEVICE emulation::WgmmaOperation wgmma_shape(bool a_in_registers) {
 template <int N, Element E, bool TRANS_A = false, bool TRANS_B = false>
 DEVICE void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {
   emulation::WgmmaArguments mine{d, nullptr, a, b, accumulate};
-  emulation::collective("wgmma (A in shared memory)", ~0u, mine,
-                        [](emulation::WgmmaArguments** lane) { emulation::issue_wgmma(wgmma_shape<N, E, TRANS_A, TRANS_B>(false), lane); });
+  emulation::collective("wgmma (A in shared memory)", ~0u, mine, [](emulation::WgmmaArguments** lane) {
+    emulation::issue_wgmma(wgmma_shape<N, E, TRANS_A, TRANS_B>(false), lane);
+  });
 }
 
 template <int N, Element E, bool TRANS_B = false>
 DEVICE void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
   emulation::WgmmaArguments mine{d, a, 0, b, accumulate};
-  emulation::collective("wgmma (A in registers)", ~0u, mine,
-                        [](emulation::WgmmaArguments** lane) { emulation::issue_wgmma(wgmma_shape<N, E, false, TRANS_B>(true), lane); });
+  emulation::collective("wgmma (A in registers)", ~0u, mine, [](emulation::WgmmaArguments** lane) {
+    emulation::issue_wgmma(wgmma_shape<N, E, false, TRANS_B>(true), lane);
+  });
 }
 
 }  // namespace ptx

@@ -1,6 +1,6 @@
-// Bulk copies and reductions (sm_90): one thread moves consecutive bytes between global and shared memory through the async
-// proxy. Addresses and sizes are multiples of 16. Loads complete on an mbarrier; stores and reductions by groups of the
-// issuing thread, which tensor stores (ptx/tma.cuh) share.
+// Bulk copies and reductions (sm_90): one thread moves consecutive bytes between global and shared memory through the
+// async proxy. Addresses and sizes are multiples of 16. Loads complete on an mbarrier; stores and reductions by groups
+// of the issuing thread, which tensor stores (ptx/tma.cuh) share.
 #pragma once
 
 #include "ptx/types.cuh"
@@ -26,28 +26,31 @@ namespace ptx {
 DEVICE void bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier,
                       CachePolicy policy = CachePolicy::evict_normal) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(destination),
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+          "r"(destination),
       "l"(source), "r"(bytes), "r"(barrier), "l"(static_cast<uint64_t>(policy))
       : "memory");
 }
 
 DEVICE void bulk_store(void* destination, uint32_t source, uint32_t bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination), "r"(source), "r"(bytes) : "memory");
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination), "r"(source), "r"(bytes)
+               : "memory");
 }
 
 // destination[i] += source[i], each addition atomic.
 DEVICE void bulk_reduce_add_f32(float* destination, uint32_t source, uint32_t bytes) {
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(destination), "r"(source), "r"(bytes)
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(destination),
+               "r"(source), "r"(bytes)
                : "memory");
 }
 DEVICE void bulk_reduce_add_f16(void* destination, uint32_t source, uint32_t bytes) {
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.noftz.f16 [%0], [%1], %2;" ::"l"(destination), "r"(source),
-               "r"(bytes)
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.noftz.f16 [%0], [%1], %2;" ::"l"(destination),
+               "r"(source), "r"(bytes)
                : "memory");
 }
 DEVICE void bulk_reduce_add_bf16(void* destination, uint32_t source, uint32_t bytes) {
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.noftz.bf16 [%0], [%1], %2;" ::"l"(destination), "r"(source),
-               "r"(bytes)
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.noftz.bf16 [%0], [%1], %2;" ::"l"(destination),
+               "r"(source), "r"(bytes)
                : "memory");
 }
 

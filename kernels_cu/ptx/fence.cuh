@@ -1,5 +1,5 @@
-// Fences between proxies (sm_90). TMA and wgmma read and write shared memory through the async proxy, threads through the
-// generic one: writes of one are visible to the other only across a fence.
+// Fences between proxies (sm_90). TMA and wgmma read and write shared memory through the async proxy, threads through
+// the generic one: writes of one are visible to the other only across a fence.
 #pragma once
 
 #include "ptx/types.cuh"
@@ -10,7 +10,8 @@
 
 namespace ptx {
 
-// This thread's writes to shared memory become visible to TMA and wgmma. Every writing thread executes it, then a barrier.
+// This thread's writes to shared memory become visible to TMA and wgmma. Every writing thread executes it, then a
+// barrier.
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // The same for writes to global memory that a bulk or tensor copy will read.

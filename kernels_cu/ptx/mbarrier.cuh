@@ -1,8 +1,8 @@
 // mbarriers: 8-byte objects in dynamic shared memory that count arrivals and, on sm_90, bytes of copies on their way.
 //
 // A phase ends when no arrival and no byte is pending; then the count starts again. wait(parity) passes if the phase of
-// that parity has ended: a fresh mbarrier lets parity 1 pass and holds parity 0. Waiting on a full stage goes 0, 1, 0 ...,
-// waiting on an empty one 1, 0, 1 ...
+// that parity has ended: a fresh mbarrier lets parity 1 pass and holds parity 0. Waiting on a full stage goes 0, 1, 0
+// ..., waiting on an empty one 1, 0, 1 ...
 #pragma once
 
 #include "ptx/types.cuh"
@@ -13,12 +13,15 @@
 
 namespace ptx {
 
-// One thread initialises it for `count` arrivals a phase; then fence_mbarrier_init() and a barrier before others use it.
+// One thread initialises it for `count` arrivals a phase; then fence_mbarrier_init() and a barrier before others use
+// it.
 DEVICE void mbarrier_init(uint32_t barrier, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 // Ends its life: the memory may be used for something else.
-DEVICE void mbarrier_invalidate(uint32_t barrier) { asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(barrier) : "memory"); }
+DEVICE void mbarrier_invalidate(uint32_t barrier) {
+  asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
 
 DEVICE void mbarrier_arrive(uint32_t barrier) {
   asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared::cta.b64 state, [%0];\n}" ::"r"(barrier) : "memory");
@@ -43,9 +46,11 @@ DEVICE bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
 }
 // Waits until the phase of this parity has ended. sm_90.
 DEVICE void mbarrier_wait(uint32_t barrier, uint32_t parity) {
-  asm volatile("{\n.reg .pred p;\nWAIT_%=:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra WAIT_%=;\n}" ::"r"(barrier),
-               "r"(parity)
-               : "memory");
+  asm volatile(
+      "{\n.reg .pred p;\nWAIT_%=:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra WAIT_%=;\n}" ::"r"(
+          barrier),
+      "r"(parity)
+      : "memory");
 }
 
 }  // namespace ptx

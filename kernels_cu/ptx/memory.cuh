@@ -36,14 +36,21 @@ DEVICE void load_shared_v4(uint32_t (&v)[4], uint32_t address) {
                : "r"(address)
                : "memory");
 }
-DEVICE void store_shared_u16(uint32_t address, uint16_t v) { asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(v) : "memory"); }
-DEVICE void store_shared(uint32_t address, uint32_t v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory"); }
-DEVICE void store_shared_f32(uint32_t address, float v) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory"); }
+DEVICE void store_shared_u16(uint32_t address, uint16_t v) {
+  asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(v) : "memory");
+}
+DEVICE void store_shared(uint32_t address, uint32_t v) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
+DEVICE void store_shared_f32(uint32_t address, float v) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
+}
 DEVICE void store_shared_v2(uint32_t address, const uint32_t (&v)[2]) {
   asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(v[0]), "r"(v[1]) : "memory");
 }
 DEVICE void store_shared_v4(uint32_t address, const uint32_t (&v)[4]) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
+               : "memory");
 }
 
 // ---- global memory, 16 bytes at an address that is a multiple of 16
@@ -54,7 +61,8 @@ DEVICE void load_global_v4(uint32_t (&v)[4], const void* pointer) {
                : "l"(pointer));
 }
 DEVICE void store_global_v4(void* pointer, const uint32_t (&v)[4]) {
-  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
+               : "memory");
 }
 
 }  // namespace ptx

@@ -1,13 +1,15 @@
-// mma.sync (sm_80; fp8 sm_89): d += a b for a warp, a 16 x k, b k x 8, accumulated in fp32. With g = lane / 4, t = lane % 4:
+// mma.sync (sm_80; fp8 sm_89): d += a b for a warp, a 16 x k, b k x 8, accumulated in fp32. With g = lane / 4 and
+// t = lane % 4, the words hold, from these (row, column) on:
 //
-//   16-bit, k = 16   a[0] (g, 2t..)  a[1] (g + 8, 2t..)  a[2] (g, 2t + 8..)   a[3] (g + 8, 2t + 8..)    two elements a word
-//                    b0 (2t.., g)    b1 (2t + 8.., g)
-//   fp8, k = 32      the same with 4t and 16 for 2t and 8                                               four elements a word
-//   tf32, k = 8      a[0] (g, t)     a[1] (g + 8, t)     a[2] (g, t + 4)      a[3] (g + 8, t + 4)       the float's top 19 bits
-//                    b0 (t, g)       b1 (t + 4, g)
-//   d                d[0], d[1] (g, 2t..)                d[2], d[3] (g + 8, 2t..)
+//   16-bit, k = 16   a[0] (g, 2t)   a[1] (g + 8, 2t)   a[2] (g, 2t + 8)    a[3] (g + 8, 2t + 8)    two elements each
+//                    b0 (2t, g)     b1 (2t + 8, g)
+//   fp8, k = 32      a[0] (g, 4t)   a[1] (g + 8, 4t)   a[2] (g, 4t + 16)   a[3] (g + 8, 4t + 16)   four elements each
+//                    b0 (4t, g)     b1 (4t + 16, g)
+//   tf32, k = 8      a[0] (g, t)    a[1] (g + 8, t)    a[2] (g, t + 4)     a[3] (g + 8, t + 4)     a float's top 19 bits
+//                    b0 (t, g)      b1 (t + 4, g)
+//   d                d[0], d[1] (g, 2t ..)             d[2], d[3] (g + 8, 2t ..)
 //
-// d is the A operand of the next 16-bit mma once it is packed, and of an fp8 one after lanes exchange.
+// Packed to 16 bits, d is the A operand of the next mma.
 #pragma once
 
 #include "ptx/types.cuh"
@@ -18,9 +20,9 @@
 
 namespace ptx {
 
-#define PTX_MMA(shape)                                                                                                       \
-  asm volatile("mma.sync.aligned." shape " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                  \
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                              \
+#define PTX_MMA(shape)                                                                                      \
+  asm volatile("mma.sync.aligned." shape " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                             \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
 
 // E: Element::f16 or Element::bf16, of a and b

@@ -21,7 +21,8 @@ DEVICE bool elect_one() {
 
 namespace ptx {
 
-// Lane 0's value, which the compiler then knows to be the same in the whole warp: branches on it cost no divergence code.
+// Lane 0's value, which the compiler then knows to be the same in the whole warp: branches on it cost no divergence
+// code.
 DEVICE int warp_uniform(int value) { return __shfl_sync(~0u, value, 0); }
 
 }  // namespace ptx

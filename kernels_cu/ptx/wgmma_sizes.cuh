@@ -1,5 +1,5 @@
-// Register lists for ptx/wgmma.cuh: for each N (8, 16 ... 256) the N / 2 accumulators as text and as operands, and the numbers
-// of the operands that follow them.
+// Register lists for ptx/wgmma.cuh: for each N (8, 16 ... 256) the N / 2 accumulators as text and as operands, and the
+// numbers of the operands that follow them.
 #pragma once
 
 #define PTX_LIST_8 "%0, %1, %2, %3"

@@ -115,7 +115,12 @@ class _EmulatedPlace:
     def tensor_map(self, wanted: TensorMapArgument) -> bytes:
         address = self.address(wanted.array)
         return encode_tensor_map(
-            address, wanted.dtype, wanted.shape, wanted.strides, wanted.box, wanted.swizzle  # type: ignore[arg-type]
+            address,
+            wanted.dtype,
+            wanted.shape,
+            wanted.strides,
+            wanted.box,
+            wanted.swizzle,  # type: ignore[arg-type]
         )
 
 

@@ -58,10 +58,14 @@ def test_mma_multiplies_its_fragments(runner: Runner, element: str) -> None:
 def test_mma_reads_every_kind_of_number_exactly(runner: Runner, element: str) -> None:
     rng, k = np.random.default_rng(4), DEPTH[element]
     dtype = DTYPES[element]
-    bits = np.arange(256) if dtype.itemsize == 1 else np.r_[rng.integers(0, 1 << 16, 192), np.arange(32), np.arange(32) + 0x8000]
+    bits = (
+        np.arange(256)
+        if dtype.itemsize == 1
+        else np.r_[rng.integers(0, 1 << 16, 192), np.arange(32), np.arange(32) + 0x8000]
+    )
     numbers = bits.astype(f"u{dtype.itemsize}").view(dtype)
     numbers = np.where(np.isfinite(numbers.astype(np.float32)), numbers, dtype.type(0))
-    a = numbers.reshape(-1, 8) if dtype.itemsize == 2 else numbers.reshape(-1, 8)
+    a = numbers.reshape(-1, 8)
     for start in range(0, len(a), 16):  # A times the identity is A
         part = np.zeros((16, k), dtype)
         part[:, 3:11] = a[start : start + 16]

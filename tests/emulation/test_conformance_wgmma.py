@@ -20,7 +20,13 @@ EVERY_SIZE = "".join(f" CASE({n})" for n in range(8, 257, 8))
 class Product:
     """a (64, 2 steps of k), b (n, the same) and c; entry: which kernel multiplies them."""
 
-    def __init__(self, element: str, n: int, layouts: tuple[str, str] = ("128B", "128B"), trans: tuple[bool, bool] = (False, False)) -> None:
+    def __init__(
+        self,
+        element: str,
+        n: int,
+        layouts: tuple[str, str] = ("128B", "128B"),
+        trans: tuple[bool, bool] = (False, False),
+    ) -> None:
         rng = np.random.default_rng(n)
         depth = 2 * DEPTH[element]
         self.element, self.n, self.trans = element, n, trans
@@ -116,7 +122,7 @@ def test_descriptors_hold_address_offsets_and_swizzle(runner: Runner) -> None:
         "descriptors",
         {"out": np.zeros(4, np.uint64)},
         lambda place: [struct.pack("<I", address), pointer(place, "out")],
-        macros={"WGMMA_SIZES": "CASE(128)"},
+        macros=Product("f16", 8).run("descriptors", EVERY_SIZE).macros,
         block=1,
     )
     for result in runner(run):

@@ -79,14 +79,14 @@ def _check_element(address: int, dtype: str, swizzle: str) -> None:
         raise InvalidRequest("address", address, "a tensor map's address is a multiple of 16")
 
 
-def _check_geometry(
-    dtype: str, shape: Sequence[int], strides: Sequence[int], box: Sequence[int], swizzle: str
-) -> None:
+def _check_geometry(dtype: str, shape: Sequence[int], strides: Sequence[int], box: Sequence[int], swizzle: str) -> None:
     rank, element_bytes = len(shape), _ELEMENTS[dtype][0]
     if not 1 <= rank <= 5:
         raise InvalidRequest("shape", tuple(shape), "a tensor map has 1 to 5 dimensions")
     if len(strides) != rank - 1 or len(box) != rank:
-        raise InvalidRequest("strides", tuple(strides), f"{rank} dimensions take {rank - 1} strides and {rank} box sizes")
+        raise InvalidRequest(
+            "strides", tuple(strides), f"{rank} dimensions take {rank - 1} strides and {rank} box sizes"
+        )
     if any(not 1 <= n <= 1 << 32 for n in shape):
         raise InvalidRequest("shape", tuple(shape), "every dimension is 1 to 2**32")
     if any(not 1 <= n <= 256 for n in box):

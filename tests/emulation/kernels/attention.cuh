@@ -1,5 +1,6 @@
-// What the two small attention kernels share: fp16, head_dim 64, (batch * heads, seqlen, 64) rows without gaps. Tiles of 64
-// queries by 64 keys; online softmax in base 2; lse in natural logarithms. `bug` takes a piece of synchronisation away.
+// What the two small attention kernels share: fp16, head_dim 64, (batch * heads, seqlen, 64) rows without gaps. Tiles
+// of 64 queries by 64 keys; online softmax in base 2; lse in natural logarithms. `bug` takes a piece of synchronisation
+// away.
 #pragma once
 
 #include "ptx.cuh"
@@ -16,7 +17,9 @@ struct Params {
   float scale;
 };
 
-DEVICE uint32_t pack(float low, float high) { return ptx::float_to_half(low) | static_cast<uint32_t>(ptx::float_to_half(high)) << 16; }
+DEVICE uint32_t pack(float low, float high) {
+  return ptx::float_to_half(low) | static_cast<uint32_t>(ptx::float_to_half(high)) << 16;
+}
 
 // Key tiles that the 64 queries from `first` on see; causal masks end at the last query and the last key.
 DEVICE int key_tiles(const Params& p, int first) {
@@ -25,7 +28,8 @@ DEVICE int key_tiles(const Params& p, int first) {
   return keys > 0 ? (keys + TILE - 1) / TILE : 0;
 }
 
-// A thread's part of 64 x 64 scores and outputs: rows `row` and `row` + 8, columns 8 j + 2 q + e, as mma and wgmma lay it out.
+// A thread's part of 64 x 64 scores and outputs: rows `row` and `row` + 8, columns 8 j + 2 q + e, as mma and wgmma lay
+// it out.
 struct Softmax {
   float maximum[2], sum[2];
 

@@ -1,5 +1,5 @@
-// Attention for sm_90a: a producer warp brings tiles by TMA, a warpgroup multiplies them by wgmma, P stays in registers, the
-// output leaves through shared memory by stmatrix and TMA.
+// Attention for sm_90a: a producer warp brings tiles by TMA, a warpgroup multiplies them by wgmma, P stays in
+// registers, the output leaves through shared memory by stmatrix and TMA.
 #include "attention.cuh"
 
 using ptx::Element;
@@ -17,7 +17,8 @@ DEVICE void produce(const Params& p, const Layout& at, int tiles) {
   const bool leader = threadIdx.x % 32 == 0;
   if (leader) {
     ptx::mbarrier_arrive_expect_tx(at.q_full, TILE_BYTES);
-    ptx::tma_load(at.q, &p.q, at.q_full, 0, static_cast<int>(blockIdx.x) * TILE, static_cast<int>(blockIdx.y), ptx::CachePolicy::evict_first);
+    ptx::tma_load(at.q, &p.q, at.q_full, 0, static_cast<int>(blockIdx.x) * TILE, static_cast<int>(blockIdx.y),
+                  ptx::CachePolicy::evict_first);
   }
   for (int n = 0; n < tiles; n++) {
     const int stage = n % STAGES;
@@ -37,8 +38,8 @@ DEVICE void store_output(const Params& p, const Layout& at, const float (&o)[32]
   const int row = warp * 16 + lane % 16;
 #pragma unroll
   for (int j = 0; j < 8; j += 2) {
-    const uint32_t r[4] = {pack(o[4 * j], o[4 * j + 1]), pack(o[4 * j + 2], o[4 * j + 3]), pack(o[4 * j + 4], o[4 * j + 5]),
-                           pack(o[4 * j + 6], o[4 * j + 7])};
+    const uint32_t r[4] = {pack(o[4 * j], o[4 * j + 1]), pack(o[4 * j + 2], o[4 * j + 3]),
+                           pack(o[4 * j + 4], o[4 * j + 5]), pack(o[4 * j + 6], o[4 * j + 7])};
     ptx::stmatrix_x4(at.q + row * 128 + (((j + lane / 16) ^ (row & 7)) << 4), r);
   }
   if (p.bug == 3) {
@@ -94,7 +95,8 @@ DEVICE void consume(const Params& p, const Layout& at, int tiles) {
   softmax.finish(o, lse, p.scale * 1.44269504f);
   store_output(p, at, o);
   for (int h = 0; h < 2; h++)
-    if (lane % 4 == 0 && row + 8 * h < p.seqlen_q) p.lse[static_cast<int64_t>(blockIdx.y) * p.seqlen_q + row + 8 * h] = lse[h];
+    if (lane % 4 == 0 && row + 8 * h < p.seqlen_q)
+      p.lse[static_cast<int64_t>(blockIdx.y) * p.seqlen_q + row + 8 * h] = lse[h];
 }
 
 extern "C" __global__ void __launch_bounds__(160, 1) attention(const __grid_constant__ Params p) {

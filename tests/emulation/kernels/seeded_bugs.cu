@@ -11,12 +11,12 @@ extern "C" __global__ void accesses(const float* in, float* out, int bug) {
   const uint32_t base = ptx::shared_address(shared);
   mine[t] = in[t];
   if (t == 37) {
-    if (bug == 1) out[64] = 1.0f;               // one past the end
-    if (bug == 2) mine[t] = in[-1 - 4096];      // far before the beginning
-    if (bug == 3) out[1 << 20] = 1.0f;          // a wrong stride
-    if (bug == 4) out[-1] = 1.0f;               // just before the beginning
-    if (bug == 5) mine[128] = 1.0f;             // just past shared memory
-    if (bug == 6) mine[1 << 14] = 1.0f;         // far past shared memory
+    if (bug == 1) out[64] = 1.0f;           // one past the end
+    if (bug == 2) mine[t] = in[-1 - 4096];  // far before the beginning
+    if (bug == 3) out[1 << 20] = 1.0f;      // a wrong stride
+    if (bug == 4) out[-1] = 1.0f;           // just before the beginning
+    if (bug == 5) mine[128] = 1.0f;         // just past shared memory
+    if (bug == 6) mine[1 << 14] = 1.0f;     // far past shared memory
     if (bug == 7) ptx::store_shared(base + 512, 1);
     if (bug == 8) ptx::store_shared(base + 2, 1);
     if (bug == 9) ptx::cp_async<16>(base, in + 62);
@@ -40,12 +40,10 @@ extern "C" __global__ void deep(const float* in, float* out, int bug) { out[thre
 
 extern "C" __global__ void spins(const float* in, float* out, int bug) {
   if (bug == 1) {
-    while (*reinterpret_cast<const volatile float*>(in) < 1e30f) {
-    }
+    while (*reinterpret_cast<const volatile float*>(in) < 1e30f) {}
   }
   if (bug == 2) {
-    while (ptx::load_acquire(reinterpret_cast<const int*>(in)) != 12345) {
-    }
+    while (ptx::load_acquire(reinterpret_cast<const int*>(in)) != 12345) {}
   }
   out[threadIdx.x] = in[threadIdx.x];
 }
@@ -180,7 +178,8 @@ extern "C" __global__ void products(const float* in, float* out, int bug) {
   if (bug != 1) ptx::fence_proxy_async();
   __syncthreads();
   const uint64_t a = ptx::matrix_descriptor<ptx::Swizzle::none, 128, 256>(base);
-  const uint64_t b = ptx::matrix_descriptor<ptx::Swizzle::none, 128, 256>(base + 2048 + (bug == 2 && t >= 64 ? 128 : 0));
+  const uint64_t b =
+      ptx::matrix_descriptor<ptx::Swizzle::none, 128, 256>(base + 2048 + (bug == 2 && t >= 64 ? 128 : 0));
   float d[32];
   uint32_t registers[4] = {ones[0], ones[0], ones[0], ones[0]};
   for (int i = 0; i < 32; i++) d[i] = 0.0f;
