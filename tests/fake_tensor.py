@@ -44,6 +44,7 @@ class DeviceTensor:
         device: tuple[int, int] = (2, 0),
         steps: tuple[int, ...] | None = None,
         lanes: int = 1,
+        offset: int = 0,
     ) -> None:
         self.block = cuda.put(array)
         self.stream = stream
@@ -55,7 +56,7 @@ class DeviceTensor:
         self._strides = (ctypes.c_int64 * array.ndim)(*steps)
         code, bits = self.CODES[array.dtype.name]
         self._tensor = _DLTensor(
-            self.block.address, *device, array.ndim, code, bits, lanes, self._shape, self._strides, 0
+            self.block.address, *device, array.ndim, code, bits, lanes, self._shape, self._strides, offset
         )
 
     def __dlpack_device__(self) -> tuple[int, int]:

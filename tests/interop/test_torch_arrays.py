@@ -1,0 +1,93 @@
+"""torch tensors on the host: adopted without a copy, results as tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from gpu_actors.errors import InvalidRequest
+from gpu_actors.interop.arrays import adopt, caller_streams, check_output, restore
+
+torch = pytest.importorskip("torch")
+
+DTYPES = ["float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "int32", "int64", "bool"]
+
+
+def numbered(dtype: str) -> Any:
+    return torch.arange(24).reshape(2, 3, 4).to(getattr(torch, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_tensor_is_adopted_without_a_copy(dtype: str) -> None:
+    tensor = numbered(dtype)
+    adopted = adopt(tensor, "q")
+    array = adopted.array
+    assert (adopted.kind, adopted.device, adopted.source is tensor) == ("torch", "cpu", True)
+    assert array.dtype.name == dtype
+    assert array.ctypes.data == tensor.data_ptr()
+    np.testing.assert_array_equal(array.astype(np.float64), tensor.to(torch.float64).numpy())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float32"])
+@pytest.mark.parametrize(
+    "cut",
+    [lambda t: t.transpose(0, 2), lambda t: t[:, 1:, ::2], lambda t: t[:1].expand(5, 3, 4), lambda t: t[0, 0, 0]],
+    ids=["transposed", "sliced", "expanded", "0-d"],
+)
+def test_any_strides_are_kept(dtype: str, cut: Any) -> None:
+    tensor = cut(numbered(dtype))
+    array = adopt(tensor, "q").array
+    assert array.shape == tuple(tensor.shape)
+    assert tuple(step // array.itemsize for step in array.strides) == tensor.stride()
+    np.testing.assert_array_equal(array.astype(np.float64), tensor.to(torch.float64).numpy())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_tensor_that_requires_grad_is_adopted_without_its_history(dtype: str) -> None:
+    leaf = numbered(dtype).requires_grad_()
+    for tensor in (leaf, leaf * 2, torch.nn.Parameter(numbered(dtype))):
+        array = adopt(tensor, "q").array
+        assert array.ctypes.data == tensor.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_result_becomes_a_tensor_over_the_same_memory(dtype: str) -> None:
+    like = adopt(numbered("float32"), "q")
+    result = np.arange(6).reshape(2, 3).astype(dtype)
+    tensor = restore(result, like)
+    assert tensor.dtype == getattr(torch, dtype)
+    assert tensor.data_ptr() == result.ctypes.data
+    np.testing.assert_array_equal(tensor.to(torch.float64).numpy(), result.astype(np.float64))
+
+
+def test_an_output_tensor_is_filled_through_its_view() -> None:
+    out = torch.zeros(2, 3, dtype=torch.bfloat16).T
+    view = adopt(out, "out").array
+    check_output(view, (3, 2), "bfloat16", "out")
+    view[...] = np.full((3, 2), 7, ml_dtypes.bfloat16)
+    assert (out == 7).all()
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: torch.zeros(3, 3).to_sparse(), "must be dense"),
+        (lambda: torch.zeros(3, device="meta"), "not on meta"),
+        (lambda: torch.zeros(3, dtype=torch.complex64), "one of the dtypes"),
+        (lambda: torch.zeros(3, dtype=torch.complex64).conj().imag, "resolve_neg"),
+        (lambda: torch.quantize_per_tensor(torch.zeros(3), 0.1, 0, torch.qint8), "one of the dtypes"),
+    ],
+    ids=["sparse", "meta", "complex", "negative bit", "quantised"],
+)
+@pytest.mark.filterwarnings("ignore")  # torch's own, about the kinds that are refused here
+def test_a_tensor_that_is_not_plain_memory_is_refused(make: Any, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        adopt(make(), "k")
+    assert caught.value.field == "k"
+
+
+def test_the_callers_streams_of_a_program_without_cuda_are_none() -> None:
+    assert caller_streams(0) is None
