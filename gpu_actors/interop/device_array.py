@@ -81,4 +81,4 @@ AnyArray: TypeAlias = np.ndarray[Any, Any] | DeviceArray
 def element_strides(array: AnyArray) -> tuple[int, ...]:
     """Strides in elements."""
     itemsize = array.itemsize
-    return tuple(stride // itemsize for stride in array.strides)
+    return tuple([stride // itemsize for stride in array.strides])

@@ -20,7 +20,7 @@ from gpu_actors.devices.cuda.api import CudaApi, MemoryBlock
 from gpu_actors.devices.cuda.memory import Layout, StagingBlock
 from gpu_actors.devices.interface import Buffer, Launch, OutputSpec
 from gpu_actors.errors import InvalidRequest, LaunchError
-from gpu_actors.interop.arrays import check_output, dtype_of
+from gpu_actors.interop.arrays import check_output, dtype_of, name_of
 from gpu_actors.interop.device_array import DeviceArray, element_strides
 from gpu_actors.interop.dlpack import contiguous_strides
 
@@ -145,7 +145,7 @@ class Operands:
             raise InvalidRequest(name, f"an array on cuda:{array.device}", f"must lie on cuda:{index} or the host")
         if array.stream is not None:
             self.producers.add(array.stream)
-        self.buffers[name] = Buffer(array.address, array.shape, element_strides(array), array.dtype.name)
+        self.buffers[name] = Buffer(array.address, array.shape, element_strides(array), name_of(array.dtype))
 
     def _make(self, like: DeviceArray, spec: OutputSpec) -> DeviceArray:
         if like.make is not None:
@@ -188,4 +188,4 @@ def _staged(block: StagingBlock, offset: int, shape: tuple[int, ...], itemsize: 
 
 
 def _buffer(address: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Buffer:
-    return Buffer(address, tuple(shape), contiguous_strides(shape, 1), dtype.name)
+    return Buffer(address, tuple(shape), contiguous_strides(shape, 1), name_of(dtype))
