@@ -1,0 +1,1 @@
+"""The actors, and what they are made of: calls, mailboxes, posts, supervision."""

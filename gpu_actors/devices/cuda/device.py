@@ -25,7 +25,7 @@ from gpu_actors.errors import (
     OutOfDeviceMemory,
     Unsupported,
 )
-from gpu_actors.interop.arrays import dtype_of
+from gpu_actors.interop.arrays import CallerStreams, caller_streams, dtype_of
 from gpu_actors.interop.device_array import DeviceArray
 from gpu_actors.interop.dlpack import contiguous_strides
 from gpu_actors.kernels.source import Cubin, exact_arch
@@ -95,6 +95,9 @@ class CudaDevice(Device):
 
     def bind_thread(self) -> None:
         self.enter()
+
+    def note_caller(self) -> CallerStreams | None:
+        return caller_streams(self._index)
 
     def open_stream(self, name: str) -> Stream:
         self.enter()

@@ -1,0 +1,1 @@
+"""Arrays of other libraries, taken in and given back."""
