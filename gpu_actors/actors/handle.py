@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gpu_actors.actors.call import Call
-from gpu_actors.errors import DeadlineExceeded, InvalidRequest
+from gpu_actors.errors import DeadlineExceeded, InvalidRequest, LaunchError
 from gpu_actors.reply import Reply
 
 if TYPE_CHECKING:
@@ -70,10 +70,17 @@ class ActorHandle:
         services = post.services
         mailbox = post.mailbox
         call: Call[Any] = Call(message, mailbox, priority)
-        if services.notes_caller:
-            call.caller = services.device.note_caller()
         if services.trace.active:
             services.trace_accepted(post, call)
+        if services.notes_caller:
+            try:
+                call.caller = services.device.note_caller()
+            except Exception as error:
+                # Unnoted, a producer on the caller's stream would not be waited for: refuse rather than read too early.
+                failure = LaunchError(f"the streams of the submitting thread cannot be told: {error!r}")
+                failure.__cause__ = error
+                mailbox.refuse(call, failure)
+                return call
         if type(priority) is not int:
             mailbox.refuse(call, InvalidRequest("priority", priority, "must be an int"))
             return call

@@ -1,0 +1,146 @@
+"""The whole service on a CUDA device over a fake driver: packed parameters, staging, errors and losses end to end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from fake_cuda import FakeCuda, Geometry
+from fake_memory import FakeMemory
+from service_support import eventually, no_threads_left
+
+import gpu_actors as ga
+from gpu_actors.devices.cuda import CudaDevice
+from gpu_actors.kernels.arguments import forward_layout
+from gpu_actors.reference import attention_forward
+
+SHAPE = (2, 24, 4, 16)
+KV_SHAPE = (2, 40, 2, 16)
+
+
+def forward_on_host(memory: FakeMemory, params: bytes, geometry: Geometry) -> None:
+    """forward_simple for bf16 of the shapes above, found through the packed parameters alone."""
+    fields = np.frombuffer(params, forward_layout().dtype)[0]
+    bf16 = np.dtype(ml_dtypes.bfloat16)
+
+    def operand(name: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        steps = [int(fields[f"{name}_strides.{axis}"]) for axis in ("batch", "row", "head")]
+        reach = sum((extent - 1) * step for extent, step in zip(shape, (*steps, 1), strict=True)) + 1
+        flat = memory.at(int(fields[name]), reach * 2)
+        return np.ndarray(shape, bf16, flat, 0, [2 * step for step in (*steps, 1)])
+
+    q, k, v = operand("q", SHAPE), operand("k", KV_SHAPE), operand("v", KV_SHAPE)
+    result = attention_forward(q, k, v, softmax_scale=float(fields["softmax_scale"]))
+    operand("out", SHAPE)[...] = result.out.astype(bf16)
+
+
+@contextmanager
+def service(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Iterator[ga.GpuContext]:
+    monkeypatch.setattr("gpu_actors.context.open_device", lambda spec, given: CudaDevice(0, given, api=cuda))
+    # CuPy, once NVRTC has been loaded through it, would ask the driver that is not there.
+    monkeypatch.setattr("gpu_actors.devices.cuda.device.caller_streams", lambda index: None)
+    with ga.open_context("cuda", ga.ContextOptions(**options)) as ctx:
+        yield ctx
+
+
+def operands() -> tuple[np.ndarray[Any, Any], ...]:
+    rng = np.random.default_rng(7)
+    return tuple(rng.standard_normal(shape).astype(ml_dtypes.bfloat16) for shape in (SHAPE, KV_SHAPE, KV_SHAPE))
+
+
+@pytest.fixture
+def cuda() -> FakeCuda:
+    return FakeCuda({"forward_simple": forward_on_host, "forward_mma": forward_on_host})
+
+
+def test_a_request_comes_back_right_and_nothing_is_left(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = operands()
+    with no_threads_left(), service(cuda, monkeypatch) as ctx:
+        replies = [ctx.flash_attn.forward(q, k, v) for _ in range(20)]
+        for reply in replies:
+            expected = attention_forward(q, k, v).out.astype(ml_dtypes.bfloat16)
+            np.testing.assert_array_equal(reply.result(20).out, expected)
+        assert ctx.stats()["flash_attn"].launched == 20
+    assert cuda.leaks() == {}
+
+
+def test_bhsd_operands_reach_the_kernel_by_their_strides(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = operands()
+    params = ga.AttentionParams(2, 24, 40, 4, 2, 16)
+    with service(cuda, monkeypatch) as ctx:
+        turned = [np.ascontiguousarray(array.transpose(0, 2, 1, 3)) for array in (q, k, v)]
+        out = ctx.cudnn.mha_forward(params, *turned).result(20).out
+    expected = attention_forward(q, k, v).out.astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(out.transpose(0, 2, 1, 3), expected)
+
+
+def test_a_caller_whose_streams_are_unknown_is_refused_by_the_reply(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(index: int) -> None:
+        raise RuntimeError("no driver")
+
+    q, k, v = operands()
+    with service(cuda, monkeypatch) as ctx:
+        monkeypatch.setattr("gpu_actors.devices.cuda.device.caller_streams", broken)
+        reply = ctx.flash_attn.forward(q, k, v)
+        with pytest.raises(ga.LaunchError, match="no driver"):
+            reply.result(20)
+
+
+def test_a_failed_launch_fails_one_request(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = operands()
+    with service(cuda, monkeypatch) as ctx:
+        ctx.flash_attn.forward(q, k, v).result(20)
+        cuda.fail("launch_kernel", 1)
+        with pytest.raises(ga.LaunchError):
+            ctx.flash_attn.forward(q, k, v).result(20)
+        ctx.flash_attn.forward(q, k, v).result(20)
+        assert ctx.health().ready
+    assert cuda.leaks() == {}
+
+
+def test_a_sticky_error_answers_everything_and_health_says_so(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = operands()
+    with service(cuda, monkeypatch, max_in_flight=4) as ctx:
+        ctx.flash_attn.forward(q, k, v).result(20)
+        cuda.fail_kernel(0, 700)
+        replies = [ctx.flash_attn.forward(q, k, v) for _ in range(30)]
+        outcomes = []
+        for reply in replies:
+            try:
+                outcomes.append(reply.result(20))
+            except ga.ContextLost as lost:
+                outcomes.append(lost)
+        assert not isinstance(outcomes[0], ga.ContextLost)
+        assert all(isinstance(outcome, ga.ContextLost) and outcome.generation == 1 for outcome in outcomes[1:])
+        assert ctx.generation == 2
+        assert ctx.health().state == "failed"
+        assert not ctx.health().ready
+        with pytest.raises(ga.ContextLost):
+            ctx.flash_attn.forward(q, k, v).result(20)
+
+
+def test_a_hung_launch_meets_its_deadline_and_loses_the_context(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = operands()
+    with service(cuda, monkeypatch, hang_timeout=0.4, drain_timeout=0.1) as ctx:
+        ctx.flash_attn.forward(q, k, v).result(20)
+        for stream in cuda.open_streams:
+            cuda.hang(stream)
+        late = ctx.flash_attn.forward(q, k, v, timeout=0.05)
+        patient = ctx.flash_attn.forward(q, k, v)
+        with pytest.raises(ga.DeadlineExceeded):
+            late.result(5)
+        with pytest.raises(ga.ContextLost):
+            patient.result(5)
+        assert ctx.health().state == "failed"
+    for stream in cuda.open_streams:
+        cuda.resume(stream)
+    eventually(lambda: not [thread for thread in threading.enumerate() if "completion" in thread.name])
