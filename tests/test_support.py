@@ -143,6 +143,15 @@ def test_fp8_is_refused_before_hopper_and_accepted_from_there_on(arch, dtype):
         assert find_unsupported(problem(dtype, descales=True), newer) is None
 
 
+@pytest.mark.parametrize(
+    ("direction", "arch", "code"), [("forward", "sm_80", "fp8.arch"), ("backward", "sm_90a", "fp8.backward")]
+)
+def test_fp8_keys_and_values_alone_are_refused_as_fp8(direction, arch, code):
+    given = problem("float16", kv_dtype="float8_e4m3fn", direction=direction)
+    found, error = find_unsupported(given, arch)
+    assert (found, error.field, error.value, error.nearest) == (code, "kv_dtype", "float8_e4m3fn", "float16")
+
+
 def test_fp8_keys_of_another_type_than_q_are_refused():
     for dtype, kv_dtype in itertools.permutations(("float8_e4m3fn", "float8_e5m2", "bfloat16"), 2):
         given = problem(dtype, kv_dtype=kv_dtype)

@@ -118,14 +118,14 @@ def _fp8_backward(problem: AttentionProblem, arch: str) -> Finding:
     if problem.direction == "forward" or not _any_fp8(problem):
         return None
     reason = "fp8 gradients would be lost in rounding; backward takes 16-bit and wider inputs"
-    return Unsupported("dtype", _fp8_dtype(problem), reason, "bfloat16")
+    return _without_fp8(problem, reason)
 
 
 def _fp8_arch(problem: AttentionProblem, arch: str) -> Finding:
     if not _any_fp8(problem) or capability(arch) >= FIRST_FP8_CAPABILITY:
         return None
     reason = f"fp8 attention needs sm_90a or newer, and {arch} is older"
-    return Unsupported("dtype", _fp8_dtype(problem), reason, "bfloat16")
+    return _without_fp8(problem, reason)
 
 
 def _kv_dtype_mixed(problem: AttentionProblem, arch: str) -> Finding:
@@ -202,8 +202,10 @@ def _any_fp8(problem: AttentionProblem) -> bool:
     return ELEMENTS[problem.dtype].fp8 or ELEMENTS[problem.kv_dtype].fp8
 
 
-def _fp8_dtype(problem: AttentionProblem) -> str:
-    return problem.dtype if ELEMENTS[problem.dtype].fp8 else problem.kv_dtype
+def _without_fp8(problem: AttentionProblem, reason: str) -> Unsupported:
+    if ELEMENTS[problem.dtype].fp8:
+        return Unsupported("dtype", problem.dtype, reason, "bfloat16")
+    return Unsupported("kv_dtype", problem.kv_dtype, reason, problem.dtype)
 
 
 CHECKS = (
