@@ -42,7 +42,11 @@ class Tile(NamedTuple):
 
 
 class TileRow(NamedTuple):
-    """Which problems a tile is for. None matches everything; head_dim is the largest one it is for."""
+    """Which problems a tile is for. None matches everything; head_dim is the largest one it is for.
+
+    scale_only: whether nothing but the scale may stand between product and score. blocks: how many at a time must fit
+    into the shared memory of a multiprocessor.
+    """
 
     kernel: str
     tile: Tile
@@ -51,10 +55,26 @@ class TileRow(NamedTuple):
     dtypes: tuple[str, ...] | None = None
     head_dim: int = 256
     masks: tuple[MaskKind, ...] | None = None
+    scale_only: bool = False
+    blocks: int = 1
 
 
-# The first row that matches counts.
+_HALVES = ("float16", "bfloat16")
+_FLOATS = ("float32",)
+
+# The first row that matches counts, of those whose tiles fit into the architecture's shared memory.
 TILES = (
+    # 32 rows a warp read half as much of K and V from shared memory as 16 do; up to dim 128, and with nothing but the
+    # scale between product and score, registers hold them. Four such warps leave room for a second block.
+    TileRow("forward_mma", Tile(128, 64, 3, 4), dtypes=_HALVES, head_dim=64, scale_only=True, blocks=2),
+    TileRow("forward_mma", Tile(128, 64, 2, 4), dtypes=_HALVES, head_dim=64, scale_only=True, blocks=2),
+    TileRow("forward_mma", Tile(128, 32, 3, 4), dtypes=_HALVES, head_dim=128, scale_only=True, blocks=2),
+    TileRow("forward_mma", Tile(128, 64, 2, 8), dtypes=_HALVES),
+    TileRow("forward_mma", Tile(128, 32, 2, 8), dtypes=_HALVES),
+    TileRow("forward_mma", Tile(64, 32, 2, 4), dtypes=_HALVES),
+    TileRow("forward_mma", Tile(64, 32, 2, 4), dtypes=_FLOATS),
+    TileRow("forward_mma", Tile(64, 16, 2, 4), dtypes=_FLOATS),
+    TileRow("forward_mma", Tile(32, 16, 2, 2), dtypes=_FLOATS),
     TileRow("forward_simple", Tile(32, 32, 1, 4), head_dim=128),
     # 32 rows of 256 doubles, twice, are more than the 99 KiB of the smallest architectures.
     TileRow("forward_simple", Tile(16, 16, 1, 4), dtypes=("float64",)),
@@ -77,12 +97,20 @@ def shared_mem_limit(sm: int) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def tile_for(kernel: str, direction: Direction, arch: str, dtype: str, head_dim: int, mask: MaskKind) -> Tile:
-    """The tile of a kernel for a problem. head_dim: the larger of q's and v's.
+def tile_for(
+    kernel: str,
+    direction: Direction,
+    arch: str,
+    dtype: str,
+    head_dim: int,
+    mask: MaskKind,
+    scale_only: bool = True,
+) -> Tile:
+    """The tile of a kernel for a problem. head_dim: the larger of q's and v's. scale_only: as in TileRow.
 
     Raises Unsupported where the table has no row for it.
     """
-    generation = arch_class(arch)
+    generation, limit = arch_class(arch), shared_mem_limit(capability(arch))
     for row in TILES:
         if (
             (row.kernel, row.direction) == (kernel, direction)
@@ -90,6 +118,8 @@ def tile_for(kernel: str, direction: Direction, arch: str, dtype: str, head_dim:
             and (row.dtypes is None or dtype in row.dtypes)
             and head_dim <= row.head_dim
             and (row.masks is None or mask in row.masks)
+            and (scale_only or not row.scale_only)
+            and row.blocks * shared_mem_bytes(kernel, row.tile, dtype, head_dim, head_dim) <= limit
         ):
             return row.tile
     largest = max((row.head_dim for row in TILES if row.kernel == kernel), default=None)
@@ -109,7 +139,17 @@ def _simple_bytes(tile: Tile, dtype: str, head_dim: int, head_dim_v: int) -> int
     return values * (8 if dtype == "float64" else 4)
 
 
-_SHARED_BYTES = {"forward_simple": _simple_bytes}
+def _mma_bytes(tile: Tile, dtype: str, head_dim: int, head_dim_v: int) -> int:
+    """The tile of Q and `stages` tiles of K and V; rows are padded to 32 bytes, one step of an mma."""
+
+    def row(dim: int) -> int:
+        return -(-dim * ELEMENTS[dtype].itemsize // 32) * 32
+
+    keys = tile.stages * tile.block_n
+    return (tile.block_m + keys) * row(head_dim) + keys * row(head_dim_v)
+
+
+_SHARED_BYTES = {"forward_mma": _mma_bytes, "forward_simple": _simple_bytes}
 
 
 def num_q_tiles(seqlen_q: int, block_m: int) -> int:

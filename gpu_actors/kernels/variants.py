@@ -92,7 +92,8 @@ def _usual_problem(dtype: str, head_dim: int, mask: MaskKind, varlen: bool) -> A
 
 def _tile(key: DispatchKey) -> Tile:
     widest = max(key.head_dim, key.head_dim_v)
-    return tile_for(key.kernel, key.direction, key.arch, key.dtype, widest, key.mask)
+    scale_only = not (key.softcap or key.alibi or key.bias or key.dropout)
+    return tile_for(key.kernel, key.direction, key.arch, key.dtype, widest, key.mask, scale_only)
 
 
 def _shared_bytes(key: DispatchKey, tile: Tile) -> int:
@@ -136,7 +137,15 @@ def _forward_macros(key: DispatchKey) -> dict[str, str | int]:
     return macros
 
 
-_MACROS: dict[str, Callable[[DispatchKey], dict[str, str | int]]] = {"forward_simple": _forward_macros}
+def _mma_macros(key: DispatchKey) -> dict[str, str | int]:
+    """The forward macros, and the ring's stages."""
+    return _forward_macros(key) | {"STAGES": _tile(key).stages}
+
+
+_MACROS: dict[str, Callable[[DispatchKey], dict[str, str | int]]] = {
+    "forward_mma": _mma_macros,
+    "forward_simple": _forward_macros,
+}
 
 
 def _builder(key: DispatchKey) -> Callable[[DispatchKey], dict[str, str | int]]:
