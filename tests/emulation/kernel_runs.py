@@ -18,8 +18,8 @@ from gpu_actors.devices.emulation import (
     Toolchain,
     build_module,
     encode_tensor_map,
-    kernel_include_dir,
 )
+from gpu_actors.kernels.assets import asset_root
 
 Array = npt.NDArray[Any]
 
@@ -127,7 +127,7 @@ class _EmulatedPlace:
 def emulated_module(
     file: str | Path, macros: Mapping[str, str], cache_dir: Path, toolchain: Toolchain | None = None
 ) -> EmulatedModule:
-    path = kernel_include_dir() / file
+    path = asset_root() / file
     return build_module(path.read_text(), macros, None, toolchain, cache_dir, name=path.name)
 
 

@@ -1,7 +1,8 @@
 """Runs the project's own .cu kernels on the CPU: every CUDA thread of a block is a fiber.
 
     toolchain.py    which compiler builds them
-    build.py        compiles a kernel to a shared object, cached
+    build.py        compiles a kernel to a shared object
+    module_cache.py keeps the built modules
     memory.py       buffers that end at inaccessible pages
     tensor_map.py   tensor maps for the emulated TMA
     runtime.py      launches, faults
@@ -11,7 +12,7 @@ How kernels are written for it, and what it checks: kernels_cu/emulation/README.
 
 from __future__ import annotations
 
-from gpu_actors.devices.emulation.build import build_module, kernel_include_dir
+from gpu_actors.devices.emulation.build import build_module
 from gpu_actors.devices.emulation.memory import EmulatedBuffer
 from gpu_actors.devices.emulation.runtime import EmulatedModule, EmulationFault
 from gpu_actors.devices.emulation.tensor_map import encode_tensor_map
@@ -24,5 +25,4 @@ __all__ = [
     "Toolchain",
     "build_module",
     "encode_tensor_map",
-    "kernel_include_dir",
 ]

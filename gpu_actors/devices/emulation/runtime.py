@@ -156,9 +156,9 @@ class EmulatedModule:
     ) -> None:
         """Runs a kernel to its end.
 
-        entry: its name. grid, block: 1 to 3 sizes, as in CUDA. shared_bytes: of dynamic shared memory. params: the bytes
-        of its only argument, or of each argument. buffers: all the global memory that it may touch; a pointer to
-        anything else faults (device pointers in params are EmulatedBuffer.address).
+        entry: its name. grid, block: 1 to 3 sizes, as in CUDA. shared_bytes: of dynamic shared memory.
+        params: the bytes of its only argument, or of each argument; device pointers are EmulatedBuffer.address.
+        buffers: all the global memory that it may touch.
 
         delivery: when asynchronous copies land: as late as the kernel's waits allow, at once, or at random.
         schedule: which thread runs next. "round_robin": every thread in turn; "greedy": a warp runs as far as it can,

@@ -1,0 +1,70 @@
+"""The conformance kernels compile for real architectures too, without a note that ptxas gave something up."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from gpu_actors.devices.emulation.build import find_entries
+from gpu_actors.kernels.assets import asset_headers, asset_source, asset_text
+from gpu_actors.kernels.compiler import Compiler
+from gpu_actors.kernels.source import KernelSource
+
+FEW_SIZES = "CASE(8) CASE(72) CASE(256)"
+VARIANTS = [  # file, architecture, macros, entries that this architecture lacks
+    ("warp.cu", "sm_80", {}, ()),
+    ("warp.cu", "sm_90a", {}, ()),
+    ("copies.cu", "sm_80", {}, ("mma_e4m3", "mma_e5m2")),
+    ("copies.cu", "sm_89", {}, ()),
+    ("copies.cu", "sm_90a", {}, ()),
+    ("pipelines.cu", "sm_90a", {}, ()),
+    ("tensors.cu", "sm_90a", {}, ()),
+    *(
+        ("wgmma.cu", "sm_90a", {"WGMMA_ELEMENT": e, "WGMMA_SIZES": FEW_SIZES}, ())
+        for e in ("f16", "bf16", "e4m3", "e5m2")
+    ),
+    ("wgmma.cu", "sm_90a", {"WGMMA_TRANS_A": "true", "WGMMA_TRANS_B": "true", "WGMMA_SIZES": FEW_SIZES}, ()),
+]
+
+
+@pytest.mark.parametrize(("file", "arch", "macros", "absent"), VARIANTS)
+def test_nvrtc_takes_every_wrapper_and_ptxas_gives_nothing_up(
+    file: str, arch: str, macros: dict[str, str], absent: tuple[str, ...]
+) -> None:
+    path = f"conformance/{file}"
+    entries = [entry for entry in find_entries(asset_text(path)) if entry not in absent]
+    cubin = Compiler().compile(asset_source(path, entries, macros=macros), arch)
+    assert set(cubin.resources) == set(entries)
+    assert re.findall(r"C75\d\d.*", cubin.log) == []
+
+
+EVERY_SIZE = """
+#include "ptx/wgmma.cuh"
+template <int N>
+DEVICE void multiply(float* out, uint64_t descriptor) {
+  float d[N / 2], sum = 0.0f;
+  const uint32_t a[4] = {threadIdx.x, 1, 2, 3};
+  ptx::wgmma_fence();
+  ptx::wgmma_ss<N, ptx::Element::f16>(d, descriptor, descriptor, false);
+  ptx::wgmma_rs<N, ptx::Element::f16, true>(d, a, descriptor, true);
+  ptx::wgmma_commit();
+  ptx::wgmma_wait<0>();
+  ptx::pin_registers(d);
+  for (int i = 0; i < N / 2; i++) sum += d[i];
+  out[threadIdx.x] = sum;
+}
+"""
+
+
+def test_ptxas_takes_wgmma_of_every_size() -> None:
+    sizes = range(8, 257, 8)
+    kernels = "".join(
+        f'extern "C" __global__ void __launch_bounds__(128) m{n}(float* out, uint64_t d) {{ multiply<{n}>(out, d); }}\n'
+        for n in sizes
+    )
+    text = EVERY_SIZE + kernels
+    source = KernelSource("sizes.cu", text, [f"m{n}" for n in sizes], headers=asset_headers(text))
+    cubin = Compiler().compile(source, "sm_90a")
+    assert re.findall(r"C75\d\d.*", cubin.log) == []
+    assert all(cubin.resources[f"m{n}"].registers >= n // 2 for n in sizes)

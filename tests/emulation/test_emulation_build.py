@@ -1,0 +1,186 @@
+"""Toolchains are found, modules are built once, and what is cached can be trusted."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import shutil
+import struct
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gpu_actors.devices.emulation import EmulatedBuffer, EmulatedModule, Toolchain, build_module, toolchain
+from gpu_actors.devices.emulation.build import find_entries
+from gpu_actors.errors import CompileError, GpuActorsError, InvalidRequest
+
+SOURCE = """
+#include "ptx/types.cuh"
+#include "amount.cuh"
+extern "C" __global__ void add(int* out) { out[threadIdx.x] = AMOUNT + amount() * static_cast<int>(threadIdx.x); }
+"""
+HEADER = "DEVICE int amount() { return 10; }\n"
+
+
+def build(cache: Path, *, amount: str = "5", header: str = HEADER, compiler: Toolchain | None = None) -> EmulatedModule:
+    return build_module(SOURCE, {"AMOUNT": amount}, {"amount.cuh": header}, compiler, cache)
+
+
+def outcome(module: EmulatedModule) -> list[int]:
+    out = EmulatedBuffer(12, "out")
+    module.launch("add", 1, 3, 0, struct.pack("<Q", out.address), [out])
+    return [int(x) for x in out.view(np.int32)]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache with the module in it."""
+    folder = tmp_path_factory.mktemp("built") / "cache"
+    build(folder)
+    return folder
+
+
+@pytest.fixture
+def cache(built: Path, tmp_path: Path) -> Path:
+    """A copy of it, so that each test may do harm."""
+    return Path(shutil.copytree(built, tmp_path / "cache"))
+
+
+def test_a_module_is_built_once_and_again_for_every_change_of_its_input(cache: Path) -> None:
+    first = build(cache)
+    assert outcome(first) == [5, 15, 25]
+    again = build(cache)
+    assert (again.path, again.build_seconds) == (first.path, first.build_seconds)
+    assert outcome(build(cache, amount="6")) == [6, 16, 26]
+    assert outcome(build(cache, header=HEADER.replace("10", "20"))) == [5, 25, 45]
+    assert len(list(cache.glob("*.so"))) == 3
+
+
+@pytest.mark.parametrize("damage", ["truncated", "other", "no record", "bad record"])
+def test_a_damaged_module_is_built_anew(cache: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+    (library,), (record,) = cache.glob("*.so"), cache.glob("*.json")
+    kept = library.read_bytes()
+    if damage == "truncated":
+        library.write_bytes(kept[: len(kept) // 2])
+    elif damage == "other":
+        library.write_bytes(bytes(len(kept)))
+    elif damage == "no record":
+        record.unlink()
+    else:
+        record.write_text("{")
+    with caplog.at_level(logging.WARNING):
+        assert outcome(build(cache)) == [5, 15, 25]
+    assert ("built anew" in caplog.text) == (damage != "no record")
+    assert library.read_bytes()[:4] == b"\x7fELF"
+
+
+def test_a_cache_that_others_can_write_to_is_refused(cache: Path, tmp_path: Path) -> None:
+    cache.chmod(0o777)
+    with pytest.raises(InvalidRequest, match=r"cache_dir=.*chmod 700"):
+        build(cache)
+    private = tmp_path / "private"
+    private.mkdir(0o700)
+    link = tmp_path / "link"
+    link.symlink_to(private)
+    with pytest.raises(InvalidRequest, match="no link"):
+        build(link)
+
+
+def test_a_cache_that_cannot_be_made_keeps_modules_for_this_process(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    with caplog.at_level(logging.WARNING):
+        first = build(tmp_path / "file" / "cache", amount="7")
+        assert outcome(first) == [7, 17, 27]
+        assert build(tmp_path / "file" / "cache", amount="7").path == first.path
+    assert "for this process only" in caplog.text
+
+
+def _build_and_report(cache: Path, results: multiprocessing.Queue[list[int]]) -> None:
+    results.put(outcome(build(cache)))
+
+
+def test_many_builders_of_one_module_compile_it_once(tmp_path: Path) -> None:
+    cache = tmp_path / "empty"
+    seconds = set()
+    threads = [threading.Thread(target=lambda: seconds.add(build(cache).build_seconds)) for _ in range(6)]
+    context = multiprocessing.get_context("spawn")
+    results: multiprocessing.Queue[list[int]] = context.Queue()
+    process = context.Process(target=_build_and_report, args=(cache, results))
+    for worker in (*threads, process):
+        worker.start()
+    assert results.get(timeout=60) == [5, 15, 25]
+    for worker in (*threads, process):
+        worker.join()
+    assert len(seconds) == 1
+
+
+def test_an_error_names_the_line_of_the_source(cache: Path) -> None:
+    source = '#include "ptx/types.cuh"\nextern "C" __global__ void k(int* p) {\n  *p = nothing;\n}\n'
+    with pytest.raises(CompileError, match=r"wrong\.cu does not compile for the CPU") as caught:
+        build_module(source, cache_dir=cache, name="wrong.cu")
+    assert caught.value.source_line == "*p = nothing;"
+    assert "nothing" in caught.value.log
+    assert list(cache.glob("build-*")) == []
+
+
+def test_a_file_without_kernels_is_refused(cache: Path) -> None:
+    with pytest.raises(InvalidRequest, match="at least one"):
+        build_module('// extern "C" __global__ void gone() {}\nint x;', cache_dir=cache)
+
+
+def test_entry_points_are_found_however_they_are_spelled() -> None:
+    source = """
+      extern "C" __global__ void plain(int a) {}
+      extern "C" __global__ void __launch_bounds__(THREADS(2, (3)), 1) bounded(const __grid_constant__ Params p) {}
+      extern "C" __global__ __launch_bounds__(128)
+          void before(int a);
+      extern "C" __global__ void before(int a) {}
+      // extern "C" __global__ void comment() {}
+      extern "C" void host_function() {}
+      __global__ void not_extern(int a) {}
+    """
+    assert find_entries(source) == ("plain", "bounded", "before")
+
+
+def test_toolchains_are_found_by_preference_and_by_name() -> None:
+    assert Toolchain.find("zig").command[-3:] == ("-m", "ziglang", "c++")
+    found = Toolchain.find()
+    assert (shutil.which("g++") is not None) == (found.name == "g++")
+    assert found.version
+    with pytest.raises(InvalidRequest, match=r"g\+\+, clang\+\+, zig"):
+        Toolchain.find("nvcc")
+
+
+def test_without_a_compiler_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolchain, "_FINDERS", {"g++": lambda: None, "zig": lambda: None})
+    with pytest.raises(GpuActorsError, match=r'pip install "gpu-actors\[emulation\]"'):
+        Toolchain.find()
+
+
+def test_switching_by_ucontext_gives_the_same_results(cache: Path) -> None:
+    """What processors other than x86-64 use."""
+    source = """
+      #include "ptx/types.cuh"
+      extern "C" __global__ void turn(int* out) {
+        __shared__ int shared[64];
+        shared[threadIdx.x] = threadIdx.x;
+        __syncthreads();
+        int sum = 0;
+        for (int i = 0; i < 5; i++) sum += __shfl_xor_sync(~0u, shared[63 - threadIdx.x], i);
+        out[blockIdx.x * 64 + threadIdx.x] = sum;
+      }
+      extern "C" __global__ void stuck(int* out) { if (threadIdx.x) __syncwarp(); }
+    """
+    lane = 63 - np.arange(64)
+    expected = np.stack([lane[np.arange(64) ^ i] for i in range(5)]).sum(0)
+    for macros in ({}, {"GPU_ACTORS_UCONTEXT": "1"}):
+        module = build_module(source, macros, cache_dir=cache)
+        out = EmulatedBuffer(4 * 64 * 3, "out")
+        module.launch("turn", 3, 64, 0, struct.pack("<Q", out.address), [out])
+        np.testing.assert_array_equal(out.view(np.int32, (3, 64)), np.tile(expected, (3, 1)))
+        with pytest.raises(GpuActorsError, match="deadlock"):
+            module.launch("stuck", 1, 32, 0, struct.pack("<Q", out.address), [out])
