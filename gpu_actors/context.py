@@ -9,13 +9,13 @@ from __future__ import annotations
 import atexit
 import functools
 import logging
+import math
 import threading
-import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 import anyio
 import anyio.to_thread
@@ -27,20 +27,25 @@ from gpu_actors.actors.cudnn_like import CudnnLikeActor, CudnnLikeHandle
 from gpu_actors.actors.flash_attn import FlashAttnActor, FlashAttnHandle
 from gpu_actors.actors.handle import ActorHandle
 from gpu_actors.actors.mailbox import ActorStats, Mailbox
-from gpu_actors.actors.nvrtc import NvrtcActor, NvrtcHandle
+from gpu_actors.actors.nvrtc import NvrtcActor, NvrtcHandle, Prepare
 from gpu_actors.actors.services import Services
 from gpu_actors.devices.interface import DeviceInfo
 from gpu_actors.devices.select import check_device, open_device
-from gpu_actors.errors import ActorStopped, DeadlineExceeded, WouldBlock
+from gpu_actors.errors import ActorStopped, DeadlineExceeded, GpuActorsError, InvalidRequest, WouldBlock
 from gpu_actors.options import ContextOptions
 from gpu_actors.reply import Reply
+from gpu_actors.validation.fields import real
 
 __all__ = ["GpuContext", "Health", "open_context"]
 
 logger = logging.getLogger("gpu_actors")
 
+T = TypeVar("T")
+
 # Seconds of real time that closing waits for children to stop, and again for what they leave behind.
 _PATIENCE = 5.0
+
+_NOT_DRAINED = "leaving the context: not drained within %s s, so what is unanswered gets ActorStopped"
 
 _CHILDREN: tuple[type[ServiceActor], ...] = (NvrtcActor, FlashAttnActor, CudnnLikeActor)
 
@@ -49,9 +54,9 @@ _CHILDREN: tuple[type[ServiceActor], ...] = (NvrtcActor, FlashAttnActor, CudnnLi
 class Health:
     """Whether a context answers, and why not.
 
-    state: "ready", "degraded" (a child is being restarted), "stalled" (the oldest launch has taken half the hang
-        timeout), "draining", "failed" or "stopped".
-    ready: send requests here. Only "ready" and "degraded" are.
+    state: "ready", "degraded" (a child is being restarted, or has stopped), "stalled" (the oldest launch has taken
+        half the hang timeout), "draining", "failed" or "stopped".
+    ready: send requests here. Only "ready" and "degraded" are, and only while none of the built-in actors has stopped.
     reason: a sentence where the state is not "ready".
     actors: each child's own state. oldest_launch: seconds that the oldest unfinished launch has taken.
     """
@@ -103,7 +108,9 @@ class GpuContext:
         age = None if oldest is None else services.clock.now() - oldest
         actors = {name: post.state for name, post in services.posts.items()}
         state, reason = self._state(age, actors)
-        ready = state in ("ready", "degraded")
+        ready = state in ("ready", "degraded") and not any(
+            services.posts[actor.label].state == "stopped" for actor in _CHILDREN
+        )
         return Health(state, ready, reason, services.generation, actors, age)
 
     def stats(self) -> dict[str, ActorStats]:
@@ -113,17 +120,23 @@ class GpuContext:
     def drain(self, timeout: float | None = None) -> Reply[None]:
         """Refuse new requests (`ActorStopped`) and wait until every request made so far is answered.
 
-        The reply raises `DeadlineExceeded` if that takes more than ``timeout`` seconds. Draining is not undone.
+        timeout: seconds (None: no limit) after which the reply raises `DeadlineExceeded`. Draining is not undone.
         """
         services = self._services
+        drained: Call[None] = Call("drain", Mailbox("drain", 1, 1))
+        if timeout is not None and timeout != math.inf:
+            try:
+                timeout = real("timeout", timeout, "a finite number of seconds, or None")
+            except InvalidRequest as error:
+                drained.fail(error)
+                return Reply(drained)
         services.draining = True
         posts = list(services.posts.values())
-        drained: Call[None] = Call("drain", Mailbox("drain", 1, 1))
         if services.lost is None and services.failure is None and not self._stopped:
             for post in posts:
                 # A request that waits for a kernel still needs the NvrtcActor.
-                if post.actor_type is not NvrtcActor:
-                    post.mailbox.close(lambda: ActorStopped("the context is draining"))
+                admit = Prepare if post.actor_type is NvrtcActor else None
+                post.mailbox.close(lambda: ActorStopped("the context is draining"), admit)
         if timeout is not None:
             late = DeadlineExceeded(f"not drained within {timeout} s")
 
@@ -168,9 +181,9 @@ class GpuContext:
             return "draining", "the context is draining"
         if age is not None and age > services.hang_timeout / 2:
             return "stalled", f"a launch has not finished for {age:.1f} s"
-        restarting = [name for name, state in actors.items() if state != "running"]
-        if restarting:
-            return "degraded", f"restarting: {', '.join(restarting)}"
+        waiting = [f"{name} is {state}" for name, state in actors.items() if state != "running"]
+        if waiting:
+            return "degraded", ", ".join(waiting)
         return "ready", ""
 
 
@@ -191,9 +204,15 @@ class open_context:
         self._context: GpuContext | None = None
 
     async def __aenter__(self) -> GpuContext:
-        # Shielded: a context that opened while its opener was cancelled would have nobody to close it.
+        self._check_free()
+        opening = _Opening(self._open)
         with anyio.CancelScope(shield=True):
-            context = await anyio.to_thread.run_sync(self._open)
+            try:
+                context = await _in_thread(opening.run)
+            except BaseException:
+                # A context that opens after its opener was cancelled would have nobody to close it.
+                await _in_thread(opening.abandon)
+                raise
         self._context = context
         return context
 
@@ -201,15 +220,21 @@ class open_context:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         context = self._take()
-        with anyio.CancelScope(shield=True):
-            try:
-                await context.drain(self._options.drain_timeout)
-            except DeadlineExceeded as late:
-                logger.warning("leaving the context: %s", late)
-            await anyio.to_thread.run_sync(context.close)
+        seconds = self._options.drain_timeout
+        try:
+            # Real seconds, not the context's clock: nobody moves a mock clock on from here.
+            with anyio.move_on_after(seconds, shield=True) as scope:
+                await context.drain()
+            if scope.cancelled_caught:
+                logger.warning(_NOT_DRAINED, seconds)
+        finally:
+            # A task that was cancelled while it drained closes all the same.
+            with anyio.CancelScope(shield=True):
+                await _in_thread(context.close)
 
     def __enter__(self) -> GpuContext:
         _refuse_on_loop("with open_context()", "async with")
+        self._check_free()
         self._context = self._open()
         return self._context
 
@@ -217,11 +242,13 @@ class open_context:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         context = self._take()
+        seconds = self._options.drain_timeout
         try:
-            context.drain(self._options.drain_timeout).result()
-        except DeadlineExceeded as late:
-            logger.warning("leaving the context: %s", late)
-        context.close()
+            context.drain().result(None if seconds == math.inf else seconds)
+        except TimeoutError:
+            logger.warning(_NOT_DRAINED, seconds)
+        finally:
+            context.close()
 
     def _open(self) -> GpuContext:
         opened: Future[Services] = Future()
@@ -232,14 +259,56 @@ class open_context:
             (*_CHILDREN, *options.actors),
             opened,
         )
-        context = GpuContext(opened.result(), _Root(ref))
+        try:
+            services = opened.result()
+        except BaseException:
+            ref.stop(block=False)
+            raise
+        context = GpuContext(services, _Root(ref))
+        # Kept until it is closed, whoever else lets go of it: its requests may still be waited for.
         _OPEN.add(context)
         return context
+
+    def _check_free(self) -> None:
+        if self._context is not None:
+            raise GpuActorsError("this open_context() has been entered already; make one for each context")
 
     def _take(self) -> GpuContext:
         context, self._context = self._context, None
         assert context is not None
         return context
+
+
+class _Opening:
+    """A context on its way, which may be abandoned before it is there."""
+
+    def __init__(self, open_it: Callable[[], GpuContext]) -> None:
+        self._open = open_it
+        self._lock = threading.Lock()
+        self._abandoned = False
+        self._context: GpuContext | None = None
+
+    def run(self) -> GpuContext:
+        context = self._open()
+        with self._lock:
+            self._context = context
+            abandoned = self._abandoned
+        if abandoned:
+            context.close()
+        return context
+
+    def abandon(self) -> None:
+        """Close the context; if it is not there yet, as soon as it is, on the thread that opens it."""
+        with self._lock:
+            self._abandoned = True
+            context = self._context
+        if context is not None:
+            context.close()
+
+
+async def _in_thread(function: Callable[[], T]) -> T:
+    # With a limiter of its own: the loop's threads may all be waiting for replies that only closing would answer.
+    return await anyio.to_thread.run_sync(function, limiter=anyio.CapacityLimiter(1))
 
 
 class _Root:
@@ -264,7 +333,7 @@ def _refuse_on_loop(call: str, instead: str) -> None:
         raise WouldBlock(f"{call} would block the running event loop; use {instead}")
 
 
-_OPEN: weakref.WeakSet[GpuContext] = weakref.WeakSet()
+_OPEN: set[GpuContext] = set()
 
 
 def _close_all() -> None:

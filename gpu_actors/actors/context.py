@@ -81,6 +81,7 @@ class ContextActor(pykka.ThreadingActor):
         self._services: Services | None = None
         self._supervisor: Supervisor | None = None
         self._stop_asked: Stop | None = None
+        self._released = False
 
     def on_start(self) -> None:
         try:
@@ -91,10 +92,19 @@ class ContextActor(pykka.ThreadingActor):
     def on_receive(self, message: Any) -> None:
         try:
             self._handle(message)
-        except Exception as error:
+        except BaseException as error:
             # A supervisor that dies leaves its children's callers without answers: close instead.
             logger.exception("the ContextActor failed")
             self._fail(ActorFailed(f"the ContextActor failed: {error!r}"))
+            self._check_stopped()
+
+    def on_stop(self) -> None:
+        # Pykka stops every actor there is when asked to, or when one of them raises SystemExit.
+        if not self._released:
+            self._fail(ActorFailed("the ContextActor was stopped from outside"))
+            self._release()
+            if not self._opened.done():
+                self._opened.set_exception(ActorStopped("the context was stopped while it opened"))
 
     def _handle(self, message: Any) -> None:
         supervisor = self._supervisor
@@ -183,13 +193,16 @@ class ContextActor(pykka.ThreadingActor):
         if services is None:
             return
         services.failure = error
+        if self._supervisor is not None:
+            # A restart that is due already must not bring an actor back.
+            self._supervisor.stopping = True
 
         def reason() -> ActorStopped:
             stopped = ActorStopped(f"the context has failed: {error}")
             stopped.__cause__ = error
             return stopped
 
-        self._close_posts(reason)
+        self._close_posts(reason, failed=True)
         for post in services.posts.values():
             post.stop()
             post.terminate(error)
@@ -246,6 +259,7 @@ class ContextActor(pykka.ThreadingActor):
             stop.done.set()
 
     def _release(self) -> None:
+        self._released = True
         services = self._services
         if services is None:
             return
@@ -261,13 +275,15 @@ class ContextActor(pykka.ThreadingActor):
         for post in services.posts.values():
             if not post.completion.close(_PATIENCE):
                 logger.error("a launch of %s never ended; its completion thread is left behind", post.name)
+            post.mailbox.write_off()
         services.timers.close()
 
-    def _close_posts(self, reason: Callable[[], GpuActorsError]) -> None:
+    def _close_posts(self, reason: Callable[[], GpuActorsError], failed: bool = False) -> None:
         services = self._services
         assert services is not None
         posts = list(services.posts.values())
-        if services.lost is None:
+        # Why the context went down says more than that it was closed afterwards.
+        if services.lost is None and (services.failure is None or failed):
             for post in posts:
                 post.mailbox.close(reason)
         for post in posts:

@@ -62,6 +62,7 @@ class Mailbox:
         self._in_flight = 0
         self.saturated = False
         self._closed: Callable[[], GpuActorsError] | None = None
+        self._admitted: type | None = None
         self._written_off = False
         self._idle_callbacks: list[Callable[[], None]] = []
         self._asleep = False
@@ -76,7 +77,7 @@ class Mailbox:
         wake = False
         with self._lock:
             self._submitted += 1
-            if self._closed is not None:
+            if self._closed is not None and (self._admitted is None or type(call.message) is not self._admitted):
                 refusal = self._closed()
             elif self._queued >= self.capacity:
                 refusal = Overloaded(f"{self.name} has {self._queued} requests waiting, its mailbox is full")
@@ -110,10 +111,13 @@ class Mailbox:
         for callback in idle:
             callback()
 
-    def close(self, reason: Callable[[], GpuActorsError]) -> None:
-        """Refuse calls from now on with a fresh error from ``reason``. What is queued stays."""
+    def close(self, reason: Callable[[], GpuActorsError], admit: type | None = None) -> None:
+        """Refuse calls from now on with a fresh error from ``reason``. What is queued stays.
+
+        admit: messages of this type are still taken in.
+        """
         with self._lock:
-            self._closed = reason
+            self._closed, self._admitted = reason, admit
 
     def fail_all(self, reason: Callable[[], GpuActorsError]) -> None:
         """Answer every unanswered call with an error, wherever it is: queued, held by the actor, or launched."""

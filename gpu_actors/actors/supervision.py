@@ -57,7 +57,7 @@ class Supervisor:
 
     def ready(self, post: Post, urn: str) -> None:
         """A child's incarnation has opened."""
-        if not self._current(post, urn):
+        if not self._current(post, urn) or post.state in ("stopped", "failed"):
             return
         restarted = post.state == "restarting"
         post.state = "running"
