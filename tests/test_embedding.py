@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
 import subprocess
 import sys
 import threading
@@ -413,3 +414,17 @@ def test_the_weights_are_found_without_importing_what_they_come_with() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_blas_threads_are_limited_while_the_program_runs() -> None:
+    code = """
+import ctypes, numpy
+from gpu_actors.embedding import limit_blas_threads
+from gpu_actors.embedding.blas import _loaded_libraries
+assert limit_blas_threads(1)
+library = ctypes.CDLL(next(iter(_loaded_libraries("openblas"))))
+names = ("scipy_openblas_get_num_threads64_", "openblas_get_num_threads64_", "openblas_get_num_threads")
+assert next(getattr(library, name) for name in names if hasattr(library, name))() == 1
+"""
+    environment = os.environ | {"OPENBLAS_NUM_THREADS": "2"}
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=environment)

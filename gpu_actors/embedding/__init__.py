@@ -7,6 +7,7 @@ async with ga.open_context("auto") as ctx:
 
 from __future__ import annotations
 
+from gpu_actors.embedding.blas import limit_blas_threads
 from gpu_actors.embedding.embedder import Embedded, Embedder
 from gpu_actors.embedding.minilm import MiniLM
 from gpu_actors.embedding.passages import Passage, read_passages, split_passages
@@ -23,6 +24,7 @@ __all__ = [
     "TokenBatch",
     "Tokenizer",
     "find_weights",
+    "limit_blas_threads",
     "rank",
     "read_passages",
     "split_passages",

@@ -48,8 +48,8 @@ class Embedder:
     batches_in_flight: batches of one call under way at once, so that some multiply while others attend. Default: one
         more than threads.
     threads: batches that may multiply at once, over all calls. Default: the number of CPUs, at most 8. It goes best
-        with OPENBLAS_NUM_THREADS=1: BLAS threads spin while they wait for each other, which costs dearly where other
-        work shares the CPUs.
+        with one BLAS thread (`limit_blas_threads`): BLAS threads spin while they wait for each other, which costs
+        dearly where other work shares the CPUs.
     """
 
     def __init__(

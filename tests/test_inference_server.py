@@ -1,0 +1,326 @@
+"""examples/inference_server.py over real sockets: many clients, and everything that clients do wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, Self
+
+import httpx
+import numpy as np
+import pytest
+import uvicorn
+
+import gpu_actors as ga
+from gpu_actors.testing.faults import FaultPlan
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "inference_server.py"
+REFERENCE = Path(__file__).parent / "data"
+MOCK = ga.MockOptions(dtype="float32")
+WARM_UP_LAUNCHES = 6
+
+
+def load_example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("inference_server", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+example = load_example()
+
+
+class Running:
+    """The application on a port of its own, served from a thread."""
+
+    def __init__(self, **settings: Any) -> None:
+        settings.setdefault("options", ga.ContextOptions(mock=MOCK))
+        self.app = example.create_app(example.Settings(device="mock", **settings))
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self.socket.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        config = uvicorn.Config(self.app, log_config=None, lifespan="on")
+        self.uvicorn = uvicorn.Server(config)
+        self.thread = threading.Thread(target=self.uvicorn.run, args=([self.socket],))
+
+    @property
+    def service(self) -> Any:
+        return self.app.state.server
+
+    @property
+    def launched(self) -> int:
+        launched: int = self.service.context.stats()["flash_attn"].launched
+        return launched - WARM_UP_LAUNCHES
+
+    def __enter__(self) -> Self:
+        self.thread.start()
+        wait_until(lambda: self.uvicorn.started or not self.thread.is_alive())
+        assert self.uvicorn.started
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.uvicorn.should_exit = True
+        self.thread.join(30)
+        self.socket.close()
+        assert not self.thread.is_alive()
+
+
+def wait_until(fact: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not fact():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.005)
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    with Running(max_body_bytes=20_000, max_texts=40) as server:
+        yield server
+
+
+@pytest.fixture
+async def client(running: Running) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=running.url, timeout=30) as opened:
+        yield opened
+
+
+def slow(latency: float, **settings: Any) -> Running:
+    """A server whose launches take so many seconds; a text takes six, and the stream runs one after the other."""
+    mock = ga.MockOptions(dtype="float32", latency=latency)
+    return Running(options=ga.ContextOptions(mock=mock), **settings)
+
+
+# Answers
+
+
+async def test_clients_at_once_each_get_their_own_embeddings(client: httpx.AsyncClient) -> None:
+    texts = json.loads((REFERENCE / "minilm_texts.json").read_text(encoding="utf-8"))
+    reference = np.load(REFERENCE / "minilm_reference.npz")
+
+    async def ask(rows: slice) -> None:
+        reply = await client.post("/embed", json={"texts": texts[rows]})
+        assert reply.status_code == 200
+        content = reply.json()
+        np.testing.assert_allclose(content["embeddings"], reference["embeddings"][rows], atol=2e-6, rtol=0)
+        assert content["tokens"] == reference["tokens"][rows].tolist()
+        assert content["truncated"] == [len(text) > 1400 for text in texts[rows]]
+
+    await asyncio.gather(*(ask(slice(start, start + 4)) for start in range(0, 32, 4)))
+
+
+async def test_a_request_id_is_made_or_kept_and_never_forged(client: httpx.AsyncClient) -> None:
+    body = {"texts": ["one"]}
+    made = {(await client.post("/embed", json=body)).headers["X-Request-Id"] for _ in range(2)}
+    assert len(made) == 2
+    kept = await client.post("/embed", json=body, headers={"X-Request-Id": "job-7.a"})
+    assert kept.headers["X-Request-Id"] == "job-7.a"
+    forged = await client.post("/embed", json=body, headers={"X-Request-Id": "x 200 OK"})
+    assert re.fullmatch(r"[0-9a-f]{32}", forged.headers["X-Request-Id"])
+
+
+async def test_livez_and_readyz_answer_200_while_the_context_is_well(client: httpx.AsyncClient) -> None:
+    assert (await client.get("/livez")).status_code == 200
+    ready = await client.get("/readyz")
+    assert (ready.status_code, ready.json()["ready"]) == (200, True)
+
+
+# Requests at fault
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "reason"),
+    [
+        (b"not json", "body", "must be JSON"),
+        (b"\xff\xfe", "body", "must be JSON"),
+        (b"[" * 10_000, "body", "must be JSON"),
+        (b"[]", "texts", "the body must be"),
+        (b'{"texts": "one"}', "texts", "the body must be"),
+        (b'{"texts": ["one", 2]}', "texts", "the body must be"),
+        (b'{"texts": []}', "texts", "must hold 1 to 40 texts"),
+        (json.dumps({"texts": ["a"] * 41}).encode(), "texts", "must hold 1 to 40 texts"),
+        (b'{"texts": ["fine", "lone \\ud800"]}', "texts[1]", "must be valid Unicode"),
+    ],
+)
+async def test_bad_bodies_get_400_with_field_and_reason(
+    body: bytes, field: str, reason: str, client: httpx.AsyncClient
+) -> None:
+    reply = await client.post("/embed", content=body)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["type"], error["field"]) == (400, "InvalidRequest", field)
+    assert error["reason"].startswith(reason)
+    assert reply.json()["request_id"] == reply.headers["X-Request-Id"]
+
+
+@pytest.mark.parametrize("value", ["0", "-5", "soon", "nan", "inf", "300001", ""])
+async def test_deadlines_that_are_none_get_400(value: str, client: httpx.AsyncClient) -> None:
+    reply = await client.post("/embed", json={"texts": ["one"]}, headers={"X-Deadline-Ms": value})
+    assert (reply.status_code, reply.json()["error"]["field"]) == (400, "X-Deadline-Ms")
+
+
+async def test_bodies_over_the_bound_get_413_whether_or_not_they_say_so(client: httpx.AsyncClient) -> None:
+    body = json.dumps({"texts": ["x" * 3_000_000]}).encode()
+
+    async def unannounced() -> AsyncIterator[bytes]:
+        for start in range(0, len(body), 50_000):
+            yield body[start : start + 50_000]
+
+    for content in (body, unannounced()):
+        reply = await client.post("/embed", content=content)
+        assert (reply.status_code, reply.json()["error"]["type"]) == (413, "BodyTooLarge")
+        assert reply.headers["Connection"] == "close"
+
+
+async def test_a_body_that_does_not_arrive_by_the_deadline_gets_408(running: Running) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+    writer.write(b"POST /embed HTTP/1.1\r\nHost: x\r\nX-Deadline-Ms: 200\r\nContent-Length: 50\r\n\r\n{")
+    status = await asyncio.wait_for(reader.readline(), 10)
+    writer.close()
+    assert status.split()[1] == b"408"
+    wait_until(lambda: running.service.active == 0)
+
+
+# Too much, too late, gone
+
+
+async def test_requests_over_the_bound_get_429_and_the_others_are_answered() -> None:
+    with slow(0.1, max_requests=2) as server:
+        async with httpx.AsyncClient(base_url=server.url, timeout=30) as client:
+            asked = [client.post("/embed", json={"texts": ["one"]}) for _ in range(6)]
+            replies = await asyncio.gather(*asked)
+            statuses = sorted(reply.status_code for reply in replies)
+            assert statuses == [200, 200, 429, 429, 429, 429]
+            refused = next(reply for reply in replies if reply.status_code == 429)
+            assert refused.headers["Retry-After"] == "1"
+            assert refused.json()["error"]["type"] == "Overloaded"
+            assert (await client.post("/embed", json={"texts": ["one"]})).status_code == 200
+
+
+async def test_a_full_mailbox_of_the_service_is_a_429_as_well() -> None:
+    mock = ga.MockOptions(dtype="float32", latency=0.1)
+    options = ga.ContextOptions(mock=mock, mailbox_capacity=1, max_in_flight=1)
+    with Running(options=options) as server:
+        async with httpx.AsyncClient(base_url=server.url, timeout=30) as client:
+            asked = [client.post("/embed", json={"texts": ["one"]}) for _ in range(6)]
+            replies = await asyncio.gather(*asked)
+    statuses = {reply.status_code for reply in replies}
+    assert statuses == {200, 429}
+    assert {reply.headers.get("Retry-After") for reply in replies if reply.status_code == 429} == {"1"}
+
+
+async def test_a_deadline_that_passes_gets_504_in_time_and_frees_the_server() -> None:
+    with slow(0.3) as server:
+        async with httpx.AsyncClient(base_url=server.url, timeout=30) as client:
+            start = time.monotonic()
+            reply = await client.post("/embed", json={"texts": ["one"]}, headers={"X-Deadline-Ms": "250"})
+            took = time.monotonic() - start
+            assert (reply.status_code, reply.json()["error"]["type"]) == (504, "DeadlineExceeded")
+            assert 0.25 < took < 1.6, "all six launches take 1.8 s"
+            wait_until(lambda: server.service.active == 0)
+            assert server.launched < 6
+
+
+async def test_the_deadline_bounds_the_encoder_too_and_is_handed_to_the_service(
+    running: Running, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deadlines: list[float] = []
+
+    async def oblivious(_: list[str], *, deadline: float) -> None:
+        deadlines.append(deadline)
+        await asyncio.sleep(10)
+
+    monkeypatch.setattr(running.service, "embedder", SimpleNamespace(embed=oblivious))
+    start = time.monotonic()
+    reply = await client.post("/embed", json={"texts": ["one"]}, headers={"X-Deadline-Ms": "300"})
+    assert reply.status_code == 504
+    assert time.monotonic() - start < 5
+    assert 0.3 <= deadlines[0] - start < 2
+
+
+async def test_a_client_that_hangs_up_cancels_its_work() -> None:
+    with slow(0.3) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        body = b'{"texts": ["one"]}'
+        writer.write(b"POST /embed HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        await writer.drain()
+        wait_until(lambda: server.launched >= 1)
+        writer.close()
+        await writer.wait_closed()
+        wait_until(lambda: server.service.active == 0, seconds=1.2)
+        seen = server.launched
+        await asyncio.sleep(0.5)
+        assert server.launched == seen < 6
+        assert reader.at_eof() or not await reader.read()
+
+
+# The device and the end
+
+
+async def test_a_lost_context_gets_503_and_is_not_ready() -> None:
+    plan = FaultPlan().lose_context(launch=WARM_UP_LAUNCHES + 2)
+    with Running(options=ga.ContextOptions(mock=MOCK, fault_plan=plan)) as server:
+        async with httpx.AsyncClient(base_url=server.url, timeout=30) as client:
+            for _ in range(2):
+                reply = await client.post("/embed", json={"texts": ["one"]})
+                assert (reply.status_code, reply.json()["error"]["type"]) == (503, "ContextLost")
+            ready = await client.get("/readyz")
+            assert (ready.status_code, ready.json()["state"]) == (503, "failed")
+            assert "lost" in ready.json()["reason"]
+            assert (await client.get("/livez")).status_code == 200
+
+
+async def test_an_unexpected_error_gets_500_and_keeps_its_details_to_the_log(
+    running: Running, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken(*_: object, **__: object) -> None:
+        raise KeyError("a secret")
+
+    monkeypatch.setattr(running.service, "embedder", SimpleNamespace(embed=broken))
+    reply = await client.post("/embed", json={"texts": ["one"]})
+    assert (reply.status_code, reply.json()["error"]["type"]) == (500, "InternalError")
+    assert "a secret" not in reply.text
+    assert "a secret" in caplog.text
+
+
+def test_sigterm_answers_what_was_accepted_and_then_ends(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLE), "--device", "mock", "--port", "0"]
+    environment = os.environ | {"PYTHONPATH": str(EXAMPLE.parent.parent)}
+    log = tmp_path / "log"
+    with log.open("wb") as file, subprocess.Popen(command, stderr=file, stdout=file, env=environment) as process:
+        try:
+            wait_until(lambda: "running on" in log.read_text() or process.poll() is not None, 60)
+            found = re.search(r"http://127.0.0.1:(\d+)", log.read_text())
+            assert found is not None, log.read_text()
+            texts = ["word " * 200] * 30
+            with contextlib.ExitStack() as stack:
+                client = stack.enter_context(httpx.Client(base_url=found[0], timeout=60))
+                answers: list[httpx.Response] = []
+                asking = threading.Thread(target=lambda: answers.append(client.post("/embed", json={"texts": texts})))
+                asking.start()
+                time.sleep(0.3)
+                assert not answers
+                process.send_signal(signal.SIGTERM)
+                asking.join(60)
+            assert answers[0].status_code == 200
+            assert len(answers[0].json()["embeddings"]) == 30
+            process.wait(30)
+        finally:
+            process.kill()
+    # uvicorn ends by the signal that it was sent, once it has shut down.
+    assert process.returncode in (0, -signal.SIGTERM)
+    assert "Application shutdown complete" in log.read_text()
