@@ -61,7 +61,7 @@ class CudnnLikeHandle(ActorHandle):
 class CudnnLikeActor(ServiceActor):
     """Takes `MhaForward`."""
 
-    label: ClassVar[str] = "cudnn_like"
+    label: ClassVar[str] = "cudnn"
     handle_type: ClassVar[type[ActorHandle]] = CudnnLikeHandle
 
     @classmethod
