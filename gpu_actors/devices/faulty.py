@@ -21,6 +21,7 @@ class FaultyDevice(Device):
 
     def __init__(self, inner: Device, plan: FaultPlan, clock: Clock) -> None:
         self.info = inner.info
+        self.builds_kernels = inner.builds_kernels
         self.inner = inner
         self.clock = clock
         self.lost: ContextLost | None = None
@@ -47,7 +48,7 @@ class FaultyDevice(Device):
         self._streams.append(stream)
         return stream
 
-    def build(self, source: KernelSource, arch: str) -> Kernel | None:
+    def build(self, source: KernelSource, arch: str) -> Kernel:
         return self.inner.build(source, arch)
 
     def load(self, cubin: Cubin, entry: str) -> Kernel:
@@ -83,18 +84,24 @@ class _FaultyStream(Stream):
         if device.lost is not None:
             return FinishedEvent(error=device.lost)
         delay = 0.0
+        event: Event | None = None
         for fault in faults:
             if fault.kind == "delay":
                 delay += fault.seconds
-            elif fault.kind == "hang":
-                return _HungEvent(self)
-            else:
-                error = fault.make_error()
-                if isinstance(error, ContextLost):
-                    device.lost = error
-                return FinishedEvent(error=error)
-        event = self._inner.launch(launch)
+            elif event is None:
+                event = self._ending(fault)
+        if event is None:
+            event = self._inner.launch(launch)
         return _DelayedEvent(self, event, device.clock, device.clock.now() + delay) if delay else event
+
+    def _ending(self, fault: Fault) -> Event:
+        """The end of a launch that never reaches the device."""
+        if fault.kind == "hang":
+            return _HungEvent(self)
+        error = fault.make_error()
+        if isinstance(error, ContextLost):
+            self._device.lost = error
+        return FinishedEvent(error=error)
 
     def close(self) -> None:
         with self.gate:
@@ -133,8 +140,8 @@ class _DelayedEvent(Event):
         return self._inner.done() and (self._clock.now() >= self._until or self._stream.closed)
 
     def wait(self) -> None:
-        self._inner.wait()
         gate = self._stream.gate
         with gate:
             while self._clock.now() < self._until and not self._stream.closed:
                 self._clock.wait(gate, self._until)
+        self._inner.wait()

@@ -8,6 +8,7 @@ from typing import Literal
 
 from gpu_actors.errors import ContextLost, GpuActorsError, InvalidRequest, LaunchError
 from gpu_actors.problem import DispatchKey
+from gpu_actors.validation.fields import real
 
 __all__ = ["Fault", "FaultPlan"]
 
@@ -51,13 +52,16 @@ class FaultPlan:
         error: GpuActorsError | type[GpuActorsError] | None = None,
         key: DispatchKey | None = None,
     ) -> FaultPlan:
-        """The launch ends with ``error`` (default `LaunchError`); the context survives."""
+        """The launch ends with ``error`` (default `LaunchError`); the context survives.
+
+        error: an instance, or a type that can be made from a message alone.
+        """
         return self._with(Fault("fail", launch, key, error=error))
 
     def delay(self, seconds: float, launch: int | None = None, key: DispatchKey | None = None) -> FaultPlan:
-        """The launch ends ``seconds`` later than it would have."""
-        if not seconds >= 0:
-            raise InvalidRequest("seconds", seconds, "must be >= 0")
+        """The launch ends ``seconds`` later than it would have. Several delays of a launch add up."""
+        if real("seconds", seconds, "a finite number of seconds, >= 0") < 0:
+            raise InvalidRequest("seconds", seconds, "must be a finite number of seconds, >= 0")
         return self._with(Fault("delay", launch, key, seconds=seconds))
 
     def hang(self, launch: int | None = None, key: DispatchKey | None = None) -> FaultPlan:
@@ -71,4 +75,17 @@ class FaultPlan:
     def _with(self, fault: Fault) -> FaultPlan:
         if fault.launch is not None and (type(fault.launch) is not int or fault.launch < 1):
             raise InvalidRequest("launch", fault.launch, "must be an int >= 1 (launches count from 1), or None")
+        if fault.key is not None and not isinstance(fault.key, DispatchKey):
+            raise InvalidRequest("key", fault.key, "must be a DispatchKey, as inspect_key gives, or None")
+        _check_error(fault)
         return dataclasses.replace(self, faults=(*self.faults, fault))
+
+
+def _check_error(fault: Fault) -> None:
+    try:
+        made: object = fault.make_error()
+    except TypeError:  # a type that wants more than a message
+        made = None
+    if not isinstance(made, GpuActorsError):
+        reason = "must be a GpuActorsError, or a type of one that can be made from a message alone"
+        raise InvalidRequest("error", fault.error, reason)
