@@ -210,11 +210,23 @@ class _Workshop:
             done(product, failure, seconds)
 
     def _make(self, source: KernelSource, arch: str, for_device: bool) -> Product:
-        if for_device:
-            kernel = self._post.services.device.build(source, arch)
-            if kernel is not None:
-                return kernel
+        if for_device and self._post.services.device.builds_kernels:
+            return self._build(source, arch)
         return self.cache.get_or_compile(source, arch, self._compiler.compile)
+
+    def _build(self, source: KernelSource, arch: str) -> Product:
+        variant = f"{source.name}:{abs(hash(source)):016x}"
+        self._event("compile.started", {"variant": variant, "arch": arch})
+        began = time.monotonic()
+        failure: BaseException | None = None
+        try:
+            return self._post.services.device.build(source, arch)
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            fields = {"variant": variant, "arch": arch, "seconds": time.monotonic() - began, "error": failure}
+            self._event("compile.completed", fields)
 
     def _event(self, name: str, fields: dict[str, Any]) -> None:
         self._post.services.trace.emit(name, **fields)

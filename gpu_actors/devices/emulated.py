@@ -32,6 +32,8 @@ class EmulatedDevice(Device):
     Raises `GpuActorsError` where the machine has no C++ compiler to build the kernels with.
     """
 
+    builds_kernels = True
+
     def __init__(self, arch: str, emulation: EmulationOptions, options: ContextOptions) -> None:
         self._toolchain = Toolchain.find()
         self.info = DeviceInfo("emulated", f"emulated {arch} ({self._toolchain.name})", arch)

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from gpu_actors.errors import LaunchError
+
 if TYPE_CHECKING:
     from gpu_actors.kernels.source import Cubin, KernelSource
     from gpu_actors.problem import DispatchKey
@@ -142,17 +144,18 @@ class Device(ABC):
     """
 
     info: DeviceInfo
+    builds_kernels = False
 
     @abstractmethod
     def open_stream(self, name: str) -> Stream:
         """A new stream for the actor of that name."""
 
-    def build(self, source: KernelSource, arch: str) -> Kernel | None:
-        """Build a kernel from its source, on a device that takes no cubins; None on one that does. May take seconds.
+    def build(self, source: KernelSource, arch: str) -> Kernel:
+        """Build a kernel from its source, on a device that ``builds_kernels`` rather than loads cubins.
 
-        Called from a compile thread. Raises `CompileError`.
+        Called from a compile thread; may take seconds. Raises `CompileError`.
         """
-        return None
+        raise LaunchError(f"{self.info.name} loads cubins and builds nothing")
 
     @abstractmethod
     def load(self, cubin: Cubin, entry: str) -> Kernel:

@@ -90,5 +90,6 @@ class ChromeTrace:
 
     def _event(self, event: TraceEvent, actor: str, category: str, name: str) -> dict[str, Any]:
         track = self._tracks.setdefault(actor, len(self._tracks) + 1)
-        args = {key: str(value) for key, value in event.fields.items()} | {"thread": event.thread}
+        args = {key: str(value) for key, value in event.fields.items() if value is not None}
+        args["thread"] = event.thread
         return {"name": name, "cat": category, "pid": 1, "tid": track, "ts": event.time / 1000, "args": args}
