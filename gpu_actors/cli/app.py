@@ -1,0 +1,65 @@
+"""The command's entry point: gathers the subcommands and turns errors into one sentence and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from gpu_actors.cli.bench import bench
+from gpu_actors.cli.doctor import doctor
+from gpu_actors.cli.embed import embed
+from gpu_actors.cli.output import error_sentence, write_error
+from gpu_actors.cli.warm import warm
+from gpu_actors.errors import GpuActorsError, RequestError
+
+__all__ = ["app", "main"]
+
+BAD_INPUT = 2
+FAILED = 1
+
+app = typer.Typer(
+    name="gpu-actors",
+    help="Asynchronous GPU attention for Python: look at this machine, embed text, warm kernels, measure.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+for command in (doctor, embed, warm, bench):
+    app.command()(command)
+
+
+@app.callback(invoke_without_command=True)
+def options(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+) -> None:
+    """Take what stands before the subcommand."""
+    if version:
+        from gpu_actors._version import __version__
+
+        typer.echo(f"gpu-actors {__version__}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run the command line in ``sys.argv``.
+
+    Exits with 0, with 2 for input that cannot be used, with 1 where the work itself failed; an error is one
+    sentence on standard error, never a traceback.
+    """
+    try:
+        app()
+    except RequestError as error:
+        write_error(error_sentence(error))
+        sys.exit(BAD_INPUT)
+    except GpuActorsError as error:
+        write_error(error_sentence(error))
+        sys.exit(FAILED)
+    except BrokenPipeError:
+        # Whoever read the output has seen enough. Python would complain once more while it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(FAILED)

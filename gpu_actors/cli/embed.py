@@ -1,0 +1,194 @@
+"""``gpu-actors embed``: passages of text files to vectors, and the passages that answer a question."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from gpu_actors.cli.output import (
+    DeviceOption,
+    JsonOption,
+    progress_bar,
+    write_json_list,
+    write_note,
+    write_table,
+)
+from gpu_actors.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from gpu_actors.devices.interface import DeviceInfo
+    from gpu_actors.embedding import Embedded, MiniLM, Passage, Tokenizer
+    from gpu_actors.options import ContextOptions
+
+__all__ = ["embed"]
+
+PREVIEW = 160
+
+
+def embed(
+    files: Annotated[list[str], typer.Argument(help="UTF-8 text files; - is standard input.", metavar="FILE")],
+    query: Annotated[str | None, typer.Option(help="Show the passages that are nearest to this text.")] = None,
+    top: Annotated[int, typer.Option(min=1, help="How many passages a query shows.")] = 5,
+    as_json: JsonOption = False,
+    device: DeviceOption = "auto",
+    model: Annotated[
+        Path | None, typer.Option(help="Folder with model.safetensors, tokenizer.json and config.json.")
+    ] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto or chrome://tracing.")] = None,
+    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one attention request.")] = 4096,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar and no summary.")] = False,
+) -> None:
+    """Embed the passages of text files with all-MiniLM-L6-v2, or search them with --query.
+
+    With --json: a list of objects with file, line, text and embedding (384 numbers, length 1), and score with
+    --query.
+    """
+    if query is not None and not query.strip():
+        raise InvalidRequest("--query", repr(query), "must hold some text")
+    encoder = _load(files, model)
+    work = _Work(encoder, query, device, trace, batch_tokens, quiet)
+    outcome = asyncio.run(_run(work))
+    passages, vectors, scores = _select(encoder.passages, outcome.embedded.vectors, query, top)
+    if as_json:
+        _write_json(passages, vectors, scores)
+    else:
+        _write_table(passages, scores)
+    if not quiet:
+        _write_summary(outcome)
+
+
+class _Encoder(NamedTuple):
+    model: MiniLM
+    tokenizer: Tokenizer
+    passages: list[Passage]
+
+
+class _Work(NamedTuple):
+    encoder: _Encoder
+    query: str | None
+    device: str
+    trace: Path | None
+    batch_tokens: int
+    quiet: bool
+
+
+class _Outcome(NamedTuple):
+    embedded: Embedded
+    seconds: float
+    info: DeviceInfo
+
+
+def _load(files: list[str], folder: Path | None) -> _Encoder:
+    from gpu_actors.embedding import MiniLM, Tokenizer, find_weights, read_passages
+    from gpu_actors.embedding.blas import limit_blas_threads
+    from gpu_actors.embedding.passages import read_text
+
+    # One for each of the embedder's own threads; see `Embedder`.
+    limit_blas_threads(1)
+    for file in files:
+        if file != "-":
+            read_text(file)  # a wrong file name should not cost the loading of a model
+    path = find_weights(folder)
+    model = MiniLM.load(path)
+    tokenizer = Tokenizer(path, model.config.max_tokens)
+    passages = [passage for file in files for passage in read_passages(file, tokenizer)]
+    return _Encoder(model, tokenizer, passages)
+
+
+async def _run(work: _Work) -> _Outcome:
+    from gpu_actors.context import open_context
+    from gpu_actors.embedding import Embedder
+
+    encoder = work.encoder
+    texts = [passage.text for passage in encoder.passages]
+    if work.query is not None:
+        texts.append(work.query)
+    with contextlib.ExitStack() as stack:
+        options = _options(work, stack)
+        progress = stack.enter_context(progress_bar(quiet=work.quiet))
+        task = progress.add_task("embedding", total=len(texts), rate="")
+        start = time.perf_counter()
+        done_tokens = 0
+
+        def advance(batch_texts: int, batch_tokens: int) -> None:
+            nonlocal done_tokens
+            done_tokens += batch_tokens
+            rate = done_tokens / (time.perf_counter() - start)
+            progress.update(task, advance=batch_texts, rate=f"{rate:,.0f} tokens/s")
+
+        async with open_context(work.device, options) as context:
+            embedder = Embedder(context, encoder.model, encoder.tokenizer, batch_tokens=work.batch_tokens)
+            start = time.perf_counter()
+            embedded = await embedder.embed(texts, progress=advance)
+            return _Outcome(embedded, time.perf_counter() - start, context.info)
+
+
+def _options(work: _Work, stack: contextlib.ExitStack) -> ContextOptions:
+    from gpu_actors.options import ContextOptions, MockOptions
+
+    # The weights are float32: an oracle in float64 would take longer and change no digit that they can carry.
+    mock = MockOptions(dtype="float32")
+    if work.trace is None:
+        return ContextOptions(mock=mock)
+    from gpu_actors.tracing import ChromeTrace
+
+    if not work.trace.parent.is_dir():
+        raise InvalidRequest("--trace", str(work.trace), "must lie in a folder that exists")
+    return ContextOptions(mock=mock, on_event=stack.enter_context(ChromeTrace(work.trace)))
+
+
+def _select(
+    passages: list[Passage], vectors: NDArray[np.float32], query: str | None, top: int
+) -> tuple[list[Passage], NDArray[np.float32], list[float] | None]:
+    """What to show: everything in order, or the best passages and their scores."""
+    if query is None:
+        return passages, vectors, None
+    from gpu_actors.embedding import rank
+
+    hits = rank(vectors[-1], vectors[:-1], top)
+    rows = [hit.index for hit in hits]
+    return [passages[row] for row in rows], vectors[rows], [hit.score for hit in hits]
+
+
+def _write_json(passages: list[Passage], vectors: NDArray[np.float32], scores: list[float] | None) -> None:
+    def item(index: int) -> dict[str, Any]:
+        passage = passages[index]
+        # Nine digits give every float32 back exactly, and are half as long as the float64 spelling.
+        embedding = [float(f"{value:.9g}") for value in vectors[index].tolist()]
+        shown: dict[str, Any] = {"file": passage.file, "line": passage.line, "text": passage.text}
+        if scores is not None:
+            shown["score"] = round(scores[index], 6)
+        return shown | {"embedding": embedding}
+
+    write_json_list(item(index) for index in range(len(passages)))
+
+
+def _write_table(passages: list[Passage], scores: list[float] | None) -> None:
+    places = [f"{passage.file}:{passage.line}" for passage in passages]
+    texts = [_preview(passage.text) for passage in passages]
+    if scores is None:
+        write_table(("passage", "text"), zip(places, texts, strict=True))
+    else:
+        write_table(("score", "passage", "text"), zip(scores, places, texts, strict=True))
+
+
+def _preview(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= PREVIEW else f"{line[: PREVIEW - 1]}…"
+
+
+def _write_summary(outcome: _Outcome) -> None:
+    embedded, seconds, info = outcome
+    texts, tokens = len(embedded.tokens), int(embedded.tokens.sum())
+    write_note(
+        f"{texts} texts, {tokens} tokens in {seconds:.2f} s: {texts / seconds:.0f} texts/s, "
+        f"{tokens / seconds:.0f} tokens/s on {info.name}"
+    )

@@ -1,0 +1,111 @@
+"""What the subcommands share: options, where text goes, and how errors and JSON read."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+import typer
+
+from gpu_actors.errors import RequestError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+__all__ = [
+    "DeviceOption",
+    "JsonOption",
+    "error_sentence",
+    "progress_bar",
+    "write_error",
+    "write_json",
+    "write_json_list",
+    "write_note",
+    "write_table",
+]
+
+DeviceOption: TypeAlias = Annotated[
+    str, typer.Option("--device", help="auto, cuda, cuda:N, emulated or mock.", metavar="DEVICE")
+]
+JsonOption: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
+
+PIPE_WIDTH = 160
+PREDICATES = ("is ", "must ", "does ", "cannot ", "needs ", "lacks ", "holds ")
+
+
+def error_sentence(error: Exception) -> str:
+    """An error as a user reads it: what is wrong with what, and what to do."""
+    if not isinstance(error, RequestError):
+        return str(error) or type(error).__name__
+    nearest = getattr(error, "nearest", None)
+    hint = "" if nearest is None else f" (nearest supported: {nearest})"
+    if error.value is None:
+        return f"{error.reason}{hint}"
+    joint = " " if error.reason.startswith(PREDICATES) else ": "
+    return f"{error.field} {error.value}{joint}{error.reason}{hint}"
+
+
+def write_note(sentence: str) -> None:
+    """One line on standard error that is no error."""
+    typer.echo(sentence, err=True)
+
+
+def write_error(sentence: str) -> None:
+    """One line on standard error."""
+    typer.echo(f"gpu-actors: {sentence}", err=True)
+
+
+def write_json(value: object) -> None:
+    """One JSON document on standard output. NaN, which is no JSON, raises ValueError."""
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def write_json_list(items: Iterable[object]) -> None:
+    """A JSON list on standard output, one line an item, written as the items come."""
+    separator = "["
+    for item in items:
+        sys.stdout.write(f"{separator}\n{json.dumps(item, ensure_ascii=False, allow_nan=False)}")
+        separator = ","
+    sys.stdout.write("[]\n" if separator == "[" else "\n]\n")
+    sys.stdout.flush()
+
+
+def write_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title: str | None = None) -> None:
+    """A table on standard output. Columns of numbers are set to the right."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    cells = [list(row) for row in rows]
+    table = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        numeric = bool(cells) and all(isinstance(row[index], int | float) for row in cells)
+        table.add_column(column, justify="right" if numeric else "left", overflow="fold")
+    for row in cells:
+        # Text, so that brackets in a user's words are not taken for markup.
+        table.add_row(*(Text(f"{cell:.3f}" if isinstance(cell, float) else str(cell)) for cell in row))
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = PIPE_WIDTH
+    console.print(table)
+
+
+def progress_bar(*, quiet: bool) -> Progress:
+    """A progress bar on standard error; silent there where nobody watches."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}"),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=quiet or not console.is_terminal,
+    )

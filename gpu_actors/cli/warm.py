@@ -1,0 +1,114 @@
+"""``gpu-actors warm``: compiles the standard kernel variants ahead of time, and reports on each."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gpu_actors.cli.output import (
+    DeviceOption,
+    JsonOption,
+    progress_bar,
+    write_json,
+    write_note,
+    write_table,
+)
+
+if TYPE_CHECKING:
+    from gpu_actors.actors.nvrtc import WarmedVariant
+    from gpu_actors.problem import DispatchKey
+
+__all__ = ["warm"]
+
+
+def warm(
+    arch: Annotated[
+        str | None, typer.Option(help="Exact architecture, such as sm_90a. Default: the device's own.")
+    ] = None,
+    cache_dir: Annotated[Path | None, typer.Option(help="Folder of the cubins. Default: the user's own.")] = None,
+    report: Annotated[bool, typer.Option("--report", help="Show every variant, not only a summary.")] = False,
+    as_json: JsonOption = False,
+    device: DeviceOption = "auto",
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar and no summary.")] = False,
+) -> None:
+    """Compile the kernels that requests will need, so that none waits for a compiler. Needs no GPU.
+
+    With --json: a list of variants with key, arch, compile_seconds, registers, spill_bytes, stack_bytes,
+    shared_bytes and notes (ptxas's C75xx remarks).
+    """
+    rows = [_row(variant) for variant in asyncio.run(_warm(arch, cache_dir, device, quiet))]
+    if as_json:
+        write_json(rows)
+    elif report:
+        _write_report(rows)
+    if not quiet:
+        _write_summary(rows)
+
+
+async def _warm(arch: str | None, cache_dir: Path | None, device: str, quiet: bool) -> list[WarmedVariant]:
+    from gpu_actors.context import open_context
+    from gpu_actors.kernels.variants import standard_variants
+    from gpu_actors.options import ContextOptions
+
+    async with open_context(device, ContextOptions(arch=arch, cache_dir=cache_dir)) as context:
+        keys = standard_variants(arch or context.info.arch)
+        with progress_bar(quiet=quiet) as bar:
+            task = bar.add_task("compiling", total=len(keys), rate="")
+
+            def advance(done: int, total: int, key: DispatchKey) -> None:
+                bar.update(task, completed=done, total=total, rate=key.kernel)
+
+            return await context.nvrtc.warm(keys, progress=advance)
+
+
+def _row(variant: WarmedVariant) -> dict[str, Any]:
+    cubin = variant.cubin
+    # One entry point a variant: what the launch will pay for.
+    resources = cubin.resources[cubin.entry_points[0]]
+    return {
+        "key": str(variant.key),
+        "label": _label(variant.key),
+        "arch": cubin.arch,
+        "compile_seconds": round(variant.seconds, 4),
+        **resources._asdict(),
+        "notes": list(cubin.notes),
+    }
+
+
+def _label(key: DispatchKey) -> str:
+    """What sets a key apart from its kernel's plainest one."""
+    plain = {"direction": "forward", "alignment": "bottom_right", "gqa_ratio": 1, "num_splits": 1, "page_size": 0}
+    always = ("kernel", "layout", "dtype", "head_dim", "mask")
+    parts = [str(getattr(key, name)) for name in always]
+    # Follow from the dtype and the head_dim, unless they differ.
+    implied = {"kv_dtype": key.dtype, "head_dim_v": key.head_dim}
+    for field in dataclasses.fields(key):
+        value = getattr(key, field.name)
+        if field.name in (*always, "arch", "out_dtype", "compute"):
+            continue
+        if value == (plain | implied).get(field.name, False) or value is None:
+            continue
+        parts.append(field.name if value is True else f"{field.name}={value}")
+    return " ".join(parts)
+
+
+def _write_report(rows: list[dict[str, Any]]) -> None:
+    shown = ("compile_seconds", "registers", "spill_bytes", "stack_bytes", "shared_bytes", "label")
+    write_table(
+        ("seconds", "registers", "spills", "stack", "shared", "variant", "notes"),
+        [[*(row[name] for name in shown), "\n".join(row["notes"]) or "-"] for row in rows],
+    )
+
+
+def _write_summary(rows: list[dict[str, Any]]) -> None:
+    spilling = sum(row["spill_bytes"] > 0 for row in rows)
+    noted = sum(bool(row["notes"]) for row in rows)
+    seconds = sum(row["compile_seconds"] for row in rows)
+    write_note(
+        f"{len(rows)} variants in the cache; {seconds:.1f} s of compiling and loading in all, "
+        f"{spilling} spill registers, {noted} have C75xx notes"
+    )
