@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import traceback
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 
 import pykka
@@ -88,7 +88,7 @@ class ServiceActor(pykka.ThreadingActor):
 
     def _create_actor_inbox(self) -> ActorInbox:  # type: ignore[override]
         self._controls: deque[_Envelope] = deque()
-        return cast("ActorInbox", _Inbox(self.post.mailbox, self._controls))
+        return cast("ActorInbox", _Inbox(self.post.mailbox, self._controls, self._work))
 
     def on_start(self) -> None:
         # Pykka tells nobody when on_start raises, so readiness and failure are reported from here.
@@ -107,9 +107,8 @@ class ServiceActor(pykka.ThreadingActor):
         self.post.report_stopped(self)
 
     def on_receive(self, message: Any) -> Any:
-        if type(message) is _Batch:
-            self._work(message.calls)
-            return None
+        if type(message) is _Crash:
+            raise message.error
         try:
             return self.on_message(message)
         except BaseException as error:
@@ -163,11 +162,13 @@ def raise_exception(name: str, error: BaseException) -> NoReturn:
     raise RuntimeError(f"{name} raised {error!r}") from error
 
 
-class _Batch:
-    __slots__ = ("calls",)
+class _Crash:
+    """Takes what ended a batch of calls to where Pykka reports failures."""
 
-    def __init__(self, calls: list[Call[Any]]) -> None:
-        self.calls = calls
+    __slots__ = ("error",)
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
 
 
 class _Envelope:
@@ -181,26 +182,32 @@ class _Envelope:
 
 
 class _Inbox:
-    """One incarnation's view of its post's mailbox: Pykka's own messages first, then a batch of calls.
+    """One incarnation's view of its post's mailbox: gives out Pykka's own messages, and works through calls meanwhile.
 
     Only Pykka's messages count as content, so that a dying incarnation drains those and leaves the calls.
     """
 
-    def __init__(self, mailbox: Mailbox, controls: deque[_Envelope]) -> None:
+    def __init__(self, mailbox: Mailbox, controls: deque[_Envelope], work: Callable[[list[Call[Any]]], None]) -> None:
         self._mailbox = mailbox
         self._controls = controls
+        self._work = work
 
     def put(self, envelope: _Envelope) -> None:
         self._controls.append(envelope)
         self._mailbox.nudge()
 
     def get(self) -> _Envelope:
-        while True:
-            if self._controls:
-                return self._controls.popleft()
-            calls = self._mailbox.take(self._controls)
+        # Calls are worked on in here, without an envelope and Pykka's dispatch around each batch, which a lone request
+        # would pay for in full.
+        controls = self._controls
+        while not controls:
+            calls = self._mailbox.take(controls)
             if calls:
-                return _Envelope(_Batch(calls))
+                try:
+                    self._work(calls)
+                except BaseException as error:
+                    return _Envelope(_Crash(error))
+        return controls.popleft()
 
     def empty(self) -> bool:
         return not self._controls

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from gpu_actors.actors.call import Call
+from gpu_actors.actors.call import DONE, Call
 from gpu_actors.actors.outbox import Outbox
 from gpu_actors.errors import GpuActorsError, Overloaded, RequestCancelled
 
@@ -81,10 +81,10 @@ class Mailbox:
                 refusal = self._closed()
             elif self._queued >= self.capacity:
                 refusal = Overloaded(f"{self.name} has {self._queued} requests waiting, its mailbox is full")
-            elif not call.done:
+            elif call.state is not DONE:
                 self._unanswered.add(call)
                 self._push(call)
-                wake = self._awaken()
+                wake, self._asleep = self._asleep, False
         if refusal is not None:
             call.fail(refusal)
         elif wake:
