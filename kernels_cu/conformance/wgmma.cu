@@ -1,5 +1,5 @@
-// wgmma of every size and element, from shared memory and from registers, by any descriptor: sm_90a. Macros choose one
-// instruction: WGMMA_ELEMENT (f16 ...), WGMMA_TRANS_A, WGMMA_TRANS_B, WGMMA_SIZES: CASE(n) for each N.
+// wgmma of every size and element, from shared memory and from registers, by any descriptor: sm_90a.
+// The macro WGMMA_CASES lists what is compiled: CASE(number, element, A transposed, B transposed, N) each.
 #include "ptx/convert.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/memory.cuh"
@@ -7,23 +7,14 @@
 
 using ptx::Element;
 
-#ifndef WGMMA_ELEMENT
-#define WGMMA_ELEMENT f16
-#endif
-#ifndef WGMMA_TRANS_A
-#define WGMMA_TRANS_A false
-#endif
-#ifndef WGMMA_TRANS_B
-#define WGMMA_TRANS_B false
-#endif
-#ifndef WGMMA_SIZES
-#define WGMMA_SIZES CASE(8) CASE(128) CASE(256)
+#ifndef WGMMA_CASES
+#define WGMMA_CASES CASE(0, f16, false, false, 64) CASE(1, bf16, true, true, 256) CASE(2, e4m3, false, false, 8)
 #endif
 
 struct Operands {
   const uint32_t* image;  // of shared memory: both operands
   uint32_t image_bytes;
-  int n;
+  int number;                   // of the case
   uint64_t a, b;                // descriptors; their addresses count from the image's start
   uint64_t a_step, b_step;      // what the second K step adds to them
   const uint32_t* a_registers;  // [2 K steps][128 threads][4], where A comes from registers
@@ -43,7 +34,7 @@ DEVICE void exchange(const Operands& p, float (&d)[N / 2], bool load) {
 }
 
 // d = c + two K steps of a b
-template <int N, bool REGISTERS>
+template <Element E, bool TRANS_A, bool TRANS_B, int N, bool REGISTERS>
 DEVICE void multiply(const Operands& p, uint64_t base) {
   float d[N / 2];
   uint32_t a[2][4];
@@ -54,8 +45,8 @@ DEVICE void multiply(const Operands& p, uint64_t base) {
 #pragma unroll
   for (int k = 0; k < 2; k++) {
     const uint64_t b = p.b + base + k * p.b_step;
-    if constexpr (REGISTERS) ptx::wgmma_rs<N, Element::WGMMA_ELEMENT, WGMMA_TRANS_B>(d, a[k], b, true);
-    else ptx::wgmma_ss<N, Element::WGMMA_ELEMENT, WGMMA_TRANS_A, WGMMA_TRANS_B>(d, p.a + base + k * p.a_step, b, true);
+    if constexpr (REGISTERS) ptx::wgmma_rs<N, E, TRANS_B>(d, a[k], b, true);
+    else ptx::wgmma_ss<N, E, TRANS_A, TRANS_B>(d, p.a + base + k * p.a_step, b, true);
   }
   ptx::wgmma_commit();
   ptx::wgmma_wait<0>();
@@ -75,17 +66,17 @@ DEVICE uint64_t place_image(const Operands& p) {
 
 extern "C" __global__ void __launch_bounds__(128) multiply_shared(const __grid_constant__ Operands p) {
   const uint64_t base = place_image(p);
-#define CASE(size) \
-  if (p.n == size) multiply<size, false>(p, base);
-  WGMMA_SIZES
+#define CASE(number_, element, trans_a, trans_b, n) \
+  if (p.number == number_) multiply<Element::element, trans_a, trans_b, n, false>(p, base);
+  WGMMA_CASES
 #undef CASE
 }
 
 extern "C" __global__ void __launch_bounds__(128) multiply_registers(const __grid_constant__ Operands p) {
   const uint64_t base = place_image(p);
-#define CASE(size) \
-  if (p.n == size) multiply<size, true>(p, base);
-  WGMMA_SIZES
+#define CASE(number_, element, trans_a, trans_b, n) \
+  if (p.number == number_) multiply<Element::element, trans_a, trans_b, n, true>(p, base);
+  WGMMA_CASES
 #undef CASE
 }
 
@@ -93,12 +84,12 @@ extern "C" __global__ void __launch_bounds__(128) multiply_registers(const __gri
 extern "C" __global__ void __launch_bounds__(128) multiply_groups(const __grid_constant__ Operands p) {
   const uint64_t base = place_image(p);
   constexpr int N = 64;
+  constexpr Element E = Element::f16;
   float first[N / 2], second[N / 2];
   ptx::wgmma_fence();
-  ptx::wgmma_ss<N, Element::WGMMA_ELEMENT, WGMMA_TRANS_A, WGMMA_TRANS_B>(first, p.a + base, p.b + base, false);
+  ptx::wgmma_ss<N, E>(first, p.a + base, p.b + base, false);
   ptx::wgmma_commit();
-  ptx::wgmma_ss<N, Element::WGMMA_ELEMENT, WGMMA_TRANS_A, WGMMA_TRANS_B>(second, p.a + base + p.a_step,
-                                                                         p.b + base + p.b_step, false);
+  ptx::wgmma_ss<N, E>(second, p.a + base + p.a_step, p.b + base + p.b_step, false);
   ptx::wgmma_commit();
   ptx::wgmma_wait<1>();
   ptx::pin_registers(first);

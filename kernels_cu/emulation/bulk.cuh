@@ -53,8 +53,8 @@ inline void issue_bulk_load(uint32_t destination, const void* source, uint32_t b
 inline void land_bulk(const InFlight& load) { async_write(load.shared, load.source, load.bytes, "bulk load"); }
 
 // ---- stores
-// Shared memory is read at issue and must not change until wait_group.read; global memory changes at the wait (late), at
-// the commit (eager), or either way.
+// Shared memory is read at issue and must not change until wait_group.read; global memory changes at the wait (late),
+// at the commit (eager), or either way.
 inline void start_store(BulkStore& store, const char* operation) {
   store.snapshot = static_cast<char*>(malloc(store.bytes));
   for (uint32_t at = 0; at < store.bytes; at += 16)

@@ -42,8 +42,7 @@ inline uint32_t k_major_address(const Descriptor& d, int mn, int byte) {
 inline uint32_t mn_major_address(const Descriptor& d, int mn, int k) {
   const uint32_t line = d.swizzle == 1 ? 128 : d.swizzle == 2 ? 64 : 32, columns = line / 2;
   if (!d.swizzle) return d.start + mn / 8 * d.stride + k / 8 * d.leading + k % 8 * 16;
-  return swizzled(d.start + mn / columns * d.leading + k / 8 * d.stride + k % 8 * line + mn % columns * 2,
-                          d.swizzle);
+  return swizzled(d.start + mn / columns * d.leading + k / 8 * d.stride + k % 8 * line + mn % columns * 2, d.swizzle);
 }
 
 // Reads `count` rows or columns from `first` on, 32 bytes of K each; returns a hash of the bytes. out, where given: raw

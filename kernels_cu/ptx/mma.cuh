@@ -5,7 +5,7 @@
 //                    b0 (2t, g)     b1 (2t + 8, g)
 //   fp8, k = 32      a[0] (g, 4t)   a[1] (g + 8, 4t)   a[2] (g, 4t + 16)   a[3] (g + 8, 4t + 16)   four elements each
 //                    b0 (4t, g)     b1 (4t + 16, g)
-//   tf32, k = 8      a[0] (g, t)    a[1] (g + 8, t)    a[2] (g, t + 4)     a[3] (g + 8, t + 4)     a float's top 19 bits
+//   tf32, k = 8      a[0] (g, t)    a[1] (g + 8, t)    a[2] (g, t + 4)     a[3] (g + 8, t + 4)     one float each
 //                    b0 (t, g)      b1 (t + 4, g)
 //   d                d[0], d[1] (g, 2t ..)             d[2], d[3] (g + 8, 2t ..)
 //

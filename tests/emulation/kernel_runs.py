@@ -19,12 +19,18 @@ from gpu_actors.devices.emulation import (
     build_module,
     encode_tensor_map,
 )
-from gpu_actors.kernels.assets import asset_root
+from gpu_actors.devices.emulation.build import find_entries
+from gpu_actors.kernels.assets import asset_headers, asset_root
+from gpu_actors.kernels.compiler import Compiler
+from gpu_actors.kernels.source import Cubin, KernelSource, exact_arch
 
 Array = npt.NDArray[Any]
+OWN_KERNELS = Path(__file__).parent / "kernels"
 
-# (delivery, schedule, seed): every delivery and every schedule at least once
-ORDERS = (
+Order = tuple[Any, Any, int]  # delivery, schedule, seed
+
+# Every delivery and every schedule at least once
+ORDERS: tuple[Order, ...] = (
     ("late", "greedy", 0),
     ("late", "lane", 1),
     ("eager", "round_robin", 0),
@@ -65,7 +71,7 @@ def pointer(place: Place, array: str) -> bytes:
 
 @dataclass(frozen=True)
 class KernelRun:
-    """file: below kernels_cu. arrays: what the kernel reads and writes, by name. params: its arguments."""
+    """file: below kernels_cu or tests/emulation/kernels. arrays: what it reads and writes. params: its arguments."""
 
     file: str
     entry: str
@@ -125,32 +131,56 @@ class _EmulatedPlace:
 
 
 def emulated_module(
-    file: str | Path, macros: Mapping[str, str], cache_dir: Path, toolchain: Toolchain | None = None
+    file: str, macros: Mapping[str, str], cache_dir: Path, toolchain: Toolchain | None = None
 ) -> EmulatedModule:
+    source, headers = read_source(file)
+    return build_module(source, macros, headers, toolchain, cache_dir, name=Path(file).name)
+
+
+def read_source(file: str) -> tuple[str, dict[str, str]]:
+    """The text of a kernel file of kernels_cu, or of tests/emulation/kernels, and the headers that it reaches."""
     path = asset_root() / file
-    return build_module(path.read_text(), macros, None, toolchain, cache_dir, name=path.name)
+    own: dict[str, str] = {}
+    if not path.exists():
+        path = OWN_KERNELS / file
+        own = {header.name: header.read_text() for header in OWN_KERNELS.glob("*.cuh")}
+    text = path.read_text()
+    return text, {**own, **asset_headers("\n".join([text, *own.values()]))}
 
 
-def emulated_runner(cache_dir: Path, orders: Sequence[tuple[Any, Any, int]] = ORDERS) -> Runner:
-    """Runs a kernel in each of the orders, each time on fresh copies of the arrays."""
+def cubin_of(file: str, macros: Mapping[str, str], arch: str, absent: Sequence[str] = ()) -> Cubin:
+    """The file compiled by NVRTC. absent: entries that this architecture lacks."""
+    text, headers = read_source(file)
+    entries = [entry for entry in find_entries(text) if entry not in absent]
+    return Compiler().compile(KernelSource(file, text, entries, headers=headers, macros=macros), arch)
+
+
+def launch_emulated(module: EmulatedModule, wanted: KernelRun, order: Order) -> Results:
+    """One launch on fresh copies of the arrays."""
+    delivery, schedule, seed = order
+    place = _EmulatedPlace(wanted.arrays)
+    module.launch(
+        wanted.entry,
+        wanted.grid,
+        wanted.block,
+        wanted.shared_bytes,
+        wanted.params(place),
+        list(place.buffers.values()),
+        delivery=delivery,
+        schedule=schedule,
+        seed=seed,
+    )
+    arrays = {n: b.view(wanted.arrays[n].dtype, wanted.arrays[n].shape) for n, b in place.buffers.items()}
+    return Results(arrays, f"{delivery} delivery, {schedule} schedule, seed {seed}")
+
+
+def emulated_runner(cache_dir: Path) -> Runner:
+    """Runs a kernel in each of ORDERS."""
 
     def run(wanted: KernelRun) -> Iterator[Results]:
         module = emulated_module(wanted.file, wanted.macros, cache_dir)
-        for delivery, schedule, seed in orders:
-            place = _EmulatedPlace(wanted.arrays)
-            module.launch(
-                wanted.entry,
-                wanted.grid,
-                wanted.block,
-                wanted.shared_bytes,
-                wanted.params(place),
-                list(place.buffers.values()),
-                delivery=delivery,
-                schedule=schedule,
-                seed=seed,
-            )
-            arrays = {n: b.view(wanted.arrays[n].dtype, wanted.arrays[n].shape) for n, b in place.buffers.items()}
-            yield Results(arrays, f"{delivery} delivery, {schedule} schedule, seed {seed}")
+        for order in ORDERS:
+            yield launch_emulated(module, wanted, order)
 
     return run
 
@@ -199,13 +229,7 @@ class _CudaPlace:
 def _cuda_module(file: str, macros: tuple[tuple[str, str], ...], scratch: Path) -> Any:
     import cupy
 
-    from gpu_actors.devices.emulation.build import find_entries
-    from gpu_actors.kernels.assets import asset_source, asset_text
-    from gpu_actors.kernels.compiler import Compiler
-    from gpu_actors.kernels.source import exact_arch
-
-    arch = exact_arch(int(cupy.cuda.Device().compute_capability))
-    cubin = Compiler().compile(asset_source(file, find_entries(asset_text(file)), macros=dict(macros)), arch)
+    cubin = cubin_of(file, dict(macros), exact_arch(int(cupy.cuda.Device().compute_capability)))
     path = scratch / f"{Path(file).stem}-{abs(hash(macros))}.cubin"
     path.write_bytes(cubin.data)
     return cupy.RawModule(path=str(path))

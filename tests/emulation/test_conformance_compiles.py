@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 
 import pytest
+from kernel_runs import cubin_of
+from test_conformance_wgmma import EVERY_KIND, cases
 
-from gpu_actors.devices.emulation.build import find_entries
-from gpu_actors.kernels.assets import asset_headers, asset_source, asset_text
+from gpu_actors.kernels.assets import asset_headers
 from gpu_actors.kernels.compiler import Compiler
 from gpu_actors.kernels.source import KernelSource
 
-FEW_SIZES = "CASE(8) CASE(72) CASE(256)"
 VARIANTS = [  # file, architecture, macros, entries that this architecture lacks
     ("warp.cu", "sm_80", {}, ()),
     ("warp.cu", "sm_90a", {}, ()),
@@ -20,11 +20,7 @@ VARIANTS = [  # file, architecture, macros, entries that this architecture lacks
     ("copies.cu", "sm_90a", {}, ()),
     ("pipelines.cu", "sm_90a", {}, ()),
     ("tensors.cu", "sm_90a", {}, ()),
-    *(
-        ("wgmma.cu", "sm_90a", {"WGMMA_ELEMENT": e, "WGMMA_SIZES": FEW_SIZES}, ())
-        for e in ("f16", "bf16", "e4m3", "e5m2")
-    ),
-    ("wgmma.cu", "sm_90a", {"WGMMA_TRANS_A": "true", "WGMMA_TRANS_B": "true", "WGMMA_SIZES": FEW_SIZES}, ()),
+    ("wgmma.cu", "sm_90a", cases(EVERY_KIND), ()),
 ]
 
 
@@ -32,10 +28,15 @@ VARIANTS = [  # file, architecture, macros, entries that this architecture lacks
 def test_nvrtc_takes_every_wrapper_and_ptxas_gives_nothing_up(
     file: str, arch: str, macros: dict[str, str], absent: tuple[str, ...]
 ) -> None:
-    path = f"conformance/{file}"
-    entries = [entry for entry in find_entries(asset_text(path)) if entry not in absent]
-    cubin = Compiler().compile(asset_source(path, entries, macros=macros), arch)
-    assert set(cubin.resources) == set(entries)
+    cubin = cubin_of(f"conformance/{file}", macros, arch, absent)
+    assert re.findall(r"C75\d\d.*", cubin.log) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "arch"), [("attention_sm80.cu", "sm_80"), ("attention_sm80.cu", "sm_90a"), ("attention_sm90.cu", "sm_90a")]
+)
+def test_the_small_attention_kernels_are_kernels_for_gpus_too(file: str, arch: str) -> None:
+    cubin = cubin_of(file, {"BUG": "0"}, arch)
     assert re.findall(r"C75\d\d.*", cubin.log) == []
 
 

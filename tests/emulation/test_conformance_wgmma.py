@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,48 +15,62 @@ from layouts import Operand, k_major, mn_major
 
 FILE = "conformance/wgmma.cu"
 Array = npt.NDArray[Any]
-EVERY_SIZE = "".join(f" CASE({n})" for n in range(8, 257, 8))
+
+
+class Variant(NamedTuple):
+    """One instruction: which are compiled into one module is a macro."""
+
+    element: str
+    n: int
+    trans_a: bool = False
+    trans_b: bool = False
+
+
+EVERY_SIZE = [Variant("f16", n) for n in range(8, 257, 8)]
+EVERY_KIND = [
+    *(Variant(element, n) for element in ("bf16", "e4m3", "e5m2") for n in (8, 72, 256)),
+    *(Variant("bf16", n, *trans) for n in (40, 192) for trans in itertools.product((False, True), repeat=2)),
+    Variant("f16", 128, False, True),
+]
+
+
+def cases(variants: list[Variant]) -> dict[str, str]:
+    def flag(value: bool) -> str:
+        return str(value).lower()
+
+    calls = (f"CASE({i}, {v.element}, {flag(v.trans_a)}, {flag(v.trans_b)}, {v.n})" for i, v in enumerate(variants))
+    return {"WGMMA_CASES": " ".join(calls)}
 
 
 class Product:
-    """a (64, 2 steps of k), b (n, the same) and c; entry: which kernel multiplies them."""
+    """a (64, 2 steps of k), b (n, the same) and c, placed in shared memory in the given layouts."""
 
-    def __init__(
-        self,
-        element: str,
-        n: int,
-        layouts: tuple[str, str] = ("128B", "128B"),
-        trans: tuple[bool, bool] = (False, False),
-    ) -> None:
-        rng = np.random.default_rng(n)
-        depth = 2 * DEPTH[element]
-        self.element, self.n, self.trans = element, n, trans
-        self.a, self.b = small_values(rng, (64, depth), element), small_values(rng, (n, depth), element)
-        self.c = (rng.integers(-64, 65, (64, n)) / 8).astype(np.float32)
+    def __init__(self, variant: Variant, layouts: tuple[str, str] = ("128B", "128B")) -> None:
+        rng = np.random.default_rng(variant.n)
+        depth = 2 * DEPTH[variant.element]
+        self.variant = variant
+        self.a = small_values(rng, (64, depth), variant.element)
+        self.b = small_values(rng, (variant.n, depth), variant.element)
+        self.c = (rng.integers(-64, 65, (64, variant.n)) / 8).astype(np.float32)
         self.d = self.c + self.a.astype(np.float32) @ self.b.astype(np.float32).T
-        self.placed_a = place(self.a, layouts[0], trans[0])
-        self.placed_b = place(self.b, layouts[1], trans[1])
+        self.placed_a = place(self.a, layouts[0], variant.trans_a)
+        self.placed_b = place(self.b, layouts[1], variant.trans_b)
 
-    def run(self, entry: str, sizes: str) -> KernelRun:
-        start_b = -(-len(self.placed_a.image) // 1024) * 1024
-        image = np.zeros(start_b + len(self.placed_b.image), np.uint8)
-        image[: len(self.placed_a.image)] = self.placed_a.image
-        image[start_b:] = self.placed_b.image
+    def run(self, entry: str, among: list[Variant]) -> KernelRun:
         a, b = self.placed_a, self.placed_b
+        start_b = -(-len(a.image) // 1024) * 1024
+        image = np.zeros(start_b + len(b.image), np.uint8)
+        image[: len(a.image)] = a.image
+        image[start_b:] = b.image
+        number = among.index(self.variant)
 
         def params(place: Place) -> list[bytes]:
             numbers = (a.descriptor, b.descriptor + (start_b >> 4), a.step, b.step)
-            head = pointer(place, "image") + struct.pack("<Ii4Q", len(image), self.n, *numbers)
+            head = pointer(place, "image") + struct.pack("<Ii4Q", len(image), number, *numbers)
             return [head + b"".join(pointer(place, name) for name in ("registers", "c", "d"))]
 
         arrays = {"image": image, "registers": self.registers(), "c": self.c, "d": np.zeros_like(self.c)}
-        macros = {
-            "WGMMA_ELEMENT": self.element,
-            "WGMMA_TRANS_A": str(self.trans[0]).lower(),
-            "WGMMA_TRANS_B": str(self.trans[1]).lower(),
-            "WGMMA_SIZES": sizes,
-        }
-        return KernelRun(FILE, entry, arrays, params, block=128, shared_bytes=len(image), macros=macros)
+        return KernelRun(FILE, entry, arrays, params, block=128, shared_bytes=len(image), macros=cases(among))
 
     def registers(self) -> Array:
         """a as fragments: (2 K steps, 128 threads, 4 words)."""
@@ -67,42 +82,44 @@ def place(elements: Array, swizzle: str, transposed: bool) -> Operand:
     return mn_major(elements, swizzle) if transposed else k_major(elements, swizzle)
 
 
-@pytest.mark.parametrize("n", range(8, 257, 8))
-def test_every_size_multiplies_from_shared_memory_and_from_registers(runner: Runner, n: int) -> None:
-    product = Product("f16", n)
+@pytest.mark.parametrize("variant", EVERY_SIZE, ids=lambda v: v.n)
+def test_every_size_multiplies_from_shared_memory_and_from_registers(runner: Runner, variant: Variant) -> None:
+    product = Product(variant)
     for entry in ("multiply_shared", "multiply_registers"):
         for result in runner(product.run(entry, EVERY_SIZE)):
             result.check(d=product.d)
 
 
-@pytest.mark.parametrize("element", ["bf16", "e4m3", "e5m2"])
-@pytest.mark.parametrize("n", [8, 72, 256])
-def test_every_element_multiplies(runner: Runner, element: str, n: int) -> None:
-    product = Product(element, n)
+@pytest.mark.parametrize("variant", [v for v in EVERY_KIND if not v.trans_a], ids=str)
+def test_every_element_multiplies(runner: Runner, variant: Variant) -> None:
+    product = Product(variant)
     for entry in ("multiply_shared", "multiply_registers"):
-        for result in runner(product.run(entry, "CASE(8) CASE(72) CASE(256)")):
+        for result in runner(product.run(entry, EVERY_KIND)):
             result.check(d=product.d)
 
 
-@pytest.mark.parametrize("a_layout", ["none", "32B", "64B", "128B"])
-@pytest.mark.parametrize("b_layout", ["none", "32B", "64B", "128B"])
-@pytest.mark.parametrize("trans", [(False, False), (False, True), (True, False), (True, True)], ids=str)
+LAYOUTS = ["none", "32B", "64B", "128B"]
+
+
+@pytest.mark.parametrize("a_layout", LAYOUTS)
+@pytest.mark.parametrize("b_layout", LAYOUTS)
+@pytest.mark.parametrize("trans", list(itertools.product((False, True), repeat=2)), ids=str)
 def test_every_layout_is_addressed(runner: Runner, a_layout: str, b_layout: str, trans: tuple[bool, bool]) -> None:
     for n in (40, 192):
-        product = Product("bf16", n, (a_layout, b_layout), trans)
-        for result in runner(product.run("multiply_shared", "CASE(40) CASE(192)")):
+        product = Product(Variant("bf16", n, *trans), (a_layout, b_layout))
+        for result in runner(product.run("multiply_shared", EVERY_KIND)):
             result.check(d=product.d)
 
 
-@pytest.mark.parametrize("layout", ["none", "32B", "64B", "128B"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_transposed_b_goes_with_a_in_registers(runner: Runner, layout: str) -> None:
-    product = Product("f16", 128, ("128B", layout), (False, True))
-    for result in runner(product.run("multiply_registers", "CASE(128)")):
+    product = Product(Variant("f16", 128, False, True), ("128B", layout))
+    for result in runner(product.run("multiply_registers", EVERY_KIND)):
         result.check(d=product.d)
 
 
 def test_groups_overlap_and_a_fresh_accumulator_is_not_read(runner: Runner) -> None:
-    product = Product("f16", 64)
+    product = Product(Variant("f16", 64))
     a, b = (x.astype(np.float32) for x in (product.a, product.b))
     expected = 2 * a[:, :16] @ b[:, :16].T + a[:, 16:] @ b[:, 16:].T
     for result in runner(product.run("multiply_groups", EVERY_SIZE)):
@@ -122,7 +139,7 @@ def test_descriptors_hold_address_offsets_and_swizzle(runner: Runner) -> None:
         "descriptors",
         {"out": np.zeros(4, np.uint64)},
         lambda place: [struct.pack("<I", address), pointer(place, "out")],
-        macros=Product("f16", 8).run("descriptors", EVERY_SIZE).macros,
+        macros=cases(EVERY_SIZE),
         block=1,
     )
     for result in runner(run):

@@ -13,8 +13,6 @@ from kernel_runs import emulated_module
 from gpu_actors.devices.emulation import EmulatedBuffer, EmulatedModule, EmulationFault
 from gpu_actors.errors import LaunchError
 
-KERNELS = Path(__file__).parent / "kernels" / "seeded_bugs.cu"
-
 GEOMETRY = {  # entry: threads, bytes of shared memory, floats of in, floats of out
     "accesses": (64, 512, 64, 64),
     "deep": (32, 0, 64, 32),
@@ -36,7 +34,7 @@ ORDERS = [
 
 @pytest.fixture(scope="module")
 def module(module_cache: Path) -> EmulatedModule:
-    return emulated_module(KERNELS, {}, module_cache)
+    return emulated_module("seeded_bugs.cu", {}, module_cache)
 
 
 def launch(

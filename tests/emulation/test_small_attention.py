@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import struct
 import time
@@ -11,18 +12,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-
-from gpu_actors.devices.emulation import (
-    EmulatedBuffer,
-    EmulatedModule,
-    EmulationFault,
-    Toolchain,
-    build_module,
-    encode_tensor_map,
+from kernel_runs import (
+    KernelRun,
+    Order,
+    Place,
+    TensorMapArgument,
+    cuda_runner,
+    emulated_module,
+    launch_emulated,
+    pointer,
 )
 
+from gpu_actors.devices.emulation import EmulatedModule, EmulationFault, Toolchain
+
 Array = npt.NDArray[Any]
-KERNELS = Path(__file__).parent / "kernels"
 HEAD_DIM, TILE = 64, 64
 GEOMETRY = {"attention_sm80": (128, 5 * 8192), "attention_sm90": (160, 5 * 8192 + 64)}  # threads, shared bytes
 ORDERS = list(itertools.product(("late", "eager", "random"), ("round_robin", "greedy", "random", "lane"), (1, 2)))
@@ -34,21 +37,9 @@ SHAPES = [  # heads, seqlen_q, seqlen_k: whole tiles and not, one row, more key 
 ]
 
 
-def sources() -> dict[str, str]:
-    from gpu_actors.kernels.assets import asset_headers
-
-    shared = (KERNELS / "attention.cuh").read_text()
-    return {"attention.cuh": shared, **asset_headers(shared)}
-
-
-def build(name: str, cache: Path, toolchain: Toolchain | None = None) -> EmulatedModule:
-    path = KERNELS / f"{name}.cu"
-    return build_module(path.read_text(), {}, sources(), toolchain, cache, name=path.name)
-
-
 @pytest.fixture(scope="module", params=list(GEOMETRY))
 def kernel(request: pytest.FixtureRequest, module_cache: Path) -> tuple[str, EmulatedModule]:
-    return request.param, build(request.param, module_cache)
+    return request.param, emulated_module(f"{request.param}.cu", {}, module_cache)
 
 
 class Problem:
@@ -60,38 +51,30 @@ class Problem:
         self.q = rng.standard_normal((heads, seqlen_q, HEAD_DIM)).astype(np.float16)
         self.k, self.v = (rng.standard_normal((heads, seqlen_k, HEAD_DIM)).astype(np.float16) for _ in range(2))
 
-    def launch(
-        self, name: str, module: EmulatedModule, order: tuple[Any, Any, int], bug: int = 0
-    ) -> tuple[Array, Array]:
+    def run(self, name: str, bug: int = 0) -> KernelRun:
         heads, seqlen_q, seqlen_k = self.shape
-        buffers = {n: EmulatedBuffer.of(getattr(self, n), n) for n in "qkv"}
-        buffers["out"] = EmulatedBuffer(self.q.nbytes, "out")
-        buffers["lse"] = EmulatedBuffer(4 * heads * seqlen_q, "lse")
-        lengths = {"q": seqlen_q, "k": seqlen_k, "v": seqlen_k, "out": seqlen_q}
-        maps = b"".join(
-            encode_tensor_map(
-                buffers[n].address, "float16", (HEAD_DIM, s, heads), (128, 128 * s), (HEAD_DIM, TILE, 1), "128B"
-            )
-            for n, s in lengths.items()
-        )
-        addresses = struct.pack("<5Q", *(b.address for b in buffers.values()))
-        numbers = struct.pack("<4if", seqlen_q, seqlen_k, self.causal, bug, self.scale)
-        params = (maps + addresses + numbers).ljust(576, b"\0")
+        arrays = {"q": self.q, "k": self.k, "v": self.v}
+        arrays["out"] = np.full_like(self.q, np.nan)
+        arrays["lse"] = np.full((heads, seqlen_q), np.nan, np.float32)
+
+        def tensor_map(place: Place, array: str, seqlen: int) -> bytes:
+            shape, strides, box = (HEAD_DIM, seqlen, heads), (128, 128 * seqlen), (HEAD_DIM, TILE, 1)
+            return place.tensor_map(TensorMapArgument(array, "float16", shape, strides, box, "128B"))
+
+        def params(place: Place) -> list[bytes]:
+            lengths = {"q": seqlen_q, "k": seqlen_k, "v": seqlen_k, "out": seqlen_q}
+            maps = b"".join(tensor_map(place, array, seqlen) for array, seqlen in lengths.items())
+            addresses = b"".join(pointer(place, array) for array in arrays)
+            numbers = struct.pack("<4if", seqlen_q, seqlen_k, self.causal, bug, self.scale)
+            return [(maps + addresses + numbers).ljust(576, b"\0")]
+
         threads, shared = GEOMETRY[name]
-        delivery, schedule, seed = order
         grid = (-(-seqlen_q // TILE), heads)
-        module.launch(
-            "attention",
-            grid,
-            threads,
-            shared,
-            params,
-            list(buffers.values()),
-            delivery=delivery,
-            schedule=schedule,
-            seed=seed,
-        )
-        return buffers["out"].view(np.float16, self.q.shape), buffers["lse"].view(np.float32, self.q.shape[:2])
+        return KernelRun(f"{name}.cu", "attention", arrays, params, threads, grid, shared)
+
+    def launch(self, name: str, module: EmulatedModule, order: Order, bug: int = 0) -> tuple[Array, Array]:
+        result = launch_emulated(module, self.run(name, bug), order)
+        return result["out"], result["lse"]
 
     def expected(self) -> tuple[Array, Array]:
         """float64; rows without a key give zeros and -inf."""
@@ -131,11 +114,11 @@ BUGS = [("attention_sm80", bug) for bug in range(1, 5)] + [("attention_sm90", bu
 
 @pytest.mark.parametrize(("name", "bug"), BUGS)
 def test_every_missing_piece_of_synchronisation_is_found(module_cache: Path, name: str, bug: int) -> None:
-    module, problem = build(name, module_cache), Problem(1, 70, 333)
+    module, problem = emulated_module(f"{name}.cu", {}, module_cache), Problem(1, 70, 333)
     assert any(is_found(problem, name, module, order, bug) for order in ORDERS)
 
 
-def is_found(problem: Problem, name: str, module: EmulatedModule, order: tuple[Any, Any, int], bug: int) -> bool:
+def is_found(problem: Problem, name: str, module: EmulatedModule, order: Order, bug: int) -> bool:
     try:
         return not problem.is_right(*problem.launch(name, module, order, bug))
     except EmulationFault:
@@ -153,9 +136,20 @@ def test_a_small_forward_takes_a_few_milliseconds(kernel: tuple[str, EmulatedMod
 
 
 def test_zig_builds_the_same_kernel(module_cache: Path) -> None:
-    module = build("attention_sm90", module_cache, Toolchain.find("zig"))
+    module = emulated_module("attention_sm90.cu", {}, module_cache, Toolchain.find("zig"))
     problem = Problem(1, 70, 333, causal=True)
     for order in ORDERS[::5]:
         assert problem.is_right(*problem.launch("attention_sm90", module, order))
     with pytest.raises(EmulationFault, match="unfenced"):
         problem.launch("attention_sm90", module, ("late", "greedy", 0), bug=4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", list(GEOMETRY))
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_attention_is_right_on_a_gpu(name: str, shape: tuple[int, int, int], causal: bool, tmp_path: Path) -> None:
+    problem = Problem(*shape, causal)
+    run = dataclasses.replace(problem.run(name), macros={"BUG": "0"})
+    for result in cuda_runner(tmp_path)(run):
+        assert problem.is_right(result["out"], result["lse"])

@@ -5,6 +5,10 @@
 
 #include "ptx.cuh"
 
+#ifndef BUG
+#define BUG p.bug
+#endif
+
 constexpr int HEAD_DIM = 64, TILE = 64, STAGES = 2;
 constexpr uint32_t TILE_BYTES = TILE * HEAD_DIM * 2;
 

@@ -45,9 +45,9 @@ extern "C" __global__ void __launch_bounds__(128) attention(const __grid_constan
   const int a_row = lane % 16, a_unit = lane / 16, b_row = lane % 8 + lane / 16 * 8, b_unit = lane / 8 % 2;
   for (int n = 0; n < tiles; n++) {
     load(n + 1);
-    if (p.bug == 1) ptx::cp_async_wait<2>();
+    if (BUG == 1) ptx::cp_async_wait<2>();
     else ptx::cp_async_wait<1>();
-    if (p.bug != 2) __syncthreads();
+    if (BUG != 2) __syncthreads();
     const uint32_t k_stage = k_tile + n % STAGES * TILE_BYTES, v_stage = v_tile + n % STAGES * TILE_BYTES;
     if (n == 0)
       for (int k = 0; k < 4; k++) ptx::ldmatrix_x4(q[k], unit_address(q_tile, warp * 16 + a_row, 2 * k + a_unit));
@@ -77,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(128) attention(const __grid_constan
         ptx::mma_m16n8k16<Element::f16>(reinterpret_cast<float (&)[4]>(o[4 * j + 4]), a, b[2], b[3]);
       }
     }
-    if (p.bug != 3) __syncthreads();  // everybody is done with the stage that is loaded next
+    if (BUG != 3) __syncthreads();  // everybody is done with the stage that is loaded next
   }
   ptx::cp_async_wait_all();
   float lse[2];
@@ -85,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(128) attention(const __grid_constan
 #pragma unroll
   for (int i = 0; i < 32; i += 2) {
     const int r = row + 8 * (i / 2 % 2);
-    if (r < p.seqlen_q || p.bug == 4)
+    if (r < p.seqlen_q || BUG == 4)
       *reinterpret_cast<uint32_t*>(p.out_rows + (row_of_head + r) * HEAD_DIM + i / 4 * 8 + lane % 4 * 2) =
           pack(o[i], o[i + 1]);
   }

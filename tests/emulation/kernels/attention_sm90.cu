@@ -22,10 +22,10 @@ DEVICE void produce(const Params& p, const Layout& at, int tiles) {
   }
   for (int n = 0; n < tiles; n++) {
     const int stage = n % STAGES;
-    if (p.bug != 1) ptx::mbarrier_wait(at.empty + 8 * stage, n / STAGES % 2 ^ 1);
+    if (BUG != 1) ptx::mbarrier_wait(at.empty + 8 * stage, n / STAGES % 2 ^ 1);
     __syncwarp();
     if (!leader) continue;
-    ptx::mbarrier_arrive_expect_tx(at.k_full + 8 * stage, p.bug == 2 ? TILE_BYTES / 2 : TILE_BYTES);
+    ptx::mbarrier_arrive_expect_tx(at.k_full + 8 * stage, BUG == 2 ? TILE_BYTES / 2 : TILE_BYTES);
     ptx::tma_load(at.k + stage * TILE_BYTES, &p.k, at.k_full + 8 * stage, 0, n * TILE, static_cast<int>(blockIdx.y));
     ptx::mbarrier_arrive_expect_tx(at.v_full + 8 * stage, TILE_BYTES);
     ptx::tma_load(at.v + stage * TILE_BYTES, &p.v, at.v_full + 8 * stage, 0, n * TILE, static_cast<int>(blockIdx.y));
@@ -42,16 +42,16 @@ DEVICE void store_output(const Params& p, const Layout& at, const float (&o)[32]
                            pack(o[4 * j + 4], o[4 * j + 5]), pack(o[4 * j + 6], o[4 * j + 7])};
     ptx::stmatrix_x4(at.q + row * 128 + (((j + lane / 16) ^ (row & 7)) << 4), r);
   }
-  if (p.bug == 3) {
+  if (BUG == 3) {
     if (threadIdx.x == 0) ptx::fence_proxy_async();
-  } else if (p.bug != 4) {
+  } else if (BUG != 4) {
     ptx::fence_proxy_async();
   }
-  if (p.bug != 5) ptx::barrier_sync(1, 128);
+  if (BUG != 5) ptx::barrier_sync(1, 128);
   if (threadIdx.x == 0) {
     ptx::tma_store(&p.out, at.q, 0, static_cast<int>(blockIdx.x) * TILE, static_cast<int>(blockIdx.y));
     ptx::bulk_commit();
-    if (p.bug != 6) ptx::bulk_wait_read<0>();
+    if (BUG != 6) ptx::bulk_wait_read<0>();
   }
 }
 
@@ -66,15 +66,15 @@ DEVICE void consume(const Params& p, const Layout& at, int tiles) {
   const uint64_t q = ptx::matrix_descriptor<Swizzle::b128, 16, 1024>(at.q);
   ptx::mbarrier_wait(at.q_full, 0);
   for (int n = 0; n < tiles; n++) {
-    const int stage = n % STAGES, parity = p.bug == 7 ? 0 : n / STAGES % 2;
+    const int stage = n % STAGES, parity = BUG == 7 ? 0 : n / STAGES % 2;
     const uint64_t k = ptx::matrix_descriptor<Swizzle::b128, 16, 1024>(at.k + stage * TILE_BYTES);
     const uint64_t v = ptx::matrix_descriptor<Swizzle::b128, 16, 1024>(at.v + stage * TILE_BYTES);
-    if (p.bug != 8) ptx::mbarrier_wait(at.k_full + 8 * stage, parity);
+    if (BUG != 8) ptx::mbarrier_wait(at.k_full + 8 * stage, parity);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < 4; step++) ptx::wgmma_ss<TILE, Element::f16>(s, q + 2 * step, k + 2 * step, step > 0);
     ptx::wgmma_commit();
-    if (p.bug != 9) ptx::wgmma_wait<0>();
+    if (BUG != 9) ptx::wgmma_wait<0>();
     ptx::pin_registers(s);
     softmax.mask(p, s, row, n * TILE);
     softmax.update(s, o, p.scale * 1.44269504f);
@@ -82,14 +82,14 @@ DEVICE void consume(const Params& p, const Layout& at, int tiles) {
 #pragma unroll
     for (int i = 0; i < 16; i++) a[i / 4][i % 4] = pack(s[2 * i], s[2 * i + 1]);
     ptx::mbarrier_wait(at.v_full + 8 * stage, parity);
-    if (p.bug != 10) ptx::wgmma_fence();
+    if (BUG != 10) ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < 4; step++) ptx::wgmma_rs<HEAD_DIM, Element::f16, true>(o, a[step], v + 128 * step, true);
     ptx::wgmma_commit();
-    if (p.bug == 11 && lane == 0) ptx::mbarrier_arrive(at.empty + 8 * stage);
+    if (BUG == 11 && lane == 0) ptx::mbarrier_arrive(at.empty + 8 * stage);
     ptx::wgmma_wait<0>();
     ptx::pin_registers(o);
-    if (p.bug != 11 && lane == 0) ptx::mbarrier_arrive(at.empty + 8 * stage);
+    if (BUG != 11 && lane == 0) ptx::mbarrier_arrive(at.empty + 8 * stage);
   }
   float lse[2];
   softmax.finish(o, lse, p.scale * 1.44269504f);
@@ -110,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(160, 1) attention(const __grid_cons
       ptx::mbarrier_init(at.v_full + 8 * i, 1);
       ptx::mbarrier_init(at.empty + 8 * i, 4);
     }
-    if (p.bug != 12) ptx::fence_mbarrier_init();
+    if (BUG != 12) ptx::fence_mbarrier_init();
   }
   __syncthreads();
   if (threadIdx.x >= 128) produce(p, at, tiles);
