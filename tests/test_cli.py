@@ -146,12 +146,15 @@ def test_embed_json_gives_the_vectors_of_sentence_transformers(run: Run, tmp_pat
 
 
 def test_embed_query_gives_the_best_passages_first(run: Run, files: list[Path]) -> None:
+    files.reverse()
+    vectors = {item["text"]: item["embedding"] for item in json.loads(run(*embed(*files, "--json"))[1])}
     code, out, _ = run(*embed(*files, "--json", "--query", "How do birds rest while flying?", "--top", 2))
     best, second = json.loads(out)
     assert code == 0
-    assert best["file"] == str(files[0])
+    assert best["file"] == str(files[1])
     assert 1 >= best["score"] > second["score"] >= -1
-    assert len(best["embedding"]) == 384
+    for item in (best, second):
+        np.testing.assert_allclose(item["embedding"], vectors[item["text"]], atol=1e-6)
 
 
 def test_embed_prints_a_table_and_its_summary_beside_it(run: Run, files: list[Path]) -> None:

@@ -92,6 +92,13 @@ async def test_embeddings_are_those_of_sentence_transformers(
     np.testing.assert_allclose(result.vectors, reference["embeddings"], atol=2e-6, rtol=0)
 
 
+async def test_the_projects_own_kernels_give_the_same_vectors(model: MiniLM, tokenizer: Tokenizer) -> None:
+    reference = np.load(DATA / "minilm_reference.npz")["embeddings"]
+    async with open_context("emulated") as context:
+        result = await Embedder(context, model, tokenizer).embed(TEXTS[:8])
+    np.testing.assert_allclose(result.vectors, reference[:8], atol=2e-6, rtol=0)
+
+
 def test_gelu_is_the_exact_one_to_float32_rounding() -> None:
     x = np.concatenate([np.linspace(-15, 15, 60_001), np.geomspace(1e-30, 1e-2, 500)]).astype(np.float32)
     exact = np.array([0.5 * value * math.erfc(-value / math.sqrt(2)) for value in x.tolist()])

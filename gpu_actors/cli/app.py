@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Annotated
 
@@ -58,8 +57,4 @@ def main() -> None:
         sys.exit(BAD_INPUT)
     except GpuActorsError as error:
         write_error(error_sentence(error))
-        sys.exit(FAILED)
-    except BrokenPipeError:
-        # Whoever read the output has seen enough. Python would complain once more while it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(FAILED)
