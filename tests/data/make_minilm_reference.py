@@ -32,14 +32,10 @@ def main(weights: Path) -> None:
     texts = json.loads((HERE / "minilm_texts.json").read_text(encoding="utf-8"))
     model = SentenceTransformer(str(weights), device="cpu")
     # One text at a time: no padding, so that nothing depends on what else is in the batch.
-    rows = [
-        model.encode([text], batch_size=1, convert_to_numpy=True, normalize_embeddings=True)[0]
-        for text in texts
-    ]
+    rows = [model.encode([text], batch_size=1, convert_to_numpy=True, normalize_embeddings=True)[0] for text in texts]
     tokens = [int(model.preprocess([text])["input_ids"].shape[1]) for text in texts]
     made_by = {
-        name: version(name)
-        for name in ("torch", "sentence-transformers", "transformers", "tokenizers", "numpy")
+        name: version(name) for name in ("torch", "sentence-transformers", "transformers", "tokenizers", "numpy")
     }
     made_by["python"] = platform.python_version()
     made_by["weights sha256"] = hashlib.sha256((weights / "model.safetensors").read_bytes()).hexdigest()
