@@ -10,6 +10,7 @@ import atexit
 import functools
 import logging
 import math
+import os
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -168,6 +169,16 @@ class GpuContext:
                 if not done.wait(_PATIENCE):
                     logger.error("the context did not close within %s s", 2 * _PATIENCE)
             _OPEN.discard(self)
+
+    def after_fork(self) -> None:
+        """In a child process: whoever asks or waits there must not wait for threads that stayed behind."""
+        self._close_lock = threading.Lock()
+        self._stopped = True
+        services = self._services
+        services.failure = stayed_behind = ActorStopped("the context belongs to the process that opened it")
+        services.timers.after_fork()
+        for post in services.posts.values():
+            post.mailbox.after_fork(lambda: ActorStopped(str(stayed_behind)))
 
     def _state(self, age: float | None, actors: Mapping[str, str]) -> tuple[Any, str]:
         services = self._services
@@ -341,6 +352,15 @@ def _close_all() -> None:
     for context in list(_OPEN):
         context.close()
 
+
+def _after_fork() -> None:
+    contexts = list(_OPEN)
+    _OPEN.clear()
+    for context in contexts:
+        context.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 # atexit runs only after the interpreter has joined every non-daemon thread, and one of those may be waiting for a
 # reply of ours. Where the earlier hook of concurrent.futures is to be had, closing runs before that.

@@ -97,6 +97,12 @@ class Timers:
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
+    def after_fork(self) -> None:
+        """Close the child process's copy, which has no thread."""
+        self._condition = threading.Condition()
+        self._thread = None
+        self.close()
+
     def _run(self) -> None:
         while True:
             with self._condition:

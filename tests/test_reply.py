@@ -18,6 +18,8 @@ import pytest
 from service_support import NO_COMPUTE, Gate, Scripted, answer, eventually, launch_of, launches, raises, rows, scripted
 
 import gpu_actors as ga
+from gpu_actors.actors.call import Call, CallState
+from gpu_actors.actors.mailbox import Mailbox
 
 pytestmark = pytest.mark.usefixtures("all_threads_end")
 
@@ -83,6 +85,28 @@ def test_a_reply_can_be_awaited_from_two_loops_and_a_thread_at_once() -> None:
         time.sleep(0.05)
         gate.open()
         assert [waiter.result(5.0) for waiter in waiting] == ["for all"] * 3
+
+
+def test_an_answer_is_there_before_the_request_is_done() -> None:
+    """Readers look at the state without the lock, so it has to change last."""
+    seen: list[tuple[object, object]] = []
+
+    class Watched(Call):
+        @property
+        def state(self) -> CallState:
+            return self._state
+
+        @state.setter
+        def state(self, state: CallState) -> None:
+            self._state = state
+            if state is CallState.DONE:
+                seen.append((self.value, self.error))
+
+    error = ga.LaunchError("x")
+    mailbox = Mailbox("m", 1, 1)
+    Watched(None, mailbox).resolve("value")
+    Watched(None, mailbox).fail(error)
+    assert seen == [("value", None), (None, error)]
 
 
 def test_errors_raised_again_and_again_keep_their_traceback_short() -> None:

@@ -127,9 +127,10 @@ class Call(Generic[T]):
         with self._lock:
             if self.state > before:
                 return False
-            self.state = DONE
             self.value = value
             self.error = error
+            # Last, for whoever sees that the call is done reads its answer without the lock.
+            self.state = DONE
             futures, threads, callbacks = self._futures, self._threads, self._callbacks
             self._futures = self._threads = self._callbacks = None
         timer = self.timer
@@ -176,6 +177,10 @@ class Call(Generic[T]):
             if futures or self._threads or self._callbacks:
                 return
         self.cancel()
+
+    def after_fork(self) -> None:
+        """Make the child process's copy usable: the thread that held the lock may not exist there."""
+        self._lock = threading.Lock()
 
     def wait(self, timeout: float | None) -> bool:
         """Block this thread until the call is done. False if ``timeout`` seconds passed first."""

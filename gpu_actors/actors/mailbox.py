@@ -142,6 +142,15 @@ class Mailbox:
         for callback in idle:
             callback()
 
+    def after_fork(self, reason: Callable[[], GpuActorsError]) -> None:
+        """Close the child process's copy, which has no actor, and answer its calls."""
+        self._lock = threading.Lock()
+        self.close(reason)
+        for call in list(self._unanswered):
+            call.after_fork()
+        self.fail_all(reason)
+        self.write_off()
+
     def refuse(self, call: Call[Any], error: GpuActorsError) -> None:
         """Book a call and answer it with an error at once."""
         with self._lock:

@@ -1,0 +1,243 @@
+"""Programs that end without closing anything: promptly, and with a typed answer for everybody who still waits."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+from service_support import REPOSITORY, run_python
+
+PRELUDE = """
+import asyncio, os, signal, sys, threading, time
+import numpy as np
+import gpu_actors as ga
+from gpu_actors.testing import FaultPlan
+
+q = np.ones((1, 1, 1, 8), np.float32)
+
+def hung(**options):
+    plan = FaultPlan().hang(launch=1)
+    return ga.open_context("mock", ga.ContextOptions(fault_plan=plan, **options))
+
+def until_launched(ctx):
+    while not ctx.stats()["flash_attn"].in_flight:
+        time.sleep(0.001)
+
+def report(name, wait):
+    try:
+        wait()
+    except BaseException as error:
+        print(name, type(error).__name__, error, flush=True)
+    else:
+        print(name, "answered", flush=True)
+"""
+
+
+def run(program: str, *, timeout: float = 15.0, check: bool = True) -> tuple[subprocess.CompletedProcess[str], float]:
+    """Run the program after the prelude; gives what it left behind and the seconds it took."""
+    began = time.monotonic()
+    done = run_python(PRELUDE + textwrap.dedent(program), timeout=timeout, check=check)
+    return done, time.monotonic() - began
+
+
+def test_a_thread_that_waits_for_a_hung_launch_does_not_keep_the_program_from_ending() -> None:
+    done, seconds = run(
+        """
+        ctx = hung().__enter__()
+        replies = [ctx.flash_attn.forward(q, q, q) for _ in range(2)]
+        until_launched(ctx)
+        threads = [threading.Thread(target=report, args=(n, reply.result)) for n, reply in enumerate(replies)]
+        for thread in threads:
+            thread.start()
+        print("main ends", flush=True)
+        """
+    )
+    assert done.stdout.splitlines()[0] == "main ends"
+    assert sorted(done.stdout.splitlines()[1:]) == [
+        "0 ActorStopped the context is closed",
+        "1 ActorStopped the context is closed",
+    ]
+    assert done.stderr == ""
+    assert seconds < 8.0
+
+
+def test_nobody_has_to_hold_on_to_the_context() -> None:
+    done, _ = run(
+        """
+        def ask():
+            ctx = hung().__enter__()
+            reply = ctx.flash_attn.forward(q, q, q)
+            until_launched(ctx)
+            return reply
+
+        reply = ask()
+        import gc; gc.collect()
+        threading.Thread(target=report, args=("waiter", reply.result)).start()
+        """
+    )
+    assert done.stdout == "waiter ActorStopped the context is closed\n"
+    assert done.stderr == ""
+
+
+def test_a_loop_in_another_thread_is_answered_at_the_end() -> None:
+    done, _ = run(
+        """
+        ctx = hung().__enter__()
+
+        async def wait():
+            results = await asyncio.gather(*(ctx.flash_attn.forward(q, q, q) for _ in range(3)), return_exceptions=True)
+            print([type(result).__name__ for result in results], flush=True)
+
+        threading.Thread(target=asyncio.run, args=(wait(),)).start()
+        until_launched(ctx)
+        """
+    )
+    assert done.stdout == "['ActorStopped', 'ActorStopped', 'ActorStopped']\n"
+    assert done.stderr == ""
+
+
+def test_an_async_program_may_end_without_leaving_its_context() -> None:
+    done, seconds = run(
+        """
+        async def main():
+            opener = hung()
+            ctx = await opener.__aenter__()
+            task = asyncio.ensure_future(ctx.flash_attn.forward(q, q, q))
+            await asyncio.sleep(0.02)
+            print("leaving", flush=True)
+            return ctx, task
+
+        ctx, task = asyncio.run(main())
+        print(task.cancelled(), ctx.health().state)
+        """
+    )
+    assert done.stdout == "leaving\nTrue ready\n"
+    assert done.stderr == ""
+    assert seconds < 8.0
+
+
+@pytest.mark.parametrize("ending", ["sys.exit(3)", "raise SystemExit(3)", "raise KeyError('bug')"])
+def test_however_the_main_thread_ends_waiters_are_answered(ending: str) -> None:
+    done, _ = run(
+        f"""
+        ctx = hung().__enter__()
+        reply = ctx.flash_attn.forward(q, q, q)
+        until_launched(ctx)
+        threading.Thread(target=report, args=("waiter", reply.result)).start()
+        {ending}
+        """,
+        check=False,
+    )
+    assert done.stdout == "waiter ActorStopped the context is closed\n"
+    assert done.returncode == (1 if "KeyError" in ending else 3)
+
+
+def test_requests_made_while_the_program_ends_are_answered_too() -> None:
+    done, _ = run(
+        """
+        ctx = ga.open_context("mock").__enter__()
+
+        def go_on():
+            threading.main_thread().join()
+            time.sleep(0.1)
+            report("late", ctx.flash_attn.forward(q, q, q).result)
+
+        threading.Thread(target=go_on).start()
+        """
+    )
+    assert done.stdout == "late ActorStopped the context is closed\n"
+
+
+def test_interrupting_a_program_that_waits_ends_it() -> None:
+    program = PRELUDE + textwrap.dedent(
+        """
+        with hung(drain_timeout=0.1) as ctx:
+            reply = ctx.flash_attn.forward(q, q, q)
+            until_launched(ctx)
+            print("waiting", flush=True)
+            report("main", reply.result)
+        report("after", reply.result)
+        """
+    )
+    assert interrupted(program) == "waiting\nmain KeyboardInterrupt \nafter ActorStopped the context is closed\n"
+
+
+def test_interrupting_an_async_program_closes_its_context() -> None:
+    program = PRELUDE + textwrap.dedent(
+        """
+        async def main():
+            global reply
+            async with hung(drain_timeout=0.1) as ctx:
+                reply = ctx.flash_attn.forward(q, q, q)
+                await asyncio.to_thread(until_launched, ctx)
+                print("waiting", flush=True)
+                await reply
+
+        report("main", lambda: asyncio.run(main()))
+        report("after", reply.result)
+        """
+    )
+    assert interrupted(program) == "waiting\nmain KeyboardInterrupt \nafter ActorStopped the context is closed\n"
+
+
+def interrupted(program: str) -> str:
+    """What a program prints that is sent SIGINT once it prints "waiting"."""
+    import signal
+
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) as process:
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=15.0)
+    return first + output
+
+
+def test_a_program_that_closed_its_context_ends_with_no_thread_of_ours() -> None:
+    done, _ = run(
+        """
+        before = set(threading.enumerate())
+        with ga.open_context("mock") as ctx:
+            ctx.flash_attn.forward(q, q, q, timeout=5).result()
+        left = [thread for thread in threading.enumerate() if thread not in before]
+        for thread in left:
+            thread.join(2.0)
+        print([thread.name for thread in left if thread.is_alive()])
+        """
+    )
+    assert done.stdout == "[]\n"
+
+
+def test_a_forked_child_is_told_that_the_context_stayed_behind() -> None:
+    """Threads do not survive a fork: the child's copy of a context has nobody to answer."""
+    done, seconds = run(
+        """
+        import warnings
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking with threads, which is the point
+        options = ga.ContextOptions(fault_plan=FaultPlan().delay(0.2, launch=2))
+        with ga.open_context("mock", options) as ctx:
+            ctx.flash_attn.forward(q, q, q).result()
+            pending = ctx.flash_attn.forward(q, q, q)
+            child = os.fork()
+            if child == 0:
+                report("child", ctx.flash_attn.forward(q, q, q, timeout=5).result)
+                report("child's copy", pending.result)
+                print(ctx.health().state, flush=True)
+                sys.exit()  # leaves the context, which is not the child's to close
+            os.waitpid(child, 0)
+            report("parent", ctx.flash_attn.forward(q, q, q).result)
+            report("pending", pending.result)
+        """
+    )
+    stayed_behind = "ActorStopped the context belongs to the process that opened it"
+    assert done.stdout.splitlines() == [
+        f"child {stayed_behind}",
+        f"child's copy {stayed_behind}",
+        "failed",
+        "parent answered",
+        "pending answered",
+    ]
+    assert seconds < 8.0
