@@ -13,7 +13,7 @@
 #define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
 #define __grid_constant__
-#define __align__(n) alignas(n)
+#define __align__(n) __attribute__((aligned(n)))
 #define DYNAMIC_SHARED(name) unsigned char* name = ::emulation::dynamic_shared()
 
 // ---- vector types, with CUDA's sizes and alignments

@@ -1,251 +1,14 @@
-// Runs a grid: each worker (a host thread) takes the next block, makes a fiber of each of its threads and runs them to
-// their end. Blocks start in order, so a block may wait for one with a lower number, never for a higher one.
+// Runs a grid on several workers within a time limit, and makes kernels callable with arguments given by address.
 #pragma once
 
-#include <link.h>
-
-#include "emulation/delivery.cuh"
+#include "emulation/worker.cuh"
 
 namespace emulation {
-
-constexpr uint32_t MAX_WORKERS = 16;
-
-struct Launch {
-  Request* request;
-  void (*call)(void* kernel, void* const* arguments);
-  void* kernel;
-  uint64_t blocks;
-  uint64_t next_block;    // atomic
-  uint64_t failed_block;  // atomic: the lowest that failed, blocks above it need not run
-  uint32_t finished;      // workers, under lock
-  pthread_mutex_t lock;
-  pthread_cond_t done;
-  uint32_t worker_count;
-  Worker worker[MAX_WORKERS];
-};
-
-// The launch that signal handlers serve; launches of one process come one after the other.
-inline Launch* active_launch = nullptr;
-
-// ---- one thread of a block
-inline void fiber_main() {
-  Fiber& fiber = self();
-  Block& block = *fiber.block;
-  Launch& launch = *block.worker->launch;
-  launch.call(launch.kernel, launch.request->arguments);
-  check_thread_end(fiber);
-  fiber.state = FiberState::done;
-  block.live--;
-  if (block.barrier[0].arrived && block.barrier[0].expected < 0) release_if_complete(block, 0);
-  give_way(block);
-  abort();
-}
-
-template <class T>
-inline void shuffle_order(Random& random, T* order, int n, uint64_t seed) {
-  for (int i = 0; i < n; i++) order[i] = T(seed == 1 ? n - 1 - i : i);
-  if (seed > 1)
-    for (int i = n - 1; i > 0; i--) exchange(order[i], order[random.below(i + 1)]);
-}
-
-inline void start_threads(Block& block) {
-  for (int i = 0; i < block.threads; i++) {
-    char* stack = block.worker->arena->stacks + size_t(i) * STACK_BYTES;
-    Fiber& f = *reinterpret_cast<Fiber*>(stack + STACK_BYTES - FIBER_BYTES);
-    memset(&f, 0, sizeof f);
-    f.stack = stack;
-    f.block = &block;
-    f.index = {i % block.dim.x, i / block.dim.x % block.dim.y, i / (block.dim.x * block.dim.y)};
-    f.linear = i;
-    f.warp = i / 32;
-    f.lane = i % 32;
-    block.warp[f.warp].lanes |= 1u << f.lane;
-    block.fiber[i] = &f;
-    prepare_context(f, fiber_main);
-  }
-}
-
-// ---- one block
-inline void start_block(Block& block, uint64_t number) {
-  const Request& request = *block.request;
-  uint64_t gx = request.grid[0], gy = request.grid[1];
-  block.index = {unsigned(number % gx), unsigned(number / gx % gy), unsigned(number / (gx * gy))};
-  block.dim = dim3(request.block[0], request.block[1], request.block[2]);
-  block.grid = dim3(request.grid[0], request.grid[1], request.grid[2]);
-  block.threads = block.live = int(block.dim.x * block.dim.y * block.dim.z);
-  block.warp_count = (block.threads + 31) / 32;
-  block.current = nullptr;
-  block.votes = 0;
-  block.mbarrier_count = 0;
-  block.mbarrier_init_unfenced = false;
-  memset(block.barrier, 0, sizeof block.barrier);
-  memset(block.warp, 0, sizeof block.warp);
-  block.random.seed(request.seed, number);
-  shuffle_order(block.random, block.thread_order, block.threads, request.seed);
-  shuffle_order(block.random, block.warp_order, block.warp_count, request.seed);
-  block.position = block.threads - 1;
-  start_shared(block);
-  start_threads(block);
-}
-
-inline void run_block(Worker& worker, uint64_t number) {
-  Block& block = *worker.block;
-  start_block(block, number);
-  worker.running = 1;
-  resume(*pick(block));
-  worker.running = 0;
-  if (worker.failed) return;
-  if (const char* where = broken_canary(block))
-    report(block, kind::out_of_bounds, "a thread wrote %s of the %u bytes of dynamic shared memory", where,
-           block.shared_bytes);
-  else check_block_end(block);
-}
-
-// ---- signals: a bad address or a loop that never gives way ends the block, not the process
-inline void on_signal(int signal, siginfo_t* info, void*);
-
-struct SignalActions {
-  static constexpr int COUNT = 5;
-  static constexpr int signals[COUNT] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGVTALRM};
-  struct sigaction before[COUNT];
-
-  void install() {
-    struct sigaction action{};
-    action.sa_sigaction = on_signal;
-    action.sa_flags = SA_SIGINFO | SA_ONSTACK;
-    for (int i = 0; i < COUNT; i++) sigaction(signals[i], &action, &before[i]);
-  }
-  void restore() {
-    for (int i = 0; i < COUNT; i++) sigaction(signals[i], &before[i], nullptr);
-  }
-};
-inline SignalActions signal_actions;
-
-__attribute__((format(printf, 3, 4))) inline void report_signal(Worker& worker, const char* what, const char* format,
-                                                                ...) {
-  va_list arguments;
-  va_start(arguments, format);
-  describe_fault(worker, what, worker.block->current, format, arguments);
-  va_end(arguments);
-}
-
-inline void report_address(Worker& worker, const char* address) {
-  const Fiber* fiber = worker.block->current;
-  const Arena& arena = *worker.arena;
-  constexpr ptrdiff_t NEAR = 16 << 20;
-  if (fiber && address >= fiber->stack && address < fiber->stack + STACK_GUARD) {
-    report_signal(worker, kind::stack_overflow, "the thread's stack of %zu bytes is full", STACK_BYTES);
-  } else if (address > arena.shared_begin - NEAR && address < arena.shared_end + NEAR) {
-    report_signal(worker, kind::out_of_bounds, "access at byte %td of %u bytes of dynamic shared memory",
-                  address - worker.block->shared, worker.block->shared_bytes);
-  } else {
-    report_signal(worker, kind::out_of_bounds, "access");
-    worker.fault.address = reinterpret_cast<uintptr_t>(address);
-  }
-}
-
-inline void on_signal(int signal, siginfo_t* info, void*) {
-  Launch* launch = active_launch;
-  for (uint32_t i = 0; launch && i < launch->worker_count; i++) {
-    Worker& worker = launch->worker[i];
-    if (!worker.running || !pthread_equal(worker.thread, pthread_self())) continue;
-    if (signal == SIGVTALRM)
-      report_signal(worker, kind::time_limit,
-                    "the launch ran longer than its %g s in a loop that waits for nothing known",
-                    launch->request->limit_seconds);
-    else if (signal == SIGFPE) report_signal(worker, kind::trap, "integer division by zero");
-    else if (signal == SIGILL)
-      report_signal(worker, kind::trap, "the compiler found this path to be undefined (a trap instruction)");
-    else report_address(worker, static_cast<const char*>(info->si_addr));
-    siglongjmp(worker.escape, 1);
-  }
-  if (signal != SIGVTALRM) signal_actions.restore();  // not ours: what was installed before shall see it
-}
-
-// ---- one worker
-// The thread-local block of this shared object holds the static __shared__ variables and nothing else.
-static thread_local volatile char static_shared_anchor;
-
-inline int find_static_shared(struct dl_phdr_info* info, size_t, void* argument) {
-  uintptr_t here = reinterpret_cast<uintptr_t>(&find_static_shared);
-  bool mine = false;
-  const ElfW(Phdr)* tls = nullptr;
-  for (int i = 0; i < info->dlpi_phnum; i++) {
-    const ElfW(Phdr) & h = info->dlpi_phdr[i];
-    if (h.p_type == PT_LOAD)
-      mine |= here >= info->dlpi_addr + h.p_vaddr && here < info->dlpi_addr + h.p_vaddr + h.p_memsz;
-    if (h.p_type == PT_TLS) tls = &h;
-  }
-  if (!mine) return 0;
-  Worker& worker = *static_cast<Worker*>(argument);
-  if (tls && info->dlpi_tls_data) {
-    worker.static_begin = static_cast<char*>(info->dlpi_tls_data);
-    worker.static_end = worker.static_begin + tls->p_memsz;
-  }
-  return 1;
-}
-
-inline void release_block(Block& block) {
-  block.in_flight.release();
-  for (List<WgmmaIssue>& list : block.issues) list.release();
-  for (List<uint32_t>& list : block.written) list.release();
-  free(block.writer);
-  free(&block);
-}
-
-inline Block* make_block(Worker& worker) {
-  Block* block = static_cast<Block*>(calloc(1, sizeof(Block)));
-  if (!block) abort();
-  block->worker = &worker;
-  block->request = worker.launch->request;
-  block->writer = static_cast<int16_t*>(malloc((block->request->shared_bytes / 16 + 1) * sizeof(int16_t)));
-  return block;
-}
-
-inline void note_failure(Launch& launch, uint64_t number) {
-  uint64_t lowest = __atomic_load_n(&launch.failed_block, __ATOMIC_SEQ_CST);
-  while (number < lowest && !__atomic_compare_exchange_n(&launch.failed_block, &lowest, number, false, __ATOMIC_SEQ_CST,
-                                                         __ATOMIC_SEQ_CST)) {}
-}
-
-inline void* worker_main(void* argument) {
-  Worker& worker = *static_cast<Worker*>(argument);
-  Launch& launch = *worker.launch;
-  char* signal_stack = static_cast<char*>(malloc(1 << 16));
-  stack_t alternative{}, before{};
-  alternative.ss_sp = signal_stack;
-  alternative.ss_size = 1 << 16;
-  sigaltstack(&alternative, &before);
-  static_shared_anchor = 0;
-  dl_iterate_phdr(find_static_shared, &worker);
-  worker.thread = pthread_self();
-  worker.block = make_block(worker);
-  for (;;) {
-    worker.block_number = __atomic_fetch_add(&launch.next_block, 1, __ATOMIC_SEQ_CST);
-    if (worker.block_number >= launch.blocks ||
-        worker.block_number > __atomic_load_n(&launch.failed_block, __ATOMIC_SEQ_CST))
-      break;
-    if (sigsetjmp(worker.escape, 1) == 0) run_block(worker, worker.block_number);
-    worker.running = 0;
-    release_asynchronous_state(*worker.block);
-    if (!worker.failed) continue;
-    note_failure(launch, worker.block_number);
-    break;
-  }
-  release_block(*worker.block);
-  sigaltstack(&before, nullptr);
-  free(signal_stack);
-  pthread_mutex_lock(&launch.lock);
-  launch.finished++;
-  pthread_cond_signal(&launch.done);
-  pthread_mutex_unlock(&launch.lock);
-  return nullptr;
-}
 
 // ---- the grid
 inline timespec after(double seconds) {
   timespec t;
-  clock_gettime(CLOCK_REALTIME, &t);
+  clock_gettime(CLOCK_MONOTONIC, &t);
   double whole = floor(seconds);
   t.tv_sec += time_t(whole);
   t.tv_nsec += long((seconds - whole) * 1e9);
@@ -257,7 +20,8 @@ inline timespec after(double seconds) {
 }
 
 // Waits for the workers; past the limit it first asks them to stop where they give way, then sends a signal.
-inline void supervise(Launch& launch) {
+// Whether they all came to their own end.
+inline bool supervise(Launch& launch) {
   pthread_mutex_lock(&launch.lock);
   timespec until = after(launch.request->limit_seconds);
   bool asked = false;
@@ -272,39 +36,37 @@ inline void supervise(Launch& launch) {
     until = after(0.2);
   }
   pthread_mutex_unlock(&launch.lock);
+  return !asked;
 }
 
-inline bool refuse(Request& request, const char* text) {
-  memset(request.fault, 0, sizeof *request.fault);
-  snprintf(request.fault->kind, sizeof request.fault->kind, "%s", kind::argument);
-  snprintf(request.fault->text, sizeof request.fault->text, "%s", text);
-  request.fault->thread = request.fault->buffer = -1;
-  return false;
+// A fault of the launch as a whole.
+__attribute__((format(printf, 3, 4))) inline int refuse(Request& request, const char* what, const char* format, ...) {
+  Fault& fault = *request.fault;
+  memset(&fault, 0, sizeof fault);
+  fault.thread = fault.buffer = -1;
+  snprintf(fault.kind, sizeof fault.kind, "%s", what);
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(fault.text, sizeof fault.text, format, arguments);
+  va_end(arguments);
+  return 1;
 }
 
-inline bool accepts(Request& request) {
-  uint64_t threads = uint64_t(request.block[0]) * request.block[1] * request.block[2];
-  uint64_t blocks = uint64_t(request.grid[0]) * request.grid[1] * request.grid[2];
-  if (threads == 0 || threads > MAX_THREADS) return refuse(request, "a block has 1 to 1024 threads");
-  if (blocks == 0) return refuse(request, "a grid has at least one block");
-  if (request.shared_bytes > MAX_SHARED_BYTES)
-    return refuse(request, "a block has at most 232448 bytes of shared memory");
-  if (request.workers == 0 || request.workers > MAX_WORKERS) return refuse(request, "a launch uses 1 to 16 threads");
-  return true;
-}
-
-// 0: every block ran to its end. 1: *request.fault says what the lowest failing block found.
-inline int launch(Request& request, void (*call)(void*, void* const*), void* kernel) {
-  if (!accepts(request)) return 1;
+inline Launch* start_launch(Request& request, void (*call)(void*, void* const*), void* kernel) {
   Launch* launch = static_cast<Launch*>(calloc(1, sizeof(Launch)));
+  if (!launch) abort();
   launch->request = &request;
   launch->call = call;
   launch->kernel = kernel;
   launch->blocks = uint64_t(request.grid[0]) * request.grid[1] * request.grid[2];
   launch->failed_block = ~0ull;
-  launch->worker_count = uint32_t(lower(uint64_t(request.workers), launch->blocks));
+  launch->worker_count = uint32_t(lower(uint64_t(lower(request.workers, MAX_WORKERS)), launch->blocks));
   pthread_mutex_init(&launch->lock, nullptr);
-  pthread_cond_init(&launch->done, nullptr);
+  pthread_condattr_t attributes;
+  pthread_condattr_init(&attributes);
+  pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+  pthread_cond_init(&launch->done, &attributes);
+  pthread_condattr_destroy(&attributes);
   active_launch = launch;
   signal_actions.install();
   for (uint32_t i = 0; i < launch->worker_count; i++) {
@@ -314,22 +76,37 @@ inline int launch(Request& request, void (*call)(void*, void* const*), void* ker
     worker.number = i;
     if (pthread_create(&worker.thread, nullptr, worker_main, &worker)) abort();
   }
-  supervise(*launch);
+  return launch;
+}
+
+// Joins the workers; returns the one that failed in the lowest block, if any failed.
+inline const Worker* join_workers(Launch& launch) {
   const Worker* failed = nullptr;
-  request.switches = 0;
-  for (uint32_t i = 0; i < launch->worker_count; i++) {
-    const Worker& worker = launch->worker[i];
+  launch.request->switches = 0;
+  for (uint32_t i = 0; i < launch.worker_count; i++) {
+    const Worker& worker = launch.worker[i];
     pthread_join(worker.thread, nullptr);
-    request.switches += worker.switches;
+    launch.request->switches += worker.switches;
     if (worker.failed && (!failed || worker.block_number < failed->block_number)) failed = &worker;
   }
   signal_actions.restore();
   active_launch = nullptr;
+  return failed;
+}
+
+// 0: every block ran to its end. 1: *request.fault says what the lowest failing block found. Sizes were checked by
+// runtime.py.
+inline int launch(Request& request, void (*call)(void*, void* const*), void* kernel) {
+  Launch* launch = start_launch(request, call, kernel);
+  const bool in_time = supervise(*launch);
+  const Worker* failed = join_workers(*launch);
   if (failed) *request.fault = failed->fault;
+  else if (!in_time)
+    refuse(request, kind::time_limit, "the launch ran longer than its %g s, blocks are missing", request.limit_seconds);
   pthread_cond_destroy(&launch->done);
   pthread_mutex_destroy(&launch->lock);
   free(launch);
-  return failed != nullptr;
+  return failed || !in_time;
 }
 
 // ---- entry points: the arguments arrive as one pointer each
@@ -354,23 +131,22 @@ struct Entry {
 };
 
 template <class... P>
-inline int launch_kernel(Request* request, void (*kernel)(P...)) {
+inline int launch_kernel(Request& request, void (*kernel)(P...)) {
   const uint64_t bytes[] = {sizeof(P)..., 0};
-  if (request->argument_count != sizeof...(P)) return refuse(*request, "wrong number of arguments"), 1;
-  for (uint32_t i = 0; i < sizeof...(P); i++)
-    if (request->argument_bytes[i] != bytes[i]) {
-      refuse(*request, "");
-      snprintf(request->fault->text, sizeof request->fault->text, "argument %u has %llu bytes, the kernel takes %llu",
-               i, static_cast<unsigned long long>(request->argument_bytes[i]),
-               static_cast<unsigned long long>(bytes[i]));
-      return 1;
-    }
-  return launch(*request, Entry<P...>::call, reinterpret_cast<void*>(kernel));
+  if (request.argument_count != sizeof...(P))
+    return refuse(request, kind::argument, "%u arguments for a kernel that takes %zu", request.argument_count,
+                  sizeof...(P));
+  for (uint32_t i = 0; i < sizeof...(P); i++) {
+    const unsigned long long given = request.argument_bytes[i], taken = bytes[i];
+    if (given != taken)
+      return refuse(request, kind::argument, "argument %u has %llu bytes, the kernel takes %llu", i, given, taken);
+  }
+  return launch(request, Entry<P...>::call, reinterpret_cast<void*>(kernel));
 }
 
 }  // namespace emulation
 
 #define GPU_ACTORS_ENTRY(name)                                                                            \
   extern "C" __attribute__((visibility("default"))) int gpu_actors_launch_##name(emulation::Request* r) { \
-    return emulation::launch_kernel(r, name);                                                             \
+    return emulation::launch_kernel(*r, name);                                                            \
   }

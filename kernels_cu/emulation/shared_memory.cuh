@@ -107,8 +107,8 @@ inline void generic_store(uint32_t address, const void* data, uint32_t bytes, co
   char* p = shared_pointer(address, bytes, what, bytes);
   if (address < STATIC_SHARED_BASE && memcmp(p, data, bytes)) {  // writing the same value again changes nothing
     uint32_t granule = (address - SHARED_BASE) / 16;
+    if (block.writer[granule] != thread) block.written[thread].push(granule);
     block.writer[granule] = int16_t(thread);
-    block.written[thread].push(granule);
   }
   memcpy(p, data, bytes);
 }

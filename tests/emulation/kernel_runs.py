@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from gpu_actors.devices.emulation import (
     EmulatedBuffer,
@@ -225,23 +226,35 @@ class _CudaPlace:
         return ctypes.string_at(aligned, 128)
 
 
+# What a GPU must have for a file, or for an entry of one; sm_80 does for the rest.
+_CAPABILITY = {"pipelines": 90, "tensors": 90, "wgmma": 90, "attention_sm90": 90, "mma_e4m3": 89, "mma_e5m2": 89}
+
+
 @functools.cache
-def _cuda_module(file: str, macros: tuple[tuple[str, str], ...], scratch: Path) -> Any:
+def _cuda_module(file: str, macros: tuple[tuple[str, str], ...], scratch: Path, capability: int) -> Any:
     import cupy
 
-    cubin = cubin_of(file, dict(macros), exact_arch(int(cupy.cuda.Device().compute_capability)))
+    absent = [entry for entry, needed in _CAPABILITY.items() if needed > capability]
+    cubin = cubin_of(file, dict(macros), exact_arch(capability), absent)
     path = scratch / f"{Path(file).stem}-{abs(hash(macros))}.cubin"
     path.write_bytes(cubin.data)
     return cupy.RawModule(path=str(path))
 
 
 def cuda_runner(scratch: Path) -> Runner:
-    """Runs a kernel once on the current GPU."""
+    """Runs a kernel once on the current GPU; skips what that GPU has no instructions for."""
 
     def run(wanted: KernelRun) -> Iterator[Results]:
         import cupy
 
-        kernel = _cuda_module(wanted.file, tuple(wanted.macros.items()), scratch).get_function(wanted.entry)
+        capability = int(cupy.cuda.Device().compute_capability)
+        needed = max(_CAPABILITY.get(name, 80) for name in (Path(wanted.file).stem, wanted.entry))
+        if capability < needed:
+            pytest.skip(
+                f"{wanted.file}:{wanted.entry} needs compute capability {needed / 10}, this GPU has {capability / 10}"
+            )
+        module = _cuda_module(wanted.file, tuple(wanted.macros.items()), scratch, capability)
+        kernel = module.get_function(wanted.entry)
         kernel.max_dynamic_shared_size_bytes = wanted.shared_bytes
         place = _CudaPlace(wanted.arrays)
         arguments = tuple(np.frombuffer(data, f"V{len(data)}")[0] for data in wanted.params(place))

@@ -191,6 +191,12 @@ def test_a_loop_without_an_end_stops_at_the_time_limit(module: EmulatedModule, b
     assert np.array_equal(launch(module, "spins", 0), np.arange(32))  # the next launch is none the worse
 
 
+def test_a_grid_that_is_too_long_is_never_taken_for_done(module: EmulatedModule) -> None:
+    with pytest.raises(EmulationFault) as caught:
+        launch(module, "spins", 0, limit_seconds=0.05, grid=1_000_000)
+    assert caught.value.kind == "time_limit"
+
+
 @pytest.mark.parametrize("threads", [1, 2, 4])
 def test_the_lowest_failing_block_is_reported(module: EmulatedModule, threads: int) -> None:
     for seed in range(5):
