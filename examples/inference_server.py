@@ -4,11 +4,12 @@
     python examples/inference_server.py --device auto --port 8000
     curl -s localhost:8000/embed -H 'X-Deadline-Ms: 500' -d '{"texts": ["a text", "another"]}'
 
-    POST /embed    {"texts": [...]} -> {"embeddings": [[384 floats], ...], "tokens": [...], "truncated":
-    [...]} GET  /livez    200 while the event loop turns GET  /readyz   200 when requests are answered, else
-    503 and the reason
+    POST /embed     {"texts": [...]} -> {"embeddings": [[384 floats], ...], "tokens": [...], "truncated": [...]}
+    GET  /livez     200 while the event loop turns
+    GET  /readyz    200 when requests are answered, else 503 and the reason
+    GET  /metrics   Prometheus' text format
 
-Every answer is JSON and carries X-Request-Id. An error is {"error": {"type", "message", ...}, "request_id"}:
+Every other answer is JSON and carries X-Request-Id. An error is {"error": {"type", "message", ...}, "request_id"}:
 400 a request at fault (with field and reason), 408 a body that did not arrive, 413 one that is too large, 429
 too much at once (with Retry-After), 503 a device that is lost or a server that is leaving, 504 a deadline
 that passed. A client that hangs up cancels its work. SIGTERM answers what has been accepted, then ends.
@@ -100,6 +101,7 @@ def create_app(settings: Settings) -> Starlette:
         Route("/embed", embed, methods=["POST"]),
         Route("/livez", livez, methods=["GET"]),
         Route("/readyz", readyz, methods=["GET"]),
+        Route("/metrics", metrics, methods=["GET"]),
     ]
     return Starlette(routes=routes, lifespan=lifespan)
 
@@ -112,6 +114,19 @@ async def readyz(request: Request) -> Response:
     health = request.app.state.server.context.health()
     content = {"ready": health.ready, "state": health.state, "reason": health.reason}
     return JSONResponse(content, status_code=200 if health.ready else 503)
+
+
+async def metrics(request: Request) -> Response:
+    """The context's counts in Prometheus' text format; needs the metrics extra."""
+    try:
+        from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+        from gpu_actors.metrics import ContextCollector
+    except ImportError:
+        return JSONResponse({"error": {"message": 'pip install "gpu-actors[metrics]"'}}, status_code=501)
+    registry = CollectorRegistry()
+    registry.register(ContextCollector(request.app.state.server.context))
+    return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
 
 async def embed(request: Request) -> Response:

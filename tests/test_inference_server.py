@@ -134,6 +134,14 @@ async def test_a_request_id_is_made_or_kept_and_never_forged(client: httpx.Async
     assert re.fullmatch(r"[0-9a-f]{32}", forged.headers["X-Request-Id"])
 
 
+async def test_metrics_count_what_was_answered(client: httpx.AsyncClient) -> None:
+    assert (await client.post("/embed", json={"texts": ["counted"]})).status_code == 200
+    metrics = await client.get("/metrics")
+    assert metrics.status_code == 200
+    assert 'gpu_actors_requests_total{actor="flash_attn",outcome="completed"}' in metrics.text
+    assert "gpu_actors_ready 1.0" in metrics.text
+
+
 async def test_livez_and_readyz_answer_200_while_the_context_is_well(client: httpx.AsyncClient) -> None:
     assert (await client.get("/livez")).status_code == 200
     ready = await client.get("/readyz")
