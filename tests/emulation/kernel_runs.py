@@ -152,7 +152,7 @@ def read_source(file: str) -> tuple[str, dict[str, str]]:
 def cubin_of(file: str, macros: Mapping[str, str], arch: str, absent: Sequence[str] = ()) -> Cubin:
     """The file compiled by NVRTC. absent: entries that this architecture lacks."""
     text, headers = read_source(file)
-    entries = [entry for entry in find_entries(text) if entry not in absent]
+    entries = tuple(entry for entry in find_entries(text) if entry not in absent)
     return Compiler().compile(KernelSource(file, text, entries, headers=headers, macros=macros), arch)
 
 

@@ -15,13 +15,8 @@ NUMBER = {"none": 0, "128B": 1, "64B": 2, "32B": 3}  # in a wgmma descriptor
 
 def unit_in_line(line: Array, unit: Array, swizzle: str) -> Array:
     """Where 16-byte unit `unit` of line `line` lies in its line: lines are WIDTH[swizzle] bytes long."""
-    if swizzle == "128B":
-        return unit ^ line % 8
-    if swizzle == "64B":
-        return unit ^ line // 2 % 4
-    if swizzle == "32B":
-        return unit ^ line // 4 % 2
-    return unit
+    flips: dict[str, Array] = {"128B": line % 8, "64B": line // 2 % 4, "32B": line // 4 % 2, "none": 0 * line}
+    return np.bitwise_xor(unit, flips[swizzle])
 
 
 def swizzle_lines(lines: Array, swizzle: str) -> Array:

@@ -65,7 +65,7 @@ def test_ptxas_takes_wgmma_of_every_size() -> None:
         for n in sizes
     )
     text = EVERY_SIZE + kernels
-    source = KernelSource("sizes.cu", text, [f"m{n}" for n in sizes], headers=asset_headers(text))
+    source = KernelSource("sizes.cu", text, tuple(f"m{n}" for n in sizes), headers=asset_headers(text))
     cubin = Compiler().compile(source, "sm_90a")
     assert re.findall(r"C75\d\d.*", cubin.log) == []
     assert all(cubin.resources[f"m{n}"].registers >= n // 2 for n in sizes)

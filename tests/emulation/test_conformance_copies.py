@@ -39,7 +39,7 @@ def test_matrix_loads_spread_rows_over_lanes(runner: Runner) -> None:
     m = np.random.default_rng(2).integers(0, 1 << 16, (4, 8, 8)).astype(np.uint16)
     plain, turned = [lane_words(x) for x in m], [lane_words(x.T) for x in m]
     words = [plain[0], turned[0], *plain[:2], *turned[:2], *plain, *turned, turned[3]]
-    arrays = {"in": m, "out": np.zeros((15, 32), np.uint32)}
+    arrays: dict[str, np.ndarray] = {"in": m, "out": np.zeros((15, 32), np.uint32)}
     for result in runner(KernelRun(FILE, "matrix_loads", arrays, pointers("in", "out"), shared_bytes=512)):
         result.check(out=np.stack(words))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -38,7 +39,7 @@ def test_mbarriers_track_async_copies(runner: Runner) -> None:
 def test_bulk_stores_copy_and_add(runner: Runner) -> None:
     rng = np.random.default_rng(2)
     copied = rng.integers(0, 1 << 32, 256, dtype=np.uint32)
-    added = {
+    added: dict[str, Any] = {
         "f32": rng.standard_normal(256).astype(np.float32),
         "f16": rng.standard_normal(512).astype(np.float16),
         "bf16": rng.standard_normal(512).astype(ml_dtypes.bfloat16),

@@ -69,7 +69,7 @@ def test_named_barriers_hand_a_slot_back_and_forth(runner: Runner) -> None:
         lambda place: [pointer(place, "out"), struct.pack("<i", rounds)],
         block=128,
     )
-    expected = sum(i * 100 + (31 - LANE) for i in range(rounds)).astype(np.int32)
+    expected = sum((i * 100 + (31 - LANE) for i in range(rounds)), np.zeros(32)).astype(np.int32)
     for result in runner(run):
         result.check(out=np.tile(expected, (3, 1)))
 

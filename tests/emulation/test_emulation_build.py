@@ -110,11 +110,13 @@ def test_many_builders_of_one_module_compile_it_once(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     results: multiprocessing.Queue[list[int]] = context.Queue()
     process = context.Process(target=_build_and_report, args=(cache, results))
-    for worker in (*threads, process):
-        worker.start()
+    process.start()
+    for thread in threads:
+        thread.start()
     assert results.get(timeout=60) == [5, 15, 25]
-    for worker in (*threads, process):
-        worker.join()
+    process.join()
+    for thread in threads:
+        thread.join()
     assert len(seconds) == 1
 
 

@@ -169,7 +169,7 @@ def test_a_copy_keeps_the_elements_of_any_strides() -> None:
     np.testing.assert_array_equal(EmulatedBuffer.of(array).view(np.int16, (2, 6)), array)
 
 
-GOOD_MAP = {
+GOOD_MAP: dict[str, Any] = {
     "address": 1024,
     "dtype": "float16",
     "shape": (64, 10),

@@ -81,7 +81,7 @@ class Problem:
         q, k, v = (x.astype(np.float64) for x in (self.q, self.k, self.v))
         s = q @ k.swapaxes(1, 2) * self.scale
         if self.causal:
-            s = np.where(np.tri(*s.shape[1:], s.shape[2] - s.shape[1], dtype=bool), s, -np.inf)
+            s = np.where(np.tri(s.shape[1], s.shape[2], s.shape[2] - s.shape[1], dtype=bool), s, -np.inf)
         m = s.max(2, keepdims=True, initial=-np.inf)
         m = np.where(np.isinf(m), 0, m)
         p = np.exp(s - m)

@@ -44,7 +44,7 @@ class Mapping:
     def __init__(self, nbytes: int, guard: int = _GUARD) -> None:
         usable = round_up(nbytes, PAGE)
         total = usable + 2 * guard
-        base = _libc.mmap(None, total, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1, 0)
+        base: int = _libc.mmap(None, total, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1, 0)
         if base == _MAP_FAILED:
             raise OutOfDeviceMemory(f"cannot map {total} bytes of address space for an emulated buffer")
         self.map_begin, self.map_end = base, base + total
