@@ -20,6 +20,7 @@ from service_support import NO_COMPUTE, Gate, Scripted, answer, eventually, laun
 import gpu_actors as ga
 from gpu_actors.actors.call import Call, CallState
 from gpu_actors.actors.mailbox import Mailbox
+from gpu_actors.testing import FaultPlan
 
 pytestmark = pytest.mark.usefixtures("all_threads_end")
 
@@ -332,6 +333,24 @@ def test_inputs_are_released_with_the_reply(mock: ga.MockOptions) -> None:
         assert inputs() is not None
         del reply
         eventually(lambda: gone(inputs))
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("how", ["cancelled", "expired"])
+def test_inputs_of_a_request_that_is_answered_in_the_queue_are_released_at_once(how: str) -> None:
+    options = ga.ContextOptions(fault_plan=FaultPlan().hang(launch=1), max_in_flight=1, drain_timeout=0.0)
+    with ga.open_context("mock", options) as ctx:
+        ctx.flash_attn.forward(rows(), rows(), rows())
+        eventually(lambda: ctx.stats()["flash_attn"].in_flight == 1)
+        q = rows(4)
+        inputs = weakref.ref(q)
+        reply = ctx.flash_attn.forward(q, q, q, timeout=0.01 if how == "expired" else None)
+        del q
+        if how == "cancelled":
+            assert reply.cancel()
+        eventually(reply.done)
+        del reply
+        eventually(lambda: gone(inputs), 0.5)
 
 
 @pytest.mark.usefixtures("no_collector")

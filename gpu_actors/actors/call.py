@@ -40,10 +40,9 @@ QUEUED, LAUNCHED, DONE = CallState
 class Call(Generic[T]):
     """A message, its answer once there is one, and whoever waits for it.
 
-    Safe to use from any thread. ``queued`` belongs to the mailbox and is read and written under its lock. ``parked``
-    says that a call which is not queued is kept by something that outlives the actor, which will give it back.
-    ``caller`` is what the device had to note on the caller's thread. ``traced`` was decided when the call was accepted,
-    so that a trace holds all of a call or nothing.
+    Safe to use from any thread. ``parked`` says that a call which is not queued is kept by something that outlives the
+    actor, and which will answer it or give it back. ``caller`` is what the device had to note on the caller's thread.
+    ``traced`` was decided when the call was accepted, so that a trace holds all of a call or nothing.
     """
 
     __slots__ = (
@@ -59,7 +58,6 @@ class Call(Generic[T]):
         "number",
         "parked",
         "priority",
-        "queued",
         "state",
         "timer",
         "traced",
@@ -73,7 +71,6 @@ class Call(Generic[T]):
         self.deadline = deadline
         self.number = next(mailbox.numbers)
         self.caller: Any = None
-        self.queued = False
         self.parked = False
         self.state: CallState = QUEUED
         self.value: T | None = None

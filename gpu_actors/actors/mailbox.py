@@ -54,9 +54,11 @@ class Mailbox:
         self.on_traced: Callable[[Call[Any]], None] | None = None
         self._lock = threading.Lock()
         self.numbers = itertools.count(1)
-        self._heap: list[tuple[int, int, Call[Any]]] = []
+        # The order in which calls go, by priority and number, and those that still wait. A call that is answered while
+        # it waits, with the arrays in its message, is let go of at once; its place in the order is passed over later.
+        self._order: list[tuple[int, int]] = []
+        self._waiting: dict[int, Call[Any]] = {}
         self._unanswered: set[Call[Any]] = set()
-        self._queued = 0
         self._submitted = self._launched = self._launched_calls = 0
         self._completed = self._failed = self._cancelled = 0
         self._in_flight = 0
@@ -79,8 +81,8 @@ class Mailbox:
             self._submitted += 1
             if self._closed is not None and (self._admitted is None or type(call.message) is not self._admitted):
                 refusal = self._closed()
-            elif self._queued >= self.capacity:
-                refusal = Overloaded(f"{self.name} has {self._queued} requests waiting, its mailbox is full")
+            elif len(self._waiting) >= self.capacity:
+                refusal = Overloaded(f"{self.name} has {len(self._waiting)} requests waiting, its mailbox is full")
             elif call.state is not DONE:
                 self._unanswered.add(call)
                 self._push(call)
@@ -101,9 +103,7 @@ class Mailbox:
             else:
                 self._failed += 1
             self._unanswered.discard(call)
-            if call.queued:
-                call.queued = False
-                self._queued -= 1
+            if self._waiting.pop(call.number, None) is not None:
                 self._compact()
             idle = self._take_idle_callbacks() if self._idle_callbacks else ()
         if call.traced and self.on_traced is not None:
@@ -131,7 +131,7 @@ class Mailbox:
     def held(self, in_flight: Collection[Call[Any]]) -> list[Call[Any]]:
         """The unanswered calls that only the actor knows: it took them, and they are neither parked nor in flight."""
         with self._lock:
-            held = [call for call in self._unanswered if not call.queued and not call.parked]
+            held = [call for call in self._unanswered if call.number not in self._waiting and not call.parked]
         return [call for call in held if call not in in_flight]
 
     def write_off(self) -> None:
@@ -165,7 +165,7 @@ class Mailbox:
             with self._lock:
                 if controls:
                     return []
-                if self._queued and not self.saturated:
+                if self._waiting and not self.saturated:
                     return self._pop(limit)
                 self._asleep = True
             self._wake.acquire()
@@ -174,7 +174,7 @@ class Mailbox:
         """Queue calls again that were taken but not handled. They keep their place by age."""
         with self._lock:
             for call in calls:
-                if not call.done and not call.queued:
+                if not call.done and call.number not in self._waiting:
                     call.parked = False
                     self._push(call)
             wake = self._awaken()
@@ -232,24 +232,22 @@ class Mailbox:
                 failed=self._failed,
                 cancelled=self._cancelled,
                 in_flight=self._in_flight,
-                queued=self._queued,
+                queued=len(self._waiting),
                 requests_per_launch=self._launched_calls / self._launched if self._launched else 0.0,
             )
 
     # Under the lock
 
     def _push(self, call: Call[Any]) -> None:
-        call.queued = True
-        self._queued += 1
-        heapq.heappush(self._heap, (-call.priority, call.number, call))
+        self._waiting[call.number] = call
+        heapq.heappush(self._order, (-call.priority, call.number))
 
     def _pop(self, limit: int) -> list[Call[Any]]:
         calls: list[Call[Any]] = []
-        while self._queued and len(calls) < limit:
-            call = heapq.heappop(self._heap)[2]
-            if call.queued:  # else it was answered while it waited
-                call.queued = False
-                self._queued -= 1
+        waiting = self._waiting
+        while waiting and len(calls) < limit:
+            call = waiting.pop(heapq.heappop(self._order)[1], None)
+            if call is not None:  # else it was answered while it waited
                 calls.append(call)
         return calls
 
@@ -258,10 +256,10 @@ class Mailbox:
         return asleep
 
     def _compact(self) -> None:
-        # Answered calls stay in the heap until popped; a burst of cancellations must not pile up there.
-        if len(self._heap) > 2 * self._queued + 64:
-            self._heap = [entry for entry in self._heap if entry[2].queued]
-            heapq.heapify(self._heap)
+        # A burst of cancellations must not pile up in the order.
+        if len(self._order) > 2 * len(self._waiting) + 64:
+            self._order = [place for place in self._order if place[1] in self._waiting]
+            heapq.heapify(self._order)
 
     def _idle(self) -> bool:
         return not self._unanswered and (self._in_flight == 0 or self._written_off)
