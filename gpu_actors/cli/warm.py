@@ -38,7 +38,7 @@ def warm(
     """Compile the kernels that requests will need, so that none waits for a compiler. Needs no GPU.
 
     With --json: a list of variants with key, arch, compile_seconds, registers, spill_bytes, stack_bytes,
-    shared_bytes and notes (ptxas's C75xx remarks).
+    shared_bytes (static and dynamic), threads, blocks_per_sm, occupancy and notes (ptxas's C75xx remarks).
     """
     rows = [_row(variant) for variant in asyncio.run(_warm(arch, cache_dir, device, quiet))]
     if as_json:
@@ -66,15 +66,25 @@ async def _warm(arch: str | None, cache_dir: Path | None, device: str, quiet: bo
 
 
 def _row(variant: WarmedVariant) -> dict[str, Any]:
+    from gpu_actors.kernels.occupancy import occupancy
+    from gpu_actors.kernels.variants import kernel_source
+
     cubin = variant.cubin
     # One entry point a variant: what the launch will pay for.
     resources = cubin.resources[cubin.entry_points[0]]
+    macros = kernel_source(variant.key).macros
+    resources = resources._replace(shared_bytes=resources.shared_bytes + int(macros["SHARED_BYTES"]))
+    threads = 32 * int(macros["WARPS"])
+    fits = occupancy(cubin.arch, resources.registers, resources.shared_bytes, threads)
     return {
         "key": str(variant.key),
         "label": _label(variant.key),
         "arch": cubin.arch,
         "compile_seconds": round(variant.seconds, 4),
         **resources._asdict(),
+        "threads": threads,
+        "blocks_per_sm": fits.blocks,
+        "occupancy": round(fits.warps, 3),
         "notes": list(cubin.notes),
     }
 
@@ -97,9 +107,9 @@ def _label(key: DispatchKey) -> str:
 
 
 def _write_report(rows: list[dict[str, Any]]) -> None:
-    shown = ("compile_seconds", "registers", "spill_bytes", "stack_bytes", "shared_bytes", "label")
+    shown = ("compile_seconds", "registers", "spill_bytes", "stack_bytes", "shared_bytes", "blocks_per_sm", "label")
     write_table(
-        ("seconds", "registers", "spills", "stack", "shared", "variant", "notes"),
+        ("seconds", "registers", "spills", "stack", "shared", "blocks/SM", "variant", "notes"),
         [[*(row[name] for name in shown), "\n".join(row["notes"]) or "-"] for row in rows],
     )
 
