@@ -476,6 +476,23 @@ def test_a_watcher_that_raises_harms_nobody(error: BaseException) -> None:
         assert other.health().ready
 
 
+def test_an_actor_that_fails_while_the_context_closes_does_not_hold_it_up() -> None:
+    gate = Gate()
+
+    def fail_late(actor: ga.ServiceActor, call: ga.Call[Any]) -> None:
+        gate()
+        raise ZeroDivisionError
+
+    with supervised(drain_timeout=0.0) as (_, worker, _):
+        reply = worker.submit(fail_late)
+        assert gate.entered.wait(5.0)
+        threading.Timer(0.05, gate.open).start()
+        began = time.monotonic()
+    assert time.monotonic() - began < 2.0
+    with pytest.raises(ga.ActorStopped):
+        reply.result(0.0)
+
+
 # Stopping without being asked by the context
 
 

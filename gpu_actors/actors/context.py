@@ -116,6 +116,7 @@ class ContextActor(pykka.ThreadingActor):
             case ChildFailed(post, urn, error):
                 if self._opened.done():
                     supervisor.failed(post, urn, error)
+                    self._check_stopped()
                 else:
                     self._abandon(error)
             case ChildStopped(post, urn):

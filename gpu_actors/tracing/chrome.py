@@ -39,13 +39,14 @@ class ChromeTrace:
     def write(self) -> None:
         """Write what was collected so far. What is still open is closed at the time of the last event."""
         with self._lock:
-            last = max((record["ts"] for record in self._records), default=0.0)
-            closing = [{**begin, "ph": "e", "ts": last} for begin in self._open.values()]
+            # Threads take the time before they take the lock.
+            records = sorted(self._records, key=lambda record: record["ts"])
+            closing = [{**begin, "ph": "e", "ts": records[-1]["ts"]} for begin in self._open.values()]
             names = [
                 {"ph": "M", "name": "thread_name", "pid": 1, "tid": track, "args": {"name": name}}
                 for name, track in self._tracks.items()
             ]
-            document = {"traceEvents": names + self._records + closing, "displayTimeUnit": "ms"}
+            document = {"traceEvents": names + records + closing, "displayTimeUnit": "ms"}
         self.path.write_text(json.dumps(document))
 
     def __enter__(self) -> Self:
@@ -63,6 +64,8 @@ class ChromeTrace:
         match event.name:
             case "request.accepted":
                 self._begin(event, actor, "request", request, str(fields["message"]))
+            case "request.compiling" | "request.launched" if ("request", request) not in self._open:
+                pass  # answered in that very moment: nothing will end what began here
             case "request.compiling":
                 self._begin(event, actor, "compile wait", request, "wait for kernel")
             case "request.launched":
@@ -72,9 +75,9 @@ class ChromeTrace:
                 for category in ("compile wait", "launch", "request"):
                     self._end(event, actor, category, request)
             case "compile.started":
-                self._begin(event, actor, "compile", str(fields["variant"]), f"compile {fields['variant']}")
+                self._begin(event, actor, "compile", _compilation(event), f"compile {fields['variant']}")
             case "compile.completed":
-                self._end(event, actor, "compile", str(fields["variant"]))
+                self._end(event, actor, "compile", _compilation(event))
             case _:
                 self._records.append(self._event(event, actor, "instant", event.name) | {"ph": "i", "s": "p"})
 
@@ -93,3 +96,7 @@ class ChromeTrace:
         args = {key: str(value) for key, value in event.fields.items() if value is not None}
         args["thread"] = event.thread
         return {"name": name, "cat": category, "pid": 1, "tid": track, "ts": event.time / 1000, "args": args}
+
+
+def _compilation(event: TraceEvent) -> str:
+    return f"{event.fields['variant']} {event.fields.get('digest', '')}".rstrip()

@@ -21,6 +21,8 @@ event costs one test.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import threading
 import time
@@ -66,12 +68,21 @@ class Trace:
         """Hand out one event. A listener that raises is logged and does no harm to the request."""
         level = _LEVELS.get(name, logging.DEBUG)
         if logger.isEnabledFor(level):
-            logger.log(level, "%s %s", name, fields, extra={"event": name, "fields": fields})
+            extra = {"event": name, "fields": fields}
+            _guarded(name, functools.partial(logger.log, level, "%s %s", name, fields, extra=extra))
         if not self._listeners:
             return
         event = TraceEvent(name, time.monotonic_ns(), threading.current_thread().name, fields)
         for listener in self._listeners:
-            try:
-                listener(event)
-            except Exception:
-                logger.exception("a trace listener raised on %s", name)
+            _guarded(name, functools.partial(listener, event))
+
+
+def _guarded(name: str, hand_out: Callable[[], None]) -> None:
+    """Call, and log what is raised: answers are on their way on this thread, and they must arrive."""
+    try:
+        hand_out()
+    except BaseException as error:
+        if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
+            raise  # a signal that came meanwhile, and not for us
+        with contextlib.suppress(Exception):
+            logger.exception("a trace listener raised on %s", name)
