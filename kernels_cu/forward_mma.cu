@@ -23,6 +23,7 @@
 #include "mma_fragments.cuh"
 #include "mma_place.cuh"
 #include "mma_softmax.cuh"
+#include "mma_special.cuh"
 
 template <class Element>
 struct ProductsOf;
@@ -79,16 +80,24 @@ struct Ring {
     ptx::cp_async_commit();
   }
 
-  // Waits for tile n and refills the stage that tile n - 1 was in.
-  __device__ __forceinline__ void advance(int n, const QTile& q) const {
+  // Waits for tile n and refills the stage that tile n - 1 was in. In a tile with a mask, special values are taken out;
+  // true where there was one.
+  template <bool MASKED>
+  __device__ __forceinline__ bool advance(int n, const QTile& q) const {
     ptx::cp_async_wait<STAGES - 2>();
     if constexpr (ROUNDED) {
       if (n == 0) round_rows<COMPUTE_BITS, THREADS>(q);
       round_rows<COMPUTE_BITS, THREADS>(k_tile(n));
       round_rows<COMPUTE_BITS, THREADS>(v_tile(n));
     }
-    __syncthreads();
+    bool special = false;
+    if constexpr (MASKED) {
+      special = __syncthreads_or(clear_special<KV_ELEMENT, THREADS>(v_tile(n)));
+    } else {
+      __syncthreads();
+    }
     fill(n + STAGES - 1);
+    return special;
   }
 };
 
@@ -175,10 +184,10 @@ DEVICE float weigh(float (&s)[KEY_BLOCKS][4], SoftmaxRow& softmax, const Rows& r
 }
 
 template <bool MASKED>
-DEVICE void attend_tile(Output& o, Softmax& softmax, const Rows& rows, const LaneAddress& q, KTile k, VTile v,
-                        int key_begin) {
+DEVICE void attend_tile(Output& o, Softmax& softmax, const Rows& rows, const LaneAddress& q, const Ring& ring, int n) {
+  const int key_begin = ring.tiles.at(n) * BLOCK_N;
   Scores s = {};
-  multiply_keys(s, q, lane_of_b(k));
+  multiply_keys(s, q, lane_of_b(ring.k_tile(n)));
 #pragma unroll
   for (int b = 0; b < ROW_BLOCKS; b++) {
     float correction[2];
@@ -196,7 +205,36 @@ DEVICE void attend_tile(Output& o, Softmax& softmax, const Rows& rows, const Lan
       }
     }
   }
-  multiply_values(o, s, Products::lane_of_values(v));
+  multiply_values(o, s, Products::lane_of_values(ring.v_tile(n)));
+}
+
+// Gives the special values of a tile, which its product left out, to the rows that see them.
+DEVICE void add_special(Output& o, const Rows& rows, const Ring& ring, int key_begin) {
+  constexpr float HIDDEN = -1.0f;
+#pragma unroll 1
+  for (int key = key_begin; key < key_begin + BLOCK_N; key++) {
+    if (!ring.keys.has(key)) continue;
+    float weight[ROW_BLOCKS][2];  // as far as it matters: of a seen key none or a positive one
+#pragma unroll
+    for (int b = 0; b < ROW_BLOCKS; b++) {
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const int row = rows.row(b, half);
+        const bool kept = !DROPOUT || rows.dropout.keeps(row, key);
+        weight[b][half] = !rows.mask.visible(row, key) ? HIDDEN : kept ? 1.0f : 0.0f;
+      }
+    }
+    const KV_ELEMENT* const values = ring.v.rows + key * ring.v.stride + lane_id() % 4 * 2;
+#pragma unroll
+    for (int c = 0; c < 2 * COLUMN_BLOCKS; c++) {
+      const float value = to_real(values[c / 2 * 8 + c % 2]);
+      if (value - value == 0.0f) continue;
+#pragma unroll
+      for (int i = 0; i < 2 * ROW_BLOCKS; i++) {
+        if (weight[i / 2][i % 2] != HIDDEN) o[i / 2][c / 2][i % 2 * 2 + c % 2] += value * weight[i / 2][i % 2];
+      }
+    }
+  }
 }
 
 // Two neighbouring elements of a row, in one store where the row's place allows it.
@@ -274,15 +312,19 @@ DEVICE void attend(const Params& params, const Place& at, uint32_t shared) {
     const int key_begin = tiles.at(n) * BLOCK_N;
     return mask.all_visible(at.row_begin, row_end, key_begin, key_begin + BLOCK_N);
   };
+  bool special = false;
   for (int n = 0; n < count;) {
     for (; n < count && !unmasked(n); n++) {
-      ring.advance(n, q_tile);
-      attend_tile<true>(o, softmax, rows, q_lane, ring.k_tile(n), ring.v_tile(n), tiles.at(n) * BLOCK_N);
+      special |= ring.advance<true>(n, q_tile);
+      attend_tile<true>(o, softmax, rows, q_lane, ring, n);
     }
     for (; n < count && unmasked(n); n++) {
-      ring.advance(n, q_tile);
-      attend_tile<false>(o, softmax, rows, q_lane, ring.k_tile(n), ring.v_tile(n), tiles.at(n) * BLOCK_N);
+      ring.advance<false>(n, q_tile);
+      attend_tile<false>(o, softmax, rows, q_lane, ring, n);
     }
+  }
+  for (int n = 0; special && n < count; n++) {
+    if (!unmasked(n)) add_special(o, rows, ring, tiles.at(n) * BLOCK_N);
   }
   store(params, at, rows, o, softmax);
 }
@@ -291,9 +333,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward_mma(const __gri
   DYNAMIC_SHARED(shared);
   const int row_tiles = (params.seqlen_q + BLOCK_M - 1) / BLOCK_M;
   Place at = locate(params, row_tiles);
-  // Once, unless a sequence is longer than the caller said, which lengths on the device cannot be checked for before.
-  for (; at.row_begin < at.seqlen_q; at.row_begin += row_tiles * BLOCK_M) {
+  // More than once only if a sequence is longer than the caller said, which lengths on the device cannot be checked for
+  // before.
+  while (at.row_begin < at.seqlen_q) {
     attend(params, at, ptx::shared_address(shared));
+    if (!VARLEN) break;
+    at.row_begin += row_tiles * BLOCK_M;
     __syncthreads();  // all have left the tiles that the next rows overwrite
   }
 }

@@ -77,7 +77,7 @@ struct FloatProducts {
   template <int BLOCKS>
   static __device__ __forceinline__ void weights(uint32_t (&a)[4], const float (&p)[BLOCKS][4], int step) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) a[i] = ptx::as_bits(round_significand<BITS>(p[step][i % 2 * 2 + i / 2]));
+    for (int i = 0; i < 4; i++) a[i] = ptx::as_bits(round_operand<BITS>(p[step][i % 2 * 2 + i / 2]));
   }
 
   // ldmatrix transposes 16-bit elements only, so a lane loads its four words of V one by one.

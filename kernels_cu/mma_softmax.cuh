@@ -85,5 +85,6 @@ DEVICE RowResult finish(const SoftmaxRow& row, float to_log2, float sink) {
     }
   }
   if (l == 0.0f) return {0.0f, -INFINITY};
-  return {correction / l, (base + ptx::lg2(l)) * (1.0f / LOG2_E)};
+  // The largest weight is 1, so l is no subnormal; a full division would be a call that costs registers.
+  return {correction * ptx::rcp(l), (base + ptx::lg2(l)) * (1.0f / LOG2_E)};
 }

@@ -47,7 +47,36 @@ def _simple_refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
     return None
 
 
+_MMA_HEAD_DIMS = range(32, 257, 8)
+_SMALLEST_SCALE = 2.0**-100
+
+
+def _mma_refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
+    if problem.direction != "forward":
+        return Unsupported("direction", problem.direction, "forward_mma computes no gradients", "forward")
+    if problem.layout == "paged":
+        return Unsupported("layout", problem.layout, "forward_mma reads no block tables", "varlen")
+    if problem.dtype not in ("float16", "bfloat16", "float32"):
+        return Unsupported("dtype", problem.dtype, "forward_mma multiplies f16, bf16 and tf32", "bfloat16")
+    if problem.compute == "f32":
+        return Unsupported("compute", problem.compute, "tensor cores have no float32 products", "tf32")
+    for field, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+        if dim not in _MMA_HEAD_DIMS:
+            nearest = min(_MMA_HEAD_DIMS, key=lambda known: abs(known - dim))
+            reason = "forward_mma copies rows in whole chunks: multiples of 8 from 32 to 256"
+            return Unsupported(field, dim, reason, nearest)
+    if problem.softmax_scale < _SMALLEST_SCALE:
+        reason = "forward_mma takes maxima before it scales, which needs a positive scale"
+        return Unsupported("softmax_scale", problem.softmax_scale, reason, _SMALLEST_SCALE)
+    return None
+
+
 FAMILIES = (
+    KernelFamily(
+        "forward_mma",
+        _mma_refuses,
+        "computes every forward option of dense and varlen batches on tensor cores, with mma.sync",
+    ),
     KernelFamily(
         "forward_simple",
         _simple_refuses,

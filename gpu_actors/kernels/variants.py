@@ -138,8 +138,9 @@ def _forward_macros(key: DispatchKey) -> dict[str, str | int]:
 
 
 def _mma_macros(key: DispatchKey) -> dict[str, str | int]:
-    """The forward macros, and the ring's stages."""
-    return _forward_macros(key) | {"STAGES": _tile(key).stages}
+    """The forward macros, the ring's stages, and how ties are rounded: f16 and bf16 to even, tf32 away from 0."""
+    macros = _forward_macros(key) | {"STAGES": _tile(key).stages}
+    return macros | {"TIES_AWAY": 1} if key.compute == "tf32" else macros
 
 
 _MACROS: dict[str, Callable[[DispatchKey], dict[str, str | int]]] = {
