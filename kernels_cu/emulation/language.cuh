@@ -17,7 +17,7 @@
 #define DYNAMIC_SHARED(name) unsigned char* name = ::emulation::dynamic_shared()
 
 // ---- vector types, with CUDA's sizes and alignments
-#define EMULATED_VECTOR(T, name, a1, a2, a4)                                \
+#define EMULATED_VECTOR(T, name, a2, a4)                                    \
   struct name##1 { T x; };                                                  \
   struct alignas(a2) name##2 { T x, y; };                                   \
   struct name##3 { T x, y, z; };                                            \
@@ -26,15 +26,15 @@
   static inline name##2 make_##name##2(T x, T y) { return {x, y}; }         \
   static inline name##3 make_##name##3(T x, T y, T z) { return {x, y, z}; } \
   static inline name##4 make_##name##4(T x, T y, T z, T w) { return {x, y, z, w}; }
-EMULATED_VECTOR(signed char, char, 1, 2, 4)
-EMULATED_VECTOR(unsigned char, uchar, 1, 2, 4)
-EMULATED_VECTOR(short, short, 2, 4, 8)
-EMULATED_VECTOR(unsigned short, ushort, 2, 4, 8)
-EMULATED_VECTOR(int, int, 4, 8, 16)
-EMULATED_VECTOR(float, float, 4, 8, 16)
-EMULATED_VECTOR(long long, longlong, 8, 16, 16)
-EMULATED_VECTOR(unsigned long long, ulonglong, 8, 16, 16)
-EMULATED_VECTOR(double, double, 8, 16, 16)
+EMULATED_VECTOR(signed char, char, 2, 4)
+EMULATED_VECTOR(unsigned char, uchar, 2, 4)
+EMULATED_VECTOR(short, short, 4, 8)
+EMULATED_VECTOR(unsigned short, ushort, 4, 8)
+EMULATED_VECTOR(int, int, 8, 16)
+EMULATED_VECTOR(float, float, 8, 16)
+EMULATED_VECTOR(long long, longlong, 16, 16)
+EMULATED_VECTOR(unsigned long long, ulonglong, 16, 16)
+EMULATED_VECTOR(double, double, 16, 16)
 #undef EMULATED_VECTOR
 struct uint1 {
   unsigned int x;
