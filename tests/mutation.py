@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import emulated_forward
 import pytest
+from far_tensors import check_far
 
 from gpu_actors.devices.emulation import EmulatedModule, EmulationFault, build_module
 from gpu_actors.kernels.source import KernelSource
@@ -27,7 +28,8 @@ from gpu_actors.testing.problems import poison_unseen, random_forward
 REPORT = Path(__file__).resolve().parent.parent / "docs" / "mutation.md"
 LAUNCHES = (("late", "greedy", 0), ("eager", "greedy", 1), ("late", "lane", 1), ("random", "random", 2))
 
-# Problems by name. All have more key tiles than the ring has stages, and rows and keys that end inside a tile.
+# Problems by name; "far" is `check_far`. Most have more key tiles than the ring has stages, and rows and keys that end
+# inside a tile.
 _SHAPE: dict[str, Any] = {"heads": (2, 1), "features": ()}
 PROBES: dict[str, dict[str, Any]] = {
     "plain": {"dtype": "float16", "head_dim": 32, "seqlens": (150, 300), "varlen": False, "kind": "rising"},
@@ -194,9 +196,8 @@ MMA_MUTANTS = (
     _mma(
         "offsets are 32 bits wide",
         "forward_params.cuh",
-        "row * strides.row",
-        "int32_t(row * strides.row << 8) / 256",
-        "plain",
+        "sequence * strides.batch + row * strides.row + head * strides.head",
+        "int32_t(sequence * strides.batch + row * strides.row + head * strides.head)",
         "far",
     ),
     _mma(
@@ -356,6 +357,10 @@ def run_probes(mutant: Mutant, cache: Path, *, bug: bool = True) -> None:
     """
     with seeded(mutant if bug else None, cache):
         for name in mutant.probes:
+            if name == "far":
+                for axis in range(3):
+                    check_far(mutant.kernel, axis)
+                continue
             case = poison_unseen(random_forward(len(name), **{**_SHAPE, **PROBES[name]}))
             for delivery, schedule, seed in LAUNCHES:
                 emulated_forward.check_case(

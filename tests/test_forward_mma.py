@@ -12,6 +12,7 @@ import mutation
 import numpy as np
 import pytest
 from emulated_forward import OPERANDS, Strided, check_case, gaussian, problem_of, run
+from far_tensors import check_far
 
 from gpu_actors.devices.emulation import EmulationFault
 from gpu_actors.kernels.dispatch import dispatch_key, explain
@@ -272,6 +273,10 @@ class TestAddressing:
         written, lse = run(problem, {"q": q, "k": k, "v": v, "out": out}, kernel=KERNEL, arch="sm_86")
         check_output(written, lse, q.array, k.array, v.array, causal=True, compute=compute)
         assert np.isfinite(out.base).sum() == written.size, "only the view was written"
+
+    @pytest.mark.parametrize("axis", [0, 1, 2])
+    def test_offsets_past_32_bits_are_followed(self, axis):
+        check_far(KERNEL, axis)
 
 
 class TestBatchInvariance:
