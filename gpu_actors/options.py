@@ -148,6 +148,12 @@ class ContextOptions:
             require(value is None or value > 0, name, value, "must be seconds > 0, or None")
         require(self.drain_timeout >= 0, "drain_timeout", self.drain_timeout, "must be seconds >= 0")
 
+    def hang_limit(self, kind: str) -> float:
+        """``hang_timeout``, or its default on a device of that kind."""
+        if self.hang_timeout is not None:
+            return self.hang_timeout
+        return 30.0 if kind == "cuda" else 600.0
+
     @property
     def cache_path(self) -> Path | None:
         return None if self.cache_dir is None else Path(self.cache_dir)

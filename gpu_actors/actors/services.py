@@ -51,7 +51,7 @@ class Services:
         self.lost: ContextLost | None = None
         self.failure: GpuActorsError | None = None
         self.draining = False
-        self.hang_timeout = options.hang_timeout or (30.0 if device.info.kind == "cuda" else 600.0)
+        self.hang_timeout = options.hang_limit(device.info.kind)
         self.posts: dict[str, Post] = {}
         self._carry_context = carry_context
         self._lock = threading.Lock()

@@ -38,13 +38,14 @@ class EmulatedDevice(Device):
         self._toolchain = Toolchain.find()
         self.info = DeviceInfo("emulated", f"emulated {arch} ({self._toolchain.name})", arch)
         self._emulation = emulation
+        self._hang_timeout = options.hang_limit("emulated")
         self._cache_dir = None if options.cache_path is None else options.cache_path / "emulated"
         self._streams: list[Stream] = []
         self._modules: dict[KernelSource, EmulatedModule] = {}
         self._lock = threading.Lock()
 
     def open_stream(self, name: str) -> Stream:
-        stream = _EmulatedStream(name, self._emulation)
+        stream = _EmulatedStream(name, self._emulation, self._hang_timeout)
         self._streams.append(stream)
         return stream
 
@@ -72,9 +73,10 @@ class EmulatedDevice(Device):
 
 
 class _EmulatedStream(HostStream):
-    def __init__(self, name: str, emulation: EmulationOptions) -> None:
+    def __init__(self, name: str, emulation: EmulationOptions, hang_timeout: float) -> None:
         super().__init__(name)
         self._emulation = emulation
+        self._hang_timeout = hang_timeout
 
     def run(self, launch: Launch) -> Outputs:
         kernel, geometry, pack = launch.kernel, launch.geometry, launch.pack
@@ -101,6 +103,7 @@ class _EmulatedStream(HostStream):
                 schedule=emulation.schedule,
                 seed=emulation.seed,
                 threads=emulation.threads,
+                limit_seconds=self._hang_timeout,
             )
         return {name: _deliver(outputs[name], spec.into) for name, spec in launch.outputs.items()}
 

@@ -38,8 +38,6 @@ logger = logging.getLogger("gpu_actors")
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_HANG_TIMEOUT = 30.0
-
 
 def cuda_usable(index: int = 0) -> str | None:
     """None if device ``index`` can be used, else why not, in a sentence. Never raises."""
@@ -130,7 +128,7 @@ class CudaDevice(Device):
         with self._lock:
             if self._prober is None:
                 self._prober = self.call(Prober, self)
-        self._prober.run(self._options.hang_timeout or _HANG_TIMEOUT)
+        self._prober.run(self._options.hang_limit("cuda"))
 
     def close(self) -> None:
         with self._lock:
