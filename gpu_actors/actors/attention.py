@@ -158,7 +158,7 @@ class AttentionPlan:
             check_out(request)
             outputs = {**outputs, "out": dataclasses.replace(outputs["out"], into=request.out)}
         seed = request.dropout_seed
-        if seed != 0:
+        if type(seed) is not int or seed:
             check_seed(seed)
         pack = None if kernel is None else functools.partial(pack_forward, problem, dropout_seed=seed)
         oracle = functools.partial(_oracle, problem, self.accumulate, seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gpu_actors.actors.attention import (
@@ -18,7 +19,7 @@ from gpu_actors.actors.call import Call
 from gpu_actors.actors.completion import Finish
 from gpu_actors.actors.handle import ActorHandle
 from gpu_actors.actors.kernel_store import KernelStore
-from gpu_actors.errors import InvalidRequest, Unsupported
+from gpu_actors.errors import GpuActorsError, InvalidRequest, Unsupported
 from gpu_actors.kernels.dispatch import dispatch_key
 from gpu_actors.kernels.support import check_support
 from gpu_actors.options import MockOptions
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from gpu_actors.actors.services import Services
 
 __all__ = ["FlashAttnActor", "FlashAttnHandle"]
+
+logger = logging.getLogger("gpu_actors")
 
 
 class FlashAttnHandle(ActorHandle):
@@ -138,13 +141,21 @@ class Attention:
         try:
             key = signature(request, plain)
             plan = self.plans.find(key)
-        except (TypeError, AttributeError):
+        except Exception:
             # An option that cannot be hashed or an operand that is no array: validation names it.
-            return forward_plan(request, self.arch, self.runs_kernels, self.accumulate)
+            return self._make_plan(request)
         if plan is None:
-            plan = forward_plan(request, self.arch, self.runs_kernels, self.accumulate)
+            plan = self._make_plan(request)
             self.plans.add(key, plan)
         return plan
+
+    def _make_plan(self, request: FlashForward) -> AttentionPlan:
+        try:
+            return forward_plan(request, self.arch, self.runs_kernels, self.accumulate)
+        except GpuActorsError:
+            raise
+        except Exception as error:
+            raise unreadable(request, error) from error
 
     def answer(self, actor: ServiceActor, call: Call[Any], request: FlashForward, plain: bool, finish: Finish) -> None:
         """Launch an adopted forward request for an actor, or park it until its kernel is compiled."""
@@ -155,7 +166,12 @@ class Attention:
             if kernel is None:
                 self.kernels.wait_for(plan.key, call)
                 return
-        launch = plan.bind(request, plain, kernel if self.runs_kernels else None)
+        try:
+            launch = plan.bind(request, plain, kernel if self.runs_kernels else None)
+        except GpuActorsError:
+            raise
+        except Exception as error:
+            raise unreadable(request, error) from error
         if call.begin_launch():
             actor.launch((call,), launch, finish)
 
@@ -195,10 +211,28 @@ def place_of(services: Services) -> str:
 
 def problem_of(request: object, place: str) -> AttentionProblem:
     """Validate any attention message."""
-    if isinstance(request, FlashBackward):
-        return backward_problem(request)
-    if isinstance(request, FlashForward):
-        return forward_problem(adopt_arrays(request, is_plain(request), place)[0])
-    if isinstance(request, PagedForward):
-        return paged_problem(request)
+    try:
+        if isinstance(request, FlashBackward):
+            return backward_problem(request)
+        if isinstance(request, FlashForward):
+            return forward_problem(adopt_arrays(request, is_plain(request), place)[0])
+        if isinstance(request, PagedForward):
+            return paged_problem(request)
+    except GpuActorsError:
+        raise
+    except Exception as error:
+        raise unreadable(request, error) from error
     raise InvalidRequest("message", type(request).__name__, "must be FlashForward, FlashBackward or PagedForward")
+
+
+def unreadable(request: object, error: Exception) -> InvalidRequest:
+    """What to answer a request with that raised ``error`` when it was looked at.
+
+    Its arrays and options bring code of their own, which may raise anything. One program's strange argument must not
+    cost every other program the actor.
+    """
+    kind = type(request).__name__
+    logger.warning("a %s could not be read", kind, exc_info=error)
+    # The traceback leads through the actor's frames to the call, and the call to this error.
+    error.__traceback__ = None
+    return InvalidRequest("message", kind, f"could not be read, it raised {error!r}")

@@ -19,11 +19,15 @@ __all__ = [
     "flag",
     "heads_ratio",
     "integer",
+    "one_of",
     "optional_array",
     "real",
     "shape_of",
     "window",
 ]
+
+# A window bound beyond every pair of rows there can be, which fits wherever a row's index does.
+_FURTHEST = (1 << 31) - 1
 
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 DTYPES = ("float16", "bfloat16", "float32", "float64", *FP8)
@@ -71,6 +75,11 @@ def integer(field: str, value: object, low: int, high: int | None = None) -> int
     return number
 
 
+def one_of(field: str, value: object, choices: tuple[str, ...], reason: str) -> None:
+    # Asked for a str first: comparing an array with one gives an array.
+    expect(isinstance(value, str) and value in choices, field, value, reason)
+
+
 def real(field: str, value: object, kind: str = "a finite number") -> float:
     number = math.nan
     if not isinstance(value, bool) and isinstance(value, numbers.Real):
@@ -93,7 +102,7 @@ def window(value: object) -> tuple[int, int]:
     for bound in value:
         if isinstance(bound, bool) or not isinstance(bound, numbers.Integral) or bound < -1:
             raise InvalidRequest("window_size", value, reason)
-    return int(value[0]), int(value[1])
+    return min(int(value[0]), _FURTHEST), min(int(value[1]), _FURTHEST)
 
 
 def heads_ratio(heads_q: int, heads_kv: int) -> None:

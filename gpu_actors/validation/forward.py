@@ -19,6 +19,7 @@ from gpu_actors.validation.fields import (
     flag,
     heads_ratio,
     integer,
+    one_of,
     optional_array,
     real,
     shape_of,
@@ -53,12 +54,7 @@ def forward_problem(request: FlashForward) -> AttentionProblem:
     out_dtype = "bfloat16" if dtype in FP8 else dtype
     _check_out_shape(request, shape, out_dtype)
     alignment = request.alignment
-    expect(
-        alignment in ("bottom_right", "top_left"),
-        "alignment",
-        alignment,
-        'must be "bottom_right" or "top_left"',
-    )
+    one_of("alignment", alignment, ("bottom_right", "top_left"), 'must be "bottom_right" or "top_left"')
     softcap = real("softcap", request.softcap)
     expect(softcap >= 0, "softcap", softcap, "must be >= 0; 0 leaves the scores as they are")
     return AttentionProblem(
@@ -90,7 +86,7 @@ def longest(field: str, cu_seqlens: Any) -> int:
         raise InvalidRequest(name, None, f"must be given where {field} is not a NumPy array")
     sound = cu_seqlens.ndim == 1 and cu_seqlens.size >= 2 and cu_seqlens.dtype == np.int32
     expect(sound, field, describe(cu_seqlens), _CU_SEQLENS)
-    return int(np.diff(cu_seqlens).max())
+    return int(np.diff(cu_seqlens.astype(np.int64)).max())
 
 
 def check_cu_seqlens(field: str, cu_seqlens: Any, total: int, max_seqlen: int) -> None:
@@ -99,7 +95,8 @@ def check_cu_seqlens(field: str, cu_seqlens: Any, total: int, max_seqlen: int) -
         return
     first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
     expect(first == 0, field, first, "must begin with 0")
-    lengths = np.diff(cu_seqlens)
+    # In 64 bits: differences of 32-bit bounds can wrap around and look like lengths.
+    lengths = np.diff(cu_seqlens.astype(np.int64))
     least, most = int(lengths.min()), int(lengths.max())
     expect(least >= 0, field, least, "must not fall: a sequence cannot have a negative length")
     expect(last == total, field, last, f"must end with the number of rows, {total}")
@@ -213,7 +210,7 @@ def _compute(value: object, dtype: str) -> str:
     if value is None:
         return own
     choices = ("f32", "tf32", "f16", "bf16") if dtype == "float32" else (own,)
-    expect(value in choices, "compute", value, f"{dtype} inputs can be computed in {' or '.join(choices)}")
+    one_of("compute", value, choices, f"{dtype} inputs can be computed in {' or '.join(choices)}")
     return str(value)
 
 
