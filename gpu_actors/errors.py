@@ -21,6 +21,8 @@ GpuActorsError
 
 from __future__ import annotations
 
+from gpu_actors.values import show
+
 __all__ = [
     "ActorFailed",
     "ActorStopped",
@@ -61,7 +63,7 @@ class RequestError(GpuActorsError):
         self.reason = reason
 
     def __str__(self) -> str:
-        return f"{self.field}={self.value!r}: {self.reason}"
+        return f"{self.field}={show(self.value)}: {self.reason}"
 
 
 class InvalidRequest(RequestError, ValueError):
@@ -80,7 +82,7 @@ class Unsupported(RequestError):
         self.nearest = nearest
 
     def __str__(self) -> str:
-        hint = "" if self.nearest is None else f" (nearest supported: {self.nearest!r})"
+        hint = "" if self.nearest is None else f" (nearest supported: {show(self.nearest)})"
         return super().__str__() + hint
 
 

@@ -1,0 +1,62 @@
+"""How values read in messages: short, an array by its dtype and shape, and never at the price of another error."""
+
+from __future__ import annotations
+
+import builtins
+import numbers
+import reprlib
+from typing import Any
+
+__all__ = ["show"]
+
+_WIDTH = 160
+
+
+class _Shown(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = _WIDTH
+        self.maxtuple = self.maxlist = self.maxset = self.maxfrozenset = self.maxdict = 8
+        self.maxlevel = 3
+
+    def repr1(self, x: Any, level: int) -> str:
+        try:
+            return _array(x) or super().repr1(x, level)
+        except Exception:
+            # Python refuses to spell an int of more than a few thousand digits.
+            if isinstance(x, int):
+                return f"an int of {x.bit_length()} bits"
+            return f"{_article(type(x).__name__)} whose repr raises"
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        # Without the base class's guard, whose words hold an address.
+        if isinstance(x, bytes | bytearray):
+            x = x[:_WIDTH]
+        text = builtins.repr(x)
+        return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 3]}..."
+
+    def repr_int(self, x: int, level: int) -> str:
+        return self.repr_instance(x, level)
+
+
+def _array(x: Any) -> str:
+    """An array's kind, dtype and shape. Its elements may lie on a device that is busy, or gone."""
+    if isinstance(x, type | numbers.Number) or any(base.__name__ == "generic" for base in type(x).__mro__):
+        return ""
+    dtype, shape = getattr(x, "dtype", None), getattr(x, "shape", None)
+    if dtype is None or shape is None:
+        return ""
+    return f"{type(x).__name__} {str(dtype).removeprefix('torch.')}{list(shape)}"
+
+
+def _article(noun: str) -> str:
+    return f"an {noun}" if noun[:1].lower() in "aeiou" else f"a {noun}"
+
+
+_shown = _Shown()
+
+
+def show(value: object) -> str:
+    """``repr(value)``, cut where it is long, an array as its dtype and shape. Never raises."""
+    text = _shown.repr(value)
+    return text if len(text) <= 2 * _WIDTH else f"{text[: 2 * _WIDTH - 3]}..."
