@@ -26,8 +26,11 @@ template <class Real>
 DEVICE Score<Real> make_score(const Params& params, int sequence, int head, int kv_head, int diagonal) {
   Score<Real> score{Real(params.softmax_scale), Real(params.softcap), Real(0), diagonal, nullptr, 0};
   if constexpr (DESCALES) {
-    score.scale *= descale(params.q_descale, params.q_descale_strides, sequence, kv_head);
-    score.scale *= descale(params.k_descale, params.k_descale_strides, sequence, kv_head);
+    // In double: a tiny scale may come with large descales, and their product is what fits into Real.
+    double scale = params.softmax_scale;
+    scale *= descale(params.q_descale, params.q_descale_strides, sequence, kv_head);
+    scale *= descale(params.k_descale, params.k_descale_strides, sequence, kv_head);
+    score.scale = Real(scale);
   }
   if constexpr (ALIBI) {
     score.slope = *element_of<const float>(params.alibi_slopes, params.alibi_slopes_strides, sequence, 0, head);

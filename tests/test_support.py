@@ -82,6 +82,7 @@ REFUSED = {
     ),
     "bias.dtype": (problem(bias=("float16", True, False)), "sm_90a", "bias", "float16", "float32", "bfloat16"),
     "descales.dtype": (problem(descales=True), "sm_90a", "q_descale", "an array", None, "fp8"),
+    "float.range": (problem(softmax_scale=-1e38), "sm_90a", "softmax_scale", -1e38, -1e36, "fp32"),
 }
 
 
@@ -191,3 +192,11 @@ def test_an_arch_without_its_suffix_is_refused_with_the_exact_one():
 def test_what_is_no_arch_is_invalid():
     with pytest.raises(InvalidRequest):
         check_support(problem(), "H100")
+
+
+@pytest.mark.parametrize("field", ["softmax_scale", "softcap"])
+@pytest.mark.parametrize("value", [1e39, 1e-40])
+def test_what_fp32_scores_cannot_hold_is_for_float64_alone(field, value):
+    assert find_unsupported(problem("float64", compute="f64", **{field: value}), "sm_90a") is None
+    code, error = find_unsupported(problem("float32", compute="f32", **{field: value}), "sm_90a")
+    assert (code, error.field) == ("float.range", field)

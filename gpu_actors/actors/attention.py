@@ -21,8 +21,9 @@ from gpu_actors.kernels.dispatch import dispatch_key
 from gpu_actors.kernels.variants import launch_geometry
 from gpu_actors.problem import AttentionProblem, DispatchKey
 from gpu_actors.reference import attention_forward
+from gpu_actors.reference.low_precision import rounder
 from gpu_actors.requests import AttentionOutput, FlashForward
-from gpu_actors.validation import check_cu_seqlens, check_out, check_seed, forward_problem, longest
+from gpu_actors.validation import check_cu_seqlens, check_output_memory, check_seed, forward_problem, longest
 
 __all__ = ["AttentionPlan", "adopt_arrays", "attention_output", "forward_plan", "is_plain", "signature"]
 
@@ -37,6 +38,9 @@ _OPTIONAL = (
     "v_descale",
 )
 _ARRAYS = ("q", "k", "v", *_OPTIONAL, "out")
+
+# What fp32 operands are rounded to before they are multiplied. "f16" keeps fp32's range: large ones stay finite.
+_ROUNDED = {"tf32": "tf32", "f16": "tf32", "bf16": "bfloat16"}
 
 
 def adopt_arrays(
@@ -95,6 +99,15 @@ def signature(request: FlashForward, plain: bool) -> Hashable:
         request.dropout_p,
         request.compute,
         request.return_lse,
+        # Equal is not alike: 1 == True == 1.0, and what validation refuses must not find the plan of what it accepts.
+        type(request.causal),
+        type(request.return_lse),
+        type(request.sink_tokens),
+        type(request.softmax_scale),
+        type(request.softcap),
+        type(request.dropout_p),
+        type(request.window_size[0]),
+        type(request.window_size[1]),
         None if plain else _optional_signature(request),
         None if out is None else (out.shape, out.strides, out.dtype),
     )
@@ -118,6 +131,7 @@ def is_plain(request: FlashForward) -> bool:
 
 def _optional_signature(request: FlashForward) -> Hashable:
     longest_q, longest_k = request.max_seqlen_q, request.max_seqlen_k
+    kinds = (type(longest_q), type(longest_k))
     # The longest sequence shapes the grid, so it belongs to the plan even where it has to be looked up.
     if request.cu_seqlens_q is not None and longest_q is None:
         longest_q = longest("cu_seqlens_q", request.cu_seqlens_q)
@@ -125,7 +139,7 @@ def _optional_signature(request: FlashForward) -> Hashable:
         longest_k = longest("cu_seqlens_k", request.cu_seqlens_k)
     arrays = (getattr(request, name) for name in _OPTIONAL)
     described = tuple(None if array is None else (array.shape, array.strides, array.dtype) for array in arrays)
-    return longest_q, longest_k, described
+    return longest_q, longest_k, kinds, described
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +169,7 @@ class AttentionPlan:
             check_cu_seqlens("cu_seqlens_k", request.cu_seqlens_k, problem.total_k, problem.seqlen_k)
         outputs = self.outputs
         if request.out is not None:
-            check_out(request)
+            check_output_memory(request.out, inputs)
             outputs = {**outputs, "out": dataclasses.replace(outputs["out"], into=request.out)}
         seed = request.dropout_seed
         if type(seed) is not int or seed:
@@ -200,6 +214,9 @@ def _oracle(
     dropout_seed: int,
     inputs: Mapping[str, Any],
 ) -> Outputs:
+    if problem.compute in _ROUNDED:
+        step = rounder(_ROUNDED[problem.compute])
+        inputs = {**inputs, **{name: step(inputs[name]) for name in ("q", "k", "v")}}
     reference = attention_forward(
         **inputs,
         causal=problem.causal,

@@ -7,6 +7,8 @@ import threading
 from abc import abstractmethod
 from typing import Any
 
+import numpy as np
+
 from gpu_actors.devices.interface import Event, Launch, Outputs, Stream
 from gpu_actors.errors import ActorStopped, GpuActorsError, LaunchError
 
@@ -126,11 +128,12 @@ class HostStream(Stream):
 def host_outputs(launch: Launch, results: Outputs) -> Outputs:
     """Round results to the dtypes asked for, into the caller's arrays where there are any."""
     outputs: dict[str, Any] = {}
-    for name, spec in launch.outputs.items():
-        result = results[name]
-        if spec.into is not None:
-            spec.into[...] = result.astype(spec.dtype)
-            outputs[name] = spec.into
-        else:
-            outputs[name] = result.astype(spec.dtype)
+    # A result beyond the dtype's range is infinite there, as it is on a GPU, which does not warn either.
+    with np.errstate(over="ignore", invalid="ignore"):
+        for name, spec in launch.outputs.items():
+            rounded = results[name].astype(spec.dtype)
+            if spec.into is not None:
+                spec.into[...] = rounded
+                rounded = spec.into
+            outputs[name] = rounded
     return outputs

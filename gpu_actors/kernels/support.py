@@ -8,6 +8,7 @@ negative softcap) is refused earlier, by `gpu_actors.validation`.
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
@@ -57,6 +58,9 @@ ELEMENTS = {
     "float8_e4m3fn": Element("e4m3_t", 1, ("fp8",), "bfloat16", fp8=True),
     "float8_e5m2": Element("e5m2_t", 1, ("fp8",), "bfloat16", fp8=True),
 }
+
+# Of softmax_scale and softcap: within fp32's range, with room for the factors that kernels fold in.
+LEAST_FACTOR, GREATEST_FACTOR = 1e-36, 1e36
 
 Finding: TypeAlias = Unsupported | None
 
@@ -198,6 +202,18 @@ def _descales_dtype(problem: AttentionProblem, arch: str) -> Finding:
     return Unsupported("q_descale", "an array", f"descales are for fp8 inputs, and q is {problem.dtype}")
 
 
+def _float_range(problem: AttentionProblem, arch: str) -> Finding:
+    if problem.dtype == "float64":
+        return None
+    for field in ("softmax_scale", "softcap"):
+        value = getattr(problem, field)
+        nearest = math.copysign(min(max(abs(value), LEAST_FACTOR), GREATEST_FACTOR), value)
+        if value and nearest != value:
+            reason = f"scores are fp32, which take 0 or a magnitude from {LEAST_FACTOR} to {GREATEST_FACTOR} here"
+            return Unsupported(field, value, reason, nearest)
+    return None
+
+
 def _any_fp8(problem: AttentionProblem) -> bool:
     return ELEMENTS[problem.dtype].fp8 or ELEMENTS[problem.kv_dtype].fp8
 
@@ -222,4 +238,5 @@ CHECKS = (
     Check("bias.layout", _bias_layout),
     Check("bias.dtype", _bias_dtype),
     Check("descales.dtype", _descales_dtype),
+    Check("float.range", _float_range),
 )

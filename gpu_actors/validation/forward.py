@@ -26,7 +26,7 @@ from gpu_actors.validation.fields import (
     window,
 )
 
-__all__ = ["check_cu_seqlens", "check_out", "check_seed", "forward_problem", "longest"]
+__all__ = ["check_cu_seqlens", "check_seed", "forward_problem", "longest"]
 
 
 class _Shape(NamedTuple):
@@ -86,7 +86,10 @@ def longest(field: str, cu_seqlens: Any) -> int:
         raise InvalidRequest(name, None, f"must be given where {field} is not a NumPy array")
     sound = cu_seqlens.ndim == 1 and cu_seqlens.size >= 2 and cu_seqlens.dtype == np.int32
     expect(sound, field, describe(cu_seqlens), _CU_SEQLENS)
-    return int(np.diff(cu_seqlens.astype(np.int64)).max())
+    most = int(np.diff(cu_seqlens.astype(np.int64)).max())
+    # Sequences without keys have an answer (zeros); a batch without a single row asks for nothing.
+    expect(most >= 1 or field != "cu_seqlens_q", field, most, "must bound at least one sequence with a row")
+    return max(1, most)
 
 
 def check_cu_seqlens(field: str, cu_seqlens: Any, total: int, max_seqlen: int) -> None:
@@ -107,17 +110,6 @@ def check_cu_seqlens(field: str, cu_seqlens: Any, total: int, max_seqlen: int) -
 def check_seed(seed: object) -> None:
     """Check a dropout seed, which may change from request to request of one problem."""
     integer("dropout_seed", seed, 0, (1 << 64) - 1)
-
-
-def check_out(request: FlashForward) -> None:
-    """Check that ``out`` can be written, and shares no memory with an operand that rows yet to come will read."""
-    if isinstance(request.out, np.ndarray):
-        expect(request.out.flags.writeable, "out", describe(request.out), "must be writeable")
-    for field in ("q", "k", "v", "bias"):
-        array = getattr(request, field)
-        if isinstance(array, np.ndarray) and isinstance(request.out, np.ndarray):
-            apart = not np.may_share_memory(request.out, array)
-            expect(apart, "out", describe(request.out), f"must not share memory with {field}")
 
 
 _CU_SEQLENS = "must be an int32 array (batch + 1,) with batch >= 1, rising from 0 to the number of rows"
@@ -155,6 +147,8 @@ def _varlen_shape(request: FlashForward) -> _Shape:
     seqlen_k = _max_seqlen("max_seqlen_k", request.max_seqlen_k, request.cu_seqlens_k)
     _check_total("q", total_q, batch, seqlen_q)
     _check_total("k", total_k, batch, seqlen_k)
+    # No sequence is longer than all of them together, and the grid follows from the longest.
+    seqlen_q, seqlen_k = min(seqlen_q, max(1, total_q)), min(seqlen_k, max(1, total_k))
     return _Shape(batch, seqlen_q, seqlen_k, total_q, total_k, heads_q, heads_kv, head_dim, head_dim_v)
 
 

@@ -1,0 +1,64 @@
+"""Checks of where an output lies: it must not share memory with what is still read, nor with itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from gpu_actors.errors import InvalidRequest
+from gpu_actors.validation.fields import describe, expect
+
+__all__ = ["check_output_memory"]
+
+# How hard to look for two strided arrays' common element: interleaved slices of one array are decided at once.
+_MAX_WORK = 10_000
+
+
+def check_output_memory(out: Any, inputs: dict[str, Any]) -> None:
+    """Raise `InvalidRequest` unless ``out`` has an element of its own for every position, none of them an input's.
+
+    out: an ndarray or a `DeviceArray`. inputs: the operands by name, of either kind.
+    """
+    if isinstance(out, np.ndarray):
+        expect(out.flags.writeable, "out", describe(out), "must be writeable")
+    reason = "must have a place of its own for every element: not a broadcast or overlapping view"
+    expect(_lies_apart(out.shape, out.strides, out.itemsize), "out", describe(out), reason)
+    for name, array in inputs.items():
+        if isinstance(out, np.ndarray) != isinstance(array, np.ndarray):
+            continue  # one on the host, the other on the device
+        if isinstance(out, np.ndarray):
+            _check_host(out, name, array)
+        elif _meet(_bounds(out), _bounds(array)):
+            raise InvalidRequest("out", describe(out), f"may share memory with {name}: their address ranges meet")
+
+
+def _check_host(out: np.ndarray[Any, Any], name: str, array: np.ndarray[Any, Any]) -> None:
+    try:
+        shared = np.shares_memory(out, array, max_work=_MAX_WORK)  # type: ignore[arg-type]  # the stub knows 0 and -1
+    except np.exceptions.TooHardError:
+        raise InvalidRequest("out", describe(out), f"may share memory with {name}; give one that lies apart") from None
+    expect(not shared, "out", describe(out), f"must not share memory with {name}")
+
+
+def _lies_apart(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
+    """True if each axis steps over all that the shorter steps reach: then no two positions are the same."""
+    reach = itemsize
+    steps = sorted((abs(stride), extent) for stride, extent in zip(strides, shape, strict=True) if extent > 1)
+    for stride, extent in steps:
+        if stride < reach:
+            return False
+        reach = stride * (extent - 1) + reach
+    return True
+
+
+def _bounds(array: Any) -> tuple[int, int]:
+    """First and past-the-last byte of a `DeviceArray`."""
+    steps = [stride * (extent - 1) for stride, extent in zip(array.strides, array.shape, strict=True) if extent]
+    low = array.address + sum(step for step in steps if step < 0)
+    high = array.address + sum(step for step in steps if step > 0) + array.itemsize
+    return low, (high if 0 not in array.shape else low)
+
+
+def _meet(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    return one[0] < other[1] and other[0] < one[1]
