@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import numbers
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.problem import Alignment
+from gpu_actors.validation.fields import expect, integer, one_of, real
 
 __all__ = ["AttentionParams", "Mask", "MhaForward", "MhaOutput"]
 
 MaskName = Literal["none", "causal", "sliding_window", "causal_sliding_window"]
+
+_WINDOWS = ("sliding_window", "causal_sliding_window")
+_MASKS = ("none", "causal", *_WINDOWS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +23,19 @@ class Mask:
     """Which keys a row sees. Use the constructors; i and j are row and key, aligned as the params say.
 
     none: all. causal: j <= i. sliding_window(w): |i - j| < w. causal_sliding_window(w): the last w keys up to j = i.
+    Raises `InvalidRequest` unless the kind is one of these, and width >= 1 for the windows and 0 for the others.
     """
 
     kind: MaskName = "none"
     width: int = 0
+
+    def __post_init__(self) -> None:
+        one_of("mask", self.kind, _MASKS, f"must be one of {', '.join(_MASKS)}")
+        if self.kind in _WINDOWS:
+            object.__setattr__(self, "width", integer("window", self.width, 1))
+        else:
+            integer("window", self.width, 0)
+            expect(self.width == 0, "window", self.width, f"must be 0: a {self.kind} mask has no window")
 
     @classmethod
     def none(cls) -> Mask:
@@ -37,12 +48,12 @@ class Mask:
     @classmethod
     def sliding_window(cls, width: int) -> Mask:
         """Raises `InvalidRequest` unless width >= 1."""
-        return cls("sliding_window", _width(width))
+        return cls("sliding_window", width)
 
     @classmethod
     def causal_sliding_window(cls, width: int) -> Mask:
         """Raises `InvalidRequest` unless width >= 1."""
-        return cls("causal_sliding_window", _width(width))
+        return cls("causal_sliding_window", width)
 
     @property
     def window(self) -> tuple[int, int]:
@@ -52,7 +63,7 @@ class Mask:
                 return self.width - 1, self.width - 1
             case "causal_sliding_window":
                 return self.width - 1, -1
-            case _:
+            case "none" | "causal":
                 return -1, -1
 
     @property
@@ -65,7 +76,7 @@ class AttentionParams:
     """Sizes and options of multi-head attention.
 
     scale: default 1/sqrt(head_dim). alignment: cuDNN's own default, "top_left", puts row 0 on key 0.
-    Raises `InvalidRequest` for sizes below 1, heads that do not divide, a scale or dropout out of range.
+    Raises `InvalidRequest` for sizes below 1, heads that do not divide, and options of another type or out of range.
     """
 
     batch: int
@@ -82,21 +93,16 @@ class AttentionParams:
 
     def __post_init__(self) -> None:
         for name in ("batch", "seq_q", "seq_kv", "heads_q", "heads_kv", "head_dim"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
-                raise InvalidRequest(name, value, "must be an int >= 1")
+            integer(name, getattr(self, name), 1)
         if self.heads_q % self.heads_kv:
             raise InvalidRequest("heads_kv", self.heads_kv, f"must divide heads_q, {self.heads_q}")
-        if not isinstance(self.mask, Mask):
-            raise InvalidRequest("mask", self.mask, "must be a Mask, as Mask.causal()")
-        if self.scale is not None and not math.isfinite(self.scale):
-            raise InvalidRequest("scale", self.scale, "must be a finite number, or None for 1/sqrt(head_dim)")
-        if not 0 <= self.dropout_p < 1:
-            raise InvalidRequest("dropout_p", self.dropout_p, "must be in [0, 1)")
-        if not 0 <= self.dropout_seed < 1 << 64:
-            raise InvalidRequest("dropout_seed", self.dropout_seed, "must be an int in [0, 2**64)")
-        if self.alignment not in ("top_left", "bottom_right"):
-            raise InvalidRequest("alignment", self.alignment, 'must be "top_left" or "bottom_right"')
+        expect(isinstance(self.mask, Mask), "mask", self.mask, "must be a Mask, as Mask.causal()")
+        if self.scale is not None:
+            real("scale", self.scale, "a finite number, or None for 1/sqrt(head_dim)")
+        dropout_p = real("dropout_p", self.dropout_p, "a number in [0, 1)")
+        expect(0 <= dropout_p < 1, "dropout_p", self.dropout_p, "must be a number in [0, 1)")
+        integer("dropout_seed", self.dropout_seed, 0, (1 << 64) - 1)
+        one_of("alignment", self.alignment, ("top_left", "bottom_right"), 'must be "top_left" or "bottom_right"')
 
     @property
     def is_gqa(self) -> bool:
@@ -131,9 +137,3 @@ class MhaOutput(NamedTuple):
 
     out: Any
     stats: Any = None
-
-
-def _width(width: object) -> int:
-    if isinstance(width, bool) or not isinstance(width, numbers.Integral) or width < 1:
-        raise InvalidRequest("window", width, "must be an int >= 1: a row of its own needs a window of 1")
-    return int(width)
