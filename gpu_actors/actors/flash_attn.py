@@ -21,7 +21,6 @@ from gpu_actors.actors.handle import ActorHandle
 from gpu_actors.actors.kernel_store import KernelStore
 from gpu_actors.errors import GpuActorsError, InvalidRequest, Unsupported
 from gpu_actors.kernels.dispatch import dispatch_key
-from gpu_actors.kernels.support import check_support
 from gpu_actors.options import MockOptions
 from gpu_actors.plans import PlanCache, PlanCacheStats
 from gpu_actors.problem import AttentionProblem, DispatchKey
@@ -191,15 +190,15 @@ class FlashAttnActor(ServiceActor):
 
     def handle(self, call: Call[Any]) -> None:
         message = call.message
-        if type(message) is FlashForward:
+        if isinstance(message, FlashForward) and not isinstance(message, FlashBackward):
             attention = self._attention
             plain = is_plain(message)
             request, like = adopt_arrays(message, plain, attention.place, call.caller)
             finish = functools.partial(attention_output, like, message.out)
             attention.answer(self, call, request, plain, finish)
             return
-        # Sound requests that no kernel here answers yet end in check_support's sentence.
-        check_support(problem_of(message, self._attention.place), self._attention.arch)
+        # A sound request of a kind that no kernel here answers ends in the dispatch table's sentence.
+        dispatch_key(problem_of(message, self._attention.place), self._attention.arch)
         raise Unsupported("message", type(message).__name__, "no kernel here answers it", "FlashForward")
 
 

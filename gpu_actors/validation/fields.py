@@ -60,6 +60,9 @@ def shape_of(field: str, array: Any, axes: str) -> tuple[int, ...]:
 def dtype_of(field: str, array: Any) -> str:
     """The dtype of an operand, among those that attention is defined on here."""
     name = dtype_name(array)
+    if name[:1] in (">", "<"):
+        reason = "must be in this machine's byte order: array.astype(array.dtype.newbyteorder('='))"
+        raise InvalidRequest(field, describe(array), reason)
     if name not in DTYPES:
         nearest = {"float128": "float64", "longdouble": "float64", "float8_e4m3": "float8_e4m3fn"}
         raise Unsupported("dtype", name, f"{field} must have one of {DTYPES}", nearest.get(name, "float32"))
