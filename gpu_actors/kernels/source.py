@@ -143,7 +143,7 @@ class KernelSource:
         fix = object.__setattr__
         fix(self, "entry_points", _checked_entry_points(self.entry_points))
         fix(self, "headers", _checked_headers(self.headers))
-        fix(self, "macros", FrozenMap({name: _macro(name, value) for name, value in self.macros.items()}))
+        fix(self, "macros", _checked_macros(self.macros))
         fix(self, "options", _checked_options(self.options))
         _check_text("name", self.name)
         _check_text("source", self.source)
@@ -182,7 +182,7 @@ class KernelSource:
         return check_arch(resolved)
 
 
-def _check_text(field_name: str, text: object) -> None:
+def _check_text(field_name: str, text: object) -> str:
     # NVRTC reads C strings: it would compile less than the key covers.
     if not isinstance(text, str):
         raise InvalidRequest(field_name, type(text).__name__, "must be a str")
@@ -192,56 +192,81 @@ def _check_text(field_name: str, text: object) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise InvalidRequest(field_name, text[:40], f"must be text that UTF-8 can hold: {error}") from None
-
-
-def _checked_entry_points(names: Iterable[str]) -> tuple[str, ...]:
-    if isinstance(names, str):
-        raise InvalidRequest("entry_points", names, "must be a sequence of names, not one string")
-    names = tuple(names)
-    if not names or any(not isinstance(n, str) or not _IDENTIFIER.fullmatch(n) for n in names):
-        raise InvalidRequest("entry_points", names, 'must name at least one extern "C" kernel by its C identifier')
-    if len(set(names)) != len(names):
-        raise InvalidRequest("entry_points", names, "must name each kernel once")
-    return names
-
-
-def _checked_headers(headers: Mapping[str, str]) -> FrozenMap[str]:
-    for name, text in headers.items():
-        if not name or name.startswith("/") or re.search(r'[\0\n"<>\\]', name):
-            raise InvalidRequest("headers", name, "must be named as #include spells it, by a relative path")
-        _check_text(f"headers[{name!r}]", text)
-    return FrozenMap(headers)
-
-
-def _macro(name: str, value: MacroValue) -> str:
-    if not _IDENTIFIER.fullmatch(name):
-        raise InvalidRequest("macros", name, "a macro's name must be a C identifier")
-    if isinstance(value, bool):
-        return "1" if value else "0"
-    if isinstance(value, float) and not math.isfinite(value):
-        raise InvalidRequest(f"macros[{name!r}]", value, "a float must be finite: C++ has no literal for it")
-    if not isinstance(value, str | int | float):
-        raise InvalidRequest(f"macros[{name!r}]", value, "must be a str, int, float or bool")
-    # The base types' own spelling: NumPy's floats and enum members are subclasses that print otherwise.
-    text = (
-        float.__repr__(value) if isinstance(value, float) else int.__repr__(value) if isinstance(value, int) else value
-    )
-    if re.search(r"[\0\n\r]", text):
-        raise InvalidRequest(f"macros[{name!r}]", text, "must be one line: NVRTC drops the rest")
     return text
 
 
-def _checked_options(options: Iterable[str]) -> tuple[str, ...]:
-    if isinstance(options, str):
-        raise InvalidRequest("options", options, "must be a sequence of options, not one string")
-    options = tuple(options)
-    for option in options:
-        if not isinstance(option, str) or not option.startswith("-") or "\0" in option:
+def _sequence(field_name: str, values: object, of: str) -> tuple[object, ...]:
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        raise InvalidRequest(field_name, values, f"must be a sequence of {of}")
+    return tuple(values)
+
+
+def _mapping(field_name: str, values: object, of: str) -> Mapping[str, object]:
+    if not isinstance(values, Mapping):
+        raise InvalidRequest(field_name, values, f"must be a mapping of {of}")
+    for name in values:
+        if not isinstance(name, str):
+            raise InvalidRequest(field_name, name, f"must be a mapping of {of}: every name is a str")
+    return values
+
+
+def _checked_entry_points(names: object) -> tuple[str, ...]:
+    found = _sequence("entry_points", names, "names")
+    checked = tuple(name for name in found if isinstance(name, str) and _IDENTIFIER.fullmatch(name))
+    if not checked or checked != found:
+        raise InvalidRequest("entry_points", found, 'must name at least one extern "C" kernel by its C identifier')
+    if len(set(checked)) != len(checked):
+        raise InvalidRequest("entry_points", found, "must name each kernel once")
+    return checked
+
+
+def _checked_headers(headers: object) -> FrozenMap[str]:
+    checked: dict[str, str] = {}
+    for name, text in _mapping("headers", headers, "text by the name that #include spells").items():
+        if not name or name.startswith("/") or re.search(r'[\0\n"<>\\]', name):
+            raise InvalidRequest("headers", name, "must be named as #include spells it, by a relative path")
+        _check_text("headers", name)
+        checked[name] = _check_text(f"headers[{name!r}]", text)
+    return FrozenMap(checked)
+
+
+def _checked_macros(macros: object) -> FrozenMap[str]:
+    given = _mapping("macros", macros, "values by the macro's name")
+    return FrozenMap({name: _macro(name, value) for name, value in given.items()})
+
+
+def _macro(name: str, value: object) -> str:
+    if not _IDENTIFIER.fullmatch(name):
+        raise InvalidRequest("macros", name, "a macro's name must be a C identifier")
+    field_name = f"macros[{name!r}]"
+    if isinstance(value, bool):
+        return "1" if value else "0"
+    # The base types' own spelling: NumPy's floats and enum members are subclasses that print otherwise.
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise InvalidRequest(field_name, value, "a float must be finite: C++ has no literal for it")
+        return float.__repr__(value)
+    if isinstance(value, int):
+        if not -(1 << 63) <= value < 1 << 64:
+            raise InvalidRequest(field_name, value, "an int must fit 64 bits: C++ has no literal for it")
+        return int.__repr__(value)
+    if not isinstance(value, str):
+        raise InvalidRequest(field_name, value, "must be a str, int, float or bool")
+    if re.search(r"[\0\n\r]", value):
+        raise InvalidRequest(field_name, value, "must be one line: NVRTC drops the rest")
+    return _check_text(field_name, value)
+
+
+def _checked_options(options: object) -> tuple[str, ...]:
+    checked = []
+    for option in _sequence("options", options, "options"):
+        if not isinstance(option, str) or not option.startswith("-"):
             raise InvalidRequest("options", option, "give each option in one string, as --name=value")
         for prefixes, reason in _RESERVED_OPTIONS.items():
             if option.startswith(prefixes):
                 raise InvalidRequest("options", option, f"not accepted here: {reason}")
-    return options
+        checked.append(_check_text("options", option))
+    return tuple(checked)
 
 
 class KernelResources(NamedTuple):
