@@ -210,6 +210,8 @@ class open_context:
     """
 
     def __init__(self, device: str = "auto", options: ContextOptions | None = None) -> None:
+        if options is not None and not isinstance(options, ContextOptions):
+            raise InvalidRequest("options", options, "must be ContextOptions, or None for the defaults")
         self._device = check_device(device)
         self._options = options if options is not None else ContextOptions()
         self._context: GpuContext | None = None

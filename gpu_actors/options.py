@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from gpu_actors.clock import SYSTEM_CLOCK, Clock
 from gpu_actors.errors import InvalidRequest
+from gpu_actors.kernels.source import check_arch
+from gpu_actors.validation.fields import expect, flag, integer, one_of, real
 
 if TYPE_CHECKING:
     from gpu_actors.actors.base import ServiceActor
@@ -36,8 +39,9 @@ class MockOptions:
     latency: float = 0.0
 
     def __post_init__(self) -> None:
-        require(self.dtype in ("float64", "float32"), "dtype", self.dtype, 'must be "float64" or "float32"')
-        require(self.latency >= 0, "latency", self.latency, "must be seconds >= 0")
+        flag("compute", self.compute)
+        one_of("dtype", self.dtype, ("float64", "float32"), 'must be "float64" or "float32"')
+        _seconds("latency", self.latency)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +62,10 @@ class EmulationOptions:
     def __post_init__(self) -> None:
         deliveries = ("late", "eager", "random")
         schedules = ("round_robin", "greedy", "random", "lane")
-        require(self.delivery in deliveries, "delivery", self.delivery, f"must be one of {deliveries}")
-        require(self.schedule in schedules, "schedule", self.schedule, f"must be one of {schedules}")
-        require(self.threads >= 1, "threads", self.threads, "must be >= 1")
+        one_of("delivery", self.delivery, deliveries, f"must be one of {deliveries}")
+        one_of("schedule", self.schedule, schedules, f"must be one of {schedules}")
+        integer("seed", self.seed, 0, (1 << 64) - 1)
+        integer("threads", self.threads, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,26 +87,34 @@ class RestartPolicy:
 
     def __post_init__(self) -> None:
         strategies = ("one_for_one", "all_for_one")
-        require(self.strategy in strategies, "strategy", self.strategy, f"must be one of {strategies}")
-        require(self.max_restarts >= 0, "max_restarts", self.max_restarts, "must be >= 0")
-        require(self.window > 0, "window", self.window, "must be seconds > 0")
-        require(self.backoff >= 0, "backoff", self.backoff, "must be seconds >= 0")
-        require(self.backoff_factor >= 1, "backoff_factor", self.backoff_factor, "must be >= 1")
-        require(self.backoff_max >= self.backoff, "backoff_max", self.backoff_max, "must be >= backoff")
+        one_of("strategy", self.strategy, strategies, f"must be one of {strategies}")
+        integer("max_restarts", self.max_restarts, 0)
+        _seconds("window", self.window, above=True)
+        _seconds("backoff", self.backoff)
+        factor = real("backoff_factor", self.backoff_factor, "a finite number >= 1")
+        expect(factor >= 1, "backoff_factor", self.backoff_factor, "must be a finite number >= 1")
+        longest = _seconds("backoff_max", self.backoff_max)
+        expect(longest >= self.backoff, "backoff_max", self.backoff_max, f"must be >= backoff, {self.backoff}")
 
     def delay(self, restarts: int) -> float:
         """Seconds to wait before the next restart when ``restarts`` lie in the window already."""
-        return min(self.backoff_max, self.backoff * self.backoff_factor**restarts)
+        try:
+            return min(self.backoff_max, self.backoff * float(self.backoff_factor) ** restarts)
+        except OverflowError:
+            return self.backoff_max if self.backoff else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextOptions:
     """Settings of one context. Frozen; make a changed copy with ``dataclasses.replace``.
 
+    Raises `InvalidRequest` (`Unsupported` for an inexact arch) naming the setting that does not hold.
+
     arch: whose kernels to use ("sm_80", "sm_90a", ...). Default: the device's own; on mock and emulated "sm_90a".
     max_in_flight: launches an actor may have unfinished at once. Default 8.
     mailbox_capacity: requests that may wait for an actor; one more is answered `Overloaded`. Default 1024.
-    cache_dir: folder of the cubin cache. Default: the user's cache folder, or $GPU_ACTORS_CACHE_DIR.
+    cache_dir: folder of the cubin cache; "~" is the home folder. One that cannot be used keeps the context from
+        opening. Default: the user's cache folder, or $GPU_ACTORS_CACHE_DIR, looked at by the first compile.
     cache_max_bytes: its size bound; least recently used entries go first. Default 1 GiB.
     prewarmed: read-only cache folders that are searched before ``cache_dir``. Default none.
     offline: never compile; a variant that no cache holds is a `CompileError`. Default False.
@@ -140,13 +153,52 @@ class ContextOptions:
     on_event: Callable[[TraceEvent], None] | None = None
 
     def __post_init__(self) -> None:
+        if self.arch is not None:
+            check_arch(self.arch)
         for name in ("max_in_flight", "mailbox_capacity", "cache_max_bytes", "compile_threads"):
+            integer(name, getattr(self, name), 1)
+        for name in ("offline", "compile_on_mock"):
+            flag(name, getattr(self, name))
+        if self.cache_dir is not None:
+            _path("cache_dir", self.cache_dir)
+        object.__setattr__(self, "prewarmed", _several("prewarmed", self.prewarmed, "paths"))
+        for path in self.prewarmed:
+            _path("prewarmed", path)
+        self._check_types()
+        self._check_actors()
+        if self.default_timeout is not None:
+            _seconds("default_timeout", self.default_timeout, above=True)
+        # Without an end, where that is asked for: an endless wait is one that the user can mean.
+        if self.hang_timeout is not None and not _endless(self.hang_timeout):
+            _seconds("hang_timeout", self.hang_timeout, above=True)
+        if not _endless(self.drain_timeout):
+            _seconds("drain_timeout", self.drain_timeout)
+
+    def _check_types(self) -> None:
+        from gpu_actors.testing.faults import FaultPlan
+
+        optional = {"mock": MockOptions, "emulation": EmulationOptions, "fault_plan": FaultPlan}
+        for name, kind in optional.items():
             value = getattr(self, name)
-            require(isinstance(value, int) and value >= 1, name, value, "must be an int >= 1")
-        for name in ("default_timeout", "hang_timeout"):
-            value = getattr(self, name)
-            require(value is None or value > 0, name, value, "must be seconds > 0, or None")
-        require(self.drain_timeout >= 0, "drain_timeout", self.drain_timeout, "must be seconds >= 0")
+            expect(value is None or isinstance(value, kind), name, value, f"must be {kind.__name__}, or None")
+        expect(isinstance(self.restart, RestartPolicy), "restart", self.restart, "must be RestartPolicy")
+        methods = [getattr(self.clock, name, None) for name in ("now", "wait")]
+        holds = not isinstance(self.clock, type) and all(map(callable, methods))
+        expect(holds, "clock", self.clock, "must be a Clock, an object with now() and wait()")
+        holds = self.on_event is None or callable(self.on_event)
+        expect(holds, "on_event", self.on_event, "must be a function that takes a TraceEvent, or None")
+
+    def _check_actors(self) -> None:
+        from gpu_actors.actors.base import ServiceActor
+
+        object.__setattr__(self, "actors", _several("actors", self.actors, "ServiceActor subclasses"))
+        labels = set()
+        for kind in self.actors:
+            holds = isinstance(kind, type) and issubclass(kind, ServiceActor) and kind is not ServiceActor
+            expect(holds, "actors", kind, "must be subclasses of ServiceActor")
+            label = kind.label or kind.__name__
+            expect(label not in labels, "actors", kind, f"must have distinct labels: two have the label {label!r}")
+            labels.add(label)
 
     def hang_limit(self, kind: str) -> float:
         """``hang_timeout``, or its default on a device of that kind."""
@@ -156,10 +208,38 @@ class ContextOptions:
 
     @property
     def cache_path(self) -> Path | None:
-        return None if self.cache_dir is None else Path(self.cache_dir)
+        """``cache_dir`` in full, or None for the default."""
+        return None if self.cache_dir is None else _path("cache_dir", self.cache_dir).absolute()
+
+    @property
+    def prewarmed_paths(self) -> tuple[Path, ...]:
+        """``prewarmed`` in full."""
+        return tuple(_path("prewarmed", path).absolute() for path in self.prewarmed)
 
 
-def require(condition: bool, field_name: str, value: object, reason: str) -> None:
-    """Raise `InvalidRequest` for a setting that does not hold."""
-    if not condition:
-        raise InvalidRequest(field_name, value, reason)
+def _seconds(name: str, value: object, *, above: bool = False) -> float:
+    kind = f"a finite number of seconds {'> 0' if above else '>= 0'}"
+    number = real(name, value, kind)
+    expect(number > 0 if above else number >= 0, name, value, f"must be {kind}")
+    return number
+
+
+def _endless(seconds: object) -> bool:
+    return isinstance(seconds, float) and seconds == math.inf
+
+
+def _path(name: str, value: object) -> Path:
+    try:
+        text = os.fspath(value)  # type: ignore[call-overload]
+        if isinstance(text, str) and text and "\0" not in text:
+            os.fsencode(text)
+            return Path(text).expanduser()
+    except (TypeError, UnicodeError, RuntimeError):  # the last, of a "~user" that nobody is
+        pass
+    raise InvalidRequest(name, value, "must name a folder: a str or os.PathLike, not empty")
+
+
+def _several(name: str, values: object, of: str) -> tuple[Any, ...]:
+    if not isinstance(values, tuple | list):
+        raise InvalidRequest(name, values, f"must be a tuple of {of}")
+    return tuple(values)

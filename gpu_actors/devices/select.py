@@ -19,7 +19,7 @@ logger = logging.getLogger("gpu_actors")
 DEFAULT_ARCH = "sm_90a"
 """Whose kernels the devices without a GPU stand for."""
 
-_SPEC = re.compile(r"auto|mock|emulated|cuda(?::(\d+))?")
+_SPEC = re.compile(r"auto|mock|emulated|cuda(?::[0-9]+)?")
 
 
 def check_device(spec: object) -> str:
