@@ -32,8 +32,8 @@ DEVICE Place locate(const Params& params, int row_tiles) {
   return at;
 }
 
-// [0, sinks) and [begin, end): keys that at least one of some rows sees. No other key is loaded, whatever tile it
-// falls into: a NaN in its value would survive a weight of 0.
+// [0, sinks) and [begin, end): keys that at least one of some rows sees. No other key is read, whatever tile it falls
+// into.
 struct SeenKeys {
   int sinks, begin, end;
 

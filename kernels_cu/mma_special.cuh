@@ -2,7 +2,7 @@
 //
 // A row's weight of a key that it does not see is 0, and 0 * NaN is NaN: through the product O = P V such a value would
 // reach rows that must not know of it. So where a tile with a mask holds one, its rows get it by hand, each if it sees
-// the key, and the product is taken without it. Values that no row of the block sees are not even loaded.
+// the key, and the product is taken without it. Values that no row of the block sees are not even read.
 #pragma once
 
 #include "mma_tile.cuh"

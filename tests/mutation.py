@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import emulated_forward
+import numpy as np
 import pytest
 from far_tensors import check_far
 
@@ -67,6 +68,16 @@ PROBES: dict[str, dict[str, Any]] = {
         "batch": 2,
         "always": ("dropout", "sinks", "bias", "alibi", "softcap"),
     },
+    "gqa": {"dtype": "float16", "head_dim": 32, "seqlens": (70, 150), "varlen": False, "heads": (4, 2)},
+    "sinks": {
+        "dtype": "float16",
+        "head_dim": 32,
+        "seqlens": (70, 21),
+        "varlen": False,
+        "kind": "gaussian",
+        "always": ("sinks",),
+    },
+    "special": {"dtype": "float16", "head_dim": 32, "seqlens": (150, 150), "varlen": False, "always": ("causal",)},
     "padded": {"dtype": "bfloat16", "head_dim": 40, "head_dim_v": 72, "seqlens": (70, 150), "varlen": False},
     "wide": {"dtype": "float16", "head_dim": 96, "seqlens": (40, 300), "varlen": False, "kind": "gaussian"},
     "float": {"dtype": "float32", "head_dim": 40, "seqlens": (70, 150), "varlen": False, "always": ("causal",)},
@@ -205,7 +216,14 @@ MMA_MUTANTS = (
         _PLACE,
         "at.head / (params.heads_q / params.heads_kv)",
         "at.head",
-        "batch",
+        "gqa",
+    ),
+    _mma(
+        "query heads are dealt out to KV heads in turn",
+        _PLACE,
+        "at.head / (params.heads_q / params.heads_kv)",
+        "at.head % params.heads_kv",
+        "gqa",
     ),
     _mma(
         "packed keys start at the queries' start",
@@ -227,12 +245,16 @@ MMA_MUTANTS = (
         "key_end - 1 > row_end + diagonal",
         "causal",
     ),
+    _mma("special values stay in a tile with a mask", _SPECIAL, "words[w] &= ~special;", ";", "special"),
     _mma(
-        "values that nobody sees are loaded",
-        _PLACE,
-        "keys.begin = at_least(0, row_begin + mask.diagonal - mask.left)",
-        "keys.begin = 0; keys.end = mask.seqlen_k",
-        "window",
+        "special values are never given to their rows",
+        _MMA,
+        "if (!unmasked(n)) add_special",
+        "if (false) add_special",
+        "special",
+    ),
+    _mma(
+        "special values are given to all rows", _MMA, "!rows.mask.visible(row, key) ? HIDDEN : kept", "kept", "special"
     ),
     _mma("keys past the end are loaded", _PLACE, "key >= begin && key < end", "key >= begin", "plain"),
     _mma("rows past the end of Q are loaded", _MMA, "return at.row_begin + row < row_end;", "return true;"),
@@ -254,12 +276,9 @@ MMA_MUTANTS = (
     _mma("an empty sum is divided by", _SOFTMAX, "  if (l == 0.0f) return {0.0f, -INFINITY};\n", "", "few"),
     _mma("the LSE is in base 2", _SOFTMAX, " * (1.0f / LOG2_E)};", "};"),
     _mma(
-        "the sink is not in the sum",
-        _SOFTMAX,
-        "l * correction + ptx::ex2(sink_base - top)",
-        "l * correction",
-        "options",
+        "the sink is not in the sum", _SOFTMAX, "l * correction + ptx::ex2(sink_base - top)", "l * correction", "sinks"
     ),
+    _mma("the sum is not brought down to a large sink", _SOFTMAX, "l * correction + ptx::ex2", "l + ptx::ex2", "sinks"),
     _mma(
         "lanes exchange the wrong dropout words",
         _SOFTMAX,
@@ -362,6 +381,8 @@ def run_probes(mutant: Mutant, cache: Path, *, bug: bool = True) -> None:
                     check_far(mutant.kernel, axis)
                 continue
             case = poison_unseen(random_forward(len(name), **{**_SHAPE, **PROBES[name]}))
+            if name == "special":
+                case.v[0, 100, :, 3] = np.nan
             for delivery, schedule, seed in LAUNCHES:
                 emulated_forward.check_case(
                     case,
@@ -390,6 +411,9 @@ def main(names: list[str]) -> int:
     chosen = [mutant for mutant in MUTANTS if not names or mutant.name in names]
     lines, survivors, start = [], [], time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
+        for kernel in {mutant.kernel for mutant in chosen}:
+            probes = tuple({name: None for mutant in chosen if mutant.kernel == kernel for name in mutant.probes})
+            run_probes(Mutant("none", kernel, f"{kernel}.cu", "", "", probes), Path(folder), bug=False)
         for mutant in chosen:
             found = verdict(mutant, Path(folder))
             sys.stdout.write(f"{mutant.kernel}  {mutant.name}: {found}\n")

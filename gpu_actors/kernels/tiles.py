@@ -61,21 +61,20 @@ class TileRow(NamedTuple):
 
 _HALVES = ("float16", "bfloat16")
 _FLOATS = ("float32",)
+_NO_WINDOW: tuple[MaskKind, ...] = ("full", "causal")
 
 # The first row that matches counts, of those whose tiles fit into the architecture's shared memory.
 TILES = (
-    # 32 rows a warp read half as much of K and V from shared memory as 16 do; up to dim 128, and with nothing but the
-    # scale between product and score, registers hold them. Four such warps leave room for a second block.
-    TileRow("forward_mma", Tile(128, 64, 3, 4), dtypes=_HALVES, head_dim=64, scale_only=True, blocks=2),
-    TileRow("forward_mma", Tile(128, 64, 2, 4), dtypes=_HALVES, head_dim=64, scale_only=True, blocks=2),
+    # 32 rows a warp read half as much of K and V from shared memory as 16 do; up to dim 128, with nothing but the scale
+    # between product and score and no window, registers hold them. Four such warps leave room for a second block.
     TileRow(
-        "forward_mma",
-        Tile(128, 32, 3, 4),
-        dtypes=_HALVES,
-        head_dim=128,
-        masks=("full", "causal"),  # a window's bounds are registers too many
-        scale_only=True,
-        blocks=2,
+        "forward_mma", Tile(128, 64, 3, 4), dtypes=_HALVES, head_dim=64, masks=_NO_WINDOW, scale_only=True, blocks=2
+    ),
+    TileRow(
+        "forward_mma", Tile(128, 64, 2, 4), dtypes=_HALVES, head_dim=64, masks=_NO_WINDOW, scale_only=True, blocks=2
+    ),
+    TileRow(
+        "forward_mma", Tile(128, 32, 3, 4), dtypes=_HALVES, head_dim=128, masks=_NO_WINDOW, scale_only=True, blocks=2
     ),
     TileRow("forward_mma", Tile(128, 64, 2, 8), dtypes=_HALVES, head_dim=192),
     TileRow("forward_mma", Tile(128, 64, 2, 8), dtypes=_HALVES, scale_only=True),
