@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +17,8 @@ from gpu_actors.devices.interface import Kernel
 from gpu_actors.errors import GpuActorsError, InvalidRequest
 from gpu_actors.kernels.compiler import Compiler
 from gpu_actors.kernels.cubin_cache import CacheStats, CubinCache, default_cache_dir
-from gpu_actors.kernels.source import Cubin, KernelSource
+from gpu_actors.kernels.keys import check_key
+from gpu_actors.kernels.source import Cubin, KernelSource, check_arch
 from gpu_actors.kernels.variants import kernel_source
 from gpu_actors.problem import DispatchKey
 from gpu_actors.reply import Reply
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from gpu_actors.actors.post import Post
 
 __all__ = ["Compile", "NvrtcActor", "NvrtcHandle", "Prepare", "Warm", "WarmedVariant"]
+
+logger = logging.getLogger("gpu_actors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,26 +67,43 @@ class NvrtcHandle(ActorHandle):
 
     __slots__ = ()
 
-    def compile(self, source: KernelSource, *, arch: str | None = None, **waiting: Any) -> Reply[Cubin]:
+    def compile(
+        self,
+        source: KernelSource,
+        *,
+        arch: str | None = None,
+        deadline: float | None = None,
+        timeout: float | None = None,
+        priority: int = 0,
+    ) -> Reply[Cubin]:
         """Compile a kernel, or find it in the cache.
 
         arch: exact architecture such as "sm_90a"; default the source's own, else the context's.
         Raises (by the reply) `CompileError` with the log and the offending line, `Unsupported` for an arch that the
-        installed NVRTC does not know. Takes deadline, timeout and priority as every request does.
+        installed NVRTC does not know. deadline, timeout, priority: as in `submit`.
         """
-        return self.submit(Compile(source, arch), **waiting)
+        return self.submit(Compile(source, arch), deadline=deadline, timeout=timeout, priority=priority)
 
     def warm(
         self,
         keys: Iterable[DispatchKey],
         progress: Callable[[int, int, DispatchKey], None] | None = None,
-        **waiting: Any,
+        *,
+        deadline: float | None = None,
+        timeout: float | None = None,
+        priority: int = 0,
     ) -> Reply[list[WarmedVariant]]:
         """Compile the kernels of all keys, in parallel, so that no request waits for one later.
 
-        The reply gives them in the order of the keys, or raises the first error once all have been tried.
+        The reply gives them in the order of the keys, or raises the first error once all have been tried;
+        `InvalidRequest` or `Unsupported`, naming the field, where one of them is the key of no kernel.
+        deadline, timeout, priority: as in `submit`.
         """
-        return self.submit(Warm(tuple(keys), progress), **waiting)
+        try:
+            given: Any = tuple(keys)
+        except Exception:
+            given = keys  # which the actor refuses, so that the reply tells
+        return self.submit(Warm(given, progress), deadline=deadline, timeout=timeout, priority=priority)
 
     def cache_stats(self) -> CacheStats:
         """hits, misses, compiles, corrupt, evicted, entries, bytes of the cubin cache."""
@@ -118,7 +139,7 @@ class NvrtcActor(ServiceActor):
 
     def _compile(self, call: Call[Any], message: Compile) -> None:
         workshop = self._workshop
-        arch = message.source.resolve_arch(message.arch or message.source.arch or self._default_arch())
+        arch = message.source.resolve_arch(self._arch(message))
         cubin = workshop.cache.peek(message.source, arch)
         if cubin is not None:
             call.resolve(cubin, self.outbox)
@@ -127,16 +148,18 @@ class NvrtcActor(ServiceActor):
             workshop.start(message.source, arch, _Answer(call))
 
     def _prepare(self, call: Call[Any], key: DispatchKey) -> None:
-        source = kernel_source(key)
+        source = kernel_source(check_key(key))
         if call.begin_launch():
             self._hand_over(call)
             self._workshop.start(source, key.arch, _Answer(call), for_device=True)
 
     def _warm(self, call: Call[Any], message: Warm) -> None:
-        if not message.keys:
+        if message.progress is not None and not callable(message.progress):
+            raise InvalidRequest("progress", message.progress, "must be a function of (done, total, key), or None")
+        sources = [(key, kernel_source(check_key(key))) for key in _keys(message.keys)]
+        if not sources:
             call.resolve([], self.outbox)
             return
-        sources = [(key, kernel_source(key)) for key in message.keys]
         if call.begin_launch():
             self._hand_over(call)
             batch = _WarmBatch(call, message)
@@ -148,10 +171,24 @@ class NvrtcActor(ServiceActor):
         self.post.park(call)
         self.post.mailbox.launch_began()
 
-    def _default_arch(self) -> str:
+    def _arch(self, message: Compile) -> str:
+        for arch in (message.arch, message.source.arch):
+            if arch is not None:
+                return check_arch(arch)
         return self.post.services.device.info.arch
 
 
+def _keys(keys: object) -> Sequence[DispatchKey]:
+    reason = "must be DispatchKeys, as inspect_key and standard_variants give them"
+    if not isinstance(keys, tuple | list):
+        raise InvalidRequest("keys", keys, reason)
+    for key in keys:
+        if not isinstance(key, DispatchKey):
+            raise InvalidRequest("keys", key, reason)
+    return keys
+
+
+Job = tuple[KernelSource, str, bool]
 Product = Cubin | Kernel
 Done = Callable[[Product | None, GpuActorsError | None, float], None]
 
@@ -172,27 +209,30 @@ class _Workshop:
         self._compiler = Compiler()
         self._pool = ThreadPoolExecutor(options.compile_threads, thread_name_prefix="nvrtc-worker")
         self._lock = threading.Lock()
-        self._waiting: dict[tuple[KernelSource, str, bool], list[Done]] = {}
+        self._waiting: dict[Job, list[Done]] = {}
 
     def start(self, source: KernelSource, arch: str, done: Done, for_device: bool = False) -> None:
         """Have ``done`` called, on a worker's thread, with the product or the error and the seconds it took.
 
         for_device: what the device loads or has built for itself, rather than a cubin in any case.
         """
-        job = (source, arch, for_device)
+        job: Job = (source, arch, for_device)
         with self._lock:
             waiting = self._waiting.get(job)
             if waiting is not None:
                 waiting.append(done)
                 return
             self._waiting[job] = [done]
-        self._pool.submit(self._work, job)
+        try:
+            self._pool.submit(self._work, job)
+        except RuntimeError as error:  # no worker could be started, or the pool is shut down
+            self._finish(job, None, GpuActorsError(f"compiling {source.name} could not begin: {error}"), 0.0)
 
     def close(self) -> None:
         # Jobs that have not begun are dropped: their calls are answered by the context that is closing.
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _work(self, job: tuple[KernelSource, str, bool]) -> None:
+    def _work(self, job: Job) -> None:
         began = time.monotonic()
         product: Product | None = None
         failure: GpuActorsError | None = None
@@ -201,11 +241,15 @@ class _Workshop:
         except GpuActorsError as error:
             failure = error.with_traceback(None)
         except BaseException as error:
+            logger.exception("compiling %s raised", job[0].name)
             failure = GpuActorsError(f"compiling {job[0].name} raised {error!r}")
-            failure.__cause__ = error
-        seconds = time.monotonic() - began
+            failure.__cause__ = error.with_traceback(None)
+        self._finish(job, product, failure, time.monotonic() - began)
+
+    def _finish(self, job: Job, product: Product | None, failure: GpuActorsError | None, seconds: float) -> None:
         with self._lock:
-            waiting = self._waiting.pop(job)
+            # None wait where the job was given up when it was submitted.
+            waiting = self._waiting.pop(job, [])
         for done in waiting:
             done(product, failure, seconds)
 
