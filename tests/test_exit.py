@@ -16,6 +16,9 @@ import numpy as np
 import gpu_actors as ga
 from gpu_actors.testing import FaultPlan
 
+# A test run in the background is started with SIGINT ignored, and hands that on.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 q = np.ones((1, 1, 1, 8), np.float32)
 
 def hung(**options):
@@ -30,9 +33,13 @@ def report(name, wait):
     try:
         wait()
     except BaseException as error:
-        print(name, type(error).__name__, error, flush=True)
+        say(name, type(error).__name__, error)
     else:
-        print(name, "answered", flush=True)
+        say(name, "answered")
+
+def say(*words):
+    # In one piece, for several threads speak at once.
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
 """
 
 
@@ -192,7 +199,10 @@ def interrupted(program: str) -> str:
         assert process.stdout is not None
         first = process.stdout.readline()
         process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=15.0)
+        try:
+            output, _ = process.communicate(timeout=15.0)
+        finally:
+            process.kill()
     return first + output
 
 
