@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import threading
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from gpu_actors.errors import WouldBlock
+from gpu_actors.validation.fields import real
 
 if TYPE_CHECKING:
     from gpu_actors.actors.call import Call
@@ -47,14 +50,15 @@ class Reply(Generic[T]):
     def result(self, timeout: float | None = None) -> T:
         """Block this thread for the result, at most ``timeout`` seconds.
 
-        Raises the request's error, ``TimeoutError`` when ``timeout`` passes first (the request goes on), and
-        `WouldBlock` when called on the thread of a running event loop before the reply is done.
+        Raises the request's error, ``TimeoutError`` when ``timeout`` passes first (the request goes on),
+        `WouldBlock` when called on the thread of a running event loop before the reply is done, and `InvalidRequest`
+        for a ``timeout`` that is no time.
         """
         call = self._call
         if not call.done:
             if asyncio._get_running_loop() is not None:
                 raise WouldBlock("result() would block the running event loop; await the reply instead")
-            if not call.wait(timeout):
+            if not call.wait(_limit(timeout)):
                 raise TimeoutError(f"no answer within {timeout} s; the request goes on")
         try:
             return call.answer()
@@ -72,3 +76,10 @@ class Reply(Generic[T]):
     def __repr__(self) -> str:
         call = self._call
         return f"<Reply #{call.number} {call.state.name.lower()} of {type(call.message).__name__}>"
+
+
+def _limit(timeout: float | None) -> float | None:
+    """``timeout`` as a thread can be asked to wait for it."""
+    if timeout is None or timeout == math.inf:
+        return None
+    return min(real("timeout", timeout, "a number of seconds, or None"), threading.TIMEOUT_MAX)

@@ -65,12 +65,13 @@ class Timers:
         with self._condition:
             if self._closed:
                 return timer
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                thread.start()  # which may raise, and then the next timer tries again
+                self._thread = thread
             first = not self._heap or when < self._heap[0][0]
             heapq.heappush(self._heap, (when, next(self._numbers), timer))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
-            elif first:
+            if first:
                 self._condition.notify()
         return timer
 

@@ -17,6 +17,7 @@ from service_support import Gate, Scripted, answer, eventually, launches, no_thr
 
 import gpu_actors as ga
 from gpu_actors.actors import nvrtc
+from gpu_actors.devices import mock
 from gpu_actors.devices.interface import Kernel
 from gpu_actors.testing import FaultPlan, MockClock
 
@@ -386,6 +387,43 @@ def crash(actor: ga.ActorHandle) -> None:
             actor.submit(None).result(5.0)
 
 
+def test_requests_that_wait_for_a_kernel_count_towards_the_mailboxs_capacity(compiling: Gate) -> None:
+    options = ga.ContextOptions(compile_on_mock=True, mailbox_capacity=5, drain_timeout=2.0)
+    with ga.open_context("mock", options) as ctx:
+        waiting = [ask(ctx)]
+        assert compiling.entered.wait(5.0)
+        eventually(lambda: ctx.stats()["flash_attn"].queued == 0)
+        for _ in range(4):
+            waiting.append(ask(ctx))
+            eventually(lambda: ctx.stats()["flash_attn"].queued == 0)
+        with pytest.raises(ga.Overloaded, match="flash_attn has 5 requests waiting"):
+            ask(ctx).result(5.0)
+        assert waiting[0].cancel()
+        waiting.append(ask(ctx))
+        eventually(lambda: ctx.stats()["flash_attn"].queued == 0)
+        with pytest.raises(ga.Overloaded):
+            ask(ctx).result(5.0)
+        compiling.open()
+        for reply in waiting[1:]:
+            reply.result(5.0)
+        assert ask(ctx).result(5.0).out.shape == (1, 1, 1, 8)
+        assert ctx.flash_attn._post.mailbox._parked == 0
+
+
+@pytest.mark.parametrize("error", [ga.CompileError("line 3"), None])
+def test_whatever_becomes_of_those_that_wait_the_capacity_is_theirs_again(compiling: Gate, error: Any) -> None:
+    compiling.outcome = error  # type: ignore[attr-defined]
+    options = ga.ContextOptions(compile_on_mock=True, mailbox_capacity=4, drain_timeout=2.0)
+    with ga.open_context("mock", options) as ctx:
+        waiting = [ask(ctx), ask(ctx, timeout=0.02), ask(ctx)]
+        assert compiling.entered.wait(5.0)
+        waiting[2].cancel()
+        eventually(waiting[1].done)
+        compiling.open()
+        eventually(waiting[0].done)
+        assert ctx.flash_attn._post.mailbox._parked == ctx.nvrtc._post.mailbox._parked == 0
+
+
 def test_draining_waits_for_requests_that_wait_for_a_kernel(compiling: Gate) -> None:
     with ga.open_context("mock", COMPILING) as ctx:
         waiting = ask(ctx)
@@ -544,6 +582,75 @@ def test_an_actor_that_never_comes_back_is_left_behind_in_bounded_time(
     assert "left behind: ['scripted']" in caplog.text
     assert ctx.drain().result(1.0) is None
     stuck.open()
+
+
+def test_several_launches_that_never_end_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that hangs hangs on all of its streams."""
+    monkeypatch.setattr("gpu_actors.actors.context._PATIENCE", 0.3)
+    hung = Gate()
+    params = ga.AttentionParams(1, 1, 1, 1, 1, 8)
+    with scripted(drain_timeout=0.0) as (ctx, actor):
+        monkeypatch.setattr(mock._MockStream, "close", lambda self: None)
+        monkeypatch.setattr(mock._MockStream, "run", lambda self, launch: hung() or {})
+        replies = [ask(ctx), actor.submit(launches(lambda: None))]
+        replies.append(ctx.cudnn.mha_forward(params, rows(), rows(), rows()))
+        eventually(lambda: sum(stats.in_flight for stats in ctx.stats().values()) == 3)
+        began = time.monotonic()
+    assert 0.3 <= time.monotonic() - began < 0.8
+    assert all(reply.done() for reply in replies)
+    hung.open()
+    for post in ctx._services.posts.values():
+        if post._stream is not None:
+            post._stream._work.put(None)
+
+
+# Threads that cannot be started
+
+
+@pytest.fixture
+def no_more_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """While it is entered, no thread can be started, as on a machine that has run out of them."""
+
+    @contextlib.contextmanager
+    def exhausted() -> Iterator[None]:
+        def start(self: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start)
+            yield
+
+    return exhausted
+
+
+def test_a_request_whose_thread_cannot_be_started_is_answered_and_the_next_one_too(no_more_threads: Any) -> None:
+    options = ga.ContextOptions(restart=ga.RestartPolicy(backoff=0.1))
+    with ga.open_context("mock", options) as ctx:
+        with no_more_threads(), pytest.raises(ga.ActorFailed, match="can't start new thread"):
+            ask(ctx).result(5.0)
+        assert ask(ctx).result(5.0).out.shape == (1, 1, 1, 8)
+        eventually(lambda: ctx.stats()["flash_attn"].in_flight == 0)
+
+
+def test_a_completion_thread_that_cannot_be_started_is_tried_again(no_more_threads: Any) -> None:
+    options = ga.ContextOptions(
+        restart=ga.RestartPolicy(backoff=0.1), fault_plan=FaultPlan().delay(0.01), mock=ga.MockOptions(compute=False)
+    )
+    with ga.open_context("mock", options) as ctx:
+        with no_more_threads(), pytest.raises(ga.ActorFailed, match="can't start new thread"):
+            ask(ctx).result(5.0)
+        with pytest.raises(ga.MockModeError):
+            ask(ctx).result(5.0)
+        eventually(lambda: ctx.stats()["flash_attn"].in_flight == 0)
+
+
+def test_a_compilation_whose_thread_cannot_be_started_is_answered(no_more_threads: Any, compiling: Gate) -> None:
+    compiling.open()
+    with ga.open_context("mock", COMPILING) as ctx:
+        with no_more_threads(), pytest.raises(ga.GpuActorsError, match="can't start new thread"):
+            ask(ctx).result(5.0)
+        assert ask(ctx).result(5.0).out.shape == (1, 1, 1, 8)
+        eventually(lambda: ctx.stats()["nvrtc"].in_flight == 0)
 
 
 # Sharing

@@ -25,6 +25,7 @@ def occupied(actor: ga.ActorHandle) -> Gate:
     gate = Gate()
     actor.submit(launches(gate))
     assert gate.entered.wait(5.0)
+    eventually(lambda: actor.stats().in_flight == 1)
     return gate
 
 

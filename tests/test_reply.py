@@ -10,6 +10,7 @@ import threading
 import time
 import traceback
 import weakref
+from typing import Any
 
 import anyio
 import anyio.lowlevel
@@ -43,6 +44,27 @@ def test_result_times_out_and_the_request_goes_on() -> None:
             reply.result(0.02)
         gate.open()
         assert reply.result(1.0) == "late"
+
+
+@pytest.mark.parametrize("timeout", [1e12, 1e300, float("inf"), None])
+def test_result_waits_as_long_as_it_takes(timeout: float | None) -> None:
+    gate = Gate()
+    with scripted() as (_, actor):
+        reply = actor.submit(launches(gate, "in time"))
+        threading.Timer(0.02, gate.open).start()
+        assert reply.result(timeout) == "in time"
+
+
+@pytest.mark.parametrize("timeout", [float("nan"), "1"])
+def test_a_wait_that_cannot_begin_leaves_nobody_waiting(timeout: Any) -> None:
+    with scripted(max_in_flight=1) as (_, actor):
+        gate = Gate()
+        actor.submit(launches(gate))
+        reply = actor.submit(answer(None))
+        with pytest.raises((TypeError, ValueError)):
+            reply.result(timeout)
+        assert not reply._call._threads
+        gate.open()
 
 
 async def test_result_on_the_loops_thread_raises_instead_of_blocking() -> None:
@@ -401,10 +423,10 @@ def test_a_request_that_crashed_its_actor_is_released_too() -> None:
         eventually(lambda: gone(reference))
 
 
-def assert_fails(reply: ga.Reply) -> None:
+def assert_fails(reply: ga.Reply, error: type[ga.GpuActorsError] = ga.ActorFailed) -> None:
     try:
         reply.result(5.0)
-    except ga.ActorFailed:
+    except error:
         return
     finally:
         del reply
@@ -427,6 +449,26 @@ def test_a_finish_that_raises_makes_no_reference_cycle() -> None:
         reply = actor.submit(cargo)
         del cargo
         assert_fails(reply)
+        del reply
+        eventually(lambda: gone(reference))
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_a_launch_that_raises_makes_no_reference_cycle() -> None:
+    class Cargo:
+        def __call__(self, actor, call) -> None:
+            call.begin_launch()
+            actor.launch((call,), launch_of(self.work), lambda outputs: (None,))
+
+        def work(self) -> None:
+            raise ZeroDivisionError
+
+    with scripted() as (_, actor):
+        cargo = Cargo()
+        reference = weakref.ref(cargo)
+        reply = actor.submit(cargo)
+        del cargo
+        assert_fails(reply, ga.LaunchError)
         del reply
         eventually(lambda: gone(reference))
 

@@ -142,6 +142,22 @@ def test_no_thread_runs_before_the_first_timer(clock: MockClock, timers: Timers)
     assert threading.active_count() == before + 1
 
 
+def test_a_thread_that_cannot_be_started_is_tried_again(
+    clock: MockClock, timers: Timers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(RuntimeError):
+            timers.after(1.0, lambda: None)
+    ran = threading.Event()
+    timers.after(1.0, ran.set)
+    clock.advance(1.0)
+    assert ran.wait(5.0)
+
+
 def test_close_ends_the_thread_and_forgets_every_timer(clock: MockClock) -> None:
     timers = Timers(clock)
     timers.after(1.0, pytest.fail)

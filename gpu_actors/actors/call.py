@@ -188,11 +188,12 @@ class Call(Generic[T]):
             if self._threads is None:
                 self._threads = []
             self._threads.append(event)
-        if event.wait(timeout):
-            return True
-        with self._lock:
-            if self._threads is not None:
-                self._threads.remove(event)
+        try:
+            event.wait(timeout)
+        finally:  # interrupted or not, this thread waits no longer
+            with self._lock:
+                if self._threads is not None:
+                    self._threads.remove(event)
         return self.done
 
     def when_done(self, callback: Callable[[Call[T]], None]) -> None:

@@ -62,12 +62,13 @@ class Completion:
             self._mailbox.launch_passed(len(calls))
             self._settle(event, calls, finish, outbox)
             return
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name=f"{self._name}-completion", daemon=True)
+            thread.start()  # which may raise, and then nothing has been booked that would never end
+            self._thread = thread
         self._mailbox.launch_began(len(calls))
         entry = _Entry(event, calls, finish, self._clock.now())
         self._entries.append(entry)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=f"{self._name}-completion", daemon=True)
-            self._thread.start()
         self._arrivals.put(entry)
 
     def oldest(self) -> float | None:

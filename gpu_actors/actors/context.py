@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ __all__ = ["ContextActor", "GiveUp", "Stop"]
 
 logger = logging.getLogger("gpu_actors")
 
-# Seconds that closing waits for the completion thread of a launch that will not end.
+# Seconds that closing waits for the completion threads of launches that will not end, all together.
 _PATIENCE = 2.0
 
 
@@ -273,8 +274,9 @@ class ContextActor(pykka.ThreadingActor):
             if close is not None:
                 close()
         services.device.close()
+        end = time.monotonic() + _PATIENCE
         for post in services.posts.values():
-            if not post.completion.close(_PATIENCE):
+            if not post.completion.close(max(0.0, end - time.monotonic())):
                 logger.error("a launch of %s never ended; its completion thread is left behind", post.name)
             post.mailbox.write_off()
         services.timers.close()

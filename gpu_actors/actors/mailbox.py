@@ -43,8 +43,8 @@ class ActorStats:
 class Mailbox:
     """Calls for one actor.
 
-    capacity: calls that may wait. max_in_flight: launches that may be unfinished; while so many are, the mailbox is
-    ``saturated`` and `take` gives nothing out.
+    capacity: calls that may wait, here or parked. max_in_flight: launches that may be unfinished; while so many are,
+    the mailbox is ``saturated`` and `take` gives nothing out.
     """
 
     def __init__(self, name: str, capacity: int, max_in_flight: int) -> None:
@@ -58,6 +58,7 @@ class Mailbox:
         # it waits, with the arrays in its message, is let go of at once; its place in the order is passed over later.
         self._order: list[tuple[int, int]] = []
         self._waiting: dict[int, Call[Any]] = {}
+        self._parked = 0
         self._unanswered: set[Call[Any]] = set()
         self._submitted = self._launched = self._launched_calls = 0
         self._completed = self._failed = self._cancelled = 0
@@ -81,8 +82,9 @@ class Mailbox:
             self._submitted += 1
             if self._closed is not None and (self._admitted is None or type(call.message) is not self._admitted):
                 refusal = self._closed()
-            elif len(self._waiting) >= self.capacity:
-                refusal = Overloaded(f"{self.name} has {len(self._waiting)} requests waiting, its mailbox is full")
+            elif len(self._waiting) + self._parked >= self.capacity:
+                waiting = len(self._waiting) + self._parked
+                refusal = Overloaded(f"{self.name} has {waiting} requests waiting, its mailbox is full")
             elif call.state is not DONE:
                 self._unanswered.add(call)
                 self._push(call)
@@ -103,6 +105,8 @@ class Mailbox:
             else:
                 self._failed += 1
             self._unanswered.discard(call)
+            if call.parked:
+                self._unpark(call)
             if self._waiting.pop(call.number, None) is not None:
                 self._compact()
             idle = self._take_idle_callbacks() if self._idle_callbacks else ()
@@ -175,11 +179,19 @@ class Mailbox:
         with self._lock:
             for call in calls:
                 if not call.done and call.number not in self._waiting:
-                    call.parked = False
+                    if call.parked:
+                        self._unpark(call)
                     self._push(call)
             wake = self._awaken()
         if wake:
             self._wake.release()
+
+    def park(self, call: Call[Any]) -> None:
+        """Note that the call is kept by something that outlives the actor. It still counts towards the capacity."""
+        with self._lock:
+            if not call.done and not call.parked:
+                call.parked = True
+                self._parked += 1
 
     def nudge(self) -> None:
         """Wake the actor thread to look at its controls."""
@@ -237,6 +249,10 @@ class Mailbox:
             )
 
     # Under the lock
+
+    def _unpark(self, call: Call[Any]) -> None:
+        call.parked = False
+        self._parked -= 1
 
     def _push(self, call: Call[Any]) -> None:
         self._waiting[call.number] = call

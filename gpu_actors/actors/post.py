@@ -157,7 +157,7 @@ class Post:
 
     def park(self, call: Call[Any]) -> None:
         """Take the call out of this incarnation's hands: something that outlives it will answer it or give it back."""
-        call.parked = True
+        self.mailbox.park(call)
 
     def _held(self) -> list[Call[Any]]:
         return self.mailbox.held(self.completion.calls())

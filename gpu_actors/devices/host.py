@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from abc import abstractmethod
@@ -13,6 +14,8 @@ from gpu_actors.devices.interface import Event, Launch, Outputs, Stream
 from gpu_actors.errors import ActorStopped, GpuActorsError, LaunchError
 
 __all__ = ["FinishedEvent", "HostEvent", "HostStream", "host_outputs"]
+
+logger = logging.getLogger("gpu_actors")
 
 
 class FinishedEvent(Event):
@@ -83,8 +86,9 @@ class HostStream(Stream):
             if self._closed:
                 raise self._stopped()
             if self._thread is None:
-                self._thread = threading.Thread(target=self._loop, name=f"{self._name}-stream", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._loop, name=f"{self._name}-stream", daemon=True)
+                thread.start()  # which may raise, and then the next launch tries again
+                self._thread = thread
             self._work.put((launch, event))
         return event
 
@@ -116,8 +120,10 @@ class HostStream(Stream):
         except GpuActorsError as error:
             event.fail(error)
         except BaseException as error:
+            logger.exception("%s: a launch raised", self._name)
             failure = LaunchError(f"{self._name}: the launch raised {error!r}")
-            failure.__cause__ = error
+            # The traceback, now logged, leads through this frame to the launch's arrays.
+            failure.__cause__ = error.with_traceback(None)
             event.fail(failure)
         self._current = None
 
