@@ -7,10 +7,12 @@ import logging
 import os
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from cache_support import ARCH, CountingCompiler, entries, fake_toolchain, kernel, run_child
 
+import gpu_actors as ga
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.kernels import cache_folder
 from gpu_actors.kernels.compiler import Compiler
@@ -72,7 +74,10 @@ class TestDisksThatFail:
     @pytest.mark.parametrize("place", ["c", "c/below"])
     def test_a_file_where_the_folder_should_be(self, tmp_path, caplog, place):
         (tmp_path / "c").write_text("in the way")
-        self.assert_memory_serves(cache(tmp_path / place), caplog, "")
+        with pytest.raises(InvalidRequest, match="not a folder") as caught:
+            cache(tmp_path / place)
+        assert caught.value.field == "cache_dir"
+        self.assert_memory_serves(cache(tmp_path / place, chosen=False), caplog, "")
         assert (tmp_path / "c").read_text() == "in the way"
 
     def test_a_folder_that_this_user_may_read_and_not_write(self):
@@ -106,14 +111,17 @@ class TestDisksThatFail:
 
     def test_without_any_folder_the_compile_itself_still_works(self, tmp_path):
         (tmp_path / "c").write_text("")
-        assert CubinCache(tmp_path / "c").get_or_compile(kernel(), ARCH, Compiler().compile).data[:4] == b"\x7fELF"
+        assert (
+            CubinCache(tmp_path / "c", chosen=False).get_or_compile(kernel(), ARCH, Compiler().compile).data[:4]
+            == b"\x7fELF"
+        )
 
 
 class TestHostileFolders:
     def refuse(self, words, *arguments, **options):
         with pytest.raises(InvalidRequest, match=words) as caught:
             cache(*arguments, **options)
-        assert caught.value.field == "cache_dir"
+        assert caught.value.field == ("prewarmed" if options else "cache_dir")
 
     @pytest.mark.parametrize("mode", [0o777, 0o770, 0o707, 0o1777])
     def test_one_that_others_can_write_is_refused(self, tmp_path, mode):
@@ -149,3 +157,101 @@ class TestHostileFolders:
         assert shared.get(kernel(1), ARCH) is not None  # from memory
         with pytest.raises(InvalidRequest, match="others can write"):
             shared.get_or_compile(kernel(2), ARCH, CountingCompiler())
+
+    @pytest.mark.parametrize(("mode", "refused"), [(0o777, True), (0o770, True), (0o1777, False), (0o755, False)])
+    def test_one_that_others_could_replace_is_refused(self, tmp_path, mode, refused):
+        folder = tmp_path / "above" / "between" / "c"
+        folder.mkdir(parents=True)
+        for place in (folder, folder.parent):
+            place.chmod(0o700)
+        for place in (folder.parent, folder.parent.parent):
+            os.chown(place, -1, 12345) if os.geteuid() == 0 else None
+            place.chmod(mode)
+            if refused:
+                self.refuse(f"others can write to the folder above it, {place} ", folder)
+                self.refuse("could replace it", None, readonly_paths=[folder])
+                place.chmod(0o700)
+            else:
+                cache(folder, readonly_paths=[folder])
+
+    def test_one_below_another_users_folder_is_refused(self, tmp_path, monkeypatch):
+        if os.geteuid() == 0:
+            (tmp_path / "c").mkdir(mode=0o700)
+            os.chown(tmp_path, 12345, -1)
+            self.refuse(f"user 12345 owns the folder above it, {tmp_path},", tmp_path / "c")
+        else:
+            monkeypatch.setattr(cache_folder.os, "geteuid", lambda: 0)
+            self.refuse("owns", tmp_path)
+
+    def test_one_reached_by_a_link_in_a_folder_of_others_is_refused(self, tmp_path):
+        (tmp_path / "real" / "c").mkdir(parents=True, mode=0o700)
+        (tmp_path / "open").mkdir()
+        (tmp_path / "open" / "link").symlink_to(tmp_path / "real")
+        cache(tmp_path / "open" / "link" / "c")
+        (tmp_path / "open").chmod(0o777)
+        self.refuse("others can write to the folder above it", tmp_path / "open" / "link" / "c")
+
+    def test_a_group_of_the_user_alone_is_no_other(self, tmp_path, monkeypatch):
+        (tmp_path / "c").mkdir(mode=0o700)
+        tmp_path.chmod(0o770)
+        me = SimpleNamespace(pw_name="me", pw_gid=tmp_path.stat().st_gid)
+        group = SimpleNamespace(gr_name="me", gr_mem=[])
+        monkeypatch.setattr(cache_folder.pwd, "getpwuid", lambda uid: me)
+        monkeypatch.setattr(cache_folder.grp, "getgrgid", lambda gid: group)
+        cache(tmp_path / "c")
+        group.gr_mem = ["me", "other"]
+        self.refuse("others can write to the folder above it", tmp_path / "c")
+
+    def test_what_a_lax_umask_would_open_is_made_closed(self, tmp_path):
+        before = os.umask(0)
+        try:
+            shared = cache(tmp_path / "a" / "b" / "c")
+            shared.get_or_compile(kernel(1), ARCH, CountingCompiler())
+        finally:
+            os.umask(before)
+        assert cache(tmp_path / "a" / "b" / "c").get(kernel(1), ARCH) is not None
+
+    def test_one_that_nobody_chose_is_refused_by_the_lookup(self, tmp_path):
+        tmp_path.chmod(0o777)
+        shared = cache(tmp_path, chosen=False)
+        assert shared.stats().entries == 0
+        for _ in range(2):
+            with pytest.raises(InvalidRequest, match="others can write") as caught:
+                shared.get_or_compile(kernel(1), ARCH, CountingCompiler())
+            assert caught.value.field == "cache_dir"
+
+    def test_a_prewarmed_folder_that_is_missing_is_told(self, tmp_path, caplog):
+        cache(None, readonly_paths=[tmp_path / "absent"])
+        assert f"prewarmed folder {tmp_path / 'absent'} does not exist" in caplog.text
+        (tmp_path / "file").write_text("")
+        self.refuse("not a folder", None, readonly_paths=[tmp_path / "file"])
+
+
+class TestContexts:
+    @pytest.mark.parametrize("device", ["mock", "emulated"])
+    def test_a_folder_that_was_chosen_and_cannot_be_used_keeps_the_context_from_opening(self, tmp_path, device):
+        (tmp_path / "file").write_text("")
+        (tmp_path / "open").mkdir()
+        (tmp_path / "open").chmod(0o777)
+        for place in ("file", "file/below", "open"):
+            for field, given in (("cache_dir", tmp_path / place), ("prewarmed", (tmp_path / place,))):
+                options = ga.ContextOptions(**{field: given})
+                with pytest.raises(InvalidRequest) as caught, ga.open_context(device, options):
+                    pass
+                assert caught.value.field == field
+
+    def test_a_default_folder_that_cannot_be_used_is_refused_by_the_first_reply(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("GPU_ACTORS_CACHE_DIR", str(tmp_path))
+        tmp_path.chmod(0o777)
+        with ga.open_context("mock") as ctx:
+            assert ctx.nvrtc.cache_stats().entries == 0
+            with pytest.raises(InvalidRequest, match="others can write") as caught:
+                ctx.nvrtc.compile(kernel()).result(30.0)
+            assert caught.value.field == "cache_dir"
+            assert ctx.health().ready
+
+    def test_a_tilde_is_the_users_home(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("HOME", str(tmp_path))
+        with ga.open_context("mock", ga.ContextOptions(cache_dir="~/cubins")) as ctx:
+            ctx.nvrtc.compile(kernel()).result(30.0)
+        assert len(entries(tmp_path / "cubins")) == 1

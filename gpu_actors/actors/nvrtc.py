@@ -202,8 +202,9 @@ class _Workshop:
         self.cache = CubinCache(
             options.cache_path or default_cache_dir(),
             max_bytes=options.cache_max_bytes,
-            readonly_paths=options.prewarmed,
+            readonly_paths=options.prewarmed_paths,
             offline=options.offline,
+            chosen=options.cache_path is not None,
             on_event=self._event,
         )
         self._compiler = Compiler()

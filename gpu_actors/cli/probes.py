@@ -240,6 +240,7 @@ def _cache() -> Check:
     path = default_cache_dir()
     try:
         folder = CacheFolder(path, writable=True)
+        folder.check()
     except InvalidRequest as error:
         return Check("cubin cache", "problem", f"{path} is not used: {error.reason}")
     if not path.exists():

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import grp
 import os
+import pwd
 import secrets
 import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from gpu_actors.errors import InvalidRequest
 
@@ -44,16 +46,26 @@ class CacheFolder:
     """A folder of entries.
 
     writable: whether this process may add to it. A read-only folder may also belong to root, as in an image.
-    Raises InvalidRequest("cache_dir", ...) for a folder that is a link, that another user owns or that others
-    can write; OSError where the disk refuses. A folder that does not exist is empty, and is made by the first
-    `publish`.
+    field: the setting that names the folder, for errors.
+    Raises InvalidRequest(field, ...) for a folder that is a link, that another user owns, that others can write or that
+    lies where others could replace it; OSError where the disk refuses. A folder that does not exist is empty, and is
+    made by the first `publish`.
     """
 
-    def __init__(self, path: Path, *, writable: bool) -> None:
+    def __init__(self, path: Path, *, writable: bool, field: str = "cache_dir") -> None:
         self.path = path
         self.writable = writable
-        with contextlib.suppress(OSError), self._opened():
-            pass
+        self.field = field
+
+    def check(self) -> bool:
+        """Whether the folder is there. Raises InvalidRequest also for what is no folder and cannot become one."""
+        try:
+            with self._opened():
+                return True
+        except NotADirectoryError:
+            self._refuse("it is not a folder, nor can one be made there")
+        except OSError:
+            return os.path.exists(self.path)
 
     def read(self, name: str) -> StoredEntry | None:
         """The entry, marked as just used, or None where there is none."""
@@ -112,11 +124,11 @@ class CacheFolder:
                 os.replace(name, name + SET_ASIDE, src_dir_fd=folder, dst_dir_fd=folder)
 
     def usage(self) -> tuple[int, int]:
-        """(entries, their bytes)."""
+        """(entries, their bytes); none of a folder that cannot be used."""
         try:
             with self._opened() as folder:
                 sizes = [status.st_size for _, status in _listing(folder, ENTRY)]
-        except OSError:
+        except (OSError, InvalidRequest):
             return 0, 0
         return len(sizes), sum(sizes)
 
@@ -147,7 +159,11 @@ class CacheFolder:
         return (self.path / name).exists()
 
     def _made(self) -> contextlib.AbstractContextManager[int]:
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # The folders above as well: one that a lax umask opened to others would be refused the next time.
+        for place in (*reversed(self.path.parents), self.path):
+            with contextlib.suppress(FileExistsError):
+                if not place.exists():
+                    place.mkdir(mode=0o700)
         return self._opened()
 
     @contextlib.contextmanager
@@ -160,6 +176,7 @@ class CacheFolder:
             raise
         try:
             self._check_owner(os.fstat(folder))
+            self._check_above()
             yield folder
         finally:
             os.close(folder)
@@ -170,6 +187,19 @@ class CacheFolder:
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             mode = stat.S_IMODE(status.st_mode)
             self._refuse(f"others can write to it (mode {mode:04o}): chmod 700 it, or name another folder")
+
+    def _check_above(self) -> None:
+        """Who can rename the folder can put another in its place, so the folders above it count too, as for ssh."""
+        given = self.path.absolute().parent
+        for place in dict.fromkeys(folder for path in (given, given.resolve()) for folder in (path, *path.parents)):
+            status = place.stat()
+            if status.st_uid not in (os.geteuid(), 0):
+                self._refuse(f"user {status.st_uid} owns the folder above it, {place}, and could replace it")
+            if _others_write(status) and not status.st_mode & stat.S_ISVTX:
+                mode = stat.S_IMODE(status.st_mode)
+                self._refuse(
+                    f"others can write to the folder above it, {place} (mode {mode:04o}), and could replace it"
+                )
 
     def _fault(self, status: os.stat_result) -> str:
         """Why a file is not to be read: it may have been planted before the folder was closed to others."""
@@ -182,8 +212,8 @@ class CacheFolder:
     def _owners(self) -> set[int]:
         return {os.geteuid()} if self.writable else {os.geteuid(), 0}
 
-    def _refuse(self, reason: str) -> None:
-        raise InvalidRequest("cache_dir", str(self.path), reason)
+    def _refuse(self, reason: str) -> NoReturn:
+        raise InvalidRequest(self.field, str(self.path), reason)
 
     def _new_temporary(self, name: str, folder: int) -> tuple[int, str]:
         """A new file, locked while it is open: a lock that nobody holds tells `tidy` that the writer died."""
@@ -226,6 +256,21 @@ def _remove(name: str, folder: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def _others_write(status: os.stat_result) -> bool:
+    """Whether anybody but the owner may write. A group that holds the user alone is no other, as with umask 002."""
+    if status.st_mode & stat.S_IWOTH:
+        return True
+    return bool(status.st_mode & stat.S_IWGRP) and not _is_own_group(status.st_gid)
+
+
+def _is_own_group(gid: int) -> bool:
+    try:
+        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
+    except KeyError:
+        return False
+    return user.pw_gid == gid and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
 
 
 def _is_old(status: os.stat_result) -> bool:

@@ -18,13 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpu_actors.errors import CompileError, InvalidRequest
-from gpu_actors.kernels.cache_entry import (
-    CorruptEntry,
-    VariantKey,
-    decode_entry,
-    encode_entry,
-    variant_key,
-)
+from gpu_actors.kernels.cache_entry import CorruptEntry, VariantKey, decode_entry, encode_entry, variant_key
 from gpu_actors.kernels.cache_folder import CacheFolder
 from gpu_actors.kernels.single_flight import SingleFlight
 from gpu_actors.kernels.source import Cubin, KernelSource
@@ -83,8 +77,10 @@ class CubinCache:
         cache.corrupt (path, reason), compile.started (arch) and compile.completed (seconds, error); by
         default they go to the logger "gpu_actors".
     toolchain: finds the compiler whose version is in the keys.
+    chosen: whether a person named the directory. One that nobody chose is looked at when it is first needed.
 
-    Raises InvalidRequest("cache_dir", ...) for a folder from which another user's code could be loaded.
+    Raises InvalidRequest("cache_dir" or "prewarmed", ...) for a folder from which another user's code could be loaded,
+    and for what is no folder: here, or, of a directory that was not chosen, from each lookup that needs it.
     """
 
     def __init__(
@@ -98,6 +94,7 @@ class CubinCache:
         lock_timeout: float = 60.0,
         on_event: OnEvent | None = None,
         toolchain: Callable[[], Toolchain | None] = find_toolchain,
+        chosen: bool = True,
     ) -> None:
         if max_bytes <= 0:
             raise InvalidRequest("max_bytes", max_bytes, "must be positive")
@@ -115,10 +112,15 @@ class CubinCache:
         self._warned: set[tuple[str, int | None]] = set()
         self._flights: SingleFlight[VariantKey, Found] = SingleFlight()
         self._folder = CacheFolder(Path(directory), writable=True) if directory is not None else None
-        self._folders = [CacheFolder(Path(path), writable=False) for path in readonly_paths]
+        self._folders = [CacheFolder(Path(path), writable=False, field="prewarmed") for path in readonly_paths]
+        for folder in self._folders:
+            if not folder.check():
+                _log.warning("prewarmed folder %s does not exist", folder.path)
         if self._folder is not None:
             self._folders.append(self._folder)
-            with contextlib.suppress(OSError):
+            if chosen:
+                self._folder.check()
+            with contextlib.suppress(OSError, InvalidRequest):
                 self._tidy(self._folder)
 
     def key(self, source: KernelSource, arch: str | None = None) -> VariantKey:
