@@ -13,6 +13,7 @@ import pytest
 from service_support import Gate, answer, eventually, launches, no_threads_left, raises, rows, run_python
 
 import gpu_actors as ga
+from gpu_actors.devices.mock import MockDevice
 from gpu_actors.testing import MockClock
 
 pytestmark = pytest.mark.usefixtures("all_threads_end")
@@ -422,6 +423,47 @@ def test_what_was_kept_is_found_again_after_a_restart_and_closed_in_the_end() ->
         assert keeper.submit(kept).result(5.0) is first
         assert not first.closed
     assert first.closed
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError(), SystemExit(1)])
+@pytest.mark.parametrize("broken", ["kept", "device"])
+def test_what_raises_when_it_is_closed_keeps_nothing_else_open(
+    error: BaseException, broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Kept:
+        def close(self) -> None:
+            if broken == "kept":
+                raise error
+
+    class Keeper(Worker):
+        label = "keeper"
+
+        @classmethod
+        def keep(cls, post: Any) -> Kept:
+            return Kept()
+
+    if broken == "device":
+        close = MockDevice.close
+
+        def close_and_raise(self: MockDevice) -> None:
+            close(self)
+            raise error
+
+        monkeypatch.setattr(MockDevice, "close", close_and_raise)
+    with no_threads_left():
+        with ga.open_context("mock", ga.ContextOptions(actors=(Keeper,))) as ctx:
+            ctx.flash_attn.forward(rows(), rows(), rows()).result(5.0)
+            began = time.monotonic()
+        assert time.monotonic() - began < 2.0
+        assert ctx.health().state == "stopped"
+
+        def fail(number: int) -> None:
+            raise OSError("cannot open either")
+
+        Keeper.openings = staticmethod(fail)
+        with pytest.raises(ga.ActorFailed, match="cannot open either"):
+            ga.open_context("mock", ga.ContextOptions(actors=(Keeper,))).__enter__()
+    assert f"closing {'what keeper kept' if broken == 'kept' else 'the device'} raised" in caplog.text
 
 
 # Death watch

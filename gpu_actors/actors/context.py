@@ -272,8 +272,8 @@ class ContextActor(pykka.ThreadingActor):
             post.stop()
             close = getattr(post.kept, "close", None)
             if close is not None:
-                close()
-        services.device.close()
+                _close(f"what {post.name} kept", close)
+        _close("the device", services.device.close)
         end = time.monotonic() + _PATIENCE
         for post in services.posts.values():
             if not post.completion.close(max(0.0, end - time.monotonic())):
@@ -301,6 +301,14 @@ class ContextActor(pykka.ThreadingActor):
     def _post_message(self, message: Any) -> None:
         # Not actor_ref.tell: that asks a registry lock first, and raises once this actor has stopped.
         self.actor_inbox.put(_Message(message))  # type: ignore[arg-type]
+
+
+def _close(what: str, close: Callable[[], object]) -> None:
+    """Close one thing; whatever it raises, the others have to be closed too, and whoever waits for that told."""
+    try:
+        close()
+    except BaseException:
+        logger.exception("closing %s raised", what)
 
 
 class _Message:
