@@ -6,8 +6,11 @@ import dataclasses
 import io
 import json
 import math
+import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -103,7 +106,12 @@ def test_errors_read_as_sentences() -> None:
     assert error_sentence(InvalidRequest("file", "a.txt", "is empty")) == "file a.txt is empty"
     assert error_sentence(InvalidRequest("model", None, "the weights are missing")) == "the weights are missing"
     unsupported = Unsupported("arch", "sm_90", "kernels differ", nearest="sm_90a")
-    assert error_sentence(unsupported) == "arch sm_90: kernels differ (nearest supported: sm_90a)"
+    assert error_sentence(unsupported) == "arch 'sm_90': kernels differ (nearest supported: sm_90a)"
+    assert error_sentence(InvalidRequest("file", "", "does not exist")) == "file '' does not exist"
+    assert error_sentence(InvalidRequest("file", "a\nb", "does not exist")) == "file 'a\\nb' does not exist"
+    assert error_sentence(InvalidRequest("top", 10**5000, "is large")) == "top an int of 16610 bits is large"
+    assert error_sentence(OSError(28, "No space left on device")) == "No space left on device"
+    assert error_sentence(OSError(13, "Permission denied", "a.txt")) == "a.txt: Permission denied"
     assert error_sentence(CompileError("no compiler", log="long")) == "no compiler"
     assert error_sentence(KeyError()) == "KeyError"
 
@@ -228,14 +236,54 @@ def test_bad_options_of_embed_exit_with_2(run: Run, files: list[Path], tmp_path:
         assert part in err
 
 
-def test_no_error_ends_in_a_traceback_and_a_closed_pipe_is_none(files: list[Path]) -> None:
-    command = [sys.executable, "-m", "gpu_actors.cli", *map(str, embed(*files, "--json", "--quiet"))]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+def command_line(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "gpu_actors.cli", *map(str, arguments)]
+
+
+PRINTING = [("--help",), ("--version",), ("bench", "--list"), ("doctor", "--device", "mock"), ("doctor", "--json")]
+
+
+@pytest.mark.parametrize("arguments", [*PRINTING, ("embed", "--json", "-q"), ("embed", "-q")], ids=" ".join)
+def test_a_closed_pipe_is_no_error_and_a_full_disk_is_one_sentence(
+    arguments: tuple[str, ...], files: list[Path]
+) -> None:
+    given = command_line(*arguments, *(embed(*files)[1:] if arguments[0] == "embed" else ()))
+    with subprocess.Popen(given, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == b""
-        assert process.wait(60) == 1
+        assert process.wait(60) == 141
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(given, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (1, "gpu-actors: No space left on device\n")
+
+
+def test_nothing_can_be_said_where_standard_error_is_full() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command_line("bench", "nothing"), stdout=full, stderr=full, timeout=60, check=False)
+    assert done.returncode == 2
+
+
+def test_a_trace_that_cannot_be_written_is_told_before_the_work(
+    run: Run, files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: object) -> None:
+        raise AssertionError("the work has begun")
+
+    monkeypatch.setattr("gpu_actors.cli.embed._load", load)
+    for trace in (tmp_path, "", "/proc/trace.json", files[0] / "t.json"):
+        code, out, err = run(*embed(*files, "--trace", trace))
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert err.startswith("gpu-actors: --trace ")
+    with pytest.raises(AssertionError, match="has begun"):
+        run(*embed(*files, "--trace", tmp_path / "t.json"))
+    assert not (tmp_path / "t.json").exists()
+
+
+def test_a_trace_that_cannot_be_finished_is_one_sentence(run: Run, files: list[Path]) -> None:
+    code, _, err = run(*embed(*files, "--trace", "/dev/full", "-q"))
+    assert (code, err) == (1, "gpu-actors: No space left on device\n")
 
 
 # doctor
@@ -331,6 +379,48 @@ def test_warm_for_an_inexact_arch_names_the_exact_one(run: Run) -> None:
     assert err.endswith("(nearest supported: sm_90a)\n")
 
 
+def test_warm_says_at_once_that_its_folder_is_none(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    code, out, err = run("warm", "--cache-dir", tmp_path / "file", "--device", "mock")
+    assert (code, out) == (2, "")
+    assert err == f"gpu-actors: cache_dir {tmp_path / 'file'} is not a folder, nor can one be made there\n"
+
+
+def test_warm_quotes_an_arch_that_is_none(run: Run) -> None:
+    for arch in ("bogus", ""):
+        code, out, err = run("warm", "--arch", arch, "--device", "mock")
+        assert (code, out) == (2, "")
+        assert err.startswith(f"gpu-actors: arch '{arch}': give an architecture such as")
+
+
+def test_an_interrupted_warm_ends_after_the_compiles_in_progress(tmp_path: Path) -> None:
+    code = """
+import time
+from gpu_actors import CompileError
+from gpu_actors.cli import main
+from gpu_actors.kernels import compiler
+def compile(self, source, arch=None):
+    print("begun", flush=True)
+    time.sleep(0.5)
+    raise CompileError("not now")
+compiler.Compiler.compile = compile
+main()
+"""
+    given = [sys.executable, "-c", code, "warm", "--arch", "sm_80", "--cache-dir", str(tmp_path), "--device", "mock"]
+    with subprocess.Popen(given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        interrupted = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+        seconds = time.monotonic() - interrupted
+    assert (process.returncode, err) == (130, "")
+    in_progress = min(8, os.cpu_count() or 1)
+    # Half a second of patience with them lets those in progress end, and as many begin.
+    assert 1 + out.count("begun") <= 3 * in_progress < len(variants.standard_variants("sm_80"))
+    assert seconds < 3.0
+
+
 def test_labels_tell_all_standard_variants_apart() -> None:
     keys = variants.standard_variants("sm_90a")
     assert len({_label(key) for key in keys}) == len(keys)
@@ -366,6 +456,8 @@ def test_bench_names_its_suites(run: Run) -> None:
     assert run("bench", "--list")[:2] == (0, "sample\n")
     code, _, err = run("bench", "other")
     assert (code, err) == (2, "gpu-actors: suite other must be one of sample\n")
+    for arguments in (("bench",), ("bench", "")):
+        assert run(*arguments) == (2, "", "gpu-actors: name a suite: sample\n")
 
 
 def test_bench_lists_the_suites_of_the_package(run: Run) -> None:

@@ -10,7 +10,7 @@ import typer
 from gpu_actors.cli.bench import bench
 from gpu_actors.cli.doctor import doctor
 from gpu_actors.cli.embed import embed
-from gpu_actors.cli.output import error_sentence, write_error
+from gpu_actors.cli.output import error_sentence, silence_closed_output, write_error
 from gpu_actors.cli.warm import warm
 from gpu_actors.errors import GpuActorsError, RequestError
 
@@ -18,6 +18,7 @@ __all__ = ["app", "main"]
 
 BAD_INPUT = 2
 FAILED = 1
+CLOSED_PIPE = 141  # 128 + SIGPIPE
 
 app = typer.Typer(
     name="gpu-actors",
@@ -47,14 +48,32 @@ def options(
 def main() -> None:
     """Run the command line in ``sys.argv``.
 
-    Exits with 0, with 2 for input that cannot be used, with 1 where the work itself failed; an error is one
-    sentence on standard error, never a traceback.
+    Exits with 0, with 2 for input that cannot be used, with 1 where the work itself failed, with 130 where it was
+    interrupted, and with 141, as other programs do, where the reader of the output has left; an error is one sentence
+    on standard error, never a traceback.
     """
+    sys.exit(_run())
+
+
+def _run() -> int:
+    output = sys.stdout
     try:
         app()
+    except SystemExit as done:
+        # Typer has put a wrapper there when it found the pipe closed, and then exits with 1.
+        return CLOSED_PIPE if sys.stdout is not output else _code(done)
     except RequestError as error:
         write_error(error_sentence(error))
-        sys.exit(BAD_INPUT)
+        return BAD_INPUT
     except GpuActorsError as error:
         write_error(error_sentence(error))
-        sys.exit(FAILED)
+    except OSError as error:
+        silence_closed_output()
+        if isinstance(error, BrokenPipeError):
+            return CLOSED_PIPE
+        write_error(error_sentence(error))
+    return FAILED
+
+
+def _code(done: SystemExit) -> int:
+    return done.code if isinstance(done.code, int) else FAILED if done.code else 0

@@ -28,8 +28,11 @@ def bench(
         for name in suites:
             typer.echo(name)
         return
+    names = ", ".join(suites) or "none is installed"
+    if not suite:
+        raise InvalidRequest("suite", None, f"name a suite: {names}")
     if suite not in suites:
-        raise InvalidRequest("suite", suite or '""', f"must be one of {', '.join(suites) or 'none installed'}")
+        raise InvalidRequest("suite", suite, f"must be one of {names}")
     figures = _run(importlib.import_module(f"gpu_actors.bench.{suite}").run, device)
     if as_json:
         write_json(figures)

@@ -53,6 +53,8 @@ def embed(
     """
     if query is not None and not query.strip():
         raise InvalidRequest("--query", repr(query), "must hold some text")
+    if trace is not None:
+        _check_writable(trace)
     encoder = _load(files, model)
     work = _Work(encoder, query, device, trace, batch_tokens, quiet)
     outcome = asyncio.run(_run(work))
@@ -140,9 +142,20 @@ def _options(work: _Work, stack: contextlib.ExitStack) -> ContextOptions:
         return ContextOptions(mock=mock)
     from gpu_actors.tracing import ChromeTrace
 
-    if not work.trace.parent.is_dir():
-        raise InvalidRequest("--trace", str(work.trace), "must lie in a folder that exists")
     return ContextOptions(mock=mock, on_event=stack.enter_context(ChromeTrace(work.trace)))
+
+
+def _check_writable(trace: Path) -> None:
+    """Open the file now: after minutes of work is late to learn that its trace cannot be kept."""
+    if not trace.parent.is_dir():
+        raise InvalidRequest("--trace", str(trace), "must lie in a folder that exists")
+    try:
+        there = trace.exists()
+        trace.open("ab").close()
+        if not there:
+            trace.unlink()
+    except OSError as error:
+        raise InvalidRequest("--trace", str(trace), f"cannot be written: {error.strerror or error}") from None
 
 
 def _select(

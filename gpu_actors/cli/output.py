@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import sys
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import typer
 
 from gpu_actors.errors import RequestError
+from gpu_actors.values import show
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -20,6 +23,7 @@ __all__ = [
     "JsonOption",
     "error_sentence",
     "progress_bar",
+    "silence_closed_output",
     "write_error",
     "write_json",
     "write_json_list",
@@ -38,24 +42,46 @@ PREDICATES = ("is ", "must ", "does ", "cannot ", "needs ", "lacks ", "holds ")
 
 def error_sentence(error: Exception) -> str:
     """An error as a user reads it: what is wrong with what, and what to do."""
+    if isinstance(error, OSError) and error.strerror:
+        place = f"{error.filename}: " if error.filename else ""
+        return f"{place}{error.strerror}"
     if not isinstance(error, RequestError):
         return str(error) or type(error).__name__
     nearest = getattr(error, "nearest", None)
     hint = "" if nearest is None else f" (nearest supported: {nearest})"
     if error.value is None:
         return f"{error.reason}{hint}"
-    joint = " " if error.reason.startswith(PREDICATES) else ": "
-    return f"{error.field} {error.value}{joint}{error.reason}{hint}"
+    predicate = error.reason.startswith(PREDICATES)
+    return f"{error.field} {_spelled(error.value, predicate)}{' ' if predicate else ': '}{error.reason}{hint}"
+
+
+def _spelled(value: object, predicate: bool) -> str:
+    """A value in a sentence: quoted where a colon follows, or where it would not be seen."""
+    plain = isinstance(value, str) and predicate and value.isprintable() and value == value.strip() != ""
+    return str(value) if plain else show(value)
+
+
+def silence_closed_output() -> None:
+    """Send nowhere what standard output could not take, or the interpreter would try again when it exits."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with contextlib.suppress(OSError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())
+            os.close(nowhere)
 
 
 def write_note(sentence: str) -> None:
     """One line on standard error that is no error."""
-    typer.echo(sentence, err=True)
+    with contextlib.suppress(OSError):
+        typer.echo(sentence, err=True)
 
 
 def write_error(sentence: str) -> None:
-    """One line on standard error."""
-    typer.echo(f"gpu-actors: {sentence}", err=True)
+    """One line on standard error, or none where nobody can read it."""
+    with contextlib.suppress(OSError):
+        typer.echo(f"gpu-actors: {sentence}", err=True)
 
 
 def write_json(value: object) -> None:
@@ -87,7 +113,12 @@ def write_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title:
     for row in cells:
         # Text, so that brackets in a user's words are not taken for markup.
         table.add_row(*(Text(f"{cell:.3f}" if isinstance(cell, float) else str(cell)) for cell in row))
-    console = Console()
+
+    class Unbroken(Console):
+        def on_broken_pipe(self) -> None:  # which would exit with a code of rich's choice
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+    console = Unbroken()
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = PIPE_WIDTH
     console.print(table)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from gpu_actors.problem import DispatchKey
 
 __all__ = ["warm"]
+
+DRAIN_TIMEOUT = 0.5
+"""Seconds; whoever interrupts it wants no variant but those whose compiles have begun."""
 
 
 def warm(
@@ -54,7 +58,8 @@ async def _warm(arch: str | None, cache_dir: Path | None, device: str, quiet: bo
     from gpu_actors.kernels.variants import standard_variants
     from gpu_actors.options import ContextOptions
 
-    async with open_context(device, ContextOptions(arch=arch, cache_dir=cache_dir)) as context:
+    options = ContextOptions(arch=arch, cache_dir=cache_dir, drain_timeout=DRAIN_TIMEOUT)
+    async with open_context(device, options) as context:
         keys = standard_variants(arch or context.info.arch)
         with progress_bar(quiet=quiet) as bar:
             task = bar.add_task("compiling", total=len(keys), rate="")
@@ -62,7 +67,12 @@ async def _warm(arch: str | None, cache_dir: Path | None, device: str, quiet: bo
             def advance(done: int, total: int, key: DispatchKey) -> None:
                 bar.update(task, completed=done, total=total, rate=key.kernel)
 
-            return await context.nvrtc.warm(keys, progress=advance)
+            try:
+                return await context.nvrtc.warm(keys, progress=advance)
+            except asyncio.CancelledError:
+                # That the rest is given up needs no warning: it is what was asked for.
+                logging.getLogger("gpu_actors").setLevel(logging.ERROR)
+                raise
 
 
 def _row(variant: WarmedVariant) -> dict[str, Any]:

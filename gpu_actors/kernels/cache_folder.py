@@ -63,7 +63,7 @@ class CacheFolder:
             with self._opened():
                 return True
         except NotADirectoryError:
-            self._refuse("it is not a folder, nor can one be made there")
+            self._refuse("is not a folder, nor can one be made there")
         except OSError:
             return os.path.exists(self.path)
 
