@@ -416,7 +416,7 @@ main()
         seconds = time.monotonic() - interrupted
     assert (process.returncode, err) == (130, "")
     in_progress = min(8, os.cpu_count() or 1)
-    # Half a second of patience with them lets those in progress end, and as many begin.
+    # Those in progress may end before the queue is dropped, and as many begin.
     assert 1 + out.count("begun") <= 3 * in_progress < len(variants.standard_variants("sm_80"))
     assert seconds < 3.0
 

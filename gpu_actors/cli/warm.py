@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["warm"]
 
-DRAIN_TIMEOUT = 0.5
+DRAIN_TIMEOUT = 0.1
 """Seconds; whoever interrupts it wants no variant but those whose compiles have begun."""
 
 
