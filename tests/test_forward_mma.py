@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from emulated_forward import OPERANDS, Strided, check_case, gaussian, problem_of, run
 from far_tensors import check_far
+from mutants import DEFECTS
 
 from gpu_actors.devices.emulation import EmulationFault
 from gpu_actors.kernels.dispatch import dispatch_key, explain
@@ -337,7 +338,7 @@ class TestDispatch:
             assert dispatch_key(problem, "sm_90a").kernel == "forward_simple"
 
 
-@pytest.mark.parametrize("mutant", mutation.DEFECTS, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", DEFECTS, ids=lambda mutant: mutant.name)
 def test_each_defect_that_attention_kernels_have_had_is_caught(mutant, tmp_path):
     with pytest.raises((AssertionError, EmulationFault)):
         mutation.run_probes(mutant, tmp_path)
