@@ -183,6 +183,37 @@ class TestHostileFolders:
             monkeypatch.setattr(cache_folder.os, "geteuid", lambda: 0)
             self.refuse("owns", tmp_path)
 
+    @pytest.mark.parametrize(
+        ("uid_map", "nobody"),
+        [
+            ("         0          0 4294967295\n", None),
+            ("      1000       1000          1\n", 65534),
+            ("0 1000 1\n1 100000 65533\n", 65534),
+            ("0 1000 1\n1 100000 65536\n", None),
+            ("", 65534),
+            ("nonsense", None),
+        ],
+    )
+    def test_in_a_container_that_does_not_know_root_its_stand_in_may_own_what_lies_above(
+        self, tmp_path, uid_map, nobody
+    ):
+        assert cache_folder._nobody_here(tmp_path) is None
+        (tmp_path / "sys" / "kernel").mkdir(parents=True)
+        (tmp_path / "sys" / "kernel" / "overflowuid").write_text("65534\n")
+        (tmp_path / "self").mkdir()
+        (tmp_path / "self" / "uid_map").write_text(uid_map)
+        assert cache_folder._nobody_here(tmp_path) == nobody
+
+    def test_the_stand_in_is_asked_for(self, tmp_path, monkeypatch):
+        (tmp_path / "above" / "c").mkdir(mode=0o700, parents=True)
+        owner = 12345 if os.geteuid() == 0 else os.geteuid()
+        os.chown(tmp_path / "above", owner, -1)
+        monkeypatch.setattr(cache_folder, "_nobody_here", lambda: owner)
+        cache(tmp_path / "above" / "c")
+        if os.geteuid() == 0:
+            monkeypatch.setattr(cache_folder, "_nobody_here", lambda: None)
+            self.refuse("user 12345 owns", tmp_path / "above" / "c")
+
     def test_one_reached_by_a_link_in_a_folder_of_others_is_refused(self, tmp_path):
         (tmp_path / "real" / "c").mkdir(parents=True, mode=0o700)
         (tmp_path / "open").mkdir()

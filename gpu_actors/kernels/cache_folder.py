@@ -193,7 +193,7 @@ class CacheFolder:
         given = self.path.absolute().parent
         for place in dict.fromkeys(folder for path in (given, given.resolve()) for folder in (path, *path.parents)):
             status = place.stat()
-            if status.st_uid not in (os.geteuid(), 0):
+            if status.st_uid not in (os.geteuid(), 0) and status.st_uid != _nobody_here():
                 self._refuse(f"user {status.st_uid} owns the folder above it, {place}, and could replace it")
             if _others_write(status) and not status.st_mode & stat.S_ISVTX:
                 mode = stat.S_IMODE(status.st_mode)
@@ -263,6 +263,20 @@ def _others_write(status: os.stat_result) -> bool:
     if status.st_mode & stat.S_IWOTH:
         return True
     return bool(status.st_mode & stat.S_IWGRP) and not _is_own_group(status.st_gid)
+
+
+def _nobody_here(proc: Path = Path("/proc")) -> int | None:
+    """The user that stands for all users outside of this container, root among them; None where there is none such.
+
+    Containers that were started without privileges map their user alone, and "/" itself then belongs to this one.
+    """
+    try:
+        nobody = int((proc / "sys/kernel/overflowuid").read_text())
+        spans = [list(map(int, line.split())) for line in (proc / "self/uid_map").read_text().splitlines()]
+        mapped = any(first <= nobody < first + count for first, _, count in spans)
+    except (OSError, ValueError):
+        return None
+    return None if mapped else nobody
 
 
 def _is_own_group(gid: int) -> bool:
