@@ -53,6 +53,9 @@
 #ifndef COMPUTE_BITS  // significant bits of q, k and v as operands: 24 keeps float whole
 #define COMPUTE_BITS 24
 #endif
+#ifndef TIES_AWAY  // operands midway between two are rounded away from 0, as by cvt.rna.tf32; else to even
+#define TIES_AWAY 0
+#endif
 
 struct Strides {  // in elements; 0 for a dimension that is broadcast or that the operand lacks
   int64_t batch;
@@ -114,4 +117,16 @@ DEVICE float descale(const float* factors, const Strides& strides, int sequence,
 DEVICE auto sink_logit(const Params& params, int head) -> decltype(to_real(OUT_ELEMENT())) {
   if (params.sinks_are_float) return *element_of<const float>(params.sinks, params.sinks_strides, 0, 0, head);
   return to_real(*element_of<const OUT_ELEMENT>(params.sinks, params.sinks_strides, 0, 0, head));
+}
+
+// A value rounded to the BITS significant bits of an operand.
+template <int BITS>
+DEVICE float round_operand(float x) {
+  if constexpr (!TIES_AWAY) return round_significand<BITS>(x);
+  const uint32_t bits = ptx::as_bits(x), half = 1u << (23 - BITS);
+  return (bits & 0x7f800000u) == 0x7f800000u ? x : ptx::as_float((bits + half) & ~(2 * half - 1));
+}
+template <int BITS>
+DEVICE double round_operand(double x) {
+  return round_significand<BITS>(x);
 }

@@ -66,7 +66,7 @@ DEVICE void load_tile(Real* tile, const Element* rows, int64_t row_stride, int c
   for (int n = threadIdx.x; n < ROW_LIMIT * WIDTH; n += THREADS) {
     const int row = n / WIDTH, column = n % WIDTH;
     const Real loaded = row < count ? Real(to_real(rows[row * row_stride + column])) : Real(0);
-    tile[row * PITCH + column] = round_significand<COMPUTE_BITS>(loaded);
+    tile[row * PITCH + column] = round_operand<COMPUTE_BITS>(loaded);
   }
 }
 

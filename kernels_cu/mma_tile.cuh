@@ -13,12 +13,7 @@
 
 #include "ptx/copy_async.cuh"
 #include "ptx/memory.cuh"
-#include "types.cuh"
-
-// Floats that lie midway between two operands are rounded away from 0, as by cvt.rna.tf32; else to even.
-#ifndef TIES_AWAY
-#define TIES_AWAY 0
-#endif
+#include "forward_params.cuh"
 
 // Where a lane's chunk of a tile lies, and the chunks an even number of places from it in the same row or in rows 8
 // and more further on. Whole FACTORs of chunks and whole rows are constants there, which instructions take as
@@ -124,14 +119,6 @@ DEVICE void copy_rows(const Tile& tile, const RowSource<Element>& source, Wanted
       ptx::store_shared_v4(to.at<Tile>(rows, chunks), words);
     });
   }
-}
-
-// A float rounded to the BITS significant bits of an operand.
-template <int BITS>
-DEVICE float round_operand(float x) {
-  if constexpr (!TIES_AWAY) return round_significand<BITS>(x);
-  const uint32_t bits = ptx::as_bits(x), half = 1u << (23 - BITS);
-  return (bits & 0x7f800000u) == 0x7f800000u ? x : ptx::as_float((bits + half) & ~(2 * half - 1));
 }
 
 // Rounds what this thread copied of a tile of floats, in place, to BITS significant bits. Its copies must have landed.

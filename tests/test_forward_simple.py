@@ -300,3 +300,9 @@ class TestBatchInvariance:
             alone, alone_lse = answer(q[rows], k[keys], v[keys], window_size=(20, 3), **ends)
             np.testing.assert_array_equal(alone, out[rows])
             np.testing.assert_array_equal(alone_lse, lse[:, rows])
+
+
+def test_tf32_rounds_ties_as_the_conversion_instruction_does():
+    case = random_forward(8)
+    assert case.q.dtype == np.float32
+    check_case(case, compute="tf32")

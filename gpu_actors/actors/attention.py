@@ -40,7 +40,7 @@ _OPTIONAL = (
 _ARRAYS = ("q", "k", "v", *_OPTIONAL, "out")
 
 # What fp32 operands are rounded to before they are multiplied. "f16" keeps fp32's range: large ones stay finite.
-_ROUNDED = {"tf32": "tf32", "f16": "tf32", "bf16": "bfloat16"}
+_ROUNDED = {"tf32": "tf32", "f16": "wide_float16", "bf16": "bfloat16"}
 
 
 def adopt_arrays(

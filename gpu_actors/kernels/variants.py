@@ -134,13 +134,15 @@ def _forward_macros(key: DispatchKey) -> dict[str, str | int]:
         macros["BIAS_ELEMENT"] = ELEMENTS[key.bias].c_type
     if key.dtype == "float32" and key.compute in _COMPUTE_BITS:
         macros["COMPUTE_BITS"] = _COMPUTE_BITS[key.compute]
+        if key.compute == "tf32":
+            # As the conversion instruction rounds; f16 and bf16 round to even.
+            macros["TIES_AWAY"] = 1
     return macros
 
 
 def _mma_macros(key: DispatchKey) -> dict[str, str | int]:
-    """The forward macros, the ring's stages, and how ties are rounded: f16 and bf16 to even, tf32 away from 0."""
-    macros = _forward_macros(key) | {"STAGES": _tile(key).stages}
-    return macros | {"TIES_AWAY": 1} if key.compute == "tf32" else macros
+    """The forward macros, and the stages of the ring."""
+    return _forward_macros(key) | {"STAGES": _tile(key).stages}
 
 
 _MACROS: dict[str, Callable[[DispatchKey], dict[str, str | int]]] = {

@@ -28,10 +28,12 @@ def rounder(dtype: str) -> Step:
     dtype.
 
     dtype: a NumPy or ml_dtypes name, or "tf32" (11 significant bits with the exponents of float32, ties
-        away from 0).
+        away from 0), or "wide_float16" (float16's 11 bits with the exponents of float32, ties to even).
     """
     if dtype == "tf32":
         return _round_tf32
+    if dtype == "wide_float16":
+        return _round_wide_float16
     target = np.dtype(getattr(ml_dtypes, dtype, dtype))
 
     def round_to_target(array: Array) -> Array:
@@ -50,6 +52,15 @@ def _round_tf32(array: Array) -> Array:
         np.uint32(0xFFFFFFFF << _TF32_DROPPED_BITS & 0xFFFFFFFF),
     )
     rounded = ((bits + half) & kept).view(np.float32)
+    return np.where(np.isfinite(array), rounded, array).astype(array.dtype)
+
+
+def _round_wide_float16(array: Array) -> Array:
+    bits = array.astype(np.float32).view(np.uint32)
+    odd = (bits >> _TF32_DROPPED_BITS) & np.uint32(1)
+    below_half = np.uint32((1 << (_TF32_DROPPED_BITS - 1)) - 1)
+    kept = np.uint32(0xFFFFFFFF << _TF32_DROPPED_BITS & 0xFFFFFFFF)
+    rounded = ((bits + below_half + odd) & kept).view(np.float32)
     return np.where(np.isfinite(array), rounded, array).astype(array.dtype)
 
 
