@@ -395,10 +395,12 @@ def test_warm_quotes_an_arch_that_is_none(run: Run) -> None:
 
 def test_an_interrupted_warm_ends_after_the_compiles_in_progress(tmp_path: Path) -> None:
     code = """
-import time
+import signal, time
 from gpu_actors import CompileError
 from gpu_actors.cli import main
 from gpu_actors.kernels import compiler
+# A test run in the background is started with SIGINT ignored, and hands that on.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 def compile(self, source, arch=None):
     print("begun", flush=True)
     time.sleep(0.5)
