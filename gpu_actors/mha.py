@@ -120,8 +120,8 @@ class AttentionParams:
 class MhaForward:
     """The message of ``mha_forward``.
 
-    q: (batch, heads_q, seq_q, head_dim); k, v: (batch, heads_kv, seq_kv, head_dim); any strides with a contiguous last
-    axis. bias: (batch or 1, heads_q or 1, seq_q, seq_kv), q's dtype or fp32.
+    q: (batch, heads_q, seq_q, head_dim); k, v: (batch, heads_kv, seq_kv, head_dim); any strides; on a
+    GPU the last axis must be contiguous. bias: (batch or 1, heads_q or 1, seq_q, seq_kv), q's dtype or fp32.
     """
 
     params: AttentionParams
