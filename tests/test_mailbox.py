@@ -126,6 +126,7 @@ def test_flash_attn_keeps_to_max_in_flight_under_latency() -> None:
         replies = [ctx.flash_attn.forward(rows(), rows(), rows()) for _ in range(24)]
         while not all(reply.done() for reply in replies):
             seen.append(ctx.stats()["flash_attn"].in_flight)
+        eventually(lambda: ctx.stats()["flash_attn"].completed == 24)
         stats = ctx.stats()["flash_attn"]
     assert max(seen) == 2
     assert (stats.submitted, stats.launched, stats.completed) == (24, 24, 24)
@@ -270,6 +271,16 @@ def test_any_finite_real_number_is_a_timeout(timeout: Any) -> None:
         assert actor.submit(answer("in time"), timeout=timeout).result(5.0) == "in time"
         with pytest.raises(ga.DeadlineExceeded):
             actor.submit(lambda actor, call: None, timeout=0.01).result(5.0)
+
+
+def test_an_answered_request_leaves_no_timer_behind() -> None:
+    with scripted() as (ctx, actor):
+        reply = actor.submit(answer(None), timeout=3600.0)
+        reply.result(5.0)
+        eventually(lambda: not reply._call.timer.active)
+        for _ in range(2000):
+            actor.submit(answer(None), timeout=3600.0).result(5.0)
+        assert len(ctx._services.timers._heap) < 600
 
 
 def test_the_default_timeout_holds_where_none_is_given() -> None:

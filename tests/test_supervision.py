@@ -239,6 +239,26 @@ def test_all_for_one_waits_for_a_sibling_at_its_last_call() -> None:
         eventually(lambda: sibling.restarts == 1 and sibling.state == "running")
 
 
+def test_a_sibling_that_fails_when_it_is_asked_to_stop_counts_as_stopped() -> None:
+    gate = Gate()
+
+    def fail_late(actor: ga.ServiceActor, call: ga.Call[Any]) -> None:
+        gate()
+        raise ZeroDivisionError
+
+    with supervised(ga.RestartPolicy(strategy="all_for_one", max_restarts=1, backoff=0.0)) as (ctx, worker, sibling):
+        late = sibling.submit(fail_late)
+        assert gate.entered.wait(5.0)
+        crash(worker)
+        eventually(lambda: worker.restarts == 1)
+        gate.open()
+        with pytest.raises(ga.ActorFailed):
+            late.result(5.0)
+        alive(sibling)
+        assert ctx.health().ready, "one failure, not two"
+        assert (worker.restarts, Sibling.incarnations) == (1, 2)
+
+
 def test_backoff_grows_from_restart_to_restart_and_starts_again_after_the_window() -> None:
     clock = MockClock()
     policy = ga.RestartPolicy(max_restarts=3, window=100.0, backoff=1.0, backoff_factor=3.0, backoff_max=5.0)
