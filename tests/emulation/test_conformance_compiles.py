@@ -13,6 +13,8 @@ from gpu_actors.kernels.compiler import Compiler
 from gpu_actors.kernels.source import KernelSource
 
 VARIANTS = [  # file, architecture, macros, entries that this architecture lacks
+    ("convert.cu", "sm_80", {}, ()),
+    ("convert.cu", "sm_90a", {}, ()),
     ("warp.cu", "sm_80", {}, ()),
     ("warp.cu", "sm_90a", {}, ()),
     ("copies.cu", "sm_80", {}, ("mma_e4m3", "mma_e5m2")),

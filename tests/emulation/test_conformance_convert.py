@@ -1,0 +1,81 @@
+"""Conversions round to nearest even and keep infinities and NaN; the fast special functions stay within their error."""
+
+from __future__ import annotations
+
+import struct
+
+import ml_dtypes
+import numpy as np
+from kernel_runs import KernelRun, Place, Runner, pointer
+
+FILE = "conformance/convert.cu"
+BLOCK = 128
+
+
+def run_of(entry: str, arrays: dict[str, np.ndarray], n: int) -> KernelRun:
+    def params(place: Place) -> list[bytes]:
+        return [*(pointer(place, name) for name in arrays), struct.pack("<i", n)]
+
+    return KernelRun(FILE, entry, arrays, params, block=BLOCK, grid=-(-n // BLOCK))
+
+
+def floats() -> np.ndarray:
+    """Every magnitude, ties of both formats, the edges of their ranges, and what is not finite."""
+    rng = np.random.default_rng(0)
+    spread = rng.standard_normal(800) * 2.0 ** rng.integers(-45, 30, 800)
+    steps = np.arange(-8, 9) / 8
+    ties = np.concatenate([1 + steps * 2.0**-10, 1 + steps * 2.0**-7, 2.0**-24 * (1 + steps), 2.0**-14 * (1 + steps)])
+    edges = [0.0, -0.0, 65504, 65519.996, 65520, 65536, -65520, 3.4e38, 2.0**-25, 2.0**-149, np.inf, -np.inf, np.nan]
+    return np.concatenate([spread, ties, -ties, edges]).astype(np.float32)
+
+
+def same(got: np.ndarray, wanted: np.ndarray, order: str) -> None:
+    """Equal in value and sign; any NaN is as good as another."""
+    got, wanted = got.astype(np.float32), wanted.astype(np.float32)
+    np.testing.assert_array_equal(got, wanted, err_msg=order)
+    finite = ~np.isnan(wanted)
+    np.testing.assert_array_equal(np.signbit(got)[finite], np.signbit(wanted)[finite], err_msg=order)
+
+
+def test_every_half_widens_to_its_value(runner: Runner) -> None:
+    words = np.arange(1 << 16, dtype=np.uint16)
+    arrays = {"in": words, "out": np.zeros(words.size, np.float32)}
+    for result in runner(run_of("widen", arrays, words.size)):
+        same(result["out"].view(np.float32), words.view(np.float16).astype(np.float32), result.order)
+
+
+def test_floats_narrow_to_the_nearest_and_pack_low_word_first(runner: Runner) -> None:
+    low = floats()
+    high = low[::-1].copy()
+    arrays = {"low": low, "high": high, "out": np.zeros(3 * low.size, np.uint32)}
+    with np.errstate(over="ignore"):
+        halves = [part.astype(np.float16) for part in (low, high)]
+    for result in runner(run_of("narrow", arrays, low.size)):
+        single, pairs, bfloats = result["out"].reshape(3, low.size).view(np.uint16).reshape(3, low.size, 2)
+        same(single[:, 0].view(np.float16), halves[0], result.order)
+        for part in range(2):
+            same(pairs[:, part].view(np.float16), halves[part], result.order)
+            wanted = (low, high)[part].astype(ml_dtypes.bfloat16)
+            same(bfloats[:, part].view(ml_dtypes.bfloat16), wanted, result.order)
+
+
+def test_fast_functions_stay_within_their_error_and_flush_subnormals(runner: Runner) -> None:
+    rng = np.random.default_rng(1)
+    x = np.concatenate([rng.uniform(-120, 120, 500), 2.0 ** rng.uniform(-120, 120, 500)]).astype(np.float32)
+    edges = np.float32([0.0, 1.0, -1.0, 2.0**-130, -200, 200, np.inf, -np.inf, np.nan])
+    values = np.concatenate([x, edges])
+    arrays = {"in": values, "out": np.zeros(3 * values.size, np.float32)}
+    exact = values.astype(np.float64)
+    flushed = np.where(np.abs(exact) < 2.0**-126, 0.0, exact)
+    with np.errstate(all="ignore"):
+        wanted = np.stack([np.exp2(flushed), np.log2(flushed), 1 / flushed])
+    wanted = np.where(np.abs(wanted) < 2.0**-126, 0.0, wanted)
+    wanted = np.where(np.abs(wanted) >= 2.0**128, np.copysign(np.inf, wanted), wanted)
+    error = [2.0**-21 * np.abs(wanted[0]), 2.0**-21 + 2.0**-22 * np.abs(wanted[1]), 2.0**-22 * np.abs(wanted[2])]
+    for result in runner(run_of("special", arrays, values.size)):
+        got = result["out"].view(np.float32).reshape(3, -1).astype(np.float64)
+        for function in range(3):
+            finite = np.isfinite(wanted[function])
+            np.testing.assert_array_equal(got[function][~finite], wanted[function][~finite], err_msg=result.order)
+            off = np.abs(got[function][finite] - wanted[function][finite])
+            assert (off <= error[function][finite]).all(), (function, result.order, off.max())
