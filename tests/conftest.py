@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,3 +31,29 @@ def all_threads_end() -> Iterator[None]:
 
     with no_threads_left():
         yield
+
+
+@pytest.fixture
+def no_more_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """While it is entered, no thread can be started, as on a machine that has run out of them."""
+
+    @contextlib.contextmanager
+    def exhausted() -> Iterator[None]:
+        def start(self: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start)
+            yield
+
+    return exhausted
+
+
+@pytest.fixture
+def fresh_workers() -> None:
+    """Forget what an earlier test made the workers do."""
+    from supervision_support import Sibling, Worker
+
+    for worker in (Worker, Sibling):
+        worker.incarnations = 0
+        worker.openings = staticmethod(lambda number: None)

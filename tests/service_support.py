@@ -28,6 +28,11 @@ def rows(seqlen: int = 1, *, heads: int = 1, dim: int = 8, batch: int = 1, dtype
     return (np.arange(size) % 7 / 7).astype(dtype).reshape(batch, seqlen, heads, dim)
 
 
+def ask(ctx: ga.GpuContext, **options: Any) -> ga.Reply[ga.AttentionOutput]:
+    """The smallest forward request there is."""
+    return ctx.flash_attn.forward(rows(), rows(), rows(), **options)
+
+
 def eventually(holds: Callable[[], object], timeout: float = 5.0) -> None:
     """Wait until ``holds()`` is true, or fail."""
     end = time.monotonic() + timeout
@@ -122,3 +127,12 @@ def scripted(**options: Any) -> Iterator[tuple[ga.GpuContext, ga.ActorHandle]]:
     options.setdefault("drain_timeout", 2.0)
     with ga.open_context("mock", ga.ContextOptions(actors=(Scripted,), **options)) as ctx:
         yield ctx, ctx.actor(Scripted)
+
+
+def occupied(actor: ga.ActorHandle) -> Gate:
+    """Keep the actor's stream busy with one launch until the gate is opened."""
+    gate = Gate()
+    actor.submit(launches(gate))
+    assert gate.entered.wait(5.0)
+    eventually(lambda: actor.stats().in_flight == 1)
+    return gate

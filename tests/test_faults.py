@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from service_support import Scripted, answer, eventually, no_threads_left, rows
+from service_support import Scripted, answer, ask, eventually, no_threads_left, rows
 
 import gpu_actors as ga
 from gpu_actors.testing import Fault, FaultPlan, MockClock
@@ -23,10 +23,6 @@ def faulty(plan: FaultPlan, **options: Any) -> Iterator[ga.GpuContext]:
     options.setdefault("drain_timeout", 2.0)
     with ga.open_context("mock", ga.ContextOptions(fault_plan=plan, **options)) as ctx:
         yield ctx
-
-
-def ask(ctx: ga.GpuContext, **options: Any) -> ga.Reply[ga.AttentionOutput]:
-    return ctx.flash_attn.forward(rows(), rows(), rows(), **options)
 
 
 def outcome(reply: ga.Reply[Any]) -> str:

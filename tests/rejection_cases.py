@@ -1,0 +1,297 @@
+"""Requests that cannot be answered as asked, with what their refusals must say."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+import gpu_actors as ga
+
+F8, F8_WIDE, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.bfloat16
+
+
+def array(*shape: int, dtype: Any = np.float32) -> np.ndarray:
+    return np.zeros(shape, dtype)
+
+
+def ints(*values: int, dtype: Any = np.int32) -> np.ndarray:
+    return np.array(values, dtype)
+
+
+def dense(**changes: Any) -> ga.FlashForward:
+    """A sound request, batch 2, seqlens 4 and 6, heads 4 and 2, head_dim 8, with changes."""
+    sound: dict[str, Any] = {"q": array(2, 4, 4, 8), "k": array(2, 6, 2, 8), "v": array(2, 6, 2, 8)}
+    return ga.FlashForward(**{**sound, **changes})
+
+
+def fp8(**changes: Any) -> ga.FlashForward:
+    sound = {name: array(2, 4, 2, 8, dtype=F8) for name in "qkv"}
+    return ga.FlashForward(**{**sound, **changes})
+
+
+def varlen(**changes: Any) -> ga.FlashForward:
+    """A sound varlen request: sequences of (1, 2) and (3, 4) rows."""
+    sound: dict[str, Any] = {"q": array(4, 4, 8), "k": array(6, 2, 8), "v": array(6, 2, 8)}
+    sound |= {"cu_seqlens_q": ints(0, 1, 4), "cu_seqlens_k": ints(0, 2, 6)}
+    return ga.FlashForward(**{**sound, **changes})
+
+
+def backward(**changes: Any) -> ga.FlashBackward:
+    sound: dict[str, Any] = {"q": array(2, 4, 4, 8), "k": array(2, 6, 2, 8), "v": array(2, 6, 2, 8)}
+    sound |= {"out": array(2, 4, 4, 8), "dout": array(2, 4, 4, 8), "lse": array(2, 4, 4)}
+    return ga.FlashBackward(**{**sound, **changes})
+
+
+def paged(**changes: Any) -> ga.PagedForward:
+    """A sound request over pages: 2 sequences, 1 row each, pages of 16 keys."""
+    sound: dict[str, Any] = {"q": array(2, 1, 4, 8), "k_cache": array(6, 16, 2, 8), "v_cache": array(6, 16, 2, 8)}
+    sound |= {"block_table": ints(0, 1, 2, 3).reshape(2, 2), "cache_seqlens": ints(20, 30)}
+    return ga.PagedForward(**{**sound, **changes})
+
+
+@dataclasses.dataclass
+class Case:
+    """A request with what its refusal must say."""
+
+    request: Any
+    field: str
+    value: Any
+    reason: str
+    nearest: Any = None
+    error: type[ga.RequestError] = ga.InvalidRequest
+
+
+def unsupported(request: Any, field: str, value: Any, reason: str, nearest: Any) -> Case:
+    return Case(request, field, value, reason, nearest, ga.Unsupported)
+
+
+DENSE = {
+    "not an array": Case(dense(q=[[1.0]]), "q", "list", "must be an array"),
+    "no q": Case(dense(q=None), "q", "NoneType", "must be an array"),
+    "three axes": Case(
+        dense(q=array(4, 4, 8)), "q", "ndarray float32[4, 4, 8]", "must have 4 axes (batch, seqlen, heads, head_dim)"
+    ),
+    "empty batch": Case(
+        dense(q=array(0, 4, 4, 8), k=array(0, 6, 2, 8), v=array(0, 6, 2, 8)),
+        "q",
+        "ndarray float32[0, 4, 4, 8]",
+        "at least one sequence: the batch is empty",
+    ),
+    "no rows": Case(dense(q=array(2, 0, 4, 8)), "q", "ndarray float32[2, 0, 4, 8]", "must have seqlen >= 1"),
+    "no keys": Case(
+        dense(k=array(2, 0, 2, 8), v=array(2, 0, 2, 8)), "k", "ndarray float32[2, 0, 2, 8]", "must have seqlen >= 1"
+    ),
+    "no heads": Case(dense(q=array(2, 4, 0, 8)), "q", "ndarray float32[2, 4, 0, 8]", "at least one head"),
+    "no head_dim": Case(dense(q=array(2, 4, 4, 0), k=array(2, 6, 2, 0)), "head_dim", 0, "must be >= 1"),
+    "k's batch": Case(dense(k=array(3, 6, 2, 8)), "k", "ndarray float32[3, 6, 2, 8]", "must have q's batch, 2"),
+    "v's batch": Case(dense(v=array(3, 6, 2, 8)), "v", "ndarray float32[3, 6, 2, 8]", "must have q's batch, 2"),
+    "v's rows": Case(dense(v=array(2, 5, 2, 8)), "v", "ndarray float32[2, 5, 2, 8]", "must have k's seqlen, 6"),
+    "v's heads": Case(dense(v=array(2, 6, 1, 8)), "v", "ndarray float32[2, 6, 1, 8]", "must have k's heads, 2"),
+    "k's head_dim": Case(dense(k=array(2, 6, 2, 9)), "k", "ndarray float32[2, 6, 2, 9]", "must have q's head_dim, 8"),
+    "heads that do not divide": Case(
+        dense(k=array(2, 6, 3, 8), v=array(2, 6, 3, 8)), "heads_kv", 3, "q's 4 heads must be a whole multiple"
+    ),
+    "more KV heads than heads": Case(
+        dense(k=array(2, 6, 8, 8), v=array(2, 6, 8, 8)), "heads_kv", 8, "at least 1, of the KV heads"
+    ),
+    "no KV heads": Case(
+        dense(k=array(2, 6, 0, 8), v=array(2, 6, 0, 8)), "heads_kv", 0, "q's 4 heads must be a whole multiple"
+    ),
+    "mixed dtypes": Case(dense(k=array(2, 6, 2, 8, dtype=np.float16)), "k", "float16", "must have q's dtype, float32"),
+    "fp8 keys of a bf16 query": Case(
+        dense(q=array(2, 4, 4, 8, dtype=BF16), k=array(2, 6, 2, 8, dtype=F8), v=array(2, 6, 2, 8, dtype=F8)),
+        "k",
+        "float8_e4m3fn",
+        "must have q's dtype, bfloat16",
+    ),
+    "max_seqlen without cu_seqlens": Case(dense(max_seqlen_q=4), "max_seqlen_q", 4, "goes with cu_seqlens only"),
+    "causal that is no bool": Case(dense(causal="yes"), "causal", "yes", "must be True or False"),
+    "alignment": Case(dense(alignment="middle"), "alignment", "middle", 'must be "bottom_right" or "top_left"'),
+    "window of one": Case(dense(window_size=(1,)), "window_size", (1,), "must be (left, right), two ints"),
+    "window below -1": Case(dense(window_size=(-2, 0)), "window_size", (-2, 0), "each >= 0 keys or -1"),
+    "window of floats": Case(dense(window_size=(1.0, 2.0)), "window_size", (1.0, 2.0), "two ints"),
+    "infinite scale": Case(dense(softmax_scale=np.inf), "softmax_scale", np.inf, "must be a finite number"),
+    "scale of text": Case(dense(softmax_scale="1"), "softmax_scale", "1", "must be a finite number"),
+    "negative softcap": Case(dense(softcap=-1.0), "softcap", -1.0, "must be >= 0; 0 leaves the scores as they are"),
+    "negative sink_tokens": Case(dense(sink_tokens=-1), "sink_tokens", -1, "must be an int >= 0"),
+    "dropout of 1": Case(dense(dropout_p=1.0), "dropout_p", 1.0, "must be in [0, 1)"),
+    "negative dropout": Case(dense(dropout_p=-0.1), "dropout_p", -0.1, "must be in [0, 1)"),
+    "negative seed": Case(dense(dropout_seed=-1), "dropout_seed", -1, "must be an int in [0, 18446744073709551615]"),
+    "seed of 65 bits": Case(dense(dropout_seed=1 << 64), "dropout_seed", 1 << 64, "must be an int in [0,"),
+    "alibi's shape": Case(
+        dense(alibi_slopes=array(3)), "alibi_slopes", "ndarray float32[3]", "must be an array of float32, shape (4,) or"
+    ),
+    "alibi's dtype": Case(
+        dense(alibi_slopes=array(4, dtype=np.float64)), "alibi_slopes", "ndarray float64[4]", "an array of float32"
+    ),
+    "sinks' shape": Case(dense(sinks=array(2)), "sinks", "ndarray float32[2]", "shape (4,)"),
+    "bias' shape": Case(
+        dense(bias=array(2, 4, 4, 5)), "bias", "ndarray float32[2, 4, 4, 5]", "shape (2, 4, 4, 6) or (2, 1, 4, 6) or"
+    ),
+    "bias' dtype": Case(
+        dense(bias=array(1, 1, 4, 6, dtype=np.float16)), "bias", "ndarray float16[1, 1, 4, 6]", "an array of float32"
+    ),
+    "descales of fp32": Case(
+        dense(q_descale=array(2, 2)),
+        "q_descale",
+        "ndarray float32[2, 2]",
+        "goes with fp8 inputs only, and q is float32",
+    ),
+    "compute of bf16": Case(
+        dense(**{name: getattr(dense(), name).astype(BF16) for name in "qkv"}, compute="tf32"),
+        "compute",
+        "tf32",
+        "bfloat16 inputs can be computed in bf16",
+    ),
+    "unknown compute": Case(dense(compute="f64"), "compute", "f64", "f32 or tf32 or f16 or bf16"),
+    "return_lse": Case(dense(return_lse=1), "return_lse", 1, "must be True or False"),
+    "out's shape": Case(dense(out=array(2, 4, 4, 9)), "out", "ndarray float32[2, 4, 4, 9]", "shape (2, 4, 4, 8)"),
+    "out's dtype": Case(
+        dense(out=array(2, 4, 4, 8, dtype=BF16)), "out", "ndarray bfloat16[2, 4, 4, 8]", "an array of float32"
+    ),
+    "integers": unsupported(
+        dense(**{name: getattr(dense(), name).astype(np.int32) for name in "qkv"}),
+        "dtype",
+        "int32",
+        "q must have one of",
+        "float32",
+    ),
+    "long doubles": unsupported(
+        dense(**{name: getattr(dense(), name).astype(np.longdouble) for name in "qkv"}),
+        "dtype",
+        "float128",
+        "q must have one of",
+        "float64",
+    ),
+    "head_dim beyond 256": unsupported(
+        dense(q=array(2, 4, 4, 264), k=array(2, 6, 2, 264)), "head_dim", 264, "head dims from 1 to 256", 256
+    ),
+    "head_dim_v beyond 256": unsupported(
+        dense(v=array(2, 6, 2, 300)), "head_dim_v", 300, "head dims from 1 to 256", 256
+    ),
+    "fp8 with dropout": unsupported(fp8(dropout_p=0.1), "dropout_p", 0.1, "inference and has no dropout", 0.0),
+    "fp8 descales of the wrong heads": Case(
+        fp8(k_descale=array(2, 3)), "k_descale", "ndarray float32[2, 3]", "must be an array of float32, shape (2, 2)"
+    ),
+    "mixed fp8": Case(fp8(k=array(2, 4, 2, 8, dtype=F8_WIDE)), "k", "float8_e5m2", "must have q's dtype"),
+    "fp8 output in fp8": Case(
+        fp8(out=array(2, 4, 2, 8, dtype=F8)), "out", "ndarray float8_e4m3fn[2, 4, 2, 8]", "an array of bfloat16"
+    ),
+}
+
+VARLEN = {
+    "cu_seqlens_q alone": Case(varlen(cu_seqlens_k=None), "cu_seqlens_k", None, "must be an int32 array (batch + 1,)"),
+    "cu_seqlens_k alone": Case(varlen(cu_seqlens_q=None), "cu_seqlens_q", None, "must be an int32 array (batch + 1,)"),
+    "cu_seqlens of int64": Case(
+        varlen(cu_seqlens_q=ints(0, 1, 4, dtype=np.int64)), "cu_seqlens_q", "ndarray int64[3]", "an int32 array"
+    ),
+    "no sequences": Case(varlen(cu_seqlens_q=ints(0)), "cu_seqlens_q", "ndarray int32[1]", "with batch >= 1"),
+    "different batches": Case(
+        varlen(cu_seqlens_k=ints(0, 6)), "cu_seqlens_k", 1, "must bound as many sequences as cu_seqlens_q, 2"
+    ),
+    "four axes": Case(varlen(q=array(1, 4, 4, 8)), "q", "ndarray float32[1, 4, 4, 8]", "must have 3 axes (total,"),
+    "does not begin with 0": Case(varlen(cu_seqlens_q=ints(1, 2, 4)), "cu_seqlens_q", 1, "must begin with 0"),
+    "falls": Case(varlen(cu_seqlens_q=ints(0, 5, 4)), "cu_seqlens_q", -1, "must not fall"),
+    "does not end with the rows": Case(varlen(cu_seqlens_q=ints(0, 1, 3)), "cu_seqlens_q", 3, "number of rows, 4"),
+    "max_seqlen too small": Case(varlen(max_seqlen_q=2), "max_seqlen_q", 2, "at least the longest sequence, 3"),
+    "max_seqlen of 0": Case(varlen(max_seqlen_k=0), "max_seqlen_k", 0, "must be an int >= 1"),
+    "all sequences empty": Case(
+        varlen(q=array(0, 4, 8), cu_seqlens_q=ints(0, 0, 0)), "cu_seqlens_q", 0, "at least one sequence with a row"
+    ),
+    "more rows than fit": Case(varlen(max_seqlen_k=2), "k", 6, "more rows than batch * max_seqlen_k = 4 can hold"),
+    "v's rows": Case(varlen(v=array(5, 2, 8)), "v", "ndarray float32[5, 2, 8]", "must have k's rows, 6"),
+    "bias": Case(varlen(bias=array(1, 1, 3, 4)), "bias", "ndarray float32[1, 1, 3, 4]", "dense layout only"),
+    "alibi of another batch": Case(
+        varlen(alibi_slopes=array(3, 4)), "alibi_slopes", "ndarray float32[3, 4]", "shape (4,) or (2, 4)"
+    ),
+}
+
+BACKWARD = {
+    "fp8": unsupported(
+        backward(**{name: array(2, 4, 4, 8, dtype=F8) for name in ("q", "k", "v")}),
+        "dtype",
+        "float8_e4m3fn",
+        "fp8 gradients would be lost in rounding",
+        "bfloat16",
+    ),
+    "no dout": Case(backward(dout=None), "dout", None, "is needed by backward"),
+    "no out": Case(backward(out=None), "out", None, "is needed by backward"),
+    "no lse": Case(backward(lse=None), "lse", None, "ask forward for return_lse=True"),
+    "lse too small": Case(
+        backward(lse=array(2, 4, 3)), "lse", "ndarray float32[2, 4, 3]", "holds 96 bytes where 128 are needed"
+    ),
+    "lse's dtype": Case(
+        backward(lse=array(2, 4, 4, dtype=np.float64)), "lse", "ndarray float64[2, 4, 4]", "array of float32"
+    ),
+    "dout's shape": Case(backward(dout=array(2, 5, 4, 8)), "dout", "ndarray float32[2, 5, 4, 8]", "(2, 4, 4, 8)"),
+    "deterministic": Case(backward(deterministic="yes"), "deterministic", "yes", "must be True or False"),
+    "forward's own": Case(backward(softcap=-2.0), "softcap", -2.0, "must be >= 0"),
+}
+
+PAGED = {
+    "empty pool": Case(
+        paged(k_cache=array(0, 16, 2, 8), v_cache=array(0, 16, 2, 8)),
+        "k_cache",
+        "ndarray float32[0, 16, 2, 8]",
+        "must have at least one page: the pool is empty",
+    ),
+    "pages of 12": unsupported(
+        paged(k_cache=array(6, 12, 2, 8), v_cache=array(6, 12, 2, 8)), "page_size", 12, "a multiple of 8 rows", 16
+    ),
+    "pages of 4": unsupported(
+        paged(k_cache=array(6, 4, 2, 8), v_cache=array(6, 4, 2, 8)), "page_size", 4, "a multiple of 8 rows", 8
+    ),
+    "pages of 1": unsupported(
+        paged(k_cache=array(6, 1, 2, 8), v_cache=array(6, 1, 2, 8)), "page_size", 1, "a multiple of 8 rows", 8
+    ),
+    "the pool's head_dim": Case(
+        paged(k_cache=array(6, 16, 2, 16)), "k_cache", "ndarray float32[6, 16, 2, 16]", "must have q's head_dim, 8"
+    ),
+    "v_cache's pages": Case(
+        paged(v_cache=array(5, 16, 2, 8)), "v_cache", "ndarray float32[5, 16, 2, 8]", "k_cache's blocks, page_size"
+    ),
+    "heads": Case(
+        paged(k_cache=array(6, 16, 3, 8), v_cache=array(6, 16, 3, 8)), "heads_kv", 3, "q's 4 heads must be a whole"
+    ),
+    "chunk index": Case(paged(chunk_index=2, num_chunks=2), "chunk_index", 2, "must be an int in [0, 1]"),
+    "negative chunk": Case(paged(chunk_index=-1), "chunk_index", -1, "must be an int in [0, 0]"),
+    "no chunks": Case(paged(num_chunks=0), "num_chunks", 0, "must be an int >= 1"),
+    "table's rows": Case(paged(block_table=ints(0, 1).reshape(1, 2)), "block_table", (1, 2), "must have 2 rows"),
+    "table's dtype": Case(
+        paged(block_table=np.zeros((2, 2), np.int64)), "block_table", "ndarray int64[2, 2]", "an array of int32"
+    ),
+    "table's columns": Case(paged(block_table=np.zeros((2, 0), np.int32)), "block_table", (2, 0), ">= 1 column"),
+    "no lengths": Case(paged(cache_seqlens=None), "cache_seqlens", None, "must be an int32 array (batch,)"),
+    "lengths of another batch": Case(
+        paged(cache_seqlens=ints(1, 2, 3)), "cache_seqlens", "ndarray int32[3]", "shape (2,)"
+    ),
+    "empty batch": Case(
+        paged(q=array(0, 1, 4, 8), block_table=np.zeros((0, 2), np.int32), cache_seqlens=ints()),
+        "q",
+        "ndarray float32[0, 1, 4, 8]",
+        "the batch is empty",
+    ),
+    "too many rows": Case(
+        paged(q=array(9, 4, 8), cu_seqlens_q=ints(0, 4, 9), max_seqlen_q=4),
+        "q",
+        9,
+        "more rows than batch * max_seqlen_q = 8",
+    ),
+    "softcap": Case(paged(softcap=-1.0), "softcap", -1.0, "must be >= 0"),
+    "pages of fp32 for a bf16 query": unsupported(
+        paged(q=array(2, 1, 4, 8, dtype=BF16)),
+        "kv_dtype",
+        "float32",
+        "pages hold q's dtype (bfloat16) or fp8",
+        "bfloat16",
+    ),
+}
+
+CASES = {
+    f"{kind}: {name}": case
+    for kind, cases in {"dense": DENSE, "varlen": VARLEN, "backward": BACKWARD, "paged": PAGED}.items()
+    for name, case in cases.items()
+}

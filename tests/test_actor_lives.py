@@ -1,0 +1,257 @@
+"""How actors begin and end: opening, closing, death watch, and stopping without being asked to."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pykka
+import pytest
+from service_support import Gate, answer, eventually, no_threads_left, rows
+from supervision_support import Sibling, Worker, alive, crash, hold, supervised
+
+import gpu_actors as ga
+from gpu_actors.devices.mock import MockDevice
+
+pytestmark = pytest.mark.usefixtures("all_threads_end", "fresh_workers")
+
+
+# Opening
+
+
+@pytest.mark.parametrize("error", [OSError("no such library"), SystemExit(1), KeyboardInterrupt()])
+def test_an_actor_that_cannot_open_at_first_keeps_the_context_from_opening(error: BaseException) -> None:
+    def fail(number: int) -> None:
+        raise error
+
+    Sibling.openings = staticmethod(fail)
+    with no_threads_left():
+        with pytest.raises(ga.ActorFailed, match="the context could not open") as caught, supervised():
+            pass
+        assert caught.value.__cause__ is error
+
+
+async def test_a_context_that_cannot_open_raises_in_async_programs_too() -> None:
+    def fail(number: int) -> None:
+        raise ga.OutOfDeviceMemory("no room for the weights")
+
+    Worker.openings = staticmethod(fail)
+    with no_threads_left(), pytest.raises(ga.OutOfDeviceMemory, match="no room"):
+        async with ga.open_context("mock", ga.ContextOptions(actors=(Worker,))):
+            pass
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"keep": classmethod(lambda cls, post: 1 / 0)},
+        {"__init__": lambda self, post: 1 / 0},
+        {"label": "flash_attn"},
+    ],
+    ids=["keep", "init", "label"],
+)
+def test_an_actor_that_cannot_be_made_keeps_the_context_from_opening(broken: dict[str, Any]) -> None:
+    kind = type("Broken", (ga.ServiceActor,), {"label": "broken", **broken})
+    with (
+        no_threads_left(),
+        pytest.raises(ga.GpuActorsError),
+        ga.open_context("mock", ga.ContextOptions(actors=(kind,))),
+    ):
+        pass
+
+
+def test_what_was_kept_is_found_again_after_a_restart_and_closed_in_the_end() -> None:
+    class Kept:
+        closed = False
+
+        def close(self) -> None:
+            self.closed = True
+
+    class Keeper(Worker):
+        label = "keeper"
+
+        @classmethod
+        def keep(cls, post: Any) -> Kept:
+            return Kept()
+
+    def kept(actor: ga.ServiceActor, call: ga.Call[Any]) -> None:
+        call.resolve(actor.post.kept, actor.outbox)
+
+    options = ga.ContextOptions(actors=(Keeper,), restart=ga.RestartPolicy(backoff=0.0))
+    with ga.open_context("mock", options) as ctx:
+        keeper = ctx.actor(Keeper)
+        first = keeper.submit(kept).result(5.0)
+        crash(keeper)
+        assert keeper.submit(kept).result(5.0) is first
+        assert not first.closed
+    assert first.closed
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError(), SystemExit(1)])
+@pytest.mark.parametrize("broken", ["kept", "device"])
+def test_what_raises_when_it_is_closed_keeps_nothing_else_open(
+    error: BaseException, broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Kept:
+        def close(self) -> None:
+            if broken == "kept":
+                raise error
+
+    class Keeper(Worker):
+        label = "keeper"
+
+        @classmethod
+        def keep(cls, post: Any) -> Kept:
+            return Kept()
+
+    if broken == "device":
+        close = MockDevice.close
+
+        def close_and_raise(self: MockDevice) -> None:
+            close(self)
+            raise error
+
+        monkeypatch.setattr(MockDevice, "close", close_and_raise)
+    with no_threads_left():
+        with ga.open_context("mock", ga.ContextOptions(actors=(Keeper,))) as ctx:
+            ctx.flash_attn.forward(rows(), rows(), rows()).result(5.0)
+            began = time.monotonic()
+        assert time.monotonic() - began < 2.0
+        assert ctx.health().state == "stopped"
+
+        def fail(number: int) -> None:
+            raise OSError("cannot open either")
+
+        Keeper.openings = staticmethod(fail)
+        with pytest.raises(ga.ActorFailed, match="cannot open either"):
+            ga.open_context("mock", ga.ContextOptions(actors=(Keeper,))).__enter__()
+    assert f"closing {'what keeper kept' if broken == 'kept' else 'the device'} raised" in caplog.text
+
+
+# Death watch
+
+
+def test_a_watcher_hears_once_when_an_actor_stops() -> None:
+    heard: list[ga.Terminated] = []
+    with supervised() as (_, worker, _):
+        worker.watch(heard.append)
+        crash(worker)
+        alive(worker)
+        assert not heard, "a restart is no death"
+    assert heard == [ga.Terminated("worker", None)]
+
+
+def test_a_watcher_hears_why_an_actor_failed_for_good() -> None:
+    heard: list[ga.Terminated] = []
+    with supervised(ga.RestartPolicy(max_restarts=0)) as (_, worker, sibling):
+        for actor in (worker, sibling):
+            actor.watch(heard.append)
+        crash(worker)
+        eventually(lambda: len(heard) == 2)
+    assert {terminated.label for terminated in heard} == {"worker", "sibling"}
+    for terminated in heard:
+        assert isinstance(terminated.error, ga.ActorFailed)
+        assert isinstance(terminated.error.__cause__, ZeroDivisionError)
+
+
+def test_a_watcher_of_the_dead_hears_at_once() -> None:
+    heard: list[ga.Terminated] = []
+    with supervised() as (_, worker, _):
+        pass
+    worker.watch(heard.append)
+    assert heard == [ga.Terminated("worker", None)]
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError(), SystemExit(3)])
+def test_a_watcher_that_raises_harms_nobody(error: BaseException) -> None:
+    heard: list[ga.Terminated] = []
+
+    def fail(terminated: ga.Terminated) -> None:
+        raise error
+
+    with ga.open_context("mock") as other:
+        with supervised() as (ctx, worker, _):
+            worker.watch(fail)
+            worker.watch(heard.append)
+            began = time.monotonic()
+        assert time.monotonic() - began < 2.0
+        assert heard == [ga.Terminated("worker", None)]
+        assert ctx.health().state == "stopped"
+        assert other.health().ready
+
+
+def test_an_actor_that_fails_while_the_context_closes_does_not_hold_it_up() -> None:
+    gate = Gate()
+
+    def fail_late(actor: ga.ServiceActor, call: ga.Call[Any]) -> None:
+        gate()
+        raise ZeroDivisionError
+
+    with supervised(drain_timeout=0.0) as (_, worker, _):
+        reply = worker.submit(fail_late)
+        assert gate.entered.wait(5.0)
+        threading.Timer(0.05, gate.open).start()
+        began = time.monotonic()
+    assert time.monotonic() - began < 2.0
+    with pytest.raises(ga.ActorStopped):
+        reply.result(0.0)
+
+
+# Stopping without being asked by the context
+
+
+def test_an_actor_that_stops_itself_answers_everybody_and_is_not_replaced() -> None:
+    def stop(actor: ga.ServiceActor, call: ga.Call[Any]) -> None:
+        call.resolve("bye", actor.outbox)
+        actor.stop()
+
+    heard: list[ga.Terminated] = []
+    with supervised() as (ctx, worker, sibling):
+        worker.watch(heard.append)
+        held = worker.submit(hold)
+        assert worker.submit(stop).result(5.0) == "bye"
+        for reply in (held, worker.submit(answer(None))):
+            with pytest.raises(ga.ActorStopped, match="worker has stopped"):
+                reply.result(5.0)
+        assert heard == [ga.Terminated("worker", None)]
+        health = ctx.health()
+        assert (health.state, health.ready, health.reason) == ("degraded", True, "worker is stopped")
+        assert Worker.incarnations == 1
+        assert sibling.submit(answer("still here")).result(5.0) == "still here"
+
+
+def test_health_is_not_ready_once_a_built_in_actor_has_stopped() -> None:
+    with supervised() as (ctx, _, _):
+        ctx.flash_attn._post.ref.stop()
+        eventually(lambda: ctx.flash_attn.state == "stopped")
+        assert not ctx.health().ready
+        assert "flash_attn is stopped" in ctx.health().reason
+        with pytest.raises(ga.ActorStopped, match="flash_attn has stopped"):
+            ctx.flash_attn.forward(rows(), rows(), rows()).result(1.0)
+
+
+def test_stopping_every_pykka_actor_answers_every_request() -> None:
+    with supervised() as (ctx, worker, _):
+        held = worker.submit(hold)
+        eventually(lambda: ctx.stats()["worker"].queued == 0)
+        pykka.ActorRegistry.stop_all()
+        with pytest.raises(ga.ActorStopped):
+            held.result(5.0)
+        eventually(lambda: ctx.health().state == "failed")
+        assert not ctx.health().ready
+        with pytest.raises(ga.ActorStopped):
+            ctx.flash_attn.forward(rows(), rows(), rows()).result(1.0)
+        began = time.monotonic()
+    assert time.monotonic() - began < 2.0
+
+
+def test_stopping_the_context_actor_alone_answers_every_request() -> None:
+    with supervised() as (ctx, worker, _):
+        held = worker.submit(hold)
+        ctx._root._ref.stop()
+        with pytest.raises(ga.ActorStopped, match="stopped from outside"):
+            held.result(5.0)
+        assert ctx.health().state == "failed"
+        with pytest.raises(ga.ActorStopped, match="stopped from outside"):
+            worker.submit(answer(None)).result(1.0)
