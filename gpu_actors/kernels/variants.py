@@ -63,6 +63,7 @@ def standard_variants(arch: str) -> list[DispatchKey]:
         shapes += [(dtype, dim, "causal_window", False) for dim in (64, 128)]
         shapes += [(dtype, dim, "causal", True) for dim in (64, 128)]
     shapes += [("float32", 64, mask, False) for mask in ("full", "causal")]
+    shapes.append(("float32", 32, "full", True))  # what `gpu-actors embed` asks for
     return [dispatch_key(_usual_problem(*shape), arch) for shape in shapes]
 
 
