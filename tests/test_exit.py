@@ -164,8 +164,7 @@ def test_interrupting_a_program_that_waits_ends_it() -> None:
         with hung(drain_timeout=0.1) as ctx:
             reply = ctx.flash_attn.forward(q, q, q)
             until_launched(ctx)
-            print("waiting", flush=True)
-            report("main", reply.result)
+            report("main", lambda: (print("waiting", flush=True), reply.result()))
         report("after", reply.result)
         """
     )
