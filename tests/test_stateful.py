@@ -280,7 +280,7 @@ def test_10000_random_operations_answer_every_request_exactly_once() -> None:
     run_state_machine_as_test(
         Service,
         settings=settings(
-            max_examples=60,
+            max_examples=90,
             stateful_step_count=60,
             deadline=None,
             derandomize=True,
