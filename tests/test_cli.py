@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import platform
 import math
 import os
 import signal
@@ -447,7 +448,9 @@ def suite(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("suite")
 def test_bench_runs_a_suite_and_prints_its_figures(run: Run) -> None:
     code, out, _ = run("bench", "sample", "--json", "--device", "mock")
-    assert (code, json.loads(out)) == (0, {"device": "mock", "latency": {"alone_us": 20.5, "many": None}})
+    figures = json.loads(out)
+    assert figures.pop("environment")["python"] == platform.python_version()
+    assert (code, figures) == (0, {"device": "mock", "latency": {"alone_us": 20.5, "many": None}})
     _, table, _ = run("bench", "sample")
     assert "latency.alone_us" in table
     assert "20.5" in table

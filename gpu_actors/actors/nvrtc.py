@@ -15,8 +15,6 @@ from gpu_actors.actors.call import Call
 from gpu_actors.actors.handle import ActorHandle
 from gpu_actors.devices.interface import Kernel
 from gpu_actors.errors import GpuActorsError, InvalidRequest
-from gpu_actors.kernels.compiler import Compiler
-from gpu_actors.kernels.cubin_cache import CacheStats, CubinCache, default_cache_dir
 from gpu_actors.kernels.keys import check_key
 from gpu_actors.kernels.source import Cubin, KernelSource, check_arch
 from gpu_actors.kernels.variants import kernel_source
@@ -25,6 +23,7 @@ from gpu_actors.reply import Reply
 
 if TYPE_CHECKING:
     from gpu_actors.actors.post import Post
+    from gpu_actors.kernels.cubin_cache import CacheStats, CubinCache
 
 __all__ = ["Compile", "NvrtcActor", "NvrtcHandle", "Prepare", "Warm", "WarmedVariant"]
 
@@ -197,6 +196,10 @@ class _Workshop:
     """The cache, the compiler and the worker threads; outlives the actor's incarnations."""
 
     def __init__(self, post: Post) -> None:
+        # Here rather than above: `import gpu_actors` stays quick for programs that only look on.
+        from gpu_actors.kernels.compiler import Compiler
+        from gpu_actors.kernels.cubin_cache import CubinCache, default_cache_dir
+
         options = post.services.options
         self._post = post
         self.cache = CubinCache(

@@ -7,6 +7,7 @@ cold compile of a variant and 200 us for a warm lookup.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import sys
@@ -20,7 +21,7 @@ from gpu_actors.kernels.cubin_cache import CubinCache
 from gpu_actors.kernels.source import KernelSource
 from gpu_actors.kernels.toolchain import find_toolchain, load_nvrtc
 
-__all__ = ["main", "measure"]
+__all__ = ["main", "measure", "run"]
 
 _SOURCE = """\
 #include <cuda_fp16.h>
@@ -59,6 +60,26 @@ def measure(arch: str = "sm_90a", compiles: int = 7, lookups: int = 2000) -> dic
     }
 
 
+def run(arch: str = "sm_90a") -> dict[str, object]:
+    """`measure`, and the cold compile of each kernel that ``gpu-actors warm`` compiles, in seconds."""
+    from gpu_actors.kernels.variants import kernel_source, standard_variants
+
+    compiler = Compiler()
+    times: dict[str, list[float]] = {}
+    for key in standard_variants(arch):
+        seconds = _seconds(functools.partial(compiler.compile, kernel_source(key), arch))
+        times.setdefault(key.kernel, []).append(seconds)
+    variants = {
+        kernel: {
+            "variants": len(taken),
+            "median_s": round(statistics.median(taken), 3),
+            "slowest_s": round(max(taken), 3),
+        }
+        for kernel, taken in times.items()
+    }
+    return measure(arch) | {"cold_variants": variants}
+
+
 def _variant(number: int) -> KernelSource:
     return KernelSource("scale.cu", _SOURCE, ("scale",), macros={"VARIANT": number})
 
@@ -88,7 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--arch", default="sm_90a", help="exact architecture (default: %(default)s)")
     parser.add_argument("--compiles", type=int, default=7, help="cold compiles to time (default: %(default)s)")
     options = parser.parse_args(arguments)
-    json.dump(measure(options.arch, options.compiles), sys.stdout, indent=2)
+    json.dump(run(options.arch) | measure(options.arch, options.compiles), sys.stdout, indent=2)
     sys.stdout.write("\n")
     return 0
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from gpu_actors.bench import environment
 from gpu_actors.cli.output import DeviceOption, JsonOption, write_json, write_table
 from gpu_actors.errors import InvalidRequest
 
@@ -33,7 +34,7 @@ def bench(
         raise InvalidRequest("suite", None, f"name a suite: {names}")
     if suite not in suites:
         raise InvalidRequest("suite", suite, f"must be one of {names}")
-    figures = _run(importlib.import_module(f"gpu_actors.bench.{suite}").run, device)
+    figures = {"environment": environment()} | _run(importlib.import_module(f"gpu_actors.bench.{suite}").run, device)
     if as_json:
         write_json(figures)
     else:

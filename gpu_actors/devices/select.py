@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 
-from gpu_actors.devices.faulty import FaultyDevice
 from gpu_actors.devices.interface import Device
 from gpu_actors.devices.mock import MockDevice
 from gpu_actors.errors import GpuActorsError, InvalidRequest
@@ -37,6 +36,8 @@ def open_device(spec: str, options: ContextOptions) -> Device:
     """
     device = _open(spec, options)
     if options.fault_plan is not None:
+        from gpu_actors.devices.faulty import FaultyDevice
+
         return FaultyDevice(device, options.fault_plan, options.clock)
     return device
 

@@ -1,10 +1,16 @@
 """Public helpers for tests of programs that use gpu_actors: faults, a clock, the oracle, problems and tolerances."""
 
-from gpu_actors import reference
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from gpu_actors.testing.clock import MockClock
 from gpu_actors.testing.faults import Fault, FaultPlan
-from gpu_actors.testing.problems import ForwardCase, random_forward
-from gpu_actors.testing.tolerance import Bounds, assert_output_close, check_output, forward_bounds
+
+if TYPE_CHECKING:
+    from gpu_actors import reference
+    from gpu_actors.testing.problems import ForwardCase, random_forward
+    from gpu_actors.testing.tolerance import Bounds, assert_output_close, check_output, forward_bounds
 
 __all__ = [
     "Bounds",
@@ -18,3 +24,23 @@ __all__ = [
     "random_forward",
     "reference",
 ]
+
+# What takes time to import and is for tests of numbers alone, by the module that has it.
+_LATER = {
+    "Bounds": "gpu_actors.testing.tolerance",
+    "ForwardCase": "gpu_actors.testing.problems",
+    "assert_output_close": "gpu_actors.testing.tolerance",
+    "check_output": "gpu_actors.testing.tolerance",
+    "forward_bounds": "gpu_actors.testing.tolerance",
+    "random_forward": "gpu_actors.testing.problems",
+}
+
+
+def __getattr__(name: str) -> Any:
+    import importlib
+
+    if name == "reference":
+        return importlib.import_module("gpu_actors.reference")
+    if name in _LATER:
+        return getattr(importlib.import_module(_LATER[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
