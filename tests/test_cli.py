@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import platform
 import math
 import os
+import platform
 import signal
 import subprocess
 import sys
