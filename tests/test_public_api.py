@@ -227,9 +227,3 @@ def test_public_options_are_frozen_and_keyword_only() -> None:
         instance = options()
         with pytest.raises(AttributeError):
             setattr(instance, parameters[0].name, None)
-
-
-def test_nothing_of_the_package_names_the_place_where_it_was_written() -> None:
-    for path in PACKAGE.rglob("*.py"):
-        for word in ("/work", "../shared"):
-            assert word not in path.read_text(), f"{path} mentions {word}"

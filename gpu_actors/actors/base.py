@@ -200,13 +200,14 @@ class _Inbox:
         # Calls are worked on in here, without an envelope and Pykka's dispatch around each batch, which a lone request
         # would pay for in full.
         controls = self._controls
-        while not controls:
-            calls = self._mailbox.take(controls)
-            if calls:
-                try:
+        # Pykka does not look for errors in here: one that escaped would end the thread and tell nobody.
+        try:
+            while not controls:
+                calls = self._mailbox.take(controls)
+                if calls:
                     self._work(calls)
-                except BaseException as error:
-                    return _Envelope(_Crash(error))
+        except BaseException as error:
+            return _Envelope(_Crash(error))
         return controls.popleft()
 
     def empty(self) -> bool:
