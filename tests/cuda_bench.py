@@ -13,7 +13,7 @@ from fake_memory import FakeMemory
 from fake_tensor import DeviceTensor
 
 from gpu_actors.devices.cuda import CudaDevice
-from gpu_actors.devices.interface import Buffer, Event, Kernel, Launch, LaunchGeometry, OutputSpec, Stream
+from gpu_actors.devices.interface import Buffer, Event, Kernel, Launch, LaunchGeometry, OutputSpec, Step, Stream
 from gpu_actors.interop.device_array import DeviceArray
 from gpu_actors.kernels.source import Cubin
 from gpu_actors.options import ContextOptions
@@ -85,7 +85,7 @@ class Bench:
         spec = OutputSpec(x.shape, x.dtype.name, into)
         kernel = kernel or self.device.load(IMAGE, entry)
         geometry = LaunchGeometry(grid, (32, 1, 1), shared_bytes)
-        return Launch(None, {"x": x}, {"out": spec}, lambda inputs: {}, kernel, geometry, pack)
+        return Launch(None, {"x": x}, {"out": spec}, lambda inputs: {}, (Step(kernel, geometry, pack),))
 
     def launch(self, x: Any, stream: Stream | None = None, **how: Any) -> Event:
         return (stream or self.stream).launch(self.of(x, **how))

@@ -78,7 +78,7 @@ def test_operands_are_aligned_for_vector_loads(bench: Bench) -> None:
         seen.update(buffers)
         return pack(buffers)
 
-    launch.pack = spy
+    launch.steps = (launch.steps[0]._replace(pack=spy),)
     bench.stream.launch(launch).wait()
     assert all(buffer.address % 256 == 0 for buffer in seen.values())
     assert len({buffer.address for buffer in seen.values()}) == 3
@@ -131,7 +131,7 @@ def test_more_shared_memory_than_there_is_fails_that_launch_alone(bench: Bench) 
 
 def test_a_launch_without_a_kernel_is_refused(bench: Bench) -> None:
     launch = bench.of(floats(2))
-    launch.kernel = None
+    launch.steps = ()
     with pytest.raises(LaunchError, match="needs a kernel"):
         bench.stream.launch(launch)
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from gpu_actors.devices.interface import Kernel, Launch, LaunchGeometry, Outputs, OutputSpec
+from gpu_actors.devices.interface import Kernel, Launch, LaunchGeometry, Outputs, OutputSpec, Step
 from gpu_actors.interop.arrays import Adopted, CallerStreams, adopt, check_device, restore
 from gpu_actors.kernels.arguments import pack_forward
 from gpu_actors.kernels.dispatch import dispatch_key
@@ -153,8 +153,16 @@ class AttentionPlan:
     accumulate: Literal["float64", "float32"]
     outputs: Mapping[str, OutputSpec]
 
-    def bind(self, request: FlashForward, plain: bool, kernel: Kernel | None) -> Launch:
-        """A launch of this plan on the arrays of an adopted request. Checks what depends on their data."""
+    @property
+    def keys(self) -> tuple[DispatchKey, ...]:
+        """Of the kernels that `bind` takes, in that order."""
+        return (self.key,)
+
+    def bind(self, request: FlashForward, plain: bool, kernels: Sequence[Kernel]) -> Launch:
+        """A launch of this plan on the arrays of an adopted request. Checks what depends on their data.
+
+        kernels: of `keys`; empty where the device runs none.
+        """
         problem = self.problem
         inputs = {"q": request.q, "k": request.k, "v": request.v}
         if not plain:
@@ -172,9 +180,11 @@ class AttentionPlan:
         seed = request.dropout_seed
         if type(seed) is not int or seed:
             check_seed(seed)
-        pack = None if kernel is None else functools.partial(pack_forward, problem, dropout_seed=seed)
         oracle = functools.partial(_oracle, problem, self.accumulate, seed)
-        return Launch(self.key, inputs, outputs, oracle, kernel, self.geometry, pack)
+        if self.geometry is None or not kernels:
+            return Launch(self.key, inputs, outputs, oracle)
+        step = Step(kernels[0], self.geometry, functools.partial(pack_forward, problem, dropout_seed=seed))
+        return Launch(self.key, inputs, outputs, oracle, (step,))
 
 
 def forward_plan(

@@ -19,6 +19,7 @@ from gpu_actors.actors.call import Call
 from gpu_actors.actors.completion import Finish
 from gpu_actors.actors.handle import ActorHandle
 from gpu_actors.actors.kernel_store import KernelStore
+from gpu_actors.devices.interface import Kernel
 from gpu_actors.errors import GpuActorsError, InvalidRequest, Unsupported
 from gpu_actors.kernels.dispatch import dispatch_key
 from gpu_actors.options import MockOptions
@@ -159,14 +160,15 @@ class Attention:
     def answer(self, actor: ServiceActor, call: Call[Any], request: FlashForward, plain: bool, finish: Finish) -> None:
         """Launch an adopted forward request for an actor, or park it until its kernel is compiled."""
         plan = self.plan(request, plain)
-        kernel = None
+        kernels: tuple[Kernel, ...] = ()
         if self.kernels is not None:
-            kernel = self.kernels.get(plan.key)
-            if kernel is None:
-                self.kernels.wait_for(plan.key, call)
+            found = self.kernels.get(plan.keys)
+            if found is None:
+                self.kernels.wait_for(plan.keys, call)
                 return
+            kernels = found
         try:
-            launch = plan.bind(request, plain, kernel if self.runs_kernels else None)
+            launch = plan.bind(request, plain, kernels if self.runs_kernels else ())
         except GpuActorsError:
             raise
         except Exception as error:

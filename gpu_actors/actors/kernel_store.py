@@ -6,6 +6,7 @@ parked for it goes back to its place in the queue. The store outlives the actor,
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -22,55 +23,62 @@ __all__ = ["KernelStore"]
 
 
 class KernelStore:
-    """Kernels by dispatch key. `get` and `wait_for` are for the actor's thread."""
+    """Kernels by dispatch key. `get` and `wait_for` are for the actor's thread.
+
+    A request may take several kernels, so keys come in tuples: a call waits for all of them.
+    """
 
     def __init__(self, post: Post) -> None:
         self._post = post
-        self._kernels: dict[DispatchKey, Kernel] = {}
+        self._kernels: dict[tuple[DispatchKey, ...], tuple[Kernel, ...]] = {}
         self._products: dict[DispatchKey, Cubin | Kernel] = {}
         self._parked: dict[DispatchKey, list[Call[Any]]] = {}
         self._lock = threading.Lock()
 
-    def get(self, key: DispatchKey) -> Kernel | None:
-        """The loaded kernel, or None where it must be compiled first. Raises what ``Device.load`` raises."""
-        kernel = self._kernels.get(key)
-        if kernel is not None:
-            return kernel
-        product = self._products.get(key)
-        if product is None:
-            return None
-        if isinstance(product, Cubin):
-            kernel = self._post.services.device.load(product, product.entry_points[0])
-        else:
-            kernel = product
-        self._kernels[key] = kernel
-        return kernel
+    def get(self, keys: tuple[DispatchKey, ...]) -> tuple[Kernel, ...] | None:
+        """The loaded kernels, or None where one must be compiled first. Raises what ``Device.load`` raises."""
+        kernels = self._kernels.get(keys)
+        if kernels is None and all(key in self._products for key in keys):
+            kernels = self._kernels[keys] = tuple(self._load(self._products[key]) for key in keys)
+        return kernels
 
-    def wait_for(self, key: DispatchKey, call: Call[Any]) -> None:
-        """Park a call until the key's kernel is there, and have it compiled if nobody has asked yet."""
+    def wait_for(self, keys: tuple[DispatchKey, ...], call: Call[Any]) -> None:
+        """Park a call until its kernels are there, and have those compiled that nobody has asked for yet."""
         from gpu_actors.actors.nvrtc import NvrtcActor, Prepare
 
         post = self._post
-        if call.traced:
-            post.services.trace.emit("request.compiling", actor=post.name, request=call.number, key=key)
+        missing: list[DispatchKey] = []
         with self._lock:
-            parked = self._parked.get(key)
-            first = parked is None
-            if parked is None:
-                parked = self._parked[key] = []
-            post.park(call)
-            parked.append(call)
-        if first:
-            nvrtc = post.services.handle(NvrtcActor)
+            awaited = [key for key in keys if key not in self._products]
+            for key in awaited:
+                if key not in self._parked:
+                    self._parked[key] = []
+                    missing.append(key)
+            if awaited:
+                # With several missing, the call comes back when the first is there and waits again, for the next one.
+                post.park(call)
+                self._parked[awaited[0]].append(call)
+        if not awaited:  # compiled since the actor looked
+            post.mailbox.give_back([call])
+            return
+        if call.traced:
+            post.services.trace.emit("request.compiling", actor=post.name, request=call.number, key=awaited[0])
+        nvrtc = post.services.handle(NvrtcActor)
+        for key in missing:
             # As urgent as who waits for it, and never held to one waiter's deadline: others may come to wait too.
             compiling = nvrtc.send(Prepare(key), None, None, call.priority)
-            compiling.when_done(lambda done: self._compiled(key, done))
+            compiling.when_done(functools.partial(self._compiled, key))
+
+    def _load(self, product: Cubin | Kernel) -> Kernel:
+        if isinstance(product, Cubin):
+            return self._post.services.device.load(product, product.entry_points[0])
+        return product
 
     def _compiled(self, key: DispatchKey, compiling: Call[Any]) -> None:
         error = compiling.error
-        if error is None:
-            self._products[key] = compiling.answer()
         with self._lock:
+            if error is None:
+                self._products[key] = compiling.answer()
             parked = self._parked.pop(key)
         if error is None:
             self._post.mailbox.give_back(parked)

@@ -7,6 +7,7 @@ begin as NaN, so a kernel that reads or writes where it must not is found out.
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import Any
 
@@ -64,6 +65,13 @@ class EmulatedDevice(Device):
     def load(self, cubin: Cubin, entry: str) -> Kernel:
         raise LaunchError("the emulated device runs kernels from their source, and a cubin holds none")
 
+    def allocate(self, shape: tuple[int, ...], dtype: str, zero: bool = False) -> Any:
+        kind = numpy_dtype(dtype)
+        memory = EmulatedBuffer(math.prod(shape) * kind.itemsize, "allocated")
+        if zero:
+            memory.array[...] = 0
+        return memory.view(kind, shape)
+
     def probe(self) -> None:
         return
 
@@ -79,48 +87,79 @@ class _EmulatedStream(HostStream):
         self._hang_timeout = hang_timeout
 
     def run(self, launch: Launch) -> Outputs:
-        kernel, geometry, pack = launch.kernel, launch.geometry, launch.pack
-        if kernel is None or geometry is None or pack is None:
+        if not launch.steps:
             raise LaunchError(f"{self._name}: a launch without a kernel reached the emulated device")
-        places = {name: EmulatedBuffer.of(array, name) for name, array in launch.inputs.items()}
-        buffers = {name: _buffer(places[name], array) for name, array in launch.inputs.items()}
-        outputs: dict[str, Any] = {}
-        for name, spec in launch.outputs.items():
-            dtype = numpy_dtype(spec.dtype)
-            places[name] = EmulatedBuffer(int(np.prod(spec.shape)) * dtype.itemsize, name)
-            outputs[name] = places[name].view(dtype, spec.shape)
-            buffers[name] = _buffer(places[name], outputs[name])
-        if all(geometry.grid):
-            emulation = self._emulation
-            kernel.handle.launch(
-                kernel.entry,
+        operands = _Operands(launch)
+        emulation = self._emulation
+        for step in launch.steps:
+            geometry = step.geometry
+            if not all(geometry.grid):
+                continue
+            step.kernel.handle.launch(
+                step.kernel.entry,
                 geometry.grid,
                 geometry.block,
                 geometry.shared_bytes,
-                pack(buffers),
-                list(places.values()),
+                step.pack(operands.buffers),
+                list(operands.places.values()),
                 delivery=emulation.delivery,
                 schedule=emulation.schedule,
                 seed=emulation.seed,
                 threads=emulation.threads,
                 limit_seconds=self._hang_timeout,
             )
-        return {name: _deliver(outputs[name], spec.into) for name, spec in launch.outputs.items()}
+        return operands.results()
+
+
+class _Operands:
+    """The operands of a launch, each in emulated memory. places, buffers: by name."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.places: dict[str, EmulatedBuffer] = {}
+        self.buffers: dict[str, Buffer] = {}
+        self._launch = launch
+        self._arrays: dict[str, Any] = {}
+        for name, array in launch.inputs.items():
+            place = EmulatedBuffer.behind(array, name)
+            if place is None:
+                place = EmulatedBuffer.of(array, name)
+                array = place.view(array.dtype, array.shape)
+            self._add(name, place, array)
+        for name, spec in launch.outputs.items():
+            self._make(name, spec.shape, spec.dtype, spec.zero)
+        for name, scratch in launch.scratch.items():
+            array = self._make(name, scratch.shape, scratch.dtype, scratch.zero)
+            if scratch.contents is not None:
+                array.reshape(-1).view(np.uint8)[...] = np.frombuffer(scratch.contents(self.buffers), np.uint8)
+
+    def results(self) -> Outputs:
+        """The outputs, in the callers' arrays where there are any. What was changed in place goes back to its array."""
+        launch, arrays = self._launch, self._arrays
+        for name in launch.updates:
+            given = launch.inputs[name]
+            if not np.may_share_memory(given, arrays[name]):
+                given[...] = arrays[name]
+        return {name: _deliver(arrays[name], spec.into) for name, spec in launch.outputs.items()}
+
+    def _make(self, name: str, shape: tuple[int, ...], dtype: str, zero: bool) -> Any:
+        kind = numpy_dtype(dtype)
+        place = EmulatedBuffer(math.prod(shape) * kind.itemsize, name)
+        if zero:
+            place.array[...] = 0
+        array = place.view(kind, shape)
+        self._add(name, place, array)
+        return array
+
+    def _add(self, name: str, place: EmulatedBuffer, array: Any) -> None:
+        self.places[name] = place
+        self._arrays[name] = array
+        strides = tuple(stride // array.itemsize for stride in array.strides)
+        self.buffers[name] = Buffer(array.ctypes.data, array.shape, strides, array.dtype.name)
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """The dtype of that name, ml_dtypes' included."""
     return np.dtype(getattr(ml_dtypes, name, name))
-
-
-def _buffer(place: EmulatedBuffer, array: Any) -> Buffer:
-    # The copy is in C order, whatever the strides of the original.
-    strides: list[int] = []
-    step = 1
-    for extent in reversed(array.shape):
-        strides.append(step)
-        step *= extent
-    return Buffer(place.address, array.shape, tuple(reversed(strides)), array.dtype.name)
 
 
 def _deliver(result: Any, into: Any) -> Any:

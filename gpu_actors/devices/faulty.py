@@ -54,6 +54,11 @@ class FaultyDevice(Device):
     def load(self, cubin: Cubin, entry: str) -> Kernel:
         return self.inner.load(cubin, entry)
 
+    def allocate(self, shape: tuple[int, ...], dtype: str, zero: bool = False) -> Any:
+        if self.lost is not None:
+            raise self.lost
+        return self.inner.allocate(shape, dtype, zero)
+
     def probe(self) -> None:
         if self.lost is not None:
             raise self.lost

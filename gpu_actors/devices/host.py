@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from gpu_actors.devices.interface import Event, Launch, Outputs, Stream
-from gpu_actors.errors import ActorStopped, GpuActorsError, LaunchError
+from gpu_actors.errors import ActorStopped, GpuActorsError, LaunchError, OutOfDeviceMemory
+from gpu_actors.interop.arrays import dtype_of
 
-__all__ = ["FinishedEvent", "HostEvent", "HostStream", "host_outputs"]
+__all__ = ["FinishedEvent", "HostEvent", "HostStream", "host_array", "host_outputs"]
 
 logger = logging.getLogger("gpu_actors")
 
@@ -129,6 +130,16 @@ class HostStream(Stream):
 
     def _stopped(self) -> ActorStopped:
         return ActorStopped(f"the stream of {self._name} was closed before the launch had finished")
+
+
+def host_array(shape: tuple[int, ...], dtype: str, zero: bool) -> Any:
+    """Host memory for `Device.allocate`. Not cleared, every byte is 0xFF: NaN in every floating-point format."""
+    try:
+        array = np.empty(shape, dtype_of(dtype))
+    except MemoryError as error:
+        raise OutOfDeviceMemory(f"{dtype}{list(shape)} does not fit into the host's memory") from error
+    array.reshape(-1).view(np.uint8)[...] = 0 if zero else 0xFF
+    return array
 
 
 def host_outputs(launch: Launch, results: Outputs) -> Outputs:

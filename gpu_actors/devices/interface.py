@@ -1,7 +1,7 @@
 """What every device offers: buffers in, one launch, an event out.
 
-A `Launch` says what to compute three ways at once: by its `DispatchKey`, as a kernel with packed arguments, and as an
-oracle over host arrays. CUDA and the emulated device take the kernel, the mock device takes the oracle, and nothing
+A `Launch` says what to compute three ways at once: by its `DispatchKey`, as kernels with packed arguments, and as an
+oracle over host arrays. CUDA and the emulated device take the kernels, the mock device takes the oracle, and nothing
 above this module knows which.
 
     Device.open_stream() -> Stream.launch(Launch) -> Event.wait() -> Event.outputs
@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from gpu_actors.errors import LaunchError
 
@@ -29,6 +29,9 @@ __all__ = [
     "Launch",
     "LaunchGeometry",
     "OutputSpec",
+    "Pack",
+    "ScratchSpec",
+    "Step",
     "Stream",
 ]
 
@@ -66,11 +69,15 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class OutputSpec:
-    """An output to produce. into: the caller's array to fill, else a fresh one is made."""
+    """An output to produce. into: the caller's array to fill, else a fresh one is made.
+
+    zero: clear it before the first step, for kernels that add to it.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     into: Any = None
+    zero: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +89,29 @@ class Kernel:
 
 
 Outputs = Mapping[str, Any]
+Pack: TypeAlias = Callable[[Mapping[str, Buffer]], bytes]
+"""Turns the buffers of a launch's operands, by name, into the bytes of a kernel's parameter struct."""
+
+
+class Step(NamedTuple):
+    """One kernel of a launch: the loaded kernel, its grid, and what packs its parameters."""
+
+    kernel: Kernel
+    geometry: LaunchGeometry
+    pack: Pack
+
+
+class ScratchSpec(NamedTuple):
+    """Device memory that a launch uses and nobody sees.
+
+    zero: clear it before the first step. contents: gives its bytes from the buffers of inputs and outputs, which is how
+    a kernel gets a table of addresses. With neither it holds anything.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    zero: bool = False
+    contents: Pack | None = None
 
 
 @dataclass(slots=True)
@@ -91,17 +121,18 @@ class Launch:
     inputs: named arrays, on the host or on this device.
     outputs: what to produce; results appear under the same names in `Event.outputs`.
     oracle: computes the outputs from host copies of the inputs; runs on the mock device's own thread.
-    kernel, geometry, pack: the loaded kernel, its grid, and the function that turns the operands' buffers into the
-    bytes of the kernel's parameter struct. None on a device that runs no kernels.
+    steps: the kernels, run in this order. Empty on a device that runs no kernels.
+    scratch: by name, beside the operands.
+    updates: names of inputs that the steps, or the oracle, write in place. On CUDA these must lie on the device.
     """
 
     key: DispatchKey | None
     inputs: Mapping[str, Any]
     outputs: Mapping[str, OutputSpec]
     oracle: Callable[[Mapping[str, Any]], Outputs]
-    kernel: Kernel | None = None
-    geometry: LaunchGeometry | None = None
-    pack: Callable[[Mapping[str, Buffer]], bytes] | None = None
+    steps: tuple[Step, ...] = ()
+    scratch: Mapping[str, ScratchSpec] = field(default_factory=dict)
+    updates: tuple[str, ...] = ()
 
 
 class Event(ABC):
@@ -160,6 +191,15 @@ class Device(ABC):
     @abstractmethod
     def load(self, cubin: Cubin, entry: str) -> Kernel:
         """Load an entry point. Loading the same cubin twice is cheap. Raises `LaunchError`."""
+
+    @abstractmethod
+    def allocate(self, shape: tuple[int, ...], dtype: str, zero: bool = False) -> Any:
+        """An array that stays on the device across launches, which use it without a copy.
+
+        It may be in ``Launch.inputs`` and ``Launch.updates``, whole or as a view; its memory is given back with the
+        last reference, when no launch may use it any more. zero: cleared, else it holds anything. dtype: by its NumPy
+        or ml_dtypes name. Raises `OutOfDeviceMemory`.
+        """
 
     @abstractmethod
     def probe(self) -> None:

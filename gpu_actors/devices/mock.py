@@ -7,9 +7,10 @@ arithmetic. A launch that computes nothing and takes no time is answered on the 
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 from gpu_actors.clock import Clock
-from gpu_actors.devices.host import FinishedEvent, HostStream, host_outputs
+from gpu_actors.devices.host import FinishedEvent, HostStream, host_array, host_outputs
 from gpu_actors.devices.interface import Device, DeviceInfo, Event, Kernel, Launch, Outputs, Stream
 from gpu_actors.errors import MockModeError
 from gpu_actors.kernels.source import Cubin
@@ -34,6 +35,9 @@ class MockDevice(Device):
 
     def load(self, cubin: Cubin, entry: str) -> Kernel:
         return Kernel(entry, cubin)
+
+    def allocate(self, shape: tuple[int, ...], dtype: str, zero: bool = False) -> Any:
+        return host_array(shape, dtype, zero)
 
     def probe(self) -> None:
         return

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from gpu_actors.devices.cuda import CudaDevice, cuda_usable
-from gpu_actors.devices.interface import Buffer, Event, Launch, LaunchGeometry, OutputSpec, Stream
+from gpu_actors.devices.interface import Buffer, Event, Launch, LaunchGeometry, OutputSpec, Step, Stream
 from gpu_actors.errors import OutOfDeviceMemory
 from gpu_actors.interop.arrays import adopt, caller_streams, restore
 from gpu_actors.kernels.compiler import Compiler
@@ -88,9 +88,7 @@ class Bench:
             {"x": x},
             {"out": OutputSpec(x.shape, "float32", into)},
             lambda inputs: {},
-            self.device.load(self.cubin, entry),
-            LaunchGeometry((grid, 1, 1), (256, 1, 1), shared_bytes),
-            pack,
+            (Step(self.device.load(self.cubin, entry), LaunchGeometry((grid, 1, 1), (256, 1, 1), shared_bytes), pack),),
         )
         return (stream or self.stream).launch(launch)
 

@@ -109,6 +109,13 @@ class CudaDevice(Device):
         self.enter()
         return Kernel(entry, self.call(self._modules.function, cubin.data, entry))
 
+    def allocate(self, shape: tuple[int, ...], dtype: str, zero: bool = False) -> DeviceArray:
+        array = self.empty(shape, dtype)
+        if zero and array.nbytes:
+            self.enter()
+            self.call(self._clear, array.address, array.nbytes)
+        return array
+
     def empty(self, shape: tuple[int, ...], dtype: str) -> DeviceArray:
         """An array on this device with whatever was in its memory. Freed when it is dropped.
 
@@ -182,7 +189,7 @@ class CudaDevice(Device):
             logger.error("cuda:%d: %s", self._index, why)
             self.lost = why
 
-    def allocate(self, nbytes: int) -> MemoryBlock:
+    def take_block(self, nbytes: int) -> MemoryBlock:
         """Device memory. Raises OutOfDeviceMemory once the pool's unused blocks did not help either."""
         return self._spare(self.api.allocate, nbytes, "device memory")
 
@@ -219,6 +226,16 @@ class CudaDevice(Device):
                 raise self.failed(failure) from failure
             message = f"cuda:{self._index} has no {what} left for {nbytes} bytes: {failure.detail}"
             raise OutOfDeviceMemory(message) from failure
+
+    def _clear(self, address: int, nbytes: int) -> None:
+        # Waits, so that launches on whatever stream find it cleared without waiting for another one each time.
+        stream = self.api.create_stream()
+        event = self.api.create_event()
+        self.api.fill(address, 0, nbytes, stream)
+        self.api.record_event(event, stream)
+        self.api.synchronize_event(event)
+        self.api.destroy_event(event)
+        self.api.destroy_stream(stream)
 
     def _describe(self) -> DeviceInfo:
         found = self.call(self.api.properties)

@@ -106,7 +106,7 @@ class DeviceMemory:
     def __init__(self, device: CudaDevice, nbytes: int) -> None:
         self._device = device
         self._block: MemoryBlock | None = None
-        self._block = device.allocate(nbytes)
+        self._block = device.take_block(nbytes)
         self.address = self._block.address
 
     def release(self) -> None:

@@ -1,9 +1,9 @@
 """Operands: where everything that one launch reads and writes lies on the device, and how it gets there and back.
 
 Host inputs are packed into one staging block and go up in one copy; outputs for the host come down in one copy behind
-the kernel, into a second block. Both kinds share one block of device memory:
+the kernels, into a second block. Both kinds share one block of device memory with the launch's scratch:
 
-    staging in [ q | k | v ] --upload--> device [ q | k | v | out | lse ] --download--> staging out [ out | lse ]
+    staging [ q | k | v ] --upload--> device [ q | k | v | out | lse | scratch ] --download--> staging [ out | lse ]
 
 Arrays that lie on the device already are used in place, and cost neither.
 """
@@ -18,7 +18,7 @@ import numpy as np
 
 from gpu_actors.devices.cuda.api import CudaApi, MemoryBlock
 from gpu_actors.devices.cuda.memory import Layout, StagingBlock
-from gpu_actors.devices.interface import Buffer, Launch, OutputSpec
+from gpu_actors.devices.interface import Buffer, Launch, OutputSpec, ScratchSpec
 from gpu_actors.errors import InvalidRequest, LaunchError
 from gpu_actors.interop.arrays import check_output, dtype_of, name_of
 from gpu_actors.interop.device_array import DeviceArray, element_strides
@@ -40,6 +40,13 @@ class _Download(NamedTuple):
     offset: int
 
 
+class _Late(NamedTuple):
+    """Scratch whose contents follow from the other buffers' addresses. offset: in the staging block."""
+
+    spec: ScratchSpec
+    offset: int
+
+
 class Operands:
     """The operands of one launch; holds their memory until `release`.
 
@@ -54,13 +61,17 @@ class Operands:
         self._results: dict[str, Any] = {}
         self._uploads: list[tuple[str, Host, int]] = []
         self._downloads: list[_Download] = []
+        self._scratch: list[tuple[str, ScratchSpec, int]] = []
+        self._late: dict[str, _Late] = {}
+        self._cleared: list[str] = []
         self._block: MemoryBlock | None = None
         self._staging_in: StagingBlock | None = None
         self._staging_out: StagingBlock | None = None
-        self._up, self._down = Layout(), Layout()
+        self._up, self._down, self._inner = Layout(), Layout(), Layout()
         try:
-            self._place_inputs(launch.inputs)
+            self._place_inputs(launch)
             self._place_outputs(launch)
+            self._place_scratch(launch.scratch)
             self._allocate()
             self._fill_staging()
         except BaseException:
@@ -68,9 +79,12 @@ class Operands:
             raise
 
     def upload(self, api: CudaApi, stream: int) -> None:
-        """Enqueue the host inputs' copy."""
+        """Enqueue the host inputs' copy, and the clearing of what is to be cleared."""
         if self._staging_in is not None and self._block is not None:
             api.copy_to_device(self._block.address, self._staging_in.address, self._up.size, stream)
+        for name in self._cleared:
+            buffer = self.buffers[name]
+            api.fill(buffer.address, 0, math.prod(buffer.shape) * dtype_of(buffer.dtype).itemsize, stream)
 
     def download(self, api: CudaApi, stream: int) -> None:
         """Enqueue the copy of the outputs that the host wants."""
@@ -103,10 +117,12 @@ class Operands:
 
     # Placing
 
-    def _place_inputs(self, inputs: Mapping[str, Any]) -> None:
-        for name, array in inputs.items():
+    def _place_inputs(self, launch: Launch) -> None:
+        for name, array in launch.inputs.items():
             if isinstance(array, DeviceArray):
                 self._place_on_device(name, array)
+            elif name in launch.updates:
+                raise InvalidRequest(name, "an array on the host", "is changed in place, so it must lie on the device")
             elif array.size == 0:
                 self.buffers[name] = _buffer(0, array.shape, array.dtype)
             else:
@@ -127,6 +143,21 @@ class Operands:
                 self._results[name] = made
             else:
                 self._place_download(name, spec, launch.inputs)
+            if spec.zero and 0 not in spec.shape:
+                self._cleared.append(name)
+
+    def _place_scratch(self, scratch: Mapping[str, ScratchSpec]) -> None:
+        for name, spec in scratch.items():
+            dtype = dtype_of(spec.dtype)
+            nbytes = math.prod(spec.shape) * dtype.itemsize
+            if nbytes == 0:
+                self.buffers[name] = _buffer(0, spec.shape, dtype)
+            elif spec.contents is not None:
+                self._late[name] = _Late(spec, self._up.reserve(nbytes))
+            else:
+                self._scratch.append((name, spec, self._inner.reserve(nbytes)))
+                if spec.zero:
+                    self._cleared.append(name)
 
     def _place_download(self, name: str, spec: OutputSpec, inputs: Mapping[str, Any]) -> None:
         if spec.into is not None:
@@ -155,10 +186,10 @@ class Operands:
     # Memory
 
     def _allocate(self) -> None:
-        size = self._up.size + self._down.size
+        size = self._up.size + self._down.size + self._inner.size
         if size == 0:
             return
-        self._block = self._device.allocate(size)
+        self._block = self._device.take_block(size)
         base = self._block.address
         for name, array, offset in self._uploads:
             self.buffers[name] = _buffer(base + offset, array.shape, array.dtype)
@@ -166,6 +197,11 @@ class Operands:
             if name not in self.buffers:
                 address = base + self._up.size + offset
                 self.buffers[name] = _buffer(address, spec.shape, dtype_of(spec.dtype))
+        for name, scratch, offset in self._scratch:
+            address = base + self._up.size + self._down.size + offset
+            self.buffers[name] = _buffer(address, scratch.shape, dtype_of(scratch.dtype))
+        for name, late in self._late.items():
+            self.buffers[name] = _buffer(base + late.offset, late.spec.shape, dtype_of(late.spec.dtype))
         if self._up.size:
             self._staging_in = self._device.take_staging(self._up.size)
         if self._down.size:
@@ -175,6 +211,11 @@ class Operands:
         for _, array, offset in self._uploads:
             assert self._staging_in is not None
             _staged(self._staging_in, offset, array.shape, array.itemsize)[...] = _bits(array)
+        for late in self._late.values():
+            assert self._staging_in is not None
+            assert late.spec.contents is not None
+            contents = np.frombuffer(late.spec.contents(self.buffers), np.uint8)
+            self._staging_in.bytes[late.offset : late.offset + contents.size] = contents
 
 
 def _bits(array: Host) -> Host:

@@ -10,22 +10,20 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from gpu_actors.devices.cuda.errors import CudaFailure
 from gpu_actors.devices.cuda.memory import keep_for_ever
 from gpu_actors.devices.cuda.module import CudaFunction
 from gpu_actors.devices.cuda.operands import Operands
-from gpu_actors.devices.interface import Buffer, Event, Launch, LaunchGeometry, Outputs, Stream
+from gpu_actors.devices.interface import Event, Launch, LaunchGeometry, Outputs, Stream
 from gpu_actors.errors import ActorStopped, GpuActorsError, LaunchError
 
 if TYPE_CHECKING:
     from gpu_actors.devices.cuda.device import CudaDevice
 
 __all__ = ["CudaEvent", "CudaStream", "Flight"]
-
-Pack: TypeAlias = Callable[[Mapping[str, Buffer]], bytes]
 
 
 class CudaStream(Stream):
@@ -43,12 +41,12 @@ class CudaStream(Stream):
     def launch(self, launch: Launch) -> Event:
         device = self._device
         device.enter()
-        function, geometry, pack = _checked(device, launch)
+        functions = _checked(device, launch)
         with self._lock:
             self._reap()
         operands = Operands(device, launch)
         try:
-            params = pack(operands.buffers)
+            params = [step.pack(operands.buffers) for step in launch.steps]
         except BaseException:
             operands.release()
             raise
@@ -58,7 +56,8 @@ class CudaStream(Stream):
             if self._closed or self.handle is None:
                 flight.release()
                 raise self._stopped()
-            self._enqueue(flight, function, geometry, params)
+            geometries = [step.geometry for step in launch.steps]
+            self._enqueue(flight, list(zip(functions, geometries, params, strict=True)))
         return event
 
     def close(self) -> None:
@@ -84,13 +83,14 @@ class CudaStream(Stream):
                 self.handle = None
             return True
 
-    def _enqueue(self, flight: Flight, function: CudaFunction, geometry: LaunchGeometry, params: bytes) -> None:
+    def _enqueue(self, flight: Flight, kernels: Sequence[tuple[CudaFunction, LaunchGeometry, bytes]]) -> None:
         device, operands, stream = self._device, flight.operands, self.handle
         assert stream is not None
         api = device.api
         try:
             flight.event = api.create_event()
-            function.prepare(api, geometry.shared_bytes)
+            for function, geometry, _ in kernels:
+                function.prepare(api, geometry.shared_bytes)
         except CudaFailure as failure:
             error = device.failed(failure)
             flight.release()
@@ -99,8 +99,9 @@ class CudaStream(Stream):
             for producer in operands.producers:
                 _order_after(device, producer, stream)
             operands.upload(api, stream)
-            if 0 not in geometry.grid:
-                api.launch_kernel(function.handle, *geometry, stream, params)
+            for function, geometry, params in kernels:
+                if 0 not in geometry.grid:
+                    api.launch_kernel(function.handle, *geometry, stream, params)
             operands.download(api, stream)
             api.record_event(flight.event, stream)
         except CudaFailure as failure:
@@ -237,17 +238,21 @@ class CudaEvent(Event):
         self.outputs = self._flight.outputs
 
 
-def _checked(device: CudaDevice, launch: Launch) -> tuple[CudaFunction, LaunchGeometry, Pack]:
-    kernel, geometry, pack = launch.kernel, launch.geometry, launch.pack
-    if kernel is None or geometry is None or pack is None:
+def _checked(device: CudaDevice, launch: Launch) -> list[CudaFunction]:
+    if not launch.steps:
         raise LaunchError("a launch on CUDA needs a kernel, a geometry and a way to pack its parameters")
-    function = kernel.handle
-    if not isinstance(function, CudaFunction) or function.device is not device:
-        raise LaunchError(f"kernel {kernel.entry!r} was not loaded by this device")
-    if 0 in geometry.grid and any(0 not in spec.shape for spec in launch.outputs.values()):
+    functions: list[CudaFunction] = []
+    for step in launch.steps:
+        function = step.kernel.handle
+        if not isinstance(function, CudaFunction) or function.device is not device:
+            raise LaunchError(f"kernel {step.kernel.entry!r} was not loaded by this device")
+        functions.append(function)
+    empty = all(0 in step.geometry.grid for step in launch.steps)
+    if empty and any(0 not in spec.shape and not spec.zero for spec in launch.outputs.values()):
         # An empty grid would leave the outputs unwritten.
-        raise LaunchError(f"kernel {kernel.entry!r} has an empty grid and outputs that are not empty")
-    return function, geometry, pack
+        entry = launch.steps[0].kernel.entry
+        raise LaunchError(f"kernel {entry!r} has an empty grid and outputs that are not empty")
+    return functions
 
 
 def _order_after(device: CudaDevice, producer: int, stream: int) -> None:

@@ -49,6 +49,7 @@ class Mapping:
             raise OutOfDeviceMemory(f"cannot map {total} bytes of address space for an emulated buffer")
         self.map_begin, self.map_end = base, base + total
         self.begin, self.end = base + guard, base + guard + usable
+        self.used = nbytes
         weakref.finalize(self, _libc.munmap, base, total)
         if usable:
             self.protect(self.begin, usable, mmap.PROT_READ | mmap.PROT_WRITE)
@@ -81,24 +82,39 @@ class EmulatedBuffer:
     def __init__(self, nbytes: int, name: str = "buffer") -> None:
         if nbytes < 0:
             raise InvalidRequest("nbytes", nbytes, "a buffer has zero or more bytes")
-        self.nbytes = nbytes
-        self.name = name
-        self._mapping = Mapping(nbytes)
-        self.address = self._mapping.end - round_up(nbytes, self.ALIGNMENT)
-        everything = np.asarray(self._mapping)
-        start = self.address - self._mapping.begin
-        self._before = everything[:start]
-        self._after = everything[start + nbytes :]
+        self._lie_in(Mapping(nbytes), name)
         self._before[...] = CANARY
         self._after[...] = CANARY
-        self.array: npt.NDArray[np.uint8] = everything[start : start + nbytes]
         self.array[...] = POISON
+
+    def _lie_in(self, mapping: Mapping, name: str) -> None:
+        self.name = name
+        self.nbytes = mapping.used
+        self._mapping = mapping
+        self.address = mapping.end - round_up(self.nbytes, self.ALIGNMENT)
+        everything = np.asarray(mapping)
+        start = self.address - mapping.begin
+        self._before = everything[:start]
+        self._after = everything[start + self.nbytes :]
+        self.array: npt.NDArray[np.uint8] = everything[start : start + self.nbytes]
 
     @classmethod
     def of(cls, array: npt.NDArray[Any], name: str = "buffer") -> EmulatedBuffer:
         """A buffer that holds a copy of array, in C order."""
         buffer = cls(array.nbytes, name)
         buffer.array[...] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        return buffer
+
+    @classmethod
+    def behind(cls, array: npt.NDArray[Any], name: str = "buffer") -> EmulatedBuffer | None:
+        """The buffer that this array is a view of, under another name; None for an array that lies elsewhere."""
+        owner: Any = array
+        while isinstance(owner, np.ndarray):
+            owner = owner.base
+        if not isinstance(owner, Mapping):
+            return None
+        buffer = cls.__new__(cls)
+        buffer._lie_in(owner, name)
         return buffer
 
     def view(self, dtype: npt.DTypeLike, shape: int | tuple[int, ...] = -1) -> npt.NDArray[Any]:
