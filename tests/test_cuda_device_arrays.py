@@ -148,6 +148,17 @@ def test_an_input_dropped_by_its_owner_lives_until_the_launch_is_over(bench: Ben
     assert alive() is None
 
 
+def test_a_result_dropped_by_its_owner_is_freed_before_the_next_launch(bench: Bench) -> None:
+    event = bench.launch(on_device(bench, floats(4)))
+    event.wait()
+    event.wait()
+    assert event.outputs["out"].shape == (4,)
+    assert bench.cuda.leaks()["blocks"] == 2  # the program's own input is one
+    del event
+    gc.collect()
+    assert bench.cuda.leaks()["blocks"] == 1
+
+
 def test_a_launch_that_nobody_waits_for_keeps_its_memory_until_it_is_over(bench: Bench) -> None:
     x = bench.device.empty((4,), "float32")
     bench.cuda.memory.array(x.address, (4,), np.float32)[:] = 1

@@ -108,7 +108,7 @@ class Operands:
         block, self._block = self._block, None
         staging = (self._staging_in, self._staging_out)
         self._staging_in = self._staging_out = None
-        self._uploads, self._downloads = [], []
+        self._uploads, self._downloads, self._results = [], [], {}
         if block is not None:
             self._device.free(block)
         for staged in staging:

@@ -209,6 +209,12 @@ class Flight:
                 event, self.event = self.event, None
                 self.device.destroy_event(event)
 
+    def hand_over(self, event: CudaEvent) -> None:
+        """Move the results to the event. The stream may hold the flight until its next launch, but not them."""
+        with self._lock:
+            if self.outputs:
+                event.outputs, self.outputs = self.outputs, {}
+
     def release(self) -> None:
         """Give the memory back of a launch of which nothing was enqueued."""
         self.operands.release()
@@ -235,7 +241,7 @@ class CudaEvent(Event):
 
     def wait(self) -> None:
         self._flight.wait()
-        self.outputs = self._flight.outputs
+        self._flight.hand_over(self)
 
 
 def _checked(device: CudaDevice, launch: Launch) -> list[CudaFunction]:
