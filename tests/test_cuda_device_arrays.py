@@ -11,7 +11,7 @@ import pytest
 from cuda_bench import Bench, floats, late_tensor, on_device
 from fake_cuda import LEGACY
 
-from gpu_actors.devices.interface import OutputSpec
+from gpu_actors.devices.interface import OutputSpec, ScratchSpec
 from gpu_actors.errors import (
     InvalidRequest,
     LaunchError,
@@ -93,6 +93,26 @@ def test_a_host_array_cannot_be_changed_in_place(bench: Bench) -> None:
     launch.outputs = {"cache": OutputSpec((4,), "float32", cache)}
     with pytest.raises(LaunchError, match="in place"):
         bench.stream.launch(launch)
+
+
+def test_a_cleared_output_with_gaps_is_refused(bench: Bench) -> None:
+    wide = on_device(bench, floats(4, 8))
+    x = on_device(bench, floats(4, 6))
+    gaps = DeviceArray(wide.address, (4, 6), wide.strides, wide.dtype, 0, owner=wide)
+    launch = bench.of(x, into=gaps)
+    launch.outputs = {"out": OutputSpec((4, 6), "float32", gaps, zero=True)}
+    with pytest.raises(LaunchError, match="must be contiguous"):
+        bench.stream.launch(launch)
+
+
+@pytest.mark.parametrize("given", [8, 24])
+def test_scratch_contents_of_another_size_are_refused(bench: Bench, given: int) -> None:
+    launch = bench.of(floats(4))
+    launch.scratch = {"table": ScratchSpec((2,), "uint64", contents=lambda buffers: bytes(given))}
+    with pytest.raises(LaunchError, match=f"'table' holds 16 bytes and was given {given}"):
+        bench.stream.launch(launch)
+    bench.device.close()
+    assert bench.cuda.leaks() == {}
 
 
 def test_host_and_device_arrays_mix_in_one_launch(bench: Bench) -> None:

@@ -135,6 +135,9 @@ class Operands:
                 raise LaunchError(f"operand {name!r} is an input and another output")
             if isinstance(spec.into, DeviceArray):
                 check_output(spec.into, spec.shape, spec.dtype, name)
+                if spec.zero and not spec.into.contiguous:
+                    # Clearing goes byte by byte, over whatever lies between the elements.
+                    raise LaunchError(f"operand {name!r} is cleared first, so it must be contiguous")
                 self._place_on_device(name, spec.into)
                 self._results[name] = spec.into
             elif spec.into is None and isinstance(first, DeviceArray):
@@ -211,10 +214,13 @@ class Operands:
         for _, array, offset in self._uploads:
             assert self._staging_in is not None
             _staged(self._staging_in, offset, array.shape, array.itemsize)[...] = _bits(array)
-        for late in self._late.values():
+        for name, late in self._late.items():
             assert self._staging_in is not None
             assert late.spec.contents is not None
             contents = np.frombuffer(late.spec.contents(self.buffers), np.uint8)
+            wanted = math.prod(late.spec.shape) * dtype_of(late.spec.dtype).itemsize
+            if contents.size != wanted:
+                raise LaunchError(f"scratch {name!r} holds {wanted} bytes and was given {contents.size}")
             self._staging_in.bytes[late.offset : late.offset + contents.size] = contents
 
 
