@@ -2,14 +2,23 @@
 
 It is what every kernel is tested against and what the mock device answers with. One way through it:
 `arguments` checks the request and cuts it into pieces that fit in cache, `masks` says who sees whom,
-`softmax` turns a piece's scores into weights, `forward` puts them together. `low_precision` is the same
-formula with every step rounded to the input dtype, the yardstick of the tolerance rule.
+`softmax` turns a piece's scores into weights, `forward` puts them together and `backward` takes them apart again.
+`low_precision` is the same formula with every step rounded to the input dtype, the yardstick of the tolerance rule.
 """
 
 from __future__ import annotations
 
+from gpu_actors.reference.backward import ReferenceGradients, attention_backward
 from gpu_actors.reference.forward import ReferenceOutput, attention_forward
-from gpu_actors.reference.low_precision import attention_forward_low
+from gpu_actors.reference.low_precision import attention_backward_low, attention_forward_low
 from gpu_actors.reference.masks import visible_keys
 
-__all__ = ["ReferenceOutput", "attention_forward", "attention_forward_low", "visible_keys"]
+__all__ = [
+    "ReferenceGradients",
+    "ReferenceOutput",
+    "attention_backward",
+    "attention_backward_low",
+    "attention_forward",
+    "attention_forward_low",
+    "visible_keys",
+]

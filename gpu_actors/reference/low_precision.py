@@ -1,4 +1,5 @@
-"""attention_forward_low: the formula as a plain implementation in the input dtype would compute it."""
+"""attention_forward_low and attention_backward_low: the formulas as a plain implementation in the input dtype
+would compute them."""
 
 from __future__ import annotations
 
@@ -8,10 +9,11 @@ import ml_dtypes
 import numpy as np
 
 from gpu_actors.reference.arguments import Arguments, Array
+from gpu_actors.reference.backward import Incoming, ReferenceGradients, evaluate_backward
 from gpu_actors.reference.forward import ReferenceOutput, Rounding, evaluate, identity
 from gpu_actors.reference.softmax import Step
 
-__all__ = ["attention_forward_low", "intermediate_dtype", "rounder"]
+__all__ = ["attention_backward_low", "attention_forward_low", "intermediate_dtype", "rounder"]
 
 # Weights lie in [0, 1]; a power of two below float8_e4m3fn's 448 spends the format's exponents on them.
 _FP8_WEIGHT_SCALE = 256.0
@@ -97,3 +99,25 @@ def attention_forward_low(
         rounding = Rounding(step=step, weights=round_weights, dropped=identity, normalise_first=False)
     work = np.dtype(np.float64 if dtype == "float64" else np.float32)
     return evaluate(Arguments(q=q, k=k, v=v, **options), work, rounding=rounding)
+
+
+def attention_backward_low(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    out: Array | None = None,
+    lse: Array | None = None,
+    dtype: str | None = None,
+    **options: Any,
+) -> ReferenceGradients:
+    """`attention_backward` with every intermediate result rounded to ``dtype``: "pt" of the rule for gradients.
+
+    Shapes and options are those of `attention_backward`. Sums over rows, keys, heads and batch are taken in float32
+    (float64 for float64) and rounded once. dtype: as in `attention_forward_low`.
+    """
+    dtype = intermediate_dtype(q.dtype.name) if dtype is None else dtype
+    work = np.dtype(np.float64 if dtype == "float64" else np.float32)
+    incoming = Incoming(dout, out, lse)
+    return evaluate_backward(Arguments(q=q, k=k, v=v, **options), incoming, work, step=rounder(dtype))

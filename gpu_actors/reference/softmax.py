@@ -17,17 +17,28 @@ from gpu_actors.philox import dropout_keep
 from gpu_actors.reference.arguments import Arguments, Array, Piece
 from gpu_actors.reference.masks import key_distance, visible_keys
 
-__all__ = ["Operands", "Step", "Values", "exponentials", "keep_factors", "masked_scores", "weighted_sum"]
+__all__ = [
+    "Operands",
+    "Step",
+    "Values",
+    "capped_scores",
+    "exponentials",
+    "keep_factors",
+    "mask_scores",
+    "masked_scores",
+    "weighted_sum",
+]
 
 Step: TypeAlias = Callable[[Array], Array]
 
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """v, split so that 0 * NaN cannot happen for a key that is masked.
+    """The right side of a masked product, split so that 0 * NaN cannot happen for a pair that is masked.
 
     finite: v (batch, heads_kv, 1, seqlen_k, dim_v) with every NaN and infinity replaced by 0.
     keys: indices of the keys that had one. rest: v at those keys.
+    For products that sum over rows (backward's), q or dout take v's place and rows the keys'.
     """
 
     finite: Array
@@ -92,11 +103,21 @@ def masked_scores(arguments: Arguments, operands: Operands, rows: Array, step: S
 
     Scale, softcap c * tanh(s / c), ALiBi and bias, mask, in this order.
     """
-    piece, cap = operands.piece, arguments.softcap
-    tile = slice(int(rows[0]), int(rows[-1]) + 1)
+    return mask_scores(arguments, operands, rows, capped_scores(arguments, operands, rows, step), step)
+
+
+def capped_scores(arguments: Arguments, operands: Operands, rows: Array, step: Step) -> Array:
+    """Scaled scores of a tile of rows after the softcap, before anything is added to them."""
+    tile, cap = slice(int(rows[0]), int(rows[-1]) + 1), arguments.softcap
     scores = step(operands.q[..., tile, :] @ operands.k.swapaxes(-1, -2))
-    if cap:
-        scores = step(step(np.tanh(step(scores / cap))) * cap)
+    return step(step(np.tanh(step(scores / cap))) * cap) if cap else scores
+
+
+def mask_scores(
+    arguments: Arguments, operands: Operands, rows: Array, scores: Array, step: Step
+) -> tuple[Array, Array | None]:
+    """ALiBi, bias and mask on `capped_scores`, which may be overwritten."""
+    piece, tile = operands.piece, slice(int(rows[0]), int(rows[-1]) + 1)
     if operands.alibi is not None:
         distance = key_distance(rows, piece.seqlen_q, piece.seqlen_k, arguments.alignment)
         scores = step(scores - step(operands.alibi * distance.astype(scores.dtype)))
@@ -147,17 +168,19 @@ def weighted_sum(weights: Array, values: Values, visible: Array | None) -> Array
     """weights @ v, where a NaN or infinity of v counts for the rows that see its key and for no other.
 
     For those rows IEEE's products hold: a weight that dropout or underflow made 0 still turns an infinity
-    into NaN.
+    into NaN. Weights of any sign, 0 where masked.
     """
     total: Array = weights @ values.finite
     if values.keys.size == 0:
         return total
     weights = weights[..., values.keys]
     seen = np.ones(weights.shape, bool) if visible is None else np.broadcast_to(visible[:, values.keys], weights.shape)
-    reaching, dead = ((seen & chosen).astype(total.dtype) for chosen in (weights > 0, weights == 0))
+    groups = (weights > 0, weights < 0, weights == 0)
+    reaching, turning, dead = ((seen & chosen).astype(total.dtype) for chosen in groups)
     infinite = np.isinf(values.rest).astype(total.dtype)
     for sign in (np.inf, -np.inf):
-        total += np.where(reaching @ (values.rest == sign).astype(total.dtype) > 0, sign, 0).astype(total.dtype)
+        same, opposite = ((values.rest == other).astype(total.dtype) for other in (sign, -sign))
+        total += np.where(reaching @ same + turning @ opposite > 0, sign, 0).astype(total.dtype)
     spoiled = seen.astype(total.dtype) @ np.isnan(values.rest).astype(total.dtype) + dead @ infinite
     total[spoiled > 0] = np.nan
     return total

@@ -1,0 +1,301 @@
+"""attention_backward: what every kernel's gradients are compared with.
+
+With Z what dropout multiplies a probability with, A = Z P the weights that met the values, and dO given:
+
+    dV = A^T dO          dP = Z (dO V^T)          delta_i = sum_d dO_id O_id = sum_j P_ij dP_ij
+    dS = P (dP - delta)  and through the softcap c: dS (1 - tanh(s / c)^2)
+    dQ = scale dS K      dK = scale dS^T Q        dbias = dS, before the softcap's factor
+    dsink = -sum_i exp(sink - lse_i) delta_i
+
+FlashAttention-2 (arXiv 2307.08691, section 3.1) and the derivative of a softmax with one more logit, whose value is 0.
+Everything that is broadcast is summed: dK and dV over the query heads of their group, dbias over batch and heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from gpu_actors.errors import InvalidRequest
+from gpu_actors.reference.arguments import Arguments, Array, Piece
+from gpu_actors.reference.forward import identity
+from gpu_actors.reference.softmax import (
+    Operands,
+    Step,
+    Values,
+    capped_scores,
+    exponentials,
+    keep_factors,
+    mask_scores,
+    weighted_sum,
+)
+
+__all__ = ["GradientSums", "GradientTile", "Incoming", "ReferenceGradients", "attention_backward", "evaluate_backward"]
+
+_BLOCK_BYTES = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceGradients:
+    """Gradients in the dtype that computed them, each shaped like what it is the gradient of.
+
+    dbias and dsinks are None where there was no bias and there were no sinks.
+    """
+
+    dq: Array
+    dk: Array
+    dv: Array
+    dbias: Array | None = None
+    dsinks: Array | None = None
+
+
+def attention_backward(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    out: Array | None = None,
+    lse: Array | None = None,
+    causal: bool = False,
+    alignment: Literal["bottom_right", "top_left"] = "bottom_right",
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Array | None = None,
+    sinks: Array | None = None,
+    sink_tokens: int = 0,
+    bias: Array | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int = 0,
+    cu_seqlens_q: Array | None = None,
+    cu_seqlens_k: Array | None = None,
+    accumulate: Literal["float64", "float32"] = "float64",
+) -> ReferenceGradients:
+    """The gradients of sum(dout * out) by q, k, v, bias and sinks, out being `attention_forward`'s.
+
+    dout: (batch, seqlen_q, heads, dim_v), or (total_q, heads, dim_v) for varlen. Everything else as there; 8-bit
+    inputs are read like any others and there are no descales.
+
+    out, lse: the forward's, of the shapes that it returns, in place of computing them anew. Kernels are given both
+        and read them, so rounded ones round the gradients; and those of a larger attention, of which k and v are a
+        part, give that part's gradients. Either may be given alone.
+
+    A row that sees no key has gradient 0 and gives none, as has a row whose LSE is -inf. NaN and infinities of keys and
+    values reach the gradients of the rows that see them, and those of a row its own gradient and those of the keys that
+    it sees, as IEEE arithmetic has it; no others. Raises InvalidRequest.
+    """
+    arguments = Arguments(
+        q=q,
+        k=k,
+        v=v,
+        causal=causal,
+        alignment=alignment,
+        window_size=window_size,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        sink_tokens=sink_tokens,
+        bias=bias,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+    )
+    return evaluate_backward(arguments, Incoming(dout, out, lse), np.dtype(accumulate))
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """What backward is given besides the forward's arguments; out and lse are None where they are to be computed."""
+
+    dout: Array
+    out: Array | None = None
+    lse: Array | None = None
+
+    def check(self, arguments: Arguments) -> None:
+        """Raise InvalidRequest unless the shapes are those of the forward's results."""
+        shape = (*arguments.q.shape[:-1], arguments.v.shape[-1])
+        rows, heads = arguments.q.shape[-3], arguments.heads
+        lse = (heads, rows) if arguments.varlen else (arguments.batch, heads, rows)
+        for name, array, wanted in (("dout", self.dout, shape), ("out", self.out, shape), ("lse", self.lse, lse)):
+            if array is not None and np.shape(array) != wanted:
+                raise InvalidRequest(name, f"shape {np.shape(array)}", f"its shape is {wanted}")
+
+
+def evaluate_backward(
+    arguments: Arguments, incoming: Incoming, dtype: np.dtype, *, step: Step = identity
+) -> ReferenceGradients:
+    """The formulas in ``dtype``, every intermediate result passed through ``step``."""
+    sums = GradientSums(arguments, dtype)
+    with np.errstate(all="ignore"):
+        for tile in gradient_tiles(arguments, incoming, dtype, step):
+            sums.add(tile, tile.dscores, tile.weights, tile.q, tile.operands.k, tile.dout, step)
+            sums.add_reduced(tile, tile.dbias, tile.delta)
+        return sums.gradients(step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientTile:
+    """A tile of rows with everything between its inputs and its gradients.
+
+    Arrays are (batch, heads_kv, gqa_ratio, rows, keys or dim). q is scaled. weights: probabilities after dropout.
+    dbias: the gradient of a score with bias; dscores: of one before the softcap. delta, lse: (..., rows, 1).
+    """
+
+    operands: Operands
+    rows: slice
+    visible: Array | None
+    q: Array
+    dout: Array
+    probabilities: Array
+    weights: Array
+    dprobabilities: Array
+    dbias: Array
+    dscores: Array
+    slope: Array | None
+    delta: Array
+    lse: Array
+
+
+def gradient_tiles(arguments: Arguments, incoming: Incoming, dtype: np.dtype, step: Step) -> Iterator[GradientTile]:
+    """Every row of every sequence once, in tiles that fit in cache and depend on no other sequence."""
+    incoming.check(arguments)
+    block = _BLOCK_BYTES // dtype.itemsize
+    for piece in arguments.pieces(block):
+        operands = Operands.load(arguments, piece, dtype, step)
+        given = _Given.load(arguments, piece, incoming, dtype, step)
+        height = max(1, block // max(1, arguments.heads * piece.seqlen_k))
+        for start in range(0, piece.seqlen_q, height):
+            yield _tile(arguments, operands, given, slice(start, min(start + height, piece.seqlen_q)), step)
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """A piece of `Incoming`, in the operands' layout."""
+
+    dout: Array
+    out: Array | None
+    lse: Array | None
+
+    @classmethod
+    def load(cls, arguments: Arguments, piece: Piece, incoming: Incoming, dtype: np.dtype, step: Step) -> _Given:
+        def head_major(array: Array) -> Array:
+            heads_first = piece.queries(array).swapaxes(1, 2).astype(dtype, order="C")
+            return step(arguments.split_heads(heads_first, 1))
+
+        out, lse = incoming.out, incoming.lse
+        if lse is not None:
+            lse = arguments.split_heads(piece.statistics(lse), 1)[..., None].astype(dtype)
+        return cls(head_major(incoming.dout), None if out is None else head_major(out), lse)
+
+
+def _tile(arguments: Arguments, operands: Operands, given: _Given, tile: slice, step: Step) -> GradientTile:
+    rows = np.arange(tile.start, tile.stop)
+    dout = given.dout[..., tile, :]
+    probabilities, slope, visible, lse = _probabilities(arguments, operands, given, rows, step)
+    dprobabilities = step(_dot_values(dout, operands.values))
+    weights = probabilities
+    if arguments.dropout_p:
+        factors = keep_factors(arguments, operands.piece, rows, probabilities.dtype)
+        weights = step(probabilities * factors)
+        dprobabilities = step(dprobabilities * factors)
+    out = given.out
+    out = step(weighted_sum(weights, operands.values, visible)) if out is None else out[..., tile, :]
+    delta = (dout * out).sum(axis=-1, keepdims=True)
+    dbias = step(probabilities * (dprobabilities - delta))
+    dscores = dbias if slope is None else step(dbias * slope)
+    if visible is not None:
+        dbias, dscores = (np.where(visible, array, 0) for array in (dbias, dscores))
+    return GradientTile(
+        operands=operands,
+        rows=tile,
+        visible=visible,
+        q=operands.q[..., tile, :],
+        dout=dout,
+        probabilities=probabilities,
+        weights=weights,
+        dprobabilities=dprobabilities,
+        dbias=dbias,
+        dscores=dscores,
+        slope=slope,
+        delta=delta,
+        lse=lse,
+    )
+
+
+def _dot_values(dout: Array, values: Values) -> Array:
+    """dout v^T. Pairs that are masked may be anything: their gradients are cleared."""
+    products: Array = dout @ values.finite.swapaxes(-1, -2)
+    if values.keys.size:
+        spoiled = (~np.isfinite(values.rest)).sum(axis=-1)[..., None, :] > 0
+        special = dout @ values.rest.swapaxes(-1, -2)
+        products[..., values.keys] = np.where(spoiled, special, products[..., values.keys])
+    return products
+
+
+def _probabilities(
+    arguments: Arguments, operands: Operands, given: _Given, rows: Array, step: Step
+) -> tuple[Array, Array | None, Array | None, Array]:
+    """(probabilities, the softcap's derivative or None, who is visible or None, lse)."""
+    capped = capped_scores(arguments, operands, rows, step)
+    slope = step(1 - np.square(capped / arguments.softcap)) if arguments.softcap else None
+    scores, visible = mask_scores(arguments, operands, rows, capped, step)
+    if given.lse is None:
+        weights, total, lse = exponentials(scores, operands.sinks)
+        probabilities = weights / np.where(total == 0, 1, total)
+    else:
+        lse = given.lse[..., int(rows[0]) : int(rows[-1]) + 1, :]
+        probabilities = np.where(np.isneginf(lse), 0, np.exp(scores - lse))
+    if visible is not None:
+        probabilities = np.where(visible, probabilities, 0)
+    return step(probabilities), slope, visible, lse
+
+
+class GradientSums:
+    """Gradients in the caller's layout, to which tiles add their share."""
+
+    def __init__(self, arguments: Arguments, dtype: np.dtype) -> None:
+        self._arguments = arguments
+        self._dq, self._dk, self._dv = (
+            np.zeros(array.shape, dtype) for array in (arguments.q, arguments.k, arguments.v)
+        )
+        bias, sinks = arguments.bias, arguments.sinks
+        self._dbias = None if bias is None else np.zeros(bias.shape, dtype)
+        self._dsinks = None if sinks is None else np.zeros(np.shape(sinks), dtype)
+
+    def add(
+        self, tile: GradientTile, dscores: Array, weights: Array, q: Array, k: Array, dout: Array, step: Step = identity
+    ) -> None:
+        """dscores k to dq, dscores^T q to dk and weights^T dout to dv; q holds the softmax's scale."""
+        arguments, piece = self._arguments, tile.operands.piece
+        backwards = None if tile.visible is None else tile.visible.T
+        scale = dscores.dtype.type(arguments.scale)
+        dq = step(step(weighted_sum(dscores, Values.split(k), tile.visible)) * scale)
+        dk = weighted_sum(dscores.swapaxes(-1, -2), Values.split(q), backwards).sum(axis=2)
+        dv = weighted_sum(weights.swapaxes(-1, -2), Values.split(dout), backwards).sum(axis=2)
+        arguments.split_heads(piece.queries(self._dq), 2)[:, tile.rows] = dq.transpose(0, 3, 1, 2, 4)
+        for total, share in ((self._dk, dk), (self._dv, dv)):
+            keys = piece.keys(total)
+            keys += share.swapaxes(1, 2)
+
+    def add_reduced(self, tile: GradientTile, dbias: Array, delta: Array) -> None:
+        """The sums over what bias and sinks are broadcast along."""
+        arguments, piece = self._arguments, tile.operands.piece
+        if self._dbias is not None:
+            share = dbias.reshape(dbias.shape[0], arguments.heads, *dbias.shape[3:])
+            axes = tuple(axis for axis in (0, 1) if self._dbias.shape[axis] == 1)
+            rows = piece.batched(self._dbias)[:, :, tile.rows]
+            rows += share.sum(axis=axes, keepdims=True)
+        if self._dsinks is not None and tile.operands.sinks is not None:
+            sinks = tile.operands.sinks
+            shares = np.where(np.isneginf(sinks) | np.isneginf(tile.lse), 0, np.exp(sinks - tile.lse)) * delta
+            self._dsinks -= shares.sum(axis=(0, 3, 4)).reshape(-1)
+
+    def gradients(self, step: Step = identity) -> ReferenceGradients:
+        optional = (None if array is None else step(array) for array in (self._dbias, self._dsinks))
+        return ReferenceGradients(step(self._dq), step(self._dk), step(self._dv), *optional)
