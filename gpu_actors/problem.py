@@ -12,6 +12,8 @@ import hashlib
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from gpu_actors.score_mod import ScoreMod
+
 __all__ = ["AttentionProblem", "DispatchKey", "MaskKind"]
 
 Direction: TypeAlias = Literal["forward", "backward"]
@@ -31,6 +33,7 @@ class AttentionProblem:
 
     bias: None, or (dtype, broadcast over batch, broadcast over heads).
     alibi: None, "heads" for slopes (heads_q,) or "batch" for (batch, heads_q).
+    score_mod: what an operation graph does to the scaled scores before softcap, ALiBi and bias, or None.
     """
 
     direction: Direction = "forward"
@@ -61,6 +64,7 @@ class AttentionProblem:
     descales: bool = False
     return_lse: bool = False
     page_size: int = 0
+    score_mod: ScoreMod | None = None
 
     @property
     def gqa_ratio(self) -> int:
@@ -133,6 +137,7 @@ class DispatchKey:
     page_size: int
     num_splits: int
     persistent: bool
+    score_mod: ScoreMod | None = None
 
     def __str__(self) -> str:
         fields = dataclasses.fields(self)

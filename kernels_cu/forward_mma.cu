@@ -279,7 +279,7 @@ DEVICE void store(const Params& params, const Place& at, const Rows& rows, const
 }
 
 // The rows from at.row_begin on, at most BLOCK_M of them, against all keys that they see.
-DEVICE void attend(const Params& params, const Place& at, uint32_t shared) {
+DEVICE void attend(const LaunchParams& params, const Place& at, uint32_t shared) {
   const int row_end = at_most(at.seqlen_q, at.row_begin + BLOCK_M), first_row = int(threadIdx.x) / 32 * 16 * ROW_BLOCKS;
   const Strides &q_strides = params.q_strides, &k_strides = params.k_strides, &v_strides = params.v_strides;
   const auto q = element_of<const ELEMENT>(params.q, q_strides, at.sequence, at.q_start + at.row_begin, at.head);
@@ -329,7 +329,7 @@ DEVICE void attend(const Params& params, const Place& at, uint32_t shared) {
   store(params, at, rows, o, softmax);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) forward_mma(const __grid_constant__ Params params) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) forward_mma(const __grid_constant__ LaunchParams params) {
   DYNAMIC_SHARED(shared);
   const int row_tiles = (params.seqlen_q + BLOCK_M - 1) / BLOCK_M;
   Place at = locate(params, row_tiles);

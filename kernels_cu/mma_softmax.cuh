@@ -14,7 +14,7 @@
 #include "philox.cuh"
 #include "score.cuh"
 
-constexpr bool SCALE_ONLY = !SOFTCAP && !ALIBI && !BIAS;
+constexpr bool SCALE_ONLY = !SOFTCAP && !ALIBI && !BIAS && !SCORE_MOD;
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr uint32_t ALL_LANES = 0xffffffffu;
 

@@ -1,8 +1,12 @@
-// From a dot product to the score that enters the softmax: scale, softcap, ALiBi, bias, in this order.
+// From a dot product to the score that enters the softmax: scale, a graph's own modification, softcap, ALiBi, bias, in
+// this order.
 #pragma once
 
 #include "forward_params.cuh"
 #include "ptx/math.cuh"
+#include "score_mod.cuh"
+
+using LaunchParams = WithScoreMod<Params>;
 
 template <class Real>
 struct Score {
@@ -12,9 +16,11 @@ struct Score {
   int diagonal;              // as in Mask: ALiBi measures the distance from it
   const BIAS_ELEMENT* bias;  // of this sequence and head
   int64_t bias_row_stride;
+  ScoreMod mod;
 
   __device__ __forceinline__ Real operator()(Real dot, int row, int key) const {
     Real score = dot * scale;
+    if constexpr (SCORE_MOD) score = mod(score, row, key);
     if constexpr (SOFTCAP) score = softcap * tanh_of(score / softcap);
     if constexpr (ALIBI) score -= slope * Real(abs(row + diagonal - key));
     if constexpr (BIAS) score += Real(to_real(bias[row * bias_row_stride + key]));
@@ -23,8 +29,9 @@ struct Score {
 };
 
 template <class Real>
-DEVICE Score<Real> make_score(const Params& params, int sequence, int head, int kv_head, int diagonal) {
-  Score<Real> score{Real(params.softmax_scale), Real(params.softcap), Real(0), diagonal, nullptr, 0};
+DEVICE Score<Real> make_score(const LaunchParams& params, int sequence, int head, int kv_head, int diagonal) {
+  Score<Real> score{Real(params.softmax_scale), Real(params.softcap), Real(0), diagonal, nullptr, 0, {}};
+  if constexpr (SCORE_MOD) score.mod = bind_score_mod(params.score_params(), sequence, head);
   if constexpr (DESCALES) {
     // In double: a tiny scale may come with large descales, and their product is what fits into Real.
     double scale = params.softmax_scale;

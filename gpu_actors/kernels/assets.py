@@ -58,12 +58,15 @@ def asset_source(
     entry_points: Sequence[str],
     *,
     macros: Mapping[str, MacroValue] | None = None,
+    headers: Mapping[str, str] | None = None,
     options: Sequence[str] = (),
     arch: str | None = None,
 ) -> KernelSource:
     """The kernel file ``name`` of the package with the headers that it reaches, ready to compile.
 
+    headers: text that takes the place of the package's own, by name; it may include more of them.
     Raises InvalidRequest naming the field at fault.
     """
-    text = asset_text(name)
-    return KernelSource(name, text, tuple(entry_points), asset_headers(text), macros or {}, tuple(options), arch)
+    text, given = asset_text(name), dict(headers or {})
+    reached = asset_headers("\n".join((text, *given.values()))) | given
+    return KernelSource(name, text, tuple(entry_points), reached, macros or {}, tuple(options), arch)

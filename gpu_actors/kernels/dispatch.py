@@ -22,6 +22,7 @@ class KernelFamily(NamedTuple):
 
     name: of the kernel, as in DispatchKey. refuses: why it does not take a problem on an architecture, or None.
     reason: a sentence on what it is for, shown where it is taken. num_splits, persistent: as in DispatchKey.
+    score_mods: whether it includes score.cuh, and so the score modification of a graph.
     """
 
     name: str
@@ -29,6 +30,13 @@ class KernelFamily(NamedTuple):
     reason: str
     num_splits: int = 1
     persistent: bool = False
+    score_mods: bool = False
+
+    def refusal(self, problem: AttentionProblem, arch: str) -> Unsupported | None:
+        """Why the kernel does not take a problem on an architecture, or None."""
+        if problem.score_mod is not None and not self.score_mods:
+            return Unsupported("score_mod", str(problem.score_mod), f"{self.name} has no place for score modifications")
+        return self.refuses(problem, arch)
 
 
 class Verdict(NamedTuple):
@@ -76,16 +84,18 @@ FAMILIES = (
         "forward_mma",
         _mma_refuses,
         "computes every forward option of dense and varlen batches on tensor cores, with mma.sync",
+        score_mods=True,
     ),
     KernelFamily(
         "forward_simple",
         _simple_refuses,
         "computes every forward option of dense and varlen batches on CUDA cores",
+        score_mods=True,
     ),
 )
 
 # For devices that compute with the NumPy oracle rather than with kernels: what no kernel takes still gets a key.
-REFERENCE = KernelFamily("reference", lambda problem, arch: None, "computes every problem with NumPy")
+REFERENCE = KernelFamily("reference", lambda problem, arch: None, "computes every problem with NumPy", score_mods=True)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -98,7 +108,7 @@ def dispatch_key(problem: AttentionProblem, arch: str, families: tuple[KernelFam
     check_support(problem, arch)
     refusal: Unsupported | None = None
     for family in families:
-        refusal = family.refuses(problem, arch)
+        refusal = family.refusal(problem, arch)
         if refusal is None:
             return _key(family, problem, arch)
     raise refusal or Unsupported("families", families, "there is no kernel to choose from")
@@ -112,7 +122,7 @@ def explain(problem: AttentionProblem, arch: str, families: Sequence[KernelFamil
     verdicts: list[Verdict] = []
     taken = ""
     for family in families:
-        refusal = family.refuses(problem, arch)
+        refusal = family.refusal(problem, arch)
         if refusal is not None:
             verdicts.append(Verdict(family.name, False, str(refusal)))
         elif taken:
@@ -149,4 +159,5 @@ def _key(family: KernelFamily, problem: AttentionProblem, arch: str) -> Dispatch
         page_size=problem.page_size,
         num_splits=family.num_splits,
         persistent=family.persistent,
+        score_mod=problem.score_mod,
     )

@@ -9,6 +9,7 @@ from gpu_actors.kernels.dispatch import FAMILIES, KernelFamily
 from gpu_actors.kernels.source import check_arch
 from gpu_actors.kernels.support import check_support
 from gpu_actors.problem import Alignment, AttentionProblem, Direction, DispatchKey, Layout, MaskKind
+from gpu_actors.score_mod import ScoreMod
 from gpu_actors.validation.fields import flag, integer, one_of
 
 __all__ = ["check_key"]
@@ -32,7 +33,7 @@ def check_key(key: object) -> DispatchKey:
     family = _family(key)
     problem = _problem(key)
     check_support(problem, key.arch)
-    refusal = family.refuses(problem, key.arch)
+    refusal = family.refusal(problem, key.arch)
     if refusal is not None:
         raise refusal
     for field in ("num_splits", "persistent"):
@@ -55,6 +56,8 @@ def _check_domains(key: DispatchKey) -> None:
         integer(field, getattr(key, field), low)
     for field in _FLAGS:
         flag(field, getattr(key, field))
+    if key.score_mod is not None and not isinstance(key.score_mod, ScoreMod):
+        raise InvalidRequest("score_mod", key.score_mod, "must be a ScoreMod, as a graph's plan has it, or None")
 
 
 def _text(field: str, value: object) -> None:
@@ -101,4 +104,5 @@ def _problem(key: DispatchKey) -> AttentionProblem:
         descales=key.descales,
         return_lse=key.lse,
         page_size=key.page_size,
+        score_mod=key.score_mod,
     )

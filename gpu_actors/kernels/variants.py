@@ -16,6 +16,7 @@ from gpu_actors.kernels.source import KernelSource
 from gpu_actors.kernels.support import ELEMENTS, FIRST_FP8_CAPABILITY, capability
 from gpu_actors.kernels.tiles import Tile, num_q_tiles, shared_mem_bytes, tile_for
 from gpu_actors.problem import AttentionProblem, DispatchKey, MaskKind
+from gpu_actors.score_mod import SCORE_HEADER
 
 __all__ = ["kernel_source", "launch_geometry", "standard_variants"]
 
@@ -31,7 +32,8 @@ _COMPUTE_BITS = {"tf32": 11, "f16": 11, "bf16": 8}
 def kernel_source(key: DispatchKey) -> KernelSource:
     """What is compiled for a key. Raises InvalidRequest for a key whose kernel is not compiled (the oracle's)."""
     macros = _builder(key)(key)
-    return asset_source(f"{key.kernel}.cu", (key.kernel,), macros=macros, arch=key.arch)
+    headers = {} if key.score_mod is None else {SCORE_HEADER: key.score_mod.header}
+    return asset_source(f"{key.kernel}.cu", (key.kernel,), macros=macros, headers=headers, arch=key.arch)
 
 
 def launch_geometry(key: DispatchKey, problem: AttentionProblem) -> LaunchGeometry:
@@ -93,7 +95,7 @@ def _usual_problem(dtype: str, head_dim: int, mask: MaskKind, varlen: bool) -> A
 
 def _tile(key: DispatchKey) -> Tile:
     widest = max(key.head_dim, key.head_dim_v)
-    scale_only = not (key.softcap or key.alibi or key.bias or key.dropout)
+    scale_only = not (key.softcap or key.alibi or key.bias or key.dropout or key.score_mod)
     return tile_for(key.kernel, key.direction, key.arch, key.dtype, widest, key.mask, scale_only)
 
 
