@@ -43,6 +43,7 @@ from gpu_actors.reply import Reply
 from gpu_actors.requests import (
     AttentionGradients,
     AttentionOutput,
+    BatchedDecode,
     FlashBackward,
     FlashForward,
     PagedForward,
@@ -58,6 +59,7 @@ __all__ = [
     "AttentionOutput",
     "AttentionParams",
     "AttentionProblem",
+    "BatchedDecode",
     "CacheFull",
     "Call",
     "ChromeTrace",

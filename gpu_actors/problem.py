@@ -17,7 +17,7 @@ from gpu_actors.score_mod import ScoreMod
 __all__ = ["AttentionProblem", "DispatchKey", "MaskKind"]
 
 Direction: TypeAlias = Literal["forward", "backward"]
-Layout: TypeAlias = Literal["dense", "varlen", "paged"]
+Layout: TypeAlias = Literal["dense", "varlen", "paged", "pointers", "cache"]
 Alignment: TypeAlias = Literal["bottom_right", "top_left"]
 MaskKind: TypeAlias = Literal["full", "causal", "window", "causal_window"]
 
@@ -34,6 +34,13 @@ class AttentionProblem:
     bias: None, or (dtype, broadcast over batch, broadcast over heads).
     alibi: None, "heads" for slopes (heads_q,) or "batch" for (batch, heads_q).
     score_mod: what an operation graph does to the scaled scores before softcap, ALiBi and bias, or None.
+
+    Of the layouts, "paged", "pointers" and "cache" keep K and V apart from the rows that are asked about: in pages of
+    ``page_size`` keys, in one array (heads_kv, seqlen_k, dim) a sequence, and in one array (batch, seqlen_k, heads_kv,
+    dim). There seqlen_k is the most keys that a sequence can have, total_k what the cache holds in all, and each
+    sequence's length comes with the data.
+    varlen_q: the rows of the sequences are packed, as in "varlen". tree_mask: see `PagedForward`; causal is False then.
+    num_splits: how many ranges the keys of a sequence are cut into, 0 where nobody asked.
     """
 
     direction: Direction = "forward"
@@ -65,11 +72,19 @@ class AttentionProblem:
     return_lse: bool = False
     page_size: int = 0
     score_mod: ScoreMod | None = None
+    varlen_q: bool = False
+    tree_mask: bool = False
+    num_splits: int = 0
 
     @property
     def gqa_ratio(self) -> int:
         """Query heads a KV head."""
         return self.heads_q // self.heads_kv
+
+    @property
+    def decoding(self) -> bool:
+        """K and V come from a cache with lengths of its own, whatever its form."""
+        return self.layout in ("paged", "pointers", "cache")
 
     @property
     def effective_window(self) -> tuple[int, int]:
@@ -135,6 +150,8 @@ class DispatchKey:
     descales: bool
     lse: bool
     page_size: int
+    varlen_q: bool
+    tree_mask: bool
     num_splits: int
     persistent: bool
     score_mod: ScoreMod | None = None
@@ -159,6 +176,11 @@ class DispatchKey:
     @property
     def varlen(self) -> bool:
         return self.layout == "varlen"
+
+    @property
+    def decoding(self) -> bool:
+        """K and V come from a cache with lengths of its own, whatever its form."""
+        return self.layout in ("paged", "pointers", "cache")
 
     @property
     def paged(self) -> bool:

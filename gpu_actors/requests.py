@@ -7,12 +7,14 @@ the arrays in it before the reply is done.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 __all__ = [
     "AttentionGradients",
     "AttentionOutput",
+    "BatchedDecode",
     "FlashBackward",
     "FlashForward",
     "PagedForward",
@@ -90,21 +92,32 @@ class FlashBackward(FlashForward):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PagedForward:
-    """Attention of new rows to keys and values in pages.
+    """Attention of new rows to keys and values that are kept in pages, or in one dense cache.
 
     q: (batch, rows, heads_q, head_dim), or (total_q, heads_q, head_dim) with ``cu_seqlens_q``: the last rows of each
-        sequence.
-    k_cache, v_cache: (num_blocks, page_size, heads_kv, head_dim).
-    block_table: int32 (batch, max_blocks); entries past a sequence's last page are never read.
-    cache_seqlens: int32 (batch,), keys of each sequence, the new ones included.
-    chunk_index, num_chunks: the position of this chunk of a prefill that was cut into chunks.
-    Other options as in `FlashForward`.
+        sequence, whose keys and values are in the cache already.
+    k_cache, v_cache: with ``block_table`` pages (num_blocks, page_size, heads_kv, head_dim), page_size a multiple of
+        8; without it a dense cache (batch, capacity, heads_kv, head_dim). q's dtype, or fp8 under a 16-bit q.
+    block_table: int32 (batch, max_blocks), the pages of each sequence in order; what lies past a sequence's last page
+        is never read.
+    cache_seqlens: int32 (batch,), keys of each sequence, the new ones included. A sequence may have none.
+    cu_seqlens_q, max_seqlen_q: as in `FlashForward`.
+    causal: keys after the row's own are hidden, the last row lying on the last key.
+    tree_mask: who sees whom among the new rows, in place of causal: row i sees every key that was there before, and new
+        key j where bit j of its number is set (uint64 or int64, shaped like q without heads and head_dim), or where
+        [..., i, j] is True (bool (batch, rows, rows), on the host). At most 64 rows a sequence.
+    q_descale, k_descale, v_descale: fp32 (batch, heads_kv), multiply fp8 operands.
+    num_splits: into how many ranges the keys of a sequence are cut; 0 leaves it to the planner. The same number gives
+        bitwise the same result whatever else is in the batch.
+    chunk_index, num_chunks: the position of this chunk of a prefill that was cut into chunks; checked, and otherwise
+        told by ``cache_seqlens``.
+    window_size, softmax_scale, softcap, alibi_slopes, sinks, sink_tokens, return_lse, out: as in `FlashForward`.
     """
 
     q: Array
     k_cache: Array
     v_cache: Array
-    block_table: Array
+    block_table: Array | None = None
     cache_seqlens: Array
     cu_seqlens_q: Array | None = None
     max_seqlen_q: int | None = None
@@ -115,8 +128,42 @@ class PagedForward:
     alibi_slopes: Array | None = None
     sinks: Array | None = None
     sink_tokens: int = 0
+    tree_mask: Array | None = None
+    q_descale: Array | None = None
+    k_descale: Array | None = None
+    v_descale: Array | None = None
+    num_splits: int = 0
     chunk_index: int = 0
     num_chunks: int = 1
+    return_lse: bool = False
+    out: Array | None = None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class BatchedDecode:
+    """Attention of one new row a sequence to a cache array a sequence.
+
+    q: (batch, heads_q, head_dim); so is the output, and the LSE is (batch, heads_q).
+    k_caches, v_caches: a list of one array (heads_kv, max_seq, head_dim) a sequence, all alike in shape, dtype and
+        strides, or one array (batch, heads_kv, max_seq, head_dim). The row's own key and value are in them already.
+    seq_lens: int32 or uint32 (batch,), keys of each sequence, the new one included. A sequence may have none.
+    Other options as in `PagedForward`.
+    """
+
+    q: Array
+    k_caches: Sequence[Array] | Array
+    v_caches: Sequence[Array] | Array
+    seq_lens: Array
+    window_size: tuple[int, int] = (-1, -1)
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+    alibi_slopes: Array | None = None
+    sinks: Array | None = None
+    sink_tokens: int = 0
+    q_descale: Array | None = None
+    k_descale: Array | None = None
+    v_descale: Array | None = None
+    num_splits: int = 0
     return_lse: bool = False
     out: Array | None = None
 

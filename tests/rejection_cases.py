@@ -45,13 +45,6 @@ def backward(**changes: Any) -> ga.FlashBackward:
     return ga.FlashBackward(**{**sound, **changes})
 
 
-def paged(**changes: Any) -> ga.PagedForward:
-    """A sound request over pages: 2 sequences, 1 row each, pages of 16 keys."""
-    sound: dict[str, Any] = {"q": array(2, 1, 4, 8), "k_cache": array(6, 16, 2, 8), "v_cache": array(6, 16, 2, 8)}
-    sound |= {"block_table": ints(0, 1, 2, 3).reshape(2, 2), "cache_seqlens": ints(20, 30)}
-    return ga.PagedForward(**{**sound, **changes})
-
-
 @dataclasses.dataclass
 class Case:
     """A request with what its refusal must say."""
@@ -231,67 +224,5 @@ BACKWARD = {
     "forward's own": Case(backward(softcap=-2.0), "softcap", -2.0, "must be >= 0"),
 }
 
-PAGED = {
-    "empty pool": Case(
-        paged(k_cache=array(0, 16, 2, 8), v_cache=array(0, 16, 2, 8)),
-        "k_cache",
-        "ndarray float32[0, 16, 2, 8]",
-        "must have at least one page: the pool is empty",
-    ),
-    "pages of 12": unsupported(
-        paged(k_cache=array(6, 12, 2, 8), v_cache=array(6, 12, 2, 8)), "page_size", 12, "a multiple of 8 rows", 16
-    ),
-    "pages of 4": unsupported(
-        paged(k_cache=array(6, 4, 2, 8), v_cache=array(6, 4, 2, 8)), "page_size", 4, "a multiple of 8 rows", 8
-    ),
-    "pages of 1": unsupported(
-        paged(k_cache=array(6, 1, 2, 8), v_cache=array(6, 1, 2, 8)), "page_size", 1, "a multiple of 8 rows", 8
-    ),
-    "the pool's head_dim": Case(
-        paged(k_cache=array(6, 16, 2, 16)), "k_cache", "ndarray float32[6, 16, 2, 16]", "must have q's head_dim, 8"
-    ),
-    "v_cache's pages": Case(
-        paged(v_cache=array(5, 16, 2, 8)), "v_cache", "ndarray float32[5, 16, 2, 8]", "k_cache's blocks, page_size"
-    ),
-    "heads": Case(
-        paged(k_cache=array(6, 16, 3, 8), v_cache=array(6, 16, 3, 8)), "heads_kv", 3, "q's 4 heads must be a whole"
-    ),
-    "chunk index": Case(paged(chunk_index=2, num_chunks=2), "chunk_index", 2, "must be an int in [0, 1]"),
-    "negative chunk": Case(paged(chunk_index=-1), "chunk_index", -1, "must be an int in [0, 0]"),
-    "no chunks": Case(paged(num_chunks=0), "num_chunks", 0, "must be an int >= 1"),
-    "table's rows": Case(paged(block_table=ints(0, 1).reshape(1, 2)), "block_table", (1, 2), "must have 2 rows"),
-    "table's dtype": Case(
-        paged(block_table=np.zeros((2, 2), np.int64)), "block_table", "ndarray int64[2, 2]", "an array of int32"
-    ),
-    "table's columns": Case(paged(block_table=np.zeros((2, 0), np.int32)), "block_table", (2, 0), ">= 1 column"),
-    "no lengths": Case(paged(cache_seqlens=None), "cache_seqlens", None, "must be an int32 array (batch,)"),
-    "lengths of another batch": Case(
-        paged(cache_seqlens=ints(1, 2, 3)), "cache_seqlens", "ndarray int32[3]", "shape (2,)"
-    ),
-    "empty batch": Case(
-        paged(q=array(0, 1, 4, 8), block_table=np.zeros((0, 2), np.int32), cache_seqlens=ints()),
-        "q",
-        "ndarray float32[0, 1, 4, 8]",
-        "the batch is empty",
-    ),
-    "too many rows": Case(
-        paged(q=array(9, 4, 8), cu_seqlens_q=ints(0, 4, 9), max_seqlen_q=4),
-        "q",
-        9,
-        "more rows than batch * max_seqlen_q = 8",
-    ),
-    "softcap": Case(paged(softcap=-1.0), "softcap", -1.0, "must be >= 0"),
-    "pages of fp32 for a bf16 query": unsupported(
-        paged(q=array(2, 1, 4, 8, dtype=BF16)),
-        "kv_dtype",
-        "float32",
-        "pages hold q's dtype (bfloat16) or fp8",
-        "bfloat16",
-    ),
-}
-
-CASES = {
-    f"{kind}: {name}": case
-    for kind, cases in {"dense": DENSE, "varlen": VARLEN, "backward": BACKWARD, "paged": PAGED}.items()
-    for name, case in cases.items()
-}
+KINDS = {"dense": DENSE, "varlen": VARLEN, "backward": BACKWARD}
+CASES = {f"{kind}: {name}": case for kind, cases in KINDS.items() for name, case in cases.items()}

@@ -304,3 +304,25 @@ def test_a_torch_tensor_that_is_not_plain_memory_is_refused(torch: Any, change: 
     for name, value in change.items():
         setattr(tensor, name, value)
     assert words in refusal(tensor).reason
+
+
+@pytest.mark.parametrize(
+    "index",
+    [0, -1, (slice(1, 3), 2), (..., 0), (..., None), (slice(None), None), (0, ..., slice(1, None)), slice(2, 99), ...],
+    ids=str,
+)
+def test_views_of_a_device_array_lie_where_those_of_an_ndarray_do(index: Any) -> None:
+    host = np.arange(4 * 5 * 6, dtype=np.float32).reshape(4, 5, 6)[:, ::2].transpose(1, 0, 2)
+    base = host.__array_interface__["data"][0]
+    device = DeviceArray(base, host.shape, host.strides, host.dtype, 0)[index]
+    wanted = host[index]
+    assert device.shape == wanted.shape
+    assert device.address == wanted.__array_interface__["data"][0]
+    steps = zip(device.shape, device.strides, wanted.strides, strict=True)
+    assert all(extent == 1 or own == theirs for extent, own, theirs in steps)
+
+
+@pytest.mark.parametrize(("index", "error"), [(slice(None, None, 2), ValueError), (4, IndexError), (-5, IndexError)])
+def test_what_is_no_view_of_a_device_array_is_refused(index: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        DeviceArray(0, (4, 2), (8, 4), np.dtype(np.float32), 0)[index]

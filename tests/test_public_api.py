@@ -28,7 +28,7 @@ PUBLIC = (ga, gpu_actors.testing)
 PROMISED = set(
     """
     open_context GpuContext ContextOptions MockOptions EmulationOptions RestartPolicy Reply Health DeviceInfo
-    FlashForward FlashBackward PagedForward AttentionOutput AttentionGradients FlashAttnActor
+    FlashForward FlashBackward PagedForward BatchedDecode AttentionOutput AttentionGradients FlashAttnActor
     AttentionParams Mask MhaForward MhaOutput CudnnLikeActor
     KernelSource Cubin NvrtcActor AttentionProblem DispatchKey
     GpuActorsError RequestError InvalidRequest Unsupported Overloaded DeadlineExceeded RequestCancelled MockModeError

@@ -12,9 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rejection_cases import BF16, CASES, F8, F8_WIDE, array, backward, dense, fp8, ints, paged, varlen
+from cache_rejection_cases import CASES as CACHE_CASES
+from cache_rejection_cases import cached, decode, paged
+from rejection_cases import BF16, F8, F8_WIDE, array, backward, dense, fp8, ints, varlen
+from rejection_cases import CASES as PLAIN_CASES
 
 import gpu_actors as ga
+
+CASES = PLAIN_CASES | CACHE_CASES
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +51,7 @@ def test_a_request_that_cannot_be_answered_is_refused_by_name(ctx: ga.GpuContext
 def test_inspect_key_refuses_what_can_be_seen_without_the_data(ctx: ga.GpuContext, name: str) -> None:
     case = CASES[name]
     of_the_data = ("must begin with 0", "must not fall", "number of rows", "longest sequence", "in [0, 184467")
+    of_the_data += ("in the pool", "pool: ", "room for, ", "must not be negative")
     if any(reason in case.reason for reason in of_the_data):
         return
     with pytest.raises(case.error) as caught:
@@ -69,14 +75,8 @@ def test_fp8_is_refused_below_hopper(arch: str, dtype: Any) -> None:
     [
         backward(),
         backward(causal=True, window_size=(2, 0)),
-        paged(),
-        paged(q=array(5, 4, 8), cu_seqlens_q=ints(0, 2, 5)),
-        paged(chunk_index=1, num_chunks=2),
-        paged(
-            **{name: array(6, 16, 2, 8, dtype=F8) for name in ("k_cache", "v_cache")}, q=array(2, 1, 4, 8, dtype=BF16)
-        ),
     ],
-    ids=["backward", "backward with options", "paged", "paged varlen", "chunk", "fp8 pages"],
+    ids=["backward", "backward with options"],
 )
 @pytest.mark.parametrize("device", ["mock", "emulated"])
 def test_sound_requests_that_no_kernel_answers_yet_are_unsupported_on_every_device(device: str, request_: Any) -> None:
@@ -88,6 +88,24 @@ def test_sound_requests_that_no_kernel_answers_yet_are_unsupported_on_every_devi
     assert error.field
     assert len(error.reason.split()) >= 4, "a sentence"
     assert error.nearest is not None
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        paged(),
+        paged(q=array(5, 4, 8), cu_seqlens_q=ints(0, 2, 5)),
+        paged(chunk_index=1, num_chunks=2),
+        paged(
+            **{name: array(6, 16, 2, 8, dtype=F8) for name in ("k_cache", "v_cache")}, q=array(2, 1, 4, 8, dtype=BF16)
+        ),
+        cached(),
+        decode(),
+    ],
+    ids=["paged", "paged varlen", "chunk", "fp8 pages", "cached", "decode"],
+)
+def test_sound_requests_over_caches_are_answered(ctx: ga.GpuContext, request_: Any) -> None:
+    assert ctx.flash_attn.submit(request_).result(5.0).out.shape == request_.q.shape
 
 
 def test_sinks_need_no_mask_and_a_window_of_zero_is_the_rows_own_key(ctx: ga.GpuContext) -> None:
@@ -248,9 +266,8 @@ def test_no_value_of_any_field_harms_the_actor(ctx: ga.GpuContext, base: str) ->
     assert ctx.flash_attn.restarts == 0
 
 
-@pytest.mark.parametrize("kind", ["backward", "paged"])
-def test_no_value_of_any_field_harms_the_actor_in_other_messages(ctx: ga.GpuContext, kind: str) -> None:
-    sound = backward() if kind == "backward" else paged()
+def test_no_value_of_any_field_harms_the_actor_in_a_backward(ctx: ga.GpuContext) -> None:
+    sound = backward()
     logging.disable()
     for field in dataclasses.fields(sound):
         for value in GARBAGE:
@@ -258,6 +275,23 @@ def test_no_value_of_any_field_harms_the_actor_in_other_messages(ctx: ga.GpuCont
                 ctx.flash_attn.submit(dataclasses.replace(sound, **{field.name: value})).result(5.0)
             assert caught.value.field
     logging.disable(logging.NOTSET)
+    assert ctx.flash_attn.restarts == 0
+
+
+@pytest.mark.parametrize("sound", [paged(), cached(), decode()], ids=["paged", "cached", "decode"])
+def test_no_value_of_any_field_harms_the_actor_over_caches(ctx: ga.GpuContext, sound: Any) -> None:
+    fields = [field.name for field in dataclasses.fields(sound)]
+    refused = 0
+    logging.disable()
+    for field in fields:
+        for value in GARBAGE:
+            error = refusal(ctx.flash_attn.submit(dataclasses.replace(sound, **{field: value})))
+            if error is not None:
+                refused += 1
+                assert error.field.partition("[")[0] in {*fields, "dtype", "kv_dtype", "heads_kv", "head_dim"}
+                assert str(error)
+    logging.disable(logging.NOTSET)
+    assert refused > len(fields) * len(GARBAGE) // 2
     assert ctx.flash_attn.restarts == 0
 
 

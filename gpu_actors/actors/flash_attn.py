@@ -17,17 +17,19 @@ from gpu_actors.actors.attention import (
 from gpu_actors.actors.base import ServiceActor
 from gpu_actors.actors.call import Call
 from gpu_actors.actors.completion import Finish
+from gpu_actors.actors.decoding import Decoding, adopt_cache_request, cache_problem, decoding_output
+from gpu_actors.actors.decoding_calls import DecodingCalls
 from gpu_actors.actors.handle import ActorHandle
 from gpu_actors.actors.kernel_store import KernelStore
 from gpu_actors.devices.interface import Kernel
 from gpu_actors.errors import GpuActorsError, InvalidRequest, Unsupported
-from gpu_actors.kernels.dispatch import dispatch_key
+from gpu_actors.kernels.dispatch import FAMILIES, REFERENCE, KernelFamily, dispatch_key
 from gpu_actors.options import MockOptions
 from gpu_actors.plans import PlanCache, PlanCacheStats
 from gpu_actors.problem import AttentionProblem, DispatchKey
 from gpu_actors.reply import Reply
-from gpu_actors.requests import Array, AttentionOutput, FlashBackward, FlashForward, PagedForward
-from gpu_actors.validation import backward_problem, forward_problem, paged_problem
+from gpu_actors.requests import Array, AttentionOutput, BatchedDecode, FlashBackward, FlashForward, PagedForward
+from gpu_actors.validation import backward_problem, forward_problem
 
 if TYPE_CHECKING:
     from gpu_actors.actors.post import Post
@@ -38,7 +40,7 @@ __all__ = ["FlashAttnActor", "FlashAttnHandle"]
 logger = logging.getLogger("gpu_actors")
 
 
-class FlashAttnHandle(ActorHandle):
+class FlashAttnHandle(DecodingCalls):
     """``ctx.flash_attn``."""
 
     __slots__ = ()
@@ -108,13 +110,14 @@ class FlashAttnHandle(ActorHandle):
         )
         return Reply(self.send(request, deadline, timeout, priority))
 
-    def inspect_key(self, request: FlashForward | FlashBackward | PagedForward) -> DispatchKey:
+    def inspect_key(self, request: FlashForward | FlashBackward | PagedForward | BatchedDecode) -> DispatchKey:
         """The dispatch key that a request would be answered by. Validates it and launches nothing.
 
         Raises `InvalidRequest` and `Unsupported` itself, for there is no reply.
         """
         services = self._post.services
-        return dispatch_key(problem_of(request, place_of(services)), services.device.info.arch)
+        problem = problem_of(request, place_of(services))
+        return dispatch_key(problem, services.device.info.arch, families_of(services, problem))
 
     def plan_cache_stats(self) -> PlanCacheStats:
         """hits, misses, evicted, entries of the cache of validated problems."""
@@ -135,6 +138,7 @@ class Attention:
         self.plans: PlanCache[AttentionPlan] = PlanCache(plans)
         compiles = info.runs_kernels or services.options.compile_on_mock
         self.kernels = KernelStore(post) if compiles else None
+        self.decoding = Decoding(self.arch, self.place, self.runs_kernels, self.accumulate)
 
     def plan(self, request: FlashForward, plain: bool) -> AttentionPlan:
         """The plan of an adopted request. plain: see `is_plain`."""
@@ -178,7 +182,7 @@ class Attention:
 
 
 class FlashAttnActor(ServiceActor):
-    """Takes `FlashForward`, `FlashBackward` and `PagedForward`."""
+    """Takes `FlashForward`, `FlashBackward`, `PagedForward` and `BatchedDecode`."""
 
     label: ClassVar[str] = "flash_attn"
     handle_type: ClassVar[type[ActorHandle]] = FlashAttnHandle
@@ -199,9 +203,24 @@ class FlashAttnActor(ServiceActor):
             finish = functools.partial(attention_output, like, message.out)
             attention.answer(self, call, request, plain, finish)
             return
+        if isinstance(message, PagedForward | BatchedDecode):
+            self._decode(call, message)
+            return
         # A sound request of a kind that no kernel here answers ends in the dispatch table's sentence.
         dispatch_key(problem_of(message, self._attention.place), self._attention.arch)
         raise Unsupported("message", type(message).__name__, "no kernel here answers it", "FlashForward")
+
+    def _decode(self, call: Call[Any], message: PagedForward | BatchedDecode) -> None:
+        try:
+            request, like = adopt_cache_request(message, self._attention.place, call.caller)
+            launch = self._attention.decoding.plan(request).bind(request)
+        except GpuActorsError:
+            raise
+        except Exception as error:
+            raise unreadable(message, error) from error
+        finish = functools.partial(decoding_output, isinstance(message, BatchedDecode), like, message.out)
+        if call.begin_launch():
+            self.launch((call,), launch, finish)
 
 
 def place_of(services: Services) -> str:
@@ -217,13 +236,20 @@ def problem_of(request: object, place: str) -> AttentionProblem:
             return backward_problem(request)
         if isinstance(request, FlashForward):
             return forward_problem(adopt_arrays(request, is_plain(request), place)[0])
-        if isinstance(request, PagedForward):
-            return paged_problem(request)
+        if isinstance(request, PagedForward | BatchedDecode):
+            return cache_problem(adopt_cache_request(request, place)[0])
     except GpuActorsError:
         raise
     except Exception as error:
         raise unreadable(request, error) from error
-    raise InvalidRequest("message", type(request).__name__, "must be FlashForward, FlashBackward or PagedForward")
+    kinds = "FlashForward, FlashBackward, PagedForward or BatchedDecode"
+    raise InvalidRequest("message", type(request).__name__, f"must be {kinds}")
+
+
+def families_of(services: Services, problem: AttentionProblem) -> tuple[KernelFamily, ...]:
+    """The kernels to choose from: where NumPy computes, it takes over caches that no kernel takes."""
+    oracle = problem.decoding and not services.device.info.runs_kernels
+    return (*FAMILIES, REFERENCE) if oracle else FAMILIES
 
 
 def unreadable(request: object, error: Exception) -> InvalidRequest:

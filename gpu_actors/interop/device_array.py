@@ -68,6 +68,34 @@ class DeviceArray:
         strides = tuple(self.strides[axis] for axis in order)
         return dataclasses.replace(self, shape=shape, strides=strides, source=None)
 
+    def __getitem__(self, index: Any) -> DeviceArray:
+        """A view: ints, slices of step 1, None for a new axis, and an ellipsis, as for an ndarray."""
+        given = list(index) if isinstance(index, tuple) else [index]
+        missing = [slice(None)] * (self.ndim - sum(part is not None and part is not ... for part in given))
+        where = given.index(...) if ... in given else len(given)
+        address = self.address
+        shape: list[int] = []
+        strides: list[int] = []
+        axes = iter(zip(self.shape, self.strides, strict=True))
+        for part in (*given[:where], *missing, *given[where + 1 :]):
+            if part is None:
+                shape.append(1)
+                strides.append(0)
+                continue
+            extent, stride = next(axes)
+            if isinstance(part, slice):
+                start, stop, step = part.indices(extent)
+                if step != 1:
+                    raise ValueError(f"{part}: views of device arrays have step 1")
+                address += start * stride
+                shape.append(max(0, stop - start))
+                strides.append(stride)
+            elif -extent <= part < extent:
+                address += (part % extent) * stride
+            else:
+                raise IndexError(f"index {part} is out of range for an axis of {extent}")
+        return dataclasses.replace(self, address=address, shape=tuple(shape), strides=tuple(strides), source=None)
+
     def view(self, dtype: np.dtype[Any]) -> DeviceArray:
         """The same bits read as another dtype of the same size."""
         if dtype.itemsize != self.itemsize:

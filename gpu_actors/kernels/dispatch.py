@@ -50,8 +50,8 @@ class Verdict(NamedTuple):
 def _simple_refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
     if problem.direction != "forward":
         return Unsupported("direction", problem.direction, "forward_simple computes no gradients", "forward")
-    if problem.layout == "paged":
-        return Unsupported("layout", problem.layout, "forward_simple reads no block tables", "varlen")
+    if problem.layout not in ("dense", "varlen"):
+        return Unsupported("layout", problem.layout, "forward_simple reads no caches", "varlen")
     return None
 
 
@@ -62,8 +62,8 @@ _SMALLEST_SCALE = 2.0**-100
 def _mma_refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
     if problem.direction != "forward":
         return Unsupported("direction", problem.direction, "forward_mma computes no gradients", "forward")
-    if problem.layout == "paged":
-        return Unsupported("layout", problem.layout, "forward_mma reads no block tables", "varlen")
+    if problem.layout not in ("dense", "varlen"):
+        return Unsupported("layout", problem.layout, "forward_mma reads no caches", "varlen")
     if problem.dtype not in ("float16", "bfloat16", "float32"):
         return Unsupported("dtype", problem.dtype, "forward_mma multiplies f16, bf16 and tf32", "bfloat16")
     if problem.compute == "f32":
@@ -157,6 +157,8 @@ def _key(family: KernelFamily, problem: AttentionProblem, arch: str) -> Dispatch
         descales=problem.descales,
         lse=problem.return_lse,
         page_size=problem.page_size,
+        varlen_q=problem.varlen_q,
+        tree_mask=problem.tree_mask,
         num_splits=family.num_splits,
         persistent=family.persistent,
         score_mod=problem.score_mod,

@@ -17,7 +17,18 @@ __all__ = ["check_key"]
 _CHOICES = {"direction": Direction, "layout": Layout, "mask": MaskKind, "alignment": Alignment}
 _NAMES = ("dtype", "kv_dtype", "out_dtype", "compute")
 _COUNTS = {"head_dim": 1, "head_dim_v": 1, "gqa_ratio": 1, "page_size": 0, "num_splits": 1}
-_FLAGS = ("softcap", "alibi", "sinks", "sink_tokens", "dropout", "descales", "lse", "persistent")
+_FLAGS = (
+    "softcap",
+    "alibi",
+    "sinks",
+    "sink_tokens",
+    "dropout",
+    "descales",
+    "lse",
+    "varlen_q",
+    "tree_mask",
+    "persistent",
+)
 _SEQLEN = 128
 
 
@@ -105,4 +116,6 @@ def _problem(key: DispatchKey) -> AttentionProblem:
         return_lse=key.lse,
         page_size=key.page_size,
         score_mod=key.score_mod,
+        varlen_q=key.varlen_q,
+        tree_mask=key.tree_mask,
     )

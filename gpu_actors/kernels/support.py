@@ -137,6 +137,10 @@ def _kv_dtype_mixed(problem: AttentionProblem, arch: str) -> Finding:
         return None
     if ELEMENTS[problem.dtype].fp8:
         reason = f"fp8 queries ({problem.dtype}) need keys and values of the same fp8 type"
+    elif problem.decoding and ELEMENTS[problem.kv_dtype].fp8 and ELEMENTS[problem.dtype].itemsize == 2:
+        return None
+    elif problem.decoding:
+        reason = f"a cache holds q's dtype ({problem.dtype}), or fp8 under a 16-bit q"
     else:
         reason = f"keys and values must have q's dtype, {problem.dtype}: no kernel here reads mixed dtypes"
     return Unsupported("kv_dtype", problem.kv_dtype, reason, problem.dtype)

@@ -4,6 +4,7 @@ It is what every kernel is tested against and what the mock device answers with.
 `arguments` checks the request and cuts it into pieces that fit in cache, `masks` says who sees whom,
 `softmax` turns a piece's scores into weights, `forward` puts them together and `backward` takes them apart again.
 `low_precision` is the same formula with every step rounded to the input dtype, the yardstick of the tolerance rule.
+`paged` gathers what lies in pages and caches.
 """
 
 from __future__ import annotations
@@ -12,13 +13,19 @@ from gpu_actors.reference.backward import ReferenceGradients, attention_backward
 from gpu_actors.reference.forward import ReferenceOutput, attention_forward
 from gpu_actors.reference.low_precision import attention_backward_low, attention_forward_low
 from gpu_actors.reference.masks import visible_keys
+from gpu_actors.reference.paged import Gathered, gather_cache, gather_caches, gather_pages, paged_attention_forward
 
 __all__ = [
+    "Gathered",
     "ReferenceGradients",
     "ReferenceOutput",
     "attention_backward",
     "attention_backward_low",
     "attention_forward",
     "attention_forward_low",
+    "gather_cache",
+    "gather_caches",
+    "gather_pages",
+    "paged_attention_forward",
     "visible_keys",
 ]

@@ -48,6 +48,10 @@ class Piece:
         """This piece of an LSE-like array, as (batch, heads, rows)."""
         return array[self.first : self.stop] if self.tokens is None else array[None, :, self.tokens[0]]
 
+    def tree_rows(self, array: Array) -> Array:
+        """The tree masks (rows,) of a piece of one sequence."""
+        return array[self.first] if self.tokens is None else array[self.tokens[0]]
+
     def batched(self, array: Array) -> Array:
         """This piece of an array whose first axis is the batch, or 1."""
         return array if len(array) == 1 else array[self.first : self.stop]
@@ -76,6 +80,7 @@ class Arguments:
     q_descale: Array | None = None
     k_descale: Array | None = None
     v_descale: Array | None = None
+    tree_mask: Array | None = None
 
     def __post_init__(self) -> None:
         self._check_layout()
@@ -85,6 +90,7 @@ class Arguments:
         _check_shape("alibi_slopes", self.alibi_slopes, (heads,), (batch, heads))
         for name in ("q_descale", "k_descale", "v_descale"):
             _check_shape(name, getattr(self, name), (batch, heads_kv))
+        _check_shape("tree_mask", self.tree_mask, self.q.shape[:-2])
         if self.bias is not None:
             if self.varlen:
                 raise InvalidRequest("bias", _describe(self.bias), "a varlen batch takes no bias: its rows are ragged")
@@ -125,6 +131,8 @@ class Arguments:
         if self.cu_seqlens_q is None or self.cu_seqlens_k is None:
             seqlen_q, seqlen_k = self.q.shape[1], self.k.shape[1]
             step = max(1, block_elements // max(1, self.heads * seqlen_q * seqlen_k))
+            if self.tree_mask is not None:
+                step = 1  # every sequence has a mask of its own
             for first in range(0, self.batch, step):
                 stop = min(first + step, self.batch)
                 yield Piece(first=first, stop=stop, tokens=None, seqlen_q=seqlen_q, seqlen_k=seqlen_k)

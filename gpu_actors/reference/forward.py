@@ -74,6 +74,7 @@ def attention_forward(
     q_descale: Array | None = None,
     k_descale: Array | None = None,
     v_descale: Array | None = None,
+    tree_mask: Array | None = None,
     accumulate: Literal["float64", "float32"] = "float64",
     with_magnitude: bool = False,
 ) -> ReferenceOutput:
@@ -94,6 +95,8 @@ def attention_forward(
     dropout_p, dropout_seed: probabilities whose Philox draw (`gpu_actors.philox`) falls below p are zeroed,
         the others scaled by 1 / (1 - p); the LSE does not notice.
     q_descale, k_descale, v_descale: (batch, heads_kv) factors of q, k and v.
+    tree_mask: uint64, shaped like q without heads and dim: bit j of a row's number is set where it sees key j of
+        the last seqlen_q keys of its sequence. Earlier keys are not its matter.
 
     A row that sees no key has out 0 and LSE -inf, or the sink's logit. NaN and infinities of keys, values
     or biases that a row does not see do not reach it; those that it sees do, as IEEE arithmetic has it.
@@ -119,6 +122,7 @@ def attention_forward(
         q_descale=q_descale,
         k_descale=k_descale,
         v_descale=v_descale,
+        tree_mask=tree_mask,
     )
     return evaluate(arguments, np.dtype(accumulate), with_magnitude=with_magnitude)
 

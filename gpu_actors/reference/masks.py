@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["key_distance", "visible_keys"]
+__all__ = ["hide_by_tree", "key_distance", "visible_keys"]
 
 
 def _diagonal(rows: npt.NDArray[Any], seqlen_q: int, seqlen_k: int, alignment: str) -> npt.NDArray[Any]:
@@ -47,6 +47,20 @@ def visible_keys(
     if causal:
         visible &= keys <= diagonal
     return visible
+
+
+def hide_by_tree(
+    visible: npt.NDArray[np.bool_] | None, bits: npt.NDArray[Any], seqlen_q: int, seqlen_k: int
+) -> npt.NDArray[np.bool_]:
+    """What is left of ``visible`` (R, seqlen_k) once new keys that a row's tree does not hold are hidden from it.
+
+    bits: uint64 (R,), of the rows in question. The last seqlen_q keys are new; bit j is new key j.
+    """
+    keys = np.arange(max(0, seqlen_k - seqlen_q), seqlen_k)
+    held = np.ones((bits.size, seqlen_k), dtype=np.bool_) if visible is None else visible.copy()
+    shifts = (keys - (seqlen_k - seqlen_q)).astype(np.uint64)
+    held[:, keys] &= (bits.astype(np.uint64)[:, None] >> shifts & np.uint64(1)).astype(np.bool_)
+    return held
 
 
 def key_distance(rows: npt.NDArray[Any], seqlen_q: int, seqlen_k: int, alignment: str) -> npt.NDArray[Any]:

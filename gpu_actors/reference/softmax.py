@@ -15,7 +15,7 @@ import numpy as np
 
 from gpu_actors.philox import dropout_keep
 from gpu_actors.reference.arguments import Arguments, Array, Piece
-from gpu_actors.reference.masks import key_distance, visible_keys
+from gpu_actors.reference.masks import hide_by_tree, key_distance, visible_keys
 
 __all__ = [
     "Operands",
@@ -132,6 +132,9 @@ def mask_scores(
         window_size=arguments.window_size,
         sink_tokens=arguments.sink_tokens,
     )
+    if arguments.tree_mask is not None:
+        bits = piece.tree_rows(arguments.tree_mask)[tile]
+        visible = hide_by_tree(visible, bits, piece.seqlen_q, piece.seqlen_k)
     if visible is not None:
         np.copyto(scores, -np.inf, where=~visible)
     return scores, visible

@@ -1,16 +1,17 @@
-"""From a `PagedForward` message to its `AttentionProblem`."""
+"""From `PagedForward` and `BatchedDecode` messages to their `AttentionProblem`."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from gpu_actors.errors import Unsupported
-from gpu_actors.problem import AttentionProblem
-from gpu_actors.requests import PagedForward
+from gpu_actors.errors import InvalidRequest, Unsupported
+from gpu_actors.problem import AttentionProblem, Layout
+from gpu_actors.requests import BatchedDecode, PagedForward
 from gpu_actors.validation.fields import (
     FP8,
     describe,
+    dtype_name,
     dtype_of,
     expect,
     flag,
@@ -23,75 +24,167 @@ from gpu_actors.validation.fields import (
 )
 from gpu_actors.validation.forward import longest
 
-__all__ = ["paged_problem"]
+__all__ = ["MAX_SPLITS", "MAX_TREE_ROWS", "check_page_size", "decode_problem", "paged_problem"]
 
-_CACHE = "num_blocks, page_size, heads_kv, head_dim"
+MAX_TREE_ROWS = 64
+MAX_SPLITS = 256  # more than any device has use for, and partial results take memory
+
+_PAGES = "num_blocks, page_size, heads_kv, head_dim"
+_DENSE = "batch, capacity, heads_kv, head_dim"
+_POINTERS = "heads_kv, max_seq, head_dim"
+_QUERY = "batch, rows, heads, head_dim"
+
+
+class _Sizes(NamedTuple):
+    """The sizes of a problem over a cache, named as in `AttentionProblem`."""
+
+    layout: Layout
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    total_q: int
+    total_k: int
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    page_size: int = 0
+    varlen_q: bool = False
 
 
 def paged_problem(request: PagedForward) -> AttentionProblem:
-    """The problem that a request poses. Raises `InvalidRequest` and `Unsupported`."""
-    blocks, page_size, heads_kv, head_dim_k = shape_of("k_cache", request.k_cache, _CACHE)
-    blocks_v, page_v, heads_v, head_dim_v = shape_of("v_cache", request.v_cache, _CACHE)
-    expect(blocks >= 1, "k_cache", describe(request.k_cache), "must have at least one page: the pool is empty")
-    same = (blocks_v, page_v, heads_v) == (blocks, page_size, heads_kv)
-    expect(same, "v_cache", describe(request.v_cache), "must have k_cache's blocks, page_size and heads")
-    _check_page_size(page_size)
-    batch, seqlen_q, total_q, heads_q, head_dim = _query_shape(request)
-    heads_ratio(heads_q, heads_kv)
-    reason = f"must have q's head_dim, {head_dim}"
-    expect(head_dim_k == head_dim, "k_cache", describe(request.k_cache), reason)
-    table = shape_of("block_table", request.block_table, "batch, max_blocks")
-    expect(table[0] == batch and table[1] >= 1, "block_table", table, f"must have {batch} rows and >= 1 column")
-    optional_array("block_table", request.block_table, (table,), ("int32",))
+    """The problem that a request poses.
+
+    Reads shapes, dtypes and options, not data: `check_lengths` and `check_block_table` look at each request's own.
+    Raises `InvalidRequest` and `Unsupported`.
+    """
+    sizes = _paged_sizes(request)
     expect(request.cache_seqlens is not None, "cache_seqlens", None, "must be an int32 array (batch,)")
-    optional_array("cache_seqlens", request.cache_seqlens, ((batch,),), ("int32",))
+    optional_array("cache_seqlens", request.cache_seqlens, ((sizes.batch,),), ("int32",))
     chunks = integer("num_chunks", request.num_chunks, 1)
     integer("chunk_index", request.chunk_index, 0, chunks - 1)
-    dtype, kv_dtype = dtype_of("q", request.q), dtype_of("k_cache", request.k_cache)
-    expect(dtype_of("v_cache", request.v_cache) == kv_dtype, "v_cache", describe(request.v_cache), "as k_cache")
-    if kv_dtype != dtype and kv_dtype not in FP8:
-        raise Unsupported("kv_dtype", kv_dtype, f"pages hold q's dtype ({dtype}) or fp8", dtype)
-    softcap = real("softcap", request.softcap)
-    expect(softcap >= 0, "softcap", softcap, "must be >= 0; 0 leaves the scores as they are")
-    scale = request.softmax_scale
-    out_dtype = "bfloat16" if dtype in FP8 else dtype
-    return AttentionProblem(
-        layout="paged",
+    caches = (("k_cache", request.k_cache), ("v_cache", request.v_cache))
+    tree = _tree_mask(request.tree_mask, sizes, request.q)
+    # A tree says who sees whom among the new rows, and so does causal: one of them at a time.
+    causal = flag("causal", request.causal) and not tree
+    return _problem(request, sizes, caches, causal, tree)
+
+
+def decode_problem(request: BatchedDecode) -> AttentionProblem:
+    """The problem that a request poses. Raises as `paged_problem`."""
+    batch, heads_q, head_dim = shape_of("q", request.q, "batch, heads, head_dim")
+    expect(batch >= 1, "q", describe(request.q), "must hold at least one sequence: the batch is empty")
+    k, shape_k = _one_of_the_caches("k_caches", request.k_caches, batch)
+    v, shape_v = _one_of_the_caches("v_caches", request.v_caches, batch)
+    heads_kv, max_seq, head_dim_k = shape_k
+    expect(max_seq >= 1, "k_caches", shape_k, "must have room for at least one key")
+    expect(shape_v[:2] == shape_k[:2], "v_caches", shape_v, f"must have k_caches' heads and max_seq, {shape_k[:2]}")
+    sizes = _Sizes(
+        layout="pointers",
         batch=batch,
-        seqlen_q=seqlen_q,
-        seqlen_k=table[1] * page_size,
-        total_q=total_q,
-        total_k=blocks * page_size,
+        seqlen_q=1,
+        seqlen_k=max_seq,
+        total_q=batch,
+        total_k=batch * max_seq,
         heads_q=heads_q,
         heads_kv=heads_kv,
         head_dim=head_dim,
-        head_dim_v=head_dim_v,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        out_dtype=out_dtype,
-        compute={"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}.get(dtype, "fp8"),
-        softmax_scale=1.0 / math.sqrt(head_dim) if scale is None else real("softmax_scale", scale),
-        causal=flag("causal", request.causal),
-        window=window(request.window_size),
-        softcap=softcap,
-        alibi=_alibi(request.alibi_slopes, batch, heads_q),
-        sinks=optional_array("sinks", request.sinks, ((heads_q,),), ("float32", out_dtype)) is not None,
-        sink_tokens=integer("sink_tokens", request.sink_tokens, 0),
-        return_lse=flag("return_lse", request.return_lse),
-        page_size=page_size,
+        head_dim_v=shape_v[2],
     )
+    _check_heads_and_dims(sizes, head_dim_k, "k_caches", k)
+    expect(request.seq_lens is not None, "seq_lens", None, "must be an int32 or uint32 array (batch,)")
+    optional_array("seq_lens", request.seq_lens, ((batch,),), ("int32", "uint32"))
+    return _problem(request, sizes, (("k_caches", k), ("v_caches", v)), False, False)
 
 
-def _check_page_size(page_size: int) -> None:
+def check_page_size(page_size: int) -> None:
+    """Raise `Unsupported` unless kernels read pages of that many keys."""
     if page_size < 8 or page_size % 8:
         nearest = max(8, 8 * round(page_size / 8))
         raise Unsupported("page_size", page_size, "pages hold a multiple of 8 rows", nearest)
 
 
+def _problem(
+    request: PagedForward | BatchedDecode,
+    sizes: _Sizes,
+    caches: tuple[tuple[str, Any], tuple[str, Any]],
+    causal: bool,
+    tree: bool,
+) -> AttentionProblem:
+    dtype, kv_dtype = _dtypes(request.q, caches)
+    out_dtype = "bfloat16" if dtype in FP8 else dtype
+    batch, heads_q = sizes.batch, sizes.heads_q
+    softcap = real("softcap", request.softcap)
+    expect(softcap >= 0, "softcap", softcap, "must be >= 0; 0 leaves the scores as they are")
+    scale = request.softmax_scale
+    if request.out is not None:
+        wanted = (*map(int, request.q.shape[:-1]), sizes.head_dim_v)
+        optional_array("out", request.out, (wanted,), (out_dtype,))
+    return AttentionProblem(
+        **sizes._asdict(),
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        out_dtype=out_dtype,
+        compute={"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}.get(dtype, "fp8"),
+        softmax_scale=1.0 / math.sqrt(sizes.head_dim) if scale is None else real("softmax_scale", scale),
+        causal=causal,
+        window=window(request.window_size),
+        softcap=softcap,
+        alibi=_alibi(request.alibi_slopes, batch, heads_q),
+        sinks=optional_array("sinks", request.sinks, ((heads_q,),), ("float32", out_dtype)) is not None,
+        sink_tokens=integer("sink_tokens", request.sink_tokens, 0),
+        descales=_descales(request, dtype, kv_dtype, (batch, sizes.heads_kv)),
+        return_lse=flag("return_lse", request.return_lse),
+        tree_mask=tree,
+        num_splits=integer("num_splits", request.num_splits, 0, MAX_SPLITS),
+    )
+
+
+def _paged_sizes(request: PagedForward) -> _Sizes:
+    paged = request.block_table is not None
+    axes = _PAGES if paged else _DENSE
+    blocks, page_size, heads_kv, head_dim_k = shape_of("k_cache", request.k_cache, axes)
+    blocks_v, page_v, heads_v, head_dim_v = shape_of("v_cache", request.v_cache, axes)
+    if paged:
+        expect(blocks >= 1, "k_cache", describe(request.k_cache), "must have at least one page: the pool is empty")
+    same = (blocks_v, page_v, heads_v) == (blocks, page_size, heads_kv)
+    agree = "must have k_cache's blocks, page_size and heads" if paged else "must have k_cache's batch, rows and heads"
+    expect(same, "v_cache", describe(request.v_cache), agree)
+    if paged:
+        check_page_size(page_size)
+    batch, seqlen_q, total_q, heads_q, head_dim = _query_shape(request)
+    if paged:
+        table = shape_of("block_table", request.block_table, "batch, max_blocks")
+        expect(table[0] == batch and table[1] >= 1, "block_table", table, f"must have {batch} rows and >= 1 column")
+        optional_array("block_table", request.block_table, (table,), ("int32",))
+        seqlen_k = table[1] * page_size
+    else:
+        expect(blocks == batch, "k_cache", describe(request.k_cache), f"must have q's batch, {batch}")
+        expect(page_size >= 1, "k_cache", describe(request.k_cache), "must have room for at least one key")
+        seqlen_k, page_size = page_size, 0
+    sizes = _Sizes(
+        layout="paged" if paged else "cache",
+        batch=batch,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        total_q=total_q,
+        total_k=blocks * page_v,
+        heads_q=heads_q,
+        heads_kv=heads_kv,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        page_size=page_size,
+        varlen_q=request.cu_seqlens_q is not None,
+    )
+    _check_heads_and_dims(sizes, head_dim_k, "k_cache", request.k_cache)
+    return sizes
+
+
 def _query_shape(request: PagedForward) -> tuple[int, int, int, int, int]:
     if request.cu_seqlens_q is None:
-        batch, rows, heads, head_dim = shape_of("q", request.q, "batch, rows, heads, head_dim")
+        batch, rows, heads, head_dim = shape_of("q", request.q, _QUERY)
         total = batch * rows
+        expect(request.max_seqlen_q is None, "max_seqlen_q", request.max_seqlen_q, "goes with cu_seqlens_q only")
     else:
         total, heads, head_dim = shape_of("q", request.q, "total, heads, head_dim")
         batch = shape_of("cu_seqlens_q", request.cu_seqlens_q, "batch + 1")[0] - 1
@@ -101,8 +194,58 @@ def _query_shape(request: PagedForward) -> tuple[int, int, int, int, int]:
         expect(total <= batch * rows, "q", total, f"has more rows than batch * max_seqlen_q = {batch * rows}")
     expect(batch >= 1, "q", describe(request.q), "must hold at least one sequence: the batch is empty")
     expect(rows >= 1, "q", describe(request.q), "must have at least one row a sequence")
-    expect(head_dim >= 1, "head_dim", head_dim, "must be >= 1")
-    return batch, rows, total, heads, head_dim
+    return batch, min(rows, max(1, total)), total, heads, head_dim
+
+
+def _check_heads_and_dims(sizes: _Sizes, head_dim_k: int, field: str, cache: Any) -> None:
+    heads_ratio(sizes.heads_q, sizes.heads_kv)
+    expect(sizes.head_dim >= 1, "head_dim", sizes.head_dim, "must be >= 1")
+    reason = f"must have q's head_dim, {sizes.head_dim}"
+    expect(head_dim_k == sizes.head_dim, field, describe(cache), reason)
+    expect(sizes.head_dim_v >= 1, field.replace("k_", "v_"), sizes.head_dim_v, "must have head_dim >= 1")
+
+
+def _one_of_the_caches(field: str, caches: Any, batch: int) -> tuple[Any, tuple[int, ...]]:
+    """(an array with the caches' dtype, the shape of each). All of a list must be alike."""
+    if not isinstance(caches, list | tuple):
+        shape = shape_of(field, caches, f"batch, {_POINTERS}")
+        expect(shape[0] == batch, field, describe(caches), f"must have a cache for each of {batch} sequences")
+        return caches, shape[1:]
+    expect(len(caches) == batch, field, len(caches), f"must be as many caches as q has sequences, {batch}")
+    first = caches[0]
+    shape = shape_of(f"{field}[0]", first, _POINTERS)
+    kind = (first.shape, first.dtype, getattr(first, "strides", None))
+    for index, cache in enumerate(caches):
+        if (getattr(cache, "shape", None), getattr(cache, "dtype", None), getattr(cache, "strides", None)) != kind:
+            reason = f"must have the shape, dtype and strides of {field}[0], {describe(first)}"
+            raise InvalidRequest(f"{field}[{index}]", describe(cache), reason)
+    return first, shape
+
+
+def _dtypes(q: Any, caches: tuple[tuple[str, Any], tuple[str, Any]]) -> tuple[str, str]:
+    (k_field, k), (v_field, v) = caches
+    dtype, kv_dtype = dtype_of("q", q), dtype_of(k_field, k)
+    expect(dtype_of(v_field, v) == kv_dtype, v_field, describe(v), f"must have {k_field}'s dtype, {kv_dtype}")
+    if kv_dtype != dtype and (kv_dtype not in FP8 or dtype not in ("float16", "bfloat16")):
+        choices = f"q's dtype ({dtype}) or fp8" if dtype in ("float16", "bfloat16") else f"q's dtype, {dtype}"
+        raise Unsupported("kv_dtype", kv_dtype, f"pages hold {choices}", dtype)
+    return dtype, kv_dtype
+
+
+def _tree_mask(mask: Any, sizes: _Sizes, q: Any) -> bool:
+    if mask is None:
+        return False
+    rows = sizes.seqlen_q
+    if rows > MAX_TREE_ROWS:
+        reason = f"a tree mask has a bit for each new row of a sequence, {MAX_TREE_ROWS} at most"
+        raise Unsupported("tree_mask", rows, reason, MAX_TREE_ROWS)
+    if dtype_name(mask) == "bool":
+        reason = "a bool tree mask goes with q of (batch, rows, heads, head_dim); give bits with cu_seqlens_q"
+        expect(not sizes.varlen_q, "tree_mask", describe(mask), reason)
+        optional_array("tree_mask", mask, ((sizes.batch, rows, rows),), ("bool",))
+    else:
+        optional_array("tree_mask", mask, (tuple(map(int, q.shape[:-2])),), ("uint64", "int64", "bool"))
+    return True
 
 
 def _alibi(slopes: Any, batch: int, heads: int) -> Literal["heads", "batch"] | None:
@@ -110,3 +253,16 @@ def _alibi(slopes: Any, batch: int, heads: int) -> Literal["heads", "batch"] | N
     if given is None:
         return None
     return "heads" if len(given) == 1 else "batch"
+
+
+def _descales(request: PagedForward | BatchedDecode, dtype: str, kv_dtype: str, shape: tuple[int, int]) -> bool:
+    given = False
+    for field, of in (("q_descale", dtype), ("k_descale", kv_dtype), ("v_descale", kv_dtype)):
+        array = getattr(request, field)
+        if array is None:
+            continue
+        side = "q" if field == "q_descale" else "the cache"
+        expect(of in FP8, field, describe(array), f"goes with fp8 operands only, and {side} is {of}")
+        optional_array(field, array, (shape,), ("float32",))
+        given = True
+    return given

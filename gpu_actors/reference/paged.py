@@ -1,0 +1,96 @@
+"""The oracle over caches: gather each sequence's keys and values, then `attention_forward` on packed sequences.
+
+What a sequence's length does not reach is never looked at: neither pages and table entries past its last page, nor
+rows past its last key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gpu_actors.reference.arguments import Array
+from gpu_actors.reference.forward import ReferenceOutput, attention_forward
+
+__all__ = ["Gathered", "gather_cache", "gather_caches", "gather_pages", "paged_attention_forward"]
+
+
+class Gathered(NamedTuple):
+    """Packed sequences. k, v: (total_k, heads_kv, dim). cu_seqlens_k: int32 (batch + 1,)."""
+
+    k: Array
+    v: Array
+    cu_seqlens_k: Array
+
+
+def gather_pages(k_cache: Array, v_cache: Array, block_table: Array, cache_seqlens: Array) -> Gathered:
+    """The sequences of pools (num_blocks, page_size, heads_kv, dim), by block_table (batch, max_blocks)."""
+    page_size = k_cache.shape[1]
+
+    def sequence(pool: Array, table: Array, length: int) -> Array:
+        pages = table[: -(-length // page_size)]
+        return pool[pages].reshape(-1, *pool.shape[2:])[:length]
+
+    lengths = [int(length) for length in cache_seqlens]
+    k, v = (
+        [sequence(pool, table, length) for table, length in zip(block_table, lengths, strict=True)]
+        for pool in (k_cache, v_cache)
+    )
+    return _packed(k, v, lengths)
+
+
+def gather_cache(k_cache: Array, v_cache: Array, cache_seqlens: Array) -> Gathered:
+    """The sequences of a dense cache (batch, capacity, heads_kv, dim)."""
+    lengths = [int(length) for length in cache_seqlens]
+    k, v = ([cache[:length] for cache, length in zip(caches, lengths, strict=True)] for caches in (k_cache, v_cache))
+    return _packed(k, v, lengths)
+
+
+def gather_caches(k_caches: Sequence[Array], v_caches: Sequence[Array], seq_lens: Array) -> Gathered:
+    """The sequences of one array (heads_kv, max_seq, dim) each."""
+    lengths = [int(length) for length in seq_lens]
+    k, v = (
+        [cache[:, :length].swapaxes(0, 1) for cache, length in zip(caches, lengths, strict=True)]
+        for caches in (k_caches, v_caches)
+    )
+    return _packed(k, v, lengths)
+
+
+def _packed(k: list[Array], v: list[Array], lengths: list[int]) -> Gathered:
+    ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    return Gathered(np.concatenate(k), np.concatenate(v), ends)
+
+
+def paged_attention_forward(
+    q: Array, cache: Gathered, *, cu_seqlens_q: Array | None = None, **options: Any
+) -> ReferenceOutput:
+    """`attention_forward` of new rows to sequences that were gathered from a cache.
+
+    q: (batch, rows, heads, dim), or (total_q, heads, dim) with cu_seqlens_q: the last rows of each sequence.
+    options: those of `attention_forward`. out is shaped like q with v's dim, lse (batch, heads, rows) or (heads,
+    total_q). A sequence's result is bitwise the same alone and in any batch.
+    """
+    if cu_seqlens_q is not None:
+        return attention_forward(
+            q, cache.k, cache.v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cache.cu_seqlens_k, **options
+        )
+    batch, rows = q.shape[:2]
+    if options.get("tree_mask") is not None:
+        options["tree_mask"] = options["tree_mask"].reshape(-1)
+    packed = attention_forward(
+        q.reshape(-1, *q.shape[2:]),
+        cache.k,
+        cache.v,
+        cu_seqlens_q=np.arange(batch + 1, dtype=np.int32) * np.int32(rows),
+        cu_seqlens_k=cache.cu_seqlens_k,
+        **options,
+    )
+
+    def dense(array: Array) -> Array:
+        return array.reshape(batch, rows, *array.shape[1:])
+
+    lse = packed.lse.reshape(-1, batch, rows).swapaxes(0, 1)
+    magnitude = None if packed.magnitude is None else dense(packed.magnitude)
+    return ReferenceOutput(dense(packed.out), lse, magnitude)
