@@ -324,22 +324,25 @@ def test_answers_survive_a_hostile_switch_interval() -> None:
 
 
 def test_the_bridge_benchmark_measures_both_sides_in_one_run() -> None:
-    figures = bridge.run(concurrency=(16,), latencies=100, requests=256)
+    figures = bridge.run(concurrency=(16,), latencies=100, requests=256, rounds=2)
     for loop in LOOPS:
         measured = figures[loop]
-        assert set(measured["latency_us"]) == {"service", "to_thread", "ratio"}
+        assert set(measured["latency_us"]) == {"service", "to_thread", "ratio", "ratio_of_each_round"}
+        assert len(measured["latency_us"]["ratio_of_each_round"]) == 2
         assert all(value > 0 for value in measured["throughput_k"]["16"].values())
     assert figures["two_loops"]["service"] > 0
 
 
-def test_an_empty_request_is_no_dearer_than_a_thread_of_the_loops_pool() -> None:
-    """The budget is "cheaper"; the margin is for machines that do other things meanwhile."""
-    with ga.open_context("mock", ga.ContextOptions(mock=NO_COMPUTE)) as ctx:
-        kinds = {"service": bridge._request(ctx), "to_thread": bridge._to_thread}
-        alone = run("asyncio", bridge._latencies(kinds, 600))
-        crowd = run("asyncio", bridge._throughputs(kinds, 256, 4096))
-    assert alone["ratio"] > 0.6, alone
-    assert crowd["ratio"] > 0.8, crowd
+@pytest.mark.parametrize("loop", LOOPS)
+def test_an_empty_request_is_cheaper_than_a_thread_of_the_loops_pool(loop: str) -> None:
+    """The budget. Measured again with fresh threads where the system had put them on a core that others kept busy."""
+    seen: list[tuple[float, float]] = []
+    while not any(alone >= 1.0 and crowd >= 1.0 for alone, crowd in seen):
+        assert len(seen) < 10, seen
+        with ga.open_context("mock", ga.ContextOptions(mock=NO_COMPUTE)) as ctx:
+            kinds = {"service": bridge._request(ctx), "to_thread": bridge._to_thread}
+            alone = run(loop, bridge._latencies(kinds, 300))["ratio"]
+            seen.append((alone, run(loop, bridge._throughputs(kinds, 256, 2048))["ratio"]))
 
 
 def test_the_import_benchmark_measures_the_package_beside_numpy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from service_support import Gate, answer, eventually, launches, raises, rows, ru
 from supervision_support import Sibling, Worker, alive, crash, hold, supervised
 
 import gpu_actors as ga
+from gpu_actors.actors.bell import Bell
 from gpu_actors.testing import MockClock
 
 pytestmark = pytest.mark.usefixtures("all_threads_end", "fresh_workers")
@@ -79,6 +80,20 @@ def test_requests_that_the_dead_incarnation_held_are_answered() -> None:
             with pytest.raises(ga.ActorFailed, match="failed while it held the request") as caught:
                 reply.result(5.0)
             assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_an_actor_that_cannot_sleep_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait, failures = Bell.wait, [OSError("bad file descriptor")]
+    with supervised() as (_, worker, _):
+
+        def fail_once(bell: Bell) -> None:
+            if failures and bell is worker._post.mailbox._bell:
+                raise failures.pop()
+            wait(bell)
+
+        monkeypatch.setattr(Bell, "wait", fail_once)
+        assert worker.submit(answer("awake")).result(5.0) == "awake"
+        alive(worker)
 
 
 def test_flash_attn_itself_is_replaced_when_it_raises(monkeypatch: pytest.MonkeyPatch) -> None:

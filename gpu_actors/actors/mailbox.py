@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from gpu_actors.actors.bell import Bell
 from gpu_actors.actors.call import DONE, Call
 from gpu_actors.actors.outbox import Outbox
 from gpu_actors.errors import GpuActorsError, Overloaded, RequestCancelled
@@ -69,8 +70,7 @@ class Mailbox:
         self._written_off = False
         self._idle_callbacks: list[Callable[[], None]] = []
         self._asleep = False
-        self._wake = threading.Lock()
-        self._wake.acquire()
+        self._bell: Bell | None = None
 
     # The sender's side
 
@@ -92,7 +92,7 @@ class Mailbox:
         if refusal is not None:
             call.fail(refusal)
         elif wake:
-            self._wake.release()
+            self._ring()
 
     def settled(self, call: Call[Any]) -> None:
         """Book a call that has just been answered. Called by the call itself, once."""
@@ -149,6 +149,7 @@ class Mailbox:
     def after_fork(self, reason: Callable[[], GpuActorsError]) -> None:
         """Close the child process's copy, which has no actor, and answer its calls."""
         self._lock = threading.Lock()
+        self._bell, self._asleep = None, False  # the parent's actor sleeps by that one
         self.close(reason)
         for call in list(self._unanswered):
             call.after_fork()
@@ -171,8 +172,11 @@ class Mailbox:
                     return []
                 if self._waiting and not self.saturated:
                     return self._pop(limit)
+                if self._bell is None:
+                    self._bell = Bell()
+                bell = self._bell
                 self._asleep = True
-            self._wake.acquire()
+            bell.wait()
 
     def give_back(self, calls: Iterable[Call[Any]]) -> None:
         """Queue calls again that were taken but not handled. They keep their place by age."""
@@ -184,7 +188,7 @@ class Mailbox:
                     self._push(call)
             wake = self._awaken()
         if wake:
-            self._wake.release()
+            self._ring()
 
     def park(self, call: Call[Any]) -> None:
         """Note that the call is kept by something that outlives the actor. It still counts towards the capacity."""
@@ -198,7 +202,7 @@ class Mailbox:
         with self._lock:
             wake = self._awaken()
         if wake:
-            self._wake.release()
+            self._ring()
 
     def launch_began(self, calls: int = 1) -> None:
         """Book a launch that answers so many calls."""
@@ -221,7 +225,7 @@ class Mailbox:
             wake = self._awaken()
             idle = self._take_idle_callbacks() if self._idle_callbacks else ()
         if wake:
-            self._wake.release()
+            self._ring()
         for callback in idle:
             callback()
 
@@ -266,6 +270,11 @@ class Mailbox:
             if call is not None:  # else it was answered while it waited
                 calls.append(call)
         return calls
+
+    def _ring(self) -> None:
+        # Outside the lock, which the woken thread takes first.
+        if self._bell is not None:
+            self._bell.ring()
 
     def _awaken(self) -> bool:
         asleep, self._asleep = self._asleep, False
