@@ -33,6 +33,7 @@ class AttentionProblem:
 
     bias: None, or (dtype, broadcast over batch, broadcast over heads).
     alibi: None, "heads" for slopes (heads_q,) or "batch" for (batch, heads_q).
+    deterministic: whether backward gives bitwise the same gradients every time.
     score_mod: what an operation graph does to the scaled scores before softcap, ALiBi and bias, or None.
 
     Of the layouts, "paged", "pointers" and "cache" keep K and V apart from the rows that are asked about: in pages of
@@ -71,6 +72,7 @@ class AttentionProblem:
     descales: bool = False
     return_lse: bool = False
     page_size: int = 0
+    deterministic: bool = False
     score_mod: ScoreMod | None = None
     varlen_q: bool = False
     tree_mask: bool = False
@@ -154,6 +156,7 @@ class DispatchKey:
     tree_mask: bool
     num_splits: int
     persistent: bool
+    deterministic: bool = False
     score_mod: ScoreMod | None = None
 
     def __str__(self) -> str:

@@ -161,5 +161,6 @@ def _key(family: KernelFamily, problem: AttentionProblem, arch: str) -> Dispatch
         tree_mask=problem.tree_mask,
         num_splits=family.num_splits,
         persistent=family.persistent,
+        deterministic=problem.deterministic,
         score_mod=problem.score_mod,
     )

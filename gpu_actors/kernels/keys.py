@@ -28,6 +28,7 @@ _FLAGS = (
     "varlen_q",
     "tree_mask",
     "persistent",
+    "deterministic",
 )
 _SEQLEN = 128
 
@@ -115,6 +116,7 @@ def _problem(key: DispatchKey) -> AttentionProblem:
         descales=key.descales,
         return_lse=key.lse,
         page_size=key.page_size,
+        deterministic=key.deterministic,
         score_mod=key.score_mod,
         varlen_q=key.varlen_q,
         tree_mask=key.tree_mask,

@@ -34,7 +34,7 @@ def backward_problem(request: FlashBackward) -> AttentionProblem:
     expect(given >= needed, "lse", describe(request.lse), f"holds {given} bytes where {needed} are needed")
     optional_array("lse", request.lse, (lse,), ("float32",))
     flag("deterministic", request.deterministic)
-    return dataclasses.replace(problem, direction="backward")
+    return dataclasses.replace(problem, direction="backward", deterministic=request.deterministic)
 
 
 def _count(shape: tuple[int, ...]) -> int:
