@@ -55,9 +55,10 @@ _CHILDREN: tuple[type[ServiceActor], ...] = (NvrtcActor, FlashAttnActor, CudnnLi
 class Health:
     """Whether a context answers, and why not.
 
-    state: "ready", "degraded" (a child is being restarted, or has stopped), "stalled" (the oldest launch has taken
-        half the hang timeout), "draining", "failed" or "stopped".
-    ready: send requests here. Only "ready" and "degraded" are, and only while none of the built-in actors has stopped.
+    state: "ready", "degraded" (a child is being restarted, or one of your own has stopped), "stalled" (the oldest
+        launch has taken half the hang timeout), "draining", "failed" (the device context is lost, or a built-in actor
+        has stopped) or "stopped".
+    ready: send requests here. True in the states "ready" and "degraded".
     reason: a sentence where the state is not "ready".
     actors: each child's own state. oldest_launch: seconds that the oldest unfinished launch has taken.
     """
@@ -108,11 +109,9 @@ class GpuContext:
         oldest = services.oldest_launch()
         age = None if oldest is None else services.clock.now() - oldest
         actors = {name: post.state for name, post in services.posts.items()}
+        # Everything below judges this one look at the actors, for they change meanwhile.
         state, reason = self._state(age, actors)
-        ready = state in ("ready", "degraded") and not any(
-            services.posts[actor.label].state == "stopped" for actor in _CHILDREN
-        )
-        return Health(state, ready, reason, services.generation, actors, age)
+        return Health(state, state in ("ready", "degraded"), reason, services.generation, actors, age)
 
     def stats(self) -> dict[str, ActorStats]:
         """Each actor's counts, by its label."""
@@ -190,6 +189,9 @@ class GpuContext:
             return "stopped", "the context is closed"
         if services.draining:
             return "draining", "the context is draining"
+        gone = [f"{actor.label} has stopped" for actor in _CHILDREN if actors[actor.label] in ("stopped", "failed")]
+        if gone:
+            return "failed", ", ".join(gone)
         if age is not None and age > services.hang_timeout / 2:
             return "stalled", f"a launch has not finished for {age:.1f} s"
         waiting = [f"{name} is {state}" for name, state in actors.items() if state != "running"]

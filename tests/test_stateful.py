@@ -251,6 +251,8 @@ class Service(RuleBasedStateMachine):
     # What holds in the end
 
     def check_answers(self) -> None:
+        # A thread may have answered a call and not yet come to count it.
+        eventually(lambda: all(settled[reply._call] for reply, _ in self.replies if reply.done()))
         for reply, value in self.replies:
             assert reply.done(), f"never answered: {reply}"
             assert settled[reply._call] == 1
