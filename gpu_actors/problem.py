@@ -106,9 +106,11 @@ class AttentionProblem:
 
     @property
     def flops(self) -> int:
-        """Multiply-adds times two of both matrix products of a full mask, halved for causal."""
+        """Multiply-adds times two of the matrix products of a full mask, halved for causal: two, and five backward."""
         pairs = self.total_q * self.seqlen_k
-        work = 2 * pairs * self.heads_q * (self.head_dim + self.head_dim_v)
+        backward = self.direction == "backward"
+        dims = 3 * self.head_dim + 2 * self.head_dim_v if backward else self.head_dim + self.head_dim_v
+        work = 2 * pairs * self.heads_q * dims
         return work // 2 if self.causal else work
 
     def repro(self) -> str:

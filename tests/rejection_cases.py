@@ -220,6 +220,42 @@ BACKWARD = {
         backward(lse=array(2, 4, 4, dtype=np.float64)), "lse", "ndarray float64[2, 4, 4]", "array of float32"
     ),
     "dout's shape": Case(backward(dout=array(2, 5, 4, 8)), "dout", "ndarray float32[2, 5, 4, 8]", "(2, 4, 4, 8)"),
+    "dout's dtype": Case(
+        backward(dout=array(2, 4, 4, 8, dtype=BF16)), "dout", "ndarray bfloat16[2, 4, 4, 8]", "an array of float32"
+    ),
+    "dout's layout": Case(
+        backward(dout=array(2, 4, 4, 8).transpose(0, 2, 1, 3)[:, :3]),
+        "dout",
+        "ndarray float32[2, 3, 4, 8]",
+        "(2, 4, 4, 8)",
+    ),
+    "out's shape": Case(backward(out=array(2, 4, 4, 9)), "out", "ndarray float32[2, 4, 4, 9]", "shape (2, 4, 4, 8)"),
+    "out's dtype": Case(
+        backward(out=array(2, 4, 4, 8, dtype=np.float16)), "out", "ndarray float16[2, 4, 4, 8]", "an array of float32"
+    ),
+    "lse's layout": Case(
+        backward(lse=array(2, 4, 4, 1)), "lse", "ndarray float32[2, 4, 4, 1]", "must be an array of float32"
+    ),
+    "a list for dout": Case(backward(dout=[1.0]), "dout", "list", "must be an array"),
+    "lse of a packed batch": Case(
+        ga.FlashBackward(
+            q=array(4, 4, 8),
+            k=array(6, 2, 8),
+            v=array(6, 2, 8),
+            cu_seqlens_q=ints(0, 1, 4),
+            cu_seqlens_k=ints(0, 2, 6),
+            out=array(4, 4, 8),
+            dout=array(4, 4, 8),
+            lse=array(4, 4, 1),
+        ),
+        "lse",
+        "ndarray float32[4, 4, 1]",
+        "shape (4, 4)",
+    ),
+    "return_lse": Case(backward(return_lse=True), "return_lse", True, "backward gives gradients alone"),
+    "descales": Case(
+        backward(q_descale=array(2, 2)), "q_descale", "ndarray float32[2, 2]", "goes with fp8 inputs only"
+    ),
     "deterministic": Case(backward(deterministic="yes"), "deterministic", "yes", "must be True or False"),
     "forward's own": Case(backward(softcap=-2.0), "softcap", -2.0, "must be >= 0"),
 }

@@ -131,7 +131,7 @@ BUGS = {
     "dropout is left out of dP": ("dprobabilities * factors", "dprobabilities * 1"),
     "dropout is left out of dV": ("step(probabilities * factors)", "step(probabilities * 1)"),
     "delta is left out": ("dprobabilities - delta", "dprobabilities - 0"),
-    "dQ is not scaled": ("tile.visible)) * scale", "tile.visible)) * 1"),
+    "dQ is not scaled": ("dscores.dtype.type(scale)", "1"),
     "the sinks' sign": ("self._dsinks -=", "self._dsinks +="),
     "dbias after the softcap": ("sums.add_reduced(tile, tile.dbias", "sums.add_reduced(tile, tile.dscores"),
     "only the last tile's dK and dV": ("keys += share.swapaxes(1, 2)", "keys[...] = share.swapaxes(1, 2)"),

@@ -78,9 +78,8 @@ def test_fp8_is_refused_below_hopper(arch: str, dtype: Any) -> None:
     ],
     ids=["backward", "backward with options"],
 )
-@pytest.mark.parametrize("device", ["mock", "emulated"])
-def test_sound_requests_that_no_kernel_answers_yet_are_unsupported_on_every_device(device: str, request_: Any) -> None:
-    with ga.open_context(device) as ctx:
+def test_gradients_that_no_kernel_computes_are_unsupported_where_kernels_run(request_: Any) -> None:
+    with ga.open_context("emulated") as ctx:
         with pytest.raises(ga.Unsupported) as caught:
             ctx.flash_attn.submit(request_).result(10.0)
         assert ctx.flash_attn.restarts == 0
@@ -235,6 +234,8 @@ BASES = {
     "varlen": varlen(),
     "options": dense(dropout_p=0.5, causal=True, window_size=(2, 2), sink_tokens=1, return_lse=True),
     "fp8": fp8(q_descale=array(2, 2)),
+    "backward": backward(),
+    "backward's options": backward(dropout_p=0.5, bias=array(1, 4, 4, 6), sinks=array(4), deterministic=True),
 }
 
 
@@ -250,7 +251,7 @@ def refusal(reply: ga.Reply[Any]) -> ga.RequestError | None:
 @pytest.mark.parametrize("base", BASES)
 def test_no_value_of_any_field_harms_the_actor(ctx: ga.GpuContext, base: str) -> None:
     """Every field of a sound request takes every kind of garbage: an answer, or a refusal that names a field."""
-    fields = [field.name for field in dataclasses.fields(ga.FlashForward)]
+    fields = [field.name for field in dataclasses.fields(BASES[base])]
     refused = 0
     logging.disable()
     for field in fields:
@@ -263,18 +264,6 @@ def test_no_value_of_any_field_harms_the_actor(ctx: ga.GpuContext, base: str) ->
                 assert str(error)
     logging.disable(logging.NOTSET)
     assert refused > len(fields) * len(GARBAGE) // 2
-    assert ctx.flash_attn.restarts == 0
-
-
-def test_no_value_of_any_field_harms_the_actor_in_a_backward(ctx: ga.GpuContext) -> None:
-    sound = backward()
-    logging.disable()
-    for field in dataclasses.fields(sound):
-        for value in GARBAGE:
-            with pytest.raises(ga.RequestError) as caught:
-                ctx.flash_attn.submit(dataclasses.replace(sound, **{field.name: value})).result(5.0)
-            assert caught.value.field
-    logging.disable(logging.NOTSET)
     assert ctx.flash_attn.restarts == 0
 
 

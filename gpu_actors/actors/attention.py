@@ -1,7 +1,7 @@
 """AttentionPlan: everything about a forward request that does not depend on its data.
 
 A request whose signature has been seen before finds its plan by one dictionary look-up; then only its arrays are
-bound. Shared by the actors that answer attention requests.
+bound. Shared by the actors that answer attention requests. `gradients` has the same for backward requests.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 import functools
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -20,10 +20,20 @@ from gpu_actors.kernels.arguments import pack_forward
 from gpu_actors.kernels.dispatch import dispatch_key
 from gpu_actors.kernels.variants import launch_geometry
 from gpu_actors.problem import AttentionProblem, DispatchKey
-from gpu_actors.requests import AttentionOutput, FlashForward
+from gpu_actors.requests import AttentionOutput, FlashBackward, FlashForward
 from gpu_actors.validation import check_cu_seqlens, check_output_memory, check_seed, forward_problem, longest
 
-__all__ = ["AttentionPlan", "adopt_arrays", "attention_output", "forward_plan", "is_plain", "signature"]
+__all__ = [
+    "AttentionPlan",
+    "adopt_arrays",
+    "attention_output",
+    "bound_inputs",
+    "forward_options",
+    "forward_plan",
+    "forward_signature",
+    "is_plain",
+    "rounded_inputs",
+]
 
 _OPTIONAL = (
     "alibi_slopes",
@@ -36,14 +46,17 @@ _OPTIONAL = (
     "v_descale",
 )
 _ARRAYS = ("q", "k", "v", *_OPTIONAL, "out")
+_BACKWARD_ARRAYS = (*_ARRAYS, "dout", "lse")
+
+Request = TypeVar("Request", FlashForward, FlashBackward)
 
 # What fp32 operands are rounded to before they are multiplied. "f16" keeps fp32's range: large ones stay finite.
 _ROUNDED = {"tf32": "tf32", "f16": "wide_float16", "bf16": "bfloat16"}
 
 
 def adopt_arrays(
-    request: FlashForward, plain: bool, device: str, streams: CallerStreams | None = None
-) -> tuple[FlashForward, Adopted | None]:
+    request: Request, plain: bool, device: str, streams: CallerStreams | None = None
+) -> tuple[Request, Adopted | None]:
     """The request over arrays that this package can read, and what its q was if that was no NumPy array.
 
     plain: see `is_plain`. device: "cpu" or "cuda:N", where arrays may lie besides the host. streams: the submitting
@@ -60,7 +73,7 @@ def adopt_arrays(
         return request, None
     changes: dict[str, Any] = {}
     like: Adopted | None = None
-    for name in _ARRAYS:
+    for name in _BACKWARD_ARRAYS if isinstance(request, FlashBackward) else _ARRAYS:
         array = getattr(request, name)
         if array is None or type(array) is np.ndarray:
             continue
@@ -72,7 +85,7 @@ def adopt_arrays(
     return (dataclasses.replace(request, **changes) if changes else request), like
 
 
-def signature(request: FlashForward, plain: bool) -> Hashable:
+def forward_signature(request: FlashForward, plain: bool) -> Hashable:
     """What decides the plan of an adopted request. plain: see `is_plain`.
 
     Hashing it raises TypeError where an option cannot be hashed.
@@ -164,15 +177,7 @@ class AttentionPlan:
         kernels: of `keys`; empty where the device runs none.
         """
         problem = self.problem
-        inputs = {"q": request.q, "k": request.k, "v": request.v}
-        if not plain:
-            for name in _OPTIONAL:
-                array = getattr(request, name)
-                if array is not None:
-                    inputs[name] = array
-        if problem.layout == "varlen":
-            check_cu_seqlens("cu_seqlens_q", request.cu_seqlens_q, problem.total_q, problem.seqlen_q)
-            check_cu_seqlens("cu_seqlens_k", request.cu_seqlens_k, problem.total_k, problem.seqlen_k)
+        inputs = bound_inputs(problem, request, plain)
         outputs = self.outputs
         if request.out is not None:
             check_output_memory(request.out, inputs)
@@ -185,6 +190,20 @@ class AttentionPlan:
             return Launch(self.key, inputs, outputs, oracle)
         step = Step(kernels[0], self.geometry, functools.partial(pack_forward, problem, dropout_seed=seed))
         return Launch(self.key, inputs, outputs, oracle, (step,))
+
+
+def bound_inputs(problem: AttentionProblem, request: FlashForward, plain: bool) -> dict[str, Any]:
+    """The operands of an adopted request by name. Checks sequence bounds that lie on the host."""
+    inputs = {"q": request.q, "k": request.k, "v": request.v}
+    if not plain:
+        for name in _OPTIONAL:
+            array = getattr(request, name)
+            if array is not None:
+                inputs[name] = array
+    if problem.layout == "varlen":
+        check_cu_seqlens("cu_seqlens_q", request.cu_seqlens_q, problem.total_q, problem.seqlen_q)
+        check_cu_seqlens("cu_seqlens_k", request.cu_seqlens_k, problem.total_k, problem.seqlen_k)
+    return inputs
 
 
 def forward_plan(
@@ -224,21 +243,36 @@ def _oracle(
 ) -> Outputs:
     # Only a mock device computes here, so only its programs pay for the import.
     from gpu_actors.reference import attention_forward
-    from gpu_actors.reference.low_precision import rounder
 
-    if problem.compute in _ROUNDED:
-        step = rounder(_ROUNDED[problem.compute])
-        inputs = {**inputs, **{name: step(inputs[name]) for name in ("q", "k", "v")}}
     reference = attention_forward(
-        **inputs,
-        causal=problem.causal,
-        alignment=problem.alignment,
-        window_size=problem.window,
-        softmax_scale=problem.softmax_scale,
-        softcap=problem.softcap,
-        sink_tokens=problem.sink_tokens,
-        dropout_p=problem.dropout_p,
+        **rounded_inputs(problem, inputs, ("q", "k", "v")),
+        **forward_options(problem),
         dropout_seed=dropout_seed,
         accumulate=accumulate,
     )
     return {"out": reference.out, "lse": reference.lse}
+
+
+def forward_options(problem: AttentionProblem) -> dict[str, Any]:
+    """The options of the problem as the oracle names them."""
+    return {
+        "causal": problem.causal,
+        "alignment": problem.alignment,
+        "window_size": problem.window,
+        "softmax_scale": problem.softmax_scale,
+        "softcap": problem.softcap,
+        "sink_tokens": problem.sink_tokens,
+        "dropout_p": problem.dropout_p,
+    }
+
+
+def rounded_inputs(
+    problem: AttentionProblem, inputs: Mapping[str, Any], multiplied: tuple[str, ...]
+) -> Mapping[str, Any]:
+    """The operands with those that are multiplied rounded to what the problem computes in."""
+    from gpu_actors.reference.low_precision import rounder
+
+    if problem.compute not in _ROUNDED:
+        return inputs
+    step = rounder(_ROUNDED[problem.compute])
+    return {**inputs, **{name: step(inputs[name]) for name in multiplied}}

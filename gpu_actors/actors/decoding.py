@@ -23,7 +23,7 @@ import numpy as np
 from gpu_actors.actors.attention import attention_output
 from gpu_actors.devices.interface import Launch, Outputs, OutputSpec
 from gpu_actors.interop.arrays import Adopted, CallerStreams, adopt, check_device
-from gpu_actors.kernels.dispatch import FAMILIES, REFERENCE, dispatch_key
+from gpu_actors.kernels.dispatch import answering_key
 from gpu_actors.plans import PlanCache
 from gpu_actors.problem import AttentionProblem, DispatchKey
 from gpu_actors.requests import AttentionOutput, BatchedDecode, PagedForward
@@ -154,7 +154,7 @@ def decoding_plan(
 ) -> DecodingPlan:
     """Validate an adopted request and pick its kernel. Raises `InvalidRequest` and `Unsupported`."""
     problem = cache_problem(request)
-    key = dispatch_key(problem, arch, FAMILIES if runs_kernels else (*FAMILIES, REFERENCE))
+    key = answering_key(problem, arch, runs_kernels)
     rows = request.q.shape[:-1] if isinstance(request, PagedForward) else (problem.batch, 1, problem.heads_q)
     outputs = {"out": OutputSpec((*rows, problem.head_dim_v), problem.out_dtype)}
     if problem.return_lse:

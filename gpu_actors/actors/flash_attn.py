@@ -11,24 +11,33 @@ from gpu_actors.actors.attention import (
     adopt_arrays,
     attention_output,
     forward_plan,
+    forward_signature,
     is_plain,
-    signature,
 )
 from gpu_actors.actors.base import ServiceActor
 from gpu_actors.actors.call import Call
 from gpu_actors.actors.completion import Finish
 from gpu_actors.actors.decoding import Decoding, adopt_cache_request, cache_problem, decoding_output
 from gpu_actors.actors.decoding_calls import DecodingCalls
+from gpu_actors.actors.gradients import BackwardPlan, attention_gradients, backward_plan, backward_signature
 from gpu_actors.actors.handle import ActorHandle
 from gpu_actors.actors.kernel_store import KernelStore
 from gpu_actors.devices.interface import Kernel
-from gpu_actors.errors import GpuActorsError, InvalidRequest, Unsupported
-from gpu_actors.kernels.dispatch import FAMILIES, REFERENCE, KernelFamily, dispatch_key
+from gpu_actors.errors import GpuActorsError, InvalidRequest
+from gpu_actors.kernels.dispatch import answering_key
 from gpu_actors.options import MockOptions
 from gpu_actors.plans import PlanCache, PlanCacheStats
 from gpu_actors.problem import AttentionProblem, DispatchKey
 from gpu_actors.reply import Reply
-from gpu_actors.requests import Array, AttentionOutput, BatchedDecode, FlashBackward, FlashForward, PagedForward
+from gpu_actors.requests import (
+    Array,
+    AttentionGradients,
+    AttentionOutput,
+    BatchedDecode,
+    FlashBackward,
+    FlashForward,
+    PagedForward,
+)
 from gpu_actors.validation import backward_problem, forward_problem
 
 if TYPE_CHECKING:
@@ -110,14 +119,81 @@ class FlashAttnHandle(DecodingCalls):
         )
         return Reply(self.send(request, deadline, timeout, priority))
 
+    def backward(
+        self,
+        dout: Array,
+        q: Array,
+        k: Array,
+        v: Array,
+        out: Array,
+        lse: Array,
+        *,
+        causal: bool = False,
+        alignment: str = "bottom_right",
+        window_size: tuple[int, int] = (-1, -1),
+        softmax_scale: float | None = None,
+        softcap: float = 0.0,
+        alibi_slopes: Array | None = None,
+        sinks: Array | None = None,
+        sink_tokens: int = 0,
+        bias: Array | None = None,
+        dropout_p: float = 0.0,
+        dropout_seed: int = 0,
+        cu_seqlens_q: Array | None = None,
+        cu_seqlens_k: Array | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_k: int | None = None,
+        compute: str | None = None,
+        deterministic: bool = False,
+        deadline: float | None = None,
+        timeout: float | None = None,
+        priority: int = 0,
+    ) -> Reply[AttentionGradients]:
+        """The gradients of sum(dout * out) by q, k, v, bias and sinks; returns at once.
+
+        dout: shaped like out and of its dtype. out, lse: what `forward` answered with ``return_lse=True``, for the same
+        q, k, v and options, all of which must be given again: dropout is replayed from its seed. The other arguments
+        are those of `FlashBackward`. deadline, timeout, priority: as in `ActorHandle.submit`.
+
+        The reply gives `AttentionGradients`, each shaped like what it belongs to and of its dtype, dbias and dsinks
+        None without bias and sinks; or raises one of `gpu_actors.errors`. Rows that see no key have gradient 0.
+        Tri Dao, FlashAttention-2 (arXiv 2307.08691), section 3.1.
+        """
+        request = FlashBackward(
+            q=q,
+            k=k,
+            v=v,
+            causal=causal,
+            alignment=alignment,
+            window_size=window_size,
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            sink_tokens=sink_tokens,
+            bias=bias,
+            dropout_p=dropout_p,
+            dropout_seed=dropout_seed,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+            compute=compute,
+            out=out,
+            dout=dout,
+            lse=lse,
+            deterministic=deterministic,
+        )
+        return Reply(self.send(request, deadline, timeout, priority))
+
     def inspect_key(self, request: FlashForward | FlashBackward | PagedForward | BatchedDecode) -> DispatchKey:
         """The dispatch key that a request would be answered by. Validates it and launches nothing.
 
         Raises `InvalidRequest` and `Unsupported` itself, for there is no reply.
         """
         services = self._post.services
-        problem = problem_of(request, place_of(services))
-        return dispatch_key(problem, services.device.info.arch, families_of(services, problem))
+        info = services.device.info
+        return answering_key(problem_of(request, place_of(services)), info.arch, info.runs_kernels)
 
     def plan_cache_stats(self) -> PlanCacheStats:
         """hits, misses, evicted, entries of the cache of validated problems."""
@@ -135,15 +211,19 @@ class Attention:
         self.place = place_of(services)
         self.runs_kernels = info.runs_kernels
         self.accumulate = (services.options.mock or MockOptions()).dtype
-        self.plans: PlanCache[AttentionPlan] = PlanCache(plans)
+        self.plans: PlanCache[AttentionPlan | BackwardPlan] = PlanCache(plans)
         compiles = info.runs_kernels or services.options.compile_on_mock
         self.kernels = KernelStore(post) if compiles else None
         self.decoding = Decoding(self.arch, self.place, self.runs_kernels, self.accumulate)
 
-    def plan(self, request: FlashForward, plain: bool) -> AttentionPlan:
+    def plan(self, request: FlashForward, plain: bool) -> AttentionPlan | BackwardPlan:
         """The plan of an adopted request. plain: see `is_plain`."""
         try:
-            key = signature(request, plain)
+            key = (
+                backward_signature(request, plain)
+                if isinstance(request, FlashBackward)
+                else forward_signature(request, plain)
+            )
             plan = self.plans.find(key)
         except Exception:
             # An option that cannot be hashed or an operand that is no array: validation names it.
@@ -153,16 +233,19 @@ class Attention:
             self.plans.add(key, plan)
         return plan
 
-    def _make_plan(self, request: FlashForward) -> AttentionPlan:
+    def _make_plan(self, request: FlashForward) -> AttentionPlan | BackwardPlan:
+        where = (self.arch, self.runs_kernels, self.accumulate)
         try:
-            return forward_plan(request, self.arch, self.runs_kernels, self.accumulate)
+            if isinstance(request, FlashBackward):
+                return backward_plan(request, *where)
+            return forward_plan(request, *where)
         except GpuActorsError:
             raise
         except Exception as error:
             raise unreadable(request, error) from error
 
     def answer(self, actor: ServiceActor, call: Call[Any], request: FlashForward, plain: bool, finish: Finish) -> None:
-        """Launch an adopted forward request for an actor, or park it until its kernel is compiled."""
+        """Launch an adopted request, forward or backward, or park it until its kernels are compiled."""
         plan = self.plan(request, plain)
         kernels: tuple[Kernel, ...] = ()
         if self.kernels is not None:
@@ -196,19 +279,19 @@ class FlashAttnActor(ServiceActor):
 
     def handle(self, call: Call[Any]) -> None:
         message = call.message
-        if isinstance(message, FlashForward) and not isinstance(message, FlashBackward):
+        if isinstance(message, FlashForward):
             attention = self._attention
             plain = is_plain(message)
             request, like = adopt_arrays(message, plain, attention.place, call.caller)
-            finish = functools.partial(attention_output, like, message.out)
+            finish: Finish = functools.partial(attention_output, like, message.out)
+            if isinstance(message, FlashBackward):
+                finish = functools.partial(attention_gradients, like)
             attention.answer(self, call, request, plain, finish)
             return
         if isinstance(message, PagedForward | BatchedDecode):
             self._decode(call, message)
             return
-        # A sound request of a kind that no kernel here answers ends in the dispatch table's sentence.
-        dispatch_key(problem_of(message, self._attention.place), self._attention.arch)
-        raise Unsupported("message", type(message).__name__, "no kernel here answers it", "FlashForward")
+        raise not_attention(message)
 
     def _decode(self, call: Call[Any], message: PagedForward | BatchedDecode) -> None:
         try:
@@ -233,7 +316,7 @@ def problem_of(request: object, place: str) -> AttentionProblem:
     """Validate any attention message."""
     try:
         if isinstance(request, FlashBackward):
-            return backward_problem(request)
+            return backward_problem(adopt_arrays(request, is_plain(request), place)[0])
         if isinstance(request, FlashForward):
             return forward_problem(adopt_arrays(request, is_plain(request), place)[0])
         if isinstance(request, PagedForward | BatchedDecode):
@@ -242,14 +325,13 @@ def problem_of(request: object, place: str) -> AttentionProblem:
         raise
     except Exception as error:
         raise unreadable(request, error) from error
+    raise not_attention(request)
+
+
+def not_attention(message: object) -> InvalidRequest:
+    """What to answer a message with that is none of this actor's."""
     kinds = "FlashForward, FlashBackward, PagedForward or BatchedDecode"
-    raise InvalidRequest("message", type(request).__name__, f"must be {kinds}")
-
-
-def families_of(services: Services, problem: AttentionProblem) -> tuple[KernelFamily, ...]:
-    """The kernels to choose from: where NumPy computes, it takes over caches that no kernel takes."""
-    oracle = problem.decoding and not services.device.info.runs_kernels
-    return (*FAMILIES, REFERENCE) if oracle else FAMILIES
+    return InvalidRequest("message", type(message).__name__, f"must be {kinds}")
 
 
 def unreadable(request: object, error: Exception) -> InvalidRequest:

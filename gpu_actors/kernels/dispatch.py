@@ -14,7 +14,7 @@ from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.support import check_support, find_unsupported
 from gpu_actors.problem import AttentionProblem, DispatchKey
 
-__all__ = ["FAMILIES", "REFERENCE", "KernelFamily", "Verdict", "dispatch_key", "explain"]
+__all__ = ["FAMILIES", "REFERENCE", "KernelFamily", "Verdict", "answering_key", "dispatch_key", "explain"]
 
 
 class KernelFamily(NamedTuple):
@@ -112,6 +112,17 @@ def dispatch_key(problem: AttentionProblem, arch: str, families: tuple[KernelFam
         if refusal is None:
             return _key(family, problem, arch)
     raise refusal or Unsupported("families", families, "there is no kernel to choose from")
+
+
+def answering_key(problem: AttentionProblem, arch: str, runs_kernels: bool) -> DispatchKey:
+    """The key that answers a problem on a device. Raises as `dispatch_key`.
+
+    A device that runs no kernels refuses what no kernel does, but for caches and for gradients: those it gives in every
+    precision, for programs whose gradients are to be checked in float64.
+    """
+    if runs_kernels or (problem.direction == "forward" and not problem.decoding):
+        return dispatch_key(problem, arch)
+    return dispatch_key(problem, arch, (*FAMILIES, REFERENCE))
 
 
 def explain(problem: AttentionProblem, arch: str, families: Sequence[KernelFamily] = FAMILIES) -> list[Verdict]:

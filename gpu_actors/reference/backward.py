@@ -33,7 +33,15 @@ from gpu_actors.reference.softmax import (
     weighted_sum,
 )
 
-__all__ = ["GradientSums", "GradientTile", "Incoming", "ReferenceGradients", "attention_backward", "evaluate_backward"]
+__all__ = [
+    "GradientSums",
+    "GradientTile",
+    "Incoming",
+    "ReferenceGradients",
+    "attention_backward",
+    "evaluate_backward",
+    "gradient_tiles",
+]
 
 _BLOCK_BYTES = 1 << 22
 
@@ -134,7 +142,8 @@ def evaluate_backward(
     sums = GradientSums(arguments, dtype)
     with np.errstate(all="ignore"):
         for tile in gradient_tiles(arguments, incoming, dtype, step):
-            sums.add(tile, tile.dscores, tile.weights, tile.q, tile.operands.k, tile.dout, step)
+            q, k, scale = tile.q, tile.operands.k, arguments.scale
+            sums.add(tile, tile.dscores, tile.weights, q, k, tile.dout, scale=scale, step=step)
             sums.add_reduced(tile, tile.dbias, tile.delta)
         return sums.gradients(step)
 
@@ -152,6 +161,7 @@ class GradientTile:
     visible: Array | None
     q: Array
     dout: Array
+    out: Array
     probabilities: Array
     weights: Array
     dprobabilities: Array
@@ -217,6 +227,7 @@ def _tile(arguments: Arguments, operands: Operands, given: _Given, tile: slice, 
         visible=visible,
         q=operands.q[..., tile, :],
         dout=dout,
+        out=out,
         probabilities=probabilities,
         weights=weights,
         dprobabilities=dprobabilities,
@@ -269,13 +280,21 @@ class GradientSums:
         self._dsinks = None if sinks is None else np.zeros(np.shape(sinks), dtype)
 
     def add(
-        self, tile: GradientTile, dscores: Array, weights: Array, q: Array, k: Array, dout: Array, step: Step = identity
+        self,
+        tile: GradientTile,
+        dscores: Array,
+        weights: Array,
+        q: Array,
+        k: Array,
+        dout: Array,
+        *,
+        scale: float,
+        step: Step = identity,
     ) -> None:
-        """dscores k to dq, dscores^T q to dk and weights^T dout to dv; q holds the softmax's scale."""
+        """scale * dscores k to dq, dscores^T q to dk, where q is scaled already, and weights^T dout to dv."""
         arguments, piece = self._arguments, tile.operands.piece
         backwards = None if tile.visible is None else tile.visible.T
-        scale = dscores.dtype.type(arguments.scale)
-        dq = step(step(weighted_sum(dscores, Values.split(k), tile.visible)) * scale)
+        dq = step(step(weighted_sum(dscores, Values.split(k), tile.visible)) * dscores.dtype.type(scale))
         dk = weighted_sum(dscores.swapaxes(-1, -2), Values.split(q), backwards).sum(axis=2)
         dv = weighted_sum(weights.swapaxes(-1, -2), Values.split(dout), backwards).sum(axis=2)
         arguments.split_heads(piece.queries(self._dq), 2)[:, tile.rows] = dq.transpose(0, 3, 1, 2, 4)

@@ -9,24 +9,36 @@ from gpu_actors.testing.faults import Fault, FaultPlan
 
 if TYPE_CHECKING:
     from gpu_actors import reference
+    from gpu_actors.testing.backward_problems import BackwardCase, random_backward
+    from gpu_actors.testing.gradients import GradientBounds, check_gradients, gradient_bounds
     from gpu_actors.testing.problems import ForwardCase, random_forward
     from gpu_actors.testing.tolerance import Bounds, assert_output_close, check_output, forward_bounds
 
 __all__ = [
+    "BackwardCase",
     "Bounds",
     "Fault",
     "FaultPlan",
     "ForwardCase",
+    "GradientBounds",
     "MockClock",
     "assert_output_close",
+    "check_gradients",
     "check_output",
     "forward_bounds",
+    "gradient_bounds",
+    "random_backward",
     "random_forward",
     "reference",
 ]
 
 # What takes time to import and is for tests of numbers alone, by the module that has it.
 _LATER = {
+    "BackwardCase": "gpu_actors.testing.backward_problems",
+    "GradientBounds": "gpu_actors.testing.gradients",
+    "check_gradients": "gpu_actors.testing.gradients",
+    "gradient_bounds": "gpu_actors.testing.gradients",
+    "random_backward": "gpu_actors.testing.backward_problems",
     "Bounds": "gpu_actors.testing.tolerance",
     "ForwardCase": "gpu_actors.testing.problems",
     "assert_output_close": "gpu_actors.testing.tolerance",

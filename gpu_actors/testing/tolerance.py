@@ -51,7 +51,7 @@ __all__ = ["Bounds", "assert_output_close", "check_output", "forward_bounds", "r
 Array: TypeAlias = npt.NDArray[Any]
 
 LSE_TOLERANCE = 1e-3
-_UNIT_ROUNDOFF = {
+UNIT_ROUNDOFF = {
     "bfloat16": 2.0**-8,
     "float16": 2.0**-11,
     "tf32": 2.0**-11,
@@ -60,10 +60,10 @@ _UNIT_ROUNDOFF = {
     "float8_e4m3fn": 2.0**-4,
     "float8_e5m2": 2.0**-3,
 }
-_COMPUTE = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "tf32": "tf32"}
+COMPUTE = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "tf32": "tf32"}
 _LINEAR_IN_SCORES = ("softmax_scale", "softcap", "alibi_slopes", "bias", "sinks")
-_SHIFT = 0.3
-_LOG_NEGLIGIBLE = 17.0  # exp(-17) < 2^-24
+SHIFT = 0.3
+LOG_NEGLIGIBLE = 17.0  # exp(-17) < 2^-24
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +84,14 @@ def row_bound(reference: Array, low: Array, dtype: str, factor: float) -> Array:
     to_dtype = rounder(dtype)
     with np.errstate(all="ignore"):
         rounded = to_dtype(reference)
-        shifted = to_dtype(to_dtype(rounded + _SHIFT) - _SHIFT) - rounded
+        shifted = to_dtype(to_dtype(rounded + SHIFT) - SHIFT) - rounded
         if dtype == "float64":
             shifted = np.zeros_like(shifted)
-        return factor * _row_max(low - reference) + 2.0 * _row_max(shifted)
+        return factor * row_max(low - reference) + 2.0 * row_max(shifted)
 
 
-def _row_max(array: Array) -> Array:
+def row_max(array: Array) -> Array:
+    """The largest finite magnitude of each row along the last axis: (..., 1)."""
     finite = np.where(np.isfinite(array), np.abs(array), 0.0)
     largest: Array = finite.max(axis=-1, keepdims=True, initial=0.0)
     return largest
@@ -101,7 +102,7 @@ def round_inputs(q: Array, k: Array, v: Array, compute: str) -> tuple[Array, Arr
 
     Rounding the inputs is what was asked for and no error: the oracle is given the rounded ones, too.
     """
-    step = rounder(_COMPUTE[compute])
+    step = rounder(COMPUTE[compute])
     return step(q), step(k), step(v)
 
 
@@ -125,14 +126,14 @@ def forward_bounds(
     if reference is None or reference.magnitude is None:
         reference = attention_forward(q, k, v, with_magnitude=True, **options)
     assert reference.magnitude is not None
-    dtype = intermediate_dtype(q.dtype.name) if compute is None else _COMPUTE[compute]
+    dtype = intermediate_dtype(q.dtype.name) if compute is None else COMPUTE[compute]
     low = attention_forward_low(q, k, v, dtype=dtype, weights_dtype=weights_dtype, **options)
     rows = row_bound(reference.out, low.out, dtype, 3.0 if options.get("softcap") else 2.0)
     with np.errstate(invalid="ignore"):
         if dtype in ("float32", "float64"):
             floor = _accumulation_bound(q, k, v, reference, dtype, options)
         else:
-            floor = _UNIT_ROUNDOFF[dtype] * (reference.magnitude + np.abs(reference.out))
+            floor = UNIT_ROUNDOFF[dtype] * (reference.magnitude + np.abs(reference.out))
         if weights_dtype is not None:
             floor = floor + _weights_bound(q, k, v, reference, weights_dtype, options)
     return Bounds(np.maximum(rows, np.where(np.isfinite(floor), floor, 0.0)))
@@ -156,10 +157,10 @@ def _accumulation_bound(
     assert weighted is not None
     dot_products = 2.0 * q.shape[-1] ** 0.5 * scale * q_norm * (weighted[..., :-1] + weighted[..., -1:] * out)
     lse = np.abs(np.moveaxis(reference.lse, -2, -1))[..., None]
-    scores = np.where(np.isfinite(lse), lse, 0.0) + _LOG_NEGLIGIBLE
+    scores = np.where(np.isfinite(lse), lse, 0.0) + LOG_NEGLIGIBLE
     relative = 4.0 * _longest(k, options) ** 0.5 + 16.0 + 4.0 * scores
     oracle = 2.0 if dtype == "float64" else 1.0
-    bound: Array = oracle * _UNIT_ROUNDOFF[dtype] * (relative * (magnitude + out) + dot_products)
+    bound: Array = oracle * UNIT_ROUNDOFF[dtype] * (relative * (magnitude + out) + dot_products)
     return bound
 
 
@@ -177,7 +178,7 @@ def _weights_bound(
     squares = attention_forward(q, k, np.square(v.astype(np.float64)), **{**options, **doubled})
     factor = np.exp(squares.lse - 2.0 * reference.lse) / (1.0 - options.get("dropout_p", 0.0))
     variance = squares.out * np.moveaxis(factor, -2, -1)[..., None]
-    bound: Array = 2.5 * _UNIT_ROUNDOFF[weights_dtype] * np.sqrt(np.nan_to_num(variance))
+    bound: Array = 2.5 * UNIT_ROUNDOFF[weights_dtype] * np.sqrt(np.nan_to_num(variance))
     return bound
 
 
@@ -195,9 +196,9 @@ def assert_output_close(
     out: shaped like ``reference.out``, any floating dtype. lse: shaped like ``reference.lse``, or None.
     Returns the largest |out - ref| / bound, below 1.
     """
-    worst = _compare("out", out, reference.out, bounds.out, repro)
+    worst = compare("out", out, reference.out, bounds.out, repro)
     if lse is not None:
-        _compare("lse", lse[..., None], reference.lse[..., None], np.full((1,), bounds.lse), repro)
+        compare("lse", lse[..., None], reference.lse[..., None], np.full((1,), bounds.lse), repro)
     return worst
 
 
@@ -224,7 +225,7 @@ def check_output(
     return assert_output_close(out, lse, reference, bounds, repro)
 
 
-def _compare(name: str, actual: Array, expected: Array, bound: Array, repro: str) -> float:
+def compare(name: str, actual: Array, expected: Array, bound: Array, repro: str) -> float:
     """Fail with the worst row (along the last axis) unless |actual - expected| <= bound."""
     if actual.shape != expected.shape:
         raise AssertionError(f"{name} has shape {actual.shape} instead of {expected.shape}\n{repro}")

@@ -33,8 +33,9 @@ def backward_problem(request: FlashBackward) -> AttentionProblem:
     given, needed = 4 * _count(lse_shape), 4 * _count(lse)
     expect(given >= needed, "lse", describe(request.lse), f"holds {given} bytes where {needed} are needed")
     optional_array("lse", request.lse, (lse,), ("float32",))
-    flag("deterministic", request.deterministic)
-    return dataclasses.replace(problem, direction="backward", deterministic=request.deterministic)
+    expect(not problem.return_lse, "return_lse", request.return_lse, "must be False: backward gives gradients alone")
+    deterministic = flag("deterministic", request.deterministic)
+    return dataclasses.replace(problem, direction="backward", deterministic=deterministic)
 
 
 def _count(shape: tuple[int, ...]) -> int:

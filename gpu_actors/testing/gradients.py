@@ -1,0 +1,209 @@
+"""How far attention's gradients may be from the oracle: the rule of `tolerance`, 3 max|pt - ref| for every gradient.
+
+For a row r of a gradient (its last axis; all heads together for dsinks), with ref from the float64 oracle and pt from
+the same formulas rounded to the input dtype at every step:
+
+    |grad - ref|_r <= 3 max_r|pt - ref| + 2 max_r|ref + s - s - ref|,   s = min(0.3, max_r|ref|)
+
+Gradients are often far smaller than 0.3, and there the field's own shift would let a gradient of zeros pass. Where that
+falls below what rounding alone may cost a correct kernel, the rounding bound holds instead, element by element. With A
+the probabilities P after dropout, and everything summed over rows or keys as the gradient itself is:
+
+    dv: u A' |dO|      dq, dk, dbias: u W (|K|, |Q| or 1)      dsinks: u D
+
+for 16 bits, u = 2^-8 or 2^-11:   A' = A + t,   W = |dS| + P d + t,   D = p d,   d = sum_d |dO||O|
+
+which are the roundings of P, of dS and of O (the kernel is given a rounded one; where ``out`` is given that is no error
+and d is 0). t is what float16 loses below its normal numbers, 2^-14, and 0 for bfloat16. To it comes the accumulation,
+which for float32 and float64 is all there is, u = 2^-24 or 2^-53:
+
+    A' = A (c + e),   W = P ((c + e) |dP - delta| + c B + E),   D = p ((c + e) |delta| + E)
+
+with c = 4 sqrt(n) + 16 for n terms (Higham and Mary, SISC 2019), e = 4 (|lse| + 17) + 2 sqrt(dim) scale |q||k| the
+relative error of a probability, B = |dO||V|, and E = sum_j A (c + e) (B + d) + c d what a row's delta may be off by.
+float64 is doubled, because the oracle makes the same errors. Rounding the gradient itself comes on top.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gpu_actors.reference import ReferenceGradients, attention_backward, attention_backward_low
+from gpu_actors.reference.arguments import Arguments
+from gpu_actors.reference.backward import GradientSums, GradientTile, Incoming, gradient_tiles
+from gpu_actors.reference.forward import identity
+from gpu_actors.reference.low_precision import intermediate_dtype, rounder
+from gpu_actors.testing.tolerance import (
+    COMPUTE,
+    LOG_NEGLIGIBLE,
+    SHIFT,
+    UNIT_ROUNDOFF,
+    Array,
+    compare,
+    row_max,
+)
+
+__all__ = ["GradientBounds", "check_gradients", "gradient_bounds", "gradient_row_bound"]
+
+GRADIENTS = ("dq", "dk", "dv", "dbias", "dsinks")
+_FACTOR = 3.0
+_LEAST = {
+    "float16": 2.0**-25,
+    "bfloat16": 2.0**-134,
+    "float32": 2.0**-150,
+    "float64": 0.0,
+}  # half of the subnormals' step
+
+
+@dataclass(frozen=True, slots=True)
+class GradientBounds:
+    """The largest acceptable |gradient - reference|, elementwise; None where there is no such gradient."""
+
+    dq: Array
+    dk: Array
+    dv: Array
+    dbias: Array | None = None
+    dsinks: Array | None = None
+
+
+def check_gradients(
+    gradients: Any,
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    out: Array | None = None,
+    lse: Array | None = None,
+    repro: str = "",
+    compute: str | None = None,
+    **options: Any,
+) -> float:
+    """Raise AssertionError, naming the worst row and ``repro``, unless gradients agree with the oracle's.
+
+    gradients: anything with dq, dk, dv, dbias, dsinks; the last two None where there is no bias and are no sinks.
+    dout, q, k, v and options: those of `reference.attention_backward`. out, lse: what the kernel was given, where the
+    oracle is to read the same; by default it computes its own, and their rounding is among what is allowed.
+    compute: "f16", "bf16" or "tf32" for float32 inputs that were multiplied in it; they are rounded to it here.
+    Returns the largest |gradient - reference| / bound, below 1.
+    """
+    if compute is not None:
+        step = rounder(COMPUTE[compute])
+        dout, q, k, v = step(dout), step(q), step(k), step(v)
+    given = {**options, "out": out, "lse": lse}
+    reference = attention_backward(dout, q, k, v, **given)
+    bounds = gradient_bounds(dout, q, k, v, reference=reference, compute=compute, **given)
+    worst = 0.0
+    for name in GRADIENTS:
+        actual, expected, bound = (getattr(each, name) for each in (gradients, reference, bounds))
+        if (actual is None) != (expected is None):
+            raise AssertionError(f"{name} is {'missing' if actual is None else 'there unasked'}\n{repro}")
+        if actual is not None:
+            own = UNIT_ROUNDOFF[actual.dtype.name] * np.nan_to_num(np.abs(expected))
+            own += _LEAST[actual.dtype.name]
+            worst = max(worst, compare(name, actual, expected, bound + own, repro))
+    return worst
+
+
+def gradient_bounds(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    out: Array | None = None,
+    lse: Array | None = None,
+    reference: ReferenceGradients | None = None,
+    compute: str | None = None,
+    **options: Any,
+) -> GradientBounds:
+    """The bounds of `attention_backward`'s gradients for these inputs and options. compute: as in `check_gradients`."""
+    given = {**options, "out": out, "lse": lse}
+    reference = attention_backward(dout, q, k, v, **given) if reference is None else reference
+    dtype = intermediate_dtype(q.dtype.name) if compute is None else COMPUTE[compute]
+    low = attention_backward_low(dout, q, k, v, dtype=dtype, **given)
+    floor = _rounding(Arguments(q=q, k=k, v=v, **options), Incoming(dout, out, lse), dtype)
+
+    def bound(name: str) -> Any:
+        exact, rough, least = (getattr(each, name) for each in (reference, low, floor))
+        if exact is None:
+            return None
+        rows = gradient_row_bound(exact, rough, dtype)
+        return np.maximum(rows, np.where(np.isfinite(least), least, 0.0))
+
+    return GradientBounds(*map(bound, GRADIENTS))
+
+
+def gradient_row_bound(reference: Array, low: Array, dtype: str) -> Array:
+    """The rule's first line, for rows along the last axis: shape (..., 1)."""
+    to_dtype = rounder(dtype)
+    with np.errstate(all="ignore"):
+        rounded = to_dtype(reference)
+        shift = np.minimum(SHIFT, row_max(reference))
+        shifted = to_dtype(to_dtype(rounded + shift) - shift) - rounded
+        if dtype == "float64":
+            shifted = np.zeros_like(shifted)
+        return _FACTOR * row_max(low - reference) + 2.0 * row_max(shifted)
+
+
+def _rounding(arguments: Arguments, incoming: Incoming, dtype: str) -> ReferenceGradients:
+    """The rounding bound of the module's docstring."""
+    work = np.dtype(np.float64)
+    single, narrow = GradientSums(arguments, work), GradientSums(arguments, work)
+    with np.errstate(all="ignore"):
+        for tile in gradient_tiles(arguments, incoming, work, identity):
+            _add(single, arguments, tile, *_accumulation(arguments, tile), slack=4.0)
+            if dtype not in ("float32", "float64"):
+                _add(narrow, arguments, tile, *_narrow(tile, dtype, incoming.out is not None), slack=0.0)
+        wide = 2.0 * UNIT_ROUNDOFF["float64"] if dtype == "float64" else UNIT_ROUNDOFF["float32"]
+        pairs = (single.gradients(), wide), (narrow.gradients(), UNIT_ROUNDOFF[dtype])
+
+        def total(name: str) -> Any:
+            return None if getattr(pairs[0][0], name) is None else sum(getattr(g, name) * unit for g, unit in pairs)
+
+        return ReferenceGradients(*map(total, GRADIENTS))
+
+
+def _add(
+    sums: GradientSums,
+    arguments: Arguments,
+    tile: GradientTile,
+    scores: Array,
+    weights: Array,
+    delta: Array,
+    slack: float,
+) -> None:
+    """slack: units that the softcap's factor is off by where it is near 0, for a tanh that is itself rounded."""
+    before = scores
+    if tile.slope is not None:
+        scores = scores * np.abs(tile.slope) + slack * np.abs(tile.dbias)
+    q, k, dout = (np.abs(array) for array in (tile.q, tile.operands.k, tile.dout))
+    sums.add(tile, scores, weights, q, k, dout, scale=abs(arguments.scale))
+    sums.add_reduced(tile, before, -delta)
+
+
+def _narrow(tile: GradientTile, dtype: str, out_given: bool) -> tuple[Array, Array, Array]:
+    """(W, A', d) of 16-bit kernels."""
+    out = np.zeros_like(tile.delta) if out_given else np.abs(tile.dout * tile.out).sum(axis=-1, keepdims=True)
+    tiny = (1.0 if tile.visible is None else tile.visible) * (2.0**-14 if dtype == "float16" else 0.0)
+    return np.abs(tile.dbias) + tile.probabilities * out + tiny, np.abs(tile.weights) + tiny, out
+
+
+def _accumulation(arguments: Arguments, tile: GradientTile) -> tuple[Array, Array, Array]:
+    """(W, A', D / p) of float32 sums."""
+    dim, dim_v = arguments.q.shape[-1], arguments.v.shape[-1]
+    rows, keys = arguments.q.size // (arguments.heads * dim), arguments.k.size // (arguments.heads_kv * dim)
+    terms = 4.0 * max(rows * arguments.gqa_ratio, keys, dim, dim_v) ** 0.5 + 16.0
+    q_length, k_length = (np.linalg.norm(array, axis=-1, keepdims=True) for array in (tile.q, tile.operands.k))
+    lse = np.where(np.isfinite(tile.lse), np.abs(tile.lse), 0.0) + LOG_NEGLIGIBLE
+    relative = terms + 4.0 * lse + 2.0 * dim**0.5 * q_length * k_length.swapaxes(-1, -2)
+    products = np.abs(tile.dout) @ np.abs(tile.operands.values.finite.swapaxes(-1, -2))
+    out = np.abs(tile.dout * tile.out).sum(axis=-1, keepdims=True)
+    delta = (tile.weights * relative * (products + out)).sum(axis=-1, keepdims=True) + terms * out
+    kept = np.maximum(1.0, 1.0 / (1.0 - arguments.dropout_p))
+    spread = relative * np.abs(tile.dprobabilities - tile.delta) + terms * kept * products + delta
+    of_sink = relative.max(axis=-1, keepdims=True, initial=terms)
+    return tile.probabilities * spread, tile.weights * relative, of_sink * np.abs(tile.delta) + delta
