@@ -59,9 +59,6 @@ def _options(source: KernelSource, arch: str, toolchain: Toolchain) -> tuple[str
         "--ptxas-options=-v",
         # constexpr helpers in headers that the host twin shares carry no __device__.
         "-default-device",
-        # Profilers and compute-sanitizer name source lines; the code stays the same. (NVRTC also notes its working
-        # directory there, so two builds of one variant may differ in that string.)
-        "-lineinfo",
         # A missing quoted header would else be read from the working directory.
         "--no-source-include",
         # The default raises the whole process's stack limit during a compile; two at once may leave it
