@@ -39,7 +39,7 @@ class SystemClock:
         if until is None:
             condition.wait()
         else:
-            condition.wait(max(0.0, until - time.monotonic()))
+            condition.wait(min(max(0.0, until - time.monotonic()), threading.TIMEOUT_MAX))
 
 
 SYSTEM_CLOCK = SystemClock()

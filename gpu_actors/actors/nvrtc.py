@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 import time
@@ -263,7 +264,9 @@ class _Workshop:
         return self.cache.get_or_compile(source, arch, self._compiler.compile)
 
     def _build(self, source: KernelSource, arch: str) -> Product:
-        variant = f"{source.name}:{abs(hash(source)):016x}"
+        # As text, for Python's own hashes differ between processes.
+        text = repr((source.entry_points, dict(source.macros), source.source, dict(source.headers)))
+        variant = f"{source.name}:{hashlib.sha256(text.encode()).hexdigest()[:12]}"
         self._event("compile.started", {"variant": variant, "arch": arch})
         began = time.monotonic()
         failure: BaseException | None = None

@@ -113,16 +113,12 @@ def check_arch(arch: str) -> str:
 class KernelSource:
     """CUDA C++ to compile for one exact architecture.
 
-    name: names the source in logs and line information; its last path component alone is used, and no cache
-    key
-        depends on it.
-    source: the translation unit. A user's snippet is spliced into it or given as a header: either is in the
-    key.
+    name: names the source in logs and line information; its last path component alone is used, and no cache key depends
+        on it.
+    source: the translation unit. A user's snippet is spliced into it or given as a header: either is in the key.
     entry_points: the ``extern "C"`` kernels that the cubin must hold.
-    headers: text by the name that ``#include`` spells, exactly (NVRTC looks no further): ``{"ptx/mma.cuh":
-    "..."}``.
-        Only headers that the source reaches count. The toolkit's own (cuda_fp16.h, ...) are found without
-        help.
+    headers: text by the name that ``#include`` spells, exactly (NVRTC looks no further): ``{"ptx/mma.cuh": "..."}``.
+        Only headers that the source reaches count. The toolkit's own (cuda_fp16.h, ...) are found without help.
     macros: values by name, defined before the first line; True and False become 1 and 0.
     options: further NVRTC options, in order, in the form ``--name=value``.
     arch: the one architecture that the source is written for, or None for any.

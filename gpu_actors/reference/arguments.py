@@ -196,6 +196,6 @@ def _check_ends(name: str, ends: Array, total: int) -> None:
     ends = np.asarray(ends)
     if ends.ndim != 1 or ends.size == 0 or ends.dtype.kind not in "iu":
         raise InvalidRequest(name, _describe(ends), "a vector of batch + 1 integers")
-    if ends[0] != 0 or np.any(np.diff(ends) < 0) or ends[-1] > total:
+    if ends[0] != 0 or np.any(ends[1:] < ends[:-1]) or ends[-1] > total:
         reason = f"starts at 0, never falls and ends within the {total} packed rows"
         raise InvalidRequest(name, ends.tolist(), reason)

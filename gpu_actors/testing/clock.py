@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 
 __all__ = ["MockClock"]
@@ -24,8 +25,8 @@ class MockClock:
 
     def advance(self, seconds: float) -> None:
         """Move on by so many seconds and wake whoever sleeps on the clock."""
-        if seconds < 0:
-            raise ValueError(f"seconds={seconds!r}: a clock only moves forward")
+        if not 0 <= seconds < math.inf:
+            raise ValueError(f"seconds={seconds!r}: a clock only moves forward, by a finite time")
         with self._lock:
             self._now += seconds
             sleepers = list(self._sleepers)
