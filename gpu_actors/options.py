@@ -112,6 +112,10 @@ class ContextOptions:
 
     arch: whose kernels to use ("sm_80", "sm_90a", ...). Default: the device's own; on mock and emulated "sm_90a".
     max_in_flight: launches an actor may have unfinished at once. Default 8.
+    coalesce_max: requests over caches (decode, paged and of a KvCache) that one launch may answer when they wait
+        together and agree; 1 never puts two into one. Default 256.
+    coalesce_delay_us: microseconds that such a request waits for others before it is launched. Default 0: it goes
+        with those that wait already.
     mailbox_capacity: requests that may wait for an actor; one more is answered `Overloaded`. Default 1024.
     cache_dir: folder of the cubin cache; "~" is the home folder. One that cannot be used keeps the context from
         opening. Default: the user's cache folder, or $GPU_ACTORS_CACHE_DIR, looked at by the first compile.
@@ -134,6 +138,8 @@ class ContextOptions:
 
     arch: str | None = None
     max_in_flight: int = 8
+    coalesce_max: int = 256
+    coalesce_delay_us: float = 0.0
     mailbox_capacity: int = 1024
     cache_dir: str | os.PathLike[str] | None = None
     cache_max_bytes: int = 1 << 30
@@ -155,8 +161,10 @@ class ContextOptions:
     def __post_init__(self) -> None:
         if self.arch is not None:
             check_arch(self.arch)
-        for name in ("max_in_flight", "mailbox_capacity", "cache_max_bytes", "compile_threads"):
+        for name in ("max_in_flight", "coalesce_max", "mailbox_capacity", "cache_max_bytes", "compile_threads"):
             integer(name, getattr(self, name), 1)
+        delay = real("coalesce_delay_us", self.coalesce_delay_us, "a finite number of microseconds >= 0")
+        expect(delay >= 0, "coalesce_delay_us", delay, "must be a finite number of microseconds >= 0")
         for name in ("offline", "compile_on_mock"):
             flag(name, getattr(self, name))
         if self.cache_dir is not None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 import pykka
 
 from gpu_actors.actors.call import DONE, Call
-from gpu_actors.actors.completion import Finish
+from gpu_actors.actors.completion import Failed, Finish
 from gpu_actors.actors.handle import ActorHandle
 from gpu_actors.actors.outbox import Outbox
 from gpu_actors.devices.interface import Launch
@@ -63,26 +63,32 @@ class ServiceActor(pykka.ThreadingActor):
         """Answer a call, launch it, or keep it to be answered later. Must not block."""
         raise NotImplementedError(f"{type(self).__name__} handles no calls")
 
+    def flush(self) -> None:
+        """Launch what `handle` has gathered. Called after every batch of calls, before the actor looks for more."""
+
     def on_message(self, message: Any) -> Any:
         """Handle a message that was sent with ``actor_ref.tell`` or ``.ask`` rather than submitted as a call."""
 
-    def launch(self, calls: Sequence[Call[Any]], launch: Launch, finish: Finish) -> None:
+    def launch(self, calls: Sequence[Call[Any]], launch: Launch, finish: Finish, failed: Failed | None = None) -> None:
         """Enqueue a launch that answers ``calls``; those answered already (cancelled, expired) are the caller's care.
 
-        Each call must have been claimed with ``begin_launch``. Raises what ``Stream.launch`` raises, which then has
-        answered the calls.
+        Each call must have been claimed with ``begin_launch``. failed: called once if the launch fails, now or later.
+        Raises what ``Stream.launch`` raises, which then has answered the calls.
         """
         post = self.post
         try:
             event = post.stream.launch(launch)
         except BaseException as error:
-            # All of them: the actor's loop knows only the call that it gave out last.
-            self._refuse(calls, error)
+            again = failed(error) if failed is not None else ()
+            for call in again:
+                post.completion.relaunch(call)
+            # All others: the actor's loop knows only the call that it gave out last.
+            self._refuse([call for call in calls if call not in again], error)
             raise
         for call in calls:
             if call.traced:
                 post.services.trace.emit("request.launched", actor=post.name, request=call.number, key=launch.key)
-        post.completion.watch(event, calls, finish, self.outbox)
+        post.completion.watch(event, calls, finish, self.outbox, failed)
 
     # Pykka's side
 
@@ -122,7 +128,7 @@ class ServiceActor(pykka.ThreadingActor):
             for index, call in enumerate(calls):
                 if mailbox.saturated or self._controls:
                     mailbox.give_back(calls[index:])
-                    return
+                    break
                 if call.state is DONE:
                     continue
                 try:
@@ -133,6 +139,10 @@ class ServiceActor(pykka.ThreadingActor):
                     self._refuse((call,), error)
                     mailbox.give_back(calls[index + 1 :])
                     raise_exception(self.post.name, error)
+            try:
+                self.flush()
+            except BaseException as error:
+                raise_exception(self.post.name, error)
         finally:
             outbox.flush()
             # Pykka's loop keeps its last message while it waits for the next, and the error of a crash its frames:

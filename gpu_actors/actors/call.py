@@ -1,6 +1,7 @@
 """Call: one request on its way through an actor, from submission to its single answer.
 
     QUEUED ──launch──> LAUNCHED ──settle──> DONE
+       │ └─────<─reopen──┘                   │
        └────────────────settle───────────────┘
 
 Whoever settles a call first decides its answer: the actor, the completion thread, the deadline timer, a cancelling
@@ -42,6 +43,7 @@ class Call(Generic[T]):
 
     Safe to use from any thread. ``parked`` says that a call which is not queued is kept by something that outlives the
     actor, and which will answer it or give it back. ``caller`` is what the device had to note on the caller's thread.
+    ``alone`` says that it must not share a launch with others any more: one that it shared failed.
     ``traced`` was decided when the call was accepted, so that a trace holds all of a call or nothing.
     """
 
@@ -50,6 +52,7 @@ class Call(Generic[T]):
         "_futures",
         "_lock",
         "_threads",
+        "alone",
         "caller",
         "deadline",
         "error",
@@ -72,6 +75,7 @@ class Call(Generic[T]):
         self.number = next(mailbox.numbers)
         self.caller: Any = None
         self.parked = False
+        self.alone = False
         self.state: CallState = QUEUED
         self.value: T | None = None
         self.error: BaseException | None = None
@@ -94,6 +98,17 @@ class Call(Generic[T]):
             if self.state is not QUEUED:
                 return False
             self.state = LAUNCHED
+            return True
+
+    def reopen(self) -> bool:
+        """Take the claim back: the launch did not answer the call, and it is to be launched again.
+
+        False if it has been answered meanwhile.
+        """
+        with self._lock:
+            if self.state is not LAUNCHED:
+                return False
+            self.state = QUEUED
             return True
 
     def resolve(self, value: T, outbox: Outbox | None = None) -> bool:

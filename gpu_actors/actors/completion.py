@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +22,17 @@ from gpu_actors.clock import Clock
 from gpu_actors.devices.interface import Event, Outputs
 from gpu_actors.errors import ActorFailed, ContextLost, GpuActorsError
 
-__all__ = ["Completion", "Finish"]
+__all__ = ["AGAIN", "Completion", "Failed", "Finish"]
 
 logger = logging.getLogger("gpu_actors")
 
 Finish = Callable[[Outputs], Sequence[Any]]
-"""Turns a launch's outputs into one result for each of its calls."""
+"""Turns a launch's outputs into one result for each of its calls; `AGAIN` for a call that must be launched again."""
+
+Failed = Callable[[BaseException], Collection[Call[Any]]]
+"""Told that a launch failed; gives the calls that are to be launched again rather than answered with the error."""
+
+AGAIN: Any = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,7 @@ class _Entry:
     event: Event
     calls: Sequence[Call[Any]]
     finish: Finish
+    failed: Failed | None
     since: float
 
 
@@ -53,21 +59,28 @@ class Completion:
         self._arrivals: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def watch(self, event: Event, calls: Sequence[Call[Any]], finish: Finish, outbox: Outbox) -> None:
+    def watch(
+        self,
+        event: Event,
+        calls: Sequence[Call[Any]],
+        finish: Finish,
+        outbox: Outbox,
+        failed: Failed | None = None,
+    ) -> None:
         """Book the launch, and settle ``calls`` when ``event`` is done; at once if it is and nothing is ahead of it.
 
         Called by the actor thread alone.
         """
         if not self._entries and event.done():
             self._mailbox.launch_passed(len(calls))
-            self._settle(event, calls, finish, outbox)
+            self._settle(event, calls, finish, failed, outbox)
             return
         if self._thread is None:
             thread = threading.Thread(target=self._run, name=f"{self._name}-completion", daemon=True)
             thread.start()  # which may raise, and then nothing has been booked that would never end
             self._thread = thread
         self._mailbox.launch_began(len(calls))
-        entry = _Entry(event, calls, finish, self._clock.now())
+        entry = _Entry(event, calls, finish, failed, self._clock.now())
         self._entries.append(entry)
         self._arrivals.put(entry)
 
@@ -94,7 +107,7 @@ class Completion:
         outbox = Outbox()
         while (entry := self._arrivals.get()) is not None:
             try:
-                self._settle(entry.event, entry.calls, entry.finish, outbox)
+                self._settle(entry.event, entry.calls, entry.finish, entry.failed, outbox)
             except BaseException:
                 # Whatever it was, the launches behind this one still have to be waited for.
                 logger.exception("%s: settling a launch raised", self._name)
@@ -106,7 +119,14 @@ class Completion:
                 outbox.flush()
         outbox.flush()
 
-    def _settle(self, event: Event, calls: Sequence[Call[Any]], finish: Finish, outbox: Outbox) -> None:
+    def _settle(
+        self,
+        event: Event,
+        calls: Sequence[Call[Any]],
+        finish: Finish,
+        failed: Failed | None,
+        outbox: Outbox,
+    ) -> None:
         error: BaseException | None = None
         results: Sequence[Any] = ()
         try:
@@ -123,8 +143,16 @@ class Completion:
             logger.exception("%s: a finished launch could not be answered", self._name)
             error = ActorFailed(f"{self._name} could not finish the request: {failure!r}")
             error.__cause__ = failure.with_traceback(None)
+        again = failed(error) if error is not None and failed is not None else ()
         for index, call in enumerate(calls):
-            if error is not None:
+            if call in again or (error is None and results[index] is AGAIN):
+                self.relaunch(call)
+            elif error is not None:
                 call.fail(error, outbox)
             else:
                 call.resolve(results[index], outbox)
+
+    def relaunch(self, call: Call[Any]) -> None:
+        """Queue a call again whose launch did not answer it. It keeps its place by age."""
+        if call.reopen():
+            self._mailbox.give_back((call,))

@@ -45,6 +45,7 @@ __all__ = [
     "cache_problem",
     "decoding_output",
     "decoding_plan",
+    "tree_bits",
 ]
 
 CacheRequest: TypeAlias = PagedForward | BatchedDecode
@@ -128,22 +129,29 @@ class DecodingPlan:
     accumulate: Literal["float64", "float32"]
     outputs: Mapping[str, OutputSpec]
 
-    def bind(self, request: CacheRequest) -> Launch:
-        """A launch of this plan on the arrays of an adopted request. Checks what depends on their data."""
+    def check(self, request: CacheRequest) -> None:
+        """Check what depends on the data of an adopted request. Raises `InvalidRequest`."""
         problem = self.problem
-        inputs = operands(request)
         if isinstance(request, PagedForward):
             check_lengths("cache_seqlens", request.cache_seqlens, problem.seqlen_k)
             if request.cu_seqlens_q is not None:
                 check_cu_seqlens("cu_seqlens_q", request.cu_seqlens_q, problem.total_q, problem.seqlen_q)
+            if request.block_table is not None:
+                blocks = request.k_cache.shape[0]
+                check_block_table(request.block_table, request.cache_seqlens, problem.page_size, blocks)
+            if request.tree_mask is not None:
+                tree_bits(request.tree_mask)
         else:
             check_lengths("seq_lens", request.seq_lens, problem.seqlen_k)
-        if problem.layout == "paged":
-            blocks = inputs["k_cache"].shape[0]
-            check_block_table(inputs["block_table"], inputs["cache_seqlens"], problem.page_size, blocks)
+        if request.out is not None:
+            check_output_memory(request.out, operands(request))
+
+    def bind(self, request: CacheRequest) -> Launch:
+        """A launch of this plan on the arrays of an adopted request that `check` let pass."""
+        problem = self.problem
+        inputs = operands(request)
         outputs = self.outputs
         if request.out is not None:
-            check_output_memory(request.out, inputs)
             into = request.out if isinstance(request, PagedForward) else request.out[:, None]
             outputs = {**outputs, "out": dataclasses.replace(outputs["out"], into=into)}
         return Launch(self.key, inputs, outputs, functools.partial(_oracle, problem, self.accumulate))
@@ -199,7 +207,7 @@ def operands(request: CacheRequest) -> dict[str, Any]:
             if getattr(request, name) is not None:
                 inputs[name] = getattr(request, name)
         if request.tree_mask is not None:
-            inputs["tree_mask"] = _tree_bits(request.tree_mask)
+            inputs["tree_mask"] = tree_bits(request.tree_mask)
     else:
         inputs["q"] = request.q[:, None]
         for index, (k, v) in enumerate(zip(request.k_caches, request.v_caches, strict=True)):
@@ -219,7 +227,7 @@ def decoding_output(decode: bool, like: Adopted | None, result: Any, outputs: Ou
     return attention_output(like, result, outputs)
 
 
-def _tree_bits(mask: Any) -> Any:
+def tree_bits(mask: Any) -> Any:
     """A tree mask as uint64, one number a row."""
     if mask.dtype != np.bool_:
         return mask.view(np.dtype(np.uint64))

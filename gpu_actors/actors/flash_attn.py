@@ -16,8 +16,9 @@ from gpu_actors.actors.attention import (
 )
 from gpu_actors.actors.base import ServiceActor
 from gpu_actors.actors.call import Call
+from gpu_actors.actors.coalescing import Coalescer, Flush, Waiting
 from gpu_actors.actors.completion import Finish
-from gpu_actors.actors.decoding import Decoding, adopt_cache_request, cache_problem, decoding_output
+from gpu_actors.actors.decoding import Decoding, adopt_cache_request, cache_problem
 from gpu_actors.actors.decoding_calls import DecodingCalls
 from gpu_actors.actors.gradients import BackwardPlan, attention_gradients, backward_plan, backward_signature
 from gpu_actors.actors.handle import ActorHandle
@@ -276,6 +277,14 @@ class FlashAttnActor(ServiceActor):
 
     def open(self) -> None:
         self._attention: Attention = self.post.kept
+        self._coalescer = Coalescer(self, self._attention.decoding)
+
+    def flush(self) -> None:
+        self._coalescer.flush()
+
+    def on_message(self, message: Any) -> None:
+        if isinstance(message, Flush):
+            self._coalescer.flush(due=True)
 
     def handle(self, call: Call[Any]) -> None:
         message = call.message
@@ -296,14 +305,13 @@ class FlashAttnActor(ServiceActor):
     def _decode(self, call: Call[Any], message: PagedForward | BatchedDecode) -> None:
         try:
             request, like = adopt_cache_request(message, self._attention.place, call.caller)
-            launch = self._attention.decoding.plan(request).bind(request)
+            plan = self._attention.decoding.plan(request)
+            plan.check(request)
         except GpuActorsError:
             raise
         except Exception as error:
             raise unreadable(message, error) from error
-        finish = functools.partial(decoding_output, isinstance(message, BatchedDecode), like, message.out)
-        if call.begin_launch():
-            self.launch((call,), launch, finish)
+        self._coalescer.add(Waiting(call, request, plan, like, message.out))
 
 
 def place_of(services: Services) -> str:

@@ -1,0 +1,145 @@
+"""Coalescer: answers the requests over caches that wait together with as few launches as they agree on.
+
+Each request is checked by itself before it joins others, so that what is wrong with one is never held against them. A
+launch that fails is repeated for each of its requests alone; then only those fail that fail by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gpu_actors.actors.batching import Batch
+from gpu_actors.actors.call import Call
+from gpu_actors.actors.decoding import CacheRequest, Decoding, DecodingPlan, decoding_output
+from gpu_actors.actors.merging import cut_outputs, is_packed, merge, merge_key, place
+from gpu_actors.devices.interface import Launch, Outputs
+from gpu_actors.errors import ActorStopped, ContextLost, GpuActorsError
+from gpu_actors.interop.arrays import Adopted
+from gpu_actors.requests import BatchedDecode
+
+if TYPE_CHECKING:
+    from gpu_actors.actors.base import ServiceActor
+
+__all__ = ["Coalescer", "Flush", "Waiting", "may_succeed_alone"]
+
+
+class Flush:
+    """Sent by an actor to itself when requests have waited for others long enough."""
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """A sound request that waits for its launch. like, result: as for `attention_output`."""
+
+    call: Call[Any]
+    request: CacheRequest
+    plan: DecodingPlan
+    like: Adopted | None
+    result: Any
+
+    def answer(self, outputs: Outputs) -> Any:
+        """The result, from the outputs of a launch of this request alone."""
+        (answer,) = decoding_output(isinstance(self.request, BatchedDecode), self.like, self.result, outputs)
+        return answer
+
+
+class Coalescer:
+    """Used by one incarnation of an actor, which calls `flush` after each batch of calls."""
+
+    def __init__(self, actor: ServiceActor, decoding: Decoding) -> None:
+        options = actor.post.services.options
+        self._actor = actor
+        self._decoding = decoding
+        self._batch: Batch[Waiting] = Batch(options.coalesce_max)
+        self._timer = FlushTimer(actor, options.coalesce_delay_us)
+
+    def add(self, waiting: Waiting) -> None:
+        """Take a request in that was checked."""
+        key = None if waiting.call.alone else merge_key(waiting.plan, waiting.request)
+        self._batch.add(waiting, key)
+
+    def flush(self, due: bool = False) -> None:
+        """Launch what has gathered, unless it may wait for more. due: it has waited."""
+        if not self._batch or self._timer.wait(due or self._batch.full):
+            return
+        groups = self._batch.take()
+        mailbox = self._actor.post.mailbox
+        for group in groups:
+            if mailbox.saturated:
+                mailbox.give_back([waiting.call for waiting in group])
+            else:
+                self._launch([waiting for waiting in group if waiting.call.begin_launch()])
+
+    def _launch(self, group: list[Waiting]) -> None:
+        if not group:
+            return
+        calls = [waiting.call for waiting in group]
+        try:
+            launch, finish = self._merged(group)
+        except GpuActorsError as error:
+            for call in calls:
+                call.fail(error, self._actor.outbox)
+            return
+
+        def failed(error: BaseException) -> Collection[Call[Any]]:
+            return again_alone(calls, error)
+
+        try:
+            self._actor.launch(calls, launch, finish, failed)
+        except GpuActorsError:
+            return  # the calls have been answered, or queued again
+
+    def _merged(self, group: list[Waiting]) -> tuple[Launch, Callable[[Outputs], Sequence[Any]]]:
+        first = group[0]
+        if len(group) == 1:
+            return first.plan.bind(first.request), lambda outputs: (first.answer(outputs),)
+        requests = [waiting.request for waiting in group]
+        merged = merge(requests)
+        launch = self._decoding.plan(merged).bind(merged)
+        parts, packed = place(requests), is_packed(merged)
+
+        def finish(outputs: Outputs) -> Sequence[Any]:
+            return [
+                waiting.answer(cut_outputs(outputs, part, packed)) for waiting, part in zip(group, parts, strict=True)
+            ]
+
+        return launch, finish
+
+
+def may_succeed_alone(error: BaseException) -> bool:
+    """Whether a launch's failure may be the fault of one of its requests. Nothing helps against a lost device."""
+    return isinstance(error, GpuActorsError) and not isinstance(error, ContextLost | ActorStopped)
+
+
+def again_alone(calls: Sequence[Call[Any]], error: BaseException) -> Collection[Call[Any]]:
+    """Of the calls of a launch that failed, those that get a launch of their own."""
+    if len(calls) == 1 or not may_succeed_alone(error):
+        return ()
+    for call in calls:
+        call.alone = True
+    return calls
+
+
+class FlushTimer:
+    """Decides how long what has gathered waits for more, and sends the actor a `Flush` when that is over."""
+
+    def __init__(self, actor: ServiceActor, delay_us: float) -> None:
+        self._actor = actor
+        self._seconds = delay_us * 1e-6
+        self._running = False
+
+    def wait(self, due: bool) -> bool:
+        """True while what has gathered should wait. due: it need not wait any longer."""
+        if due or not self._seconds:
+            self._running = False
+            return False
+        if not self._running:
+            self._running = True
+            self._actor.post.services.timers.after(self._seconds, self._ring)
+        return True
+
+    def _ring(self) -> None:
+        if self._actor.actor_ref.is_alive():
+            self._actor.actor_ref.tell(Flush())

@@ -1,0 +1,1 @@
+"""The bookkeeping of a paged KV cache: pages, prefixes, sequences and writes on their way. No arrays, no threads."""
