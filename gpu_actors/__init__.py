@@ -7,6 +7,7 @@ async with gpu_actors.open_context("auto") as ctx:
 from gpu_actors._version import __version__
 from gpu_actors.actors.base import ServiceActor
 from gpu_actors.actors.call import Call
+from gpu_actors.actors.context import ContextActor
 from gpu_actors.actors.cudnn_like import CudnnLikeActor, CudnnLikeHandle
 from gpu_actors.actors.flash_attn import FlashAttnActor, FlashAttnHandle
 from gpu_actors.actors.handle import ActorHandle
@@ -64,6 +65,7 @@ __all__ = [
     "Call",
     "ChromeTrace",
     "CompileError",
+    "ContextActor",
     "ContextLost",
     "ContextOptions",
     "Cubin",
