@@ -14,7 +14,7 @@ from gpu_actors.actors.call import Call
 from gpu_actors.devices.interface import Kernel
 from gpu_actors.errors import GpuActorsError
 from gpu_actors.kernels.source import Cubin
-from gpu_actors.problem import DispatchKey
+from gpu_actors.kernels.variants import KernelKey
 
 if TYPE_CHECKING:
     from gpu_actors.actors.post import Post
@@ -30,24 +30,24 @@ class KernelStore:
 
     def __init__(self, post: Post) -> None:
         self._post = post
-        self._kernels: dict[tuple[DispatchKey, ...], tuple[Kernel, ...]] = {}
-        self._products: dict[DispatchKey, Cubin | Kernel] = {}
-        self._parked: dict[DispatchKey, list[Call[Any]]] = {}
+        self._kernels: dict[tuple[KernelKey, ...], tuple[Kernel, ...]] = {}
+        self._products: dict[KernelKey, Cubin | Kernel] = {}
+        self._parked: dict[KernelKey, list[Call[Any]]] = {}
         self._lock = threading.Lock()
 
-    def get(self, keys: tuple[DispatchKey, ...]) -> tuple[Kernel, ...] | None:
+    def get(self, keys: tuple[KernelKey, ...]) -> tuple[Kernel, ...] | None:
         """The loaded kernels, or None where one must be compiled first. Raises what ``Device.load`` raises."""
         kernels = self._kernels.get(keys)
         if kernels is None and all(key in self._products for key in keys):
             kernels = self._kernels[keys] = tuple(self._load(self._products[key]) for key in keys)
         return kernels
 
-    def wait_for(self, keys: tuple[DispatchKey, ...], call: Call[Any]) -> None:
+    def wait_for(self, keys: tuple[KernelKey, ...], call: Call[Any]) -> None:
         """Park a call until its kernels are there, and have those compiled that nobody has asked for yet."""
         from gpu_actors.actors.nvrtc import NvrtcActor, Prepare
 
         post = self._post
-        missing: list[DispatchKey] = []
+        missing: list[KernelKey] = []
         with self._lock:
             awaited = [key for key in keys if key not in self._products]
             for key in awaited:
@@ -74,7 +74,7 @@ class KernelStore:
             return self._post.services.device.load(product, product.entry_points[0])
         return product
 
-    def _compiled(self, key: DispatchKey, compiling: Call[Any]) -> None:
+    def _compiled(self, key: KernelKey, compiling: Call[Any]) -> None:
         error = compiling.error
         with self._lock:
             if error is None:

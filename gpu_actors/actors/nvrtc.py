@@ -16,9 +16,11 @@ from gpu_actors.actors.call import Call
 from gpu_actors.actors.handle import ActorHandle
 from gpu_actors.devices.interface import Kernel
 from gpu_actors.errors import GpuActorsError, InvalidRequest
+from gpu_actors.kernels.append import AppendKey
+from gpu_actors.kernels.copy_pages import PageCopyKey
 from gpu_actors.kernels.keys import check_key
 from gpu_actors.kernels.source import Cubin, KernelSource, check_arch
-from gpu_actors.kernels.variants import kernel_source
+from gpu_actors.kernels.variants import KernelKey, kernel_source
 from gpu_actors.problem import DispatchKey
 from gpu_actors.reply import Reply
 
@@ -43,7 +45,7 @@ class Compile:
 class Prepare:
     """Have the kernel of ``key`` ready for this context's device: the reply is a `Cubin`, or a built `Kernel`."""
 
-    key: DispatchKey
+    key: KernelKey
 
 
 class WarmedVariant(NamedTuple):
@@ -147,8 +149,8 @@ class NvrtcActor(ServiceActor):
             self._hand_over(call)
             workshop.start(message.source, arch, _Answer(call))
 
-    def _prepare(self, call: Call[Any], key: DispatchKey) -> None:
-        source = kernel_source(check_key(key))
+    def _prepare(self, call: Call[Any], key: KernelKey) -> None:
+        source = kernel_source(key if isinstance(key, AppendKey | PageCopyKey) else check_key(key))
         if call.begin_launch():
             self._hand_over(call)
             self._workshop.start(source, key.arch, _Answer(call), for_device=True)

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import TypeAlias
 
 from gpu_actors.devices.interface import LaunchGeometry
 from gpu_actors.errors import InvalidRequest, Unsupported
+from gpu_actors.kernels.append import AppendKey, append_source
 from gpu_actors.kernels.assets import asset_source
+from gpu_actors.kernels.copy_pages import PageCopyKey, copy_source
 from gpu_actors.kernels.dispatch import dispatch_key
 from gpu_actors.kernels.source import KernelSource
 from gpu_actors.kernels.support import ELEMENTS, FIRST_FP8_CAPABILITY, capability
@@ -18,7 +21,10 @@ from gpu_actors.kernels.tiles import Tile, num_q_tiles, shared_mem_bytes, tile_f
 from gpu_actors.problem import AttentionProblem, DispatchKey, MaskKind
 from gpu_actors.score_mod import SCORE_HEADER
 
-__all__ = ["kernel_source", "launch_geometry", "standard_variants"]
+__all__ = ["KernelKey", "kernel_source", "launch_geometry", "standard_variants"]
+
+KernelKey: TypeAlias = DispatchKey | AppendKey | PageCopyKey
+"""What a kernel is compiled and kept under."""
 
 _MAX_BLOCKS = (1 << 31) - 1  # of grid.x; y and z end at 65,535, so grids are flat
 _WARP = 32
@@ -29,8 +35,12 @@ _COMPUTE_BITS = {"tf32": 11, "f16": 11, "bf16": 8}
 
 
 @functools.lru_cache(maxsize=1024)
-def kernel_source(key: DispatchKey) -> KernelSource:
+def kernel_source(key: KernelKey) -> KernelSource:
     """What is compiled for a key. Raises InvalidRequest for a key whose kernel is not compiled (the oracle's)."""
+    if isinstance(key, AppendKey):
+        return append_source(key)
+    if isinstance(key, PageCopyKey):
+        return copy_source(key)
     macros = _builder(key)(key)
     headers = {} if key.score_mod is None else {SCORE_HEADER: key.score_mod.header}
     return asset_source(f"{key.kernel}.cu", (key.kernel,), macros=macros, headers=headers, arch=key.arch)

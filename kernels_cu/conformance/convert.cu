@@ -26,3 +26,11 @@ extern "C" __global__ void special(const float* in, float* out, int n) {
   out[n + i] = ptx::lg2(in[i]);
   out[2 * n + i] = ptx::rcp(in[i]);
 }
+
+// out: n of sin(pi x), n of cos(pi x)
+extern "C" __global__ void circle(const float* in, float* out, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= n) return;
+  out[i] = sinpi_of(in[i]);
+  out[n + i] = cospi_of(in[i]);
+}

@@ -79,3 +79,13 @@ def test_fast_functions_stay_within_their_error_and_flush_subnormals(runner: Run
             np.testing.assert_array_equal(got[function][~finite], wanted[function][~finite], err_msg=result.order)
             off = np.abs(got[function][finite] - wanted[function][finite])
             assert (off <= error[function][finite]).all(), (function, result.order, off.max())
+
+
+def test_sines_and_cosines_of_half_turns_are_within_two_units(runner: Runner) -> None:
+    x = np.concatenate([np.linspace(-1, 1, 513), np.random.default_rng(2).uniform(-1, 1, 500)]).astype(np.float32)
+    arrays = {"in": x, "out": np.zeros(2 * x.size, np.float32)}
+    exact = np.pi * x.astype(np.float64)
+    wanted = np.stack([np.sin(exact), np.cos(exact)])
+    for result in runner(run_of("circle", arrays, x.size)):
+        off = np.abs(result["out"].view(np.float32).reshape(2, -1) - wanted)
+        assert (off <= 2.0**-22 * np.abs(wanted) + 1e-15).all(), (result.order, off.max())

@@ -1,0 +1,106 @@
+"""append_rows and copy_pages: what a KV cache holds after new rows were appended, or pages copied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu_actors.reference.rope import apply_rope
+
+__all__ = ["AppendedRow", "append_rows", "appended_rows", "cast_saturating", "copy_pages"]
+
+Array: TypeAlias = npt.NDArray[Any]
+_LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+
+
+class AppendedRow(NamedTuple):
+    """Where a new row goes. row: in the packed rows. place: in its sequence, from 0."""
+
+    row: int
+    sequence: int
+    place: int
+
+
+def appended_rows(cu_seqlens: Array, cache_seqlens: Array) -> Iterator[AppendedRow]:
+    """Every new row in order.
+
+    cu_seqlens: (batch + 1,) of the packed rows. cache_seqlens: (batch,), keys of each sequence, the new ones included.
+    """
+    ends, lengths = np.asarray(cu_seqlens).tolist(), np.asarray(cache_seqlens).tolist()
+    for sequence, length in enumerate(lengths):
+        first, end = ends[sequence], ends[sequence + 1]
+        for row in range(first, end):
+            yield AppendedRow(row, sequence, length - (end - row))
+
+
+def cast_saturating(x: Array, dtype: npt.DTypeLike, descale: Array | float = 1.0) -> Array:
+    """x as elements of a cache: rounded to nearest even, fp8 scaled by 1 / descale in float32 and saturated.
+
+    NaN stays NaN. Values beyond float16's range become infinite, as everywhere.
+    """
+    target = np.dtype(dtype)
+    if x.dtype == target:
+        return x
+    with np.errstate(all="ignore"):
+        if target.name not in _LARGEST:
+            return np.asarray(x.astype(target))
+        scale = np.float32(1.0) / np.asarray(descale, np.float32)
+        scaled = x.astype(np.float32) * scale
+        return np.asarray(np.clip(scaled, -_LARGEST[target.name], _LARGEST[target.name]).astype(target))
+
+
+def append_rows(
+    k: Array,
+    v: Array,
+    k_cache: Array | Sequence[Array],
+    v_cache: Array | Sequence[Array],
+    cu_seqlens: Array,
+    cache_seqlens: Array,
+    *,
+    block_table: Array | None = None,
+    rope: tuple[Array, Array] | None = None,
+    interleaved: bool = False,
+    k_descale: Array | None = None,
+    v_descale: Array | None = None,
+) -> None:
+    """Write the new rows k, v (total, heads_kv, dim) into the caches, in place.
+
+    k_cache, v_cache: pages (num_blocks, page_size, heads_kv, dim) with ``block_table`` (batch, max_blocks), else a
+        cache a sequence (batch, max_seq, heads_kv, dim); or sequences of arrays (heads_kv, max_seq, dim), one each.
+    cu_seqlens, cache_seqlens: as in `appended_rows`. Rows without a place in their cache are written nowhere.
+    rope: (cos, sin), each (total, pairs), of the new rows' own positions; rotates K in float64, rounded once.
+    k_descale, v_descale: fp32 (batch, heads_kv) of an fp8 cache, whose elements are value / descale.
+    """
+    rotated: Array = k if rope is None else apply_rope(k, *rope, interleaved=interleaved)
+    for rows, cache, descale in ((rotated, k_cache, k_descale), (v, v_cache, v_descale)):
+        for row, sequence, place in appended_rows(cu_seqlens, cache_seqlens):
+            target = _row_of(cache, block_table, sequence, place)
+            if target is not None:
+                factor = 1.0 if descale is None else descale[sequence][:, None]
+                target[...] = cast_saturating(rows[row], target.dtype, factor)
+
+
+def copy_pages(k_cache: Array, v_cache: Array, pairs: Array) -> None:
+    """Copy pages within the pools, in place. pairs: (n, 2) of (source, destination)."""
+    for source, destination in np.asarray(pairs).tolist():
+        k_cache[destination] = k_cache[source]
+        v_cache[destination] = v_cache[source]
+
+
+def _row_of(cache: Any, block_table: Array | None, sequence: int, place: int) -> Array | None:
+    """The (heads_kv, dim) of a place, or None where there is none."""
+    if place < 0:
+        return None
+    if block_table is not None:
+        page_size = cache.shape[1]
+        if place >= block_table.shape[1] * page_size:
+            return None
+        block = int(block_table[sequence, place // page_size])
+        found: Array | None = cache[block, place % page_size] if 0 <= block < len(cache) else None
+        return found
+    if isinstance(cache, np.ndarray):
+        return None if place >= cache.shape[1] else np.asarray(cache[sequence, place])
+    return None if place >= cache[sequence].shape[1] else np.asarray(cache[sequence][:, place])

@@ -1,0 +1,57 @@
+// Copies whole pages within the pools of K and V: copy on write, before a sequence writes to a page that it shares.
+//
+//   pairs     | source, destination | source, destination | ...
+//   block     pair 0, part 0 | pair 0, part 1 | ... | pair 1, part 0 | ...      a part is PART_BYTES of the K page, or of
+//                                                                              the V page behind it
+//
+// A page that is a destination must be no source and no other pair's destination: pairs are copied in any order. Pairs
+// with a page outside the pool are left out, so a list may be padded with -1.
+#include "ptx/memory.cuh"
+
+#if !defined(WARPS) || !defined(PART_BYTES)
+#error "WARPS and PART_BYTES must be given"
+#endif
+
+constexpr int THREADS = WARPS * 32;
+static_assert(PART_BYTES % (THREADS * 16) == 0, "a part is whole rounds of 16 bytes a thread");
+
+struct Params {  // strides and sizes of pages in bytes
+  void* k_cache;
+  void* v_cache;
+  const int32_t* pairs;
+  int64_t k_stride;
+  int64_t v_stride;
+  int64_t k_bytes;
+  int64_t v_bytes;
+  int32_t num_blocks;
+  int32_t k_parts;
+  int32_t v_parts;
+};
+
+DEVICE void copy_part(uint64_t from, uint64_t to, int64_t bytes, int64_t begin) {
+  const int64_t end = bytes - begin > PART_BYTES ? begin + PART_BYTES : bytes;
+  int64_t whole = begin;  // up to here in chunks of 16 bytes
+  if ((from | to) % 16 == 0) {
+    whole = begin + (end - begin) / 16 * 16;
+    for (int64_t at = begin + int(threadIdx.x) * 16; at < whole; at += THREADS * 16) {
+      uint32_t words[4];
+      ptx::load_global_v4(words, reinterpret_cast<const void*>(from + at));
+      ptx::store_global_v4(reinterpret_cast<void*>(to + at), words);
+    }
+  }
+  for (int64_t at = whole + int(threadIdx.x); at < end; at += THREADS) {
+    *reinterpret_cast<uint8_t*>(to + at) = *reinterpret_cast<const uint8_t*>(from + at);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) copy_pages(const __grid_constant__ Params params) {
+  const int parts = params.k_parts + params.v_parts;
+  const int pair = int(blockIdx.x) / parts, part = int(blockIdx.x) % parts;
+  const int source = params.pairs[2 * pair], destination = params.pairs[2 * pair + 1];
+  if (source < 0 || source >= params.num_blocks || destination < 0 || destination >= params.num_blocks) return;
+  const bool is_k = part < params.k_parts;
+  const uint64_t pool = reinterpret_cast<uint64_t>(is_k ? params.k_cache : params.v_cache);
+  const int64_t stride = is_k ? params.k_stride : params.v_stride;
+  copy_part(pool + source * stride, pool + destination * stride, is_k ? params.k_bytes : params.v_bytes,
+            int64_t(is_k ? part : part - params.k_parts) * PART_BYTES);
+}
