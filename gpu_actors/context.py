@@ -7,7 +7,6 @@ async with gpu_actors.open_context("auto") as ctx:
 from __future__ import annotations
 
 import atexit
-import functools
 import logging
 import math
 import os
@@ -30,7 +29,7 @@ from gpu_actors.actors.handle import ActorHandle
 from gpu_actors.actors.mailbox import ActorStats, Mailbox
 from gpu_actors.actors.nvrtc import NvrtcActor, NvrtcHandle, Prepare
 from gpu_actors.actors.services import Services
-from gpu_actors.devices.interface import DeviceInfo
+from gpu_actors.devices.interface import Device, DeviceInfo
 from gpu_actors.devices.select import check_device, open_device
 from gpu_actors.errors import ActorStopped, DeadlineExceeded, GpuActorsError, InvalidRequest, WouldBlock
 from gpu_actors.options import ContextOptions
@@ -265,11 +264,15 @@ class open_context:
         finally:
             context.close()
 
+    def make_device(self) -> Device:
+        """The device that the context will own. Called on the ContextActor's thread; for tools that wrap it."""
+        return open_device(self._device, self._options)
+
     def _open(self) -> GpuContext:
         opened: Future[Services] = Future()
         options = self._options
         ref = ContextActor.start(
-            functools.partial(open_device, self._device, options),
+            self.make_device,
             options,
             (*_CHILDREN, *options.actors),
             opened,

@@ -1,4 +1,15 @@
-"""Benchmarks: each module is a suite with a ``run() -> dict`` and is run by ``gpu-actors bench``."""
+"""Benchmarks: each module is a suite with a ``run() -> dict`` and is run by ``gpu-actors bench``, but for PARTS.
+
+forward, backward, decode    a GPU's kernels and the service around them, through the parts below
+bridge, compile, imports     what needs no GPU
+
+stage      opens the device and runs a suite       cases      what is measured, its work and traffic
+suite      check, then time: kernel, peers, service  operands   the arrays and requests of a case
+recorder   launches as the service makes them      arrays     random and poisoned arrays
+timing     events in turns, quantiles              checks     slices against the oracle
+clock      the events of a CUDA stream             peers      other libraries
+ceilings   product and copy of the same run        report, plot, model, sass
+"""
 
 from __future__ import annotations
 
@@ -10,7 +21,11 @@ import time
 
 from gpu_actors._version import __version__
 
-__all__ = ["environment"]
+__all__ = ["PARTS", "environment"]
+
+_TIMED = ("arrays", "cases", "ceilings", "checks", "clock", "operands", "peers", "recorder", "stage", "suite", "timing")
+PARTS = frozenset((*_TIMED, "model", "plot", "report", "sass"))
+"""The modules here that are no suites."""
 
 _LIBRARIES = ("numpy", "pykka", "anyio", "uvloop", "cupy-cuda13x", "nvidia-cuda-nvrtc")
 

@@ -4,24 +4,37 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from gpu_actors.bench import environment
-from gpu_actors.cli.output import DeviceOption, JsonOption, write_json, write_table
+from gpu_actors.bench import PARTS, environment
+from gpu_actors.cli.output import DeviceOption, JsonOption, write_json, write_note, write_table
 from gpu_actors.errors import InvalidRequest
 
 __all__ = ["bench"]
 
+_BAD = ("wrong", "failed")
+_MODELLED = ("backward", "decode", "forward")
+
 
 def bench(
-    suite: Annotated[str, typer.Argument(help="bridge, compile, imports, ... (see --list).")] = "",
+    suite: Annotated[str, typer.Argument(help="forward, backward, decode, bridge, ... (see --list).")] = "",
     list_suites: Annotated[bool, typer.Option("--list", help="List the suites and exit.")] = False,
     as_json: JsonOption = False,
     device: DeviceOption = "auto",
+    quick: Annotated[bool, typer.Option("--quick", help="Only the most telling cases of a GPU suite.")] = False,
+    minutes: Annotated[float | None, typer.Option("--minutes", help="Begin no case of a GPU suite later.")] = None,
+    model: Annotated[
+        bool, typer.Option("--model", help="Estimate a GPU suite from counts and data sheets; measure nothing.")
+    ] = False,
+    arch: Annotated[str | None, typer.Option("--arch", help="For --model: sm_80, sm_89 or sm_90a.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Also write the JSON to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Also draw a GPU suite's figures into this PNG.")] = None,
 ) -> None:
     """Measure this machine: run a benchmark suite and print its figures."""
     suites = _suites()
@@ -34,11 +47,22 @@ def bench(
         raise InvalidRequest("suite", None, f"name a suite: {names}")
     if suite not in suites:
         raise InvalidRequest("suite", suite, f"must be one of {names}")
-    figures = {"environment": environment()} | _run(importlib.import_module(f"gpu_actors.bench.{suite}").run, device)
+    if model:
+        found = _estimate(suite, arch, quick)
+    else:
+        given = {"device": device, "quick": quick, "minutes": minutes}
+        found = _run(importlib.import_module(f"gpu_actors.bench.{suite}").run, given)
+    figures = {"environment": environment()} | found
+    if out is not None:
+        out.write_text(json.dumps(figures, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
     if as_json:
         write_json(figures)
     else:
-        write_table(("figure", "value"), _flat(figures), title=suite)
+        _show(suite, figures)
+    if plot is not None:
+        _draw(suite, figures, plot)
+    if any(row["subject"].startswith("gpu_actors") and row["status"] in _BAD for row in _measured(figures)):
+        raise typer.Exit(1)
 
 
 def _suites() -> list[str]:
@@ -46,13 +70,51 @@ def _suites() -> list[str]:
         package = importlib.import_module("gpu_actors.bench")
     except ImportError:
         return []
-    return sorted(module.name for module in pkgutil.iter_modules(package.__path__) if module.name[0] != "_")
+    names = (module.name for module in pkgutil.iter_modules(package.__path__))
+    return sorted(name for name in names if name[0] != "_" and name not in PARTS)
 
 
-def _run(run: Callable[..., Mapping[str, Any]], device: str) -> dict[str, Any]:
-    # A suite that has no device to choose, such as the import times, takes none.
-    takes_device = "device" in inspect.signature(run).parameters
-    return dict(run(device=device) if takes_device else run())
+def _run(run: Callable[..., Mapping[str, Any]], given: Mapping[str, Any]) -> dict[str, Any]:
+    # A suite takes what means something to it: one that has no device to choose, such as the import times, takes none.
+    taken = inspect.signature(run).parameters
+    return dict(run(**{name: value for name, value in given.items() if name in taken}))
+
+
+def _estimate(suite: str, arch: str | None, quick: bool) -> dict[str, Any]:
+    if suite not in _MODELLED:
+        raise InvalidRequest("suite", suite, f"must be one of {', '.join(_MODELLED)} with --model")
+    from gpu_actors.bench.model import estimate_suite
+
+    return estimate_suite(suite, arch, quick)  # type: ignore[arg-type]
+
+
+def _show(suite: str, figures: Mapping[str, Any]) -> None:
+    kind = figures.get("kind")
+    if kind == "measurement":
+        from gpu_actors.bench import report
+
+        ceilings = figures["ceilings"]
+        write_table(report.COLUMNS, report.table(figures), title=f"{suite} on {figures['gpu'].get('name')}")
+        write_note(f"ceilings of this run: {ceilings['matmul']} TFLOP/s, {ceilings['copy']} GB/s ({ceilings['how']})")
+    elif kind == "model":
+        from gpu_actors.bench import model
+
+        title = f"MODEL of {suite} on {figures['machine']['name']}: {figures['note']}"
+        write_table(model.COLUMNS, model.table(figures), title=title)
+    else:
+        write_table(("figure", "value"), _flat(figures), title=suite)
+
+
+def _draw(suite: str, figures: Mapping[str, Any], path: Path) -> None:
+    if figures.get("kind") != "measurement":
+        raise InvalidRequest("plot", str(path), f"must be left out: only measurements of a GPU are drawn, not {suite}")
+    from gpu_actors.bench.plot import draw
+
+    draw(figures, path)
+
+
+def _measured(figures: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return list(figures["rows"]) if figures.get("kind") == "measurement" else []
 
 
 def _flat(figures: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

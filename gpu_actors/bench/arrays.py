@@ -1,0 +1,133 @@
+"""Random and poisoned arrays for measurements, on the host or in a GPU's memory."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol
+
+import ml_dtypes
+import numpy as np
+
+from gpu_actors.interop.arrays import AnyArray, Reinterpreted, adopt
+
+__all__ = ["Arrays", "CupyArrays", "HostArrays", "adopted", "has_special"]
+
+_POOL = 16_777_213
+"""A prime near 2^24: rows cut one after the other from a pool of so many numbers, around its end, are never alike."""
+_POISON = 0xFF
+"""Bytes that make a NaN in every floating format here."""
+_WITHOUT_NAME = ("float8_e4m3fn", "float8_e5m2")  # in CuPy
+
+
+class Arrays(Protocol):
+    """Makes arrays, of dtypes by their NumPy or ml_dtypes names."""
+
+    def random(self, shape: tuple[int, ...], dtype: str) -> Any:
+        """Normal numbers, others at every call."""
+
+    def poisoned(self, shape: tuple[int, ...], dtype: str) -> Any:
+        """All NaN."""
+
+    def integers(self, values: Any) -> Any:
+        """int32."""
+
+    def host(self, array: Any) -> np.ndarray[Any, Any]:
+        """A copy on the host. The array's work must be over."""
+
+    def ready(self) -> None:
+        """Wait until every array made so far holds its values, for work on streams that wait for none."""
+
+    def trim(self) -> None:
+        """Give memory back that no array uses."""
+
+
+class HostArrays:
+    def __init__(self, seed: int = 0) -> None:
+        self._rng = np.random.default_rng(seed)
+
+    def random(self, shape: tuple[int, ...], dtype: str) -> Any:
+        return self._rng.standard_normal(shape, np.float32).astype(getattr(ml_dtypes, dtype, dtype))
+
+    def poisoned(self, shape: tuple[int, ...], dtype: str) -> Any:
+        kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+        return np.full(math.prod(shape) * kind.itemsize, _POISON, np.uint8).view(kind).reshape(shape)
+
+    def integers(self, values: Any) -> Any:
+        return np.asarray(values, np.int32)
+
+    def host(self, array: Any) -> np.ndarray[Any, Any]:
+        return np.array(array)
+
+    def ready(self) -> None:
+        return
+
+    def trim(self) -> None:
+        return
+
+
+class CupyArrays:
+    """In the memory of the current CUDA device, made by copies alone: no generator and no conversion runs there."""
+
+    def __init__(self, seed: int = 0) -> None:
+        import cupy
+
+        self._cupy = cupy
+        self._rng = np.random.default_rng(seed)
+        self._numbers = self._rng.standard_normal(_POOL, np.float32)
+        self._pools: dict[str, Any] = {}
+
+    def random(self, shape: tuple[int, ...], dtype: str) -> Any:
+        pool = self._pool(dtype)
+        size = math.prod(shape)
+        flat = self._cupy.empty(size, pool.dtype)
+        start, done = int(self._rng.integers(_POOL)), 0
+        while done < size:
+            count = min(size - done, _POOL - start)
+            flat[done : done + count].data.copy_from_device(pool[start:].data, count * pool.itemsize)
+            done, start = done + count, 0
+        return self._named(flat.reshape(shape), dtype)
+
+    def poisoned(self, shape: tuple[int, ...], dtype: str) -> Any:
+        made = self._cupy.empty(shape, self._carrier(dtype))
+        made.data.memset(_POISON, made.nbytes)
+        return self._named(made, dtype)
+
+    def integers(self, values: Any) -> Any:
+        return self._cupy.asarray(np.asarray(values, np.int32))
+
+    def host(self, array: Any) -> np.ndarray[Any, Any]:
+        if isinstance(array, Reinterpreted):
+            return self._cupy.asnumpy(array.array).view(getattr(ml_dtypes, array.dtype))  # type: ignore[no-any-return]
+        return self._cupy.asnumpy(array)  # type: ignore[no-any-return]
+
+    def ready(self) -> None:
+        self._cupy.cuda.runtime.deviceSynchronize()
+
+    def trim(self) -> None:
+        self._cupy.get_default_memory_pool().free_all_blocks()
+
+    def _pool(self, dtype: str) -> Any:
+        if dtype not in self._pools:
+            numbers = self._numbers.astype(getattr(ml_dtypes, dtype, dtype))
+            self._pools[dtype] = self._cupy.asarray(numbers.view(f"u{numbers.itemsize}")).view(self._carrier(dtype))
+        return self._pools[dtype]
+
+    def _carrier(self, dtype: str) -> np.dtype[Any]:
+        return np.dtype(np.uint8 if dtype in _WITHOUT_NAME else getattr(ml_dtypes, dtype, dtype))
+
+    def _named(self, array: Any, dtype: str) -> Any:
+        return Reinterpreted(array, dtype) if dtype in _WITHOUT_NAME else array
+
+
+def has_special(array: np.ndarray[Any, Any]) -> bool:
+    """Whether a NaN or an infinity is in it. Looks at bits, which for 16-bit floats is many times faster."""
+    masks = {"bfloat16": 0x7F80, "float16": 0x7C00}
+    mask = masks.get(array.dtype.name)
+    if mask is None:
+        return not bool(np.isfinite(array).all())
+    return bool(((array.view(np.uint16) & mask) == mask).any())
+
+
+def adopted(array: Any) -> AnyArray:
+    """The array as launches take it."""
+    return adopt(array, "array").array

@@ -1,0 +1,15 @@
+"""Attention's gradients on a GPU: ``gpu-actors bench backward``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gpu_actors.bench.cases import backward_cases
+from gpu_actors.bench.stage import run_suite
+
+__all__ = ["run"]
+
+
+def run(device: str = "auto", quick: bool = False, minutes: float | None = None) -> dict[str, Any]:
+    """See `run_suite`."""
+    return run_suite("backward", backward_cases, device, quick, minutes)

@@ -1,0 +1,109 @@
+"""What the GPU itself can do, measured in the same run: a large matrix product and a large copy on the device."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from gpu_actors.bench.arrays import CupyArrays
+from gpu_actors.bench.timing import Call, EventClock, Plan, measure_in_turns
+
+__all__ = ["Ceilings", "measure_ceilings"]
+
+_SIDE = 8192
+_COPY = 1 << 30
+_PLAN = Plan(warmup=2, repeats=12, turns=3)
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """matmul: TFLOP/s of an 8192^3 product on random data, in the dtype and by the library that `how` names.
+
+    copy: GB/s, bytes read and written both counted. Either is None where it could not be measured; `how` says why.
+    """
+
+    matmul: float | None = None
+    copy: float | None = None
+    how: str = "not measured"
+
+
+def measure_ceilings(arrays: CupyArrays, clock: EventClock, handle: int) -> Ceilings:
+    """handle: the clock's stream."""
+    notes: list[str] = []
+    copy = _median(functools.partial(_copy, arrays, handle), clock, notes)
+    matmul = None
+    for name, product in (("torch", _torch_matmul), ("cupy", _cupy_matmul)):
+        if importlib.util.find_spec(name) is None:
+            notes.append(f"{name} is not installed")
+            continue
+        matmul = _median(functools.partial(product, arrays, handle), clock, notes)
+        if matmul is not None:
+            notes.append(f"matmul by {name}, {'bfloat16' if name == 'torch' else 'float16'}")
+            break
+    arrays.trim()
+    return Ceilings(
+        None if matmul is None else 2 * _SIDE**3 / matmul / 1e9,
+        None if copy is None else 2 * _COPY / copy / 1e6,
+        "; ".join(notes),
+    )
+
+
+def _median(make: Callable[[], Call], clock: EventClock, notes: list[str]) -> float | None:
+    try:
+        timing = measure_in_turns({"": [make()]}, clock, _PLAN)[""]
+    except Exception as error:  # a library that is there and does not work
+        notes.append(f"{type(error).__name__}: {error}")
+        return None
+    if timing.times is None:
+        notes.append(timing.error or "")
+        return None
+    return timing.times.median
+
+
+def _copy(arrays: CupyArrays, handle: int) -> Call:
+    from cupy.cuda import runtime
+
+    source, target = (arrays.random((_COPY // 2,), "float16") for _ in range(2))
+    arrays.ready()
+
+    def copy() -> None:
+        runtime.memcpyAsync(target.data.ptr, source.data.ptr, _COPY, runtime.memcpyDeviceToDevice, handle)
+
+    return copy
+
+
+def _torch_matmul(arrays: CupyArrays, handle: int) -> Call:
+    import ml_dtypes
+    import numpy as np
+    import torch
+
+    a, b = (arrays.random((_SIDE, _SIDE), "bfloat16") for _ in range(2))
+    assert a.dtype == ml_dtypes.bfloat16
+    tensors = [torch.from_dlpack(x.view(np.int16)).view(torch.bfloat16) for x in (a, b)]
+    out = torch.empty_like(tensors[0])
+    stream = torch.cuda.ExternalStream(handle)
+    arrays.ready()
+
+    def product() -> Any:
+        with torch.cuda.stream(stream):
+            return torch.matmul(*tensors, out=out)
+
+    return product
+
+
+def _cupy_matmul(arrays: CupyArrays, handle: int) -> Call:
+    import cupy
+
+    a, b = (arrays.random((_SIDE, _SIDE), "float16") for _ in range(2))
+    out = cupy.empty_like(a)
+    stream = cupy.cuda.ExternalStream(handle)
+    arrays.ready()
+
+    def product() -> Any:
+        with stream:
+            return cupy.matmul(a, b, out=out)
+
+    return product

@@ -1,0 +1,105 @@
+"""Whether what is to be timed is right: slices of it against the float64 oracle, under the tests' own tolerance rule.
+
+A whole output of 8k rows would take the oracle minutes, so blocks of rows are compared, of the first, the last and some
+other heads and sequences; which ones is drawn anew for every case. Every element is looked at for NaN, which the
+outputs held before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from gpu_actors.bench.arrays import has_special
+from gpu_actors.bench.cases import Case
+from gpu_actors.testing.tolerance import check_output
+
+__all__ = ["Checked", "check_decode", "check_forward", "visible_part"]
+
+Array: TypeAlias = np.ndarray[Any, Any]
+
+_ROWS = 64
+
+
+class Checked(NamedTuple):
+    """slices: how many were compared. worst: the largest |out - reference| / bound, below 1."""
+
+    slices: int
+    worst: float
+
+
+def check_forward(
+    case: Case, q: Array, k: Array, v: Array, out: Array, *, weights_dtype: str | None = None, seed: int = 0
+) -> Checked:
+    """Raises AssertionError that names the worst row.
+
+    q, out: (batch, rows, heads, dim). k, v: (batch, keys, kv_heads, dim). weights_dtype: as `check_output` takes it.
+    """
+    _check_finite("out", out)
+    rng = np.random.default_rng(seed)
+    ratio = case.heads // case.kv_heads
+    worst, slices = 0.0, 0
+    for sequence, head in _places(case, rng):
+        for start in _starts(case.rows, rng):
+            rows = slice(start, min(start + _ROWS, case.rows))
+            keys = visible_part(case, rows)
+            kv = (sequence, keys, slice(head // ratio, head // ratio + 1))
+            place = (sequence, rows, slice(head, head + 1))
+            repro = f"{case.name}: sequence {sequence}, head {head}, rows {rows.start} to {rows.stop - 1}"
+            worst = max(
+                worst,
+                check_output(
+                    out[place][None],
+                    None,
+                    q[place][None],
+                    k[kv][None],
+                    v[kv][None],
+                    repro=repro,
+                    weights_dtype=weights_dtype,
+                    **case.options(),
+                ),
+            )
+            slices += 1
+    return Checked(slices, worst)
+
+
+def check_decode(
+    case: Case, q: Array, caches: Callable[[int], tuple[Array, Array]], out: Array, *, seed: int = 0
+) -> Checked:
+    """Likewise, all heads of some sequences. caches: gives k and v (keys, kv_heads, dim) of a sequence."""
+    _check_finite("out", out)
+    rng = np.random.default_rng(seed)
+    chosen = sorted({0, case.batch - 1, int(rng.integers(case.batch))})
+    worst = 0.0
+    for sequence in chosen:
+        k, v = caches(sequence)
+        part = slice(sequence, sequence + 1)
+        repro = f"{case.name}: sequence {sequence}"
+        worst = max(worst, check_output(out[part], None, q[part], k[None], v[None], repro=repro, **case.options()))
+    return Checked(len(chosen), worst)
+
+
+def visible_part(case: Case, rows: slice) -> slice:
+    """The keys that make a problem of its own with these rows.
+
+    Causal masks and left bounds are measured from the last row's last key: with the keys behind it cut off, the rows
+    see what they saw.
+    """
+    return slice(0, max(0, rows.stop + case.keys - case.rows) if case.causal else case.keys)
+
+
+def _places(case: Case, rng: np.random.Generator) -> Iterator[tuple[int, int]]:
+    drawn = (int(rng.integers(case.batch)), int(rng.integers(case.heads)))
+    yield from sorted({(0, 0), (case.batch - 1, case.heads - 1), drawn})
+
+
+def _starts(rows: int, rng: np.random.Generator) -> list[int]:
+    last = max(0, rows - _ROWS)
+    return sorted({0, last, int(rng.integers(last + 1))})
+
+
+def _check_finite(name: str, array: Array) -> None:
+    if has_special(array):
+        raise AssertionError(f"{name} holds NaN or infinities: not every element was written, or not from its inputs")

@@ -1,0 +1,93 @@
+"""CudaClock: an `EventClock` on a stream of a CUDA device.
+
+The stream is held by a kernel of one thread that looks at a flag in page-locked memory until it is set.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from typing import Any
+
+from gpu_actors.devices.cuda.device import CudaDevice
+from gpu_actors.devices.cuda.stream import CudaStream
+from gpu_actors.kernels.compiler import Compiler
+from gpu_actors.kernels.source import KernelSource
+
+__all__ = ["CudaClock"]
+
+_HOLD = """\
+struct Params { volatile int* state; long long limit; };
+
+extern "C" __global__ void hold(const __grid_constant__ Params p) {
+  const long long start = clock64();
+  while (p.state[0] == 0) {
+    if (clock64() - start > p.limit) {
+      p.state[1] = 1;
+      return;
+    }
+    __nanosleep(500);
+  }
+}
+"""
+_LIMIT = 400_000_000
+"""Cycles: about 0.2 s, far longer than enqueueing a turn takes."""
+_STATE_BYTES = 8
+
+
+class CudaClock:
+    """stream: what is timed; only this clock's user may enqueue on it meanwhile.
+
+    Needs NVRTC. Raises what compiling and loading a kernel raise.
+    """
+
+    def __init__(self, device: CudaDevice, stream: CudaStream) -> None:
+        from cupy.cuda import runtime
+
+        assert stream.handle is not None
+        self.handle = stream.handle
+        self._device = device
+        self._runtime = runtime
+        cubin = Compiler().compile(KernelSource("hold.cu", _HOLD, ("hold",)), device.info.arch)
+        self._hold = device.load(cubin, "hold").handle.handle
+        address = device.call(device.api.allocate_pinned, _STATE_BYTES)
+        self._state = (ctypes.c_int32 * 2).from_address(address)
+        self._address = address
+        self._events: list[int] = []
+        self._free: list[int] = []
+
+    def hold(self) -> None:
+        self._state[0] = self._state[1] = 0
+        params = struct.pack("<Qq", self._address, _LIMIT)
+        device = self._device
+        device.call(device.api.launch_kernel, self._hold, (1, 1, 1), (1, 1, 1), 0, self.handle, params)
+
+    def release(self) -> bool:
+        late = bool(self._state[1])
+        self._state[0] = 1
+        return not late
+
+    def mark(self) -> int:
+        event = self._free.pop() if self._free else int(self._runtime.eventCreate())
+        self._events.append(event)
+        self._runtime.eventRecord(event, self.handle)
+        return event
+
+    def elapsed(self, begin: Any, end: Any) -> float:
+        return float(self._runtime.eventElapsedTime(begin, end))
+
+    def synchronize(self) -> None:
+        self._runtime.streamSynchronize(self.handle)
+
+    def reuse(self) -> None:
+        """No mark made so far is asked for any more."""
+        self._free += self._events
+        self._events = []
+
+    def close(self) -> None:
+        """Give everything back. Nothing may be enqueued any more."""
+        self.reuse()
+        for event in self._free:
+            self._runtime.eventDestroy(event)
+        self._free = []
+        self._device.api.free_pinned(self._address)

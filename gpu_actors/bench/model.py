@@ -1,0 +1,170 @@
+"""A roofline estimate of a GPU suite, from counts alone. It is a model: nothing in it was measured.
+
+The time of a case is the longest of what its parts would take if each had the machine to itself:
+
+    tensor      FLOPs / the tensor cores' dense rate
+    exponent    one exp2 a pair / 16 a clock and multiprocessor
+    issue       warp instructions of the kernel's main loop, counted in its machine code / 4 a clock and multiprocessor
+    memory      bytes of the operands, each once / the memory's bandwidth
+
+Rates are the vendor's data sheets', at their boost clock. What overlaps badly, waits, or runs at the ends of a grid is
+not in it, so it bounds the speed from above. mma.sync is taken to reach the full tensor rate, which on some
+architectures it does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from gpu_actors.bench.cases import Case, Kind, backward_cases, decode_cases, forward_cases
+from gpu_actors.bench.sass import find_disassembler, main_loop
+from gpu_actors.context import GpuContext, open_context
+from gpu_actors.devices.select import DEFAULT_ARCH
+from gpu_actors.errors import GpuActorsError, Unsupported
+from gpu_actors.kernels.compiler import Compiler
+from gpu_actors.kernels.variants import kernel_source
+from gpu_actors.options import ContextOptions
+from gpu_actors.problem import DispatchKey
+from gpu_actors.requests import FlashBackward, FlashForward, PagedForward
+
+__all__ = ["COLUMNS", "MACHINES", "Machine", "estimate", "estimate_suite", "table"]
+
+COLUMNS = ("case", "kernel", "tensor ms", "exponent ms", "issue ms", "memory ms", "bound by", "at most")
+
+_CASES = {"forward": forward_cases, "backward": backward_cases, "decode": decode_cases}
+_EXPONENTIALS = 16  # a clock and multiprocessor: CUDA C++ Programming Guide, "Arithmetic Instructions"
+_SCHEDULERS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A product's data sheet. clock: boost, Hz. flops: dense, 16-bit, a clock a multiprocessor. bandwidth: bytes/s."""
+
+    name: str
+    multiprocessors: int
+    clock: float
+    flops: int
+    bandwidth: float
+    fp8: int = 1  # times the 16-bit rate
+
+
+MACHINES = {
+    "sm_80": Machine("NVIDIA A100 SXM 80 GB", 108, 1.41e9, 2048, 2.039e12),
+    "sm_89": Machine("NVIDIA L40S", 142, 2.52e9, 1024, 0.864e12, 2),
+    "sm_90a": Machine("NVIDIA H200 SXM", 132, 1.83e9, 4096, 4.8e12, 2),
+}
+
+
+def estimate_suite(kind: Kind, arch: str | None = None, quick: bool = False) -> dict[str, Any]:
+    """Estimates of every case of a suite for the machine known for ``arch``. Needs NVRTC and no GPU.
+
+    Raises Unsupported for an architecture of which no data sheet is kept here.
+    """
+    arch = arch or DEFAULT_ARCH
+    machine = MACHINES.get(arch)
+    if machine is None:
+        raise Unsupported("arch", arch, f"data sheets are kept for {', '.join(MACHINES)}", DEFAULT_ARCH)
+    with open_context("mock", ContextOptions(arch=arch)) as context:
+        rows = [estimate(case, machine, *_counted(case, context)) for case in _CASES[kind](quick)]
+    return {
+        "suite": kind,
+        "kind": "model",
+        "note": "an estimate from counts and data sheets: nothing was measured",
+        "machine": {
+            "name": machine.name,
+            "arch": arch,
+            **{f: getattr(machine, f) for f in machine.__slots__ if f != "name"},
+        },
+        "disassembler": find_disassembler() is not None,
+        "rows": rows,
+    }
+
+
+def estimate(
+    case: Case,
+    machine: Machine,
+    kernel: str | None = None,
+    instructions: float | None = None,
+    reason: str | None = None,
+) -> dict[str, Any]:
+    """One case. instructions: the main loop's, of all warps, a pair of row and key; None where not counted."""
+    rate = machine.multiprocessors * machine.clock
+    pairs = case.pairs * case.heads
+    tensor_rate = machine.flops * (machine.fp8 if case.dtype.startswith("float8") else 1)
+    parts: dict[str, float | None] = {
+        "tensor": case.flops / tensor_rate / rate,
+        "exponent": pairs / _EXPONENTIALS / rate,
+        "issue": None if instructions is None else pairs * instructions / _SCHEDULERS / rate,
+        "memory": case.bytes / machine.bandwidth,
+    }
+    known = {name: seconds for name, seconds in parts.items() if seconds is not None}
+    bound = max(known, key=lambda name: known[name])
+    seconds = known[bound]
+    return {
+        "case": case.record(),
+        "kernel": kernel,
+        "reason": reason,
+        "instructions_a_pair": instructions,
+        "parts_ms": {name: None if part is None else part * 1e3 for name, part in parts.items()},
+        "bound": bound,
+        "model_ms": seconds * 1e3,
+        "model_tflops": case.flops / seconds / 1e12,
+        "model_gbs": case.bytes / seconds / 1e9,
+    }
+
+
+def table(found: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
+    """Rows for `COLUMNS`, from what `estimate_suite` gave."""
+    for row in found["rows"]:
+        parts = ["-" if part is None else f"{part:.4f}" for part in row["parts_ms"].values()]
+        decode = row["case"]["kind"] == "decode"
+        most = f"{row['model_gbs']:.0f} GB/s" if decode else f"{row['model_tflops']:.0f} TFLOP/s"
+        yield (row["case"]["name"], row["kernel"] or f"none: {row['reason']}", *parts, row["bound"], most)
+
+
+def _counted(case: Case, context: GpuContext) -> tuple[str | None, float | None, str | None]:
+    """(kernel, instructions a pair, why there is no kernel)."""
+    try:
+        key = context.flash_attn.inspect_key(_request(replace(case, batch=1)))
+        source = kernel_source(key)
+    except GpuActorsError as error:
+        return None, None, str(error)
+    loop = main_loop(Compiler().compile(source, key.arch).data)
+    macros = {name: int(value) for name, value in source.macros.items() if str(value).isdigit()}
+    shape = [macros.get(name) for name in ("BLOCK_M", "BLOCK_N", "WARPS")]
+    if loop is None or None in shape or case.kind != "forward":
+        return key.kernel, None, None
+    rows, keys, warps = (value for value in shape if value is not None)
+    return key.kernel, loop.executed(_products(key, rows, keys, warps)) * warps / (rows * keys), None
+
+
+def _products(key: DispatchKey, rows: int, keys: int, warps: int) -> int:
+    """mma.m16n8k16 instructions of a warp and key tile. wgmma multiplies more at once and leaves no inner loop."""
+    return -(-rows // (16 * warps)) * (keys // 8 * -(-key.head_dim // 16) + key.head_dim_v // 8 * (keys // 16))
+
+
+def _request(case: Case) -> FlashForward | FlashBackward | PagedForward:
+    """A request of the case's shapes; its arrays are never touched, and so take no memory."""
+
+    def array(*shape: int, dtype: str = case.dtype) -> Any:
+        return np.empty(shape, getattr(ml_dtypes, dtype, dtype))
+
+    q, kv = case.q_shape, case.kv_shape
+    if case.kind == "decode":
+        pool = (case.pages, case.page_size, case.kv_heads, case.head_dim)
+        table = np.zeros((1, case.pages), np.int32)
+        lengths = np.full(1, case.keys, np.int32)
+        return PagedForward(
+            q=array(*q), k_cache=array(*pool), v_cache=array(*pool), block_table=table, cache_seqlens=lengths
+        )
+    options = case.options()
+    if case.kind == "backward":
+        lse = array(case.batch, case.heads, case.rows, dtype="float32")
+        more = {"out": array(*q), "dout": array(*q), "lse": lse, "deterministic": case.deterministic}
+        return FlashBackward(array(*q), array(*kv), array(*kv), **options, **more)
+    return FlashForward(array(*q), array(*kv), array(*kv), **options)

@@ -1,0 +1,115 @@
+"""Launches as the service makes them, for measuring a kernel without the service around it.
+
+A `RecordingContext` runs on a `RecordingDevice`, which passes everything on and keeps the launches while it is asked
+to. So whatever the service launches for a request, in however many kernels, can be launched again and again on a
+stream of its own, and nothing here knows how requests become launches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from gpu_actors.context import open_context
+from gpu_actors.devices.interface import Device, Event, Kernel, Launch, Stream
+from gpu_actors.interop.device_array import DeviceArray
+from gpu_actors.kernels.source import Cubin, KernelSource
+
+__all__ = ["RecordingContext", "RecordingDevice", "for_timing"]
+
+
+class RecordingContext(open_context):
+    """`open_context` with ``recorder``, once it is open, in the way of its launches."""
+
+    recorder: RecordingDevice
+
+    def make_device(self) -> Device:
+        self.recorder = RecordingDevice(super().make_device())
+        return self.recorder
+
+
+class RecordingDevice(Device):
+    """Passes everything on to ``inner``."""
+
+    def __init__(self, inner: Device) -> None:
+        self.inner = inner
+        self.info = inner.info
+        self.builds_kernels = inner.builds_kernels
+        self._lock = threading.Lock()
+        self._kept: list[Launch] | None = None
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Launch]]:
+        """The launches that are made meanwhile, on whatever stream."""
+        with self._lock:
+            kept: list[Launch] = []
+            self._kept = kept
+        try:
+            yield kept
+        finally:
+            with self._lock:
+                self._kept = None
+
+    def note(self, launch: Launch) -> None:
+        with self._lock:
+            if self._kept is not None:
+                self._kept.append(launch)
+
+    def open_stream(self, name: str) -> Stream:
+        return _RecordingStream(self, self.inner.open_stream(name))
+
+    def build(self, source: KernelSource, arch: str) -> Kernel:
+        return self.inner.build(source, arch)
+
+    def load(self, cubin: Cubin, entry: str) -> Kernel:
+        return self.inner.load(cubin, entry)
+
+    def allocate(self, shape: tuple[int, ...], dtype: str, zero: bool = False) -> Any:
+        return self.inner.allocate(shape, dtype, zero)
+
+    def probe(self) -> None:
+        self.inner.probe()
+
+    def note_caller(self) -> Any:
+        return self.inner.note_caller()
+
+    def bind_thread(self) -> None:
+        self.inner.bind_thread()
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class _RecordingStream(Stream):
+    def __init__(self, device: RecordingDevice, inner: Stream) -> None:
+        self._device = device
+        self._inner = inner
+
+    def launch(self, launch: Launch) -> Event:
+        self._device.note(launch)
+        return self._inner.launch(launch)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def for_timing(launch: Launch, output: Callable[[str, tuple[int, ...], str], Any]) -> Launch:
+    """The same launch into arrays of ``output(name, shape, dtype)``, that waits for no other stream.
+
+    What its inputs' streams are still working on must be over.
+    """
+    inputs = {name: _unordered(array) for name, array in launch.inputs.items()}
+    outputs = {
+        name: spec
+        if name in inputs
+        else dataclasses.replace(spec, into=_unordered(output(name, spec.shape, spec.dtype)))
+        for name, spec in launch.outputs.items()
+    }
+    return dataclasses.replace(launch, inputs=inputs, outputs=outputs)
+
+
+def _unordered(array: Any) -> Any:
+    return dataclasses.replace(array, stream=None) if isinstance(array, DeviceArray) else array

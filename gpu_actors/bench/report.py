@@ -1,0 +1,132 @@
+"""What a GPU suite found, as JSON and as a table."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import gpu_actors
+from gpu_actors.bench.ceilings import Ceilings
+from gpu_actors.bench.suite import Row, Settings
+
+__all__ = ["COLUMNS", "figures", "git_revision", "gpu_record", "table"]
+
+_PEER_PACKAGES = ("torch", "triton", "flashinfer-python", "nvidia-cudnn-frontend", "nvidia-cudnn-cu13", "flash-attn-4")
+_SMI_FIELDS = ("name", "driver_version", "clocks.sm", "clocks.mem", "power.limit", "temperature.gpu")
+
+COLUMNS = ("case", "subject", "ms", "p10", "p90", "TFLOP/s", "GB/s", "of ceiling", "remark")
+
+
+def figures(
+    suite: str, rows: Sequence[Row], settings: Settings, ceilings: Ceilings, gpu: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Everything, for JSON. ``of_ceiling``: of the copy's GB/s for a decode, of the product's TFLOP/s else."""
+    return {
+        "suite": suite,
+        "kind": "measurement",
+        "git": git_revision(),
+        "gpu": dict(gpu),
+        "packages": {name: _version(name) for name in _PEER_PACKAGES},
+        "settings": asdict(settings),
+        "ceilings": asdict(ceilings),
+        "counts": {
+            status: sum(row.status == status for row in rows) for status in sorted({row.status for row in rows})
+        },
+        "rows": [_record(row, ceilings) for row in rows],
+    }
+
+
+def table(found: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
+    """Rows for `COLUMNS`, from what `figures` gave."""
+    for row in found["rows"]:
+        times, share = row["times_ms"], row["of_ceiling"]
+        cells = ["-"] * 6
+        if times is not None:
+            numbers = (times["median"], times["p10"], times["p90"], row["tflops"], row["gbs"], share)
+            formats = ("{:.4f}", "{:.4f}", "{:.4f}", "{:.1f}", "{:.0f}", "{:.0%}")
+            cells = ["-" if n is None else form.format(n) for n, form in zip(numbers, formats, strict=True)]
+        yield (row["case"]["name"], row["subject"], *cells, _remark(row))
+
+
+def git_revision() -> str | None:
+    """Of the checkout that this package lies in, "+" where files have changed since; None in an installed package."""
+    root = Path(gpu_actors.__file__).parents[1]
+    if not (root / ".git").exists() or shutil.which("git") is None:
+        return None
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(root), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (subprocess.SubprocessError, OSError):
+        return None
+
+
+def gpu_record(index: int) -> dict[str, Any]:
+    """What CuPy and nvidia-smi say of the GPU. Clocks are those of the moment."""
+    from cupy.cuda import runtime
+
+    properties = runtime.getDeviceProperties(index)
+    record: dict[str, Any] = {
+        "name": properties["name"].decode(errors="replace").rstrip("\0"),
+        "capability": f"{properties['major']}.{properties['minor']}",
+        "multiprocessors": properties["multiProcessorCount"],
+        "memory_bytes": properties["totalGlobalMem"],
+        "l2_bytes": properties["l2CacheSize"],
+        "cuda_driver": runtime.driverGetVersion(),
+        "cuda_runtime": runtime.runtimeGetVersion(),
+    }
+    smi = shutil.which("nvidia-smi")
+    if smi is not None:
+        command = [smi, f"--id={index}", f"--query-gpu={','.join(_SMI_FIELDS)}", "--format=csv,noheader"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+        if done.returncode == 0:
+            record["nvidia_smi"] = dict(zip(_SMI_FIELDS, done.stdout.strip().split(", "), strict=False))
+    return record
+
+
+def _record(row: Row, ceilings: Ceilings) -> dict[str, Any]:
+    return {
+        "case": row.case.record(),
+        "subject": row.subject,
+        "status": row.status,
+        "reason": row.reason,
+        "kernels": list(row.kernels),
+        "checked": None if row.checked is None else row.checked._asdict(),
+        "times_ms": None if row.times is None else asdict(row.times),
+        "back_to_back": row.held,
+        "requests_per_second": row.requests_per_second,
+        "tflops": row.tflops,
+        "gbs": row.gbs,
+        "of_ceiling": _share(row, ceilings),
+    }
+
+
+def _share(row: Row, ceilings: Ceilings) -> float | None:
+    rate, ceiling = (row.gbs, ceilings.copy) if row.case.kind == "decode" else (row.tflops, ceilings.matmul)
+    return None if rate is None or ceiling is None else rate / ceiling
+
+
+def _remark(row: Mapping[str, Any]) -> str:
+    if row["status"] != "timed":
+        return f"{row['status']}: {row['reason']}"
+    remarks = ["+".join(row["kernels"])] if row["kernels"] else []
+    if row["requests_per_second"] is not None:
+        remarks.append(f"{row['requests_per_second']:.0f} requests/s")
+    if not row["back_to_back"]:
+        remarks.append("time on the host is in it")
+    return ", ".join(remarks)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

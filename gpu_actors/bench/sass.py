@@ -1,0 +1,95 @@
+"""Counts the instructions of a cubin's main loop, where NVIDIA's disassembler is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["Loop", "find_disassembler", "loops", "main_loop"]
+
+_LABEL = re.compile(r"^\s*(\.L_\w+):")
+_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][A-Z0-9_.]*)(.*)")
+_TARGET = re.compile(r"`\((\.L_\w+)\)")
+_TENSOR = ("HMMA", "HGMMA", "QGMMA", "IMMA", "QMMA")
+
+
+class Loop(NamedTuple):
+    """instructions: a warp's, from the label to the branch back, each counted once. tensor: matrix products among them.
+
+    special: those of the MUFU. inner: the loop inside that has products, where there is one.
+    """
+
+    instructions: int
+    tensor: int
+    special: int
+    inner: Loop | None = None
+
+    def executed(self, products: int) -> int:
+        """The instructions of an iteration that makes so many products: what is missing comes from the inner loop."""
+        if self.inner is None or products <= self.tensor:
+            return self.instructions
+        return self.instructions + round((products - self.tensor) / self.inner.tensor * self.inner.instructions)
+
+
+def find_disassembler() -> Path | None:
+    """nvdisasm of the installed wheels, or on the path."""
+    found = importlib.util.find_spec("nvidia")
+    folders = [] if found is None else list(found.submodule_search_locations or ())
+    wheels = (path for folder in folders for path in sorted(Path(folder).glob("*/bin/nvdisasm")))
+    on_path = shutil.which("nvdisasm")
+    return next(wheels, None) or (Path(on_path) if on_path else None)
+
+
+def main_loop(cubin: bytes) -> Loop | None:
+    """The loop over key tiles that makes do with the fewest instructions a product: the one without masks.
+
+    None without a disassembler, or for a kernel that has no loop with both products and exponentials.
+    """
+    tool = find_disassembler()
+    if tool is None:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        done = subprocess.run([tool, "-c", path], capture_output=True, text=True, check=False, timeout=120)
+    found = [loop for loop in loops(done.stdout) if loop.tensor and loop.special]
+    return min(found, key=lambda loop: loop.instructions / loop.tensor, default=None)
+
+
+def loops(text: str) -> list[Loop]:
+    """Of a disassembly: every loop that holds no other with exponentials in it."""
+    labels: dict[str, int] = {}
+    names: list[str] = []
+    spans: list[tuple[int, int]] = []
+    for line in text.splitlines():
+        if label := _LABEL.match(line):
+            labels[label[1]] = len(names)
+        elif instruction := _INSTRUCTION.match(line):
+            name, rest = instruction.groups()
+            target = _TARGET.search(rest)
+            if name.startswith("BRA") and target and target[1] in labels:
+                spans.append((labels[target[1]], len(names) + 1))
+            names.append(name)
+
+    def inside(outer: tuple[int, int]) -> list[tuple[int, int]]:
+        return [span for span in spans if span != outer and outer[0] <= span[0] and span[1] <= outer[1]]
+
+    def count(span: tuple[int, int], prefixes: str | tuple[str, ...]) -> int:
+        return sum(name.startswith(prefixes) for name in names[slice(*span)])
+
+    def loop(span: tuple[int, int], inner: Loop | None = None) -> Loop:
+        return Loop(span[1] - span[0], count(span, _TENSOR), count(span, "MUFU"), inner)
+
+    found: list[Loop] = []
+    for span in spans:
+        within = inside(span)
+        if any(count(other, "MUFU") for other in within):
+            continue
+        products = [loop(other) for other in within if count(other, _TENSOR)]
+        found.append(loop(span, max(products, key=lambda one: one.tensor, default=None)))
+    return found

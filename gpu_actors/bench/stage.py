@@ -1,0 +1,75 @@
+"""Opens a CUDA device for a GPU suite, measures its ceilings and runs the suite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from gpu_actors.bench.cases import Case, Kind
+from gpu_actors.bench.peers import peers_for
+from gpu_actors.bench.recorder import RecordingContext
+from gpu_actors.bench.report import figures, gpu_record
+from gpu_actors.bench.suite import Settings, Stage, run_cases
+from gpu_actors.devices.cuda import CudaDevice, cuda_usable
+from gpu_actors.devices.select import check_device
+from gpu_actors.errors import GpuActorsError, InvalidRequest
+from gpu_actors.options import ContextOptions
+
+__all__ = ["cuda_index", "run_suite"]
+
+_ROTATED = 4  # times the L2
+
+
+def run_suite(
+    kind: Kind,
+    cases: Callable[[bool], list[Case]],
+    device: str = "auto",
+    quick: bool = False,
+    minutes: float | None = None,
+) -> dict[str, Any]:
+    """The figures of a suite, as `report.figures` gives them.
+
+    device: "auto", "cuda" or "cuda:N". quick: the few most telling cases. minutes: no case is begun after so many.
+    Raises GpuActorsError, in a sentence, where there is no GPU to measure, and InvalidRequest for another device.
+    """
+    index = cuda_index(kind, device)
+    import cupy
+
+    from gpu_actors.bench.arrays import CupyArrays
+    from gpu_actors.bench.ceilings import measure_ceilings
+    from gpu_actors.bench.clock import CudaClock
+    from gpu_actors.devices.cuda.stream import CudaStream
+
+    opening = RecordingContext(f"cuda:{index}", ContextOptions(default_timeout=None))
+    with cupy.cuda.Device(index), opening as context:
+        inner = opening.recorder.inner
+        assert isinstance(inner, CudaDevice)
+        stream = inner.open_stream("bench")
+        assert isinstance(stream, CudaStream)
+        assert stream.handle is not None
+        clock = CudaClock(inner, stream)
+        arrays = CupyArrays()
+        gpu = gpu_record(index)
+        ceilings = measure_ceilings(arrays, clock, stream.handle)
+        clock.reuse()
+        settings = Settings(rotate=_ROTATED * gpu["l2_bytes"], minutes=minutes)
+        stage = Stage(context, opening.recorder, stream, clock, arrays, stream.handle, clock.reuse)
+        rows = run_cases(cases(quick), stage, settings, peers_for(kind))
+        clock.close()
+    return figures(kind, rows, settings, ceilings, gpu)
+
+
+def cuda_index(suite: str, device: str) -> int:
+    """The CUDA device that a suite measures. Raises as `run_suite` does."""
+    spec = "cuda" if check_device(device) == "auto" else device
+    if not spec.startswith("cuda"):
+        reason = f"must be cuda or cuda:N: the {suite} suite measures a GPU; --model estimates without one"
+        raise InvalidRequest("device", device, reason)
+    index = int(spec.partition(":")[2] or 0)
+    obstacle = cuda_usable(index)
+    if obstacle is not None:
+        raise GpuActorsError(
+            f"the {suite} suite measures a GPU, and there is none to be used here: {obstacle}; "
+            f"gpu-actors bench {suite} --model estimates without one"
+        )
+    return index

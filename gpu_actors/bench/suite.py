@@ -1,0 +1,270 @@
+"""A GPU suite: for each case, first whether the kernel is right, then how fast it is, beside its peers.
+
+    operands ──> request ──> recorded launch ──> poisoned outputs checked ──┬─> kernel: the launch alone, by events
+     (several sets,                                (wrong: not timed)       ├─> peers: their calls, likewise, in turns
+      rotated through)                                                      └─> service: awaited requests, host clock
+
+Nothing here knows CUDA: a `Stage` brings context, stream, clock and arrays, so that tests rehearse it on other devices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from gpu_actors.bench.arrays import Arrays, adopted, has_special
+from gpu_actors.bench.cases import Case
+from gpu_actors.bench.checks import Checked, check_decode, check_forward
+from gpu_actors.bench.operands import OperandSet, make_operands, submit
+from gpu_actors.bench.peers import Peer, Refuses, agrees
+from gpu_actors.bench.recorder import RecordingDevice, for_timing
+from gpu_actors.bench.timing import Call, EventClock, Plan, Quantiles, Timing, measure_in_turns, quantiles
+from gpu_actors.context import GpuContext
+from gpu_actors.devices.interface import Event, Launch, Stream
+from gpu_actors.errors import GpuActorsError, Unsupported
+
+__all__ = ["KERNEL", "SERVICE", "Row", "Settings", "Stage", "run_case", "run_cases"]
+
+KERNEL, SERVICE = "gpu_actors kernel", "gpu_actors service"
+_E4M3_KERNELS = ("forward_sm90",)  # those that round the softmax weights to the inputs' 8-bit format
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """rotate: bytes of operands to rotate through, several times the L2. most_sets: at most, whatever their size.
+
+    requests: awaited alone, and again ``in_flight`` at once. minutes: after which no further case is begun.
+    """
+
+    plan: Plan = field(default_factory=Plan)
+    rotate: int = 256 << 20
+    most_sets: int = 16
+    requests: int = 50
+    in_flight: int = 8
+    minutes: float | None = None
+
+
+@dataclass(slots=True)
+class Stage:
+    """Where a suite runs. stream: of the recorder's inner device, the same that clock marks. handle: for peers.
+
+    settled: called after each turn, with the stream idle.
+    """
+
+    context: GpuContext
+    recorder: RecordingDevice
+    stream: Stream
+    clock: EventClock
+    arrays: Arrays
+    handle: int = 0
+    settled: Call = lambda: None
+
+
+@dataclass(slots=True, kw_only=True)
+class Row:
+    """One subject in one case. status: "timed", "wrong" (not timed), "unsupported", "failed" or "not run".
+
+    reason: a sentence where it is not timed. held: see `Timing`. answer: requests a second with several in flight.
+    """
+
+    case: Case
+    subject: str
+    status: str
+    reason: str | None = None
+    times: Quantiles | None = None
+    held: bool = True
+    kernels: tuple[str, ...] = ()
+    checked: Checked | None = None
+    requests_per_second: float | None = None
+
+    @property
+    def tflops(self) -> float | None:
+        return None if self.times is None else self.case.flops / self.times.median / 1e9
+
+    @property
+    def gbs(self) -> float | None:
+        return None if self.times is None else self.case.bytes / self.times.median / 1e6
+
+
+def run_cases(cases: Sequence[Case], stage: Stage, settings: Settings, peers: Sequence[Peer]) -> list[Row]:
+    """Every case, in order. One that fails does not keep the others from being run."""
+    rows: list[Row] = []
+    began = time.monotonic()
+    for number, case in enumerate(cases):
+        if settings.minutes is not None and time.monotonic() - began > 60 * settings.minutes:
+            reason = f"the limit of {settings.minutes:g} minutes had passed"
+            rows += [Row(case=left, subject=KERNEL, status="not run", reason=reason) for left in cases[number:]]
+            break
+        rows += run_case(case, stage, settings, peers, seed=number)
+        stage.arrays.trim()
+    return rows
+
+
+def run_case(case: Case, stage: Stage, settings: Settings, peers: Sequence[Peer], seed: int = 0) -> list[Row]:
+    """The kernel's row first. One that is wrong, refused or failing is the only row: there is nothing to compare."""
+    try:
+        measured = _Measured(case, stage, settings, seed)
+    except Unsupported as error:
+        return [Row(case=case, subject=KERNEL, status="unsupported", reason=str(error))]
+    except AssertionError as error:
+        return [Row(case=case, subject=KERNEL, status="wrong", reason=str(error))]
+    except Exception as error:  # of a device that is out of memory or gone, or of a library: the next case may do
+        return [Row(case=case, subject=KERNEL, status="failed", reason=f"{type(error).__name__}: {error}")]
+    return measured.rows(peers)
+
+
+class _Measured:
+    """A case whose kernel is right."""
+
+    def __init__(self, case: Case, stage: Stage, settings: Settings, seed: int) -> None:
+        self._case, self._stage, self._settings = case, stage, settings
+        count = min(settings.most_sets, max(2, -(-settings.rotate // case.bytes)))
+        self._sets = [make_operands(case, stage.arrays, stage.context, seed) for _ in range(count)]
+        recorded = [self._recorded(one) for one in self._sets]
+        self._launches = [launch for launch, _ in recorded]
+        self._pending: list[Event] = []
+        self.kernels = tuple(step.kernel.entry for step in self._launches[0].steps)
+        self.checked = self._check([outputs for _, outputs in recorded], seed)
+
+    def rows(self, peers: Sequence[Peer]) -> list[Row]:
+        case, stage = self._case, self._stage
+        ours: list[Call] = [functools.partial(self._enqueue, launch) for launch in self._launches]
+        subjects: dict[str, Sequence[Call]] = {KERNEL: ours}
+        refused: list[Row] = []
+        for peer in peers:
+            status, reason, theirs = self._prepare(peer)
+            if theirs:
+                subjects[peer.name] = theirs
+            else:
+                refused.append(Row(case=case, subject=peer.name, status=status, reason=reason))
+        timings = measure_in_turns(subjects, stage.clock, self._settings.plan, self._settle)
+        rows = [self._row(name, timing) for name, timing in timings.items()]
+        return [*rows, *refused, self._service()]
+
+    def _recorded(self, one: OperandSet) -> tuple[Launch, dict[str, Any]]:
+        """The launch that the service makes of the request, and the poisoned arrays that it is to fill."""
+        stage = self._stage
+        with stage.recorder.recording() as kept:
+            submit(self._case, stage.context, one).result()
+        if len(kept) != 1:
+            raise GpuActorsError(f"one request became {len(kept)} launches")
+        outputs: dict[str, Any] = {}
+
+        def output(name: str, shape: tuple[int, ...], dtype: str) -> Any:
+            outputs[name] = stage.arrays.poisoned(shape, dtype)
+            return adopted(outputs[name])
+
+        return for_timing(kept[0], output), outputs
+
+    def _enqueue(self, launch: Launch) -> None:
+        self._pending.append(self._stage.stream.launch(launch))
+
+    def _settle(self) -> None:
+        pending, self._pending = self._pending, []
+        for event in pending:
+            event.wait()
+        self._stage.settled()
+
+    # Checking
+
+    def _check(self, all_outputs: Sequence[dict[str, Any]], seed: int) -> Checked:
+        """Launch every set into its poison. The first answer is compared with the oracle, all are searched for NaN."""
+        host = self._stage.arrays.host
+        self._stage.arrays.ready()
+        for launch in self._launches:
+            self._enqueue(launch)
+        self._settle()
+        for number, outputs in enumerate(all_outputs):
+            answer = {name: host(array) for name, array in outputs.items()}
+            if number == 0:
+                self._answer = answer
+            for name, array in answer.items():
+                if has_special(array):
+                    raise AssertionError(f"{self._case.name}: {name} of set {number} holds NaN or infinities")
+        return self._compare(self._sets[0], self._answer, seed)
+
+    def _compare(self, one: OperandSet, outputs: Mapping[str, np.ndarray[Any, Any]], seed: int) -> Checked:
+        case, host = self._case, self._stage.arrays.host
+        if case.kind == "decode":
+            caches = functools.partial(_cached, case, one, host)
+            return check_decode(case, host(one["q"]), caches, outputs["out"], seed=seed)
+        q, k, v = (host(one[name]) for name in ("q", "k", "v"))
+        if case.kind == "backward":
+            raise Unsupported("kind", case.kind, "there is no oracle for gradients to check them with")
+        low = case.dtype if case.dtype.startswith("float8") and _E4M3_KERNELS[0] in self.kernels else None
+        return check_forward(case, q, k, v, outputs["out"], weights_dtype=low, seed=seed)
+
+    # Timing
+
+    def _prepare(self, peer: Peer) -> tuple[str, str | None, Sequence[Call]]:
+        """(status, reason, calls) of a peer; no calls where it cannot be timed."""
+        obstacle = peer.obstacle()
+        if obstacle is not None:
+            return "not run", obstacle, ()
+        try:
+            prepared = peer.prepare(self._case, self._sets, self._stage.handle)
+            outputs = prepared.outputs()
+        except Refuses as refusal:
+            return "unsupported", str(refusal), ()
+        except Exception as error:  # whatever another library raises
+            return "failed", f"{type(error).__name__}: {error}", ()
+        for name, theirs in outputs.items():
+            if not agrees(self._case, self._answer[name], theirs):
+                return "wrong", f"its {name} is not ours, which was checked", ()
+        return "timed", None, prepared.calls
+
+    def _row(self, name: str, timing: Timing) -> Row:
+        row = Row(case=self._case, subject=name, status="timed", times=timing.times, held=timing.held)
+        if timing.error is not None:
+            row.status, row.reason = "failed", timing.error
+        if name == KERNEL:
+            row.kernels, row.checked = self.kernels, self.checked
+        return row
+
+    def _service(self) -> Row:
+        settings = self._settings
+        row = Row(case=self._case, subject=SERVICE, status="timed", kernels=self.kernels, checked=self.checked)
+        try:
+            alone, rate = asyncio.run(self._awaited(settings.requests, settings.in_flight))
+        except Exception as error:
+            row.status, row.reason = "failed", f"{type(error).__name__}: {error}"
+        else:
+            row.times, row.requests_per_second = quantiles(alone), rate
+        return row
+
+    async def _awaited(self, requests: int, in_flight: int) -> tuple[list[float], float]:
+        """Milliseconds of each request awaited alone, and requests a second with several in flight."""
+        case, context = self._case, self._stage.context
+        rotated = itertools.cycle(self._sets)
+        for one in self._sets:
+            await submit(case, context, one)
+        alone: list[float] = []
+        for _ in range(requests):
+            began = time.perf_counter()
+            await submit(case, context, next(rotated))
+            alone.append((time.perf_counter() - began) * 1e3)
+        began = time.perf_counter()
+        rounds = -(-requests // in_flight)
+        for _ in range(rounds):
+            await asyncio.gather(*(_await(submit(case, context, next(rotated))) for _ in range(in_flight)))
+        return alone, rounds * in_flight / (time.perf_counter() - began)
+
+
+async def _await(reply: Any) -> None:
+    await reply
+
+
+def _cached(case: Case, one: OperandSet, host: Callable[[Any], Any], number: int) -> tuple[Any, Any]:
+    """k and v of one sequence of a decode, gathered from its pages."""
+    k, v = (
+        np.concatenate([host(one[name][int(page)]) for page in one["pages"][number]])[: case.keys]
+        for name in ("k_cache", "v_cache")
+    )
+    return k, v
