@@ -24,7 +24,7 @@ from gpu_actors._version import __version__
 __all__ = ["PARTS", "environment"]
 
 _TIMED = ("arrays", "cases", "ceilings", "checks", "clock", "operands", "peers", "recorder", "stage", "suite", "timing")
-PARTS = frozenset((*_TIMED, "model", "plot", "report", "sass"))
+PARTS = frozenset((*_TIMED, "gradient_checks", "model", "plot", "report", "sass"))
 """The modules here that are no suites."""
 
 _LIBRARIES = ("numpy", "pykka", "anyio", "uvloop", "cupy-cuda13x", "nvidia-cuda-nvrtc")

@@ -16,7 +16,7 @@ from gpu_actors.bench.arrays import has_special
 from gpu_actors.bench.cases import Case
 from gpu_actors.testing.tolerance import check_output
 
-__all__ = ["Checked", "check_decode", "check_forward", "visible_part"]
+__all__ = ["Array", "Checked", "blocks_of", "check_decode", "check_forward", "places_of", "visible_part"]
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
@@ -41,9 +41,8 @@ def check_forward(
     rng = np.random.default_rng(seed)
     ratio = case.heads // case.kv_heads
     worst, slices = 0.0, 0
-    for sequence, head in _places(case, rng):
-        for start in _starts(case.rows, rng):
-            rows = slice(start, min(start + _ROWS, case.rows))
+    for sequence, head in places_of(case, rng):
+        for rows in blocks_of(case.rows, rng):
             keys = visible_part(case, rows)
             kv = (sequence, keys, slice(head // ratio, head // ratio + 1))
             place = (sequence, rows, slice(head, head + 1))
@@ -90,14 +89,17 @@ def visible_part(case: Case, rows: slice) -> slice:
     return slice(0, max(0, rows.stop + case.keys - case.rows) if case.causal else case.keys)
 
 
-def _places(case: Case, rng: np.random.Generator) -> Iterator[tuple[int, int]]:
+def places_of(case: Case, rng: np.random.Generator) -> Iterator[tuple[int, int]]:
+    """(sequence, head): the first, the last and one of the others."""
     drawn = (int(rng.integers(case.batch)), int(rng.integers(case.heads)))
     yield from sorted({(0, 0), (case.batch - 1, case.heads - 1), drawn})
 
 
-def _starts(rows: int, rng: np.random.Generator) -> list[int]:
+def blocks_of(rows: int, rng: np.random.Generator) -> Iterator[slice]:
+    """Blocks of 64 rows: the first, the last and one of the others."""
     last = max(0, rows - _ROWS)
-    return sorted({0, last, int(rng.integers(last + 1))})
+    for start in sorted({0, last, int(rng.integers(last + 1))}):
+        yield slice(start, min(start + _ROWS, rows))
 
 
 def _check_finite(name: str, array: Array) -> None:

@@ -38,10 +38,7 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlabel(unit)
     if ceiling is not None:
-        axes.axvline(ceiling, color="black", linestyle="--", linewidth=1)
-        axes.annotate(
-            "ceiling of this run", (ceiling, 1), (-3, -3), "data", "offset points", ha="right", va="top", size=8
-        )
+        axes.axvline(ceiling, color="black", linestyle="--", linewidth=1, label="ceiling of this run")
     axes.set_title(f"{found['suite']} on {found['gpu'].get('name', 'an unnamed device')}", loc="left")
     axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     figure.savefig(path, dpi=150)

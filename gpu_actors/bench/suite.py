@@ -22,6 +22,7 @@ import numpy as np
 from gpu_actors.bench.arrays import Arrays, adopted, has_special
 from gpu_actors.bench.cases import Case
 from gpu_actors.bench.checks import Checked, check_decode, check_forward
+from gpu_actors.bench.gradient_checks import check_backward
 from gpu_actors.bench.operands import OperandSet, make_operands, submit
 from gpu_actors.bench.peers import Peer, Refuses, agrees
 from gpu_actors.bench.recorder import RecordingDevice, for_timing
@@ -188,16 +189,27 @@ class _Measured:
             for name, array in answer.items():
                 if has_special(array):
                     raise AssertionError(f"{self._case.name}: {name} of set {number} holds NaN or infinities")
+        if self._case.deterministic:
+            self._check_repeated(all_outputs[0])
         return self._compare(self._sets[0], self._answer, seed)
+
+    def _check_repeated(self, outputs: Mapping[str, Any]) -> None:
+        """The first launch again: its answer has to be the same, bit by bit."""
+        self._enqueue(self._launches[0])
+        self._settle()
+        for name, array in outputs.items():
+            if self._stage.arrays.host(array).tobytes() != self._answer[name].tobytes():
+                raise AssertionError(f"{self._case.name}: {name} is another one the second time")
 
     def _compare(self, one: OperandSet, outputs: Mapping[str, np.ndarray[Any, Any]], seed: int) -> Checked:
         case, host = self._case, self._stage.arrays.host
         if case.kind == "decode":
             caches = functools.partial(_cached, case, one, host)
             return check_decode(case, host(one["q"]), caches, outputs["out"], seed=seed)
-        q, k, v = (host(one[name]) for name in ("q", "k", "v"))
         if case.kind == "backward":
-            raise Unsupported("kind", case.kind, "there is no oracle for gradients to check them with")
+            operands = {name: host(one[name]) for name in ("q", "k", "v", "dout", "out", "lse")}
+            return check_backward(case, operands, outputs, seed=seed)
+        q, k, v = (host(one[name]) for name in ("q", "k", "v"))
         low = case.dtype if case.dtype.startswith("float8") and _E4M3_KERNELS[0] in self.kernels else None
         return check_forward(case, q, k, v, outputs["out"], weights_dtype=low, seed=seed)
 
