@@ -9,9 +9,11 @@ import ml_dtypes
 import numpy as np
 
 from gpu_actors.devices.emulation import EmulatedBuffer, EmulatedModule, build_module
+from gpu_actors.devices.emulation.tensor_map import encode_tensor_map
 from gpu_actors.devices.interface import Buffer
 from gpu_actors.kernels.arguments import pack_forward
 from gpu_actors.kernels.dispatch import FAMILIES, dispatch_key
+from gpu_actors.kernels.sm90_arguments import COUNTER, pack_sm90
 from gpu_actors.kernels.source import KernelSource
 from gpu_actors.kernels.support import ELEMENTS
 from gpu_actors.kernels.variants import kernel_source, launch_geometry
@@ -100,6 +102,7 @@ def run(
     arch: str = "sm_90a",
     kernel: str = "forward_simple",
     dropout_seed: int = 0,
+    multiprocessors: int | None = None,
     **launch: Any,
 ) -> tuple[Any, Any]:
     """(out, lse) of a kernel. Outputs start as NaN.
@@ -107,7 +110,7 @@ def run(
     operands: arrays or Strided views by name; ``out`` may be among them. launch: arguments of EmulatedModule.launch.
     """
     key = key_of(problem, arch, kernel)
-    geometry = launch_geometry(key, problem)
+    geometry = launch_geometry(key, problem, multiprocessors)
     rows = (problem.total_q,) if problem.layout == "varlen" else (problem.batch, problem.seqlen_q)
     outputs = {
         "out": np.full((*rows, problem.heads_q, problem.head_dim_v), np.nan, ml_dtype(problem.out_dtype)),
@@ -119,7 +122,10 @@ def run(
     }
     memory = {name: EmulatedBuffer.of(given.base, name) for name, given in strided.items()}
     buffers = {name: describe(*given, memory[name].address) for name, given in strided.items()}
-    params = pack_forward(problem, buffers, dropout_seed=dropout_seed)
+    if kernel == "forward_sm90":
+        memory[COUNTER] = EmulatedBuffer.of(np.zeros(1, np.int32), COUNTER)
+        buffers[COUNTER] = Buffer(memory[COUNTER].address, (1,), (1,), "int32")
+    params = pack(key, problem, buffers, dropout_seed)
     module_of(kernel_source(key)).launch(
         kernel,
         geometry.grid,
@@ -129,10 +135,19 @@ def run(
         list(memory.values()),
         **launch,
     )
+    if COUNTER in memory:
+        assert not memory[COUNTER].array.any(), "the counter is ready for the next launch"
     for name in outputs:
         given = strided[name]
         given.base.reshape(-1).view(np.uint8)[:] = memory[name].array
     return strided["out"].array, strided["lse"].array
+
+
+def pack(key: DispatchKey, problem: AttentionProblem, buffers: dict[str, Buffer], dropout_seed: int = 0) -> bytes:
+    """The parameters of a launch, for whichever kernel the key names."""
+    if key.kernel == "forward_sm90":
+        return pack_sm90(problem, key, lambda tensor_map: encode_tensor_map(*tensor_map), buffers)
+    return pack_forward(problem, buffers, dropout_seed=dropout_seed)
 
 
 def run_case(case: ForwardCase, *, compute: str | None = None, **launch: Any) -> tuple[Any, Any]:

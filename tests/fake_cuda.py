@@ -23,6 +23,8 @@ from fake_memory import ILLEGAL_ADDRESS, POISON, FakeBlock, FakeMemory
 
 from gpu_actors.devices.cuda.api import DeviceProperties, MemoryBlock
 from gpu_actors.devices.cuda.errors import CudaFailure
+from gpu_actors.devices.emulation.tensor_map import encode_tensor_map
+from gpu_actors.devices.interface import TensorMap
 
 __all__ = ["LEGACY", "FakeCuda", "Geometry"]
 
@@ -257,6 +259,10 @@ class FakeCuda:
                 found.kernel(self.memory, copied, geometry)
 
             self.enqueue(stream, run)
+
+    def encode_tensor_map(self, tensor_map: TensorMap) -> bytes:
+        with self._call("encode_tensor_map"):
+            return encode_tensor_map(*tensor_map)
 
     def create_event(self) -> int:
         with self._call("create_event"):

@@ -11,7 +11,7 @@ from emulated_forward import gaussian, key_of, problem_of
 from gpu_actors.devices.emulation import EmulatedBuffer
 from gpu_actors.devices.emulation.memory import Mapping
 from gpu_actors.devices.interface import Buffer
-from gpu_actors.kernels.arguments import pack_forward
+from gpu_actors.kernels.sm90_arguments import COUNTER
 from gpu_actors.kernels.variants import kernel_source, launch_geometry
 from gpu_actors.testing.tolerance import check_output
 
@@ -27,39 +27,44 @@ APART = 12 << 30  # bytes
 def check_far(kernel: str, axis: int, **launch: Any) -> None:
     """Compare with the oracle. axis: 0, 1 or 2 for two far sequences, rows or heads. launch: as `run` takes it."""
     arrays = {name: gaussian(n, (2, 2, 2, DIM), "float16") for n, name in enumerate("qkv")}
-    arrays["bias"] = gaussian(4, SHAPES["bias"])
+    biased = kernel != "forward_sm90"
+    if biased:
+        arrays["bias"] = gaussian(4, SHAPES["bias"])
     outputs = {"out": np.empty((2, 2, 2, DIM), np.float16), "lse": np.empty(SHAPES["lse"], np.float32)}
     spacers, halves = [], []
-    for half in range(2):
-        memory = {
-            name: EmulatedBuffer.of(np.full_like(part, np.nan) if name in outputs else part, name)
-            for name, array in {**arrays, **outputs}.items()
-            for part in [np.take(array, [half], split(name, axis))]
-        }
-        halves.append(memory)
+    for _ in range(2):
+        halves.append({name: EmulatedBuffer(a.nbytes // 2, name) for name, a in {**arrays, **outputs}.items()})
         spacers.append(Mapping(0, guard=APART))
+    if not biased:  # TMA takes no negative strides
+        ordered = {name: sorted((half[name] for half in halves), key=lambda place: place.address) for name in halves[0]}
+        halves = [{name: places[n] for name, places in ordered.items()} for n in range(2)]
+    for n, memory in enumerate(halves):
+        for name, array in arrays.items():
+            memory[name].array[:] = np.take(array, [n], split(name, axis)).reshape(-1).view(np.uint8)
     buffers = {
         name: far_buffer(array, split(name, axis), [memory[name].address for memory in halves])
         for name, array in {**arrays, **outputs}.items()
     }
-    problem = problem_of(*(arrays[name] for name in "qkv"), bias=arrays["bias"])
-    key = key_of(problem, "sm_86", kernel)
+    options = {"bias": arrays["bias"]} if biased else {}
+    problem = problem_of(*(arrays[name] for name in "qkv"), **options)
+    key = key_of(problem, "sm_86" if biased else "sm_90a", kernel)
     geometry = launch_geometry(key, problem)
+    counter = EmulatedBuffer.of(np.zeros(1, np.int32), COUNTER)
+    buffers[COUNTER] = Buffer(counter.address, (1,), (1,), "int32")
     emulated_forward.module_of(kernel_source(key)).launch(
         kernel,
         geometry.grid,
         geometry.block,
         geometry.shared_bytes,
-        pack_forward(problem, buffers),
-        [buffer for memory in halves for buffer in memory.values()],
+        emulated_forward.pack(key, problem, buffers),
+        [counter, *(buffer for memory in halves for buffer in memory.values())],
         **launch,
     )
     for name, array in outputs.items():
         at = split(name, axis)
         shape = tuple(1 if n == at else extent for n, extent in enumerate(array.shape))
         outputs[name] = np.concatenate([memory[name].view(array.dtype, shape) for memory in halves], at)
-    q, k, v, bias = arrays.values()
-    check_output(outputs["out"], outputs["lse"], q, k, v, bias=bias)
+    check_output(outputs["out"], outputs["lse"], *(arrays[name] for name in "qkv"), **options)
 
 
 def split(name: str, axis: int) -> int:

@@ -431,7 +431,8 @@ def test_labels_tell_all_standard_variants_apart() -> None:
     changes: dict[str, object] = {
         "kv_dtype": "float8_e4m3fn", "head_dim_v": 32, "alignment": "top_left", "gqa_ratio": 4, "softcap": True,
         "alibi": True, "sinks": True, "sink_tokens": True, "bias": "float32", "dropout": True, "descales": True,
-        "lse": True, "page_size": 16, "num_splits": 2, "persistent": True, "direction": "backward",
+        "lse": True, "page_size": 16, "num_splits": 2, "persistent": not keys[0].persistent,
+        "direction": "backward",
     }  # fmt: skip
     changed = {_label(dataclasses.replace(keys[0], **{name: value})) for name, value in changes.items()}  # type: ignore[arg-type]
     assert len(changed - {plain}) == len(changes)

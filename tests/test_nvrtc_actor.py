@@ -17,8 +17,8 @@ from gpu_actors.kernels import variants
 from gpu_actors.kernels.keys import check_key
 from gpu_actors.problem import DispatchKey
 
-MMA, *_ = variants.standard_variants("sm_90a")
-SIMPLE = dataclasses.replace(MMA, kernel="forward_simple")
+FASTEST, *_ = variants.standard_variants("sm_90a")
+SIMPLE = dataclasses.replace(FASTEST, kernel="forward_simple", persistent=False)
 TEXT = 'extern "C" __global__ void k(int* p) { *p = 1; }'
 
 
@@ -30,7 +30,7 @@ def ctx(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ga.GpuContext]:
 
 
 def broken_keys() -> Iterator[DispatchKey]:
-    yield MMA
+    yield FASTEST
     raise ZeroDivisionError("the keys ran out")
 
 
@@ -72,7 +72,7 @@ BAD_KEYS: list[tuple[str, DispatchKey]] = [
 
 @pytest.mark.parametrize(("field", "key"), BAD_KEYS, ids=[field for field, _ in BAD_KEYS])
 def test_a_key_of_no_kernel_is_refused_by_its_field(ctx: ga.GpuContext, field: str, key: DispatchKey) -> None:
-    for reply in (ctx.nvrtc.warm([MMA, key]), ctx.nvrtc.submit(Prepare(key))):
+    for reply in (ctx.nvrtc.warm([FASTEST, key]), ctx.nvrtc.submit(Prepare(key))):
         with pytest.raises(ga.RequestError) as caught:
             reply.result(10.0)
         assert caught.value.field == field
@@ -82,7 +82,7 @@ def test_a_key_of_no_kernel_is_refused_by_its_field(ctx: ga.GpuContext, field: s
 def test_a_tensor_core_kernel_names_what_it_does_not_take(ctx: ga.GpuContext) -> None:
     for field, value in (("head_dim", 36), ("head_dim_v", 20)):
         with pytest.raises(ga.Unsupported) as caught:
-            ctx.nvrtc.warm([dataclasses.replace(MMA, **{field: value})]).result(10.0)
+            ctx.nvrtc.warm([dataclasses.replace(FASTEST, **{field: value})]).result(10.0)
         assert (caught.value.field, caught.value.value) == (field, value)
 
 
@@ -92,7 +92,7 @@ def test_every_standard_key_passes(arch: str) -> None:
         check_key(key)
 
 
-@pytest.mark.parametrize("keys", [5, None, [None], ["a"], "ab", MMA, broken_keys(), [MMA, 3], np.ones(2)])
+@pytest.mark.parametrize("keys", [5, None, [None], ["a"], "ab", FASTEST, broken_keys(), [FASTEST, 3], np.ones(2)])
 def test_what_is_no_list_of_keys_is_refused_by_the_reply(ctx: ga.GpuContext, keys: Any) -> None:
     for reply in (ctx.nvrtc.warm(keys), ctx.nvrtc.submit(Warm(keys))):
         with pytest.raises(ga.InvalidRequest) as caught:
@@ -110,7 +110,7 @@ def test_what_is_no_key_cannot_be_prepared(ctx: ga.GpuContext, key: Any) -> None
 
 def test_a_progress_that_cannot_be_called_is_refused(ctx: ga.GpuContext) -> None:
     with pytest.raises(ga.InvalidRequest) as caught:
-        ctx.nvrtc.warm([MMA], progress=3).result(10.0)  # type: ignore[arg-type]
+        ctx.nvrtc.warm([FASTEST], progress=3).result(10.0)  # type: ignore[arg-type]
     assert caught.value.field == "progress"
 
 
@@ -130,7 +130,7 @@ def test_requests_state_how_long_they_may_wait(ctx: ga.GpuContext) -> None:
         assert {"deadline", "timeout", "priority"} <= set(names)
         assert not any(parameter.kind is parameter.VAR_KEYWORD for parameter in names.values())
     source = ga.KernelSource("k.cu", TEXT, ("k",))
-    for reply in (ctx.nvrtc.compile(source, timeout=-1.0), ctx.nvrtc.warm([MMA], timeout=-1.0)):
+    for reply in (ctx.nvrtc.compile(source, timeout=-1.0), ctx.nvrtc.warm([FASTEST], timeout=-1.0)):
         with pytest.raises(ga.DeadlineExceeded):
             reply.result(10.0)
     with pytest.raises(ga.InvalidRequest) as caught:

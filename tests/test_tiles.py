@@ -46,13 +46,14 @@ def test_the_plain_kernel_has_a_tile_for_everything():
 def test_each_row_of_the_table_is_reached():
     kernels = {row.kernel for row in TILES}
     dims = range(16, 257, 16)
-    tiles = {id(tile_or_none(*query)) for query in itertools.product(kernels, ARCHS, ELEMENTS, dims, MASKS)}
+    queries = itertools.product(kernels, ARCHS, ELEMENTS, dims, MASKS, (True, False))
+    tiles = {id(tile_or_none(*query)) for query in queries}
     assert [row for row in TILES if id(row.tile) not in tiles] == []
 
 
-def tile_or_none(kernel: str, arch: str, dtype: str, dim: int, mask: MaskKind) -> Tile | None:
+def tile_or_none(kernel: str, arch: str, dtype: str, dim: int, mask: MaskKind, scale_only: bool = True) -> Tile | None:
     try:
-        return tile_for(kernel, "forward", arch, dtype, dim, mask)
+        return tile_for(kernel, "forward", arch, dtype, dim, mask, scale_only)
     except Unsupported:
         return None
 

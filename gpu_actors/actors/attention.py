@@ -8,16 +8,28 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from gpu_actors.devices.interface import Kernel, Launch, LaunchGeometry, Outputs, OutputSpec, Step
+from gpu_actors.devices.interface import (
+    Device,
+    Kernel,
+    Launch,
+    LaunchGeometry,
+    Outputs,
+    OutputSpec,
+    ScratchSpec,
+    Step,
+)
 from gpu_actors.interop.arrays import Adopted, CallerStreams, adopt, check_device, restore
+from gpu_actors.interop.device_array import DeviceArray, element_strides
 from gpu_actors.kernels.arguments import pack_forward
-from gpu_actors.kernels.dispatch import dispatch_key
+from gpu_actors.kernels.dispatch import FAMILIES, WITHOUT_TMA, KernelFamily, dispatch_key
+from gpu_actors.kernels.sm90_arguments import COUNTER, TMA_ALIGNMENT, EncodeTensorMap, pack_sm90, tma_refusal
 from gpu_actors.kernels.variants import launch_geometry
 from gpu_actors.problem import AttentionProblem, DispatchKey
 from gpu_actors.requests import AttentionOutput, FlashBackward, FlashForward
@@ -28,12 +40,15 @@ __all__ = [
     "adopt_arrays",
     "attention_output",
     "bound_inputs",
+    "forward_families",
     "forward_options",
     "forward_plan",
     "forward_signature",
     "is_plain",
     "rounded_inputs",
 ]
+
+logger = logging.getLogger("gpu_actors")
 
 _OPTIONAL = (
     "alibi_slopes",
@@ -121,7 +136,14 @@ def forward_signature(request: FlashForward, plain: bool) -> Hashable:
         type(request.window_size[1]),
         None if plain else _optional_signature(request),
         None if out is None else (out.shape, out.strides, out.dtype),
+        None if type(q) is np.ndarray and out is None else _alignments(request),
     )
+
+
+def _alignments(request: FlashForward) -> tuple[int, ...]:
+    """Of operands on the device, which kernels use where they lie. The host's are copied to places that suit."""
+    operands = (request.q, request.k, request.v, request.out)
+    return tuple(array.address % TMA_ALIGNMENT for array in operands if isinstance(array, DeviceArray))
 
 
 def is_plain(request: FlashForward) -> bool:
@@ -158,6 +180,7 @@ class AttentionPlan:
     """A problem with the kernel that answers it.
 
     geometry is None where the device runs no kernels. outputs: what a launch produces when the caller gives no ``out``.
+    encode: makes the tensor maps of a kernel that takes them.
     """
 
     problem: AttentionProblem
@@ -165,6 +188,7 @@ class AttentionPlan:
     geometry: LaunchGeometry | None
     accumulate: Literal["float64", "float32"]
     outputs: Mapping[str, OutputSpec]
+    encode: EncodeTensorMap
 
     @property
     def keys(self) -> tuple[DispatchKey, ...]:
@@ -188,6 +212,9 @@ class AttentionPlan:
         oracle = functools.partial(_oracle, problem, self.accumulate, seed)
         if self.geometry is None or not kernels:
             return Launch(self.key, inputs, outputs, oracle)
+        if self.key.kernel == "forward_sm90":
+            steps = (Step(kernels[0], self.geometry, functools.partial(pack_sm90, problem, self.key, self.encode)),)
+            return Launch(self.key, inputs, outputs, oracle, steps, {COUNTER: ScratchSpec((1,), "int32", zero=True)})
         step = Step(kernels[0], self.geometry, functools.partial(pack_forward, problem, dropout_seed=seed))
         return Launch(self.key, inputs, outputs, oracle, (step,))
 
@@ -206,12 +233,23 @@ def bound_inputs(problem: AttentionProblem, request: FlashForward, plain: bool) 
     return inputs
 
 
-def forward_plan(
-    request: FlashForward, arch: str, runs_kernels: bool, accumulate: Literal["float64", "float32"]
-) -> AttentionPlan:
+def forward_families(request: FlashForward) -> tuple[KernelFamily, ...]:
+    """The kernels that can reach the operands of an adopted request where they lie."""
+    for name in ("q", "k", "v", "out"):
+        array = getattr(request, name)
+        if isinstance(array, DeviceArray):
+            refusal = tma_refusal(name, array.shape, element_strides(array), array.address)
+            if refusal is not None:
+                logger.info("a request goes to a kernel that does without TMA: %s", refusal)
+                return WITHOUT_TMA
+    return FAMILIES
+
+
+def forward_plan(request: FlashForward, device: Device, accumulate: Literal["float64", "float32"]) -> AttentionPlan:
     """Validate an adopted request and pick its kernel. Raises `InvalidRequest` and `Unsupported`."""
+    info = device.info
     problem = forward_problem(request)
-    key = dispatch_key(problem, arch)
+    key = dispatch_key(problem, info.arch, forward_families(request))
     outputs = {"out": OutputSpec((*request.q.shape[:-1], problem.head_dim_v), problem.out_dtype)}
     if problem.return_lse:
         varlen = problem.layout == "varlen"
@@ -220,9 +258,10 @@ def forward_plan(
     return AttentionPlan(
         problem=problem,
         key=key,
-        geometry=launch_geometry(key, problem) if runs_kernels else None,
+        geometry=launch_geometry(key, problem, info.multiprocessors) if info.runs_kernels else None,
         accumulate=accumulate,
         outputs=outputs,
+        encode=device.encode_tensor_map,
     )
 
 

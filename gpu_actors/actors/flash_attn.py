@@ -10,6 +10,7 @@ from gpu_actors.actors.attention import (
     AttentionPlan,
     adopt_arrays,
     attention_output,
+    forward_families,
     forward_plan,
     forward_signature,
     is_plain,
@@ -25,7 +26,7 @@ from gpu_actors.actors.handle import ActorHandle
 from gpu_actors.actors.kernel_store import KernelStore
 from gpu_actors.devices.interface import Kernel
 from gpu_actors.errors import GpuActorsError, InvalidRequest
-from gpu_actors.kernels.dispatch import answering_key
+from gpu_actors.kernels.dispatch import answering_key, dispatch_key
 from gpu_actors.options import MockOptions
 from gpu_actors.plans import PlanCache, PlanCacheStats
 from gpu_actors.problem import AttentionProblem, DispatchKey
@@ -193,8 +194,12 @@ class FlashAttnHandle(DecodingCalls):
         Raises `InvalidRequest` and `Unsupported` itself, for there is no reply.
         """
         services = self._post.services
-        info = services.device.info
-        return answering_key(problem_of(request, place_of(services)), info.arch, info.runs_kernels)
+        info, place = services.device.info, place_of(services)
+        problem = problem_of(request, place)
+        if isinstance(request, FlashForward) and not isinstance(request, FlashBackward):
+            adopted, _ = adopt_arrays(request, is_plain(request), place)
+            return dispatch_key(problem, info.arch, forward_families(adopted))
+        return answering_key(problem, info.arch, info.runs_kernels)
 
     def plan_cache_stats(self) -> PlanCacheStats:
         """hits, misses, evicted, entries of the cache of validated problems."""
@@ -207,7 +212,8 @@ class Attention:
 
     def __init__(self, post: Post, plans: int) -> None:
         services = post.services
-        info = services.device.info
+        self.device = services.device
+        info = self.device.info
         self.arch = info.arch
         self.place = place_of(services)
         self.runs_kernels = info.runs_kernels
@@ -235,11 +241,10 @@ class Attention:
         return plan
 
     def _make_plan(self, request: FlashForward) -> AttentionPlan | BackwardPlan:
-        where = (self.arch, self.runs_kernels, self.accumulate)
         try:
             if isinstance(request, FlashBackward):
-                return backward_plan(request, *where)
-            return forward_plan(request, *where)
+                return backward_plan(request, self.arch, self.runs_kernels, self.accumulate)
+            return forward_plan(request, self.device, self.accumulate)
         except GpuActorsError:
             raise
         except Exception as error:

@@ -17,9 +17,10 @@ import numpy as np
 from gpu_actors.devices.emulation.build import build_module
 from gpu_actors.devices.emulation.memory import EmulatedBuffer
 from gpu_actors.devices.emulation.runtime import EmulatedModule
+from gpu_actors.devices.emulation.tensor_map import encode_tensor_map
 from gpu_actors.devices.emulation.toolchain import Toolchain
 from gpu_actors.devices.host import HostStream
-from gpu_actors.devices.interface import Buffer, Device, DeviceInfo, Kernel, Launch, Outputs, Stream
+from gpu_actors.devices.interface import Buffer, Device, DeviceInfo, Kernel, Launch, Outputs, Stream, TensorMap
 from gpu_actors.errors import LaunchError
 from gpu_actors.kernels.source import Cubin, KernelSource
 from gpu_actors.options import ContextOptions, EmulationOptions
@@ -71,6 +72,9 @@ class EmulatedDevice(Device):
         if zero:
             memory.array[...] = 0
         return memory.view(kind, shape)
+
+    def encode_tensor_map(self, tensor_map: TensorMap) -> bytes:
+        return encode_tensor_map(*tensor_map)
 
     def probe(self) -> None:
         return

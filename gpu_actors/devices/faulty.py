@@ -7,7 +7,7 @@ from typing import Any
 
 from gpu_actors.clock import Clock
 from gpu_actors.devices.host import FinishedEvent
-from gpu_actors.devices.interface import Device, Event, Kernel, Launch, Outputs, Stream
+from gpu_actors.devices.interface import Device, Event, Kernel, Launch, Outputs, Stream, TensorMap
 from gpu_actors.errors import ActorStopped, ContextLost
 from gpu_actors.kernels.source import Cubin, KernelSource
 from gpu_actors.problem import DispatchKey
@@ -58,6 +58,9 @@ class FaultyDevice(Device):
         if self.lost is not None:
             raise self.lost
         return self.inner.allocate(shape, dtype, zero)
+
+    def encode_tensor_map(self, tensor_map: TensorMap) -> bytes:
+        return self.inner.encode_tensor_map(tensor_map)
 
     def probe(self) -> None:
         if self.lost is not None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from gpu_actors.errors import LaunchError
 
@@ -33,6 +33,7 @@ __all__ = [
     "ScratchSpec",
     "Step",
     "Stream",
+    "TensorMap",
 ]
 
 
@@ -65,6 +66,21 @@ class Buffer:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: str
+
+
+class TensorMap(NamedTuple):
+    """An operand as the tensor memory accelerator (TMA) sees it.
+
+    address: of element 0. shape: elements, innermost first. strides: bytes of every axis but the innermost. box:
+    elements that one copy moves of each axis. swizzle: how 16-byte units are permuted in shared memory.
+    """
+
+    address: int
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: Literal["none", "32B", "64B", "128B"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +216,10 @@ class Device(ABC):
         last reference, when no launch may use it any more. zero: cleared, else it holds anything. dtype: by its NumPy
         or ml_dtypes name. Raises `OutOfDeviceMemory`.
         """
+
+    def encode_tensor_map(self, tensor_map: TensorMap) -> bytes:
+        """The 128 bytes that kernels take for it. Raises LaunchError where the device has no TMA or refuses it."""
+        raise LaunchError(f"{self.info.name} has no tensor maps")
 
     @abstractmethod
     def probe(self) -> None:

@@ -11,10 +11,20 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from gpu_actors.errors import Unsupported
+from gpu_actors.kernels.sm90_variants import sm90_refuses
 from gpu_actors.kernels.support import check_support, find_unsupported
 from gpu_actors.problem import AttentionProblem, DispatchKey
 
-__all__ = ["FAMILIES", "REFERENCE", "KernelFamily", "Verdict", "answering_key", "dispatch_key", "explain"]
+__all__ = [
+    "FAMILIES",
+    "REFERENCE",
+    "WITHOUT_TMA",
+    "KernelFamily",
+    "Verdict",
+    "answering_key",
+    "dispatch_key",
+    "explain",
+]
 
 
 class KernelFamily(NamedTuple):
@@ -22,7 +32,8 @@ class KernelFamily(NamedTuple):
 
     name: of the kernel, as in DispatchKey. refuses: why it does not take a problem on an architecture, or None.
     reason: a sentence on what it is for, shown where it is taken. num_splits, persistent: as in DispatchKey.
-    score_mods: whether it includes score.cuh, and so the score modification of a graph.
+    score_mods: whether it includes score.cuh, and so the score modification of a graph. tma: whether it loads by TMA,
+    which not all strides suit (`gpu_actors.kernels.sm90_arguments.tma_refusal`).
     """
 
     name: str
@@ -31,6 +42,7 @@ class KernelFamily(NamedTuple):
     num_splits: int = 1
     persistent: bool = False
     score_mods: bool = False
+    tma: bool = False
 
     def refusal(self, problem: AttentionProblem, arch: str) -> Unsupported | None:
         """Why the kernel does not take a problem on an architecture, or None."""
@@ -81,6 +93,13 @@ def _mma_refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
 
 FAMILIES = (
     KernelFamily(
+        "forward_sm90",
+        sm90_refuses,
+        "computes 16-bit dense and varlen batches on Hopper with TMA and wgmma",
+        persistent=True,
+        tma=True,
+    ),
+    KernelFamily(
         "forward_mma",
         _mma_refuses,
         "computes every forward option of dense and varlen batches on tensor cores, with mma.sync",
@@ -93,6 +112,9 @@ FAMILIES = (
         score_mods=True,
     ),
 )
+
+# For operands that TMA cannot move.
+WITHOUT_TMA = tuple(family for family in FAMILIES if not family.tma)
 
 # For devices that compute with the NumPy oracle rather than with kernels: what no kernel takes still gets a key.
 REFERENCE = KernelFamily("reference", lambda problem, arch: None, "computes every problem with NumPy", score_mods=True)

@@ -22,6 +22,8 @@ __all__ = [
     "arch_class",
     "num_kv_tiles",
     "num_q_tiles",
+    "output_over_q",
+    "padded_head_dim",
     "shared_mem_bytes",
     "shared_mem_limit",
     "tile_for",
@@ -61,10 +63,23 @@ class TileRow(NamedTuple):
 
 _HALVES = ("float16", "bfloat16")
 _FLOATS = ("float32",)
+_FORWARD: Direction = "forward"
 _NO_WINDOW: tuple[MaskKind, ...] = ("full", "causal")
+
+_HOPPER = ("sm_90",)
 
 # The first row that matches counts, of those whose tiles fit into the architecture's shared memory.
 TILES = (
+    # Consumers of 64 rows each, of four warps, beside a producer of four. Where the output does not fit beside two
+    # stages of K and V, it takes Q's place.
+    TileRow("forward_sm90", Tile(192, 128, 2, 16), _FORWARD, _HOPPER, _HALVES, 64),
+    TileRow("forward_sm90", Tile(128, 128, 2, 12), _FORWARD, _HOPPER, _HALVES, 96),
+    TileRow("forward_sm90", Tile(128, 176, 2, 12), _FORWARD, _HOPPER, _HALVES, 128, ("full",), scale_only=True),
+    TileRow("forward_sm90", Tile(128, 128, 2, 12), _FORWARD, _HOPPER, _HALVES, 128),
+    TileRow("forward_sm90", Tile(128, 112, 2, 12), _FORWARD, _HOPPER, _HALVES, 192, scale_only=True),
+    TileRow("forward_sm90", Tile(128, 80, 2, 12), _FORWARD, _HOPPER, _HALVES, 192),
+    TileRow("forward_sm90", Tile(128, 80, 2, 12), _FORWARD, _HOPPER, _HALVES, 256, scale_only=True),
+    TileRow("forward_sm90", Tile(128, 64, 2, 12), _FORWARD, _HOPPER, _HALVES, 256),
     # 32 rows a warp read half as much of K and V from shared memory as 16 do; up to dim 128, with nothing but the scale
     # between product and score and no window, registers hold them. Four such warps leave room for a second block.
     TileRow(
@@ -157,7 +172,30 @@ def _mma_bytes(tile: Tile, dtype: str, head_dim: int, head_dim_v: int) -> int:
     return (tile.block_m + keys) * row(head_dim) + keys * row(head_dim_v)
 
 
-_SHARED_BYTES = {"forward_mma": _mma_bytes, "forward_simple": _simple_bytes}
+def padded_head_dim(dim: int) -> int:
+    """What forward_sm90 rounds a head dim up to: kernels_cu/sm90_layout.cuh."""
+    return next(padded for padded in (64, 96, 128, 192, 256) if dim <= padded)
+
+
+def output_over_q(tile: Tile, head_dim: int, head_dim_v: int) -> bool:
+    """Whether forward_sm90 has no room for an output tile beside Q, and puts it in Q's place."""
+    return _sm90_bytes_with(tile, head_dim, head_dim_v, over_q=False) > _SHARED_KIB[90] * 1024
+
+
+def _sm90_bytes(tile: Tile, dtype: str, head_dim: int, head_dim_v: int) -> int:
+    return _sm90_bytes_with(tile, head_dim, head_dim_v, output_over_q(tile, head_dim, head_dim_v))
+
+
+def _sm90_bytes_with(tile: Tile, head_dim: int, head_dim_v: int, over_q: bool) -> int:
+    """Tiles of Q and of O or their common place, stages of K and V, mbarriers, two slots for tile indices."""
+    dim, dim_v = padded_head_dim(head_dim), padded_head_dim(head_dim_v)
+    q_and_o = max(dim, dim_v) if over_q else dim + dim_v
+    values = tile.block_m * q_and_o + tile.stages * tile.block_n * (dim + dim_v)
+    barriers = 2 * (tile.block_m // 64) + 4 * tile.stages + 4
+    return 2 * values + 8 * barriers + 16
+
+
+_SHARED_BYTES = {"forward_mma": _mma_bytes, "forward_simple": _simple_bytes, "forward_sm90": _sm90_bytes}
 
 
 def num_q_tiles(seqlen_q: int, block_m: int) -> int:

@@ -15,13 +15,14 @@ from gpu_actors.kernels.append import AppendKey, append_source
 from gpu_actors.kernels.assets import asset_source
 from gpu_actors.kernels.copy_pages import PageCopyKey, copy_source
 from gpu_actors.kernels.dispatch import dispatch_key
+from gpu_actors.kernels.sm90_variants import sm90_geometry, sm90_macros
 from gpu_actors.kernels.source import KernelSource
 from gpu_actors.kernels.support import ELEMENTS, FIRST_FP8_CAPABILITY, capability
 from gpu_actors.kernels.tiles import Tile, num_q_tiles, shared_mem_bytes, tile_for
 from gpu_actors.problem import AttentionProblem, DispatchKey, MaskKind
 from gpu_actors.score_mod import SCORE_HEADER
 
-__all__ = ["KernelKey", "kernel_source", "launch_geometry", "standard_variants"]
+__all__ = ["KernelKey", "kernel_source", "launch_geometry", "standard_variants", "tile_of"]
 
 KernelKey: TypeAlias = DispatchKey | AppendKey | PageCopyKey
 """What a kernel is compiled and kept under."""
@@ -46,13 +47,16 @@ def kernel_source(key: KernelKey) -> KernelSource:
     return asset_source(f"{key.kernel}.cu", (key.kernel,), macros=macros, headers=headers, arch=key.arch)
 
 
-def launch_geometry(key: DispatchKey, problem: AttentionProblem) -> LaunchGeometry:
+def launch_geometry(key: DispatchKey, problem: AttentionProblem, multiprocessors: int | None = None) -> LaunchGeometry:
     """The grid, block and dynamic shared memory in bytes of a problem's launch.
 
+    multiprocessors: of the device, where it says, for kernels whose blocks stay for the whole launch.
     Raises Unsupported where the problem has more blocks than a grid can hold.
     """
     _builder(key)
-    tile = _tile(key)
+    tile = tile_of(key)
+    if key.kernel == "forward_sm90":
+        return sm90_geometry(key, problem, tile, multiprocessors)
     blocks = num_q_tiles(problem.seqlen_q, tile.block_m) * problem.heads_q * problem.batch
     if blocks > _MAX_BLOCKS:
         reason = f"the request makes {blocks} blocks of {tile.block_m} rows, and a grid holds {_MAX_BLOCKS}"
@@ -103,7 +107,8 @@ def _usual_problem(dtype: str, head_dim: int, mask: MaskKind, varlen: bool) -> A
     )
 
 
-def _tile(key: DispatchKey) -> Tile:
+def tile_of(key: DispatchKey) -> Tile:
+    """The tile that a key's kernel is compiled for."""
     widest = max(key.head_dim, key.head_dim_v)
     scale_only = not (key.softcap or key.alibi or key.bias or key.dropout or key.score_mod)
     return tile_for(key.kernel, key.direction, key.arch, key.dtype, widest, key.mask, scale_only)
@@ -115,7 +120,7 @@ def _shared_bytes(key: DispatchKey, tile: Tile) -> int:
 
 def _forward_macros(key: DispatchKey) -> dict[str, str | int]:
     """The macros of kernels_cu/forward_params.cuh. Options that are off are left to their defaults there."""
-    tile = _tile(key)
+    tile = tile_of(key)
     macros: dict[str, str | int] = {
         "HEAD_DIM": key.head_dim,
         "HEAD_DIM_V": key.head_dim_v,
@@ -155,12 +160,17 @@ def _forward_macros(key: DispatchKey) -> dict[str, str | int]:
 
 def _mma_macros(key: DispatchKey) -> dict[str, str | int]:
     """The forward macros, and the stages of the ring."""
-    return _forward_macros(key) | {"STAGES": _tile(key).stages}
+    return _forward_macros(key) | {"STAGES": tile_of(key).stages}
+
+
+def _sm90_macros(key: DispatchKey) -> dict[str, str | int]:
+    return sm90_macros(_forward_macros(key), key, tile_of(key))
 
 
 _MACROS: dict[str, Callable[[DispatchKey], dict[str, str | int]]] = {
     "forward_mma": _mma_macros,
     "forward_simple": _forward_macros,
+    "forward_sm90": _sm90_macros,
 }
 
 

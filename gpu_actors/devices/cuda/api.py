@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
+from gpu_actors.devices.interface import TensorMap
+
 __all__ = ["CudaApi", "DeviceProperties", "MemoryBlock"]
 
 
@@ -93,6 +95,9 @@ class CudaApi(Protocol):
 
     def wait_event(self, stream: int, event: int) -> None:
         """Hold the stream's later work back, on the device, until the event is done."""
+
+    def encode_tensor_map(self, tensor_map: TensorMap) -> bytes:
+        """The driver's 128 bytes for it."""
 
     # Code
 

@@ -12,6 +12,8 @@ from cupy.cuda import driver, runtime
 
 from gpu_actors.devices.cuda.api import DeviceProperties, MemoryBlock
 from gpu_actors.devices.cuda.errors import NOT_READY, OUT_OF_MEMORY, CudaFailure
+from gpu_actors.devices.cuda.tensor_map import encode_tensor_map
+from gpu_actors.devices.interface import TensorMap
 
 __all__ = ["CupyApi", "CupyBlock"]
 
@@ -125,6 +127,9 @@ class CupyApi:
         pointers = (ctypes.c_void_p * 1)(address)
         where = ctypes.addressof(pointers)
         driver.launchKernel(function, *grid, *block, shared_bytes, stream, where, 0)
+
+    def encode_tensor_map(self, tensor_map: TensorMap) -> bytes:
+        return encode_tensor_map(tensor_map)
 
     @_checked
     def create_event(self) -> int:

@@ -17,7 +17,7 @@ from gpu_actors.devices.cuda.memory import DeviceMemory, StagingBlock, StagingPo
 from gpu_actors.devices.cuda.module import Modules
 from gpu_actors.devices.cuda.probe import Prober
 from gpu_actors.devices.cuda.stream import CudaStream
-from gpu_actors.devices.interface import Device, DeviceInfo, Kernel, Stream
+from gpu_actors.devices.interface import Device, DeviceInfo, Kernel, Stream, TensorMap
 from gpu_actors.errors import (
     ActorStopped,
     ContextLost,
@@ -128,6 +128,9 @@ class CudaDevice(Device):
         address = memory.address if memory is not None else 0
         strides = contiguous_strides(shape, kind.itemsize)
         return DeviceArray(address, tuple(shape), strides, kind, self._index, owner=memory)
+
+    def encode_tensor_map(self, tensor_map: TensorMap) -> bytes:
+        return self.call(self.api.encode_tensor_map, tensor_map)
 
     def probe(self) -> None:
         """Fill device memory, copy it back and look at it, within ``hang_timeout``."""

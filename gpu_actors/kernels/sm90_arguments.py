@@ -1,0 +1,157 @@
+"""Packs a launch of forward_sm90: tensor maps, the parameters of every forward kernel, and the schedule.
+
+    struct Sm90Params of kernels_cu/sm90_params.cuh:    q, k, v, out | Params | Schedule
+
+TMA asks more of an operand than a kernel that reads through pointers: `tma_refusal` says what.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+
+from gpu_actors.devices.interface import Buffer, TensorMap
+from gpu_actors.errors import InvalidRequest, Unsupported
+from gpu_actors.kernels.arguments import ParamsLayout, pack_forward, parse_layout
+from gpu_actors.kernels.assets import asset_text
+from gpu_actors.kernels.sm90_variants import ROWS, Sections, sections_of
+from gpu_actors.kernels.tiles import Tile, padded_head_dim
+from gpu_actors.kernels.variants import tile_of
+from gpu_actors.problem import AttentionProblem, DispatchKey
+
+__all__ = ["COUNTER", "TMA_ALIGNMENT", "EncodeTensorMap", "pack_sm90", "schedule_layout", "tma_refusal"]
+
+COUNTER = "tile_counter"
+"""The name of the scratch memory, one int32 of 0, that blocks draw tiles from."""
+
+TMA_ALIGNMENT = 16
+"""Bytes that addresses and strides are multiples of."""
+
+EncodeTensorMap = Callable[[TensorMap], bytes]
+
+_HEADER = "sm90_params.cuh"
+_ITEMSIZE = 2
+_ALIGNMENT = 64  # of the struct, because its tensor maps have it
+_MAX_STRIDE = 1 << 40
+_MAX_EXTENT = 1 << 32
+_NO_MAP = bytes(128)  # of an operand without elements, which no block looks at
+
+
+@functools.cache
+def schedule_layout() -> ParamsLayout:
+    """struct Schedule of kernels_cu/sm90_params.cuh."""
+    return parse_layout(asset_text(_HEADER), "Schedule")
+
+
+def tma_refusal(name: str, shape: Sequence[int], strides: Sequence[int], address: int = 0) -> Unsupported | None:
+    """Why TMA cannot move a 16-bit operand, or None.
+
+    shape, strides: (..., dim), strides in elements; those of axes of extent 1 may be anything.
+    address: where it starts.
+    """
+    if address % TMA_ALIGNMENT:
+        return Unsupported(name, hex(address), "TMA moves operands that start at a multiple of 16 bytes")
+    if 0 in shape:
+        return None
+    for axis, (extent, stride) in enumerate(zip(shape, strides, strict=True)):
+        nbytes = stride * _ITEMSIZE
+        last = axis == len(shape) - 1
+        if extent > 1 and last and stride != 1:
+            return Unsupported(name, f"strides {tuple(strides)}", "TMA moves operands whose last axis is contiguous")
+        if extent > 1 and not last and (nbytes % TMA_ALIGNMENT or not 0 < nbytes < _MAX_STRIDE):
+            reason = "TMA strides over positive multiples of 16 bytes below 2^40"
+            return Unsupported(name, f"strides {tuple(strides)}", reason)
+    return None
+
+
+def pack_sm90(
+    problem: AttentionProblem, key: DispatchKey, encode: EncodeTensorMap, buffers: Mapping[str, Buffer]
+) -> bytes:
+    """The parameters of a launch.
+
+    buffers: as `gpu_actors.kernels.arguments.pack_forward` wants them, and the scratch memory `COUNTER`.
+    encode: the device's own tensor maps. Raises InvalidRequest as pack_forward does, and for what TMA cannot move.
+    """
+    params = pack_forward(problem, buffers)
+    tile = tile_of(key)
+    keys = tile.block_n
+    maps = (
+        _map_of("q", problem, buffers["q"], problem.head_dim, ROWS, encode),
+        _map_of("k", problem, buffers["k"], problem.head_dim, keys, encode),
+        _map_of("v", problem, buffers["v"], problem.head_dim_v, keys, encode),
+        _map_of("out", problem, buffers["out"], problem.head_dim_v, ROWS, encode),
+    )
+    packed = b"".join((*maps, params, _schedule(problem, tile, buffers[COUNTER].address)))
+    return packed.ljust(-(-len(packed) // _ALIGNMENT) * _ALIGNMENT, b"\0")
+
+
+def _map_of(
+    name: str, problem: AttentionProblem, buffer: Buffer, dim: int, rows: int, encode: EncodeTensorMap
+) -> bytes:
+    """An operand as (dim, rows, heads, batch), moved in boxes of a swizzle's width and ``rows`` rows."""
+    refusal = tma_refusal(name, buffer.shape, buffer.strides, buffer.address)
+    if refusal is not None:
+        raise InvalidRequest(name, refusal.value, refusal.reason)
+    if 0 in buffer.shape:
+        return _NO_MAP
+    shape, strides = buffer.shape, buffer.strides
+    if problem.layout == "varlen":
+        shape, strides = (1, *shape), (0, *strides)
+    batch, length, heads, _ = shape
+    extents = (dim, length, heads, batch)
+    steps = []
+    for extent, stride in zip(extents[1:], (strides[1], strides[2], strides[0]), strict=True):
+        # What an axis of one element strides over is no matter, but the driver looks at it.
+        steps.append(stride * _ITEMSIZE if extent > 1 else TMA_ALIGNMENT * _ITEMSIZE)
+    wide = padded_head_dim(dim) % 64 == 0
+    return encode(
+        TensorMap(
+            address=buffer.address,
+            dtype=buffer.dtype,
+            shape=extents,
+            strides=tuple(steps),
+            box=(64 if wide else 32, rows, 1, 1),
+            swizzle="128B" if wide else "64B",
+        )
+    )
+
+
+def _schedule(problem: AttentionProblem, tile: Tile, counter: int) -> bytes:
+    layout = schedule_layout()
+    values = list(_schedule_values(problem, sections_of(problem, tile)))
+    values[layout.positions["counter"]] = counter
+    return layout.pack(values)
+
+
+@functools.lru_cache(maxsize=1024)
+def _schedule_values(problem: AttentionProblem, sections: Sections) -> tuple[int, ...]:
+    last = sections.all_heads % sections.heads if sections.heads else 0
+    dividers = {
+        "heads": problem.heads_q,
+        "head_group": problem.gqa_ratio,
+        "section": sections.heads,
+        "section_tiles": sections.heads * sections.row_tiles,
+        "last_section": last or sections.heads,
+    }
+    named = {
+        "counter": 0,
+        "tiles": sections.tiles,
+        "row_tiles": sections.row_tiles,
+        "all_heads": sections.all_heads,
+        "section_heads": sections.heads,
+    }
+    for name, divisor in dividers.items():
+        multiplier, shift = magic(max(1, divisor))
+        named |= {f"{name}.divisor": divisor, f"{name}.multiplier": multiplier, f"{name}.shift": shift}
+    return tuple(named[field.name] for field in schedule_layout().fields)
+
+
+def magic(divisor: int) -> tuple[int, int]:
+    """(multiplier, shift) with n // divisor == n * multiplier >> 32 + shift for 0 <= n < 2^31; multiplier 0 for 1.
+
+    Granlund and Montgomery, "Division by invariant integers using multiplication", PLDI 1994, theorem 4.2.
+    """
+    if divisor == 1:
+        return 0, 0
+    bits = (divisor - 1).bit_length()
+    return ((1 << (31 + bits)) + divisor - 1) // divisor, bits - 1

@@ -1,0 +1,105 @@
+"""What forward_sm90 takes, how it is compiled, and the order in which its persistent blocks work.
+
+Tile sizes are in `tiles`. The schedule is drawn in kernels_cu/sm90_schedule.cuh.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+from gpu_actors.devices.interface import LaunchGeometry
+from gpu_actors.errors import Unsupported
+from gpu_actors.kernels.support import capability
+from gpu_actors.kernels.tiles import Tile, num_q_tiles, output_over_q, shared_mem_bytes
+from gpu_actors.problem import AttentionProblem, DispatchKey
+
+__all__ = ["MULTIPROCESSORS", "ROWS", "Sections", "sections_of", "sm90_geometry", "sm90_macros", "sm90_refuses"]
+
+ROWS = 64
+"""Of a consumer, and of its boxes of queries and outputs."""
+
+MULTIPROCESSORS = 132
+"""Of an H100 or H200 (SXM): for devices that do not say how many they have."""
+
+_HEAD_DIMS = range(32, 257, 8)
+_MAX_TILES = (1 << 31) - 1 - MULTIPROCESSORS * 8  # numbers that blocks draw lie beyond it
+_L2_BYTES = 32 << 20  # of 50 MiB: outputs and the next section want room, too
+_FACTORS = {"softmax_scale": (2.0**-30, 2.0**30), "softcap": (2.0**-10, 2.0**10)}
+
+
+def sm90_refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
+    """Why forward_sm90 does not take a problem, or None. What its operands' strides must be is in `sm90_arguments`."""
+    if capability(arch) != 90:
+        return Unsupported("arch", arch, "forward_sm90 is written for Hopper's wgmma", "sm_90a")
+    if problem.direction != "forward":
+        return Unsupported("direction", problem.direction, "forward_sm90 computes no gradients", "forward")
+    if problem.layout not in ("dense", "varlen"):
+        return Unsupported("layout", problem.layout, "forward_sm90 reads no caches", "varlen")
+    if problem.dtype not in ("float16", "bfloat16"):
+        return Unsupported("dtype", problem.dtype, "forward_sm90 multiplies f16 and bf16", "bfloat16")
+    if problem.bias is not None:
+        return Unsupported("bias", problem.bias[0], "forward_sm90 adds no bias; forward_mma does")
+    if problem.dropout_p:
+        return Unsupported("dropout_p", problem.dropout_p, "forward_sm90 drops nothing; forward_mma does", 0.0)
+    return _shape_refusal(problem) or _range_refusal(problem)
+
+
+def _shape_refusal(problem: AttentionProblem) -> Unsupported | None:
+    for field, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+        if dim not in _HEAD_DIMS:
+            nearest = min(_HEAD_DIMS, key=lambda known: abs(known - dim))
+            reason = "forward_sm90 moves rows by TMA: multiples of 8 from 32 to 256"
+            return Unsupported(field, dim, reason, nearest)
+    if problem.batch * problem.heads_q * num_q_tiles(problem.seqlen_q, ROWS) > _MAX_TILES:
+        reason = "forward_sm90 numbers its tiles of rows in 31 bits"
+        return Unsupported("batch", problem.batch, reason, 1)
+    return None
+
+
+def _range_refusal(problem: AttentionProblem) -> Unsupported | None:
+    for field, (least, greatest) in _FACTORS.items():
+        value = getattr(problem, field)
+        if field == "softcap" and value == 0.0:
+            continue
+        if not least <= value <= greatest:
+            reason = f"forward_sm90 folds it into other factors in fp32, from {least} to {greatest}"
+            return Unsupported(field, value, reason, min(max(value, least), greatest))
+    return None
+
+
+def sm90_macros(forward: dict[str, str | int], key: DispatchKey, tile: Tile) -> dict[str, str | int]:
+    """The macros of kernels_cu/sm90_layout.cuh. forward: those of every forward kernel."""
+    macros = forward | {"STAGES": tile.stages}
+    if output_over_q(tile, key.head_dim, key.head_dim_v):
+        macros["O_OVER_Q"] = 1
+    return macros
+
+
+def sm90_geometry(
+    key: DispatchKey, problem: AttentionProblem, tile: Tile, multiprocessors: int | None
+) -> LaunchGeometry:
+    """One block a multiprocessor, and no more than there are tiles."""
+    blocks = min(sections_of(problem, tile).tiles, multiprocessors or MULTIPROCESSORS)
+    shared = shared_mem_bytes(key.kernel, tile, key.dtype, key.head_dim, key.head_dim_v)
+    return LaunchGeometry((blocks, 1, 1), (tile.warps * 32, 1, 1), shared)
+
+
+class Sections(NamedTuple):
+    """tiles: of rows, in all. row_tiles: of a sequence. all_heads: query heads of all sequences. heads: a section."""
+
+    tiles: int
+    row_tiles: int
+    all_heads: int
+    heads: int
+
+
+@functools.lru_cache(maxsize=1024)
+def sections_of(problem: AttentionProblem, tile: Tile) -> Sections:
+    """The schedule of a problem: as many whole KV heads a section as L2 holds the keys and values of."""
+    row_tiles = num_q_tiles(problem.seqlen_q, tile.block_m)
+    all_heads = problem.batch * problem.heads_q
+    bytes_a_head = max(1, problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * 2)
+    kv_heads = max(1, _L2_BYTES // bytes_a_head)
+    heads = min(all_heads, kv_heads * problem.gqa_ratio)
+    return Sections(row_tiles * all_heads, row_tiles, all_heads, heads)
