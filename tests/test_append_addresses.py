@@ -100,11 +100,7 @@ class TestFar:
         operands = Operands(case)
         where = {"block": 0, "row": 1, "head": 2}[axis]
         buffers, memory = placed(operands.arrays)
-        spacers, halves = [], []
-        for half in range(2):
-            parts = [np.take(cache, [half], where) for cache in operands.caches]
-            halves.append([EmulatedBuffer.of(part, f"cache {half}") for part in parts])
-            spacers.append(Mapping(0, guard=APART))
+        halves = far_halves([[np.take(cache, [half], where) for cache in operands.caches] for half in range(2)])
         for index, name in enumerate(("k_cache", "v_cache")):
             buffers[name] = far(operands.caches[index], where, [half[index].address for half in halves])
         launch(operands, buffers, [*memory.values(), *halves[0], *halves[1]])
@@ -118,20 +114,28 @@ class TestFar:
         case = AppendCase(new=(2,), before=(0,), head_dim=16)
         operands = Operands(case)
         buffers, memory = placed({**operands.arrays})
-        spacers, halves = [], []
-        for half in range(2):
-            parts = {name: np.take(operands.arrays[name], [half], axis) for name in "kv"}
-            halves.append({name: EmulatedBuffer.of(part, name) for name, part in parts.items()})
-            spacers.append(Mapping(0, guard=APART))
-        for name in "kv":
+        halves = far_halves([[np.take(operands.arrays[name], [half], axis) for name in "kv"] for half in range(2)])
+        for index, name in enumerate("kv"):
             del memory[name]
-            buffers[name] = far(operands.arrays[name], axis, [half[name].address for half in halves])
+            buffers[name] = far(operands.arrays[name], axis, [half[index].address for half in halves])
         for name, cache in zip(("k_cache", "v_cache"), operands.caches, strict=True):
             memory[name] = EmulatedBuffer.of(cache, name)
             buffers[name] = buffer_of(cache, memory[name].address)
-        launch(operands, buffers, [*memory.values(), *(part for half in halves for part in half.values())])
+        launch(operands, buffers, [*memory.values(), *halves[0], *halves[1]])
         for name, wanted in zip(("k_cache", "v_cache"), expected(operands, exact=True), strict=True):
             same_bits(name, memory[name].view(np.float16, wanted.shape), wanted, case)
+
+
+def far_halves(arrays: list[list[Any]]) -> list[list[EmulatedBuffer]]:
+    """Buffers of two lists of arrays, each of the second list more than 2^32 elements from each of the first."""
+    kept: list[Any] = []  # what was placed too near stays, so that the next try lands elsewhere
+    first = [EmulatedBuffer.of(array, "near") for array in arrays[0]]
+    while True:
+        kept.append(Mapping(0, guard=APART))
+        second = [EmulatedBuffer.of(array, "far") for array in arrays[1]]
+        if all(abs(a.address - b.address) > APART for a in first for b in second):
+            return [first, second]
+        kept.append(second)
 
 
 def far(array: Any, axis: int, addresses: list[int]) -> Buffer:

@@ -140,3 +140,23 @@ extern "C" __global__ void __launch_bounds__(256, 1) specialised(int* elected, f
   atomicAdd(sum_of_lanes, static_cast<int>(threadIdx.x % 32));
   ptx::griddepcontrol_launch_dependents();
 }
+
+// 128 threads write a block of global memory, which one of them then has copied back by the async proxy.
+extern "C" __global__ void written_then_loaded(const uint32_t* in, uint32_t* middle, uint32_t* out) {
+  DYNAMIC_SHARED(shared);
+  const int t = threadIdx.x;
+  const uint32_t data = ptx::shared_address(shared), barrier = data + 512;
+  if (t == 0) {
+    ptx::mbarrier_init(barrier, 1);
+    ptx::fence_mbarrier_init();
+  }
+  middle[t] = in[t] + 1;
+  ptx::fence_proxy_async_global();
+  __syncthreads();
+  if (t == 0) {
+    ptx::mbarrier_arrive_expect_tx(barrier, 512);
+    ptx::bulk_load(data, middle, 512, barrier);
+  }
+  ptx::mbarrier_wait(barrier, 0);
+  out[t] = ptx::load_shared(data + 4 * t);
+}

@@ -15,8 +15,8 @@ def module_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session", params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
-def runner(request: pytest.FixtureRequest, module_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Runner:
+def runner(request: pytest.FixtureRequest, module_cache: Path) -> Runner:
     """Runs conformance kernels: on the CPU in several orders, and on a GPU where `-m gpu` asks for it."""
     if request.param == "emulated":
         return emulated_runner(module_cache)
-    return cuda_runner(tmp_path_factory.mktemp("cubins"))
+    return cuda_runner()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -188,6 +189,7 @@ def emulated_runner(cache_dir: Path) -> Runner:
 
 # ---- on a GPU
 
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _DRIVER_TYPES = {"uint8": 0, "uint16": 1, "uint32": 2, "int32": 3, "float16": 6, "float32": 7, "bfloat16": 9}
 _DRIVER_SWIZZLES = {"none": 0, "32B": 1, "64B": 2, "128B": 3}
 
@@ -203,8 +205,6 @@ class _CudaPlace:
 
     def tensor_map(self, wanted: TensorMapArgument) -> bytes:
         """cuTensorMapEncodeTiled, straight from the driver."""
-        import ctypes
-
         storage = ctypes.create_string_buffer(128 + 64)
         aligned = -(-ctypes.addressof(storage) // 64) * 64
         rank = len(wanted.shape)
@@ -231,17 +231,27 @@ _CAPABILITY = {"pipelines": 90, "tensors": 90, "wgmma": 90, "attention_sm90": 90
 
 
 @functools.cache
-def _cuda_module(file: str, macros: tuple[tuple[str, str], ...], scratch: Path, capability: int) -> Any:
-    import cupy
+def _cuda_module(file: str, macros: tuple[tuple[str, str], ...], capability: int) -> int:
+    from cupy.cuda import driver
 
     absent = [entry for entry, needed in _CAPABILITY.items() if needed > capability]
-    cubin = cubin_of(file, dict(macros), exact_arch(capability), absent)
-    path = scratch / f"{Path(file).stem}-{abs(hash(macros))}.cubin"
-    path.write_bytes(cubin.data)
-    return cupy.RawModule(path=str(path))
+    return int(driver.moduleLoadData(cubin_of(file, dict(macros), exact_arch(capability), absent).data))
 
 
-def cuda_runner(scratch: Path) -> Runner:
+def launch_on_cuda(module: int, wanted: KernelRun, params: Sequence[bytes]) -> None:
+    """One launch on the current device's default stream. Each parameter is passed by value, whatever its size."""
+    from cupy.cuda import driver
+
+    function = driver.moduleGetFunction(module, wanted.entry)
+    driver.funcSetAttribute(function, _MAX_DYNAMIC_SHARED, wanted.shared_bytes)
+    values = [ctypes.create_string_buffer(data, len(data)) for data in params]
+    pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+    grid = (wanted.grid,) if isinstance(wanted.grid, int) else wanted.grid
+    shape = (*grid, 1, 1)[:3]
+    driver.launchKernel(function, *shape, wanted.block, 1, 1, wanted.shared_bytes, 0, ctypes.addressof(pointers), 0)
+
+
+def cuda_runner() -> Runner:
     """Runs a kernel once on the current GPU; skips what that GPU has no instructions for."""
 
     def run(wanted: KernelRun) -> Iterator[Results]:
@@ -253,13 +263,9 @@ def cuda_runner(scratch: Path) -> Runner:
             pytest.skip(
                 f"{wanted.file}:{wanted.entry} needs compute capability {needed / 10}, this GPU has {capability / 10}"
             )
-        module = _cuda_module(wanted.file, tuple(wanted.macros.items()), scratch, capability)
-        kernel = module.get_function(wanted.entry)
-        kernel.max_dynamic_shared_size_bytes = wanted.shared_bytes
         place = _CudaPlace(wanted.arrays)
-        arguments = tuple(np.frombuffer(data, f"V{len(data)}")[0] for data in wanted.params(place))
-        grid = (wanted.grid,) if isinstance(wanted.grid, int) else wanted.grid
-        kernel(grid, (wanted.block,), arguments, shared_mem=wanted.shared_bytes)
+        module = _cuda_module(wanted.file, tuple(wanted.macros.items()), capability)
+        launch_on_cuda(module, wanted, wanted.params(place))
         cupy.cuda.runtime.deviceSynchronize()
         arrays = {n: cupy.asnumpy(b).view(wanted.arrays[n].dtype) for n, b in place.buffers.items()}
         yield Results({n: a.reshape(wanted.arrays[n].shape) for n, a in arrays.items()}, "on the GPU")

@@ -84,3 +84,12 @@ def test_a_short_pipeline_leaves_nothing_behind(runner: Runner, rounds: int) -> 
     )
     for result in runner(run):
         result.check(out=np.full(512, rounds, np.float32))
+
+
+def test_a_bulk_load_reads_what_threads_wrote_before_the_fence(runner: Runner) -> None:
+    numbers = np.random.default_rng(2).integers(0, 1 << 31, 128).astype(np.uint32)
+    arrays = {"in": numbers, "middle": np.zeros(128, np.uint32), "out": np.zeros(128, np.uint32)}
+    params = pointers("in", "middle", "out")
+    run = KernelRun(FILE, "written_then_loaded", arrays, params, block=128, shared_bytes=520)
+    for result in runner(run):
+        result.check(out=numbers + 1, middle=numbers + 1)

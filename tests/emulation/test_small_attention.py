@@ -148,8 +148,8 @@ def test_zig_builds_the_same_kernel(module_cache: Path) -> None:
 @pytest.mark.parametrize("name", list(GEOMETRY))
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_attention_is_right_on_a_gpu(name: str, shape: tuple[int, int, int], causal: bool, tmp_path: Path) -> None:
+def test_attention_is_right_on_a_gpu(name: str, shape: tuple[int, int, int], causal: bool) -> None:
     problem = Problem(*shape, causal)
     run = dataclasses.replace(problem.run(name), macros={"BUG": "0"})
-    for result in cuda_runner(tmp_path)(run):
+    for result in cuda_runner()(run):
         assert problem.is_right(result["out"], result["lse"])
