@@ -8,7 +8,7 @@ from gpu_actors._version import __version__
 from gpu_actors.actors.base import ServiceActor
 from gpu_actors.actors.call import Call
 from gpu_actors.actors.context import ContextActor
-from gpu_actors.actors.cudnn_like import CudnnLikeActor, CudnnLikeHandle
+from gpu_actors.actors.cudnn_like import CudnnLikeActor, CudnnLikeHandle, ExecuteGraph
 from gpu_actors.actors.flash_attn import FlashAttnActor, FlashAttnHandle
 from gpu_actors.actors.handle import ActorHandle
 from gpu_actors.actors.mailbox import ActorStats
@@ -35,9 +35,12 @@ from gpu_actors.errors import (
     Unsupported,
     WouldBlock,
 )
+from gpu_actors.graph.graph import OperationGraph
+from gpu_actors.graph.plan import GraphPlan
+from gpu_actors.graph.tensor import GraphTensor
 from gpu_actors.kernels.source import Cubin, KernelResources, KernelSource
 from gpu_actors.kernels.tiles import FlashAttentionConfig
-from gpu_actors.mha import AttentionParams, Mask, MhaForward, MhaOutput
+from gpu_actors.mha import AttentionParams, Mask, MhaBackward, MhaForward, MhaOutput
 from gpu_actors.options import ContextOptions, EmulationOptions, MockOptions, RestartPolicy
 from gpu_actors.problem import AttentionProblem, DispatchKey
 from gpu_actors.reply import Reply
@@ -75,6 +78,7 @@ __all__ = [
     "DeviceInfo",
     "DispatchKey",
     "EmulationOptions",
+    "ExecuteGraph",
     "FlashAttentionConfig",
     "FlashAttnActor",
     "FlashAttnHandle",
@@ -82,18 +86,22 @@ __all__ = [
     "FlashForward",
     "GpuActorsError",
     "GpuContext",
+    "GraphPlan",
+    "GraphTensor",
     "Health",
     "InvalidRequest",
     "KernelResources",
     "KernelSource",
     "LaunchError",
     "Mask",
+    "MhaBackward",
     "MhaForward",
     "MhaOutput",
     "MockModeError",
     "MockOptions",
     "NvrtcActor",
     "NvrtcHandle",
+    "OperationGraph",
     "OutOfDeviceMemory",
     "Overloaded",
     "PagedForward",

@@ -10,7 +10,7 @@ from gpu_actors.errors import InvalidRequest
 from gpu_actors.problem import Alignment
 from gpu_actors.validation.fields import expect, integer, one_of, real
 
-__all__ = ["AttentionParams", "Mask", "MhaForward", "MhaOutput"]
+__all__ = ["AttentionParams", "Mask", "MhaBackward", "MhaForward", "MhaOutput"]
 
 MaskName = Literal["none", "causal", "sliding_window", "causal_sliding_window"]
 
@@ -130,6 +130,23 @@ class MhaForward:
     v: Any
     bias: Any = None
     return_stats: bool = False
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class MhaBackward:
+    """The message of ``mha_backward``: the gradients of `MhaForward` at the same params and bias.
+
+    q, k, v, bias: as forward had them. o, stats: what it gave, with ``return_stats=True``. do: the gradient of o.
+    """
+
+    params: AttentionParams
+    q: Any
+    k: Any
+    v: Any
+    o: Any
+    do: Any
+    stats: Any
+    bias: Any = None
 
 
 class MhaOutput(NamedTuple):

@@ -1,36 +1,74 @@
-"""CudnnLikeActor: attention as cuDNN's users ask for it, with plans cached by signature."""
+"""CudnnLikeActor: operation graphs, and attention as cuDNN's users ask for it, with plans cached by signature."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gpu_actors.actors.attention import adopt_arrays, is_plain
+from gpu_actors.actors.attention import is_plain
 from gpu_actors.actors.base import ServiceActor
 from gpu_actors.actors.call import Call
-from gpu_actors.actors.flash_attn import Attention
+from gpu_actors.actors.graphs import GraphAttention
 from gpu_actors.actors.handle import ActorHandle
-from gpu_actors.devices.interface import Outputs
+from gpu_actors.actors.mha_calls import backward_request, forward_request, mha_gradients, mha_output
 from gpu_actors.errors import InvalidRequest
-from gpu_actors.interop.arrays import Adopted, CallerStreams, restore
-from gpu_actors.mha import AttentionParams, MhaForward, MhaOutput
+from gpu_actors.graph.graph import OperationGraph
+from gpu_actors.graph.plan import GraphPlan
+from gpu_actors.mha import AttentionParams, MhaBackward, MhaForward, MhaOutput
 from gpu_actors.plans import PlanCacheStats
 from gpu_actors.reply import Reply
-from gpu_actors.requests import Array, FlashForward
-from gpu_actors.validation.fields import describe, shape_of
+from gpu_actors.requests import Array, AttentionGradients
 
 if TYPE_CHECKING:
     from gpu_actors.actors.post import Post
 
-__all__ = ["CudnnLikeActor", "CudnnLikeHandle"]
+__all__ = ["CudnnLikeActor", "CudnnLikeHandle", "ExecuteGraph"]
 
 _PLANS = 256
+
+
+@dataclass(slots=True, eq=False)
+class ExecuteGraph:
+    """The message of ``execute``. arrays: by uid, of every input of the graph, and the numbers that it is passed."""
+
+    graph: OperationGraph
+    arrays: Mapping[int, Any]
 
 
 class CudnnLikeHandle(ActorHandle):
     """``ctx.cudnn``."""
 
     __slots__ = ()
+
+    def execute(
+        self,
+        graph: OperationGraph,
+        arrays: Mapping[int, Array | float],
+        *,
+        deadline: float | None = None,
+        timeout: float | None = None,
+        priority: int = 0,
+    ) -> Reply[dict[int, Array]]:
+        """Compute a graph. Returns at once.
+
+        arrays: by uid, for every input of the graph, of the dims, dtype and strides that it describes; and a number for
+        every scalar without a value. The reply gives the graph's outputs by uid, in the kind of its q, or of the first
+        array where the graph is no attention. It raises `InvalidRequest` where the graph is not sound or an array is
+        not as described, and `Unsupported`, with the node, the reason and the nearest form, where no kernel computes
+        it; the mock device computes every graph. Do not change graph or arrays before the reply is done.
+        deadline, timeout, priority: as in `ActorHandle.submit`.
+        """
+        return self.submit(ExecuteGraph(graph, arrays), deadline=deadline, timeout=timeout, priority=priority)
+
+    def inspect_plan(self, graph: OperationGraph) -> GraphPlan:
+        """How a device that runs kernels would answer a graph, wherever this context runs. Launches nothing.
+
+        Raises `InvalidRequest` and `Unsupported` itself, for there is no reply.
+        """
+        graphs: GraphAttention = self._post.kept
+        return graphs.inspect(graph)
 
     def mha_forward(
         self,
@@ -52,80 +90,58 @@ class CudnnLikeHandle(ActorHandle):
         request = MhaForward(params=params, q=q, k=k, v=v, bias=bias, return_stats=return_stats)
         return self.submit(request, deadline=deadline, timeout=timeout, priority=priority)
 
+    def mha_backward(
+        self,
+        params: AttentionParams,
+        q: Array,
+        k: Array,
+        v: Array,
+        o: Array,
+        do: Array,
+        stats: Array,
+        *,
+        bias: Array | None = None,
+        deadline: float | None = None,
+        timeout: float | None = None,
+        priority: int = 0,
+    ) -> Reply[AttentionGradients]:
+        """The gradients of sum(o * do) by q, k, v and the bias. The arguments are those of `MhaBackward`.
+
+        The reply gives `AttentionGradients`, each shaped like what it belongs to, dbias None without a bias; or raises
+        `InvalidRequest` where an array does not agree with the params.
+        """
+        request = MhaBackward(params=params, q=q, k=k, v=v, o=o, do=do, stats=stats, bias=bias)
+        return self.submit(request, deadline=deadline, timeout=timeout, priority=priority)
+
     def plan_cache_stats(self) -> PlanCacheStats:
         """hits, misses, evicted, entries of the plan cache."""
-        attention: Attention = self._post.kept
-        return attention.plans.stats()
+        graphs: GraphAttention = self._post.kept
+        return graphs.plans.stats()
 
 
 class CudnnLikeActor(ServiceActor):
-    """Takes `MhaForward`."""
+    """Takes `MhaForward`, `MhaBackward`, and the graphs of ``execute``."""
 
     label: ClassVar[str] = "cudnn"
     handle_type: ClassVar[type[ActorHandle]] = CudnnLikeHandle
 
     @classmethod
-    def keep(cls, post: Post) -> Attention:
-        return Attention(post, plans=_PLANS)
+    def keep(cls, post: Post) -> GraphAttention:
+        return GraphAttention(post, plans=_PLANS)
 
     def open(self) -> None:
-        self._attention: Attention = self.post.kept
+        self._graphs: GraphAttention = self.post.kept
 
     def handle(self, call: Call[Any]) -> None:
-        message = call.message
-        if not isinstance(message, MhaForward):
-            raise InvalidRequest("message", type(message).__name__, "CudnnLikeActor takes MhaForward")
-        request, like = _flash_request(message, self._attention.place, call.caller)
-
-        def finish(outputs: Outputs) -> Sequence[MhaOutput]:
-            return (_mha_output(like, outputs),)
-
-        self._attention.answer(self, call, request, is_plain(request), finish)
-
-
-def _flash_request(
-    message: MhaForward, place: str, streams: CallerStreams | None
-) -> tuple[FlashForward, Adopted | None]:
-    """The same request in FlashAttention's layout: heads and rows change places by their strides alone."""
-    params = message.params
-    if not isinstance(params, AttentionParams):
-        raise InvalidRequest("params", type(params).__name__, "must be AttentionParams")
-    request, like = adopt_arrays(
-        FlashForward(
-            q=message.q,
-            k=message.k,
-            v=message.v,
-            bias=message.bias,
-            causal=params.mask.is_causal,
-            window_size=params.mask.window,
-            alignment=params.alignment,
-            softmax_scale=params.scale,
-            dropout_p=params.dropout_p,
-            dropout_seed=params.dropout_seed,
-            return_lse=message.return_stats,
-        ),
-        message.bias is None,
-        place,
-        streams,
-    )
-    kv = (params.batch, params.heads_kv, params.seq_kv, params.head_dim)
-    _check("q", request.q, (params.batch, params.heads_q, params.seq_q, params.head_dim))
-    _check("k", request.k, kv)
-    _check("v", request.v, kv)
-    request.q, request.k, request.v = (array.transpose(0, 2, 1, 3) for array in (request.q, request.k, request.v))
-    return request, like
-
-
-def _check(field: str, array: Any, wanted: tuple[int, ...]) -> None:
-    shape = shape_of(field, array, "batch, heads, seq, dim")
-    if shape != wanted:
-        raise InvalidRequest(field, describe(array), f"must have the shape that the params give it, {wanted}")
-
-
-def _mha_output(like: Adopted | None, outputs: Outputs) -> MhaOutput:
-    out, stats = outputs["out"].transpose(0, 2, 1, 3), outputs.get("lse")
-    stats = None if stats is None else stats[..., None]
-    if like is not None:
-        out = restore(out, like)
-        stats = None if stats is None else restore(stats, like)
-    return MhaOutput(out, stats)
+        message, graphs = call.message, self._graphs
+        if isinstance(message, MhaForward):
+            request, like = forward_request(message, graphs.place, call.caller)
+            graphs.answer(self, call, request, is_plain(request), functools.partial(mha_output, like))
+        elif isinstance(message, MhaBackward):
+            gradient, like = backward_request(message, graphs.place, call.caller)
+            graphs.answer(self, call, gradient, is_plain(gradient), functools.partial(mha_gradients, like))
+        elif isinstance(message, ExecuteGraph):
+            graphs.execute(self, call, message.graph, message.arrays)
+        else:
+            reason = "CudnnLikeActor takes MhaForward, MhaBackward and ExecuteGraph"
+            raise InvalidRequest("message", type(message).__name__, reason)

@@ -1,0 +1,81 @@
+"""GraphAttention: plans and kernels of the actor that answers operation graphs; outlives its incarnations."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from gpu_actors.actors.attention import AttentionPlan
+from gpu_actors.actors.base import ServiceActor
+from gpu_actors.actors.call import Call
+from gpu_actors.actors.flash_attn import Attention, unreadable
+from gpu_actors.actors.gradients import BackwardPlan
+from gpu_actors.errors import GpuActorsError, InvalidRequest
+from gpu_actors.graph.binding import adopt_given
+from gpu_actors.graph.graph import OperationGraph
+from gpu_actors.graph.match import match_attention
+from gpu_actors.graph.mha import request_graph
+from gpu_actors.graph.plan import GraphPlan, graph_plan
+from gpu_actors.plans import PlanCache
+from gpu_actors.requests import FlashForward
+
+if TYPE_CHECKING:
+    from gpu_actors.devices.interface import Kernel
+
+__all__ = ["GraphAttention"]
+
+
+class GraphAttention(Attention):
+    """`Attention` that takes graphs, and takes its own requests for the graphs that they stand for.
+
+    Plans of both lie in one cache: graphs under their signature, requests under what decides their graph, which is
+    quicker to look up than a graph is to build.
+    """
+
+    plans: PlanCache[Any]
+
+    def _make_plan(self, request: FlashForward) -> AttentionPlan | BackwardPlan:
+        plan = super()._make_plan(request)
+        problem = match_attention(request_graph(request, plan.problem)).problem
+        deterministic = plan.problem.deterministic
+        return dataclasses.replace(plan, problem=dataclasses.replace(problem, deterministic=deterministic))
+
+    def inspect(self, graph: OperationGraph) -> GraphPlan:
+        """The plan of a device that runs kernels. Raises as `graph_plan`."""
+        _check_graph(graph)
+        return graph_plan(graph, self.arch, True, self.accumulate)
+
+    def execute(self, actor: ServiceActor, call: Call[Any], graph: OperationGraph, arrays: Mapping[int, Any]) -> None:
+        """Launch a graph, or park its call until its kernels are compiled."""
+        _check_graph(graph)
+        try:
+            plan = self._graph_plan(graph)
+            given = adopt_given(graph, arrays, self.place, call.caller)
+        except GpuActorsError:
+            raise
+        except Exception as error:
+            raise unreadable(call.message, error) from error
+        kernels: tuple[Kernel, ...] = ()
+        if self.kernels is not None and plan.keys:
+            found = self.kernels.get(plan.keys)
+            if found is None:
+                self.kernels.wait_for(plan.keys, call)
+                return
+            kernels = found
+        launch = plan.bind(graph, given, kernels if self.runs_kernels else ())
+        if call.begin_launch():
+            actor.launch((call,), launch, lambda outputs: plan.answer(given, outputs))
+
+    def _graph_plan(self, graph: OperationGraph) -> GraphPlan:
+        signature = graph.signature()
+        plan: GraphPlan | None = self.plans.find(signature)
+        if plan is None:
+            plan = graph_plan(graph, self.arch, self.runs_kernels, self.accumulate)
+            self.plans.add(signature, plan)
+        return plan
+
+
+def _check_graph(graph: object) -> None:
+    if not isinstance(graph, OperationGraph):
+        raise InvalidRequest("graph", type(graph).__name__, "must be an OperationGraph")

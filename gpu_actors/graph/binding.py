@@ -1,0 +1,84 @@
+"""What `execute` is given, checked against what the graph says of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gpu_actors.errors import InvalidRequest
+from gpu_actors.graph.scalars import checked_scalar
+from gpu_actors.graph.tensor import GraphTensor, packed_strides
+from gpu_actors.interop.arrays import Adopted, AnyArray, CallerStreams, adopt, check_device, element_strides
+from gpu_actors.validation.fields import describe
+
+if TYPE_CHECKING:
+    from gpu_actors.graph.graph import OperationGraph
+
+__all__ = ["Given", "adopt_given", "memory_order"]
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """arrays: of every input, by uid. numbers: of every scalar that is passed. foreign: those that are no NumPy's."""
+
+    arrays: dict[int, AnyArray]
+    numbers: dict[int, float | int]
+    foreign: dict[int, Adopted]
+
+
+def adopt_given(graph: OperationGraph, given: object, device: str, streams: CallerStreams | None = None) -> Given:
+    """The arrays and numbers of one `execute`. device, streams: as in `adopt_arrays`.
+
+    Raises InvalidRequest, naming the tensor, for one that is missing, too much, or not as the graph describes it.
+    """
+    order = graph.order()
+    if not isinstance(given, Mapping):
+        raise InvalidRequest("arrays", type(given).__name__, "must be a mapping of uid to array")
+    wanted = {*order.inputs, *order.scalars}
+    for uid in given:
+        if uid not in wanted:
+            raise InvalidRequest("arrays", uid, f"is no input of the graph; it takes {sorted(wanted)}")
+    for uid in sorted(wanted):
+        if given.get(uid) is None:
+            raise InvalidRequest(f"tensor {uid}", None, "must be given")
+    numbers = {uid: _number(graph.tensors[uid], given[uid]) for uid in order.scalars}
+    arrays: dict[int, AnyArray] = {}
+    foreign: dict[int, Adopted] = {}
+    for uid in order.inputs:
+        adopted = _array(graph.tensors[uid], given[uid], device, streams)
+        if adopted.kind != "numpy":
+            foreign[uid] = adopted
+        arrays[uid] = adopted.array
+    return Given(arrays, numbers, foreign)
+
+
+def _number(tensor: GraphTensor, value: Any) -> float | int:
+    return checked_scalar(f"tensor {tensor.uid}", tensor.dtype, value)
+
+
+def _array(tensor: GraphTensor, value: Any, device: str, streams: CallerStreams | None) -> Adopted:
+    field = f"tensor {tensor.uid}"
+    adopted = adopt(value, field, streams)
+    check_device(adopted, field, device)
+    array = adopted.array
+    if tuple(array.shape) != tensor.dims or array.dtype.name != tensor.dtype:
+        wanted = f"must be {tensor.dtype} of shape {tensor.dims}, as the graph describes it"
+        raise InvalidRequest(field, describe(value), wanted)
+    strides = element_strides(array)
+    for extent, given, step in zip(tensor.dims, strides, tensor.strides, strict=True):
+        if extent > 1 and given != step:
+            reason = f"the graph describes strides {tensor.strides}, in elements: describe the array's own, or copy it"
+            raise InvalidRequest(field, f"strides {strides}", reason)
+    return adopted
+
+
+def memory_order(tensor: GraphTensor) -> tuple[int, ...]:
+    """A tensor's axes from the slowest to the fastest. Raises InvalidRequest for an output that would have gaps."""
+    axes = sorted(range(len(tensor.dims)), key=lambda axis: (tensor.dims[axis] > 1, -tensor.strides[axis], axis))
+    packed = packed_strides([tensor.dims[axis] for axis in axes])
+    for axis, step in zip(axes, packed, strict=True):
+        if tensor.dims[axis] > 1 and tensor.strides[axis] != step:
+            reason = "an output is written without gaps: give the strides of its dims in some order"
+            raise InvalidRequest(f"tensor {tensor.uid}", tensor.strides, reason)
+    return tuple(axes)

@@ -1,0 +1,173 @@
+"""Writes the CUDA of a score modification: the header that takes the place of kernels_cu/score_mod.cuh.
+
+Its text depends on the operations and on how tensors broadcast, never on extents, strides, numbers or uids: those are
+parameters. So equal modifications are equal headers, and share a cubin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from gpu_actors.graph.derivative import derivative
+from gpu_actors.graph.expression import Expression, in_order
+from gpu_actors.kernels.support import ELEMENTS
+from gpu_actors.score_mod import ScoreMod, ScoreScalar, ScoreTensor
+
+__all__ = ["score_mod"]
+
+_C_TYPES = {**{name: element.c_type for name, element in ELEMENTS.items()}, "int32": "int32_t", "bool": "bool"}
+_INDICES = ("batch", "head", "row", "key")
+
+# Each with {0}, {1}, .. for its arguments and {real} for the type that computes.
+_CODE = {
+    "score": "score",
+    "dscore": "dscore",
+    "cast": "{real}({0})",
+    "add": "{0} + {1}",
+    "sub": "{0} - {1}",
+    "mul": "{0} * {1}",
+    "div": "{0} / {1}",
+    "mod": "modulo({0}, {1})",
+    "floordiv": "floor_divide({0}, {1})",
+    "max": "maximum_of({0}, {1})",
+    "min": "minimum_of({0}, {1})",
+    "neg": "-{0}",
+    "abs": "abs_of({0})",
+    "exp": "exp_of({0})",
+    "log": "log_of({0})",
+    "sqrt": "sqrt_of({0})",
+    "tanh": "tanh_of({0})",
+    "sigmoid": "sigmoid_of({0})",
+    "gelu": "{0} * normal_cdf({0})",
+    "cdf": "normal_cdf({0})",
+    "density": "normal_density({0})",
+    "sign": "sign_of({0})",
+    "floor": "floor_of({0})",
+    "gt": "{0} > {1}",
+    "ge": "{0} >= {1}",
+    "lt": "{0} < {1}",
+    "le": "{0} <= {1}",
+    "eq": "{0} == {1}",
+    "ne": "{0} != {1}",
+    "logical_and": "{0} && {1}",
+    "logical_or": "{0} || {1}",
+    "logical_not": "!{0}",
+    "select": "{0} ? {1} : {2}",
+}
+
+
+def score_mod(
+    root: Expression,
+    score: Expression,
+    tensors: Sequence[ScoreTensor],
+    scalars: Sequence[ScoreScalar],
+    real: str,
+) -> ScoreMod:
+    """The modification that an expression of the leaf ``score`` stands for.
+
+    tensors, scalars: what its leaves of these names read, by slot. real: "float", or "double" for float64 scores.
+    """
+    members = _members(tensors)
+    header = _HEADER.format(
+        real=real,
+        parameters="".join(f"  {line}\n" for line in _parameters(tensors, scalars, real)),
+        members="".join(f"  {line}\n" for line in members),
+        binding="".join(f"  {line}\n" for line in _binding(tensors)),
+        body=_body(root, tensors, real),
+        gradient=_body(derivative(root, score), tensors, real),
+        holder=_HOLDER if tensors or scalars else _EMPTY_HOLDER,
+    )
+    return ScoreMod(header, tuple(tensors), tuple(scalars), real)
+
+
+def _parameters(tensors: Sequence[ScoreTensor], scalars: Sequence[ScoreScalar], real: str) -> Iterable[str]:
+    for n, tensor in enumerate(tensors):
+        yield f"const void* t{n};"
+        yield from (f"int64_t t{n}_{axis};" for axis in tensor.axes)
+    for n, scalar in enumerate(scalars):
+        yield f"{'int32_t' if scalar.dtype == 'int32' else real} v{n};"
+
+
+def _members(tensors: Sequence[ScoreTensor]) -> Iterable[str]:
+    return [f"const {_C_TYPES[tensor.dtype]}* t{n};  // of this sequence and head" for n, tensor in enumerate(tensors)]
+
+
+def _binding(tensors: Sequence[ScoreTensor]) -> Iterable[str]:
+    for n, tensor in enumerate(tensors):
+        outer = "".join(f" + {_INDICES['bh'.index(axis)]} * given.t{n}_{axis}" for axis in tensor.axes if axis in "bh")
+        yield f"mod.t{n} = static_cast<const {_C_TYPES[tensor.dtype]}*>(given.t{n}){outer};"
+
+
+def _body(root: Expression, tensors: Sequence[ScoreTensor], real: str) -> str:
+    """Statements that end in the root's return. Every expression with arguments gets a name, and is computed once."""
+    names: dict[int, str] = {}
+    lines: list[str] = []
+    for expression in in_order((root,)):
+        code = _code(expression, [names[id(arg)] for arg in expression.args], tensors, real)
+        if expression.op in ("score", "dscore", "index", "scalar", "literal"):
+            names[id(expression)] = code
+            continue
+        c_type = real if expression.kind == "real" else expression.kind
+        name = names[id(expression)] = f"x{len(lines)}"
+        lines.append(f"    const {c_type} {name} = {code};\n")
+    return "".join(lines) + f"    return {names[id(root)]};\n"
+
+
+def _code(expression: Expression, args: list[str], tensors: Sequence[ScoreTensor], real: str) -> str:
+    slot = expression.slot
+    if expression.op == "index":
+        return _INDICES[slot]
+    if expression.op == "scalar":
+        return f"given->v{slot}"
+    if expression.op == "literal":
+        return f"{real}({expression.value!r})"
+    if expression.op == "tensor":
+        inner = (axis for axis in tensors[slot].axes if axis in "rk")
+        place = " + ".join(f"{_INDICES['bhrk'.index(axis)]} * given->t{slot}_{axis}" for axis in inner) or "0"
+        element = f"t{slot}[{place}]"
+        return f"{real}(to_real({element}))" if expression.kind == "real" else element
+    return _CODE[expression.op].format(*args, real=real)
+
+
+_HEADER = """\
+// Generated from an operation graph: what it does to the scaled product before the softmax, and the derivative of that.
+#pragma once
+
+#include "score_ops.cuh"
+
+#define SCORE_MOD 1
+
+struct ScoreParams {{
+{parameters}}};
+
+struct ScoreMod {{
+  const ScoreParams* given;
+  int batch, head;
+{members}
+  __device__ __forceinline__ {real} operator()({real} score, int row, int key) const {{
+{body}  }}
+
+  __device__ __forceinline__ {real} gradient({real} score, {real} dscore, int row, int key) const {{
+{gradient}  }}
+}};
+
+DEVICE ScoreMod bind_score_mod(const ScoreParams& given, int batch, int head) {{
+  ScoreMod mod;
+  mod.given = &given;
+  mod.batch = batch;
+  mod.head = head;
+{binding}  return mod;
+}}
+
+template <class Params>
+struct WithScoreMod : Params {{
+{holder}}};
+"""
+_HOLDER = """\
+  ScoreParams score;
+
+  __device__ __forceinline__ const ScoreParams& score_params() const { return score; }
+"""
+_EMPTY_HOLDER = """\
+  __device__ __forceinline__ ScoreParams score_params() const { return {}; }
+"""

@@ -1,0 +1,232 @@
+"""Computes a graph with NumPy, operation by operation: what the mock device answers, and what kernels are held against.
+
+Floats are float64 (float32 where `MockOptions` asks for it), integers int64, and nothing is rounded in between.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu_actors.graph.differentiate import gradients
+from gpu_actors.graph.ops import Node
+from gpu_actors.graph.tensor import FLOATS
+from gpu_actors.mha import Mask
+from gpu_actors.philox import dropout_keep
+from gpu_actors.reference.masks import visible_keys
+
+if TYPE_CHECKING:
+    from gpu_actors.graph.graph import OperationGraph
+
+__all__ = ["Tape", "erf", "evaluate_graph", "keep_factors", "record", "visible_of"]
+
+Array: TypeAlias = npt.NDArray[Any]
+Values: TypeAlias = Mapping[int, Any]
+
+
+@dataclass(slots=True)
+class Tape:
+    """The value of every tensor that has been computed, by uid, and what computed them.
+
+    step: applied to every float result; the identity, but for the yardstick of the tolerance rule, which rounds.
+    seen: which keys the rows of scores and weights see, by uid, where a mask hides some.
+    """
+
+    graph: OperationGraph
+    dtype: npt.DTypeLike
+    step: Callable[[Array], Array]
+    values: dict[int, Array] = field(default_factory=dict)
+    seen: dict[int, Array] = field(default_factory=dict)
+
+
+def evaluate_graph(graph: OperationGraph, values: Values, dtype: npt.DTypeLike = np.float64) -> dict[int, Array]:
+    """The outputs of a sound graph by uid, in ``dtype`` and not yet rounded to their own.
+
+    values: arrays by the uid of every input, and numbers by that of every scalar whose value is not known.
+    """
+    tape = record(graph, values, dtype)
+    return {uid: tape.values[uid] for uid in graph.order().outputs}
+
+
+def record(
+    graph: OperationGraph,
+    values: Values,
+    dtype: npt.DTypeLike = np.float64,
+    step: Callable[[Array], Array] = lambda array: array,
+) -> Tape:
+    """`evaluate_graph`, with the value of every tensor kept."""
+    tape = Tape(graph, dtype, step)
+    for uid, tensor in graph.tensors.items():
+        if tensor.by_value:
+            number = values[uid] if tensor.value is None else tensor.value
+            tape.values[uid] = np.asarray(number, _dtype_of(tensor.dtype, dtype))
+        elif uid in values:
+            array = np.asarray(values[uid]).astype(_dtype_of(tensor.dtype, dtype))
+            tape.values[uid] = step(array) if tensor.is_float else array
+    with np.errstate(all="ignore"):
+        for node in graph.order().nodes:
+            _compute(tape, node)
+    return tape
+
+
+def _dtype_of(name: str, floats: npt.DTypeLike) -> npt.DTypeLike:
+    if name in FLOATS:
+        return floats
+    return {"int32": np.int64, "uint64": np.uint64, "bool": np.bool_}[name]
+
+
+def _compute(tape: Tape, node: Node) -> None:
+    if node.op == "gradient":
+        found = gradients(tape, node)
+        for uid, gradient in zip(node.outputs, found, strict=True):
+            tape.values[uid] = tape.step(gradient)
+        return
+    operands = [tape.values[uid] for uid in node.inputs]
+    results = _RULES[node.op](tape, node, *operands)
+    for uid, result in zip(node.outputs, results if isinstance(results, tuple) else (results,), strict=True):
+        array = np.asarray(result)
+        tape.values[uid] = tape.step(array.astype(tape.dtype, copy=False)) if array.dtype.kind == "f" else array
+    hidden = tape.seen.get(node.inputs[0])
+    if hidden is not None and node.op in ("softmax", "dropout"):
+        tape.seen[node.outputs[0]] = hidden
+
+
+_erf = np.frompyfunc(math.erf, 1, 1)
+
+
+def erf(x: Array) -> Array:
+    """The error function, elementwise."""
+    result: Array = np.asarray(_erf(x)).astype(x.dtype)
+    return result
+
+
+def _gelu(x: Array) -> Array:
+    result: Array = x * 0.5 * (1.0 + erf(x * math.sqrt(0.5)))
+    return result
+
+
+def visible_of(node: Node, shape: tuple[int, ...]) -> Array:
+    """(rows, keys): which keys each row sees through a mask node."""
+    mask = Mask(node["kind"], node["width"])
+    rows, keys = shape[-2:]
+    visible = visible_keys(
+        np.arange(rows), rows, keys, causal=mask.is_causal, alignment=node["alignment"], window_size=mask.window
+    )
+    assert visible is not None  # graphs hold no mask that hides nothing
+    return visible
+
+
+def _mask(tape: Tape, node: Node, scores: Array) -> Array:
+    visible = visible_of(node, scores.shape)
+    tape.seen[node.outputs[0]] = visible
+    return np.where(visible, scores, -np.inf)
+
+
+def _softmax(tape: Tape, node: Node, scores: Array) -> tuple[Array, ...]:
+    top = scores.max(axis=-1, keepdims=True)
+    top = np.where(np.isneginf(top), 0, top).astype(scores.dtype)
+    weights = np.exp(tape.step(scores - top))
+    total = weights.sum(axis=-1, keepdims=True)
+    results = weights / np.where(total == 0, 1, total), top + np.log(total)
+    return results[: len(node.outputs)]
+
+
+def keep_factors(tape: Tape, node: Node) -> Array:
+    """What a dropout multiplies its weights with: 0 or 1 / (1 - p)."""
+    probability = node["probability"]
+    batch, heads, rows, keys = tape.values[node.inputs[0]].shape
+    seed = int(tape.values[node.inputs[1]]) if len(node.inputs) == 2 else node.seed
+    sequence_heads = np.arange(batch * heads).reshape(batch, heads)
+    kept = dropout_keep(probability, seed, sequence_heads, np.arange(rows), keys)
+    factors: Array = kept / np.asarray(1.0 - probability, tape.dtype)
+    return factors
+
+
+def _dropout(tape: Tape, node: Node, weights: Array, *seed: Array) -> Array:
+    result: Array = weights * keep_factors(tape, node)
+    return result
+
+
+def _matmul(tape: Tape, node: Node, a: Array, b: Array) -> Array:
+    if a.ndim == 4 and b.shape[1] not in (1, a.shape[1]) and a.shape[1] != 1:
+        b = np.repeat(b, a.shape[1] // b.shape[1], axis=1)
+    visible, good = tape.seen.get(node.inputs[0]), np.isfinite(b)
+    if visible is None or good.all():
+        result: Array = a @ b
+        return result
+    # A row must not know of what is hidden from it: 0 * NaN is NaN.
+    total: Array = a @ np.where(good, b, 0)
+    for key in np.flatnonzero(~good.all(axis=tuple(n for n in range(b.ndim) if n != b.ndim - 2))):
+        special = np.where(good[..., key, :], 0, b[..., key, :])[..., None, :]
+        reached = (visible[:, key, None]) & ~good[..., key, :][..., None, :]
+        total += np.where(reached, a[..., key, None] * special, 0)
+    return total
+
+
+def _reduction(tape: Tape, node: Node, a: Array) -> Array:
+    result: Array = getattr(np, node["kind"])(a, axis=node["axes"], keepdims=True)
+    return result
+
+
+def _index(tape: Tape, node: Node, like: Array) -> Array:
+    axis = node["axis"] % like.ndim
+    shape = tuple(extent if n == axis else 1 for n, extent in enumerate(like.shape))
+    return np.arange(like.shape[axis]).reshape(shape)
+
+
+def _floats(function: Callable[[Array], Array]) -> Callable[..., Array]:
+    return lambda tape, node, a: function(a.astype(tape.dtype, copy=False))
+
+
+def _plain(function: Callable[..., Array]) -> Callable[..., Array]:
+    return lambda tape, node, *operands: function(*_alike(tape, operands))
+
+
+def _alike(tape: Tape, operands: tuple[Array, ...]) -> tuple[Array, ...]:
+    """Integers that meet floats become floats of the dtype that computes, not of NumPy's choice."""
+    if all(operand.dtype.kind in "ib" for operand in operands):
+        return operands
+    return tuple(operand.astype(tape.dtype, copy=False) for operand in operands)
+
+
+_RULES: dict[str, Callable[..., Any]] = {
+    "matmul": _matmul,
+    "transpose": lambda tape, node, a: a.swapaxes(-1, -2),
+    "softmax": _softmax,
+    "dropout": _dropout,
+    "mask": _mask,
+    "reduction": _reduction,
+    "index": _index,
+    "select": lambda tape, node, condition, a, b: np.where(condition, *_alike(tape, (a, b))),
+    "div": lambda tape, node, a, b: a.astype(tape.dtype, copy=False) / b.astype(tape.dtype, copy=False),
+    "add": _plain(np.add),
+    "sub": _plain(np.subtract),
+    "mul": _plain(np.multiply),
+    "mod": _plain(lambda a, b: a - np.floor_divide(a, b) * b if a.dtype.kind == "i" else a - np.floor(a / b) * b),
+    "floordiv": _plain(lambda a, b: np.floor_divide(a, b) if a.dtype.kind == "i" else np.floor(a / b)),
+    "max": _plain(np.maximum),
+    "min": _plain(np.minimum),
+    "neg": _plain(np.negative),
+    "abs": _plain(np.abs),
+    "exp": _floats(np.exp),
+    "log": _floats(np.log),
+    "sqrt": _floats(np.sqrt),
+    "tanh": _floats(np.tanh),
+    "sigmoid": _floats(lambda x: 1.0 / (1.0 + np.exp(-x))),
+    "gelu": _floats(_gelu),
+    "floor": _floats(np.floor),
+    "gt": _plain(np.greater),
+    "ge": _plain(np.greater_equal),
+    "lt": _plain(np.less),
+    "le": _plain(np.less_equal),
+    "eq": _plain(np.equal),
+    "ne": _plain(np.not_equal),
+    "logical_and": _plain(np.logical_and),
+    "logical_or": _plain(np.logical_or),
+    "logical_not": _plain(np.logical_not),
+}

@@ -1,0 +1,368 @@
+"""OperationGraph: what to compute, described tensor by tensor and operation by operation.
+
+    graph = OperationGraph()
+    q, k, v = (graph.tensor(uid=n, dims=(2, 8, 128, 64), dtype="float16") for n in (1, 2, 3))
+    scores = graph.matmul(q, graph.transpose(k)) * 0.125
+    graph.output(graph.matmul(graph.softmax(scores), v), uid=4, dtype="float16")
+
+A graph holds no data and may be executed any number of times, by any context.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from gpu_actors.errors import InvalidRequest
+from gpu_actors.graph.ops import Node, infer
+from gpu_actors.graph.scalars import INT32_MAX, SCALAR_DTYPES, checked_scalar
+from gpu_actors.graph.signature import signature_of
+from gpu_actors.graph.tensor import FLOATS, GraphTensor, Operand, checked_layout, packed_strides
+from gpu_actors.graph.validate import validated
+from gpu_actors.mha import Mask
+from gpu_actors.problem import Alignment
+from gpu_actors.validation.fields import expect, integer, one_of, real
+
+if TYPE_CHECKING:
+    from gpu_actors.graph.validate import Order
+
+__all__ = ["OperationGraph"]
+
+
+class OperationGraph:
+    """Tensors, and the operations that lead from one to another.
+
+    Its methods add nodes and give what they write. They raise `InvalidRequest` or `Unsupported`, naming the node or the
+    tensor, for operands that do not go together; `validate` says whether the whole is sound. A graph is not for several
+    threads at once, and must not be changed between its submission and the reply.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[int, GraphTensor] = {}
+        self.nodes: list[Node] = []
+        self._own_uids = itertools.count(-1, -1)
+        self._order: Order | None = None
+        self._signature: str | None = None
+
+    # Tensors
+
+    def tensor(
+        self,
+        *,
+        uid: int,
+        dims: Sequence[int],
+        dtype: str,
+        strides: Sequence[int] | None = None,
+        virtual: bool = False,
+        name: str = "",
+    ) -> GraphTensor:
+        """A tensor that `execute` is given under ``uid``, or a virtual one for `node` to write.
+
+        uid: an int >= 0, unique in the graph. dims: 1 to 4 extents. dtype: float16, bfloat16, float32, float64, int32
+        or bool. strides: in elements, default without gaps.
+        """
+        given = tuple(strides) if strides is not None else None
+        layout = checked_layout(self._new_uid(uid), tuple(dims), given, dtype)
+        extents, steps, checked = layout
+        return self._add_tensor(GraphTensor(self, uid, extents, checked, steps, virtual=virtual, name=name))
+
+    def scalar(self, *, uid: int, dtype: str = "float32", value: float | None = None, name: str = "") -> GraphTensor:
+        """A number that is passed by value: known now, or with every `execute` under ``uid``.
+
+        A known value is part of the signature, one that is passed is not. Neither is compiled into a kernel.
+        dtype: float32, float64, int32, or uint64 for the seed of a dropout.
+        """
+        return self._add_scalar(self._new_uid(uid), dtype, value, name)
+
+    def constant(self, value: float) -> GraphTensor:
+        """A scalar of known value that needs no uid; what a number in arithmetic becomes. An int is int32."""
+        integral = isinstance(value, int) and not isinstance(value, bool)
+        dtype = "int32" if integral and abs(value) <= INT32_MAX else "float32"
+        return self._add_scalar(next(self._own_uids), dtype, value, "")
+
+    def output(
+        self,
+        tensor: GraphTensor,
+        *,
+        uid: int,
+        dtype: str | None = None,
+        strides: Sequence[int] | None = None,
+        name: str = "",
+    ) -> GraphTensor:
+        """Have `execute` give a tensor under ``uid``. dtype: default as computed. strides: default without gaps."""
+        self._check_mine("output", tensor)
+        field = f"tensor {uid}"
+        expect(tensor.virtual, field, repr(tensor), "must be virtual: it is an input or an output already")
+        given = tuple(strides) if strides is not None else None
+        _, steps, checked = checked_layout(self._new_uid(uid), tensor.dims, given, dtype or tensor.dtype)
+        both = tensor.is_float and checked in FLOATS
+        expect(both or checked == tensor.dtype, field, checked, f"{tensor.dtype} cannot be given as another kind")
+        old = tensor.uid
+        del self.tensors[old]
+        self.nodes = [_renamed(node, old, uid) for node in self.nodes]
+        tensor.uid, tensor.dtype, tensor.strides = uid, checked, steps
+        tensor.virtual, tensor.name = False, name or tensor.name
+        return self._add_tensor(tensor)
+
+    # Operations
+
+    def matmul(self, a: GraphTensor, b: GraphTensor) -> GraphTensor:
+        """(.., M, K) times (.., K, N). Fewer heads in ``b`` (dim 1 of 4) are shared: GQA."""
+        return self._add("matmul", (a, b))
+
+    def transpose(self, a: GraphTensor) -> GraphTensor:
+        """The last two dims exchanged."""
+        return self._add("transpose", (a,))
+
+    def add(self, a: Operand, b: Operand) -> GraphTensor:
+        return self._add("add", (a, b))
+
+    def sub(self, a: Operand, b: Operand) -> GraphTensor:
+        return self._add("sub", (a, b))
+
+    def mul(self, a: Operand, b: Operand) -> GraphTensor:
+        return self._add("mul", (a, b))
+
+    def div(self, a: Operand, b: Operand) -> GraphTensor:
+        """The quotient, a float also of integers."""
+        return self._add("div", (a, b))
+
+    def floordiv(self, a: Operand, b: Operand) -> GraphTensor:
+        """The quotient rounded down, as Python's."""
+        return self._add("floordiv", (a, b))
+
+    def mod(self, a: Operand, b: Operand) -> GraphTensor:
+        """The remainder with the sign of the divisor, as Python's."""
+        return self._add("mod", (a, b))
+
+    def max(self, a: Operand, b: Operand) -> GraphTensor:
+        """The larger of two. The gradient of equal ones goes to ``a``."""
+        return self._add("max", (a, b))
+
+    def min(self, a: Operand, b: Operand) -> GraphTensor:
+        """The smaller of two. The gradient of equal ones goes to ``a``."""
+        return self._add("min", (a, b))
+
+    def neg(self, a: Operand) -> GraphTensor:
+        return self._add("neg", (a,))
+
+    def abs(self, a: Operand) -> GraphTensor:
+        return self._add("abs", (a,))
+
+    def exp(self, a: Operand) -> GraphTensor:
+        return self._add("exp", (a,))
+
+    def log(self, a: Operand) -> GraphTensor:
+        """The natural logarithm."""
+        return self._add("log", (a,))
+
+    def sqrt(self, a: Operand) -> GraphTensor:
+        return self._add("sqrt", (a,))
+
+    def tanh(self, a: Operand) -> GraphTensor:
+        return self._add("tanh", (a,))
+
+    def sigmoid(self, a: Operand) -> GraphTensor:
+        """1 / (1 + exp(-a))."""
+        return self._add("sigmoid", (a,))
+
+    def gelu(self, a: Operand) -> GraphTensor:
+        """a Phi(a), with the exact distribution function (Hendrycks and Gimpel, arXiv 1606.08415, section 2)."""
+        return self._add("gelu", (a,))
+
+    def floor(self, a: Operand) -> GraphTensor:
+        return self._add("floor", (a,))
+
+    def gt(self, a: Operand, b: Operand) -> GraphTensor:
+        return self._add("gt", (a, b))
+
+    def ge(self, a: Operand, b: Operand) -> GraphTensor:
+        return self._add("ge", (a, b))
+
+    def lt(self, a: Operand, b: Operand) -> GraphTensor:
+        return self._add("lt", (a, b))
+
+    def le(self, a: Operand, b: Operand) -> GraphTensor:
+        return self._add("le", (a, b))
+
+    def eq(self, a: Operand, b: Operand) -> GraphTensor:
+        return self._add("eq", (a, b))
+
+    def ne(self, a: Operand, b: Operand) -> GraphTensor:
+        return self._add("ne", (a, b))
+
+    def logical_and(self, a: Operand, b: Operand) -> GraphTensor:
+        return self._add("logical_and", (a, b))
+
+    def logical_or(self, a: Operand, b: Operand) -> GraphTensor:
+        return self._add("logical_or", (a, b))
+
+    def logical_not(self, a: Operand) -> GraphTensor:
+        return self._add("logical_not", (a,))
+
+    def select(self, condition: Operand, a: Operand, b: Operand) -> GraphTensor:
+        """``a`` where the condition holds, else ``b``."""
+        return self._add("select", (condition, a, b))
+
+    def index(self, like: GraphTensor, axis: int) -> GraphTensor:
+        """int32: the index along an axis of ``like``, with dim 1 along the others."""
+        return self._add("index", (like,), axis=axis)
+
+    def mask(self, scores: GraphTensor, mask: Mask, alignment: Alignment = "top_left") -> GraphTensor:
+        """Scores of what a row does not see become -inf. Directly before the softmax, kernels skip whole tiles of them.
+
+        alignment: "top_left" puts row 0 on key 0, "bottom_right" the last row on the last key.
+        """
+        expect(isinstance(mask, Mask), "mask", mask, "must be a Mask, as Mask.causal()")
+        one_of("alignment", alignment, ("top_left", "bottom_right"), 'must be "top_left" or "bottom_right"')
+        if mask.kind == "none":
+            return scores
+        return self._add("mask", (scores,), kind=mask.kind, width=mask.width, alignment=alignment)
+
+    def reduction(self, a: GraphTensor, kind: str, axes: int | Sequence[int] = -1) -> GraphTensor:
+        """The "sum", "mean", "max" or "min" over axes, which stay with dim 1."""
+        chosen = (axes,) if isinstance(axes, int) else tuple(axes)
+        return self._add("reduction", (a,), kind=kind, axes=chosen)
+
+    def softmax(self, scores: GraphTensor) -> GraphTensor:
+        """Over the last axis. Rows of nothing but -inf are zeros."""
+        return self._add("softmax", (scores,))
+
+    def softmax_with_stats(self, scores: GraphTensor) -> tuple[GraphTensor, GraphTensor]:
+        """`softmax`, and the rows' natural log-sum-exp, with dim 1 in the last axis: -inf for rows of -inf alone."""
+        weights, stats = self._add_many("softmax", (scores,), 2)
+        return weights, stats
+
+    def dropout(self, weights: GraphTensor, probability: float, seed: int | GraphTensor = 0) -> GraphTensor:
+        """Philox4x32-10 dropout of (batch, heads, rows, keys), as `FlashForward` has it; what is kept is scaled up.
+
+        seed: an int, or a scalar of uint64. It decides nothing but the draws, so it is in no signature.
+        """
+        p = real("dropout_p", probability, "a number in [0, 1)")
+        expect(0 <= p < 1, "dropout_p", probability, "must be a number in [0, 1)")
+        if isinstance(seed, GraphTensor):
+            return self._add("dropout", (weights, seed), probability=p)
+        number = integer("dropout_seed", seed, 0, (1 << 64) - 1)
+        return self._add("dropout", (weights,), seed=number, probability=p)
+
+    def gradient(
+        self,
+        output: GraphTensor,
+        doutput: GraphTensor,
+        wrt: Sequence[GraphTensor],
+        forward: tuple[GraphTensor, GraphTensor] | None = None,
+    ) -> tuple[GraphTensor, ...]:
+        """The gradients of sum(output * doutput) with respect to inputs of the graph, in their order.
+
+        forward: what the forward pass gave for ``output`` and for the stats of its softmax. Kernels read them
+        rather than compute them again.
+        """
+        given = () if forward is None else tuple(forward)
+        for tensor in (*wrt, *given):
+            self._check_mine("gradient", tensor)
+        uids, forward_uids = tuple(t.uid for t in wrt), tuple(t.uid for t in given)
+        operands = (output, doutput, *wrt, *given)
+        return self._add_many("gradient", operands, len(wrt), wrt=uids, forward=forward_uids)
+
+    def node(
+        self, op: str, inputs: Sequence[int], outputs: Sequence[int], *, name: str = "", **attributes: Any
+    ) -> Node:
+        """Add an operation between tensors by their uids, in any order, as a program that generates graphs does.
+
+        `validate` checks it. Attributes are those of the method of that name.
+        """
+        node = Node(name or f"{op}_{len(self.nodes)}", op, tuple(inputs), tuple(outputs), _ordered(attributes))
+        self.nodes.append(node)
+        self._changed()
+        return node
+
+    # The whole
+
+    def validate(self) -> None:
+        """Raise `InvalidRequest`, naming the node or tensor, unless the graph is sound.
+
+        Every tensor that a node names exists and is written once, none depends on itself, dims and dtypes agree, and
+        what `execute` gives is not virtual.
+        """
+        self.order()
+
+    def order(self) -> Order:
+        """The nodes, each behind those that it reads from, of a graph that is sound."""
+        if self._order is None:
+            self._order = validated(self)
+        return self._order
+
+    def signature(self) -> str:
+        """Hexadecimal SHA-256 of everything that changes a result or its code; the same in every process.
+
+        Equal signatures share a plan. Raises as `validate`.
+        """
+        if self._signature is None:
+            self._signature = signature_of(self, self.order())
+        return self._signature
+
+    # Inside
+
+    def _add(self, op: str, operands: Sequence[Operand], seed: int = 0, **attributes: Any) -> GraphTensor:
+        return self._add_many(op, operands, 1, seed, **attributes)[0]
+
+    def _add_many(
+        self, op: str, operands: Sequence[Operand], writes: int, seed: int = 0, **attributes: Any
+    ) -> tuple[GraphTensor, ...]:
+        name = f"{op}_{len(self.nodes)}"
+        read = tuple(self._operand(name, operand) for operand in operands)
+        uids = tuple(itertools.islice(self._own_uids, writes))
+        node = Node(name, op, tuple(tensor.uid for tensor in read), uids, _ordered(attributes), seed)
+        written = infer(node, read)
+        self.nodes.append(node)
+        return tuple(
+            self._add_tensor(GraphTensor(self, uid, dims, dtype, packed_strides(dims), virtual=True))
+            for uid, (dims, dtype) in zip(uids, written, strict=True)
+        )
+
+    def _operand(self, node: str, operand: Operand) -> GraphTensor:
+        if isinstance(operand, GraphTensor):
+            self._check_mine(node, operand)
+            return operand
+        if isinstance(operand, int | float) and not isinstance(operand, bool):
+            return self.constant(operand)
+        raise InvalidRequest(node, operand, "operands are tensors of the graph, or numbers")
+
+    def _check_mine(self, node: str, tensor: object) -> None:
+        mine = isinstance(tensor, GraphTensor) and tensor.graph is self
+        expect(mine, node, tensor, "must be a tensor of this graph")
+
+    def _add_scalar(self, uid: int, dtype: str, value: float | None, name: str) -> GraphTensor:
+        field = f"tensor {uid}"
+        one_of(field, dtype, SCALAR_DTYPES, f"scalars are {', '.join(SCALAR_DTYPES)}")
+        if value is not None:
+            value = checked_scalar(field, dtype, value)
+        return self._add_tensor(GraphTensor(self, uid, (), dtype, (), by_value=True, value=value, name=name))
+
+    def _add_tensor(self, tensor: GraphTensor) -> GraphTensor:
+        self.tensors[tensor.uid] = tensor
+        self._changed()
+        return tensor
+
+    def _changed(self) -> None:
+        self._order = self._signature = None
+
+    def _new_uid(self, uid: int) -> int:
+        integer("uid", uid, 0)
+        expect(uid not in self.tensors, "uid", uid, "must be unique in the graph")
+        return uid
+
+
+def _ordered(attributes: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    return tuple(sorted(attributes.items()))
+
+
+def _renamed(node: Node, old: int, new: int) -> Node:
+    def swap(uids: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(new if uid == old else uid for uid in uids)
+
+    if old not in node.inputs and old not in node.outputs:
+        return node
+    attributes = tuple((name, swap(value) if name in ("wrt", "forward") else value) for name, value in node.attributes)
+    return Node(node.name, node.op, swap(node.inputs), swap(node.outputs), attributes, node.seed)

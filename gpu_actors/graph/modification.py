@@ -1,0 +1,146 @@
+"""Modification: the pointwise nodes between the product and the softmax, as a kernel is given them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gpu_actors.errors import Unsupported
+from gpu_actors.graph.cuda import score_mod
+from gpu_actors.graph.expression import Expression, combine, leaf, real
+from gpu_actors.graph.ops import Node
+from gpu_actors.graph.tensor import GraphTensor
+from gpu_actors.mha import Mask
+from gpu_actors.score_mod import ScoreMod, ScoreScalar, ScoreTensor
+
+if TYPE_CHECKING:
+    from gpu_actors.graph.graph import OperationGraph
+
+__all__ = ["Modification", "ScoreInputs"]
+
+# What fits into a kernel's parameters, with room to spare.
+MAX_TENSORS, MAX_SCALARS = 16, 64
+
+
+@dataclass(frozen=True, slots=True)
+class Modification:
+    """mod: the kernel's. tensors: uids, by slot. scalars: uids, or the numbers themselves, by slot."""
+
+    mod: ScoreMod
+    tensors: tuple[int, ...]
+    scalars: tuple[tuple[int | None, float], ...]
+
+
+class ScoreInputs:
+    """Collects what a modification reads. score: uid of the scaled product. dims: of the scores."""
+
+    def __init__(self, graph: OperationGraph, score: int, dims: tuple[int, ...]) -> None:
+        self._graph = graph
+        self._order = graph.order()
+        self._dims = dims
+        self._tensors: dict[int, ScoreTensor] = {}
+        self._scalars: list[tuple[int | None, float, ScoreScalar]] = []
+        self._score = leaf("score", "real")
+        self._known: dict[int, Expression] = {score: self._score}
+        self.nodes: set[str] = set()
+
+    def modification(self, root: int) -> Modification:
+        """What stands between the product and the tensor ``root``. Raises Unsupported, naming the node."""
+        needed = self._needed(root)
+        for node in self._order.nodes:
+            if node.name in needed:
+                self.nodes.add(node.name)
+                self._known[node.outputs[0]] = self._expression(node)
+        scalars = tuple(scalar for _, _, scalar in self._scalars)
+        is_double = self._graph.tensors[root].dtype == "float64"
+        expression = real(f"tensor {root}", self._known[root])
+        tensors = tuple(self._tensors.values())
+        mod = score_mod(expression, self._score, tensors, scalars, "double" if is_double else "float")
+        return Modification(mod, tuple(self._tensors), tuple((uid, value) for uid, value, _ in self._scalars))
+
+    def _needed(self, root: int) -> set[str]:
+        """The nodes between the score and ``root``, indices included; what an index is like is not computed."""
+        names: set[str] = set()
+        waiting = [root]
+        while waiting:
+            uid = waiting.pop()
+            node = self._order.writers.get(uid)
+            if uid in self._known or node is None or node.name in names:
+                continue
+            names.add(node.name)
+            if node.op != "index":
+                waiting += node.inputs
+        return names
+
+    def _expression(self, node: Node) -> Expression:
+        if node.op == "index":
+            return self._index(node)
+        args = tuple(self._operand(node, uid) for uid in node.inputs)
+        if node.op == "mask":
+            return self._mask(node, args[0])
+        return combine(node.name, node.op, args)
+
+    def _operand(self, node: Node, uid: int) -> Expression:
+        if uid not in self._known:
+            tensor = self._graph.tensors[uid]
+            self._known[uid] = self._scalar(node, tensor) if tensor.by_value else self._tensor(node, tensor)
+        return self._known[uid]
+
+    def _scalar(self, node: Node, tensor: GraphTensor) -> Expression:
+        if tensor.dtype == "uint64":
+            raise Unsupported(node.name, tensor.dtype, "computes with numbers, and uint64 is for seeds", "int32")
+        return self._add_scalar(node, tensor.uid, tensor.value, "int32" if tensor.dtype == "int32" else "float64")
+
+    def _add_scalar(self, node: Node, uid: int | None, value: float | None, dtype: str) -> Expression:
+        if len(self._scalars) == MAX_SCALARS:
+            raise Unsupported(node.name, node.op, f"kernels take {MAX_SCALARS} scalars of a modification", MAX_SCALARS)
+        slot = len(self._scalars)
+        self._scalars.append((uid if value is None else None, 0.0 if value is None else value, ScoreScalar(dtype)))
+        if dtype != "int32":
+            return leaf("scalar", "real", slot)
+        return leaf("scalar", "int", slot) if value is None else leaf("scalar", "int", slot, (int(value), int(value)))
+
+    def _tensor(self, node: Node, tensor: GraphTensor) -> Expression:
+        if len(tensor.dims) != 4 or any(
+            extent not in (1, full) for extent, full in zip(tensor.dims, self._dims, strict=True)
+        ):
+            wanted = ", ".join(f"1 or {extent}" for extent in self._dims)
+            reason = f"kernels read tensors of four dims beside the scores, ({wanted}); tensor {tensor.uid} is another"
+            raise Unsupported(node.name, tensor.dims, reason, self._dims)
+        if len(self._tensors) == MAX_TENSORS:
+            raise Unsupported(node.name, node.op, f"kernels take {MAX_TENSORS} tensors of a modification", MAX_TENSORS)
+        axes = "".join(axis for axis, extent in zip("bhrk", tensor.dims, strict=True) if extent > 1)
+        slot = len(self._tensors)
+        self._tensors[tensor.uid] = ScoreTensor(tensor.dtype, axes)
+        return leaf("tensor", "int" if tensor.dtype == "int32" else "bool" if tensor.dtype == "bool" else "real", slot)
+
+    def _index(self, node: Node) -> Expression:
+        like = self._graph.tensors[node.inputs[0]]
+        axis = node["axis"] % len(like.dims)
+        if len(like.dims) != 4 or like.dims[axis] != self._dims[axis]:
+            reason = f"kernels count along the dims of the scores, {self._dims}: take the index of those"
+            raise Unsupported(node.name, like.dims, reason, self._dims)
+        return leaf("index", "int", axis, (0, self._dims[axis] - 1))
+
+    def _mask(self, node: Node, scores: Expression) -> Expression:
+        """A mask that does not stand directly before the softmax is a condition as any other."""
+        mask = Mask(node["kind"], node["width"])
+        left, right = mask.window
+        rows, keys = self._dims[2:]
+        row, key = leaf("index", "int", 2, (0, rows - 1)), leaf("index", "int", 3, (0, keys - 1))
+        shift = keys - rows if node["alignment"] == "bottom_right" else 0
+        diagonal = combine(node.name, "add", (row, self._add_scalar(node, None, shift, "int32")))
+        conditions = []
+        if mask.is_causal:
+            conditions.append(combine(node.name, "le", (key, diagonal)))
+        if left >= 0:
+            first = combine(node.name, "sub", (diagonal, self._add_scalar(node, None, left, "int32")))
+            conditions.append(combine(node.name, "ge", (key, first)))
+        if right >= 0:
+            last = combine(node.name, "add", (diagonal, self._add_scalar(node, None, right, "int32")))
+            conditions.append(combine(node.name, "le", (key, last)))
+        shown = conditions[0]
+        for condition in conditions[1:]:
+            shown = combine(node.name, "logical_and", (shown, condition))
+        hidden = self._add_scalar(node, None, float("-inf"), "float64")
+        return combine(node.name, "select", (shown, scores, hidden))

@@ -1,0 +1,231 @@
+"""The operations of a graph: how many tensors each reads, and the dims and dtype of what it writes.
+
+Dims broadcast as NumPy's. Arithmetic on floats is float32 inside a graph, whatever its operands (float64 where one of
+them is); on integers it stays int32, but for division. Comparisons and logic give bool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from gpu_actors.errors import InvalidRequest
+from gpu_actors.graph.tensor import GraphTensor
+
+__all__ = ["ARITHMETIC", "COMPARISONS", "LOGIC", "OPERATIONS", "POINTWISE", "REDUCTIONS", "UNARY", "Node", "infer"]
+
+ARITHMETIC = ("add", "sub", "mul", "div", "max", "min", "mod", "floordiv")
+COMPARISONS = ("gt", "ge", "lt", "le", "eq", "ne")
+LOGIC = ("logical_and", "logical_or")
+_SAME_KIND = ("neg", "abs")  # of integers, integers
+UNARY = (*_SAME_KIND, "exp", "log", "sqrt", "tanh", "sigmoid", "gelu", "floor", "logical_not")
+POINTWISE = (*UNARY, *ARITHMETIC, *COMPARISONS, *LOGIC, "select", "index", "mask")
+REDUCTIONS = ("sum", "mean", "max", "min")
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One operation. inputs, outputs: uids. attributes: whatever else decides the result, in order of their names.
+
+    seed: of a dropout whose seed is no tensor. It is data, so it is no attribute and in no signature.
+    """
+
+    name: str
+    op: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    attributes: tuple[tuple[str, Any], ...] = ()
+    seed: int = 0
+
+    def __getitem__(self, attribute: str) -> Any:
+        return dict(self.attributes)[attribute]
+
+
+class Written(NamedTuple):
+    """What a node writes."""
+
+    dims: tuple[int, ...]
+    dtype: str
+
+
+def infer(node: Node, tensors: Sequence[GraphTensor]) -> list[Written]:
+    """What a node that reads ``tensors`` writes, one for each of its outputs.
+
+    Raises InvalidRequest, naming the node, for an unknown operation and for operands that do not go together.
+    """
+    operation = OPERATIONS.get(node.op)
+    if operation is None:
+        raise InvalidRequest(node.name, node.op, f"is no operation; there are {', '.join(sorted(OPERATIONS))}")
+    return operation(node, tensors)
+
+
+def broadcast(node: Node, tensors: Sequence[GraphTensor]) -> tuple[int, ...]:
+    """The common dims of a node's operands."""
+    rank = max(len(tensor.dims) for tensor in tensors)
+    dims: list[int] = []
+    for axis in range(-rank, 0):
+        extents = {tensor.dims[axis] for tensor in tensors if len(tensor.dims) >= -axis} - {1}
+        if len(extents) > 1:
+            raise _mismatch(node, tensors, "must have equal dims, or 1 to be broadcast")
+        dims.append(extents.pop() if extents else 1)
+    return tuple(dims)
+
+
+def _mismatch(node: Node, tensors: Sequence[GraphTensor], reason: str) -> InvalidRequest:
+    shown = ", ".join(f"{tensor.dtype}{list(tensor.dims)}" for tensor in tensors)
+    return InvalidRequest(node.name, shown, f"the operands of {node.op} {reason}")
+
+
+def _arity(node: Node, tensors: Sequence[GraphTensor], reads: int, writes: int = 1) -> None:
+    if len(tensors) != reads or len(node.outputs) != writes:
+        given = f"{len(tensors)} and {len(node.outputs)}"
+        raise InvalidRequest(node.name, given, f"{node.op} reads {reads} tensors and writes {writes}")
+
+
+def _float(node: Node, tensors: Sequence[GraphTensor]) -> str:
+    for tensor in tensors:
+        if tensor.dtype == "bool":
+            raise _mismatch(node, tensors, "must be numbers; turn a condition into numbers with select")
+    return "float64" if any(tensor.dtype == "float64" for tensor in tensors) else "float32"
+
+
+def _number(node: Node, tensors: Sequence[GraphTensor]) -> str:
+    dtype = _float(node, tensors)
+    return "int32" if all(tensor.dtype == "int32" for tensor in tensors) else dtype
+
+
+def _unary(node: Node, tensors: Sequence[GraphTensor]) -> list[Written]:
+    _arity(node, tensors, 1)
+    if node.op == "logical_not":
+        return [Written(tensors[0].dims, _bool(node, tensors))]
+    dtype = _number(node, tensors) if node.op in _SAME_KIND else _float(node, tensors)
+    return [Written(tensors[0].dims, dtype)]
+
+
+def _binary(node: Node, tensors: Sequence[GraphTensor]) -> list[Written]:
+    _arity(node, tensors, 2)
+    dtype = _float(node, tensors) if node.op == "div" else _number(node, tensors)
+    return [Written(broadcast(node, tensors), dtype)]
+
+
+def _comparison(node: Node, tensors: Sequence[GraphTensor]) -> list[Written]:
+    _arity(node, tensors, 2)
+    _number(node, tensors)
+    return [Written(broadcast(node, tensors), "bool")]
+
+
+def _bool(node: Node, tensors: Sequence[GraphTensor]) -> str:
+    if any(tensor.dtype != "bool" for tensor in tensors):
+        raise _mismatch(node, tensors, "must be bool, as comparisons give")
+    return "bool"
+
+
+def _logic(node: Node, tensors: Sequence[GraphTensor]) -> list[Written]:
+    _arity(node, tensors, 2)
+    return [Written(broadcast(node, tensors), _bool(node, tensors))]
+
+
+def _select(node: Node, tensors: Sequence[GraphTensor]) -> list[Written]:
+    _arity(node, tensors, 3)
+    if tensors[0].dtype != "bool":
+        raise _mismatch(node, tensors, "must begin with the condition, a bool")
+    return [Written(broadcast(node, tensors), _number(node, tensors[1:]))]
+
+
+def _index(node: Node, tensors: Sequence[GraphTensor]) -> list[Written]:
+    _arity(node, tensors, 1)
+    rank, axis = len(tensors[0].dims), node["axis"]
+    if isinstance(axis, bool) or not isinstance(axis, int) or not -rank <= axis < rank:
+        raise InvalidRequest(node.name, axis, f"axis must be an int from {-rank} to {rank - 1}")
+    dims = tuple(extent if n == axis % rank else 1 for n, extent in enumerate(tensors[0].dims))
+    return [Written(dims, "int32")]
+
+
+def _mask(node: Node, tensors: Sequence[GraphTensor]) -> list[Written]:
+    _arity(node, tensors, 1)
+    if len(tensors[0].dims) < 2:
+        raise _mismatch(node, tensors, "must have rows and keys as their last dims")
+    return [Written(tensors[0].dims, _float(node, tensors))]
+
+
+def _transpose(node: Node, tensors: Sequence[GraphTensor]) -> list[Written]:
+    _arity(node, tensors, 1)
+    dims = tensors[0].dims
+    if len(dims) < 2:
+        raise _mismatch(node, tensors, "must have two dims to exchange")
+    return [Written((*dims[:-2], dims[-1], dims[-2]), tensors[0].dtype)]
+
+
+def _matmul(node: Node, tensors: Sequence[GraphTensor]) -> list[Written]:
+    _arity(node, tensors, 2)
+    a, b = (tensor.dims for tensor in tensors)
+    if len(a) < 2 or len(a) != len(b):
+        raise _mismatch(node, tensors, "must have the same number of dims, at least 2")
+    if a[-1] != b[-2]:
+        hint = ": transpose the second, as in graph.matmul(q, graph.transpose(k))" if a[-1] == b[-1] else ""
+        raise _mismatch(node, tensors, f"must agree in the dim that is summed, {a[-1]} and {b[-2]}{hint}")
+    outer: list[int] = []
+    for axis, (extent, other) in enumerate(zip(a[:-2], b[:-2], strict=True)):
+        shared = axis == 1 and len(a) == 4 and extent % other == 0  # GQA: heads of q share heads of k and v
+        if extent != other and 1 not in (extent, other) and not shared:
+            raise _mismatch(node, tensors, "must have equal outer dims, 1 to be broadcast, or fewer heads that divide")
+        outer.append(max(extent, other))
+    return [Written((*outer, a[-2], b[-1]), _float(node, tensors))]
+
+
+def _reduction(node: Node, tensors: Sequence[GraphTensor]) -> list[Written]:
+    _arity(node, tensors, 1)
+    if node["kind"] not in REDUCTIONS:
+        raise InvalidRequest(node.name, node["kind"], f"a reduction is one of {', '.join(REDUCTIONS)}")
+    rank, axes = len(tensors[0].dims), node["axes"]
+    sound = axes and all(isinstance(axis, int) and -rank <= axis < rank for axis in axes)
+    if not sound:
+        raise InvalidRequest(node.name, axes, f"axes must be ints from {-rank} to {rank - 1}")
+    gone = {axis % rank for axis in axes}
+    dims = tuple(1 if axis in gone else extent for axis, extent in enumerate(tensors[0].dims))
+    return [Written(dims, _float(node, tensors))]
+
+
+def _softmax(node: Node, tensors: Sequence[GraphTensor]) -> list[Written]:
+    _arity(node, tensors, 1, len(node.outputs) if len(node.outputs) in (1, 2) else 1)
+    dims, dtype = tensors[0].dims, _float(node, tensors)
+    return [Written(dims, dtype), Written((*dims[:-1], 1), dtype)][: len(node.outputs)]
+
+
+def _dropout(node: Node, tensors: Sequence[GraphTensor]) -> list[Written]:
+    _arity(node, tensors, 2 if len(tensors) == 2 else 1)
+    if len(tensors[0].dims) != 4:
+        raise _mismatch(node, tensors, "must be (batch, heads, rows, keys): draws are counted along them")
+    if len(tensors) == 2 and (not tensors[1].by_value or tensors[1].dtype != "uint64"):
+        raise _mismatch(node, tensors, "must end with the seed, a scalar of uint64 that is passed by value")
+    return [Written(tensors[0].dims, _float(node, tensors[:1]))]
+
+
+def _gradient(node: Node, tensors: Sequence[GraphTensor]) -> list[Written]:
+    count = len(node["wrt"])
+    _arity(node, tensors, 2 + count + len(node["forward"]), count)
+    if tensors[0].dims != tensors[1].dims:
+        raise _mismatch(node, tensors[:2], "must be an output and its gradient, of equal dims")
+    for tensor in tensors[2 : 2 + count]:
+        if not tensor.is_float or tensor.by_value:
+            raise _mismatch(node, [tensor], "must be differentiated by tensors of floats")
+    return [Written(tensor.dims, _float(node, [tensor])) for tensor in tensors[2 : 2 + count]]
+
+
+Operation = Callable[[Node, Sequence[GraphTensor]], list[Written]]
+OPERATIONS: Mapping[str, Operation] = {
+    **dict.fromkeys(UNARY, _unary),
+    **dict.fromkeys(ARITHMETIC, _binary),
+    **dict.fromkeys(COMPARISONS, _comparison),
+    **dict.fromkeys(LOGIC, _logic),
+    "select": _select,
+    "index": _index,
+    "mask": _mask,
+    "transpose": _transpose,
+    "matmul": _matmul,
+    "reduction": _reduction,
+    "softmax": _softmax,
+    "dropout": _dropout,
+    "gradient": _gradient,
+}

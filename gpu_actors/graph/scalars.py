@@ -1,0 +1,25 @@
+"""The numbers that a graph is passed by value."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from gpu_actors.validation.fields import integer, real
+
+__all__ = ["INT32_MAX", "SCALAR_DTYPES", "checked_scalar"]
+
+SCALAR_DTYPES = ("float32", "float64", "int32", "uint64")
+INT32_MAX = (1 << 31) - 1
+
+
+def checked_scalar(field: str, dtype: str, value: object) -> float | int:
+    """A scalar's value as its dtype has it; infinities pass. Raises InvalidRequest naming ``field``."""
+    if dtype == "uint64":
+        return integer(field, value, 0, (1 << 64) - 1)
+    if dtype == "int32":
+        return integer(field, value, -INT32_MAX - 1, INT32_MAX)
+    if isinstance(value, float | np.floating) and math.isinf(value):
+        return float(value)
+    return real(field, value, "a number, or an infinity")

@@ -1,0 +1,43 @@
+"""The signature of a graph: equal for graphs that one plan answers, and different for all others."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+from gpu_actors.graph.ops import Node
+from gpu_actors.graph.tensor import GraphTensor
+
+if TYPE_CHECKING:
+    from gpu_actors.graph.graph import OperationGraph
+    from gpu_actors.graph.validate import Order
+
+__all__ = ["describe_graph", "signature_of"]
+
+_VERSION = "graph-1"
+
+
+def signature_of(graph: OperationGraph, order: Order) -> str:
+    """SHA-256 of `describe_graph`, hexadecimal."""
+    return hashlib.sha256(describe_graph(graph, order).encode()).hexdigest()
+
+
+def describe_graph(graph: OperationGraph, order: Order) -> str:
+    """A graph as text: tensors by uid, then nodes in the order of their computation.
+
+    Nothing in it depends on the process. Names and seeds are left out: they change neither a result's law nor its code.
+    """
+    tensors = (_tensor(graph.tensors[uid]) for uid in sorted(graph.tensors))
+    return "\n".join((_VERSION, *tensors, *map(_node, order.nodes)))
+
+
+def _tensor(tensor: GraphTensor) -> str:
+    # Along an extent of 1 a stride means nothing.
+    strides = tuple(step if extent > 1 else 0 for step, extent in zip(tensor.strides, tensor.dims, strict=True))
+    role = "virtual" if tensor.virtual else "value" if tensor.by_value else "array"
+    value = "passed" if tensor.value is None else f"{type(tensor.value).__name__} {tensor.value!r}"
+    return f"{tensor.uid} {tensor.dtype} {tensor.dims} {strides} {role} {value}"
+
+
+def _node(node: Node) -> str:
+    return f"{node.op} {node.inputs} {node.outputs} {node.attributes!r}"

@@ -1,0 +1,162 @@
+"""GraphTensor: a tensor of an operation graph, described and never held.
+
+Arithmetic on one adds a node to its graph: ``s * 0.125 + bias`` is a multiplication and an addition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+from gpu_actors.errors import InvalidRequest, Unsupported
+from gpu_actors.validation.fields import integer
+
+if TYPE_CHECKING:
+    from gpu_actors.graph.graph import OperationGraph
+
+__all__ = ["FLOATS", "TENSOR_DTYPES", "GraphTensor", "Operand", "checked_layout", "packed_strides"]
+
+FLOATS = ("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
+TENSOR_DTYPES = (*FLOATS, "int32", "bool")
+_NEAREST = {"int64": "int32", "int16": "int32", "int8": "int32", "uint8": "bool"}
+
+
+class GraphTensor:
+    """A tensor of one graph. Make one with the graph's methods.
+
+    uid: what names it in `execute`; negative where the graph chose it. dims: extents, () for a scalar that is passed by
+    value. strides: in elements. dtype: a NumPy or ml_dtypes name. virtual: it exists inside the graph alone. value: of
+    a scalar that is known already, else None. name: for messages.
+    """
+
+    __slots__ = ("by_value", "dims", "dtype", "graph", "name", "strides", "uid", "value", "virtual")
+
+    def __init__(
+        self,
+        graph: OperationGraph,
+        uid: int,
+        dims: tuple[int, ...],
+        dtype: str,
+        strides: tuple[int, ...],
+        *,
+        virtual: bool = False,
+        by_value: bool = False,
+        value: float | None = None,
+        name: str = "",
+    ) -> None:
+        self.graph = graph
+        self.uid = uid
+        self.dims = dims
+        self.dtype = dtype
+        self.strides = strides
+        self.virtual = virtual
+        self.by_value = by_value
+        self.value = value
+        self.name = name
+
+    def __repr__(self) -> str:
+        kind = "virtual " if self.virtual else ""
+        named = f" {self.name}" if self.name else ""
+        return f"<{kind}tensor {self.uid}{named} {self.dtype}{list(self.dims)}>"
+
+    @property
+    def is_float(self) -> bool:
+        return self.dtype in FLOATS
+
+    def __add__(self, other: Operand) -> GraphTensor:
+        return self.graph.add(self, other)
+
+    def __radd__(self, other: Operand) -> GraphTensor:
+        return self.graph.add(other, self)
+
+    def __sub__(self, other: Operand) -> GraphTensor:
+        return self.graph.sub(self, other)
+
+    def __rsub__(self, other: Operand) -> GraphTensor:
+        return self.graph.sub(other, self)
+
+    def __mul__(self, other: Operand) -> GraphTensor:
+        return self.graph.mul(self, other)
+
+    def __rmul__(self, other: Operand) -> GraphTensor:
+        return self.graph.mul(other, self)
+
+    def __truediv__(self, other: Operand) -> GraphTensor:
+        return self.graph.div(self, other)
+
+    def __rtruediv__(self, other: Operand) -> GraphTensor:
+        return self.graph.div(other, self)
+
+    def __floordiv__(self, other: Operand) -> GraphTensor:
+        return self.graph.floordiv(self, other)
+
+    def __mod__(self, other: Operand) -> GraphTensor:
+        return self.graph.mod(self, other)
+
+    def __neg__(self) -> GraphTensor:
+        return self.graph.neg(self)
+
+    def __abs__(self) -> GraphTensor:
+        return self.graph.abs(self)
+
+    def __gt__(self, other: Operand) -> GraphTensor:
+        return self.graph.gt(self, other)
+
+    def __ge__(self, other: Operand) -> GraphTensor:
+        return self.graph.ge(self, other)
+
+    def __lt__(self, other: Operand) -> GraphTensor:
+        return self.graph.lt(self, other)
+
+    def __le__(self, other: Operand) -> GraphTensor:
+        return self.graph.le(self, other)
+
+    def __and__(self, other: Operand) -> GraphTensor:
+        return self.graph.logical_and(self, other)
+
+    def __or__(self, other: Operand) -> GraphTensor:
+        return self.graph.logical_or(self, other)
+
+    def __invert__(self) -> GraphTensor:
+        return self.graph.logical_not(self)
+
+    def __bool__(self) -> bool:
+        raise TypeError("a graph's tensor has no value yet: use graph.select(condition, a, b), and & | ~ for logic")
+
+
+Operand: TypeAlias = "GraphTensor | float | int"
+
+
+def packed_strides(dims: Sequence[int]) -> tuple[int, ...]:
+    """Strides in elements of a tensor without gaps, the last axis contiguous."""
+    strides: list[int] = []
+    step = 1
+    for extent in reversed(dims):
+        strides.append(step)
+        step *= extent
+    return tuple(reversed(strides))
+
+
+def checked_layout(
+    uid: int, dims: object, strides: object, dtype: object
+) -> tuple[tuple[int, ...], tuple[int, ...], str]:
+    """(dims, strides, dtype) of a tensor as a user gave them. Raises InvalidRequest and Unsupported."""
+    field = f"tensor {uid}"
+    if not isinstance(dtype, str) or dtype not in TENSOR_DTYPES:
+        nearest = _NEAREST.get(str(dtype), "float32")
+        raise Unsupported(field, dtype, f"a graph's tensors are of {', '.join(TENSOR_DTYPES)}", nearest)
+    extents = _integers(field, "dims", dims, 1)
+    if not 1 <= len(extents) <= 4:
+        raise InvalidRequest(field, extents, "must have 1 to 4 dims")
+    if strides is None:
+        return extents, packed_strides(extents), dtype
+    steps = _integers(field, "strides", strides, 0)
+    if len(steps) != len(extents):
+        raise InvalidRequest(field, steps, f"must have as many strides as dims, {len(extents)}")
+    return extents, steps, dtype
+
+
+def _integers(field: str, what: str, values: object, low: int) -> tuple[int, ...]:
+    if not isinstance(values, tuple | list):
+        raise InvalidRequest(field, values, f"{what} must be a tuple of ints")
+    return tuple(integer(f"{field} {what}", value, low) for value in values)

@@ -1,0 +1,124 @@
+"""Whether a graph is sound, and the order in which its nodes can be computed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gpu_actors.errors import InvalidRequest
+from gpu_actors.graph.ops import Node, infer
+from gpu_actors.graph.tensor import FLOATS, GraphTensor
+
+if TYPE_CHECKING:
+    from gpu_actors.graph.graph import OperationGraph
+
+__all__ = ["Order", "validated"]
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A sound graph, sorted. writers: the node that writes a tensor, by uid. readers: those that read it.
+
+    inputs, outputs, scalars: uids of what `execute` is given and gives; scalars: of those without a known value.
+    """
+
+    nodes: tuple[Node, ...]
+    writers: dict[int, Node]
+    readers: dict[int, tuple[Node, ...]]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    scalars: tuple[int, ...]
+
+
+def validated(graph: OperationGraph) -> Order:
+    """The order of a sound graph. Raises InvalidRequest as `OperationGraph.validate`."""
+    writers = _writers(graph)
+    readers: dict[int, list[Node]] = {}
+    for node in graph.nodes:
+        for uid in node.inputs:
+            readers.setdefault(uid, []).append(node)
+    tensors = graph.tensors.values()
+    for tensor in tensors:
+        _check_role(tensor, writers.get(tensor.uid), readers.get(tensor.uid, []))
+    nodes = _sorted(graph, writers)
+    for node in nodes:
+        _check_written(graph, node)
+    outputs = tuple(t.uid for t in tensors if t.uid in writers and not t.virtual)
+    if not outputs:
+        raise InvalidRequest("graph", f"{len(nodes)} nodes", "gives nothing: name a result with graph.output")
+    return Order(
+        nodes=nodes,
+        writers=writers,
+        readers={uid: tuple(found) for uid, found in readers.items()},
+        inputs=tuple(t.uid for t in tensors if t.uid not in writers and not t.by_value),
+        outputs=outputs,
+        scalars=tuple(t.uid for t in tensors if t.by_value and t.value is None),
+    )
+
+
+def _writers(graph: OperationGraph) -> dict[int, Node]:
+    writers: dict[int, Node] = {}
+    for name, count in Counter(node.name for node in graph.nodes).items():
+        if count > 1:
+            raise InvalidRequest(name, count, "names several nodes: each needs a name of its own")
+    for node in graph.nodes:
+        for uid in (*node.inputs, *node.outputs):
+            if uid not in graph.tensors:
+                raise InvalidRequest(node.name, uid, "names a tensor that the graph does not have")
+        for uid in node.outputs:
+            if uid in writers:
+                raise InvalidRequest(node.name, uid, f"writes a tensor that {writers[uid].name} writes already")
+            if graph.tensors[uid].by_value:
+                raise InvalidRequest(node.name, uid, "writes a scalar that is passed by value")
+            writers[uid] = node
+    return writers
+
+
+def _check_role(tensor: GraphTensor, writer: Node | None, readers: list[Node]) -> None:
+    field = f"tensor {tensor.uid}"
+    if writer is None and not readers:
+        raise InvalidRequest(field, repr(tensor), "is read and written by nobody")
+    if tensor.virtual and writer is None:
+        raise InvalidRequest(field, repr(tensor), f"is virtual, and no node writes it, but {readers[0].name} reads it")
+    if tensor.virtual and not readers:
+        reason = "is virtual, and nobody reads it: name it with graph.output, or leave it out"
+        raise InvalidRequest(field, repr(tensor), reason)
+
+
+def _sorted(graph: OperationGraph, writers: dict[int, Node]) -> tuple[Node, ...]:
+    """Depth first, in the order in which nodes were added. Without recursion: graphs may be long."""
+    done: dict[str, bool] = {}  # False while a node's operands are being sorted
+    order: list[Node] = []
+    for root in graph.nodes:
+        stack = [root]
+        while stack:
+            node = stack[-1]
+            if node.name not in done:
+                done[node.name] = False
+                for uid in reversed(node.inputs):
+                    before = writers.get(uid)
+                    if before is None or done.get(before.name):
+                        continue
+                    if before.name in done:
+                        raise InvalidRequest(before.name, before.op, "depends on its own result: the graph has a cycle")
+                    stack.append(before)
+                continue
+            stack.pop()
+            if not done[node.name]:
+                done[node.name] = True
+                order.append(node)
+    return tuple(order)
+
+
+def _check_written(graph: OperationGraph, node: Node) -> None:
+    written = infer(node, [graph.tensors[uid] for uid in node.inputs])
+    for uid, (dims, dtype) in zip(node.outputs, written, strict=True):
+        tensor = graph.tensors[uid]
+        if tensor.dims != dims:
+            raise InvalidRequest(node.name, tensor.dims, f"writes {dims}, which tensor {uid} must have as dims")
+        floats = tensor.dtype in FLOATS and dtype in FLOATS
+        # What is inside a graph is computed in one precision: a narrower one would promise a rounding that kernels,
+        # which keep it in registers, do not make.
+        if tensor.dtype != dtype and (tensor.virtual or not floats):
+            raise InvalidRequest(node.name, tensor.dtype, f"writes {dtype}, which tensor {uid} must have as dtype")

@@ -1,0 +1,204 @@
+"""What graphs are sound: every refusal names the node or the tensor, and says what would do."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import gpu_actors as ga
+
+
+def tensors(graph: ga.OperationGraph, dims: tuple[int, ...] = (2, 4, 8, 16)) -> list[ga.GraphTensor]:
+    return [graph.tensor(uid=n, dims=dims, dtype="float16") for n in (1, 2, 3)]
+
+
+def attention(graph: ga.OperationGraph) -> ga.GraphTensor:
+    q, k, v = tensors(graph)
+    out = graph.matmul(graph.softmax(graph.matmul(q, graph.transpose(k)) * 0.25), v)
+    return graph.output(out, uid=4, dtype="float16")
+
+
+def refused(build: Callable[[], Any]) -> ga.InvalidRequest:
+    with pytest.raises(ga.InvalidRequest) as caught:
+        build()
+    return caught.value
+
+
+def test_a_sound_graph_passes_and_is_sorted() -> None:
+    graph = ga.OperationGraph()
+    attention(graph)
+    graph.validate()
+    assert [node.op for node in graph.order().nodes] == ["transpose", "matmul", "mul", "softmax", "matmul"]
+    assert (graph.order().inputs, graph.order().outputs, graph.order().scalars) == ((1, 2, 3), (4,), ())
+
+
+# Nodes by uid, as programs that generate graphs add them
+
+
+def raw(**changes: Any) -> ga.OperationGraph:
+    """matmul and softmax by uids, in no order. changes: the inputs or outputs of "matmul" and "softmax"."""
+    graph = ga.OperationGraph()
+    tensors(graph, (2, 4, 8, 8))
+    graph.tensor(uid=5, dims=(2, 4, 8, 8), dtype="float16")
+    nodes = {"last": ((11, 3), (5,)), "softmax": ((10,), (11,)), "matmul": ((1, 2), (10,))} | changes
+    for uid in {10, 11} | {uid for _, outputs in nodes.values() for uid in outputs if uid != 5}:
+        graph.tensor(uid=uid, dims=(2, 4, 8, 8), dtype="float32", virtual=True)
+    for name, (inputs, outputs) in nodes.items():
+        graph.node("softmax" if name == "softmax" else "matmul", inputs, outputs, name=name)
+    return graph
+
+
+def test_nodes_may_come_in_any_order() -> None:
+    graph = raw()
+    assert [node.name for node in graph.order().nodes] == ["matmul", "softmax", "last"]
+
+
+RAW = {
+    "a tensor that is not there": ({"softmax": ((99,), (11,))}, "softmax", "does not have"),
+    "a tensor that is written twice": ({"softmax": ((10,), (10,))}, "matmul", "softmax writes already"),
+    "a cycle": ({"softmax": ((12,), (11,)), "loop": ((10, 11), (12,))}, "softmax", "cycle"),
+    "a tensor that depends on itself": ({"loop": ((12, 11), (12,)), "last": ((12, 3), (5,))}, "loop", "cycle"),
+    "too many operands": ({"softmax": ((10, 2), (11,))}, "softmax", "reads 1 tensors"),
+}
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_nodes_that_do_not_fit_are_named(name: str) -> None:
+    changes, field, reason = RAW[name]
+    error = refused(raw(**changes).validate)
+    assert error.field == field
+    assert reason in str(error)
+
+
+def test_unknown_operations_are_named_with_those_there_are() -> None:
+    graph = raw()
+    graph.nodes[0] = dataclasses.replace(graph.nodes[0], op="convolution")
+    error = refused(graph.validate)
+    assert (error.field, error.value) == ("last", "convolution")
+    assert "matmul" in error.reason
+
+
+def test_the_dims_and_dtype_of_a_tensor_are_those_that_its_node_writes() -> None:
+    graph = ga.OperationGraph()
+    q, _, _ = tensors(graph)
+    graph.tensor(uid=7, dims=(2, 4, 8, 8), dtype="float32")
+    graph.node("exp", (q.uid,), (7,), name="exp")
+    del graph.tensors[2], graph.tensors[3]
+    error = refused(graph.validate)
+    assert (error.field, error.value) == ("exp", (2, 4, 8, 8))
+    graph.tensors.pop(7)
+    graph.tensor(uid=7, dims=(2, 4, 8, 16), dtype="bool")
+    assert refused(graph.validate).value == "bool"
+    graph.tensors.pop(7)
+    graph.tensor(uid=7, dims=(2, 4, 8, 16), dtype="float16", virtual=True)
+    graph.node("neg", (7,), (8,), name="neg")
+    graph.tensor(uid=8, dims=(2, 4, 8, 16), dtype="float32")
+    error = refused(graph.validate)
+    assert (error.field, error.value) == ("exp", "float16"), "inside a graph nothing is rounded"
+
+
+def test_what_leads_nowhere_is_refused() -> None:
+    graph = ga.OperationGraph()
+    attention(graph)
+    unread = graph.tensors[1] + 1.0
+    assert refused(graph.validate).field == f"tensor {unread.uid}"
+    graph = ga.OperationGraph()
+    attention(graph)
+    graph.tensor(uid=9, dims=(1,), dtype="float32")
+    assert refused(graph.validate).field == "tensor 9"
+    graph = ga.OperationGraph()
+    assert "nothing" in refused(graph.validate).reason
+    graph = ga.OperationGraph()
+    graph.tensor(uid=1, dims=(4,), dtype="float32", virtual=True)
+    graph.output(graph.exp(graph.tensors[1]), uid=2)
+    assert "no node writes it" in refused(graph.validate).reason
+
+
+# Operands
+
+
+OPERANDS: dict[str, tuple[Callable[[ga.OperationGraph, Any, Any, Any], Any], str, str]] = {
+    "k as it lies": (lambda g, q, k, v: g.matmul(q, k), "matmul_0", "transpose the second"),
+    "heads that do not divide": (
+        lambda g, q, k, v: g.matmul(q, g.tensor(uid=8, dims=(2, 3, 16, 8), dtype="float16")),
+        "matmul_0",
+        "fewer heads that divide",
+    ),
+    "too few dims": (
+        lambda g, q, k, v: g.matmul(q, g.tensor(uid=8, dims=(16, 8), dtype="float16")),
+        "matmul_0",
+        "same number of dims",
+    ),
+    "dims that do not broadcast": (
+        lambda g, q, k, v: q + g.tensor(uid=8, dims=(2, 4, 7, 16), dtype="float16"),
+        "add_0",
+        "1 to be broadcast",
+    ),
+    "a condition as a number": (lambda g, q, k, v: (q > k) + 1.0, "add_1", "select"),
+    "a number as a condition": (lambda g, q, k, v: g.select(q, k, v), "select_0", "condition"),
+    "numbers as logic": (lambda g, q, k, v: q & k, "logical_and_0", "bool"),
+    "an axis that is not there": (lambda g, q, k, v: g.index(q, 4), "index_0", "from -4 to 3"),
+    "a reduction that is not there": (lambda g, q, k, v: g.reduction(q, "median"), "reduction_0", "sum"),
+    "an axis of a reduction": (lambda g, q, k, v: g.reduction(q, "sum", 7), "reduction_0", "axes"),
+    "a probability of 1": (lambda g, q, k, v: g.dropout(q, 1.0), "dropout_p", "[0, 1)"),
+    "a seed below 0": (lambda g, q, k, v: g.dropout(q, 0.5, -1), "dropout_seed", "an int in"),
+    "an array as seed": (lambda g, q, k, v: g.dropout(q, 0.5, k), "dropout_0", "uint64"),
+    "a mask that is none": (lambda g, q, k, v: g.mask(q, "causal"), "mask", "Mask.causal()"),
+    "an alignment that is none": (lambda g, q, k, v: g.mask(q, ga.Mask.causal(), "middle"), "alignment", "top_left"),
+    "a string": (lambda g, q, k, v: g.exp("q"), "exp_0", "numbers"),
+    "another graph's": (lambda g, q, k, v: q + tensors(ga.OperationGraph())[0], "add_0", "this graph"),
+    "a second use of a uid": (lambda g, q, k, v: g.output(g.exp(q), uid=1), "uid", "unique"),
+    "a negative uid": (lambda g, q, k, v: g.output(g.exp(q), uid=-1), "uid", "int >= 0"),
+    "an input as output": (lambda g, q, k, v: g.output(q, uid=9), "tensor 9", "virtual"),
+    "an integer output of floats": (lambda g, q, k, v: g.output(g.exp(q), uid=9, dtype="int32"), "tensor 9", "kind"),
+    "dims of 0": (lambda g, q, k, v: g.tensor(uid=8, dims=(0,), dtype="float16"), "tensor 8 dims", "int >= 1"),
+    "no dims": (lambda g, q, k, v: g.tensor(uid=8, dims=(), dtype="float16"), "tensor 8", "1 to 4 dims"),
+    "strides of another rank": (
+        lambda g, q, k, v: g.tensor(uid=8, dims=(4, 4), strides=(4,), dtype="float16"),
+        "tensor 8",
+        "as many strides",
+    ),
+    "a scalar of float16": (lambda g, q, k, v: g.scalar(uid=8, dtype="float16"), "tensor 8", "float32"),
+    "a scalar that is nan": (lambda g, q, k, v: g.scalar(uid=8, value=float("nan")), "tensor 8", "a number"),
+    "gradients by an index": (
+        lambda g, q, k, v: g.gradient(g.exp(q), k, (g.index(q, 0),)),
+        "gradient_2",
+        "tensors of floats",
+    ),
+    "gradients of another shape": (
+        lambda g, q, k, v: g.gradient(g.reduction(q, "sum"), k, (q,)),
+        "gradient_1",
+        "equal dims",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPERANDS)
+def test_operands_that_do_not_go_together_are_refused_at_once(name: str) -> None:
+    build, field, reason = OPERANDS[name]
+    graph = ga.OperationGraph()
+    error = refused(lambda: build(graph, *tensors(graph)))
+    assert error.field == field
+    assert reason in error.reason
+
+
+def test_dtypes_that_no_graph_has_are_unsupported() -> None:
+    with pytest.raises(ga.Unsupported) as caught:
+        ga.OperationGraph().tensor(uid=1, dims=(4,), dtype="int64")
+    assert (caught.value.field, caught.value.nearest) == ("tensor 1", "int32")
+
+
+def test_a_tensor_has_no_truth() -> None:
+    graph = ga.OperationGraph()
+    q, k, _ = tensors(graph)
+    with pytest.raises(TypeError, match="select"):
+        bool(q > k)
+
+
+def test_a_mask_that_hides_nothing_is_no_node() -> None:
+    graph = ga.OperationGraph()
+    q, _, _ = tensors(graph)
+    assert graph.mask(q, ga.Mask.none()) is q

@@ -1,0 +1,133 @@
+"""Ten score modifications as graphs: on the mock device, and compiled into the kernels on the emulated one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from score_mods import FIRST, MODIFICATIONS, OUT, STATS, Case, case_of, expected, forward_graph
+
+import gpu_actors as ga
+from gpu_actors.graph.evaluate import record
+from gpu_actors.graph.match import match_attention
+from gpu_actors.reference.low_precision import rounder
+from gpu_actors.testing.tolerance import row_bound
+
+NAMES = tuple(MODIFICATIONS)
+ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
+
+
+@pytest.fixture(scope="module")
+def mock() -> Iterator[ga.GpuContext]:
+    with ga.open_context("mock") as ctx:
+        yield ctx
+
+
+@pytest.fixture(scope="module")
+def emulated() -> Iterator[ga.GpuContext]:
+    with ga.open_context("emulated") as ctx:
+        yield ctx
+        assert ctx.cudnn.restarts == 0
+
+
+def check(case: Case, found: dict[int, Any]) -> None:
+    """The field's rule of `gpu_actors.testing.tolerance`, a row at a time, against the formula."""
+    wanted = expected(case)
+    low = record(forward_graph(case), case.arrays, step=rounder(case.dtype)).values
+    bound = row_bound(wanted.out, low[OUT], case.dtype, 3.0)
+    bound = np.maximum(bound, ROUNDOFF[case.dtype] * (wanted.magnitude + np.abs(wanted.out)))
+    error = np.abs(found[OUT].astype(np.float64) - wanted.out)
+    assert np.isfinite(found[OUT].astype(np.float64)).all()
+    assert (error <= bound).all(), f"{(error / bound).max():.2f} times the bound"
+    np.testing.assert_array_equal(np.isneginf(found[STATS]), np.isneginf(wanted.stats))
+    seen = np.isfinite(wanted.stats)
+    np.testing.assert_allclose(found[STATS][seen], wanted.stats[seen], atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_mock_device_computes_them(mock: ga.GpuContext, name: str) -> None:
+    for dtype in ("float16", "float64"):
+        case = case_of(name, dtype)
+        graph = forward_graph(case)
+        found = mock.cudnn.execute(graph, case.arrays).result(10.0)
+        wanted = expected(case)
+        tolerance = 1e-12 if dtype == "float64" else 2.0**-10
+        np.testing.assert_allclose(found[OUT].astype(np.float64), wanted.out, atol=tolerance, rtol=tolerance)
+        np.testing.assert_allclose(found[STATS], wanted.stats, atol=1e-5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_they_become_part_of_the_kernel(name: str) -> None:
+    """A plain bias is the kernel's own, whose gradient it knows; everything else is compiled in."""
+    match = match_attention(forward_graph(case_of(name)))
+    assert match.problem.softmax_scale == 0.25
+    if name == "t5 relative bias":
+        assert (match.modification, match.bias) == (None, FIRST)
+        assert match.problem.bias == ("float32", True, False)
+    else:
+        assert match.modification is not None
+        assert match.problem.score_mod is match.modification.mod
+        assert match.bias is None
+
+
+SAMPLE = ("document mask", "tanh gating", "natten 2d")
+
+
+@pytest.mark.parametrize("name", [n if n in SAMPLE else pytest.param(n, marks=pytest.mark.sweep) for n in NAMES])
+def test_the_kernels_compute_them(emulated: ga.GpuContext, name: str) -> None:
+    """float16 on tensor cores."""
+    case = case_of(name)
+    graph = forward_graph(case)
+    assert emulated.cudnn.inspect_plan(graph).key.kernel == "forward_mma"
+    check(case, emulated.cudnn.execute(graph, case.arrays).result(60.0))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", NAMES)
+def test_the_kernels_compute_them_whatever_the_inputs(emulated: ga.GpuContext, name: str, seed: int) -> None:
+    case = case_of(name, "bfloat16", seed, std=(1.0, 4.0, 10.0)[seed])
+    check(case, emulated.cudnn.execute(forward_graph(case), case.arrays).result(60.0))
+
+
+@pytest.mark.parametrize("name", ["tanh gating", *(pytest.param(n, marks=pytest.mark.sweep) for n in NAMES)])
+def test_the_plain_kernel_computes_them(emulated: ga.GpuContext, name: str) -> None:
+    """float64 on CUDA cores, to the last digits."""
+    case = case_of(name, "float64")
+    graph = forward_graph(case)
+    assert emulated.cudnn.inspect_plan(graph).key.kernel == "forward_simple"
+    found = emulated.cudnn.execute(graph, case.arrays).result(60.0)
+    np.testing.assert_allclose(found[OUT], expected(case).out, atol=1e-12, rtol=1e-12)
+
+
+def test_equal_modifications_are_one_header_and_different_ones_are_not() -> None:
+    mods = {}
+    for name in NAMES:
+        mod = match_attention(forward_graph(case_of(name))).problem.score_mod
+        again = match_attention(forward_graph(case_of(name, "bfloat16", 7))).problem.score_mod
+        assert again == mod
+        mods[name] = mod
+    del mods["t5 relative bias"]
+    assert len(set(mods.values())) == len(mods)
+    assert len({str(mod) for mod in mods.values()}) == len(mods)
+
+
+def test_numbers_are_passed_and_not_compiled_in() -> None:
+    def mod(cap: float) -> Any:
+        graph = ga.OperationGraph()
+        q, k, v = (graph.tensor(uid=n, dims=(1, 1, 8, 32), dtype="float16") for n in (1, 2, 3))
+        scores = graph.tanh(graph.matmul(q, graph.transpose(k)) * 0.5 / cap) * cap
+        graph.output(graph.matmul(graph.softmax(scores), v), uid=4, dtype="float16")
+        return match_attention(graph).problem.score_mod
+
+    assert mod(2.0) == mod(30.0)
+    assert "30" not in mod(30.0).header
+
+
+def test_dtypes_of_ml_dtypes_are_read_as_they_are(mock: ga.GpuContext) -> None:
+    case = case_of("alibi", "bfloat16")
+    found = mock.cudnn.execute(forward_graph(case), case.arrays).result(10.0)
+    assert found[OUT].dtype == ml_dtypes.bfloat16
