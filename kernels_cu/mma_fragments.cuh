@@ -24,10 +24,11 @@ DEVICE LaneAddress lane_of_a(const Tile& tile, int first_row) {
   return tile.lane(first_row + lane_id() % 16, lane_id() / 16);
 }
 
-// The same for two B operands at once whose columns are the tile's rows: 16 rows, two chunks.
+// The same for two B operands at once whose columns are the tile's rows: 16 rows, two chunks. first_row: a multiple of
+// 16, as for A.
 template <class Tile>
-DEVICE LaneAddress lane_of_b(const Tile& tile) {
-  return tile.lane(lane_id() % 8 + lane_id() / 16 * 8, lane_id() / 8 % 2);
+DEVICE LaneAddress lane_of_b(const Tile& tile, int first_row = 0) {
+  return tile.lane(first_row + lane_id() % 8 + lane_id() / 16 * 8, lane_id() / 8 % 2);
 }
 
 template <ptx::Element E>
@@ -53,8 +54,8 @@ struct HalfProducts {
   }
 
   template <class Tile>
-  static __device__ __forceinline__ LaneAddress lane_of_values(const Tile& tile) {
-    return tile.lane(lane_id() % 16, lane_id() / 16);
+  static __device__ __forceinline__ LaneAddress lane_of_values(const Tile& tile, int first_row = 0) {
+    return tile.lane(first_row + lane_id() % 16, lane_id() / 16);
   }
 
   // The B operands of one step and of one or two blocks of 8 columns from column 16 * pair on.

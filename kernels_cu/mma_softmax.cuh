@@ -70,10 +70,10 @@ struct RowResult {
   float lse;
 };
 
-// The end of a row: its sums over the quad, the learned sink (a key without a value, in natural units) and the
-// logarithm.
-DEVICE RowResult finish(const SoftmaxRow& row, float to_log2, float sink) {
-  float l = sum_over_quad(row.l), base = row.m == -INFINITY ? 0.0f : row.m * to_log2, correction = 1.0f;
+// What comes of a sum l of weights relative to 2^base: the learned sink (a key without a value, in natural units) is
+// taken in, then the logarithm.
+DEVICE RowResult finish_sum(float l, float base, float sink) {
+  float correction = 1.0f;
   if constexpr (SINKS) {
     const float sink_base = sink * LOG2_E;
     if (l == 0.0f) base = -INFINITY;
@@ -87,4 +87,10 @@ DEVICE RowResult finish(const SoftmaxRow& row, float to_log2, float sink) {
   if (l == 0.0f) return {0.0f, -INFINITY};
   // The largest weight is 1, so l is no subnormal; a full division would be a call that costs registers.
   return {correction * ptx::rcp(l), (base + ptx::lg2(l)) * (1.0f / LOG2_E)};
+}
+
+// The end of a row whose sums lie in the quad.
+DEVICE RowResult finish(const SoftmaxRow& row, float to_log2, float sink) {
+  const float l = sum_over_quad(row.l);
+  return finish_sum(l, row.m == -INFINITY ? 0.0f : row.m * to_log2, sink);
 }

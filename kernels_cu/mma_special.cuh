@@ -15,6 +15,13 @@ DEVICE uint32_t special_halves(uint32_t word) {
 }
 DEVICE uint32_t special_bits(half_t, uint32_t word) { return special_halves<0x7c00>(word); }
 DEVICE uint32_t special_bits(bfloat16_t, uint32_t word) { return special_halves<0x7f80>(word); }
+// Of 8-bit floats: adding the rest to a byte's magnitude carries into the place of its sign.
+template <uint32_t REST>
+DEVICE uint32_t special_bytes(uint32_t word) {
+  return (((word & 0x7f7f7f7fu) + REST) >> 7 & 0x01010101u) * 0xffu;
+}
+DEVICE uint32_t special_bits(e4m3_t, uint32_t word) { return special_bytes<0x01010101u>(word); }
+DEVICE uint32_t special_bits(e5m2_t, uint32_t word) { return special_bytes<0x04040404u>(word); }
 DEVICE uint32_t special_bits(float, uint32_t word) { return (word & 0x7f800000u) == 0x7f800000u ? ~0u : 0; }
 
 // Puts zeros in the place of those that this thread copied. True if there were any.

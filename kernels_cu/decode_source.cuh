@@ -1,0 +1,94 @@
+// Cached keys and values of one sequence and KV head, and the copying of their tiles to shared memory.
+//
+//   PAGED      key -> page block_table[sequence][key / page_size], row key % page_size of it
+//   POINTERS   key -> row `key` of the cache at k_ptrs[sequence]
+//   otherwise  key -> row `key` of the sequence's part of one cache
+//
+// A thread copies the same few rows of every tile. It looks their pages up one tile ahead, so that the copies do not
+// wait for the table, and once for all chunks of K and V.
+#pragma once
+
+#include "decode_plan.cuh"
+#include "mma_tile.cuh"
+
+// Where rows of K or of V lie.
+struct CacheRows {
+  const KV_ELEMENT* base;  // of the KV head: in page 0 where PAGED
+  int64_t page_stride, row_stride;  // in elements
+};
+
+// The rows of a tile that a thread copies, at the places of their keys.
+template <class Tile, int THREADS>
+struct Lookup {
+  using Mine = Share<Tile, THREADS>;
+  static constexpr int ROWS = (Tile::ROWS + Mine::ROWS_AT_ONCE - 1) / Mine::ROWS_AT_ONCE;
+
+  int page[ROWS];
+  int row[ROWS];  // in the page; -1: not read
+
+  __device__ __forceinline__ void none() {
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) page[i] = 0, row[i] = -1;
+  }
+
+  // first: the tile's first key.
+  __device__ __forceinline__ void find(const int32_t* table, int page_size, const SeenKeys& keys, int first) {
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+      const int in_tile = Mine::row() + i * Mine::ROWS_AT_ONCE, key = first + in_tile;
+      const bool read = in_tile < Tile::ROWS && keys.has(key);
+      page[i] = 0;
+      row[i] = read ? key : -1;
+      if (PAGED && read) {
+        const int index = key / page_size;
+        page[i] = table[index];
+        row[i] = key - index * page_size;
+      }
+    }
+  }
+
+  // Starts copying the rows, and zeros in the place of those that are not read and past the last column.
+  __device__ __forceinline__ void copy(const Tile& tile, const CacheRows& rows) const {
+    const LaneAddress to = tile.lane(Mine::row(), Mine::chunk());
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+      if (Tile::ROWS % Mine::ROWS_AT_ONCE != 0 && Mine::row() + i * Mine::ROWS_AT_ONCE >= Tile::ROWS) break;
+      const bool read = row[i] >= 0;
+      const KV_ELEMENT* const from =
+          rows.base + (read ? page[i] * rows.page_stride + row[i] * rows.row_stride : 0) + Mine::chunk() * Tile::CHUNK;
+#pragma unroll
+      for (int chunks = 0; chunks < Tile::CHUNKS; chunks += Mine::LANES) {
+        const bool inside = Tile::USED == Tile::CHUNKS || Mine::chunk() + chunks < Tile::USED;
+        const KV_ELEMENT* const elements = read && inside ? from + chunks * Tile::CHUNK : rows.base;
+        ptx::cp_async<16>(to.at<Tile>(i * Mine::ROWS_AT_ONCE, chunks), elements, read && inside ? 16 : 0);
+      }
+    }
+  }
+};
+
+// K and V of one sequence and KV head.
+struct CacheSource {
+  CacheRows k, v;
+  const int32_t* table;
+  int page_size;
+
+  // The row of V that holds a key's value.
+  __device__ __forceinline__ const KV_ELEMENT* value(int key) const {
+    if (!PAGED) return v.base + key * v.row_stride;
+    const int index = key / page_size;
+    return v.base + table[index] * v.page_stride + (key - index * page_size) * v.row_stride;
+  }
+};
+
+DEVICE CacheRows cache_rows(const void* pool, const uint64_t* pointers, const Strides& strides, int sequence, int head) {
+  if constexpr (POINTERS) pool = reinterpret_cast<const void*>(pointers[sequence]);
+  const auto base = element_of<const KV_ELEMENT>(pool, strides, PAGED || POINTERS ? 0 : sequence, 0, head);
+  return {base, strides.batch, strides.row};
+}
+
+DEVICE CacheSource cache_source(const DecodeParams& params, int sequence, int head) {
+  const Params& attention = params.attention;
+  return {cache_rows(attention.k, params.k_ptrs, attention.k_strides, sequence, head),
+          cache_rows(attention.v, params.v_ptrs, attention.v_strides, sequence, head),
+          PAGED ? params.block_table + sequence * params.table_stride : nullptr, params.page_size};
+}
