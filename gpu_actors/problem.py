@@ -130,6 +130,8 @@ class DispatchKey:
     Problem sizes are absent on purpose: one cubin serves every batch, length and head count of its key. The string
     form and `digest` depend on the field values alone, so they are stable across processes, versions of Python and
     machines.
+
+    row_tile: of kernels over caches, the rows that a block takes, packed over the query heads of a KV head; else 0.
     """
 
     kernel: str
@@ -160,6 +162,7 @@ class DispatchKey:
     persistent: bool
     deterministic: bool = False
     score_mod: ScoreMod | None = None
+    row_tile: int = 0
 
     def __str__(self) -> str:
         fields = dataclasses.fields(self)

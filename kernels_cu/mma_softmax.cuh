@@ -14,7 +14,8 @@
 #include "philox.cuh"
 #include "score.cuh"
 
-constexpr bool SCALE_ONLY = !SOFTCAP && !ALIBI && !BIAS && !SCORE_MOD;
+// Descales may be 0 or negative, which maxima of plain products would not survive.
+constexpr bool SCALE_ONLY = !SOFTCAP && !ALIBI && !BIAS && !SCORE_MOD && !DESCALES;
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr uint32_t ALL_LANES = 0xffffffffu;
 

@@ -28,8 +28,9 @@ struct Score {
   }
 };
 
-template <class Real>
-DEVICE Score<Real> make_score(const LaunchParams& params, int sequence, int head, int kv_head, int diagonal) {
+// AnyParams: LaunchParams, or the Params of a kernel that has no place for a score modification.
+template <class Real, class AnyParams>
+DEVICE Score<Real> make_score(const AnyParams& params, int sequence, int head, int kv_head, int diagonal) {
   Score<Real> score{Real(params.softmax_scale), Real(params.softcap), Real(0), diagonal, nullptr, 0, {}};
   if constexpr (SCORE_MOD) score.mod = bind_score_mod(params.score_params(), sequence, head);
   if constexpr (DESCALES) {

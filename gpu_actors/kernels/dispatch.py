@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.sm90_variants import sm90_refuses
+from gpu_actors.kernels.decode_variants import DECODE, decode_refuses, row_tile_of
 from gpu_actors.kernels.support import check_support, find_unsupported
 from gpu_actors.problem import AttentionProblem, DispatchKey
 
@@ -111,6 +112,11 @@ FAMILIES = (
         "computes every forward option of dense and varlen batches on CUDA cores",
         score_mods=True,
     ),
+    KernelFamily(
+        DECODE,
+        decode_refuses,
+        "computes every option of new rows over pages, caches and pointers on tensor cores, splitting the keys",
+    ),
 )
 
 # For operands that TMA cannot move.
@@ -120,19 +126,25 @@ WITHOUT_TMA = tuple(family for family in FAMILIES if not family.tma)
 REFERENCE = KernelFamily("reference", lambda problem, arch: None, "computes every problem with NumPy", score_mods=True)
 
 
+# Fields on whose account a kernel leaves a problem to kernels of another kind.
+_OTHER_KINDS = ("direction", "layout")
+
+
 @functools.lru_cache(maxsize=4096)
 def dispatch_key(problem: AttentionProblem, arch: str, families: tuple[KernelFamily, ...] = FAMILIES) -> DispatchKey:
     """The key of the kernel that answers ``problem`` on ``arch`` ("sm_90a", ...), without a GPU.
 
-    Raises Unsupported for what `check_support` refuses, and where every family does: then with the reason of the last,
-    which takes most. InvalidRequest where ``arch`` is no architecture.
+    Raises Unsupported for what `check_support` refuses, and where every family does: then with the reason of the last
+    that is for problems of this kind at all. InvalidRequest where ``arch`` is no architecture.
     """
     check_support(problem, arch)
     refusal: Unsupported | None = None
     for family in families:
-        refusal = family.refusal(problem, arch)
-        if refusal is None:
+        found = family.refusal(problem, arch)
+        if found is None:
             return _key(family, problem, arch)
+        if refusal is None or found.field not in _OTHER_KINDS or refusal.field in _OTHER_KINDS:
+            refusal = found
     raise refusal or Unsupported("families", families, "there is no kernel to choose from")
 
 
@@ -196,4 +208,5 @@ def _key(family: KernelFamily, problem: AttentionProblem, arch: str) -> Dispatch
         persistent=family.persistent,
         deterministic=problem.deterministic,
         score_mod=problem.score_mod,
+        row_tile=row_tile_of(problem) if family.name == DECODE else 0,
     )

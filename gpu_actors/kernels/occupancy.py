@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from gpu_actors.kernels.support import capability
 
-__all__ = ["Occupancy", "occupancy"]
+__all__ = ["Occupancy", "occupancy", "shared_a_multiprocessor"]
 
 _REGISTERS = 65_536
 _REGISTER_UNIT = 256
@@ -47,8 +47,7 @@ class Occupancy(NamedTuple):
 
 def occupancy(arch: str, registers: int, shared_bytes: int, threads: int) -> Occupancy:
     """Of a kernel with so many registers a thread, bytes of shared memory a block (static and dynamic) and threads."""
-    number = capability(arch)
-    limits = _LIMITS[max((known for known in _LIMITS if known <= number), default=80)]
+    limits = _limits(arch)
     warps = -(-threads // _WARP)
     registers_a_warp = -(-max(registers, 1) * _WARP // _REGISTER_UNIT) * _REGISTER_UNIT
     blocks = min(
@@ -58,3 +57,13 @@ def occupancy(arch: str, registers: int, shared_bytes: int, threads: int) -> Occ
         limits.shared_kib * 1024 // (shared_bytes + _RESERVED_SHARED),
     )
     return Occupancy(blocks, blocks * warps / limits.warps)
+
+
+def shared_a_multiprocessor(arch: str) -> int:
+    """Bytes of shared memory that the blocks of a multiprocessor have together, 1 KiB for each included."""
+    return _limits(arch).shared_kib * 1024
+
+
+def _limits(arch: str) -> _Limits:
+    number = capability(arch)
+    return _LIMITS[max((known for known in _LIMITS if known <= number), default=80)]

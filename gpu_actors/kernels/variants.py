@@ -14,6 +14,7 @@ from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.kernels.append import AppendKey, append_source
 from gpu_actors.kernels.assets import asset_source
 from gpu_actors.kernels.copy_pages import PageCopyKey, copy_source
+from gpu_actors.kernels.decode_variants import DECODE_MACROS, decode_keys, usual_decode_problems
 from gpu_actors.kernels.dispatch import dispatch_key
 from gpu_actors.kernels.sm90_variants import sm90_geometry, sm90_macros
 from gpu_actors.kernels.source import KernelSource
@@ -80,7 +81,16 @@ def standard_variants(arch: str) -> list[DispatchKey]:
         shapes += [(dtype, dim, "causal", True) for dim in (64, 128)]
     shapes += [("float32", 64, mask, False) for mask in ("full", "causal")]
     shapes.append(("float32", 32, "full", True))  # what `gpu-actors embed` asks for
-    return [dispatch_key(_usual_problem(*shape), arch) for shape in shapes]
+    keys = [dispatch_key(_usual_problem(*shape), arch) for shape in shapes]
+    return keys + usual_decode_keys(arch)
+
+
+def usual_decode_keys(arch: str) -> list[DispatchKey]:
+    """The kernels of the usual requests over caches, with what splits and merges their work."""
+    keys: dict[DispatchKey, None] = {}
+    for problem in usual_decode_problems(arch):
+        keys.update(dict.fromkeys(decode_keys(problem, dispatch_key(problem, arch), planned=False)))
+    return list(keys)
 
 
 def _usual_problem(dtype: str, head_dim: int, mask: MaskKind, varlen: bool) -> AttentionProblem:
@@ -171,6 +181,7 @@ _MACROS: dict[str, Callable[[DispatchKey], dict[str, str | int]]] = {
     "forward_mma": _mma_macros,
     "forward_simple": _forward_macros,
     "forward_sm90": _sm90_macros,
+    **DECODE_MACROS,
 }
 
 
