@@ -13,7 +13,7 @@ from emulated_forward import module_of
 
 from gpu_actors.devices.emulated import EmulatedDevice
 from gpu_actors.devices.interface import Kernel, Launch, OutputSpec
-from gpu_actors.kernels.decode_launch import DecodeLaunch, decode_launch
+from gpu_actors.kernels.decode_launch import decode_launch
 from gpu_actors.kernels.dispatch import dispatch_key
 from gpu_actors.kernels.source import KernelSource
 from gpu_actors.kernels.support import ELEMENTS
@@ -143,11 +143,6 @@ def kernel_of(source: KernelSource) -> Kernel:
 @functools.cache
 def device_of(**emulation: Any) -> EmulatedDevice:
     return EmulatedDevice("sm_80", EmulationOptions(**emulation), ContextOptions())
-
-
-def launch_of(case: DecodeCase, operands: dict[str, Any], arch: str, multiprocessors: int, planned: bool) -> DecodeLaunch:
-    problem = problem_of(case, operands)
-    return decode_launch(problem, dispatch_key(problem, arch), multiprocessors, planned)
 
 
 def run(

@@ -14,7 +14,7 @@ from gpu_actors.actors.batching import Batch
 from gpu_actors.actors.call import Call
 from gpu_actors.actors.decoding import CacheRequest, Decoding, DecodingPlan, decoding_output
 from gpu_actors.actors.merging import cut_outputs, is_packed, merge, merge_key, place
-from gpu_actors.devices.interface import Launch, Outputs
+from gpu_actors.devices.interface import Kernel, Launch, Outputs
 from gpu_actors.errors import ActorStopped, ContextLost, GpuActorsError
 from gpu_actors.interop.arrays import Adopted
 from gpu_actors.requests import BatchedDecode
@@ -31,13 +31,18 @@ class Flush:
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """A sound request that waits for its launch. like, result: as for `attention_output`."""
+    """A sound request that waits for its launch.
+
+    like, result: as for `attention_output`. kernels: as for `DecodingPlan.bind`; requests that may share a launch are
+    answered by the same ones.
+    """
 
     call: Call[Any]
     request: CacheRequest
     plan: DecodingPlan
     like: Adopted | None
     result: Any
+    kernels: tuple[Kernel, ...] = ()
 
     def answer(self, outputs: Outputs) -> Any:
         """The result, from the outputs of a launch of this request alone."""
@@ -94,10 +99,10 @@ class Coalescer:
     def _merged(self, group: list[Waiting]) -> tuple[Launch, Callable[[Outputs], Sequence[Any]]]:
         first = group[0]
         if len(group) == 1:
-            return first.plan.bind(first.request), lambda outputs: (first.answer(outputs),)
+            return first.plan.bind(first.request, first.kernels), lambda outputs: (first.answer(outputs),)
         requests = [waiting.request for waiting in group]
         merged = merge(requests)
-        launch = self._decoding.plan(merged).bind(merged)
+        launch = self._decoding.plan(merged).bind(merged, first.kernels)
         parts, packed = place(requests), is_packed(merged)
 
         def finish(outputs: Outputs) -> Sequence[Any]:

@@ -21,8 +21,10 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from gpu_actors.actors.attention import attention_output
-from gpu_actors.devices.interface import Launch, Outputs, OutputSpec
+from gpu_actors.devices.interface import DeviceInfo, Kernel, Launch, Outputs, OutputSpec
 from gpu_actors.interop.arrays import Adopted, CallerStreams, adopt, check_device
+from gpu_actors.kernels.decode_launch import DecodeLaunch, decode_launch
+from gpu_actors.kernels.decode_variants import DECODE
 from gpu_actors.kernels.dispatch import answering_key
 from gpu_actors.plans import PlanCache
 from gpu_actors.problem import AttentionProblem, DispatchKey
@@ -121,13 +123,27 @@ def _caches_described(caches: Any) -> Hashable:
 class DecodingPlan:
     """A problem over a cache with the kernel that answers it.
 
-    outputs: what a launch produces when the caller gives no ``out``.
+    outputs: what a launch produces when the caller gives no ``out``. multiprocessors: of the device, if known.
     """
 
     problem: AttentionProblem
     key: DispatchKey
     accumulate: Literal["float64", "float32"]
     outputs: Mapping[str, OutputSpec]
+    multiprocessors: int | None = None
+
+    def launching(self, request: CacheRequest) -> DecodeLaunch | None:
+        """The kernels that answer an adopted request, or None where none does. They split the work themselves where its
+        lengths lie on the device."""
+        if self.key.kernel != DECODE:
+            return None
+        lengths: tuple[Any, ...]
+        if isinstance(request, PagedForward):
+            lengths = (request.cache_seqlens, request.cu_seqlens_q)
+        else:
+            lengths = (request.seq_lens,)
+        planned = all(array is None or isinstance(array, np.ndarray) for array in lengths)
+        return decode_launch(self.problem, self.key, self.multiprocessors, planned)
 
     def check(self, request: CacheRequest) -> None:
         """Check what depends on the data of an adopted request. Raises `InvalidRequest`."""
@@ -146,19 +162,31 @@ class DecodingPlan:
         if request.out is not None:
             check_output_memory(request.out, operands(request))
 
-    def bind(self, request: CacheRequest) -> Launch:
-        """A launch of this plan on the arrays of an adopted request that `check` let pass."""
+    def bind(self, request: CacheRequest, kernels: tuple[Kernel, ...] = ()) -> Launch:
+        """A launch of this plan on the arrays of an adopted request that `check` let pass.
+
+        kernels: those of `launching`, loaded; empty where the device runs none.
+        """
         problem = self.problem
         inputs = operands(request)
         outputs = self.outputs
         if request.out is not None:
             into = request.out if isinstance(request, PagedForward) else request.out[:, None]
             outputs = {**outputs, "out": dataclasses.replace(outputs["out"], into=into)}
-        return Launch(self.key, inputs, outputs, functools.partial(_oracle, problem, self.accumulate))
+        launch = Launch(self.key, inputs, outputs, functools.partial(_oracle, problem, self.accumulate))
+        launching = self.launching(request) if kernels else None
+        if launching is not None:
+            launch.steps, launch.scratch = launching.steps(kernels), launching.scratch()
+            launch.inputs = inputs | launching.plan(inputs["cache_seqlens"], inputs.get("cu_seqlens_q"))
+        return launch
 
 
 def decoding_plan(
-    request: CacheRequest, arch: str, runs_kernels: bool, accumulate: Literal["float64", "float32"]
+    request: CacheRequest,
+    arch: str,
+    runs_kernels: bool,
+    accumulate: Literal["float64", "float32"],
+    multiprocessors: int | None = None,
 ) -> DecodingPlan:
     """Validate an adopted request and pick its kernel. Raises `InvalidRequest` and `Unsupported`."""
     problem = cache_problem(request)
@@ -169,7 +197,7 @@ def decoding_plan(
         packed = (problem.heads_q, problem.total_q)
         shape = packed if problem.varlen_q else (problem.batch, problem.heads_q, problem.seqlen_q)
         outputs["lse"] = OutputSpec(shape, "float32")
-    return DecodingPlan(problem, key, accumulate, outputs)
+    return DecodingPlan(problem, key, accumulate, outputs, multiprocessors)
 
 
 def cache_problem(request: CacheRequest) -> AttentionProblem:
@@ -180,10 +208,16 @@ def cache_problem(request: CacheRequest) -> AttentionProblem:
 class Decoding:
     """The plans of an actor's requests over caches; outlives its incarnations."""
 
-    def __init__(self, arch: str, place: str, runs_kernels: bool, accumulate: Literal["float64", "float32"]) -> None:
+    def __init__(self, info: DeviceInfo, place: str, accumulate: Literal["float64", "float32"]) -> None:
         self.place = place
         self.plans: PlanCache[DecodingPlan] = PlanCache(_PLANS)
-        self._make = functools.partial(decoding_plan, arch=arch, runs_kernels=runs_kernels, accumulate=accumulate)
+        self._make = functools.partial(
+            decoding_plan,
+            arch=info.arch,
+            runs_kernels=info.runs_kernels,
+            accumulate=accumulate,
+            multiprocessors=info.multiprocessors,
+        )
 
     def plan(self, request: CacheRequest) -> DecodingPlan:
         """The plan of an adopted request. Raises `InvalidRequest` and `Unsupported`."""

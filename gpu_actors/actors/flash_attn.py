@@ -26,6 +26,7 @@ from gpu_actors.actors.handle import ActorHandle
 from gpu_actors.actors.kernel_store import KernelStore
 from gpu_actors.devices.interface import Kernel
 from gpu_actors.errors import GpuActorsError, InvalidRequest
+from gpu_actors.kernels.decode_launch import DecodeLaunch
 from gpu_actors.kernels.dispatch import answering_key, dispatch_key
 from gpu_actors.options import MockOptions
 from gpu_actors.plans import PlanCache, PlanCacheStats
@@ -221,7 +222,7 @@ class Attention:
         self.plans: PlanCache[AttentionPlan | BackwardPlan] = PlanCache(plans)
         compiles = info.runs_kernels or services.options.compile_on_mock
         self.kernels = KernelStore(post) if compiles else None
-        self.decoding = Decoding(self.arch, self.place, self.runs_kernels, self.accumulate)
+        self.decoding = Decoding(info, self.place, self.accumulate)
 
     def plan(self, request: FlashForward, plain: bool) -> AttentionPlan | BackwardPlan:
         """The plan of an adopted request. plain: see `is_plain`."""
@@ -269,6 +270,17 @@ class Attention:
         if call.begin_launch():
             actor.launch((call,), launch, finish)
 
+    def decode_kernels(self, call: Call[Any], launching: DecodeLaunch | None) -> tuple[Kernel, ...] | None:
+        """The loaded kernels of a launch over a cache, none where the device runs none. None where the call was parked
+        until they are compiled."""
+        if self.kernels is None or launching is None:
+            return ()
+        kernels = self.kernels.get(launching.keys)
+        if kernels is None:
+            self.kernels.wait_for(launching.keys, call)
+            return None
+        return kernels if self.runs_kernels else ()
+
 
 class FlashAttnActor(ServiceActor):
     """Takes `FlashForward`, `FlashBackward`, `PagedForward` and `BatchedDecode`."""
@@ -312,11 +324,13 @@ class FlashAttnActor(ServiceActor):
             request, like = adopt_cache_request(message, self._attention.place, call.caller)
             plan = self._attention.decoding.plan(request)
             plan.check(request)
+            kernels = self._attention.decode_kernels(call, plan.launching(request))
         except GpuActorsError:
             raise
         except Exception as error:
             raise unreadable(message, error) from error
-        self._coalescer.add(Waiting(call, request, plan, like, message.out))
+        if kernels is not None:
+            self._coalescer.add(Waiting(call, request, plan, like, message.out, kernels))
 
 
 def place_of(services: Services) -> str:

@@ -115,8 +115,9 @@ def _scalars(problem: AttentionProblem) -> dict[str, int | float]:
 def _operands(problem: AttentionProblem) -> tuple[tuple[Any, ...], ...]:
     """(name, field, axes, shape, dtypes, optional) of operands apart from the cache. Axes as in `_AXES`."""
     p = problem
-    rows = (p.total_q,) if p.varlen_q else (p.batch, p.seqlen_q)
+    rows: tuple[int, ...] = (p.total_q,) if p.varlen_q else (p.batch, p.seqlen_q)
     axes = "rh." if p.varlen_q else "brh."
+    shape: tuple[int, ...]
     found: list[tuple[Any, ...]] = [
         ("q", "attention.q", axes, (*rows, p.heads_q, p.head_dim), (p.dtype,), False),
         ("out", "attention.out", axes, (*rows, p.heads_q, p.head_dim_v), (p.out_dtype,), False),
@@ -152,7 +153,9 @@ def _cache_values(problem: AttentionProblem, buffers: Mapping[str, Buffer]) -> d
         for side, dim in sides.items():
             name = f"{side}_cache.0"
             first = _checked(name, buffers.get(name), (p.heads_kv, p.seqlen_k, dim), (p.kv_dtype,))
-            values[f"{side}_ptrs"] = _checked(f"{side}_ptrs", buffers.get(f"{side}_ptrs"), (p.batch,), ("uint64",)).address
+            values[f"{side}_ptrs"] = _checked(
+                f"{side}_ptrs", buffers.get(f"{side}_ptrs"), (p.batch,), ("uint64",)
+            ).address
             values[f"attention.{side}_strides.head"], values[f"attention.{side}_strides.row"] = first.strides[:2]
         return values
     rows = p.page_size if p.layout == "paged" else p.seqlen_k

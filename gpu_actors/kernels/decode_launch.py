@@ -75,6 +75,7 @@ class DecodeLaunch:
         )
 
 
+@functools.lru_cache(maxsize=4096)
 def decode_launch(
     problem: AttentionProblem, key: DispatchKey, multiprocessors: int | None, planned: bool
 ) -> DecodeLaunch:

@@ -102,7 +102,8 @@ def workload(
     packed_end = np.minimum(rows * ratio, packed + block_m)
     diagonal = keys - rows
     row_begin, row_end = packed // ratio, -(-packed_end // ratio)
-    last, sinks, first = np.broadcast_to(keys, packed_end.shape), np.int64(0), np.int64(0)
+    last: Ints = np.broadcast_to(keys, packed_end.shape)
+    first, sinks = np.zeros((1, 1), np.int64), np.zeros((1, 1), np.int64)
     if key.causal:
         last = np.minimum(row_end + diagonal, last)
     if key.sliding_window:

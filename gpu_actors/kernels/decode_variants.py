@@ -224,9 +224,7 @@ def _plan_macros(key: DispatchKey) -> dict[str, str | int]:
 
 
 def _combine_macros(key: DispatchKey) -> dict[str, str | int]:
-    macros = _macros(
-        key, HEAD_DIM_V=key.head_dim_v, WARPS=_COMBINE_WARPS, OUT_ELEMENT=ELEMENTS[key.out_dtype].c_type
-    )
+    macros = _macros(key, HEAD_DIM_V=key.head_dim_v, WARPS=_COMBINE_WARPS, OUT_ELEMENT=ELEMENTS[key.out_dtype].c_type)
     return macros | {name: 1 for name, on in {"SINKS": key.sinks, "LSE": key.lse}.items() if on}
 
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from gpu_actors.errors import Unsupported
+from gpu_actors.kernels.decode_variants import COMBINE, DECODE, PLAN, decode_refuses, row_tile_of
 from gpu_actors.kernels.sm90_variants import sm90_refuses
-from gpu_actors.kernels.decode_variants import DECODE, decode_refuses, row_tile_of
 from gpu_actors.kernels.support import check_support, find_unsupported
 from gpu_actors.problem import AttentionProblem, DispatchKey
 
@@ -34,7 +34,8 @@ class KernelFamily(NamedTuple):
     name: of the kernel, as in DispatchKey. refuses: why it does not take a problem on an architecture, or None.
     reason: a sentence on what it is for, shown where it is taken. num_splits, persistent: as in DispatchKey.
     score_mods: whether it includes score.cuh, and so the score modification of a graph. tma: whether it loads by TMA,
-    which not all strides suit (`gpu_actors.kernels.sm90_arguments.tma_refusal`).
+    which not all strides suit (`gpu_actors.kernels.sm90_arguments.tma_refusal`). companions: kernels that are launched
+    with it, under keys that differ in the name alone.
     """
 
     name: str
@@ -44,6 +45,7 @@ class KernelFamily(NamedTuple):
     persistent: bool = False
     score_mods: bool = False
     tma: bool = False
+    companions: tuple[str, ...] = ()
 
     def refusal(self, problem: AttentionProblem, arch: str) -> Unsupported | None:
         """Why the kernel does not take a problem on an architecture, or None."""
@@ -116,6 +118,7 @@ FAMILIES = (
         DECODE,
         decode_refuses,
         "computes every option of new rows over pages, caches and pointers on tensor cores, splitting the keys",
+        companions=(PLAN, COMBINE),
     ),
 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import get_args
 
 from gpu_actors.errors import InvalidRequest, Unsupported
+from gpu_actors.kernels.decode_variants import ROW_TILES
 from gpu_actors.kernels.dispatch import FAMILIES, KernelFamily
 from gpu_actors.kernels.source import check_arch
 from gpu_actors.kernels.support import check_support
@@ -16,7 +17,7 @@ __all__ = ["check_key"]
 
 _CHOICES = {"direction": Direction, "layout": Layout, "mask": MaskKind, "alignment": Alignment}
 _NAMES = ("dtype", "kv_dtype", "out_dtype", "compute")
-_COUNTS = {"head_dim": 1, "head_dim_v": 1, "gqa_ratio": 1, "page_size": 0, "num_splits": 1}
+_COUNTS = {"head_dim": 1, "head_dim_v": 1, "gqa_ratio": 1, "page_size": 0, "num_splits": 1, "row_tile": 0}
 _FLAGS = (
     "softcap",
     "alibi",
@@ -52,6 +53,10 @@ def check_key(key: object) -> DispatchKey:
         given, wanted = getattr(key, field), getattr(family, field)
         if given != wanted:
             raise Unsupported(field, given, f"{family.name} is compiled with {field}={wanted} alone", wanted)
+    row_tiles = ROW_TILES if problem.decoding else (0,)
+    if key.row_tile not in row_tiles:
+        names = " or ".join(map(str, row_tiles))
+        raise Unsupported("row_tile", key.row_tile, f"{family.name} takes {names} rows a block", row_tiles[0])
     return key
 
 
@@ -79,9 +84,9 @@ def _text(field: str, value: object) -> None:
 
 def _family(key: DispatchKey) -> KernelFamily:
     for family in FAMILIES:
-        if isinstance(key.kernel, str) and key.kernel == family.name:
+        if isinstance(key.kernel, str) and key.kernel in (family.name, *family.companions):
             return family
-    names = ", ".join(family.name for family in FAMILIES)
+    names = ", ".join(", ".join((family.name, *family.companions)) for family in FAMILIES)
     raise InvalidRequest("kernel", key.kernel, f"compiled kernels are {names}")
 
 

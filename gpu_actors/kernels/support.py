@@ -128,6 +128,8 @@ def _fp8_backward(problem: AttentionProblem, arch: str) -> Finding:
 def _fp8_arch(problem: AttentionProblem, arch: str) -> Finding:
     if not _any_fp8(problem) or capability(arch) >= FIRST_FP8_CAPABILITY:
         return None
+    if problem.decoding and not ELEMENTS[problem.dtype].fp8:
+        return None  # a cache's values are widened before they are multiplied
     reason = f"fp8 attention needs sm_90a or newer, and {arch} is older"
     return _without_fp8(problem, reason)
 

@@ -86,11 +86,12 @@ def standard_variants(arch: str) -> list[DispatchKey]:
 
 
 def usual_decode_keys(arch: str) -> list[DispatchKey]:
-    """The kernels of the usual requests over caches, with what splits and merges their work."""
-    keys: dict[DispatchKey, None] = {}
+    """The kernels of the usual requests over caches, with what splits and merges their work: a key for each cubin."""
+    found: dict[KernelSource, DispatchKey] = {}
     for problem in usual_decode_problems(arch):
-        keys.update(dict.fromkeys(decode_keys(problem, dispatch_key(problem, arch), planned=False)))
-    return list(keys)
+        for key in decode_keys(problem, dispatch_key(problem, arch), planned=False):
+            found.setdefault(kernel_source(key), key)
+    return list(found.values())
 
 
 def _usual_problem(dtype: str, head_dim: int, mask: MaskKind, varlen: bool) -> AttentionProblem:
