@@ -1,0 +1,190 @@
+"""Train a tiny character transformer on this repository's own text, every attention through gpu_actors.
+
+    pip install "gpu-actors[demo]"
+    python examples/train_char_model.py                    # about a minute without a GPU
+    python examples/train_char_model.py --device cuda --compute tf32 --steps 2000
+
+The model and its optimiser are NumPy (`char_model.py`). Attention, grouped-query with ALiBi, is a request, forward and
+backward. It ends with a loss curve (a PNG, where matplotlib is installed) and a text that the model continues.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from char_model import AdamW, Array, Attention, AttentionGradient, Model, Settings, Tokens
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+import gpu_actors as ga
+
+__all__ = ["Corpus", "ServiceAttention", "continue_text", "main", "save_curve", "train"]
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+class Corpus:
+    """The text to learn, one index a character. Characters outside of ASCII are left out."""
+
+    def __init__(self, text: str) -> None:
+        kept = [character for character in text if character.isascii()]
+        self.alphabet = sorted(set(kept))
+        self._index = {character: index for index, character in enumerate(self.alphabet)}
+        self.tokens = self.encode("".join(kept))
+
+    @classmethod
+    def of_repository(cls, root: Path = REPOSITORY) -> Corpus:
+        """The documentation and the package's sources."""
+        files = [root / "README.md", *sorted(root.glob("docs/*.md")), *sorted(root.glob("gpu_actors/**/*.py"))]
+        return cls("\n".join(path.read_text(encoding="utf-8") for path in files))
+
+    def encode(self, text: str) -> Tokens:
+        """Indices of the characters that the corpus has."""
+        return np.array([self._index[character] for character in text if character in self._index], np.int64)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "".join(self.alphabet[token] for token in tokens)
+
+    def batch(self, rng: np.random.Generator, size: int, length: int) -> Tokens:
+        """size pieces of length + 1 characters: inputs and, one further on, what is to be predicted."""
+        starts = rng.integers(len(self.tokens) - length, size=size)
+        pieces: Tokens = self.tokens[starts[:, None] + np.arange(length + 1)]
+        return pieces
+
+
+class ServiceAttention:
+    """Attention by the service."""
+
+    def __init__(self, context: ga.GpuContext, heads: int, compute: str | None = None) -> None:
+        self._flash_attn = context.flash_attn
+        self.slopes = (2.0 ** (-8.0 * np.arange(1, heads + 1) / heads)).astype(np.float32)
+        self._options: dict[str, Any] = {"causal": True, "alibi_slopes": self.slopes, "compute": compute}
+
+    async def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        result = await self._flash_attn.forward(q, k, v, return_lse=True, **self._options)
+        return result.out, result.lse
+
+    async def backward(self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array) -> AttentionGradient:
+        gradients = await self._flash_attn.backward(dout, q, k, v, out, lse, **self._options)
+        return AttentionGradient(gradients.dq, gradients.dk, gradients.dv)
+
+
+async def train(model: Model, corpus: Corpus, attention: Attention) -> AsyncIterator[float]:
+    """Take ``settings.steps`` steps, giving the loss before each."""
+    settings, optimiser = model.settings, AdamW(model)
+    rng = np.random.default_rng(settings.seed + 1)
+    for _ in range(settings.steps):
+        tokens = corpus.batch(rng, settings.batch, settings.context)
+        loss, gradients = await model.loss(tokens, attention)
+        optimiser.update(gradients)
+        yield loss
+
+
+async def continue_text(
+    model: Model, corpus: Corpus, attention: Attention, prompt: str, length: int, seed: int
+) -> AsyncIterator[str]:
+    """Draw ``length`` characters after the prompt, one at a time."""
+    rng, tokens = np.random.default_rng(seed), list(corpus.encode(prompt))
+    for _ in range(length):
+        x = model.weights["embedding"][np.array([tokens[-model.settings.context :]])]
+        for layer in range(model.settings.layers):
+            _, q, k, v = model.project(layer, x)
+            out, _ = await attention.forward(q, k, v)
+            *_, x = model.finish(layer, x, out)
+        tokens.append(draw(model.logits(x[0, -1]), rng))
+        yield corpus.decode(tokens[-1:])
+
+
+def draw(logits: Array, rng: np.random.Generator, temperature: float = 0.8) -> int:
+    scaled = logits.astype(np.float64) / temperature
+    weights = np.exp(scaled - scaled.max())
+    return int(rng.choice(len(weights), p=weights / weights.sum()))
+
+
+def save_curve(losses: Sequence[float], path: Path) -> bool:
+    """Write the losses as a PNG. False where matplotlib is not installed."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    axes.plot(losses, color="0.75", linewidth=0.8, label="each step")
+    axes.plot([np.mean(losses[max(0, i - 19) : i + 1]) for i in range(len(losses))], label="mean of 20")
+    axes.set(xlabel="step", ylabel="loss, nats a character", ylim=(0, None))
+    axes.legend()
+    figure.savefig(path, dpi=150)
+    return True
+
+
+async def show_training(model: Model, corpus: Corpus, attention: Attention, console: Console) -> list[float]:
+    """Train behind a progress bar."""
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}"), TimeRemainingColumn())
+    losses: list[float] = []
+    with Progress(TextColumn("training"), *columns, console=console) as progress:
+        task = progress.add_task("", total=model.settings.steps, loss=float("nan"))
+        async for loss in train(model, corpus, attention):
+            losses.append(loss)
+            progress.update(task, advance=1, loss=float(np.mean(losses[-20:])))
+    return losses
+
+
+async def run(arguments: argparse.Namespace, console: Console) -> int:
+    corpus = Corpus.of_repository()
+    if not len(corpus.encode(arguments.prompt)):
+        raise ga.InvalidRequest("prompt", arguments.prompt, "has no character that occurs in the text to learn")
+    settings = Settings(steps=arguments.steps, batch=arguments.batch, seed=arguments.seed)
+    model = Model.initialised(settings, len(corpus.alphabet))
+    options = ga.ContextOptions(mock=ga.MockOptions(dtype="float32"))
+    size = sum(weight.size for weight in model.weights.values())
+    async with ga.open_context(arguments.device, options) as context:
+        console.print(f"{size:,} weights, {len(corpus.tokens):,} characters, attention on {context.info.name}")
+        attention = ServiceAttention(context, settings.heads, arguments.compute)
+        began = time.perf_counter()
+        losses = await show_training(model, corpus, attention, console)
+        seconds, last = time.perf_counter() - began, float(np.mean(losses[-20:]))
+        console.print(f"loss {losses[0]:.3f} -> {last:.3f} ({last / losses[0]:.0%}) in {seconds:.1f} s")
+        if save_curve(losses, arguments.curve):
+            console.print(f"loss curve: {arguments.curve}")
+        else:
+            console.print("no loss curve: matplotlib is not installed (it comes with gpu-actors\\[demo])")
+        console.out(arguments.prompt, end="", highlight=False)
+        text = continue_text(model, corpus, attention, arguments.prompt, arguments.sample, settings.seed)
+        async for character in text:
+            console.out(character, end="", highlight=False)
+        console.out("")
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line. Returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--device", default="auto", help='"auto", "cuda", "cuda:1", "emulated" or "mock"')
+    parser.add_argument("--compute", choices=("f32", "tf32", "f16", "bf16"), help="what attention multiplies in")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--batch", type=int, default=16, help="pieces of text a step")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--curve", type=Path, default=Path("loss.png"), help="where to save the loss curve")
+    parser.add_argument("--prompt", default="async def ")
+    parser.add_argument("--sample", type=int, default=300, help="characters to write after the prompt")
+    arguments = parser.parse_args(argv)
+    if min(arguments.steps, arguments.batch) < 1 or arguments.sample < 0 or not arguments.prompt:
+        parser.error("--steps and --batch are at least 1, --sample at least 0, and the prompt is not empty")
+    console = Console()
+    try:
+        return asyncio.run(run(arguments, console))
+    except ga.GpuActorsError as error:
+        Console(stderr=True).print(f"{type(error).__name__}: {error}", markup=False)
+        return 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
