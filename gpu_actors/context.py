@@ -7,6 +7,7 @@ async with gpu_actors.open_context("auto") as ctx:
 from __future__ import annotations
 
 import atexit
+import itertools
 import logging
 import math
 import os
@@ -14,7 +15,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Literal, TypeVar, cast
 
 import anyio
@@ -36,7 +37,7 @@ from gpu_actors.options import ContextOptions
 from gpu_actors.reply import Reply
 from gpu_actors.validation.fields import real
 
-__all__ = ["GpuContext", "Health", "open_context"]
+__all__ = ["GpuContext", "Health", "open_context", "open_contexts"]
 
 logger = logging.getLogger("gpu_actors")
 
@@ -74,9 +75,11 @@ class GpuContext:
     """A running context. Safe to share between event loops and threads. Made by `open_context`.
 
     flash_attn, cudnn, nvrtc: the handles of the FlashAttnActor, the CudnnLikeActor and the NvrtcActor.
+    number: this process's contexts are numbered from 1, for callers that can hold a number and no object.
     """
 
     def __init__(self, services: Services, root: Any) -> None:
+        self.number = next(_NUMBERS)
         self.flash_attn = cast("FlashAttnHandle", services.handle(FlashAttnActor))
         self.cudnn = cast("CudnnLikeHandle", services.handle(CudnnLikeActor))
         self.nvrtc = cast("NvrtcHandle", services.handle(NvrtcActor))
@@ -166,7 +169,7 @@ class GpuContext:
                 self._root.put(GiveUp())
                 if not done.wait(_PATIENCE):
                     logger.error("the context did not close within %s s", 2 * _PATIENCE)
-            _OPEN.discard(self)
+            _OPEN.pop(self.number, None)
 
     def after_fork(self) -> None:
         """In a child process: whoever asks or waits there must not wait for threads that stayed behind."""
@@ -284,7 +287,7 @@ class open_context:
             raise
         context = GpuContext(services, _Root(ref))
         # Kept until it is closed, whoever else lets go of it: its requests may still be waited for.
-        _OPEN.add(context)
+        _OPEN[context.number] = context
         return context
 
     def _check_free(self) -> None:
@@ -351,17 +354,23 @@ def _refuse_on_loop(call: str, instead: str) -> None:
         raise WouldBlock(f"{call} would block the running event loop; use {instead}")
 
 
-_OPEN: set[GpuContext] = set()
+_NUMBERS = itertools.count(1)
+_OPEN: dict[int, GpuContext] = {}
+
+
+def open_contexts() -> Mapping[int, GpuContext]:
+    """The contexts that are open in this process, by their number."""
+    return MappingProxyType(_OPEN)
 
 
 def _close_all() -> None:
     """Answer everybody who still waits when the interpreter exits."""
-    for context in list(_OPEN):
+    for context in list(_OPEN.values()):
         context.close()
 
 
 def _after_fork() -> None:
-    contexts = list(_OPEN)
+    contexts = list(_OPEN.values())
     _OPEN.clear()
     for context in contexts:
         context.after_fork()

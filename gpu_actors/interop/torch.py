@@ -1,0 +1,235 @@
+"""attention: the service as a differentiable function of torch tensors.
+
+It is a custom operator with a fake implementation and an autograd formula, so that torch.compile and torch.export trace
+through it. Tensors are handed over without a copy: by their addresses on a GPU, as NumPy views on the host. Needs
+torch, which nothing else of this package imports.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import torch
+
+from gpu_actors.context import GpuContext, open_contexts
+from gpu_actors.errors import ActorStopped, InvalidRequest, Unsupported, WouldBlock
+from gpu_actors.validation import check_seed
+from gpu_actors.validation.fields import flag, integer, one_of, real, window
+
+__all__ = ["attention"]
+
+# An operator takes tensors, numbers and strings, so a context goes by its number.
+_OPERANDS = {
+    "q": "Tensor",
+    "k": "Tensor",
+    "v": "Tensor",
+    "alibi_slopes": "Tensor?",
+    "sinks": "Tensor?",
+    "bias": "Tensor?",
+    "cu_seqlens_q": "Tensor?",
+    "cu_seqlens_k": "Tensor?",
+}
+_SCALARS = {
+    "causal": "bool",
+    "alignment": "str",
+    "window_left": "SymInt",
+    "window_right": "SymInt",
+    "softmax_scale": "float?",
+    "softcap": "float",
+    "sink_tokens": "SymInt",
+    "dropout_p": "float",
+    "dropout_seed": "SymInt",
+    "max_seqlen_q": "SymInt?",
+    "max_seqlen_k": "SymInt?",
+    "compute": "str?",
+    "deterministic": "bool",
+    "context": "int",
+}
+_ARGUMENTS = ", ".join(f"{kind} {name}" for name, kind in (_OPERANDS | _SCALARS).items())
+_GRADIENTS = ("q", "k", "v", "bias", "sinks")
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    context: GpuContext,
+    causal: bool = False,
+    alignment: str = "bottom_right",
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    sink_tokens: int = 0,
+    bias: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int = 0,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    compute: str | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+) -> Any:
+    """Attention of q to k and v through a running context: a tensor, or (tensor, LSE) with ``return_lse``.
+
+    q: (batch, seqlen_q, heads_q, head_dim); k, v: (batch, seqlen_k, heads_kv, head_dim), or packed (total, heads,
+    head_dim) with cu_seqlens, whose max_seqlen must be given where they lie on a GPU. Tensors of float16, bfloat16,
+    float32, float64, or fp8 without gradients; on the host, or on the context's own GPU. The other arguments, and all
+    shapes and dtypes, are those of `gpu_actors.FlashForward`. deterministic: the gradients, too, are the same bits
+    every time.
+
+    Differentiable once by q, k, v, bias and sinks; the LSE, float32, has no gradient. Dropout draws from dropout_seed
+    alone: give another one each step, and torch's own generators stay untouched.
+
+    Blocks the calling thread until the result is there. Safe from any thread but that of a running event loop, where
+    it raises `WouldBlock`: run the model in a worker thread there. Raises the request's error (`InvalidRequest`,
+    `Unsupported`, ...), from ``backward()`` too; `ActorStopped` where the context is closed.
+    """
+    if not torch.compiler.is_compiling():
+        _check(context, causal, alignment, window_size, softmax_scale, softcap, sink_tokens, dropout_p, compute)
+        check_seed(dropout_seed)
+        flag("deterministic", deterministic)
+        flag("return_lse", return_lse)
+        for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+            if longest is not None:
+                integer(name, longest, 1)
+    if alibi_slopes is not None and alibi_slopes.requires_grad:
+        raise Unsupported("alibi_slopes", "a tensor that requires grad", "ALiBi's slopes have no gradient", "detached")
+    out, lse = torch.ops.gpu_actors.attention(
+        q,
+        k,
+        v,
+        alibi_slopes,
+        sinks,
+        bias,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        causal,
+        alignment,
+        window_size[0],
+        window_size[1],
+        softmax_scale,
+        softcap,
+        sink_tokens,
+        dropout_p,
+        # Operators have signed integers.
+        dropout_seed if dropout_seed < 1 << 63 else dropout_seed - (1 << 64),
+        max_seqlen_q,
+        max_seqlen_k,
+        compute,
+        deterministic,
+        context.number,
+    )
+    return (out, lse) if return_lse else out
+
+
+def _check(
+    context: object,
+    causal: object,
+    alignment: object,
+    window_size: object,
+    softmax_scale: object,
+    softcap: object,
+    sink_tokens: object,
+    dropout_p: object,
+    compute: object,
+) -> None:
+    """What the operator's own signature would refuse without saying what is wanted; the service checks the rest."""
+    if not isinstance(context, GpuContext):
+        raise InvalidRequest("context", type(context).__name__, "must be a GpuContext, as open_context gives it")
+    flag("causal", causal)
+    one_of("alignment", alignment, ("bottom_right", "top_left"), 'must be "bottom_right" or "top_left"')
+    window(window_size)
+    if softmax_scale is not None:
+        real("softmax_scale", softmax_scale)
+    real("softcap", softcap)
+    integer("sink_tokens", sink_tokens, 0)
+    real("dropout_p", dropout_p)
+    if compute is not None:
+        one_of("compute", compute, ("f64", "f32", "tf32", "f16", "bf16", "fp8"), "must be the name of a precision")
+
+
+def _forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    context, options = _request(arguments)
+    del options["deterministic"]  # forward always is
+    result = context.flash_attn.forward(**options, return_lse=True).result()
+    return result.out, result.lse
+
+
+def _fake_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    q, v = arguments[0], arguments[2]
+    fp8 = q.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+    *batch, rows, heads, _ = q.shape
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=torch.bfloat16 if fp8 else q.dtype)
+    return out, q.new_empty((*batch, heads, rows), dtype=torch.float32)
+
+
+def _backward(dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *arguments: Any) -> Any:
+    context, options = _request(arguments)
+    # Autograd makes gradients by expanding a single number; kernels read rows.
+    dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+    gradients = context.flash_attn.backward(dout=dout, out=out, lse=lse, **options).result()
+    found = (getattr(gradients, f"d{name}") for name in _GRADIENTS)
+    # Operators cannot return None.
+    return tuple(dout.new_empty(0) if gradient is None else gradient for gradient in found)
+
+
+def _fake_backward(dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *arguments: Any) -> Any:
+    inputs = dict(zip(_OPERANDS, arguments, strict=False))
+    operands = (inputs[name] for name in _GRADIENTS)
+    return tuple(dout.new_empty(0) if each is None else each.new_empty(each.shape) for each in operands)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    ctx.save_for_backward(*output, *inputs[: len(_OPERANDS)])
+    ctx.scalars = inputs[len(_OPERANDS) :]
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> tuple[Any, ...]:
+    out, lse, *operands = ctx.saved_tensors
+    gradients = torch.ops.gpu_actors.attention_backward(dout, out, lse, *operands, *ctx.scalars)
+    by_name = dict(zip(_GRADIENTS, gradients, strict=True))
+    given = dict(zip(_OPERANDS, operands, strict=True))
+    of_operands = (None if given[name] is None else by_name.get(name) for name in _OPERANDS)
+    return (*of_operands, *(None for _ in _SCALARS))
+
+
+def _request(arguments: tuple[Any, ...]) -> tuple[GpuContext, dict[str, Any]]:
+    """The context and the keyword arguments of `FlashAttnHandle.forward` and `.backward`.
+
+    Raises WouldBlock on the thread of a running loop, before anything is submitted.
+    """
+    if asyncio._get_running_loop() is not None:
+        raise WouldBlock(
+            "attention() waits for its result, which would block the running event loop; "
+            "call it in a worker thread, as with asyncio.to_thread, or await ctx.flash_attn.forward"
+        )
+    options = dict(zip(_OPERANDS | _SCALARS, arguments, strict=True))
+    context = open_contexts().get(number := options.pop("context"))
+    if context is None:
+        raise ActorStopped(f"context {number}, which this call was made or traced for, is not open in this process")
+    options["window_size"] = (options.pop("window_left"), options.pop("window_right"))
+    options["dropout_seed"] %= 1 << 64
+    return context, options
+
+
+_RESULTS = "(Tensor, Tensor)"
+_RESULTS_BACKWARD = "(Tensor, Tensor, Tensor, Tensor, Tensor)"
+_operator = torch.library.custom_op(
+    "gpu_actors::attention", _forward, mutates_args=(), schema=f"({_ARGUMENTS}) -> {_RESULTS}"
+)
+_operator.register_fake(_fake_forward)
+_operator.register_autograd(_differentiate, setup_context=_keep)
+_operator_backward = torch.library.custom_op(
+    "gpu_actors::attention_backward",
+    _backward,
+    mutates_args=(),
+    schema=f"(Tensor dout, Tensor out, Tensor lse, {_ARGUMENTS}) -> {_RESULTS_BACKWARD}",
+)
+_operator_backward.register_fake(_fake_backward)
