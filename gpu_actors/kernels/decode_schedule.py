@@ -37,6 +37,11 @@ class Workload(NamedTuple):
         units: Ints = np.where(self.exists, self.tiles + ITEM_UNITS, 0)
         return units
 
+    @property
+    def pieces(self) -> Ints:
+        """That an item of each entry is cut into, whatever the ranges."""
+        return np.maximum(1, np.minimum(self.splits, self.tiles))
+
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
@@ -49,14 +54,13 @@ class Schedule:
         """The modelled work of each range: its tiles of keys, and ITEM_UNITS for each piece it begins."""
         load = self.workload
         entry, head, tile = (self.positions[:, column].astype(np.int64) for column in range(3))
-        inside = entry < load.tiles.size
-        index = np.minimum(entry, load.tiles.size - 1)
-        tiles = _before(load.tiles * load.exists * load.heads)
-        items = _before(load.exists * load.heads)
-        here = np.where(inside, head, 0)
-        tile_at = tiles[entry] + here * load.tiles[index] * load.exists[index] + np.where(inside, tile, 0)
-        item_at = items[entry] + here
-        pieces = np.diff(item_at) + (tile[1:] > 0)
+        index = np.minimum(entry, load.tiles.size - 1)  # the end has head and tile 0
+        count, cut = load.tiles[index], load.pieces[index]
+        tile_at = _before(load.tiles * load.heads)[entry] + head * count + tile
+        # With pinned splits every position begins a piece; without, a range that ends inside an item has one more.
+        begun = -(-tile * cut // np.maximum(count, 1)) if load.splits else np.zeros_like(tile)
+        piece_at = _before(load.pieces * load.exists * load.heads)[entry] + head * cut + begun
+        pieces = np.diff(piece_at) + ((tile[1:] > 0) & (load.splits == 0))
         loads: Ints = np.diff(tile_at) + ITEM_UNITS * pieces
         return loads
 
@@ -123,8 +127,7 @@ def workload(
 
 def _at_a_piece(load: Workload, entry: Ints, head: Ints, tile: Ints) -> tuple[Ints, Ints, Ints]:
     """Positions moved on to where the next piece begins."""
-    count = load.tiles[entry]
-    pieces = np.maximum(1, np.minimum(load.splits, count))
+    count, pieces = load.tiles[entry], load.pieces[entry]
     piece = -(-tile * pieces // np.maximum(count, 1))
     past = (tile > 0) & (piece == pieces)
     head = head + past

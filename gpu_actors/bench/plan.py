@@ -1,0 +1,88 @@
+"""How long splitting the work of a decode launch takes, and how evenly the modelled work falls.
+
+Needs no GPU: medians over many plans on the calling thread, in microseconds, and the largest load of a block over the
+mean. A load counts tiles of keys and what beginning a piece costs (`gpu_actors.kernels.decode_schedule`). The budgets
+are 1,000 us for 4,096 sequences and a balance of 1.1 on a batch in which few sequences are long.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu_actors.kernels.decode_schedule import Schedule, plan_decode
+from gpu_actors.kernels.decode_variants import ranges_of
+from gpu_actors.kernels.dispatch import dispatch_key
+from gpu_actors.problem import AttentionProblem
+
+__all__ = ["batches", "problem_of", "run"]
+
+_ARCH, _MULTIPROCESSORS = "sm_90a", 132
+_REPEATS = 200
+
+
+def problem_of(lengths: npt.NDArray[np.int32], num_splits: int = 0) -> AttentionProblem:
+    """One new row a sequence over pages of 64, 64 query heads on 8 of dim 128 in bfloat16."""
+    batch, columns = lengths.size, -(-int(lengths.max()) // 64)
+    return AttentionProblem(
+        layout="paged",
+        batch=batch,
+        seqlen_q=1,
+        seqlen_k=columns * 64,
+        total_q=batch,
+        total_k=int(lengths.sum()),
+        heads_q=64,
+        heads_kv=8,
+        head_dim=128,
+        head_dim_v=128,
+        dtype="bfloat16",
+        kv_dtype="bfloat16",
+        out_dtype="bfloat16",
+        compute="bf16",
+        softmax_scale=128**-0.5,
+        causal=True,
+        page_size=64,
+        num_splits=num_splits,
+    )
+
+
+def batches() -> dict[str, npt.NDArray[np.int32]]:
+    """Lengths of batches, by name. skewed: two long sequences among short ones; mixed: lengths spread over decades."""
+    rng = np.random.default_rng(0)
+    skewed = rng.integers(64, 512, 256).astype(np.int32)
+    skewed[[17, 101]] = 65_536, 32_768
+    return {
+        "one_32k": np.full(1, 32_768, np.int32),
+        "even_32x8k": np.full(32, 8_192, np.int32),
+        "skewed_256": skewed,
+        "mixed_4096": np.exp(rng.uniform(np.log(16), np.log(16_384), 4_096)).astype(np.int32),
+    }
+
+
+def run() -> dict[str, object]:
+    """For each batch its sequences, the median microseconds of planning it, and the balance."""
+    return {name: _measure(lengths) for name, lengths in batches().items()}
+
+
+def _measure(lengths: npt.NDArray[np.int32]) -> dict[str, object]:
+    problem = problem_of(lengths)
+    key = dispatch_key(problem, _ARCH)
+    ranges = ranges_of(key, _MULTIPROCESSORS)
+
+    def plan() -> Schedule:
+        return plan_decode(problem, key, ranges, lengths, None)
+
+    times = []
+    for _ in range(_REPEATS):
+        start = time.perf_counter()
+        plan()
+        times.append(time.perf_counter() - start)
+    return {
+        "sequences": lengths.size,
+        "ranges": ranges,
+        "plan_us": round(statistics.median(times) * 1e6, 1),
+        "balance": round(plan().balance(), 3),
+    }

@@ -1,0 +1,199 @@
+"""Splitting the work of a decode launch: complete, even, the same on the host and on the device, and quick."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from decode_cases import VARIANTS, draw
+from decoding_support import random_batch
+from emulated_decode import DecodeCase, device_of, kernel_of, problem_of
+
+from gpu_actors.bench import plan
+from gpu_actors.devices.interface import Launch, OutputSpec, Step
+from gpu_actors.kernels.decode_arguments import decode_layout, pack_decode
+from gpu_actors.kernels.decode_launch import decode_launch
+from gpu_actors.kernels.decode_schedule import ITEM_UNITS, MIN_UNITS, Schedule, plan_decode, workload
+from gpu_actors.kernels.decode_variants import PLAN, decode_keys, decode_tile, ranges_of, row_tile_of, step_geometry
+from gpu_actors.kernels.dispatch import dispatch_key
+from gpu_actors.kernels.variants import kernel_source
+from gpu_actors.problem import AttentionProblem
+from gpu_actors.reference.masks import visible_keys
+
+
+def planned(case: DecodeCase, ranges: int) -> tuple[AttentionProblem, Any, Schedule]:
+    problem = problem_of(case, case.operands())
+    key = dispatch_key(problem, "sm_80")
+    rows = None if case.rows is None else np.array(case.rows)
+    return problem, key, plan_decode(problem, key, ranges, case.batch.lengths, rows)
+
+
+def positions_on_the_device(case: DecodeCase, ranges: int) -> Any:
+    """What decode_plan writes."""
+    operands = case.operands()
+    problem = problem_of(case, operands)
+    key = decode_keys(problem, dispatch_key(problem, "sm_80"), planned=False)[0]
+    assert key.kernel == PLAN
+    outputs = {
+        "plan": OutputSpec((ranges + 1, 4), "int32"),
+        "sums": OutputSpec((10_000,), "int64"),
+        "out": OutputSpec((*operands["q"].shape[:-1], problem.head_dim_v), problem.out_dtype),
+        "lse": OutputSpec(_lse_shape(problem), "float32"),
+    }
+
+    def pack(buffers: Any) -> bytes:
+        pointers = {f"{side}_ptrs": dataclasses.replace(buffers["cache_seqlens"], dtype="uint64") for side in "kv"}
+        return pack_decode(problem, ranges, {**buffers, **(pointers if problem.layout == "pointers" else {})})
+
+    step = Step(kernel_of(kernel_source(key)), step_geometry(key, problem, ranges), pack)
+    stream: Any = device_of().open_stream("test")
+    return stream.run(Launch(key, operands, outputs, lambda _: {}, (step,)))["plan"]
+
+
+def _lse_shape(problem: AttentionProblem) -> tuple[int, ...]:
+    packed = (problem.heads_q, problem.total_q)
+    return packed if problem.varlen_q else (problem.batch, problem.heads_q, problem.seqlen_q)
+
+
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.layout != "pointers"][:8:2], ids=str)
+def test_host_and_device_split_alike(variant):
+    for seed in range(3):
+        case = draw(variant, seed)
+        for ranges in (1, 7):
+            np.testing.assert_array_equal(positions_on_the_device(case, ranges), planned(case, ranges)[2].positions)
+
+
+def walk(schedule: Schedule) -> list[list[tuple[int, int, int, int]]]:
+    """The pieces of each range as the kernel goes through them: (entry, head, first tile, last tile)."""
+    load, ranges = schedule.workload, []
+    for begin, end in zip(schedule.positions[:-1].tolist(), schedule.positions[1:].tolist(), strict=True):
+        entry, head, tile, _ = begin
+        pieces: list[tuple[int, int, int, int]] = []
+        while (entry, head, tile) < tuple(end[:3]):
+            count = int(load.tiles[entry])
+            stop = end[2] if (entry, head) == tuple(end[:2]) else count
+            if load.splits:
+                n = max(1, min(load.splits, count))
+                stop = next((j * count // n for j in range(1, n + 1) if j * count // n > tile), count)
+            if load.exists[entry]:
+                pieces.append((entry, head, tile, stop))
+            tile = stop
+            if stop == count:
+                entry, head, tile = (entry, head + 1, 0) if head + 1 < load.heads else (entry + 1, 0, 0)
+        ranges.append(pieces)
+    return ranges
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_the_ranges_are_all_of_the_work_and_nothing_twice(variant):
+    for seed in range(10):
+        case = draw(variant, seed)
+        for ranges in (1, 2, 5, 40):
+            _, _, schedule = planned(case, ranges)
+            load, walked = schedule.workload, walk(schedule)
+            tiles: dict[tuple[int, int], int] = {}
+            for entry, head, first, last in itertools.chain.from_iterable(walked):
+                assert tiles.get((entry, head), 0) == first, "pieces follow each other"
+                tiles[entry, head] = last
+            wanted = {(e, h): int(load.tiles[e]) for e in np.flatnonzero(load.exists) for h in range(load.heads)}
+            assert tiles == wanted
+            loads = [sum(last - first + ITEM_UNITS for _, _, first, last in pieces) for pieces in walked]
+            np.testing.assert_array_equal(schedule.loads(), loads)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_tiles_are_those_that_hold_a_visible_key(variant):
+    """Brute force over the oracle's masks. What a tile table leaves out would be a wrong number."""
+    for seed in range(6):
+        case = draw(variant, seed, 700)
+        problem = problem_of(case, case.operands())
+        key = dispatch_key(problem, variant.arch)
+        rows = np.full(len(case.batch.k), problem.seqlen_q) if case.rows is None else np.array(case.rows)
+        load, tile, block = workload(problem, key, case.batch.lengths, rows), decode_tile(key).block_n, key.row_tile
+        counts = load.tiles.reshape(len(rows), -1)
+        for index, length in enumerate(case.batch.lengths):
+            for part in range(counts.shape[1]):
+                packed = np.arange(part * block, min((part + 1) * block, rows[index] * problem.gqa_ratio))
+                seen = visible_keys(
+                    np.unique(packed // problem.gqa_ratio),
+                    int(rows[index]),
+                    int(length),
+                    causal=problem.causal,
+                    window_size=problem.window,
+                    sink_tokens=problem.sink_tokens,
+                )
+                keys = np.ones(length, bool) if seen is None else seen.any(axis=0)
+                needed = len({int(k) // tile for k in np.flatnonzero(keys)}) if packed.size else 0
+                assert counts[index, part] >= needed
+                assert counts[index, part] <= needed + (needed > 0), "at most one tile more than needed"
+
+
+def test_ranges_are_not_cut_smaller_than_it_is_worth():
+    case = DecodeCase(random_batch(0, (64 * 11,), heads=(1, 1), dim=64, dtype="float16"), options={"causal": True})
+    loads = planned(case, 100)[2].loads()
+    assert (loads > 0).sum() == (11 + ITEM_UNITS) // MIN_UNITS
+
+
+@pytest.mark.parametrize("name", plan.batches())
+def test_the_modelled_work_falls_evenly(name):
+    lengths = plan.batches()[name]
+    problem = plan.problem_of(lengths)
+    key = dispatch_key(problem, "sm_90a")
+    schedule = plan_decode(problem, key, ranges_of(key, 132), lengths, None)
+    assert 1.0 <= schedule.balance() <= 1.1
+    assert (schedule.loads() > 0).all(), "every block has work"
+
+
+def test_one_long_sequence_would_set_the_time_if_it_were_not_split():
+    lengths = plan.batches()["skewed_256"]
+    problem = plan.problem_of(lengths, num_splits=1)
+    key = dispatch_key(problem, "sm_90a")
+    assert plan_decode(problem, key, ranges_of(key, 132), lengths, None).balance() > 3
+
+
+def test_four_thousand_sequences_are_planned_in_a_millisecond():
+    """The best of many, because the machine may be busy; the budget is 1 ms on one core."""
+    lengths = plan.batches()["mixed_4096"]
+    problem = plan.problem_of(lengths)
+    key = dispatch_key(problem, "sm_90a")
+    times = []
+    for _ in range(30):
+        start = time.perf_counter()
+        plan_decode(problem, key, 264, lengths, None)
+        times.append(time.perf_counter() - start)
+    assert min(times) < 1e-3
+
+
+def test_the_benchmark_says_what_it_measured():
+    figures = plan.run()
+    assert set(figures) == set(plan.batches())
+    assert all(figure["plan_us"] > 0 for figure in figures.values())  # type: ignore[index]
+
+
+class TestTiles:
+    def test_pinned_splits_take_the_tile_of_the_heads_alone(self):
+        problem = plan.problem_of(np.full(4, 100, np.int32))
+        wide = dataclasses.replace(problem, seqlen_q=8, total_q=32)
+        assert row_tile_of(problem) == 16
+        assert row_tile_of(wide) == 64
+        assert row_tile_of(dataclasses.replace(wide, num_splits=2)) == 16
+
+    def test_the_struct_is_laid_out_as_a_compiler_does(self):
+        layout = decode_layout()
+        assert layout.size % 8 == 0
+        offsets = {field.name: field.offset for field in layout.fields}
+        assert offsets["seq_lens"] % 8 == 0
+        assert offsets["attention.sinks_are_float"] < offsets["seq_lens"]
+
+    def test_grids_and_scratch_do_not_depend_on_lengths(self):
+        one, other = (plan.problem_of(np.full(4, length, np.int32)) for length in (64, 60))
+        assert one.seqlen_k == other.seqlen_k
+        key = dispatch_key(one, "sm_90a")
+        for planned_by_host in (True, False):
+            launches = [decode_launch(problem, key, 132, planned_by_host) for problem in (one, other)]
+            assert launches[0].keys == launches[1].keys
+            assert launches[0].scratch() == launches[1].scratch()
