@@ -17,8 +17,12 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 @pytest.fixture(autouse=True, scope="session")
 def _cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Keep the user's own cubins out of the tests, and the tests' out of the user's."""
-    folder = tmp_path_factory.mktemp("cubins")
+    """Keep the user's own cubins out of the tests, and the tests' out of the user's.
+
+    GPU_ACTORS_TEST_CACHE_DIR: a folder that several runs of the tests share.
+    """
+    shared = os.environ.get("GPU_ACTORS_TEST_CACHE_DIR")
+    folder = Path(shared) if shared else tmp_path_factory.mktemp("cubins")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GPU_ACTORS_CACHE_DIR", str(folder))
         yield folder

@@ -5,8 +5,6 @@ GPU_ACTORS_TEST_DEVICE=emulated rehearses these tests where there is no GPU.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,7 +16,6 @@ from gpu_actors.testing.tolerance import check_output
 
 pytestmark = pytest.mark.gpu
 
-DEVICE = os.environ.get("GPU_ACTORS_TEST_DEVICE", "cuda")
 MASKS: tuple[dict[str, Any], ...] = (
     {},
     {"always": ("causal",)},
@@ -28,12 +25,6 @@ MASKS: tuple[dict[str, Any], ...] = (
 )
 OPTIONS = ("softcap", "alibi", "sinks", "bias", "dropout", "scale")
 COMPUTES = ("f32", "tf32", "f16", "bf16")
-
-
-@pytest.fixture(scope="module")
-def context() -> Iterator[Any]:
-    with ga.open_context(DEVICE) as ctx:
-        yield ctx
 
 
 def answer(context: Any, case: ForwardCase, **more: Any) -> tuple[Any, Any]:

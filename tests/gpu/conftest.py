@@ -1,0 +1,18 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import gpu_actors as ga
+
+DEVICE = os.environ.get("GPU_ACTORS_TEST_DEVICE", "cuda")
+"""GPU_ACTORS_TEST_DEVICE=emulated rehearses what needs no GPU's memory or streams."""
+
+
+@pytest.fixture(scope="module")
+def context() -> Iterator[Any]:
+    with ga.open_context(DEVICE) as ctx:
+        yield ctx

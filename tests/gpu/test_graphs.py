@@ -1,0 +1,73 @@
+"""Kernels in CUDA graphs: what the service launches can be captured, and replayed over new data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from gpu_candidates import CANDIDATES, Candidate
+
+from gpu_actors.bench.recorder import RecordingContext
+from gpu_actors.devices.cuda import CudaDevice
+from gpu_actors.devices.cuda.operands import Operands
+from gpu_actors.devices.cuda.stream import CudaStream
+from gpu_actors.errors import Unsupported
+from gpu_actors.interop.arrays import adopt
+
+pytestmark = pytest.mark.gpu
+
+
+def on_device(array: Any) -> Any:
+    import cupy
+
+    bits = cupy.asarray(np.ascontiguousarray(array).view(f"u{array.itemsize}"))
+    return adopt(bits, "array").array.view(array.dtype)
+
+
+@pytest.mark.parametrize("candidate", CANDIDATES[::4], ids=str)
+def test_a_captured_launch_gives_the_same_bits_when_it_is_replayed(candidate: Candidate) -> None:
+    import cupy
+    from cupy.cuda import runtime
+
+    asked = candidate.make()
+    opening = RecordingContext("cuda")
+    with opening as context:
+        if not candidate.runs_on(context.info.arch):
+            pytest.skip(f"{context.info.arch} is below compute capability {candidate.first / 10}")
+        try:
+            with opening.recorder.recording() as launches:
+                answer = context.flash_attn.submit(asked.request).result(120)
+        except Unsupported:
+            pytest.skip("no kernel takes it")
+        (launch,) = launches
+        device = opening.recorder.inner
+        assert isinstance(device, CudaDevice)
+        stream = device.open_stream("capture")
+        assert isinstance(stream, CudaStream)
+        assert stream.handle is not None
+        # Operands stay where they are for as long as the graph is replayed.
+        launch.inputs = {name: on_device(array) for name, array in launch.inputs.items()}
+        operands = Operands(device, launch)
+        runtime.deviceSynchronize()
+        for step in launch.steps:
+            step.kernel.handle.prepare(device.api, step.geometry.shared_bytes)
+        runtime.streamBeginCapture(stream.handle, runtime.streamCaptureModeRelaxed)
+        operands.upload(device.api, stream.handle)
+        for step in launch.steps:
+            params = step.pack(operands.buffers)
+            device.api.launch_kernel(step.kernel.handle.handle, *step.geometry, stream.handle, params)
+        graph = runtime.streamEndCapture(stream.handle)
+        replay = runtime.graphInstantiate(graph)
+        out = operands.results()["out"]
+        memory = cupy.cuda.UnownedMemory(out.address, out.nbytes, out, out.device)
+        bits = cupy.ndarray((out.nbytes,), np.uint8, cupy.cuda.MemoryPointer(memory, 0))
+        for _ in range(3):
+            bits.data.memset(0xFF, bits.nbytes)
+            runtime.deviceSynchronize()
+            runtime.graphLaunch(replay, stream.handle)
+            runtime.streamSynchronize(stream.handle)
+            assert cupy.asnumpy(bits).tobytes() == np.asarray(answer[0]).tobytes()
+        runtime.graphExecDestroy(replay)
+        runtime.graphDestroy(graph)
+        operands.release()

@@ -1,0 +1,143 @@
+"""Requests beside other work on the GPU: producers' and consumers' streams, memory that goes away, a full device."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import gpu_actors as ga
+from gpu_actors.errors import OutOfDeviceMemory
+from gpu_actors.reference import attention_forward
+from gpu_actors.testing.tolerance import check_output
+
+pytestmark = pytest.mark.gpu
+
+SHAPE = (2, 256, 4, 64)
+LONG = 200_000_000
+"""Cycles: about a tenth of a second."""
+
+
+def operands(seed: int = 0) -> tuple[Any, ...]:
+    rng = np.random.default_rng(seed)
+    return tuple(rng.standard_normal(SHAPE).astype(np.float16) for _ in range(3))
+
+
+@pytest.fixture
+def torch() -> Any:
+    return pytest.importorskip("torch")
+
+
+def test_torch_tensors_still_being_written_are_waited_for(context: Any, torch: Any) -> None:
+    host = operands()
+    sources = [torch.from_numpy(x).cuda() for x in host]
+    inputs = [torch.zeros_like(x) for x in sources]
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(LONG)
+        for into, source in zip(inputs, sources, strict=True):
+            into.copy_(source)
+        reply = context.flash_attn.forward(*inputs, causal=True)
+        result = reply.result(60).out
+    assert isinstance(result, torch.Tensor)
+    check_output(result.cpu().numpy(), None, *host, causal=True)
+
+
+def test_a_result_may_be_used_at_once_and_its_memory_reused_in_order(context: Any, torch: Any) -> None:
+    """The caller drops a result that its own kernels still read; torch gives the memory to the next request."""
+    side = torch.cuda.Stream()
+    sums, expected = [], []
+    with torch.cuda.stream(side):
+        for seed in range(20):
+            host = operands(seed)
+            inputs = [torch.from_numpy(x).cuda(non_blocking=False) for x in host]
+            out = context.flash_attn.forward(*inputs).result(60).out
+            torch.cuda._sleep(LONG // 50)
+            sums.append(out.float().sum())
+            expected.append(attention_forward(*host).out.sum())
+            del out, inputs
+        side.synchronize()
+    np.testing.assert_allclose([float(x) for x in sums], expected, rtol=0.02, atol=4.0)
+
+
+def test_inputs_dropped_after_submission_are_read_all_the_same(context: Any, torch: Any) -> None:
+    host = operands(3)
+    replies = []
+    for _ in range(8):
+        inputs = [torch.from_numpy(x).cuda() for x in host]
+        replies.append(context.flash_attn.forward(*inputs))
+        del inputs
+        torch.full(SHAPE, float("nan"), dtype=torch.float16, device="cuda")
+    for reply in replies:
+        check_output(reply.result(60).out.cpu().numpy(), None, *host)
+
+
+def test_bfloat16_tensors_keep_their_bits(context: Any, torch: Any) -> None:
+    host = [x.astype(ml_dtypes.bfloat16) for x in operands(4)]
+    inputs = [torch.from_numpy(x.view(np.int16)).view(torch.bfloat16).cuda() for x in host]
+    out = context.flash_attn.forward(*inputs).result(60).out
+    assert out.dtype == torch.bfloat16
+    check_output(out.cpu().view(torch.int16).numpy().view(ml_dtypes.bfloat16), None, *host)
+
+
+def test_anything_with_dlpack_is_read_where_it_lies(context: Any, torch: Any) -> None:
+    host = operands(5)
+
+    class Foreign:
+        def __init__(self, tensor: Any) -> None:
+            self.__dlpack__ = tensor.__dlpack__
+            self.__dlpack_device__ = tensor.__dlpack_device__
+
+    out = torch.zeros(SHAPE, dtype=torch.float16, device="cuda")
+    inputs = [Foreign(torch.from_numpy(x).cuda()) for x in host]
+    context.flash_attn.forward(*inputs, out=out).result(60)
+    check_output(out.cpu().numpy(), None, *host)
+
+
+def test_cupy_arrays_on_a_stream_of_their_own(context: Any) -> None:
+    import cupy
+
+    host = operands(6)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        inputs = [cupy.asarray(x) for x in host]
+        out = context.flash_attn.forward(*inputs).result(60).out
+        assert isinstance(out, cupy.ndarray)
+        check_output(cupy.asnumpy(out), None, *host)
+
+
+def test_a_full_device_fails_one_request_and_later_ones_succeed() -> None:
+    import cupy
+
+    pool = cupy.cuda.MemoryPool()
+    host = operands(7)
+    with ga.open_context("cuda") as context:
+        check_output(context.flash_attn.forward(*host).result(60).out, None, *host)
+        hoard, piece = [], 1 << 34
+        while piece >= 1 << 24:
+            try:
+                hoard.append(pool.malloc(piece))
+            except cupy.cuda.memory.OutOfMemoryError:
+                piece //= 2
+        large = np.zeros((1, 65_536, 8, 128), np.float16)
+        with pytest.raises(OutOfDeviceMemory):
+            context.flash_attn.forward(large, large[:, :64], large[:, :64]).result(60)
+        assert context.health().ready
+        hoard.clear()
+        gc.collect()
+        pool.free_all_blocks()
+        check_output(context.flash_attn.forward(*host).result(60).out, None, *host)
+        assert context.flash_attn.forward(large, large[:, :64], large[:, :64]).result(60).out.shape == large.shape
+
+
+def test_many_requests_at_once_use_bounded_memory_and_are_all_answered(context: Any) -> None:
+    host = operands(8)
+    replies = [context.flash_attn.forward(*host, causal=True) for _ in range(200)]
+    first = replies[0].result(60).out
+    check_output(first, None, *host, causal=True)
+    for reply in replies[1:]:
+        np.testing.assert_array_equal(reply.result(60).out, first)

@@ -1,0 +1,185 @@
+"""Requests, one or more for every kernel of the dispatch table, with what their answers are checked against.
+
+A kernel that none of them reaches is found by a test that needs no GPU, so that a new one is given its candidates when
+it is added to the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import gpu_actors as ga
+from gpu_actors.kernels.support import FIRST_FP8_CAPABILITY, capability
+from gpu_actors.testing.backward_problems import poison_unseen_backward, random_backward
+from gpu_actors.testing.gradients import check_gradients
+from gpu_actors.testing.problems import cast, paginate, poison_unseen, random_forward
+from gpu_actors.testing.tolerance import check_output
+
+__all__ = ["CANDIDATES", "Asked", "Candidate"]
+
+Check = Callable[[Any, str], None]
+_SEQLENS = (150, 300)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """check: takes the result and the name of the kernel that answered; raises AssertionError."""
+
+    request: Any
+    check: Check
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """make: gives the request. first: the compute capability that it needs."""
+
+    name: str
+    make: Callable[[], Asked]
+    first: int = 80
+
+    def runs_on(self, arch: str) -> bool:
+        return capability(arch) >= self.first
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _forward(seed: int, compute: str | None = None, **choices: Any) -> Callable[[], Asked]:
+    def make() -> Asked:
+        case = poison_unseen(random_forward(seed, seqlens=_SEQLENS, kind="gaussian", **{"features": (), **choices}))
+        more = {} if compute is None else {"compute": compute}
+        request = ga.FlashForward(*case.inputs, **case.options, **more, return_lse=True)
+        low = case.q.dtype.name if case.q.dtype.itemsize == 1 else None
+
+        def check(result: Any, kernel: str) -> None:
+            # Only kernels that multiply 8-bit weights round them.
+            weights = low if kernel not in ("forward_simple", "reference") else None
+            reduced = None if compute == "f32" else compute
+            check_output(
+                result.out,
+                result.lse,
+                *case.inputs,
+                repro=case.repro,
+                compute=reduced,
+                weights_dtype=weights,
+                **case.options,
+            )
+
+        return Asked(request, check)
+
+    return make
+
+
+def _backward(seed: int, deterministic: bool = False, **choices: Any) -> Callable[[], Asked]:
+    def make() -> Asked:
+        drawn = random_backward(seed, seqlens=_SEQLENS, kind="gaussian", **{"features": (), **choices})
+        case = poison_unseen_backward(drawn)
+        dout, q, k, v, out, lse = case.inputs
+        request = ga.FlashBackward(q, k, v, dout=dout, out=out, lse=lse, deterministic=deterministic, **case.options)
+
+        def check(result: Any, kernel: str) -> None:
+            check_gradients(result, *case.arguments, out=out, lse=lse, repro=case.repro, **case.options)
+
+        return Asked(request, check)
+
+    return make
+
+
+def _decode(
+    lengths: tuple[int, ...],
+    *,
+    rows: int = 1,
+    dim: int = 128,
+    page: int | None = 64,
+    dtype: str = "bfloat16",
+    **options: Any,
+) -> Callable[[], Asked]:
+    """page: keys a page; None: one cache array a sequence, through BatchedDecode."""
+
+    def make() -> Asked:
+        rng = np.random.default_rng(len(lengths) + rows)
+        q = cast(rng.standard_normal((len(lengths), rows, 8, dim)), dtype)
+        k, v = ([cast(rng.standard_normal((n, 2, dim)), dtype) for n in lengths] for _ in range(2))
+        seqlens = np.array(lengths, np.int32)
+        if page is None:
+            caches = [[np.ascontiguousarray(x.swapaxes(0, 1)) for x in _padded(side)] for side in (k, v)]
+            request: Any = ga.BatchedDecode(
+                q=q[:, 0], k_caches=caches[0], v_caches=caches[1], seq_lens=seqlens, **options
+            )
+        else:
+            pool = paginate(rng, k, v, page)
+            request = ga.PagedForward(
+                q=q,
+                k_cache=pool.k,
+                v_cache=pool.v,
+                block_table=pool.block_table,
+                cache_seqlens=pool.cache_seqlens,
+                **options,
+            )
+
+        def check(result: Any, kernel: str) -> None:
+            out = np.asarray(result.out).reshape(-1, 8, dim)
+            ends = {"cu_seqlens_q": len(lengths) * [rows], "cu_seqlens_k": lengths}
+            packed = {name: np.cumsum([0, *steps]).astype(np.int32) for name, steps in ends.items()}
+            inputs = (q.reshape(-1, 8, dim), np.concatenate(k), np.concatenate(v))
+            check_output(out, None, *inputs, causal=True, **packed, **options)
+
+        return Asked(request, check)
+
+    return make
+
+
+def _padded(sequences: list[Any]) -> list[Any]:
+    """Every sequence as long as the longest and three more, filled up with NaN."""
+    longest = max(map(len, sequences)) + 3
+    return [np.concatenate([x, np.full((longest - len(x), *x.shape[1:]), np.nan, x.dtype)]) for x in sequences]
+
+
+CANDIDATES = (
+    *(
+        Candidate(f"forward {dtype} {dim} {mask or 'full'}{' varlen' * varlen}", make)
+        for dtype in ("float16", "bfloat16")
+        for dim in (64, 96, 128, 192, 256)
+        for mask, varlen in (("", False), ("causal", False), ("window", True))
+        for make in (_forward(dim, dtype=dtype, head_dim=dim, varlen=varlen, always=(mask,) * bool(mask)),)
+    ),
+    *(
+        Candidate(
+            f"forward float32 as {compute}", _forward(3, compute, dtype="float32", head_dim=64, always=("causal",))
+        )
+        for compute in ("f32", "tf32", "f16", "bf16")
+    ),
+    *(
+        Candidate(f"forward {dtype} {dim}", _forward(4, dtype=dtype, head_dim=dim, always=always), FIRST_FP8_CAPABILITY)
+        for dtype in ("float8_e4m3fn", "float8_e5m2")
+        for dim, always in ((64, ()), (128, ("causal", "descales")))
+    ),
+    Candidate("forward float64", _forward(5, dtype="float64", head_dim=40)),
+    *(
+        Candidate(f"forward with {option}", _forward(6, dtype="bfloat16", head_dim=128, varlen=False, always=(option,)))
+        for option in ("softcap", "alibi", "sinks", "bias", "dropout")
+    ),
+    *(
+        Candidate(f"backward {dtype} {dim} {mask or 'full'}", make)
+        for dtype in ("float16", "bfloat16")
+        for dim in (64, 128)
+        for mask in ("", "causal")
+        for make in (_backward(dim, dtype=dtype, head_dim=dim, varlen=False, always=(mask,) * bool(mask)),)
+    ),
+    Candidate("backward varlen", _backward(7, dtype="bfloat16", head_dim=64, varlen=True, always=("causal",))),
+    Candidate(
+        "backward deterministic",
+        _backward(8, deterministic=True, dtype="bfloat16", head_dim=128, varlen=False, always=("causal",)),
+    ),
+    Candidate("decode", _decode((1, 64, 300, 1000))),
+    Candidate("decode many keys", _decode((5000, 3))),
+    Candidate("decode several rows", _decode((40, 300, 1000), rows=5)),
+    Candidate("prefill a chunk", _decode((200, 400), rows=100)),
+    Candidate("decode of small pages", _decode((17, 250), page=16, dim=64, dtype="float16")),
+    Candidate("decode of arrays", _decode((1, 64, 300, 1000), page=None)),
+    Candidate("decode in a window", _decode((300, 1000), window_size=(100, -1))),
+)

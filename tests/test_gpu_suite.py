@@ -1,0 +1,52 @@
+"""The GPU's tests, where there is no GPU: they are collected, rehearsed, and reach every kernel."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpu_candidates import CANDIDATES, Candidate
+
+import gpu_actors as ga
+from gpu_actors.kernels.dispatch import FAMILIES
+
+ROOT = Path(__file__).resolve().parents[1]
+EVERY_FOURTH = [
+    pytest.param(candidate, marks=() if number % 4 == 0 else pytest.mark.sweep, id=candidate.name)
+    for number, candidate in enumerate(CANDIDATES)
+]
+
+
+@pytest.fixture(scope="module")
+def mock() -> Any:
+    with ga.open_context("mock", ga.ContextOptions(arch="sm_90a")) as context:
+        yield context
+
+
+@pytest.mark.parametrize("folder", ["tests/gpu", "tests/emulation"])
+def test_tests_for_a_gpu_are_collected_without_one(folder: str) -> None:
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "gpu", folder]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [line for line in done.stdout.splitlines() if "::" in line]
+    assert len(found) > 50
+
+
+@pytest.mark.parametrize("candidate", EVERY_FOURTH)
+def test_the_oracle_passes_every_candidates_check(mock: Any, candidate: Candidate) -> None:
+    asked = candidate.make()
+    result = mock.flash_attn.submit(asked.request).result(60)
+    asked.check(result, "reference")
+    out = result[0]
+    spoilt = out.astype("float32")
+    spoilt.flat[out.size // 2] += 1.0
+    with pytest.raises(AssertionError):
+        asked.check(result._replace(**{result._fields[0]: spoilt.astype(out.dtype)}), "reference")
+
+
+def test_every_kernel_of_the_dispatch_table_has_a_candidate(mock: Any) -> None:
+    reached = {mock.flash_attn.inspect_key(candidate.make().request).kernel for candidate in CANDIDATES}
+    assert {family.name for family in FAMILIES} <= reached
