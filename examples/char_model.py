@@ -30,7 +30,7 @@ class Settings:
     head_dim: int = 32
     context: int = 64
     batch: int = 16
-    steps: int = 400
+    steps: int = 600
     learning_rate: float = 3e-3
     warmup: int = 20
     weight_decay: float = 0.01
