@@ -62,11 +62,13 @@ def test_the_main_loop_is_found_in_a_real_cubin() -> None:
 def test_a_case_takes_as_long_as_its_longest_part() -> None:
     found = model.estimate(CASE, H200)
     clocks = 132 * 1.83e9
-    assert found["parts_ms"]["tensor"] == pytest.approx(CASE.flops / 4096 / clocks * 1e3)
+    assert found["parts_ms"]["products"] == pytest.approx(CASE.flops / 4096 / clocks * 1e3)
     assert found["parts_ms"]["exponent"] == pytest.approx(2 * 8192**2 * 16 / 16 / clocks * 1e3)
     assert found["parts_ms"]["memory"] == pytest.approx(CASE.bytes / 4.8e12 * 1e3)
     assert found["parts_ms"]["issue"] is None
-    assert (found["bound"], found["model_ms"]) == ("tensor", found["parts_ms"]["tensor"])
+    assert (found["bound"], found["model_ms"]) == ("products", found["parts_ms"]["products"])
+    plain = model.estimate(CASE, H200, "forward_simple")
+    assert plain["model_ms"] == pytest.approx(16 * found["model_ms"])
     slow = model.estimate(CASE, H200, "kernel", 4096 / 128)
     assert slow["bound"] == "issue"
     assert slow["parts_ms"]["issue"] == pytest.approx(2 * 8192**2 * 16 * 32 / 4 / clocks * 1e3)

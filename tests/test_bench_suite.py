@@ -17,6 +17,7 @@ from gpu_actors.bench.peers import PEERS, Peer, Prepared, Refuses
 from gpu_actors.bench.recorder import RecordingDevice
 from gpu_actors.bench.report import COLUMNS, figures, git_revision, table
 from gpu_actors.bench.suite import KERNEL, SERVICE, Row, Settings, run_case, run_cases
+from gpu_actors.devices.faulty import FaultyDevice
 from gpu_actors.devices.interface import Device
 from gpu_actors.reference import attention_forward
 from gpu_actors.testing import FaultPlan
@@ -258,9 +259,10 @@ def test_a_plot_is_drawn_of_what_was_timed(tmp_path: Path) -> None:
         draw({**found, "rows": []}, tmp_path / "none.png")
 
 
-def test_the_recorder_passes_every_call_on() -> None:
+@pytest.mark.parametrize("wrapper", [RecordingDevice, FaultyDevice])
+def test_what_wraps_a_device_passes_every_call_on(wrapper: type[Device]) -> None:
     asked = {name for name, value in vars(Device).items() if callable(value) and not name.startswith("_")}
-    assert asked <= set(vars(RecordingDevice)), "the device has a method that the recorder does not pass on"
+    assert asked <= set(vars(wrapper)), "the device has a method that is not passed on"
 
 
 def test_peers_that_are_named_have_a_module_to_look_for() -> None:

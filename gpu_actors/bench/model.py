@@ -2,7 +2,7 @@
 
 The time of a case is the longest of what its parts would take if each had the machine to itself:
 
-    tensor      FLOPs / the tensor cores' dense rate
+    products    FLOPs / the dense rate of the tensor cores, or of the CUDA cores for a kernel that uses those
     exponent    one exp2 a pair / 16 a clock and multiprocessor
     issue       warp instructions of the kernel's main loop, counted in its machine code / 4 a clock and multiprocessor
     memory      bytes of the operands, each once / the memory's bandwidth
@@ -34,27 +34,33 @@ from gpu_actors.requests import FlashBackward, FlashForward, PagedForward
 
 __all__ = ["COLUMNS", "MACHINES", "Machine", "estimate", "estimate_suite", "table"]
 
-COLUMNS = ("case", "kernel", "tensor ms", "exponent ms", "issue ms", "memory ms", "bound by", "at most")
+COLUMNS = ("case", "kernel", "products ms", "exponent ms", "issue ms", "memory ms", "bound by", "at most")
 
 _CASES = {"forward": forward_cases, "backward": backward_cases, "decode": decode_cases}
 _EXPONENTIALS = 16  # a clock and multiprocessor: CUDA C++ Programming Guide, "Arithmetic Instructions"
 _SCHEDULERS = 4
+_ON_CUDA_CORES = ("forward_simple",)
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A product's data sheet. clock: boost, Hz. flops: dense, 16-bit, a clock a multiprocessor. bandwidth: bytes/s."""
+    """A product's data sheet.
+
+    clock: boost, Hz. flops: dense 16-bit ones of the tensor cores, a clock and multiprocessor; fp8: how many times as
+    many there are for 8 bits; fp32: those of the CUDA cores. bandwidth: bytes a second.
+    """
 
     name: str
     multiprocessors: int
     clock: float
     flops: int
     bandwidth: float
-    fp8: int = 1  # times the 16-bit rate
+    fp8: int = 1
+    fp32: int = 256
 
 
 MACHINES = {
-    "sm_80": Machine("NVIDIA A100 SXM 80 GB", 108, 1.41e9, 2048, 2.039e12),
+    "sm_80": Machine("NVIDIA A100 SXM 80 GB", 108, 1.41e9, 2048, 2.039e12, fp32=128),
     "sm_89": Machine("NVIDIA L40S", 142, 2.52e9, 1024, 0.864e12, 2),
     "sm_90a": Machine("NVIDIA H200 SXM", 132, 1.83e9, 4096, 4.8e12, 2),
 }
@@ -95,9 +101,11 @@ def estimate(
     """One case. instructions: the main loop's, of all warps, a pair of row and key; None where not counted."""
     rate = machine.multiprocessors * machine.clock
     pairs = case.pairs * case.heads
-    tensor_rate = machine.flops * (machine.fp8 if case.dtype.startswith("float8") else 1)
+    flops = machine.flops * (machine.fp8 if case.dtype.startswith("float8") else 1)
+    if kernel in _ON_CUDA_CORES:
+        flops = machine.fp32
     parts: dict[str, float | None] = {
-        "tensor": case.flops / tensor_rate / rate,
+        "products": case.flops / flops / rate,
         "exponent": pairs / _EXPONENTIALS / rate,
         "issue": None if instructions is None else pairs * instructions / _SCHEDULERS / rate,
         "memory": case.bytes / machine.bandwidth,
@@ -140,6 +148,8 @@ def _counted(case: Case, context: GpuContext) -> tuple[str | None, float | None,
     if loop is None or None in shape or case.kind != "forward":
         return key.kernel, None, None
     rows, keys, warps = (value for value in shape if value is not None)
+    if loop.warpgroups:
+        warps = rows // 16  # the others load, and run another loop
     return key.kernel, loop.executed(_products(key, rows, keys, warps)) * warps / (rows * keys), None
 
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from gpu_actors.context import open_context
-from gpu_actors.devices.interface import Device, Event, Kernel, Launch, Stream
+from gpu_actors.devices.interface import Device, Event, Kernel, Launch, Stream, TensorMap
 from gpu_actors.interop.device_array import DeviceArray
 from gpu_actors.kernels.source import Cubin, KernelSource
 
@@ -69,6 +69,9 @@ class RecordingDevice(Device):
 
     def allocate(self, shape: tuple[int, ...], dtype: str, zero: bool = False) -> Any:
         return self.inner.allocate(shape, dtype, zero)
+
+    def encode_tensor_map(self, tensor_map: TensorMap) -> bytes:
+        return self.inner.encode_tensor_map(tensor_map)
 
     def probe(self) -> None:
         self.inner.probe()

@@ -21,13 +21,15 @@ _TENSOR = ("HMMA", "HGMMA", "QGMMA", "IMMA", "QMMA")
 class Loop(NamedTuple):
     """instructions: a warp's, from the label to the branch back, each counted once. tensor: matrix products among them.
 
-    special: those of the MUFU. inner: the loop inside that has products, where there is one.
+    special: those of the MUFU. inner: the loop inside that has products, where there is one. warpgroups: whether the
+    products are those of whole warpgroups.
     """
 
     instructions: int
     tensor: int
     special: int
     inner: Loop | None = None
+    warpgroups: bool = False
 
     def executed(self, products: int) -> int:
         """The instructions of an iteration that makes so many products: what is missing comes from the inner loop."""
@@ -83,7 +85,8 @@ def loops(text: str) -> list[Loop]:
         return sum(name.startswith(prefixes) for name in names[slice(*span)])
 
     def loop(span: tuple[int, int], inner: Loop | None = None) -> Loop:
-        return Loop(span[1] - span[0], count(span, _TENSOR), count(span, "MUFU"), inner)
+        groups = count(span, ("HGMMA", "QGMMA")) > 0
+        return Loop(span[1] - span[0], count(span, _TENSOR), count(span, "MUFU"), inner, groups)
 
     found: list[Loop] = []
     for span in spans:
