@@ -61,6 +61,15 @@ def test_random_problems_with_random_options(ctx: ga.GpuContext, dtype: str, see
     check_gradients(gradients, *case.arguments, repro=case.repro, **given, **case.options)
 
 
+@pytest.mark.sweep
+@pytest.mark.parametrize("first", range(100, 1100, 50))
+def test_a_thousand_random_problems_are_within_the_tolerance(ctx: ga.GpuContext, first: int) -> None:
+    for seed in range(first, first + 50):
+        lengths = tuple(int(length) for length in np.random.default_rng(seed).integers(1, 100, 2))
+        case = random_backward(seed, dtype=DTYPES[seed % 3], seqlens=lengths)
+        check_gradients(backward(ctx, case), *case.arguments, repro=case.repro, **case.options)
+
+
 @pytest.mark.parametrize("feature", BACKWARD_FEATURES)
 @pytest.mark.parametrize("varlen", [False, True])
 def test_every_option_changes_the_gradients_as_the_oracle_has_it(
