@@ -211,12 +211,12 @@ class Case(NamedTuple):
     dtype: str
 
 
-def case_of(name: str, dtype: str = "float16", seed: int = 0, std: float = 1.0) -> Case:
+def case_of(name: str, dtype: str = "float16", seed: int = 0, std: float = 1.0, dim: int = DIM) -> Case:
     from emulated_forward import ml_dtype
 
     modification = MODIFICATIONS[name]
     rng = np.random.default_rng(seed)
-    shapes = {Q: (BATCH, HEADS, ROWS, DIM), K: (BATCH, HEADS_KV, modification.keys, DIM)}
+    shapes = {Q: (BATCH, HEADS, ROWS, dim), K: (BATCH, HEADS_KV, modification.keys, dim)}
     shapes[V] = shapes[K]
     arrays = {uid: (std * rng.standard_normal(shape)).astype(ml_dtype(dtype)) for uid, shape in shapes.items()}
     arrays |= {FIRST + n: extra for n, extra in enumerate(modification.extras(rng))}
@@ -236,9 +236,10 @@ def scores_of(graph: ga.OperationGraph, case: Case) -> tuple[ga.GraphTensor, dic
     return case.modification.build(graph, scaled, lambda n: tensor(FIRST + n)), tensors | {V: tensor(V)}
 
 
-def forward_graph(case: Case) -> ga.OperationGraph:
+def forward_graph(case: Case, mask: ga.Mask | None = None) -> ga.OperationGraph:
     graph = ga.OperationGraph()
     scores, tensors = scores_of(graph, case)
+    scores = graph.mask(scores, mask or ga.Mask.none(), "bottom_right")
     weights, stats = graph.softmax_with_stats(scores)
     graph.output(graph.matmul(weights, tensors[V]), uid=OUT, dtype=case.dtype)
     graph.output(stats, uid=STATS, dtype="float32")

@@ -81,6 +81,27 @@ def test_unknown_operations_are_named_with_those_there_are() -> None:
     assert "matmul" in error.reason
 
 
+ATTRIBUTES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "an index without an axis": ("index", {}, "axis"),
+    "a reduction without axes": ("reduction", {"kind": "sum"}, "axes"),
+    "a mask of no kind": ("mask", {"kind": "diagonal", "width": 0, "alignment": "top_left"}, "mask"),
+    "a mask that hides nothing": ("mask", {"kind": "none", "width": 0, "alignment": "top_left"}, "hide something"),
+    "a mask without a side": ("mask", {"kind": "causal", "width": 0, "alignment": "left"}, "top_left"),
+    "a window of no keys": ("mask", {"kind": "sliding_window", "width": 0, "alignment": "top_left"}, "window"),
+    "a probability of 2": ("dropout", {"probability": 2.0}, "[0, 1)"),
+    "gradients by what is not read": ("gradient", {"wrt": (3,), "forward": ()}, "must read"),
+}
+
+
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_attributes_are_checked(name: str) -> None:
+    op, attributes, reason = ATTRIBUTES[name]
+    graph = raw()
+    graph.node(op, (10, 1) if op == "gradient" else (10,), (20,), name="it", **attributes)
+    graph.tensor(uid=20, dims=(2, 4, 8, 8), dtype="float32")
+    assert reason in str(refused(graph.validate))
+
+
 def test_the_dims_and_dtype_of_a_tensor_are_those_that_its_node_writes() -> None:
     graph = ga.OperationGraph()
     q, _, _ = tensors(graph)

@@ -22,7 +22,7 @@ from gpu_actors.graph.tensor import FLOATS, GraphTensor, Operand, checked_layout
 from gpu_actors.graph.validate import validated
 from gpu_actors.mha import Mask
 from gpu_actors.problem import Alignment
-from gpu_actors.validation.fields import expect, integer, one_of, real
+from gpu_actors.validation.fields import expect, flag, integer, one_of, real
 
 if TYPE_CHECKING:
     from gpu_actors.graph.validate import Order
@@ -252,18 +252,23 @@ class OperationGraph:
         doutput: GraphTensor,
         wrt: Sequence[GraphTensor],
         forward: tuple[GraphTensor, GraphTensor] | None = None,
+        *,
+        deterministic: bool = False,
     ) -> tuple[GraphTensor, ...]:
         """The gradients of sum(output * doutput) with respect to inputs of the graph, in their order.
 
         forward: what the forward pass gave for ``output`` and for the stats of its softmax. Kernels read them
-        rather than compute them again.
+        rather than compute them again. deterministic: the same bits every time.
         """
         given = () if forward is None else tuple(forward)
         for tensor in (*wrt, *given):
             self._check_mine("gradient", tensor)
         uids, forward_uids = tuple(t.uid for t in wrt), tuple(t.uid for t in given)
         operands = (output, doutput, *wrt, *given)
-        return self._add_many("gradient", operands, len(wrt), wrt=uids, forward=forward_uids)
+        options: dict[str, Any] = {"wrt": uids, "forward": forward_uids}
+        if flag("deterministic", deterministic):
+            options["deterministic"] = True
+        return self._add_many("gradient", operands, len(wrt), **options)
 
     def node(
         self, op: str, inputs: Sequence[int], outputs: Sequence[int], *, name: str = "", **attributes: Any
@@ -304,11 +309,11 @@ class OperationGraph:
 
     # Inside
 
-    def _add(self, op: str, operands: Sequence[Operand], seed: int = 0, **attributes: Any) -> GraphTensor:
-        return self._add_many(op, operands, 1, seed, **attributes)[0]
+    def _add(self, op: str, operands: Sequence[Operand], *, seed: int = 0, **attributes: Any) -> GraphTensor:
+        return self._add_many(op, operands, 1, seed=seed, **attributes)[0]
 
     def _add_many(
-        self, op: str, operands: Sequence[Operand], writes: int, seed: int = 0, **attributes: Any
+        self, op: str, operands: Sequence[Operand], writes: int, *, seed: int = 0, **attributes: Any
     ) -> tuple[GraphTensor, ...]:
         name = f"{op}_{len(self.nodes)}"
         read = tuple(self._operand(name, operand) for operand in operands)

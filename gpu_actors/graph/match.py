@@ -73,6 +73,7 @@ class _Matcher:
         self._graph = graph
         self._order = graph.order()
         self._used: set[str] = set()
+        self._wrt: set[int] | None = None
 
     def match(self) -> AttentionMatch:
         gradient = next((node for node in self._order.nodes if node.op == "gradient"), None)
@@ -138,6 +139,7 @@ class _Matcher:
 
     def _backward(self, gradient: Node) -> AttentionMatch:
         self._take(gradient)
+        self._wrt = set(gradient["wrt"])
         output, dout = gradient.inputs[:2]
         found = self._forward(self._writer(gradient, output, "gradients are of attention's output"))
         names = {found.q.uid: "q", found.k.uid: "k", found.v.uid: "v"}
@@ -159,7 +161,9 @@ class _Matcher:
         for uid, name in zip(gradient.outputs, (names[uid] for uid in gradient["wrt"]), strict=True):
             wanted = found.problem.dtype if name != "bias" or found.bias is None else self._tensor(found.bias).dtype
             self._check_dtype(uid, wanted, f"the gradient of {name}")
-        problem = dataclasses.replace(found.problem, direction="backward", return_lse=False)
+        deterministic = ("deterministic", True) in gradient.attributes
+        backward: dict[str, Any] = {"direction": "backward", "return_lse": False, "deterministic": deterministic}
+        problem = dataclasses.replace(found.problem, **backward)
         out, stats = gradient["forward"]
         return dataclasses.replace(found, problem=problem, gradients=Gradients(dout, out, stats, written))
 
@@ -189,7 +193,7 @@ class _Matcher:
         return self._take(next(iter(found.values())))
 
     def _bias(self, scores: int, dot: Node) -> tuple[int | None, int]:
-        """The bias that is added last, and what it is added to."""
+        """The bias that is added last, and what it is added to. One whose gradient nobody wants is compiled in."""
         node = self._order.writers.get(scores)
         if node is None or node.op != "add":
             return None, scores
@@ -199,7 +203,8 @@ class _Matcher:
             tensor = self._tensor(uid)
             full = tensor.dims[2:] == (rows, keys) and tensor.dims[:1] in ((batch,), (1,))
             fits = full and len(tensor.dims) == 4 and tensor.dims[1] in (heads, 1)
-            if uid not in self._order.writers and fits and tensor.dtype in (q.dtype, "float32"):
+            wanted = self._wrt is None or uid in self._wrt
+            if wanted and uid not in self._order.writers and fits and tensor.dtype in (q.dtype, "float32"):
                 if other not in self._order.writers or self._tensor(other).dims != dims:
                     continue
                 self._take(node)

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.graph.tensor import GraphTensor
+from gpu_actors.mha import Mask
+from gpu_actors.validation.fields import expect, one_of, real
 
 __all__ = ["ARITHMETIC", "COMPARISONS", "LOGIC", "OPERATIONS", "POINTWISE", "REDUCTIONS", "UNARY", "Node", "infer"]
 
@@ -39,7 +41,10 @@ class Node:
     seed: int = 0
 
     def __getitem__(self, attribute: str) -> Any:
-        return dict(self.attributes)[attribute]
+        for name, value in self.attributes:
+            if name == attribute:
+                return value
+        raise InvalidRequest(self.name, attribute, f"is an attribute that {self.op} needs")
 
 
 class Written(NamedTuple):
@@ -146,6 +151,8 @@ def _mask(node: Node, tensors: Sequence[GraphTensor]) -> list[Written]:
     _arity(node, tensors, 1)
     if len(tensors[0].dims) < 2:
         raise _mismatch(node, tensors, "must have rows and keys as their last dims")
+    expect(Mask(node["kind"], node["width"]).kind != "none", node.name, "none", "must hide something")
+    one_of(node.name, node["alignment"], ("top_left", "bottom_right"), 'must be "top_left" or "bottom_right"')
     return [Written(tensors[0].dims, _float(node, tensors))]
 
 
@@ -197,6 +204,8 @@ def _dropout(node: Node, tensors: Sequence[GraphTensor]) -> list[Written]:
     _arity(node, tensors, 2 if len(tensors) == 2 else 1)
     if len(tensors[0].dims) != 4:
         raise _mismatch(node, tensors, "must be (batch, heads, rows, keys): draws are counted along them")
+    probability = real(node.name, node["probability"], "a probability in [0, 1)")
+    expect(0 <= probability < 1, node.name, probability, "must be a probability in [0, 1)")
     if len(tensors) == 2 and (not tensors[1].by_value or tensors[1].dtype != "uint64"):
         raise _mismatch(node, tensors, "must end with the seed, a scalar of uint64 that is passed by value")
     return [Written(tensors[0].dims, _float(node, tensors[:1]))]
@@ -204,6 +213,8 @@ def _dropout(node: Node, tensors: Sequence[GraphTensor]) -> list[Written]:
 
 def _gradient(node: Node, tensors: Sequence[GraphTensor]) -> list[Written]:
     count = len(node["wrt"])
+    named = tuple(node["wrt"]) + tuple(node["forward"])
+    expect(node.inputs[2:] == named, node.name, node.inputs, f"must read output, its gradient and {named}")
     _arity(node, tensors, 2 + count + len(node["forward"]), count)
     if tensors[0].dims != tensors[1].dims:
         raise _mismatch(node, tensors[:2], "must be an output and its gradient, of equal dims")

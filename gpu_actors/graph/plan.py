@@ -24,7 +24,7 @@ from gpu_actors.kernels.backward import backward_launch
 from gpu_actors.kernels.dispatch import answering_key
 from gpu_actors.kernels.score_arguments import pack_score
 from gpu_actors.kernels.variants import launch_geometry
-from gpu_actors.problem import DispatchKey
+from gpu_actors.problem import AttentionProblem, DispatchKey
 from gpu_actors.score_mod import ScoreMod
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Result:
 
 
 class KernelStep(NamedTuple):
-    """One kernel of a plan. pack: (buffers, dropout_seed) to its parameters but for those of a modification."""
+    """One kernel of a plan. pack: (problem, buffers, dropout_seed, score_scalars) to its parameters."""
 
     key: DispatchKey
     geometry: LaunchGeometry
@@ -125,8 +125,7 @@ class GraphPlan:
         seen = dict(buffers)
         for result in self.results:
             seen[result.name] = result.buffer_of(buffers[result.name])
-        packed = step.pack(problem, seen, dropout_seed=seed)
-        return packed if step.key.score_mod is None else packed + pack_score(problem, seen, scalars)
+        return step.pack(problem, seen, dropout_seed=seed, score_scalars=scalars)
 
     def _oracle(self, graph: OperationGraph, values: Mapping[int, Any], inputs: Mapping[str, Any]) -> Outputs:
         # Only a mock device computes here, so only its programs pay for the import.
@@ -155,7 +154,7 @@ def graph_plan(graph: OperationGraph, arch: str, runs_kernels: bool, accumulate:
         _check_contiguous(graph, match)
         key = answering_key(match.problem, arch, runs_kernels)
         if match.gradients is None:
-            steps = (KernelStep(key, launch_geometry(key, match.problem), pack_forward),)
+            steps = (KernelStep(key, launch_geometry(key, match.problem), _pack_forward),)
         elif key.kernel != "reference":
             launch = backward_launch(key, match.problem)
             steps = tuple(KernelStep(*step) for step in launch.steps)
@@ -166,6 +165,13 @@ def graph_plan(graph: OperationGraph, arch: str, runs_kernels: bool, accumulate:
         match = key = None
     results = _results(graph, match, zeroed, runs_kernels)
     return GraphPlan(graph.signature(), match, key, steps, scratch, tuple(results), accumulate)
+
+
+def _pack_forward(
+    problem: AttentionProblem, buffers: Mapping[str, Buffer], *, dropout_seed: int, score_scalars: Sequence[float]
+) -> bytes:
+    packed = pack_forward(problem, buffers, dropout_seed=dropout_seed)
+    return packed + pack_score(problem, buffers, score_scalars)
 
 
 def _check_contiguous(graph: OperationGraph, match: AttentionMatch) -> None:

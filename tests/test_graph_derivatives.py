@@ -1,0 +1,126 @@
+"""Derivatives of graphs: NumPy's against finite differences, and the compiled ones against NumPy's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from random_graphs import DIMS, RESULT, SCORE, RandomGraph
+from score_mods import FIRST, MODIFICATIONS, SCALE, K, Q, case_of, forward_graph
+from score_probe import run_probe
+
+import gpu_actors as ga
+from gpu_actors.graph.evaluate import evaluate_graph
+from gpu_actors.graph.modification import Modification, ScoreInputs
+
+STEP = 1e-6
+
+
+def scores(seed: int) -> Any:
+    return 2.0 * np.random.default_rng(seed).standard_normal(DIMS)
+
+
+def value_of(random: RandomGraph, score: Any) -> Any:
+    return evaluate_graph(random.graph, {SCORE: score, **random.values})[RESULT]
+
+
+def differentiated(graph: ga.OperationGraph, result: int, wrt: int) -> ga.OperationGraph:
+    """Adds the gradient by ``wrt`` as output 91, of a result whose gradient is tensor 90."""
+    tensor = graph.tensors[result]
+    doutput = graph.tensor(uid=90, dims=tensor.dims, dtype="float64")
+    (gradient,) = graph.gradient(tensor, doutput, (graph.tensors[wrt],))
+    graph.output(gradient, uid=91)
+    return graph
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.integers(0, 1 << 20))
+def test_gradients_are_finite_differences(seed: int) -> None:
+    """By the scores, and by every other float that a random graph reads."""
+    random = RandomGraph(seed)
+    rng = np.random.default_rng(seed + 1)
+    score, doutput = scores(seed), rng.standard_normal(DIMS)
+    values = {SCORE: score, **random.values}
+    floats = [uid for uid, v in values.items() if isinstance(v, np.ndarray) and v.dtype.kind == "f"]
+    wrt = floats[seed % len(floats)]
+    to = rng.standard_normal(values[wrt].shape)
+    ends = []
+    for sign in (1.0, -1.0):
+        moved = {**values, wrt: values[wrt] + sign * STEP * to}
+        ends.append(evaluate_graph(random.graph, moved)[RESULT])
+    # Jumps (floor, mod, select) have no derivative: where one lies between the ends, the difference is huge.
+    slope = (ends[0] - ends[1]) / (2 * STEP)
+    smooth = np.abs(ends[0] - ends[1]) < 1e-3
+    dsmooth = np.where(smooth, doutput, 0.0)
+    graph = differentiated(random.graph, RESULT, wrt)
+    gradient = evaluate_graph(graph, {**values, 90: dsmooth})[91]
+    np.testing.assert_allclose((gradient * to).sum(), (slope * dsmooth).sum(), rtol=1e-5, atol=1e-5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 1 << 20))
+def test_evaluation_is_elementwise(seed: int) -> None:
+    """A pointwise graph gives each element what it gives that element alone, wherever it stands."""
+    random = RandomGraph(seed)
+    score = scores(seed)
+    whole = value_of(random, score)
+    changed = score.copy()
+    changed[1, 0, 3, 2] += 1.0
+    difference = value_of(random, changed) != whole
+    assert whole.shape == DIMS
+    assert difference.sum() <= 1
+    assert np.isfinite(whole).all()
+
+
+# What is compiled
+
+
+def modification_of(graph: ga.OperationGraph, score: int, result: int) -> Modification:
+    return ScoreInputs(graph, score, graph.tensors[result].dims).modification(result)
+
+
+def check_compiled(graph: ga.OperationGraph, score: int, result: int, values: dict[int, Any], given: Any) -> None:
+    """Value and derivative of the generated CUDA, run in double on the CPU, element by element."""
+    modification = modification_of(graph, score, result)
+    assert modification.mod.real == "double"
+    dscore = np.random.default_rng(5).standard_normal(given.shape)
+    value, gradient = run_probe(modification, values, given, dscore)
+    wanted = evaluate_graph(graph, {**values, score: given})[result]
+    np.testing.assert_allclose(value, wanted, rtol=1e-12, atol=1e-12)
+    gradients = evaluate_graph(differentiated(graph, result, score), {**values, score: given, 90: dscore})[91]
+    np.testing.assert_allclose(gradient, gradients, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(n, marks=pytest.mark.sweep) for n in range(4, 60))])
+def test_random_modifications_are_compiled_with_their_derivatives(seed: int) -> None:
+    random = RandomGraph(seed, size=24)
+    check_compiled(random.graph, SCORE, RESULT, random.values, scores(seed))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        n if n in ("tanh gating", "local and global") else pytest.param(n, marks=pytest.mark.sweep)
+        for n in MODIFICATIONS
+    ],
+)
+def test_the_ten_modifications_are_compiled_with_their_derivatives(name: str) -> None:
+    """Against the formulas' finite differences, which know nothing of graphs."""
+    case = case_of(name, "float64")
+    graph = forward_graph(case)
+    scaled = next(n.outputs[0] for n in graph.nodes if n.op == "mul" and graph.tensors[n.inputs[1]].value == SCALE)
+    modified = next(node.inputs[0] for node in graph.nodes if node.op == "softmax")
+    modification = modification_of(graph, scaled, modified)
+    extras = [case.arrays[uid] for uid in sorted(case.arrays) if uid >= FIRST]
+    score = SCALE * case.arrays[Q] @ np.repeat(case.arrays[K], 2, axis=1).swapaxes(-1, -2)
+    formula = case.modification.formula
+    dscore = np.random.default_rng(5).standard_normal(score.shape)
+    value, gradient = run_probe(modification, case.arrays, score, dscore)
+    np.testing.assert_allclose(value, formula(score, extras), rtol=1e-12, atol=1e-12)
+    with np.errstate(invalid="ignore"):
+        slope = (formula(score + STEP, extras) - formula(score - STEP, extras)) / (2 * STEP)
+    slope = np.where(np.isneginf(value), 0.0, slope)  # hidden keys, where -inf - -inf is no number
+    np.testing.assert_allclose(gradient, slope * dscore, rtol=1e-6, atol=1e-7)
