@@ -68,5 +68,5 @@ MUTANTS = (
     _kernel("it is given rows for keys", "mod(score, row, key)", "mod(score, key, row)"),
     _kernel("it is bound to the KV head", _BOUND, "params.score_params(), sequence, kv_head)"),
     _kernel("it is bound to the first sequence", _BOUND, "params.score_params(), 0, head)"),
-    _kernel("scores count as merely scaled", " && !SCORE_MOD;", ";", "mma_softmax.cuh"),
+    _kernel("scores count as merely scaled", " && !SCORE_MOD", "", "mma_softmax.cuh"),
 )

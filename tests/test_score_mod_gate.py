@@ -23,7 +23,6 @@ DTYPES = {64: "float16", 128: "bfloat16", 256: "float16"}
 SAMPLE = {
     ("tanh gating", "sm_80", 128, "none"),
     ("natten 2d", "sm_90a", 128, "causal"),
-    ("local and global", "sm_80", 64, "causal"),
     ("t5 relative bias", "sm_90a", 64, "none"),
 }
 MASKS = {"none": ga.Mask.none(), "causal": ga.Mask.causal()}

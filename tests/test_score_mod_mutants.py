@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from gpu_actors.kernels.source import KernelSource
 DIMS = (2, 2, 6, 5)
 SCORE, TENSOR, OTHER, RESULT = 1, 2, 3, 4
 PROBES = ("operations", "nan", "kernel")
-SAMPLE = {"integers are divided towards 0", "rows and keys change places", "it is bound to the KV head"}
+SAMPLE = {"integers are divided towards 0", "rows and keys change places"}
 
 
 def every_operation(g: ga.OperationGraph, s: Any, t: Any, u: Any) -> Any:
@@ -122,11 +121,15 @@ def seed(mutant: ScoreMutant, patch: pytest.MonkeyPatch) -> list[str]:
     [m if m.name in SAMPLE else pytest.param(m, marks=pytest.mark.sweep) for m in MUTANTS],
     ids=lambda mutant: mutant.name,
 )
-def test_the_bug_is_caught(mutant: ScoreMutant, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_bug_is_caught(mutant: ScoreMutant, monkeypatch: pytest.MonkeyPatch) -> None:
     found = seed(mutant, monkeypatch)
-    with pytest.raises((AssertionError, EmulationFault, ga.LaunchError)):
+    caught = False
+    try:
         CHECKS[mutant.probe]()
+    except (AssertionError, EmulationFault, ga.LaunchError):
+        caught = True
     assert found, f"{mutant.file} has no {mutant.old!r}"
+    assert caught
 
 
 @pytest.mark.parametrize("probe", PROBES)

@@ -8,6 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from score_mod_gradients import backward_arrays, backward_graph, expected_gradients
 from score_mods import FIRST, MODIFICATIONS, OUT, STATS, Case, case_of, expected, forward_graph
 
 import gpu_actors as ga
@@ -57,6 +58,17 @@ def test_the_mock_device_computes_them(mock: ga.GpuContext, name: str) -> None:
         tolerance = 1e-12 if dtype == "float64" else 2.0**-10
         np.testing.assert_allclose(found[OUT].astype(np.float64), wanted.out, atol=tolerance, rtol=tolerance)
         np.testing.assert_allclose(found[STATS], wanted.stats, atol=1e-5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_mock_device_differentiates_them(mock: ga.GpuContext, name: str) -> None:
+    case = case_of(name, "float64")
+    arrays = backward_arrays(case)
+    found = mock.cudnn.execute(backward_graph(case), arrays).result(10.0)
+    wanted = expected_gradients(case, arrays)
+    assert set(found) == set(wanted.values)
+    for uid, gradient in wanted.values.items():
+        np.testing.assert_allclose(found[uid], gradient, rtol=1e-6, atol=1e-7, err_msg=str(uid))
 
 
 @pytest.mark.parametrize("name", NAMES)

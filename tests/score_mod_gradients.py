@@ -1,0 +1,99 @@
+"""Gradients of attention with a modification, from its formula alone, and how far a kernel's may be from them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from score_mods import BATCH, DOUT, FIRST, HEADS, HEADS_KV, OUT, SCALE, STATS, Case, K, Q, V, expected, scores_of
+
+import gpu_actors as ga
+from gpu_actors.graph.evaluate import record
+from gpu_actors.reference.low_precision import rounder
+from gpu_actors.testing.gradients import gradient_row_bound
+
+DQ, DK, DV, DBIAS = 11, 12, 13, 14
+STEP = 1e-6
+ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
+SMALLEST_NORMAL = {"float16": 2.0**-14, "bfloat16": 0.0}
+
+
+class Gradients(NamedTuple):
+    """By uid: the gradient in float64, and what every element's rounding may cost a correct kernel, before u."""
+
+    values: dict[int, Any]
+    magnitudes: dict[int, Any]
+
+
+def backward_arrays(case: Case, seed: int = 0) -> dict[int, Any]:
+    """The operands of backward: those of forward, what it gave, and the gradient that arrives."""
+    wanted = expected(case)
+    dtype = case.arrays[Q].dtype
+    dout = np.random.default_rng(100 + seed).standard_normal(wanted.out.shape).astype(dtype)
+    return case.arrays | {OUT: wanted.out.astype(dtype), STATS: wanted.stats.astype(np.float32), DOUT: dout}
+
+
+def backward_graph(case: Case) -> ga.OperationGraph:
+    graph = ga.OperationGraph()
+    scores, tensors = scores_of(graph, case)
+    again = graph.matmul(graph.softmax(scores), tensors[V])
+    dout, out = (graph.tensor(uid=uid, dims=again.dims, dtype=case.dtype) for uid in (DOUT, OUT))
+    stats = graph.tensor(uid=STATS, dims=(*again.dims[:-1], 1), dtype="float32")
+    wrt = [tensors[uid] for uid in (Q, K, V)] + ([tensors[FIRST]] if has_bias(case) else [])
+    for uid, gradient in zip((DQ, DK, DV, DBIAS), graph.gradient(again, dout, wrt, (out, stats)), strict=False):
+        graph.output(gradient, uid=uid, dtype=wrt[uid - DQ].dtype)
+    return graph
+
+
+def has_bias(case: Case) -> bool:
+    return FIRST in case.arrays and case.arrays[FIRST].shape == (
+        1,
+        HEADS,
+        case.arrays[Q].shape[2],
+        case.modification.keys,
+    )
+
+
+def expected_gradients(case: Case, arrays: dict[int, Any]) -> Gradients:
+    """FlashAttention-2's formulas (arXiv 2307.08691, section 3.1), with the modification's slope by differences."""
+    q, k, v, dout = (arrays[uid].astype(np.float64) for uid in (Q, K, V, DOUT))
+    k, v = (np.repeat(array, HEADS // HEADS_KV, axis=1) for array in (k, v))
+    extras = [arrays[uid] for uid in sorted(arrays) if uid >= FIRST]
+    scaled = SCALE * q @ k.swapaxes(-1, -2)
+    formula = case.modification.formula
+    scores = formula(scaled, extras)
+    with np.errstate(invalid="ignore"):
+        slope = (formula(scaled + STEP, extras) - formula(scaled - STEP, extras)) / (2 * STEP)
+    slope = np.where(np.isneginf(scores), 0.0, slope)
+    weights = np.exp(scores - np.where(np.isneginf(wanted := expected(case).stats), 0.0, wanted))
+    dweights = dout @ v.swapaxes(-1, -2)
+    dscores = weights * (dweights - (weights * dweights).sum(axis=-1, keepdims=True))
+    dscaled = SCALE * dscores * slope
+    lost = SMALLEST_NORMAL.get(case.dtype, 0.0)
+    size = SCALE * (np.abs(dscores) + lost) * np.abs(slope)
+    values = {DQ: dscaled @ k, DK: grouped(dscaled.swapaxes(-1, -2) @ q), DV: grouped(weights.swapaxes(-1, -2) @ dout)}
+    magnitudes = {
+        DQ: size @ np.abs(k),
+        DK: grouped(size.swapaxes(-1, -2) @ np.abs(q)),
+        DV: grouped((weights + lost).swapaxes(-1, -2) @ np.abs(dout)),
+    }
+    if has_bias(case):
+        values[DBIAS] = dscores.sum(axis=0, keepdims=True)
+        magnitudes[DBIAS] = (np.abs(dscores) + lost).sum(axis=0, keepdims=True)
+    return Gradients(values, magnitudes)
+
+
+def grouped(gradient: Any) -> Any:
+    """Summed over the query heads of each KV head."""
+    return gradient.reshape(BATCH, HEADS_KV, -1, *gradient.shape[2:]).sum(axis=2)
+
+
+def check_gradients(case: Case, arrays: dict[int, Any], found: dict[int, Any]) -> None:
+    """The rule of `gpu_actors.testing.gradients`, for what a kernel of 16-bit operands gave."""
+    wanted = expected_gradients(case, arrays)
+    low = record(backward_graph(case), arrays, step=rounder(case.dtype)).values
+    for uid, reference in wanted.values.items():
+        rows = gradient_row_bound(reference, low[uid], case.dtype)
+        bound = np.maximum(rows, ROUNDOFF[case.dtype] * (wanted.magnitudes[uid] + np.abs(reference)))
+        error = np.abs(found[uid].astype(np.float64) - reference)
+        assert (error <= bound).all(), f"gradient {uid}: {(error / bound).max():.2f} times the bound"
