@@ -19,6 +19,7 @@ from gpu_actors.bench.report import COLUMNS, figures, git_revision, table
 from gpu_actors.bench.suite import KERNEL, SERVICE, Row, Settings, run_case, run_cases
 from gpu_actors.devices.faulty import FaultyDevice
 from gpu_actors.devices.interface import Device
+from gpu_actors.errors import OutOfDeviceMemory
 from gpu_actors.reference import attention_forward
 from gpu_actors.testing import FaultPlan
 
@@ -157,6 +158,13 @@ def test_a_case_that_fails_leaves_the_others() -> None:
         rows = run_cases([SMALL, SMALL], where, SETTINGS, [])
     assert [row.status for row in rows] == ["failed", "timed", "timed"]
     assert "LaunchError" in str(rows[0].reason)
+
+
+def test_a_case_that_does_not_fit_is_not_said_to_be_wrong() -> None:
+    plan = FaultPlan().fail(launch=1, error=OutOfDeviceMemory("no room for 8 GiB"))
+    with stage(fault_plan=plan) as where:
+        (row,) = run_case(SMALL, where, SETTINGS, [])
+    assert (row.status, row.reason) == ("not run", "it does not fit into memory: no room for 8 GiB")
 
 
 def test_what_no_kernel_does_is_reported_as_such() -> None:

@@ -29,7 +29,7 @@ from gpu_actors.bench.recorder import RecordingDevice, for_timing
 from gpu_actors.bench.timing import Call, EventClock, Plan, Quantiles, Timing, measure_in_turns, quantiles
 from gpu_actors.context import GpuContext
 from gpu_actors.devices.interface import Event, Launch, Stream
-from gpu_actors.errors import GpuActorsError, Unsupported
+from gpu_actors.errors import GpuActorsError, OutOfDeviceMemory, Unsupported
 
 __all__ = ["KERNEL", "SERVICE", "Row", "Settings", "Stage", "run_case", "run_cases"]
 
@@ -46,7 +46,7 @@ class Settings:
 
     plan: Plan = field(default_factory=Plan)
     rotate: int = 256 << 20
-    most_sets: int = 16
+    most_sets: int = 64
     requests: int = 50
     in_flight: int = 8
     minutes: float | None = None
@@ -116,7 +116,9 @@ def run_case(case: Case, stage: Stage, settings: Settings, peers: Sequence[Peer]
         return [Row(case=case, subject=KERNEL, status="unsupported", reason=str(error))]
     except AssertionError as error:
         return [Row(case=case, subject=KERNEL, status="wrong", reason=str(error))]
-    except Exception as error:  # of a device that is out of memory or gone, or of a library: the next case may do
+    except (OutOfDeviceMemory, MemoryError) as error:
+        return [Row(case=case, subject=KERNEL, status="not run", reason=f"it does not fit into memory: {error}")]
+    except Exception as error:  # of a device that is gone, or of a library: the next case may do
         return [Row(case=case, subject=KERNEL, status="failed", reason=f"{type(error).__name__}: {error}")]
     return measured.rows(peers)
 
