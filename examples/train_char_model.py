@@ -2,10 +2,11 @@
 
     pip install "gpu-actors[demo]"
     python examples/train_char_model.py                    # a minute or two without a GPU
-    python examples/train_char_model.py --device cuda --compute tf32 --steps 2000
+    python examples/train_char_model.py --device cuda --steps 2000
 
-The model and its optimiser are NumPy (`char_model.py`). Attention, grouped-query with ALiBi, is a request, forward and
-backward. It ends with a loss curve (a PNG, where matplotlib is installed) and a text that the model continues.
+The model and its optimiser are NumPy (`char_model.py`). Attention, grouped-query with ALiBi in bfloat16, is a request,
+forward and backward. It ends with a loss curve (a PNG, where matplotlib is installed) and a text that the model
+continues.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from char_model import AdamW, Array, Attention, AttentionGradient, Model, Settings, Tokens
 from rich.console import Console
@@ -27,6 +29,7 @@ import gpu_actors as ga
 __all__ = ["Corpus", "ServiceAttention", "continue_text", "main", "save_curve", "train"]
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 
 
 class Corpus:
@@ -59,21 +62,27 @@ class Corpus:
 
 
 class ServiceAttention:
-    """Attention by the service."""
+    """Attention by the service, in a dtype of its own: mixed precision. The dtype of q, k and v where None is given."""
 
-    def __init__(self, context: ga.GpuContext, heads: int, compute: str | None = None) -> None:
+    def __init__(self, context: ga.GpuContext, heads: int, dtype: Any = None) -> None:
         self._flash_attn = context.flash_attn
+        self._dtype = dtype
         # Steeper than ALiBi's own: the characters just before tell most about the next one.
         self.slopes = (2.0 ** (1.0 - np.arange(heads))).astype(np.float32)
-        self._options: dict[str, Any] = {"causal": True, "alibi_slopes": self.slopes, "compute": compute}
+        self._options: dict[str, Any] = {"causal": True, "alibi_slopes": self.slopes}
 
     async def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-        result = await self._flash_attn.forward(q, k, v, return_lse=True, **self._options)
-        return result.out, result.lse
+        result = await self._flash_attn.forward(*self._cast(q, k, v), return_lse=True, **self._options)
+        return result.out.astype(q.dtype), result.lse
 
     async def backward(self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array) -> AttentionGradient:
+        kept = q.dtype
+        dout, q, k, v, out = self._cast(dout, q, k, v, out)
         gradients = await self._flash_attn.backward(dout, q, k, v, out, lse, **self._options)
-        return AttentionGradient(gradients.dq, gradients.dk, gradients.dv)
+        return AttentionGradient(*(gradient.astype(kept) for gradient in gradients[:3]))
+
+    def _cast(self, *arrays: Array) -> list[Array]:
+        return [array.astype(self._dtype or array.dtype, copy=False) for array in arrays]
 
 
 async def train(model: Model, corpus: Corpus, attention: Attention) -> AsyncIterator[float]:
@@ -148,7 +157,7 @@ async def run(arguments: argparse.Namespace, console: Console) -> int:
     size = sum(weight.size for weight in model.weights.values())
     async with ga.open_context(arguments.device, options) as context:
         console.print(f"{size:,} weights, {len(corpus.tokens):,} characters, attention on {context.info.name}")
-        attention = ServiceAttention(context, settings.heads, arguments.compute)
+        attention = ServiceAttention(context, settings.heads, DTYPES[arguments.dtype])
         began = time.perf_counter()
         losses = await show_training(model, corpus, attention, console)
         seconds, last = time.perf_counter() - began, float(np.mean(losses[-20:]))
@@ -169,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", default="auto", help='"auto", "cuda", "cuda:1", "emulated" or "mock"')
-    parser.add_argument("--compute", choices=("f32", "tf32", "f16", "bf16"), help="what attention multiplies in")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16", help="of attention; weights are float32")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--batch", type=int, default=16, help="pieces of text a step")
     parser.add_argument("--seed", type=int, default=0)
