@@ -44,7 +44,7 @@ EXTRAS = (
 )
 HEAVY = (*EXTRAS, "typer", "click", "rich", "filelock", "platformdirs")
 # Modules that exist for one extra and are imported by whoever has it.
-FOR_AN_EXTRA = ("devices/cuda/cupy_api", "interop/torch", "metrics")
+FOR_AN_EXTRA = ("devices/cuda/cupy_api", "interop/torch", "interop/transformers", "metrics")
 BUDGET_S = 0.3
 
 

@@ -1,0 +1,287 @@
+"""register: the service as an attention implementation of Hugging Face Transformers.
+
+    register(context)
+    model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="gpu_actors")
+
+Transformers asks twice: once a forward pass for a mask, once a layer for attention. The mask says what is no plain
+causal or sliding window:
+
+    None                   nothing: every key counts
+    bool (batch, keys)     which keys count, and that there are no others behind them: padding, or a static cache's end
+    bool (batch, 1, q, k)  anything else, written out and given to the kernels as a bias
+
+Gradients flow. Needs torch and transformers, which nothing else of this package imports.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AttentionInterface, masking_utils
+
+from gpu_actors.context import GpuContext
+from gpu_actors.errors import InvalidRequest, Unsupported
+from gpu_actors.interop.torch import attention
+
+__all__ = ["register"]
+
+
+def register(context: GpuContext, name: str = "gpu_actors") -> str:
+    """Make a running context known as the attention implementation ``name``; gives the name.
+
+    Models take it by ``attn_implementation=name``, or ``model.set_attn_implementation(name)``. Registering a name again
+    replaces its context. Masks, GQA, sliding windows, softcap, learned sinks (``s_aux``), position biases, packed rows
+    (``cu_seq_lens_q``), static caches and dropout work as in Transformers' own implementations; attention weights are
+    not returned.
+
+    A forward pass blocks the calling thread, so it must not run on the thread of a running event loop: it raises
+    `WouldBlock` there. It raises `ActorStopped` once the context is closed, `Unsupported` for a paged cache of
+    Transformers' own, and what `gpu_actors.interop.torch.attention` raises. Raises InvalidRequest itself for a context
+    or name that is none.
+    """
+    if not isinstance(context, GpuContext):
+        raise InvalidRequest("context", type(context).__name__, "must be a GpuContext, as open_context gives it")
+    if not isinstance(name, str) or not name or "|" in name:
+        raise InvalidRequest("name", name, "must be a name without '|', which Transformers reads as a prefix")
+    AttentionInterface.register(name, functools.partial(_attend, context))
+    masking_utils.AttentionMaskInterface.register(name, _mask)
+    return name
+
+
+def _attend(
+    context: GpuContext,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    cache: Any = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """query (batch, heads, rows, dim), key, value (batch, kv_heads, keys, dim) -> (batch, rows, heads, dim), None."""
+    if cache is not None:
+        reason = "continuous batching brings a cache of its own, which is not read here"
+        raise Unsupported("cache", type(cache).__name__, reason, "a dynamic or static cache")
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    options: dict[str, Any] = {
+        "context": context,
+        "softmax_scale": scaling,
+        "softcap": softcap or 0.0,
+        # A new seed a layer and step, from torch's own generator, so that torch.manual_seed repeats a run.
+        **({"dropout_p": dropout, "dropout_seed": int(torch.randint(1 << 62, ()))} if dropout else {}),
+        **({} if s_aux is None else {"sinks": s_aux.float()}),
+    }
+    if cu_seq_lens_q is not None:
+        options |= _pattern(causal, sliding_window)
+        ends_q, ends_k = (_ends(ends) for ends in (cu_seq_lens_q, _first(cu_seq_lens_k, cu_seq_lens_q)))
+        return _packed(q, k, v, ends_q, ends_k, max_length_q, max_length_k, position_bias, options), None
+    if attention_mask is not None and attention_mask.ndim == 2 and position_bias is None:
+        options |= _pattern(causal, sliding_window)
+        placed = causal or sliding_window is not None
+        return _padded(q, k, v, attention_mask.bool(), placed, options), None
+    if attention_mask is not None:
+        written = attention_mask
+        if attention_mask.ndim == 2:
+            k, v = k[:, : attention_mask.shape[1]], v[:, : attention_mask.shape[1]]
+            options |= _pattern(causal, sliding_window)
+            written = attention_mask.bool()[:, None, None, :]
+        position_bias = _added(written, position_bias, q.shape[1], q.dtype)
+    else:
+        options |= _pattern(causal, sliding_window)
+    if position_bias is not None:
+        options["bias"] = position_bias.to(q.dtype).expand(-1, -1, q.shape[1], k.shape[1])
+    return attention(q, _rows(k), _rows(v), **options), None
+
+
+def _pattern(causal: bool, sliding_window: int | None) -> dict[str, Any]:
+    """``sliding_window`` counts the row's own key."""
+    if sliding_window is None:
+        return {"causal": causal}
+    return {"causal": causal, "window_size": (sliding_window - 1, 0 if causal else sliding_window - 1)}
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _first(given: Any, default: Any) -> Any:
+    return default if given is None else given
+
+
+def _ends(ends: torch.Tensor) -> torch.Tensor:
+    return ends.to(torch.int32)
+
+
+def _longest(ends: torch.Tensor) -> int:
+    return max(1, int(ends.diff().max()))
+
+
+def _packed(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    ends_q: torch.Tensor,
+    ends_k: torch.Tensor,
+    longest_q: int | None,
+    longest_k: int | None,
+    bias: torch.Tensor | None,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """Sequences one after the other in a batch of one."""
+    if q.shape[0] != 1:
+        raise InvalidRequest("cu_seq_lens_q", ends_q, f"packed rows come as a batch of 1, not of {q.shape[0]}")
+    if bias is not None:
+        raise Unsupported("position_bias", bias, "packed rows take no bias", None)
+    made: torch.Tensor = attention(
+        q[0],
+        k[0],
+        v[0],
+        cu_seqlens_q=ends_q,
+        cu_seqlens_k=ends_k,
+        max_seqlen_q=longest_q or _longest(ends_q),
+        max_seqlen_k=longest_k or _longest(ends_k),
+        **options,
+    )
+    return made[None]
+
+
+def _padded(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, placed: bool, options: dict[str, Any]
+) -> torch.Tensor:
+    """Leave out what a mask (batch, keys) hides, and attend to the rest as packed sequences.
+
+    placed: the rows are the last ones of their sequence, and what they see depends on that. Those that are padding are
+    left out, too, and stay 0. Other rows may belong to another sequence than the keys, and all count.
+    """
+    batch, rows = q.shape[:2]
+    keys = mask.shape[1]
+    k, v = k[:, :keys], v[:, :keys]
+    if mask.all():
+        made: torch.Tensor = attention(q, _rows(k), _rows(v), **options)
+        return made
+    wanted = mask[:, keys - rows :] if placed else mask.new_ones(batch, rows)
+    ends_q, ends_k = (torch.nn.functional.pad(part.sum(1).cumsum(0), (1, 0)).to(torch.int32) for part in (wanted, mask))
+    made = attention(
+        q[wanted],
+        k[mask],
+        v[mask],
+        cu_seqlens_q=ends_q,
+        cu_seqlens_k=ends_k,
+        max_seqlen_q=_longest(ends_q),
+        max_seqlen_k=_longest(ends_k),
+        **options,
+    )
+    out = made.new_zeros(batch, rows, *made.shape[1:])
+    out[wanted] = made
+    return out
+
+
+def _added(mask: torch.Tensor, bias: torch.Tensor | None, rows: int, dtype: torch.dtype) -> torch.Tensor:
+    """A mask as what is added to the scores. It may be a tensor to add already."""
+    if mask.dtype == torch.bool:
+        hidden = torch.full((), float("-inf"), dtype=dtype, device=mask.device)
+        added = torch.where(mask, hidden.new_zeros(()), hidden)
+    else:
+        added = mask
+    return added if bias is None else added + bias
+
+
+# Masks
+
+
+class _Known(NamedTuple):
+    """A pattern that kernels know. causal: rows see no later keys. windowed: nor, or besides, ones far away."""
+
+    causal: bool
+    windowed: bool
+
+
+def _mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    device: Any = "cpu",
+    **given: Any,
+) -> torch.Tensor | None:
+    """What Transformers asks of an implementation: see the module. attention_mask: bool (batch, all keys so far)."""
+    known = _recognise(mask_function)
+    seen = int(q_offset) + q_length
+    columns = None
+    if known is not None and (attention_mask is None or attention_mask.shape[1] == seen or not known.causal):
+        # A static cache is longer than what is in it.
+        keys = min(kv_length, seen - kv_offset) if known.causal else kv_length
+        if attention_mask is None:
+            columns = torch.ones(batch_size, keys, dtype=torch.bool, device=device)
+        else:
+            columns = attention_mask[:, kv_offset : kv_offset + keys].bool()
+        # A window would reach further without the hidden keys between.
+        if columns.shape[1] == keys and not (known.windowed and _has_holes(columns)):
+            return None if keys == kv_length and columns.all() else columns
+    options = {**given, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    written: torch.Tensor = masking_utils.sdpa_mask(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        device=device,
+        **options,
+    )
+    return written
+
+
+def _has_holes(mask: torch.Tensor) -> bool:
+    """Whether a row has a hidden key between two that count."""
+    return bool((mask.int().diff(dim=1, prepend=mask.new_zeros(len(mask), 1).int()).eq(1).sum(1) > 1).any())
+
+
+def _recognise(mask_function: Callable[..., Any]) -> _Known | None:
+    """The pattern of a mask function of Transformers, or None where it is another.
+
+    Its functions are closures, so that those made of others are told by what they were made of.
+    """
+    if mask_function is masking_utils.causal_mask_function:
+        return _Known(causal=True, windowed=False)
+    if mask_function is masking_utils.bidirectional_mask_function:
+        return _Known(causal=False, windowed=False)
+    parts = _parts(mask_function)
+    if len(parts) != 2:
+        return None
+    overlay = getattr(parts[0], "__qualname__", "").split(".")[0]
+    if overlay == "sliding_window_overlay" and parts[1] is masking_utils.causal_mask_function:
+        return _Known(causal=True, windowed=True)
+    bidirectional = parts[1] is masking_utils.bidirectional_mask_function
+    if overlay == "sliding_window_bidirectional_overlay" and bidirectional:
+        return _Known(causal=False, windowed=True)
+    return None
+
+
+def _parts(mask_function: Callable[..., Any]) -> tuple[Any, ...]:
+    """What an intersection was made of; nothing where it is none."""
+    if getattr(mask_function, "__qualname__", "").split(".")[0] != "and_masks":
+        return ()
+    parts = inspect.getclosurevars(mask_function).nonlocals.get("mask_functions", ())
+    return tuple(parts)

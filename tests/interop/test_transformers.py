@@ -1,0 +1,280 @@
+"""Models of Hugging Face Transformers with random weights: the service against Transformers' own eager attention."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import gpu_actors as ga
+from gpu_actors.actors.flash_attn import FlashAttnHandle
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+bridge = pytest.importorskip("gpu_actors.interop.transformers")
+
+SIZES = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+}
+MODELS: dict[str, Any] = {
+    "llama": lambda: transformers.LlamaConfig(**SIZES, head_dim=12),
+    "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=4),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **SIZES, head_dim=8, sliding_window=4, attn_logit_softcapping=2.0, query_pre_attn_scalar=6
+    ),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **SIZES, head_dim=8, sliding_window=4, num_local_experts=2, num_experts_per_tok=1
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def ctx() -> Iterator[ga.GpuContext]:
+    with ga.open_context("mock") as ctx:
+        bridge.register(ctx)
+        yield ctx
+        assert ctx.flash_attn.restarts == 0
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def model_of(config: Any, auto: str = "AutoModelForCausalLM") -> Any:
+    model = getattr(transformers, auto).from_config(config, attn_implementation="eager").eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):  # left uninitialised by from_config
+            torch.nn.init.normal_(parameter)
+    return model
+
+
+def both(ctx: ga.GpuContext, model: Any, run: Any) -> tuple[Any, Any]:
+    """What a function of the model gives with eager attention and through the service, which it must have asked."""
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        wanted = run(model)
+    model.set_attn_implementation("gpu_actors")
+    before = ctx.stats()["flash_attn"].completed
+    with torch.no_grad():
+        got = run(model)
+    assert ctx.stats()["flash_attn"].completed > before, "no attention ran through the service"
+    return got, wanted
+
+
+def same(got: Any, wanted: Any) -> None:
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=2e-5)
+
+
+def tokens(*shape: int) -> Any:
+    return torch.randint(1, 50, shape, generator=torch.Generator().manual_seed(1))
+
+
+LEFT = torch.tensor([[1] * 9, [0] * 5 + [1] * 4, [0] * 1 + [1] * 8])
+MASKS = {"none": None, "left": LEFT, "right": LEFT.flip(1), "holes": torch.tensor([[1, 1, 0, 1, 1, 1, 0, 0, 1]] * 3)}
+
+
+@pytest.mark.parametrize("padding", MASKS)
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_eager_attention_whatever_is_padding(ctx, name, padding):
+    model, ids, mask = model_of(MODELS[name]()), tokens(3, 9), MASKS[padding]
+    got, wanted = both(ctx, model, lambda model: model(ids, attention_mask=mask).logits)
+    kept = torch.ones(3, 9, dtype=torch.bool) if mask is None else mask.bool()
+    same(got[kept], wanted[kept])
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", MODELS)
+def test_texts_are_generated_as_by_eager_attention(ctx, name, cache):
+    model, ids = model_of(MODELS[name]()), tokens(3, 9)
+
+    def run(model: Any) -> Any:
+        how = {} if cache == "dynamic" else {"cache_implementation": "static", "disable_compile": True}
+        return model.generate(
+            ids,
+            attention_mask=LEFT,
+            max_new_tokens=8,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+            pad_token_id=0,
+            **how,
+        )
+
+    got, wanted = both(ctx, model, run)
+    assert (got.sequences == wanted.sequences).all()
+    for one, other in zip(got.logits, wanted.logits, strict=True):
+        same(one, other)
+
+
+def test_a_static_cache_without_a_mask_is_not_read_past_its_end(ctx):
+    model, ids = model_of(MODELS["llama"]()), tokens(2, 6)
+
+    def run(model: Any) -> Any:
+        cache = transformers.StaticCache(config=model.config, max_cache_len=32)
+        first = model(ids[:, :4], past_key_values=cache, use_cache=True).logits
+        return torch.cat([first, model(ids[:, 4:], past_key_values=cache, use_cache=True).logits], 1)
+
+    same(*both(ctx, model, run))
+
+
+def test_keys_are_given_without_repeating_them_for_every_head(ctx, monkeypatch):
+    shapes = []
+    send = FlashAttnHandle.forward
+
+    def watch(self: Any, q: Any, k: Any, v: Any, **options: Any) -> Any:
+        shapes.append((tuple(q.shape), tuple(k.shape), tuple(v.shape)))
+        return send(self, q, k, v, **options)
+
+    monkeypatch.setattr(FlashAttnHandle, "forward", watch)
+    both(ctx, model_of(MODELS["llama"]()), lambda model: model(tokens(2, 5)).logits)
+    assert set(shapes) == {((2, 5, 4, 12), (2, 5, 2, 12), (2, 5, 2, 12))}
+
+
+def test_windows_and_padding_are_given_as_such_and_not_written_out(ctx, monkeypatch):
+    options_seen = []
+    send = FlashAttnHandle.forward
+
+    def watch(self: Any, *operands: Any, **options: Any) -> Any:
+        options_seen.append(options)
+        return send(self, *operands, **options)
+
+    monkeypatch.setattr(FlashAttnHandle, "forward", watch)
+    both(ctx, model_of(MODELS["mistral"]()), lambda model: model(tokens(3, 9), attention_mask=LEFT).logits)
+    for options in options_seen:
+        assert options["bias"] is None
+        assert options["window_size"] == (3, 0)
+        assert options["cu_seqlens_q"].tolist() == [0, 9, 13, 21]
+
+
+class TestPackedRows:
+    """Two texts in one row: 5 and 4 tokens."""
+
+    POSITIONS = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]])
+
+    def apart(self, model: Any, ids: Any) -> Any:
+        return torch.cat([model(ids[:, :5]).logits, model(ids[:, 5:]).logits], 1)
+
+    @pytest.mark.parametrize("name", ["llama", "mistral"])
+    def test_told_by_their_positions(self, ctx, name):
+        model, ids = model_of(MODELS[name]()), tokens(1, 9)
+        got, _ = both(ctx, model, lambda model: model(ids, position_ids=self.POSITIONS, use_cache=False).logits)
+        _, wanted = both(ctx, model, lambda model: self.apart(model, ids))
+        same(got, wanted)
+
+    @pytest.mark.parametrize("name", ["llama", "mistral"])
+    def test_told_by_cu_seq_lens(self, ctx, name):
+        model, ids = model_of(MODELS[name]()), tokens(1, 9)
+        ends = torch.tensor([0, 5, 9])
+        how = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 5, "max_length_k": 5}
+
+        def run(model: Any) -> Any:
+            if model.config._attn_implementation == "eager":
+                return self.apart(model, ids)
+            return model(ids, position_ids=self.POSITIONS, use_cache=False, **how).logits
+
+        same(*both(ctx, model, run))
+
+
+class TestOtherMasks:
+    def test_a_mask_of_ones_own_is_followed_whatever_it_is(self, ctx):
+        model, ids = model_of(MODELS["llama"]()), tokens(2, 7)
+        shown = torch.rand(2, 1, 7, 7) < 0.5
+        shown |= torch.eye(7, dtype=torch.bool)
+        hidden = torch.where(shown, 0.0, torch.finfo(torch.float32).min)
+        got, wanted = both(ctx, model, lambda model: model(ids, attention_mask=hidden).logits)
+        same(got, wanted)
+        model.set_attn_implementation("gpu_actors")
+        with torch.no_grad():
+            same(model(ids, attention_mask=shown).logits, wanted)
+
+    def test_an_encoder_sees_both_ways_and_no_padding(self, ctx):
+        config = transformers.BertConfig(
+            vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48
+        )
+        model, ids = model_of(config, "AutoModel"), tokens(3, 9)
+        got, wanted = both(ctx, model, lambda model: model(ids, attention_mask=LEFT.flip(1)).last_hidden_state)
+        same(got[LEFT.flip(1).bool()], wanted[LEFT.flip(1).bool()])
+
+    def test_an_encoder_with_a_window(self, ctx):
+        config = transformers.ModernBertConfig(
+            **{**SIZES, "num_hidden_layers": 3}, local_attention=4, pad_token_id=0, reference_compile=False
+        )
+        model, ids = model_of(config, "AutoModel"), tokens(3, 9)
+        got, wanted = both(ctx, model, lambda model: model(ids, attention_mask=LEFT.flip(1)).last_hidden_state)
+        same(got[LEFT.flip(1).bool()], wanted[LEFT.flip(1).bool()])
+
+
+class TestTraining:
+    @pytest.mark.parametrize("padding", ["none", "left"])
+    @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+    def test_gradients_are_those_of_eager_attention(self, ctx, name, padding):
+        model, ids, mask = model_of(MODELS[name]()), tokens(3, 9), MASKS[padding]
+        # A text's first token is predicted by the row before it, which is padding where there is any.
+        begun = torch.ones_like(ids) if mask is None else mask * mask.roll(1, 1)
+        labels = ids.masked_fill(begun == 0, -100)
+        found = []
+        for implementation in ("eager", "gpu_actors"):
+            model.set_attn_implementation(implementation)
+            model.zero_grad()
+            model(ids, attention_mask=mask, labels=labels).loss.backward()
+            found.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        assert found[0].keys() == found[1].keys()
+        for parameter, gradient in found[0].items():
+            torch.testing.assert_close(found[1][parameter], gradient, rtol=1e-3, atol=1e-5, msg=parameter)
+
+    def test_dropout_follows_torchs_generator(self, ctx):
+        config = transformers.LlamaConfig(**SIZES, attention_dropout=0.5)
+        model, ids = model_of(config).train(), tokens(2, 9)
+        model.set_attn_implementation("gpu_actors")
+
+        def run(seed: int) -> Any:
+            torch.manual_seed(seed)
+            with torch.no_grad():
+                return model(ids).logits
+
+        assert torch.equal(run(3), run(3))
+        assert not torch.equal(run(3), run(4))
+
+
+class TestRefusals:
+    def test_the_thread_of_a_running_loop_is_not_blocked(self, ctx):
+        model = model_of(MODELS["llama"]())
+        model.set_attn_implementation("gpu_actors")
+
+        async def main() -> Any:
+            with pytest.raises(ga.WouldBlock):
+                model(tokens(1, 3))
+            with torch.no_grad():
+                return await asyncio.to_thread(lambda: model(tokens(1, 3)).logits)
+
+        assert asyncio.run(main()).shape == (1, 3, 50)
+
+    def test_a_closed_context_answers_no_more(self):
+        with ga.open_context("mock") as closed:
+            bridge.register(closed, "closed")
+        model = model_of(MODELS["llama"]())
+        model.set_attn_implementation("closed")
+        with pytest.raises(ga.ActorStopped):
+            model(tokens(1, 3))
+
+    def test_what_is_no_context_or_name_is_refused_by_name(self, ctx):
+        with pytest.raises(ga.InvalidRequest, match="context"):
+            bridge.register("mock")
+        for name in ("", "paged|gpu_actors", None):
+            with pytest.raises(ga.InvalidRequest, match="name"):
+                bridge.register(ctx, name)
+
+    def test_a_dtype_that_no_kernel_takes_is_refused_by_the_service(self, ctx):
+        query = torch.ones(1, 2, 3, 4, dtype=torch.int32)
+        module = torch.nn.Module()
+        with pytest.raises(ga.Unsupported, match="dtype"):
+            transformers.AttentionInterface()["gpu_actors"](module, query, query, query, None)
