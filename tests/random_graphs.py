@@ -15,14 +15,25 @@ BROADCASTS = ((1, 2, 1, 1), (2, 1, 6, 1), (1, 1, 1, 5), (1, 2, 6, 5), (2, 2, 6, 
 
 
 class RandomGraph:
-    """A graph from tensor SCORE to tensor RESULT, in float64. values: of its other inputs, by uid."""
+    """A graph from tensor SCORE to tensor RESULT, in float64. values: of its other inputs, by uid.
 
-    def __init__(self, seed: int, size: int = 14) -> None:
-        self.graph = ga.OperationGraph()
+    graph, score: one that is under way, whose scores it modifies; `result` is then virtual.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        size: int = 14,
+        graph: ga.OperationGraph | None = None,
+        score: ga.GraphTensor | None = None,
+    ) -> None:
+        self.graph = ga.OperationGraph() if graph is None else graph
         self.values: dict[int, Any] = {}
         self._rng = random.Random(seed)
         self._numbers = np.random.default_rng(seed)
-        score = self.graph.tensor(uid=SCORE, dims=DIMS, dtype="float64")
+        if score is None:
+            score = self.graph.tensor(uid=SCORE, dims=DIMS, dtype="float64")
+        self._before = set(self.graph.tensors)
         self._floats = [score * 1.0]
         self._ints = [self.graph.index(score, axis) for axis in range(4)]
         for n in range(3):
@@ -34,18 +45,14 @@ class RandomGraph:
         total = score * 0.5
         for tensor in unread:
             total = total + self.graph.tanh(tensor)
-        self.result = self.graph.output(total, uid=RESULT)
-        for tensor in (*self._ints, *self._floats):
-            if tensor.virtual and not self._is_read(tensor):
-                self.graph.nodes = [node for node in self.graph.nodes if tensor.uid not in node.outputs]
-                del self.graph.tensors[tensor.uid]
+        self.result = total if graph is not None else self.graph.output(total, uid=RESULT)
         self._prune()
 
     def _prune(self) -> None:
         """Drop what nobody reads, until all is read."""
         graph = self.graph
         while True:
-            read = {uid for node in graph.nodes for uid in node.inputs} | {RESULT}
+            read = {uid for node in graph.nodes for uid in node.inputs} | {self.result.uid} | self._before
             useless = [uid for uid in graph.tensors if uid not in read]
             if not useless:
                 graph._changed()

@@ -8,12 +8,15 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from random_graphs import DIMS, RandomGraph
 from score_mod_gradients import backward_arrays, backward_graph, expected_gradients
 from score_mods import FIRST, MODIFICATIONS, OUT, STATS, Case, case_of, expected, forward_graph
 
 import gpu_actors as ga
-from gpu_actors.graph.evaluate import record
+from gpu_actors.graph.evaluate import evaluate_graph, record
 from gpu_actors.graph.match import match_attention
+from gpu_actors.kernels.dispatch import dispatch_key
+from gpu_actors.kernels.variants import kernel_source
 from gpu_actors.reference.low_precision import rounder
 from gpu_actors.testing.tolerance import row_bound
 
@@ -139,7 +142,42 @@ def test_numbers_are_passed_and_not_compiled_in() -> None:
     assert "30" not in mod(30.0).header
 
 
+def test_equal_modifications_share_a_cubin_and_others_do_not() -> None:
+    keys = {}
+    for name in ("alibi", "distance decay"):
+        for dtype, seed in (("float16", 0), ("float16", 9)):
+            problem = match_attention(forward_graph(case_of(name, dtype, seed))).problem
+            keys.setdefault(name, set()).add(dispatch_key(problem, "sm_80"))
+    assert [len(found) for found in keys.values()] == [1, 1]
+    sources = [kernel_source(key) for found in keys.values() for key in found]
+    assert sources[0] != sources[1]
+    assert sources[0].macros == sources[1].macros, "nothing but the header tells them apart"
+
+
+def test_kernels_of_graphs_can_be_compiled_ahead() -> None:
+    with ga.open_context("mock", ga.ContextOptions(arch="sm_80")) as ctx:
+        plan = ctx.cudnn.inspect_plan(forward_graph(case_of("alibi")))
+        (warmed,) = ctx.nvrtc.warm(plan.keys).result(60.0)
+    assert warmed.cubin.resources["forward_mma"].spill_bytes == 0
+
+
 def test_dtypes_of_ml_dtypes_are_read_as_they_are(mock: ga.GpuContext) -> None:
     case = case_of("alibi", "bfloat16")
     found = mock.cudnn.execute(forward_graph(case), case.arrays).result(10.0)
     assert found[OUT].dtype == ml_dtypes.bfloat16
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.sweep) for n in range(1, 25))])
+def test_random_modifications_are_right_in_the_plain_kernel(emulated: ga.GpuContext, seed: int) -> None:
+    """Every operation, kind of tensor and kind of scalar, through plan, packing and kernel, in float64."""
+    graph = ga.OperationGraph()
+    batch, heads, rows, keys = DIMS
+    shapes = {101: (batch, heads, rows, 24), 102: (batch, heads, keys, 24), 103: (batch, heads, keys, 24)}
+    q, k, v = (graph.tensor(uid=uid, dims=shape, dtype="float64") for uid, shape in shapes.items())
+    random = RandomGraph(seed, 20, graph, graph.matmul(q, graph.transpose(k)) * 0.4)
+    graph.output(graph.matmul(graph.softmax(random.result), v), uid=OUT)
+    rng = np.random.default_rng(seed)
+    arrays = {uid: rng.standard_normal(shape) for uid, shape in shapes.items()} | random.values
+    assert emulated.cudnn.inspect_plan(graph).match.modification is not None
+    found = emulated.cudnn.execute(graph, arrays).result(60.0)[OUT]
+    np.testing.assert_allclose(found, evaluate_graph(graph, arrays)[OUT], rtol=1e-11, atol=1e-11)
