@@ -24,16 +24,7 @@
 #include "mma_place.cuh"
 #include "mma_softmax.cuh"
 #include "mma_special.cuh"
-
-template <class Element>
-struct ProductsOf;
-template <>
-struct ProductsOf<half_t> : HalfProducts<ptx::Element::f16> {};
-template <>
-struct ProductsOf<bfloat16_t> : HalfProducts<ptx::Element::bf16> {};
-template <>
-struct ProductsOf<float> : FloatProducts<COMPUTE_BITS> {};
-using Products = ProductsOf<ELEMENT>;
+#include "mma_store.cuh"
 
 constexpr int THREADS = WARPS * 32;
 constexpr int ROW_BLOCKS = BLOCK_M / (16 * WARPS);  // of 16 rows, a warp
@@ -237,20 +228,6 @@ DEVICE void add_special(Output& o, const Rows& rows, const Ring& ring, int key_b
   }
 }
 
-// Two neighbouring elements of a row, in one store where the row's place allows it.
-DEVICE void store_pair(OUT_ELEMENT* out, float low, float high, bool whole) {
-  struct alignas(2 * sizeof(OUT_ELEMENT)) Pair {
-    OUT_ELEMENT low, high;
-  };
-  const Pair pair{from_real(Rounded<OUT_ELEMENT>(), low), from_real(Rounded<OUT_ELEMENT>(), high)};
-  if (whole) {
-    *reinterpret_cast<Pair*>(out) = pair;
-  } else {
-    out[0] = pair.low;
-    out[1] = pair.high;
-  }
-}
-
 DEVICE void store(const Params& params, const Place& at, const Rows& rows, const Output& o, const Softmax& softmax) {
   float sink = -INFINITY;
   if constexpr (SINKS) sink = sink_logit(params, at.head);
@@ -263,7 +240,7 @@ DEVICE void store(const Params& params, const Place& at, const Rows& rows, const
       const int row = rows.first + 16 * b + 8 * half + lane_id() / 4;
       if (row >= rows.end) continue;
       const auto out = element_of<OUT_ELEMENT>(params.out, params.out_strides, at.sequence, at.q_start + row, at.head);
-      const bool whole = reinterpret_cast<uint64_t>(out) % (2 * sizeof(OUT_ELEMENT)) == 0;
+      const bool whole = stores_pairs(out);
       const float factor = result.factor * out_scale;
 #pragma unroll
       for (int c = 0; c < COLUMN_BLOCKS; c++) {

@@ -17,6 +17,14 @@ struct KeyTiles {  // [0, sinks) and [begin, end), in tiles; begin >= sinks
 
   __device__ __forceinline__ int count() const { return sinks + end - begin; }
   __device__ __forceinline__ int at(int n) const { return n < sinks ? n : begin + n - sinks; }
+  // How many of them come before one of them.
+  __device__ __forceinline__ int before(int tile) const { return tile < sinks ? tile : tile - begin + sinks; }
+};
+
+struct SeenRows {  // [begin, end)
+  int begin, end;
+
+  __device__ __forceinline__ bool has(int row) const { return row >= begin && row < end; }
 };
 
 DEVICE int at_least(int low, int x) { return x < low ? low : x; }
@@ -56,6 +64,16 @@ struct Mask {
     const int begin = at_least(sinks, first / TILE);
     const int end = first < last ? (last + TILE - 1) / TILE : 0;
     return {sinks, begin, at_least(begin, end)};
+  }
+
+  // The rows of a sequence of seqlen_q that see at least one of the keys [key_begin, key_end).
+  __device__ __forceinline__ SeenRows rows(int seqlen_q, int key_begin, int key_end) const {
+    const bool sinks = SINK_TOKENS && key_begin < sink_tokens;
+    SeenRows seen{0, seqlen_q};
+    if (CAUSAL) seen.begin = at_least(0, key_begin - diagonal);
+    if (WINDOW && !CAUSAL && !sinks) seen.begin = at_least(0, key_begin - diagonal - right);
+    if (WINDOW && !sinks) seen.end = at_most(seqlen_q, key_end - diagonal + left);
+    return seen;
   }
 };
 

@@ -78,8 +78,10 @@ struct FloatProducts {
   template <int BLOCKS>
   static __device__ __forceinline__ void weights(uint32_t (&a)[4], const float (&p)[BLOCKS][4], int step) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) a[i] = ptx::as_bits(round_operand<BITS>(p[step][i % 2 * 2 + i / 2]));
+    for (int i = 0; i < 4; i++) a[i] = round(p[step][i % 2 * 2 + i / 2]);
   }
+
+  static __device__ __forceinline__ uint32_t round(float x) { return ptx::as_bits(round_operand<BITS>(x)); }
 
   // ldmatrix transposes 16-bit elements only, so a lane loads its four words of V one by one.
   template <class Tile>
@@ -100,3 +102,13 @@ struct FloatProducts {
     }
   }
 };
+
+template <class Element>
+struct ProductsOf;
+template <>
+struct ProductsOf<half_t> : HalfProducts<ptx::Element::f16> {};
+template <>
+struct ProductsOf<bfloat16_t> : HalfProducts<ptx::Element::bf16> {};
+template <>
+struct ProductsOf<float> : FloatProducts<COMPUTE_BITS> {};
+using Products = ProductsOf<ELEMENT>;

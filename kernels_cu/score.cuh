@@ -28,11 +28,10 @@ struct Score {
   }
 };
 
-// AnyParams: LaunchParams, or the Params of a kernel that has no place for a score modification.
+// Everything but the modification, whose operands follow the kernel's parameters.
 template <class Real, class AnyParams>
-DEVICE Score<Real> make_score(const AnyParams& params, int sequence, int head, int kv_head, int diagonal) {
+DEVICE Score<Real> make_unmodified_score(const AnyParams& params, int sequence, int head, int kv_head, int diagonal) {
   Score<Real> score{Real(params.softmax_scale), Real(params.softcap), Real(0), diagonal, nullptr, 0, {}};
-  if constexpr (SCORE_MOD) score.mod = bind_score_mod(params.score_params(), sequence, head);
   if constexpr (DESCALES) {
     // In double: a tiny scale may come with large descales, and their product is what fits into Real.
     double scale = params.softmax_scale;
@@ -47,5 +46,13 @@ DEVICE Score<Real> make_score(const AnyParams& params, int sequence, int head, i
     score.bias = element_of<const BIAS_ELEMENT>(params.bias, params.bias_strides, sequence, 0, head);
     score.bias_row_stride = params.bias_strides.row;
   }
+  return score;
+}
+
+// AnyParams: LaunchParams, or the Params of a kernel that has no place for a score modification.
+template <class Real, class AnyParams>
+DEVICE Score<Real> make_score(const AnyParams& params, int sequence, int head, int kv_head, int diagonal) {
+  Score<Real> score = make_unmodified_score<Real>(params, sequence, head, kv_head, diagonal);
+  if constexpr (SCORE_MOD) score.mod = bind_score_mod(params.score_params(), sequence, head);
   return score;
 }

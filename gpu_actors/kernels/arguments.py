@@ -22,7 +22,19 @@ from gpu_actors.kernels.support import ELEMENTS
 from gpu_actors.philox import dropout_threshold
 from gpu_actors.problem import AttentionProblem
 
-__all__ = ["UNBOUNDED", "Field", "ParamsLayout", "forward_layout", "pack_forward"]
+__all__ = [
+    "UNBOUNDED",
+    "Field",
+    "Operand",
+    "ParamsLayout",
+    "checked_address",
+    "describe_operand",
+    "forward_layout",
+    "forward_operands",
+    "forward_scalars",
+    "pack_forward",
+    "parse_layout",
+]
 
 # A window bound that no pair of rows can exceed; it stays addable to two row indices in 32 bits.
 UNBOUNDED = 1 << 30
@@ -120,7 +132,7 @@ def parse_layout(header: str, name: str) -> ParamsLayout:
     return ParamsLayout(tuple(fields), -(-end // widest) * widest)
 
 
-class _Operand(NamedTuple):
+class Operand(NamedTuple):
     """An operand of a problem, and where its address and strides go in the struct.
 
     strides: (axis of the operand, index of the field) of each axis of extent above 1 that the kernel strides over.
@@ -140,7 +152,7 @@ class _Plan(NamedTuple):
     """What packing a problem comes down to. values: of every field, those of operands still 0."""
 
     values: tuple[int | float, ...]
-    operands: tuple[_Operand, ...]
+    operands: tuple[Operand, ...]
     seed: int | None  # index of dropout_seed
     sinks_are_float: int | None  # index of the flag
 
@@ -164,7 +176,7 @@ def pack_forward(problem: AttentionProblem, buffers: Mapping[str, Buffer], *, dr
         buffer = buffers.get(operand.name)
         if buffer is None and operand.optional:
             continue
-        values[operand.address] = _checked_address(operand, buffer)
+        values[operand.address] = checked_address(operand, buffer)
         assert buffer is not None
         for axis, index in operand.strides:
             values[index] = buffer.strides[axis]
@@ -181,17 +193,17 @@ def pack_forward(problem: AttentionProblem, buffers: Mapping[str, Buffer], *, dr
 def _plan(problem: AttentionProblem) -> _Plan:
     layout = forward_layout()
     values: list[int | float] = [0] * len(layout.fields)
-    for name, value in _scalars(problem).items():
+    for name, value in forward_scalars(problem).items():
         values[layout.positions[name]] = value
     return _Plan(
         tuple(values),
-        tuple(_operands(problem, layout)),
+        tuple(forward_operands(problem, layout)),
         layout.positions["dropout_seed"] if problem.dropout_p else None,
         layout.positions["sinks_are_float"] if problem.sinks else None,
     )
 
 
-def _scalars(problem: AttentionProblem) -> dict[str, int | float]:
+def forward_scalars(problem: AttentionProblem) -> dict[str, int | float]:
     left, right = problem.window
     scalars = {
         "softmax_scale": problem.softmax_scale,
@@ -210,21 +222,34 @@ def _scalars(problem: AttentionProblem) -> dict[str, int | float]:
     return scalars
 
 
-def _operands(problem: AttentionProblem, layout: ParamsLayout) -> Iterator[_Operand]:
-    """Every operand that the problem asks for. Axes are named b (batch), r (row), h (head) and . (contiguous)."""
+def describe_operand(
+    layout: ParamsLayout,
+    name: str,
+    axes: str,
+    shape: tuple[int, ...],
+    *dtypes: str,
+    prefix: str = "",
+    optional: bool = False,
+) -> Operand:
+    """Where an operand goes in a struct: its address into ``prefix + name``, its strides into the Strides beside it.
+
+    axes: a letter an axis, b (batch), r (row), h (head) or . (contiguous).
+    """
+    # A stride along an extent of 1 means nothing, and has to be 0 where the operand is broadcast along it.
+    strides = tuple(
+        (axis, layout.positions[f"{prefix}{name}_strides.{_AXES[letter]}"])
+        for axis, letter in enumerate(axes)
+        if letter != "." and shape[axis] > 1
+    )
+    last = len(shape) - 1
+    contiguous = last if axes[-1] == "." and shape[last] > 1 else None
+    return Operand(name, shape, dtypes, optional, layout.positions[prefix + name], strides, contiguous)
+
+
+def forward_operands(problem: AttentionProblem, layout: ParamsLayout, prefix: str = "") -> Iterator[Operand]:
+    """Every operand of struct Params that the problem asks for. prefix: of its fields in ``layout``."""
     p, varlen = problem, problem.layout == "varlen"
-
-    def operand(name: str, axes: str, shape: tuple[int, ...], *dtypes: str, optional: bool = False) -> _Operand:
-        # A stride along an extent of 1 means nothing, and has to be 0 where the operand is broadcast along it.
-        strides = tuple(
-            (axis, layout.positions[f"{name}_strides.{_AXES[letter]}"])
-            for axis, letter in enumerate(axes)
-            if letter != "." and shape[axis] > 1
-        )
-        last = len(shape) - 1
-        contiguous = last if axes[-1] == "." and shape[last] > 1 else None
-        return _Operand(name, shape, dtypes, optional, layout.positions[name], strides, contiguous)
-
+    operand = functools.partial(describe_operand, layout, prefix=prefix)
     rows, keys = ((p.total_q,), (p.total_k,)) if varlen else ((p.batch, p.seqlen_q), (p.batch, p.seqlen_k))
     axes = "rh." if varlen else "brh."
     yield operand("q", axes, (*rows, p.heads_q, p.head_dim), p.dtype)
@@ -253,7 +278,7 @@ def _operands(problem: AttentionProblem, layout: ParamsLayout) -> Iterator[_Oper
             yield operand(name, "bh", (p.batch, p.heads_kv), "float32", optional=True)
 
 
-def _checked_address(operand: _Operand, buffer: Buffer | None) -> int:
+def checked_address(operand: Operand, buffer: Buffer | None) -> int:
     """The operand's address, after a look at its shape, dtype and alignment."""
     name, shape, dtypes = operand.name, operand.shape, operand.dtypes
     if buffer is None or buffer.shape != shape or buffer.dtype not in dtypes:

@@ -10,6 +10,9 @@ from typing import NamedTuple, Protocol
 
 from gpu_actors.devices.interface import Buffer, LaunchGeometry, ScratchSpec
 from gpu_actors.errors import InvalidRequest
+from gpu_actors.kernels.backward_arguments import pack_backward
+from gpu_actors.kernels.backward_variants import backward_keys, backward_scratch
+from gpu_actors.kernels.variants import launch_geometry, tile_of
 from gpu_actors.problem import AttentionProblem, DispatchKey
 
 __all__ = ["LAUNCHES", "BackwardLaunch", "BackwardStep", "PackBackward", "backward_launch"]
@@ -41,7 +44,15 @@ class BackwardLaunch(NamedTuple):
     zeroed: frozenset[str] = frozenset()
 
 
-LAUNCHES: dict[str, Callable[[DispatchKey, AttentionProblem], BackwardLaunch]] = {}
+def _mma_launch(key: DispatchKey, problem: AttentionProblem) -> BackwardLaunch:
+    steps = tuple(BackwardStep(part, launch_geometry(part, problem), pack_backward) for part in backward_keys(key))
+    sums_in_place = problem.bias is not None and problem.bias[0] == "float32"
+    return BackwardLaunch(
+        steps, backward_scratch(key, tile_of(key), problem), frozenset({"dbias"} if sums_in_place else ())
+    )
+
+
+LAUNCHES: dict[str, Callable[[DispatchKey, AttentionProblem], BackwardLaunch]] = {"backward_mma": _mma_launch}
 
 
 def backward_launch(key: DispatchKey, problem: AttentionProblem) -> BackwardLaunch:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from gpu_actors.errors import Unsupported
+from gpu_actors.kernels.backward_variants import BACKWARD_PARTS
 from gpu_actors.kernels.decode_variants import COMBINE, DECODE, PLAN, decode_refuses, row_tile_of
 from gpu_actors.kernels.sm90_variants import sm90_refuses
 from gpu_actors.kernels.support import check_support, find_unsupported
@@ -94,6 +95,23 @@ def _mma_refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
     return None
 
 
+def _backward_mma_refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
+    if problem.direction != "backward":
+        return Unsupported("direction", problem.direction, "backward_mma computes gradients alone", "backward")
+    if problem.layout == "paged":
+        return Unsupported("layout", problem.layout, "backward_mma reads no block tables", "varlen")
+    if problem.dtype not in ("float16", "bfloat16", "float32"):
+        return Unsupported("dtype", problem.dtype, "backward_mma multiplies f16, bf16 and tf32", "bfloat16")
+    if problem.compute == "f32":
+        return Unsupported("compute", problem.compute, "tensor cores have no float32 products", "tf32")
+    for field, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+        if dim not in _MMA_HEAD_DIMS:
+            nearest = min(_MMA_HEAD_DIMS, key=lambda known: abs(known - dim))
+            reason = "backward_mma copies rows in whole chunks: multiples of 8 from 32 to 256"
+            return Unsupported(field, dim, reason, nearest)
+    return None
+
+
 FAMILIES = (
     KernelFamily(
         "forward_sm90",
@@ -119,6 +137,13 @@ FAMILIES = (
         decode_refuses,
         "computes every option of new rows over pages, caches and pointers on tensor cores, splitting the keys",
         companions=(PLAN, COMBINE),
+    ),
+    KernelFamily(
+        "backward_mma",
+        _backward_mma_refuses,
+        "computes the gradients of every option of dense and varlen batches on tensor cores, with mma.sync",
+        score_mods=True,
+        companions=tuple(BACKWARD_PARTS),
     ),
 )
 

@@ -98,6 +98,19 @@ TILES = (
     TileRow("forward_mma", Tile(64, 32, 2, 4), dtypes=_FLOATS, head_dim=192),
     TileRow("forward_mma", Tile(64, 16, 2, 4), dtypes=_FLOATS),
     TileRow("forward_mma", Tile(32, 16, 2, 2), dtypes=_FLOATS),
+    # Backward: block_n keys stay, block_m query rows pass by. 16 keys a warp, with dK and dV of 128 columns, fill its
+    # registers; wider heads give half of the columns to a second warp.
+    TileRow("backward_mma", Tile(64, 128, 2, 8), "backward", dtypes=_HALVES, head_dim=128, scale_only=True),
+    TileRow("backward_mma", Tile(32, 128, 2, 8), "backward", dtypes=_HALVES, head_dim=128),
+    TileRow("backward_mma", Tile(32, 64, 2, 4), "backward", dtypes=_HALVES, head_dim=128),
+    TileRow("backward_mma", Tile(32, 64, 2, 8), "backward", dtypes=_HALVES),
+    TileRow("backward_mma", Tile(32, 48, 2, 6), "backward", dtypes=_HALVES),
+    TileRow("backward_mma", Tile(32, 48, 1, 6), "backward", dtypes=_HALVES),
+    TileRow("backward_mma", Tile(32, 64, 2, 4), "backward", dtypes=_FLOATS, head_dim=64),
+    TileRow("backward_mma", Tile(32, 64, 2, 8), "backward", dtypes=_FLOATS, head_dim=128),
+    TileRow("backward_mma", Tile(32, 32, 2, 4), "backward", dtypes=_FLOATS),
+    TileRow("backward_mma", Tile(32, 32, 1, 4), "backward", dtypes=_FLOATS),
+    TileRow("backward_mma", Tile(16, 16, 2, 4), "backward", dtypes=_FLOATS),
     TileRow("forward_simple", Tile(32, 32, 1, 4), head_dim=128),
     # 32 rows of 256 doubles, twice, are more than the 99 KiB of the smallest architectures.
     TileRow("forward_simple", Tile(16, 16, 1, 4), dtypes=("float64",)),
@@ -195,7 +208,28 @@ def _sm90_bytes_with(tile: Tile, head_dim: int, head_dim_v: int, over_q: bool) -
     return 2 * values + 8 * barriers + 16
 
 
-_SHARED_BYTES = {"forward_mma": _mma_bytes, "forward_simple": _simple_bytes, "forward_sm90": _sm90_bytes}
+def _backward_mma_bytes(tile: Tile, dtype: str, head_dim: int, head_dim_v: int) -> int:
+    """K, V, `stages` tiles of Q and dO with two floats a row, and the scores: twice where warps share a head's columns.
+
+    As laid out in kernels_cu/backward_ring.cuh, which asserts it.
+    """
+
+    def row(dim: int) -> int:
+        return -(-dim * ELEMENTS[dtype].itemsize // 32) * 32
+
+    sharing = max(1, tile.warps * 16 // tile.block_n)
+    split = sharing > 1 and tile.block_m % (16 * sharing) == 0
+    keys = tile.block_n * (row(head_dim) + row(head_dim_v))
+    queries = tile.block_m * (row(head_dim) + row(head_dim_v) + 8)
+    return keys + tile.stages * queries + (2 if split else 1) * tile.block_n * row(tile.block_m)
+
+
+_SHARED_BYTES = {
+    "forward_mma": _mma_bytes,
+    "forward_simple": _simple_bytes,
+    "forward_sm90": _sm90_bytes,
+    "backward_mma": _backward_mma_bytes,
+}
 
 
 def num_q_tiles(seqlen_q: int, block_m: int) -> int:

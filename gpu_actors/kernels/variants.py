@@ -13,6 +13,7 @@ from gpu_actors.devices.interface import LaunchGeometry
 from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.kernels.append import AppendKey, append_source
 from gpu_actors.kernels.assets import asset_source
+from gpu_actors.kernels.backward_variants import BACKWARD_PARTS, backward_geometry, backward_macros
 from gpu_actors.kernels.copy_pages import PageCopyKey, copy_source
 from gpu_actors.kernels.decode_variants import DECODE_MACROS, decode_keys, usual_decode_problems
 from gpu_actors.kernels.dispatch import dispatch_key
@@ -58,6 +59,8 @@ def launch_geometry(key: DispatchKey, problem: AttentionProblem, multiprocessors
     tile = tile_of(key)
     if key.kernel == "forward_sm90":
         return sm90_geometry(key, problem, tile, multiprocessors)
+    if key.direction == "backward":
+        return backward_geometry(key, tile, _shared_bytes(key, tile), problem)
     blocks = num_q_tiles(problem.seqlen_q, tile.block_m) * problem.heads_q * problem.batch
     if blocks > _MAX_BLOCKS:
         reason = f"the request makes {blocks} blocks of {tile.block_m} rows, and a grid holds {_MAX_BLOCKS}"
@@ -122,11 +125,13 @@ def tile_of(key: DispatchKey) -> Tile:
     """The tile that a key's kernel is compiled for."""
     widest = max(key.head_dim, key.head_dim_v)
     scale_only = not (key.softcap or key.alibi or key.bias or key.dropout or key.score_mod)
-    return tile_for(key.kernel, key.direction, key.arch, key.dtype, widest, key.mask, scale_only)
+    kernel = BACKWARD_PARTS.get(key.kernel, key.kernel)
+    return tile_for(kernel, key.direction, key.arch, key.dtype, widest, key.mask, scale_only)
 
 
 def _shared_bytes(key: DispatchKey, tile: Tile) -> int:
-    return shared_mem_bytes(key.kernel, tile, key.dtype, key.head_dim, key.head_dim_v)
+    kernel = BACKWARD_PARTS.get(key.kernel, key.kernel)
+    return shared_mem_bytes(kernel, tile, key.dtype, key.head_dim, key.head_dim_v)
 
 
 def _forward_macros(key: DispatchKey) -> dict[str, str | int]:
@@ -178,11 +183,18 @@ def _sm90_macros(key: DispatchKey) -> dict[str, str | int]:
     return sm90_macros(_forward_macros(key), key, tile_of(key))
 
 
+def _backward_macros(key: DispatchKey) -> dict[str, str | int]:
+    return backward_macros(key, tile_of(key), _forward_macros(key))
+
+
 _MACROS: dict[str, Callable[[DispatchKey], dict[str, str | int]]] = {
     "forward_mma": _mma_macros,
     "forward_simple": _forward_macros,
     "forward_sm90": _sm90_macros,
     **DECODE_MACROS,
+    "backward_prepare": _backward_macros,
+    "backward_mma": _backward_macros,
+    "backward_finish": _backward_macros,
 }
 
 
