@@ -14,7 +14,7 @@ from gpu_actors.kernels.variants import kernel_source
 from gpu_actors.problem import AttentionProblem
 from gpu_actors.requests import AttentionGradients
 from gpu_actors.testing import check_gradients
-from gpu_actors.testing.backward_problems import BackwardCase
+from gpu_actors.testing.backward_problems import BackwardCase, poison_unseen_backward
 
 KERNEL = "backward_mma"
 GRADIENTS = ("dq", "dk", "dv", "dbias", "dsinks")
@@ -83,7 +83,10 @@ def run_case(
 
 
 def check_case(case: BackwardCase, *, compute: str | None = None, **launch: Any) -> float:
-    """The largest error as a share of its bound. The kernels and the oracle read the same results of the forward."""
-    gradients = run_case(case, compute=compute, **launch)
+    """The largest error as a share of its bound. The kernels and the oracle read the same results of the forward.
+
+    Keys that no row sees, and rows that see nothing, hold NaN for the kernels.
+    """
+    gradients = run_case(poison_unseen_backward(case), compute=compute, **launch)
     given = {"out": case.out, "lse": case.lse}
     return check_gradients(gradients, *case.arguments, repro=case.repro, compute=compute, **given, **case.options)

@@ -25,6 +25,7 @@ from gpu_actors.problem import MaskKind
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 MASKS = ("full", "causal", "window", "causal_window")
 KIB = 1024
+DIRECTIONS = {row.kernel: row.direction for row in TILES}
 
 
 @pytest.mark.parametrize("kernel", sorted({row.kernel for row in TILES}))
@@ -53,7 +54,7 @@ def test_each_row_of_the_table_is_reached():
 
 def tile_or_none(kernel: str, arch: str, dtype: str, dim: int, mask: MaskKind, scale_only: bool = True) -> Tile | None:
     try:
-        return tile_for(kernel, "forward", arch, dtype, dim, mask, scale_only)
+        return tile_for(kernel, DIRECTIONS[kernel], arch, dtype, dim, mask, scale_only)
     except Unsupported:
         return None
 
