@@ -300,8 +300,7 @@ DEVICE void multiply(const WithScoreMod<BackwardParams>& params, const KeyPlace&
   const int heads = forward.heads_q / forward.heads_kv;
   const int tiles = rows.begin < rows.end ? (rows.end + BLOCK_M - 1) / BLOCK_M - rows.begin / BLOCK_M : 0;
   const Ring ring{params, at, rows, heads, tiles, heads * tiles, shared};
-  const ScoreParams score_params = params.score_params();
-  Work work{ring, score_params, warp_place(), mask, key_begin, {}};
+  Work work{ring, params, warp_place(), mask, key_begin, {}};
 
   KeyGradient dk = {};
   ValueGradient dv = {};

@@ -48,7 +48,7 @@ DEVICE WarpPlace warp_place() {
 // What a block keeps while it walks over query tiles.
 struct Work {
   const Ring& ring;
-  const ScoreParams& score_params;
+  const WithScoreMod<BackwardParams>& params;
   WarpPlace warp;
   Mask mask;
   int key_begin;
@@ -61,9 +61,8 @@ struct Work {
   }
   __device__ __forceinline__ Score<float> score(int head) const {
     const KeyPlace& at = ring.at;
-    const Params& params = ring.params.forward;
-    Score<float> score = make_unmodified_score<float>(params, at.sequence, head, at.kv_head, mask.diagonal);
-    if constexpr (SCORE_MOD) score.mod = bind_score_mod(score_params, at.sequence, head);
+    Score<float> score = make_unmodified_score<float>(params.forward, at.sequence, head, at.kv_head, mask.diagonal);
+    if constexpr (SCORE_MOD) score.mod = bind_score_mod(params.score_params(), at.sequence, head);
     return score;
   }
   __device__ __forceinline__ Dropout dropout(int head) const {

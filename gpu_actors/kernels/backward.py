@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 from gpu_actors.devices.interface import Buffer, LaunchGeometry, ScratchSpec
 from gpu_actors.errors import InvalidRequest
-from gpu_actors.kernels.backward_arguments import pack_backward
+from gpu_actors.kernels.backward_arguments import pack_backward, pack_backward_part
 from gpu_actors.kernels.backward_variants import backward_keys, backward_scratch
 from gpu_actors.kernels.variants import launch_geometry, tile_of
 from gpu_actors.problem import AttentionProblem, DispatchKey
@@ -45,7 +45,10 @@ class BackwardLaunch(NamedTuple):
 
 
 def _mma_launch(key: DispatchKey, problem: AttentionProblem) -> BackwardLaunch:
-    steps = tuple(BackwardStep(part, launch_geometry(part, problem), pack_backward) for part in backward_keys(key))
+    steps = tuple(
+        BackwardStep(part, launch_geometry(part, problem), pack_backward if part == key else pack_backward_part)
+        for part in backward_keys(key)
+    )
     sums_in_place = problem.bias is not None and problem.bias[0] == "float32"
     return BackwardLaunch(
         steps, backward_scratch(key, tile_of(key), problem), frozenset({"dbias"} if sums_in_place else ())

@@ -25,7 +25,7 @@ from gpu_actors.kernels.assets import asset_text
 from gpu_actors.kernels.score_arguments import pack_score
 from gpu_actors.problem import AttentionProblem
 
-__all__ = ["backward_layout", "pack_backward"]
+__all__ = ["backward_layout", "pack_backward", "pack_backward_part"]
 
 _HEADERS = ("forward_params.cuh", "backward_params.cuh")
 _FORWARD = "forward."
@@ -46,7 +46,7 @@ def pack_backward(
     dropout_seed: int = 0,
     score_scalars: Sequence[float] = (),
 ) -> bytes:
-    """The parameters of a backward launch, the same for its three kernels.
+    """The parameters of backward_mma, those of the problem's score modification included.
 
     buffers: the forward's operands, out and lse as `pack_forward` describes them, and by name: dout like out; dq, dk
         and dv like q, k and v; dbias like bias, without gaps; dsinks like sinks; dlse like lse, or missing; the scratch
@@ -54,6 +54,18 @@ def pack_backward(
     dropout_seed: 0 <= seed < 2^64. score_scalars: of the problem's score modification.
     Raises InvalidRequest for an operand that is missing or not as described.
     """
+    packed = pack_backward_part(problem, buffers, dropout_seed=dropout_seed)
+    return packed + pack_score(problem, buffers, score_scalars)
+
+
+def pack_backward_part(
+    problem: AttentionProblem,
+    buffers: Mapping[str, Buffer],
+    *,
+    dropout_seed: int = 0,
+    score_scalars: Sequence[float] = (),
+) -> bytes:
+    """The parameters of backward_prepare and backward_finish, which know no scores. Arguments as in `pack_backward`."""
     layout, plan = backward_layout(), _plan(problem)
     values = list(plan.values)
     for operand in plan.operands:
@@ -77,7 +89,7 @@ def pack_backward(
         values[layout.positions["forward.sinks_are_float"]] = buffers["sinks"].dtype == "float32"
         if buffers["dsinks"].dtype != buffers["sinks"].dtype:
             raise InvalidRequest("dsinks", buffers["dsinks"].dtype, f"has the sinks' dtype, {buffers['sinks'].dtype}")
-    return layout.pack(values) + pack_score(problem, buffers, score_scalars)
+    return layout.pack(values)
 
 
 class _Plan(NamedTuple):

@@ -45,7 +45,9 @@ def kernel_source(key: KernelKey) -> KernelSource:
     if isinstance(key, PageCopyKey):
         return copy_source(key)
     macros = _builder(key)(key)
-    headers = {} if key.score_mod is None else {SCORE_HEADER: key.score_mod.header}
+    headers: dict[str, str] = {}
+    if key.score_mod is not None and key.kernel not in BACKWARD_PARTS:  # which know no scores
+        headers[SCORE_HEADER] = key.score_mod.header
     return asset_source(f"{key.kernel}.cu", (key.kernel,), macros=macros, headers=headers, arch=key.arch)
 
 
