@@ -17,6 +17,10 @@ from gpu_actors.interop.arrays import adopt
 
 pytestmark = pytest.mark.gpu
 
+# A few of the forward ones do; of the others every one is another kernel.
+_FORWARD = [candidate for candidate in CANDIDATES if candidate.name.startswith("forward")]
+REPLAYED = [*_FORWARD[::5], *(candidate for candidate in CANDIDATES if candidate not in _FORWARD)]
+
 
 def on_device(array: Any) -> Any:
     import cupy
@@ -25,12 +29,14 @@ def on_device(array: Any) -> Any:
     return adopt(bits, "array").array.view(array.dtype)
 
 
-@pytest.mark.parametrize("candidate", CANDIDATES[::4], ids=str)
+@pytest.mark.parametrize("candidate", REPLAYED, ids=str)
 def test_a_captured_launch_gives_the_same_bits_when_it_is_replayed(candidate: Candidate) -> None:
     import cupy
     from cupy.cuda import runtime
 
     asked = candidate.make()
+    if candidate.name.startswith("backward") and not asked.request.deterministic:
+        pytest.skip("its bits need not be the same")
     opening = RecordingContext("cuda")
     with opening as context:
         if not candidate.runs_on(context.info.arch):
@@ -59,7 +65,7 @@ def test_a_captured_launch_gives_the_same_bits_when_it_is_replayed(candidate: Ca
             device.api.launch_kernel(step.kernel.handle.handle, *step.geometry, stream.handle, params)
         graph = runtime.streamEndCapture(stream.handle)
         replay = runtime.graphInstantiate(graph)
-        out = operands.results()["out"]
+        out = operands.results()[answer._fields[0]]
         memory = cupy.cuda.UnownedMemory(out.address, out.nbytes, out, out.device)
         bits = cupy.ndarray((out.nbytes,), np.uint8, cupy.cuda.MemoryPointer(memory, 0))
         for _ in range(3):
