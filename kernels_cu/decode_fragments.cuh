@@ -25,7 +25,6 @@ template <>
 struct FormatOf<bfloat16_t> {
   static constexpr ptx::Element VALUE = ptx::Element::bf16;
 };
-using Products = HalfProducts<FormatOf<ELEMENT>::VALUE>;
 constexpr bool NARROW = sizeof(KV_ELEMENT) == 1;
 
 // How an 8-bit float in the upper byte of a half is widened: shifted right it is the wide format's bits, but for the
