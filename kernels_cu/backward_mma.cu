@@ -100,6 +100,8 @@ DEVICE void give_values(ValueGradient& dv, const Scores& weights, const Work& wo
 DEVICE void add_query_gradient(const Work& work, int n) {
   constexpr int ROW_WARPS = BLOCK_M / 16, MOST = ACCUMULATORS <= 96 || SCALE_ONLY ? 4 : 2;
   constexpr int AT_ONCE = QueryColumns::PAIRS < MOST ? QueryColumns::PAIRS : MOST;
+  static_assert(AT_ONCE % QueryColumns::PAIRS_A_PART == 0 || QueryColumns::PAIRS_A_PART % AT_ONCE == 0,
+                "a pass begins at a part or divides it");
   constexpr bool EVEN = QueryColumns::PAIRS % AT_ONCE == 0;
   const int warp = int(threadIdx.x) / 32;
   const QueryColumns columns{warp / ROW_WARPS};
@@ -117,7 +119,7 @@ DEVICE void add_query_gradient(const Work& work, int n) {
 #pragma unroll 1
   for (int first = 0; first < QueryColumns::PAIRS; first += AT_ONCE) {
     float dq[2 * AT_ONCE][1][4] = {};
-    const LaneAddress columns_lane = moved(key_lane, 0, QueryColumns::offset(first) * QueryColumns::PAIR * 16);
+    const LaneAddress columns_lane = QueryColumns::advanced(key_lane, first);
 #pragma unroll 2
     for (int step = 0; step < BLOCK_N / Products::KEYS; step++) {
       uint32_t a[1][4];

@@ -37,6 +37,10 @@ struct Columns {
   __device__ __forceinline__ LaneAddress lane(const LaneAddress& tile_lane) const {
     return moved(tile_lane, warp % PARTS * PAIRS_A_PART * PAIR, warp / PARTS * GROUP * 16);
   }
+  // The same address some pairs further on: a multiple or a divisor of a part's.
+  static __device__ __forceinline__ LaneAddress advanced(const LaneAddress& lane, int pair) {
+    return moved(lane, pair % PAIRS_A_PART * PAIR, pair / PAIRS_A_PART * STRIDE * GROUP * 16);
+  }
   // Pairs from the first one: what `Products::values` counts in.
   static __device__ __forceinline__ constexpr int offset(int pair) {
     return pair / PAIRS_A_PART * STRIDE * PAIRS_A_GROUP + pair % PAIRS_A_PART;

@@ -53,6 +53,7 @@ SWEEPS = (
     Sweep("float16", None, "sm_86", 192, None, True, ("causal",)),
     Sweep("bfloat16", None, "sm_90a", 256, None, False, ("causal", "softcap"), deterministic=True),
     Sweep("bfloat16", None, "sm_80", 192, 128, True, ()),
+    Sweep("bfloat16", None, "sm_86", 256, None, True, ("causal", "softcap")),
     Sweep("float32", "bf16", "sm_86", 40, 72, False, ("causal", "bias", "dropout", "sinks"), "top_left", True),
     Sweep("float32", "tf32", "sm_90a", 64, None, True, ("window", "sink_tokens", "softcap")),
     Sweep("float32", "f16", "sm_86", 128, None, False, ("causal", "bias")),
