@@ -11,6 +11,7 @@ from gpu_actors.actors.context import ContextActor
 from gpu_actors.actors.cudnn_like import CudnnLikeActor, CudnnLikeHandle, ExecuteGraph
 from gpu_actors.actors.flash_attn import FlashAttnActor, FlashAttnHandle
 from gpu_actors.actors.handle import ActorHandle
+from gpu_actors.actors.kv_cache import KvCacheActor
 from gpu_actors.actors.mailbox import ActorStats
 from gpu_actors.actors.nvrtc import NvrtcActor, NvrtcHandle, WarmedVariant
 from gpu_actors.actors.post import Terminated
@@ -38,8 +39,12 @@ from gpu_actors.errors import (
 from gpu_actors.graph.graph import OperationGraph
 from gpu_actors.graph.plan import GraphPlan
 from gpu_actors.graph.tensor import GraphTensor
+from gpu_actors.kernels.append import Rope
 from gpu_actors.kernels.source import Cubin, KernelResources, KernelSource
 from gpu_actors.kernels.tiles import FlashAttentionConfig
+from gpu_actors.kv.requests import AppendRows, AttendCache, KvCacheSpec, KvSequence
+from gpu_actors.kv.sequences import KvCacheStats
+from gpu_actors.kv_cache import KvCache
 from gpu_actors.mha import AttentionParams, Mask, MhaBackward, MhaForward, MhaOutput
 from gpu_actors.options import ContextOptions, EmulationOptions, MockOptions, RestartPolicy
 from gpu_actors.problem import AttentionProblem, DispatchKey
@@ -59,6 +64,8 @@ __all__ = [
     "ActorHandle",
     "ActorStats",
     "ActorStopped",
+    "AppendRows",
+    "AttendCache",
     "AttentionGradients",
     "AttentionOutput",
     "AttentionParams",
@@ -92,6 +99,11 @@ __all__ = [
     "InvalidRequest",
     "KernelResources",
     "KernelSource",
+    "KvCache",
+    "KvCacheActor",
+    "KvCacheSpec",
+    "KvCacheStats",
+    "KvSequence",
     "LaunchError",
     "Mask",
     "MhaBackward",
@@ -109,6 +121,7 @@ __all__ = [
     "RequestCancelled",
     "RequestError",
     "RestartPolicy",
+    "Rope",
     "ServiceActor",
     "StaleBuffer",
     "Terminated",

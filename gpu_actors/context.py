@@ -27,12 +27,14 @@ from gpu_actors.actors.context import ContextActor, GiveUp, Stop
 from gpu_actors.actors.cudnn_like import CudnnLikeActor, CudnnLikeHandle
 from gpu_actors.actors.flash_attn import FlashAttnActor, FlashAttnHandle
 from gpu_actors.actors.handle import ActorHandle
+from gpu_actors.actors.kv_cache import KvCacheActor
 from gpu_actors.actors.mailbox import ActorStats, Mailbox
 from gpu_actors.actors.nvrtc import NvrtcActor, NvrtcHandle, Prepare
 from gpu_actors.actors.services import Services
 from gpu_actors.devices.interface import Device, DeviceInfo
 from gpu_actors.devices.select import check_device, open_device
 from gpu_actors.errors import ActorStopped, DeadlineExceeded, GpuActorsError, InvalidRequest, WouldBlock
+from gpu_actors.kv_cache import OpensKvCaches
 from gpu_actors.options import ContextOptions
 from gpu_actors.reply import Reply
 from gpu_actors.validation.fields import real
@@ -48,7 +50,7 @@ _PATIENCE = 5.0
 
 _NOT_DRAINED = "leaving the context: not drained within %s s, so what is unanswered gets ActorStopped"
 
-_CHILDREN: tuple[type[ServiceActor], ...] = (NvrtcActor, FlashAttnActor, CudnnLikeActor)
+_CHILDREN: tuple[type[ServiceActor], ...] = (NvrtcActor, FlashAttnActor, CudnnLikeActor, KvCacheActor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ class Health:
     oldest_launch: float | None
 
 
-class GpuContext:
+class GpuContext(OpensKvCaches):
     """A running context. Safe to share between event loops and threads. Made by `open_context`.
 
     flash_attn, cudnn, nvrtc: the handles of the FlashAttnActor, the CudnnLikeActor and the NvrtcActor.
@@ -83,7 +85,7 @@ class GpuContext:
         self.flash_attn = cast("FlashAttnHandle", services.handle(FlashAttnActor))
         self.cudnn = cast("CudnnLikeHandle", services.handle(CudnnLikeActor))
         self.nvrtc = cast("NvrtcHandle", services.handle(NvrtcActor))
-        self._services = services
+        super().__init__(services)
         self._root = root
         self._stopped = False
         self._close_lock = threading.Lock()

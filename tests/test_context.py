@@ -25,10 +25,10 @@ def test_a_fresh_context_says_what_it_runs_on() -> None:
     with ga.open_context("mock") as ctx:
         assert (ctx.info.kind, ctx.info.arch, ctx.info.runs_kernels) == ("mock", "sm_90a", False)
         assert ctx.generation == 1
-        assert set(ctx.stats()) == {"nvrtc", "flash_attn", "cudnn"}
+        assert set(ctx.stats()) == {"nvrtc", "flash_attn", "cudnn", "kv_cache"}
         health = ctx.health()
         assert (health.state, health.ready, health.reason, health.generation) == ("ready", True, "", 1)
-        assert health.actors == {"nvrtc": "running", "flash_attn": "running", "cudnn": "running"}
+        assert health.actors == dict.fromkeys(("nvrtc", "flash_attn", "cudnn", "kv_cache"), "running")
         assert health.oldest_launch is None
 
 

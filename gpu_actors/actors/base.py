@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 
 import pykka
@@ -79,16 +79,19 @@ class ServiceActor(pykka.ThreadingActor):
         try:
             event = post.stream.launch(launch)
         except BaseException as error:
-            again = failed(error) if failed is not None else ()
-            for call in again:
-                post.completion.relaunch(call)
-            # All others: the actor's loop knows only the call that it gave out last.
-            self._refuse([call for call in calls if call not in again], error)
+            self.answer_failure(calls, failed(error) if failed is not None else (), error)
             raise
         for call in calls:
             if call.traced:
                 post.services.trace.emit("request.launched", actor=post.name, request=call.number, key=launch.key)
         post.completion.watch(event, calls, finish, self.outbox, failed)
+
+    def answer_failure(self, calls: Sequence[Call[Any]], again: Collection[Call[Any]], error: BaseException) -> None:
+        """Answer claimed calls whose launch could not be made, but for those that are to be launched again."""
+        for call in again:
+            self.post.completion.relaunch(call)
+        # All others: the actor's loop knows only the call that it gave out last.
+        self._refuse([call for call in calls if call not in again], error)
 
     # Pykka's side
 

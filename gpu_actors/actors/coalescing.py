@@ -81,15 +81,15 @@ class Coalescer:
         if not group:
             return
         calls = [waiting.call for waiting in group]
-        try:
-            launch, finish = self._merged(group)
-        except GpuActorsError as error:
-            for call in calls:
-                call.fail(error, self._actor.outbox)
-            return
 
         def failed(error: BaseException) -> Collection[Call[Any]]:
             return again_alone(calls, error)
+
+        try:
+            launch, finish = self._merged(group)
+        except GpuActorsError as error:
+            self._actor.answer_failure(calls, failed(error), error)
+            return
 
         try:
             self._actor.launch(calls, launch, finish, failed)
@@ -128,7 +128,7 @@ def again_alone(calls: Sequence[Call[Any]], error: BaseException) -> Collection[
 
 
 class FlushTimer:
-    """Decides how long what has gathered waits for more, and sends the actor a `Flush` when that is over."""
+    """Says whether what has gathered waits for more, and sends the actor a `Flush` when that is over."""
 
     def __init__(self, actor: ServiceActor, delay_us: float) -> None:
         self._actor = actor

@@ -18,7 +18,7 @@ from gpu_actors.interop.device_array import DeviceArray
 from gpu_actors.problem import AttentionProblem
 from gpu_actors.requests import BatchedDecode, PagedForward
 
-__all__ = ["Part", "cut_outputs", "merge", "merge_key", "place"]
+__all__ = ["Part", "cut_outputs", "is_packed", "memory_of", "merge", "merge_key", "merge_tables", "place"]
 
 # Of every sequence or every row; of the others there is one for the whole launch.
 _ROWS = ("q", "tree_mask")
@@ -42,11 +42,11 @@ def merge_key(plan: DecodingPlan, request: CacheRequest) -> Hashable | None:
         return None
     caches: Hashable
     if isinstance(request, PagedForward):
-        caches = (_memory(request.k_cache), _memory(request.v_cache))
+        caches = (memory_of(request.k_cache), memory_of(request.v_cache))
     else:
         k, v = request.k_caches[0], request.v_caches[0]
         caches = (k.strides, v.strides, type(k) is DeviceArray)
-    shared = (_memory(request.sinks), _memory(slopes) if problem.alibi == "heads" else None)
+    shared = (memory_of(request.sinks), memory_of(slopes) if problem.alibi == "heads" else None)
     dtypes = tuple(None if (array := getattr(request, name, None)) is None else array.dtype for name in _SEQUENCES)
     return plan.key, _without_sizes(problem), caches, shared, dtypes
 
@@ -57,7 +57,7 @@ def _without_sizes(problem: AttentionProblem) -> AttentionProblem:
     return dataclasses.replace(problem, batch=0, seqlen_q=rows, seqlen_k=keys, total_q=0, total_k=0)
 
 
-def _memory(array: Any) -> Hashable:
+def memory_of(array: Any) -> Hashable:
     """Arrays that are equal by this are the same memory, read in the same way."""
     if array is None:
         return None
@@ -86,7 +86,7 @@ def merge(requests: Sequence[CacheRequest]) -> CacheRequest:
         if first.tree_mask is not None:
             changes["tree_mask"] = np.concatenate([tree_bits(request.tree_mask) for request in paged])
         if first.block_table is not None:
-            changes["block_table"] = _tables([request.block_table for request in paged])
+            changes["block_table"] = merge_tables([request.block_table for request in paged])
         if first.cu_seqlens_q is not None:
             changes["cu_seqlens_q"] = _ends([request.cu_seqlens_q for request in paged])
             longest = [request.max_seqlen_q for request in paged]
@@ -97,7 +97,7 @@ def merge(requests: Sequence[CacheRequest]) -> CacheRequest:
     return dataclasses.replace(first, **changes)
 
 
-def _tables(tables: Sequence[Any]) -> Any:
+def merge_tables(tables: Sequence[Any]) -> Any:
     """Block tables one below the other; what the narrower ones lack is never read."""
     width = max(table.shape[1] for table in tables)
     merged = np.full((sum(len(table) for table in tables), width), -1, np.int32)

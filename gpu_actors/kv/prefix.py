@@ -8,34 +8,48 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.values import show
 
-__all__ = ["PrefixIndex", "page_digests"]
+__all__ = ["PrefixIndex", "Tokens", "extend_digests", "prompt_digests", "token_ids"]
 
-_REASON = "must be token ids: a sequence of ints, or an integer array of one axis"
+Tokens: TypeAlias = npt.NDArray[np.int64]
 
 
-def page_digests(tokens: Sequence[int] | Any, page_size: int) -> list[bytes]:
-    """A name for each whole page that these tokens fill. Raises `InvalidRequest` for what are no token ids."""
+def token_ids(tokens: Any, shape: tuple[int, ...] | None = None) -> Tokens:
+    """Ids as int64, of one axis. shape: what they must have. Raises `InvalidRequest` for what are no token ids."""
+    wanted = "one axis" if shape is None else f"shape {shape}"
     try:
         ids = np.asarray(tokens)
+        sound = ids.dtype.kind in "iu" or ids.size == 0
+        sound = sound and (ids.ndim == 1 if shape is None else ids.shape == shape)
     except Exception:
-        raise InvalidRequest("tokens", show(tokens), _REASON) from None
-    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise InvalidRequest("tokens", show(tokens), _REASON)
-    ids = ids.astype("<i8")
-    digests: list[bytes] = []
-    chain = b""
-    # The last token is never found: whoever has all but it still needs a row to ask with.
-    for page in range(max(0, ids.size - 1) // page_size):
-        content = ids[page * page_size : (page + 1) * page_size].tobytes()
-        chain = hashlib.sha256(chain + content).digest()
+        sound = False
+    if not sound:
+        raise InvalidRequest("tokens", show(tokens), f"must be token ids: ints, of {wanted}")
+    return ids.astype("<i8").reshape(-1)
+
+
+def extend_digests(digests: list[bytes], ids: Tokens, page_size: int) -> Tokens:
+    """Add the names of the whole pages that these tokens fill behind those named before; gives the tokens left over."""
+    whole = len(ids) // page_size * page_size
+    chain = digests[-1] if digests else b""
+    for start in range(0, whole, page_size):
+        chain = hashlib.sha256(chain + ids[start : start + page_size].tobytes()).digest()
         digests.append(chain)
+    return ids[whole:]
+
+
+def prompt_digests(tokens: Any, page_size: int) -> list[bytes]:
+    """The names of a prompt's pages that may be found. Raises as `token_ids`."""
+    digests: list[bytes] = []
+    # Never the last token: whoever has all but it still needs a row to ask with.
+    extend_digests(digests, token_ids(tokens)[:-1], page_size)
     return digests
 
 

@@ -4,11 +4,12 @@ A write is reserved before it is launched: its pages are taken and the sequence 
 that what comes after it can be launched behind it. When it ends it is committed, or undone as if it had never been:
 
     reserve ──launch──> in flight ──> commit     old copies of shared pages are let go, whole prompt pages get names
-       └───────────────────┴────────> undo       the sequence is as long as before, its epoch is one higher
+       │                   └────────> undo       the sequence is as long as before
+       └────────────────────────────> withdraw   the same, where nobody can have seen it
 
-Whatever was launched on a sequence at an earlier epoch has seen rows that were never written, and has to be repeated.
-Pages go back to the pool at once, even if something in flight still uses them: the device works in the order of
-launches, so a page's next owner writes it later.
+Whatever had seen rows that are undone, because it was reserved after them, is stale and has to be repeated. Pages go
+back to the pool at once, even if something in flight still uses them: the device works in the order of launches, so a
+page's next owner writes it later.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.kv.pages import PagePool
-from gpu_actors.kv.prefix import PrefixIndex
+from gpu_actors.kv.prefix import PrefixIndex, Tokens, extend_digests
 
-__all__ = ["CacheTables", "KvCacheStats", "PageTable", "Write"]
+__all__ = ["CacheTables", "KvCacheStats", "PageTable", "Sight", "Write"]
 
 
 class KvCacheStats(NamedTuple):
@@ -41,21 +44,41 @@ class KvCacheStats(NamedTuple):
     evicted: int
 
 
+class Sight(NamedTuple):
+    """A sequence as something saw it that was reserved. writes: made so far. undone: how many of them had been."""
+
+    length: int
+    writes: int
+    undone: int
+
+
 @dataclass(slots=True, eq=False)
 class PageTable:
-    """One sequence. digests: names of the pages that its prompt fills. writes: reserved and not ended.
+    """One sequence.
 
-    epoch: see the module. Freed sequences are in no table; what is in flight for them goes on.
+    digests: names of the pages whose tokens are known, from the first on; of those, ``named`` have been looked after.
+    tail: the known tokens behind them. last_write: counts writes. undone: numbers of the writes that were undone.
+    users: requests that were reserved and have not ended; nothing but appending may be done meanwhile.
     """
 
     number: int
     pages: list[int] = field(default_factory=list)
     length: int = 0
-    epoch: int = 0
     digests: list[bytes] = field(default_factory=list)
     named: int = 0
-    writes: int = 0
-    freed: bool = False
+    tail: list[int] = field(default_factory=list)
+    last_write: int = 0
+    undone: list[int] = field(default_factory=list)
+    users: int = 0
+
+    @property
+    def sight(self) -> Sight:
+        """What whoever looks now has seen."""
+        return Sight(self.length, self.last_write, len(self.undone))
+
+    def stale(self, sight: Sight) -> bool:
+        """Whether a write that had been seen then has been undone since."""
+        return any(number <= sight.writes for number in self.undone[sight.undone :])
 
 
 class _Copy(NamedTuple):
@@ -72,9 +95,8 @@ class Write:
     start: int
     stop: int
     pages_before: int
-    epoch: int
-    copy: _Copy | None
-    launched: bool = False
+    sight: Sight
+    copy: _Copy | None = None
 
     @property
     def copies(self) -> tuple[tuple[int, int], ...]:
@@ -82,8 +104,8 @@ class Write:
 
     @property
     def stale(self) -> bool:
-        """The sequence is not as it was reserved: an earlier write was undone."""
-        return self.epoch != self.table.epoch
+        """A write before it was undone, and it with it."""
+        return self.table.stale(self.sight)
 
 
 class CacheTables:
@@ -95,7 +117,6 @@ class CacheTables:
         self._prefixes = PrefixIndex()
         self._pool = PagePool(blocks, self._forget)
         self._tables: dict[int, PageTable] = {}
-        self._writes: set[Write] = set()
         self._next = 1
         self._hits = self._evicted = 0
 
@@ -133,45 +154,52 @@ class CacheTables:
                 self._pool.retain(page)
             self._hits += len(pages)
             table = self._add(pages, len(pages) * self.page_size)
-            table.digests = list(digests)
+            table.digests = list(digests[: len(pages)])
             table.named = len(pages)
             return table
 
+    def enter(self, tables: Sequence[PageTable]) -> None:
+        """A request uses these until `leave`."""
+        with self._lock:
+            for table in tables:
+                table.users += 1
+
+    def leave(self, tables: Sequence[PageTable]) -> None:
+        """It has ended."""
+        with self._lock:
+            for table in tables:
+                table.users -= 1
+
     def fork(self, table: PageTable) -> PageTable:
-        """A sequence with the same rows in the same pages. No write to ``table`` may be on its way."""
+        """A sequence with the same rows in the same pages."""
         with self._lock:
             for page in table.pages:
                 self._pool.retain(page)
             child = self._add(list(table.pages), table.length)
-            # What the child appends is its own affair, and no part of the prompt that the parent was created for.
-            child.digests = table.digests[: table.length // self.page_size]
-            child.named = min(table.named, len(child.digests))
+            child.digests, child.named, child.tail = list(table.digests), table.named, list(table.tail)
             return child
 
     def free(self, table: PageTable) -> None:
         """Forget a sequence. Its pages go back, the last first, so that prefixes are given up from their end."""
         with self._lock:
             del self._tables[table.number]
-            table.freed = True
             for page in reversed(table.pages):
                 self._pool.release(page)
             table.pages = []
 
     def truncate(self, table: PageTable, length: int) -> None:
-        """Keep the first ``length`` rows. No write to ``table`` may be on its way."""
+        """Keep the first ``length`` rows."""
         with self._lock:
             if not 0 <= length <= table.length:
                 raise InvalidRequest("length", length, f"must be at most the rows that there are, {table.length}")
             self._cut(table, -(-length // self.page_size), length)
-            # Rows that come in the place of those cut off are not the prompt's.
-            whole = length // self.page_size
-            table.digests = table.digests[:whole]
-            table.named = min(table.named, whole)
 
     # Writes
 
-    def reserve(self, tables: Sequence[PageTable], rows: Sequence[int]) -> list[Write]:
-        """Room for so many more rows, at least one, of each sequence.
+    def reserve(
+        self, tables: Sequence[PageTable], rows: Sequence[int], tokens: Sequence[Tokens | None] | None = None
+    ) -> list[Write]:
+        """Room for so many more rows, at least one, of each sequence. tokens: what these rows are of, where known.
 
         Raises `CacheFull`, and then nothing has changed.
         """
@@ -183,18 +211,20 @@ class CacheTables:
             ]
             taken = self._pool.take(sum(grown) + sum(copies))
             writes: list[Write] = []
-            for table, more, copied, count in zip(tables, rows, copies, grown, strict=True):
-                write = Write(table, table.length, table.length + more, len(table.pages), table.epoch, None)
+            known = [None] * len(tables) if tokens is None else tokens
+            for table, more, copied, count, ids in zip(tables, rows, copies, grown, known, strict=True):
+                table.last_write += 1
+                write = Write(table, table.length, table.length + more, len(table.pages), table.sight)
                 if copied:
                     destination = taken.pop()
                     # The old page's reference goes from the table to the write, which may have to give it back.
                     write.copy = _Copy(len(table.pages) - 1, table.pages[-1], destination)
                     table.pages[-1] = destination
                 table.pages += [taken.pop() for _ in range(count)]
+                if ids is not None:
+                    self._learn(table, ids)
                 table.length = write.stop
-                table.writes += 1
                 writes.append(write)
-            self._writes.update(writes)
             return writes
 
     def commit(self, writes: Sequence[Write]) -> None:
@@ -202,21 +232,20 @@ class CacheTables:
         with self._lock:
             for write in writes:
                 self._end(write)
-                if not write.table.freed and not write.stale:
+                if not write.stale:
                     self._name_pages(write)
 
     def undo(self, writes: Sequence[Write]) -> None:
-        """These have not been, and never will be."""
+        """These were launched and have failed."""
         with self._lock:
             for write in reversed(writes):
                 self._undo(write)
 
-    def undo_unlaunched(self) -> None:
-        """Undo what an actor reserved and died before it launched."""
+    def withdraw(self, writes: Sequence[Write]) -> None:
+        """These are not going to be launched, nor is anything that was reserved after them: undo the last one first."""
         with self._lock:
-            lost = [write for write in self._writes if not write.launched]
-            for write in sorted(lost, key=lambda write: -write.start):
-                self._undo(write)
+            for write in reversed(writes):
+                self._take_back(write)
 
     # Under the lock
 
@@ -226,10 +255,21 @@ class CacheTables:
         self._tables[table.number] = table
         return table
 
+    def _learn(self, table: PageTable, ids: Tokens) -> None:
+        """These are the tokens of the next rows, if all before them are known."""
+        if len(table.digests) * self.page_size + len(table.tail) == table.length:
+            known = np.concatenate([np.array(table.tail, np.int64), ids])
+            table.tail = extend_digests(table.digests, known, self.page_size).tolist()
+
     def _undo(self, write: Write) -> None:
+        stale = write.stale
+        self._take_back(write)
+        if not stale:
+            write.table.undone.append(write.sight.writes)
+
+    def _take_back(self, write: Write) -> None:
         table, copy = write.table, write.copy
-        if not table.freed and not write.stale:
-            table.epoch += 1
+        if not write.stale:
             self._cut(table, write.pages_before, write.start)
             if copy is not None:
                 table.pages[copy.slot] = copy.source
@@ -238,8 +278,6 @@ class CacheTables:
         self._end(write)
 
     def _end(self, write: Write) -> None:
-        self._writes.discard(write)
-        write.table.writes -= 1
         if write.copy is not None:
             self._pool.release(write.copy.source)
             write.copy = None
@@ -249,6 +287,14 @@ class CacheTables:
             self._pool.release(page)
         del table.pages[pages:]
         table.length = length
+        whole = len(table.digests) * self.page_size
+        if length < whole:
+            # The tokens of a page that is begun are not kept: what follows in it has no name.
+            del table.digests[length // self.page_size :]
+            table.named = min(table.named, len(table.digests))
+            table.tail = []
+        else:
+            del table.tail[length - whole :]
 
     def _name_pages(self, write: Write) -> None:
         table = write.table

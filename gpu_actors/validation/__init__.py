@@ -7,7 +7,7 @@ from gpu_actors.validation.backward import backward_problem
 from gpu_actors.validation.forward import check_cu_seqlens, check_seed, forward_problem, longest
 from gpu_actors.validation.lengths import check_block_table, check_lengths
 from gpu_actors.validation.overlap import check_output_memory
-from gpu_actors.validation.paged import decode_problem, paged_problem
+from gpu_actors.validation.paged import check_page_size, decode_problem, paged_problem
 
 __all__ = [
     "backward_problem",
@@ -15,6 +15,7 @@ __all__ = [
     "check_cu_seqlens",
     "check_lengths",
     "check_output_memory",
+    "check_page_size",
     "check_seed",
     "decode_problem",
     "forward_problem",

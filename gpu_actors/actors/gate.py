@@ -1,0 +1,111 @@
+"""Gate: keeps the calls of one cache in order when one of them cannot go on, or has to come again.
+
+A call waits that needs a kernel which is being compiled, or a sequence that is still in use. A call comes again whose
+launch failed or saw rows that were never written. Whatever was asked for later waits behind it; calls of other caches
+pass.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from gpu_actors.actors.call import Call
+
+if TYPE_CHECKING:
+    from gpu_actors.actors.post import Post
+
+__all__ = ["Gate"]
+
+
+class Gate:
+    """`admits`, `block` and `hold` are for the actor's thread, the others for any.
+
+    Held calls are parked here. Expected ones are in flight, and when their launch ends they come again or are answered;
+    returning ones are in the mailbox again, or about to be.
+    """
+
+    def __init__(self, post: Post) -> None:
+        self._post = post
+        self._lock = threading.Lock()
+        self._blocker: Call[Any] | None = None
+        self._held: list[Call[Any]] = []
+        self._expected: set[Call[Any]] = set()
+        self._returning: set[Call[Any]] = set()
+
+    def admits(self, call: Call[Any]) -> bool:
+        """Whether a call may be handled now. False: it will come again."""
+        with self._lock:
+            self._expected = {other for other in self._expected if other is not call and not other.done}
+            self._returning = {other for other in self._returning if other is not call and not other.done}
+            blocked = self._blocker is not None and call is not self._blocker
+            if blocked or _behind(call, self._expected):
+                self._keep(call)
+                return False
+            behind = _behind(call, self._returning)
+        self.open(call)
+        if behind:
+            # It was taken together with one of those; the mailbox will give it out after them.
+            self._post.mailbox.give_back((call,))
+        return not behind
+
+    def block(self, call: Call[Any]) -> None:
+        """Make everything wait until this call comes again or is answered. Somebody else parks it."""
+        with self._lock:
+            self._blocker = call
+        call.when_done(self.open)
+
+    def hold(self, call: Call[Any]) -> None:
+        """Let this call and everything behind it wait until something in flight has ended."""
+        with self._lock:
+            self._keep(call)
+            self._expected.add(call)
+
+    def expect(self, calls: Iterable[Call[Any]]) -> None:
+        """These are in flight and may come again."""
+        with self._lock:
+            self._expected.update(calls)
+
+    def returned(self, calls: Iterable[Call[Any]]) -> None:
+        """These come again now."""
+        with self._lock:
+            self._expected.difference_update(calls)
+            self._returning.update(calls)
+
+    def settle(self, ended: Iterable[Call[Any]] = ()) -> None:
+        """Something in flight has ended: let those that wait look again."""
+        with self._lock:
+            self._expected.difference_update(ended)
+        if self._held:
+            self._release()
+
+    def open(self, call: Call[Any]) -> None:
+        """If this is the call that was blocked, let those that wait behind it come again, in their order."""
+        with self._lock:
+            if call is not self._blocker:
+                return
+            self._blocker = None
+        self._release()
+
+    def _keep(self, call: Call[Any]) -> None:
+        self._post.park(call)
+        self._held.append(call)
+
+    def _release(self) -> None:
+        with self._lock:
+            held, self._held = self._held, []
+            self._expected.difference_update(held)
+            self._returning.update(held)
+        if held:
+            self._post.mailbox.give_back(held)
+
+
+def _behind(call: Call[Any], others: Iterable[Call[Any]]) -> bool:
+    place = _place(call)
+    return any(_place(other) < place for other in others)
+
+
+def _place(call: Call[Any]) -> tuple[int, int]:
+    """The order in which the mailbox gives calls out."""
+    return -call.priority, call.number

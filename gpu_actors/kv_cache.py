@@ -1,0 +1,336 @@
+"""KvCache: a paged KV cache on the device of a context.
+
+async with ctx.kv_cache(num_blocks=256, page_size=16, kv_heads=8, head_dim=128) as cache:
+    seq = await cache.create()
+    result = await cache.attend(q, [seq], k=k, v=v)
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, cast
+
+import anyio
+
+from gpu_actors.actors.call import Call
+from gpu_actors.actors.kv_cache import KvCacheActor
+from gpu_actors.errors import GpuActorsError, InvalidRequest, StaleBuffer
+from gpu_actors.kv.requests import (
+    AppendRows,
+    AttendCache,
+    CloseCache,
+    CreateSequence,
+    ForkSequence,
+    FreeSequence,
+    KvCacheSpec,
+    KvSequence,
+    OpenCache,
+    TruncateSequence,
+)
+from gpu_actors.kv.sequences import KvCacheStats
+from gpu_actors.reply import Reply
+from gpu_actors.requests import Array, AttentionOutput
+
+if TYPE_CHECKING:
+    from gpu_actors.actors.cache_store import CacheStore, OpenedCache
+    from gpu_actors.actors.handle import ActorHandle
+    from gpu_actors.actors.services import Services
+    from gpu_actors.kernels.append import Rope
+
+__all__ = ["KvCache", "OpensKvCaches"]
+
+
+class KvCache:
+    """A pool of pages and the sequences in it. Made by ``ctx.kv_cache``; enter it with ``async with`` or ``with``.
+
+    Safe to share between tasks, loops and threads. Requests of equal priority take effect in the order in which they
+    are made, whether or not one is awaited before the next; each happens wholly or leaves no trace. Leaving gives the
+    pool back.
+
+    Every call takes deadline, timeout and priority as `ActorHandle.submit` does. The replies raise, besides what is
+    said at each: `InvalidRequest` for a sequence that was freed or belongs to another cache, `StaleBuffer` once the
+    context that the cache was made in is lost.
+    """
+
+    def __init__(self, services: Services, handle: ActorHandle, spec: KvCacheSpec) -> None:
+        self._services = services
+        self._handle = handle
+        self._spec = spec
+        self._number = 0
+        self._generation = 0
+        self._lock = threading.Lock()
+
+    # Opening and closing
+
+    async def __aenter__(self) -> Self:
+        opening = self._open()
+        try:
+            self._number = await opening
+        except BaseException:
+            # A pool that is made after its opener was cancelled would have nobody to give it back.
+            opening._call.when_done(self._abandon)
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with anyio.CancelScope(shield=True):
+            try:
+                await self._close()
+            except GpuActorsError:
+                return  # the context is gone or going, and the pool with it
+
+    def __enter__(self) -> Self:
+        self._number = self._open().result()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self._close().result()
+        except GpuActorsError:
+            return
+
+    # Sequences
+
+    def create(
+        self,
+        tokens: Sequence[int] | Any = None,
+        *,
+        deadline: float | None = None,
+        timeout: float | None = None,
+        priority: int = 0,
+    ) -> Reply[KvSequence]:
+        """Begin a sequence.
+
+        tokens: the ids of its whole prompt, to begin with the pages of sequences that were appended with tokens and
+            begin alike: it has ``cached`` rows then, of whole pages and never of the last token, and goes on from
+            there. None: it begins empty.
+        """
+        return self._submit(CreateSequence(self._number, tokens), deadline, timeout, priority)
+
+    def fork(
+        self,
+        seq: KvSequence,
+        *,
+        deadline: float | None = None,
+        timeout: float | None = None,
+        priority: int = 0,
+    ) -> Reply[KvSequence]:
+        """Begin a sequence with the rows of ``seq``, in the same pages. Whoever writes to one copies it first."""
+        return self._submit(ForkSequence(self._number, seq), deadline, timeout, priority, seq)
+
+    def truncate(
+        self,
+        seq: KvSequence,
+        length: int,
+        *,
+        deadline: float | None = None,
+        timeout: float | None = None,
+        priority: int = 0,
+    ) -> Reply[None]:
+        """Keep the first ``length`` rows, as after drafts that were not accepted."""
+        return self._submit(TruncateSequence(self._number, seq, length), deadline, timeout, priority, seq)
+
+    def free(
+        self,
+        seq: KvSequence,
+        *,
+        deadline: float | None = None,
+        timeout: float | None = None,
+        priority: int = 0,
+    ) -> Reply[None]:
+        """Forget a sequence. What was asked about it should have been answered: repeated, it would not find it."""
+        return self._submit(FreeSequence(self._number, seq), deadline, timeout, priority, seq)
+
+    # Rows
+
+    def append(
+        self,
+        seqs: KvSequence | Sequence[KvSequence],
+        k: Array,
+        v: Array,
+        *,
+        cu_seqlens: Array | None = None,
+        tokens: Any = None,
+        rope: Rope | None = None,
+        positions: Array | None = None,
+        rope_cos: Array | None = None,
+        rope_sin: Array | None = None,
+        deadline: float | None = None,
+        timeout: float | None = None,
+        priority: int = 0,
+    ) -> Reply[Any]:
+        """Write rows behind those of a sequence, or of several at once. The arguments are those of `AppendRows`.
+
+        The reply gives the new length, a list of them for a list; raises `CacheFull`, and then nothing is written.
+        """
+        message = AppendRows(
+            cache=self._number,
+            seqs=seqs,
+            k=k,
+            v=v,
+            cu_seqlens=cu_seqlens,
+            tokens=tokens,
+            rope=rope,
+            positions=positions,
+            rope_cos=rope_cos,
+            rope_sin=rope_sin,
+        )
+        return self._submit(message, deadline, timeout, priority, seqs)
+
+    def attend(
+        self,
+        q: Array,
+        seqs: KvSequence | Sequence[KvSequence],
+        *,
+        k: Array | None = None,
+        v: Array | None = None,
+        cu_seqlens_q: Array | None = None,
+        max_seqlen_q: int | None = None,
+        causal: bool = True,
+        window_size: tuple[int, int] = (-1, -1),
+        softmax_scale: float | None = None,
+        softcap: float = 0.0,
+        alibi_slopes: Array | None = None,
+        sinks: Array | None = None,
+        sink_tokens: int = 0,
+        tree_mask: Array | None = None,
+        num_splits: int = 0,
+        return_lse: bool = False,
+        out: Array | None = None,
+        tokens: Any = None,
+        rope: Rope | None = None,
+        positions: Array | None = None,
+        rope_cos: Array | None = None,
+        rope_sin: Array | None = None,
+        deadline: float | None = None,
+        timeout: float | None = None,
+        priority: int = 0,
+    ) -> Reply[AttentionOutput]:
+        """Attention of q, the last rows of each sequence, to the sequences; k and v are appended first where given.
+
+        The arguments are those of `AttendCache`. The reply raises `CacheFull`, and then nothing is written.
+        """
+        message = AttendCache(
+            cache=self._number,
+            seqs=seqs,
+            q=q,
+            k=k,
+            v=v,
+            cu_seqlens_q=cu_seqlens_q,
+            max_seqlen_q=max_seqlen_q,
+            causal=causal,
+            window_size=window_size,
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            sink_tokens=sink_tokens,
+            tree_mask=tree_mask,
+            num_splits=num_splits,
+            return_lse=return_lse,
+            out=out,
+            tokens=tokens,
+            rope=rope,
+            positions=positions,
+            rope_cos=rope_cos,
+            rope_sin=rope_sin,
+        )
+        return self._submit(message, deadline, timeout, priority, seqs)
+
+    # Looking on
+
+    def length(self, seq: KvSequence) -> int:
+        """Rows of a sequence, those on their way included. Raises `InvalidRequest` and `StaleBuffer` itself."""
+        stale = self._stale(seq)
+        if stale is not None:
+            raise stale
+        cache = self._find()
+        return cache.table(seq).length
+
+    def stats(self) -> KvCacheStats:
+        """blocks, free_blocks, sequences, shared_blocks, and more. Raises `InvalidRequest` when closed."""
+        return self._find().tables.stats()
+
+    # Inside
+
+    def _open(self) -> Reply[int]:
+        with self._lock:
+            if self._number:
+                raise GpuActorsError("this cache has been entered already; make one for each use")
+            self._number = -1
+        self._generation = self._services.generation
+        return self._handle.submit(OpenCache(self._spec))
+
+    def _abandon(self, opening: Call[int]) -> None:
+        if opening.error is None:
+            self._handle.submit(CloseCache(opening.answer()))
+
+    def _close(self) -> Reply[None]:
+        return self._handle.submit(CloseCache(self._number))
+
+    def _find(self) -> OpenedCache:
+        store = cast("CacheStore", self._handle._post.kept)
+        return store.find(self._number)
+
+    def _submit(
+        self, message: Any, deadline: float | None, timeout: float | None, priority: int, seqs: Any = ()
+    ) -> Reply[Any]:
+        refusal = self._stale(*(seqs if isinstance(seqs, list | tuple) else (seqs,)))
+        if refusal is None and self._number <= 0:
+            refusal = InvalidRequest("cache", None, "must be entered first: async with ctx.kv_cache(...) as cache")
+        if refusal is not None:
+            call: Call[Any] = Call(message, self._handle._post.mailbox)
+            self._handle._post.mailbox.refuse(call, refusal)
+            return Reply(call)
+        return self._handle.submit(message, deadline=deadline, timeout=timeout, priority=priority)
+
+    def _stale(self, *seqs: object) -> GpuActorsError | None:
+        now = self._services.generation
+        stamps = [self._generation or now]
+        stamps += [seq.generation for seq in seqs if isinstance(seq, KvSequence)]
+        for stamp in stamps:
+            if stamp != now:
+                return StaleBuffer(f"it belongs to generation {stamp} of the context, which is at generation {now}")
+        return None
+
+
+class OpensKvCaches:
+    """``kv_cache``, for contexts."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    def kv_cache(
+        self,
+        *,
+        num_blocks: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        head_dim_v: int | None = None,
+        dtype: Any = "bfloat16",
+        k_descale: Array | None = None,
+        v_descale: Array | None = None,
+    ) -> KvCache:
+        """A paged KV cache on this context's device. The arguments are those of `KvCacheSpec`.
+
+        Entering it (``async with``, or ``with`` in a program without a loop) makes the pool, and raises
+        `InvalidRequest`, `Unsupported` or `OutOfDeviceMemory`; leaving it gives the pool back.
+        """
+        spec = KvCacheSpec(
+            num_blocks=num_blocks,
+            page_size=page_size,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            dtype=dtype,
+            k_descale=k_descale,
+            v_descale=v_descale,
+        )
+        return KvCache(self._services, self._services.handle(KvCacheActor), spec)
