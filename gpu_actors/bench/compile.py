@@ -16,12 +16,14 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
+from gpu_actors.kernels.assets import asset_root
 from gpu_actors.kernels.compiler import Compiler
 from gpu_actors.kernels.cubin_cache import CubinCache
 from gpu_actors.kernels.source import KernelSource
 from gpu_actors.kernels.toolchain import find_toolchain, load_nvrtc
+from gpu_actors.problem import DispatchKey
 
-__all__ = ["main", "measure", "run"]
+__all__ = ["beside_cupy", "main", "measure", "run"]
 
 _SOURCE = """\
 #include <cuda_fp16.h>
@@ -77,7 +79,63 @@ def run(arch: str = "sm_90a") -> dict[str, object]:
         }
         for kernel, taken in times.items()
     }
-    return measure(arch) | {"cold_variants": variants}
+    return measure(arch) | {"cold_variants": variants, "beside_cupy": beside_cupy(arch)}
+
+
+def beside_cupy(arch: str = "sm_90a", times: int = 5) -> dict[str, object]:
+    """The cold compile of one bfloat16 variant of each forward kernel, in turns with what CuPy's RawModule would run.
+
+    Seconds, medians and the least. CuPy names the architecture without its "a", so what is made for one alone does not
+    compile there; "cupy" says so.
+    """
+    from gpu_actors.kernels.variants import kernel_source, standard_variants
+
+    chosen: dict[str, DispatchKey] = {}
+    for key in standard_variants(arch):
+        if key.direction == "forward" and (key.dtype, key.head_dim, key.mask) == ("bfloat16", 128, "causal"):
+            chosen.setdefault(key.kernel, key)
+    compiler = Compiler()
+    found: dict[str, object] = {}
+    for kernel, key in chosen.items():
+        source = kernel_source(key)
+        ours: list[float] = []
+        theirs: list[float] = []
+        refusal = None
+        for _ in range(times):
+            ours.append(_seconds(functools.partial(compiler.compile, source, arch)))
+            try:
+                if refusal is None:
+                    theirs.append(_seconds(functools.partial(_through_cupy, source, arch)))
+            except Exception as error:
+                refusal = f"{type(error).__name__}: {_first_error(str(error))}"
+        found[kernel] = {"ours_s": _short(ours), "cupy_s": _short(theirs) if refusal is None else refusal}
+    return found
+
+
+def _through_cupy(source: KernelSource, arch: str) -> object:
+    """What RawModule(code=..., options=...) does once it knows its device: its own program and options.
+
+    RawModule itself asks the driver for the device, so it cannot be timed without a GPU.
+    """
+    from cupy.cuda import compiler
+
+    toolchain = find_toolchain()
+    assert toolchain is not None
+    folders = (asset_root(), *toolchain.include_dirs)
+    options = ("-std=c++17", *(f"-D{name}={value}" for name, value in source.macros.items()))
+    options += tuple(f"-I{folder}" for folder in folders)
+    options += ("-ftz=true", f"-arch={arch.rstrip('af')}", "--device-as-default-execution-space")
+    program = compiler._NVRTCProgram(source.source, "kernel.cu", method="cubin")
+    return program.compile(options)
+
+
+def _first_error(log: str) -> str:
+    lines = [line for line in log.splitlines() if "error" in line]
+    return (lines or log.splitlines() or [""])[0][:200]
+
+
+def _short(seconds: list[float]) -> dict[str, float]:
+    return {"median": round(statistics.median(seconds), 3), "least": round(min(seconds), 3)}
 
 
 def _variant(number: int) -> KernelSource:
