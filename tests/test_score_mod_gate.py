@@ -5,6 +5,7 @@ The gate of `test_static_gate.py`: nothing spilled, no stack, no C75xx note.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -13,8 +14,10 @@ from score_mods import MODIFICATIONS, case_of, forward_graph
 
 import gpu_actors as ga
 from gpu_actors.graph.match import match_attention
+from gpu_actors.kernels.arguments import forward_layout
 from gpu_actors.kernels.compiler import Compiler
 from gpu_actors.kernels.dispatch import dispatch_key
+from gpu_actors.kernels.score_arguments import score_layout
 from gpu_actors.kernels.source import KernelSource
 from gpu_actors.kernels.variants import kernel_source
 
@@ -55,3 +58,19 @@ def test_the_modification_is_in_the_kernel() -> None:
     plain = source_of("t5 relative bias", "sm_80", 64, "none")
     assert "#define SCORE_MOD 0" in plain.headers["score_mod.cuh"]
     assert source.source == plain.source
+
+
+def test_the_compiler_lays_the_parameters_out_as_they_are_packed() -> None:
+    source = source_of("document mask", "sm_80", 64, "none")
+    mod = match_attention(forward_graph(case_of("document mask", "float16", dim=64))).problem.score_mod
+    layout, own = score_layout(mod), forward_layout().size
+    checks = [
+        f'static_assert(sizeof(ScoreParams) == {layout.size}, "what is read");',
+        f'static_assert(sizeof(LaunchParams) == {own + -(-layout.size // 8) * 8}, "what a launch passes");',
+        f'static_assert(__builtin_offsetof(LaunchParams, score) == {own}, "where it begins");',
+    ]
+    checks += [
+        f'static_assert(__builtin_offsetof(ScoreParams, {field.name}) == {field.offset}, "{field.name}");'
+        for field in layout.fields
+    ]
+    Compiler().compile(dataclasses.replace(source, source=source.source + "\n".join(checks)))
