@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from score_mods import BATCH, DOUT, FIRST, HEADS, HEADS_KV, OUT, SCALE, STATS, Case, K, Q, V, expected, scores_of
+from score_mods import BATCH, DIM, DOUT, FIRST, HEADS, HEADS_KV, OUT, SCALE, STATS, Case, K, Q, V, expected, scores_of
 
 import gpu_actors as ga
 from gpu_actors.graph.evaluate import record
@@ -19,10 +19,10 @@ SMALLEST_NORMAL = {"float16": 2.0**-14, "bfloat16": 0.0}
 
 
 class Gradients(NamedTuple):
-    """By uid: the gradient in float64, and what every element's rounding may cost a correct kernel, before u."""
+    """By uid: the gradient in float64, and what rounding may cost a correct kernel, element by element."""
 
     values: dict[int, Any]
-    magnitudes: dict[int, Any]
+    rounding: dict[int, Any]
 
 
 def backward_arrays(case: Case, seed: int = 0) -> dict[int, Any]:
@@ -67,20 +67,29 @@ def expected_gradients(case: Case, arrays: dict[int, Any]) -> Gradients:
     slope = np.where(np.isneginf(scores), 0.0, slope)
     weights = np.exp(scores - np.where(np.isneginf(wanted := expected(case).stats), 0.0, wanted))
     dweights = dout @ v.swapaxes(-1, -2)
-    dscores = weights * (dweights - (weights * dweights).sum(axis=-1, keepdims=True))
+    # From the output as it was given, whose rounding is no error of the kernel.
+    delta = (dout * arrays[OUT].astype(np.float64)).sum(axis=-1, keepdims=True)
+    dscores = weights * (dweights - delta)
     dscaled = SCALE * dscores * slope
-    lost = SMALLEST_NORMAL.get(case.dtype, 0.0)
-    size = SCALE * (np.abs(dscores) + lost) * np.abs(slope)
+    # As in `gpu_actors.testing.gradients`: what the operands' dtype costs, and what sums and exponentials in fp32 do.
+    lost, u = SMALLEST_NORMAL.get(case.dtype, 0.0), ROUNDOFF.get(case.dtype, 0.0)
+    c = 4.0 * DIM**0.5 + 16.0
+    norms = np.linalg.norm(q, axis=-1)[..., None] * np.linalg.norm(k, axis=-1)[:, :, None]
+    e = 4.0 * (np.abs(np.where(np.isneginf(wanted), 0.0, wanted)) + 17.0) + 2.0 * DIM**0.5 * SCALE * norms
+    sizes = np.abs(dout) @ np.abs(v).swapaxes(-1, -2) + (np.abs(dout) * np.abs(arrays[OUT])).sum(axis=-1, keepdims=True)
+    summed = 2.0**-24 * weights * ((c + e) * np.abs(dweights - delta) + c * sizes)
+    off = u * (np.abs(dscores) + lost) + summed
+    size = SCALE * off * np.abs(slope)
     values = {DQ: dscaled @ k, DK: grouped(dscaled.swapaxes(-1, -2) @ q), DV: grouped(weights.swapaxes(-1, -2) @ dout)}
-    magnitudes = {
+    rounding = {
         DQ: size @ np.abs(k),
         DK: grouped(size.swapaxes(-1, -2) @ np.abs(q)),
-        DV: grouped((weights + lost).swapaxes(-1, -2) @ np.abs(dout)),
+        DV: grouped((u * (weights + lost) + 2.0**-24 * (c + e) * weights).swapaxes(-1, -2) @ np.abs(dout)),
     }
     if has_bias(case):
         values[DBIAS] = dscores.sum(axis=0, keepdims=True)
-        magnitudes[DBIAS] = (np.abs(dscores) + lost).sum(axis=0, keepdims=True)
-    return Gradients(values, magnitudes)
+        rounding[DBIAS] = off.sum(axis=0, keepdims=True)
+    return Gradients(values, rounding)
 
 
 def grouped(gradient: Any) -> Any:
@@ -94,6 +103,6 @@ def check_gradients(case: Case, arrays: dict[int, Any], found: dict[int, Any]) -
     low = record(backward_graph(case), arrays, step=rounder(case.dtype)).values
     for uid, reference in wanted.values.items():
         rows = gradient_row_bound(reference, low[uid], case.dtype)
-        bound = np.maximum(rows, ROUNDOFF[case.dtype] * (wanted.magnitudes[uid] + np.abs(reference)))
+        bound = np.maximum(rows, wanted.rounding[uid] + ROUNDOFF[case.dtype] * np.abs(reference))
         error = np.abs(found[uid].astype(np.float64) - reference)
         assert (error <= bound).all(), f"gradient {uid}: {(error / bound).max():.2f} times the bound"

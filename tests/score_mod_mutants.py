@@ -29,6 +29,10 @@ def _kernel(name: str, old: str, new: str, file: str = "score.cuh") -> ScoreMuta
     return ScoreMutant(name, file, old, new, "kernel")
 
 
+def _backward(name: str, old: str, new: str) -> ScoreMutant:
+    return ScoreMutant(name, "score_gradient.cuh", old, new, "backward")
+
+
 _BOUND = "params.score_params(), sequence, head)"
 
 MUTANTS = (
@@ -68,5 +72,8 @@ MUTANTS = (
     _kernel("it is given rows for keys", "mod(score, row, key)", "mod(score, key, row)"),
     _kernel("it is bound to the KV head", _BOUND, "params.score_params(), sequence, kv_head)"),
     _kernel("it is bound to the first sequence", _BOUND, "params.score_params(), 0, head)"),
+    _backward("its slope is left out", "if constexpr (SCORE_MOD) gradient", "if constexpr (false) gradient"),
+    _backward("its slope is taken at the unscaled product", "gradient(scaled, gradient", "gradient(dot, gradient"),
+    _backward("its slope is another element's", "gradient, row, key)", "gradient, key, row)"),
     _kernel("scores count as merely scaled", " && !SCORE_MOD", "", "mma_softmax.cuh"),
 )

@@ -10,6 +10,7 @@ import itertools
 from typing import Any
 
 import pytest
+from score_mod_gradients import backward_graph
 from score_mods import MODIFICATIONS, case_of, forward_graph
 
 import gpu_actors as ga
@@ -28,6 +29,8 @@ SAMPLE = {
     ("natten 2d", "sm_90a", 128, "causal"),
     ("t5 relative bias", "sm_90a", 64, "none"),
 }
+BACKWARD_SAMPLE = {("tanh gating", "sm_80", 64)}
+BACKWARD_VARIANTS = tuple(itertools.product(MODIFICATIONS, ARCHS, (64, 128)))
 MASKS = {"none": ga.Mask.none(), "causal": ga.Mask.causal()}
 VARIANTS = tuple(itertools.product(MODIFICATIONS, ARCHS, DTYPES, MASKS))
 
@@ -48,6 +51,21 @@ def test_nothing_is_spilled(variant: tuple[Any, ...]) -> None:
     source = source_of(*variant)
     cubin = Compiler().compile(source)
     resources = cubin.resources["forward_mma"]
+    assert (resources.spill_bytes, resources.stack_bytes, cubin.notes) == (0, 0, ())
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [v if v in BACKWARD_SAMPLE else pytest.param(v, marks=pytest.mark.sweep) for v in BACKWARD_VARIANTS],
+    ids=lambda variant: " ".join(map(str, variant)),
+)
+def test_backward_spills_nothing(variant: tuple[Any, ...]) -> None:
+    name, arch, dim = variant
+    problem = match_attention(backward_graph(case_of(name, DTYPES[dim], dim=dim))).problem
+    key = dispatch_key(problem, arch)
+    assert key.kernel == "backward_mma"
+    cubin = Compiler().compile(kernel_source(key))
+    resources = cubin.resources["backward_mma"]
     assert (resources.spill_bytes, resources.stack_bytes, cubin.notes) == (0, 0, ())
 
 

@@ -20,7 +20,7 @@ from gpu_actors.kernels.source import KernelSource
 
 DIMS = (2, 2, 6, 5)
 SCORE, TENSOR, OTHER, RESULT = 1, 2, 3, 4
-PROBES = ("operations", "nan", "kernel")
+PROBES = ("operations", "nan", "kernel", pytest.param("backward", marks=pytest.mark.sweep))
 SAMPLE = {"integers are divided towards 0", "rows and keys change places"}
 
 
@@ -65,31 +65,58 @@ def check_nan() -> None:
         np.testing.assert_array_equal(value, evaluate_graph(graph, values)[RESULT])
 
 
-def check_kernel() -> None:
-    """forward_mma on the emulated device, with indices, a tensor and the scaled score in the modification."""
+def modified_attention(gradients: bool = False) -> tuple[ga.OperationGraph, dict[int, Any]]:
+    """Indices, numbers and the scaled score in a modification; output 10 and stats 13, or gradients 21, 22 and 23."""
     rows, keys, dim = 20, 36, 32
     graph = ga.OperationGraph()
     q = graph.tensor(uid=Q, dims=(BATCH, HEADS, rows, dim), dtype="float16")
     k, v = (graph.tensor(uid=uid, dims=(BATCH, HEADS_KV, keys, dim), dtype="float16") for uid in (K, V))
+    rng = np.random.default_rng(0)
+    arrays = {uid: rng.standard_normal(graph.tensors[uid].dims).astype(np.float16) for uid in (Q, K, V)}
     scores = graph.matmul(q, graph.transpose(k)) * 0.3
     b, h, i, j = (graph.index(scores, axis) for axis in range(4))
     near = abs(i - 2 * j) * (1 + b) <= 6 + 2 * h
-    graph.output(graph.matmul(graph.softmax(graph.select(near, graph.tanh(scores) * 3.0, scores - 4.0)), v), uid=10)
-    rng = np.random.default_rng(0)
-    arrays = {uid: rng.standard_normal(graph.tensors[uid].dims).astype(np.float16) for uid in (Q, K, V)}
+    weights, stats = graph.softmax_with_stats(graph.select(near, graph.tanh(scores) * 3.0, scores - 4.0))
+    out = graph.matmul(weights, v)
+    if not gradients:
+        graph.output(out, uid=10)
+        graph.output(stats, uid=13)
+        return graph, arrays
+    del graph.tensors[stats.uid]
+    graph.nodes = [n if n.op != "softmax" else dataclasses.replace(n, outputs=n.outputs[:1]) for n in graph.nodes]
+    given, dout = (graph.tensor(uid=uid, dims=out.dims, dtype="float16") for uid in (11, 14))
+    stats = graph.tensor(uid=12, dims=stats.dims, dtype="float32")
+    for uid, gradient in zip((21, 22, 23), graph.gradient(out, dout, (q, k, v), (given, stats)), strict=True):
+        graph.output(gradient, uid=uid, dtype="float16")
+    return graph, arrays
+
+
+def check_kernel() -> None:
+    """forward_mma on the emulated device."""
+    graph, arrays = modified_attention()
     wanted = evaluate_graph(graph, arrays)[10]
+    graph.tensors[10].dtype = "float16"
+    graph._changed()
     with ga.open_context("emulated", ga.ContextOptions(arch="sm_80")) as ctx:
-        found = ctx.cudnn.execute(as_float16(graph), arrays).result(60.0)[10]
+        found = ctx.cudnn.execute(graph, arrays).result(60.0)[10]
     np.testing.assert_allclose(found.astype(np.float64), wanted, atol=4e-3)
 
 
-def as_float16(graph: ga.OperationGraph) -> ga.OperationGraph:
-    graph.tensors[10].dtype = "float16"
-    graph._changed()
-    return graph
+def check_backward() -> None:
+    """The gradients of the same attention in backward_mma."""
+    graph, arrays = modified_attention()
+    forward = evaluate_graph(graph, arrays)
+    graph, _ = modified_attention(gradients=True)
+    arrays |= {11: forward[10].astype(np.float16), 12: forward[13].astype(np.float32)}
+    arrays[14] = np.random.default_rng(1).standard_normal(forward[10].shape).astype(np.float16)
+    wanted = evaluate_graph(graph, arrays)
+    with ga.open_context("emulated", ga.ContextOptions(arch="sm_80")) as ctx:
+        found = ctx.cudnn.execute(graph, arrays).result(60.0)
+    for uid, gradient in wanted.items():
+        np.testing.assert_allclose(found[uid].astype(np.float64), gradient, atol=8e-3, rtol=8e-3)
 
 
-CHECKS = {"operations": check_operations, "nan": check_nan, "kernel": check_kernel}
+CHECKS = {"operations": check_operations, "nan": check_nan, "kernel": check_kernel, "backward": check_backward}
 
 
 def seed(mutant: ScoreMutant, patch: pytest.MonkeyPatch) -> list[str]:

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from random_graphs import DIMS, RandomGraph
-from score_mod_gradients import backward_arrays, backward_graph, expected_gradients
+from score_mod_gradients import backward_arrays, backward_graph, check_gradients, expected_gradients
 from score_mods import FIRST, MODIFICATIONS, OUT, STATS, Case, case_of, expected, forward_graph
 
 import gpu_actors as ga
@@ -106,6 +106,24 @@ def test_the_kernels_compute_them(emulated: ga.GpuContext, name: str) -> None:
 def test_the_kernels_compute_them_whatever_the_inputs(emulated: ga.GpuContext, name: str, seed: int) -> None:
     case = case_of(name, "bfloat16", seed, std=(1.0, 4.0, 10.0)[seed])
     check(case, emulated.cudnn.execute(forward_graph(case), case.arrays).result(60.0))
+
+
+@pytest.mark.parametrize("name", [n if n == "tanh gating" else pytest.param(n, marks=pytest.mark.sweep) for n in NAMES])
+def test_the_kernels_differentiate_them(emulated: ga.GpuContext, name: str) -> None:
+    case = case_of(name)
+    arrays = backward_arrays(case)
+    graph = backward_graph(case)
+    assert emulated.cudnn.inspect_plan(graph).key.kernel == "backward_mma"
+    check_gradients(case, arrays, emulated.cudnn.execute(graph, arrays).result(60.0))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", NAMES)
+def test_the_kernels_differentiate_them_whatever_the_inputs(emulated: ga.GpuContext, name: str, seed: int) -> None:
+    case = case_of(name, "bfloat16", seed, std=(1.0, 2.0, 4.0)[seed])
+    arrays = backward_arrays(case, seed)
+    check_gradients(case, arrays, emulated.cudnn.execute(backward_graph(case), arrays).result(60.0))
 
 
 @pytest.mark.parametrize("name", ["tanh gating", *(pytest.param(n, marks=pytest.mark.sweep) for n in NAMES)])
