@@ -68,8 +68,8 @@ struct Ring {
   __device__ __forceinline__ void look_up(int n) {
     if (n >= last) return;
     const int first = tiles.at(n) * BLOCK_N;
-    k_next.find(source.table, source.page_size, keys, first);
-    if constexpr (!ALIKE) v_next.find(source.table, source.page_size, keys, first);
+    k_next.find(source.table, source.pages, keys, first);
+    if constexpr (!ALIKE) v_next.find(source.table, source.pages, keys, first);
   }
 
   // Starts filling the tile's stage, whose rows have been looked up, and looks up those of the next. Past the last tile
@@ -171,7 +171,10 @@ DEVICE void copy_queries(const DecodeParams& params, const Entry& entry, int kv_
     uint32_t words[2][4] = {};
 #pragma unroll
     for (int i = 0; i < KEY_STEPS; i++) {
-      if (exists && (chunk + i) * 8 < HEAD_DIM) gather(words[i], elements + (chunk + i) * 8);
+      if (!exists || (chunk + i) * 8 >= HEAD_DIM) continue;
+      const ELEMENT* const eight = elements + (chunk + i) * 8;
+      if (reinterpret_cast<uint64_t>(eight) % 16 == 0) ptx::load_global_v4(words[i], eight);
+      else gather(words[i], eight);
     }
     if constexpr (NARROW) shuffled(words[0], words[1]);
 #pragma unroll

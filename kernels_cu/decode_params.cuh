@@ -2,7 +2,8 @@
 // lie, how long each sequence is, and how the work is split.
 //
 // In `attention`, k and v are the pools or caches themselves: their `batch` stride is that of a page where PAGED, of a
-// sequence otherwise, and `row` and `head` are within it. Where POINTERS, k and v are null.
+// sequence otherwise, and `row` and `head` are within it. Where POINTERS, k and v are null. Rows begin at multiples of 16
+// bytes, and no stride of theirs is negative.
 //
 // gpu_actors/kernels/decode_arguments.py reads the struct from this text: one field a line, of a type that it knows.
 #pragma once
@@ -34,6 +35,8 @@ struct DecodeParams {
   Strides tree_mask_strides;
   int32_t batch;
   int32_t page_size;
+  uint32_t page_factor;  // a key's page: the upper 32 bits of key * page_factor, shifted right by page_shift
+  int32_t page_shift;
   int32_t capacity;  // keys that a sequence can have
   int32_t row_tiles;  // of the longest sequence
   int32_t ranges;  // that the work is split into, one a block

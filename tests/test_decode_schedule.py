@@ -17,7 +17,7 @@ from gpu_actors.bench import plan
 from gpu_actors.devices.interface import Launch, OutputSpec, Step
 from gpu_actors.kernels.decode_arguments import decode_layout, pack_decode
 from gpu_actors.kernels.decode_launch import decode_launch
-from gpu_actors.kernels.decode_schedule import ITEM_UNITS, MIN_UNITS, Schedule, plan_decode, workload
+from gpu_actors.kernels.decode_schedule import ITEM_UNITS, Schedule, min_units, plan_decode, workload
 from gpu_actors.kernels.decode_variants import PLAN, decode_keys, decode_tile, ranges_of, row_tile_of, step_geometry
 from gpu_actors.kernels.dispatch import dispatch_key
 from gpu_actors.kernels.variants import kernel_source
@@ -47,7 +47,7 @@ def positions_on_the_device(case: DecodeCase, ranges: int) -> Any:
 
     def pack(buffers: Any) -> bytes:
         pointers = {f"{side}_ptrs": dataclasses.replace(buffers["cache_seqlens"], dtype="uint64") for side in "kv"}
-        return pack_decode(problem, ranges, {**buffers, **(pointers if problem.layout == "pointers" else {})})
+        return pack_decode(problem, key, ranges, {**buffers, **(pointers if problem.layout == "pointers" else {})})
 
     step = Step(kernel_of(kernel_source(key)), step_geometry(key, problem, ranges), pack)
     stream: Any = device_of().open_stream("test")
@@ -134,8 +134,9 @@ def test_tiles_are_those_that_hold_a_visible_key(variant):
 
 def test_ranges_are_not_cut_smaller_than_it_is_worth():
     case = DecodeCase(random_batch(0, (64 * 11,), heads=(1, 1), dim=64, dtype="float16"), options={"causal": True})
-    loads = planned(case, 100)[2].loads()
-    assert (loads > 0).sum() == (11 + ITEM_UNITS) // MIN_UNITS
+    _, key, schedule = planned(case, 100)
+    assert min_units(key) == 4
+    assert (schedule.loads() > 0).sum() == (11 + ITEM_UNITS) // 4
 
 
 @pytest.mark.parametrize("name", plan.batches())

@@ -15,10 +15,10 @@ from gpu_actors.devices.interface import Buffer
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.kernels.arguments import UNBOUNDED, ParamsLayout, parse_layout
 from gpu_actors.kernels.assets import asset_text
-from gpu_actors.kernels.decode_schedule import ITEM_UNITS, MIN_UNITS
+from gpu_actors.kernels.decode_schedule import ITEM_UNITS, min_units
 from gpu_actors.kernels.decode_variants import row_tiles
 from gpu_actors.kernels.support import ELEMENTS
-from gpu_actors.problem import AttentionProblem
+from gpu_actors.problem import AttentionProblem, DispatchKey
 
 __all__ = ["decode_layout", "pack_decode", "pack_pointers"]
 
@@ -33,10 +33,10 @@ def decode_layout() -> ParamsLayout:
     return parse_layout("\n".join(map(asset_text, _HEADERS)), "DecodeParams")
 
 
-def pack_decode(problem: AttentionProblem, ranges: int, buffers: Mapping[str, Buffer]) -> bytes:
+def pack_decode(problem: AttentionProblem, key: DispatchKey, ranges: int, buffers: Mapping[str, Buffer]) -> bytes:
     """The parameters of the kernels of a launch over a cache.
 
-    ranges: that the work is split into.
+    key: of any of the kernels. ranges: that the work is split into.
     buffers: by name, of shapes as in `AttentionProblem`, any outer strides:
         q, out (batch, seqlen_q, heads_q, dim), or (total_q, heads_q, dim) where varlen_q, with cu_seqlens_q int32
         (batch + 1,); lse float32 (batch, heads_q, seqlen_q), or (heads_q, total_q), where return_lse.
@@ -50,7 +50,7 @@ def pack_decode(problem: AttentionProblem, ranges: int, buffers: Mapping[str, Bu
     Raises InvalidRequest for an operand that is missing or not as described. Rows of caches must begin at multiples of
     16 bytes.
     """
-    values = dict(_scalars(problem)) | {"ranges": ranges}
+    values = _scalars(problem) | {"ranges": ranges, "min_units": min_units(key)}
     for name, field, axes, shape, dtypes, optional in _operands(problem):
         buffer = buffers.get(name)
         if buffer is None and optional:
@@ -101,14 +101,26 @@ def _scalars(problem: AttentionProblem) -> dict[str, int | float]:
         "attention.window_right": UNBOUNDED if right < 0 else min(right, UNBOUNDED),
         "attention.sink_tokens": min(problem.sink_tokens, UNBOUNDED),
         "batch": problem.batch,
-        "page_size": problem.page_size,
+        **_page_division(problem.page_size),
         "capacity": problem.seqlen_k,
         "row_tiles": row_tiles(problem),
         "splits": problem.num_splits,
-        "min_units": MIN_UNITS,
         "item_units": ITEM_UNITS,
     }
     return scalars
+
+
+def _page_division(page_size: int) -> dict[str, int]:
+    """What finds the page of a key without a division, exactly for every key below 2^30.
+
+    With factor = ceil(2^p / size), the product exceeds key 2^p / size by less than key size / size; that stays
+    below one page's worth, 2^p / size, as long as key size < 2^p (Granlund and Montgomery, "Division by invariant
+    integers using multiplication", PLDI 1994, theorem 4.2).
+    """
+    if not page_size:
+        return {}
+    power = 30 + (page_size - 1).bit_length()
+    return {"page_size": page_size, "page_factor": -(-(1 << power) // page_size), "page_shift": power - 32}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -196,9 +208,10 @@ _ITEMSIZES = {"int32": 4, "uint64": 8} | {name: element.itemsize for name, eleme
 
 
 def _check_chunks(name: str, cache: Buffer, axes: tuple[int, ...]) -> None:
-    """Raise InvalidRequest unless every row of a cache begins at a multiple of 16 bytes."""
-    itemsize = _ITEMSIZES[cache.dtype]
-    wrong = [axis for axis in axes if cache.shape[axis] > 1 and cache.strides[axis] * itemsize % _CHUNK]
-    if cache.address % _CHUNK or wrong:
-        given = f"address {cache.address:#x}, strides {cache.strides}"
+    """Raise InvalidRequest unless every row of a cache begins at a multiple of 16 bytes, within 2^31 of them."""
+    strides = [cache.strides[axis] * _ITEMSIZES[cache.dtype] for axis in axes if cache.shape[axis] > 1]
+    given = f"address {cache.address:#x}, strides {cache.strides}"
+    if cache.address % _CHUNK or any(stride % _CHUNK for stride in strides):
         raise InvalidRequest(name, given, f"rows of a cache must begin at multiples of {_CHUNK} bytes")
+    if not all(0 <= stride < _CHUNK << 31 for stride in strides):
+        raise InvalidRequest(name, given, f"strides of a cache must be from 0 to {_CHUNK << 31} bytes")

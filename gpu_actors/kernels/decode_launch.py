@@ -68,7 +68,7 @@ class DecodeLaunch:
 
     def steps(self, kernels: tuple[Kernel, ...]) -> tuple[Step, ...]:
         """The steps of a launch. kernels: of ``keys``, loaded."""
-        pack = functools.partial(pack_decode, self.problem, self.ranges)
+        pack = functools.partial(pack_decode, self.problem, self.key, self.ranges)
         return tuple(
             Step(kernel, step_geometry(key, self.problem, self.ranges), pack)
             for key, kernel in zip(self.keys, kernels, strict=True)

@@ -15,11 +15,11 @@ import numpy.typing as npt
 from gpu_actors.kernels.decode_variants import decode_tile, row_tile_of, row_tiles
 from gpu_actors.problem import AttentionProblem, DispatchKey
 
-__all__ = ["ITEM_UNITS", "MIN_UNITS", "Schedule", "Workload", "plan_decode"]
+__all__ = ["ITEM_UNITS", "Schedule", "Workload", "min_units", "plan_decode"]
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 
-MIN_UNITS = 4  # of a range: less is not worth the block that does it
+_MIN_KEYS = 256  # of a range: fewer are not worth the block that reads them
 ITEM_UNITS = 1  # what beginning an item is counted as, in tiles of keys
 
 
@@ -80,7 +80,7 @@ def plan_decode(
     units = load.units
     sums = _before(units * load.heads)
     total, entries = int(sums[-1]), units.size
-    used = min(ranges, max(1, total // MIN_UNITS)) if total else 0
+    used = min(ranges, max(1, total // min_units(key))) if total else 0
     positions = np.zeros((ranges + 1, 4), np.int32)
     positions[:, 0] = entries
     if used:
@@ -92,6 +92,11 @@ def plan_decode(
             entry, head, tile = _at_a_piece(load, entry, head, tile)
         positions[:used, 0], positions[:used, 1], positions[:used, 2] = entry, head, tile
     return Schedule(positions, load)
+
+
+def min_units(key: DispatchKey) -> int:
+    """The fewest units of a range, while there are enough for that."""
+    return _MIN_KEYS // decode_tile(key).block_n
 
 
 def workload(

@@ -75,7 +75,9 @@ def decode_tile(key: DispatchKey) -> DecodeTile:
     Raises Unsupported where not even one fits.
     """
     limit, whole = shared_mem_limit(capability(key.arch)), shared_a_multiprocessor(key.arch)
-    for block_n in (64, 32):
+    # What is done once a tile and warp weighs more where a tile has half the bytes.
+    short = ELEMENTS[key.kv_dtype].fp8 and key.row_tile == 16 and max(key.head_dim, key.head_dim_v) <= 128
+    for block_n in (128, 64, 32) if short else (64, 32):
         warps = 2 if block_n == 32 and key.row_tile == 16 else 4
         for blocks in (2, 1):
             room = min(limit, whole // blocks - 1024)
