@@ -19,7 +19,7 @@ from test_static_gate import ARCHS, REGISTERS_PER_SM, REGISTERS_PER_THREAD, disa
 
 from gpu_actors.bench.plan import problem_of
 from gpu_actors.kernels.compiler import Compiler
-from gpu_actors.kernels.decode_variants import COMBINE, DECODE, PLAN, ROW_TILES, decode_tile
+from gpu_actors.kernels.decode_variants import COMBINE, DECODE, PLAN, decode_tile
 from gpu_actors.kernels.dispatch import dispatch_key
 from gpu_actors.kernels.occupancy import occupancy, shared_a_multiprocessor
 from gpu_actors.kernels.support import ELEMENTS
@@ -39,7 +39,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "pointers": {"layout": "pointers", "page_size": 0, "causal": False},
     "cache": {"layout": "cache", "page_size": 0},
 }
-FEW = ("paged", "paged window sinks", "pointers")
+FEW = ((16, "paged"), (64, "paged window sinks"), (16, "pointers"))
 FP8 = "float8_e4m3fn"
 # (q's dtype, cache's dtype, head_dim, head_dim_v)
 SHAPES = (
@@ -71,24 +71,28 @@ class Variant(NamedTuple):
 
 
 def variants(arch: str) -> list[Variant]:
-    """Every option with the usual head dim, a few with the others; each tile of rows; plan and merge."""
-    usual = [Variant(arch, SHAPES[0], rows, option) for option in OPTIONS for rows in ROW_TILES]
-    others = [Variant(arch, shape, rows, option) for shape in SHAPES[1:] for option in FEW for rows in (16, 64)]
-    merges = [
-        Variant(arch, shape, 16, option, COMBINE) for shape in (SHAPES[0], SHAPES[3], SHAPES[9]) for option in FEW
-    ]
-    plans = [Variant(arch, SHAPES[0], 16, option, PLAN) for option in OPTIONS]
+    """Every option with the usual head dim, a few with the others, each tile of rows; the merge and the split. Of the
+    architectures between, which have the instructions of these two, the most demanding."""
+    if arch not in ("sm_80", "sm_90a"):
+        usual = [Variant(arch, SHAPES[0], rows, option) for option in ("paged", "pointers") for rows in (16, 64)]
+        others = [Variant(arch, shape, 64, "paged window sinks") for shape in SHAPES]
+        return [*usual, *others, Variant(arch, SHAPES[7], 16, "pointers"), Variant(arch, SHAPES[6], 16, "pointers")]
+    usual = [Variant(arch, SHAPES[0], rows, option) for option in OPTIONS for rows in (16, 64)]
+    usual.append(Variant(arch, SHAPES[0], 32, "paged"))
+    others = [Variant(arch, shape, rows, option) for shape in SHAPES[1:] for rows, option in FEW]
+    merges = [Variant(arch, shape, 16, option, COMBINE) for shape in SHAPES[:4:3] for _, option in FEW]
+    plans = [Variant(arch, SHAPES[0], 16, option, PLAN) for option in ("paged", "paged varlen", "paged window sinks")]
     return [*usual, *others, *merges, *plans]
 
 
 # Checked by every test run; the rest is the sweep's.
 SAMPLE = {
-    "sm_80": ((SHAPES[4], 64, "paged"),),
-    "sm_86": ((SHAPES[3], 16, "paged window sinks"),),
-    "sm_89": ((SHAPES[7], 64, "pointers"),),
+    "sm_80": ((SHAPES[4], 16, "paged"),),
+    "sm_86": ((SHAPES[3], 64, "paged window sinks"),),
+    "sm_89": ((SHAPES[7], 16, "pointers"),),
     "sm_90a": ((SHAPES[1], 16, "paged"),),
     "sm_100a": ((SHAPES[6], 16, "pointers"),),
-    "sm_120a": ((SHAPES[3], 64, "paged"),),
+    "sm_120a": ((SHAPES[0], 64, "paged"),),
 }
 
 

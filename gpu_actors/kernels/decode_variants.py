@@ -75,9 +75,12 @@ def decode_tile(key: DispatchKey) -> DecodeTile:
     Raises Unsupported where not even one fits.
     """
     limit, whole = shared_mem_limit(capability(key.arch)), shared_a_multiprocessor(key.arch)
+    widest, narrow = max(key.head_dim, key.head_dim_v), ELEMENTS[key.kv_dtype].fp8
     # What is done once a tile and warp weighs more where a tile has half the bytes.
-    short = ELEMENTS[key.kv_dtype].fp8 and key.row_tile == 16 and max(key.head_dim, key.head_dim_v) <= 128
-    for block_n in (128, 64, 32) if short else (64, 32):
+    sizes: tuple[int, ...] = (128, 64, 32) if narrow and key.row_tile == 16 and widest <= 128 else (64, 32)
+    if key.row_tile == 64 and widest > 192:
+        sizes = (32,)  # a warp has all keys of a tile, and registers for no more of them beside O
+    for block_n in sizes:
         warps = 2 if block_n == 32 and key.row_tile == 16 else 4
         for blocks in (2, 1):
             room = min(limit, whole // blocks - 1024)

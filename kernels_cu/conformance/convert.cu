@@ -1,5 +1,6 @@
 // Conversions between floats and 16-bit words, packed pairs, and the fast special functions: one thread an element.
 #include "ptx/convert.cuh"
+#include "ptx/halves.cuh"
 #include "ptx/math.cuh"
 #include "ptx/pack.cuh"
 
@@ -33,4 +34,12 @@ extern "C" __global__ void circle(const float* in, float* out, int n) {
   if (i >= n) return;
   out[i] = sinpi_of(in[i]);
   out[n + i] = cospi_of(in[i]);
+}
+
+// out: n products of pairs of halves, then n of pairs of bfloat16
+extern "C" __global__ void multiply_pairs(const uint32_t* a, const uint32_t* b, uint32_t* out, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= n) return;
+  out[i] = ptx::multiply_halves(a[i], b[i]);
+  out[n + i] = ptx::multiply_bfloat16s(a[i], b[i]);
 }

@@ -89,3 +89,18 @@ def test_sines_and_cosines_of_half_turns_are_within_two_units(runner: Runner) ->
     for result in runner(run_of("circle", arrays, x.size)):
         off = np.abs(result["out"].view(np.float32).reshape(2, -1) - wanted)
         assert (off <= 2.0**-22 * np.abs(wanted) + 1e-15).all(), (result.order, off.max())
+
+
+def test_products_of_pairs_round_to_nearest_and_keep_subnormals_and_signs(runner: Runner) -> None:
+    """Every 16-bit word as the factor of powers of two, subnormal products included."""
+    a = np.arange(1 << 16, dtype=np.uint16)
+    for exponent in (8, -8):
+        factors = {kind: np.full(a.size, 2.0**exponent, kind) for kind in (np.float16, ml_dtypes.bfloat16)}
+        for part, (kind, factor) in enumerate(factors.items()):
+            b = factor.view(np.uint16)
+            arrays = {"a": a.view(np.uint32), "b": b.view(np.uint32), "out": np.zeros(a.size, np.uint32)}
+            with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+                wanted = (a.view(kind).astype(np.float32) * factor.astype(np.float32)).astype(kind)
+            for result in runner(run_of("multiply_pairs", arrays, a.size // 2)):
+                products = result["out"].view(np.uint16).reshape(2, a.size)[part].view(kind)
+                same(products, wanted, result.order)
