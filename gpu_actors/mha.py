@@ -137,6 +137,7 @@ class MhaBackward:
     """The message of ``mha_backward``: the gradients of `MhaForward` at the same params and bias.
 
     q, k, v, bias: as forward had them. o, stats: what it gave, with ``return_stats=True``. do: the gradient of o.
+    deterministic: give bitwise the same gradients every time.
     """
 
     params: AttentionParams
@@ -147,6 +148,7 @@ class MhaBackward:
     do: Any
     stats: Any
     bias: Any = None
+    deterministic: bool = False
 
 
 class MhaOutput(NamedTuple):

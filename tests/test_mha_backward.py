@@ -123,6 +123,17 @@ def test_plans_of_forward_and_backward_are_apart(ctx: ga.GpuContext) -> None:
     assert ctx.cudnn.plan_cache_stats().misses == before + 2
 
 
+def test_deterministic_gradients_are_another_plan(ctx: ga.GpuContext) -> None:
+    params, a = dataclasses.replace(PARAMS, scale=0.77), operands(PARAMS)
+    given = {**a, "o": a["do"], "stats": np.zeros((2, 4, 5, 1), np.float32)}
+    before = ctx.cudnn.plan_cache_stats().misses
+    for deterministic in (False, True, True):
+        ctx.cudnn.mha_backward(params, **given, deterministic=deterministic).result(5.0)
+    assert ctx.cudnn.plan_cache_stats().misses == before + 2
+    with pytest.raises(ga.InvalidRequest, match="deterministic"):
+        ctx.cudnn.mha_backward(PARAMS, **given, deterministic=1).result(5.0)  # type: ignore[arg-type]
+
+
 WRONG = {
     "o": ("o", "must have the shape that the params give it, (2, 4, 5, 8)"),
     "do": ("do", "must have the shape that the params give it, (2, 4, 5, 8)"),

@@ -101,6 +101,7 @@ class CudnnLikeHandle(ActorHandle):
         stats: Array,
         *,
         bias: Array | None = None,
+        deterministic: bool = False,
         deadline: float | None = None,
         timeout: float | None = None,
         priority: int = 0,
@@ -110,7 +111,8 @@ class CudnnLikeHandle(ActorHandle):
         The reply gives `AttentionGradients`, each shaped like what it belongs to, dbias None without a bias; or raises
         `InvalidRequest` where an array does not agree with the params.
         """
-        request = MhaBackward(params=params, q=q, k=k, v=v, o=o, do=do, stats=stats, bias=bias)
+        operands: dict[str, Any] = {"q": q, "k": k, "v": v, "o": o, "do": do, "stats": stats, "bias": bias}
+        request = MhaBackward(params=params, **operands, deterministic=deterministic)
         return self.submit(request, deadline=deadline, timeout=timeout, priority=priority)
 
     def plan_cache_stats(self) -> PlanCacheStats:

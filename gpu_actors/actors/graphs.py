@@ -38,8 +38,8 @@ class GraphAttention(Attention):
     def _make_plan(self, request: FlashForward) -> AttentionPlan | BackwardPlan:
         plan = super()._make_plan(request)
         problem = match_attention(request_graph(request, plan.problem)).problem
-        deterministic = plan.problem.deterministic
-        return dataclasses.replace(plan, problem=dataclasses.replace(problem, deterministic=deterministic))
+        # Where nothing is masked, a graph has no place to say this.
+        return dataclasses.replace(plan, problem=dataclasses.replace(problem, alignment=plan.problem.alignment))
 
     def inspect(self, graph: OperationGraph) -> GraphPlan:
         """The plan of a device that runs kernels. Raises as `graph_plan`."""

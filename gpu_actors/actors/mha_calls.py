@@ -63,6 +63,7 @@ def backward_request(
             out=message.o,
             dout=message.do,
             lse=message.stats,
+            deterministic=message.deterministic,
         ),
         False,
         place,

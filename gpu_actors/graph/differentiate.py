@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from gpu_actors.graph.ops import Node
-
-if TYPE_CHECKING:
-    from gpu_actors.graph.evaluate import Tape
+from gpu_actors.graph.tape import Array, Tape, erf, keep_factors, visible_of
 
 __all__ = ["gradients"]
 
-Array: TypeAlias = npt.NDArray[Any]
 Found: TypeAlias = "Sequence[Array | None]"
 """For each operand of a node its gradient, or None where it has none."""
 
@@ -90,14 +86,10 @@ def _softmax(tape: Tape, node: Node, written: list[Array | None], scores: Array)
 
 
 def _dropout(tape: Tape, node: Node, written: list[Array | None], weights: Array, *seed: Array) -> Found:
-    from gpu_actors.graph.evaluate import keep_factors
-
     return (written[0] * keep_factors(tape, node), *(None for _ in seed))
 
 
 def _mask(tape: Tape, node: Node, written: list[Array | None], scores: Array) -> Found:
-    from gpu_actors.graph.evaluate import visible_of
-
     return (np.where(visible_of(node, scores.shape), np.asarray(written[0]), 0.0),)
 
 
@@ -122,8 +114,6 @@ def _none(tape: Tape, node: Node, written: list[Array | None], *operands: Array)
 
 
 def _dgelu(x: Array) -> Array:
-    from gpu_actors.graph.evaluate import erf
-
     density = np.exp(-0.5 * x * x) / math.sqrt(2.0 * math.pi)
     result: Array = 0.5 * (1.0 + erf(x * math.sqrt(0.5))) + x * density
     return result

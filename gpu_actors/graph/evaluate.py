@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -15,33 +14,15 @@ import numpy.typing as npt
 
 from gpu_actors.graph.differentiate import gradients
 from gpu_actors.graph.ops import Node
+from gpu_actors.graph.tape import Array, Tape, erf, keep_factors, visible_of
 from gpu_actors.graph.tensor import FLOATS
-from gpu_actors.mha import Mask
-from gpu_actors.philox import dropout_keep
-from gpu_actors.reference.masks import visible_keys
 
 if TYPE_CHECKING:
     from gpu_actors.graph.graph import OperationGraph
 
-__all__ = ["Tape", "erf", "evaluate_graph", "keep_factors", "record", "visible_of"]
+__all__ = ["evaluate_graph", "record"]
 
-Array: TypeAlias = npt.NDArray[Any]
 Values: TypeAlias = Mapping[int, Any]
-
-
-@dataclass(slots=True)
-class Tape:
-    """The value of every tensor that has been computed, by uid, and what computed them.
-
-    step: applied to every float result; the identity, but for the yardstick of the tolerance rule, which rounds.
-    seen: which keys the rows of scores and weights see, by uid, where a mask hides some.
-    """
-
-    graph: OperationGraph
-    dtype: npt.DTypeLike
-    step: Callable[[Array], Array]
-    values: dict[int, Array] = field(default_factory=dict)
-    seen: dict[int, Array] = field(default_factory=dict)
 
 
 def evaluate_graph(graph: OperationGraph, values: Values, dtype: npt.DTypeLike = np.float64) -> dict[int, Array]:
@@ -96,29 +77,9 @@ def _compute(tape: Tape, node: Node) -> None:
         tape.seen[node.outputs[0]] = hidden
 
 
-_erf = np.frompyfunc(math.erf, 1, 1)
-
-
-def erf(x: Array) -> Array:
-    """The error function, elementwise."""
-    result: Array = np.asarray(_erf(x)).astype(x.dtype)
-    return result
-
-
 def _gelu(x: Array) -> Array:
     result: Array = x * 0.5 * (1.0 + erf(x * math.sqrt(0.5)))
     return result
-
-
-def visible_of(node: Node, shape: tuple[int, ...]) -> Array:
-    """(rows, keys): which keys each row sees through a mask node."""
-    mask = Mask(node["kind"], node["width"])
-    rows, keys = shape[-2:]
-    visible = visible_keys(
-        np.arange(rows), rows, keys, causal=mask.is_causal, alignment=node["alignment"], window_size=mask.window
-    )
-    assert visible is not None  # graphs hold no mask that hides nothing
-    return visible
 
 
 def _mask(tape: Tape, node: Node, scores: Array) -> Array:
@@ -134,17 +95,6 @@ def _softmax(tape: Tape, node: Node, scores: Array) -> tuple[Array, ...]:
     total = weights.sum(axis=-1, keepdims=True)
     results = weights / np.where(total == 0, 1, total), top + np.log(total)
     return results[: len(node.outputs)]
-
-
-def keep_factors(tape: Tape, node: Node) -> Array:
-    """What a dropout multiplies its weights with: 0 or 1 / (1 - p)."""
-    probability = node["probability"]
-    batch, heads, rows, keys = tape.values[node.inputs[0]].shape
-    seed = int(tape.values[node.inputs[1]]) if len(node.inputs) == 2 else node.seed
-    sequence_heads = np.arange(batch * heads).reshape(batch, heads)
-    kept = dropout_keep(probability, seed, sequence_heads, np.arange(rows), keys)
-    factors: Array = kept / np.asarray(1.0 - probability, tape.dtype)
-    return factors
 
 
 def _dropout(tape: Tape, node: Node, weights: Array, *seed: Array) -> Array:

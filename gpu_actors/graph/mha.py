@@ -65,7 +65,9 @@ def mha_forward_graph(
     return graph
 
 
-def mha_backward_graph(params: AttentionParams, layouts: Mapping[MhaUid, TensorLayout]) -> OperationGraph:
+def mha_backward_graph(
+    params: AttentionParams, layouts: Mapping[MhaUid, TensorLayout], *, deterministic: bool = False
+) -> OperationGraph:
     """The gradients of `mha_forward_graph`'s output: of q, k and v, and of the bias where there is one.
 
     layouts: of Q, K, V, OUT, STATS, DOUT, and of BIAS where there is one; of DQ, DK, DV and DBIAS the strides, where
@@ -76,7 +78,7 @@ def mha_backward_graph(params: AttentionParams, layouts: Mapping[MhaUid, TensorL
     given = {uid: _tensor(graph, uid, layouts[uid]) for uid in (MhaUid.OUT, MhaUid.STATS, MhaUid.DOUT)}
     out, _ = _attention(graph, params, inputs, stats=False)
     forward = given[MhaUid.OUT], given[MhaUid.STATS]
-    gradients = graph.gradient(out, given[MhaUid.DOUT], tuple(inputs.values()), forward)
+    gradients = graph.gradient(out, given[MhaUid.DOUT], tuple(inputs.values()), forward, deterministic=deterministic)
     for uid, gradient in zip(inputs, gradients, strict=True):
         named = MhaUid(uid + MhaUid.DQ - MhaUid.Q)
         graph.output(gradient, uid=named, dtype=inputs[uid].dtype, strides=_strides(layouts, named))
@@ -133,7 +135,7 @@ def request_graph(request: FlashForward, problem: AttentionProblem) -> Operation
     if isinstance(request, FlashBackward):
         layouts[MhaUid.OUT], layouts[MhaUid.DOUT] = _heads_first(request.out), _heads_first(request.dout)
         layouts[MhaUid.STATS] = _layout(request.lse[..., None])
-        return mha_backward_graph(params, layouts)
+        return mha_backward_graph(params, layouts, deterministic=problem.deterministic)
     return mha_forward_graph(params, layouts, return_stats=problem.return_lse)
 
 
