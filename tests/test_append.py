@@ -63,7 +63,14 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+# Each is a variant to build; the default run takes a sample.
+REST = (
+    *("copy bfloat16, values wider", "copy fp8", "narrow", "e4m3 without descales", "halves, dim 6 of 24"),
+    *("positions", "scaled frequencies", "interleaved to e5m2", "two rows each"),
+)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.sweep) if n in REST else n for n in CASES])
 def test_new_rows_arrive_and_nothing_else_changes(name):
     for seed, schedule in enumerate(SCHEDULES):
         check(dataclasses.replace(CASES[name], seed=seed), schedule=schedule, seed=seed)
@@ -99,7 +106,7 @@ def random_case(seed: int) -> AppendCase:
     )
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_appends(seed):
     check(random_case(seed), schedule=SCHEDULES[seed % 4], seed=seed)
 

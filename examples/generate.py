@@ -1,0 +1,295 @@
+"""Texts from a Llama decoder whose attention runs through gpu_actors, many at once, streamed as they come.
+
+    python examples/generate.py                                    a tiny model with random weights: nothing to download
+    python examples/generate.py --requests 8 --device emulated     its attention by the CUDA kernels, on the CPU
+    python examples/generate.py --model DIR --prompt "Once upon"   weights in Hugging Face's layout
+
+The model is NumPy; keys and values lie in a paged cache of the service. Requests arrive one after another, share every
+step while they last, and end at different times. --check compares every token's logits with a forward pass in NumPy
+alone. With --json every line of output is an object with "event": "token", "end" or "summary".
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import anyio
+import ml_dtypes
+import numpy as np
+from llama import (
+    Engine,
+    Generation,
+    Llama,
+    LlamaConfig,
+    Settings,
+    Tokenizer,
+    load_tokenizer,
+    load_weights,
+    plain_logits,
+    random_weights,
+)
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+import gpu_actors as ga
+
+__all__ = ["Demand", "main", "run"]
+
+_PROMPTS = (
+    "The quick brown fox",
+    "In the beginning",
+    "It was a bright cold day in April, and the clocks",
+    "To be, or not to be",
+    "Call me",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """A request to be made. delay: seconds after the start."""
+
+    number: int
+    prompt: str
+    max_new_tokens: int
+    delay: float
+
+
+@dataclass(slots=True)
+class Story:
+    """What has become of a request. drift: the largest difference of its logits to the plain ones, or None."""
+
+    demand: Demand
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    reason: str = ""
+    drift: float | None = None
+    first_seconds: float = math.nan
+    seconds: float = math.nan
+
+
+class Screen:
+    """Shows texts as they grow: one a line where the output is a terminal, else each when it has ended."""
+
+    def __init__(self, write: Callable[[str], object], live: Live | None) -> None:
+        self._write = write
+        self._live = live
+        self._stories: list[Story] = []
+
+    def begin(self, story: Story) -> None:
+        self._stories.append(story)
+
+    def token(self, story: Story, token: int, piece: str) -> None:
+        if self._live is not None:
+            self._live.update(Text("\n").join(self._line(one) for one in self._stories))
+
+    def end(self, story: Story) -> None:
+        if self._live is None:
+            self._write(self._line(story).plain + "\n")
+
+    def summary(self, found: dict[str, Any]) -> None:
+        rounded = ((name, f"{value:.4g}" if isinstance(value, float) else value) for name, value in found.items())
+        self._write(", ".join(f"{name} {value}" for name, value in rounded) + "\n")
+
+    def _line(self, story: Story) -> Text:
+        mark = f" [{story.reason}]" if story.reason else ""
+        shown = "".join(c if c.isprintable() else "\N{MIDDLE DOT}" for c in story.text)
+        return Text.assemble((f"{story.demand.number:3} ", "bold"), (story.demand.prompt, "dim"), shown, (mark, "dim"))
+
+
+class Lines:
+    """The same as one JSON object a line."""
+
+    def __init__(self, write: Callable[[str], object]) -> None:
+        self._write = write
+
+    def begin(self, story: Story) -> None:
+        return
+
+    def token(self, story: Story, token: int, piece: str) -> None:
+        self._put("token", request=story.demand.number, token=token, text=piece)
+
+    def end(self, story: Story) -> None:
+        found = {name: value for name, value in asdict(story).items() if name != "demand"}
+        self._put("end", request=story.demand.number, prompt=story.demand.prompt, **found)
+
+    def summary(self, found: dict[str, Any]) -> None:
+        self._put("summary", **found)
+
+    def _put(self, event: str, **fields: Any) -> None:
+        self._write(json.dumps({"event": event, **fields}) + "\n")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """Everything that a run needs. check: compare every logit with the plain model's."""
+
+    model: Llama
+    tokenizer: Tokenizer
+    settings: Settings
+    demands: list[Demand]
+    temperature: float = 0.0
+    seed: int = 0
+    check: bool = False
+
+
+async def run(device: str, job: Job, screen: Screen | Lines) -> list[Story]:
+    """Answer every demand. Raises the first `GpuActorsError` that ended one."""
+    stories: list[Story] = []
+    began = time.monotonic()
+    async with (
+        ga.open_context(device) as context,
+        Engine.open(context, job.model, job.settings, keep_logits=job.check) as engine,
+    ):
+        async with anyio.create_task_group() as group:
+            for demand in job.demands:
+                stories.append(Story(demand))
+                group.start_soon(answer, engine, job, stories[-1], screen)
+        launches = context.stats()["kv_cache"]
+        stats = engine.stats
+        screen.summary(
+            {
+                "device": context.info.name,
+                "requests": len(stories),
+                "tokens": stats.tokens,
+                "steps": stats.steps,
+                "rows": stats.rows,
+                "most texts a step": stats.most_texts,
+                "launches": launches.launched,
+                "seconds": time.monotonic() - began,
+                **({"largest drift": max(story.drift or 0.0 for story in stories)} if job.check else {}),
+            }
+        )
+    return stories
+
+
+async def answer(engine: Engine, job: Job, story: Story, screen: Screen | Lines) -> None:
+    demand, config = story.demand, job.model.config
+    await anyio.sleep(demand.delay)
+    prompt = job.tokenizer.encode(demand.prompt)
+    if config.begin_token is not None:
+        prompt = [config.begin_token, *prompt]
+    began = time.monotonic()
+    generation = engine.submit(
+        prompt, max_new_tokens=demand.max_new_tokens, temperature=job.temperature, seed=job.seed + demand.number
+    )
+    screen.begin(story)
+    text_of = job.tokenizer.stream()
+    async for token in generation:
+        if not story.tokens:
+            story.first_seconds = time.monotonic() - began
+        piece = "" if token in config.stop_tokens else text_of(token)
+        story.tokens.append(token)
+        story.text += piece
+        screen.token(story, token, piece)
+    story.seconds = time.monotonic() - began
+    story.reason = generation.reason
+    if job.check:
+        story.drift = await anyio.to_thread.run_sync(drift, job, generation, story.tokens)
+    screen.end(story)
+
+
+def drift(job: Job, generation: Generation, tokens: list[int]) -> float:
+    """The largest difference between a generation's logits and those of the plain model."""
+    dtype = np.dtype(getattr(ml_dtypes, job.settings.dtype, job.settings.dtype))
+    whole = np.array([*generation.prompt, *tokens[:-1]])
+    plain = plain_logits(job.model, whole, dtype)[len(generation.prompt) - 1 :]
+    return float(np.abs(np.stack(generation.logits) - plain).max())
+
+
+def demands_of(arguments: argparse.Namespace) -> list[Demand]:
+    """--requests demands over the prompts in turn, with lengths and arrivals drawn from the seed."""
+    rng = np.random.default_rng(arguments.seed)
+    prompts = arguments.prompt or list(_PROMPTS)
+    longest = arguments.max_new_tokens
+    made = []
+    delay = 0.0
+    for number in range(arguments.requests or len(arguments.prompt or "1")):
+        # Alone a request gets the length asked for; among others they end at different times.
+        tokens = longest if not arguments.requests else int(rng.integers(-(-longest // 2), longest + 1))
+        made.append(Demand(number, prompts[number % len(prompts)], tokens, delay))
+        delay += float(rng.exponential(arguments.gap_ms / 1000))
+    return made
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--device", default="auto", help="auto, cuda, cuda:N, emulated or mock (auto)")
+    parser.add_argument("--model", type=Path, help="folder with config.json and safetensors; default: random weights")
+    parser.add_argument("--prompt", action="append", help="may be given several times")
+    parser.add_argument("--requests", type=int, default=0, help="how many, over the prompts in turn (one each)")
+    parser.add_argument("--max-new-tokens", type=int, default=32)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (0)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, lengths, arrivals and sampling (0)")
+    parser.add_argument("--gap-ms", type=float, default=20.0, help="mean time between arrivals (20)")
+    parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16", help="of attention (float16)")
+    parser.add_argument("--cache-dtype", choices=("float8_e4m3fn", "float8_e5m2"), help="default: as --dtype")
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--blocks", type=int, default=1024, help="pages of the cache, for all layers (1024)")
+    parser.add_argument("--rows", type=int, default=256, help="rows of a step at most (256)")
+    parser.add_argument("--check", action="store_true", help="compare every logit with NumPy alone")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    return parser.parse_args(arguments)
+
+
+def job_of(arguments: argparse.Namespace) -> Job:
+    folder = arguments.model
+    config = LlamaConfig.tiny() if folder is None else LlamaConfig.load(folder)
+    weights = random_weights(config, arguments.seed) if folder is None else load_weights(folder, config)
+    settings = Settings(
+        rows=arguments.rows,
+        page_size=arguments.page_size,
+        blocks=arguments.blocks,
+        dtype=arguments.dtype,
+        cache_dtype=arguments.cache_dtype,
+    )
+    return Job(
+        model=Llama(config, weights),
+        tokenizer=load_tokenizer(folder),
+        settings=settings,
+        demands=demands_of(arguments),
+        temperature=arguments.temperature,
+        seed=arguments.seed,
+        check=arguments.check,
+    )
+
+
+def main(given: list[str] | None = None) -> int:
+    """Run the command. 1 where a request fails, with the reason on stderr."""
+    arguments = parse(given)
+    console = Console()
+    write = sys.stdout.write
+    failures: list[BaseException] = []
+    try:
+        job = job_of(arguments)
+        if arguments.json:
+            anyio.run(run, arguments.device, job, Lines(write))
+        elif console.is_terminal:
+            with Live(console=console, refresh_per_second=20) as live:
+                anyio.run(run, arguments.device, job, Screen(console.out, live))
+        else:
+            anyio.run(run, arguments.device, job, Screen(write, None))
+    except* ga.GpuActorsError as errors:
+        failures = leaves(errors)
+    sys.stderr.write("".join(f"{error}\n" for error in failures))
+    return 1 if failures else 0
+
+
+def leaves(group: BaseExceptionGroup[Any]) -> list[BaseException]:
+    """The exceptions of a group, of the groups in it, too."""
+    found: list[BaseException] = []
+    for error in group.exceptions:
+        found += leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

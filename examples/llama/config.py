@@ -1,0 +1,134 @@
+"""LlamaConfig: the sizes of a model, as config.json of a Hugging Face repository states them."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpu_actors import InvalidRequest, Unsupported
+
+__all__ = ["LlamaConfig"]
+
+# What this model computes; a config.json that says otherwise is refused.
+_FIXED = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+_FREQUENCY_SCALINGS = ("default", "linear", "llama3")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaConfig:
+    """hidden: columns of the residual stream. inv_freq: radians a position that each pair of a head's columns turns.
+
+    stop_tokens: any of them ends a text. begin_token: put before every prompt, None for none.
+    """
+
+    vocab: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    positions: int
+    norm_eps: float = 1e-5
+    inv_freq: tuple[float, ...]
+    tied: bool = False
+    begin_token: int | None = None
+    stop_tokens: tuple[int, ...] = ()
+
+    @classmethod
+    def tiny(
+        cls,
+        *,
+        vocab: int = 258,
+        hidden: int = 128,
+        layers: int = 2,
+        heads: int = 4,
+        kv_heads: int = 2,
+        head_dim: int = 32,
+    ) -> LlamaConfig:
+        """A model that runs anywhere: for tests and for looking on. Its vocabulary is that of `ByteTokenizer`."""
+        return cls(
+            vocab=vocab,
+            hidden=hidden,
+            layers=layers,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            intermediate=2 * hidden,
+            positions=4096,
+            inv_freq=_frequencies(head_dim, {"rope_theta": 10000.0}),
+            begin_token=256,
+            stop_tokens=(257,),
+        )
+
+    @classmethod
+    def load(cls, folder: Path) -> LlamaConfig:
+        """Read config.json. Raises `InvalidRequest` where it is broken, `Unsupported` for another architecture."""
+        path = folder / "config.json"
+        try:
+            given = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise InvalidRequest("model", str(path), f"is not readable JSON: {error}") from error
+        if not isinstance(given, dict):
+            raise InvalidRequest("model", str(path), "must hold a JSON object")
+        for name, value in _FIXED.items():
+            if given.get(name, value) != value:
+                raise Unsupported(f"config.json {name}", given[name], "is not what this model computes", value)
+        try:
+            return _from_json(given)
+        except (KeyError, TypeError, ValueError) as error:
+            if isinstance(error, InvalidRequest):
+                raise
+            raise InvalidRequest("model", str(path), f"lacks a usable entry: {error!r}") from error
+
+
+def _from_json(given: dict[str, Any]) -> LlamaConfig:
+    heads = int(given["num_attention_heads"])
+    hidden = int(given["hidden_size"])
+    head_dim = int(given.get("head_dim") or hidden // heads)
+    # Newer files hold rope_parameters, older ones rope_theta and, where it is scaled, rope_scaling.
+    rope = {"rope_theta": given.get("rope_theta", 10000.0)}
+    rope |= given.get("rope_scaling") or {}
+    rope |= given.get("rope_parameters") or {}
+    begin, end = given.get("bos_token_id"), given.get("eos_token_id")
+    stop = end if isinstance(end, list) else [] if end is None else [end]
+    return LlamaConfig(
+        vocab=int(given["vocab_size"]),
+        hidden=hidden,
+        layers=int(given["num_hidden_layers"]),
+        heads=heads,
+        kv_heads=int(given.get("num_key_value_heads") or heads),
+        head_dim=head_dim,
+        intermediate=int(given["intermediate_size"]),
+        positions=int(given["max_position_embeddings"]),
+        norm_eps=float(given["rms_norm_eps"]),
+        inv_freq=_frequencies(head_dim, rope),
+        tied=bool(given.get("tie_word_embeddings", False)),
+        begin_token=None if begin is None else int(begin),
+        stop_tokens=tuple(int(token) for token in stop),
+    )
+
+
+def _frequencies(head_dim: int, rope: dict[str, Any]) -> tuple[float, ...]:
+    """Radians a position, scaled as ``rope_type`` says. Raises `Unsupported` for a scaling not known here."""
+    base = float(rope["rope_theta"])
+    plain = [base ** (-2 * pair / head_dim) for pair in range(head_dim // 2)]
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in _FREQUENCY_SCALINGS:
+        raise Unsupported("config.json rope_type", kind, f"known here: {', '.join(_FREQUENCY_SCALINGS)}", "default")
+    if kind == "linear":
+        return tuple(frequency / float(rope["factor"]) for frequency in plain)
+    if kind == "llama3":
+        return tuple(_llama3(frequency, rope) for frequency in plain)
+    return tuple(plain)
+
+
+def _llama3(frequency: float, rope: dict[str, Any]) -> float:
+    """Slow turns are slowed down by ``factor``, fast ones stay, those between are mixed (Llama 3.1's rule)."""
+    low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+    turns = float(rope["original_max_position_embeddings"]) * frequency / math.tau
+    share = min(1.0, max(0.0, (turns - low) / (high - low)))
+    return share * frequency + (1.0 - share) * frequency / float(rope["factor"])

@@ -1,0 +1,75 @@
+"""Llama: everything of a decoder but its attention, on rows of many sequences at once.
+
+    tokens -> embed -> [ before_attention -> q, k, v ->  (attention)  -> after_attention ] x layers -> logits
+
+Touvron et al., "LLaMA", arXiv 2302.13971, section 2.2: RMSNorm before each half of a layer, SwiGLU, rotary embedding.
+All arithmetic is float32.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpu_actors import InvalidRequest
+from llama.config import LlamaConfig
+from llama.weights import Matrix, Weights
+
+__all__ = ["Heads", "Llama", "rms_norm", "silu"]
+
+
+class Heads(NamedTuple):
+    """q (rows, heads, head_dim), k and v (rows, kv_heads, head_dim); q and k are not rotated yet."""
+
+    q: Matrix
+    k: Matrix
+    v: Matrix
+
+
+class Llama:
+    """A model. It keeps no state between calls, and takes rows of any sequences in any mixture."""
+
+    def __init__(self, config: LlamaConfig, weights: Weights) -> None:
+        self.config = config
+        self.weights = weights
+
+    def embed(self, tokens: NDArray[np.integer]) -> Matrix:
+        """(rows, hidden). Raises `InvalidRequest` for a token that the vocabulary lacks."""
+        if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.config.vocab:
+            raise InvalidRequest("tokens", tokens, f"must be ids from 0 to {self.config.vocab - 1}")
+        return np.asarray(self.weights.embedding[tokens])
+
+    def before_attention(self, layer: int, x: Matrix) -> Heads:
+        """What a layer's attention is to be given for the rows x (rows, hidden)."""
+        config, weights = self.config, self.weights.layers[layer]
+        normed = rms_norm(x, weights.attention_norm, config.norm_eps)
+        rows, dim = len(x), config.head_dim
+        return Heads(
+            (normed @ weights.q).reshape(rows, config.heads, dim),
+            (normed @ weights.k).reshape(rows, config.kv_heads, dim),
+            (normed @ weights.v).reshape(rows, config.kv_heads, dim),
+        )
+
+    def after_attention(self, layer: int, x: Matrix, attended: Matrix) -> Matrix:
+        """The layer's output. attended: (rows, heads, head_dim), what its attention gave."""
+        weights = self.weights.layers[layer]
+        x = x + attended.reshape(len(x), -1) @ weights.o
+        normed = rms_norm(x, weights.mlp_norm, self.config.norm_eps)
+        return np.asarray(x + (silu(normed @ weights.gate) * (normed @ weights.up)) @ weights.down, np.float32)
+
+    def logits(self, x: Matrix) -> Matrix:
+        """(rows, vocab) of the last layer's output."""
+        return np.asarray(rms_norm(x, self.weights.norm, self.config.norm_eps) @ self.weights.head)
+
+
+def rms_norm(x: Matrix, weight: Matrix, eps: float) -> Matrix:
+    """Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv 1910.07467, equation 4."""
+    mean = np.mean(np.square(x), axis=-1, keepdims=True)
+    return np.asarray(x / np.sqrt(mean + np.float32(eps)) * weight, np.float32)
+
+
+def silu(x: Matrix) -> Matrix:
+    """x times its sigmoid, without an overflow for large negative x."""
+    return np.asarray(x * (0.5 * (1.0 + np.tanh(0.5 * x))), np.float32)

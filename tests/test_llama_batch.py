@@ -1,0 +1,127 @@
+"""Which texts share a step, and with how many rows each."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llama.batch import Batcher, Text
+
+
+def text(length: int, pages: int = 1) -> Text:
+    return Text(list(range(length)), pages)
+
+
+def step(batcher: Batcher) -> dict[int, int]:
+    """Rows by text (told by their first token count), after which the step counts as done."""
+    rows = batcher.next_rows()
+    assert rows is not None
+    for one, count in zip(rows.texts, rows.counts, strict=True):
+        one.computed += count
+    return {id(one): count for one, count in zip(rows.texts, rows.counts, strict=True)}
+
+
+def test_a_prompt_is_cut_to_the_rows_that_a_step_has():
+    batcher, one = Batcher(rows=4, pages=9), text(10)
+    batcher.add(one)
+    assert batcher.admit() == [one]
+    seen = []
+    while one.computed < 10:
+        rows = batcher.next_rows()
+        seen.append(rows.tokens.tolist())
+        assert rows.finished == ([0] if one.computed + rows.counts[0] == 10 else [])
+        one.computed += rows.counts[0]
+    assert seen == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def test_texts_that_are_up_to_date_go_on_beside_a_long_prompt():
+    batcher, short, long = Batcher(rows=4, pages=9), text(1), text(10)
+    batcher.add(short)
+    batcher.admit()
+    step(batcher)
+    batcher.add(long)
+    batcher.admit()
+    for _ in range(3):
+        short.tokens.append(0)
+        assert step(batcher) == {id(short): 1, id(long): 3}
+    short.tokens.append(0)
+    assert step(batcher) == {id(short): 1, id(long): 1}
+
+
+def test_texts_wait_for_pages_and_nobody_overtakes():
+    batcher = Batcher(rows=8, pages=5)
+    first, large, small = text(1, 3), text(1, 4), text(1, 1)
+    for one in (first, large, small):
+        batcher.add(one)
+    assert batcher.admit() == [first]
+    assert batcher.admit() == []
+    batcher.remove([first])
+    assert batcher.admit() == [large, small]
+    assert len(batcher) == 2
+
+
+def test_no_more_texts_run_than_a_step_has_rows():
+    batcher = Batcher(rows=2, pages=9)
+    for _ in range(3):
+        batcher.add(text(5))
+    assert len(batcher.admit()) == 2
+    assert list(step(batcher).values()) == [1, 1]
+
+
+def test_cancelled_texts_leave_from_wherever_they_are():
+    batcher, running, waiting = Batcher(rows=1, pages=1), text(1), text(1)
+    batcher.add(running)
+    batcher.admit()
+    batcher.add(waiting)
+    running.cancelled = waiting.cancelled = True
+    assert batcher.take_cancelled() == [running, waiting]
+    assert batcher.next_rows() is None
+    assert len(batcher) == 0
+    batcher.add(text(1))
+    assert len(batcher.admit()) == 1
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    rows=st.integers(1, 12),
+    lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 6), st.integers(0, 8)), min_size=1, max_size=8),
+)
+def test_every_text_is_computed_once_and_in_order(rows, lengths):
+    """length, new tokens and step of arrival of each text."""
+    batcher, texts, done = Batcher(rows, pages=2), [], []
+    arrivals = {id(one := text(length)): (one, length + new, step) for length, new, step in lengths}
+    texts = [arrival[0] for arrival in arrivals.values()]
+    seen: dict[int, list[int]] = {id(one): [] for one in texts}
+    now = 0
+    while len(done) < len(texts):
+        for one, _, arrival in arrivals.values():
+            if arrival == now:
+                batcher.add(one)
+        batcher.admit()
+        now += 1
+        assert now < 1000, "it makes progress"
+        batch = batcher.next_rows()
+        if batch is None:
+            continue
+        assert len(batch.tokens) == sum(batch.counts) <= rows
+        np.testing.assert_array_equal(batch.ends, np.cumsum([0, *batch.counts]))
+        finished = batch.finished
+        for index, (one, count) in enumerate(zip(batch.texts, batch.counts, strict=True)):
+            part = batch.tokens[batch.ends[index] : batch.ends[index + 1]].tolist()
+            seen[id(one)] += part
+            one.computed += count
+            if index in finished:
+                if len(one.tokens) + 1 == arrivals[id(one)][1]:
+                    done.append(one)
+                    batcher.remove([one])
+                else:
+                    one.tokens.append(1000 + len(one.tokens))
+    for one in texts:
+        assert seen[id(one)] == one.tokens
+
+
+def test_an_empty_engine_has_nothing_to_do():
+    assert Batcher(4, 4).next_rows() is None
+    with pytest.raises(AttributeError):
+        Batcher(4, 4).next_rows().counts
