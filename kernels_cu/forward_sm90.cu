@@ -45,7 +45,6 @@ DEVICE void start_barriers(const Shared& shared) {
     ptx::mbarrier_init(shared.tile_empty(i), READERS);
   }
   ptx::fence_mbarrier_init();
-  ptx::fence_proxy_async();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) forward_sm90(const __grid_constant__ Sm90Params all) {

@@ -60,7 +60,7 @@ struct Consumer {
     all_steps(r, work, rows);
     if (!O_OVER_Q) release(shared.q_empty(number));
     last_values(r);
-    mend_special(all.params, work, rows, r.softmax, r.o);
+    mend_special(all, work, rows, r.softmax, r.o);
     store(all, work, shared, number, rows, r.softmax, r.o);
     if (O_OVER_Q) release(shared.q_empty(number));
   }
@@ -80,7 +80,7 @@ struct Consumer {
     hide(r.s, rows, first_key);
     weigh<true>(r.s, r.softmax, r.correction, rows.to_log2);
     pack(r.p, r.s);
-    if (VARLEN) clear_values_past(work.mask.seqlen_k - first_key);
+    if (PACKED_KEYS || CACHE_LENGTHS) clear_values_past(work.mask.seqlen_k - first_key);
     if (last > 0) wait_for_keys();
   }
 
@@ -179,8 +179,8 @@ struct Consumer {
     ptx::wgmma_commit();
   }
 
-  // Behind the last key of a packed sequence lie values of another one, and 0 * NaN is NaN. Each consumer clears them for
-  // itself: what the other writes is the same.
+  // Behind the last key of a packed sequence lie values of another one, in a cache those of nobody, and 0 * NaN is NaN.
+  // Each consumer clears them for itself: what the other writes is the same.
   __device__ __forceinline__ void clear_values_past(int count) {
     if (count >= BLOCK_N) return;
     constexpr int UNITS = DIM_V / 8;

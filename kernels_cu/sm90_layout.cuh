@@ -19,6 +19,13 @@
 #define O_OVER_Q 0
 #endif
 
+#ifndef CACHE_LENGTHS  // the keys of a sequence end where cache_seqlens says
+#define CACHE_LENGTHS 0
+#endif
+#ifndef PAGE_SIZE  // keys a page, and a block table tells which pages; 0: keys follow each other
+#define PAGE_SIZE 0
+#endif
+
 // Head dims are compiled for the next of these; TMA fills the columns between with zeros.
 constexpr int padded_dim(int dim) { return dim <= 64 ? 64 : dim <= 96 ? 96 : dim <= 128 ? 128 : dim <= 192 ? 192 : 256; }
 
@@ -26,12 +33,17 @@ constexpr int DIM = padded_dim(HEAD_DIM), DIM_V = padded_dim(HEAD_DIM_V);
 constexpr int WARPGROUP = 128;            // threads
 constexpr int CONSUMERS = WARPS / 4 - 1;  // warpgroups that multiply; the other one loads
 constexpr int ROWS = 64;                  // of a consumer
+constexpr bool PACKED_KEYS = VARLEN && !CACHE_LENGTHS;
+constexpr int PART = PAGE_SIZE > 0 && PAGE_SIZE < BLOCK_N ? PAGE_SIZE : BLOCK_N;  // keys that one copy brings
 
 DEVICE int lane_id() { return threadIdx.x % 32; }
 
 static_assert(WARPS % 4 == 0 && (CONSUMERS == 2 || CONSUMERS == 3), "a producer and two or three consumers");
 static_assert(BLOCK_M == ROWS * CONSUMERS, "a wgmma has 64 rows, and a consumer multiplies 64 rows at a time");
 static_assert(BLOCK_N % 16 == 0 && BLOCK_N <= 256, "keys are wgmma's N in one product and its steps of 16 in the other");
+static_assert(PAGE_SIZE % 8 == 0, "a part of a tile starts where the swizzle does");
+static_assert(BLOCK_N % PART == 0 && (PAGE_SIZE == 0 || PAGE_SIZE % PART == 0), "pages and tiles divide each other");
+static_assert(PAGE_SIZE == 0 || CACHE_LENGTHS, "pages have no lengths of their own");
 static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM_V % 8 == 0, "TMA takes rows of a multiple of 16 bytes");
 
 // A tile of 16-bit elements in boxes.

@@ -14,7 +14,10 @@ struct Divider {  // n / divisor = n * multiplier / 2^(32 + shift) for 0 <= n < 
 
 // The order of the tiles is drawn in sm90_schedule.cuh.
 struct Schedule {
-  int32_t* counter;  // 0 between launches
+  int32_t* counter;              // 0 between launches
+  const int32_t* cache_seqlens;  // keys of each sequence, where CACHE_LENGTHS
+  const int32_t* block_table;    // pages of each sequence, where PAGE_SIZE
+  int64_t block_table_stride;    // entries from one sequence to the next
   int32_t tiles;
   int32_t row_tiles;      // of a sequence
   int32_t all_heads;      // heads_q of all sequences

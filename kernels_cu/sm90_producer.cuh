@@ -76,11 +76,14 @@ struct Producer {
     __syncwarp();
     if (!leader) return;
     ptx::mbarrier_arrive_expect_tx(full, Tile::BYTES);
-    const int row = work.k_start + work.keys.at(n) * BLOCK_N;
 #pragma unroll
-    for (int box = 0; box < Tile::COUNT; box++) {
-      ptx::tma_load(place + box * Tile::BOX_BYTES, map, full, box * Tile::WIDTH, row, work.kv_head,
-                    VARLEN ? 0 : work.sequence, ptx::CachePolicy::evict_last);
+    for (int part = 0; part < BLOCK_N; part += PART) {
+      const KeyPlace at = place_of_key(all.schedule, work, work.keys.at(n) * BLOCK_N + part);
+#pragma unroll
+      for (int box = 0; box < Tile::COUNT; box++) {
+        ptx::tma_load(place + box * Tile::BOX_BYTES + part * Tile::LINE, map, full, box * Tile::WIDTH, at.row,
+                      work.kv_head, at.batch, ptx::CachePolicy::evict_last);
+      }
     }
   }
 };

@@ -52,13 +52,31 @@ DEVICE Work work_of(const Params& params, const Schedule& schedule, int tile) {
   int seqlen_k = params.seqlen_k;
   if constexpr (VARLEN) {
     work.q_start = params.cu_seqlens_q[work.sequence];
-    work.k_start = params.cu_seqlens_k[work.sequence];
     work.seqlen_q = params.cu_seqlens_q[work.sequence + 1] - work.q_start;
+  }
+  if constexpr (PACKED_KEYS) {
+    work.k_start = params.cu_seqlens_k[work.sequence];
     seqlen_k = params.cu_seqlens_k[work.sequence + 1] - work.k_start;
   }
+  if constexpr (CACHE_LENGTHS) seqlen_k = schedule.cache_seqlens[work.sequence];
   work.mask = make_mask(params, work.seqlen_q, seqlen_k);
   work.move_to((CAUSAL || WINDOW ? schedule.row_tiles - 1 - row_tile : row_tile) * BLOCK_M);
   return work;
+}
+
+// Where a key's row lies: coordinates of the tensor (rows, batch), of which pages are a batch.
+struct KeyPlace {
+  int row, batch;
+};
+
+DEVICE KeyPlace place_of_key(const Schedule& schedule, const Work& work, int key) {
+  if constexpr (PAGE_SIZE > 0) {
+    const int32_t* const pages = schedule.block_table + work.sequence * schedule.block_table_stride;
+    // No page, and TMA brings zeros: what the table holds behind the last page is not read.
+    constexpr int NO_PAGE = -1;
+    return {key % PAGE_SIZE, key < work.mask.seqlen_k ? pages[key / PAGE_SIZE] : NO_PAGE};
+  }
+  return {work.k_start + key, PACKED_KEYS ? 0 : work.sequence};
 }
 
 // Calls `attend` for the tile's rows; more than once only if a sequence is longer than the caller said, which lengths on
@@ -109,8 +127,8 @@ struct TileSink {
 
   __device__ __forceinline__ int next(const Shared& shared) {
     ptx::mbarrier_wait(shared.tile_full(slot.stage), slot.parity);
-    // Uniform for the compiler, too: branches on a tile that it believes to differ between lanes put descriptors through
-    // vector registers, about 46 moves an iteration of the main loop.
+    // Uniform for the compiler, too: of a tile that may differ between lanes, descriptors would be kept in vector
+    // registers and moved over in every iteration of the main loop.
     const int tile = ptx::warp_uniform(static_cast<int>(ptx::load_shared(shared.tile(slot.stage))));
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(shared.tile_empty(slot.stage));
     slot.advance();

@@ -23,8 +23,9 @@ DEVICE bool has_special(const Output& o) {
 DEVICE void add_value(float& sum, float weight, float value) { sum += is_special(value) ? value : weight * value; }
 
 template <int HALF>
-DEVICE void attend_key_by_key(const LaunchParams& params, const Work& work, const Rows& rows, const SoftmaxRow& softmax,
+DEVICE void attend_key_by_key(const Sm90Params& all, const Work& work, const Rows& rows, const SoftmaxRow& softmax,
                               Output& o) {
+  const LaunchParams& params = all.params;
 #pragma unroll
   for (int i = 0; i < DIM_V / 4; i++) o[i / 2 * 4 + 2 * HALF + i % 2] = 0.0f;
   const int row = rows.row(HALF);
@@ -36,9 +37,9 @@ DEVICE void attend_key_by_key(const LaunchParams& params, const Work& work, cons
   for (int n = 0; n < work.keys.count() * BLOCK_N; n++) {
     const int key = work.keys.at(n / BLOCK_N) * BLOCK_N + n % BLOCK_N;
     if (!work.mask.visible(row, key)) continue;
-    const int64_t at = work.k_start + static_cast<int64_t>(key);
-    const auto k = element_of<const ELEMENT>(params.k, params.k_strides, work.sequence, at, work.kv_head);
-    const auto v = element_of<const ELEMENT>(params.v, params.v_strides, work.sequence, at, work.kv_head);
+    const KeyPlace at = place_of_key(all.schedule, work, key);
+    const auto k = element_of<const ELEMENT>(params.k, params.k_strides, at.batch, at.row, work.kv_head);
+    const auto v = element_of<const ELEMENT>(params.v, params.v_strides, at.batch, at.row, work.kv_head);
     float dot = 0.0f;
 #pragma unroll 1
     for (int i = 0; i < HEAD_DIM; i++) dot += to_real(q[i]) * to_real(k[i]);
@@ -52,14 +53,14 @@ DEVICE void attend_key_by_key(const LaunchParams& params, const Work& work, cons
 }
 
 template <int HALF>
-DEVICE void mend_row(const LaunchParams& params, const Work& work, const Rows& rows, const SoftmaxRow& softmax, Output& o) {
+DEVICE void mend_row(const Sm90Params& all, const Work& work, const Rows& rows, const SoftmaxRow& softmax, Output& o) {
   const uint32_t special = __ballot_sync(ALL_LANES, has_special<HALF>(o));
-  if ((special >> lane_id() / 4 * 4 & 15) != 0) attend_key_by_key<HALF>(params, work, rows, softmax, o);
+  if ((special >> lane_id() / 4 * 4 & 15) != 0) attend_key_by_key<HALF>(all, work, rows, softmax, o);
 }
 
 // Puts right what special values have done to the thread's rows.
-DEVICE void mend_special(const LaunchParams& params, const Work& work, const Rows& rows, const SoftmaxRow (&softmax)[2],
+DEVICE void mend_special(const Sm90Params& all, const Work& work, const Rows& rows, const SoftmaxRow (&softmax)[2],
                          Output& o) {
-  mend_row<0>(params, work, rows, softmax[0], o);
-  mend_row<1>(params, work, rows, softmax[1], o);
+  mend_row<0>(all, work, rows, softmax[0], o);
+  mend_row<1>(all, work, rows, softmax[1], o);
 }

@@ -14,7 +14,8 @@ __all__ = ["Loop", "disassemble", "find_disassembler", "main_loops", "opcodes"]
 
 _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?);")
 _PREDICATE = re.compile(r"^@!?U?P\w+\s+")
-_BRANCH = re.compile(r"\bBRA\b.*?(0x[0-9a-f]+)")
+# A loop ends with a condition; waits that spin lie behind the loops and jump back into them without one.
+_LOOP_END = re.compile(r"^@!?U?P\w+\s+BRA\b.*?(0x[0-9a-f]+)")
 _FIRST_WAIT, _LAST_WAIT = "DEPBAR.LE gsb0, 0x1", "DEPBAR.LE gsb0, 0x0"
 
 
@@ -76,7 +77,7 @@ def main_loops(code: list[tuple[int, str]], products: int) -> list[Loop]:
     """The loops with so many products (HGMMA) and one wait for S in them, in the order of their code."""
     spans = []
     for address, text in code:
-        branch = _BRANCH.search(text)
+        branch = _LOOP_END.search(text)
         if branch and int(branch[1], 16) < address:
             spans.append((int(branch[1], 16), address))
     bodies = {span: [text for address, text in code if span[0] <= address <= span[1]] for span in spans}

@@ -20,10 +20,11 @@ from gpu_actors.kernels.tiles import (
     shared_mem_limit,
     tile_for,
 )
-from gpu_actors.problem import MaskKind
+from gpu_actors.problem import Layout, MaskKind
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 MASKS = ("full", "causal", "window", "causal_window")
+LAYOUTS: tuple[Layout, ...] = ("dense", "paged")
 KIB = 1024
 DIRECTIONS = {row.kernel: row.direction for row in TILES}
 
@@ -47,14 +48,16 @@ def test_the_plain_kernel_has_a_tile_for_everything():
 def test_each_row_of_the_table_is_reached():
     kernels = {row.kernel for row in TILES}
     dims = range(16, 257, 16)
-    queries = itertools.product(kernels, ARCHS, ELEMENTS, dims, MASKS, (True, False))
+    queries = itertools.product(kernels, ARCHS, ELEMENTS, dims, MASKS, (True, False), LAYOUTS)
     tiles = {id(tile_or_none(*query)) for query in queries}
     assert [row for row in TILES if id(row.tile) not in tiles] == []
 
 
-def tile_or_none(kernel: str, arch: str, dtype: str, dim: int, mask: MaskKind, scale_only: bool = True) -> Tile | None:
+def tile_or_none(
+    kernel: str, arch: str, dtype: str, dim: int, mask: MaskKind, scale_only: bool = True, layout: Layout = "dense"
+) -> Tile | None:
     try:
-        return tile_for(kernel, DIRECTIONS[kernel], arch, dtype, dim, mask, scale_only)
+        return tile_for(kernel, DIRECTIONS[kernel], arch, dtype, dim, mask, scale_only, layout)
     except Unsupported:
         return None
 

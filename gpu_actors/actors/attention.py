@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 
+from gpu_actors.actors.reach import alignments, reaching_families
 from gpu_actors.devices.interface import (
     Device,
     Kernel,
@@ -26,10 +26,9 @@ from gpu_actors.devices.interface import (
     Step,
 )
 from gpu_actors.interop.arrays import Adopted, CallerStreams, adopt, check_device, restore
-from gpu_actors.interop.device_array import DeviceArray, element_strides
 from gpu_actors.kernels.arguments import pack_forward
-from gpu_actors.kernels.dispatch import FAMILIES, WITHOUT_TMA, KernelFamily, dispatch_key
-from gpu_actors.kernels.sm90_arguments import COUNTER, TMA_ALIGNMENT, EncodeTensorMap, pack_sm90, tma_refusal
+from gpu_actors.kernels.dispatch import KernelFamily, dispatch_key
+from gpu_actors.kernels.sm90_arguments import COUNTER, EncodeTensorMap, pack_sm90
 from gpu_actors.kernels.variants import launch_geometry
 from gpu_actors.problem import AttentionProblem, DispatchKey
 from gpu_actors.requests import AttentionOutput, FlashBackward, FlashForward
@@ -47,8 +46,6 @@ __all__ = [
     "is_plain",
     "rounded_inputs",
 ]
-
-logger = logging.getLogger("gpu_actors")
 
 _OPTIONAL = (
     "alibi_slopes",
@@ -136,14 +133,8 @@ def forward_signature(request: FlashForward, plain: bool) -> Hashable:
         type(request.window_size[1]),
         None if plain else _optional_signature(request),
         None if out is None else (out.shape, out.strides, out.dtype),
-        None if type(q) is np.ndarray and out is None else _alignments(request),
+        None if type(q) is np.ndarray and out is None else alignments(q, k, v, out),
     )
-
-
-def _alignments(request: FlashForward) -> tuple[int, ...]:
-    """Of operands on the device, which kernels use where they lie. The host's are copied to places that suit."""
-    operands = (request.q, request.k, request.v, request.out)
-    return tuple(array.address % TMA_ALIGNMENT for array in operands if isinstance(array, DeviceArray))
 
 
 def is_plain(request: FlashForward) -> bool:
@@ -234,15 +225,8 @@ def bound_inputs(problem: AttentionProblem, request: FlashForward, plain: bool) 
 
 
 def forward_families(request: FlashForward) -> tuple[KernelFamily, ...]:
-    """The kernels that can reach the operands of an adopted request where they lie."""
-    for name in ("q", "k", "v", "out"):
-        array = getattr(request, name)
-        if isinstance(array, DeviceArray):
-            refusal = tma_refusal(name, array.shape, element_strides(array), array.address)
-            if refusal is not None:
-                logger.info("a request goes to a kernel that does without TMA: %s", refusal)
-                return WITHOUT_TMA
-    return FAMILIES
+    """The kernels to choose from for an adopted request."""
+    return reaching_families({name: getattr(request, name) for name in ("q", "k", "v", "out")})
 
 
 def forward_plan(request: FlashForward, device: Device, accumulate: Literal["float64", "float32"]) -> AttentionPlan:

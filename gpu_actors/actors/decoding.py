@@ -21,11 +21,14 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from gpu_actors.actors.attention import attention_output
-from gpu_actors.devices.interface import DeviceInfo, Kernel, Launch, Outputs, OutputSpec
+from gpu_actors.actors.reach import alignments, reaching_families
+from gpu_actors.devices.interface import Device, Kernel, Launch, Outputs, OutputSpec
 from gpu_actors.interop.arrays import Adopted, CallerStreams, adopt, check_device
 from gpu_actors.kernels.decode_launch import DecodeLaunch, decode_launch
 from gpu_actors.kernels.decode_variants import DECODE
-from gpu_actors.kernels.dispatch import answering_key
+from gpu_actors.kernels.dispatch import FAMILIES, KernelFamily, answering_key
+from gpu_actors.kernels.prefill_launch import PrefillLaunch
+from gpu_actors.kernels.sm90_arguments import EncodeTensorMap
 from gpu_actors.plans import PlanCache
 from gpu_actors.problem import AttentionProblem, DispatchKey
 from gpu_actors.requests import AttentionOutput, BatchedDecode, PagedForward
@@ -40,6 +43,7 @@ from gpu_actors.validation import (
 from gpu_actors.validation.fields import describe, expect
 
 __all__ = [
+    "CacheLaunch",
     "CacheRequest",
     "Decoding",
     "DecodingPlan",
@@ -51,6 +55,7 @@ __all__ = [
 ]
 
 CacheRequest: TypeAlias = PagedForward | BatchedDecode
+CacheLaunch: TypeAlias = DecodeLaunch | PrefillLaunch
 
 _OPTIONAL = ("alibi_slopes", "sinks", "q_descale", "k_descale", "v_descale")
 _PAGED = ("q", "k_cache", "v_cache", "block_table", "cache_seqlens", "cu_seqlens_q", "tree_mask", *_OPTIONAL, "out")
@@ -104,6 +109,7 @@ def signature(request: CacheRequest) -> Hashable:
     arrays = tuple(_described(getattr(request, name)) for name in (_PAGED if paged else _DECODE))
     if not isinstance(request, PagedForward):
         return scalars, kinds, arrays, _caches_described(request.k_caches), _caches_described(request.v_caches)
+    arrays = (*arrays, alignments(request.q, request.k_cache, request.v_cache, request.out))
     if request.cu_seqlens_q is None or request.max_seqlen_q is not None:
         return scalars, kinds, arrays
     # The longest sequence shapes the grid, so it belongs to the plan even where it has to be looked up.
@@ -124,17 +130,21 @@ class DecodingPlan:
     """A problem over a cache with the kernel that answers it.
 
     outputs: what a launch produces when the caller gives no ``out``. multiprocessors: of the device, if known.
+    encode: makes the device's tensor maps.
     """
 
     problem: AttentionProblem
     key: DispatchKey
     accumulate: Literal["float64", "float32"]
     outputs: Mapping[str, OutputSpec]
-    multiprocessors: int | None = None
+    multiprocessors: int | None
+    encode: EncodeTensorMap
 
-    def launching(self, request: CacheRequest) -> DecodeLaunch | None:
+    def launching(self, request: CacheRequest) -> CacheLaunch | None:
         """The kernels that answer an adopted request, or None where none does. They split the work themselves where its
         lengths lie on the device."""
+        if self.key.kernel == "forward_sm90":
+            return PrefillLaunch(self.problem, self.key, self.multiprocessors, self.encode)
         if self.key.kernel != DECODE:
             return None
         lengths: tuple[Any, ...]
@@ -181,23 +191,25 @@ class DecodingPlan:
         return launch
 
 
-def decoding_plan(
-    request: CacheRequest,
-    arch: str,
-    runs_kernels: bool,
-    accumulate: Literal["float64", "float32"],
-    multiprocessors: int | None = None,
-) -> DecodingPlan:
+def decoding_plan(request: CacheRequest, device: Device, accumulate: Literal["float64", "float32"]) -> DecodingPlan:
     """Validate an adopted request and pick its kernel. Raises `InvalidRequest` and `Unsupported`."""
+    info = device.info
     problem = cache_problem(request)
-    key = answering_key(problem, arch, runs_kernels)
+    key = answering_key(problem, info.arch, info.runs_kernels, cache_families(request))
     rows = request.q.shape[:-1] if isinstance(request, PagedForward) else (problem.batch, 1, problem.heads_q)
     outputs = {"out": OutputSpec((*rows, problem.head_dim_v), problem.out_dtype)}
     if problem.return_lse:
         packed = (problem.heads_q, problem.total_q)
         shape = packed if problem.varlen_q else (problem.batch, problem.heads_q, problem.seqlen_q)
         outputs["lse"] = OutputSpec(shape, "float32")
-    return DecodingPlan(problem, key, accumulate, outputs, multiprocessors)
+    return DecodingPlan(problem, key, accumulate, outputs, info.multiprocessors, device.encode_tensor_map)
+
+
+def cache_families(request: CacheRequest) -> tuple[KernelFamily, ...]:
+    """The kernels to choose from for an adopted request."""
+    if isinstance(request, BatchedDecode):
+        return FAMILIES
+    return reaching_families({name: getattr(request, name) for name in ("q", "k_cache", "v_cache", "out")})
 
 
 def cache_problem(request: CacheRequest) -> AttentionProblem:
@@ -208,16 +220,10 @@ def cache_problem(request: CacheRequest) -> AttentionProblem:
 class Decoding:
     """The plans of an actor's requests over caches; outlives its incarnations."""
 
-    def __init__(self, info: DeviceInfo, place: str, accumulate: Literal["float64", "float32"]) -> None:
+    def __init__(self, device: Device, place: str, accumulate: Literal["float64", "float32"]) -> None:
         self.place = place
         self.plans: PlanCache[DecodingPlan] = PlanCache(_PLANS)
-        self._make = functools.partial(
-            decoding_plan,
-            arch=info.arch,
-            runs_kernels=info.runs_kernels,
-            accumulate=accumulate,
-            multiprocessors=info.multiprocessors,
-        )
+        self._make = functools.partial(decoding_plan, device=device, accumulate=accumulate)
 
     def plan(self, request: CacheRequest) -> DecodingPlan:
         """The plan of an adopted request. Raises `InvalidRequest` and `Unsupported`."""

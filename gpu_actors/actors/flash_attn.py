@@ -19,14 +19,13 @@ from gpu_actors.actors.base import ServiceActor
 from gpu_actors.actors.call import Call
 from gpu_actors.actors.coalescing import Coalescer, Flush, Waiting
 from gpu_actors.actors.completion import Finish
-from gpu_actors.actors.decoding import Decoding, adopt_cache_request, cache_problem
+from gpu_actors.actors.decoding import CacheLaunch, Decoding, adopt_cache_request, cache_families, cache_problem
 from gpu_actors.actors.decoding_calls import DecodingCalls
 from gpu_actors.actors.gradients import BackwardPlan, attention_gradients, backward_plan, backward_signature
 from gpu_actors.actors.handle import ActorHandle
 from gpu_actors.actors.kernel_store import KernelStore
 from gpu_actors.devices.interface import Kernel
 from gpu_actors.errors import GpuActorsError, InvalidRequest
-from gpu_actors.kernels.decode_launch import DecodeLaunch
 from gpu_actors.kernels.dispatch import answering_key, dispatch_key
 from gpu_actors.options import MockOptions
 from gpu_actors.plans import PlanCache, PlanCacheStats
@@ -200,7 +199,10 @@ class FlashAttnHandle(DecodingCalls):
         if isinstance(request, FlashForward) and not isinstance(request, FlashBackward):
             adopted, _ = adopt_arrays(request, is_plain(request), place)
             return dispatch_key(problem, info.arch, forward_families(adopted))
-        return answering_key(problem, info.arch, info.runs_kernels)
+        if isinstance(request, FlashBackward):
+            return answering_key(problem, info.arch, info.runs_kernels)
+        families = cache_families(adopt_cache_request(request, place)[0])
+        return answering_key(problem, info.arch, info.runs_kernels, families)
 
     def plan_cache_stats(self) -> PlanCacheStats:
         """hits, misses, evicted, entries of the cache of validated problems."""
@@ -222,7 +224,7 @@ class Attention:
         self.plans: PlanCache[AttentionPlan | BackwardPlan] = PlanCache(plans)
         compiles = info.runs_kernels or services.options.compile_on_mock
         self.kernels = KernelStore(post) if compiles else None
-        self.decoding = Decoding(info, self.place, self.accumulate)
+        self.decoding = Decoding(self.device, self.place, self.accumulate)
 
     def plan(self, request: FlashForward, plain: bool) -> AttentionPlan | BackwardPlan:
         """The plan of an adopted request. plain: see `is_plain`."""
@@ -270,7 +272,7 @@ class Attention:
         if call.begin_launch():
             actor.launch((call,), launch, finish)
 
-    def decode_kernels(self, call: Call[Any], launching: DecodeLaunch | None) -> tuple[Kernel, ...] | None:
+    def decode_kernels(self, call: Call[Any], launching: CacheLaunch | None) -> tuple[Kernel, ...] | None:
         """The loaded kernels of a launch over a cache, none where the device runs none. None where the call was parked
         until they are compiled."""
         if self.kernels is None or launching is None:

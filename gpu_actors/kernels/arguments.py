@@ -250,16 +250,19 @@ def forward_operands(problem: AttentionProblem, layout: ParamsLayout, prefix: st
     """Every operand of struct Params that the problem asks for. prefix: of its fields in ``layout``."""
     p, varlen = problem, problem.layout == "varlen"
     operand = functools.partial(describe_operand, layout, prefix=prefix)
-    rows, keys = ((p.total_q,), (p.total_k,)) if varlen else ((p.batch, p.seqlen_q), (p.batch, p.seqlen_k))
-    axes = "rh." if varlen else "brh."
+    packed = varlen or p.varlen_q
+    rows = (p.total_q,) if packed else (p.batch, p.seqlen_q)
+    axes = "rh." if packed else "brh."
     yield operand("q", axes, (*rows, p.heads_q, p.head_dim), p.dtype)
+    yield operand("out", axes, (*rows, p.heads_q, p.head_dim_v), p.out_dtype)
+    keys, axes = _keys(p)
     yield operand("k", axes, (*keys, p.heads_kv, p.head_dim), p.kv_dtype)
     yield operand("v", axes, (*keys, p.heads_kv, p.head_dim_v), p.kv_dtype)
-    yield operand("out", axes, (*rows, p.heads_q, p.head_dim_v), p.out_dtype)
-    if varlen:
+    if packed:
         yield operand("cu_seqlens_q", ".", (p.batch + 1,), "int32")
+    if varlen:
         yield operand("cu_seqlens_k", ".", (p.batch + 1,), "int32")
-    if p.return_lse and varlen:
+    if p.return_lse and packed:
         yield operand("lse", "hr", (p.heads_q, p.total_q), "float32")
     elif p.return_lse:
         yield operand("lse", "bhr", (p.batch, p.heads_q, p.seqlen_q), "float32")
@@ -276,6 +279,15 @@ def forward_operands(problem: AttentionProblem, layout: ParamsLayout, prefix: st
     if p.descales:
         for name in ("q_descale", "k_descale", "v_descale"):
             yield operand(name, "bh", (p.batch, p.heads_kv), "float32", optional=True)
+
+
+def _keys(p: AttentionProblem) -> tuple[tuple[int, ...], str]:
+    """The outer shape of k and v, and what its axes are. Pages are a batch."""
+    if p.layout == "varlen":
+        return (p.total_k,), "rh."
+    if p.layout == "paged":
+        return (p.total_k // p.page_size, p.page_size), "brh."
+    return (p.batch, p.seqlen_k), "brh."
 
 
 def checked_address(operand: Operand, buffer: Buffer | None) -> int:

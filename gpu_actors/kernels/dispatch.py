@@ -116,7 +116,7 @@ FAMILIES = (
     KernelFamily(
         "forward_sm90",
         sm90_refuses,
-        "computes 16-bit dense and varlen batches on Hopper with TMA and wgmma",
+        "computes 16-bit batches, and many new rows over caches, on Hopper with TMA and wgmma",
         persistent=True,
         tma=True,
     ),
@@ -176,15 +176,17 @@ def dispatch_key(problem: AttentionProblem, arch: str, families: tuple[KernelFam
     raise refusal or Unsupported("families", families, "there is no kernel to choose from")
 
 
-def answering_key(problem: AttentionProblem, arch: str, runs_kernels: bool) -> DispatchKey:
-    """The key that answers a problem on a device. Raises as `dispatch_key`.
+def answering_key(
+    problem: AttentionProblem, arch: str, runs_kernels: bool, families: tuple[KernelFamily, ...] = FAMILIES
+) -> DispatchKey:
+    """The key that answers a problem on a device. families: to choose from. Raises as `dispatch_key`.
 
     A device that runs no kernels refuses what no kernel does, but for caches and for gradients: those it gives in every
     precision, for programs whose gradients are to be checked in float64.
     """
     if runs_kernels or (problem.direction == "forward" and not problem.decoding):
-        return dispatch_key(problem, arch)
-    return dispatch_key(problem, arch, (*FAMILIES, REFERENCE))
+        return dispatch_key(problem, arch, families)
+    return dispatch_key(problem, arch, (*families, REFERENCE))
 
 
 def explain(problem: AttentionProblem, arch: str, families: Sequence[KernelFamily] = FAMILIES) -> list[Verdict]:

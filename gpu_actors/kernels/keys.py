@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import get_args
 
 from gpu_actors.errors import InvalidRequest, Unsupported
-from gpu_actors.kernels.decode_variants import ROW_TILES
+from gpu_actors.kernels.decode_variants import DECODE, ROW_TILES
 from gpu_actors.kernels.dispatch import FAMILIES, KernelFamily
 from gpu_actors.kernels.source import check_arch
 from gpu_actors.kernels.support import check_support
@@ -53,7 +53,7 @@ def check_key(key: object) -> DispatchKey:
         given, wanted = getattr(key, field), getattr(family, field)
         if given != wanted:
             raise Unsupported(field, given, f"{family.name} is compiled with {field}={wanted} alone", wanted)
-    row_tiles = ROW_TILES if problem.decoding else (0,)
+    row_tiles = ROW_TILES if family.name == DECODE else (0,)
     if key.row_tile not in row_tiles:
         names = " or ".join(map(str, row_tiles))
         raise Unsupported("row_tile", key.row_tile, f"{family.name} takes {names} rows a block", row_tiles[0])

@@ -69,19 +69,23 @@ def pack_sm90(
 ) -> bytes:
     """The parameters of a launch.
 
-    buffers: as `gpu_actors.kernels.arguments.pack_forward` wants them, and the scratch memory `COUNTER`.
+    buffers: as `gpu_actors.kernels.arguments.pack_forward` wants them, and the scratch memory `COUNTER`. Over a cache,
+        k_cache and v_cache (blocks, page_size, heads_kv, dim) or (batch, capacity, heads_kv, dim), cache_seqlens int32
+        (batch,) and, for pages, block_table int32 (batch, pages) whose rows are contiguous.
     encode: the device's own tensor maps. Raises InvalidRequest as pack_forward does, and for what TMA cannot move.
     """
+    if problem.decoding:
+        buffers = {**buffers, "k": buffers["k_cache"], "v": buffers["v_cache"]}
     params = pack_forward(problem, buffers)
     tile = tile_of(key)
-    keys = tile.block_n
+    keys = min(tile.block_n, problem.page_size or tile.block_n)
     maps = (
         _map_of("q", problem, buffers["q"], problem.head_dim, ROWS, encode),
         _map_of("k", problem, buffers["k"], problem.head_dim, keys, encode),
         _map_of("v", problem, buffers["v"], problem.head_dim_v, keys, encode),
         _map_of("out", problem, buffers["out"], problem.head_dim_v, ROWS, encode),
     )
-    packed = b"".join((*maps, params, _schedule(problem, tile, buffers[COUNTER].address)))
+    packed = b"".join((*maps, params, _schedule(problem, tile, buffers)))
     return packed.ljust(-(-len(packed) // _ALIGNMENT) * _ALIGNMENT, b"\0")
 
 
@@ -95,7 +99,7 @@ def _map_of(
     if 0 in buffer.shape:
         return _NO_MAP
     shape, strides = buffer.shape, buffer.strides
-    if problem.layout == "varlen":
+    if len(shape) == 3:  # packed
         shape, strides = (1, *shape), (0, *strides)
     batch, length, heads, _ = shape
     extents = (dim, length, heads, batch)
@@ -116,11 +120,28 @@ def _map_of(
     )
 
 
-def _schedule(problem: AttentionProblem, tile: Tile, counter: int) -> bytes:
+def _schedule(problem: AttentionProblem, tile: Tile, buffers: Mapping[str, Buffer]) -> bytes:
     layout = schedule_layout()
     values = list(_schedule_values(problem, sections_of(problem, tile)))
-    values[layout.positions["counter"]] = counter
+    values[layout.positions["counter"]] = buffers[COUNTER].address
+    if problem.decoding:
+        values[layout.positions["cache_seqlens"]] = _int32("cache_seqlens", buffers, (problem.batch,)).address
+    if problem.layout == "paged":
+        table = _int32("block_table", buffers, (problem.batch, buffers["block_table"].shape[-1]))
+        values[layout.positions["block_table"]] = table.address
+        values[layout.positions["block_table_stride"]] = table.strides[0]
     return layout.pack(values)
+
+
+def _int32(name: str, buffers: Mapping[str, Buffer], shape: tuple[int, ...]) -> Buffer:
+    """A table of the cache, after a look at it. Raises InvalidRequest."""
+    buffer = buffers[name]
+    if (buffer.shape, buffer.dtype) != (shape, "int32"):
+        given = f"{buffer.dtype}{list(buffer.shape)}"
+        raise InvalidRequest(name, given, f"must be int32 of shape {shape} for this problem")
+    if shape[-1] > 1 and buffer.strides[-1] != 1:
+        raise InvalidRequest(name, f"strides {buffer.strides}", "the last axis must be contiguous")
+    return buffer
 
 
 @functools.lru_cache(maxsize=1024)
@@ -135,6 +156,9 @@ def _schedule_values(problem: AttentionProblem, sections: Sections) -> tuple[int
     }
     named = {
         "counter": 0,
+        "cache_seqlens": 0,
+        "block_table": 0,
+        "block_table_stride": 0,
         "tiles": sections.tiles,
         "row_tiles": sections.row_tiles,
         "all_heads": sections.all_heads,

@@ -25,6 +25,7 @@ MULTIPROCESSORS = 132
 _HEAD_DIMS = range(32, 257, 8)
 _MAX_TILES = (1 << 31) - 1 - MULTIPROCESSORS * 8  # numbers that blocks draw lie beyond it
 _L2_BYTES = 32 << 20  # of 50 MiB: outputs and the next section want room, too
+_CACHE_KEYS, _WIDE_CACHE_KEYS = 128, 64  # a tile of keys up to head dim 128, and beyond: see `tiles`
 _FACTORS = {"softmax_scale": (2.0**-30, 2.0**30), "softcap": (2.0**-10, 2.0**10)}
 
 
@@ -34,15 +35,37 @@ def sm90_refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
         return Unsupported("arch", arch, "forward_sm90 is written for Hopper's wgmma", "sm_90a")
     if problem.direction != "forward":
         return Unsupported("direction", problem.direction, "forward_sm90 computes no gradients", "forward")
-    if problem.layout not in ("dense", "varlen"):
-        return Unsupported("layout", problem.layout, "forward_sm90 reads no caches", "varlen")
     if problem.dtype not in ("float16", "bfloat16"):
         return Unsupported("dtype", problem.dtype, "forward_sm90 multiplies f16 and bf16", "bfloat16")
     if problem.bias is not None:
         return Unsupported("bias", problem.bias[0], "forward_sm90 adds no bias; forward_mma does")
     if problem.dropout_p:
         return Unsupported("dropout_p", problem.dropout_p, "forward_sm90 drops nothing; forward_mma does", 0.0)
-    return _shape_refusal(problem) or _range_refusal(problem)
+    return _cache_refusal(problem) or _shape_refusal(problem) or _range_refusal(problem)
+
+
+def _cache_refusal(problem: AttentionProblem) -> Unsupported | None:
+    """Why new rows over a cache are left to the kernels that decode."""
+    if not problem.decoding:
+        return None
+    if problem.layout == "pointers":
+        return Unsupported(
+            "layout", problem.layout, "forward_sm90 reads pages and caches through one tensor map", "paged"
+        )
+    if problem.kv_dtype != problem.dtype:
+        return Unsupported("kv_dtype", problem.kv_dtype, "forward_sm90 multiplies operands of one type", problem.dtype)
+    if problem.seqlen_q < ROWS:
+        reason = f"forward_sm90 multiplies {ROWS} rows at a time, and fewer rows leave a cache's keys on few blocks"
+        return Unsupported("seqlen_q", problem.seqlen_q, reason, ROWS)
+    if problem.tree_mask:
+        return Unsupported("tree_mask", "an array", "forward_sm90 knows no tree masks")
+    if problem.num_splits > 1:
+        return Unsupported("num_splits", problem.num_splits, "forward_sm90 does not split keys", 1)
+    keys = _CACHE_KEYS if max(problem.head_dim, problem.head_dim_v) <= 128 else _WIDE_CACHE_KEYS
+    if problem.page_size and keys % problem.page_size and problem.page_size % keys:
+        reason = f"forward_sm90 brings {keys} keys at a time, which pages divide or are multiples of"
+        return Unsupported("page_size", problem.page_size, reason, keys)
+    return None
 
 
 def _shape_refusal(problem: AttentionProblem) -> Unsupported | None:
@@ -71,6 +94,9 @@ def _range_refusal(problem: AttentionProblem) -> Unsupported | None:
 def sm90_macros(forward: dict[str, str | int], key: DispatchKey, tile: Tile) -> dict[str, str | int]:
     """The macros of kernels_cu/sm90_layout.cuh. forward: those of every forward kernel."""
     macros = forward | {"STAGES": tile.stages}
+    if key.decoding:
+        macros |= {"CACHE_LENGTHS": 1} | ({"VARLEN": 1} if key.varlen_q else {})
+        macros |= {"PAGE_SIZE": key.page_size} if key.paged else {}
     if output_over_q(tile, key.head_dim, key.head_dim_v):
         macros["O_OVER_Q"] = 1
     return macros

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.support import ELEMENTS, capability
-from gpu_actors.problem import Direction, MaskKind
+from gpu_actors.problem import Direction, Layout, MaskKind
 
 __all__ = [
     "TILES",
@@ -47,7 +47,7 @@ class TileRow(NamedTuple):
     """Which problems a tile is for. None matches everything; head_dim is the largest one it is for.
 
     scale_only: whether nothing but the scale may stand between product and score. blocks: how many at a time must fit
-    into the shared memory of a multiprocessor.
+    into the shared memory of a multiprocessor. layouts: as in AttentionProblem.
     """
 
     kernel: str
@@ -59,11 +59,14 @@ class TileRow(NamedTuple):
     masks: tuple[MaskKind, ...] | None = None
     scale_only: bool = False
     blocks: int = 1
+    layouts: tuple[Layout, ...] | None = None
 
 
 _HALVES = ("float16", "bfloat16")
 _FLOATS = ("float32",)
 _FORWARD: Direction = "forward"
+_CACHES: tuple[Layout, ...] = ("paged", "cache")
+_NO_CACHES: tuple[Layout, ...] = ("dense", "varlen")
 _NO_WINDOW: tuple[MaskKind, ...] = ("full", "causal")
 
 _HOPPER = ("sm_90",)
@@ -72,10 +75,22 @@ _HOPPER = ("sm_90",)
 TILES = (
     # Consumers of 64 rows each, of four warps, beside a producer of four. Where the output does not fit beside two
     # stages of K and V, it takes Q's place.
+    # Pages divide a tile of 128 or 64 keys, or are multiples of it.
     TileRow("forward_sm90", Tile(192, 128, 2, 16), _FORWARD, _HOPPER, _HALVES, 64),
     TileRow("forward_sm90", Tile(128, 128, 2, 12), _FORWARD, _HOPPER, _HALVES, 96),
-    TileRow("forward_sm90", Tile(128, 176, 2, 12), _FORWARD, _HOPPER, _HALVES, 128, ("full",), scale_only=True),
+    TileRow(
+        "forward_sm90",
+        Tile(128, 176, 2, 12),
+        _FORWARD,
+        _HOPPER,
+        _HALVES,
+        128,
+        ("full",),
+        scale_only=True,
+        layouts=_NO_CACHES,
+    ),
     TileRow("forward_sm90", Tile(128, 128, 2, 12), _FORWARD, _HOPPER, _HALVES, 128),
+    TileRow("forward_sm90", Tile(128, 64, 2, 12), _FORWARD, _HOPPER, _HALVES, layouts=_CACHES),
     TileRow("forward_sm90", Tile(128, 112, 2, 12), _FORWARD, _HOPPER, _HALVES, 192, scale_only=True),
     TileRow("forward_sm90", Tile(128, 80, 2, 12), _FORWARD, _HOPPER, _HALVES, 192),
     TileRow("forward_sm90", Tile(128, 80, 2, 12), _FORWARD, _HOPPER, _HALVES, 256, scale_only=True),
@@ -141,8 +156,9 @@ def tile_for(
     head_dim: int,
     mask: MaskKind,
     scale_only: bool = True,
+    layout: Layout = "dense",
 ) -> Tile:
-    """The tile of a kernel for a problem. head_dim: the larger of q's and v's. scale_only: as in TileRow.
+    """The tile of a kernel for a problem. head_dim: the larger of q's and v's. scale_only, layout: as in TileRow.
 
     Raises Unsupported where the table has no row for it.
     """
@@ -155,6 +171,7 @@ def tile_for(
             and head_dim <= row.head_dim
             and (row.masks is None or mask in row.masks)
             and (scale_only or not row.scale_only)
+            and (row.layouts is None or layout in row.layouts)
             and row.blocks * shared_mem_bytes(kernel, row.tile, dtype, head_dim, head_dim) <= limit
         ):
             return row.tile

@@ -128,7 +128,7 @@ def tile_of(key: DispatchKey) -> Tile:
     widest = max(key.head_dim, key.head_dim_v)
     scale_only = not (key.softcap or key.alibi or key.bias or key.dropout or key.score_mod)
     kernel = BACKWARD_PARTS.get(key.kernel, key.kernel)
-    return tile_for(kernel, key.direction, key.arch, key.dtype, widest, key.mask, scale_only)
+    return tile_for(kernel, key.direction, key.arch, key.dtype, widest, key.mask, scale_only, key.layout)
 
 
 def _shared_bytes(key: DispatchKey, tile: Tile) -> int:

@@ -1,0 +1,35 @@
+"""Which kernels can reach operands where they lie.
+
+Operands on the host are copied to places that suit every kernel. Those on the device are used in place, and a kernel
+that loads by TMA cannot follow all strides and addresses.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from gpu_actors.interop.device_array import DeviceArray, element_strides
+from gpu_actors.kernels.dispatch import FAMILIES, WITHOUT_TMA, KernelFamily
+from gpu_actors.kernels.sm90_arguments import TMA_ALIGNMENT, tma_refusal
+
+__all__ = ["alignments", "reaching_families"]
+
+logger = logging.getLogger("gpu_actors")
+
+
+def alignments(*operands: Any) -> tuple[int, ...]:
+    """What decides which kernels reach adopted operands, beside their shapes and strides. For signatures of plans."""
+    return tuple(array.address % TMA_ALIGNMENT for array in operands if isinstance(array, DeviceArray))
+
+
+def reaching_families(operands: Mapping[str, Any]) -> tuple[KernelFamily, ...]:
+    """The kernels to choose from for adopted operands that are loaded and stored in tiles, by name."""
+    for name, array in operands.items():
+        if isinstance(array, DeviceArray):
+            refusal = tma_refusal(name, array.shape, element_strides(array), array.address)
+            if refusal is not None:
+                logger.info("a request goes to a kernel that does without TMA: %s", refusal)
+                return WITHOUT_TMA
+    return FAMILIES

@@ -1,0 +1,331 @@
+"""What ptxas makes of forward_sm90, which needs no GPU: spills, notes, products, and what overlaps with them.
+
+python tests/test_static_gate_sm90.py         every variant below, by NVRTC and by nvcc; writes docs/hopper_gate.md
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from emulated_forward import key_of, ml_dtype, problem_of
+from sm90_sass import Loop, disassemble, find_disassembler, main_loops, opcodes
+
+from gpu_actors.kernels.compiler import Compiler
+from gpu_actors.kernels.source import KernelResources, KernelSource, parse_resources
+from gpu_actors.kernels.tiles import TILES, padded_head_dim
+from gpu_actors.kernels.variants import kernel_source
+
+KERNEL = "forward_sm90"
+REPORT = Path(__file__).resolve().parent.parent / "docs" / "hopper_gate.md"
+NVCC = shutil.which("nvcc")
+COMPILERS = ("NVRTC", "nvcc") if NVCC else ("NVRTC",)
+
+SHARED_LIMIT = 232_448
+FLOPS_A_CLOCK = 4096  # of a multiprocessor's tensor cores, dense 16-bit: 1024 multiply-adds a clock times four
+REGISTERS = {12: 168, 16: 128}  # by warps: what 65,536 leave for each thread at launch, in steps of 8
+# Of issue slots that the loop without a mask may take while the tensor cores multiply: the loop's instructions, twice
+# (two warps share a scheduler), as a share of the products' clocks.
+BUDGET = 0.60
+MASKED_MOVES = 4  # from vector to uniform registers, in a loop with a mask
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "causal varlen": {"causal": True, "layout": "varlen"},
+    "pages": {"causal": True, "layout": "paged", "page_size": 64, "varlen_q": True, "seqlen_q": 64},
+    "window": {"window": (9, 9)},
+    "window sinks": {"causal": True, "window": (9, 0), "sink_tokens": 4, "sinks": True, "layout": "varlen"},
+    "alibi": {"causal": True, "alibi": "heads"},
+    "softcap": {"causal": True, "softcap": 20.0},
+    "everything": {
+        "causal": True,
+        "window": (9, 0),
+        "sink_tokens": 4,
+        "sinks": True,
+        "layout": "varlen",
+        "alibi": "heads",
+        "softcap": 20.0,
+    },
+}
+SHAPES = (
+    ("bfloat16", 64, 64),
+    ("bfloat16", 96, 96),
+    ("bfloat16", 128, 128),
+    ("bfloat16", 192, 192),
+    ("bfloat16", 192, 128),
+    ("bfloat16", 256, 256),
+    ("float16", 64, 64),
+    ("float16", 128, 128),
+    ("float16", 256, 256),
+    ("float16", 40, 40),
+    ("bfloat16", 80, 72),
+)
+FEW = ("causal", "everything")
+TIMED = ("full", "causal")
+
+
+class Variant(NamedTuple):
+    dtype: str
+    dim: int
+    dim_v: int
+    option: str
+
+    def __str__(self) -> str:
+        dims = str(self.dim) if self.dim == self.dim_v else f"{self.dim}/{self.dim_v}"
+        return f"{self.dtype} {dims} {self.option}"
+
+
+# Every option with every padded head dim in bf16, a few with the rest.
+VARIANTS = tuple(Variant(*shape, option) for n, shape in enumerate(SHAPES) for option in (OPTIONS if n < 6 else FEW))
+SAMPLE = (Variant("bfloat16", 128, 128, "causal"), Variant("bfloat16", 64, 64, "full"))
+
+
+class Finding(NamedTuple):
+    """What became of a variant. clocks: that the products of an iteration take. products: HGMMA of an iteration."""
+
+    variant: Variant
+    macros: dict[str, int]
+    resources: KernelResources
+    notes: tuple[str, ...]
+    clocks: float
+    products: int
+    masks: int
+    counts: dict[str, int]
+    loops: list[Loop]
+
+    @property
+    def main(self) -> Loop:
+        """The loop without a mask: of the three where there is a window, the one in the middle."""
+        return self.loops[min(1, len(self.loops) - 1)] if self.masks else self.loops[0]
+
+    @property
+    def share(self) -> float:
+        """Of issue slots, of the loop without a mask."""
+        return 2 * self.main.instructions / self.clocks
+
+
+@functools.cache
+def source_of(variant: Variant) -> KernelSource:
+    q, v = (np.zeros((1, 64, 2, width), ml_dtype(variant.dtype)) for width in (variant.dim, variant.dim_v))
+    problem = dataclasses.replace(problem_of(q, q, v), **OPTIONS[variant.option])
+    return kernel_source(key_of(problem, "sm_90a", KERNEL))
+
+
+def compile_with(compiler: str, source: KernelSource) -> tuple[bytes, str]:
+    """The cubin, and what ptxas said."""
+    if compiler == "NVRTC":
+        cubin = Compiler().compile(source)
+        return cubin.data, cubin.log
+    assert NVCC is not None
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        for name, text in {"kernel.cu": source.source, **source.headers}.items():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_text(text)
+        macros = [f"-D{name}={value}" for name, value in source.macros.items()]
+        command = [NVCC, "-arch=sm_90a", "-cubin", "-std=c++17", "-Xptxas", "-v", f"-I{root}", *macros]
+        done = subprocess.run(
+            [*command, "-o", root / "kernel.cubin", root / "kernel.cu"], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return (root / "kernel.cubin").read_bytes(), done.stderr
+
+
+@functools.cache
+def examine(variant: Variant, compiler: str) -> Finding:
+    source = source_of(variant)
+    image, log = compile_with(compiler, source)
+    macros = {name: int(value) for name, value in source.macros.items() if value.isdigit()}
+    dim, dim_v = padded_head_dim(variant.dim), padded_head_dim(variant.dim_v)
+    products = dim // 16 + macros["BLOCK_N"] // 16
+    tool = find_disassembler()
+    assert tool is not None, "the gate reads machine code: install nvidia-cuda-nvdisasm"
+    code = disassemble(tool, image)
+    counted = opcodes([text for _, text in code])
+    return Finding(
+        variant=variant,
+        macros=macros,
+        resources=parse_resources(log)[KERNEL],
+        notes=tuple(re.findall(r"C75\d\d", log)),
+        clocks=2 * 2 * macros["BLOCK_M"] * macros["BLOCK_N"] * (dim + dim_v) / 2 / FLOPS_A_CLOCK,
+        products=products,
+        masks=2 if "WINDOW" in macros else 1 if "CAUSAL" in macros else 0,
+        counts={name: counted[name] for name in ("HGMMA", "LDL", "STL")},
+        loops=main_loops(code, products),
+    )
+
+
+def faults(found: Finding) -> list[str]:
+    """What the gate holds against a variant."""
+    loops, resources = found.loops, found.resources
+    expected = found.products * (found.masks + 2)
+    plain = found.variant.option not in ("softcap", "everything")
+    late = sum(loop.after["MUFU"] + loop.before["MUFU"] for loop in loops)
+    checks = {
+        f"{resources.spill_bytes} bytes spilled": resources.spill_bytes != 0,
+        f"{resources.stack_bytes} bytes of stack": resources.stack_bytes != 0,
+        f"{found.counts} accesses to local memory": found.counts["LDL"] + found.counts["STL"] != 0,
+        f"notes {found.notes}": found.notes != (),
+        f"{resources.registers} registers": resources.registers > REGISTERS[found.macros["WARPS"]],
+        f"{found.macros['SHARED_BYTES']} bytes of shared memory": found.macros["SHARED_BYTES"] > SHARED_LIMIT,
+        f"{found.counts['HGMMA']} HGMMA instead of {expected}": found.counts["HGMMA"] != expected,
+        f"{len(loops)} loops": len(loops) != found.masks + 1,
+        f"{late} special functions outside the overlap": late != 0,
+        "moves to uniform registers": moves(found) > 0 or any(loop.count("R2UR") > MASKED_MOVES for loop in loops),
+    }
+    text = [name for name, wrong in checks.items() if wrong]
+    if loops and plain and found.share > BUDGET:
+        text.append(f"{found.share:.0%} of issue slots")
+    return text
+
+
+def moves(found: Finding) -> int:
+    return found.main.count("R2UR") if found.loops else 0
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_a_sample_of_the_variants_passes_the_gate(compiler):
+    with ThreadPoolExecutor(2) as pool:
+        every = list(pool.map(lambda variant: examine(variant, compiler), SAMPLE))
+    assert {str(found.variant): faults(found) for found in every if faults(found)} == {}
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_every_variant_passes_the_gate(compiler):
+    with ThreadPoolExecutor(2) as pool:
+        every = list(pool.map(lambda variant: examine(variant, compiler), VARIANTS))
+    assert {str(found.variant): faults(found) for found in every if faults(found)} == {}
+
+
+def seeded(file: str, old: str, new: str) -> KernelSource:
+    source = source_of(SAMPLE[0])
+    assert old in source.headers[file]
+    return dataclasses.replace(source, headers={**source.headers, file: source.headers[file].replace(old, new)})
+
+
+SEEDS = {
+    # What the comment in `step` says: without the wait between them, ptxas waits for O before the exponentials.
+    "overlap": ("sm90_consumer.cuh", "if (n > 0) wait_for_keys();\n    ptx::wgmma_wait<0>", "ptx::wgmma_wait<0>"),
+    "C75": ("sm90_consumer.cuh", "    ptx::wgmma_fence();  // without it, ptxas puts one in (C7519)\n", ""),
+    # A tile index that might differ between lanes, as far as the compiler knows.
+    "uniform": ("sm90_schedule.cuh", "int tile = ptx::warp_uniform(", "int tile = int(threadIdx.x >> 20) + ("),
+    "HGMMA": ("sm90_consumer.cuh", "n < BLOCK_N / 16; n++", "n < BLOCK_N / 16 - 1; n++"),
+}  # fmt: skip
+
+
+def test_the_gate_sees_an_overlap_that_is_lost(monkeypatch):
+    check_seed("overlap", monkeypatch)
+
+
+# Of the compilers here, nvcc 13.0 alone puts a missing fence in.
+@pytest.mark.sweep
+@pytest.mark.parametrize("fault", [fault for fault in SEEDS if fault != "C75" or NVCC])
+def test_the_gate_sees_what_it_is_for(fault, monkeypatch):
+    check_seed(fault, monkeypatch)
+
+
+def check_seed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, old, new = SEEDS[fault]
+    source = source_of(SAMPLE[0])
+    assert old in source.headers[file]
+    seeded = dataclasses.replace(source, headers={**source.headers, file: source.headers[file].replace(old, new)})
+    monkeypatch.setattr(sys.modules[__name__], "source_of", lambda variant: seeded)
+    seen = [text for compiler in COMPILERS for text in faults(examine.__wrapped__(SAMPLE[0], compiler))]
+    assert any(fault in text for text in seen), seen
+
+
+def test_every_row_of_the_tile_table_is_among_the_variants():
+    reached = set()
+    for variant in VARIANTS:
+        macros = source_of(variant).macros
+        reached.add(tuple(int(macros[name]) for name in ("BLOCK_M", "BLOCK_N", "STAGES", "WARPS")))
+    assert {tuple(row.tile) for row in TILES if row.kernel == KERNEL} <= reached
+
+
+def seconds(variant: Variant) -> float:
+    """Of a cold compile by NVRTC, the faster of two: other work on the machine can only make it slower."""
+    times = []
+    for _ in range(2):
+        start = time.perf_counter()
+        Compiler().compile(source_of(variant))
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def main() -> int:
+    lines, failed, total = [], 0, 0
+    for variant in VARIANTS:
+        verdicts = []
+        for compiler in COMPILERS:
+            found = examine(variant, compiler)
+            verdict = "; ".join(faults(found)) or "passes"
+            verdicts.append(verdict)
+            failed += verdict != "passes"
+            total += 1
+            sys.stdout.write(f"{compiler} {variant}: {verdict}\n")
+            sys.stdout.flush()
+        timed = f"{seconds(variant):.2f}" if variant.option in TIMED else ""
+        lines.append(_row(examine(variant, "NVRTC"), timed, verdicts))
+    summary = f"{total - failed} of {total} pass"
+    compilers = " and ".join(["NVRTC", *(["nvcc"] if NVCC else [])])
+    REPORT.write_text(_REPORT.format(summary=summary, compilers=compilers, rows="\n".join(lines)), encoding="utf-8")
+    sys.stdout.write(summary + "\n")
+    return 1 if failed else 0
+
+
+def _row(found: Finding, timed: str, verdicts: list[str]) -> str:
+    overlap = (
+        "/".join(str(sum(getattr(loop, part)["MUFU"] for loop in found.loops)) for part in ("overlap",))
+        + f" of {sum(loop.count('MUFU') for loop in found.loops)}"
+    )
+    loops = " + ".join(str(loop.instructions) for loop in found.loops)
+    tile = f"{found.macros['BLOCK_M']} x {found.macros['BLOCK_N']}"
+    cells = (
+        found.variant, tile, found.macros["SHARED_BYTES"], found.resources.registers, found.counts["HGMMA"], loops,
+        f"{found.share:.0%}", overlap, timed, " / ".join(dict.fromkeys(verdicts)),
+    )  # fmt: skip
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+_REPORT = """# Static gate of forward_sm90
+
+`python tests/test_static_gate_sm90.py` compiles every variant below by {compilers}, which needs no GPU, and reads the
+machine code. {summary}.
+
+A variant passes with
+
+- nothing spilled, no stack, no access to local memory, no C75xx note (wgmma serialised, setmaxnreg ignored);
+- as many products (HGMMA) as the tile has in its loops and outside them;
+- every special function of a loop between the wait for S and the wait for O, where the tensor cores still multiply;
+- no moves from vector to uniform registers in the loop without a mask, and at most four in one with a mask;
+- but for softcap, instructions of the loop without a mask that take at most 60% of the issue slots while the tensor
+  cores are busy: instructions times two over the products' clocks. With three consumers, at head dim 64, three warps
+  share a scheduler, so that the true share is half as much again.
+
+It says nothing about speed, which is not measured yet.
+
+Registers are those at launch; setmaxnreg then gives the producer 24 and consumers 240 of them, or 32 and 160 with three
+consumers. Instructions are of the loops with a mask and without, in the order of the code. Seconds are of a cold
+compile by NVRTC, the faster of two, on the machine that wrote this.
+
+| variant | tile | shared memory | registers | HGMMA | loop instructions | slots | overlapped | seconds | verdict |
+|---|---|---|---|---|---|---|---|---|---|
+{rows}
+"""
+
+if __name__ == "__main__":
+    sys.exit(main())
