@@ -241,7 +241,7 @@ class CacheStore:
         self.kernels = KernelStore(post) if compiles else None
         self.place = f"cuda:{info.index}" if info.kind == "cuda" else "cpu"
         accumulate = (services.options.mock or MockOptions()).dtype
-        self.decoding = Decoding(info, self.place, accumulate)
+        self.decoding = Decoding(services.device, self.place, accumulate)
 
     def open(self, spec: object) -> int:
         """Make a pool on the device. Raises `InvalidRequest`, `Unsupported` and `OutOfDeviceMemory`."""
