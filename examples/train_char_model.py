@@ -6,7 +6,7 @@
 
 The model and its optimiser are NumPy (`char_model.py`). Attention, grouped-query with ALiBi in bfloat16, is a request,
 forward and backward. It ends with a loss curve (a PNG, where matplotlib is installed) and a text that the model
-continues.
+continues from a paged cache, a character at a time.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import gpu_actors as ga
 
-__all__ = ["Corpus", "ServiceAttention", "continue_text", "main", "save_curve", "train"]
+__all__ = ["Corpus", "Memory", "ServiceAttention", "continue_text", "main", "read", "save_curve", "train"]
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+PAGE = 16
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 
 
@@ -66,23 +68,24 @@ class ServiceAttention:
 
     def __init__(self, context: ga.GpuContext, heads: int, dtype: Any = None) -> None:
         self._flash_attn = context.flash_attn
-        self._dtype = dtype
+        self.dtype = dtype
         # Steeper than ALiBi's own: the characters just before tell most about the next one.
         self.slopes = (2.0 ** (1.0 - np.arange(heads))).astype(np.float32)
         self._options: dict[str, Any] = {"causal": True, "alibi_slopes": self.slopes}
 
     async def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-        result = await self._flash_attn.forward(*self._cast(q, k, v), return_lse=True, **self._options)
+        result = await self._flash_attn.forward(*self.cast(q, k, v), return_lse=True, **self._options)
         return result.out.astype(q.dtype), result.lse
 
     async def backward(self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array) -> AttentionGradient:
         kept = q.dtype
-        dout, q, k, v, out = self._cast(dout, q, k, v, out)
+        dout, q, k, v, out = self.cast(dout, q, k, v, out)
         gradients = await self._flash_attn.backward(dout, q, k, v, out, lse, **self._options)
         return AttentionGradient(*(gradient.astype(kept) for gradient in gradients[:3]))
 
-    def _cast(self, *arrays: Array) -> list[Array]:
-        return [array.astype(self._dtype or array.dtype, copy=False) for array in arrays]
+    def cast(self, *arrays: Array) -> list[Array]:
+        """The arrays as attention takes them."""
+        return [array.astype(self.dtype or array.dtype, copy=False) for array in arrays]
 
 
 async def train(model: Model, corpus: Corpus, attention: Attention) -> AsyncIterator[float]:
@@ -96,19 +99,57 @@ async def train(model: Model, corpus: Corpus, attention: Attention) -> AsyncIter
         yield loss
 
 
+class Memory:
+    """What the model has read of one text: its keys and values, a paged cache a layer."""
+
+    def __init__(self, caches: Sequence[tuple[ga.KvCache, ga.KvSequence]], attention: ServiceAttention) -> None:
+        self._caches = caches
+        self._slopes = attention.slopes
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls, context: ga.GpuContext, settings: Settings, attention: ServiceAttention, rows: int
+    ) -> AsyncIterator[Memory]:
+        """Room for a text of that many characters."""
+        size = {"kv_heads": settings.heads_kv, "head_dim": settings.head_dim, "page_size": PAGE}
+        dtype = np.dtype(attention.dtype or np.float32).name
+        async with AsyncExitStack() as stack:
+            caches = []
+            for _ in range(settings.layers):
+                made = context.kv_cache(num_blocks=-(-rows // PAGE), dtype=dtype, **size)
+                cache = await stack.enter_async_context(made)
+                caches.append((cache, await cache.create()))
+            yield cls(caches, attention)
+
+    async def attend(self, layer: int, q: Array, k: Array, v: Array) -> Array:
+        """Attention of new rows to all so far, themselves among them; all (1, rows, heads, head_dim)."""
+        cache, sequence = self._caches[layer]
+        result = await cache.attend(q, [sequence], k=k, v=v, alibi_slopes=self._slopes)
+        out: Array = result.out
+        return out
+
+
+async def read(model: Model, memory: Memory, attention: ServiceAttention, tokens: Tokens) -> Array:
+    """The logits of what follows each of these characters, which follow those in memory."""
+    x = model.weights["embedding"][tokens][None]
+    for layer in range(model.settings.layers):
+        _, q, k, v = model.project(layer, x)
+        out = await memory.attend(layer, *attention.cast(q, k, v))
+        *_, x = model.finish(layer, x, out.astype(x.dtype))
+    return model.logits(x[0])
+
+
 async def continue_text(
-    model: Model, corpus: Corpus, attention: Attention, prompt: str, length: int, seed: int
+    model: Model, corpus: Corpus, context: ga.GpuContext, attention: ServiceAttention, prompt: str, length: int
 ) -> AsyncIterator[str]:
-    """Draw ``length`` characters after the prompt, one at a time."""
-    rng, tokens = np.random.default_rng(seed), list(corpus.encode(prompt))
-    for _ in range(length):
-        x = model.weights["embedding"][np.array([tokens[-model.settings.context :]])]
-        for layer in range(model.settings.layers):
-            _, q, k, v = model.project(layer, x)
-            out, _ = await attention.forward(q, k, v)
-            *_, x = model.finish(layer, x, out)
-        tokens.append(draw(model.logits(x[0, -1]), rng))
-        yield corpus.decode(tokens[-1:])
+    """Draw ``length`` characters after the prompt. Each is read once: what came before it is in the cache."""
+    rng, new = np.random.default_rng(model.settings.seed), corpus.encode(prompt)
+    async with Memory.open(context, model.settings, attention, len(new) + length) as memory:
+        for _ in range(length):
+            logits = await read(model, memory, attention, new)
+            new = np.array([draw(logits[-1], rng)])
+            yield corpus.decode(new.tolist())
 
 
 def draw(logits: Array, rng: np.random.Generator, temperature: float = 0.8) -> int:
@@ -167,7 +208,7 @@ async def run(arguments: argparse.Namespace, console: Console) -> int:
         else:
             console.print("no loss curve: matplotlib is not installed (it comes with gpu-actors\\[demo])")
         console.out(arguments.prompt, end="", highlight=False)
-        text = continue_text(model, corpus, attention, arguments.prompt, arguments.sample, settings.seed)
+        text = continue_text(model, corpus, context, attention, arguments.prompt, arguments.sample)
         async for character in text:
             console.out(character, end="", highlight=False)
         console.out("")

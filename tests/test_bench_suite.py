@@ -17,9 +17,11 @@ from gpu_actors.bench.peers import PEERS, Peer, Prepared, Refuses
 from gpu_actors.bench.recorder import RecordingDevice
 from gpu_actors.bench.report import COLUMNS, figures, git_revision, table
 from gpu_actors.bench.suite import KERNEL, SERVICE, Row, Settings, run_case, run_cases
+from gpu_actors.bench.timing import Plan
 from gpu_actors.devices.faulty import FaultyDevice
 from gpu_actors.devices.interface import Device
 from gpu_actors.errors import OutOfDeviceMemory
+from gpu_actors.options import MockOptions
 from gpu_actors.reference import attention_forward
 from gpu_actors.testing import FaultPlan
 
@@ -173,6 +175,16 @@ def test_what_no_kernel_does_is_reported_as_such() -> None:
         (row,) = run_case(case, where, SETTINGS, [])
     assert row.status == "unsupported"
     assert "head_dim" in str(row.reason)
+
+
+def test_a_slow_kernel_is_called_a_few_times_only() -> None:
+    settings = replace(SETTINGS, plan=Plan(warmup=1, repeats=30, turns=3), requests=20)
+    with stage(mock=MockOptions(latency=0.06)) as where:
+        rows = by_subject(run_case(SMALL, where, settings, []))
+    kernel, service = rows[KERNEL].times, rows[SERVICE].times
+    assert kernel is not None
+    assert service is not None
+    assert (kernel.n, service.n) == (6, 8)
 
 
 def test_cases_past_the_limit_are_not_said_to_have_run() -> None:

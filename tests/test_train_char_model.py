@@ -121,6 +121,24 @@ def test_the_loss_falls_below_sixty_percent_in_a_few_steps() -> None:
     assert np.mean(history[-5:]) < 0.6 * history[0]
 
 
+@pytest.mark.sweep
+@pytest.mark.timeout(300)
+def test_the_emulated_kernels_teach_what_the_oracle_teaches() -> None:
+    """A few steps in bfloat16: forward and backward kernels, on the CPU."""
+    corpus = example.Corpus("the quick brown fox jumps over the lazy dog. " * 20)
+    settings = dataclasses.replace(TINY, width=32, head_dim=32, context=40, steps=6)
+
+    async def losses(device: str) -> list[float]:
+        model = char_model.Model.initialised(settings, len(corpus.alphabet))
+        async with ga.open_context(device) as ctx:
+            attention = example.ServiceAttention(ctx, settings.heads, example.DTYPES["bfloat16"])
+            return [loss async for loss in example.train(model, corpus, attention)]
+
+    emulated, mock = (asyncio.run(losses(device)) for device in ("emulated", "mock"))
+    assert emulated[-1] < emulated[0]
+    np.testing.assert_allclose(emulated, mock, rtol=1e-3)
+
+
 def test_a_trained_model_continues_a_text() -> None:
     corpus = example.Corpus("abcdefgh" * 200)
     settings = dataclasses.replace(TINY, width=32, head_dim=8, context=16, batch=8, steps=150)
@@ -131,12 +149,33 @@ def test_a_trained_model_continues_a_text() -> None:
             attention = example.ServiceAttention(ctx, settings.heads)
             async for _ in example.train(model, corpus, attention):
                 pass
-            drawn = example.continue_text(model, corpus, attention, "abc", 40, seed=0)
+            drawn = example.continue_text(model, corpus, ctx, attention, "abc", 40)
             return "".join([character async for character in drawn])
 
     drawn = asyncio.run(text())
     expected = ("defghabc" * 5)[:40]
     assert sum(a == b for a, b in zip(drawn, expected, strict=True)) >= 36
+
+
+def test_reading_from_the_cache_gives_the_logits_of_reading_everything(tiny: Case) -> None:
+    """A prompt of 20 characters, then one after the other: over pages of 16, two layers."""
+    tokens = tiny.corpus.tokens[:40]
+
+    async def logits() -> tuple[np.ndarray, np.ndarray]:
+        async with ga.open_context("mock") as ctx:
+            attention = example.ServiceAttention(ctx, TINY.heads, np.float32)
+            x = tiny.model.weights["embedding"][tokens][None]
+            for layer in range(TINY.layers):
+                _, q, k, v = tiny.model.project(layer, x)
+                out, _ = await attention.forward(q, k, v)
+                *_, x = tiny.model.finish(layer, x, out)
+            async with example.Memory.open(ctx, TINY, attention, len(tokens)) as memory:
+                parts = [tokens[:20], *tokens[20:, None]]
+                cached = [await example.read(tiny.model, memory, attention, part) for part in parts]
+        return np.concatenate(cached), tiny.model.logits(x[0])
+
+    cached, whole = asyncio.run(logits())
+    np.testing.assert_allclose(cached, whole, rtol=1e-5, atol=1e-6)
 
 
 def test_the_repositorys_text_is_most_of_a_megabyte_of_ascii() -> None:

@@ -90,7 +90,7 @@ def _tensors(case: Case, operands: OperandSet, *names: str) -> list[Any]:
     return [_tensor(operands[name]) for name in names]
 
 
-def _on_stream(handle: int, call: Callable[[], Any]) -> Call:
+def _on_stream(handle: int, call: Callable[[], Any]) -> Callable[[], Any]:
     import torch
 
     stream = torch.cuda.ExternalStream(handle)
@@ -114,6 +114,8 @@ def _sdpa(backend: str, case: Case, sets: Sequence[OperandSet], handle: int) -> 
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     _square(case)
+    if case.deterministic:
+        raise Refuses("its deterministic form is a setting of the process")
     chosen = getattr(SDPBackend, backend)
 
     def attend(q: Any, k: Any, v: Any) -> Any:
@@ -121,35 +123,7 @@ def _sdpa(backend: str, case: Case, sets: Sequence[OperandSet], handle: int) -> 
             grouped = case.heads != case.kv_heads
             return functional.scaled_dot_product_attention(q, k, v, is_causal=case.causal, enable_gqa=grouped)
 
-    operands = [[x.transpose(1, 2) for x in _tensors(case, one, "q", "k", "v")] for one in sets]
-    if case.kind == "backward":
-        return _sdpa_backward(case, sets, operands, attend, handle)
-    calls = [_on_stream(handle, functools.partial(attend, *one)) for one in operands]
-    return Prepared(calls, lambda: {"out": _host(attend(*operands[0]).transpose(1, 2))})
-
-
-def _sdpa_backward(
-    case: Case, sets: Sequence[OperandSet], operands: list[list[Any]], attend: Callable[..., Any], handle: int
-) -> Prepared:
-    import torch
-
-    if case.deterministic:
-        raise Refuses("its deterministic form is a setting of the process")
-    calls: list[Call] = []
-    gradients: list[Callable[[], Any]] = []
-    for one, leaves in zip(sets, operands, strict=True):
-        inputs = [x.detach().requires_grad_() for x in leaves]
-        (dout,) = _tensors(case, one, "dout")
-        out = _on_stream(handle, functools.partial(attend, *inputs))()
-        gradient = functools.partial(torch.autograd.grad, out, inputs, dout.transpose(1, 2), retain_graph=True)
-        calls.append(_on_stream(handle, gradient))
-        gradients.append(gradient)
-
-    def outputs() -> dict[str, np.ndarray[Any, Any]]:
-        names = ("dq", "dk", "dv")
-        return {name: _host(x.transpose(1, 2)) for name, x in zip(names, gradients[0](), strict=True)}
-
-    return Prepared(calls, outputs)
+    return _through_autograd(case, sets, handle, attend, heads_first=True)
 
 
 def _flash_attn_4(case: Case, sets: Sequence[OperandSet], handle: int) -> Prepared:
@@ -158,20 +132,50 @@ def _flash_attn_4(case: Case, sets: Sequence[OperandSet], handle: int) -> Prepar
     window = (None, None) if case.window is None else (case.window, 0)
 
     def attend(q: Any, k: Any, v: Any) -> Any:
-        found = flash_attn_func(q, k, v, causal=case.causal, window_size=window)
+        found = flash_attn_func(q, k, v, causal=case.causal, window_size=window, deterministic=case.deterministic)
         return found[0] if isinstance(found, tuple) else found
 
-    operands = [_tensors(case, one, "q", "k", "v") for one in sets]
-    calls = [_on_stream(handle, functools.partial(attend, *one)) for one in operands]
-    return Prepared(calls, lambda: {"out": _host(attend(*operands[0]))})
+    return _through_autograd(case, sets, handle, attend, heads_first=False)
+
+
+def _through_autograd(
+    case: Case, sets: Sequence[OperandSet], handle: int, attend: Callable[..., Any], heads_first: bool
+) -> Prepared:
+    """attend: takes q, k, v. heads_first: of (batch, heads, rows, dim). A backward times the gradients alone."""
+
+    def turned(x: Any) -> Any:
+        return x.transpose(1, 2) if heads_first else x
+
+    operands = [[turned(x) for x in _tensors(case, one, "q", "k", "v")] for one in sets]
+    if case.kind == "forward":
+        calls = [_on_stream(handle, functools.partial(attend, *one)) for one in operands]
+        return Prepared(calls, lambda: {"out": _host(turned(calls[0]()))})
+    gradients = [
+        _gradient(turned(_tensors(case, one, "dout")[0]), leaves, attend, handle)
+        for one, leaves in zip(sets, operands, strict=True)
+    ]
+
+    def outputs() -> dict[str, np.ndarray[Any, Any]]:
+        names = ("dq", "dk", "dv")
+        return {name: _host(turned(x)) for name, x in zip(names, gradients[0](), strict=True)}
+
+    return Prepared(gradients, outputs)
+
+
+def _gradient(dout: Any, leaves: Sequence[Any], attend: Callable[..., Any], handle: int) -> Callable[[], Any]:
+    import torch
+
+    inputs = [x.detach().requires_grad_() for x in leaves]
+    out = _on_stream(handle, functools.partial(attend, *inputs))()
+    return _on_stream(handle, functools.partial(torch.autograd.grad, out, inputs, dout, retain_graph=True))
 
 
 def _flashinfer(case: Case, sets: Sequence[OperandSet], handle: int) -> Prepared:
     import flashinfer
     import torch
 
-    workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device="cuda")
-    calls: list[Call] = []
+    workspace = torch.zeros(_WORKSPACE, dtype=torch.uint8, device="cuda")
+    calls: list[Callable[[], Any]] = []
     for one in sets:
         if case.kind == "decode":
             wrapper, arguments = _flashinfer_paged(flashinfer, workspace, case, one)
@@ -190,6 +194,7 @@ def _flashinfer(case: Case, sets: Sequence[OperandSet], handle: int) -> Prepared
             )
             arguments = (q, *caches)
         calls.append(_on_stream(handle, functools.partial(wrapper.run, *arguments)))
+    torch.cuda.synchronize()  # the plans were made on another stream
     return Prepared(calls, lambda: {"out": _host(calls[0]()).reshape(case.q_shape)})
 
 
@@ -231,7 +236,7 @@ def _cudnn_frontend(case: Case, sets: Sequence[OperandSet], handle: int) -> Prep
     names = [graph.tensor_like(x) for x in operands[0]]
     scale = case.head_dim**-0.5
     out, _ = graph.sdpa(
-        q=names[0], k=names[1], v=names[2], is_inference=True, attn_scale=scale, use_causal_mask=case.causal
+        q=names[0], k=names[1], v=names[2], generate_stats=False, attn_scale=scale, use_causal_mask=case.causal
     )
     out.set_output(True).set_dim(list(outputs[0].shape)).set_stride(list(outputs[0].stride()))
     graph.validate()
@@ -256,7 +261,7 @@ PEERS = (
     Peer(
         "torch EFFICIENT_ATTENTION", "torch", ("forward", "backward"), functools.partial(_sdpa, "EFFICIENT_ATTENTION")
     ),
-    Peer("flash-attn-4", "flash_attn.cute", ("forward",), _flash_attn_4),
+    Peer("flash-attn-4", "flash_attn.cute", ("forward", "backward"), _flash_attn_4),
     Peer("flashinfer", "flashinfer", ("forward", "decode"), _flashinfer),
     Peer("cudnn-frontend", "cudnn", ("forward",), _cudnn_frontend),
 )
