@@ -44,7 +44,7 @@ STEPS = (
     Step("conformance", "tests", ("tests/emulation",), 180, spread=True),
     Step("kernels", "tests", ("tests/gpu/test_kernels.py",), 180, spread=True),
     Step("device", "tests", ("tests/gpu/test_cuda_hardware.py",), 120),
-    Step("streams", "tests", ("tests/gpu/test_streams.py",), 120),
+    Step("streams", "tests", ("tests/gpu/test_streams.py", "tests/gpu/test_service.py"), 150),
     Step("bench-forward-quick", "bench", ("forward", "--quick"), 150),
     Step("bench-decode-quick", "bench", ("decode", "--quick"), 120),
     Step("bench-backward-quick", "bench", ("backward", "--quick"), 150),
