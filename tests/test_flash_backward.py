@@ -16,6 +16,7 @@ from rejection_cases import backward as sound_request
 
 import gpu_actors as ga
 from gpu_actors.reference import attention_backward, attention_forward
+from gpu_actors.reference.low_precision import rounder
 from gpu_actors.testing import check_gradients, random_backward
 from gpu_actors.testing.backward_problems import BACKWARD_FEATURES, BackwardCase, poison_unseen_backward
 
@@ -139,6 +140,12 @@ def test_float32_operands_may_be_multiplied_in_less(ctx: ga.GpuContext, compute:
     gradients = backward(ctx, case, compute=compute)
     check_gradients(gradients, *case.arguments, repro=case.repro, compute=compute, **case.options)
     assert not np.array_equal(gradients.dq, backward(ctx, case).dq)
+    # dout is multiplied, too, and so it is rounded; out and lse are not.
+    step = rounder({"tf32": "tf32", "f16": "wide_float16", "bf16": "bfloat16"}[compute])
+    rounded = (step(array) for array in case.arguments)
+    expected = attention_backward(*rounded, out=case.out, lse=case.lse, **case.options)
+    for name in ("dq", "dk", "dv"):
+        np.testing.assert_array_equal(getattr(gradients, name), getattr(expected, name).astype(np.float32))
 
 
 def test_single_precision_arithmetic_is_an_option_of_the_mock_device() -> None:
