@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,8 @@ STEP = 1e-6
 
 
 def scores(seed: int) -> Any:
-    return 2.0 * np.random.default_rng(seed).standard_normal(DIMS)
+    # Of a stream of its own: equal numbers would meet where maxima and conditions have no derivative.
+    return 2.0 * np.random.default_rng((seed, 1)).standard_normal(DIMS)
 
 
 def value_of(random: RandomGraph, score: Any) -> Any:
@@ -73,6 +75,50 @@ def test_evaluation_is_elementwise(seed: int) -> None:
     assert whole.shape == DIMS
     assert difference.sum() <= 1
     assert np.isfinite(whole).all()
+
+
+WHOLE: dict[str, Callable[[ga.OperationGraph, ga.GraphTensor, ga.GraphTensor], ga.GraphTensor]] = {
+    **{
+        f"{kind} over {axes}": lambda g, a, b, kind=kind, axes=axes: g.reduction(a * b, kind, axes) * a
+        for kind in ("sum", "mean", "max", "min")
+        for axes in (-1, (0, 2))
+    },
+    "softmax": lambda g, a, b: g.softmax(a) * b,
+    "both outputs of a softmax": lambda g, a, b: sum(g.softmax_with_stats(a * b), start=a),
+    "matmul": lambda g, a, b: g.matmul(a, g.transpose(b)),
+    "shared heads": lambda g, a, b: g.matmul(a, g.transpose(g.reduction(b, "sum", 1))),
+    "dropout": lambda g, a, b: g.dropout(g.softmax(a), 0.3, 7) * b,
+    "masks": lambda g, a, b: g.softmax(g.mask(a, ga.Mask.causal(), "bottom_right")) * b,
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_gradients_of_what_is_not_pointwise_are_finite_differences(name: str) -> None:
+    rng = np.random.default_rng(0)
+    values = {uid: rng.standard_normal(DIMS) for uid in (1, 2)}
+    graph = ga.OperationGraph()
+    a, b = (graph.tensor(uid=uid, dims=DIMS, dtype="float64") for uid in (1, 2))
+    result = graph.output(WHOLE[name](graph, a, b), uid=3)
+    dresult = rng.standard_normal(result.dims)
+    for wrt in (1, 2):
+        to = rng.standard_normal(DIMS)
+        ends = [evaluate_graph(graph, {**values, wrt: values[wrt] + sign * STEP * to})[3] for sign in (1.0, -1.0)]
+        slope = ((ends[0] - ends[1]) / (2 * STEP) * dresult).sum()
+        again = ga.OperationGraph()
+        c, d = (again.tensor(uid=uid, dims=DIMS, dtype="float64") for uid in (1, 2))
+        again.output(WHOLE[name](again, c, d), uid=3)
+        gradient = evaluate_graph(differentiated(again, 3, wrt), {**values, 90: dresult})[91]
+        np.testing.assert_allclose((gradient * to).sum(), slope, rtol=1e-7, atol=1e-7)
+
+
+def test_equal_largest_elements_share_a_gradient() -> None:
+    graph = ga.OperationGraph()
+    a = graph.tensor(uid=1, dims=(1, 4), dtype="float64")
+    graph.output(graph.reduction(a, "max"), uid=3)
+    gradient = evaluate_graph(differentiated(graph, 3, 1), {1: np.array([[2.0, 1.0, 2.0, 0.0]]), 90: np.ones((1, 1))})[
+        91
+    ]
+    np.testing.assert_array_equal(gradient, [[0.5, 0.0, 0.5, 0.0]])
 
 
 # What is compiled
