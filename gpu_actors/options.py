@@ -116,6 +116,8 @@ class ContextOptions:
         together and agree; 1 never puts two into one. Default 256.
     coalesce_delay_us: microseconds that such a request waits for others before it is launched. Default 0: it goes
         with those that wait already.
+    record_launches: record steps of decoding over pages and replay them, on CUDA as graphs; their batches are padded to
+        powers of two. Default False.
     mailbox_capacity: requests that may wait for an actor; one more is answered `Overloaded`. Default 1024.
     cache_dir: folder of the cubin cache; "~" is the home folder. One that cannot be used keeps the context from
         opening. Default: the user's cache folder, or $GPU_ACTORS_CACHE_DIR, looked at by the first compile.
@@ -140,6 +142,7 @@ class ContextOptions:
     max_in_flight: int = 8
     coalesce_max: int = 256
     coalesce_delay_us: float = 0.0
+    record_launches: bool = False
     mailbox_capacity: int = 1024
     cache_dir: str | os.PathLike[str] | None = None
     cache_max_bytes: int = 1 << 30
@@ -165,7 +168,7 @@ class ContextOptions:
             integer(name, getattr(self, name), 1)
         delay = real("coalesce_delay_us", self.coalesce_delay_us, "a finite number of microseconds >= 0")
         expect(delay >= 0, "coalesce_delay_us", delay, "must be a finite number of microseconds >= 0")
-        for name in ("offline", "compile_on_mock"):
+        for name in ("offline", "compile_on_mock", "record_launches"):
             flag(name, getattr(self, name))
         if self.cache_dir is not None:
             _path("cache_dir", self.cache_dir)

@@ -56,6 +56,7 @@ class FakeStream:
     blocking: bool = False
     hung: bool = False
     queue: deque[Operation] = field(default_factory=deque)
+    captured: list[Operation] | None = None
 
 
 @dataclass
@@ -90,6 +91,7 @@ class FakeCuda:
         self._streams: dict[int, FakeStream] = {LEGACY: FakeStream(blocking=True)}
         self._events: dict[int, FakeEvent] = {}
         self._modules: dict[int, bytes] = {}
+        self._graphs: dict[int, list[Operation]] = {}
         self._functions: dict[int, FakeFunction] = {}
         self._pinned: dict[int, np.ndarray[Any, Any]] = {}
         self._freed_pinned: list[np.ndarray[Any, Any]] = []
@@ -137,7 +139,8 @@ class FakeCuda:
             work()
             return True
 
-        self._streams[stream].queue.append(operation)
+        found = self._streams[stream]
+        (found.queue if found.captured is None else found.captured).append(operation)
 
     def new_stream(self) -> int:
         """A stream of the program's own."""
@@ -157,6 +160,7 @@ class FakeCuda:
             "streams": len(self._streams) - 1,
             "events": len(self._events),
             "modules": len(self._modules),
+            "graphs": len(self._graphs),
         }
         return {name: count for name, count in found.items() if count}
 
@@ -263,6 +267,32 @@ class FakeCuda:
     def encode_tensor_map(self, tensor_map: TensorMap) -> bytes:
         with self._call("encode_tensor_map"):
             return encode_tensor_map(*tensor_map)
+
+    def begin_capture(self, stream: int) -> None:
+        with self._call("begin_capture"):
+            found = self._find(self._streams, stream)
+            assert found.captured is None, "the stream is being captured"
+            found.captured = []
+
+    def end_capture(self, stream: int) -> int:
+        # Over it is in any case, also where no graph comes of it.
+        found = self._find(self._streams, stream)
+        captured, found.captured = found.captured, None
+        with self._call("end_capture"):
+            assert captured is not None, "nothing is being captured"
+            return self._add(self._graphs, captured)
+
+    def launch_graph(self, graph: int, stream: int) -> None:
+        with self._call("launch_graph"):
+            operations = self._find(self._graphs, graph)
+            found = self._find(self._streams, stream)
+            assert found.captured is None
+            found.queue.extend(operations)
+
+    def destroy_graph(self, graph: int) -> None:
+        with self._call("destroy_graph"):
+            self._find(self._graphs, graph)
+            del self._graphs[graph]
 
     def create_event(self) -> int:
         with self._call("create_event"):

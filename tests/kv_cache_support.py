@@ -41,7 +41,7 @@ class Rows:
 
 
 def wait(*replies: ga.Reply[Any]) -> Any:
-    results = [reply.result(10.0) for reply in replies]
+    results = [reply.result(60.0) for reply in replies]
     return results[0] if len(results) == 1 else results
 
 

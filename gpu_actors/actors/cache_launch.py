@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from gpu_actors.actors.buckets import pad_rows
 from gpu_actors.actors.cache_rows import NewRows, Pool, merge_rows, pack_rows
 from gpu_actors.actors.cache_store import CacheItem
 from gpu_actors.actors.merging import merge_tables
@@ -51,9 +52,14 @@ def append_launch(items: Sequence[CacheItem]) -> Launch:
 
 
 def add_rows(launch: Launch, items: Sequence[CacheItem], arch: str, kernels: tuple[Kernel, ...]) -> Launch:
-    """Have a launch append its items' new rows first. kernels: that append and that copy pages, or none."""
+    """Have a launch append its items' new rows first.
+
+    kernels: that append and that copy pages, or none. A batch that was padded has its rows padded.
+    """
     cache = items[0].cache
     rows = merge_rows([item.rows for item in items if item.rows is not None])
+    if len(rows.counts) < len(launch.inputs["cache_seqlens"]):
+        rows = pad_rows(rows)
     pairs = [pair for item in items for write in item.writes for pair in write.copies]
     inputs = {**launch.inputs, "k": rows.k, "v": rows.v}
     batch = len(rows.counts)
@@ -77,6 +83,8 @@ def add_rows(launch: Launch, items: Sequence[CacheItem], arch: str, kernels: tup
         oracle=functools.partial(_oracle, rows, launch.oracle),
         updates=("k_cache", "v_cache"),
         scratch=scratch,
+        # What is asked of the append kernel follows from the shapes and from this.
+        recording=None if launch.recording is None else (launch.recording, rows.rope, rows.k.dtype),
         steps=_steps(launch, rows, cache.pool, inputs, arch, kernels) if kernels else (),
     )
 

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gpu_actors.actors.batching import Batch
+from gpu_actors.actors.buckets import pad_request, recordable
 from gpu_actors.actors.call import Call
 from gpu_actors.actors.decoding import CacheRequest, Decoding, DecodingPlan, decoding_output
 from gpu_actors.actors.merging import cut_outputs, is_packed, merge, merge_key, place
 from gpu_actors.devices.interface import Kernel, Launch, Outputs
 from gpu_actors.errors import ActorStopped, ContextLost, GpuActorsError
 from gpu_actors.interop.arrays import Adopted
-from gpu_actors.requests import BatchedDecode
+from gpu_actors.requests import BatchedDecode, PagedForward
 
 if TYPE_CHECKING:
     from gpu_actors.actors.base import ServiceActor
@@ -59,6 +60,7 @@ class Coalescer:
         self._decoding = decoding
         self._batch: Batch[Waiting] = Batch(options.coalesce_max)
         self._timer = FlushTimer(actor, options.coalesce_delay_us)
+        self._records = options.record_launches
 
     def add(self, waiting: Waiting) -> None:
         """Take a request in that was checked."""
@@ -98,12 +100,20 @@ class Coalescer:
 
     def _merged(self, group: list[Waiting]) -> tuple[Launch, Callable[[Outputs], Sequence[Any]]]:
         first = group[0]
-        if len(group) == 1:
-            return first.plan.bind(first.request, first.kernels), lambda outputs: (first.answer(outputs),)
         requests = [waiting.request for waiting in group]
-        merged = merge(requests)
-        launch = self._decoding.plan(merged).bind(merged, first.kernels)
-        parts, packed = place(requests), is_packed(merged)
+        records = self._records and recordable(first.request)
+        if len(group) == 1 and not records:
+            return first.plan.bind(first.request, first.kernels), lambda outputs: (first.answer(outputs),)
+        parts = place(requests)
+        merged = merge(requests) if len(group) > 1 else first.request
+        packed = is_packed(merged)
+        if records and isinstance(merged, PagedForward):
+            merged = pad_request(merged)
+        plan = self._decoding.plan(merged)
+        launch = plan.bind(merged, first.kernels)
+        if records:
+            launch.recording = (plan.key, plan.problem)
+            launch.recording_keeps = ("k_cache", "v_cache")
 
         def finish(outputs: Outputs) -> Sequence[Any]:
             return [

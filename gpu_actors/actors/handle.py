@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gpu_actors.actors.call import Call
+from gpu_actors.devices.interface import RecordingStats
 from gpu_actors.errors import DeadlineExceeded, InvalidRequest, LaunchError
 from gpu_actors.reply import Reply
 
@@ -47,6 +48,10 @@ class ActorHandle:
     def stats(self) -> ActorStats:
         """The actor's counts since the context opened."""
         return self._post.mailbox.stats()
+
+    def recording_stats(self) -> RecordingStats:
+        """Launches that the device has recorded for this actor, and how often it has replayed them."""
+        return self._post.stream.recording_stats()
 
     def submit(
         self,

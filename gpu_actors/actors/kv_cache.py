@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from gpu_actors.actors.base import ServiceActor
 from gpu_actors.actors.batching import Batch
+from gpu_actors.actors.buckets import pad_request, recordable
 from gpu_actors.actors.cache_launch import add_rows, append_launch, block_table
 from gpu_actors.actors.cache_rows import NewRows, new_rows
 from gpu_actors.actors.cache_store import CacheItem, CacheStore, OpenedCache
@@ -66,6 +67,7 @@ class KvCacheActor(ServiceActor):
     def open(self) -> None:
         options = self.post.services.options
         self._store: CacheStore = self.post.kept
+        self._records = options.record_launches
         self._batch: Batch[CacheItem] = Batch(options.coalesce_max)
         self._timer = FlushTimer(self, options.coalesce_delay_us)
         self._came_back = False
@@ -310,9 +312,17 @@ class KvCacheActor(ServiceActor):
         appending = first.kernels[-2:] if first.rows is not None else ()
         if requests:
             merged = merge(requests) if len(requests) > 1 else requests[0]
+            assert isinstance(merged, PagedForward)
             attending = first.kernels[: len(first.kernels) - len(appending)]
-            launch = self._store.decoding.plan(merged).bind(merged, attending)
             parts, packed = place(requests), is_packed(merged)
+            records = self._records and recordable(merged, first.rows)
+            if records:
+                merged = pad_request(merged)
+            plan = self._store.decoding.plan(merged)
+            launch = plan.bind(merged, attending)
+            if records:
+                launch.recording = (first.cache.number, first.cache.generation, plan.key, plan.problem)
+                launch.recording_keeps = ("k_cache", "v_cache")
         else:
             launch = append_launch(group)
         if first.rows is not None:

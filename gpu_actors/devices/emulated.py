@@ -9,18 +9,29 @@ from __future__ import annotations
 
 import math
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 from gpu_actors.devices.emulation.build import build_module
-from gpu_actors.devices.emulation.memory import EmulatedBuffer
+from gpu_actors.devices.emulation.memory import POISON, EmulatedBuffer
 from gpu_actors.devices.emulation.runtime import EmulatedModule
 from gpu_actors.devices.emulation.tensor_map import encode_tensor_map
 from gpu_actors.devices.emulation.toolchain import Toolchain
 from gpu_actors.devices.host import HostStream
-from gpu_actors.devices.interface import Buffer, Device, DeviceInfo, Kernel, Launch, Outputs, Stream, TensorMap
+from gpu_actors.devices.interface import (
+    Buffer,
+    Device,
+    DeviceInfo,
+    Kernel,
+    Launch,
+    Outputs,
+    RecordingStats,
+    Stream,
+    TensorMap,
+)
+from gpu_actors.devices.recorded import Recordings, recording_key
 from gpu_actors.errors import LaunchError
 from gpu_actors.kernels.source import Cubin, KernelSource
 from gpu_actors.options import ContextOptions, EmulationOptions
@@ -89,13 +100,33 @@ class _EmulatedStream(HostStream):
         super().__init__(name)
         self._emulation = emulation
         self._hang_timeout = hang_timeout
+        self.recordings: Recordings[_Record] = Recordings()
+
+    def recording_stats(self) -> RecordingStats:
+        return self.recordings.stats()
 
     def run(self, launch: Launch) -> Outputs:
         if not launch.steps:
             raise LaunchError(f"{self._name}: a launch without a kernel reached the emulated device")
-        operands = _Operands(launch)
+        key = recording_key(launch)
+        if key is None:
+            operands = _Operands(launch)
+            self._run(launch, operands, [step.pack(operands.buffers) for step in launch.steps])
+            return operands.results()
+        record = self.recordings.take(key)
+        if record is None:
+            operands = _Operands(launch)
+            record = _Record(operands, [step.pack(operands.buffers) for step in launch.steps])
+        else:
+            record.operands.refill(launch)
+        self._run(launch, record.operands, record.params)
+        outputs = record.operands.results()
+        self.recordings.give(key, record)
+        return outputs
+
+    def _run(self, launch: Launch, operands: _Operands, params: list[bytes]) -> None:
         emulation = self._emulation
-        for step in launch.steps:
+        for step, packed in zip(launch.steps, params, strict=True):
             geometry = step.geometry
             if not all(geometry.grid):
                 continue
@@ -104,7 +135,7 @@ class _EmulatedStream(HostStream):
                 geometry.grid,
                 geometry.block,
                 geometry.shared_bytes,
-                step.pack(operands.buffers),
+                packed,
                 list(operands.places.values()),
                 delivery=emulation.delivery,
                 schedule=emulation.schedule,
@@ -112,7 +143,6 @@ class _EmulatedStream(HostStream):
                 threads=emulation.threads,
                 limit_seconds=self._hang_timeout,
             )
-        return operands.results()
 
 
 class _Operands:
@@ -135,6 +165,18 @@ class _Operands:
             array = self._make(name, scratch.shape, scratch.dtype, scratch.zero)
             if scratch.contents is not None:
                 array.reshape(-1).view(np.uint8)[...] = np.frombuffer(scratch.contents(self.buffers), np.uint8)
+
+    def refill(self, launch: Launch) -> None:
+        """Put the operands of a launch of the same shapes where those of the last one lay."""
+        self._launch = launch
+        for name, array in launch.inputs.items():
+            if not np.may_share_memory(array, self._arrays[name]):
+                self._arrays[name][...] = array
+        for name, output in launch.outputs.items():
+            self.places[name].array[...] = 0 if output.zero else POISON
+        for name, scratch in launch.scratch.items():
+            if scratch.contents is None:  # else addresses, which have not changed
+                self.places[name].array[...] = 0 if scratch.zero else POISON
 
     def results(self) -> Outputs:
         """The outputs, in the callers' arrays where there are any. What was changed in place goes back to its array."""
@@ -159,6 +201,13 @@ class _Operands:
         self._arrays[name] = array
         strides = tuple(stride // array.itemsize for stride in array.strides)
         self.buffers[name] = Buffer(array.ctypes.data, array.shape, strides, array.dtype.name)
+
+
+class _Record(NamedTuple):
+    """A launch that can be replayed. params: of its steps, packed over the operands' places."""
+
+    operands: _Operands
+    params: list[bytes]
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:

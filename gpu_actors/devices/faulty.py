@@ -7,7 +7,7 @@ from typing import Any
 
 from gpu_actors.clock import Clock
 from gpu_actors.devices.host import FinishedEvent
-from gpu_actors.devices.interface import Device, Event, Kernel, Launch, Outputs, Stream, TensorMap
+from gpu_actors.devices.interface import Device, Event, Kernel, Launch, Outputs, RecordingStats, Stream, TensorMap
 from gpu_actors.errors import ActorStopped, ContextLost
 from gpu_actors.kernels.source import Cubin, KernelSource
 from gpu_actors.problem import DispatchKey
@@ -101,6 +101,9 @@ class _FaultyStream(Stream):
         if event is None:
             event = self._inner.launch(launch)
         return _DelayedEvent(self, event, device.clock, device.clock.now() + delay) if delay else event
+
+    def recording_stats(self) -> RecordingStats:
+        return self._inner.recording_stats()
 
     def _ending(self, fault: Fault) -> Event:
         """The end of a launch that never reaches the device."""

@@ -10,7 +10,7 @@ above this module knows which.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
@@ -30,6 +30,7 @@ __all__ = [
     "LaunchGeometry",
     "OutputSpec",
     "Pack",
+    "RecordingStats",
     "ScratchSpec",
     "Step",
     "Stream",
@@ -140,6 +141,9 @@ class Launch:
     steps: the kernels, run in this order. Empty on a device that runs no kernels.
     scratch: by name, beside the operands.
     updates: names of inputs that the steps, or the oracle, write in place. On CUDA these must lie on the device.
+    recording: says which launches are alike but for their operands' contents, so that a device may record one and
+        replay it for the others (`gpu_actors.devices.recorded`); None: this one is not worth it.
+    recording_keeps: names of inputs that stay where they are between those.
     """
 
     key: DispatchKey | None
@@ -149,6 +153,16 @@ class Launch:
     steps: tuple[Step, ...] = ()
     scratch: Mapping[str, ScratchSpec] = field(default_factory=dict)
     updates: tuple[str, ...] = ()
+    recording: Hashable | None = None
+    recording_keeps: tuple[str, ...] = ()
+
+
+class RecordingStats(NamedTuple):
+    """recorded: launches that were recorded. replayed: launches that used a record. dropped: records given up."""
+
+    recorded: int
+    replayed: int
+    dropped: int
 
 
 class Event(ABC):
@@ -178,6 +192,10 @@ class Stream(ABC):
 
         Raises what `Event.wait` would, where the failure shows already here; then nothing was enqueued.
         """
+
+    def recording_stats(self) -> RecordingStats:
+        """What was recorded and replayed on this stream."""
+        return RecordingStats(0, 0, 0)
 
     @abstractmethod
     def close(self) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 
 from gpu_actors.clock import Clock
 from gpu_actors.devices.host import FinishedEvent, HostStream, host_array, host_outputs
-from gpu_actors.devices.interface import Device, DeviceInfo, Event, Kernel, Launch, Outputs, Stream
+from gpu_actors.devices.interface import Device, DeviceInfo, Event, Kernel, Launch, Outputs, RecordingStats, Stream
+from gpu_actors.devices.recorded import Recordings, recording_key
 from gpu_actors.errors import MockModeError
 from gpu_actors.kernels.source import Cubin
 from gpu_actors.options import MockOptions
@@ -53,6 +54,7 @@ class _MockStream(HostStream):
         self._options = options
         self._clock = clock
         self._sleeping = threading.Condition()
+        self.recordings: Recordings[object] = Recordings()
 
     def launch(self, launch: Launch) -> Event:
         if self._options.compute or self._options.latency:
@@ -62,11 +64,25 @@ class _MockStream(HostStream):
         return FinishedEvent(error=MockModeError(_NOT_COMPUTING))
 
     def run(self, launch: Launch) -> Outputs:
+        key = recording_key(launch)
+        if key is None:
+            return self._compute(launch)
+        # There is nothing to record here; what would be recorded and replayed elsewhere is counted all the same.
+        record = self.recordings.take(key)
+        try:
+            return self._compute(launch)
+        finally:
+            self.recordings.give(key, record if record is not None else object())
+
+    def _compute(self, launch: Launch) -> Outputs:
         if self._options.latency:
             self._sleep(self._clock.now() + self._options.latency)
         if not self._options.compute:
             raise MockModeError(_NOT_COMPUTING)
         return host_outputs(launch, launch.oracle(launch.inputs))
+
+    def recording_stats(self) -> RecordingStats:
+        return self.recordings.stats()
 
     def close(self) -> None:
         super().close()

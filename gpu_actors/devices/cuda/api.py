@@ -78,6 +78,18 @@ class CudaApi(Protocol):
     ) -> None:
         """Enqueue a kernel whose only parameter is a struct, passed by value as ``params``."""
 
+    def begin_capture(self, stream: int) -> None:
+        """Record what this thread enqueues on the stream from now on, and do none of it."""
+
+    def end_capture(self, stream: int) -> int:
+        """The record as a graph that can be launched."""
+
+    def launch_graph(self, graph: int, stream: int) -> None:
+        """Enqueue all that was recorded."""
+
+    def destroy_graph(self, graph: int) -> None:
+        """Forget a graph. No launch of it may be unfinished."""
+
     # Order
 
     def create_event(self) -> int:

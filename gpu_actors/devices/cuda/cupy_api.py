@@ -132,6 +132,27 @@ class CupyApi:
         return encode_tensor_map(tensor_map)
 
     @_checked
+    def begin_capture(self, stream: int) -> None:
+        # Of this thread alone: what others call meanwhile, as to allocate, is theirs.
+        runtime.streamBeginCapture(stream, runtime.streamCaptureModeThreadLocal)
+
+    @_checked
+    def end_capture(self, stream: int) -> int:
+        graph = runtime.streamEndCapture(stream)
+        try:
+            return int(runtime.graphInstantiate(graph))
+        finally:
+            runtime.graphDestroy(graph)
+
+    @_checked
+    def launch_graph(self, graph: int, stream: int) -> None:
+        runtime.graphLaunch(graph, stream)
+
+    @_checked
+    def destroy_graph(self, graph: int) -> None:
+        runtime.graphExecDestroy(graph)
+
+    @_checked
     def create_event(self) -> int:
         return int(runtime.eventCreateWithFlags(runtime.eventBlockingSync | runtime.eventDisableTiming))
 

@@ -103,6 +103,13 @@ class Operands:
             self._results[name] = into
         return self._results
 
+    def rebind(self, launch: Launch) -> None:
+        """Stage the operands of another launch of the same shapes, whose outputs go where it says."""
+        self._uploads = [(name, launch.inputs[name], offset) for name, _, offset in self._uploads]
+        self._downloads = [download._replace(spec=launch.outputs[download.name]) for download in self._downloads]
+        self._results = {}
+        self._fill_staging()
+
     def release(self) -> None:
         """Give the memory back. Nothing enqueued may use it any more."""
         block, self._block = self._block, None

@@ -10,14 +10,16 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
 from gpu_actors.devices.cuda.errors import CudaFailure
 from gpu_actors.devices.cuda.memory import keep_for_ever
 from gpu_actors.devices.cuda.module import CudaFunction
 from gpu_actors.devices.cuda.operands import Operands
-from gpu_actors.devices.interface import Event, Launch, LaunchGeometry, Outputs, Stream
+from gpu_actors.devices.cuda.recorded import RecordedLaunch, capture
+from gpu_actors.devices.interface import Event, Launch, LaunchGeometry, Outputs, RecordingStats, Stream
+from gpu_actors.devices.recorded import Recordings, recording_key
 from gpu_actors.errors import ActorStopped, GpuActorsError, LaunchError
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ class CudaStream(Stream):
         self._device = device
         self._flights: deque[Flight] = deque()
         self._closed = False
+        self.recordings: Recordings[RecordedLaunch] = Recordings(lambda record: record.drop(device))
         # Held while something is enqueued, so that closing cannot pull the stream away underneath.
         self._lock = threading.Lock()
 
@@ -44,6 +47,9 @@ class CudaStream(Stream):
         functions = _checked(device, launch)
         with self._lock:
             self._reap()
+        key = recording_key(launch)
+        if key is not None:
+            return self._launch_recorded(key, launch, functions)
         operands = Operands(device, launch)
         try:
             params = [step.pack(operands.buffers) for step in launch.steps]
@@ -57,8 +63,11 @@ class CudaStream(Stream):
                 flight.release()
                 raise self._stopped()
             geometries = [step.geometry for step in launch.steps]
-            self._enqueue(flight, list(zip(functions, geometries, params, strict=True)))
+            self._enqueue(flight, operands, list(zip(functions, geometries, params, strict=True)))
         return event
+
+    def recording_stats(self) -> RecordingStats:
+        return self.recordings.stats()
 
     def close(self) -> None:
         with self._lock:
@@ -71,6 +80,7 @@ class CudaStream(Stream):
 
     def retire(self) -> bool:
         """Release the closed stream if nothing is in flight any more. Never blocks. True once it is released."""
+        self.recordings.close()
         with self._lock:
             if self._device.lost:
                 return False
@@ -83,8 +93,71 @@ class CudaStream(Stream):
                 self.handle = None
             return True
 
-    def _enqueue(self, flight: Flight, kernels: Sequence[tuple[CudaFunction, LaunchGeometry, bytes]]) -> None:
-        device, operands, stream = self._device, flight.operands, self.handle
+    def _launch_recorded(self, key: Hashable, launch: Launch, functions: Sequence[CudaFunction]) -> Event:
+        device = self._device
+        recorded = self.recordings.take(key)
+        if recorded is None:
+            recorded = self._record(key, launch, functions)
+        else:
+            recorded.rebind(launch)
+        flight = Flight(device, self.name, launch, recorded)
+        event = CudaEvent(flight)
+        with self._lock:
+            if self._closed or self.handle is None:
+                flight.release()
+                raise self._stopped()
+            api, stream = device.api, self.handle
+            try:
+                flight.event = api.create_event()
+            except CudaFailure as failure:
+                error = device.failed(failure)
+                flight.release()
+                raise error from failure
+            try:
+                for producer in recorded.producers:
+                    _order_after(device, producer, stream)
+                api.launch_graph(recorded.graph, stream)
+                api.record_event(flight.event, stream)
+            except CudaFailure as failure:
+                error = device.failed(failure)
+                self._keep_until_over(flight)
+                raise error from failure
+            self._flights.append(flight)
+        return event
+
+    def _record(self, key: Hashable, launch: Launch, functions: Sequence[CudaFunction]) -> RecordedLaunch:
+        """A launch as a graph, over memory of its own that holds the launch's operands."""
+        device, api = self._device, self._device.api
+        operands = Operands(device, launch)
+        try:
+            params = [step.pack(operands.buffers) for step in launch.steps]
+            with self._lock:
+                if self._closed or self.handle is None:
+                    raise self._stopped()
+                stream = self.handle
+
+                def enqueue() -> None:
+                    operands.upload(api, stream)
+                    for function, step, packed in zip(functions, launch.steps, params, strict=True):
+                        if 0 not in step.geometry.grid:
+                            api.launch_kernel(function.handle, *step.geometry, stream, packed)
+                    operands.download(api, stream)
+
+                for function, step in zip(functions, launch.steps, strict=True):
+                    function.prepare(api, step.geometry.shared_bytes)
+                graph = capture(device, stream, enqueue)
+        except CudaFailure as failure:
+            operands.release()
+            raise device.failed(failure) from failure
+        except BaseException:
+            operands.release()
+            raise
+        return RecordedLaunch(key, graph, operands, self.recordings)
+
+    def _enqueue(
+        self, flight: Flight, operands: Operands, kernels: Sequence[tuple[CudaFunction, LaunchGeometry, bytes]]
+    ) -> None:
+        device, stream = self._device, self.handle
         assert stream is not None
         api = device.api
         try:
@@ -138,7 +211,7 @@ class Flight:
     stopped: the stream was closed meanwhile. settled: the results are in place and the memory is given back.
     """
 
-    def __init__(self, device: CudaDevice, stream: str, launch: Launch, operands: Operands) -> None:
+    def __init__(self, device: CudaDevice, stream: str, launch: Launch, operands: Operands | RecordedLaunch) -> None:
         self.device = device
         self.operands = operands
         self.event: int | None = None

@@ -1,0 +1,114 @@
+"""Recordings: launches that a stream has recorded and can replay, with the memory that they stay in.
+
+A step of decoding is the same few operations every time: upload, kernels, download. A device records them once, over
+memory that it keeps, and from then on copies the new operands to where the old ones lay and replays the record. What is
+the same is said by `recording_key`; a record is used by one launch at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from gpu_actors.devices.interface import Launch, RecordingStats
+from gpu_actors.interop.device_array import DeviceArray
+
+__all__ = ["Recordings", "recording_key"]
+
+R = TypeVar("R")
+
+_CAPACITY = 32
+
+
+def recording_key(launch: Launch) -> Hashable | None:
+    """Launches with equal keys are replays of each other; None for one that is not to be recorded, or cannot be.
+
+    What lies on the device must stay where it is, as the pages of a cache do: an address is part of the key. Arrays of
+    callers, and outputs on the device, come and go.
+    """
+    if launch.recording is None:
+        return None
+    inputs: list[Hashable] = []
+    for name, array in launch.inputs.items():
+        if isinstance(array, DeviceArray):
+            if array.stream is not None or array.source is not None:
+                return None
+            inputs.append((name, array.shape, array.strides, array.dtype, array.address))
+        else:
+            kept = array.ctypes.data if name in launch.recording_keeps else None
+            inputs.append((name, array.shape, array.dtype, kept))
+    if launch.outputs and not isinstance(next(iter(launch.inputs.values())), np.ndarray):
+        return None
+    if any(isinstance(spec.into, DeviceArray) for spec in launch.outputs.values()):
+        return None
+    outputs = tuple((name, spec.shape, spec.dtype, spec.zero) for name, spec in launch.outputs.items())
+    scratch = tuple((name, spec.shape, spec.dtype, spec.zero) for name, spec in launch.scratch.items())
+    steps = tuple((step.kernel.entry, id(step.kernel.handle), step.geometry) for step in launch.steps)
+    return launch.recording, tuple(inputs), outputs, scratch, steps
+
+
+class Recordings(Generic[R]):
+    """The records of one stream, least recently used first. Safe from any thread.
+
+    drop: gives up a record's memory. It may be called on any thread that gives a record back.
+    """
+
+    def __init__(self, drop: Callable[[R], None] = lambda record: None) -> None:
+        self._drop = drop
+        self._lock = threading.Lock()
+        self._idle: OrderedDict[Hashable, list[R]] = OrderedDict()
+        self._count = 0
+        self._closed = False
+        self._recorded = self._replayed = self._dropped = 0
+
+    def stats(self) -> RecordingStats:
+        with self._lock:
+            return RecordingStats(self._recorded, self._replayed, self._dropped)
+
+    def take(self, key: Hashable) -> R | None:
+        """A record that nobody uses now, or None where there has to be a new one."""
+        with self._lock:
+            idle = self._idle.get(key)
+            if not idle:
+                self._recorded += 1
+                return None
+            self._replayed += 1
+            self._count -= 1
+            record = idle.pop()
+            if not idle:
+                del self._idle[key]
+            return record
+
+    def give(self, key: Hashable, record: R) -> None:
+        """The launch that used a record, or made it, is over."""
+        dropped: list[R] = []
+        with self._lock:
+            if self._closed:
+                dropped.append(record)
+            else:
+                self._idle.setdefault(key, []).append(record)
+                self._idle.move_to_end(key)
+                self._count += 1
+                while self._count > _CAPACITY:
+                    oldest = next(iter(self._idle))
+                    dropped.append(self._idle[oldest].pop())
+                    self._count -= 1
+                    if not self._idle[oldest]:
+                        del self._idle[oldest]
+            self._dropped += len(dropped)
+        for one in dropped:
+            self._drop(one)
+
+    def close(self) -> None:
+        """Give up every record, and from now on those that come back."""
+        with self._lock:
+            self._closed = True
+            records = [record for idle in self._idle.values() for record in idle]
+            self._idle.clear()
+            self._dropped += len(records)
+        for record in records:
+            self._drop(record)
