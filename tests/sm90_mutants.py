@@ -262,7 +262,7 @@ OUTPUT = (
             "#pragma unroll 1\n"
             "  for (int n = thread; n < ROWS * DIM_V / 8"
         ),
-        "over q varlen",
+        "empty over q",
     ),
     _bug(
         "rows without keys are not written",

@@ -57,6 +57,8 @@ PROBES: dict[str, dict[str, Any]] = {
     "long": {"seqlens": (500, 300), "varlen": True, "batch": 2},
     "window": {"seqlens": (400, 600), "always": ("window", "sink_tokens"), "alignment": "top_left"},
     "sink tokens": {"seqlens": (400, 300), "always": ("causal", "window", "sink_tokens")},
+    "right edge": {"seqlens": (400, 600), "always": ("causal", "window")},
+    "empty over q": {"head_dim": 256, "seqlens": (600, 21), "batch": 4, "heads": (1, 1), "always": ("causal",)},
     "wide": {"head_dim": 256, "seqlens": (140, 350), "kind": "peaked"},
     "narrow": {"head_dim": 96, "seqlens": (130, 300)},
     "over q": {"head_dim": 128, "seqlens": (300, 500)},
@@ -65,10 +67,13 @@ PROBES: dict[str, dict[str, Any]] = {
     "softcap": {"seqlens": (200, 300), "always": ("softcap",)},
     "special": {"seqlens": (200, 200), "always": ("causal",)},
 }  # fmt: skip
+# Bytes that L2 is taken to hold: ten of twelve heads a section; one.
+SECTIONS = {"sections": 5 * 70 * 256, "empty over q": 1}
 # Windows that end inside tiles, whatever is drawn.
 _OPTIONS: dict[str, dict[str, Any]] = {
     "window": {"window_size": (150, 30), "sink_tokens": 5},
     "sink tokens": {"window_size": (40, 200), "sink_tokens": 140},
+    "right edge": {"window_size": (500, 300)},
 }
 
 
@@ -93,8 +98,8 @@ def run_probe(name: str, delivery: Any, schedule: Any, seed: int) -> None:
     operands = dict(zip("qkv", case.inputs, strict=True))
     operands |= {n: case.options[n] for n in emulated_forward.OPERANDS if n in case.options}
     with pytest.MonkeyPatch.context() as patch:
-        if name == "sections":  # three heads each, and then none are left for a fifth
-            patch.setattr(sm90_variants, "_L2_BYTES", 5 * 70 * 256)
+        if name in SECTIONS:
+            patch.setattr(sm90_variants, "_L2_BYTES", SECTIONS[name])
         sm90_variants.sections_of.cache_clear()
         out, lse = emulated_forward.run(
             problem,

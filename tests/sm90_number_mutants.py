@@ -54,6 +54,7 @@ SOFTMAX = (
         "softmax",
         "int end = mask.seqlen_k - origin;",
         "int end = mask.seqlen_k - origin + 1;",
+        "batch",
     ),
     _bug("the diagonal is hidden", "softmax", "at_most(diagonal + 1, end)", "at_most(diagonal, end)", "causal"),
     _bug(
@@ -97,7 +98,7 @@ SOFTMAX = (
         "consumer",
         "(CAUSAL ? 0 : mask.right)",
         "mask.right",
-        "sink tokens",
+        "right edge",
     ),
     _bug(
         "ALiBi's slope is per scaled score",

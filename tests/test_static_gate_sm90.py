@@ -33,7 +33,7 @@ NVCC = shutil.which("nvcc")
 COMPILERS = ("NVRTC", "nvcc") if NVCC else ("NVRTC",)
 
 SHARED_LIMIT = 232_448
-FLOPS_A_CLOCK = 4096  # of a multiprocessor's tensor cores, dense 16-bit: 1024 multiply-adds a clock times four
+FLOPS_A_CLOCK = 4096  # of a multiprocessor: 512 dense 16-bit multiply-adds on each of four tensor cores
 REGISTERS = {12: 168, 16: 128}  # by warps: what 65,536 leave for each thread at launch, in steps of 8
 # Of issue slots that the loop without a mask may take while the tensor cores multiply: the loop's instructions, twice
 # (two warps share a scheduler), as a share of the products' clocks.
@@ -171,7 +171,7 @@ def faults(found: Finding) -> list[str]:
     """What the gate holds against a variant."""
     loops, resources = found.loops, found.resources
     expected = found.products * (found.masks + 2)
-    plain = found.variant.option not in ("softcap", "everything")
+    plain = found.variant.option not in ("alibi", "softcap", "everything")
     late = sum(loop.after["MUFU"] + loop.before["MUFU"] for loop in loops)
     checks = {
         f"{resources.spill_bytes} bytes spilled": resources.spill_bytes != 0,
@@ -257,12 +257,12 @@ def test_every_row_of_the_tile_table_is_among_the_variants():
 
 
 def seconds(variant: Variant) -> float:
-    """Of a cold compile by NVRTC, the faster of two: other work on the machine can only make it slower."""
+    """Of processor time for a cold compile by NVRTC, the less of two: other work on the machine only adds to it."""
     times = []
     for _ in range(2):
-        start = time.perf_counter()
+        start = time.thread_time()
         Compiler().compile(source_of(variant))
-        times.append(time.perf_counter() - start)
+        times.append(time.thread_time() - start)
     return min(times)
 
 
@@ -312,15 +312,15 @@ A variant passes with
 - as many products (HGMMA) as the tile has in its loops and outside them;
 - every special function of a loop between the wait for S and the wait for O, where the tensor cores still multiply;
 - no moves from vector to uniform registers in the loop without a mask, and at most four in one with a mask;
-- but for softcap, instructions of the loop without a mask that take at most 60% of the issue slots while the tensor
-  cores are busy: instructions times two over the products' clocks. With three consumers, at head dim 64, three warps
-  share a scheduler, so that the true share is half as much again.
+- where nothing but the scale stands between product and score, instructions of the loop without a mask that take at
+  most 60% of the issue slots while the tensor cores are busy: instructions times two over the products' clocks. With
+  three consumers, at head dim 64, three warps share a scheduler, so that the true share is half as much again.
 
 It says nothing about speed, which is not measured yet.
 
 Registers are those at launch; setmaxnreg then gives the producer 24 and consumers 240 of them, or 32 and 160 with three
-consumers. Instructions are of the loops with a mask and without, in the order of the code. Seconds are of a cold
-compile by NVRTC, the faster of two, on the machine that wrote this.
+consumers. Instructions are of the loops with a mask and without, in the order of the code. Seconds are of processor
+time for a cold compile by NVRTC, the less of two, on the machine that wrote this.
 
 | variant | tile | shared memory | registers | HGMMA | loop instructions | slots | overlapped | seconds | verdict |
 |---|---|---|---|---|---|---|---|---|---|

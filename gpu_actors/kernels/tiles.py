@@ -76,7 +76,8 @@ TILES = (
     # Consumers of 64 rows each, of four warps, beside a producer of four. Where the output does not fit beside two
     # stages of K and V, it takes Q's place.
     # Pages divide a tile of 128 or 64 keys, or are multiples of it.
-    TileRow("forward_sm90", Tile(192, 128, 2, 16), _FORWARD, _HOPPER, _HALVES, 64),
+    TileRow("forward_sm90", Tile(192, 128, 2, 16), _FORWARD, _HOPPER, _HALVES, 64, scale_only=True),
+    TileRow("forward_sm90", Tile(128, 128, 2, 12), _FORWARD, _HOPPER, _HALVES, 64),  # 160 registers do not suffice
     TileRow("forward_sm90", Tile(128, 128, 2, 12), _FORWARD, _HOPPER, _HALVES, 96),
     TileRow(
         "forward_sm90",
