@@ -48,6 +48,7 @@ STEPS = (
     Step("bench-forward-quick", "bench", ("forward", "--quick"), 150),
     Step("bench-decode-quick", "bench", ("decode", "--quick"), 120),
     Step("bench-backward-quick", "bench", ("backward", "--quick"), 150),
+    Step("kv-cache", "tests", ("tests/gpu/test_kv_cache.py",), 120),
     Step("graphs", "tests", ("tests/gpu/test_graphs.py",), 120),
     Step("forward", "tests", ("tests/gpu/test_forward.py",), 300, spread=True),
     Step("sanitizer", "tests", ("tests/gpu/test_sanitizer.py",), 300),
