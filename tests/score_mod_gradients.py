@@ -1,16 +1,34 @@
-"""Gradients of attention with a modification, from its formula alone, and how far a kernel's may be from them."""
+"""Gradients of attention with a modification, from its formula alone, and how far a kernel's results may be off."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 import numpy as np
-from score_mods import BATCH, DIM, DOUT, FIRST, HEADS, HEADS_KV, OUT, SCALE, STATS, Case, K, Q, V, expected, scores_of
+from score_mods import (
+    BATCH,
+    DIM,
+    DOUT,
+    FIRST,
+    HEADS,
+    HEADS_KV,
+    OUT,
+    SCALE,
+    STATS,
+    Case,
+    K,
+    Q,
+    V,
+    expected,
+    forward_graph,
+    scores_of,
+)
 
 import gpu_actors as ga
 from gpu_actors.graph.evaluate import record
 from gpu_actors.reference.low_precision import rounder
 from gpu_actors.testing.gradients import gradient_row_bound
+from gpu_actors.testing.tolerance import row_bound
 
 DQ, DK, DV, DBIAS = 11, 12, 13, 14
 STEP = 1e-6
@@ -106,3 +124,17 @@ def check_gradients(case: Case, arrays: dict[int, Any], found: dict[int, Any]) -
         bound = np.maximum(rows, wanted.rounding[uid] + ROUNDOFF[case.dtype] * np.abs(reference))
         error = np.abs(found[uid].astype(np.float64) - reference)
         assert (error <= bound).all(), f"gradient {uid}: {(error / bound).max():.2f} times the bound"
+
+
+def check_forward(case: Case, found: dict[int, Any]) -> None:
+    """The field's rule of `gpu_actors.testing.tolerance`, a row at a time, against the formula."""
+    wanted = expected(case)
+    low = record(forward_graph(case), case.arrays, step=rounder(case.dtype)).values
+    bound = row_bound(wanted.out, low[OUT], case.dtype, 3.0)
+    bound = np.maximum(bound, ROUNDOFF[case.dtype] * (wanted.magnitude + np.abs(wanted.out)))
+    error = np.abs(found[OUT].astype(np.float64) - wanted.out)
+    assert np.isfinite(found[OUT].astype(np.float64)).all()
+    assert (error <= bound).all(), f"{(error / bound).max():.2f} times the bound"
+    np.testing.assert_array_equal(np.isneginf(found[STATS]), np.isneginf(wanted.stats))
+    seen = np.isfinite(wanted.stats)
+    np.testing.assert_allclose(found[STATS][seen], wanted.stats[seen], atol=1e-3, rtol=0)

@@ -51,6 +51,7 @@ STEPS = (
     Step("kv-cache", "tests", ("tests/gpu/test_kv_cache.py",), 120),
     Step("graphs", "tests", ("tests/gpu/test_graphs.py",), 120),
     Step("torch", "tests", ("tests/gpu/test_torch_attention.py",), 120),
+    Step("modifications", "tests", ("tests/gpu/test_modifications.py",), 120, spread=True),
     Step("forward", "tests", ("tests/gpu/test_forward.py",), 300, spread=True),
     Step("sanitizer", "tests", ("tests/gpu/test_sanitizer.py",), 300),
     Step("bench-forward", "bench", ("forward",), 400),
