@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -31,7 +32,10 @@ def test_tests_for_a_gpu_are_collected_without_one() -> None:
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=100, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     files = [line.split("::")[0] for line in done.stdout.splitlines() if "::" in line]
-    assert {path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py")} <= {Path(name).name for name in files}
+    written = set((ROOT / "tests" / "gpu").glob("test_*.py"))
+    if importlib.util.find_spec("torch") is None:  # without which a file about torch alone is left out
+        written = {path for path in written if "\ntorch = pytest.importorskip" not in path.read_text()}
+    assert {path.name for path in written} <= {Path(name).name for name in files}
     assert sum(name.startswith("tests/gpu/") for name in files) > 300
     assert sum("conformance" in name for name in files) > 100
 

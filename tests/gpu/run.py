@@ -48,7 +48,7 @@ STEPS = (
     Step("bench-forward-quick", "bench", ("forward", "--quick"), 150),
     Step("bench-decode-quick", "bench", ("decode", "--quick"), 120),
     Step("bench-backward-quick", "bench", ("backward", "--quick"), 150),
-    Step("kv-cache", "tests", ("tests/gpu/test_kv_cache.py",), 120),
+    Step("kv-cache", "tests", ("tests/gpu/test_kv_cache.py", "tests/gpu/test_kv_growth.py"), 150),
     Step("graphs", "tests", ("tests/gpu/test_graphs.py",), 120),
     Step("torch", "tests", ("tests/gpu/test_torch_attention.py",), 120),
     Step("modifications", "tests", ("tests/gpu/test_modifications.py",), 120, spread=True),
