@@ -256,11 +256,9 @@ def test_an_actor_that_dies_answers_what_it_had_gathered() -> None:
     options = ga.ContextOptions(coalesce_delay_us=1e6, clock=MockClock())
     with ga.open_context("mock", options) as ctx:
         ask = ask_pages(ctx, random_batch(11, (5,)))
-        reply = ask(0)
-        eventually(lambda: ctx._services.timers._heap)  # it waits for others
-        ctx.flash_attn._post.ref.tell(_Raise())
-        with pytest.raises(ga.ActorFailed):
-            reply.result(10.0)
+        for reply in (ask(0), ctx.flash_attn.submit(_Raise())):  # the first waits for others
+            with pytest.raises(ga.ActorFailed):
+                reply.result(10.0)
 
 
 class _Raise:
@@ -278,3 +276,30 @@ def test_options_that_make_no_sense_are_refused(field: str, value: Any) -> None:
     with pytest.raises(ga.InvalidRequest) as caught:
         ga.ContextOptions(**{field: value})
     assert caught.value.field == field
+
+
+def test_requests_that_one_kernel_takes_alone_are_answered_by_it_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put together, rows that lay apart lie side by side, which another kernel may like better."""
+    from gpu_actors.actors import decoding
+
+    chosen = decoding.cache_families
+    bound: list[Any] = []
+    bind = decoding.DecodingPlan.bind
+
+    def families(request: Any) -> Any:
+        return chosen(request)[1:] if len(request.q) == 1 else chosen(request)
+
+    def noted(self: Any, *arguments: Any) -> Any:
+        bound.append((self.problem.batch, self.key.kernel))
+        return bind(self, *arguments)
+
+    monkeypatch.setattr(decoding, "cache_families", families)
+    monkeypatch.setattr(decoding.DecodingPlan, "bind", noted)
+    batch = random_batch(12, (80, 90), rows=64, dim=64, dtype="float16")
+    with ga.open_context("mock", one_at_a_time()) as ctx:
+        ask = ask_pages(ctx, batch)
+        results, launched = launches_of(ctx, lambda: [ask(index) for index in range(2)])
+        alone = ask(0).result(10.0)
+    assert (launched, [size for size, _ in bound]) == (1, [2, 1])
+    assert len({kernel for _, kernel in bound}) == 1
+    assert np.array_equal(results[0].out, alone.out)

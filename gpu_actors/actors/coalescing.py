@@ -109,7 +109,7 @@ class Coalescer:
         packed = is_packed(merged)
         if records and isinstance(merged, PagedForward):
             merged = pad_request(merged)
-        plan = self._decoding.plan(merged)
+        plan = self._decoding.merged_plan(merged, first.plan.key)
         launch = plan.bind(merged, first.kernels)
         if records:
             launch.recording = (plan.key, plan.problem)

@@ -238,6 +238,11 @@ class Decoding:
             self.plans.add(key, plan)
         return plan
 
+    def merged_plan(self, request: CacheRequest, key: DispatchKey) -> DecodingPlan:
+        """The plan of a request that was put together from others, for the kernels of ``key`` that they all have."""
+        plan = self.plan(request)
+        return plan if plan.key == key else dataclasses.replace(plan, key=key)
+
 
 def operands(request: CacheRequest) -> dict[str, Any]:
     """The launch's inputs by name, as the module says. Raises `InvalidRequest` for what lies where it cannot."""

@@ -318,7 +318,8 @@ class KvCacheActor(ServiceActor):
             records = self._records and recordable(merged, first.rows)
             if records:
                 merged = pad_request(merged)
-            plan = self._store.decoding.plan(merged)
+            assert first.plan is not None
+            plan = self._store.decoding.merged_plan(merged, first.plan.key)
             launch = plan.bind(merged, attending)
             if records:
                 launch.recording = (first.cache.number, first.cache.generation, plan.key, plan.problem)
