@@ -368,3 +368,27 @@ def test_a_mask_that_is_not_last_is_compiled_in(mock: ga.GpuContext, emulated: g
             np.testing.assert_allclose(found[0], found[1], atol=1e-5)
         else:
             mock.cudnn.execute(graph, arrays).result(5.0)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_plain_graphs_go_to_the_fastest_kernel_there_is(arch: str) -> None:
+    """That of the architecture, whose parameters and scratch memory are its own."""
+    rng = np.random.default_rng(0)
+    shape = (1, 2, 70, 64)
+    arrays = {uid: rng.standard_normal(shape).astype(np.float16) for uid in (Q, K, V)}
+    graph = ga.OperationGraph()
+    q, k, v = (graph.tensor(uid=uid, dims=shape, dtype="float16") for uid in (Q, K, V))
+    scores = graph.mask(graph.matmul(q, graph.transpose(k)) * 0.125, ga.Mask.causal())
+    weights, stats = graph.softmax_with_stats(scores)
+    graph.output(graph.matmul(weights, v), uid=OUT, dtype="float16", strides=(8960, 64, 128, 1))
+    graph.output(stats, uid=STATS)
+    with ga.open_context("emulated", ga.ContextOptions(arch=arch)) as ctx:
+        params = ga.AttentionParams(1, 70, 70, 2, 2, 64, mask=ga.Mask.causal(), scale=0.125)
+        key = ctx.cudnn.inspect_plan(graph).key
+        assert key.kernel == {"sm_80": "forward_mma", "sm_90a": "forward_sm90"}[arch]
+        found = ctx.cudnn.execute(graph, arrays).result(100.0)
+        same = ctx.cudnn.mha_forward(params, *arrays.values(), return_stats=True).result(100.0)
+    np.testing.assert_array_equal(found[OUT], same.out)
+    np.testing.assert_array_equal(found[STATS], same.stats)
+    wanted = formula(arrays, 0.125, np.tri(70, dtype=bool))
+    np.testing.assert_allclose(found[OUT].astype(np.float64), wanted, atol=4e-3)

@@ -11,12 +11,14 @@ from gpu_actors.actors.base import ServiceActor
 from gpu_actors.actors.call import Call
 from gpu_actors.actors.flash_attn import Attention, unreadable
 from gpu_actors.actors.gradients import BackwardPlan
+from gpu_actors.actors.reach import alignments, reaching_families
 from gpu_actors.errors import GpuActorsError, InvalidRequest
-from gpu_actors.graph.binding import adopt_given
+from gpu_actors.graph.binding import Given, adopt_given
 from gpu_actors.graph.graph import OperationGraph
 from gpu_actors.graph.match import match_attention
 from gpu_actors.graph.mha import request_graph
 from gpu_actors.graph.plan import GraphPlan, graph_plan
+from gpu_actors.interop.arrays import AnyArray
 from gpu_actors.plans import PlanCache
 from gpu_actors.requests import FlashForward
 
@@ -44,14 +46,14 @@ class GraphAttention(Attention):
     def inspect(self, graph: OperationGraph) -> GraphPlan:
         """The plan of a device that runs kernels. Raises as `graph_plan`."""
         _check_graph(graph)
-        return graph_plan(graph, self.arch, True, self.accumulate)
+        return graph_plan(graph, self.device, True, self.accumulate)
 
     def execute(self, actor: ServiceActor, call: Call[Any], graph: OperationGraph, arrays: Mapping[int, Any]) -> None:
         """Launch a graph, or park its call until its kernels are compiled."""
         _check_graph(graph)
         try:
-            plan = self._graph_plan(graph)
             given = adopt_given(graph, arrays, self.place, call.caller)
+            plan = self._graph_plan(graph, given)
         except GpuActorsError:
             raise
         except Exception as error:
@@ -67,13 +69,19 @@ class GraphAttention(Attention):
         if call.begin_launch():
             actor.launch((call,), launch, lambda outputs: plan.answer(given, outputs))
 
-    def _graph_plan(self, graph: OperationGraph) -> GraphPlan:
-        signature = graph.signature()
+    def _graph_plan(self, graph: OperationGraph, given: Given) -> GraphPlan:
+        signature = (graph.signature(), alignments(*tiles_of(given).values()))
         plan: GraphPlan | None = self.plans.find(signature)
         if plan is None:
-            plan = graph_plan(graph, self.arch, self.runs_kernels, self.accumulate)
+            families = reaching_families({f"tensor {uid}": array for uid, array in tiles_of(given).items()})
+            plan = graph_plan(graph, self.device, self.runs_kernels, self.accumulate, families)
             self.plans.add(signature, plan)
         return plan
+
+
+def tiles_of(given: Given) -> dict[int, AnyArray]:
+    """The arrays that kernels may load in tiles: those like q, k and v."""
+    return {uid: array for uid, array in given.arrays.items() if array.ndim == 4 and array.itemsize == 2}
 
 
 def _check_graph(graph: object) -> None:

@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from gpu_actors.devices.interface import Buffer, Kernel, Launch, LaunchGeometry, Outputs, OutputSpec, ScratchSpec, Step
+from gpu_actors.devices.interface import (
+    Buffer,
+    Device,
+    Kernel,
+    Launch,
+    LaunchGeometry,
+    Outputs,
+    OutputSpec,
+    ScratchSpec,
+    Step,
+)
 from gpu_actors.errors import Unsupported
 from gpu_actors.graph.binding import Given, memory_order
 from gpu_actors.graph.match import AttentionMatch, View, match_attention
@@ -21,8 +31,9 @@ from gpu_actors.graph.tensor import packed_strides
 from gpu_actors.interop.arrays import AnyArray, restore
 from gpu_actors.kernels.arguments import pack_forward
 from gpu_actors.kernels.backward import backward_launch
-from gpu_actors.kernels.dispatch import answering_key
+from gpu_actors.kernels.dispatch import FAMILIES, KernelFamily, answering_key, dispatch_key
 from gpu_actors.kernels.score_arguments import pack_score
+from gpu_actors.kernels.sm90_arguments import COUNTER, EncodeTensorMap, pack_sm90
 from gpu_actors.kernels.variants import launch_geometry
 from gpu_actors.problem import AttentionProblem, DispatchKey
 from gpu_actors.score_mod import ScoreMod
@@ -139,10 +150,17 @@ class GraphPlan:
         }
 
 
-def graph_plan(graph: OperationGraph, arch: str, runs_kernels: bool, accumulate: str) -> GraphPlan:
+def graph_plan(
+    graph: OperationGraph,
+    device: Device,
+    runs_kernels: bool,
+    accumulate: str,
+    families: tuple[KernelFamily, ...] = FAMILIES,
+) -> GraphPlan:
     """Plan a sound graph for a device. Raises Unsupported, naming the node, where no kernel computes it.
 
-    runs_kernels: else NumPy computes what is no attention, or is attention that no kernel takes.
+    runs_kernels: else NumPy computes what is no attention, or is attention that no kernel takes. families: the forward
+    kernels to choose from, which not all reach all arrays.
     """
     match: AttentionMatch | None = None
     key: DispatchKey | None = None
@@ -152,9 +170,9 @@ def graph_plan(graph: OperationGraph, arch: str, runs_kernels: bool, accumulate:
     try:
         match = match_attention(graph)
         _check_contiguous(graph, match)
-        key = answering_key(match.problem, arch, runs_kernels)
+        key = _key_of(match, device.info.arch, runs_kernels, families)
         if match.gradients is None:
-            steps = (KernelStep(key, launch_geometry(key, match.problem), _pack_forward),)
+            steps, scratch = _forward_launch(key, match.problem, device)
         elif key.kernel != "reference":
             launch = backward_launch(key, match.problem)
             steps = tuple(KernelStep(*step) for step in launch.steps)
@@ -165,6 +183,29 @@ def graph_plan(graph: OperationGraph, arch: str, runs_kernels: bool, accumulate:
         match = key = None
     results = _results(graph, match, zeroed, runs_kernels)
     return GraphPlan(graph.signature(), match, key, steps, scratch, tuple(results), accumulate)
+
+
+def _key_of(match: AttentionMatch, arch: str, runs_kernels: bool, families: tuple[KernelFamily, ...]) -> DispatchKey:
+    if match.gradients is None:
+        return dispatch_key(match.problem, arch, families)
+    return answering_key(match.problem, arch, runs_kernels)
+
+
+def _forward_launch(
+    key: DispatchKey, problem: AttentionProblem, device: Device
+) -> tuple[tuple[KernelStep, ...], Mapping[str, ScratchSpec]]:
+    geometry = launch_geometry(key, problem, device.info.multiprocessors)
+    if key.kernel == "forward_sm90":
+        pack = functools.partial(_pack_sm90, key, device.encode_tensor_map)
+        return (KernelStep(key, geometry, pack),), {COUNTER: ScratchSpec((1,), "int32", zero=True)}
+    return (KernelStep(key, geometry, _pack_forward),), {}
+
+
+def _pack_sm90(
+    key: DispatchKey, encode: EncodeTensorMap, problem: AttentionProblem, buffers: Mapping[str, Buffer], **_: Any
+) -> bytes:
+    """For a kernel that has neither dropout nor modifications."""
+    return pack_sm90(problem, key, encode, buffers)
 
 
 def _pack_forward(
