@@ -225,6 +225,14 @@ class FakeCuda:
 
             self.enqueue(stream, copy)
 
+    def copy_on_device(self, device: int, source: int, nbytes: int, stream: int) -> None:
+        with self._call("copy_on_device"):
+
+            def copy() -> None:
+                self.memory.at(device, nbytes)[:] = self.memory.at(source, nbytes)
+
+            self.enqueue(stream, copy)
+
     def copy_to_host(self, host: int, device: int, nbytes: int, stream: int) -> None:
         with self._call("copy_to_host"):
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from gpu_actors.actors.cache_rows import NewRows
 from gpu_actors.actors.decoding import CacheRequest
-from gpu_actors.interop.device_array import DeviceArray
+from gpu_actors.interop.device_array import DeviceArray, Joined
 from gpu_actors.requests import BatchedDecode, PagedForward
 
 __all__ = ["bucket", "pad_batch", "pad_request", "pad_rows", "pad_table", "recordable"]
@@ -31,9 +31,9 @@ def bucket(count: int) -> int:
 def recordable(request: CacheRequest, rows: NewRows | None = None) -> bool:
     """Whether launches like this come again and again: a few rows of each sequence, all on the host."""
     names = ("q", "cache_seqlens", "seq_lens", "block_table", "tree_mask", "alibi_slopes", "sinks", *_ONES)
-    if any(isinstance(getattr(request, name, None), DeviceArray) for name in names) or request.out is not None:
+    if any(isinstance(getattr(request, name, None), DeviceArray | Joined) for name in names) or request.out is not None:
         return False
-    if rows is not None and (not rows.rows or rows.merge_key is None or rows.rope_cos is not None):
+    if rows is not None and (not rows.rows or not isinstance(rows.k, np.ndarray) or rows.rope_cos is not None):
         return False
     if isinstance(request, BatchedDecode):
         return False  # caches of the caller's, which may be elsewhere the next time

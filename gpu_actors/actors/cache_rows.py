@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu_actors.actors.merging import memory_of
+from gpu_actors.actors.merging import join, joining_kind, memory_of
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.interop.arrays import CallerStreams, adopt, check_device
 from gpu_actors.interop.device_array import DeviceArray
@@ -62,11 +62,11 @@ class NewRows:
     @property
     def merge_key(self) -> Hashable | None:
         """Rows with equal keys may go into one launch; None where they cannot be put next to others."""
-        arrays = (self.k, self.v, self.positions)
-        if any(isinstance(array, DeviceArray) for array in arrays):
+        kinds = [joining_kind(array) for array in (self.k, self.v, self.positions)]
+        if "apart" in kinds:
             return None
         tables = (memory_of(self.rope_cos), memory_of(self.rope_sin))
-        return self.k.dtype, self.rows, self.rope, self.positions is None, tables
+        return self.k.dtype, self.rows, self.rope, tables, *kinds
 
     def problem(self, pool: Pool, max_blocks: int, heads_q: int = 0) -> AppendProblem:
         """What an append of these rows to pages of a pool comes down to."""
@@ -197,5 +197,5 @@ def merge_rows(parts: Sequence[NewRows]) -> NewRows:
     names = ["k", "v", "counts"]
     if parts[0].positions is not None:
         names.append("positions")
-    changes: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
+    changes: dict[str, Any] = {name: join([getattr(part, name) for part in parts]) for name in names}
     return dataclasses.replace(parts[0], **changes)

@@ -1,7 +1,7 @@
 """Several requests over caches as one: which may share a launch, what they ask together, and each one's results.
 
-Only what is small and lies on the host is put together: rows of q, tables and lengths. Pools are never copied, and what
-comes out is cut into views.
+Only what is small is put together: rows of q, tables and lengths, on the device by the launch itself. Pools are never
+copied, and what comes out is cut into views.
 """
 
 from __future__ import annotations
@@ -14,11 +14,22 @@ import numpy as np
 
 from gpu_actors.actors.decoding import CacheRequest, DecodingPlan, tree_bits
 from gpu_actors.devices.interface import Outputs
-from gpu_actors.interop.device_array import DeviceArray
+from gpu_actors.interop.device_array import DeviceArray, Joined
 from gpu_actors.problem import AttentionProblem
 from gpu_actors.requests import BatchedDecode, PagedForward
 
-__all__ = ["Part", "cut_outputs", "is_packed", "memory_of", "merge", "merge_key", "merge_tables", "place"]
+__all__ = [
+    "Part",
+    "cut_outputs",
+    "is_packed",
+    "join",
+    "joining_kind",
+    "memory_of",
+    "merge",
+    "merge_key",
+    "merge_tables",
+    "place",
+]
 
 # Of every sequence or every row; of the others there is one for the whole launch.
 _ROWS = ("q", "tree_mask")
@@ -28,17 +39,18 @@ _SEQUENCES = ("cache_seqlens", "seq_lens", "q_descale", "k_descale", "v_descale"
 def merge_key(plan: DecodingPlan, request: CacheRequest) -> Hashable | None:
     """Requests with equal keys may share a launch; None for one that must have its own.
 
-    Of its own: what is to be written into the caller's array, what lies on a device, and a dense cache, which would
-    have to be copied next to others.
+    Of its own: what is to be written into the caller's array, what lies on a device in pieces or with bounds, and a
+    dense cache, which would have to be copied next to others.
     """
     problem = plan.problem
     if request.out is not None or problem.layout == "cache":
         return None
     slopes = request.alibi_slopes
-    if problem.alibi == "batch" and not isinstance(slopes, np.ndarray):
+    if isinstance(getattr(request, "cu_seqlens_q", None), DeviceArray):
         return None
-    names = ("cu_seqlens_q", "block_table", *_ROWS, *_SEQUENCES)
-    if any(type(getattr(request, name, None)) is DeviceArray for name in names):
+    together = [getattr(request, name, None) for name in ("block_table", *_ROWS, *_SEQUENCES)]
+    kinds = [joining_kind(array) for array in (*together, slopes if problem.alibi == "batch" else None)]
+    if "apart" in kinds:
         return None
     caches: Hashable
     if isinstance(request, PagedForward):
@@ -48,7 +60,7 @@ def merge_key(plan: DecodingPlan, request: CacheRequest) -> Hashable | None:
         caches = (k.strides, v.strides, type(k) is DeviceArray)
     shared = (memory_of(request.sinks), memory_of(slopes) if problem.alibi == "heads" else None)
     dtypes = tuple(None if (array := getattr(request, name, None)) is None else array.dtype for name in _SEQUENCES)
-    return plan.key, _without_sizes(problem), caches, shared, dtypes
+    return plan.key, _without_sizes(problem), caches, shared, dtypes, *kinds
 
 
 def _without_sizes(problem: AttentionProblem) -> AttentionProblem:
@@ -65,6 +77,24 @@ def memory_of(array: Any) -> Hashable:
     return address, array.shape, array.strides, array.dtype
 
 
+def joining_kind(array: Any) -> Hashable:
+    """Arrays of one kind may be put together: those on the host, and contiguous ones on a device in one stream's order.
+
+    "apart" for one that may not.
+    """
+    if not isinstance(array, DeviceArray):
+        return array is not None
+    # What is made for all of them lies in memory that the stream's library hands out again in that stream's order.
+    return (array.shape[1:], array.stream) if array.contiguous else "apart"
+
+
+def join(arrays: Sequence[Any]) -> Any:
+    """Arrays of one kind, one behind the other. Those on a device are copied by the launch."""
+    if isinstance(arrays[0], DeviceArray):
+        return Joined(tuple(arrays))
+    return np.concatenate(arrays)
+
+
 class Part(NamedTuple):
     """One request's share of a merged one. sequences, rows: of the batch, and of the packed rows."""
 
@@ -75,16 +105,16 @@ class Part(NamedTuple):
 def merge(requests: Sequence[CacheRequest]) -> CacheRequest:
     """One request that asks what several ask, in their order. They must have equal `merge_key`s."""
     first = requests[0]
-    changes: dict[str, Any] = {"q": np.concatenate([request.q for request in requests])}
+    changes: dict[str, Any] = {"q": join([request.q for request in requests])}
     for name in _SEQUENCES:
         if getattr(first, name, None) is not None:
-            changes[name] = np.concatenate([getattr(request, name) for request in requests])
+            changes[name] = join([getattr(request, name) for request in requests])
     if first.alibi_slopes is not None and first.alibi_slopes.ndim == 2:
-        changes["alibi_slopes"] = np.concatenate([request.alibi_slopes for request in requests])
+        changes["alibi_slopes"] = join([request.alibi_slopes for request in requests])
     if isinstance(first, PagedForward):
         paged = [request for request in requests if isinstance(request, PagedForward)]
         if first.tree_mask is not None:
-            changes["tree_mask"] = np.concatenate([tree_bits(request.tree_mask) for request in paged])
+            changes["tree_mask"] = join([tree_bits(request.tree_mask) for request in paged])
         if first.block_table is not None:
             changes["block_table"] = merge_tables([request.block_table for request in paged])
         if first.cu_seqlens_q is not None:
@@ -99,6 +129,8 @@ def merge(requests: Sequence[CacheRequest]) -> CacheRequest:
 
 def merge_tables(tables: Sequence[Any]) -> Any:
     """Block tables one below the other; what the narrower ones lack is never read."""
+    if isinstance(tables[0], DeviceArray):
+        return join(tables)
     width = max(table.shape[1] for table in tables)
     merged = np.full((sum(len(table) for table in tables), width), -1, np.int32)
     start = 0

@@ -12,7 +12,7 @@ import numpy as np
 
 from gpu_actors.interop.dlpack import contiguous_strides
 
-__all__ = ["AnyArray", "DeviceArray", "element_strides"]
+__all__ = ["AnyArray", "DeviceArray", "Joined", "element_strides"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,6 +61,9 @@ class DeviceArray:
         steps = zip(self.shape, self.strides, dense, strict=True)
         return self.size == 0 or all(extent == 1 or a == b for extent, a, b in steps)
 
+    def __len__(self) -> int:
+        return self.shape[0]
+
     def transpose(self, *axes: int) -> DeviceArray:
         """The same memory with its axes in another order, reversed where none is given."""
         order = axes or tuple(reversed(range(self.ndim)))
@@ -94,13 +97,66 @@ class DeviceArray:
                 address += (part % extent) * stride
             else:
                 raise IndexError(f"index {part} is out of range for an axis of {extent}")
-        return dataclasses.replace(self, address=address, shape=tuple(shape), strides=tuple(strides), source=None)
+        # Another library's array is cut in the same way, so that a part of a result is still one of its own.
+        source = None if self.source is None else self.source[index]
+        return dataclasses.replace(self, address=address, shape=tuple(shape), strides=tuple(strides), source=source)
 
     def view(self, dtype: np.dtype[Any]) -> DeviceArray:
         """The same bits read as another dtype of the same size."""
         if dtype.itemsize != self.itemsize:
             raise ValueError(f"{self.dtype} and {dtype} differ in size")
         return dataclasses.replace(self, dtype=dtype, source=None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Joined:
+    """Contiguous device arrays one behind the other along their first axis, as a launch copies them next to each other.
+
+    They differ in their first extent alone.
+    """
+
+    parts: tuple[DeviceArray, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.parts[0].dtype
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        return contiguous_strides(self.shape, self.itemsize)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.itemsize
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: tuple[Any, ...]) -> Joined:
+        """A view of every part. index: begins with a whole first axis."""
+        if index[0] != slice(None):
+            raise ValueError(f"{index}: a joined array is cut behind its first axis alone")
+        return Joined(tuple(part[index] for part in self.parts))
+
+    def view(self, dtype: np.dtype[Any]) -> Joined:
+        """The same bits read as another dtype of the same size."""
+        return Joined(tuple(part.view(dtype) for part in self.parts))
 
 
 AnyArray: TypeAlias = np.ndarray[Any, Any] | DeviceArray

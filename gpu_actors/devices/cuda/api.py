@@ -64,6 +64,8 @@ class CudaApi(Protocol):
 
     def copy_to_host(self, host: int, device: int, nbytes: int, stream: int) -> None: ...
 
+    def copy_on_device(self, device: int, source: int, nbytes: int, stream: int) -> None: ...
+
     def fill(self, device: int, value: int, nbytes: int, stream: int) -> None:
         """Set each byte."""
 

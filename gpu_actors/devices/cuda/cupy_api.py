@@ -106,6 +106,10 @@ class CupyApi:
         runtime.memcpyAsync(host, device, nbytes, runtime.memcpyDeviceToHost, stream)
 
     @_checked
+    def copy_on_device(self, device: int, source: int, nbytes: int, stream: int) -> None:
+        runtime.memcpyAsync(device, source, nbytes, runtime.memcpyDeviceToDevice, stream)
+
+    @_checked
     def fill(self, device: int, value: int, nbytes: int, stream: int) -> None:
         runtime.memsetAsync(device, value, nbytes, stream)
 

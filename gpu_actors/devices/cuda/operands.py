@@ -5,7 +5,8 @@ the kernels, into a second block. Both kinds share one block of device memory wi
 
     staging [ q | k | v ] --upload--> device [ q | k | v | out | lse | scratch ] --download--> staging [ out | lse ]
 
-Arrays that lie on the device already are used in place, and cost neither.
+Arrays that lie on the device already are used in place, and cost neither; those of several requests that share the
+launch are copied next to each other.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from gpu_actors.devices.cuda.memory import Layout, StagingBlock
 from gpu_actors.devices.interface import Buffer, Launch, OutputSpec, ScratchSpec
 from gpu_actors.errors import InvalidRequest, LaunchError
 from gpu_actors.interop.arrays import check_output, dtype_of, name_of
-from gpu_actors.interop.device_array import DeviceArray, element_strides
+from gpu_actors.interop.device_array import DeviceArray, Joined, element_strides
 from gpu_actors.interop.dlpack import contiguous_strides
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class Operands:
         self._scratch: list[tuple[str, ScratchSpec, int]] = []
         self._late: dict[str, _Late] = {}
         self._cleared: list[str] = []
+        self._joined: list[tuple[str, Joined, int]] = []
         self._block: MemoryBlock | None = None
         self._staging_in: StagingBlock | None = None
         self._staging_out: StagingBlock | None = None
@@ -79,9 +81,15 @@ class Operands:
             raise
 
     def upload(self, api: CudaApi, stream: int) -> None:
-        """Enqueue the host inputs' copy, and the clearing of what is to be cleared."""
+        """Enqueue the copies of the inputs, and the clearing of what is to be cleared."""
         if self._staging_in is not None and self._block is not None:
             api.copy_to_device(self._block.address, self._staging_in.address, self._up.size, stream)
+        for name, joined, _ in self._joined:
+            address = self.buffers[name].address
+            for part in joined.parts:
+                if part.nbytes:
+                    api.copy_on_device(address, part.address, part.nbytes, stream)
+                address += part.nbytes
         for name in self._cleared:
             buffer = self.buffers[name]
             api.fill(buffer.address, 0, math.prod(buffer.shape) * dtype_of(buffer.dtype).itemsize, stream)
@@ -128,6 +136,9 @@ class Operands:
         for name, array in launch.inputs.items():
             if isinstance(array, DeviceArray):
                 self._place_on_device(name, array)
+            elif isinstance(array, Joined):
+                self._joined.append((name, array, self._inner.reserve(array.nbytes)))
+                self.producers.update(part.stream for part in array.parts if part.stream is not None)
             elif name in launch.updates:
                 raise InvalidRequest(name, "an array on the host", "is changed in place, so it must lie on the device")
             elif array.size == 0:
@@ -137,6 +148,8 @@ class Operands:
 
     def _place_outputs(self, launch: Launch) -> None:
         first = next(iter(launch.inputs.values()), None)
+        if isinstance(first, Joined):
+            first = first.parts[0]
         for name, spec in launch.outputs.items():
             if name in launch.inputs and spec.into is not launch.inputs[name]:
                 raise LaunchError(f"operand {name!r} is an input and another output")
@@ -210,6 +223,9 @@ class Operands:
         for name, scratch, offset in self._scratch:
             address = base + self._up.size + self._down.size + offset
             self.buffers[name] = _buffer(address, scratch.shape, dtype_of(scratch.dtype))
+        for name, joined, offset in self._joined:
+            address = base + self._up.size + self._down.size + offset
+            self.buffers[name] = _buffer(address, joined.shape, joined.dtype)
         for name, late in self._late.items():
             self.buffers[name] = _buffer(base + late.offset, late.spec.shape, dtype_of(late.spec.dtype))
         if self._up.size:
