@@ -85,6 +85,20 @@ def test_a_wrong_kernel_is_not_timed_and_the_json_says_so(spoil: Any, reason: st
     assert found["counts"] == {"wrong": 1}
 
 
+def test_what_a_later_set_leaves_unwritten_is_found_too() -> None:
+    launches: list[int] = []
+
+    def leave(outputs: Any) -> None:
+        launches.append(1)
+        if len(launches) == 4:  # two sets are recorded, then checked
+            outputs["out"][0, 3, 0, 0] = np.nan
+
+    with stage(spoil=leave) as where:
+        (row,) = run_case(SMALL, where, replace(SETTINGS, most_sets=2), [])
+    assert row.status == "wrong"
+    assert "out of set 1 holds NaN" in str(row.reason)
+
+
 def unreachable(*_: Any) -> Prepared:
     raise AssertionError("a peer was prepared beside a kernel that is not timed")
 
