@@ -6,14 +6,18 @@ import dataclasses
 import itertools
 from typing import Any
 
+import decode_mutation
 import numpy as np
 import pytest
 from decode_cases import VARIANTS, Variant, draw
+from decode_mutants import DECODE_DEFECTS
 from decoding_support import random_batch
 from emulated_decode import DecodeCase, check, check_results, problem_of, run
+from far_pages import check_far_pages
 
 from gpu_actors.devices.emulation import EmulationFault
 from gpu_actors.errors import InvalidRequest
+from gpu_actors.kernels.decode_arguments import pack_pointers
 from gpu_actors.testing.problems import POISON_PAGE
 
 DELIVERIES = ("late", "eager", "random")
@@ -214,6 +218,25 @@ class TestBrokenLengths:
         assert np.isnan(lse[:, :8]).all()
         assert np.isfinite(out[8:]).all()
 
+    def test_an_array_that_does_not_begin_at_16_bytes(self, monkeypatch):
+        """Addresses in a table on the device are seen by nobody but the kernel."""
+        batch = random_batch(0, (300, 50, 0), heads=(4, 4), dim=128, dtype="float16")
+        rng = np.random.default_rng(0)
+        options = {"sinks": np.zeros(4, np.float32), "alibi_slopes": rng.uniform(0, 1, (3, 4)).astype(np.float32)}
+        case = DecodeCase(batch, "pointers", options=options)
+        good = run(case)
+
+        def crooked(*arguments: Any) -> bytes:
+            table = np.frombuffer(pack_pointers(*arguments), np.uint64)
+            return (table + np.array([0, 2, 2], np.uint64)).tobytes()
+
+        monkeypatch.setattr("gpu_actors.kernels.decode_launch.pack_pointers", crooked)
+        out, lse = run(case, planned=False)
+        assert np.isnan(out[1]).all()
+        assert np.isnan(lse[1]).all()
+        same((out[2], lse[2]), (good[0][2], good[1][2]))
+        assert np.isfinite(out[0]).all()
+
 
 class TestArguments:
     def test_a_cache_whose_rows_are_not_aligned_is_refused(self):
@@ -249,6 +272,24 @@ def run_in_place(case: DecodeCase, operands: dict[str, Any], name: str, view: An
     memory[...] = given
     operands = operands | {name: view(memory)}
     return run(case, operands=operands, problem=problem_of(case, operands))
+
+
+def test_pages_further_apart_than_32_bits_count():
+    check_far_pages()
+
+
+@pytest.mark.parametrize("mutant", DECODE_DEFECTS[:2], ids=lambda mutant: mutant.name)
+def test_defects_that_such_kernels_have_had_are_caught(mutant, tmp_path):
+    with pytest.raises((AssertionError, EmulationFault)):
+        decode_mutation.run_probes(mutant, tmp_path)
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("mutant", DECODE_DEFECTS[2:], ids=lambda mutant: mutant.name)
+def test_the_other_defects_are_caught(mutant, tmp_path):
+    with pytest.raises((AssertionError, EmulationFault)):
+        decode_mutation.run_probes(mutant, tmp_path)
 
 
 def test_a_wrong_page_in_a_used_entry_is_an_access_out_of_bounds():

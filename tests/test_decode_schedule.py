@@ -15,11 +15,22 @@ from emulated_decode import DecodeCase, device_of, kernel_of, problem_of
 
 from gpu_actors.bench import plan
 from gpu_actors.devices.interface import Launch, OutputSpec, Step
-from gpu_actors.kernels.decode_arguments import decode_layout, pack_decode
+from gpu_actors.kernels.decode_arguments import decode_layout, pack_decode, page_division
 from gpu_actors.kernels.decode_launch import decode_launch
 from gpu_actors.kernels.decode_schedule import ITEM_UNITS, Schedule, min_units, plan_decode, workload
-from gpu_actors.kernels.decode_variants import PLAN, decode_keys, decode_tile, ranges_of, row_tile_of, step_geometry
+from gpu_actors.kernels.decode_variants import (
+    PLAN,
+    ROW_TILES,
+    decode_keys,
+    decode_tile,
+    ranges_of,
+    row_tile_of,
+    step_geometry,
+)
 from gpu_actors.kernels.dispatch import dispatch_key
+from gpu_actors.kernels.occupancy import shared_a_multiprocessor
+from gpu_actors.kernels.support import capability
+from gpu_actors.kernels.tiles import shared_mem_limit
 from gpu_actors.kernels.variants import kernel_source
 from gpu_actors.problem import AttentionProblem
 from gpu_actors.reference.masks import visible_keys
@@ -182,6 +193,33 @@ class TestTiles:
         assert row_tile_of(problem) == 16
         assert row_tile_of(wide) == 64
         assert row_tile_of(dataclasses.replace(wide, num_splits=2)) == 16
+
+    @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a"])
+    def test_every_head_dim_has_a_tile_that_fits(self, arch):
+        base = plan.problem_of(np.full(4, 100, np.int32))
+        limit = shared_mem_limit(capability(arch))
+        for kv_dtype, step in (("bfloat16", 8), ("float8_e4m3fn", 16)):
+            dims = range(32, 257, step)
+            for dim, dim_v, rows in itertools.product(dims, dims, ROW_TILES):
+                sizes = {"head_dim": dim, "head_dim_v": dim_v, "heads_q": 8 * rows}
+                problem = dataclasses.replace(base, kv_dtype=kv_dtype, **sizes)  # type: ignore[arg-type]
+                tile = decode_tile(dispatch_key(problem, arch))
+                assert tile.stages >= 2
+                assert tile.shared_bytes <= limit
+                assert tile.blocks * (tile.shared_bytes + 1024) <= shared_a_multiprocessor(arch)
+
+    @pytest.mark.parametrize("page_size", [8, 16, 24, 40, 64, 104, 128, 256, 1000, 65_536, 1 << 29])
+    def test_pages_are_found_without_a_division(self, page_size):
+        problem = dataclasses.replace(plan.problem_of(np.full(4, 100, np.int32)), page_size=page_size)
+        division = page_division(problem.page_size)
+        edges = np.arange(
+            page_size, 1 << 30, max(page_size, (1 << 30) // 1000 // page_size * page_size), dtype=np.uint64
+        )
+        keys = np.concatenate([edges - 1, edges, edges + 1, np.array([0, 1, (1 << 30) - 1], np.uint64)])
+        keys = keys[keys < 1 << 30]
+        pages = keys * np.uint64(division["page_factor"]) >> np.uint64(32 + division["page_shift"])
+        assert 0 <= division["page_factor"] < 1 << 32
+        np.testing.assert_array_equal(pages, keys // np.uint64(page_size))
 
     def test_the_struct_is_laid_out_as_a_compiler_does(self):
         layout = decode_layout()

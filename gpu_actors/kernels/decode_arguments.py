@@ -20,7 +20,7 @@ from gpu_actors.kernels.decode_variants import row_tiles
 from gpu_actors.kernels.support import ELEMENTS
 from gpu_actors.problem import AttentionProblem, DispatchKey
 
-__all__ = ["decode_layout", "pack_decode", "pack_pointers"]
+__all__ = ["decode_layout", "pack_decode", "pack_pointers", "page_division"]
 
 _HEADERS = ("forward_params.cuh", "decode_params.cuh")
 _AXES = {"b": "batch", "r": "row", "h": "head"}
@@ -101,7 +101,7 @@ def _scalars(problem: AttentionProblem) -> dict[str, int | float]:
         "attention.window_right": UNBOUNDED if right < 0 else min(right, UNBOUNDED),
         "attention.sink_tokens": min(problem.sink_tokens, UNBOUNDED),
         "batch": problem.batch,
-        **_page_division(problem.page_size),
+        **page_division(problem.page_size),
         "capacity": problem.seqlen_k,
         "row_tiles": row_tiles(problem),
         "splits": problem.num_splits,
@@ -110,7 +110,7 @@ def _scalars(problem: AttentionProblem) -> dict[str, int | float]:
     return scalars
 
 
-def _page_division(page_size: int) -> dict[str, int]:
+def page_division(page_size: int) -> dict[str, int]:
     """What finds the page of a key without a division, exactly for every key below 2^30.
 
     With factor = ceil(2^p / size), the product exceeds key 2^p / size by less than key size / size; that stays
