@@ -14,12 +14,13 @@ from emulated_forward import module_of
 from gpu_actors.devices.emulated import EmulatedDevice
 from gpu_actors.devices.interface import Kernel, Launch, OutputSpec
 from gpu_actors.kernels.decode_launch import decode_launch
-from gpu_actors.kernels.dispatch import dispatch_key
+from gpu_actors.kernels.decode_variants import DECODE
+from gpu_actors.kernels.dispatch import FAMILIES, dispatch_key
 from gpu_actors.kernels.source import KernelSource
 from gpu_actors.kernels.support import ELEMENTS
 from gpu_actors.kernels.variants import kernel_source
 from gpu_actors.options import ContextOptions, EmulationOptions
-from gpu_actors.problem import AttentionProblem
+from gpu_actors.problem import AttentionProblem, DispatchKey
 from gpu_actors.testing.tolerance import check_output
 
 ARRAYS = ("alibi_slopes", "sinks", "k_descale", "v_descale")
@@ -136,6 +137,11 @@ def problem_of(case: DecodeCase, operands: dict[str, Any]) -> AttentionProblem:
     )
 
 
+def key_of(problem: AttentionProblem, arch: str) -> DispatchKey:
+    """The key of decode_mma, whichever kernel the problem would be dispatched to."""
+    return dispatch_key(problem, arch, tuple(family for family in FAMILIES if family.name == DECODE))
+
+
 def kernel_of(source: KernelSource) -> Kernel:
     return Kernel(source.entry_points[0], module_of(source))
 
@@ -158,7 +164,7 @@ def run(
     """(out, lse) of the kernels. operands, problem: in place of the case's own."""
     operands = case.operands() if operands is None else operands
     problem = problem_of(case, operands) if problem is None else problem
-    decode = decode_launch(problem, dispatch_key(problem, arch), multiprocessors, planned)
+    decode = decode_launch(problem, key_of(problem, arch), multiprocessors, planned)
     inputs = operands | decode.plan(operands["cache_seqlens"], operands.get("cu_seqlens_q"))
     lse = (problem.heads_q, problem.total_q) if problem.varlen_q else (problem.batch, problem.heads_q, problem.seqlen_q)
     outputs = {

@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 from decoding_support import Batch, random_batch
-from emulated_decode import DecodeCase, check_results, kernel_of, problem_of
+from emulated_decode import DecodeCase, check_results, kernel_of, key_of, problem_of
 
 from gpu_actors.devices.emulation import EmulatedBuffer
 from gpu_actors.devices.emulation.memory import PAGE, POISON, Mapping
 from gpu_actors.devices.interface import Buffer
 from gpu_actors.kernels.decode_launch import decode_launch
-from gpu_actors.kernels.dispatch import dispatch_key
 from gpu_actors.kernels.variants import kernel_source
 
 __all__ = ["check_far_pages"]
@@ -67,7 +66,7 @@ def check_far_pages(**launch: Any) -> None:
     near = np.zeros((LAST + 1, ROWS, 1, DIM), np.float16)
     operands = {"q": batch.q, "k_cache": near, "v_cache": near, "block_table": table, "cache_seqlens": batch.lengths}
     problem = problem_of(case, operands)
-    decode = decode_launch(problem, dispatch_key(problem, "sm_80"), 1, planned=True)
+    decode = decode_launch(problem, key_of(problem, "sm_80"), 1, planned=True)
     arrays = {name: array for name, array in operands.items() if name not in pools} | decode.plan(batch.lengths)
     arrays |= {"out": np.full_like(batch.q, np.nan), "lse": np.full((1, 2, 1), np.nan, np.float32)}
     memory = {name: EmulatedBuffer.of(array, name) for name, array in arrays.items()}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from decode_cases import VARIANTS, draw
 from decoding_support import random_batch
-from emulated_decode import DecodeCase, device_of, kernel_of, problem_of
+from emulated_decode import DecodeCase, device_of, kernel_of, key_of, problem_of
 
 from gpu_actors.bench import plan
 from gpu_actors.devices.interface import Launch, OutputSpec, Step
@@ -27,7 +27,6 @@ from gpu_actors.kernels.decode_variants import (
     row_tile_of,
     step_geometry,
 )
-from gpu_actors.kernels.dispatch import dispatch_key
 from gpu_actors.kernels.occupancy import shared_a_multiprocessor
 from gpu_actors.kernels.support import capability
 from gpu_actors.kernels.tiles import shared_mem_limit
@@ -38,7 +37,7 @@ from gpu_actors.reference.masks import visible_keys
 
 def planned(case: DecodeCase, ranges: int) -> tuple[AttentionProblem, Any, Schedule]:
     problem = problem_of(case, case.operands())
-    key = dispatch_key(problem, "sm_80")
+    key = key_of(problem, "sm_80")
     rows = None if case.rows is None else np.array(case.rows)
     return problem, key, plan_decode(problem, key, ranges, case.batch.lengths, rows)
 
@@ -47,7 +46,7 @@ def positions_on_the_device(case: DecodeCase, ranges: int) -> Any:
     """What decode_plan writes."""
     operands = case.operands()
     problem = problem_of(case, operands)
-    key = decode_keys(problem, dispatch_key(problem, "sm_80"), planned=False)[0]
+    key = decode_keys(problem, key_of(problem, "sm_80"), planned=False)[0]
     assert key.kernel == PLAN
     outputs = {
         "plan": OutputSpec((ranges + 1, 4), "int32"),
@@ -122,7 +121,7 @@ def test_tiles_are_those_that_hold_a_visible_key(variant):
     for seed in range(6):
         case = draw(variant, seed, 700)
         problem = problem_of(case, case.operands())
-        key = dispatch_key(problem, variant.arch)
+        key = key_of(problem, variant.arch)
         rows = np.full(len(case.batch.k), problem.seqlen_q) if case.rows is None else np.array(case.rows)
         load, tile, block = workload(problem, key, case.batch.lengths, rows), decode_tile(key).block_n, key.row_tile
         counts = load.tiles.reshape(len(rows), -1)
@@ -154,7 +153,7 @@ def test_ranges_are_not_cut_smaller_than_it_is_worth():
 def test_the_modelled_work_falls_evenly(name):
     lengths = plan.batches()[name]
     problem = plan.problem_of(lengths)
-    key = dispatch_key(problem, "sm_90a")
+    key = key_of(problem, "sm_90a")
     schedule = plan_decode(problem, key, ranges_of(key, 132), lengths, None)
     assert 1.0 <= schedule.balance() <= 1.1
     assert (schedule.loads() > 0).all(), "every block has work"
@@ -163,7 +162,7 @@ def test_the_modelled_work_falls_evenly(name):
 def test_one_long_sequence_would_set_the_time_if_it_were_not_split():
     lengths = plan.batches()["skewed_256"]
     problem = plan.problem_of(lengths, num_splits=1)
-    key = dispatch_key(problem, "sm_90a")
+    key = key_of(problem, "sm_90a")
     assert plan_decode(problem, key, ranges_of(key, 132), lengths, None).balance() > 3
 
 
@@ -171,7 +170,7 @@ def test_four_thousand_sequences_are_planned_in_a_millisecond():
     """The best of many, because the machine may be busy; the budget is 1 ms on one core."""
     lengths = plan.batches()["mixed_4096"]
     problem = plan.problem_of(lengths)
-    key = dispatch_key(problem, "sm_90a")
+    key = key_of(problem, "sm_90a")
     times = []
     for _ in range(30):
         start = time.perf_counter()
@@ -203,7 +202,7 @@ class TestTiles:
             for dim, dim_v, rows in itertools.product(dims, dims, ROW_TILES):
                 sizes = {"head_dim": dim, "head_dim_v": dim_v, "heads_q": 8 * rows}
                 problem = dataclasses.replace(base, kv_dtype=kv_dtype, **sizes)  # type: ignore[arg-type]
-                tile = decode_tile(dispatch_key(problem, arch))
+                tile = decode_tile(key_of(problem, arch))
                 assert tile.stages >= 2
                 assert tile.shared_bytes <= limit
                 assert tile.blocks * (tile.shared_bytes + 1024) <= shared_a_multiprocessor(arch)
@@ -231,7 +230,7 @@ class TestTiles:
     def test_grids_and_scratch_do_not_depend_on_lengths(self):
         one, other = (plan.problem_of(np.full(4, length, np.int32)) for length in (64, 60))
         assert one.seqlen_k == other.seqlen_k
-        key = dispatch_key(one, "sm_90a")
+        key = key_of(one, "sm_90a")
         for planned_by_host in (True, False):
             launches = [decode_launch(problem, key, 132, planned_by_host) for problem in (one, other)]
             assert launches[0].keys == launches[1].keys

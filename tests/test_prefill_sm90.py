@@ -117,6 +117,7 @@ class TestDispatch:
             ({"page_size": 96, "head_dim": 256, "head_dim_v": 256}, "64 keys at a time"),
             ({"tree_mask": True, "causal": False}, "tree"),
             ({"num_splits": 4}, "split"),
+            ({"num_splits": 1, "varlen_q": True}, "same bits"),
             ({"kv_dtype": "float8_e4m3fn"}, "one type"),
         ],
     )

@@ -61,6 +61,12 @@ def _cache_refusal(problem: AttentionProblem) -> Unsupported | None:
         return Unsupported("tree_mask", "an array", "forward_sm90 knows no tree masks")
     if problem.num_splits > 1:
         return Unsupported("num_splits", problem.num_splits, "forward_sm90 does not split keys", 1)
+    if problem.num_splits and problem.varlen_q:
+        # Alone, a sequence of fewer rows is decode_mma's; with pinned splits it has the same bits in a batch.
+        reason = (
+            "forward_sm90 takes a sequence or leaves it by the rows of others, and pinned splits promise the same bits"
+        )
+        return Unsupported("num_splits", problem.num_splits, reason, 0)
     keys = _CACHE_KEYS if max(problem.head_dim, problem.head_dim_v) <= 128 else _WIDE_CACHE_KEYS
     if problem.page_size and keys % problem.page_size and problem.page_size % keys:
         reason = f"forward_sm90 brings {keys} keys at a time, which pages divide or are multiples of"
