@@ -7,14 +7,19 @@ import itertools
 import re
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import pytest
 from test_static_gate import ARCHS, disassemble, find_disassembler
 
+import gpu_actors as ga
 from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.kernels.append import AppendKey, AppendProblem, Rope, append_key, append_source
+from gpu_actors.kernels.cache_variants import cache_variants
 from gpu_actors.kernels.compiler import Compiler
 from gpu_actors.kernels.copy_pages import PageCopyKey, PageCopyProblem, page_copy_geometry
-from gpu_actors.kernels.variants import KernelKey, kernel_source
+from gpu_actors.kernels.keys import check_key
+from gpu_actors.kernels.variants import KernelKey, kernel_source, standard_variants
 
 PROBLEM = AppendProblem(
     layout="paged",
@@ -158,3 +163,53 @@ class TestSupport:
         )
         with pytest.raises(Unsupported, match="pairs"):
             page_copy_geometry(problem)
+
+
+class TestWarming:
+    @pytest.mark.parametrize("arch", ARCHS)
+    def test_usual_variants_pass_and_are_compiled_once_each(self, arch):
+        keys = cache_variants(arch)
+        assert [check_key(key) for key in keys] == keys
+        assert len({kernel_source(key) for key in keys}) == len(keys)
+
+    def test_a_warmed_cache_serves_where_nothing_may_be_compiled(self, tmp_path):
+        def usual(key: Any) -> bool:
+            return isinstance(key, PageCopyKey) or (key.dtype, key.head_dim) == ("bfloat16", 128)
+
+        decode = [key for key in standard_variants("sm_90a") if key.kernel.startswith("decode")]
+        keys = [key for key in (*decode, *cache_variants("sm_90a")) if usual(key)]
+        options = ga.ContextOptions(arch="sm_90a", cache_dir=tmp_path)
+        with ga.open_context("mock", options) as ctx:
+            assert [variant.key for variant in ctx.nvrtc.warm(keys).result(100)] == keys
+        options = dataclasses.replace(options, offline=True, compile_on_mock=True)
+        rows = np.zeros((1, 3, 8, 128), ml_dtypes.bfloat16)
+        with (
+            ga.open_context("mock", options) as ctx,
+            ctx.kv_cache(num_blocks=4, page_size=16, kv_heads=2, head_dim=128, dtype="bfloat16") as cache,
+        ):
+            seq = cache.create().result(10)
+            for rope in (None, Rope(dim=128)):
+                cache.attend(rows, [seq], k=rows[:, :, :2], v=rows[:, :, :2], rope=rope).result(10)
+            with pytest.raises(ga.CompileError):
+                cache.attend(rows, [seq], k=rows[:, :, :2], v=rows[:, :, :2], rope=Rope(dim=6)).result(10)
+
+    @pytest.mark.parametrize(
+        ("field", "changes"),
+        [
+            ("arch", {"arch": "sm_90"}),
+            ("layout", {"layout": "heap"}),
+            ("dtype", {"dtype": 3}),
+            ("dtype", {"dtype": "int8"}),
+            ("head_dim", {"head_dim": "64"}),
+            ("head_dim", {"head_dim": 300}),
+            ("rotary_dim", {"rotary_dim": -2}),
+            ("rope.dim", {"rotary_dim": 7}),
+            ("query", {"query": 1}),
+            ("heads_q", {"query": True}),
+            ("rotary_dim", {"interleaved": True}),
+        ],
+    )
+    def test_a_key_of_no_kernel_is_refused_by_name(self, field, changes):
+        with pytest.raises((InvalidRequest, Unsupported)) as caught:
+            check_key(dataclasses.replace(key(), **changes))
+        assert caught.value.field == field

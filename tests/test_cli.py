@@ -25,7 +25,7 @@ from gpu_actors.cli import main, probes
 from gpu_actors.cli.output import error_sentence, write_json, write_json_list
 from gpu_actors.cli.warm import _label
 from gpu_actors.errors import CompileError, InvalidRequest, Unsupported
-from gpu_actors.kernels import variants
+from gpu_actors.kernels import cache_variants, variants
 
 DATA = Path(__file__).parent / "data"
 PROSE = {
@@ -352,6 +352,7 @@ def test_doctor_says_what_to_install_for_what_is_missing(run: Run, monkeypatch: 
 def few_variants(monkeypatch: pytest.MonkeyPatch) -> None:
     everything = variants.standard_variants
     monkeypatch.setattr(variants, "standard_variants", lambda arch: everything(arch)[:2])
+    monkeypatch.setattr(cache_variants, "cache_variants", lambda arch: [])
 
 
 @pytest.mark.usefixtures("few_variants")
@@ -426,7 +427,8 @@ main()
 
 def test_labels_tell_all_standard_variants_apart() -> None:
     keys = variants.standard_variants("sm_90a")
-    assert len({_label(key) for key in keys}) == len(keys)
+    others = cache_variants.cache_variants("sm_90a")
+    assert len({_label(key) for key in (*keys, *others)}) == len(keys) + len(others)
     plain = _label(keys[0])
     changes: dict[str, object] = {
         "kv_dtype": "float8_e4m3fn", "head_dim_v": 32, "alignment": "top_left", "gqa_ratio": 4, "softcap": True,

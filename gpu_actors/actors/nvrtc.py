@@ -16,12 +16,9 @@ from gpu_actors.actors.call import Call
 from gpu_actors.actors.handle import ActorHandle
 from gpu_actors.devices.interface import Kernel
 from gpu_actors.errors import GpuActorsError, InvalidRequest
-from gpu_actors.kernels.append import AppendKey
-from gpu_actors.kernels.copy_pages import PageCopyKey
 from gpu_actors.kernels.keys import check_key
 from gpu_actors.kernels.source import Cubin, KernelSource, check_arch
 from gpu_actors.kernels.variants import KernelKey, kernel_source
-from gpu_actors.problem import DispatchKey
 from gpu_actors.reply import Reply
 
 if TYPE_CHECKING:
@@ -51,7 +48,7 @@ class Prepare:
 class WarmedVariant(NamedTuple):
     """A variant that is in the cache now. seconds: what compiling or loading it took."""
 
-    key: DispatchKey
+    key: KernelKey
     cubin: Cubin
     seconds: float
 
@@ -60,8 +57,8 @@ class WarmedVariant(NamedTuple):
 class Warm:
     """Have every key's kernel in the cache. progress: called as (done, total, key) from a worker's thread."""
 
-    keys: Sequence[DispatchKey]
-    progress: Callable[[int, int, DispatchKey], None] | None = None
+    keys: Sequence[KernelKey]
+    progress: Callable[[int, int, KernelKey], None] | None = None
 
 
 class NvrtcHandle(ActorHandle):
@@ -88,8 +85,8 @@ class NvrtcHandle(ActorHandle):
 
     def warm(
         self,
-        keys: Iterable[DispatchKey],
-        progress: Callable[[int, int, DispatchKey], None] | None = None,
+        keys: Iterable[KernelKey],
+        progress: Callable[[int, int, KernelKey], None] | None = None,
         *,
         deadline: float | None = None,
         timeout: float | None = None,
@@ -150,7 +147,7 @@ class NvrtcActor(ServiceActor):
             workshop.start(message.source, arch, _Answer(call))
 
     def _prepare(self, call: Call[Any], key: KernelKey) -> None:
-        source = kernel_source(key if isinstance(key, AppendKey | PageCopyKey) else check_key(key))
+        source = kernel_source(check_key(key))
         if call.begin_launch():
             self._hand_over(call)
             self._workshop.start(source, key.arch, _Answer(call), for_device=True)
@@ -180,12 +177,12 @@ class NvrtcActor(ServiceActor):
         return self.post.services.device.info.arch
 
 
-def _keys(keys: object) -> Sequence[DispatchKey]:
-    reason = "must be DispatchKeys, as inspect_key and standard_variants give them"
+def _keys(keys: object) -> Sequence[KernelKey]:
+    reason = "must be DispatchKeys, as inspect_key and standard_variants give them, or other kernels' keys"
     if not isinstance(keys, tuple | list):
         raise InvalidRequest("keys", keys, reason)
     for key in keys:
-        if not isinstance(key, DispatchKey):
+        if not isinstance(key, KernelKey):
             raise InvalidRequest("keys", key, reason)
     return keys
 

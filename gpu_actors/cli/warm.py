@@ -18,10 +18,11 @@ from gpu_actors.cli.output import (
     write_note,
     write_table,
 )
+from gpu_actors.problem import DispatchKey
 
 if TYPE_CHECKING:
     from gpu_actors.actors.nvrtc import WarmedVariant
-    from gpu_actors.problem import DispatchKey
+    from gpu_actors.kernels.variants import KernelKey
 
 __all__ = ["warm"]
 
@@ -55,16 +56,17 @@ def warm(
 
 async def _warm(arch: str | None, cache_dir: Path | None, device: str, quiet: bool) -> list[WarmedVariant]:
     from gpu_actors.context import open_context
-    from gpu_actors.kernels.variants import standard_variants
+    from gpu_actors.kernels import cache_variants, variants
     from gpu_actors.options import ContextOptions
 
     options = ContextOptions(arch=arch, cache_dir=cache_dir, drain_timeout=DRAIN_TIMEOUT)
     async with open_context(device, options) as context:
-        keys = standard_variants(arch or context.info.arch)
+        wanted = arch or context.info.arch
+        keys = [*variants.standard_variants(wanted), *cache_variants.cache_variants(wanted)]
         with progress_bar(quiet=quiet) as bar:
             task = bar.add_task("compiling", total=len(keys), rate="")
 
-            def advance(done: int, total: int, key: DispatchKey) -> None:
+            def advance(done: int, total: int, key: KernelKey) -> None:
                 bar.update(task, completed=done, total=total, rate=key.kernel)
 
             try:
@@ -83,7 +85,7 @@ def _row(variant: WarmedVariant) -> dict[str, Any]:
     # One entry point a variant: what the launch will pay for.
     resources = cubin.resources[cubin.entry_points[0]]
     macros = kernel_source(variant.key).macros
-    resources = resources._replace(shared_bytes=resources.shared_bytes + int(macros["SHARED_BYTES"]))
+    resources = resources._replace(shared_bytes=resources.shared_bytes + int(macros.get("SHARED_BYTES", 0)))
     threads = 32 * int(macros["WARPS"])
     fits = occupancy(cubin.arch, resources.registers, resources.shared_bytes, threads)
     return {
@@ -99,8 +101,12 @@ def _row(variant: WarmedVariant) -> dict[str, Any]:
     }
 
 
-def _label(key: DispatchKey) -> str:
+def _label(key: KernelKey) -> str:
     """What sets a key apart from its kernel's plainest one."""
+    if not isinstance(key, DispatchKey):
+        given = {field.name: getattr(key, field.name) for field in dataclasses.fields(key) if field.name != "arch"}
+        shown = (name if value is True else f"{name}={value}" for name, value in given.items() if value)
+        return " ".join((key.kernel, *shown))
     plain = {"direction": "forward", "alignment": "bottom_right", "gqa_ratio": 1, "num_splits": 1, "page_size": 0}
     always = ("kernel", "layout", "dtype", "head_dim", "mask")
     parts = [str(getattr(key, name)) for name in always]

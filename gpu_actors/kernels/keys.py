@@ -1,14 +1,18 @@
-"""Checks of DispatchKeys that come from outside, as those given to ``ctx.nvrtc.warm``."""
+"""Checks of kernels' keys that come from outside, as those given to ``ctx.nvrtc.warm``."""
 
 from __future__ import annotations
 
 from typing import get_args
 
 from gpu_actors.errors import InvalidRequest, Unsupported
+from gpu_actors.kernels.append import AppendKey
+from gpu_actors.kernels.cache_variants import check_cache_key
+from gpu_actors.kernels.copy_pages import PageCopyKey
 from gpu_actors.kernels.decode_variants import DECODE, ROW_TILES
 from gpu_actors.kernels.dispatch import FAMILIES, KernelFamily
 from gpu_actors.kernels.source import check_arch
 from gpu_actors.kernels.support import check_support
+from gpu_actors.kernels.variants import KernelKey
 from gpu_actors.problem import Alignment, AttentionProblem, Direction, DispatchKey, Layout, MaskKind
 from gpu_actors.score_mod import ScoreMod
 from gpu_actors.validation.fields import flag, integer, one_of
@@ -34,12 +38,14 @@ _FLAGS = (
 _SEQLEN = 128
 
 
-def check_key(key: object) -> DispatchKey:
+def check_key(key: object) -> KernelKey:
     """``key`` itself if its kernel computes what its fields say.
 
     Raises InvalidRequest where a field is outside its domain, Unsupported where the kernel does not take it; both name
-    the field. A key that is no `DispatchKey` is the field "key".
+    the field. What is no `KernelKey` is the field "key".
     """
+    if isinstance(key, AppendKey | PageCopyKey):
+        return check_cache_key(key)
     if not isinstance(key, DispatchKey):
         raise InvalidRequest("key", key, "must be a DispatchKey, as inspect_key gives")
     _check_domains(key)
