@@ -61,6 +61,7 @@ def test_a_wheel_with_unmet_needs_stops_the_packing(pack: Any, tmp_path: Path, m
     with pytest.raises(SystemExit, match="needy needs missing"):
         pack.pack(tmp_path, "3.12", [])
     assert not (tmp_path / "install.sh").exists()
+    assert pack.main(["--out", str(tmp_path), "--present", "Missing"]) == 0
 
 
 def test_the_script_installs_what_was_packed_into_its_own_folder(

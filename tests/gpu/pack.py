@@ -37,7 +37,7 @@ echo "export PYTHONPATH=$here/site"
 """
 
 
-def pack(out: Path, python: str, names: Sequence[str]) -> list[Path]:
+def pack(out: Path, python: str, names: Sequence[str], present: frozenset[str] = PRESENT) -> list[Path]:
     """The wheels. Raises SystemExit with a sentence for one that cannot be had, or that needs what is not there."""
     out.mkdir(parents=True, exist_ok=True)
     for old in out.glob("*.whl"):
@@ -47,10 +47,10 @@ def pack(out: Path, python: str, names: Sequence[str]) -> list[Path]:
     choice = ["--only-binary=:all:", "--python-version", python, "--implementation", "cp", *platforms]
     _pip("download", "--no-deps", "--dest", str(out), *choice, *names)
     wheels = sorted(out.glob("*.whl"))
-    lacking = unmet(wheels, python)
+    lacking = unmet(wheels, python, present)
     if lacking:
         needs = "; ".join(f"{wheel} needs {', '.join(sorted(what))}" for wheel, what in sorted(lacking.items()))
-        raise SystemExit(f"{needs}: --add them, or put them into PRESENT if the machine has them")
+        raise SystemExit(f"{needs}: --add them, or name them with --present if the machine has them")
     script = out / "install.sh"
     script.write_text(INSTALL.replace("@PYTHON@", python))
     script.chmod(0o755)
@@ -108,8 +108,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder for the wheels")
     parser.add_argument("--python", default="3.12", help="the machine's (default: %(default)s)")
     parser.add_argument("--add", nargs="+", default=[], metavar="NAME", help="further packages, NAME or NAME==VERSION")
+    parser.add_argument("--present", nargs="+", default=[], metavar="NAME", help="what the machine has, too")
     options = parser.parse_args(arguments)
-    wheels = pack(options.out.resolve(), options.python, [*LACKING, *options.add])
+    present = PRESENT | {normal(name) for name in options.present}
+    wheels = pack(options.out.resolve(), options.python, [*LACKING, *options.add], present)
     size = sum(wheel.stat().st_size for wheel in wheels)
     for wheel in wheels:
         sys.stdout.write(f"{wheel.name}\n")
