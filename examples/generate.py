@@ -83,21 +83,30 @@ class Screen:
         self._write = write
         self._live = live
         self._stories: list[Story] = []
+        self._foot = ""
 
     def begin(self, story: Story) -> None:
         self._stories.append(story)
 
     def token(self, story: Story, token: int, piece: str) -> None:
-        if self._live is not None:
-            self._live.update(Text("\n").join(self._line(one) for one in self._stories))
+        self._show()
 
     def end(self, story: Story) -> None:
+        self._show()
         if self._live is None:
             self._write(self._line(story).plain + "\n")
 
     def summary(self, found: dict[str, Any]) -> None:
         rounded = ((name, f"{value:.4g}" if isinstance(value, float) else value) for name, value in found.items())
-        self._write(", ".join(f"{name} {value}" for name, value in rounded) + "\n")
+        self._foot = ", ".join(f"{name} {value}" for name, value in rounded)
+        self._show()
+        if self._live is None:
+            self._write(self._foot + "\n")
+
+    def _show(self) -> None:
+        if self._live is not None:
+            lines = (self._line(story) for story in self._stories)
+            self._live.update(Text("\n").join((*lines, Text(self._foot))))
 
     def _line(self, story: Story) -> Text:
         mark = f" [{story.reason}]" if story.reason else ""
@@ -274,7 +283,7 @@ def main(given: list[str] | None = None) -> int:
             anyio.run(run, arguments.device, job, Lines(write))
         elif console.is_terminal:
             with Live(console=console, refresh_per_second=20) as live:
-                anyio.run(run, arguments.device, job, Screen(console.out, live))
+                anyio.run(run, arguments.device, job, Screen(write, live))
         else:
             anyio.run(run, arguments.device, job, Screen(write, None))
     except* ga.GpuActorsError as errors:
