@@ -154,3 +154,9 @@ def test_every_step_names_files_that_are_there_and_suites_that_are_known(run: An
     assert {step.arguments[0] for step in run.STEPS if step.kind == "bench"} <= set(_suites())
     for step in run.STEPS:
         assert run.real_command(step, Path("/tmp"), 60.0)[0] == sys.executable
+
+
+def test_a_file_of_tests_that_no_step_names_is_run_all_the_same(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_NAMED", tuple(step for step in run._NAMED if step.name != "kernels"))
+    (others,) = run._others()
+    assert others.arguments == ("tests/gpu/test_kernels.py",)

@@ -40,7 +40,7 @@ class Step:
     spread: bool = False
 
 
-STEPS = (
+_NAMED = (
     Step("conformance", "tests", ("tests/emulation",), 180, spread=True),
     Step("kernels", "tests", ("tests/gpu/test_kernels.py",), 180, spread=True),
     Step("device", "tests", ("tests/gpu/test_cuda_hardware.py",), 120),
@@ -49,6 +49,7 @@ STEPS = (
     Step("bench-decode-quick", "bench", ("decode", "--quick"), 120),
     Step("bench-backward-quick", "bench", ("backward", "--quick"), 150),
     Step("kv-cache", "tests", ("tests/gpu/test_kv_cache.py", "tests/gpu/test_kv_growth.py"), 150),
+    Step("decode", "tests", ("tests/gpu/test_decode.py",), 150, spread=True),
     Step("graphs", "tests", ("tests/gpu/test_graphs.py",), 120),
     Step("torch", "tests", ("tests/gpu/test_torch_attention.py",), 120),
     Step("modifications", "tests", ("tests/gpu/test_modifications.py",), 120, spread=True),
@@ -58,6 +59,18 @@ STEPS = (
     Step("bench-backward", "bench", ("backward",), 300),
     Step("bench-decode", "bench", ("decode",), 300),
 )
+
+
+def _others() -> tuple[Step, ...]:
+    """The files of tests that no step names, so that a new one is run at once."""
+    named = {argument for step in _NAMED for argument in step.arguments}
+    files = sorted(f"tests/gpu/{path.name}" for path in Path(__file__).parent.glob("test_*.py"))
+    left = tuple(name for name in files if name not in named)
+    return (Step("others", "tests", left, 180),) if left else ()
+
+
+_WHOLE = tuple(step for step in _NAMED if step.kind == "bench" and "--quick" not in step.arguments)
+STEPS = (*(step for step in _NAMED if step not in _WHOLE), *_others(), *_WHOLE)
 
 
 @dataclass
