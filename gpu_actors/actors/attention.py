@@ -133,7 +133,7 @@ def forward_signature(request: FlashForward, plain: bool) -> Hashable:
         type(request.window_size[1]),
         None if plain else _optional_signature(request),
         None if out is None else (out.shape, out.strides, out.dtype),
-        None if type(q) is np.ndarray and out is None else alignments(q, k, v, out),
+        None if type(q) is type(k) is type(v) is np.ndarray and out is None else alignments(q, k, v, out),
     )
 
 

@@ -19,9 +19,10 @@ __all__ = ["alignments", "reaching_families"]
 logger = logging.getLogger("gpu_actors")
 
 
-def alignments(*operands: Any) -> tuple[int, ...]:
+def alignments(*operands: Any) -> tuple[int | None, ...]:
     """What decides which kernels reach adopted operands, beside their shapes and strides. For signatures of plans."""
-    return tuple(array.address % TMA_ALIGNMENT for array in operands if isinstance(array, DeviceArray))
+    # None for each that lies on the host: which of them do not is part of it.
+    return tuple(array.address % TMA_ALIGNMENT if isinstance(array, DeviceArray) else None for array in operands)
 
 
 def reaching_families(operands: Mapping[str, Any]) -> tuple[KernelFamily, ...]:
