@@ -68,6 +68,20 @@ class NewRows:
         tables = (memory_of(self.rope_cos), memory_of(self.rope_sin))
         return self.k.dtype, self.rows, self.rope, tables, *kinds
 
+    def check_reach(self, lengths: Any) -> None:
+        """Raise `InvalidRequest` where a row lies beyond the tables of its rotation. lengths: with these rows."""
+        rope = self.rope
+        if rope is None or not rope.table_rows:
+            return
+        if self.positions is None:
+            longest = int(lengths[self.counts > 0].max())
+            reason = f"must reach to the last row of each sequence, which makes {longest} rows"
+            expect(longest <= rope.table_rows, "rope.table_rows", rope.table_rows, reason)
+        elif isinstance(self.positions, np.ndarray):
+            for position in (int(self.positions.min()), int(self.positions.max())):
+                reason = f"must lie in the rope's tables: 0 to {rope.table_rows - 1}"
+                expect(0 <= position < rope.table_rows, "positions", position, reason)
+
     def problem(self, pool: Pool, max_blocks: int, heads_q: int = 0) -> AppendProblem:
         """What an append of these rows to pages of a pool comes down to."""
         return AppendProblem(

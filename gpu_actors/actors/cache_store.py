@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from gpu_actors.actors.decoding import Decoding, DecodingPlan
 from gpu_actors.actors.gate import Gate
 from gpu_actors.actors.kernel_store import KernelStore
 from gpu_actors.devices.interface import Kernel
-from gpu_actors.errors import InvalidRequest
+from gpu_actors.errors import InvalidRequest, OutOfDeviceMemory
 from gpu_actors.interop.arrays import Adopted
 from gpu_actors.kernels.append import AppendProblem, append_key
 from gpu_actors.kv.prefix import Tokens
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from gpu_actors.actors.post import Post
 
 __all__ = ["CacheItem", "CacheStore", "OpenedCache"]
+
+_MOST_ELEMENTS = 1 << 58  # of a pool: their bytes, and the addresses in it, fit into 64 bits with room to spare
 
 
 @dataclass(slots=True, eq=False)
@@ -177,20 +180,25 @@ class OpenedCache:
                     self._undo(group, item, True)
                     again.append(item)
                 else:
+                    self._before.pop(item.call, None)
                     self.tables.commit(item.writes)
             self._ended(group)
         self.gate.settle(item.call for item in group)
         return {item.call for item in again}
 
-    def failed(self, group: list[CacheItem], again: Collection[Call[Any]]) -> None:
-        """The launch has failed. again: of its calls, those that come again."""
+    def failed(self, group: list[CacheItem], again: Collection[Call[Any]]) -> Collection[Call[Any]]:
+        """The launch has failed. again: of its calls, those that are to come again.
+
+        Gives those that do: none of a launch that had succeeded before something else failed, for its rows are there.
+        """
         with self.lock:
             if group not in self._in_flight:
-                return
+                return ()
             for item in reversed(group):
                 self._undo(group, item, item.call in again)
             self._ended(group)
         self.gate.settle(item.call for item in group)
+        return again
 
     def _undo(self, group: list[CacheItem], item: CacheItem, again: bool) -> None:
         """What an item of a group in flight has written, if anything, was never written. again: it comes again."""
@@ -206,6 +214,8 @@ class OpenedCache:
             self.gate.returned((item.call,))
             self._before = {call: before for call, before in self._before.items() if not call.done}
             self._before[item.call] = item
+        else:
+            self._before.pop(item.call, None)
         self.disturbed += 1
         self.tables.undo(item.writes)
 
@@ -248,6 +258,8 @@ class CacheStore:
         pool, descales = _checked(spec, self.arch)
         allocate = self._post.services.device.allocate
         pages = (pool.num_blocks, pool.page_size, pool.kv_heads)
+        if math.prod(pages) * max(pool.head_dim, pool.head_dim_v) > _MOST_ELEMENTS:
+            raise OutOfDeviceMemory(f"no memory can be addressed that holds {pages} rows of {pool.head_dim} elements")
         arrays = tuple(allocate((*pages, dim), pool.dtype) for dim in (pool.head_dim, pool.head_dim_v))
         number = next(self._numbers)
         self._caches[number] = OpenedCache(number, pool, (arrays[0], arrays[1]), descales, self._post)

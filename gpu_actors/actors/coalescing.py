@@ -52,7 +52,11 @@ class Waiting:
 
 
 class Coalescer:
-    """Used by one incarnation of an actor, which calls `flush` after each batch of calls."""
+    """Used by one incarnation of an actor, which calls `flush` after each batch of calls.
+
+    turned_away: what had gathered found too many launches in flight, and waits in the mailbox again. Others that are
+    launched alone must not take the next place each time: `flush` before them.
+    """
 
     def __init__(self, actor: ServiceActor, decoding: Decoding) -> None:
         options = actor.post.services.options
@@ -61,6 +65,7 @@ class Coalescer:
         self._batch: Batch[Waiting] = Batch(options.coalesce_max)
         self._timer = FlushTimer(actor, options.coalesce_delay_us)
         self._records = options.record_launches
+        self.turned_away = False
 
     def add(self, waiting: Waiting) -> None:
         """Take a request in that was checked."""
@@ -69,12 +74,14 @@ class Coalescer:
 
     def flush(self, due: bool = False) -> None:
         """Launch what has gathered, unless it may wait for more. due: it has waited."""
-        if not self._batch or self._timer.wait(due or self._batch.full):
+        if not self._batch or self._timer.wait(due or self.turned_away or self._batch.full):
             return
+        self.turned_away = False
         groups = self._batch.take()
         mailbox = self._actor.post.mailbox
         for group in groups:
             if mailbox.saturated:
+                self.turned_away = True
                 mailbox.give_back([waiting.call for waiting in group])
             else:
                 self._launch([waiting for waiting in group if waiting.call.begin_launch()])

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gpu_actors.actors.call import Call
+from gpu_actors.actors.call import LAUNCHED, Call
 from gpu_actors.actors.mailbox import Mailbox
 from gpu_actors.actors.outbox import Outbox
 from gpu_actors.clock import Clock
@@ -108,9 +108,10 @@ class Completion:
         while (entry := self._arrivals.get()) is not None:
             try:
                 self._settle(entry.event, entry.calls, entry.finish, entry.failed, outbox)
-            except BaseException:
-                # Whatever it was, the launches behind this one still have to be waited for.
+            except BaseException as error:
+                # Whatever it was, the launches behind this one still have to be waited for, and its calls answered.
                 logger.exception("%s: settling a launch raised", self._name)
+                self._give_up(entry.calls, error, outbox)
             # A thread that waits for the next launch must not keep this one's arrays alive.
             del entry
             self._entries.popleft()
@@ -151,6 +152,13 @@ class Completion:
                 call.fail(error, outbox)
             else:
                 call.resolve(results[index], outbox)
+
+    def _give_up(self, calls: Sequence[Call[Any]], error: BaseException, outbox: Outbox) -> None:
+        """Answer those that have no answer yet."""
+        failure = ActorFailed(f"{self._name} could not finish the request: {error!r}")
+        for call in calls:
+            if call.state is LAUNCHED:
+                call.fail(failure, outbox)
 
     def relaunch(self, call: Call[Any]) -> None:
         """Queue a call again whose launch did not answer it. It keeps its place by age."""

@@ -308,6 +308,11 @@ class FlashAttnActor(ServiceActor):
     def handle(self, call: Call[Any]) -> None:
         message = call.message
         if isinstance(message, FlashForward):
+            if self._coalescer.turned_away:
+                self._coalescer.flush(due=True)
+                if self.post.mailbox.saturated:
+                    self.post.mailbox.give_back((call,))
+                    return
             attention = self._attention
             plain = is_plain(message)
             request, like = adopt_arrays(message, plain, attention.place, call.caller)

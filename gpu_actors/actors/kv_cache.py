@@ -156,6 +156,7 @@ class KvCacheActor(ServiceActor):
         single, tables = cache.tables_of(message.seqs)
         rows = new_rows(message, cache.pool, None if single else len(tables), self._store.place, call.caller)
         append_key(rows.problem(cache.pool, 1), self._store.arch)
+        rows.check_reach(cache.lengths(call, tables) + rows.counts)
         key = None if rows.merge_key is None else ("append", cache.number, rows.merge_key)
         return CacheItem(call, cache, tables, rows=rows, single=single), key
 
@@ -170,9 +171,16 @@ class KvCacheActor(ServiceActor):
         shape: tuple[int, ...] = getattr(message.q, "shape", ())
         if message.cu_seqlens_q is None and len(shape) == 4:
             expect(len(tables) == shape[0], "seqs", len(tables), f"must name q's sequences, {shape[0]}")
+        ends: tuple[int, ...] = getattr(message.cu_seqlens_q, "shape", ())
+        if len(ends) == 1:
+            expect(len(tables) == ends[0] - 1, "seqs", len(tables), f"must name cu_seqlens_q's, {ends[0] - 1}")
+        if shape:
+            dim = cache.pool.head_dim
+            expect(shape[-1] == dim, "q", describe(message.q), f"must have the cache's head_dim, {dim}")
         lengths = cache.lengths(call, tables)
         if rows is not None:
             lengths += rows.counts
+            rows.check_reach(lengths)
         request = cache.request(message.q, lengths, {name: getattr(message, name) for name in _OPTIONS})
         adopted_request, like = adopt_cache_request(request, place, call.caller)
         assert isinstance(adopted_request, PagedForward)
@@ -276,9 +284,7 @@ class KvCacheActor(ServiceActor):
         calls = [item.call for item in group]
 
         def failed(error: BaseException) -> Collection[Call[Any]]:
-            again = again_alone(calls, error)
-            cache.failed(group, again)
-            return again
+            return cache.failed(group, again_alone(calls, error))
 
         def finish(outputs: Outputs) -> Sequence[Any]:
             again = cache.succeeded(group)

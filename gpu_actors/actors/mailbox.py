@@ -44,7 +44,8 @@ class ActorStats:
 class Mailbox:
     """Calls for one actor.
 
-    capacity: calls that may wait, here or parked. max_in_flight: launches that may be unfinished; while so many are,
+    capacity: calls that may wait, here or parked; a message whose type has ``releases`` set is taken in beyond it, for
+    what it gives back would be lost otherwise. max_in_flight: launches that may be unfinished; while so many are,
     the mailbox is ``saturated`` and `take` gives nothing out.
     """
 
@@ -82,7 +83,7 @@ class Mailbox:
             self._submitted += 1
             if self._closed is not None and (self._admitted is None or type(call.message) is not self._admitted):
                 refusal = self._closed()
-            elif len(self._waiting) + self._parked >= self.capacity:
+            elif len(self._waiting) + self._parked >= self.capacity and not _releases(call):
                 waiting = len(self._waiting) + self._parked
                 refusal = Overloaded(f"{self.name} has {waiting} requests waiting, its mailbox is full")
             elif call.state is not DONE:
@@ -294,3 +295,7 @@ class Mailbox:
             return []
         callbacks, self._idle_callbacks = self._idle_callbacks, []
         return callbacks
+
+
+def _releases(call: Call[Any]) -> bool:
+    return getattr(type(call.message), "releases", False) is True

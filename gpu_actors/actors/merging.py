@@ -119,7 +119,11 @@ def merge(requests: Sequence[CacheRequest]) -> CacheRequest:
             changes["block_table"] = merge_tables([request.block_table for request in paged])
         if first.cu_seqlens_q is not None:
             changes["cu_seqlens_q"] = _ends([request.cu_seqlens_q for request in paged])
-            longest = [request.max_seqlen_q for request in paged]
+            # No more than it can be, as each was planned: or the longest of them all asks for another kernel's tiles.
+            longest = [
+                None if request.max_seqlen_q is None else min(request.max_seqlen_q, max(1, len(request.q)))
+                for request in paged
+            ]
             changes["max_seqlen_q"] = None if None in longest else max(longest, key=int)  # type: ignore[arg-type]
     else:
         for name in ("k_caches", "v_caches"):

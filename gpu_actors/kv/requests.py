@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from gpu_actors.requests import Array
 
@@ -67,7 +67,9 @@ class OpenCache:
 
 @dataclass(slots=True, eq=False)
 class CloseCache:
-    """Give the pool back."""
+    """Give the pool back. Taken in by a full mailbox too."""
+
+    releases: ClassVar[bool] = True
 
     cache: int
 

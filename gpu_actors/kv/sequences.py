@@ -27,6 +27,8 @@ from gpu_actors.kv.prefix import PrefixIndex, Tokens, extend_digests
 
 __all__ = ["CacheTables", "KvCacheStats", "PageTable", "Sight", "Write"]
 
+_EVERY_SIGHT = 0  # the number of no write: whatever was seen before is stale
+
 
 class KvCacheStats(NamedTuple):
     """blocks: pages in all. free_blocks: of them free, or kept for a prefix that may come again (prefix_blocks).
@@ -57,7 +59,8 @@ class PageTable:
     """One sequence.
 
     digests: names of the pages whose tokens are known, from the first on; of those, ``named`` have been looked after.
-    tail: the known tokens behind them. last_write: counts writes. undone: numbers of the writes that were undone.
+    tail: the known tokens behind them. last_write: counts writes. undone: numbers of the writes that were undone, and
+    0 where rows were cut off.
     users: requests that were reserved and have not ended; nothing but appending may be done meanwhile.
     """
 
@@ -192,6 +195,9 @@ class CacheTables:
         with self._lock:
             if not 0 <= length <= table.length:
                 raise InvalidRequest("length", length, f"must be at most the rows that there are, {table.length}")
+            if length < table.length:
+                # More urgent than what had seen the rows and has to come again, perhaps: they are not there for it.
+                table.undone.append(_EVERY_SIGHT)
             self._cut(table, -(-length // self.page_size), length)
 
     # Writes
