@@ -241,7 +241,13 @@ def check(case: AppendCase, **launch: Any) -> None:
     touched = touched_elements(operands)
     same_bits("k_cache", np.where(touched, exact[0], caches[0]), exact[0], case)
     reference = expected(operands, exact=False)[0]
-    close("k_cache", caches[0][touched], reference[touched], case, np.abs(operands.arrays["k"].astype(float)).max(initial=0))
+    close(
+        "k_cache",
+        caches[0][touched],
+        reference[touched],
+        case,
+        np.abs(operands.arrays["k"].astype(float)).max(initial=0),
+    )
     if q is not None:
         given, tables = operands.arrays["q"], operands.rope_tables()
         assert tables is not None
