@@ -203,6 +203,14 @@ def test_prompts_that_begin_alike_share_whole_pages() -> None:
         assert (cache.stats().shared_blocks, cache.stats().prefix_hits) == (2, 6)
 
 
+def test_a_page_is_known_by_all_that_comes_before_it() -> None:
+    with opened(num_blocks=16) as (_, cache):
+        second = list(range(8, 16))
+        fill(cache, [*range(8), *second, 1])
+        fill(cache, [*range(50, 58), *second, 2])
+        assert fill(cache, [*range(50, 58), *second, 3]).cached == 16
+
+
 def test_sharing_is_by_tokens_that_were_given_and_ends_where_they_do() -> None:
     with opened() as (_, cache):
         tokens = list(range(20))
