@@ -1,6 +1,6 @@
-// Attention forward for Hopper (sm_90a) on warpgroup products, with what FlashAttention-3 does at its heart (Shah et al.,
-// arXiv 2407.08608, sections 3.1 and 3.2): a warp that only loads, warpgroups that only multiply, products that run
-// while the softmax does.
+// Attention forward for Hopper (sm_90a) on warpgroup products, with what FlashAttention-3 does at its heart (Shah et
+// al., arXiv 2407.08608, sections 3.1 and 3.2): a warp that only loads, warpgroups that only multiply, products that
+// run while the softmax does.
 //
 //      warpgroup 0                     warpgroups 1 .. CONSUMERS, 64 rows each
 //    +----------------------+        +------------------------------------------------------+
@@ -26,8 +26,8 @@ static_assert(STAGES >= 2, "the keys of the next tile land while those of this o
 static_assert(!BIAS && !DROPOUT && !DESCALES, "forward_mma has these options");
 static_assert((PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS) * WARPGROUP <= 65536, "registers there are");
 
-// `full` barriers take one arrival, the producer's, and the bytes that it announces; `empty` ones an arrival of each warp
-// that reads.
+// `full` barriers take one arrival, the producer's, and the bytes that it announces; `empty` ones an arrival of each
+// warp that reads.
 DEVICE void start_barriers(const Shared& shared) {
   constexpr int READERS = 4 * CONSUMERS;
   for (int i = 0; i < CONSUMERS; i++) {

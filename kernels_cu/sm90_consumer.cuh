@@ -1,13 +1,13 @@
 // A consumer of forward_sm90: a warpgroup that multiplies 64 rows of queries with the tiles of keys that they see.
 //
-// In each step the scores of tile n and the output of tile n + 1 are multiplied together, and the softmax of tile n runs
-// while the tensor cores are still at the output:
+// In each step the scores of tile n and the output of tile n + 1 are multiplied together, and the softmax of tile n
+// runs while the tensor cores are still at the output:
 //
 //     tensor cores   | S(n) = Q K(n) |  O += P(n+1) V(n+1)    |  other consumers' products  | S(n-1) = Q K(n-1) | ..
 //     this warpgroup | issue both    | wait S | softmax(n): P(n)     | wait O | pack, rescale | issue both ..
 //
-// Consumers take turns to issue (TURNS): while one is at its softmax, the tensor cores work for another. Keys go from the
-// last tile to the first, so that tiles with a mask come first and last; the loops between have none.
+// Consumers take turns to issue (TURNS): while one is at its softmax, the tensor cores work for another. Keys go from
+// the last tile to the first, so that tiles with a mask come first and last; the loops between have none.
 #pragma once
 
 #include "sm90_special.cuh"

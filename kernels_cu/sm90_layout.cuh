@@ -1,7 +1,7 @@
 // Sizes of forward_sm90, and where everything lies in its shared memory.
 //
-// Operands lie in boxes, as TMA writes them and wgmma reads them: a box is a line of 128 bytes (64 where the head dim is
-// no multiple of 64 columns) of each of the tile's rows, and 16-byte units are swizzled within 8 lines.
+// Operands lie in boxes, as TMA writes them and wgmma reads them: a box is a line of 128 bytes (64 where the head dim
+// is no multiple of 64 columns) of each of the tile's rows, and 16-byte units are swizzled within 8 lines.
 //
 //     a tile of R rows and 128 columns        box 0: columns 0 .. 63        box 1: columns 64 .. 127
 //                                             row 0   | 128 bytes |         row 0   | 128 bytes |
@@ -27,7 +27,9 @@
 #endif
 
 // Head dims are compiled for the next of these; TMA fills the columns between with zeros.
-constexpr int padded_dim(int dim) { return dim <= 64 ? 64 : dim <= 96 ? 96 : dim <= 128 ? 128 : dim <= 192 ? 192 : 256; }
+constexpr int padded_dim(int dim) {
+  return dim <= 64 ? 64 : dim <= 96 ? 96 : dim <= 128 ? 128 : dim <= 192 ? 192 : 256;
+}
 
 constexpr int DIM = padded_dim(HEAD_DIM), DIM_V = padded_dim(HEAD_DIM_V);
 constexpr int WARPGROUP = 128;            // threads
@@ -40,7 +42,7 @@ DEVICE int lane_id() { return threadIdx.x % 32; }
 
 static_assert(WARPS % 4 == 0 && (CONSUMERS == 2 || CONSUMERS == 3), "a producer and two or three consumers");
 static_assert(BLOCK_M == ROWS * CONSUMERS, "a wgmma has 64 rows, and a consumer multiplies 64 rows at a time");
-static_assert(BLOCK_N % 16 == 0 && BLOCK_N <= 256, "keys are wgmma's N in one product and its steps of 16 in the other");
+static_assert(BLOCK_N % 16 == 0 && BLOCK_N <= 256, "keys are N of one product and K of the other");
 static_assert(PAGE_SIZE % 8 == 0, "a part of a tile starts where the swizzle does");
 static_assert(BLOCK_N % PART == 0 && (PAGE_SIZE == 0 || PAGE_SIZE % PART == 0), "pages and tiles divide each other");
 static_assert(PAGE_SIZE == 0 || CACHE_LENGTHS, "pages have no lengths of their own");
@@ -58,7 +60,9 @@ struct Boxes {
   static_assert(BOX_BYTES % EIGHT_LINES == 0, "boxes start where the swizzle starts");
 
   // wgmma descriptors: of the rows (columns are multiplied and summed), and of the columns (rows are).
-  static __device__ __forceinline__ uint64_t rows(uint32_t base) { return ptx::matrix_descriptor<SWIZZLE, 16, EIGHT_LINES>(base); }
+  static __device__ __forceinline__ uint64_t rows(uint32_t base) {
+    return ptx::matrix_descriptor<SWIZZLE, 16, EIGHT_LINES>(base);
+  }
   static __device__ __forceinline__ uint64_t columns(uint32_t base) {
     return ptx::matrix_descriptor<SWIZZLE, BOX_BYTES, EIGHT_LINES>(base);
   }
@@ -91,12 +95,13 @@ constexpr int SLOTS = 2;  // tile indices on their way from the producer to the 
 constexpr int BARRIERS = 2 * CONSUMERS + 4 * STAGES + 2 * SLOTS;
 constexpr uint32_t TILES_AT = BARRIERS_AT + 8 * BARRIERS;
 
-static_assert(K_AT % 1024 == 0 && V_AT % 1024 == 0 && O_AT % 1024 == 0, "the 128-byte swizzle repeats every 1024 bytes");
+static_assert(K_AT % 1024 == 0 && V_AT % 1024 == 0 && O_AT % 1024 == 0, "where the 128-byte swizzle starts");
 static_assert(KBoxes::BOX_BYTES % 1024 == 0 && VBoxes::BOX_BYTES % 1024 == 0, "each box starts a swizzle");
 static_assert(SHARED_BYTES == TILES_AT + 8 * SLOTS, "the launch must provide what is laid out here");
 static_assert(SHARED_BYTES <= 232448, "a block has at most 227 KiB of shared memory");
 
-// The block's shared memory. Barriers come in pairs: `full` says that something is there, `empty` that its place is free.
+// The block's shared memory. Barriers come in pairs: `full` says that something is there, `empty` that its place is
+// free.
 struct Shared {
   uint32_t base;
 
@@ -113,14 +118,16 @@ struct Shared {
   __device__ __forceinline__ uint32_t v_full(int stage) const { return barrier(2 * CONSUMERS + 2 * STAGES + stage); }
   __device__ __forceinline__ uint32_t v_empty(int stage) const { return barrier(2 * CONSUMERS + 3 * STAGES + stage); }
   __device__ __forceinline__ uint32_t tile_full(int slot) const { return barrier(2 * CONSUMERS + 4 * STAGES + slot); }
-  __device__ __forceinline__ uint32_t tile_empty(int slot) const { return barrier(2 * CONSUMERS + 4 * STAGES + SLOTS + slot); }
+  __device__ __forceinline__ uint32_t tile_empty(int slot) const {
+    return barrier(2 * CONSUMERS + 4 * STAGES + SLOTS + slot);
+  }
 
  private:
   __device__ __forceinline__ uint32_t barrier(int number) const { return base + BARRIERS_AT + 8 * number; }
 };
 
-// Where a role is in a ring of stages. Consumers start with parity 0 and wait for what is full, the producer with parity
-// 1 and waits for what is empty, which at first everything is (ptx/mbarrier.cuh).
+// Where a role is in a ring of stages. Consumers start with parity 0 and wait for what is full, the producer with
+// parity 1 and waits for what is empty, which at first everything is (ptx/mbarrier.cuh).
 template <int LENGTH>
 struct Ring {
   int stage;

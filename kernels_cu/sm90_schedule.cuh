@@ -5,10 +5,11 @@
 //                        rows 256 ..:  head 0, head 1 .. head G - 1   ...
 //                        ...
 //
-// A section is as many heads as L2 can hold the keys and values of, so that the tiles of its heads find them there. With
-// a causal mask or a window, later rows see more keys and come first: what is left to the end is short. A block takes the
-// tile of its own number first and further ones by drawing numbers from a counter. Each tile draws once, for the one
-// after it; so a launch draws `tiles` numbers, and whoever draws the last puts the counter back to 0 for the next launch.
+// A section is as many heads as L2 can hold the keys and values of, so that the tiles of its heads find them there.
+// With a causal mask or a window, later rows see more keys and come first: what is left to the end is short. A block
+// takes the tile of its own number first and further ones by drawing numbers from a counter. Each tile draws once, for
+// the one after it; so a launch draws `tiles` numbers, and whoever draws the last puts the counter back to 0 for the
+// next launch.
 #pragma once
 
 #include "mask.cuh"
@@ -79,8 +80,8 @@ DEVICE KeyPlace place_of_key(const Schedule& schedule, const Work& work, int key
   return {work.k_start + key, PACKED_KEYS ? 0 : work.sequence};
 }
 
-// Calls `attend` for the tile's rows; more than once only if a sequence is longer than the caller said, which lengths on
-// the device cannot be checked for before.
+// Calls `attend` for the tile's rows; more than once only if a sequence is longer than the caller said, which lengths
+// on the device cannot be checked for before.
 template <class Attend>
 DEVICE void for_each_row_tile(const Schedule& schedule, Work& work, Attend&& attend) {
   while (work.exists()) {

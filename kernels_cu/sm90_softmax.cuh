@@ -94,8 +94,8 @@ DEVICE void hide(Scores& s, const Rows& rows, int first_key) {
   }
 }
 
-// Online softmax: scores to weights. What was summed before is to be multiplied by `correction`. `l` is the thread's own
-// share of the row's sum until the end.
+// Online softmax: scores to weights. What was summed before is to be multiplied by `correction`. `l` is the thread's
+// own share of the row's sum until the end.
 template <bool FIRST>
 DEVICE void weigh(Scores& s, SoftmaxRow (&softmax)[2], float (&correction)[2], float to_log2) {
 #pragma unroll

@@ -1,8 +1,8 @@
 // Infinities and NaN among the values, which a product with weights of 0 spreads to rows that do not see them.
 //
-// A row's weight of a key that it does not see is 0, and 0 * NaN is NaN. Such rows show: their output is not finite. The
-// quad that finds one computes that row again, key by key from global memory, in which hidden keys have no part. That is
-// slow, and happens only where a value of the sequence is infinite or NaN; the main loop knows nothing of it.
+// A row's weight of a key that it does not see is 0, and 0 * NaN is NaN. Such rows show: their output is not finite.
+// The quad that finds one computes that row again, key by key from global memory, in which hidden keys have no part.
+// That is slow, and happens only where a value of the sequence is infinite or NaN; the main loop knows nothing of it.
 #pragma once
 
 #include "sm90_schedule.cuh"
@@ -19,7 +19,8 @@ DEVICE bool has_special(const Output& o) {
   return is_special(probe);
 }
 
-// A special value counts whole, whatever the weight of a key that the row sees: the weight is positive, if it is no NaN.
+// A special value counts whole, whatever the weight of a key that the row sees: the weight is positive, if it is no
+// NaN.
 DEVICE void add_value(float& sum, float weight, float value) { sum += is_special(value) ? value : weight * value; }
 
 template <int HALF>

@@ -29,7 +29,8 @@ DEVICE void store_unit(const Params& params, const Work& work, int first_row, in
   constexpr int UNITS = DIM_V / 8;
   const int row = first_row + n / UNITS, column = n % UNITS * 8;
   if (row >= work.seqlen_q || column >= HEAD_DIM_V) return;
-  const auto out = element_of<OUT_ELEMENT>(params.out, params.out_strides, work.sequence, work.q_start + row, work.head);
+  const int64_t at = work.q_start + static_cast<int64_t>(row);
+  const auto out = element_of<OUT_ELEMENT>(params.out, params.out_strides, work.sequence, at, work.head);
   ptx::store_global_v4(out + column, bits);
 }
 
@@ -59,8 +60,8 @@ DEVICE void put_output(uint32_t place, const Output& o, const float (&factor)[2]
   }
 }
 
-// What lies in shared memory goes to `out`, and then its place is free again: at once where O has Q's place, else by the
-// next call, which waits for it first.
+// What lies in shared memory goes to `out`, and then its place is free again: at once where O has Q's place, else by
+// the next call, which waits for it first.
 DEVICE void send_output(const Sm90Params& all, const Work& work, const Shared& shared, int consumer) {
   const int thread = threadIdx.x % WARPGROUP, first_row = work.row_begin + consumer * ROWS;
   const uint32_t place = shared.o(consumer);

@@ -66,13 +66,17 @@ def request_of(case: Case, batch: Batch, options: dict[str, Any]) -> tuple[ga.Pa
 
 
 def check(case: Case, mode: tuple[str, str]) -> None:
+    emulation = ga.EmulationOptions(delivery=mode[0], schedule=mode[1], seed=3)  # type: ignore[arg-type]
+    with ga.open_context("emulated", ga.ContextOptions(emulation=emulation)) as ctx:
+        check_on(ctx, case)
+
+
+def check_on(ctx: ga.GpuContext, case: Case) -> None:
     batch = random_batch(len(str(case)), LENGTHS, rows=150, dim=case.dim, dtype=case.dtype)
     options = with_arrays(case.options, batch)
     request, ends = request_of(case, batch, options)
-    emulation = ga.EmulationOptions(delivery=mode[0], schedule=mode[1], seed=3)  # type: ignore[arg-type]
-    with ga.open_context("emulated", ga.ContextOptions(emulation=emulation)) as ctx:
-        assert ctx.flash_attn.inspect_key(request).kernel == KERNEL
-        result = ctx.flash_attn.submit(request).result(100)
+    assert ctx.flash_attn.inspect_key(request).kernel == KERNEL
+    result = ctx.flash_attn.submit(request).result(100)
     k, v, ends_k = batch.packed
     q = request.q.reshape(-1, *batch.q.shape[2:])
     lse = result.lse if case.packed else np.moveaxis(result.lse, 0, 1).reshape(q.shape[1], -1)
