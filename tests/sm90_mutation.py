@@ -48,6 +48,7 @@ _SHAPE: dict[str, Any] = {
 }
 PROBES: dict[str, dict[str, Any]] = {
     "plain": {"seqlens": (400, 700), "kind": "peaked"},
+    "outlier": {"seqlens": (200, 700), "kind": "outlier"},
     "causal": {"head_dim": 128, "dtype": "bfloat16", "seqlens": (300, 600), "always": ("causal",)},
     "empty": {"seqlens": (1500, 21), "heads": (1, 1), "always": ("causal",)},
     "few": {"seqlens": (300, 21), "always": ("causal",)},

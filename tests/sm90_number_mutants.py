@@ -44,7 +44,7 @@ PLACES = (
 
 SOFTMAX = (
     _bug("the row sum is not rescaled", "softmax", "      row.l *= correction[half];\n", ""),
-    _bug("the old maximum is forgotten", "softmax", "    if (!FIRST) m = max_of(row.m, m);\n", ""),
+    _bug("the old maximum is forgotten", "softmax", "    if (!FIRST) m = max_of(row.m, m);\n", "", "outlier"),
     _bug("the maximum is a thread's", "softmax", "float m = max_over_quad(max_of(", "float m = (max_of("),
     _bug("O is never rescaled", "softmax", "o[i] *= correction[i / 2 % 2];", ";"),
     _bug("O's rows change corrections", "softmax", "correction[i / 2 % 2]", "correction[i % 2]"),
