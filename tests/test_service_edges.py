@@ -124,6 +124,9 @@ def test_what_is_wrong_about_a_query_is_said_of_what_the_caller_gave() -> None:
         for reply, field in (
             (cache.attend(q[..., :8], seq), "q"),
             (cache.attend(q[0], [seq], cu_seqlens_q=two), "seqs"),
+            (cache.attend(q, seq, tokens=[[1, 2]]), "tokens"),
+            (cache.attend(q, seq, positions=np.zeros(2, np.int32)), "positions"),
+            (cache.attend(q, seq, rope_cos=np.zeros((4, 4), np.float32)), "rope_cos"),
         ):
             error = outcome(reply)
             assert isinstance(error, ga.InvalidRequest), error

@@ -168,6 +168,9 @@ class KvCacheActor(ServiceActor):
             rows = new_rows(message, cache.pool, len(tables), place, call.caller)
         elif message.rope is not None:
             raise InvalidRequest("rope", message.rope, "goes with k and v: rows in the cache have been rotated")
+        else:
+            for name in ("tokens", "positions", "rope_cos", "rope_sin"):
+                expect(getattr(message, name) is None, name, type(getattr(message, name)).__name__, "goes with k and v")
         shape: tuple[int, ...] = getattr(message.q, "shape", ())
         if message.cu_seqlens_q is None and len(shape) == 4:
             expect(len(tables) == shape[0], "seqs", len(tables), f"must name q's sequences, {shape[0]}")
