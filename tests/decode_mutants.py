@@ -183,11 +183,11 @@ DECODE_MUTANTS = (
         "Q keeps its columns in order", _MMA, "    if constexpr (NARROW) shuffled(words[0], words[1]);\n", "", "fp8"
     ),
     _decode(
-        "the columns of O keep their order",
+        "special values of 8-bit caches go to a neighbour",
         _FRAGMENTS,
         "return NARROW ? 16 * (block / 2) + 4 * t + 2 * i + block % 2 : 8 * block + 2 * t + i;",
         "return NARROW ? 16 * (block / 2) + 4 * t + i + block % 2 : 8 * block + 2 * t + i;",
-        "fp8",
+        "masked8",
     ),
     _decode("V's descale is forgotten", _MERGE, "out_scale = descale(", "descale(", "fp8"),
     _decode("a product of maxima is taken before a negative descale", "mma_softmax.cuh", " && !DESCALES;", ";", "fp8"),
@@ -231,10 +231,10 @@ DECODE_MUTANTS = (
         "a partial LSE is natural", _MERGE, "sums.base + ptx::lg2(sums.l);", "(sums.base + ptx::lg2(sums.l)) / LOG2_E;"
     ),
     _decode(
-        "a sink joins every piece",
+        "the sink is left out where pieces are merged",
         _COMBINE,
-        "  float sink = -INFINITY;\n  if constexpr (SINKS) sink",
-        "  float sink = 0.0f;\n  if constexpr (SINKS) sink = 2.0f *",
+        "  if constexpr (SINKS) sink = sink_logit(params.attention, to.head);\n",
+        "",
         "sinks",
     ),
     _decode(
@@ -266,10 +266,10 @@ DECODE_MUTANTS = (
         "device",
     ),
     _decode(
-        "the device rounds a pinned piece down",
+        "the device begins ranges inside pinned pieces",
         _PLAN,
-        "piece_from(at.tile, pieces, count);",
-        "at.tile * pieces / at_least(1, count);",
+        "return params.splits == 0 ? at : at_a_piece(params, at, entry.tiles.count());",
+        "return at;",
         "device",
     ),
 )

@@ -21,12 +21,13 @@ import numpy as np
 import pytest
 from decode_mutants import DECODE_MUTANTS
 from decoding_support import Batch, random_batch, random_tree, tree_bits
-from emulated_decode import DecodeCase, check, check_results, run
+from emulated_decode import DecodeCase, check_results, key_of, positions_on_the_device, problem_of, run
 from far_pages import check_far_pages
 from mutants import Mutant
 
 from gpu_actors.devices.emulation import EmulationFault, build_module
 from gpu_actors.devices.interface import Kernel
+from gpu_actors.kernels.decode_schedule import plan_decode
 from gpu_actors.kernels.source import KernelSource
 
 REPORT = Path(__file__).resolve().parent.parent / "docs" / "mutation_decode.md"
@@ -76,6 +77,7 @@ PROBES: dict[str, Callable[[], DecodeCase]] = {
     "tree": tree_case,
     "special": lambda: DecodeCase(with_nan(batch_of(300, 70, rows=5, heads=(6, 2)), 297), options=CAUSAL),
     "special8": lambda: with_scales(with_nan(batch_of(300, 70, **FP8), 40)),
+    "masked8": lambda: with_scales(with_nan(batch_of(300, 70, rows=5, heads=(6, 2), **FP8), 297)),
     "fp8": lambda: with_scales(batch_of(300, 70, **FP8)),
     "unequal": lambda: DecodeCase(batch_of(300, 70, dim_v=64), options=CAUSAL),
     "cache": lambda: DecodeCase(batch_of(300, 70, 9), "cache", options=CAUSAL),
@@ -87,12 +89,28 @@ PROBES: dict[str, Callable[[], DecodeCase]] = {
 MULTIPROCESSORS = {"long": 4}
 
 
+def many() -> DecodeCase:
+    """More sequences than decode_plan has threads."""
+    return DecodeCase(batch_of(*np.random.default_rng(0).integers(0, 200, 600).tolist(), dim=32), options=CAUSAL)
+
+
+def check_plan(case: DecodeCase) -> None:
+    """Device and host split alike. Ranges that are cut elsewhere give right numbers as well, but unevenly."""
+    problem = problem_of(case, case.operands())
+    host = plan_decode(problem, key_of(problem, "sm_80"), 7, case.batch.lengths, None).positions
+    assert positions_on_the_device(case, 7).tobytes() == host.tobytes(), "plan differs"
+
+
 def check_probe(name: str, **launch: Any) -> None:
     if name == "far":
         check_far_pages(**launch)
     elif name == "device":
         for case in (PROBES["plain"](), PROBES["pinned"]()):
-            check(case, planned=False, multiprocessors=2, **launch)
+            out, lse = run(case, planned=False, multiprocessors=2, **launch)
+            check_results(case, out, lse)
+        check_plan(PROBES["plain"]())
+        check_plan(PROBES["pinned"]())
+        check_plan(many())
     elif name == "broken":
         case = PROBES["plain"]()
         operands = case.operands() | {"cache_seqlens": np.array([300, 0, 1 << 20, 700], np.int32)}

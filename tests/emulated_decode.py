@@ -12,9 +12,10 @@ from decoding_support import Batch
 from emulated_forward import module_of
 
 from gpu_actors.devices.emulated import EmulatedDevice
-from gpu_actors.devices.interface import Kernel, Launch, OutputSpec
+from gpu_actors.devices.interface import Kernel, Launch, OutputSpec, Step
+from gpu_actors.kernels.decode_arguments import pack_decode
 from gpu_actors.kernels.decode_launch import decode_launch
-from gpu_actors.kernels.decode_variants import DECODE
+from gpu_actors.kernels.decode_variants import DECODE, PLAN, decode_keys, step_geometry
 from gpu_actors.kernels.dispatch import FAMILIES, dispatch_key
 from gpu_actors.kernels.source import KernelSource
 from gpu_actors.kernels.support import ELEMENTS
@@ -137,6 +138,16 @@ def problem_of(case: DecodeCase, operands: dict[str, Any]) -> AttentionProblem:
     )
 
 
+def outputs_of(problem: AttentionProblem, operands: dict[str, Any]) -> dict[str, OutputSpec]:
+    packed = (problem.heads_q, problem.total_q)
+    return {
+        "out": OutputSpec((*operands["q"].shape[:-1], problem.head_dim_v), problem.out_dtype),
+        "lse": OutputSpec(
+            packed if problem.varlen_q else (problem.batch, problem.heads_q, problem.seqlen_q), "float32"
+        ),
+    }
+
+
 def key_of(problem: AttentionProblem, arch: str) -> DispatchKey:
     """The key of decode_mma, whichever kernel the problem would be dispatched to."""
     return dispatch_key(problem, arch, tuple(family for family in FAMILIES if family.name == DECODE))
@@ -166,15 +177,31 @@ def run(
     problem = problem_of(case, operands) if problem is None else problem
     decode = decode_launch(problem, key_of(problem, arch), multiprocessors, planned)
     inputs = operands | decode.plan(operands["cache_seqlens"], operands.get("cu_seqlens_q"))
-    lse = (problem.heads_q, problem.total_q) if problem.varlen_q else (problem.batch, problem.heads_q, problem.seqlen_q)
-    outputs = {
-        "out": OutputSpec((*operands["q"].shape[:-1], problem.head_dim_v), problem.out_dtype),
-        "lse": OutputSpec(lse, "float32"),
-    }
+    outputs = outputs_of(problem, operands)
     steps = decode.steps(tuple(kernel_of(kernel_source(key)) for key in decode.keys))
     stream: Any = device_of(**emulation).open_stream("test")
     results = stream.run(Launch(decode.key, inputs, outputs, lambda _: {}, steps, decode.scratch()))
     return results["out"], results["lse"]
+
+
+def positions_on_the_device(case: DecodeCase, ranges: int) -> Any:
+    """The plan that decode_plan makes, int32 (ranges + 1, 4)."""
+    operands = case.operands()
+    problem = problem_of(case, operands)
+    key = decode_keys(problem, key_of(problem, "sm_80"), planned=False)[0]
+    assert key.kernel == PLAN
+    outputs = outputs_of(problem, operands) | {
+        "plan": OutputSpec((ranges + 1, 4), "int32"),
+        "sums": OutputSpec((10_000,), "int64"),
+    }
+
+    def pack(buffers: Any) -> bytes:
+        pointers = {f"{side}_ptrs": replace(buffers["cache_seqlens"], dtype="uint64") for side in "kv"}
+        return pack_decode(problem, key, ranges, {**buffers, **(pointers if problem.layout == "pointers" else {})})
+
+    step = Step(kernel_of(kernel_source(key)), step_geometry(key, problem, ranges), pack)
+    stream: Any = device_of().open_stream("test")
+    return stream.run(Launch(key, operands, outputs, lambda _: {}, (step,)))["plan"]
 
 
 def check_results(case: DecodeCase, out: Any, lse: Any) -> float:

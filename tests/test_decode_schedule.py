@@ -7,30 +7,26 @@ import itertools
 import time
 from typing import Any
 
+import decode_mutation
 import numpy as np
 import pytest
 from decode_cases import VARIANTS, draw
 from decoding_support import random_batch
-from emulated_decode import DecodeCase, device_of, kernel_of, key_of, problem_of
+from emulated_decode import DecodeCase, key_of, positions_on_the_device, problem_of
 
 from gpu_actors.bench import plan
-from gpu_actors.devices.interface import Launch, OutputSpec, Step
-from gpu_actors.kernels.decode_arguments import decode_layout, pack_decode, page_division
+from gpu_actors.kernels.decode_arguments import decode_layout, page_division
 from gpu_actors.kernels.decode_launch import decode_launch
 from gpu_actors.kernels.decode_schedule import ITEM_UNITS, Schedule, min_units, plan_decode, workload
 from gpu_actors.kernels.decode_variants import (
-    PLAN,
     ROW_TILES,
-    decode_keys,
     decode_tile,
     ranges_of,
     row_tile_of,
-    step_geometry,
 )
 from gpu_actors.kernels.occupancy import shared_a_multiprocessor
 from gpu_actors.kernels.support import capability
 from gpu_actors.kernels.tiles import shared_mem_limit
-from gpu_actors.kernels.variants import kernel_source
 from gpu_actors.problem import AttentionProblem
 from gpu_actors.reference.masks import visible_keys
 
@@ -42,39 +38,16 @@ def planned(case: DecodeCase, ranges: int) -> tuple[AttentionProblem, Any, Sched
     return problem, key, plan_decode(problem, key, ranges, case.batch.lengths, rows)
 
 
-def positions_on_the_device(case: DecodeCase, ranges: int) -> Any:
-    """What decode_plan writes."""
-    operands = case.operands()
-    problem = problem_of(case, operands)
-    key = decode_keys(problem, key_of(problem, "sm_80"), planned=False)[0]
-    assert key.kernel == PLAN
-    outputs = {
-        "plan": OutputSpec((ranges + 1, 4), "int32"),
-        "sums": OutputSpec((10_000,), "int64"),
-        "out": OutputSpec((*operands["q"].shape[:-1], problem.head_dim_v), problem.out_dtype),
-        "lse": OutputSpec(_lse_shape(problem), "float32"),
-    }
-
-    def pack(buffers: Any) -> bytes:
-        pointers = {f"{side}_ptrs": dataclasses.replace(buffers["cache_seqlens"], dtype="uint64") for side in "kv"}
-        return pack_decode(problem, key, ranges, {**buffers, **(pointers if problem.layout == "pointers" else {})})
-
-    step = Step(kernel_of(kernel_source(key)), step_geometry(key, problem, ranges), pack)
-    stream: Any = device_of().open_stream("test")
-    return stream.run(Launch(key, operands, outputs, lambda _: {}, (step,)))["plan"]
-
-
-def _lse_shape(problem: AttentionProblem) -> tuple[int, ...]:
-    packed = (problem.heads_q, problem.total_q)
-    return packed if problem.varlen_q else (problem.batch, problem.heads_q, problem.seqlen_q)
-
-
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v.layout != "pointers"][:8:2], ids=str)
 def test_host_and_device_split_alike(variant):
     for seed in range(3):
         case = draw(variant, seed)
         for ranges in (1, 7):
             np.testing.assert_array_equal(positions_on_the_device(case, ranges), planned(case, ranges)[2].positions)
+
+
+def test_the_device_splits_more_sequences_than_it_has_threads():
+    decode_mutation.check_plan(decode_mutation.many())
 
 
 def walk(schedule: Schedule) -> list[list[tuple[int, int, int, int]]]:
