@@ -230,3 +230,16 @@ def test_calls_are_answered_when_something_that_looks_on_raises() -> None:
     assert [call.error is None for call in calls] == [True, False, True]
     assert completion.close(5.0)
     assert mailbox.stats().in_flight == 0
+
+
+def test_the_prompt_of_a_sequence_is_still_found_after_an_append_to_it_had_to_be_repeated() -> None:
+    """The append that failed would have ended a page."""
+    rows = Rows(7)
+    with opened(ga.ContextOptions(fault_plan=FaultPlan().fail(2))) as (_, cache):
+        seq = wait(cache.create())
+        tokens = list(range(10))
+        wait(cache.append(seq, *rows.new(5), tokens=tokens[:5]))
+        k, v = rows.new(5)
+        assert isinstance(outcome(cache.append(seq, k, v, tokens=tokens[5:])), ga.LaunchError)
+        wait(cache.append(seq, k, v, tokens=tokens[5:]))
+        assert wait(cache.create([*tokens, 10])).cached == 8

@@ -92,13 +92,17 @@ class _Copy(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Write:
-    """Rows on their way into one sequence. copies: shared pages to copy first, as (source, destination)."""
+    """Rows on their way into one sequence.
+
+    copies: shared pages to copy first, as (source, destination). tail: the sequence's before it.
+    """
 
     table: PageTable
     start: int
     stop: int
     pages_before: int
     sight: Sight
+    tail: list[int]
     copy: _Copy | None = None
 
     @property
@@ -220,7 +224,7 @@ class CacheTables:
             known = [None] * len(tables) if tokens is None else tokens
             for table, more, copied, count, ids in zip(tables, rows, copies, grown, known, strict=True):
                 table.last_write += 1
-                write = Write(table, table.length, table.length + more, len(table.pages), table.sight)
+                write = Write(table, table.length, table.length + more, len(table.pages), table.sight, list(table.tail))
                 if copied:
                     destination = taken.pop()
                     # The old page's reference goes from the table to the write, which may have to give it back.
@@ -277,6 +281,7 @@ class CacheTables:
         table, copy = write.table, write.copy
         if not write.stale:
             self._cut(table, write.pages_before, write.start)
+            table.tail = write.tail  # what was known is known again, even where the write ended that page
             if copy is not None:
                 table.pages[copy.slot] = copy.source
                 self._pool.release(copy.destination)
