@@ -53,7 +53,7 @@ _NAMED = (
     Step("graphs", "tests", ("tests/gpu/test_graphs.py",), 120),
     Step("torch", "tests", ("tests/gpu/test_torch_attention_on_gpu.py",), 120),
     Step("modifications", "tests", ("tests/gpu/test_modifications.py",), 120, spread=True),
-    Step("forward", "tests", ("tests/gpu/test_forward.py",), 300, spread=True),
+    Step("forward", "tests", ("tests/gpu/test_forward.py", "tests/gpu/test_forward_sm90_on_gpu.py"), 300, spread=True),
     Step("sanitizer", "tests", ("tests/gpu/test_sanitizer.py",), 300),
     Step("bench-forward", "bench", ("forward",), 400),
     Step("bench-backward", "bench", ("backward",), 300),
