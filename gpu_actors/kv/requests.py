@@ -116,7 +116,7 @@ class AppendRows:
     tokens: ids, one a row and shaped like k's first axes, that the rows' keys and values follow from, together with all
         before them. Whole pages of such rows are shared with sequences that are created for a prompt that begins alike.
     rope: rotates K by each row's place in its sequence, or by ``positions``, int32, one a row. rope_cos, rope_sin: fp32
-        (table_rows, rope.dim / 2), where the rope takes tables.
+        (table_rows, rope.dim / 2), where the rope takes tables: a place beyond them is refused.
     The reply gives the length of the sequence then, or a list of them.
     """
 
