@@ -88,8 +88,9 @@ def check_sweep(sweep: Sweep, shapes: tuple[tuple[int, int], ...]) -> None:
     for index, seqlens in enumerate(shapes):
         number = SWEEPS.index(sweep)
         delivery, schedule = LAUNCHES[(5 * index + number) % len(LAUNCHES)]
-        heads = ((6, 2), (3, 1), (2, 2))[index % 3]
-        case = case_of(sweep, 1000 * number + index, seqlens, batch=1 + index % 3, heads=heads)
+        large = max(seqlens) > 300  # which the emulation takes its time for
+        heads = (2, 1) if large else ((6, 2), (3, 1), (2, 2))[index % 3]
+        case = case_of(sweep, 1000 * number + index, seqlens, batch=1 if large else 1 + index % 3, heads=heads)
         check_case(
             case,
             compute=sweep.compute,
@@ -98,6 +99,7 @@ def check_sweep(sweep: Sweep, shapes: tuple[tuple[int, int], ...]) -> None:
             delivery=delivery,
             schedule=schedule,
             seed=index,
+            limit_seconds=600.0,
         )
 
 

@@ -1,0 +1,176 @@
+"""Seeds bugs into the backward kernels, one at a time, and shows that the comparison with the oracle catches each.
+
+python tests/backward_mutation.py            every mutant, about ten seconds each; writes docs/mutation_backward.md
+python tests/backward_mutation.py NAME...    only these, and writes nothing
+
+A mutant is caught when one of its probes differs from the oracle by more than the tolerance, when a probe that asks for
+it does not repeat its bits, or when the emulation finds fault with it.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import emulated_backward
+import numpy as np
+import pytest
+from backward_mutants import MUTANTS
+from mutants import Mutant
+from mutation import mutated
+
+from gpu_actors.devices.emulation import EmulatedModule, EmulationFault, build_module
+from gpu_actors.kernels.source import KernelSource
+from gpu_actors.testing import check_gradients, random_backward
+from gpu_actors.testing.backward_problems import BackwardCase, poison_unseen_backward
+
+REPORT = Path(__file__).resolve().parent.parent / "docs" / "mutation_backward.md"
+LAUNCHES = (("late", "greedy", 0), ("eager", "greedy", 1), ("late", "lane", 1), ("random", "random", 2))
+LIMIT_SECONDS = 40.0
+
+# Problems by name. Most have more tiles of queries than the ring has stages, and rows and keys that end inside a tile.
+_SHAPE: dict[str, Any] = {
+    "dtype": "float16",
+    "head_dim": 32,
+    "varlen": False,
+    "kind": "gaussian",
+    "batch": 1,
+    "heads": (2, 1),
+    "features": (),
+}
+_ALL = ("dropout", "sinks", "bias", "alibi", "softcap")
+PROBES: dict[str, dict[str, Any]] = {
+    "plain": {"seqlens": (210, 150)},
+    "late": {"seqlens": (70, 150)},
+    "batch": {"seqlens": (150, 200), "batch": 2},
+    "causal": {"seqlens": (290, 290), "always": ("causal",)},
+    "few": {"seqlens": (150, 21), "always": ("causal",)},
+    "varlen": {"seqlens": (150, 210), "varlen": True, "batch": 3, "always": ("causal",)},
+    "window": {"seqlens": (333, 410), "always": ("window", "sink_tokens"), "alignment": "top_left"},
+    "options": {"seqlens": (70, 150), "batch": 2, "kind": "peaked", "always": _ALL},
+    "sinks": {"seqlens": (250, 21), "batch": 12, "heads": (1, 1), "always": ("sinks",)},
+    "gqa": {"seqlens": (70, 150), "heads": (4, 2)},
+    "wide": {"dtype": "bfloat16", "head_dim": 256, "seqlens": (100, 100), "always": ("causal",)},
+    "wide dq": {"dtype": "bfloat16", "head_dim": 256, "seqlens": (40, 60), "always": ("softcap",)},
+    "passes": {"dtype": "bfloat16", "head_dim": 128, "seqlens": (70, 100), "always": ("dropout",)},
+    "float": {"dtype": "float32", "head_dim": 96, "seqlens": (70, 150), "always": ("causal",)},
+    "redundant": {"dtype": "float32", "head_dim": 256, "seqlens": (40, 40), "always": ("bias",)},
+    "special": {"seqlens": (150, 150), "always": ("causal",)},
+    "special key": {"seqlens": (150, 150), "always": ("causal",)},
+    "turns": {"seqlens": (90, 610)},
+    "turns window": {"seqlens": (610, 610), "always": ("window",), "alignment": "top_left"},
+    "turns bias": {"seqlens": (40, 150), "batch": 3, "always": ("bias",)},
+}
+ARCHS = {"late": "sm_90a"}
+
+
+@contextmanager
+def seeded(mutant: Mutant | None, cache: Path) -> Iterator[None]:
+    """Have `emulated_backward` build kernels, one of them with the bug."""
+
+    def build(source: KernelSource) -> EmulatedModule:
+        macros = dict(source.macros)
+        if mutant is None or source.name != f"{mutant.kernel}.cu":
+            return build_module(source.source, macros, dict(source.headers), entries=source.entry_points)
+        text, headers = mutated(source, mutant)
+        return build_module(text, macros, headers, cache_dir=cache, entries=source.entry_points)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(emulated_backward, "module_of", build)
+        yield
+
+
+def case_of(name: str) -> BackwardCase:
+    choices = {**_SHAPE, **PROBES[name]}
+    compute = "tf32" if choices["dtype"] == "float32" else None
+    case = random_backward(len(name), compute=compute, **choices)
+    if name == "turns bias":  # shared by every sequence and head
+        case.options["bias"] = np.ascontiguousarray(case.options["bias"][:1, :1])
+    if name == "options":  # of the type that backward_finish turns sums into
+        case.options["bias"] = case.options["bias"].astype(np.float16)
+    if name == "special":
+        case.dout[0, 100, :, 3] = np.nan
+    if name == "special key":
+        case.forward.k[0, 100, :, 3] = np.nan
+        case.lse[0, :, 100:], case.out[0, 100:] = np.nan, np.nan
+    return case
+
+
+def run_probe(name: str) -> None:
+    """Raise AssertionError or EmulationFault where a probe shows a difference."""
+    case = case_of(name)
+    compute = "tf32" if case.dout.dtype == np.float32 else None
+    poisoned = poison_unseen_backward(case)
+    deterministic, first = name.startswith("turns"), None
+    for delivery, schedule, seed in LAUNCHES:
+        gradients = emulated_backward.run_case(
+            poisoned,
+            compute=compute,
+            deterministic=deterministic,
+            arch=ARCHS.get(name, "sm_86"),
+            delivery=delivery,
+            schedule=schedule,
+            seed=seed,
+            limit_seconds=LIMIT_SECONDS,
+        )
+        given = {"out": case.out, "lse": case.lse, "compute": compute}
+        check_gradients(gradients, *case.arguments, repro=case.repro, **given, **case.options)
+        first = first or gradients
+        if deterministic:
+            np.testing.assert_array_equal(gradients.dq, first.dq, err_msg="dq does not repeat")
+            if gradients.dbias is not None:
+                np.testing.assert_array_equal(gradients.dbias, first.dbias, err_msg="dbias does not repeat")
+
+
+def verdict(mutant: Mutant, cache: Path) -> str:
+    """How the mutant was caught, or "survived"."""
+    try:
+        with seeded(mutant, cache):
+            for probe in mutant.probes:
+                run_probe(probe)
+    except EmulationFault as fault:
+        return f"emulation: {fault.kind}"
+    except AssertionError as error:
+        return "bits differ" if "does not repeat" in str(error) else str(error).split(" ", 1)[0] + " differs"
+    return "survived"
+
+
+def main(names: list[str]) -> int:
+    chosen = [mutant for mutant in MUTANTS if not names or mutant.name in names]
+    lines, survivors, start = [], [], time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        sound: set[str] = set()
+        for mutant in chosen:
+            with seeded(None, Path(folder)):
+                for probe in set(mutant.probes) - sound:
+                    run_probe(probe)  # passes without the bug
+            sound.update(mutant.probes)
+            found = verdict(mutant, Path(folder))
+            sys.stdout.write(f"{mutant.kernel}  {mutant.name}: {found}\n")
+            sys.stdout.flush()
+            lines.append(f"| {mutant.kernel} | {mutant.name} | {', '.join(mutant.probes)} | {found} |")
+            survivors += [mutant.name] * (found == "survived")
+    caught = f"{len(chosen) - len(survivors)} of {len(chosen)} caught in {time.monotonic() - start:.0f} s"
+    sys.stdout.write(caught + "\n")
+    if not names:
+        REPORT.write_text(_REPORT.format(caught=caught, rows="\n".join(lines)), encoding="utf-8")
+    return 1 if survivors else 0
+
+
+_REPORT = """# Mutation run of the backward kernels
+
+`python tests/backward_mutation.py` seeds each of these bugs into a kernel and compares the emulated gradients with the
+oracle under several schedules and deliveries. {caught}.
+
+| kernel | bug | probes | caught by |
+|---|---|---|---|
+{rows}
+"""
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
