@@ -55,10 +55,7 @@ SHAPES = (
 SAMPLE = {
     "sm_80": (("bfloat16", 128, "causal"), ("float32", 256, "dropout")),
     "sm_86": (("float16", 256, "bias"),),
-    "sm_89": (("bfloat16", 40, "causal"),),
     "sm_90a": (("bfloat16", 128, "window sinks"),),
-    "sm_100a": (("float16", 64, "causal"),),
-    "sm_120a": (("float32", 128, "causal"),),
 }
 
 
@@ -192,7 +189,7 @@ def faults(found: Finding) -> list[str]:
     return [text for text, wrong in checks.items() if wrong]
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", SAMPLE)
 def test_a_sample_of_the_variants_passes_the_gate(arch):
     sample = [v for v in VARIANTS if v.arch == arch and (v.shape[0], v.shape[2], v.option) in SAMPLE[arch]]
     assert len(sample) == len(SAMPLE[arch])

@@ -1,6 +1,6 @@
 """A thousand random backward problems through the kernels on the emulated device, against the float64 oracle.
 
-python -m pytest -m sweep tests/test_backward_sweep.py        all of them; the default run takes two of some variants
+python -m pytest -m sweep tests/test_backward_sweep.py        all of them; the default run takes one of some variants
 """
 
 from __future__ import annotations
@@ -53,8 +53,7 @@ def check(sweep: Sweep, seed: int, modes: tuple[tuple[str, str], ...]) -> None:
 @pytest.mark.parametrize("sweep", [sweep for sweep in SWEEPS if sweep.usual], ids=name_of)
 def test_a_sample_agrees_with_the_oracle(sweep: Sweep) -> None:
     base = 1000 * SWEEPS.index(sweep)
-    for seed in range(base, base + 2):
-        check(sweep, seed, (LAUNCHES[seed % 12], LAUNCHES[(5 * seed + 7) % 12]))
+    check(sweep, base, (LAUNCHES[base % 12], LAUNCHES[(5 * base + 7) % 12]))
 
 
 @pytest.mark.sweep
