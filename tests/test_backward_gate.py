@@ -70,12 +70,16 @@ class Variant(NamedTuple):
         return f"{self.arch} {compute or dtype} {dims} {self.option}"
 
 
-# Every option with the usual head dims, a few with the others, one on the lesser architectures.
+def options_of(arch: str, shape: tuple[str, str | None, int, int]) -> tuple[str, ...]:
+    """Every option with the usual head dims, a few with the others, one on the lesser architectures."""
+    usual = shape in SHAPES[:2]
+    if arch not in MAIN_ARCHS:
+        return ("causal",) if usual else ()
+    return tuple(OPTIONS) if usual else FEW
+
+
 VARIANTS = tuple(
-    Variant(arch, shape, option)
-    for arch in ARCHS
-    for shape in SHAPES
-    for option in (("causal",) if arch not in MAIN_ARCHS else OPTIONS if shape in SHAPES[:2] else FEW)
+    Variant(arch, shape, option) for arch in ARCHS for shape in SHAPES for option in options_of(arch, shape)
 )
 
 

@@ -43,7 +43,7 @@ SWEEPS = (
     Sweep("bfloat16", None, "sm_90a", 128, None, True, ("causal", "window", "sink_tokens"), "top_left", True, True),
     Sweep("float16", None, "sm_86", 40, None, False, ("dropout", "sinks", "bias", "alibi", "softcap"), usual=True),
     Sweep("bfloat16", None, "sm_86", 256, 72, False, ("causal", "sinks"), usual=True),
-    Sweep("float32", "tf32", "sm_80", 96, None, True, ("window",), usual=True),
+    Sweep("float32", "tf32", "sm_80", 96, None, True, ("window",), deterministic=True, usual=True),
     Sweep("float16", None, "sm_86", 64, 96, True, ("causal", "alibi", "sinks"), "top_left"),
     Sweep("bfloat16", None, "sm_80", 40, None, False, ("causal", "dropout"), deterministic=True),
     Sweep("float16", None, "sm_90a", 80, None, False, ("window", "sink_tokens", "bias", "scale"), deterministic=True),
@@ -137,13 +137,20 @@ REPEATS = tuple((LAUNCHES[n % len(LAUNCHES)], n) for n in range(100))
 
 class TestDeterministic:
     def test_a_hundred_repeats_have_the_same_bits(self):
-        """Four key tiles add to dQ, from blocks that run at the same time."""
-        sweep = SWEEPS[1]
+        """Of floats, which show the last bits: seven key tiles add to dQ, from blocks that run at the same time."""
+        sweep = SWEEPS[4]
         case = case_of(sweep, 3, (40, 410), batch=1, heads=(1, 1))
-        first = run_case(case, deterministic=True, arch=sweep.arch)
+        first = run_case(case, compute=sweep.compute, deterministic=True, arch=sweep.arch)
         for (delivery, schedule), seed in REPEATS:
             again = run_case(
-                case, deterministic=True, arch=sweep.arch, delivery=delivery, schedule=schedule, seed=seed, threads=3
+                case,
+                compute=sweep.compute,
+                deterministic=True,
+                arch=sweep.arch,
+                delivery=delivery,
+                schedule=schedule,
+                seed=seed,
+                threads=3,
             )
             for name in ("dq", "dk", "dv"):
                 np.testing.assert_array_equal(getattr(again, name), getattr(first, name))
@@ -283,11 +290,11 @@ class TestBatchInvariance:
             np.testing.assert_array_equal(alone.dv[0], whole.dv[index])
 
     def test_a_packed_sequence_has_the_same_bits_of_every_gradient_where_deterministic(self):
-        sweep = SWEEPS[1]
-        case = case_of(sweep, 11, (150, 300), batch=3, heads=(2, 1))
+        sweep = SWEEPS[4]
+        case = case_of(sweep, 11, (100, 200), batch=3, heads=(2, 1))
         options = dict(case.options)
         ends_q, ends_k = options.pop("cu_seqlens_q"), options.pop("cu_seqlens_k")
-        whole = run_case(case, deterministic=True, arch=sweep.arch)
+        whole = run_case(case, compute=sweep.compute, deterministic=True, arch=sweep.arch)
         dout, q, k, v, out, lse = case.inputs
         for index, lengths in enumerate(case.forward.seqlens):
             if not all(lengths):
@@ -297,7 +304,8 @@ class TestBatchInvariance:
                 "cu_seqlens_q": np.array([0, rows.stop - rows.start], np.int32),
                 "cu_seqlens_k": np.array([0, keys.stop - keys.start], np.int32),
             }
-            problem = backward_problem_of(q[rows], k[keys], v[keys], deterministic=True, **options, **ends)
+            inputs = q[rows], k[keys], v[keys]
+            problem = backward_problem_of(*inputs, compute=sweep.compute, deterministic=True, **options, **ends)
             operands = {"dout": dout[rows], "q": q[rows], "k": k[keys], "v": v[keys], "out": out[rows], **ends}
             alone = run(problem, {**operands, "lse": np.ascontiguousarray(lse[:, rows])}, arch=sweep.arch)
             np.testing.assert_array_equal(alone.dq, whole.dq[rows])
