@@ -28,8 +28,8 @@ struct FormatOf<bfloat16_t> {
 constexpr bool NARROW = sizeof(KV_ELEMENT) == 1;
 
 // How an 8-bit float in the upper byte of a half is widened: shifted right it is the wide format's bits, but for the
-// bias of the exponent, which FACTOR makes up for. What is no number needs an exponent of all ones besides: REST added to
-// an 8-bit magnitude carries into the sign's place for these, and from there SPREAD shifts it.
+// bias of the exponent, which FACTOR makes up for. What is no number needs an exponent of all ones besides: REST added
+// to an 8-bit magnitude carries into the sign's place for these, and from there SPREAD shifts it.
 template <int SHIFT_, uint32_t FACTOR_, uint32_t REST_, int SPREAD_>
 struct Widening {
   static constexpr int SHIFT = SHIFT_, SPREAD = SPREAD_;

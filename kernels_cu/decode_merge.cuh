@@ -148,7 +148,8 @@ DEVICE void write_rows(const DecodeParams& params, const Entry& entry, int kv_he
   }
 }
 
-// Rows whose lengths contradict what the launch was prepared for are answered with NaN. rows_end: of packed rows.
+// Rows whose lengths contradict what the launch was prepared for are answered with NaN. packed_end: where the rows to
+// be written end.
 DEVICE void write_broken(const DecodeParams& params, const Entry& entry, int kv_head, int64_t packed_end) {
   const int64_t all = (packed_end - entry.packed_begin) * HEAD_DIM_V;
   for (int64_t index = threadIdx.x; index < all; index += THREADS) {

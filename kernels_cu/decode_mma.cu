@@ -4,8 +4,8 @@
 // A new row alone is one row of a matrix product, and memory sets the time. So the query heads that share a KV head are
 // packed with the new rows into tiles of 16 rows, keys and values are read once for all of them, and the keys of a
 // sequence are split over blocks: each block takes one of the equal ranges of decode_plan.cuh (stream-K: Osama et al.,
-// arXiv 2301.03598; split keys: Dao et al., "Flash-Decoding", 2023). Within a block a ring of STAGES stages is filled by
-// cp.async while an earlier stage is multiplied; its warps share rows and keys:
+// arXiv 2301.03598; split keys: Dao et al., "Flash-Decoding", 2023). Within a block a ring of STAGES stages is filled
+// by cp.async while an earlier stage is multiplied; its warps share rows and keys:
 //
 //      BLOCK_M = 16, WARPS = 4                          BLOCK_M = 64, WARPS = 4
 //                 keys 0-15  16-31  32-47  48-63                    keys 0 .. 63
@@ -285,7 +285,8 @@ DEVICE void attend(const DecodeParams& params, const Entry& entry, int kv_head, 
   const Rows rows = rows_of(params, entry, kv_head);
   const SeenKeys keys = seen_keys(entry.mask, entry.row_begin, entry.row_end);
   const int row_warp = int(threadIdx.x) / 32 / KEY_WARPS;
-  Ring ring{cache_source(params, entry.sequence, kv_head), keys, entry.tiles, piece.last, shared + QTile::BYTES, {}, {}};
+  const CacheSource source = cache_source(params, entry.sequence, kv_head);
+  Ring ring{source, keys, entry.tiles, piece.last, shared + QTile::BYTES, {}, {}};
 
   Output o = {};
   SoftmaxRow softmax[2] = {{-INFINITY, 0.0f}, {-INFINITY, 0.0f}};

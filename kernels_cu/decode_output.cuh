@@ -1,4 +1,4 @@
-// From sums to results: eight or four neighbouring elements of a packed row at a time, in registers of whichever thread.
+// From sums to results: eight or four neighbouring elements of a packed row at a time, in any thread's registers.
 #pragma once
 
 #include "decode_plan.cuh"

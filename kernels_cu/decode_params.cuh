@@ -2,8 +2,8 @@
 // lie, how long each sequence is, and how the work is split.
 //
 // In `attention`, k and v are the pools or caches themselves: their `batch` stride is that of a page where PAGED, of a
-// sequence otherwise, and `row` and `head` are within it. Where POINTERS, k and v are null. Rows begin at multiples of 16
-// bytes, and no stride of theirs is negative.
+// sequence otherwise, and `row` and `head` are within it. Where POINTERS, k and v are null. Rows begin at multiples of
+// 16 bytes, and no stride of theirs is negative.
 //
 // gpu_actors/kernels/decode_arguments.py reads the struct from this text: one field a line, of a type that it knows.
 #pragma once

@@ -63,7 +63,8 @@ DEVICE Entry entry_of(const DecodeParams& params, int index) {
   entry.sequence = index / params.row_tiles;
   entry.lengths = sequence_of(params, entry.sequence);
   entry.packed_begin = index % params.row_tiles * BLOCK_M;
-  entry.packed_end = at_most(at_most(entry.lengths.rows, params.attention.seqlen_q) * ratio, entry.packed_begin + BLOCK_M);
+  const int rows = at_most(entry.lengths.rows, params.attention.seqlen_q);
+  entry.packed_end = at_most(rows * ratio, entry.packed_begin + BLOCK_M);
   entry.row_begin = entry.packed_begin / ratio;
   entry.row_end = (entry.packed_end + ratio - 1) / ratio;
   entry.mask = make_mask(params.attention, entry.lengths.rows, entry.lengths.keys);

@@ -97,7 +97,8 @@ struct CacheSource {
   }
 };
 
-DEVICE CacheRows cache_rows(const void* pool, const uint64_t* pointers, const Strides& strides, int sequence, int head) {
+DEVICE CacheRows cache_rows(const void* pool, const uint64_t* pointers, const Strides& strides, int sequence,
+                            int head) {
   if constexpr (POINTERS) pool = reinterpret_cast<const void*>(pointers[sequence]);
   const auto base = element_of<const KV_ELEMENT>(pool, strides, PAGED || POINTERS ? 0 : sequence, 0, head);
   return {base, uint32_t(strides.batch / CacheRows::CHUNK), uint32_t(strides.row / CacheRows::CHUNK)};
