@@ -38,9 +38,9 @@ REGISTERS = {12: 168, 16: 128}  # by warps: what 65,536 leave for each thread at
 # Of issue slots that the loop without a mask may take while the tensor cores multiply: the loop's instructions, twice
 # (two warps share a scheduler), as a share of the products' clocks.
 BUDGET = 0.60
-# From vector to uniform registers: none in the loop without a mask as NVRTC compiles it, which is what runs. Loops with
-# a mask, and the older ptxas of nvcc, are given some.
-SOME_MOVES = 8
+# From vector to uniform registers, in any loop. Where uniform registers run out, ptxas keeps a few descriptors in vector
+# registers: none in most loops with NVRTC, whose cubins run, more with the older ptxas of nvcc 13.0.
+MOVES = {"NVRTC": 4, "nvcc": 16}
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -196,9 +196,7 @@ def faults(found: Finding) -> list[str]:
 
 
 def too_many_moves(found: Finding) -> bool:
-    if found.loops and found.compiler == "NVRTC" and found.main.count("R2UR") > 0:
-        return True
-    return any(loop.count("R2UR") > SOME_MOVES for loop in found.loops)
+    return any(loop.count("R2UR") > MOVES[found.compiler] for loop in found.loops)
 
 
 @pytest.mark.parametrize("compiler", COMPILERS)
@@ -317,7 +315,7 @@ A variant passes with
 - nothing spilled, no stack, no access to local memory, no C75xx note (wgmma serialised, setmaxnreg ignored);
 - as many products (HGMMA) as the tile has in its loops and outside them;
 - every special function of a loop between the wait for S and the wait for O, where the tensor cores still multiply;
-- no moves from vector to uniform registers in the loop without a mask as NVRTC compiles it, at most eight elsewhere;
+- no more moves from vector to uniform registers in a loop than four by NVRTC, sixteen by nvcc;
 - where nothing but the scale stands between product and score, instructions of the loop without a mask that take at
   most 60% of the issue slots while the tensor cores are busy: instructions times two over the products' clocks. With
   three consumers, at head dim 64, three warps share a scheduler, so that the true share is half as much again.
