@@ -38,7 +38,7 @@ REGISTERS = {12: 168, 16: 128}  # by warps: what 65,536 leave for each thread at
 # Of issue slots that the loop without a mask may take while the tensor cores multiply: the loop's instructions, twice
 # (two warps share a scheduler), as a share of the products' clocks.
 BUDGET = 0.60
-# From vector to uniform registers, in any loop. Where uniform registers run out, ptxas keeps a few descriptors in vector
+# From vector to uniform registers, in any loop. Where uniform ones run out, ptxas keeps a few descriptors in vector
 # registers: none in most loops with NVRTC, whose cubins run, more with the older ptxas of nvcc 13.0.
 MOVES = {"NVRTC": 4, "nvcc": 16}
 
