@@ -98,7 +98,7 @@ DEVICE void give_values(ValueGradient& dv, const Scores& weights, const Work& wo
 
 // The step's part of dQ, from the dS of all warps: 16 rows and some columns a warp.
 DEVICE void add_query_gradient(const Work& work, int n) {
-  constexpr int ROW_WARPS = BLOCK_M / 16, MOST = ACCUMULATORS <= 96 || SCALE_ONLY ? 4 : 2;
+  constexpr int ROW_WARPS = BLOCK_M / 16, MOST = ACCUMULATORS <= 96 || ROOMY ? 4 : 2;
   constexpr int AT_ONCE = QueryColumns::PAIRS < MOST ? QueryColumns::PAIRS : MOST;
   static_assert(AT_ONCE % QueryColumns::PAIRS_A_PART == 0 || QueryColumns::PAIRS_A_PART % AT_ONCE == 0,
                 "a pass begins at a part or divides it");

@@ -21,7 +21,8 @@ using ValueGradient = float[2 * ValueColumns::PAIRS][KEY_ROWS][4];
 
 // Where accumulators of dK and dV leave few registers, scores are computed for fewer queries at a time, pass after pass.
 constexpr int ACCUMULATORS = 8 * KEY_ROWS * (KeyColumns::PAIRS + ValueColumns::PAIRS);
-constexpr int LIMIT = ACCUMULATORS <= 96 ? 64 : SCALE_ONLY && !DROPOUT ? 32 : 16;
+constexpr bool ROOMY = SCALE_ONLY && !DROPOUT && !WINDOW;  // little else stands in registers
+constexpr int LIMIT = ACCUMULATORS <= 96 ? 64 : ROOMY ? 32 : 16;
 constexpr int PASS = QUERIES < LIMIT ? QUERIES : LIMIT;
 constexpr int PASSES = QUERIES / PASS;
 constexpr int QUERY_BLOCKS = PASS / 8;

@@ -132,14 +132,15 @@ def expected_instructions(macros: dict[str, str]) -> tuple[int, int]:
     split = sharing > 1 and m % (16 * sharing) == 0
     pairs = [column_pairs(chunk, dim, sharing) for dim in dims]
     queries = m // sharing if split else m
-    plain = not any(name in number or name in macros for name in ("SOFTCAP", "ALIBI", "BIAS_ELEMENT"))
+    options = ("SOFTCAP", "ALIBI", "BIAS_ELEMENT", "DROPOUT", "WINDOW")
+    roomy = not any(name in macros for name in options)
     wide = 8 * key_rows * sum(pairs) > 96
-    limit = 64 if not wide else 32 if plain and "DROPOUT" not in number else 16
+    limit = 64 if not wide else 32 if roomy else 16
     block = min(queries, limit)
     scores = 2 * key_rows * block // 8
     steps = 1 if split else block // step
     most = [key_rows * steps * 2 * count for count in pairs]
-    at_once = min(column_pairs(chunk, dims[0], warps // (m // 16)), 4 if not wide or plain else 2)
+    at_once = min(column_pairs(chunk, dims[0], warps // (m // 16)), 4 if not wide or roomy else 2)
     keys = n // step
     gradient = unrolled(keys, 2) * 2 * at_once
     remainder = 2 * at_once if keys > 2 and keys % 2 else 0  # a body of its own, or a way out of the loop's middle
