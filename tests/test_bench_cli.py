@@ -4,30 +4,14 @@ from __future__ import annotations
 
 import importlib
 import json
+import platform
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from cli_support import Run
 
-from gpu_actors.cli import main
-
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """(exit code, standard output, standard error) of the command."""
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["gpu-actors", *arguments])
-        with pytest.raises(SystemExit) as left:
-            main()
-        code = left.value.code
-        assert isinstance(code, int)
-        return code, *capsys.readouterr()
-
-    return call
+import gpu_actors.bench
 
 
 def test_every_suite_of_the_package_can_be_run(run: Run) -> None:
@@ -71,3 +55,35 @@ def test_a_kernel_that_is_wrong_or_fails_is_the_commands_failure(
     row = {"subject": "gpu_actors kernel", "status": status}
     monkeypatch.setattr("gpu_actors.bench.forward.run", lambda: {"kind": "measurement", "rows": [row]})
     assert run("bench", "forward", "--json")[0] == code
+
+
+@pytest.fixture
+def suite(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    code = "def run(device='auto'):\n    return {'device': device, 'latency': {'alone_us': 20.5, 'many': None}}\n"
+    (tmp_path / "sample.py").write_text(code)
+    monkeypatch.setattr(gpu_actors.bench, "__path__", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "gpu_actors.bench.sample", raising=False)
+
+
+@pytest.mark.usefixtures("suite")
+def test_bench_runs_a_suite_and_prints_its_figures(run: Run) -> None:
+    code, out, _ = run("bench", "sample", "--json", "--device", "mock")
+    figures = json.loads(out)
+    assert figures.pop("environment")["python"] == platform.python_version()
+    assert (code, figures) == (0, {"device": "mock", "latency": {"alone_us": 20.5, "many": None}})
+    _, table, _ = run("bench", "sample")
+    assert "latency.alone_us" in table
+    assert "20.5" in table
+
+
+@pytest.mark.usefixtures("suite")
+def test_bench_names_its_suites(run: Run) -> None:
+    assert run("bench", "--list")[:2] == (0, "sample\n")
+    code, _, err = run("bench", "other")
+    assert (code, err) == (2, "gpu-actors: suite other must be one of sample\n")
+    for arguments in (("bench",), ("bench", "")):
+        assert run(*arguments) == (2, "", "gpu-actors: name a suite: sample\n")
+
+
+def test_bench_lists_the_suites_of_the_package(run: Run) -> None:
+    assert {"bridge", "compile", "imports"} <= set(run("bench", "--list")[1].split())

@@ -1,0 +1,15 @@
+"""What the tests of the command gpu-actors share."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+__all__ = ["Run", "command_line"]
+
+Run = Callable[..., tuple[int, str, str]]
+"""Runs the command in this process. Gives its exit code, standard output and standard error."""
+
+
+def command_line(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "gpu_actors.cli", *map(str, arguments)]

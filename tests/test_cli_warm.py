@@ -1,0 +1,110 @@
+"""``gpu-actors warm``: what it compiles and reports, and how it is interrupted."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from cli_support import Run
+
+from gpu_actors.cli.warm import _label
+from gpu_actors.kernels import cache_variants, variants
+
+
+@pytest.fixture
+def few_variants(monkeypatch: pytest.MonkeyPatch) -> None:
+    everything = variants.standard_variants
+    monkeypatch.setattr(variants, "standard_variants", lambda arch: everything(arch)[:2])
+    monkeypatch.setattr(cache_variants, "cache_variants", lambda arch: [])
+
+
+@pytest.mark.usefixtures("few_variants")
+def test_warm_fills_the_cache_and_reports_each_variant(run: Run, tmp_path: Path) -> None:
+    options = ("warm", "--arch", "sm_80", "--cache-dir", tmp_path, "--device", "mock")
+    code, out, err = run(*options, "--report", "--json")
+    rows = json.loads(out)
+    assert code == 0
+    assert len(rows) == 2 == len(list(tmp_path.glob("*.cubin")))
+    for row in rows:
+        assert row["arch"] == "sm_80"
+        assert "arch=sm_80" in row["key"]
+        assert row["registers"] > 0
+        assert row["compile_seconds"] > 0
+        assert {"spill_bytes", "stack_bytes", "shared_bytes"} <= set(row)
+        assert isinstance(row["notes"], list)
+    assert "2 variants in the cache" in err
+    _, table, _ = run(*options, "--report", "--quiet")
+    assert all(row["label"] in table for row in rows)
+    assert run(*options, "--quiet")[1:] == ("", "")
+
+
+def test_warm_for_an_inexact_arch_names_the_exact_one(run: Run) -> None:
+    code, out, err = run("warm", "--arch", "sm_90", "--device", "mock")
+    assert (code, out) == (2, "")
+    assert err.endswith("(nearest supported: sm_90a)\n")
+
+
+def test_warm_says_at_once_that_its_folder_is_none(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    code, out, err = run("warm", "--cache-dir", tmp_path / "file", "--device", "mock")
+    assert (code, out) == (2, "")
+    assert err == f"gpu-actors: cache_dir {tmp_path / 'file'} is not a folder, nor can one be made there\n"
+
+
+def test_warm_quotes_an_arch_that_is_none(run: Run) -> None:
+    for arch in ("bogus", ""):
+        code, out, err = run("warm", "--arch", arch, "--device", "mock")
+        assert (code, out) == (2, "")
+        assert err.startswith(f"gpu-actors: arch '{arch}': give an architecture such as")
+
+
+def test_an_interrupted_warm_ends_after_the_compiles_in_progress(tmp_path: Path) -> None:
+    code = """
+import os, signal, time
+from gpu_actors import CompileError
+from gpu_actors.cli import main
+from gpu_actors.kernels import compiler
+# A test run in the background is started with SIGINT ignored, and hands that on.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+def compile(self, source, arch=None):
+    os.write(1, b"begun\\n")  # whole, whatever the other thread writes
+    time.sleep(0.5)
+    raise CompileError("not now")
+compiler.Compiler.compile = compile
+main()
+"""
+    given = [sys.executable, "-c", code, "warm", "--arch", "sm_80", "--cache-dir", str(tmp_path), "--device", "mock"]
+    with subprocess.Popen(given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        interrupted = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+        seconds = time.monotonic() - interrupted
+    assert (process.returncode, err) == (130, "")
+    in_progress = min(8, os.cpu_count() or 1)
+    # Those in progress may end before the queue is dropped, and as many begin.
+    assert 1 + out.count("begun") <= 3 * in_progress < len(variants.standard_variants("sm_80"))
+    assert seconds < 3.0
+
+
+def test_labels_tell_all_standard_variants_apart() -> None:
+    keys = variants.standard_variants("sm_90a")
+    others = cache_variants.cache_variants("sm_90a")
+    assert len({_label(key) for key in (*keys, *others)}) == len(keys) + len(others)
+    plain = _label(keys[0])
+    changes: dict[str, object] = {
+        "kv_dtype": "float8_e4m3fn", "head_dim_v": 32, "alignment": "top_left", "gqa_ratio": 4, "softcap": True,
+        "alibi": True, "sinks": True, "sink_tokens": True, "bias": "float32", "dropout": True, "descales": True,
+        "lse": True, "page_size": 16, "num_splits": 2, "persistent": not keys[0].persistent,
+        "direction": "backward",
+    }  # fmt: skip
+    changed = {_label(dataclasses.replace(keys[0], **{name: value})) for name, value in changes.items()}  # type: ignore[arg-type]
+    assert len(changed - {plain}) == len(changes)
