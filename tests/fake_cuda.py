@@ -1,25 +1,21 @@
 """FakeCuda: the driver calls of a CudaDevice on the CPU, as late and as unforgiving as a GPU may be.
 
-Nothing enqueued happens until somebody waits for it (``order="late"``), or at a random moment (``order="random"``), or
-when the test says ``step()``. A copy reads its source when it happens, not when it is asked for. Freed memory is
-poisoned, its address never used again, and touching it later is an error that loses the context, as on a GPU.
+When what is enqueued happens is told in `fake_queues`. A copy reads its source when it happens, not when it is asked
+for. Freed memory is poisoned, its address never used again, and touching it later is an error that loses the context,
+as on a GPU.
 
 Kernels are Python callables ``kernel(memory, params, geometry)``, loaded by name from an "image" that is just a label.
 """
 
 from __future__ import annotations
 
-import itertools
-import random
-import threading
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from fake_memory import ILLEGAL_ADDRESS, POISON, FakeBlock, FakeMemory
+from fake_queues import LEGACY, FakeQueues, FakeStream, Operation, Order
 
 from gpu_actors.devices.cuda.api import DeviceProperties, MemoryBlock
 from gpu_actors.devices.cuda.errors import CudaFailure
@@ -29,11 +25,7 @@ from gpu_actors.devices.interface import TensorMap
 __all__ = ["LEGACY", "FakeCuda", "Geometry"]
 
 Kernel = Callable[["FakeMemory", bytes, "Geometry"], None]
-Operation = Callable[[], bool]
-"""Does its work and gives True, or gives False if it has to wait for another stream."""
-
-LEGACY = 1
-INVALID_VALUE, OUT_OF_MEMORY, INVALID_HANDLE = 1, 2, 400
+INVALID_VALUE, OUT_OF_MEMORY = 1, 2
 DEFAULT_SHARED = 48 << 10
 
 
@@ -51,96 +43,41 @@ class FakeEvent:
     waiters: int = 0
 
 
-@dataclass(eq=False)
-class FakeStream:
-    blocking: bool = False
-    hung: bool = False
-    queue: deque[Operation] = field(default_factory=deque)
-    captured: list[Operation] | None = None
-
-
 @dataclass
 class FakeFunction:
     kernel: Kernel
     shared_bytes: int = DEFAULT_SHARED
 
 
-class FakeCuda:
+class FakeCuda(FakeQueues):
     """One device. Implements `CudaApi`, plus what a test needs to steer it.
 
-    kernels: what the images hold, by entry point. calls: the name of every call made, in order.
+    kernels: what the images hold, by entry point.
     """
 
     def __init__(
         self,
         kernels: dict[str, Kernel] | None = None,
-        order: Literal["late", "random", "manual"] = "late",
+        order: Order = "late",
         seed: int = 0,
         capability: int = 90,
         memory: int = 1 << 30,
     ) -> None:
+        super().__init__(order, seed)
         self.kernels = kernels or {}
         self.memory = FakeMemory()
-        self.calls: list[str] = []
         self.total = memory
         self.idle_bytes = 0
-        self._order = order
-        self._random = random.Random(seed)
         self._capability = capability
-        self._handles = itertools.count(1000)
-        self._streams: dict[int, FakeStream] = {LEGACY: FakeStream(blocking=True)}
         self._events: dict[int, FakeEvent] = {}
         self._modules: dict[int, bytes] = {}
         self._graphs: dict[int, list[Operation]] = {}
         self._functions: dict[int, FakeFunction] = {}
         self._pinned: dict[int, np.ndarray[Any, Any]] = {}
         self._freed_pinned: list[np.ndarray[Any, Any]] = []
-        self._bound = threading.local()
-        self._lost: int | None = None
         self._polls = 0
-        self._failures: dict[str, deque[int]] = {}
-        self._execution_failures: deque[int] = deque()
-        self._changed = threading.Condition(threading.RLock())
 
     # Steering
-
-    def fail(self, call: str, *statuses: int) -> None:
-        """Have the next calls of that name return these statuses; 0 lets one pass."""
-        self._failures.setdefault(call, deque()).extend(statuses)
-
-    def fail_kernel(self, *statuses: int) -> None:
-        """Have the next kernels fail with these while they run; 0 lets one pass."""
-        self._execution_failures.extend(statuses)
-
-    def hang(self, stream: int) -> None:
-        with self._changed:
-            self._streams[stream].hung = True
-
-    def resume(self, stream: int) -> None:
-        with self._changed:
-            self._streams[stream].hung = False
-            self._changed.notify_all()
-
-    def step(self, stream: int | None = None) -> bool:
-        """Do one operation, of that stream or of any. False if none can be done."""
-        with self._changed:
-            chosen = [self._streams[stream]] if stream is not None else list(self._streams.values())
-            self._random.shuffle(chosen)
-            return any(self._advance(one) for one in chosen)
-
-    def run_all(self) -> None:
-        while self.step():
-            pass
-
-    def enqueue(self, stream: int, work: Callable[[], None]) -> None:
-        """Foreign work, such as a producer's kernel."""
-
-        def operation() -> bool:
-            work()
-            return True
-
-        found = self._streams[stream]
-        (found.queue if found.captured is None else found.captured).append(operation)
 
     def new_stream(self) -> int:
         """A stream of the program's own."""
@@ -388,57 +325,8 @@ class FakeCuda:
 
     # Inside
 
-    @contextmanager
-    def _call(self, name: str, bound: bool = True) -> Iterator[None]:
-        with self._changed:
-            self.calls.append(name)
-            assert not bound or getattr(self._bound, "yes", False), f"{name} on a thread that is not bound"
-            if self._lost is not None:
-                raise CudaFailure(self._lost, name)
-            statuses = self._failures.get(name)
-            status = statuses.popleft() if statuses else 0
-            if status:
-                raise self._lose(CudaFailure(status, name, "injected"))
-            if self._order == "random":
-                for _ in range(self._random.randrange(4)):
-                    self.step()
-                if self._lost is not None:
-                    raise CudaFailure(self._lost, name)
-            yield
-            self._changed.notify_all()
-
-    def _lose(self, failure: CudaFailure) -> CudaFailure:
-        if failure.sticky:
-            self._lost = failure.status
-            self._changed.notify_all()
-        return failure
-
-    def _advance(self, stream: FakeStream) -> bool:
-        if stream.hung or not stream.queue or self._lost is not None:
-            return False
-        try:
-            if not stream.queue[0]():
-                return False
-        except CudaFailure as failure:
-            self._lose(failure)
-            return True
-        stream.queue.popleft()
-        self._changed.notify_all()
-        return True
-
     def _host(self, address: int, nbytes: int) -> np.ndarray[Any, Any]:
         for start, memory in self._pinned.items():
             if start <= address and address + nbytes <= start + memory.nbytes:
                 return memory[address - start : address - start + nbytes]
         raise CudaFailure(ILLEGAL_ADDRESS, "copy", f"{nbytes} host bytes at {address:#x} are not page-locked")
-
-    def _add(self, table: dict[int, Any], value: Any) -> int:
-        with self._changed:
-            handle = next(self._handles)
-            table[handle] = value
-            return handle
-
-    def _find(self, table: dict[int, Any], handle: int) -> Any:
-        if handle not in table:
-            raise CudaFailure(INVALID_HANDLE, "handle", f"there is no {handle}")
-        return table[handle]
