@@ -13,6 +13,7 @@
 // in an order that depends on its own sequence alone, so a result has the same bits whatever the batch around it.
 #include "forward_params.cuh"
 #include "mask.cuh"
+#include "mma_place.cuh"
 #include "philox.cuh"
 #include "ptx/math.cuh"
 #include "score.cuh"
@@ -33,32 +34,6 @@ static_assert(SHARED_BYTES == ((BLOCK_M + BLOCK_N) * PITCH + BLOCK_M * BLOCK_N) 
 
 // What P holds for a key that its row does not see. Such a key is skipped: 0 * NaN would let a masked NaN into O.
 constexpr Real HIDDEN = -1;
-
-struct Place {  // of a block: its sequence, head and rows
-  int sequence, head, kv_head;
-  int seqlen_q, seqlen_k, row_begin;
-  int64_t q_start, k_start;  // rows before the sequence's first, in packed tensors
-};
-
-// Blocks are numbered by sequence, then head, then tile of rows.
-DEVICE Place locate(const Params& params, int row_tiles) {
-  Place at;
-  const int sequence_head = int(blockIdx.x) / row_tiles;
-  at.sequence = sequence_head / params.heads_q;
-  at.head = sequence_head % params.heads_q;
-  at.kv_head = at.head / (params.heads_q / params.heads_kv);
-  at.seqlen_q = params.seqlen_q;
-  at.seqlen_k = params.seqlen_k;
-  at.q_start = at.k_start = 0;
-  if constexpr (VARLEN) {
-    at.q_start = params.cu_seqlens_q[at.sequence];
-    at.k_start = params.cu_seqlens_k[at.sequence];
-    at.seqlen_q = int(params.cu_seqlens_q[at.sequence + 1] - at.q_start);
-    at.seqlen_k = int(params.cu_seqlens_k[at.sequence + 1] - at.k_start);
-  }
-  at.row_begin = int(blockIdx.x) % row_tiles * BLOCK_M;
-  return at;
-}
 
 // `count` rows of WIDTH columns into shared memory, and zeros up to ROW_LIMIT rows.
 template <int ROW_LIMIT, int WIDTH, class Element>
