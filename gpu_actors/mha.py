@@ -110,9 +110,11 @@ class AttentionParams:
         return self.heads_q != self.heads_kv
 
     def with_mask(self, mask: Mask) -> AttentionParams:
+        """The same with another mask."""
         return dataclasses.replace(self, mask=mask)
 
     def with_dropout(self, p: float, seed: int = 0) -> AttentionParams:
+        """The same with dropout of probability ``p``."""
         return dataclasses.replace(self, dropout_p=p, dropout_seed=seed)
 
 

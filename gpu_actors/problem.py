@@ -89,14 +89,6 @@ class AttentionProblem:
         return self.layout in ("paged", "pointers", "cache")
 
     @property
-    def effective_window(self) -> tuple[int, int]:
-        """(left, right) with causal folded in: causal is a right bound of 0."""
-        left, right = self.window
-        if self.causal:
-            right = 0 if right < 0 else min(right, 0)
-        return left, right
-
-    @property
     def mask(self) -> MaskKind:
         """The mask's kind, which decides the loops a kernel needs."""
         left, right = self.window

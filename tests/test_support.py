@@ -10,6 +10,7 @@ import pytest
 from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.kernels.support import CHECKS, ELEMENTS, check_support, find_unsupported
 from gpu_actors.problem import AttentionProblem
+from gpu_actors.validation.fields import DTYPES, FP8, output_dtype
 
 
 def problem(dtype: str = "bfloat16", **changes: object) -> AttentionProblem:
@@ -30,6 +31,12 @@ def problem(dtype: str = "bfloat16", **changes: object) -> AttentionProblem:
         "softmax_scale": 0.125,
     }
     return AttentionProblem(**{**fields, **changes})
+
+
+def test_requests_and_kernels_agree_on_the_dtypes() -> None:
+    assert tuple(ELEMENTS) == DTYPES
+    assert {name: element.out for name, element in ELEMENTS.items()} == {name: output_dtype(name) for name in DTYPES}
+    assert {name for name, element in ELEMENTS.items() if element.fp8} == set(FP8)
 
 
 # code -> (problem, arch, field, value, nearest, words of the reason)

@@ -22,7 +22,6 @@ class Batch(Generic[Item]):
         self._groups: list[list[Item]] = []
         self._newest: dict[Hashable, int] = {}
         self._touched: dict[Hashable, int] = {}
-        self._sealed = 0
 
     def __bool__(self) -> bool:
         return bool(self._groups)
@@ -37,7 +36,7 @@ class Batch(Generic[Item]):
         touches = tuple(touches)
         index = self._newest.get(key, -1) if key is not None else -1
         earliest = max((self._touched.get(what, 0) for what in touches), default=0)
-        if index < max(earliest, self._sealed) or len(self._groups[index]) >= self._largest:
+        if index < earliest or len(self._groups[index]) >= self._largest:
             index = len(self._groups)
             self._groups.append([])
             if key is not None:
@@ -46,12 +45,8 @@ class Batch(Generic[Item]):
         for what in touches:
             self._touched[what] = index
 
-    def seal(self) -> None:
-        """Let nothing that comes later join a group that is there now."""
-        self._sealed = len(self._groups)
-
     def take(self) -> list[list[Item]]:
         """The groups in order; the batch is empty then."""
         groups, self._groups = self._groups, []
-        self._newest, self._touched, self._sealed = {}, {}, 0
+        self._newest, self._touched = {}, {}
         return groups

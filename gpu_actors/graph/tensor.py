@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from gpu_actors.errors import InvalidRequest, Unsupported
-from gpu_actors.validation.fields import integer
+from gpu_actors.validation.fields import DTYPES, integer
 
 if TYPE_CHECKING:
     from gpu_actors.graph.graph import OperationGraph
 
 __all__ = ["FLOATS", "TENSOR_DTYPES", "GraphTensor", "Operand", "checked_layout", "packed_strides"]
 
-FLOATS = ("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
+FLOATS = DTYPES
 TENSOR_DTYPES = (*FLOATS, "int32", "bool")
 _NEAREST = {"int64": "int32", "int16": "int32", "int8": "int32", "uint8": "bool"}
 

@@ -21,6 +21,7 @@ __all__ = [
     "integer",
     "one_of",
     "optional_array",
+    "output_dtype",
     "real",
     "shape_of",
     "window",
@@ -67,6 +68,11 @@ def dtype_of(field: str, array: Any) -> str:
         nearest = {"float128": "float64", "longdouble": "float64", "float8_e4m3": "float8_e4m3fn"}
         raise Unsupported("dtype", name, f"{field} must have one of {DTYPES}", nearest.get(name, "float32"))
     return name
+
+
+def output_dtype(dtype: str) -> str:
+    """The dtype of the output of inputs of a dtype: their own, and bfloat16 for fp8."""
+    return "bfloat16" if dtype in FP8 else dtype
 
 
 def integer(field: str, value: object, low: int, high: int | None = None) -> int:

@@ -21,6 +21,7 @@ from gpu_actors.validation.fields import (
     integer,
     one_of,
     optional_array,
+    output_dtype,
     real,
     shape_of,
     window,
@@ -51,7 +52,7 @@ def forward_problem(request: FlashForward) -> AttentionProblem:
     shape = _varlen_shape(request) if varlen else _dense_shape(request)
     heads_ratio(shape.heads_q, shape.heads_kv)
     dtype = _common_dtype(request)
-    out_dtype = "bfloat16" if dtype in FP8 else dtype
+    out_dtype = output_dtype(dtype)
     _check_out_shape(request, shape, out_dtype)
     alignment = request.alignment
     one_of("alignment", alignment, ("bottom_right", "top_left"), 'must be "bottom_right" or "top_left"')

@@ -18,6 +18,7 @@ from gpu_actors.validation.fields import (
     heads_ratio,
     integer,
     optional_array,
+    output_dtype,
     real,
     shape_of,
     window,
@@ -112,7 +113,7 @@ def _problem(
     tree: bool,
 ) -> AttentionProblem:
     dtype, kv_dtype = _dtypes(request.q, caches)
-    out_dtype = "bfloat16" if dtype in FP8 else dtype
+    out_dtype = output_dtype(dtype)
     batch, heads_q = sizes.batch, sizes.heads_q
     softcap = real("softcap", request.softcap)
     expect(softcap >= 0, "softcap", softcap, "must be >= 0; 0 leaves the scores as they are")
