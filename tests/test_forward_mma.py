@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from emulated_forward import OPERANDS, Strided, check_case, gaussian, problem_of, run
 from far_tensors import check_far
+from forward_edges import BatchInvariance, Edges
 from mutants import DEFECTS
 
 from gpu_actors.devices.emulation import EmulationFault
@@ -157,41 +158,15 @@ def qkv(rows: int, keys: int, *, batch: int = 1, heads: int = 2, heads_kv: int =
     return [gaussian(n, shape, dtype) for n, shape in enumerate(shapes)]
 
 
-class TestEdges:
-    ENDS = {
-        "cu_seqlens_q": np.array([0, 5, 5, 8, 41], np.int32),
-        "cu_seqlens_k": np.array([0, 0, 7, 9, 12], np.int32),
-    }
+class Asked:
+    DIM = 32
+    answer = staticmethod(answer)
+    check = staticmethod(check)
 
-    @staticmethod
-    def packed() -> list[Any]:
-        return [gaussian(n, (rows, 2, 32), "float16") for n, rows in enumerate((41, 12, 12))]
 
-    def test_sequences_without_rows_or_keys_and_rows_that_see_nothing(self):
-        out, lse = check(*self.packed(), causal=True, **self.ENDS)
-        assert (out[:5] == 0).all(), "five rows of a sequence without keys"
-        assert np.isneginf(lse[:, :5]).all()
-        assert (out[8:38] == 0).all(), "33 rows over 3 keys: the first 30 end before key 0"
-        assert np.isneginf(lse[:, 8:38]).all()
-        assert np.isfinite(lse[:, 38:]).all()
-
-    def test_a_row_that_sees_nothing_has_its_sink_as_lse(self):
-        sinks = np.array([0.5, -3.0], np.float32)
-        out, lse = check(*self.packed(), causal=True, sinks=sinks, **self.ENDS)
-        assert (out[:5] == 0).all()
-        np.testing.assert_allclose(lse[:, :5], np.repeat(sinks[:, None], 5, 1), rtol=1e-6)
-
-    def test_a_sink_of_minus_infinity_is_no_sink_and_a_large_one_takes_all(self):
-        q, k, v = qkv(3, 40)
-        plain, plain_lse = answer(q, k, v, causal=True)
-        out, lse = answer(q, k, v, causal=True, sinks=np.array([-np.inf, 300.0], np.float32))
-        np.testing.assert_array_equal(out[:, :, 0], plain[:, :, 0])
-        np.testing.assert_allclose(lse[:, 0], plain_lse[:, 0], rtol=1e-6)
-        assert (out[:, :, 1] == 0).all()
-        np.testing.assert_allclose(lse[:, 1], 300.0, rtol=1e-6)
-
+class TestEdges(Asked, Edges):
     def test_a_sequence_longer_than_its_maximum_is_still_computed_whole(self):
-        q, k, v = self.packed()
+        q, k, v = self.packed(41, 12)
         problem = problem_of(q, k, v, causal=True, **self.ENDS)
         operands = {"q": q, "k": k, "v": v, **self.ENDS}
         short = dataclasses.replace(problem, seqlen_q=1, seqlen_k=1)
@@ -204,11 +179,6 @@ class TestEdges:
             ]
             for one, other in zip(*results, strict=True):
                 np.testing.assert_array_equal(one, other)
-
-    def test_window_0_0_is_the_rows_own_key(self):
-        q, k, v = qkv(140, 140)
-        out, _ = answer(q, k, v, window_size=(0, 0))
-        np.testing.assert_array_equal(out, v)
 
     def test_a_bias_of_minus_infinity_hides_and_its_rows_may_be_empty(self):
         q, k, v = qkv(5, 40)
@@ -280,28 +250,8 @@ class TestAddressing:
         check_far(KERNEL, axis)
 
 
-class TestBatchInvariance:
-    def test_a_dense_sequence_has_the_same_bits_alone_and_in_a_batch(self):
-        q, k, v = qkv(150, 113, batch=3, heads=4)
-        out, lse = answer(q, k, v, causal=True)
-        for index in range(3):
-            alone, alone_lse = answer(*(x[index : index + 1] for x in (q, k, v)), causal=True)
-            np.testing.assert_array_equal(alone[0], out[index])
-            np.testing.assert_array_equal(alone_lse[0], lse[index])
-
-    def test_a_packed_sequence_has_the_same_bits_alone_and_in_a_batch(self):
-        ends_q, ends_k = np.array([0, 3, 170, 211], np.int32), np.array([0, 90, 95, 308], np.int32)
-        q, k, v = (gaussian(n, (rows, 2, 32), "float16") for n, rows in enumerate((211, 308, 308)))
-        out, lse = answer(q, k, v, causal=True, cu_seqlens_q=ends_q, cu_seqlens_k=ends_k)
-        for index in range(3):
-            rows, keys = slice(*ends_q[index : index + 2]), slice(*ends_k[index : index + 2])
-            ends = {
-                "cu_seqlens_q": np.array([0, rows.stop - rows.start], np.int32),
-                "cu_seqlens_k": np.array([0, keys.stop - keys.start], np.int32),
-            }
-            alone, alone_lse = answer(q[rows], k[keys], v[keys], causal=True, **ends)
-            np.testing.assert_array_equal(alone, out[rows])
-            np.testing.assert_array_equal(alone_lse, lse[:, rows])
+class TestBatchInvariance(Asked, BatchInvariance):
+    pass
 
 
 class TestDispatch:
