@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from typing import Any
 
 import numpy as np
 import pytest
+from docs_support import examples, run_example
 from service_support import REPOSITORY
 
 import gpu_actors as ga
 
-BLOCKS = re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs" / "decoding.md").read_text(), re.S)
+PAGE = REPOSITORY / "docs" / "decoding.md"
 
 
 def test_the_examples_of_the_decoding_page_run(capsys: pytest.CaptureFixture[str]) -> None:
     shown: dict[str, Any] = {}
-    for block in BLOCKS:
-        exec(compile(block, "docs/decoding.md", "exec"), shown)
+    for number, source in enumerate(examples(PAGE), 1):
+        run_example(source, shown, f"{PAGE.name}, example {number}")
     assert "(1, 40, 8, 64) 40\n(2, 1, 8, 64) KvCacheStats(blocks=64, free_blocks=60" in capsys.readouterr().out
 
     async def twice() -> list[int]:

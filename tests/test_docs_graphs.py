@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
+from docs_support import examples, run_example
 from service_support import REPOSITORY
 
 PAGE = REPOSITORY / "docs" / "graphs.md"
-EXAMPLES = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+EXAMPLES = examples(PAGE)
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def names() -> dict[str, Any]:
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))
 def test_the_example_runs(number: int, names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    exec(compile(EXAMPLES[number], f"{PAGE.name}, example {number + 1}", "exec"), names)
+    run_example(EXAMPLES[number], names, f"{PAGE.name}, example {number + 1}")
     if number == 1:
         assert "struct ScoreMod" in capsys.readouterr().out
 
