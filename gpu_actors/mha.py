@@ -39,10 +39,12 @@ class Mask:
 
     @classmethod
     def none(cls) -> Mask:
+        """Every row sees every key."""
         return cls("none")
 
     @classmethod
     def causal(cls) -> Mask:
+        """A row sees the keys up to its own."""
         return cls("causal")
 
     @classmethod
@@ -68,6 +70,7 @@ class Mask:
 
     @property
     def is_causal(self) -> bool:
+        """Whether a row sees no key after its own."""
         return self.kind in ("causal", "causal_sliding_window")
 
 

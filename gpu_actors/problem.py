@@ -167,14 +167,17 @@ class DispatchKey:
 
     @property
     def causal(self) -> bool:
+        """Whether a row sees no key after its own."""
         return self.mask in ("causal", "causal_window")
 
     @property
     def sliding_window(self) -> bool:
+        """Whether a row sees the keys of a window alone."""
         return self.mask in ("window", "causal_window")
 
     @property
     def varlen(self) -> bool:
+        """Whether sequences are packed, with cu_seqlens."""
         return self.layout == "varlen"
 
     @property
@@ -184,4 +187,5 @@ class DispatchKey:
 
     @property
     def paged(self) -> bool:
+        """Whether keys lie in pages of a pool."""
         return self.layout == "paged"

@@ -116,12 +116,15 @@ class OperationGraph:
         return self._add("transpose", (a,))
 
     def add(self, a: Operand, b: Operand) -> GraphTensor:
+        """a + b, broadcast against each other, as in every operation of two."""
         return self._add("add", (a, b))
 
     def sub(self, a: Operand, b: Operand) -> GraphTensor:
+        """a - b."""
         return self._add("sub", (a, b))
 
     def mul(self, a: Operand, b: Operand) -> GraphTensor:
+        """a b, element by element."""
         return self._add("mul", (a, b))
 
     def div(self, a: Operand, b: Operand) -> GraphTensor:
@@ -145,12 +148,15 @@ class OperationGraph:
         return self._add("min", (a, b))
 
     def neg(self, a: Operand) -> GraphTensor:
+        """-a."""
         return self._add("neg", (a,))
 
     def abs(self, a: Operand) -> GraphTensor:
+        """The magnitude. Its gradient at 0 is 0."""
         return self._add("abs", (a,))
 
     def exp(self, a: Operand) -> GraphTensor:
+        """e to the power of a."""
         return self._add("exp", (a,))
 
     def log(self, a: Operand) -> GraphTensor:
@@ -158,9 +164,11 @@ class OperationGraph:
         return self._add("log", (a,))
 
     def sqrt(self, a: Operand) -> GraphTensor:
+        """The square root."""
         return self._add("sqrt", (a,))
 
     def tanh(self, a: Operand) -> GraphTensor:
+        """The hyperbolic tangent, as in soft caps."""
         return self._add("tanh", (a,))
 
     def sigmoid(self, a: Operand) -> GraphTensor:
@@ -172,33 +180,43 @@ class OperationGraph:
         return self._add("gelu", (a,))
 
     def floor(self, a: Operand) -> GraphTensor:
+        """The largest integer that is not above a. Its gradient is 0."""
         return self._add("floor", (a,))
 
     def gt(self, a: Operand, b: Operand) -> GraphTensor:
+        """bool: a > b."""
         return self._add("gt", (a, b))
 
     def ge(self, a: Operand, b: Operand) -> GraphTensor:
+        """bool: a >= b."""
         return self._add("ge", (a, b))
 
     def lt(self, a: Operand, b: Operand) -> GraphTensor:
+        """bool: a < b."""
         return self._add("lt", (a, b))
 
     def le(self, a: Operand, b: Operand) -> GraphTensor:
+        """bool: a <= b."""
         return self._add("le", (a, b))
 
     def eq(self, a: Operand, b: Operand) -> GraphTensor:
+        """bool: a equals b."""
         return self._add("eq", (a, b))
 
     def ne(self, a: Operand, b: Operand) -> GraphTensor:
+        """bool: a differs from b."""
         return self._add("ne", (a, b))
 
     def logical_and(self, a: Operand, b: Operand) -> GraphTensor:
+        """bool: both hold."""
         return self._add("logical_and", (a, b))
 
     def logical_or(self, a: Operand, b: Operand) -> GraphTensor:
+        """bool: one holds, or both."""
         return self._add("logical_or", (a, b))
 
     def logical_not(self, a: Operand) -> GraphTensor:
+        """bool: a does not hold."""
         return self._add("logical_not", (a,))
 
     def select(self, condition: Operand, a: Operand, b: Operand) -> GraphTensor:

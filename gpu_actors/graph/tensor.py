@@ -61,6 +61,7 @@ class GraphTensor:
 
     @property
     def is_float(self) -> bool:
+        """Whether the dtype is a floating-point one."""
         return self.dtype in FLOATS
 
     def __add__(self, other: Operand) -> GraphTensor:
