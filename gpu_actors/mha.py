@@ -49,12 +49,12 @@ class Mask:
 
     @classmethod
     def sliding_window(cls, width: int) -> Mask:
-        """Raises `InvalidRequest` unless width >= 1."""
+        """A row sees the keys fewer than ``width`` away on either side. Raises `InvalidRequest` unless width >= 1."""
         return cls("sliding_window", width)
 
     @classmethod
     def causal_sliding_window(cls, width: int) -> Mask:
-        """Raises `InvalidRequest` unless width >= 1."""
+        """A row sees the last ``width`` keys up to its own, which counts. Raises `InvalidRequest` unless width >= 1."""
         return cls("causal_sliding_window", width)
 
     @property
@@ -78,7 +78,12 @@ class Mask:
 class AttentionParams:
     """Sizes and options of multi-head attention.
 
-    scale: default 1/sqrt(head_dim). alignment: cuDNN's own default, "top_left", puts row 0 on key 0.
+    batch, seq_q, seq_kv, heads_q, heads_kv, head_dim: sizes of q (batch, heads_q, seq_q, head_dim) and of k and v
+        (batch, heads_kv, seq_kv, head_dim). heads_kv divides heads_q.
+    mask: who sees whom. Default: every row every key.
+    scale: default 1/sqrt(head_dim).
+    dropout_p, dropout_seed: the probability in [0, 1) of dropping a weight, and what decides which. Default 0.
+    alignment: cuDNN's own default, "top_left", puts row 0 on key 0; "bottom_right" the last row on the last key.
     Raises `InvalidRequest` for sizes below 1, heads that do not divide, and options of another type or out of range.
     """
 
