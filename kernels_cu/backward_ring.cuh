@@ -2,9 +2,9 @@
 #pragma once
 
 #include "backward_params.cuh"
-#include "mma_place.cuh"
 #include "mma_shares.cuh"
 #include "mma_special.cuh"
+#include "place.cuh"
 
 constexpr int THREADS = WARPS * 32;
 constexpr int KEY_WARPS = WARPS < BLOCK_N / 16 ? WARPS : BLOCK_N / 16;

@@ -16,7 +16,7 @@
 #pragma once
 
 #include "decode_params.cuh"
-#include "mma_place.cuh"
+#include "place.cuh"
 
 DEVICE int heads_a_group(const DecodeParams& params) {
   return params.attention.heads_q / params.attention.heads_kv;

@@ -21,10 +21,10 @@
 // mma_tile.cuh. Tiles that all rows see whole run in a loop without a mask. Sums run in an order that depends on the
 // block's own sequence alone, so a result has the same bits whatever the batch around it.
 #include "mma_fragments.cuh"
-#include "mma_place.cuh"
 #include "mma_softmax.cuh"
 #include "mma_special.cuh"
 #include "mma_store.cuh"
+#include "place.cuh"
 
 constexpr int THREADS = WARPS * 32;
 constexpr int ROW_BLOCKS = BLOCK_M / (16 * WARPS);  // of 16 rows, a warp

@@ -13,8 +13,8 @@
 // in an order that depends on its own sequence alone, so a result has the same bits whatever the batch around it.
 #include "forward_params.cuh"
 #include "mask.cuh"
-#include "mma_place.cuh"
 #include "philox.cuh"
+#include "place.cuh"
 #include "ptx/math.cuh"
 #include "score.cuh"
 

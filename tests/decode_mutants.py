@@ -38,7 +38,7 @@ DECODE_DEFECTS = (
         "head = kv_head * ratio + packed % ratio",
         "head = kv_head + packed % ratio * attention.heads_kv",
     ),
-    _decode("keys past the end are loaded", "mma_place.cuh", "key >= begin && key < end", "key >= begin"),
+    _decode("keys past the end are loaded", "place.cuh", "key >= begin && key < end", "key >= begin"),
     _decode("keys past the end are seen", "mask.cuh", "if (key >= seqlen_k) return false;", "", "pointers"),
     _decode(
         "table entries of the next tile are read past the end",

@@ -27,7 +27,7 @@ def _simple(name: str, old: str, new: str, *probes: str) -> Mutant:
 
 
 _MMA, _TILE, _FRAGMENTS = "forward_mma.cu", "mma_tile.cuh", "mma_fragments.cuh"
-_PLACE, _SOFTMAX, _SPECIAL, _MASK = "mma_place.cuh", "mma_softmax.cuh", "mma_special.cuh", "mask.cuh"
+_PLACE, _SOFTMAX, _SPECIAL, _MASK = "place.cuh", "mma_softmax.cuh", "mma_special.cuh", "mask.cuh"
 
 # Defects that published attention kernels have shipped with.
 DEFECTS = (
