@@ -11,6 +11,9 @@
 //    +----------------------+        +------------------------------------------------------+
 //      24 or 32 registers              240 registers (two consumers) or 160 (three)
 //
+// Of 8-bit elements V comes transposed, by transpose_values.cu, which runs before; and weights are packed at 2^8 times
+// their size (section 3.3 there scales by blocks, here by heads).
+//
 // One block a multiprocessor stays for the whole launch and takes tiles of rows as it gets done (sm90_schedule.cuh).
 // The outline of the work is Producer::run and Producer::load, Consumer::attend and Consumer::step. docs/hopper.md
 // tells what each barrier is for.
@@ -21,9 +24,9 @@ constexpr int THREADS = WARPS * 32;
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 24 : 32;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 240 : 160;
 
-static_assert(sizeof(ELEMENT) == 2 && sizeof(KV_ELEMENT) == 2, "products are of 16-bit elements");
+static_assert(sizeof(ELEMENT) == sizeof(KV_ELEMENT) && sizeof(ELEMENT) <= 2, "products are of 16 or 8 bits");
 static_assert(STAGES >= 2, "the keys of the next tile land while those of this one are multiplied");
-static_assert(!BIAS && !DROPOUT && !DESCALES, "forward_mma has these options");
+static_assert(!BIAS && !DROPOUT, "forward_mma has these options");
 static_assert((PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS) * WARPGROUP <= 65536, "registers there are");
 
 // `full` barriers take one arrival, the producer's, and the bytes that it announces; `empty` ones an arrival of each

@@ -16,6 +16,7 @@
 #include "ptx/memory.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/pack.cuh"
+#include "ptx/pack_fp8.cuh"
 #include "ptx/registers.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/warp.cuh"

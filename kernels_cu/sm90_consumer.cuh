@@ -51,7 +51,7 @@ struct Consumer {
       return;
     }
     const int first_row = work.row_begin + number * ROWS + threadIdx.x % WARPGROUP / 32 * 16 + lane_id() / 4;
-    const Rows rows = rows_of(all.params, work.mask, work.sequence, work.head, first_row);
+    const Rows rows = rows_of(all.params, work.mask, work.sequence, work.head, work.kv_head, first_row);
     Registers r;
 #pragma unroll
     for (int i = 0; i < DIM_V / 2; i++) r.o[i] = 0.0f;
@@ -70,6 +70,7 @@ struct Consumer {
     const int last = work.keys.count() - 1, first_key = work.keys.at(last) * BLOCK_N;
     ptx::mbarrier_wait(shared.q_full(number), q_parity);
     q_parity ^= 1;
+    if (DESCALES && rows.negated) negate_queries();
     wait_for_keys();
     ptx::wgmma_fence();
     multiply_keys(r.s);
@@ -80,7 +81,7 @@ struct Consumer {
     hide(r.s, rows, first_key);
     weigh<true>(r.s, r.softmax, r.correction, rows.to_log2);
     pack(r.p, r.s);
-    if (PACKED_KEYS || CACHE_LENGTHS) clear_values_past(work.mask.seqlen_k - first_key);
+    if (PACKED_VALUES || CACHE_LENGTHS) clear_values_past(work.mask.seqlen_k - first_key);
     if (last > 0) wait_for_keys();
   }
 
@@ -159,22 +160,23 @@ struct Consumer {
     release_values();
   }
 
-  // S = Q K^T: 64 rows, all keys of the tile, DIM summed in steps of 16.
+  // S = Q K^T: 64 rows, all keys of the tile, DIM summed in steps of 32 bytes.
   __device__ __forceinline__ void multiply_keys(Scores& s) {
     const uint64_t q = QBoxes::rows(shared.q(number)), k = KBoxes::rows(shared.k(keys.stage));
 #pragma unroll
-    for (int n = 0; n < DIM / 16; n++) {
-      ptx::wgmma_ss<BLOCK_N, Half::ELEMENT_OF>(s, q + QBoxes::column_step(n), k + KBoxes::column_step(n), n > 0);
+    for (int n = 0; n < DIM / STEP; n++) {
+      ptx::wgmma_ss<BLOCK_N, OPERAND>(s, q + QBoxes::column_step(n), k + KBoxes::column_step(n), n > 0);
     }
     ptx::wgmma_commit();
   }
 
-  // O += P V: 64 rows, all columns of V, keys summed in steps of 16.
+  // O += P V: 64 rows, all columns of V, keys summed in steps of 32 bytes.
   __device__ __forceinline__ void multiply_values(Output& o, Weights& p) {
-    const uint64_t v = VBoxes::columns(shared.v(values.stage));
+    const uint32_t place = shared.v(values.stage);
+    const uint64_t v = FP8 ? VBoxes::rows(place) : VBoxes::columns(place);
 #pragma unroll
-    for (int n = 0; n < BLOCK_N / 16; n++) {
-      ptx::wgmma_rs<DIM_V, Half::ELEMENT_OF, true>(o, p[n], v + VBoxes::row_step(n), true);
+    for (int n = 0; n < BLOCK_N / STEP; n++) {
+      ptx::wgmma_rs<DIM_V, OPERAND, !FP8>(o, p[n], v + (FP8 ? VBoxes::column_step(n) : VBoxes::row_step(n)), true);
     }
     ptx::wgmma_commit();
   }
@@ -189,6 +191,21 @@ struct Consumer {
 #pragma unroll 1
     for (int n = count * UNITS + threadIdx.x % WARPGROUP; n < BLOCK_N * UNITS; n += WARPGROUP) {
       ptx::store_shared_v4(VBoxes::place(shared.v(values.stage), n / UNITS, n % UNITS), zeros);
+    }
+    ptx::fence_proxy_async();
+    sync_consumer(number);
+  }
+
+  // Of all elements, whose sign is their highest bit. What a negative descale costs, once a tile of rows.
+  __device__ __forceinline__ void negate_queries() {
+    static_assert(!DESCALES || FP8, "a word holds four elements");
+#pragma unroll 1
+    for (uint32_t at = threadIdx.x % WARPGROUP * 16; at < QBoxes::BYTES; at += WARPGROUP * 16) {
+      uint32_t words[4];
+      ptx::load_shared_v4(words, shared.q(number) + at);
+#pragma unroll
+      for (int i = 0; i < 4; i++) words[i] ^= 0x80808080u;
+      ptx::store_shared_v4(shared.q(number) + at, words);
     }
     ptx::fence_proxy_async();
     sync_consumer(number);

@@ -64,8 +64,24 @@ struct Producer {
   }
   __device__ __forceinline__ void load_values(const Work& work, int n) {
     const int stage = values.stage;
-    load_tile<VBoxes>(work, n, &all.v, shared.v(stage), shared.v_full(stage), shared.v_empty(stage), values.parity);
+    const uint32_t full = shared.v_full(stage), empty = shared.v_empty(stage);
+    if constexpr (FP8) load_transposed(work, n, shared.v(stage), full, empty);
+    else load_tile<VBoxes>(work, n, &all.v, shared.v(stage), full, empty, values.parity);
     values.advance();
+  }
+  // A row of every column of V, zeros behind the sequence's last key.
+  __device__ __forceinline__ void load_transposed(const Work& work, int n, uint32_t place, uint32_t full,
+                                                  uint32_t empty) {
+    ptx::mbarrier_wait(empty, values.parity);
+    __syncwarp();
+    if (!leader) return;
+    ptx::mbarrier_arrive_expect_tx(full, VBoxes::BYTES);
+    const int first = work.values_start + work.keys.at(n) * BLOCK_N;
+#pragma unroll
+    for (int box = 0; box < VBoxes::COUNT; box++) {
+      ptx::tma_load(place + box * VBoxes::BOX_BYTES, &all.v, full, first + box * VBoxes::WIDTH, 0, work.kv_head,
+                    VARLEN ? 0 : work.sequence, ptx::CachePolicy::evict_last);
+    }
   }
 
   // The n-th of the tiles that the rows see.

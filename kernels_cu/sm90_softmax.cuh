@@ -3,6 +3,9 @@
 // A thread holds pieces of two rows, g and g + 8 of its warp's 16; the four threads of a quad share the rows (drawn in
 // mma_softmax.cuh). Scores packed to 16 bits are the A fragments of P V without any shuffle (ptx/wgmma.cuh).
 //
+// 8-bit scores in the order of their registers are A fragments whose keys are in another order; V has its keys in that
+// order, too (sm90_values.cuh).
+//
 // Weights are 2^(s * to_log2 - base): one multiply-add and one ex2. to_log2 carries the scale, so that s are plain
 // products, less ALiBi's share of them; with softcap, s are scores in base 2 and to_log2 is 1.
 #pragma once
@@ -12,22 +15,40 @@
 #include "sm90_layout.cuh"
 
 using Scores = float[BLOCK_N / 2];
-using Weights = uint32_t[BLOCK_N / 16][4];
+using Weights = uint32_t[BLOCK_N / STEP][4];
 using Output = float[DIM_V / 2];
 
+// Of an element: its name in products, and how floats are packed to it.
 template <class Element>
-struct HalfOf;
+struct FormatOf;
 template <>
-struct HalfOf<half_t> {
+struct FormatOf<half_t> {
   static constexpr ptx::Element ELEMENT_OF = ptx::Element::f16;
   static __device__ __forceinline__ uint32_t pack(float low, float high) { return ptx::pack_half(low, high); }
 };
 template <>
-struct HalfOf<bfloat16_t> {
+struct FormatOf<bfloat16_t> {
   static constexpr ptx::Element ELEMENT_OF = ptx::Element::bf16;
   static __device__ __forceinline__ uint32_t pack(float low, float high) { return ptx::pack_bfloat16(low, high); }
 };
-using Half = HalfOf<ELEMENT>;
+template <>
+struct FormatOf<e4m3_t> {
+  static constexpr ptx::Element ELEMENT_OF = ptx::Element::e4m3;
+  static __device__ __forceinline__ uint32_t pack(float a, float b, float c, float d) {
+    return ptx::pack_e4m3(a, b, c, d);
+  }
+};
+constexpr ptx::Element OPERAND = FormatOf<ELEMENT>::ELEMENT_OF;
+
+// The largest weight of a row is 2^WEIGHT_EXPONENT: of e4m3's range, 2^-9 to 448, weights would leave the upper half
+// unused, and those below 2^-10 would be 0.
+constexpr float WEIGHT_EXPONENT = FP8 ? 8.0f : 0.0f;
+
+// What weights are relative to: 2^base, for scores up to m. 0 for a row that has seen no key.
+DEVICE float base_of(float m, float to_log2) {
+  if (m == -INFINITY) return 0.0f;
+  return FP8 ? m * to_log2 - WEIGHT_EXPONENT : m * to_log2;
+}
 
 // A thread's two rows, and what makes scores of their products.
 struct Rows {
@@ -37,13 +58,36 @@ struct Rows {
   float to_exponent;  // of a product: 2 * scale / softcap, in base 2
   float softcap;      // in base 2
   float slope;        // in the unit of s
+  bool negated;       // s are to be products of -q: a negative descale would turn maxima into minima
 
   __device__ __forceinline__ int row(int half) const { return first + 8 * half; }
 };
 
-DEVICE Rows rows_of(const Params& params, const Mask& mask, int sequence, int head, int first) {
-  const float scale = static_cast<float>(params.softmax_scale);
-  Rows rows{mask, first, SOFTCAP ? 1.0f : scale * LOG2_E, 0.0f, 0.0f, 0.0f};
+// The factor of products, descales included.
+DEVICE float scale_of(const Params& params, int sequence, int kv_head) {
+  if constexpr (!DESCALES) return static_cast<float>(params.softmax_scale);
+  // In double: a tiny scale may come with large descales.
+  double scale = params.softmax_scale;
+  scale *= descale(params.q_descale, params.q_descale_strides, sequence, kv_head);
+  scale *= descale(params.k_descale, params.k_descale_strides, sequence, kv_head);
+  return static_cast<float>(scale);
+}
+
+constexpr float LEAST_SCALE = 0x1p-80f, GREATEST_SCALE = 0x1p126f;
+
+// A magnitude to divide by and to multiply -inf with: what is too small to move a score stands for 0, and infinity, of
+// which weights become NaN but not those of hidden keys, for NaN.
+DEVICE float usable_magnitude(float scale) {
+  const float magnitude = fabsf(scale);
+  return magnitude < LEAST_SCALE ? LEAST_SCALE : magnitude <= GREATEST_SCALE ? magnitude : INFINITY;
+}
+
+DEVICE Rows rows_of(const Params& params, const Mask& mask, int sequence, int head, int kv_head, int first) {
+  float scale = scale_of(params, sequence, kv_head);
+  const bool negated = DESCALES && !SOFTCAP && scale < 0.0f;
+  if (DESCALES && !SOFTCAP) scale = usable_magnitude(scale);
+  if (DESCALES && SOFTCAP && !(fabsf(scale) <= GREATEST_SCALE)) scale = NAN;  // which tanh would make finite
+  Rows rows{mask, first, SOFTCAP ? 1.0f : scale * LOG2_E, 0.0f, 0.0f, 0.0f, negated};
   if constexpr (SOFTCAP) {
     rows.softcap = static_cast<float>(params.softcap) * LOG2_E;
     rows.to_exponent = scale / static_cast<float>(params.softcap) * (2.0f * LOG2_E);
@@ -106,9 +150,9 @@ DEVICE void weigh(Scores& s, SoftmaxRow (&softmax)[2], float (&correction)[2], f
     for (int i = 4; i < BLOCK_N / 4; i++) top[i % 4] = max_of(top[i % 4], s[i / 2 * 4 + 2 * half + i % 2]);
     float m = max_over_quad(max_of(max_of(top[0], top[1]), max_of(top[2], top[3])));
     if (!FIRST) m = max_of(row.m, m);
-    const float base = m == -INFINITY ? 0.0f : m * to_log2;
+    const float base = base_of(m, to_log2);
     if (!FIRST) {
-      correction[half] = ptx::ex2(row.m * to_log2 - base);
+      correction[half] = ptx::ex2(row.m * to_log2 - (FP8 ? base + WEIGHT_EXPONENT : base));
       row.l *= correction[half];
     }
     row.m = m;
@@ -123,9 +167,18 @@ DEVICE void weigh(Scores& s, SoftmaxRow (&softmax)[2], float (&correction)[2], f
   }
 }
 
+template <class Format = FormatOf<ELEMENT>>
 DEVICE void pack(Weights& p, const Scores& s) {
+  if constexpr (FP8) {
 #pragma unroll
-  for (int i = 0; i < BLOCK_N / 4; i++) p[i / 4][i % 4] = Half::pack(s[2 * i], s[2 * i + 1]);
+    for (int i = 0; i < BLOCK_N / 8; i++) {
+      const int first = i / 2 * 8 + i % 2 * 2;  // of a row's two scores in one block of keys; the next two are 4 on
+      p[i / 4][i % 4] = Format::pack(s[first], s[first + 1], s[first + 4], s[first + 5]);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < BLOCK_N / 4; i++) p[i / 4][i % 4] = Format::pack(s[2 * i], s[2 * i + 1]);
+  }
 }
 
 DEVICE void rescale(Output& o, const float (&correction)[2]) {

@@ -31,7 +31,7 @@ DEVICE void attend_key_by_key(const Sm90Params& all, const Work& work, const Row
   for (int i = 0; i < DIM_V / 4; i++) o[i / 2 * 4 + 2 * HALF + i % 2] = 0.0f;
   const int row = rows.row(HALF);
   if (row >= work.seqlen_q) return;
-  const float base = softmax.m == -INFINITY ? 0.0f : softmax.m * rows.to_log2;
+  const float base = base_of(softmax.m, rows.to_log2);
   const Score<float> score = make_score<float>(params, work.sequence, work.head, work.kv_head, work.mask.diagonal);
   const auto q = element_of<const ELEMENT>(params.q, params.q_strides, work.sequence, work.q_start + row, work.head);
 #pragma unroll 1

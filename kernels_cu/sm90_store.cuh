@@ -44,7 +44,8 @@ DEVICE void store_nothing(const Params& params, const Work& work, int consumer) 
   if (thread < ROWS) store_lse(params, work, first_row + thread, sink_of(params, work.head));
 }
 
-DEVICE void put_output(uint32_t place, const Output& o, const float (&factor)[2]) {
+// scale: of all values, beside the rows' own factors.
+DEVICE void put_output(uint32_t place, const Output& o, const float (&factor)[2], float scale) {
   const int row = threadIdx.x % WARPGROUP / 32 * 16 + lane_id() % 16;  // whose 16 bytes this lane names
 #pragma unroll
   for (int block = 0; block < DIM_V / 8; block += 2) {
@@ -54,7 +55,7 @@ DEVICE void put_output(uint32_t place, const Output& o, const float (&factor)[2]
       // A row without weights is 0, whatever the values of keys that it does not see.
       const float f = factor[i % 2];
       const float low = o[4 * block + 2 * i], high = o[4 * block + 2 * i + 1];
-      words[i] = f == 0.0f ? 0 : Half::pack(low * f, high * f);
+      words[i] = f == 0.0f ? 0 : FormatOf<OUT_ELEMENT>::pack(low * (f * scale), high * (f * scale));
     }
     ptx::stmatrix_x4(OBoxes::place(place, row, block + lane_id() / 16), words);
   }
@@ -93,10 +94,19 @@ DEVICE void send_output(const Sm90Params& all, const Work& work, const Shared& s
   if (O_OVER_Q) sync_consumer(consumer);
 }
 
+DEVICE RowResult finish_row(const SoftmaxRow& row, const Rows& rows, float sink) {
+  return finish_sum(sum_over_quad(row.l), base_of(row.m, rows.to_log2), sink);
+}
+
+DEVICE float scale_of_values(const Params& params, const Work& work) {
+  if constexpr (!DESCALES) return 1.0f;
+  return descale(params.v_descale, params.v_descale_strides, work.sequence, work.kv_head);
+}
+
 DEVICE void store(const Sm90Params& all, const Work& work, const Shared& shared, int consumer, const Rows& rows,
                   const SoftmaxRow (&softmax)[2], const Output& o) {
   const float sink = sink_of(all.params, work.head);
-  const RowResult results[2] = {finish(softmax[0], rows.to_log2, sink), finish(softmax[1], rows.to_log2, sink)};
+  const RowResult results[2] = {finish_row(softmax[0], rows, sink), finish_row(softmax[1], rows, sink)};
   if (lane_id() % 4 == 0) {
     store_lse(all.params, work, rows.row(0), results[0].lse);
     store_lse(all.params, work, rows.row(1), results[1].lse);
@@ -105,7 +115,7 @@ DEVICE void store(const Sm90Params& all, const Work& work, const Shared& shared,
     if (threadIdx.x % WARPGROUP == 0) ptx::bulk_wait_read<0>();
     sync_consumer(consumer);
   }
-  put_output(shared.o(consumer), o, {results[0].factor, results[1].factor});
+  put_output(shared.o(consumer), o, {results[0].factor, results[1].factor}, scale_of_values(all.params, work));
   if (VARLEN && O_OVER_Q) ptx::fence_proxy_async();  // TMA brings the next Q there
   send_output(all, work, shared, consumer);
 }

@@ -13,9 +13,11 @@ from gpu_actors.devices.emulation.tensor_map import encode_tensor_map
 from gpu_actors.devices.interface import Buffer
 from gpu_actors.kernels.arguments import pack_forward
 from gpu_actors.kernels.dispatch import FAMILIES, dispatch_key
-from gpu_actors.kernels.sm90_arguments import COUNTER, pack_sm90
+from gpu_actors.kernels.sm90_arguments import COUNTER
+from gpu_actors.kernels.sm90_launch import pack_part, sm90_scratch
 from gpu_actors.kernels.source import KernelSource
 from gpu_actors.kernels.support import ELEMENTS
+from gpu_actors.kernels.transposition import TRANSPOSE, parts_of
 from gpu_actors.kernels.variants import kernel_source, launch_geometry
 from gpu_actors.problem import AttentionProblem, DispatchKey
 from gpu_actors.testing.problems import ForwardCase
@@ -110,7 +112,6 @@ def run(
     operands: arrays or Strided views by name; ``out`` may be among them. launch: arguments of EmulatedModule.launch.
     """
     key = key_of(problem, arch, kernel)
-    geometry = launch_geometry(key, problem, multiprocessors)
     rows = (problem.total_q,) if problem.layout == "varlen" else (problem.batch, problem.seqlen_q)
     outputs = {
         "out": np.full((*rows, problem.heads_q, problem.head_dim_v), np.nan, ml_dtype(problem.out_dtype)),
@@ -123,18 +124,23 @@ def run(
     memory = {name: EmulatedBuffer.of(given.base, name) for name, given in strided.items()}
     buffers = {name: describe(*given, memory[name].address) for name, given in strided.items()}
     if kernel == "forward_sm90":
-        memory[COUNTER] = EmulatedBuffer.of(np.zeros(1, np.int32), COUNTER)
-        buffers[COUNTER] = Buffer(memory[COUNTER].address, (1,), (1,), "int32")
-    params = pack(key, problem, buffers, dropout_seed)
-    module_of(kernel_source(key)).launch(
-        kernel,
-        geometry.grid,
-        geometry.block,
-        geometry.shared_bytes,
-        params,
-        list(memory.values()),
-        **launch,
-    )
+        for name, spec in sm90_scratch(problem, key).items():
+            kind = ml_dtype(spec.dtype)
+            content = np.full((*spec.shape, kind.itemsize), 0 if spec.zero else 0xFF, np.uint8)
+            array = content.view(kind).reshape(spec.shape)
+            memory[name] = EmulatedBuffer.of(array, name)
+            buffers[name] = describe(array, array, memory[name].address)
+    for part in parts_of(key):
+        geometry = launch_geometry(part, problem, multiprocessors)
+        module_of(kernel_source(part)).launch(
+            part.kernel,
+            geometry.grid,
+            geometry.block,
+            geometry.shared_bytes,
+            pack(part, problem, buffers, dropout_seed),
+            list(memory.values()),
+            **launch,
+        )
     if COUNTER in memory:
         assert not memory[COUNTER].array.any(), "the counter is ready for the next launch"
     for name in outputs:
@@ -145,8 +151,8 @@ def run(
 
 def pack(key: DispatchKey, problem: AttentionProblem, buffers: dict[str, Buffer], dropout_seed: int = 0) -> bytes:
     """The parameters of a launch, for whichever kernel the key names."""
-    if key.kernel == "forward_sm90":
-        return pack_sm90(problem, key, lambda tensor_map: encode_tensor_map(*tensor_map), buffers)
+    if key.kernel in ("forward_sm90", TRANSPOSE):
+        return pack_part(problem, key, lambda tensor_map: encode_tensor_map(*tensor_map), buffers)
     return pack_forward(problem, buffers, dropout_seed=dropout_seed)
 
 

@@ -97,9 +97,12 @@ def mutated(source: KernelSource, mutant: Mutant) -> tuple[str, dict[str, str]]:
 @contextmanager
 def seeded(mutant: Mutant | None, cache: Path) -> Iterator[None]:
     """Have `emulated_forward` build kernels with the bug."""
+    clean = emulated_forward.module_of
 
     def build(source: KernelSource) -> EmulatedModule:
-        text, headers = (source.source, dict(source.headers)) if mutant is None else mutated(source, mutant)
+        if mutant is None or source.name != f"{mutant.kernel}.cu":  # a request may take other kernels, too
+            return clean(source)
+        text, headers = mutated(source, mutant)
         return build_module(text, dict(source.macros), headers, cache_dir=cache, entries=source.entry_points)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -25,9 +25,9 @@ PLACES = (
         "matrix_descriptor<SWIZZLE, 16, EIGHT_LINES>",
         "matrix_descriptor<SWIZZLE, 16, EIGHT_LINES / 2>",
     ),
-    _bug("the second box is never reached", "layout", "n * 16 / WIDTH * BOX_BYTES + ", "", "causal"),
-    _bug("V's step is half as long", "layout", "return n * 16 * LINE / 16;", "return n * 8 * LINE / 16;"),
-    _bug("a step of columns is 16 bytes", "layout", "n * 16 % WIDTH * 2) / 16", "n * 16 % WIDTH) / 16"),
+    _bug("the second box is never reached", "layout", "n * STEP / WIDTH * BOX_BYTES + ", "", "causal"),
+    _bug("V's step is half as long", "layout", "return n * STEP * LINE / 16;", "return n * STEP * LINE / 32;"),
+    _bug("a step of columns is 16 bytes", "layout", "n * STEP % WIDTH * ITEM) / 16", "n * STEP % WIDTH) / 16"),
     _bug("the 64-byte swizzle is forgotten", "layout", "row % 8 / (8 / UNITS)", "row % 8", "narrow"),
     _bug("outputs are not swizzled", "layout", "(unit % UNITS ^ spread) * 16", "unit % UNITS * 16"),
     _bug(

@@ -74,7 +74,7 @@ def opcodes(code: list[str]) -> collections.Counter[str]:
 
 
 def main_loops(code: list[tuple[int, str]], products: int) -> list[Loop]:
-    """The loops with so many products (HGMMA) and one wait for S in them, in the order of their code."""
+    """The loops with so many products (HGMMA, QGMMA) and one wait for S in them, in the order of their code."""
     spans = []
     for address, text in code:
         branch = _LOOP_END.search(text)
@@ -84,7 +84,7 @@ def main_loops(code: list[tuple[int, str]], products: int) -> list[Loop]:
     loops = [
         span
         for span, body in bodies.items()
-        if sum("HGMMA" in text for text in body) == products and sum(_FIRST_WAIT in text for text in body) == 1
+        if sum("GMMA" in text for text in body) == products and sum(_FIRST_WAIT in text for text in body) == 1
     ]
     return [_split(bodies[span]) for span in sorted(loops)]
 

@@ -24,6 +24,7 @@ from sm90_sass import Loop, disassemble, find_disassembler, main_loops, opcodes
 
 from gpu_actors.kernels.compiler import Compiler
 from gpu_actors.kernels.source import KernelResources, KernelSource, parse_resources
+from gpu_actors.kernels.support import ELEMENTS
 from gpu_actors.kernels.tiles import TILES, padded_head_dim
 from gpu_actors.kernels.variants import kernel_source
 
@@ -38,6 +39,8 @@ REGISTERS = {12: 168, 16: 128}  # by warps: what 65,536 leave for each thread at
 # Of issue slots that the loop without a mask may take while the tensor cores multiply: the loop's instructions, twice
 # (two warps share a scheduler), as a share of the products' clocks.
 BUDGET = 0.60
+# 8-bit products take half the clocks, and the softmax as many instructions as ever: it is what they wait for.
+BUDGET_FP8 = 1.10
 # From vector to uniform registers, in any loop. Where uniform ones run out, ptxas keeps a few descriptors in vector
 # registers: none in most loops with NVRTC, whose cubins run, more with the older ptxas of nvcc 13.0.
 MOVES = {"NVRTC": 4, "nvcc": 16}
@@ -73,8 +76,13 @@ SHAPES = (
     ("float16", 256, 256),
     ("float16", 40, 40),
     ("bfloat16", 80, 72),
+    ("float8_e4m3fn", 64, 64),
+    ("float8_e4m3fn", 128, 128),
+    ("float8_e4m3fn", 256, 256),
+    ("float8_e4m3fn", 192, 96),
 )
 FEW = ("causal", "everything")
+FEW_FP8 = ("full", "causal", "window sinks", "everything")
 TIMED = ("full", "causal")
 
 
@@ -90,8 +98,16 @@ class Variant(NamedTuple):
 
 
 # Every option with every padded head dim in bf16, a few with the rest.
-VARIANTS = tuple(Variant(*shape, option) for n, shape in enumerate(SHAPES) for option in (OPTIONS if n < 6 else FEW))
-SAMPLE = (Variant("bfloat16", 128, 128, "causal"), Variant("bfloat16", 64, 64, "full"))
+VARIANTS = tuple(
+    Variant(*shape, option)
+    for n, shape in enumerate(SHAPES)
+    for option in (OPTIONS if n < 6 else FEW_FP8 if ELEMENTS[shape[0]].fp8 else FEW)
+)
+SAMPLE = (
+    Variant("bfloat16", 128, 128, "causal"),
+    Variant("bfloat16", 64, 64, "full"),
+    Variant("float8_e4m3fn", 128, 128, "full"),
+)
 
 
 class Finding(NamedTuple):
@@ -119,10 +135,14 @@ class Finding(NamedTuple):
         return 2 * self.main.instructions / self.clocks
 
 
+def is_fp8(variant: Variant) -> bool:
+    return ELEMENTS[variant.dtype].fp8
+
+
 @functools.cache
 def source_of(variant: Variant) -> KernelSource:
     q, v = (np.zeros((1, 64, 2, width), ml_dtype(variant.dtype)) for width in (variant.dim, variant.dim_v))
-    problem = dataclasses.replace(problem_of(q, q, v), **OPTIONS[variant.option])
+    problem = dataclasses.replace(problem_of(q, q, v), **OPTIONS[variant.option], descales=is_fp8(variant))
     return kernel_source(key_of(problem, "sm_90a", KERNEL))
 
 
@@ -151,8 +171,9 @@ def examine(variant: Variant, compiler: str) -> Finding:
     source = source_of(variant)
     image, log = compile_with(compiler, source)
     macros = {name: int(value) for name, value in source.macros.items() if value.isdigit()}
-    dim, dim_v = padded_head_dim(variant.dim), padded_head_dim(variant.dim_v)
-    products = dim // 16 + macros["BLOCK_N"] // 16
+    dim, dim_v = (padded_head_dim(dim, variant.dtype) for dim in (variant.dim, variant.dim_v))
+    step = 32 if is_fp8(variant) else 16
+    products = dim // step + macros["BLOCK_N"] // step
     tool = find_disassembler()
     assert tool is not None, "the gate reads machine code: install nvidia-cuda-nvdisasm"
     code = disassemble(tool, image)
@@ -163,10 +184,10 @@ def examine(variant: Variant, compiler: str) -> Finding:
         macros=macros,
         resources=parse_resources(log)[KERNEL],
         notes=tuple(re.findall(r"C75\d\d", log)),
-        clocks=2 * 2 * macros["BLOCK_M"] * macros["BLOCK_N"] * (dim + dim_v) / 2 / FLOPS_A_CLOCK,
+        clocks=2 * 2 * macros["BLOCK_M"] * macros["BLOCK_N"] * (dim + dim_v) / 2 / FLOPS_A_CLOCK * 16 / step,
         products=products,
         masks=2 if "WINDOW" in macros else 1 if "CAUSAL" in macros else 0,
-        counts={name: counted[name] for name in ("HGMMA", "LDL", "STL")},
+        counts={name: counted[name] for name in ("HGMMA", "QGMMA", "LDL", "STL")},
         loops=main_loops(code, products),
     )
 
@@ -174,7 +195,7 @@ def examine(variant: Variant, compiler: str) -> Finding:
 def faults(found: Finding) -> list[str]:
     """What the gate holds against a variant."""
     loops, resources = found.loops, found.resources
-    expected = found.products * (found.masks + 2)
+    expected, opcode = found.products * (found.masks + 2), "QGMMA" if is_fp8(found.variant) else "HGMMA"
     plain = found.variant.option not in ("alibi", "softcap", "everything")
     late = sum(loop.after["MUFU"] + loop.before["MUFU"] for loop in loops)
     checks = {
@@ -184,13 +205,13 @@ def faults(found: Finding) -> list[str]:
         f"notes {found.notes}": found.notes != (),
         f"{resources.registers} registers": resources.registers > REGISTERS[found.macros["WARPS"]],
         f"{found.macros['SHARED_BYTES']} bytes of shared memory": found.macros["SHARED_BYTES"] > SHARED_LIMIT,
-        f"{found.counts['HGMMA']} HGMMA instead of {expected}": found.counts["HGMMA"] != expected,
+        f"{found.counts} instead of {expected} {opcode}": found.counts[opcode] != expected,
         f"{len(loops)} loops": len(loops) != found.masks + 1,
         f"{late} special functions outside the overlap": late != 0,
         "moves to uniform registers": too_many_moves(found),
     }
     text = [name for name, wrong in checks.items() if wrong]
-    if loops and plain and found.share > BUDGET:
+    if loops and plain and found.share > (BUDGET_FP8 if is_fp8(found.variant) else BUDGET):
         text.append(f"{found.share:.0%} of issue slots")
     return text
 
@@ -227,7 +248,7 @@ SEEDS = {
     "C75": ("sm90_consumer.cuh", "    ptx::wgmma_fence();  // without it, ptxas puts one in (C7519)\n", ""),
     # A tile index that might differ between lanes, as far as the compiler knows.
     "uniform": ("sm90_schedule.cuh", "int tile = ptx::warp_uniform(", "int tile = int(threadIdx.x >> 20) + ("),
-    "HGMMA": ("sm90_consumer.cuh", "n < BLOCK_N / 16; n++", "n < BLOCK_N / 16 - 1; n++"),
+    "HGMMA": ("sm90_consumer.cuh", "n < BLOCK_N / STEP; n++", "n < BLOCK_N / STEP - 1; n++"),
 }  # fmt: skip
 
 
@@ -298,8 +319,9 @@ def _row(found: Finding, timed: str, verdicts: list[str]) -> str:
     )
     loops = " + ".join(str(loop.instructions) for loop in found.loops)
     tile = f"{found.macros['BLOCK_M']} x {found.macros['BLOCK_N']}"
+    products = found.counts["HGMMA"] + found.counts["QGMMA"]
     cells = (
-        found.variant, tile, found.macros["SHARED_BYTES"], found.resources.registers, found.counts["HGMMA"], loops,
+        found.variant, tile, found.macros["SHARED_BYTES"], found.resources.registers, products, loops,
         f"{found.share:.0%}", overlap, timed, " / ".join(dict.fromkeys(verdicts)),
     )  # fmt: skip
     return "| " + " | ".join(map(str, cells)) + " |"
@@ -313,12 +335,14 @@ machine code. {summary}.
 A variant passes with
 
 - nothing spilled, no stack, no access to local memory, no C75xx note (wgmma serialised, setmaxnreg ignored);
-- as many products (HGMMA) as the tile has in its loops and outside them;
+- as many products (HGMMA, QGMMA of 8 bits) as the tile has in its loops and outside them;
 - every special function of a loop between the wait for S and the wait for O, where the tensor cores still multiply;
 - no more moves from vector to uniform registers in a loop than four by NVRTC, sixteen by nvcc;
 - where nothing but the scale stands between product and score, instructions of the loop without a mask that take at
   most 60% of the issue slots while the tensor cores are busy: instructions times two over the products' clocks. With
   three consumers, at head dim 64, three warps share a scheduler, so that the true share is half as much again.
+  8-bit products take half the clocks, and their softmax as many instructions as ever: there at most 110%, which says
+  that the softmax is what they wait for.
 
 It says nothing about speed, which is not measured yet.
 
@@ -326,7 +350,7 @@ Registers are those at launch; setmaxnreg then gives the producer 24 and consume
 consumers. Instructions are of the loops with a mask and without, in the order of the code. Seconds are of processor
 time for a cold compile by NVRTC, the less of two, on the machine that wrote this.
 
-| variant | tile | shared memory | registers | HGMMA | loop instructions | slots | overlapped | seconds | verdict |
+| variant | tile | shared memory | registers | products | loop instructions | slots | overlapped | seconds | verdict |
 |---|---|---|---|---|---|---|---|---|---|
 {rows}
 """

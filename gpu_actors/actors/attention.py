@@ -22,13 +22,14 @@ from gpu_actors.devices.interface import (
     LaunchGeometry,
     Outputs,
     OutputSpec,
-    ScratchSpec,
     Step,
 )
 from gpu_actors.interop.arrays import Adopted, CallerStreams, adopt, check_device, restore
 from gpu_actors.kernels.arguments import pack_forward
 from gpu_actors.kernels.dispatch import KernelFamily, dispatch_key
-from gpu_actors.kernels.sm90_arguments import COUNTER, EncodeTensorMap, pack_sm90
+from gpu_actors.kernels.sm90_arguments import EncodeTensorMap
+from gpu_actors.kernels.sm90_launch import sm90_scratch, sm90_steps
+from gpu_actors.kernels.transposition import parts_of
 from gpu_actors.kernels.variants import launch_geometry
 from gpu_actors.problem import AttentionProblem, DispatchKey
 from gpu_actors.requests import AttentionOutput, FlashBackward, FlashForward
@@ -184,7 +185,7 @@ class AttentionPlan:
     @property
     def keys(self) -> tuple[DispatchKey, ...]:
         """Of the kernels that `bind` takes, in that order."""
-        return (self.key,)
+        return parts_of(self.key)
 
     def bind(self, request: FlashForward, plain: bool, kernels: Sequence[Kernel]) -> Launch:
         """A launch of this plan on the arrays of an adopted request. Checks what depends on their data.
@@ -204,8 +205,8 @@ class AttentionPlan:
         if self.geometry is None or not kernels:
             return Launch(self.key, inputs, outputs, oracle)
         if self.key.kernel == "forward_sm90":
-            steps = (Step(kernels[0], self.geometry, functools.partial(pack_sm90, problem, self.key, self.encode)),)
-            return Launch(self.key, inputs, outputs, oracle, steps, {COUNTER: ScratchSpec((1,), "int32", zero=True)})
+            steps = sm90_steps(problem, self.key, self.geometry, self.encode, kernels)
+            return Launch(self.key, inputs, outputs, oracle, steps, sm90_scratch(problem, self.key))
         step = Step(kernels[0], self.geometry, functools.partial(pack_forward, problem, dropout_seed=seed))
         return Launch(self.key, inputs, outputs, oracle, (step,))
 

@@ -29,7 +29,7 @@ def reaching_families(operands: Mapping[str, Any]) -> tuple[KernelFamily, ...]:
     """The kernels to choose from for adopted operands that are loaded and stored in tiles, by name."""
     for name, array in operands.items():
         if isinstance(array, DeviceArray):
-            refusal = tma_refusal(name, array.shape, element_strides(array), array.address)
+            refusal = tma_refusal(name, array.shape, element_strides(array), array.address, array.dtype.itemsize)
             if refusal is not None:
                 logger.info("a request goes to a kernel that does without TMA: %s", refusal)
                 return WITHOUT_TMA

@@ -33,7 +33,9 @@ from gpu_actors.kernels.arguments import pack_forward
 from gpu_actors.kernels.backward import backward_launch
 from gpu_actors.kernels.dispatch import FAMILIES, KernelFamily, answering_key, dispatch_key
 from gpu_actors.kernels.score_arguments import pack_score
-from gpu_actors.kernels.sm90_arguments import COUNTER, EncodeTensorMap, pack_sm90
+from gpu_actors.kernels.sm90_arguments import EncodeTensorMap
+from gpu_actors.kernels.sm90_launch import pack_part, sm90_scratch
+from gpu_actors.kernels.transposition import parts_of
 from gpu_actors.kernels.variants import launch_geometry
 from gpu_actors.problem import AttentionProblem, DispatchKey
 from gpu_actors.score_mod import ScoreMod
@@ -194,18 +196,21 @@ def _key_of(match: AttentionMatch, arch: str, runs_kernels: bool, families: tupl
 def _forward_launch(
     key: DispatchKey, problem: AttentionProblem, device: Device
 ) -> tuple[tuple[KernelStep, ...], Mapping[str, ScratchSpec]]:
-    geometry = launch_geometry(key, problem, device.info.multiprocessors)
+    def step(part: DispatchKey, pack: Callable[..., bytes]) -> KernelStep:
+        return KernelStep(part, launch_geometry(part, problem, device.info.multiprocessors), pack)
+
     if key.kernel == "forward_sm90":
-        pack = functools.partial(_pack_sm90, key, device.encode_tensor_map)
-        return (KernelStep(key, geometry, pack),), {COUNTER: ScratchSpec((1,), "int32", zero=True)}
-    return (KernelStep(key, geometry, _pack_forward),), {}
+        encode = device.encode_tensor_map
+        steps = tuple(step(part, functools.partial(_pack_sm90, part, encode)) for part in parts_of(key))
+        return steps, sm90_scratch(problem, key)
+    return (step(key, _pack_forward),), {}
 
 
 def _pack_sm90(
     key: DispatchKey, encode: EncodeTensorMap, problem: AttentionProblem, buffers: Mapping[str, Buffer], **_: Any
 ) -> bytes:
     """For a kernel that has neither dropout nor modifications."""
-    return pack_sm90(problem, key, encode, buffers)
+    return pack_part(problem, key, encode, buffers)
 
 
 def _pack_forward(

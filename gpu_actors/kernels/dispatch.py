@@ -15,6 +15,7 @@ from gpu_actors.kernels.backward_variants import BACKWARD_PARTS
 from gpu_actors.kernels.decode_variants import COMBINE, DECODE, PLAN, decode_refuses, row_tile_of
 from gpu_actors.kernels.sm90_variants import sm90_refuses
 from gpu_actors.kernels.support import check_support, find_unsupported
+from gpu_actors.kernels.transposition import TRANSPOSE
 from gpu_actors.problem import AttentionProblem, DispatchKey
 
 __all__ = [
@@ -116,9 +117,10 @@ FAMILIES = (
     KernelFamily(
         "forward_sm90",
         sm90_refuses,
-        "computes 16-bit batches, and many new rows over caches, on Hopper with TMA and wgmma",
+        "computes 16-bit and e4m3 batches, and many new rows over caches, on Hopper with TMA and wgmma",
         persistent=True,
         tma=True,
+        companions=(TRANSPOSE,),
     ),
     KernelFamily(
         "forward_mma",

@@ -15,11 +15,21 @@ from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.kernels.arguments import ParamsLayout, pack_forward, parse_layout
 from gpu_actors.kernels.assets import asset_text
 from gpu_actors.kernels.sm90_variants import ROWS, Sections, sections_of
+from gpu_actors.kernels.support import ELEMENTS
 from gpu_actors.kernels.tiles import Tile, padded_head_dim
+from gpu_actors.kernels.transposition import TRANSPOSE, TRANSPOSED, positions_of
 from gpu_actors.kernels.variants import tile_of
 from gpu_actors.problem import AttentionProblem, DispatchKey
 
-__all__ = ["COUNTER", "TMA_ALIGNMENT", "EncodeTensorMap", "pack_sm90", "schedule_layout", "tma_refusal"]
+__all__ = [
+    "COUNTER",
+    "TMA_ALIGNMENT",
+    "EncodeTensorMap",
+    "pack_sm90",
+    "pack_transposition",
+    "schedule_layout",
+    "tma_refusal",
+]
 
 COUNTER = "tile_counter"
 """The name of the scratch memory, one int32 of 0, that blocks draw tiles from."""
@@ -30,7 +40,6 @@ TMA_ALIGNMENT = 16
 EncodeTensorMap = Callable[[TensorMap], bytes]
 
 _HEADER = "sm90_params.cuh"
-_ITEMSIZE = 2
 _ALIGNMENT = 64  # of the struct, because its tensor maps have it
 _MAX_STRIDE = 1 << 40
 _MAX_EXTENT = 1 << 32
@@ -43,18 +52,20 @@ def schedule_layout() -> ParamsLayout:
     return parse_layout(asset_text(_HEADER), "Schedule")
 
 
-def tma_refusal(name: str, shape: Sequence[int], strides: Sequence[int], address: int = 0) -> Unsupported | None:
-    """Why TMA cannot move a 16-bit operand, or None.
+def tma_refusal(
+    name: str, shape: Sequence[int], strides: Sequence[int], address: int = 0, itemsize: int = 2
+) -> Unsupported | None:
+    """Why TMA cannot move an operand, or None.
 
     shape, strides: (..., dim), strides in elements; those of axes of extent 1 may be anything.
-    address: where it starts.
+    address: where it starts. itemsize: bytes of an element.
     """
     if address % TMA_ALIGNMENT:
         return Unsupported(name, hex(address), "TMA moves operands that start at a multiple of 16 bytes")
     if 0 in shape:
         return None
     for axis, (extent, stride) in enumerate(zip(shape, strides, strict=True)):
-        nbytes = stride * _ITEMSIZE
+        nbytes = stride * itemsize
         last = axis == len(shape) - 1
         if extent > 1 and last and stride != 1:
             return Unsupported(name, f"strides {tuple(strides)}", "TMA moves operands whose last axis is contiguous")
@@ -69,7 +80,8 @@ def pack_sm90(
 ) -> bytes:
     """The parameters of a launch.
 
-    buffers: as `gpu_actors.kernels.arguments.pack_forward` wants them, and the scratch memory `COUNTER`. Over a cache,
+    buffers: as `gpu_actors.kernels.arguments.pack_forward` wants them, and the scratch memory `COUNTER`. Of 8-bit
+        floats, those of `gpu_actors.kernels.transposition`, too. Over a cache,
         k_cache and v_cache (blocks, page_size, heads_kv, dim) or (batch, capacity, heads_kv, dim), cache_seqlens int32
         (batch,) and, for pages, block_table int32 (batch, pages) whose rows are contiguous.
     encode: the device's own tensor maps. Raises InvalidRequest as pack_forward does, and for what TMA cannot move.
@@ -79,42 +91,90 @@ def pack_sm90(
     params = pack_forward(problem, buffers)
     tile = tile_of(key)
     keys = min(tile.block_n, problem.page_size or tile.block_n)
+    dim, dim_v = (padded_head_dim(dim, problem.dtype) for dim in (problem.head_dim, problem.head_dim_v))
+    if ELEMENTS[problem.dtype].fp8:
+        values = _map_of("v", _as_rows(buffers[TRANSPOSED]), tile.block_n, dim_v, encode)
+    else:
+        values = _map_of("v", buffers["v"], dim_v, keys, encode)
     maps = (
-        _map_of("q", problem, buffers["q"], problem.head_dim, ROWS, encode),
-        _map_of("k", problem, buffers["k"], problem.head_dim, keys, encode),
-        _map_of("v", problem, buffers["v"], problem.head_dim_v, keys, encode),
-        _map_of("out", problem, buffers["out"], problem.head_dim_v, ROWS, encode),
+        _map_of("q", buffers["q"], dim, ROWS, encode),
+        _map_of("k", buffers["k"], dim, keys, encode),
+        values,
+        _map_of("out", buffers["out"], dim_v, ROWS, encode),
     )
     packed = b"".join((*maps, params, _schedule(problem, tile, buffers)))
     return packed.ljust(-(-len(packed) // _ALIGNMENT) * _ALIGNMENT, b"\0")
 
 
-def _map_of(
-    name: str, problem: AttentionProblem, buffer: Buffer, dim: int, rows: int, encode: EncodeTensorMap
-) -> bytes:
-    """An operand as (dim, rows, heads, batch), moved in boxes of a swizzle's width and ``rows`` rows."""
-    refusal = tma_refusal(name, buffer.shape, buffer.strides, buffer.address)
+def pack_transposition(problem: AttentionProblem, key: DispatchKey, buffers: Mapping[str, Buffer]) -> bytes:
+    """The parameters of transpose_values: struct ValuesParams of its file.
+
+    buffers: v as for `pack_sm90`, cu_seqlens_k where varlen, and the scratch memory `TRANSPOSED`. Raises InvalidRequest
+    where rows of v do not start at multiples of 16 bytes.
+    """
+    layout, v = transposition_layout(), buffers["v"]
+    _check_tma("v", v)
+    varlen = problem.layout == "varlen"
+    row, head, _ = v.strides[-3:]
+    named = {
+        "v": v.address,
+        "transposed": buffers[TRANSPOSED].address,
+        "cu_seqlens_k": buffers["cu_seqlens_k"].address if varlen else 0,
+        "batch_stride": 0 if varlen else v.strides[0],
+        "row_stride": row,
+        "head_stride": head,
+        "tiles": positions_of(problem, tile_of(key).block_n) // tile_of(key).block_n,
+        "heads_kv": problem.heads_kv,
+        "seqlen_k": problem.seqlen_k,
+        "batch": problem.batch,
+    }
+    return layout.pack([named[field.name] for field in layout.fields])
+
+
+@functools.cache
+def transposition_layout() -> ParamsLayout:
+    """struct ValuesParams of kernels_cu/transpose_values.cu."""
+    return parse_layout(asset_text(f"{TRANSPOSE}.cu"), "ValuesParams")
+
+
+def _as_rows(transposed: Buffer) -> Buffer:
+    """(batch, heads, dim, positions) as (batch, dim, heads, positions): the rows are columns of V."""
+    shape, strides = (tuple(values[axis] for axis in (0, 2, 1, 3)) for values in (transposed.shape, transposed.strides))
+    return Buffer(transposed.address, shape, strides, transposed.dtype)
+
+
+def _check_tma(name: str, buffer: Buffer) -> None:
+    refusal = tma_refusal(name, buffer.shape, buffer.strides, buffer.address, ELEMENTS[buffer.dtype].itemsize)
     if refusal is not None:
         raise InvalidRequest(name, refusal.value, refusal.reason)
+
+
+def _map_of(name: str, buffer: Buffer, columns: int, rows: int, encode: EncodeTensorMap) -> bytes:
+    """An operand (.., rows, heads, dim) as (dim, rows, heads, batch), in boxes of a swizzle's width and ``rows`` rows.
+
+    columns: of a tile, of which boxes take 128 bytes each where that is a multiple of them, else 64.
+    """
+    _check_tma(name, buffer)
     if 0 in buffer.shape:
         return _NO_MAP
+    itemsize = ELEMENTS[buffer.dtype].itemsize
     shape, strides = buffer.shape, buffer.strides
     if len(shape) == 3:  # packed
         shape, strides = (1, *shape), (0, *strides)
-    batch, length, heads, _ = shape
+    batch, length, heads, dim = shape
     extents = (dim, length, heads, batch)
     steps = []
     for extent, stride in zip(extents[1:], (strides[1], strides[2], strides[0]), strict=True):
         # What an axis of one element strides over is no matter, but the driver looks at it.
-        steps.append(stride * _ITEMSIZE if extent > 1 else TMA_ALIGNMENT * _ITEMSIZE)
-    wide = padded_head_dim(dim) % 64 == 0
+        steps.append(stride * itemsize if extent > 1 else TMA_ALIGNMENT * 2)
+    wide = columns * itemsize % 128 == 0
     return encode(
         TensorMap(
             address=buffer.address,
             dtype=buffer.dtype,
             shape=extents,
             strides=tuple(steps),
-            box=(64 if wide else 32, rows, 1, 1),
+            box=((128 if wide else 64) // itemsize, rows, 1, 1),
             swizzle="128B" if wide else "64B",
         )
     )

@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 from gpu_actors.devices.interface import LaunchGeometry
 from gpu_actors.errors import Unsupported
-from gpu_actors.kernels.support import capability
+from gpu_actors.kernels.support import ELEMENTS, capability
 from gpu_actors.kernels.tiles import Tile, num_q_tiles, output_over_q, shared_mem_bytes
+from gpu_actors.kernels.transposition import transposition_refusal
 from gpu_actors.problem import AttentionProblem, DispatchKey
 
 __all__ = ["MULTIPROCESSORS", "ROWS", "Sections", "sections_of", "sm90_geometry", "sm90_macros", "sm90_refuses"]
@@ -22,7 +23,8 @@ ROWS = 64
 MULTIPROCESSORS = 132
 """Of an H100 or H200 (SXM): for devices that do not say how many they have."""
 
-_HEAD_DIMS = range(32, 257, 8)
+_ROW_BYTES = 16  # TMA's unit: head dims are multiples of it
+_LEAST_DIM, _GREATEST_DIM = 32, 256
 _MAX_TILES = (1 << 31) - 1 - MULTIPROCESSORS * 8  # numbers that blocks draw lie beyond it
 _L2_BYTES = 32 << 20  # of 50 MiB: outputs and the next section want room, too
 _CACHE_KEYS, _WIDE_CACHE_KEYS = 128, 64  # a tile of keys up to head dim 128, and beyond: see `tiles`
@@ -35,8 +37,8 @@ def sm90_refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
         return Unsupported("arch", arch, "forward_sm90 is written for Hopper's wgmma", "sm_90a")
     if problem.direction != "forward":
         return Unsupported("direction", problem.direction, "forward_sm90 computes no gradients", "forward")
-    if problem.dtype not in ("float16", "bfloat16"):
-        return Unsupported("dtype", problem.dtype, "forward_sm90 multiplies f16 and bf16", "bfloat16")
+    if problem.dtype not in ("float16", "bfloat16", "float8_e4m3fn"):
+        return Unsupported("dtype", problem.dtype, "forward_sm90 multiplies f16, bf16 and e4m3", "bfloat16")
     if problem.bias is not None:
         return Unsupported("bias", problem.bias[0], "forward_sm90 adds no bias; forward_mma does")
     if problem.dropout_p:
@@ -52,6 +54,8 @@ def _cache_refusal(problem: AttentionProblem) -> Unsupported | None:
         return Unsupported(
             "layout", problem.layout, "forward_sm90 reads pages and caches through one tensor map", "paged"
         )
+    if ELEMENTS[problem.dtype].fp8:
+        return Unsupported("dtype", problem.dtype, "forward_sm90 transposes 8-bit values, but no cache", "bfloat16")
     if problem.kv_dtype != problem.dtype:
         return Unsupported("kv_dtype", problem.kv_dtype, "forward_sm90 multiplies operands of one type", problem.dtype)
     if problem.seqlen_q < ROWS:
@@ -75,14 +79,18 @@ def _cache_refusal(problem: AttentionProblem) -> Unsupported | None:
 
 
 def _shape_refusal(problem: AttentionProblem) -> Unsupported | None:
+    step = _ROW_BYTES // ELEMENTS[problem.dtype].itemsize
+    dims = range(_LEAST_DIM, _GREATEST_DIM + 1, step)
     for field, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
-        if dim not in _HEAD_DIMS:
-            nearest = min(_HEAD_DIMS, key=lambda known: abs(known - dim))
-            reason = "forward_sm90 moves rows by TMA: multiples of 8 from 32 to 256"
+        if dim not in dims:
+            nearest = min(dims, key=lambda known: abs(known - dim))
+            reason = f"forward_sm90 moves rows by TMA: multiples of {step} from {_LEAST_DIM} to {_GREATEST_DIM}"
             return Unsupported(field, dim, reason, nearest)
     if problem.batch * problem.heads_q * num_q_tiles(problem.seqlen_q, ROWS) > _MAX_TILES:
         reason = "forward_sm90 numbers its tiles of rows in 31 bits"
         return Unsupported("batch", problem.batch, reason, 1)
+    if ELEMENTS[problem.dtype].fp8:
+        return transposition_refusal(problem)
     return None
 
 
@@ -103,7 +111,7 @@ def sm90_macros(forward: dict[str, str | int], key: DispatchKey, tile: Tile) -> 
     if key.decoding:
         macros |= {"CACHE_LENGTHS": 1} | ({"VARLEN": 1} if key.varlen_q else {})
         macros |= {"PAGE_SIZE": key.page_size} if key.paged else {}
-    if output_over_q(tile, key.head_dim, key.head_dim_v):
+    if output_over_q(tile, key.dtype, key.head_dim, key.head_dim_v):
         macros["O_OVER_Q"] = 1
     return macros
 
@@ -131,7 +139,8 @@ def sections_of(problem: AttentionProblem, tile: Tile) -> Sections:
     """The schedule of a problem: as many whole KV heads a section as L2 holds the keys and values of."""
     row_tiles = num_q_tiles(problem.seqlen_q, tile.block_m)
     all_heads = problem.batch * problem.heads_q
-    bytes_a_head = max(1, problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * 2)
+    itemsize = ELEMENTS[problem.dtype].itemsize
+    bytes_a_head = max(1, problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * itemsize)
     kv_heads = max(1, _L2_BYTES // bytes_a_head)
     heads = min(all_heads, kv_heads * problem.gqa_ratio)
     return Sections(row_tiles * all_heads, row_tiles, all_heads, heads)

@@ -70,6 +70,7 @@ _NO_CACHES: tuple[Layout, ...] = ("dense", "varlen")
 _NO_WINDOW: tuple[MaskKind, ...] = ("full", "causal")
 
 _HOPPER = ("sm_90",)
+_E4M3 = ("float8_e4m3fn",)
 
 # The first row that matches counts, of those whose tiles fit into the architecture's shared memory.
 TILES = (
@@ -96,6 +97,12 @@ TILES = (
     TileRow("forward_sm90", Tile(128, 80, 2, 12), _FORWARD, _HOPPER, _HALVES, 192),
     TileRow("forward_sm90", Tile(128, 80, 2, 12), _FORWARD, _HOPPER, _HALVES, 256, scale_only=True),
     TileRow("forward_sm90", Tile(128, 64, 2, 12), _FORWARD, _HOPPER, _HALVES, 256),
+    # Of 8-bit elements, with V transposed: keys come in boxes of 64 or 128 bytes, too.
+    TileRow("forward_sm90", Tile(192, 128, 2, 16), _FORWARD, _HOPPER, _E4M3, 64, scale_only=True),
+    TileRow("forward_sm90", Tile(128, 192, 2, 12), _FORWARD, _HOPPER, _E4M3, 128, ("full",), scale_only=True),
+    TileRow("forward_sm90", Tile(128, 128, 2, 12), _FORWARD, _HOPPER, _E4M3, 192),
+    TileRow("forward_sm90", Tile(128, 128, 2, 12), _FORWARD, _HOPPER, _E4M3, 256, scale_only=True),
+    TileRow("forward_sm90", Tile(128, 64, 2, 12), _FORWARD, _HOPPER, _E4M3, 256),
     # 32 rows a warp read half as much of K and V from shared memory as 16 do; up to dim 128, with nothing but the scale
     # between product and score and no window, registers hold them. Four such warps leave room for a second block.
     TileRow(
@@ -203,27 +210,29 @@ def _mma_bytes(tile: Tile, dtype: str, head_dim: int, head_dim_v: int) -> int:
     return (tile.block_m + keys) * row(head_dim) + keys * row(head_dim_v)
 
 
-def padded_head_dim(dim: int) -> int:
+def padded_head_dim(dim: int, dtype: str = "bfloat16") -> int:
     """What forward_sm90 rounds a head dim up to: kernels_cu/sm90_layout.cuh."""
-    return next(padded for padded in (64, 96, 128, 192, 256) if dim <= padded)
+    dims = (64, 128, 192, 256) if ELEMENTS[dtype].fp8 else (64, 96, 128, 192, 256)
+    return next(padded for padded in dims if dim <= padded)
 
 
-def output_over_q(tile: Tile, head_dim: int, head_dim_v: int) -> bool:
+def output_over_q(tile: Tile, dtype: str, head_dim: int, head_dim_v: int) -> bool:
     """Whether forward_sm90 has no room for an output tile beside Q, and puts it in Q's place."""
-    return _sm90_bytes_with(tile, head_dim, head_dim_v, over_q=False) > _SHARED_KIB[90] * 1024
+    return _sm90_bytes_with(tile, dtype, head_dim, head_dim_v, over_q=False) > _SHARED_KIB[90] * 1024
 
 
 def _sm90_bytes(tile: Tile, dtype: str, head_dim: int, head_dim_v: int) -> int:
-    return _sm90_bytes_with(tile, head_dim, head_dim_v, output_over_q(tile, head_dim, head_dim_v))
+    return _sm90_bytes_with(tile, dtype, head_dim, head_dim_v, output_over_q(tile, dtype, head_dim, head_dim_v))
 
 
-def _sm90_bytes_with(tile: Tile, head_dim: int, head_dim_v: int, over_q: bool) -> int:
+def _sm90_bytes_with(tile: Tile, dtype: str, head_dim: int, head_dim_v: int, over_q: bool) -> int:
     """Tiles of Q and of O or their common place, stages of K and V, mbarriers, two slots for tile indices."""
-    dim, dim_v = padded_head_dim(head_dim), padded_head_dim(head_dim_v)
-    q_and_o = max(dim, dim_v) if over_q else dim + dim_v
-    values = tile.block_m * q_and_o + tile.stages * tile.block_n * (dim + dim_v)
+    itemsize, out_itemsize = ELEMENTS[dtype].itemsize, ELEMENTS[ELEMENTS[dtype].out].itemsize
+    q, v = (padded_head_dim(dim, dtype) * itemsize for dim in (head_dim, head_dim_v))
+    out = padded_head_dim(head_dim_v, dtype) * out_itemsize
+    values = tile.block_m * (max(q, out) if over_q else q + out) + tile.stages * tile.block_n * (q + v)
     barriers = 2 * (tile.block_m // 64) + 4 * tile.stages + 4
-    return 2 * values + 8 * barriers + 16
+    return values + 8 * barriers + 16
 
 
 def _backward_mma_bytes(tile: Tile, dtype: str, head_dim: int, head_dim_v: int) -> int:

@@ -21,6 +21,7 @@ from gpu_actors.kernels.sm90_variants import sm90_geometry, sm90_macros
 from gpu_actors.kernels.source import KernelSource
 from gpu_actors.kernels.support import ELEMENTS, FIRST_FP8_CAPABILITY, capability
 from gpu_actors.kernels.tiles import Tile, num_q_tiles, shared_mem_bytes, tile_for
+from gpu_actors.kernels.transposition import TRANSPOSE, parts_of, transposition_geometry, transposition_macros
 from gpu_actors.problem import AttentionProblem, DispatchKey, MaskKind
 from gpu_actors.score_mod import SCORE_HEADER
 
@@ -28,6 +29,9 @@ __all__ = ["KernelKey", "kernel_source", "launch_geometry", "standard_variants",
 
 KernelKey: TypeAlias = DispatchKey | AppendKey | PageCopyKey
 """What a kernel is compiled and kept under."""
+
+# Kernels that run before or after another, whose tile they share, by name.
+_PARTS = {**BACKWARD_PARTS, TRANSPOSE: "forward_sm90"}
 
 _MAX_BLOCKS = (1 << 31) - 1  # of grid.x; y and z end at 65,535, so grids are flat
 _WARP = 32
@@ -59,6 +63,8 @@ def launch_geometry(key: DispatchKey, problem: AttentionProblem, multiprocessors
     """
     _builder(key)
     tile = tile_of(key)
+    if key.kernel == TRANSPOSE:
+        return transposition_geometry(problem, tile)
     if key.kernel == "forward_sm90":
         return sm90_geometry(key, problem, tile, multiprocessors)
     if key.direction == "backward":
@@ -87,7 +93,16 @@ def standard_variants(arch: str) -> list[DispatchKey]:
     shapes += [("float32", 64, mask, False) for mask in ("full", "causal")]
     shapes.append(("float32", 32, "full", True))  # what `gpu-actors embed` asks for
     keys = [dispatch_key(_usual_problem(*shape), arch) for shape in shapes]
-    return keys + usual_decode_keys(arch)
+    return keys + _transpositions(keys) + usual_decode_keys(arch)
+
+
+def _transpositions(keys: list[DispatchKey]) -> list[DispatchKey]:
+    """What runs before those of the kernels that want V transposed: a key for each cubin."""
+    found: dict[KernelSource, DispatchKey] = {}
+    for key in keys:
+        for part in parts_of(key)[:-1]:
+            found.setdefault(kernel_source(part), part)
+    return list(found.values())
 
 
 def usual_decode_keys(arch: str) -> list[DispatchKey]:
@@ -127,12 +142,12 @@ def tile_of(key: DispatchKey) -> Tile:
     """The tile that a key's kernel is compiled for."""
     widest = max(key.head_dim, key.head_dim_v)
     scale_only = not (key.softcap or key.alibi or key.bias or key.dropout or key.score_mod)
-    kernel = BACKWARD_PARTS.get(key.kernel, key.kernel)
+    kernel = _PARTS.get(key.kernel, key.kernel)
     return tile_for(kernel, key.direction, key.arch, key.dtype, widest, key.mask, scale_only, key.layout)
 
 
 def _shared_bytes(key: DispatchKey, tile: Tile) -> int:
-    kernel = BACKWARD_PARTS.get(key.kernel, key.kernel)
+    kernel = _PARTS.get(key.kernel, key.kernel)
     return shared_mem_bytes(kernel, tile, key.dtype, key.head_dim, key.head_dim_v)
 
 
@@ -193,6 +208,7 @@ _MACROS: dict[str, Callable[[DispatchKey], dict[str, str | int]]] = {
     "forward_mma": _mma_macros,
     "forward_simple": _forward_macros,
     "forward_sm90": _sm90_macros,
+    TRANSPOSE: lambda key: transposition_macros(key, tile_of(key)),
     **DECODE_MACROS,
     "backward_prepare": _backward_macros,
     "backward_mma": _backward_macros,

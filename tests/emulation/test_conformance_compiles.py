@@ -15,6 +15,8 @@ from gpu_actors.kernels.source import KernelSource
 VARIANTS = [  # file, architecture, macros, entries that this architecture lacks
     ("convert.cu", "sm_80", {}, ()),
     ("convert.cu", "sm_90a", {}, ()),
+    ("convert_fp8.cu", "sm_89", {}, ()),
+    ("convert_fp8.cu", "sm_90a", {}, ()),
     ("warp.cu", "sm_80", {}, ()),
     ("warp.cu", "sm_90a", {}, ()),
     ("copies.cu", "sm_80", {}, ("mma_e4m3", "mma_e5m2")),

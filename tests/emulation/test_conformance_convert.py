@@ -12,11 +12,11 @@ FILE = "conformance/convert.cu"
 BLOCK = 128
 
 
-def run_of(entry: str, arrays: dict[str, np.ndarray], n: int) -> KernelRun:
+def run_of(entry: str, arrays: dict[str, np.ndarray], n: int, file: str = FILE) -> KernelRun:
     def params(place: Place) -> list[bytes]:
         return [*(pointer(place, name) for name in arrays), struct.pack("<i", n)]
 
-    return KernelRun(FILE, entry, arrays, params, block=BLOCK, grid=-(-n // BLOCK))
+    return KernelRun(file, entry, arrays, params, block=BLOCK, grid=-(-n // BLOCK))
 
 
 def floats() -> np.ndarray:
@@ -57,6 +57,20 @@ def test_floats_narrow_to_the_nearest_and_pack_low_word_first(runner: Runner) ->
             same(pairs[:, part].view(np.float16), halves[part], result.order)
             wanted = (low, high)[part].astype(ml_dtypes.bfloat16)
             same(bfloats[:, part].view(ml_dtypes.bfloat16), wanted, result.order)
+
+
+def test_floats_narrow_to_the_nearest_e4m3_and_to_the_largest_beyond_it(runner: Runner) -> None:
+    """Every value, every midpoint with its neighbours, and what lies beyond the ends. The first is the lowest."""
+    codes = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    midpoints = (codes[1:] + codes[:-1]) / 2
+    around = [np.nextafter(midpoints, np.float32(towards)) for towards in (0, 1000)]
+    edges = np.float32([448.1, 463.9, 464, 465, 480, 1e4, 3e38, np.inf, 2.0**-30, 1e-45, np.nan])
+    magnitudes = np.concatenate([codes, midpoints, *around, edges])
+    values = np.concatenate([magnitudes, -magnitudes[::-1], np.zeros(-2 * magnitudes.size % 4, np.float32)])
+    arrays = {"in": values, "out": np.zeros(values.size // 4, np.uint32)}
+    wanted = np.clip(values, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+    for result in runner(run_of("narrow_e4m3", arrays, values.size // 4, "conformance/convert_fp8.cu")):
+        same(result["out"].view(ml_dtypes.float8_e4m3fn), wanted, result.order)
 
 
 def test_fast_functions_stay_within_their_error_and_flush_subnormals(runner: Runner) -> None:
