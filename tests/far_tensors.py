@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import emulated_forward
@@ -15,7 +16,7 @@ from gpu_actors.kernels.sm90_arguments import COUNTER
 from gpu_actors.kernels.variants import kernel_source, launch_geometry
 from gpu_actors.testing.tolerance import check_output
 
-__all__ = ["check_far"]
+__all__ = ["APART", "AXES", "check_far", "far_buffer", "far_halves"]
 
 DIM = 32
 # Where batch, rows and heads are in each operand.
@@ -31,10 +32,11 @@ def check_far(kernel: str, axis: int, **launch: Any) -> None:
     if biased:
         arrays["bias"] = gaussian(4, SHAPES["bias"])
     outputs = {"out": np.empty((2, 2, 2, DIM), np.float16), "lse": np.empty(SHAPES["lse"], np.float32)}
-    spacers, halves = [], []
-    for _ in range(2):
-        halves.append({name: EmulatedBuffer(a.nbytes // 2, name) for name, a in {**arrays, **outputs}.items()})
-        spacers.append(Mapping(0, guard=APART))
+
+    def half(_: int) -> dict[str, EmulatedBuffer]:
+        return {name: EmulatedBuffer(array.nbytes // 2, name) for name, array in {**arrays, **outputs}.items()}
+
+    halves = far_halves(half)
     if not biased:  # TMA takes no negative strides
         ordered = {name: sorted((half[name] for half in halves), key=lambda place: place.address) for name in halves[0]}
         halves = [{name: places[n] for name, places in ordered.items()} for n in range(2)]
@@ -65,6 +67,18 @@ def check_far(kernel: str, axis: int, **launch: Any) -> None:
         shape = tuple(1 if n == at else extent for n, extent in enumerate(array.shape))
         outputs[name] = np.concatenate([memory[name].view(array.dtype, shape) for memory in halves], at)
     check_output(outputs["out"], outputs["lse"], *(arrays[name] for name in "qkv"), **options)
+
+
+def far_halves(make: Callable[[int], dict[str, EmulatedBuffer]]) -> list[dict[str, EmulatedBuffer]]:
+    """The buffers of half 0 and of half 1, wherever the system puts memory: all of one far from all of the other."""
+    first, kept = make(0), []
+    for _ in range(50):
+        # Takes the place that the second half would be given, as do halves that came to lie near.
+        second = make(1)
+        kept.append((second, Mapping(0, guard=APART)))
+        if all(abs(a.address - b.address) > APART for a in first.values() for b in second.values()):
+            return [first, second]
+    raise AssertionError("the system puts all memory in one place")
 
 
 def split(name: str, axis: int) -> int:

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from emulated_backward import KERNEL, backward_problem_of, filled
 from emulated_forward import describe, gaussian, key_of, module_of
-from far_tensors import APART, AXES, far_buffer
+from far_tensors import AXES, far_buffer, far_halves
 
 from gpu_actors.devices.emulation import EmulatedBuffer
-from gpu_actors.devices.emulation.memory import Mapping
 from gpu_actors.kernels.backward import backward_launch
 from gpu_actors.kernels.variants import kernel_source
 from gpu_actors.reference import attention_forward
@@ -32,13 +31,12 @@ def test_offsets_past_32_bits_are_followed(axis: int) -> None:
     result = attention_forward(*inputs, causal=True)
     arrays |= {"out": result.out.astype(np.float16), "lse": result.lse.astype(np.float32)}
     outputs = {name: np.full(SHAPE, np.nan, np.float16) for name in ("dq", "dk", "dv")}
-    halves, spacers = [], []
-    for n in range(2):
-        memory = {}
-        for name, array in {**arrays, **outputs}.items():
-            memory[name] = EmulatedBuffer.of(np.take(array, [n], split(name, axis)), name)
-        halves.append(memory)
-        spacers.append(Mapping(0, guard=APART))
+    halves = far_halves(
+        lambda n: {
+            name: EmulatedBuffer.of(np.take(array, [n], split(name, axis)), name)
+            for name, array in {**arrays, **outputs}.items()
+        }
+    )
     buffers = {
         name: far_buffer(array, split(name, axis), [memory[name].address for memory in halves])
         for name, array in {**arrays, **outputs}.items()
