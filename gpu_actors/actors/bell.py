@@ -1,8 +1,8 @@
 """Bell: how an actor thread sleeps until somebody has work for it.
 
-A pipe and not a lock, which measures about twice as slow here. Writing to a pipe tells the scheduler that the writer is
-about to wait, so the woken thread runs where its work is still warm in the cache; and the write lets go of the GIL,
-which a thread woken by a lock finds taken, to be put to sleep a second time.
+A pipe and not a lock: writing to one tells the scheduler that the writer is about to wait, which lets the woken thread
+run where its work is still warm in the cache; and the write lets go of the GIL, which a thread woken by a lock finds
+taken, to be put to sleep a second time.
 """
 
 from __future__ import annotations
