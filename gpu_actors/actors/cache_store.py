@@ -323,7 +323,7 @@ def _dtype_name(dtype: Any) -> str:
     name = str(dtype).removeprefix("torch.")
     try:
         name = np.dtype(dtype).name
-    except Exception:
+    except Exception:  # whatever a foreign object makes of it: as text it is refused, or known, below
         pass
     return dtype_of("dtype", _Named(name))
 
