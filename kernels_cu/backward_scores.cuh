@@ -60,6 +60,10 @@ struct Work {
   __device__ __forceinline__ int row(int n, int block, int i) const {
     return at_most(ring.at.seqlen_q - 1, ring.tile(n) * BLOCK_M + warp.query(block, i));
   }
+  // What a score modification or its derivative makes of the zeros there may be no number, and 0 times it is none.
+  __device__ __forceinline__ bool past_end(int n, int block, int i) const {
+    return ring.tile(n) * BLOCK_M + warp.query(block, i) >= ring.at.seqlen_q;
+  }
   __device__ __forceinline__ Score<float> score(int head) const {
     const KeyPlace& at = ring.at;
     Score<float> score = make_unmodified_score<float>(params.forward, at.sequence, head, at.kv_head, mask.diagonal);
@@ -109,6 +113,12 @@ DEVICE void weigh(Scores& s, const Work& work, const Score<float>& score, int n)
         if (MASKED && !work.mask.visible(row, key)) {
           x = 0.0f;
           continue;
+        }
+        if constexpr (SCORE_MOD) {
+          if (work.past_end(n, block, e % 2)) {
+            x = 0.0f;
+            continue;
+          }
         }
         if (!SCALE_ONLY) x = score(x, row, key);
         x = ptx::ex2(x * to_log2 - ptx::as_float(lse[e % 2]));
@@ -167,6 +177,12 @@ DEVICE void differentiate(Scores& dp, const Scores& p, const Scores& dot, const 
         if (MASKED && !work.mask.visible(row, key)) {
           x = 0.0f;
           continue;
+        }
+        if constexpr (SCORE_MOD) {
+          if (work.past_end(n, block, e % 2)) {
+            x = 0.0f;
+            continue;
+          }
         }
         if constexpr (DROPOUT) x = kept[r] >> (4 * block + e) & 1 ? x * kept_scale : 0.0f;
         x = p[r][block][e] * (x - ptx::as_float(delta[e % 2]));

@@ -148,6 +148,7 @@ class _Matcher:
         for uid in gradient["wrt"]:
             if uid not in names:
                 refuse(gradient, f"kernels give no gradient of tensor {uid}: only of q, k, v and a plainly added bias")
+        self._check_read_once(gradient, found)
         if not gradient["forward"]:
             refuse(gradient, "kernels read what forward gave", "forward=(output, stats)")
         given = [dout, *gradient["forward"]]
@@ -292,6 +293,15 @@ class _Matcher:
         self._check_dtype(found.out, found.problem.out_dtype, "the output")
         if found.stats is not None and not self._tensor(found.stats).virtual:
             self._check_dtype(found.stats, "float32", "the stats")
+
+    def _check_read_once(self, gradient: Node, found: AttentionMatch) -> None:
+        """A tensor in several places has the sum of their gradients, and kernels give that of each place apart."""
+        read = [found.q.uid, found.k.uid, found.v.uid, *(() if found.bias is None else (found.bias,))]
+        read += () if found.modification is None else found.modification.tensors
+        for uid in gradient["wrt"]:
+            if read.count(uid) > 1:
+                reason = f"tensor {uid} is read in {read.count(uid)} places, and kernels give the gradient of one: "
+                refuse(gradient, f"{reason}name the array by another uid in each, and add their gradients", "one place")
 
     def _check_dtype(self, uid: int, wanted: str, name: str) -> None:
         tensor = self._tensor(uid)

@@ -124,6 +124,10 @@ class ScoreInputs:
 
     def _mask(self, node: Node, scores: Expression) -> Expression:
         """A mask that does not stand directly before the softmax is a condition as any other."""
+        like = self._graph.tensors[node.inputs[0]].dims
+        if len(like) != 4 or like[2:] != self._dims[2:]:
+            reason = f"kernels count rows and keys along the dims of the scores, {self._dims}: mask what has those"
+            raise Unsupported(node.name, like, reason, self._dims)
         mask = Mask(node["kind"], node["width"])
         left, right = mask.window
         rows, keys = self._dims[2:]
