@@ -124,6 +124,45 @@ def test_the_mock_device_adds_the_gradients_of_all_places() -> None:
     np.testing.assert_allclose(found[10 + K], parts[10 + K] + parts[10 + V], atol=1e-12)
 
 
+# What a mask hides
+
+
+SPECIAL: dict[str, tuple[int, int, float]] = {
+    "a key that one row sees": (K, 39, np.nan),
+    "a value that one row sees": (V, 39, np.nan),
+    "a key that some see": (K, 20, np.nan),
+    "a value that some see": (V, 20, np.inf),
+    "a row": (Q, 20, np.inf),
+    "a row's gradient": (DOUT, 20, np.nan),
+}
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_the_mock_device_keeps_what_is_hidden_out_of_gradients_as_kernels_do(
+    emulated: ga.GpuContext, name: str
+) -> None:
+    """With a modification whose derivative is no number at a hidden pair."""
+    operand, place, value = SPECIAL[name]
+
+    def build(g: ga.OperationGraph, t: dict[int, ga.GraphTensor]) -> tuple[ga.GraphTensor, ga.GraphTensor]:
+        behind = g.index(t[Q], 2) - g.index(t[K], 2)
+        return g.mask(g.sqrt(dot(g, t[Q], t[K]) + 10.0 * behind + 8.0), ga.Mask.causal(), "top_left"), t[V]
+
+    arrays = arrays_of((Q, K, V))
+    arrays[operand][:, :, place] = value
+    arrays = forward(build, arrays)
+    graph = backward_graph(build, (Q, K, V), (Q, K, V))
+    found = emulated.cudnn.execute(graph, arrays).result(120.0)
+    for uid, wanted in evaluate_graph(graph, arrays).items():
+        finite = np.isfinite(wanted)
+        np.testing.assert_array_equal(np.isfinite(found[uid].astype(float)), finite, err_msg=str(uid))
+        np.testing.assert_allclose(found[uid].astype(float)[finite], wanted[finite], atol=8e-3, rtol=8e-3)
+        if uid == 10 + Q:
+            assert finite[:, :, :place].all(), "rows before it"
+        elif operand in (Q, DOUT):
+            assert finite[:, :, place + 1 :].all(), "keys after it"
+
+
 # Masks of what broadcasts
 
 

@@ -12,8 +12,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from gpu_actors.graph.ops import Node
-from gpu_actors.graph.tape import Array, Tape, erf, keep_factors, visible_of
+from gpu_actors.graph.ops import POINTWISE, Node
+from gpu_actors.graph.tape import Array, Tape, erf, keep_factors, seen_product, visible_of
 
 __all__ = ["gradients"]
 
@@ -25,17 +25,46 @@ def gradients(tape: Tape, node: Node) -> list[Array]:
     """The gradients that a gradient node asks for: of sum(output * doutput), by the node's ``wrt``."""
     output, doutput = node.inputs[:2]
     known: dict[int, Array] = {output: tape.values[doutput]}
+    pairs: dict[int, Array] = {}
     for passed in reversed(tape.graph.order().nodes):
         written = [known.get(uid) for uid in passed.outputs]
         if passed.op == "gradient" or all(gradient is None for gradient in written):
             continue
         values = [tape.values[uid] for uid in passed.inputs]
-        found = _RULES[passed.op](tape, passed, written, *values)
+        visible = _visible_pairs(tape, passed, pairs.get(passed.outputs[0]))
+        found: Found
+        if passed.op == "matmul":
+            found, visible = _matmul(tape, passed, written, values, visible), None
+        else:
+            found = _RULES[passed.op](tape, passed, written, *values)
         for uid, value, gradient in zip(passed.inputs, values, found, strict=True):
-            if gradient is not None and value.dtype.kind == "f":
-                gradient = tape.step(_unbroadcast(gradient, value.shape))
-                known[uid] = gradient if uid not in known else tape.step(known[uid] + gradient)
+            if gradient is None or value.dtype.kind != "f":
+                continue
+            if visible is not None:
+                gradient = np.where(visible, gradient, 0.0)
+            gradient = tape.step(_unbroadcast(gradient, value.shape))
+            reached = visible if visible is not None and value.shape[-2:] == visible.shape else None
+            _add_pairs(pairs, uid, reached, uid in known)
+            known[uid] = gradient if uid not in known else tape.step(known[uid] + gradient)
     return [known.get(uid, np.zeros_like(tape.values[uid])) for uid in node["wrt"]]
+
+
+def _visible_pairs(tape: Tape, node: Node, behind: Array | None) -> Array | None:
+    """(rows, keys): of which scores a node has a gradient, or None where none is hidden.
+
+    behind: of its result. What a mask before the softmax hides has none, whatever NaNs lie there.
+    """
+    if node.op == "mask" and any(reader.op == "softmax" for reader in tape.graph.order().readers[node.outputs[0]]):
+        return tape.seen[node.outputs[0]]
+    return behind if node.op in POINTWISE or node.op == "matmul" else None
+
+
+def _add_pairs(pairs: dict[int, Array], uid: int, reached: Array | None, known: bool) -> None:
+    """Note which pairs of a tensor have a gradient, with those that an earlier reader gave one, if it is ``known``."""
+    if known and (uid not in pairs or reached is None):
+        pairs.pop(uid, None)
+    elif reached is not None:
+        pairs[uid] = reached | pairs[uid] if known else reached
 
 
 def _unbroadcast(gradient: Array, shape: tuple[int, ...]) -> Array:
@@ -67,12 +96,21 @@ def _two(rule: Callable[..., tuple[Array | None, Array | None]]) -> Callable[...
     return apply
 
 
-def _matmul(tape: Tape, node: Node, written: list[Array | None], a: Array, b: Array) -> Found:
-    gradient = written[0]
+def _matmul(
+    tape: Tape, node: Node, written: list[Array | None], values: list[Array], visible: Array | None
+) -> tuple[Array, Array]:
+    """visible: which pairs the product has a gradient of, if it is one of rows and keys."""
+    (gradient,), (a, b) = written, values
     assert gradient is not None
     if a.ndim == 4 and b.shape[1] not in (1, a.shape[1]) and a.shape[1] != 1:
         b = np.repeat(b, a.shape[1] // b.shape[1], axis=1)
-    return gradient @ b.swapaxes(-1, -2), a.swapaxes(-1, -2) @ gradient
+    da = seen_product(gradient, b.swapaxes(-1, -2), visible)
+    if visible is not None:
+        return da, seen_product(gradient.swapaxes(-1, -2), a, visible.T).swapaxes(-1, -2)
+    weighed = tape.seen.get(node.inputs[0])
+    if weighed is not None:
+        da = np.where(weighed, da, 0.0)
+    return da, seen_product(a.swapaxes(-1, -2), gradient, None if weighed is None else weighed.T)
 
 
 def _softmax(tape: Tape, node: Node, written: list[Array | None], scores: Array) -> Found:
@@ -120,7 +158,6 @@ def _dgelu(x: Array) -> Array:
 
 
 _RULES: dict[str, Callable[..., Found]] = {
-    "matmul": _matmul,
     "transpose": _one(lambda g, a, y: g.swapaxes(-1, -2)),
     "softmax": _softmax,
     "dropout": _dropout,

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from gpu_actors.graph.differentiate import gradients
 from gpu_actors.graph.ops import Node
-from gpu_actors.graph.tape import Array, Tape, erf, keep_factors, visible_of
+from gpu_actors.graph.tape import Array, Tape, erf, keep_factors, seen_product, visible_of
 from gpu_actors.graph.tensor import FLOATS
 
 if TYPE_CHECKING:
@@ -93,7 +93,11 @@ def _softmax(tape: Tape, node: Node, scores: Array) -> tuple[Array, ...]:
     top = np.where(np.isneginf(top), 0, top).astype(scores.dtype)
     weights = np.exp(tape.step(scores - top))
     total = weights.sum(axis=-1, keepdims=True)
-    results = weights / np.where(total == 0, 1, total), top + np.log(total)
+    weights = weights / np.where(total == 0, 1, total)
+    visible = tape.seen.get(node.inputs[0])
+    if visible is not None:  # a row that sees a NaN is NaN, and has yet no weight for what it does not see
+        weights = np.where(visible, weights, 0)
+    results = weights, top + np.log(total)
     return results[: len(node.outputs)]
 
 
@@ -105,17 +109,7 @@ def _dropout(tape: Tape, node: Node, weights: Array, *seed: Array) -> Array:
 def _matmul(tape: Tape, node: Node, a: Array, b: Array) -> Array:
     if a.ndim == 4 and b.shape[1] not in (1, a.shape[1]) and a.shape[1] != 1:
         b = np.repeat(b, a.shape[1] // b.shape[1], axis=1)
-    visible, good = tape.seen.get(node.inputs[0]), np.isfinite(b)
-    if visible is None or good.all():
-        result: Array = a @ b
-        return result
-    # A row must not know of what is hidden from it: 0 * NaN is NaN.
-    total: Array = a @ np.where(good, b, 0)
-    for key in np.flatnonzero(~good.all(axis=tuple(n for n in range(b.ndim) if n != b.ndim - 2))):
-        special = np.where(good[..., key, :], 0, b[..., key, :])[..., None, :]
-        reached = (visible[:, key, None]) & ~good[..., key, :][..., None, :]
-        total += np.where(reached, a[..., key, None] * special, 0)
-    return total
+    return seen_product(a, b, tape.seen.get(node.inputs[0]))
 
 
 def _reduction(tape: Tape, node: Node, a: Array) -> Array:

@@ -18,7 +18,7 @@ from gpu_actors.reference.masks import visible_keys
 if TYPE_CHECKING:
     from gpu_actors.graph.graph import OperationGraph
 
-__all__ = ["Array", "Tape", "erf", "keep_factors", "visible_of"]
+__all__ = ["Array", "Tape", "erf", "keep_factors", "seen_product", "visible_of"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -56,6 +56,24 @@ def visible_of(node: Node, shape: tuple[int, ...]) -> Array:
     )
     assert visible is not None  # graphs hold no mask that hides nothing
     return visible
+
+
+def seen_product(a: Array, b: Array, visible: Array | None) -> Array:
+    """a @ b, where a NaN or infinity of b's row k reaches the rows i of a with visible[i, k], and no others.
+
+    visible: (rows of a, rows of b), or None where all reach all. a is 0 where nothing is seen.
+    """
+    good = np.isfinite(b)
+    if visible is None or good.all():
+        result: Array = a @ b
+        return result
+    # A row must not know of what is hidden from it: 0 * NaN is NaN.
+    total: Array = a @ np.where(good, b, 0)
+    for key in np.flatnonzero(~good.all(axis=tuple(n for n in range(b.ndim) if n != b.ndim - 2))):
+        special = np.where(good[..., key, :], 0, b[..., key, :])[..., None, :]
+        reached = (visible[:, key, None]) & ~good[..., key, :][..., None, :]
+        total += np.where(reached, a[..., key, None] * special, 0)
+    return total
 
 
 def keep_factors(tape: Tape, node: Node) -> Array:
