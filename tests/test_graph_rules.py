@@ -6,9 +6,11 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 import gpu_actors as ga
+from gpu_actors.graph.evaluate import evaluate_graph
 
 
 def tensors(graph: ga.OperationGraph, dims: tuple[int, ...] = (2, 4, 8, 16)) -> list[ga.GraphTensor]:
@@ -90,6 +92,17 @@ ATTRIBUTES: dict[str, tuple[str, dict[str, Any], str]] = {
     "a window of no keys": ("mask", {"kind": "sliding_window", "width": 0, "alignment": "top_left"}, "window"),
     "a probability of 2": ("dropout", {"probability": 2.0}, "[0, 1)"),
     "gradients by what is not read": ("gradient", {"wrt": (3,), "forward": ()}, "must read"),
+    "gradients by a number": ("gradient", {"wrt": 3, "forward": ()}, "wrt must be a tuple"),
+    "determinism that is no flag": ("gradient", {"wrt": (), "forward": (), "deterministic": 1}, "True or False"),
+    "an attribute of nothing": ("softmax", {"axis": 2}, "is no attribute of softmax: it takes none"),
+    "a misspelt attribute": (
+        "gradient",
+        {"wrt": (), "forward": (), "determinstic": True},
+        "it takes wrt, forward, det",
+    ),
+    "axes that are one": ("reduction", {"kind": "sum", "axes": 3}, "axes must be ints"),
+    "an axis twice": ("reduction", {"kind": "sum", "axes": (3, -1)}, "axes must differ"),
+    "an axis that is true": ("reduction", {"kind": "sum", "axes": (True,)}, "axes must be ints"),
 }
 
 
@@ -100,6 +113,42 @@ def test_attributes_are_checked(name: str) -> None:
     graph.node(op, (10, 1) if op == "gradient" else (10,), (20,), name="it", **attributes)
     graph.tensor(uid=20, dims=(2, 4, 8, 8), dtype="float32")
     assert reason in str(refused(graph.validate))
+
+
+NO_NODES: dict[str, tuple[tuple[Any, Any, Any], dict[str, Any], str]] = {
+    "inputs that are one": (("exp", 1, (2,)), {}, "inputs must be a tuple of uids"),
+    "outputs by name": (("exp", (1,), ("2",)), {}, "outputs must be a tuple of uids"),
+    "an operation that is no name": ((3, (1,), (2,)), {}, "name of an operation"),
+    "a name that is none": (("exp", (1,), (2,)), {"name": ["a"]}, "must be a str"),
+    "a seed below 0": (("dropout", (1,), (2,)), {"probability": 0.5, "seed": -1}, "an int in"),
+}
+
+
+@pytest.mark.parametrize("name", NO_NODES)
+def test_what_is_no_node_is_refused_at_once(name: str) -> None:
+    given, named, reason = NO_NODES[name]
+    assert reason in refused(lambda: ga.OperationGraph().node(*given, **named)).reason
+
+
+def test_a_node_has_the_seed_that_it_is_given_and_its_signature_has_not() -> None:
+    def graph(seed: int) -> ga.OperationGraph:
+        built = ga.OperationGraph()
+        built.tensor(uid=1, dims=(1, 1, 4, 64), dtype="float32")
+        built.tensor(uid=2, dims=(1, 1, 4, 64), dtype="float32")
+        built.node("dropout", (1,), (2,), probability=0.5, seed=seed)
+        return built
+
+    def method(seed: int) -> ga.OperationGraph:
+        built = ga.OperationGraph()
+        one = built.tensor(uid=1, dims=(1, 1, 4, 64), dtype="float32")
+        built.output(built.dropout(one, 0.5, seed), uid=2)
+        return built
+
+    ones = {1: np.ones((1, 1, 4, 64), np.float32)}
+    for seed in (0, 7):
+        np.testing.assert_array_equal(evaluate_graph(graph(seed), ones)[2], evaluate_graph(method(seed), ones)[2])
+    assert (evaluate_graph(graph(0), ones)[2] != evaluate_graph(graph(7), ones)[2]).any()
+    assert graph(0).signature() == graph(7).signature() == method(7).signature()
 
 
 def test_the_dims_and_dtype_of_a_tensor_are_those_that_its_node_writes() -> None:
@@ -177,6 +226,30 @@ OPERANDS: dict[str, tuple[Callable[[ga.OperationGraph, Any, Any, Any], Any], str
     "an integer output of floats": (lambda g, q, k, v: g.output(g.exp(q), uid=9, dtype="int32"), "tensor 9", "kind"),
     "dims of 0": (lambda g, q, k, v: g.tensor(uid=8, dims=(0,), dtype="float16"), "tensor 8 dims", "int >= 1"),
     "no dims": (lambda g, q, k, v: g.tensor(uid=8, dims=(), dtype="float16"), "tensor 8", "1 to 4 dims"),
+    "dims that are one": (
+        lambda g, q, k, v: g.tensor(uid=8, dims=4, dtype="float16"),
+        "tensor 8 dims",
+        "tuple of ints",
+    ),
+    "strides that are one": (
+        lambda g, q, k, v: g.tensor(uid=8, dims=(4,), strides=1, dtype="float16"),
+        "tensor 8 strides",
+        "tuple of ints",
+    ),
+    "an axis of a reduction that is none": (lambda g, q, k, v: g.reduction(q, "sum", None), "reduction_0", "axes"),
+    "gradients by one tensor": (lambda g, q, k, v: g.gradient(g.exp(q), k, q), "gradient", "tuple of tensors"),
+    "gradients by a tensor twice": (lambda g, q, k, v: g.gradient(g.exp(q), k, (q, q)), "gradient_1", "once"),
+    "half of what forward gave": (
+        lambda g, q, k, v: g.gradient(g.exp(q), k, (q,), (v,)),
+        "gradient_1",
+        "(output, stats)",
+    ),
+    "stats without an axis": (
+        lambda g, q, k, v: g.gradient(g.exp(q), k, (q,), (v, g.tensor(uid=8, dims=(2, 4, 8), dtype="float32"))),
+        "gradient_1",
+        "dims (2, 4, 8, 16) and (2, 4, 8, 1)",
+    ),
+    "a number beyond float32": (lambda g, q, k, v: q * 1e300, "tensor -1", "float32 holds"),
     "strides of another rank": (
         lambda g, q, k, v: g.tensor(uid=8, dims=(4, 4), strides=(4,), dtype="float16"),
         "tensor 8",

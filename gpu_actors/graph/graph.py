@@ -18,7 +18,7 @@ from gpu_actors.errors import InvalidRequest
 from gpu_actors.graph.ops import Node, infer
 from gpu_actors.graph.scalars import INT32_MAX, SCALAR_DTYPES, checked_scalar
 from gpu_actors.graph.signature import signature_of
-from gpu_actors.graph.tensor import FLOATS, GraphTensor, Operand, checked_layout, packed_strides
+from gpu_actors.graph.tensor import FLOATS, GraphTensor, Operand, checked_layout, checked_uids, packed_strides
 from gpu_actors.graph.validate import validated
 from gpu_actors.mha import Mask
 from gpu_actors.problem import Alignment
@@ -62,16 +62,14 @@ class OperationGraph:
         uid: an int >= 0, unique in the graph. dims: 1 to 4 extents. dtype: float16, bfloat16, float32, float64, int32
         or bool. strides: in elements, default without gaps.
         """
-        given = tuple(strides) if strides is not None else None
-        layout = checked_layout(self._new_uid(uid), tuple(dims), given, dtype)
-        extents, steps, checked = layout
+        extents, steps, checked = checked_layout(self._new_uid(uid), dims, strides, dtype)
         return self._add_tensor(GraphTensor(self, uid, extents, checked, steps, virtual=virtual, name=name))
 
     def scalar(self, *, uid: int, dtype: str = "float32", value: float | None = None, name: str = "") -> GraphTensor:
         """A number that is passed by value: known now, or with every `execute` under ``uid``.
 
         A known value is part of the signature, one that is passed is not. Neither is compiled into a kernel.
-        dtype: float32, float64, int32, or uint64 for the seed of a dropout.
+        dtype: float32 (of values that it holds), float64, int32, or uint64 for the seed of a dropout.
         """
         return self._add_scalar(self._new_uid(uid), dtype, value, name)
 
@@ -94,8 +92,7 @@ class OperationGraph:
         self._check_mine("output", tensor)
         field = f"tensor {uid}"
         expect(tensor.virtual, field, repr(tensor), "must be virtual: it is an input or an output already")
-        given = tuple(strides) if strides is not None else None
-        _, steps, checked = checked_layout(self._new_uid(uid), tensor.dims, given, dtype or tensor.dtype)
+        _, steps, checked = checked_layout(self._new_uid(uid), tensor.dims, strides, dtype or tensor.dtype)
         both = tensor.is_float and checked in FLOATS
         expect(both or checked == tensor.dtype, field, checked, f"{tensor.dtype} cannot be given as another kind")
         old = tensor.uid
@@ -240,7 +237,7 @@ class OperationGraph:
 
     def reduction(self, a: GraphTensor, kind: str, axes: int | Sequence[int] = -1) -> GraphTensor:
         """The "sum", "mean", "max" or "min" over axes, which stay with dim 1."""
-        chosen = (axes,) if isinstance(axes, int) else tuple(axes)
+        chosen = tuple(axes) if isinstance(axes, Sequence) else (axes,)
         return self._add("reduction", (a,), kind=kind, axes=chosen)
 
     def softmax(self, scores: GraphTensor) -> GraphTensor:
@@ -278,9 +275,11 @@ class OperationGraph:
         forward: what the forward pass gave for ``output`` and for the stats of its softmax. Kernels read them
         rather than compute them again. deterministic: the same bits every time.
         """
-        given = () if forward is None else tuple(forward)
-        for tensor in (*wrt, *given):
-            self._check_mine("gradient", tensor)
+        given = () if forward is None else forward
+        for name, tensors in (("wrt", wrt), ("forward", given)):
+            expect(isinstance(tensors, Sequence), "gradient", tensors, f"{name} must be a tuple of tensors")
+            for tensor in tensors:
+                self._check_mine("gradient", tensor)
         uids, forward_uids = tuple(t.uid for t in wrt), tuple(t.uid for t in given)
         operands = (output, doutput, *wrt, *given)
         options: dict[str, Any] = {"wrt": uids, "forward": forward_uids}
@@ -293,9 +292,17 @@ class OperationGraph:
     ) -> Node:
         """Add an operation between tensors by their uids, in any order, as a program that generates graphs does.
 
-        `validate` checks it. Attributes are those of the method of that name.
+        attributes: axis of an index; kind, width and alignment of a mask; kind and axes of a reduction; probability
+        and seed of a dropout; wrt and forward (uids) and deterministic of a gradient. `validate` checks the rest.
         """
-        node = Node(name or f"{op}_{len(self.nodes)}", op, tuple(inputs), tuple(outputs), _ordered(attributes))
+        called = name or f"{op}_{len(self.nodes)}"
+        expect(isinstance(called, str), "name", name, "must be a str")
+        expect(isinstance(op, str), called, op, "must be the name of an operation")
+        seed = attributes.pop("seed", 0) if op == "dropout" else 0
+        number = integer("dropout_seed", seed, 0, (1 << 64) - 1)
+        chosen = {key: tuple(value) if isinstance(value, list) else value for key, value in attributes.items()}
+        read, written = checked_uids(called, "inputs", inputs), checked_uids(called, "outputs", outputs)
+        node = Node(called, op, read, written, _ordered(chosen), number)
         self.nodes.append(node)
         self._changed()
         return node

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.graph.tensor import GraphTensor
 from gpu_actors.mha import Mask
-from gpu_actors.validation.fields import expect, one_of, real
+from gpu_actors.validation.fields import expect, flag, one_of, real
 
 __all__ = ["ARITHMETIC", "COMPARISONS", "LOGIC", "OPERATIONS", "POINTWISE", "REDUCTIONS", "UNARY", "Node", "infer"]
 
@@ -62,6 +62,10 @@ def infer(node: Node, tensors: Sequence[GraphTensor]) -> list[Written]:
     operation = OPERATIONS.get(node.op)
     if operation is None:
         raise InvalidRequest(node.name, node.op, f"is no operation; there are {', '.join(sorted(OPERATIONS))}")
+    allowed = _ATTRIBUTES.get(node.op, ())
+    for name, _ in node.attributes:
+        takes = f"it takes {', '.join(allowed)}" if allowed else "it takes none"
+        expect(name in allowed, node.name, name, f"is no attribute of {node.op}: {takes}")
     return operation(node, tensors)
 
 
@@ -186,10 +190,11 @@ def _reduction(node: Node, tensors: Sequence[GraphTensor]) -> list[Written]:
     if node["kind"] not in REDUCTIONS:
         raise InvalidRequest(node.name, node["kind"], f"a reduction is one of {', '.join(REDUCTIONS)}")
     rank, axes = len(tensors[0].dims), node["axes"]
-    sound = axes and all(isinstance(axis, int) and -rank <= axis < rank for axis in axes)
+    sound = isinstance(axes, tuple) and axes and all(type(axis) is int and -rank <= axis < rank for axis in axes)
     if not sound:
         raise InvalidRequest(node.name, axes, f"axes must be ints from {-rank} to {rank - 1}")
     gone = {axis % rank for axis in axes}
+    expect(len(gone) == len(axes), node.name, axes, "axes must differ")
     dims = tuple(1 if axis in gone else extent for axis, extent in enumerate(tensors[0].dims))
     return [Written(dims, _float(node, tensors))]
 
@@ -212,17 +217,34 @@ def _dropout(node: Node, tensors: Sequence[GraphTensor]) -> list[Written]:
 
 
 def _gradient(node: Node, tensors: Sequence[GraphTensor]) -> list[Written]:
-    count = len(node["wrt"])
-    named = tuple(node["wrt"]) + tuple(node["forward"])
+    wrt, forward = node["wrt"], node["forward"]
+    for name, uids in (("wrt", wrt), ("forward", forward)):
+        expect(isinstance(uids, tuple), node.name, uids, f"{name} must be a tuple of uids")
+    expect(len(forward) in (0, 2), node.name, forward, "forward must be (output, stats) or nothing")
+    flag(f"{node.name} deterministic", dict(node.attributes).get("deterministic", False))
+    count, named = len(wrt), wrt + forward
     expect(node.inputs[2:] == named, node.name, node.inputs, f"must read output, its gradient and {named}")
-    _arity(node, tensors, 2 + count + len(node["forward"]), count)
-    if tensors[0].dims != tensors[1].dims:
+    expect(len(set(wrt)) == len(wrt), node.name, wrt, "must be differentiated by each tensor once")
+    _arity(node, tensors, 2 + len(named), count)
+    output = tensors[0].dims
+    if output != tensors[1].dims:
         raise _mismatch(node, tensors[:2], "must be an output and its gradient, of equal dims")
+    if forward and [tensor.dims for tensor in tensors[-2:]] != [output, (*output[:-1], 1)]:
+        raise _mismatch(node, tensors[-2:], f"that forward gave must have dims {output} and {(*output[:-1], 1)}")
     for tensor in tensors[2 : 2 + count]:
         if not tensor.is_float or tensor.by_value:
             raise _mismatch(node, [tensor], "must be differentiated by tensors of floats")
     return [Written(tensor.dims, _float(node, [tensor])) for tensor in tensors[2 : 2 + count]]
 
+
+# What decides a result beside the operands. A node that names another would be misunderstood.
+_ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
+    "index": ("axis",),
+    "mask": ("kind", "width", "alignment"),
+    "reduction": ("kind", "axes"),
+    "dropout": ("probability",),
+    "gradient": ("wrt", "forward", "deterministic"),
+}
 
 Operation = Callable[[Node, Sequence[GraphTensor]], list[Written]]
 OPERATIONS: Mapping[str, Operation] = {

@@ -6,12 +6,13 @@ import math
 
 import numpy as np
 
-from gpu_actors.validation.fields import integer, real
+from gpu_actors.validation.fields import expect, integer, real
 
 __all__ = ["INT32_MAX", "SCALAR_DTYPES", "checked_scalar"]
 
 SCALAR_DTYPES = ("float32", "float64", "int32", "uint64")
 INT32_MAX = (1 << 31) - 1
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 def checked_scalar(field: str, dtype: str, value: object) -> float | int:
@@ -22,4 +23,7 @@ def checked_scalar(field: str, dtype: str, value: object) -> float | int:
         return integer(field, value, -INT32_MAX - 1, INT32_MAX)
     if isinstance(value, float | np.floating) and math.isinf(value):
         return float(value)
-    return real(field, value, "a number, or an infinity")
+    number = real(field, value, "a number, or an infinity")
+    holds = dtype != "float32" or abs(number) <= _FLOAT32_MAX
+    expect(holds, field, value, 'must be a number that float32 holds, an infinity, or a scalar of dtype "float64"')
+    return number

@@ -5,7 +5,8 @@ Arithmetic on one adds a node to its graph: ``s * 0.125 + bias`` is a multiplica
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, TypeAlias
 
 from gpu_actors.errors import InvalidRequest, Unsupported
@@ -14,7 +15,7 @@ from gpu_actors.validation.fields import DTYPES, integer
 if TYPE_CHECKING:
     from gpu_actors.graph.graph import OperationGraph
 
-__all__ = ["FLOATS", "TENSOR_DTYPES", "GraphTensor", "Operand", "checked_layout", "packed_strides"]
+__all__ = ["FLOATS", "TENSOR_DTYPES", "GraphTensor", "Operand", "checked_layout", "checked_uids", "packed_strides"]
 
 FLOATS = DTYPES
 TENSOR_DTYPES = (*FLOATS, "int32", "bool")
@@ -158,6 +159,14 @@ def checked_layout(
 
 
 def _integers(field: str, what: str, values: object, low: int) -> tuple[int, ...]:
-    if not isinstance(values, tuple | list):
-        raise InvalidRequest(field, values, f"{what} must be a tuple of ints")
+    if not isinstance(values, Iterable):
+        raise InvalidRequest(f"{field} {what}", values, "must be a tuple of ints")
     return tuple(integer(f"{field} {what}", value, low) for value in values)
+
+
+def checked_uids(node: str, what: str, uids: object) -> tuple[int, ...]:
+    """The uids that a node names as its inputs or outputs. Raises InvalidRequest unless they are ints."""
+    named = tuple(uids) if isinstance(uids, Iterable) else ()
+    if not isinstance(uids, Iterable) or not all(isinstance(uid, Integral) for uid in named):
+        raise InvalidRequest(node, uids, f"{what} must be a tuple of uids")
+    return tuple(int(uid) for uid in named)
