@@ -114,6 +114,14 @@ def test_strides_are_the_callers_choice(ctx: ga.GpuContext) -> None:
         np.testing.assert_array_equal(gradient, expected)
 
 
+def test_strides_may_go_backwards(ctx: ga.GpuContext) -> None:
+    params = dataclasses.replace(PARAMS, scale=0.2)
+    a = operands(params)
+    views = {name: np.ascontiguousarray(array[:, ::-1, ::-1])[:, ::-1, ::-1] for name, array in a.items()}
+    for gradient, expected in zip(backward(ctx, params, views)[:3], backward(ctx, params, a)[:3], strict=True):
+        np.testing.assert_array_equal(gradient, expected)
+
+
 def test_plans_of_forward_and_backward_are_apart(ctx: ga.GpuContext) -> None:
     params = dataclasses.replace(PARAMS, scale=0.123)
     before = ctx.cudnn.plan_cache_stats().misses
@@ -161,3 +169,24 @@ def test_what_is_missing_is_named(ctx: ga.GpuContext, name: str) -> None:
     with pytest.raises(ga.InvalidRequest) as caught:
         ctx.cudnn.submit(ga.MhaBackward(params=PARAMS, **given)).result(5.0)
     assert caught.value.field == name
+
+
+OTHER_DTYPES = {"o": np.float32, "do": np.float32, "stats": np.float64}
+
+
+@pytest.mark.parametrize("name", OTHER_DTYPES)
+def test_dtypes_that_backward_does_not_take_are_refused_by_the_callers_name(ctx: ga.GpuContext, name: str) -> None:
+    a = operands(PARAMS)
+    given = {**a, "o": a["do"], "stats": np.zeros((2, 4, 5, 1), np.float32)}
+    given[name] = given[name].astype(OTHER_DTYPES[name])
+    with pytest.raises(ga.InvalidRequest) as caught:
+        ctx.cudnn.submit(ga.MhaBackward(params=PARAMS, **given)).result(5.0)
+    assert caught.value.field == name
+
+
+def test_a_scale_that_no_kernel_takes_is_refused_by_the_name_that_the_params_have() -> None:
+    params = ga.AttentionParams(1, 8, 8, 1, 1, 32, scale=1e37)
+    q = np.ones((1, 1, 8, 32), np.float16)
+    with ga.open_context("emulated") as emulated, pytest.raises(ga.Unsupported) as caught:
+        emulated.cudnn.mha_forward(params, q, q, q).result(5.0)
+    assert (caught.value.field, caught.value.nearest) == ("scale", 1e36)

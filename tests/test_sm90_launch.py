@@ -126,7 +126,7 @@ def cuda(launched: list[str]) -> FakeCuda:
     def kernel(name: str) -> Any:
         return lambda memory, params, geometry: launched.append(name)
 
-    return FakeCuda({name: kernel(name) for name in ("forward_mma", KERNEL)})
+    return FakeCuda({name: kernel(name) for name in ("forward_mma", "forward_simple", "transpose_values", KERNEL)})
 
 
 class TestDeviceArrays:
@@ -160,6 +160,24 @@ class TestDeviceArrays:
                 operands = [self.array(cuda, shape, strides, offset) for _ in range(3)]
                 ctx.flash_attn.forward(*operands).result(20)
             assert launched == [KERNEL, "forward_mma", KERNEL]
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+    @pytest.mark.parametrize("offset", [0, 4])
+    def test_a_graph_goes_where_its_operands_can_be_loaded(self, cuda, launched, monkeypatch, dtype, offset):
+        graph, numpy_dtype = ga.OperationGraph(), np.dtype(getattr(ml_dtypes, dtype))
+        q, k, v = (graph.tensor(uid=uid, dims=(1, 2, 40, 64), dtype=dtype) for uid in (1, 2, 3))
+        out = graph.matmul(graph.softmax(graph.matmul(q, graph.transpose(k)) * 0.125), v)
+        graph.output(out, uid=4, dtype="bfloat16")
+        strides = tuple(step * numpy_dtype.itemsize for step in (5120, 2560, 64, 1))
+        arrays = {}
+        for uid in (1, 2, 3):
+            block = cuda.put(np.zeros(1 << 20, np.uint8))
+            arrays[uid] = DeviceArray(block.address + offset, (1, 2, 40, 64), strides, numpy_dtype, 0, owner=block)
+        with service(cuda, monkeypatch) as ctx:
+            ctx.cudnn.execute(graph, arrays).result(20)
+        by_tiles = [KERNEL] if dtype == "bfloat16" else ["transpose_values", KERNEL]
+        without = ["forward_mma"] if dtype == "bfloat16" else ["forward_simple"]
+        assert launched == (without if offset else by_tiles)
 
 
 class TestDriver:

@@ -12,8 +12,8 @@ from gpu_actors.actors.base import ServiceActor
 from gpu_actors.actors.call import Call
 from gpu_actors.actors.graphs import GraphAttention
 from gpu_actors.actors.handle import ActorHandle
-from gpu_actors.actors.mha_calls import backward_request, forward_request, mha_gradients, mha_output
-from gpu_actors.errors import InvalidRequest
+from gpu_actors.actors.mha_calls import backward_request, by_its_own_name, forward_request, mha_gradients, mha_output
+from gpu_actors.errors import InvalidRequest, RequestError
 from gpu_actors.graph.graph import OperationGraph
 from gpu_actors.graph.plan import GraphPlan
 from gpu_actors.mha import AttentionParams, MhaBackward, MhaForward, MhaOutput
@@ -136,14 +136,22 @@ class CudnnLikeActor(ServiceActor):
 
     def handle(self, call: Call[Any]) -> None:
         message, graphs = call.message, self._graphs
-        if isinstance(message, MhaForward):
-            request, like = forward_request(message, graphs.place, call.caller)
-            graphs.answer(self, call, request, is_plain(request), functools.partial(mha_output, like))
-        elif isinstance(message, MhaBackward):
-            gradient, like = backward_request(message, graphs.place, call.caller)
-            graphs.answer(self, call, gradient, is_plain(gradient), functools.partial(mha_gradients, like))
-        elif isinstance(message, ExecuteGraph):
+        if isinstance(message, ExecuteGraph):
             graphs.execute(self, call, message.graph, message.arrays)
+        elif isinstance(message, MhaForward | MhaBackward):
+            try:
+                self._attend(call, message)
+            except RequestError as error:
+                raise by_its_own_name(error) from error
         else:
             reason = "CudnnLikeActor takes MhaForward, MhaBackward and ExecuteGraph"
             raise InvalidRequest("message", type(message).__name__, reason)
+
+    def _attend(self, call: Call[Any], message: MhaForward | MhaBackward) -> None:
+        graphs = self._graphs
+        if isinstance(message, MhaForward):
+            request, like = forward_request(message, graphs.place, call.caller)
+            graphs.answer(self, call, request, is_plain(request), functools.partial(mha_output, like))
+        else:
+            gradient, like = backward_request(message, graphs.place, call.caller)
+            graphs.answer(self, call, gradient, is_plain(gradient), functools.partial(mha_gradients, like))

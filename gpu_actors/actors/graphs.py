@@ -21,11 +21,14 @@ from gpu_actors.graph.plan import GraphPlan, graph_plan
 from gpu_actors.interop.arrays import AnyArray
 from gpu_actors.plans import PlanCache
 from gpu_actors.requests import FlashForward
+from gpu_actors.validation.fields import FP8
 
 if TYPE_CHECKING:
     from gpu_actors.devices.interface import Kernel
 
 __all__ = ["GraphAttention"]
+
+_IN_TILES = ("float16", "bfloat16", *FP8)
 
 
 class GraphAttention(Attention):
@@ -81,7 +84,7 @@ class GraphAttention(Attention):
 
 def tiles_of(given: Given) -> dict[int, AnyArray]:
     """The arrays that kernels may load in tiles: those like q, k and v."""
-    return {uid: array for uid, array in given.arrays.items() if array.ndim == 4 and array.itemsize == 2}
+    return {uid: array for uid, array in given.arrays.items() if array.ndim == 4 and array.dtype.name in _IN_TILES}
 
 
 def _check_graph(graph: object) -> None:

@@ -7,13 +7,16 @@ from typing import Any
 
 from gpu_actors.actors.attention import adopt_arrays
 from gpu_actors.devices.interface import Outputs
-from gpu_actors.errors import InvalidRequest
+from gpu_actors.errors import InvalidRequest, RequestError
 from gpu_actors.interop.arrays import Adopted, CallerStreams, restore
 from gpu_actors.mha import AttentionParams, MhaBackward, MhaForward, MhaOutput
 from gpu_actors.requests import AttentionGradients, FlashBackward, FlashForward
 from gpu_actors.validation.fields import describe, shape_of
 
-__all__ = ["backward_request", "forward_request", "mha_gradients", "mha_output"]
+__all__ = ["backward_request", "by_its_own_name", "forward_request", "mha_gradients", "mha_output"]
+
+# What cuDNN's messages and params call the fields of FlashAttention's.
+_FIELDS = {"out": "o", "dout": "do", "lse": "stats", "softmax_scale": "scale"}
 
 
 def forward_request(
@@ -96,6 +99,12 @@ def mha_gradients(like: Adopted | None, outputs: Outputs) -> Sequence[AttentionG
     if "dbias" in outputs:
         found.append(outputs["dbias"])
     return (AttentionGradients(*(array if like is None else restore(array, like) for array in found)),)
+
+
+def by_its_own_name(error: RequestError) -> RequestError:
+    """The same error, with the field as the caller of ``mha_forward`` and ``mha_backward`` knows it."""
+    name = _FIELDS.get(error.field)
+    return error if name is None else type(error)(name, *error.args[1:])
 
 
 def _params(message: MhaForward | MhaBackward) -> AttentionParams:

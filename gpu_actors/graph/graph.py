@@ -60,7 +60,7 @@ class OperationGraph:
         """A tensor that `execute` is given under ``uid``, or a virtual one for `node` to write.
 
         uid: an int >= 0, unique in the graph. dims: 1 to 4 extents. dtype: float16, bfloat16, float32, float64, int32
-        or bool. strides: in elements, default without gaps.
+        or bool. strides: in elements, of any sign, default without gaps.
         """
         extents, steps, checked = checked_layout(self._new_uid(uid), dims, strides, dtype)
         return self._add_tensor(GraphTensor(self, uid, extents, checked, steps, virtual=virtual, name=name))

@@ -19,6 +19,7 @@ __all__ = ["FLOATS", "TENSOR_DTYPES", "GraphTensor", "Operand", "checked_layout"
 
 FLOATS = DTYPES
 TENSOR_DTYPES = (*FLOATS, "int32", "bool")
+_FURTHEST = (1 << 63) - 1
 _NEAREST = {"int64": "int32", "int16": "int32", "int8": "int32", "uint8": "bool"}
 
 
@@ -152,7 +153,7 @@ def checked_layout(
         raise InvalidRequest(field, extents, "must have 1 to 4 dims")
     if strides is None:
         return extents, packed_strides(extents), dtype
-    steps = _integers(field, "strides", strides, 0)
+    steps = _integers(field, "strides", strides, -_FURTHEST)
     if len(steps) != len(extents):
         raise InvalidRequest(field, steps, f"must have as many strides as dims, {len(extents)}")
     return extents, steps, dtype
