@@ -10,7 +10,6 @@
 // the last tile to the first, so that tiles with a mask come first and last; the loops between have none.
 #pragma once
 
-#include "sm90_special.cuh"
 #include "sm90_store.cuh"
 
 constexpr bool TURNS = DIM_V <= 128;         // wider ones have little softmax to hide
@@ -60,7 +59,6 @@ struct Consumer {
     all_steps(r, work, rows);
     if (!O_OVER_Q) release(shared.q_empty(number));
     last_values(r);
-    mend_special(all, work, rows, r.softmax, r.o);
     store(all, work, shared, number, rows, r.softmax, r.o);
     if (O_OVER_Q) release(shared.q_empty(number));
   }
@@ -85,34 +83,28 @@ struct Consumer {
     if (last > 0) wait_for_keys();
   }
 
-  // The other tiles: first those that the diagonal or the window's right edge crosses, then those that all rows see
-  // whole, then those that the window's left edge crosses, and those of the sink tokens.
+  // The other tiles, from the last to the first. Rows see only a part of those that the diagonal or the window's right
+  // edge crosses, which come first, and of those that its left edge crosses and of the sink tokens, which come last.
   __device__ __forceinline__ void all_steps(Registers& r, const Work& work, const Rows& rows) {
     const Mask& mask = work.mask;
     const KeyTiles& tiles = work.keys;
-    int n = tiles.count() - 2;
+    int whole_begin = 0, whole_end = tiles.count();  // the tiles between, which all rows see whole
     if constexpr (CAUSAL || WINDOW) {
       const int seen_by_all = work.row_begin + mask.diagonal + 1 + (CAUSAL ? 0 : mask.right);  // from key 0 on
-      const int whole = at_least(tiles.sinks, at_least(0, seen_by_all) / BLOCK_N - tiles.begin + tiles.sinks);
-#pragma unroll 1
-      for (; n >= whole; n--) step<true>(r, rows, n, tiles.at(n) * BLOCK_N);
+      whole_end = at_least(tiles.sinks, at_least(0, seen_by_all) / BLOCK_N - tiles.begin + tiles.sinks);
     }
-    int crossed = 0;
     if constexpr (WINDOW) {
       const int hidden = at_least(0, work.row_end() - 1 + mask.diagonal - mask.left);  // keys, from some row
-      crossed = at_least(tiles.sinks, (hidden + BLOCK_N - 1) / BLOCK_N - tiles.begin + tiles.sinks);
+      whole_begin = at_least(tiles.sinks, (hidden + BLOCK_N - 1) / BLOCK_N - tiles.begin + tiles.sinks);
     }
 #pragma unroll 1
-    for (; n >= crossed; n--) step<false>(r, rows, n, tiles.at(n) * BLOCK_N);
-    if constexpr (WINDOW) {
-#pragma unroll 1
-      for (; n >= 0; n--) step<true>(r, rows, n, tiles.at(n) * BLOCK_N);
+    for (int n = tiles.count() - 2; n >= 0; n--) {
+      step(r, rows, n, tiles.at(n) * BLOCK_N, n < whole_begin || n >= whole_end);
     }
   }
 
   // The scores and weights of tile n, and the product of the weights of tile n + 1 with its values.
-  template <bool MASKED>
-  __device__ __forceinline__ void step(Registers& r, const Rows& rows, int n, int first_key) {
+  __device__ __forceinline__ void step(Registers& r, const Rows& rows, int n, int first_key, bool masked) {
     if (TURNS) take_turn();
     ptx::pin_registers(r.o);
     ptx::pin_registers(r.p);
@@ -131,7 +123,8 @@ struct Consumer {
     ptx::pin_registers(r.s);
     release_keys();
     score(r.s, rows, first_key);
-    if (MASKED) hide(r.s, rows, first_key);
+    // A branch that all threads take alike, and one loop: with one more for masks, a compile takes half as long again.
+    if ((CAUSAL || WINDOW) && masked) hide(r.s, rows, first_key);
     weigh<false>(r.s, r.softmax, r.correction, rows.to_log2);
 
     // The next step needs these keys. Waiting here, and not where they are used, ends the basic block: without that,

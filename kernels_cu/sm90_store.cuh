@@ -5,8 +5,7 @@
 //                                                                                   begins, which TMA would overwrite
 #pragma once
 
-#include "sm90_schedule.cuh"
-#include "sm90_softmax.cuh"
+#include "sm90_special.cuh"
 
 // Named barriers (0 is __syncthreads). A turn has two consumers' threads, `own` the threads of one.
 DEVICE int turn_barrier(int consumer) { return 1 + consumer; }
@@ -115,7 +114,9 @@ DEVICE void store(const Sm90Params& all, const Work& work, const Shared& shared,
     if (threadIdx.x % WARPGROUP == 0) ptx::bulk_wait_read<0>();
     sync_consumer(consumer);
   }
-  put_output(shared.o(consumer), o, {results[0].factor, results[1].factor}, scale_of_values(all.params, work));
+  const float factor[2] = {results[0].factor, results[1].factor}, scale = scale_of_values(all.params, work);
+  put_output(shared.o(consumer), o, factor, scale);
+  mend_special(all, work, rows, softmax, o, factor, scale, shared.o(consumer));
   if (VARLEN && O_OVER_Q) ptx::fence_proxy_async();  // TMA brings the next Q there
   send_output(all, work, shared, consumer);
 }

@@ -39,8 +39,8 @@ _WEIGHTS = (
     _bug(
         "rows computed again lack the exponent",
         "special",
-        "base_of(softmax.m, rows.to_log2)",
-        "softmax.m * rows.to_log2",
+        "base_of(special.m, rows.to_log2)",
+        "special.m * rows.to_log2",
         "special",
     ),
     _bug(

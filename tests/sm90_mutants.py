@@ -274,12 +274,31 @@ OUTPUT = (
     _bug("the LSE lacks the sum", "store", "results[0].lse", "results[0].factor"),
     _bug(
         "NaN of hidden keys spreads",
-        "consumer",
-        "    mend_special(all, work, rows, r.softmax, r.o);\n",
+        "store",
+        "  mend_special(all, work, rows, softmax, o, factor, scale, shared.o(consumer));\n",
         "",
         "special",
     ),
-    _bug("mended rows see all keys", "special", "    if (!work.mask.visible(row, key)) continue;\n", "", "special"),
+    _bug("mended rows see all keys", "special", "      if (!work.mask.visible(row, key)) continue;\n", "", "special"),
+    _bug(
+        "mended rows are those of the other half", "special", "half == 0 ? found[0]", "half == 1 ? found[0]", "special"
+    ),
+    _bug(
+        "a lane's share is the whole product",
+        "special",
+        "return dot + __shfl_xor_sync(quad, dot, 2)",
+        "return dot",
+        "special",
+    ),
+    _bug(
+        "a mended row lies 8 rows off",
+        "special",
+        "(row - work.row_begin) % ROWS",
+        "(row - work.row_begin + 8) % ROWS",
+        "special",
+    ),
+    _bug("mended rows are not divided", "special", "special.factor * special.scale", "special.scale", "special"),
+    _bug("mended rows stop at the first columns", "special", "- lane_id() % 4 < UNITS", "< 4", "special"),
 )
 
 MUTANTS = (*DEFECTS, *PIPELINE, *SCHEDULE, *OUTPUT, *NUMBERS)

@@ -94,6 +94,11 @@ SOFTMAX = (
         "window",
     ),
     _bug(
+        "the first tile that some rows see whole has no mask", "consumer", "n >= whole_end", "n > whole_end", "causal"
+    ),
+    _bug("the last tile of the left edge has no mask", "consumer", "n < whole_begin", "n + 1 < whole_begin", "window"),
+    _bug("tiles have a mask where they need none", "consumer", "|| n >= whole_end", "|| n < whole_end", "causal"),
+    _bug(
         "under a causal mask the window's right edge counts",
         "consumer",
         "(CAUSAL ? 0 : mask.right)",

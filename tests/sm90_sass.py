@@ -14,8 +14,9 @@ __all__ = ["Loop", "disassemble", "find_disassembler", "main_loops", "opcodes"]
 
 _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?);")
 _PREDICATE = re.compile(r"^@!?U?P\w+\s+")
-# A loop ends with a condition; waits that spin lie behind the loops and jump back into them without one.
-_LOOP_END = re.compile(r"^@!?U?P\w+\s+BRA\b.*?(0x[0-9a-f]+)")
+# Of loops, which end with a condition, and of what is passed by. Waits that spin lie behind the loops and jump back
+# into them without one.
+_BRANCH = re.compile(r"^@!?U?P\w+\s+BRA\b.*?(0x[0-9a-f]+)")
 _FIRST_WAIT, _LAST_WAIT = "DEPBAR.LE gsb0, 0x1", "DEPBAR.LE gsb0, 0x0"
 
 
@@ -23,18 +24,26 @@ class Loop(NamedTuple):
     """Instructions of a main loop, counted by opcode without suffixes.
 
     before: the first wait, for S. overlap: between it and the wait for O, while the tensor cores multiply. after: both.
+    mask: of the overlap, what a branch passes by where a tile needs no mask.
     """
 
     before: collections.Counter[str]
     overlap: collections.Counter[str]
     after: collections.Counter[str]
+    mask: collections.Counter[str]
 
     @property
     def instructions(self) -> int:
-        return sum(sum(part.values()) for part in self)
+        """Of an iteration without a mask."""
+        return sum((self.before + self.overlap + self.after).values()) - self.masking
+
+    @property
+    def masking(self) -> int:
+        return sum(self.mask.values())
 
     def count(self, opcode: str) -> int:
-        return sum(part[opcode] for part in self)
+        """In the whole loop, its mask included."""
+        return self.before[opcode] + self.overlap[opcode] + self.after[opcode]
 
 
 def find_disassembler() -> Path | None:
@@ -77,26 +86,38 @@ def main_loops(code: list[tuple[int, str]], products: int) -> list[Loop]:
     """The loops with so many products (HGMMA, QGMMA) and one wait for S in them, in the order of their code."""
     spans = []
     for address, text in code:
-        branch = _LOOP_END.search(text)
+        branch = _BRANCH.search(text)
         if branch and int(branch[1], 16) < address:
             spans.append((int(branch[1], 16), address))
-    bodies = {span: [text for address, text in code if span[0] <= address <= span[1]] for span in spans}
+    bodies = {span: [line for line in code if span[0] <= line[0] <= span[1]] for span in spans}
     loops = [
         span
         for span, body in bodies.items()
-        if sum("GMMA" in text for text in body) == products and sum(_FIRST_WAIT in text for text in body) == 1
+        if sum("GMMA" in text for _, text in body) == products and sum(_FIRST_WAIT in text for _, text in body) == 1
     ]
     return [_split(bodies[span]) for span in sorted(loops)]
 
 
-def _split(body: list[str]) -> Loop:
-    parts: list[list[str]] = [[], [], []]
+def _split(body: list[tuple[int, str]]) -> Loop:
+    parts: list[list[tuple[int, str]]] = [[], [], []]
     part = 0
-    for text in body:
+    for address, text in body:
         if _FIRST_WAIT in text:
             part = 1
         elif _LAST_WAIT in text:
             part = 2
         else:
-            parts[part].append(text)
-    return Loop(*(opcodes(lines) for lines in parts))
+            parts[part].append((address, text))
+    before, overlap, after = ([text for _, text in lines] for lines in parts)
+    return Loop(opcodes(before), opcodes(overlap), opcodes(after), opcodes(_mask(parts[1])))
+
+
+def _mask(overlap: list[tuple[int, str]]) -> list[str]:
+    """The largest part without special functions that a branch passes by: the wait for keys is four instructions."""
+    parts: list[list[str]] = [[]]
+    for address, text in overlap:
+        if branch := _BRANCH.search(text):
+            passed = [other for at, other in overlap if address < at < int(branch[1], 16)]
+            if int(branch[1], 16) <= overlap[-1][0] and not any("MUFU" in other for other in passed):
+                parts.append(passed)
+    return max(parts, key=len)

@@ -43,6 +43,29 @@ def test_loops_are_counted_from_their_label_to_the_branch_back() -> None:
     assert loops("") == []
 
 
+MASKED = """\
+.L_x_3:
+        /*0010*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24, gsb0 ;
+        /*0020*/              @!P0 BRA `(.L_x_4) ;
+        /*0030*/                   FSEL R24, R24, -INF , P1 ;
+        /*0040*/                   FSEL R25, R25, -INF , P2 ;
+.L_x_4:
+        /*0050*/                   MUFU.EX2 R9, R24 ;
+        /*0060*/               @P3 BRA `(.L_x_5) ;
+        /*0070*/                   MUFU.EX2 R9, R25 ;
+        /*0080*/                   FADD R9, R9, R10 ;
+        /*0090*/                   FADD R9, R9, R10 ;
+.L_x_5:
+        /*00a0*/               @P2 BRA `(.L_x_3) ;
+"""
+
+
+def test_a_mask_that_most_iterations_pass_by_is_not_counted_in_them() -> None:
+    (loop,) = loops(MASKED)
+    assert (loop.instructions, loop.skipped, loop.unmasked) == (10, 2, 8)
+    assert loop.executed(1) == 8
+
+
 @pytest.mark.skipif(find_disassembler() is None, reason="nvdisasm is not installed")
 def test_the_main_loop_is_found_in_a_real_cubin() -> None:
     registers = ",".join(f'"+f"(x[{n}])' for n in range(4)), ",".join(['"r"(n)'] * 6)

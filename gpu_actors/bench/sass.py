@@ -22,7 +22,8 @@ class Loop(NamedTuple):
     """instructions: a warp's, from the label to the branch back, each counted once. tensor: matrix products among them.
 
     special: those of the MUFU. inner: the loop inside that has products, where there is one. warpgroups: whether the
-    products are those of whole warpgroups.
+    products are those of whole warpgroups. skipped: instructions of the largest part without products and exponentials
+    that a branch passes by; such a loop of warpgroups keeps its mask there.
     """
 
     instructions: int
@@ -30,12 +31,18 @@ class Loop(NamedTuple):
     special: int
     inner: Loop | None = None
     warpgroups: bool = False
+    skipped: int = 0
+
+    @property
+    def unmasked(self) -> int:
+        """The instructions of an iteration without a mask."""
+        return self.instructions - self.skipped if self.warpgroups else self.instructions
 
     def executed(self, products: int) -> int:
         """The instructions of an iteration that makes so many products: what is missing comes from the inner loop."""
         if self.inner is None or products <= self.tensor:
-            return self.instructions
-        return self.instructions + round((products - self.tensor) / self.inner.tensor * self.inner.instructions)
+            return self.unmasked
+        return self.unmasked + round((products - self.tensor) / self.inner.tensor * self.inner.instructions)
 
 
 def find_disassembler() -> Path | None:
@@ -60,7 +67,7 @@ def main_loop(cubin: bytes) -> Loop | None:
         path.write_bytes(cubin)
         done = subprocess.run([tool, "-c", path], capture_output=True, text=True, check=False, timeout=120)
     found = [loop for loop in loops(done.stdout) if loop.tensor and loop.special]
-    return min(found, key=lambda loop: loop.instructions / loop.tensor, default=None)
+    return min(found, key=lambda loop: loop.unmasked / loop.tensor, default=None)
 
 
 def loops(text: str) -> list[Loop]:
@@ -68,15 +75,21 @@ def loops(text: str) -> list[Loop]:
     labels: dict[str, int] = {}
     names: list[str] = []
     spans: list[tuple[int, int]] = []
+    ahead: list[tuple[int, str]] = []  # branches to labels that come later
     for line in text.splitlines():
         if label := _LABEL.match(line):
             labels[label[1]] = len(names)
         elif instruction := _INSTRUCTION.match(line):
             name, rest = instruction.groups()
             target = _TARGET.search(rest)
-            if name.startswith("BRA") and target and target[1] in labels:
-                spans.append((labels[target[1]], len(names) + 1))
+            if name.startswith("BRA") and target:
+                if target[1] in labels:
+                    spans.append((labels[target[1]], len(names) + 1))
+                else:
+                    ahead.append((len(names) + 1, target[1]))
             names.append(name)
+
+    passed = [(start, labels[name]) for start, name in ahead if name in labels]
 
     def inside(outer: tuple[int, int]) -> list[tuple[int, int]]:
         return [span for span in spans if span != outer and outer[0] <= span[0] and span[1] <= outer[1]]
@@ -86,7 +99,14 @@ def loops(text: str) -> list[Loop]:
 
     def loop(span: tuple[int, int], inner: Loop | None = None) -> Loop:
         groups = count(span, ("HGMMA", "QGMMA")) > 0
-        return Loop(span[1] - span[0], count(span, _TENSOR), count(span, "MUFU"), inner, groups)
+        skipped = [
+            end - start
+            for start, end in passed
+            if span[0] <= start and end < span[1] and not count((start, end), (*_TENSOR, "MUFU"))
+        ]
+        return Loop(
+            span[1] - span[0], count(span, _TENSOR), count(span, "MUFU"), inner, groups, max(skipped, default=0)
+        )
 
     found: list[Loop] = []
     for span in spans:
