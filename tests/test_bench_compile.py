@@ -38,3 +38,4 @@ def test_a_compile_is_timed_beside_cupys_and_what_cupy_cannot_compile_is_said(mo
     refused = found["forward_sm90"]
     assert isinstance(refused, dict)
     assert "setmaxnreg" in refused["cupy_s"]
+    assert refused["cupy_exact_arch_s"]["median"] > 0
