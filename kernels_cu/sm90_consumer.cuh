@@ -30,10 +30,16 @@ struct Consumer {
   int number;
   Ring<STAGES> keys{0, 0}, values{0, 0};
   uint32_t q_parity = 0;
+  uint32_t turns[2] = {};  // named barriers: the consumer's own, and the next one's
 
   // Every tile of the block, until the producer says that there are no more.
   __device__ __forceinline__ void run() {
     TileSink tiles;
+    if constexpr (TURNS) {
+      turns[0] = turn_barrier(number);
+      turns[1] = turn_barrier(number + 1 == CONSUMERS ? 0 : number + 1);
+      ptx::pin_registers(turns);  // in the threads' own registers: uniform ones are short
+    }
     if (TURNS && number == CONSUMERS - 1) pass_turn();
     for (int tile = tiles.next(shared); tile != TileSource::NO_TILE; tile = tiles.next(shared)) {
       Work work = work_of(all.params, all.schedule, tile);
@@ -88,18 +94,20 @@ struct Consumer {
   __device__ __forceinline__ void all_steps(Registers& r, const Work& work, const Rows& rows) {
     const Mask& mask = work.mask;
     const KeyTiles& tiles = work.keys;
-    int whole_begin = 0, whole_end = tiles.count();  // the tiles between, which all rows see whole
+    uint32_t whole[2] = {0, uint32_t(tiles.count())};  // [first, end): the tiles between, which all rows see whole
     if constexpr (CAUSAL || WINDOW) {
       const int seen_by_all = work.row_begin + mask.diagonal + 1 + (CAUSAL ? 0 : mask.right);  // from key 0 on
-      whole_end = at_least(tiles.sinks, at_least(0, seen_by_all) / BLOCK_N - tiles.begin + tiles.sinks);
+      whole[1] = at_least(tiles.sinks, at_least(0, seen_by_all) / BLOCK_N - tiles.begin + tiles.sinks);
     }
     if constexpr (WINDOW) {
       const int hidden = at_least(0, work.row_end() - 1 + mask.diagonal - mask.left);  // keys, from some row
-      whole_begin = at_least(tiles.sinks, (hidden + BLOCK_N - 1) / BLOCK_N - tiles.begin + tiles.sinks);
+      whole[0] = at_least(tiles.sinks, (hidden + BLOCK_N - 1) / BLOCK_N - tiles.begin + tiles.sinks);
     }
+    ptx::pin_registers(whole);  // or ptxas computes them again in each step
 #pragma unroll 1
     for (int n = tiles.count() - 2; n >= 0; n--) {
-      step(r, rows, n, tiles.at(n) * BLOCK_N, n < whole_begin || n >= whole_end);
+      const bool masked = (WINDOW && n < int(whole[0])) || n >= int(whole[1]);
+      step(r, rows, n, tiles.at(n) * BLOCK_N, masked);
     }
   }
 
@@ -219,8 +227,6 @@ struct Consumer {
     if (lane_id() == 0) ptx::mbarrier_arrive(barrier);
   }
 
-  __device__ __forceinline__ void take_turn() { ptx::barrier_sync(turn_barrier(number), 2 * WARPGROUP); }
-  __device__ __forceinline__ void pass_turn() {
-    ptx::barrier_arrive(turn_barrier(number + 1 == CONSUMERS ? 0 : number + 1), 2 * WARPGROUP);
-  }
+  __device__ __forceinline__ void take_turn() { ptx::barrier_sync(int(turns[0]), 2 * WARPGROUP); }
+  __device__ __forceinline__ void pass_turn() { ptx::barrier_arrive(int(turns[1]), 2 * WARPGROUP); }
 };

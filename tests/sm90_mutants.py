@@ -126,6 +126,7 @@ PIPELINE = (
         "    ptx::pin_registers(r.p);\n    ptx::wgmma_fence();\n    multiply_keys(r.s);",
         "    ptx::pin_registers(r.p);\n    multiply_keys(r.s);",
     ),
+    _bug("a consumer passes the turn to itself", "consumer", "number + 1 == CONSUMERS ? 0 : number + 1", "number"),
     _bug("the turn is not passed on", "consumer", "    if (TURNS) pass_turn();\n\n", "\n", "causal", "plain"),
     _bug(
         "nobody has the first turn",
@@ -280,9 +281,6 @@ OUTPUT = (
         "special",
     ),
     _bug("mended rows see all keys", "special", "      if (!work.mask.visible(row, key)) continue;\n", "", "special"),
-    _bug(
-        "mended rows are those of the other half", "special", "half == 0 ? found[0]", "half == 1 ? found[0]", "special"
-    ),
     _bug(
         "a lane's share is the whole product",
         "special",
