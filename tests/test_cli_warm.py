@@ -23,6 +23,8 @@ def few_variants(monkeypatch: pytest.MonkeyPatch) -> None:
     everything = variants.standard_variants
     monkeypatch.setattr(variants, "standard_variants", lambda arch: everything(arch)[:2])
     monkeypatch.setattr(cache_variants, "cache_variants", lambda arch: [])
+    gradients = variants.usual_backward_keys
+    monkeypatch.setattr(variants, "usual_backward_keys", lambda arch: gradients(arch)[:1])
 
 
 @pytest.mark.usefixtures("few_variants")
@@ -43,6 +45,14 @@ def test_warm_fills_the_cache_and_reports_each_variant(run: Run, tmp_path: Path)
     _, table, _ = run(*options, "--report", "--quiet")
     assert all(row["label"] in table for row in rows)
     assert run(*options, "--quiet")[1:] == ("", "")
+
+
+@pytest.mark.usefixtures("few_variants")
+def test_warm_compiles_the_kernels_of_gradients_where_it_is_asked_to(run: Run, tmp_path: Path) -> None:
+    options = ("warm", "--arch", "sm_80", "--cache-dir", tmp_path, "--device", "mock", "--backward", "--json", "-q")
+    *_, gradient = json.loads(run(*options)[1])
+    assert "direction=backward" in gradient["key"]
+    assert len(list(tmp_path.glob("*.cubin"))) == 3
 
 
 def test_warm_for_an_inexact_arch_names_the_exact_one(run: Run) -> None:
@@ -97,7 +107,7 @@ main()
 
 def test_labels_tell_all_standard_variants_apart() -> None:
     keys = variants.standard_variants("sm_90a")
-    others = cache_variants.cache_variants("sm_90a")
+    others = [*cache_variants.cache_variants("sm_90a"), *variants.usual_backward_keys("sm_90a")]
     assert len({_label(key) for key in (*keys, *others)}) == len(keys) + len(others)
     plain = _label(keys[0])
     changes: dict[str, object] = {

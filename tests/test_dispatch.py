@@ -11,7 +11,7 @@ from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.kernels.dispatch import FAMILIES, REFERENCE, KernelFamily, dispatch_key, explain
 from gpu_actors.kernels.support import ELEMENTS
 from gpu_actors.kernels.tiles import shared_mem_limit
-from gpu_actors.kernels.variants import kernel_source, launch_geometry, standard_variants
+from gpu_actors.kernels.variants import kernel_source, launch_geometry, standard_variants, usual_backward_keys
 from gpu_actors.problem import AttentionProblem, DispatchKey
 
 BASE = AttentionProblem(
@@ -231,6 +231,13 @@ class TestStandardVariants:
         assert {key.mask for key in keys} >= {"full", "causal", "causal_window"}
         assert {key.layout for key in keys} == {"dense", "varlen", "paged", "pointers"}
         assert any(ELEMENTS[key.dtype].fp8 for key in keys) == (arch in ("sm_90a", "sm_100a", "sm_120a"))
+
+    @pytest.mark.parametrize("arch", ARCHS)
+    def test_gradients_have_usual_variants_too(self, arch):
+        keys = usual_backward_keys(arch)
+        assert len({kernel_source(key) for key in keys}) == len(keys)
+        assert {key.kernel for key in keys} == {"backward_prepare", "backward_mma", "backward_finish"}
+        assert {key.head_dim for key in keys} == {64, 128, 256}
 
     @pytest.mark.parametrize("arch", ARCHS)
     def test_each_can_be_launched(self, arch):

@@ -63,12 +63,13 @@ def measure(arch: str = "sm_90a", compiles: int = 7, lookups: int = 2000) -> dic
 
 
 def run(arch: str = "sm_90a") -> dict[str, object]:
-    """`measure`, and the cold compile of each kernel that ``gpu-actors warm`` compiles, in seconds."""
-    from gpu_actors.kernels.variants import kernel_source, standard_variants
+    """`measure`, and the cold compile of each kernel that ``gpu-actors warm --backward`` compiles, in seconds."""
+    from gpu_actors.kernels.cache_variants import cache_variants
+    from gpu_actors.kernels.variants import kernel_source, standard_variants, usual_backward_keys
 
     compiler = Compiler()
     times: dict[str, list[float]] = {}
-    for key in standard_variants(arch):
+    for key in (*standard_variants(arch), *cache_variants(arch), *usual_backward_keys(arch)):
         seconds = _seconds(functools.partial(compiler.compile, kernel_source(key), arch))
         times.setdefault(key.kernel, []).append(seconds)
     variants = {

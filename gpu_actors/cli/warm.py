@@ -35,6 +35,7 @@ def warm(
         str | None, typer.Option(help="Exact architecture, such as sm_90a. Default: the device's own.")
     ] = None,
     cache_dir: Annotated[Path | None, typer.Option(help="Folder of the cubins. Default: the user's own.")] = None,
+    backward: Annotated[bool, typer.Option("--backward", help="The kernels of gradients, too.")] = False,
     report: Annotated[bool, typer.Option("--report", help="Show every variant, not only a summary.")] = False,
     as_json: JsonOption = False,
     device: DeviceOption = "auto",
@@ -45,7 +46,7 @@ def warm(
     With --json: a list of variants with key, arch, compile_seconds, registers, spill_bytes, stack_bytes,
     shared_bytes (static and dynamic), threads, blocks_per_sm, occupancy and notes (ptxas's C75xx remarks).
     """
-    rows = [_row(variant) for variant in asyncio.run(_warm(arch, cache_dir, device, quiet))]
+    rows = [_row(variant) for variant in asyncio.run(_warm(arch, cache_dir, device, backward, quiet))]
     if as_json:
         write_json(rows)
     elif report:
@@ -54,7 +55,9 @@ def warm(
         _write_summary(rows)
 
 
-async def _warm(arch: str | None, cache_dir: Path | None, device: str, quiet: bool) -> list[WarmedVariant]:
+async def _warm(
+    arch: str | None, cache_dir: Path | None, device: str, backward: bool, quiet: bool
+) -> list[WarmedVariant]:
     from gpu_actors.context import open_context
     from gpu_actors.kernels import cache_variants, variants
     from gpu_actors.options import ContextOptions
@@ -62,7 +65,9 @@ async def _warm(arch: str | None, cache_dir: Path | None, device: str, quiet: bo
     options = ContextOptions(arch=arch, cache_dir=cache_dir, drain_timeout=DRAIN_TIMEOUT)
     async with open_context(device, options) as context:
         wanted = arch or context.info.arch
-        keys = [*variants.standard_variants(wanted), *cache_variants.cache_variants(wanted)]
+        keys: list[KernelKey] = [*variants.standard_variants(wanted), *cache_variants.cache_variants(wanted)]
+        if backward:
+            keys += variants.usual_backward_keys(wanted)
         with progress_bar(quiet=quiet) as bar:
             task = bar.add_task("compiling", total=len(keys), rate="")
 
@@ -79,14 +84,14 @@ async def _warm(arch: str | None, cache_dir: Path | None, device: str, quiet: bo
 
 def _row(variant: WarmedVariant) -> dict[str, Any]:
     from gpu_actors.kernels.occupancy import occupancy
-    from gpu_actors.kernels.variants import kernel_source
+    from gpu_actors.kernels.variants import block_threads, kernel_source
 
     cubin = variant.cubin
     # One entry point a variant: what the launch will pay for.
     resources = cubin.resources[cubin.entry_points[0]]
     macros = kernel_source(variant.key).macros
     resources = resources._replace(shared_bytes=resources.shared_bytes + int(macros.get("SHARED_BYTES", 0)))
-    threads = 32 * int(macros["WARPS"])
+    threads = block_threads(variant.key)
     fits = occupancy(cubin.arch, resources.registers, resources.shared_bytes, threads)
     return {
         "key": str(variant.key),

@@ -17,6 +17,7 @@ from gpu_actors.problem import AttentionProblem, DispatchKey
 
 __all__ = [
     "BACKWARD_PARTS",
+    "PREPARE_THREADS",
     "backward_geometry",
     "backward_keys",
     "backward_macros",
@@ -26,7 +27,7 @@ __all__ = [
 # Kernels that run before and after another, by name.
 BACKWARD_PARTS = {"backward_prepare": "backward_mma", "backward_finish": "backward_mma"}
 
-_PREPARE_THREADS = 128
+PREPARE_THREADS = 128
 _WARP = 32
 _MAX_BLOCKS = (1 << 31) - 1
 _FIRST_VECTOR_REDUCTION = 90  # compute capability from which four floats are added to global memory at once
@@ -68,7 +69,7 @@ def backward_geometry(key: DispatchKey, tile: Tile, shared_bytes: int, problem: 
         threads = tile.warps * _WARP
     else:
         blocks = num_q_tiles(problem.seqlen_q, tile.block_m) * problem.heads_q
-        threads = _PREPARE_THREADS if key.kernel == "backward_prepare" else tile.warps * _WARP
+        threads = PREPARE_THREADS if key.kernel == "backward_prepare" else tile.warps * _WARP
         shared_bytes = 0
     if blocks * problem.batch > _MAX_BLOCKS:
         reason = f"a sequence makes {blocks} blocks of {key.kernel}, and a grid holds {_MAX_BLOCKS}"

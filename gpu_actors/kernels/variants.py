@@ -7,13 +7,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeAlias
 
 from gpu_actors.devices.interface import LaunchGeometry
 from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.kernels.append import AppendKey, append_source
 from gpu_actors.kernels.assets import asset_source
-from gpu_actors.kernels.backward_variants import BACKWARD_PARTS, backward_geometry, backward_macros
+from gpu_actors.kernels.backward_variants import (
+    BACKWARD_PARTS,
+    PREPARE_THREADS,
+    backward_geometry,
+    backward_keys,
+    backward_macros,
+)
 from gpu_actors.kernels.copy_pages import PageCopyKey, copy_source
 from gpu_actors.kernels.decode_variants import DECODE_MACROS, decode_keys, usual_decode_problems
 from gpu_actors.kernels.dispatch import dispatch_key
@@ -25,7 +32,16 @@ from gpu_actors.kernels.transposition import TRANSPOSE, parts_of, transposition_
 from gpu_actors.problem import AttentionProblem, DispatchKey, MaskKind
 from gpu_actors.score_mod import SCORE_HEADER
 
-__all__ = ["KernelKey", "kernel_source", "launch_geometry", "standard_variants", "tile_of"]
+__all__ = [
+    "KernelKey",
+    "block_threads",
+    "kernel_source",
+    "launch_geometry",
+    "standard_variants",
+    "tile_of",
+    "usual_backward_keys",
+    "usual_decode_keys",
+]
 
 KernelKey: TypeAlias = DispatchKey | AppendKey | PageCopyKey
 """What a kernel is compiled and kept under."""
@@ -53,6 +69,13 @@ def kernel_source(key: KernelKey) -> KernelSource:
     if key.score_mod is not None and key.kernel not in BACKWARD_PARTS:  # which know no scores
         headers[SCORE_HEADER] = key.score_mod.header
     return asset_source(f"{key.kernel}.cu", (key.kernel,), macros=macros, headers=headers, arch=key.arch)
+
+
+def block_threads(key: KernelKey) -> int:
+    """Threads of a block of the key's kernel."""
+    if key.kernel == "backward_prepare":
+        return PREPARE_THREADS
+    return _WARP * int(kernel_source(key).macros["WARPS"])
 
 
 def launch_geometry(key: DispatchKey, problem: AttentionProblem, multiprocessors: int | None = None) -> LaunchGeometry:
@@ -111,6 +134,19 @@ def usual_decode_keys(arch: str) -> list[DispatchKey]:
     for problem in usual_decode_problems(arch):
         for key in decode_keys(problem, dispatch_key(problem, arch), planned=False):
             found.setdefault(kernel_source(key), key)
+    return list(found.values())
+
+
+def usual_backward_keys(arch: str) -> list[DispatchKey]:
+    """The kernels of the usual gradients, those before and after the products included: a key for each cubin."""
+    shapes: list[tuple[int, MaskKind, bool]] = [(dim, mask, False) for dim in (64, 128) for mask in ("full", "causal")]
+    shapes += [(256, "causal", False), (64, "causal", True), (128, "causal", True)]
+    found: dict[KernelSource, DispatchKey] = {}
+    for dtype in ("bfloat16", "float16"):
+        for shape in shapes:
+            problem = replace(_usual_problem(dtype, *shape), direction="backward")
+            for key in backward_keys(dispatch_key(problem, arch)):
+                found.setdefault(kernel_source(key), key)
     return list(found.values())
 
 
