@@ -48,7 +48,7 @@ SOFTMAX = (
     _bug("the maximum is a thread's", "softmax", "float m = max_over_quad(max_of(", "float m = (max_of("),
     _bug("O is never rescaled", "softmax", "o[i] *= correction[i / 2 % 2];", ";"),
     _bug("O's rows change corrections", "softmax", "correction[i / 2 % 2]", "correction[i % 2]"),
-    _bug("a row without keys is NaN", "softmax", "m == -INFINITY ? 0.0f : m * to_log2", "m * to_log2", "window"),
+    _bug("a row without keys is NaN", "softmax", "  if (m == -INFINITY) return 0.0f;\n", "", "window"),
     _bug(
         "a key past the end is seen",
         "softmax",
@@ -94,10 +94,12 @@ SOFTMAX = (
         "window",
     ),
     _bug(
-        "the first tile that some rows see whole has no mask", "consumer", "n >= whole_end", "n > whole_end", "causal"
+        "the first tile that all rows see is one late", "consumer", "n >= int(whole[1])", "n > int(whole[1])", "causal"
     ),
-    _bug("the last tile of the left edge has no mask", "consumer", "n < whole_begin", "n + 1 < whole_begin", "window"),
-    _bug("tiles have a mask where they need none", "consumer", "|| n >= whole_end", "|| n < whole_end", "causal"),
+    _bug(
+        "the last tile of the left edge has no mask", "consumer", "n < int(whole[0])", "n + 1 < int(whole[0])", "window"
+    ),
+    _bug("tiles have a mask where they need none", "consumer", "n >= int(whole[1])", "n < int(whole[1])", "causal"),
     _bug(
         "under a causal mask the window's right edge counts",
         "consumer",

@@ -1,0 +1,31 @@
+"""The seeded bugs that the mutation runs want to see caught: each still has a place to be seeded at."""
+
+from __future__ import annotations
+
+import append_mutants
+import backward_mutants
+import decode_mutants
+import mutants
+import pytest
+import sm90_fp8_mutants
+import sm90_mutants
+from mutants import Mutant
+
+from gpu_actors.kernels.assets import asset_root
+
+LISTS: dict[str, tuple[Mutant, ...]] = {
+    "forward": mutants.MUTANTS,
+    "backward": backward_mutants.MUTANTS,
+    "decode": decode_mutants.DECODE_MUTANTS,
+    "append": append_mutants.MUTANTS,
+    "hopper": sm90_mutants.MUTANTS,
+    "hopper fp8": sm90_fp8_mutants.MUTANTS,
+}
+
+
+@pytest.mark.parametrize("kernels", LISTS)
+def test_every_bug_changes_the_text_that_it_names(kernels: str) -> None:
+    found = LISTS[kernels]
+    lost = [bug.name for bug in found if bug.old not in (asset_root() / bug.file).read_text() or bug.old == bug.new]
+    assert lost == []
+    assert len({(bug.kernel, bug.name) for bug in found}) == len(found)
