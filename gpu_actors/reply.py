@@ -6,13 +6,12 @@ import asyncio
 import math
 import threading
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
+from gpu_actors.actors.call import DONE, Call
+from gpu_actors.actors.waiter import Waiter
 from gpu_actors.errors import WouldBlock
 from gpu_actors.validation.fields import real
-
-if TYPE_CHECKING:
-    from gpu_actors.actors.call import Call
 
 __all__ = ["Reply"]
 
@@ -32,15 +31,15 @@ class Reply(Generic[T]):
     def __init__(self, call: Call[T]) -> None:
         self._call = call
 
-    def __await__(self) -> Generator[asyncio.Future[None], None, T]:
+    def __await__(self) -> Generator[Waiter, None, T]:
         call = self._call
-        if not call.done:
-            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            if call.add_future(future):
+        if call.state is not DONE:
+            waiter = Waiter(asyncio.get_running_loop())
+            if call.add_waiter(waiter):
                 try:
-                    yield from future
+                    yield waiter
                 except BaseException:
-                    call.abandon(future)
+                    call.abandon(waiter)
                     raise
         try:
             return call.answer()

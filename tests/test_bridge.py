@@ -113,7 +113,7 @@ async def test_a_reply_may_cross_from_one_loop_to_another() -> None:
 
         elsewhere = asyncio.create_task(asyncio.to_thread(run, "uvloop", wait()))
         here = asyncio.create_task(wait())
-        await asyncio.to_thread(eventually, lambda: len(reply._call._futures or ()) == 2)
+        await asyncio.to_thread(eventually, lambda: len(reply._call._waiters or ()) == 2)
         gate.open()
         assert await asyncio.gather(elsewhere, here) == ["crossed", "crossed"]
 
@@ -222,17 +222,14 @@ def test_an_outbox_wakes_each_loop_once_a_batch() -> None:
         def call_soon_threadsafe(self, function: Any, futures: list[Any]) -> None:
             raise RuntimeError("Event loop is closed")
 
-    class FakeFuture:
+    class FakeWaiter:
         def __init__(self, loop: CountingLoop) -> None:
             self.loop = loop
-
-        def get_loop(self) -> CountingLoop:
-            return self.loop
 
     one, closed, two = CountingLoop(), ClosedLoop(), CountingLoop()
     outbox = Outbox()
     for loop in (one, closed, two, one, two, one):
-        outbox.add(FakeFuture(loop))  # type: ignore[arg-type]
+        outbox.add([FakeWaiter(loop)])  # type: ignore[arg-type]
     outbox.flush()
     outbox.flush()
     assert ([len(futures) for futures in one.calls], [len(futures) for futures in two.calls]) == ([3], [2])

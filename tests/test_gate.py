@@ -28,7 +28,7 @@ class Post:
         return call
 
     def taken(self) -> list[Call[Any]]:
-        with self.mailbox._lock:
+        with self.mailbox.lock:
             return self.mailbox._pop(100)
 
 

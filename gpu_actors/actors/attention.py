@@ -76,13 +76,7 @@ def adopt_arrays(
     thread's own.
     Raises `InvalidRequest` for what is no array, or lies elsewhere.
     """
-    if (
-        plain
-        and type(request.q) is np.ndarray
-        and type(request.k) is np.ndarray
-        and type(request.v) is np.ndarray
-        and request.out is None
-    ):
+    if plain:
         return request, None
     changes: dict[str, Any] = {}
     like: Adopted | None = None
@@ -103,7 +97,7 @@ def forward_signature(request: FlashForward, plain: bool) -> Hashable:
 
     Hashing it raises TypeError where an option cannot be hashed.
     """
-    q, k, v, out = request.q, request.k, request.v, request.out
+    q, k, v = request.q, request.k, request.v
     return (
         q.shape,
         q.strides,
@@ -132,14 +126,21 @@ def forward_signature(request: FlashForward, plain: bool) -> Hashable:
         type(request.dropout_p),
         type(request.window_size[0]),
         type(request.window_size[1]),
-        None if plain else _optional_signature(request),
-        None if out is None else (out.shape, out.strides, out.dtype),
-        None if type(q) is type(k) is type(v) is np.ndarray and out is None else alignments(q, k, v, out),
+        None if plain else _other_signature(request),
     )
 
 
 def is_plain(request: FlashForward) -> bool:
-    """True where no operand but q, k and v is given. Written out because every request passes here."""
+    """True where nothing but q, k and v is given, as NumPy arrays."""
+    return (
+        type(request.q) is type(request.k) is type(request.v) is np.ndarray
+        and request.out is None
+        and _has_no_options(request)
+    )
+
+
+def _has_no_options(request: FlashForward) -> bool:
+    """True where no operand but q, k, v and out is given. Written out because every request passes here."""
     return (
         request.cu_seqlens_q is None
         and request.cu_seqlens_k is None
@@ -151,6 +152,15 @@ def is_plain(request: FlashForward) -> bool:
         and request.q_descale is None
         and request.k_descale is None
         and request.v_descale is None
+    )
+
+
+def _other_signature(request: FlashForward) -> Hashable:
+    out = request.out
+    return (
+        None if _has_no_options(request) else _optional_signature(request),
+        None if out is None else (out.shape, out.strides, out.dtype),
+        alignments(request.q, request.k, request.v, out),
     )
 
 
@@ -167,12 +177,12 @@ def _optional_signature(request: FlashForward) -> Hashable:
     return longest_q, longest_k, kinds, described
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AttentionPlan:
     """A problem with the kernel that answers it.
 
     geometry is None where the device runs no kernels. outputs: what a launch produces when the caller gives no ``out``.
-    encode: makes the tensor maps of a kernel that takes them.
+    encode: makes the tensor maps of a kernel that takes them. kernels: what `bind` takes, once it is loaded.
     """
 
     problem: AttentionProblem
@@ -181,6 +191,7 @@ class AttentionPlan:
     accumulate: Literal["float64", "float32"]
     outputs: Mapping[str, OutputSpec]
     encode: EncodeTensorMap
+    kernels: tuple[Kernel, ...] | None = None
 
     @property
     def keys(self) -> tuple[DispatchKey, ...]:
@@ -214,7 +225,7 @@ class AttentionPlan:
 def bound_inputs(problem: AttentionProblem, request: FlashForward, plain: bool) -> dict[str, Any]:
     """The operands of an adopted request by name. Checks sequence bounds that lie on the host."""
     inputs = {"q": request.q, "k": request.k, "v": request.v}
-    if not plain:
+    if not (plain or _has_no_options(request)):
         for name in _OPTIONAL:
             array = getattr(request, name)
             if array is not None:

@@ -5,12 +5,12 @@
        └────────────────settle───────────────┘
 
 Whoever settles a call first decides its answer: the actor, the completion thread, the deadline timer, a cancelling
-waiter, or the context on its way down. All of them go through `settle`, so that a call is answered exactly once.
+waiter, or the context on its way down. All of them go through `_settle`, so that a call is answered exactly once. The
+mailbox's lock guards its calls too: an answer and its place in the account are one step.
 """
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Callable
 from enum import IntEnum
@@ -21,6 +21,7 @@ from gpu_actors.errors import DeadlineExceeded, RequestCancelled
 
 if TYPE_CHECKING:
     from gpu_actors.actors.mailbox import Mailbox
+    from gpu_actors.actors.waiter import Waiter
     from gpu_actors.timers import Timer
 
 __all__ = ["DONE", "LAUNCHED", "QUEUED", "Call", "CallState"]
@@ -42,16 +43,16 @@ class Call(Generic[T]):
     """A message, its answer once there is one, and whoever waits for it.
 
     Safe to use from any thread. ``parked`` says that a call which is not queued is kept by something that outlives the
-    actor, and which will answer it or give it back. ``caller`` is what the device had to note on the caller's thread.
+    actor, and which will answer it or give it back. ``caller`` is what the device had to note on the caller's thread,
+    ``prepared`` what the handle found out there, if anything.
     ``alone`` says that it must not share a launch with others any more: one that it shared failed.
     ``traced`` was decided when the call was accepted, so that a trace holds all of a call or nothing.
     """
 
     __slots__ = (
         "_callbacks",
-        "_futures",
-        "_lock",
         "_threads",
+        "_waiters",
         "alone",
         "caller",
         "deadline",
@@ -60,6 +61,7 @@ class Call(Generic[T]):
         "message",
         "number",
         "parked",
+        "prepared",
         "priority",
         "state",
         "timer",
@@ -74,6 +76,7 @@ class Call(Generic[T]):
         self.deadline = deadline
         self.number = next(mailbox.numbers)
         self.caller: Any = None
+        self.prepared: Any = None
         self.parked = False
         self.alone = False
         self.state: CallState = QUEUED
@@ -81,8 +84,7 @@ class Call(Generic[T]):
         self.error: BaseException | None = None
         self.timer: Timer | None = None
         self.traced = False
-        self._lock = threading.Lock()
-        self._futures: list[asyncio.Future[None]] | None = None
+        self._waiters: list[Waiter] | None = None
         self._threads: list[threading.Event] | None = None
         self._callbacks: list[Callable[[Call[T]], None]] | None = None
 
@@ -94,7 +96,7 @@ class Call(Generic[T]):
 
     def begin_launch(self) -> bool:
         """Claim the call for its launch. False if it has been answered (cancelled, expired) already."""
-        with self._lock:
+        with self.mailbox.lock:
             if self.state is not QUEUED:
                 return False
             self.state = LAUNCHED
@@ -105,7 +107,7 @@ class Call(Generic[T]):
 
         False if it has been answered meanwhile.
         """
-        with self._lock:
+        with self.mailbox.lock:
             if self.state is not LAUNCHED:
                 return False
             self.state = QUEUED
@@ -136,26 +138,27 @@ class Call(Generic[T]):
         outbox: Outbox | None,
         before: CallState = LAUNCHED,
     ) -> bool:
-        with self._lock:
+        mailbox = self.mailbox
+        with mailbox.lock:
             if self.state > before:
                 return False
             self.value = value
             self.error = error
             # Last, for whoever sees that the call is done reads its answer without the lock.
             self.state = DONE
-            futures, threads, callbacks = self._futures, self._threads, self._callbacks
-            self._futures = self._threads = self._callbacks = None
-        timer = self.timer
-        if timer is not None:
-            timer.cancel()
-        try:
+            waiters, threads, callbacks = self._waiters, self._threads, self._callbacks
+            self._waiters = self._threads = self._callbacks = None
             # The count changes before anyone is woken, so that a waiter who reads the stats finds itself in them.
-            self.mailbox.settled(self)
+            idle = mailbox.book(self)
+        if self.timer is not None:
+            self.timer.cancel()
+        try:
+            if self.traced or idle:
+                mailbox.report(self, idle)
         finally:
-            if futures is not None:
+            if waiters is not None:
                 box = outbox if outbox is not None else Outbox()
-                for future in futures:
-                    box.add(future)
+                box.add(waiters)
                 if outbox is None:
                     box.flush()
             if threads is not None:
@@ -168,36 +171,32 @@ class Call(Generic[T]):
 
     # Waiting for it
 
-    def add_future(self, future: asyncio.Future[None]) -> bool:
-        """Have this future woken when the call is done. False if it is done already."""
-        with self._lock:
+    def add_waiter(self, waiter: Waiter) -> bool:
+        """Have this waiter woken when the call is done. False if it is done already."""
+        with self.mailbox.lock:
             if self.state is DONE:
                 return False
-            if self._futures is None:
-                self._futures = [future]
+            if self._waiters is None:
+                self._waiters = [waiter]
             else:
-                self._futures.append(future)
+                self._waiters.append(waiter)
             return True
 
-    def abandon(self, future: asyncio.Future[None]) -> None:
+    def abandon(self, waiter: Waiter) -> None:
         """A waiter gave up: forget it, and cancel the call if nobody else waits."""
-        with self._lock:
-            futures = self._futures
-            if futures is None or future not in futures:
+        with self.mailbox.lock:
+            waiters = self._waiters
+            if waiters is None or waiter not in waiters:
                 return
-            futures.remove(future)
-            if futures or self._threads or self._callbacks:
+            waiters.remove(waiter)
+            if waiters or self._threads or self._callbacks:
                 return
         self.cancel()
-
-    def after_fork(self) -> None:
-        """Make the child process's copy usable: the thread that held the lock may not exist there."""
-        self._lock = threading.Lock()
 
     def wait(self, timeout: float | None) -> bool:
         """Block this thread until the call is done. False if ``timeout`` seconds passed first."""
         event = threading.Event()
-        with self._lock:
+        with self.mailbox.lock:
             if self.state is DONE:
                 return True
             if self._threads is None:
@@ -206,14 +205,14 @@ class Call(Generic[T]):
         try:
             event.wait(timeout)
         finally:  # interrupted or not, this thread waits no longer
-            with self._lock:
+            with self.mailbox.lock:
                 if self._threads is not None:
                     self._threads.remove(event)
         return self.done
 
     def when_done(self, callback: Callable[[Call[T]], None]) -> None:
         """Call ``callback`` with this call once it is done, on the thread that settles it, or now if it is done."""
-        with self._lock:
+        with self.mailbox.lock:
             if self.state is not DONE:
                 if self._callbacks is None:
                     self._callbacks = []

@@ -128,30 +128,43 @@ class Completion:
         failed: Failed | None,
         outbox: Outbox,
     ) -> None:
-        error: BaseException | None = None
+        error = event.failure()
         results: Sequence[Any] = ()
-        try:
-            event.wait()
-            results = finish(event.outputs)
-            if len(results) != len(calls):
-                raise ValueError(f"finish gave {len(results)} results for {len(calls)} requests")
-        except GpuActorsError as failure:
-            # Its traceback leads through this frame back to the calls; what it says is all in its message.
-            error = failure.with_traceback(None)
-            if isinstance(failure, ContextLost):
-                self._on_lost(failure)
-        except BaseException as failure:
-            logger.exception("%s: a finished launch could not be answered", self._name)
-            error = ActorFailed(f"{self._name} could not finish the request: {failure!r}")
-            error.__cause__ = failure.with_traceback(None)
-        again = failed(error) if error is not None and failed is not None else ()
-        for index, call in enumerate(calls):
-            if call in again or (error is None and results[index] is AGAIN):
+        if error is None:
+            try:
+                results = finish(event.outputs)
+                if len(results) != len(calls):
+                    raise ValueError(f"finish gave {len(results)} results for {len(calls)} requests")
+            except BaseException as raised:
+                error = raised
+        if error is None:
+            for call, result in zip(calls, results, strict=True):
+                if result is AGAIN:
+                    self.relaunch(call)
+                else:
+                    call.resolve(result, outbox)
+            return
+        error = self._reported(error)
+        again = failed(error) if failed is not None else ()
+        for call in calls:
+            if call in again:
                 self.relaunch(call)
-            elif error is not None:
-                call.fail(error, outbox)
             else:
-                call.resolve(results[index], outbox)
+                call.fail(error, outbox)
+
+    def _reported(self, error: BaseException) -> GpuActorsError:
+        """What to answer with where a launch, or finishing it, raised ``error``."""
+        if isinstance(error, GpuActorsError):
+            if isinstance(error, ContextLost):
+                self._on_lost(error)
+            answer = error
+        else:
+            logger.error("%s: a finished launch could not be answered", self._name, exc_info=error)
+            answer = ActorFailed(f"{self._name} could not finish the request: {error!r}")
+            answer.__cause__ = error
+        # Its traceback leads through frames of this module back to the calls; what it says is all in its message.
+        error.__traceback__ = None
+        return answer
 
     def _give_up(self, calls: Sequence[Call[Any]], error: BaseException, outbox: Outbox) -> None:
         """Answer those that have no answer yet."""

@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 import functools
-import logging
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gpu_actors.actors.attention import (
-    AttentionPlan,
-    adopt_arrays,
-    attention_output,
-    forward_families,
-    forward_plan,
-    forward_signature,
-    is_plain,
-)
+from gpu_actors.actors.answering import Attention, place_of, unreadable
+from gpu_actors.actors.attention import adopt_arrays, attention_output, forward_families, is_plain
 from gpu_actors.actors.base import ServiceActor
 from gpu_actors.actors.call import Call
 from gpu_actors.actors.coalescing import Coalescer, Flush, Waiting
 from gpu_actors.actors.completion import Finish
-from gpu_actors.actors.decoding import CacheLaunch, Decoding, adopt_cache_request, cache_families, cache_problem
+from gpu_actors.actors.decoding import adopt_cache_request, cache_families, cache_problem
 from gpu_actors.actors.decoding_calls import DecodingCalls
-from gpu_actors.actors.gradients import BackwardPlan, attention_gradients, backward_plan, backward_signature
+from gpu_actors.actors.gradients import attention_gradients
 from gpu_actors.actors.handle import ActorHandle
-from gpu_actors.actors.kernel_store import KernelStore
-from gpu_actors.devices.interface import Kernel
 from gpu_actors.errors import GpuActorsError, InvalidRequest
 from gpu_actors.kernels.dispatch import answering_key, dispatch_key
-from gpu_actors.options import MockOptions
-from gpu_actors.plans import PlanCache, PlanCacheStats
+from gpu_actors.plans import PlanCacheStats
 from gpu_actors.problem import AttentionProblem, DispatchKey
 from gpu_actors.reply import Reply
 from gpu_actors.requests import (
@@ -44,11 +33,10 @@ from gpu_actors.validation import backward_problem, forward_problem
 
 if TYPE_CHECKING:
     from gpu_actors.actors.post import Post
-    from gpu_actors.actors.services import Services
 
 __all__ = ["FlashAttnActor", "FlashAttnHandle"]
 
-logger = logging.getLogger("gpu_actors")
+_host_output: Finish = functools.partial(attention_output, None, None)
 
 
 class FlashAttnHandle(DecodingCalls):
@@ -119,7 +107,8 @@ class FlashAttnHandle(DecodingCalls):
             return_lse,
             out,
         )
-        return Reply(self.send(request, deadline, timeout, priority))
+        attention: Attention = self._post.kept
+        return Reply(self.send(request, deadline, timeout, priority, attention.recall(request)))
 
     def backward(
         self,
@@ -210,80 +199,6 @@ class FlashAttnHandle(DecodingCalls):
         return attention.plans.stats()
 
 
-class Attention:
-    """Plans and kernels of an actor that answers attention requests; outlives its incarnations."""
-
-    def __init__(self, post: Post, plans: int) -> None:
-        services = post.services
-        self.device = services.device
-        info = self.device.info
-        self.arch = info.arch
-        self.place = place_of(services)
-        self.runs_kernels = info.runs_kernels
-        self.accumulate = (services.options.mock or MockOptions()).dtype
-        self.plans: PlanCache[AttentionPlan | BackwardPlan] = PlanCache(plans)
-        compiles = info.runs_kernels or services.options.compile_on_mock
-        self.kernels = KernelStore(post) if compiles else None
-        self.decoding = Decoding(self.device, self.place, self.accumulate)
-
-    def plan(self, request: FlashForward, plain: bool) -> AttentionPlan | BackwardPlan:
-        """The plan of an adopted request. plain: see `is_plain`."""
-        try:
-            key = (
-                backward_signature(request, plain)
-                if isinstance(request, FlashBackward)
-                else forward_signature(request, plain)
-            )
-            plan = self.plans.find(key)
-        except Exception:
-            # An option that cannot be hashed or an operand that is no array: validation names it.
-            return self._make_plan(request)
-        if plan is None:
-            plan = self._make_plan(request)
-            self.plans.add(key, plan)
-        return plan
-
-    def _make_plan(self, request: FlashForward) -> AttentionPlan | BackwardPlan:
-        try:
-            if isinstance(request, FlashBackward):
-                return backward_plan(request, self.arch, self.runs_kernels, self.accumulate)
-            return forward_plan(request, self.device, self.accumulate)
-        except GpuActorsError:
-            raise
-        except Exception as error:
-            raise unreadable(request, error) from error
-
-    def answer(self, actor: ServiceActor, call: Call[Any], request: FlashForward, plain: bool, finish: Finish) -> None:
-        """Launch an adopted request, forward or backward, or park it until its kernels are compiled."""
-        plan = self.plan(request, plain)
-        kernels: tuple[Kernel, ...] = ()
-        if self.kernels is not None:
-            found = self.kernels.get(plan.keys)
-            if found is None:
-                self.kernels.wait_for(plan.keys, call)
-                return
-            kernels = found
-        try:
-            launch = plan.bind(request, plain, kernels if self.runs_kernels else ())
-        except GpuActorsError:
-            raise
-        except Exception as error:
-            raise unreadable(request, error) from error
-        if call.begin_launch():
-            actor.launch((call,), launch, finish)
-
-    def decode_kernels(self, call: Call[Any], launching: CacheLaunch | None) -> tuple[Kernel, ...] | None:
-        """The loaded kernels of a launch over a cache, none where the device runs none. None where the call was parked
-        until they are compiled."""
-        if self.kernels is None or launching is None:
-            return ()
-        kernels = self.kernels.get(launching.keys)
-        if kernels is None:
-            self.kernels.wait_for(launching.keys, call)
-            return None
-        return kernels if self.runs_kernels else ()
-
-
 class FlashAttnActor(ServiceActor):
     """Takes `FlashForward`, `FlashBackward`, `PagedForward` and `BatchedDecode`."""
 
@@ -314,6 +229,9 @@ class FlashAttnActor(ServiceActor):
                     self.post.mailbox.give_back((call,))
                     return
             attention = self._attention
+            if call.prepared is not None:
+                attention.answer(self, call, message, True, _host_output)
+                return
             plain = is_plain(message)
             request, like = adopt_arrays(message, plain, attention.place, call.caller)
             finish: Finish = functools.partial(attention_output, like, message.out)
@@ -340,12 +258,6 @@ class FlashAttnActor(ServiceActor):
             self._coalescer.add(Waiting(call, request, plan, like, message.out, kernels))
 
 
-def place_of(services: Services) -> str:
-    """Where operands may lie besides the host: "cpu" or "cuda:N"."""
-    info = services.device.info
-    return f"cuda:{info.index}" if info.kind == "cuda" else "cpu"
-
-
 def problem_of(request: object, place: str) -> AttentionProblem:
     """Validate any attention message."""
     try:
@@ -366,16 +278,3 @@ def not_attention(message: object) -> InvalidRequest:
     """What to answer a message with that is none of this actor's."""
     kinds = "FlashForward, FlashBackward, PagedForward or BatchedDecode"
     return InvalidRequest("message", type(message).__name__, f"must be {kinds}")
-
-
-def unreadable(request: object, error: Exception) -> InvalidRequest:
-    """What to answer a request with that raised ``error`` when it was looked at.
-
-    Its arrays and options bring code of their own, which may raise anything. One program's strange argument must not
-    cost every other program the actor.
-    """
-    kind = type(request).__name__
-    logger.warning("a %s could not be read", kind, exc_info=error)
-    # The traceback leads through the actor's frames to the call, and the call to this error.
-    error.__traceback__ = None
-    return InvalidRequest("message", kind, f"could not be read, it raised {error!r}")

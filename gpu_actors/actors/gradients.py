@@ -42,15 +42,16 @@ def backward_signature(request: FlashBackward, plain: bool) -> Hashable:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BackwardPlan:
-    """A problem with the kernels that answer it. launch: None where the oracle does."""
+    """A problem with the kernels that answer it. launch: None where the oracle does. kernels: as in `AttentionPlan`."""
 
     problem: AttentionProblem
     key: DispatchKey
     launch: BackwardLaunch | None
     accumulate: Literal["float64", "float32"]
     outputs: Mapping[str, OutputSpec]
+    kernels: tuple[Kernel, ...] | None = None
 
     @property
     def keys(self) -> tuple[DispatchKey, ...]:

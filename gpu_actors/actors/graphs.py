@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from gpu_actors.actors.answering import Attention, unreadable
 from gpu_actors.actors.attention import AttentionPlan
 from gpu_actors.actors.base import ServiceActor
 from gpu_actors.actors.call import Call
-from gpu_actors.actors.flash_attn import Attention, unreadable
 from gpu_actors.actors.gradients import BackwardPlan
 from gpu_actors.actors.reach import alignments, reaching_families
 from gpu_actors.errors import GpuActorsError, InvalidRequest

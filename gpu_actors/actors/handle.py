@@ -69,12 +69,15 @@ class ActorHandle:
         """
         return Reply(self.send(message, deadline, timeout, priority))
 
-    def send(self, message: Any, deadline: float | None, timeout: float | None, priority: int) -> Call[Any]:
-        """`submit` for actors, which chain on the call itself."""
+    def send(
+        self, message: Any, deadline: float | None, timeout: float | None, priority: int, prepared: Any = None
+    ) -> Call[Any]:
+        """`submit` for handles and actors, which take the call itself. prepared: see `Call`."""
         post = self._post
         services = post.services
         mailbox = post.mailbox
         call: Call[Any] = Call(message, mailbox, priority)
+        call.prepared = prepared
         if services.trace.active:
             services.trace_accepted(post, call)
         if services.notes_caller:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from gpu_actors.actors.answering import unreadable
 from gpu_actors.actors.base import ServiceActor
 from gpu_actors.actors.batching import Batch
 from gpu_actors.actors.buckets import pad_request, recordable
@@ -20,7 +21,6 @@ from gpu_actors.actors.call import Call
 from gpu_actors.actors.coalescing import Flush, FlushTimer, again_alone
 from gpu_actors.actors.completion import AGAIN
 from gpu_actors.actors.decoding import adopt_cache_request, decoding_output
-from gpu_actors.actors.flash_attn import unreadable
 from gpu_actors.actors.handle import ActorHandle
 from gpu_actors.actors.merging import cut_outputs, is_packed, merge, merge_key, place
 from gpu_actors.devices.interface import Launch, Outputs

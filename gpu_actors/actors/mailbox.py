@@ -1,8 +1,8 @@
 """Mailbox: the bounded queue in front of an actor, and the account of every call that passed through it.
 
 It outlives the actor: a restarted actor finds the calls that its predecessor left, and references stay valid. It
-never blocks a sender. Three things wait behind one lock: calls ordered by priority and then age, the number of
-launches in flight, and the sleeping actor thread, which is woken only when it sleeps.
+never blocks a sender. One lock guards it all: calls ordered by priority and then age, their states and answers, the
+number of launches in flight, and the sleeping actor thread, which is woken only when it sleeps.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import heapq
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +54,7 @@ class Mailbox:
         self.capacity = capacity
         self.max_in_flight = max_in_flight
         self.on_traced: Callable[[Call[Any]], None] | None = None
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self.numbers = itertools.count(1)
         # The order in which calls go, by priority and number, and those that still wait. A call that is answered while
         # it waits, with the arrays in its message, is let go of at once; its place in the order is passed over later.
@@ -79,7 +79,7 @@ class Mailbox:
         """Queue a call, or answer it at once with `Overloaded` or the error that the mailbox was closed with."""
         refusal: GpuActorsError | None = None
         wake = False
-        with self._lock:
+        with self.lock:
             self._submitted += 1
             if self._closed is not None and (self._admitted is None or type(call.message) is not self._admitted):
                 refusal = self._closed()
@@ -95,38 +95,17 @@ class Mailbox:
         elif wake:
             self._ring()
 
-    def settled(self, call: Call[Any]) -> None:
-        """Book a call that has just been answered. Called by the call itself, once."""
-        error = call.error
-        with self._lock:
-            if error is None:
-                self._completed += 1
-            elif isinstance(error, RequestCancelled):
-                self._cancelled += 1
-            else:
-                self._failed += 1
-            self._unanswered.discard(call)
-            if call.parked:
-                self._unpark(call)
-            if self._waiting.pop(call.number, None) is not None:
-                self._compact()
-            idle = self._take_idle_callbacks() if self._idle_callbacks else ()
-        if call.traced and self.on_traced is not None:
-            self.on_traced(call)
-        for callback in idle:
-            callback()
-
     def close(self, reason: Callable[[], GpuActorsError], admit: type | None = None) -> None:
         """Refuse calls from now on with a fresh error from ``reason``. What is queued stays.
 
         admit: messages of this type are still taken in.
         """
-        with self._lock:
+        with self.lock:
             self._closed, self._admitted = reason, admit
 
     def fail_all(self, reason: Callable[[], GpuActorsError]) -> None:
         """Answer every unanswered call with an error, wherever it is: queued, held by the actor, or launched."""
-        with self._lock:
+        with self.lock:
             calls = list(self._unanswered)
         outbox = Outbox()
         for call in calls:
@@ -135,13 +114,13 @@ class Mailbox:
 
     def held(self, in_flight: Collection[Call[Any]]) -> list[Call[Any]]:
         """The unanswered calls that only the actor knows: it took them, and they are neither parked nor in flight."""
-        with self._lock:
+        with self.lock:
             held = [call for call in self._unanswered if call.number not in self._waiting and not call.parked]
         return [call for call in held if call not in in_flight]
 
     def write_off(self) -> None:
         """Whoever waits for the mailbox to be idle need not wait for launches any longer: they may never end."""
-        with self._lock:
+        with self.lock:
             self._written_off = True
             idle = self._take_idle_callbacks()
         for callback in idle:
@@ -149,26 +128,31 @@ class Mailbox:
 
     def after_fork(self, reason: Callable[[], GpuActorsError]) -> None:
         """Close the child process's copy, which has no actor, and answer its calls."""
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._bell, self._asleep = None, False  # the parent's actor sleeps by that one
         self.close(reason)
-        for call in list(self._unanswered):
-            call.after_fork()
         self.fail_all(reason)
         self.write_off()
 
     def refuse(self, call: Call[Any], error: GpuActorsError) -> None:
         """Book a call and answer it with an error at once."""
-        with self._lock:
+        with self.lock:
             self._submitted += 1
         call.fail(error)
+
+    def report(self, call: Call[Any], idle: Iterable[Callable[[], None]]) -> None:
+        """Tell the trace, and whom `book` found, that a call has been answered. Without the lock."""
+        if call.traced and self.on_traced is not None:
+            self.on_traced(call)
+        for callback in idle:
+            callback()
 
     # The actor's side
 
     def take(self, controls: deque[Any], limit: int = 256) -> list[Call[Any]]:
         """Sleep until there is work and give it out, most urgent first; empty if ``controls`` holds something."""
         while True:
-            with self._lock:
+            with self.lock:
                 if controls:
                     return []
                 if self._waiting and not self.saturated:
@@ -181,7 +165,7 @@ class Mailbox:
 
     def give_back(self, calls: Iterable[Call[Any]]) -> None:
         """Queue calls again that were taken but not handled. They keep their place by age."""
-        with self._lock:
+        with self.lock:
             for call in calls:
                 if not call.done and call.number not in self._waiting:
                     if call.parked:
@@ -193,21 +177,21 @@ class Mailbox:
 
     def park(self, call: Call[Any]) -> None:
         """Note that the call is kept by something that outlives the actor. It still counts towards the capacity."""
-        with self._lock:
+        with self.lock:
             if not call.done and not call.parked:
                 call.parked = True
                 self._parked += 1
 
     def nudge(self) -> None:
         """Wake the actor thread to look at its controls."""
-        with self._lock:
+        with self.lock:
             wake = self._awaken()
         if wake:
             self._ring()
 
     def launch_began(self, calls: int = 1) -> None:
         """Book a launch that answers so many calls."""
-        with self._lock:
+        with self.lock:
             self._launched += 1
             self._launched_calls += calls
             self._in_flight += 1
@@ -220,7 +204,7 @@ class Mailbox:
 
     def launch_ended(self) -> None:
         """Book the end of a launch, and let the actor go on if it waited for that."""
-        with self._lock:
+        with self.lock:
             self._in_flight -= 1
             self.saturated = self._in_flight >= self.max_in_flight
             wake = self._awaken()
@@ -234,14 +218,14 @@ class Mailbox:
 
     def when_idle(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` once, as soon as no call is unanswered and no launch unfinished (see `write_off`)."""
-        with self._lock:
+        with self.lock:
             if not self._idle():
                 self._idle_callbacks.append(callback)
                 return
         callback()
 
     def stats(self) -> ActorStats:
-        with self._lock:
+        with self.lock:
             return ActorStats(
                 submitted=self._submitted,
                 launched=self._launched,
@@ -254,6 +238,21 @@ class Mailbox:
             )
 
     # Under the lock
+
+    def book(self, call: Call[Any]) -> Sequence[Callable[[], None]]:
+        """Enter the answer of a call in the account. Called by the call itself, once; gives what `report` takes."""
+        if call.error is None:
+            self._completed += 1
+        elif isinstance(call.error, RequestCancelled):
+            self._cancelled += 1
+        else:
+            self._failed += 1
+        self._unanswered.discard(call)
+        if call.parked:
+            self._unpark(call)
+        if self._waiting and self._waiting.pop(call.number, None) is not None:
+            self._compact()
+        return self._take_idle_callbacks() if self._idle_callbacks else ()
 
     def _unpark(self, call: Call[Any]) -> None:
         call.parked = False

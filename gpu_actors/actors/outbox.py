@@ -7,43 +7,52 @@ therefore settles a whole batch of calls first and wakes each waiting loop once.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from gpu_actors.actors.waiter import Waiter
 
 __all__ = ["Outbox"]
 
 
 class Outbox:
-    """Collects futures to wake. Belongs to one thread; `flush` before that thread sleeps."""
+    """Collects waiters to wake. Belongs to one thread; `flush` before that thread sleeps."""
 
-    __slots__ = ("_by_loop",)
+    __slots__ = ("_waiters",)
 
     def __init__(self) -> None:
-        self._by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
+        self._waiters: list[Waiter] = []
 
-    def add(self, future: asyncio.Future[None]) -> None:
-        """Wake this future at the next flush."""
-        loop = future.get_loop()
-        futures = self._by_loop.get(loop)
-        if futures is None:
-            self._by_loop[loop] = [future]
-        else:
-            futures.append(future)
+    def add(self, waiters: Iterable[Waiter]) -> None:
+        """Wake these at the next flush."""
+        self._waiters.extend(waiters)
 
     def flush(self) -> None:
-        """Wake every collected future, with one call into each loop."""
-        if not self._by_loop:
+        """Wake every collected waiter, with one call into each loop."""
+        waiters = self._waiters
+        if not waiters:
             return
-        by_loop, self._by_loop = self._by_loop, {}
-        for loop, futures in by_loop.items():
-            try:
-                loop.call_soon_threadsafe(_wake, futures)
-            except RuntimeError:
-                # The loop was closed while its requests were in flight. Nobody is left to wake; the answers stay
-                # on the calls for whoever holds the replies.
-                continue
+        self._waiters = []
+        if len(waiters) == 1:
+            _call(waiters[0].loop, waiters[0].wake)
+            return
+        for loop in {waiter.loop for waiter in waiters}:
+            _call(loop, _wake, deque([waiter for waiter in waiters if waiter.loop is loop]))
 
 
-def _wake(futures: Iterable[asyncio.Future[None]]) -> None:
-    for future in futures:
-        if not future.done():
-            future.set_result(None)
+def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> None:
+    try:
+        loop.call_soon_threadsafe(function, *arguments)
+    except RuntimeError:
+        # The loop was closed while its requests were in flight. Nobody is left to wake; the answers stay on the calls
+        # for whoever holds the replies.
+        return
+
+
+def _wake(waiters: deque[Waiter]) -> None:
+    if len(waiters) > 1:
+        # A task that raises what ends the loop, or runs the loop from within, must not keep the others from going on.
+        waiters[0].loop.call_soon(_wake, waiters)
+    while waiters:
+        waiters.popleft().wake()

@@ -35,6 +35,9 @@ class FinishedEvent(Event):
         if self._error is not None:
             raise self._error
 
+    def failure(self) -> BaseException | None:
+        return self._error
+
 
 class HostEvent(Event):
     """The end of a launch that a host thread works on. The first outcome counts."""

@@ -182,6 +182,14 @@ class Event(ABC):
         the device was closed first. Called from a completion thread only.
         """
 
+    def failure(self) -> BaseException | None:
+        """`wait`, but gives what that raises, or None."""
+        try:
+            self.wait()
+        except BaseException as error:
+            return error
+        return None
+
 
 class Stream(ABC):
     """An in-order queue of launches. Used by one actor thread, closed by any."""

@@ -1,0 +1,117 @@
+"""Requests that have been posed before: recognised on the caller's thread, and nothing else is taken for one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from service_support import rows
+
+import gpu_actors as ga
+from gpu_actors.plans import PlanCache
+
+
+@pytest.fixture(scope="module")
+def ctx():
+    with ga.open_context("mock") as opened:
+        yield opened
+
+
+def recognised(reply: ga.Reply[Any]) -> bool:
+    reply.result(5.0)
+    return reply._call.prepared is not None
+
+
+def test_a_repeated_request_is_recognised(ctx: ga.GpuContext) -> None:
+    q = rows(3)
+    assert not recognised(ctx.flash_attn.forward(q, q, q, causal=True))
+    before = ctx.flash_attn.plan_cache_stats()
+    assert recognised(ctx.flash_attn.forward(q, q, q, causal=True))
+    assert recognised(ctx.flash_attn.forward(q + 1, q, q, causal=True)), "data does not matter"
+    after = ctx.flash_attn.plan_cache_stats()
+    assert (after.hits - before.hits, after.misses) == (2, before.misses), "counted once each"
+
+
+def test_a_recognised_request_is_answered_like_the_first(ctx: ga.GpuContext) -> None:
+    q, other = rows(4), rows(4)[..., ::-1].copy()
+    first = ctx.flash_attn.forward(q, other, q, return_lse=True, window_size=(1, 0)).result(5.0)
+    again = ctx.flash_attn.forward(q, other, q, return_lse=True, window_size=(1, 0))
+    assert recognised(again)
+    np.testing.assert_array_equal(again.result().out, first.out)
+    np.testing.assert_array_equal(again.result().lse, first.lse)
+
+
+@pytest.mark.parametrize("options", [{"softmax_scale": True}, {"causal": 1}, {"sink_tokens": False}], ids=str)
+def test_what_is_refused_is_not_taken_for_its_equal(ctx: ga.GpuContext, options: dict[str, Any]) -> None:
+    q = rows(5)
+    alike: dict[str, Any] = {"softmax_scale": 1.0, "causal": True, "sink_tokens": 0}
+    ctx.flash_attn.forward(q, q, q, **{name: alike[name] for name in options}).result(5.0)
+    with pytest.raises(ga.InvalidRequest, match=next(iter(options))):
+        ctx.flash_attn.forward(q, q, q, **options).result(5.0)
+
+
+@pytest.mark.parametrize("operand", ["out", "sinks", "alibi_slopes", "bias"])
+def test_a_request_with_more_operands_is_left_to_the_actor(ctx: ga.GpuContext, operand: str) -> None:
+    q = rows(6)
+    shape = {"out": q.shape, "sinks": (1,), "alibi_slopes": (1,), "bias": (1, 1, 6, 6)}[operand]
+    for _ in range(2):
+        options: dict[str, Any] = {operand: np.zeros(shape, np.float32)}
+        assert not recognised(ctx.flash_attn.forward(q, q, q, **options))
+
+
+class Strange:
+    """An option that raises as soon as it is looked at."""
+
+    def __hash__(self) -> int:
+        raise ZeroDivisionError
+
+    def __eq__(self, other: object) -> bool:
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("value", [[], Strange(), np.ones(2)], ids=["list", "strange", "array"])
+def test_what_cannot_be_looked_up_is_reported_by_the_reply(ctx: ga.GpuContext, value: Any) -> None:
+    reply = ctx.flash_attn.forward(rows(), rows(), rows(), softmax_scale=value)
+    with pytest.raises(ga.InvalidRequest):
+        reply.result(5.0)
+    assert ctx.flash_attn.state == "running"
+
+
+def test_a_cache_of_plans_is_shared_by_threads() -> None:
+    cache: PlanCache[str] = PlanCache(8)
+    looked = 4000
+
+    def look(signatures: Callable[[int], int]) -> None:
+        for turn in range(looked):
+            signature = signatures(turn)
+            plan = cache.find(signature)
+            if plan is None:
+                cache.add(signature, f"plan {signature}")
+            else:
+                assert plan == f"plan {signature}"
+
+    patterns: tuple[Callable[[int], int], ...] = (
+        lambda turn: turn % 3,
+        lambda turn: turn % 11,
+        lambda turn: turn * 7919 % 13,
+    )
+    errors: list[BaseException] = []
+
+    def guarded(pattern: Callable[[int], int]) -> None:
+        try:
+            look(pattern)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(pattern,)) for pattern in patterns]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    stats = cache.stats()
+    assert not errors
+    assert stats.hits + stats.misses == looked * len(patterns)
+    assert stats.entries <= 8
