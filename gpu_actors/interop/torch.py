@@ -11,6 +11,7 @@ import asyncio
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from gpu_actors.context import GpuContext, open_contexts
 from gpu_actors.errors import ActorStopped, InvalidRequest, Unsupported, WouldBlock
@@ -83,8 +84,8 @@ def attention(
     shapes and dtypes, are those of `gpu_actors.FlashForward`. deterministic: the gradients, too, are the same bits
     every time.
 
-    Differentiable once by q, k, v, bias and sinks; the LSE, float32, has no gradient. Dropout draws from dropout_seed
-    alone: give another one each step, and torch's own generators stay untouched.
+    Differentiable once, backwards, by q, k, v, bias and sinks; the LSE, float32, has no gradient. Dropout draws from
+    dropout_seed alone: give another one each step, and torch's own generators stay untouched.
 
     Blocks the calling thread until the result is there. Safe from any thread but that of a running event loop, where
     it raises `WouldBlock`: run the model in a worker thread there. Raises the request's error (`InvalidRequest`,
@@ -98,6 +99,7 @@ def attention(
         for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
             if longest is not None:
                 integer(name, longest, 1)
+        _check_not_dual(q=q, k=k, v=v, bias=bias, sinks=sinks)
     if alibi_slopes is not None and alibi_slopes.requires_grad:
         raise Unsupported("alibi_slopes", "a tensor that requires grad", "ALiBi's slopes have no gradient", "detached")
     out, lse = torch.ops.gpu_actors.attention(
@@ -154,6 +156,14 @@ def _check(
         one_of("compute", compute, ("f64", "f32", "tf32", "f16", "bf16", "fp8"), "must be the name of a precision")
 
 
+def _check_not_dual(**tensors: object) -> None:
+    """Operators without a forward-mode rule drop tangents, which would be derivatives of 0."""
+    for name, tensor in tensors.items():
+        if isinstance(tensor, torch.Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
+            reason = "attention has no forward-mode derivative: differentiate backwards, as with torch.autograd.grad"
+            raise Unsupported(name, "a dual tensor", reason, "a tensor without a tangent")
+
+
 def _forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     context, options = _request(arguments)
     del options["deterministic"]  # forward always is
@@ -200,6 +210,10 @@ def _differentiate(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> tuple[An
     return (*of_operands, *(None for _ in _SCALARS))
 
 
+def _refuse_second(ctx: Any, *gradients: torch.Tensor) -> Any:
+    raise Unsupported("create_graph", True, "attention is differentiable once: its gradients have none", False)
+
+
 def _request(arguments: tuple[Any, ...]) -> tuple[GpuContext, dict[str, Any]]:
     """The context and the keyword arguments of `FlashAttnHandle.forward` and `.backward`.
 
@@ -233,3 +247,4 @@ _operator_backward = torch.library.custom_op(
     schema=f"(Tensor dout, Tensor out, Tensor lse, {_ARGUMENTS}) -> {_RESULTS_BACKWARD}",
 )
 _operator_backward.register_fake(_fake_backward)
+_operator_backward.register_autograd(_refuse_second)

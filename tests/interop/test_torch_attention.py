@@ -193,8 +193,23 @@ def test_the_lse_has_no_gradient_and_a_second_derivative_is_refused(ctx: ga.GpuC
     out, lse = attention(q, k, v, context=ctx, return_lse=True)
     assert not lse.requires_grad
     (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="no autograd formula was registered"):
+    with pytest.raises(ga.Unsupported, match="differentiable once") as caught:
         torch.autograd.grad(dq.sum(), q)
+    assert caught.value.field == "create_graph"
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own use of it
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "sinks"])
+def test_a_tangent_is_refused_and_not_dropped(ctx: ga.GpuContext, name: str) -> None:
+    q, k, v = operands(grad=False)
+    given = {"q": q, "k": k, "v": v, "bias": drawn(1, 1, 3, 4, grad=False), "sinks": drawn(2, grad=False)}
+
+    def function(operand: Any) -> Any:
+        return attention(**{**given, name: operand}, context=ctx)
+
+    with pytest.raises(ga.Unsupported, match="forward-mode") as caught:
+        torch.func.jvp(function, (given[name],), (torch.ones_like(given[name]),))
+    assert caught.value.field == name
 
 
 def test_a_module_learns(ctx: ga.GpuContext) -> None:
