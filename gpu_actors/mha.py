@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.problem import Alignment
-from gpu_actors.validation.fields import expect, integer, one_of, real
+from gpu_actors.validation.fields import FURTHEST, expect, integer, one_of, real
 
 __all__ = ["AttentionParams", "Mask", "MhaBackward", "MhaForward", "MhaOutput"]
 
@@ -60,11 +60,12 @@ class Mask:
     @property
     def window(self) -> tuple[int, int]:
         """FlashAttention's (left, right), inclusive, -1 for unbounded."""
+        furthest = min(self.width - 1, FURTHEST)
         match self.kind:
             case "sliding_window":
-                return self.width - 1, self.width - 1
+                return furthest, furthest
             case "causal_sliding_window":
-                return self.width - 1, -1
+                return furthest, -1
             case "none" | "causal":
                 return -1, -1
 

@@ -177,3 +177,22 @@ def test_a_mask_counts_rows_and_keys_of_what_it_masks(emulated: ga.GpuContext, d
     with pytest.raises(ga.Unsupported, match="mask what has those") as caught:
         emulated.cudnn.inspect_plan(graph)
     assert (caught.value.value, caught.value.nearest) == (dims, BIAS_DIMS)
+
+
+@pytest.mark.parametrize("width", [1 << 31, 1 << 63, 1 << 70])
+@pytest.mark.parametrize("directly", [True, False], ids=["before the softmax", "among the modifications"])
+def test_a_window_wider_than_all_pairs_hides_none(emulated: ga.GpuContext, width: int, directly: bool) -> None:
+    def graph(mask: ga.Mask) -> ga.OperationGraph:
+        graph = ga.OperationGraph()
+        tensors = declared(graph, (Q, K, V))
+        scores = graph.mask(dot(graph, tensors[Q], tensors[K]), mask, "bottom_right")
+        scores = scores if directly else scores * 1.0
+        graph.output(graph.matmul(graph.softmax(scores), tensors[V]), uid=OUT, dtype="float16")
+        return graph
+
+    wide = graph(ga.Mask.sliding_window(width))
+    arrays = {uid: array for uid, array in arrays_of((Q, K, V)).items() if uid != DOUT}
+    found = evaluate_graph(wide, arrays)[OUT]
+    np.testing.assert_array_equal(found, evaluate_graph(graph(ga.Mask.none()), arrays)[OUT])
+    by_kernel = emulated.cudnn.execute(wide, arrays).result(120.0)[OUT]
+    np.testing.assert_allclose(by_kernel.astype(float), found, atol=2e-3)

@@ -129,8 +129,8 @@ class ScoreInputs:
             reason = f"kernels count rows and keys along the dims of the scores, {self._dims}: mask what has those"
             raise Unsupported(node.name, like, reason, self._dims)
         mask = Mask(node["kind"], node["width"])
-        left, right = mask.window
         rows, keys = self._dims[2:]
+        left, right = (min(bound, rows + keys) for bound in mask.window)  # further apart are no two
         row, key = leaf("index", "int", 2, (0, rows - 1)), leaf("index", "int", 3, (0, keys - 1))
         shift = keys - rows if node["alignment"] == "bottom_right" else 0
         diagonal = combine(node.name, "add", (row, self._add_scalar(node, None, shift, "int32")))

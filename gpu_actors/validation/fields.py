@@ -12,6 +12,7 @@ from gpu_actors.errors import InvalidRequest, Unsupported
 __all__ = [
     "DTYPES",
     "FP8",
+    "FURTHEST",
     "describe",
     "dtype_name",
     "dtype_of",
@@ -28,7 +29,7 @@ __all__ = [
 ]
 
 # A window bound beyond every pair of rows there can be, which fits wherever a row's index does.
-_FURTHEST = (1 << 31) - 1
+FURTHEST = (1 << 31) - 1
 
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 DTYPES = ("float16", "bfloat16", "float32", "float64", *FP8)
@@ -111,7 +112,7 @@ def window(value: object) -> tuple[int, int]:
     for bound in value:
         if isinstance(bound, bool) or not isinstance(bound, numbers.Integral) or bound < -1:
             raise InvalidRequest("window_size", value, reason)
-    return min(int(value[0]), _FURTHEST), min(int(value[1]), _FURTHEST)
+    return min(int(value[0]), FURTHEST), min(int(value[1]), FURTHEST)
 
 
 def heads_ratio(heads_q: int, heads_kv: int) -> None:
