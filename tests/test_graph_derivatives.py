@@ -170,3 +170,23 @@ def test_the_ten_modifications_are_compiled_with_their_derivatives(name: str) ->
         slope = (formula(score + STEP, extras) - formula(score - STEP, extras)) / (2 * STEP)
     slope = np.where(np.isneginf(value), 0.0, slope)  # hidden keys, where -inf - -inf is no number
     np.testing.assert_allclose(gradient, slope * dscore, rtol=1e-6, atol=1e-7)
+
+
+def test_second_derivatives_are_refused() -> None:
+    graph = ga.OperationGraph()
+    x, doutput = (graph.tensor(uid=uid, dims=(3,), dtype="float64") for uid in (1, 2))
+    (first,) = graph.gradient(x * x * x, doutput, (x,))
+    (second,) = graph.gradient(first * 2.0, doutput, (x,))
+    graph.output(second, uid=3)
+    with pytest.raises(ga.Unsupported, match="second derivatives") as caught, ga.open_context("mock") as ctx:
+        ctx.cudnn.execute(graph, {1: np.ones(3), 2: np.ones(3)}).result(5.0)
+    assert caught.value.field == "gradient_4"
+
+
+def test_a_gradient_may_be_used_further() -> None:
+    graph = ga.OperationGraph()
+    x, doutput = (graph.tensor(uid=uid, dims=(3,), dtype="float64") for uid in (1, 2))
+    (first,) = graph.gradient(x * x * x, doutput, (x,))
+    graph.output(graph.reduction(first * first, "sum"), uid=3)
+    found = evaluate_graph(graph, {1: np.arange(3.0), 2: np.ones(3)})
+    np.testing.assert_allclose(found[3], [(3.0**2 + 12.0**2)])

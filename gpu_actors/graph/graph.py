@@ -313,7 +313,7 @@ class OperationGraph:
         """Raise `InvalidRequest`, naming the node or tensor, unless the graph is sound.
 
         Every tensor that a node names exists and is written once, none depends on itself, dims and dtypes agree, and
-        what `execute` gives is not virtual.
+        what `execute` gives is not virtual. `Unsupported` for the gradient of a gradient.
         """
         self.order()
 

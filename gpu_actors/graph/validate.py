@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gpu_actors.errors import InvalidRequest
+from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.graph.ops import Node, infer
 from gpu_actors.graph.tensor import FLOATS, GraphTensor
 
@@ -32,7 +32,7 @@ class Order:
 
 
 def validated(graph: OperationGraph) -> Order:
-    """The order of a sound graph. Raises InvalidRequest as `OperationGraph.validate`."""
+    """The order of a sound graph. Raises InvalidRequest and Unsupported as `OperationGraph.validate`."""
     writers = _writers(graph)
     readers: dict[int, list[Node]] = {}
     for node in graph.nodes:
@@ -44,6 +44,7 @@ def validated(graph: OperationGraph) -> Order:
     nodes = _sorted(graph, writers)
     for node in nodes:
         _check_written(graph, node)
+        _check_first(node, writers)
     outputs = tuple(t.uid for t in tensors if t.uid in writers and not t.virtual)
     if not outputs:
         raise InvalidRequest("graph", f"{len(nodes)} nodes", "gives nothing: name a result with graph.output")
@@ -122,3 +123,19 @@ def _check_written(graph: OperationGraph, node: Node) -> None:
         # which keep it in registers, do not make.
         if tensor.dtype != dtype and (tensor.virtual or not floats):
             raise InvalidRequest(node.name, tensor.dtype, f"writes {dtype}, which tensor {uid} must have as dtype")
+
+
+def _check_first(node: Node, writers: dict[int, Node]) -> None:
+    """Raise Unsupported for the gradient of what is made of a gradient."""
+    seen: set[int] = set()
+    waiting = [node.inputs[0]] if node.op == "gradient" else []
+    while waiting:
+        uid = waiting.pop()
+        writer = writers.get(uid)
+        if writer is None or uid in seen:
+            continue
+        seen.add(uid)
+        if writer.op == "gradient":
+            reason = f"differentiates what {writer.name} gave, and second derivatives are not computed"
+            raise Unsupported(node.name, writer.name, reason, "a first derivative")
+        waiting += writer.inputs
