@@ -292,6 +292,18 @@ def test_a_tensor_has_no_truth() -> None:
         bool(q > k)
 
 
+@pytest.mark.parametrize("number", [np.float32(2.5), np.float64(2.5), np.int64(3), np.uint8(3)])
+def test_numbers_of_numpy_are_operands(number: Any) -> None:
+    def graph(number: Any, reverse: bool) -> ga.OperationGraph:
+        built = ga.OperationGraph()
+        q = built.tensor(uid=1, dims=(2,), dtype="float32")
+        built.output(number * q if reverse else q * number, uid=2)
+        return built
+
+    for reverse in (False, True):
+        assert graph(number, reverse).signature() == graph(number.item(), reverse).signature()
+
+
 def test_a_mask_that_hides_nothing_is_no_node() -> None:
     graph = ga.OperationGraph()
     q, _, _ = tensors(graph)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 from gpu_actors.errors import InvalidRequest
@@ -351,12 +352,12 @@ class OperationGraph:
             for uid, (dims, dtype) in zip(uids, written, strict=True)
         )
 
-    def _operand(self, node: str, operand: Operand) -> GraphTensor:
+    def _operand(self, node: str, operand: object) -> GraphTensor:
         if isinstance(operand, GraphTensor):
             self._check_mine(node, operand)
             return operand
-        if isinstance(operand, int | float) and not isinstance(operand, bool):
-            return self.constant(operand)
+        if not isinstance(operand, bool) and isinstance(operand, Real):  # NumPy's, too
+            return self.constant(int(operand) if isinstance(operand, Integral) else float(operand))
         raise InvalidRequest(node, operand, "operands are tensors of the graph, or numbers")
 
     def _check_mine(self, node: str, tensor: object) -> None:
