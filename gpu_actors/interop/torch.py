@@ -100,7 +100,7 @@ def attention(
             if longest is not None:
                 integer(name, longest, 1)
         _check_not_dual(q=q, k=k, v=v, bias=bias, sinks=sinks)
-    if alibi_slopes is not None and alibi_slopes.requires_grad:
+    if alibi_slopes is not None and alibi_slopes.requires_grad and torch.is_grad_enabled():
         raise Unsupported("alibi_slopes", "a tensor that requires grad", "ALiBi's slopes have no gradient", "detached")
     out, lse = torch.ops.gpu_actors.attention(
         q,

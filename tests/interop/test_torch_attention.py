@@ -198,6 +198,16 @@ def test_the_lse_has_no_gradient_and_a_second_derivative_is_refused(ctx: ga.GpuC
     assert caught.value.field == "create_graph"
 
 
+def test_slopes_that_are_learnt_elsewhere_serve_where_no_gradient_is_wanted(ctx: ga.GpuContext) -> None:
+    q, k, v = operands()
+    slopes = torch.ones(2, requires_grad=True)
+    with torch.no_grad():
+        out = attention(q, k, v, context=ctx, alibi_slopes=slopes)
+    torch.testing.assert_close(out, attention(q, k, v, context=ctx, alibi_slopes=slopes.detach()))
+    with pytest.raises(ga.Unsupported, match="slopes have no gradient"):
+        attention(q, k, v, context=ctx, alibi_slopes=slopes)
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own use of it
 @pytest.mark.parametrize("name", ["q", "k", "v", "bias", "sinks"])
 def test_a_tangent_is_refused_and_not_dropped(ctx: ga.GpuContext, name: str) -> None:
