@@ -154,7 +154,6 @@ DEVICE void add_query_gradient(const Work& work, int n) {
 
 // Gives the special values of dO, which its product left out, to the keys that are seen by their rows.
 DEVICE void add_special(ValueGradient& dv, const Work& work, int n) {
-  constexpr float HIDDEN = -1.0f;
   const ValueColumns columns{work.warp.column_warp};
   const Dropout dropout = work.dropout(work.ring.head(n));
   const RowSource<ELEMENT> dout = work.ring.dout(n);
@@ -162,22 +161,23 @@ DEVICE void add_special(ValueGradient& dv, const Work& work, int n) {
 #pragma unroll 1
   for (int row = first; row < first + BLOCK_M; row++) {
     if (!work.ring.rows.has(row)) continue;
-    float weight[KEY_ROWS][2];  // as far as it matters: of a seen key none or a positive one
-#pragma unroll
+    uint32_t seen = 0, kept = 0;  // a bit for each of the lane's keys
+#pragma unroll 1
     for (int i = 0; i < 2 * KEY_ROWS; i++) {
       const int key = work.key(i / 2, i % 2);
-      const bool kept = !DROPOUT || dropout.keeps(row, key);
-      weight[i / 2][i % 2] = !work.mask.visible(row, key) ? HIDDEN : kept ? 1.0f : 0.0f;
+      seen |= uint32_t(work.mask.visible(row, key)) << i;
+      kept |= uint32_t(!DROPOUT || dropout.keeps(row, key)) << i;
     }
     const ELEMENT* const values = dout.rows + (row - first) * dout.stride + lane_id() % 4 * 2;
 #pragma unroll
     for (int c = 0; c < 4 * ValueColumns::PAIRS; c++) {
       if (columns.blocks(c / 4) <= c / 2 % 2) continue;
       const float value = to_real(values[columns.column(c / 4) + c / 2 % 2 * 8 + c % 2]);
-      if (value - value == 0.0f) continue;
+      const bool special = value - value != 0.0f;
 #pragma unroll
       for (int i = 0; i < 2 * KEY_ROWS; i++) {
-        if (weight[i / 2][i % 2] != HIDDEN) dv[c / 2][i / 2][i % 2 * 2 + c % 2] += value * weight[i / 2][i % 2];
+        const float weight = !DROPOUT || kept >> i & 1 ? 1.0f : 0.0f;  // as far as it matters: none or a positive one
+        if (special && seen >> i & 1) dv[c / 2][i / 2][i % 2 * 2 + c % 2] += value * weight;
       }
     }
   }
@@ -185,8 +185,8 @@ DEVICE void add_special(ValueGradient& dv, const Work& work, int n) {
 
 // The scores of the pass: dS^T, and P^T after dropout if it is shared, to shared memory, and otherwise what the warp's
 // keys get from them.
-template <bool MASKED>
-DEVICE void multiply_pass(KeyGradient& dk, ValueGradient& dv, const Work& work, const Score<float>& score, int n) {
+DEVICE void multiply_pass(KeyGradient& dk, ValueGradient& dv, const Work& work, const Score<float>& score, int n,
+                          bool masked) {
   const Ring& ring = work.ring;
   const WarpPlace& warp = work.warp;
   const QTile q_tile = ring.q_tile(n);
@@ -201,7 +201,8 @@ DEVICE void multiply_pass(KeyGradient& dk, ValueGradient& dv, const Work& work, 
   }
   multiply_queries(p, ring.k_tile(), q_tile, warp);
   if constexpr (GRADIENT_NEEDS_DOT) copy_scores(dot, p);
-  weigh<MASKED>(p, work, score, n);
+  weigh(p, work, score, n);
+  if (masked) hide(p, work, n);
   uint32_t kept[KEY_ROWS] = {};
   if constexpr (DROPOUT) {
     Scores weights;
@@ -213,7 +214,13 @@ DEVICE void multiply_pass(KeyGradient& dk, ValueGradient& dv, const Work& work, 
   }
 
   multiply_queries(dp, ring.v_tile(), do_tile, warp);
-  differentiate<MASKED>(dp, p, dot, kept, work, score, n);
+  differentiate(dp, p, kept, work, n);
+  if constexpr (BIAS) {
+    if (masked) hide(dp, work, n);
+    add_to_dbias(dp, work, n);
+  }
+  if constexpr (GRADIENT_NEEDS_DOT) differentiate_score(dp, dot, work, score, n);
+  if (masked) hide(dp, work, n);  // 0 times a NaN is none
   if (SPLIT || warp.column_warp == 0) {
 #pragma unroll
     for (int r = 0; r < KEY_ROWS; r++) store_scores<Products, ScoreTile>(ds_lane, dp[r], 16 * r);
@@ -221,10 +228,10 @@ DEVICE void multiply_pass(KeyGradient& dk, ValueGradient& dv, const Work& work, 
   if constexpr (!SPLIT) add_queries<KeyColumns, PASS>(dk, dp, ring.ds_tile(), q_tile, warp);
 }
 
-template <bool MASKED>
-DEVICE void multiply_step(KeyGradient& dk, ValueGradient& dv, Work& work, int n) {
+// masked: whether the tile may have hidden pairs; special: whether dO has values that its product leaves out. Both are
+// the same for all threads.
+DEVICE void multiply_step(KeyGradient& dk, ValueGradient& dv, Work& work, int n, bool masked, bool special) {
   const Ring& ring = work.ring;
-  const bool special = ring.advance<MASKED>(n);
   const Score<float> score = work.score(ring.head(n));
   int32_t* dbias_turns = nullptr;
   int turn = 0;
@@ -236,7 +243,7 @@ DEVICE void multiply_step(KeyGradient& dk, ValueGradient& dv, Work& work, int n)
 #pragma unroll 1
   for (int pass = 0; pass < PASSES; pass++) {
     work.warp.first_query = first_query + pass * PASS;
-    multiply_pass<MASKED>(dk, dv, work, score, n);
+    multiply_pass(dk, dv, work, score, n, masked);
   }
   work.warp.first_query = first_query;
   __syncthreads();  // all scores are in shared memory, and all of dbias is added
@@ -272,6 +279,34 @@ DEVICE void set_specials_aside(Work& work) {
   clear_special<ELEMENT, THREADS>(keys);
 }
 
+// Once keys have landed: whatever is done to them before the first product.
+DEVICE void prepare_keys(Work& work) {
+  if constexpr (ROUNDED || HIDES) ptx::cp_async_wait<STAGES == 1 ? 0 : STAGES - 2>();
+  if constexpr (ROUNDED) {
+    round_rows<COMPUTE_BITS, THREADS>(work.ring.k_tile());
+    round_rows<COMPUTE_BITS, THREADS>(work.ring.v_tile());
+  }
+  if constexpr (HIDES) set_specials_aside(work);
+}
+
+static_assert(sizeof(OUT_ELEMENT) == sizeof(ELEMENT), "gradients are of the inputs' types");
+
+// Two neighbouring elements of a row: `store_pair` with the products' own rounding, in one instruction for both.
+template <class Element>
+DEVICE void store_two(Element* out, float low, float high, bool whole) {
+  if constexpr (sizeof(Element) == 2) {
+    const uint32_t word = ProductsOf<Element>::pack(low, high);
+    if (whole) {
+      *reinterpret_cast<uint32_t*>(out) = word;
+    } else {
+      out[0].bits = uint16_t(word);
+      out[1].bits = uint16_t(word >> 16);
+    }
+  } else {
+    store_pair(out, low, high, whole);
+  }
+}
+
 template <class Share, int PAIRS>
 DEVICE void store(void* operand, const Strides& strides, const float (&sum)[PAIRS][KEY_ROWS][4], const Work& work,
                   float factor) {
@@ -288,7 +323,7 @@ DEVICE void store(void* operand, const Strides& strides, const float (&sum)[PAIR
       if (columns.blocks(block / 2) <= block % 2) continue;
       const float(&values)[4] = sum[block][i / 2];
       const int column = columns.column(block / 2) + block % 2 * 8 + lane_id() % 4 * 2;
-      store_pair(row + column, values[i % 2 * 2] * factor, values[i % 2 * 2 + 1] * factor, whole);
+      store_two(row + column, values[i % 2 * 2] * factor, values[i % 2 * 2 + 1] * factor, whole);
     }
   }
 }
@@ -308,19 +343,21 @@ DEVICE void multiply(const WithScoreMod<BackwardParams>& params, const KeyPlace&
   ValueGradient dv = {};
   if (ring.count > 0) {
     ring.fill_keys(mask, key_begin);
-#pragma unroll
-    for (int n = 0; n < (STAGES > 1 ? STAGES - 1 : 1); n++) ring.fill(n);
-    if constexpr (ROUNDED || HIDES) ptx::cp_async_wait<STAGES == 1 ? 0 : STAGES - 2>();
-    if constexpr (ROUNDED) {
-      round_rows<COMPUTE_BITS, THREADS>(ring.k_tile());
-      round_rows<COMPUTE_BITS, THREADS>(ring.v_tile());
+    if constexpr (STAGES == 1) {
+      ptx::cp_async_commit();
+      prepare_keys(work);
     }
-    if constexpr (HIDES) set_specials_aside(work);
-  }
-  for (int n = 0; n < ring.count; n++) {
-    const int row_begin = ring.tile(n) * BLOCK_M, row_end = at_most(at.seqlen_q, row_begin + BLOCK_M);
-    if (mask.all_visible(row_begin, row_end, key_begin, key_begin + BLOCK_N)) multiply_step<false>(dk, dv, work, n);
-    else multiply_step<true>(dk, dv, work, n);
+    // What fills the first stages is the loop itself: another copy of that code would only take time to compile.
+#pragma unroll 1
+    for (int n = 1 - STAGES; n < ring.count; n++) {
+      const int row_begin = ring.tile(n) * BLOCK_M, row_end = at_most(at.seqlen_q, row_begin + BLOCK_M);
+      // What a modification or its derivative makes of the zeros past the last row may be no number: they are hidden, too.
+      const bool masked = !mask.all_visible(row_begin, row_end, key_begin, key_begin + BLOCK_N) ||
+                          (SCORE_MOD && row_begin + BLOCK_M > at.seqlen_q);
+      const bool special = ring.advance(n, masked);
+      if (n >= 0) multiply_step(dk, dv, work, n, masked, special);
+      else if (n == -1) prepare_keys(work);
+    }
   }
   store<KeyColumns>(params.dk, params.dk_strides, dk, work, float(forward.softmax_scale));
   store<ValueColumns>(params.dv, params.dv_strides, dv, work, DROPOUT ? float(forward.dropout_scale) : 1.0f);

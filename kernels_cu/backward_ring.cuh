@@ -111,27 +111,30 @@ struct Ring {
     copy_rows<THREADS>(v_tile(), row_source(v, p.v_strides.row), seen);
   }
 
-  // Waits for the step's stage and refills the one that the step before was in. In a tile with a mask, special values
-  // are taken out of what is multiplied by the zeros of hidden pairs; true where dO had one.
-  template <bool MASKED>
-  __device__ __forceinline__ bool advance(int n) const {
-    if (STAGES == 1 && n > 0) {
-      __syncthreads();  // all have left the stage
+  // Waits for the step's stage and refills the one that the step before was in; steps before the first only fill. In a
+  // tile with a mask, special values are taken out of what is multiplied by the zeros of hidden pairs; true where dO had
+  // one.
+  __device__ __forceinline__ bool advance(int n, bool masked) const {
+    if constexpr (STAGES == 1) {
+      if (n > 0) __syncthreads();  // all have left the stage
       fill(n);
     }
+    const bool special = n >= 0 && receive(n, masked);
+    if constexpr (STAGES > 1) fill(n + STAGES - 1);
+    return special;
+  }
+
+  __device__ __forceinline__ bool receive(int n, bool masked) const {
     ptx::cp_async_wait<STAGES == 1 ? 0 : STAGES - 2>();
     if constexpr (ROUNDED) {
       round_rows<COMPUTE_BITS, THREADS>(q_tile(n));
       round_rows<COMPUTE_BITS, THREADS>(do_tile(n));
     }
-    bool special = false;
-    if constexpr (MASKED && HIDES) {
+    if (HIDES && masked) {
       clear_special<ELEMENT, THREADS>(q_tile(n));  // its row's LSE is NaN
-      special = __syncthreads_or(clear_special<ELEMENT, THREADS>(do_tile(n)));
-    } else {
-      __syncthreads();
+      return __syncthreads_or(clear_special<ELEMENT, THREADS>(do_tile(n)));
     }
-    if (STAGES > 1) fill(n + STAGES - 1);
-    return special;
+    __syncthreads();
+    return false;
   }
 };

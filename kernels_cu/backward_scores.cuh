@@ -60,10 +60,6 @@ struct Work {
   __device__ __forceinline__ int row(int n, int block, int i) const {
     return at_most(ring.at.seqlen_q - 1, ring.tile(n) * BLOCK_M + warp.query(block, i));
   }
-  // What a score modification or its derivative makes of the zeros there may be no number, and 0 times it is none.
-  __device__ __forceinline__ bool past_end(int n, int block, int i) const {
-    return ring.tile(n) * BLOCK_M + warp.query(block, i) >= ring.at.seqlen_q;
-  }
   __device__ __forceinline__ Score<float> score(int head) const {
     const KeyPlace& at = ring.at;
     Score<float> score = make_unmodified_score<float>(params.forward, at.sequence, head, at.kv_head, mask.diagonal);
@@ -96,10 +92,45 @@ DEVICE void end_turn(int32_t* turns, int turn) {
   if (threadIdx.x == 0) ptx::store_release(turns, turn + 1);
 }
 
-// Products to weights 2^(score - lse); 0 for hidden pairs.
-template <bool MASKED>
+// Puts zeros in the place of what hidden pairs have. A key is seen by rows of one range.
+DEVICE void hide(Scores& s, const Work& work, int n) {
+  const int first_row = work.ring.tile(n) * BLOCK_M + work.warp.query(0, 0);
+#pragma unroll
+  for (int i = 0; i < 2 * KEY_ROWS; i++) {
+    const int key = work.key(i / 2, i % 2);
+    const SeenRows rows = work.mask.rows(work.ring.at.seqlen_q, key, key + 1);
+    const int begin = rows.begin - first_row, end = key < work.mask.seqlen_k ? rows.end - first_row : 0;
+#pragma unroll
+    for (int j = 0; j < 2 * QUERY_BLOCKS; j++) {
+      const int query = j / 2 * 8 + j % 2;
+      if (query < begin || query >= end) s[i / 2][j / 2][i % 2 * 2 + j % 2] = 0.0f;
+    }
+  }
+}
+
+// Replaces each score by what change(score, r, block, e, row, key) makes of it. Keys past the end, of which no operand
+// tells anything, stay as they are: they are hidden.
+template <class Change>
+DEVICE void change_scores(Scores& s, const Work& work, int n, Change change) {
+#pragma unroll
+  for (int i = 0; i < 2 * KEY_ROWS; i++) {
+    const int key = work.key(i / 2, i % 2);
+    if (key >= work.mask.seqlen_k) continue;
+#pragma unroll
+    for (int j = 0; j < 2 * QUERY_BLOCKS; j++) {
+      const int block = j / 2, e = i % 2 * 2 + j % 2;
+      float& x = s[i / 2][block][e];
+      x = change(x, i / 2, block, e, work.row(n, block, j % 2), key);
+    }
+  }
+}
+
+// Products to weights 2^(score - lse).
 DEVICE void weigh(Scores& s, const Work& work, const Score<float>& score, int n) {
   const float to_log2 = (SCALE_ONLY ? score.scale : 1.0f) * LOG2_E;
+  if constexpr (!SCALE_ONLY) {
+    change_scores(s, work, n, [&](float x, int, int, int, int row, int key) { return score(x, row, key); });
+  }
 #pragma unroll
   for (int block = 0; block < QUERY_BLOCKS; block++) {
     uint32_t lse[2];
@@ -109,18 +140,6 @@ DEVICE void weigh(Scores& s, const Work& work, const Score<float>& score, int n)
 #pragma unroll
       for (int e = 0; e < 4; e++) {
         float& x = s[r][block][e];
-        const int row = work.row(n, block, e % 2), key = work.key(r, e / 2);
-        if (MASKED && !work.mask.visible(row, key)) {
-          x = 0.0f;
-          continue;
-        }
-        if constexpr (SCORE_MOD) {
-          if (work.past_end(n, block, e % 2)) {
-            x = 0.0f;
-            continue;
-          }
-        }
-        if (!SCALE_ONLY) x = score(x, row, key);
         x = ptx::ex2(x * to_log2 - ptx::as_float(lse[e % 2]));
       }
     }
@@ -154,16 +173,9 @@ DEVICE int32_t* dbias_turns_of(const Work& work, int n, int& turn) {
   return params.dbias_turns + row * key_tiles + work.key_begin / BLOCK_N;
 }
 
-// dP to dS, the gradient of the dot products without the scale; 0 for hidden pairs. Adds to dbias on the way.
-template <bool MASKED>
-DEVICE void differentiate(Scores& dp, const Scores& p, const Scores& dot, const uint32_t (&kept)[KEY_ROWS],
-                          const Work& work, const Score<float>& score, int n) {
-  const BackwardParams& params = work.ring.params;
-  const float kept_scale = DROPOUT ? float(params.forward.dropout_scale) : 1.0f;
-  float* dbias = nullptr;
-  if constexpr (BIAS) {
-    dbias = element_of<float>(params.dbias_sums, params.dbias_strides, work.ring.at.sequence, 0, work.ring.head(n));
-  }
+// dP to the gradient of the scores.
+DEVICE void differentiate(Scores& dp, const Scores& p, const uint32_t (&kept)[KEY_ROWS], const Work& work, int n) {
+  const float kept_scale = DROPOUT ? float(work.ring.params.forward.dropout_scale) : 1.0f;
 #pragma unroll
   for (int block = 0; block < QUERY_BLOCKS; block++) {
     uint32_t delta[2];
@@ -173,28 +185,34 @@ DEVICE void differentiate(Scores& dp, const Scores& p, const Scores& dot, const 
 #pragma unroll
       for (int e = 0; e < 4; e++) {
         float& x = dp[r][block][e];
-        const int row = work.row(n, block, e % 2), key = work.key(r, e / 2);
-        if (MASKED && !work.mask.visible(row, key)) {
-          x = 0.0f;
-          continue;
-        }
-        if constexpr (SCORE_MOD) {
-          if (work.past_end(n, block, e % 2)) {
-            x = 0.0f;
-            continue;
-          }
-        }
         if constexpr (DROPOUT) x = kept[r] >> (4 * block + e) & 1 ? x * kept_scale : 0.0f;
         x = p[r][block][e] * (x - ptx::as_float(delta[e % 2]));
-        if constexpr (BIAS) {
-          // A row past the end, which passes as the last one, and scores that several warps compute are added once.
-          const bool mine = work.ring.tile(n) * BLOCK_M + work.warp.query(block, e % 2) == row;
-          if (mine && (SPLIT || work.warp.column_warp == 0)) {
-            ptx::reduce_add(dbias + row * params.dbias_strides.row + key, x);
-          }
-        }
-        if constexpr (GRADIENT_NEEDS_DOT) x = score_gradient(score, dot[r][block][e], x, row, key);
       }
     }
   }
+}
+
+// Adds gradients of scores to dbias: none of hidden pairs, whose zeros have no place there if the key is past the end.
+// A row past the end, which passes as the last one, and scores that several warps compute are added once.
+DEVICE void add_to_dbias(const Scores& ds, const Work& work, int n) {
+  const BackwardParams& params = work.ring.params;
+  const Strides& strides = params.dbias_strides;
+  float* const dbias = element_of<float>(params.dbias_sums, strides, work.ring.at.sequence, 0, work.ring.head(n));
+  if (!SPLIT && work.warp.column_warp != 0) return;
+#pragma unroll
+  for (int i = 0; i < KEY_ROWS * QUERY_BLOCKS * 4; i++) {
+    const int r = i / 4 / QUERY_BLOCKS, block = i / 4 % QUERY_BLOCKS, e = i % 4;
+    const int row = work.row(n, block, e % 2);
+    const bool mine = work.ring.tile(n) * BLOCK_M + work.warp.query(block, e % 2) == row;
+    if (mine && ds[r][block][e] != 0.0f) {
+      ptx::reduce_add(dbias + row * strides.row + work.key(r, e / 2), ds[r][block][e]);
+    }
+  }
+}
+
+// Gradients of scores to dS, those of the dot products without the scale.
+DEVICE void differentiate_score(Scores& ds, const Scores& dot, const Work& work, const Score<float>& score, int n) {
+  change_scores(ds, work, n, [&](float x, int r, int block, int e, int row, int key) {
+    return score_gradient(score, dot[r][block][e], x, row, key);
+  });
 }

@@ -60,9 +60,21 @@ FINISH_MUTANTS = (
 
 RING_MUTANTS = (
     _mma("a step is not waited for", _RING, "cp_async_wait<STAGES == 1 ? 0 : STAGES - 2>", "cp_async_wait<STAGES>"),
-    _mma("the barrier of a step is dropped", _RING, "    } else {\n      __syncthreads();\n    }", "    }"),
-    _mma("a stage is refilled one step early", _RING, "if (STAGES > 1) fill(n + STAGES - 1)", "fill(n + STAGES)"),
-    _mma("the only stage is refilled at once", _RING, "__syncthreads();  // all have left the stage", "", "wide"),
+    _mma("the barrier of a step is dropped", _RING, "    __syncthreads();\n    return false;", "    return false;"),
+    _mma(
+        "a stage is refilled one step early",
+        _RING,
+        "(STAGES > 1) fill(n + STAGES - 1)",
+        "(STAGES > 1) fill(n + STAGES - (n < 0))",
+    ),
+    _mma(
+        "the only stage is refilled at once",
+        _RING,
+        "if (n > 0) __syncthreads();  // all have left the stage",
+        "",
+        "wide",
+    ),
+    _mma("keys stay as they came", _MMA, "      else if (n == -1) prepare_keys(work);\n", "", "special key"),
     _mma("dO has Q's stage", _RING, "{q_tile(n).base + QTile::BYTES}", "{q_tile(n).base}"),
     _mma(
         "statistics of every step are the first's", _RING, "params.statistics + slot(n)", "params.statistics + slot(0)"
@@ -110,19 +122,49 @@ MASK_MUTANTS = (
         "false;",
         "window",
     ),
-    _mma("the diagonal is one key off", _MASK, "if (CAUSAL && offset > 0)", "if (CAUSAL && offset > 1)", "causal"),
+    _mma("the diagonal is one key off", _SCORES, "if (query < begin ||", "if (query + 1 < begin ||", "causal"),
+    _mma("hidden pairs keep their weights", _MMA, "  if (masked) hide(p, work, n);\n", "", "causal"),
+    _mma("unmasked tiles are masked instead", _MMA, "if (masked) hide(p", "if (!masked) hide(p", "causal"),
     _mma(
         "hidden pairs keep their dS",
-        _SCORES,
-        "          x = 0.0f;\n          continue;\n        }\n        if constexpr (DROPOUT)",
-        "        }\n        if constexpr (DROPOUT)",
+        _MMA,
+        "  if (masked) hide(dp, work, n);  // 0 times a NaN is none\n",
+        "",
         "special",
+    ),
+    _mma(
+        "hidden pairs reach dbias",
+        _MMA,
+        "    if (masked) hide(dp, work, n);\n    add_to",
+        "    add_to",
+        "special bias",
+    ),
+    _mma(
+        "keys past the end are not hidden",
+        _SCORES,
+        "key < work.mask.seqlen_k ? rows.end - first_row : 0",
+        "rows.end - first_row",
+        "options",
     ),
     _mma(
         "a tile with a mask passes as unmasked",
         _MMA,
-        "key_begin, key_begin + BLOCK_N)) multiply",
-        "key_begin, key_begin)) multiply",
+        "row_end, key_begin, key_begin + BLOCK_N)",
+        "row_end, key_begin, key_begin)",
+        "causal",
+    ),
+    _mma(
+        "a tile with one hidden pair passes as unmasked",
+        _MASK,
+        "if (CAUSAL && key_end - 1 > row_begin + diagonal)",
+        "if (CAUSAL && key_end - 1 > row_begin + diagonal + 1)",
+        "edge",
+    ),
+    _mma(
+        "a tile is masked as the next one",
+        _MMA,
+        "const bool masked = !mask.all_visible(row_begin, row_end",
+        "const bool masked = !mask.all_visible(row_begin + BLOCK_M, row_end + BLOCK_M",
         "causal",
     ),
 )
@@ -159,17 +201,17 @@ SCORE_MUTANTS = (
     _mma("the softcap has no derivative", "score_gradient.cuh", "Real(1) - tanh * tanh", "Real(1)", "options"),
     _mma(
         "dbias has the softcap's derivative",
-        _SCORES,
-        "        if constexpr (BIAS) {\n          // A row",
-        "        if constexpr (GRADIENT_NEEDS_DOT) x = score_gradient(score, dot[r][block][e], x, row, key);\n"
-        "        if constexpr (BIAS) {\n          // A row",
+        _MMA,
+        "    add_to_dbias(dp, work, n);\n",
+        "    if constexpr (GRADIENT_NEEDS_DOT) differentiate_score(dp, dot, work, score, n);\n"
+        "    add_to_dbias(dp, work, n);\n",
         "options",
     ),
     _mma(
         "scores that two warps have are added twice",
         _SCORES,
-        "(SPLIT || work.warp.column_warp == 0)) {\n            ptx",
-        "true) {\n            ptx",
+        "  if (!SPLIT && work.warp.column_warp != 0) return;\n",
+        "",
         "redundant",
     ),
 )

@@ -50,6 +50,7 @@ PROBES: dict[str, dict[str, Any]] = {
     "late": {"seqlens": (70, 150)},
     "batch": {"seqlens": (150, 200), "batch": 2},
     "causal": {"seqlens": (290, 290), "always": ("causal",)},
+    "edge": {"seqlens": (150, 212), "always": ("causal",)},  # tiles with one hidden pair
     "few": {"seqlens": (150, 21), "always": ("causal",)},
     "varlen": {"seqlens": (150, 210), "varlen": True, "batch": 3, "always": ("causal",)},
     "window": {"seqlens": (333, 410), "always": ("window", "sink_tokens"), "alignment": "top_left"},
@@ -62,6 +63,7 @@ PROBES: dict[str, dict[str, Any]] = {
     "float": {"dtype": "float32", "head_dim": 96, "seqlens": (70, 150), "always": ("causal",)},
     "redundant": {"dtype": "float32", "head_dim": 256, "seqlens": (40, 40), "always": ("bias",)},
     "special": {"seqlens": (150, 150), "always": ("causal",)},
+    "special bias": {"seqlens": (150, 150), "always": ("causal", "bias")},
     "special key": {"seqlens": (150, 150), "always": ("causal",)},
     # Floats, whose gradients show the last bits of their sums.
     "turns": {**_FLOATS, "seqlens": (90, 610)},
@@ -95,7 +97,7 @@ def case_of(name: str) -> BackwardCase:
         case.options["bias"] = np.ascontiguousarray(case.options["bias"][:1, :1])
     if name == "options":  # of the type that backward_finish turns sums into
         case.options["bias"] = case.options["bias"].astype(np.float16)
-    if name == "special":
+    if name in ("special", "special bias"):
         case.dout[0, 100, :, 3] = np.nan
     if name == "special key":
         case.forward.k[0, 100, :, 3] = np.nan
