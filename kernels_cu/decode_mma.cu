@@ -56,6 +56,7 @@ struct Ring {
   uint32_t base;
   Lookup<KTile, THREADS> k_next;  // of the next tile to be filled
   Lookup<VTile, THREADS> v_next;
+  int special;  // whether any have been taken out
 
   // Rows of V are copied by the threads that copy those of K where both tiles are laid out alike.
   static constexpr bool ALIKE = KTile::FACTOR == VTile::FACTOR;
@@ -90,19 +91,15 @@ struct Ring {
     look_up(n + 1);
   }
 
-  // Waits for tile n and refills the stage that tile n - 1 was in. In a tile with a mask, special values are taken out;
-  // true where there was one.
-  template <bool MASKED>
-  __device__ __forceinline__ bool advance(int n) {
+  // Waits for tile n and refills the stage that tile n - 1 was in. In a tile with a mask, special values are taken out.
+  __device__ __forceinline__ void advance(int n, bool masked) {
     ptx::cp_async_wait<STAGES - 2>();
-    bool special = false;
-    if constexpr (MASKED) {
-      special = __syncthreads_or(clear_special<KV_ELEMENT, THREADS>(v_tile(n)));
+    if (masked) {
+      special |= __syncthreads_or(clear_special<KV_ELEMENT, THREADS>(v_tile(n)));
     } else {
       __syncthreads();
     }
     fill(n + STAGES - 1);
-    return special;
   }
 };
 
@@ -208,20 +205,23 @@ DEVICE void multiply_values(Output& o, const Scores& p, const LaneAddress& v) {
   }
 }
 
-// Products to weights for the row of one half. Returns what O is to be multiplied by.
-template <bool MASKED>
-DEVICE float weigh(Scores& s, SoftmaxRow& softmax, const Rows& rows, int half, int key_begin) {
+// Calls visit(x, half, key) for every score that the lane holds. half: of its two rows.
+template <class Visit>
+DEVICE void for_each_score(Scores& s, int key_begin, Visit visit) {
+#pragma unroll
+  for (int block = 0; block < KEY_BLOCKS; block++) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) visit(s[block][i], i / 2, key_begin + 8 * block + lane_id() % 4 * 2 + i % 2);
+  }
+}
+
+// Scores to weights for the row of one half. Returns what O is to be multiplied by.
+DEVICE float weigh(Scores& s, SoftmaxRow& softmax, const Rows& rows, int half) {
   float largest = -INFINITY, correction;
 #pragma unroll
   for (int block = 0; block < KEY_BLOCKS; block++) {
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      float& x = s[block][2 * half + i];
-      const int key = key_begin + 8 * block + lane_id() % 4 * 2 + i;
-      if (MASKED && !rows.visible(half, key)) x = -INFINITY;
-      else if (!SCALE_ONLY) x = rows.score[half](x, rows.row[half], key);
-      largest = max_of(largest, x);
-    }
+    for (int i = 0; i < 2; i++) largest = max_of(largest, s[block][2 * half + i]);
   }
   const float base = softmax.raise(largest, rows.to_log2, correction);
 #pragma unroll
@@ -236,17 +236,22 @@ DEVICE float weigh(Scores& s, SoftmaxRow& softmax, const Rows& rows, int half, i
   return correction;
 }
 
-template <bool MASKED>
 DEVICE void attend_tile(Output& o, SoftmaxRow (&softmax)[2], const Rows& rows, const LaneAddress& q, const Ring& ring,
-                        int n) {
+                        int n, bool masked) {
   const int key_begin = ring.tiles.at(n) * BLOCK_N + rows.first_key;
   Scores s = {};
   const KTile k_tile = ring.k_tile(n);
   const VTile v_tile = ring.v_tile(n);
   multiply_keys(s, q, lane_of_b(k_tile, rows.first_key));
+  if constexpr (!SCALE_ONLY) {
+    for_each_score(s, key_begin, [&](float& x, int half, int key) { x = rows.score[half](x, rows.row[half], key); });
+  }
+  if (masked) {
+    for_each_score(s, key_begin, [&](float& x, int half, int key) { x = rows.visible(half, key) ? x : -INFINITY; });
+  }
   float correction[2];
 #pragma unroll
-  for (int half = 0; half < 2; half++) correction[half] = weigh<MASKED>(s, softmax[half], rows, half, key_begin);
+  for (int half = 0; half < 2; half++) correction[half] = weigh(s, softmax[half], rows, half);
   // Most tiles raise no maximum, and multiplying by one changes no bits.
   if (__any_sync(ALL_LANES, correction[0] != 1.0f || correction[1] != 1.0f)) {
 #pragma unroll
@@ -258,21 +263,26 @@ DEVICE void attend_tile(Output& o, SoftmaxRow (&softmax)[2], const Rows& rows, c
   multiply_values(o, s, Products::lane_of_values(v_tile, rows.first_key));
 }
 
-// Gives the special values of a tile, which its product left out, to the rows that see them.
-DEVICE void add_special(Output& o, const Rows& rows, const Ring& ring, int tile_begin) {
+// Gives the special values of a tile, which its product left out, to the rows that see them: a lane adds to those sums
+// in the area that it has left there itself. first_row, key_warp: as in leave.
+DEVICE void add_special(const MergeArea& area, const Rows& rows, const Ring& ring, int tile_begin, int first_row,
+                        int key_warp) {
 #pragma unroll 1
   for (int i = 0; i < WARP_KEYS; i++) {
     const int key = tile_begin + rows.first_key + i;
     if (!ring.keys.has(key)) continue;
     const bool seen[2] = {rows.visible(0, key), rows.visible(1, key)};
     const KV_ELEMENT* const values = ring.source.value(key);
-#pragma unroll
+#pragma unroll 1
     for (int c = 0; c < 2 * COLUMN_BLOCKS; c++) {
-      const float value = to_real(values[column_of(c / 2, c % 2)]);
+      const int column = column_of(c / 2, c % 2);
+      const float value = to_real(values[column]);
       if (value - value == 0.0f) continue;
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        if (seen[half]) o[c / 2][2 * half + c % 2] += value;
+        if (!seen[half]) continue;
+        const uint32_t sum = area.at(first_row + 8 * half + lane_id() / 4, key_warp, column);
+        ptx::store_shared_f32(sum, ptx::load_shared_f32(sum) + value);
       }
     }
   }
@@ -284,36 +294,31 @@ DEVICE void attend(const DecodeParams& params, const Entry& entry, int kv_head, 
   const QTile q_tile{shared};
   const Rows rows = rows_of(params, entry, kv_head);
   const SeenKeys keys = seen_keys(entry.mask, entry.row_begin, entry.row_end);
-  const int row_warp = int(threadIdx.x) / 32 / KEY_WARPS;
+  const int warp = int(threadIdx.x) / 32, first_row = warp / KEY_WARPS * 16, key_warp = warp % KEY_WARPS;
   const CacheSource source = cache_source(params, entry.sequence, kv_head);
-  Ring ring{source, keys, entry.tiles, piece.last, shared + QTile::BYTES, {}, {}};
+  Ring ring{source, keys, entry.tiles, piece.last, shared + QTile::BYTES, {}, {}, 0};
 
   Output o = {};
   SoftmaxRow softmax[2] = {{-INFINITY, 0.0f}, {-INFINITY, 0.0f}};
   ring.look_up(piece.first);
-#pragma unroll
+#pragma unroll 1
   for (int n = 0; n < STAGES - 1; n++) ring.fill(piece.first + n);
   if (piece.first < piece.last) copy_queries(params, entry, kv_head, q_tile);
-  const LaneAddress q_lane = lane_of_a(q_tile, 16 * row_warp);
+  const LaneAddress q_lane = lane_of_a(q_tile, first_row);
 
-  const auto unmasked = [&](int n) { return all_visible(entry, ring.tiles.at(n) * BLOCK_N); };
-  bool special = false;
-  for (int n = piece.first; n < piece.last;) {
-    for (; n < piece.last && !unmasked(n); n++) {
-      special |= ring.advance<true>(n);
-      attend_tile<true>(o, softmax, rows, q_lane, ring, n);
-    }
-    for (; n < piece.last && unmasked(n); n++) {
-      ring.advance<false>(n);
-      attend_tile<false>(o, softmax, rows, q_lane, ring, n);
-    }
-  }
-  for (int n = piece.first; special && n < piece.last; n++) {
-    if (!unmasked(n)) add_special(o, rows, ring, ring.tiles.at(n) * BLOCK_N);
+  const auto masked = [&](int n) { return !all_visible(entry, ring.tiles.at(n) * BLOCK_N); };
+  // One loop for tiles with a mask and without: a second copy of its body would double what a variant takes to compile.
+  for (int n = piece.first; n < piece.last; n++) {
+    const bool mask = masked(n);
+    ring.advance(n, mask);
+    attend_tile(o, softmax, rows, q_lane, ring, n, mask);
   }
   const MergeArea area{ring.base};
   __syncthreads();  // all have left the ring
-  leave(area, o, softmax, rows.to_log2, 16 * row_warp, int(threadIdx.x) / 32 % KEY_WARPS);
+  leave(area, o, softmax, rows.to_log2, first_row, key_warp);
+  for (int n = piece.first; ring.special && n < piece.last; n++) {
+    if (masked(n)) add_special(area, rows, ring, ring.tiles.at(n) * BLOCK_N, first_row, key_warp);
+  }
   __syncthreads();
   write_rows(params, entry, kv_head, slot, area);
 }

@@ -76,8 +76,8 @@ struct Lookup {
 #pragma unroll
       for (int chunks = 0; chunks < Tile::CHUNKS; chunks += Mine::LANES) {
         const bool inside = Tile::USED == Tile::CHUNKS || Mine::chunk() + chunks < Tile::USED;
-        const KV_ELEMENT* const elements = read && inside ? from + chunks * Tile::CHUNK : rows.base;
-        ptx::cp_async<16>(to.at<Tile>(i * Mine::ROWS_AT_ONCE, chunks), elements, read && inside ? 16 : 0);
+        const uint32_t place = to.at<Tile>(i * Mine::ROWS_AT_ONCE, chunks);
+        ptx::cp_async<16>(place, from + chunks * Tile::CHUNK, read && inside ? 16 : 0);
       }
     }
   }

@@ -155,7 +155,7 @@ DECODE_MUTANTS = (
     _decode(
         "special values reach rows that do not see them", "mma_special.cuh", "words[w] &= ~special;", ";", "special"
     ),
-    _decode("special values are lost", _MMA, "if (!unmasked(n)) add_special", "if (false) add_special", "special"),
+    _decode("special values are lost", _MMA, "if (masked(n)) add_special", "if (false) add_special", "special"),
     _decode(
         "special values are every warp's",
         _MMA,
