@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from service_support import rows
+from service_support import eventually, rows
 
 import gpu_actors as ga
 from gpu_actors.plans import PlanCache
@@ -80,38 +79,58 @@ def test_what_cannot_be_looked_up_is_reported_by_the_reply(ctx: ga.GpuContext, v
     assert ctx.flash_attn.state == "running"
 
 
-def test_a_cache_of_plans_is_shared_by_threads() -> None:
+def test_looking_at_a_plan_does_not_keep_it_and_using_it_does() -> None:
+    cache: PlanCache[str] = PlanCache(2)
+    for name in "ab":
+        cache.add(name, name.upper())
+    planned = cache.peek("a")
+    assert planned is not None
+    assert cache.peek("c") is None
+    assert cache.stats() == (0, 2, 0, 2)
+    assert cache.use(planned) == "A"
+    cache.add("c", "C")
+    assert (cache.peek("b"), cache.find("a")) == (None, "A"), "used later than b"
+    assert cache.stats() == (2, 3, 1, 2)
+
+
+def test_a_plan_that_was_forgotten_meanwhile_can_still_be_used() -> None:
+    cache: PlanCache[str] = PlanCache(1)
+    cache.add("a", "A")
+    planned = cache.peek("a")
+    cache.add("b", "B")
+    assert planned is not None
+    assert cache.use(planned) == "A"
+    assert cache.stats() == (1, 2, 1, 1)
+    cache.add("a", "A again")
+    assert (cache.find("a"), cache.find("b")) == ("A again", None)
+
+
+def test_others_may_look_while_the_actor_adds_and_forgets() -> None:
     cache: PlanCache[str] = PlanCache(8)
-    looked = 4000
-
-    def look(signatures: Callable[[int], int]) -> None:
-        for turn in range(looked):
-            signature = signatures(turn)
-            plan = cache.find(signature)
-            if plan is None:
-                cache.add(signature, f"plan {signature}")
-            else:
-                assert plan == f"plan {signature}"
-
-    patterns: tuple[Callable[[int], int], ...] = (
-        lambda turn: turn % 3,
-        lambda turn: turn % 11,
-        lambda turn: turn * 7919 % 13,
-    )
+    ended = threading.Event()
     errors: list[BaseException] = []
+    seen = 0
 
-    def guarded(pattern: Callable[[int], int]) -> None:
+    def look() -> None:
+        nonlocal seen
         try:
-            look(pattern)
+            while not ended.is_set():
+                for signature in range(13):
+                    planned = cache.peek(signature)
+                    assert planned is None or planned.plan == f"plan {signature}"
+                    seen += planned is not None
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=guarded, args=(pattern,)) for pattern in patterns]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    stats = cache.stats()
+    thread = threading.Thread(target=look)
+    thread.start()
+    for turn in range(20_000):
+        signature = turn * 7919 % 13
+        if cache.find(signature) is None:
+            cache.add(signature, f"plan {signature}")
+    eventually(lambda: seen)
+    ended.set()
+    thread.join()
     assert not errors
-    assert stats.hits + stats.misses == looked * len(patterns)
-    assert stats.entries <= 8
+    stats = cache.stats()
+    assert (stats.hits + stats.misses, stats.entries) == (20_000, 8)

@@ -47,7 +47,7 @@ operations = Counter[str]()
 @pytest.fixture(autouse=True)
 def _counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Count how often each call is given an answer."""
-    original = Call._settle
+    original = Call.settle
 
     def settle(self: Call[Any], *arguments: Any) -> bool:
         did = original(self, *arguments)
@@ -55,7 +55,7 @@ def _counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             settled[self] += 1
         return did
 
-    monkeypatch.setattr(Call, "_settle", settle)
+    monkeypatch.setattr(Call, "settle", settle)
     logging.disable()
     yield
     logging.disable(logging.NOTSET)

@@ -15,7 +15,7 @@ from gpu_actors.actors.kernel_store import KernelStore
 from gpu_actors.devices.interface import Kernel
 from gpu_actors.errors import GpuActorsError, InvalidRequest
 from gpu_actors.options import MockOptions
-from gpu_actors.plans import PlanCache
+from gpu_actors.plans import PlanCache, Planned
 from gpu_actors.requests import FlashBackward, FlashForward
 
 if TYPE_CHECKING:
@@ -43,15 +43,12 @@ class Attention:
         self.kernels = KernelStore(post) if compiles else None
         self.decoding = Decoding(self.device, self.place, self.accumulate)
 
-    def recall(self, request: FlashForward) -> AttentionPlan | BackwardPlan | None:
-        """The plan of a request as the caller gave it, if it is at hand. For the caller's thread; raises nothing.
-
-        The loop goes on while the actor's thread wakes up, which then finds this done.
-        """
+    def recall(self, request: FlashForward) -> Planned[AttentionPlan | BackwardPlan] | None:
+        """The plan of a request as the caller gave it, if that is plain and has one. For any thread; raises nothing."""
         if not is_plain(request):
             return None
         try:
-            return self.plans.find(forward_signature(request, True))
+            return self.plans.peek(forward_signature(request, True))
         except Exception:
             return None  # as in `plan`, which comes next
 
@@ -84,7 +81,7 @@ class Attention:
 
     def answer(self, actor: ServiceActor, call: Call[Any], request: FlashForward, plain: bool, finish: Finish) -> None:
         """Launch an adopted request, forward or backward, or park it until its kernels are compiled."""
-        plan = call.prepared or self.plan(request, plain)
+        plan = self.plan(request, plain) if call.prepared is None else self.plans.use(call.prepared)
         kernels = plan.kernels
         if kernels is None:
             kernels = self._load(plan, call)

@@ -204,7 +204,7 @@ class AttentionPlan:
         kernels: of `keys`; empty where the device runs none.
         """
         problem = self.problem
-        inputs = bound_inputs(problem, request, plain)
+        inputs = {"q": request.q, "k": request.k, "v": request.v} if plain else bound_inputs(problem, request)
         outputs = self.outputs
         if request.out is not None:
             check_output_memory(request.out, inputs)
@@ -222,10 +222,10 @@ class AttentionPlan:
         return Launch(self.key, inputs, outputs, oracle, (step,))
 
 
-def bound_inputs(problem: AttentionProblem, request: FlashForward, plain: bool) -> dict[str, Any]:
+def bound_inputs(problem: AttentionProblem, request: FlashForward) -> dict[str, Any]:
     """The operands of an adopted request by name. Checks sequence bounds that lie on the host."""
     inputs = {"q": request.q, "k": request.k, "v": request.v}
-    if not (plain or _has_no_options(request)):
+    if not _has_no_options(request):
         for name in _OPTIONAL:
             array = getattr(request, name)
             if array is not None:

@@ -5,7 +5,7 @@
        └────────────────settle───────────────┘
 
 Whoever settles a call first decides its answer: the actor, the completion thread, the deadline timer, a cancelling
-waiter, or the context on its way down. All of them go through `_settle`, so that a call is answered exactly once. The
+waiter, or the context on its way down. All of them go through `settle`, so that a call is answered exactly once. The
 mailbox's lock guards its calls too: an answer and its place in the account are one step.
 """
 
@@ -115,15 +115,15 @@ class Call(Generic[T]):
 
     def resolve(self, value: T, outbox: Outbox | None = None) -> bool:
         """Answer with a result. False if the call has an answer already."""
-        return self._settle(value, None, outbox)
+        return self.settle(value, None, outbox)
 
     def fail(self, error: BaseException, outbox: Outbox | None = None) -> bool:
         """Answer with an error. False if the call has an answer already."""
-        return self._settle(None, error, outbox)
+        return self.settle(None, error, outbox)
 
     def cancel(self) -> bool:
         """Answer with `RequestCancelled` unless the call has been launched or answered. True if that was done."""
-        return self._settle(None, RequestCancelled("cancelled before its launch"), None, QUEUED)
+        return self.settle(None, RequestCancelled("cancelled before its launch"), None, QUEUED)
 
     def expire(self) -> None:
         """Answer with `DeadlineExceeded`; what was launched goes on, unobserved."""
@@ -131,13 +131,14 @@ class Call(Generic[T]):
         where = "after its launch" if launched else "before its launch"
         self.fail(DeadlineExceeded(f"the deadline passed {where}"))
 
-    def _settle(
+    def settle(
         self,
         value: T | None,
         error: BaseException | None,
         outbox: Outbox | None,
         before: CallState = LAUNCHED,
     ) -> bool:
+        """Answer, with ``error`` if there is one. False if the call has gone beyond the state ``before`` already."""
         mailbox = self.mailbox
         with mailbox.lock:
             if self.state > before:

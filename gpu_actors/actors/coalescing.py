@@ -54,8 +54,8 @@ class Waiting:
 class Coalescer:
     """Used by one incarnation of an actor, which calls `flush` after each batch of calls.
 
-    turned_away: what had gathered found too many launches in flight, and waits in the mailbox again. Others that are
-    launched alone must not take the next place each time: `flush` before them.
+    gathered: there is something to flush. turned_away: what had gathered found too many launches in flight, and waits
+    in the mailbox again. Others that are launched alone must not take the next place each time: `flush` before them.
     """
 
     def __init__(self, actor: ServiceActor, decoding: Decoding) -> None:
@@ -65,18 +65,20 @@ class Coalescer:
         self._batch: Batch[Waiting] = Batch(options.coalesce_max)
         self._timer = FlushTimer(actor, options.coalesce_delay_us)
         self._records = options.record_launches
+        self.gathered = False
         self.turned_away = False
 
     def add(self, waiting: Waiting) -> None:
         """Take a request in that was checked."""
         key = None if waiting.call.alone else merge_key(waiting.plan, waiting.request)
         self._batch.add(waiting, key)
+        self.gathered = True
 
     def flush(self, due: bool = False) -> None:
         """Launch what has gathered, unless it may wait for more. due: it has waited."""
-        if not self._batch or self._timer.wait(due or self.turned_away or self._batch.full):
+        if not self.gathered or self._timer.wait(due or self.turned_away or self._batch.full):
             return
-        self.turned_away = False
+        self.gathered = self.turned_away = False
         groups = self._batch.take()
         mailbox = self._actor.post.mailbox
         for group in groups:

@@ -142,7 +142,7 @@ class Completion:
                 if result is AGAIN:
                     self.relaunch(call)
                 else:
-                    call.resolve(result, outbox)
+                    call.settle(result, None, outbox)
             return
         error = self._reported(error)
         again = failed(error) if failed is not None else ()
@@ -150,7 +150,7 @@ class Completion:
             if call in again:
                 self.relaunch(call)
             else:
-                call.fail(error, outbox)
+                call.settle(None, error, outbox)
 
     def _reported(self, error: BaseException) -> GpuActorsError:
         """What to answer with where a launch, or finishing it, raised ``error``."""

@@ -214,7 +214,8 @@ class FlashAttnActor(ServiceActor):
         self._coalescer = Coalescer(self, self._attention.decoding)
 
     def flush(self) -> None:
-        self._coalescer.flush()
+        if self._coalescer.gathered:
+            self._coalescer.flush()
 
     def on_message(self, message: Any) -> None:
         if isinstance(message, Flush):

@@ -64,7 +64,7 @@ class BackwardPlan:
         kernels: of `keys`; empty where the device runs none.
         """
         assert isinstance(request, FlashBackward)
-        inputs = bound_inputs(self.problem, request, plain)
+        inputs = bound_inputs(self.problem, request)
         inputs |= {"out": request.out, "dout": request.dout, "lse": request.lse}
         seed = request.dropout_seed
         check_seed(seed)
