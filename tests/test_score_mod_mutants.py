@@ -76,7 +76,9 @@ def modified_attention(gradients: bool = False) -> tuple[ga.OperationGraph, dict
     scores = graph.matmul(q, graph.transpose(k)) * 0.3
     b, h, i, j = (graph.index(scores, axis) for axis in range(4))
     near = abs(i - 2 * j) * (1 + b) <= 6 + 2 * h
-    weights, stats = graph.softmax_with_stats(graph.select(near, graph.tanh(scores) * 3.0, scores - 4.0))
+    modified = graph.select(near, graph.tanh(scores) * 3.0, scores - 4.0)
+    modified = modified + scores / graph.sqrt(abs(scores)) * 0.1  # no number at 0, which rows past the end have
+    weights, stats = graph.softmax_with_stats(modified)
     out = graph.matmul(weights, v)
     if not gradients:
         graph.output(out, uid=10)
