@@ -211,6 +211,8 @@ OPERANDS: dict[str, tuple[Callable[[ga.OperationGraph, Any, Any, Any], Any], str
     "a number as a condition": (lambda g, q, k, v: g.select(q, k, v), "select_0", "condition"),
     "numbers as logic": (lambda g, q, k, v: q & k, "logical_and_0", "bool"),
     "an axis that is not there": (lambda g, q, k, v: g.index(q, 4), "index_0", "from -4 to 3"),
+    "integers over 0": (lambda g, q, k, v: g.index(q, 2) // 0, "floordiv_1", "must not be 0"),
+    "what integers leave over 0": (lambda g, q, k, v: g.index(q, 2) % 0, "mod_1", "must not be 0"),
     "a reduction that is not there": (lambda g, q, k, v: g.reduction(q, "median"), "reduction_0", "sum"),
     "an axis of a reduction": (lambda g, q, k, v: g.reduction(q, "sum", 7), "reduction_0", "axes"),
     "a probability of 1": (lambda g, q, k, v: g.dropout(q, 1.0), "dropout_p", "[0, 1)"),

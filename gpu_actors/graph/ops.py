@@ -115,6 +115,8 @@ def _unary(node: Node, tensors: Sequence[GraphTensor]) -> list[Written]:
 def _binary(node: Node, tensors: Sequence[GraphTensor]) -> list[Written]:
     _arity(node, tensors, 2)
     dtype = _float(node, tensors) if node.op == "div" else _number(node, tensors)
+    if dtype == "int32" and node.op in ("mod", "floordiv"):
+        expect(tensors[1].value != 0, node.name, 0, f"the divisor of an integer {node.op} must not be 0")
     return [Written(broadcast(node, tensors), dtype)]
 
 
