@@ -346,6 +346,34 @@ def test_an_empty_request_costs_about_as_much_as_a_thread_of_the_loops_pool(loop
             seen.append((alone, run(loop, bridge._throughputs(kinds, 256, 2048))["ratio"]))
 
 
+def test_an_actor_answers_a_repeated_request_within_few_calls() -> None:
+    """Its caller waits for all of them, and what runs after a thread has woken up runs with cold caches.
+
+    Times vary, the number of functions that are called does not. Here it is 40, with sleeping and waking.
+    """
+    calls: dict[int, int] = {}
+    repeated = 50
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        if event in ("call", "c_call"):
+            thread = threading.get_ident()
+            calls[thread] = calls.get(thread, 0) + 1
+
+    threading.setprofile(profile)
+    try:
+        with ga.open_context("mock", ga.ContextOptions(mock=NO_COMPUTE)) as ctx:
+            q = rows()
+            for turn in range(repeated + 5):
+                if turn == 5:
+                    eventually(lambda: ctx.flash_attn._post.mailbox._asleep)
+                    calls.clear()
+                eventually(ctx.flash_attn.forward(q, q, q).done)
+            counted = max(calls.values())
+    finally:
+        threading.setprofile(None)
+    assert repeated < counted <= 46 * repeated
+
+
 def test_the_import_benchmark_measures_the_package_beside_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(imports, "_wheel", lambda: {"bytes": 1})
     figures = imports.run(imports=1)
