@@ -75,6 +75,8 @@ MUTANTS = (
     _backward("its slope is left out", "if constexpr (SCORE_MOD) gradient", "if constexpr (false) gradient"),
     _backward("its slope is taken at the unscaled product", "gradient(scaled, gradient", "gradient(dot, gradient"),
     _backward("its slope is another element's", "gradient, row, key)", "gradient, key, row)"),
-    ScoreMutant("rows past the end have scores", "backward_scores.cuh", ">= ring.at.seqlen_q;", "< 0;", "backward"),
+    ScoreMutant(
+        "rows past the end have scores", "backward_scores.cuh", "? rows.end - first_row", "? 2 * BLOCK_M", "backward"
+    ),
     _kernel("scores count as merely scaled", " && !SCORE_MOD", "", "mma_softmax.cuh"),
 )
