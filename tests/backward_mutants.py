@@ -25,7 +25,7 @@ def _finish(name: str, old: str, new: str, *probes: str) -> Mutant:
 PREPARE_MUTANTS = (
     _prepare("delta is a lane's, not the row's", "sum += __shfl_xor_sync(ALL_LANES, sum, step)", "sum += 0.0f"),
     _prepare("the lse stays natural", "lse * LOG2_E;", "lse;"),
-    _prepare("rows that see nothing keep their lse", "lse == -INFINITY ? INFINITY : lse", "lse", "few"),
+    _prepare("rows past the end keep their lse", "lse == -INFINITY ? INFINITY : lse", "lse"),
     _prepare("delta is missing", "        delta = sum;\n", "        delta = 0.0f;\n"),
     _prepare("half of a row is added up", "chunk += LANES) {", "chunk += 2 * LANES) {", "wide"),
     _prepare("rows past the end are read", "row < at.seqlen_q ? row : at.seqlen_q - 1", "row"),

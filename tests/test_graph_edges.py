@@ -24,13 +24,19 @@ def emulated() -> Iterator[ga.GpuContext]:
         assert ctx.cudnn.restarts == 0
 
 
-def arrays_of(uids: tuple[int, ...]) -> dict[int, Any]:
+def dims_of(uid: int, keys: int) -> tuple[int, ...]:
+    if uid == BIAS:
+        return BIAS_DIMS
+    return (*DIMS[:2], keys, DIMS[3]) if uid in (K, V) else DIMS
+
+
+def arrays_of(uids: tuple[int, ...], keys: int = DIMS[2]) -> dict[int, Any]:
     rng = np.random.default_rng(0)
-    return {n: rng.standard_normal(BIAS_DIMS if n == BIAS else DIMS).astype(np.float16) for n in (*uids, DOUT)}
+    return {n: rng.standard_normal(dims_of(n, keys)).astype(np.float16) for n in (*uids, DOUT)}
 
 
-def declared(graph: ga.OperationGraph, uids: tuple[int, ...]) -> dict[int, ga.GraphTensor]:
-    return {n: graph.tensor(uid=n, dims=BIAS_DIMS if n == BIAS else DIMS, dtype="float16") for n in uids}
+def declared(graph: ga.OperationGraph, uids: tuple[int, ...], keys: int = DIMS[2]) -> dict[int, ga.GraphTensor]:
+    return {n: graph.tensor(uid=n, dims=dims_of(n, keys), dtype="float16") for n in uids}
 
 
 def dot(graph: ga.OperationGraph, q: ga.GraphTensor, k: ga.GraphTensor) -> ga.GraphTensor:
@@ -40,7 +46,8 @@ def dot(graph: ga.OperationGraph, q: ga.GraphTensor, k: ga.GraphTensor) -> ga.Gr
 def forward(build: Build, arrays: dict[int, Any]) -> dict[int, Any]:
     """The arrays with what forward gives, rounded as it would be."""
     graph = ga.OperationGraph()
-    scores, values = build(graph, declared(graph, tuple(n for n in arrays if n != DOUT)))
+    keys = arrays[K].shape[2] if K in arrays else DIMS[2]
+    scores, values = build(graph, declared(graph, tuple(n for n in arrays if n != DOUT), keys))
     weights, stats = graph.softmax_with_stats(scores)
     graph.output(graph.matmul(weights, values), uid=OUT, dtype="float16")
     graph.output(stats, uid=STATS)
@@ -48,10 +55,10 @@ def forward(build: Build, arrays: dict[int, Any]) -> dict[int, Any]:
     return arrays | {OUT: found[OUT].astype(np.float16), STATS: found[STATS].astype(np.float32)}
 
 
-def backward_graph(build: Build, uids: tuple[int, ...], wrt: tuple[int, ...]) -> ga.OperationGraph:
+def backward_graph(build: Build, uids: tuple[int, ...], wrt: tuple[int, ...], keys: int = DIMS[2]) -> ga.OperationGraph:
     """Gradients 10 + uid."""
     graph = ga.OperationGraph()
-    tensors = declared(graph, uids)
+    tensors = declared(graph, uids, keys)
     out, dout = (graph.tensor(uid=n, dims=DIMS, dtype="float16") for n in (OUT, DOUT))
     stats = graph.tensor(uid=STATS, dims=(*DIMS[:-1], 1), dtype="float32")
     scores, values = build(graph, tensors)
@@ -70,15 +77,16 @@ AT_ZERO: dict[str, Callable[[ga.OperationGraph, ga.GraphTensor], ga.GraphTensor]
 }
 
 
+@pytest.mark.parametrize("keys", [40, 128])  # as few as rows, and what fills tiles of keys
 @pytest.mark.parametrize("name", AT_ZERO)
 def test_rows_past_the_end_give_no_gradient_whatever_the_modification_makes_of_0(
-    emulated: ga.GpuContext, name: str
+    emulated: ga.GpuContext, name: str, keys: int
 ) -> None:
     def build(g: ga.OperationGraph, t: dict[int, ga.GraphTensor]) -> tuple[ga.GraphTensor, ga.GraphTensor]:
         return AT_ZERO[name](g, dot(g, t[Q], t[K])), t[V]
 
-    arrays = forward(build, arrays_of((Q, K, V)))
-    graph = backward_graph(build, (Q, K, V), (Q, K, V))
+    arrays = forward(build, arrays_of((Q, K, V), keys))
+    graph = backward_graph(build, (Q, K, V), (Q, K, V), keys)
     assert emulated.cudnn.inspect_plan(graph).key.kernel == "backward_mma"
     found = emulated.cudnn.execute(graph, arrays).result(120.0)
     for uid, wanted in evaluate_graph(graph, arrays).items():
