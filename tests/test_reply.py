@@ -318,3 +318,23 @@ def test_a_loop_that_is_closed_while_requests_are_in_flight_harms_nobody() -> No
         for task in pending:
             task.get_coro().close()
             task._log_destroy_pending = False
+
+
+async def test_a_task_whose_replies_are_all_there_lets_others_run() -> None:
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async with ga.open_context("mock", ga.ContextOptions(actors=(Scripted,))) as ctx:
+        reply = ctx.actor(Scripted).submit(answer(7))
+        assert await reply == 7
+        async with anyio.create_task_group() as group:
+            group.start_soon(others)
+            for _ in range(160):
+                assert await reply == 7
+            group.cancel_scope.cancel()
+    assert turns >= 9

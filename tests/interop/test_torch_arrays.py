@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import ml_dtypes
@@ -89,5 +90,6 @@ def test_a_tensor_that_is_not_plain_memory_is_refused(make: Any, words: str) -> 
     assert caught.value.field == "k"
 
 
-def test_the_callers_streams_of_a_program_without_cuda_are_none() -> None:
+def test_the_callers_streams_of_a_program_without_cuda_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)  # which other tests load
     assert caller_streams(0) is None
