@@ -331,14 +331,11 @@ def test_the_bridge_benchmark_measures_both_sides_in_one_run() -> None:
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_an_empty_request_costs_about_as_much_as_a_thread_of_the_loops_pool(loop: str) -> None:
-    """The budget is a ratio of 1, which a lone request misses by a little where cores sleep between requests.
-
-    What is asserted is far from what another wake-up would cost. Measured again with fresh threads where the system had
-    put them on a core that others kept busy.
-    """
+def test_an_empty_request_is_cheaper_than_a_thread_of_the_loops_pool(loop: str) -> None:
+    """Alone and in a crowd. Measured again with fresh threads where the system had put them on a core that others kept
+    busy."""
     seen: list[tuple[float, float]] = []
-    while not any(alone >= 0.7 and crowd >= 0.9 for alone, crowd in seen):
+    while not any(alone > 1.0 and crowd > 1.0 for alone, crowd in seen):
         assert len(seen) < 12, seen
         with ga.open_context("mock", ga.ContextOptions(mock=NO_COMPUTE)) as ctx:
             kinds = {"service": bridge._request(ctx), "to_thread": bridge._to_thread}
