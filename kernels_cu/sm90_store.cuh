@@ -67,7 +67,7 @@ DEVICE void send_output(const Sm90Params& all, const Work& work, const Shared& s
   const uint32_t place = shared.o(consumer);
   if constexpr (VARLEN) {
     sync_consumer(consumer);
-#pragma unroll
+#pragma unroll 4
     for (int i = 0; i < ROWS * DIM_V / 8 / WARPGROUP; i++) {
       const int n = i * WARPGROUP + thread;
       uint32_t bits[4];
