@@ -161,7 +161,12 @@ def count_rows(result: Path, outcome: Outcome) -> None:
 
 def _within(command: list[str], log: Any, seconds: float) -> int | None:
     """The exit code, or None where it had to be stopped. Interrupted first, so that pytest writes what it has."""
-    process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True)
+    # Where this runs in the background of a shell, interrupts are ignored, and a child would ignore them, too.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:
