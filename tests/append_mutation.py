@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import tempfile
-import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from append_mutants import MUTANTS
 from emulated_append import FP8, AppendCase, Operands, check, expected, run, run_copy, same_bits
 from mutants import Mutant
 from mutation import mutated
+from mutation_run import kernel_and_name, probes_of, run_mutants
 
 from gpu_actors.devices.emulation import EmulatedModule, EmulationFault, build_module
 from gpu_actors.kernels.append import Rope
@@ -113,23 +113,12 @@ def verdict(mutant: Mutant, cache: Path) -> str:
     return "survived"
 
 
+def check_clean(chosen: Sequence[Mutant], cache: Path) -> None:
+    run_probes(None, probes_of(chosen), cache)
+
+
 def main(names: list[str]) -> int:
-    chosen = [mutant for mutant in MUTANTS if not names or mutant.name in names]
-    lines, survivors, start = [], [], time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        probes = tuple(dict.fromkeys(probe for mutant in chosen for probe in mutant.probes))
-        run_probes(None, probes, Path(folder))
-        for mutant in chosen:
-            found = verdict(mutant, Path(folder))
-            sys.stdout.write(f"{mutant.kernel}  {mutant.name}: {found}\n")
-            sys.stdout.flush()
-            lines.append(f"| {mutant.kernel} | {mutant.name} | {', '.join(mutant.probes)} | {found} |")
-            survivors += [mutant.name] * (found == "survived")
-    caught = f"{len(chosen) - len(survivors)} of {len(chosen)} caught in {time.monotonic() - start:.0f} s"
-    sys.stdout.write(caught + "\n")
-    if not names:
-        REPORT.write_text(_REPORT.format(caught=caught, rows="\n".join(lines)), encoding="utf-8")
-    return 1 if survivors else 0
+    return run_mutants(MUTANTS, names, check_clean, verdict, kernel_and_name, REPORT, _REPORT)
 
 
 _REPORT = """# Mutation run of the append and page-copy kernels

@@ -10,9 +10,7 @@ it does not repeat its bits, or when the emulation finds fault with it.
 from __future__ import annotations
 
 import sys
-import tempfile
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ import pytest
 from backward_mutants import MUTANTS
 from mutants import Mutant
 from mutation import mutated
+from mutation_run import kernel_and_name, probes_of, run_mutants
 
 from gpu_actors.devices.emulation import EmulatedModule, EmulationFault, build_module
 from gpu_actors.kernels.source import KernelSource
@@ -144,26 +143,14 @@ def verdict(mutant: Mutant, cache: Path) -> str:
     return "survived"
 
 
+def check_clean(chosen: Sequence[Mutant], cache: Path) -> None:
+    with seeded(None, cache):
+        for probe in probes_of(chosen):
+            run_probe(probe)
+
+
 def main(names: list[str]) -> int:
-    chosen = [mutant for mutant in MUTANTS if not names or mutant.name in names]
-    lines, survivors, start = [], [], time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        sound: set[str] = set()
-        for mutant in chosen:
-            with seeded(None, Path(folder)):
-                for probe in set(mutant.probes) - sound:
-                    run_probe(probe)  # passes without the bug
-            sound.update(mutant.probes)
-            found = verdict(mutant, Path(folder))
-            sys.stdout.write(f"{mutant.kernel}  {mutant.name}: {found}\n")
-            sys.stdout.flush()
-            lines.append(f"| {mutant.kernel} | {mutant.name} | {', '.join(mutant.probes)} | {found} |")
-            survivors += [mutant.name] * (found == "survived")
-    caught = f"{len(chosen) - len(survivors)} of {len(chosen)} caught in {time.monotonic() - start:.0f} s"
-    sys.stdout.write(caught + "\n")
-    if not names:
-        REPORT.write_text(_REPORT.format(caught=caught, rows="\n".join(lines)), encoding="utf-8")
-    return 1 if survivors else 0
+    return run_mutants(MUTANTS, names, check_clean, verdict, kernel_and_name, REPORT, _REPORT)
 
 
 _REPORT = """# Mutation run of the backward kernels

@@ -9,9 +9,7 @@ As mutation.py does for the forward kernels; a bug in a header is in each of the
 from __future__ import annotations
 
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from decoding_support import Batch, random_batch, random_tree, tree_bits
 from emulated_decode import DecodeCase, check_results, key_of, positions_on_the_device, problem_of, run
 from far_pages import check_far_pages
 from mutants import Mutant
+from mutation_run import probes_of, run_mutants
 
 from gpu_actors.devices.emulation import EmulationFault, build_module
 from gpu_actors.devices.interface import Kernel
@@ -168,23 +167,14 @@ def verdict(mutant: Mutant, cache: Path) -> str:
     return "survived"
 
 
+def check_clean(chosen: Sequence[Mutant], cache: Path) -> None:
+    run_probes(Mutant("none", "decode_mma", "decode_mma.cu", "", "", probes_of(chosen)), cache, bug=False)
+
+
 def main(names: list[str]) -> int:
-    chosen = [mutant for mutant in DECODE_MUTANTS if not names or mutant.name in names]
-    lines, survivors, start = [], [], time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        probes = tuple({name: None for mutant in chosen for name in mutant.probes})
-        run_probes(Mutant("none", "decode_mma", "decode_mma.cu", "", "", probes), Path(folder), bug=False)
-        for mutant in chosen:
-            found = verdict(mutant, Path(folder))
-            sys.stdout.write(f"{mutant.name}: {found}\n")
-            sys.stdout.flush()
-            lines.append(f"| {mutant.name} | {mutant.file} | {', '.join(mutant.probes)} | {found} |")
-            survivors += [mutant.name] * (found == "survived")
-    caught = f"{len(chosen) - len(survivors)} of {len(chosen)} caught in {time.monotonic() - start:.0f} s"
-    sys.stdout.write(caught + "\n")
-    if not names:
-        REPORT.write_text(_REPORT.format(caught=caught, rows="\n".join(lines)), encoding="utf-8")
-    return 1 if survivors else 0
+    return run_mutants(
+        DECODE_MUTANTS, names, check_clean, verdict, lambda mutant: (mutant.name, mutant.file), REPORT, _REPORT
+    )
 
 
 _REPORT = """# Mutation run of the decode kernels

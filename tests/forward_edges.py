@@ -5,6 +5,7 @@ A test file derives its test classes from these and says how its kernel is asked
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,20 +15,15 @@ __all__ = ["BatchInvariance", "Edges"]
 
 
 class ForwardKernel:
-    """DIM: the head dim of the operands. BATCHED: options of a launch that answers several sequences."""
+    """DIM: the head dim of the operands. BATCHED: options of a launch that answers several sequences.
+
+    answer: of q, k, v and options, (out, lse) of the kernel. check: the same, held against the oracle.
+    """
 
     DIM: ClassVar[int]
     BATCHED: ClassVar[dict[str, Any]] = {}
-
-    @staticmethod
-    def answer(q: Any, k: Any, v: Any, **options: Any) -> tuple[Any, Any]:
-        """(out, lse) of the kernel."""
-        raise NotImplementedError
-
-    @staticmethod
-    def check(q: Any, k: Any, v: Any, **options: Any) -> tuple[Any, Any]:
-        """(out, lse) of the kernel, held against the oracle."""
-        raise NotImplementedError
+    answer: Callable[..., tuple[Any, Any]]
+    check: Callable[..., tuple[Any, Any]]
 
     def dense(self, rows: int, keys: int, batch: int = 1, heads: int = 2) -> list[Any]:
         shapes = ((batch, rows, heads, self.DIM), (batch, keys, 2, self.DIM), (batch, keys, 2, self.DIM))

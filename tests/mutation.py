@@ -10,9 +10,7 @@ schedules and deliveries) differs from the oracle by more than the tolerance, or
 from __future__ import annotations
 
 import sys
-import tempfile
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ import numpy as np
 import pytest
 from far_tensors import check_far
 from mutants import MUTANTS, Mutant
+from mutation_run import kernel_and_name, probes_of, run_mutants
 
 from gpu_actors.devices.emulation import EmulatedModule, EmulationFault, build_module
 from gpu_actors.kernels.source import KernelSource
@@ -148,24 +147,14 @@ def verdict(mutant: Mutant, cache: Path) -> str:
     return "survived"
 
 
+def check_clean(chosen: Sequence[Mutant], cache: Path) -> None:
+    for kernel in {mutant.kernel for mutant in chosen}:
+        probes = probes_of([mutant for mutant in chosen if mutant.kernel == kernel])
+        run_probes(Mutant("none", kernel, f"{kernel}.cu", "", "", probes), cache, bug=False)
+
+
 def main(names: list[str]) -> int:
-    chosen = [mutant for mutant in MUTANTS if not names or mutant.name in names]
-    lines, survivors, start = [], [], time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        for kernel in {mutant.kernel for mutant in chosen}:
-            probes = tuple({name: None for mutant in chosen if mutant.kernel == kernel for name in mutant.probes})
-            run_probes(Mutant("none", kernel, f"{kernel}.cu", "", "", probes), Path(folder), bug=False)
-        for mutant in chosen:
-            found = verdict(mutant, Path(folder))
-            sys.stdout.write(f"{mutant.kernel}  {mutant.name}: {found}\n")
-            sys.stdout.flush()
-            lines.append(f"| {mutant.kernel} | {mutant.name} | {', '.join(mutant.probes)} | {found} |")
-            survivors += [mutant.name] * (found == "survived")
-    caught = f"{len(chosen) - len(survivors)} of {len(chosen)} caught in {time.monotonic() - start:.0f} s"
-    sys.stdout.write(caught + "\n")
-    if not names:
-        REPORT.write_text(_REPORT.format(caught=caught, rows="\n".join(lines)), encoding="utf-8")
-    return 1 if survivors else 0
+    return run_mutants(MUTANTS, names, check_clean, verdict, kernel_and_name, REPORT, _REPORT)
 
 
 _REPORT = """# Mutation run of the forward kernels

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import tempfile
-import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import numpy as np
 from emulated_forward import gaussian, key_of, problem_of, run, run_case
 from mutants import Mutant
 from mutation import seeded
+from mutation_run import kernel_and_name, probes_of, run_mutants
 from sm90_fp8_mutants import MUTANTS
 
 from gpu_actors.devices.emulation import EmulatedBuffer, EmulationFault
@@ -157,23 +157,12 @@ def verdict(mutant: Mutant, cache: Path) -> str:
     return "survived"
 
 
+def check_clean(chosen: Sequence[Mutant], cache: Path) -> None:
+    run_probes(Mutant("none", KERNEL, f"{KERNEL}.cu", "", "", probes_of(chosen)), cache, bug=False)
+
+
 def main(names: list[str]) -> int:
-    chosen = [mutant for mutant in MUTANTS if not names or mutant.name in names]
-    lines, survivors, start = [], [], time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        probes = tuple({name: None for mutant in chosen for name in mutant.probes})
-        run_probes(Mutant("none", KERNEL, f"{KERNEL}.cu", "", "", probes), Path(folder), bug=False)
-        for mutant in chosen:
-            found = verdict(mutant, Path(folder))
-            sys.stdout.write(f"{mutant.name}: {found}\n")
-            sys.stdout.flush()
-            lines.append(f"| {mutant.kernel} | {mutant.name} | {', '.join(mutant.probes)} | {found} |")
-            survivors += [mutant.name] * (found == "survived")
-    caught = f"{len(chosen) - len(survivors)} of {len(chosen)} caught in {time.monotonic() - start:.0f} s"
-    sys.stdout.write(caught + "\n")
-    if not names:
-        REPORT.write_text(_REPORT.format(caught=caught, rows="\n".join(lines)), encoding="utf-8")
-    return 1 if survivors else 0
+    return run_mutants(MUTANTS, names, check_clean, verdict, kernel_and_name, REPORT, _REPORT)
 
 
 _REPORT = """# Mutation run of the Hopper forward kernel on e4m3

@@ -346,3 +346,14 @@ def test_a_scripted_handle_names_its_actor() -> None:
         assert ctx.actor(Scripted) is actor
         with pytest.raises(KeyError, match="Batching is not an actor of this context"):
             ctx.actor(Batching)
+
+
+def test_an_actor_without_a_handle_of_its_own_refuses_calls_and_lives_on() -> None:
+    class Deaf(ga.ServiceActor):
+        pass
+
+    with ga.open_context("mock", ga.ContextOptions(actors=(Deaf,))) as ctx:
+        for message in (1, "two"):
+            with pytest.raises(ga.InvalidRequest, match=r"Deaf takes no requests: it has no handle\(\) of its own"):
+                ctx.actor(Deaf).submit(message).result(5.0)
+        assert ctx.health().ready

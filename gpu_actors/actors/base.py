@@ -19,7 +19,7 @@ from gpu_actors.actors.completion import Failed, Finish
 from gpu_actors.actors.handle import ActorHandle
 from gpu_actors.actors.outbox import Outbox
 from gpu_actors.devices.interface import Launch
-from gpu_actors.errors import ActorFailed, ContextLost, GpuActorsError
+from gpu_actors.errors import ActorFailed, ContextLost, GpuActorsError, InvalidRequest
 
 if TYPE_CHECKING:
     from pykka._actor import ActorInbox
@@ -60,8 +60,12 @@ class ServiceActor(pykka.ThreadingActor):
         """Prepare on the actor's own thread. The actor is ready once this returns."""
 
     def handle(self, call: Call[Any]) -> None:
-        """Answer a call, launch it, or keep it to be answered later. Must not block."""
-        raise NotImplementedError(f"{type(self).__name__} handles no calls")
+        """Answer a call, launch it, or keep it to be answered later. Must not block.
+
+        An actor that has no such method of its own refuses every call.
+        """
+        reason = f"{type(self).__name__} takes no requests: it has no handle() of its own"
+        raise InvalidRequest("message", type(call.message).__name__, reason)
 
     def flush(self) -> None:
         """Launch what `handle` has gathered. Called after every batch of calls, before the actor looks for more."""

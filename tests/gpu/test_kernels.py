@@ -31,7 +31,7 @@ def test_a_candidate_is_answered_right(context: Any, candidate: Candidate) -> No
     if kernel is None:
         with pytest.raises(Unsupported):
             context.flash_attn.submit(asked.request).result(120)
-        pytest.skip("no kernel takes it: it was refused, as it should be")
+        return
     asked.check(context.flash_attn.submit(asked.request).result(120), kernel)
 
 
