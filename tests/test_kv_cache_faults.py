@@ -383,17 +383,18 @@ async def test_128_tasks_share_launches_and_each_gets_its_own_sequences_answer()
         await cache.free(seq)
         return outs
 
-    async def run(largest: int) -> tuple[list[list[np.ndarray]], ga.ActorStats]:
+    async def run(options: ga.ContextOptions) -> tuple[list[list[np.ndarray]], ga.ActorStats]:
         async with (
-            ga.open_context("mock", ga.ContextOptions(coalesce_max=largest)) as ctx,
+            ga.open_context("mock", options) as ctx,
             ctx.kv_cache(**spec(num_blocks=tasks * 3)) as cache,
         ):
             outs = await asyncio.gather(*(generate(ctx, cache, index) for index in range(tasks)))
             assert cache.stats()[:4] == (tasks * 3, tasks * 3, 0, 0)
             return outs, ctx.stats()["kv_cache"]
 
-    together, stats = await run(256)
-    alone, unmerged = await run(1)
+    # While one slow launch runs the others wait together; without it the scheduler would say how many of them meet.
+    together, stats = await run(ga.ContextOptions(max_in_flight=1, mock=ga.MockOptions(latency=0.05)))
+    alone, unmerged = await run(ga.ContextOptions(coalesce_max=1))
     assert unmerged.launched == tasks * (steps + 1)
     assert stats.launched < unmerged.launched / 5, stats
     for one, other in zip(together, alone, strict=True):
