@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -72,9 +73,13 @@ def test_json_that_would_not_be_json_is_refused(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out == '[]\n[\n1,\n{"a": "é"}\n]\n'
 
 
-def test_nothing_can_be_said_where_standard_error_is_full() -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_nothing_can_be_said_where_standard_error_is_full(unbuffered: str) -> None:
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(command_line("bench", "nothing"), stdout=full, stderr=full, timeout=60, check=False)
+        done = subprocess.run(
+            command_line("bench", "nothing"), stdout=full, stderr=full, env=environment, timeout=60, check=False
+        )
     assert done.returncode == 2
 
 

@@ -10,7 +10,7 @@ import typer
 from gpu_actors.cli.bench import bench
 from gpu_actors.cli.doctor import doctor
 from gpu_actors.cli.embed import embed
-from gpu_actors.cli.output import error_sentence, silence_closed_output, write_error
+from gpu_actors.cli.output import error_sentence, silence_if_closed, write_error
 from gpu_actors.cli.warm import warm
 from gpu_actors.errors import GpuActorsError, RequestError
 
@@ -68,7 +68,7 @@ def _run() -> int:
     except GpuActorsError as error:
         write_error(error_sentence(error))
     except OSError as error:
-        silence_closed_output()
+        silence_if_closed(sys.stdout)
         if isinstance(error, BrokenPipeError):
             return CLOSED_PIPE
         write_error(error_sentence(error))

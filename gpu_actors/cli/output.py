@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TextIO, TypeAlias
 
 import typer
 
@@ -23,7 +23,7 @@ __all__ = [
     "JsonOption",
     "error_sentence",
     "progress_bar",
-    "silence_closed_output",
+    "silence_if_closed",
     "write_error",
     "write_json",
     "write_json_list",
@@ -61,27 +61,28 @@ def _spelled(value: object, predicate: bool) -> str:
     return str(value) if plain else show(value)
 
 
-def silence_closed_output() -> None:
-    """Send nowhere what standard output could not take, or the interpreter would try again when it exits."""
+def silence_if_closed(stream: TextIO) -> None:
+    """Send nowhere what a standard stream could not take, or the interpreter would try again when it exits."""
     try:
-        sys.stdout.flush()
+        stream.flush()
     except OSError:
         with contextlib.suppress(OSError):
             nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, sys.stdout.fileno())
+            os.dup2(nowhere, stream.fileno())
             os.close(nowhere)
 
 
 def write_note(sentence: str) -> None:
-    """One line on standard error that is no error."""
-    with contextlib.suppress(OSError):
+    """One line on standard error that is no error, or none where nobody can read it."""
+    try:
         typer.echo(sentence, err=True)
+    except OSError:
+        silence_if_closed(sys.stderr)
 
 
 def write_error(sentence: str) -> None:
     """One line on standard error, or none where nobody can read it."""
-    with contextlib.suppress(OSError):
-        typer.echo(f"gpu-actors: {sentence}", err=True)
+    write_note(f"gpu-actors: {sentence}")
 
 
 def write_json(value: object) -> None:
