@@ -21,6 +21,9 @@ logger = logging.getLogger("gpu_actors")
 # Seconds. A thread cannot be asked to sleep for longer than some centuries, and a deadline may be further away.
 _LONGEST_SLEEP = 3600.0
 
+# Cancelled timers that are kept at most, until another one is set.
+_MOST_DEAD = 256
+
 
 class Timer:
     """A callback that is due at a time. `cancel` keeps it from running, if it has not begun."""
@@ -62,15 +65,18 @@ class Timers:
     def at(self, when: float, callback: Callable[[], None]) -> Timer:
         """Run ``callback`` once the clock reads ``when``; at once, on the timers' thread, if it does already."""
         timer = Timer(self, callback)
+        entry = (when, next(self._numbers), timer)
         with self._condition:
             if self._closed:
                 return timer
+            if self._cancelled > _MOST_DEAD:
+                self._sweep()
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 thread.start()  # which may raise, and then the next timer tries again
                 self._thread = thread
             first = not self._heap or when < self._heap[0][0]
-            heapq.heappush(self._heap, (when, next(self._numbers), timer))
+            heapq.heappush(self._heap, entry)
             if first:
                 self._condition.notify()
         return timer
@@ -80,13 +86,11 @@ class Timers:
         return self.at(self._clock.now() + seconds, callback)
 
     def cancelled(self) -> None:
-        """A timer was cancelled; drop the dead ones once they are the greater part."""
+        """A timer was cancelled. The next one that is set sweeps out the dead, if there are many.
+
+        Not here: the garbage collector may cancel timers at any moment, and this thread may be at work on the heap.
+        """
         self._cancelled += 1
-        if self._cancelled > 256:
-            with self._condition:
-                self._cancelled = 0
-                self._heap = [entry for entry in self._heap if entry[2].active]
-                heapq.heapify(self._heap)
 
     def close(self) -> None:
         """Forget every timer and end the thread."""
@@ -103,6 +107,13 @@ class Timers:
         self._condition = threading.Condition()
         self._thread = None
         self.close()
+
+    def _sweep(self) -> None:
+        self._cancelled = 0
+        heap, self._heap = self._heap, []
+        for entry in heap:
+            if entry[2].active:
+                heapq.heappush(self._heap, entry)
 
     def _run(self) -> None:
         while True:

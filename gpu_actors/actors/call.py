@@ -85,7 +85,7 @@ class Call(Generic[T]):
         self.timer: Timer | None = None
         self.traced = False
         self._waiters: list[Waiter] | None = None
-        self._threads: list[threading.Event] | None = None
+        self._threads: list[threading.Lock] | None = None
         self._callbacks: list[Callable[[Call[T]], None]] | None = None
 
     @property
@@ -163,8 +163,8 @@ class Call(Generic[T]):
                 if outbox is None:
                     box.flush()
             if threads is not None:
-                for event in threads:
-                    event.set()
+                for gate in threads:
+                    gate.release()
             if callbacks is not None:
                 for callback in callbacks:
                     callback(self)
@@ -174,11 +174,12 @@ class Call(Generic[T]):
 
     def add_waiter(self, waiter: Waiter) -> bool:
         """Have this waiter woken when the call is done. False if it is done already."""
+        first = [waiter]  # not under the lock, where whatever is made may begin a collection (see Mailbox)
         with self.mailbox.lock:
             if self.state is DONE:
                 return False
             if self._waiters is None:
-                self._waiters = [waiter]
+                self._waiters = first
             else:
                 self._waiters.append(waiter)
             return True
@@ -196,28 +197,34 @@ class Call(Generic[T]):
 
     def wait(self, timeout: float | None) -> bool:
         """Block this thread until the call is done. False if ``timeout`` seconds passed first."""
-        event = threading.Event()
+        # No Event, whose own lock is not re-entrant: this thread may be the one that settles the call.
+        gate = threading.Lock()
+        gate.acquire()
+        first = [gate]
         with self.mailbox.lock:
             if self.state is DONE:
                 return True
             if self._threads is None:
-                self._threads = []
-            self._threads.append(event)
+                self._threads = first
+            else:
+                self._threads.append(gate)
         try:
-            event.wait(timeout)
+            gate.acquire(timeout=-1 if timeout is None else max(timeout, 0.0))
         finally:  # interrupted or not, this thread waits no longer
             with self.mailbox.lock:
                 if self._threads is not None:
-                    self._threads.remove(event)
+                    self._threads.remove(gate)
         return self.done
 
     def when_done(self, callback: Callable[[Call[T]], None]) -> None:
         """Call ``callback`` with this call once it is done, on the thread that settles it, or now if it is done."""
+        first = [callback]
         with self.mailbox.lock:
             if self.state is not DONE:
                 if self._callbacks is None:
-                    self._callbacks = []
-                self._callbacks.append(callback)
+                    self._callbacks = first
+                else:
+                    self._callbacks.append(callback)
                 return
         callback(self)
 

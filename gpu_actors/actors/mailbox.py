@@ -3,6 +3,10 @@
 It outlives the actor: a restarted actor finds the calls that its predecessor left, and references stay valid. It
 never blocks a sender. One lock guards it all: calls ordered by priority and then age, their states and answers, the
 number of launches in flight, and the sleeping actor thread, which is woken only when it sleeps.
+
+The lock is re-entrant. Wherever a thread is, the garbage collector may just then end a task that waits for a reply,
+which cancels its request, and a signal handler or a finalizer may do as much: all in the middle of what that thread
+does here, lock or no lock. So nothing under the lock is decided on what a call in between may have changed.
 """
 
 from __future__ import annotations
@@ -54,7 +58,7 @@ class Mailbox:
         self.capacity = capacity
         self.max_in_flight = max_in_flight
         self.on_traced: Callable[[Call[Any]], None] | None = None
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.numbers = itertools.count(1)
         # The order in which calls go, by priority and number, and those that still wait. A call that is answered while
         # it waits, with the arrays in its message, is let go of at once; its place in the order is passed over later.
@@ -115,7 +119,7 @@ class Mailbox:
     def held(self, in_flight: Collection[Call[Any]]) -> list[Call[Any]]:
         """The unanswered calls that only the actor knows: it took them, and they are neither parked nor in flight."""
         with self.lock:
-            held = [call for call in self._unanswered if call.number not in self._waiting and not call.parked]
+            held = [call for call in list(self._unanswered) if call.number not in self._waiting and not call.parked]
         return [call for call in held if call not in in_flight]
 
     def write_off(self) -> None:
@@ -128,7 +132,7 @@ class Mailbox:
 
     def after_fork(self, reason: Callable[[], GpuActorsError]) -> None:
         """Close the child process's copy, which has no actor, and answer its calls."""
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self._bell, self._asleep = None, False  # the parent's actor sleeps by that one
         self.close(reason)
         self.fail_all(reason)
@@ -152,24 +156,23 @@ class Mailbox:
     def take(self, controls: deque[Any], limit: int = 256) -> list[Call[Any]]:
         """Sleep until there is work and give it out, most urgent first; empty if ``controls`` holds something."""
         while True:
+            if self._bell is None:
+                self._bell = Bell()
+            bell = self._bell
             with self.lock:
-                if controls:
-                    return []
-                if self._waiting and not self.saturated:
-                    return self._pop(limit)
-                if self._bell is None:
-                    self._bell = Bell()
-                bell = self._bell
+                # Before the look for work, so that whatever comes in after it rings.
                 self._asleep = True
+                if controls or (self._waiting and not self.saturated):
+                    self._asleep = False
+                    return [] if controls else self._pop(limit)
             bell.wait()
 
     def give_back(self, calls: Iterable[Call[Any]]) -> None:
         """Queue calls again that were taken but not handled. They keep their place by age."""
         with self.lock:
             for call in calls:
-                if not call.done and call.number not in self._waiting:
-                    if call.parked:
-                        self._unpark(call)
+                if call.state is not DONE and call.number not in self._waiting:
+                    self._unpark(call)
                     self._push(call)
             wake = self._awaken()
         if wake:
@@ -178,7 +181,7 @@ class Mailbox:
     def park(self, call: Call[Any]) -> None:
         """Note that the call is kept by something that outlives the actor. It still counts towards the capacity."""
         with self.lock:
-            if not call.done and not call.parked:
+            if call.state is not DONE and not call.parked:
                 call.parked = True
                 self._parked += 1
 
@@ -219,10 +222,10 @@ class Mailbox:
     def when_idle(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` once, as soon as no call is unanswered and no launch unfinished (see `write_off`)."""
         with self.lock:
-            if not self._idle():
-                self._idle_callbacks.append(callback)
-                return
-        callback()
+            self._idle_callbacks.append(callback)
+            idle = self._take_idle_callbacks()
+        for callback in idle:
+            callback()
 
     def stats(self) -> ActorStats:
         with self.lock:
@@ -248,19 +251,20 @@ class Mailbox:
         else:
             self._failed += 1
         self._unanswered.discard(call)
-        if call.parked:
-            self._unpark(call)
+        self._unpark(call)
         if self._waiting and self._waiting.pop(call.number, None) is not None:
             self._compact()
         return self._take_idle_callbacks() if self._idle_callbacks else ()
 
     def _unpark(self, call: Call[Any]) -> None:
-        call.parked = False
-        self._parked -= 1
+        if call.parked:
+            call.parked = False
+            self._parked -= 1
 
     def _push(self, call: Call[Any]) -> None:
+        place = (-call.priority, call.number)
         self._waiting[call.number] = call
-        heapq.heappush(self._order, (-call.priority, call.number))
+        heapq.heappush(self._order, place)
 
     def _pop(self, limit: int) -> list[Call[Any]]:
         calls: list[Call[Any]] = []
@@ -283,8 +287,10 @@ class Mailbox:
     def _compact(self) -> None:
         # A burst of cancellations must not pile up in the order.
         if len(self._order) > 2 * len(self._waiting) + 64:
-            self._order = [place for place in self._order if place[1] in self._waiting]
-            heapq.heapify(self._order)
+            order, self._order = self._order, []
+            for place in order:
+                if place[1] in self._waiting:
+                    heapq.heappush(self._order, place)
 
     def _idle(self) -> bool:
         return not self._unanswered and (self._in_flight == 0 or self._written_off)

@@ -27,7 +27,8 @@ class ChromeTrace:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._lock = threading.Lock()
+        # Re-entrant, for the garbage collector may end a waiting task while an event is recorded, which is an event.
+        self._lock = threading.RLock()
         self._records: list[dict[str, Any]] = []
         self._tracks: dict[str, int] = {}
         self._open: dict[tuple[str, str], dict[str, Any]] = {}
@@ -41,10 +42,10 @@ class ChromeTrace:
         with self._lock:
             # Threads take the time before they take the lock.
             records = sorted(self._records, key=lambda record: record["ts"])
-            closing = [{**begin, "ph": "e", "ts": records[-1]["ts"]} for begin in self._open.values()]
+            closing = [{**begin, "ph": "e", "ts": records[-1]["ts"]} for begin in list(self._open.values())]
             names = [
                 {"ph": "M", "name": "thread_name", "pid": 1, "tid": track, "args": {"name": name}}
-                for name, track in self._tracks.items()
+                for name, track in list(self._tracks.items())
             ]
             document = {"traceEvents": names + records + closing, "displayTimeUnit": "ms"}
         self.path.write_text(json.dumps(document))

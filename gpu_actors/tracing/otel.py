@@ -40,7 +40,7 @@ class _Spans:
         self._api = api
         self._tracer = tracer
         self._epoch = time.time_ns() - time.monotonic_ns()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # as in ChromeTrace
         self._spans: dict[tuple[str, object, str], Any] = {}
 
     def __call__(self, event: TraceEvent) -> None:
