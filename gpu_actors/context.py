@@ -33,10 +33,10 @@ from gpu_actors.actors.nvrtc import NvrtcActor, NvrtcHandle, Prepare
 from gpu_actors.actors.services import Services
 from gpu_actors.devices.interface import Device, DeviceInfo
 from gpu_actors.devices.select import check_device, open_device
-from gpu_actors.errors import ActorStopped, DeadlineExceeded, GpuActorsError, InvalidRequest, WouldBlock
+from gpu_actors.errors import ActorStopped, DeadlineExceeded, GpuActorsError, InvalidRequest
 from gpu_actors.kv_cache import OpensKvCaches
 from gpu_actors.options import ContextOptions
-from gpu_actors.reply import Reply
+from gpu_actors.reply import Reply, refuse_on_loop
 from gpu_actors.validation.fields import real
 
 __all__ = ["GpuContext", "Health", "open_context", "open_contexts"]
@@ -252,7 +252,7 @@ class open_context:
                 await _in_thread(context.close)
 
     def __enter__(self) -> GpuContext:
-        _refuse_on_loop("with open_context()", "async with")
+        refuse_on_loop("with open_context()", "async with")
         self._check_free()
         self._context = self._open()
         return self._context
@@ -347,13 +347,6 @@ class _Root:
             # It has stopped already, so there is nothing left to wait for.
             if isinstance(message, Stop):
                 message.done.set()
-
-
-def _refuse_on_loop(call: str, instead: str) -> None:
-    import asyncio
-
-    if asyncio._get_running_loop() is not None:
-        raise WouldBlock(f"{call} would block the running event loop; use {instead}")
 
 
 _NUMBERS = itertools.count(1)

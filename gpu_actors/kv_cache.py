@@ -30,7 +30,7 @@ from gpu_actors.kv.requests import (
     TruncateSequence,
 )
 from gpu_actors.kv.sequences import KvCacheStats
-from gpu_actors.reply import Reply
+from gpu_actors.reply import Reply, refuse_on_loop
 from gpu_actors.requests import Array, AttentionOutput
 
 if TYPE_CHECKING:
@@ -69,8 +69,7 @@ class KvCache:
         try:
             self._number = await opening
         except BaseException:
-            # A pool that is made after its opener was cancelled would have nobody to give it back.
-            opening._call.when_done(self._abandon)
+            self._abandon(opening)
             raise
         return self
 
@@ -84,7 +83,13 @@ class KvCache:
                 return  # the context is gone or going, and the pool with it
 
     def __enter__(self) -> Self:
-        self._number = self._open().result()
+        refuse_on_loop("with ctx.kv_cache()", "async with")
+        opening = self._open()
+        try:
+            self._number = opening.result()
+        except BaseException:
+            self._abandon(opening)
+            raise
         return self
 
     def __exit__(
@@ -267,12 +272,20 @@ class KvCache:
         self._generation = self._services.generation
         return self._handle.submit(OpenCache(self._spec))
 
-    def _abandon(self, opening: Call[int]) -> None:
-        if opening.error is None:
-            self._handle.submit(CloseCache(opening.answer()))
+    def _abandon(self, opening: Reply[int]) -> None:
+        """Give back a pool whose opener was cancelled or interrupted, whenever it is made: nobody else would."""
+
+        def give_back(call: Call[int]) -> None:
+            if call.error is None:
+                self._handle.submit(CloseCache(call.answer()))
+
+        opening._call.when_done(give_back)
 
     def _close(self) -> Reply[None]:
-        return self._handle.submit(CloseCache(self._number))
+        closing = self._handle.submit(CloseCache(self._number))
+        # Somebody always waits for this, so that a task that no longer does takes nothing back.
+        closing._call.when_done(_closed)
+        return closing
 
     def _find(self) -> OpenedCache:
         store = cast("CacheStore", self._handle._post.kept)
@@ -298,6 +311,10 @@ class KvCache:
             if stamp != now:
                 return StaleBuffer(f"it belongs to generation {stamp} of the context, which is at generation {now}")
         return None
+
+
+def _closed(_: Call[None]) -> None:
+    return
 
 
 class OpensKvCaches:

@@ -13,7 +13,7 @@ from gpu_actors.actors.waiter import Waiter
 from gpu_actors.errors import WouldBlock
 from gpu_actors.validation.fields import real
 
-__all__ = ["Reply"]
+__all__ = ["Reply", "refuse_on_loop"]
 
 T = TypeVar("T")
 
@@ -92,6 +92,12 @@ class Reply(Generic[T]):
     def __repr__(self) -> str:
         call = self._call
         return f"<Reply #{call.number} {call.state.name.lower()} of {type(call.message).__name__}>"
+
+
+def refuse_on_loop(call: str, instead: str) -> None:
+    """Raise `WouldBlock` on the thread of a running event loop. call, instead: what was done there, and what to do."""
+    if asyncio._get_running_loop() is not None:
+        raise WouldBlock(f"{call} would block the running event loop; use {instead}")
 
 
 def _limit(timeout: float | None) -> float | None:

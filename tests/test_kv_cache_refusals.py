@@ -153,3 +153,53 @@ async def test_a_pool_whose_opener_was_cancelled_is_given_back(monkeypatch: pyte
         go_on.set()
         store = ctx._services.posts["kv_cache"].kept
         await asyncio.to_thread(eventually, lambda: ctx.stats()["kv_cache"].submitted == 2 and not store._caches)
+
+
+def pools(ctx: ga.GpuContext) -> Any:
+    return ctx._services.posts["kv_cache"].kept._caches
+
+
+async def test_a_cache_is_not_entered_with_with_on_a_running_loop() -> None:
+    async with ga.open_context("mock") as ctx:
+        cache = ctx.kv_cache(**spec())
+        with pytest.raises(ga.WouldBlock, match="use async with"), cache:
+            pass
+        async with cache:
+            assert len(pools(ctx)) == 1
+        assert not pools(ctx)
+
+
+def test_a_pool_whose_opener_was_interrupted_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with ga.open_context("mock") as ctx:
+        with monkeypatch.context() as patch:
+            patch.setattr(ga.Reply, "result", interrupted)
+            with pytest.raises(KeyboardInterrupt), ctx.kv_cache(**spec()):
+                pass
+        eventually(lambda: ctx.stats()["kv_cache"].completed == 2)
+        assert not pools(ctx)
+
+
+@pytest.mark.parametrize("how", ["it takes longer than a request may", "the task that closes is cancelled"])
+async def test_a_pool_is_given_back_whatever_becomes_of_who_waits_for_that(how: str) -> None:
+    late = how.startswith("it takes")
+    options = ga.ContextOptions(
+        default_timeout=0.05 if late else None, max_in_flight=1, mock=ga.MockOptions(latency=0.3)
+    )
+    async with ga.open_context("mock", options) as ctx:
+        cache = ctx.kv_cache(**spec())
+        await cache.__aenter__()
+        rows = Rows().new(1)[0]
+        busy = cache.append(await cache.create(), rows, rows, timeout=60.0)
+        await asyncio.to_thread(eventually, lambda: ctx.stats()["kv_cache"].in_flight == 1)
+        closing = asyncio.ensure_future(cache.__aexit__(None, None, None))
+        await asyncio.sleep(0.1)
+        assert not closing.done()
+        if not late:
+            closing.cancel()
+        await asyncio.wait([closing])
+        assert closing.cancelled() == (not late)
+        assert await busy == 1
+        await asyncio.to_thread(eventually, lambda: not pools(ctx))

@@ -65,6 +65,21 @@ def test_a_request_that_waits_for_its_kernel_can_be_cancelled_and_can_expire(com
         assert ctx.stats()["flash_attn"].launched == 1
 
 
+def test_the_default_time_limit_is_of_who_waits_and_not_of_the_compilation(compiling: Gate) -> None:
+    options = ga.ContextOptions(compile_on_mock=True, default_timeout=0.05, drain_timeout=2.0)
+    with ga.open_context("mock", options) as ctx:
+        hurried, patient = ask(ctx), ask(ctx, timeout=60.0)
+        with pytest.raises(ga.DeadlineExceeded, match="before its launch"):
+            hurried.result(5.0)
+        assert compiling.entered.wait(5.0)
+        assert ctx.stats()["nvrtc"].in_flight == 1
+        assert not patient.done()
+        compiling.open()
+        assert patient.result(5.0).out.shape == (1, 1, 1, 8)
+        assert ask(ctx, timeout=60.0).result(60.0).out.shape == (1, 1, 1, 8)
+        assert len(compiling.compiled) == 1
+
+
 @pytest.mark.parametrize("error", [ga.CompileError("line 3"), ZeroDivisionError("in the compiler"), SystemExit(1)])
 def test_a_compilation_that_fails_answers_everybody_who_waits_for_it(compiling: Gate, error: BaseException) -> None:
     compiling.outcome = error  # type: ignore[attr-defined]

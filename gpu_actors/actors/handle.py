@@ -92,7 +92,7 @@ class ActorHandle:
         if type(priority) is not int:
             mailbox.refuse(call, InvalidRequest("priority", priority, "must be an int"))
             return call
-        if deadline is not None or timeout is not None or services.default_timeout is not None:
+        if deadline is not None or timeout is not None or services.times_out(message):
             try:
                 call.deadline = services.absolute_deadline(deadline, timeout)
             except InvalidRequest as error:

@@ -40,7 +40,12 @@ class Compile:
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
-    """Have the kernel of ``key`` ready for this context's device: the reply is a `Cubin`, or a built `Kernel`."""
+    """Have the kernel of ``key`` ready for this context's device: the reply is a `Cubin`, or a built `Kernel`.
+
+    Everybody who waits for the kernel has a time limit of their own, so this has none.
+    """
+
+    endless: ClassVar[bool] = True
 
     key: KernelKey
 

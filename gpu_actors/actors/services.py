@@ -68,6 +68,13 @@ class Services:
         ages = [since for post in self.posts.values() if (since := post.completion.oldest()) is not None]
         return min(ages, default=None)
 
+    def times_out(self, message: Any) -> bool:
+        """Whether a message that came without a time limit gets the default one.
+
+        Not one whose type has ``endless`` set: somebody else's time limit, or nobody's patience, hangs on its answer.
+        """
+        return self.default_timeout is not None and not getattr(type(message), "endless", False)
+
     def absolute_deadline(self, deadline: float | None, timeout: float | None) -> float:
         """The clock reading by which a call must be answered. Raises `InvalidRequest`."""
         if deadline is not None:

@@ -67,9 +67,10 @@ class OpenCache:
 
 @dataclass(slots=True, eq=False)
 class CloseCache:
-    """Give the pool back. Taken in by a full mailbox too."""
+    """Give the pool back. Taken in by a full mailbox too, and never given up for taking long."""
 
     releases: ClassVar[bool] = True
+    endless: ClassVar[bool] = True
 
     cache: int
 
