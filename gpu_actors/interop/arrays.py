@@ -63,7 +63,7 @@ _LEGACY_STREAM, _PER_THREAD_STREAM = 1, 2
 _NOT_AN_ARRAY = "must be an array: NumPy, torch, CuPy, JAX, or anything with DLPack"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Adopted:
     """A caller's array as the package works with it.
 
