@@ -55,6 +55,13 @@ def no_more_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.fixture
+def patient_closing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closing a context waits a minute for what does not end, so that a test can tell whether it waited at all."""
+    for module in ("gpu_actors.context", "gpu_actors.actors.context"):
+        monkeypatch.setattr(f"{module}._PATIENCE", 60.0)
+
+
+@pytest.fixture
 def fresh_workers() -> None:
     """Forget what an earlier test made the workers do."""
     from supervision_support import Sibling, Worker

@@ -43,14 +43,14 @@ def supervised(policy: ga.RestartPolicy | None = None, **options: Any) -> Iterat
 def crash(actor: ga.ActorHandle, error: BaseException | None = None) -> ga.ActorFailed:
     """Make the actor raise; gives the answer of the request that it raised at."""
     with pytest.raises(ga.ActorFailed) as caught:
-        actor.submit(raises(error or ZeroDivisionError("on purpose"))).result(5.0)
+        actor.submit(raises(error or ZeroDivisionError("on purpose"))).result(30.0)
     return caught.value
 
 
 def alive(actor: ga.ActorHandle, times: int = 1) -> None:
     """Wait until the actor has been restarted so often and answers."""
     eventually(lambda: actor.restarts == times and actor.state == "running")
-    assert actor.submit(answer("alive")).result(5.0) == "alive"
+    assert actor.submit(answer("alive")).result(30.0) == "alive"
 
 
 def hold(actor: ga.ServiceActor, call: ga.Call[Any]) -> None:

@@ -97,8 +97,8 @@ def test_a_request_whose_thread_cannot_be_started_is_answered_and_the_next_one_t
     options = ga.ContextOptions(restart=ga.RestartPolicy(backoff=0.1))
     with ga.open_context("mock", options) as ctx:
         with no_more_threads(), pytest.raises(ga.ActorFailed, match="can't start new thread"):
-            ask(ctx).result(5.0)
-        assert ask(ctx).result(5.0).out.shape == (1, 1, 1, 8)
+            ask(ctx).result(30.0)
+        assert ask(ctx).result(30.0).out.shape == (1, 1, 1, 8)
         eventually(lambda: ctx.stats()["flash_attn"].in_flight == 0)
 
 
@@ -108,9 +108,9 @@ def test_a_completion_thread_that_cannot_be_started_is_tried_again(no_more_threa
     )
     with ga.open_context("mock", options) as ctx:
         with no_more_threads(), pytest.raises(ga.ActorFailed, match="can't start new thread"):
-            ask(ctx).result(5.0)
+            ask(ctx).result(30.0)
         with pytest.raises(ga.MockModeError):
-            ask(ctx).result(5.0)
+            ask(ctx).result(30.0)
         eventually(lambda: ctx.stats()["flash_attn"].in_flight == 0)
 
 
@@ -126,7 +126,7 @@ def test_one_context_serves_several_threads_and_loops() -> None:
             shapes.extend(result.out.shape for result in results)
 
         def block() -> None:
-            shapes.extend(ask(ctx).result(5.0).out.shape for _ in range(50))
+            shapes.extend(ask(ctx).result(30.0).out.shape for _ in range(50))
 
         threads = [threading.Thread(target=asyncio.run, args=(wait(),)) for _ in range(3)]
         threads += [threading.Thread(target=block) for _ in range(3)]
@@ -144,7 +144,7 @@ def test_a_message_of_the_wrong_kind_is_refused_by_every_actor() -> None:
         for actor in (ctx.flash_attn, ctx.cudnn, ctx.nvrtc):
             for message in (None, "forward", object(), 3, {}):
                 with pytest.raises(ga.InvalidRequest, match=r"Forward|takes") as caught:
-                    actor.submit(message).result(5.0)
+                    actor.submit(message).result(30.0)
                 assert caught.value.field == "message"
             assert actor.restarts == 0
 
@@ -161,5 +161,5 @@ def test_stats_of_a_failed_request_are_there_when_its_waiter_wakes() -> None:
     with scripted() as (ctx, actor):
         for number in range(1, 20):
             with pytest.raises(ga.LaunchError):
-                actor.submit(raises(ga.LaunchError("x"))).result(5.0)
+                actor.submit(raises(ga.LaunchError("x"))).result(30.0)
             assert ctx.stats()["scripted"].failed == number

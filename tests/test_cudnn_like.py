@@ -66,7 +66,7 @@ VISIBLE = {
 def test_masks_mean_what_they_say(ctx: ga.GpuContext, name: str) -> None:
     mask, visible = VISIBLE[name]
     params = PARAMS.with_mask(mask)
-    result = ctx.cudnn.mha_forward(params, *operands(), return_stats=True).result(5.0)
+    result = ctx.cudnn.mha_forward(params, *operands(), return_stats=True).result(30.0)
     out, stats = formula(params, visible)
     assert (result.out.shape, result.stats.shape) == ((2, 4, 5, 16), (2, 4, 5, 1))
     assert (result.out.dtype, result.stats.dtype) == (np.float32, np.float32)
@@ -77,16 +77,16 @@ def test_masks_mean_what_they_say(ctx: ga.GpuContext, name: str) -> None:
 def test_alignment_is_cudnns_own_unless_asked_for(ctx: ga.GpuContext) -> None:
     params = PARAMS.with_mask(ga.Mask.causal())
     assert params.alignment == "top_left"
-    top_left = ctx.cudnn.mha_forward(params, *operands()).result(5.0).out
+    top_left = ctx.cudnn.mha_forward(params, *operands()).result(30.0).out
     np.testing.assert_allclose(top_left, formula(params, KEYS <= ROWS)[0], rtol=1e-5, atol=1e-6)
     right = dataclasses.replace(params, alignment="bottom_right")
-    bottom_right = ctx.cudnn.mha_forward(right, *operands()).result(5.0).out
+    bottom_right = ctx.cudnn.mha_forward(right, *operands()).result(30.0).out
     np.testing.assert_allclose(bottom_right, formula(params, KEYS <= ROWS + 2)[0], rtol=1e-5, atol=1e-6)
 
 
 def test_rows_that_see_no_key_are_zero_and_their_stats_minus_infinity(ctx: ga.GpuContext) -> None:
     params = ga.AttentionParams(1, 4, 2, 1, 1, 8, mask=ga.Mask.causal(), alignment="bottom_right")
-    result = ctx.cudnn.mha_forward(params, *operands(params), return_stats=True).result(5.0)
+    result = ctx.cudnn.mha_forward(params, *operands(params), return_stats=True).result(30.0)
     assert not result.out[0, 0, :2].any()
     assert np.isneginf(result.stats[0, 0, :2]).all()
     assert np.isfinite(result.stats[0, 0, 2:]).all()
@@ -96,7 +96,7 @@ def test_rows_that_see_no_key_are_zero_and_their_stats_minus_infinity(ctx: ga.Gp
 def test_a_bias_is_added_to_the_scaled_scores(ctx: ga.GpuContext, shape: tuple[int, int]) -> None:
     params = dataclasses.replace(PARAMS, scale=0.3)
     bias = normal(*shape, 5, 7, seed=9)
-    result = ctx.cudnn.mha_forward(params, *operands(), bias=bias).result(5.0)
+    result = ctx.cudnn.mha_forward(params, *operands(), bias=bias).result(30.0)
     np.testing.assert_allclose(result.out, formula(params, np.ones((5, 7), bool), bias)[0], rtol=1e-5, atol=1e-6)
     assert result.stats is None
 
@@ -111,19 +111,19 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_strides_are_the_callers_choice(ctx: ga.GpuContext, name: str) -> None:
-    expected = ctx.cudnn.mha_forward(PARAMS, *operands()).result(5.0).out
+    expected = ctx.cudnn.mha_forward(PARAMS, *operands()).result(30.0).out
     views = [LAYOUTS[name](array) for array in operands()]
-    np.testing.assert_array_equal(ctx.cudnn.mha_forward(PARAMS, *views).result(5.0).out, expected)
+    np.testing.assert_array_equal(ctx.cudnn.mha_forward(PARAMS, *views).result(30.0).out, expected)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64])
 def test_it_is_the_same_attention_as_flash_attns(ctx: ga.GpuContext, dtype: Any) -> None:
     q, k, v = operands(dtype=dtype)
     params = PARAMS.with_mask(ga.Mask.causal_sliding_window(3)).with_dropout(0.25, seed=5)
-    result = ctx.cudnn.mha_forward(params, q, k, v, return_stats=True).result(5.0)
+    result = ctx.cudnn.mha_forward(params, q, k, v, return_stats=True).result(30.0)
     q, k, v = (array.transpose(0, 2, 1, 3) for array in (q, k, v))
     options: dict[str, Any] = {"causal": True, "alignment": "top_left", "window_size": (2, -1)}
-    same = ctx.flash_attn.forward(q, k, v, **options, dropout_p=0.25, dropout_seed=5, return_lse=True).result(5.0)
+    same = ctx.flash_attn.forward(q, k, v, **options, dropout_p=0.25, dropout_seed=5, return_lse=True).result(30.0)
     np.testing.assert_array_equal(result.out, same.out.transpose(0, 2, 1, 3))
     np.testing.assert_array_equal(result.stats, same.lse[..., None])
     reference = attention_forward(q, k, v, **options, dropout_p=0.25, dropout_seed=5)
@@ -134,7 +134,7 @@ def test_messages_are_not_changed_by_answering_them(ctx: ga.GpuContext) -> None:
     q, k, v = operands()
     message = ga.MhaForward(params=PARAMS, q=q, k=k, v=v, return_stats=True)
     for _ in range(2):
-        ctx.cudnn.submit(message).result(5.0)
+        ctx.cudnn.submit(message).result(30.0)
     assert (message.q is q, message.k is k, message.v is v) == (True, True, True)
     assert q.shape == (2, 4, 5, 16)
 
@@ -157,15 +157,15 @@ def test_plans_are_cached_by_everything_that_matters() -> None:
         (PARAMS, {"bias": normal(1, 1, 5, 7)}),
     ]
     with ga.open_context("mock") as ctx:
-        first = [ctx.cudnn.mha_forward(params, *operands(), **options).result(5.0).out for params, options in variants]
+        first = [ctx.cudnn.mha_forward(params, *operands(), **options).result(30.0).out for params, options in variants]
         stats = ctx.cudnn.plan_cache_stats()
         assert (stats.hits, stats.misses, stats.entries, stats.evicted) == (0, len(variants), len(variants), 0)
         for (params, options), out in zip(reversed(variants), reversed(first), strict=True):
-            again = ctx.cudnn.mha_forward(params, *operands(), **options).result(5.0).out
+            again = ctx.cudnn.mha_forward(params, *operands(), **options).result(30.0).out
             np.testing.assert_array_equal(again, out)
         assert ctx.cudnn.plan_cache_stats().hits == len(variants)
         # A seed is data: it shares the plan and not the answer.
-        other = ctx.cudnn.mha_forward(PARAMS.with_dropout(0.5, 2), *operands()).result(5.0).out
+        other = ctx.cudnn.mha_forward(PARAMS.with_dropout(0.5, 2), *operands()).result(30.0).out
         assert not np.array_equal(other, first[6])
         assert ctx.cudnn.plan_cache_stats().misses == len(variants)
 
@@ -175,7 +175,7 @@ def test_plans_are_bounded_and_the_least_recently_used_goes() -> None:
 
         def ask(scale: float) -> None:
             params = ga.AttentionParams(1, 1, 1, 1, 1, 8, scale=scale)
-            ctx.cudnn.mha_forward(params, *operands(params)).result(5.0)
+            ctx.cudnn.mha_forward(params, *operands(params)).result(30.0)
 
         for number in range(256):
             ask(1.0 + number)
@@ -251,7 +251,7 @@ def test_arrays_that_disagree_with_the_params_are_refused_by_name(ctx: ga.GpuCon
     changes, field, reason = WRONG_ARRAYS[name]
     q, k, v = operands()
     with pytest.raises(ga.InvalidRequest) as caught:
-        ctx.cudnn.submit(ga.MhaForward(**{"params": PARAMS, "q": q, "k": k, "v": v, **changes})).result(5.0)
+        ctx.cudnn.submit(ga.MhaForward(**{"params": PARAMS, "q": q, "k": k, "v": v, **changes})).result(30.0)
     assert caught.value.field == field
     assert reason in caught.value.reason
 

@@ -204,7 +204,7 @@ def test_out_of_the_same_plan_goes_to_each_requests_own_array(ctx: ga.GpuContext
     outs = [np.empty_like(q) for q, _, _ in arrays]
     replies = [ctx.flash_attn.forward(*one, out=out) for one, out in zip(arrays, outs, strict=True)]
     for one, out, reply in zip(arrays, outs, replies, strict=True):
-        assert reply.result(5.0).out is out
+        assert reply.result(30.0).out is out
         agrees(ga.AttentionOutput(out), *one)
 
 

@@ -70,7 +70,7 @@ def test_k_may_come_as_it_is_multiplied(request: pytest.FixtureRequest, device: 
 def test_torch_tensors_come_back_as_torch_tensors(mock: ga.GpuContext) -> None:
     torch = pytest.importorskip("torch")
     arrays = arrays_of()
-    found = mock.cudnn.execute(attention(), {uid: torch.from_numpy(a) for uid, a in arrays.items()}).result(5.0)
+    found = mock.cudnn.execute(attention(), {uid: torch.from_numpy(a) for uid, a in arrays.items()}).result(30.0)
     assert isinstance(found[OUT], torch.Tensor)
     np.testing.assert_allclose(found[OUT].numpy(), formula(arrays), atol=1e-5)
 
@@ -94,21 +94,21 @@ REFUSED: dict[str, tuple[Callable[[dict[int, Any]], Any], str, str]] = {
 def test_arrays_that_are_not_as_described_are_refused_by_name(mock: ga.GpuContext, name: str) -> None:
     change, field, reason = REFUSED[name]
     with pytest.raises(ga.InvalidRequest) as caught:
-        mock.cudnn.execute(attention(), change(arrays_of())).result(5.0)
+        mock.cudnn.execute(attention(), change(arrays_of())).result(30.0)
     assert caught.value.field == field
     assert reason in caught.value.reason
 
 
 def test_what_is_no_graph_and_what_is_no_sound_graph_is_refused_by_the_reply(mock: ga.GpuContext) -> None:
     with pytest.raises(ga.InvalidRequest, match="OperationGraph"):
-        mock.cudnn.execute("graph", {}).result(5.0)  # type: ignore[arg-type]
+        mock.cudnn.execute("graph", {}).result(30.0)  # type: ignore[arg-type]
     with pytest.raises(ga.InvalidRequest, match="gives nothing"):
-        mock.cudnn.execute(ga.OperationGraph(), {}).result(5.0)
+        mock.cudnn.execute(ga.OperationGraph(), {}).result(30.0)
     graph = attention(out_strides=(1, 1, 1, 1))
     with pytest.raises(ga.InvalidRequest, match="without gaps"):
-        mock.cudnn.execute(graph, arrays_of()).result(5.0)
+        mock.cudnn.execute(graph, arrays_of()).result(30.0)
     with pytest.raises(ga.InvalidRequest, match="MhaForward, MhaBackward and ExecuteGraph"):
-        mock.cudnn.submit(object()).result(5.0)
+        mock.cudnn.submit(object()).result(30.0)
 
 
 # Scalars
@@ -132,7 +132,7 @@ def test_scalars_are_passed_with_every_request(request: pytest.FixtureRequest, d
     assert ctx.cudnn.plan_cache_stats().misses == before + 1
     for value, field in (({7: 0.25}, "tensor 8"), ({7: "x", 8: 1}, "tensor 7"), ({7: 1.0, 8: 1.5}, "tensor 8")):
         with pytest.raises(ga.InvalidRequest) as caught:
-            ctx.cudnn.execute(graph, arrays | value).result(5.0)
+            ctx.cudnn.execute(graph, arrays | value).result(30.0)
         assert caught.value.field == field
 
 
@@ -143,11 +143,11 @@ def test_a_seed_may_be_passed(mock: ga.GpuContext) -> None:
     weights = graph.dropout(graph.softmax(graph.matmul(q, graph.transpose(k)) * 0.25), 0.5, seed)
     graph.output(graph.matmul(weights, v), uid=OUT)
     arrays = arrays_of()
-    one, other, again = (mock.cudnn.execute(graph, arrays | {9: n}).result(5.0)[OUT] for n in (1, 2, 1))
+    one, other, again = (mock.cudnn.execute(graph, arrays | {9: n}).result(30.0)[OUT] for n in (1, 2, 1))
     assert np.array_equal(one, again)
     assert not np.array_equal(one, other)
     params = ga.AttentionParams(*DIMS[:1], DIMS[2], DIMS[2], DIMS[1], DIMS[1], DIMS[3], scale=0.25).with_dropout(0.5, 2)
-    same = mock.cudnn.mha_forward(params, *(arrays[uid] for uid in (Q, K, V))).result(5.0).out
+    same = mock.cudnn.mha_forward(params, *(arrays[uid] for uid in (Q, K, V))).result(30.0).out
     np.testing.assert_allclose(other, same, atol=1e-6)
 
 
@@ -168,7 +168,7 @@ def test_the_mock_device_computes_any_graph(mock: ga.GpuContext) -> None:
     dw, db = graph.gradient(norm, dy, (w, b))
     graph.output(dw, uid=11)
     graph.output(db, uid=12)
-    found = mock.cudnn.execute(graph, arrays).result(5.0)
+    found = mock.cudnn.execute(graph, arrays).result(30.0)
     hidden = np.maximum(arrays[1].astype(np.float64) @ arrays[2] + arrays[3], 0)
     total = 1 + hidden.sum(axis=-1, keepdims=True)
     np.testing.assert_allclose(found[10], hidden / total, rtol=1e-5)
@@ -325,12 +325,12 @@ def test_graphs_and_mha_forward_are_the_same_attention(mock: ga.GpuContext, mask
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((2, h, s, 16)).astype(np.float32) for h, s in ((4, 5), (2, 7), (2, 7)))
     bias = rng.standard_normal((1, 4, 5, 7)).astype(np.float32)
-    wanted = mock.cudnn.mha_forward(params, q, k, v, bias=bias, return_stats=True).result(5.0)
+    wanted = mock.cudnn.mha_forward(params, q, k, v, bias=bias, return_stats=True).result(30.0)
     named = {MhaUid.Q: q, MhaUid.K: k, MhaUid.V: v, MhaUid.BIAS: bias}
     graph = mha_forward_graph(
         params, {uid: TensorLayout(a.shape, "float32") for uid, a in named.items()}, return_stats=True
     )
-    found = mock.cudnn.execute(graph, named).result(5.0)
+    found = mock.cudnn.execute(graph, named).result(30.0)
     np.testing.assert_allclose(found[MhaUid.OUT], wanted.out, atol=1e-6)
     np.testing.assert_allclose(found[MhaUid.STATS], wanted.stats, atol=1e-6)
     problem = match_attention(graph).problem
@@ -367,7 +367,7 @@ def test_a_mask_that_is_not_last_is_compiled_in(mock: ga.GpuContext, emulated: g
             found = [ctx.cudnn.execute(graph, arrays).result(60.0)[OUT] for ctx in (mock, emulated)]
             np.testing.assert_allclose(found[0], found[1], atol=1e-5)
         else:
-            mock.cudnn.execute(graph, arrays).result(5.0)
+            mock.cudnn.execute(graph, arrays).result(30.0)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])

@@ -32,9 +32,9 @@ def operands(params: ga.AttentionParams, dtype: Any = np.float64) -> dict[str, A
 
 
 def backward(ctx: ga.GpuContext, params: ga.AttentionParams, a: dict[str, Any], bias: Any = None) -> Any:
-    forward = ctx.cudnn.mha_forward(params, a["q"], a["k"], a["v"], bias=bias, return_stats=True).result(5.0)
+    forward = ctx.cudnn.mha_forward(params, a["q"], a["k"], a["v"], bias=bias, return_stats=True).result(30.0)
     operands = (a["q"], a["k"], a["v"], forward.out, a["do"], forward.stats)
-    return ctx.cudnn.mha_backward(params, *operands, bias=bias).result(5.0)
+    return ctx.cudnn.mha_backward(params, *operands, bias=bias).result(30.0)
 
 
 def slope(ctx: ga.GpuContext, params: ga.AttentionParams, a: dict[str, Any], bias: Any, name: str, to: Any) -> float:
@@ -44,7 +44,7 @@ def slope(ctx: ga.GpuContext, params: ga.AttentionParams, a: dict[str, Any], bia
     def value(sign: float) -> float:
         moved = {**a, "bias": bias}
         moved[name] = moved[name] + sign * step * to
-        out = ctx.cudnn.mha_forward(params, moved["q"], moved["k"], moved["v"], bias=moved["bias"]).result(5.0).out
+        out = ctx.cudnn.mha_forward(params, moved["q"], moved["k"], moved["v"], bias=moved["bias"]).result(30.0).out
         return float((out * a["do"]).sum())
 
     return (value(1.0) - value(-1.0)) / (2 * step)
@@ -81,14 +81,14 @@ def test_a_graph_gives_the_same_gradients(ctx: ga.GpuContext, mask: ga.Mask) -> 
     params = dataclasses.replace(PARAMS, mask=mask, dropout_p=0.3, dropout_seed=9)
     a = operands(params)
     bias = np.random.default_rng(2).standard_normal((1, 4, 5, 7))
-    forward = ctx.cudnn.mha_forward(params, a["q"], a["k"], a["v"], bias=bias, return_stats=True).result(5.0)
+    forward = ctx.cudnn.mha_forward(params, a["q"], a["k"], a["v"], bias=bias, return_stats=True).result(30.0)
     wanted = backward(ctx, params, a, bias)
     names = {MhaUid.Q: a["q"], MhaUid.K: a["k"], MhaUid.V: a["v"], MhaUid.BIAS: bias, MhaUid.DOUT: a["do"]}
     names |= {MhaUid.OUT: forward.out, MhaUid.STATS: forward.stats}
     packed = {uid: np.ascontiguousarray(array) for uid, array in names.items()}
     layouts = {uid: TensorLayout(array.shape, array.dtype.name) for uid, array in packed.items()}
     graph = mha_backward_graph(dataclasses.replace(params, dropout_seed=9), layouts)
-    found = ctx.cudnn.execute(graph, packed).result(5.0)
+    found = ctx.cudnn.execute(graph, packed).result(30.0)
     for uid, name in ((MhaUid.DQ, "dq"), (MhaUid.DK, "dk"), (MhaUid.DV, "dv"), (MhaUid.DBIAS, "dbias")):
         # The oracle of mha_backward takes its weights from the stats, which are fp32.
         np.testing.assert_allclose(found[uid], getattr(wanted, name), rtol=1e-6, atol=1e-6, err_msg=name)
@@ -136,10 +136,10 @@ def test_deterministic_gradients_are_another_plan(ctx: ga.GpuContext) -> None:
     given = {**a, "o": a["do"], "stats": np.zeros((2, 4, 5, 1), np.float32)}
     before = ctx.cudnn.plan_cache_stats().misses
     for deterministic in (False, True, True):
-        ctx.cudnn.mha_backward(params, **given, deterministic=deterministic).result(5.0)
+        ctx.cudnn.mha_backward(params, **given, deterministic=deterministic).result(30.0)
     assert ctx.cudnn.plan_cache_stats().misses == before + 2
     with pytest.raises(ga.InvalidRequest, match="deterministic"):
-        ctx.cudnn.mha_backward(PARAMS, **given, deterministic=1).result(5.0)  # type: ignore[arg-type]
+        ctx.cudnn.mha_backward(PARAMS, **given, deterministic=1).result(30.0)  # type: ignore[arg-type]
 
 
 WRONG = {
@@ -157,7 +157,7 @@ def test_arrays_that_disagree_with_the_params_are_refused_by_name(ctx: ga.GpuCon
     given = {**a, "o": a["do"], "stats": np.zeros((2, 4, 5, 1), np.float32)}
     given[name] = given[name][:, :, :-1]
     with pytest.raises(ga.InvalidRequest) as caught:
-        ctx.cudnn.submit(ga.MhaBackward(params=PARAMS, **given)).result(5.0)
+        ctx.cudnn.submit(ga.MhaBackward(params=PARAMS, **given)).result(30.0)
     assert caught.value.field == field
     assert reason in caught.value.reason
 
@@ -167,7 +167,7 @@ def test_what_is_missing_is_named(ctx: ga.GpuContext, name: str) -> None:
     a = operands(PARAMS)
     given = {**a, "o": a["do"], "stats": np.zeros((2, 4, 5, 1), np.float32), name: None}
     with pytest.raises(ga.InvalidRequest) as caught:
-        ctx.cudnn.submit(ga.MhaBackward(params=PARAMS, **given)).result(5.0)
+        ctx.cudnn.submit(ga.MhaBackward(params=PARAMS, **given)).result(30.0)
     assert caught.value.field == name
 
 
@@ -180,7 +180,7 @@ def test_dtypes_that_backward_does_not_take_are_refused_by_the_callers_name(ctx:
     given = {**a, "o": a["do"], "stats": np.zeros((2, 4, 5, 1), np.float32)}
     given[name] = given[name].astype(OTHER_DTYPES[name])
     with pytest.raises(ga.InvalidRequest) as caught:
-        ctx.cudnn.submit(ga.MhaBackward(params=PARAMS, **given)).result(5.0)
+        ctx.cudnn.submit(ga.MhaBackward(params=PARAMS, **given)).result(30.0)
     assert caught.value.field == name
 
 
@@ -188,5 +188,5 @@ def test_a_scale_that_no_kernel_takes_is_refused_by_the_name_that_the_params_hav
     params = ga.AttentionParams(1, 8, 8, 1, 1, 32, scale=1e37)
     q = np.ones((1, 1, 8, 32), np.float16)
     with ga.open_context("emulated") as emulated, pytest.raises(ga.Unsupported) as caught:
-        emulated.cudnn.mha_forward(params, q, q, q).result(5.0)
+        emulated.cudnn.mha_forward(params, q, q, q).result(30.0)
     assert (caught.value.field, caught.value.nearest) == ("scale", 1e36)

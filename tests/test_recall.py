@@ -20,7 +20,7 @@ def ctx():
 
 
 def recognised(reply: ga.Reply[Any]) -> bool:
-    reply.result(5.0)
+    reply.result(30.0)
     return reply._call.prepared is not None
 
 
@@ -36,7 +36,7 @@ def test_a_repeated_request_is_recognised(ctx: ga.GpuContext) -> None:
 
 def test_a_recognised_request_is_answered_like_the_first(ctx: ga.GpuContext) -> None:
     q, other = rows(4), rows(4)[..., ::-1].copy()
-    first = ctx.flash_attn.forward(q, other, q, return_lse=True, window_size=(1, 0)).result(5.0)
+    first = ctx.flash_attn.forward(q, other, q, return_lse=True, window_size=(1, 0)).result(30.0)
     again = ctx.flash_attn.forward(q, other, q, return_lse=True, window_size=(1, 0))
     assert recognised(again)
     np.testing.assert_array_equal(again.result().out, first.out)
@@ -47,9 +47,9 @@ def test_a_recognised_request_is_answered_like_the_first(ctx: ga.GpuContext) -> 
 def test_what_is_refused_is_not_taken_for_its_equal(ctx: ga.GpuContext, options: dict[str, Any]) -> None:
     q = rows(5)
     alike: dict[str, Any] = {"softmax_scale": 1.0, "causal": True, "sink_tokens": 0}
-    ctx.flash_attn.forward(q, q, q, **{name: alike[name] for name in options}).result(5.0)
+    ctx.flash_attn.forward(q, q, q, **{name: alike[name] for name in options}).result(30.0)
     with pytest.raises(ga.InvalidRequest, match=next(iter(options))):
-        ctx.flash_attn.forward(q, q, q, **options).result(5.0)
+        ctx.flash_attn.forward(q, q, q, **options).result(30.0)
 
 
 @pytest.mark.parametrize("operand", ["out", "sinks", "alibi_slopes", "bias"])
@@ -75,7 +75,7 @@ class Strange:
 def test_what_cannot_be_looked_up_is_reported_by_the_reply(ctx: ga.GpuContext, value: Any) -> None:
     reply = ctx.flash_attn.forward(rows(), rows(), rows(), softmax_scale=value)
     with pytest.raises(ga.InvalidRequest):
-        reply.result(5.0)
+        reply.result(30.0)
     assert ctx.flash_attn.state == "running"
 
 

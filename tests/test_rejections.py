@@ -35,7 +35,7 @@ def test_a_request_that_cannot_be_answered_is_refused_by_name(ctx: ga.GpuContext
     case = CASES[name]
     launched = ctx.stats()["flash_attn"].launched
     with pytest.raises(ga.RequestError) as caught:
-        ctx.flash_attn.submit(case.request).result(5.0)
+        ctx.flash_attn.submit(case.request).result(30.0)
     error = caught.value
     assert type(error) is case.error
     assert (error.field, error.value) == (case.field, case.value)
@@ -66,7 +66,7 @@ def test_fp8_is_refused_below_hopper(arch: str, dtype: Any) -> None:
     reason = f"fp8 attention needs sm_90a or newer, and {arch} is older"
     options = ga.ContextOptions(arch=arch)
     with ga.open_context("mock", options) as ctx, pytest.raises(ga.Unsupported, match=reason) as caught:
-        ctx.flash_attn.submit(request).result(5.0)
+        ctx.flash_attn.submit(request).result(30.0)
     assert (caught.value.field, caught.value.nearest) == ("dtype", "bfloat16")
 
 
@@ -104,13 +104,13 @@ def test_gradients_that_no_kernel_computes_are_unsupported_where_kernels_run(req
     ids=["paged", "paged varlen", "chunk", "fp8 pages", "cached", "decode"],
 )
 def test_sound_requests_over_caches_are_answered(ctx: ga.GpuContext, request_: Any) -> None:
-    assert ctx.flash_attn.submit(request_).result(5.0).out.shape == request_.q.shape
+    assert ctx.flash_attn.submit(request_).result(30.0).out.shape == request_.q.shape
 
 
 def test_sinks_need_no_mask_and_a_window_of_zero_is_the_rows_own_key(ctx: ga.GpuContext) -> None:
-    ctx.flash_attn.submit(dense(sinks=array(4))).result(5.0)
-    ctx.flash_attn.submit(dense(window_size=(0, 0))).result(5.0)
-    ctx.flash_attn.submit(dense(sink_tokens=2)).result(5.0)
+    ctx.flash_attn.submit(dense(sinks=array(4))).result(30.0)
+    ctx.flash_attn.submit(dense(window_size=(0, 0))).result(30.0)
+    ctx.flash_attn.submit(dense(sink_tokens=2)).result(30.0)
 
 
 # Operands as programs really pass them
@@ -136,7 +136,7 @@ ODD = {
 def test_odd_operands_are_refused_by_name(ctx: ga.GpuContext, field: str, name: str) -> None:
     sound = dense(k=array(2, 4, 4, 8), v=array(2, 4, 4, 8))
     with pytest.raises(ga.RequestError) as caught:
-        ctx.flash_attn.submit(dataclasses.replace(sound, **{field: ODD[name]})).result(5.0)
+        ctx.flash_attn.submit(dataclasses.replace(sound, **{field: ODD[name]})).result(30.0)
     error = caught.value
     assert error.field == field or (error.field == "dtype" and error.reason.startswith(f"{field} must have one of"))
 
@@ -148,26 +148,26 @@ def test_out_must_be_writeable_and_apart_from_the_operands_in_every_request(ctx:
         sealed = array(2, 4, 4, 8)
         sealed.flags.writeable = False
         with pytest.raises(ga.InvalidRequest, match="must be writeable"):
-            ctx.flash_attn.submit(dataclasses.replace(sound, out=sealed)).result(5.0)
+            ctx.flash_attn.submit(dataclasses.replace(sound, out=sealed)).result(30.0)
         with pytest.raises(ga.InvalidRequest, match="must not share memory with q"):
-            ctx.flash_attn.submit(dataclasses.replace(sound, out=sound.q)).result(5.0)
+            ctx.flash_attn.submit(dataclasses.replace(sound, out=sound.q)).result(30.0)
         base = array(2, 16, 4, 8)
         overlapping = dataclasses.replace(sound, q=base[:, :4], out=base[:, 3:7])
         with pytest.raises(ga.InvalidRequest, match="must not share memory with q"):
-            ctx.flash_attn.submit(overlapping).result(5.0)
+            ctx.flash_attn.submit(overlapping).result(30.0)
         out = array(2, 4, 4, 8)
-        assert ctx.flash_attn.submit(dataclasses.replace(sound, out=out)).result(5.0).out is out
+        assert ctx.flash_attn.submit(dataclasses.replace(sound, out=out)).result(30.0).out is out
 
 
 def test_what_depends_on_the_data_is_checked_in_every_request(ctx: ga.GpuContext) -> None:
-    ctx.flash_attn.submit(varlen()).result(5.0)
-    ctx.flash_attn.submit(dense(dropout_p=0.5, dropout_seed=3)).result(5.0)
+    ctx.flash_attn.submit(varlen()).result(30.0)
+    ctx.flash_attn.submit(dense(dropout_p=0.5, dropout_seed=3)).result(30.0)
     for _ in range(2):
         with pytest.raises(ga.InvalidRequest, match="must begin with 0"):
-            ctx.flash_attn.submit(varlen(cu_seqlens_q=ints(1, 1, 4))).result(5.0)
+            ctx.flash_attn.submit(varlen(cu_seqlens_q=ints(1, 1, 4))).result(30.0)
         for seed in (-1, 1 << 64, "x", 0.0, False, array(2)):
             with pytest.raises(ga.InvalidRequest, match="must be an int in"):
-                ctx.flash_attn.submit(dense(dropout_p=0.5, dropout_seed=seed)).result(5.0)
+                ctx.flash_attn.submit(dense(dropout_p=0.5, dropout_seed=seed)).result(30.0)
 
 
 def test_bounds_that_wrap_around_in_32_bits_are_no_lengths(ctx: ga.GpuContext) -> None:
@@ -179,7 +179,7 @@ def test_bounds_that_wrap_around_in_32_bits_are_no_lengths(ctx: ga.GpuContext) -
     assert int(bounds[-1]) == 4
     request = varlen(cu_seqlens_q=bounds, cu_seqlens_k=ints(0, 1, 2, 3, 4, 6), max_seqlen_q=(1 << 30) - 1)
     with pytest.raises(ga.RequestError) as caught:
-        ctx.flash_attn.submit(request).result(5.0)
+        ctx.flash_attn.submit(request).result(30.0)
     assert (caught.value.field, caught.value.reason[:13]) == ("cu_seqlens_q", "must not fall")
 
 
@@ -242,7 +242,7 @@ BASES = {
 def refusal(reply: ga.Reply[Any]) -> ga.RequestError | None:
     """Why a request was refused, or None where it was answered. Anything else is raised."""
     try:
-        reply.result(5.0)
+        reply.result(30.0)
     except ga.RequestError as error:
         return error
     return None
@@ -295,7 +295,7 @@ def test_an_operand_whose_own_code_raises_is_refused_and_logged(
 
     reason = "could not be read, it raised ZeroDivisionError"
     with caplog.at_level(logging.WARNING, "gpu_actors"), pytest.raises(ga.InvalidRequest, match=reason) as caught:
-        ctx.flash_attn.submit(dense(alignment=Raising("bottom_right"))).result(5.0)
+        ctx.flash_attn.submit(dense(alignment=Raising("bottom_right"))).result(30.0)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     assert (caught.value.field, caught.value.value) == ("message", "FlashForward")
     assert "in __eq__" in caplog.text, "with its traceback"
@@ -306,5 +306,5 @@ def test_a_window_wider_than_any_sequence_is_unbounded(ctx: ga.GpuContext) -> No
     q, k, v = (
         generator.standard_normal(shape).astype(np.float32) for shape in ((2, 4, 4, 8), (2, 6, 2, 8), (2, 6, 2, 8))
     )
-    wide = ctx.flash_attn.forward(q, k, v, window_size=(10**30, 1 << 40)).result(5.0).out
-    assert np.array_equal(wide, ctx.flash_attn.forward(q, k, v).result(5.0).out)
+    wide = ctx.flash_attn.forward(q, k, v, window_size=(10**30, 1 << 40)).result(30.0).out
+    assert np.array_equal(wide, ctx.flash_attn.forward(q, k, v).result(30.0).out)

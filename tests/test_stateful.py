@@ -277,6 +277,7 @@ class Service(RuleBasedStateMachine):
         eventually(lambda: not any(array() is not None for array in self.arrays))
 
 
+@pytest.mark.timeout(900)
 def test_10000_random_operations_answer_every_request_exactly_once() -> None:
     operations.clear()
     run_state_machine_as_test(

@@ -136,5 +136,5 @@ def no_opentelemetry(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_opentelemetry_is_not_needed() -> None:
     seen: list[ga.TraceEvent] = []
     with ga.open_context("mock", ga.ContextOptions(on_event=seen.append, actors=(Scripted,))) as ctx:
-        ask(ctx).result(5.0)
+        ask(ctx).result(30.0)
     assert names(seen)[0] == "request.accepted"
