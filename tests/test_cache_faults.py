@@ -150,7 +150,7 @@ def test_eight_processes_on_a_cold_cache_compile_a_variant_once(tmp_path):
         child.stdin.flush()
     results = []
     for child in children:
-        output, errors = child.communicate(timeout=60)
+        output, errors = child.communicate(timeout=110)
         assert child.returncode == 0, errors
         results.append(json.loads(output))
     assert sum(compiles for compiles, _, _ in results) == 1
@@ -244,8 +244,10 @@ for value in range(100000):
 
 
 def test_a_writer_killed_at_any_moment_leaves_whole_entries_only(tmp_path):
-    moments = random.Random(1)
-    for _ in range(6):
+    moments, killed = random.Random(1), 0
+    while killed < 6 or not entries(tmp_path):  # a slow disk may keep all of the first few from storing anything
+        killed += 1
+        assert killed < 100
         writer = start_child(BUSY, tmp_path)
         assert writer.stdout.readline() == "ready\n"
         time.sleep(moments.uniform(0.0, 0.15))
@@ -253,9 +255,7 @@ def test_a_writer_killed_at_any_moment_leaves_whole_entries_only(tmp_path):
         writer.communicate()
     shared = cache(tmp_path)
     assert list(tmp_path.glob("*.tmp")) == []
-    stored = len(entries(tmp_path))
-    assert stored > 0
-    found = [shared.get(kernel(value), ARCH) for value in range(stored)]
+    found = [shared.get(kernel(value), ARCH) for value in range(len(entries(tmp_path)))]
     assert all(cubin is not None and len(cubin.data) == 200_000 for cubin in found)
     assert shared.stats().corrupt == 0
 

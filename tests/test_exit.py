@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
-import time
 
 import pytest
 from service_support import REPOSITORY, run_python
@@ -14,16 +13,16 @@ PRELUDE = """
 import asyncio, os, signal, sys, threading, time
 import numpy as np
 import gpu_actors as ga
-from gpu_actors.testing import FaultPlan
+from gpu_actors.testing import FaultPlan, MockClock
 
 # A test run in the background is started with SIGINT ignored, and hands that on.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 q = np.ones((1, 1, 1, 8), np.float32)
 
-def hung(**options):
+def hung(drain_timeout=1e6):  # whoever waited for that would not end
     plan = FaultPlan().hang(launch=1)
-    return ga.open_context("mock", ga.ContextOptions(fault_plan=plan, **options))
+    return ga.open_context("mock", ga.ContextOptions(fault_plan=plan, drain_timeout=drain_timeout))
 
 def until_launched(ctx):
     while not ctx.stats()["flash_attn"].in_flight:
@@ -43,15 +42,13 @@ def say(*words):
 """
 
 
-def run(program: str, *, timeout: float = 15.0, check: bool = True) -> tuple[subprocess.CompletedProcess[str], float]:
-    """Run the program after the prelude; gives what it left behind and the seconds it took."""
-    began = time.monotonic()
-    done = run_python(PRELUDE + textwrap.dedent(program), timeout=timeout, check=check)
-    return done, time.monotonic() - began
+def run(program: str, *, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """Run the program after the prelude, which must end; gives what it left behind."""
+    return run_python(PRELUDE + textwrap.dedent(program), check=check)
 
 
 def test_a_thread_that_waits_for_a_hung_launch_does_not_keep_the_program_from_ending() -> None:
-    done, seconds = run(
+    done = run(
         """
         ctx = hung().__enter__()
         replies = [ctx.flash_attn.forward(q, q, q) for _ in range(2)]
@@ -68,11 +65,10 @@ def test_a_thread_that_waits_for_a_hung_launch_does_not_keep_the_program_from_en
         "1 ActorStopped the context is closed",
     ]
     assert done.stderr == ""
-    assert seconds < 8.0
 
 
 def test_nobody_has_to_hold_on_to_the_context() -> None:
-    done, _ = run(
+    done = run(
         """
         def ask():
             ctx = hung().__enter__()
@@ -90,7 +86,7 @@ def test_nobody_has_to_hold_on_to_the_context() -> None:
 
 
 def test_a_loop_in_another_thread_is_answered_at_the_end() -> None:
-    done, _ = run(
+    done = run(
         """
         ctx = hung().__enter__()
 
@@ -107,7 +103,7 @@ def test_a_loop_in_another_thread_is_answered_at_the_end() -> None:
 
 
 def test_an_async_program_may_end_without_leaving_its_context() -> None:
-    done, seconds = run(
+    done = run(
         """
         async def main():
             opener = hung()
@@ -123,12 +119,11 @@ def test_an_async_program_may_end_without_leaving_its_context() -> None:
     )
     assert done.stdout == "leaving\nTrue ready\n"
     assert done.stderr == ""
-    assert seconds < 8.0
 
 
 @pytest.mark.parametrize("ending", ["sys.exit(3)", "raise SystemExit(3)", "raise KeyError('bug')"])
 def test_however_the_main_thread_ends_waiters_are_answered(ending: str) -> None:
-    done, _ = run(
+    done = run(
         f"""
         ctx = hung().__enter__()
         reply = ctx.flash_attn.forward(q, q, q)
@@ -143,13 +138,14 @@ def test_however_the_main_thread_ends_waiters_are_answered(ending: str) -> None:
 
 
 def test_requests_made_while_the_program_ends_are_answered_too() -> None:
-    done, _ = run(
+    done = run(
         """
         ctx = ga.open_context("mock").__enter__()
 
         def go_on():
             threading.main_thread().join()
-            time.sleep(0.1)
+            while ga.context.open_contexts():
+                time.sleep(0.001)
             report("late", ctx.flash_attn.forward(q, q, q).result)
 
         threading.Thread(target=go_on).start()
@@ -199,21 +195,21 @@ def interrupted(program: str) -> str:
         first = process.stdout.readline()
         process.send_signal(signal.SIGINT)
         try:
-            output, _ = process.communicate(timeout=15.0)
+            output, _ = process.communicate(timeout=60.0)
         finally:
             process.kill()
     return first + output
 
 
 def test_a_program_that_closed_its_context_ends_with_no_thread_of_ours() -> None:
-    done, _ = run(
+    done = run(
         """
         before = set(threading.enumerate())
         with ga.open_context("mock") as ctx:
             ctx.flash_attn.forward(q, q, q, timeout=5).result()
         left = [thread for thread in threading.enumerate() if thread not in before]
         for thread in left:
-            thread.join(2.0)
+            thread.join(30.0)
         print([thread.name for thread in left if thread.is_alive()])
         """
     )
@@ -222,14 +218,17 @@ def test_a_program_that_closed_its_context_ends_with_no_thread_of_ours() -> None
 
 def test_a_forked_child_is_told_that_the_context_stayed_behind() -> None:
     """Threads do not survive a fork: the child's copy of a context has nobody to answer."""
-    done, seconds = run(
+    done = run(
         """
         import warnings
         warnings.simplefilter("ignore", DeprecationWarning)  # of forking with threads, which is the point
-        options = ga.ContextOptions(fault_plan=FaultPlan().delay(0.2, launch=2))
+        clock = MockClock()
+        options = ga.ContextOptions(fault_plan=FaultPlan().delay(1.0, launch=2), clock=clock)
         with ga.open_context("mock", options) as ctx:
             ctx.flash_attn.forward(q, q, q).result()
             pending = ctx.flash_attn.forward(q, q, q)
+            while ctx.stats()["flash_attn"].launched < 2:
+                time.sleep(0.001)
             child = os.fork()
             if child == 0:
                 report("child", ctx.flash_attn.forward(q, q, q, timeout=5).result)
@@ -237,6 +236,7 @@ def test_a_forked_child_is_told_that_the_context_stayed_behind() -> None:
                 print(ctx.health().state, flush=True)
                 sys.exit()  # leaves the context, which is not the child's to close
             os.waitpid(child, 0)
+            clock.advance(1.0)
             report("parent", ctx.flash_attn.forward(q, q, q).result)
             report("pending", pending.result)
         """
@@ -249,4 +249,3 @@ def test_a_forked_child_is_told_that_the_context_stayed_behind() -> None:
         "parent answered",
         "pending answered",
     ]
-    assert seconds < 8.0
