@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import statistics
 import sys
 import threading
 import time
@@ -95,7 +96,7 @@ def test_waiters_of_many_loops_and_threads_mixed_all_get_their_own_answer() -> N
 
         def block(offset: int) -> None:
             for number in range(offset, offset + 100):
-                assert actor.submit(answer(number)).result(5.0) == number
+                assert actor.submit(answer(number)).result(30.0) == number
 
         in_threads(
             *(lambda loop=loop, offset=offset: run(loop, main(offset)) for loop in LOOPS for offset in (0, 1000)),
@@ -137,7 +138,7 @@ async def test_an_error_in_a_task_group_cancels_the_requests_of_its_siblings() -
     async with ga.open_context("mock", options) as ctx:
         actor = ctx.actor(Scripted)
         busy = actor.submit(launches(gate))
-        await asyncio.to_thread(gate.entered.wait, 5.0)
+        await asyncio.to_thread(gate.entered.wait, 30.0)
         siblings = [actor.submit(answer(None)) for _ in range(5)]
 
         async def wait(reply: ga.Reply[Any]) -> None:
@@ -163,11 +164,11 @@ async def test_an_error_in_a_task_group_cancels_the_requests_of_its_siblings() -
 async def test_replies_work_with_asyncios_own_helpers() -> None:
     async with ga.open_context("mock", ga.ContextOptions(actors=(Scripted,))) as ctx:
         actor = ctx.actor(Scripted)
-        assert await asyncio.wait_for(actor.submit(answer(1)), 5.0) == 1
+        assert await asyncio.wait_for(actor.submit(answer(1)), 30.0) == 1
         assert await asyncio.shield(actor.submit(answer(2))) == 2
-        done, _ = await asyncio.wait([asyncio.ensure_future(actor.submit(answer(3)))], timeout=5.0)
+        done, _ = await asyncio.wait([asyncio.ensure_future(actor.submit(answer(3)))], timeout=30.0)
         assert [task.result() for task in done] == [3]
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(30.0):
             assert await actor.submit(answer(4)) == 4
         assert [await reply for reply in asyncio.as_completed([actor.submit(answer(5))])] == [5]
 
@@ -190,7 +191,7 @@ def test_a_loop_that_ends_with_requests_in_flight_leaves_the_others_alone(loop: 
     gate = Gate()
     with scripted(max_in_flight=1, mailbox_capacity=300) as (ctx, actor):
         first = actor.submit(launches(gate, "first"))
-        assert gate.entered.wait(5.0)
+        assert gate.entered.wait(30.0)
         abandoned: list[ga.Reply[Any]] = []
 
         async def leave() -> None:
@@ -250,7 +251,7 @@ async def test_a_burst_of_answers_wakes_the_loop_few_times(monkeypatch: pytest.M
         actor = ctx.actor(Scripted)
         gate = Gate()
         first = actor.submit(launches(gate))
-        await asyncio.to_thread(gate.entered.wait, 5.0)
+        await asyncio.to_thread(gate.entered.wait, 30.0)
         replies = [actor.submit(answer(number)) for number in range(1024)]
         waiting = asyncio.gather(*replies)
         await asyncio.sleep(0.01)
@@ -268,24 +269,28 @@ async def test_a_handler_that_is_slow_does_not_hold_up_answers_of_launches() -> 
         actor = ctx.actor(Scripted)
         launched = actor.submit(launches(lambda: time.sleep(0.01), "launched"))
         held_up = actor.submit(lambda actor, call: (slow(), call.resolve("slow", actor.outbox)))
-        await asyncio.to_thread(slow.entered.wait, 5.0)
-        assert await asyncio.wait_for(launched, 5.0) == "launched"
+        await asyncio.to_thread(slow.entered.wait, 30.0)
+        assert await asyncio.wait_for(launched, 30.0) == "launched"
         assert not held_up.done()
         slow.open()
         assert await held_up == "slow"
 
 
 async def test_the_loop_is_never_blocked_by_submitting() -> None:
-    """With the actor stuck and its mailbox full, a thousand submissions take no time to speak of."""
+    """With the actor stuck and its mailbox full, a thousand submissions take no time to speak of; the usual one, for
+    the machine may take its time over a few."""
     stuck = Gate()
     options = ga.ContextOptions(actors=(Scripted,), mailbox_capacity=10)
     async with ga.open_context("mock", options) as ctx:
         actor = ctx.actor(Scripted)
         actor.submit(lambda actor, call: (stuck(), call.resolve(None, actor.outbox)))
-        await asyncio.to_thread(stuck.entered.wait, 5.0)
-        began = time.monotonic()
-        replies = [actor.submit(answer(None)) for _ in range(1000)]
-        assert time.monotonic() - began < 0.5
+        await asyncio.to_thread(stuck.entered.wait, 30.0)
+        replies, times = [], []
+        for _ in range(1000):
+            began = time.monotonic()
+            replies.append(actor.submit(answer(None)))
+            times.append(time.monotonic() - began)
+        assert statistics.median(times) < 0.5e-3
         assert sum(reply.done() for reply in replies) == 990
         stuck.open()
 

@@ -46,6 +46,7 @@ HEAVY = (*EXTRAS, "typer", "click", "rich", "filelock", "platformdirs")
 # Modules that exist for one extra and are imported by whoever has it.
 FOR_AN_EXTRA = ("devices/cuda/cupy_api", "interop/torch", "interop/transformers", "metrics")
 BUDGET_S = 0.3
+NUMPY_S = 0.07  # what importing NumPy takes of it on the machine that the budget was set on
 
 
 @pytest.mark.parametrize("module", PUBLIC, ids=lambda module: module.__name__)
@@ -139,35 +140,24 @@ def test_every_file_is_short_and_parses_without_its_imports(path: Path) -> None:
 
 
 def test_importing_the_package_imports_nothing_heavy_and_is_quick() -> None:
-    """The budget holds for processor time: this machine may have other things to do."""
-    done = run_python(
-        """
+    """The budget holds for processor time, for the machine may have other things to do, and in proportion to NumPy's,
+    which is imported first, for it may be a slow one."""
+    program = """
         import json, sys, time
-        before, began = time.process_time(), time.perf_counter()
+        times = [time.process_time()]
+        import numpy
+        times.append(time.process_time())
         import gpu_actors
-        print(json.dumps([time.process_time() - before, time.perf_counter() - began, sorted(sys.modules)]))
+        times.append(time.process_time())
+        print(json.dumps([times[1] - times[0], times[2] - times[1], sorted(sys.modules)]))
         """
-    )
     # The first may have had to compile the package's files.
-    timed = [
-        json.loads(
-            run_python(
-                """
-                import json, sys, time
-                before, began = time.process_time(), time.perf_counter()
-                import gpu_actors
-                print(json.dumps([time.process_time() - before, time.perf_counter() - began]))
-                """
-            ).stdout
-        )
-        for _ in range(3)
-    ]
-    processor, wall = min(timed)
-    print(f"import gpu_actors: {processor:.3f} s of processor time, {wall:.3f} s")  # noqa: T201
-    modules = json.loads(done.stdout)[2]
-    heavy = {module.partition(".")[0] for module in modules} & set(HEAVY)
+    numpy, ours, modules = zip(*(json.loads(run_python(program).stdout) for _ in range(4)), strict=True)
+    processor, yardstick = min(ours), min(numpy)
+    print(f"import gpu_actors: {processor:.3f} s of processor time beside NumPy's {yardstick:.3f} s")  # noqa: T201
+    heavy = {module.partition(".")[0] for module in modules[0]} & set(HEAVY)
     assert not heavy
-    assert processor < 1.5 * BUDGET_S
+    assert processor + yardstick < 1.5 * BUDGET_S * max(1.0, yardstick / NUMPY_S)
 
 
 def test_importing_starts_no_thread_and_logs_nothing() -> None:
