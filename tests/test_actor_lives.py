@@ -8,7 +8,7 @@ from typing import Any
 
 import pykka
 import pytest
-from service_support import Gate, answer, eventually, no_threads_left, rows
+from service_support import AT_ONCE, Gate, answer, eventually, no_threads_left, rows
 from supervision_support import Sibling, Worker, alive, crash, hold, supervised
 
 import gpu_actors as ga
@@ -81,13 +81,14 @@ def test_what_was_kept_is_found_again_after_a_restart_and_closed_in_the_end() ->
     options = ga.ContextOptions(actors=(Keeper,), restart=ga.RestartPolicy(backoff=0.0))
     with ga.open_context("mock", options) as ctx:
         keeper = ctx.actor(Keeper)
-        first = keeper.submit(kept).result(5.0)
+        first = keeper.submit(kept).result(30.0)
         crash(keeper)
-        assert keeper.submit(kept).result(5.0) is first
+        assert keeper.submit(kept).result(30.0) is first
         assert not first.closed
     assert first.closed
 
 
+@pytest.mark.usefixtures("patient_closing")
 @pytest.mark.parametrize("error", [ZeroDivisionError(), SystemExit(1)])
 @pytest.mark.parametrize("broken", ["kept", "device"])
 def test_what_raises_when_it_is_closed_keeps_nothing_else_open(
@@ -115,9 +116,9 @@ def test_what_raises_when_it_is_closed_keeps_nothing_else_open(
         monkeypatch.setattr(MockDevice, "close", close_and_raise)
     with no_threads_left():
         with ga.open_context("mock", ga.ContextOptions(actors=(Keeper,))) as ctx:
-            ctx.flash_attn.forward(rows(), rows(), rows()).result(5.0)
+            ctx.flash_attn.forward(rows(), rows(), rows()).result(30.0)
             began = time.monotonic()
-        assert time.monotonic() - began < 2.0
+        assert time.monotonic() - began < AT_ONCE
         assert ctx.health().state == "stopped"
 
         def fail(number: int) -> None:
@@ -163,6 +164,7 @@ def test_a_watcher_of_the_dead_hears_at_once() -> None:
     assert heard == [ga.Terminated("worker", None)]
 
 
+@pytest.mark.usefixtures("patient_closing")
 @pytest.mark.parametrize("error", [ZeroDivisionError(), SystemExit(3)])
 def test_a_watcher_that_raises_harms_nobody(error: BaseException) -> None:
     heard: list[ga.Terminated] = []
@@ -171,16 +173,17 @@ def test_a_watcher_that_raises_harms_nobody(error: BaseException) -> None:
         raise error
 
     with ga.open_context("mock") as other:
-        with supervised() as (ctx, worker, _):
+        with supervised(drain_timeout=60.0) as (ctx, worker, _):
             worker.watch(fail)
             worker.watch(heard.append)
             began = time.monotonic()
-        assert time.monotonic() - began < 2.0
+        assert time.monotonic() - began < AT_ONCE
         assert heard == [ga.Terminated("worker", None)]
         assert ctx.health().state == "stopped"
         assert other.health().ready
 
 
+@pytest.mark.usefixtures("patient_closing")
 def test_an_actor_that_fails_while_the_context_closes_does_not_hold_it_up() -> None:
     gate = Gate()
 
@@ -190,10 +193,10 @@ def test_an_actor_that_fails_while_the_context_closes_does_not_hold_it_up() -> N
 
     with supervised(drain_timeout=0.0) as (_, worker, _):
         reply = worker.submit(fail_late)
-        assert gate.entered.wait(5.0)
+        assert gate.entered.wait(30.0)
         threading.Timer(0.05, gate.open).start()
         began = time.monotonic()
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < AT_ONCE
     with pytest.raises(ga.ActorStopped):
         reply.result(0.0)
 
@@ -210,15 +213,15 @@ def test_an_actor_that_stops_itself_answers_everybody_and_is_not_replaced() -> N
     with supervised() as (ctx, worker, sibling):
         worker.watch(heard.append)
         held = worker.submit(hold)
-        assert worker.submit(stop).result(5.0) == "bye"
+        assert worker.submit(stop).result(30.0) == "bye"
         for reply in (held, worker.submit(answer(None))):
             with pytest.raises(ga.ActorStopped, match="worker has stopped"):
-                reply.result(5.0)
+                reply.result(30.0)
         assert heard == [ga.Terminated("worker", None)]
         health = ctx.health()
         assert (health.state, health.ready, health.reason) == ("degraded", True, "worker is stopped")
         assert Worker.incarnations == 1
-        assert sibling.submit(answer("still here")).result(5.0) == "still here"
+        assert sibling.submit(answer("still here")).result(30.0) == "still here"
 
 
 def test_health_is_not_ready_once_a_built_in_actor_has_stopped() -> None:
@@ -228,22 +231,23 @@ def test_health_is_not_ready_once_a_built_in_actor_has_stopped() -> None:
         health = ctx.health()
         assert (health.state, health.ready, health.reason) == ("failed", False, "flash_attn has stopped")
         with pytest.raises(ga.ActorStopped, match="flash_attn has stopped"):
-            ctx.flash_attn.forward(rows(), rows(), rows()).result(1.0)
+            ctx.flash_attn.forward(rows(), rows(), rows()).result(30.0)
 
 
+@pytest.mark.usefixtures("patient_closing")
 def test_stopping_every_pykka_actor_answers_every_request() -> None:
-    with supervised() as (ctx, worker, _):
+    with supervised(drain_timeout=60.0) as (ctx, worker, _):
         held = worker.submit(hold)
         eventually(lambda: ctx.stats()["worker"].queued == 0)
         pykka.ActorRegistry.stop_all()
         with pytest.raises(ga.ActorStopped):
-            held.result(5.0)
+            held.result(30.0)
         eventually(lambda: ctx.health().state == "failed")
         assert not ctx.health().ready
         with pytest.raises(ga.ActorStopped):
-            ctx.flash_attn.forward(rows(), rows(), rows()).result(1.0)
+            ctx.flash_attn.forward(rows(), rows(), rows()).result(30.0)
         began = time.monotonic()
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < AT_ONCE
 
 
 def test_stopping_the_context_actor_alone_answers_every_request() -> None:
@@ -251,7 +255,7 @@ def test_stopping_the_context_actor_alone_answers_every_request() -> None:
         held = worker.submit(hold)
         ctx._root._ref.stop()
         with pytest.raises(ga.ActorStopped, match="stopped from outside"):
-            held.result(5.0)
+            held.result(30.0)
         assert ctx.health().state == "failed"
         with pytest.raises(ga.ActorStopped, match="stopped from outside"):
-            worker.submit(answer(None)).result(1.0)
+            worker.submit(answer(None)).result(30.0)

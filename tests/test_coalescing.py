@@ -56,10 +56,13 @@ def test_512_tasks_share_launches_and_get_what_they_would_get_alone(ask_for: Any
             async def task(index: int) -> ga.AttentionOutput:
                 return await ask(index, num_splits=num_splits)
 
-            results = await asyncio.gather(*(task(index) for index in range(TASKS)))
-            return results, ctx.stats()["flash_attn"]
+            asked = asyncio.gather(*(task(index) for index in range(TASKS)))
+            if isinstance(options.clock, MockClock):
+                await asyncio.to_thread(launching, ctx)
+                options.clock.advance(1.0)
+            return await asked, ctx.stats()["flash_attn"]
 
-    # Behind a slow launch all others wait together. Without one the scheduler says how many meet: 3 launches or 50.
+    # Behind one launch all others wait together. Without it the scheduler says how many meet: 3 launches or 50.
     together, stats = asyncio.run(decode(one_at_a_time()))
     freely, _ = asyncio.run(decode(ga.ContextOptions()))
     alone, unmerged = asyncio.run(decode(ga.ContextOptions(coalesce_max=1)))
@@ -71,18 +74,27 @@ def test_512_tasks_share_launches_and_get_what_they_would_get_alone(ask_for: Any
         assert np.array_equal(one.lse, other.lse)
 
 
-def one_at_a_time(**changes: Any) -> ga.ContextOptions:
-    """Launches are slow and one may be in flight, so that what is asked for meanwhile waits together."""
-    return ga.ContextOptions(max_in_flight=1, mock=ga.MockOptions(latency=0.05), **changes)
+def one_at_a_time(plan: FaultPlan | None = None) -> ga.ContextOptions:
+    """One launch may be in flight. The first ends in a second of the mock clock, and what is asked for until then waits
+    together."""
+    plan = (plan or FaultPlan()).delay(1.0, 1)
+    return ga.ContextOptions(max_in_flight=1, fault_plan=plan, clock=MockClock())
+
+
+def launching(ctx: ga.GpuContext) -> None:
+    """Wait until a launch is in flight."""
+    eventually(lambda: ctx.stats()["flash_attn"].in_flight == 1)
 
 
 def launches_of(ctx: ga.GpuContext, ask: Callable[[], list[ga.Reply[Any]]]) -> tuple[list[Any], int]:
-    """What replies asked for behind a launch give, an error in place of a result, and the launches that they took."""
+    """What replies asked for behind the first launch give, an error in place of a result, and the launches that they
+    took."""
     q = np.zeros((1, 1, 1, 8), np.float32)
     first = ctx.flash_attn.forward(q, q, q)
-    eventually(lambda: ctx.stats()["flash_attn"].in_flight == 1)
+    launching(ctx)
     before = ctx.stats()["flash_attn"].launched
     replies = ask()
+    ctx._services.clock.advance(1.0)  # type: ignore[attr-defined]
     results: list[Any] = []
     for reply in (first, *replies):
         try:
@@ -194,7 +206,7 @@ def test_a_request_that_is_wrong_is_refused_among_sound_ones() -> None:
 def test_a_shared_launch_that_fails_is_repeated_for_each_alone(error: type[ga.GpuActorsError]) -> None:
     """The shared launch is the second, and the fourth is one of those that repeat it."""
     plan = FaultPlan().fail(2, error).fail(4, error)
-    with ga.open_context("mock", one_at_a_time(fault_plan=plan)) as ctx:
+    with ga.open_context("mock", one_at_a_time(plan)) as ctx:
         ask = ask_pages(ctx, random_batch(7, (5, 20, 7)))
         results, launched = launches_of(ctx, lambda: [ask(index) for index in range(3)])
         assert launched == 4
@@ -206,7 +218,7 @@ def test_a_shared_launch_that_fails_is_repeated_for_each_alone(error: type[ga.Gp
 
 
 def test_a_lost_context_fails_all_that_shared_a_launch() -> None:
-    with ga.open_context("mock", one_at_a_time(fault_plan=FaultPlan().lose_context(2))) as ctx:
+    with ga.open_context("mock", one_at_a_time(FaultPlan().lose_context(2))) as ctx:
         ask = ask_pages(ctx, random_batch(8, (5, 20)))
         results, _ = launches_of(ctx, lambda: [ask(index) for index in range(2)])
         assert all(isinstance(result, ga.ContextLost) for result in results)

@@ -18,6 +18,7 @@ import gpu_actors as ga
 from gpu_actors.devices.cuda import CudaDevice
 from gpu_actors.kernels.arguments import forward_layout
 from gpu_actors.reference import attention_forward
+from gpu_actors.testing import MockClock
 
 SHAPE = (2, 24, 4, 16)
 KV_SHAPE = (2, 40, 2, 16)
@@ -128,16 +129,20 @@ def test_a_hung_launch_meets_its_deadline_and_loses_the_context(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     q, k, v = operands()
-    with service(cuda, monkeypatch, hang_timeout=0.4, drain_timeout=0.1) as ctx:
+    clock = MockClock()
+    with service(cuda, monkeypatch, clock=clock, hang_timeout=8.0, drain_timeout=0.1) as ctx:
         ctx.flash_attn.forward(q, k, v).result(20)
         for stream in cuda.open_streams:
             cuda.hang(stream)
-        late = ctx.flash_attn.forward(q, k, v, timeout=0.05)
+        late = ctx.flash_attn.forward(q, k, v, timeout=1.0)
         patient = ctx.flash_attn.forward(q, k, v)
+        clock.advance(1.0)
         with pytest.raises(ga.DeadlineExceeded):
-            late.result(5)
+            late.result(30.0)
+        assert not patient.done()
+        eventually(lambda: clock.advance(1.0) or patient.done())
         with pytest.raises(ga.ContextLost):
-            patient.result(5)
+            patient.result(30.0)
         assert ctx.health().state == "failed"
     for stream in cuda.open_streams:
         cuda.resume(stream)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import threading
@@ -48,13 +49,18 @@ async def context() -> AsyncIterator[GpuContext]:
 
 
 class Recorder:
-    """A context whose attention requests are noted, with the number of requests under way."""
+    """A context whose attention requests are noted, with the number of requests under way.
 
-    def __init__(self, context: GpuContext) -> None:
+    together: so many have to be under way before any of them is made.
+    """
+
+    def __init__(self, context: GpuContext, together: int = 1) -> None:
         self.calls: list[dict[str, Any]] = []
         self.under_way = 0
         self.peak = 0
         self._context = context
+        self._together = together
+        self._met = asyncio.Event()
         self.flash_attn = SimpleNamespace(forward=self._forward)
 
     async def _forward(self, q: Any, k: Any, v: Any, **options: Any) -> Any:
@@ -62,6 +68,9 @@ class Recorder:
         self.under_way += 1
         self.peak = max(self.peak, self.under_way)
         try:
+            if self.peak >= self._together:
+                self._met.set()
+            await self._met.wait()
             return await self._context.flash_attn.forward(q, k, v, **options)
         finally:
             self.under_way -= 1
@@ -118,7 +127,7 @@ async def test_vectors_do_not_depend_on_how_texts_are_batched(
 async def test_every_layer_is_one_varlen_request_a_batch_and_batches_overlap(
     context: GpuContext, model: MiniLM, tokenizer: Tokenizer
 ) -> None:
-    recorder: Any = Recorder(context)
+    recorder: Any = Recorder(context, together=2)
     embedder = Embedder(recorder, model, tokenizer, batch_tokens=100, batches_in_flight=3, threads=2)
     result = await embedder.embed(TEXTS[:16])
     sizes = [len(batch.ids) for batch in token_batches(tokenizer, TEXTS[:16], 100)]

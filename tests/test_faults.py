@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from service_support import Scripted, answer, ask, eventually, no_threads_left, rows
+from service_support import AT_ONCE, Scripted, answer, ask, eventually, no_threads_left, rows
 
 import gpu_actors as ga
 from gpu_actors.testing import Fault, FaultPlan, MockClock
@@ -28,7 +28,7 @@ def faulty(plan: FaultPlan, **options: Any) -> Iterator[ga.GpuContext]:
 def outcome(reply: ga.Reply[Any]) -> str:
     """The name of the error that answers a request, or "answered"."""
     try:
-        reply.result(5.0)
+        reply.result(30.0)
     except ga.GpuActorsError as error:
         return type(error).__name__
     return "answered"
@@ -98,9 +98,9 @@ def test_a_failed_launch_ends_with_the_error_that_the_plan_names() -> None:
     plan = FaultPlan().fail(1, ga.OutOfDeviceMemory).fail(2, ga.LaunchError("mine")).fail(3, ga.StaleBuffer("old"))
     with faulty(plan) as ctx:
         with pytest.raises(ga.OutOfDeviceMemory, match="fault plan"):
-            ask(ctx).result(5.0)
+            ask(ctx).result(30.0)
         with pytest.raises(ga.LaunchError, match=r"^mine$"):
-            ask(ctx).result(5.0)
+            ask(ctx).result(30.0)
         assert outcome(ask(ctx)) == "StaleBuffer"
 
 
@@ -148,7 +148,7 @@ def test_delays_add_up_and_take_real_time_without_a_mock_clock() -> None:
     with faulty(FaultPlan().delay(0.03).delay(0.02, launch=1)) as ctx:
         began = time.monotonic()
         assert outcome(ask(ctx)) == "answered"
-        assert 0.05 <= time.monotonic() - began < 2.0
+        assert 0.05 <= time.monotonic() - began < AT_ONCE
 
 
 def test_a_launch_that_is_delayed_and_fails_fails_late() -> None:
@@ -163,6 +163,7 @@ def test_a_launch_that_is_delayed_and_fails_fails_late() -> None:
         assert outcome(reply) == "LaunchError"
 
 
+@pytest.mark.usefixtures("patient_closing")
 def test_closing_ends_a_delay() -> None:
     with no_threads_left():
         with faulty(FaultPlan().delay(3600.0), drain_timeout=0.0) as ctx:
@@ -170,17 +171,18 @@ def test_closing_ends_a_delay() -> None:
             eventually(lambda: ctx.stats()["flash_attn"].in_flight == 1)
             began = time.monotonic()
         assert outcome(reply) == "ActorStopped"
-        assert time.monotonic() - began < 2.0
+        assert time.monotonic() - began < AT_ONCE
 
 
 # Losing the context
 
 
+@pytest.mark.usefixtures("patient_closing")
 def test_a_lost_context_answers_everything_and_says_so() -> None:
     """In flight, queued, parked, in another actor's hands, and made later: all get ContextLost."""
     plan = FaultPlan().hang(launch=1).lose_context(launch=2)
     params = ga.AttentionParams(1, 1, 1, 1, 1, 8)
-    with faulty(plan, max_in_flight=1, actors=(Scripted,)) as ctx:
+    with faulty(plan, max_in_flight=1, actors=(Scripted,), drain_timeout=60.0) as ctx:
         in_flight = ask(ctx)
         eventually(lambda: ctx.stats()["flash_attn"].launched == 1)
         queued = [ask(ctx) for _ in range(4)]
@@ -192,7 +194,7 @@ def test_a_lost_context_answers_everything_and_says_so() -> None:
         replies = [losing, in_flight, held, *queued]
         for reply in replies:
             with pytest.raises(ga.ContextLost, match="generation 1 of the context is lost") as caught:
-                reply.result(5.0)
+                reply.result(30.0)
             assert caught.value.generation == 1
             assert isinstance(caught.value.__cause__, ga.ContextLost)
         assert len({id(reply._call.error) for reply in replies}) == len(replies), "an error each"
@@ -206,10 +208,10 @@ def test_a_lost_context_answers_everything_and_says_so() -> None:
                 later.result()
             assert caught.value.generation == 1
         began = time.monotonic()
-    assert time.monotonic() - began < 1.5, "there is nothing to wait for"
+    assert time.monotonic() - began < AT_ONCE, "there is nothing to wait for"
     assert ctx.health().state == "failed"
     with pytest.raises(ga.ContextLost):
-        ask(ctx).result(1.0)
+        ask(ctx).result(30.0)
 
 
 def test_every_launch_after_the_loss_ends_with_it_too() -> None:
@@ -237,7 +239,7 @@ def test_waiters_on_loops_and_threads_all_hear_of_the_loss() -> None:
         eventually(lambda: ctx.stats()["flash_attn"].submitted == 201)
         ctx._services.context_lost(ga.ContextLost("pulled the plug"))
         for thread in threads:
-            thread.join(5.0)
+            thread.join(30.0)
     assert heard == ["ContextLost"] * 201
 
 
@@ -252,14 +254,18 @@ def test_only_the_first_loss_counts() -> None:
 # Hanging
 
 
+@pytest.mark.usefixtures("patient_closing")
 def test_a_hung_launch_is_answered_by_its_deadline() -> None:
-    with faulty(FaultPlan().hang(launch=1), drain_timeout=0.05) as ctx:
-        reply = ask(ctx, timeout=0.05)
+    clock = MockClock()
+    with faulty(FaultPlan().hang(launch=1), clock=clock, drain_timeout=0.05) as ctx:
+        reply = ask(ctx, timeout=1.0)
+        eventually(lambda: ctx.stats()["flash_attn"].in_flight == 1)
+        clock.advance(1.0)
         with pytest.raises(ga.DeadlineExceeded, match="after its launch"):
-            reply.result(5.0)
+            reply.result(30.0)
         assert ctx.stats()["flash_attn"].in_flight == 1
         began = time.monotonic()
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < AT_ONCE
 
 
 def test_launches_behind_a_hung_one_do_not_end_either() -> None:
@@ -283,12 +289,10 @@ def test_a_launch_that_hangs_for_too_long_has_lost_the_context() -> None:
         health = ctx.health()
         assert (health.state, health.ready, health.oldest_launch) == ("stalled", False, 4.5)
         assert "has not finished for 4.5 s" in health.reason
-        for _ in range(4):
-            time.sleep(0.005)
-            clock.advance(2.0)
+        eventually(lambda: clock.advance(2.0) or (hung.done() and queued.done()))
         for reply in (hung, queued):
             with pytest.raises(ga.ContextLost, match="a launch has not finished within 8") as caught:
-                reply.result(5.0)
+                reply.result(30.0)
             assert caught.value.generation == 1
         assert (ctx.generation, ctx.health().state) == (2, "failed")
 
@@ -305,13 +309,14 @@ def test_progress_ends_a_stall() -> None:
         eventually(lambda: ctx.health().state == "ready")
 
 
+@pytest.mark.usefixtures("patient_closing")
 def test_leaving_a_context_with_a_hung_launch_is_bounded_and_leaves_no_thread() -> None:
     with no_threads_left():
         with faulty(FaultPlan().hang(launch=1), drain_timeout=0.1) as ctx:
             reply = ask(ctx)
             eventually(lambda: ctx.stats()["flash_attn"].in_flight == 1)
             began = time.monotonic()
-        assert 0.1 <= time.monotonic() - began < 2.0
+        assert 0.1 <= time.monotonic() - began < AT_ONCE
     with pytest.raises(ga.ActorStopped):
         reply.result(0.0)
 
@@ -334,4 +339,4 @@ def test_an_empty_plan_changes_nothing() -> None:
 
 def test_faults_leave_other_actors_messages_alone() -> None:
     with faulty(FaultPlan().fail(), actors=(Scripted,)) as ctx:
-        assert ctx.actor(Scripted).submit(answer("no launch, no fault")).result(5.0) == "no launch, no fault"
+        assert ctx.actor(Scripted).submit(answer("no launch, no fault")).result(30.0) == "no launch, no fault"

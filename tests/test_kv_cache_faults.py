@@ -293,6 +293,7 @@ def test_free_and_truncate_wait_for_what_uses_the_sequence() -> None:
         seq = wait(cache.create())
         k, v = rows.new(9)
         wait(cache.append(seq, k, v))
+        in_flight(ctx, 0)
         q = rows.q(1, 1)
         read = cache.attend(q, seq)
         in_flight(ctx, 1)
@@ -312,6 +313,7 @@ def test_a_lost_context_fails_what_is_in_flight_and_makes_the_rest_stale() -> No
     with ga.open_context("mock", options) as ctx, ctx.kv_cache(**spec()) as cache:
         seq = wait(cache.create())
         wait(cache.append(seq, *rows.new(3)))
+        in_flight(ctx, 0)
         flying = cache.append(seq, *rows.new(1))
         in_flight(ctx, 1)
         clock.advance(LATER)

@@ -130,7 +130,7 @@ async def test_a_cache_is_opened_and_closed_around_its_use() -> None:
         with pytest.raises(ga.InvalidRequest, match="is not open"):
             cache.stats()
         gc.collect()
-        assert pool() is None
+        await asyncio.to_thread(eventually, lambda: pool() is None)
 
 
 async def test_a_pool_whose_opener_was_cancelled_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +139,7 @@ async def test_a_pool_whose_opener_was_cancelled_is_given_back(monkeypatch: pyte
 
     def slowly(*arguments: Any) -> Any:
         begun.set()
-        assert go_on.wait(10.0)
+        assert go_on.wait(30.0)
         return allocate(*arguments)
 
     monkeypatch.setattr(MockDevice, "allocate", slowly)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+import statistics
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from service_support import Gate, Scripted, answer, eventually, launch_of, occupied, raises, scripted
+from service_support import Gate, Scripted, answer, ask, eventually, launch_of, occupied, raises, scripted
 
 import gpu_actors as ga
 from gpu_actors.actors.call import Call
 from gpu_actors.actors.mailbox import Mailbox
+from gpu_actors.testing import MockClock
 
 pytestmark = pytest.mark.usefixtures("all_threads_end")
 
@@ -32,8 +34,8 @@ def test_a_full_mailbox_answers_overloaded_at_once_and_recovers() -> None:
         assert caught.value.retry_after > 0
         assert ctx.stats()["scripted"].queued == 4
         gate.open()
-        assert [reply.result(5.0) for reply in waiting] == [0, 1, 2, 3]
-        assert actor.submit(answer("room again")).result(5.0) == "room again"
+        assert [reply.result(30.0) for reply in waiting] == [0, 1, 2, 3]
+        assert actor.submit(answer("room again")).result(30.0) == "room again"
 
 
 def test_a_cancelled_request_makes_room() -> None:
@@ -43,7 +45,7 @@ def test_a_cancelled_request_makes_room() -> None:
         second = actor.submit(answer(2))
         assert not second.done()
         gate.open()
-        assert second.result(5.0) == 2
+        assert second.result(30.0) == 2
 
 
 def test_cancelled_requests_do_not_pile_up() -> None:
@@ -58,9 +60,12 @@ def test_cancelled_requests_do_not_pile_up() -> None:
 def test_a_sender_is_never_blocked() -> None:
     with scripted(mailbox_capacity=2, max_in_flight=1) as (_, actor):
         gate = occupied(actor)
-        began = time.monotonic()
-        replies = [actor.submit(answer(None)) for _ in range(1000)]
-        assert time.monotonic() - began < 1.0
+        replies, times = [], []
+        for _ in range(1000):
+            began = time.monotonic()
+            replies.append(actor.submit(answer(None)))
+            times.append(time.monotonic() - began)
+        assert statistics.median(times) < 1e-3, "whatever the machine did meanwhile"
         assert sum(reply.done() for reply in replies) == 998
         gate.open()
 
@@ -95,26 +100,35 @@ def test_max_in_flight_is_never_exceeded(limit: int) -> None:
     with scripted(max_in_flight=limit) as (ctx, actor):
         assert actor.max_in_flight == limit
         replies = [actor.submit(handle) for _ in range(4 * limit)]
-        eventually(lambda: ctx.stats()["scripted"].launched == limit)
+
+        def limited() -> bool:
+            stats = ctx.stats()["scripted"]
+            return (stats.launched, stats.in_flight, stats.queued) == (limit, limit, 3 * limit)
+
+        eventually(limited)
         time.sleep(0.02)
-        stats = ctx.stats()["scripted"]
-        assert (stats.launched, stats.in_flight, stats.queued) == (limit, limit, 3 * limit)
+        assert limited(), "and it stays there"
         gate.open()
         for reply in replies:
-            reply.result(5.0)
+            reply.result(30.0)
         assert most == limit
         eventually(lambda: ctx.stats()["scripted"].in_flight == 0)
 
 
 def test_flash_attn_keeps_to_max_in_flight_under_latency() -> None:
-    from service_support import rows
-
-    seen: list[int] = []
-    options = ga.ContextOptions(mock=ga.MockOptions(latency=0.002), max_in_flight=2)
+    clock = MockClock()
+    seen: set[int] = set()
+    options = ga.ContextOptions(mock=ga.MockOptions(latency=1.0), clock=clock, max_in_flight=2, hang_timeout=math.inf)
     with ga.open_context("mock", options) as ctx:
-        replies = [ctx.flash_attn.forward(rows(), rows(), rows()) for _ in range(24)]
-        while not all(reply.done() for reply in replies):
-            seen.append(ctx.stats()["flash_attn"].in_flight)
+        replies = [ask(ctx) for _ in range(24)]
+        eventually(lambda: ctx.stats()["flash_attn"].in_flight == 2)
+
+        def go_on() -> bool:
+            seen.add(ctx.stats()["flash_attn"].in_flight)
+            clock.advance(0.5)
+            return all(reply.done() for reply in replies)
+
+        eventually(go_on)
         eventually(lambda: ctx.stats()["flash_attn"].completed == 24)
         stats = ctx.stats()["flash_attn"]
     assert max(seen) == 2
@@ -140,7 +154,7 @@ def order_of(priorities: list[int], **options: Any) -> list[int]:
         replies = [actor.submit(handle(number), priority=priority) for number, priority in enumerate(priorities)]
         gate.open()
         for reply in replies:
-            reply.result(5.0)
+            reply.result(30.0)
     return handled
 
 
@@ -169,14 +183,14 @@ def test_requests_that_are_given_back_keep_their_place() -> None:
         replies = [actor.submit(launch_one(number)) for number in range(20)]
         gate.open()
         for reply in replies:
-            reply.result(5.0)
+            reply.result(30.0)
     assert handled == list(range(20))
 
 
 @pytest.mark.parametrize("priority", ["high", 1.0, None, True, math.nan])
 def test_a_priority_that_is_no_int_is_refused(priority: Any) -> None:
     with scripted() as (_, actor), pytest.raises(ga.InvalidRequest, match="int") as caught:
-        actor.submit(answer(None), priority=priority).result(1.0)
+        actor.submit(answer(None), priority=priority).result(30.0)
     assert caught.value.field == "priority"
 
 
@@ -206,7 +220,7 @@ def test_the_account_adds_up() -> None:
 def test_a_waiter_finds_itself_in_the_account() -> None:
     with scripted() as (ctx, actor):
         for number in range(200):
-            actor.submit(answer(None)).result(5.0)
+            actor.submit(answer(None)).result(30.0)
             assert ctx.stats()["scripted"].completed == number + 1
 
 
@@ -236,7 +250,7 @@ def test_requests_per_launch_counts_what_a_launch_answered() -> None:
 
     with batching() as ctx:
         replies = [ctx.actor(Batching).submit(start) for _ in range(6)]
-        assert [reply.result(5.0) for reply in replies] == [0, 1, 2, 0, 1, 2]
+        assert [reply.result(30.0) for reply in replies] == [0, 1, 2, 0, 1, 2]
         stats = ctx.stats()["batching"]
     assert (stats.launched, stats.requests_per_launch) == (2, 3.0)
 
@@ -287,13 +301,13 @@ def test_a_batch_that_fails_answers_every_request_in_it(start: Callable[..., Non
         replies = [ctx.actor(Batching).submit(start) for _ in range(3)]
         for reply in replies:
             with pytest.raises(error):
-                reply.result(2.0)
+                reply.result(30.0)
         if error is ga.ContextLost:
             assert {reply._call.error.generation for reply in replies} == {1}
             return
-        assert ctx.stats()["batching"].in_flight == 0
+        eventually(lambda: ctx.stats()["batching"].in_flight == 0)
         again = [ctx.actor(Batching).submit(answer_all) for _ in range(3)]
-        assert [reply.result(2.0) for reply in again] == ["fine"] * 3
+        assert [reply.result(30.0) for reply in again] == ["fine"] * 3
 
 
 def answer_all(actor: ga.ServiceActor, calls: list[Call[Any]]) -> None:
@@ -355,5 +369,5 @@ def test_an_actor_without_a_handle_of_its_own_refuses_calls_and_lives_on() -> No
     with ga.open_context("mock", ga.ContextOptions(actors=(Deaf,))) as ctx:
         for message in (1, "two"):
             with pytest.raises(ga.InvalidRequest, match=r"Deaf takes no requests: it has no handle\(\) of its own"):
-                ctx.actor(Deaf).submit(message).result(5.0)
+                ctx.actor(Deaf).submit(message).result(30.0)
         assert ctx.health().ready

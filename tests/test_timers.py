@@ -60,24 +60,24 @@ def test_nothing_runs_before_its_time(clock: MockClock, timers: Timers) -> None:
     clock.advance(0.999)
     assert not ran.wait(0.02)
     clock.advance(0.001)
-    assert ran.wait(5.0)
+    assert ran.wait(30.0)
 
 
 def test_a_time_that_has_passed_is_due_at_once(clock: MockClock, timers: Timers) -> None:
     ran = threading.Event()
     timers.at(-5.0, ran.set)
-    assert ran.wait(5.0)
+    assert ran.wait(30.0)
 
 
 def test_an_earlier_timer_wakes_the_thread_from_a_longer_sleep(timers: Timers) -> None:
     real = real_timers()
     ran = threading.Event()
-    real.after(60.0, lambda: None)
+    real.after(3600.0, lambda: None)
     time.sleep(0.01)
     began = time.monotonic()
     real.after(0.02, ran.set)
-    assert ran.wait(5.0)
-    assert 0.02 <= time.monotonic() - began < 1.0
+    assert ran.wait(30.0)
+    assert time.monotonic() - began >= 0.02
     real.close()
 
 
@@ -99,7 +99,7 @@ def test_a_cancelled_timer_does_not_run_and_lets_go_of_its_callback(clock: MockC
     done = threading.Event()
     timers.after(1.0, done.set)
     clock.advance(1.0)
-    assert done.wait(5.0)
+    assert done.wait(30.0)
 
 
 def test_cancelled_timers_do_not_pile_up(timers: Timers) -> None:
@@ -120,7 +120,7 @@ def test_a_callback_that_raises_does_not_keep_others_from_running(
     timers.after(1.0, ran.set)
     with caplog.at_level(logging.ERROR):
         clock.advance(1.0)
-        assert ran.wait(5.0)
+        assert ran.wait(30.0)
     assert "a timer's callback raised" in caplog.text
 
 
@@ -131,15 +131,14 @@ def test_a_timer_further_away_than_a_thread_can_sleep_harms_nobody(far: float) -
     time.sleep(0.02)
     ran = threading.Event()
     timers.after(0.01, ran.set)
-    assert ran.wait(5.0)
+    assert ran.wait(30.0)
     timers.close()
 
 
 def test_no_thread_runs_before_the_first_timer(clock: MockClock, timers: Timers) -> None:
-    before = threading.active_count()
     assert timers._thread is None
     timers.after(1.0, lambda: None)
-    assert threading.active_count() == before + 1
+    assert timers._thread.is_alive()
 
 
 def test_a_thread_that_cannot_be_started_is_tried_again(
@@ -155,7 +154,7 @@ def test_a_thread_that_cannot_be_started_is_tried_again(
     ran = threading.Event()
     timers.after(1.0, ran.set)
     clock.advance(1.0)
-    assert ran.wait(5.0)
+    assert ran.wait(30.0)
 
 
 def test_close_ends_the_thread_and_forgets_every_timer(clock: MockClock) -> None:
@@ -180,7 +179,7 @@ def test_a_callback_may_set_a_timer_and_close_the_timers(clock: MockClock) -> No
 
     timers.after(1.0, again)
     clock.advance(1.0)
-    assert nested.wait(5.0)
+    assert nested.wait(30.0)
     clock.advance(1.0)
     eventually(lambda: timers._thread is not None and not timers._thread.is_alive())
 
@@ -211,7 +210,7 @@ def test_a_sleeper_on_the_mock_clock_wakes_when_it_is_time_and_not_before() -> N
         assert not woke
         eventually(lambda: clock._sleepers)
         clock.advance(0.5)
-    thread.join(5.0)
+    thread.join(30.0)
     assert woke == [2.0]
 
 
@@ -222,5 +221,5 @@ def test_no_advance_is_missed_by_a_sleeper_that_is_about_to_sleep() -> None:
         ran = threading.Event()
         timers.after(1.0, ran.set)
         clock.advance(1.0)
-        assert ran.wait(5.0)
+        assert ran.wait(30.0)
     timers.close()

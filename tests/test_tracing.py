@@ -13,7 +13,7 @@ import pytest
 from service_support import Gate, answer, ask, eventually, launches, raises, rows, scripted
 
 import gpu_actors as ga
-from gpu_actors.testing import FaultPlan
+from gpu_actors.testing import FaultPlan, MockClock
 from gpu_actors.tracing import Trace, events
 
 pytestmark = pytest.mark.usefixtures("all_threads_end")
@@ -36,7 +36,7 @@ def test_a_request_is_accepted_launched_and_completed() -> None:
     seen: list[ga.TraceEvent] = []
     with ga.open_context("mock", ga.ContextOptions(on_event=seen.append)) as ctx:
         reply = ask(ctx)
-        reply.result(5.0)
+        reply.result(30.0)
         key = ctx.flash_attn.inspect_key(ga.FlashForward(q=rows(), k=rows(), v=rows()))
     accepted, launched, completed = of(seen, reply)
     assert names([accepted, launched, completed]) == ["request.accepted", "request.launched", "request.completed"]
@@ -55,7 +55,7 @@ def test_a_request_that_is_refused_is_accepted_and_failed(wrong: dict[str, Any],
     with ga.open_context("mock", ga.ContextOptions(on_event=seen.append)) as ctx:
         reply = ask(ctx, **wrong)
         with pytest.raises(error):
-            reply.result(5.0)
+            reply.result(30.0)
     trace = of(seen, reply)
     assert names(trace) == ["request.accepted", "request.failed"]
     assert isinstance(trace[1].fields["error"], error)
@@ -63,15 +63,19 @@ def test_a_request_that_is_refused_is_accepted_and_failed(wrong: dict[str, Any],
 
 def test_every_ending_of_a_request_is_traced_once() -> None:
     seen: list[ga.TraceEvent] = []
-    with scripted(on_event=seen.append, max_in_flight=1, mailbox_capacity=4) as (_, actor):
+    clock = MockClock()
+    policy = ga.RestartPolicy(backoff=0.0)
+    options: dict[str, Any] = {"max_in_flight": 1, "mailbox_capacity": 4, "clock": clock, "restart": policy}
+    with scripted(on_event=seen.append, **options) as (_, actor):
         gate = Gate()
         launched = actor.submit(launches(gate))
-        assert gate.entered.wait(5.0)
+        assert gate.entered.wait(30.0)
         cancelled = actor.submit(answer(None))
-        expired = actor.submit(answer(None), timeout=0.01)
+        expired = actor.submit(answer(None), timeout=1.0)
         waiting = [actor.submit(answer(None)) for _ in range(2)]
         overloaded = actor.submit(answer(None))
         cancelled.cancel()
+        clock.advance(1.0)
         eventually(expired.done)
         gate.open()
         crashed = actor.submit(raises(ZeroDivisionError()))
@@ -103,7 +107,7 @@ def test_the_loss_of_the_context_is_traced_with_its_generation() -> None:
     with ga.open_context("mock", options) as ctx:
         reply = ask(ctx)
         with pytest.raises(ga.ContextLost):
-            reply.result(5.0)
+            reply.result(30.0)
     (lost,) = [event for event in seen if event.name == "context.lost"]
     assert lost.fields["generation"] == 1
     assert isinstance(lost.fields["error"], ga.ContextLost)
@@ -120,15 +124,15 @@ def test_a_listener_that_raises_harms_no_request(error: BaseException, caplog: p
             raise error
 
     with scripted(on_event=listen) as (ctx, actor):
-        assert actor.submit(answer(1)).result(5.0) == 1
-        assert actor.submit(launches(lambda: None, 2)).result(5.0) == 2
+        assert actor.submit(answer(1)).result(30.0) == 1
+        assert actor.submit(launches(lambda: None, 2)).result(30.0) == 2
         with pytest.raises(ga.DeadlineExceeded):
-            actor.submit(lambda actor, call: None, timeout=0.01).result(5.0)
+            actor.submit(lambda actor, call: None, timeout=0.01).result(30.0)
         with pytest.raises(ga.DeadlineExceeded):
-            actor.submit(lambda actor, call: None, timeout=0.01).result(5.0)
+            actor.submit(lambda actor, call: None, timeout=0.01).result(30.0)
         with pytest.raises(ga.ActorFailed):
-            actor.submit(raises(ZeroDivisionError())).result(5.0)
-        assert actor.submit(answer(3)).result(5.0) == 3
+            actor.submit(raises(ZeroDivisionError())).result(30.0)
+        assert actor.submit(answer(3)).result(30.0) == 3
         eventually(lambda: ctx.stats()["scripted"].in_flight == 0)
         assert ctx.health().ready
     assert "a trace listener raised on request.completed" in caplog.text
@@ -145,10 +149,10 @@ def test_a_logger_that_raises_keeps_no_waiter_waiting(caplog: pytest.LogCaptureF
     events.logger.addFilter(refusing)
     try:
         with caplog.at_level(logging.DEBUG, "gpu_actors.trace"), scripted() as (ctx, actor):
-            assert actor.submit(launches(lambda: None, 2)).result(5.0) == 2
-            assert actor.submit(answer(1)).result(5.0) == 1
+            assert actor.submit(launches(lambda: None, 2)).result(30.0) == 2
+            assert actor.submit(answer(1)).result(30.0) == 1
             with pytest.raises(ga.DeadlineExceeded):
-                actor.submit(lambda actor, call: None, timeout=0.01).result(5.0)
+                actor.submit(lambda actor, call: None, timeout=0.01).result(30.0)
             assert actor.restarts == 0
             eventually(lambda: ctx.stats()["scripted"].in_flight == 0)
     finally:
@@ -160,9 +164,9 @@ def test_a_logger_that_raises_keeps_no_waiter_waiting(caplog: pytest.LogCaptureF
 
 def test_events_are_log_records_with_fields(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, "gpu_actors.trace"), ga.open_context("mock") as ctx:
-        ask(ctx).result(5.0)
+        ask(ctx).result(30.0)
         with pytest.raises(ga.InvalidRequest):
-            ask(ctx, softcap=-1.0).result(5.0)
+            ask(ctx, softcap=-1.0).result(30.0)
     records = [record for record in caplog.records if record.name == "gpu_actors.trace"]
     assert [record.event for record in records][:3] == ["request.accepted", "request.launched", "request.completed"]  # type: ignore[attr-defined]
     assert records[0].fields["message"] == "FlashForward"  # type: ignore[attr-defined]
@@ -174,10 +178,10 @@ def test_what_an_operator_must_see_is_logged_above_debug(caplog: pytest.LogCaptu
     plan = FaultPlan().lose_context(launch=1)
     with caplog.at_level(logging.WARNING, "gpu_actors.trace"), scripted(fault_plan=plan) as (ctx, actor):
         with pytest.raises(ga.ActorFailed):
-            actor.submit(raises(ZeroDivisionError())).result(5.0)
+            actor.submit(raises(ZeroDivisionError())).result(30.0)
         eventually(lambda: actor.restarts == 1 and actor.state == "running")
         with pytest.raises(ga.ContextLost):
-            ask(ctx).result(5.0)
+            ask(ctx).result(30.0)
     levels = {record.event: record.levelname for record in caplog.records if record.name == "gpu_actors.trace"}  # type: ignore[attr-defined]
     assert levels == {"actor.restarted": "WARNING", "context.lost": "ERROR"}
 
@@ -193,10 +197,10 @@ def test_nothing_is_built_when_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Trace, "emit", never)
     assert not events.logger.isEnabledFor(logging.DEBUG)
     with scripted() as (ctx, actor):
-        ask(ctx).result(5.0)
-        actor.submit(answer(1)).result(5.0)
+        ask(ctx).result(30.0)
+        actor.submit(answer(1)).result(30.0)
         with pytest.raises(ga.InvalidRequest):
-            ask(ctx, softcap=-1.0).result(5.0)
+            ask(ctx, softcap=-1.0).result(30.0)
         assert not ctx._services.trace.active
 
 
@@ -204,10 +208,10 @@ def test_a_request_made_before_anybody_looked_stays_out_of_the_trace(caplog: pyt
     with scripted() as (_, actor):
         gate = Gate()
         reply = actor.submit(launches(gate))
-        assert gate.entered.wait(5.0)
+        assert gate.entered.wait(30.0)
         with caplog.at_level(logging.DEBUG, "gpu_actors.trace"):
             gate.open()
-            reply.result(5.0)
+            reply.result(30.0)
     assert not [record for record in caplog.records if record.name == "gpu_actors.trace"]
 
 
@@ -265,12 +269,12 @@ def test_what_is_open_when_a_trace_is_written_is_closed_in_the_file(path: Path) 
     with scripted(on_event=trace) as (_, actor):
         gate = Gate()
         reply = actor.submit(launches(gate))
-        assert gate.entered.wait(5.0)
+        assert gate.entered.wait(30.0)
         eventually(lambda: ("launch", "scripted#1") in trace._open)
         trace.write()
         balanced(load(path)[0])
         gate.open()
-        reply.result(5.0)
+        reply.result(30.0)
     trace.write()
     balanced(load(path)[0])
 
