@@ -22,13 +22,17 @@ __all__ = ["Gate"]
 class Gate:
     """`admits`, `block` and `hold` are for the actor's thread, the others for any.
 
+    A call may be cancelled at any moment, by the garbage collector in the middle of all this, too, and on a thread that
+    holds the mailbox's lock: so the lock is re-entrant, the mailbox's is never asked for under it, and a call that was
+    put aside looks again for what stood in its way.
+
     Held calls are parked here. Expected ones are in flight, and when their launch ends they come again or are answered;
     returning ones are in the mailbox again, or about to be.
     """
 
     def __init__(self, post: Post) -> None:
         self._post = post
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._blocker: Call[Any] | None = None
         self._held: list[Call[Any]] = []
         self._expected: set[Call[Any]] = set()
@@ -37,13 +41,13 @@ class Gate:
     def admits(self, call: Call[Any]) -> bool:
         """Whether a call may be handled now. False: it will come again."""
         with self._lock:
-            self._expected = {other for other in self._expected if other is not call and not other.done}
-            self._returning = {other for other in self._returning if other is not call and not other.done}
-            blocked = self._blocker is not None and call is not self._blocker
-            if blocked or _behind(call, self._expected):
-                self._keep(call)
-                return False
+            for awaited in (self._expected, self._returning):
+                awaited.difference_update([other for other in list(awaited) if other is call or other.done])
+            waits = self._in_the_way(call)
             behind = _behind(call, self._returning)
+        if waits:
+            self._keep(call)
+            return False
         self.open(call)
         if behind:
             # It was taken together with one of those; the mailbox will give it out after them.
@@ -58,9 +62,10 @@ class Gate:
 
     def hold(self, call: Call[Any]) -> None:
         """Let this call and everything behind it wait until something in flight has ended."""
+        self._post.park(call)
         with self._lock:
-            self._keep(call)
             self._expected.add(call)
+            self._held.append(call)
 
     def expect(self, calls: Iterable[Call[Any]]) -> None:
         """These are in flight and may come again."""
@@ -88,9 +93,18 @@ class Gate:
             self._blocker = None
         self._release()
 
+    def _in_the_way(self, call: Call[Any]) -> bool:
+        """Whether there is something that a call has to wait for."""
+        blocker = self._blocker
+        return (blocker is not None and call is not blocker) or _behind(call, self._expected)
+
     def _keep(self, call: Call[Any]) -> None:
         self._post.park(call)
-        self._held.append(call)
+        with self._lock:
+            self._held.append(call)
+            waits = self._in_the_way(call)
+        if not waits:  # it is gone meanwhile, and with it whoever would let this one go on
+            self._release()
 
     def _release(self) -> None:
         with self._lock:
@@ -103,7 +117,7 @@ class Gate:
 
 def _behind(call: Call[Any], others: Iterable[Call[Any]]) -> bool:
     place = _place(call)
-    return any(_place(other) < place for other in others)
+    return any(_place(other) < place for other in list(others))
 
 
 def _place(call: Call[Any]) -> tuple[int, int]:

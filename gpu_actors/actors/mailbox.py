@@ -265,11 +265,15 @@ class Mailbox:
         place = (-call.priority, call.number)
         self._waiting[call.number] = call
         heapq.heappush(self._order, place)
+        if call.state is DONE:  # since it was looked at
+            self._waiting.pop(call.number, None)
 
     def _pop(self, limit: int) -> list[Call[Any]]:
         calls: list[Call[Any]] = []
         waiting = self._waiting
-        while waiting and len(calls) < limit:
+        while len(calls) < limit:
+            if not waiting:  # asked last: where nothing waits, nothing may be left of the order
+                break
             call = waiting.pop(heapq.heappop(self._order)[1], None)
             if call is not None:  # else it was answered while it waited
                 calls.append(call)

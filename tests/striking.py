@@ -1,0 +1,115 @@
+"""Does something at each of the points at which the interpreter may do as much of its own accord.
+
+The garbage collector, and on the main thread a signal handler, run between two instructions: after a call, at the
+beginning of a function and of another turn of a loop, and where something is made. What they find half done they may
+change.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+__all__ = ["Case", "each_point"]
+
+_BEFORE = ("CALL", "RESUME", "JUMP_BACKWARD", "BUILD_")
+
+
+class Case(NamedTuple):
+    """``strike`` is called once in the middle of ``act``; then ``check`` looks whether all is as it should be."""
+
+    act: Callable[[], Any]
+    strike: Callable[[], Any]
+    check: Callable[[], Any]
+
+
+def each_point(files: tuple[str, ...], make: Callable[[], Case]) -> int:
+    """Make a case and go through it, once for each point at which it can be struck in files of these names.
+
+    Returns the number of points.
+    """
+    point = 0
+    while True:
+        case = make()
+        striker = _Striker(files, point, case.strike)
+        with striker.watching():
+            case.act()
+        if not striker.struck:
+            return point
+        try:
+            case.check()
+        except BaseException as error:
+            error.add_note(f"struck at {striker.struck}")
+            raise
+        point += 1
+
+
+@functools.cache
+def _points(code: CodeType) -> frozenset[int]:
+    """The offsets of the instructions before which something else may run."""
+    points = set()
+    previous = ""
+    for instruction in dis.get_instructions(code):
+        if any(name in previous for name in _BEFORE) and previous != "PRECALL":
+            points.add(instruction.offset)
+        previous = instruction.opname
+    return frozenset(points)
+
+
+class _Striker:
+    def __init__(self, files: tuple[str, ...], point: int, strike: Callable[[], Any]) -> None:
+        self._files = files
+        self._left = point
+        self._strike = strike
+        self._thread = threading.get_ident()
+        self.struck = ""
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """On this thread."""
+        if sys.version_info < (3, 12):
+            sys.settrace(self._call)
+            try:
+                yield
+            finally:
+                sys.settrace(None)
+            return
+        events = sys.monitoring
+        events.use_tool_id(events.DEBUGGER_ID, "striking")
+        events.register_callback(events.DEBUGGER_ID, events.events.INSTRUCTION, self._reach)
+        events.set_events(events.DEBUGGER_ID, events.events.INSTRUCTION)
+        try:
+            yield
+        finally:
+            events.set_events(events.DEBUGGER_ID, 0)
+            events.free_tool_id(events.DEBUGGER_ID)
+
+    def _call(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if self.struck or not frame.f_code.co_filename.endswith(self._files):
+            return None
+        frame.f_trace_opcodes = True
+        frame.f_trace_lines = False
+        return self._step
+
+    def _step(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "opcode":
+            self._reach(frame.f_code, frame.f_lasti)
+        return self._step
+
+    def _reach(self, code: CodeType, offset: int) -> None:
+        if self.struck or not code.co_filename.endswith(self._files) or offset not in _points(code):
+            return
+        if threading.get_ident() != self._thread:
+            return
+        if self._left:
+            self._left -= 1
+            return
+        lines = [line for start, stop, line in code.co_lines() if start <= offset < stop]
+        self.struck = f"{code.co_qualname}, line {lines[0]}"
+        self._strike()
