@@ -69,14 +69,15 @@ def check_far(kernel: str, axis: int, **launch: Any) -> None:
     check_output(outputs["out"], outputs["lse"], *(arrays[name] for name in "qkv"), **options)
 
 
-def far_halves(make: Callable[[int], dict[str, EmulatedBuffer]]) -> list[dict[str, EmulatedBuffer]]:
-    """The buffers of half 0 and of half 1, wherever the system puts memory: all of one far from all of the other."""
+def far_halves(make: Callable[[int], dict[str, EmulatedBuffer]], apart: int = APART) -> list[dict[str, EmulatedBuffer]]:
+    """The buffers of half 0 and of half 1, wherever the system puts memory: all of one more than ``apart`` bytes from
+    all of the other."""
     first, kept = make(0), []
     for _ in range(50):
         # Takes the place that the second half would be given, as do halves that came to lie near.
         second = make(1)
-        kept.append((second, Mapping(0, guard=APART)))
-        if all(abs(a.address - b.address) > APART for a in first.values() for b in second.values()):
+        kept.append((second, Mapping(0, guard=apart)))
+        if all(abs(a.address - b.address) > apart for a in first.values() for b in second.values()):
             return [first, second]
     raise AssertionError("the system puts all memory in one place")
 

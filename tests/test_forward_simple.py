@@ -10,9 +10,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from emulated_forward import Strided, answer, check, check_case, gaussian, key_of, module_of, problem_of, qkv, run
+from far_tensors import far_halves
 
 from gpu_actors.devices.emulation import EmulatedBuffer
-from gpu_actors.devices.emulation.memory import Mapping
 from gpu_actors.devices.interface import Buffer
 from gpu_actors.kernels.arguments import pack_forward
 from gpu_actors.kernels.variants import kernel_source, launch_geometry
@@ -225,12 +225,12 @@ class TestAddressing:
     @pytest.mark.parametrize("axis", [0, 1, 2])
     def test_offsets_past_32_bits_are_followed(self, axis):
         """Two halves of each tensor lie more than 2^32 elements apart; what lies between is not accessible."""
-        shape, spacer = [2, 2, 2, 16], []
+        shape = [2, 2, 2, 16]
         shape[axis] = 1
-        halves: list[dict[str, EmulatedBuffer]] = []
         arrays = {name: gaussian(n, (2, 2, 2, 16), "float16") for n, name in enumerate("qkv")}
         arrays["bias"] = gaussian(4, (2, 2, 2, 2), "float32")
-        for half in range(2):
+
+        def memory_of(half: int) -> dict[str, EmulatedBuffer]:
             parts = {
                 name: np.take(array, [half], BIAS_AXES[axis] if name == "bias" else axis)
                 for name, array in arrays.items()
@@ -238,9 +238,9 @@ class TestAddressing:
             memory = {name: EmulatedBuffer.of(part, name) for name, part in parts.items()}
             memory["out"] = EmulatedBuffer(2 * int(np.prod(shape)), "out")
             memory["lse"] = EmulatedBuffer(4 * 4, "lse")
-            halves.append(memory)
-            if half == 0:
-                spacer.append(Mapping(0, guard=12 << 30))
+            return memory
+
+        halves = far_halves(memory_of, apart=17 << 30)  # 2^32 elements of four bytes, and the extent of a half
         problem = problem_of(*(arrays[name] for name in "qkv"), bias=arrays["bias"])
         buffers = {name: far_buffer(name, axis, halves) for name in halves[0]}
         assert all(abs(max(buffer.strides, key=abs)) > 1 << 32 for buffer in buffers.values())
