@@ -243,6 +243,26 @@ def test_waiters_on_loops_and_threads_all_hear_of_the_loss() -> None:
     assert heard == ["ContextLost"] * 201
 
 
+def test_whoever_meets_the_loss_while_it_is_being_told_hears_of_the_same_generation() -> None:
+    params = ga.AttentionParams(1, 1, 1, 1, 1, 8)
+    met: list[ga.Reply[Any]] = []
+
+    def listen(event: ga.TraceEvent) -> None:
+        # The loss is known and nobody has been told of it yet: another actor's launch meets the lost device first.
+        if event.name == "context.lost":
+            met.append(ctx.cudnn.mha_forward(params, rows(), rows(), rows()))
+            assert met[0]._call.wait(30.0)
+
+    with faulty(FaultPlan().lose_context(launch=1), on_event=listen) as ctx:
+        replies = [ask(ctx)]
+        eventually(replies[0].done)
+        for reply in replies + met:
+            with pytest.raises(ga.ContextLost, match="generation 1 of the context is lost") as caught:
+                reply.result(30.0)
+            assert caught.value.generation == 1
+        assert len(met) == 1
+
+
 def test_only_the_first_loss_counts() -> None:
     with faulty(FaultPlan()) as ctx:
         ctx._services.context_lost(ga.ContextLost("first"))

@@ -244,7 +244,7 @@ def test_calls_are_answered_when_something_that_looks_on_raises() -> None:
     """Settling the first one raises; the second was launched with it, and a third behind them."""
     clock = MockClock()
     mailbox = Mailbox("actor", 8, 8)
-    completion = Completion("actor", mailbox, clock, lambda error: None)
+    completion = Completion("actor", mailbox, clock, lambda error: error)
     calls = [Call[int]("message", mailbox) for _ in range(3)]
 
     def raises(call: Call[int]) -> None:

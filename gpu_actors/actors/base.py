@@ -159,10 +159,10 @@ class ServiceActor(pykka.ThreadingActor):
 
     def _refuse(self, calls: Iterable[Call[Any]], error: BaseException) -> None:
         """Answer calls with what was raised while they were worked on."""
+        failure: GpuActorsError
         if isinstance(error, ContextLost):
-            # This answers them with the generation that was lost, which the device did not know.
-            self.post.report_lost(error)
-        if isinstance(error, GpuActorsError):
+            failure = self.post.report_lost(error.with_traceback(None))
+        elif isinstance(error, GpuActorsError):
             failure = error.with_traceback(None)
         else:
             traceback.clear_frames(error.__traceback__)

@@ -47,10 +47,13 @@ class _Entry:
 class Completion:
     """Settles the calls of one stream's launches.
 
-    on_lost: called, on the thread that saw it, when a launch reports that the context is gone.
+    on_lost: called, on the thread that saw it, when a launch reports that the context is gone. Gives what to answer
+        the launch's calls with.
     """
 
-    def __init__(self, name: str, mailbox: Mailbox, clock: Clock, on_lost: Callable[[ContextLost], None]) -> None:
+    def __init__(
+        self, name: str, mailbox: Mailbox, clock: Clock, on_lost: Callable[[ContextLost], ContextLost]
+    ) -> None:
         self._name = name
         self._mailbox = mailbox
         self._clock = clock
@@ -154,9 +157,10 @@ class Completion:
 
     def _reported(self, error: BaseException) -> GpuActorsError:
         """What to answer with where a launch, or finishing it, raised ``error``."""
-        if isinstance(error, GpuActorsError):
-            if isinstance(error, ContextLost):
-                self._on_lost(error)
+        answer: GpuActorsError
+        if isinstance(error, ContextLost):
+            answer = self._on_lost(error)
+        elif isinstance(error, GpuActorsError):
             answer = error
         else:
             logger.error("%s: a finished launch could not be answered", self._name, exc_info=error)

@@ -152,8 +152,9 @@ class Post:
             call.fail(_died(self.name, error))
         self.services.supervise(ChildFailed(self, actor.actor_urn, error))
 
-    def report_lost(self, error: ContextLost) -> None:
-        self.services.context_lost(error)
+    def report_lost(self, error: ContextLost) -> ContextLost:
+        """Gives what to answer with instead."""
+        return self.services.context_lost(error)
 
     def park(self, call: Call[Any]) -> None:
         """Take the call out of this incarnation's hands: something that outlives it will answer it or give it back."""

@@ -98,26 +98,29 @@ class Services:
             context=context,
         )
 
-    def context_lost(self, error: ContextLost) -> None:
+    def context_lost(self, error: ContextLost) -> ContextLost:
         """The device context is gone: answer everything unanswered with `ContextLost`, refuse what comes later.
 
         Runs on the thread that saw it, so that nobody waits for an actor to get to it. Only the first report counts.
+        Gives what to answer with where ``error`` would have been the answer: that does not know the generation.
         """
         with self._lock:
-            if self.lost is not None:
-                return
-            generation = self.generation
-            self.lost = error
-            self.generation = generation + 1
-        self.trace.emit("context.lost", generation=generation, error=error)
+            first = self.lost is None
+            if first:
+                self.lost = error
+                self.generation += 1
+        generation, cause = self.generation - 1, self.lost
 
         def reason() -> ContextLost:
-            lost = ContextLost(f"generation {generation} of the context is lost: {error}", generation)
-            lost.__cause__ = error
+            lost = ContextLost(f"generation {generation} of the context is lost: {cause}", generation)
+            lost.__cause__ = cause
             return lost
 
-        for post in self.posts.values():
-            post.mailbox.close(reason)
-        for post in self.posts.values():
-            post.mailbox.fail_all(reason)
-            post.mailbox.write_off()
+        if first:
+            self.trace.emit("context.lost", generation=generation, error=error)
+            for post in self.posts.values():
+                post.mailbox.close(reason)
+            for post in self.posts.values():
+                post.mailbox.fail_all(reason)
+                post.mailbox.write_off()
+        return reason()
