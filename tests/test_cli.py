@@ -78,7 +78,7 @@ def test_nothing_can_be_said_where_standard_error_is_full(unbuffered: str) -> No
     environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
-            command_line("bench", "nothing"), stdout=full, stderr=full, env=environment, timeout=60, check=False
+            command_line("bench", "nothing"), stdout=full, stderr=full, env=environment, timeout=100, check=False
         )
     assert done.returncode == 2
 

@@ -15,6 +15,7 @@ from service_support import eventually
 
 import gpu_actors as ga
 from gpu_actors.devices.mock import MockDevice
+from gpu_actors.testing import FaultPlan, MockClock
 
 
 def wrong_requests(cache: ga.KvCache, seq: ga.KvSequence, other: ga.KvSequence) -> dict[str, tuple[Any, str]]:
@@ -184,9 +185,9 @@ def test_a_pool_whose_opener_was_interrupted_is_given_back(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("how", ["it takes longer than a request may", "the task that closes is cancelled"])
 async def test_a_pool_is_given_back_whatever_becomes_of_who_waits_for_that(how: str) -> None:
-    late = how.startswith("it takes")
+    late, clock = how.startswith("it takes"), MockClock()
     options = ga.ContextOptions(
-        default_timeout=0.05 if late else None, max_in_flight=1, mock=ga.MockOptions(latency=0.3)
+        default_timeout=1.0 if late else None, max_in_flight=1, fault_plan=FaultPlan().delay(10.0, 1), clock=clock
     )
     async with ga.open_context("mock", options) as ctx:
         cache = ctx.kv_cache(**spec())
@@ -194,11 +195,16 @@ async def test_a_pool_is_given_back_whatever_becomes_of_who_waits_for_that(how: 
         rows = Rows().new(1)[0]
         busy = cache.append(await cache.create(), rows, rows, timeout=60.0)
         await asyncio.to_thread(eventually, lambda: ctx.stats()["kv_cache"].in_flight == 1)
+        asked = ctx.stats()["kv_cache"].submitted
         closing = asyncio.ensure_future(cache.__aexit__(None, None, None))
-        await asyncio.sleep(0.1)
+        await asyncio.to_thread(eventually, lambda: ctx.stats()["kv_cache"].submitted > asked)
+        clock.advance(5.0)
+        await asyncio.sleep(0.02)
         assert not closing.done()
         if not late:
             closing.cancel()
+            await asyncio.sleep(0)
+        clock.advance(5.0)
         await asyncio.wait([closing])
         assert closing.cancelled() == (not late)
         assert await busy == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from service_support import Gate, ask, eventually, rows
 import gpu_actors as ga
 from gpu_actors.actors import nvrtc
 from gpu_actors.devices.interface import Kernel
+from gpu_actors.testing import MockClock
 
 pytestmark = pytest.mark.usefixtures("all_threads_end")
 
@@ -66,16 +68,19 @@ def test_a_request_that_waits_for_its_kernel_can_be_cancelled_and_can_expire(com
 
 
 def test_the_default_time_limit_is_of_who_waits_and_not_of_the_compilation(compiling: Gate) -> None:
-    options = ga.ContextOptions(compile_on_mock=True, default_timeout=0.05, drain_timeout=2.0)
+    clock = MockClock()
+    options = ga.ContextOptions(compile_on_mock=True, default_timeout=1.0, drain_timeout=2.0, clock=clock)
     with ga.open_context("mock", options) as ctx:
         hurried, patient = ask(ctx), ask(ctx, timeout=60.0)
+        assert compiling.entered.wait(30.0)
+        clock.advance(10.0)
         with pytest.raises(ga.DeadlineExceeded, match="before its launch"):
-            hurried.result(5.0)
-        assert compiling.entered.wait(5.0)
+            hurried.result(30.0)
+        time.sleep(0.02)
         assert ctx.stats()["nvrtc"].in_flight == 1
         assert not patient.done()
         compiling.open()
-        assert patient.result(5.0).out.shape == (1, 1, 1, 8)
+        assert patient.result(30.0).out.shape == (1, 1, 1, 8)
         assert ask(ctx, timeout=60.0).result(60.0).out.shape == (1, 1, 1, 8)
         assert len(compiling.compiled) == 1
 
