@@ -44,12 +44,24 @@ DEVICE Real sign_of(Real x) {
   return Real(x > 0) - Real(x < 0);
 }
 
-// Quotients rounded down, and remainders with the sign of the divisor, as Python's.
+DEVICE float remainder_of(float a, float b) { return fmodf(a, b); }
+DEVICE double remainder_of(double a, double b) { return fmod(a, b); }
+
+// Quotients rounded down, and remainders with the sign of the divisor, as Python's. Of floats by an exact remainder: the
+// quotient itself may have more digits than a float, or none left under an infinite divisor.
 DEVICE int floor_divide(int a, int b) { return a / b - (a % b != 0 && (a % b < 0) != (b < 0)); }
-DEVICE float floor_divide(float a, float b) { return floor_of(a / b); }
-DEVICE double floor_divide(double a, double b) { return floor_of(a / b); }
 DEVICE int modulo(int a, int b) { return a - floor_divide(a, b) * b; }
 template <class Real>
 DEVICE Real modulo(Real a, Real b) {
-  return a - floor_of(a / b) * b;
+  const Real rest = remainder_of(a, b);
+  return rest != Real(0) && (rest < Real(0)) != (b < Real(0)) ? rest + b : rest;
+}
+template <class Real>
+DEVICE Real floor_divide(Real a, Real b) {
+  if (b == Real(0)) return a / b;
+  const Real rest = remainder_of(a, b);
+  Real quotient = (a - rest) / b;  // whole, but for its rounding
+  if (rest != Real(0) && (rest < Real(0)) != (b < Real(0))) quotient -= Real(1);
+  const Real whole = floor_of(quotient);
+  return quotient - whole > Real(0.5) ? whole + Real(1) : whole;
 }

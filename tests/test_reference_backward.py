@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -301,6 +302,22 @@ def test_a_row_whose_lse_is_minus_infinity_has_no_gradient() -> None:
 
 
 # Precision
+
+
+def test_absent_sinks_and_rows_without_an_lse_have_no_gradient_of_sinks_whatever_comes_in() -> None:
+    """A sink of -inf is none; a row that sees neither key nor sink gives none, though its dout is NaN."""
+    rng = np.random.default_rng(0)
+    q, k, v, dout = rng.standard_normal((4, 1, 2, 2, 3))
+    dout[0, 0] = math.nan  # the row that sees no key
+    options: dict[str, Any] = {"window_size": (0, 0), "sinks": np.array([-math.inf, 0.5])}
+    spoiled = attention_backward(dout, q, k[:, 1:], v[:, 1:], **options).dsinks
+    assert spoiled is not None
+    assert spoiled[0] == 0
+    v[0, 1, 0] = math.nan  # seen by a row whose sink is none
+    found = attention_backward(np.ones_like(dout), q, k[:, 1:], v[:, 1:], **options).dsinks
+    assert found is not None
+    assert found[0] == 0
+    assert math.isfinite(found[1])
 
 
 def test_single_precision_is_near_and_low_precision_lies_on_its_grid() -> None:

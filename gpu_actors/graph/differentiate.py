@@ -55,7 +55,7 @@ def _visible_pairs(tape: Tape, node: Node, behind: Array | None) -> Array | None
     behind: of its result. What a mask before the softmax hides has none, whatever NaNs lie there.
     """
     if node.op == "mask" and any(reader.op == "softmax" for reader in tape.graph.order().readers[node.outputs[0]]):
-        return tape.seen[node.outputs[0]]
+        return tape.masked[node.outputs[0]]
     return behind if node.op in POINTWISE or node.op == "matmul" else None
 
 
@@ -168,7 +168,7 @@ _RULES: dict[str, Callable[..., Found]] = {
     "sub": _two(lambda g, a, b: (g, -g)),
     "mul": _two(lambda g, a, b: (g * b, g * a)),
     "div": _two(lambda g, a, b: (g / b, -g * a / (b * b))),
-    "mod": _two(lambda g, a, b: (g, -g * np.floor(a / b))),
+    "mod": _two(lambda g, a, b: (g, -g * np.floor_divide(a, b))),
     "max": _two(lambda g, a, b: (np.where(a >= b, g, 0.0), np.where(a >= b, 0.0, g))),
     "min": _two(lambda g, a, b: (np.where(a <= b, g, 0.0), np.where(a <= b, 0.0, g))),
     "neg": _one(lambda g, a, y: -g),

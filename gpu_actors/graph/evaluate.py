@@ -14,8 +14,10 @@ import numpy.typing as npt
 
 from gpu_actors.graph.differentiate import gradients
 from gpu_actors.graph.ops import Node
+from gpu_actors.graph.scalars import INT32_MAX
 from gpu_actors.graph.tape import Array, Tape, erf, keep_factors, seen_product, visible_of
 from gpu_actors.graph.tensor import FLOATS
+from gpu_actors.validation.fields import expect
 
 if TYPE_CHECKING:
     from gpu_actors.graph.graph import OperationGraph
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["evaluate_graph", "record"]
 
 Values: TypeAlias = Mapping[int, Any]
+
+_FURTHEST = 1 << 62  # two integers below it can be added
 
 
 def evaluate_graph(graph: OperationGraph, values: Values, dtype: npt.DTypeLike = np.float64) -> dict[int, Array]:
@@ -71,10 +75,31 @@ def _compute(tape: Tape, node: Node) -> None:
     results = _RULES[node.op](tape, node, *operands)
     for uid, result in zip(node.outputs, results if isinstance(results, tuple) else (results,), strict=True):
         array = np.asarray(result)
-        tape.values[uid] = tape.step(array.astype(tape.dtype, copy=False)) if array.dtype.kind == "f" else array
-    hidden = tape.seen.get(node.inputs[0])
-    if hidden is not None and node.op in ("softmax", "dropout"):
-        tape.seen[node.outputs[0]] = hidden
+        if tape.graph.tensors[uid].is_float:  # also what integers were summed or multiplied to
+            tape.values[uid] = tape.step(array.astype(tape.dtype, copy=False))
+        else:
+            tape.values[uid] = _checked_integers(tape, node, uid, array)
+    shown = {"softmax": tape.masked, "dropout": tape.seen}.get(node.op, {}).get(node.inputs[0])
+    if shown is not None:
+        tape.seen[node.outputs[0]] = shown
+
+
+def _checked_integers(tape: Tape, node: Node, uid: int, array: Array) -> Array:
+    """The integers of a node that wrote tensor ``uid``. They have 64 bits inside a graph, and outputs have 32.
+
+    Raises InvalidRequest for one that leaves them, which would wrap around.
+    """
+    if array.dtype.kind == "i":
+        ends = [int(array.min()), int(array.max())]
+        if node.op == "mul":  # which may have wrapped around already
+            a, b = (tape.values[read] for read in node.inputs)
+            most = int(np.abs(a).max()) * int(np.abs(b).max())
+            ends = [most] if most >= _FURTHEST else ends
+        virtual = tape.graph.tensors[uid].virtual
+        bound, room = (_FURTHEST, "64 bits") if virtual else (INT32_MAX + 1, "the 32 bits of an int32 output")
+        for value in ends:
+            expect(-bound <= value < bound, node.name, value, f"leaves {room}")
+    return array
 
 
 def _gelu(x: Array) -> Array:
@@ -84,7 +109,7 @@ def _gelu(x: Array) -> Array:
 
 def _mask(tape: Tape, node: Node, scores: Array) -> Array:
     visible = visible_of(node, scores.shape)
-    tape.seen[node.outputs[0]] = visible
+    tape.masked[node.outputs[0]] = visible
     return np.where(visible, scores, -np.inf)
 
 
@@ -94,7 +119,7 @@ def _softmax(tape: Tape, node: Node, scores: Array) -> tuple[Array, ...]:
     weights = np.exp(tape.step(scores - top))
     total = weights.sum(axis=-1, keepdims=True)
     weights = weights / np.where(total == 0, 1, total)
-    visible = tape.seen.get(node.inputs[0])
+    visible = tape.masked.get(node.inputs[0])
     if visible is not None:  # a row that sees a NaN is NaN, and has yet no weight for what it does not see
         weights = np.where(visible, weights, 0)
     results = weights, top + np.log(total)
@@ -115,6 +140,18 @@ def _matmul(tape: Tape, node: Node, a: Array, b: Array) -> Array:
 def _reduction(tape: Tape, node: Node, a: Array) -> Array:
     result: Array = getattr(np, node["kind"])(a, axis=node["axes"], keepdims=True)
     return result
+
+
+def _divided(function: Callable[[Array, Array], Array]) -> Callable[..., Array]:
+    """NumPy's own, which is Python's: also where a quotient has more digits than a float, or a divisor is infinite."""
+
+    def apply(tape: Tape, node: Node, *operands: Array) -> Array:
+        a, b = _alike(tape, operands)
+        sound = b.dtype.kind == "f" or bool(b.all())
+        expect(sound, node.name, 0, f"the divisor of an integer {node.op} must not be 0")
+        return function(a, b)
+
+    return apply
 
 
 def _index(tape: Tape, node: Node, like: Array) -> Array:
@@ -151,8 +188,8 @@ _RULES: dict[str, Callable[..., Any]] = {
     "add": _plain(np.add),
     "sub": _plain(np.subtract),
     "mul": _plain(np.multiply),
-    "mod": _plain(lambda a, b: a - np.floor_divide(a, b) * b if a.dtype.kind == "i" else a - np.floor(a / b) * b),
-    "floordiv": _plain(lambda a, b: np.floor_divide(a, b) if a.dtype.kind == "i" else np.floor(a / b)),
+    "mod": _divided(np.mod),
+    "floordiv": _divided(np.floor_divide),
     "max": _plain(np.maximum),
     "min": _plain(np.minimum),
     "neg": _plain(np.negative),

@@ -79,11 +79,15 @@ def _checked_range(node: str, op: str, args: tuple[Expression, ...]) -> Range:
     if op in ("mod", "floordiv") and args[1].range[0] <= 0 <= args[1].range[1]:
         reason = "divides integers by what could be 0: give the divisor as a constant"
         raise Unsupported(node, op, reason, "a constant")
-    low, high = _range(op, [arg.range for arg in args])
+    ranges = [arg.range for arg in args]
+    low, high = _range(op, ranges)
+    if op == "mod":  # which divides, and -2^31 by -1 is no int32
+        quotient = _range("floordiv", ranges)
+        low, high = min(low, quotient[0]), max(high, quotient[1])
     if low < FULL[0] or high > FULL[1]:
         reason = f"could reach {low if low < FULL[0] else high}, and kernels have 32-bit integers"
         raise Unsupported(node, op, reason, "constants, or float32")
-    return low, high
+    return _range(op, ranges)
 
 
 def _range(op: str, ranges: list[Range]) -> Range:

@@ -52,11 +52,17 @@ class ScoreInputs:
                 self.nodes.add(node.name)
                 self._known[node.outputs[0]] = self._expression(node)
         scalars = tuple(scalar for _, _, scalar in self._scalars)
-        is_double = self._graph.tensors[root].dtype == "float64"
+        real_type = "double" if self._in_double(root) else "float"
         expression = real(f"tensor {root}", self._known[root])
         tensors = tuple(self._tensors.values())
-        mod = score_mod(expression, self._score, tensors, scalars, "double" if is_double else "float")
+        mod = score_mod(expression, self._score, tensors, scalars, real_type)
         return Modification(mod, tuple(self._tensors), tuple((uid, value) for uid, value, _ in self._scalars))
+
+    def _in_double(self, root: int) -> bool:
+        """Whether anything on the way to ``root`` is float64: a comparison of such numbers leaves no trace in it."""
+        nodes = [node for node in self._order.nodes if node.name in self.nodes]
+        read = {uid for node in nodes if node.op != "index" for uid in node.inputs}
+        return any(self._graph.tensors[uid].dtype == "float64" for uid in {root, *read})
 
     def _needed(self, root: int) -> set[str]:
         """The nodes between the score and ``root``, indices included; what an index is like is not computed."""

@@ -28,13 +28,15 @@ class Tape:
     """The value of every tensor that has been computed, by uid, and what computed them.
 
     step: applied to every float result; the identity, but for the yardstick of the tolerance rule, which rounds.
-    seen: which keys the rows of scores and weights see, by uid, where a mask hides some.
+    masked: which keys the rows of scores see, by uid, of what a mask wrote.
+    seen: the same for the weights that a softmax made of them, whose hidden ones are 0.
     """
 
     graph: OperationGraph
     dtype: npt.DTypeLike
     step: Callable[[Array], Array]
     values: dict[int, Array] = field(default_factory=dict)
+    masked: dict[int, Array] = field(default_factory=dict)
     seen: dict[int, Array] = field(default_factory=dict)
 
 

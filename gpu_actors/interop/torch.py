@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from gpu_actors.context import GpuContext, open_contexts
 from gpu_actors.errors import ActorStopped, InvalidRequest, Unsupported, WouldBlock
 from gpu_actors.validation import check_seed
-from gpu_actors.validation.fields import flag, integer, one_of, real, window
+from gpu_actors.validation.fields import expect, flag, integer, one_of, real, window
 
 __all__ = ["attention"]
 
@@ -99,7 +99,9 @@ def attention(
         for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
             if longest is not None:
                 integer(name, longest, 1)
-        _check_not_dual(q=q, k=k, v=v, bias=bias, sinks=sinks)
+    else:
+        _check_traced(causal, window_size, dropout_seed, deterministic)
+    _check_not_dual(q=q, k=k, v=v, bias=bias, sinks=sinks)
     if alibi_slopes is not None and alibi_slopes.requires_grad and torch.is_grad_enabled():
         raise Unsupported("alibi_slopes", "a tensor that requires grad", "ALiBi's slopes have no gradient", "detached")
     out, lse = torch.ops.gpu_actors.attention(
@@ -156,8 +158,22 @@ def _check(
         one_of("compute", compute, ("f64", "f32", "tf32", "f16", "bf16", "fp8"), "must be the name of a precision")
 
 
+def _check_traced(causal: object, window_size: object, dropout_seed: int, deterministic: object) -> None:
+    """What a compiled call would lose before the service sees it; the rest is checked there. Numbers may be symbols."""
+    flag("causal", causal)
+    flag("deterministic", deterministic)
+    if not 0 <= dropout_seed < 1 << 64:
+        check_seed(dropout_seed)
+    sound = isinstance(window_size, tuple | list) and len(window_size) == 2
+    expect(sound, "window_size", window_size, "must be (left, right), two ints, each >= 0 keys or -1 for unbounded")
+
+
 def _check_not_dual(**tensors: object) -> None:
     """Operators without a forward-mode rule drop tangents, which would be derivatives of 0."""
+    if torch.compiler.is_compiling() and forward_ad._current_level >= 0:
+        # A compiler traces tensors without their tangents. What it cannot trace whole runs as it is, and is checked.
+        reason = "is not compiled where forward-mode derivatives are taken: it has none"
+        raise Unsupported("attention", "in a dual level", reason, "differentiated backwards")
     for name, tensor in tensors.items():
         if isinstance(tensor, torch.Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
             reason = "attention has no forward-mode derivative: differentiate backwards, as with torch.autograd.grad"

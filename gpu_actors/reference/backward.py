@@ -312,7 +312,9 @@ class GradientSums:
             rows += share.sum(axis=axes, keepdims=True)
         if self._dsinks is not None and tile.operands.sinks is not None:
             sinks = tile.operands.sinks
-            shares = np.where(np.isneginf(sinks) | np.isneginf(tile.lse), 0, np.exp(sinks - tile.lse)) * delta
+            # A sink of -inf is none, and a row whose LSE is -inf gives none, whatever its delta is.
+            absent = np.isneginf(sinks) | np.isneginf(tile.lse)
+            shares = np.where(absent, 0, np.exp(sinks - tile.lse) * delta)
             self._dsinks -= shares.sum(axis=(0, 3, 4)).reshape(-1)
 
     def gradients(self, step: Step = identity) -> ReferenceGradients:

@@ -21,6 +21,7 @@ from gpu_actors.testing import check_gradients, check_output
 torch = pytest.importorskip("torch")
 torch_attention = pytest.importorskip("gpu_actors.interop.torch")
 attention = torch_attention.attention
+forward_ad = torch.autograd.forward_ad
 sdpa = torch.nn.functional.scaled_dot_product_attention
 
 
@@ -220,6 +221,47 @@ def test_a_tangent_is_refused_and_not_dropped(ctx: ga.GpuContext, name: str) -> 
     with pytest.raises(ga.Unsupported, match="forward-mode") as caught:
         torch.func.jvp(function, (given[name],), (torch.ones_like(given[name]),))
     assert caught.value.field == name
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own use of it
+@pytest.mark.parametrize("traced", ["whole", "inside", "ahead"])
+def test_a_compiled_function_refuses_tangents_too(ctx: ga.GpuContext, traced: str) -> None:
+    """A compiler traces tensors without their tangents, so that a derivative of 0 came out."""
+    q, k, v = operands(grad=False)
+
+    def function(q: Any) -> Any:
+        return attention(q, k, v, context=ctx)
+
+    torch.compiler.reset()
+    compiled = torch.compile(function, backend="aot_eager")
+
+    def derivative(q: Any) -> Any:
+        if traced == "whole":
+            return torch.func.jvp(function, (q,), (torch.ones_like(q),))[1]
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(compiled(forward_ad.make_dual(q, torch.ones_like(q)))).tangent
+
+    if traced == "whole":
+        derivative = torch.compile(derivative, backend="aot_eager")
+    elif traced == "ahead":
+        compiled(q)
+    with pytest.raises(ga.Unsupported, match="forward-mode"):
+        derivative(q)
+    torch.testing.assert_close(compiled(q), function(q))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("dropout_seed", -1), ("dropout_seed", 1 << 64), ("causal", 2), ("window_size", (1, 1, 5)), ("deterministic", 1)],
+)
+def test_a_compiled_function_refuses_what_its_operator_would_lose(ctx: ga.GpuContext, name: str, value: Any) -> None:
+    q, k, v = operands(grad=False)
+    options = {"dropout_p": 0.5, name: value}
+    torch.compiler.reset()
+    compiled = torch.compile(lambda: attention(q, k, v, context=ctx, **options), backend="aot_eager")
+    with pytest.raises(ga.InvalidRequest) as refused:
+        compiled()
+    assert refused.value.field == name
 
 
 def test_a_module_learns(ctx: ga.GpuContext) -> None:
