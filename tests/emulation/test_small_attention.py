@@ -126,12 +126,13 @@ def is_found(problem: Problem, name: str, module: EmulatedModule, order: Order, 
 
 
 def test_a_small_forward_takes_a_few_milliseconds(kernel: tuple[str, EmulatedModule]) -> None:
-    """batch 1, 2 heads, 128 x 128, dim 64 within 20 ms; the fastest of ten, since the machine may be busy."""
+    """batch 1, 2 heads, 128 x 128, dim 64 within 20 ms of processor time; the least of ten, since the machine may be
+    busy."""
     problem, times = Problem(2, 128, 128), []
     for _ in range(10):
-        start = time.perf_counter()
+        start = time.process_time()
         problem.launch(*kernel, ("late", "greedy", 0))
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     assert min(times) < 0.020
 
 
