@@ -61,7 +61,7 @@ def start_child(code: str, *arguments: object, flags: tuple[str, ...] = ()) -> s
 def run_child(code: str, *arguments: object, flags: tuple[str, ...] = ()) -> str:
     """The standard output of a child that must end well."""
     child = start_child(code, *arguments, flags=flags)
-    output, errors = child.communicate(timeout=110)
+    output, errors = child.communicate(timeout=200)
     assert child.returncode == 0, errors
     return output.strip()
 

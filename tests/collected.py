@@ -91,7 +91,7 @@ async def main(traced: bool) -> None:
             assert (await ctx.flash_attn.forward(q, q, q, timeout=100.0)).out.shape == q.shape
 
         async def ask_from_a_thread() -> None:
-            await asyncio.to_thread(lambda: ctx.flash_attn.forward(q, q, q).result(10.0))
+            await asyncio.to_thread(lambda: ctx.flash_attn.forward(q, q, q).result(30.0))
 
         async def queue_and_cancel() -> None:
             replies = [actor.submit(answer(1), timeout=100.0) for _ in range(4)]
@@ -115,7 +115,7 @@ async def main(traced: bool) -> None:
 
 
 if __name__ == "__main__":
-    faulthandler.dump_traceback_later(60, exit=True)  # rather than hang
+    faulthandler.dump_traceback_later(150, exit=True)  # rather than hang
     threading.excepthook = lambda arguments: sys.exit(f"a thread ended: {arguments}")
     asyncio.run(main(sys.argv[1] == "traced"))
     sys.stdout.write("done\n")

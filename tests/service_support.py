@@ -60,10 +60,10 @@ def no_threads_left() -> Iterator[None]:
     assert not left, f"left running: {[thread.name for thread in left]}"
 
 
-def run_python(program: str, *arguments: str, timeout: float = 60.0, check: bool = True) -> subprocess.CompletedProcess:
+def run_python(program: str, *arguments: str, check: bool = True) -> subprocess.CompletedProcess:
     """Run a program in an interpreter of its own, with this package importable."""
     command = [sys.executable, "-W", "error", "-c", textwrap.dedent(program), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=REPOSITORY, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200.0, cwd=REPOSITORY, check=False)
     assert not check or done.returncode == 0, done.stderr
     return done
 

@@ -150,7 +150,7 @@ def test_eight_processes_on_a_cold_cache_compile_a_variant_once(tmp_path):
         child.stdin.flush()
     results = []
     for child in children:
-        output, errors = child.communicate(timeout=110)
+        output, errors = child.communicate(timeout=200)
         assert child.returncode == 0, errors
         results.append(json.loads(output))
     assert sum(compiles for compiles, _, _ in results) == 1

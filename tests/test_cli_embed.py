@@ -156,9 +156,9 @@ def test_a_closed_pipe_is_no_error_and_a_full_disk_is_one_sentence(
         assert process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == b""
-        assert process.wait(60) == 141
+        assert process.wait(200) == 141
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(given, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+        done = subprocess.run(given, stdout=full, stderr=subprocess.PIPE, text=True, timeout=200, check=False)
     assert (done.returncode, done.stderr) == (1, "gpu-actors: No space left on device\n")
 
 

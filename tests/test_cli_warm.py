@@ -100,7 +100,7 @@ main()
         assert process.stdout.readline() == "begun\n"
         process.send_signal(signal.SIGINT)
         interrupted.touch()
-        out, err = process.communicate(timeout=100)
+        out, err = process.communicate(timeout=200)
     assert (process.returncode, err) == (130, "")
     in_progress = min(8, os.cpu_count() or 1)
     # Those in progress may end before the queue is dropped, and as many begin.

@@ -14,5 +14,5 @@ SCRIPT = Path(__file__).with_name("collected.py")
 @pytest.mark.parametrize("how", ["plain", "traced"])
 def test_tasks_that_the_collector_ends_take_their_requests_back(how: str) -> None:
     command = [sys.executable, "-X", "faulthandler", str(SCRIPT), how]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr

@@ -195,7 +195,7 @@ def interrupted(program: str) -> str:
         first = process.stdout.readline()
         process.send_signal(signal.SIGINT)
         try:
-            output, _ = process.communicate(timeout=60.0)
+            output, _ = process.communicate(timeout=200.0)
         finally:
             process.kill()
     return first + output

@@ -83,5 +83,5 @@ def test_what_cannot_be_done_ends_with_one_sentence_and_1(capsys, arguments, mes
 
 def test_it_runs_as_a_script():
     command = [sys.executable, str(EXAMPLES / "generate.py"), *QUICK, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
     assert json.loads(done.stdout.splitlines()[-1])["event"] == "summary"

@@ -29,7 +29,7 @@ def mock() -> Any:
 
 def test_tests_for_a_gpu_are_collected_without_one() -> None:
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "gpu", "tests/gpu", "tests/emulation"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     files = [line.split("::")[0] for line in done.stdout.splitlines() if "::" in line]
     written = set((ROOT / "tests" / "gpu").glob("test_*.py"))

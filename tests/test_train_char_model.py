@@ -187,7 +187,7 @@ def test_the_repositorys_text_is_most_of_a_megabyte_of_ascii() -> None:
 
 def run_example(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-W", "error", str(EXAMPLES / "train_char_model.py"), "--device", "mock", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=EXAMPLES.parent)
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, cwd=EXAMPLES.parent)
 
 
 def test_the_command_trains_and_writes(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def test_many_builders_of_one_module_compile_it_once(tmp_path: Path) -> None:
     process.start()
     for thread in threads:
         thread.start()
-    assert results.get(timeout=60) == [5, 15, 25]
+    assert results.get(timeout=200) == [5, 15, 25]
     process.join()
     for thread in threads:
         thread.join()
