@@ -13,6 +13,8 @@ import pytest
 from service_support import AT_ONCE, Scripted, answer, ask, eventually, no_threads_left, rows
 
 import gpu_actors as ga
+from gpu_actors.actors.completion import Completion
+from gpu_actors.actors.services import Services
 from gpu_actors.testing import Fault, FaultPlan, MockClock
 
 pytestmark = pytest.mark.usefixtures("all_threads_end")
@@ -315,6 +317,36 @@ def test_a_launch_that_hangs_for_too_long_has_lost_the_context() -> None:
                 reply.result(30.0)
             assert caught.value.generation == 1
         assert (ctx.generation, ctx.health().state) == (2, "failed")
+
+
+def test_a_process_that_stood_still_for_longer_does_not_take_its_launches_for_hung(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The launch ended meanwhile; the thread that looks for hangs runs before the one that settles it."""
+    clock, looked = MockClock(), threading.Event()
+    settle, oldest_launch = Completion._settle, Services.oldest_launch
+
+    def settle_late(completion: Completion, *arguments: Any) -> None:
+        assert looked.wait(30.0)
+        settle(completion, *arguments)
+
+    def look(services: Services) -> float | None:
+        oldest = oldest_launch(services)
+        if clock.now() > 50.0:
+            looked.set()
+        return oldest
+
+    with faulty(FaultPlan().delay(1.0, launch=1), clock=clock, hang_timeout=8.0) as ctx:
+        monkeypatch.setattr(Completion, "_settle", settle_late)
+        monkeypatch.setattr(Services, "oldest_launch", look)
+        reply = ask(ctx)
+        eventually(lambda: ctx.stats()["flash_attn"].in_flight == 1)
+        clock.advance(100.0)
+        assert outcome(reply) == "answered"
+        eventually(lambda: ctx.stats()["flash_attn"].in_flight == 0)
+        clock.advance(100.0)
+        assert outcome(ask(ctx)) == "answered"
+        assert ctx.health().ready
 
 
 def test_progress_ends_a_stall() -> None:

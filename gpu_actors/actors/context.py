@@ -39,6 +39,9 @@ logger = logging.getLogger("gpu_actors")
 # Seconds that closing waits for the completion threads of launches that will not end, all together.
 _PATIENCE = 2.0
 
+# Seconds after which a launch that seems to hang is looked at again.
+_GRACE = 0.5
+
 
 @dataclass(frozen=True, slots=True)
 class Stop:
@@ -215,12 +218,15 @@ class ContextActor(pykka.ThreadingActor):
         assert services is not None
         limit = services.hang_timeout
 
-        def look() -> None:
+        def look(suspect: float | None = None) -> None:
             oldest = services.oldest_launch()
-            if oldest is not None and services.clock.now() - oldest > limit:
-                services.context_lost(ContextLost(f"a launch has not finished within {limit} s"))
-            else:
+            if oldest is None or services.clock.now() - oldest <= limit:
                 services.timers.after(limit / 4, look)
+            elif oldest != suspect:
+                # Where this process has stood still, what ended meanwhile is settled only now.
+                services.timers.after(min(limit / 4, _GRACE), lambda: look(oldest))
+            else:
+                services.context_lost(ContextLost(f"a launch has not finished within {limit} s"))
 
         services.timers.after(limit / 4, look)
 
