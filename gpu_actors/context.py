@@ -88,7 +88,9 @@ class GpuContext(OpensKvCaches):
         super().__init__(services)
         self._root = root
         self._stopped = False
-        self._close_lock = threading.Lock()
+        self._close_lock = threading.RLock()
+        self._closing = False
+        self._closed: threading.Event | None = None
 
     def actor(self, actor_type: type[ServiceActor]) -> ActorHandle:
         """The handle of a child by its type, as one named in ``ContextOptions(actors=...)``.
@@ -160,28 +162,42 @@ class GpuContext(OpensKvCaches):
         return Reply(drained)
 
     def close(self) -> None:
-        """Answer what is unanswered with `ActorStopped`, stop every actor and release the device. Blocks briefly."""
+        """Answer what is unanswered with `ActorStopped`, stop every actor and release the device. Blocks briefly.
+
+        May be called again, from a signal handler while it runs, too: that call leaves the waiting to the first one.
+        """
         with self._close_lock:
-            if self._stopped:
+            if self._closing or (self._closed is not None and self._closed.is_set()):
                 return
-            self._stopped = True
-            done = threading.Event()
-            self._root.put(Stop(done))
-            if not done.wait(_PATIENCE):
-                self._root.put(GiveUp())
-                if not done.wait(_PATIENCE):
-                    logger.error("the context did not close within %s s", 2 * _PATIENCE)
-            _OPEN.pop(self.number, None)
+            self._closing = True
+            try:
+                self._close()
+            finally:  # done or interrupted
+                self._closing = False
+                _OPEN.pop(self.number, None)
 
     def after_fork(self) -> None:
         """In a child process: whoever asks or waits there must not wait for threads that stayed behind."""
-        self._close_lock = threading.Lock()
-        self._stopped = True
+        self._close_lock = threading.RLock()
+        self._closing = self._stopped = True
         services = self._services
         services.failure = stayed_behind = ActorStopped("the context belongs to the process that opened it")
+        services.trace.after_fork()
         services.timers.after_fork()
         for post in services.posts.values():
-            post.mailbox.after_fork(lambda: ActorStopped(str(stayed_behind)))
+            post.after_fork(lambda: ActorStopped(str(stayed_behind)))
+
+    def _close(self) -> None:
+        if self._closed is None:
+            self._closed = threading.Event()
+            self._stopped = True
+            self._root.put(Stop(self._closed))
+        if self._closed.wait(_PATIENCE):
+            return
+        self._root.put(GiveUp())
+        if not self._closed.wait(_PATIENCE):
+            logger.error("the context did not close within %s s", 2 * _PATIENCE)
+            self._closed.set()  # for those who ask again
 
     def _state(self, age: float | None, actors: Mapping[str, str]) -> tuple[Any, str]:
         services = self._services

@@ -249,3 +249,83 @@ def test_a_forked_child_is_told_that_the_context_stayed_behind() -> None:
         "parent answered",
         "pending answered",
     ]
+
+
+def test_a_forked_child_waits_for_no_lock_of_a_thread_that_stayed_behind() -> None:
+    done = run(
+        """
+        import warnings
+        warnings.simplefilter("ignore", DeprecationWarning)
+        trace = threading.Lock()
+        def listen(event):
+            with trace:
+                pass
+        with ga.open_context("mock", ga.ContextOptions(on_event=listen)) as ctx:
+            with ctx.kv_cache(num_blocks=1, page_size=8, kv_heads=1, head_dim=8) as cache:
+                with trace, cache._find().tables._lock, ctx.flash_attn._post._lock, ctx.nvrtc._post.kept.cache._lock:
+                    child = os.fork()
+                if child == 0:
+                    signal.alarm(20)  # nobody else would end it
+                    for lock in (trace, cache._handle._post.kept._caches[1].tables._lock):
+                        lock.acquire()  # as if another thread had held it
+                    report("request", ctx.flash_attn.forward(q, q, q, timeout=5).result)
+                    report("cache", cache.stats)
+                    report("watch", lambda: ctx.flash_attn.watch(print))
+                    report("kernels", ctx.nvrtc.cache_stats)
+                    report("close", ctx.close)
+                    sys.exit()
+            os.waitpid(child, 0)
+        """
+    )
+    stayed_behind = "ActorStopped the context belongs to the process that opened it"
+    answered = ["watch answered", "kernels answered", "close answered"]
+    assert done.stdout.splitlines() == [f"request {stayed_behind}", f"cache {stayed_behind}", *answered]
+
+
+# Waiting for a second by force, not for ever: the actor is still at its work when the signal comes.
+CLOSING = """
+class Busy(ga.ServiceActor):
+    def handle(self, call):
+        busy.set()
+        time.sleep(1.0)
+        call.resolve("late")
+
+busy = threading.Event()
+context = ga.open_context("mock", ga.ContextOptions(actors=(Busy,), drain_timeout=0.0))
+ctx = context.__enter__()
+reply = ctx.actor(Busy).submit(None)
+busy.wait()
+"""
+
+
+def test_a_signal_handler_may_close_the_context_while_it_is_closed() -> None:
+    done = run(
+        CLOSING
+        + textwrap.dedent(
+            """
+            signal.signal(signal.SIGALRM, lambda *_: report("handler", ctx.close))
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            report("program", ctx.close)
+            say(len(threading.enumerate()))
+            """
+        )
+    )
+    assert done.stdout.splitlines() == ["handler answered", "program answered", "1"]
+
+
+def test_closing_that_was_interrupted_goes_on_and_can_be_waited_for() -> None:
+    done = run(
+        CLOSING
+        + textwrap.dedent(
+            """
+            from gpu_actors.context import open_contexts
+            signal.signal(signal.SIGALRM, signal.default_int_handler)
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            report("program", ctx.close)
+            say(len(open_contexts()))
+            ctx.close()
+            say(len(threading.enumerate()), ctx.health().state)
+            """
+        )
+    )
+    assert done.stdout.splitlines() == ["program KeyboardInterrupt ", "0", "1 stopped"]

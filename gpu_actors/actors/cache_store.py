@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from gpu_actors.actors.decoding import Decoding, DecodingPlan
 from gpu_actors.actors.gate import Gate
 from gpu_actors.actors.kernel_store import KernelStore
 from gpu_actors.devices.interface import Kernel
-from gpu_actors.errors import InvalidRequest, OutOfDeviceMemory
+from gpu_actors.errors import GpuActorsError, InvalidRequest, OutOfDeviceMemory
 from gpu_actors.interop.arrays import Adopted
 from gpu_actors.kernels.append import AppendProblem, append_key
 from gpu_actors.kv.prefix import Tokens
@@ -252,6 +252,7 @@ class CacheStore:
         self.place = f"cuda:{info.index}" if info.kind == "cuda" else "cpu"
         accumulate = (services.options.mock or MockOptions()).dtype
         self.decoding = Decoding(services.device, self.place, accumulate)
+        self._left: Callable[[], GpuActorsError] | None = None
 
     def open(self, spec: object) -> int:
         """Make a pool on the device. Raises `InvalidRequest`, `Unsupported` and `OutOfDeviceMemory`."""
@@ -273,8 +274,14 @@ class CacheStore:
         """Give up every cache."""
         self._caches.clear()
 
+    def after_fork(self, reason: Callable[[], GpuActorsError]) -> None:
+        """In a child process: there is nothing to look at, and its lock may be held by a thread that is not there."""
+        self._left = reason
+
     def find(self, number: object) -> OpenedCache:
         """The cache of that number. Raises `InvalidRequest` for one that was closed."""
+        if self._left is not None:
+            raise self._left()
         cache = self._caches.get(number) if isinstance(number, int) else None
         if cache is None:
             raise InvalidRequest("cache", number, "is not open")

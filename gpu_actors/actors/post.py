@@ -132,6 +132,14 @@ class Post:
                 return
         callback(self._terminated)
 
+    def after_fork(self, reason: Callable[[], ActorStopped]) -> None:
+        """Close the child process's copy, which has no actor, and answer its calls."""
+        self._lock = threading.Lock()
+        self.mailbox.after_fork(reason)
+        forked = getattr(self.kept, "after_fork", None)
+        if forked is not None:
+            forked(reason)
+
     # Used by the actor
 
     def report_ready(self, actor: ServiceActor) -> None:

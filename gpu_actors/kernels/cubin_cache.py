@@ -184,8 +184,8 @@ class CubinCache:
             entries, size = self._folder.usage()
         else:
             entries, size = len(self._memory), self._memory_bytes
-        with self._lock:
-            return CacheStats(**self._counts, entries=entries, bytes=size)
+        # Without the lock: whoever asks may have come in the middle of what it guards, or from a forked process.
+        return CacheStats(**self._counts, entries=entries, bytes=size)
 
     # One compile for many callers
 

@@ -64,6 +64,10 @@ class Trace:
         """True if anybody would see a request's events. Test it before building an event."""
         return bool(self._listeners) or logger.isEnabledFor(logging.DEBUG)
 
+    def after_fork(self) -> None:
+        """Let the child process's copy tell nobody: what listens may hold a lock of a thread that is not there."""
+        self._listeners = ()
+
     def emit(self, name: str, **fields: Any) -> None:
         """Hand out one event. A listener that raises is logged and does no harm to the request."""
         level = _LEVELS.get(name, logging.DEBUG)
