@@ -267,6 +267,34 @@ def test_requests_wait_for_others_as_long_as_they_are_told_to_or_until_a_launch_
         assert (stats.completed, stats.launched <= 3) == (6, True)
 
 
+@pytest.mark.parametrize("actor", ["flash_attn", "kv_cache"])
+def test_requests_that_wait_for_others_count_towards_the_mailboxs_capacity(actor: str) -> None:
+    clock = MockClock()
+    options = ga.ContextOptions(coalesce_delay_us=1000.0, mailbox_capacity=3, clock=clock)
+    with (
+        ga.open_context("mock", options) as ctx,
+        ctx.kv_cache(num_blocks=8, page_size=8, kv_heads=1, head_dim=8, dtype="float32") as cache,
+    ):
+        pages = ask_pages(ctx, random_batch(12, (5, 20, 7, 3)))
+        seqs = [cache.create().result(10.0) for _ in range(4)]
+        row = np.ones((1, 1, 8), np.float32)
+
+        def ask(index: int) -> ga.Reply[Any]:
+            return pages(index) if actor == "flash_attn" else cache.append(seqs[index], row, row)
+
+        replies = []
+        for index in range(3):
+            replies.append(ask(index))
+            eventually(lambda: ctx._services.posts[actor].mailbox._gathered == len(replies))
+        with pytest.raises(ga.Overloaded, match=f"{actor} has 3 requests waiting"):
+            ask(3).result(10.0)
+        eventually(lambda: clock.advance(0.001) or all(reply.done() for reply in replies))
+        replies.append(ask(3))
+        eventually(lambda: clock.advance(0.001) or replies[3].done())
+        for reply in replies:
+            reply.result(10.0)
+
+
 def test_an_actor_that_dies_answers_what_it_had_gathered() -> None:
     options = ga.ContextOptions(coalesce_delay_us=1e6, clock=MockClock())
     with ga.open_context("mock", options) as ctx:

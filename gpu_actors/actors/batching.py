@@ -20,11 +20,13 @@ class Batch(Generic[Item]):
     def __init__(self, largest: int) -> None:
         self._largest = largest
         self._groups: list[list[Item]] = []
+        self._count = 0
         self._newest: dict[Hashable, int] = {}
         self._touched: dict[Hashable, int] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._groups)
+    def __len__(self) -> int:
+        """Items in all groups."""
+        return self._count
 
     @property
     def full(self) -> bool:
@@ -42,11 +44,13 @@ class Batch(Generic[Item]):
             if key is not None:
                 self._newest[key] = index
         self._groups[index].append(item)
+        self._count += 1
         for what in touches:
             self._touched[what] = index
 
     def take(self) -> list[list[Item]]:
         """The groups in order; the batch is empty then."""
         groups, self._groups = self._groups, []
+        self._count = 0
         self._newest, self._touched = {}, {}
         return groups

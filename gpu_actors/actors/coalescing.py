@@ -72,6 +72,7 @@ class Coalescer:
         """Take a request in that was checked."""
         key = None if waiting.call.alone else merge_key(waiting.plan, waiting.request)
         self._batch.add(waiting, key)
+        self._actor.post.mailbox.gather(len(self._batch))
         self.gathered = True
 
     def flush(self, due: bool = False) -> None:
@@ -81,6 +82,7 @@ class Coalescer:
         self.gathered = self.turned_away = False
         groups = self._batch.take()
         mailbox = self._actor.post.mailbox
+        mailbox.gather(0)
         for group in groups:
             if mailbox.saturated:
                 self.turned_away = True

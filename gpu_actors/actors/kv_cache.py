@@ -248,6 +248,7 @@ class KvCacheActor(ServiceActor):
             item.request.block_table, item.request.cache_seqlens = item.table, item.lengths
         touches = [(cache.number, table.number) for table in tables]
         self._batch.add(item, None if item.call.alone else key, touches)
+        self.post.mailbox.gather(len(self._batch))
 
     def _again(self, cache: OpenedCache, call: Call[Any]) -> None:
         cache.gate.returned((call,))
@@ -262,6 +263,7 @@ class KvCacheActor(ServiceActor):
     def _launch_groups(self) -> None:
         self._came_back = False
         groups = self._batch.take()
+        self.post.mailbox.gather(0)
         for index, group in enumerate(groups):
             # One that dropped out takes its rows with it, and what was reserved behind it has to come again.
             whole = sum(item.call.begin_launch() for item in group) == len(group)

@@ -48,9 +48,9 @@ class ActorStats:
 class Mailbox:
     """Calls for one actor.
 
-    capacity: calls that may wait, here or parked; a message whose type has ``releases`` set is taken in beyond it, for
-    what it gives back would be lost otherwise. max_in_flight: launches that may be unfinished; while so many are,
-    the mailbox is ``saturated`` and `take` gives nothing out.
+    capacity: calls that may wait, here, parked or gathered by the actor; a message whose type has ``releases`` set is
+    taken in beyond it, for what it gives back would be lost otherwise. max_in_flight: launches that may be unfinished;
+    while so many are, the mailbox is ``saturated`` and `take` gives nothing out.
     """
 
     def __init__(self, name: str, capacity: int, max_in_flight: int) -> None:
@@ -65,6 +65,7 @@ class Mailbox:
         self._order: list[tuple[int, int]] = []
         self._waiting: dict[int, Call[Any]] = {}
         self._parked = 0
+        self._gathered = 0
         self._unanswered: set[Call[Any]] = set()
         self._submitted = self._launched = self._launched_calls = 0
         self._completed = self._failed = self._cancelled = 0
@@ -87,8 +88,7 @@ class Mailbox:
             self._submitted += 1
             if self._closed is not None and (self._admitted is None or type(call.message) is not self._admitted):
                 refusal = self._closed()
-            elif len(self._waiting) + self._parked >= self.capacity and not _releases(call):
-                waiting = len(self._waiting) + self._parked
+            elif (waiting := self._waits()) >= self.capacity and not _releases(call):
                 refusal = Overloaded(f"{self.name} has {waiting} requests waiting, its mailbox is full")
             elif call.state is not DONE:
                 self._unanswered.add(call)
@@ -185,6 +185,10 @@ class Mailbox:
                 call.parked = True
                 self._parked += 1
 
+    def gather(self, count: int) -> None:
+        """Note that the actor has so many calls now that it took and lets wait for others to share their launches."""
+        self._gathered = count
+
     def nudge(self) -> None:
         """Wake the actor thread to look at its controls."""
         with self.lock:
@@ -255,6 +259,9 @@ class Mailbox:
         if self._waiting and self._waiting.pop(call.number, None) is not None:
             self._compact()
         return self._take_idle_callbacks() if self._idle_callbacks else ()
+
+    def _waits(self) -> int:
+        return len(self._waiting) + self._parked + self._gathered
 
     def _unpark(self, call: Call[Any]) -> None:
         if call.parked:

@@ -169,6 +169,7 @@ class Post:
         self.mailbox.park(call)
 
     def _held(self) -> list[Call[Any]]:
+        self.mailbox.gather(0)
         return self.mailbox.held(self.completion.calls())
 
     def _trace_answer(self, call: Call[Any]) -> None:
