@@ -110,6 +110,26 @@ def test_gradients_lie_as_the_graph_says(emulated: ga.GpuContext) -> None:
         assert tuple(step // 2 for step in found[uid].strides) == strides[uid]
 
 
+def test_operands_that_lie_transposed_may_do_without_their_gradients(emulated: ga.GpuContext) -> None:
+    """The kernels write those all the same, in rows that nobody sees."""
+    arrays = forward(arrays_of())
+    given = arrays | {uid: arrays[uid].swapaxes(2, 3) for uid in (Q, K, V)}
+    graph = ga.OperationGraph()
+
+    def tensor(uid: int) -> ga.GraphTensor:
+        array = given[uid]
+        strides = [step // array.itemsize for step in array.strides]
+        return graph.tensor(uid=uid, dims=array.shape, dtype=array.dtype.name, strides=strides)
+
+    q, k, v, bias, dout, out, stats = map(tensor, (Q, K, V, BIAS, DOUT, OUT, STATS))
+    scores = graph.tanh(graph.matmul(graph.transpose(q), k) * 0.25) * 2.0 + bias
+    scores = graph.mask(scores, ga.Mask.causal_sliding_window(30), "bottom_right")
+    weights = graph.dropout(graph.softmax(scores), 0.25, 5)
+    (gradient,) = graph.gradient(graph.matmul(weights, graph.transpose(v)), dout, [bias], (out, stats))
+    graph.output(gradient, uid=10 + BIAS, dtype="float16")
+    check(graph, given, emulated.cudnn.execute(graph, given).result(60.0))
+
+
 def test_deterministic_gradients_are_another_plan(emulated: ga.GpuContext) -> None:
     arrays = forward(arrays_of())
     plain, fixed = (backward_graph(arrays, (Q,), deterministic=flag) for flag in (False, True))

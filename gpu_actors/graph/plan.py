@@ -256,12 +256,14 @@ def _results(
         spec = OutputSpec(tuple(tensor.dims[axis] for axis in memory), tensor.dtype, zero=name in zeroed)
         results.append(Result(uid, name, spec, memory, kernel))
     if match is not None and match.gradients is not None and runs_kernels:
-        # The kernels give every gradient there is.
+        # The kernels give every gradient there is, in whole rows as they write them.
         for name in ("q", "k", "v") if match.bias is None else ("q", "k", "v", "bias"):
             if name not in match.gradients.written:
-                operand = graph.tensors[_operand_of(match, name)]
-                spec = OutputSpec(operand.dims, operand.dtype, zero=f"d{name}" in zeroed)
-                results.append(Result(None, f"d{name}", spec, _BIAS, _gradient_axes(match, name)))
+                operand, kernel = graph.tensors[_operand_of(match, name)], _gradient_axes(match, name)
+                spec = OutputSpec(
+                    tuple(operand.dims[axis] for axis in kernel), operand.dtype, zero=f"d{name}" in zeroed
+                )
+                results.append(Result(None, f"d{name}", spec, kernel, kernel))
     return results
 
 

@@ -6,9 +6,15 @@
 Transformers asks twice: once a forward pass for a mask, once a layer for attention. The mask says what is no plain
 causal or sliding window:
 
-    None                   nothing: every key counts
-    bool (batch, keys)     which keys count, and that there are no others behind them: padding, or a static cache's end
-    bool (batch, 1, q, k)  anything else, written out and given to the kernels as a bias
+    None                       nothing: every key counts
+    int32 (keys, batch, 1, 1)  which keys count, and that there are no others behind them: padding, or a static cache's
+                               end. 0 for a hidden key, 1 for one that counts; -1 - n for one that counts where rows see
+                               no further than n keys
+    bool (batch, 1, q, k)      anything else, written out and given to the kernels as a bias
+
+A window comes with its mask because only some models tell attention of it, and not all of those count as the mask does.
+All masks have four axes, by which Transformers knows one that is ready: `generate` hands in masks that it asked for
+before. Keys come first, so that a model that computes with masks itself, as with one that is written out, fails loudly.
 
 Gradients flow. Needs torch and transformers, which nothing else of this package imports.
 """
@@ -80,6 +86,7 @@ def _attend(
         raise Unsupported("cache", type(cache).__name__, reason, "a dynamic or static cache")
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    attention_mask, reach = _read(attention_mask, sliding_window)
     options: dict[str, Any] = {
         "context": context,
         "softmax_scale": scaling,
@@ -89,32 +96,44 @@ def _attend(
         **({} if s_aux is None else {"sinks": s_aux.float()}),
     }
     if cu_seq_lens_q is not None:
-        options |= _pattern(causal, sliding_window)
+        options |= _pattern(causal, reach)
         ends_q, ends_k = (_ends(ends) for ends in (cu_seq_lens_q, _first(cu_seq_lens_k, cu_seq_lens_q)))
         return _packed(q, k, v, ends_q, ends_k, max_length_q, max_length_k, position_bias, options), None
     if attention_mask is not None and attention_mask.ndim == 2 and position_bias is None:
-        options |= _pattern(causal, sliding_window)
-        placed = causal or sliding_window is not None
+        options |= _pattern(causal, reach)
+        placed = causal or reach is not None
         return _padded(q, k, v, attention_mask.bool(), placed, options), None
     if attention_mask is not None:
         written = attention_mask
         if attention_mask.ndim == 2:
             k, v = k[:, : attention_mask.shape[1]], v[:, : attention_mask.shape[1]]
-            options |= _pattern(causal, sliding_window)
+            options |= _pattern(causal, reach)
             written = attention_mask.bool()[:, None, None, :]
         position_bias = _added(written, position_bias, q.shape[1], q.dtype)
     else:
-        options |= _pattern(causal, sliding_window)
+        options |= _pattern(causal, reach)
     if position_bias is not None:
         options["bias"] = position_bias.to(q.dtype).expand(-1, -1, q.shape[1], k.shape[1])
     return attention(q, _rows(k), _rows(v), **options), None
 
 
-def _pattern(causal: bool, sliding_window: int | None) -> dict[str, Any]:
-    """``sliding_window`` counts the row's own key."""
-    if sliding_window is None:
+def _read(mask: torch.Tensor | None, sliding_window: int | None) -> tuple[torch.Tensor | None, int | None]:
+    """The mask, bool (batch, keys) where it says which keys count, and how far a row sees: None for all the way.
+
+    Of a window that the mask does not know the model may tell, whose ``sliding_window`` counts the row's own key.
+    """
+    reach = None if sliding_window is None else sliding_window - 1
+    if mask is None or mask.ndim != 4 or mask.dtype != torch.int32:
+        return mask, reach
+    columns = mask[:, :, 0, 0].T
+    least = int(columns.min())
+    return columns != 0, reach if least >= 0 else -1 - least
+
+
+def _pattern(causal: bool, reach: int | None) -> dict[str, Any]:
+    if reach is None:
         return {"causal": causal}
-    return {"causal": causal, "window_size": (sliding_window - 1, 0 if causal else sliding_window - 1)}
+    return {"causal": causal, "window_size": (reach, 0 if causal else reach)}
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -207,10 +226,10 @@ def _added(mask: torch.Tensor, bias: torch.Tensor | None, rows: int, dtype: torc
 
 
 class _Known(NamedTuple):
-    """A pattern that kernels know. causal: rows see no later keys. windowed: nor, or besides, ones far away."""
+    """A pattern that kernels know. causal: rows see no later keys. reach: how far they see, None for all the way."""
 
     causal: bool
-    windowed: bool
+    reach: int | None = None
 
 
 def _mask(
@@ -236,8 +255,11 @@ def _mask(
         else:
             columns = attention_mask[:, kv_offset : kv_offset + keys].bool()
         # A window would reach further without the hidden keys between.
-        if columns.shape[1] == keys and not (known.windowed and _has_holes(columns)):
-            return None if keys == kv_length and columns.all() else columns
+        if columns.shape[1] == keys and not (known.reach is not None and _has_holes(columns)):
+            if known.reach is None and keys == kv_length and columns.all():
+                return None
+            value = 1 if known.reach is None else -1 - known.reach
+            return (columns.T.to(torch.int32) * value)[:, :, None, None]
     options = {**given, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     written: torch.Tensor = masking_utils.sdpa_mask(
         batch_size=batch_size,
@@ -264,18 +286,21 @@ def _recognise(mask_function: Callable[..., Any]) -> _Known | None:
     Its functions are closures, so that those made of others are told by what they were made of.
     """
     if mask_function is masking_utils.causal_mask_function:
-        return _Known(causal=True, windowed=False)
+        return _Known(causal=True)
     if mask_function is masking_utils.bidirectional_mask_function:
-        return _Known(causal=False, windowed=False)
+        return _Known(causal=False)
     parts = _parts(mask_function)
     if len(parts) != 2:
         return None
     overlay = getattr(parts[0], "__qualname__", "").split(".")[0]
+    width = inspect.getclosurevars(parts[0]).nonlocals.get("sliding_window")
+    if not isinstance(width, int) or not 1 <= width < 1 << 31:
+        return None
     if overlay == "sliding_window_overlay" and parts[1] is masking_utils.causal_mask_function:
-        return _Known(causal=True, windowed=True)
+        return _Known(causal=True, reach=width - 1)
     bidirectional = parts[1] is masking_utils.bidirectional_mask_function
     if overlay == "sliding_window_bidirectional_overlay" and bidirectional:
-        return _Known(causal=False, windowed=True)
+        return _Known(causal=False, reach=width)  # which counts no row's own key
     return None
 
 

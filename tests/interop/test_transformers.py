@@ -155,6 +155,56 @@ def test_windows_and_padding_are_given_as_such_and_not_written_out(ctx, monkeypa
         assert options["cu_seqlens_q"].tolist() == [0, 9, 13, 21]
 
 
+WINDOWED: dict[str, Any] = {
+    "phimoe": lambda: transformers.PhimoeConfig(**SIZES, sliding_window=4, num_local_experts=2),
+    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
+        **SIZES,
+        use_sliding_window=True,
+        sliding_window=4,
+        layer_types=["sliding_attention"] * 2,
+        num_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+    ),
+}
+
+
+@pytest.mark.parametrize("padding", MASKS)
+@pytest.mark.parametrize("name", WINDOWED)
+def test_a_window_that_attention_is_not_told_of_is_the_masks(ctx, name, padding):
+    model, ids, mask = model_of(WINDOWED[name]()), tokens(3, 9), MASKS[padding]
+    got, wanted = both(ctx, model, lambda model: model(ids, attention_mask=mask).logits)
+    kept = torch.ones(3, 9, dtype=torch.bool) if mask is None else mask.bool()
+    same(got[kept], wanted[kept])
+
+
+def test_a_window_that_attention_is_told_of_in_another_measure_is_the_masks(ctx):
+    """T5Gemma's encoder names the width of its mask, which does not count a row's own key."""
+    sizes = {**SIZES, "head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8}
+    parts = {part: transformers.T5GemmaModuleConfig(**sizes) for part in ("encoder", "decoder")}
+    config = transformers.T5GemmaConfig(**parts, vocab_size=SIZES["vocab_size"], attention_dropout=0.0)
+    model = model_of(config, "AutoModelForSeq2SeqLM")
+    ids, answer = tokens(3, 9), tokens(3, 5)
+    got, wanted = both(ctx, model, lambda model: model(input_ids=ids, decoder_input_ids=answer).logits)
+    same(got, wanted)
+
+
+def test_padding_within_the_window_of_a_static_cache_stays_hidden(ctx):
+    """`generate` hands masks in that it asked for before."""
+    model, ids = model_of(MODELS["mistral"]()), tokens(3, 9)
+    padding = torch.tensor([[1] * 9, [0] * 7 + [1] * 2, [0] * 8 + [1]])
+
+    def run(model: Any) -> Any:
+        how = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "output_logits": True}
+        how |= {"cache_implementation": "static", "disable_compile": True, "return_dict_in_generate": True}
+        return model.generate(ids, attention_mask=padding, **how)
+
+    got, wanted = both(ctx, model, run)
+    for one, other in zip(got.logits, wanted.logits, strict=True):
+        same(one, other)
+
+
 class TestPackedRows:
     """Two texts in one row: 5 and 4 tokens."""
 
