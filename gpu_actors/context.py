@@ -57,9 +57,9 @@ _CHILDREN: tuple[type[ServiceActor], ...] = (NvrtcActor, FlashAttnActor, CudnnLi
 class Health:
     """Whether a context answers, and why not.
 
-    state: "ready", "degraded" (a child is being restarted, or one of your own has stopped), "stalled" (the oldest
-        launch has taken half the hang timeout), "draining", "failed" (the device context is lost, or a built-in actor
-        has stopped) or "stopped".
+    state: "ready", "degraded" (a child is being restarted, or one of your own has stopped or is stuck), "stalled" (the
+        oldest launch, or a built-in actor with what it took last, has taken half the hang timeout), "draining",
+        "failed" (the device context is lost, or a built-in actor has stopped) or "stopped".
     ready: send requests here. True in the states "ready" and "degraded".
     reason: a sentence where the state is not "ready".
     actors: each child's own state. oldest_launch: seconds that the oldest unfinished launch has taken.
@@ -214,7 +214,11 @@ class GpuContext(OpensKvCaches):
             return "failed", ", ".join(gone)
         if age is not None and age > services.hang_timeout / 2:
             return "stalled", f"a launch has not finished for {age:.1f} s"
+        stuck = services.stuck()
+        if any(actor.label in stuck for actor in _CHILDREN):
+            return "stalled", f"{', '.join(stuck)} cannot get on with its requests"
         waiting = [f"{name} is {state}" for name, state in actors.items() if state != "running"]
+        waiting += [f"{name} cannot get on with its requests" for name in stuck]
         if waiting:
             return "degraded", ", ".join(waiting)
         return "ready", ""

@@ -13,6 +13,7 @@ from supervision_support import Sibling, Worker, alive, crash, hold, supervised
 
 import gpu_actors as ga
 from gpu_actors.devices.mock import MockDevice
+from gpu_actors.testing import MockClock
 
 pytestmark = pytest.mark.usefixtures("all_threads_end", "fresh_workers")
 
@@ -232,6 +233,43 @@ def test_health_is_not_ready_once_a_built_in_actor_has_stopped() -> None:
         assert (health.state, health.ready, health.reason) == ("failed", False, "flash_attn has stopped")
         with pytest.raises(ga.ActorStopped, match="flash_attn has stopped"):
             ctx.flash_attn.forward(rows(), rows(), rows()).result(30.0)
+
+
+class Lazy:
+    """An array of a library that is asked for it, and does not come back."""
+
+    def __init__(self) -> None:
+        self.gate = Gate()
+        self.__dlpack_device__ = rows().__dlpack_device__
+
+    def __dlpack__(self, **options: Any) -> Any:
+        self.gate()
+        return rows().__dlpack__(**options)
+
+
+def test_health_is_not_ready_while_a_built_in_actor_cannot_get_on() -> None:
+    clock, lazy = MockClock(), Lazy()
+    with supervised(clock=clock, hang_timeout=10.0) as (ctx, worker, _):
+        held = ctx.flash_attn.forward(lazy, rows(), rows())
+        assert lazy.gate.entered.wait(30.0)
+        clock.advance(4.0)
+        assert ctx.health().state == "ready"
+        clock.advance(2.0)
+        health = ctx.health()
+        reason = "flash_attn cannot get on with its requests"
+        assert (health.state, health.ready, health.reason) == ("stalled", False, reason)
+        lazy.gate.open()
+        assert held.result(30.0).out.shape == rows().shape
+        eventually(lambda: ctx.health().state == "ready")
+
+        gate = Gate()
+        worker.submit(lambda actor, call: gate() or call.resolve(None))
+        assert gate.entered.wait(30.0)
+        clock.advance(6.0)
+        health = ctx.health()
+        reason = "worker cannot get on with its requests"
+        assert (health.state, health.ready, health.reason) == ("degraded", True, reason)
+        gate.open()
 
 
 @pytest.mark.usefixtures("patient_closing")

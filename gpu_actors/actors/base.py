@@ -130,7 +130,9 @@ class ServiceActor(pykka.ThreadingActor):
             self.outbox.flush()
 
     def _work(self, calls: list[Call[Any]]) -> None:
-        mailbox, outbox = self.post.mailbox, self.outbox
+        post = self.post
+        mailbox, outbox = post.mailbox, self.outbox
+        post.busy_since = post.services.clock.now()
         try:
             for index, call in enumerate(calls):
                 if mailbox.saturated or self._controls:
@@ -145,12 +147,13 @@ class ServiceActor(pykka.ThreadingActor):
                 except BaseException as error:
                     self._refuse((call,), error)
                     mailbox.give_back(calls[index + 1 :])
-                    raise_exception(self.post.name, error)
+                    raise_exception(post.name, error)
             try:
                 self.flush()
             except BaseException as error:
-                raise_exception(self.post.name, error)
+                raise_exception(post.name, error)
         finally:
+            post.busy_since = None
             outbox.flush()
             # Pykka's loop keeps its last message while it waits for the next, and the error of a crash its frames:
             # neither must keep requests, with their arrays, alive.

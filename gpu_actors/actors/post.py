@@ -55,8 +55,9 @@ class ChildStopped:
 class Post:
     """Mailbox, stream, completion and state of one child of a ContextActor.
 
-    ``state``, ``restarts`` and ``ref`` are written by the ContextActor's thread alone. ``kept`` is whatever the actor
-    type wants to find again after a restart (see `ServiceActor.keep`).
+    ``state``, ``restarts`` and ``ref`` are written by the ContextActor's thread alone. ``busy_since`` is the clock's
+    reading when the actor took what it is working on, None while it is not. ``kept`` is whatever the actor type wants
+    to find again after a restart (see `ServiceActor.keep`).
     """
 
     def __init__(self, actor_type: type[ServiceActor], services: Services) -> None:
@@ -70,6 +71,7 @@ class Post:
         self.handle = actor_type.handle_type(self)
         self.state = "starting"
         self.restarts = 0
+        self.busy_since: float | None = None
         self.ref: pykka.ActorRef[Any] | None = None
         self._stream: Stream | None = None
         self._lock = threading.Lock()

@@ -68,6 +68,11 @@ class Services:
         ages = [since for post in self.posts.values() if (since := post.completion.oldest()) is not None]
         return min(ages, default=None)
 
+    def stuck(self) -> list[str]:
+        """The actors that have been at the same requests for half the hang timeout."""
+        since = self.clock.now() - self.hang_timeout / 2
+        return [name for name, post in self.posts.items() if (began := post.busy_since) is not None and began < since]
+
     def times_out(self, message: Any) -> bool:
         """Whether a message that came without a time limit gets the default one.
 
