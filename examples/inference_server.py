@@ -9,7 +9,7 @@
     GET  /readyz    200 when requests are answered, else 503 and the reason
     GET  /metrics   Prometheus' text format
 
-Every other answer is JSON and carries X-Request-Id. An error is {"error": {"type", "message", ...}, "request_id"}:
+What /embed answers is JSON and carries X-Request-Id. An error is {"error": {"type", "message", ...}, "request_id"}:
 400 a request at fault (with field and reason), 408 a body that did not arrive, 413 one that is too large, 429
 too much at once (with Retry-After), 503 a device that is lost or a server that is leaving, 504 a deadline
 that passed. A client that hangs up cancels its work. SIGTERM answers what has been accepted, then ends.

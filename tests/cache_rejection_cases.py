@@ -180,6 +180,12 @@ DECODE = {
         "ndarray float32[2, 31, 8]",
         "shape, dtype and strides of v_caches[0], ndarray float32[2, 32, 8]",
     ),
+    "caches of two orders": Case(
+        decode(v_caches=[array(2, 32, 8), np.asfortranarray(array(2, 32, 8))]),
+        "v_caches[1]",
+        "ndarray float32[2, 32, 8] of strides (4, 8, 256)",
+        "shape, dtype and strides of v_caches[0], ndarray float32[2, 32, 8] of strides (1024, 32, 4)",
+    ),
     "one array for another batch": Case(
         decode(k_caches=array(3, 2, 32, 8)), "k_caches", "ndarray float32[3, 2, 32, 8]", "for each of 2 sequences"
     ),

@@ -120,7 +120,8 @@ def decode_refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
     multiple = 16 if ELEMENTS[problem.kv_dtype].fp8 else 8
     for field, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if dim not in _HEAD_DIMS or dim % multiple:
-            reason = f"decode_mma copies rows of {problem.kv_dtype} in whole chunks: multiples of {multiple} to 256"
+            multiples = f"multiples of {multiple} from {_HEAD_DIMS[0]} to {_HEAD_DIMS[-1]}"
+            reason = f"decode_mma copies rows of {problem.kv_dtype} in whole chunks: {multiples}"
             nearest = min((dim for dim in _HEAD_DIMS if dim % multiple == 0), key=lambda known: abs(known - dim))
             return Unsupported(field, dim, reason, nearest)
     if problem.softmax_scale < _SMALLEST_SCALE:

@@ -217,9 +217,15 @@ def _one_of_the_caches(field: str, caches: Any, batch: int) -> tuple[Any, tuple[
     shape = shape_of(f"{field}[0]", first, _POINTERS)
     kind = (first.shape, first.dtype, getattr(first, "strides", None))
     for index, cache in enumerate(caches):
-        if (getattr(cache, "shape", None), getattr(cache, "dtype", None), getattr(cache, "strides", None)) != kind:
-            reason = f"must have the shape, dtype and strides of {field}[0], {describe(first)}"
-            raise InvalidRequest(f"{field}[{index}]", describe(cache), reason)
+        own = (getattr(cache, "shape", None), getattr(cache, "dtype", None), getattr(cache, "strides", None))
+        if own != kind:
+            # Strides are named where nothing else tells the two apart.
+            given, wanted = (
+                f"{describe(one)} of strides {one.strides}" if own[:2] == kind[:2] else describe(one)
+                for one in (cache, first)
+            )
+            reason = f"must have the shape, dtype and strides of {field}[0], {wanted}"
+            raise InvalidRequest(f"{field}[{index}]", given, reason)
     return first, shape
 
 
