@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 import time
 from types import SimpleNamespace
@@ -323,6 +324,17 @@ def test_a_closed_context_answers_stopped() -> None:
     assert (health.state, health.ready, health.reason) == ("stopped", False, "the context is closed")
     assert set(health.actors.values()) == {"stopped"}
     assert ask(ctx, timeout=1.0).done()
+
+
+def test_a_closed_context_leaves_no_file_open_whoever_holds_on_to_its_replies() -> None:
+    kept: list[Any] = []
+    opened: list[int] = []
+    for _ in range(3):
+        with scripted() as (ctx, actor):
+            kept += [ctx, ask(ctx), actor.submit(answer(None))]
+            kept[-1].result(10.0)
+        opened.append(len(os.listdir("/proc/self/fd")))
+    assert opened[2] == opened[1], "the first one may have opened something for good"
 
 
 def test_close_may_be_called_again_and_from_several_threads() -> None:

@@ -285,6 +285,8 @@ class ContextActor(pykka.ThreadingActor):
             if not post.completion.close(max(0.0, end - time.monotonic())):
                 logger.error("a launch of %s never ended; its completion thread is left behind", post.name)
             post.mailbox.write_off()
+            if post.ref is None:
+                post.mailbox.abandon()
         services.timers.close()
 
     def _close_posts(self, reason: Callable[[], GpuActorsError], failed: bool = False) -> None:

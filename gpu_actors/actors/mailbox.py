@@ -130,6 +130,10 @@ class Mailbox:
         for callback in idle:
             callback()
 
+    def abandon(self) -> None:
+        """No actor will look here again: let go of what it slept by, however long the replies are kept."""
+        self._bell = None
+
     def after_fork(self, reason: Callable[[], GpuActorsError]) -> None:
         """Close the child process's copy, which has no actor, and answer its calls."""
         self.lock = threading.RLock()
@@ -288,8 +292,9 @@ class Mailbox:
 
     def _ring(self) -> None:
         # Outside the lock, which the woken thread takes first.
-        if self._bell is not None:
-            self._bell.ring()
+        bell = self._bell
+        if bell is not None:
+            bell.ring()
 
     def _awaken(self) -> bool:
         asleep, self._asleep = self._asleep, False
