@@ -213,8 +213,9 @@ def test_a_shared_launch_that_fails_is_repeated_for_each_alone(error: type[ga.Gp
         assert [isinstance(result, error) for result in results] == [False, True, False]
         for index in (0, 2):
             assert np.array_equal(results[index].out, ask(index).result(10.0).out)
+        eventually(lambda: ctx.stats()["flash_attn"].in_flight == 0)
         stats = ctx.stats()["flash_attn"]
-        assert (stats.failed, stats.queued, stats.in_flight) == (1, 0, 0)
+        assert (stats.failed, stats.queued) == (1, 0)
 
 
 def test_a_lost_context_fails_all_that_shared_a_launch() -> None:
