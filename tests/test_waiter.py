@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import gc
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any
@@ -208,3 +210,35 @@ def test_a_lone_task_goes_on_in_the_turn_of_the_loop_that_it_is_woken_in(loop: s
 
     with asyncio.Runner(loop_factory=LOOPS[loop]) as runner:
         assert runner.run(turns()) == 1
+
+
+def test_a_cancelled_wait_makes_no_reference_cycle() -> None:
+    """What its task had in its hands is let go of at once, and not by the garbage collector some day."""
+
+    class Held:
+        pass
+
+    async def main() -> None:
+        held: list[weakref.ref[Held]] = []
+
+        async def wait() -> None:
+            something = Held()
+            held.append(weakref.ref(something))
+            await wait_for(Waiting("a", []))
+
+        # The tasks in Python have a cycle of their own from 3.12 on.
+        task = asyncio.ensure_future(wait())
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        del task
+        await asyncio.sleep(0)
+        assert held[0]() is None
+
+    gc.collect()
+    gc.disable()
+    try:
+        asyncio.run(main())
+    finally:
+        gc.enable()

@@ -57,8 +57,12 @@ class Waiter:
         return True
 
     def result(self) -> None:
-        if self._error is not None:
-            raise self._error
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback holds this frame: see Call.answer
 
     def _end(self) -> Step | None:
         # Let go of: the task that it belongs to may end with an error whose traceback leads back here.
