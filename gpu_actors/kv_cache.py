@@ -8,7 +8,7 @@ async with ctx.kv_cache(num_blocks=256, page_size=16, kv_heads=8, head_dim=128) 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -47,7 +47,7 @@ class KvCache:
 
     Safe to share between tasks, loops and threads. Requests of equal priority take effect in the order in which they
     are made, whether or not one is awaited before the next; each happens wholly or leaves no trace. Leaving gives the
-    pool back.
+    pool back. A sequence whose reply nobody has taken when it is dropped, a cancelled task's perhaps, is freed.
 
     Every call takes deadline, timeout and priority as `ActorHandle.submit` does. The replies raise, besides what is
     said at each: `InvalidRequest` for a sequence that was freed or belongs to another cache, `StaleBuffer` once the
@@ -116,7 +116,7 @@ class KvCache:
             begin alike: it has ``cached`` rows then, of whole pages and never of the last token, and goes on from
             there. None: it begins empty.
         """
-        return self._submit(CreateSequence(self._number, tokens), deadline, timeout, priority)
+        return self._begin(CreateSequence(self._number, tokens), deadline, timeout, priority)
 
     def fork(
         self,
@@ -127,7 +127,7 @@ class KvCache:
         priority: int = 0,
     ) -> Reply[KvSequence]:
         """Begin a sequence with the rows of ``seq``, in the same pages. Whoever writes to one copies it first."""
-        return self._submit(ForkSequence(self._number, seq), deadline, timeout, priority, seq)
+        return self._begin(ForkSequence(self._number, seq), deadline, timeout, priority, seq)
 
     def truncate(
         self,
@@ -287,9 +287,18 @@ class KvCache:
         closing._call.when_done(_closed)
         return closing
 
+    def _free_unknown(self, beginning: Call[KvSequence]) -> None:
+        if beginning.error is None:
+            self.free(beginning.answer())
+
     def _find(self) -> OpenedCache:
         store = cast("CacheStore", self._handle._post.kept)
         return store.find(self._number)
+
+    def _begin(
+        self, message: Any, deadline: float | None, timeout: float | None, priority: int, seqs: Any = ()
+    ) -> Reply[KvSequence]:
+        return _Begun(self._submit(message, deadline, timeout, priority, seqs), self)
 
     def _submit(
         self, message: Any, deadline: float | None, timeout: float | None, priority: int, seqs: Any = ()
@@ -311,6 +320,37 @@ class KvCache:
             if stamp != now:
                 return StaleBuffer(f"it belongs to generation {stamp} of the context, which is at generation {now}")
         return None
+
+
+class _Begun(Reply[KvSequence]):
+    """The reply that gives a new sequence. One that nobody has got to know has nobody to free it, so this does.
+
+    A task may be cancelled when its answer is on the way already.
+    """
+
+    __slots__ = ("_cache", "_taken")
+
+    def __init__(self, reply: Reply[KvSequence], cache: KvCache) -> None:
+        super().__init__(reply._call)
+        self._cache = cache
+        self._taken = False
+
+    def __await__(self) -> Generator[Any, None, KvSequence]:
+        seq = yield from super().__await__()
+        self._taken = True
+        return seq
+
+    def result(self, timeout: float | None = None) -> KvSequence:
+        seq = super().result(timeout)
+        self._taken = True
+        return seq
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __del__(self) -> None:
+        if not self._taken:
+            self._call.when_done(self._cache._free_unknown)
 
 
 def _closed(_: Call[None]) -> None:

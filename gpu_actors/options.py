@@ -128,7 +128,8 @@ class ContextOptions:
     fault_plan: faults to inject at launches (see `gpu_actors.testing.FaultPlan`). Default none.
     restart: the supervision policy of the children. Default: `RestartPolicy()`.
     actors: further actor types to start as children. Default none.
-    default_timeout: seconds granted to a request that names neither deadline nor timeout. Default None: no limit.
+    default_timeout: seconds granted to a request that names neither deadline nor timeout, unless it gives memory back.
+        Default None: no limit.
     hang_timeout: seconds after which a launch that has not finished counts as hung and the context as lost. Default
         None: 30 s on CUDA, 600 s elsewhere.
     drain_timeout: seconds that leaving the context waits for unanswered requests before it stops them. Default 30.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from kv_cache_support import DIM, HEADS, PAGE, Rows, attention, contents, holds, opened, wait
+from kv_cache_support import DIM, HEADS, PAGE, Rows, attention, contents, holds, opened, spec, wait
+from service_support import eventually
 
 import gpu_actors as ga
 
@@ -284,3 +287,34 @@ def test_a_copy_of_a_shared_page_needs_room_too() -> None:
             wait(cache.append(seq, *rows.new(1)))
         wait(cache.free(fork))
         assert wait(cache.append(seq, *rows.new(1))) == 4
+
+
+async def test_a_sequence_that_nobody_got_to_know_is_freed() -> None:
+    async with ga.open_context("mock") as ctx, ctx.kv_cache(**spec()) as cache:
+
+        async def begin(reply: ga.Reply[ga.KvSequence]) -> ga.KvSequence:
+            return await reply
+
+        known = await cache.create()
+        await cache.append(known, *Rows(1).new(3))
+        for ask in (cache.create, lambda: cache.fork(known)):
+            with cache._find().tables._lock:
+                reply = ask()
+                task = asyncio.ensure_future(begin(reply))
+                await asyncio.sleep(0)
+            eventually(reply.done)  # with the loop held up, so that the task does not know yet
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert cache.stats().sequences == 2, "who has the reply may still ask it"
+            del reply, task
+            await asyncio.to_thread(eventually, lambda: cache.stats().sequences == 1)
+
+            made = ctx.stats()["kv_cache"].submitted
+            ask()  # and does not even look
+            await asyncio.to_thread(eventually, lambda made=made: ctx.stats()["kv_cache"].completed == made + 2)
+            assert cache.stats().sequences == 1
+        kept = copy.copy(cache.create())
+        assert await kept == await kept
+        assert cache.stats().shared_blocks == 0
+        assert cache.stats().sequences == 2

@@ -102,7 +102,10 @@ class TruncateSequence:
 
 @dataclass(slots=True, eq=False)
 class FreeSequence:
-    """Forget a sequence."""
+    """Forget a sequence. Taken in by a full mailbox too, and under no time limit that it does not name."""
+
+    releases: ClassVar[bool] = True
+    endless: ClassVar[bool] = True
 
     cache: int
     seq: Any
