@@ -209,3 +209,17 @@ async def test_a_pool_is_given_back_whatever_becomes_of_who_waits_for_that(how: 
         assert closing.cancelled() == (not late)
         assert await busy == 1
         await asyncio.to_thread(eventually, lambda: not pools(ctx))
+
+
+def test_a_sequence_of_another_contexts_cache_is_refused() -> None:
+    rows = Rows(5)
+    with opened() as (_, cache), opened() as (_, other):
+        own, foreign = wait(cache.create(), other.create())
+        k, v = rows.new(2)
+        wait(cache.append(own, k, v))
+        for reply in (cache.append(foreign, k, v), cache.attend(rows.q(1, 1), [foreign]), cache.free(foreign)):
+            with pytest.raises(ga.InvalidRequest, match="a sequence of this cache, and is one of another"):
+                wait(reply)
+        with pytest.raises(ga.InvalidRequest, match="is one of another"):
+            cache.length(foreign)
+        assert holds(cache, own, k, v)

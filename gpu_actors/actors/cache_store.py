@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 __all__ = ["CacheItem", "CacheStore", "OpenedCache"]
 
+# Of the caches of all contexts of the process: a sequence of one must not be taken for one of another.
+_NUMBERS = itertools.count(1)
+
 _MOST_ELEMENTS = 1 << 58  # of a pool: their bytes, and the addresses in it, fit into 64 bits with room to spare
 
 
@@ -244,7 +247,6 @@ class CacheStore:
         info = services.device.info
         self._post = post
         self._caches: dict[int, OpenedCache] = {}
-        self._numbers = itertools.count(1)
         self.arch = info.arch
         self.runs_kernels = info.runs_kernels
         compiles = info.runs_kernels or services.options.compile_on_mock
@@ -262,7 +264,7 @@ class CacheStore:
         if math.prod(pages) * max(pool.head_dim, pool.head_dim_v) > _MOST_ELEMENTS:
             raise OutOfDeviceMemory(f"no memory can be addressed that holds {pages} rows of {pool.head_dim} elements")
         arrays = tuple(allocate((*pages, dim), pool.dtype) for dim in (pool.head_dim, pool.head_dim_v))
-        number = next(self._numbers)
+        number = next(_NUMBERS)
         self._caches[number] = OpenedCache(number, pool, (arrays[0], arrays[1]), descales, self._post)
         return number
 
