@@ -318,7 +318,8 @@ class open_context:
 
     def _take(self) -> GpuContext:
         context, self._context = self._context, None
-        assert context is not None
+        if context is None:
+            raise GpuActorsError("this open_context() is not entered, or has been left already")
         return context
 
 

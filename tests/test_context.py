@@ -80,6 +80,15 @@ def test_an_open_context_cannot_be_entered_again() -> None:
         assert ctx.health().ready, "but it can be used again once it was left"
 
 
+async def test_a_context_that_is_not_entered_cannot_be_left() -> None:
+    opener = ga.open_context("mock")
+    for _ in range(2):
+        with pytest.raises(ga.GpuActorsError, match="is not entered, or has been left already"):
+            await opener.__aexit__(None, None, None)
+        async with opener:
+            pass
+
+
 async def test_two_contexts_of_one_loop_are_independent() -> None:
     async with ga.open_context("mock") as one, ga.open_context("mock") as two:
         await ask(one)
