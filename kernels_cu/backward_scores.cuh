@@ -146,7 +146,7 @@ DEVICE void weigh(Scores& s, const Work& work, const Score<float>& score, int n)
   }
 }
 
-// Drops weights, and says which were kept: bit 4 * block + e of a row.
+// Drops weights, and says which were kept: bit 4 * block + e of a row. A NaN times 0 is one still.
 DEVICE void drop(Scores& weights, uint32_t (&kept)[KEY_ROWS], const Work& work, int n) {
   const Dropout dropout = work.dropout(work.ring.head(n));
   const int first_row = work.ring.tile(n) * BLOCK_M + work.warp.first_query;
@@ -155,7 +155,7 @@ DEVICE void drop(Scores& weights, uint32_t (&kept)[KEY_ROWS], const Work& work, 
     kept[r] = kept_probabilities<QUERY_BLOCKS>(dropout, first_row, work.key_begin + work.warp.first_key + 16 * r);
 #pragma unroll
     for (int i = 0; i < 4 * QUERY_BLOCKS; i++) {
-      if (!(kept[r] >> i & 1)) weights[r][i / 4][i % 4] = 0.0f;
+      if (!(kept[r] >> i & 1)) weights[r][i / 4][i % 4] *= 0.0f;
     }
   }
 }

@@ -69,3 +69,19 @@ def test_precisions_that_no_kernel_has_are_refused(ctx: ga.GpuContext, dtype: ty
     with pytest.raises(ga.Unsupported) as refused:
         reply.result(10.0)
     assert (refused.value.field, refused.value.nearest) == (field, nearest)
+
+
+def test_a_row_that_is_nan_reaches_its_keys_whatever_was_dropped(ctx: ga.GpuContext) -> None:
+    """0 times NaN is NaN: values whose weights were dropped get a gradient of NaN, too, as on the mock device."""
+    rng = np.random.default_rng(0)
+    q, k, v, dout = rng.standard_normal((4, 1, 40, 2, 32)).astype(np.float16)
+    q[0, 3, 1, 5] = np.nan
+    options = {"dropout_p": 0.5, "dropout_seed": 7, "causal": True}
+    out, lse = ctx.flash_attn.forward(q, k, v, **options, return_lse=True).result(60.0)
+    gradients = ctx.flash_attn.backward(dout, q, k, v, out, lse, **options).result(60.0)
+    rows = np.arange(40)
+    for name, spoiled in (("dq", rows == 3), ("dk", rows <= 3), ("dv", rows <= 3)):
+        found = np.isnan(getattr(gradients, name)[0])
+        assert not found[:, 0].any(), f"{name} of the other head"
+        np.testing.assert_array_equal(found[:, 1].all(axis=-1), spoiled, err_msg=name)
+        np.testing.assert_array_equal(found[:, 1].any(axis=-1), spoiled, err_msg=name)
