@@ -42,10 +42,10 @@ MUTANTS = (
     _op("integers divide down always", "(a % b != 0 && ", "("),
     _op(
         "quotients are not rounded",
-        "(double a, double b) { return floor_of(a / b); }",
-        "(double a, double b) { return a / b; }",
+        "return quotient - whole > Real(0.5) ? whole + Real(1) : whole;",
+        "return a / b;",
     ),
-    _op("remainders of floats have the sign of the number", "a - floor_of(a / b) * b", "fmod(a, b)"),
+    _op("remainders of floats have the sign of the number", "? rest + b : rest;", "? rest : rest;"),
     _op("remainders of integers have the sign of the number", "a - floor_divide(a, b) * b", "a % b"),
     _op("abs of integers", "return x < 0 ? -x : x;", "return x;"),
     _op("the sigmoid falls", "exp_of(-x));", "exp_of(x));"),
