@@ -284,6 +284,17 @@ def test_a_forked_child_waits_for_no_lock_of_a_thread_that_stayed_behind() -> No
 
 # Waiting for a second by force, not for ever: the actor is still at its work when the signal comes.
 CLOSING = """
+from gpu_actors.context import open_contexts
+
+def alarm_while_it_closes():
+    def ring():
+        while ctx.health().state != "stopped":
+            time.sleep(0.001)
+        time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGALRM)
+
+    threading.Thread(target=ring).start()
+
 class Busy(ga.ServiceActor):
     def handle(self, call):
         busy.set()
@@ -304,7 +315,7 @@ def test_a_signal_handler_may_close_the_context_while_it_is_closed() -> None:
         + textwrap.dedent(
             """
             signal.signal(signal.SIGALRM, lambda *_: report("handler", ctx.close))
-            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            alarm_while_it_closes()
             report("program", ctx.close)
             say(len(threading.enumerate()))
             """
@@ -318,9 +329,8 @@ def test_closing_that_was_interrupted_goes_on_and_can_be_waited_for() -> None:
         CLOSING
         + textwrap.dedent(
             """
-            from gpu_actors.context import open_contexts
             signal.signal(signal.SIGALRM, signal.default_int_handler)
-            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            alarm_while_it_closes()
             report("program", ctx.close)
             say(len(open_contexts()))
             ctx.close()
