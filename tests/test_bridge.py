@@ -351,7 +351,7 @@ def test_an_empty_request_is_cheaper_than_a_thread_of_the_loops_pool(loop: str) 
 def test_an_actor_answers_a_repeated_request_within_few_calls() -> None:
     """Its caller waits for all of them, and what runs after a thread has woken up runs with cold caches.
 
-    Times vary, the number of functions that are called does not. Here it is 40, with sleeping and waking.
+    Times vary, the number of functions that are called does not. Here it is 42, with sleeping and waking.
     """
     calls: dict[int, int] = {}
     repeated = 50

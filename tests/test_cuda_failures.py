@@ -308,6 +308,26 @@ def test_a_probe_without_progress_loses_the_context_after_the_hang_timeout(bench
     bench.device.close()
 
 
+def test_a_process_that_stood_still_while_it_probed_does_not_lose_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer that the device still works on the probe is old by the time that the clock is read."""
+    clock = MockClock()
+    bench = Bench(hang_timeout=8.0, clock=clock)
+    event_done = bench.cuda.event_done
+    asked: list[int] = []
+
+    def stand_still(event: int) -> bool:
+        asked.append(event)
+        if len(asked) > 1:
+            return event_done(event)
+        clock.advance(100.0)
+        return False
+
+    monkeypatch.setattr(bench.cuda, "event_done", stand_still)
+    bench.device.probe()
+    assert len(asked) > 1
+    assert bench.device.lost is None
+
+
 def test_a_probe_that_reads_back_something_else_loses_the_context(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

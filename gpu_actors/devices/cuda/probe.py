@@ -67,12 +67,15 @@ class Prober:
         clock = self._device.clock
         until = clock.now() + timeout
         sleep = _SHORTEST_SLEEP
-        while not self._device.call(self._device.api.event_done, event):
-            if clock.now() >= until:
+        while True:
+            # Before the device is asked: if this process stands still in between, the answer is not from then.
+            now = clock.now()
+            if self._device.call(self._device.api.event_done, event):
+                return True
+            if now >= until:
                 return False
             time.sleep(sleep)
             sleep = min(2 * sleep, _LONGEST_SLEEP)
-        return True
 
     def _lose(self, why: str) -> ContextLost:
         message = f"the device did not pass its probe: {why}"
