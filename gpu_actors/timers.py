@@ -21,8 +21,8 @@ logger = logging.getLogger("gpu_actors")
 # Seconds. A thread cannot be asked to sleep for longer than some centuries, and a deadline may be further away.
 _LONGEST_SLEEP = 3600.0
 
-# Cancelled timers that are kept at most, until another one is set.
-_MOST_DEAD = 256
+# Cancelled timers that are not worth a sweep; nor are fewer than half of all.
+_FEW_DEAD = 256
 
 
 class Timer:
@@ -69,7 +69,7 @@ class Timers:
         with self._condition:
             if self._closed:
                 return timer
-            if self._cancelled > _MOST_DEAD:
+            if self._cancelled > max(_FEW_DEAD, len(self._heap) // 2):
                 self._sweep()
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name=self._name, daemon=True)

@@ -85,7 +85,12 @@ MASKS = {"none": None, "left": LEFT, "right": LEFT.flip(1), "holes": torch.tenso
 @pytest.mark.parametrize("padding", MASKS)
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_of_eager_attention_whatever_is_padding(ctx, name, padding):
-    model, ids, mask = model_of(MODELS[name]()), tokens(3, 9), MASKS[padding]
+    logits_agree(ctx, model_of(MODELS[name]()), MASKS[padding])
+
+
+def logits_agree(ctx, model, mask):
+    """With eager attention's, of every token that is not padding."""
+    ids = tokens(3, 9)
     got, wanted = both(ctx, model, lambda model: model(ids, attention_mask=mask).logits)
     kept = torch.ones(3, 9, dtype=torch.bool) if mask is None else mask.bool()
     same(got[kept], wanted[kept])
@@ -173,10 +178,7 @@ WINDOWED: dict[str, Any] = {
 @pytest.mark.parametrize("padding", MASKS)
 @pytest.mark.parametrize("name", WINDOWED)
 def test_a_window_that_attention_is_not_told_of_is_the_masks(ctx, name, padding):
-    model, ids, mask = model_of(WINDOWED[name]()), tokens(3, 9), MASKS[padding]
-    got, wanted = both(ctx, model, lambda model: model(ids, attention_mask=mask).logits)
-    kept = torch.ones(3, 9, dtype=torch.bool) if mask is None else mask.bool()
-    same(got[kept], wanted[kept])
+    logits_agree(ctx, model_of(WINDOWED[name]()), MASKS[padding])
 
 
 def test_a_window_that_attention_is_told_of_in_another_measure_is_the_masks(ctx):
