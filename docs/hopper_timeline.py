@@ -5,6 +5,7 @@ Products are as wide as they take on the tensor cores for a tile of 128 x 128 at
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +15,10 @@ LEFT, WIDTH, TOP, LANE, BAR = 150, 1000, 46, 58, 34
 CLOCKS = 5 * PRODUCT * 2
 TITLE = f"a sketch, not a measurement; between dashed lines one step of both consumers, {PERIOD} clocks of products"
 FONT = 'font-family="sans-serif" font-size="13"'
-COLOURS = {"S": "#4c78a8", "O": "#72b7b2", "load": "#b0b0b0", "softmax": "#f2a541", "finish": "#e8d5a9"}
+COLOURS = {"S": "#3b6593", "O": "#72b7b2", "load": "#b0b0b0", "softmax": "#f2a541", "finish": "#e8d5a9"}
+DARK = ("S",)
+SIZE, LINE = 11, 13
+LETTER = 0.62  # of a letter's height: how wide the widest usual sans-serif fonts are on average
 
 
 class Block(NamedTuple):
@@ -53,6 +57,18 @@ def x(clock: int) -> float:
     return LEFT + clock * WIDTH / CLOCKS
 
 
+def label(block: Block, left: float, right: float, top: float) -> list[str]:
+    """A block's text, on as many lines as it needs; none where the block ends at the edge before a line fits."""
+    fits = int((right - left) / (SIZE * LETTER))
+    rows = textwrap.wrap(block.text, max(1, fits), break_long_words=False)
+    if not rows or max(map(len, rows)) > fits:
+        return []
+    first = top + BAR / 2 + 4 - (len(rows) - 1) * LINE / 2
+    fill = "white" if block.kind in DARK else "black"
+    shared = f'x="{(left + right) / 2:.1f}" text-anchor="middle" font-size="{SIZE}" fill="{fill}"'
+    return [f'<text {shared} y="{first + number * LINE:.1f}">{row}</text>' for number, row in enumerate(rows)]
+
+
 def svg() -> str:
     height = TOP + LANE * len(LANES) + 40
     lines = [
@@ -73,12 +89,7 @@ def svg() -> str:
             f'<rect x="{left:.1f}" y="{top}" width="{right - left - 1:.1f}" height="{BAR}" rx="3" '
             f'fill="{COLOURS[block.kind]}"/>'
         )
-        size = 11 if right - left < 110 else 13
-        if right - left > 40:
-            lines.append(
-                f'<text x="{(left + right) / 2:.1f}" y="{top + 22}" text-anchor="middle" font-size="{size}" '
-                f'textLength="{min(right - left - 8, 7 * len(block.text)):.0f}">{block.text}</text>'
-            )
+        lines += label(block, left, right, top)
     note = "A consumer waits for S before its softmax, for O before it packs P, and in the gaps for its turn."
     lines += [f'<text x="{LEFT}" y="{height - 14}" fill="#555">{note}</text>', "</svg>"]
     return "\n".join(lines) + "\n"

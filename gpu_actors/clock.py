@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 __all__ = ["SYSTEM_CLOCK", "Clock", "SystemClock"]
@@ -32,8 +33,7 @@ class Clock(Protocol):
 class SystemClock:
     """``time.monotonic``."""
 
-    def now(self) -> float:
-        return time.monotonic()
+    now: Callable[[], float] = staticmethod(time.monotonic)
 
     def wait(self, condition: threading.Condition, until: float | None) -> None:
         if until is None:

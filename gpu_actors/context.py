@@ -7,41 +7,47 @@ async with gpu_actors.open_context("auto") as ctx:
 from __future__ import annotations
 
 import atexit
+import functools
 import itertools
 import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import anyio
 import anyio.to_thread
 
-from gpu_actors.actors.base import ServiceActor
-from gpu_actors.actors.call import Call
 from gpu_actors.actors.context import ContextActor, GiveUp, Stop
 from gpu_actors.actors.cudnn_like import CudnnLikeActor, CudnnLikeHandle
 from gpu_actors.actors.flash_attn import FlashAttnActor, FlashAttnHandle
-from gpu_actors.actors.handle import ActorHandle
+from gpu_actors.actors.kernels import CompilesKernels, KernelActor
 from gpu_actors.actors.kv_cache import KvCacheActor
-from gpu_actors.actors.mailbox import ActorStats, Mailbox
-from gpu_actors.actors.nvrtc import NvrtcActor, NvrtcHandle, Prepare
-from gpu_actors.actors.services import Services
+from gpu_actors.actors.nvrtc import NvrtcActor, NvrtcHandle
 from gpu_actors.devices.interface import Device, DeviceInfo
-from gpu_actors.devices.select import check_device, open_device
+from gpu_actors.devices.select import check_device, choose_device, open_device, warn_of_mock
 from gpu_actors.errors import ActorStopped, DeadlineExceeded, GpuActorsError, InvalidRequest
+from gpu_actors.health import Health, examine
+from gpu_actors.kernels.requests import Prepare
 from gpu_actors.kv_cache import OpensKvCaches
+from gpu_actors.loop import refuse_on_loop
+from gpu_actors.opening import Opening, in_thread
 from gpu_actors.options import ContextOptions
-from gpu_actors.reply import Reply, refuse_on_loop
+from gpu_actors.process import Local
+from gpu_actors.runtime.actor import ServiceActor
+from gpu_actors.runtime.call import Call
+from gpu_actors.runtime.children import Children
+from gpu_actors.runtime.handle import ActorHandle
+from gpu_actors.runtime.mailbox import ActorStats, Mailbox
+from gpu_actors.runtime.reply import Reply, need_asyncio
 from gpu_actors.validation.fields import real
 
-__all__ = ["GpuContext", "Health", "open_context", "open_contexts"]
+__all__ = ["GpuContext", "open_context", "open_contexts"]
 
-logger = logging.getLogger("gpu_actors")
+logger: logging.Logger = logging.getLogger("gpu_actors")
 
 T = TypeVar("T")
 
@@ -50,85 +56,68 @@ _PATIENCE = 5.0
 
 _NOT_DRAINED = "leaving the context: not drained within %s s, so what is unanswered gets ActorStopped"
 
-_CHILDREN: tuple[type[ServiceActor], ...] = (NvrtcActor, FlashAttnActor, CudnnLikeActor, KvCacheActor)
+_CHILDREN: tuple[type[ServiceActor], ...] = (NvrtcActor, FlashAttnActor, CudnnLikeActor, KvCacheActor, KernelActor)
 
 
-@dataclass(frozen=True, slots=True)
-class Health:
-    """Whether a context answers, and why not.
-
-    state: "ready", "degraded" (a child is being restarted, or one of your own has stopped or is stuck), "stalled" (the
-        oldest launch, or a built-in actor with what it took last, has taken half the hang timeout), "draining",
-        "failed" (the device context is lost, or a built-in actor has stopped) or "stopped".
-    ready: send requests here. True in the states "ready" and "degraded".
-    reason: a sentence where the state is not "ready".
-    actors: each child's own state. oldest_launch: seconds that the oldest unfinished launch has taken.
-    """
-
-    state: Literal["ready", "degraded", "stalled", "draining", "failed", "stopped"]
-    ready: bool
-    reason: str
-    generation: int
-    actors: Mapping[str, str]
-    oldest_launch: float | None
-
-
-class GpuContext(OpensKvCaches):
+class GpuContext(Local, OpensKvCaches, CompilesKernels):
     """A running context. Safe to share between event loops and threads. Made by `open_context`.
 
     flash_attn, cudnn, nvrtc: the handles of the FlashAttnActor, the CudnnLikeActor and the NvrtcActor.
     number: this process's contexts are numbered from 1, for callers that can hold a number and no object.
     """
 
-    def __init__(self, services: Services, root: Any) -> None:
-        self.number = next(_NUMBERS)
-        self.flash_attn = cast("FlashAttnHandle", services.handle(FlashAttnActor))
-        self.cudnn = cast("CudnnLikeHandle", services.handle(CudnnLikeActor))
-        self.nvrtc = cast("NvrtcHandle", services.handle(NvrtcActor))
-        super().__init__(services)
+    def __init__(self, children: Children, root: Any) -> None:
+        self.number: int = next(_NUMBERS)
+        self.flash_attn: FlashAttnHandle = cast("FlashAttnHandle", children.handle(FlashAttnActor))
+        self.cudnn: CudnnLikeHandle = cast("CudnnLikeHandle", children.handle(CudnnLikeActor))
+        self.nvrtc: NvrtcHandle = cast("NvrtcHandle", children.handle(NvrtcActor))
+        super().__init__(children)
         self._root = root
         self._stopped = False
         self._close_lock = threading.RLock()
         self._closing = False
         self._closed: threading.Event | None = None
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} #{self.number} on {self.info.name}, {self.health().state}>"
+
     def actor(self, actor_type: type[ServiceActor]) -> ActorHandle:
         """The handle of a child by its type, as one named in ``ContextOptions(actors=...)``.
 
         Raises KeyError for a type that is no child of this context.
         """
-        return self._services.handle(actor_type)
+        handle: ActorHandle = self._children.handle(actor_type)
+        return handle
 
     @property
     def info(self) -> DeviceInfo:
         """The device: kind, name, arch, memory."""
-        return self._services.device.info
+        return self._children.device.info
 
     @property
     def generation(self) -> int:
         """1 for a new context; one more after the device context was lost."""
-        return self._services.generation
+        return self._children.generation
 
     def health(self) -> Health:
         """The state of the context now. Takes no lock that a launch could hold, and never blocks."""
-        services = self._services
-        oldest = services.oldest_launch()
-        age = None if oldest is None else services.clock.now() - oldest
-        actors = {name: post.state for name, post in services.posts.items()}
-        # Everything below judges this one look at the actors, for they change meanwhile.
-        state, reason = self._state(age, actors)
-        return Health(state, state in ("ready", "degraded"), reason, services.generation, actors, age)
+        return examine(self._children, self._stopped)
 
     def stats(self) -> dict[str, ActorStats]:
         """Each actor's counts, by its label."""
-        return {name: post.mailbox.stats() for name, post in self._services.posts.items()}
+        return {name: cell.mailbox.stats() for name, cell in self._children.cells.items()}
 
     def drain(self, timeout: float | None = None) -> Reply[None]:
         """Refuse new requests (`ActorStopped`) and wait until every request made so far is answered.
 
+        Launches whose requests a deadline has answered are waited for too: they may still write to ``out``.
+
         timeout: seconds (None: no limit) after which the reply raises `DeadlineExceeded`. Draining is not undone.
         """
-        services = self._services
+        return self._drain(timeout, launches=True)
+
+    def _drain(self, timeout: float | None, launches: bool) -> Reply[None]:
+        children = self._children
         drained: Call[None] = Call("drain", Mailbox("drain", 1, 1))
         if timeout is not None and timeout != math.inf:
             try:
@@ -136,30 +125,49 @@ class GpuContext(OpensKvCaches):
             except InvalidRequest as error:
                 drained.fail(error)
                 return Reply(drained)
-        services.draining = True
-        posts = list(services.posts.values())
-        if services.lost is None and services.failure is None and not self._stopped:
-            for post in posts:
+        children.draining = True
+        cells = list(children.cells.values())
+        if children.lost is None and children.failure is None and not self._stopped:
+            for cell in cells:
                 # A request that waits for a kernel still needs the NvrtcActor.
-                admit = Prepare if post.actor_type is NvrtcActor else None
-                post.mailbox.close(lambda: ActorStopped("the context is draining"), admit)
+                admit = Prepare if cell.actor_type is NvrtcActor else None
+                cell.mailbox.close(lambda: ActorStopped("the context is draining"), admit)
         if timeout is not None:
             late = DeadlineExceeded(f"not drained within {timeout} s")
 
             def give_up() -> None:
                 drained.fail(late)
 
-            drained.timer = services.timers.after(timeout, give_up)
-        waiting = [post.mailbox for post in posts]
+            drained.timer = children.timers.after(timeout, give_up)
+        waiting = [cell.mailbox for cell in reversed(cells)]
 
-        def next_idle() -> None:
-            if waiting:
-                waiting.pop().when_idle(next_idle)
+        def wait_for(index: int) -> None:
+            if index < len(waiting):
+                waiting[index].when_idle(functools.partial(wait_for, index + 1), launches)
             else:
                 drained.resolve(None)
 
-        next_idle()
+        wait_for(0)
         return Reply(drained)
+
+    async def aclose(self) -> None:
+        """Wait until every request made so far is answered, at most ``drain_timeout`` seconds, then `close`.
+
+        A launch that is still under way although its requests have been answered, by a deadline, is not waited for.
+        May be called again. For a context from ``await open_context()``, as in a notebook.
+        """
+        need_asyncio("aclose()")
+        seconds = self._children.options.drain_timeout
+        try:
+            # Real seconds, not the context's clock: a mock clock does not move on from here.
+            with anyio.move_on_after(seconds, shield=True) as scope:
+                await self._drain(None, launches=False)
+            if scope.cancelled_caught:
+                logger.warning(_NOT_DRAINED, seconds)
+        finally:
+            # A task that was cancelled while it drained closes all the same.
+            with anyio.CancelScope(shield=True):
+                await in_thread(self.close)
 
     def close(self) -> None:
         """Answer what is unanswered with `ActorStopped`, stop every actor and release the device. Blocks briefly.
@@ -177,15 +185,15 @@ class GpuContext(OpensKvCaches):
                 _OPEN.pop(self.number, None)
 
     def after_fork(self) -> None:
-        """In a child process: whoever asks or waits there must not wait for threads that stayed behind."""
+        """In a child process: no request or waiter there may wait for threads that stayed behind."""
         self._close_lock = threading.RLock()
         self._closing = self._stopped = True
-        services = self._services
-        services.failure = stayed_behind = ActorStopped("the context belongs to the process that opened it")
-        services.trace.after_fork()
-        services.timers.after_fork()
-        for post in services.posts.values():
-            post.after_fork(lambda: ActorStopped(str(stayed_behind)))
+        children = self._children
+        children.failure = stayed_behind = ActorStopped("the context belongs to the process that opened it")
+        children.trace.after_fork()
+        children.timers.after_fork()
+        for cell in children.cells.values():
+            cell.after_fork(lambda: ActorStopped(str(stayed_behind)))
 
     def _close(self) -> None:
         if self._closed is None:
@@ -199,81 +207,60 @@ class GpuContext(OpensKvCaches):
             logger.error("the context did not close within %s s", 2 * _PATIENCE)
             self._closed.set()  # for those who ask again
 
-    def _state(self, age: float | None, actors: Mapping[str, str]) -> tuple[Any, str]:
-        services = self._services
-        if services.lost is not None:
-            return "failed", f"the device context is lost: {services.lost}"
-        if services.failure is not None:
-            return "failed", str(services.failure)
-        if self._stopped:
-            return "stopped", "the context is closed"
-        if services.draining:
-            return "draining", "the context is draining"
-        gone = [f"{actor.label} has stopped" for actor in _CHILDREN if actors[actor.label] in ("stopped", "failed")]
-        if gone:
-            return "failed", ", ".join(gone)
-        if age is not None and age > services.hang_timeout / 2:
-            return "stalled", f"a launch has not finished for {age:.1f} s"
-        stuck = services.stuck()
-        if any(actor.label in stuck for actor in _CHILDREN):
-            return "stalled", f"{', '.join(stuck)} cannot get on with its requests"
-        waiting = [f"{name} is {state}" for name, state in actors.items() if state != "running"]
-        waiting += [f"{name} cannot get on with its requests" for name in stuck]
-        if waiting:
-            return "degraded", ", ".join(waiting)
-        return "ready", ""
 
-
-class open_context:
+class open_context(Local):
     """Open a context: ``async with open_context(...) as ctx``, or ``with`` in a program without a loop.
 
-    device: "auto" (CUDA where it is usable, else mock; logs which and why), "cuda", "cuda:1", "emulated" or "mock".
+    In a notebook: ``ctx = await open_context(...)``, and ``await ctx.aclose()`` at the end.
+
+    device: "auto" (CUDA where it is usable, else mock, which warns), "cuda", "cuda:1", "emulated" or "mock".
     options: see `ContextOptions`.
 
     Leaving waits until everything is answered, at most ``drain_timeout`` seconds, then stops; what is unanswered then
     gets `ActorStopped`. Entering raises `InvalidRequest` for a device that does not exist, `GpuActorsError` for one
-    that cannot be used.
+    that cannot be used, and `AsyncioNeeded` on a loop of another library, such as trio. "auto" without a GPU that can
+    be used issues a `MockDeviceWarning` and logs it: what is missing, and how to install it.
     """
 
     def __init__(self, device: str = "auto", options: ContextOptions | None = None) -> None:
         if options is not None and not isinstance(options, ContextOptions):
             raise InvalidRequest("options", options, "must be ContextOptions, or None for the defaults")
-        self._device = check_device(device)
+        self._device = self._spec = check_device(device)
         self._options = options if options is not None else ContextOptions()
         self._context: GpuContext | None = None
 
     async def __aenter__(self) -> GpuContext:
+        need_asyncio("open_context()")
         self._check_free()
-        opening = _Opening(self._open)
+        self._context = context = await self._start(4)
+        return context
+
+    def __await__(self) -> Generator[Any, None, GpuContext]:
+        need_asyncio("open_context()")
+        return self._start(3).__await__()
+
+    async def _start(self, stacklevel: int) -> GpuContext:
+        """Open a context in a thread. stacklevel: of the program's own frame, for a warning."""
+        warn_of_mock(await in_thread(self._choose), stacklevel)
+        opening = Opening(self._open)
         with anyio.CancelScope(shield=True):
             try:
-                context = await _in_thread(opening.run)
+                context = await in_thread(opening.run)
             except BaseException:
-                # A context that opens after its opener was cancelled would have nobody to close it.
-                await _in_thread(opening.abandon)
+                # A context that opens after its opener was cancelled would never be closed.
+                await in_thread(opening.abandon)
                 raise
-        self._context = context
         return context
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        context = self._take()
-        seconds = self._options.drain_timeout
-        try:
-            # Real seconds, not the context's clock: nobody moves a mock clock on from here.
-            with anyio.move_on_after(seconds, shield=True) as scope:
-                await context.drain()
-            if scope.cancelled_caught:
-                logger.warning(_NOT_DRAINED, seconds)
-        finally:
-            # A task that was cancelled while it drained closes all the same.
-            with anyio.CancelScope(shield=True):
-                await _in_thread(context.close)
+        await self._take().aclose()
 
     def __enter__(self) -> GpuContext:
         refuse_on_loop("with open_context()", "async with")
         self._check_free()
+        warn_of_mock(self._choose(), 3)
         self._context = self._open()
         return self._context
 
@@ -283,7 +270,7 @@ class open_context:
         context = self._take()
         seconds = self._options.drain_timeout
         try:
-            context.drain().result(None if seconds == math.inf else seconds)
+            context._drain(None, launches=False).result(None if seconds == math.inf else seconds)
         except TimeoutError:
             logger.warning(_NOT_DRAINED, seconds)
         finally:
@@ -291,10 +278,15 @@ class open_context:
 
     def make_device(self) -> Device:
         """The device that the context will own. Called on the ContextActor's thread; for tools that wrap it."""
-        return open_device(self._device, self._options)
+        return open_device(self._spec, self._options)
+
+    def _choose(self) -> str | None:
+        """Settle what "auto" means now. Gives what keeps it from a GPU."""
+        self._spec, obstacle = choose_device(self._device)
+        return obstacle
 
     def _open(self) -> GpuContext:
-        opened: Future[Services] = Future()
+        opened: Future[Children] = Future()
         options = self._options
         ref = ContextActor.start(
             self.make_device,
@@ -303,12 +295,12 @@ class open_context:
             opened,
         )
         try:
-            services = opened.result()
+            children = opened.result()
         except BaseException:
             ref.stop(block=False)
             raise
-        context = GpuContext(services, _Root(ref))
-        # Kept until it is closed, whoever else lets go of it: its requests may still be waited for.
+        context = GpuContext(children, _Root(ref))
+        # Kept until it is closed, with no other reference too: its requests may still be waited for.
         _OPEN[context.number] = context
         return context
 
@@ -321,38 +313,6 @@ class open_context:
         if context is None:
             raise GpuActorsError("this open_context() is not entered, or has been left already")
         return context
-
-
-class _Opening:
-    """A context on its way, which may be abandoned before it is there."""
-
-    def __init__(self, open_it: Callable[[], GpuContext]) -> None:
-        self._open = open_it
-        self._lock = threading.Lock()
-        self._abandoned = False
-        self._context: GpuContext | None = None
-
-    def run(self) -> GpuContext:
-        context = self._open()
-        with self._lock:
-            self._context = context
-            abandoned = self._abandoned
-        if abandoned:
-            context.close()
-        return context
-
-    def abandon(self) -> None:
-        """Close the context; if it is not there yet, as soon as it is, on the thread that opens it."""
-        with self._lock:
-            self._abandoned = True
-            context = self._context
-        if context is not None:
-            context.close()
-
-
-async def _in_thread(function: Callable[[], T]) -> T:
-    # With a limiter of its own: the loop's threads may all be waiting for replies that only closing would answer.
-    return await anyio.to_thread.run_sync(function, limiter=anyio.CapacityLimiter(1))
 
 
 class _Root:
@@ -380,7 +340,7 @@ def open_contexts() -> Mapping[int, GpuContext]:
 
 
 def _close_all() -> None:
-    """Answer everybody who still waits when the interpreter exits."""
+    """Answer every request that still waits when the interpreter exits."""
     for context in list(_OPEN.values()):
         context.close()
 

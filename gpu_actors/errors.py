@@ -7,25 +7,33 @@ GpuActorsError
 ├── Overloaded                 a mailbox is full
 ├── DeadlineExceeded           not answered by its deadline
 ├── RequestCancelled           cancelled before its launch
-├── MockModeError              the mock device was told not to compute
+├── MockModeError              the mock device computes nothing here
 ├── CompileError               NVRTC refused the source
 ├── LaunchError                the launch or the kernel failed; the context is still good
 ├── OutOfDeviceMemory
 ├── CacheFull                  no page left in a KV cache; nothing was written
-├── StaleBuffer                the buffer belongs to an earlier generation of the context
+├── StaleBuffer                the buffer belongs to a closed cache, an earlier generation or another process
 ├── ContextLost                the device context is gone; everything in flight failed
 ├── ActorStopped               the actor is stopped, or stopped before it answered
 │   └── ActorFailed            the actor raised while it handled this request
-└── WouldBlock                 a blocking call on the thread of a running event loop
+├── WouldBlock                 a blocking call on the thread of a running event loop
+├── AsyncioNeeded              awaited on the loop of another library, such as trio, or on none
+└── NotCopyable                (also a TypeError) a context, handle, cache or reply was pickled or copied
+
+Errors pickle with their fields, notes and cause.
 """
 
 from __future__ import annotations
+
+import pickle
+from typing import Any
 
 from gpu_actors.values import show
 
 __all__ = [
     "ActorFailed",
     "ActorStopped",
+    "AsyncioNeeded",
     "CacheFull",
     "CompileError",
     "ContextLost",
@@ -34,6 +42,7 @@ __all__ = [
     "InvalidRequest",
     "LaunchError",
     "MockModeError",
+    "NotCopyable",
     "OutOfDeviceMemory",
     "Overloaded",
     "RequestCancelled",
@@ -45,13 +54,47 @@ __all__ = [
 
 
 class GpuActorsError(Exception):
-    """Base of every error that this package raises on purpose."""
+    """Base of every error that this package raises on purpose. Pickles with its fields, notes and cause."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        fields = {name: _portable(value) for name, value in vars(self).items()}
+        return _rebuilt, (type(self), tuple(map(_portable, self.args)), fields, _portable(self.__cause__))
+
+
+class _Described:
+    """Stands for a value that does not pickle, and reads the same in messages."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+def _portable(value: Any) -> Any:
+    try:
+        pickle.loads(pickle.dumps(value))
+    except Exception:
+        return None if isinstance(value, BaseException) else _Described(show(value))
+    return value
+
+
+def _rebuilt(
+    kind: type[GpuActorsError], args: tuple[Any, ...], fields: dict[str, Any], cause: BaseException | None
+) -> GpuActorsError:
+    # Past __init__, whose parameters need not be the args.
+    error = kind.__new__(kind, *args)
+    error.args = args
+    vars(error).update(fields)
+    if cause is not None:
+        error.__cause__ = cause
+    return error
 
 
 class RequestError(GpuActorsError):
     """A request that cannot be answered as asked.
 
-    field: the argument at fault, by its public name.
+    field: the argument at fault, by its public name; or what several arrays have in common, as head_dim and page_size.
     value: what was given (for arrays, a description rather than the array).
     reason: a sentence that says what would be accepted.
     """
@@ -64,6 +107,9 @@ class RequestError(GpuActorsError):
 
     def __str__(self) -> str:
         return f"{self.field}={show(self.value)}: {self.reason}"
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(show, self.args))})"
 
 
 class InvalidRequest(RequestError, ValueError):
@@ -78,7 +124,7 @@ class Unsupported(RequestError):
 
     def __init__(self, field: str, value: object, reason: str, nearest: object = None) -> None:
         super().__init__(field, value, reason)
-        self.args = (field, value, reason, nearest)
+        self.args: tuple[Any, ...] = (field, value, reason, nearest)
         self.nearest = nearest
 
     def __str__(self) -> str:
@@ -112,7 +158,8 @@ class RequestCancelled(GpuActorsError):
 
 
 class MockModeError(GpuActorsError):
-    """The mock device was opened with ``MockOptions(compute=False)`` and computes nothing."""
+    """The mock device computes nothing: it was opened with ``MockOptions(compute=False)``, or the request is the launch
+    of a kernel of your own, for which it has no oracle."""
 
 
 class CompileError(GpuActorsError):
@@ -146,7 +193,7 @@ class CacheFull(GpuActorsError):
 
 
 class StaleBuffer(GpuActorsError):
-    """A buffer was made by an earlier generation of the context than the one that is running."""
+    """A buffer is no longer there: its cache was closed, or an earlier generation or another process made it."""
 
 
 class ContextLost(GpuActorsError):
@@ -170,3 +217,11 @@ class ActorFailed(ActorStopped):
 
 class WouldBlock(GpuActorsError, RuntimeError):
     """A call that blocks was made on the thread of a running event loop."""
+
+
+class AsyncioNeeded(GpuActorsError, RuntimeError):
+    """Something was awaited that only an asyncio event loop can wait for (uvloop's, and anyio on asyncio, too)."""
+
+
+class NotCopyable(GpuActorsError, TypeError):
+    """A context, handle, cache or reply was pickled or copied. It belongs to the process that made it."""

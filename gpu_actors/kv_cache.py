@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 import anyio
 
-from gpu_actors.actors.call import Call
 from gpu_actors.actors.kv_cache import KvCacheActor
 from gpu_actors.errors import GpuActorsError, InvalidRequest, StaleBuffer
 from gpu_actors.kv.requests import (
@@ -30,41 +29,51 @@ from gpu_actors.kv.requests import (
     TruncateSequence,
 )
 from gpu_actors.kv.sequences import KvCacheStats
-from gpu_actors.reply import Reply, refuse_on_loop
+from gpu_actors.loop import refuse_on_loop
+from gpu_actors.process import Local
 from gpu_actors.requests import Array, AttentionOutput
+from gpu_actors.runtime.call import Call
+from gpu_actors.runtime.reply import Reply, need_asyncio
 
 if TYPE_CHECKING:
-    from gpu_actors.actors.cache_store import CacheStore, OpenedCache
-    from gpu_actors.actors.handle import ActorHandle
-    from gpu_actors.actors.services import Services
-    from gpu_actors.kernels.append import Rope
+    from gpu_actors.actors.kv_store import CacheStore, OpenedCache
+    from gpu_actors.kernels.append.variant import Rope
+    from gpu_actors.runtime.children import Children
+    from gpu_actors.runtime.handle import ActorHandle
 
 __all__ = ["KvCache", "OpensKvCaches"]
 
 
-class KvCache:
+class KvCache(Local):
     """A pool of pages and the sequences in it. Made by ``ctx.kv_cache``; enter it with ``async with`` or ``with``.
 
     Safe to share between tasks, loops and threads. Requests of equal priority take effect in the order in which they
     are made, whether or not one is awaited before the next; each happens wholly or leaves no trace. Leaving gives the
-    pool back. A sequence whose reply nobody has taken when it is dropped, a cancelled task's perhaps, is freed.
+    pool back. A sequence is freed where its reply is dropped before a task has taken it, as by a cancelled task.
 
     Every call takes deadline, timeout and priority as `ActorHandle.submit` does. The replies raise, besides what is
-    said at each: `InvalidRequest` for a sequence that was freed or belongs to another cache, `StaleBuffer` once the
+    said at each: `InvalidRequest` for a sequence that was freed or belongs to another cache, `StaleBuffer` once another
+    task has closed the cache, or the
     context that the cache was made in is lost.
     """
 
-    def __init__(self, services: Services, handle: ActorHandle, spec: KvCacheSpec) -> None:
-        self._services = services
+    def __init__(self, children: Children, handle: ActorHandle, spec: KvCacheSpec) -> None:
+        self._children = children
         self._handle = handle
         self._spec = spec
         self._number = 0
         self._generation = 0
         self._lock = threading.Lock()
 
+    def __repr__(self) -> str:
+        spec = self._spec
+        state = {0: "not entered", -1: "opening"}.get(self._number, f"#{self._number}")
+        return f"<KvCache {state}, {spec.num_blocks} pages of {spec.page_size} x {spec.kv_heads} x {spec.head_dim}>"
+
     # Opening and closing
 
     async def __aenter__(self) -> Self:
+        need_asyncio("ctx.kv_cache()")
         opening = self._open()
         try:
             self._number = await opening
@@ -126,7 +135,7 @@ class KvCache:
         timeout: float | None = None,
         priority: int = 0,
     ) -> Reply[KvSequence]:
-        """Begin a sequence with the rows of ``seq``, in the same pages. Whoever writes to one copies it first."""
+        """Begin a sequence with the rows of ``seq``, in the same pages. A write to a shared page copies it first."""
         return self._begin(ForkSequence(self._number, seq), deadline, timeout, priority, seq)
 
     def truncate(
@@ -259,7 +268,7 @@ class KvCache:
         return cache.table(seq).length
 
     def stats(self) -> KvCacheStats:
-        """blocks, free_blocks, sequences, shared_blocks, and more. Raises `InvalidRequest` when closed."""
+        """blocks, free_blocks, sequences, shared_blocks, and more. Raises `StaleBuffer` when closed."""
         return self._find().tables.stats()
 
     # Inside
@@ -269,11 +278,11 @@ class KvCache:
             if self._number:
                 raise GpuActorsError("this cache has been entered already; make one for each use")
             self._number = -1
-        self._generation = self._services.generation
+        self._generation = self._children.generation
         return self._handle.submit(OpenCache(self._spec))
 
     def _abandon(self, opening: Reply[int]) -> None:
-        """Give back a pool whose opener was cancelled or interrupted, whenever it is made: nobody else would."""
+        """Give back a pool whose opener was cancelled or interrupted, whenever it is made."""
 
         def give_back(call: Call[int]) -> None:
             if call.error is None:
@@ -292,7 +301,7 @@ class KvCache:
             self.free(beginning.answer())
 
     def _find(self) -> OpenedCache:
-        store = cast("CacheStore", self._handle._post.kept)
+        store = cast("CacheStore", self._handle._cell.shared)
         return store.find(self._number)
 
     def _begin(
@@ -307,13 +316,13 @@ class KvCache:
         if refusal is None and self._number <= 0:
             refusal = InvalidRequest("cache", None, "must be entered first: async with ctx.kv_cache(...) as cache")
         if refusal is not None:
-            call: Call[Any] = Call(message, self._handle._post.mailbox)
-            self._handle._post.mailbox.refuse(call, refusal)
+            call: Call[Any] = Call(message, self._handle._cell.mailbox)
+            self._handle._cell.mailbox.refuse(call, refusal)
             return Reply(call)
         return self._handle.submit(message, deadline=deadline, timeout=timeout, priority=priority)
 
     def _stale(self, *seqs: object) -> GpuActorsError | None:
-        now = self._services.generation
+        now = self._children.generation
         stamps = [self._generation or now]
         stamps += [seq.generation for seq in seqs if isinstance(seq, KvSequence)]
         for stamp in stamps:
@@ -323,7 +332,7 @@ class KvCache:
 
 
 class _Begun(Reply[KvSequence]):
-    """The reply that gives a new sequence. One that nobody has got to know has nobody to free it, so this does.
+    """The reply that gives a new sequence. It frees the sequence where no task has taken it.
 
     A task may be cancelled when its answer is on the way already.
     """
@@ -345,9 +354,6 @@ class _Begun(Reply[KvSequence]):
         self._taken = True
         return seq
 
-    def __copy__(self) -> Self:
-        return self
-
     def __del__(self) -> None:
         if not self._taken:
             self._call.when_done(self._cache._free_unknown)
@@ -360,8 +366,8 @@ def _closed(_: Call[None]) -> None:
 class OpensKvCaches:
     """``kv_cache``, for contexts."""
 
-    def __init__(self, services: Services) -> None:
-        self._services = services
+    def __init__(self, children: Children) -> None:
+        self._children = children
 
     def kv_cache(
         self,
@@ -390,4 +396,4 @@ class OpensKvCaches:
             k_descale=k_descale,
             v_descale=v_descale,
         )
-        return KvCache(self._services, self._services.handle(KvCacheActor), spec)
+        return KvCache(self._children, self._children.handle(KvCacheActor), spec)

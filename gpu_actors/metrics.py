@@ -2,17 +2,20 @@
 
     registry.register(ContextCollector(ctx))
 
-Nothing is counted twice and nothing is estimated: a metric is what ``ctx.stats()`` and ``ctx.health()`` say at that
-moment. Needs the ``metrics`` extra.
+Nothing is counted twice and nothing is estimated: a metric is what ``ctx.stats()``, ``ctx.health()`` and the meters of
+its actors say at that moment. Needs the ``metrics`` extra. Each process shows its own: scrape every worker (see
+docs/serving.md).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args, get_type_hints
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from gpu_actors.runtime.meter import Histogram
 
 if TYPE_CHECKING:
     from gpu_actors.context import GpuContext
@@ -23,15 +26,27 @@ _OUTCOMES = ("completed", "failed", "cancelled")
 
 
 class ContextCollector(Collector):
-    """A collector for ``prometheus_client.CollectorRegistry.register``.
+    """A collector for ``prometheus_client.CollectorRegistry.register``. Make one a context, and keep it.
 
-    gpu_actors_requests_submitted_total {actor}, gpu_actors_requests_total {actor, outcome}, gpu_actors_launches_total
-    {actor}, gpu_actors_requests_waiting {actor}, gpu_actors_launches_in_flight {actor}; gpu_actors_ready,
-    gpu_actors_generation, gpu_actors_oldest_launch_seconds; gpu_actors_cubin_cache_events_total {event}.
+    Counts: gpu_actors_requests_submitted_total {actor}, gpu_actors_requests_total {actor, outcome},
+    gpu_actors_request_errors_total {actor, error}, gpu_actors_launches_total {actor}, gpu_actors_requests_waiting
+    {actor}, gpu_actors_launches_in_flight {actor}; gpu_actors_cubin_cache_events_total {event}.
+
+    Health: gpu_actors_ready {device}, gpu_actors_state {device, state}, 1 for the state that holds and 0 for the
+    others, gpu_actors_generation {device}, gpu_actors_oldest_launch_seconds {device}.
+
+    Histograms of the requests made since the first collector of the context, for a context measures nothing before:
+    gpu_actors_request_seconds {actor, outcome}, from acceptance to the answer; gpu_actors_request_queue_seconds
+    {actor}, from acceptance to the first launch; gpu_actors_launch_requests {actor}, requests that one launch answers.
     """
 
     def __init__(self, context: GpuContext) -> None:
         self._context = context
+        self._states: tuple[str, ...] = get_args(get_type_hints(type(context.health()))["state"])
+        children = context._children
+        self._mailboxes = {name: cell.mailbox for name, cell in children.cells.items()}
+        for mailbox in self._mailboxes.values():
+            mailbox.measure(children.clock)
 
     def describe(self) -> list[Metric]:
         """Nothing, so that registering asks nothing of the context."""
@@ -39,12 +54,8 @@ class ContextCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield from self._actors()
-        health = self._context.health()
-        yield GaugeMetricFamily("gpu_actors_ready", "1 if the context answers requests", float(health.ready))
-        yield GaugeMetricFamily("gpu_actors_generation", "Generation of the device context", health.generation)
-        yield GaugeMetricFamily(
-            "gpu_actors_oldest_launch_seconds", "Age of the oldest unfinished launch", health.oldest_launch or 0.0
-        )
+        yield from self._histograms()
+        yield from self._health()
         events = CounterMetricFamily("gpu_actors_cubin_cache_events", "What the cubin cache did", labels=["event"])
         cache = self._context.nvrtc.cache_stats()
         for event in ("hits", "misses", "compiles", "corrupt", "evicted"):
@@ -55,6 +66,7 @@ class ContextCollector(Collector):
         labels = ["actor"]
         submitted = CounterMetricFamily("gpu_actors_requests_submitted", "Requests taken in", labels=labels)
         answered = CounterMetricFamily("gpu_actors_requests", "Requests answered", labels=["actor", "outcome"])
+        errors = CounterMetricFamily("gpu_actors_request_errors", "Errors answered", labels=["actor", "error"])
         launches = CounterMetricFamily("gpu_actors_launches", "Launches begun", labels=labels)
         waiting = GaugeMetricFamily("gpu_actors_requests_waiting", "Requests in the mailbox", labels=labels)
         in_flight = GaugeMetricFamily("gpu_actors_launches_in_flight", "Unfinished launches", labels=labels)
@@ -62,7 +74,48 @@ class ContextCollector(Collector):
             submitted.add_metric([actor], stats.submitted)
             for outcome in _OUTCOMES:
                 answered.add_metric([actor, outcome], getattr(stats, outcome))
+            for error, count in sorted(stats.errors.items()):
+                errors.add_metric([actor, error], count)
             launches.add_metric([actor], stats.launched)
             waiting.add_metric([actor], stats.queued)
             in_flight.add_metric([actor], stats.in_flight)
-        yield from (submitted, answered, launches, waiting, in_flight)
+        yield from (submitted, answered, errors, launches, waiting, in_flight)
+
+    def _histograms(self) -> Iterator[Metric]:
+        labels = ["actor"]
+        latency = HistogramMetricFamily(
+            "gpu_actors_request_seconds", "From acceptance to the answer", labels=["actor", "outcome"]
+        )
+        queue = HistogramMetricFamily("gpu_actors_request_queue_seconds", "From acceptance to launch", labels=labels)
+        batch = HistogramMetricFamily("gpu_actors_launch_requests", "Requests that a launch answers", labels=labels)
+        for actor, mailbox in self._mailboxes.items():
+            meter = mailbox.measure(self._context._children.clock)
+            with mailbox.lock:
+                for outcome in _OUTCOMES:
+                    _add(latency, [actor, outcome], meter.latency[outcome])
+                _add(queue, [actor], meter.queue)
+                _add(batch, [actor], meter.batch)
+        yield from (latency, queue, batch)
+
+    def _health(self) -> Iterator[Metric]:
+        health = self._context.health()
+        device = health.device.kind
+        labels = ["device"]
+        ready = GaugeMetricFamily("gpu_actors_ready", "1 if the context answers requests", labels=labels)
+        state = GaugeMetricFamily("gpu_actors_state", "1 for the state that holds", labels=["device", "state"])
+        generation = GaugeMetricFamily("gpu_actors_generation", "Generation of the device context", labels=labels)
+        oldest = GaugeMetricFamily(
+            "gpu_actors_oldest_launch_seconds", "Age of the oldest unfinished launch", labels=labels
+        )
+        ready.add_metric([device], float(health.ready))
+        for name in self._states:
+            state.add_metric([device, name], float(health.state == name))
+        generation.add_metric([device], health.generation)
+        oldest.add_metric([device], health.oldest_launch or 0.0)
+        yield from (ready, state, generation, oldest)
+
+
+def _add(family: HistogramMetricFamily, labels: list[str], histogram: Histogram) -> None:
+    bounds = [str(float(bound)) for bound in histogram.bounds]
+    buckets = list(zip([*bounds, "+Inf"], histogram.cumulative(), strict=True))
+    family.add_metric(labels, buckets, sum_value=histogram.total)

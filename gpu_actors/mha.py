@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.problem import Alignment
+from gpu_actors.requests import Array
 from gpu_actors.validation.fields import FURTHEST, expect, integer, one_of, real
+from gpu_actors.values import brief
 
 __all__ = ["AttentionParams", "Mask", "MhaBackward", "MhaForward", "MhaOutput"]
 
@@ -85,7 +88,8 @@ class AttentionParams:
     scale: default 1/sqrt(head_dim).
     dropout_p, dropout_seed: the probability in [0, 1) of dropping a weight, and what decides which. Default 0.
     alignment: cuDNN's own default, "top_left", puts row 0 on key 0; "bottom_right" the last row on the last key.
-    Raises `InvalidRequest` for sizes below 1, heads that do not divide, and options of another type or out of range.
+    Raises `InvalidRequest` for heads or a head_dim below 1, negative sizes, heads that do not divide, and options of
+    another type or out of range.
     """
 
     batch: int
@@ -101,7 +105,9 @@ class AttentionParams:
     alignment: Alignment = "top_left"
 
     def __post_init__(self) -> None:
-        for name in ("batch", "seq_q", "seq_kv", "heads_q", "heads_kv", "head_dim"):
+        for name in ("batch", "seq_q", "seq_kv"):
+            integer(name, getattr(self, name), 0)
+        for name in ("heads_q", "heads_kv", "head_dim"):
             integer(name, getattr(self, name), 1)
         if self.heads_q % self.heads_kv:
             raise InvalidRequest("heads_kv", self.heads_kv, f"must divide heads_q, {self.heads_q}")
@@ -127,6 +133,9 @@ class AttentionParams:
         return dataclasses.replace(self, dropout_p=p, dropout_seed=seed)
 
 
+_ARGUMENT_NAMES = {"dtype": "q", "kv_dtype": "k", "out": "o", "dout": "do", "lse": "stats", "softmax_scale": "scale"}
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class MhaForward:
     """The message of ``mha_forward``.
@@ -135,11 +144,14 @@ class MhaForward:
     GPU the last axis must be contiguous. bias: (batch or 1, heads_q or 1, seq_q, seq_kv), q's dtype or fp32.
     """
 
+    __repr__ = brief
+    argument_names: ClassVar[Mapping[str, str]] = _ARGUMENT_NAMES
+
     params: AttentionParams
-    q: Any
-    k: Any
-    v: Any
-    bias: Any = None
+    q: Array
+    k: Array
+    v: Array
+    bias: Array | None = None
     return_stats: bool = False
 
 
@@ -151,14 +163,17 @@ class MhaBackward:
     deterministic: give bitwise the same gradients every time.
     """
 
+    __repr__ = brief
+    argument_names: ClassVar[Mapping[str, str]] = _ARGUMENT_NAMES
+
     params: AttentionParams
-    q: Any
-    k: Any
-    v: Any
-    o: Any
-    do: Any
-    stats: Any
-    bias: Any = None
+    q: Array
+    k: Array
+    v: Array
+    o: Array
+    do: Array
+    stats: Array
+    bias: Array | None = None
     deterministic: bool = False
 
 
@@ -167,3 +182,6 @@ class MhaOutput(NamedTuple):
 
     out: Any
     stats: Any = None
+
+    def __repr__(self) -> str:
+        return brief(self)

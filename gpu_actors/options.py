@@ -7,22 +7,26 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from gpu_actors.clock import SYSTEM_CLOCK, Clock
+from gpu_actors.compiling.source import check_arch
 from gpu_actors.errors import InvalidRequest
-from gpu_actors.kernels.source import check_arch
+from gpu_actors.fault_plan import FaultPlan
+from gpu_actors.tracing import TraceEvent
 from gpu_actors.validation.fields import expect, flag, integer, one_of, real
-
-if TYPE_CHECKING:
-    from gpu_actors.actors.base import ServiceActor
-    from gpu_actors.testing.faults import FaultPlan
-    from gpu_actors.tracing import TraceEvent
 
 __all__ = ["ContextOptions", "EmulationOptions", "MockOptions", "RestartPolicy"]
 
 Delivery: TypeAlias = Literal["late", "eager", "random"]
 Schedule: TypeAlias = Literal["round_robin", "greedy", "random", "lane"]
+
+
+class ActorType:
+    """What ``ContextOptions(actors=...)`` names: a subclass of `ServiceActor`, which alone derives from this."""
+
+    label: ClassVar[str] = ""
+    vital: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,14 +54,17 @@ class EmulationOptions:
 
     delivery: when asynchronous copies land: as late as allowed (default), at once, or at random.
     schedule: which warp or lane runs next. Default "greedy".
-    seed: of the random deliveries and schedules. Default 0.
+    seed: of the random deliveries and schedules, and of the order in which blocks start. Default 0: upwards.
     threads: CPU threads that run independent blocks. Default 2.
+    contraction: let the compiler fuse products with the sums that they enter, as ptxas does, which rounds once less. A
+        kernel whose results depend on it gives other numbers on a GPU. Default False: each operation is rounded.
     """
 
     delivery: Delivery = "late"
     schedule: Schedule = "greedy"
     seed: int = 0
     threads: int = 2
+    contraction: bool = False
 
     def __post_init__(self) -> None:
         deliveries = ("late", "eager", "random")
@@ -66,6 +73,7 @@ class EmulationOptions:
         one_of("schedule", self.schedule, schedules, f"must be one of {schedules}")
         integer("seed", self.seed, 0, (1 << 64) - 1)
         integer("threads", self.threads, 1)
+        flag("contraction", self.contraction)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +81,8 @@ class RestartPolicy:
     """What the ContextActor does when a child raises.
 
     strategy: "one_for_one" restarts the child alone, "all_for_one" its siblings with it. Default "one_for_one".
-    max_restarts: restarts granted within ``window`` seconds; one more escalates. Defaults 5 in 60 s.
+    max_restarts: restarts granted within ``window`` seconds, to all vital actors together and to each other one by
+        itself. One failure more fails the context, or stops the actor that is not vital. Defaults 5 in 60 s.
     backoff, backoff_factor, backoff_max: seconds before the first restart in a window, the factor from each to the
     next, and the ceiling. Defaults 0.02 s, 2, 5 s.
     """
@@ -128,6 +137,10 @@ class ContextOptions:
     fault_plan: faults to inject at launches (see `gpu_actors.testing.FaultPlan`). Default none.
     restart: the supervision policy of the children. Default: `RestartPolicy()`.
     actors: further actor types to start as children. Default none.
+    degraded_after: failures of an actor in a row, of launches or of its incarnations, after which health is "degraded",
+        and not ready if the actor is vital (see `ServiceActor`). A request's own fault does not count. Default 5.
+    probe_interval: seconds between the launches that the context then makes of its own: it is ready again once one
+        succeeds, or a request's. Default 1.
     default_timeout: seconds granted to a request that names neither deadline nor timeout, unless it gives memory back.
         Default None: no limit.
     hang_timeout: seconds after which a launch that has not finished counts as hung and the context as lost. Default
@@ -153,7 +166,9 @@ class ContextOptions:
     emulation: EmulationOptions | None = None
     fault_plan: FaultPlan | None = None
     restart: RestartPolicy = field(default_factory=RestartPolicy)
-    actors: tuple[type[ServiceActor], ...] = ()
+    actors: tuple[type[ActorType], ...] = ()
+    degraded_after: int = 5
+    probe_interval: float = 1.0
     default_timeout: float | None = None
     hang_timeout: float | None = None
     drain_timeout: float = 30.0
@@ -165,7 +180,8 @@ class ContextOptions:
     def __post_init__(self) -> None:
         if self.arch is not None:
             check_arch(self.arch)
-        for name in ("max_in_flight", "coalesce_max", "mailbox_capacity", "cache_max_bytes", "compile_threads"):
+        counts = ("max_in_flight", "coalesce_max", "mailbox_capacity", "cache_max_bytes", "compile_threads")
+        for name in (*counts, "degraded_after"):
             integer(name, getattr(self, name), 1)
         delay = real("coalesce_delay_us", self.coalesce_delay_us, "a finite number of microseconds >= 0")
         expect(delay >= 0, "coalesce_delay_us", delay, "must be a finite number of microseconds >= 0")
@@ -178,6 +194,7 @@ class ContextOptions:
             _path("prewarmed", path)
         self._check_types()
         self._check_actors()
+        _seconds("probe_interval", self.probe_interval, above=True)
         if self.default_timeout is not None:
             _seconds("default_timeout", self.default_timeout, above=True)
         # Without an end, where that is asked for: an endless wait is one that the user can mean.
@@ -187,8 +204,6 @@ class ContextOptions:
             _seconds("drain_timeout", self.drain_timeout)
 
     def _check_types(self) -> None:
-        from gpu_actors.testing.faults import FaultPlan
-
         optional = {"mock": MockOptions, "emulation": EmulationOptions, "fault_plan": FaultPlan}
         for name, kind in optional.items():
             value = getattr(self, name)
@@ -201,12 +216,10 @@ class ContextOptions:
         expect(holds, "on_event", self.on_event, "must be a function that takes a TraceEvent, or None")
 
     def _check_actors(self) -> None:
-        from gpu_actors.actors.base import ServiceActor
-
         object.__setattr__(self, "actors", _several("actors", self.actors, "ServiceActor subclasses"))
         labels = set()
         for kind in self.actors:
-            holds = isinstance(kind, type) and issubclass(kind, ServiceActor) and kind is not ServiceActor
+            holds = isinstance(kind, type) and issubclass(kind, ActorType) and ActorType not in kind.__bases__
             expect(holds, "actors", kind, "must be subclasses of ServiceActor")
             label = kind.label or kind.__name__
             expect(label not in labels, "actors", kind, f"must have distinct labels: two have the label {label!r}")
@@ -246,7 +259,7 @@ def _path(name: str, value: object) -> Path:
         if isinstance(text, str) and text and "\0" not in text:
             os.fsencode(text)
             return Path(text).expanduser()
-    except (TypeError, UnicodeError, RuntimeError):  # the last, of a "~user" that nobody is
+    except (TypeError, UnicodeError, RuntimeError):  # the last, of a "~user" that does not exist
         pass
     raise InvalidRequest(name, value, "must name a folder: a str or os.PathLike, not empty")
 

@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 
 from gpu_actors.score_mod import ScoreMod
 
-__all__ = ["AttentionProblem", "DispatchKey", "MaskKind"]
+__all__ = ["FLAGS", "AttentionProblem", "DispatchKey", "MaskKind"]
 
 Direction: TypeAlias = Literal["forward", "backward"]
 Layout: TypeAlias = Literal["dense", "varlen", "paged", "pointers", "cache"]
@@ -41,7 +41,7 @@ class AttentionProblem:
     dim). There seqlen_k is the most keys that a sequence can have, total_k what the cache holds in all, and each
     sequence's length comes with the data.
     varlen_q: the rows of the sequences are packed, as in "varlen". tree_mask: see `PagedForward`; causal is False then.
-    num_splits: how many ranges the keys of a sequence are cut into, 0 where nobody asked.
+    num_splits: how many ranges the keys of a sequence are cut into, 0 where it was not asked for.
     """
 
     direction: Direction = "forward"
@@ -87,6 +87,17 @@ class AttentionProblem:
     def decoding(self) -> bool:
         """K and V come from a cache with lengths of its own, whatever its form."""
         return self.layout in ("paged", "pointers", "cache")
+
+    @property
+    def vacuous(self) -> bool:
+        """Whether every element of the answer is 0 whatever the data, so that no kernel is needed.
+
+        Without rows there is no output, and keys have no gradient; without keys outputs and gradients are 0, and the
+        LSE is not.
+        """
+        if self.total_q == 0:
+            return True
+        return self.total_k == 0 and not self.decoding and (self.direction == "backward" or not self.return_lse)
 
     @property
     def mask(self) -> MaskKind:
@@ -189,3 +200,7 @@ class DispatchKey:
     def paged(self) -> bool:
         """Whether keys lie in pages of a pool."""
         return self.layout == "paged"
+
+
+FLAGS: tuple[str, ...] = tuple(field.name for field in dataclasses.fields(DispatchKey) if field.type == "bool")
+"""The options of which a key knows alone whether they are used. Those of a problem too have the same name there."""

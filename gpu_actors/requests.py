@@ -7,9 +7,12 @@ the arrays in it before the reply is done.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
+
+from gpu_actors.values import brief
 
 __all__ = [
     "AttentionGradients",
@@ -18,6 +21,7 @@ __all__ = [
     "FlashBackward",
     "FlashForward",
     "PagedForward",
+    "scalars_of",
 ]
 
 Array: TypeAlias = Any
@@ -32,7 +36,8 @@ class FlashForward:
     k: (batch, seqlen_k, heads_kv, head_dim), or (total_k, heads_kv, head_dim) with ``cu_seqlens_k``.
     v: as k, with a head_dim of its own.
     float16, bfloat16, float32, float64, float8_e4m3fn or float8_e5m2, all three alike. The output has q's dtype,
-    bfloat16 for fp8.
+    bfloat16 for fp8. There may be no sequences, rows or keys. A row without keys has output 0 and LSE -inf, or its
+    sink.
 
     causal: keys after the row's own are hidden; ``alignment`` "bottom_right" puts the last row on the last key,
         "top_left" the first on the first.
@@ -50,6 +55,9 @@ class FlashForward:
     return_lse: also give the fp32 natural-log LSE, (batch, heads_q, seqlen_q) or (heads_q, total_q).
     out: where to write the output; shaped like q with v's head_dim.
     """
+
+    __repr__ = brief
+    argument_names: ClassVar[Mapping[str, str]] = {"dtype": "q", "kv_dtype": "k", "out_dtype": "out"}
 
     q: Array
     k: Array
@@ -77,7 +85,7 @@ class FlashForward:
     out: Array | None = None
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False, repr=False)
 class FlashBackward(FlashForward):
     """Attention backward: the gradients of `FlashForward` at the same options.
 
@@ -100,7 +108,8 @@ class PagedForward:
         8; without it a dense cache (batch, capacity, heads_kv, head_dim). q's dtype, or fp8 under a 16-bit q.
     block_table: int32 (batch, max_blocks), the pages of each sequence in order; what lies past a sequence's last page
         is never read.
-    cache_seqlens: int32 (batch,), keys of each sequence, the new ones included. A sequence may have none.
+    cache_seqlens: int32 (batch,), keys of each sequence, the new ones included. A sequence may have none. An int is the
+        length of all of them.
     cu_seqlens_q, max_seqlen_q: as in `FlashForward`.
     causal: keys after the row's own are hidden, the last row lying on the last key.
     tree_mask: who sees whom among the new rows, in place of causal: row i sees every key that was there before, and new
@@ -113,6 +122,9 @@ class PagedForward:
         told by ``cache_seqlens``.
     window_size, softmax_scale, softcap, alibi_slopes, sinks, sink_tokens, return_lse, out: as in `FlashForward`.
     """
+
+    __repr__ = brief
+    argument_names: ClassVar[Mapping[str, str]] = {"dtype": "q", "kv_dtype": "k_cache", "out_dtype": "out"}
 
     q: Array
     k_cache: Array
@@ -146,9 +158,13 @@ class BatchedDecode:
     q: (batch, heads_q, head_dim); so is the output, and the LSE is (batch, heads_q).
     k_caches, v_caches: a list of one array (heads_kv, max_seq, head_dim) a sequence, all alike in shape, dtype and
         strides, or one array (batch, heads_kv, max_seq, head_dim). The row's own key and value are in them already.
-    seq_lens: int32 or uint32 (batch,), keys of each sequence, the new one included. A sequence may have none.
+    seq_lens: int32 or uint32 (batch,), keys of each sequence, the new one included. A sequence may have none. An int is
+        the length of all of them.
     Other options as in `PagedForward`.
     """
+
+    __repr__ = brief
+    argument_names: ClassVar[Mapping[str, str]] = {"dtype": "q", "kv_dtype": "k_caches", "out_dtype": "out"}
 
     q: Array
     k_caches: Sequence[Array] | Array
@@ -168,11 +184,19 @@ class BatchedDecode:
     out: Array | None = None
 
 
+def scalars_of(request_type: type) -> tuple[str, ...]:
+    """The names of a request's fields that are no arrays, in order."""
+    return tuple(field.name for field in dataclasses.fields(request_type) if "Array" not in str(field.type))
+
+
 class AttentionOutput(NamedTuple):
     """out: in the kind, on the device and with the layout of q. lse: fp32, or None where it was not asked for."""
 
     out: Any
     lse: Any = None
+
+    def __repr__(self) -> str:
+        return brief(self)
 
 
 class AttentionGradients(NamedTuple):
@@ -183,3 +207,6 @@ class AttentionGradients(NamedTuple):
     dv: Any
     dbias: Any = None
     dsinks: Any = None
+
+    def __repr__(self) -> str:
+        return brief(self)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 __all__ = ["SCORE_HEADER", "ScoreMod", "ScoreScalar", "ScoreTensor"]
 
-SCORE_HEADER = "score_mod.cuh"
+SCORE_HEADER = "common/score_mod.cuh"
 
 
 class ScoreTensor(NamedTuple):
@@ -30,7 +30,7 @@ class ScoreScalar(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ScoreMod:
-    """header: takes the place of kernels_cu/score_mod.cuh. tensors, scalars: what a launch passes, in this order.
+    """header: takes the place of kernels_cu/common/score_mod.cuh. tensors, scalars: what a launch passes, in order.
 
     real: "float" or "double", what scores are computed in.
     """

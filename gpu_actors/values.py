@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import builtins
+import dataclasses
 import numbers
 import reprlib
 from typing import Any
 
-__all__ = ["show"]
+__all__ = ["brief", "show"]
 
 _WIDTH = 160
 
@@ -26,7 +27,7 @@ class _Shown(reprlib.Repr):
             # Python refuses to spell an int of more than a few thousand digits.
             if isinstance(x, int):
                 return f"an int of {x.bit_length()} bits"
-            return f"{_article(type(x).__name__)} whose repr raises"
+            return f"{_article(_type_name(x))} whose repr raises"
 
     def repr_instance(self, x: Any, level: int) -> str:
         # Without the base class's guard, whose words hold an address.
@@ -49,6 +50,12 @@ def _array(x: Any) -> str:
     return f"{type(x).__name__} {str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
+def _type_name(x: object) -> str:
+    """The type's name, past whatever its own metaclass makes of it."""
+    name: str = type.__dict__["__name__"].__get__(type(x))
+    return name
+
+
 def _article(noun: str) -> str:
     return f"an {noun}" if noun[:1].lower() in "aeiou" else f"a {noun}"
 
@@ -60,3 +67,16 @@ def show(value: object) -> str:
     """``repr(value)``, cut where it is long, an array as its dtype and shape. Never raises."""
     text = _shown.repr(value)
     return text if len(text) <= 2 * _WIDTH else f"{text[: 2 * _WIDTH - 3]}..."
+
+
+def brief(record: Any) -> str:
+    """A short ``repr`` of a named tuple or dataclass: arrays by dtype and shape, no field that has its default."""
+    if isinstance(record, tuple):
+        names, defaults = record._fields, record._field_defaults  # type: ignore[attr-defined]
+    else:
+        fields = dataclasses.fields(record)
+        names, defaults = [field.name for field in fields], {field.name: field.default for field in fields}
+    given = [(name, getattr(record, name)) for name in names]
+    # By identity: an array compares to an array.
+    told = [f"{name}={show(value)}" for name, value in given if value is not defaults.get(name, dataclasses.MISSING)]
+    return f"{type(record).__name__}({', '.join(told)})"

@@ -16,14 +16,29 @@ import pytest
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """One for each core that this process may use; none where tests share a GPU or compare times."""
+    if config.option.markexpr in ("gpu", "perf"):
+        return 0
+    return None if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else len(os.sched_getaffinity(0))
+
+
+@pytest.fixture(scope="session")
+def shared_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty folder that all processes of this run share."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if hasattr(request.config, "workerinput") else own
+
+
 @pytest.fixture(autouse=True, scope="session")
-def _cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def _cache_folder(shared_folder: Path) -> Iterator[Path]:
     """Keep the user's own cubins out of the tests, and the tests' out of the user's.
 
     GPU_ACTORS_TEST_CACHE_DIR: a folder that several runs of the tests share.
     """
-    shared = os.environ.get("GPU_ACTORS_TEST_CACHE_DIR")
-    folder = Path(shared) if shared else tmp_path_factory.mktemp("cubins")
+    given = os.environ.get("GPU_ACTORS_TEST_CACHE_DIR")
+    folder = Path(given) if given else shared_folder / "cubins"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GPU_ACTORS_CACHE_DIR", str(folder))
         yield folder
@@ -32,7 +47,7 @@ def _cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture
 def all_threads_end() -> Iterator[None]:
     """Fail a test that leaves a thread behind."""
-    from service_support import no_threads_left
+    from support.service import no_threads_left
 
     with no_threads_left():
         yield
@@ -62,9 +77,27 @@ def patient_closing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def fused() -> Iterator[None]:
+    """Emulated kernels are built with products fused into sums."""
+    from emulated.contraction import fused_products
+
+    with fused_products():
+        yield
+
+
+@pytest.fixture(params=[False, True], ids=["separate", "fused"])
+def fused_or_not(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run a test with emulated kernels whose products are fused into sums, and with others."""
+    from emulated.contraction import fused_products
+
+    with fused_products(request.param):
+        yield
+
+
+@pytest.fixture
 def fresh_workers() -> None:
     """Forget what an earlier test made the workers do."""
-    from supervision_support import Sibling, Worker
+    from support.supervision import Sibling, Worker
 
     for worker in (Worker, Sibling):
         worker.incarnations = 0
@@ -75,6 +108,9 @@ def fresh_workers() -> None:
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """Runs the command gpu-actors in this process. Gives its exit code, standard output and standard error."""
     from gpu_actors.cli import main
+
+    # readline puts a width of 80 into the environment of a worker of pytest-xdist.
+    monkeypatch.delenv("COLUMNS", raising=False)
 
     def call(*arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["gpu-actors", *map(str, arguments)])

@@ -1,7 +1,7 @@
 """Batch: which rows of which texts the next step computes.
 
 Texts come and go between steps. Each one that runs brings its last token, and new ones as much of their prompt as the
-step has room for, so that a long prompt holds nobody up:
+step has room for, so that a long prompt does not delay the others:
 
     step 1   a a a a a a . .      a's prompt
     step 2   a b b b b b b b      a's next token, the beginning of b's prompt
@@ -78,7 +78,7 @@ class Batcher:
     def admit(self) -> list[Text]:
         """The texts that run from now on, in the order in which they came."""
         admitted = []
-        # Nobody overtakes: a long text would else wait for as long as short ones come.
+        # No text overtakes another: a long one would wait for as long as short ones come.
         while self._waiting and self._waiting[0].pages <= self._free and len(self._running) < self._rows:
             text = self._waiting.popleft()
             self._free -= text.pages
@@ -87,7 +87,7 @@ class Batcher:
         return admitted
 
     def take_cancelled(self) -> list[Text]:
-        """The texts that nobody wants any more. They wait and run no longer."""
+        """The texts that are wanted no more. They wait and run no longer."""
         cancelled = [text for text in (*self._running, *self._waiting) if text.cancelled]
         self.remove(cancelled)
         return cancelled

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gpu_actors import InvalidRequest
+from gpu_actors.extras import missing
 
 __all__ = ["ByteTokenizer", "Tokenizer", "load_tokenizer"]
 
@@ -68,7 +69,7 @@ def load_tokenizer(folder: Path | None) -> Tokenizer:
     try:
         import tokenizers
     except ImportError as error:
-        raise InvalidRequest("model", str(path), "needs tokenizers: pip install gpu-actors[demo]") from error
+        raise InvalidRequest("model", str(path), missing(error, "demo")) from error
     try:
         return _FileTokenizer(tokenizers.Tokenizer.from_file(str(path)))
     except Exception as error:  # tokenizers raises bare Exception

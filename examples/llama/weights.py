@@ -7,17 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from gpu_actors import InvalidRequest
+from gpu_actors.extras import missing
 from llama.config import LlamaConfig
 
 __all__ = ["LayerWeights", "Weights", "load_weights", "random_weights", "tensor_names"]
 
 Matrix: TypeAlias = NDArray[np.float32]
-_DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 class LayerWeights(NamedTuple):
@@ -98,21 +98,29 @@ def load_weights(folder: Path, config: LlamaConfig) -> Weights:
 
     Raises `InvalidRequest` where one is missing or broken, or a tensor is not of the shape that config.json calls for.
     """
+    try:
+        from safetensors import safe_open
+    except ImportError as error:
+        raise InvalidRequest("model", str(folder), missing(error, "demo")) from error
     index = folder / "model.safetensors.index.json"
-    files = [folder / "model.safetensors"]
+    paths = [folder / "model.safetensors"]
     if index.is_file():
         listed = _read(index, lambda: json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        files = [folder / name for name in sorted(set(listed))]
-    found: dict[str, Any] = {}
-    for file in files:
-        found |= _read(file, lambda file=file: _tensors(file))  # type: ignore[misc]
+        paths = [folder / name for name in sorted(set(listed))]
+    files: dict[str, Any] = {}
+    for path in paths:
+        file = _read(path, lambda path=path: safe_open(path, framework="np"))  # type: ignore[misc]
+        files |= dict.fromkeys(file.keys(), file)
 
     def take(name: str, shape: tuple[int, ...]) -> Matrix:
-        tensor = found.get(name)
-        if tensor is None or tensor.shape != shape:
-            given = "missing" if tensor is None else f"shape {tensor.shape}"
-            raise InvalidRequest(name, given, f"must have shape {shape} in {folder}")
-        return np.asarray(tensor, np.float32)
+        file = files.get(name)
+        if file is None:
+            raise InvalidRequest(name, "missing", f"must have shape {shape} in {folder}")
+        tensor = file.get_slice(name)
+        if tuple(tensor.get_shape()) != shape or tensor.get_dtype() not in _DTYPES:
+            given = f"{tensor.get_dtype()} of shape {tuple(tensor.get_shape())}"
+            raise InvalidRequest(name, given, f"must be {', '.join(_DTYPES)} of shape {shape} in {folder}")
+        return np.asarray(file.get_tensor(name), np.float32)
 
     return _assemble(config, take)
 
@@ -133,28 +141,8 @@ def _assemble(config: LlamaConfig, tensor: Callable[[str, tuple[int, ...]], Matr
     return Weights(embedding, tuple(layers), one("model.norm.weight"), head)
 
 
-def _tensors(path: Path) -> dict[str, Any]:
-    """Views of a safetensors file: 8 bytes of length, a JSON header of that length, then the tensors' bytes.
-
-    Read here because the library's NumPy side knows no bfloat16.
-    """
-    mapped = np.memmap(path, np.uint8, mode="r")
-    length = int(mapped[:8].view("<u8")[0])
-    if length > len(mapped) - 8:
-        raise ValueError(f"its header of {length} bytes is longer than the file")
-    header = json.loads(bytes(mapped[8 : 8 + length]))
-    header.pop("__metadata__", None)
-    data = mapped[8 + length :]
-    found: dict[str, Any] = {}
-    for name, entry in header.items():
-        if entry["dtype"] in _DTYPES:
-            begin, end = entry["data_offsets"]
-            found[name] = data[begin:end].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
-    return found
-
-
 def _read(path: Path, read: Callable[[], Any]) -> Any:
     try:
         return read()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:  # safetensors has one of its own, which derives from nothing else
         raise InvalidRequest("model", str(path), f"is not a readable file of this kind: {error!r}") from error

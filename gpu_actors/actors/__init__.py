@@ -1,1 +1,5 @@
-"""The actors, and what they are made of: calls, mailboxes, posts, supervision."""
+"""The actors of a context: what each takes, launches and answers.
+
+Imports from other rooms: arrays, compiling, devices, graph, kernels, kv, planning, reference, runtime, tracing,
+validation.
+"""

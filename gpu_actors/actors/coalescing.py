@@ -6,24 +6,73 @@ launch that fails is repeated for each of its requests alone; then only those fa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from gpu_actors.actors.batching import Batch
-from gpu_actors.actors.buckets import pad_request, recordable
-from gpu_actors.actors.call import Call
-from gpu_actors.actors.decoding import CacheRequest, Decoding, DecodingPlan, decoding_output
-from gpu_actors.actors.merging import cut_outputs, is_packed, merge, merge_key, place
+from gpu_actors.arrays.adopt import Adopted
 from gpu_actors.devices.interface import Kernel, Launch, Outputs
 from gpu_actors.errors import ActorStopped, ContextLost, GpuActorsError
-from gpu_actors.interop.arrays import Adopted
+from gpu_actors.planning.cached import CacheRequest, Decoding, bind_cached, decoding_output
+from gpu_actors.planning.merging import cut_outputs, is_packed, merge, merge_key, place
+from gpu_actors.planning.padding import pad_request, recordable
+from gpu_actors.planning.plan import Plan
 from gpu_actors.requests import BatchedDecode, PagedForward
+from gpu_actors.runtime.call import Call
 
 if TYPE_CHECKING:
-    from gpu_actors.actors.base import ServiceActor
+    from gpu_actors.runtime.actor import ServiceActor
 
-__all__ = ["Coalescer", "Flush", "Waiting", "may_succeed_alone"]
+__all__ = ["Batch", "Coalescer", "Flush", "Waiting", "may_succeed_alone"]
+
+Item = TypeVar("Item")
+
+
+class Batch(Generic[Item]):
+    """Calls that an actor has taken and not launched yet, in groups that one launch each will answer.
+
+    Groups are launched in the order in which they were begun. A call joins the newest group with its key, unless it
+    would overtake something that it depends on: a group begun later that touches what the call touches. largest: items
+    that a group may have.
+    """
+
+    def __init__(self, largest: int) -> None:
+        self._largest = largest
+        self._groups: list[list[Item]] = []
+        self._count = 0
+        self._newest: dict[Hashable, int] = {}
+        self._touched: dict[Hashable, int] = {}
+
+    def __len__(self) -> int:
+        """Items in all groups."""
+        return self._count
+
+    @property
+    def full(self) -> bool:
+        """Whether a group has as many items as it may have."""
+        return any(len(group) >= self._largest for group in self._groups)
+
+    def add(self, item: Item, key: Hashable | None, touches: Iterable[Hashable] = ()) -> None:
+        """Put an item into a group. key: of items that may share a launch; None: with nobody."""
+        touches = tuple(touches)
+        index = self._newest.get(key, -1) if key is not None else -1
+        earliest = max((self._touched.get(what, 0) for what in touches), default=0)
+        if index < earliest or len(self._groups[index]) >= self._largest:
+            index = len(self._groups)
+            self._groups.append([])
+            if key is not None:
+                self._newest[key] = index
+        self._groups[index].append(item)
+        self._count += 1
+        for what in touches:
+            self._touched[what] = index
+
+    def take(self) -> list[list[Item]]:
+        """The groups in order; the batch is empty then."""
+        groups, self._groups = self._groups, []
+        self._count = 0
+        self._newest, self._touched = {}, {}
+        return groups
 
 
 class Flush:
@@ -34,13 +83,13 @@ class Flush:
 class Waiting:
     """A sound request that waits for its launch.
 
-    like, result: as for `attention_output`. kernels: as for `DecodingPlan.bind`; requests that may share a launch are
+    like, result: as for `attention_output`. kernels: as for `Plan.launch`; requests that may share a launch are
     answered by the same ones.
     """
 
     call: Call[Any]
     request: CacheRequest
-    plan: DecodingPlan
+    plan: Plan
     like: Adopted | None
     result: Any
     kernels: tuple[Kernel, ...] = ()
@@ -59,20 +108,20 @@ class Coalescer:
     """
 
     def __init__(self, actor: ServiceActor, decoding: Decoding) -> None:
-        options = actor.post.services.options
+        options = actor.cell.environment.options
         self._actor = actor
         self._decoding = decoding
         self._batch: Batch[Waiting] = Batch(options.coalesce_max)
         self._timer = FlushTimer(actor, options.coalesce_delay_us)
         self._records = options.record_launches
-        self.gathered = False
-        self.turned_away = False
+        self.gathered: bool = False
+        self.turned_away: bool = False
 
     def add(self, waiting: Waiting) -> None:
         """Take a request in that was checked."""
         key = None if waiting.call.alone else merge_key(waiting.plan, waiting.request)
         self._batch.add(waiting, key)
-        self._actor.post.mailbox.gather(len(self._batch))
+        self._actor.cell.mailbox.gather(len(self._batch))
         self.gathered = True
 
     def flush(self, due: bool = False) -> None:
@@ -81,14 +130,14 @@ class Coalescer:
             return
         self.gathered = self.turned_away = False
         groups = self._batch.take()
-        mailbox = self._actor.post.mailbox
+        mailbox = self._actor.cell.mailbox
         mailbox.gather(0)
         for group in groups:
             if mailbox.saturated:
                 self.turned_away = True
                 mailbox.give_back([waiting.call for waiting in group])
             else:
-                self._launch([waiting for waiting in group if waiting.call.begin_launch()])
+                self._launch([waiting for waiting in group if waiting.call.claim()])
 
     def _launch(self, group: list[Waiting]) -> None:
         if not group:
@@ -114,14 +163,14 @@ class Coalescer:
         requests = [waiting.request for waiting in group]
         records = self._records and recordable(first.request)
         if len(group) == 1 and not records:
-            return first.plan.bind(first.request, first.kernels), lambda outputs: (first.answer(outputs),)
+            return bind_cached(first.plan, first.request, first.kernels), lambda outputs: (first.answer(outputs),)
         parts = place(requests)
         merged = merge(requests) if len(group) > 1 else first.request
         packed = is_packed(merged)
         if records and isinstance(merged, PagedForward):
             merged = pad_request(merged)
-        plan = self._decoding.merged_plan(merged, first.plan.key)
-        launch = plan.bind(merged, first.kernels)
+        plan = self._decoding.plan(merged, first.plan.key)
+        launch = bind_cached(plan, merged, first.kernels)
         if records:
             launch.recording = (plan.key, plan.problem)
             launch.recording_keeps = ("k_cache", "v_cache")
@@ -163,7 +212,7 @@ class FlushTimer:
             return False
         if not self._running:
             self._running = True
-            self._actor.post.services.timers.after(self._seconds, self._ring)
+            self._actor.cell.environment.timers.after(self._seconds, self._ring)
         return True
 
     def _ring(self) -> None:

@@ -1,11 +1,11 @@
-"""ContextActor: owns the device, the posts of its children and their supervision.
+"""ContextActor: owns the device, the cells of its children and their supervision.
 
-    open ──> starting ──> ready <──> degraded (a child restarts)
+    open ──> starting ──> ready <──> degraded (a child restarts, or fails again and again)
                             │
               failed <──────┴──> draining ──> stopped
 
 Everything that changes the state of a child happens on this actor's thread, in the order in which the reports come.
-What cannot wait for a thread, answering calls after a context loss, is done by `Services` where it is seen.
+What cannot wait for a thread, answering calls after a context loss, is done by `Children` where it is seen.
 """
 
 from __future__ import annotations
@@ -16,28 +16,32 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
-import pykka
-
-from gpu_actors.actors.base import ServiceActor
-from gpu_actors.actors.post import ChildFailed, ChildReady, ChildStopped, Post
-from gpu_actors.actors.services import Services
-from gpu_actors.actors.supervision import Supervisor
+from gpu_actors.actors.nvrtc import NvrtcActor
+from gpu_actors.actors.probing import Probing
 from gpu_actors.devices.interface import Device
 from gpu_actors.errors import ActorFailed, ActorStopped, ContextLost, GpuActorsError
 from gpu_actors.options import ContextOptions
-from gpu_actors.timers import Timers
+from gpu_actors.runtime.actor import ServiceActor
+from gpu_actors.runtime.cell import ActorCell, ChildFailed, ChildReady, ChildStopped
+from gpu_actors.runtime.children import Children
+from gpu_actors.runtime.pykka_base import ThreadActor
+from gpu_actors.runtime.supervision import Supervisor
+from gpu_actors.runtime.timers import Timers
 from gpu_actors.tracing import Trace
 from gpu_actors.tracing.events import Listener
 from gpu_actors.tracing.otel import otel_listener
 
 __all__ = ["ContextActor", "GiveUp", "Stop"]
 
-logger = logging.getLogger("gpu_actors")
+logger: logging.Logger = logging.getLogger("gpu_actors")
 
 # Seconds that closing waits for the completion threads of launches that will not end, all together.
 _PATIENCE = 2.0
+
+# Seconds that closing waits for launches whose requests have been answered, before it closes the device.
+_LAST_MOMENT = 0.25
 
 # Seconds after which a launch that seems to hang is looked at again.
 _GRACE = 0.5
@@ -62,27 +66,25 @@ class _Run:
     function: Callable[[], None]
 
 
-class ContextActor(pykka.ThreadingActor):
+class ContextActor(ThreadActor):
     """Opens the device on its own thread, starts the children and looks after them.
 
-    opened: gets the `Services` once every child is ready, or the error that kept one from it.
+    opened: gets the `Children` once every child is ready, or the error that kept one from it.
     """
-
-    use_daemon_thread: ClassVar[bool] = True
 
     def __init__(
         self,
         open_device: Callable[[], Device],
         options: ContextOptions,
         actor_types: Sequence[type[ServiceActor]],
-        opened: Future[Services],
+        opened: Future[Children],
     ) -> None:
         super().__init__()
         self._open_device = open_device
         self._options = options
         self._actor_types = actor_types
         self._opened = opened
-        self._services: Services | None = None
+        self._children: Children | None = None
         self._supervisor: Supervisor | None = None
         self._stop_asked: Stop | None = None
         self._released = False
@@ -114,17 +116,17 @@ class ContextActor(pykka.ThreadingActor):
         supervisor = self._supervisor
         assert supervisor is not None
         match message:
-            case ChildReady(post, urn):
-                supervisor.ready(post, urn)
+            case ChildReady(cell, urn):
+                supervisor.ready(cell, urn)
                 self._check_opened()
-            case ChildFailed(post, urn, error):
+            case ChildFailed(cell, urn, error):
                 if self._opened.done():
-                    supervisor.failed(post, urn, error)
+                    supervisor.failed(cell, urn, error)
                     self._check_stopped()
                 else:
                     self._abandon(error)
-            case ChildStopped(post, urn):
-                supervisor.stopped(post, urn)
+            case ChildStopped(cell, urn):
+                supervisor.stopped(cell, urn)
                 self._check_stopped()
             case _Run(function):
                 function()
@@ -142,37 +144,40 @@ class ContextActor(pykka.ThreadingActor):
         listeners: tuple[Listener, ...] = tuple(
             listener for listener in (options.on_event, spans) if listener is not None
         )
-        services = self._services = Services(
+        children = self._children = Children(
             device=device,
             options=options,
             trace=Trace(listeners),
             timers=Timers(options.clock),
-            supervise=self._post_message,
+            supervise=self.post_message,
             carry_context=spans is not None,
         )
         device.bind_thread()
         device.probe()
         for actor_type in self._actor_types:
-            post = Post(actor_type, services)
-            if post.name in services.posts:
-                raise GpuActorsError(f"two actors of one context have the label {post.name!r}")
-            services.posts[post.name] = post
+            cell = ActorCell(actor_type, children)
+            if cell.name in children.cells:
+                raise GpuActorsError(f"two actors of one context have the label {cell.name!r}")
+            children.cells[cell.name] = cell
+            if issubclass(actor_type, NvrtcActor):
+                children.compiler = cell.handle
         self._supervisor = Supervisor(
-            services.posts.values(),
+            children.cells.values(),
             options.restart,
             options.clock,
-            services.trace,
+            children.trace,
             self._after,
             self._escalate,
         )
+        children.on_failing = Probing(children, self._run, self._after).begin
         self._supervisor.start()
         self._watch_for_hangs()
 
     def _check_opened(self) -> None:
-        services = self._services
-        assert services is not None
-        if not self._opened.done() and all(post.state == "running" for post in services.posts.values()):
-            self._opened.set_result(services)
+        children = self._children
+        assert children is not None
+        if not self._opened.done() and all(cell.state == "running" for cell in children.cells.values()):
+            self._opened.set_result(children)
 
     def _abandon(self, error: BaseException) -> None:
         """Opening failed: release what was opened and report why."""
@@ -187,17 +192,21 @@ class ContextActor(pykka.ThreadingActor):
 
     # Failing
 
-    def _escalate(self, post: Post, error: BaseException) -> None:
-        failure = ActorFailed(f"{post.name} failed more often than its restart policy allows, last with {error!r}")
+    def _escalate(self, cell: ActorCell, error: BaseException) -> None:
+        failure = ActorFailed(f"{cell.name} failed more often than its restart policy allows, last with {error!r}")
         failure.__cause__ = error
-        self._fail(failure)
+        if cell.actor_type.vital:
+            self._fail(failure)
+        else:
+            logger.error("%s; the context goes on without it", failure)
+            cell.retire(failure)
 
     def _fail(self, error: ActorFailed) -> None:
         """The context cannot go on: every actor is stopped and every call answered. Health tells why."""
-        services = self._services
-        if services is None:
+        children = self._children
+        if children is None:
             return
-        services.failure = error
+        children.failure = error
         if self._supervisor is not None:
             # A restart that is due already must not bring an actor back.
             self._supervisor.stopping = True
@@ -207,55 +216,55 @@ class ContextActor(pykka.ThreadingActor):
             stopped.__cause__ = error
             return stopped
 
-        self._close_posts(reason, failed=True)
-        for post in services.posts.values():
-            post.stop()
-            post.terminate(error)
+        self._close_cells(reason, failed=True)
+        for cell in children.cells.values():
+            cell.stop()
+            cell.terminate(error)
 
     def _watch_for_hangs(self) -> None:
         """Look again and again at the oldest launch; one that does not end in time has taken the context with it."""
-        services = self._services
-        assert services is not None
-        limit = services.hang_timeout
+        children = self._children
+        assert children is not None
+        limit = children.hang_timeout
 
         def look(suspect: float | None = None) -> None:
-            oldest = services.oldest_launch()
-            if oldest is None or services.clock.now() - oldest <= limit:
-                services.timers.after(limit / 4, look)
+            oldest = children.oldest_launch()
+            if oldest is None or children.clock.now() - oldest <= limit:
+                children.timers.after(limit / 4, look)
             elif oldest != suspect:
                 # Where this process has stood still, what ended meanwhile is settled only now.
-                services.timers.after(min(limit / 4, _GRACE), lambda: look(oldest))
+                children.timers.after(min(limit / 4, _GRACE), lambda: look(oldest))
             else:
-                services.context_lost(ContextLost(f"a launch has not finished within {limit} s"))
+                children.context_lost(ContextLost(f"a launch has not finished within {limit} s"))
 
-        services.timers.after(limit / 4, look)
+        children.timers.after(limit / 4, look)
 
     # Stopping
 
     def _begin_stop(self, message: Stop) -> None:
-        services, supervisor = self._services, self._supervisor
-        assert services is not None
+        children, supervisor = self._children, self._supervisor
+        assert children is not None
         assert supervisor is not None
         self._stop_asked = message
         supervisor.stopping = True
-        self._close_posts(lambda: ActorStopped("the context is closed"))
-        for post in services.posts.values():
-            post.stop()
-            if post.ref is None:
-                post.terminate(None)
+        self._close_cells(lambda: ActorStopped("the context is closed"))
+        for cell in children.cells.values():
+            cell.stop()
+            if cell.ref is None:
+                cell.terminate(None)
         self._check_stopped()
 
     def _check_stopped(self) -> None:
-        services = self._services
-        if self._stop_asked is None or services is None:
+        children = self._children
+        if self._stop_asked is None or children is None:
             return
-        if all(post.ref is None for post in services.posts.values()):
+        if all(cell.ref is None for cell in children.cells.values()):
             self._finish_stop()
 
     def _give_up(self) -> None:
-        assert self._services is not None
+        assert self._children is not None
         if self._stop_asked is not None:
-            stuck = [post.name for post in self._services.posts.values() if post.ref is not None]
+            stuck = [cell.name for cell in self._children.cells.values() if cell.ref is not None]
             logger.error("actors that did not stop are left behind: %s", stuck)
             self._finish_stop()
 
@@ -268,60 +277,60 @@ class ContextActor(pykka.ThreadingActor):
 
     def _release(self) -> None:
         self._released = True
-        services = self._services
-        if services is None:
+        children = self._children
+        if children is None:
             return
         if self._supervisor is not None:
             self._supervisor.stopping = True
-        self._close_posts(lambda: ActorStopped("the context is closed"))
-        for post in services.posts.values():
-            post.stop()
-            close = getattr(post.kept, "close", None)
+        self._close_cells(lambda: ActorStopped("the context is closed"))
+        for cell in children.cells.values():
+            cell.stop()
+            close = getattr(cell.shared, "close", None)
             if close is not None:
-                _close(f"what {post.name} kept", close)
-        _close("the device", services.device.close)
-        end = time.monotonic() + _PATIENCE
-        for post in services.posts.values():
-            if not post.completion.close(max(0.0, end - time.monotonic())):
-                logger.error("a launch of %s never ended; its completion thread is left behind", post.name)
-            post.mailbox.write_off()
-            if post.ref is None:
-                post.mailbox.abandon()
-        services.timers.close()
+                _close(f"what {cell.name} shared", close)
+        # No caller waits for launches under way, but a device that is closed before they end cannot free its memory.
+        self._end_completions(_LAST_MOMENT)
+        _close("the device", children.device.close)
+        ended = self._end_completions(_PATIENCE)
+        for cell in children.cells.values():
+            if cell not in ended:
+                logger.error("a launch of %s never ended; its completion thread is left behind", cell.name)
+            cell.mailbox.write_off()
+            if cell.ref is None:
+                cell.mailbox.abandon()
+        children.timers.close()
 
-    def _close_posts(self, reason: Callable[[], GpuActorsError], failed: bool = False) -> None:
-        services = self._services
-        assert services is not None
-        posts = list(services.posts.values())
+    def _end_completions(self, seconds: float) -> set[ActorCell]:
+        """End the completion threads, as their launches end within so many seconds. Gives the cells where that held."""
+        assert self._children is not None
+        end = time.monotonic() + seconds
+        cells = self._children.cells.values()
+        return {cell for cell in cells if cell.completion.close(max(0.0, end - time.monotonic()))}
+
+    def _close_cells(self, reason: Callable[[], GpuActorsError], failed: bool = False) -> None:
+        children = self._children
+        assert children is not None
+        cells = list(children.cells.values())
         # Why the context went down says more than that it was closed afterwards.
-        if services.lost is None and (services.failure is None or failed):
-            for post in posts:
-                post.mailbox.close(reason)
-        for post in posts:
-            post.mailbox.fail_all(reason)
+        if children.lost is None and (children.failure is None or failed):
+            for cell in cells:
+                cell.mailbox.close(reason)
+        for cell in cells:
+            cell.mailbox.fail_all(reason)
 
     # Time
 
     def _after(self, seconds: float, function: Callable[[], None]) -> None:
-        assert self._services is not None
-        self._services.timers.after(seconds, lambda: self._post_message(_Run(function)))
+        assert self._children is not None
+        self._children.timers.after(seconds, lambda: self._run(function))
 
-    def _post_message(self, message: Any) -> None:
-        # Not actor_ref.tell: that asks a registry lock first, and raises once this actor has stopped.
-        self.actor_inbox.put(_Message(message))  # type: ignore[arg-type]
+    def _run(self, function: Callable[[], None]) -> None:
+        self.post_message(_Run(function))
 
 
 def _close(what: str, close: Callable[[], object]) -> None:
-    """Close one thing; whatever it raises, the others have to be closed too, and whoever waits for that told."""
+    """Close one thing. What it raises is logged: the others have to be closed too, and those that wait for it told."""
     try:
         close()
     except BaseException:
         logger.exception("closing %s raised", what)
-
-
-class _Message:
-    __slots__ = ("message", "reply_to")
-
-    def __init__(self, message: Any) -> None:
-        self.message = message
-        self.reply_to = None

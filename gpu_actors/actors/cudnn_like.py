@@ -7,22 +7,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gpu_actors.actors.attention import is_plain
-from gpu_actors.actors.base import ServiceActor
-from gpu_actors.actors.call import Call
-from gpu_actors.actors.graphs import GraphAttention
-from gpu_actors.actors.handle import ActorHandle
-from gpu_actors.actors.mha_calls import backward_request, by_its_own_name, forward_request, mha_gradients, mha_output
-from gpu_actors.errors import InvalidRequest, RequestError
+from gpu_actors.arrays.adoption import adopt_request
+from gpu_actors.errors import InvalidRequest
 from gpu_actors.graph.graph import OperationGraph
-from gpu_actors.graph.plan import GraphPlan
 from gpu_actors.mha import AttentionParams, MhaBackward, MhaForward, MhaOutput
-from gpu_actors.plans import PlanCacheStats
-from gpu_actors.reply import Reply
-from gpu_actors.requests import Array, AttentionGradients
+from gpu_actors.planning.forward import is_plain
+from gpu_actors.planning.graph import GraphAttention
+from gpu_actors.planning.graph_plan import GraphPlan
+from gpu_actors.planning.mha import backward_request, forward_request, mha_gradients, mha_output
+from gpu_actors.planning.plan import PlanCacheStats
+from gpu_actors.requests import Array, AttentionGradients, FlashForward
+from gpu_actors.runtime.actor import ServiceActor
+from gpu_actors.runtime.call import Call
+from gpu_actors.runtime.completion import Finish
+from gpu_actors.runtime.handle import ActorHandle
+from gpu_actors.runtime.reply import Reply
 
 if TYPE_CHECKING:
-    from gpu_actors.actors.post import Post
+    from gpu_actors.runtime.cell import ActorCell
 
 __all__ = ["CudnnLikeActor", "CudnnLikeHandle", "ExecuteGraph"]
 
@@ -67,7 +69,7 @@ class CudnnLikeHandle(ActorHandle):
 
         Raises `InvalidRequest` and `Unsupported` itself, for there is no reply.
         """
-        graphs: GraphAttention = self._post.kept
+        graphs: GraphAttention = self._cell.shared
         return graphs.inspect(graph)
 
     def mha_forward(
@@ -117,7 +119,7 @@ class CudnnLikeHandle(ActorHandle):
 
     def plan_cache_stats(self) -> PlanCacheStats:
         """hits, misses, evicted, entries of the plan cache."""
-        graphs: GraphAttention = self._post.kept
+        graphs: GraphAttention = self._cell.shared
         return graphs.plans.stats()
 
 
@@ -126,32 +128,32 @@ class CudnnLikeActor(ServiceActor):
 
     label: ClassVar[str] = "cudnn"
     handle_type: ClassVar[type[ActorHandle]] = CudnnLikeHandle
+    vital: ClassVar[bool] = True
 
     @classmethod
-    def keep(cls, post: Post) -> GraphAttention:
-        return GraphAttention(post, plans=_PLANS)
+    def make_shared(cls, cell: ActorCell) -> GraphAttention:
+        return GraphAttention(cell, plans=_PLANS)
 
     def open(self) -> None:
-        self._graphs: GraphAttention = self.post.kept
+        self._graphs: GraphAttention = self.cell.shared
 
     def handle(self, call: Call[Any]) -> None:
         message, graphs = call.message, self._graphs
         if isinstance(message, ExecuteGraph):
             graphs.execute(self, call, message.graph, message.arrays)
         elif isinstance(message, MhaForward | MhaBackward):
-            try:
-                self._attend(call, message)
-            except RequestError as error:
-                raise by_its_own_name(error) from error
+            self._attend(call, message)
         else:
             reason = "CudnnLikeActor takes MhaForward, MhaBackward and ExecuteGraph"
             raise InvalidRequest("message", type(message).__name__, reason)
 
     def _attend(self, call: Call[Any], message: MhaForward | MhaBackward) -> None:
         graphs = self._graphs
-        if isinstance(message, MhaForward):
-            request, like = forward_request(message, graphs.place, call.caller)
-            graphs.answer(self, call, request, is_plain(request), functools.partial(mha_output, like))
+        adopted, like = adopt_request(message, graphs.place, call.caller_notes)
+        request: FlashForward
+        finish: Finish
+        if isinstance(adopted, MhaForward):
+            request, finish = forward_request(adopted), functools.partial(mha_output, like)
         else:
-            gradient, like = backward_request(message, graphs.place, call.caller)
-            graphs.answer(self, call, gradient, is_plain(gradient), functools.partial(mha_gradients, like))
+            request, finish = backward_request(adopted), functools.partial(mha_gradients, like)
+        graphs.answer(self, call, request, is_plain(request), finish)

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gpu_actors.actors.answering import Attention, place_of, unreadable
-from gpu_actors.actors.attention import adopt_arrays, attention_output, forward_families, is_plain
-from gpu_actors.actors.base import ServiceActor
-from gpu_actors.actors.call import Call
 from gpu_actors.actors.coalescing import Coalescer, Flush, Waiting
-from gpu_actors.actors.completion import Finish
-from gpu_actors.actors.decoding import adopt_cache_request, cache_families, cache_problem
-from gpu_actors.actors.decoding_calls import DecodingCalls
-from gpu_actors.actors.gradients import attention_gradients
-from gpu_actors.actors.handle import ActorHandle
-from gpu_actors.errors import GpuActorsError, InvalidRequest
+from gpu_actors.arrays.adoption import adopt_request
+from gpu_actors.errors import GpuActorsError, InvalidRequest, RequestError
 from gpu_actors.kernels.dispatch import answering_key, dispatch_key
-from gpu_actors.plans import PlanCacheStats
+from gpu_actors.naming import by_argument
+from gpu_actors.planning.backward import attention_gradients
+from gpu_actors.planning.cached import adopt_cache_request, cache_families, cache_problem, check_cached
+from gpu_actors.planning.forward import attention_output, forward_families, is_plain
+from gpu_actors.planning.plan import PlanCacheStats
+from gpu_actors.planning.planner import Attention, unreadable
 from gpu_actors.problem import AttentionProblem, DispatchKey
-from gpu_actors.reply import Reply
 from gpu_actors.requests import (
     Array,
     AttentionGradients,
@@ -29,17 +26,22 @@ from gpu_actors.requests import (
     FlashForward,
     PagedForward,
 )
+from gpu_actors.runtime.actor import ServiceActor
+from gpu_actors.runtime.call import Call
+from gpu_actors.runtime.completion import Finish
+from gpu_actors.runtime.handle import ActorHandle
+from gpu_actors.runtime.reply import Reply
 from gpu_actors.validation import backward_problem, forward_problem
 
 if TYPE_CHECKING:
-    from gpu_actors.actors.post import Post
+    from gpu_actors.runtime.cell import ActorCell
 
 __all__ = ["FlashAttnActor", "FlashAttnHandle"]
 
 _host_output: Finish = functools.partial(attention_output, None, None)
 
 
-class FlashAttnHandle(DecodingCalls):
+class FlashAttnHandle(ActorHandle):
     """``ctx.flash_attn``."""
 
     __slots__ = ()
@@ -107,7 +109,7 @@ class FlashAttnHandle(DecodingCalls):
             return_lse,
             out,
         )
-        attention: Attention = self._post.kept
+        attention: Attention = self._cell.shared
         return Reply(self.send(request, deadline, timeout, priority, attention.recall(request)))
 
     def backward(
@@ -177,25 +179,137 @@ class FlashAttnHandle(DecodingCalls):
         )
         return Reply(self.send(request, deadline, timeout, priority))
 
+    def paged_forward(
+        self,
+        q: Array,
+        k_cache: Array,
+        v_cache: Array,
+        *,
+        cache_seqlens: Array | int,
+        block_table: Array | None = None,
+        cu_seqlens_q: Array | None = None,
+        max_seqlen_q: int | None = None,
+        causal: bool = True,
+        window_size: tuple[int, int] = (-1, -1),
+        softmax_scale: float | None = None,
+        softcap: float = 0.0,
+        alibi_slopes: Array | None = None,
+        sinks: Array | None = None,
+        sink_tokens: int = 0,
+        tree_mask: Array | None = None,
+        q_descale: Array | None = None,
+        k_descale: Array | None = None,
+        v_descale: Array | None = None,
+        num_splits: int = 0,
+        chunk_index: int = 0,
+        num_chunks: int = 1,
+        return_lse: bool = False,
+        out: Array | None = None,
+        deadline: float | None = None,
+        timeout: float | None = None,
+        priority: int = 0,
+    ) -> Reply[AttentionOutput]:
+        """Attention of the last rows of each sequence to pages, or to a dense cache where no block_table is given.
+
+        The arguments are those of `PagedForward`; deadline, timeout and priority as in `ActorHandle.submit`.
+        """
+        request = PagedForward(
+            q=q,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            block_table=block_table,
+            cache_seqlens=cache_seqlens,
+            cu_seqlens_q=cu_seqlens_q,
+            max_seqlen_q=max_seqlen_q,
+            causal=causal,
+            window_size=window_size,
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            sink_tokens=sink_tokens,
+            tree_mask=tree_mask,
+            q_descale=q_descale,
+            k_descale=k_descale,
+            v_descale=v_descale,
+            num_splits=num_splits,
+            chunk_index=chunk_index,
+            num_chunks=num_chunks,
+            return_lse=return_lse,
+            out=out,
+        )
+        return Reply(self.send(request, deadline, timeout, priority))
+
+    def decode(
+        self,
+        q: Array,
+        k_caches: Sequence[Array] | Array,
+        v_caches: Sequence[Array] | Array,
+        seq_lens: Array | int,
+        *,
+        window_size: tuple[int, int] = (-1, -1),
+        softmax_scale: float | None = None,
+        softcap: float = 0.0,
+        alibi_slopes: Array | None = None,
+        sinks: Array | None = None,
+        sink_tokens: int = 0,
+        q_descale: Array | None = None,
+        k_descale: Array | None = None,
+        v_descale: Array | None = None,
+        num_splits: int = 0,
+        return_lse: bool = False,
+        out: Array | None = None,
+        deadline: float | None = None,
+        timeout: float | None = None,
+        priority: int = 0,
+    ) -> Reply[AttentionOutput]:
+        """Attention of one new row a sequence to a cache array a sequence. The arguments are those of `BatchedDecode`.
+
+        q and the output are (batch, heads, head_dim), the LSE (batch, heads).
+        """
+        request = BatchedDecode(
+            q=q,
+            k_caches=k_caches,
+            v_caches=v_caches,
+            seq_lens=seq_lens,
+            window_size=window_size,
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            sink_tokens=sink_tokens,
+            q_descale=q_descale,
+            k_descale=k_descale,
+            v_descale=v_descale,
+            num_splits=num_splits,
+            return_lse=return_lse,
+            out=out,
+        )
+        return Reply(self.send(request, deadline, timeout, priority))
+
     def inspect_key(self, request: FlashForward | FlashBackward | PagedForward | BatchedDecode) -> DispatchKey:
         """The dispatch key that a request would be answered by. Validates it and launches nothing.
 
         Raises `InvalidRequest` and `Unsupported` itself, for there is no reply.
         """
-        services = self._post.services
-        info, place = services.device.info, place_of(services)
-        problem = problem_of(request, place)
-        if isinstance(request, FlashForward) and not isinstance(request, FlashBackward):
-            adopted, _ = adopt_arrays(request, is_plain(request), place)
-            return dispatch_key(problem, info.arch, forward_families(adopted))
+        try:
+            return self._key_of(request)
+        except RequestError as error:
+            raise by_argument(error, request) from error.__cause__
+
+    def _key_of(self, request: FlashForward | FlashBackward | PagedForward | BatchedDecode) -> DispatchKey:
+        info = self._cell.environment.device.info
+        problem = problem_of(request, info.device_name)
         if isinstance(request, FlashBackward):
             return answering_key(problem, info.arch, info.runs_kernels)
-        families = cache_families(adopt_cache_request(request, place)[0])
+        if isinstance(request, FlashForward):
+            return dispatch_key(problem, info.arch, forward_families(adopt_request(request, info.device_name)[0]))
+        families = cache_families(adopt_cache_request(request, info.device_name)[0])
         return answering_key(problem, info.arch, info.runs_kernels, families)
 
     def plan_cache_stats(self) -> PlanCacheStats:
         """hits, misses, evicted, entries of the cache of validated problems."""
-        attention: Attention = self._post.kept
+        attention: Attention = self._cell.shared
         return attention.plans.stats()
 
 
@@ -204,13 +318,14 @@ class FlashAttnActor(ServiceActor):
 
     label: ClassVar[str] = "flash_attn"
     handle_type: ClassVar[type[ActorHandle]] = FlashAttnHandle
+    vital: ClassVar[bool] = True
 
     @classmethod
-    def keep(cls, post: Post) -> Attention:
-        return Attention(post, plans=4096)
+    def make_shared(cls, cell: ActorCell) -> Attention:
+        return Attention(cell, plans=4096)
 
     def open(self) -> None:
-        self._attention: Attention = self.post.kept
+        self._attention: Attention = self.cell.shared
         self._coalescer = Coalescer(self, self._attention.decoding)
 
     def flush(self) -> None:
@@ -226,15 +341,15 @@ class FlashAttnActor(ServiceActor):
         if isinstance(message, FlashForward):
             if self._coalescer.turned_away:
                 self._coalescer.flush(due=True)
-                if self.post.mailbox.saturated:
-                    self.post.mailbox.give_back((call,))
+                if self.cell.mailbox.saturated:
+                    self.cell.mailbox.give_back((call,))
                     return
             attention = self._attention
             if call.prepared is not None:
                 attention.answer(self, call, message, True, _host_output)
                 return
             plain = is_plain(message)
-            request, like = adopt_arrays(message, plain, attention.place, call.caller)
+            request, like = (message, None) if plain else adopt_request(message, attention.place, call.caller_notes)
             finish: Finish = functools.partial(attention_output, like, message.out)
             if isinstance(message, FlashBackward):
                 finish = functools.partial(attention_gradients, like)
@@ -247,10 +362,10 @@ class FlashAttnActor(ServiceActor):
 
     def _decode(self, call: Call[Any], message: PagedForward | BatchedDecode) -> None:
         try:
-            request, like = adopt_cache_request(message, self._attention.place, call.caller)
+            request, like = adopt_cache_request(message, self._attention.place, call.caller_notes)
             plan = self._attention.decoding.plan(request)
-            plan.check(request)
-            kernels = self._attention.decode_kernels(call, plan.launching(request))
+            check_cached(plan, request)
+            kernels = self._attention.decode_kernels(call, plan.keys)
         except GpuActorsError:
             raise
         except Exception as error:
@@ -263,9 +378,9 @@ def problem_of(request: object, place: str) -> AttentionProblem:
     """Validate any attention message."""
     try:
         if isinstance(request, FlashBackward):
-            return backward_problem(adopt_arrays(request, is_plain(request), place)[0])
+            return backward_problem(adopt_request(request, place)[0])
         if isinstance(request, FlashForward):
-            return forward_problem(adopt_arrays(request, is_plain(request), place)[0])
+            return forward_problem(adopt_request(request, place)[0])
         if isinstance(request, PagedForward | BatchedDecode):
             return cache_problem(adopt_cache_request(request, place)[0])
     except GpuActorsError:

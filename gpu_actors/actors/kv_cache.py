@@ -10,23 +10,15 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gpu_actors.actors.answering import unreadable
-from gpu_actors.actors.base import ServiceActor
-from gpu_actors.actors.batching import Batch
-from gpu_actors.actors.buckets import pad_request, recordable
-from gpu_actors.actors.cache_launch import add_rows, append_launch, block_table
-from gpu_actors.actors.cache_rows import NewRows, new_rows
-from gpu_actors.actors.cache_store import CacheItem, CacheStore, OpenedCache
-from gpu_actors.actors.call import Call
-from gpu_actors.actors.coalescing import Flush, FlushTimer, again_alone
-from gpu_actors.actors.completion import AGAIN
-from gpu_actors.actors.decoding import adopt_cache_request, decoding_output
-from gpu_actors.actors.handle import ActorHandle
-from gpu_actors.actors.merging import cut_outputs, is_packed, merge, merge_key, place
+from gpu_actors.actors.coalescing import Batch, Flush, FlushTimer, again_alone
+from gpu_actors.actors.kv_launch import add_rows, append_launch, block_table
+from gpu_actors.actors.kv_store import CacheItem, CacheStore, OpenedCache
+from gpu_actors.arrays.adopt import Adopted
+from gpu_actors.arrays.adoption import adopt_request
 from gpu_actors.devices.interface import Launch, Outputs
-from gpu_actors.errors import GpuActorsError, InvalidRequest
-from gpu_actors.kernels.append import append_key
-from gpu_actors.kernels.copy_pages import PageCopyKey
+from gpu_actors.errors import GpuActorsError, InvalidRequest, Unsupported
+from gpu_actors.kernels.append.copy_pages import PageCopyKey
+from gpu_actors.kernels.append.variant import AppendProblem, append_key
 from gpu_actors.kernels.variants import KernelKey
 from gpu_actors.kv.prefix import prompt_digests
 from gpu_actors.kv.requests import (
@@ -40,11 +32,20 @@ from gpu_actors.kv.requests import (
     TruncateSequence,
 )
 from gpu_actors.kv.sequences import PageTable
+from gpu_actors.planning.append_rows import NewRows, new_rows
+from gpu_actors.planning.cached import bind_cached, check_cached, decoding_output
+from gpu_actors.planning.merging import cut_outputs, is_packed, merge, merge_key, place
+from gpu_actors.planning.padding import pad_request, recordable
+from gpu_actors.planning.planner import unreadable
 from gpu_actors.requests import PagedForward
+from gpu_actors.runtime.actor import ServiceActor
+from gpu_actors.runtime.call import Call
+from gpu_actors.runtime.completion import AGAIN
+from gpu_actors.runtime.handle import ActorHandle
 from gpu_actors.validation.fields import describe, expect, integer
 
 if TYPE_CHECKING:
-    from gpu_actors.actors.post import Post
+    from gpu_actors.runtime.cell import ActorCell
 
 __all__ = ["KvCacheActor"]
 
@@ -59,14 +60,15 @@ class KvCacheActor(ServiceActor):
 
     label: ClassVar[str] = "kv_cache"
     handle_type: ClassVar[type[ActorHandle]] = ActorHandle
+    vital: ClassVar[bool] = True
 
     @classmethod
-    def keep(cls, post: Post) -> CacheStore:
-        return CacheStore(post)
+    def make_shared(cls, cell: ActorCell) -> CacheStore:
+        return CacheStore(cell)
 
     def open(self) -> None:
-        options = self.post.services.options
-        self._store: CacheStore = self.post.kept
+        options = self.cell.environment.options
+        self._store: CacheStore = self.cell.shared
         self._records = options.record_launches
         self._batch: Batch[CacheItem] = Batch(options.coalesce_max)
         self._timer = FlushTimer(self, options.coalesce_delay_us)
@@ -81,8 +83,8 @@ class KvCacheActor(ServiceActor):
     def handle(self, call: Call[Any]) -> None:
         message = call.message
         if isinstance(message, OpenCache):
-            if call.begin_launch():
-                number = self._store.open(message.spec)
+            if call.claim():
+                number = self._store.open(message.spec, call.caller_notes)
                 if not call.resolve(number, self.outbox):
                     self._store.forget(number)
             return
@@ -95,7 +97,8 @@ class KvCacheActor(ServiceActor):
         try:
             if isinstance(message, AppendRows | AttendCache):
                 gather = self._append if isinstance(message, AppendRows) else self._attend
-                item, key = gather(call, cache, message)  # type: ignore[arg-type]
+                adopted, like = adopt_request(message, self._store.place, call.caller_notes)
+                item, key = gather(call, cache, adopted, like)  # type: ignore[arg-type]
                 if self._has_kernels(item):
                     self._reserve(item, key, before)
             else:
@@ -111,7 +114,7 @@ class KvCacheActor(ServiceActor):
         """Answer what takes no launch. It comes after everything that was asked for before it."""
         if isinstance(message, CreateSequence):
             digests = () if message.tokens is None else prompt_digests(message.tokens, cache.pool.page_size)
-            if call.begin_launch():
+            if call.claim():
                 self._answer_with(call, cache, cache.tables.create(digests))
             return
         self._launch_groups()
@@ -120,7 +123,7 @@ class KvCacheActor(ServiceActor):
                 self._again(cache, call)
                 return
             if isinstance(message, CloseCache):
-                if call.begin_launch():
+                if call.claim():
                     self._store.forget(message.cache)
                     call.resolve(None, self.outbox)
                 return
@@ -134,7 +137,7 @@ class KvCacheActor(ServiceActor):
     def _change_pages(self, call: Call[Any], cache: OpenedCache, message: Any, table: PageTable) -> None:
         if isinstance(message, TruncateSequence):
             integer("length", message.length, 0, table.length)
-        if not call.begin_launch():
+        if not call.claim():
             return
         if isinstance(message, ForkSequence):
             self._answer_with(call, cache, cache.tables.fork(table))
@@ -152,25 +155,28 @@ class KvCacheActor(ServiceActor):
 
     # Rows
 
-    def _append(self, call: Call[Any], cache: OpenedCache, message: AppendRows) -> tuple[CacheItem, Hashable]:
+    def _append(
+        self, call: Call[Any], cache: OpenedCache, message: AppendRows, _: Adopted | None
+    ) -> tuple[CacheItem, Hashable]:
         single, tables = cache.tables_of(message.seqs)
-        rows = new_rows(message, cache.pool, None if single else len(tables), self._store.place, call.caller)
-        append_key(rows.problem(cache.pool, 1), self._store.arch)
+        rows = new_rows(message, cache.pool, None if single else len(tables))
+        _check_append(rows.problem(cache.pool, 1), self._store.arch)
         rows.check_reach(cache.lengths(call, tables) + rows.counts)
         key = None if rows.merge_key is None else ("append", cache.number, rows.merge_key)
         return CacheItem(call, cache, tables, rows=rows, single=single), key
 
-    def _attend(self, call: Call[Any], cache: OpenedCache, message: AttendCache) -> tuple[CacheItem, Hashable]:
+    def _attend(
+        self, call: Call[Any], cache: OpenedCache, message: AttendCache, like: Adopted | None
+    ) -> tuple[CacheItem, Hashable]:
         _, tables = cache.tables_of(message.seqs)
-        place = self._store.place
         rows = None
         if message.k is not None or message.v is not None:
-            rows = new_rows(message, cache.pool, len(tables), place, call.caller)
+            rows = new_rows(message, cache.pool, len(tables))
         elif message.rope is not None:
             raise InvalidRequest("rope", message.rope, "goes with k and v: rows in the cache have been rotated")
         else:
             for name in ("tokens", "positions", "rope_cos", "rope_sin"):
-                expect(getattr(message, name) is None, name, type(getattr(message, name)).__name__, "goes with k and v")
+                expect(getattr(message, name) is None, name, describe(getattr(message, name)), "goes with k and v")
         shape: tuple[int, ...] = getattr(message.q, "shape", ())
         if message.cu_seqlens_q is None and len(shape) == 4:
             expect(len(tables) == shape[0], "seqs", len(tables), f"must name q's sequences, {shape[0]}")
@@ -185,16 +191,16 @@ class KvCacheActor(ServiceActor):
             lengths += rows.counts
             rows.check_reach(lengths)
         request = cache.request(message.q, lengths, {name: getattr(message, name) for name in _OPTIONS})
-        adopted_request, like = adopt_cache_request(request, place, call.caller)
-        assert isinstance(adopted_request, PagedForward)
-        plan = self._store.decoding.plan(adopted_request)
-        plan.check(adopted_request)
+        plan = self._store.decoding.plan(request)
+        check_cached(plan, request)
         if rows is not None:
-            self._check_rows(cache, adopted_request, rows)
-        item = CacheItem(
-            call, cache, tables, adopted_request, plan, rows, like=like, result=message.out, lengths=lengths
-        )
-        shared = merge_key(plan, adopted_request)
+            self._check_rows(cache, request, rows)
+            if not rows.counts.any():
+                rows = None  # nothing to append, and so nothing to launch either
+        # The result is the caller's own array, where it gave one.
+        result = call.message.out
+        item = CacheItem(call, cache, tables, request, plan, rows, like=like, result=result, lengths=lengths)
+        shared = merge_key(plan, request)
         parts = (shared, None if rows is None else rows.merge_key)
         apart = shared is None or (rows is not None and rows.merge_key is None)
         return item, None if apart else ("attend", cache.number, rows is None, parts)
@@ -207,7 +213,7 @@ class KvCacheActor(ServiceActor):
             expect(
                 q.dtype == rows.k.dtype, "q", describe(q), f"must have k's dtype, {rows.k.dtype}, to be rotated with it"
             )
-        append_key(rows.problem(cache.pool, 1, q.shape[-2]), self._store.arch)
+        _check_append(rows.problem(cache.pool, 1, q.shape[-2]), self._store.arch)
 
     def _has_kernels(self, item: CacheItem) -> bool:
         """Give a request its kernels. False where they are being compiled: it comes again, and the cache waits."""
@@ -216,8 +222,7 @@ class KvCacheActor(ServiceActor):
             return True
         keys: tuple[KernelKey, ...] = ()
         if item.request is not None and item.plan is not None:
-            launching = item.plan.launching(item.request)
-            keys = () if launching is None else launching.keys
+            keys = item.plan.keys
         if item.rows is not None:
             heads_q = 0 if item.request is None else item.request.q.shape[-2]
             problem = item.rows.problem(item.cache.pool, 1, heads_q)
@@ -248,11 +253,11 @@ class KvCacheActor(ServiceActor):
             item.request.block_table, item.request.cache_seqlens = item.table, item.lengths
         touches = [(cache.number, table.number) for table in tables]
         self._batch.add(item, None if item.call.alone else key, touches)
-        self.post.mailbox.gather(len(self._batch))
+        self.cell.mailbox.gather(len(self._batch))
 
     def _again(self, cache: OpenedCache, call: Call[Any]) -> None:
         cache.gate.returned((call,))
-        self.post.mailbox.give_back((call,))
+        self.cell.mailbox.give_back((call,))
 
     # Launches
 
@@ -263,11 +268,11 @@ class KvCacheActor(ServiceActor):
     def _launch_groups(self) -> None:
         self._came_back = False
         groups = self._batch.take()
-        self.post.mailbox.gather(0)
+        self.cell.mailbox.gather(0)
         for index, group in enumerate(groups):
             # One that dropped out takes its rows with it, and what was reserved behind it has to come again.
-            whole = sum(item.call.begin_launch() for item in group) == len(group)
-            if not whole or self.post.mailbox.saturated or not group[0].cache.launching(group):
+            whole = sum(item.call.claim() for item in group) == len(group)
+            if not whole or self.cell.mailbox.saturated or not group[0].cache.launching(group):
                 self._withdraw([item for later in groups[index:] for item in later])
                 return
             self._launch(group)
@@ -281,8 +286,8 @@ class KvCacheActor(ServiceActor):
             cache.withdraw(own)
             cache.gate.settle()
         for item in items:
-            item.call.reopen()
-        self.post.mailbox.give_back([item.call for item in items])
+            item.call.unclaim()
+        self.cell.mailbox.give_back([item.call for item in items])
 
     def _launch(self, group: list[CacheItem]) -> None:
         cache = group[0].cache
@@ -330,8 +335,8 @@ class KvCacheActor(ServiceActor):
             if records:
                 merged = pad_request(merged)
             assert first.plan is not None
-            plan = self._store.decoding.merged_plan(merged, first.plan.key)
-            launch = plan.bind(merged, attending)
+            plan = self._store.decoding.plan(merged, first.plan.key)
+            launch = bind_cached(plan, merged, attending)
             if records:
                 launch.recording = (first.cache.number, first.cache.generation, plan.key, plan.problem)
                 launch.recording_keeps = ("k_cache", "v_cache")
@@ -343,6 +348,16 @@ class KvCacheActor(ServiceActor):
 
 
 _MESSAGES = (AppendRows, AttendCache, CloseCache, CreateSequence, ForkSequence, FreeSequence, TruncateSequence)
+
+
+def _check_append(problem: AppendProblem, arch: str) -> None:
+    """Raise `Unsupported` unless there is a kernel that appends the rows of a request, which calls them k."""
+    try:
+        append_key(problem, arch)
+    except Unsupported as error:
+        if error.field != "dtype":
+            raise
+        raise Unsupported("k", *error.args[1:]) from None
 
 
 def _answer(item: CacheItem, outputs: Outputs, part: Any, packed: bool) -> Any:

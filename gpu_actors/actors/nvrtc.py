@@ -11,23 +11,25 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from gpu_actors.actors.base import ServiceActor
-from gpu_actors.actors.call import Call
-from gpu_actors.actors.handle import ActorHandle
+from gpu_actors.compiling.source import Cubin, KernelSource, check_arch
 from gpu_actors.devices.interface import Kernel
 from gpu_actors.errors import GpuActorsError, InvalidRequest
 from gpu_actors.kernels.keys import check_key
-from gpu_actors.kernels.source import Cubin, KernelSource, check_arch
+from gpu_actors.kernels.requests import Prepare, SourceVariant
 from gpu_actors.kernels.variants import KernelKey, kernel_source
-from gpu_actors.reply import Reply
+from gpu_actors.runtime.actor import ServiceActor
+from gpu_actors.runtime.call import Call
+from gpu_actors.runtime.handle import ActorHandle
+from gpu_actors.runtime.mailbox import Mailbox
+from gpu_actors.runtime.reply import Reply
 
 if TYPE_CHECKING:
-    from gpu_actors.actors.post import Post
-    from gpu_actors.kernels.cubin_cache import CacheStats, CubinCache
+    from gpu_actors.compiling.cubin_cache import CacheStats, CubinCache
+    from gpu_actors.runtime.cell import ActorCell
 
-__all__ = ["Compile", "NvrtcActor", "NvrtcHandle", "Prepare", "Warm", "WarmedVariant"]
+__all__ = ["Compile", "NvrtcActor", "NvrtcHandle", "Warm", "WarmedVariant"]
 
-logger = logging.getLogger("gpu_actors")
+logger: logging.Logger = logging.getLogger("gpu_actors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +38,6 @@ class Compile:
 
     source: KernelSource
     arch: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Prepare:
-    """Have the kernel of ``key`` ready for this context's device: the reply is a `Cubin`, or a built `Kernel`.
-
-    Everybody who waits for the kernel has a time limit of their own, so this has none.
-    """
-
-    endless: ClassVar[bool] = True
-
-    key: KernelKey
 
 
 class WarmedVariant(NamedTuple):
@@ -111,7 +101,7 @@ class NvrtcHandle(ActorHandle):
 
     def cache_stats(self) -> CacheStats:
         """hits, misses, compiles, corrupt, evicted, entries, bytes of the cubin cache."""
-        cache: CubinCache = self._post.kept.cache
+        cache: CubinCache = self._cell.shared.cache
         return cache.stats()
 
 
@@ -120,13 +110,14 @@ class NvrtcActor(ServiceActor):
 
     label: ClassVar[str] = "nvrtc"
     handle_type: ClassVar[type[ActorHandle]] = NvrtcHandle
+    vital: ClassVar[bool] = True
 
     @classmethod
-    def keep(cls, post: Post) -> _Workshop:
-        return _Workshop(post)
+    def make_shared(cls, cell: ActorCell) -> _Workshop:
+        return _Workshop(cell)
 
     def open(self) -> None:
-        self._workshop: _Workshop = self.post.kept
+        self._workshop: _Workshop = self.cell.shared
 
     def handle(self, call: Call[Any]) -> None:
         message = call.message
@@ -147,15 +138,15 @@ class NvrtcActor(ServiceActor):
         cubin = workshop.cache.peek(message.source, arch)
         if cubin is not None:
             call.resolve(cubin, self.outbox)
-        elif call.begin_launch():
+        elif call.claim():
             self._hand_over(call)
-            workshop.start(message.source, arch, _Answer(call))
+            workshop.start(message.source, arch, _Answer(call, self.cell.mailbox))
 
-    def _prepare(self, call: Call[Any], key: KernelKey) -> None:
-        source = kernel_source(check_key(key))
-        if call.begin_launch():
+    def _prepare(self, call: Call[Any], key: KernelKey | SourceVariant) -> None:
+        source = key.source if isinstance(key, SourceVariant) else kernel_source(check_key(key))
+        if call.claim():
             self._hand_over(call)
-            self._workshop.start(source, key.arch, _Answer(call), for_device=True)
+            self._workshop.start(source, key.arch, _Answer(call, self.cell.mailbox), for_device=True)
 
     def _warm(self, call: Call[Any], message: Warm) -> None:
         if message.progress is not None and not callable(message.progress):
@@ -164,22 +155,22 @@ class NvrtcActor(ServiceActor):
         if not sources:
             call.resolve([], self.outbox)
             return
-        if call.begin_launch():
+        if call.claim():
             self._hand_over(call)
-            batch = _WarmBatch(call, message)
+            batch = _WarmBatch(call, self.cell.mailbox, message)
             for index, (key, source) in enumerate(sources):
                 self._workshop.start(source, key.arch, batch.slot(index))
 
     def _hand_over(self, call: Call[Any]) -> None:
         """From here on the workshop answers the call, whatever becomes of this actor."""
-        self.post.park(call)
-        self.post.mailbox.launch_began()
+        self.cell.park(call)
+        self.cell.mailbox.launch_began()
 
     def _arch(self, message: Compile) -> str:
         for arch in (message.arch, message.source.arch):
             if arch is not None:
                 return check_arch(arch)
-        return self.post.services.device.info.arch
+        return self.cell.environment.device.info.arch
 
 
 def _keys(keys: object) -> Sequence[KernelKey]:
@@ -200,14 +191,14 @@ Done = Callable[[Product | None, GpuActorsError | None, float], None]
 class _Workshop:
     """The cache, the compiler and the worker threads; outlives the actor's incarnations."""
 
-    def __init__(self, post: Post) -> None:
+    def __init__(self, cell: ActorCell) -> None:
         # Here rather than above: `import gpu_actors` stays quick for programs that only look on.
-        from gpu_actors.kernels.compiler import Compiler
-        from gpu_actors.kernels.cubin_cache import CubinCache, default_cache_dir
+        from gpu_actors.compiling.compiler import Compiler
+        from gpu_actors.compiling.cubin_cache import CubinCache, default_cache_dir
 
-        options = post.services.options
-        self._post = post
-        self.cache = CubinCache(
+        options = cell.environment.options
+        self._cell = cell
+        self.cache: CubinCache = CubinCache(
             options.cache_path or default_cache_dir(),
             max_bytes=options.cache_max_bytes,
             readonly_paths=options.prewarmed_paths,
@@ -263,7 +254,7 @@ class _Workshop:
             done(product, failure, seconds)
 
     def _make(self, source: KernelSource, arch: str, for_device: bool) -> Product:
-        if for_device and self._post.services.device.builds_kernels:
+        if for_device and self._cell.environment.device.builds_kernels:
             return self._build(source, arch)
         return self.cache.get_or_compile(source, arch, self._compiler.compile)
 
@@ -275,7 +266,7 @@ class _Workshop:
         began = time.monotonic()
         failure: BaseException | None = None
         try:
-            return self._post.services.device.build(source, arch)
+            return self._cell.environment.device.build(source, arch)
         except BaseException as error:
             failure = error
             raise
@@ -284,17 +275,18 @@ class _Workshop:
             self._event("compile.completed", fields)
 
     def _event(self, name: str, fields: dict[str, Any]) -> None:
-        self._post.services.trace.emit(name, **fields)
+        self._cell.environment.trace.emit(name, **fields)
 
 
 class _Answer:
     """Answers a `Compile` call."""
 
-    def __init__(self, call: Call[Any]) -> None:
+    def __init__(self, call: Call[Any], mailbox: Mailbox) -> None:
         self._call = call
+        self._mailbox = mailbox
 
     def __call__(self, product: Product | None, error: GpuActorsError | None, seconds: float) -> None:
-        self._call.mailbox.launch_ended()
+        self._mailbox.launch_ended()
         if error is not None:
             self._call.fail(error)
         else:
@@ -304,8 +296,9 @@ class _Answer:
 class _WarmBatch:
     """Answers a `Warm` call once its last variant is done."""
 
-    def __init__(self, call: Call[Any], message: Warm) -> None:
+    def __init__(self, call: Call[Any], mailbox: Mailbox, message: Warm) -> None:
         self._call = call
+        self._mailbox = mailbox
         self._message = message
         self._lock = threading.Lock()
         self._done = 0
@@ -335,7 +328,7 @@ class _WarmBatch:
             failure.__cause__ = raised
             self._error = self._error or failure
         if done == len(keys):
-            self._call.mailbox.launch_ended()
+            self._mailbox.launch_ended()
             if self._error is not None:
                 self._call.fail(self._error)
             else:

@@ -9,6 +9,8 @@ recorder   launches as the service makes them      arrays     random and poisone
 timing     events in turns, quantiles              checks     slices against the oracle
 clock      the events of a CUDA stream             peers      other libraries
 ceilings   product and copy of the same run        report, plot, model, sass
+
+Imports from other rooms: arrays, compiling, devices, kernels, reference, runtime, testing.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
-from gpu_actors.interop.arrays import AnyArray, Reinterpreted, adopt
+from gpu_actors.arrays.adopt import AnyArray, Reinterpreted, adopt
 
 __all__ = ["Arrays", "CupyArrays", "HostArrays", "adopted", "has_special"]
 

@@ -9,10 +9,10 @@ import ctypes
 import struct
 from typing import Any
 
+from gpu_actors.compiling.compiler import Compiler
+from gpu_actors.compiling.source import KernelSource
 from gpu_actors.devices.cuda.device import CudaDevice
 from gpu_actors.devices.cuda.stream import CudaStream
-from gpu_actors.kernels.compiler import Compiler
-from gpu_actors.kernels.source import KernelSource
 
 __all__ = ["CudaClock"]
 
@@ -45,12 +45,12 @@ class CudaClock:
         from cupy.cuda import runtime
 
         assert stream.handle is not None
-        self.handle = stream.handle
+        self.handle: Any = stream.handle
         self._device = device
         self._runtime = runtime
         cubin = Compiler().compile(KernelSource("hold.cu", _HOLD, ("hold",)), device.info.arch)
         self._hold = device.load(cubin, "hold").handle.handle
-        address = device.call(device.api.allocate_pinned, _STATE_BYTES)
+        address = device.driver.call(device.driver.api.allocate_pinned, _STATE_BYTES)
         self._state = (ctypes.c_int32 * 2).from_address(address)
         self._address = address
         self._events: list[int] = []
@@ -59,8 +59,8 @@ class CudaClock:
     def hold(self) -> None:
         self._state[0] = self._state[1] = 0
         params = struct.pack("<Qq", self._address, _LIMIT)
-        device = self._device
-        device.call(device.api.launch_kernel, self._hold, (1, 1, 1), (1, 1, 1), 0, self.handle, params)
+        driver = self._device.driver
+        driver.call(driver.api.launch_kernel, self._hold, (1, 1, 1), (1, 1, 1), 0, self.handle, params)
 
     def release(self) -> bool:
         late = bool(self._state[1])
@@ -90,4 +90,4 @@ class CudaClock:
         for event in self._free:
             self._runtime.eventDestroy(event)
         self._free = []
-        self._device.api.free_pinned(self._address)
+        self._device.driver.api.free_pinned(self._address)

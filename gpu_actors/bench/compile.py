@@ -16,11 +16,11 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from gpu_actors.kernels.assets import asset_root
-from gpu_actors.kernels.compiler import Compiler
-from gpu_actors.kernels.cubin_cache import CubinCache
-from gpu_actors.kernels.source import KernelSource
-from gpu_actors.kernels.toolchain import find_toolchain, load_nvrtc
+from gpu_actors.compiling.assets import asset_root
+from gpu_actors.compiling.compiler import Compiler
+from gpu_actors.compiling.cubin_cache import CubinCache
+from gpu_actors.compiling.source import KernelSource
+from gpu_actors.compiling.toolchain import find_toolchain, load_nvrtc
 from gpu_actors.problem import DispatchKey
 
 __all__ = ["beside_cupy", "main", "measure", "run"]
@@ -67,7 +67,7 @@ def run(arch: str = "sm_90a") -> dict[str, object]:
 
     The least of three compiles of each variant: what else the machine does only adds to it.
     """
-    from gpu_actors.kernels.cache_variants import cache_variants
+    from gpu_actors.kernels.append.standard import cache_variants
     from gpu_actors.kernels.variants import kernel_source, standard_variants, usual_backward_keys
 
     compiler = Compiler()

@@ -14,8 +14,6 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-import gpu_actors
-
 __all__ = ["main", "run"]
 
 _IMPORT = """\
@@ -24,7 +22,7 @@ began = time.perf_counter()
 import {module}
 print(time.perf_counter() - began, len(sys.modules))
 """
-_ROOT = Path(gpu_actors.__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 
 
 def run(imports: int = 7) -> dict[str, object]:

@@ -23,10 +23,10 @@ import numpy as np
 
 from gpu_actors.bench.cases import Case, Kind, backward_cases, decode_cases, forward_cases
 from gpu_actors.bench.sass import find_disassembler, main_loop
+from gpu_actors.compiling.compiler import Compiler
 from gpu_actors.context import GpuContext, open_context
 from gpu_actors.devices.select import DEFAULT_ARCH
 from gpu_actors.errors import GpuActorsError, Unsupported
-from gpu_actors.kernels.compiler import Compiler
 from gpu_actors.kernels.variants import kernel_source
 from gpu_actors.options import ContextOptions
 from gpu_actors.problem import DispatchKey

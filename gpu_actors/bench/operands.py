@@ -10,7 +10,7 @@ import numpy as np
 from gpu_actors.bench.arrays import Arrays
 from gpu_actors.bench.cases import Case
 from gpu_actors.context import GpuContext
-from gpu_actors.reply import Reply
+from gpu_actors.runtime.reply import Reply
 
 __all__ = ["OperandSet", "make_operands", "submit"]
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_actors.errors import GpuActorsError
+from gpu_actors.extras import missing
 
 __all__ = ["draw"]
 
@@ -20,7 +21,7 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise GpuActorsError("a plot needs matplotlib: pip install 'gpu-actors[bench]'") from error
+        raise GpuActorsError(f"nothing can be drawn: {missing(error, 'bench')}") from error
     timed = [row for row in found["rows"] if row["times_ms"] is not None]
     if not timed:
         raise GpuActorsError("there is nothing to draw: no case was timed")

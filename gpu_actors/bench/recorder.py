@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from gpu_actors.arrays.device_array import DeviceArray
+from gpu_actors.compiling.source import Cubin, KernelSource
 from gpu_actors.context import open_context
-from gpu_actors.devices.interface import Device, Event, Kernel, Launch, Stream, TensorMap
-from gpu_actors.interop.device_array import DeviceArray
-from gpu_actors.kernels.source import Cubin, KernelSource
+from gpu_actors.devices.interface import Device, DeviceInfo, Event, Kernel, Launch, Stream, TensorMap
 
 __all__ = ["RecordingContext", "RecordingDevice", "for_timing"]
 
@@ -36,8 +36,8 @@ class RecordingDevice(Device):
 
     def __init__(self, inner: Device) -> None:
         self.inner = inner
-        self.info = inner.info
-        self.builds_kernels = inner.builds_kernels
+        self.info: DeviceInfo = inner.info
+        self.builds_kernels: bool = inner.builds_kernels
         self._lock = threading.Lock()
         self._kept: list[Launch] | None = None
 

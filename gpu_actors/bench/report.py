@@ -10,7 +10,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import gpu_actors
 from gpu_actors.bench.ceilings import Ceilings
 from gpu_actors.bench.suite import Row, Settings
 
@@ -55,7 +54,7 @@ def table(found: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
 
 def git_revision() -> str | None:
     """Of the checkout that this package lies in, "+" where files have changed since; None in an installed package."""
-    root = Path(gpu_actors.__file__).parents[1]
+    root = Path(__file__).parents[2]
     if not (root / ".git").exists() or shutil.which("git") is None:
         return None
 

@@ -1,7 +1,24 @@
-"""The command ``gpu-actors``: one file a subcommand, each importing what is heavy only when it runs."""
+"""The command ``gpu-actors``: one file a subcommand, each importing what is heavy only when it runs.
+
+Imports from other rooms: actors, bench, compiling, devices, embedding, kernels, tracing.
+"""
 
 from __future__ import annotations
 
-from gpu_actors.cli.app import main
+import sys
 
 __all__ = ["main"]
+
+
+def main() -> None:
+    """Run the command, or say what it needs where its libraries (extra "cli") are missing, and exit with 1."""
+    from gpu_actors.extras import missing
+
+    try:
+        import rich  # noqa: F401 - every subcommand but --help needs it
+        import typer  # noqa: F401
+    except ModuleNotFoundError as error:
+        sys.exit(f"gpu-actors: {missing(error, 'cli')}")
+    from gpu_actors.cli.app import main as run
+
+    run()

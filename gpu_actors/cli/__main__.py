@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpu_actors.cli.app import main
+from gpu_actors.cli import main
 
 __all__: list[str] = []
 

@@ -20,7 +20,7 @@ BAD_INPUT = 2
 FAILED = 1
 CLOSED_PIPE = 141  # 128 + SIGPIPE
 
-app = typer.Typer(
+app: typer.Typer = typer.Typer(
     name="gpu-actors",
     help="Asynchronous GPU attention for Python: look at this machine, embed text, warm kernels, measure.",
     no_args_is_help=True,
@@ -28,8 +28,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (doctor, embed, warm, bench):
-    app.command()(command)
+for _command in (doctor, embed, warm, bench):
+    app.command()(_command)
 
 
 @app.callback(invoke_without_command=True)

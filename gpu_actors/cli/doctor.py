@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import time
 
 import typer
@@ -50,9 +51,10 @@ async def _trial(device: str) -> Check:
         import numpy as np
 
         from gpu_actors.context import open_context
+        from gpu_actors.devices.select import choose_device
 
         q = np.ones((1, 16, 2, 64), np.float16)
-        async with open_context(device) as context:
+        async with open_context(choose_device(device)[0]) as context:
             start = time.perf_counter()
             output = await context.flash_attn.forward(q, q, q, timeout=TRIAL_TIMEOUT)
             milliseconds = (time.perf_counter() - start) * 1e3
@@ -65,11 +67,20 @@ async def _trial(device: str) -> Check:
 
 
 def _write_report(checks: tuple[Check, ...], verdicts: list[DeviceVerdict]) -> None:
-    def detail(check: Check) -> str:
-        return f"{check.detail}\n-> {check.hint}" if check.hint else check.detail
+    said: list[str] = []
 
-    write_table(("what", "state", "found"), [(check.name, check.state, detail(check)) for check in checks])
+    def once(hint: str) -> str:
+        if not hint or hint in said:
+            return ""
+        said.append(hint)
+        return f"\n-> {hint}"
+
+    def why(verdict: DeviceVerdict) -> str:
+        return functools.reduce(lambda text, hint: text.removesuffix(f": {hint}"), said, verdict.why)
+
+    found = [(check.name, check.state, f"{check.detail}{once(check.hint)}") for check in checks]
+    write_table(("what", "state", "found"), found)
     write_table(
         ("device", "usable", "would run", "because"),
-        [(verdict.device, "yes" if verdict.usable else "no", verdict.runs, verdict.why) for verdict in verdicts],
+        [(verdict.device, "yes" if verdict.usable else "no", verdict.runs, why(verdict)) for verdict in verdicts],
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -43,20 +45,23 @@ def embed(
         Path | None, typer.Option(help="Folder with model.safetensors, tokenizer.json and config.json.")
     ] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto or chrome://tracing.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of attention: bfloat16 or float32. Default: bfloat16 where kernels run.")
+    ] = None,
     batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one attention request.")] = 4096,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar and no summary.")] = False,
 ) -> None:
     """Embed the passages of text files with all-MiniLM-L6-v2, or search them with --query.
 
-    With --json: a list of objects with file, line, text and embedding (384 numbers, length 1), and score with
-    --query.
+    With --json: a list of objects with file, line, text, heading (of the section, where the text does not begin with
+    it) and embedding (384 numbers, length 1), and score with --query.
     """
     if query is not None and not query.strip():
         raise InvalidRequest("--query", repr(query), "must hold some text")
     if trace is not None:
         _check_writable(trace)
     encoder = _load(files, model)
-    work = _Work(encoder, query, device, trace, batch_tokens, quiet)
+    work = _Work(encoder, query, device, trace, dtype, batch_tokens, quiet)
     outcome = asyncio.run(_run(work))
     passages, vectors, scores = _select(encoder.passages, outcome.embedded.vectors, query, top)
     if as_json:
@@ -78,6 +83,7 @@ class _Work(NamedTuple):
     query: str | None
     device: str
     trace: Path | None
+    dtype: str | None
     batch_tokens: int
     quiet: bool
 
@@ -85,36 +91,40 @@ class _Work(NamedTuple):
 class _Outcome(NamedTuple):
     embedded: Embedded
     seconds: float
+    dtype: str
     info: DeviceInfo
 
 
 def _load(files: list[str], folder: Path | None) -> _Encoder:
-    from gpu_actors.embedding import MiniLM, Tokenizer, find_weights, read_passages
+    from gpu_actors.embedding import MiniLM, Tokenizer, find_weights
     from gpu_actors.embedding.blas import limit_blas_threads
-    from gpu_actors.embedding.passages import read_text
+    from gpu_actors.embedding.passages import passages_of, read_text
 
     # One for each of the embedder's own threads; see `Embedder`.
     limit_blas_threads(1)
-    for file in files:
-        if file != "-":
-            read_text(file)  # a wrong file name should not cost the loading of a model
+    # Before the model is loaded: a wrong file name should not cost that.
+    texts = [(file, read_text(file)) for file in files]
     path = find_weights(folder)
     model = MiniLM.load(path)
     tokenizer = Tokenizer(path, model.config.max_tokens)
-    passages = [passage for file in files for passage in read_passages(file, tokenizer)]
+    passages = [passage for file, text in texts for passage in passages_of(file, text, tokenizer)]
     return _Encoder(model, tokenizer, passages)
 
 
 async def _run(work: _Work) -> _Outcome:
     from gpu_actors.context import open_context
+    from gpu_actors.devices.select import choose_device
     from gpu_actors.embedding import Embedder
 
+    device, obstacle = choose_device(work.device)
+    if obstacle is not None and not work.quiet:
+        write_note(f"computes on the CPU: {obstacle}")
     encoder = work.encoder
-    texts = [passage.text for passage in encoder.passages]
+    texts = [passage.embedded for passage in encoder.passages]
     if work.query is not None:
         texts.append(work.query)
-    with contextlib.ExitStack() as stack:
-        options = _options(work, stack)
+    async with contextlib.AsyncExitStack() as stack:
+        options = await _options(work, stack)
         progress = stack.enter_context(progress_bar(quiet=work.quiet))
         task = progress.add_task("embedding", total=len(texts), rate="")
         start = time.perf_counter()
@@ -126,14 +136,16 @@ async def _run(work: _Work) -> _Outcome:
             rate = done_tokens / (time.perf_counter() - start)
             progress.update(task, advance=batch_texts, rate=f"{rate:,.0f} tokens/s")
 
-        async with open_context(work.device, options) as context:
-            embedder = Embedder(context, encoder.model, encoder.tokenizer, batch_tokens=work.batch_tokens)
+        async with open_context(device, options) as context:
+            embedder = Embedder(
+                context, encoder.model, encoder.tokenizer, batch_tokens=work.batch_tokens, dtype=work.dtype
+            )
             start = time.perf_counter()
             embedded = await embedder.embed(texts, progress=advance)
-            return _Outcome(embedded, time.perf_counter() - start, context.info)
+            return _Outcome(embedded, time.perf_counter() - start, embedder.dtype, context.info)
 
 
-def _options(work: _Work, stack: contextlib.ExitStack) -> ContextOptions:
+async def _options(work: _Work, stack: contextlib.AsyncExitStack) -> ContextOptions:
     from gpu_actors.options import ContextOptions, MockOptions
 
     # The weights are float32: an oracle in float64 would take longer and change no digit that they can carry.
@@ -142,7 +154,7 @@ def _options(work: _Work, stack: contextlib.ExitStack) -> ContextOptions:
         return ContextOptions(mock=mock)
     from gpu_actors.tracing import ChromeTrace
 
-    return ContextOptions(mock=mock, on_event=stack.enter_context(ChromeTrace(work.trace)))
+    return ContextOptions(mock=mock, on_event=await stack.enter_async_context(ChromeTrace(work.trace)))
 
 
 def _check_writable(trace: Path) -> None:
@@ -154,6 +166,8 @@ def _check_writable(trace: Path) -> None:
         trace.open("ab").close()
         if not there:
             trace.unlink()
+        elif trace.is_file() and not os.access(trace.resolve().parent, os.W_OK):
+            raise InvalidRequest("--trace", str(trace), "must lie in a folder that takes new files")
     except OSError as error:
         raise InvalidRequest("--trace", str(trace), f"cannot be written: {error.strerror or error}") from None
 
@@ -176,7 +190,7 @@ def _write_json(passages: list[Passage], vectors: NDArray[np.float32], scores: l
         passage = passages[index]
         # Nine digits give every float32 back exactly, and are half as long as the float64 spelling.
         embedding = [float(f"{value:.9g}") for value in vectors[index].tolist()]
-        shown: dict[str, Any] = {"file": passage.file, "line": passage.line, "text": passage.text}
+        shown: dict[str, Any] = dataclasses.asdict(passage)
         if scores is not None:
             shown["score"] = round(scores[index], 6)
         return shown | {"embedding": embedding}
@@ -186,7 +200,7 @@ def _write_json(passages: list[Passage], vectors: NDArray[np.float32], scores: l
 
 def _write_table(passages: list[Passage], scores: list[float] | None) -> None:
     places = [f"{passage.file}:{passage.line}" for passage in passages]
-    texts = [_preview(passage.text) for passage in passages]
+    texts = [_preview(passage.embedded) for passage in passages]
     if scores is None:
         write_table(("passage", "text"), zip(places, texts, strict=True))
     else:
@@ -199,9 +213,9 @@ def _preview(text: str) -> str:
 
 
 def _write_summary(outcome: _Outcome) -> None:
-    embedded, seconds, info = outcome
+    embedded, seconds, dtype, info = outcome
     texts, tokens = len(embedded.tokens), int(embedded.tokens.sum())
     write_note(
         f"{texts} texts, {tokens} tokens in {seconds:.2f} s: {texts / seconds:.0f} texts/s, "
-        f"{tokens / seconds:.0f} tokens/s on {info.name}"
+        f"{tokens / seconds:.0f} tokens/s, attention in {dtype} on {info.name}"
     )

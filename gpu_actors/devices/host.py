@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from gpu_actors.arrays.adopt import dtype_of
 from gpu_actors.devices.interface import Event, Launch, Outputs, Stream
 from gpu_actors.errors import ActorStopped, GpuActorsError, LaunchError, OutOfDeviceMemory
-from gpu_actors.interop.arrays import dtype_of
 
 __all__ = ["FinishedEvent", "HostEvent", "HostStream", "host_array", "host_outputs"]
 
-logger = logging.getLogger("gpu_actors")
+logger: logging.Logger = logging.getLogger("gpu_actors")
 
 
 class FinishedEvent(Event):
@@ -25,7 +25,7 @@ class FinishedEvent(Event):
     __slots__ = ("_error", "outputs")
 
     def __init__(self, outputs: Outputs | None = None, error: GpuActorsError | None = None) -> None:
-        self.outputs = outputs if outputs is not None else {}
+        self.outputs: Outputs = outputs if outputs is not None else {}
         self._error = error
 
     def done(self) -> bool:
@@ -43,7 +43,7 @@ class HostEvent(Event):
     """The end of a launch that a host thread works on. The first outcome counts."""
 
     def __init__(self) -> None:
-        self.outputs = {}
+        self.outputs: Outputs = {}
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._done = threading.Event()
@@ -64,9 +64,13 @@ class HostEvent(Event):
         return self._done.is_set()
 
     def wait(self) -> None:
+        error = self.failure()
+        if error is not None:
+            raise error
+
+    def failure(self) -> BaseException | None:
         self._done.wait()
-        if self._error is not None:
-            raise self._error
+        return self._error
 
 
 class HostStream(Stream):

@@ -9,15 +9,18 @@ above this module knows which.
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
+import numpy as np
+
 from gpu_actors.errors import LaunchError
 
 if TYPE_CHECKING:
-    from gpu_actors.kernels.source import Cubin, KernelSource
+    from gpu_actors.compiling.source import Cubin, KernelSource
     from gpu_actors.problem import DispatchKey
 
 __all__ = [
@@ -30,11 +33,14 @@ __all__ = [
     "LaunchGeometry",
     "OutputSpec",
     "Pack",
+    "Params",
     "RecordingStats",
     "ScratchSpec",
     "Step",
+    "StepPack",
     "Stream",
     "TensorMap",
+    "zero_launch",
 ]
 
 
@@ -49,6 +55,11 @@ class DeviceInfo:
     memory: int | None = None
     multiprocessors: int | None = None
     runs_kernels: bool = True
+
+    @property
+    def device_name(self) -> str:
+        """Where operands may lie besides the host: "cpu" or "cuda:N"."""
+        return f"cuda:{self.index}" if self.kind == "cuda" else "cpu"
 
 
 class LaunchGeometry(NamedTuple):
@@ -99,10 +110,14 @@ class OutputSpec:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A loaded entry point. handle: whatever the device's loader returned."""
+    """A loaded entry point. handle: whatever the device's loader returned.
+
+    parameter_bytes: how large each parameter is, where a device that builds kernels was asked to find out.
+    """
 
     entry: str
     handle: Any
+    parameter_bytes: tuple[int, ...] | None = None
 
 
 Outputs = Mapping[str, Any]
@@ -110,16 +125,21 @@ Pack: TypeAlias = Callable[[Mapping[str, Buffer]], bytes]
 """Turns the buffers of a launch's operands, by name, into the bytes of a kernel's parameter struct."""
 
 
+Params: TypeAlias = bytes | tuple[bytes, ...]
+"""The bytes of a kernel's only parameter, or of each of them."""
+StepPack: TypeAlias = Callable[[Mapping[str, Buffer]], Params]
+
+
 class Step(NamedTuple):
     """One kernel of a launch: the loaded kernel, its grid, and what packs its parameters."""
 
     kernel: Kernel
     geometry: LaunchGeometry
-    pack: Pack
+    pack: StepPack
 
 
 class ScratchSpec(NamedTuple):
-    """Device memory that a launch uses and nobody sees.
+    """Device memory that a launch uses between its steps.
 
     zero: clear it before the first step. contents: gives its bytes from the buffers of inputs and outputs, which is how
     a kernel gets a table of addresses. With neither it holds anything.
@@ -138,9 +158,10 @@ class Launch:
     inputs: named arrays, on the host or on this device.
     outputs: what to produce; results appear under the same names in `Event.outputs`.
     oracle: computes the outputs from host copies of the inputs; runs on the mock device's own thread.
-    steps: the kernels, run in this order. Empty on a device that runs no kernels.
+    steps: the kernels, run in this order. Empty on a device that runs no kernels, and where all outputs are zero.
     scratch: by name, beside the operands.
     updates: names of inputs that the steps, or the oracle, write in place. On CUDA these must lie on the device.
+    returned: names of inputs that the steps write, wherever they lie: one on the host is copied up and down again.
     recording: says which launches are alike but for their operands' contents, so that a device may record one and
         replay it for the others (`gpu_actors.devices.recorded`); None: this one is not worth it.
     recording_keeps: names of inputs that stay where they are between those.
@@ -153,8 +174,15 @@ class Launch:
     steps: tuple[Step, ...] = ()
     scratch: Mapping[str, ScratchSpec] = field(default_factory=dict)
     updates: tuple[str, ...] = ()
+    returned: tuple[str, ...] = ()
     recording: Hashable | None = None
     recording_keeps: tuple[str, ...] = ()
+
+
+def zero_launch(key: DispatchKey | None, q: Any, outputs: Mapping[str, OutputSpec]) -> Launch:
+    """The launch of a problem whose whole answer is 0: no kernel, on any device. q: says where the answer is to lie."""
+    zeroed = {name: dataclasses.replace(spec, zero=True) for name, spec in outputs.items()}
+    return Launch(key, {"q": q}, zeroed, lambda _: {name: np.zeros(spec.shape) for name, spec in zeroed.items()})
 
 
 class RecordingStats(NamedTuple):
@@ -217,7 +245,7 @@ class Device(ABC):
     """
 
     info: DeviceInfo
-    builds_kernels = False
+    builds_kernels: bool = False
 
     @abstractmethod
     def open_stream(self, name: str) -> Stream:
@@ -232,7 +260,10 @@ class Device(ABC):
 
     @abstractmethod
     def load(self, cubin: Cubin, entry: str) -> Kernel:
-        """Load an entry point. Loading the same cubin twice is cheap. Raises `LaunchError`."""
+        """Load an entry point. Loading a cubin again is cheap while a kernel of it is held. Raises `LaunchError`.
+
+        The device may unload it once the `Kernel` and every launch and recording of it are gone.
+        """
 
     @abstractmethod
     def allocate(self, shape: tuple[int, ...], dtype: str, zero: bool = False) -> Any:

@@ -10,11 +10,11 @@ import threading
 from typing import Any
 
 from gpu_actors.clock import Clock
+from gpu_actors.compiling.source import Cubin
 from gpu_actors.devices.host import FinishedEvent, HostStream, host_array, host_outputs
 from gpu_actors.devices.interface import Device, DeviceInfo, Event, Kernel, Launch, Outputs, RecordingStats, Stream
 from gpu_actors.devices.recorded import Recordings, recording_key
 from gpu_actors.errors import MockModeError
-from gpu_actors.kernels.source import Cubin
 from gpu_actors.options import MockOptions
 
 __all__ = ["MockDevice"]
@@ -24,7 +24,7 @@ class MockDevice(Device):
     """Runs on any machine. arch: whose kernels it pretends to launch."""
 
     def __init__(self, arch: str, options: MockOptions, clock: Clock) -> None:
-        self.info = DeviceInfo("mock", f"mock {arch}", arch, runs_kernels=False)
+        self.info: DeviceInfo = DeviceInfo("mock", f"mock {arch}", arch, runs_kernels=False)
         self.options = options
         self._clock = clock
         self._streams: list[Stream] = []
@@ -64,7 +64,7 @@ class _MockStream(HostStream):
         return FinishedEvent(error=MockModeError(_NOT_COMPUTING))
 
     def run(self, launch: Launch) -> Outputs:
-        key = recording_key(launch)
+        key = None if launch.recording is None else recording_key(launch)
         if key is None:
             return self._compute(launch)
         # There is nothing to record here; what would be recorded and replayed elsewhere is counted all the same.

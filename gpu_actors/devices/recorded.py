@@ -14,8 +14,8 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
+from gpu_actors.arrays.device_array import DeviceArray
 from gpu_actors.devices.interface import Launch, RecordingStats
-from gpu_actors.interop.device_array import DeviceArray
 
 __all__ = ["Recordings", "recording_key"]
 
@@ -70,7 +70,7 @@ class Recordings(Generic[R]):
             return RecordingStats(self._recorded, self._replayed, self._dropped)
 
     def take(self, key: Hashable) -> R | None:
-        """A record that nobody uses now, or None where there has to be a new one."""
+        """A record that is not in use, or None where there has to be a new one."""
         with self._lock:
             idle = self._idle.get(key)
             if not idle:

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import logging
 import re
+import warnings
 
+from gpu_actors.compiling.source import check_arch
 from gpu_actors.devices.interface import Device
 from gpu_actors.devices.mock import MockDevice
-from gpu_actors.errors import GpuActorsError, InvalidRequest
-from gpu_actors.kernels.source import check_arch
+from gpu_actors.errors import CompileError, GpuActorsError, InvalidRequest
 from gpu_actors.options import ContextOptions, EmulationOptions, MockOptions
 
-__all__ = ["DEFAULT_ARCH", "check_device", "open_device"]
+__all__ = ["DEFAULT_ARCH", "MockDeviceWarning", "check_device", "choose_device", "open_device", "warn_of_mock"]
 
-logger = logging.getLogger("gpu_actors")
+logger: logging.Logger = logging.getLogger("gpu_actors")
 
 DEFAULT_ARCH = "sm_90a"
 """Whose kernels the devices without a GPU stand for."""
 
+# What `import gpu_actors` leaves out to be quick. No request may import it: in a child that is forked in the middle of
+# an import, no thread finishes it, and the next import of the same module waits for ever.
+_COMPILING = ("gpu_actors.compiling.compiler", "filelock", "platformdirs")
+_ORACLE = ("gpu_actors.reference.graph", "gpu_actors.reference", "gpu_actors.reference.append")
+
 _SPEC = re.compile(r"auto|mock|emulated|cuda(?::[0-9]+)?")
+
+
+class MockDeviceWarning(UserWarning):
+    """``open_context("auto")`` found no GPU that it can use and computes on the CPU, slowly."""
 
 
 def check_device(spec: object) -> str:
@@ -28,13 +40,44 @@ def check_device(spec: object) -> str:
     return spec
 
 
-def open_device(spec: str, options: ContextOptions) -> Device:
-    """Open the device that ``spec`` names, with the options' faults around it.
+def choose_device(spec: str) -> tuple[str, str | None]:
+    """What ``spec`` means now, and where it means the mock device for want of a GPU, what is missing: a sentence.
 
-    "auto" is CUDA where it is usable and mock otherwise, and logs which and why. Raises `GpuActorsError` where the
-    device named cannot be used.
+    "auto" is "cuda" where that is usable, and "mock" otherwise. May import CuPy, which takes a while.
     """
-    device = _open(spec, options)
+    if spec != "auto":
+        return spec, None
+    from gpu_actors.devices.cuda import cuda_usable
+
+    obstacle = cuda_usable()
+    if obstacle is None:
+        logger.info("open_context('auto') runs on cuda: CUDA is usable")
+        return "cuda", None
+    return "mock", obstacle
+
+
+def warn_of_mock(obstacle: str | None, stacklevel: int) -> None:
+    """Say, in a log record and a `MockDeviceWarning`, that "auto" has found no GPU, unless there is no obstacle.
+
+    stacklevel: as `warnings.warn` takes it, of the program's own frame; 1 is this function's.
+    """
+    if obstacle is None:
+        return
+    message = (
+        f"open_context('auto') runs on mock: {obstacle}. The mock device computes in NumPy on the CPU, which is "
+        "slow. `gpu-actors doctor` says what a GPU needs; open_context('mock') asks for this device without a warning"
+    )
+    logger.warning("%s", message)
+    warnings.warn(message, MockDeviceWarning, stacklevel)
+
+
+def open_device(spec: str, options: ContextOptions) -> Device:
+    """Open the device that ``spec`` names, with the options' faults around it. "auto" is as `choose_device` chooses.
+
+    What launches need is imported. Raises `GpuActorsError` where the device named cannot be used.
+    """
+    device = _open(choose_device(spec)[0], options)
+    _import_for_launches(device, options)
     if options.fault_plan is not None:
         from gpu_actors.devices.faulty import FaultyDevice
 
@@ -42,19 +85,25 @@ def open_device(spec: str, options: ContextOptions) -> Device:
     return device
 
 
+def _import_for_launches(device: Device, options: ContextOptions) -> None:
+    cuda = device.info.kind == "cuda"
+    for name in _COMPILING if cuda else (*_COMPILING, *_ORACLE):
+        importlib.import_module(name)
+    if (cuda or options.compile_on_mock) and not options.offline:
+        from gpu_actors.compiling.toolchain import load_nvrtc
+
+        with contextlib.suppress(CompileError):  # which the first request that must be compiled is answered with
+            load_nvrtc()
+
+
 def _open(spec: str, options: ContextOptions) -> Device:
     from gpu_actors.devices.cuda import CudaDevice, cuda_usable
 
     arch = check_arch(options.arch or DEFAULT_ARCH)
-    if spec == "auto":
-        obstacle = cuda_usable()
-        spec = "cuda" if obstacle is None else "mock"
-        why = "CUDA is usable" if obstacle is None else obstacle
-        logger.info("open_context('auto') runs on %s: %s", spec, why)
     if spec == "mock":
         return MockDevice(arch, options.mock or MockOptions(), options.clock)
     if spec == "emulated":
-        from gpu_actors.devices.emulated import EmulatedDevice
+        from gpu_actors.devices.emulation.device import EmulatedDevice
 
         return EmulatedDevice(arch, options.emulation or EmulationOptions(), options)
     index = int(spec.partition(":")[2] or 0)

@@ -3,6 +3,8 @@
 async with ga.open_context("auto") as ctx:
     embedder = await Embedder.open(ctx)
     vectors = (await embedder.embed(["a text", "another"])).vectors
+
+Imports from no other room.
 """
 
 from __future__ import annotations

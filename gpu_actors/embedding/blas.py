@@ -1,39 +1,28 @@
-"""The number of threads that NumPy's OpenBLAS uses, changed while the program runs."""
+"""The number of threads that NumPy's BLAS uses, changed while the program runs."""
 
 from __future__ import annotations
 
-import ctypes
-from pathlib import Path
+from gpu_actors.errors import GpuActorsError, InvalidRequest
+from gpu_actors.extras import missing
 
 __all__ = ["limit_blas_threads"]
 
-SETTERS = ("scipy_openblas_set_num_threads64_", "openblas_set_num_threads64_", "openblas_set_num_threads")
-
 
 def limit_blas_threads(count: int) -> bool:
-    """Have every OpenBLAS of this process use ``count`` threads, as OPENBLAS_NUM_THREADS would before NumPy's import.
+    """Have every BLAS of this process use ``count`` threads, as OPENBLAS_NUM_THREADS would before NumPy's import.
 
-    For programs, not for libraries: it concerns the whole process. False where no OpenBLAS was found (another BLAS,
-    or a system without /proc), and then nothing was changed.
+    For programs, not for libraries: it concerns the whole process. False where no BLAS was found that can be told, and
+    then nothing was changed. Raises `InvalidRequest` unless count >= 1, `GpuActorsError` where threadpoolctl (extra
+    "demo") is missing.
     """
-    found = False
-    for path in _loaded_libraries("openblas"):
-        library = ctypes.CDLL(path)
-        for name in SETTERS:
-            setter = getattr(library, name, None)
-            if setter is not None:
-                setter(ctypes.c_int(count))
-                found = True
-                break
-    return found
-
-
-def _loaded_libraries(part: str) -> set[str]:
+    if count < 1:
+        raise InvalidRequest("count", count, "must be an int >= 1")
+    try:
+        from threadpoolctl import ThreadpoolController
+    except ImportError as error:
+        raise GpuActorsError(f"BLAS threads cannot be limited: {missing(error, 'demo')}") from error
     import numpy as np  # noqa: F401 - loads its BLAS
 
-    try:
-        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return set()
-    paths = (line.split(maxsplit=5)[5] for line in maps.splitlines() if line.count("/") and ".so" in line)
-    return {path for path in paths if part in Path(path).name}
+    libraries = ThreadpoolController().select(user_api="blas")
+    libraries.limit(limits=count)
+    return len(libraries) > 0

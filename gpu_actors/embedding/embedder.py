@@ -7,15 +7,17 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
+import ml_dtypes
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from gpu_actors.embedding.minilm import EncoderLayer, MiniLM, mean_pool
-from gpu_actors.embedding.tokens import TokenBatch, Tokenizer, token_batches
+from gpu_actors.embedding.tokens import MAX_TEXT_CHARS, TokenBatch, Tokenizer, token_batches
 from gpu_actors.embedding.weights import find_weights, load_config
 from gpu_actors.errors import InvalidRequest, LaunchError
 
@@ -26,8 +28,11 @@ __all__ = ["Embedded", "Embedder"]
 
 T = TypeVar("T")
 Floats = NDArray[np.float32]
-Heads = tuple[Floats, Floats, Floats]
+Operand = NDArray[Any]
+Heads = tuple[Operand, Operand, Operand]
 Progress = Callable[[int, int], None]
+
+DTYPES: dict[str, DTypeLike] = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 
 
 class Embedded(NamedTuple):
@@ -47,6 +52,8 @@ class Embedder:
     batch_tokens: tokens packed into one attention request; bounds the memory.
     batches_in_flight: batches of one call under way at once, so that some multiply while others attend. Default: one
         more than threads.
+    dtype: of the attention's operands, "bfloat16" or "float32"; all else is float32. Default: "bfloat16" where the
+        device runs kernels, which multiply it on tensor cores, else "float32".
     threads: batches that may multiply at once, over all calls. Default: the number of CPUs, at most 8. It goes best
         with one BLAS thread (`limit_blas_threads`): BLAS threads spin while they wait for each other, which costs
         dearly where other work shares the CPUs.
@@ -61,6 +68,7 @@ class Embedder:
         batch_tokens: int = 4096,
         batches_in_flight: int | None = None,
         threads: int | None = None,
+        dtype: str | None = None,
     ) -> None:
         threads = threads if threads is not None else min(8, os.cpu_count() or 1)
         batches_in_flight = batches_in_flight if batches_in_flight is not None else threads + 1
@@ -68,6 +76,10 @@ class Embedder:
         for name, value in sizes.items():
             if value < 1:
                 raise InvalidRequest(name, value, "must be an int >= 1")
+        dtype = dtype if dtype is not None else "bfloat16" if context.info.runs_kernels else "float32"
+        if dtype not in DTYPES:
+            raise InvalidRequest("dtype", dtype, f"must be {' or '.join(DTYPES)}")
+        self.dtype = dtype
         self.model = model
         self.tokenizer = tokenizer
         self.batch_tokens = batch_tokens
@@ -85,12 +97,17 @@ class Embedder:
         batch_tokens: int = 4096,
         batches_in_flight: int | None = None,
         threads: int | None = None,
+        dtype: str | None = None,
+        max_text_chars: int = MAX_TEXT_CHARS,
     ) -> Embedder:
-        """Load weights and tokenizer on a thread. folder: see `find_weights`. Raises `InvalidRequest`."""
+        """Load weights and tokenizer on a thread. Raises `InvalidRequest`.
+
+        folder: see `find_weights`. max_text_chars: see `Tokenizer`.
+        """
 
         def load() -> tuple[MiniLM, Tokenizer]:
             path = find_weights(folder)
-            return MiniLM.load(path), Tokenizer(path, load_config(path).max_tokens)
+            return MiniLM.load(path), Tokenizer(path, load_config(path).max_tokens, max_text_chars)
 
         model, tokenizer = await anyio.to_thread.run_sync(load)
         return cls(
@@ -100,12 +117,13 @@ class Embedder:
             batch_tokens=batch_tokens,
             batches_in_flight=batches_in_flight,
             threads=threads,
+            dtype=dtype,
         )
 
     async def embed(
         self, texts: Iterable[str], *, deadline: float | None = None, progress: Progress | None = None
     ) -> Embedded:
-        """Embed texts; a text longer than the model's ``max_tokens`` is cut and flagged.
+        """Embed texts; one of more than ``max_tokens`` tokens or ``max_text_chars`` characters is cut and flagged.
 
         deadline: absolute ``time.monotonic()`` seconds, handed on to every attention request.
         progress: called on the loop with (texts, tokens) of each batch done.
@@ -137,25 +155,28 @@ class Embedder:
         except BaseExceptionGroup as group:
             error = _first_error(group)
             raise error from error.__cause__
+        # A call that is cancelled while a thread makes its next batch leaves the group in peace, with batches missing.
+        await anyio.lowlevel.checkpoint_if_cancelled()
         return self._collect(order, vectors)
 
     async def _forward(self, batch: TokenBatch, deadline: float | None) -> Floats:
         layers = self.model.layers
-        x, heads = await self._compute(lambda: self._enter(batch))
+        dtype = DTYPES[self.dtype]
+        x, heads = await self._compute(lambda: self._enter(batch, dtype))
         for layer, following in pairwise(layers):
             attended = await self._attend(heads, batch, deadline)
-            x, heads = await self._compute(partial(_advance, layer, following, x, attended))
+            x, heads = await self._compute(partial(_advance, layer, following, x, attended, dtype))
         attended = await self._attend(heads, batch, deadline)
-        vectors = await self._compute(lambda: mean_pool(layers[-1].finish(x, attended), batch))
+        vectors = await self._compute(lambda: mean_pool(_finish(layers[-1], x, attended), batch))
         if not np.isfinite(vectors).all():
             raise LaunchError("an embedding is not finite: the attention answered with NaN or infinity")
         return vectors
 
-    def _enter(self, batch: TokenBatch) -> tuple[Floats, Heads]:
+    def _enter(self, batch: TokenBatch, dtype: DTypeLike) -> tuple[Floats, Heads]:
         x = self.model.embeddings(batch)
-        return x, self.model.layers[0].heads(x)
+        return x, _operands(self.model.layers[0], x, dtype)
 
-    async def _attend(self, heads: Heads, batch: TokenBatch, deadline: float | None) -> Floats:
+    async def _attend(self, heads: Heads, batch: TokenBatch, deadline: float | None) -> Operand:
         output = await self._context.flash_attn.forward(
             *heads,
             softmax_scale=self._scale,
@@ -165,7 +186,7 @@ class Embedder:
             max_seqlen_k=batch.max_seqlen,
             deadline=deadline,
         )
-        attended: Floats = output.out
+        attended: Operand = output.out
         return attended
 
     def _collect(self, order: list[TokenBatch], vectors: dict[int, Floats]) -> Embedded:
@@ -183,9 +204,20 @@ class Embedder:
         return await anyio.to_thread.run_sync(work, limiter=self._limiter)
 
 
-def _advance(layer: EncoderLayer, following: EncoderLayer, x: Floats, attended: Floats) -> tuple[Floats, Heads]:
-    x = layer.finish(x, attended)
-    return x, following.heads(x)
+def _advance(
+    layer: EncoderLayer, following: EncoderLayer, x: Floats, attended: Operand, dtype: DTypeLike
+) -> tuple[Floats, Heads]:
+    x = _finish(layer, x, attended)
+    return x, _operands(following, x, dtype)
+
+
+def _operands(layer: EncoderLayer, x: Floats, dtype: DTypeLike) -> Heads:
+    q, k, v = (operand.astype(dtype, copy=False) for operand in layer.heads(x))
+    return q, k, v
+
+
+def _finish(layer: EncoderLayer, x: Floats, attended: Operand) -> Floats:
+    return layer.finish(x, attended.astype(np.float32, copy=False))
 
 
 def _next_batch(batches: Iterator[TokenBatch]) -> TokenBatch | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -12,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpu_actors.errors import InvalidRequest
+from gpu_actors.extras import missing
 
 __all__ = ["TokenBatch", "TokenRow", "TokenSpan", "Tokenizer", "pack", "token_batches"]
 
@@ -20,6 +22,9 @@ ENCODE_AT_ONCE = 256
 """Texts handed to the tokenizer in one call: enough to use its threads, few enough to start the first batch
 soon.
 """
+
+MAX_TEXT_CHARS = 8192
+"""Far more characters than 256 tokens have, which are some 1,200 of prose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +65,15 @@ class Tokenizer:
     """The model's WordPiece tokenizer. Safe to call from several threads.
 
     max_tokens: rows a text is cut to, [CLS] and [SEP] among them, as sentence-transformers does.
+    max_text_chars: characters of a text that are looked at, at most; no text costs more than these.
     """
 
-    def __init__(self, folder: Path, max_tokens: int = 256) -> None:
+    def __init__(self, folder: Path, max_tokens: int = 256, max_text_chars: int = MAX_TEXT_CHARS) -> None:
+        for name, value in (("max_tokens", max_tokens), ("max_text_chars", max_text_chars)):
+            if value < 1:
+                raise InvalidRequest(name, value, "must be an int >= 1")
         self.max_tokens = max_tokens
+        self.max_text_chars = max_text_chars
         self._whole = _load(folder)
         self._cutting = _load(folder)
         # As shipped, tokenizer.json pads and cuts every text to 128 tokens.
@@ -73,17 +83,25 @@ class Tokenizer:
         self._cutting.enable_truncation(max_tokens)
 
     def encode(self, texts: Sequence[str], first: int = 0) -> list[TokenRow]:
-        """Token ids of each text.
+        """Token ids of each text, of its first ``max_text_chars`` characters.
 
         first: the number that errors give to ``texts[0]``. Raises `InvalidRequest` for a text that is no
         valid Unicode.
         """
         for index, text in enumerate(texts, first):
             check_text(text, f"texts[{index}]")
+        heads = [text[: self._cut_at(text)] for text in texts]
         return [
-            TokenRow(np.array(encoding.ids, np.int32), bool(encoding.overflowing))
-            for encoding in self._cutting.encode_batch(list(texts))
+            TokenRow(np.array(encoding.ids, np.int32), bool(encoding.overflowing) or not _blank(text, len(head)))
+            for text, head, encoding in zip(texts, heads, self._cutting.encode_batch(heads), strict=True)
         ]
+
+    def _cut_at(self, text: str) -> int:
+        limit = self.max_text_chars
+        if len(text) <= limit or text[limit].isspace():
+            return limit
+        # Half a word would be tokenized into other pieces. A word without an end is cut all the same.
+        return next((stop for stop in range(limit, limit // 2, -1) if text[stop - 1].isspace()), limit)
 
     def spans(self, text: str) -> list[TokenSpan]:
         """Where the tokens of a text of any length lie. [CLS] and [SEP] are left out."""
@@ -102,6 +120,11 @@ def check_text(text: object, field: str) -> None:
     except UnicodeEncodeError as error:
         reason = f"must be valid Unicode; the character at {error.start} is a lone surrogate"
         raise InvalidRequest(field, ascii(text[error.start]), reason) from None
+
+
+def _blank(text: str, start: int) -> bool:
+    """Whether nothing but white space follows."""
+    return re.compile(r"\s*\Z").match(text, start) is not None
 
 
 def pack(rows: Sequence[TokenRow]) -> TokenBatch:
@@ -145,7 +168,7 @@ def _load(folder: Path) -> Any:
     try:
         import tokenizers
     except ImportError as error:
-        raise InvalidRequest("model", str(folder), "needs tokenizers: pip install gpu-actors[demo]") from error
+        raise InvalidRequest("model", str(folder), missing(error, "demo")) from error
     try:
         return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception as error:  # tokenizers raises bare Exception

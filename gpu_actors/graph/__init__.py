@@ -4,4 +4,6 @@
 
 `graph` and `tensor` are what programs write with; `match` finds attention in a graph, `expression`, `derivative` and
 `cuda` turn what it does to scores into CUDA, `evaluate` and `differentiate` compute any graph with NumPy.
+
+Imports from other rooms: arrays, kernels, validation.
 """

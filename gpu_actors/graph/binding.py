@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from gpu_actors.arrays.adopt import Adopted, AnyArray, CallerNotes, element_strides
+from gpu_actors.arrays.adoption import take_in
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.graph.scalars import checked_scalar
 from gpu_actors.graph.tensor import GraphTensor, packed_strides
-from gpu_actors.interop.arrays import Adopted, AnyArray, CallerStreams, adopt, check_device, element_strides
 from gpu_actors.validation.fields import describe
 
 if TYPE_CHECKING:
@@ -27,8 +28,8 @@ class Given:
     foreign: dict[int, Adopted]
 
 
-def adopt_given(graph: OperationGraph, given: object, device: str, streams: CallerStreams | None = None) -> Given:
-    """The arrays and numbers of one `execute`. device, streams: as in `adopt_arrays`.
+def adopt_given(graph: OperationGraph, given: object, device: str, notes: CallerNotes | None = None) -> Given:
+    """The arrays and numbers of one `execute`. device, notes: as in `adopt_request`.
 
     Raises InvalidRequest, naming the tensor, for one that is missing, too much, or not as the graph describes it.
     """
@@ -46,7 +47,7 @@ def adopt_given(graph: OperationGraph, given: object, device: str, streams: Call
     arrays: dict[int, AnyArray] = {}
     foreign: dict[int, Adopted] = {}
     for uid in order.inputs:
-        adopted = _array(graph.tensors[uid], given[uid], device, streams)
+        adopted = _array(graph.tensors[uid], given[uid], device, notes)
         if adopted.kind != "numpy":
             foreign[uid] = adopted
         arrays[uid] = adopted.array
@@ -57,19 +58,17 @@ def _number(tensor: GraphTensor, value: Any) -> float | int:
     return checked_scalar(f"tensor {tensor.uid}", tensor.dtype, value)
 
 
-def _array(tensor: GraphTensor, value: Any, device: str, streams: CallerStreams | None) -> Adopted:
+def _array(tensor: GraphTensor, value: Any, device: str, notes: CallerNotes | None) -> Adopted:
     field = f"tensor {tensor.uid}"
-    adopted = adopt(value, field, streams)
-    check_device(adopted, field, device)
+    adopted = take_in(value, field, device, notes)
     array = adopted.array
     if tuple(array.shape) != tensor.dims or array.dtype.name != tensor.dtype:
         wanted = f"must be {tensor.dtype} of shape {tensor.dims}, as the graph describes it"
         raise InvalidRequest(field, describe(value), wanted)
-    strides = element_strides(array)
-    for extent, given, step in zip(tensor.dims, strides, tensor.strides, strict=True):
-        if extent > 1 and given != step:
+    for extent, given, step in zip(tensor.dims, array.strides, tensor.strides, strict=True):
+        if extent > 1 and given != step * array.itemsize:
             reason = f"the graph describes strides {tensor.strides}, in elements: describe the array's own, or copy it"
-            raise InvalidRequest(field, f"strides {strides}", reason)
+            raise InvalidRequest(field, f"strides {element_strides(array)}", reason)
     return adopted
 
 

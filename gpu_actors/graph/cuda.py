@@ -1,4 +1,4 @@
-"""Writes the CUDA of a score modification: the header that takes the place of kernels_cu/score_mod.cuh.
+"""Writes the CUDA of a score modification: the header that takes the place of kernels_cu/common/score_mod.cuh.
 
 Its text depends on the operations and on how tensors broadcast, never on extents, strides, numbers or uids: those are
 parameters. So equal modifications are equal headers, and share a cubin.
@@ -133,7 +133,7 @@ _HEADER = """\
 // Generated from an operation graph: what it does to the scaled product before the softmax, and the derivative of that.
 #pragma once
 
-#include "score_ops.cuh"
+#include "common/score_ops.cuh"
 
 #define SCORE_MOD 1
 

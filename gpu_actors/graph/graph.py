@@ -10,23 +10,19 @@ A graph holds no data and may be executed any number of times, by any context.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.graph.ops import Node, infer
 from gpu_actors.graph.scalars import INT32_MAX, SCALAR_DTYPES, checked_scalar
 from gpu_actors.graph.signature import signature_of
 from gpu_actors.graph.tensor import FLOATS, GraphTensor, Operand, checked_layout, checked_uids, packed_strides
-from gpu_actors.graph.validate import validated
+from gpu_actors.graph.validate import Order, validated
 from gpu_actors.mha import Mask
 from gpu_actors.problem import Alignment
 from gpu_actors.validation.fields import expect, flag, integer, one_of, real
-
-if TYPE_CHECKING:
-    from gpu_actors.graph.validate import Order
 
 __all__ = ["OperationGraph"]
 
@@ -42,7 +38,7 @@ class OperationGraph:
     def __init__(self) -> None:
         self.tensors: dict[int, GraphTensor] = {}
         self.nodes: list[Node] = []
-        self._own_uids = itertools.count(-1, -1)
+        self._own_uids = 0
         self._order: Order | None = None
         self._signature: str | None = None
 
@@ -78,7 +74,8 @@ class OperationGraph:
         """A scalar of known value that needs no uid; what a number in arithmetic becomes. An int is int32."""
         integral = isinstance(value, int) and not isinstance(value, bool)
         dtype = "int32" if integral and abs(value) <= INT32_MAX else "float32"
-        return self._add_scalar(next(self._own_uids), dtype, value, "")
+        self._own_uids -= 1
+        return self._add_scalar(self._own_uids, dtype, value, "")
 
     def output(
         self,
@@ -238,7 +235,7 @@ class OperationGraph:
 
     def reduction(self, a: GraphTensor, kind: str, axes: int | Sequence[int] = -1) -> GraphTensor:
         """The "sum", "mean", "max" or "min" over axes, which stay with dim 1."""
-        chosen = tuple(axes) if isinstance(axes, Sequence) else (axes,)
+        chosen = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
         return self._add("reduction", (a,), kind=kind, axes=chosen)
 
     def softmax(self, scores: GraphTensor) -> GraphTensor:
@@ -278,7 +275,7 @@ class OperationGraph:
         """
         given = () if forward is None else forward
         for name, tensors in (("wrt", wrt), ("forward", given)):
-            expect(isinstance(tensors, Sequence), "gradient", tensors, f"{name} must be a tuple of tensors")
+            expect(isinstance(tensors, tuple | list), "gradient", tensors, f"{name} must be a tuple of tensors")
             for tensor in tensors:
                 self._check_mine("gradient", tensor)
         uids, forward_uids = tuple(t.uid for t in wrt), tuple(t.uid for t in given)
@@ -321,7 +318,7 @@ class OperationGraph:
     def order(self) -> Order:
         """The nodes, each behind those that it reads from, of a graph that is sound."""
         if self._order is None:
-            self._order = validated(self)
+            self._order = validated(self.tensors, self.nodes)
         return self._order
 
     def signature(self) -> str:
@@ -330,10 +327,14 @@ class OperationGraph:
         Equal signatures share a plan. Raises as `validate`.
         """
         if self._signature is None:
-            self._signature = signature_of(self, self.order())
+            self._signature = signature_of(self.tensors, self.order())
         return self._signature
 
     # Inside
+
+    def operate(self, op: str, operands: Sequence[Operand]) -> GraphTensor:
+        """Add an operation without attributes, as arithmetic on a tensor does, and give what it writes."""
+        return self._add(op, operands)
 
     def _add(self, op: str, operands: Sequence[Operand], *, seed: int = 0, **attributes: Any) -> GraphTensor:
         return self._add_many(op, operands, 1, seed=seed, **attributes)[0]
@@ -343,7 +344,8 @@ class OperationGraph:
     ) -> tuple[GraphTensor, ...]:
         name = f"{op}_{len(self.nodes)}"
         read = tuple(self._operand(name, operand) for operand in operands)
-        uids = tuple(itertools.islice(self._own_uids, writes))
+        uids = tuple(range(self._own_uids - 1, self._own_uids - writes - 1, -1))
+        self._own_uids -= writes
         node = Node(name, op, tuple(tensor.uid for tensor in read), uids, _ordered(attributes), seed)
         written = infer(node, read)
         self.nodes.append(node)

@@ -194,7 +194,7 @@ class _Matcher:
         return self._take(next(iter(found.values())))
 
     def _bias(self, scores: int, dot: Node) -> tuple[int | None, int]:
-        """The bias that is added last, and what it is added to. One whose gradient nobody wants is compiled in."""
+        """The bias that is added last, and what it is added to. One whose gradient is not wanted is compiled in."""
         node = self._order.writers.get(scores)
         if node is None or node.op != "add":
             return None, scores

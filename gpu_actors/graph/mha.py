@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any, NamedTuple
 
+from gpu_actors.arrays.device_array import element_strides
 from gpu_actors.graph.graph import OperationGraph
 from gpu_actors.graph.tensor import GraphTensor
-from gpu_actors.interop.device_array import element_strides
 from gpu_actors.kernels.support import ELEMENTS
 from gpu_actors.mha import AttentionParams, Mask
 from gpu_actors.problem import AttentionProblem

@@ -189,8 +189,7 @@ def _matmul(node: Node, tensors: Sequence[GraphTensor]) -> list[Written]:
 
 def _reduction(node: Node, tensors: Sequence[GraphTensor]) -> list[Written]:
     _arity(node, tensors, 1)
-    if node["kind"] not in REDUCTIONS:
-        raise InvalidRequest(node.name, node["kind"], f"a reduction is one of {', '.join(REDUCTIONS)}")
+    one_of(node.name, node["kind"], REDUCTIONS, f"a reduction is one of {', '.join(REDUCTIONS)}")
     rank, axes = len(tensors[0].dims), node["axes"]
     sound = isinstance(axes, tuple) and axes and all(type(axis) is int and -rank <= axis < rank for axis in axes)
     if not sound:

@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from gpu_actors.graph.ops import Node
 from gpu_actors.graph.tensor import GraphTensor
-
-if TYPE_CHECKING:
-    from gpu_actors.graph.graph import OperationGraph
-    from gpu_actors.graph.validate import Order
+from gpu_actors.graph.validate import Order
 
 __all__ = ["describe_graph", "signature_of"]
 
 _VERSION = "graph-1"
 
 
-def signature_of(graph: OperationGraph, order: Order) -> str:
+def signature_of(tensors: Mapping[int, GraphTensor], order: Order) -> str:
     """SHA-256 of `describe_graph`, hexadecimal."""
-    return hashlib.sha256(describe_graph(graph, order).encode()).hexdigest()
+    return hashlib.sha256(describe_graph(tensors, order).encode()).hexdigest()
 
 
-def describe_graph(graph: OperationGraph, order: Order) -> str:
+def describe_graph(tensors: Mapping[int, GraphTensor], order: Order) -> str:
     """A graph as text: tensors by uid, then nodes in the order of their computation.
 
     Nothing in it depends on the process. Names and seeds are left out: they change neither a result's law nor its code.
     """
-    tensors = (_tensor(graph.tensors[uid]) for uid in sorted(graph.tensors))
-    return "\n".join((_VERSION, *tensors, *map(_node, order.nodes)))
+    described = (_tensor(tensors[uid]) for uid in sorted(tensors))
+    return "\n".join((_VERSION, *described, *map(_node, order.nodes)))
 
 
 def _tensor(tensor: GraphTensor) -> str:

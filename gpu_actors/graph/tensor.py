@@ -5,15 +5,12 @@ Arithmetic on one adds a node to its graph: ``s * 0.125 + bias`` is a multiplica
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from numbers import Integral
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Protocol, TypeAlias
 
 from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.validation.fields import DTYPES, integer
-
-if TYPE_CHECKING:
-    from gpu_actors.graph.graph import OperationGraph
 
 __all__ = ["FLOATS", "TENSOR_DTYPES", "GraphTensor", "Operand", "checked_layout", "checked_uids", "packed_strides"]
 
@@ -21,6 +18,14 @@ FLOATS = DTYPES
 TENSOR_DTYPES = (*FLOATS, "int32", "bool")
 _FURTHEST = (1 << 63) - 1
 _NEAREST = {"int64": "int32", "int16": "int32", "int8": "int32", "uint8": "bool"}
+
+
+class AddsOperations(Protocol):
+    """What a tensor knows of its graph: arithmetic adds a node to it."""
+
+    def operate(self, op: str, operands: Sequence[Operand]) -> GraphTensor:
+        """Add a node for ``op``, and give what it writes."""
+        ...
 
 
 class GraphTensor:
@@ -35,7 +40,7 @@ class GraphTensor:
 
     def __init__(
         self,
-        graph: OperationGraph,
+        graph: AddsOperations,
         uid: int,
         dims: tuple[int, ...],
         dtype: str,
@@ -46,15 +51,15 @@ class GraphTensor:
         value: float | None = None,
         name: str = "",
     ) -> None:
-        self.graph = graph
-        self.uid = uid
-        self.dims = dims
-        self.dtype = dtype
-        self.strides = strides
-        self.virtual = virtual
-        self.by_value = by_value
-        self.value = value
-        self.name = name
+        self.graph: AddsOperations = graph
+        self.uid: int = uid
+        self.dims: tuple[int, ...] = dims
+        self.dtype: str = dtype
+        self.strides: tuple[int, ...] = strides
+        self.virtual: bool = virtual
+        self.by_value: bool = by_value
+        self.value: float | None = value
+        self.name: str = name
 
     def __repr__(self) -> str:
         kind = "virtual " if self.virtual else ""
@@ -67,61 +72,61 @@ class GraphTensor:
         return self.dtype in FLOATS
 
     def __add__(self, other: Operand) -> GraphTensor:
-        return self.graph.add(self, other)
+        return self.graph.operate("add", (self, other))
 
     def __radd__(self, other: Operand) -> GraphTensor:
-        return self.graph.add(other, self)
+        return self.graph.operate("add", (other, self))
 
     def __sub__(self, other: Operand) -> GraphTensor:
-        return self.graph.sub(self, other)
+        return self.graph.operate("sub", (self, other))
 
     def __rsub__(self, other: Operand) -> GraphTensor:
-        return self.graph.sub(other, self)
+        return self.graph.operate("sub", (other, self))
 
     def __mul__(self, other: Operand) -> GraphTensor:
-        return self.graph.mul(self, other)
+        return self.graph.operate("mul", (self, other))
 
     def __rmul__(self, other: Operand) -> GraphTensor:
-        return self.graph.mul(other, self)
+        return self.graph.operate("mul", (other, self))
 
     def __truediv__(self, other: Operand) -> GraphTensor:
-        return self.graph.div(self, other)
+        return self.graph.operate("div", (self, other))
 
     def __rtruediv__(self, other: Operand) -> GraphTensor:
-        return self.graph.div(other, self)
+        return self.graph.operate("div", (other, self))
 
     def __floordiv__(self, other: Operand) -> GraphTensor:
-        return self.graph.floordiv(self, other)
+        return self.graph.operate("floordiv", (self, other))
 
     def __mod__(self, other: Operand) -> GraphTensor:
-        return self.graph.mod(self, other)
+        return self.graph.operate("mod", (self, other))
 
     def __neg__(self) -> GraphTensor:
-        return self.graph.neg(self)
+        return self.graph.operate("neg", (self,))
 
     def __abs__(self) -> GraphTensor:
-        return self.graph.abs(self)
+        return self.graph.operate("abs", (self,))
 
     def __gt__(self, other: Operand) -> GraphTensor:
-        return self.graph.gt(self, other)
+        return self.graph.operate("gt", (self, other))
 
     def __ge__(self, other: Operand) -> GraphTensor:
-        return self.graph.ge(self, other)
+        return self.graph.operate("ge", (self, other))
 
     def __lt__(self, other: Operand) -> GraphTensor:
-        return self.graph.lt(self, other)
+        return self.graph.operate("lt", (self, other))
 
     def __le__(self, other: Operand) -> GraphTensor:
-        return self.graph.le(self, other)
+        return self.graph.operate("le", (self, other))
 
     def __and__(self, other: Operand) -> GraphTensor:
-        return self.graph.logical_and(self, other)
+        return self.graph.operate("logical_and", (self, other))
 
     def __or__(self, other: Operand) -> GraphTensor:
-        return self.graph.logical_or(self, other)
+        return self.graph.operate("logical_or", (self, other))
 
     def __invert__(self) -> GraphTensor:
-        return self.graph.logical_not(self)
+        return self.graph.operate("logical_not", (self,))
 
     def __bool__(self) -> bool:
         raise TypeError("a graph's tensor has no value yet: use graph.select(condition, a, b), and & | ~ for logic")
@@ -160,14 +165,13 @@ def checked_layout(
 
 
 def _integers(field: str, what: str, values: object, low: int) -> tuple[int, ...]:
-    if not isinstance(values, Iterable):
+    if not isinstance(values, tuple | list):
         raise InvalidRequest(f"{field} {what}", values, "must be a tuple of ints")
     return tuple(integer(f"{field} {what}", value, low) for value in values)
 
 
 def checked_uids(node: str, what: str, uids: object) -> tuple[int, ...]:
     """The uids that a node names as its inputs or outputs. Raises InvalidRequest unless they are ints."""
-    named = tuple(uids) if isinstance(uids, Iterable) else ()
-    if not isinstance(uids, Iterable) or not all(isinstance(uid, Integral) for uid in named):
+    if not isinstance(uids, tuple | list) or not all(isinstance(uid, Integral) for uid in uids):
         raise InvalidRequest(node, uids, f"{what} must be a tuple of uids")
-    return tuple(int(uid) for uid in named)
+    return tuple(int(uid) for uid in uids)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.graph.ops import Node, infer
 from gpu_actors.graph.tensor import FLOATS, GraphTensor
-
-if TYPE_CHECKING:
-    from gpu_actors.graph.graph import OperationGraph
 
 __all__ = ["Order", "validated"]
 
@@ -31,46 +28,45 @@ class Order:
     scalars: tuple[int, ...]
 
 
-def validated(graph: OperationGraph) -> Order:
+def validated(tensors: Mapping[int, GraphTensor], nodes: Sequence[Node]) -> Order:
     """The order of a sound graph. Raises InvalidRequest and Unsupported as `OperationGraph.validate`."""
-    writers = _writers(graph)
+    writers = _writers(tensors, nodes)
     readers: dict[int, list[Node]] = {}
-    for node in graph.nodes:
+    for node in nodes:
         for uid in node.inputs:
             readers.setdefault(uid, []).append(node)
-    tensors = graph.tensors.values()
-    for tensor in tensors:
+    for tensor in tensors.values():
         _check_role(tensor, writers.get(tensor.uid), readers.get(tensor.uid, []))
-    nodes = _sorted(graph, writers)
-    for node in nodes:
-        _check_written(graph, node)
+    order = _sorted(nodes, writers)
+    for node in order:
+        _check_written(tensors, node)
         _check_first(node, writers)
-    outputs = tuple(t.uid for t in tensors if t.uid in writers and not t.virtual)
+    outputs = tuple(t.uid for t in tensors.values() if t.uid in writers and not t.virtual)
     if not outputs:
-        raise InvalidRequest("graph", f"{len(nodes)} nodes", "gives nothing: name a result with graph.output")
+        raise InvalidRequest("graph", f"{len(order)} nodes", "gives nothing: name a result with graph.output")
     return Order(
-        nodes=nodes,
+        nodes=order,
         writers=writers,
         readers={uid: tuple(found) for uid, found in readers.items()},
-        inputs=tuple(t.uid for t in tensors if t.uid not in writers and not t.by_value),
+        inputs=tuple(t.uid for t in tensors.values() if t.uid not in writers and not t.by_value),
         outputs=outputs,
-        scalars=tuple(t.uid for t in tensors if t.by_value and t.value is None),
+        scalars=tuple(t.uid for t in tensors.values() if t.by_value and t.value is None),
     )
 
 
-def _writers(graph: OperationGraph) -> dict[int, Node]:
+def _writers(tensors: Mapping[int, GraphTensor], nodes: Sequence[Node]) -> dict[int, Node]:
     writers: dict[int, Node] = {}
-    for name, count in Counter(node.name for node in graph.nodes).items():
+    for name, count in Counter(node.name for node in nodes).items():
         if count > 1:
             raise InvalidRequest(name, count, "names several nodes: each needs a name of its own")
-    for node in graph.nodes:
+    for node in nodes:
         for uid in (*node.inputs, *node.outputs):
-            if uid not in graph.tensors:
+            if uid not in tensors:
                 raise InvalidRequest(node.name, uid, "names a tensor that the graph does not have")
         for uid in node.outputs:
             if uid in writers:
                 raise InvalidRequest(node.name, uid, f"writes a tensor that {writers[uid].name} writes already")
-            if graph.tensors[uid].by_value:
+            if tensors[uid].by_value:
                 raise InvalidRequest(node.name, uid, "writes a scalar that is passed by value")
             writers[uid] = node
     return writers
@@ -87,11 +83,11 @@ def _check_role(tensor: GraphTensor, writer: Node | None, readers: list[Node]) -
         raise InvalidRequest(field, repr(tensor), reason)
 
 
-def _sorted(graph: OperationGraph, writers: dict[int, Node]) -> tuple[Node, ...]:
+def _sorted(nodes: Sequence[Node], writers: dict[int, Node]) -> tuple[Node, ...]:
     """Depth first, in the order in which nodes were added. Without recursion: graphs may be long."""
     done: dict[str, bool] = {}  # False while a node's operands are being sorted
     order: list[Node] = []
-    for root in graph.nodes:
+    for root in nodes:
         stack = [root]
         while stack:
             node = stack[-1]
@@ -112,10 +108,10 @@ def _sorted(graph: OperationGraph, writers: dict[int, Node]) -> tuple[Node, ...]
     return tuple(order)
 
 
-def _check_written(graph: OperationGraph, node: Node) -> None:
-    written = infer(node, [graph.tensors[uid] for uid in node.inputs])
+def _check_written(tensors: Mapping[int, GraphTensor], node: Node) -> None:
+    written = infer(node, [tensors[uid] for uid in node.inputs])
     for uid, (dims, dtype) in zip(node.outputs, written, strict=True):
-        tensor = graph.tensors[uid]
+        tensor = tensors[uid]
         if tensor.dims != dims:
             raise InvalidRequest(node.name, tensor.dims, f"writes {dims}, which tensor {uid} must have as dims")
         floats = tensor.dtype in FLOATS and dtype in FLOATS

@@ -1,1 +1,4 @@
-"""Arrays of other libraries, taken in and given back."""
+"""Arrays of other libraries, taken in and given back.
+
+Imports from other rooms: validation.
+"""

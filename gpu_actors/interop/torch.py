@@ -48,6 +48,7 @@ _SCALARS = {
     "context": "int",
 }
 _ARGUMENTS = ", ".join(f"{kind} {name}" for name, kind in (_OPERANDS | _SCALARS).items())
+_AUTOCAST = (torch.float32, torch.float16, torch.bfloat16)
 _GRADIENTS = ("q", "k", "v", "bias", "sinks")
 
 
@@ -84,6 +85,9 @@ def attention(
     shapes and dtypes, are those of `gpu_actors.FlashForward`. deterministic: the gradients, too, are the same bits
     every time.
 
+    Under ``torch.autocast`` q, k, v and bias are cast as for torch's own attention, unless they are float64 or fp8.
+    float32 sinks stay; ``compute`` is then about the dtype that q was cast to.
+
     Differentiable once, backwards, by q, k, v, bias and sinks; the LSE, float32, has no gradient. Dropout draws from
     dropout_seed alone: give another one each step, and torch's own generators stay untouched.
 
@@ -104,6 +108,7 @@ def attention(
     _check_not_dual(q=q, k=k, v=v, bias=bias, sinks=sinks)
     if alibi_slopes is not None and alibi_slopes.requires_grad and torch.is_grad_enabled():
         raise Unsupported("alibi_slopes", "a tensor that requires grad", "ALiBi's slopes have no gradient", "detached")
+    q, k, v, sinks, bias = _autocast(q, k, v, sinks, bias)
     out, lse = torch.ops.gpu_actors.attention(
         q,
         k,
@@ -130,6 +135,22 @@ def attention(
         context.number,
     )
     return (out, lse) if return_lse else out
+
+
+def _autocast(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, bias: torch.Tensor | None
+) -> tuple[Any, ...]:
+    """The operands in the dtype of the autocast for their device, cast as torch casts those of its own attention."""
+    kind = q.device.type if isinstance(q, torch.Tensor) else "cpu"
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return q, k, v, sinks, bias
+    dtype = torch.get_autocast_dtype(kind)
+
+    def cast(operand: Any, kinds: tuple[torch.dtype, ...] = _AUTOCAST) -> Any:
+        return operand.to(dtype) if isinstance(operand, torch.Tensor) and operand.dtype in kinds else operand
+
+    # Logits of float32 go with every q, and lose nothing by it.
+    return cast(q), cast(k), cast(v), cast(sinks, _AUTOCAST[1:]), cast(bias)
 
 
 def _check(
@@ -183,7 +204,8 @@ def _check_not_dual(**tensors: object) -> None:
 def _forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     context, options = _request(arguments)
     del options["deterministic"]  # forward always is
-    result = context.flash_attn.forward(**options, return_lse=True).result()
+    with torch.no_grad():  # the operator has a derivative of its own
+        result = context.flash_attn.forward(**options, return_lse=True).result()
     return result.out, result.lse
 
 
@@ -199,7 +221,8 @@ def _backward(dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *argumen
     context, options = _request(arguments)
     # Autograd makes gradients by expanding a single number; kernels read rows.
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-    gradients = context.flash_attn.backward(dout=dout, out=out, lse=lse, **options).result()
+    with torch.no_grad():
+        gradients = context.flash_attn.backward(dout=dout, out=out, lse=lse, **options).result()
     found = (getattr(gradients, f"d{name}") for name in _GRADIENTS)
     # Operators cannot return None.
     return tuple(dout.new_empty(0) if gradient is None else gradient for gradient in found)

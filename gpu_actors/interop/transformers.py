@@ -23,11 +23,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AttentionInterface, masking_utils
+from transformers import AttentionInterface, PreTrainedModel, masking_utils
 
 from gpu_actors.context import GpuContext
 from gpu_actors.errors import InvalidRequest, Unsupported
@@ -36,11 +36,15 @@ from gpu_actors.interop.torch import attention
 __all__ = ["register"]
 
 
-def register(context: GpuContext, name: str = "gpu_actors") -> str:
+def register(context: GpuContext, name: str = "gpu_actors", *, model: PreTrainedModel | None = None) -> str:
     """Make a running context known as the attention implementation ``name``; gives the name.
 
     Models take it by ``attn_implementation=name``, or ``model.set_attn_implementation(name)``. Registering a name again
-    replaces its context. Masks, GQA, sliding windows, softcap, learned sinks (``s_aux``), position biases, packed rows
+    replaces its context. model: is switched to it at once. A model may compute attention in code of its own (GPT-J,
+    Falcon, BLOOM, MPT and others): Transformers' ``set_attn_implementation`` only logs that it stays as it is, and this
+    raises `Unsupported`. So does the forward pass of one that was loaded with the name and asks for a mask.
+
+    Masks, GQA, sliding windows, softcap, learned sinks (``s_aux``), position biases, packed rows
     (``cu_seq_lens_q``), static caches and dropout work as in Transformers' own implementations; attention weights are
     not returned.
 
@@ -53,9 +57,42 @@ def register(context: GpuContext, name: str = "gpu_actors") -> str:
         raise InvalidRequest("context", type(context).__name__, "must be a GpuContext, as open_context gives it")
     if not isinstance(name, str) or not name or "|" in name:
         raise InvalidRequest("name", name, "must be a name without '|', which Transformers reads as a prefix")
+    if model is not None and not isinstance(model, PreTrainedModel):
+        raise InvalidRequest("model", type(model).__name__, "must be a PreTrainedModel of Transformers")
+    parts = () if model is None else [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    for part in parts:
+        if not part._can_set_attn_implementation():
+            raise Unsupported("model", type(part).__name__, _OWN_ATTENTION)
     AttentionInterface.register(name, functools.partial(_attend, context))
     masking_utils.AttentionMaskInterface.register(name, _mask)
+    if model is not None:
+        model.set_attn_implementation(name)
     return name
+
+
+_OWN_ATTENTION = "computes attention in code of its own, which asks no attention implementation of Transformers"
+
+
+@functools.lru_cache(maxsize=256)
+def _own_attention(config: type) -> str | None:
+    """The model with that type of config, if it computes attention in code of its own, as far as its source tells.
+
+    It would take the mask that is meant for another: without one, it attends to later keys too.
+    """
+    classes = [kind for kind in _subclasses(PreTrainedModel) if kind.config_class is config]
+    verdicts = {kind.__name__: (kind._can_set_attn_implementation(), _source_was_read(kind)) for kind in classes}
+    return next(iter(verdicts), None) if all(verdict == (False, True) for verdict in verdicts.values()) else None
+
+
+def _subclasses(kind: Any) -> Iterator[Any]:
+    for child in kind.__subclasses__():
+        yield child
+        yield from _subclasses(child)
+
+
+def _source_was_read(kind: type) -> bool:
+    """Transformers takes a model of a notebook, whose source it cannot read, for one that cannot be switched."""
+    return isinstance(getattr(kind, "_can_set_attn_implementation_cached_value", None), bool)
 
 
 def _attend(
@@ -244,6 +281,10 @@ def _mask(
     **given: Any,
 ) -> torch.Tensor | None:
     """What Transformers asks of an implementation: see the module. attention_mask: bool (batch, all keys so far)."""
+    config: Any = type(given.get("config"))
+    own = _own_attention(config)
+    if own is not None:
+        raise Unsupported("attn_implementation", own, _OWN_ATTENTION, "eager")
     known = _recognise(mask_function)
     seen = int(q_offset) + q_length
     columns = None

@@ -1,59 +1,37 @@
 """Picks the kernel that answers a problem, and says why.
 
 `FAMILIES` lists the kernels from the most to the least specialised; the first that does not refuse a problem takes it.
-To add a kernel, add a row here, its tiles to `tiles`, and its macros and geometry to `variants`.
+To add a kernel, name its family here; its folder says the rest, but for the tiles, which are in `tiles`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from gpu_actors.errors import Unsupported
-from gpu_actors.kernels.backward_variants import BACKWARD_PARTS
-from gpu_actors.kernels.decode_variants import COMBINE, DECODE, PLAN, decode_refuses, row_tile_of
-from gpu_actors.kernels.sm90_variants import sm90_refuses
-from gpu_actors.kernels.support import check_support, find_unsupported
-from gpu_actors.kernels.transposition import TRANSPOSE
-from gpu_actors.problem import AttentionProblem, DispatchKey
+from gpu_actors.errors import InvalidRequest, Unsupported
+from gpu_actors.kernels.backward.launch import BACKWARD_MMA
+from gpu_actors.kernels.decode.launch import DECODE_MMA
+from gpu_actors.kernels.family import KernelFamily
+from gpu_actors.kernels.forward.launch import FORWARD_MMA, FORWARD_SIMPLE
+from gpu_actors.kernels.hopper.launch import FORWARD_SM90
+from gpu_actors.kernels.program import ANYWHERE, Program, Target
+from gpu_actors.kernels.support import find_unsupported
+from gpu_actors.problem import FLAGS, AttentionProblem, DispatchKey
 
 __all__ = [
     "FAMILIES",
     "REFERENCE",
     "WITHOUT_TMA",
-    "KernelFamily",
     "Verdict",
     "answering_key",
     "dispatch_key",
     "explain",
+    "family_of",
+    "program_of",
 ]
-
-
-class KernelFamily(NamedTuple):
-    """One kernel and the problems that it is for.
-
-    name: of the kernel, as in DispatchKey. refuses: why it does not take a problem on an architecture, or None.
-    reason: a sentence on what it is for, shown where it is taken. num_splits, persistent: as in DispatchKey.
-    score_mods: whether it includes score.cuh, and so the score modification of a graph. tma: whether it loads by TMA,
-    which not all strides suit (`gpu_actors.kernels.sm90_arguments.tma_refusal`). companions: kernels that are launched
-    with it, under keys that differ in the name alone.
-    """
-
-    name: str
-    refuses: Callable[[AttentionProblem, str], Unsupported | None]
-    reason: str
-    num_splits: int = 1
-    persistent: bool = False
-    score_mods: bool = False
-    tma: bool = False
-    companions: tuple[str, ...] = ()
-
-    def refusal(self, problem: AttentionProblem, arch: str) -> Unsupported | None:
-        """Why the kernel does not take a problem on an architecture, or None."""
-        if problem.score_mod is not None and not self.score_mods:
-            return Unsupported("score_mod", str(problem.score_mod), f"{self.name} has no place for score modifications")
-        return self.refuses(problem, arch)
 
 
 class Verdict(NamedTuple):
@@ -64,97 +42,28 @@ class Verdict(NamedTuple):
     reason: str
 
 
-def _simple_refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
-    if problem.direction != "forward":
-        return Unsupported("direction", problem.direction, "forward_simple computes no gradients", "forward")
-    if problem.layout not in ("dense", "varlen"):
-        return Unsupported("layout", problem.layout, "forward_simple reads no caches", "varlen")
-    return None
-
-
-_MMA_HEAD_DIMS = range(32, 257, 8)
-_SMALLEST_SCALE = 2.0**-100
-
-
-def _mma_refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
-    if problem.direction != "forward":
-        return Unsupported("direction", problem.direction, "forward_mma computes no gradients", "forward")
-    if problem.layout not in ("dense", "varlen"):
-        return Unsupported("layout", problem.layout, "forward_mma reads no caches", "varlen")
-    if problem.dtype not in ("float16", "bfloat16", "float32"):
-        return Unsupported("dtype", problem.dtype, "forward_mma multiplies f16, bf16 and tf32", "bfloat16")
-    if problem.compute == "f32":
-        return Unsupported("compute", problem.compute, "tensor cores have no float32 products", "tf32")
-    for field, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
-        if dim not in _MMA_HEAD_DIMS:
-            nearest = min(_MMA_HEAD_DIMS, key=lambda known: abs(known - dim))
-            reason = "forward_mma copies rows in whole chunks: multiples of 8 from 32 to 256"
-            return Unsupported(field, dim, reason, nearest)
-    if problem.softmax_scale < _SMALLEST_SCALE:
-        reason = "forward_mma takes maxima before it scales, which needs a positive scale"
-        return Unsupported("softmax_scale", problem.softmax_scale, reason, _SMALLEST_SCALE)
-    return None
-
-
-def _backward_mma_refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
-    if problem.direction != "backward":
-        return Unsupported("direction", problem.direction, "backward_mma computes gradients alone", "backward")
-    if problem.layout == "paged":
-        return Unsupported("layout", problem.layout, "backward_mma reads no block tables", "varlen")
-    if problem.dtype not in ("float16", "bfloat16", "float32"):
-        return Unsupported("dtype", problem.dtype, "backward_mma multiplies f16, bf16 and tf32", "bfloat16")
-    if problem.compute == "f32":
-        return Unsupported("compute", problem.compute, "tensor cores have no float32 products", "tf32")
-    for field, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
-        if dim not in _MMA_HEAD_DIMS:
-            nearest = min(_MMA_HEAD_DIMS, key=lambda known: abs(known - dim))
-            reason = "backward_mma copies rows in whole chunks: multiples of 8 from 32 to 256"
-            return Unsupported(field, dim, reason, nearest)
-    return None
-
-
-FAMILIES = (
-    KernelFamily(
-        "forward_sm90",
-        sm90_refuses,
-        "computes 16-bit and e4m3 batches, and many new rows over caches, on Hopper with TMA and wgmma",
-        persistent=True,
-        tma=True,
-        companions=(TRANSPOSE,),
-    ),
-    KernelFamily(
-        "forward_mma",
-        _mma_refuses,
-        "computes every forward option of dense and varlen batches on tensor cores, with mma.sync",
-        score_mods=True,
-    ),
-    KernelFamily(
-        "forward_simple",
-        _simple_refuses,
-        "computes every forward option of dense and varlen batches on CUDA cores",
-        score_mods=True,
-    ),
-    KernelFamily(
-        DECODE,
-        decode_refuses,
-        "computes every option of new rows over pages, caches and pointers on tensor cores, splitting the keys",
-        companions=(PLAN, COMBINE),
-    ),
-    KernelFamily(
-        "backward_mma",
-        _backward_mma_refuses,
-        "computes the gradients of every option of dense and varlen batches on tensor cores, with mma.sync",
-        score_mods=True,
-        companions=tuple(BACKWARD_PARTS),
-    ),
-)
+FAMILIES = (FORWARD_SM90, FORWARD_MMA, FORWARD_SIMPLE, DECODE_MMA, BACKWARD_MMA)
 
 # For operands that TMA cannot move.
 WITHOUT_TMA = tuple(family for family in FAMILIES if not family.tma)
 
-# For devices that compute with the NumPy oracle rather than with kernels: what no kernel takes still gets a key.
-REFERENCE = KernelFamily("reference", lambda problem, arch: None, "computes every problem with NumPy", score_mods=True)
 
+def _computed_elsewhere(*_: object) -> Any:
+    raise InvalidRequest("kernel", "reference", "is NumPy's: nothing is compiled or launched for it")
+
+
+# For devices that compute with the NumPy oracle rather than with kernels: what no kernel takes still gets a key.
+REFERENCE = KernelFamily(
+    "reference",
+    lambda problem, arch: None,
+    "computes every problem with NumPy",
+    _computed_elsewhere,
+    _computed_elsewhere,
+    _computed_elsewhere,
+    score_mods=True,
+)
+
+_BY_KERNEL = {kernel: family for family in FAMILIES for kernel in family.kernels}
 
 # Fields on whose account a kernel leaves a problem to kernels of another kind.
 _OTHER_KINDS = ("direction", "layout")
@@ -167,7 +76,7 @@ def dispatch_key(problem: AttentionProblem, arch: str, families: tuple[KernelFam
     Raises Unsupported for what `check_support` refuses, and where every family does: then with the reason of the last
     that is for problems of this kind at all. InvalidRequest where ``arch`` is no architecture.
     """
-    check_support(problem, arch)
+    _check_support(problem, arch, families)
     refusal: Unsupported | None = None
     for family in families:
         found = family.refusal(problem, arch)
@@ -176,6 +85,20 @@ def dispatch_key(problem: AttentionProblem, arch: str, families: tuple[KernelFam
         if refusal is None or found.field not in _OTHER_KINDS or refusal.field in _OTHER_KINDS:
             refusal = found
     raise refusal or Unsupported("families", families, "there is no kernel to choose from")
+
+
+def _check_support(problem: AttentionProblem, arch: str, families: tuple[KernelFamily, ...]) -> None:
+    """`check_support`, which for a head dim names the limits of the kernels that are for problems of this kind."""
+    found = find_unsupported(problem, arch)
+    if found is None:
+        return
+    code, error = found
+    if code == "head_dim.range":
+        refusals = [family.refusal(problem, arch) for family in families if family is not REFERENCE]
+        own = [refusal for refusal in refusals if refusal is None or refusal.field not in _OTHER_KINDS]
+        if own and own[-1] is not None and own[-1].field == error.field:
+            error = own[-1]
+    raise error
 
 
 def answering_key(
@@ -189,6 +112,22 @@ def answering_key(
     if runs_kernels or (problem.direction == "forward" and not problem.decoding):
         return dispatch_key(problem, arch, families)
     return dispatch_key(problem, arch, (*families, REFERENCE))
+
+
+def family_of(key: DispatchKey) -> KernelFamily:
+    """The family of a key's kernel. Raises InvalidRequest where nothing is compiled for it (the oracle's)."""
+    family = _BY_KERNEL.get(key.kernel)
+    if family is None:
+        raise InvalidRequest("kernel", key.kernel, f"compiled kernels are {', '.join(_BY_KERNEL)}")
+    return family
+
+
+def program_of(problem: AttentionProblem, key: DispatchKey, target: Target = ANYWHERE) -> Program:
+    """What is launched on a device for a problem whose key is ``key``.
+
+    Raises Unsupported where a grid cannot hold the problem's blocks.
+    """
+    return family_of(key).program(problem, key, target)
 
 
 def explain(problem: AttentionProblem, arch: str, families: Sequence[KernelFamily] = FAMILIES) -> list[Verdict]:
@@ -210,35 +149,25 @@ def explain(problem: AttentionProblem, arch: str, families: Sequence[KernelFamil
     return verdicts
 
 
+# What a key takes from its problem under the same name; of num_splits the kernel decides, of bias the dtype counts.
+_CARRIED = tuple(
+    field.name
+    for field in dataclasses.fields(DispatchKey)
+    if hasattr(AttentionProblem, field.name) and field.name not in ("bias", "num_splits")
+)
+
+
 def _key(family: KernelFamily, problem: AttentionProblem, arch: str) -> DispatchKey:
+    options = {name: getattr(problem, name) for name in _CARRIED}
+    options |= {name: bool(options[name]) for name in FLAGS if name in options}
     return DispatchKey(
+        **options,
         kernel=family.name,
         arch=arch,
-        direction=problem.direction,
-        layout=problem.layout,
-        dtype=problem.dtype,
-        kv_dtype=problem.kv_dtype,
-        out_dtype=problem.out_dtype,
-        compute=problem.compute,
-        head_dim=problem.head_dim,
-        head_dim_v=problem.head_dim_v,
-        mask=problem.mask,
-        alignment=problem.alignment,
-        gqa_ratio=problem.gqa_ratio,
-        softcap=problem.softcap != 0.0,
-        alibi=problem.alibi is not None,
-        sinks=problem.sinks,
-        sink_tokens=problem.sink_tokens > 0,
         bias=None if problem.bias is None else problem.bias[0],
         dropout=problem.dropout_p > 0.0,
-        descales=problem.descales,
         lse=problem.return_lse,
-        page_size=problem.page_size,
-        varlen_q=problem.varlen_q,
-        tree_mask=problem.tree_mask,
         num_splits=family.num_splits,
         persistent=family.persistent,
-        deterministic=problem.deterministic,
-        score_mod=problem.score_mod,
-        row_tile=row_tile_of(problem) if family.name == DECODE else 0,
+        row_tile=0 if family.row_tile is None else family.row_tile(problem),
     )

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import get_args
+import dataclasses
+from typing import Any, get_args
 
+from gpu_actors.compiling.source import check_arch
 from gpu_actors.errors import InvalidRequest, Unsupported
-from gpu_actors.kernels.append import AppendKey
-from gpu_actors.kernels.cache_variants import check_cache_key
-from gpu_actors.kernels.copy_pages import PageCopyKey
-from gpu_actors.kernels.decode_variants import DECODE, ROW_TILES
-from gpu_actors.kernels.dispatch import FAMILIES, KernelFamily
-from gpu_actors.kernels.source import check_arch
+from gpu_actors.kernels.append.copy_pages import PageCopyKey
+from gpu_actors.kernels.append.standard import check_cache_key
+from gpu_actors.kernels.append.variant import AppendKey
+from gpu_actors.kernels.dispatch import FAMILIES
+from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.support import check_support
 from gpu_actors.kernels.variants import KernelKey
-from gpu_actors.problem import Alignment, AttentionProblem, Direction, DispatchKey, Layout, MaskKind
+from gpu_actors.problem import FLAGS, Alignment, AttentionProblem, Direction, DispatchKey, Layout, MaskKind
 from gpu_actors.score_mod import ScoreMod
 from gpu_actors.validation.fields import flag, integer, one_of
 
@@ -22,20 +23,12 @@ __all__ = ["check_key"]
 _CHOICES = {"direction": Direction, "layout": Layout, "mask": MaskKind, "alignment": Alignment}
 _NAMES = ("dtype", "kv_dtype", "out_dtype", "compute")
 _COUNTS = {"head_dim": 1, "head_dim_v": 1, "gqa_ratio": 1, "page_size": 0, "num_splits": 1, "row_tile": 0}
-_FLAGS = (
-    "softcap",
-    "alibi",
-    "sinks",
-    "sink_tokens",
-    "dropout",
-    "descales",
-    "lse",
-    "varlen_q",
-    "tree_mask",
-    "persistent",
-    "deterministic",
-)
 _SEQLEN = 128
+_DEFAULTS: dict[str, Any] = {
+    field.name: field.default
+    for field in dataclasses.fields(AttentionProblem)
+    if field.name not in ("alibi", "bias", "num_splits")
+}
 
 
 def check_key(key: object) -> KernelKey:
@@ -59,10 +52,9 @@ def check_key(key: object) -> KernelKey:
         given, wanted = getattr(key, field), getattr(family, field)
         if given != wanted:
             raise Unsupported(field, given, f"{family.name} is compiled with {field}={wanted} alone", wanted)
-    row_tiles = ROW_TILES if family.name == DECODE else (0,)
-    if key.row_tile not in row_tiles:
-        names = " or ".join(map(str, row_tiles))
-        raise Unsupported("row_tile", key.row_tile, f"{family.name} takes {names} rows a block", row_tiles[0])
+    if key.row_tile not in family.row_tiles:
+        names = " or ".join(map(str, family.row_tiles))
+        raise Unsupported("row_tile", key.row_tile, f"{family.name} takes {names} rows a block", family.row_tiles[0])
     return key
 
 
@@ -77,7 +69,7 @@ def _check_domains(key: DispatchKey) -> None:
         _text("bias", key.bias)
     for field, low in _COUNTS.items():
         integer(field, getattr(key, field), low)
-    for field in _FLAGS:
+    for field in FLAGS:
         flag(field, getattr(key, field))
     if key.score_mod is not None and not isinstance(key.score_mod, ScoreMod):
         raise InvalidRequest("score_mod", key.score_mod, "must be a ScoreMod, as a graph's plan has it, or None")
@@ -98,9 +90,11 @@ def _family(key: DispatchKey) -> KernelFamily:
 
 def _problem(key: DispatchKey) -> AttentionProblem:
     """A small problem with this key, for the checks that requests go through."""
+    carried = {name: getattr(key, name) for name in _DEFAULTS if hasattr(key, name)}
+    # What a key knows as a flag, the problem may have as a number.
+    carried |= {name: type(default)(carried[name]) for name, default in _DEFAULTS.items() if name in FLAGS}
     return AttentionProblem(
-        direction=key.direction,
-        layout=key.layout,
+        **carried,
         batch=1,
         seqlen_q=_SEQLEN,
         seqlen_k=_SEQLEN,
@@ -108,27 +102,10 @@ def _problem(key: DispatchKey) -> AttentionProblem:
         total_k=_SEQLEN,
         heads_q=key.gqa_ratio,
         heads_kv=1,
-        head_dim=key.head_dim,
-        head_dim_v=key.head_dim_v,
-        dtype=key.dtype,
-        kv_dtype=key.kv_dtype,
-        out_dtype=key.out_dtype,
-        compute=key.compute,
         softmax_scale=key.head_dim**-0.5,
-        causal=key.causal,
-        alignment=key.alignment,
         window=(_SEQLEN // 2, 0) if key.sliding_window else (-1, -1),
-        softcap=1.0 if key.softcap else 0.0,
         alibi="heads" if key.alibi else None,
-        sinks=key.sinks,
-        sink_tokens=1 if key.sink_tokens else 0,
         bias=None if key.bias is None else (key.bias, False, False),
         dropout_p=0.5 if key.dropout else 0.0,
-        descales=key.descales,
         return_lse=key.lse,
-        page_size=key.page_size,
-        deterministic=key.deterministic,
-        score_mod=key.score_mod,
-        varlen_q=key.varlen_q,
-        tree_mask=key.tree_mask,
     )

@@ -13,8 +13,8 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
+from gpu_actors.compiling.source import check_arch
 from gpu_actors.errors import Unsupported
-from gpu_actors.kernels.source import check_arch
 from gpu_actors.problem import AttentionProblem
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "capability",
     "check_support",
     "find_unsupported",
+    "head_dim_refusal",
 ]
 
 MAX_HEAD_DIM = 256
@@ -39,7 +40,7 @@ FIRST_FP8_CAPABILITY = 90
 class Element(NamedTuple):
     """A dtype as kernels know it.
 
-    c_type: its type in kernels_cu/types.cuh. itemsize: bytes. computes: the precisions its products can be
+    c_type: its type in kernels_cu/common/types.cuh. itemsize: bytes. computes: the precisions its products can be
     taken in, the default first. out: the dtype of the output.
     """
 
@@ -95,11 +96,23 @@ def find_unsupported(problem: AttentionProblem, arch: str) -> tuple[str, Unsuppo
 def capability(arch: str) -> int:
     """The compute capability of an exact architecture, times ten: sm_80 -> 80, sm_90a -> 90, sm_120a -> 120.
 
-    Raises InvalidRequest or Unsupported as `gpu_actors.kernels.source.check_arch`.
+    Raises InvalidRequest or Unsupported as `gpu_actors.compiling.source.check_arch`.
     """
     digits = re.search(r"\d+", check_arch(arch))
     assert digits is not None
     return int(digits[0])
+
+
+def head_dim_refusal(problem: AttentionProblem, dims: range, reason: str) -> Unsupported | None:
+    """Why a kernel that takes these head dims does not take the problem's, or None. reason: a sentence without its end.
+
+    The nearest head dim is the next one up, for rows can be padded and cannot be shortened.
+    """
+    for field, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+        if dim not in dims:
+            nearest = min((known for known in dims if known >= dim), default=dims[-1])
+            return Unsupported(field, dim, f"{reason}: multiples of {dims.step} from {dims[0]} to {dims[-1]}", nearest)
+    return None
 
 
 def _arch_known(problem: AttentionProblem, arch: str) -> Finding:

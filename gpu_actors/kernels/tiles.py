@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.support import ELEMENTS, capability
-from gpu_actors.problem import Direction, Layout, MaskKind
+from gpu_actors.problem import Direction, DispatchKey, Layout, MaskKind
 
 __all__ = [
     "TILES",
@@ -27,6 +27,7 @@ __all__ = [
     "shared_mem_bytes",
     "shared_mem_limit",
     "tile_for",
+    "value_pieces",
 ]
 
 # Opt-in limit of a block's shared memory in KiB (CUDA C++ Programming Guide, "Technical Specifications per
@@ -97,9 +98,11 @@ TILES = (
     TileRow("forward_sm90", Tile(128, 80, 2, 12), _FORWARD, _HOPPER, _HALVES, 192),
     TileRow("forward_sm90", Tile(128, 80, 2, 12), _FORWARD, _HOPPER, _HALVES, 256, scale_only=True),
     TileRow("forward_sm90", Tile(128, 64, 2, 12), _FORWARD, _HOPPER, _HALVES, 256),
-    # Of 8-bit elements, with V transposed: keys come in boxes of 64 or 128 bytes, too.
+    # Of 8-bit elements, with V transposed: keys come in boxes of 64 or 128 bytes, too. Tensor cores keep 13 fraction
+    # bits of a sum, so that they sum the keys of one tile alone. Each of its block_n / 32 steps cuts off 34 numbers (32
+    # products, what was summed before, the sum) by less than 2^-13 of the tile's sum P|V|. With 128 keys that is below
+    # 1.7% of it, however many tiles there are. Products of more than 2^-6 of the largest number lose nothing.
     TileRow("forward_sm90", Tile(192, 128, 2, 16), _FORWARD, _HOPPER, _E4M3, 64, scale_only=True),
-    TileRow("forward_sm90", Tile(128, 192, 2, 12), _FORWARD, _HOPPER, _E4M3, 128, ("full",), scale_only=True),
     TileRow("forward_sm90", Tile(128, 128, 2, 12), _FORWARD, _HOPPER, _E4M3, 192),
     TileRow("forward_sm90", Tile(128, 128, 2, 12), _FORWARD, _HOPPER, _E4M3, 256, scale_only=True),
     TileRow("forward_sm90", Tile(128, 64, 2, 12), _FORWARD, _HOPPER, _E4M3, 256),
@@ -188,6 +191,18 @@ def tile_for(
     raise Unsupported("head_dim", head_dim, reason, nearest=largest)
 
 
+def tile_of(key: DispatchKey) -> Tile:
+    """The tile that a key's kernel is compiled for."""
+    widest = max(key.head_dim, key.head_dim_v)
+    scale_only = not (key.softcap or key.alibi or key.bias or key.dropout or key.score_mod)
+    return tile_for(key.kernel, key.direction, key.arch, key.dtype, widest, key.mask, scale_only, key.layout)
+
+
+def shared_bytes_of(key: DispatchKey) -> int:
+    """Dynamic shared memory in bytes of a block of the key's kernel."""
+    return shared_mem_bytes(key.kernel, tile_of(key), key.dtype, key.head_dim, key.head_dim_v)
+
+
 def shared_mem_bytes(kernel: str, tile: Tile, dtype: str, head_dim: int, head_dim_v: int) -> int:
     """Dynamic shared memory of a block in bytes."""
     return _SHARED_BYTES[kernel](tile, dtype, head_dim, head_dim_v)
@@ -211,9 +226,16 @@ def _mma_bytes(tile: Tile, dtype: str, head_dim: int, head_dim_v: int) -> int:
 
 
 def padded_head_dim(dim: int, dtype: str = "bfloat16") -> int:
-    """What forward_sm90 rounds a head dim up to: kernels_cu/sm90_layout.cuh."""
+    """What forward_sm90 rounds a head dim up to: kernels_cu/hopper/layout.cuh."""
     dims = (64, 128, 192, 256) if ELEMENTS[dtype].fp8 else (64, 96, 128, 192, 256)
     return next(padded for padded in dims if dim <= padded)
+
+
+def value_pieces(tile: Tile, dtype: str, head_dim_v: int) -> int:
+    """In how many pieces of V's columns forward_sm90 sums a tile's P V, each apart from O: 1 for 16-bit floats."""
+    if not ELEMENTS[dtype].fp8:
+        return 1
+    return {64: 1, 128: 1, 192: 2, 256: 256 // tile.block_n}[padded_head_dim(head_dim_v, dtype)]
 
 
 def output_over_q(tile: Tile, dtype: str, head_dim: int, head_dim_v: int) -> bool:
@@ -238,7 +260,7 @@ def _sm90_bytes_with(tile: Tile, dtype: str, head_dim: int, head_dim_v: int, ove
 def _backward_mma_bytes(tile: Tile, dtype: str, head_dim: int, head_dim_v: int) -> int:
     """K, V, `stages` tiles of Q and dO with two floats a row, and the scores: twice where warps share a head's columns.
 
-    As laid out in kernels_cu/backward_ring.cuh, which asserts it.
+    As laid out in kernels_cu/backward/ring.cuh, which asserts it.
     """
 
     def row(dim: int) -> int:

@@ -1,8 +1,8 @@
 """PagePool: which pages of a KV cache are free, and how many hold on to each of the others.
 
-A page is free, referenced (by tables of sequences, and by writes that may still have to be undone), or kept: nobody
-references it any more, but its prefix is remembered in case it comes again. Kept pages are given up oldest first when
-the free ones run out, so they count as free.
+A page is free, referenced (by tables of sequences, and by writes that may still have to be undone), or kept: no table
+references it any more, but its prefix is remembered for the next sequence with it. Kept pages are given up
+oldest first when the free ones run out, so they count as free.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PagePool:
 
     @property
     def kept_blocks(self) -> int:
-        """Pages that nobody references and whose prefix is remembered."""
+        """Pages without a reference whose prefix is remembered."""
         return len(self._kept)
 
     @property

@@ -48,7 +48,7 @@ def extend_digests(digests: list[bytes], ids: Tokens, page_size: int) -> Tokens:
 def prompt_digests(tokens: Any, page_size: int) -> list[bytes]:
     """The names of a prompt's pages that may be found. Raises as `token_ids`."""
     digests: list[bytes] = []
-    # Never the last token: whoever has all but it still needs a row to ask with.
+    # Never the last token: a sequence needs at least one new row to attend with.
     extend_digests(digests, token_ids(tokens)[:-1], page_size)
     return digests
 

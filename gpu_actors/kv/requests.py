@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from gpu_actors.process import incarnation
 from gpu_actors.requests import Array
+from gpu_actors.values import brief
 
 if TYPE_CHECKING:
-    from gpu_actors.kernels.append import Rope
+    from gpu_actors.kernels.append.variant import Rope
 
 __all__ = [
     "AppendRows",
@@ -49,13 +51,15 @@ class KvSequence:
     """A sequence in a KvCache, as `KvCache.create` gives it. It holds no memory by itself.
 
     cached: rows that it began with: of a prompt with the same beginning, or of the sequence that it was forked from.
-    generation: of the context that it belongs to.
+    generation: of the context that it belongs to. incarnation: of the process (see `gpu_actors.process`); pickled and
+    used in another one, or after a fork, the sequence is answered `StaleBuffer`.
     """
 
     cache: int
     number: int
     generation: int
     cached: int = 0
+    incarnation: bytes = field(default_factory=incarnation, repr=False)
 
 
 @dataclass(slots=True, eq=False)
@@ -69,8 +73,8 @@ class OpenCache:
 class CloseCache:
     """Give the pool back. Taken in by a full mailbox too, and never given up for taking long."""
 
-    releases: ClassVar[bool] = True
-    endless: ClassVar[bool] = True
+    frees_memory: ClassVar[bool] = True
+    no_deadline: ClassVar[bool] = True
 
     cache: int
 
@@ -104,8 +108,8 @@ class TruncateSequence:
 class FreeSequence:
     """Forget a sequence. Taken in by a full mailbox too, and under no time limit that it does not name."""
 
-    releases: ClassVar[bool] = True
-    endless: ClassVar[bool] = True
+    frees_memory: ClassVar[bool] = True
+    no_deadline: ClassVar[bool] = True
 
     cache: int
     seq: Any
@@ -123,6 +127,9 @@ class AppendRows:
         (table_rows, rope.dim / 2), where the rope takes tables: a place beyond them is refused.
     The reply gives the length of the sequence then, or a list of them.
     """
+
+    __repr__ = brief
+    argument_names: ClassVar[Mapping[str, str]] = {"cache_dtype": "cache"}
 
     cache: int
     seqs: Any
@@ -147,6 +154,14 @@ class AttendCache:
     rope: goes with k and v, and rotates q too; tokens, positions, rope_cos and rope_sin as for `AppendRows`.
     Other options as in `PagedForward`.
     """
+
+    __repr__ = brief
+    argument_names: ClassVar[Mapping[str, str]] = {
+        "dtype": "q",
+        "kv_dtype": "cache",
+        "k_cache": "cache",
+        "cache_dtype": "cache",
+    }
 
     cache: int
     seqs: Any

@@ -140,11 +140,11 @@ class CacheTables:
                 evicted=self._evicted,
             )
 
-    def find(self, number: int) -> PageTable:
-        """The sequence of that number. Raises `InvalidRequest` for one that was freed."""
+    def find(self, number: int, field: str = "seq") -> PageTable:
+        """The sequence of that number. Raises `InvalidRequest`, with that field, for one that was freed."""
         table = self._tables.get(number)
         if table is None:
-            raise InvalidRequest("seq", number, "is no sequence of this cache, or was freed")
+            raise InvalidRequest(field, number, "is no sequence of this cache, or was freed")
         return table
 
     def length(self, number: int) -> int:

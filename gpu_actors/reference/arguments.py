@@ -179,7 +179,8 @@ class Arguments:
             raise InvalidRequest("softcap", self.softcap, "positive, or 0 for none")
         if self.sink_tokens < 0:
             raise InvalidRequest("sink_tokens", self.sink_tokens, "a number of keys, at least 0")
-        dropout_threshold(self.dropout_p)
+        if self.dropout_p:
+            dropout_threshold(self.dropout_p)
 
 
 def _describe(array: Array) -> str:

@@ -38,29 +38,30 @@ def gather_pages(k_cache: Array, v_cache: Array, block_table: Array, cache_seqle
         [sequence(pool, table, length) for table, length in zip(block_table, lengths, strict=True)]
         for pool in (k_cache, v_cache)
     )
-    return _packed(k, v, lengths)
+    return _packed(k, v, lengths, (k_cache[0], v_cache[0]))
 
 
 def gather_cache(k_cache: Array, v_cache: Array, cache_seqlens: Array) -> Gathered:
     """The sequences of a dense cache (batch, capacity, heads_kv, dim)."""
     lengths = [int(length) for length in cache_seqlens]
     k, v = ([cache[:length] for cache, length in zip(caches, lengths, strict=True)] for caches in (k_cache, v_cache))
-    return _packed(k, v, lengths)
+    return _packed(k, v, lengths, (k_cache.reshape(-1, *k_cache.shape[2:]), v_cache.reshape(-1, *v_cache.shape[2:])))
 
 
 def gather_caches(k_caches: Sequence[Array], v_caches: Sequence[Array], seq_lens: Array) -> Gathered:
-    """The sequences of one array (heads_kv, max_seq, dim) each."""
+    """The sequences, at least one, of one array (heads_kv, max_seq, dim) each."""
     lengths = [int(length) for length in seq_lens]
     k, v = (
         [cache[:, :length].swapaxes(0, 1) for cache, length in zip(caches, lengths, strict=True)]
         for caches in (k_caches, v_caches)
     )
-    return _packed(k, v, lengths)
+    return _packed(k, v, lengths, (k[0], v[0]))
 
 
-def _packed(k: list[Array], v: list[Array], lengths: list[int]) -> Gathered:
+def _packed(k: list[Array], v: list[Array], lengths: list[int], like: tuple[Array, Array]) -> Gathered:
+    """like: rows of K and of V, of which there may be none in a batch without sequences."""
     ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    return Gathered(np.concatenate(k), np.concatenate(v), ends)
+    return Gathered(np.concatenate([like[0][:0], *k]), np.concatenate([like[1][:0], *v]), ends)
 
 
 def paged_attention_forward(
@@ -91,6 +92,6 @@ def paged_attention_forward(
     def dense(array: Array) -> Array:
         return array.reshape(batch, rows, *array.shape[1:])
 
-    lse = packed.lse.reshape(-1, batch, rows).swapaxes(0, 1)
+    lse = packed.lse.reshape(len(packed.lse), batch, rows).swapaxes(0, 1)
     magnitude = None if packed.magnitude is None else dense(packed.magnitude)
     return ReferenceOutput(dense(packed.out), lse, magnitude)

@@ -1,11 +1,14 @@
-"""Public helpers for tests of programs that use gpu_actors: faults, a clock, the oracle, problems and tolerances."""
+"""Public helpers for tests of programs that use gpu_actors: faults, a clock, the oracle, problems and tolerances.
+
+Imports from other rooms: reference.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from gpu_actors.fault_plan import Fault, FaultPlan
 from gpu_actors.testing.clock import MockClock
-from gpu_actors.testing.faults import Fault, FaultPlan
 
 if TYPE_CHECKING:
     from gpu_actors import reference

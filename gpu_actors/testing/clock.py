@@ -24,7 +24,7 @@ class MockClock:
         return self._now
 
     def advance(self, seconds: float) -> None:
-        """Move on by so many seconds and wake whoever sleeps on the clock."""
+        """Move on by so many seconds and wake the threads that sleep on the clock."""
         if not 0 <= seconds < math.inf:
             raise ValueError(f"seconds={seconds!r}: a clock only moves forward, by a finite time")
         with self._lock:

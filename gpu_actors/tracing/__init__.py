@@ -1,4 +1,7 @@
-"""What a context did and when, for logs, OpenTelemetry and trace viewers."""
+"""What a context did and when, for logs, OpenTelemetry and trace viewers.
+
+Imports from no other room.
+"""
 
 from gpu_actors.tracing.chrome import ChromeTrace
 from gpu_actors.tracing.events import Trace, TraceEvent

@@ -9,48 +9,85 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, NamedTuple, Self
 
+import anyio
+import anyio.to_thread
+
+from gpu_actors.errors import InvalidRequest
+from gpu_actors.loop import refuse_on_loop
 from gpu_actors.tracing.events import TraceEvent
 
 __all__ = ["ChromeTrace"]
+
+Record = dict[str, Any]
+MAX_SPANS = 50_000
+
+
+class _Span(NamedTuple):
+    """What is kept of a span that has ended (stop is when, in microseconds) or of an instant (stop is None)."""
+
+    begin: Record
+    stop: float | None
+    args: dict[str, str]
 
 
 class ChromeTrace:
     """A listener for ``ContextOptions.on_event`` that collects events and writes them to a file.
 
-    Use it as a context manager around the context, or call `write` after the context has closed.
+    Use it as an async context manager around the context (a plain ``with`` in a program without a loop), or call
+    `write` after the context has closed.
+
+    max_spans: the latest so many spans and instants are kept, some 1 KB each; a request has two or three. How many
+        older ones were let go of is in the file, as ``otherData.dropped``, and in the attribute ``dropped``.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | os.PathLike[str], *, max_spans: int = MAX_SPANS) -> None:
+        if max_spans < 1:
+            raise InvalidRequest("max_spans", max_spans, "must be an int >= 1")
+        self.path: Path = Path(path)
+        self.dropped: int = 0
         # Re-entrant, for the garbage collector may end a waiting task while an event is recorded, which is an event.
         self._lock = threading.RLock()
-        self._records: list[dict[str, Any]] = []
+        self._spans: deque[_Span] = deque(maxlen=max_spans)
         self._tracks: dict[str, int] = {}
-        self._open: dict[tuple[str, str], dict[str, Any]] = {}
+        self._open: dict[tuple[str, str], Record] = {}
+        self._last = 0.0
 
     def __call__(self, event: TraceEvent) -> None:
         with self._lock:
+            self._last = max(self._last, event.time / 1000)
             self._record(event)
 
     def write(self) -> None:
-        """Write what was collected so far. What is still open is closed at the time of the last event."""
+        """Write what was collected so far. What is still open is closed at the time of the last event.
+
+        The file is there whole or as it was before. Blocks for as long as the disk takes: on a loop, call it on a
+        thread.
+        """
         with self._lock:
-            # Threads take the time before they take the lock.
-            records = sorted(self._records, key=lambda record: record["ts"])
-            closing = [{**begin, "ph": "e", "ts": records[-1]["ts"]} for begin in list(self._open.values())]
-            names = [
-                {"ph": "M", "name": "thread_name", "pid": 1, "tid": track, "args": {"name": name}}
-                for name, track in list(self._tracks.items())
-            ]
-            document = {"traceEvents": names + records + closing, "displayTimeUnit": "ms"}
-        self.path.write_text(json.dumps(document))
+            spans, begun, tracks = list(self._spans), list(self._open.values()), dict(self._tracks)
+            last, dropped = self._last, self.dropped
+        spans += [_Span(begin, last, begin["args"]) for begin in begun]
+        _replace(self.path, _document(spans, tracks, dropped))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(self.write)
 
     def __enter__(self) -> Self:
+        refuse_on_loop("with ChromeTrace()", "async with")
         return self
 
     def __exit__(
@@ -70,34 +107,90 @@ class ChromeTrace:
             case "request.compiling":
                 self._begin(event, actor, "compile wait", request, "wait for kernel")
             case "request.launched":
-                self._end(event, actor, "compile wait", request)
-                self._begin(event, actor, "launch", request, "launch")
+                self._end(event, "compile wait", request)
+                self._begin(event, actor, "launch", request, f"launch {fields.get('kernel', '')}".rstrip())
             case "request.completed" | "request.failed":
                 for category in ("compile wait", "launch", "request"):
-                    self._end(event, actor, category, request)
+                    self._end(event, category, request)
             case "compile.started":
                 self._begin(event, actor, "compile", _compilation(event), f"compile {fields['variant']}")
             case "compile.completed":
-                self._end(event, actor, "compile", _compilation(event))
+                self._end(event, "compile", _compilation(event))
             case _:
-                self._records.append(self._event(event, actor, "instant", event.name) | {"ph": "i", "s": "p"})
+                instant = self._event(event, actor, "instant", event.name) | {"ph": "i", "s": "p"}
+                self._keep(_Span(instant, None, instant["args"]))
 
     def _begin(self, event: TraceEvent, actor: str, category: str, identity: str, name: str) -> None:
         record = self._event(event, actor, category, name) | {"ph": "b", "id": f"{category}:{identity}"}
         self._open[category, identity] = record
-        self._records.append(record)
 
-    def _end(self, event: TraceEvent, actor: str, category: str, identity: str) -> None:
+    def _end(self, event: TraceEvent, category: str, identity: str) -> None:
         begin = self._open.pop((category, identity), None)
         if begin is not None:
-            self._records.append(self._event(event, actor, category, begin["name"]) | {"ph": "e", "id": begin["id"]})
+            # Threads take the time before they take the lock.
+            self._keep(_Span(begin, max(begin["ts"], event.time / 1000), _args(event)))
 
-    def _event(self, event: TraceEvent, actor: str, category: str, name: str) -> dict[str, Any]:
+    def _keep(self, span: _Span) -> None:
+        self.dropped += len(self._spans) == self._spans.maxlen
+        self._spans.append(span)
+
+    def _event(self, event: TraceEvent, actor: str, category: str, name: str) -> Record:
         track = self._tracks.setdefault(actor, len(self._tracks) + 1)
-        args = {key: str(value) for key, value in event.fields.items() if value is not None}
-        args["thread"] = event.thread
-        return {"name": name, "cat": category, "pid": 1, "tid": track, "ts": event.time / 1000, "args": args}
+        return {"name": name, "cat": category, "pid": 1, "tid": track, "ts": event.time / 1000, "args": _args(event)}
+
+
+def _args(event: TraceEvent) -> dict[str, str]:
+    # As text, for an error would keep its frames, and those their arrays.
+    return {key: str(value) for key, value in event.fields.items() if value is not None} | {"thread": event.thread}
 
 
 def _compilation(event: TraceEvent) -> str:
     return f"{event.fields['variant']} {event.fields.get('digest', '')}".rstrip()
+
+
+# Writing
+
+
+def _document(spans: list[_Span], tracks: dict[str, int], dropped: int) -> Iterator[str]:
+    """The file, piece after piece, for its whole text would be several times as large as what was kept."""
+    head = json.dumps({"displayTimeUnit": "ms", "otherData": {"dropped": dropped}})
+    yield f'{head[:-1]}, "traceEvents": ['
+    between = ""
+    for record in _records(spans, tracks):
+        yield f"{between}\n{json.dumps(record)}"
+        between = ","
+    yield "\n]}\n"
+
+
+def _records(spans: list[_Span], tracks: dict[str, int]) -> Iterator[Record]:
+    for name, track in tracks.items():
+        yield {"ph": "M", "name": "thread_name", "pid": 1, "tid": track, "args": {"name": name}}
+    order = [(span.begin["ts"], number, False) for number, span in enumerate(spans)]
+    order += [(span.stop, number, True) for number, span in enumerate(spans) if span.stop is not None]
+    order.sort(key=lambda entry: (entry[0], entry[2]))
+    for time, number, ends in order:
+        span = spans[number]
+        yield {**span.begin, "ph": "e", "ts": time, "args": span.args} if ends else span.begin
+
+
+def _replace(path: Path, pieces: Iterable[str]) -> None:
+    """Write a file beside ``path`` and put it in its place. A device or a pipe is written as it is."""
+    target = path.resolve()
+    if target.exists() and not stat.S_ISREG(target.stat().st_mode):
+        with target.open("w", encoding="utf-8") as opened:
+            opened.writelines(pieces)
+        return
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        with part.open("w", encoding="utf-8") as opened:
+            opened.writelines(pieces)
+            _flush(opened)
+        part.replace(target)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _flush(opened: IO[str]) -> None:
+    opened.flush()
+    os.fsync(opened.fileno())

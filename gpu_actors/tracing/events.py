@@ -2,7 +2,7 @@
 
     request.accepted    a request entered an actor's mailbox          fields: actor, request, message
     request.compiling   it waits for a kernel variant                 + key
-    request.launched    it was handed to the device                   + key
+    request.launched    it was handed to the device                   + key, kernel (names, or "oracle" on mock)
     request.completed   it was answered with a result
     request.failed      it was answered with an error                 + error
     compile.started     NVRTC starts on a variant                     fields: variant, arch
@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 __all__ = ["Listener", "Trace", "TraceEvent"]
 
-logger = logging.getLogger("gpu_actors.trace")
+logger: logging.Logger = logging.getLogger("gpu_actors.trace")
 
 _LEVELS = {
     "actor.restarted": logging.WARNING,
@@ -54,19 +54,24 @@ Listener = Callable[[TraceEvent], None]
 
 
 class Trace:
-    """The trace of one context: hands events to whoever listens."""
+    """The trace of one context: hands events to those that listen.
+
+    active: ``trace.active()`` is True if a request's events would be seen. Ask before an event is built.
+    """
 
     def __init__(self, listeners: tuple[Listener, ...] = ()) -> None:
-        self._listeners = listeners
-
-    @property
-    def active(self) -> bool:
-        """True if anybody would see a request's events. Test it before building an event."""
-        return bool(self._listeners) or logger.isEnabledFor(logging.DEBUG)
+        self._hand_to(listeners)
 
     def after_fork(self) -> None:
-        """Let the child process's copy tell nobody: what listens may hold a lock of a thread that is not there."""
-        self._listeners = ()
+        """Let the child process's copy tell no listener: it may hold a lock of a thread that is not there."""
+        self._hand_to(())
+
+    def _hand_to(self, listeners: tuple[Listener, ...]) -> None:
+        self._listeners = listeners
+        # No method: a request that is not traced goes straight to the logger, which may be turned on at any time.
+        self.active: Callable[[], bool] = functools.partial(logger.isEnabledFor, logging.DEBUG)
+        if listeners:
+            self.active = lambda: True
 
     def emit(self, name: str, **fields: Any) -> None:
         """Hand out one event. A listener that raises is logged and does no harm to the request."""

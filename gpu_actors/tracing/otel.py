@@ -92,7 +92,7 @@ class _Spans:
             self._spans[*call, part] = self._tracer.start_span(
                 f"gpu_actors.{part}",
                 context=self._api.set_span_in_context(parent),
-                attributes={"gpu_actors.key": str(fields.get("key", ""))},
+                attributes={f"gpu_actors.{name}": str(fields[name]) for name in ("key", "kernel") if name in fields},
                 start_time=when,
             )
 

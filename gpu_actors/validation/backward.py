@@ -18,7 +18,7 @@ def backward_problem(request: FlashBackward) -> AttentionProblem:
     dtype = dtype_of("q", request.q)
     if dtype in FP8:
         reason = "fp8 gradients would be lost in rounding; backward takes 16-bit and wider inputs"
-        raise Unsupported("dtype", dtype, reason, "bfloat16")
+        raise Unsupported("q", dtype, reason, "bfloat16")
     problem = forward_problem(request)
     shape = tuple(int(extent) for extent in request.q.shape[:-1])
     output = ((*shape, problem.head_dim_v),)

@@ -41,8 +41,13 @@ def expect(condition: bool, field: str, value: object, reason: str) -> None:
 
 
 def describe(array: Any) -> str:
-    """An array in a message: its dtype and shape, never its data."""
-    return f"{type(array).__name__} {dtype_name(array)}{list(getattr(array, 'shape', ()))}"
+    """An array in a message: its dtype and shape, never its data. What is no array: its type.
+
+    The library of an array is not told, for an adopted array is no longer the caller's own.
+    """
+    if not hasattr(array, "dtype") or not hasattr(array, "shape"):
+        return type(array).__name__
+    return f"{dtype_name(array)}{list(array.shape)}"
 
 
 def dtype_name(array: Any) -> str:
@@ -67,7 +72,7 @@ def dtype_of(field: str, array: Any) -> str:
         raise InvalidRequest(field, describe(array), reason)
     if name not in DTYPES:
         nearest = {"float128": "float64", "longdouble": "float64", "float8_e4m3": "float8_e4m3fn"}
-        raise Unsupported("dtype", name, f"{field} must have one of {DTYPES}", nearest.get(name, "float32"))
+        raise Unsupported(field, name, f"must have one of the dtypes {DTYPES}", nearest.get(name, "float32"))
     return name
 
 
@@ -115,11 +120,11 @@ def window(value: object) -> tuple[int, int]:
     return min(int(value[0]), FURTHEST), min(int(value[1]), FURTHEST)
 
 
-def heads_ratio(heads_q: int, heads_kv: int) -> None:
-    """GQA: a whole number of query heads for each KV head."""
-    reason = f"q's {heads_q} heads must be a whole multiple, at least 1, of the KV heads"
+def heads_ratio(heads_q: int, heads_kv: int, field: str, keys: Any) -> None:
+    """GQA: a whole number of query heads for each KV head. field, keys: what has the KV heads."""
     ratio_holds = heads_kv >= 1 and heads_q >= heads_kv and heads_q % heads_kv == 0
-    expect(ratio_holds, "heads_kv", heads_kv, reason)
+    reason = f"has {heads_kv} heads, of which q's {heads_q} must be a whole multiple, at least 1"
+    expect(ratio_holds, field, describe(keys), reason)
 
 
 def optional_array(

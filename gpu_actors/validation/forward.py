@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, TypedDict, cast
 
 import numpy as np
 
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.problem import Alignment, AttentionProblem
-from gpu_actors.requests import FlashForward
+from gpu_actors.requests import BatchedDecode, FlashForward, PagedForward
 from gpu_actors.validation.fields import (
     FP8,
     describe,
@@ -27,7 +27,7 @@ from gpu_actors.validation.fields import (
     window,
 )
 
-__all__ = ["check_cu_seqlens", "check_seed", "forward_problem", "longest"]
+__all__ = ["check_cu_seqlens", "check_seed", "forward_problem", "longest", "sequences"]
 
 
 class _Shape(NamedTuple):
@@ -50,14 +50,12 @@ def forward_problem(request: FlashForward) -> AttentionProblem:
     """
     varlen = request.cu_seqlens_q is not None or request.cu_seqlens_k is not None
     shape = _varlen_shape(request) if varlen else _dense_shape(request)
-    heads_ratio(shape.heads_q, shape.heads_kv)
+    heads_ratio(shape.heads_q, shape.heads_kv, "k", request.k)
     dtype = _common_dtype(request)
     out_dtype = output_dtype(dtype)
     _check_out_shape(request, shape, out_dtype)
     alignment = request.alignment
     one_of("alignment", alignment, ("bottom_right", "top_left"), 'must be "bottom_right" or "top_left"')
-    softcap = real("softcap", request.softcap)
-    expect(softcap >= 0, "softcap", softcap, "must be >= 0; 0 leaves the scores as they are")
     return AttentionProblem(
         layout="varlen" if varlen else "dense",
         **shape._asdict(),
@@ -68,11 +66,9 @@ def forward_problem(request: FlashForward) -> AttentionProblem:
         softmax_scale=_scale(request.softmax_scale, shape.head_dim),
         causal=flag("causal", request.causal),
         alignment=cast("Alignment", alignment),
-        window=window(request.window_size),
-        softcap=softcap,
+        **score_options(request),
         alibi=_alibi(request.alibi_slopes, shape),
         sinks=optional_array("sinks", request.sinks, ((shape.heads_q,),), ("float32", out_dtype)) is not None,
-        sink_tokens=integer("sink_tokens", request.sink_tokens, 0),
         bias=_bias(request, shape, dtype, varlen),
         dropout_p=_dropout(request),
         descales=_descales(request, shape, dtype),
@@ -80,17 +76,37 @@ def forward_problem(request: FlashForward) -> AttentionProblem:
     )
 
 
+class ScoreOptions(TypedDict):
+    """The options of every request that decide which scores count and how large they grow."""
+
+    window: tuple[int, int]
+    softcap: float
+    sink_tokens: int
+
+
+def score_options(request: FlashForward | PagedForward | BatchedDecode) -> ScoreOptions:
+    """Check a request's options. Raises `InvalidRequest`."""
+    softcap = real("softcap", request.softcap)
+    expect(softcap >= 0, "softcap", softcap, "must be >= 0; 0 leaves the scores as they are")
+    sink_tokens = integer("sink_tokens", request.sink_tokens, 0)
+    return {"window": window(request.window_size), "softcap": softcap, "sink_tokens": sink_tokens}
+
+
 def longest(field: str, cu_seqlens: Any) -> int:
     """The longest sequence of cu_seqlens on the host. Elsewhere it must be given, for reading it would wait."""
     if not isinstance(cu_seqlens, np.ndarray):
         name = field.replace("cu_seqlens", "max_seqlen")
         raise InvalidRequest(name, None, f"must be given where {field} is not a NumPy array")
-    sound = cu_seqlens.ndim == 1 and cu_seqlens.size >= 2 and cu_seqlens.dtype == np.int32
-    expect(sound, field, describe(cu_seqlens), _CU_SEQLENS)
-    most = int(np.diff(cu_seqlens.astype(np.int64)).max())
-    # Sequences without keys have an answer (zeros); a batch without a single row asks for nothing.
-    expect(most >= 1 or field != "cu_seqlens_q", field, most, "must bound at least one sequence with a row")
-    return max(1, most)
+    sequences(field, cu_seqlens)
+    return int(np.diff(cu_seqlens.astype(np.int64)).max(initial=0))
+
+
+def sequences(field: str, cu_seqlens: Any) -> int:
+    """How many sequences cu_seqlens bounds, wherever it lies. Raises `InvalidRequest` for what is no cu_seqlens."""
+    shape = tuple(getattr(cu_seqlens, "shape", ()))
+    sound = len(shape) == 1 and 0 <= shape[0] - 1 <= _MOST_SEQUENCES and dtype_name(cu_seqlens) == "int32"
+    expect(sound, field, None if cu_seqlens is None else describe(cu_seqlens), _CU_SEQLENS)
+    return int(shape[0]) - 1
 
 
 def check_cu_seqlens(field: str, cu_seqlens: Any, total: int, max_seqlen: int) -> None:
@@ -101,7 +117,7 @@ def check_cu_seqlens(field: str, cu_seqlens: Any, total: int, max_seqlen: int) -
     expect(first == 0, field, first, "must begin with 0")
     # In 64 bits: differences of 32-bit bounds can wrap around and look like lengths.
     lengths = np.diff(cu_seqlens.astype(np.int64))
-    least, most = int(lengths.min()), int(lengths.max())
+    least, most = int(lengths.min(initial=0)), int(lengths.max(initial=0))
     expect(least >= 0, field, least, "must not fall: a sequence cannot have a negative length")
     expect(last == total, field, last, f"must end with the number of rows, {total}")
     maximum = field.replace("cu_seqlens", "max_seqlen")
@@ -113,7 +129,14 @@ def check_seed(seed: object) -> None:
     integer("dropout_seed", seed, 0, (1 << 64) - 1)
 
 
-_CU_SEQLENS = "must be an int32 array (batch + 1,) with batch >= 1, rising from 0 to the number of rows"
+_MOST_SEQUENCES = 1 << 24  # bounds are looked at one by one, and a broadcast array has any number of them
+_CU_SEQLENS = (
+    f"must be an int32 array (batch + 1,) with batch <= {_MOST_SEQUENCES}, rising from 0 to the number of rows"
+)
+_BOOL_BIAS = (
+    "is added to the scores, and a bool mask is not: give 0 where a key counts and -inf where it is hidden, or say "
+    "which keys count by causal, window_size or cu_seqlens"
+)
 _DENSE = "batch, seqlen, heads, head_dim"
 _VARLEN = "total, heads, head_dim"
 
@@ -124,13 +147,10 @@ def _dense_shape(request: FlashForward) -> _Shape:
     batch_v, seqlen_v, heads_v, head_dim_v = shape_of("v", request.v, _DENSE)
     for name in ("max_seqlen_q", "max_seqlen_k"):
         expect(getattr(request, name) is None, name, getattr(request, name), "goes with cu_seqlens only")
-    expect(batch >= 1, "q", describe(request.q), "must hold at least one sequence: the batch is empty")
     expect(batch_k == batch, "k", describe(request.k), f"must have q's batch, {batch}")
     expect(batch_v == batch, "v", describe(request.v), f"must have q's batch, {batch}")
     expect(seqlen_v == seqlen_k, "v", describe(request.v), f"must have k's seqlen, {seqlen_k}")
     _check_heads_and_dims(request, (heads_q, heads_kv, heads_v), (head_dim, head_dim_k, head_dim_v))
-    expect(seqlen_q >= 1, "q", describe(request.q), "must have seqlen >= 1")
-    expect(seqlen_k >= 1, "k", describe(request.k), "must have seqlen >= 1")
     totals = (batch * seqlen_q, batch * seqlen_k)
     return _Shape(batch, seqlen_q, seqlen_k, *totals, heads_q, heads_kv, head_dim, head_dim_v)
 
@@ -141,15 +161,15 @@ def _varlen_shape(request: FlashForward) -> _Shape:
     total_v, heads_v, head_dim_v = shape_of("v", request.v, _VARLEN)
     expect(total_v == total_k, "v", describe(request.v), f"must have k's rows, {total_k}")
     _check_heads_and_dims(request, (heads_q, heads_kv, heads_v), (head_dim, head_dim_k, head_dim_v))
-    batch = _cu_seqlens_batch("cu_seqlens_q", request.cu_seqlens_q)
-    batch_k = _cu_seqlens_batch("cu_seqlens_k", request.cu_seqlens_k)
+    batch = sequences("cu_seqlens_q", request.cu_seqlens_q)
+    batch_k = sequences("cu_seqlens_k", request.cu_seqlens_k)
     expect(batch_k == batch, "cu_seqlens_k", batch_k, f"must bound as many sequences as cu_seqlens_q, {batch}")
     seqlen_q = _max_seqlen("max_seqlen_q", request.max_seqlen_q, request.cu_seqlens_q)
     seqlen_k = _max_seqlen("max_seqlen_k", request.max_seqlen_k, request.cu_seqlens_k)
     _check_total("q", total_q, batch, seqlen_q)
     _check_total("k", total_k, batch, seqlen_k)
     # No sequence is longer than all of them together, and the grid follows from the longest.
-    seqlen_q, seqlen_k = min(seqlen_q, max(1, total_q)), min(seqlen_k, max(1, total_k))
+    seqlen_q, seqlen_k = (max(1, min(most, total)) for most, total in ((seqlen_q, total_q), (seqlen_k, total_k)))
     return _Shape(batch, seqlen_q, seqlen_k, total_q, total_k, heads_q, heads_kv, head_dim, head_dim_v)
 
 
@@ -163,16 +183,9 @@ def _check_heads_and_dims(request: FlashForward, heads: tuple[int, int, int], di
     expect(head_dim_v >= 1, "v", describe(request.v), "must have head_dim >= 1")
 
 
-def _cu_seqlens_batch(field: str, cu_seqlens: Any) -> int:
-    shape = tuple(getattr(cu_seqlens, "shape", ()))
-    sound = len(shape) == 1 and shape[0] >= 2 and dtype_name(cu_seqlens) == "int32"
-    expect(sound, field, None if cu_seqlens is None else describe(cu_seqlens), _CU_SEQLENS)
-    return int(shape[0]) - 1
-
-
 def _max_seqlen(field: str, given: int | None, cu_seqlens: Any) -> int:
     value = longest(field.replace("max_seqlen", "cu_seqlens"), cu_seqlens) if given is None else given
-    return integer(field, value, 1)
+    return integer(field, value, 0)
 
 
 def _check_total(side: str, total: int, batch: int, max_seqlen: int) -> None:
@@ -221,6 +234,7 @@ def _bias(request: FlashForward, shape: _Shape, dtype: str, varlen: bool) -> tup
     if request.bias is None:
         return None
     expect(not varlen, "bias", describe(request.bias), "goes with the dense layout only; use cu_seqlens or bias")
+    expect(dtype_name(request.bias) != "bool", "bias", describe(request.bias), _BOOL_BIAS)
     rows, keys = shape.seqlen_q, shape.seqlen_k
     shapes = tuple(
         (batch, heads, rows, keys)

@@ -18,7 +18,7 @@ def check_lengths(field: str, lengths: Any, capacity: int) -> None:
     """Raise `InvalidRequest` unless each length lies in [0, capacity]."""
     if not isinstance(lengths, np.ndarray):
         return
-    least, most = int(lengths.min()), int(lengths.max())
+    least, most = int(lengths.min(initial=0)), int(lengths.max(initial=0))
     expect(least >= 0, field, least, "must not be negative")
     expect(most <= capacity, field, most, f"must be at most the keys that a sequence has room for, {capacity}")
 

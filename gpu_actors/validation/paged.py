@@ -21,9 +21,8 @@ from gpu_actors.validation.fields import (
     output_dtype,
     real,
     shape_of,
-    window,
 )
-from gpu_actors.validation.forward import longest
+from gpu_actors.validation.forward import longest, score_options, sequences
 
 __all__ = ["MAX_SPLITS", "MAX_TREE_ROWS", "check_page_size", "decode_problem", "paged_problem"]
 
@@ -74,9 +73,8 @@ def paged_problem(request: PagedForward) -> AttentionProblem:
 def decode_problem(request: BatchedDecode) -> AttentionProblem:
     """The problem that a request poses. Raises as `paged_problem`."""
     batch, heads_q, head_dim = shape_of("q", request.q, "batch, heads, head_dim")
-    expect(batch >= 1, "q", describe(request.q), "must hold at least one sequence: the batch is empty")
-    k, shape_k = _one_of_the_caches("k_caches", request.k_caches, batch)
-    v, shape_v = _one_of_the_caches("v_caches", request.v_caches, batch)
+    k, shape_k = _one_of_the_caches("k_caches", request.k_caches, request.q)
+    v, shape_v = _one_of_the_caches("v_caches", request.v_caches, request.q)
     heads_kv, max_seq, head_dim_k = shape_k
     expect(max_seq >= 1, "k_caches", shape_k, "must have room for at least one key")
     expect(shape_v[:2] == shape_k[:2], "v_caches", shape_v, f"must have k_caches' heads and max_seq, {shape_k[:2]}")
@@ -115,8 +113,6 @@ def _problem(
     dtype, kv_dtype = _dtypes(request.q, caches)
     out_dtype = output_dtype(dtype)
     batch, heads_q = sizes.batch, sizes.heads_q
-    softcap = real("softcap", request.softcap)
-    expect(softcap >= 0, "softcap", softcap, "must be >= 0; 0 leaves the scores as they are")
     scale = request.softmax_scale
     if request.out is not None:
         wanted = (*map(int, request.q.shape[:-1]), sizes.head_dim_v)
@@ -129,11 +125,9 @@ def _problem(
         compute={"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}.get(dtype, "fp8"),
         softmax_scale=1.0 / math.sqrt(sizes.head_dim) if scale is None else real("softmax_scale", scale),
         causal=causal,
-        window=window(request.window_size),
-        softcap=softcap,
+        **score_options(request),
         alibi=_alibi(request.alibi_slopes, batch, heads_q),
         sinks=optional_array("sinks", request.sinks, ((heads_q,),), ("float32", out_dtype)) is not None,
-        sink_tokens=integer("sink_tokens", request.sink_tokens, 0),
         descales=_descales(request, dtype, kv_dtype, (batch, sizes.heads_kv)),
         return_lse=flag("return_lse", request.return_lse),
         tree_mask=tree,
@@ -188,31 +182,32 @@ def _query_shape(request: PagedForward) -> tuple[int, int, int, int, int]:
         expect(request.max_seqlen_q is None, "max_seqlen_q", request.max_seqlen_q, "goes with cu_seqlens_q only")
     else:
         total, heads, head_dim = shape_of("q", request.q, "total, heads, head_dim")
-        batch = shape_of("cu_seqlens_q", request.cu_seqlens_q, "batch + 1")[0] - 1
-        optional_array("cu_seqlens_q", request.cu_seqlens_q, ((batch + 1,),), ("int32",))
+        batch = sequences("cu_seqlens_q", request.cu_seqlens_q)
         given = request.max_seqlen_q
-        rows = integer("max_seqlen_q", longest("cu_seqlens_q", request.cu_seqlens_q) if given is None else given, 1)
+        rows = integer("max_seqlen_q", longest("cu_seqlens_q", request.cu_seqlens_q) if given is None else given, 0)
         expect(total <= batch * rows, "q", total, f"has more rows than batch * max_seqlen_q = {batch * rows}")
-    expect(batch >= 1, "q", describe(request.q), "must hold at least one sequence: the batch is empty")
-    expect(rows >= 1, "q", describe(request.q), "must have at least one row a sequence")
-    return batch, min(rows, max(1, total)), total, heads, head_dim
+        rows = max(1, min(rows, total))
+    return batch, rows, total, heads, head_dim
 
 
 def _check_heads_and_dims(sizes: _Sizes, head_dim_k: int, field: str, cache: Any) -> None:
-    heads_ratio(sizes.heads_q, sizes.heads_kv)
+    heads_ratio(sizes.heads_q, sizes.heads_kv, field, cache)
     expect(sizes.head_dim >= 1, "head_dim", sizes.head_dim, "must be >= 1")
     reason = f"must have q's head_dim, {sizes.head_dim}"
     expect(head_dim_k == sizes.head_dim, field, describe(cache), reason)
     expect(sizes.head_dim_v >= 1, field.replace("k_", "v_"), sizes.head_dim_v, "must have head_dim >= 1")
 
 
-def _one_of_the_caches(field: str, caches: Any, batch: int) -> tuple[Any, tuple[int, ...]]:
-    """(an array with the caches' dtype, the shape of each). All of a list must be alike."""
+def _one_of_the_caches(field: str, caches: Any, q: Any) -> tuple[Any, tuple[int, ...]]:
+    """(an array with the caches' dtype, the shape of each). All of a list must be alike; of none, they are like q."""
+    batch, heads, head_dim = q.shape
     if not isinstance(caches, list | tuple):
         shape = shape_of(field, caches, f"batch, {_POINTERS}")
         expect(shape[0] == batch, field, describe(caches), f"must have a cache for each of {batch} sequences")
         return caches, shape[1:]
     expect(len(caches) == batch, field, len(caches), f"must be as many caches as q has sequences, {batch}")
+    if not caches:
+        return q, (heads, 1, head_dim)
     first = caches[0]
     shape = shape_of(f"{field}[0]", first, _POINTERS)
     kind = (first.shape, first.dtype, getattr(first, "strides", None))
@@ -235,7 +230,7 @@ def _dtypes(q: Any, caches: tuple[tuple[str, Any], tuple[str, Any]]) -> tuple[st
     expect(dtype_of(v_field, v) == kv_dtype, v_field, describe(v), f"must have {k_field}'s dtype, {kv_dtype}")
     if kv_dtype != dtype and (kv_dtype not in FP8 or dtype not in ("float16", "bfloat16")):
         choices = f"q's dtype ({dtype}) or fp8" if dtype in ("float16", "bfloat16") else f"q's dtype, {dtype}"
-        raise Unsupported("kv_dtype", kv_dtype, f"pages hold {choices}", dtype)
+        raise Unsupported(k_field, kv_dtype, f"a cache holds {choices}", dtype)
     return dtype, kv_dtype
 
 

@@ -98,13 +98,14 @@ extern "C" __global__ void last_arrival(float* parts, int* arrived, float* out, 
   out[threadIdx.x] = sum;
 }
 
-// Blocks take turns in the order of their numbers: a semaphore between blocks.
-extern "C" __global__ void turns(int* turn, int* order, int* released) {
+// Blocks take turns in the order of the numbers that they draw: a semaphore between blocks.
+extern "C" __global__ void turns(int* drawn, int* turn, int* order, int* released) {
   if (threadIdx.x == 0) {
-    while (ptx::load_acquire(turn) != blockIdx.x) {}
-    order[*turn] = blockIdx.x * 10;
+    const int number = atomicAdd(drawn, 1);
+    while (ptx::load_acquire(turn) != number) {}
+    order[*turn] = number * 10;
     ptx::reduce_add_release(released, 1);
-    ptx::store_release(turn, blockIdx.x + 1);
+    ptx::store_release(turn, number + 1);
   }
   __syncthreads();
 }

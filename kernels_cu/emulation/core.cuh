@@ -16,6 +16,10 @@
 #include <string.h>
 #include <time.h>
 
+#if defined(GPU_ACTORS_CONTRACTION) && !defined(__FMA__) && !defined(__ARM_FEATURE_FMA)
+#error "contraction needs a processor with fused multiply-add instructions"
+#endif
+
 namespace emulation {
 
 constexpr uint32_t MAX_THREADS = 1024;  // of a block

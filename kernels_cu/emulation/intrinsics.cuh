@@ -101,9 +101,15 @@ inline double min(double a, double b) { return fmin(a, b); }
 inline double max(double a, double b) { return fmax(a, b); }
 
 // ---- floats
-inline float __fadd_rn(float a, float b) { return a + b; }
-inline float __fsub_rn(float a, float b) { return a - b; }
-inline float __fmul_rn(float a, float b) { return a * b; }
+// A number that the compiler knows nothing of: these additions and products are never fused with others, whatever
+// -ffp-contract says.
+inline float opaque(float a) {
+  asm("" : "+m"(a));
+  return a;
+}
+inline float __fadd_rn(float a, float b) { return opaque(a) + opaque(b); }
+inline float __fsub_rn(float a, float b) { return opaque(a) - opaque(b); }
+inline float __fmul_rn(float a, float b) { return opaque(a * b); }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __frcp_rn(float a) { return 1.0f / a; }
 inline float __fsqrt_rn(float a) { return sqrtf(a); }

@@ -59,7 +59,8 @@ inline Launch* start_launch(Request& request, void (*call)(void*, void* const*),
   launch->call = call;
   launch->kernel = kernel;
   launch->blocks = uint64_t(request.grid[0]) * request.grid[1] * request.grid[2];
-  launch->failed_block = ~0ull;
+  launch->order.choose(launch->blocks, request.seed);
+  launch->failed_place = ~0ull;
   launch->worker_count = uint32_t(lower(uint64_t(lower(request.workers, MAX_WORKERS)), launch->blocks));
   pthread_mutex_init(&launch->lock, nullptr);
   pthread_condattr_t attributes;
@@ -79,7 +80,7 @@ inline Launch* start_launch(Request& request, void (*call)(void*, void* const*),
   return launch;
 }
 
-// Joins the workers; returns the one that failed in the lowest block, if any failed.
+// Joins the workers; returns the one whose block started first of those that failed, if any failed.
 inline const Worker* join_workers(Launch& launch) {
   const Worker* failed = nullptr;
   launch.request->switches = 0;
@@ -87,14 +88,14 @@ inline const Worker* join_workers(Launch& launch) {
     const Worker& worker = launch.worker[i];
     pthread_join(worker.thread, nullptr);
     launch.request->switches += worker.switches;
-    if (worker.failed && (!failed || worker.block_number < failed->block_number)) failed = &worker;
+    if (worker.failed && (!failed || worker.place < failed->place)) failed = &worker;
   }
   signal_actions.restore();
   active_launch = nullptr;
   return failed;
 }
 
-// 0: every block ran to its end. 1: *request.fault says what the lowest failing block found. Sizes were checked by
+// 0: every block ran to its end. 1: *request.fault says what the first failing block found. Sizes were checked by
 // runtime.py.
 inline int launch(Request& request, void (*call)(void*, void* const*), void* kernel) {
   Launch* launch = start_launch(request, call, kernel);

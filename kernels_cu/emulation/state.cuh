@@ -206,7 +206,7 @@ struct Worker {
   volatile sig_atomic_t running;  // inside a block, so that a signal may end it
   volatile sig_atomic_t expired;  // the time limit has passed
   bool failed;
-  uint64_t block_number;
+  uint64_t place;  // of its block, in the order in which blocks start
   uint64_t switches;
   char* static_begin;  // this thread's copy of the static __shared__ variables
   char* static_end;

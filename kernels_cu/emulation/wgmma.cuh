@@ -1,10 +1,12 @@
 // Host twins of ptx/wgmma.cuh, modelled warp by warp (each owns 16 of the 64 rows). Results appear in the registers at
 // the wait; until then the registers hold signalling NaNs, which any arithmetic changes for good (a quiet NaN would
-// survive o *= x unnoticed). Operands are hashed at issue and when the group retires.
+// survive o *= x unnoticed). Operands are hashed at issue and when the group retires. Sums of 8-bit products lose their
+// low bits as they do on the GPU (emulation/truncated_sum.cuh).
 #pragma once
 
 #include "emulation/collective.cuh"
 #include "emulation/formats.cuh"
+#include "emulation/truncated_sum.cuh"
 
 namespace emulation {
 
@@ -148,6 +150,12 @@ inline void multiply(Element e, const float* a, const uint8_t* b_bytes, int n, f
   for (int j = 0; j < n; j++) {
     decode(e, b_bytes + 32 * j, k, row);
     for (int x = 0; x < k; x++) b[x * n + j] = row[x];
+  }
+  if (element_bytes(e) == 1) {
+    if (!accumulate) memset(value, 0, sizeof(float) * 16 * n);
+    for (int j = 0; j < n; j += 8)
+      for (int i = 0; i < 16; i++) add_truncated<8>(a + i * k, b + j, n, k, value + i * n + j);
+    return;
   }
   for (int i = 0; i < 16; i++) {
     float sum[256] = {};

@@ -1,5 +1,6 @@
 // A worker is a host thread: it takes the next block of the grid, makes a fiber of each of the block's threads and runs
-// them to their end. Blocks start in order, so a block may wait for one with a lower number, never for a higher one.
+// them to their end. CUDA promises no order of blocks, so the seed picks one: a block may wait only for a block that has
+// surely started, as one that drew a lower number from a counter.
 #pragma once
 
 #include <link.h>
@@ -10,13 +11,36 @@ namespace emulation {
 
 constexpr uint32_t MAX_WORKERS = 16;
 
+// The order in which blocks start: upwards for seed 0, downwards for seed 1, else steps of a size that shares no factor
+// with their count, which meet each block once and need no list of them.
+struct BlockOrder {
+  uint64_t blocks, first, step;
+
+  void choose(uint64_t count, uint64_t seed) {
+    blocks = count;
+    first = seed == 1 ? count - 1 : 0;
+    step = seed == 1 ? count - 1 : 1;
+    if (seed < 2) return;
+    Random random;
+    random.seed(seed, count);
+    first = random.next() % count;
+    step = 1 + random.next() % count;
+    while (common_factor(step, count) != 1) step++;
+  }
+  uint64_t block(uint64_t place) const { return uint64_t((first + static_cast<unsigned __int128>(place) * step) % blocks); }
+
+ private:
+  static uint64_t common_factor(uint64_t a, uint64_t b) { return b ? common_factor(b, a % b) : a; }
+};
+
 struct Launch {
   Request* request;
   void (*call)(void* kernel, void* const* arguments);
   void* kernel;
   uint64_t blocks;
-  uint64_t next_block;    // atomic
-  uint64_t failed_block;  // atomic: the lowest that failed, blocks above it need not run
+  BlockOrder order;
+  uint64_t next_place;    // atomic: in that order
+  uint64_t failed_place;  // atomic: the first that failed, blocks after it need not run
   uint32_t finished;      // workers, under lock
   pthread_mutex_t lock;
   pthread_cond_t done;
@@ -202,10 +226,10 @@ inline Block* make_block(Worker& worker) {
   return block;
 }
 
-inline void note_failure(Launch& launch, uint64_t number) {
-  uint64_t lowest = __atomic_load_n(&launch.failed_block, __ATOMIC_SEQ_CST);
-  while (number < lowest && !__atomic_compare_exchange_n(&launch.failed_block, &lowest, number, false, __ATOMIC_SEQ_CST,
-                                                         __ATOMIC_SEQ_CST)) {}
+inline void note_failure(Launch& launch, uint64_t place) {
+  uint64_t first = __atomic_load_n(&launch.failed_place, __ATOMIC_SEQ_CST);
+  while (place < first && !__atomic_compare_exchange_n(&launch.failed_place, &first, place, false, __ATOMIC_SEQ_CST,
+                                                       __ATOMIC_SEQ_CST)) {}
 }
 
 inline void* worker_main(void* argument) {
@@ -221,15 +245,13 @@ inline void* worker_main(void* argument) {
   worker.thread = pthread_self();
   worker.block = make_block(worker);
   for (;;) {
-    worker.block_number = __atomic_fetch_add(&launch.next_block, 1, __ATOMIC_SEQ_CST);
-    if (worker.block_number >= launch.blocks ||
-        worker.block_number > __atomic_load_n(&launch.failed_block, __ATOMIC_SEQ_CST))
-      break;
-    if (sigsetjmp(worker.escape, 1) == 0) run_block(worker, worker.block_number);
+    worker.place = __atomic_fetch_add(&launch.next_place, 1, __ATOMIC_SEQ_CST);
+    if (worker.place >= launch.blocks || worker.place > __atomic_load_n(&launch.failed_place, __ATOMIC_SEQ_CST)) break;
+    if (sigsetjmp(worker.escape, 1) == 0) run_block(worker, launch.order.block(worker.place));
     worker.running = 0;
     release_asynchronous_state(*worker.block);
     if (!worker.failed) continue;
-    note_failure(launch, worker.block_number);
+    note_failure(launch, worker.place);
     break;
   }
   release_block(*worker.block);

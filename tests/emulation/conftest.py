@@ -7,10 +7,10 @@ from kernel_runs import Runner, cuda_runner, emulated_runner
 
 
 @pytest.fixture(scope="session")
-def module_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cold cache of emulated modules, shared by the tests of a session."""
-    folder = tmp_path_factory.mktemp("emulated-modules")
-    folder.chmod(0o700)
+def module_cache(shared_folder: Path) -> Path:
+    """A cold cache of emulated modules, shared by all processes of a run."""
+    folder = shared_folder / "emulated-modules"
+    folder.mkdir(mode=0o700, exist_ok=True)
     return folder
 
 

@@ -14,6 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from gpu_actors.compiling.assets import asset_headers, asset_root
+from gpu_actors.compiling.compiler import Compiler
+from gpu_actors.compiling.source import Cubin, KernelSource, exact_arch
 from gpu_actors.devices.emulation import (
     EmulatedBuffer,
     EmulatedModule,
@@ -22,9 +25,6 @@ from gpu_actors.devices.emulation import (
     encode_tensor_map,
 )
 from gpu_actors.devices.emulation.build import find_entries
-from gpu_actors.kernels.assets import asset_headers, asset_root
-from gpu_actors.kernels.compiler import Compiler
-from gpu_actors.kernels.source import Cubin, KernelSource, exact_arch
 
 Array = npt.NDArray[Any]
 OWN_KERNELS = Path(__file__).parent / "kernels"

@@ -8,9 +8,9 @@ import pytest
 from kernel_runs import cubin_of
 from test_conformance_wgmma import EVERY_KIND, cases
 
-from gpu_actors.kernels.assets import asset_headers
-from gpu_actors.kernels.compiler import Compiler
-from gpu_actors.kernels.source import KernelSource
+from gpu_actors.compiling.assets import asset_headers
+from gpu_actors.compiling.compiler import Compiler
+from gpu_actors.compiling.source import KernelSource
 
 VARIANTS = [  # file, architecture, macros, entries that this architecture lacks
     ("convert.cu", "sm_80", {}, ()),

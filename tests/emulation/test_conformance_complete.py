@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from kernel_runs import KernelRun, launch_on_cuda, pointers
 
-from gpu_actors.kernels.assets import asset_root
+from gpu_actors.compiling.assets import asset_root
 
 
 def wrappers() -> dict[str, str]:

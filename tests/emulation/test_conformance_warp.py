@@ -94,7 +94,8 @@ def test_the_last_block_to_arrive_sees_all_parts(runner: Runner) -> None:
 
 def test_blocks_take_turns_by_acquire_and_release(runner: Runner) -> None:
     blocks = 6
-    arrays = {"turn": np.zeros(1, np.int32), "order": np.zeros(blocks, np.int32), "released": np.zeros(1, np.int32)}
-    run = KernelRun(FILE, "turns", arrays, pointers("turn", "order", "released"), grid=blocks, block=64)
+    counters = {name: np.zeros(1, np.int32) for name in ("drawn", "turn", "released")}
+    arrays = {**counters, "order": np.zeros(blocks, np.int32)}
+    run = KernelRun(FILE, "turns", arrays, pointers("drawn", "turn", "order", "released"), grid=blocks, block=64)
     for result in runner(run):
         result.check(order=np.arange(blocks, dtype=np.int32) * 10, turn=np.array([blocks]), released=np.array([blocks]))

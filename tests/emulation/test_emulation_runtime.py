@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import gc
+import re
 import struct
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 
+from gpu_actors.compiling.assets import asset_text
 from gpu_actors.devices.emulation import (
     EmulatedBuffer,
     EmulatedModule,
     EmulationFault,
     build_module,
     encode_tensor_map,
+    runtime,
 )
 from gpu_actors.errors import InvalidRequest
+from gpu_actors.options import Delivery, Schedule
 
 SOURCE = """
 #include "ptx/types.cuh"
@@ -51,6 +55,20 @@ extern "C" __global__ void counter(int* count, int* order) {
 @pytest.fixture(scope="module")
 def module(module_cache: Path) -> EmulatedModule:
     return build_module(SOURCE, cache_dir=module_cache)
+
+
+@pytest.mark.parametrize("name", ["MAX_THREADS", "STACK_BYTES", "STACK_GUARD", "MAX_SHARED_BYTES"])
+def test_python_and_the_emulation_have_the_same_limits(name: str) -> None:
+    value = re.search(rf"constexpr \w+ {name} = (\d+)u?(?: << (\d+))?;", asset_text("emulation/core.cuh"))
+    assert value is not None
+    assert getattr(runtime, f"_{name}") == int(value[1]) << int(value[2] or 0)
+
+
+@pytest.mark.parametrize(("enumeration", "names"), [("Delivery", Delivery), ("Schedule", Schedule)])
+def test_python_and_the_emulation_number_choices_alike(enumeration: str, names: Any) -> None:
+    listed = re.search(rf"enum class {enumeration} : uint32_t \{{ (.*?) \}};", asset_text("emulation/core.cuh"))
+    assert listed is not None
+    assert tuple(listed[1].split(", ")) == get_args(names)
 
 
 def pointer(buffer: EmulatedBuffer) -> bytes:
@@ -117,12 +135,27 @@ def test_shared_memory_is_nan_at_the_start_of_every_block(module: EmulatedModule
         assert np.isnan(out.view(np.float32)).all()
 
 
-def test_blocks_start_in_order_and_count_together(module: EmulatedModule) -> None:
-    count, order = EmulatedBuffer(4, "count"), EmulatedBuffer(4 * 64, "order")
+def starts(module: EmulatedModule, blocks: int, **how: Any) -> list[int]:
+    """The numbers of blocks in the order in which they count themselves."""
+    count, order = EmulatedBuffer(4, "count"), EmulatedBuffer(4 * blocks, "order")
     count.array[...] = 0
-    module.launch("counter", 64, 32, 0, [pointer(count), pointer(order)], [count, order], threads=2)
-    assert count.view(np.int32)[0] == 64
-    assert sorted(order.view(np.int32)) == list(range(64))
+    module.launch("counter", blocks, 32, 0, [pointer(count), pointer(order)], [count, order], **how)
+    assert count.view(np.int32)[0] == blocks
+    return [int(block) for block in order.view(np.int32)]
+
+
+def test_blocks_of_two_threads_count_together(module: EmulatedModule) -> None:
+    assert sorted(starts(module, 64, threads=2)) == list(range(64))
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3, 6, 64, 97, 210])
+def test_the_seed_picks_the_order_in_which_blocks_start(module: EmulatedModule, blocks: int) -> None:
+    orders = [starts(module, blocks, threads=1, seed=seed) for seed in range(12)]
+    assert orders[0] == list(range(blocks))
+    assert orders[1] == list(range(blocks))[::-1]
+    assert all(sorted(order) == list(range(blocks)) for order in orders)
+    if blocks >= 64:
+        assert len({tuple(order) for order in orders}) > 8
 
 
 def test_launches_from_many_threads_do_not_mix(module: EmulatedModule) -> None:

@@ -15,6 +15,8 @@ import zipfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 ROOT = Path(__file__).resolve().parents[2]
 LACKING = ("pykka", "pytest-asyncio", "platformdirs")
 _TOOLS = ("hypothesis", "psutil", "pytest", "pytest-timeout", "pytest-xdist")
@@ -71,21 +73,9 @@ def requirements(wheel: Path, python: str) -> Iterable[str]:
         text = archive.read(metadata).decode()
     for line in text.split("\n\n")[0].splitlines():
         if line.startswith("Requires-Dist:"):
-            requirement, _, marker = line.partition(":")[2].partition(";")
-            if "extra" not in marker and _applies(marker, python):
-                name = re.match(r"[A-Za-z0-9._-]+", requirement.strip())
-                assert name is not None
-                yield normal(name[0])
-
-
-def _applies(marker: str, python: str) -> bool:
-    """Whether a marker holds; of those that packages use here, only the Python's version decides."""
-    found = re.search(r"python_version\s*(<=?|>=?|==)\s*['\"]([\d.]+)['\"]", marker)
-    if found is None:
-        return True
-    ours, theirs = (tuple(map(int, version.split(".")[:2])) for version in (python, found[2]))
-    holds = {"<": ours < theirs, "<=": ours <= theirs, ">": ours > theirs, ">=": ours >= theirs, "==": ours == theirs}
-    return holds[found[1]]
+            requirement = Requirement(line.partition(":")[2])
+            if requirement.marker is None or requirement.marker.evaluate({"python_version": python, "extra": ""}):
+                yield normal(requirement.name)
 
 
 def name_of(wheel: Path) -> str:

@@ -1,29 +1,37 @@
-"""Everything that wants a GPU, in one command: python tests/gpu/run.py --out DIR [--minutes 20]
+"""Everything that wants a GPU, in three commands: python tests/gpu/run.py --out DIR --part kernels|service|benchmarks
 
-Conformance of each PTX wrapper, the GPU tests, the benchmarks; the most valuable first, one process a step. What fails
-does not keep the rest from running. DIR gets junit XML, the benchmarks' JSON and plots, a log of each step, and
-summary.json. Exit code 0 says that every step ran and passed: a step that was cut off, had no time left, or in which
-nothing was executed has not passed.
+A part takes 9 minutes at most (--minutes); without --part all of them run, one after another. The most valuable steps
+come first, each in a process of its own, and what fails does not keep the rest from running.
+
+DIR gets summary.json, results.tar.gz and the benchmarks' plots, and nothing else. The archive holds junit XML, the
+benchmarks' JSON and a log of each step. All are written anew after each step, so that they are there if the command is
+killed. Exit code 0 says that every step ran and passed: a step that was cut off, had no time left, or in which nothing
+was executed has not passed.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tarfile
+import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 15.0  # seconds that a step has to write what it found, once it was told to stop
+MOST_LOG = 1 << 20  # bytes of a step's log that the archive takes: the last ones
 
 Status = Literal["passed", "failed", "cut off", "nothing ran", "not run"]
 
@@ -40,37 +48,40 @@ class Step:
     spread: bool = False
 
 
-_NAMED = (
-    Step("conformance", "tests", ("tests/emulation",), 180, spread=True),
-    Step("kernels", "tests", ("tests/gpu/test_kernels.py",), 180, spread=True),
-    Step("device", "tests", ("tests/gpu/test_cuda_hardware.py",), 120),
-    Step("streams", "tests", ("tests/gpu/test_streams.py", "tests/gpu/test_service.py"), 150),
-    Step("bench-forward-quick", "bench", ("forward", "--quick"), 150),
-    Step("bench-decode-quick", "bench", ("decode", "--quick"), 120),
-    Step("bench-backward-quick", "bench", ("backward", "--quick"), 150),
-    Step("kv-cache", "tests", ("tests/gpu/test_kv_cache_on_gpu.py", "tests/gpu/test_kv_growth.py"), 150),
-    Step("decode", "tests", ("tests/gpu/test_decode.py",), 150, spread=True),
-    Step("graphs", "tests", ("tests/gpu/test_graphs.py",), 120),
-    Step("torch", "tests", ("tests/gpu/test_torch_attention_on_gpu.py",), 120),
-    Step("modifications", "tests", ("tests/gpu/test_modifications.py",), 120, spread=True),
-    Step("forward", "tests", ("tests/gpu/test_forward.py", "tests/gpu/test_forward_sm90_on_gpu.py"), 300, spread=True),
-    Step("sanitizer", "tests", ("tests/gpu/test_sanitizer.py",), 300),
-    Step("bench-forward", "bench", ("forward",), 400),
-    Step("bench-backward", "bench", ("backward",), 300),
-    Step("bench-decode", "bench", ("decode",), 300),
+_KERNELS = (
+    Step("conformance", "tests", ("tests/emulation",), 120, spread=True),
+    Step("kernels", "tests", ("tests/gpu/test_kernels.py",), 120, spread=True),
+    Step("forward", "tests", ("tests/gpu/test_forward.py", "tests/gpu/test_forward_sm90_on_gpu.py"), 130, spread=True),
+    Step("decode", "tests", ("tests/gpu/test_decode.py",), 70, spread=True),
+    Step("modifications", "tests", ("tests/gpu/test_modifications.py",), 60, spread=True),
+)
+_SERVICE = (
+    Step("device", "tests", ("tests/gpu/test_cuda_hardware.py",), 90),
+    Step("streams", "tests", ("tests/gpu/test_streams.py", "tests/gpu/test_service.py"), 80),
+    Step("kv-cache", "tests", ("tests/gpu/test_kv_cache_on_gpu.py", "tests/gpu/test_kv_growth.py"), 80),
+    Step("graphs", "tests", ("tests/gpu/test_graphs.py",), 50),
+    Step("torch", "tests", ("tests/gpu/test_torch_attention_on_gpu.py",), 60),
+    Step("own-kernels", "tests", ("tests/gpu/test_own_kernels_on_gpu.py",), 40),
+    Step("sanitizer", "tests", ("tests/gpu/test_sanitizer.py",), 90),
+)
+# Each begins with its most telling cases, and stops by itself with what it has when its time is over.
+_BENCHMARKS = (
+    Step("bench-forward", "bench", ("forward",), 200),
+    Step("bench-decode", "bench", ("decode",), 130),
+    Step("bench-backward", "bench", ("backward",), 170),
 )
 
 
 def _others() -> tuple[Step, ...]:
     """The files of tests that no step names, so that a new one is run at once."""
-    named = {argument for step in _NAMED for argument in step.arguments}
+    named = {argument for step in (*_KERNELS, *_SERVICE) for argument in step.arguments}
     files = sorted(f"tests/gpu/{path.name}" for path in Path(__file__).parent.glob("test_*.py"))
     left = tuple(name for name in files if name not in named)
-    return (Step("others", "tests", left, 180),) if left else ()
+    return (Step("others", "tests", left, 60),) if left else ()
 
 
-_WHOLE = tuple(step for step in _NAMED if step.kind == "bench" and "--quick" not in step.arguments)
-STEPS = (*(step for step in _NAMED if step not in _WHOLE), *_others(), *_WHOLE)
+Parts = Mapping[str, Sequence[Step]]
+PARTS: Parts = {"kernels": _KERNELS, "service": (*_SERVICE, *_others()), "benchmarks": _BENCHMARKS}
 
 
 @dataclass
@@ -87,28 +98,88 @@ class Outcome:
     failures: list[str] = field(default_factory=list)
 
 
+class Report:
+    """What is known so far, in the folder for what is found. Steps that have not ended are "not run".
+
+    work: where the steps leave their files, until the archive has them.
+    """
+
+    def __init__(self, out: Path, work: Path, steps: Sequence[Step]) -> None:
+        self.outcomes = {step.name: Outcome(step.name, "not run", remark="the command had ended") for step in steps}
+        self._began = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+        self._out, self._work = out, work
+        for old in (*out.glob("*.png"), out / "results.tar.gz"):  # of an earlier run, which say nothing of this one
+            old.unlink(missing_ok=True)
+        self.write()
+
+    @property
+    def passed(self) -> bool:
+        return all(outcome.status == "passed" for outcome in self.outcomes.values())
+
+    def add(self, outcome: Outcome) -> None:
+        self.outcomes[outcome.name] = outcome
+        self.write()
+        say(outcome)
+
+    def write(self) -> None:
+        steps = [asdict(outcome) for outcome in self.outcomes.values()]
+        summary = json.dumps({"began": self._began, "passed": self.passed, "steps": steps}, indent=2) + "\n"
+        self._put("summary.json", lambda path: path.write_text(summary))
+        self._put("results.tar.gz", self._pack)
+        for plot in self._work.glob("*.png"):
+            self._put(plot.name, functools.partial(shutil.copyfile, plot))
+
+    def _pack(self, path: Path) -> None:
+        with tarfile.open(path, "w:gz") as archive:
+            for found in sorted(self._work.iterdir()):
+                if found.is_dir() or found.suffix == ".png":
+                    continue
+                if found.suffix == ".log":
+                    shorten(found)
+                archive.add(found, found.name)
+
+    def _put(self, name: str, write: Callable[[Path], object]) -> None:
+        """A file is there whole or not at all, also if the command is killed meanwhile."""
+        partial = self._out / f".{name}"
+        try:
+            write(partial)
+            partial.replace(self._out / name)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def shorten(log: Path) -> None:
+    size = log.stat().st_size
+    if size <= MOST_LOG:
+        return
+    with log.open("rb") as file:
+        file.seek(size - MOST_LOG)
+        last = file.read()
+    log.write_bytes(b"(the first %d bytes are left out)\n" % (size - MOST_LOG) + last)
+
+
 def run_steps(
-    steps: Sequence[Step], out: Path, minutes: float, command: Callable[[Step, Path, float], list[str]]
-) -> list[Outcome]:
+    steps: Sequence[Step],
+    work: Path,
+    minutes: float,
+    command: Callable[[Step, Path, float], list[str]],
+    tell: Callable[[Outcome], None],
+) -> None:
     """Each step in its turn, with what is left of the minutes. command: what to execute for it within the seconds."""
-    outcomes: list[Outcome] = []
     until = time.monotonic() + 60 * minutes
     for step in steps:
         seconds = min(step.seconds, until - time.monotonic() - PATIENCE)
         if seconds <= 0:
             outcome = Outcome(step.name, "not run", remark=f"the {minutes:g} minutes had passed")
         else:
-            outcome = run_step(step, out, command(step, out, seconds), seconds)
-        outcomes.append(outcome)
-        say(outcome)
-    return outcomes
+            outcome = run_step(step, work, command(step, work, seconds), seconds)
+        tell(outcome)
 
 
-def run_step(step: Step, out: Path, command: list[str], seconds: float) -> Outcome:
-    result = out / f"{step.name}.{'xml' if step.kind == 'tests' else 'json'}"
-    result.unlink(missing_ok=True)  # an earlier run's says nothing of this one
+def run_step(step: Step, work: Path, command: list[str], seconds: float) -> Outcome:
+    result = work / f"{step.name}.{'xml' if step.kind == 'tests' else 'json'}"
     began = time.monotonic()
-    with (out / f"{step.name}.log").open("w") as log:
+    with (work / f"{step.name}.log").open("w") as log:
         log.write(" ".join(command) + "\n")
         log.flush()
         code = _within(command, log, seconds)
@@ -180,17 +251,17 @@ def _within(command: list[str], log: Any, seconds: float) -> int | None:
         return None
 
 
-def real_command(step: Step, out: Path, seconds: float) -> list[str]:
+def real_command(step: Step, work: Path, seconds: float) -> list[str]:
     if step.kind == "bench":
         # It stops by itself a little earlier, with every case that it has measured.
         minutes = max(0.5, (seconds - 30) / 60)
-        arguments = [*step.arguments, "--minutes", f"{minutes:.2f}", "--json", "--out", str(out / f"{step.name}.json")]
+        arguments = [*step.arguments, "--minutes", f"{minutes:.2f}", "--json", "--out", str(work / f"{step.name}.json")]
         if importlib.util.find_spec("matplotlib") is not None:
-            arguments += ["--plot", str(out / f"{step.name}.png")]
+            arguments += ["--plot", str(work / f"{step.name}.png")]
         return [sys.executable, "-m", "gpu_actors.cli", "bench", *arguments]
     workers = min(6, (os.cpu_count() or 1) // 2)
     spread = step.spread and workers > 1 and importlib.util.find_spec("xdist") is not None
-    junit = f"--junitxml={out / f'{step.name}.xml'}"
+    junit = f"--junitxml={work / f'{step.name}.xml'}"
     distributed = ("-n", str(workers)) if spread else ()
     # Warnings of whatever torch is there are no failures of ours.
     return [sys.executable, "-m", "pytest", "-q", "-W", "default", "-m", "gpu", junit, *distributed, *step.arguments]
@@ -215,35 +286,48 @@ def say(outcome: Outcome) -> None:
 
 def main(
     arguments: Sequence[str] | None = None,
-    steps: Sequence[Step] = STEPS,
+    parts: Parts = PARTS,
     command: Callable[[Step, Path, float], list[str]] = real_command,
     find_obstacle: Callable[[], str | None] = obstacle,
 ) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder for what is found")
-    parser.add_argument("--minutes", type=float, default=20.0, help="in all (default: %(default)s)")
-    parser.add_argument("--only", nargs="+", metavar="STEP", help=f"of {', '.join(step.name for step in steps)}")
-    options = parser.parse_args(arguments)
-    if unknown := set(options.only or ()) - {step.name for step in steps}:
-        parser.error(f"no step is called {', '.join(sorted(unknown))}")
-    chosen = [step for step in steps if not options.only or step.name in options.only]
+    options, chosen = _options(arguments, parts)
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault("GPU_ACTORS_TEST_CACHE_DIR", str(_private(out / "cubins")))
-    os.environ.setdefault("GPU_ACTORS_CACHE_DIR", os.environ["GPU_ACTORS_TEST_CACHE_DIR"])
-    why = find_obstacle()
-    began = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-    if why is not None:
-        sys.stdout.write(f"there is no GPU to be used here, so nothing was run: {why}\n")
-        outcomes = [Outcome(step.name, "not run", remark=why) for step in chosen]
-    else:
-        outcomes = run_steps(chosen, out, options.minutes, command)
-    passed = all(outcome.status == "passed" for outcome in outcomes)
-    found = {"began": began, "passed": passed, "steps": [asdict(outcome) for outcome in outcomes]}
-    (out / "summary.json").write_text(json.dumps(found, indent=2) + "\n")
-    counts = {status: sum(o.status == status for o in outcomes) for status in sorted({o.status for o in outcomes})}
-    sys.stdout.write(f"{'passed' if passed else 'NOT PASSED'}: {counts}; see {out / 'summary.json'}\n")
-    return 0 if passed else 1
+    every = [step for steps in chosen.values() for step in steps]
+    with tempfile.TemporaryDirectory(prefix="gpu-actors-run-") as folder:
+        work = Path(folder)
+        os.environ.setdefault("GPU_ACTORS_TEST_CACHE_DIR", str(_private(work / "cubins")))
+        os.environ.setdefault("GPU_ACTORS_CACHE_DIR", os.environ["GPU_ACTORS_TEST_CACHE_DIR"])
+        report = Report(out, work, every)
+        why = find_obstacle()
+        if why is not None:
+            sys.stdout.write(f"there is no GPU to be used here, so nothing was run: {why}\n")
+            report.outcomes = {step.name: Outcome(step.name, "not run", remark=why) for step in every}
+            report.write()
+        for steps in () if why is not None else chosen.values():
+            run_steps(steps, work, options.minutes, command, report.add)
+    found = [outcome.status for outcome in report.outcomes.values()]
+    counts = {status: found.count(status) for status in sorted(set(found))}
+    sys.stdout.write(f"{'passed' if report.passed else 'NOT PASSED'}: {counts}; see {out / 'summary.json'}\n")
+    return 0 if report.passed else 1
+
+
+def _options(arguments: Sequence[str] | None, parts: Parts) -> tuple[argparse.Namespace, Parts]:
+    """The options, and what is to be run of each part."""
+    names = [step.name for steps in parts.values() for step in steps]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for what is found")
+    parser.add_argument("--part", choices=list(parts), help="only this part (default: all, one after another)")
+    parser.add_argument("--minutes", type=float, default=9.0, help="for a part (default: %(default)s)")
+    parser.add_argument("--only", nargs="+", metavar="STEP", help=f"of {', '.join(names)}")
+    options = parser.parse_args(arguments)
+    taken = {part: steps for part, steps in parts.items() if options.part in (None, part)}
+    there = {step.name for steps in taken.values() for step in steps}
+    if unknown := set(options.only or ()) - there:
+        where = f" in part {options.part}" if options.part else ""
+        parser.error(f"no step{where} is called {', '.join(sorted(unknown))}")
+    wanted = set(options.only or there)
+    return options, {part: [step for step in steps if step.name in wanted] for part, steps in taken.items()}
 
 
 def _private(folder: Path) -> Path:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "lib")]
 
-from gpu_candidates import CANDIDATES  # noqa: E402
+from cases.gpu_candidates import CANDIDATES  # noqa: E402
 
 import gpu_actors as ga  # noqa: E402
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from decode_cases import VARIANTS, Variant, draw
-from decode_requests import result_of
-from emulated_decode import DecodeCase, check_results
+from cases.decode import VARIANTS, Variant, draw
+from cases.decode_requests import result_of
+from emulated.decode import DecodeCase, check_results
 
 pytestmark = pytest.mark.gpu
 

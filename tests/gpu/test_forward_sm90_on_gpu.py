@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from emulated_forward import gaussian
-from test_prefill_sm90 import CASES, Case, check_on
+from cases.many_keys import check_many_keys, many_keys
+from cases.prefill import CASES, Case, check_on
+from emulated.forward import gaussian
 
 import gpu_actors as ga
 from gpu_actors.testing.tolerance import check_output
@@ -43,6 +44,15 @@ def test_more_tiles_than_blocks_and_launch_after_launch(context, head_dim, causa
         result = context.flash_attn.forward(*alone, causal=causal, return_lse=True).result(120)
         np.testing.assert_array_equal(result.out[0, :, 0], results[0].out[batch, :, head])
         check_output(result.out, result.lse, *alone, causal=causal)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_8_bit_values_of_many_keys_are_not_lost(context, head_dim):
+    """The tensor cores keep some 14 bits of their sums: over all keys, a third of 32,768 would be missing."""
+    q, k, v = many_keys(32768, head_dim)
+    assert context.flash_attn.inspect_key(ga.FlashForward(q, k, v)).kernel == KERNEL
+    result = context.flash_attn.forward(q, k, v, return_lse=True).result(120)
+    check_many_keys(result.out, result.lse, q, k, v)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_candidates import CANDIDATES, Candidate
+from cases.gpu_candidates import CANDIDATES, Candidate
 
+from gpu_actors.arrays.adopt import adopt
 from gpu_actors.bench.recorder import RecordingContext
 from gpu_actors.devices.cuda import CudaDevice
 from gpu_actors.devices.cuda.operands import Operands
 from gpu_actors.devices.cuda.stream import CudaStream
 from gpu_actors.errors import Unsupported
-from gpu_actors.interop.arrays import adopt
 
 pytestmark = pytest.mark.gpu
 
@@ -54,15 +54,15 @@ def test_a_captured_launch_gives_the_same_bits_when_it_is_replayed(candidate: Ca
         assert stream.handle is not None
         # Operands stay where they are for as long as the graph is replayed.
         launch.inputs = {name: on_device(array) for name, array in launch.inputs.items()}
-        operands = Operands(device, launch)
+        operands = Operands(device.memory, launch)
         runtime.deviceSynchronize()
         for step in launch.steps:
-            step.kernel.handle.prepare(device.api, step.geometry.shared_bytes)
+            step.kernel.handle.prepare(device.driver.api, step.geometry.shared_bytes)
         runtime.streamBeginCapture(stream.handle, runtime.streamCaptureModeRelaxed)
-        operands.upload(device.api, stream.handle)
+        operands.upload(device.driver.api, stream.handle)
         for step in launch.steps:
             params = step.pack(operands.buffers)
-            device.api.launch_kernel(step.kernel.handle.handle, *step.geometry, stream.handle, params)
+            device.driver.api.launch_kernel(step.kernel.handle.handle, *step.geometry, stream.handle, params)
         graph = runtime.streamEndCapture(stream.handle)
         replay = runtime.graphInstantiate(graph)
         out = operands.results()[answer._fields[0]]

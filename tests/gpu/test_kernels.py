@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from gpu_candidates import CANDIDATES, Candidate
+from cases.gpu_candidates import CANDIDATES, Candidate
 
 from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.dispatch import FAMILIES

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from llama import Settings
-from llama_support import drift, generate_all, prompts, tiny
+from support.llama import drift, generate_all, prompts, tiny
 
 import gpu_actors as ga
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from score_mod_gradients import backward_arrays, backward_graph, check_forward, check_gradients
-from score_mods import MODIFICATIONS, case_of, forward_graph
+from cases.score_mod_gradients import backward_arrays, backward_graph, check_forward, check_gradients
+from cases.score_mods import MODIFICATIONS, case_of, forward_graph
 
 pytestmark = pytest.mark.gpu
 

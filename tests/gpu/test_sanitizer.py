@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from gpu_candidates import CANDIDATES
+from cases.gpu_candidates import CANDIDATES
 
 import gpu_actors as ga
 from gpu_actors.errors import Unsupported

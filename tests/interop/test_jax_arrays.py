@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from gpu_actors.arrays.adopt import adopt, check_output, restore
 from gpu_actors.errors import InvalidRequest
-from gpu_actors.interop.arrays import adopt, check_output, restore
 
 jax = pytest.importorskip("jax")
 

@@ -9,8 +9,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from gpu_actors.arrays.adopt import CallerNotes, adopt, caller_streams, check_output, restore
 from gpu_actors.errors import InvalidRequest
-from gpu_actors.interop.arrays import adopt, caller_streams, check_output, restore
 
 torch = pytest.importorskip("torch")
 
@@ -47,10 +47,12 @@ def test_any_strides_are_kept(dtype: str, cut: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_tensor_that_requires_grad_is_adopted_without_its_history(dtype: str) -> None:
+def test_a_tensor_that_requires_grad_is_adopted_where_gradients_are_off(dtype: str) -> None:
     leaf = numbered(dtype).requires_grad_()
     for tensor in (leaf, leaf * 2, torch.nn.Parameter(numbered(dtype))):
-        array = adopt(tensor, "q").array
+        with pytest.raises(InvalidRequest, match=r"interop\.torch\.attention"):
+            adopt(tensor, "q")
+        array = adopt(tensor, "q", CallerNotes(grad=False)).array
         assert array.ctypes.data == tensor.data_ptr()
 
 

@@ -433,3 +433,63 @@ def test_torch_is_in_no_extra() -> None:
     project = tomllib.loads((Path(ga.__file__).parents[1] / "pyproject.toml").read_text())["project"]
     named = [*project["dependencies"], *(name for extra in project["optional-dependencies"].values() for name in extra)]
     assert not [name for name in named if name.startswith("torch")]
+
+
+# Autocast
+
+
+def in_16_bits(*tensors: Any, dtype: Any = torch.bfloat16) -> list[Any]:
+    return [tensor.detach().to(dtype).requires_grad_() for tensor in tensors]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_casts_operands_as_it_does_for_torchs_own_attention(
+    ctx: ga.GpuContext, dtype: Any, compiled: bool
+) -> None:
+    given = operands(rows=3, keys=3, heads=2, heads_kv=2, dim=8, dtype=torch.float32)
+    bias = drawn(1, 2, 3, 3, dtype=torch.float32)
+
+    def function(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        return attention(q, k, v, context=ctx, bias=bias)
+
+    torch.compiler.reset()
+    called = torch.compile(function, backend="aot_eager", fullgraph=True) if compiled else function
+    with torch.autocast("cpu", dtype=dtype):
+        out = called(*given, bias)
+        assert out.dtype == by_torch(*given, attn_mask=bias).dtype == dtype
+    cast = in_16_bits(*given, bias, dtype=dtype)
+    expected = function(*cast)
+    assert torch.equal(out, expected)
+    gradients = torch.autograd.grad(out.float().square().sum(), [*given, bias])
+    wanted = torch.autograd.grad(expected.float().square().sum(), cast)
+    for gradient, other in zip(gradients, wanted, strict=True):
+        assert gradient.dtype == torch.float32
+        assert torch.equal(gradient, other.float())
+
+
+def test_autocast_joins_operands_of_several_dtypes(ctx: ga.GpuContext) -> None:
+    q, k, v = operands(heads_kv=2, dim=8, dtype=torch.float32, grad=False)
+    expected = attention(*(x.bfloat16() for x in (q, k, v)), context=ctx)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(attention(q.bfloat16(), k, v, context=ctx), expected)
+
+
+def test_autocast_leaves_float64_fp8_and_float32_sinks(ctx: ga.GpuContext) -> None:
+    q, k, v = operands(dim=8, grad=False)
+    sinks = drawn(2, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert attention(q, k, v, context=ctx).dtype == torch.float64
+        narrow = [x.float().to(torch.float8_e4m3fn) for x in (q, k, v)]
+        out = attention(*narrow, context=ctx)
+        single = attention(q.float(), k.float(), v.float(), context=ctx, sinks=sinks)
+        half = attention(q.half(), k.half(), v.half(), context=ctx, sinks=sinks.half())
+    assert torch.equal(out, attention(*narrow, context=ctx))
+    assert torch.equal(single, attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), context=ctx, sinks=sinks))
+    assert half.dtype == torch.bfloat16
+
+
+def test_autocast_that_is_off_changes_nothing(ctx: ga.GpuContext) -> None:
+    q, k, v = operands(dim=8, dtype=torch.float32, grad=False)
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.autocast("cpu", enabled=False):
+        assert attention(q, k, v, context=ctx).dtype == torch.float32

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -330,3 +332,65 @@ class TestRefusals:
         module = torch.nn.Module()
         with pytest.raises(ga.Unsupported, match="dtype"):
             transformers.AttentionInterface()["gpu_actors"](module, query, query, query, None)
+
+
+# Models that compute attention themselves
+
+OF_THEIR_OWN: dict[str, dict[str, Any]] = {
+    "gptj": {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_positions": 64},
+    "falcon": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "mpt": {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64},
+    "codegen": {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_positions": 64, "n_ctx": 64},
+    "xglm": {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 32, "max_position_embeddings": 64},
+}
+TOKENS = {"vocab_size": 50, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def own_config(family: str) -> Any:
+    return transformers.AutoConfig.for_model(family, **TOKENS, **OF_THEIR_OWN[family])
+
+
+@pytest.mark.parametrize("family", OF_THEIR_OWN)
+def test_a_model_that_cannot_switch_is_refused_and_stays_on_eager(ctx: ga.GpuContext, family: str) -> None:
+    model = model_of(own_config(family))
+    with pytest.raises(ga.Unsupported, match="code of its own") as caught:
+        bridge.register(ctx, model=model)
+    assert caught.value.field == "model"
+    assert caught.value.value == type(model).__name__
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("family", ["bloom", "mpt", "codegen", "xglm"])
+def test_a_model_that_takes_only_the_mask_is_refused(ctx: ga.GpuContext, family: str) -> None:
+    """It took no mask for one that hides nothing, and each token saw those behind it."""
+    config = own_config(family)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="gpu_actors").eval()
+    with pytest.raises(ga.Unsupported, match="code of its own") as caught:
+        model(torch.arange(8)[None])
+    assert caught.value.field == "attn_implementation"
+
+
+def test_a_model_is_switched_as_it_is_registered(ctx: ga.GpuContext) -> None:
+    model = model_of(MODELS["llama"]())
+    assert bridge.register(ctx, model=model) == "gpu_actors"
+    assert model.config._attn_implementation == "gpu_actors"
+    before = ctx.stats()["flash_attn"].completed
+    model(torch.arange(8)[None])
+    assert ctx.stats()["flash_attn"].completed == before + 2
+    with pytest.raises(ga.InvalidRequest, match="PreTrainedModel"):
+        bridge.register(ctx, model=torch.nn.Linear(2, 2))
+
+
+def test_the_documented_families_are_those_that_cannot_switch() -> None:
+    page = (Path(ga.__file__).parents[1] / "docs/transformers.md").read_text()
+    version = re.search(r"causal language models of\s+Transformers (\S+) these are", page)
+    assert version is not None
+    mapping = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    classes = {family: name if isinstance(name, str) else name[0] for family, name in mapping.items()}
+    stuck = {
+        family for family, name in classes.items() if not getattr(transformers, name)._can_set_attn_implementation()
+    }
+    named = set(re.findall("`([a-z0-9_-]+)`", page[version.end() :].split("\n\n")[0]))
+    assert named & set(classes) <= stuck
+    assert transformers.__version__ != version[1] or named == stuck

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from gpu_actors.devices.interface import TensorMap
+from gpu_actors.devices.interface import Params, TensorMap
 
 __all__ = ["CudaApi", "DeviceProperties", "MemoryBlock"]
 
@@ -76,9 +76,9 @@ class CudaApi(Protocol):
         block: tuple[int, int, int],
         shared_bytes: int,
         stream: int,
-        params: bytes,
+        params: Params,
     ) -> None:
-        """Enqueue a kernel whose only parameter is a struct, passed by value as ``params``."""
+        """Enqueue a kernel. params: the bytes of its only parameter, or of each, passed by value."""
 
     def begin_capture(self, stream: int) -> None:
         """Record what this thread enqueues on the stream from now on, and do none of it."""

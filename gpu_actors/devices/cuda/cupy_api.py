@@ -12,8 +12,9 @@ from cupy.cuda import driver, runtime
 
 from gpu_actors.devices.cuda.api import DeviceProperties, MemoryBlock
 from gpu_actors.devices.cuda.errors import NOT_READY, OUT_OF_MEMORY, CudaFailure
+from gpu_actors.devices.cuda.library import make_primary_context
 from gpu_actors.devices.cuda.tensor_map import encode_tensor_map
-from gpu_actors.devices.interface import TensorMap
+from gpu_actors.devices.interface import Params, TensorMap
 
 __all__ = ["CupyApi", "CupyBlock"]
 
@@ -22,7 +23,7 @@ R = TypeVar("R")
 
 _CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 _PARAMS_ALIGNMENT = 64
-"""What a CUtensorMap inside the parameters asks for."""
+"""What a CUtensorMap among the parameters asks for."""
 
 
 def _checked(call: Callable[P, R]) -> Callable[P, R]:
@@ -47,7 +48,7 @@ class CupyBlock:
 
     def __init__(self, pointer: Any) -> None:
         self.address: int = pointer.ptr
-        self.pointer = pointer
+        self.pointer: Any = pointer
 
 
 class CupyApi:
@@ -59,6 +60,7 @@ class CupyApi:
 
     @_checked
     def bind(self) -> None:
+        make_primary_context(self._index)
         runtime.setDevice(self._index)
 
     @_checked
@@ -121,14 +123,19 @@ class CupyApi:
         block: tuple[int, int, int],
         shared_bytes: int,
         stream: int,
-        params: bytes,
+        params: Params,
     ) -> None:
-        # The driver copies the struct out of here before it returns.
-        memory = ctypes.create_string_buffer(len(params) + _PARAMS_ALIGNMENT)
+        parts = (params,) if isinstance(params, bytes) else params
+        # The driver copies them out of here before it returns.
+        room = [-(-len(part) // _PARAMS_ALIGNMENT) * _PARAMS_ALIGNMENT for part in parts]
+        memory = ctypes.create_string_buffer(sum(room) + _PARAMS_ALIGNMENT)
         address = ctypes.addressof(memory)
         address += -address % _PARAMS_ALIGNMENT
-        ctypes.memmove(address, params, len(params))
-        pointers = (ctypes.c_void_p * 1)(address)
+        pointers = (ctypes.c_void_p * max(1, len(parts)))()
+        for place, (part, nbytes) in enumerate(zip(parts, room, strict=True)):
+            ctypes.memmove(address, part, len(part))
+            pointers[place] = address
+            address += nbytes
         where = ctypes.addressof(pointers)
         driver.launchKernel(function, *grid, *block, shared_bytes, stream, where, 0)
 

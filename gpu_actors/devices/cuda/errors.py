@@ -13,6 +13,8 @@ OUT_OF_MEMORY = 2
 NOT_READY = 600
 
 STICKY: dict[int, str] = {
+    214: "cudaErrorECCUncorrectable",
+    220: "cudaErrorNvlinkUncorrectable",
     226: "cudaErrorContained",
     700: "cudaErrorIllegalAddress",
     702: "cudaErrorLaunchTimeout",
@@ -27,9 +29,13 @@ STICKY: dict[int, str] = {
     721: "cudaErrorTensorMemoryLeak",
     810: "cudaErrorMpsClientTerminated",
     911: "cudaErrorExternalDevice",
+    999: "cudaErrorUnknown",
 }
-"""After these every later call fails: driver_types.h (CUDA 13.4) says of each but 709, whose name says it, that the
-process must be terminated and relaunched."""
+"""After these nothing that the device says or holds can be relied on.
+
+driver_types.h (CUDA 13.4) says of most that the process must be terminated and relaunched. It does not say so of 709,
+whose name says it; of 214 and 220, after which memory may hold other bits than were written; and of 999, of which
+nothing is known."""
 
 
 class CudaFailure(Exception):
@@ -39,7 +45,7 @@ class CudaFailure(Exception):
         super().__init__(status, call, detail)
         self.status = status
         self.call = call
-        self.detail = detail or STICKY.get(status, f"status {status}")
+        self.detail: str = detail or STICKY.get(status, f"status {status}")
 
     @property
     def sticky(self) -> bool:

@@ -7,17 +7,24 @@ run. That is stricter than the stream order that CuPy's and torch's allocators k
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 
+from gpu_actors.arrays.adopt import dtype_of
+from gpu_actors.arrays.device_array import DeviceArray
+from gpu_actors.arrays.dlpack import contiguous_strides
 from gpu_actors.devices.cuda.api import CudaApi, MemoryBlock
+from gpu_actors.devices.cuda.driver import Driver
+from gpu_actors.devices.cuda.errors import OUT_OF_MEMORY, CudaFailure
+from gpu_actors.errors import OutOfDeviceMemory
 
-if TYPE_CHECKING:
-    from gpu_actors.devices.cuda.device import CudaDevice
+__all__ = ["DeviceMemory", "Layout", "MemoryPools", "StagingBlock", "StagingPool", "keep_for_ever"]
 
-__all__ = ["DeviceMemory", "Layout", "StagingBlock", "StagingPool", "keep_for_ever"]
+R = TypeVar("R")
 
 ALIGNMENT = 256
 """Of each operand, in bytes: what cudaMalloc gives, which kernels rely on for vector loads and tensor maps."""
@@ -29,7 +36,7 @@ class Layout:
     __slots__ = ("size",)
 
     def __init__(self) -> None:
-        self.size = 0
+        self.size: int = 0
 
     def reserve(self, nbytes: int) -> int:
         """The offset of the next operand."""
@@ -44,8 +51,8 @@ class StagingBlock:
     __slots__ = ("address", "bytes", "capacity")
 
     def __init__(self, address: int, capacity: int) -> None:
-        self.address = address
-        self.capacity = capacity
+        self.address: int = address
+        self.capacity: int = capacity
         memory = (ctypes.c_uint8 * capacity).from_address(address)
         self.bytes: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(memoryview(memory), np.uint8)
 
@@ -98,22 +105,82 @@ class StagingPool:
         self._keep = 0
 
 
+class MemoryPools:
+    """The memory of one device for launches, and their staging. Safe from any thread."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+        self._staging = StagingPool(driver.api)
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> DeviceArray:
+        """An array on the device with whatever was in its memory. Freed when it is dropped.
+
+        For launches only: its memory is used again as soon as it is dropped, so work that others enqueued on it must
+        be over by then. Raises OutOfDeviceMemory.
+        """
+        kind = dtype_of(dtype)
+        nbytes = math.prod(shape) * kind.itemsize
+        memory = DeviceMemory(self, nbytes) if nbytes else None
+        address = memory.address if memory is not None else 0
+        strides = contiguous_strides(shape, kind.itemsize)
+        return DeviceArray(address, tuple(shape), strides, kind, self.driver.index, owner=memory)
+
+    def take_block(self, nbytes: int) -> MemoryBlock:
+        """Device memory. Raises OutOfDeviceMemory once the pool's unused blocks did not help either."""
+        return self._spare(self.driver.api.allocate, nbytes, "device memory")
+
+    def free(self, block: MemoryBlock) -> None:
+        """Give a block back, from any thread. Its work must be over."""
+        if self.driver.may_release:
+            self.driver.api.free(block)
+        else:
+            keep_for_ever(block)
+
+    def take_staging(self, nbytes: int) -> StagingBlock:
+        return self._spare(self._staging.take, nbytes, "page-locked host memory")
+
+    def give_staging(self, block: StagingBlock) -> None:
+        if self.driver.may_release:
+            self.driver.call(self._staging.give, block)
+
+    def close(self) -> None:
+        """Release the staging that no launch uses. Raises CudaFailure."""
+        self._staging.close()
+
+    def _spare(self, take: Callable[[int], R], nbytes: int, what: str) -> R:
+        driver = self.driver
+        try:
+            return take(nbytes)
+        except CudaFailure as failure:
+            if failure.status != OUT_OF_MEMORY:
+                raise driver.failed(failure) from failure
+        driver.call(driver.api.trim)
+        driver.call(self._staging.trim)
+        try:
+            return take(nbytes)
+        except CudaFailure as failure:
+            if failure.status != OUT_OF_MEMORY:
+                raise driver.failed(failure) from failure
+            message = f"cuda:{driver.index} has no {what} left for {nbytes} bytes: {failure.detail}"
+            raise OutOfDeviceMemory(message) from failure
+
+
 class DeviceMemory:
     """A block of device memory that goes back to the pool when the last reference to this goes."""
 
-    __slots__ = ("_block", "_device", "address")
+    __slots__ = ("_block", "_pools", "address")
 
-    def __init__(self, device: CudaDevice, nbytes: int) -> None:
-        self._device = device
+    def __init__(self, pools: MemoryPools, nbytes: int) -> None:
+        self._pools = pools
         self._block: MemoryBlock | None = None
-        self._block = device.take_block(nbytes)
-        self.address = self._block.address
+        self._block = pools.take_block(nbytes)
+        self.address: int = self._block.address
 
     def release(self) -> None:
         """Give the block back now."""
         block, self._block = self._block, None
         if block is not None:
-            self._device.free(block)
+            self._pools.free(block)
 
     def __del__(self) -> None:
         self.release()

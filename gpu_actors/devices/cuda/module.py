@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+import weakref
+from collections import deque
 
 from gpu_actors.devices.cuda.api import CudaApi
-
-if TYPE_CHECKING:
-    from gpu_actors.devices.cuda.device import CudaDevice
+from gpu_actors.devices.cuda.driver import Driver
+from gpu_actors.devices.cuda.errors import CudaFailure
 
 __all__ = ["CudaFunction", "Modules"]
 
 
-class CudaFunction:
-    """A kernel of a loaded cubin: the handle inside an `interface.Kernel`."""
+class _Module:
+    """A loaded cubin, for as long as one of its functions is held."""
 
-    def __init__(self, device: CudaDevice, handle: int) -> None:
-        self.device = device
+    __slots__ = ("__weakref__", "handle")
+
+    def __init__(self, handle: int) -> None:
+        self.handle: int = handle
+
+
+class CudaFunction:
+    """A kernel of a loaded cubin: the handle inside an `interface.Kernel`. Plans and launches
+    in flight hold it; the cubin is unloaded after the last of them."""
+
+    def __init__(self, driver: Driver, module: _Module, handle: int) -> None:
+        self.driver = driver
         self.handle = handle
+        self._module = module
         self._shared_bytes = 0
         self._lock = threading.Lock()
 
@@ -38,28 +49,48 @@ class Modules:
     a digest, and equal images are equal for certain.
     """
 
-    def __init__(self, device: CudaDevice) -> None:
-        self._device = device
-        self._modules: dict[bytes, int] = {}
-        self._functions: dict[tuple[int, str], CudaFunction] = {}
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._modules: weakref.WeakValueDictionary[bytes, _Module] = weakref.WeakValueDictionary()
+        self._functions: weakref.WeakValueDictionary[tuple[bytes, str], CudaFunction] = weakref.WeakValueDictionary()
+        self._loaded: set[int] = set()
+        self._dropped: deque[int] = deque()
         self._lock = threading.Lock()
 
     def function(self, image: bytes, entry: str) -> CudaFunction:
         """The kernel of that name, from a module that is loaded if it has not been. Raises CudaFailure."""
-        api = self._device.api
+        api = self._driver.api
         with self._lock:
-            module = self._modules.get(image)
-            if module is None:
-                module = self._modules[image] = api.load_module(image)
-            function = self._functions.get((module, entry))
+            self._unload()
+            function = self._functions.get((image, entry))
             if function is None:
-                handle = api.get_function(module, entry)
-                function = self._functions[module, entry] = CudaFunction(self._device, handle)
+                module = self._modules.get(image) or self._load(image)
+                function = CudaFunction(self._driver, module, api.get_function(module.handle, entry))
+                self._functions[image, entry] = function
             return function
 
     def close(self) -> None:
         """Unload everything. No kernel may be in flight."""
         with self._lock:
-            modules, self._modules, self._functions = self._modules, {}, {}
-        for module in modules.values():
-            self._device.api.unload_module(module)
+            self._dropped.clear()
+            loaded, self._loaded = self._loaded, set()
+        for module in loaded:
+            self._driver.api.unload_module(module)
+
+    def _load(self, image: bytes) -> _Module:
+        module = self._modules[image] = _Module(self._driver.api.load_module(image))
+        self._loaded.add(module.handle)
+        # Called on whatever thread drops the last reference, where nothing may wait for the driver or a lock.
+        weakref.finalize(module, self._dropped.append, module.handle).atexit = False
+        return module
+
+    def _unload(self) -> None:
+        """Unload what is held no more."""
+        while self._dropped:
+            handle = self._dropped.popleft()
+            if handle in self._loaded:
+                self._loaded.remove(handle)
+                try:
+                    self._driver.api.unload_module(handle)
+                except CudaFailure as failure:
+                    self._driver.failed(failure)  # one that outlives the call shows at the next

@@ -5,6 +5,7 @@ the kernels, into a second block. Both kinds share one block of device memory wi
 
     staging [ q | k | v ] --upload--> device [ q | k | v | out | lse | scratch ] --download--> staging [ out | lse ]
 
+What a kernel changes in an array of the host lies between the two, and goes both ways.
 Arrays that lie on the device already are used in place, and cost neither; those of several requests that share the
 launch are copied next to each other.
 """
@@ -13,20 +14,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from gpu_actors.arrays.adopt import check_output, dtype_of, name_of
+from gpu_actors.arrays.device_array import DeviceArray, Joined, element_strides
+from gpu_actors.arrays.dlpack import contiguous_strides
 from gpu_actors.devices.cuda.api import CudaApi, MemoryBlock
-from gpu_actors.devices.cuda.memory import Layout, StagingBlock
+from gpu_actors.devices.cuda.memory import Layout, MemoryPools, StagingBlock
 from gpu_actors.devices.interface import Buffer, Launch, OutputSpec, ScratchSpec
 from gpu_actors.errors import InvalidRequest, LaunchError
-from gpu_actors.interop.arrays import check_output, dtype_of, name_of
-from gpu_actors.interop.device_array import DeviceArray, Joined, element_strides
-from gpu_actors.interop.dlpack import contiguous_strides
-
-if TYPE_CHECKING:
-    from gpu_actors.devices.cuda.device import CudaDevice
 
 __all__ = ["Operands"]
 
@@ -55,12 +53,13 @@ class Operands:
     Making one raises OutOfDeviceMemory, and InvalidRequest for an array that lies elsewhere or cannot be written.
     """
 
-    def __init__(self, device: CudaDevice, launch: Launch) -> None:
+    def __init__(self, pools: MemoryPools, launch: Launch) -> None:
         self.buffers: dict[str, Buffer] = {}
         self.producers: set[int] = set()
-        self._device = device
+        self._pools = pools
         self._results: dict[str, Any] = {}
         self._uploads: list[tuple[str, Host, int]] = []
+        self._returned: list[tuple[str, Host, int]] = []
         self._downloads: list[_Download] = []
         self._scratch: list[tuple[str, ScratchSpec, int]] = []
         self._late: dict[str, _Late] = {}
@@ -69,7 +68,7 @@ class Operands:
         self._block: MemoryBlock | None = None
         self._staging_in: StagingBlock | None = None
         self._staging_out: StagingBlock | None = None
-        self._up, self._down, self._inner = Layout(), Layout(), Layout()
+        self._up, self._both, self._down, self._inner = Layout(), Layout(), Layout(), Layout()
         try:
             self._place_inputs(launch)
             self._place_outputs(launch)
@@ -83,7 +82,7 @@ class Operands:
     def upload(self, api: CudaApi, stream: int) -> None:
         """Enqueue the copies of the inputs, and the clearing of what is to be cleared."""
         if self._staging_in is not None and self._block is not None:
-            api.copy_to_device(self._block.address, self._staging_in.address, self._up.size, stream)
+            api.copy_to_device(self._block.address, self._staging_in.address, self._up.size + self._both.size, stream)
         for name, joined, _ in self._joined:
             address = self.buffers[name].address
             for part in joined.parts:
@@ -98,22 +97,26 @@ class Operands:
         """Enqueue the copy of the outputs that the host wants."""
         if self._staging_out is not None and self._block is not None:
             source = self._block.address + self._up.size
-            api.copy_to_host(self._staging_out.address, source, self._down.size, stream)
+            api.copy_to_host(self._staging_out.address, source, self._both.size + self._down.size, stream)
 
     def results(self) -> Mapping[str, Any]:
         """The outputs by name, once the launch is over: the caller's arrays filled, fresh ndarrays, DeviceArrays."""
+        for _, array, offset in self._returned:
+            assert self._staging_out is not None
+            _bits(array)[...] = _staged(self._staging_out, offset, array.shape, array.itemsize)
         for name, spec, offset in self._downloads:
             dtype = dtype_of(spec.dtype)
             into = np.empty(spec.shape, dtype) if spec.into is None else spec.into
             if into.size:
                 assert self._staging_out is not None
-                _bits(into)[...] = _staged(self._staging_out, offset, spec.shape, dtype.itemsize)
+                _bits(into)[...] = _staged(self._staging_out, self._both.size + offset, spec.shape, dtype.itemsize)
             self._results[name] = into
         return self._results
 
     def rebind(self, launch: Launch) -> None:
         """Stage the operands of another launch of the same shapes, whose outputs go where it says."""
         self._uploads = [(name, launch.inputs[name], offset) for name, _, offset in self._uploads]
+        self._returned = [(name, launch.inputs[name], offset) for name, _, offset in self._returned]
         self._downloads = [download._replace(spec=launch.outputs[download.name]) for download in self._downloads]
         self._results = {}
         self._fill_staging()
@@ -123,12 +126,12 @@ class Operands:
         block, self._block = self._block, None
         staging = (self._staging_in, self._staging_out)
         self._staging_in = self._staging_out = None
-        self._uploads, self._downloads, self._results = [], [], {}
+        self._uploads, self._returned, self._downloads, self._results = [], [], [], {}
         if block is not None:
-            self._device.free(block)
+            self._pools.free(block)
         for staged in staging:
             if staged is not None:
-                self._device.give_staging(staged)
+                self._pools.give_staging(staged)
 
     # Placing
 
@@ -143,6 +146,8 @@ class Operands:
                 raise InvalidRequest(name, "an array on the host", "is changed in place, so it must lie on the device")
             elif array.size == 0:
                 self.buffers[name] = _buffer(0, array.shape, array.dtype)
+            elif name in launch.returned:
+                self._returned.append((name, array, self._both.reserve(array.nbytes)))
             else:
                 self._uploads.append((name, array, self._up.reserve(array.nbytes)))
 
@@ -194,7 +199,7 @@ class Operands:
             self.buffers[name] = _buffer(0, spec.shape, dtype)
 
     def _place_on_device(self, name: str, array: DeviceArray) -> None:
-        index = self._device.info.index
+        index = self._pools.driver.index
         if array.device != index:
             raise InvalidRequest(name, f"an array on cuda:{array.device}", f"must lie on cuda:{index} or the host")
         if array.stream is not None:
@@ -204,39 +209,46 @@ class Operands:
     def _make(self, like: DeviceArray, spec: OutputSpec) -> DeviceArray:
         if like.make is not None:
             return like.make(spec.shape, spec.dtype)
-        return self._device.empty(spec.shape, spec.dtype)
+        return self._pools.empty(spec.shape, spec.dtype)
 
     # Memory
 
     def _allocate(self) -> None:
-        size = self._up.size + self._down.size + self._inner.size
+        down = self._up.size + self._both.size
+        inner = down + self._down.size
+        size = inner + self._inner.size
         if size == 0:
             return
-        self._block = self._device.take_block(size)
+        self._block = self._pools.take_block(size)
         base = self._block.address
         for name, array, offset in self._uploads:
             self.buffers[name] = _buffer(base + offset, array.shape, array.dtype)
+        for name, array, offset in self._returned:
+            self.buffers[name] = _buffer(base + self._up.size + offset, array.shape, array.dtype)
         for name, spec, offset in self._downloads:
             if name not in self.buffers:
-                address = base + self._up.size + offset
+                address = base + down + offset
                 self.buffers[name] = _buffer(address, spec.shape, dtype_of(spec.dtype))
         for name, scratch, offset in self._scratch:
-            address = base + self._up.size + self._down.size + offset
+            address = base + inner + offset
             self.buffers[name] = _buffer(address, scratch.shape, dtype_of(scratch.dtype))
         for name, joined, offset in self._joined:
-            address = base + self._up.size + self._down.size + offset
+            address = base + inner + offset
             self.buffers[name] = _buffer(address, joined.shape, joined.dtype)
         for name, late in self._late.items():
             self.buffers[name] = _buffer(base + late.offset, late.spec.shape, dtype_of(late.spec.dtype))
-        if self._up.size:
-            self._staging_in = self._device.take_staging(self._up.size)
-        if self._down.size:
-            self._staging_out = self._device.take_staging(self._down.size)
+        if down:
+            self._staging_in = self._pools.take_staging(down)
+        if inner > self._up.size:
+            self._staging_out = self._pools.take_staging(inner - self._up.size)
 
     def _fill_staging(self) -> None:
         for _, array, offset in self._uploads:
             assert self._staging_in is not None
             _staged(self._staging_in, offset, array.shape, array.itemsize)[...] = _bits(array)
+        for _, array, offset in self._returned:
+            assert self._staging_in is not None
+            _staged(self._staging_in, self._up.size + offset, array.shape, array.itemsize)[...] = _bits(array)
         for name, late in self._late.items():
             assert self._staging_in is not None
             assert late.spec.contents is not None

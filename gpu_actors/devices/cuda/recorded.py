@@ -10,25 +10,34 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from gpu_actors.devices.cuda.driver import Driver
 from gpu_actors.devices.cuda.errors import CudaFailure
 from gpu_actors.devices.cuda.operands import Operands
 from gpu_actors.devices.interface import Launch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable, Hashable, Sequence
 
-    from gpu_actors.devices.cuda.device import CudaDevice
+    from gpu_actors.devices.cuda.module import CudaFunction
     from gpu_actors.devices.recorded import Recordings
 
 __all__ = ["RecordedLaunch", "capture"]
 
 
 class RecordedLaunch:
-    """A graph and its operands. A flight takes it for `Operands`, whose memory `release` keeps."""
+    """A graph, the kernels in it and their operands. A flight takes it for `Operands`, whose memory `release` keeps."""
 
-    def __init__(self, key: Hashable, graph: int, operands: Operands, recordings: Recordings[RecordedLaunch]) -> None:
+    def __init__(
+        self,
+        key: Hashable,
+        graph: int,
+        functions: Sequence[CudaFunction],
+        operands: Operands,
+        recordings: Recordings[RecordedLaunch],
+    ) -> None:
         self.graph = graph
-        self.producers = operands.producers
+        self.functions = functions
+        self.producers: set[int] = operands.producers
         self._key = key
         self._operands = operands
         self._recordings = recordings
@@ -44,20 +53,20 @@ class RecordedLaunch:
         """The flight is over: the next launch may have it."""
         self._recordings.give(self._key, self)
 
-    def drop(self, device: CudaDevice) -> None:
+    def drop(self, driver: Driver) -> None:
         """Give the graph and the memory back."""
-        if not device.lost and not device.closed:
+        if not driver.lost and not driver.closed:
             try:
-                device.enter()
-                device.api.destroy_graph(self.graph)
+                driver.enter()
+                driver.api.destroy_graph(self.graph)
             except CudaFailure as failure:
-                device.failed(failure)
+                driver.failed(failure)
         self._operands.release()
 
 
-def capture(device: CudaDevice, stream: int, enqueue: Callable[[], None]) -> int:
+def capture(driver: Driver, stream: int, enqueue: Callable[[], None]) -> int:
     """The graph of what ``enqueue`` puts on a stream, which does none of it now. Raises `CudaFailure`."""
-    api = device.api
+    api = driver.api
     api.begin_capture(stream)
     try:
         enqueue()

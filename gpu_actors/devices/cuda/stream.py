@@ -11,19 +11,16 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING
 
+from gpu_actors.devices.cuda.driver import Driver
 from gpu_actors.devices.cuda.errors import CudaFailure
-from gpu_actors.devices.cuda.memory import keep_for_ever
+from gpu_actors.devices.cuda.memory import MemoryPools, keep_for_ever
 from gpu_actors.devices.cuda.module import CudaFunction
 from gpu_actors.devices.cuda.operands import Operands
 from gpu_actors.devices.cuda.recorded import RecordedLaunch, capture
-from gpu_actors.devices.interface import Event, Launch, LaunchGeometry, Outputs, RecordingStats, Stream
+from gpu_actors.devices.interface import Event, Launch, LaunchGeometry, Outputs, Params, RecordingStats, Stream
 from gpu_actors.devices.recorded import Recordings, recording_key
 from gpu_actors.errors import ActorStopped, GpuActorsError, LaunchError
-
-if TYPE_CHECKING:
-    from gpu_actors.devices.cuda.device import CudaDevice
 
 __all__ = ["CudaEvent", "CudaStream", "Flight"]
 
@@ -31,32 +28,34 @@ __all__ = ["CudaEvent", "CudaStream", "Flight"]
 class CudaStream(Stream):
     """Opened by `CudaDevice.open_stream`."""
 
-    def __init__(self, device: CudaDevice, name: str) -> None:
+    def __init__(self, pools: MemoryPools, name: str) -> None:
+        driver = pools.driver
         self.name = name
-        self.handle: int | None = device.call(device.api.create_stream)
-        self._device = device
+        self.handle: int | None = driver.call(driver.api.create_stream)
+        self._driver = driver
+        self._pools = pools
         self._flights: deque[Flight] = deque()
         self._closed = False
-        self.recordings: Recordings[RecordedLaunch] = Recordings(lambda record: record.drop(device))
+        self.recordings: Recordings[RecordedLaunch] = Recordings(lambda record: record.drop(driver))
         # Held while something is enqueued, so that closing cannot pull the stream away underneath.
         self._lock = threading.Lock()
 
     def launch(self, launch: Launch) -> Event:
-        device = self._device
-        device.enter()
-        functions = _checked(device, launch)
+        driver = self._driver
+        driver.enter()
+        functions = _checked(driver, launch)
         with self._lock:
             self._reap()
         key = recording_key(launch)
         if key is not None:
             return self._launch_recorded(key, launch, functions)
-        operands = Operands(device, launch)
+        operands = Operands(self._pools, launch)
         try:
             params = [step.pack(operands.buffers) for step in launch.steps]
         except BaseException:
             operands.release()
             raise
-        flight = Flight(device, self.name, launch, operands)
+        flight = Flight(driver, self.name, launch, operands)
         event = CudaEvent(flight)
         with self._lock:
             if self._closed or self.handle is None:
@@ -82,44 +81,44 @@ class CudaStream(Stream):
         """Release the closed stream if nothing is in flight any more. Never blocks. True once it is released."""
         self.recordings.close()
         with self._lock:
-            if self._device.lost:
+            if self._driver.lost:
                 return False
             while self._flights and self._flights[0].settle_if_over():
                 self._flights.popleft()
-            if self._flights or self._device.lost:
+            if self._flights or self._driver.lost:
                 return False
             if self.handle is not None:
-                self._device.api.destroy_stream(self.handle)
+                self._driver.api.destroy_stream(self.handle)
                 self.handle = None
             return True
 
     def _launch_recorded(self, key: Hashable, launch: Launch, functions: Sequence[CudaFunction]) -> Event:
-        device = self._device
+        driver = self._driver
         recorded = self.recordings.take(key)
         if recorded is None:
             recorded = self._record(key, launch, functions)
         else:
             recorded.rebind(launch)
-        flight = Flight(device, self.name, launch, recorded)
+        flight = Flight(driver, self.name, launch, recorded)
         event = CudaEvent(flight)
         with self._lock:
             if self._closed or self.handle is None:
                 flight.release()
                 raise self._stopped()
-            api, stream = device.api, self.handle
+            api, stream = driver.api, self.handle
             try:
                 flight.event = api.create_event()
             except CudaFailure as failure:
-                error = device.failed(failure)
+                error = driver.failed(failure)
                 flight.release()
                 raise error from failure
             try:
                 for producer in recorded.producers:
-                    _order_after(device, producer, stream)
+                    _order_after(driver, producer, stream)
                 api.launch_graph(recorded.graph, stream)
                 api.record_event(flight.event, stream)
             except CudaFailure as failure:
-                error = device.failed(failure)
+                error = driver.failed(failure)
                 self._keep_until_over(flight)
                 raise error from failure
             self._flights.append(flight)
@@ -127,8 +126,8 @@ class CudaStream(Stream):
 
     def _record(self, key: Hashable, launch: Launch, functions: Sequence[CudaFunction]) -> RecordedLaunch:
         """A launch as a graph, over memory of its own that holds the launch's operands."""
-        device, api = self._device, self._device.api
-        operands = Operands(device, launch)
+        driver, api = self._driver, self._driver.api
+        operands = Operands(self._pools, launch)
         try:
             params = [step.pack(operands.buffers) for step in launch.steps]
             with self._lock:
@@ -145,32 +144,32 @@ class CudaStream(Stream):
 
                 for function, step in zip(functions, launch.steps, strict=True):
                     function.prepare(api, step.geometry.shared_bytes)
-                graph = capture(device, stream, enqueue)
+                graph = capture(driver, stream, enqueue)
         except CudaFailure as failure:
             operands.release()
-            raise device.failed(failure) from failure
+            raise driver.failed(failure) from failure
         except BaseException:
             operands.release()
             raise
-        return RecordedLaunch(key, graph, operands, self.recordings)
+        return RecordedLaunch(key, graph, functions, operands, self.recordings)
 
     def _enqueue(
-        self, flight: Flight, operands: Operands, kernels: Sequence[tuple[CudaFunction, LaunchGeometry, bytes]]
+        self, flight: Flight, operands: Operands, kernels: Sequence[tuple[CudaFunction, LaunchGeometry, Params]]
     ) -> None:
-        device, stream = self._device, self.handle
+        driver, stream = self._driver, self.handle
         assert stream is not None
-        api = device.api
+        api = driver.api
         try:
             flight.event = api.create_event()
             for function, geometry, _ in kernels:
                 function.prepare(api, geometry.shared_bytes)
         except CudaFailure as failure:
-            error = device.failed(failure)
+            error = driver.failed(failure)
             flight.release()
             raise error from failure
         try:
             for producer in operands.producers:
-                _order_after(device, producer, stream)
+                _order_after(driver, producer, stream)
             operands.upload(api, stream)
             for function, geometry, params in kernels:
                 if 0 not in geometry.grid:
@@ -178,7 +177,7 @@ class CudaStream(Stream):
             operands.download(api, stream)
             api.record_event(flight.event, stream)
         except CudaFailure as failure:
-            error = device.failed(failure)
+            error = driver.failed(failure)
             self._keep_until_over(flight)
             raise error from failure
         self._flights.append(flight)
@@ -189,14 +188,14 @@ class CudaStream(Stream):
         assert self.handle is not None
         flight.belongs_to(None)
         try:
-            self._device.api.record_event(flight.event, self.handle)
+            self._driver.api.record_event(flight.event, self.handle)
         except CudaFailure:
             keep_for_ever(flight)
             return
         self._flights.append(flight)
 
     def _reap(self) -> None:
-        """Settle finished launches that nobody asks for."""
+        """Settle finished launches whose events are dropped."""
         flights = self._flights
         while flights and (flights[0].settled or (flights[0].orphaned and flights[0].settle_if_over())):
             flights.popleft()
@@ -211,23 +210,23 @@ class Flight:
     stopped: the stream was closed meanwhile. settled: the results are in place and the memory is given back.
     """
 
-    def __init__(self, device: CudaDevice, stream: str, launch: Launch, operands: Operands | RecordedLaunch) -> None:
-        self.device = device
+    def __init__(self, driver: Driver, stream: str, launch: Launch, operands: Operands | RecordedLaunch) -> None:
+        self.driver = driver
         self.operands = operands
         self.event: int | None = None
         self.outputs: Outputs = {}
         self.stopped = False
-        self.settled = False
+        self.settled: bool = False
         self._stream = stream
         self._launch: Launch | None = launch
         self._owner: weakref.ref[CudaEvent] | None = None
         self._waiting = 0
-        # Held while the event is queried, so that whoever settles first cannot destroy it meanwhile.
+        # Held while the event is queried, so that another thread that settles cannot destroy it meanwhile.
         self._lock = threading.Lock()
 
     @property
     def orphaned(self) -> bool:
-        """True once nobody can ask for the results any more."""
+        """True once no reference to the results is left."""
         return self._owner is None or self._owner() is None
 
     def belongs_to(self, event: CudaEvent | None) -> None:
@@ -238,13 +237,13 @@ class Flight:
         with self._lock:
             if self.settled or self.event is None:
                 return True
-            return self.device.call(self.device.api.event_done, self.event)
+            return self.driver.call(self.driver.api.event_done, self.event)
 
     def wait(self) -> None:
         """Sleep until the launch is over and settle it."""
         if self.settled:
             return
-        self.device.enter()
+        self.driver.enter()
         if self.stopped and not self.over():
             raise ActorStopped(f"the stream of {self._stream} was closed before the launch had finished")
         with self._lock:
@@ -253,7 +252,7 @@ class Flight:
                 return
             self._waiting += 1
         try:
-            self.device.call(self.device.api.synchronize_event, event)
+            self.driver.call(self.driver.api.synchronize_event, event)
         finally:
             with self._lock:
                 self._waiting -= 1
@@ -280,7 +279,7 @@ class Flight:
                 self.settled = True
             if not self._waiting and self.event is not None:
                 event, self.event = self.event, None
-                self.device.destroy_event(event)
+                self.driver.destroy_event(event)
 
     def hand_over(self, event: CudaEvent) -> None:
         """Move the results to the event. The stream may hold the flight until its next launch, but not them."""
@@ -292,20 +291,20 @@ class Flight:
         """Give the memory back of a launch of which nothing was enqueued."""
         self.operands.release()
         if self.event is not None:
-            self.device.destroy_event(self.event)
+            self.driver.destroy_event(self.event)
 
 
 class CudaEvent(Event):
     """The end of a flight."""
 
     def __init__(self, flight: Flight) -> None:
-        self.outputs = {}
+        self.outputs: Outputs = {}
         self._flight = flight
         flight.belongs_to(self)
 
     def done(self) -> bool:
         flight = self._flight
-        if flight.settled or flight.stopped or flight.device.lost or flight.device.closed:
+        if flight.settled or flight.stopped or flight.driver.lost or flight.driver.closed:
             return True
         try:
             return flight.over()
@@ -317,13 +316,13 @@ class CudaEvent(Event):
         self._flight.hand_over(self)
 
 
-def _checked(device: CudaDevice, launch: Launch) -> list[CudaFunction]:
-    if not launch.steps:
+def _checked(driver: Driver, launch: Launch) -> list[CudaFunction]:
+    if not launch.steps and not all(spec.zero for spec in launch.outputs.values()):
         raise LaunchError("a launch on CUDA needs a kernel, a geometry and a way to pack its parameters")
     functions: list[CudaFunction] = []
     for step in launch.steps:
         function = step.kernel.handle
-        if not isinstance(function, CudaFunction) or function.device is not device:
+        if not isinstance(function, CudaFunction) or function.driver is not driver:
             raise LaunchError(f"kernel {step.kernel.entry!r} was not loaded by this device")
         functions.append(function)
     empty = all(0 in step.geometry.grid for step in launch.steps)
@@ -334,9 +333,9 @@ def _checked(device: CudaDevice, launch: Launch) -> list[CudaFunction]:
     return functions
 
 
-def _order_after(device: CudaDevice, producer: int, stream: int) -> None:
+def _order_after(driver: Driver, producer: int, stream: int) -> None:
     """Have ``stream`` wait, on the device, for the work that is on ``producer`` now."""
-    api = device.api
+    api = driver.api
     event = api.create_event()
     try:
         api.record_event(event, producer)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import Any
 
 from gpu_actors.devices.cuda.errors import CudaFailure
+from gpu_actors.devices.cuda.library import library
 from gpu_actors.devices.interface import TensorMap
 
 __all__ = ["encode_tensor_map"]
@@ -35,7 +35,7 @@ def encode_tensor_map(tensor_map: TensorMap) -> bytes:
 
     Remembered, because allocators give the same addresses out again and a call costs microseconds.
     """
-    encode = getattr(driver(), _CALL)
+    encode = getattr(library(), _CALL)
     rank = len(tensor_map.shape)
     memory = ctypes.create_string_buffer(_BYTES + _ALIGNMENT)
     place = ctypes.addressof(memory) + -ctypes.addressof(memory) % _ALIGNMENT
@@ -56,9 +56,3 @@ def encode_tensor_map(tensor_map: TensorMap) -> bytes:
     if status != 0:
         raise CudaFailure(status, _CALL, f"the driver refuses {tensor_map}")
     return ctypes.string_at(place, _BYTES)
-
-
-@functools.cache
-def driver() -> Any:
-    """The driver's library."""
-    return ctypes.CDLL("libcuda.so.1")

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import logging
 import os
+import posixpath
 import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpu_actors.devices.emulation.module_cache import BuiltModule, ModuleCache
+from gpu_actors.compiling.assets import asset_root
+from gpu_actors.compiling.cubin_entry import digest_of
+from gpu_actors.compiling.headers import include_closure
+from gpu_actors.devices.emulation.module_cache import ModuleCache
 from gpu_actors.devices.emulation.runtime import EmulatedModule
 from gpu_actors.devices.emulation.toolchain import Toolchain, cpu_identity
 from gpu_actors.errors import CompileError, InvalidRequest
-from gpu_actors.kernels.assets import asset_root
-from gpu_actors.kernels.headers import includes_of
 
 __all__ = ["build_module", "find_entries"]
 
-_SCHEMA = "emulated-module-1"
+_SCHEMA = "emulated-module-2"
+_SOURCE = "gpu_actors_source.cu"
+_HEADER_FOLDERS = ("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH")
 _log = logging.getLogger(__name__)
 
 # What the generated unit includes around the source.
@@ -53,8 +56,9 @@ def build_module(
     user's cache folder by default. entries: the kernels to make launchable, by default every extern "C" __global__ one.
     name: the file name in compiler messages.
 
-    Raises CompileError with the compiler's log, InvalidRequest where source has no entry or cache_dir is open to
-    others, GpuActorsError where no compiler is installed.
+    Raises CompileError with the compiler's log, or for an include of an absolute path, of one with ".." or of a macro;
+    InvalidRequest where source has no entry or cache_dir is open to others; GpuActorsError where no compiler is
+    installed.
     """
     names = tuple(entries) if entries is not None else find_entries(source)
     if not names:
@@ -69,7 +73,7 @@ def build_module(
     )
     cache = ModuleCache(cache_dir)
     module = cache.load(wanted.key) or cache.build(wanted.key, wanted.compile)
-    return EmulatedModule(module.library, module.entries, module.build_seconds)
+    return EmulatedModule(module.library, names, module.build_seconds)
 
 
 def find_entries(source: str) -> tuple[str, ...]:
@@ -96,20 +100,14 @@ def _after_parenthesis(text: str) -> str:
 
 def _header_closure(source: str, headers: Path | Mapping[str, str]) -> dict[str, str]:
     """Every header that source reaches, name to text, sorted. What is not found is left to the compiler to name."""
-    found: dict[str, str] = {}
-    waiting = [*_OWN_HEADERS, *includes_of(source).names]
-    while waiting:
-        name = waiting.pop()
-        if name in found:
-            continue
-        text = _read_header(name, headers)
-        if text is not None:
-            found[name] = text
-            waiting += includes_of(text).names
+    around = "".join(f'#include "{name}"\n' for name in _OWN_HEADERS)
+    found, _ = include_closure(around + source, functools.partial(_find_header, headers))
     return dict(sorted(found.items()))
 
 
-def _read_header(name: str, headers: Path | Mapping[str, str]) -> str | None:
+def _find_header(headers: Path | Mapping[str, str], name: str) -> str | None:
+    if posixpath.normpath(name) != name:
+        return None  # as NVRTC, which knows headers by one spelling
     if isinstance(headers, Mapping) and name in headers:
         return headers[name]
     folders = (headers, asset_root()) if isinstance(headers, Path) else (asset_root(),)
@@ -121,7 +119,10 @@ def _read_header(name: str, headers: Path | Mapping[str, str]) -> str | None:
 
 @dataclass(frozen=True)
 class _Build:
-    """All that a built module depends on, besides the processor. headers, macros: sorted by name."""
+    """All that a built module depends on, besides the processor. headers, macros: sorted by name.
+
+    name: what messages call the source. The compiler is told another, so that no object depends on it.
+    """
 
     source: str
     name: str
@@ -133,39 +134,33 @@ class _Build:
     @functools.cached_property
     def key(self) -> str:
         """SHA-256 over every part, each with its length. No path is in it."""
-        digest = hashlib.sha256()
-        parts = [_SCHEMA, self.toolchain.name, self.toolchain.version, cpu_identity(), self.source]
-        for group in (self.toolchain.flags, self.entries, _flat(self.macros), _flat(self.headers)):
-            parts += [str(len(group)), *group]
-        for part in parts:
-            data = part.encode()
-            digest.update(len(data).to_bytes(8, "little") + data)
-        return digest.hexdigest()
+        compiler = (self.toolchain.name, self.toolchain.version, cpu_identity())
+        texts = (self.entries, _flat(self.macros), (self.source,), _flat(self.headers))
+        return digest_of(((_SCHEMA,), compiler, self.toolchain.flags, *texts))
 
-    @contextlib.contextmanager
-    def compile(self, cache: Path) -> Iterator[BuiltModule]:
-        """The module, in a folder of its own below `cache` that is removed afterwards."""
-        with tempfile.TemporaryDirectory(dir=cache, prefix="build-") as scratch:
+    def compile(self, kept: Path) -> tuple[bytes, float]:
+        """The shared object, and the seconds that it took. kept: a folder for what the compiler itself keeps."""
+        with tempfile.TemporaryDirectory(prefix="gpu-actors-build-") as scratch:
             work = Path(scratch)
             self._write_files(work)
             _log.debug("emulation: compiling %s with %s", self.name, self.toolchain.name)
             start = time.perf_counter()
-            self._run_compiler(work, cache)
+            self._run_compiler(work, kept)
             seconds = time.perf_counter() - start
             _log.debug("emulation: compiled %s in %.2f s", self.name, seconds)
-            yield BuiltModule(work / "module.so", self.entries, seconds)
+            return (work / "module.so").read_bytes(), seconds
 
     def _write_files(self, work: Path) -> None:
         exports = "".join(f"GPU_ACTORS_ENTRY({entry})\n" for entry in self.entries)
         before, after = (f'#include "{header}"\n' for header in _OWN_HEADERS)
-        (work / "unit.cpp").write_text(f'{before}#include "source.cu"\n{after}{exports}', encoding="utf-8")
-        (work / "source.cu").write_text(f'#line 1 "{self.name}"\n{self.source}', encoding="utf-8")
+        (work / "unit.cpp").write_text(f'{before}#include "{_SOURCE}"\n{after}{exports}', encoding="utf-8")
+        (work / _SOURCE).write_text(f'#line 1 "{_SOURCE}"\n{self.source}', encoding="utf-8")
         for name, text in self.headers.items():
             path = work / "include" / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
 
-    def _run_compiler(self, work: Path, cache: Path) -> None:
+    def _run_compiler(self, work: Path, kept: Path) -> None:
         command = [
             *self.toolchain.command,
             *self.toolchain.flags,
@@ -175,17 +170,21 @@ class _Build:
             "-o",
             str(work / "module.so"),
         ]
+        # Folders of headers that the key does not cover.
+        inherited = {name: value for name, value in os.environ.items() if name not in _HEADER_FOLDERS}
         # zig keeps its own parts, built once, in the cache; what belongs to this module goes with the folder.
-        environment = {"ZIG_GLOBAL_CACHE_DIR": str(cache / "zig"), "ZIG_LOCAL_CACHE_DIR": str(work / "zig")}
+        own = {"ZIG_GLOBAL_CACHE_DIR": str(kept / "zig"), "ZIG_LOCAL_CACHE_DIR": str(work / "zig")}
         result = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", env={**os.environ, **environment}, check=False
+            command, capture_output=True, text=True, errors="replace", cwd=work, env={**inherited, **own}, check=False
         )
         if result.returncode != 0:
             log = result.stdout + result.stderr
-            raise CompileError(f"{self.name} does not compile for the CPU:\n{log[:4000]}", log, self._bad_line(log))
+            line = self._bad_line(log)
+            log = log.replace(_SOURCE, self.name)
+            raise CompileError(f"{self.name} does not compile for the CPU:\n{log[:4000]}", log, line)
 
     def _bad_line(self, log: str) -> str | None:
-        match = re.search(rf"{re.escape(self.name)}:(\d+):(?:\d+:)? (?:fatal )?error", log)
+        match = re.search(rf"{re.escape(_SOURCE)}:(\d+):(?:\d+:)? (?:fatal )?error", log)
         lines = self.source.splitlines()
         return lines[int(match[1]) - 1].strip() if match and 0 < int(match[1]) <= len(lines) else None
 

@@ -47,8 +47,10 @@ class Mapping:
         base: int = _libc.mmap(None, total, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1, 0)
         if base == _MAP_FAILED:
             raise OutOfDeviceMemory(f"cannot map {total} bytes of address space for an emulated buffer")
-        self.map_begin, self.map_end = base, base + total
-        self.begin, self.end = base + guard, base + guard + usable
+        self.map_begin: int = base
+        self.map_end: int = base + total
+        self.begin: int = base + guard
+        self.end: int = base + guard + usable
         self.used = nbytes
         weakref.finalize(self, _libc.munmap, base, total)
         if usable:
@@ -89,9 +91,9 @@ class EmulatedBuffer:
 
     def _lie_in(self, mapping: Mapping, name: str) -> None:
         self.name = name
-        self.nbytes = mapping.used
+        self.nbytes: int = mapping.used
         self._mapping = mapping
-        self.address = mapping.end - round_up(self.nbytes, self.ALIGNMENT)
+        self.address: int = mapping.end - round_up(self.nbytes, self.ALIGNMENT)
         everything = np.asarray(mapping)
         start = self.address - mapping.begin
         self._before = everything[:start]

@@ -1,150 +1,130 @@
-"""Built modules on disk: a folder that only its user can write to, since what lies there is run."""
+"""Built modules on disk, in a folder by the cubin cache's rules: what lies there is run.
+
+An entry is the shared object itself, followed by what says that it is whole: the loader reads no further than the
+object's own headers tell. Entry = object, seconds that the compiler took, key, SHA-256 of all of these, magic.
+"""
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import functools
 import hashlib
-import json
 import logging
-import os
-import shutil
-import stat
-import tempfile
+import struct
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
 
 import filelock
 
-from gpu_actors.errors import InvalidRequest
+from gpu_actors.compiling.cubin_entry import CorruptEntry
+from gpu_actors.compiling.cubin_folder import CacheFolder
+from gpu_actors.temporary import process_folder
 
 __all__ = ["BuiltModule", "ModuleCache"]
 
 _LOCK_SECONDS = 120.0
 _MAX_BYTES = 256 << 20
+_SUFFIX = ".so"
+_MAGIC = b"GAMODUL\x01"
+_FACTS = struct.Struct("<d32s")  # seconds, key
+_SEAL = struct.Struct("<32s8s")  # SHA-256 of the object and the facts, magic
 _log = logging.getLogger(__name__)
 
 
 class BuiltModule(NamedTuple):
-    """A shared object, the kernels in it, and how long the compiler took."""
+    """A shared object, and how long the compiler took."""
 
     library: Path
-    entries: tuple[str, ...]
     build_seconds: float
 
 
-Compile = Callable[[Path], AbstractContextManager[BuiltModule]]  # given the folder to work below
+Compile = Callable[[Path], tuple[bytes, float]]
+"""Gives a shared object and the seconds that it took, from the folder for what the compiler itself keeps."""
 
 
 class ModuleCache:
-    """The modules in `folder` (default: the user's cache folder), each in two files: KEY.so and KEY.json.
+    """The modules in `folder` (default: the user's cache folder), each in a file KEY.so.
 
-    Raises InvalidRequest for a folder that is a link, that another user owns or that others can write to. Where the
-    folder cannot be made or written, modules are kept in a temporary one until the process ends.
+    Raises InvalidRequest where `CacheFolder` does, here or from a method. Where the folder cannot be made or written,
+    modules are kept in a temporary one until the process ends.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        wanted = folder or _default_folder()
+        self._folder = CacheFolder(folder or _default_folder(), writable=True, suffix=_SUFFIX)
         try:
-            wanted.mkdir(mode=0o700, parents=True, exist_ok=True)
-            usable = os.access(wanted, os.W_OK | os.X_OK)
-        except OSError:
-            usable = False
-        if not usable:
-            _log.warning("emulation cache: %s cannot be written, modules are kept for this process only", wanted)
-            wanted = _temporary_folder()
-        _check_owner(wanted)
-        self.folder = wanted
+            self._folder.make()
+        except OSError as error:
+            self._give_up(error)
 
     def load(self, key: str) -> BuiltModule | None:
         """The module of that key, or None where it is missing or damaged."""
-        library, record = self._files(key)
+        name = key + _SUFFIX
         try:
-            facts = json.loads(record.read_bytes())
-            digest = hashlib.sha256(library.read_bytes()).hexdigest()
-            module = BuiltModule(library, tuple(facts["entries"]), float(facts["build_seconds"]))
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            stored = self._folder.read(name)
+        except OSError as error:  # a link, or a file that cannot be read
             _log.warning("emulation cache: %s cannot be read (%s), it is built anew", key[:12], error)
             return None
-        if digest != facts.get("sha256"):
-            _log.warning("emulation cache: %s is damaged, it is built anew", key[:12])
+        if stored is None:
             return None
-        with contextlib.suppress(OSError):
-            os.utime(record)  # when it was last used
-        return module
+        try:
+            if stored.fault:
+                raise CorruptEntry(stored.fault)
+            return BuiltModule(self._folder.path / name, _seconds_of(key, stored.data))
+        except CorruptEntry as error:
+            _log.warning("emulation cache: %s is refused (%s), it is built anew", key[:12], error)
+            return None
 
     def build(self, key: str, compile_module: Compile) -> BuiltModule:
         """Compiles and publishes the module of that key, once for all processes that want it at the same time."""
-        lock = filelock.FileLock(self.folder / f"{key}.lock")
+        lock: filelock.BaseFileLock | None = None
         try:
-            with lock.acquire(timeout=_LOCK_SECONDS):
-                return self.load(key) or self._publish(key, compile_module)
+            lock = filelock.FileLock(self._folder.lock_path(key), timeout=_LOCK_SECONDS, mode=0o600)
+            lock.acquire()
         except filelock.Timeout:
             _log.warning("emulation cache: %s is being built elsewhere for over %g s", key[:12], _LOCK_SECONDS)
-            return self._publish(key, compile_module)
+        except OSError as error:
+            self._give_up(error)
+        try:
+            return self.load(key) or self._publish(key, compile_module)
+        finally:
+            if lock is not None:
+                lock.release()
 
     def _publish(self, key: str, compile_module: Compile) -> BuiltModule:
-        library, record = self._files(key)
-        with compile_module(self.folder) as built:
-            facts = {
-                "sha256": hashlib.sha256(built.library.read_bytes()).hexdigest(),
-                "entries": list(built.entries),
-                "build_seconds": built.build_seconds,
-            }
-            description = built.library.with_suffix(".json")
-            description.write_text(json.dumps(facts), encoding="utf-8")
-            for made, kept in ((built.library, library), (description, record)):
-                with open(made, "rb") as file:
-                    os.fsync(file.fileno())
-                os.replace(made, kept)
-            self._tidy(keep=key)
-            return built._replace(library=library)
+        library, seconds = compile_module(self._folder.path)
+        name, entry = key + _SUFFIX, _sealed(key, library, seconds)
+        try:
+            self._folder.publish(name, entry)
+        except OSError as error:
+            self._give_up(error)
+            self._folder.publish(name, entry)
+        self._folder.tidy(_MAX_BYTES, keep=name)
+        return BuiltModule(self._folder.path / name, seconds)
 
-    def _files(self, key: str) -> tuple[Path, Path]:
-        return self.folder / f"{key}.so", self.folder / f"{key}.json"
+    def _give_up(self, error: OSError) -> None:
+        _log.warning("emulation cache: %s (%s), modules are kept for this process only", self._folder.path, error)
+        self._folder = CacheFolder(process_folder("emulated"), writable=True, suffix=_SUFFIX)
 
-    def _tidy(self, keep: str) -> None:
-        """Removes the modules used longest ago until the rest fits. A loaded one stays usable: only its name goes."""
-        used: list[tuple[float, int, str]] = []
-        for record in self.folder.glob("*.json"):
-            library = record.with_suffix(".so")
-            with contextlib.suppress(OSError):
-                used.append((record.stat().st_mtime, library.stat().st_size, record.stem))
-        excess = sum(size for _, size, _ in used) - _MAX_BYTES
-        for _, size, key in sorted(used):
-            if excess <= 0:
-                return
-            if key != keep:
-                for path in (*self._files(key), self.folder / f"{key}.lock"):
-                    path.unlink(missing_ok=True)
-                excess -= size
+
+def _sealed(key: str, library: bytes, seconds: float) -> bytes:
+    body = library + _FACTS.pack(seconds, bytes.fromhex(key))
+    return body + _SEAL.pack(hashlib.sha256(body).digest(), _MAGIC)
+
+
+def _seconds_of(key: str, entry: bytes) -> float:
+    """What building the entry took. Raises CorruptEntry unless it is whole and of that key."""
+    if len(entry) < _FACTS.size + _SEAL.size:
+        raise CorruptEntry(f"{len(entry)} bytes are no entry")
+    body = memoryview(entry)[: -_SEAL.size]
+    digest, magic = _SEAL.unpack_from(entry, len(body))
+    if magic != _MAGIC or hashlib.sha256(body).digest() != digest:
+        raise CorruptEntry("the checksum does not match")
+    seconds, stored = _FACTS.unpack_from(body, len(body) - _FACTS.size)
+    if stored.hex() != key:
+        raise CorruptEntry("the entry is of another key")
+    return float(seconds)
 
 
 def _default_folder() -> Path:
     import platformdirs
 
-    return Path(platformdirs.user_cache_dir("gpu-actors")) / "emulated"
-
-
-@functools.cache
-def _temporary_folder() -> Path:
-    folder = tempfile.mkdtemp(prefix="gpu-actors-emulated-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return Path(folder)
-
-
-def _check_owner(folder: Path) -> None:
-    state = folder.lstat()
-    if not stat.S_ISDIR(state.st_mode):
-        raise InvalidRequest(
-            "cache_dir", str(folder), "it holds code that will be run: name the folder itself, no link"
-        )
-    if state.st_uid != os.getuid():
-        raise InvalidRequest("cache_dir", str(folder), "it holds code that will be run: it must belong to this user")
-    if state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise InvalidRequest("cache_dir", str(folder), "others can write to it, and what it holds is run: chmod 700 it")
+    return Path(platformdirs.user_cache_dir("gpu-actors")).absolute() / "emulated"

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import weakref
+from _ctypes import dlclose
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
+from typing import get_args
 
 from gpu_actors.devices.emulation.memory import PAGE, EmulatedBuffer, Mapping, round_up
 from gpu_actors.errors import InvalidRequest, LaunchError
+from gpu_actors.options import Delivery, Schedule
 
-__all__ = ["Delivery", "EmulatedModule", "EmulationFault", "Schedule"]
+__all__ = ["EmulatedModule", "EmulationFault"]
 
-Delivery: TypeAlias = Literal["late", "eager", "random"]
-Schedule: TypeAlias = Literal["round_robin", "greedy", "random", "lane"]
-
-# The same numbers as kernels_cu/emulation/core.cuh
+# The same numbers as in kernels_cu/emulation/core.cuh, to which a test holds them.
 _MAX_THREADS = 1024
 _MAX_WORKERS = 16
 _STACK_BYTES = 256 << 10
@@ -136,8 +136,10 @@ class EmulatedModule:
         self.path = path
         self.entries = entries
         self.build_seconds = build_seconds
-        self.switches = 0
+        self.switches: int = 0
         self._library = ctypes.CDLL(str(path))
+        # ctypes never closes a library. At exit nothing is: a thread that does not end may still run a kernel.
+        weakref.finalize(self, dlclose, self._library._handle).atexit = False
 
     def launch(
         self,
@@ -164,10 +166,10 @@ class EmulatedModule:
         schedule: which thread runs next. "round_robin": every thread in turn; "greedy": a warp runs as far as it can,
         then the ready warp of the highest priority; "random": the same with preemption and changing priorities; "lane":
         the ready thread of the highest priority, so that lanes of a warp drift apart.
-        seed: of everything random; 0 orders warps and threads upwards, 1 downwards, others by a shuffle.
-        threads: CPU threads that run blocks (blocks start in order). limit_seconds: how long the launch may take.
+        seed: of everything random; 0 starts blocks, warps and threads upwards, 1 downwards, others in another order.
+        threads: CPU threads that run blocks. limit_seconds: how long the launch may take.
 
-        Raises EmulationFault, with the lowest block that failed; InvalidRequest for arguments that are no launch.
+        Raises EmulationFault, of the failed block that started first; InvalidRequest for arguments that are no launch.
         """
         function = self._function(entry)
         request = _Request()
@@ -201,6 +203,15 @@ class EmulatedModule:
             if (where := buffer.stray_write()) is not None:
                 text = f"a thread wrote to buffer {buffer.name!r} {where} ({buffer.nbytes} bytes)"
                 raise EmulationFault("out_of_bounds", text, entry, buffer=buffer.name)
+
+    def parameter_bytes(self, entry: str) -> tuple[int, ...] | None:
+        """The size of each parameter of a kernel, None where the source has no GPU_ACTORS_PARAMETERS(entry)."""
+        tell = getattr(self._library, f"gpu_actors_parameters_{entry}", None)
+        if tell is None:
+            return None
+        sizes = (ctypes.c_uint64 * tell(None))()
+        tell(sizes)
+        return tuple(sizes)
 
     def _function(self, entry: str) -> ctypes._NamedFuncPointer:
         if entry not in self.entries:

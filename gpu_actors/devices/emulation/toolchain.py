@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.util
+import importlib.machinery
+import os
 import platform
 import shutil
 import subprocess
@@ -14,17 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpu_actors.errors import GpuActorsError, InvalidRequest
+from gpu_actors.extras import install_hint
 
 __all__ = ["Toolchain", "cpu_identity"]
 
-# Plain IEEE arithmetic: a fused multiply-add only where a kernel writes fmaf, no reassociation. Shared objects of one
-# process share no symbols (hidden, no unique ones), and _FORTIFY_SOURCE would object to leaving a fiber by longjmp.
+# Plain IEEE arithmetic, no reassociation. Shared objects of one process share no symbols (hidden, no unique ones), and
+# _FORTIFY_SOURCE would object to leaving a fiber by longjmp.
 _FLAGS = (
     "-std=c++17",
     "-O2",
     "-ftree-vectorize",
     "-march=native",
-    "-ffp-contract=off",
     "-fno-math-errno",
     "-fno-strict-aliasing",
     "-fno-exceptions",
@@ -40,6 +41,12 @@ _FLAGS = (
     "-DGPU_ACTORS_EMULATED=1",
     "-w",
 )
+# By `contraction`. The macro makes a processor that cannot do it a compile error: compilers then leave products alone
+# without a word.
+_CONTRACTION_FLAGS = {
+    False: ("-ffp-contract=off",),
+    True: ("-ffp-contract=fast", "-DGPU_ACTORS_CONTRACTION=1"),
+}
 _EXTRA_FLAGS = {
     "g++": ("-fno-gnu-unique",),
     "clang++": (),
@@ -54,16 +61,19 @@ class Toolchain:
     """A compiler that can build emulated kernels.
 
     name: "g++", "clang++" or "zig". command: what starts it. version: the first line of its version text.
+    contraction: whether it may fuse a product with the sum that it enters, as ptxas does. By default a fused
+    multiply-add is only where a kernel writes fmaf.
     """
 
     name: str
     command: tuple[str, ...]
     version: str
+    contraction: bool = False
 
     @property
     def flags(self) -> tuple[str, ...]:
         """Compiler options, in order."""
-        return (*_FLAGS, *_EXTRA_FLAGS[self.name])
+        return (*_FLAGS, *_CONTRACTION_FLAGS[self.contraction], *_EXTRA_FLAGS[self.name])
 
     @classmethod
     def find(cls, preferred: str | None = None) -> Toolchain:
@@ -80,7 +90,7 @@ class Toolchain:
                 return found
         raise GpuActorsError(
             f"the emulated device compiles kernels with {' or '.join(names)}, and none is installed: "
-            'install one, or run pip install "gpu-actors[emulation]"'
+            f"install one, or run {install_hint('emulation')}"
         )
 
 
@@ -90,10 +100,21 @@ def _find_on_path(name: str) -> Toolchain | None:
 
 
 def _find_zig() -> Toolchain | None:
-    if importlib.util.find_spec("ziglang") is None:
+    # By its path, and never from the working directory: "python -m ziglang" would look there first.
+    here = _working_directory()
+    folders = [folder for folder in sys.path if folder and os.path.realpath(folder) != here]
+    spec = importlib.machinery.PathFinder.find_spec("ziglang", folders)
+    if spec is None or spec.origin is None:
         return None
-    found = _probe("zig", (sys.executable, "-m", "ziglang"), "version")
+    found = _probe("zig", (str(Path(spec.origin).with_name("zig")),), "version")
     return found and Toolchain("zig", (*found.command, "c++"), found.version)
+
+
+def _working_directory() -> str | None:
+    try:
+        return os.path.realpath(os.curdir)
+    except OSError:
+        return None  # it has been removed
 
 
 @functools.cache
@@ -103,7 +124,8 @@ def _probe(name: str, command: tuple[str, ...], option: str) -> Toolchain | None
         result = subprocess.run([*command, option], capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return Toolchain(name, command, result.stdout.strip().splitlines()[0])
+    lines = result.stdout.strip().splitlines()
+    return Toolchain(name, command, lines[0]) if lines else None
 
 
 _FINDERS: dict[str, Callable[[], Toolchain | None]] = {

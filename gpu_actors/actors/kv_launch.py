@@ -1,0 +1,183 @@
+"""Launches on a KvCache's pool: copies of shared pages, then new rows, then attention, as one.
+
+    page_pairs ──copy──> k_cache, v_cache <──append── k, v (rotated, quantised)
+                                │                     q ──rotated──┐
+                                └────────────> attention <─────────┘──> out, lse
+
+Operands are named as `pack_append`, `pack_page_copy` and `gpu_actors.planning.cached` say; where q is rotated,
+attention reads q_rotated in its place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from gpu_actors.actors.kv_store import CacheItem
+from gpu_actors.devices.interface import Buffer, Kernel, Launch, Outputs, Params, ScratchSpec, Step, StepPack
+from gpu_actors.kernels.append.copy_pages import PageCopyProblem, page_copy_step
+from gpu_actors.kernels.append.params import append_step
+from gpu_actors.kernels.append.variant import append_key
+from gpu_actors.kv.sequences import PageTable
+from gpu_actors.planning.append_rows import NewRows, Pool, merge_rows, pack_rows
+from gpu_actors.planning.merging import merge_tables
+from gpu_actors.planning.padding import pad_rows
+
+__all__ = ["add_rows", "append_launch", "block_table"]
+
+
+def block_table(tables: Sequence[PageTable]) -> Any:
+    """int32 (batch, max_blocks), at least one column."""
+    width = max([1, *(len(table.pages) for table in tables)])
+    made = np.full((len(tables), width), -1, np.int32)
+    for row, table in zip(made, tables, strict=True):
+        row[: len(table.pages)] = table.pages
+    return made
+
+
+def append_launch(items: Sequence[CacheItem]) -> Launch:
+    """The operands of a launch that only appends; `add_rows` says what it does."""
+    cache = items[0].cache
+    inputs = {
+        "k_cache": cache.k_pool,
+        "v_cache": cache.v_pool,
+        "block_table": merge_tables([item.table for item in items]),
+        "cache_seqlens": np.concatenate([item.lengths for item in items]),
+    }
+    return Launch(None, inputs, {}, lambda _: {})
+
+
+def add_rows(launch: Launch, items: Sequence[CacheItem], arch: str, kernels: tuple[Kernel, ...]) -> Launch:
+    """Have a launch append its items' new rows first.
+
+    kernels: that append and that copy pages, or none. A batch that was padded has its rows padded.
+    """
+    cache = items[0].cache
+    rows = merge_rows([item.rows for item in items if item.rows is not None])
+    if len(rows.counts) < len(launch.inputs["cache_seqlens"]):
+        rows = pad_rows(rows)
+    pairs = [pair for item in items for write in item.writes for pair in write.copies]
+    inputs = {**launch.inputs, "k": rows.k, "v": rows.v}
+    batch = len(rows.counts)
+    for name, factors in cache.descales.items():
+        if name not in inputs:
+            inputs[name] = np.ascontiguousarray(np.broadcast_to(factors, (batch, cache.pool.kv_heads)))
+    if not rows.rows:
+        inputs["cu_seqlens_q"] = rows.ends
+    for name in ("positions", "rope_cos", "rope_sin"):
+        if getattr(rows, name) is not None:
+            inputs[name] = getattr(rows, name)
+    if pairs:
+        inputs["page_pairs"] = np.array(pairs, np.int32)
+    scratch = dict(launch.scratch)
+    rotates = rows.rope is not None and "q" in inputs
+    if rotates:
+        scratch["q_rotated"] = ScratchSpec(tuple(inputs["q"].shape), inputs["q"].dtype.name)
+    return dataclasses.replace(
+        launch,
+        inputs=inputs,
+        oracle=functools.partial(_oracle, rows, launch.oracle),
+        updates=("k_cache", "v_cache"),
+        scratch=scratch,
+        # What is asked of the append kernel follows from the shapes and from this.
+        recording=None if launch.recording is None else (launch.recording, rows.rope, rows.k.dtype),
+        steps=_steps(launch, rows, cache.pool, inputs, arch, kernels) if kernels else (),
+    )
+
+
+def _steps(
+    launch: Launch, rows: NewRows, pool: Pool, inputs: Mapping[str, Any], arch: str, kernels: tuple[Kernel, ...]
+) -> tuple[Step, ...]:
+    appends, copies = kernels
+    heads_q = inputs["q"].shape[-2] if "q" in inputs else 0
+    problem = rows.problem(pool, inputs["block_table"].shape[1], heads_q)
+    append = append_step(append_key(problem, arch), problem, appends)
+    steps = [append._replace(pack=functools.partial(_pack_packed, append.pack))]
+    if "page_pairs" in inputs:
+        copied = PageCopyProblem(
+            pairs=len(inputs["page_pairs"]),
+            num_blocks=pool.num_blocks,
+            page_size=pool.page_size,
+            heads_kv=pool.kv_heads,
+            head_dim=pool.head_dim,
+            head_dim_v=pool.head_dim_v,
+            dtype=pool.dtype,
+        )
+        steps.insert(0, page_copy_step(copied, copies))
+    for step in launch.steps:
+        rotated = problem.heads_q > 0
+        steps.append(step._replace(pack=functools.partial(_pack_rotated, step.pack)) if rotated else step)
+    return tuple(steps)
+
+
+def _pack_packed(pack: StepPack, buffers: Mapping[str, Buffer]) -> Params:
+    """For the append kernel, which takes rows of q one after the other."""
+    changed = {name: _packed(buffers[name]) for name in ("q", "q_rotated") if name in buffers}
+    return pack({**buffers, **changed})
+
+
+def _pack_rotated(pack: StepPack, buffers: Mapping[str, Buffer]) -> Params:
+    """For attention, where q was rotated first."""
+    return pack({**buffers, "q": buffers["q_rotated"]})
+
+
+def _packed(buffer: Buffer) -> Buffer:
+    if len(buffer.shape) == 3:
+        return buffer
+    (batch, rows, *shape), (stride, row_stride, *strides) = buffer.shape, buffer.strides
+    return dataclasses.replace(
+        buffer, shape=(batch * rows, *shape), strides=(stride if rows == 1 else row_stride, *strides)
+    )
+
+
+def _oracle(rows: NewRows, attend: Any, inputs: Mapping[str, Any]) -> Outputs:
+    # Only a mock device computes here, so only its programs pay for the import.
+    from gpu_actors.reference.append import append_rows, copy_pages
+    from gpu_actors.reference.rope import apply_rope
+
+    if "page_pairs" in inputs:
+        copy_pages(inputs["k_cache"], inputs["v_cache"], inputs["page_pairs"])
+    angles = None if rows.rope is None else _cos_sin(rows, inputs)
+    append_rows(
+        inputs["k"],
+        inputs["v"],
+        inputs["k_cache"],
+        inputs["v_cache"],
+        rows.ends,
+        inputs["cache_seqlens"],
+        block_table=inputs["block_table"],
+        rope=angles,
+        interleaved=rows.rope is not None and rows.rope.interleaved,
+        k_descale=inputs.get("k_descale"),
+        v_descale=inputs.get("v_descale"),
+    )
+    if angles is not None and "q" in inputs:
+        q = inputs["q"]
+        packed = q if q.ndim == 3 else pack_rows("q", q)
+        assert rows.rope is not None
+        rotated = apply_rope(packed, *angles, interleaved=rows.rope.interleaved).astype(q.dtype)
+        inputs = {**inputs, "q": rotated.reshape(q.shape)}
+    outputs: Outputs = attend(inputs)
+    return outputs
+
+
+def _cos_sin(rows: NewRows, inputs: Mapping[str, Any]) -> tuple[Any, Any]:
+    """(total, pairs) of the angles that the rows are rotated by."""
+    from gpu_actors.reference.rope import rope_angles
+
+    assert rows.rope is not None
+    if rows.positions is not None:
+        positions = rows.positions
+    else:
+        starts = inputs["cache_seqlens"] - rows.counts
+        positions = np.concatenate(
+            [np.arange(start, start + count) for start, count in zip(starts, rows.counts, strict=True)]
+        )
+    if rows.rope.table_rows:
+        return rows.rope_cos[positions], rows.rope_sin[positions]
+    angles = rope_angles(positions, np.array(rows.rope.frequencies))
+    return np.cos(angles), np.sin(angles)

@@ -1,0 +1,4 @@
+"""Arrays of any library, taken in and given back.
+
+Imports from no other room.
+"""

@@ -1,0 +1,61 @@
+"""Adoption: the one place that takes in the arrays of a request, whatever actor answers it.
+
+A message is a dataclass whose annotations say which of its fields hold arrays: `Array` of `gpu_actors.requests`, or
+`Sequence[Array]` for a list of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+
+from gpu_actors.arrays.adopt import Adopted, CallerNotes, adopt, check_device
+
+__all__ = ["adopt_request", "array_fields", "take_in"]
+
+Message = TypeVar("Message")
+
+
+@functools.cache
+def array_fields(kind: type) -> Mapping[str, bool]:
+    """The fields of a type of message that hold an array or None, and whether each may hold a list of arrays."""
+    annotations = {field.name: str(field.type) for field in dataclasses.fields(kind)}
+    return {name: "Sequence[Array]" in text for name, text in annotations.items() if "Array" in text}
+
+
+def adopt_request(message: Message, device: str, notes: CallerNotes | None = None) -> tuple[Message, Adopted | None]:
+    """The message over arrays that this package can read, and what its q was if that was no NumPy array.
+
+    device: "cpu" or "cuda:N", where arrays may lie besides the host. notes: of the thread that submitted the message;
+    None: the calling thread's own.
+    Raises `InvalidRequest` for what is no array, lies elsewhere, or would lose its gradient.
+    """
+    changes: dict[str, Any] = {}
+    like: Adopted | None = None
+    kind: type = type(message)
+    for name, several in array_fields(kind).items():
+        given = getattr(message, name)
+        if given is None or type(given) is np.ndarray:
+            continue
+        if several and isinstance(given, list | tuple):
+            parts = enumerate(given)
+            changes[name] = [take_in(part, f"{name}[{index}]", device, notes).array for index, part in parts]
+            continue
+        adopted = take_in(given, name, device, notes)
+        changes[name] = adopted.array
+        if name == "q":
+            like = adopted
+    if not changes:
+        return message, like
+    return dataclasses.replace(message, **changes), like  # type: ignore[type-var]
+
+
+def take_in(array: Any, field: str, device: str, notes: CallerNotes | None = None) -> Adopted:
+    """One array of a request, by its name there. device, notes and errors: as for `adopt_request`."""
+    adopted = adopt(array, field, notes)
+    check_device(adopted, field, device)
+    return adopted

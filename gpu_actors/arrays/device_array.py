@@ -1,0 +1,168 @@
+"""DeviceArray: an array in a CUDA device's memory, described without any array library."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from gpu_actors.arrays.dlpack import contiguous_strides
+
+__all__ = ["AnyArray", "DeviceArray", "Joined", "element_strides"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceArray:
+    """Where an array lies, in the vocabulary of ndarray, and what keeps it there.
+
+    strides: in bytes. device: index of the CUDA device.
+    stream: the stream whose work so far must be over before the array is touched; None: nothing to wait for.
+    owner: whatever keeps the memory, and that stream, alive.
+    source: the array of another library that this one describes, where there is one.
+    make: gives a new array of a shape and dtype in that library's own memory, for a launch to fill. Raises
+        OutOfDeviceMemory. None where the device has to allocate.
+    """
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: np.dtype[Any]
+    device: int
+    stream: int | None = None
+    owner: Any = None
+    writeable: bool = True
+    source: Any = None
+    make: Callable[[tuple[int, ...], str], DeviceArray] | None = None
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.itemsize
+
+    @property
+    def contiguous(self) -> bool:
+        """True where the elements lie in row-major order without gaps."""
+        dense = contiguous_strides(self.shape, self.itemsize)
+        steps = zip(self.shape, self.strides, dense, strict=True)
+        return self.size == 0 or all(extent == 1 or a == b for extent, a, b in steps)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def transpose(self, *axes: int) -> DeviceArray:
+        """The same memory with its axes in another order, reversed where none is given."""
+        order = axes or tuple(reversed(range(self.ndim)))
+        shape = tuple(self.shape[axis] for axis in order)
+        strides = tuple(self.strides[axis] for axis in order)
+        return dataclasses.replace(self, shape=shape, strides=strides, source=None)
+
+    def __getitem__(self, index: Any) -> DeviceArray:
+        """A view: ints, slices of step 1, None for a new axis, and an ellipsis, as for an ndarray."""
+        given = list(index) if isinstance(index, tuple) else [index]
+        missing = [slice(None)] * (self.ndim - sum(part is not None and part is not ... for part in given))
+        where = given.index(...) if ... in given else len(given)
+        address = self.address
+        shape: list[int] = []
+        strides: list[int] = []
+        axes = iter(zip(self.shape, self.strides, strict=True))
+        for part in (*given[:where], *missing, *given[where + 1 :]):
+            if part is None:
+                shape.append(1)
+                strides.append(0)
+                continue
+            extent, stride = next(axes)
+            if isinstance(part, slice):
+                start, stop, step = part.indices(extent)
+                if step != 1:
+                    raise ValueError(f"{part}: views of device arrays have step 1")
+                address += start * stride
+                shape.append(max(0, stop - start))
+                strides.append(stride)
+            elif -extent <= part < extent:
+                address += (part % extent) * stride
+            else:
+                raise IndexError(f"index {part} is out of range for an axis of {extent}")
+        # Another library's array is cut in the same way, so that a part of a result is still one of its own.
+        source = None if self.source is None else self.source[index]
+        return dataclasses.replace(self, address=address, shape=tuple(shape), strides=tuple(strides), source=source)
+
+    def view(self, dtype: np.dtype[Any]) -> DeviceArray:
+        """The same bits read as another dtype of the same size."""
+        if dtype.itemsize != self.itemsize:
+            raise ValueError(f"{self.dtype} and {dtype} differ in size")
+        return dataclasses.replace(self, dtype=dtype, source=None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Joined:
+    """Contiguous device arrays one behind the other along their first axis, as a launch copies them next to each other.
+
+    They differ in their first extent alone.
+    """
+
+    parts: tuple[DeviceArray, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.parts[0].dtype
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        return contiguous_strides(self.shape, self.itemsize)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.itemsize
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: tuple[Any, ...]) -> Joined:
+        """A view of every part. index: begins with a whole first axis."""
+        if index[0] != slice(None):
+            raise ValueError(f"{index}: a joined array is cut behind its first axis alone")
+        return Joined(tuple(part[index] for part in self.parts))
+
+    def view(self, dtype: np.dtype[Any]) -> Joined:
+        """The same bits read as another dtype of the same size."""
+        return Joined(tuple(part.view(dtype) for part in self.parts))
+
+
+AnyArray: TypeAlias = np.ndarray[Any, Any] | DeviceArray
+
+
+def element_strides(array: AnyArray) -> tuple[int, ...]:
+    """Strides in elements."""
+    itemsize = array.itemsize
+    return tuple([stride // itemsize for stride in array.strides])

@@ -1,0 +1,129 @@
+"""CompiledKernel: a kernel of a user's own, ready to be launched."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpu_actors.compiling.signature import KernelParameter
+from gpu_actors.compiling.source import Cubin
+from gpu_actors.devices.interface import Kernel
+from gpu_actors.errors import Unsupported
+from gpu_actors.process import Local
+from gpu_actors.requests import Array
+from gpu_actors.runtime.handle import ActorHandle
+from gpu_actors.runtime.reply import Reply
+from gpu_actors.temporary import process_folder
+
+if TYPE_CHECKING:
+    from gpu_actors.runtime.cell import ActorCell
+
+__all__ = ["CompiledKernel", "LaunchKernel"]
+
+
+class CompiledKernel(Local):
+    """A kernel that ``ctx.kernel`` has compiled, for the context's device.
+
+    entry: its name. parameters: what it takes, in order. cubin: what NVRTC made of the source; None on the emulated
+    device, and on the mock device without ``compile_on_mock``.
+    Any number of launches may be under way; the device keeps the kernel until it and all of them are gone.
+    """
+
+    __slots__ = ("_cell", "_handle", "cubin", "entry", "loaded", "parameter_bytes", "parameters")
+
+    def __init__(
+        self,
+        cell: ActorCell,
+        entry: str,
+        parameters: tuple[KernelParameter, ...],
+        parameter_bytes: tuple[int, ...] | None,
+        cubin: Cubin | None,
+        loaded: Kernel | None,
+    ) -> None:
+        self.entry: str = entry
+        self.parameters: tuple[KernelParameter, ...] = parameters
+        self.parameter_bytes: tuple[int, ...] | None = parameter_bytes
+        self.cubin: Cubin | None = cubin
+        self.loaded: Kernel | None = loaded
+        self._cell = cell
+        self._handle: ActorHandle = cell.handle
+
+    def __repr__(self) -> str:
+        taken = ", ".join(parameter.spelled for parameter in self.parameters)
+        return f"<CompiledKernel {self.entry}({taken})>"
+
+    def belongs_to(self, cell: ActorCell) -> bool:
+        """Whether it was compiled by the actor of that cell."""
+        return self._cell is cell
+
+    def launch(
+        self,
+        grid: int | Sequence[int],
+        block: int | Sequence[int],
+        args: Sequence[Any] | Mapping[str, Any] = (),
+        *,
+        out: str | int | Sequence[str | int] | None = None,
+        shared_bytes: int = 0,
+        deadline: float | None = None,
+        timeout: float | None = None,
+        priority: int = 0,
+    ) -> Reply[dict[str | int, Array]]:
+        """Launch it on the stream of the context's KernelActor. Returns at once.
+
+        grid, block: one to three sizes, in blocks and in threads.
+        args: one for each parameter, in their order or by their names. A pointer takes a C-contiguous array of the
+            type that it points to, on the host or the context's GPU, or None for a null pointer. Numbers take a number
+            in range; structs, and types that the source names itself, take their bytes: a structured NumPy scalar or a
+            NumPy number, a ``ctypes.Structure``, or bytes.
+        out: names, or places from 0, of the parameters whose arrays get what the kernel writes; None: every pointer to
+            what is not const. They are written in place, NumPy arrays too: these are copied to the device, and back
+            once the launch is over. What the kernel writes to a host array that is not named is dropped.
+        shared_bytes: of dynamic shared memory, for a block.
+
+        The reply gives the arrays of ``out`` themselves, by name (by place where a parameter has none). It raises
+        `InvalidRequest`, naming the argument (``args['x']``), for one that does not fit its parameter, arrays of the
+        host that overlap in part, or a launch that no device could make; `LaunchError` where the kernel failed;
+        `MockModeError` on the mock device. Do not change the arrays before the reply is done; after
+        `DeadlineExceeded` the launch goes on and may still write them.
+        deadline, timeout, priority: as in `ActorHandle.submit`.
+        """
+        message = LaunchKernel(self, grid, block, args, out, shared_bytes)
+        return self._handle.submit(message, deadline=deadline, timeout=timeout, priority=priority)
+
+    def raw_module(self) -> Any:
+        """The same cubin as a ``cupy.RawModule``, whose ``get_function`` gives ``cupy.RawKernel``s.
+
+        What they launch is on the caller's own CuPy stream and past this service: no reply, no deadline, no health.
+        Raises `Unsupported` on a device that is not CUDA.
+        """
+        kind = self._cell.environment.device.info.kind
+        if kind != "cuda" or self.cubin is None:
+            raise Unsupported("device", kind, "CuPy launches on CUDA alone", nearest="cuda")
+        return importlib.import_module("cupy").RawModule(path=str(_cubin_file(self.cubin.data)))
+
+
+class LaunchKernel:
+    """The message of ``launch``."""
+
+    __slots__ = ("args", "block", "grid", "kernel", "out", "shared_bytes")
+
+    def __init__(self, kernel: CompiledKernel, grid: Any, block: Any, args: Any, out: Any, shared_bytes: Any) -> None:
+        self.kernel: CompiledKernel = kernel
+        self.grid: Any = grid
+        self.block: Any = block
+        self.args: Any = args
+        self.out: Any = out
+        self.shared_bytes: Any = shared_bytes
+
+
+def _cubin_file(data: bytes) -> Path:
+    # CuPy loads modules by path alone, when they are first used, and remembers them by it: a path for each contents.
+    path = process_folder("cubins") / f"{hashlib.sha256(data).hexdigest()}.cubin"
+    if not path.exists():
+        partial = path.with_suffix(f".{id(data):x}")
+        partial.write_bytes(data)
+        partial.replace(path)
+    return path

@@ -1,0 +1,217 @@
+"""Compiles a KernelSource with NVRTC, through CuPy's bindings; no GPU and no driver is needed.
+
+The closure is shut: NVRTC gets every header in memory and may not look at the disk, so that what it reads is
+what the cache key covers.
+"""
+
+from __future__ import annotations
+
+import functools
+import posixpath
+import re
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import PurePosixPath
+from typing import Any, NamedTuple
+
+from gpu_actors.compiling.headers import include_closure, toolkit_closure
+from gpu_actors.compiling.source import Cubin, FrozenMap, KernelSource, parse_resources
+from gpu_actors.compiling.toolchain import Toolchain, find_toolchain, load_nvrtc, supported_archs
+from gpu_actors.errors import CompileError, Unsupported
+
+__all__ = ["CompileInputs", "Compiler", "compile_inputs", "elf_sections", "supported_archs", "whole_cubin"]
+
+
+class CompileInputs(NamedTuple):
+    """All that NVRTC is given for a source and an architecture, besides the source and its macros.
+
+    options: in order. headers: every header in reach, text by the name that includes spell.
+    own_headers: those of them that the source brings itself.
+    """
+
+    options: tuple[str, ...]
+    headers: Mapping[str, str]
+    own_headers: Mapping[str, str]
+
+
+@functools.lru_cache(maxsize=512)
+def compile_inputs(source: KernelSource, arch: str, toolchain: Toolchain | None) -> CompileInputs:
+    """What is compiled; without a toolchain, the part of it that the source states itself.
+
+    Raises CompileError where the source includes what no key can cover (see `include_closure`).
+    """
+    own, missing = include_closure(source.source, source.headers)
+    if toolchain is None:
+        return CompileInputs(source.options, FrozenMap(own), FrozenMap(own))
+    toolkit = toolkit_closure(missing, toolchain.include_dirs)
+    return CompileInputs(_options(source, arch, toolchain), FrozenMap({**toolkit, **own}), FrozenMap(own))
+
+
+def _options(source: KernelSource, arch: str, toolchain: Toolchain) -> tuple[str, ...]:
+    """The options picked here, then the source's own. Arithmetic stays IEEE: nothing here sets -ftz."""
+    picked = [
+        # The exact architecture: wgmma and setmaxnreg exist in sm_90a, not in sm_90, and a cubin instead of
+        # PTX leaves the driver nothing to compile.
+        f"-arch={arch}",
+        # Fixed, because NVRTC's default moves with its version.
+        "-std=c++17",
+        # Registers, spills and the C75xx notes; without it the log says nothing of them.
+        "--ptxas-options=-v",
+        # constexpr helpers in headers that the host twin shares carry no __device__.
+        "-default-device",
+        # A missing quoted header would else be read from the working directory.
+        "--no-source-include",
+        # The default raises the whole process's stack limit during a compile; two at once may leave it
+        # raised.
+        "--modify-stack-limit=false",
+    ]
+    if toolchain.release >= (12, 9):
+        # NVRTC's own cache keeps a second copy in the home folder, unbounded by this package's limits.
+        picked.append("--no-cache")
+    if any(re.match(r"--?std\b", option) for option in source.options):
+        picked.remove("-std=c++17")
+    # Older NVRTCs refuse an option that is given twice.
+    return (*picked, *(option for option in source.options if option not in picked))
+
+
+class Compiler:
+    """NVRTC. It keeps no state and compiles in parallel on as many threads as call it."""
+
+    def compile(self, source: KernelSource, arch: str | None = None) -> Cubin:
+        """The cubin of ``source`` for ``arch`` (default: the source's own), in 0.03 to 1 s.
+
+        Raises CompileError with ``.log`` and ``.source_line`` where NVRTC refuses the source, an include is
+        missing, an entry point is not in it, or no NVRTC is installed; Unsupported for an architecture that
+        NVRTC does not know; InvalidRequest for one that contradicts the source.
+        """
+        arch = source.resolve_arch(arch)
+        nvrtc = load_nvrtc()
+        if arch not in supported_archs():
+            raise _unsupported_arch(arch)
+        inputs = compile_inputs(source, arch, find_toolchain())
+        data, log = _run(nvrtc, source, arch, inputs)
+        resources = parse_resources(log)
+        absent = [entry for entry in source.entry_points if entry not in resources]
+        if absent:
+            held = ", ".join(resources) or "none"
+            raise CompileError(
+                f"kernel {source.name!r} has no entry point {', '.join(absent)}: "
+                f'is it extern "C" __global__? The source holds {held}',
+                log,
+            )
+        return Cubin(whole_cubin(data), arch, source.entry_points, log, resources)
+
+
+def _unsupported_arch(arch: str) -> Unsupported:
+    def capability(name: str) -> int:
+        return int(re.sub(r"\D", "", name))
+
+    known = supported_archs()
+    nearest = min(known, key=lambda name: abs(capability(name) - capability(arch)))
+    return Unsupported("arch", arch, f"this NVRTC compiles for {', '.join(known)}", nearest=nearest)
+
+
+def _run(nvrtc: Any, source: KernelSource, arch: str, inputs: CompileInputs) -> tuple[bytes, str]:
+    """(cubin as the bindings return it, log)."""
+    macros = (f"-D{name}={value}" for name, value in source.macros.items())
+    program = nvrtc.createProgram(
+        source.source,
+        _file_name(source),
+        [text.encode("utf-8", "surrogateescape") for text in inputs.headers.values()],
+        [name.encode("utf-8", "surrogateescape") for name in inputs.headers],
+    )
+    try:
+        try:
+            nvrtc.compileProgram(program, (*inputs.options, *macros))
+        except nvrtc.NVRTCError as error:
+            raise _compile_error(source, arch, inputs.headers, nvrtc.getProgramLog(program), error) from error
+        return nvrtc.getCUBIN(program), nvrtc.getProgramLog(program)
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def _file_name(source: KernelSource) -> str:
+    # As the caller spells the path, it is in no key, so it shall not show in the cubin either.
+    # And NVRTC takes a name that begins with a dash for an option, which may name a file to write.
+    return re.sub(r"[^\w.+-]", "_", PurePosixPath(source.name).name).lstrip("-") or "kernel.cu"
+
+
+_DIAGNOSTIC = re.compile(
+    r"^(?P<file>[^\n()]+)\((?P<line>\d+)\): (?:catastrophic )?error(?: #\S+)?: (?P<text>.+)$", re.M
+)
+_MISSING = re.compile(r'(?:cannot|could not) open source file "([^"]+)"')
+_TOOL_ERROR = re.compile(r"^.*\b(?:error|fatal)\s*:.*$", re.M)
+
+
+def _compile_error(
+    source: KernelSource, arch: str, headers: Mapping[str, str], log: str, error: Exception
+) -> CompileError:
+    start = f"kernel {source.name!r} does not compile for {arch}: "
+    diagnostic = _DIAGNOSTIC.search(log)
+    if diagnostic is None:
+        first = _TOOL_ERROR.search(log)
+        return CompileError(start + (first[0].strip() if first else str(error)), log)
+    file, number, text = diagnostic["file"], int(diagnostic["line"]), diagnostic["text"]
+    lines = (source.source if file == _file_name(source) else headers.get(file, "")).splitlines()
+    line = lines[number - 1] if 0 < number <= len(lines) else None
+    if missing := _MISSING.search(text):
+        text = _missing_header(missing[1], source.headers)
+    return CompileError(f"{start}{text} ({file}, line {number})", log, line)
+
+
+def _missing_header(name: str, headers: Iterable[str]) -> str:
+    alike = [other for other in headers if posixpath.basename(other) == posixpath.basename(name)]
+    if alike:
+        return f'header "{name}" is missing: headers are named in full, did you mean "{alike[0]}"?'
+    return f'header "{name}" is missing: neither headers= nor the CUDA toolkit installed here has it'
+
+
+_ELF_HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
+_SECTION = struct.Struct("<IIQQQQIIQQ")
+_NOBITS, _FIRST_VENDOR_TYPE = 8, 0x70000000
+
+
+def whole_cubin(data: bytes) -> bytes:
+    """``data`` with the last byte that CuPy 14's getCUBIN cuts off, where it did.
+
+    The ELF headers tell the length: the byte is restored only if exactly it is missing, and it is zero
+    because every table and section that can end a cubin ends in one. Raises CompileError for anything shorter
+    or not ELF.
+    """
+    if data[:5] != b"\x7fELF\x02" or len(data) < _ELF_HEADER.size:
+        raise CompileError(f"NVRTC returned {len(data)} bytes that are no 64-bit ELF image")
+    padded = data + b"\0"
+    length = _elf_length(padded)
+    if length <= len(data):
+        return data
+    if length == len(padded):
+        return padded
+    raise CompileError(f"NVRTC returned {len(data)} bytes of a cubin of {length}")
+
+
+def elf_sections(image: bytes) -> Iterator[tuple[str, bytes]]:
+    """The sections of a whole 64-bit ELF image, (name, contents). Raises struct.error for what is none."""
+    header = _ELF_HEADER.unpack_from(image)
+    table, size, count, names = header[6], *header[11:14]
+    sections = [_SECTION.unpack_from(image, table + index * size) for index in range(count)]
+    strings = sections[names][4]
+    for name, kind, _, _, offset, length, *_ in sections:
+        start = strings + name
+        contents = b"" if kind == _NOBITS else image[offset : offset + length]
+        yield image[start : image.index(b"\0", start)].decode(), contents
+
+
+def _elf_length(image: bytes) -> int:
+    """The end of the last table or section, in bytes from the start."""
+    header = _ELF_HEADER.unpack_from(image)
+    segments, sections = header[5], header[6]
+    segment_size, segment_count, section_size, section_count = header[9:13]
+    length: int = max(segments + segment_size * segment_count, sections + section_size * section_count)
+    for index in range(section_count):
+        start = sections + index * section_size
+        if start + _SECTION.size > len(image):
+            break  # truncated inside the table, whose end is already counted
+        _, kind, _, _, offset, size, *_ = _SECTION.unpack_from(image, start)
+        if kind != _NOBITS and kind < _FIRST_VENDOR_TYPE:
+            length = max(length, offset + size)
+    return length

@@ -1,0 +1,396 @@
+"""CubinCache: compiled kernels in memory, in a folder that processes share, and in read-only folders.
+
+A lookup asks memory, then the read-only folders, then the user's own; what is found nowhere is compiled once,
+however many threads and processes ask for it. Nothing that goes wrong with a disk costs more than a compile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import tempfile
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from gpu_actors.compiling.cubin_entry import CorruptEntry, VariantKey, decode_entry, encode_entry, variant_key
+from gpu_actors.compiling.cubin_folder import CacheFolder
+from gpu_actors.compiling.cubin_stats import CacheStats
+from gpu_actors.compiling.single_flight import SingleFlight
+from gpu_actors.compiling.source import Cubin, KernelSource
+from gpu_actors.compiling.toolchain import FindToolchain, find_toolchain
+from gpu_actors.errors import CompileError, InvalidRequest
+
+__all__ = ["CacheStats", "CubinCache", "default_cache_dir"]
+
+Compile = Callable[[KernelSource, str], Cubin]
+Found = tuple[Cubin, bool]  # the cubin, and whether it was there rather than compiled
+OnEvent = Callable[[str, dict[str, object]], None]
+
+_log = logging.getLogger("gpu_actors")
+_MAX_KEYS = 8192
+
+
+def default_cache_dir() -> Path:
+    """The user's cubin folder: the environment's GPU_ACTORS_CACHE_DIR, or the platform's place for caches."""
+    if given := os.environ.get("GPU_ACTORS_CACHE_DIR"):
+        return Path(given).expanduser().absolute()
+    import platformdirs
+
+    path = platformdirs.user_cache_path("gpu-actors") / "cubins"
+    if not path.is_absolute():  # a user without a home
+        path = Path(tempfile.gettempdir()) / f"gpu-actors-cubins-{os.geteuid()}"
+    return path
+
+
+class CubinCache:
+    """Cubins by kernel source and architecture. Every method may be called from any thread.
+
+    directory: the user's folder (see `default_cache_dir`), or None to keep cubins in memory alone.
+    max_bytes: bound of the folder; the entries that no process read from it for longest go first.
+    readonly_paths: folders warmed elsewhere, asked first and never written.
+    offline: compile nothing; a variant that is nowhere raises CompileError.
+    max_memory_bytes: bound of the cubins kept in memory.
+    lock_timeout: seconds to wait for another process that compiles the variant, before doing so here as well.
+    on_event: called with (name, fields) for the events cache.hit (fields variant, digest, layer), cache.miss,
+        cache.corrupt (path, reason), compile.started (arch) and compile.completed (seconds, error); by
+        default they go to the logger "gpu_actors".
+    toolchain: finds the compiler whose version is in the keys.
+    chosen: whether a person named the directory. The default one is looked at when it is first needed.
+
+    Raises InvalidRequest("cache_dir" or "prewarmed", ...) for a folder from which another user's code could be loaded,
+    and for what is no folder: here, or, of a directory that was not chosen, from each lookup that needs it.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | None,
+        *,
+        max_bytes: int = 1 << 30,
+        readonly_paths: Sequence[str | os.PathLike[str]] = (),
+        offline: bool = False,
+        max_memory_bytes: int = 1 << 28,
+        lock_timeout: float = 60.0,
+        on_event: OnEvent | None = None,
+        toolchain: FindToolchain = find_toolchain,
+        chosen: bool = True,
+    ) -> None:
+        if max_bytes <= 0:
+            raise InvalidRequest("max_bytes", max_bytes, "must be positive")
+        self._offline = offline
+        self._max_bytes = max_bytes
+        self._max_memory_bytes = max_memory_bytes
+        self._lock_timeout = lock_timeout
+        self._on_event = on_event
+        self._toolchain = toolchain
+        self._lock = threading.Lock()
+        self._counts = dict.fromkeys(("hits", "misses", "compiles", "corrupt", "evicted"), 0)
+        self._keys: dict[tuple[KernelSource, str], VariantKey] = {}
+        self._memory: OrderedDict[VariantKey, Cubin] = OrderedDict()
+        self._memory_bytes = 0
+        self._warned: set[tuple[str, int | None]] = set()
+        self._flights: SingleFlight[VariantKey, Found] = SingleFlight()
+        self._folder = CacheFolder(Path(directory), writable=True) if directory is not None else None
+        self._folders = [CacheFolder(Path(path), writable=False, field="prewarmed") for path in readonly_paths]
+        for folder in self._folders:
+            if not folder.check():
+                _log.warning("prewarmed folder %s does not exist", folder.path)
+        if self._folder is not None:
+            self._folders.append(self._folder)
+            if chosen:
+                self._folder.check()
+            with contextlib.suppress(OSError, InvalidRequest):
+                self._tidy(self._folder)
+
+    def key(self, source: KernelSource, arch: str | None = None) -> VariantKey:
+        """The names of the variant. Raises what `KernelSource.resolve_arch` and `variant_key` raise."""
+        try:
+            return self._keys[source, arch or ""]
+        except KeyError:
+            pass
+        key = variant_key(source, source.resolve_arch(arch), self._toolchain())
+        if len(self._keys) >= _MAX_KEYS:
+            self._keys.clear()
+        self._keys[source, arch or ""] = key
+        return key
+
+    def peek(self, source: KernelSource, arch: str | None = None) -> Cubin | None:
+        """The cubin if it is in memory. Touches no disk and computes no key: for threads that must not wait."""
+        key = self._keys.get((source, arch or ""))
+        return None if key is None else self._remembered(key, source)
+
+    def get(self, source: KernelSource, arch: str | None = None) -> Cubin | None:
+        """The cubin, or None where neither memory nor a folder has it. Compiles nothing and does not wait."""
+        key = self.key(source, arch)
+        cubin = self._remembered(key, source) or self._stored(key, source, source.resolve_arch(arch))
+        if cubin is None:
+            self._miss(key, source)
+        return cubin
+
+    def get_or_compile(self, source: KernelSource, arch: str | None, compile: Compile) -> Cubin:
+        """The cubin; ``compile(source, arch)`` makes it at most once for all threads and processes that ask.
+
+        Raises CompileError as ``compile`` does, to every waiter, or, offline, naming the missing variant.
+        """
+        key = self.key(source, arch)
+        cubin = self._remembered(key, source)
+        if cubin is not None:
+            return cubin
+        arch = source.resolve_arch(arch)
+        counted = False
+
+        def find_or_make() -> Found:
+            nonlocal counted
+            counted = True
+            return self._find_or_make(key, source, arch, compile)
+
+        try:
+            (cubin, at_once), _ = self._flights.run(key, find_or_make)
+        except Exception:
+            if not counted:
+                self._miss(key, source)
+            raise
+        if not counted:
+            if at_once:
+                self._hit(key, source, "another thread")
+            else:
+                self._miss(key, source)
+        return cubin
+
+    def stats(self) -> CacheStats:
+        """The counts now. Lists the folder: not for a hot path."""
+        if self._folder is not None:
+            entries, size = self._folder.usage()
+        else:
+            entries, size = len(self._memory), self._memory_bytes
+        # Without the lock: the caller may interrupt what it guards, or be a forked process.
+        return CacheStats(**self._counts, entries=entries, bytes=size)
+
+    # One compile for many callers
+
+    def _find_or_make(self, key: VariantKey, source: KernelSource, arch: str, compile: Compile) -> Found:
+        cubin = self._remembered(key, source) or self._stored(key, source, arch)
+        if cubin is not None:
+            return cubin, True
+        compiled = self._compiled_key(key, source, arch)
+        if compiled != key:
+            return self._find_or_make(compiled, source, arch, compile)
+        self._miss(key, source)
+        cubin = self._make(key, source, arch, compile)
+        self._remember(key, cubin)
+        return cubin, False
+
+    def _compiled_key(self, key: VariantKey, source: KernelSource, arch: str) -> VariantKey:
+        """The key that a cubin made here gets: the compiler that is loaded may not be the one that is installed."""
+        if self._offline or key.build is None:
+            return key
+        try:
+            toolchain = self._toolchain(load=True)
+        except CompileError:  # which compiling raises, too
+            return key
+        compiled = variant_key(source, arch, toolchain)
+        if compiled != key:
+            self._keys.clear()
+        return compiled
+
+    def _make(self, key: VariantKey, source: KernelSource, arch: str, compile: Compile) -> Cubin:
+        if self._offline:
+            raise self._missing(key, source, arch)
+        with self._compile_lock(key, source) as holds:
+            # Another process may have made it while this one waited.
+            cubin = self._stored(key, source, arch, counted=False) if holds else None
+            if cubin is None:
+                cubin = self._compile(key, source, arch, compile)
+                if holds:
+                    self._publish(key, source, cubin)
+            return cubin
+
+    def _compile(self, key: VariantKey, source: KernelSource, arch: str, compile: Compile) -> Cubin:
+        self._count("compiles")
+        self._emit(logging.INFO, "compile.started", key, source, arch=arch)
+        began = time.perf_counter()
+        failure: str | None = None
+        try:
+            return compile(source, arch)
+        except BaseException as error:
+            failure = str(error)
+            raise
+        finally:
+            seconds = time.perf_counter() - began
+            self._emit(logging.INFO, "compile.completed", key, source, arch=arch, seconds=seconds, error=failure)
+
+    @contextlib.contextmanager
+    def _compile_lock(self, key: VariantKey, source: KernelSource) -> Iterator[bool]:
+        """True while no other process compiles the variant, False where that cannot be had: nothing is
+        published.
+
+        The operating system frees the lock of a process that dies.
+        """
+        if self._folder is None or key.build is None:
+            yield False
+            return
+        import filelock
+
+        try:
+            path = self._folder.lock_path(key.build)
+            lock = filelock.FileLock(path, timeout=self._lock_timeout, mode=0o600)
+            lock.acquire(poll_interval=0.02)
+        except filelock.Timeout:
+            _log.warning(
+                "%s is compiled elsewhere for %g s now: compiled here too, not published",
+                source.name,
+                self._lock_timeout,
+            )
+            yield False
+            return
+        except OSError as error:
+            self._warn_unwritable(source, error)
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            with contextlib.suppress(OSError):
+                # The file is of no use once the entry is there, and who waits for it makes a new one.
+                if self._folder.has(key.file_name):
+                    path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                lock.release()
+
+    def _missing(self, key: VariantKey, source: KernelSource, arch: str) -> CompileError:
+        macros = " ".join(f"{name}={value}" for name, value in source.macros.items()) or "none"
+        folders = [str(folder.path) for folder in self._folders] or ["no folder at all"]
+        others = sorted({nvrtc for folder in self._folders for nvrtc in _builds(folder, key, source, arch)})
+        hint = f"; it is there built by NVRTC {', '.join(others)}, not the one installed" if others else ""
+        return CompileError(
+            f"offline, and kernel {source.name!r} for {arch} (macros {macros}) is not in "
+            f"{', '.join(folders)}: no entry {key.prefix}{key.build or '*'}.cubin{hint}"
+        )
+
+    # Memory and folders
+
+    def _remembered(self, key: VariantKey, source: KernelSource) -> Cubin | None:
+        with self._lock:
+            cubin = self._memory.get(key)
+            if cubin is None:
+                return None
+            self._memory.move_to_end(key)
+            self._counts["hits"] += 1
+        self._tell_hit(key, source, "memory")
+        return cubin
+
+    def _remember(self, key: VariantKey, cubin: Cubin) -> None:
+        with self._lock:
+            if key not in self._memory:
+                self._memory[key] = cubin
+                self._memory_bytes += len(cubin.data)
+            while self._memory_bytes > self._max_memory_bytes:
+                self._memory_bytes -= len(self._memory.popitem(last=False)[1].data)
+
+    def _stored(self, key: VariantKey, source: KernelSource, arch: str, *, counted: bool = True) -> Cubin | None:
+        """The cubin of the first folder that has a sound entry."""
+        for folder in self._folders:
+            try:
+                names = [key.file_name] if key.build is not None else folder.names(key.prefix)
+                for name in names:
+                    cubin = self._read(folder, name, key, source, arch)
+                    if cubin is not None:
+                        self._remember(key, cubin)
+                        if counted:
+                            self._hit(key, source, str(folder.path))
+                        return cubin
+            except OSError as error:
+                self._warn_once(error, "cubin cache %s cannot be read: %s", folder.path, error)
+        return None
+
+    def _read(self, folder: CacheFolder, name: str, key: VariantKey, source: KernelSource, arch: str) -> Cubin | None:
+        stored = folder.read(name)
+        if stored is None:
+            return None
+        try:
+            if stored.fault:
+                raise CorruptEntry(stored.fault)
+            return decode_entry(key.build_of(name), stored.data, arch, source.entry_points)[0]
+        except CorruptEntry as error:
+            self._count("corrupt")
+            path = folder.path / name
+            self._emit(logging.DEBUG, "cache.corrupt", key, source, path=str(path), reason=str(error))
+            _log.warning("cubin cache entry %s is refused: %s", path, error)
+        if folder.writable:
+            with contextlib.suppress(OSError):  # a miss either way
+                folder.set_aside(name, stored.inode)
+        return None
+
+    def _publish(self, key: VariantKey, source: KernelSource, cubin: Cubin) -> None:
+        toolchain = self._toolchain()
+        if self._folder is None or key.build is None or toolchain is None:
+            return
+        entry = encode_entry(key.build, cubin, toolchain.version)
+        if len(entry) > self._max_bytes:
+            _log.warning("%s has %d bytes, more than the whole cubin cache may hold", source.name, len(entry))
+            return
+        try:
+            self._folder.publish(key.file_name, entry)
+            self._tidy(self._folder, keep=key.file_name)
+        except (OSError, InvalidRequest) as error:
+            self._warn_unwritable(source, error)
+
+    def _tidy(self, folder: CacheFolder, keep: str = "") -> None:
+        evicted = folder.tidy(self._max_bytes, keep)
+        if evicted:
+            self._count("evicted", evicted)
+            _log.debug("cubin cache %s: %d entries evicted", folder.path, evicted)
+
+    def _warn_unwritable(self, source: KernelSource, error: Exception) -> None:
+        folder = self._folder.path if self._folder is not None else None
+        text = "cubin cache %s cannot be written, %s stays in memory: %s"
+        self._warn_once(error, text, folder, source.name, error)
+
+    def _warn_once(self, error: Exception, text: str, *values: object) -> None:
+        """Warns of the first failure of its kind: a read-only disk fails for every kernel alike."""
+        kind = (text, error.errno if isinstance(error, OSError) else None)
+        level = logging.DEBUG if kind in self._warned else logging.WARNING
+        self._warned.add(kind)
+        _log.log(level, text, *values)
+
+    # Counts and events
+
+    def _hit(self, key: VariantKey, source: KernelSource, layer: str) -> None:
+        self._count("hits")
+        self._tell_hit(key, source, layer)
+
+    def _tell_hit(self, key: VariantKey, source: KernelSource, layer: str) -> None:
+        if self._on_event is not None or _log.isEnabledFor(logging.DEBUG):
+            self._emit(logging.DEBUG, "cache.hit", key, source, layer=layer)
+
+    def _miss(self, key: VariantKey, source: KernelSource) -> None:
+        self._count("misses")
+        self._emit(logging.DEBUG, "cache.miss", key, source)
+
+    def _count(self, what: str, by: int = 1) -> None:
+        with self._lock:
+            self._counts[what] += by
+
+    def _emit(self, level: int, event: str, key: VariantKey, source: KernelSource, **fields: object) -> None:
+        digest = key.build or key.variant
+        fields = {"variant": f"{source.name}:{digest[:12]}", "digest": digest, **fields}
+        if self._on_event is None:
+            _log.log(level, "%s %s", event, fields, extra={"event": event, "fields": fields})
+            return
+        try:
+            self._on_event(event, fields)
+        except Exception:  # a listener's fault is no reason to lose a kernel
+            _log.exception("on_event raised at %s", event)
+
+
+def _builds(folder: CacheFolder, key: VariantKey, source: KernelSource, arch: str) -> Iterator[str]:
+    """The NVRTC versions whose builds of the variant the folder holds."""
+    with contextlib.suppress(OSError):
+        for name in folder.names(key.prefix):
+            stored = folder.read(name)
+            if stored is not None:
+                with contextlib.suppress(CorruptEntry):
+                    yield decode_entry(key.build_of(name), stored.data, arch, source.entry_points)[1]

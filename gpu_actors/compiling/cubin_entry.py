@@ -1,0 +1,168 @@
+"""The key of a compiled variant, and the bytes of its entry in a cache folder.
+
+A key is SHA-256 over length-prefixed parts and holds no path and no time, so that it is equal on every
+machine: schema version, NVRTC version, exact architecture, ordered options, sorted macros, source (a user's
+snippet is part of it or a header), every header in reach by name and contents, entry names.
+
+An entry is magic, key, payload length, SHA-256 of the payload, payload; the payload is a JSON header and the
+cubin.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import struct
+from collections.abc import Collection, Iterable
+from typing import Any, NamedTuple
+
+from gpu_actors.compiling.compiler import compile_inputs
+from gpu_actors.compiling.source import Cubin, KernelResources, KernelSource
+from gpu_actors.compiling.toolchain import Toolchain
+
+__all__ = ["CorruptEntry", "VariantKey", "decode_entry", "digest_of", "encode_entry", "variant_key"]
+
+# Raised when the key's parts, the entry's layout or what the cubins promise changes.
+SCHEMA = 1
+
+_MAGIC = b"GACUBIN\x01"
+_HEADER = struct.Struct("<8s32sQ32s")  # magic, key, payload length, SHA-256 of the payload
+_JSON_LENGTH = struct.Struct("<I")
+
+
+class CorruptEntry(Exception):
+    """The bytes are not a whole entry of the key that was asked for. Never leaves the cache."""
+
+
+class VariantKey(NamedTuple):
+    """The names of a variant, 64 hexadecimal digits each.
+
+    variant: of what the source states. build: of that and of the compiler, its options and the toolkit's
+    headers; None where no compiler is installed, which could tell one build from another.
+    """
+
+    variant: str
+    build: str | None
+
+    @property
+    def file_name(self) -> str:
+        """The entry's file. Without a build there is none: see `prefix`."""
+        return f"{self.prefix}{self.build}.cubin"
+
+    def build_of(self, file_name: str) -> str:
+        """The build that an entry's file name states."""
+        return file_name.removeprefix(self.prefix).removesuffix(".cubin")
+
+    @property
+    def prefix(self) -> str:
+        """What the files of all builds of the variant begin with."""
+        return f"{self.variant}-"
+
+
+def variant_key(source: KernelSource, arch: str, toolchain: Toolchain | None) -> VariantKey:
+    """The key of ``source`` compiled for ``arch`` by ``toolchain``. Headers are hashed once a process."""
+    inputs = compile_inputs(source, arch, toolchain)
+    variant = _digest(source, arch, "", source.options, inputs.own_headers.items())
+    if toolchain is None:
+        return VariantKey(variant, None)
+    build = _digest(source, arch, toolchain.version, inputs.options, inputs.headers.items())
+    return VariantKey(variant, build)
+
+
+def _digest(
+    source: KernelSource, arch: str, nvrtc: str, options: Iterable[str], headers: Iterable[tuple[str, str]]
+) -> str:
+    groups: tuple[list[str], ...] = (
+        [str(SCHEMA)],
+        [nvrtc],
+        [arch],
+        list(options),
+        [part for name, value in source.macros.items() for part in (name, str(value))],
+        [source.source],
+        [part for name, text in sorted(headers) for part in (name, _text_digest(text))],
+        list(source.entry_points),
+    )
+    return digest_of(groups)
+
+
+def digest_of(groups: Iterable[Collection[str]]) -> str:
+    """SHA-256 over groups of texts, 64 hexadecimal digits. Each is preceded by its length: none runs into the next."""
+    digest = hashlib.sha256()
+    for group in groups:
+        digest.update(struct.pack("<Q", len(group)))
+        for part in group:
+            data = part.encode()
+            digest.update(struct.pack("<Q", len(data)))
+            digest.update(data)
+    return digest.hexdigest()
+
+
+@functools.lru_cache(maxsize=1024)
+def _text_digest(text: str) -> str:
+    # A header's digest stands for its contents: the toolkit's are megabytes, and every key covers them.
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def encode_entry(build: str, cubin: Cubin, nvrtc: str) -> bytes:
+    """The entry of ``cubin``, made by NVRTC version ``nvrtc``, under the key ``build``."""
+    about = {
+        "arch": cubin.arch,
+        "entry_points": cubin.entry_points,
+        "log": cubin.log,
+        "nvrtc": nvrtc,
+        "resources": dict(cubin.resources),
+    }
+    text = json.dumps(about, sort_keys=True).encode()
+    payload = _JSON_LENGTH.pack(len(text)) + text + cubin.data
+    checksum = hashlib.sha256(payload).digest()
+    return _HEADER.pack(_MAGIC, bytes.fromhex(build), len(payload), checksum) + payload
+
+
+def decode_entry(build: str, entry: bytes, arch: str, entry_points: tuple[str, ...]) -> tuple[Cubin, str]:
+    """(cubin, version of the NVRTC that made it).
+
+    Raises CorruptEntry unless every byte is as `encode_entry` wrote it for this architecture and these kernels.
+    """
+    payload = _payload(build, entry)
+    try:
+        end = _JSON_LENGTH.size + _JSON_LENGTH.unpack_from(payload)[0]
+        about = json.loads(bytes(payload[_JSON_LENGTH.size : end]))
+        cubin = Cubin(
+            bytes(payload[end:]), about["arch"], tuple(about["entry_points"]), about["log"], _resources(about)
+        )
+        nvrtc = about["nvrtc"]
+    except (ValueError, LookupError, TypeError, AttributeError, struct.error, RecursionError) as error:
+        # A checksum tells that the bytes are those that were written, not that they were written by `encode_entry`.
+        raise CorruptEntry(f"what it says of its cubin cannot be read: {type(error).__name__}: {error}") from error
+    if cubin.arch != arch:
+        raise CorruptEntry(f"it is for {cubin.arch!r} instead of {arch}")
+    if cubin.entry_points != entry_points:
+        raise CorruptEntry(f"it holds the kernels {cubin.entry_points} instead of {entry_points}")
+    if not (isinstance(cubin.log, str) and isinstance(nvrtc, str) and cubin.data):
+        raise CorruptEntry("its log, its compiler's version or its cubin is missing")
+    return cubin, nvrtc
+
+
+def _payload(build: str, entry: bytes) -> memoryview:
+    if len(entry) < _HEADER.size:
+        raise CorruptEntry(f"{len(entry)} bytes are less than an entry's header")
+    magic, key, length, checksum = _HEADER.unpack_from(entry)
+    if magic != _MAGIC:
+        raise CorruptEntry("the magic number is another")
+    if key.hex() != build:
+        raise CorruptEntry("the entry is of another key")
+    payload = memoryview(entry)[_HEADER.size :]
+    if len(payload) != length:
+        raise CorruptEntry(f"the payload has {len(payload)} bytes instead of {length}")
+    if hashlib.sha256(payload).digest() != checksum:
+        raise CorruptEntry("the checksum does not match")
+    return payload
+
+
+def _resources(about: dict[str, Any]) -> dict[str, KernelResources]:
+    found = {name: KernelResources(*values) for name, values in about["resources"].items()}
+    for name, resources in found.items():
+        if not all(type(count) is int and count >= 0 for count in resources):
+            raise ValueError(f"the resources of {name} are {tuple(resources)}")
+    return found

@@ -1,0 +1,315 @@
+"""One folder of cache entries on disk, shared by processes that may die at any instruction.
+
+Code is loaded from here into the GPU, so only its owner may write to the folder: it is opened without
+following links and checked at every operation, and files are reached through that handle, not by path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import grp
+import os
+import pwd
+import secrets
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+from gpu_actors.errors import InvalidRequest
+
+__all__ = ["CacheFolder", "StoredEntry"]
+
+ENTRY, TEMPORARY, SET_ASIDE, LOCK = ".cubin", ".tmp", ".corrupt", ".lock"
+MAX_SET_ASIDE = 8
+MAX_ENTRY_BYTES = 1 << 28
+LEFTOVER_AGE = 24 * 3600.0  # seconds
+
+_OPEN = os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+class StoredEntry(NamedTuple):
+    """An entry as read.
+
+    inode: of the file that was read, so that only that file is set aside. fault: why its data were not read,
+    or "".
+    """
+
+    data: bytes
+    inode: int
+    fault: str = ""
+
+
+class CacheFolder:
+    """A folder of entries.
+
+    writable: whether this process may add to it. A read-only folder may also belong to root, as in an image.
+    field: the setting that names the folder, for errors. suffix: what an entry's name ends with.
+    Raises InvalidRequest(field, ...) for a folder that is a link, that another user owns, that others can write or that
+    lies where others could replace it; OSError where the disk refuses. A folder that does not exist is empty, and is
+    made by the first `publish`.
+    """
+
+    def __init__(self, path: Path, *, writable: bool, field: str = "cache_dir", suffix: str = ENTRY) -> None:
+        self.path = path
+        self.writable = writable
+        self.field = field
+        self.suffix = suffix
+
+    def check(self) -> bool:
+        """Whether the folder is there. Raises InvalidRequest also for what is no folder and cannot become one."""
+        try:
+            with self._opened():
+                return True
+        except NotADirectoryError:
+            self._refuse("is not a folder, nor can one be made there")
+        except OSError:
+            return os.path.exists(self.path)
+
+    def make(self) -> None:
+        """Make the folder, where it is not there yet. Raises OSError where the disk refuses that."""
+        with self._made():
+            pass
+
+    def read(self, name: str) -> StoredEntry | None:
+        """The entry, marked as just used, or None where there is none."""
+        try:
+            with self._opened() as folder:
+                handle = os.open(name, os.O_RDONLY | os.O_NONBLOCK | _OPEN, dir_fd=folder)
+        except FileNotFoundError:
+            return None
+        try:
+            status = os.fstat(handle)
+            if fault := self._fault(status):
+                return StoredEntry(b"", status.st_ino, fault)
+            with os.fdopen(handle, "rb", closefd=False) as file:
+                data = file.read()
+            if self.writable:
+                # Set by hand, because many file systems are mounted to keep no access times.
+                with contextlib.suppress(OSError):
+                    os.utime(handle, ns=(time.time_ns(), status.st_mtime_ns))
+        finally:
+            os.close(handle)
+        return StoredEntry(data, status.st_ino)
+
+    def names(self, prefix: str) -> list[str]:
+        """The entries whose names begin with ``prefix``, the newest first."""
+        try:
+            with self._opened() as folder, os.scandir(folder) as files:
+                found = [f for f in files if f.name.startswith(prefix) and f.name.endswith(self.suffix)]
+                found.sort(key=lambda file: file.stat(follow_symlinks=False).st_mtime_ns, reverse=True)
+        except FileNotFoundError:
+            return []
+        return [file.name for file in found]
+
+    def publish(self, name: str, data: bytes) -> None:
+        """Writes an entry so that readers find it whole or not at all, whenever this process dies."""
+        with self._made() as folder:
+            handle, temporary = self._new_temporary(name, folder)
+            try:
+                view = memoryview(data)
+                while view:
+                    view = view[os.write(handle, view) :]
+                os.fsync(handle)
+                # Renamed while it is open, hence locked: no other process sweeps it in between.
+                os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+            except BaseException:
+                _remove(temporary, folder)
+                raise
+            finally:
+                os.close(handle)
+            os.fsync(folder)
+
+    def set_aside(self, name: str, inode: int) -> None:
+        """Renames a corrupt entry, so that it is not read again but can be looked into."""
+        with self._opened() as folder:
+            # Another process may have replaced it with a good one since it was read.
+            if os.stat(name, dir_fd=folder, follow_symlinks=False).st_ino == inode:
+                os.replace(name, name + SET_ASIDE, src_dir_fd=folder, dst_dir_fd=folder)
+
+    def usage(self) -> tuple[int, int]:
+        """(entries, their bytes); none of a folder that cannot be used."""
+        try:
+            with self._opened() as folder:
+                sizes = [status.st_size for _, status in _listing(folder, self.suffix)]
+        except (OSError, InvalidRequest):
+            return 0, 0
+        return len(sizes), sum(sizes)
+
+    def tidy(self, max_bytes: int, keep: str = "") -> int:
+        """Removes what dead writers left and old corrupt entries, then the entries used longest ago until the
+        rest fits ``max_bytes``; returns how many of these.
+
+        A reader that has opened an entry keeps it: removal unlinks the name only. ``keep`` is never removed.
+        """
+        with self._opened() as folder:
+            for name, status in _listing(folder, TEMPORARY):
+                _sweep(name, status, folder)
+            for name, status in _listing(folder, LOCK):
+                if _is_old(status):
+                    _sweep(name, status, folder)
+            aside = sorted(_listing(folder, SET_ASIDE), key=lambda item: item[1].st_ctime_ns)
+            for name, _ in aside[: max(0, len(aside) - MAX_SET_ASIDE)]:
+                _remove(name, folder)
+            return _evict(folder, self.suffix, max_bytes, keep)
+
+    def lock_path(self, build: str) -> Path:
+        """The file that a process locks while it compiles ``build``. The folder exists afterwards."""
+        with self._made():
+            return self.path / f"{build}{LOCK}"
+
+    def has(self, name: str) -> bool:
+        """Whether there is an entry, sound or not."""
+        return (self.path / name).exists()
+
+    def _made(self) -> contextlib.AbstractContextManager[int]:
+        # The folders above as well: one that a lax umask opened to others would be refused the next time.
+        for place in (*reversed(self.path.parents), self.path):
+            with contextlib.suppress(FileExistsError):
+                if not place.exists():
+                    place.mkdir(mode=0o700)
+        return self._opened()
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[int]:
+        try:
+            folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | _OPEN)
+        except OSError:
+            if self.path.is_symlink():
+                self._refuse("it is a symbolic link: name the folder itself")
+            raise
+        try:
+            self._check_owner(os.fstat(folder))
+            self._check_above()
+            yield folder
+        finally:
+            os.close(folder)
+
+    def _check_owner(self, status: os.stat_result) -> None:
+        if status.st_uid not in self._owners():
+            self._refuse(f"user {status.st_uid} owns it: it must belong to user {os.geteuid()}, who runs this")
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            mode = stat.S_IMODE(status.st_mode)
+            self._refuse(f"others can write to it (mode {mode:04o}): chmod 700 it, or name another folder")
+
+    def _check_above(self) -> None:
+        """Who can rename the folder can put another in its place, so the folders above it count too, as for ssh."""
+        given = self.path.absolute().parent
+        for place in dict.fromkeys(folder for path in (given, given.resolve()) for folder in (path, *path.parents)):
+            status = place.stat()
+            if status.st_uid not in (os.geteuid(), 0) and status.st_uid != _nobody_here():
+                self._refuse(f"user {status.st_uid} owns the folder above it, {place}, and could replace it")
+            if _others_write(status) and not status.st_mode & stat.S_ISVTX:
+                mode = stat.S_IMODE(status.st_mode)
+                self._refuse(
+                    f"others can write to the folder above it, {place} (mode {mode:04o}), and could replace it"
+                )
+
+    def _fault(self, status: os.stat_result) -> str:
+        """Why a file is not to be read: it may have been planted before the folder was closed to others."""
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_ENTRY_BYTES:
+            return f"it is no regular file of at most {MAX_ENTRY_BYTES} bytes"
+        if status.st_uid not in self._owners() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            return "another user owns it or can write to it"
+        return ""
+
+    def _owners(self) -> set[int]:
+        return {os.geteuid()} if self.writable else {os.geteuid(), 0}
+
+    def _refuse(self, reason: str) -> NoReturn:
+        raise InvalidRequest(self.field, str(self.path), reason)
+
+    def _new_temporary(self, name: str, folder: int) -> tuple[int, str]:
+        """A new file, locked while it is open: a free lock tells `tidy` that the writer died."""
+        while True:
+            temporary = f"{name}.{os.getpid()}.{secrets.token_hex(8)}{TEMPORARY}"
+            handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN, 0o600, dir_fd=folder)
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            if os.fstat(handle).st_nlink:
+                return handle, temporary
+            os.close(handle)  # swept between its creation and its lock
+
+
+def _listing(folder: int, suffix: str) -> list[tuple[str, os.stat_result]]:
+    found = []
+    with os.scandir(folder) as files:
+        for file in files:
+            if file.name.endswith(suffix):
+                with contextlib.suppress(FileNotFoundError):
+                    found.append((file.name, file.stat(follow_symlinks=False)))
+    return found
+
+
+def _evict(folder: int, suffix: str, max_bytes: int, keep: str) -> int:
+    entries = sorted(_listing(folder, suffix), key=lambda item: item[1].st_atime_ns)
+    excess = sum(status.st_size for _, status in entries) - max_bytes
+    removed = 0
+    for name, status in entries:
+        if excess <= 0:
+            break
+        if name != keep and _remove(name, folder):
+            excess -= status.st_size
+            removed += 1
+    return removed
+
+
+def _remove(name: str, folder: int) -> bool:
+    try:
+        os.unlink(name, dir_fd=folder)
+    except OSError:
+        return False
+    return True
+
+
+def _others_write(status: os.stat_result) -> bool:
+    """Whether anybody but the owner may write. A group that holds the user alone is no other, as with umask 002."""
+    if status.st_mode & stat.S_IWOTH:
+        return True
+    return bool(status.st_mode & stat.S_IWGRP) and not _is_own_group(status.st_gid)
+
+
+def _nobody_here(proc: Path = Path("/proc")) -> int | None:
+    """The user that stands for all users outside of this container, root among them; None where there is none such.
+
+    Containers that were started without privileges map their user alone, and "/" itself then belongs to this one.
+    """
+    try:
+        nobody = int((proc / "sys/kernel/overflowuid").read_text())
+        spans = [list(map(int, line.split())) for line in (proc / "self/uid_map").read_text().splitlines()]
+        mapped = any(first <= nobody < first + count for first, _, count in spans)
+    except (OSError, ValueError):
+        return None
+    return None if mapped else nobody
+
+
+def _is_own_group(gid: int) -> bool:
+    try:
+        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
+    except KeyError:
+        return False
+    return user.pw_gid == gid and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
+
+
+def _is_old(status: os.stat_result) -> bool:
+    return time.time() - status.st_mtime > LEFTOVER_AGE
+
+
+def _sweep(name: str, status: os.stat_result, folder: int) -> None:
+    """Removes a file that its writer locks while it lives; where the file system has no locks, an old one."""
+    try:
+        handle = os.open(name, os.O_RDWR | os.O_NONBLOCK | _OPEN, dir_fd=folder)
+    except OSError:
+        return
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _remove(name, folder)
+    except BlockingIOError:
+        pass  # its writer lives
+    except OSError:
+        if _is_old(status):
+            _remove(name, folder)
+    finally:
+        os.close(handle)

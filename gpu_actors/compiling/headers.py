@@ -1,0 +1,151 @@
+"""The headers that a source reaches, so that NVRTC is given all of them in memory and the cache key covers
+each.
+
+Conditional includes are followed on every branch: a key that covers a header too many costs a compile at
+worst, one that misses a header is stale. What is not found is left to NVRTC, which refuses the source if the
+branch is taken.
+"""
+
+from __future__ import annotations
+
+import functools
+import posixpath
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from gpu_actors.errors import CompileError
+
+__all__ = ["Includes", "include_closure", "includes_of", "leaves_closure", "toolkit_closure"]
+
+# A directive may follow a comment, spell # as %:, and hold comments between its words.
+_GAP = r"(?:[ \t]|/\*.*?\*/)*"
+_INCLUDE = re.compile(rf"^(?:.*\*/)?{_GAP}(?:#|%:){_GAP}include(?:_next)?\b{_GAP}(.*)$", re.M)
+_HAS_INCLUDE = re.compile(rf"__has_include(?:_next)?{_GAP}\({_GAP}(.*)$", re.M)
+_SPELLED = re.compile(r'"([^"\n]+)"|<([^>\n]+)>')
+
+
+class Includes(NamedTuple):
+    """The include directives of one text: the names, and the lines that name a macro instead."""
+
+    names: tuple[str, ...]
+    computed: tuple[str, ...]
+
+
+class Header(NamedTuple):
+    """A header that was found: its text and its place below the folder that it was found in."""
+
+    text: str
+    place: str
+
+
+Lookup = Callable[[str, str], Header | None]  # (name as spelled, place of the text that includes it)
+
+
+def leaves_closure(name: str) -> bool:
+    """Whether a header's name leads out of the folder that headers are named below: absolute, or with ".." in it."""
+    return name.startswith("/") or ".." in name.split("/")
+
+
+@functools.lru_cache(maxsize=4096)
+def includes_of(text: str) -> Includes:
+    """The headers that ``text`` includes or asks ``__has_include`` for, each once, in order."""
+    joined = re.sub(r"\\[ \t]*\r?\n", "", text)
+    names: dict[str, None] = {}
+    computed: list[str] = []
+    for match in (*_INCLUDE.finditer(joined), *_HAS_INCLUDE.finditer(joined)):
+        if spelled := _SPELLED.match(match[1]):
+            names.setdefault(spelled[1] or spelled[2])
+        else:
+            computed.append(match[0].strip())
+    return Includes(tuple(names), tuple(computed))
+
+
+def include_closure(
+    source: str, headers: Mapping[str, str] | Callable[[str], str | None]
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The ``headers`` that ``source`` reaches, by name, and the names that it reaches but ``headers`` lacks.
+
+    headers: text by name, or what gives the text of a name that stays in the closure, None where there is none.
+
+    Raises CompileError for an include that would leave the closure: of a path that compilers look for on the disk
+    whatever they are told (see `leaves_closure`), or of a macro.
+    """
+
+    find = headers.get if isinstance(headers, Mapping) else headers
+
+    def lookup(name: str, _place: str) -> Header | None:
+        text = None if leaves_closure(name) else find(name)
+        return None if text is None else Header(text, name)
+
+    used, missing = _close([("", source)], lookup)
+    for text in (source, *used.values()):
+        _refuse_escapes(text)
+    return used, missing
+
+
+def toolkit_closure(names: Iterable[str], include_dirs: tuple[Path, ...]) -> dict[str, str]:
+    """The toolkit's headers that ``names`` reach, by the name that their includes spell; unknown names are
+    left out.
+
+    Files are read once a process.
+    """
+    return dict(_toolkit_closure(tuple(sorted(names)), include_dirs))
+
+
+@functools.lru_cache(maxsize=256)
+def _toolkit_closure(names: tuple[str, ...], include_dirs: tuple[Path, ...]) -> Mapping[str, str]:
+    def lookup(name: str, place: str) -> Header | None:
+        beside = posixpath.normpath(posixpath.join(posixpath.dirname(place), name))
+        for candidate in dict.fromkeys((name, beside)):
+            for folder in include_dirs:
+                text = _read_header(folder / candidate)
+                if text is not None:
+                    return Header(text, candidate)
+        return None
+
+    start = "".join(f"#include <{name}>\n" for name in names)
+    return _close([("", start)], lookup)[0]
+
+
+@functools.cache
+def _read_header(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError:
+        return None
+
+
+def _close(waiting: list[tuple[str, str]], lookup: Lookup) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Follows includes from (place, text) pairs: texts by spelled name, and the names that lookup lacks."""
+    used: dict[str, str] = {}
+    missing: dict[str, None] = {}
+    while waiting:
+        place, text = waiting.pop()
+        for name in includes_of(text).names:
+            if name in used:
+                continue
+            header = lookup(name, place)
+            if header is None:
+                missing.setdefault(name)
+            else:
+                used[name] = header.text
+                missing.pop(name, None)
+                waiting.append((header.place, header.text))
+    return used, tuple(missing)
+
+
+def _refuse_escapes(text: str) -> None:
+    includes = includes_of(text)
+    for line in includes.computed:
+        raise CompileError(
+            f"{line!r}: an include must spell its header's name, so that the cache key covers the text",
+            source_line=line,
+        )
+    for name in includes.names:
+        if leaves_closure(name):
+            raise CompileError(
+                f"#include of the path {name!r}: give the text in headers= by a relative name without '..'",
+                source_line=f'#include "{name}"',
+            )

@@ -1,0 +1,193 @@
+"""The NVRTC that would compile here: its version, its headers' folders, and the library itself, loaded on
+first use.
+
+Importing CuPy and NVRTC takes about half a second, and a process whose cubins are all cached never needs
+them. So the version comes from the installed packages' metadata where there is one, until the library is
+loaded: then it is the library's own, for a toolkit on the library path may come before the installed one.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import logging
+import os
+import re
+import threading
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from gpu_actors.compiling.source import exact_arch
+from gpu_actors.errors import CompileError
+from gpu_actors.extras import cuda_hint
+
+__all__ = [
+    "FindToolchain",
+    "Toolchain",
+    "adoption",
+    "find_toolchain",
+    "installed_toolchain",
+    "load_nvrtc",
+    "supported_archs",
+]
+
+logger: logging.Logger = logging.getLogger("gpu_actors")
+
+
+class Toolchain(NamedTuple):
+    """A compiler that is installed here.
+
+    version: NVRTC's, "major.minor" or, from a wheel, with its build ("13.4.92").
+    include_dirs: folders of the toolkit's headers of the same major version, in search order; may be empty.
+    """
+
+    version: str
+    include_dirs: tuple[Path, ...]
+
+    @property
+    def release(self) -> tuple[int, int]:
+        """(major, minor)."""
+        major, minor = self.version.split(".")[:2]
+        return int(major), int(minor)
+
+
+class FindToolchain(Protocol):
+    """Finds the compiler. load: have it loaded first, which tells for certain which it is; raises CompileError."""
+
+    def __call__(self, *, load: bool = False) -> Toolchain | None: ...
+
+
+def find_toolchain(*, load: bool = False) -> Toolchain | None:
+    """The toolchain of this process, or None where no NVRTC can be loaded.
+
+    load: load NVRTC first. Until somebody has, this is `installed_toolchain`; from then on it is what was loaded.
+    Raises CompileError only with ``load``, as `load_nvrtc` does.
+    """
+    if load:
+        load_nvrtc()
+    return installed_toolchain() if _adopted is None else _adopted
+
+
+_adopted: Toolchain | None = None
+"""What was loaded, where that is not what is installed."""
+
+
+# What is imported to find and load a compiler, late imports of the standard library included, is a lot, and programs
+# that compile nothing never need it. So it is not imported when a device opens, but a fork waits for it: in a child,
+# no thread would finish an import that was under way.
+_importing = threading.RLock()
+os.register_at_fork(before=_importing.acquire, after_in_parent=_importing.release, after_in_child=_importing.release)
+
+
+@functools.cache
+def installed_toolchain() -> Toolchain | None:
+    """The toolchain that the installed packages promise, or None where no NVRTC can be loaded."""
+    with _importing:
+        version = _packaged_version()
+        if version is not None:
+            return _toolchain(version)
+        try:
+            return _toolchain(".".join(map(str, _import_nvrtc().getVersion())))
+        except Exception:  # CuPy's loader raises whatever went wrong; none of it leaves a compiler
+            return None
+
+
+@functools.cache
+def load_nvrtc() -> Any:
+    """CuPy's NVRTC bindings, loaded. If they are another release than the installed one, `find_toolchain` tells so.
+
+    Raises CompileError where they are missing (it says what to install).
+    """
+    try:
+        with _importing:
+            nvrtc = _import_nvrtc()
+            loaded: tuple[int, int] = tuple(nvrtc.getVersion())  # which looks for the library
+    except Exception as error:
+        raise CompileError(f"no kernel can be compiled: CuPy's NVRTC does not load ({error}); {cuda_hint()}") from error
+    _adopt(loaded)
+    return nvrtc
+
+
+def _adopt(loaded: tuple[int, int]) -> None:
+    global _adopted
+    installed = installed_toolchain()
+    if installed is not None and installed.release == loaded:
+        return
+    _adopted = _toolchain(".".join(map(str, loaded)))
+    if (why := adoption()) is not None:
+        logger.warning("kernels are compiled by NVRTC %s: %s", _adopted.version, why)
+
+
+def adoption() -> str | None:
+    """Why what was loaded is not what is installed, or None where it is."""
+    installed = installed_toolchain()
+    if _adopted is None or installed is None:
+        return None
+    return (
+        f"CuPy loads it, and not {installed.version}, which is installed, because another toolkit comes first on the "
+        "library path (LD_LIBRARY_PATH, CUDA_PATH)"
+    )
+
+
+def _toolchain(version: str) -> Toolchain:
+    major, minor = version.split(".")[:2]
+    return Toolchain(version, _include_dirs((int(major), int(minor))))
+
+
+@functools.cache
+def supported_archs() -> tuple[str, ...]:
+    """The exact architectures that this NVRTC compiles for, ascending: ("sm_75", ..., "sm_90a", ...)."""
+    return tuple(exact_arch(capability) for capability in sorted(load_nvrtc().getSupportedArchs()))
+
+
+def _import_nvrtc() -> Any:
+    return importlib.import_module("cupy_backends.cuda.libs.nvrtc")
+
+
+def _packaged_version() -> str | None:
+    """NVRTC's wheel version where exactly one CuPy wheel decides which NVRTC is loaded, else None."""
+    from importlib import metadata
+
+    def version_of(distribution: str) -> str | None:
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            return None
+
+    majors = [major for major in (12, 13) if version_of(f"cupy-cuda{major}x")]
+    if len(majors) != 1:
+        return None
+    for wheel in ("nvidia-cuda-nvrtc", f"nvidia-cuda-nvrtc-cu{majors[0]}"):
+        version = version_of(wheel)
+        if version is not None and re.match(rf"{majors[0]}\.\d+", version):
+            return version
+    return None
+
+
+def _include_dirs(release: tuple[int, int]) -> tuple[Path, ...]:
+    """The toolkit of this release or else of this major version, the first of the wheels', CUDA_PATH's and
+    /usr/local/cuda's."""
+    major = release[0]
+    spec = importlib.util.find_spec("nvidia")
+    roots = [Path(root) for root in (spec.submodule_search_locations or ())] if spec else []
+    candidates = [root / layout / "include" for root in roots for layout in (f"cu{major}", "cuda_runtime")]
+    toolkits = (os.environ.get("CUDA_PATH"), os.environ.get("CUDA_HOME"), "/usr/local/cuda")
+    candidates += [Path(toolkit) / "include" for toolkit in toolkits if toolkit]
+    releases = {folder: _runtime_release(folder) for folder in candidates}
+    alike = [folder for folder, found in releases.items() if found is not None and found[0] == major]
+    if not alike:
+        return ()
+    folder = next((folder for folder in alike if releases[folder] == release), alike[0])
+    # The C++ core libraries are folders of their own, in one layout below and in the other beside.
+    libraries = (folder / "cccl", folder.parent.parent / "cuda_cccl" / "include")
+    return (folder, *(library for library in libraries if library.is_dir()))
+
+
+def _runtime_release(folder: Path) -> tuple[int, int] | None:
+    try:
+        text = (folder / "cuda_runtime_api.h").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    match = re.search(r"#define\s+CUDART_VERSION\s+(\d+)", text)
+    return (int(match[1]) // 1000, int(match[1]) % 1000 // 10) if match else None

@@ -1,0 +1,1 @@
+"""The kernels that write to KV caches: append and copy_pages."""

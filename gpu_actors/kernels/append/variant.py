@@ -1,0 +1,285 @@
+"""The append kernel: which problems it takes, its key, what is compiled for it and its grid.
+
+New rows of K and V of many sequences are written to the ends of their caches in one launch, rotated (RoPE) and
+quantised to fp8 on the way where that is asked for; q can be rotated in the same launch.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from dataclasses import dataclass, fields
+from typing import ClassVar, Literal, NamedTuple, TypeAlias
+
+from gpu_actors.compiling.assets import asset_source
+from gpu_actors.compiling.source import KernelSource, check_arch
+from gpu_actors.devices.interface import LaunchGeometry
+from gpu_actors.errors import InvalidRequest, Unsupported
+from gpu_actors.kernels.support import ELEMENTS, FIRST_CAPABILITY, MAX_HEAD_DIM, capability
+
+__all__ = [
+    "AppendKey",
+    "AppendLayout",
+    "AppendProblem",
+    "Cut",
+    "Rope",
+    "append_geometry",
+    "append_key",
+    "append_source",
+    "cut_rows",
+]
+
+AppendLayout: TypeAlias = Literal["paged", "dense", "pointers"]
+
+_WARPS, _WARP = 4, 32
+_MAX_ROWS = 16  # of a thread block: their places and rotations lie in shared memory
+_BLOCK_UNITS = 4 * _WARPS * _WARP  # four a thread: enough in flight, and few enough to spread small batches
+_FULL_GPU = 256  # blocks below which a row more a block would leave multiprocessors idle
+_PLACE_BYTES, _ROTATION_BYTES = 24, 8
+_MAX_BLOCKS = (1 << 31) - 1
+
+_CONVERTS = {"float16": ("float16",), "bfloat16": ("bfloat16",), "float32": ("float32", "float16", "bfloat16")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rope:
+    """Rotary position embedding (Su et al., arXiv 2104.09864, section 3.2.2) of the first columns of every head.
+
+    dim: columns that are rotated: even, at most head_dim. base: pair i turns by base^(-2i/dim) radians a position.
+    interleaved: columns 2i and 2i + 1 are a pair ("GPT-J"); else i and i + dim / 2 ("NeoX", "rotate half").
+    inv_freq: dim / 2 radians a position, instead of what follows from base: for scaled embeddings.
+    table_rows: positions of the tables of cosines and sines that come with the request, instead of both; 0 for none.
+    Raises InvalidRequest for anything else.
+    """
+
+    dim: int
+    base: float = 10000.0
+    interleaved: bool = False
+    inv_freq: tuple[float, ...] | None = None
+    table_rows: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.dim, bool) or not isinstance(self.dim, int) or self.dim < 2 or self.dim % 2:
+            raise InvalidRequest("rope.dim", self.dim, "must be an even int >= 2: columns are rotated in pairs")
+        if not (isinstance(self.base, int | float) and self.base > 0 and math.isfinite(self.base)):
+            raise InvalidRequest("rope.base", self.base, "must be a finite number > 0")
+        if isinstance(self.table_rows, bool) or not isinstance(self.table_rows, int) or self.table_rows < 0:
+            raise InvalidRequest("rope.table_rows", self.table_rows, "must be an int >= 0, 0 for no tables")
+        if self.inv_freq is not None:
+            object.__setattr__(self, "inv_freq", tuple(map(float, self.inv_freq)))
+            if len(self.inv_freq) != self.dim // 2 or not all(map(math.isfinite, self.inv_freq)):
+                raise InvalidRequest("rope.inv_freq", self.inv_freq, f"must be {self.dim // 2} finite numbers")
+
+    @property
+    def frequencies(self) -> tuple[float, ...]:
+        """Radians a position of each pair."""
+        if self.inv_freq is not None:
+            return self.inv_freq
+        return tuple(self.base ** (-2 * pair / self.dim) for pair in range(self.dim // 2))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppendProblem:
+    """One append: shapes, dtypes and options, and no data.
+
+    layout: of the caches: "paged" (num_blocks, page_size, heads_kv, dim) with a block table (batch, max_blocks),
+        "dense" (batch, max_seq, heads_kv, dim), or "pointers", an address a sequence of (heads_kv, max_seq, dim).
+    total: new rows, packed. rows: of each sequence, or 0 where cu_seqlens says it.
+    dtype: of the new rows. cache_dtype: of the caches, the same or a narrower one.
+    page_size, num_blocks, max_blocks: of paged caches. max_seq: of the others.
+    rope: rotates K, and q where heads_q > 0. positions: of the rotation, given a row; else the row's place in its
+        sequence. descales: the fp8 cache has some.
+    """
+
+    layout: AppendLayout
+    batch: int
+    total: int
+    rows: int = 0
+    heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    dtype: str
+    cache_dtype: str
+    page_size: int = 0
+    num_blocks: int = 0
+    max_blocks: int = 0
+    max_seq: int = 0
+    rope: Rope | None = None
+    positions: bool = False
+    heads_q: int = 0
+    descales: bool = False
+
+    @property
+    def capacity(self) -> int:
+        """Rows that a sequence may have in its cache."""
+        return self.max_blocks * self.page_size if self.layout == "paged" else self.max_seq
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppendKey:
+    """What picks and compiles the append kernel: equal keys run the same cubin. Stable, as `DispatchKey`."""
+
+    kernel: ClassVar[str] = "append"
+    arch: str
+    layout: AppendLayout
+    dtype: str
+    cache_dtype: str
+    head_dim: int
+    head_dim_v: int
+    rotary_dim: int
+    interleaved: bool
+    tables: bool
+    positions: bool
+    query: bool
+    descales: bool
+
+    def __str__(self) -> str:
+        given = (f"{field.name}={getattr(self, field.name)}" for field in fields(self))
+        return ",".join((f"kernel={self.kernel}", *given))
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the string form, hexadecimal."""
+        return hashlib.sha256(str(self).encode()).hexdigest()
+
+
+def append_key(problem: AppendProblem, arch: str) -> AppendKey:
+    """The key of a problem on an architecture ("sm_90a", ...).
+
+    Raises `Unsupported` for what the kernel does not take; InvalidRequest where ``arch`` is no architecture.
+    """
+    check_arch(arch)
+    rope = problem.rope
+    key = AppendKey(
+        arch=arch,
+        layout=problem.layout,
+        dtype=problem.dtype,
+        cache_dtype=problem.cache_dtype,
+        head_dim=problem.head_dim,
+        head_dim_v=problem.head_dim_v,
+        rotary_dim=0 if rope is None else rope.dim,
+        interleaved=rope is not None and rope.interleaved,
+        tables=rope is not None and rope.table_rows > 0,
+        positions=problem.positions,
+        query=problem.heads_q > 0,
+        descales=problem.descales,
+    )
+    _check_support(key)
+    return key
+
+
+def _check_support(key: AppendKey) -> None:
+    if capability(key.arch) < FIRST_CAPABILITY:
+        raise Unsupported("arch", key.arch, "the kernels need compute capability 8.0 or newer", "sm_80")
+    fp8 = key.cache_dtype in ELEMENTS and ELEMENTS[key.cache_dtype].fp8
+    if key.dtype != key.cache_dtype or key.dtype not in ELEMENTS or ELEMENTS[key.dtype].itemsize > 4:
+        if key.dtype not in _CONVERTS:
+            raise Unsupported("dtype", key.dtype, "new rows are fp16, bf16, fp32, or of the cache's fp8", "bfloat16")
+        if not fp8 and key.cache_dtype not in _CONVERTS[key.dtype]:
+            reason = f"rows of {key.dtype} go to a cache of {', '.join(_CONVERTS[key.dtype])} or fp8"
+            raise Unsupported("cache_dtype", key.cache_dtype, reason, key.dtype)
+    for field, dim in (("head_dim", key.head_dim), ("head_dim_v", key.head_dim_v)):
+        if not 1 <= dim <= MAX_HEAD_DIM:
+            raise Unsupported(field, dim, f"the append kernel takes rows of 1 to {MAX_HEAD_DIM} columns", MAX_HEAD_DIM)
+    if key.rotary_dim > key.head_dim:
+        reason = f"at most head_dim columns can be rotated, {key.head_dim}"
+        raise Unsupported("rope.dim", key.rotary_dim, reason, key.head_dim // 2 * 2)
+    if key.rotary_dim and ELEMENTS[key.dtype].fp8:
+        raise Unsupported("dtype", key.dtype, "rows that are fp8 already cannot be rotated", "bfloat16")
+    if key.descales and (not fp8 or key.dtype == key.cache_dtype):
+        reason = "descales are for rows that are quantised to fp8 here"
+        raise Unsupported("cache_dtype", key.cache_dtype, reason, "float8_e4m3fn")
+    if not key.rotary_dim and (key.query or key.positions):
+        field = "heads_q" if key.query else "positions"
+        raise Unsupported(field, True, "q and positions are given to be rotated, and no rope is asked for", None)
+
+
+class _Units(NamedTuple):
+    """Pieces of one head's row that threads move, of each operand."""
+
+    k: int
+    v: int
+    q: int
+
+    def of_row(self, heads_kv: int, heads_q: int) -> int:
+        return heads_kv * (self.k + self.v) + heads_q * self.q
+
+
+def _units(key: AppendKey) -> _Units:
+    narrow = ELEMENTS[key.dtype].itemsize
+    to_cache = 16 // min(narrow, ELEMENTS[key.cache_dtype].itemsize)
+
+    def count(dim: int, rotated: int, vector: int) -> int:
+        span = rotated if key.interleaved else rotated // 2
+        return _ceil(span, vector) + _ceil(dim - rotated, vector)
+
+    q = count(key.head_dim, key.rotary_dim, 16 // narrow) if key.query else 0
+    return _Units(count(key.head_dim, key.rotary_dim, to_cache), count(key.head_dim_v, 0, to_cache), q)
+
+
+def _shared_bytes(key: AppendKey) -> int:
+    return _MAX_ROWS * (_PLACE_BYTES + key.rotary_dim // 2 * _ROTATION_BYTES)
+
+
+@functools.lru_cache(maxsize=256)
+def append_source(key: AppendKey) -> KernelSource:
+    """What is compiled for a key."""
+    units = _units(key)
+    macros: dict[str, str | int] = {
+        "HEAD_DIM": key.head_dim,
+        "HEAD_DIM_V": key.head_dim_v,
+        "WARPS": _WARPS,
+        "MAX_ROWS": _MAX_ROWS,
+        "SHARED_BYTES": _shared_bytes(key),
+        "K_UNITS": units.k,
+        "V_UNITS": units.v,
+        "ELEMENT": ELEMENTS[key.dtype].c_type,
+        "CACHE_ELEMENT": ELEMENTS[key.cache_dtype].c_type,
+    }
+    options = {
+        "PAGED": key.layout == "paged",
+        "POINTERS": key.layout == "pointers",
+        "INTERLEAVED": key.interleaved,
+        "TABLES": key.tables,
+        "POSITIONS": key.positions,
+        "QUERY": key.query,
+        "DESCALES": key.descales,
+    }
+    macros |= {name: 1 for name, on in options.items() if on}
+    if key.rotary_dim:
+        macros["ROTARY_DIM"] = key.rotary_dim
+    if key.query:
+        macros["Q_UNITS"] = units.q
+    return asset_source("append/append.cu", (key.kernel,), macros=macros, arch=key.arch)
+
+
+class Cut(NamedTuple):
+    """How a launch's rows are dealt out: see the fields of these names in kernels_cu/append/params.cuh."""
+
+    block_rows: int
+    parts: int
+    part_units: int
+
+
+def cut_rows(key: AppendKey, problem: AppendProblem) -> Cut:
+    """How the rows of a problem are dealt out to thread blocks."""
+    row_units = _units(key).of_row(problem.heads_kv, problem.heads_q)
+    block_rows = max(1, min(_MAX_ROWS, _BLOCK_UNITS // row_units, problem.total // _FULL_GPU))
+    units = block_rows * row_units
+    parts = _ceil(units, _BLOCK_UNITS)
+    return Cut(block_rows, parts, _ceil(units, parts * _WARP) * _WARP)
+
+
+def _ceil(count: int, size: int) -> int:
+    return -(-count // size)
+
+
+def append_geometry(key: AppendKey, problem: AppendProblem) -> LaunchGeometry:
+    """The grid, block and dynamic shared memory in bytes. Raises Unsupported where a grid cannot hold the blocks."""
+    cut = cut_rows(key, problem)
+    blocks = _ceil(problem.total, cut.block_rows) * cut.parts
+    if blocks > _MAX_BLOCKS:
+        reason = f"the rows make {blocks} blocks, and a grid holds {_MAX_BLOCKS}"
+        raise Unsupported("total", problem.total, reason, problem.total * _MAX_BLOCKS // blocks)
+    return LaunchGeometry((blocks, 1, 1), (_WARPS * _WARP, 1, 1), _shared_bytes(key))

@@ -1,0 +1,53 @@
+"""What backward_mma launches: the kernels before, in and after the products, with memory between them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+from gpu_actors.devices.interface import Buffer
+from gpu_actors.kernels.backward.params import pack_backward, pack_backward_part
+from gpu_actors.kernels.backward.variant import (
+    FINISH,
+    MAIN,
+    PREPARE,
+    backward_geometry,
+    backward_keys,
+    backward_macros,
+    backward_refuses,
+    backward_scratch,
+    backward_threads,
+)
+from gpu_actors.kernels.family import KernelFamily
+from gpu_actors.kernels.program import Part, Program, Target, Values
+from gpu_actors.problem import AttentionProblem, DispatchKey
+
+__all__ = ["BACKWARD_MMA"]
+
+
+def backward_program(problem: AttentionProblem, key: DispatchKey, target: Target) -> Program:
+    """The three kernels of ``key``. Raises Unsupported where a grid cannot hold their blocks."""
+    parts = tuple(
+        Part(part, backward_geometry(part, problem), functools.partial(_pack, problem, part.kernel == MAIN))
+        for part in backward_keys(key)
+    )
+    sums_in_place = problem.bias is not None and problem.bias[0] == "float32"
+    return Program(parts, backward_scratch(key, problem), frozenset({"dbias"} if sums_in_place else ()))
+
+
+def _pack(problem: AttentionProblem, scored: bool, buffers: Mapping[str, Buffer], values: Values) -> bytes:
+    if not scored:
+        return pack_backward_part(problem, buffers, dropout_seed=values.dropout_seed)
+    return pack_backward(problem, buffers, dropout_seed=values.dropout_seed, score_scalars=values.score_scalars)
+
+
+BACKWARD_MMA = KernelFamily(
+    MAIN,
+    backward_refuses,
+    "computes the gradients of every option of dense and varlen batches on tensor cores, with mma.sync",
+    backward_program,
+    backward_macros,
+    backward_threads,
+    companions=(PREPARE, FINISH),
+    score_mods=True,
+)

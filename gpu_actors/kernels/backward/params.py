@@ -1,0 +1,108 @@
+"""Packs a backward problem and its operands into the bytes of struct BackwardParams.
+
+The struct is declared once, in kernels_cu/backward/params.cuh, and holds the forward's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from gpu_actors.compiling.assets import asset_text
+from gpu_actors.devices.interface import Buffer
+from gpu_actors.errors import InvalidRequest
+from gpu_actors.kernels.params import (
+    Binder,
+    Operand,
+    ParamsLayout,
+    describe_operand,
+    forward_operands,
+    forward_scalars,
+    launch_values,
+    parse_layout,
+)
+from gpu_actors.kernels.score_params import pack_score
+from gpu_actors.problem import AttentionProblem
+
+__all__ = ["backward_layout", "pack_backward", "pack_backward_part"]
+
+_HEADERS = ("common/params.cuh", "backward/params.cuh")
+_FORWARD = "forward."
+# Memory that only the kernels know, which has the shapes of `backward_scratch`.
+_SCRATCH = ("statistics", "dq_sums", "dq_turns", "dbias_sums", "dbias_turns", "dsinks_parts", "tickets")
+
+
+@functools.cache
+def backward_layout() -> ParamsLayout:
+    """struct BackwardParams of kernels_cu/backward/params.cuh. The forward's fields are named "forward.q" and so on."""
+    return parse_layout("\n".join(asset_text(name) for name in _HEADERS), "BackwardParams")
+
+
+def pack_backward(
+    problem: AttentionProblem,
+    buffers: Mapping[str, Buffer],
+    *,
+    dropout_seed: int = 0,
+    score_scalars: Sequence[float] = (),
+) -> bytes:
+    """The parameters of backward_mma, those of the problem's score modification included.
+
+    buffers: the forward's operands, out and lse as `pack_forward` describes them, and by name: dout like out; dq, dk
+        and dv like q, k and v; dbias like bias, without gaps; dsinks like sinks; dlse like lse, or missing; the scratch
+        of `backward_scratch`. Only what the problem asks for is looked at.
+    dropout_seed: 0 <= seed < 2^64. score_scalars: of the problem's score modification.
+    Raises InvalidRequest for an operand that is missing or not as described.
+    """
+    packed = pack_backward_part(problem, buffers, dropout_seed=dropout_seed)
+    return packed + pack_score(problem, buffers, score_scalars)
+
+
+def pack_backward_part(
+    problem: AttentionProblem,
+    buffers: Mapping[str, Buffer],
+    *,
+    dropout_seed: int = 0,
+    score_scalars: Sequence[float] = (),
+) -> bytes:
+    """The parameters of backward_prepare and backward_finish, which know no scores. Arguments as in `pack_backward`."""
+    more = launch_values(problem, buffers, dropout_seed, _FORWARD)
+    more |= {name: buffers[name].address for name in _SCRATCH if name in buffers}
+    if problem.bias is not None and problem.bias[0] == "float32" and "dbias" in buffers:
+        more["dbias_sums"] = buffers["dbias"].address
+    packed = _binder(problem).pack(buffers, more)
+    if problem.sinks and buffers["dsinks"].dtype != buffers["sinks"].dtype:
+        raise InvalidRequest("dsinks", buffers["dsinks"].dtype, f"has the sinks' dtype, {buffers['sinks'].dtype}")
+    return packed
+
+
+@functools.lru_cache(maxsize=1024)
+def _binder(problem: AttentionProblem) -> Binder:
+    layout = backward_layout()
+    operands = tuple(_operands(problem, layout))
+    scalars = forward_scalars(problem, _FORWARD) | {"batch": problem.batch}
+    for operand in operands:
+        if operand.name == "dbias":
+            # The kernels find its sums, which have no gaps either, by the same strides.
+            scalars["dbias_size"] = math.prod(operand.shape)
+    return Binder.of(layout, operands, scalars)
+
+
+def _operands(problem: AttentionProblem, layout: ParamsLayout) -> Iterator[Operand]:
+    shapes = {
+        operand.name: operand
+        for operand in forward_operands(dataclasses.replace(problem, return_lse=True), layout, _FORWARD)
+    }
+    yield from shapes.values()
+    operand = functools.partial(describe_operand, layout)
+    varlen = problem.layout == "varlen"
+    axes, lse_axes = ("rh.", "hr") if varlen else ("brh.", "bhr")
+    yield operand("dout", axes, shapes["out"].shape, problem.out_dtype)
+    yield operand("dlse", lse_axes, shapes["lse"].shape, "float32", optional=True)
+    for name in ("q", "k", "v"):
+        yield operand(f"d{name}", axes, shapes[name].shape, *shapes[name].dtypes)
+    if problem.bias is not None:
+        yield operand("dbias", "bhr.", shapes["bias"].shape, problem.bias[0])
+    if problem.sinks:
+        yield operand("dsinks", ".", shapes["sinks"].shape, *shapes["sinks"].dtypes)

@@ -1,0 +1,162 @@
+"""The three kernels of a backward request: their macros, grids, and the scratch memory between them.
+
+backward_prepare and backward_finish belong to backward_mma: they share its tile and its parameters, and their keys are
+its key under their names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from gpu_actors.devices.interface import LaunchGeometry, ScratchSpec
+from gpu_actors.errors import Unsupported
+from gpu_actors.kernels.macros import Macros, forward_macros
+from gpu_actors.kernels.support import ELEMENTS, capability, head_dim_refusal
+from gpu_actors.kernels.tiles import Tile, num_kv_tiles, num_q_tiles, shared_bytes_of, tile_of
+from gpu_actors.problem import AttentionProblem, DispatchKey
+
+__all__ = [
+    "FINISH",
+    "MAIN",
+    "PREPARE",
+    "backward_geometry",
+    "backward_keys",
+    "backward_macros",
+    "backward_refuses",
+    "backward_scratch",
+    "backward_threads",
+]
+
+PREPARE, MAIN, FINISH = "backward_prepare", "backward_mma", "backward_finish"
+
+_HEAD_DIMS = range(32, 257, 8)
+_PREPARE_THREADS = 128
+_WARP = 32
+_MAX_BLOCKS = (1 << 31) - 1
+_FIRST_VECTOR_REDUCTION = 90  # compute capability from which four floats are added to global memory at once
+
+# What the outer kernels are compiled for: options that they do not know would only make more variants.
+_COMMON = ("BLOCK_M", "ELEMENT", "KV_ELEMENT", "OUT_ELEMENT", "VARLEN", "SINKS")
+_PREPARE = (*_COMMON, "HEAD_DIM_V", "COMPUTE_BITS", "TIES_AWAY")
+_FINISH = (*_COMMON, "HEAD_DIM", "WARPS", "BIAS_ELEMENT")
+
+
+def backward_refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
+    """Why backward_mma does not take a problem, or None."""
+    if problem.direction != "backward":
+        return Unsupported("direction", problem.direction, "backward_mma computes gradients alone", "backward")
+    if problem.layout == "paged":
+        return Unsupported("layout", problem.layout, "backward_mma reads no block tables", "varlen")
+    if problem.dtype not in ("float16", "bfloat16", "float32"):
+        return Unsupported("dtype", problem.dtype, "backward_mma multiplies f16, bf16 and tf32", "bfloat16")
+    if problem.compute == "f32":
+        return Unsupported("compute", problem.compute, "tensor cores have no float32 products", "tf32")
+    return head_dim_refusal(problem, _HEAD_DIMS, "backward_mma copies rows in whole chunks")
+
+
+def backward_keys(key: DispatchKey) -> tuple[DispatchKey, DispatchKey, DispatchKey]:
+    """The keys of the kernels that are launched for the key of any of them, in order."""
+    return (
+        dataclasses.replace(key, kernel=PREPARE),
+        dataclasses.replace(key, kernel=MAIN),
+        dataclasses.replace(key, kernel=FINISH),
+    )
+
+
+def backward_macros(key: DispatchKey) -> Macros:
+    """The macros of kernels_cu/backward/params.cuh, for any of the three kernels."""
+    main = backward_keys(key)[1]
+    tile = tile_of(main)
+    macros = {name: value for name, value in forward_macros(main).items() if name != "LSE"}
+    own = {"DQ_FLOATS": _dq_floats(key, tile), "REDUCE_WIDTH": _reduce_width(key.arch)}
+    if key.kernel == PREPARE:
+        macros = {name: value for name, value in macros.items() if name in _PREPARE}
+        return macros | {"HEAD_DIM": key.head_dim_v}
+    if key.kernel == FINISH:
+        macros = {name: value for name, value in macros.items() if name in _FINISH}
+        return macros | own | {"HEAD_DIM_V": key.head_dim}
+    if key.deterministic:
+        own["DETERMINISTIC"] = 1
+    return macros | own | {"STAGES": tile.stages}
+
+
+def backward_threads(key: DispatchKey) -> int:
+    """Of a block of one of the three kernels."""
+    return _PREPARE_THREADS if key.kernel == PREPARE else tile_of(backward_keys(key)[1]).warps * _WARP
+
+
+def backward_geometry(key: DispatchKey, problem: AttentionProblem) -> LaunchGeometry:
+    """The launch of one of the three kernels. Raises Unsupported where a grid cannot hold its blocks."""
+    main = backward_keys(key)[1]
+    tile, threads = tile_of(main), backward_threads(key)
+    if key.kernel == MAIN:
+        blocks, shared_bytes = num_kv_tiles(problem.seqlen_k, tile.block_n) * problem.heads_kv, shared_bytes_of(main)
+    else:
+        blocks, shared_bytes = num_q_tiles(problem.seqlen_q, tile.block_m) * problem.heads_q, 0
+    if blocks * problem.batch > _MAX_BLOCKS:
+        reason = f"a sequence makes {blocks} blocks of {key.kernel}, and a grid holds {_MAX_BLOCKS}"
+        raise Unsupported("batch", problem.batch, reason, max(1, _MAX_BLOCKS // blocks))
+    return LaunchGeometry((blocks * problem.batch, 1, 1), (threads, 1, 1), shared_bytes)
+
+
+def backward_scratch(key: DispatchKey, problem: AttentionProblem) -> dict[str, ScratchSpec]:
+    """What the kernels hand to each other; see kernels_cu/backward/params.cuh for the layout of slots.
+
+    The sums of a float bias' gradient are taken in the gradient itself, which then has to start as zeros.
+    """
+    tile = tile_of(key)
+    row_tiles = num_q_tiles(problem.seqlen_q, tile.block_m)
+    tiles = problem.batch * row_tiles
+    if problem.layout == "varlen":
+        tiles = problem.total_q // tile.block_m + problem.batch
+    slots = tiles * problem.heads_q
+    scratch = {
+        "statistics": ScratchSpec((slots, 2, tile.block_m), "float32"),
+        "dq_sums": ScratchSpec((slots, _dq_floats(key, tile)), "float32", zero=True),
+    }
+    if problem.sinks:
+        scratch["dsinks_parts"] = ScratchSpec((problem.heads_q, problem.batch, row_tiles), "float32")
+    if key.deterministic:
+        scratch["dq_turns"] = ScratchSpec((slots,), "int32", zero=True)
+        scratch["tickets"] = ScratchSpec((1,), "int32", zero=True)
+    if problem.bias is not None:
+        shape = _bias_shape(problem)
+        if problem.bias[0] != "float32":
+            scratch["dbias_sums"] = ScratchSpec(shape, "float32", zero=True)
+        if key.deterministic:
+            key_tiles = num_kv_tiles(problem.seqlen_k, tile.block_n)
+            scratch["dbias_turns"] = ScratchSpec((*shape[:2], row_tiles, key_tiles), "int32", zero=True)
+    return scratch
+
+
+def _bias_shape(problem: AttentionProblem) -> tuple[int, int, int, int]:
+    assert problem.bias is not None
+    _, one_batch, one_head = problem.bias
+    return (
+        1 if one_batch else problem.batch,
+        1 if one_head else problem.heads_q,
+        problem.seqlen_q,
+        problem.seqlen_k,
+    )
+
+
+def _reduce_width(arch: str) -> int:
+    return 4 if capability(arch) >= _FIRST_VECTOR_REDUCTION else 1
+
+
+def _dq_floats(key: DispatchKey, tile: Tile) -> int:
+    """Floats of dQ that a slot holds: what the lanes have in registers, columns that do not exist included.
+
+    As Columns in kernels_cu/mma/shares.cuh deals out pairs of blocks of 8 columns; the kernels assert that it agrees.
+    """
+    chunk = 16 // ELEMENTS[key.dtype].itemsize
+    chunks = -(-key.head_dim // chunk // 2) * 2
+    factor = next(factor for factor in (8, 4, 2) if chunks % factor == 0)
+    pair = 16 // chunk
+    group = max(factor, pair)
+    pairs_a_group = group // pair
+    sharing = tile.warps // (tile.block_m // 16)
+    parts = pairs_a_group if sharing % pairs_a_group == 0 else 2 if sharing % 2 == 0 else 1
+    groups = -(-chunks // group)
+    pairs = -(-groups // (sharing // parts)) * (pairs_a_group // parts)
+    return 2 * pairs * 4 * tile.warps * _WARP

@@ -1,0 +1,143 @@
+"""The arguments of a kernel of a user's own: which are arrays, and the bytes of all others."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import numbers
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from gpu_actors.arrays.adopt import dtype_of
+from gpu_actors.compiling.signature import KernelParameter
+from gpu_actors.errors import InvalidRequest
+
+__all__ = ["argument_field", "arguments_by_place", "value_bytes", "written_places"]
+
+_POINTER_BYTES = 8
+
+
+def argument_field(parameters: Sequence[KernelParameter], place: int) -> str:
+    """What errors call the argument: ``args['x']``, or ``args[0]`` for a parameter without a name."""
+    return f"args[{parameters[place].name or place!r}]"
+
+
+def arguments_by_place(parameters: Sequence[KernelParameter], args: Any) -> tuple[Any, ...]:
+    """One argument a parameter, from a sequence in their order or a mapping by their names.
+
+    Raises InvalidRequest where one is missing or one too many.
+    """
+    names = [parameter.name for parameter in parameters]
+    if isinstance(args, Mapping):
+        if "" in names:
+            raise InvalidRequest(
+                "args", "a mapping", "must be a sequence: not every parameter of the kernel has a name"
+            )
+        for name in args:
+            if name not in names:
+                raise InvalidRequest("args", name, f"the kernel's parameters are {', '.join(names) or 'none'}")
+        for name in names:
+            if name not in args:
+                raise InvalidRequest(f"args[{name!r}]", None, "is missing")
+        return tuple(args[name] for name in names)
+    if not isinstance(args, tuple | list):
+        reason = "must be a tuple, a list, or a mapping by the parameters' names"
+        raise InvalidRequest("args", type(args).__name__, reason)
+    if len(args) != len(parameters):
+        spelled = ", ".join(parameter.spelled for parameter in parameters) or "none"
+        raise InvalidRequest("args", f"{len(args)} arguments", f"the kernel takes {len(parameters)}: {spelled}")
+    return tuple(args)
+
+
+def written_places(parameters: Sequence[KernelParameter], out: Any) -> tuple[int, ...]:
+    """The places of the parameters whose arrays get what the kernel writes.
+
+    out: names or places, one or a sequence of them; None: every pointer to what is not const.
+    Raises InvalidRequest for what is no pointer that the kernel may write through.
+    """
+    if out is None:
+        return tuple(place for place, parameter in enumerate(parameters) if parameter.written)
+    wanted = out if isinstance(out, tuple | list) else (out,)
+    names = {parameter.name: place for place, parameter in enumerate(parameters) if parameter.name}
+    places: dict[int, None] = {}
+    for one in wanted:
+        place = names.get(one) if isinstance(one, str) else one
+        if type(place) is not int or not 0 <= place < len(parameters) or not parameters[place].written:
+            choices = ", ".join(p.name or str(i) for i, p in enumerate(parameters) if p.written) or "none"
+            raise InvalidRequest("out", one, f"must name parameters that the kernel writes through: {choices}")
+        places.setdefault(place)
+    return tuple(places)
+
+
+def value_bytes(parameter: KernelParameter, size: int | None, value: Any, field: str) -> bytes:
+    """The bytes of an argument that is no array. size: of the parameter, None where it is not known.
+
+    Raises InvalidRequest naming ``field`` for a value of another kind or size, or out of the type's range.
+    """
+    if parameter.pointer:
+        data = bytes(_POINTER_BYTES)  # None: a null pointer
+    elif parameter.dtype is not None:
+        data = _scalar_bytes(parameter, value, field)
+    else:
+        data = _whole_bytes(parameter, value, field)
+        if size is None:
+            reason = f"the compiled kernel does not say how large {parameter.type} is: pass it by a pointer"
+            raise InvalidRequest(field, value, reason)
+    if size is not None and len(data) != size:
+        raise InvalidRequest(field, f"{len(data)} bytes", f"the kernel takes {size} bytes for {parameter.spelled}")
+    return data
+
+
+def _scalar_bytes(parameter: KernelParameter, value: Any, field: str) -> bytes:
+    assert parameter.dtype is not None
+    dtype = dtype_of(parameter.dtype)
+    if dtype.kind == "b":
+        if not isinstance(value, bool | np.bool_):
+            raise InvalidRequest(field, value, "must be a bool")
+        return np.array(bool(value), dtype).tobytes()
+    if isinstance(value, bool | np.bool_ | np.ndarray):
+        raise InvalidRequest(field, value, f"must be a number, for {parameter.spelled}")
+    if dtype.kind in "iu":
+        return _integer(parameter, dtype, value, field).tobytes()
+    if not (isinstance(value, numbers.Real | np.floating) or type(value).__module__ == "ml_dtypes"):
+        raise InvalidRequest(field, value, f"must be a real number, for {parameter.spelled}")
+    beyond = InvalidRequest(field, value, f"is beyond the range of {parameter.type}")
+    try:
+        number = float(value)
+    except OverflowError:  # an int that no float holds
+        raise beyond from None
+    with np.errstate(over="ignore"):
+        rounded = np.array(number).astype(dtype)
+    # Asked of the value itself, for a finite long double may be an infinite float.
+    if value == value and abs(value) != math.inf and not math.isfinite(float(rounded)):
+        raise beyond
+    return rounded.tobytes()
+
+
+def _integer(parameter: KernelParameter, dtype: np.dtype[Any], value: Any, field: str) -> np.ndarray[Any, Any]:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise InvalidRequest(field, value, f"must be an integer, for {parameter.spelled}") from None
+    limits = np.iinfo(dtype)
+    if not limits.min <= number <= limits.max:
+        raise InvalidRequest(field, value, f"{parameter.type} holds {limits.min} to {limits.max}")
+    return np.array(number, dtype)
+
+
+def _whole_bytes(parameter: KernelParameter, value: Any, field: str) -> bytes:
+    """Of a struct, or of a type that the source gave a name of its own."""
+    if isinstance(value, np.ndarray) and value.size == 1 and value.dtype.names:
+        return value.tobytes()
+    if isinstance(value, np.generic):
+        return value.tobytes()
+    if isinstance(value, bytes | bytearray | memoryview | ctypes.Structure | ctypes.Union):
+        return bytes(value)
+    reason = (
+        f"must be the bytes of {parameter.type}: a structured NumPy scalar, a NumPy number such as np.int32(1), "
+        "a ctypes.Structure, or bytes"
+    )
+    raise InvalidRequest(field, value, reason)

@@ -1,0 +1,101 @@
+"""What a request over a cache launches: its kernels, the memory they share, and the split of the work.
+
+    split on the host         decode_mma -> decode_combine       lengths are NumPy arrays
+    split on the device       decode_plan -> decode_mma -> decode_combine
+
+Grids and scratch memory depend on shapes alone and on no length, so that a recorded launch serves every step of a
+sequence. With one split pinned there is nothing to combine.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from gpu_actors.devices.interface import Buffer, ScratchSpec
+from gpu_actors.kernels.decode.params import pack_decode, pack_pointers
+from gpu_actors.kernels.decode.schedule import plan_decode
+from gpu_actors.kernels.decode.variant import (
+    COMBINE,
+    DECODE,
+    PLAN,
+    ROW_TILES,
+    decode_keys,
+    decode_macros,
+    decode_refuses,
+    decode_threads,
+    items_of,
+    ranges_of,
+    row_tile_of,
+    row_tiles,
+    step_geometry,
+)
+from gpu_actors.kernels.family import KernelFamily
+from gpu_actors.kernels.program import Part, Program, Target, Values
+from gpu_actors.problem import AttentionProblem, DispatchKey
+
+__all__ = ["DECODE_MMA"]
+
+_UNKNOWN_MULTIPROCESSORS = 4  # of an emulated device: a few ranges show every way of splitting
+
+
+def decode_program(problem: AttentionProblem, key: DispatchKey, target: Target) -> Program:
+    """The kernels of ``key``, which names decode_mma. Raises Unsupported as `decode_tile` does."""
+    ranges = ranges_of(key, target.multiprocessors or _UNKNOWN_MULTIPROCESSORS)
+    keys = decode_keys(problem, key, target.lengths_on_host)
+    pack = functools.partial(_pack, problem, key, ranges)
+    return Program(
+        tuple(Part(part, step_geometry(part, problem, ranges), pack) for part in keys),
+        _scratch(problem, key, keys, ranges),
+        split=functools.partial(_split, problem, key, ranges) if target.lengths_on_host else None,
+    )
+
+
+def _pack(
+    problem: AttentionProblem, key: DispatchKey, ranges: int, buffers: Mapping[str, Buffer], values: Values
+) -> bytes:
+    return pack_decode(problem, key, ranges, buffers)
+
+
+def _split(
+    problem: AttentionProblem, key: DispatchKey, ranges: int, cache_seqlens: Any, cu_seqlens_q: Any
+) -> dict[str, Any]:
+    """The ranges, int32 (ranges + 1, 4), from lengths that are NumPy arrays."""
+    rows = None if cu_seqlens_q is None else np.diff(cu_seqlens_q)
+    return {"plan": plan_decode(problem, key, ranges, cache_seqlens, rows).positions}
+
+
+def _scratch(
+    problem: AttentionProblem, key: DispatchKey, keys: Sequence[DispatchKey], ranges: int
+) -> dict[str, ScratchSpec]:
+    specs = {}
+    if problem.layout == "pointers":
+        for side in "kv":
+            contents = functools.partial(pack_pointers, problem, f"{side}_cache")
+            specs[f"{side}_ptrs"] = ScratchSpec((problem.batch,), "uint64", contents=contents)
+    kernels = {part.kernel for part in keys}
+    if PLAN in kernels:
+        specs["plan"] = ScratchSpec((ranges + 1, 4), "int32")
+        specs["sums"] = ScratchSpec((problem.batch * row_tiles(problem),), "int64")
+    if COMBINE in kernels:
+        pieces = items_of(problem) * problem.num_splits or 2 * ranges
+        rows = (pieces, key.row_tile)
+        specs["partial_out"] = ScratchSpec((*rows, problem.head_dim_v), "float32")
+        specs["partial_lse"] = ScratchSpec(rows, "float32")
+    return specs
+
+
+DECODE_MMA = KernelFamily(
+    DECODE,
+    decode_refuses,
+    "computes every option of new rows over pages, caches and pointers on tensor cores, splitting the keys",
+    decode_program,
+    decode_macros,
+    decode_threads,
+    companions=(PLAN, COMBINE),
+    row_tile=row_tile_of,
+    row_tiles=ROW_TILES,
+)

@@ -1,0 +1,128 @@
+"""Packs a request over a cache into the DecodeParams struct that all three decode kernels take.
+
+The struct is declared once, in kernels_cu/decode/params.cuh after the Params of kernels_cu/common/params.cuh, and read
+from there.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Iterator, Mapping
+
+from gpu_actors.compiling.assets import asset_text
+from gpu_actors.devices.interface import Buffer
+from gpu_actors.errors import InvalidRequest
+from gpu_actors.kernels.decode.schedule import ITEM_UNITS, min_units
+from gpu_actors.kernels.decode.variant import row_tiles
+from gpu_actors.kernels.division import divider
+from gpu_actors.kernels.params import (
+    ITEMSIZES,
+    Binder,
+    Operand,
+    ParamsLayout,
+    describe_operand,
+    forward_operands,
+    forward_scalars,
+    launch_values,
+    parse_layout,
+)
+from gpu_actors.problem import AttentionProblem, DispatchKey
+
+__all__ = ["decode_layout", "pack_decode", "pack_pointers"]
+
+_HEADERS = ("common/params.cuh", "decode/params.cuh")
+_ATTENTION = "attention."
+_SCRATCH = ("plan", "sums", "partial_out", "partial_lse")
+_CHUNK = 16  # bytes that a cp.async copies, and a multiple of which its addresses are
+
+
+@functools.cache
+def decode_layout() -> ParamsLayout:
+    """struct DecodeParams of kernels_cu/decode/params.cuh."""
+    return parse_layout("\n".join(map(asset_text, _HEADERS)), "DecodeParams")
+
+
+def pack_decode(problem: AttentionProblem, key: DispatchKey, ranges: int, buffers: Mapping[str, Buffer]) -> bytes:
+    """The parameters of the kernels of a launch over a cache.
+
+    key: of any of the kernels. ranges: that the work is split into.
+    buffers: by name, of shapes as in `AttentionProblem`, any outer strides:
+        q, out (batch, seqlen_q, heads_q, dim), or (total_q, heads_q, dim) where varlen_q, with cu_seqlens_q int32
+        (batch + 1,); lse float32 (batch, heads_q, seqlen_q), or (heads_q, total_q), where return_lse.
+        cache_seqlens int32 (batch,).
+        k_cache, v_cache: (blocks, page_size, heads_kv, dim) with block_table int32 (batch, columns) where paged,
+        (batch, seqlen_k, heads_kv, dim) where "cache". Where "pointers": k_ptrs, v_ptrs uint64 (batch,) of arrays
+        (heads_kv, seqlen_k, dim), and k_cache.0 and v_cache.0, whose strides hold for all.
+        alibi_slopes float32 (heads_q,) or (batch, heads_q); sinks (heads_q,) float32 or of the output's dtype;
+        tree_mask uint64 (batch, seqlen_q) or (total_q,); k_descale, v_descale float32 (batch, heads_kv).
+        plan int32 (ranges + 1, 4); sums int64, partial_out, partial_lse float32, where the launch has them.
+    Raises InvalidRequest for an operand that is missing or not as described. Rows of caches must begin at multiples of
+    16 bytes.
+    """
+    more = launch_values(problem, buffers, prefix=_ATTENTION) | {"ranges": ranges, "min_units": min_units(key)}
+    more |= {name: buffers[name].address for name in _SCRATCH if name in buffers}
+    packed = _binder(problem).pack(buffers, more)
+    if problem.layout != "pointers":
+        for name in ("k_cache", "v_cache"):
+            _check_chunks(name, buffers[name], (0, 1, 2))
+    return packed
+
+
+def pack_pointers(problem: AttentionProblem, side: str, buffers: Mapping[str, Buffer]) -> bytes:
+    """The addresses of a batch's cache arrays, uint64 (batch,). side: "k_cache" or "v_cache".
+
+    Raises InvalidRequest for one that is not as the first, or does not begin at a multiple of 16 bytes.
+    """
+    first = buffers[f"{side}.0"]
+    addresses = []
+    for index in range(problem.batch):
+        name = f"{side}.{index}"
+        buffer = buffers[name]
+        if (buffer.shape, buffer.strides, buffer.dtype) != (first.shape, first.strides, first.dtype):
+            raise InvalidRequest(name, f"{buffer.shape}, {buffer.strides}", f"must be laid out as {side}.0")
+        _check_chunks(name, buffer, (0, 1))
+        addresses.append(buffer.address)
+    return struct.pack(f"<{len(addresses)}Q", *addresses)
+
+
+@functools.lru_cache(maxsize=1024)
+def _binder(problem: AttentionProblem) -> Binder:
+    layout = decode_layout()
+    scalars = forward_scalars(problem, _ATTENTION) | {
+        "batch": problem.batch,
+        "capacity": problem.seqlen_k,
+        "row_tiles": row_tiles(problem),
+        "splits": problem.num_splits,
+        "item_units": ITEM_UNITS,
+    }
+    if problem.page_size:
+        factor, shift = divider(problem.page_size)
+        scalars |= {"page_size": problem.page_size, "page_factor": factor, "page_shift": shift}
+    return Binder.of(layout, _operands(problem, layout), scalars)
+
+
+def _operands(p: AttentionProblem, layout: ParamsLayout) -> Iterator[Operand]:
+    yield from forward_operands(p, layout, _ATTENTION)
+    operand = functools.partial(describe_operand, layout)
+    yield operand("cache_seqlens", ".", (p.batch,), "int32", field="seq_lens")
+    if p.tree_mask:
+        shape = (p.total_q,) if p.varlen_q else (p.batch, p.seqlen_q)
+        yield operand("tree_mask", "r" if p.varlen_q else "br", shape, "uint64")
+    if p.layout == "paged":
+        yield operand("block_table", ("table_stride", "."), (p.batch, p.seqlen_k // p.page_size), "int32")
+    if p.layout == "pointers":
+        for side, dim in (("k", p.head_dim), ("v", p.head_dim_v)):
+            axes = (f"{_ATTENTION}{side}_strides.head", f"{_ATTENTION}{side}_strides.row", ".")
+            yield operand(f"{side}_cache.0", axes, (p.heads_kv, p.seqlen_k, dim), p.kv_dtype, field="")
+            yield operand(f"{side}_ptrs", ".", (p.batch,), "uint64")
+
+
+def _check_chunks(name: str, cache: Buffer, axes: tuple[int, ...]) -> None:
+    """Raise InvalidRequest unless every row of a cache begins at a multiple of 16 bytes, within 2^31 of them."""
+    strides = [cache.strides[axis] * ITEMSIZES[cache.dtype] for axis in axes if cache.shape[axis] > 1]
+    given = f"address {cache.address:#x}, strides {cache.strides}"
+    if cache.address % _CHUNK or any(stride % _CHUNK for stride in strides):
+        raise InvalidRequest(name, given, f"rows of a cache must begin at multiples of {_CHUNK} bytes")
+    if not all(0 <= stride < _CHUNK << 31 for stride in strides):
+        raise InvalidRequest(name, given, f"strides of a cache must be from 0 to {_CHUNK << 31} bytes")

@@ -1,0 +1,147 @@
+"""Splits the work of a decode launch into ranges of equal length, on the host from lengths that it knows.
+
+The words are those of kernels_cu/decode/plan.cuh, and so are the results: decode_plan computes the same positions on
+the device where lengths lie there. Splitting by equal ranges of the whole is stream-K (Osama et al., arXiv 2301.03598).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu_actors.kernels.decode.variant import decode_tile, row_tile_of, row_tiles
+from gpu_actors.problem import AttentionProblem, DispatchKey
+
+__all__ = ["ITEM_UNITS", "Schedule", "Workload", "min_units", "plan_decode"]
+
+Ints: TypeAlias = npt.NDArray[np.int64]
+
+_MIN_KEYS = 256  # of a range: fewer are not worth the block that reads them
+ITEM_UNITS = 1  # what beginning an item is counted as, in tiles of keys
+
+
+class Workload(NamedTuple):
+    """What is to be split: tiles of keys by entry. exists: whether an entry has rows at all."""
+
+    tiles: Ints
+    exists: npt.NDArray[np.bool_]
+    heads: int
+    splits: int
+
+    @property
+    def units(self) -> Ints:
+        """Of one item of each entry."""
+        units: Ints = np.where(self.exists, self.tiles + ITEM_UNITS, 0)
+        return units
+
+    @property
+    def pieces(self) -> Ints:
+        """That an item of each entry is cut into, whatever the ranges."""
+        return np.maximum(1, np.minimum(self.splits, self.tiles))
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """positions: int32 (ranges + 1, 4): entry, KV head and tile at which each range begins, and where the last ends."""
+
+    positions: npt.NDArray[np.int32]
+    workload: Workload
+
+    def loads(self) -> Ints:
+        """The modelled work of each range: its tiles of keys, and ITEM_UNITS for each piece it begins."""
+        load = self.workload
+        entry, head, tile = (self.positions[:, column].astype(np.int64) for column in range(3))
+        index = np.minimum(entry, load.tiles.size - 1)  # the end has head and tile 0
+        count, cut = load.tiles[index], load.pieces[index]
+        tile_at = _before(load.tiles * load.heads)[entry] + head * count + tile
+        # With pinned splits every position begins a piece; without, a range that ends inside an item has one more.
+        begun = -(-tile * cut // np.maximum(count, 1)) if load.splits else np.zeros_like(tile)
+        piece_at = _before(load.pieces * load.exists * load.heads)[entry] + head * cut + begun
+        pieces = np.diff(piece_at) + ((tile[1:] > 0) & (load.splits == 0))
+        loads: Ints = np.diff(tile_at) + ITEM_UNITS * pieces
+        return loads
+
+    def balance(self) -> float:
+        """The largest load over the mean of the ranges that have work: 1.0 is perfect."""
+        loads = self.loads()
+        busy = int((loads > 0).sum())
+        return float(loads.max() * busy / loads.sum()) if busy else 1.0
+
+
+def plan_decode(
+    problem: AttentionProblem, key: DispatchKey, ranges: int, lengths: npt.NDArray[Any], rows: npt.NDArray[Any] | None
+) -> Schedule:
+    """The ranges of a launch. lengths: keys of each sequence, (batch,). rows: new rows of each, None where all have
+    ``seqlen_q``. Both within what the problem says."""
+    load = workload(problem, key, lengths, rows)
+    units = load.units
+    sums = _before(units * load.heads)
+    total, entries = int(sums[-1]), units.size
+    used = min(ranges, max(1, total // min_units(key))) if total else 0
+    positions = np.zeros((ranges + 1, 4), np.int32)
+    positions[:, 0] = entries
+    if used:
+        at = np.arange(used) * total // used
+        entry = np.searchsorted(sums[:-1], at, side="right") - 1
+        rest = at - sums[entry]
+        head, tile = rest // units[entry], np.maximum(0, rest % units[entry] - ITEM_UNITS)
+        if load.splits:
+            entry, head, tile = _at_a_piece(load, entry, head, tile)
+        positions[:used, 0], positions[:used, 1], positions[:used, 2] = entry, head, tile
+    return Schedule(positions, load)
+
+
+def min_units(key: DispatchKey) -> int:
+    """The fewest units of a range, while there are enough for that."""
+    return _MIN_KEYS // decode_tile(key).block_n
+
+
+def workload(
+    problem: AttentionProblem, key: DispatchKey, lengths: npt.NDArray[Any], rows: npt.NDArray[Any] | None
+) -> Workload:
+    """The key tiles that each entry's rows see: Mask::tiles of kernels_cu/common/mask.cuh."""
+    tile = decode_tile(key).block_n
+    block_m, tiles_of_rows, ratio = row_tile_of(problem), row_tiles(problem), problem.gqa_ratio
+    keys = lengths.astype(np.int64)[:, None]
+    rows = np.full_like(keys, problem.seqlen_q) if rows is None else rows.astype(np.int64)[:, None]
+    packed = np.arange(tiles_of_rows, dtype=np.int64) * block_m
+    packed_end = np.minimum(rows * ratio, packed + block_m)
+    diagonal = keys - rows
+    row_begin, row_end = packed // ratio, -(-packed_end // ratio)
+    last: Ints = np.broadcast_to(keys, packed_end.shape)
+    first, sinks = np.zeros((1, 1), np.int64), np.zeros((1, 1), np.int64)
+    if key.causal:
+        last = np.minimum(row_end + diagonal, last)
+    if key.sliding_window:
+        left, right = problem.window
+        if key.sink_tokens:
+            sinks = -(-np.clip(last, 0, problem.sink_tokens) // tile)
+        if not key.causal and right >= 0:
+            last = np.minimum(row_end + diagonal + right, last)
+        if left >= 0:
+            first = np.maximum(0, row_begin + diagonal - left)
+    begin = np.maximum(sinks, first // tile)
+    end = np.where(first < last, -(-last // tile), 0)
+    counts = sinks + np.maximum(begin, end) - begin
+    exists = packed < packed_end
+    return Workload((counts * exists).ravel(), exists.ravel(), problem.heads_kv, problem.num_splits)
+
+
+def _at_a_piece(load: Workload, entry: Ints, head: Ints, tile: Ints) -> tuple[Ints, Ints, Ints]:
+    """Positions moved on to where the next piece begins."""
+    count, pieces = load.tiles[entry], load.pieces[entry]
+    piece = -(-tile * pieces // np.maximum(count, 1))
+    past = (tile > 0) & (piece == pieces)
+    head = head + past
+    over = head == load.heads
+    return entry + over, np.where(over, 0, head), np.where(past, 0, piece * count // pieces)
+
+
+def _before(counts: npt.NDArray[Any]) -> Ints:
+    """Sums of all that comes before, with the sum of everything at the end."""
+    sums = np.zeros(counts.size + 1, np.int64)
+    np.cumsum(counts, out=sums[1:])
+    return sums

@@ -1,0 +1,268 @@
+"""Tiles, macros and grids of the decode kernels: decode_plan, decode_mma and decode_combine.
+
+The keys of one launch differ in ``kernel`` alone. kernels_cu/decode/decode_mma.cu tells how rows are packed and split.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+from gpu_actors.devices.interface import LaunchGeometry
+from gpu_actors.errors import Unsupported
+from gpu_actors.kernels.macros import Macros, mask_options
+from gpu_actors.kernels.occupancy import shared_a_multiprocessor
+from gpu_actors.kernels.support import ELEMENTS, FIRST_FP8_CAPABILITY, capability, head_dim_refusal
+from gpu_actors.kernels.tiles import shared_mem_limit
+from gpu_actors.problem import AttentionProblem, DispatchKey
+
+__all__ = [
+    "COMBINE",
+    "DECODE",
+    "PLAN",
+    "ROW_TILES",
+    "DecodeTile",
+    "decode_keys",
+    "decode_macros",
+    "decode_refuses",
+    "decode_threads",
+    "decode_tile",
+    "ranges_of",
+    "row_tile_of",
+    "step_geometry",
+    "usual_decode_problems",
+]
+
+PLAN, DECODE, COMBINE = "decode_plan", "decode_mma", "decode_combine"
+ROW_TILES = (16, 32, 64)
+
+_LEAST_DIM, _GREATEST_DIM = 32, 256
+_SMALLEST_SCALE = 2.0**-100
+_MAX_ITEMS = (1 << 31) - 1
+_WARP = 32
+_PLAN_WARPS = 8
+_COMBINE_WARPS = 4
+_COMBINE_ROWS = 4
+# What a multiprocessor should have on its way from memory: bandwidth times latency, with some to spare.
+_BYTES_IN_FLIGHT = 96 * 1024
+
+
+class DecodeTile(NamedTuple):
+    """block_m: packed rows a block. block_n: keys a tile. stages: of the ring. blocks: a multiprocessor."""
+
+    block_m: int
+    block_n: int
+    stages: int
+    warps: int
+    blocks: int
+    shared_bytes: int
+
+
+def row_tile_of(problem: AttentionProblem) -> int:
+    """The packed rows (query heads a KV head, times new rows) that a block takes.
+
+    Where the splits are pinned, a sequence must be computed alike whatever rows others in the batch have: then the
+    heads alone decide.
+    """
+    rows = problem.gqa_ratio * (1 if problem.num_splits else problem.seqlen_q)
+    return next((tile for tile in ROW_TILES if rows <= tile), ROW_TILES[-1])
+
+
+@functools.lru_cache(maxsize=1024)
+def decode_tile(key: DispatchKey) -> DecodeTile:
+    """The tile of a key: two blocks a multiprocessor where two stages and more fit in for both, else one.
+
+    Raises Unsupported where not even one fits.
+    """
+    limit, whole = shared_mem_limit(capability(key.arch)), shared_a_multiprocessor(key.arch)
+    widest, narrow = max(key.head_dim, key.head_dim_v), ELEMENTS[key.kv_dtype].fp8
+    # What is done once a tile and warp weighs more where a tile has half the bytes.
+    sizes: tuple[int, ...] = (128, 64, 32) if narrow and key.row_tile == 16 and widest <= 128 else (64, 32)
+    if key.row_tile == 64 and widest > 192:
+        sizes = (32,)  # a warp has all keys of a tile, and registers for no more of them beside O
+    for block_n in sizes:
+        warps = 2 if block_n == 32 and key.row_tile == 16 else 4
+        for blocks in (2, 1):
+            room = min(limit, whole // blocks - 1024)
+            tile = _deepest(key, block_n, warps, blocks, room)
+            if tile is not None:
+                return tile
+    raise Unsupported("head_dim", key.head_dim, f"its tiles do not fit into shared memory on {key.arch}", 128)
+
+
+def _deepest(key: DispatchKey, block_n: int, warps: int, blocks: int, room: int) -> DecodeTile | None:
+    """The tile with as many stages as the bytes in flight call for and ``room`` holds; None below two."""
+    itemsize, step = ELEMENTS[key.kv_dtype].itemsize, 32 if ELEMENTS[key.kv_dtype].itemsize == 1 else 16
+    stage = block_n * sum(_round_up(dim * itemsize, 32) for dim in (key.head_dim, key.head_dim_v))
+    queries = key.row_tile * _round_up(key.head_dim, step) * 2
+    merge = warps * 16 * ((key.head_dim_v + 8) * 4 + 8)
+    wanted = 1 + -(-_BYTES_IN_FLIGHT // (blocks * stage))
+    stages = min(max(2, wanted), (room - queries) // stage)
+    shared = queries + max(stages * stage, merge)
+    if stages < 2 or shared > room:
+        return None
+    return DecodeTile(key.row_tile, block_n, stages, warps, blocks, shared)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def decode_refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
+    """Why decode_mma does not take a problem, or None."""
+    if problem.direction != "forward":
+        return Unsupported("direction", problem.direction, "decode_mma computes no gradients", "forward")
+    if not problem.decoding:
+        return Unsupported("layout", problem.layout, "decode_mma reads keys and values from caches", "paged")
+    if problem.dtype not in ("float16", "bfloat16"):
+        reason = "tensor cores multiply 16-bit queries here; the cache may hold fp8 under them"
+        return Unsupported("dtype", problem.dtype, reason, "bfloat16")
+    multiple = 16 if ELEMENTS[problem.kv_dtype].fp8 else 8
+    dims = range(_LEAST_DIM, _GREATEST_DIM + 1, multiple)
+    refusal = head_dim_refusal(problem, dims, f"decode_mma copies rows of {problem.kv_dtype} in whole chunks")
+    if refusal is not None:
+        return refusal
+    if problem.softmax_scale < _SMALLEST_SCALE:
+        reason = "decode_mma takes maxima before it scales, which needs a positive scale"
+        return Unsupported("softmax_scale", problem.softmax_scale, reason, _SMALLEST_SCALE)
+    if items_of(problem) * max(1, problem.num_splits) > _MAX_ITEMS:
+        return Unsupported("batch", problem.batch, f"decode_mma counts {_MAX_ITEMS} pieces of work at most")
+    return None
+
+
+def row_tiles(problem: AttentionProblem) -> int:
+    """Tiles of packed rows of the longest sequence."""
+    return -(-problem.seqlen_q * problem.gqa_ratio // row_tile_of(problem))
+
+
+def items_of(problem: AttentionProblem) -> int:
+    """Tiles of packed rows times KV heads, in all."""
+    return problem.batch * row_tiles(problem) * problem.heads_kv
+
+
+def decode_keys(problem: AttentionProblem, key: DispatchKey, planned: bool) -> tuple[DispatchKey, ...]:
+    """The kernels of a launch in order. key: of decode_mma. planned: whether the host splits the work."""
+    names = [DECODE] if planned else [PLAN, DECODE]
+    if problem.num_splits != 1:
+        names.append(COMBINE)
+    return tuple(key if name == key.kernel else dataclasses.replace(key, kernel=name) for name in names)
+
+
+def ranges_of(key: DispatchKey, multiprocessors: int) -> int:
+    """Ranges that the work is split into: as many as blocks run at once."""
+    return max(1, multiprocessors) * decode_tile(key).blocks
+
+
+def step_geometry(key: DispatchKey, problem: AttentionProblem, ranges: int) -> LaunchGeometry:
+    """The grid of one of a launch's kernels. It depends on no length, so that a graph can hold it."""
+    if key.kernel == PLAN:
+        return LaunchGeometry((1, 1, 1), (decode_threads(key), 1, 1), 0)
+    tile = decode_tile(key)
+    if key.kernel == DECODE:
+        return LaunchGeometry((ranges, 1, 1), (decode_threads(key), 1, 1), tile.shared_bytes)
+    merged = items_of(problem) if problem.num_splits else ranges - 1
+    return LaunchGeometry((merged, tile.block_m // _COMBINE_ROWS, 1), (decode_threads(key), 1, 1), 0)
+
+
+def usual_decode_problems(arch: str) -> list[AttentionProblem]:
+    """What is worth compiling ahead: pages and pointers, one new row of 1, 4 or 8 heads, and 8 rows of them."""
+    kv_dtypes = ["bfloat16"]
+    if capability(arch) >= FIRST_FP8_CAPABILITY:
+        kv_dtypes.append("float8_e4m3fn")
+    problems = [_usual(kv_dtype, 128, 8, rows) for kv_dtype in kv_dtypes for rows in (1, 8)]
+    problems += [_usual("bfloat16", dim, 8, 1) for dim in (64, 80, 256)]
+    decode = dataclasses.replace(problems[0], layout="pointers", causal=False, page_size=0)
+    return [*problems, decode]
+
+
+def _usual(kv_dtype: str, head_dim: int, ratio: int, rows: int) -> AttentionProblem:
+    return AttentionProblem(
+        layout="paged",
+        batch=1,
+        seqlen_q=rows,
+        seqlen_k=1024,
+        total_q=rows,
+        total_k=1024,
+        heads_q=ratio,
+        heads_kv=1,
+        head_dim=head_dim,
+        head_dim_v=head_dim,
+        dtype="bfloat16",
+        kv_dtype=kv_dtype,
+        out_dtype="bfloat16",
+        compute="bf16",
+        softmax_scale=head_dim**-0.5,
+        causal=True,
+        descales=ELEMENTS[kv_dtype].fp8,
+        page_size=64,
+    )
+
+
+def _macros(key: DispatchKey, **given: str | int) -> Macros:
+    """Macros that say which work there is. Each kernel adds its own; what it does not look at is always the same."""
+    tile = decode_tile(key)
+    macros: Macros = {
+        "HEAD_DIM": 64,
+        "HEAD_DIM_V": 64,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "WARPS": tile.warps,
+        "SHARED_BYTES": 0,
+        "ELEMENT": "half_t",
+        "KV_ELEMENT": "half_t",
+        "OUT_ELEMENT": "half_t",
+    }
+    options = {"VARLEN": key.varlen_q, **mask_options(key), "POINTERS": key.layout == "pointers"}
+    return macros | {name: 1 for name, on in options.items() if on} | given
+
+
+def _plan_macros(key: DispatchKey) -> Macros:
+    return _macros(key, WARPS=_PLAN_WARPS)
+
+
+def _combine_macros(key: DispatchKey) -> Macros:
+    macros = _macros(key, HEAD_DIM_V=key.head_dim_v, WARPS=_COMBINE_WARPS, OUT_ELEMENT=ELEMENTS[key.out_dtype].c_type)
+    return macros | {name: 1 for name, on in {"SINKS": key.sinks, "LSE": key.lse}.items() if on}
+
+
+def _decode_macros(key: DispatchKey) -> Macros:
+    tile = decode_tile(key)
+    macros = _macros(
+        key,
+        HEAD_DIM=key.head_dim,
+        HEAD_DIM_V=key.head_dim_v,
+        STAGES=tile.stages,
+        SHARED_BYTES=tile.shared_bytes,
+        ELEMENT=ELEMENTS[key.dtype].c_type,
+        KV_ELEMENT=ELEMENTS[key.kv_dtype].c_type,
+        OUT_ELEMENT=ELEMENTS[key.out_dtype].c_type,
+    )
+    options = {
+        "PAGED": key.paged,
+        "TREE": key.tree_mask,
+        "SOFTCAP": key.softcap,
+        "ALIBI": key.alibi,
+        "SINKS": key.sinks,
+        "DESCALES": key.descales,
+        "LSE": key.lse,
+    }
+    return macros | {name: 1 for name, on in options.items() if on}
+
+
+_MACROS: dict[str, Callable[[DispatchKey], Macros]] = {
+    PLAN: _plan_macros,
+    DECODE: _decode_macros,
+    COMBINE: _combine_macros,
+}
+
+
+def decode_macros(key: DispatchKey) -> Macros:
+    """What one of the three kernels is compiled for, which the key names."""
+    return _MACROS[key.kernel](key)
+
+
+def decode_threads(key: DispatchKey) -> int:
+    """Of a block of one of the three kernels."""
+    return {PLAN: _PLAN_WARPS, COMBINE: _COMBINE_WARPS}.get(key.kernel, decode_tile(key).warps) * _WARP

@@ -1,0 +1,62 @@
+"""What forward_sm90 launches: that kernel, and before it transpose_values where the operands are 8-bit floats."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+from gpu_actors.devices.interface import Buffer, ScratchSpec
+from gpu_actors.kernels.family import KernelFamily
+from gpu_actors.kernels.hopper.params import COUNTER, pack_sm90, pack_transposition
+from gpu_actors.kernels.hopper.transpose_v import TRANSPOSE, parts_of, transposition_scratch
+from gpu_actors.kernels.hopper.variant import sm90_geometry, sm90_macros, sm90_refuses, sm90_threads
+from gpu_actors.kernels.program import EncodeTensorMap, Part, Program, Target, Values
+from gpu_actors.kernels.tiles import tile_of
+from gpu_actors.problem import AttentionProblem, DispatchKey
+
+__all__ = ["FORWARD_SM90"]
+
+
+def sm90_program(problem: AttentionProblem, key: DispatchKey, target: Target) -> Program:
+    """The kernels of ``key``, which names forward_sm90. A cache takes one kernel, whatever its lengths are."""
+    scratch = {COUNTER: ScratchSpec((1,), "int32", zero=True)}
+    parts = parts_of(key)
+    if len(parts) > 1:
+        scratch |= transposition_scratch(problem, tile_of(key))
+    return Program(
+        tuple(
+            Part(
+                part,
+                sm90_geometry(part, problem, target.multiprocessors),
+                functools.partial(_pack, problem, part, target.encode),
+            )
+            for part in parts
+        ),
+        scratch,
+    )
+
+
+def _pack(
+    problem: AttentionProblem,
+    key: DispatchKey,
+    encode: EncodeTensorMap | None,
+    buffers: Mapping[str, Buffer],
+    values: Values,
+) -> bytes:
+    if key.kernel == TRANSPOSE:
+        return pack_transposition(problem, key, buffers)
+    assert encode is not None, "a launch by TMA is packed for a device"
+    return pack_sm90(problem, key, encode, buffers)
+
+
+FORWARD_SM90 = KernelFamily(
+    "forward_sm90",
+    sm90_refuses,
+    "computes 16-bit and e4m3 batches, and many new rows over caches, on Hopper with TMA and wgmma",
+    sm90_program,
+    sm90_macros,
+    sm90_threads,
+    companions=(TRANSPOSE,),
+    persistent=True,
+    tma=True,
+)

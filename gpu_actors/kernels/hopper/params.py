@@ -1,0 +1,217 @@
+"""Packs a launch of forward_sm90: tensor maps, the parameters of every forward kernel, and the schedule.
+
+    struct Sm90Params of kernels_cu/hopper/params.cuh:    q, k, v, out | Params | Schedule
+
+TMA asks more of an operand than a kernel that reads through pointers: `tma_refusal` says what.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+
+from gpu_actors.compiling.assets import asset_text, kernel_file
+from gpu_actors.devices.interface import Buffer, TensorMap
+from gpu_actors.errors import InvalidRequest, Unsupported
+from gpu_actors.kernels.division import divider
+from gpu_actors.kernels.hopper.transpose_v import TRANSPOSE, TRANSPOSED, main_key, positions_of, transposition_scratch
+from gpu_actors.kernels.hopper.variant import ROWS, Sections, sections_of
+from gpu_actors.kernels.params import Binder, ParamsLayout, describe_operand, key_rows, pack_forward, parse_layout
+from gpu_actors.kernels.program import EncodeTensorMap
+from gpu_actors.kernels.support import ELEMENTS
+from gpu_actors.kernels.tiles import Tile, padded_head_dim, tile_of
+from gpu_actors.problem import AttentionProblem, DispatchKey
+
+__all__ = [
+    "COUNTER",
+    "TMA_ALIGNMENT",
+    "pack_sm90",
+    "pack_transposition",
+    "schedule_layout",
+    "tma_refusal",
+]
+
+COUNTER = "tile_counter"
+"""The name of the scratch memory, one int32 of 0, that blocks draw tiles from."""
+
+TMA_ALIGNMENT = 16
+"""Bytes that addresses and strides are multiples of."""
+
+_HEADER = "hopper/params.cuh"
+_ALIGNMENT = 64  # of the struct, because its tensor maps have it
+_MAX_STRIDE = 1 << 40
+_MAX_EXTENT = 1 << 32
+_NO_MAP = bytes(128)  # of an operand without elements, which no block looks at
+
+
+@functools.cache
+def schedule_layout() -> ParamsLayout:
+    """struct Schedule of kernels_cu/hopper/params.cuh."""
+    return parse_layout(asset_text(_HEADER), "Schedule")
+
+
+def tma_refusal(
+    name: str, shape: Sequence[int], strides: Sequence[int], address: int = 0, itemsize: int = 2
+) -> Unsupported | None:
+    """Why TMA cannot move an operand, or None.
+
+    shape, strides: (..., dim), strides in elements; those of axes of extent 1 may be anything.
+    address: where it starts. itemsize: bytes of an element.
+    """
+    if address % TMA_ALIGNMENT:
+        return Unsupported(name, hex(address), "TMA moves operands that start at a multiple of 16 bytes")
+    if 0 in shape:
+        return None
+    for axis, (extent, stride) in enumerate(zip(shape, strides, strict=True)):
+        nbytes = stride * itemsize
+        last = axis == len(shape) - 1
+        if extent > 1 and last and stride != 1:
+            return Unsupported(name, f"strides {tuple(strides)}", "TMA moves operands whose last axis is contiguous")
+        if extent > 1 and not last and (nbytes % TMA_ALIGNMENT or not 0 < nbytes < _MAX_STRIDE):
+            reason = "TMA strides over positive multiples of 16 bytes below 2^40"
+            return Unsupported(name, f"strides {tuple(strides)}", reason)
+    return None
+
+
+def pack_sm90(
+    problem: AttentionProblem, key: DispatchKey, encode: EncodeTensorMap, buffers: Mapping[str, Buffer]
+) -> bytes:
+    """The parameters of a launch.
+
+    buffers: as `gpu_actors.kernels.params.pack_forward` wants them, and the scratch memory `COUNTER`. Of 8-bit
+        floats, those of `gpu_actors.kernels.hopper.transpose_v`, too. Over a cache,
+        k_cache and v_cache (blocks, page_size, heads_kv, dim) or (batch, capacity, heads_kv, dim), cache_seqlens int32
+        (batch,) and, for pages, block_table int32 (batch, pages) whose rows are contiguous.
+    encode: the device's own tensor maps. Raises InvalidRequest as pack_forward does, and for what TMA cannot move.
+    """
+    params = pack_forward(problem, buffers)
+    k, v = ("k_cache", "v_cache") if problem.decoding else ("k", "v")
+    tile = tile_of(key)
+    keys = min(tile.block_n, problem.page_size or tile.block_n)
+    dim, dim_v = (padded_head_dim(dim, problem.dtype) for dim in (problem.head_dim, problem.head_dim_v))
+    if ELEMENTS[problem.dtype].fp8:
+        values = _map_of("v", _as_rows(buffers[TRANSPOSED]), tile.block_n, dim_v, encode)
+    else:
+        values = _map_of(v, buffers[v], dim_v, keys, encode)
+    maps = (
+        _map_of("q", buffers["q"], dim, ROWS, encode),
+        _map_of(k, buffers[k], dim, keys, encode),
+        values,
+        _map_of("out", buffers["out"], dim_v, ROWS, encode),
+    )
+    schedule = _schedule_binder(problem, sections_of(problem, tile)).pack(buffers)
+    packed = b"".join((*maps, params, schedule))
+    return packed.ljust(-(-len(packed) // _ALIGNMENT) * _ALIGNMENT, b"\0")
+
+
+def pack_transposition(problem: AttentionProblem, key: DispatchKey, buffers: Mapping[str, Buffer]) -> bytes:
+    """The parameters of transpose_values: struct ValuesParams of its file.
+
+    buffers: v as for `pack_sm90`, cu_seqlens_k where varlen, and the scratch memory `TRANSPOSED`. Raises InvalidRequest
+    where rows of v do not start at multiples of 16 bytes.
+    """
+    packed = _transposition_binder(problem, tile_of(main_key(key))).pack(buffers)
+    _check_tma("v", buffers["v"])
+    return packed
+
+
+@functools.lru_cache(maxsize=1024)
+def _transposition_binder(problem: AttentionProblem, tile: Tile) -> Binder:
+    layout, varlen = transposition_layout(), problem.layout == "varlen"
+    operand = functools.partial(describe_operand, layout)
+    outer, _ = key_rows(problem)
+    axes = ("row_stride", "head_stride", ".") if varlen else ("batch_stride", "row_stride", "head_stride", ".")
+    scratch = transposition_scratch(problem, tile)[TRANSPOSED]
+    operands = [
+        operand("v", axes, (*outer, problem.heads_kv, problem.head_dim_v), problem.kv_dtype),
+        operand(TRANSPOSED, "....", scratch.shape, scratch.dtype, field="transposed"),
+    ]
+    if varlen:
+        operands.append(operand("cu_seqlens_k", ".", (problem.batch + 1,), "int32"))
+    scalars = {
+        "tiles": positions_of(problem, tile.block_n) // tile.block_n,
+        "heads_kv": problem.heads_kv,
+        "seqlen_k": problem.seqlen_k,
+        "batch": problem.batch,
+    }
+    return Binder.of(layout, operands, scalars)
+
+
+@functools.cache
+def transposition_layout() -> ParamsLayout:
+    """struct ValuesParams of kernels_cu/hopper/transpose_values.cu."""
+    return parse_layout(asset_text(kernel_file(TRANSPOSE)), "ValuesParams")
+
+
+def _as_rows(transposed: Buffer) -> Buffer:
+    """(batch, heads, dim, positions) as (batch, dim, heads, positions): the rows are columns of V."""
+    shape, strides = (tuple(values[axis] for axis in (0, 2, 1, 3)) for values in (transposed.shape, transposed.strides))
+    return Buffer(transposed.address, shape, strides, transposed.dtype)
+
+
+def _check_tma(name: str, buffer: Buffer) -> None:
+    refusal = tma_refusal(name, buffer.shape, buffer.strides, buffer.address, ELEMENTS[buffer.dtype].itemsize)
+    if refusal is not None:
+        raise InvalidRequest(name, refusal.value, refusal.reason)
+
+
+def _map_of(name: str, buffer: Buffer, columns: int, rows: int, encode: EncodeTensorMap) -> bytes:
+    """An operand (.., rows, heads, dim) as (dim, rows, heads, batch), in boxes of a swizzle's width and ``rows`` rows.
+
+    columns: of a tile, of which boxes take 128 bytes each where that is a multiple of them, else 64.
+    """
+    _check_tma(name, buffer)
+    if 0 in buffer.shape:
+        return _NO_MAP
+    itemsize = ELEMENTS[buffer.dtype].itemsize
+    shape, strides = buffer.shape, buffer.strides
+    if len(shape) == 3:  # packed
+        shape, strides = (1, *shape), (0, *strides)
+    batch, length, heads, dim = shape
+    extents = (dim, length, heads, batch)
+    # What an axis of one element strides over is no matter, but the driver looks at it. A row has whole 16 bytes.
+    steps = tuple(
+        (stride if extent > 1 else dim) * itemsize
+        for extent, stride in zip(extents[1:], (strides[1], strides[2], strides[0]), strict=True)
+    )
+    wide = columns * itemsize % 128 == 0
+    return encode(
+        TensorMap(
+            address=buffer.address,
+            dtype=buffer.dtype,
+            shape=extents,
+            strides=steps,
+            box=((128 if wide else 64) // itemsize, rows, 1, 1),
+            swizzle="128B" if wide else "64B",
+        )
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _schedule_binder(problem: AttentionProblem, sections: Sections) -> Binder:
+    layout = schedule_layout()
+    operand = functools.partial(describe_operand, layout)
+    operands = [operand(COUNTER, ".", (1,), "int32", field="counter")]
+    if problem.decoding:
+        operands.append(operand("cache_seqlens", ".", (problem.batch,), "int32"))
+    if problem.layout == "paged":
+        table = (problem.batch, problem.seqlen_k // problem.page_size)
+        operands.append(operand("block_table", ("block_table_stride", "."), table, "int32"))
+    last = sections.all_heads % sections.heads if sections.heads else 0
+    dividers = {
+        "heads": problem.heads_q,
+        "head_group": problem.gqa_ratio,
+        "section": sections.heads,
+        "section_tiles": sections.heads * sections.row_tiles,
+        "last_section": last or sections.heads,
+    }
+    scalars = {
+        "tiles": sections.tiles,
+        "row_tiles": sections.row_tiles,
+        "all_heads": sections.all_heads,
+        "section_heads": sections.heads,
+    }
+    for name, divisor in dividers.items():
+        multiplier, shift = divider(max(1, divisor))
+        scalars |= {f"{name}.divisor": divisor, f"{name}.multiplier": multiplier, f"{name}.shift": shift}
+    return Binder.of(layout, operands, scalars)

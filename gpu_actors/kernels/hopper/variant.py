@@ -1,0 +1,180 @@
+"""What forward_sm90 takes, how it is compiled, and the order in which its persistent blocks work.
+
+Tile sizes are in `tiles`. The schedule is drawn in kernels_cu/hopper/schedule.cuh.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+from gpu_actors.devices.interface import LaunchGeometry
+from gpu_actors.errors import Unsupported
+from gpu_actors.kernels.hopper.transpose_v import (
+    TRANSPOSE,
+    main_key,
+    transposition_geometry,
+    transposition_macros,
+    transposition_refusal,
+)
+from gpu_actors.kernels.macros import Macros, forward_macros
+from gpu_actors.kernels.support import ELEMENTS, capability, head_dim_refusal
+from gpu_actors.kernels.tiles import (
+    Tile,
+    num_q_tiles,
+    output_over_q,
+    shared_bytes_of,
+    tile_of,
+    value_pieces,
+)
+from gpu_actors.problem import AttentionProblem, DispatchKey
+
+__all__ = [
+    "MULTIPROCESSORS",
+    "ROWS",
+    "Sections",
+    "sections_of",
+    "sm90_geometry",
+    "sm90_macros",
+    "sm90_refuses",
+    "sm90_threads",
+]
+
+ROWS = 64
+"""Of a consumer, and of its boxes of queries and outputs."""
+
+MULTIPROCESSORS = 132
+"""Of an H100 or H200 (SXM): for devices that do not say how many they have."""
+
+_ROW_BYTES = 16  # TMA's unit: head dims are multiples of it
+_LEAST_DIM, _GREATEST_DIM = 32, 256
+_MAX_TILES = (1 << 31) - 1 - MULTIPROCESSORS * 8  # numbers that blocks draw lie beyond it
+_L2_BYTES = 32 << 20  # of 50 MiB: outputs and the next section want room, too
+_CACHE_KEYS, _WIDE_CACHE_KEYS = 128, 64  # a tile of keys up to head dim 128, and beyond: see `tiles`
+_FACTORS = {"softmax_scale": (2.0**-30, 2.0**30), "softcap": (2.0**-10, 2.0**10)}
+
+
+def sm90_refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
+    """Why forward_sm90 does not take a problem, or None. What its operands' strides must be is in `sm90_arguments`."""
+    if capability(arch) != 90:
+        return Unsupported("arch", arch, "forward_sm90 is written for Hopper's wgmma", "sm_90a")
+    if problem.direction != "forward":
+        return Unsupported("direction", problem.direction, "forward_sm90 computes no gradients", "forward")
+    if problem.dtype not in ("float16", "bfloat16", "float8_e4m3fn"):
+        return Unsupported("dtype", problem.dtype, "forward_sm90 multiplies f16, bf16 and e4m3", "bfloat16")
+    if problem.bias is not None:
+        return Unsupported("bias", problem.bias[0], "forward_sm90 adds no bias; forward_mma does")
+    if problem.dropout_p:
+        return Unsupported("dropout_p", problem.dropout_p, "forward_sm90 drops nothing; forward_mma does", 0.0)
+    return _cache_refusal(problem) or _shape_refusal(problem) or _range_refusal(problem)
+
+
+def _cache_refusal(problem: AttentionProblem) -> Unsupported | None:
+    """Why new rows over a cache are left to the kernels that decode."""
+    if not problem.decoding:
+        return None
+    if problem.layout == "pointers":
+        return Unsupported(
+            "layout", problem.layout, "forward_sm90 reads pages and caches through one tensor map", "paged"
+        )
+    if ELEMENTS[problem.dtype].fp8:
+        return Unsupported("dtype", problem.dtype, "forward_sm90 transposes 8-bit values, but no cache", "bfloat16")
+    if problem.kv_dtype != problem.dtype:
+        return Unsupported("kv_dtype", problem.kv_dtype, "forward_sm90 multiplies operands of one type", problem.dtype)
+    if problem.seqlen_q < ROWS:
+        reason = f"forward_sm90 multiplies {ROWS} rows at a time, and fewer rows leave a cache's keys on few blocks"
+        return Unsupported("seqlen_q", problem.seqlen_q, reason, ROWS)
+    if problem.tree_mask:
+        return Unsupported("tree_mask", "an array", "forward_sm90 knows no tree masks")
+    if problem.num_splits > 1:
+        return Unsupported("num_splits", problem.num_splits, "forward_sm90 does not split keys", 1)
+    if problem.num_splits and problem.varlen_q:
+        # Alone, a sequence of fewer rows is decode_mma's; with pinned splits it has the same bits in a batch.
+        reason = (
+            "forward_sm90 takes a sequence or leaves it by the rows of others, and pinned splits promise the same bits"
+        )
+        return Unsupported("num_splits", problem.num_splits, reason, 0)
+    keys = _CACHE_KEYS if max(problem.head_dim, problem.head_dim_v) <= 128 else _WIDE_CACHE_KEYS
+    if problem.page_size and keys % problem.page_size and problem.page_size % keys:
+        reason = f"forward_sm90 brings {keys} keys at a time, which pages divide or are multiples of"
+        return Unsupported("page_size", problem.page_size, reason, keys)
+    return None
+
+
+def _shape_refusal(problem: AttentionProblem) -> Unsupported | None:
+    if problem.total_k == 0:
+        return Unsupported("seqlen_k", 0, "forward_sm90 moves keys by TMA, which there must be", 1)
+    step = _ROW_BYTES // ELEMENTS[problem.dtype].itemsize
+    dims = range(_LEAST_DIM, _GREATEST_DIM + 1, step)
+    refusal = head_dim_refusal(problem, dims, "forward_sm90 moves rows by TMA")
+    if refusal is not None:
+        return refusal
+    if problem.batch * problem.heads_q * num_q_tiles(problem.seqlen_q, ROWS) > _MAX_TILES:
+        reason = "forward_sm90 numbers its tiles of rows in 31 bits"
+        return Unsupported("batch", problem.batch, reason, 1)
+    if ELEMENTS[problem.dtype].fp8:
+        return transposition_refusal(problem)
+    return None
+
+
+def _range_refusal(problem: AttentionProblem) -> Unsupported | None:
+    for field, (least, greatest) in _FACTORS.items():
+        value = getattr(problem, field)
+        if field == "softcap" and value == 0.0:
+            continue
+        if not least <= value <= greatest:
+            reason = f"forward_sm90 folds it into other factors in fp32, from {least} to {greatest}"
+            return Unsupported(field, value, reason, min(max(value, least), greatest))
+    return None
+
+
+def sm90_macros(key: DispatchKey) -> Macros:
+    """The macros of kernels_cu/hopper/layout.cuh, or of transpose_values where the key names that."""
+    tile = tile_of(main_key(key))
+    if key.kernel == TRANSPOSE:
+        return transposition_macros(key, tile)
+    macros = forward_macros(key) | {"STAGES": tile.stages}
+    if key.decoding:
+        macros |= {"CACHE_LENGTHS": 1} | ({"VARLEN": 1} if key.varlen_q else {})
+        macros |= {"PAGE_SIZE": key.page_size} if key.paged else {}
+    if output_over_q(tile, key.dtype, key.head_dim, key.head_dim_v):
+        macros["O_OVER_Q"] = 1
+    if (pieces := value_pieces(tile, key.dtype, key.head_dim_v)) > 1:
+        macros["PIECES"] = pieces
+    return macros
+
+
+def sm90_threads(key: DispatchKey) -> int:
+    """Of a block of forward_sm90, or of transpose_values where the key names that."""
+    tile = tile_of(main_key(key))
+    return tile.block_n if key.kernel == TRANSPOSE else tile.warps * 32
+
+
+def sm90_geometry(key: DispatchKey, problem: AttentionProblem, multiprocessors: int | None) -> LaunchGeometry:
+    """One block a multiprocessor, and no more than there are tiles; of transpose_values, what its values need."""
+    tile = tile_of(main_key(key))
+    if key.kernel == TRANSPOSE:
+        return transposition_geometry(problem, tile)
+    blocks = min(sections_of(problem, tile).tiles, multiprocessors or MULTIPROCESSORS)
+    return LaunchGeometry((blocks, 1, 1), (sm90_threads(key), 1, 1), shared_bytes_of(key))
+
+
+class Sections(NamedTuple):
+    """tiles: of rows, in all. row_tiles: of a sequence. all_heads: query heads of all sequences. heads: a section."""
+
+    tiles: int
+    row_tiles: int
+    all_heads: int
+    heads: int
+
+
+@functools.lru_cache(maxsize=1024)
+def sections_of(problem: AttentionProblem, tile: Tile) -> Sections:
+    """The schedule of a problem: as many whole KV heads a section as L2 holds the keys and values of."""
+    row_tiles = num_q_tiles(problem.seqlen_q, tile.block_m)
+    all_heads = problem.batch * problem.heads_q
+    itemsize = ELEMENTS[problem.dtype].itemsize
+    bytes_a_head = max(1, problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * itemsize)
+    kv_heads = max(1, _L2_BYTES // bytes_a_head)
+    heads = min(all_heads, kv_heads * problem.gqa_ratio)
+    return Sections(row_tiles * all_heads, row_tiles, all_heads, heads)

@@ -1,0 +1,347 @@
+"""Binds the operands of a launch to the fields of a kernel's parameter struct, and packs the Params of all kernels.
+
+Params is declared once, in kernels_cu/common/params.cuh, and read from there: a field cannot be in another place
+here than in the kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+
+from gpu_actors.compiling.assets import asset_text
+from gpu_actors.devices.interface import Buffer
+from gpu_actors.errors import InvalidRequest
+from gpu_actors.kernels.support import ELEMENTS
+from gpu_actors.philox import dropout_threshold
+from gpu_actors.problem import AttentionProblem
+
+__all__ = [
+    "ITEMSIZES",
+    "UNBOUNDED",
+    "Binder",
+    "Field",
+    "Operand",
+    "ParamsLayout",
+    "describe_operand",
+    "forward_layout",
+    "forward_operands",
+    "forward_scalars",
+    "key_rows",
+    "launch_values",
+    "pack_forward",
+    "parse_layout",
+]
+
+# A window bound that no pair of rows can exceed; it stays addable to two row indices in 32 bits.
+UNBOUNDED = 1 << 30
+
+_HEADER = "common/params.cuh"
+_C_TYPES = {"int32_t": "i", "uint32_t": "I", "int64_t": "q", "uint64_t": "Q", "float": "f", "double": "d"}
+_STRUCT = re.compile(r"struct (\w+) \{[^\n]*\n(.*?)\n\};", re.S)
+_FIELD = re.compile(r"(?:const )?(\w+)(\*?) (\w+);(?:\s*//.*)?")
+_AXES = {"b": "batch", "r": "row", "h": "head"}
+
+ITEMSIZES = {"int32": 4, "uint64": 8} | {name: element.itemsize for name, element in ELEMENTS.items()}
+"""Bytes of an element, by its dtype."""
+
+
+class Field(NamedTuple):
+    """A scalar of a struct. name: its path, as in "q_strides.row". code: of the struct module. offset: in bytes."""
+
+    name: str
+    code: str
+    offset: int
+
+
+@dataclass(frozen=True)
+class ParamsLayout:
+    """A parameter struct as a C compiler lays it out on a 64-bit host and on the GPU. size: in bytes, padded."""
+
+    fields: tuple[Field, ...]
+    size: int
+
+    @property
+    def dtype(self) -> np.dtype[np.void]:
+        """The same as a NumPy structured dtype, to look into packed bytes."""
+        return np.dtype(
+            {
+                "names": [field.name for field in self.fields],
+                "formats": [np.dtype(field.code) for field in self.fields],
+                "offsets": [field.offset for field in self.fields],
+                "itemsize": self.size,
+            }
+        )
+
+    @functools.cached_property
+    def positions(self) -> dict[str, int]:
+        """The position of each field, by name."""
+        return {field.name: position for position, field in enumerate(self.fields)}
+
+    def pack(self, values: Sequence[int | float]) -> bytes:
+        """The struct's bytes. values: of every field, in order."""
+        return self._struct.pack(*values)
+
+    @functools.cached_property
+    def _struct(self) -> struct.Struct:
+        codes, end = ["<"], 0
+        for field in self.fields:
+            codes.append(f"{field.offset - end}x{field.code}")
+            end = field.offset + struct.calcsize(field.code)
+        return struct.Struct("".join(codes) + f"{self.size - end}x")
+
+
+@functools.cache
+def forward_layout() -> ParamsLayout:
+    """struct Params of kernels_cu/common/params.cuh."""
+    return parse_layout(asset_text(_HEADER), "Params")
+
+
+def parse_layout(header: str, name: str) -> ParamsLayout:
+    """The layout of struct ``name``, whose members are scalars, pointers and structs declared before it.
+
+    Raises ValueError for a line that is no such member.
+    """
+    bodies = {match[1]: match[2] for match in _STRUCT.finditer(header)}
+
+    def scalars(struct_name: str, prefix: str) -> list[tuple[str, str]]:
+        found: list[tuple[str, str]] = []
+        for line in bodies[struct_name].splitlines():
+            member = _FIELD.fullmatch(line.strip())
+            if member is None:
+                raise ValueError(f"struct {struct_name}: {line.strip()!r} is not one 'type name;'")
+            c_type, pointer, field = member.groups()
+            if pointer:
+                found.append((prefix + field, "Q"))
+            elif c_type in bodies:
+                found += scalars(c_type, f"{prefix}{field}.")
+            elif c_type in _C_TYPES:
+                found.append((prefix + field, _C_TYPES[c_type]))
+            else:
+                raise ValueError(f"struct {struct_name}: unknown type {c_type!r} of {field}")
+        return found
+
+    fields: list[Field] = []
+    end = 0
+    for path, code in scalars(name, ""):
+        size = struct.calcsize(code)
+        offset = -(-end // size) * size
+        fields.append(Field(path, code, offset))
+        end = offset + size
+    widest = max(struct.calcsize(field.code) for field in fields)
+    return ParamsLayout(tuple(fields), -(-end // widest) * widest)
+
+
+class Operand(NamedTuple):
+    """An operand of a launch, and where its address and strides go in the struct.
+
+    address: index of the field, or None where the address goes nowhere. strides: (axis of the operand, index of the
+    field) of each axis of extent above 1 that the kernel strides over. packed: the first of the axes that lie without
+    gaps, the number of axes where none has to.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    optional: bool
+    address: int | None
+    strides: tuple[tuple[int, int], ...]
+    packed: int
+
+    def check(self, buffer: Buffer | None) -> Buffer:
+        """The buffer, after a look at its shape, dtype, last axes and alignment. Raises InvalidRequest."""
+        name, shape = self.name, self.shape
+        if buffer is None or buffer.shape != shape or buffer.dtype not in self.dtypes:
+            given = None if buffer is None else f"{buffer.dtype}{list(buffer.shape)}"
+            wanted = f"must be {' or '.join(dict.fromkeys(self.dtypes))} of shape {shape} for this launch"
+            raise InvalidRequest(name, given, wanted)
+        stride = 1
+        for axis in range(len(shape) - 1, self.packed - 1, -1):
+            if shape[axis] > 1 and buffer.strides[axis] != stride:
+                last = self.packed == len(shape) - 1
+                which = "the last axis must be contiguous" if last else f"must be contiguous from axis {self.packed} on"
+                raise InvalidRequest(name, f"strides {buffer.strides}", which)
+            stride *= shape[axis]
+        itemsize = ITEMSIZES[buffer.dtype]
+        if buffer.address % itemsize:
+            raise InvalidRequest(name, hex(buffer.address), f"must start at a multiple of {itemsize} bytes")
+        return buffer
+
+
+class Binder(NamedTuple):
+    """How the operands of a problem become the bytes of a struct. values: of every field, those of operands still 0."""
+
+    layout: ParamsLayout
+    values: tuple[int | float, ...]
+    operands: tuple[Operand, ...]
+
+    @classmethod
+    def of(
+        cls,
+        layout: ParamsLayout,
+        operands: Iterable[Operand],
+        scalars: Mapping[str, int | float] = MappingProxyType({}),
+    ) -> Binder:
+        """scalars: by the name of their field; fields that nothing names are 0."""
+        values: list[int | float] = [0] * len(layout.fields)
+        for name, value in scalars.items():
+            values[layout.positions[name]] = value
+        return cls(layout, tuple(values), tuple(operands))
+
+    def pack(self, buffers: Mapping[str, Buffer], more: Mapping[str, int | float] = MappingProxyType({})) -> bytes:
+        """The struct's bytes. more: fields that are known with the launch alone, by name.
+
+        Raises InvalidRequest for an operand that is missing or not as described; axes of extent 1 may have any stride.
+        """
+        values = list(self.values)
+        for operand in self.operands:
+            buffer = buffers.get(operand.name)
+            if buffer is None and operand.optional:
+                continue
+            buffer = operand.check(buffer)
+            if operand.address is not None:
+                values[operand.address] = buffer.address
+            for axis, index in operand.strides:
+                values[index] = buffer.strides[axis]
+        for name, value in more.items():
+            values[self.layout.positions[name]] = value
+        return self.layout.pack(values)
+
+
+def describe_operand(
+    layout: ParamsLayout,
+    name: str,
+    axes: Sequence[str],
+    shape: tuple[int, ...],
+    *dtypes: str,
+    prefix: str = "",
+    field: str | None = None,
+    optional: bool = False,
+) -> Operand:
+    """Where an operand goes in a struct: its address into ``prefix + field``, its strides into the Strides beside it.
+
+    field: "" where the address goes nowhere; the operand's name where not given.
+    axes: of each axis b (batch), r (row), h (head), . (without gaps, like all after it), "" (any stride, which no field
+    takes) or the name of the field that takes its stride.
+    """
+    field = name if field is None else field
+
+    def index(axis: str) -> int:
+        return layout.positions[f"{prefix}{field}_strides.{_AXES[axis]}" if axis in _AXES else prefix + axis]
+
+    # A stride along an extent of 1 means nothing, and has to be 0 where the operand is broadcast along it.
+    strides = tuple((n, index(axis)) for n, axis in enumerate(axes) if axis not in ("", ".") and shape[n] > 1)
+    packed = next((n for n, axis in enumerate(axes) if axis == "."), len(shape))
+    return Operand(name, shape, dtypes, optional, layout.positions[prefix + field] if field else None, strides, packed)
+
+
+def pack_forward(problem: AttentionProblem, buffers: Mapping[str, Buffer], *, dropout_seed: int = 0) -> bytes:
+    """The parameters of a forward launch.
+
+    buffers: by name, of shapes as in `AttentionProblem`:
+        q (batch, seqlen_q, heads_q, head_dim), k and v alike, out (batch, seqlen_q, heads_q, head_dim_v), or packed
+        (total, heads, dim) where varlen, with cu_seqlens_q and cu_seqlens_k int32 (batch + 1,); any outer strides.
+        lse float32 (batch, heads_q, seqlen_q), or (heads_q, total_q), where return_lse.
+        bias (batch or 1, heads_q or 1, seqlen_q, seqlen_k); alibi_slopes float32 (heads_q,) or (batch, heads_q);
+        sinks (heads_q,) float32 or of the output's dtype; q_descale, k_descale, v_descale float32 (batch, heads_kv),
+        of which some may be missing. Only what the problem asks for is looked at.
+    dropout_seed: 0 <= seed < 2^64.
+    Raises InvalidRequest for an operand that is missing or not as described; axes of extent 1 may have any stride.
+    """
+    return _binder(problem).pack(buffers, launch_values(problem, buffers, dropout_seed))
+
+
+@functools.lru_cache(maxsize=1024)
+def _binder(problem: AttentionProblem) -> Binder:
+    layout = forward_layout()
+    return Binder.of(layout, forward_operands(problem, layout), forward_scalars(problem))
+
+
+def launch_values(
+    problem: AttentionProblem, buffers: Mapping[str, Buffer], dropout_seed: int = 0, prefix: str = ""
+) -> dict[str, int]:
+    """The fields of struct Params that a launch decides and not its problem. prefix: of their names.
+
+    Raises InvalidRequest for a seed that is none.
+    """
+    values: dict[str, int] = {}
+    if problem.dropout_p:
+        if not 0 <= dropout_seed < 1 << 64:
+            raise InvalidRequest("dropout_seed", dropout_seed, "the seed is an unsigned 64-bit integer")
+        values[f"{prefix}dropout_seed"] = dropout_seed
+    if problem.sinks and "sinks" in buffers:
+        values[f"{prefix}sinks_are_float"] = buffers["sinks"].dtype == "float32"
+    return values
+
+
+@functools.cache
+def _named(code: str) -> tuple[str, ...]:
+    """The scalars of struct Params, of that code, that a problem has under the same name."""
+    return tuple(
+        field.name for field in forward_layout().fields if field.code == code and hasattr(AttentionProblem, field.name)
+    )
+
+
+def forward_scalars(problem: AttentionProblem, prefix: str = "") -> dict[str, int | float]:
+    """The fields of struct Params that a problem decides. prefix: of their names."""
+    left, right = problem.window
+    scalars: dict[str, int | float] = {name: getattr(problem, name) for name in _named("d")}
+    scalars |= {name: min(getattr(problem, name), UNBOUNDED) for name in _named("i")}
+    scalars["window_left"] = UNBOUNDED if left < 0 else min(left, UNBOUNDED)
+    scalars["window_right"] = UNBOUNDED if right < 0 else min(right, UNBOUNDED)
+    if problem.dropout_p:
+        scalars["dropout_scale"] = 1.0 / (1.0 - problem.dropout_p)
+        scalars["dropout_threshold"] = dropout_threshold(problem.dropout_p)
+    return {prefix + name: value for name, value in scalars.items()}
+
+
+def forward_operands(problem: AttentionProblem, layout: ParamsLayout, prefix: str = "") -> Iterator[Operand]:
+    """Every operand of struct Params that the problem asks for. prefix: of its fields in ``layout``."""
+    p, varlen = problem, problem.layout == "varlen"
+    operand = functools.partial(describe_operand, layout, prefix=prefix)
+    packed = varlen or p.varlen_q
+    rows = (p.total_q,) if packed else (p.batch, p.seqlen_q)
+    axes = "rh." if packed else "brh."
+    yield operand("q", axes, (*rows, p.heads_q, p.head_dim), p.dtype)
+    yield operand("out", axes, (*rows, p.heads_q, p.head_dim_v), p.out_dtype)
+    for side, dim in (("k", p.head_dim), ("v", p.head_dim_v)) if p.layout != "pointers" else ():
+        keys, axes = key_rows(p)
+        name = f"{side}_cache" if p.decoding else side
+        yield operand(name, axes, (*keys, p.heads_kv, dim), p.kv_dtype, field=side)
+    if packed:
+        yield operand("cu_seqlens_q", ".", (p.batch + 1,), "int32")
+    if varlen:
+        yield operand("cu_seqlens_k", ".", (p.batch + 1,), "int32")
+    if p.return_lse and packed:
+        yield operand("lse", "hr", (p.heads_q, p.total_q), "float32")
+    elif p.return_lse:
+        yield operand("lse", "bhr", (p.batch, p.heads_q, p.seqlen_q), "float32")
+    if p.bias is not None:
+        dtype, one_batch, one_head = p.bias
+        outer = (1 if one_batch else p.batch, 1 if one_head else p.heads_q)
+        yield operand("bias", "bhr.", (*outer, p.seqlen_q, p.seqlen_k), dtype)
+    if p.alibi == "heads":
+        yield operand("alibi_slopes", "h", (p.heads_q,), "float32")
+    elif p.alibi == "batch":
+        yield operand("alibi_slopes", "bh", (p.batch, p.heads_q), "float32")
+    if p.sinks:
+        yield operand("sinks", "h", (p.heads_q,), "float32", p.out_dtype)
+    if p.descales:
+        for name in ("q_descale", "k_descale", "v_descale"):
+            yield operand(name, "bh", (p.batch, p.heads_kv), "float32", optional=True)
+
+
+def key_rows(p: AttentionProblem) -> tuple[tuple[int, ...], str]:
+    """The outer shape of k and v, and what the axes of either are. Pages are a batch."""
+    if p.layout == "varlen":
+        return (p.total_k,), "rh."
+    if p.layout == "paged":
+        return (p.total_k // p.page_size, p.page_size), "brh."
+    return (p.batch, p.seqlen_k), "brh."

@@ -1,0 +1,84 @@
+"""Program: what a kernel family launches for a problem, whichever request or graph the problem comes from."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+from gpu_actors.devices.interface import Buffer, Kernel, LaunchGeometry, ScratchSpec, Step, TensorMap
+from gpu_actors.problem import DispatchKey
+
+__all__ = ["ANYWHERE", "NO_VALUES", "EncodeTensorMap", "Pack", "Part", "Program", "Target", "Values"]
+
+EncodeTensorMap: TypeAlias = Callable[[TensorMap], bytes]
+"""`Device.encode_tensor_map`."""
+
+
+class Target(NamedTuple):
+    """What a program depends on besides the problem.
+
+    multiprocessors: of the device, where it says. encode: makes its tensor maps. lengths_on_host: whether the lengths
+    of a cache are NumPy arrays, so that the host can split the work.
+    """
+
+    multiprocessors: int | None = None
+    encode: EncodeTensorMap | None = None
+    lengths_on_host: bool = True
+
+
+ANYWHERE = Target()
+"""A device of which nothing is known."""
+
+
+class Values(NamedTuple):
+    """What a launch passes by value. score_scalars: of the problem's score modification, in order."""
+
+    dropout_seed: int = 0
+    score_scalars: Sequence[float] = ()
+
+
+Pack: TypeAlias = Callable[[Mapping[str, Buffer], Values], bytes]
+"""From buffers by name to the bytes of a kernel's parameter struct. Raises InvalidRequest naming the operand."""
+
+
+NO_VALUES = Values()
+
+
+class Part(NamedTuple):
+    """One kernel of a program. key: what picks and compiles it."""
+
+    key: DispatchKey
+    geometry: LaunchGeometry
+    pack: Pack
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The kernels of a launch in order, and what lies between them.
+
+    zeroed: outputs that the kernels add to. split: makes inputs besides the request's own from (cache_seqlens,
+    cu_seqlens_q), where the host splits the work.
+    """
+
+    parts: tuple[Part, ...]
+    scratch: Mapping[str, ScratchSpec] = field(default_factory=dict)
+    zeroed: frozenset[str] = frozenset()
+    split: Callable[[Any, Any], dict[str, Any]] | None = None
+
+    @property
+    def keys(self) -> tuple[DispatchKey, ...]:
+        """Of the kernels that `steps` takes, in that order."""
+        return tuple(part.key for part in self.parts)
+
+    def steps(self, kernels: Sequence[Kernel], values: Values) -> tuple[Step, ...]:
+        """The steps of a launch. kernels: of `keys`, loaded."""
+        return tuple(
+            Step(kernel, part.geometry, functools.partial(_pack, part.pack, values))
+            for kernel, part in zip(kernels, self.parts, strict=True)
+        )
+
+
+def _pack(pack: Pack, values: Values, buffers: Mapping[str, Buffer]) -> bytes:
+    return pack(buffers, values)

@@ -1,0 +1,50 @@
+"""Packs what a score modification reads: ``ScoreParams`` of its generated header, which follows a kernel's Params."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+
+from gpu_actors.devices.interface import Buffer
+from gpu_actors.kernels.params import Binder, ParamsLayout, describe_operand, parse_layout
+from gpu_actors.problem import AttentionProblem
+from gpu_actors.score_mod import ScoreMod
+
+__all__ = ["pack_score", "score_layout"]
+
+_ALIGNMENT = 8  # of the struct that holds Params and ScoreParams
+_AXES = "bhrk"
+
+
+@functools.lru_cache(maxsize=1024)
+def score_layout(mod: ScoreMod) -> ParamsLayout | None:
+    """struct ScoreParams of the modification's header, or None where it reads nothing."""
+    if not mod.tensors and not mod.scalars:
+        return None
+    return parse_layout(mod.header, "ScoreParams")
+
+
+def pack_score(problem: AttentionProblem, buffers: Mapping[str, Buffer], scalars: Sequence[float]) -> bytes:
+    """The bytes that follow a launch's own parameters.
+
+    buffers: ``ScoreMod.tensor_name(n)`` of every tensor, (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k or 1), any
+    strides. scalars: of every scalar, in order. Raises InvalidRequest for a tensor that is not as the modification
+    reads it.
+    """
+    mod = problem.score_mod
+    layout = None if mod is None else score_layout(mod)
+    if mod is None or layout is None:
+        return b""
+    packed = _binder(problem, mod, layout).pack(buffers, {f"v{n}": value for n, value in enumerate(scalars)})
+    return packed + bytes(-len(packed) % _ALIGNMENT)
+
+
+@functools.lru_cache(maxsize=1024)
+def _binder(problem: AttentionProblem, mod: ScoreMod, layout: ParamsLayout) -> Binder:
+    extents = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
+    operands = []
+    for n, tensor in enumerate(mod.tensors):
+        wanted = tuple(extent if axis in tensor.axes else 1 for axis, extent in zip(_AXES, extents, strict=True))
+        strides = [f"t{n}_{axis}" if axis in tensor.axes else "" for axis in _AXES]
+        operands.append(describe_operand(layout, mod.tensor_name(n), strides, wanted, tensor.dtype, field=f"t{n}"))
+    return Binder.of(layout, operands)

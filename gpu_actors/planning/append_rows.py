@@ -1,0 +1,203 @@
+"""NewRows: what a request brings for a KvCache to append, checked, packed, and put together with others'."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gpu_actors.arrays.device_array import DeviceArray
+from gpu_actors.errors import InvalidRequest
+from gpu_actors.kernels.append.variant import AppendProblem, Rope
+from gpu_actors.kv.prefix import Tokens, token_ids
+from gpu_actors.kv.requests import AppendRows, AttendCache
+from gpu_actors.planning.merging import join, joining_kind, memory_of
+from gpu_actors.validation.fields import describe, dtype_of, expect, optional_array, shape_of
+
+__all__ = ["NewRows", "Pool", "counts_of", "merge_rows", "new_rows", "pack_rows"]
+
+_AXES = "batch, rows, kv_heads, head_dim"
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Shapes and dtype of a cache's pages."""
+
+    num_blocks: int
+    page_size: int
+    kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    dtype: str
+    descales: bool
+
+
+@dataclass(slots=True, eq=False)
+class NewRows:
+    """Rows of several sequences, packed: k (total, kv_heads, head_dim), v (total, kv_heads, head_dim_v).
+
+    counts: int32 (batch,), of each sequence. rows: the same where they are all alike, else 0. tokens: of each sequence,
+    or None where they are not known.
+    """
+
+    k: Any
+    v: Any
+    counts: Any
+    rows: int
+    rope: Rope | None = None
+    positions: Any = None
+    rope_cos: Any = None
+    rope_sin: Any = None
+    tokens: list[Tokens] | None = None
+
+    @property
+    def ends(self) -> Any:
+        """int32 (batch + 1,), as cu_seqlens."""
+        return np.concatenate([[0], np.cumsum(self.counts)]).astype(np.int32)
+
+    @property
+    def merge_key(self) -> Hashable | None:
+        """Rows with equal keys may go into one launch; None where they cannot be put next to others."""
+        kinds = [joining_kind(array) for array in (self.k, self.v, self.positions)]
+        if "apart" in kinds:
+            return None
+        tables = (memory_of(self.rope_cos), memory_of(self.rope_sin))
+        return self.k.dtype, self.rows, self.rope, tables, *kinds
+
+    def check_reach(self, lengths: Any) -> None:
+        """Raise `InvalidRequest` where a row lies beyond the tables of its rotation. lengths: with these rows."""
+        rope = self.rope
+        if rope is None or not rope.table_rows or not self.counts.any():
+            return
+        if self.positions is None:
+            longest = int(lengths[self.counts > 0].max())
+            reason = f"must reach to the last row of each sequence, which makes {longest} rows"
+            expect(longest <= rope.table_rows, "rope.table_rows", rope.table_rows, reason)
+        elif isinstance(self.positions, np.ndarray):
+            for position in (int(self.positions.min()), int(self.positions.max())):
+                reason = f"must lie in the rope's tables: 0 to {rope.table_rows - 1}"
+                expect(0 <= position < rope.table_rows, "positions", position, reason)
+
+    def problem(self, pool: Pool, max_blocks: int, heads_q: int = 0) -> AppendProblem:
+        """What an append of these rows to pages of a pool comes down to."""
+        return AppendProblem(
+            layout="paged",
+            batch=len(self.counts),
+            total=int(self.k.shape[0]),
+            rows=self.rows,
+            heads_kv=pool.kv_heads,
+            head_dim=pool.head_dim,
+            head_dim_v=pool.head_dim_v,
+            dtype=self.k.dtype.name,
+            cache_dtype=pool.dtype,
+            page_size=pool.page_size,
+            num_blocks=pool.num_blocks,
+            max_blocks=max_blocks,
+            rope=self.rope,
+            positions=self.positions is not None,
+            heads_q=heads_q if self.rope is not None else 0,
+            descales=pool.descales and self.k.dtype.name != pool.dtype,
+        )
+
+
+def counts_of(field: str, ends: Any, batch: int) -> Any:
+    """Rows of each sequence, int32 (batch,), by cu_seqlens. Raises `InvalidRequest`."""
+    optional_array(field, ends, ((batch + 1,),), ("int32",))
+    on_host = isinstance(ends, np.ndarray)
+    expect(on_host, field, describe(ends), "must be a NumPy array: pages are taken on the host")
+    counts = np.diff(ends.astype(np.int64))
+    expect(int(ends[0]) == 0, field, int(ends[0]), "must begin with 0")
+    least = int(counts.min(initial=0))
+    expect(least >= 0, field, least, "must not fall: a sequence cannot have a negative length")
+    return counts.astype(np.int32)
+
+
+def new_rows(message: AppendRows | AttendCache, pool: Pool, batch: int | None) -> NewRows:
+    """The rows of an adopted message. batch: sequences that it names; None for one that is not in a list.
+
+    Raises `InvalidRequest` and `Unsupported`.
+    """
+    k: Any = message.k
+    v: Any = message.v
+    ends_field = "cu_seqlens" if isinstance(message, AppendRows) else "cu_seqlens_q"
+    ends = getattr(message, ends_field)
+    expect(k is not None and v is not None, "k" if k is None else "v", None, "must be given: rows have keys and values")
+    leading: tuple[int, ...]
+    alone = batch is None
+    if batch is None:
+        expect(ends is None, ends_field, describe(ends), "goes with a list of sequences only")
+        shape_of("k", k, "rows, kv_heads, head_dim")
+        shape_of("v", v, "rows, kv_heads, head_dim_v")
+        k, v, batch = k[None], v[None], 1
+    if ends is None:
+        leading = shape_of("k", k, _AXES)[:2]
+        expect(leading[0] == batch, "k", describe(k), f"must have the rows of {batch} sequences")
+        counts = np.full(batch, leading[1], np.int32)
+    else:
+        counts = counts_of(ends_field, ends, batch)
+        leading = (int(ends[-1]),)
+    for name, array, dim in (("k", k, pool.head_dim), ("v", v, pool.head_dim_v)):
+        wanted = (*leading, pool.kv_heads, dim)
+        optional_array(name, array, (wanted,), (dtype_of("k", k),))
+    if ends is None:
+        k, v = pack_rows("k", k), pack_rows("v", v)
+    rows = 0 if ends is not None else leading[1]
+    made = NewRows(k, v, counts, rows, message.rope)
+    if message.tokens is not None:
+        ids = token_ids(message.tokens, leading[1:] if alone else leading)
+        made.tokens = np.split(ids, np.cumsum(counts)[:-1])
+    _add_rotation(made, message)
+    return made
+
+
+def _add_rotation(rows: NewRows, message: AppendRows | AttendCache) -> None:
+    rope = rows.rope
+    names = ("positions", "rope_cos", "rope_sin")
+    given = {name: getattr(message, name) for name in names}
+    if rope is None:
+        for name, array in given.items():
+            expect(array is None, name, None if array is None else describe(array), "goes with a rope only")
+        return
+    expect(isinstance(rope, Rope), "rope", rope, "must be a Rope, or None")
+    total = rows.k.shape[0]
+    optional_array("positions", given["positions"], ((total,),), ("int32",))
+    for name in ("rope_cos", "rope_sin"):
+        array = given[name]
+        if not rope.table_rows:
+            expect(array is None, name, None if array is None else describe(array), "goes with rope.table_rows only")
+            continue
+        wanted = (rope.table_rows, rope.dim // 2)
+        expect(array is not None, name, None, f"must be a float32 array of shape {wanted}: the rope takes tables")
+        optional_array(name, array, (wanted,), ("float32",))
+    rows.positions, rows.rope_cos, rows.rope_sin = (given[name] for name in names)
+
+
+def pack_rows(field: str, array: Any) -> Any:
+    """(batch, rows, ...) as (batch * rows, ...), without a copy on a device.
+
+    Raises `InvalidRequest` where that cannot be.
+    """
+    batch, rows = array.shape[:2]
+    if not isinstance(array, DeviceArray):
+        return array.reshape(batch * rows, *array.shape[2:])
+    if rows == 1:
+        return array[:, 0]
+    if batch == 1:
+        return array[0]
+    if array.strides[0] != rows * array.strides[1]:
+        raise InvalidRequest(field, f"strides {array.strides}", "must have the sequences' rows one after the other")
+    return dataclasses.replace(array, shape=(batch * rows, *array.shape[2:]), strides=array.strides[1:], source=None)
+
+
+def merge_rows(parts: Sequence[NewRows]) -> NewRows:
+    """The rows of several requests with equal `NewRows.merge_key`s, in their order."""
+    if len(parts) == 1:
+        return parts[0]
+    names = ["k", "v", "counts"]
+    if parts[0].positions is not None:
+        names.append("positions")
+    changes: dict[str, Any] = {name: join([getattr(part, name) for part in parts]) for name in names}
+    return dataclasses.replace(parts[0], **changes)

@@ -1,0 +1,88 @@
+"""Backward requests: what decides their plan, how it is made, and how a request is bound to it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+from gpu_actors.arrays.adopt import Adopted, restore
+from gpu_actors.devices.interface import Device, Kernel, Launch, Outputs, OutputSpec
+from gpu_actors.kernels.dispatch import answering_key
+from gpu_actors.kernels.program import Values
+from gpu_actors.planning.forward import (
+    bound_inputs,
+    forward_options,
+    forward_signature,
+    rounded_inputs,
+)
+from gpu_actors.planning.plan import Accumulate, Plan, program_for
+from gpu_actors.problem import AttentionProblem
+from gpu_actors.requests import AttentionGradients, FlashBackward
+from gpu_actors.validation import backward_problem, check_seed
+
+__all__ = ["attention_gradients", "backward_plan", "backward_signature", "bind_backward"]
+
+_NAMES = ("dq", "dk", "dv", "dbias", "dsinks")
+
+
+def backward_signature(request: FlashBackward, plain: bool) -> Hashable:
+    """What decides the plan of an adopted request: all that decides the forward's, and what only backward takes."""
+    dout, lse = request.dout, request.lse
+    return (
+        "backward",
+        forward_signature(request, plain),
+        (dout.shape, dout.strides, dout.dtype),
+        (lse.shape, lse.strides, lse.dtype),
+        request.deterministic,
+        type(request.deterministic),
+    )
+
+
+def bind_backward(plan: Plan, request: FlashBackward, kernels: Sequence[Kernel]) -> Launch:
+    """A launch of a plan on the arrays of an adopted request. Checks what depends on their data."""
+    inputs = bound_inputs(plan.problem, request)
+    inputs |= {"out": request.out, "dout": request.dout, "lse": request.lse}
+    seed = request.dropout_seed
+    if type(seed) is not int or seed:
+        check_seed(seed)
+    return plan.launch(inputs, functools.partial(_oracle, plan.problem, plan.accumulate, seed), kernels, Values(seed))
+
+
+def backward_plan(request: FlashBackward, device: Device, accumulate: Accumulate) -> Plan:
+    """Validate an adopted request and pick its kernels. Raises `InvalidRequest` and `Unsupported`."""
+    info = device.info
+    problem = backward_problem(request)
+    key = answering_key(problem, info.arch, info.runs_kernels)
+    program = program_for(problem, key, device)
+    zeroed = frozenset() if program is None else program.zeroed
+    outputs = {
+        name: OutputSpec(tuple(array.shape), array.dtype.name, zero=name in zeroed)
+        for name in _NAMES
+        if (array := getattr(request, name[1:])) is not None
+    }
+    return Plan(problem, key, program, outputs, accumulate)
+
+
+def attention_gradients(like: Adopted | None, outputs: Outputs) -> Sequence[AttentionGradients]:
+    """The answer to one request, in the kind of its q."""
+    found = (outputs.get(name) for name in _NAMES)
+    return (AttentionGradients(*(array if array is None or like is None else restore(array, like) for array in found)),)
+
+
+def _oracle(
+    problem: AttentionProblem,
+    accumulate: Accumulate,
+    dropout_seed: int,
+    inputs: Mapping[str, Any],
+) -> Outputs:
+    # Only a mock device computes here, so only its programs pay for the import.
+    from gpu_actors.reference import attention_backward
+
+    gradients = attention_backward(
+        **rounded_inputs(problem, inputs, ("q", "k", "v", "dout")),
+        **forward_options(problem),
+        dropout_seed=dropout_seed,
+        accumulate=accumulate,
+    )
+    return {name: getattr(gradients, name) for name in _NAMES}

@@ -1,0 +1,261 @@
+"""Requests over caches: what decides their plan, how it is made, and how a request is bound to it.
+
+`PagedForward` and `BatchedDecode` become launches with the same operands: q, cache_seqlens, where they are given
+cu_seqlens_q, alibi_slopes, sinks, tree_mask (uint64 bits) and the descales, and by layout
+
+    paged     k_cache, v_cache (num_blocks, page_size, heads_kv, dim) and block_table
+    cache     k_cache, v_cache (batch, capacity, heads_kv, dim)
+    pointers  k_cache.0, v_cache.0, k_cache.1, ... (heads_kv, max_seq, dim), one a sequence; q (batch, 1, heads, dim)
+
+Outputs are out, shaped like q, and lse, (batch, heads, rows) or (heads, total_q).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import numbers
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from gpu_actors.arrays.adopt import Adopted, CallerNotes
+from gpu_actors.arrays.adoption import adopt_request
+from gpu_actors.devices.interface import Device, Kernel, Launch, Outputs, OutputSpec
+from gpu_actors.kernels.dispatch import FAMILIES, answering_key
+from gpu_actors.kernels.family import KernelFamily
+from gpu_actors.planning.forward import attention_output, forward_options
+from gpu_actors.planning.plan import Accumulate, Plan, PlanCache, program_for
+from gpu_actors.planning.tma_eligibility import alignments, reaching_families
+from gpu_actors.problem import AttentionProblem, DispatchKey
+from gpu_actors.requests import AttentionOutput, BatchedDecode, PagedForward, scalars_of
+from gpu_actors.validation import (
+    check_block_table,
+    check_cu_seqlens,
+    check_lengths,
+    check_output_memory,
+    decode_problem,
+    paged_problem,
+)
+from gpu_actors.validation.fields import describe, expect, integer
+
+__all__ = [
+    "CacheRequest",
+    "Decoding",
+    "adopt_cache_request",
+    "bind_cached",
+    "cache_problem",
+    "cached_plan",
+    "check_cached",
+    "decoding_output",
+    "tree_bits",
+]
+
+CacheRequest: TypeAlias = PagedForward | BatchedDecode
+
+_OPTIONAL = ("alibi_slopes", "sinks", "q_descale", "k_descale", "v_descale")
+_PAGED = ("q", "k_cache", "v_cache", "block_table", "cache_seqlens", "cu_seqlens_q", "tree_mask", *_OPTIONAL, "out")
+_DECODE = ("q", "seq_lens", *_OPTIONAL, "out")
+_PLANS = 4096
+_MAX_LENGTH = (1 << 31) - 1
+_SCALARS = scalars_of(BatchedDecode)
+_PAGED_SCALARS = scalars_of(PagedForward)
+
+
+def adopt_cache_request(
+    message: CacheRequest, device: str, notes: CallerNotes | None = None
+) -> tuple[CacheRequest, Adopted | None]:
+    """`adopt_request`, after one length for all sequences, as FlashAttention takes it, has become one for each."""
+    field = "cache_seqlens" if isinstance(message, PagedForward) else "seq_lens"
+    length = getattr(message, field)
+    if not isinstance(length, numbers.Integral):
+        return adopt_request(message, device, notes)
+    nothing: Any = None
+    message, like = adopt_request(dataclasses.replace(message, **{field: nothing}), device, notes)
+    ends = getattr(message, "cu_seqlens_q", None)
+    shape: tuple[int, ...] = getattr(message.q if ends is None else ends, "shape", ())
+    if shape:
+        batch = max(0, shape[0] - (ends is not None))
+        lengths: Any = np.full(batch, integer(field, length, 0, _MAX_LENGTH), np.int32)
+        message = dataclasses.replace(message, **{field: lengths})
+    return message, like
+
+
+def signature(request: CacheRequest) -> Hashable:
+    """What decides the plan of an adopted request. Hashing it raises TypeError where an option cannot be hashed."""
+    paged = isinstance(request, PagedForward)
+    scalars = tuple(getattr(request, name) for name in (_PAGED_SCALARS if paged else _SCALARS))
+    # Equal is not alike: 1 == True == 1.0, and what validation refuses must not find the plan of what it accepts.
+    kinds = tuple(map(type, scalars)) + tuple(map(type, request.window_size))
+    arrays = tuple(_described(getattr(request, name)) for name in (_PAGED if paged else _DECODE))
+    if not isinstance(request, PagedForward):
+        caches = _caches_described(request.k_caches), _caches_described(request.v_caches)
+        return scalars, kinds, arrays, caches, lengths_on_host(request)
+    arrays = (*arrays, alignments(request.q, request.k_cache, request.v_cache, request.out), lengths_on_host(request))
+    if request.cu_seqlens_q is None or request.max_seqlen_q is not None:
+        return scalars, kinds, arrays
+    # The longest sequence shapes the grid, so it belongs to the plan even where it has to be looked up.
+    return scalars, kinds, arrays, paged_problem(request).seqlen_q
+
+
+def _described(array: Any) -> Hashable:
+    return None if array is None else (array.shape, array.strides, array.dtype)
+
+
+def _caches_described(caches: Any) -> Hashable:
+    # Every array of a list: that they are alike is what validation found out, and only of these.
+    return tuple(map(_described, caches)) if isinstance(caches, list) else _described(caches)
+
+
+def check_cached(plan: Plan, request: CacheRequest) -> None:
+    """Check what depends on the data of an adopted request. Raises `InvalidRequest`."""
+    problem = plan.problem
+    if isinstance(request, PagedForward):
+        check_lengths("cache_seqlens", request.cache_seqlens, problem.seqlen_k)
+        if request.cu_seqlens_q is not None:
+            check_cu_seqlens("cu_seqlens_q", request.cu_seqlens_q, problem.total_q, problem.seqlen_q)
+        if request.block_table is not None:
+            blocks = request.k_cache.shape[0]
+            check_block_table(request.block_table, request.cache_seqlens, problem.page_size, blocks)
+        if request.tree_mask is not None:
+            tree_bits(request.tree_mask)
+    else:
+        check_lengths("seq_lens", request.seq_lens, problem.seqlen_k)
+    if request.out is not None:
+        check_output_memory(request.out, operands(request))
+
+
+def bind_cached(plan: Plan, request: CacheRequest, kernels: tuple[Kernel, ...] = ()) -> Launch:
+    """A launch of a plan on the arrays of an adopted request that `check_cached` let pass.
+
+    kernels: as in `Plan.launch`.
+    """
+    out = request.out
+    into = out if out is None or isinstance(request, PagedForward) else out[:, None]
+    oracle = functools.partial(_oracle, plan.problem, plan.accumulate)
+    return plan.launch(operands(request), oracle, kernels, into=into)
+
+
+def cached_plan(request: CacheRequest, device: Device, accumulate: Accumulate, key: DispatchKey | None = None) -> Plan:
+    """Validate an adopted request and pick its kernels, or take those of ``key``.
+
+    Raises `InvalidRequest` and `Unsupported`.
+    """
+    info = device.info
+    problem = cache_problem(request)
+    if key is None:
+        key = answering_key(problem, info.arch, info.runs_kernels, cache_families(request))
+    rows = request.q.shape[:-1] if isinstance(request, PagedForward) else (problem.batch, 1, problem.heads_q)
+    outputs = {"out": OutputSpec((*rows, problem.head_dim_v), problem.out_dtype)}
+    if problem.return_lse:
+        packed = (problem.heads_q, problem.total_q)
+        shape = packed if problem.varlen_q else (problem.batch, problem.heads_q, problem.seqlen_q)
+        outputs["lse"] = OutputSpec(shape, "float32")
+    program = program_for(problem, key, device, lengths_on_host(request))
+    return Plan(problem, key, program, outputs, accumulate)
+
+
+def lengths_on_host(request: CacheRequest) -> bool:
+    """Whether the host can split the work of an adopted request; the kernels do it where lengths lie on the device."""
+    lengths = (
+        (request.cache_seqlens, request.cu_seqlens_q) if isinstance(request, PagedForward) else (request.seq_lens,)
+    )
+    return all(array is None or isinstance(array, np.ndarray) for array in lengths)
+
+
+def cache_families(request: CacheRequest) -> tuple[KernelFamily, ...]:
+    """The kernels to choose from for an adopted request."""
+    if isinstance(request, BatchedDecode):
+        return FAMILIES
+    return reaching_families({name: getattr(request, name) for name in ("q", "k_cache", "v_cache", "out")})
+
+
+def cache_problem(request: CacheRequest) -> AttentionProblem:
+    """Validate an adopted request. Raises `InvalidRequest` and `Unsupported`."""
+    return paged_problem(request) if isinstance(request, PagedForward) else decode_problem(request)
+
+
+class Decoding:
+    """The plans of an actor's requests over caches; outlives its incarnations."""
+
+    def __init__(self, device: Device, place: str, accumulate: Accumulate) -> None:
+        self.place = place
+        self.plans: PlanCache[Plan] = PlanCache(_PLANS)
+        self._make = functools.partial(cached_plan, device=device, accumulate=accumulate)
+
+    def plan(self, request: CacheRequest, key: DispatchKey | None = None) -> Plan:
+        """The plan of an adopted request. Raises `InvalidRequest` and `Unsupported`.
+
+        key: of the kernels that the requests have which it was put together from.
+        """
+        try:
+            known = (signature(request), key)
+            plan = self.plans.find(known)
+        except Exception:
+            # An option that cannot be hashed or an operand that is no array: validation names it.
+            return self._make(request, key=key)
+        if plan is None:
+            plan = self._make(request, key=key)
+            self.plans.add(known, plan)
+        return plan
+
+
+def operands(request: CacheRequest) -> dict[str, Any]:
+    """The launch's inputs by name, as the module says. Raises `InvalidRequest` for what lies where it cannot."""
+    inputs: dict[str, Any] = {}
+    if isinstance(request, PagedForward):
+        for name in ("q", "k_cache", "v_cache", "block_table", "cache_seqlens", "cu_seqlens_q"):
+            if getattr(request, name) is not None:
+                inputs[name] = getattr(request, name)
+        if request.tree_mask is not None:
+            inputs["tree_mask"] = tree_bits(request.tree_mask)
+    else:
+        inputs["q"] = request.q[:, None]
+        for index, (k, v) in enumerate(zip(request.k_caches, request.v_caches, strict=True)):
+            inputs[f"k_cache.{index}"], inputs[f"v_cache.{index}"] = k, v
+        inputs["cache_seqlens"] = request.seq_lens.view(np.dtype(np.int32))
+    for name in _OPTIONAL:
+        if getattr(request, name) is not None:
+            inputs[name] = getattr(request, name)
+    return inputs
+
+
+def decoding_output(decode: bool, like: Adopted | None, result: Any, outputs: Outputs) -> Sequence[AttentionOutput]:
+    """The answer to one request. decode: a `BatchedDecode`, whose output has no axis of rows."""
+    if decode:
+        lse = outputs.get("lse")
+        outputs = {"out": outputs["out"][:, 0], "lse": None if lse is None else lse[..., 0]}
+    return attention_output(like, result, outputs)
+
+
+def tree_bits(mask: Any) -> Any:
+    """A tree mask as uint64, one number a row."""
+    if mask.dtype != np.bool_:
+        return mask.view(np.dtype(np.uint64))
+    expect(isinstance(mask, np.ndarray), "tree_mask", describe(mask), "of bool must lie on the host; give uint64 bits")
+    weights = np.uint64(1) << np.arange(mask.shape[-1], dtype=np.uint64)
+    return np.where(mask, weights, np.uint64(0)).sum(axis=-1, dtype=np.uint64)
+
+
+def _oracle(problem: AttentionProblem, accumulate: Accumulate, inputs: Mapping[str, Any]) -> Outputs:
+    # Only a mock device computes here, so only its programs pay for the import.
+    from gpu_actors.reference import gather_cache, gather_caches, gather_pages, paged_attention_forward
+
+    lengths = inputs["cache_seqlens"]
+    if problem.layout == "paged":
+        cache = gather_pages(inputs["k_cache"], inputs["v_cache"], inputs["block_table"], lengths)
+    elif problem.layout == "cache":
+        cache = gather_cache(inputs["k_cache"], inputs["v_cache"], lengths)
+    else:
+        k, v = ([inputs[f"{side}_cache.{index}"] for index in range(problem.batch)] for side in "kv")
+        cache = gather_caches(k, v, lengths)
+    names = ("cu_seqlens_q", "tree_mask", *_OPTIONAL)
+    reference = paged_attention_forward(
+        inputs["q"],
+        cache,
+        **{name: inputs[name] for name in names if name in inputs},
+        **forward_options(problem),
+        accumulate=accumulate,
+    )
+    return {"out": reference.out, "lse": reference.lse}

@@ -1,0 +1,232 @@
+"""Forward requests: what decides their plan, how it is made, and how a request is bound to it.
+
+A request whose signature has been seen before finds its plan by one dictionary look-up; then only its arrays are
+bound. Shared by the actors that answer attention requests. `gradients` has the same for backward requests.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from gpu_actors.arrays.adopt import Adopted, restore
+from gpu_actors.devices.interface import (
+    Device,
+    Kernel,
+    Launch,
+    Outputs,
+    OutputSpec,
+)
+from gpu_actors.kernels.dispatch import dispatch_key
+from gpu_actors.kernels.family import KernelFamily
+from gpu_actors.kernels.program import NO_VALUES, Values
+from gpu_actors.planning.plan import Accumulate, Plan, program_for
+from gpu_actors.planning.tma_eligibility import alignments, reaching_families
+from gpu_actors.problem import AttentionProblem
+from gpu_actors.requests import AttentionOutput, FlashForward, scalars_of
+from gpu_actors.validation import check_cu_seqlens, check_output_memory, check_seed, forward_problem, longest
+
+__all__ = [
+    "attention_output",
+    "bind_forward",
+    "bound_inputs",
+    "forward_families",
+    "forward_options",
+    "forward_plan",
+    "forward_signature",
+    "is_plain",
+    "rounded_inputs",
+]
+
+_OPTIONAL = (
+    "alibi_slopes",
+    "sinks",
+    "bias",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "q_descale",
+    "k_descale",
+    "v_descale",
+)
+# Of every request; dropout_seed decides no plan, and the longest sequences may have to be found first.
+_scalars = operator.attrgetter(
+    *(name for name in scalars_of(FlashForward) if name != "dropout_seed" and not name.startswith("max_seqlen"))
+)
+# What fp32 operands are rounded to before they are multiplied. "f16" keeps fp32's range: large ones stay finite.
+_ROUNDED = {"tf32": "tf32", "f16": "wide_float16", "bf16": "bfloat16"}
+
+
+def forward_signature(request: FlashForward, plain: bool) -> Hashable:
+    """What decides the plan of an adopted request. plain: see `is_plain`.
+
+    Hashing it raises TypeError where an option cannot be hashed.
+    """
+    q, k, v = request.q, request.k, request.v
+    scalars = _scalars(request)
+    return (
+        q.shape,
+        q.strides,
+        q.dtype,
+        k.shape,
+        k.strides,
+        k.dtype,
+        v.shape,
+        v.strides,
+        v.dtype,
+        scalars,
+        # Equal is not alike: 1 == True == 1.0, and what validation refuses must not find the plan of what it accepts.
+        *map(type, scalars),
+        type(request.window_size[0]),
+        type(request.window_size[1]),
+        None if plain else _other_signature(request),
+    )
+
+
+def is_plain(request: FlashForward) -> bool:
+    """True where nothing but q, k and v is given, as NumPy arrays."""
+    return (
+        type(request.q) is type(request.k) is type(request.v) is np.ndarray
+        and request.out is None
+        and _has_no_options(request)
+    )
+
+
+def _has_no_options(request: FlashForward) -> bool:
+    """True where no operand but q, k, v and out is given. Written out because every request passes here."""
+    return (
+        request.cu_seqlens_q is None
+        and request.cu_seqlens_k is None
+        and request.max_seqlen_q is None
+        and request.max_seqlen_k is None
+        and request.bias is None
+        and request.alibi_slopes is None
+        and request.sinks is None
+        and request.q_descale is None
+        and request.k_descale is None
+        and request.v_descale is None
+    )
+
+
+def _other_signature(request: FlashForward) -> Hashable:
+    out = request.out
+    return (
+        None if _has_no_options(request) else _optional_signature(request),
+        None if out is None else (out.shape, out.strides, out.dtype),
+        alignments(request.q, request.k, request.v, out),
+    )
+
+
+def _optional_signature(request: FlashForward) -> Hashable:
+    longest_q, longest_k = request.max_seqlen_q, request.max_seqlen_k
+    kinds = (type(longest_q), type(longest_k))
+    # The longest sequence shapes the grid, so it belongs to the plan even where it has to be looked up.
+    if request.cu_seqlens_q is not None and longest_q is None:
+        longest_q = longest("cu_seqlens_q", request.cu_seqlens_q)
+    if request.cu_seqlens_k is not None and longest_k is None:
+        longest_k = longest("cu_seqlens_k", request.cu_seqlens_k)
+    arrays = (getattr(request, name) for name in _OPTIONAL)
+    described = tuple(None if array is None else (array.shape, array.strides, array.dtype) for array in arrays)
+    return longest_q, longest_k, kinds, described
+
+
+def bind_forward(plan: Plan, request: FlashForward, plain: bool, kernels: Sequence[Kernel]) -> Launch:
+    """A launch of a plan on the arrays of an adopted request. Checks what depends on their data.
+
+    plain: see `is_plain`. kernels: as in `Plan.launch`.
+    """
+    problem = plan.problem
+    inputs = {"q": request.q, "k": request.k, "v": request.v} if plain else bound_inputs(problem, request)
+    if request.out is not None:
+        check_output_memory(request.out, inputs)
+    seed = request.dropout_seed
+    if type(seed) is not int or seed:
+        check_seed(seed)
+    oracle = functools.partial(_oracle, problem, plan.accumulate, seed)
+    return plan.launch(inputs, oracle, kernels, Values(seed) if seed else NO_VALUES, request.out)
+
+
+def bound_inputs(problem: AttentionProblem, request: FlashForward) -> dict[str, Any]:
+    """The operands of an adopted request by name. Checks sequence bounds that lie on the host."""
+    inputs = {"q": request.q, "k": request.k, "v": request.v}
+    if not _has_no_options(request):
+        for name in _OPTIONAL:
+            array = getattr(request, name)
+            if array is not None:
+                inputs[name] = array
+    if problem.layout == "varlen":
+        check_cu_seqlens("cu_seqlens_q", request.cu_seqlens_q, problem.total_q, problem.seqlen_q)
+        check_cu_seqlens("cu_seqlens_k", request.cu_seqlens_k, problem.total_k, problem.seqlen_k)
+    return inputs
+
+
+def forward_families(request: FlashForward) -> tuple[KernelFamily, ...]:
+    """The kernels to choose from for an adopted request."""
+    return reaching_families({name: getattr(request, name) for name in ("q", "k", "v", "out")})
+
+
+def forward_plan(request: FlashForward, device: Device, accumulate: Accumulate) -> Plan:
+    """Validate an adopted request and pick its kernel. Raises `InvalidRequest` and `Unsupported`."""
+    problem = forward_problem(request)
+    key = dispatch_key(problem, device.info.arch, forward_families(request))
+    outputs = {"out": OutputSpec((*request.q.shape[:-1], problem.head_dim_v), problem.out_dtype)}
+    if problem.return_lse:
+        varlen = problem.layout == "varlen"
+        rows = (problem.heads_q, problem.total_q if varlen else problem.seqlen_q)
+        outputs["lse"] = OutputSpec(rows if varlen else (problem.batch, *rows), "float32")
+    return Plan(problem, key, program_for(problem, key, device), outputs, accumulate)
+
+
+def attention_output(like: Adopted | None, result: Any, outputs: Outputs) -> Sequence[AttentionOutput]:
+    """The answer to one request. result: the caller's own ``out``, where it gave one."""
+    out, lse = outputs["out"], outputs.get("lse")
+    if like is not None:
+        out = restore(out, like)
+        lse = None if lse is None else restore(lse, like)
+    return (AttentionOutput(out if result is None else result, lse),)
+
+
+def _oracle(
+    problem: AttentionProblem,
+    accumulate: Accumulate,
+    dropout_seed: int,
+    inputs: Mapping[str, Any],
+) -> Outputs:
+    # Only a mock device computes here, so only its programs pay for the import.
+    from gpu_actors.reference import attention_forward
+
+    reference = attention_forward(
+        **rounded_inputs(problem, inputs, ("q", "k", "v")),
+        **forward_options(problem),
+        dropout_seed=dropout_seed,
+        accumulate=accumulate,
+    )
+    return {"out": reference.out, "lse": reference.lse}
+
+
+def forward_options(problem: AttentionProblem) -> dict[str, Any]:
+    """The options of the problem as the oracle names them."""
+    return {
+        "causal": problem.causal,
+        "alignment": problem.alignment,
+        "window_size": problem.window,
+        "softmax_scale": problem.softmax_scale,
+        "softcap": problem.softcap,
+        "sink_tokens": problem.sink_tokens,
+        "dropout_p": problem.dropout_p,
+    }
+
+
+def rounded_inputs(
+    problem: AttentionProblem, inputs: Mapping[str, Any], multiplied: tuple[str, ...]
+) -> Mapping[str, Any]:
+    """The operands with those that are multiplied rounded to what the problem computes in."""
+    from gpu_actors.reference.low_precision import rounder
+
+    if problem.compute not in _ROUNDED:
+        return inputs
+    step = rounder(_ROUNDED[problem.compute])
+    return {**inputs, **{name: step(inputs[name]) for name in multiplied}}

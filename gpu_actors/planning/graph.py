@@ -1,0 +1,94 @@
+"""GraphAttention: plans and kernels of the actor that answers operation graphs; outlives its incarnations."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from gpu_actors.arrays.adopt import AnyArray
+from gpu_actors.errors import GpuActorsError, InvalidRequest
+from gpu_actors.graph.binding import Given, adopt_given
+from gpu_actors.graph.graph import OperationGraph
+from gpu_actors.graph.match import match_attention
+from gpu_actors.graph.mha import request_graph
+from gpu_actors.planning.graph_plan import GraphPlan, graph_plan
+from gpu_actors.planning.plan import Plan, PlanCache, program_for
+from gpu_actors.planning.planner import Attention, unreadable
+from gpu_actors.planning.tma_eligibility import alignments, reaching_families
+from gpu_actors.requests import FlashForward
+from gpu_actors.runtime.actor import ServiceActor
+from gpu_actors.runtime.call import Call
+from gpu_actors.validation.fields import FP8
+
+if TYPE_CHECKING:
+    from gpu_actors.devices.interface import Kernel
+
+__all__ = ["GraphAttention"]
+
+_IN_TILES = ("float16", "bfloat16", *FP8)
+
+
+class GraphAttention(Attention):
+    """`Attention` that takes graphs, and takes its own requests for the graphs that they stand for.
+
+    Plans of both lie in one cache: graphs under their signature, requests under what decides their graph, which is
+    quicker to look up than a graph is to build.
+    """
+
+    plans: PlanCache[Any]
+
+    def _make_plan(self, request: FlashForward) -> Plan:
+        plan = super()._make_plan(request)
+        if not plan.problem.total_q or not plan.problem.total_k:
+            return plan  # the tensors of a graph have elements
+        problem = match_attention(request_graph(request, plan.problem)).problem
+        # Where nothing is masked, a graph has no place to say this.
+        problem = dataclasses.replace(problem, alignment=plan.problem.alignment)
+        program = program_for(problem, plan.key, self.device)
+        return dataclasses.replace(plan, problem=problem, program=program)
+
+    def inspect(self, graph: OperationGraph) -> GraphPlan:
+        """The plan of a device that runs kernels. Raises as `graph_plan`."""
+        _check_graph(graph)
+        return graph_plan(graph, self.device, True, self.accumulate)
+
+    def execute(self, actor: ServiceActor, call: Call[Any], graph: OperationGraph, arrays: Mapping[int, Any]) -> None:
+        """Launch a graph, or park its call until its kernels are compiled."""
+        _check_graph(graph)
+        try:
+            given = adopt_given(graph, arrays, self.place, call.caller_notes)
+            plan = self._graph_plan(graph, given)
+        except GpuActorsError:
+            raise
+        except Exception as error:
+            raise unreadable(call.message, error) from error
+        kernels: tuple[Kernel, ...] = ()
+        if self.kernels is not None and plan.keys:
+            found = self.kernels.get(plan.keys)
+            if found is None:
+                self.kernels.wait_for(plan.keys, call)
+                return
+            kernels = found
+        launch = plan.bind(graph, given, kernels if self.runs_kernels else ())
+        if call.claim():
+            actor.launch((call,), launch, lambda outputs: plan.answer(given, outputs))
+
+    def _graph_plan(self, graph: OperationGraph, given: Given) -> GraphPlan:
+        signature = (graph.signature(), alignments(*tiles_of(given).values()))
+        plan: GraphPlan | None = self.plans.find(signature)
+        if plan is None:
+            families = reaching_families({f"tensor {uid}": array for uid, array in tiles_of(given).items()})
+            plan = graph_plan(graph, self.device, self.runs_kernels, self.accumulate, families)
+            self.plans.add(signature, plan)
+        return plan
+
+
+def tiles_of(given: Given) -> dict[int, AnyArray]:
+    """The arrays that kernels may load in tiles: those like q, k and v."""
+    return {uid: array for uid, array in given.arrays.items() if array.ndim == 4 and array.dtype.name in _IN_TILES}
+
+
+def _check_graph(graph: object) -> None:
+    if not isinstance(graph, OperationGraph):
+        raise InvalidRequest("graph", type(graph).__name__, "must be an OperationGraph")

@@ -1,0 +1,276 @@
+"""GraphPlan: how a device answers a graph, worked out once for every graph of the same signature.
+
+Where kernels do it, the plan names the tensors that become their operands; on the mock device NumPy computes the
+graph. Outputs lie in memory as the graph's strides say.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpu_actors.arrays.adopt import AnyArray, restore
+from gpu_actors.devices.interface import (
+    Buffer,
+    Device,
+    Kernel,
+    Launch,
+    Outputs,
+    OutputSpec,
+    Params,
+    StepPack,
+)
+from gpu_actors.errors import Unsupported
+from gpu_actors.graph.binding import Given, memory_order
+from gpu_actors.graph.match import AttentionMatch, View, match_attention
+from gpu_actors.graph.tensor import packed_strides
+from gpu_actors.kernels.dispatch import FAMILIES, answering_key, dispatch_key
+from gpu_actors.kernels.family import KernelFamily
+from gpu_actors.kernels.program import Program, Values
+from gpu_actors.planning.plan import program_for
+from gpu_actors.problem import DispatchKey
+from gpu_actors.score_mod import ScoreMod
+
+if TYPE_CHECKING:
+    from gpu_actors.graph.graph import OperationGraph
+
+__all__ = ["GraphPlan", "Result", "graph_plan"]
+
+# The axes of (batch, heads, rows, dim) that kernels have, in their order.
+_ROWS_FIRST = (0, 2, 1, 3)
+_STATS = (0, 1, 2)
+_BIAS = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """An output. name: in the launch. memory: its axes as they lie there. kernel: those that a kernel has, or None.
+
+    uid: None for a gradient that was not asked for.
+    """
+
+    uid: int | None
+    name: str
+    spec: OutputSpec
+    memory: tuple[int, ...]
+    kernel: tuple[int, ...] | None = None
+
+    def array_of(self, array: AnyArray) -> AnyArray:
+        """What lies in memory, with the graph's dims."""
+        return array.transpose(*_inverse(self.memory))
+
+    def buffer_of(self, buffer: Buffer) -> Buffer:
+        """The same for a kernel's buffer, with the axes that the kernel has."""
+        assert self.kernel is not None
+        back = _inverse(self.memory)
+        axes = [back[axis] for axis in self.kernel]
+        shape, strides = (tuple(values[axis] for axis in axes) for values in (buffer.shape, buffer.strides))
+        return Buffer(buffer.address, shape, strides, buffer.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphPlan:
+    """match: the attention that the graph is, None where it is none and NumPy computes it. key: of its kernel.
+
+    program: what is launched; None where NumPy answers.
+    """
+
+    signature: str
+    match: AttentionMatch | None
+    key: DispatchKey | None
+    program: Program | None
+    results: tuple[Result, ...]
+    accumulate: str
+
+    @property
+    def keys(self) -> tuple[DispatchKey, ...]:
+        """Of the kernels that `bind` takes, in that order."""
+        return () if self.program is None else self.program.keys
+
+    def bind(self, graph: OperationGraph, given: Given, kernels: Sequence[Kernel]) -> Launch:
+        """A launch on the arrays of one request. graph: any of this signature. kernels: of `keys`, or none."""
+        outputs = {result.name: result.spec for result in self.results}
+        oracle = functools.partial(self._oracle, graph, {**given.arrays, **given.numbers})
+        if self.match is None:
+            return Launch(None, {f"tensor_{uid}": array for uid, array in given.arrays.items()}, outputs, oracle)
+        inputs = _operands(self.match, given)
+        program = self.program
+        if program is None or not kernels:
+            return Launch(self.key, inputs, outputs, oracle)
+        values = Values(_seed(self.match, graph, given), _scalars(self.match, given))
+        steps = tuple(
+            step._replace(pack=functools.partial(self._pack, step.pack)) for step in program.steps(kernels, values)
+        )
+        return Launch(self.key, inputs, outputs, oracle, steps, program.scratch)
+
+    def answer(self, given: Given, outputs: Outputs) -> Sequence[dict[int, Any]]:
+        """Arrays by uid, in the kind of the request's q, or of its first array where the graph is no attention."""
+        first = next(iter(given.arrays)) if self.match is None else self.match.q.uid
+        like = given.foreign.get(first)
+        found: dict[int, Any] = {}
+        for result in self.results:
+            if result.uid is not None:
+                array = result.array_of(outputs[result.name])
+                found[result.uid] = array if like is None else restore(array, like)
+        return (found,)
+
+    def _pack(self, pack: StepPack, buffers: Mapping[str, Buffer]) -> Params:
+        seen = dict(buffers)
+        for result in self.results:
+            seen[result.name] = result.buffer_of(buffers[result.name])
+        return pack(seen)
+
+    def _oracle(self, graph: OperationGraph, values: Mapping[int, Any], inputs: Mapping[str, Any]) -> Outputs:
+        # Only a mock device computes here, so only its programs pay for the import.
+        from gpu_actors.reference.graph import evaluate_graph
+
+        found = evaluate_graph(graph, values, self.accumulate)
+        return {
+            result.name: np.ascontiguousarray(found[result.uid].transpose(*result.memory))
+            for result in self.results
+            if result.uid is not None
+        }
+
+
+def graph_plan(
+    graph: OperationGraph,
+    device: Device,
+    runs_kernels: bool,
+    accumulate: str,
+    families: tuple[KernelFamily, ...] = FAMILIES,
+) -> GraphPlan:
+    """Plan a sound graph for a device. Raises Unsupported, naming the node, where no kernel computes it.
+
+    runs_kernels: else NumPy computes what is no attention, or is attention that no kernel takes. families: the forward
+    kernels to choose from, which not all reach all arrays.
+    """
+    match: AttentionMatch | None = None
+    key: DispatchKey | None = None
+    program: Program | None = None
+    try:
+        match = match_attention(graph)
+        _check_contiguous(graph, match)
+        key = _key_of(match, device.info.arch, runs_kernels, families)
+        program = program_for(match.problem, key, device)
+    except Unsupported:
+        if runs_kernels:
+            raise
+        match = key = program = None
+    zeroed = frozenset() if program is None else program.zeroed
+    results = _results(graph, match, zeroed, runs_kernels)
+    return GraphPlan(graph.signature(), match, key, program, tuple(results), accumulate)
+
+
+def _key_of(match: AttentionMatch, arch: str, runs_kernels: bool, families: tuple[KernelFamily, ...]) -> DispatchKey:
+    if match.gradients is None:
+        return dispatch_key(match.problem, arch, families)
+    return answering_key(match.problem, arch, runs_kernels)
+
+
+def _check_contiguous(graph: OperationGraph, match: AttentionMatch) -> None:
+    """Raise Unsupported for a tensor of which kernels would read or write single elements instead of rows."""
+    wanted: dict[int, int] = {view.uid: 2 if view.transposed else 3 for view in (match.q, match.k, match.v)}
+    wanted |= dict.fromkeys((match.out,) if match.bias is None else (match.out, match.bias), 3)
+    if match.gradients is not None:
+        given = match.gradients
+        wanted |= dict.fromkeys((given.dout, given.out), 3)
+        wanted |= {uid: wanted[_operand_of(match, name)] for name, uid in given.written.items()}
+    for uid, axis in wanted.items():
+        tensor = graph.tensors[uid]
+        if tensor.dims[axis] > 1 and tensor.strides[axis] != 1:
+            reason = f"kernels take whole rows at a time: the stride of dim {axis} must be 1"
+            packed = packed_strides([*tensor.dims[:axis], *tensor.dims[axis + 1 :], tensor.dims[axis]])
+            nearest = (*packed[:axis], 1, *packed[axis:-1])
+            raise Unsupported(f"tensor {uid}", tensor.strides, reason, nearest)
+
+
+def _operand_of(match: AttentionMatch, name: str) -> int:
+    operands = {"q": match.q.uid, "k": match.k.uid, "v": match.v.uid, "bias": match.bias}
+    uid = operands[name]
+    assert uid is not None
+    return uid
+
+
+def _results(
+    graph: OperationGraph, match: AttentionMatch | None, zeroed: frozenset[str], runs_kernels: bool
+) -> list[Result]:
+    known = {} if match is None else _names(match)
+    results = []
+    for uid in graph.order().outputs:
+        tensor = graph.tensors[uid]
+        memory = memory_order(tensor)
+        name, kernel = known.get(uid, (f"tensor_{uid}", None))
+        spec = OutputSpec(tuple(tensor.dims[axis] for axis in memory), tensor.dtype, zero=name in zeroed)
+        results.append(Result(uid, name, spec, memory, kernel))
+    if match is not None and match.gradients is not None and runs_kernels:
+        # The kernels give every gradient there is, in whole rows as they write them.
+        for name in ("q", "k", "v") if match.bias is None else ("q", "k", "v", "bias"):
+            if name not in match.gradients.written:
+                operand, kernel = graph.tensors[_operand_of(match, name)], _gradient_axes(match, name)
+                spec = OutputSpec(
+                    tuple(operand.dims[axis] for axis in kernel), operand.dtype, zero=f"d{name}" in zeroed
+                )
+                results.append(Result(None, f"d{name}", spec, kernel, kernel))
+    return results
+
+
+def _names(match: AttentionMatch) -> dict[int, tuple[str, tuple[int, ...]]]:
+    """What kernels call the outputs, and the axes that they want."""
+    if match.gradients is not None:
+        return {uid: (f"d{name}", _gradient_axes(match, name)) for name, uid in match.gradients.written.items()}
+    names: dict[int, tuple[str, tuple[int, ...]]] = {match.out: ("out", _ROWS_FIRST)}
+    if match.stats is not None:
+        names[match.stats] = ("lse", _STATS)
+    return names
+
+
+def _gradient_axes(match: AttentionMatch, name: str) -> tuple[int, ...]:
+    return _BIAS if name == "bias" else _rows_first({"q": match.q, "k": match.k, "v": match.v}[name])
+
+
+def _rows_first(view: View) -> tuple[int, ...]:
+    """The axes that are batch, rows, heads and dim. k may come as (batch, heads, dim, rows)."""
+    return (0, 3, 1, 2) if view.transposed else _ROWS_FIRST
+
+
+def _operands(match: AttentionMatch, given: Given) -> dict[str, AnyArray]:
+    """A kernel's inputs by name, as it has them: heads and rows change places by their strides alone."""
+    arrays = given.arrays
+    operands = {
+        name: arrays[view.uid].transpose(*_rows_first(view))
+        for name, view in (("q", match.q), ("k", match.k), ("v", match.v))
+    }
+    if match.bias is not None:
+        operands["bias"] = arrays[match.bias]
+    if match.gradients is not None:
+        operands["out"] = arrays[match.gradients.out].transpose(*_ROWS_FIRST)
+        operands["dout"] = arrays[match.gradients.dout].transpose(*_ROWS_FIRST)
+        operands["lse"] = arrays[match.gradients.stats][..., 0]
+    if match.modification is not None:
+        for n, uid in enumerate(match.modification.tensors):
+            operands[ScoreMod.tensor_name(n)] = arrays[uid]
+    return operands
+
+
+def _seed(match: AttentionMatch, graph: OperationGraph, given: Given) -> int:
+    if match.dropout is None:
+        return 0
+    node = graph.order().nodes[match.dropout]
+    if len(node.inputs) == 1:
+        return node.seed
+    tensor = graph.tensors[node.inputs[1]]
+    return int(given.numbers[tensor.uid] if tensor.value is None else tensor.value)
+
+
+def _scalars(match: AttentionMatch, given: Given) -> list[float]:
+    if match.modification is None:
+        return []
+    return [value if uid is None else given.numbers[uid] for uid, value in match.modification.scalars]
+
+
+def _inverse(order: Sequence[int]) -> tuple[int, ...]:
+    return tuple(order.index(axis) for axis in range(len(order)))

@@ -1,0 +1,178 @@
+"""Several requests over caches as one: which may share a launch, what they ask together, and each one's results.
+
+Only what is small is put together: rows of q, tables and lengths, on the device by the launch itself. Pools are never
+copied, and what comes out is cut into views.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gpu_actors.arrays.device_array import DeviceArray, Joined
+from gpu_actors.devices.interface import Outputs
+from gpu_actors.planning.cached import CacheRequest, tree_bits
+from gpu_actors.planning.plan import Plan
+from gpu_actors.problem import AttentionProblem
+from gpu_actors.requests import BatchedDecode, PagedForward
+
+__all__ = [
+    "Part",
+    "cut_outputs",
+    "is_packed",
+    "join",
+    "joining_kind",
+    "memory_of",
+    "merge",
+    "merge_key",
+    "merge_tables",
+    "place",
+]
+
+# Of every sequence or every row; of the others there is one for the whole launch.
+_ROWS = ("q", "tree_mask")
+_SEQUENCES = ("cache_seqlens", "seq_lens", "q_descale", "k_descale", "v_descale")
+
+
+def merge_key(plan: Plan, request: CacheRequest) -> Hashable | None:
+    """Requests with equal keys may share a launch; None for one that must have its own.
+
+    Of its own: what is to be written into the caller's array, what lies on a device in pieces or with bounds, and a
+    dense cache, which would have to be copied next to others.
+    """
+    problem = plan.problem
+    if request.out is not None or problem.layout == "cache" or plan.vacuous:
+        return None
+    slopes = request.alibi_slopes
+    if isinstance(getattr(request, "cu_seqlens_q", None), DeviceArray):
+        return None
+    together = [getattr(request, name, None) for name in ("block_table", *_ROWS, *_SEQUENCES)]
+    kinds = [joining_kind(array) for array in (*together, slopes if problem.alibi == "batch" else None)]
+    if "apart" in kinds:
+        return None
+    caches: Hashable
+    if isinstance(request, PagedForward):
+        caches = (memory_of(request.k_cache), memory_of(request.v_cache))
+    else:
+        k, v = request.k_caches[0], request.v_caches[0]
+        caches = (k.strides, v.strides, type(k) is DeviceArray)
+    shared = (memory_of(request.sinks), memory_of(slopes) if problem.alibi == "heads" else None)
+    dtypes = tuple(None if (array := getattr(request, name, None)) is None else array.dtype for name in _SEQUENCES)
+    return plan.key, _without_sizes(problem), caches, shared, dtypes, *kinds
+
+
+def _without_sizes(problem: AttentionProblem) -> AttentionProblem:
+    rows = 0 if problem.varlen_q else problem.seqlen_q
+    keys = 0 if problem.layout == "paged" else problem.seqlen_k
+    return dataclasses.replace(problem, batch=0, seqlen_q=rows, seqlen_k=keys, total_q=0, total_k=0)
+
+
+def memory_of(array: Any) -> Hashable:
+    """Arrays that are equal by this are the same memory, read in the same way."""
+    if array is None:
+        return None
+    address = array.address if isinstance(array, DeviceArray) else array.__array_interface__["data"][0]
+    return address, array.shape, array.strides, array.dtype
+
+
+def joining_kind(array: Any) -> Hashable:
+    """Arrays of one kind may be put together: those on the host, and contiguous ones on a device in one stream's order.
+
+    "apart" for one that may not.
+    """
+    if not isinstance(array, DeviceArray):
+        return array is not None
+    # What is made for all of them lies in memory that the stream's library hands out again in that stream's order.
+    return (array.shape[1:], array.stream) if array.contiguous else "apart"
+
+
+def join(arrays: Sequence[Any]) -> Any:
+    """Arrays of one kind, one behind the other. Those on a device are copied by the launch."""
+    if isinstance(arrays[0], DeviceArray):
+        return Joined(tuple(arrays))
+    return np.concatenate(arrays)
+
+
+class Part(NamedTuple):
+    """One request's share of a merged one. sequences, rows: of the batch, and of the packed rows."""
+
+    sequences: slice
+    rows: slice
+
+
+def merge(requests: Sequence[CacheRequest]) -> CacheRequest:
+    """One request that asks what several ask, in their order. They must have equal `merge_key`s."""
+    first = requests[0]
+    changes: dict[str, Any] = {"q": join([request.q for request in requests])}
+    for name in _SEQUENCES:
+        if getattr(first, name, None) is not None:
+            changes[name] = join([getattr(request, name) for request in requests])
+    if first.alibi_slopes is not None and first.alibi_slopes.ndim == 2:
+        changes["alibi_slopes"] = join([request.alibi_slopes for request in requests])
+    if isinstance(first, PagedForward):
+        paged = [request for request in requests if isinstance(request, PagedForward)]
+        if first.tree_mask is not None:
+            changes["tree_mask"] = join([tree_bits(request.tree_mask) for request in paged])
+        if first.block_table is not None:
+            changes["block_table"] = merge_tables([request.block_table for request in paged])
+        if first.cu_seqlens_q is not None:
+            changes["cu_seqlens_q"] = _ends([request.cu_seqlens_q for request in paged])
+            # No more than it can be, as each was planned: or the longest of them all asks for another kernel's tiles.
+            longest = [
+                None if request.max_seqlen_q is None else min(request.max_seqlen_q, max(1, len(request.q)))
+                for request in paged
+            ]
+            changes["max_seqlen_q"] = None if None in longest else max(longest, key=int)  # type: ignore[arg-type]
+    else:
+        for name in ("k_caches", "v_caches"):
+            changes[name] = [cache for request in requests for cache in getattr(request, name)]
+    return dataclasses.replace(first, **changes)
+
+
+def merge_tables(tables: Sequence[Any]) -> Any:
+    """Block tables one below the other; what the narrower ones lack is never read."""
+    if isinstance(tables[0], DeviceArray):
+        return join(tables)
+    width = max(table.shape[1] for table in tables)
+    merged = np.full((sum(len(table) for table in tables), width), -1, np.int32)
+    start = 0
+    for table in tables:
+        merged[start : start + len(table), : table.shape[1]] = table
+        start += len(table)
+    return merged
+
+
+def _ends(bounds: Sequence[Any]) -> Any:
+    """cu_seqlens of packed batches one after the other."""
+    lengths = np.concatenate([np.diff(ends) for ends in bounds])
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+
+
+def place(requests: Sequence[CacheRequest]) -> list[Part]:
+    """Where each request's sequences and rows lie in the merged one."""
+    parts: list[Part] = []
+    sequence = row = 0
+    for request in requests:
+        lengths = request.cache_seqlens if isinstance(request, PagedForward) else request.seq_lens
+        packed = isinstance(request, PagedForward) and request.cu_seqlens_q is not None
+        batch = len(lengths)
+        rows = len(request.q) if packed else 0
+        parts.append(Part(slice(sequence, sequence + batch), slice(row, row + rows)))
+        sequence, row = sequence + batch, row + rows
+    return parts
+
+
+def cut_outputs(outputs: Outputs, part: Part, packed: bool) -> Outputs:
+    """One request's share of a merged launch's outputs, as views. packed: with cu_seqlens_q."""
+    lse = outputs.get("lse")
+    if packed:
+        return {"out": outputs["out"][part.rows], "lse": None if lse is None else lse[:, part.rows]}
+    return {"out": outputs["out"][part.sequences], "lse": None if lse is None else lse[part.sequences]}
+
+
+def is_packed(request: CacheRequest) -> bool:
+    """Whether the rows of its sequences are packed."""
+    return not isinstance(request, BatchedDecode) and request.cu_seqlens_q is not None

@@ -1,0 +1,80 @@
+"""Shape buckets: steps of decoding padded to few shapes, so that a launch recorded for one serves the others.
+
+A batch is padded to a power of two with sequences that have no keys, whose rows come out as zeros that are dropped,
+and a block table to a power of two of columns that are never read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from gpu_actors.arrays.device_array import DeviceArray, Joined
+from gpu_actors.planning.append_rows import NewRows
+from gpu_actors.planning.cached import CacheRequest
+from gpu_actors.requests import BatchedDecode, PagedForward
+
+__all__ = ["bucket", "pad_batch", "pad_request", "pad_rows", "pad_table", "recordable"]
+
+_MOST_ROWS = 8  # of a step of decoding, drafts included; a prefill is as long as it is
+_ONES = ("k_descale", "v_descale", "q_descale")
+_ZEROS = ("tree_mask", "alibi_slopes")
+
+
+def bucket(count: int) -> int:
+    """The least power of two that is not below."""
+    return 1 << max(0, count - 1).bit_length()
+
+
+def recordable(request: CacheRequest, rows: NewRows | None = None) -> bool:
+    """Whether launches like this come again and again: a few rows of each sequence, all on the host."""
+    names = ("q", "cache_seqlens", "seq_lens", "block_table", "tree_mask", "alibi_slopes", "sinks", *_ONES)
+    if any(isinstance(getattr(request, name, None), DeviceArray | Joined) for name in names) or request.out is not None:
+        return False
+    if rows is not None and (not rows.rows or not isinstance(rows.k, np.ndarray) or rows.rope_cos is not None):
+        return False
+    if isinstance(request, BatchedDecode):
+        return False  # caches of the caller's, which may be elsewhere the next time
+    if request.block_table is None or request.cu_seqlens_q is not None:
+        return False
+    return 0 < request.q.shape[1] <= _MOST_ROWS and len(request.q) > 0
+
+
+def pad_batch(array: Any, batch: int, value: float = 0) -> Any:
+    """An array (batch, ...) with so many more entries of one value."""
+    if len(array) == batch:
+        return array
+    rest = np.full((batch - len(array), *array.shape[1:]), value, array.dtype)
+    return np.concatenate([array, rest])
+
+
+def pad_table(table: Any, batch: int) -> Any:
+    """A block table of so many sequences, and of a power of two of columns."""
+    padded = np.full((batch, bucket(table.shape[1])), -1, np.int32)
+    padded[: len(table), : table.shape[1]] = table
+    return padded
+
+
+def pad_request(request: PagedForward) -> PagedForward:
+    """The request with its batch and its block table padded."""
+    batch = bucket(len(request.cache_seqlens))
+    changes: dict[str, Any] = {name: pad_batch(getattr(request, name), batch) for name in ("q", "cache_seqlens")}
+    changes["block_table"] = pad_table(request.block_table, batch)
+    for value, names in ((1, _ONES), (0, _ZEROS)):
+        for name in names:
+            array = getattr(request, name)
+            if array is not None and not (name == "alibi_slopes" and array.ndim == 1):
+                changes[name] = pad_batch(array, batch, value)
+    return dataclasses.replace(request, **changes)
+
+
+def pad_rows(rows: NewRows) -> NewRows:
+    """The same for the rows that come with it: of sequences without keys, they go nowhere."""
+    batch = bucket(len(rows.counts))
+    total = batch * rows.rows
+    changes: dict[str, Any] = {name: pad_batch(getattr(rows, name), total) for name in ("k", "v")}
+    if rows.positions is not None:
+        changes["positions"] = pad_batch(rows.positions, total)
+    return dataclasses.replace(rows, counts=pad_batch(rows.counts, batch, rows.rows), **changes)

@@ -1,0 +1,139 @@
+"""Plan: everything about a request that does not depend on its data; PlanCache keeps it for requests that are alike."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
+
+from gpu_actors.devices.interface import Device, Kernel, Launch, Outputs, OutputSpec, zero_launch
+from gpu_actors.kernels.dispatch import REFERENCE, program_of
+from gpu_actors.kernels.program import NO_VALUES, Program, Target, Values
+from gpu_actors.problem import AttentionProblem, DispatchKey
+
+__all__ = ["Accumulate", "Plan", "PlanCache", "PlanCacheStats", "Planned", "program_for"]
+
+P = TypeVar("P")
+
+Accumulate: TypeAlias = Literal["float64", "float32"]
+
+Oracle = Callable[[Mapping[str, Any]], Outputs]
+
+
+@dataclass(slots=True)
+class Plan:
+    """A problem with the kernels that answer it.
+
+    program: None where the NumPy oracle answers, which sums in ``accumulate``, and where every answer is 0.
+    outputs: what a launch makes when the caller gives no ``out``.
+    kernels: of `keys`, once they are loaded; empty on a device that runs none.
+    vacuous: of the problem, asked once for all requests.
+    """
+
+    problem: AttentionProblem
+    key: DispatchKey
+    program: Program | None
+    outputs: Mapping[str, OutputSpec]
+    accumulate: Accumulate
+    kernels: tuple[Kernel, ...] | None = None
+    vacuous: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.vacuous = self.problem.vacuous
+
+    @property
+    def keys(self) -> tuple[DispatchKey, ...]:
+        """Of the kernels that `launch` takes, in that order."""
+        return () if self.program is None else self.program.keys
+
+    def launch(
+        self,
+        inputs: Mapping[str, Any],
+        oracle: Oracle,
+        kernels: Sequence[Kernel],
+        values: Values = NO_VALUES,
+        into: Any = None,
+    ) -> Launch:
+        """A launch on the operands of one request. into: where its output goes, if the caller said.
+
+        kernels: of `keys`; empty where the device runs none.
+        """
+        outputs = self.outputs
+        if into is not None:
+            outputs = {**outputs, "out": dataclasses.replace(outputs["out"], into=into)}
+        if self.vacuous:
+            return zero_launch(self.key, inputs["q"], outputs)
+        program = self.program
+        if program is None or not kernels:
+            return Launch(self.key, inputs, outputs, oracle)
+        if program.split is not None:
+            inputs = {**inputs, **program.split(inputs["cache_seqlens"], inputs.get("cu_seqlens_q"))}
+        return Launch(self.key, inputs, outputs, oracle, program.steps(kernels, values), program.scratch)
+
+
+def program_for(
+    problem: AttentionProblem, key: DispatchKey, device: Device, lengths_on_host: bool = True
+) -> Program | None:
+    """What a device launches for a problem, or None where it launches nothing. Raises Unsupported as `program_of`."""
+    if key.kernel == REFERENCE.name or problem.vacuous:
+        return None
+    return program_of(problem, key, Target(device.info.multiprocessors, device.encode_tensor_map, lengths_on_host))
+
+
+class PlanCacheStats(NamedTuple):
+    hits: int
+    misses: int
+    evicted: int
+    entries: int
+
+
+@dataclass(slots=True, eq=False)
+class Planned(Generic[P]):
+    """A plan under its signature."""
+
+    signature: Hashable
+    plan: P
+
+
+class PlanCache(Generic[P]):
+    """A bounded map from signatures to plans that forgets the least recently used.
+
+    Used by one actor thread; `peek` and `stats` may be called from any.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._plans: OrderedDict[Hashable, Planned[P]] = OrderedDict()
+        self._latest: Planned[P] | None = None
+        self._hits = self._misses = self._evicted = 0
+
+    def find(self, signature: Hashable) -> P | None:
+        """The plan of that signature, or None. Raises TypeError for a signature that cannot be hashed."""
+        planned = self._plans.get(signature)
+        return None if planned is None else self.use(planned)
+
+    def peek(self, signature: Hashable) -> Planned[P] | None:
+        """What `find` would find, for callers other than the actor; the look-up is counted by `use`."""
+        return self._plans.get(signature)
+
+    def use(self, planned: Planned[P]) -> P:
+        """Count a plan as found, which may have been forgotten since."""
+        self._hits += 1
+        # Most requests pose the problem that the last one posed; its plan is at the end already.
+        if planned is not self._latest and planned.signature in self._plans:
+            self._plans.move_to_end(planned.signature)
+            self._latest = planned
+        return planned.plan
+
+    def add(self, signature: Hashable, plan: P) -> None:
+        """Keep a plan that was not found."""
+        self._misses += 1
+        self._plans[signature] = self._latest = Planned(signature, plan)
+        if len(self._plans) > self._capacity:
+            self._plans.popitem(last=False)
+            self._evicted += 1
+
+    def stats(self) -> PlanCacheStats:
+        return PlanCacheStats(self._hits, self._misses, self._evicted, len(self._plans))

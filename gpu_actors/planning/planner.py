@@ -1,0 +1,135 @@
+"""Attention: what the actors that answer attention requests know, from the signature of a request to its kernels."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from gpu_actors.devices.interface import Device, Kernel
+from gpu_actors.errors import GpuActorsError, InvalidRequest
+from gpu_actors.options import MockOptions
+from gpu_actors.planning.backward import backward_plan, backward_signature, bind_backward
+from gpu_actors.planning.cached import Decoding
+from gpu_actors.planning.forward import bind_forward, forward_plan, forward_signature, is_plain
+from gpu_actors.planning.kernel_store import KernelStore
+from gpu_actors.planning.plan import Plan, PlanCache, Planned
+from gpu_actors.problem import DispatchKey
+from gpu_actors.requests import FlashBackward, FlashForward
+from gpu_actors.runtime.actor import ServiceActor
+from gpu_actors.runtime.call import Call
+from gpu_actors.runtime.completion import Finish
+from gpu_actors.values import show
+
+if TYPE_CHECKING:
+    from gpu_actors.runtime.cell import ActorCell
+
+__all__ = ["Attention", "unreadable"]
+
+logger: logging.Logger = logging.getLogger("gpu_actors")
+
+
+class Attention:
+    """Plans and kernels of an actor that answers attention requests; outlives its incarnations."""
+
+    def __init__(self, cell: ActorCell, plans: int) -> None:
+        environment = cell.environment
+        self.device: Device = environment.device
+        info = self.device.info
+        self.arch: str = info.arch
+        self.place: str = info.device_name
+        self.runs_kernels: bool = info.runs_kernels
+        self.accumulate = (environment.options.mock or MockOptions()).dtype
+        self.plans: PlanCache[Plan] = PlanCache(plans)
+        self.kernels: KernelStore | None = KernelStore(cell) if environment.compiles else None
+        self.decoding: Decoding = Decoding(self.device, self.place, self.accumulate)
+
+    def recall(self, request: FlashForward) -> Planned[Plan] | None:
+        """The plan of a request as the caller gave it, if that is plain and has one. For any thread; raises nothing."""
+        if not is_plain(request):
+            return None
+        try:
+            return self.plans.peek(forward_signature(request, True))
+        except Exception:
+            return None  # as in `plan`, which comes next
+
+    def plan(self, request: FlashForward, plain: bool) -> Plan:
+        """The plan of an adopted request. plain: see `is_plain`."""
+        try:
+            key = (
+                backward_signature(request, plain)
+                if isinstance(request, FlashBackward)
+                else forward_signature(request, plain)
+            )
+            plan = self.plans.find(key)
+        except Exception:
+            # An option that cannot be hashed or an operand that is no array: validation names it.
+            return self._make_plan(request)
+        if plan is None:
+            plan = self._make_plan(request)
+            self.plans.add(key, plan)
+        return plan
+
+    def _make_plan(self, request: FlashForward) -> Plan:
+        try:
+            if isinstance(request, FlashBackward):
+                return backward_plan(request, self.device, self.accumulate)
+            return forward_plan(request, self.device, self.accumulate)
+        except GpuActorsError:
+            raise
+        except Exception as error:
+            raise unreadable(request, error) from error
+
+    def answer(self, actor: ServiceActor, call: Call[Any], request: FlashForward, plain: bool, finish: Finish) -> None:
+        """Launch an adopted request, forward or backward, or park it until its kernels are compiled."""
+        plan = self.plan(request, plain) if call.prepared is None else self.plans.use(call.prepared)
+        kernels = plan.kernels
+        if kernels is None:
+            kernels = self._load(plan, call)
+            if kernels is None:
+                return
+        try:
+            if isinstance(request, FlashBackward):
+                launch = bind_backward(plan, request, kernels)
+            else:
+                launch = bind_forward(plan, request, plain, kernels)
+        except GpuActorsError:
+            raise
+        except Exception as error:
+            raise unreadable(request, error) from error
+        if call.claim():
+            actor.launch((call,), launch, finish)
+
+    def _load(self, plan: Plan, call: Call[Any]) -> tuple[Kernel, ...] | None:
+        """The kernels that the plan is bound to, none where the device runs none. None where the call was parked."""
+        found: tuple[Kernel, ...] | None = ()
+        if self.kernels is not None:
+            found = self.kernels.get(plan.keys)
+            if found is None:
+                self.kernels.wait_for(plan.keys, call)
+                return None
+        plan.kernels = found if self.runs_kernels else ()
+        return plan.kernels
+
+    def decode_kernels(self, call: Call[Any], keys: tuple[DispatchKey, ...]) -> tuple[Kernel, ...] | None:
+        """The loaded kernels of a launch over a cache, none where the device runs none. None where the call was parked
+        until they are compiled."""
+        if self.kernels is None or not keys:
+            return ()
+        kernels = self.kernels.get(keys)
+        if kernels is None:
+            self.kernels.wait_for(keys, call)
+            return None
+        return kernels if self.runs_kernels else ()
+
+
+def unreadable(request: object, error: Exception) -> InvalidRequest:
+    """What to answer a request with that raised ``error`` when it was looked at.
+
+    Its arrays and options bring code of their own, which may raise anything. One program's strange argument must not
+    cost every other program the actor.
+    """
+    kind = type(request).__name__
+    logger.warning("a %s could not be read", kind, exc_info=error)
+    # The traceback leads through the actor's frames to the call, and the call to this error.
+    error.__traceback__ = None
+    return InvalidRequest("message", kind, f"could not be read, it raised {show(error)}")

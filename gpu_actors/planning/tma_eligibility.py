@@ -1,0 +1,37 @@
+"""Which kernels can reach operands where they lie.
+
+Operands on the host are copied to places that suit every kernel. Those on the device are used in place, and a kernel
+that loads by TMA cannot follow all strides and addresses.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from gpu_actors.arrays.device_array import DeviceArray, element_strides
+from gpu_actors.kernels.dispatch import FAMILIES, WITHOUT_TMA
+from gpu_actors.kernels.family import KernelFamily
+from gpu_actors.kernels.hopper.params import TMA_ALIGNMENT, tma_refusal
+
+__all__ = ["alignments", "reaching_families"]
+
+logger: logging.Logger = logging.getLogger("gpu_actors")
+
+
+def alignments(*operands: Any) -> tuple[int | None, ...]:
+    """What decides which kernels reach adopted operands, beside their shapes and strides. For signatures of plans."""
+    # None for each that lies on the host: which of them do not is part of it.
+    return tuple(array.address % TMA_ALIGNMENT if isinstance(array, DeviceArray) else None for array in operands)
+
+
+def reaching_families(operands: Mapping[str, Any]) -> tuple[KernelFamily, ...]:
+    """The kernels to choose from for adopted operands that are loaded and stored in tiles, by name."""
+    for name, array in operands.items():
+        if isinstance(array, DeviceArray):
+            refusal = tma_refusal(name, array.shape, element_strides(array), array.address, array.dtype.itemsize)
+            if refusal is not None:
+                logger.info("a request goes to a kernel that does without TMA: %s", refusal)
+                return WITHOUT_TMA
+    return FAMILIES

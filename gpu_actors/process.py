@@ -1,0 +1,47 @@
+"""What belongs to one process: its incarnation, and objects that cannot leave it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NoReturn
+
+from gpu_actors.errors import NotCopyable
+
+__all__ = ["Local", "incarnation"]
+
+_incarnation = os.urandom(8)
+
+
+def incarnation() -> bytes:
+    """8 random bytes that no other process has, a forked child neither.
+
+    Numbers of caches, sequences and generations begin at 1 in every process, so a record that carries one carries this
+    too.
+    """
+    return _incarnation
+
+
+def _renew() -> None:
+    global _incarnation
+    _incarnation = os.urandom(8)
+
+
+os.register_at_fork(after_in_child=_renew)
+
+
+class Local:
+    """Base of what stands for threads, memory or a device of this process: pickling and copying raise `NotCopyable`."""
+
+    __slots__ = ()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise NotCopyable(
+            f"a {type(self).__name__} belongs to the process that made it and cannot be pickled or copied; "
+            "share the object itself between threads and loops, and send requests and results between processes"
+        )
+
+    def __copy__(self) -> NoReturn:
+        self.__reduce_ex__(0)
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        self.__reduce_ex__(0)

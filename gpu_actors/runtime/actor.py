@@ -1,0 +1,175 @@
+"""ServiceActor: a Pykka actor that answers calls from a mailbox that outlives it.
+
+The mailbox, the stream and the completion thread belong to its `ActorCell`, which the ContextActor keeps; the
+actor itself is one incarnation that may raise, die and be replaced. Subclass it to add an actor of your own and name
+the class in ``ContextOptions(actors=...)``.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from gpu_actors.devices.interface import Launch
+from gpu_actors.errors import ActorFailed, ContextLost, GpuActorsError, InvalidRequest, RequestError
+from gpu_actors.naming import by_argument
+from gpu_actors.options import ActorType
+from gpu_actors.runtime.call import DONE, Call
+from gpu_actors.runtime.completion import Failed, Finish
+from gpu_actors.runtime.handle import ActorHandle
+from gpu_actors.runtime.pykka_base import MailboxActor, raise_exception
+from gpu_actors.runtime.waking import Outbox
+from gpu_actors.values import show
+
+if TYPE_CHECKING:
+    from gpu_actors.runtime.cell import ActorCell
+
+__all__ = ["ServiceActor"]
+
+
+class ServiceActor(MailboxActor, ActorType):
+    """Base of every child of a ContextActor.
+
+    label: the actor's name, unique in a context. handle_type: what ``ctx.actor(TheClass)`` gives out.
+    vital: whether the context cannot do without it. If a vital actor fails more often than the restart policy allows,
+        the context fails; otherwise that actor alone stops, and health says so. All built-in actors are vital but
+        KernelActor.
+
+    A `GpuActorsError` raised by `handle` answers that call. Any other exception is a defect: it answers the call with
+    `ActorFailed`, and the supervisor replaces the actor; calls behind it are not lost.
+    """
+
+    handle_type: ClassVar[type[ActorHandle]] = ActorHandle
+
+    def __init__(self, cell: ActorCell) -> None:
+        self.cell = cell
+        self.outbox: Outbox = Outbox()
+        super().__init__(cell.mailbox)
+
+    # For subclasses
+
+    @classmethod
+    def make_shared(cls, cell: ActorCell) -> Any:
+        """Make what every incarnation shares, found as ``self.cell.shared``. Has a ``close()`` if it needs one."""
+        return None
+
+    def open(self) -> None:
+        """Prepare on the actor's own thread. The actor is ready once this returns."""
+
+    def handle(self, call: Call[Any]) -> None:
+        """Answer a call, launch it, or keep it to be answered later. Must not block.
+
+        An actor that has no such method of its own refuses every call.
+        """
+        reason = f"{type(self).__name__} takes no requests: it has no handle() of its own"
+        raise InvalidRequest("message", type(call.message).__name__, reason)
+
+    def flush(self) -> None:
+        """Launch what `handle` has gathered. Called after every batch of calls, before the actor looks for more."""
+
+    def on_message(self, message: Any) -> Any:
+        """Handle a message that was sent with ``actor_ref.tell`` or ``.ask`` rather than submitted as a call."""
+
+    def launch(self, calls: Sequence[Call[Any]], launch: Launch, finish: Finish, failed: Failed | None = None) -> None:
+        """Enqueue a launch that answers ``calls``; those answered already (cancelled, expired) are the caller's care.
+
+        Each call must have been claimed with ``claim``. failed: called once if the launch fails, now or later.
+        Raises what ``Stream.launch`` raises, which then has answered the calls.
+        """
+        cell = self.cell
+        try:
+            event = (cell.stream or cell.open_stream()).launch(launch)
+        except BaseException as error:
+            cell.progress.launch_ended(error)
+            self.answer_failure(calls, failed(error) if failed is not None else (), error)
+            raise
+        for call in calls:
+            if call.traced:
+                fields = {"actor": cell.name, "request": call.number, "key": launch.key, "kernel": self._ran(launch)}
+                cell.environment.trace.emit("request.launched", **fields)
+        cell.completion.watch(event, calls, finish, self.outbox, failed)
+
+    def _ran(self, launch: Launch) -> str:
+        """What a launch runs here: the names of its kernels in their order, or that of none."""
+        nothing = "none" if self.cell.environment.device.info.runs_kernels else "oracle"
+        return " + ".join(step.kernel.entry for step in launch.steps) or nothing
+
+    def answer_failure(self, calls: Sequence[Call[Any]], again: Collection[Call[Any]], error: BaseException) -> None:
+        """Answer claimed calls whose launch could not be made, but for those that are to be launched again."""
+        for call in again:
+            self.cell.completion.relaunch(call)
+        # All others: the actor's loop knows only the call that it gave out last.
+        self._refuse([call for call in calls if call not in again], error)
+
+    # Pykka's side
+
+    def on_start(self) -> None:
+        # Pykka only logs what on_start raises, so readiness and failure are reported from here.
+        try:
+            self.cell.environment.device.bind_thread()
+            self.open()
+        except BaseException as error:
+            self.cell.report_failure(self, error)
+            raise_exception(self.cell.name, error)
+        self.cell.report_ready(self)
+
+    def on_failure(self, exception_type: Any, exception_value: Any, exception_traceback: Any) -> None:
+        self.cell.report_failure(self, exception_value)
+
+    def on_stop(self) -> None:
+        self.cell.report_stopped(self)
+
+    def _receive(self, message: Any) -> Any:
+        try:
+            return self.on_message(message)
+        except BaseException as error:
+            raise_exception(self.cell.name, error)
+        finally:
+            self.outbox.flush()
+
+    def _work(self, calls: list[Call[Any]]) -> None:
+        cell = self.cell
+        mailbox, outbox = cell.mailbox, self.outbox
+        cell.busy_since = cell.environment.clock.now()
+        try:
+            for index, call in enumerate(calls):
+                if mailbox.saturated or self._controls:
+                    mailbox.give_back(calls[index:])
+                    break
+                if call.state is DONE:
+                    continue
+                try:
+                    self.handle(call)
+                except GpuActorsError as error:
+                    self._refuse((call,), error)
+                except BaseException as error:
+                    self._refuse((call,), error)
+                    mailbox.give_back(calls[index + 1 :])
+                    raise_exception(cell.name, error)
+            try:
+                self.flush()
+            except BaseException as error:
+                raise_exception(cell.name, error)
+        finally:
+            cell.busy_since = None
+            outbox.flush()
+            # Pykka's loop keeps its last message while it waits for the next, and the error of a crash its frames:
+            # neither must keep requests, with their arrays, alive.
+            calls.clear()
+            del call
+
+    def _refuse(self, calls: Iterable[Call[Any]], error: BaseException) -> None:
+        """Answer calls with what was raised while they were worked on."""
+        failure: GpuActorsError
+        if isinstance(error, ContextLost):
+            failure = self.cell.report_lost(error.with_traceback(None))
+        elif isinstance(error, GpuActorsError):
+            failure = error.with_traceback(None)
+        else:
+            traceback.clear_frames(error.__traceback__)
+            failure = ActorFailed(f"{self.cell.name} failed while it handled the request: {show(error)}")
+            failure.__cause__ = error
+        for call in calls:
+            known = by_argument(failure, call.message) if isinstance(failure, RequestError) else failure
+            call.fail(known, self.outbox)

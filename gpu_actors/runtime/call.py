@@ -1,0 +1,311 @@
+"""Call: one request on its way through an actor, from submission to its single answer.
+
+    QUEUED ──launch──> LAUNCHED ──settle──> DONE
+       │ └─────<─unclaim─┘                   │
+       └────────────────settle───────────────┘
+
+Five parties may settle a call, and the first one decides its answer: the actor, the completion thread, the deadline
+timer, a cancelling waiter, the context on its way down. All go through `settle`, so a call is answered exactly once.
+The mailbox's lock guards its calls too: an answer and its place in the account are one step.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from gpu_actors.errors import DeadlineExceeded, RequestCancelled
+from gpu_actors.process import Local
+from gpu_actors.runtime.waking import Outbox, Waiter
+
+if TYPE_CHECKING:
+    from gpu_actors.runtime.timers import Timer
+
+__all__ = ["DONE", "LAUNCHED", "QUEUED", "Call", "CallState"]
+
+logger: logging.Logger = logging.getLogger("gpu_actors")
+
+T = TypeVar("T")
+
+
+class CallState(IntEnum):
+    QUEUED = 0
+    LAUNCHED = 1
+    DONE = 2
+
+
+# Looking a member up on its enum costs more than the comparison that it is for.
+QUEUED, LAUNCHED, DONE = CallState
+
+
+class Account(Protocol):
+    """What a call is entered in: the mailbox that it was sent to, whose lock guards it."""
+
+    lock: Any  # re-entrant: see Mailbox
+    numbers: Iterator[int]
+    answered: defaultdict[type[BaseException] | None, int]
+
+    def let_go(self, call: Call[Any]) -> bool:
+        """Forget a call that is answered, under the lock. True if `report` has something to tell."""
+        ...
+
+    def report(self, call: Call[Any]) -> None:
+        """Tell of an answer those that want to know. Without the lock."""
+        ...
+
+    def tell_idle(self) -> None:
+        """Tell those that wait for the mailbox to be idle, where it is. Without the lock."""
+        ...
+
+
+class Call(Local, Generic[T]):
+    """A message, its answer once there is one, and the waiters for it.
+
+    Safe to use from any thread. ``parked`` says that a call which is not queued is kept by something that outlives the
+    actor, and which will answer it or give it back. ``caller_notes`` is what had to be noted on the caller's thread,
+    ``prepared`` what the handle found out there, if anything.
+    ``alone`` says that it must not share a launch with others any more: one that it shared failed.
+    ``traced`` was decided when the call was accepted, so that a trace holds all of a call or nothing.
+    """
+
+    __slots__ = (
+        "_callbacks",
+        "_threads",
+        "_waiters",
+        "alone",
+        "caller_notes",
+        "deadline",
+        "error",
+        "mailbox",
+        "message",
+        "number",
+        "parked",
+        "prepared",
+        "priority",
+        "state",
+        "timer",
+        "traced",
+        "value",
+    )
+
+    def __init__(self, message: Any, mailbox: Account, priority: int = 0, deadline: float | None = None) -> None:
+        self.message: Any = message
+        self.mailbox: Account = mailbox
+        self.priority: int = priority
+        self.deadline: float | None = deadline
+        self.number: int = next(mailbox.numbers)
+        self.caller_notes: Any = None
+        self.prepared: Any = None
+        self.parked: bool = False
+        self.alone: bool = False
+        self.state: CallState = QUEUED
+        self.value: T | None = None
+        self.error: BaseException | None = None
+        self.timer: Timer | None = None
+        self.traced: bool = False
+        self._waiters: list[Waiter] | None = None
+        self._threads: list[threading.Lock] | None = None
+        self._callbacks: list[Callable[[Call[T]], None]] | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.state is DONE
+
+    # Towards the answer
+
+    def claim(self) -> bool:
+        """Claim the call for its launch. False if it has been answered (cancelled, expired) already."""
+        with self.mailbox.lock:
+            if self.state is not QUEUED:
+                return False
+            self.state = LAUNCHED
+            return True
+
+    def unclaim(self) -> bool:
+        """Take the claim back: the launch did not answer the call, and it is to be launched again.
+
+        False if it has been answered meanwhile.
+        """
+        with self.mailbox.lock:
+            if self.state is not LAUNCHED:
+                return False
+            self.state = QUEUED
+            return True
+
+    def resolve(self, value: T, outbox: Outbox | None = None) -> bool:
+        """Answer with a result. False if the call has an answer already."""
+        return self.settle(value, None, outbox)
+
+    def fail(self, error: BaseException, outbox: Outbox | None = None) -> bool:
+        """Answer with an error. False if the call has an answer already."""
+        return self.settle(None, error, outbox)
+
+    def cancel(self) -> bool:
+        """Answer with `RequestCancelled` unless the call has been launched or answered. True if that was done."""
+        return self.settle(None, RequestCancelled("cancelled before its launch"), None, QUEUED)
+
+    def expire(self) -> None:
+        """Answer with `DeadlineExceeded`; what was launched goes on, unobserved."""
+        launched = self.state is LAUNCHED
+        where = "after its launch" if launched else "before its launch"
+        self.fail(DeadlineExceeded(f"the deadline passed {where}"))
+
+    def settle(
+        self,
+        value: T | None,
+        error: BaseException | None,
+        outbox: Outbox | None,
+        before: CallState = LAUNCHED,
+    ) -> bool:
+        """Answer, with ``error`` if there is one. False if the call has gone beyond the state ``before`` already.
+
+        On the main thread Ctrl-C may raise KeyboardInterrupt after any call in here, and no waiter may be forgotten for
+        that. So the step from one state to the other calls nothing, and what follows it may be done twice.
+        """
+        mailbox = self.mailbox
+        kind = None if error is None else type(error)
+        settled = False
+        waiters = threads = callbacks = None
+        called = 0
+        try:
+            with mailbox.lock:
+                if self.state > before:
+                    return False
+                waiters, threads, callbacks = self._waiters, self._threads, self._callbacks
+                self._waiters = self._threads = self._callbacks = None
+                self.value = value
+                self.error = error
+                settled = True
+                # The count changes before anyone is woken, so that a waiter who reads the stats finds itself in them.
+                mailbox.answered[kind] += 1
+                # Last: a thread that sees the call done reads its answer without the lock.
+                self.state = DONE
+                idle = mailbox.let_go(self)
+            if self.timer is not None:
+                self.timer.cancel()
+            if self.traced or idle:
+                mailbox.report(self)
+            if waiters is not None:
+                box = outbox if outbox is not None else Outbox()
+                box.add(waiters)
+                if outbox is None:
+                    box.flush()
+            if threads is not None:
+                for gate in threads:
+                    gate.release()
+            if callbacks is not None:
+                for callback in callbacks:
+                    callback(self)
+                    called += 1
+        except BaseException as interruption:
+            if settled:
+                # A callback that was only interrupted is called again; one that raised has had its turn.
+                called += isinstance(interruption, Exception)
+                self._wake_again(waiters, threads, (callbacks or ())[called:])
+            raise
+        return True
+
+    def _wake_again(
+        self,
+        waiters: Sequence[Waiter] | None,
+        threads: Sequence[threading.Lock] | None,
+        callbacks: Sequence[Callable[[Call[T]], None]],
+    ) -> None:
+        """Do what follows an answer where that was interrupted. A waiter that was woken already takes no notice."""
+        self.mailbox.let_go(self)
+        outbox = Outbox()
+        outbox.add(waiters or ())
+        outbox.flush()
+        for gate in threads or ():
+            if gate.locked():
+                gate.release()
+        for callback in callbacks:
+            try:
+                callback(self)
+            except BaseException:
+                logger.exception("what waited for a request raised")
+        self.mailbox.tell_idle()
+
+    # Waiting for it
+
+    def add_waiter(self, waiter: Waiter) -> bool:
+        """Have this waiter woken when the call is done. False if it is done already."""
+        first = [waiter]  # not under the lock, where making an object may begin a collection (see Mailbox)
+        with self.mailbox.lock:
+            if self.state is DONE:
+                return False
+            if self._waiters is None:
+                self._waiters = first
+            else:
+                self._waiters.append(waiter)
+            return True
+
+    def abandon(self, waiter: Waiter) -> None:
+        """A waiter gave up: forget it, and cancel the call if no other is left."""
+        with self.mailbox.lock:
+            waiters = self._waiters
+            if waiters is None or waiter not in waiters:
+                return
+            waiters.remove(waiter)
+            if waiters or self._threads or self._callbacks:
+                return
+        self.cancel()
+
+    def wait(self, timeout: float | None) -> bool:
+        """Block this thread until the call is done. False if ``timeout`` seconds passed first."""
+        # No Event, whose own lock is not re-entrant: this thread may be the one that settles the call.
+        gate = threading.Lock()
+        gate.acquire()
+        first = [gate]
+        with self.mailbox.lock:
+            if self.state is DONE:
+                return True
+            if self._threads is None:
+                self._threads = first
+            else:
+                self._threads.append(gate)
+        try:
+            gate.acquire(timeout=-1 if timeout is None else max(timeout, 0.0))
+        finally:  # interrupted or not, this thread waits no longer
+            with self.mailbox.lock:
+                if self._threads is not None:
+                    self._threads.remove(gate)
+        return self.done
+
+    def when_done(self, callback: Callable[[Call[T]], None]) -> None:
+        """Call ``callback`` with this call once it is done, on the thread that settles it, or now if it is done."""
+        first = [callback]
+        with self.mailbox.lock:
+            if self.state is not DONE:
+                if self._callbacks is None:
+                    self._callbacks = first
+                else:
+                    self._callbacks.append(callback)
+                return
+        callback(self)
+
+    def forget_callbacks(self, unwanted: Callable[[Callable[[Call[T]], None]], bool]) -> int:
+        """Do not call these once the call is done. Gives their number, those left out that were called already."""
+        removed = 0
+        with self.mailbox.lock:
+            for callback in list(self._callbacks or ()):
+                if unwanted(callback) and self._callbacks is not None and callback in self._callbacks:
+                    self._callbacks.remove(callback)
+                    removed += 1
+        return removed
+
+    def answer(self) -> T:
+        """The result of a call that is done; raises its error."""
+        if self.error is None:
+            return self.value  # type: ignore[return-value]
+        try:
+            # Without the frames that an earlier reader left there.
+            raise self.error.with_traceback(None)
+        finally:
+            # The error's traceback holds this frame. Without the cycle through it, a failed call is freed at once and
+            # the collector has nothing to do.
+            del self

@@ -1,0 +1,206 @@
+"""ActorCell: the place in a context that an actor fills, and what stays there when the actor is replaced."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from gpu_actors.devices.interface import Stream
+from gpu_actors.errors import ActorFailed, ActorStopped, ContextLost
+from gpu_actors.options import ActorType
+from gpu_actors.runtime.call import LAUNCHED, Call
+from gpu_actors.runtime.completion import Completion
+from gpu_actors.runtime.environment import Environment
+from gpu_actors.runtime.mailbox import Mailbox
+from gpu_actors.runtime.progress import Progress
+
+if TYPE_CHECKING:
+    from gpu_actors.runtime.pykka_base import ActorRef
+
+__all__ = ["ActorCell", "ChildFailed", "ChildReady", "ChildStopped", "Terminated"]
+
+logger: logging.Logger = logging.getLogger("gpu_actors")
+
+
+@dataclass(frozen=True, slots=True)
+class Terminated:
+    """Sent to the watchers of an actor, once it has stopped (error None) or failed for good."""
+
+    label: str
+    error: BaseException | None
+
+
+@dataclass(frozen=True, slots=True)
+class ChildReady:
+    cell: ActorCell
+    urn: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChildFailed:
+    cell: ActorCell
+    urn: str
+    error: BaseException
+
+
+@dataclass(frozen=True, slots=True)
+class ChildStopped:
+    cell: ActorCell
+    urn: str
+
+
+class Incarnation(Protocol):
+    """An actor, while it fills a cell."""
+
+    actor_urn: str
+
+
+class ActorCell:
+    """Mailbox, stream, completion and state of one child of a ContextActor.
+
+    ``state``, ``restarts`` and ``ref`` are written by the ContextActor's thread alone. ``busy_since`` is the clock's
+    reading when the actor took what it is working on, None while it is not. ``stream`` is None before the first launch
+    (see `open_stream`). ``shared`` is what all incarnations share (see `ServiceActor.make_shared`).
+    """
+
+    def __init__(self, actor_type: type[ActorType], environment: Environment) -> None:
+        options = environment.options
+        self.name: str = actor_type.label or actor_type.__name__
+        self.actor_type = actor_type
+        self.environment = environment
+        self.mailbox: Mailbox = Mailbox(self.name, options.mailbox_capacity, options.max_in_flight)
+        self.mailbox.on_traced = self._trace_answer
+        self.progress: Progress = Progress(options.degraded_after, self._completed, self._failing)
+        self.completion: Completion = Completion(
+            self.name, self.mailbox, environment.clock, self.report_lost, self.progress
+        )
+        made: Any = actor_type  # what `ServiceActor` adds to ActorType knows cells
+        self.handle: Any = made.handle_type(self)
+        self.state: str = "starting"
+        self.restarts = 0
+        self.busy_since: float | None = None
+        self.ref: ActorRef[Any] | None = None
+        self.stream: Stream | None = None
+        self._lock = threading.Lock()
+        self._watchers: list[Callable[[Terminated], None]] = []
+        self._terminated: Terminated | None = None
+        self.shared: Any = made.make_shared(self)
+
+    def open_stream(self) -> Stream:
+        """The actor's stream, which is opened the first time."""
+        with self._lock:
+            if self.stream is None:
+                self.stream = self.environment.device.open_stream(self.name)
+            return self.stream
+
+    # Used by the ContextActor
+
+    def start(self) -> None:
+        """Start an incarnation; `ChildReady` or `ChildFailed` follows."""
+        made: Any = self.actor_type
+        self.ref = made.start(self)
+
+    def stop(self) -> None:
+        """Ask the incarnation to stop after the call that it is working on; `ChildStopped` follows."""
+        if self.ref is not None and self.ref.is_alive():
+            self.ref.stop(block=False)
+
+    def terminate(self, error: BaseException | None) -> None:
+        """No incarnation will follow: tell the watchers."""
+        with self._lock:
+            if self._terminated is not None:
+                return
+            self.state = "stopped" if error is None else "failed"
+            self._terminated = Terminated(self.name, error)
+            watchers, self._watchers = self._watchers, []
+        for watcher in watchers:
+            try:
+                watcher(self._terminated)
+            except BaseException:
+                # It runs on the supervisor's thread, which every other actor still needs.
+                logger.exception("a watcher of %s raised", self.name)
+
+    def retire(self, failure: ActorFailed | None = None) -> None:
+        """The incarnation has stopped, of itself or with this failure, and no other one follows: refuse calls, answer
+        those that wait, tell the watchers."""
+
+        def reason() -> ActorStopped:
+            stopped = ActorStopped(f"{self.name} has stopped" if failure is None else str(failure))
+            stopped.__cause__ = failure
+            return stopped
+
+        if self.environment.lost is None:
+            self.mailbox.close(reason)
+        self.mailbox.fail_all(reason)
+        self.terminate(failure)
+
+    def watch(self, callback: Callable[[Terminated], None]) -> None:
+        with self._lock:
+            if self._terminated is None:
+                self._watchers.append(callback)
+                return
+        callback(self._terminated)
+
+    def after_fork(self, reason: Callable[[], ActorStopped]) -> None:
+        """Close the child process's copy, which has no actor, and answer its calls."""
+        self._lock = threading.Lock()
+        self.mailbox.after_fork(reason)
+        forked = getattr(self.shared, "after_fork", None)
+        if forked is not None:
+            forked(reason)
+
+    # Used by the actor
+
+    def report_ready(self, actor: Incarnation) -> None:
+        self.environment.supervise(ChildReady(self, actor.actor_urn))
+
+    def report_stopped(self, actor: Incarnation) -> None:
+        """An incarnation has stopped. Calls that only it knew go back in the queue; what it had claimed cannot."""
+        for call in self._held():
+            if call.state is LAUNCHED:
+                call.fail(ActorStopped(f"{self.name} stopped while it held the request"))
+            else:
+                self.mailbox.give_back((call,))
+        self.environment.supervise(ChildStopped(self, actor.actor_urn))
+
+    def report_failure(self, actor: Incarnation, error: BaseException) -> None:
+        """An incarnation is dying of ``error``. Calls that only it knew are answered here and now."""
+        for call in self._held():
+            call.fail(_died(self.name, error))
+        self.progress.crashed(error)
+        self.environment.supervise(ChildFailed(self, actor.actor_urn, error))
+
+    def report_lost(self, error: ContextLost) -> ContextLost:
+        """Gives what to answer with instead."""
+        return self.environment.context_lost(error)
+
+    def park(self, call: Call[Any]) -> None:
+        """Take the call out of this incarnation's hands: something that outlives it will answer it or give it back."""
+        self.mailbox.park(call)
+
+    def _completed(self) -> int:
+        return self.mailbox.answered.get(None, 0)
+
+    def _failing(self) -> None:
+        if self.actor_type.vital:
+            self.environment.on_failing()
+
+    def _held(self) -> list[Call[Any]]:
+        self.mailbox.gather(0)
+        return self.mailbox.held(self.completion.calls())
+
+    def _trace_answer(self, call: Call[Any]) -> None:
+        trace = self.environment.trace
+        if call.error is None:
+            trace.emit("request.completed", actor=self.name, request=call.number)
+        else:
+            trace.emit("request.failed", actor=self.name, request=call.number, error=call.error)
+
+
+def _died(name: str, error: BaseException) -> ActorFailed:
+    failure = ActorFailed(f"{name} failed while it held the request: {error!r}")
+    failure.__cause__ = error
+    return failure

@@ -1,0 +1,68 @@
+"""Children: the cells of a context's actors, and what concerns all of them."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from gpu_actors.errors import ContextLost
+from gpu_actors.runtime.cell import ActorCell
+from gpu_actors.runtime.environment import Environment
+from gpu_actors.runtime.progress import Progress
+
+__all__ = ["Children"]
+
+
+class Children(Environment):
+    """The environment of a context, with the cells that share it by their names."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.cells: dict[str, ActorCell] = {}
+        self._lock = threading.Lock()
+
+    def handle(self, actor_type: type) -> Any:
+        for cell in self.cells.values():
+            if cell.actor_type is actor_type:
+                return cell.handle
+        raise KeyError(f"{actor_type.__name__} is not an actor of this context; name it in ContextOptions(actors=...)")
+
+    def oldest_launch(self) -> float | None:
+        """Clock reading at which the oldest unfinished launch of the context began, None where there is none."""
+        ages = [since for cell in self.cells.values() if (since := cell.completion.oldest()) is not None]
+        return min(ages, default=None)
+
+    def vital(self) -> list[str]:
+        """The names of the actors that the context cannot do without."""
+        return [name for name, cell in self.cells.items() if cell.actor_type.vital]
+
+    def failing(self) -> list[Progress]:
+        """Of the vital actors, those that have failed too often without a success."""
+        return [self.cells[name].progress for name in self.vital() if self.cells[name].progress.failing]
+
+    def stuck(self) -> list[str]:
+        """The actors that have been at the same requests for half the hang timeout."""
+        since = self.clock.now() - self.hang_timeout / 2
+        return [name for name, cell in self.cells.items() if (began := cell.busy_since) is not None and began < since]
+
+    def context_lost(self, error: ContextLost) -> ContextLost:
+        with self._lock:
+            first = self.lost is None
+            if first:
+                self.lost: ContextLost | None = error
+                self.generation += 1
+        generation, cause = self.generation - 1, self.lost
+
+        def reason() -> ContextLost:
+            lost = ContextLost(f"generation {generation} of the context is lost: {cause}", generation)
+            lost.__cause__ = cause
+            return lost
+
+        if first:
+            self.trace.emit("context.lost", generation=generation, error=error)
+            for cell in self.cells.values():
+                cell.mailbox.close(reason)
+            for cell in self.cells.values():
+                cell.mailbox.fail_all(reason)
+                cell.mailbox.write_off()
+        return reason()

@@ -1,0 +1,197 @@
+"""Completion: the thread that waits for a stream's launches, in order, and settles their calls.
+
+One thread a stream. Waiting on an event blocks without the GIL, surfaces the launch's error, and batches by itself:
+all launches that finished while the thread was busy are settled before the loops are woken once. A host callback from
+the driver would do neither, and never fires after a device error.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gpu_actors.clock import Clock
+from gpu_actors.devices.interface import Event, Outputs
+from gpu_actors.errors import ActorFailed, ContextLost, GpuActorsError, MockModeError
+from gpu_actors.runtime.call import LAUNCHED, Call
+from gpu_actors.runtime.mailbox import Mailbox
+from gpu_actors.runtime.progress import Progress
+from gpu_actors.runtime.waking import Outbox
+
+__all__ = ["AGAIN", "Completion", "Failed", "Finish"]
+
+logger: logging.Logger = logging.getLogger("gpu_actors")
+
+Finish = Callable[[Outputs], Sequence[Any]]
+"""Turns a launch's outputs into one result for each of its calls; `AGAIN` for a call that must be launched again."""
+
+Failed = Callable[[BaseException], Collection[Call[Any]]]
+"""Told that a launch failed; gives the calls that are to be launched again rather than answered with the error."""
+
+AGAIN: Any = object()
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    event: Event
+    calls: Sequence[Call[Any]]
+    finish: Finish
+    failed: Failed | None
+    since: float
+
+
+class Completion:
+    """Settles the calls of one stream's launches.
+
+    on_lost: called, on the thread that saw it, when a launch reports that the context is gone. Gives what to answer
+        the launch's calls with.
+    progress: told how launches end.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        mailbox: Mailbox,
+        clock: Clock,
+        on_lost: Callable[[ContextLost], ContextLost],
+        progress: Progress,
+    ) -> None:
+        self._name = name
+        self._mailbox = mailbox
+        self._clock = clock
+        self._on_lost = on_lost
+        self._progress = progress
+        self._entries: deque[_Entry] = deque()
+        self._arrivals: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def watch(
+        self,
+        event: Event,
+        calls: Sequence[Call[Any]],
+        finish: Finish,
+        outbox: Outbox,
+        failed: Failed | None = None,
+    ) -> None:
+        """Book the launch, and settle ``calls`` when ``event`` is done; at once if it is and nothing is ahead of it.
+
+        Called by the actor thread alone.
+        """
+        self._mailbox.launching(calls)
+        if not self._entries and event.done():
+            self._mailbox.launch_passed(len(calls))
+            self._settle(event, calls, finish, failed, outbox)
+            return
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name=f"{self._name}-completion", daemon=True)
+            thread.start()  # which may raise, and then nothing has been booked that would never end
+            self._thread = thread
+        self._mailbox.launch_began(len(calls))
+        entry = _Entry(event, calls, finish, failed, self._clock.now())
+        self._entries.append(entry)
+        self._arrivals.put(entry)
+
+    def oldest(self) -> float | None:
+        """Clock reading at the launch of the oldest unfinished launch, None if there is none."""
+        try:
+            return self._entries[0].since
+        except IndexError:
+            return None
+
+    def calls(self) -> set[Call[Any]]:
+        """The calls of unfinished launches. For the actor's thread."""
+        return {call for entry in list(self._entries) for call in entry.calls}
+
+    def close(self, timeout: float) -> bool:
+        """End the thread once its launches are done. False if it still waits for one after ``timeout`` seconds."""
+        if self._thread is None:
+            return True
+        self._arrivals.put(None)
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        outbox = Outbox()
+        while (entry := self._arrivals.get()) is not None:
+            try:
+                self._settle(entry.event, entry.calls, entry.finish, entry.failed, outbox)
+            except BaseException as error:
+                # The launches behind this one still have to be waited for, and its calls answered.
+                logger.exception("%s: settling a launch raised", self._name)
+                self._give_up(entry.calls, error, outbox)
+            # A thread that waits for the next launch must not keep this one's arrays alive.
+            del entry
+            self._entries.popleft()
+            self._mailbox.launch_ended()
+            if not self._entries or not self._entries[0].event.done():
+                outbox.flush()
+        outbox.flush()
+
+    def _settle(
+        self,
+        event: Event,
+        calls: Sequence[Call[Any]],
+        finish: Finish,
+        failed: Failed | None,
+        outbox: Outbox,
+    ) -> None:
+        error = event.failure()
+        results: Sequence[Any] = ()
+        if error is None:
+            try:
+                results = finish(event.outputs)
+                if len(results) != len(calls):
+                    raise ValueError(f"finish gave {len(results)} results for {len(calls)} requests")
+            except BaseException as raised:
+                error = raised
+        if error is None:
+            if self._progress.failed_launches:
+                self._progress.launch_ended(None)
+            for call, result in zip(calls, results, strict=True):
+                if result is AGAIN:
+                    self.relaunch(call)
+                else:
+                    call.settle(result, None, outbox)
+            return
+        error = self._reported(error)
+        # A mock device that does not compute says so to every request, which a benchmark times: no call for that.
+        if type(error) is not MockModeError or self._progress.failed_launches:
+            self._progress.launch_ended(error)
+        again = failed(error) if failed is not None else ()
+        for call in calls:
+            if call in again:
+                self.relaunch(call)
+            else:
+                call.settle(None, error, outbox)
+
+    def _reported(self, error: BaseException) -> GpuActorsError:
+        """What to answer with where a launch, or finishing it, raised ``error``."""
+        answer: GpuActorsError
+        if isinstance(error, ContextLost):
+            answer = self._on_lost(error)
+        elif isinstance(error, GpuActorsError):
+            answer = error
+        else:
+            logger.error("%s: a finished launch could not be answered", self._name, exc_info=error)
+            answer = ActorFailed(f"{self._name} could not finish the request: {error!r}")
+            answer.__cause__ = error
+        # Its traceback leads through frames of this module back to the calls; what it says is all in its message.
+        error.__traceback__ = None
+        return answer
+
+    def _give_up(self, calls: Sequence[Call[Any]], error: BaseException, outbox: Outbox) -> None:
+        """Answer those that have no answer yet."""
+        failure = ActorFailed(f"{self._name} could not finish the request: {error!r}")
+        for call in calls:
+            if call.state is LAUNCHED:
+                call.fail(failure, outbox)
+
+    def relaunch(self, call: Call[Any]) -> None:
+        """Queue a call again whose launch did not answer it. It keeps its place by age."""
+        if call.unclaim():
+            self._mailbox.give_back((call,))

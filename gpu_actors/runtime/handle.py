@@ -1,0 +1,122 @@
+"""ActorHandle: the stable reference to an actor, whichever incarnation serves it now."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gpu_actors.arrays.adopt import with_grad_mode
+from gpu_actors.devices.interface import RecordingStats
+from gpu_actors.errors import DeadlineExceeded, InvalidRequest, LaunchError
+from gpu_actors.process import Local
+from gpu_actors.runtime.call import Call
+from gpu_actors.runtime.reply import Reply
+
+if TYPE_CHECKING:
+    from gpu_actors.runtime.cell import ActorCell, Terminated
+    from gpu_actors.runtime.mailbox import ActorStats
+
+__all__ = ["ActorHandle"]
+
+
+class ActorHandle(Local):
+    """Submits messages to an actor. Valid across restarts; safe from any thread and loop."""
+
+    __slots__ = ("_cell",)
+
+    def __init__(self, cell: ActorCell) -> None:
+        self._cell = cell
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.label}, {self.state}>"
+
+    @property
+    def label(self) -> str:
+        """The actor's name in its context."""
+        return self._cell.name
+
+    @property
+    def max_in_flight(self) -> int:
+        """Launches that the actor may have unfinished at once."""
+        return self._cell.mailbox.max_in_flight
+
+    @property
+    def state(self) -> str:
+        """ "starting", "running", "restarting", "stopped" or "failed"."""
+        return self._cell.state
+
+    @property
+    def restarts(self) -> int:
+        """How often the supervisor has replaced the actor."""
+        return self._cell.restarts
+
+    def stats(self) -> ActorStats:
+        """The actor's counts since the context opened."""
+        return self._cell.mailbox.stats()
+
+    def recording_stats(self) -> RecordingStats:
+        """Launches that the device has recorded for this actor, and how often it has replayed them."""
+        return self._cell.open_stream().recording_stats()
+
+    def submit(
+        self,
+        message: Any,
+        *,
+        deadline: float | None = None,
+        timeout: float | None = None,
+        priority: int = 0,
+    ) -> Reply[Any]:
+        """Send a message; returns at once. All errors are reported by the reply.
+
+        deadline: ``time.monotonic()`` seconds by which the reply must be answered, else `DeadlineExceeded`.
+        timeout: the same in seconds from now. Give one of them at most.
+        priority: higher goes first; equals go in order of submission.
+        """
+        return Reply(self.send(message, deadline, timeout, priority))
+
+    def send(
+        self, message: Any, deadline: float | None, timeout: float | None, priority: int, prepared: Any = None
+    ) -> Call[Any]:
+        """`submit` for handles and actors, which take the call itself. prepared: see `Call`."""
+        cell = self._cell
+        environment = cell.environment
+        mailbox = cell.mailbox
+        call: Call[Any] = Call(message, mailbox, priority)
+        call.prepared = prepared
+        if environment.trace.active():
+            environment.trace_accepted(cell.name, call)
+        if environment.notes_caller:
+            try:
+                call.caller_notes = environment.device.note_caller()
+            except Exception as error:
+                # Unnoted, a producer on the caller's stream would not be waited for: refuse rather than read too early.
+                failure = LaunchError(f"the streams of the submitting thread cannot be told: {error!r}")
+                failure.__cause__ = error
+                mailbox.refuse(call, failure)
+                return call
+        if "torch" in sys.modules:  # which alone has a grad mode
+            call.caller_notes = with_grad_mode(call.caller_notes)
+        if type(priority) is not int:
+            mailbox.refuse(call, InvalidRequest("priority", priority, "must be an int"))
+            return call
+        limited = deadline is not None or timeout is not None
+        if limited or (environment.default_timeout is not None and environment.times_out(message)):
+            try:
+                call.deadline = environment.absolute_deadline(deadline, timeout)
+            except InvalidRequest as error:
+                mailbox.refuse(call, error)
+                return call
+            if call.deadline <= environment.clock.now():
+                mailbox.refuse(call, DeadlineExceeded("the deadline had passed when the request was made"))
+                return call
+            call.timer = environment.timers.at(call.deadline, call.expire)
+        mailbox.put(call)
+        return call
+
+    def watch(self, callback: Callable[[Terminated], None]) -> None:
+        """Call ``callback`` once when the actor has stopped or failed for good; at once if it has already.
+
+        Restarts do not count. The callback runs on the supervisor's thread and must be short.
+        """
+        self._cell.watch(callback)

@@ -1,0 +1,84 @@
+"""Meter: how long an actor's requests took and how many shared a launch, where histograms were asked for."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from gpu_actors.errors import RequestCancelled
+from gpu_actors.runtime.call import DONE, Call
+
+if TYPE_CHECKING:
+    from gpu_actors.clock import Clock
+
+__all__ = ["Histogram", "Meter", "outcome_of"]
+
+_SECONDS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+class Histogram:
+    """Counts of values by upper bound, and their sum."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds: tuple[float, ...] = tuple(bounds)
+        self.total: float = 0.0
+        self._counts = [0] * (len(bounds) + 1)
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def cumulative(self) -> list[int]:
+        """Values up to each bound, and at last all of them."""
+        return list(accumulate(self._counts))
+
+
+class Meter:
+    """Times the calls of one mailbox, which calls it under its lock.
+
+    latency: seconds from acceptance to the answer, by outcome. queue: seconds from acceptance to the first launch.
+    batch: requests that one launch answers.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        outcomes = ("completed", "failed", "cancelled")
+        self.latency: dict[str, Histogram] = {outcome: Histogram(_SECONDS) for outcome in outcomes}
+        self.queue: Histogram = Histogram(_SECONDS)
+        self.batch: Histogram = Histogram(_REQUESTS)
+        self._clock = clock
+        self._accepted: dict[int, float] = {}
+        self._unlaunched: dict[int, float] = {}
+
+    def accepted(self, call: Call[Any]) -> None:
+        self._accepted[call.number] = self._unlaunched[call.number] = self._clock.now()
+        if call.state is DONE:  # answered while this was noted
+            self._forget(call)
+
+    def launched(self, calls: Sequence[Call[Any]]) -> None:
+        now = self._clock.now()
+        self.batch.observe(len(calls))
+        for call in calls:
+            since = self._unlaunched.pop(call.number, None)
+            if since is not None:
+                self.queue.observe(now - since)
+
+    def answered(self, call: Call[Any]) -> None:
+        since = self._forget(call)
+        if since is not None:
+            self.latency[outcome_of(None if call.error is None else type(call.error))].observe(
+                self._clock.now() - since
+            )
+
+    def _forget(self, call: Call[Any]) -> float | None:
+        self._unlaunched.pop(call.number, None)
+        return self._accepted.pop(call.number, None)
+
+
+def outcome_of(error: type[BaseException] | None) -> str:
+    """How a request with an error of this type ended: "completed", "failed" or "cancelled"."""
+    if error is None:
+        return "completed"
+    return "cancelled" if issubclass(error, RequestCancelled) else "failed"

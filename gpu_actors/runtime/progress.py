@@ -1,0 +1,105 @@
+"""Progress: whether an actor's work still succeeds, as far as health can tell.
+
+Two counts, each since something last succeeded: launches that failed, and incarnations that ended with an exception.
+They do not depend on how far apart the failures lie, so an actor that fails slowly is noticed too.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from gpu_actors.errors import (
+    ActorFailed,
+    CompileError,
+    GpuActorsError,
+    LaunchError,
+    MockModeError,
+    OutOfDeviceMemory,
+)
+
+__all__ = ["Progress", "is_failure"]
+
+_FAILURES = (LaunchError, OutOfDeviceMemory, CompileError, ActorFailed)
+
+
+def is_failure(error: BaseException) -> bool:
+    """Whether an error says that the service cannot do its work, rather than that the request is at fault."""
+    return isinstance(error, _FAILURES) or type(error) is GpuActorsError or not isinstance(error, GpuActorsError)
+
+
+class Progress:
+    """Counts the failures of one actor. Safe to use from any thread.
+
+    limit: failures without a success from which on the actor counts as ``failing``.
+    completed: gives the number of requests that the actor has answered with a result so far.
+    on_failing: called at each failure while the actor is failing, on the thread that saw the failure.
+    """
+
+    def __init__(self, limit: int, completed: Callable[[], int], on_failing: Callable[[], object]) -> None:
+        self.failed_launches: int = 0
+        self._limit = limit
+        self._completed = completed
+        self._on_failing = on_failing
+        self._crashes = 0
+        self._completed_before = 0
+        self._last = ""
+        self._lock = threading.Lock()
+
+    def launch_ended(self, error: BaseException | None) -> None:
+        """A launch, or the compilation of a kernel for one, has ended with this error, or with none."""
+        if error is None or isinstance(error, MockModeError):
+            # A mock device that was told not to compute has done what it should.
+            self.failed_launches = 0
+        elif is_failure(error):
+            with self._lock:
+                self.failed_launches += 1
+            self._note(error)
+
+    def crashed(self, error: BaseException) -> None:
+        """An incarnation of the actor has ended with an exception."""
+        with self._lock:
+            self._crashes = self.crashes + 1
+            self._completed_before = self._completed()
+        self._note(error)
+
+    @property
+    def completed(self) -> int:
+        """Requests that the actor has answered with a result."""
+        return self._completed()
+
+    @property
+    def crashes(self) -> int:
+        """Incarnations in a row that ended with an exception and without a request answered since."""
+        return self._crashes if self._completed() == self._completed_before else 0
+
+    @property
+    def failures(self) -> int:
+        """The greater of both counts."""
+        return max(self.failed_launches, self.crashes)
+
+    @property
+    def failing(self) -> bool:
+        return self.failures >= self._limit
+
+    @property
+    def reason(self) -> str:
+        """What fails, in words."""
+        what = f"{self.failed_launches} launches" if self.failed_launches >= self.crashes else f"{self.crashes} times"
+        return f"has failed {what} in a row, last with {self._last}"
+
+    def put_on_trial(self, completed: int) -> None:
+        """A probe succeeded: count the actor as failing no longer, until one more failure.
+
+        completed: the actor's ``completed`` before the probe. The probe's own success is not one of a request.
+        """
+        with self._lock:
+            self._crashes = min(self._crashes, self._limit - 1)
+            if self.failed_launches or self.completed - completed <= 1:
+                self.failed_launches = self._limit - 1
+
+    def _note(self, error: BaseException) -> None:
+        if self.failing:
+            # In words: the error itself leads to the request that it answered, and to its arrays.
+            self._last = f"{type(error).__name__}: {error}"
+            self._on_failing()

@@ -1,0 +1,126 @@
+"""Supervisor: what happens when a child fails.
+
+Models: Erlang/OTP's supervisor (restart strategies, intensity and period, escalation) and Akka's backoff. It keeps no
+thread of its own: the ContextActor feeds it reports and timers, so every decision is taken on one thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from gpu_actors.clock import Clock
+from gpu_actors.options import RestartPolicy
+from gpu_actors.runtime.cell import ActorCell
+from gpu_actors.tracing import Trace
+
+__all__ = ["Supervisor"]
+
+
+class After(Protocol):
+    """Runs a function on the supervisor's thread once so many seconds have passed."""
+
+    def __call__(self, seconds: float, function: Callable[[], None]) -> object: ...
+
+
+class Supervisor:
+    """Restarts children by a policy, and escalates when they fail too often.
+
+    escalate: called with the cell and its error when the policy grants no further restart.
+    """
+
+    def __init__(
+        self,
+        cells: Iterable[ActorCell],
+        policy: RestartPolicy,
+        clock: Clock,
+        trace: Trace,
+        after: After,
+        escalate: Callable[[ActorCell, BaseException], None],
+    ) -> None:
+        self._cells = list(cells)
+        self._policy = policy
+        self._clock = clock
+        self._trace = trace
+        self._after = after
+        self._escalate = escalate
+        self._failures: dict[ActorCell | None, deque[float]] = {}
+        self._asked: set[ActorCell] = set()
+        self._due: set[ActorCell] = set()
+        self._errors: dict[ActorCell, BaseException] = {}
+        self.stopping = False
+
+    def start(self) -> None:
+        for cell in self._cells:
+            cell.start()
+
+    def ready(self, cell: ActorCell, urn: str) -> None:
+        """A child's incarnation has opened."""
+        if not self._current(cell, urn) or cell.state in ("stopped", "failed"):
+            return
+        restarted = cell.state == "restarting"
+        cell.state = "running"
+        if restarted:
+            error = self._errors.pop(cell, None)
+            self._trace.emit("actor.restarted", actor=cell.name, restarts=cell.restarts, error=error)
+
+    def failed(self, cell: ActorCell, urn: str, error: BaseException) -> None:
+        """A child's incarnation raised: restart it, all of them, or escalate."""
+        if not self._current(cell, urn):
+            return
+        if self.stopping or cell in self._asked:
+            self.stopped(cell, urn)
+            return
+        cell.ref = None
+        now = self._clock.now()
+        # Vital actors share an allowance. Each other one has its own, and cannot use up theirs.
+        failures = self._failures.setdefault(None if cell.actor_type.vital else cell, deque())
+        while failures and now - failures[0] > self._policy.window:
+            failures.popleft()
+        if len(failures) >= self._policy.max_restarts:
+            self._trace.emit("actor.failed", actor=cell.name, error=error)
+            self._escalate(cell, error)
+            return
+        delay = self._policy.delay(len(failures))
+        failures.append(now)
+        siblings = [member for member in self._cells if member.state not in ("stopped", "failed")]
+        group = siblings if self._policy.strategy == "all_for_one" else [cell]
+        for member in group:
+            member.state = "restarting"
+            self._errors.setdefault(member, error)
+            if member.ref is not None:
+                self._asked.add(member)
+                member.stop()
+        self._after(delay, lambda: self._restart(group))
+
+    def stopped(self, cell: ActorCell, urn: str) -> None:
+        """A child's incarnation has stopped: on request, or for good where there was none."""
+        if not self._current(cell, urn):
+            return
+        cell.ref = None
+        asked = cell in self._asked
+        self._asked.discard(cell)
+        if self.stopping:
+            cell.terminate(None)
+        elif cell in self._due:
+            self._replace(cell)
+        elif not asked:
+            cell.retire()
+
+    def _restart(self, group: list[ActorCell]) -> None:
+        for cell in group:
+            if cell.ref is None:
+                self._replace(cell)
+            else:
+                # Still at its last call: two incarnations at one mailbox would overtake each other.
+                self._due.add(cell)
+
+    def _replace(self, cell: ActorCell) -> None:
+        self._due.discard(cell)
+        if not self.stopping:
+            cell.restarts += 1
+            cell.start()
+
+    def _current(self, cell: ActorCell, urn: str) -> bool:
+        return cell.ref is not None and cell.ref.actor_urn == urn

@@ -1,0 +1,140 @@
+"""Timers: the one thread of a context that acts when a time comes.
+
+Deadlines, restart backoff and the hang check are all timers. The thread starts with the first timer and sleeps on
+the context's clock, so a mock clock drives it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import threading
+from collections.abc import Callable
+
+from gpu_actors.clock import Clock
+
+__all__ = ["Timer", "Timers"]
+
+logger: logging.Logger = logging.getLogger("gpu_actors")
+
+# Seconds. A thread cannot be asked to sleep for longer than some centuries, and a deadline may be further away.
+_LONGEST_SLEEP = 3600.0
+
+# Cancelled timers that are not worth a sweep; nor are fewer than half of all.
+_FEW_DEAD = 256
+
+
+class Timer:
+    """A callback that is due at a time. `cancel` keeps it from running, if it has not begun."""
+
+    __slots__ = ("_callback", "_owner")
+
+    def __init__(self, owner: Timers, callback: Callable[[], None]) -> None:
+        self._owner = owner
+        self._callback: Callable[[], None] | None = callback
+
+    def cancel(self) -> None:
+        if self._callback is not None:
+            self._callback = None
+            self._owner.cancelled()
+
+    def fire(self) -> None:
+        callback, self._callback = self._callback, None
+        if callback is not None:
+            callback()
+
+    @property
+    def active(self) -> bool:
+        return self._callback is not None
+
+
+class Timers:
+    """Runs callbacks at their times, one after the other, on one thread. Callbacks must be short."""
+
+    def __init__(self, clock: Clock, name: str = "gpu-actors-timers") -> None:
+        self._clock = clock
+        self._name = name
+        self._condition = threading.Condition()
+        self._heap: list[tuple[float, int, Timer]] = []
+        self._numbers = itertools.count()
+        self._cancelled = 0
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def at(self, when: float, callback: Callable[[], None]) -> Timer:
+        """Run ``callback`` once the clock reads ``when``; at once, on the timers' thread, if it does already."""
+        timer = Timer(self, callback)
+        entry = (when, next(self._numbers), timer)
+        with self._condition:
+            if self._closed:
+                return timer
+            if self._cancelled > max(_FEW_DEAD, len(self._heap) // 2):
+                self._sweep()
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                thread.start()  # which may raise, and then the next timer tries again
+                self._thread = thread
+            first = not self._heap or when < self._heap[0][0]
+            try:
+                heapq.heappush(self._heap, entry)
+                if first:
+                    self._condition.notify()
+            except BaseException:  # Ctrl-C: the next timer is not the first one, and would not wake the thread
+                self._condition.notify()
+                raise
+        return timer
+
+    def after(self, seconds: float, callback: Callable[[], None]) -> Timer:
+        """Run ``callback`` once so many seconds have passed."""
+        return self.at(self._clock.now() + seconds, callback)
+
+    def cancelled(self) -> None:
+        """A timer was cancelled. The next one that is set sweeps out the dead, if there are many.
+
+        Not here: the garbage collector may cancel timers at any moment, and this thread may be at work on the heap.
+        """
+        self._cancelled += 1
+
+    def close(self) -> None:
+        """Forget every timer and end the thread."""
+        with self._condition:
+            self._closed = True
+            self._heap.clear()
+            self._condition.notify()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def after_fork(self) -> None:
+        """Close the child process's copy, which has no thread."""
+        self._condition = threading.Condition()
+        self._thread = None
+        self.close()
+
+    def _sweep(self) -> None:
+        self._cancelled = 0
+        heap, self._heap = self._heap, []
+        for entry in heap:
+            if entry[2].active:
+                heapq.heappush(self._heap, entry)
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                while not self._closed:
+                    if not self._heap:
+                        self._clock.wait(self._condition, None)
+                        continue
+                    now, when = self._clock.now(), self._heap[0][0]
+                    if when <= now:
+                        break
+                    self._clock.wait(self._condition, min(when, now + _LONGEST_SLEEP))
+                if self._closed:
+                    return
+                timer = heapq.heappop(self._heap)[2]
+            try:
+                timer.fire()
+            except BaseException:
+                # Every deadline of the context hangs on this thread.
+                logger.exception("a timer's callback raised")

@@ -1,0 +1,170 @@
+"""Waking: how a thread or a task sleeps until there is something for it, and how it is woken.
+
+    WakePipe  an actor's thread sleeps in it until a call or a message comes
+    Waiter    a task suspends on it until its request is answered
+    Outbox    gathers the waiters of a batch of answers, and wakes each event loop once
+
+Waking an event loop costs a system call and a trip through its selector, far more than the answer itself. An actor's
+thread therefore settles a whole batch of calls first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import Context
+from typing import Any
+
+__all__ = ["Outbox", "Waiter", "WakePipe"]
+
+Step = Callable[["Waiter"], object]
+
+
+class WakePipe:
+    """One thread sleeps in `wait`, any other wakes it with `wake`.
+
+    A pipe and not a lock: writing to one tells the scheduler that the writer is about to wait, which lets the woken
+    thread run where its work is still warm in the cache; and the write lets go of the GIL, which a thread woken by a
+    lock finds taken, to be put to sleep a second time.
+
+    A wake-up is not lost where no thread waits yet, and a wait may end without one: look for work after it. Raises
+    OSError where the process has no file descriptors left. The descriptors are closed with the last reference.
+    """
+
+    __slots__ = ("__weakref__", "_reader", "_writer")
+
+    def __init__(self) -> None:
+        self._reader, self._writer = os.pipe()
+        # Not when the interpreter exits: a daemon thread may still sleep here.
+        weakref.finalize(self, _close, self._reader, self._writer).atexit = False
+
+    def wait(self) -> None:
+        """Sleep until the next `wake`."""
+        os.read(self._reader, 4096)
+
+    def wake(self) -> None:
+        os.write(self._writer, b"\0")
+
+
+class Waiter:
+    """Awaited by one task, once: ``yield waiter``. All but ``loop`` is for the loop's own thread.
+
+    A task that awaits an asyncio future goes to the end of its loop's queue once that is set, and a task that waits
+    alone then costs the loop another turn, with another look at its selector. This one is future-like in asyncio's
+    sense (`asyncio.isfuture`): a task adds its next step to it as to any future, and `wake` takes that step then and
+    there.
+    """
+
+    __slots__ = ("_asyncio_future_blocking", "_context", "_error", "_over", "_step", "loop")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        # By this a task tells that it is given something to wait for.
+        self._asyncio_future_blocking = True
+        self.loop: asyncio.AbstractEventLoop = loop
+        self._over = False
+        self._error: asyncio.CancelledError | None = None
+        self._step: Step | None = None
+        self._context: Context | None = None
+
+    def wake(self) -> None:
+        """Let the task go on. Raises what a task may end its loop with."""
+        # Without a call in between, after which Ctrl-C could come: the step would be taken neither now nor later.
+        step, self._step = self._step, None
+        self._over = True
+        if step is not None and self._context is not None:
+            self._context.run(step, self)
+
+    # What a task asks of a future
+
+    def get_loop(self) -> asyncio.AbstractEventLoop:
+        return self.loop
+
+    def add_done_callback(self, step: Step, *, context: Context) -> None:
+        """Take the step that follows. The task adds it before the loop goes on to anything else."""
+        self._step, self._context = step, context
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        """Have the wait raise ``CancelledError``. False if it is over."""
+        if self._over:
+            return False
+        self._error = asyncio.CancelledError() if msg is None else asyncio.CancelledError(msg)
+        step = self._end()
+        if step is not None:
+            self.loop.call_soon(step, self, context=self._context)
+        return True
+
+    def result(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback holds this frame: see Call.answer
+
+    def _end(self) -> Step | None:
+        # Let go of: the task that it belongs to may end with an error whose traceback leads back here.
+        step, self._step = self._step, None
+        self._over = True
+        return step
+
+
+class Outbox:
+    """Collects waiters to wake. Belongs to one thread; `flush` before that thread sleeps."""
+
+    __slots__ = ("_waiters",)
+
+    def __init__(self) -> None:
+        self._waiters: list[Waiter] = []
+
+    def add(self, waiters: Iterable[Waiter]) -> None:
+        """Wake these at the next flush."""
+        self._waiters.extend(waiters)
+
+    def flush(self) -> None:
+        """Wake every collected waiter, with one call into each loop."""
+        waiters = self._waiters
+        if not waiters:
+            return
+        self._waiters = []
+        try:
+            _wake_all(waiters)
+        except BaseException:  # Ctrl-C: a waiter that is woken twice takes no notice
+            _wake_all(waiters)
+            raise
+
+
+def _close(*descriptors: int) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _wake_all(waiters: Sequence[Waiter]) -> None:
+    if len(waiters) == 1:
+        _call(waiters[0].loop, waiters[0].wake)
+        return
+    for loop in {waiter.loop for waiter in waiters}:
+        _call(loop, _wake, deque([waiter for waiter in waiters if waiter.loop is loop]))
+
+
+def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> None:
+    try:
+        loop.call_soon_threadsafe(function, *arguments)
+    except RuntimeError:
+        # The loop was closed while its requests were in flight. No task is left to wake; the answers stay on the
+        # calls, for those that hold the replies.
+        return
+
+
+def _wake(waiters: deque[Waiter]) -> None:
+    if len(waiters) > 1:
+        # A task that raises what ends the loop, or runs the loop from within, must not keep the others from going on.
+        waiters[0].loop.call_soon(_wake, waiters)
+    while waiters:
+        # Taken off after it was woken, if the loop was not run from within: Ctrl-C in between must not lose it.
+        waiter = waiters[0]
+        waiter.wake()
+        if waiters and waiters[0] is waiter:
+            waiters.popleft()

@@ -1,0 +1,267 @@
+"""Probes: /livez, /readyz and /metrics on a thread and a port of their own, however busy the event loop is.
+
+    async with Probes(port=8001) as probes:
+        async with ga.open_context("cuda") as context:
+            probes.watch(context)  # not ready before
+            ...
+
+An orchestrator that asks the busy loop itself takes overload for death and restarts a process that was only busy. A
+thread alone would not notice a loop that is stuck, so the loop gives it a sign of life ten times a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import anyio
+import anyio.to_thread
+
+from gpu_actors.errors import InvalidRequest
+from gpu_actors.extras import install_hint
+from gpu_actors.validation.fields import expect, integer, real
+
+if TYPE_CHECKING:
+    from prometheus_client.registry import CollectorRegistry
+
+    from gpu_actors.context import GpuContext
+    from gpu_actors.serving.admission import Admission
+
+__all__ = ["EXIT_CODE", "Answer", "Probes"]
+
+logger: logging.Logger = logging.getLogger("gpu_actors")
+
+EXIT_CODE = 70
+"""Of a process that ends because it is not alive: EX_SOFTWARE of sysexits.h."""
+
+_BEAT = 0.1
+_GRACE = 2.0
+
+
+class Answer(NamedTuple):
+    """What a probe is answered with: an HTTP status, the body and its type."""
+
+    status: int
+    body: bytes
+    content_type: str = "application/json"
+
+
+class Probes:
+    """Answers probes about one context from a thread of its own, as long as it is entered.
+
+    /livez: 503 if the context has failed or the event loop has not turned for ``stall_seconds``: restart the process.
+    /readyz: 503 also before `watch`, after `leave`, and while ``ctx.health()`` is not ready: send no requests.
+    /metrics: Prometheus' text format; 501 without the ``metrics`` extra.
+
+    host, port: where to listen; None listens nowhere, for a server that calls the three methods itself, and 0 takes a
+        free port. The attribute ``port`` is the one taken.
+    ports: how many ports, from ``port`` up, to try until one is free: each of several workers takes one of its own.
+    stall_seconds: above the longest that the loop may be busy with one thing.
+    exit_when_dead: end the process with `EXIT_CODE` once /livez has been 503 for 2 s, which is time to hand out the
+        answers that are left. At once and without cleaning up, for what waits for a lost device may wait for ever.
+
+    Raises `InvalidRequest` for a port beyond 65535 or no ports; on entering, where no port can be listened on.
+    """
+
+    def __init__(
+        self,
+        *,
+        host: str = "127.0.0.1",
+        port: int | None = None,
+        ports: int = 1,
+        stall_seconds: float = 30.0,
+        exit_when_dead: bool = False,
+    ) -> None:
+        self.host = host
+        self.port = None if port is None else integer("port", port, 0, 65535)
+        self.ports = integer("ports", ports, 1)
+        self.stall_seconds = real("stall_seconds", stall_seconds, "a finite number of seconds > 0")
+        expect(self.stall_seconds > 0, "stall_seconds", stall_seconds, "must be a finite number of seconds > 0")
+        self.exit_when_dead = exit_when_dead
+        self._context: GpuContext | None = None
+        self._registry: CollectorRegistry | None = None
+        self._leaving = False
+        self._last_beat = time.monotonic()
+        self._beating: asyncio.Task[None] | None = None
+        self._listener: _Listener | None = None
+        self._thread: threading.Thread | None = None
+        self._ended = threading.Event()
+
+    async def __aenter__(self) -> Self:
+        if self.port is not None:
+            self._listener = _listen(self, self.host, self.port, self.ports)
+            self.port = self._listener.server_port
+        self._beating = asyncio.create_task(self._beat())
+        self._thread = threading.Thread(target=self._run, name="gpu-actors-probes", daemon=True)
+        self._thread.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(self._close)
+        assert self._beating is not None
+        self._beating.cancel()
+
+    def watch(self, context: GpuContext, admission: Admission | None = None) -> None:
+        """Answer about this context from now on, and show what the admission does in /metrics."""
+        try:
+            from prometheus_client import CollectorRegistry
+
+            from gpu_actors.metrics import ContextCollector
+            from gpu_actors.serving.collector import AdmissionCollector
+        except ImportError:
+            self._registry = None
+        else:
+            self._registry = CollectorRegistry()
+            self._registry.register(ContextCollector(context))
+            if admission is not None:
+                self._registry.register(AdmissionCollector(admission))
+        self._context = context
+
+    def leave(self) -> None:
+        """The process is about to end: not ready from now on."""
+        self._leaving = True
+
+    # The answers
+
+    def livez(self) -> Answer:
+        reason = self._dead()
+        return _answer(not reason, {"alive": not reason, "reason": reason})
+
+    def readyz(self) -> Answer:
+        context, dead = self._context, self._dead()
+        if context is None:
+            return _answer(False, {"ready": False, "state": "starting", "reason": "the context is not open yet"})
+        health = context.health()
+        ready, state, reason = health.ready, str(health.state), health.reason
+        if self._leaving and state != "failed":
+            ready, state, reason = False, "draining", "the server is leaving"
+        elif dead:
+            ready, reason = False, dead
+        content = {"ready": ready, "state": state, "reason": reason}
+        return _answer(ready, content | {"device": health.device.kind, "generation": health.generation})
+
+    def metrics(self) -> Answer:
+        registry = self._registry
+        if self._context is None:
+            return _answer(False, {"error": {"message": "the context is not open yet"}})
+        if registry is None:
+            return Answer(501, json.dumps({"error": {"message": install_hint("metrics")}}).encode())
+        from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+        return Answer(200, generate_latest(registry), CONTENT_TYPE_LATEST)
+
+    def _dead(self) -> str:
+        """Why the process should be replaced, or nothing."""
+        stalled = time.monotonic() - self._last_beat
+        if stalled > self.stall_seconds:
+            return f"the event loop has not turned for {stalled:.0f} s"
+        health = self._context.health() if self._context is not None else None
+        return health.reason if health is not None and health.state == "failed" else ""
+
+    # Running
+
+    async def _beat(self) -> None:
+        while True:
+            self._last_beat = time.monotonic()
+            await asyncio.sleep(_BEAT)
+
+    def _run(self) -> None:
+        listening = None
+        if self._listener is not None:
+            listening = threading.Thread(target=self._listener.serve_forever, name="gpu-actors-probes-listener")
+            listening.start()
+        dead_since: float | None = None
+        while not self._ended.wait(_BEAT):
+            reason = self._dead()
+            if not reason:
+                dead_since = None
+                continue
+            now = time.monotonic()
+            dead_since = now if dead_since is None else dead_since
+            if self.exit_when_dead and now - dead_since >= _GRACE:
+                logger.critical("the process ends with code %d: %s", EXIT_CODE, reason)
+                logging.shutdown()
+                os._exit(EXIT_CODE)
+        if listening is not None:
+            assert self._listener is not None
+            self._listener.shutdown()
+            listening.join()
+
+    def _close(self) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+        if self._listener is not None:
+            self._listener.server_close()
+
+
+def _answer(good: bool, content: dict[str, Any]) -> Answer:
+    return Answer(200 if good else 503, json.dumps(content).encode())
+
+
+class _Listener(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+    allow_reuse_port = False
+
+    def __init__(self, address: tuple[str, int], probes: Probes) -> None:
+        self.probes = probes
+        super().__init__(address, _Handler)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        # As of an orchestrator that has hung up: a traceback on stderr for each would bury what matters.
+        logger.debug("a probe of %s failed", client_address, exc_info=True)
+
+    def server_bind(self) -> None:
+        # HTTPServer's own asks the name service what this machine is called, which may take long and is not used.
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = "", self.socket.getsockname()[1]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = 5.0
+
+    def do_HEAD(self) -> None:
+        """Some load balancers ask without wanting the body."""
+        self._reply(with_body=False)
+
+    def do_GET(self) -> None:
+        self._reply(with_body=True)
+
+    def _reply(self, *, with_body: bool) -> None:
+        server = self.server
+        assert isinstance(server, _Listener)
+        probes = server.probes
+        paths = {"/livez": probes.livez, "/readyz": probes.readyz, "/metrics": probes.metrics}
+        asked = paths.get(self.path.partition("?")[0])
+        answer = asked() if asked is not None else Answer(404, b'{"error": {"message": "no such probe"}}')
+        self.send_response(answer.status)
+        self.send_header("Content-Type", answer.content_type)
+        self.send_header("Content-Length", str(len(answer.body)))
+        self.end_headers()
+        if with_body:
+            self.wfile.write(answer.body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        logger.debug("probe: %s", format % args)
+
+
+def _listen(probes: Probes, host: str, port: int, ports: int) -> _Listener:
+    tried = range(port, min(port + ports, 65536)) if port else (0,)
+    for number in tried:
+        try:
+            return _Listener((host, number), probes)
+        except OSError as error:
+            failure = error
+    raise InvalidRequest("port", port, f"cannot be listened on, nor can the next {ports - 1}: {failure.strerror}")

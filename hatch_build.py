@@ -1,0 +1,50 @@
+"""README as an index page shows it, away from the files that it links to, and the project's addresses.
+
+GPU_ACTORS_HOME: at build time, the address of the published repository, such as https://example.org/owner/gpu_actors.
+With it, links lead there. Without it, no address is known, and links become the names of files.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from hatchling.metadata.plugin.interface import MetadataHookInterface
+
+__all__ = ["IndexPage", "for_index_page", "project_urls"]
+
+_RELATIVE_LINK = re.compile(r"\[([^\]]+)\]\((?![a-z]+:|#)([^)\s]+)\)")
+
+
+class IndexPage(MetadataHookInterface):
+    """Gives the metadata that depend on where the project is published."""
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        home = os.environ.get("GPU_ACTORS_HOME", "").rstrip("/")
+        text = (Path(self.root) / "README.md").read_text(encoding="utf-8")
+        metadata["readme"] = {"content-type": "text/markdown", "text": for_index_page(text, home)}
+        if home:
+            metadata["urls"] = project_urls(home)
+
+
+def for_index_page(text: str, home: str) -> str:
+    """Markdown whose links to files beside it are absolute, or none where there is no home."""
+
+    def link(match: re.Match[str]) -> str:
+        shown, path = match.groups()
+        if home:
+            return f"[{shown}]({home}/blob/HEAD/{path})"
+        return shown if shown == path else f"{shown} ({path})"
+
+    return _RELATIVE_LINK.sub(link, text)
+
+
+def project_urls(home: str) -> dict[str, str]:
+    """The links beside an index page."""
+    return {
+        "Homepage": home,
+        "Documentation": f"{home}/blob/HEAD/README.md#documentation",
+        "Changelog": f"{home}/blob/HEAD/CHANGELOG.md",
+    }

@@ -1,0 +1,96 @@
+// What the append kernel is compiled for (macros) and what a launch passes it (Arguments).
+//
+// gpu_actors/kernels/append/variant.py reads struct Params from this text: one field a line, of a type that it knows. The
+// innermost dimension of every operand is contiguous.
+#pragma once
+
+#include "common/types.cuh"
+
+#ifndef HEAD_DIM
+#error "HEAD_DIM, HEAD_DIM_V, WARPS, MAX_ROWS, SHARED_BYTES, K_UNITS, V_UNITS, ELEMENT and CACHE_ELEMENT must be given"
+#endif
+
+// Options are 0 or 1, and cost nothing when 0.
+#ifndef PAGED  // the caches are pools of pages with a block table
+#define PAGED 0
+#endif
+#ifndef POINTERS  // the caches are arrays of addresses, one cache a sequence
+#define POINTERS 0
+#endif
+#ifndef ROTARY_DIM  // columns of K (and q) that are rotated, the first ones; 0 rotates none
+#define ROTARY_DIM 0
+#endif
+#ifndef INTERLEAVED  // columns 2i and 2i + 1 are a pair; else i and i + ROTARY_DIM / 2
+#define INTERLEAVED 0
+#endif
+#ifndef TABLES  // cosines and sines are given; else they follow from the position and the pair's step
+#define TABLES 0
+#endif
+#ifndef POSITIONS  // of the rotation, a row; else the row's place in its sequence
+#define POSITIONS 0
+#endif
+#ifndef QUERY  // q is rotated, too
+#define QUERY 0
+#endif
+#ifndef DESCALES
+#define DESCALES 0
+#endif
+
+struct Params {  // pointers to operands that the variant does not use are null
+  const void* k;  // the new rows, packed: (total, heads_kv, HEAD_DIM)
+  const void* v;
+  const void* q;
+  void* q_rotated;
+  void* k_cache;  // pages or sequences, or with POINTERS the addresses of the sequences' caches
+  void* v_cache;
+  const int32_t* cu_seqlens;  // null where every sequence has `rows` new ones
+  const int32_t* cache_seqlens;  // keys of each sequence, the new ones included
+  const int32_t* block_table;
+  const int32_t* positions;
+  const float* rope_cos;  // (table_rows, ROTARY_DIM / 2), like rope_sin
+  const float* rope_sin;
+  const float* k_descale;  // (batch, heads_kv); null stands for factors of 1, as in the next
+  const float* v_descale;
+  int64_t k_row;  // strides in elements
+  int64_t k_head;
+  int64_t v_row;
+  int64_t v_head;
+  int64_t q_row;
+  int64_t q_head;
+  int64_t q_rotated_row;
+  int64_t q_rotated_head;
+  int64_t k_cache_block;  // from a page or a sequence to the next; 0 with POINTERS
+  int64_t k_cache_row;
+  int64_t k_cache_head;
+  int64_t v_cache_block;
+  int64_t v_cache_row;
+  int64_t v_cache_head;
+  int64_t block_table_row;
+  int64_t rope_cos_row;
+  int64_t rope_sin_row;
+  int64_t k_descale_row;
+  int64_t k_descale_head;
+  int64_t v_descale_row;
+  int64_t v_descale_head;
+  int32_t batch;
+  int32_t total;  // new rows
+  int32_t rows;  // of each sequence, where cu_seqlens is null
+  int32_t heads_kv;
+  int32_t heads_q;
+  int32_t capacity;  // rows that a sequence may have in its cache
+  int32_t page_size;
+  int32_t num_blocks;
+  int32_t table_rows;
+  int32_t block_rows;  // new rows of a thread block
+  int32_t parts;  // blocks that share those rows
+  int32_t part_units;  // of the rows' units, how many each of them takes
+};
+
+// The angle of pair i grows by steps[i] * 2^-64 turns a position: in 64 bits, whole turns drop out by themselves, and
+// what is left is exact however far the position is.
+struct Arguments {
+  Params params;
+#if ROTARY_DIM && !TABLES
+  uint64_t steps[ROTARY_DIM / 2];
+#endif
+};

@@ -1,0 +1,379 @@
+// Attention backward on tensor cores with mma.sync, for every architecture from sm_80 on: dK and dV, and dQ in parts.
+//
+// FlashAttention-2 (Dao, arXiv 2307.08691, algorithm 2). A block owns BLOCK_N keys of one KV head of one sequence and
+// walks over the query tiles that see them, of every query head of the group. K and V stay in shared memory; Q and dO
+// pass through a ring of STAGES stages. Scores lie with keys down, so that those of a warp are its A operands next:
+//
+//      shared memory            warp 0: 16 keys                                  warp 1 ..
+//    +---------------+
+//    | K, V          |--rows--> K (A)   x Q(n)  = S^T --2^(s - lse)--> P^T       the next 16 keys
+//    +---------------+          V (A)   x dO(n) = dP^T --P (dP - delta)--> dS^T
+//    | Q(n)   dO(n)  |--all---> P^T (A) x dO(n), added to dV  16 x HEAD_DIM_V    its own dV
+//    | statistics(n) |          dS^T (A) x Q(n), added to dK  16 x HEAD_DIM      its own dK
+//    |  .. STAGES    |
+//    +---------------+
+//    | dS^T (P^T)    |<-------- dS^T;     barrier;  dS (A, transposed) x K = 16 rows of dQ, added to global memory
+//    +---------------+
+//
+// Where a head is wide, COLUMN_WARPS warps share 16 keys: each computes the scores of its part of the queries, passes
+// them on through shared memory, and keeps its part of the columns of dK and dV. If the queries are too few to share
+// (SPLIT is false), each computes them all.
+//
+// dQ has as many parts as there are key tiles. They are added atomically, each lane's values side by side, in the order
+// of accumulators (backward/backward_finish.cu puts them in rows). DETERMINISTIC adds them in the order of the keys: a block waits
+// for its turn at each query tile. That costs waiting, in a pipeline of blocks that all walk the same way, and no memory
+// or products; a second pass over query tiles would cost two fifths more products, and parts kept apart would take
+// memory that grows with the square of the length. Blocks wait only for blocks of lower numbers, and draw their numbers
+// as they start: CUDA promises no order of blocks, so blocks that start first could else wait for ever, and fill the GPU.
+// dK and dV are sums of one block in one order, so they have the same bits each time and in any batch.
+#include "backward/params.cuh"
+#include "backward/scores.cuh"
+#include "mma/store.cuh"
+
+using QueryColumns = Columns<KTile, HEAD_DIM, WARPS / (BLOCK_M / 16)>;
+static_assert(DQ_FLOATS == 2 * QueryColumns::PAIRS * 4 * THREADS, "the scratch of a slot is what its block adds");
+
+// s += keys x queries: 16 * KEY_ROWS rows of a tile of keys times the queries of a pass.
+template <class Keys, class Queries>
+DEVICE void multiply_queries(Scores& s, const Keys& keys, const Queries& queries, const WarpPlace& warp) {
+  const LaneAddress key_lane = lane_of_a(keys, warp.first_key);
+  const LaneAddress query_lane = moved(lane_of_b(queries), 0, warp.first_query * Queries::PITCH);
+  // Unrolled whole, ptxas loads so many fragments ahead that it spills.
+#pragma unroll 1
+  for (int step = 0; step < Keys::CHUNKS / 2; step++) {
+    uint32_t a[KEY_ROWS][4];
+#pragma unroll
+    for (int r = 0; r < KEY_ROWS; r++) ptx::ldmatrix_x4(a[r], key_lane.at<Keys>(16 * r, 2 * step));
+#pragma unroll
+    for (int pair = 0; pair < QUERY_BLOCKS / 2; pair++) {
+      uint32_t b[4];
+      ptx::ldmatrix_x4(b, query_lane.at<Queries>(16 * pair, 2 * step));
+#pragma unroll
+      for (int r = 0; r < KEY_ROWS; r++) {
+        Products::multiply(s[r][2 * pair], a[r], b[0], b[1]);
+        Products::multiply(s[r][2 * pair + 1], a[r], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// sum += weights x rows of a tile of queries, for the warp's columns. The weights are this warp's scores of COUNT queries
+// or, where they are shared, those that the warps of its keys left in shared memory.
+template <class Share, int COUNT, class Queries, int PAIRS>
+DEVICE void add_queries(float (&sum)[PAIRS][KEY_ROWS][4], const Scores& weights, const ScoreTile& shared,
+                        const Queries& queries, const WarpPlace& warp) {
+  const Share columns{warp.column_warp};
+  const int first = SPLIT ? 0 : warp.first_query;
+  const LaneAddress rows = moved(columns.lane(Products::lane_of_values(queries)), 0, first * Queries::PITCH);
+  LaneAddress scores{};
+  if constexpr (SPLIT) {
+    scores = sizeof(ELEMENT) == 2 ? lane_of_a(shared, warp.first_key) : lane_of_scores(shared, warp.first_key, 0);
+  }
+#pragma unroll SPLIT ? 1 : COUNT / Products::KEYS
+  for (int step = 0; step < COUNT / Products::KEYS; step++) {
+    uint32_t a[KEY_ROWS][4];
+#pragma unroll
+    for (int r = 0; r < KEY_ROWS; r++) {
+      if constexpr (SPLIT) load_scores<ScoreTile>(a[r], scores, 16 * r, step);
+      else Products::weights(a[r], weights[r], step);
+    }
+#pragma unroll
+    for (int pair = 0; pair < Share::PAIRS; pair++) {
+      multiply_pair<Products, Queries>(sum[2 * pair], sum[2 * pair + 1], a, rows, step, Share::offset(pair),
+                                       columns.blocks(pair));
+    }
+  }
+}
+
+// What the warp's keys get from values' gradients: P^T dO, at once or, where scores are shared, later.
+DEVICE void give_values(ValueGradient& dv, const Scores& weights, const Work& work, int n) {
+  const Ring& ring = work.ring;
+  if constexpr (SPLIT) {
+    const LaneAddress lane = lane_of_scores(ring.p_tile(), work.warp.first_key, work.warp.first_query);
+#pragma unroll
+    for (int r = 0; r < KEY_ROWS; r++) store_scores<Products, ScoreTile>(lane, weights[r], 16 * r);
+  } else {
+    add_queries<ValueColumns, PASS>(dv, weights, ring.p_tile(), ring.do_tile(n), work.warp);
+  }
+}
+
+// The step's part of dQ, from the dS of all warps: 16 rows and some columns a warp.
+DEVICE void add_query_gradient(const Work& work, int n) {
+  constexpr int ROW_WARPS = BLOCK_M / 16, MOST = ACCUMULATORS <= 96 || ROOMY ? 4 : 2;
+  constexpr int AT_ONCE = QueryColumns::PAIRS < MOST ? QueryColumns::PAIRS : MOST;
+  static_assert(AT_ONCE % QueryColumns::PAIRS_A_PART == 0 || QueryColumns::PAIRS_A_PART % AT_ONCE == 0,
+                "a pass begins at a part or divides it");
+  constexpr bool EVEN = QueryColumns::PAIRS % AT_ONCE == 0;
+  const int warp = int(threadIdx.x) / 32;
+  const QueryColumns columns{warp / ROW_WARPS};
+  const KTile keys = work.ring.k_tile();
+  const ScoreTile shared = work.ring.ds_tile();
+  const LaneAddress key_lane = columns.lane(Products::lane_of_values(keys));
+  constexpr int ROW_CHUNKS = 16 / ScoreTile::CHUNK, FACTOR = ScoreTile::FACTOR;
+  const int chunk = warp % ROW_WARPS * ROW_CHUNKS;
+  const LaneAddress ds_lane = moved(Products::lane_of_values(shared), chunk % FACTOR, chunk / FACTOR * FACTOR * 16);
+  const BackwardParams& params = work.ring.params;
+  const int64_t slot = work.ring.slot(n);
+  int turn = 0;
+  float* const sums = params.dq_sums + slot * DQ_FLOATS + threadIdx.x * REDUCE_WIDTH;
+  // A few columns at a time, which is what registers are left for.
+#pragma unroll 1
+  for (int first = 0; first < QueryColumns::PAIRS; first += AT_ONCE) {
+    float dq[2 * AT_ONCE][1][4] = {};
+    const LaneAddress columns_lane = QueryColumns::advanced(key_lane, first);
+#pragma unroll 2
+    for (int step = 0; step < BLOCK_N / Products::KEYS; step++) {
+      uint32_t a[1][4];
+      load_scores_transposed<Products, ScoreTile>(a[0], ds_lane, step);
+#pragma unroll
+      for (int pair = 0; pair < AT_ONCE; pair++) {
+        if (!EVEN && first + pair >= QueryColumns::PAIRS) break;
+        multiply_pair<Products, KTile>(dq[2 * pair], dq[2 * pair + 1], a, columns_lane, step,
+                                       QueryColumns::offset(pair), columns.blocks(first + pair));
+      }
+    }
+    if (DETERMINISTIC && first == 0) {
+      const int row_begin = work.ring.tile(n) * BLOCK_M;
+      const int row_end = at_most(work.ring.at.seqlen_q, row_begin + BLOCK_M);
+      turn = work.mask.tiles<BLOCK_N>(row_begin, row_end).before(work.key_begin / BLOCK_N);
+      begin_turn(params.dq_turns + slot, turn);
+    }
+#pragma unroll
+    for (int block = 0; block < 2 * AT_ONCE; block++) {
+      if ((!EVEN && first + block / 2 >= QueryColumns::PAIRS) || columns.blocks(first + block / 2) <= block % 2) continue;
+      float* const to = sums + (2 * first + block) * (4 * THREADS);
+      if constexpr (REDUCE_WIDTH == 4) {
+        ptx::reduce_add_v4(to, dq[block][0]);
+      } else {
+#pragma unroll
+        for (int e = 0; e < 4; e++) ptx::reduce_add(to + e * THREADS, dq[block][0][e]);
+      }
+    }
+  }
+  if constexpr (DETERMINISTIC) end_turn(params.dq_turns + slot, turn);
+}
+
+// Gives the special values of dO, which its product left out, to the keys that are seen by their rows.
+DEVICE void add_special(ValueGradient& dv, const Work& work, int n) {
+  const ValueColumns columns{work.warp.column_warp};
+  const Dropout dropout = work.dropout(work.ring.head(n));
+  const RowSource<ELEMENT> dout = work.ring.dout(n);
+  const int first = work.ring.tile(n) * BLOCK_M;
+#pragma unroll 1
+  for (int row = first; row < first + BLOCK_M; row++) {
+    if (!work.ring.rows.has(row)) continue;
+    uint32_t seen = 0, kept = 0;  // a bit for each of the lane's keys
+#pragma unroll 1
+    for (int i = 0; i < 2 * KEY_ROWS; i++) {
+      const int key = work.key(i / 2, i % 2);
+      seen |= uint32_t(work.mask.visible(row, key)) << i;
+      kept |= uint32_t(!DROPOUT || dropout.keeps(row, key)) << i;
+    }
+    const ELEMENT* const values = dout.rows + (row - first) * dout.stride + lane_id() % 4 * 2;
+#pragma unroll
+    for (int c = 0; c < 4 * ValueColumns::PAIRS; c++) {
+      if (columns.blocks(c / 4) <= c / 2 % 2) continue;
+      const float value = to_real(values[columns.column(c / 4) + c / 2 % 2 * 8 + c % 2]);
+      const bool special = value - value != 0.0f;
+#pragma unroll
+      for (int i = 0; i < 2 * KEY_ROWS; i++) {
+        const float weight = !DROPOUT || kept >> i & 1 ? 1.0f : 0.0f;  // as far as it matters: none or a positive one
+        if (special && seen >> i & 1) dv[c / 2][i / 2][i % 2 * 2 + c % 2] += value * weight;
+      }
+    }
+  }
+}
+
+// The scores of the pass: dS^T, and P^T after dropout if it is shared, to shared memory, and otherwise what the warp's
+// keys get from them.
+DEVICE void multiply_pass(KeyGradient& dk, ValueGradient& dv, const Work& work, const Score<float>& score, int n,
+                          bool masked) {
+  const Ring& ring = work.ring;
+  const WarpPlace& warp = work.warp;
+  const QTile q_tile = ring.q_tile(n);
+  const DoTile do_tile = ring.do_tile(n);
+  const LaneAddress ds_lane = lane_of_scores(ring.ds_tile(), warp.first_key, warp.first_query);
+
+  Scores p, dot, dp = {};
+#pragma unroll
+  for (int i = 0; i < KEY_ROWS * QUERY_BLOCKS * 4; i++) {
+    const int r = i / 4 / QUERY_BLOCKS, block = i / 4 % QUERY_BLOCKS;
+    p[r][block][i % 4] = HIDES ? work.poison[r][i % 4 / 2] : 0.0f;
+  }
+  multiply_queries(p, ring.k_tile(), q_tile, warp);
+  if constexpr (GRADIENT_NEEDS_DOT) copy_scores(dot, p);
+  weigh(p, work, score, n);
+  if (masked) hide(p, work, n);
+  uint32_t kept[KEY_ROWS] = {};
+  if constexpr (DROPOUT) {
+    Scores weights;
+    copy_scores(weights, p);
+    drop(weights, kept, work, n);
+    give_values(dv, weights, work, n);
+  } else {
+    give_values(dv, p, work, n);
+  }
+
+  multiply_queries(dp, ring.v_tile(), do_tile, warp);
+  differentiate(dp, p, kept, work, n);
+  if constexpr (BIAS) {
+    if (masked) hide(dp, work, n);
+    add_to_dbias(dp, work, n);
+  }
+  if constexpr (GRADIENT_NEEDS_DOT) differentiate_score(dp, dot, work, score, n);
+  if (masked) hide(dp, work, n);  // 0 times a NaN is none
+  if (SPLIT || warp.column_warp == 0) {
+#pragma unroll
+    for (int r = 0; r < KEY_ROWS; r++) store_scores<Products, ScoreTile>(ds_lane, dp[r], 16 * r);
+  }
+  if constexpr (!SPLIT) add_queries<KeyColumns, PASS>(dk, dp, ring.ds_tile(), q_tile, warp);
+}
+
+// masked: whether the tile may have hidden pairs; special: whether dO has values that its product leaves out. Both are
+// the same for all threads.
+DEVICE void multiply_step(KeyGradient& dk, ValueGradient& dv, Work& work, int n, bool masked, bool special) {
+  const Ring& ring = work.ring;
+  const Score<float> score = work.score(ring.head(n));
+  int32_t* dbias_turns = nullptr;
+  int turn = 0;
+  if constexpr (BIAS && DETERMINISTIC) {
+    dbias_turns = dbias_turns_of(work, n, turn);
+    begin_turn(dbias_turns, turn);
+  }
+  const int first_query = work.warp.first_query;
+#pragma unroll 1
+  for (int pass = 0; pass < PASSES; pass++) {
+    work.warp.first_query = first_query + pass * PASS;
+    multiply_pass(dk, dv, work, score, n, masked);
+  }
+  work.warp.first_query = first_query;
+  __syncthreads();  // all scores are in shared memory, and all of dbias is added
+  if constexpr (BIAS && DETERMINISTIC) end_turn(dbias_turns, turn);
+  if constexpr (SPLIT) {
+    const Scores none{};
+    add_queries<ValueColumns, BLOCK_M>(dv, none, ring.p_tile(), ring.do_tile(n), work.warp);
+    add_queries<KeyColumns, BLOCK_M>(dk, none, ring.ds_tile(), ring.q_tile(n), work.warp);
+  }
+  if (special) add_special(dv, work, n);
+  add_query_gradient(work, n);
+}
+
+// A key that holds a NaN or an infinity: 0 times it is NaN. Its scores get that NaN, and it leaves the tile, where the
+// zeros of hidden pairs would spread it over other rows of dQ.
+DEVICE void set_specials_aside(Work& work) {
+  const KTile keys = work.ring.k_tile();
+  const LaneAddress lane = lane_of_a(keys, work.warp.first_key);
+  __syncthreads();  // all keys are there
+#pragma unroll
+  for (int r = 0; r < KEY_ROWS; r++) {
+    float sum[4] = {};
+#pragma unroll 2
+    for (int step = 0; step < KTile::CHUNKS / 2; step++) {
+      uint32_t a[4];
+      ptx::ldmatrix_x4(a, lane.at<KTile>(16 * r, 2 * step));
+      Products::multiply(sum, a, 0, 0);
+    }
+    work.poison[r][0] = sum[0];
+    work.poison[r][1] = sum[2];
+  }
+  __syncthreads();  // all have looked at them
+  clear_special<ELEMENT, THREADS>(keys);
+}
+
+// Once keys have landed: whatever is done to them before the first product.
+DEVICE void prepare_keys(Work& work) {
+  if constexpr (ROUNDED || HIDES) ptx::cp_async_wait<STAGES == 1 ? 0 : STAGES - 2>();
+  if constexpr (ROUNDED) {
+    round_rows<COMPUTE_BITS, THREADS>(work.ring.k_tile());
+    round_rows<COMPUTE_BITS, THREADS>(work.ring.v_tile());
+  }
+  if constexpr (HIDES) set_specials_aside(work);
+}
+
+static_assert(sizeof(OUT_ELEMENT) == sizeof(ELEMENT), "gradients are of the inputs' types");
+
+// Two neighbouring elements of a row: `store_pair` with the products' own rounding, in one instruction for both.
+template <class Element>
+DEVICE void store_two(Element* out, float low, float high, bool whole) {
+  if constexpr (sizeof(Element) == 2) {
+    const uint32_t word = ProductsOf<Element>::pack(low, high);
+    if (whole) {
+      *reinterpret_cast<uint32_t*>(out) = word;
+    } else {
+      out[0].bits = uint16_t(word);
+      out[1].bits = uint16_t(word >> 16);
+    }
+  } else {
+    store_pair(out, low, high, whole);
+  }
+}
+
+template <class Share, int PAIRS>
+DEVICE void store(void* operand, const Strides& strides, const float (&sum)[PAIRS][KEY_ROWS][4], const Work& work,
+                  float factor) {
+  const KeyPlace& at = work.ring.at;
+  const Share columns{work.warp.column_warp};
+#pragma unroll
+  for (int i = 0; i < 2 * KEY_ROWS; i++) {
+    const int key = work.key(i / 2, i % 2);
+    if (key >= at.seqlen_k) continue;
+    OUT_ELEMENT* const row = element_of<OUT_ELEMENT>(operand, strides, at.sequence, at.k_start + key, at.kv_head);
+    const bool whole = stores_pairs(row);
+#pragma unroll
+    for (int block = 0; block < PAIRS; block++) {
+      if (columns.blocks(block / 2) <= block % 2) continue;
+      const float(&values)[4] = sum[block][i / 2];
+      const int column = columns.column(block / 2) + block % 2 * 8 + lane_id() % 4 * 2;
+      store_two(row + column, values[i % 2 * 2] * factor, values[i % 2 * 2 + 1] * factor, whole);
+    }
+  }
+}
+
+// The keys of one tile, against all rows that see them.
+DEVICE void multiply(const WithScoreMod<BackwardParams>& params, const KeyPlace& at, int key_tile, uint32_t shared) {
+  const Params& forward = params.forward;
+  const Mask mask = make_mask(forward, at.seqlen_q, at.seqlen_k);
+  const int key_begin = key_tile * BLOCK_N, key_end = at_most(at.seqlen_k, key_begin + BLOCK_N);
+  const SeenRows rows = mask.rows(at.seqlen_q, key_begin, key_end);
+  const int heads = forward.heads_q / forward.heads_kv;
+  const int tiles = rows.begin < rows.end ? (rows.end + BLOCK_M - 1) / BLOCK_M - rows.begin / BLOCK_M : 0;
+  const Ring ring{params, at, rows, heads, tiles, heads * tiles, shared};
+  Work work{ring, params, warp_place(), mask, key_begin, {}};
+
+  KeyGradient dk = {};
+  ValueGradient dv = {};
+  if (ring.count > 0) {
+    ring.fill_keys(mask, key_begin);
+    if constexpr (STAGES == 1) {
+      ptx::cp_async_commit();
+      prepare_keys(work);
+    }
+    // What fills the first stages is the loop itself: another copy of that code would only take time to compile.
+#pragma unroll 1
+    for (int n = 1 - STAGES; n < ring.count; n++) {
+      const int row_begin = ring.tile(n) * BLOCK_M, row_end = at_most(at.seqlen_q, row_begin + BLOCK_M);
+      // What a modification or its derivative makes of the zeros past the last row may be no number: they are hidden, too.
+      const bool masked = !mask.all_visible(row_begin, row_end, key_begin, key_begin + BLOCK_N) ||
+                          (SCORE_MOD && row_begin + BLOCK_M > at.seqlen_q);
+      const bool special = ring.advance(n, masked);
+      if (n >= 0) multiply_step(dk, dv, work, n, masked, special);
+      else if (n == -1) prepare_keys(work);
+    }
+  }
+  store<KeyColumns>(params.dk, params.dk_strides, dk, work, float(forward.softmax_scale));
+  store<ValueColumns>(params.dv, params.dv_strides, dv, work, DROPOUT ? float(forward.dropout_scale) : 1.0f);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    backward_mma(const __grid_constant__ WithScoreMod<BackwardParams> params) {
+  DYNAMIC_SHARED(shared);
+  const int parts = (params.forward.seqlen_k + BLOCK_N - 1) / BLOCK_N;
+  const KeyPlace at = locate_keys(params.forward, parts, block_number(params, ptx::shared_address(shared)));
+  // A part is one tile, unless a sequence is longer than the caller said. Its tiles are neighbours, so that a block waits
+  // for none of a higher number.
+  const int tiles = (at.seqlen_k + BLOCK_N - 1) / BLOCK_N, share = (tiles + parts - 1) / parts;
+  for (int tile = at.part * share; tile < at_most(tiles, (at.part + 1) * share); tile++) {
+    multiply(params, at, tile, ptx::shared_address(shared));
+    if (VARLEN) __syncthreads();  // all have left the tiles that the next keys overwrite
+  }
+}

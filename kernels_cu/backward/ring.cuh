@@ -1,0 +1,152 @@
+// What one block of backward/backward_mma.cu works on, and how its operands reach shared memory.
+#pragma once
+
+#include "backward/params.cuh"
+#include "mma/shares.cuh"
+#include "mma/special.cuh"
+#include "common/place.cuh"
+#include "ptx/warp.cuh"
+
+constexpr int THREADS = WARPS * 32;
+constexpr int KEY_WARPS = WARPS < BLOCK_N / 16 ? WARPS : BLOCK_N / 16;
+constexpr int COLUMN_WARPS = WARPS / KEY_WARPS;
+constexpr int KEY_ROWS = BLOCK_N / (16 * KEY_WARPS);  // of 16 keys, a warp
+constexpr bool SPLIT = COLUMN_WARPS > 1 && BLOCK_M % (16 * COLUMN_WARPS) == 0;
+constexpr int QUERIES = SPLIT ? BLOCK_M / COLUMN_WARPS : BLOCK_M;  // whose scores a warp computes
+constexpr bool ROUNDED = sizeof(ELEMENT) == 4;  // operands are rounded after they were copied
+constexpr bool HIDES = CAUSAL || WINDOW;        // some pairs of rows and keys of a sequence
+
+using KTile = Tile<BLOCK_N, HEAD_DIM, ELEMENT>;
+using VTile = Tile<BLOCK_N, HEAD_DIM_V, ELEMENT>;
+using QTile = Tile<BLOCK_M, HEAD_DIM, ELEMENT>;
+using DoTile = Tile<BLOCK_M, HEAD_DIM_V, ELEMENT>;
+using ScoreTile = Tile<BLOCK_N, BLOCK_M, ELEMENT>;
+constexpr int STATISTICS_BYTES = 2 * BLOCK_M * 4;
+constexpr int STAGE_BYTES = QTile::BYTES + DoTile::BYTES + STATISTICS_BYTES;
+
+static_assert(KEY_WARPS * COLUMN_WARPS == WARPS, "every warp has its keys and columns");
+static_assert(KEY_ROWS * 16 * KEY_WARPS == BLOCK_N, "BLOCK_N must be a multiple of 16 keys a warp");
+static_assert(WARPS % (BLOCK_M / 16) == 0 && BLOCK_M % 16 == 0, "16 rows of dQ have the same number of warps each");
+static_assert(!ROUNDED || COMPUTE_BITS <= 11, "tf32 has 11 significant bits");
+static_assert(!DESCALES, "descales are for 8-bit inputs");
+static_assert(SHARED_BYTES == KTile::BYTES + VTile::BYTES + STAGES * STAGE_BYTES + (SPLIT ? 2 : 1) * ScoreTile::BYTES,
+              "the launch must provide what K, V, the stages of Q and dO, and the scores take");
+
+// A block's sequence, KV head and part of the keys. Blocks are numbered by sequence, then KV head, then part.
+struct KeyPlace {
+  int sequence, kv_head, part;
+  int seqlen_q, seqlen_k;
+  int64_t q_start, k_start;  // rows before the sequence's first, in packed tensors
+};
+
+// The block's number. A block that waits for lower numbers draws its own, so that theirs are drawn, and they have started.
+// shared: the address of four bytes that nothing else uses yet.
+DEVICE int block_number(const BackwardParams& params, uint32_t shared) {
+  if constexpr (!DETERMINISTIC) return int(blockIdx.x);
+  if (threadIdx.x == 0) ptx::store_shared(shared, uint32_t(atomicAdd(params.tickets, 1)));
+  __syncthreads();
+  const int number = ptx::warp_uniform(int(ptx::load_shared(shared)));
+  __syncthreads();  // all have read it
+  return number;
+}
+
+DEVICE KeyPlace locate_keys(const Params& params, int parts, int block) {
+  const int sequence_head = block / parts, sequence = sequence_head / params.heads_kv;
+  KeyPlace at{sequence, sequence_head % params.heads_kv, block % parts, params.seqlen_q, params.seqlen_k, 0, 0};
+  if constexpr (VARLEN) {
+    at.q_start = params.cu_seqlens_q[sequence];
+    at.k_start = params.cu_seqlens_k[sequence];
+    at.seqlen_q = int(params.cu_seqlens_q[sequence + 1] - at.q_start);
+    at.seqlen_k = int(params.cu_seqlens_k[sequence + 1] - at.k_start);
+  }
+  return at;
+}
+
+// One tile of keys against every query tile that sees one of them, head by head: steps 0, 1, .. of the ring.
+struct Ring {
+  const BackwardParams& params;
+  const KeyPlace& at;
+  SeenRows rows;
+  int heads;         // query heads of the KV head
+  int tiles, count;  // query tiles of a head, and steps
+  uint32_t shared;
+
+  __device__ __forceinline__ KTile k_tile() const { return {shared}; }
+  __device__ __forceinline__ VTile v_tile() const { return {shared + KTile::BYTES}; }
+  __device__ __forceinline__ QTile q_tile(int n) const {
+    return {shared + KTile::BYTES + VTile::BYTES + n % STAGES * STAGE_BYTES};
+  }
+  __device__ __forceinline__ DoTile do_tile(int n) const { return {q_tile(n).base + QTile::BYTES}; }
+  // BLOCK_M times lse, in base 2, and then BLOCK_M times delta.
+  __device__ __forceinline__ uint32_t statistics(int n) const { return do_tile(n).base + DoTile::BYTES; }
+  __device__ __forceinline__ ScoreTile ds_tile() const {
+    return {shared + KTile::BYTES + VTile::BYTES + STAGES * STAGE_BYTES};
+  }
+  __device__ __forceinline__ ScoreTile p_tile() const { return {ds_tile().base + ScoreTile::BYTES}; }
+
+  __device__ __forceinline__ int head(int n) const { return at.kv_head * heads + n / tiles; }
+  __device__ __forceinline__ int tile(int n) const { return rows.begin / BLOCK_M + n % tiles; }
+  __device__ __forceinline__ int64_t slot(int n) const {
+    return first_slot(params.forward, at.sequence, tile(n)) + head(n);
+  }
+
+  __device__ __forceinline__ RowSource<ELEMENT> source(const void* operand, const Strides& strides, int n) const {
+    const int64_t row = at.q_start + tile(n) * BLOCK_M;
+    return row_source(element_of<const ELEMENT>(operand, strides, at.sequence, row, head(n)), strides.row);
+  }
+  __device__ __forceinline__ RowSource<ELEMENT> dout(int n) const { return source(params.dout, params.dout_strides, n); }
+
+  // Starts filling the step's stage. Past the last step the group is empty, which keeps the count of groups in step.
+  // Rows that see none of the keys are not read.
+  __device__ __forceinline__ void fill(int n) const {
+    if (n < count) {
+      const int first = tile(n) * BLOCK_M;
+      const auto seen = [&](int row) { return rows.has(first + row); };
+      copy_rows<THREADS>(q_tile(n), source(params.forward.q, params.forward.q_strides, n), seen);
+      copy_rows<THREADS>(do_tile(n), dout(n), seen);
+      for (int chunk = threadIdx.x; chunk < STATISTICS_BYTES / 16; chunk += THREADS) {
+        ptx::cp_async<16>(statistics(n) + chunk * 16, params.statistics + slot(n) * (2 * BLOCK_M) + chunk * 4);
+      }
+    }
+    ptx::cp_async_commit();
+  }
+
+  // Copies the keys and values that some row sees into the first group.
+  __device__ __forceinline__ void fill_keys(const Mask& mask, int key_begin) const {
+    const Params& p = params.forward;
+    const SeenKeys seen_by_rows = seen_keys(mask, 0, at.seqlen_q);
+    const int64_t row = at.k_start + key_begin;
+    const auto seen = [&](int key) { return seen_by_rows.has(key_begin + key); };
+    const auto k = element_of<const ELEMENT>(p.k, p.k_strides, at.sequence, row, at.kv_head);
+    const auto v = element_of<const ELEMENT>(p.v, p.v_strides, at.sequence, row, at.kv_head);
+    copy_rows<THREADS>(k_tile(), row_source(k, p.k_strides.row), seen);
+    copy_rows<THREADS>(v_tile(), row_source(v, p.v_strides.row), seen);
+  }
+
+  // Waits for the step's stage and refills the one that the step before was in; steps before the first only fill. In a
+  // tile with a mask, special values are taken out of what is multiplied by the zeros of hidden pairs; true where dO had
+  // one.
+  __device__ __forceinline__ bool advance(int n, bool masked) const {
+    if constexpr (STAGES == 1) {
+      if (n > 0) __syncthreads();  // all have left the stage
+      fill(n);
+    }
+    const bool special = n >= 0 && receive(n, masked);
+    if constexpr (STAGES > 1) fill(n + STAGES - 1);
+    return special;
+  }
+
+  __device__ __forceinline__ bool receive(int n, bool masked) const {
+    ptx::cp_async_wait<STAGES == 1 ? 0 : STAGES - 2>();
+    if constexpr (ROUNDED) {
+      round_rows<COMPUTE_BITS, THREADS>(q_tile(n));
+      round_rows<COMPUTE_BITS, THREADS>(do_tile(n));
+    }
+    if (HIDES && masked) {
+      clear_special<ELEMENT, THREADS>(q_tile(n));  // its row's LSE is NaN
+      return __syncthreads_or(clear_special<ELEMENT, THREADS>(do_tile(n)));
+    }
+    __syncthreads();
+    return false;
+  }
+};

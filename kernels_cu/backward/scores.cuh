@@ -1,0 +1,218 @@
+// The scores of one warp of backward/backward_mma.cu: 16 * KEY_ROWS keys down, some queries across, from product to gradient.
+//
+//              queries 0 1 2 .. of the pass                 lane 4g + t of the warp
+//   keys 0 ..  s[r][block][0..1]  | s s | s s | ..            keys g      queries 2t, 2t + 1 of every block of 8
+//        8 ..  s[r][block][2..3]  | s s | s s | ..            keys g + 8  the same queries
+//
+//   S^T --scale, options--> scores --2^(score - lse)--> P^T         lse and delta belong to queries: two of each a lane
+//   dP^T --dropout, delta, times P--> dscores (dbias) --score_gradient.cuh--> dS^T
+#pragma once
+
+#include "backward/ring.cuh"
+#include "mma/dropout.cuh"
+#include "mma/softmax.cuh"
+#include "ptx/atomic.cuh"
+#include "common/score_gradient.cuh"
+
+using KeyColumns = Columns<QTile, HEAD_DIM, COLUMN_WARPS>;
+using ValueColumns = Columns<DoTile, HEAD_DIM_V, COLUMN_WARPS>;
+using KeyGradient = float[2 * KeyColumns::PAIRS][KEY_ROWS][4];
+using ValueGradient = float[2 * ValueColumns::PAIRS][KEY_ROWS][4];
+
+// Where accumulators of dK and dV leave few registers, scores are computed for fewer queries at a time, pass after pass.
+constexpr int ACCUMULATORS = 8 * KEY_ROWS * (KeyColumns::PAIRS + ValueColumns::PAIRS);
+constexpr bool ROOMY = SCALE_ONLY && !DROPOUT && !WINDOW;  // little else stands in registers
+constexpr int LIMIT = ACCUMULATORS <= 96 ? 64 : ROOMY ? 32 : 16;
+constexpr int PASS = QUERIES < LIMIT ? QUERIES : LIMIT;
+constexpr int PASSES = QUERIES / PASS;
+constexpr int QUERY_BLOCKS = PASS / 8;
+static_assert(PASSES * PASS == QUERIES && (QUERY_BLOCKS & (QUERY_BLOCKS - 1)) == 0, "passes begin inside a group");
+using Scores = float[KEY_ROWS][QUERY_BLOCKS][4];
+
+// Where a warp works.
+struct WarpPlace {
+  int first_key;    // of its 16 * KEY_ROWS keys, in the tile
+  int column_warp;  // of COLUMN_WARPS
+  int first_query;  // of the pass, in the tile
+
+  __device__ __forceinline__ int key(int row, int half) const { return first_key + 16 * row + 8 * half + lane_id() / 4; }
+  __device__ __forceinline__ int query(int block, int i) const {
+    return first_query + 8 * block + lane_id() % 4 * 2 + i;
+  }
+};
+
+DEVICE WarpPlace warp_place() {
+  const int warp = int(threadIdx.x) / 32, column_warp = warp / KEY_WARPS;
+  return {warp % KEY_WARPS * 16 * KEY_ROWS, column_warp, SPLIT ? column_warp * QUERIES : 0};
+}
+
+// What a block keeps while it walks over query tiles.
+struct Work {
+  const Ring& ring;
+  const WithScoreMod<BackwardParams>& params;
+  WarpPlace warp;
+  Mask mask;
+  int key_begin;
+  float poison[KEY_ROWS][2];  // NaN for a key that holds one or an infinity, else 0
+
+  __device__ __forceinline__ int key(int row, int half) const { return key_begin + warp.key(row, half); }
+  // Rows past the end are treated as the last row, so that they read no bias of their own; their weights are 0.
+  __device__ __forceinline__ int row(int n, int block, int i) const {
+    return at_most(ring.at.seqlen_q - 1, ring.tile(n) * BLOCK_M + warp.query(block, i));
+  }
+  __device__ __forceinline__ Score<float> score(int head) const {
+    const KeyPlace& at = ring.at;
+    Score<float> score = make_unmodified_score<float>(params.forward, at.sequence, head, at.kv_head, mask.diagonal);
+    if constexpr (SCORE_MOD) score.mod = bind_score_mod(params.score_params(), at.sequence, head);
+    return score;
+  }
+  __device__ __forceinline__ Dropout dropout(int head) const {
+    const Params& params = ring.params.forward;
+    return {params.dropout_seed, params.dropout_threshold, uint32_t(ring.at.sequence * params.heads_q + head)};
+  }
+};
+
+DEVICE void copy_scores(Scores& to, const Scores& from) {
+#pragma unroll
+  for (int i = 0; i < KEY_ROWS * QUERY_BLOCKS * 4; i++) {
+    to[i / 4 / QUERY_BLOCKS][i / 4 % QUERY_BLOCKS][i % 4] = from[i / 4 / QUERY_BLOCKS][i / 4 % QUERY_BLOCKS][i % 4];
+  }
+}
+
+// Waits until `turn` others have ended theirs, and lets the next one begin. All threads call both.
+DEVICE void begin_turn(const int32_t* turns, int turn) {
+  if (threadIdx.x == 0) {
+    while (ptx::load_acquire(turns) != turn) {
+    }
+  }
+  __syncthreads();
+}
+DEVICE void end_turn(int32_t* turns, int turn) {
+  __syncthreads();
+  if (threadIdx.x == 0) ptx::store_release(turns, turn + 1);
+}
+
+// Puts zeros in the place of what hidden pairs have. A key is seen by rows of one range.
+DEVICE void hide(Scores& s, const Work& work, int n) {
+  const int first_row = work.ring.tile(n) * BLOCK_M + work.warp.query(0, 0);
+#pragma unroll
+  for (int i = 0; i < 2 * KEY_ROWS; i++) {
+    const int key = work.key(i / 2, i % 2);
+    const SeenRows rows = work.mask.rows(work.ring.at.seqlen_q, key, key + 1);
+    const int begin = rows.begin - first_row, end = key < work.mask.seqlen_k ? rows.end - first_row : 0;
+#pragma unroll
+    for (int j = 0; j < 2 * QUERY_BLOCKS; j++) {
+      const int query = j / 2 * 8 + j % 2;
+      if (query < begin || query >= end) s[i / 2][j / 2][i % 2 * 2 + j % 2] = 0.0f;
+    }
+  }
+}
+
+// Replaces each score by what change(score, r, block, e, row, key) makes of it. Keys past the end, of which no operand
+// tells anything, stay as they are: they are hidden.
+template <class Change>
+DEVICE void change_scores(Scores& s, const Work& work, int n, Change change) {
+#pragma unroll
+  for (int i = 0; i < 2 * KEY_ROWS; i++) {
+    const int key = work.key(i / 2, i % 2);
+    if (key >= work.mask.seqlen_k) continue;
+#pragma unroll
+    for (int j = 0; j < 2 * QUERY_BLOCKS; j++) {
+      const int block = j / 2, e = i % 2 * 2 + j % 2;
+      float& x = s[i / 2][block][e];
+      x = change(x, i / 2, block, e, work.row(n, block, j % 2), key);
+    }
+  }
+}
+
+// Products to weights 2^(score - lse).
+DEVICE void weigh(Scores& s, const Work& work, const Score<float>& score, int n) {
+  const float to_log2 = (SCALE_ONLY ? score.scale : 1.0f) * LOG2_E;
+  if constexpr (!SCALE_ONLY) {
+    change_scores(s, work, n, [&](float x, int, int, int, int row, int key) { return score(x, row, key); });
+  }
+#pragma unroll
+  for (int block = 0; block < QUERY_BLOCKS; block++) {
+    uint32_t lse[2];
+    ptx::load_shared_v2(lse, work.ring.statistics(n) + work.warp.query(block, 0) * 4);
+#pragma unroll
+    for (int r = 0; r < KEY_ROWS; r++) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        float& x = s[r][block][e];
+        x = ptx::ex2(x * to_log2 - ptx::as_float(lse[e % 2]));
+      }
+    }
+  }
+}
+
+// Drops weights, and says which were kept: bit 4 * block + e of a row. A NaN times 0 is one still.
+DEVICE void drop(Scores& weights, uint32_t (&kept)[KEY_ROWS], const Work& work, int n) {
+  const Dropout dropout = work.dropout(work.ring.head(n));
+  const int first_row = work.ring.tile(n) * BLOCK_M + work.warp.first_query;
+#pragma unroll
+  for (int r = 0; r < KEY_ROWS; r++) {
+    kept[r] = kept_probabilities<QUERY_BLOCKS>(dropout, first_row, work.key_begin + work.warp.first_key + 16 * r);
+#pragma unroll
+    for (int i = 0; i < 4 * QUERY_BLOCKS; i++) {
+      if (!(kept[r] >> i & 1)) weights[r][i / 4][i % 4] *= 0.0f;
+    }
+  }
+}
+
+// Where the turns of a tile of dbias are counted, and this block's: sequences and heads that share it, one by one.
+DEVICE int32_t* dbias_turns_of(const Work& work, int n, int& turn) {
+  const BackwardParams& params = work.ring.params;
+  const Strides& strides = params.dbias_strides;
+  const int sequence = work.ring.at.sequence, head = work.ring.head(n), heads = params.forward.heads_q;
+  const bool one_batch = strides.batch == 0, one_head = strides.head == 0;
+  turn = (one_batch ? sequence : 0) * (one_head ? heads : 1) + (one_head ? head : 0);
+  const int64_t matrix = int64_t(one_batch ? 0 : sequence) * (one_head ? 1 : heads) + (one_head ? 0 : head);
+  const int key_tiles = (work.ring.at.seqlen_k + BLOCK_N - 1) / BLOCK_N;
+  const int64_t row = matrix * row_tiles_of(work.ring.at.seqlen_q) + work.ring.tile(n);
+  return params.dbias_turns + row * key_tiles + work.key_begin / BLOCK_N;
+}
+
+// dP to the gradient of the scores.
+DEVICE void differentiate(Scores& dp, const Scores& p, const uint32_t (&kept)[KEY_ROWS], const Work& work, int n) {
+  const float kept_scale = DROPOUT ? float(work.ring.params.forward.dropout_scale) : 1.0f;
+#pragma unroll
+  for (int block = 0; block < QUERY_BLOCKS; block++) {
+    uint32_t delta[2];
+    ptx::load_shared_v2(delta, work.ring.statistics(n) + (BLOCK_M + work.warp.query(block, 0)) * 4);
+#pragma unroll
+    for (int r = 0; r < KEY_ROWS; r++) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        float& x = dp[r][block][e];
+        if constexpr (DROPOUT) x = kept[r] >> (4 * block + e) & 1 ? x * kept_scale : 0.0f;
+        x = p[r][block][e] * (x - ptx::as_float(delta[e % 2]));
+      }
+    }
+  }
+}
+
+// Adds gradients of scores to dbias: none of hidden pairs, whose zeros have no place there if the key is past the end.
+// A row past the end, which passes as the last one, and scores that several warps compute are added once.
+DEVICE void add_to_dbias(const Scores& ds, const Work& work, int n) {
+  const BackwardParams& params = work.ring.params;
+  const Strides& strides = params.dbias_strides;
+  float* const dbias = element_of<float>(params.dbias_sums, strides, work.ring.at.sequence, 0, work.ring.head(n));
+  if (!SPLIT && work.warp.column_warp != 0) return;
+#pragma unroll
+  for (int i = 0; i < KEY_ROWS * QUERY_BLOCKS * 4; i++) {
+    const int r = i / 4 / QUERY_BLOCKS, block = i / 4 % QUERY_BLOCKS, e = i % 4;
+    const int row = work.row(n, block, e % 2);
+    const bool mine = work.ring.tile(n) * BLOCK_M + work.warp.query(block, e % 2) == row;
+    if (mine && ds[r][block][e] != 0.0f) {
+      ptx::reduce_add(dbias + row * strides.row + work.key(r, e / 2), ds[r][block][e]);
+    }
+  }
+}
+
+// Gradients of scores to dS, those of the dot products without the scale.
+DEVICE void differentiate_score(Scores& ds, const Scores& dot, const Work& work, const Score<float>& score, int n) {
+  change_scores(ds, work, n, [&](float x, int r, int block, int e, int row, int key) {
+    return score_gradient(score, dot[r][block][e], x, row, key);
+  });
+}

@@ -1,0 +1,83 @@
+// Which keys a query row sees, key by key and tile by tile. Rows and keys count from the start of their sequence.
+//
+//              keys 0 1 2 ..                  the diagonal of row i is key i + diagonal; the row sees
+//   row 0      s s . w w d r r . . . .          d  that key itself
+//   row 1      s s . . w w d r r . . .          w  `left` keys before it (WINDOW; else all)
+//   row 2      s s . . . w w d r r . .          r  `right` keys after it (WINDOW; else all)
+//                                               s  the first `sink_tokens` keys (SINK_TOKENS)
+//
+// CAUSAL hides what lies right of the diagonal, sink tokens included. Bounds are inclusive; unbounded ones are at
+// least as large as any sequence. Lengths stay below 2^30, so that no sum here leaves 32 bits.
+#pragma once
+
+#include "common/params.cuh"
+
+struct KeyTiles {  // [0, sinks) and [begin, end), in tiles; begin >= sinks
+  int sinks, begin, end;
+
+  __device__ __forceinline__ int count() const { return sinks + end - begin; }
+  __device__ __forceinline__ int at(int n) const { return n < sinks ? n : begin + n - sinks; }
+  // How many of them come before one of them.
+  __device__ __forceinline__ int before(int tile) const { return tile < sinks ? tile : tile - begin + sinks; }
+};
+
+struct SeenRows {  // [begin, end)
+  int begin, end;
+
+  __device__ __forceinline__ bool has(int row) const { return row >= begin && row < end; }
+};
+
+DEVICE int at_least(int low, int x) { return x < low ? low : x; }
+DEVICE int at_most(int high, int x) { return x > high ? high : x; }
+
+struct Mask {
+  int seqlen_k;
+  int diagonal;
+  int left, right;
+  int sink_tokens;
+
+  __device__ __forceinline__ bool visible(int row, int key) const {
+    const int offset = key - (row + diagonal);
+    if (key >= seqlen_k) return false;
+    if (CAUSAL && offset > 0) return false;
+    if (!WINDOW) return true;
+    return (offset >= -left && (CAUSAL || offset <= right)) || (SINK_TOKENS && key < sink_tokens);
+  }
+
+  // Whether each row of [row_begin, row_end) sees each key of [key_begin, key_end), sink tokens left aside.
+  __device__ __forceinline__ bool all_visible(int row_begin, int row_end, int key_begin, int key_end) const {
+    if (key_end > seqlen_k) return false;
+    if (CAUSAL && key_end - 1 > row_begin + diagonal) return false;
+    if (!WINDOW) return true;
+    return key_begin >= row_end - 1 + diagonal - left && (CAUSAL || key_end - 1 <= row_begin + diagonal + right);
+  }
+
+  // The tiles of TILE keys that hold a key which one of the rows [row_begin, row_end) sees. No other is visible.
+  template <int TILE>
+  __device__ __forceinline__ KeyTiles tiles(int row_begin, int row_end) const {
+    int first = 0, last = seqlen_k;  // keys [first, last)
+    if (CAUSAL) last = at_most(row_end + diagonal, last);
+    int sinks = WINDOW && SINK_TOKENS ? at_least(0, at_most(last, sink_tokens)) : 0;
+    if (WINDOW && !CAUSAL) last = at_most(row_end + diagonal + right, last);
+    if (WINDOW) first = at_least(0, row_begin + diagonal - left);
+    sinks = (sinks + TILE - 1) / TILE;
+    const int begin = at_least(sinks, first / TILE);
+    const int end = first < last ? (last + TILE - 1) / TILE : 0;
+    return {sinks, begin, at_least(begin, end)};
+  }
+
+  // The rows of a sequence of seqlen_q that see at least one of the keys [key_begin, key_end).
+  __device__ __forceinline__ SeenRows rows(int seqlen_q, int key_begin, int key_end) const {
+    const bool sinks = SINK_TOKENS && key_begin < sink_tokens;
+    SeenRows seen{0, seqlen_q};
+    if (CAUSAL) seen.begin = at_least(0, key_begin - diagonal);
+    if (WINDOW && !CAUSAL && !sinks) seen.begin = at_least(0, key_begin - diagonal - right);
+    if (WINDOW && !sinks) seen.end = at_most(seqlen_q, key_end - diagonal + left);
+    return seen;
+  }
+};
+
+DEVICE Mask make_mask(const Params& params, int seqlen_q, int seqlen_k) {
+  const int diagonal = TOP_LEFT ? 0 : seqlen_k - seqlen_q;
+  return {seqlen_k, diagonal, params.window_left, params.window_right, params.sink_tokens};
+}

@@ -1,0 +1,132 @@
+// What a forward kernel is compiled for (macros) and what a launch passes it (Params).
+//
+// gpu_actors/kernels/params.py reads the structs from this text: one field a line, of a type that it knows.
+// The innermost dimension of an operand (head_dim, or the keys of bias) is contiguous.
+#pragma once
+
+#include "common/types.cuh"
+
+#ifndef HEAD_DIM
+#error "HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, WARPS, SHARED_BYTES, ELEMENT, KV_ELEMENT and OUT_ELEMENT must be given"
+#endif
+
+// Options are 0 or 1, and cost nothing when 0.
+#ifndef VARLEN  // packed sequences with cu_seqlens instead of a batch dimension
+#define VARLEN 0
+#endif
+#ifndef CAUSAL
+#define CAUSAL 0
+#endif
+#ifndef WINDOW
+#define WINDOW 0
+#endif
+#ifndef SINK_TOKENS
+#define SINK_TOKENS 0
+#endif
+#ifndef TOP_LEFT  // the diagonal starts at key 0 instead of ending at the last key
+#define TOP_LEFT 0
+#endif
+#ifndef SOFTCAP
+#define SOFTCAP 0
+#endif
+#ifndef ALIBI
+#define ALIBI 0
+#endif
+#ifndef SINKS
+#define SINKS 0
+#endif
+#ifdef BIAS_ELEMENT
+#define BIAS 1
+#else
+#define BIAS 0
+#define BIAS_ELEMENT float
+#endif
+#ifndef DROPOUT
+#define DROPOUT 0
+#endif
+#ifndef DESCALES
+#define DESCALES 0
+#endif
+#ifndef LSE
+#define LSE 0
+#endif
+#ifndef COMPUTE_BITS  // significant bits of q, k and v as operands: 24 keeps float whole
+#define COMPUTE_BITS 24
+#endif
+#ifndef TIES_AWAY  // operands midway between two are rounded away from 0, as by cvt.rna.tf32; else to even
+#define TIES_AWAY 0
+#endif
+
+struct Strides {  // in elements; 0 for a dimension that is broadcast or that the operand lacks
+  int64_t batch;
+  int64_t row;
+  int64_t head;
+};
+
+struct Params {  // pointers to operands that the variant does not use are null
+  const void* q;
+  const void* k;
+  const void* v;
+  void* out;
+  float* lse;
+  const void* bias;
+  const float* alibi_slopes;
+  const void* sinks;  // float or OUT_ELEMENT, see sinks_are_float
+  const float* q_descale;  // null stands for factors of 1, as in the next two
+  const float* k_descale;
+  const float* v_descale;
+  const int32_t* cu_seqlens_q;
+  const int32_t* cu_seqlens_k;
+  Strides q_strides;
+  Strides k_strides;
+  Strides v_strides;
+  Strides out_strides;
+  Strides lse_strides;
+  Strides bias_strides;
+  Strides alibi_slopes_strides;
+  Strides sinks_strides;
+  Strides q_descale_strides;
+  Strides k_descale_strides;
+  Strides v_descale_strides;
+  double softmax_scale;
+  double softcap;
+  double dropout_scale;  // 1 / (1 - p)
+  uint64_t dropout_seed;
+  uint32_t dropout_threshold;
+  int32_t heads_q;
+  int32_t heads_kv;
+  int32_t seqlen_q;  // of the longest sequence where VARLEN, like seqlen_k
+  int32_t seqlen_k;
+  int32_t window_left;
+  int32_t window_right;
+  int32_t sink_tokens;
+  int32_t sinks_are_float;
+};
+
+// An operand's element, or the first one of its row. Packed tensors have no batch stride: `row` is then among all.
+template <class Element, class Pointer>
+DEVICE Element* element_of(Pointer operand, const Strides& strides, int sequence, int64_t row, int head) {
+  return static_cast<Element*>(operand) + sequence * strides.batch + row * strides.row + head * strides.head;
+}
+
+DEVICE float descale(const float* factors, const Strides& strides, int sequence, int kv_head) {
+  return factors == nullptr ? 1.0f : *element_of<const float>(factors, strides, sequence, 0, kv_head);
+}
+
+// The learned sink of a head: a logit that joins the softmax's denominator and has no value.
+DEVICE auto sink_logit(const Params& params, int head) -> decltype(to_real(OUT_ELEMENT())) {
+  if (params.sinks_are_float) return *element_of<const float>(params.sinks, params.sinks_strides, 0, 0, head);
+  return to_real(*element_of<const OUT_ELEMENT>(params.sinks, params.sinks_strides, 0, 0, head));
+}
+
+// A value rounded to the BITS significant bits of an operand.
+template <int BITS>
+DEVICE float round_operand(float x) {
+  if constexpr (!TIES_AWAY) return round_significand<BITS>(x);
+  const uint32_t bits = ptx::as_bits(x), half = 1u << (23 - BITS);
+  return (bits & 0x7f800000u) == 0x7f800000u ? x : ptx::as_float((bits + half) & ~(2 * half - 1));
+}
+template <int BITS>
+DEVICE double round_operand(double x) {
+  return round_significand<BITS>(x);
+}

@@ -1,0 +1,58 @@
+// From a dot product to the score that enters the softmax: scale, a graph's own modification, softcap, ALiBi, bias, in
+// this order.
+#pragma once
+
+#include "common/params.cuh"
+#include "ptx/math.cuh"
+#include "common/score_mod.cuh"
+
+using LaunchParams = WithScoreMod<Params>;
+
+template <class Real>
+struct Score {
+  Real scale;                // softmax_scale, times q's and k's descales
+  Real softcap;              // c of c * tanh(s / c)
+  Real slope;                // ALiBi's slope of this head (arXiv 2108.12409)
+  int diagonal;              // as in Mask: ALiBi measures the distance from it
+  const BIAS_ELEMENT* bias;  // of this sequence and head
+  int64_t bias_row_stride;
+  ScoreMod mod;
+
+  __device__ __forceinline__ Real operator()(Real dot, int row, int key) const {
+    Real score = dot * scale;
+    if constexpr (SCORE_MOD) score = mod(score, row, key);
+    if constexpr (SOFTCAP) score = softcap * tanh_of(score / softcap);
+    if constexpr (ALIBI) score -= slope * Real(abs(row + diagonal - key));
+    if constexpr (BIAS) score += Real(to_real(bias[row * bias_row_stride + key]));
+    return score;
+  }
+};
+
+// Everything but the modification, whose operands follow the kernel's parameters.
+template <class Real, class AnyParams>
+DEVICE Score<Real> make_unmodified_score(const AnyParams& params, int sequence, int head, int kv_head, int diagonal) {
+  Score<Real> score{Real(params.softmax_scale), Real(params.softcap), Real(0), diagonal, nullptr, 0, {}};
+  if constexpr (DESCALES) {
+    // In double: a tiny scale may come with large descales, and their product is what fits into Real.
+    double scale = params.softmax_scale;
+    scale *= descale(params.q_descale, params.q_descale_strides, sequence, kv_head);
+    scale *= descale(params.k_descale, params.k_descale_strides, sequence, kv_head);
+    score.scale = Real(scale);
+  }
+  if constexpr (ALIBI) {
+    score.slope = *element_of<const float>(params.alibi_slopes, params.alibi_slopes_strides, sequence, 0, head);
+  }
+  if constexpr (BIAS) {
+    score.bias = element_of<const BIAS_ELEMENT>(params.bias, params.bias_strides, sequence, 0, head);
+    score.bias_row_stride = params.bias_strides.row;
+  }
+  return score;
+}
+
+// AnyParams: LaunchParams, or the Params of a kernel that has no place for a score modification.
+template <class Real, class AnyParams>
+DEVICE Score<Real> make_score(const AnyParams& params, int sequence, int head, int kv_head, int diagonal) {
+  Score<Real> score = make_unmodified_score<Real>(params, sequence, head, kv_head, diagonal);
+  if constexpr (SCORE_MOD) score.mod = bind_score_mod(params.score_params(), sequence, head);
+  return score;
+}

@@ -1,0 +1,25 @@
+// From the gradient of a score to that of the dot product it was made of, without the scale: the derivative of common/score.cuh.
+//
+//   dot --scale--> scaled --graph's modification--> modified --softcap--> capped --ALiBi, bias--> score
+//                                                                            <-- dscore (also dbias): unchanged --
+//                  <-- times the modification's derivative -- times 1 - tanh^2 --
+//
+// Only what stands left of ALiBi and bias needs the dot product again: GRADIENT_NEEDS_DOT.
+#pragma once
+
+#include "common/score.cuh"
+
+constexpr bool GRADIENT_NEEDS_DOT = SOFTCAP || SCORE_MOD;
+
+template <class Real>
+DEVICE Real score_gradient(const Score<Real>& score, Real dot, Real dscore, int row, int key) {
+  const Real scaled = dot * score.scale;
+  Real gradient = dscore;
+  if constexpr (SOFTCAP) {
+    const Real modified = SCORE_MOD ? score.mod(scaled, row, key) : scaled;
+    const Real tanh = tanh_of(modified / score.softcap);
+    gradient *= Real(1) - tanh * tanh;
+  }
+  if constexpr (SCORE_MOD) gradient = score.mod.gradient(scaled, gradient, row, key);
+  return gradient;
+}

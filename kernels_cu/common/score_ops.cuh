@@ -1,0 +1,67 @@
+// The functions that generated score modifications are written in, for float and double alike.
+#pragma once
+
+#include "ptx/math.cuh"
+#include "common/types.cuh"
+
+DEVICE float sqrt_of(float x) { return sqrtf(x); }
+DEVICE double sqrt_of(double x) { return sqrt(x); }
+DEVICE float floor_of(float x) { return floorf(x); }
+DEVICE double floor_of(double x) { return floor(x); }
+DEVICE float erf_of(float x) { return erff(x); }
+DEVICE double erf_of(double x) { return erf(x); }
+DEVICE float abs_of(float x) { return fabsf(x); }
+DEVICE double abs_of(double x) { return fabs(x); }
+DEVICE int abs_of(int x) { return x < 0 ? -x : x; }
+
+// As NumPy's: a NaN on either side is the result.
+template <class Real>
+DEVICE Real maximum_of(Real a, Real b) {
+  return a >= b || a != a ? a : b;
+}
+template <class Real>
+DEVICE Real minimum_of(Real a, Real b) {
+  return a <= b || a != a ? a : b;
+}
+
+template <class Real>
+DEVICE Real sigmoid_of(Real x) {
+  return Real(1) / (Real(1) + exp_of(-x));
+}
+
+// The normal distribution's function and density, of which gelu(x) = x * normal_cdf(x) is made.
+template <class Real>
+DEVICE Real normal_cdf(Real x) {
+  return Real(0.5) * (Real(1) + erf_of(x * Real(0.70710678118654752440)));
+}
+template <class Real>
+DEVICE Real normal_density(Real x) {
+  return Real(0.39894228040143267794) * exp_of(Real(-0.5) * x * x);
+}
+
+template <class Real>
+DEVICE Real sign_of(Real x) {
+  return Real(x > 0) - Real(x < 0);
+}
+
+DEVICE float remainder_of(float a, float b) { return fmodf(a, b); }
+DEVICE double remainder_of(double a, double b) { return fmod(a, b); }
+
+// Quotients rounded down, and remainders with the sign of the divisor, as Python's. Of floats by an exact remainder: the
+// quotient itself may have more digits than a float, or none left under an infinite divisor.
+DEVICE int floor_divide(int a, int b) { return a / b - (a % b != 0 && (a % b < 0) != (b < 0)); }
+DEVICE int modulo(int a, int b) { return a - floor_divide(a, b) * b; }
+template <class Real>
+DEVICE Real modulo(Real a, Real b) {
+  const Real rest = remainder_of(a, b);
+  return rest != Real(0) && (rest < Real(0)) != (b < Real(0)) ? rest + b : rest;
+}
+template <class Real>
+DEVICE Real floor_divide(Real a, Real b) {
+  if (b == Real(0)) return a / b;
+  const Real rest = remainder_of(a, b);
+  Real quotient = (a - rest) / b;  // whole, but for its rounding
+  if (rest != Real(0) && (rest < Real(0)) != (b < Real(0))) quotient -= Real(1);
+  const Real whole = floor_of(quotient);
+  return quotient - whole > Real(0.5) ? whole + Real(1) : whole;
+}

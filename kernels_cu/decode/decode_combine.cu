@@ -1,0 +1,82 @@
+// Merges the partial results of the items that decode_mma cut into pieces: softmax over their LSEs, in the order of the
+// pieces, so that the bits do not depend on which block finished first.
+//
+//   blockIdx.x   without pinned splits: the boundary between two ranges, blockIdx.x and the next. The first boundary
+//                inside an item merges it; the pieces are the end of one range, whole ranges, the beginning of one:
+//
+//                  range b-1           range b            range b+1
+//                  |.....[ slot 2b-1 ]|[   slot 2b     ]|[ slot 2b+2 ].....|
+//                                     ^ this boundary   ^ not this one
+//
+//                with pinned splits: an item, whose pieces are neighbouring slots
+//   blockIdx.y   ROWS of its packed rows; a thread has four neighbouring elements of one
+#include "decode/output.cuh"
+
+constexpr int THREADS = 32 * WARPS;
+constexpr int ROWS = 4;
+
+// Pieces of an item and their slots.
+struct Pieces {
+  Position item;
+  int count;
+  int first, second;  // slot of piece 0 and of piece 1
+  int step;           // between the slots of further pieces
+
+  __device__ __forceinline__ int slot(int piece) const { return piece == 0 ? first : second + (piece - 1) * step; }
+};
+
+DEVICE Pieces pieces_at_boundary(const DecodeParams& params, int boundary) {
+  const Position at = position(params, boundary), before = position(params, boundary - 1);
+  Pieces pieces{at, 0, 2 * boundary - 1, 2 * boundary, 2};
+  if (at.tile == 0 || (before.same_item(at) && before.tile > 0)) return pieces;
+  pieces.count = 2;
+  while (boundary + pieces.count - 1 < params.ranges &&
+         position(params, boundary + pieces.count - 1).same_item(at)) {
+    pieces.count++;
+  }
+  return pieces;
+}
+
+DEVICE Pieces pieces_of_item(const DecodeParams& params, int item) {
+  const Position at{item / params.attention.heads_kv, item % params.attention.heads_kv, 0};
+  const int first = item * params.splits, count = pieces_of(params, entry_of(params, at.entry).tiles.count());
+  return {at, count > 1 ? count : 0, first, first + 1, 1};
+}
+
+DEVICE void merge(const DecodeParams& params, const Entry& entry, const Pieces& pieces, int row, int column) {
+  float top = -INFINITY, l = 0.0f, values[4] = {};
+  for (int piece = 0; piece < pieces.count; piece++) {
+    top = max_of(top, params.partial_lse[int64_t(pieces.slot(piece)) * BLOCK_M + row]);
+  }
+  const float base = top == -INFINITY ? 0.0f : top;
+  for (int piece = 0; piece < pieces.count; piece++) {
+    const int64_t place = int64_t(pieces.slot(piece)) * BLOCK_M + row;
+    const float weight = ptx::ex2(params.partial_lse[place] - base);
+    uint32_t words[4];
+    ptx::load_global_v4(words, params.partial_out + place * HEAD_DIM_V + column);
+    l += weight;
+#pragma unroll
+    for (int i = 0; i < 4; i++) values[i] = add_weighted(values[i], weight, ptx::as_float(words[i]));
+  }
+  const OutputRow to = output_row(params, entry, pieces.item.head, entry.packed_begin + row);
+  float sink = -INFINITY;
+  if constexpr (SINKS) sink = sink_logit(params.attention, to.head);
+  const RowResult result = finish_sum(l, base, sink);
+#pragma unroll
+  for (int i = 0; i < 4; i++) values[i] = result.factor == 0.0f ? 0.0f : values[i] * result.factor;
+  store_neighbours(to.out + column, values);
+  if (LSE && column == 0) *to.lse = result.lse;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_combine(const __grid_constant__ DecodeParams params) {
+  constexpr int GROUPS = HEAD_DIM_V / 4;
+  const Pieces pieces = params.splits == 0 ? pieces_at_boundary(params, int(blockIdx.x) + 1)
+                                           : pieces_of_item(params, blockIdx.x);
+  if (pieces.count == 0) return;
+  const Entry entry = entry_of(params, pieces.item.entry);
+  for (int index = threadIdx.x; index < ROWS * GROUPS; index += THREADS) {
+    const int row = int(blockIdx.y) * ROWS + index / GROUPS;
+    if (entry.packed_begin + row >= entry.packed_end) break;
+    merge(params, entry, pieces, row, index % GROUPS * 4);
+  }
+}

@@ -1,0 +1,364 @@
+// Attention of new rows to cached keys on tensor cores with mma.sync, for every architecture from sm_80 on: decoding,
+// speculative decoding, chunked prefill.
+//
+// A new row alone is one row of a matrix product, and memory sets the time. So the query heads that share a KV head are
+// packed with the new rows into tiles of 16 rows, keys and values are read once for all of them, and the keys of a
+// sequence are split over blocks: each block takes one of the equal ranges of decode/plan.cuh (stream-K: Osama et al.,
+// arXiv 2301.03598; split keys: Dao et al., "Flash-Decoding", 2023). Within a block a ring of STAGES stages is filled
+// by cp.async while an earlier stage is multiplied; its warps share rows and keys:
+//
+//      BLOCK_M = 16, WARPS = 4                          BLOCK_M = 64, WARPS = 4
+//                 keys 0-15  16-31  32-47  48-63                    keys 0 .. 63
+//      rows 0-15  warp 0    warp 1  warp 2  warp 3       rows 0-15   warp 0
+//                                                        rows 16-31  warp 1
+//      each has a softmax of its own over its keys       rows 32-47  warp 2
+//      and they merge at the end                         rows 48-63  warp 3
+//
+//      pages or caches --cp.async--> K(n) V(n) | K(n+1) V(n+1) | ..  --ldmatrix--> S = Q K^T -> P -> O += P V
+//                                    8-bit floats stay 8 bits in shared memory and are widened on the way out
+//
+// A piece that holds all keys of its item writes the output; others write a normalised O and its LSE to a slot, and
+// decode/decode_combine.cu merges these. Sums run in an order that follows from the piece alone.
+#include "decode/merge.cuh"
+#include "decode/source.cuh"
+#include "mma/special.cuh"
+
+constexpr int WARP_KEYS = BLOCK_N / KEY_WARPS;
+constexpr int KEY_BLOCKS = WARP_KEYS / 8;
+// Two steps of 8-bit keys at a time: the second may be past head_dim, and holds zeros in Q and K then.
+constexpr int STEPS = (HEAD_DIM + 16 * KEY_STEPS - 1) / (16 * KEY_STEPS) * KEY_STEPS;
+using QTile = Tile<BLOCK_M, 16 * STEPS, ELEMENT>;
+using KTile = Tile<BLOCK_N, HEAD_DIM, KV_ELEMENT>;
+using VTile = Tile<BLOCK_N, HEAD_DIM_V, KV_ELEMENT>;
+constexpr int RING_BYTES = STAGES * (KTile::BYTES + VTile::BYTES);
+
+static_assert(WARP_KEYS % 16 == 0, "a warp multiplies 16 keys at a time");
+static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM_V % 8 == 0, "head dims must be multiples of 8");
+static_assert(!NARROW || (HEAD_DIM % 16 == 0 && HEAD_DIM_V % 16 == 0), "rows of 8-bit floats are chunks of 16");
+static_assert(STAGES >= 2, "one stage is multiplied while another is filled");
+static_assert(SHARED_BYTES == QTile::BYTES + (RING_BYTES > MergeArea::BYTES ? RING_BYTES : MergeArea::BYTES),
+              "the launch must provide what Q and the ring take, which the merge uses again");
+
+using Scores = float[KEY_BLOCKS][4];
+using Output = float[COLUMN_BLOCKS][4];
+
+// Tiles `first` to `last` of an item.
+struct Piece {
+  int first, last;
+};
+
+// The ring of key and value tiles. Tile n is the n-th of those that the entry's rows see.
+struct Ring {
+  CacheSource source;
+  SeenKeys keys;
+  KeyTiles tiles;
+  int last;
+  uint32_t base;
+  Lookup<KTile, THREADS> k_next;  // of the next tile to be filled
+  Lookup<VTile, THREADS> v_next;
+  int special;  // whether any have been taken out
+
+  // Rows of V are copied by the threads that copy those of K where both tiles are laid out alike.
+  static constexpr bool ALIKE = KTile::FACTOR == VTile::FACTOR;
+
+  __device__ __forceinline__ KTile k_tile(int n) const {
+    return {base + n % STAGES * (KTile::BYTES + VTile::BYTES)};
+  }
+  __device__ __forceinline__ VTile v_tile(int n) const { return {k_tile(n).base + KTile::BYTES}; }
+
+  __device__ __forceinline__ void look_up(int n) {
+    if (n >= last) return;
+    const int first = tiles.at(n) * BLOCK_N;
+    k_next.find(source.table, source.pages, keys, first);
+    if constexpr (!ALIKE) v_next.find(source.table, source.pages, keys, first);
+  }
+
+  // Starts filling the tile's stage, whose rows have been looked up, and looks up those of the next. Past the last tile
+  // the group is empty, which keeps the count of groups in step.
+  __device__ __forceinline__ void fill(int n) {
+    if (n < last) {
+      k_next.copy(k_tile(n), source.k);
+      if constexpr (ALIKE) {
+        Lookup<VTile, THREADS> same;
+#pragma unroll
+        for (int i = 0; i < same.ROWS; i++) same.page[i] = k_next.page[i], same.row[i] = k_next.row[i];
+        same.copy(v_tile(n), source.v);
+      } else {
+        v_next.copy(v_tile(n), source.v);
+      }
+    }
+    ptx::cp_async_commit();
+    look_up(n + 1);
+  }
+
+  // Waits for tile n and refills the stage that tile n - 1 was in. In a tile with a mask, special values are taken out.
+  __device__ __forceinline__ void advance(int n, bool masked) {
+    ptx::cp_async_wait<STAGES - 2>();
+    if (masked) {
+      special |= __syncthreads_or(clear_special<KV_ELEMENT, THREADS>(v_tile(n)));
+    } else {
+      __syncthreads();
+    }
+    fill(n + STAGES - 1);
+  }
+};
+
+// The two rows that a lane owns, what turns their products into weights, and the keys of its warp.
+struct Rows {
+  Score<float> score[2];
+  Mask mask;
+  uint64_t tree[2];  // new keys that the row sees
+  int row[2];
+  float to_log2;
+  int first_key;  // of the warp, in a tile
+
+  __device__ __forceinline__ bool visible(int half, int key) const {
+    if (!mask.visible(row[half], key)) return false;
+    if constexpr (TREE) {
+      const int fresh = key - mask.diagonal;
+      return fresh < 0 || (tree[half] >> fresh & 1) != 0;
+    }
+    return true;
+  }
+};
+
+// Rows past the end are treated as the last one, so that they read nothing of their own; nobody stores them.
+DEVICE Rows rows_of(const DecodeParams& params, const Entry& entry, int kv_head) {
+  const Params& attention = params.attention;
+  const int warp = int(threadIdx.x) / 32, ratio = heads_a_group(params);
+  Rows rows;
+  rows.mask = entry.mask;
+  rows.first_key = warp % KEY_WARPS * WARP_KEYS;
+  const int first = entry.packed_begin + warp / KEY_WARPS * 16 + lane_id() / 4;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int packed = at_most(entry.packed_end - 1, first + 8 * half);
+    const int head = kv_head * ratio + packed % ratio;
+    rows.row[half] = packed / ratio;
+    rows.score[half] = make_score<float>(attention, entry.sequence, head, kv_head, entry.mask.diagonal);
+    rows.tree[half] = 0;
+    if constexpr (TREE) {
+      const int64_t row = entry.lengths.q_start + rows.row[half];
+      rows.tree[half] = *element_of<const uint64_t>(params.tree_mask, params.tree_mask_strides, entry.sequence, row, 0);
+    }
+  }
+  rows.to_log2 = (SCALE_ONLY ? rows.score[0].scale : 1.0f) * LOG2_E;
+  return rows;
+}
+
+// Whether each row of the entry sees each key of a tile.
+DEVICE bool all_visible(const Entry& entry, int key_begin) {
+  const int key_end = key_begin + BLOCK_N;
+  if (TREE && key_end > entry.mask.diagonal) return false;
+  return entry.mask.all_visible(entry.row_begin, entry.row_end, key_begin, key_end);
+}
+
+// Copies the entry's packed rows, and zeros past the last one and past head_dim.
+DEVICE void copy_queries(const DecodeParams& params, const Entry& entry, int kv_head, const QTile& tile) {
+  constexpr int GROUPS = QTile::CHUNKS / KEY_STEPS;  // of chunks that a thread copies together
+  const Params& attention = params.attention;
+  const int ratio = heads_a_group(params);
+#pragma unroll 1
+  for (int index = threadIdx.x; index < BLOCK_M * GROUPS; index += THREADS) {
+    const int row = index / GROUPS, chunk = index % GROUPS * KEY_STEPS, packed = entry.packed_begin + row;
+    const bool exists = packed < entry.packed_end;
+    const int from = exists ? packed : entry.packed_begin, head = kv_head * ratio + from % ratio;
+    const ELEMENT* const elements = element_of<const ELEMENT>(attention.q, attention.q_strides, entry.sequence,
+                                                              entry.lengths.q_start + from / ratio, head);
+    uint32_t words[2][4] = {};
+#pragma unroll
+    for (int i = 0; i < KEY_STEPS; i++) {
+      if (!exists || (chunk + i) * 8 >= HEAD_DIM) continue;
+      const ELEMENT* const eight = elements + (chunk + i) * 8;
+      if (reinterpret_cast<uint64_t>(eight) % 16 == 0) ptx::load_global_v4(words[i], eight);
+      else gather(words[i], eight);
+    }
+    if constexpr (NARROW) shuffled(words[0], words[1]);
+#pragma unroll
+    for (int i = 0; i < KEY_STEPS; i++) {
+      const LaneAddress to = tile.lane(row, chunk + i);
+      ptx::store_shared_v4(to.row + to.spread, words[i]);
+    }
+  }
+}
+
+DEVICE void multiply_keys(Scores& s, const LaneAddress& q, const LaneAddress& k) {
+  // Unrolled whole, ptxas loads so many fragments ahead that it spills.
+#pragma unroll 2
+  for (int step = 0; step < STEPS; step += KEY_STEPS) {
+    uint32_t a[KEY_STEPS][4];
+#pragma unroll
+    for (int i = 0; i < KEY_STEPS; i++) ptx::ldmatrix_x4(a[i], q.at<QTile>(0, 2 * (step + i)));
+#pragma unroll
+    for (int pair = 0; pair < KEY_BLOCKS / 2; pair++) multiply_key_pair<KTile>(s, a, k, step, pair);
+  }
+}
+
+DEVICE void multiply_values(Output& o, const Scores& p, const LaneAddress& v) {
+  constexpr int PAIRS = NARROW ? (HEAD_DIM_V + 31) / 32 : (COLUMN_BLOCKS + 1) / 2;
+#pragma unroll
+  for (int step = 0; step < WARP_KEYS / 16; step++) {
+    uint32_t a[4];
+    Products::weights(a, p, step);
+#pragma unroll
+    for (int pair = 0; pair < PAIRS; pair++) multiply_value_pair<VTile>(o, a, v, step, pair);
+  }
+}
+
+// Calls visit(x, half, key) for every score that the lane holds. half: of its two rows.
+template <class Visit>
+DEVICE void for_each_score(Scores& s, int key_begin, Visit visit) {
+#pragma unroll
+  for (int block = 0; block < KEY_BLOCKS; block++) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) visit(s[block][i], i / 2, key_begin + 8 * block + lane_id() % 4 * 2 + i % 2);
+  }
+}
+
+// Scores to weights for the row of one half. Returns what O is to be multiplied by.
+DEVICE float weigh(Scores& s, SoftmaxRow& softmax, const Rows& rows, int half) {
+  float largest = -INFINITY, correction;
+#pragma unroll
+  for (int block = 0; block < KEY_BLOCKS; block++) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) largest = max_of(largest, s[block][2 * half + i]);
+  }
+  const float base = softmax.raise(largest, rows.to_log2, correction);
+#pragma unroll
+  for (int block = 0; block < KEY_BLOCKS; block++) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      float& x = s[block][2 * half + i];
+      x = ptx::ex2(x * rows.to_log2 - base);
+      softmax.l += x;
+    }
+  }
+  return correction;
+}
+
+DEVICE void attend_tile(Output& o, SoftmaxRow (&softmax)[2], const Rows& rows, const LaneAddress& q, const Ring& ring,
+                        int n, bool masked) {
+  const int key_begin = ring.tiles.at(n) * BLOCK_N + rows.first_key;
+  Scores s = {};
+  const KTile k_tile = ring.k_tile(n);
+  const VTile v_tile = ring.v_tile(n);
+  multiply_keys(s, q, lane_of_b(k_tile, rows.first_key));
+  if constexpr (!SCALE_ONLY) {
+    for_each_score(s, key_begin, [&](float& x, int half, int key) { x = rows.score[half](x, rows.row[half], key); });
+  }
+  if (masked) {
+    for_each_score(s, key_begin, [&](float& x, int half, int key) { x = rows.visible(half, key) ? x : -INFINITY; });
+  }
+  float correction[2];
+#pragma unroll
+  for (int half = 0; half < 2; half++) correction[half] = weigh(s, softmax[half], rows, half);
+  // Most tiles raise no maximum, and multiplying by one changes no bits.
+  if (__any_sync(ALL_LANES, correction[0] != 1.0f || correction[1] != 1.0f)) {
+#pragma unroll
+    for (int c = 0; c < COLUMN_BLOCKS; c++) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) o[c][i] *= correction[i / 2];
+    }
+  }
+  multiply_values(o, s, Products::lane_of_values(v_tile, rows.first_key));
+}
+
+// Gives the special values of a tile, which its product left out, to the rows that see them: a lane adds to those sums
+// in the area that it has left there itself. first_row, key_warp: as in leave.
+DEVICE void add_special(const MergeArea& area, const Rows& rows, const Ring& ring, int tile_begin, int first_row,
+                        int key_warp) {
+#pragma unroll 1
+  for (int i = 0; i < WARP_KEYS; i++) {
+    const int key = tile_begin + rows.first_key + i;
+    if (!ring.keys.has(key)) continue;
+    const bool seen[2] = {rows.visible(0, key), rows.visible(1, key)};
+    const KV_ELEMENT* const values = ring.source.value(key);
+#pragma unroll 1
+    for (int c = 0; c < 2 * COLUMN_BLOCKS; c++) {
+      const int column = column_of(c / 2, c % 2);
+      const float value = to_real(values[column]);
+      if (value - value == 0.0f) continue;
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        if (!seen[half]) continue;
+        const uint32_t sum = area.at(first_row + 8 * half + lane_id() / 4, key_warp, column);
+        ptx::store_shared_f32(sum, ptx::load_shared_f32(sum) + value);
+      }
+    }
+  }
+}
+
+// The piece's keys against the entry's rows. slot: as in write_rows.
+DEVICE void attend(const DecodeParams& params, const Entry& entry, int kv_head, const Piece& piece, int slot,
+                   uint32_t shared) {
+  const QTile q_tile{shared};
+  const Rows rows = rows_of(params, entry, kv_head);
+  const SeenKeys keys = seen_keys(entry.mask, entry.row_begin, entry.row_end);
+  const int warp = int(threadIdx.x) / 32, first_row = warp / KEY_WARPS * 16, key_warp = warp % KEY_WARPS;
+  const CacheSource source = cache_source(params, entry.sequence, kv_head);
+  Ring ring{source, keys, entry.tiles, piece.last, shared + QTile::BYTES, {}, {}, 0};
+
+  Output o = {};
+  SoftmaxRow softmax[2];
+  ring.look_up(piece.first);
+#pragma unroll 1
+  for (int n = 0; n < STAGES - 1; n++) ring.fill(piece.first + n);
+  if (piece.first < piece.last) copy_queries(params, entry, kv_head, q_tile);
+  const LaneAddress q_lane = lane_of_a(q_tile, first_row);
+
+  const auto masked = [&](int n) { return !all_visible(entry, ring.tiles.at(n) * BLOCK_N); };
+  // One loop for tiles with a mask and without: a second copy of its body would double what a variant takes to compile.
+  for (int n = piece.first; n < piece.last; n++) {
+    const bool mask = masked(n);
+    ring.advance(n, mask);
+    attend_tile(o, softmax, rows, q_lane, ring, n, mask);
+  }
+  const MergeArea area{ring.base};
+  __syncthreads();  // all have left the ring
+  leave(area, o, softmax, first_row, key_warp);
+  for (int n = piece.first; ring.special && n < piece.last; n++) {
+    if (masked(n)) add_special(area, rows, ring, ring.tiles.at(n) * BLOCK_N, first_row, key_warp);
+  }
+  __syncthreads();
+  write_rows(params, entry, kv_head, slot, area);
+}
+
+// Where the rest of an item from `at` on is cut for the first time: at the next piece, or where the range ends.
+DEVICE int piece_end(const DecodeParams& params, const Position& at, const Position& end, int count) {
+  if (params.splits == 0) return at.same_item(end) ? end.tile : count;
+  const int pieces = pieces_of(params, count);
+  return count == 0 ? 0 : piece_begin(piece_from(at.tile, pieces, count) + 1, pieces, count);
+}
+
+// The slot of a piece that is not all of its item.
+DEVICE int slot_of(const DecodeParams& params, const Position& at, int count) {
+  if (params.splits == 0) return 2 * int(blockIdx.x) + (at.tile == 0);
+  const int item = at.entry * params.attention.heads_kv + at.head;
+  return item * params.splits + piece_from(at.tile, pieces_of(params, count), count);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_mma(const __grid_constant__ DecodeParams params) {
+  DYNAMIC_SHARED(shared);
+  Position at = position(params, blockIdx.x);
+  const Position end = position(params, blockIdx.x + 1);
+  while (at.before(end)) {
+    const Entry entry = entry_of(params, at.entry);
+    if (!entry.exists()) {  // nor does any later entry of the sequence
+      at = {(entry.sequence + 1) * params.row_tiles, 0, 0};
+      continue;
+    }
+    const int count = entry.tiles.count(), last = piece_end(params, at, end, count);
+    if (entry.lengths.broken) {
+      const bool last_entry = at.entry % params.row_tiles == params.row_tiles - 1;
+      const int64_t all = int64_t(entry.lengths.rows) * heads_a_group(params);
+      write_broken(params, entry, at.head, last_entry ? all : entry.packed_end);
+    } else {
+      const bool whole = at.tile == 0 && last == count;
+      attend(params, entry, at.head, {at.tile, last}, whole ? -1 : slot_of(params, at, count),
+             ptx::shared_address(shared));
+      __syncthreads();  // all have left the area that the next piece overwrites
+    }
+    if (last == count) at = next_item(params, at);
+    else at.tile = last;
+  }
+}

@@ -1,0 +1,45 @@
+// From sums to results: eight or four neighbouring elements of a packed row at a time, in any thread's registers.
+#pragma once
+
+#include "decode/plan.cuh"
+#include "mma/softmax.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/pack.cuh"
+
+// acc + weight * value. What is no number or infinite counts whole, however small its weight.
+DEVICE float add_weighted(float acc, float weight, float value) {
+  return value - value == 0.0f ? acc + weight * value : acc + value;
+}
+
+// Where a packed row of an entry lies in the output.
+struct OutputRow {
+  OUT_ELEMENT* out;
+  float* lse;
+  int head;
+};
+
+DEVICE OutputRow output_row(const DecodeParams& params, const Entry& entry, int kv_head, int packed) {
+  const Params& attention = params.attention;
+  const int ratio = heads_a_group(params), row = packed / ratio, head = kv_head * ratio + packed % ratio;
+  const int64_t place = entry.lengths.q_start + row;
+  return {element_of<OUT_ELEMENT>(attention.out, attention.out_strides, entry.sequence, place, head),
+          LSE ? element_of<float>(attention.lse, attention.lse_strides, entry.sequence, place, head) : nullptr, head};
+}
+
+DEVICE uint32_t pack_outputs(half_t, float low, float high) { return ptx::pack_half(low, high); }
+DEVICE uint32_t pack_outputs(bfloat16_t, float low, float high) { return ptx::pack_bfloat16(low, high); }
+
+// Stores COUNT neighbours, wide where their place allows it.
+template <int COUNT>
+DEVICE void store_neighbours(OUT_ELEMENT* out, const float (&values)[COUNT]) {
+  uint32_t words[COUNT / 2];
+#pragma unroll
+  for (int w = 0; w < COUNT / 2; w++) words[w] = pack_outputs(OUT_ELEMENT(), values[2 * w], values[2 * w + 1]);
+  if (reinterpret_cast<uint64_t>(out) % (2 * COUNT) == 0) {
+    if constexpr (COUNT == 8) ptx::store_global_v4(out, words);
+    else *reinterpret_cast<uint64_t*>(out) = uint64_t(words[1]) << 32 | words[0];
+  } else {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) out[i].bits = uint16_t(words[i / 2] >> (i % 2 * 16));
+  }
+}

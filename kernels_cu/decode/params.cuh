@@ -1,0 +1,46 @@
+// What the decode kernels take beyond the macros and the Params of common/params.cuh: where cached keys and values
+// lie, how long each sequence is, and how the work is split.
+//
+// In `attention`, k and v are the pools or caches themselves: their `batch` stride is that of a page where PAGED, of a
+// sequence otherwise, and `row` and `head` are within it. Where POINTERS, k and v are null. Rows begin at multiples of
+// 16 bytes, and no stride of theirs is negative.
+//
+// gpu_actors/kernels/decode/params.py reads the struct from this text: one field a line, of a type that it knows.
+#pragma once
+
+#include "common/params.cuh"
+
+#ifndef PAGED  // keys and values lie in pages of a pool, found by a block table
+#define PAGED 0
+#endif
+#ifndef POINTERS  // each sequence has a cache of its own, found by its address
+#define POINTERS 0
+#endif
+#ifndef TREE  // a bit mask a row says which of the new keys it sees
+#define TREE 0
+#endif
+
+struct DecodeParams {
+  Params attention;
+  const int32_t* seq_lens;  // keys of each sequence, those of the new rows included
+  const int32_t* block_table;  // PAGED: what lies past a sequence's last page is never read
+  const uint64_t* k_ptrs;  // POINTERS
+  const uint64_t* v_ptrs;
+  const uint64_t* tree_mask;  // TREE: bit j of a row's word is the j-th new key
+  int32_t* plan;  // ranges + 1 positions of 4 words, see decode/plan.cuh
+  int64_t* sums;  // of the plan kernel: units before each entry
+  float* partial_out;  // (slots, BLOCK_M, HEAD_DIM_V)
+  float* partial_lse;  // (slots, BLOCK_M), in base 2
+  int64_t table_stride;
+  Strides tree_mask_strides;
+  int32_t batch;
+  int32_t page_size;
+  uint32_t page_factor;  // a key's page: the upper 32 bits of key * page_factor, shifted right by page_shift
+  int32_t page_shift;
+  int32_t capacity;  // keys that a sequence can have
+  int32_t row_tiles;  // of the longest sequence
+  int32_t ranges;  // that the work is split into, one a block
+  int32_t splits;  // pieces of every item, or 0 where pieces end with the ranges
+  int32_t min_units;  // of a range
+  int32_t item_units;  // that beginning an item is counted as
+};

@@ -1,0 +1,210 @@
+// Attention forward on CUDA cores: the plain kernel, right for every option, that the fast ones are measured against.
+//
+// FlashAttention's online softmax (Dao, arXiv 2307.08691, algorithm 1) with all products in float (double for double
+// inputs). A block owns BLOCK_M query rows of one head of one sequence and walks over the key tiles that they see.
+//
+//                      S, P: BLOCK_N keys                    O: HEAD_DIM_V columns
+//             lane  0 1 .. 15 0 1 .. 15          lane  0 1 .. 15 0 1 .. 15 0 1 ..
+//   half-warp 0   | s s .. s  s s .. s  |            | o o .. o  o o .. o  o o .. |    a half-warp owns ROWS rows,
+//   half-warp 1   | s s .. s  s s .. s  |  -- PV --> | o o .. o  o o .. o  o o .. |    and its 16 lanes share their
+//      ...        |         ...         |            |            ...             |    maximum and sum
+//
+// For each tile: K to shared memory | S, softmax, P to shared memory | V to where K was | O += P V. A block's sums run
+// in an order that depends on its own sequence alone, so a result has the same bits whatever the batch around it.
+#include "common/params.cuh"
+#include "common/mask.cuh"
+#include "common/philox.cuh"
+#include "common/place.cuh"
+#include "ptx/math.cuh"
+#include "common/score.cuh"
+
+using Real = Accumulator<ELEMENT>;
+
+constexpr int THREADS = WARPS * 32;
+constexpr int LANES = 16;
+constexpr int ROWS = BLOCK_M / (THREADS / LANES);
+constexpr int KEYS = BLOCK_N / LANES;
+constexpr int COLUMNS = (HEAD_DIM_V + LANES - 1) / LANES;
+// An odd pitch puts the same column of neighbouring rows into different banks.
+constexpr int PITCH = (HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V) | 1;
+static_assert(ROWS * (THREADS / LANES) == BLOCK_M, "BLOCK_M must be a multiple of the half-warps of a block");
+static_assert(KEYS * LANES == BLOCK_N, "BLOCK_N must be a multiple of 16");
+static_assert(SHARED_BYTES == ((BLOCK_M + BLOCK_N) * PITCH + BLOCK_M * BLOCK_N) * sizeof(Real),
+              "the launch must provide what the tiles of Q, of K or V, and of P take");
+
+// What P holds for a key that its row does not see. Such a key is skipped: 0 * NaN would let a masked NaN into O.
+constexpr Real HIDDEN = -1;
+
+// `count` rows of WIDTH columns into shared memory, and zeros up to ROW_LIMIT rows.
+template <int ROW_LIMIT, int WIDTH, class Element>
+DEVICE void load_tile(Real* tile, const Element* rows, int64_t row_stride, int count) {
+  for (int n = threadIdx.x; n < ROW_LIMIT * WIDTH; n += THREADS) {
+    const int row = n / WIDTH, column = n % WIDTH;
+    const Real loaded = row < count ? Real(to_real(rows[row * row_stride + column])) : Real(0);
+    tile[row * PITCH + column] = round_operand<COMPUTE_BITS>(loaded);
+  }
+}
+
+// Over the 16 lanes that share rows.
+DEVICE Real max_over_lanes(Real x) {
+  for (int step = LANES / 2; step > 0; step /= 2) x = max_of(x, __shfl_xor_sync(0xffffffffu, x, step));
+  return x;
+}
+DEVICE Real sum_over_lanes(Real x) {
+  for (int step = LANES / 2; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
+  return x;
+}
+
+struct Rows {  // the state of a half-warp's rows in one of its lanes
+  Real m[ROWS];           // running maximum of the scores, the same in all lanes
+  Real l[ROWS];           // running sum of exp(score - m) over this lane's keys
+  Real o[ROWS][COLUMNS];  // running sum of exp(score - m) * v for this lane's columns
+
+  // The scores that follow are relative to the new maximum: what was summed before is scaled down to it.
+  __device__ __forceinline__ Real raise_maximum(int r, Real maximum) {
+    maximum = max_of(m[r], max_over_lanes(maximum));
+    const Real base = maximum == -INFINITY ? Real(0) : maximum;
+    const Real correction = exp_of(m[r] - base);
+    m[r] = maximum;
+    l[r] *= correction;
+#pragma unroll
+    for (int c = 0; c < COLUMNS; c++) o[r][c] *= correction;
+    return base;
+  }
+};
+
+DEVICE void dot_products(Real (&dot)[ROWS][KEYS], const Real* q_rows, const Real* k_rows) {
+#pragma unroll 4
+  for (int column = 0; column < HEAD_DIM; column++) {
+    Real k[KEYS];
+#pragma unroll
+    for (int c = 0; c < KEYS; c++) k[c] = k_rows[c * LANES * PITCH + column];
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+      const Real q = q_rows[r * PITCH + column];
+#pragma unroll
+      for (int c = 0; c < KEYS; c++) dot[r][c] += q * k[c];
+    }
+  }
+}
+
+DEVICE void add_values(Rows& rows, const Real* p_rows, const Real* v_tile, int lane, int keys) {
+  for (int key = 0; key < keys; key++) {
+    Real v[COLUMNS];
+#pragma unroll
+    for (int c = 0; c < COLUMNS; c++) {
+      const int column = c * LANES + lane;
+      v[c] = column < HEAD_DIM_V ? v_tile[key * PITCH + column] : Real(0);
+    }
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+      const Real p = p_rows[r * BLOCK_N + key];
+      if (p == HIDDEN) continue;
+#pragma unroll
+      for (int c = 0; c < COLUMNS; c++) rows.o[r][c] += p * v[c];
+    }
+  }
+}
+
+// The rows from at.row_begin on, at most BLOCK_M of them, against all keys that they see.
+DEVICE void attend(const LaunchParams& params, const Place& at, Real* q_tile) {
+  const int lane = threadIdx.x % LANES, first_row = threadIdx.x / LANES * ROWS;
+  Real* const kv_tile = q_tile + BLOCK_M * PITCH;
+  Real* const p_rows = kv_tile + BLOCK_N * PITCH + first_row * BLOCK_N;
+  const int row_end = at_most(at.seqlen_q, at.row_begin + BLOCK_M);
+
+  const Strides &q_strides = params.q_strides, &k_strides = params.k_strides, &v_strides = params.v_strides;
+  const auto q = element_of<const ELEMENT>(params.q, q_strides, at.sequence, at.q_start + at.row_begin, at.head);
+  const auto k = element_of<const KV_ELEMENT>(params.k, k_strides, at.sequence, at.k_start, at.kv_head);
+  const auto v = element_of<const KV_ELEMENT>(params.v, v_strides, at.sequence, at.k_start, at.kv_head);
+  const Mask mask = make_mask(params, at.seqlen_q, at.seqlen_k);
+  const Score<Real> score = make_score<Real>(params, at.sequence, at.head, at.kv_head, mask.diagonal);
+  const uint32_t sequence_head = at.sequence * params.heads_q + at.head;
+  const Dropout dropout{params.dropout_seed, params.dropout_threshold, sequence_head};
+
+  // A sink is a first key without a value: it starts the maximum and the sum, which counts it once, and adds nothing
+  // to O. One of -inf is none: the first score above it takes the sum to 0.
+  Real sink = -INFINITY;
+  if constexpr (SINKS) sink = sink_logit(params, at.head);
+  Rows rows;
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) {
+    rows.m[r] = sink;
+    rows.l[r] = SINKS && lane == 0 ? 1 : 0;
+#pragma unroll
+    for (int c = 0; c < COLUMNS; c++) rows.o[r][c] = 0;
+  }
+
+  load_tile<BLOCK_M, HEAD_DIM>(q_tile, q, q_strides.row, row_end - at.row_begin);
+  const KeyTiles tiles = mask.tiles<BLOCK_N>(at.row_begin, row_end);
+  for (int n = 0; n < tiles.count(); n++) {
+    const int key_begin = tiles.at(n) * BLOCK_N, keys = at_most(at.seqlen_k - key_begin, BLOCK_N);
+    const bool unmasked = mask.all_visible(at.row_begin, row_end, key_begin, key_begin + BLOCK_N);
+
+    __syncthreads();  // all have read the previous V
+    load_tile<BLOCK_N, HEAD_DIM>(kv_tile, k + key_begin * k_strides.row, k_strides.row, keys);
+    __syncthreads();
+    Real scores[ROWS][KEYS] = {};
+    dot_products(scores, q_tile + first_row * PITCH, kv_tile + lane * PITCH);
+
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+      const int row = at.row_begin + first_row + r;
+      bool shown[KEYS];
+      Real maximum = -INFINITY;
+#pragma unroll
+      for (int c = 0; c < KEYS; c++) {
+        const int key = key_begin + c * LANES + lane;
+        shown[c] = row < row_end && (unmasked || mask.visible(row, key));
+        scores[r][c] = shown[c] ? score(scores[r][c], row, key) : -INFINITY;
+        maximum = max_of(maximum, scores[r][c]);
+      }
+      const Real base = rows.raise_maximum(r, maximum);
+#pragma unroll
+      for (int c = 0; c < KEYS; c++) {
+        const int column = c * LANES + lane;
+        Real p = exp_of(scores[r][c] - base);
+        rows.l[r] += p;
+        if (DROPOUT && !dropout.keeps(row, key_begin + column)) p = 0;
+        p_rows[r * BLOCK_N + column] = shown[c] ? p : HIDDEN;
+      }
+    }
+
+    __syncthreads();  // all have read K and written P
+    load_tile<BLOCK_N, HEAD_DIM_V>(kv_tile, v + key_begin * v_strides.row, v_strides.row, keys);
+    __syncthreads();
+    add_values(rows, p_rows, kv_tile, lane, keys);
+  }
+
+  Real out_scale = DROPOUT ? Real(params.dropout_scale) : Real(1);
+  if constexpr (DESCALES) {
+    out_scale *= descale(params.v_descale, params.v_descale_strides, at.sequence, at.kv_head);
+  }
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) {
+    const int row = at.row_begin + first_row + r;
+    const Real l = sum_over_lanes(rows.l[r]);
+    if (row >= row_end) continue;
+    const auto out = element_of<OUT_ELEMENT>(params.out, params.out_strides, at.sequence, at.q_start + row, at.head);
+#pragma unroll
+    for (int c = 0; c < COLUMNS; c++) {
+      const int column = c * LANES + lane;
+      const Real value = l == 0 ? Real(0) : rows.o[r][c] / l * out_scale;
+      if (column < HEAD_DIM_V) out[column] = from_real(Rounded<OUT_ELEMENT>(), value);
+    }
+    if (LSE && lane == 0) {
+      const auto lse = element_of<float>(params.lse, params.lse_strides, at.sequence, at.q_start + row, at.head);
+      *lse = l == 0 ? -INFINITY : float(rows.m[r] + log_of(l));
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) forward_simple(const __grid_constant__ LaunchParams params) {
+  DYNAMIC_SHARED(shared);
+  const int row_tiles = (params.seqlen_q + BLOCK_M - 1) / BLOCK_M;
+  Place at = locate(params, row_tiles);
+  // Once, unless a sequence is longer than the caller said, which lengths on the device cannot be checked for before.
+  for (; at.row_begin < at.seqlen_q; at.row_begin += row_tiles * BLOCK_M) {
+    attend(params, at, reinterpret_cast<Real*>(shared));
+  }
+}

@@ -1,0 +1,303 @@
+// A consumer of forward_sm90: a warpgroup that multiplies 64 rows of queries with the tiles of keys that they see.
+//
+// In each step the scores of tile n and the output of tile n + 1 are multiplied together, and the softmax of tile n
+// runs while the tensor cores are still at the output:
+//
+//     tensor cores   | S(n) = Q K(n) |  O += P(n+1) V(n+1)    |  other consumers' products  | S(n-1) = Q K(n-1) | ..
+//     this warpgroup | issue both    | wait S | softmax(n): P(n)     | wait O | pack, rescale | issue both ..
+//
+// Consumers take turns to issue (TURNS): while one is at its softmax, the tensor cores work for another. Keys go from
+// the last tile to the first, so that tiles with a mask come first and last; the loops between have none.
+#pragma once
+
+#include "hopper/store.cuh"
+
+// Tensor cores keep about 14 bits of a sum of 8-bit products, so that each tile's P V is summed from 0, PIECE columns at
+// a time, and added to O in fp32. Where registers do not hold a piece beside the scores, it is multiplied before them.
+constexpr int PIECE = DIM_V / PIECES;
+constexpr bool VALUES_FIRST = FP8 && (DIM > 128 || DIM_V > 128 || CONSUMERS == 3);
+using Sums = float[PIECE / 2];
+
+constexpr bool TURNS = DIM_V <= 128 && !VALUES_FIRST;  // wider ones have little softmax to hide
+constexpr bool EARLY_RESCALE = DIM_V > 128 && !FP8;    // while S is multiplied rather than after O was
+
+// What was summed before is rescaled on the way.
+DEVICE void add_piece(Output& o, const Sums& sums, const float (&correction)[2], int piece) {
+#pragma unroll
+  for (int i = 0; i < PIECE / 2; i++) {
+    float& x = o[piece * PIECE / 2 + i];
+    x = fmaf(x, correction[i / 2 % 2], sums[i]);
+  }
+}
+
+// What a consumer keeps in registers for a tile of rows.
+struct Registers {
+  Scores s;
+  Weights p;
+  Output o;
+  SoftmaxRow softmax[2];
+  float correction[2];  // of what was summed before the tile whose weights p are
+};
+
+struct Consumer {
+  const Sm90Params& all;
+  Shared shared;
+  int number;
+  Ring<STAGES> keys{0, 0}, values{0, 0};
+  uint32_t q_parity = 0;
+  uint32_t turns[2] = {};  // named barriers: the consumer's own, and the next one's
+
+  // Every tile of the block, until the producer says that there are no more.
+  __device__ __forceinline__ void run() {
+    TileSink tiles;
+    if constexpr (TURNS) {
+      turns[0] = turn_barrier(number);
+      turns[1] = turn_barrier(number + 1 == CONSUMERS ? 0 : number + 1);
+      ptx::pin_registers(turns);  // in the threads' own registers: uniform ones are short
+    }
+    if (TURNS && number == CONSUMERS - 1) pass_turn();
+    for (int tile = tiles.next(shared); tile != TileSource::NO_TILE; tile = tiles.next(shared)) {
+      Work work = work_of(all.params, all.schedule, tile);
+      for_each_row_tile(all.schedule, work, [&](const Work& rows) { attend(rows); });
+    }
+    if (TURNS && number == 0) take_turn();  // which the last one passed on, and nobody needs
+    if (threadIdx.x % WARPGROUP == 0) ptx::bulk_wait<0>();
+  }
+
+  // One tile of rows against all keys that they see.
+  __device__ __forceinline__ void attend(const Work& work) {
+    if (!work.sees_keys()) {
+      store_nothing(all.params, work, number);
+      return;
+    }
+    const int first_row = work.row_begin + number * ROWS + threadIdx.x % WARPGROUP / 32 * 16 + lane_id() / 4;
+    const Rows rows = rows_of(all.params, work.mask, work.sequence, work.head, work.kv_head, first_row);
+    Registers r;
+#pragma unroll
+    for (int i = 0; i < DIM_V / 2; i++) r.o[i] = 0.0f;
+    r.correction[0] = r.correction[1] = 1.0f;
+    first_scores(r, work, rows);
+    all_steps(r, work, rows);
+    if (!O_OVER_Q) release(shared.q_empty(number));
+    last_values(r);
+    store(all, work, shared, number, rows, r.softmax, r.o);
+    if (O_OVER_Q) release(shared.q_empty(number));
+  }
+
+  // The last tile of keys: its scores and weights, with nothing to multiply beside them.
+  __device__ __forceinline__ void first_scores(Registers& r, const Work& work, const Rows& rows) {
+    const int last = work.keys.count() - 1, first_key = work.keys.at(last) * BLOCK_N;
+    ptx::mbarrier_wait(shared.q_full(number), q_parity);
+    q_parity ^= 1;
+    if (DESCALES && rows.negated) negate_queries();
+    wait_for_keys();
+    ptx::wgmma_fence();
+    multiply_keys(r.s);
+    ptx::wgmma_wait<0>();
+    ptx::pin_registers(r.s);
+    release_keys();
+    score(r.s, rows, first_key);
+    hide(r.s, rows, first_key);
+    float unused[2];
+    weigh<true>(r.s, r.softmax, unused, rows.to_log2);
+    pack(r.p, r.s);
+    if (PACKED_VALUES || CACHE_LENGTHS) clear_values_past(work.mask.seqlen_k - first_key);
+    if (!VALUES_FIRST && last > 0) wait_for_keys();
+  }
+
+  // The other tiles, from the last to the first. Rows see only a part of those that the diagonal or the window's right
+  // edge crosses, which come first, and of those that its left edge crosses and of the sink tokens, which come last.
+  __device__ __forceinline__ void all_steps(Registers& r, const Work& work, const Rows& rows) {
+    const Mask& mask = work.mask;
+    const KeyTiles& tiles = work.keys;
+    uint32_t whole[2] = {0, uint32_t(tiles.count())};  // [first, end): the tiles between, which all rows see whole
+    if constexpr (CAUSAL || WINDOW) {
+      const int seen_by_all = work.row_begin + mask.diagonal + 1 + (CAUSAL ? 0 : mask.right);  // from key 0 on
+      whole[1] = at_least(tiles.sinks, at_least(0, seen_by_all) / BLOCK_N - tiles.begin + tiles.sinks);
+    }
+    if constexpr (WINDOW) {
+      const int hidden = at_least(0, work.row_end() - 1 + mask.diagonal - mask.left);  // keys, from some row
+      whole[0] = at_least(tiles.sinks, (hidden + BLOCK_N - 1) / BLOCK_N - tiles.begin + tiles.sinks);
+    }
+    ptx::pin_registers(whole);  // or ptxas computes them again in each step
+#pragma unroll 1
+    for (int n = tiles.count() - 2; n >= 0; n--) {
+      const bool masked = (WINDOW && n < int(whole[0])) || n >= int(whole[1]);
+      if constexpr (VALUES_FIRST) step_apart(r, rows, tiles.at(n) * BLOCK_N, masked);
+      else step(r, rows, n, tiles.at(n) * BLOCK_N, masked);
+    }
+  }
+
+  // The scores and weights of tile n, and the product of the weights of tile n + 1 with its values.
+  __device__ __forceinline__ void step(Registers& r, const Rows& rows, int n, int first_key, bool masked) {
+    if (TURNS) take_turn();
+    ptx::pin_registers(r.o);
+    ptx::pin_registers(r.p);
+    ptx::wgmma_fence();
+    multiply_keys(r.s);
+    if (EARLY_RESCALE) {
+      rescale(r.o, r.correction);
+      ptx::pin_registers(r.o);
+    }
+    wait_for_values();
+    ptx::wgmma_fence();  // without it, ptxas puts one in (C7519)
+    Sums sums;
+    if constexpr (FP8) multiply_piece(r, sums, 0);
+    else multiply_values(r.o, r.p);
+    if (TURNS) pass_turn();
+
+    ptx::wgmma_wait<1>();
+    ptx::pin_registers(r.s);
+    release_keys();
+    score(r.s, rows, first_key);
+    // A branch that all threads take alike, and one loop: with one more for masks, a compile takes half as long again.
+    if ((CAUSAL || WINDOW) && masked) hide(r.s, rows, first_key);
+    float correction[2];
+    weigh<false>(r.s, r.softmax, correction, rows.to_log2);
+
+    // The next step needs these keys. Waiting here, and not where they are used, ends the basic block: without that,
+    // ptxas moves the wait for O above the exponentials, and the softmax no longer runs beside the product.
+    ptx::pin_registers(r.s);
+    if (n > 0) wait_for_keys();
+    ptx::wgmma_wait<0>();
+    ptx::pin_registers(r.o);
+    ptx::pin_registers(r.p);
+    release_values();
+    pack(r.p, r.s);
+    if constexpr (FP8) {
+      ptx::pin_registers(sums);
+      add_piece(r.o, sums, r.correction, 0);
+    }
+    r.correction[0] = correction[0];
+    r.correction[1] = correction[1];
+    if (!FP8 && !EARLY_RESCALE) rescale(r.o, r.correction);
+  }
+
+  // The same where registers hold either scores or sums: first the values of tile n + 1, then the scores of tile n. The
+  // tensor cores have the other consumer's products meanwhile.
+  __device__ __forceinline__ void step_apart(Registers& r, const Rows& rows, int first_key, bool masked) {
+    add_values(r);
+    wait_for_keys();
+    ptx::wgmma_fence();
+    multiply_keys(r.s);
+    ptx::wgmma_wait<0>();
+    ptx::pin_registers(r.s);
+    release_keys();
+    score(r.s, rows, first_key);
+    if ((CAUSAL || WINDOW) && masked) hide(r.s, rows, first_key);
+    weigh<false>(r.s, r.softmax, r.correction, rows.to_log2);
+    pack(r.p, r.s);
+  }
+
+  // The values of the first tile, whose weights are left.
+  __device__ __forceinline__ void last_values(Registers& r) {
+    if (EARLY_RESCALE) rescale(r.o, r.correction);
+    if constexpr (FP8) return add_values(r);
+    wait_for_values();
+    ptx::pin_registers(r.o);
+    ptx::pin_registers(r.p);
+    ptx::wgmma_fence();
+    multiply_values(r.o, r.p);
+    ptx::wgmma_wait<0>();
+    ptx::pin_registers(r.o);
+    ptx::pin_registers(r.p);
+    release_values();
+  }
+
+  // S = Q K^T: 64 rows, all keys of the tile, DIM summed in steps of 32 bytes.
+  __device__ __forceinline__ void multiply_keys(Scores& s) {
+    const uint64_t q = QBoxes::rows(shared.q(number)), k = KBoxes::rows(shared.k(keys.stage));
+#pragma unroll
+    for (int n = 0; n < DIM / STEP; n++) {
+      ptx::wgmma_ss<BLOCK_N, OPERAND>(s, q + QBoxes::column_step(n), k + KBoxes::column_step(n), n > 0);
+    }
+    ptx::wgmma_commit();
+  }
+
+  // O += P V: 64 rows, all columns of V, keys summed in steps of 32 bytes.
+  __device__ __forceinline__ void multiply_values(Output& o, Weights& p) {
+    const uint64_t v = VBoxes::columns(shared.v(values.stage));
+#pragma unroll
+    for (int n = 0; n < BLOCK_N / STEP; n++) {
+      ptx::wgmma_rs<DIM_V, OPERAND, !FP8>(o, p[n], v + VBoxes::row_step(n), true);
+    }
+    ptx::wgmma_commit();
+  }
+
+  // P V of a tile alone, of one piece of V's columns, which are rows of V transposed.
+  __device__ __forceinline__ void multiply_piece(Registers& r, Sums& sums, int piece) {
+    const uint64_t v = VBoxes::rows(shared.v(values.stage) + piece * PIECE * VBoxes::LINE);
+#pragma unroll
+    for (int n = 0; n < BLOCK_N / STEP; n++) {
+      ptx::wgmma_rs<PIECE, OPERAND>(sums, r.p[n], v + VBoxes::column_step(n), n > 0);
+    }
+    ptx::wgmma_commit();
+  }
+
+  // P V of a tile, one piece after the other multiplied, waited for and added to O. Where sums are as many as scores, they
+  // have their registers: at head dim 256 ptxas finds no others.
+  __device__ __forceinline__ void add_values(Registers& r) {
+    wait_for_values();
+#pragma unroll
+    for (int piece = 0; piece < PIECES; piece++) {
+      Sums own;
+      Sums& sums = PIECE == BLOCK_N ? reinterpret_cast<Sums&>(r.s) : own;
+      ptx::pin_registers(r.p);
+      ptx::wgmma_fence();
+      multiply_piece(r, sums, piece);
+      ptx::wgmma_wait<0>();
+      ptx::pin_registers(sums);
+      ptx::pin_registers(r.p);
+      add_piece(r.o, sums, r.correction, piece);
+    }
+    release_values();
+  }
+
+  // Behind the last key of a packed sequence lie values of another one, in a cache those of nobody, and 0 * NaN is NaN.
+  // Each consumer clears them for itself: what the other writes is the same.
+  __device__ __forceinline__ void clear_values_past(int count) {
+    if (count >= BLOCK_N) return;
+    constexpr int UNITS = DIM_V / 8;
+    const uint32_t zeros[4] = {0, 0, 0, 0};
+    wait_for_values();
+#pragma unroll 1
+    for (int n = count * UNITS + threadIdx.x % WARPGROUP; n < BLOCK_N * UNITS; n += WARPGROUP) {
+      ptx::store_shared_v4(VBoxes::place(shared.v(values.stage), n / UNITS, n % UNITS), zeros);
+    }
+    ptx::fence_proxy_async();
+    sync_consumer(number);
+  }
+
+  // Of all elements, whose sign is their highest bit. What a negative descale costs, once a tile of rows.
+  __device__ __forceinline__ void negate_queries() {
+    static_assert(!DESCALES || FP8, "a word holds four elements");
+#pragma unroll 1
+    for (uint32_t at = threadIdx.x % WARPGROUP * 16; at < QBoxes::BYTES; at += WARPGROUP * 16) {
+      uint32_t words[4];
+      ptx::load_shared_v4(words, shared.q(number) + at);
+#pragma unroll
+      for (int i = 0; i < 4; i++) words[i] ^= 0x80808080u;
+      ptx::store_shared_v4(shared.q(number) + at, words);
+    }
+    ptx::fence_proxy_async();
+    sync_consumer(number);
+  }
+
+  __device__ __forceinline__ void wait_for_keys() { ptx::mbarrier_wait(shared.k_full(keys.stage), keys.parity); }
+  __device__ __forceinline__ void wait_for_values() { ptx::mbarrier_wait(shared.v_full(values.stage), values.parity); }
+  __device__ __forceinline__ void release_keys() {
+    release(shared.k_empty(keys.stage));
+    keys.advance();
+  }
+  __device__ __forceinline__ void release_values() {
+    release(shared.v_empty(values.stage));
+    values.advance();
+  }
+  // One arrival a warp.
+  __device__ __forceinline__ void release(uint32_t barrier) {
+    if (lane_id() == 0) ptx::mbarrier_arrive(barrier);
+  }
+
+  __device__ __forceinline__ void take_turn() { ptx::barrier_sync(int(turns[0]), 2 * WARPGROUP); }
+  __device__ __forceinline__ void pass_turn() { ptx::barrier_arrive(int(turns[1]), 2 * WARPGROUP); }
+};

@@ -1,0 +1,165 @@
+// Sizes of forward_sm90, and where everything lies in its shared memory.
+//
+// Operands lie in boxes, as TMA writes them and wgmma reads them: a box is a line of 128 bytes (64 where rows are no
+// multiple of 128) of each of the tile's rows, and 16-byte units are swizzled within 8 lines. Drawn for 16 bits; a line
+// holds twice as many elements of 8, and a tile of their V has a row for each of its columns.
+//
+//     a tile of R rows and 128 columns        box 0: columns 0 .. 63        box 1: columns 64 .. 127
+//                                             row 0   | 128 bytes |         row 0   | 128 bytes |
+//                                             ...     |           |         ...     |           |
+//                                             row R-1 |           |         row R-1 |           |
+//
+//     Q of each warpgroup | K, STAGES tiles | V, STAGES tiles | O of each warpgroup | mbarriers | tile indices
+//          ^ the place of O as well, where O_OVER_Q
+#pragma once
+
+#include "common/params.cuh"
+#include "ptx.cuh"
+
+#ifndef O_OVER_Q  // the output leaves through Q's place, which saves shared memory and costs some overlap
+#define O_OVER_Q 0
+#endif
+
+#ifndef PIECES  // of V's columns that are summed one after the other, each apart from O
+#define PIECES 1
+#endif
+#ifndef CACHE_LENGTHS  // the keys of a sequence end where cache_seqlens says
+#define CACHE_LENGTHS 0
+#endif
+#ifndef PAGE_SIZE  // keys a page, and a block table tells which pages; 0: keys follow each other
+#define PAGE_SIZE 0
+#endif
+
+// Products of 8-bit elements want both operands along the summed dimension, so that V comes transposed
+// (hopper/transpose_values.cu).
+constexpr bool FP8 = sizeof(ELEMENT) == 1;
+constexpr int STEP = 32 / sizeof(ELEMENT);  // what a product sums at a time: 32 bytes of its operands
+
+// Head dims are compiled for the next of these (8-bit rows of 96 do not fill whole boxes); TMA fills the columns
+// between with zeros.
+constexpr int padded_dim(int dim) {
+  return dim <= 64 ? 64 : dim <= 96 && !FP8 ? 96 : dim <= 128 ? 128 : dim <= 192 ? 192 : 256;
+}
+
+constexpr int DIM = padded_dim(HEAD_DIM), DIM_V = padded_dim(HEAD_DIM_V);
+constexpr int WARPGROUP = 128;            // threads
+constexpr int CONSUMERS = WARPS / 4 - 1;  // warpgroups that multiply; the other one loads
+constexpr int ROWS = 64;                  // of a consumer
+constexpr bool PACKED_KEYS = VARLEN && !CACHE_LENGTHS;
+constexpr bool PACKED_VALUES = PACKED_KEYS && !FP8;  // transposed ones start tiles of their own
+constexpr int PART = PAGE_SIZE > 0 && PAGE_SIZE < BLOCK_N ? PAGE_SIZE : BLOCK_N;  // keys that one copy brings
+
+DEVICE int lane_id() { return threadIdx.x % 32; }
+
+static_assert(WARPS % 4 == 0 && (CONSUMERS == 2 || CONSUMERS == 3), "a producer and two or three consumers");
+static_assert(BLOCK_M == ROWS * CONSUMERS, "a wgmma has 64 rows, and a consumer multiplies 64 rows at a time");
+static_assert(BLOCK_N % STEP == 0 && BLOCK_N <= 256, "keys are N of one product and K of the other");
+static_assert(PAGE_SIZE % 8 == 0, "a part of a tile starts where the swizzle does");
+static_assert(BLOCK_N % PART == 0 && (PAGE_SIZE == 0 || PAGE_SIZE % PART == 0), "pages and tiles divide each other");
+static_assert(PAGE_SIZE == 0 || CACHE_LENGTHS, "pages have no lengths of their own");
+static_assert(HEAD_DIM * sizeof(ELEMENT) % 16 == 0 && HEAD_DIM_V * sizeof(ELEMENT) % 16 == 0,
+              "TMA takes rows of a multiple of 16 bytes");
+static_assert(!FP8 || !CACHE_LENGTHS, "values are transposed where they follow each other");
+
+// A tile in boxes.
+template <int TILE_ROWS, int COLUMNS, class Element = ELEMENT>
+struct Boxes {
+  static constexpr int ITEM = sizeof(Element), UNIT = 16 / ITEM;                      // bytes; columns
+  static constexpr int WIDTH = (COLUMNS * ITEM % 128 == 0 ? 128 : 64) / ITEM;  // columns of a box
+  static constexpr int COUNT = COLUMNS / WIDTH;
+  static constexpr uint32_t LINE = ITEM * WIDTH, BOX_BYTES = TILE_ROWS * LINE, BYTES = COUNT * BOX_BYTES;
+  static constexpr uint32_t EIGHT_LINES = 8 * LINE;
+  static constexpr ptx::Swizzle SWIZZLE = LINE == 128 ? ptx::Swizzle::b128 : ptx::Swizzle::b64;
+  static_assert(COLUMNS % WIDTH == 0, "columns fill whole boxes");
+  static_assert(BOX_BYTES % EIGHT_LINES == 0, "boxes start where the swizzle starts");
+
+  // wgmma descriptors: of the rows (columns are multiplied and summed), and of the columns (rows are).
+  static __device__ __forceinline__ uint64_t rows(uint32_t base) {
+    return ptx::matrix_descriptor<SWIZZLE, 16, EIGHT_LINES>(base);
+  }
+  static __device__ __forceinline__ uint64_t columns(uint32_t base) {
+    return ptx::matrix_descriptor<SWIZZLE, BOX_BYTES, EIGHT_LINES>(base);
+  }
+  // What the n-th step of columns, or of rows, adds to a descriptor.
+  static __device__ __forceinline__ constexpr uint32_t column_step(int n) {
+    return (n * STEP / WIDTH * BOX_BYTES + n * STEP % WIDTH * ITEM) / 16;
+  }
+  static __device__ __forceinline__ constexpr uint32_t row_step(int n) { return n * STEP * LINE / 16; }
+
+  // The 16 bytes of a row that begin with column UNIT * unit.
+  static __device__ __forceinline__ uint32_t place(uint32_t base, int row, int unit) {
+    constexpr int UNITS = WIDTH / UNIT;
+    const int spread = row % 8 / (8 / UNITS);
+    return base + unit / UNITS * BOX_BYTES + row * LINE + (unit % UNITS ^ spread) * 16;
+  }
+};
+
+using QBoxes = Boxes<ROWS, DIM>;
+using OBoxes = Boxes<ROWS, DIM_V, OUT_ELEMENT>;
+using KBoxes = Boxes<BLOCK_N, DIM>;
+
+template <bool TRANSPOSED>
+struct ValueBoxes {
+  using type = Boxes<BLOCK_N, DIM_V>;
+};
+template <>
+struct ValueBoxes<true> {
+  using type = Boxes<DIM_V, BLOCK_N>;
+};
+using VBoxes = ValueBoxes<FP8>::type;
+
+constexpr uint32_t Q_BYTES = O_OVER_Q && OBoxes::BYTES > QBoxes::BYTES ? OBoxes::BYTES : QBoxes::BYTES;
+constexpr uint32_t K_AT = CONSUMERS * Q_BYTES, V_AT = K_AT + STAGES * KBoxes::BYTES;
+constexpr uint32_t V_END = V_AT + STAGES * VBoxes::BYTES;
+constexpr uint32_t O_AT = O_OVER_Q ? 0 : V_END, O_BYTES = O_OVER_Q ? Q_BYTES : OBoxes::BYTES;
+constexpr uint32_t BARRIERS_AT = O_OVER_Q ? V_END : V_END + CONSUMERS * O_BYTES;
+
+constexpr int SLOTS = 2;  // tile indices on their way from the producer to the consumers
+constexpr int BARRIERS = 2 * CONSUMERS + 4 * STAGES + 2 * SLOTS;
+constexpr uint32_t TILES_AT = BARRIERS_AT + 8 * BARRIERS;
+
+static_assert(K_AT % 1024 == 0 && V_AT % 1024 == 0 && O_AT % 1024 == 0, "where the 128-byte swizzle starts");
+static_assert(KBoxes::BOX_BYTES % 1024 == 0 && VBoxes::BOX_BYTES % 1024 == 0, "each box starts a swizzle");
+static_assert(SHARED_BYTES == TILES_AT + 8 * SLOTS, "the launch must provide what is laid out here");
+static_assert(SHARED_BYTES <= 232448, "a block has at most 227 KiB of shared memory");
+
+// The block's shared memory. Barriers come in pairs: `full` says that something is there, `empty` that its place is
+// free.
+struct Shared {
+  uint32_t base;
+
+  __device__ __forceinline__ uint32_t q(int consumer) const { return base + consumer * Q_BYTES; }
+  __device__ __forceinline__ uint32_t k(int stage) const { return base + K_AT + stage * KBoxes::BYTES; }
+  __device__ __forceinline__ uint32_t v(int stage) const { return base + V_AT + stage * VBoxes::BYTES; }
+  __device__ __forceinline__ uint32_t o(int consumer) const { return base + O_AT + consumer * O_BYTES; }
+  __device__ __forceinline__ uint32_t tile(int slot) const { return base + TILES_AT + 8 * slot; }
+
+  __device__ __forceinline__ uint32_t q_full(int consumer) const { return barrier(consumer); }
+  __device__ __forceinline__ uint32_t q_empty(int consumer) const { return barrier(CONSUMERS + consumer); }
+  __device__ __forceinline__ uint32_t k_full(int stage) const { return barrier(2 * CONSUMERS + stage); }
+  __device__ __forceinline__ uint32_t k_empty(int stage) const { return barrier(2 * CONSUMERS + STAGES + stage); }
+  __device__ __forceinline__ uint32_t v_full(int stage) const { return barrier(2 * CONSUMERS + 2 * STAGES + stage); }
+  __device__ __forceinline__ uint32_t v_empty(int stage) const { return barrier(2 * CONSUMERS + 3 * STAGES + stage); }
+  __device__ __forceinline__ uint32_t tile_full(int slot) const { return barrier(2 * CONSUMERS + 4 * STAGES + slot); }
+  __device__ __forceinline__ uint32_t tile_empty(int slot) const {
+    return barrier(2 * CONSUMERS + 4 * STAGES + SLOTS + slot);
+  }
+
+ private:
+  __device__ __forceinline__ uint32_t barrier(int number) const { return base + BARRIERS_AT + 8 * number; }
+};
+
+// Where a role is in a ring of stages. Consumers start with parity 0 and wait for what is full, the producer with
+// parity 1 and waits for what is empty, which at first everything is (ptx/mbarrier.cuh).
+template <int LENGTH>
+struct Ring {
+  int stage;
+  uint32_t parity;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == LENGTH) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};

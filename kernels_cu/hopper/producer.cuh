@@ -1,0 +1,102 @@
+// The producer of forward_sm90: one warp that brings Q, K and V into shared memory by TMA, tile after tile.
+//
+// All its lanes wait, one acts; between the two stands a __syncwarp(), because a lane that looks late can find the
+// barrier two phases further on, and would wait for ever. (A warp of one thread would need no such care, but ptxas
+// spills there at the 24 registers that the producer keeps.)
+#pragma once
+
+#include "hopper/schedule.cuh"
+
+struct Producer {
+  const Sm90Params& all;
+  Shared shared;
+  bool leader;
+  Ring<STAGES> keys{0, 1}, values{0, 1};
+  uint32_t q_parity = 1;
+
+  // Every tile of the block, and the end of them.
+  __device__ __forceinline__ void run() {
+    TileSource source;
+    while (source.announce(shared, all.schedule, leader)) {
+      const int drawn = source.draw(all.schedule, leader);
+      Work work = work_of(all.params, all.schedule, source.tile);
+      for_each_row_tile(all.schedule, work, [&](const Work& rows) {
+        if (rows.sees_keys()) load(rows);
+      });
+      source.take(drawn);
+    }
+  }
+
+  // Keys come from the last tile to the first. The consumers need K one tile ahead of V.
+  __device__ __forceinline__ void load(const Work& work) {
+    int n = work.keys.count() - 1;
+    load_keys(work, n);
+    load_queries(work);
+#pragma unroll 1
+    for (; n > 0; n--) {
+      load_keys(work, n - 1);
+      load_values(work, n);
+    }
+    load_values(work, 0);
+  }
+
+  __device__ __forceinline__ void load_queries(const Work& work) {
+#pragma unroll
+    for (int consumer = 0; consumer < CONSUMERS; consumer++) {
+      ptx::mbarrier_wait(shared.q_empty(consumer), q_parity);
+      __syncwarp();
+      if (!leader) continue;
+      ptx::mbarrier_arrive_expect_tx(shared.q_full(consumer), QBoxes::BYTES);
+      const int row = work.q_start + work.row_begin + consumer * ROWS;
+#pragma unroll
+      for (int box = 0; box < QBoxes::COUNT; box++) {
+        ptx::tma_load(shared.q(consumer) + box * QBoxes::BOX_BYTES, &all.q, shared.q_full(consumer),
+                      box * QBoxes::WIDTH, row, work.head, VARLEN ? 0 : work.sequence, ptx::CachePolicy::evict_first);
+      }
+    }
+    q_parity ^= 1;
+  }
+
+  __device__ __forceinline__ void load_keys(const Work& work, int n) {
+    const int stage = keys.stage;
+    load_tile<KBoxes>(work, n, &all.k, shared.k(stage), shared.k_full(stage), shared.k_empty(stage), keys.parity);
+    keys.advance();
+  }
+  __device__ __forceinline__ void load_values(const Work& work, int n) {
+    const int stage = values.stage;
+    const uint32_t full = shared.v_full(stage), empty = shared.v_empty(stage);
+    if constexpr (FP8) load_transposed(work, n, shared.v(stage), full, empty);
+    else load_tile<VBoxes>(work, n, &all.v, shared.v(stage), full, empty, values.parity);
+    values.advance();
+  }
+  // A row of every column of V, zeros behind the sequence's last key.
+  __device__ __forceinline__ void load_transposed(const Work& work, int n, uint32_t place, uint32_t full,
+                                                  uint32_t empty) {
+    ptx::mbarrier_wait(empty, values.parity);
+    __syncwarp();
+    if (!leader) return;
+    ptx::mbarrier_arrive_expect_tx(full, VBoxes::BYTES);
+    static_assert(!FP8 || VBoxes::COUNT == 1, "the keys of a tile fill one box");
+    ptx::tma_load(place, &all.v, full, work.values_start + work.keys.at(n) * BLOCK_N, 0, work.kv_head,
+                  VARLEN ? 0 : work.sequence, ptx::CachePolicy::evict_last);
+  }
+
+  // The n-th of the tiles that the rows see.
+  template <class Tile>
+  __device__ __forceinline__ void load_tile(const Work& work, int n, const ptx::TensorMap* map, uint32_t place,
+                                            uint32_t full, uint32_t empty, uint32_t parity) {
+    ptx::mbarrier_wait(empty, parity);
+    __syncwarp();
+    if (!leader) return;
+    ptx::mbarrier_arrive_expect_tx(full, Tile::BYTES);
+#pragma unroll
+    for (int part = 0; part < BLOCK_N; part += PART) {
+      const KeyPlace at = place_of_key(all.schedule, work, work.keys.at(n) * BLOCK_N + part);
+#pragma unroll
+      for (int box = 0; box < Tile::COUNT; box++) {
+        ptx::tma_load(place + box * Tile::BOX_BYTES + part * Tile::LINE, map, full, box * Tile::WIDTH, at.row,
+                      work.kv_head, at.batch, ptx::CachePolicy::evict_last);
+      }
+    }
+  }
+};

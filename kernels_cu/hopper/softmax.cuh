@@ -1,0 +1,175 @@
+// From the scores of a tile, as wgmma leaves them in registers, to the weights that the next wgmma takes.
+//
+// A thread holds pieces of two rows, g and g + 8 of its warp's 16; the four threads of a quad share the rows (drawn in
+// mma/softmax.cuh). Scores packed to 16 bits are the A fragments of P V without any shuffle (ptx/wgmma.cuh).
+//
+// 8-bit scores in the order of their registers are A fragments whose keys are in another order; V has its keys in that
+// order, too (hopper/values.cuh).
+//
+// Weights are 2^(s * to_log2 - base): one multiply-add and one ex2. to_log2 carries the scale, so that s are plain
+// products, less ALiBi's share of them; with softcap, s are scores in base 2 and to_log2 is 1.
+#pragma once
+
+#include "common/mask.cuh"
+#include "mma/softmax.cuh"
+#include "hopper/layout.cuh"
+
+using Scores = float[BLOCK_N / 2];
+using Weights = uint32_t[BLOCK_N / STEP][4];
+using Output = float[DIM_V / 2];
+
+// Of an element: its name in products, and how floats are packed to it.
+template <class Element>
+struct FormatOf;
+template <>
+struct FormatOf<half_t> {
+  static constexpr ptx::Element ELEMENT_OF = ptx::Element::f16;
+  static __device__ __forceinline__ uint32_t pack(float low, float high) { return ptx::pack_half(low, high); }
+};
+template <>
+struct FormatOf<bfloat16_t> {
+  static constexpr ptx::Element ELEMENT_OF = ptx::Element::bf16;
+  static __device__ __forceinline__ uint32_t pack(float low, float high) { return ptx::pack_bfloat16(low, high); }
+};
+template <>
+struct FormatOf<e4m3_t> {
+  static constexpr ptx::Element ELEMENT_OF = ptx::Element::e4m3;
+  static __device__ __forceinline__ uint32_t pack(float a, float b, float c, float d) {
+    return ptx::pack_e4m3(a, b, c, d);
+  }
+};
+constexpr ptx::Element OPERAND = FormatOf<ELEMENT>::ELEMENT_OF;
+
+// The largest weight of a row is 2^WEIGHT_EXPONENT: of e4m3's range, 2^-9 to 448, weights would leave the upper half
+// unused, and those below 2^-10 would be 0.
+constexpr float WEIGHT_EXPONENT = FP8 ? 8.0f : 0.0f;
+
+// A thread's two rows, and what makes scores of their products.
+struct Rows {
+  Mask mask;
+  int first;          // the other is first + 8; both may lie past the sequence's end
+  float to_log2;      // of what `weigh` is given
+  float to_exponent;  // of a product: 2 * scale / softcap, in base 2
+  float softcap;      // in base 2
+  float slope;        // in the unit of s
+  bool negated;       // s are to be products of -q: a negative descale would turn maxima into minima
+
+  __device__ __forceinline__ int row(int half) const { return first + 8 * half; }
+};
+
+// The factor of products, descales included.
+DEVICE float scale_of(const Params& params, int sequence, int kv_head) {
+  if constexpr (!DESCALES) return static_cast<float>(params.softmax_scale);
+  // In double: a tiny scale may come with large descales.
+  double scale = params.softmax_scale;
+  scale *= descale(params.q_descale, params.q_descale_strides, sequence, kv_head);
+  scale *= descale(params.k_descale, params.k_descale_strides, sequence, kv_head);
+  return static_cast<float>(scale);
+}
+
+constexpr float LEAST_SCALE = 0x1p-80f, GREATEST_SCALE = 0x1p126f;
+
+// A magnitude to divide by and to multiply -inf with: what is too small to move a score stands for 0, and infinity, of
+// which weights become NaN but not those of hidden keys, for NaN.
+DEVICE float usable_magnitude(float scale) {
+  const float magnitude = fabsf(scale);
+  return magnitude < LEAST_SCALE ? LEAST_SCALE : magnitude <= GREATEST_SCALE ? magnitude : INFINITY;
+}
+
+DEVICE Rows rows_of(const Params& params, const Mask& mask, int sequence, int head, int kv_head, int first) {
+  float scale = scale_of(params, sequence, kv_head);
+  const bool negated = DESCALES && !SOFTCAP && scale < 0.0f;
+  if (DESCALES && !SOFTCAP) scale = usable_magnitude(scale);
+  if (DESCALES && SOFTCAP && !(fabsf(scale) <= GREATEST_SCALE)) scale = NAN;  // which tanh would make finite
+  Rows rows{mask, first, SOFTCAP ? 1.0f : scale * LOG2_E, 0.0f, 0.0f, 0.0f, negated};
+  if constexpr (SOFTCAP) {
+    rows.softcap = static_cast<float>(params.softcap) * LOG2_E;
+    rows.to_exponent = scale / static_cast<float>(params.softcap) * (2.0f * LOG2_E);
+  }
+  if constexpr (ALIBI) {
+    const float slope = *element_of<const float>(params.alibi_slopes, params.alibi_slopes_strides, sequence, 0, head);
+    rows.slope = SOFTCAP ? slope * LOG2_E : slope / scale;
+  }
+  return rows;
+}
+
+// Softcap and ALiBi. tanh x = 1 - 2 / (1 + e^2x): to about 1e-7 absolute, and without a branch.
+DEVICE void score(Scores& s, const Rows& rows, int first_key) {
+#pragma unroll
+  for (int half = 0; half < 2 && (SOFTCAP || ALIBI); half++) {
+    // As a float: exact up to 2^24 keys away, and no conversion for each key.
+    const float diagonal = static_cast<float>(rows.row(half) + rows.mask.diagonal - first_key - lane_id() % 4 * 2);
+#pragma unroll
+    for (int i = 0; i < BLOCK_N / 4; i++) {
+      float& x = s[i / 2 * 4 + 2 * half + i % 2];
+      if constexpr (SOFTCAP) {
+        x = rows.softcap - 2.0f * rows.softcap * ptx::rcp(1.0f + ptx::ex2(x * rows.to_exponent));
+      }
+      if constexpr (ALIBI) x -= rows.slope * fabsf(diagonal - static_cast<float>(i / 2 * 8 + i % 2));
+    }
+  }
+}
+
+// Puts -inf in the place of scores whose key the row does not see. Bounds are columns relative to the thread's first.
+DEVICE void hide(Scores& s, const Rows& rows, int first_key) {
+  const Mask& mask = rows.mask;
+  const int origin = first_key + lane_id() % 4 * 2;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int diagonal = rows.row(half) + mask.diagonal - origin;
+    int end = mask.seqlen_k - origin;
+    if (CAUSAL) end = at_most(diagonal + 1, end);
+    const int sinks = at_most(mask.sink_tokens - origin, end);
+    if (WINDOW && !CAUSAL) end = at_most(diagonal + mask.right + 1, end);
+    const int begin = diagonal - mask.left;
+#pragma unroll
+    for (int i = 0; i < BLOCK_N / 4; i++) {
+      const int column = i / 2 * 8 + i % 2;
+      bool seen = column < end && (!WINDOW || column >= begin);
+      if (WINDOW && SINK_TOKENS) seen = seen || column < sinks;
+      if (!seen) s[i / 2 * 4 + 2 * half + i % 2] = -INFINITY;
+    }
+  }
+}
+
+// Online softmax: scores to weights. What was summed before is to be multiplied by `correction`. `l` is the thread's
+// own share of the row's sum until the end.
+template <bool FIRST>
+DEVICE void weigh(Scores& s, SoftmaxRow (&softmax)[2], float (&correction)[2], float to_log2) {
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    SoftmaxRow& row = softmax[half];
+    float top[4] = {s[2 * half], s[2 * half + 1], s[2 * half + 4], s[2 * half + 5]};
+#pragma unroll
+    for (int i = 4; i < BLOCK_N / 4; i++) top[i % 4] = max_of(top[i % 4], s[i / 2 * 4 + 2 * half + i % 2]);
+    const float largest = max_of(max_of(top[0], top[1]), max_of(top[2], top[3]));
+    const float base = row.raise<FIRST>(largest, to_log2, correction[half], WEIGHT_EXPONENT);
+    float sum[2];
+#pragma unroll
+    for (int i = 0; i < BLOCK_N / 4; i++) {
+      float& x = s[i / 2 * 4 + 2 * half + i % 2];
+      x = ptx::ex2(x * to_log2 - base);
+      sum[i % 2] = i < 2 ? x : sum[i % 2] + x;
+    }
+    row.l = FIRST ? sum[0] + sum[1] : row.l + (sum[0] + sum[1]);
+  }
+}
+
+template <class Format = FormatOf<ELEMENT>>
+DEVICE void pack(Weights& p, const Scores& s) {
+  if constexpr (FP8) {
+#pragma unroll
+    for (int i = 0; i < BLOCK_N / 8; i++) {
+      const int first = i / 2 * 8 + i % 2 * 2;  // of a row's two scores in one block of keys; the next two are 4 on
+      p[i / 4][i % 4] = Format::pack(s[first], s[first + 1], s[first + 4], s[first + 5]);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < BLOCK_N / 4; i++) p[i / 4][i % 4] = Format::pack(s[2 * i], s[2 * i + 1]);
+  }
+}
+
+DEVICE void rescale(Output& o, const float (&correction)[2]) {
+#pragma unroll
+  for (int i = 0; i < DIM_V / 2; i++) o[i] *= correction[i / 2 % 2];
+}

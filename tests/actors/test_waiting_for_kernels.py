@@ -1,0 +1,215 @@
+"""Requests that wait for their kernel: one compilation for all, off every mailbox, and an answer for each of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support.service import Gate, ask, eventually, rows
+
+import gpu_actors as ga
+from gpu_actors.actors import nvrtc
+from gpu_actors.devices.interface import Kernel
+from gpu_actors.testing import MockClock
+
+pytestmark = pytest.mark.usefixtures("all_threads_end")
+
+
+@pytest.fixture
+def compiling(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """Compilations on the mock device that end when the gate is opened, with whatever ``gate.outcome`` is."""
+    gate = Gate()
+    gate.outcome = None  # type: ignore[attr-defined]
+    gate.compiled = []  # type: ignore[attr-defined]
+
+    def make(workshop: Any, source: Any, arch: str, for_device: bool) -> Kernel:
+        gate.compiled.append(source.macros)  # type: ignore[attr-defined]
+        gate()
+        if gate.outcome is not None:  # type: ignore[attr-defined]
+            raise gate.outcome  # type: ignore[attr-defined]
+        return Kernel("entry", None)
+
+    monkeypatch.setattr(nvrtc._Workshop, "_make", make)
+    yield gate
+    gate.open()
+
+
+COMPILING = ga.ContextOptions(compile_on_mock=True, drain_timeout=2.0)
+
+
+def test_requests_of_one_kernel_wait_for_one_compilation_and_others_go_on(compiling: Gate) -> None:
+    with ga.open_context("mock", COMPILING) as ctx:
+        waiting = [ask(ctx) for _ in range(5)]
+        assert compiling.entered.wait(30.0)
+        refused = ask(ctx, softcap=-1.0)
+        with pytest.raises(ga.InvalidRequest):
+            refused.result(30.0)
+        assert not any(reply.done() for reply in waiting)
+        compiling.open()
+        for reply in waiting:
+            assert reply.result(30.0).out.shape == (1, 1, 1, 8)
+        assert len(compiling.compiled) == 1
+        ask(ctx).result(30.0)
+        assert len(compiling.compiled) == 1
+
+
+def test_a_request_that_waits_for_its_kernel_can_be_cancelled_and_can_expire(compiling: Gate) -> None:
+    with ga.open_context("mock", COMPILING) as ctx:
+        cancelled, expired, patient = ask(ctx), ask(ctx, timeout=0.05), ask(ctx)
+        assert compiling.entered.wait(30.0)
+        assert cancelled.cancel()
+        with pytest.raises(ga.DeadlineExceeded, match="before its launch"):
+            expired.result(30.0)
+        compiling.open()
+        patient.result(30.0)
+        assert ctx.stats()["flash_attn"].launched == 1
+
+
+def test_the_default_time_limit_is_of_who_waits_and_not_of_the_compilation(compiling: Gate) -> None:
+    clock = MockClock()
+    options = ga.ContextOptions(compile_on_mock=True, default_timeout=1.0, drain_timeout=2.0, clock=clock)
+    with ga.open_context("mock", options) as ctx:
+        hurried, patient = ask(ctx), ask(ctx, timeout=60.0)
+        assert compiling.entered.wait(30.0)
+        clock.advance(10.0)
+        with pytest.raises(ga.DeadlineExceeded, match="before its launch"):
+            hurried.result(30.0)
+        time.sleep(0.02)
+        assert ctx.stats()["nvrtc"].in_flight == 1
+        assert not patient.done()
+        compiling.open()
+        assert patient.result(30.0).out.shape == (1, 1, 1, 8)
+        assert ask(ctx, timeout=60.0).result(60.0).out.shape == (1, 1, 1, 8)
+        assert len(compiling.compiled) == 1
+
+
+@pytest.mark.parametrize("error", [ga.CompileError("line 3"), ZeroDivisionError("in the compiler"), SystemExit(1)])
+def test_a_compilation_that_fails_answers_everybody_who_waits_for_it(compiling: Gate, error: BaseException) -> None:
+    compiling.outcome = error  # type: ignore[attr-defined]
+    with ga.open_context("mock", COMPILING) as ctx:
+        waiting = [ask(ctx) for _ in range(3)]
+        assert compiling.entered.wait(30.0)
+        compiling.open()
+        for reply in waiting:
+            with pytest.raises(ga.GpuActorsError) as caught:
+                reply.result(30.0)
+            assert type(error) in (type(caught.value), type(caught.value.__cause__))
+        assert ctx.health().ready
+
+
+def test_the_wait_for_a_kernel_outlives_both_actors(compiling: Gate) -> None:
+    with ga.open_context("mock", ga.ContextOptions(compile_on_mock=True, restart=ga.RestartPolicy(backoff=0))) as ctx:
+        waiting = ask(ctx)
+        assert compiling.entered.wait(30.0)
+        for actor in (ctx.flash_attn, ctx.nvrtc):
+            crash(actor)
+            eventually(lambda actor=actor: actor.restarts == 1 and actor.state == "running")
+        assert not waiting.done()
+        compiling.open()
+        assert waiting.result(30.0).out.shape == (1, 1, 1, 8)
+
+
+def crash(actor: ga.ActorHandle) -> None:
+    def broken(self: Any, call: Any) -> None:
+        raise ZeroDivisionError
+
+    actor_type = actor._cell.actor_type
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(actor_type, "handle", broken)
+        with pytest.raises(ga.ActorFailed):
+            actor.submit(None).result(30.0)
+
+
+def test_requests_that_wait_for_a_kernel_count_towards_the_mailboxs_capacity(compiling: Gate) -> None:
+    options = ga.ContextOptions(compile_on_mock=True, mailbox_capacity=5, drain_timeout=2.0)
+    with ga.open_context("mock", options) as ctx:
+        waiting = [ask(ctx)]
+        assert compiling.entered.wait(30.0)
+        mailbox = ctx.flash_attn._cell.mailbox
+        waiting += [ask(ctx) for _ in range(4)]
+        eventually(lambda: mailbox._parked == 5)
+        with pytest.raises(ga.Overloaded, match="flash_attn has 5 requests waiting"):
+            ask(ctx).result(30.0)
+        assert waiting[0].cancel()
+        waiting.append(ask(ctx))
+        eventually(lambda: mailbox._parked == 5)
+        with pytest.raises(ga.Overloaded):
+            ask(ctx).result(30.0)
+        compiling.open()
+        for reply in waiting[1:]:
+            reply.result(30.0)
+        assert ask(ctx).result(30.0).out.shape == (1, 1, 1, 8)
+        assert mailbox._parked == 0
+
+
+@pytest.mark.parametrize("error", [ga.CompileError("line 3"), None])
+def test_whatever_becomes_of_those_that_wait_the_capacity_is_theirs_again(compiling: Gate, error: Any) -> None:
+    compiling.outcome = error  # type: ignore[attr-defined]
+    options = ga.ContextOptions(compile_on_mock=True, mailbox_capacity=4, drain_timeout=2.0)
+    with ga.open_context("mock", options) as ctx:
+        waiting = [ask(ctx), ask(ctx, timeout=0.02), ask(ctx)]
+        assert compiling.entered.wait(30.0)
+        waiting[2].cancel()
+        eventually(waiting[1].done)
+        compiling.open()
+        eventually(waiting[0].done)
+        assert ctx.flash_attn._cell.mailbox._parked == ctx.nvrtc._cell.mailbox._parked == 0
+
+
+def test_draining_waits_for_requests_that_wait_for_a_kernel(compiling: Gate) -> None:
+    with ga.open_context("mock", COMPILING) as ctx:
+        waiting = ask(ctx)
+        assert compiling.entered.wait(30.0)
+        drained = ctx.drain()
+        # This one was accepted, but has not asked for its kernel yet.
+        compiling.open()
+        assert drained.result(30.0) is None
+        assert waiting.result(0.0).out.shape == (1, 1, 1, 8)
+
+
+def test_a_request_accepted_before_the_drain_still_gets_its_kernel(compiling: Gate) -> None:
+    options = ga.ContextOptions(compile_on_mock=True, max_in_flight=1, drain_timeout=5.0)
+    with ga.open_context("mock", options) as ctx:
+        compiling.open()
+        gate = Gate()
+        ctx.flash_attn._cell.mailbox.launch_began()  # the actor is busy, so the request stays in its mailbox
+        waiting = ask(ctx)
+        drained = ctx.drain()
+        ctx.flash_attn._cell.mailbox.launch_ended()
+        assert waiting.result(30.0).out.shape == (1, 1, 1, 8)
+        assert drained.result(30.0) is None
+        gate.open()
+
+
+def test_closing_answers_requests_that_wait_for_a_kernel(compiling: Gate) -> None:
+    with ga.open_context("mock", ga.ContextOptions(compile_on_mock=True, drain_timeout=0.05)) as ctx:
+        waiting = ask(ctx)
+        assert compiling.entered.wait(30.0)
+    with pytest.raises(ga.ActorStopped, match="closed"):
+        waiting.result(0.0)
+    compiling.open()
+
+
+def test_warming_answers_whatever_its_progress_callback_does(compiling: Gate) -> None:
+    compiling.open()
+    with ga.open_context("mock") as ctx:
+        key = ctx.flash_attn.inspect_key(ga.FlashForward(q=rows(), k=rows(), v=rows()))
+        for error in (ZeroDivisionError(), SystemExit(1)):
+
+            def progress(done: int, total: int, key: Any, error: BaseException = error) -> None:
+                raise error
+
+            with pytest.raises(ga.GpuActorsError, match="progress callback raised"):
+                ctx.nvrtc.warm([key, key], progress).result(30.0)
+        eventually(lambda: ctx.stats()["nvrtc"].in_flight == 0)
+
+
+def test_a_compilation_whose_thread_cannot_be_started_is_answered(no_more_threads: Any, compiling: Gate) -> None:
+    compiling.open()
+    with ga.open_context("mock", COMPILING) as ctx:
+        with no_more_threads(), pytest.raises(ga.GpuActorsError, match="can't start new thread"):
+            ask(ctx).result(30.0)
+        assert ask(ctx).result(30.0).out.shape == (1, 1, 1, 8)
+        eventually(lambda: ctx.stats()["nvrtc"].in_flight == 0)

@@ -1,0 +1,172 @@
+"""`paged_forward` and `decode` on the emulated device: through actor, dispatch, packing and kernels to the oracle."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from cases.cached_batches import random_batch, random_tree, tree_bits
+from emulated.decode import DecodeCase, check_results
+
+import gpu_actors as ga
+from gpu_actors.kernels.decode.variant import decode_keys, usual_decode_problems
+from gpu_actors.kernels.dispatch import dispatch_key
+from gpu_actors.kernels.keys import check_key
+
+LENGTHS = (300, 9, 0, 70)
+
+
+@pytest.fixture(scope="module")
+def emulated() -> Iterator[ga.GpuContext]:
+    with ga.open_context("emulated", ga.ContextOptions(arch="sm_80")) as ctx:
+        yield ctx
+
+
+def case_of(rows: int, **options: Any) -> DecodeCase:
+    return DecodeCase(random_batch(0, LENGTHS, rows=rows, heads=(6, 2), dim=64, dtype="float16"), options=options)
+
+
+def ask(ctx: ga.GpuContext, case: DecodeCase, **options: Any) -> ga.Reply[ga.AttentionOutput]:
+    operands = case.operands()
+    return ctx.flash_attn.paged_forward(
+        case.q,
+        operands["k_cache"],
+        operands["v_cache"],
+        block_table=operands.get("block_table"),
+        cache_seqlens=operands["cache_seqlens"],
+        cu_seqlens_q=operands.get("cu_seqlens_q"),
+        tree_mask=case.tree_mask,
+        return_lse=True,
+        **{**case.options, **options},
+    )
+
+
+@pytest.mark.parametrize("layout", ["paged", "cache"])
+@pytest.mark.parametrize("num_splits", [0, 2])
+def test_new_rows_over_pages_and_caches(emulated, layout, num_splits):
+    case = case_of(3, causal=True, num_splits=num_splits)
+    case.layout = layout
+    answer = ask(emulated, case).result(120)
+    check_results(case, answer.out, answer.lse)
+
+
+def test_packed_rows_and_the_callers_output(emulated):
+    case = case_of(3, causal=True)
+    case.rows = [3, 1, 2, 0]
+    out = np.full((6, 6, 64), np.nan, np.float16)
+    answer = ask(emulated, case, out=out).result(120)
+    assert answer.out is out
+    check_results(case, out, answer.lse)
+
+
+def test_a_tree_of_drafts(emulated):
+    case = case_of(5)
+    case.tree = np.stack([tree_bits(random_tree(np.random.default_rng(n), 5)) for n in range(len(LENGTHS))])
+    answer = ask(emulated, case).result(120)
+    check_results(case, answer.out, answer.lse)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_one_array_a_sequence(emulated, stacked):
+    case = case_of(1)
+    k, v = case.batch.arrays()
+    caches = (np.stack(k), np.stack(v)) if stacked else (k, v)
+    lengths = case.batch.lengths.astype(np.uint32)
+    answer = emulated.flash_attn.decode(case.q[:, 0], *caches, lengths, return_lse=True).result(120)
+    check_results(case, answer.out[:, None], answer.lse[..., None])
+
+
+def test_requests_that_wait_together_share_a_launch_and_its_kernels():
+    """With pinned splits the answers have the bits of the requests alone."""
+    case = case_of(2, causal=True, num_splits=2)
+    options = ga.ContextOptions(arch="sm_80", coalesce_delay_us=50_000.0, coalesce_max=len(LENGTHS))
+    pages = case.batch.pages(16)
+
+    def one(ctx: ga.GpuContext, index: int) -> ga.Reply[ga.AttentionOutput]:
+        own = slice(index, index + 1)
+        return ctx.flash_attn.paged_forward(
+            case.q[own],
+            pages.k,
+            pages.v,
+            block_table=pages.block_table[own],
+            cache_seqlens=pages.cache_seqlens[own],
+            num_splits=2,
+            return_lse=True,
+        )
+
+    async def together() -> tuple[list[ga.AttentionOutput], ga.ActorStats]:
+        async with ga.open_context("emulated", options) as ctx:
+            await one(ctx, 0)  # compiles
+            before = ctx.stats()["flash_attn"].launched
+            answers = await asyncio.gather(*(one(ctx, index) for index in range(len(LENGTHS))))
+            assert ctx.stats()["flash_attn"].launched - before == 1
+            return list(answers), ctx.stats()["flash_attn"]
+
+    answers, _ = asyncio.run(together())
+    with ga.open_context("emulated", ga.ContextOptions(arch="sm_80")) as ctx:
+        for index, answer in enumerate(answers):
+            alone = one(ctx, index).result(60)
+            np.testing.assert_array_equal(answer.out, alone.out)
+            np.testing.assert_array_equal(answer.lse, alone.lse)
+
+
+class TestRefusals:
+    def test_what_the_kernel_does_not_take_is_refused_with_its_reason(self, emulated):
+        batch = random_batch(0, LENGTHS, dim=64, dtype="float32")
+        pages = batch.pages(16)
+        arguments: dict[str, Any] = {"block_table": pages.block_table, "cache_seqlens": pages.cache_seqlens}
+        with pytest.raises(ga.Unsupported, match="16-bit queries") as refused:
+            emulated.flash_attn.paged_forward(batch.q, pages.k, pages.v, **arguments).result(30)
+        assert refused.value.field == "q"
+        half = (x.astype(np.float16) for x in (batch.q, pages.k, pages.v))
+        with pytest.raises(ga.Unsupported, match="positive scale"):
+            emulated.flash_attn.paged_forward(*half, softmax_scale=-1.0, **arguments).result(30)
+
+    @pytest.mark.parametrize(("dim", "kv_dtype", "nearest"), [(24, "float16", 32), (72, "float8_e4m3fn", 80)])
+    def test_head_dims_it_cannot_copy_name_the_nearest_that_it_can(self, emulated, dim, kv_dtype, nearest):
+        batch = random_batch(0, LENGTHS, dim=dim, dtype="float16", kv_dtype=kv_dtype)
+        pages = batch.pages(16)
+        with pytest.raises(ga.Unsupported) as refused:
+            emulated.flash_attn.paged_forward(
+                batch.q, pages.k, pages.v, block_table=pages.block_table, cache_seqlens=pages.cache_seqlens
+            ).result(30)
+        assert (refused.value.field, refused.value.value, refused.value.nearest) == ("head_dim", dim, nearest)
+        assert re.search(r"multiples of (8|16) from 32 to 256$", refused.value.reason)
+
+    def test_a_length_past_the_table_is_refused_before_anything_runs(self, emulated):
+        case = case_of(1, causal=True)
+        pages = case.batch.pages(16)
+        lengths = pages.cache_seqlens.copy()
+        lengths[1] = pages.block_table.shape[1] * 16 + 1
+        with pytest.raises(ga.InvalidRequest) as refused:
+            emulated.flash_attn.paged_forward(
+                case.q, pages.k, pages.v, block_table=pages.block_table, cache_seqlens=lengths
+            ).result(30)
+        assert refused.value.field == "cache_seqlens"
+
+
+def test_the_key_names_the_kernel_and_its_rows(emulated):
+    case = case_of(3, causal=True)
+    operands = case.operands()
+    request = ga.PagedForward(
+        q=case.q,
+        k_cache=operands["k_cache"],
+        v_cache=operands["v_cache"],
+        block_table=operands["block_table"],
+        cache_seqlens=operands["cache_seqlens"],
+    )
+    key = emulated.flash_attn.inspect_key(request)
+    assert (key.kernel, key.layout, key.row_tile) == ("decode_mma", "paged", 16)
+
+
+def test_the_keys_of_a_launch_pass_the_checks_of_warm():
+    for problem in usual_decode_problems("sm_90a"):
+        for key in decode_keys(problem, dispatch_key(problem, "sm_90a"), planned=False):
+            assert check_key(key) is key
+            with pytest.raises(ga.Unsupported, match="rows a block"):
+                check_key(dataclasses.replace(key, row_tile=48))

@@ -1,0 +1,211 @@
+"""Requests over pages, dense caches and arrays of pointers, on mock: the oracle, and what must never be read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from cases.cached_batches import OPTIONS, Batch, random_batch, random_tree, tree_bits, with_arrays
+
+import gpu_actors as ga
+from gpu_actors.reference import attention_forward
+
+LENGTHS = (0, 1, 7, 16, 33)
+
+
+@pytest.fixture(scope="module")
+def ctx() -> Iterator[ga.GpuContext]:
+    with ga.open_context("mock") as ctx:
+        yield ctx
+
+
+def expected(batch: Batch, index: int, options: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """One sequence straight through the dense oracle, without any cache around it."""
+    own = {name: value[index : index + 1] if np.ndim(value) == 2 else value for name, value in options.items()}
+    if not len(batch.k[index]):
+        # A dense request has keys; a row that sees none of them is what a sequence without keys comes to.
+        heads, dim = batch.q.shape[2], batch.v[index].shape[-1]
+        sinks = options.get("sinks", np.full(heads, -np.inf))
+        return np.zeros((batch.q.shape[1], heads, dim)), np.repeat(sinks[:, None], batch.q.shape[1], axis=1)
+    result = attention_forward(batch.q[index : index + 1], batch.k[index][None], batch.v[index][None], **own)
+    return result.out[0], result.lse[0]
+
+
+def check(batch: Batch, options: dict[str, Any], result: ga.AttentionOutput) -> None:
+    for index in range(len(batch.k)):
+        out, lse = expected(batch, index, options)
+        np.testing.assert_allclose(result.out[index], out, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(result.lse[index], lse, rtol=1e-5, atol=1e-6)
+
+
+def ask_paged(ctx: ga.GpuContext, batch: Batch, page_size: int = 8, **options: Any) -> ga.AttentionOutput:
+    pages = batch.pages(page_size)
+    tables = {"block_table": pages.block_table, "cache_seqlens": pages.cache_seqlens}
+    return ctx.flash_attn.paged_forward(batch.q, pages.k, pages.v, **tables, **options, return_lse=True).result(10.0)
+
+
+def ask_dense(ctx: ga.GpuContext, batch: Batch, **options: Any) -> ga.AttentionOutput:
+    k, v = batch.dense()
+    reply = ctx.flash_attn.paged_forward(batch.q, k, v, cache_seqlens=batch.lengths, **options, return_lse=True)
+    return reply.result(10.0)
+
+
+@pytest.mark.parametrize("ask", [ask_paged, ask_dense])
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_every_sequence_sees_its_own_keys_and_nothing_else(
+    ctx: ga.GpuContext, ask: Any, rows: int, options: dict[str, Any]
+) -> None:
+    batch = random_batch(1, LENGTHS, rows=rows, dim_v=24)
+    options = with_arrays(options, batch)
+    result = ask(ctx, batch, **options)
+    check(batch, {"causal": True} | options, result)
+
+
+@pytest.mark.parametrize("page_size", [8, 16, 64, 128, 256])
+def test_page_sizes(ctx: ga.GpuContext, page_size: int) -> None:
+    batch = random_batch(2, (300, 0, 64, 257), rows=2, heads=(8, 1))
+    check(batch, {"causal": True}, ask_paged(ctx, batch, page_size))
+
+
+@pytest.mark.parametrize("options", [one for one in OPTIONS if "causal" not in one], ids=str)
+@pytest.mark.parametrize("lens_dtype", [np.int32, np.uint32])
+def test_decode_reads_one_array_a_sequence(ctx: ga.GpuContext, options: dict[str, Any], lens_dtype: Any) -> None:
+    batch = random_batch(3, LENGTHS)
+    options = with_arrays(options, batch)
+    k, v = batch.arrays()
+    lens = batch.lengths.astype(lens_dtype)
+    result = ctx.flash_attn.decode(batch.q[:, 0], k, v, lens, **options, return_lse=True).result(10.0)
+    assert (result.out.shape, result.lse.shape) == ((5, 4, 16), (5, 4))
+    check(batch, options, ga.AttentionOutput(result.out[:, None], result.lse[..., None]))
+
+
+def test_decode_takes_all_caches_in_one_array(ctx: ga.GpuContext) -> None:
+    batch = random_batch(4, (3, 9))
+    k, v = batch.arrays()
+    apart = ctx.flash_attn.decode(batch.q[:, 0], k, v, batch.lengths).result(10.0)
+    together = ctx.flash_attn.decode(batch.q[:, 0], np.stack(k), np.stack(v), batch.lengths).result(10.0)
+    assert np.array_equal(apart.out, together.out)
+
+
+def test_rows_of_different_numbers_are_packed(ctx: ga.GpuContext) -> None:
+    batch = random_batch(5, (4, 20, 9), rows=4)
+    counts = (1, 4, 2)
+    pages = batch.pages(8)
+    q = np.concatenate([batch.q[index, :count] for index, count in enumerate(counts)])
+    ends = np.array([0, 1, 5, 7], np.int32)
+    result = ctx.flash_attn.paged_forward(
+        q, pages.k, pages.v, block_table=pages.block_table, cache_seqlens=pages.cache_seqlens, cu_seqlens_q=ends,
+        return_lse=True,
+    ).result(10.0)  # fmt: skip
+    assert result.lse.shape == (4, 7)
+    for index, count in enumerate(counts):
+        alone = Batch(batch.q[index : index + 1, :count], [batch.k[index]], [batch.v[index]])
+        out, lse = expected(alone, 0, {"causal": True})
+        rows = slice(ends[index], ends[index + 1])
+        np.testing.assert_allclose(result.out[rows], out, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(result.lse[:, rows], lse, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["bits", "signed bits", "bool", "packed"])
+def test_a_tree_mask_hides_new_keys_alone(ctx: ga.GpuContext, form: str) -> None:
+    rng = np.random.default_rng(6)
+    rows = 6
+    batch = random_batch(6, (6, 30, 11), rows=rows)
+    trees = np.stack([random_tree(rng, rows) for _ in batch.k])
+    bias = [np.full((1, 1, rows, len(keys)), 0.0) for keys in batch.k]
+    for one, tree in zip(bias, trees, strict=True):
+        one[..., -rows:][:, :, ~tree] = -np.inf
+    mask: Any = {"bool": trees, "signed bits": tree_bits(trees).view(np.int64)}.get(form, tree_bits(trees))
+    pages = batch.pages(8)
+    q, ends = batch.q, None
+    if form == "packed":
+        q, mask = q.reshape(-1, *q.shape[2:]), mask.reshape(-1)
+        ends = np.arange(4, dtype=np.int32) * np.int32(rows)
+    result = ctx.flash_attn.paged_forward(
+        q, pages.k, pages.v, block_table=pages.block_table, cache_seqlens=pages.cache_seqlens, cu_seqlens_q=ends,
+        tree_mask=mask, window_size=(20, -1),
+    ).result(10.0)  # fmt: skip
+    for index in range(3):
+        out = attention_forward(
+            batch.q[index : index + 1], batch.k[index][None], batch.v[index][None], bias=bias[index],
+            window_size=(20, -1),
+        ).out[0]  # fmt: skip
+        np.testing.assert_allclose(result.out.reshape(batch.q.shape)[index], out, rtol=1e-5, atol=1e-6)
+
+
+def test_sixty_four_tree_rows_use_every_bit(ctx: ga.GpuContext) -> None:
+    batch = random_batch(7, (70,), rows=64)
+    causal = ask_paged(ctx, batch)
+    tree = ask_paged(ctx, batch, tree_mask=np.tril(np.ones((1, 64, 64), bool)))
+    assert np.array_equal(causal.out, tree.out)
+
+
+def test_fp8_pages_under_a_16_bit_query_are_descaled(ctx: ga.GpuContext) -> None:
+    batch = random_batch(8, (5, 40), dtype="bfloat16", kv_dtype="float8_e4m3fn")
+    rng = np.random.default_rng(8)
+    k_descale, v_descale = rng.uniform(0.5, 2.0, (2, 2, 2)).astype(np.float32)
+    result = ask_paged(ctx, batch, k_descale=k_descale, v_descale=v_descale)
+    assert result.out.dtype.name == "bfloat16"
+    for index in range(2):
+        factors = (k_descale[index][:, None], v_descale[index][:, None])
+        k, v = (
+            side[index].astype(np.float64) * factor for side, factor in zip((batch.k, batch.v), factors, strict=True)
+        )
+        out = attention_forward(batch.q[index : index + 1], k[None], v[None], causal=True).out[0]
+        np.testing.assert_allclose(result.out[index].astype(np.float64), out, rtol=2**-8, atol=2**-9)
+
+
+def test_a_sequence_is_answered_bitwise_alike_alone_and_in_a_batch(ctx: ga.GpuContext) -> None:
+    batch = random_batch(9, (100, 3, 0, 57), rows=2)
+    together = ask_paged(ctx, batch)
+    for index in range(4):
+        alone = ask_paged(
+            ctx, Batch(batch.q[index : index + 1], batch.k[index : index + 1], batch.v[index : index + 1])
+        )
+        assert np.array_equal(alone.out[0], together.out[index])
+        assert np.array_equal(alone.lse[0], together.lse[index])
+
+
+def test_pages_may_be_shared(ctx: ga.GpuContext) -> None:
+    batch = random_batch(10, (20,))
+    pages = batch.pages(8)
+    q = np.concatenate([batch.q, batch.q])
+    table = np.concatenate([pages.block_table, pages.block_table])
+    result = ctx.flash_attn.paged_forward(
+        q, pages.k, pages.v, block_table=table, cache_seqlens=np.array([20, 20], np.int32)
+    ).result(10.0)
+    assert np.array_equal(result.out[0], result.out[1])
+
+
+def test_the_output_goes_where_it_is_asked_to(ctx: ga.GpuContext) -> None:
+    batch = random_batch(11, (4, 6))
+    k, v = batch.arrays()
+    out = np.full((2, 4, 16), np.nan, np.float32)
+    result = ctx.flash_attn.decode(batch.q[:, 0], k, v, batch.lengths, out=out).result(10.0)
+    assert result.out is out
+    assert np.isfinite(out).all()
+    with pytest.raises(ga.InvalidRequest, match=r"must not share memory with k_cache\.1"):
+        ctx.flash_attn.decode(batch.q[:, 0], k, v, batch.lengths, out=k[1].reshape(-1)[:128].reshape(2, 4, 16)).result(
+            10
+        )
+
+
+def test_the_key_says_where_keys_and_values_lie(ctx: ga.GpuContext) -> None:
+    batch = random_batch(12, (4, 6), dtype="bfloat16", kv_dtype="float8_e4m3fn")
+    pages, (k, v) = batch.pages(16), batch.dense()
+    tables = {"block_table": pages.block_table, "cache_seqlens": pages.cache_seqlens}
+    key = ctx.flash_attn.inspect_key(ga.PagedForward(q=batch.q, k_cache=pages.k, v_cache=pages.v, **tables))
+    assert (key.layout, key.page_size, key.kv_dtype, key.dtype) == ("paged", 16, "float8_e4m3fn", "bfloat16")
+    assert key.paged
+    key = ctx.flash_attn.inspect_key(ga.PagedForward(q=batch.q, k_cache=k, v_cache=v, cache_seqlens=batch.lengths))
+    assert (key.layout, key.page_size, key.mask, key.tree_mask) == ("cache", 0, "causal", False)
+    tree = ga.PagedForward(
+        q=batch.q, k_cache=k, v_cache=v, cache_seqlens=batch.lengths, tree_mask=np.ones((2, 1), np.uint64)
+    )
+    assert (ctx.flash_attn.inspect_key(tree).mask, ctx.flash_attn.inspect_key(tree).tree_mask) == ("full", True)
+    arrays = dict(zip(("k_caches", "v_caches"), batch.arrays(), strict=True))
+    key = ctx.flash_attn.inspect_key(ga.BatchedDecode(q=batch.q[:, 0], **arrays, seq_lens=batch.lengths))
+    assert (key.layout, key.mask, key.gqa_ratio) == ("pointers", "full", 2)

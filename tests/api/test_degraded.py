@@ -1,0 +1,245 @@
+"""A context whose launches or actors fail again and again says so, and finds out itself when they succeed again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support.service import NO_COMPUTE, answer, ask, eventually, raises, rows
+from support.supervision import Worker, alive, crash, supervised
+
+import gpu_actors as ga
+from gpu_actors.testing import FaultPlan, MockClock
+
+pytestmark = pytest.mark.usefixtures("all_threads_end", "fresh_workers")
+
+
+def failing(launches: range, error: Any = ga.LaunchError) -> FaultPlan:
+    """A plan in which these launches end with the error."""
+    plan = FaultPlan()
+    for launch in launches:
+        plan = plan.fail(launch=launch, error=error)
+    return plan
+
+
+def opened(plan: FaultPlan, **options: Any) -> Any:
+    options.setdefault("clock", MockClock())
+    return ga.open_context("mock", ga.ContextOptions(fault_plan=plan, **options))
+
+
+def fail(ctx: ga.GpuContext, times: int, error: type[ga.GpuActorsError] = ga.LaunchError) -> None:
+    for _ in range(times):
+        with pytest.raises(error):
+            ask(ctx).result(30.0)
+
+
+def probes(ctx: ga.GpuContext) -> int:
+    """Launches made so far. The context's own count like all others."""
+    return ctx.stats()["flash_attn"].launched
+
+
+def waits_to_probe(ctx: ga.GpuContext) -> bool:
+    """Whether a probe is on the clock: nothing but the hang check and the probe has a timer here."""
+    return len(ctx._children.timers._heap) == 2
+
+
+def on_trial(ctx: ga.GpuContext) -> None:
+    """Wait until a probe has succeeded."""
+    eventually(lambda: ctx.health().ready and ctx.health().failures["flash_attn"] == 4)
+
+
+def test_health_names_the_device() -> None:
+    with ga.open_context("mock") as ctx:
+        device = ctx.health().device
+        assert (device.kind, device.name) == ("mock", "mock sm_90a")
+        assert device is ctx.info
+
+
+@pytest.mark.parametrize("error", [ga.LaunchError, ga.OutOfDeviceMemory, ga.CompileError])
+def test_launches_that_fail_in_a_row_end_readiness_and_a_probe_brings_it_back(error: type[ga.GpuActorsError]) -> None:
+    clock = MockClock()
+    with opened(failing(range(2, 10), error), clock=clock) as ctx:
+        ask(ctx).result(30.0)
+        fail(ctx, 4, error)
+        assert (ctx.health().state, ctx.health().failures["flash_attn"]) == ("ready", 4)
+        fail(ctx, 1, error)
+        health = ctx.health()
+        assert (health.state, health.ready, health.failures["flash_attn"]) == ("degraded", False, 5)
+        assert f"flash_attn has failed 5 launches in a row, last with {error.__name__}: a fault plan" in health.reason
+        for launched in (7, 8, 9):
+            eventually(lambda: waits_to_probe(ctx))
+            assert probes(ctx) == launched - 1, "a probe waits for its time"
+            clock.advance(1.0)
+            eventually(lambda launched=launched: probes(ctx) == launched)
+            assert not ctx.health().ready
+        eventually(lambda: waits_to_probe(ctx))
+        clock.advance(1.0)
+        eventually(lambda: ctx.health().ready)
+        assert (ctx.health().state, ctx.health().reason, probes(ctx)) == ("ready", "", 10)
+
+
+def test_after_a_probe_one_more_failure_ends_readiness_and_a_success_ends_the_trial() -> None:
+    clock = MockClock()
+    with opened(failing(range(1, 6)).fail(launch=7).fail(launch=10), clock=clock) as ctx:
+        fail(ctx, 5)
+        eventually(lambda: waits_to_probe(ctx))
+        clock.advance(1.0)
+        on_trial(ctx)
+        fail(ctx, 1)
+        assert not ctx.health().ready
+        eventually(lambda: waits_to_probe(ctx))
+        clock.advance(1.0)
+        on_trial(ctx)
+        ask(ctx).result(30.0)
+        assert ctx.health().failures["flash_attn"] == 0
+        fail(ctx, 1)
+        assert ctx.health().ready
+
+
+def test_a_request_that_succeeds_brings_readiness_back_too() -> None:
+    with opened(failing(range(1, 6))) as ctx:
+        fail(ctx, 5)
+        assert not ctx.health().ready
+        ask(ctx).result(30.0)
+        assert (ctx.health().state, ctx.health().failures["flash_attn"]) == ("ready", 0)
+
+
+def test_a_success_in_between_begins_the_count_again() -> None:
+    with opened(FaultPlan().fail(launch=1).fail(launch=2).fail(launch=4).fail(launch=5), degraded_after=3) as ctx:
+        for _ in range(2):
+            fail(ctx, 2)
+            assert ctx.health().ready
+            ask(ctx).result(30.0)
+
+
+def test_a_requests_own_fault_does_not_count() -> None:
+    clock = MockClock()
+    with opened(FaultPlan().hang(launch=1), clock=clock, degraded_after=1, hang_timeout=1e6, drain_timeout=0.1) as ctx:
+        with pytest.raises(ga.InvalidRequest):
+            ctx.flash_attn.forward(1, 2, 3).result(30.0)
+        with pytest.raises(ga.Unsupported):
+            ctx.flash_attn.forward(*[rows(dtype=np.int32)] * 3).result(30.0)
+        late = ask(ctx, timeout=5.0)
+        eventually(lambda: ctx.stats()["flash_attn"].in_flight == 1)
+        clock.advance(6.0)
+        with pytest.raises(ga.DeadlineExceeded):
+            late.result(30.0)
+        assert (ctx.health().state, ctx.health().failures["flash_attn"]) == ("ready", 0)
+
+
+def test_a_mock_device_that_is_told_not_to_compute_is_ready_and_recovers() -> None:
+    clock = MockClock()
+    with opened(failing(range(10, 15)), mock=NO_COMPUTE, clock=clock) as ctx:
+        fail(ctx, 9, ga.MockModeError)
+        assert ctx.health().state == "ready"
+        fail(ctx, 5)
+        assert not ctx.health().ready
+        eventually(lambda: waits_to_probe(ctx))
+        clock.advance(1.0)
+        eventually(lambda: ctx.health().ready)
+
+
+def test_kernels_that_do_not_compile_end_readiness(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    from gpu_actors.compiling import compiler
+
+    def refuse(self: Any, *arguments: Any) -> Any:
+        raise ga.CompileError("the compiler is gone")
+
+    monkeypatch.setattr(compiler.Compiler, "compile", refuse)
+    with opened(FaultPlan(), compile_on_mock=True, cache_dir=tmp_path) as ctx:
+        fail(ctx, 5, ga.CompileError)
+        health = ctx.health()
+        assert (health.state, health.ready) == ("degraded", False)
+        assert "the compiler is gone" in health.reason
+
+
+def test_where_no_kernel_may_be_compiled_the_device_itself_is_probed(tmp_path: Any) -> None:
+    clock = MockClock()
+    with opened(FaultPlan(), compile_on_mock=True, offline=True, cache_dir=tmp_path, clock=clock) as ctx:
+        fail(ctx, 5, ga.CompileError)
+        assert not ctx.health().ready
+        eventually(lambda: waits_to_probe(ctx))
+        clock.advance(1.0)
+        eventually(lambda: ctx.health().ready)
+
+
+# Actors of one's own
+
+
+def test_an_actor_of_ones_own_that_fails_too_often_stops_alone() -> None:
+    heard: list[ga.Terminated] = []
+    with supervised() as (ctx, worker, sibling):
+        worker.watch(heard.append)
+        for times in range(1, 6):
+            crash(worker)
+            alive(worker, times)
+        held = worker.submit(lambda actor, call: actor.__dict__.setdefault("kept", []).append(call))
+        crash(worker)
+        with pytest.raises(ga.ActorStopped):
+            held.result(30.0)
+        eventually(lambda: worker.state == "failed")
+        with pytest.raises(ga.ActorStopped, match="worker failed more often than its restart policy allows"):
+            worker.submit(answer(None)).result(30.0)
+        health = ctx.health()
+        assert (health.state, health.ready, health.reason) == ("degraded", True, "worker is failed")
+        assert isinstance(heard[0].error, ga.ActorFailed)
+        assert sibling.submit(answer("still here")).result(30.0) == "still here"
+        assert ask(ctx).result(30.0).out.shape == (1, 1, 1, 8)
+
+
+def test_what_an_actor_of_ones_own_breaks_is_not_taken_from_the_others_allowance(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with supervised(ga.RestartPolicy(max_restarts=2, backoff=0.0)) as (ctx, worker, sibling):
+        for times in (1, 2):
+            for actor in (worker, sibling):
+                crash(actor)
+                alive(actor, times)
+        with monkeypatch.context() as patch:
+            patch.setattr(ga.FlashAttnActor, "handle", lambda self, call: 1 / 0)
+            with pytest.raises(ga.ActorFailed):
+                ask(ctx).result(30.0)
+        assert ask(ctx).result(30.0).out.shape == (1, 1, 1, 8)
+        assert ctx.health().ready
+
+
+def test_an_actor_that_fails_slowly_for_ever_is_noticed() -> None:
+    clock = MockClock()
+    with supervised(ga.RestartPolicy(window=10.0, backoff=0.0), clock=clock) as (ctx, worker, _):
+        for times in range(1, 6):
+            crash(worker)
+            eventually(lambda times=times: worker.restarts == times and worker.state == "running")
+            clock.advance(11.0)
+        health = ctx.health()
+        assert (health.state, health.ready, health.failures["worker"]) == ("degraded", True, 5)
+        assert health.reason == "worker has failed 5 times in a row, last with ZeroDivisionError: on purpose"
+        alive(worker, 5)
+        assert (ctx.health().state, ctx.health().failures["worker"]) == ("ready", 0)
+
+
+def test_a_built_in_actor_that_fails_slowly_for_ever_ends_readiness(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = MockClock()
+    with supervised(ga.RestartPolicy(window=10.0, backoff=0.0), clock=clock) as (ctx, _, _):
+        with monkeypatch.context() as patch:
+            patch.setattr(ga.FlashAttnActor, "handle", lambda self, call: 1 / 0)
+            for times in range(1, 6):
+                with pytest.raises(ga.ActorFailed):
+                    ask(ctx).result(30.0)
+                eventually(lambda times=times: ctx.flash_attn.restarts == times)
+                if times < 5:
+                    clock.advance(11.0)
+        eventually(lambda: ctx.flash_attn.state == "running")
+        assert (ctx.health().state, ctx.health().ready) == ("degraded", False)
+        eventually(lambda: waits_to_probe(ctx))
+        clock.advance(1.0)
+        eventually(lambda: ctx.health().ready)
+
+
+def test_a_vital_actor_of_ones_own_takes_the_context_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Worker, "vital", True)
+    with supervised(ga.RestartPolicy(max_restarts=0)) as (ctx, worker, _):
+        with pytest.raises(ga.ActorFailed):
+            worker.submit(raises(ZeroDivisionError())).result(30.0)
+        eventually(lambda: ctx.health().state == "failed")
+        assert not ctx.health().ready

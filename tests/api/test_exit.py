@@ -1,0 +1,341 @@
+"""Programs that end without closing anything: promptly, and with a typed answer for everybody who still waits."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from support.service import REPOSITORY, run_python
+
+PRELUDE = """
+import asyncio, os, signal, sys, threading, time
+import numpy as np
+import gpu_actors as ga
+from gpu_actors.testing import FaultPlan, MockClock
+
+# A test run in the background is started with SIGINT ignored, and hands that on.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+q = np.ones((1, 1, 1, 8), np.float32)
+
+def hung(drain_timeout=1e6):  # whoever waited for that would not end
+    plan = FaultPlan().hang(launch=1)
+    return ga.open_context("mock", ga.ContextOptions(fault_plan=plan, drain_timeout=drain_timeout))
+
+def until_launched(ctx):
+    while not ctx.stats()["flash_attn"].in_flight:
+        time.sleep(0.001)
+
+def report(name, wait):
+    try:
+        wait()
+    except BaseException as error:
+        say(name, type(error).__name__, error)
+    else:
+        say(name, "answered")
+
+def say(*words):
+    # In one piece, for several threads speak at once.
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+"""
+
+
+def run(program: str, *, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """Run the program after the prelude, which must end; gives what it left behind."""
+    return run_python(PRELUDE + textwrap.dedent(program), check=check)
+
+
+def test_a_thread_that_waits_for_a_hung_launch_does_not_keep_the_program_from_ending() -> None:
+    done = run(
+        """
+        ctx = hung().__enter__()
+        replies = [ctx.flash_attn.forward(q, q, q) for _ in range(2)]
+        until_launched(ctx)
+        threads = [threading.Thread(target=report, args=(n, reply.result)) for n, reply in enumerate(replies)]
+        for thread in threads:
+            thread.start()
+        print("main ends", flush=True)
+        """
+    )
+    assert done.stdout.splitlines()[0] == "main ends"
+    assert sorted(done.stdout.splitlines()[1:]) == [
+        "0 ActorStopped the context is closed",
+        "1 ActorStopped the context is closed",
+    ]
+    assert done.stderr == ""
+
+
+def test_nobody_has_to_hold_on_to_the_context() -> None:
+    done = run(
+        """
+        def ask():
+            ctx = hung().__enter__()
+            reply = ctx.flash_attn.forward(q, q, q)
+            until_launched(ctx)
+            return reply
+
+        reply = ask()
+        import gc; gc.collect()
+        threading.Thread(target=report, args=("waiter", reply.result)).start()
+        """
+    )
+    assert done.stdout == "waiter ActorStopped the context is closed\n"
+    assert done.stderr == ""
+
+
+def test_a_loop_in_another_thread_is_answered_at_the_end() -> None:
+    done = run(
+        """
+        ctx = hung().__enter__()
+
+        async def wait():
+            results = await asyncio.gather(*(ctx.flash_attn.forward(q, q, q) for _ in range(3)), return_exceptions=True)
+            print([type(result).__name__ for result in results], flush=True)
+
+        threading.Thread(target=asyncio.run, args=(wait(),)).start()
+        until_launched(ctx)
+        """
+    )
+    assert done.stdout == "['ActorStopped', 'ActorStopped', 'ActorStopped']\n"
+    assert done.stderr == ""
+
+
+def test_an_async_program_may_end_without_leaving_its_context() -> None:
+    done = run(
+        """
+        async def main():
+            opener = hung()
+            ctx = await opener.__aenter__()
+            task = asyncio.ensure_future(ctx.flash_attn.forward(q, q, q))
+            await asyncio.sleep(0.02)
+            print("leaving", flush=True)
+            return ctx, task
+
+        ctx, task = asyncio.run(main())
+        print(task.cancelled(), ctx.health().state)
+        """
+    )
+    assert done.stdout == "leaving\nTrue ready\n"
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("ending", ["sys.exit(3)", "raise SystemExit(3)", "raise KeyError('bug')"])
+def test_however_the_main_thread_ends_waiters_are_answered(ending: str) -> None:
+    done = run(
+        f"""
+        ctx = hung().__enter__()
+        reply = ctx.flash_attn.forward(q, q, q)
+        until_launched(ctx)
+        threading.Thread(target=report, args=("waiter", reply.result)).start()
+        {ending}
+        """,
+        check=False,
+    )
+    assert done.stdout == "waiter ActorStopped the context is closed\n"
+    assert done.returncode == (1 if "KeyError" in ending else 3)
+
+
+def test_requests_made_while_the_program_ends_are_answered_too() -> None:
+    done = run(
+        """
+        ctx = ga.open_context("mock").__enter__()
+
+        def go_on():
+            threading.main_thread().join()
+            while ga.context.open_contexts():
+                time.sleep(0.001)
+            report("late", ctx.flash_attn.forward(q, q, q).result)
+
+        threading.Thread(target=go_on).start()
+        """
+    )
+    assert done.stdout == "late ActorStopped the context is closed\n"
+
+
+def test_interrupting_a_program_that_waits_ends_it() -> None:
+    program = PRELUDE + textwrap.dedent(
+        """
+        with hung(drain_timeout=0.1) as ctx:
+            reply = ctx.flash_attn.forward(q, q, q)
+            until_launched(ctx)
+            report("main", lambda: (print("waiting", flush=True), reply.result()))
+        report("after", reply.result)
+        """
+    )
+    assert interrupted(program) == "waiting\nmain KeyboardInterrupt \nafter ActorStopped the context is closed\n"
+
+
+def test_interrupting_an_async_program_closes_its_context() -> None:
+    program = PRELUDE + textwrap.dedent(
+        """
+        async def main():
+            global reply
+            async with hung(drain_timeout=0.1) as ctx:
+                reply = ctx.flash_attn.forward(q, q, q)
+                await asyncio.to_thread(until_launched, ctx)
+                print("waiting", flush=True)
+                await reply
+
+        report("main", lambda: asyncio.run(main()))
+        report("after", reply.result)
+        """
+    )
+    assert interrupted(program) == "waiting\nmain KeyboardInterrupt \nafter ActorStopped the context is closed\n"
+
+
+def interrupted(program: str) -> str:
+    """What a program prints that is sent SIGINT once it prints "waiting"."""
+    import signal
+
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) as process:
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        try:
+            output, _ = process.communicate(timeout=200.0)
+        finally:
+            process.kill()
+    return first + output
+
+
+def test_a_program_that_closed_its_context_ends_with_no_thread_of_ours() -> None:
+    done = run(
+        """
+        before = set(threading.enumerate())
+        with ga.open_context("mock") as ctx:
+            ctx.flash_attn.forward(q, q, q, timeout=5).result()
+        left = [thread for thread in threading.enumerate() if thread not in before]
+        for thread in left:
+            thread.join(30.0)
+        print([thread.name for thread in left if thread.is_alive()])
+        """
+    )
+    assert done.stdout == "[]\n"
+
+
+def test_a_forked_child_is_told_that_the_context_stayed_behind() -> None:
+    """Threads do not survive a fork: the child's copy of a context has nobody to answer."""
+    done = run(
+        """
+        import warnings
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking with threads, which is the point
+        clock = MockClock()
+        options = ga.ContextOptions(fault_plan=FaultPlan().delay(1.0, launch=2), clock=clock)
+        with ga.open_context("mock", options) as ctx:
+            ctx.flash_attn.forward(q, q, q).result()
+            pending = ctx.flash_attn.forward(q, q, q)
+            while ctx.stats()["flash_attn"].launched < 2:
+                time.sleep(0.001)
+            child = os.fork()
+            if child == 0:
+                report("child", ctx.flash_attn.forward(q, q, q, timeout=5).result)
+                report("child's copy", pending.result)
+                print(ctx.health().state, flush=True)
+                sys.exit()  # leaves the context, which is not the child's to close
+            os.waitpid(child, 0)
+            clock.advance(1.0)
+            report("parent", ctx.flash_attn.forward(q, q, q).result)
+            report("pending", pending.result)
+        """
+    )
+    stayed_behind = "ActorStopped the context belongs to the process that opened it"
+    assert done.stdout.splitlines() == [
+        f"child {stayed_behind}",
+        f"child's copy {stayed_behind}",
+        "failed",
+        "parent answered",
+        "pending answered",
+    ]
+
+
+def test_a_forked_child_waits_for_no_lock_of_a_thread_that_stayed_behind() -> None:
+    done = run(
+        """
+        import warnings
+        warnings.simplefilter("ignore", DeprecationWarning)
+        trace = threading.Lock()
+        def listen(event):
+            with trace:
+                pass
+        with ga.open_context("mock", ga.ContextOptions(on_event=listen)) as ctx:
+            with ctx.kv_cache(num_blocks=1, page_size=8, kv_heads=1, head_dim=8) as cache:
+                with trace, cache._find().tables._lock, ctx.flash_attn._cell._lock, ctx.nvrtc._cell.shared.cache._lock:
+                    child = os.fork()
+                if child == 0:
+                    signal.alarm(20)  # nobody else would end it
+                    for lock in (trace, cache._handle._cell.shared._caches[1].tables._lock):
+                        lock.acquire()  # as if another thread had held it
+                    report("request", ctx.flash_attn.forward(q, q, q, timeout=5).result)
+                    report("cache", cache.stats)
+                    report("watch", lambda: ctx.flash_attn.watch(print))
+                    report("kernels", ctx.nvrtc.cache_stats)
+                    report("close", ctx.close)
+                    sys.exit()
+            os.waitpid(child, 0)
+        """
+    )
+    stayed_behind = "ActorStopped the context belongs to the process that opened it"
+    answered = ["watch answered", "kernels answered", "close answered"]
+    assert done.stdout.splitlines() == [f"request {stayed_behind}", f"cache {stayed_behind}", *answered]
+
+
+# Waiting for a second by force, not for ever: the actor is still at its work when the signal comes.
+CLOSING = """
+from gpu_actors.context import open_contexts
+
+def alarm_while_it_closes():
+    def ring():
+        while ctx.health().state != "stopped":
+            time.sleep(0.001)
+        time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGALRM)
+
+    threading.Thread(target=ring).start()
+
+class Busy(ga.ServiceActor):
+    def handle(self, call):
+        busy.set()
+        time.sleep(1.0)
+        call.resolve("late")
+
+busy = threading.Event()
+context = ga.open_context("mock", ga.ContextOptions(actors=(Busy,), drain_timeout=0.0))
+ctx = context.__enter__()
+reply = ctx.actor(Busy).submit(None)
+busy.wait()
+"""
+
+
+def test_a_signal_handler_may_close_the_context_while_it_is_closed() -> None:
+    done = run(
+        CLOSING
+        + textwrap.dedent(
+            """
+            signal.signal(signal.SIGALRM, lambda *_: report("handler", ctx.close))
+            alarm_while_it_closes()
+            report("program", ctx.close)
+            say(len(threading.enumerate()))
+            """
+        )
+    )
+    assert done.stdout.splitlines() == ["handler answered", "program answered", "1"]
+
+
+def test_closing_that_was_interrupted_goes_on_and_can_be_waited_for() -> None:
+    done = run(
+        CLOSING
+        + textwrap.dedent(
+            """
+            signal.signal(signal.SIGALRM, signal.default_int_handler)
+            alarm_while_it_closes()
+            report("program", ctx.close)
+            say(len(open_contexts()))
+            ctx.close()
+            say(len(threading.enumerate()), ctx.health().state)
+            """
+        )
+    )
+    assert done.stdout.splitlines() == ["program KeyboardInterrupt ", "0", "1 stopped"]

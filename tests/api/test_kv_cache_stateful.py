@@ -1,0 +1,354 @@
+"""Random operations on a KvCache beside a plain dictionary of arrays, on contexts whose launches fail now and then.
+
+Operations are made in bursts that nobody waits for, so that they share launches and overtake each other wherever they
+may. Then each is looked at in order: one that failed must have left no trace, one that succeeded must have done what
+the dictionary does. After every burst the pages must add up: none leaks, none is in two places, every row is right.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from support.service import eventually
+
+import gpu_actors as ga
+from gpu_actors.actors.kv_cache import KvCacheActor
+from gpu_actors.actors.kv_order import Gate
+from gpu_actors.actors.kv_store import OpenedCache
+from gpu_actors.kv.sequences import CacheTables
+from gpu_actors.reference import attention_forward
+from gpu_actors.runtime.completion import Completion
+from gpu_actors.testing import FaultPlan
+
+PAGE, HEADS, DIM = 8, 2, 4
+GROUP = 2  # query heads a KV head
+
+operations = Counter[str]()
+outcomes = Counter[str]()
+
+
+def failing_launches(seed: int) -> FaultPlan:
+    dice = random.Random(seed)
+    plan = FaultPlan()
+    if seed % 3 == 0:
+        return plan
+    for launch in range(1, 400):
+        if dice.random() < 0.25:
+            plan = plan.fail(launch, dice.choice([ga.LaunchError, ga.OutOfDeviceMemory]))
+    return plan
+
+
+class Rows:
+    """A sequence of the dictionary."""
+
+    def __init__(self, k: np.ndarray, v: np.ndarray, prompt: np.ndarray | None = None) -> None:
+        self.k, self.v, self.prompt = k, v, prompt
+
+    def __len__(self) -> int:
+        return len(self.k)
+
+    def more(self, k: np.ndarray, v: np.ndarray) -> None:
+        self.k, self.v = np.concatenate([self.k, k]), np.concatenate([self.v, v])
+
+
+class Caching(RuleBasedStateMachine):
+    """One cache, from opening to closing. `burst` holds replies with what the dictionary makes of their success."""
+
+    @initialize(
+        seed=st.integers(0, 2**32 - 1), blocks=st.sampled_from([6, 12, 40]), largest=st.sampled_from([1, 3, 64])
+    )
+    def open(self, seed: int, blocks: int, largest: int) -> None:
+        self.rng = np.random.default_rng(seed)
+        plan = failing_launches(seed)
+        self.opener = ga.open_context(
+            "mock", ga.ContextOptions(fault_plan=plan, coalesce_max=largest, max_in_flight=3, degraded_after=10**6)
+        )
+        self.ctx = self.opener.__enter__()
+        self.cache = self.ctx.kv_cache(
+            num_blocks=blocks, page_size=PAGE, kv_heads=HEADS, head_dim=DIM, dtype="float32"
+        ).__enter__()
+        self.rows: dict[ga.KvSequence, Rows] = {}
+        self.burst: list[tuple[ga.Reply[Any], Any, Any]] = []
+        # Of sequences as they will be if nothing fails: only for choosing what to ask.
+        self.lengths: dict[ga.KvSequence, int] = {}
+
+    # What a program does
+
+    def ask(self, what: str, reply: ga.Reply[Any], then: Any, refused: Any = lambda: False) -> None:
+        """then: does it to the dictionary. refused: whether `InvalidRequest` is right in the dictionary's state."""
+        operations[what] += 1
+        self.burst.append((reply, then, refused))
+
+    def pick(self, choice: int) -> ga.KvSequence | None:
+        known = list(self.lengths)
+        return known[choice % len(known)] if known else None
+
+    def draw(self, *shape: int) -> tuple[np.ndarray, np.ndarray]:
+        k, v = self.rng.standard_normal((2, *shape)).astype(np.float32)
+        return k, v
+
+    @rule(length=st.integers(0, 3 * PAGE), shared=st.booleans())
+    def create(self, length: int, shared: bool) -> None:
+        """With a prompt out of few, whose rows follow from the tokens, or with none."""
+        self.settle()
+        if len(self.rows) >= 12:
+            return
+        tokens = (np.arange(length) + length % 2) if shared and length else None
+        reply = self.cache.create(tokens)
+        seq = reply.result(10.0)
+        operations["create"] += 1
+        outcomes["found a prefix"] += seq.cached > 0
+        k, v = prompt_rows(tokens if tokens is not None else np.arange(0))
+        assert seq.cached % PAGE == 0
+        assert seq.cached == 0 or (tokens is not None and seq.cached < len(tokens))
+        self.rows[seq] = Rows(k[: seq.cached], v[: seq.cached], tokens)
+        self.lengths[seq] = seq.cached
+        if tokens is not None:
+            self.append_rows([seq], [(k[seq.cached :], v[seq.cached :])], tokens[seq.cached :])
+
+    def append_rows(
+        self, seqs: list[ga.KvSequence], new: list[tuple[np.ndarray, np.ndarray]], tokens: Any = None
+    ) -> None:
+        if len(seqs) == 1:
+            reply = self.cache.append(seqs[0], *new[0], tokens=tokens)
+        else:
+            ends = np.cumsum([0, *(len(k) for k, _ in new)]).astype(np.int32)
+            k, v = (np.concatenate([pair[side] for pair in new]) for side in (0, 1))
+            reply = self.cache.append(seqs, k, v, cu_seqlens=ends)
+
+        def then(result: Any) -> None:
+            for seq, (k, v) in zip(seqs, new, strict=True):
+                self.rows[seq].more(k, v)
+            lengths = [len(self.rows[seq]) for seq in seqs]
+            assert result == (lengths[0] if len(seqs) == 1 else lengths)
+
+        self.ask("append", reply, then)
+        for seq, (k, _) in zip(seqs, new, strict=True):
+            self.lengths[seq] += len(k)
+
+    @rule(choices=st.lists(st.integers(0, 99), min_size=1, max_size=3), counts=st.lists(st.integers(1, 11), min_size=3))
+    def append(self, choices: list[int], counts: list[int]) -> None:
+        seqs = list(dict.fromkeys(seq for choice in choices if (seq := self.pick(choice)) is not None))
+        if seqs:
+            new = [self.draw(count, HEADS, DIM) for count in counts[: len(seqs)]]
+            self.append_rows(seqs, new)
+
+    @rule(
+        choices=st.lists(st.integers(0, 99), min_size=1, max_size=4),
+        rows=st.integers(1, 3),
+        appended=st.booleans(),
+        causal=st.booleans(),
+    )
+    def attend(self, choices: list[int], rows: int, appended: bool, causal: bool) -> None:
+        seqs = [seq for choice in choices if (seq := self.pick(choice)) is not None]
+        if seqs:
+            self.ask_attention(list(dict.fromkeys(seqs)) if appended else seqs, rows, appended, causal)
+
+    @rule(steps=st.integers(1, 3))
+    def decode(self, steps: int) -> None:
+        """Every sequence for itself, as tasks do that generate text."""
+        for _ in range(steps):
+            for seq in list(self.lengths)[:5]:
+                self.ask_attention([seq], 1, True, True)
+
+    def ask_attention(self, seqs: list[ga.KvSequence], rows: int, appended: bool, causal: bool) -> None:
+        q = self.rng.standard_normal((len(seqs), rows, HEADS * GROUP, DIM)).astype(np.float32)
+        new = self.draw(len(seqs), rows, HEADS, DIM)
+        given = dict(zip("kv", new, strict=True)) if appended else {}
+
+        def then(result: ga.AttentionOutput) -> None:
+            for index, seq in enumerate(seqs):
+                if appended:
+                    self.rows[seq].more(new[0][index], new[1][index])
+                self.check_attention(self.rows[seq], q[index], causal, result.out[index], result.lse[index])
+
+        reply = self.cache.attend(q, seqs, causal=causal, return_lse=True, **given)
+        self.ask("attend and append" if appended else "attend", reply, then)
+        for seq in seqs if appended else ():
+            self.lengths[seq] += rows
+
+    @rule(choice=st.integers(0, 99))
+    def fork(self, choice: int) -> None:
+        """Behind whatever is on its way, and awaited, for what follows needs the child."""
+        seq = self.pick(choice)
+        if seq is None or len(self.lengths) >= 12:
+            return
+        operations["fork"] += 1
+        reply = self.cache.fork(seq)
+        self.settle()
+        child = reply.result(10.0)
+        outcomes["forked"] += 1
+        parent = self.rows[seq]
+        self.rows[child] = Rows(parent.k, parent.v)
+        self.lengths[child] = len(parent)
+        assert child.cached == len(parent)
+
+    @rule(choice=st.integers(0, 99), keep=st.floats(0, 1))
+    def truncate(self, choice: int, keep: float) -> None:
+        seq = self.pick(choice)
+        if seq is None:
+            return
+        length = int(keep * self.lengths[seq])
+
+        def then(_: None) -> None:
+            rows = self.rows[seq]
+            assert length <= len(rows)
+            rows.k, rows.v = rows.k[:length], rows.v[:length]
+
+        def refused() -> bool:
+            """Rows that it was to keep were never written."""
+            return length > len(self.rows[seq])
+
+        self.ask("truncate", self.cache.truncate(seq, length), then, refused)
+        self.lengths[seq] = length
+
+    @rule(choice=st.integers(0, 99))
+    def free(self, choice: int) -> None:
+        seq = self.pick(choice)
+        if seq is not None and (choice % 3 == 0 or len(self.lengths) > 8):
+            self.ask("free", self.cache.free(seq), lambda _: self.rows.pop(seq))
+            del self.lengths[seq]
+
+    @rule(choice=st.integers(0, 99))
+    def cancel(self, choice: int) -> None:
+        if self.burst:
+            operations["cancel"] += 1
+            self.burst[choice % len(self.burst)][0].cancel()
+
+    @rule()
+    def settle(self) -> None:
+        """Look at everything in the order in which it was asked."""
+        for reply, then, refused in self.burst:
+            try:
+                result = reply.result(10.0)
+            except (ga.LaunchError, ga.OutOfDeviceMemory, ga.CacheFull, ga.RequestCancelled) as error:
+                outcomes[type(error).__name__] += 1
+                continue
+            except ga.InvalidRequest:
+                outcomes["InvalidRequest"] += 1
+                if not refused():
+                    raise
+                continue
+            outcomes["done"] += 1
+            then(result)
+        self.burst.clear()
+        self.lengths = {seq: len(rows) for seq, rows in self.rows.items()}
+
+    # What always holds
+
+    def check_attention(self, rows: Rows, q: Any, causal: bool, out: Any, lse: Any) -> None:
+        if not len(rows):
+            assert (out == 0).all()
+            assert np.isneginf(lse).all()
+            return
+        wanted = attention_forward(q[None], rows.k[None], rows.v[None], causal=causal)
+        np.testing.assert_allclose(out, wanted.out[0], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(lse, wanted.lse[0], rtol=1e-4, atol=1e-5)
+
+    @property
+    def opened(self) -> OpenedCache:
+        return self.cache._find()
+
+    @invariant()
+    def pages_add_up(self) -> None:
+        if not hasattr(self, "cache") or self.burst:
+            return
+        # What was cancelled while it waited gives its pages back when the actor comes to it.
+        eventually(lambda: not self.opened._reserved and not self.opened._in_flight)
+        tables, pool = self.opened.tables, self.opened.tables._pool
+        held = Counter(page for table in tables._tables.values() for page in table.pages)
+        assert [pool.references(page) for page in range(pool.blocks)] == [held[page] for page in range(pool.blocks)]
+        assert sorted([*pool._free, *pool._kept, *held]) == list(range(pool.blocks)), "leaked, or in two places"
+        stats = self.cache.stats()
+        assert stats.sequences == len(self.rows)
+        assert stats.free_blocks == stats.blocks - len(held)
+        assert stats.shared_blocks == sum(count > 1 for count in held.values())
+        for seq, rows in self.rows.items():
+            table = tables.find(seq.number)
+            assert (table.length, table.users) == (len(rows), 0)
+            assert self.cache.length(seq) == len(rows)
+            assert len(table.pages) == -(-len(rows) // PAGE)
+            for side, wanted in ((self.opened.k_pool, rows.k), (self.opened.v_pool, rows.v)):
+                found = side[table.pages].reshape(-1, HEADS, DIM)[: len(rows)]
+                assert np.array_equal(found, wanted)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        self.settle()
+        self.pages_add_up()
+        for seq in list(self.rows):
+            self.cache.free(seq).result(10.0)
+        self.rows.clear()
+        stats = self.cache.stats()
+        assert (stats.free_blocks, stats.sequences, stats.shared_blocks) == (stats.blocks, 0, 0)
+        self.cache.__exit__(None, None, None)
+        self.opener.__exit__(None, None, None)
+
+
+def prompt_rows(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Keys and values that follow from a prompt, as a model's would."""
+    base = np.arange(len(tokens))[:, None, None] + 100.0 * np.asarray(tokens)[:, None, None]
+    k = np.sin(base + np.arange(HEADS * DIM).reshape(HEADS, DIM)).astype(np.float32)
+    return k, -k
+
+
+def run(examples: int, seed: bool) -> None:
+    operations.clear()
+    outcomes.clear()
+    run_state_machine_as_test(
+        Caching,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=60,
+            deadline=None,
+            derandomize=seed,
+            database=None,
+            phases=[Phase.generate],  # where a failure means waiting in vain, shrinking it takes for ever
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+@pytest.fixture(autouse=True)
+def _paths_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count the ways that only trouble leads to. How often each is taken depends on timing."""
+
+    def count(owner: type, name: str, came: Any = bool) -> None:
+        original = getattr(owner, name)
+
+        def counted(self: Any, *arguments: Any) -> Any:
+            result = original(self, *arguments)
+            outcomes[name] += bool(came(result))
+            return result
+
+        monkeypatch.setattr(owner, name, counted)
+
+    count(Completion, "relaunch", lambda _: True)
+    count(KvCacheActor, "_withdraw", lambda _: True)
+    count(Gate, "hold", lambda _: True)
+    count(OpenedCache, "succeeded")  # with calls that have to come again
+    count(CacheTables, "undo", lambda _: True)
+
+
+def test_1000_random_operations_do_what_a_dictionary_does() -> None:
+    run(60, True)
+    assert sum(operations.values()) >= 1000, operations
+    assert len(operations) == 8, operations
+    expected = {"done", "CacheFull", "found a prefix", "forked", "undo"}
+    assert not {name for name in expected if not outcomes[name]}, outcomes
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(1800)
+def test_20000_random_operations_do_what_a_dictionary_does() -> None:
+    run(1000, False)
+    print(sum(operations.values()), operations, outcomes)  # noqa: T201
+    assert sum(operations.values()) >= 20_000, operations

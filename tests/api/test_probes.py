@@ -1,0 +1,183 @@
+"""Probes answer however busy the loop is, and never better than it is."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import socket
+import struct
+from typing import Any
+
+import pytest
+from support.service import REPOSITORY, ask, eventually, run_python
+
+import gpu_actors as ga
+from gpu_actors.serving import EXIT_CODE, Admission, Probes
+from gpu_actors.testing import FaultPlan
+
+pytestmark = pytest.mark.usefixtures("all_threads_end")
+
+
+def get(probes: Probes, path: str) -> tuple[int, str]:
+    """Ask over the socket, blocking this thread and the loop that runs on it."""
+    connection = http.client.HTTPConnection("127.0.0.1", probes.port, timeout=60)
+    try:
+        connection.request("GET", path)
+        reply = connection.getresponse()
+        return reply.status, reply.read().decode()
+    finally:
+        connection.close()
+
+
+def content(answer: tuple[int, Any]) -> tuple[int, Any]:
+    return answer[0], json.loads(answer[1])
+
+
+async def test_probes_are_answered_while_the_loop_is_blocked() -> None:
+    async with Probes(port=0) as probes, ga.open_context("mock") as ctx:
+        probes.watch(ctx)
+        assert content(get(probes, "/livez")) == (200, {"alive": True, "reason": ""})
+        status, ready = content(get(probes, "/readyz?verbose"))
+        assert (status, ready["ready"], ready["device"], ready["generation"]) == (200, True, "mock", 1)
+        status, text = get(probes, "/metrics")
+        assert status == 200
+        assert 'gpu_actors_ready{device="mock"} 1.0' in text
+        assert get(probes, "/other")[0] == 404
+
+
+async def test_a_client_that_sends_nothing_keeps_no_other_waiting() -> None:
+    async with Probes(port=0) as probes:
+        assert probes.port is not None
+        with socket.create_connection(("127.0.0.1", probes.port)):
+            assert get(probes, "/livez")[0] == 200
+
+
+async def test_a_loop_that_does_not_turn_is_not_alive_until_it_turns_again() -> None:
+    async with Probes(stall_seconds=1.0) as probes, ga.open_context("mock") as ctx:
+        probes.watch(ctx)
+        eventually(lambda: probes.livez().status == 503)  # this blocks the loop
+        assert "the event loop has not turned for" in json.loads(probes.livez().body)["reason"]
+        assert probes.readyz().status == 503
+        await asyncio.to_thread(eventually, lambda: probes.livez().status == 200)
+        await asyncio.to_thread(eventually, lambda: probes.readyz().status == 200)
+
+
+async def test_readiness_starts_with_the_context_and_ends_before_it() -> None:
+    async with Probes() as probes:
+        assert json.loads(probes.readyz().body)["state"] == "starting"
+        assert probes.metrics().status == 503
+        async with ga.open_context("mock") as ctx:
+            probes.watch(ctx)
+            assert probes.readyz().status == 200
+            probes.leave()
+            status, body, _ = probes.readyz()
+            assert (status, json.loads(body)["state"]) == (503, "draining")
+        assert probes.readyz().status == 503
+        assert probes.livez().status == 200
+
+
+async def test_a_lost_context_is_neither_alive_nor_ready() -> None:
+    options = ga.ContextOptions(fault_plan=FaultPlan().lose_context(launch=1))
+    async with Probes() as probes, ga.open_context("mock", options) as ctx:
+        probes.watch(ctx)
+        with pytest.raises(ga.ContextLost):
+            await ask(ctx)
+        live, ready = probes.livez(), probes.readyz()
+        assert (live.status, ready.status) == (503, 503)
+        assert "lost" in json.loads(live.body)["reason"]
+        probes.leave()
+        shown = json.loads(probes.readyz().body)
+        assert (shown["state"], shown["generation"]) == ("failed", 2)
+        assert b'gpu_actors_state{device="mock",state="failed"} 1.0' in probes.metrics().body
+
+
+async def test_metrics_show_what_an_admission_does() -> None:
+    async with Probes() as probes, ga.open_context("mock") as ctx:
+        admission = Admission(1, waiting=0)
+        probes.watch(ctx, admission)
+        async with admission.place():
+            with pytest.raises(ga.Overloaded):
+                await admission.place().__aenter__()
+            shown = probes.metrics().body.decode()
+    for line in (
+        "gpu_actors_admission_running 1.0",
+        "gpu_actors_admission_waiting 0.0",
+        "gpu_actors_admission_service_seconds 1.0",
+        'gpu_actors_admission_requests_total{outcome="admitted"} 1.0',
+        'gpu_actors_admission_requests_total{outcome="refused"} 1.0',
+    ):
+        assert line in shown
+
+
+async def test_each_worker_takes_a_port_of_its_own() -> None:
+    async with Probes(port=0) as first:
+        assert first.port is not None
+        async with Probes(port=first.port, ports=100) as second:
+            assert second.port is not None
+            assert first.port < second.port < first.port + 100
+            assert get(second, "/livez")[0] == 200
+        with pytest.raises(ga.InvalidRequest, match="cannot be listened on") as caught:
+            await Probes(port=first.port).__aenter__()
+        assert caught.value.field == "port"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("port", 65536), ("port", -1), ("port", "8001"), ("ports", 0), ("ports", None)]
+)
+def test_ports_that_are_none_are_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(ga.InvalidRequest) as caught:
+        Probes(**{"port": 8001, field: value})
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), "30"])
+def test_a_time_in_which_no_loop_could_stall_is_refused(value: Any) -> None:
+    """With NaN a loop that stands still would pass for alive for ever."""
+    with pytest.raises(ga.InvalidRequest, match="stall_seconds"):
+        Probes(stall_seconds=value)
+
+
+async def test_head_is_answered_as_get_without_the_body() -> None:
+    async with Probes(port=0) as probes:
+        connection = http.client.HTTPConnection("127.0.0.1", probes.port, timeout=60)
+        await asyncio.to_thread(connection.request, "HEAD", "/livez")
+        response = await asyncio.to_thread(connection.getresponse)
+        assert (response.status, response.read()) == (200, b"")
+        connection.close()
+
+
+async def test_a_client_that_resets_its_connection_writes_nothing_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
+    async with Probes(port=0) as probes:
+        assert probes.port is not None
+        for _ in range(3):
+            with socket.create_connection(("127.0.0.1", probes.port)) as client:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                client.sendall(b"GET /livez HTTP/1.1\r\n\r\n")
+        assert get(probes, "/livez")[0] == 200
+        await asyncio.sleep(0.2)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_process_whose_context_is_lost_ends_with_its_own_exit_code() -> None:
+    program = """
+        import asyncio, sys
+        import gpu_actors as ga
+        from gpu_actors.serving import Probes
+        from gpu_actors.testing import FaultPlan
+        sys.path.insert(0, "tests/lib")
+        from support.service import ask
+
+        async def main():
+            options = ga.ContextOptions(fault_plan=FaultPlan().lose_context(launch=1))
+            async with Probes(exit_when_dead=True) as probes, ga.open_context("mock", options) as ctx:
+                probes.watch(ctx)
+                ask(ctx)
+                await asyncio.sleep(3600)
+
+        asyncio.run(main())
+    """
+    assert (REPOSITORY / "tests/lib").is_dir()
+    done = run_python(program, check=False)
+    assert done.returncode == EXIT_CODE == 70
+    assert "the process ends with code 70: the device context is lost" in done.stderr

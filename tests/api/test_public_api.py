@@ -1,0 +1,224 @@
+"""The public surface: every name exists and is described, every module says what it offers, and importing is cheap."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import json
+import pkgutil
+import textwrap
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from support.service import REPOSITORY, run_python
+from support.timing import below
+
+import gpu_actors as ga
+import gpu_actors.testing
+
+PACKAGE = Path(ga.__file__).parent
+MODULES = sorted(
+    name for _, name, _ in pkgutil.walk_packages([str(PACKAGE)], "gpu_actors.") if not name.endswith("__main__")
+)
+PUBLIC = (ga, gpu_actors.testing)
+
+# What the contract names at the top of the package, as far as this version has it.
+PROMISED = set(
+    """
+    open_context GpuContext ContextOptions MockOptions EmulationOptions RestartPolicy Reply Health DeviceInfo
+    FlashForward FlashBackward PagedForward BatchedDecode AttentionOutput AttentionGradients FlashAttnActor
+    AttentionParams Mask MhaForward MhaOutput CudnnLikeActor
+    KernelSource Cubin NvrtcActor CompiledKernel KernelActor KernelParameter AttentionProblem DispatchKey
+    GpuActorsError RequestError InvalidRequest Unsupported Overloaded DeadlineExceeded RequestCancelled MockModeError
+    CompileError LaunchError OutOfDeviceMemory CacheFull StaleBuffer ContextLost ActorStopped ServiceActor
+    """.split()  # noqa: SIM905
+)
+
+# Importing the package must not import any of these; whoever needs one imports it where it is used.
+EXTRAS = (
+    *("cupy", "cupy_backends", "torch", "jax", "triton", "tokenizers", "safetensors", "transformers"),
+    *("starlette", "uvicorn", "httpx", "uvloop", "prometheus_client", "opentelemetry"),
+    *("ziglang", "cuda", "nvidia", "hypothesis", "pytest", "scipy"),
+)
+HEAVY = (*EXTRAS, "typer", "click", "rich", "filelock", "platformdirs")
+# Modules that exist for one extra and are imported by whoever has it.
+FOR_AN_EXTRA = ("devices/cuda/cupy_api", "interop/torch", "interop/transformers", "metrics", "serving/collector")
+WITH_NUMPY = 6.4  # what importing both may take, by NumPy alone: 0.45 s where NumPy takes 0.07 s
+
+
+@pytest.mark.parametrize("module", PUBLIC, ids=lambda module: module.__name__)
+def test_every_public_name_exists_and_is_sorted(module: ModuleType) -> None:
+    names = module.__all__
+    assert len(set(names)) == len(names)
+    assert names == sorted(names)
+    for name in names:
+        assert getattr(module, name, None) is not None, name
+
+
+def test_what_was_promised_is_there() -> None:
+    assert set(ga.__all__) >= PROMISED
+
+
+def test_nothing_public_is_forgotten() -> None:
+    """A public class of the top modules that a user meets is exported, unless it is there for actors alone."""
+    exported = {id(getattr(ga, name)) for name in ga.__all__}
+    for module_name in ("errors", "options", "requests", "mha", "runtime.reply", "problem", "context"):
+        module = importlib.import_module(f"gpu_actors.{module_name}")
+        for name in module.__all__:
+            value = getattr(module, name)
+            if inspect.isclass(value):
+                assert id(value) in exported, f"gpu_actors.{module_name}.{name}"
+
+
+@pytest.mark.parametrize("module", PUBLIC, ids=lambda module: module.__name__)
+def test_every_public_name_is_described(module: ModuleType) -> None:
+    for name in module.__all__:
+        value = getattr(module, name)
+        if inspect.isclass(value) or inspect.isfunction(value):
+            doc = value.__doc__ or ""
+            written = doc and not doc.startswith(f"{name}(")  # dataclasses write their own signature there
+            assert written, f"{module.__name__}.{name} has no docstring"
+
+
+def speaks_for_itself(function: object) -> bool:
+    """A body of one statement needs no description beside its name."""
+    source = textwrap.dedent(inspect.getsource(inspect.unwrap(getattr(function, "__func__", function))))
+    (definition,) = ast.parse(source).body
+    return isinstance(definition, ast.FunctionDef) and len(definition.body) == 1
+
+
+def test_every_public_method_is_described() -> None:
+    undescribed = [
+        f"{name}.{method}"
+        for name in ga.__all__
+        if inspect.isclass(value := getattr(ga, name)) and value.__module__.startswith("gpu_actors")
+        for method, function in vars(value).items()
+        if not method.startswith("_") and inspect.isroutine(function)
+        if not inspect.getdoc(getattr(value, method)) and not speaks_for_itself(function)
+    ]
+    assert not undescribed
+
+
+def importable(name: str) -> ModuleType:
+    """The module, or a skip where it stands for an extra that is not installed here."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        missing = (error.name or "").partition(".")[0]
+        assert missing in EXTRAS, f"{name} needs {missing}, which is no extra"
+        pytest.skip(f"{missing} is not installed")
+
+
+def defines_something(path: Path) -> bool:
+    """True unless a file holds at most its docstring and a version."""
+    body = ast.parse(path.read_text()).body
+    return any(not isinstance(node, ast.Expr | ast.Assign) for node in body)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_module_says_what_it_offers(name: str) -> None:
+    module = importable(name)
+    if not defines_something(Path(module.__file__ or "")):
+        return
+    assert module.__doc__, f"{name} has no docstring"
+    for offered in module.__all__:
+        assert hasattr(module, offered), f"{name}.{offered}"
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_every_file_is_short_and_parses_without_its_imports(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= 600
+    tree = ast.parse(text)
+    top = {alias.name.partition(".")[0] for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
+    top |= {(node.module or "").partition(".")[0] for node in tree.body if isinstance(node, ast.ImportFrom)}
+    if not str(path.relative_to(PACKAGE)).startswith(FOR_AN_EXTRA):
+        assert not top & set(EXTRAS), "imported at the top"
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    modules = json.loads(run_python("import json, sys, gpu_actors; print(json.dumps(sorted(sys.modules)))").stdout)
+    assert not {module.partition(".")[0] for module in modules} & set(HEAVY)
+
+
+@pytest.mark.perf
+def test_importing_the_package_is_quick_beside_numpy() -> None:
+    """NumPy's import, which comes first, and the package's after it, in processor time."""
+    program = """
+        import json, time
+        times = [time.process_time()]
+        import numpy
+        times.append(time.process_time())
+        import gpu_actors
+        times.append(time.process_time())
+        print(json.dumps([times[1] - times[0], times[2] - times[1]]))
+        """
+    run_python(program)  # compiles the package's files
+
+    def ratio() -> float:
+        numpy, ours = json.loads(run_python(program).stdout)
+        return float(numpy + ours) / float(numpy)
+
+    below(WITH_NUMPY, ratio)
+
+
+def test_importing_starts_no_thread_and_logs_nothing() -> None:
+    done = run_python(
+        """
+        import logging, threading
+        logging.basicConfig(level=logging.DEBUG)
+        import gpu_actors, gpu_actors.testing
+        print(threading.active_count(), logging.getLogger("gpu_actors").handlers)
+        """
+    )
+    assert done.stdout == "1 []\n"
+    assert done.stderr == ""
+
+
+def test_the_version_is_stated_once() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    assert "version" in project["dynamic"]
+    assert ga.__version__.count(".") == 2
+
+
+def test_errors_form_one_tree() -> None:
+    errors = importlib.import_module("gpu_actors.errors")
+    for name in errors.__all__:
+        error = getattr(errors, name)
+        assert issubclass(error, ga.GpuActorsError)
+        assert getattr(ga, name) is error
+        assert f"── {name}" in errors.__doc__ or error is ga.GpuActorsError, "drawn in the tree"
+    assert issubclass(ga.InvalidRequest, ValueError)
+    assert issubclass(ga.DeadlineExceeded, TimeoutError)
+    assert issubclass(ga.ActorFailed, ga.ActorStopped)
+
+
+def test_errors_survive_pickling() -> None:
+    import pickle
+
+    samples = [
+        ga.InvalidRequest("q", 3, "must be an array"),
+        ga.Unsupported("head_dim", 300, "too wide", 256),
+        ga.Overloaded("full", retry_after=2.0),
+        ga.CompileError("no", "the log", "line 3"),
+        ga.ContextLost("gone", 4),
+        ga.DeadlineExceeded("late"),
+    ]
+    for error in samples:
+        again = pickle.loads(pickle.dumps(error))
+        assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))
+
+
+def test_public_options_are_frozen_and_keyword_only() -> None:
+    for options in (ga.ContextOptions, ga.MockOptions, ga.EmulationOptions, ga.RestartPolicy):
+        parameters = list(inspect.signature(options).parameters.values())
+        assert all(parameter.kind is inspect.Parameter.KEYWORD_ONLY for parameter in parameters)
+        assert all(parameter.default is not inspect.Parameter.empty for parameter in parameters)
+        documented = inspect.getdoc(options) or ""
+        assert all(parameter.name in documented for parameter in parameters), options.__name__
+        instance = options()
+        with pytest.raises(AttributeError):
+            setattr(instance, parameters[0].name, None)

@@ -1,0 +1,311 @@
+"""Requests that cannot be answered as asked: each names its field, the value, what would be accepted, and the nearest.
+
+A request is refused by its reply, never by the call, and never at the cost of the actor that looked at it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from cases.cache_rejections import CASES as CACHE_CASES
+from cases.cache_rejections import cached, decode, paged
+from cases.rejections import BF16, F8, F8_WIDE, array, backward, dense, fp8, ints, varlen
+from cases.rejections import CASES as PLAIN_CASES
+from support.service import eventually
+
+import gpu_actors as ga
+
+CASES = PLAIN_CASES | CACHE_CASES
+
+
+@pytest.fixture(scope="module")
+def ctx() -> Iterator[ga.GpuContext]:
+    with ga.open_context("mock") as ctx:
+        yield ctx
+        assert ctx.flash_attn.restarts == 0, "a request cost the actor its life"
+        eventually(lambda: ctx.stats()["flash_attn"].in_flight == 0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_request_that_cannot_be_answered_is_refused_by_name(ctx: ga.GpuContext, name: str) -> None:
+    case = CASES[name]
+    launched = ctx.stats()["flash_attn"].launched
+    with pytest.raises(ga.RequestError) as caught:
+        ctx.flash_attn.submit(case.request).result(30.0)
+    error = caught.value
+    assert type(error) is case.error
+    assert (error.field, error.value) == (case.field, case.value)
+    assert case.reason in error.reason
+    assert str(error).startswith(f"{case.field}={case.value!r}: ")
+    if isinstance(error, ga.Unsupported):
+        assert error.nearest == case.nearest
+        assert f"(nearest supported: {case.nearest!r})" in str(error)
+    assert ctx.stats()["flash_attn"].launched == launched, "refused before any launch"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_inspect_key_refuses_what_can_be_seen_without_the_data(ctx: ga.GpuContext, name: str) -> None:
+    case = CASES[name]
+    of_the_data = ("must begin with 0", "must not fall", "number of rows", "longest sequence", "in [0, 184467")
+    of_the_data += ("in the pool", "pool: ", "room for, ", "must not be negative")
+    if any(reason in case.reason for reason in of_the_data):
+        return
+    with pytest.raises(case.error) as caught:
+        ctx.flash_attn.inspect_key(case.request)
+    assert caught.value.field == case.field
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89"])
+@pytest.mark.parametrize("dtype", [F8, F8_WIDE])
+def test_fp8_is_refused_below_hopper(arch: str, dtype: Any) -> None:
+    request = fp8(**{name: array(2, 4, 2, 8, dtype=dtype) for name in "qkv"})
+    reason = f"fp8 attention needs sm_90a or newer, and {arch} is older"
+    options = ga.ContextOptions(arch=arch)
+    with ga.open_context("mock", options) as ctx, pytest.raises(ga.Unsupported, match=reason) as caught:
+        ctx.flash_attn.submit(request).result(30.0)
+    assert (caught.value.field, caught.value.nearest) == ("q", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        backward(),
+        backward(causal=True, window_size=(2, 0)),
+    ],
+    ids=["backward", "backward with options"],
+)
+def test_gradients_that_no_kernel_computes_are_unsupported_where_kernels_run(request_: Any) -> None:
+    with ga.open_context("emulated") as ctx:
+        with pytest.raises(ga.Unsupported) as caught:
+            ctx.flash_attn.submit(request_).result(10.0)
+        assert ctx.flash_attn.restarts == 0
+    error = caught.value
+    assert error.field
+    assert len(error.reason.split()) >= 4, "a sentence"
+    assert error.nearest is not None
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        paged(),
+        paged(q=array(5, 4, 8), cu_seqlens_q=ints(0, 2, 5)),
+        paged(chunk_index=1, num_chunks=2),
+        paged(
+            **{name: array(6, 16, 2, 8, dtype=F8) for name in ("k_cache", "v_cache")}, q=array(2, 1, 4, 8, dtype=BF16)
+        ),
+        cached(),
+        decode(),
+    ],
+    ids=["paged", "paged varlen", "chunk", "fp8 pages", "cached", "decode"],
+)
+def test_sound_requests_over_caches_are_answered(ctx: ga.GpuContext, request_: Any) -> None:
+    assert ctx.flash_attn.submit(request_).result(30.0).out.shape == request_.q.shape
+
+
+def test_sinks_need_no_mask_and_a_window_of_zero_is_the_rows_own_key(ctx: ga.GpuContext) -> None:
+    ctx.flash_attn.submit(dense(sinks=array(4))).result(30.0)
+    ctx.flash_attn.submit(dense(window_size=(0, 0))).result(30.0)
+    ctx.flash_attn.submit(dense(sink_tokens=2)).result(30.0)
+
+
+# Operands as programs really pass them
+
+
+ODD = {
+    "big-endian": array(2, 4, 4, 8, dtype=">f4"),
+    "objects": array(2, 4, 4, 8, dtype=object),
+    "strings": array(2, 4, 4, 8, dtype="U4"),
+    "records": array(2, 4, 4, 8, dtype=[("x", "f4")]),
+    "complex": array(2, 4, 4, 8, dtype=np.complex64),
+    "dates": array(2, 4, 4, 8, dtype="M8[s]"),
+    "masked": np.ma.zeros((2, 4, 4, 8), np.float32),
+    "lists": [[[[0.0] * 8] * 4] * 4] * 2,
+    "numbers": 3.0,
+    "bytes": b"0123",
+    "zero axes": np.float32(3.0),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("field", ["q", "k", "v"])
+def test_odd_operands_are_refused_by_name(ctx: ga.GpuContext, field: str, name: str) -> None:
+    sound = dense(k=array(2, 4, 4, 8), v=array(2, 4, 4, 8))
+    with pytest.raises(ga.RequestError) as caught:
+        ctx.flash_attn.submit(dataclasses.replace(sound, **{field: ODD[name]})).result(30.0)
+    error = caught.value
+    assert error.field == field
+
+
+def test_out_must_be_writeable_and_apart_from_the_operands_in_every_request(ctx: ga.GpuContext) -> None:
+    """The second request finds the plan of the first, which must not spare it the check."""
+    sound = dense(v=array(2, 6, 2, 8))
+    for _ in range(2):
+        sealed = array(2, 4, 4, 8)
+        sealed.flags.writeable = False
+        with pytest.raises(ga.InvalidRequest, match="must be writeable"):
+            ctx.flash_attn.submit(dataclasses.replace(sound, out=sealed)).result(30.0)
+        with pytest.raises(ga.InvalidRequest, match="must not share memory with q"):
+            ctx.flash_attn.submit(dataclasses.replace(sound, out=sound.q)).result(30.0)
+        base = array(2, 16, 4, 8)
+        overlapping = dataclasses.replace(sound, q=base[:, :4], out=base[:, 3:7])
+        with pytest.raises(ga.InvalidRequest, match="must not share memory with q"):
+            ctx.flash_attn.submit(overlapping).result(30.0)
+        out = array(2, 4, 4, 8)
+        assert ctx.flash_attn.submit(dataclasses.replace(sound, out=out)).result(30.0).out is out
+
+
+def test_what_depends_on_the_data_is_checked_in_every_request(ctx: ga.GpuContext) -> None:
+    ctx.flash_attn.submit(varlen()).result(30.0)
+    ctx.flash_attn.submit(dense(dropout_p=0.5, dropout_seed=3)).result(30.0)
+    for _ in range(2):
+        with pytest.raises(ga.InvalidRequest, match="must begin with 0"):
+            ctx.flash_attn.submit(varlen(cu_seqlens_q=ints(1, 1, 4))).result(30.0)
+        for seed in (-1, 1 << 64, "x", 0.0, False, array(2)):
+            with pytest.raises(ga.InvalidRequest, match="must be an int in"):
+                ctx.flash_attn.submit(dense(dropout_p=0.5, dropout_seed=seed)).result(30.0)
+
+
+def test_bounds_that_wrap_around_in_32_bits_are_no_lengths(ctx: ga.GpuContext) -> None:
+    """Five steps of 2^32 / 5 come around to where they began: every 32-bit difference looks like a sound length."""
+    steps = np.cumsum([0] + [((1 << 32) + 4) // 5] * 4 + [0]).astype(np.int64)
+    steps[-1] = (1 << 32) + 4
+    bounds = steps.astype(np.uint32).view(np.int32)
+    assert (np.diff(bounds) >= 0).all()
+    assert int(bounds[-1]) == 4
+    request = varlen(cu_seqlens_q=bounds, cu_seqlens_k=ints(0, 1, 2, 3, 4, 6), max_seqlen_q=(1 << 30) - 1)
+    with pytest.raises(ga.RequestError) as caught:
+        ctx.flash_attn.submit(request).result(30.0)
+    assert (caught.value.field, caught.value.reason[:13]) == ("cu_seqlens_q", "must not fall")
+
+
+# Whatever else programs pass
+
+
+class Hostile:
+    """Raises whatever is asked of it."""
+
+    def __hash__(self) -> int:
+        raise RuntimeError("no hash")
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("no comparison")
+
+    def __bool__(self) -> bool:
+        raise RuntimeError("no truth")
+
+
+class HostileArray:
+    dtype = "float32"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        raise RuntimeError("no shape")
+
+
+class Impostor:
+    shape = (2, 4, 4, 8)
+    dtype = "float32"
+
+
+GARBAGE: list[Any] = [
+    *(None, True, 0, -1, 1 << 31, 1 << 64, 10**400, -(10**400), 0.0, 0.5, 1e308, float("nan"), float("inf"), 1j),
+    *("", "causal", b"x", [], (), (1, 2), (True, False), (10**30, 0), ("a", "b"), {}, {1: 2}, set(), object(), ...),
+    *(
+        np.float32(1),
+        np.int64(1),
+        np.bool_(True),
+        np.array(1),
+        np.array([]),
+        np.array([1]),
+        np.zeros((1, 2), np.float32),
+    ),
+    *(np.zeros((2, 4, 4, 8), dtype) for dtype in ("f4", ">f4", object, "U3", "M8[s]", [("a", "f4")], F8, BF16)),
+    *(np.zeros(shape, np.float32) for shape in ((0, 4, 4, 8), (2, 0, 4, 8), (2, 4, 0, 8), (2, 4, 4, 0))),
+    *(ints(0, 4), ints(4, 0), ints(0, -1, 4), ints(0, (1 << 31) - 1), ints(0, 4, dtype=np.int64), range(4)),
+    *(Hostile(), HostileArray(), Impostor(), type, NotImplemented, slice(1), np.dtype("f4"), memoryview(b"abcd")),
+]
+BASES = {
+    "dense": dense(),
+    "varlen": varlen(),
+    "options": dense(dropout_p=0.5, causal=True, window_size=(2, 2), sink_tokens=1, return_lse=True),
+    "fp8": fp8(q_descale=array(2, 2)),
+    "backward": backward(),
+    "backward's options": backward(dropout_p=0.5, bias=array(1, 4, 4, 6), sinks=array(4), deterministic=True),
+}
+
+
+def refusal(reply: ga.Reply[Any]) -> ga.RequestError | None:
+    """Why a request was refused, or None where it was answered. Anything else is raised."""
+    try:
+        reply.result(30.0)
+    except ga.RequestError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_no_value_of_any_field_harms_the_actor(ctx: ga.GpuContext, base: str) -> None:
+    """Every field of a sound request takes every kind of garbage: an answer, or a refusal that names a field."""
+    fields = [field.name for field in dataclasses.fields(BASES[base])]
+    refused = 0
+    logging.disable()
+    for field in fields:
+        for value in GARBAGE:
+            reply = ctx.flash_attn.submit(dataclasses.replace(BASES[base], **{field: value}))
+            error = refusal(reply)
+            if error is not None:
+                refused += 1
+                assert error.field in {*fields, "head_dim", "head_dim_v", "seqlen_q", "seqlen_k"}
+                assert str(error)
+    logging.disable(logging.NOTSET)
+    assert refused > len(fields) * len(GARBAGE) // 2
+    assert ctx.flash_attn.restarts == 0
+
+
+@pytest.mark.parametrize("sound", [paged(), cached(), decode()], ids=["paged", "cached", "decode"])
+def test_no_value_of_any_field_harms_the_actor_over_caches(ctx: ga.GpuContext, sound: Any) -> None:
+    fields = [field.name for field in dataclasses.fields(sound)]
+    refused = 0
+    logging.disable()
+    for field in fields:
+        for value in GARBAGE:
+            error = refusal(ctx.flash_attn.submit(dataclasses.replace(sound, **{field: value})))
+            if error is not None:
+                refused += 1
+                assert error.field.partition("[")[0] in {*fields, "head_dim"}
+                assert str(error)
+    logging.disable(logging.NOTSET)
+    assert refused > len(fields) * len(GARBAGE) // 2
+    assert ctx.flash_attn.restarts == 0
+
+
+def test_an_operand_whose_own_code_raises_is_refused_and_logged(
+    ctx: ga.GpuContext, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Raising(str):
+        def __eq__(self, other: object) -> bool:
+            raise ZeroDivisionError("in __eq__")
+
+        __hash__ = str.__hash__
+
+    reason = "could not be read, it raised ZeroDivisionError"
+    with caplog.at_level(logging.WARNING, "gpu_actors"), pytest.raises(ga.InvalidRequest, match=reason) as caught:
+        ctx.flash_attn.submit(dense(alignment=Raising("bottom_right"))).result(30.0)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert (caught.value.field, caught.value.value) == ("message", "FlashForward")
+    assert "in __eq__" in caplog.text, "with its traceback"
+
+
+def test_a_window_wider_than_any_sequence_is_unbounded(ctx: ga.GpuContext) -> None:
+    generator = np.random.default_rng(0)
+    q, k, v = (
+        generator.standard_normal(shape).astype(np.float32) for shape in ((2, 4, 4, 8), (2, 6, 2, 8), (2, 6, 2, 8))
+    )
+    wide = ctx.flash_attn.forward(q, k, v, window_size=(10**30, 1 << 40)).result(30.0).out
+    assert np.array_equal(wide, ctx.flash_attn.forward(q, k, v).result(30.0).out)

@@ -1,0 +1,132 @@
+"""Requests that look alike and are not, or look wrong and are not: each once gave a wrong number or a wrong refusal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gpu_actors as ga
+from gpu_actors.arrays.device_array import DeviceArray
+from gpu_actors.reference import attention_forward
+from gpu_actors.reference.low_precision import rounder
+from gpu_actors.testing.tolerance import round_inputs
+from gpu_actors.validation.overlap import check_output_memory
+
+RNG = np.random.default_rng(11)
+Q, K, V = RNG.standard_normal((3, 1, 8, 2, 16), dtype=np.float32)
+
+
+@pytest.fixture(scope="module")
+def ctx() -> Iterator[ga.GpuContext]:
+    with ga.open_context("mock") as context:
+        yield context
+
+
+def answer(ctx: ga.GpuContext, *arrays: Any, **options: Any) -> np.ndarray[Any, Any]:
+    return ctx.flash_attn.forward(*(arrays or (Q, K, V)), **options).result(20).out
+
+
+@pytest.mark.parametrize(
+    ("sound", "unsound"),
+    [
+        ({"causal": True}, {"causal": 1}),
+        ({"causal": False}, {"causal": np.float32(0)}),
+        ({"window_size": (3, 0)}, {"window_size": (3.0, 0.0)}),
+        ({"softmax_scale": 1.0}, {"softmax_scale": True}),
+        ({"sink_tokens": 1, "window_size": (2, 0)}, {"sink_tokens": True, "window_size": (2, 0)}),
+        ({"return_lse": True}, {"return_lse": 1}),
+    ],
+    ids=repr,
+)
+def test_what_is_refused_at_first_is_refused_after_its_equal_was_answered(
+    ctx: ga.GpuContext, sound: dict[str, Any], unsound: dict[str, Any]
+) -> None:
+    answer(ctx, **sound)
+    with pytest.raises(ga.InvalidRequest):
+        answer(ctx, **unsound)
+    answer(ctx, **sound)
+
+
+@pytest.mark.parametrize("window", [(-1, sys.maxsize), (sys.maxsize, -1), (1 << 70, 1 << 70)])
+def test_a_window_wider_than_everything_hides_nothing(ctx: ga.GpuContext, window: tuple[int, int]) -> None:
+    np.testing.assert_array_equal(answer(ctx, window_size=window), answer(ctx))
+
+
+@pytest.mark.parametrize("compute", ["tf32", "bf16", "f16"])
+def test_mock_multiplies_in_the_precision_asked_for(ctx: ga.GpuContext, compute: str) -> None:
+    rounded = round_inputs(Q, K, V, compute)
+    expected = attention_forward(*rounded).out
+    assert np.abs(expected - attention_forward(Q, K, V).out).max() > 1e-5
+    # fp16's range is not taken over with its precision, and the smallest operands keep more bits.
+    np.testing.assert_allclose(answer(ctx, compute=compute), expected, atol=1e-6 if compute != "f16" else 1e-5)
+
+
+def test_f16_rounds_as_float16_where_that_is_normal_and_keeps_what_would_overflow(ctx: ga.GpuContext) -> None:
+    step = rounder("wide_float16")
+    values = (RNG.standard_normal(10_000) * 10.0 ** RNG.integers(-4, 4, 10_000)).astype(np.float32)
+    values = np.concatenate([values, np.float32([1 + 2**-11, 1 + 3 * 2**-11, np.inf, -np.inf])])
+    normal = np.abs(values) >= 2**-14
+    np.testing.assert_array_equal(step(values)[normal], values.astype(np.float16).astype(np.float32)[normal])
+    assert step(np.float32([1e20]))[0] == pytest.approx(1e20, rel=2**-11)
+    assert np.isnan(step(np.float32([np.nan])))[0]
+
+
+def test_a_result_beyond_the_dtype_is_infinite_without_a_warning(ctx: ga.GpuContext) -> None:
+    big = np.full((1, 2, 1, 8), 6e4, np.float16)
+    out = ctx.flash_attn.forward(big * 0, big * 0, big, sinks=np.full(1, -np.inf, np.float32)).result(20).out
+    assert np.isfinite(out).all()
+    lse = ctx.flash_attn.forward(Q, K, V, softmax_scale=1e36, return_lse=True).result(20).lse
+    assert lse.dtype == np.float32
+
+
+def test_max_seqlen_beyond_all_rows_makes_no_grid_beyond_them() -> None:
+    bounds = np.array([0, 5, 20], np.int32)
+    rows = RNG.standard_normal((20, 2, 16), dtype=np.float32)
+    options = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
+    with ga.open_context("emulated") as emulated:
+        out = emulated.flash_attn.forward(rows, rows, rows, **options, max_seqlen_q=10**9, max_seqlen_k=10**9)
+        expected = attention_forward(rows, rows, rows, **options).out
+        np.testing.assert_allclose(out.result(60).out, expected, atol=1e-5)
+
+
+def test_sequences_without_keys_answer_zeros(ctx: ga.GpuContext) -> None:
+    rows = RNG.standard_normal((3, 2, 16), dtype=np.float32)
+    none = rows[:0]
+    bounds, empty = np.array([0, 1, 3], np.int32), np.zeros(3, np.int32)
+    result = ctx.flash_attn.forward(rows, none, none, cu_seqlens_q=bounds, cu_seqlens_k=empty, return_lse=True)
+    assert (result.result(20).out == 0).all()
+    assert np.isneginf(result.result(20).lse).all()
+
+
+class TestWhereOutLies:
+    def test_a_slice_between_the_operands_is_filled(self, ctx: ga.GpuContext) -> None:
+        together = np.zeros((1, 8, 4, 2, 16), np.float32)
+        for index, operand in enumerate((Q, K, V)):
+            together[:, :, index] = operand
+        out = together[:, :, 3]
+        result = answer(ctx, together[:, :, 0], together[:, :, 1], together[:, :, 2], out=out)
+        assert result is out
+        np.testing.assert_array_equal(out, answer(ctx))
+
+    @pytest.mark.parametrize("strides", [(0, 0, 0, 4), (1024, 64, 64, 4), (1024, 128, 32, 4)])
+    def test_a_view_that_overlaps_itself_is_refused(self, ctx: ga.GpuContext, strides: tuple[int, ...]) -> None:
+        out = np.lib.stride_tricks.as_strided(np.zeros(4096, np.float32), Q.shape, strides)
+        with pytest.raises(ga.InvalidRequest, match="place of its own"):
+            answer(ctx, out=out)
+
+    def test_an_operand_is_refused(self, ctx: ga.GpuContext) -> None:
+        k = K.copy()
+        with pytest.raises(ga.InvalidRequest, match="share memory with k"):
+            answer(ctx, Q, k, V, out=k)
+
+    def test_on_a_device_address_ranges_decide(self) -> None:
+        def at(address: int) -> DeviceArray:
+            return DeviceArray(address, (2, 4), (16, 4), np.dtype(np.float32), 0)
+
+        check_output_memory(at(0), {"q": at(32)})
+        with pytest.raises(ga.InvalidRequest, match="with q"):
+            check_output_memory(at(0), {"q": at(28)})

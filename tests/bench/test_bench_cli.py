@@ -1,0 +1,89 @@
+"""``gpu-actors bench``: which suites there are, what they say without a GPU, and how the command ends."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import platform
+import sys
+from pathlib import Path
+
+import pytest
+from support.cli import Run
+
+import gpu_actors.bench
+
+
+def test_every_suite_of_the_package_can_be_run(run: Run) -> None:
+    for name in run("bench", "--list")[1].split():
+        assert callable(importlib.import_module(f"gpu_actors.bench.{name}").run), name
+
+
+@pytest.mark.parametrize("suite", ["forward", "backward", "decode"])
+def test_a_gpu_suite_says_in_a_sentence_that_there_is_no_gpu(
+    run: Run, suite: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpu_actors.bench.stage.cuda_usable", lambda index: "there is no NVIDIA driver")
+    for device in ("auto", "cuda:1"):
+        code, out, err = run("bench", suite, "--device", device)
+        assert (code, out) == (1, "")
+        assert err == (
+            f"gpu-actors: the {suite} suite measures a GPU, and there is none to be used here: "
+            f"there is no NVIDIA driver; gpu-actors bench {suite} --model estimates without one\n"
+        )
+    code, _, err = run("bench", suite, "--device", "mock")
+    assert code == 2
+    assert "must be cuda or cuda:N" in err
+
+
+def test_a_model_is_labelled_as_one_in_json_and_in_the_table(run: Run, tmp_path: Path) -> None:
+    found = run("bench", "backward", "--model", "--quick", "--json", "--out", str(tmp_path / "model.json"))
+    figures = json.loads(found[1])
+    assert (found[0], figures["kind"]) == (0, "model")
+    assert json.loads((tmp_path / "model.json").read_text()) == figures
+    assert "MODEL of backward" in run("bench", "backward", "--model", "--quick")[1]
+    assert run("bench", "bridge", "--model")[0] == 2
+    code, _, err = run("bench", "backward", "--model", "--plot", str(tmp_path / "model.png"))
+    assert code == 2
+    assert "only measurements" in err
+
+
+@pytest.mark.parametrize(("status", "code"), [("timed", 0), ("unsupported", 0), ("wrong", 1), ("failed", 1)])
+def test_a_kernel_that_is_wrong_or_fails_is_the_commands_failure(
+    run: Run, monkeypatch: pytest.MonkeyPatch, status: str, code: int
+) -> None:
+    row = {"subject": "gpu_actors kernel", "status": status}
+    monkeypatch.setattr("gpu_actors.bench.forward.run", lambda: {"kind": "measurement", "rows": [row]})
+    assert run("bench", "forward", "--json")[0] == code
+
+
+@pytest.fixture
+def suite(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    code = "def run(device='auto'):\n    return {'device': device, 'latency': {'alone_us': 20.5, 'many': None}}\n"
+    (tmp_path / "sample.py").write_text(code)
+    monkeypatch.setattr(gpu_actors.bench, "__path__", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "gpu_actors.bench.sample", raising=False)
+
+
+@pytest.mark.usefixtures("suite")
+def test_bench_runs_a_suite_and_prints_its_figures(run: Run) -> None:
+    code, out, _ = run("bench", "sample", "--json", "--device", "mock")
+    figures = json.loads(out)
+    assert figures.pop("environment")["python"] == platform.python_version()
+    assert (code, figures) == (0, {"device": "mock", "latency": {"alone_us": 20.5, "many": None}})
+    _, table, _ = run("bench", "sample")
+    assert "latency.alone_us" in table
+    assert "20.5" in table
+
+
+@pytest.mark.usefixtures("suite")
+def test_bench_names_its_suites(run: Run) -> None:
+    assert run("bench", "--list")[:2] == (0, "sample\n")
+    code, _, err = run("bench", "other")
+    assert (code, err) == (2, "gpu-actors: suite other must be one of sample\n")
+    for arguments in (("bench",), ("bench", "")):
+        assert run(*arguments) == (2, "", "gpu-actors: name a suite: sample\n")
+
+
+def test_bench_lists_the_suites_of_the_package(run: Run) -> None:
+    assert {"bridge", "compile", "imports"} <= set(run("bench", "--list")[1].split())

@@ -1,0 +1,330 @@
+"""What the cubin cache does when processes race or die and when the bytes of an entry rot."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import random
+import signal
+import struct
+import time
+
+import pytest
+from support.cubins import ARCH, CountingCompiler, entries, fake_toolchain, kernel, start_child
+
+from gpu_actors.compiling import cubin_folder as cache_folder
+from gpu_actors.compiling.cubin_cache import CubinCache
+
+
+def cache(folder, **options):
+    return CubinCache(folder, **{"toolchain": fake_toolchain, **options})
+
+
+@pytest.fixture
+def stored(tmp_path):
+    """(folder, the path of its one entry, the cubin in it)."""
+    made = cache(tmp_path / "c").get_or_compile(kernel(), ARCH, CountingCompiler(size=200))
+    return tmp_path / "c", entries(tmp_path / "c")[0], made
+
+
+def assert_refused_once(folder, entry):
+    """The damaged entry is a miss, is set aside, and its place can be filled again."""
+    shared = cache(folder)
+    assert shared.get(kernel(), ARCH) is None
+    assert (shared.stats().corrupt, shared.stats().entries) == (1, 0)
+    assert entry.with_name(entry.name + ".corrupt").exists()
+    compile = CountingCompiler(size=200)
+    assert shared.get_or_compile(kernel(), ARCH, compile) is not None
+    assert len(compile.calls) == 1
+    assert cache(folder).get(kernel(), ARCH) is not None
+
+
+def about(**changes):
+    """The JSON header of the entry of `kernel`, with some of it changed or, where None, left out."""
+    whole = {"arch": ARCH, "entry_points": ["fill"], "log": "", "nvrtc": "13.4.92", "resources": {"fill": [8, 0, 0, 0]}}
+    return json.dumps({name: value for name, value in {**whole, **changes}.items() if value is not None}).encode()
+
+
+BAD_HEADERS = [
+    b"",
+    b"{",
+    b"\xff",
+    b"[" * 100_000,
+    b"1" * 5_000,
+    b"null",
+    b"[]",
+    *(about(**{name: None}) for name in ("arch", "entry_points", "log", "nvrtc", "resources")),
+    about(arch="sm_80"),
+    about(arch=90),
+    about(entry_points=["other"]),
+    about(entry_points=["fill", "other"]),
+    about(entry_points=1),
+    about(log=1),
+    about(nvrtc=[]),
+    about(resources=[]),
+    about(resources={"fill": [8, 0, 0]}),
+    about(resources={"fill": 8}),
+    about(resources={"fill": [8, 0, 0, "0"]}),
+    about(resources={"fill": [8, 0, 0, -1]}),
+]
+
+
+def reseal(entry, payload):
+    """Give an entry another payload, with the length and the checksum that go with it."""
+    magic_and_key = entry.read_bytes()[:40]
+    entry.write_bytes(magic_and_key + struct.pack("<Q", len(payload)) + hashlib.sha256(payload).digest() + payload)
+
+
+class TestDamagedEntries:
+    HEADER = 8 + 32 + 8 + 32
+
+    def test_every_truncation_is_refused(self, stored, caplog):
+        folder, entry, _ = stored
+        whole = entry.read_bytes()
+        edges = (8, 40, 48, self.HEADER, self.HEADER + 4)
+        lengths = {0, 1, len(whole) // 2, len(whole) - 1, *(edge + off for edge in edges for off in (-1, 0, 1))}
+        for length in sorted(lengths):
+            entry.write_bytes(whole[:length])
+            assert_refused_once(folder, entry)
+        assert "is refused" in caplog.text
+
+    def test_every_flipped_bit_of_the_header_and_of_a_sample_of_the_rest_is_refused(self, stored):
+        folder, entry, _ = stored
+        whole = entry.read_bytes()
+        shared = cache(folder)
+        rest = random.Random(0).sample(range(self.HEADER * 8, len(whole) * 8), 100)
+        for number, bit in enumerate((*range(self.HEADER * 8), *rest), start=1):
+            flipped = bytearray(whole)
+            flipped[bit // 8] ^= 1 << bit % 8
+            entry.write_bytes(flipped)
+            assert shared.get(kernel(), ARCH) is None, f"bit {bit} of byte {bit // 8}"
+            assert shared.stats().corrupt == number
+        entry.write_bytes(whole)
+        assert shared.get(kernel(), ARCH) is not None
+
+    def test_appended_bytes_are_refused(self, stored):
+        folder, entry, _ = stored
+        entry.write_bytes(entry.read_bytes() + b"\0")
+        assert_refused_once(folder, entry)
+
+    def test_a_sound_entry_of_another_variant_is_refused(self, stored):
+        folder, entry, _ = stored
+        cache(folder).get_or_compile(kernel(2), ARCH, CountingCompiler())
+        other = next(path for path in entries(folder) if path != entry)
+        os.replace(other, entry)
+        assert_refused_once(folder, entry)
+
+    @pytest.mark.parametrize("header", BAD_HEADERS, ids=range(len(BAD_HEADERS)))
+    def test_what_a_good_checksum_covers_is_looked_at_all_the_same(self, stored, header):
+        folder, entry, _ = stored
+        reseal(entry, struct.pack("<I", len(header)) + header + b"cubin")
+        assert_refused_once(folder, entry)
+
+    @pytest.mark.parametrize("payload", [b"", b"\0\0", struct.pack("<I", 1 << 30) + b"{}"])
+    def test_a_payload_without_a_whole_header_is_refused(self, stored, payload):
+        folder, entry, _ = stored
+        reseal(entry, payload)
+        assert_refused_once(folder, entry)
+
+    @pytest.mark.parametrize("kind", ["fifo", "folder", "others can write"])
+    def test_what_is_no_private_file_is_refused(self, stored, kind):
+        folder, entry, _ = stored
+        if kind == "others can write":
+            entry.chmod(0o666)
+        else:
+            entry.unlink()
+            os.mkfifo(entry) if kind == "fifo" else entry.mkdir()
+        assert_refused_once(folder, entry)
+
+    def test_a_link_in_an_entrys_place_is_not_followed(self, stored, tmp_path, caplog):
+        folder, entry, made = stored
+        outside = tmp_path / "outside"
+        os.replace(entry, outside)
+        entry.symlink_to(outside)
+        shared = cache(folder)
+        assert shared.get(kernel(), ARCH) is None
+        assert "cannot be read" in caplog.text
+        shared.get_or_compile(kernel(), ARCH, CountingCompiler(size=200))
+        assert not entry.is_symlink()
+        assert cache(folder).get(kernel(), ARCH) == made
+
+    def test_few_set_aside_entries_are_kept(self, stored):
+        folder, _, _ = stored
+        for value in range(12):
+            cache(folder).get_or_compile(kernel(value), ARCH, CountingCompiler())
+        for entry in entries(folder):
+            entry.write_bytes(b"rotten")
+        shared = cache(folder)
+        for value in range(12):
+            shared.get(kernel(value), ARCH)
+        assert shared.stats().corrupt == 12
+        cache(folder)
+        assert len(list(folder.glob("*.corrupt"))) == 8
+
+    def test_a_damaged_entry_of_a_readonly_folder_is_passed_over_and_left_there(self, stored, tmp_path):
+        folder, entry, _ = stored
+        entry.write_bytes(b"rotten")
+        seen = []
+        shared = cache(
+            tmp_path / "own", readonly_paths=[folder], on_event=lambda name, fields: seen.append((name, fields))
+        )
+        shared.get_or_compile(kernel(), ARCH, CountingCompiler())
+        assert entry.read_bytes() == b"rotten"
+        assert seen[0][0] == "cache.corrupt"
+        assert seen[0][1]["path"] == str(entry)
+        assert len(entries(tmp_path / "own")) == 1
+
+
+RACE = """
+import json, sys, time; from support import cubins as s
+from gpu_actors.compiling.compiler import Compiler
+from gpu_actors.compiling.cubin_cache import CubinCache
+shared = CubinCache(sys.argv[1])
+key = shared.key(s.kernel(), s.ARCH)
+print("ready", flush=True)
+sys.stdin.readline()
+cubin = shared.get_or_compile(s.kernel(), s.ARCH, Compiler().compile)
+stats = shared.stats()
+print(json.dumps([stats.compiles, len(cubin.data), stats.hits + stats.misses]))
+"""
+
+
+def test_eight_processes_on_a_cold_cache_compile_a_variant_once(tmp_path):
+    children = [start_child(RACE, tmp_path / "c") for _ in range(8)]
+    for child in children:
+        assert child.stdout.readline() == "ready\n"
+    for child in children:
+        child.stdin.write("go\n")
+        child.stdin.flush()
+    results = []
+    for child in children:
+        output, errors = child.communicate(timeout=200)
+        assert child.returncode == 0, errors
+        results.append(json.loads(output))
+    assert sum(compiles for compiles, _, _ in results) == 1
+    assert len({size for _, size, _ in results}) == 1
+    assert [path.suffix for path in (tmp_path / "c").iterdir()] == [".cubin"]
+
+
+HOLDER = """
+import filelock, sys
+with filelock.FileLock(sys.argv[1]):
+    print("held", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_a_process_that_waits_too_long_compiles_too_and_publishes_nothing(tmp_path, caplog):
+    shared = cache(tmp_path, lock_timeout=0.1)
+    key = shared.key(kernel(), ARCH)
+    holder = start_child(
+        HOLDER,
+        tmp_path / f"{key.build}.lock",
+    )
+    assert holder.stdout.readline() == "held\n"
+    try:
+        assert shared.get_or_compile(kernel(), ARCH, CountingCompiler()) is not None
+        assert "is compiled elsewhere" in caplog.text
+        assert entries(tmp_path) == []
+        assert shared.peek(kernel(), ARCH) is not None
+    finally:
+        holder.kill()
+        holder.communicate()
+    # The dead holder's lock is free again.
+    compile = CountingCompiler()
+    cache(tmp_path, lock_timeout=0.1).get_or_compile(kernel(), ARCH, compile)
+    assert len(entries(tmp_path)) == 1
+
+
+STOPPED = """
+import os, sys, time; from support import cubins as s
+from gpu_actors.compiling.cubin_cache import CubinCache
+def stop(*arguments, **options):
+    print("stopped", flush=True)
+    time.sleep(60)
+setattr(os, sys.argv[2], stop)
+CubinCache(sys.argv[1], toolchain=s.fake_toolchain).get_or_compile(s.kernel(), s.ARCH, s.CountingCompiler())
+"""
+
+
+@pytest.mark.parametrize("call", ["write", "fsync", "replace"])
+def test_a_writer_killed_before_the_rename_leaves_nothing_that_stays(tmp_path, call):
+    writer = start_child(STOPPED, tmp_path, call)
+    assert writer.stdout.readline() == "stopped\n"
+    assert len(list(tmp_path.glob("*.tmp"))) == 1
+    bystander = cache(tmp_path)
+    assert len(list(tmp_path.glob("*.tmp"))) == 1, "a living writer's file was swept"
+    assert bystander.get(kernel(), ARCH) is None
+    writer.send_signal(signal.SIGKILL)
+    writer.communicate()
+    after = cache(tmp_path)
+    assert list(tmp_path.glob("*.tmp")) == []
+    compile = CountingCompiler()
+    assert after.get_or_compile(kernel(), ARCH, compile) is not None
+    assert len(compile.calls) == 1
+    assert cache(tmp_path).get(kernel(), ARCH) is not None
+
+
+def test_a_file_swept_between_its_creation_and_its_lock_is_made_again(tmp_path, monkeypatch):
+    flock = fcntl.flock
+    swept = []
+
+    def late(handle, how):
+        if how == fcntl.LOCK_EX and not swept:
+            swept.extend(tmp_path.glob("*.tmp"))
+            swept[0].unlink()
+        flock(handle, how)
+
+    monkeypatch.setattr(cache_folder.fcntl, "flock", late)
+    made = cache(tmp_path).get_or_compile(kernel(), ARCH, CountingCompiler())
+    assert len(swept) == 1
+    assert cache(tmp_path).get(kernel(), ARCH) == made
+
+
+BUSY = """
+import sys; from support import cubins as s
+from gpu_actors.compiling.cubin_cache import CubinCache
+shared = CubinCache(sys.argv[1], toolchain=s.fake_toolchain)
+print("ready", flush=True)
+for value in range(100000):
+    shared.get_or_compile(s.kernel(value), s.ARCH, s.CountingCompiler(size=200_000))
+"""
+
+
+def test_a_writer_killed_at_any_moment_leaves_whole_entries_only(tmp_path):
+    moments, killed = random.Random(1), 0
+    while killed < 6 or not entries(tmp_path):  # a slow disk may keep all of the first few from storing anything
+        killed += 1
+        assert killed < 100
+        writer = start_child(BUSY, tmp_path)
+        assert writer.stdout.readline() == "ready\n"
+        time.sleep(moments.uniform(0.0, 0.15))
+        writer.kill()
+        writer.communicate()
+    shared = cache(tmp_path)
+    assert list(tmp_path.glob("*.tmp")) == []
+    found = [shared.get(kernel(value), ARCH) for value in range(len(entries(tmp_path)))]
+    assert all(cubin is not None and len(cubin.data) == 200_000 for cubin in found)
+    assert shared.stats().corrupt == 0
+
+
+def test_old_locks_are_swept_and_held_ones_are_not(tmp_path):
+    old, held = tmp_path / "old.lock", tmp_path / "held.lock"
+    for path in (old, held, tmp_path / "new.lock"):
+        path.touch()
+    os.utime(old, (1, 1))
+    holder = start_child(
+        HOLDER,
+        held,
+    )
+    assert holder.stdout.readline() == "held\n"
+    os.utime(held, (1, 1))
+    cache(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"held.lock", "new.lock"}
+    holder.kill()
+    holder.communicate()
+    os.utime(held, (1, 1))
+    cache(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"new.lock"}

@@ -1,0 +1,411 @@
+"""CubinCache on sound disks: keys, layers, one compile for many, size bound, offline, events."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sysconfig
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from support.cubins import ARCH, CountingCompiler, entries, fake_toolchain, kernel, run_child
+from support.service import eventually
+from support.timing import below, median_seconds, yardsticks
+
+from gpu_actors.compiling import cubin_folder as cache_folder
+from gpu_actors.compiling import single_flight
+from gpu_actors.compiling.compiler import Compiler
+from gpu_actors.compiling.cubin_cache import CacheStats, CubinCache, default_cache_dir
+from gpu_actors.compiling.single_flight import SingleFlight
+from gpu_actors.compiling.toolchain import Toolchain
+from gpu_actors.errors import CompileError, InvalidRequest
+
+
+def cache(folder, **options):
+    return CubinCache(folder, **{"toolchain": fake_toolchain, **options})
+
+
+class TestLayers:
+    def test_a_variant_is_compiled_once_and_then_found_in_memory_and_on_disk(self, tmp_path):
+        compile = CountingCompiler()
+        first = cache(tmp_path / "c")
+        assert first.get(kernel(), ARCH) is None
+        made = first.get_or_compile(kernel(), ARCH, compile)
+        assert first.get(kernel(), ARCH) is made
+        assert first.get_or_compile(kernel(), ARCH, compile) is made
+        second = cache(tmp_path / "c")
+        assert second.get(kernel(), ARCH) == made
+        assert len(compile.calls) == 1
+        size = entries(tmp_path / "c")[0].stat().st_size
+        assert first.stats() == CacheStats(hits=2, misses=2, compiles=1, entries=1, bytes=size)
+        assert second.stats() == CacheStats(hits=1, entries=1, bytes=size)
+
+    def test_what_is_stored_comes_back_whole(self, tmp_path):
+        made = cache(tmp_path).get_or_compile(kernel(), ARCH, Compiler().compile)
+        found = cache(tmp_path).get(kernel(), ARCH)
+        assert found == made
+        assert found.resources["fill"].registers > 0
+        assert found.log == made.log
+
+    def test_equal_sources_under_other_names_share_an_entry(self, tmp_path):
+        compile = CountingCompiler()
+        shared = cache(tmp_path)
+        shared.get_or_compile(kernel(), ARCH, compile)
+        shared.get_or_compile(kernel(name="/elsewhere/fill.cu"), ARCH, compile)
+        assert len(compile.calls) == 1
+
+    def test_the_sources_own_architecture_counts(self, tmp_path):
+        compile = CountingCompiler()
+        made = cache(tmp_path).get_or_compile(kernel(arch=ARCH), None, compile)
+        assert made.arch == ARCH
+        with pytest.raises(InvalidRequest, match="is written for"):
+            cache(tmp_path).get_or_compile(kernel(arch=ARCH), "sm_80", compile)
+
+    def test_without_a_folder_memory_serves(self):
+        compile = CountingCompiler()
+        memory = cache(None)
+        memory.get_or_compile(kernel(), ARCH, compile)
+        memory.get_or_compile(kernel(), ARCH, compile)
+        assert memory.stats() == CacheStats(hits=1, misses=1, compiles=1, entries=1, bytes=1000)
+
+    def test_memory_is_bounded_and_lets_the_longest_unused_go(self, tmp_path):
+        compile = CountingCompiler(size=1000)
+        memory = cache(None, max_memory_bytes=2500)
+        for value in (1, 2):
+            memory.get_or_compile(kernel(value), ARCH, compile)
+        memory.get(kernel(1), ARCH)
+        memory.get_or_compile(kernel(3), ARCH, compile)
+        assert [memory.get(kernel(value), ARCH) is not None for value in (1, 2, 3)] == [True, False, True]
+
+    def test_peek_looks_at_memory_alone(self, tmp_path):
+        cache(tmp_path).get_or_compile(kernel(), ARCH, CountingCompiler())
+        shared = cache(tmp_path)
+        assert shared.peek(kernel(), ARCH) is None
+        found = shared.get(kernel(), ARCH)
+        assert shared.peek(kernel(), ARCH) is found
+        assert shared.stats().misses == 0
+
+    def test_readonly_folders_come_first_and_are_never_written(self, tmp_path):
+        warmed, own = tmp_path / "warmed", tmp_path / "own"
+        cache(warmed).get_or_compile(kernel(1), ARCH, CountingCompiler())
+        before = {path.name: path.stat().st_ctime_ns for path in warmed.iterdir()}
+        compile = CountingCompiler()
+        shared = cache(own, readonly_paths=[tmp_path / "absent", warmed])
+        shared.get_or_compile(kernel(1), ARCH, compile)
+        shared.get_or_compile(kernel(2), ARCH, compile)
+        assert [source.macros["VALUE"] for source in compile.calls] == ["2"]
+        assert {path.name: path.stat().st_ctime_ns for path in warmed.iterdir()} == before
+        assert len(entries(own)) == 1
+
+    def test_the_default_folder_follows_the_environment(self, monkeypatch, tmp_path):
+        monkeypatch.setenv("GPU_ACTORS_CACHE_DIR", str(tmp_path / "c"))
+        assert default_cache_dir() == tmp_path / "c"
+        monkeypatch.delenv("GPU_ACTORS_CACHE_DIR")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+        assert default_cache_dir() == tmp_path / "xdg" / "gpu-actors" / "cubins"
+
+    def test_a_new_folder_is_its_owners_alone(self, tmp_path):
+        cache(tmp_path / "a" / "b").get_or_compile(kernel(), ARCH, CountingCompiler())
+        assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
+        assert entries(tmp_path / "a" / "b")[0].stat().st_mode & 0o777 == 0o600
+
+    def test_a_bound_that_holds_nothing_is_refused(self, tmp_path):
+        with pytest.raises(InvalidRequest) as caught:
+            cache(tmp_path, max_bytes=0)
+        assert caught.value.field == "max_bytes"
+
+
+class TestSingleFlight:
+    def test_many_threads_share_one_compile(self, tmp_path):
+        compile = CountingCompiler(seconds=0.1)
+        shared = cache(tmp_path)
+        with ThreadPoolExecutor(16) as pool:
+            found = list(pool.map(lambda _: shared.get_or_compile(kernel(), ARCH, compile), range(16)))
+        assert len(compile.calls) == 1
+        assert all(cubin is found[0] for cubin in found)
+        stats = shared.stats()
+        assert (stats.hits + stats.misses, stats.compiles) == (16, 1)
+
+    def test_different_variants_do_not_wait_for_each_other(self, tmp_path):
+        barrier = threading.Barrier(2, timeout=30)
+        compile = CountingCompiler()
+
+        def meeting(source, arch):
+            barrier.wait()
+            return compile(source, arch)
+
+        shared = cache(tmp_path)
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda value: shared.get_or_compile(kernel(value), ARCH, meeting), (1, 2)))
+        assert len(compile.calls) == 2
+
+    def test_a_refusal_reaches_every_waiter_and_the_next_caller_tries_again(self, tmp_path, monkeypatch):
+        calls, joined = [], []
+
+        class Flight(Future):
+            def result(self, timeout=None):
+                joined.append(1)
+                return super().result(timeout)
+
+        def refuse(source, arch):
+            calls.append(1)
+            eventually(lambda: len(joined) == 3)
+            raise CompileError("no", log="the log")
+
+        monkeypatch.setattr(single_flight, "Future", Flight)
+        shared = cache(tmp_path)
+
+        def ask(_):
+            with pytest.raises(CompileError) as caught:
+                shared.get_or_compile(kernel(), ARCH, refuse)
+            return caught.value.log
+
+        with ThreadPoolExecutor(4) as pool:
+            assert list(pool.map(ask, range(4))) == ["the log"] * 4
+        assert len(calls) == 1
+        assert shared.get_or_compile(kernel(), ARCH, CountingCompiler()) is not None
+        assert shared.stats().misses == 5
+
+    def test_a_waiter_takes_over_from_a_leader_that_is_interrupted(self):
+        flights = SingleFlight()
+        leading, joined = threading.Event(), threading.Event()
+
+        def interrupted():
+            leading.set()
+            joined.wait(10)
+            time.sleep(0.05)
+            raise KeyboardInterrupt
+
+        def lead():
+            with pytest.raises(KeyboardInterrupt):
+                flights.run("key", interrupted)
+
+        def follow():
+            leading.wait(10)
+            joined.set()
+            return flights.run("key", lambda: "made here")
+
+        with ThreadPoolExecutor(2) as pool:
+            leader, follower = pool.submit(lead), pool.submit(follow)
+            assert follower.result(timeout=30) == ("made here", True)
+            leader.result(timeout=30)
+
+
+class TestSizeBound:
+    def test_the_longest_unused_entries_go_and_the_bound_holds(self, tmp_path):
+        compile = CountingCompiler(size=1000)
+        cache(tmp_path).get_or_compile(kernel(0), ARCH, compile)
+        entry_size = entries(tmp_path)[0].stat().st_size
+        bounded = cache(tmp_path, max_bytes=3 * entry_size + 10)
+        for value in (1, 2):
+            bounded.get_or_compile(kernel(value), ARCH, compile)
+        hour = 3600 * 10**9
+        for age, value in ((3, 0), (2, 1), (1, 2)):  # read at different times, long after they were written
+            path = tmp_path / bounded.key(kernel(value), ARCH).file_name
+            os.utime(path, ns=(time.time_ns() - age * hour, time.time_ns() - 9 * hour))
+        assert cache(tmp_path).get(kernel(0), ARCH) is not None  # used again: 1 is now the oldest
+        bounded.get_or_compile(kernel(3), ARCH, compile)
+        fresh = cache(tmp_path)
+        assert [fresh.get(kernel(value), ARCH) is not None for value in range(4)] == [True, False, True, True]
+        assert bounded.stats().evicted == 1
+        assert fresh.stats().bytes <= 3 * entry_size + 10
+
+    def test_a_reading_is_dated_by_hand_since_disks_may_keep_no_access_times(self, tmp_path, monkeypatch):
+        cache(tmp_path).get_or_compile(kernel(), ARCH, CountingCompiler())
+        utime = os.utime
+        dated = []
+
+        def note(handle, *, ns):
+            dated.append(ns[0])
+            utime(handle, ns=(10**9, ns[1]))
+
+        monkeypatch.setattr(cache_folder.os, "utime", note)
+        before = time.time_ns()
+        cache(tmp_path).get(kernel(), ARCH)
+        assert len(dated) == 1
+        assert before <= dated[0] <= time.time_ns()
+        assert entries(tmp_path)[0].stat().st_atime == 1
+
+    def test_the_entry_just_made_stays_even_if_clocks_disagree(self, tmp_path):
+        compile = CountingCompiler(size=1000)
+        cache(tmp_path).get_or_compile(kernel(0), ARCH, compile)
+        ahead = entries(tmp_path)[0]
+        os.utime(ahead, (time.time() + 1000, time.time() + 1000))
+        cache(tmp_path, max_bytes=ahead.stat().st_size + 10).get_or_compile(kernel(1), ARCH, compile)
+        fresh = cache(tmp_path)
+        assert [fresh.get(kernel(value), ARCH) is not None for value in (0, 1)] == [False, True]
+
+    def test_a_smaller_bound_is_enforced_when_the_cache_opens(self, tmp_path):
+        compile = CountingCompiler(size=1000)
+        first = cache(tmp_path)
+        for value in range(5):
+            first.get_or_compile(kernel(value), ARCH, compile)
+        bound = 2 * first.stats().bytes // 5
+        assert cache(tmp_path, max_bytes=bound).stats().entries == 2
+
+    def test_an_entry_larger_than_the_bound_stays_in_memory(self, tmp_path, caplog):
+        bounded = cache(tmp_path, max_bytes=500)
+        made = bounded.get_or_compile(kernel(), ARCH, CountingCompiler(size=1000))
+        assert bounded.get(kernel(), ARCH) is made
+        assert bounded.stats().entries == 0
+        assert "more than the whole cubin cache may hold" in caplog.text
+
+    def test_readers_and_evicting_writers_do_not_disturb_each_other(self, tmp_path):
+        compile = CountingCompiler(size=2000)
+        stop = time.monotonic() + 1.0
+
+        def churn(worker):
+            rounds = 0
+            while rounds < 20 or time.monotonic() < stop:
+                value = (worker + rounds) % 6
+                found = cache(tmp_path, max_bytes=8000).get_or_compile(kernel(value), ARCH, compile)
+                assert found.data.startswith(repr(({"VALUE": str(value)}, ARCH)).encode())
+                rounds += 1
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(churn, range(4)))
+        fresh = cache(tmp_path, max_bytes=8000)
+        assert fresh.stats().bytes <= 8000
+        assert list(tmp_path.glob("*.corrupt")) == []
+
+
+class TestWithoutACompiler:
+    def test_offline_finds_what_is_there_and_names_what_is_not(self, tmp_path):
+        cache(tmp_path).get_or_compile(kernel(1), ARCH, CountingCompiler())
+        offline = cache(tmp_path, offline=True)
+        compile = CountingCompiler()
+        assert offline.get_or_compile(kernel(1), ARCH, compile)
+        with pytest.raises(CompileError, match=rf"'fill\.cu' for sm_90a \(macros VALUE=2\).*{tmp_path}"):
+            offline.get_or_compile(kernel(2), ARCH, compile)
+        assert compile.calls == []
+
+    def test_offline_says_when_the_variant_is_there_from_another_compiler(self, tmp_path):
+        other = cache(tmp_path, toolchain=lambda load=False: Toolchain("13.0.88", ()))
+        other.get_or_compile(kernel(), ARCH, CountingCompiler())
+        with pytest.raises(CompileError, match=r"built by NVRTC 13\.0\.88, not the one installed"):
+            cache(tmp_path, offline=True).get_or_compile(kernel(), ARCH, CountingCompiler())
+
+    def test_a_cubin_is_kept_under_the_version_of_the_compiler_that_was_loaded(self, tmp_path):
+        """Packages promise 13.4.92, and CuPy loads 13.2."""
+
+        class Promised:
+            loads = 0
+
+            def __call__(self, *, load=False):
+                self.loads += load
+                return Toolchain("13.2" if self.loads else "13.4.92", ())
+
+        compile = CountingCompiler()
+        for _ in range(2):  # the second stands for the next process
+            shared = cache(tmp_path, toolchain=Promised())
+            assert shared.get_or_compile(kernel(1), ARCH, compile)
+            assert shared.peek(kernel(1), ARCH) is None, "nobody has asked for its new key"
+            assert shared.get(kernel(1), ARCH) == shared.peek(kernel(1), ARCH)
+        assert len(compile.calls) == 1
+        loaded = cache(tmp_path, toolchain=lambda load=False: Toolchain("13.2", ()))
+        promised = cache(tmp_path, toolchain=lambda load=False: Toolchain("13.4.92", ()))
+        assert loaded.get(kernel(1), ARCH) is not None
+        assert promised.get(kernel(1), ARCH) is None
+
+    def test_what_is_there_from_the_installed_compiler_is_taken_without_loading_one(self, tmp_path):
+        cache(tmp_path).get_or_compile(kernel(1), ARCH, CountingCompiler())
+
+        def never_loaded(*, load=False):
+            assert not load
+            return fake_toolchain()
+
+        assert cache(tmp_path, toolchain=never_loaded).get_or_compile(kernel(1), ARCH, CountingCompiler())
+
+    def test_a_warm_start_imports_no_compiler(self, tmp_path):
+        CubinCache(tmp_path).get_or_compile(kernel(), ARCH, Compiler().compile)
+        code = (
+            "import sys; sys.modules['cupy'] = sys.modules['cupy_backends'] = None\n"
+            "from support import cubins as s; from gpu_actors.compiling.cubin_cache import CubinCache\n"
+            "from gpu_actors.compiling.compiler import Compiler\n"
+            "c = CubinCache(sys.argv[1]).get_or_compile(s.kernel(), s.ARCH, Compiler().compile)\n"
+            "print(len(c.data), c.resources['fill'].registers)"
+        )
+        size, registers = run_child(code, tmp_path).split()
+        assert int(size) > 1000
+        assert int(registers) > 0
+
+    def test_a_warm_start_works_where_no_cupy_and_no_toolkit_are_installed(self, tmp_path):
+        warmed = tmp_path / "warmed"
+        source = kernel(source="#include <cuda_fp16.h>\n" + kernel().source)
+        CubinCache(warmed).get_or_compile(source, ARCH, Compiler().compile)
+        site = tmp_path / "site"
+        site.mkdir()
+        for package in Path(sysconfig.get_path("purelib")).iterdir():
+            if not package.name.lower().startswith(("cupy", "nvidia", "cuda", "gpu_actors")):
+                (site / package.name).symlink_to(package)
+        code = (
+            "import sys; sys.path.append(sys.argv[2])\n"
+            "from support import cubins as s; from gpu_actors.compiling.cubin_cache import CubinCache\n"
+            "from gpu_actors.compiling.compiler import Compiler; from gpu_actors.errors import CompileError\n"
+            "from gpu_actors.compiling.toolchain import find_toolchain\n"
+            "shared = CubinCache(None, readonly_paths=[sys.argv[1]])\n"
+            "text = '#include <cuda_fp16.h>\\n' + s.KERNEL\n"
+            "print(find_toolchain(), len(shared.get_or_compile(s.kernel(source=text), s.ARCH, None).data) > 1000)\n"
+            "try: shared.get_or_compile(s.kernel(7, source=text), s.ARCH, Compiler().compile)\n"
+            "except CompileError as error: print('pip install' in str(error))\n"
+        )
+        assert run_child(code, warmed, site, flags=("-S",)).split() == ["None", "True", "True"]
+
+
+class TestEvents:
+    def test_a_listener_sees_misses_compiles_and_hits_in_order(self, tmp_path):
+        seen = []
+        shared = cache(tmp_path, on_event=lambda name, fields: seen.append((name, fields)))
+        shared.get_or_compile(kernel(), ARCH, CountingCompiler())
+        shared.get(kernel(), ARCH)
+        assert [name for name, _ in seen] == ["cache.miss", "compile.started", "compile.completed", "cache.hit"]
+        assert {fields["variant"] for _, fields in seen} == {f"fill.cu:{shared.key(kernel(), ARCH).build[:12]}"}
+        assert seen[2][1]["error"] is None
+        assert seen[2][1]["seconds"] >= 0
+        assert seen[3][1]["layer"] == "memory"
+
+    def test_a_refused_source_ends_its_compile_event(self, tmp_path):
+        seen = {}
+
+        def refuse(source, arch):
+            raise CompileError("no such thing")
+
+        shared = cache(tmp_path, on_event=lambda name, fields: seen.update({name: fields}))
+        with pytest.raises(CompileError):
+            shared.get_or_compile(kernel(), ARCH, refuse)
+        assert seen["compile.completed"]["error"] == "no such thing"
+
+    def test_a_listener_that_raises_costs_no_kernel(self, tmp_path, caplog):
+        def broken(name, fields):
+            raise RuntimeError(name)
+
+        assert cache(tmp_path, on_event=broken).get_or_compile(kernel(), ARCH, CountingCompiler())
+        assert "on_event raised at compile.started" in caplog.text
+
+    def test_by_default_a_log_line_stands_before_and_after_a_compile(self, tmp_path, caplog):
+        with caplog.at_level(logging.INFO, "gpu_actors"):
+            cache(tmp_path).get_or_compile(kernel(), ARCH, CountingCompiler())
+        assert [record.event for record in caplog.records] == ["compile.started", "compile.completed"]
+        assert caplog.records[1].fields["seconds"] >= 0
+
+
+@pytest.mark.perf
+def test_a_warm_lookup_takes_less_than_its_budget(tmp_path):
+    """0.22 yardsticks (50 us) from memory and, its key known, 0.9 (0.2 ms) from disk."""
+    source = kernel(source="#include <cuda_bf16.h>\n" + kernel().source)
+    shared = CubinCache(tmp_path)
+    made = shared.get_or_compile(source, ARCH, Compiler().compile)
+
+    def from_disk():
+        shared._memory.clear()
+        return shared.get(source, ARCH)
+
+    def from_memory():
+        return shared.get(source, ARCH)
+
+    for limit, look in ((0.22, from_memory), (0.9, from_disk)):
+        assert look() == made
+        below(limit, lambda look=look: yardsticks(median_seconds(look)))

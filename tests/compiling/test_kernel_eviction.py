@@ -1,0 +1,175 @@
+"""Loaded kernels are bounded: the one used longest ago goes, and none that is in flight is unloaded."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from fakes.bench import KERNELS, Bench, floats
+
+from gpu_actors.compiling.source import Cubin
+from gpu_actors.devices.emulation import EmulatedBuffer, build_module
+from gpu_actors.devices.interface import Kernel
+from gpu_actors.planning.kernel_store import KernelStore
+from gpu_actors.runtime.call import Call
+from gpu_actors.runtime.mailbox import Mailbox
+
+
+def cubin(image: bytes) -> Cubin:
+    return Cubin(image, "sm_90a", tuple(KERNELS), "", {})
+
+
+class Store:
+    """A KernelStore whose kernels are compiled when the test says so."""
+
+    def __init__(self, capacity: int) -> None:
+        self.loads: list[str] = []
+        self.compiles: list[str] = []
+        self._pending: dict[str, Call[Any]] = {}
+        self._mailbox = Mailbox("test", 64, 8)
+        environment = SimpleNamespace(device=SimpleNamespace(load=self._load), compiler=self)
+        mailbox = SimpleNamespace(give_back=lambda calls: None)
+        cell: Any = SimpleNamespace(environment=environment, mailbox=mailbox, park=lambda call: None, progress=None)
+        self.store = KernelStore(cell, capacity)
+
+    def send(self, message: Any, *_: Any) -> Call[Any]:
+        self.compiles.append(message.key)
+        self._pending[message.key] = Call(message, self._mailbox)
+        return self._pending[message.key]
+
+    def compiled(self, key: str) -> None:
+        self._pending.pop(key).resolve(Cubin(key.encode(), "sm_90a", (key,), "", {}))
+
+    def take(self, *keys: str) -> tuple[Kernel, ...]:
+        """As an actor does: ask, have compiled what is missing, ask again."""
+        wanted: Any = keys
+        while (found := self.store.get(wanted)) is None:
+            self.store.wait_for(wanted, Call("request", self._mailbox))
+            for key in list(self._pending):
+                self.compiled(key)
+        return found
+
+    def _load(self, cubin: Cubin, entry: str) -> Kernel:
+        self.loads.append(entry)
+        return Kernel(entry, object())
+
+
+def test_the_kernel_used_longest_ago_is_let_go() -> None:
+    held = Store(2)
+    first, second = held.take("a"), held.take("b")
+    assert held.take("a") is first
+    held.take("c")
+    assert held.take("a") is first
+    assert held.loads == ["a", "b", "c"]
+    assert held.take("b") is not second
+    assert held.loads == ["a", "b", "c", "b"]
+
+
+def test_a_kernel_that_no_request_came_back_for_is_let_go_too() -> None:
+    held = Store(2)
+    for number in range(10):
+        held.store.wait_for((f"k{number}",), Call("request", Mailbox("test", 64, 8)))  # type: ignore[arg-type]
+        held.compiled(f"k{number}")
+    assert len(held.store._products) == 2
+    held.take("k0")
+    assert held.compiles.count("k0") == 2
+
+
+def test_kernels_of_one_request_are_held_together() -> None:
+    held = Store(2)
+    assert len(held.take("plan", "combine")) == 2
+    held.take("other")
+    assert [kernel.entry for kernel in held.take("plan", "combine")] == ["plan", "combine"]
+    assert held.loads == ["plan", "combine", "other"]
+
+
+# On CUDA
+
+
+def unloaded(bench: Bench) -> int:
+    return bench.cuda.calls.count("unload_module")
+
+
+def test_a_module_is_unloaded_once_nobody_holds_a_kernel_of_it() -> None:
+    bench = Bench()
+    scale, bump = (bench.device.load(cubin(b"first"), entry) for entry in ("scale", "bump"))
+    assert bench.device.load(cubin(b"first"), "scale").handle is scale.handle
+    del scale
+    bench.device.load(cubin(b"second"), "scale")
+    assert unloaded(bench) == 0
+    del bump
+    kept = bench.device.load(cubin(b"third"), "scale")
+    assert unloaded(bench) == 2  # the first and the second
+    bench.device.close()
+    assert unloaded(bench) == 3
+    assert bench.cuda.leaks() == {}
+    del kept
+
+
+def test_a_kernel_in_flight_is_not_unloaded() -> None:
+    bench = Bench()
+    x = floats(8)
+    event = bench.launch(x, kernel=bench.device.load(cubin(b"flying"), "scale"))
+    gc.collect()
+    for image in (b"one", b"two"):
+        bench.device.load(cubin(image), "scale")
+    before = bench.cuda.calls.count("load_module")
+    assert unloaded(bench) == before - 2  # neither what flies nor what was loaded last
+    event.wait()
+    np.testing.assert_array_equal(event.outputs["out"], 2 * x)
+    del event
+    bench.run(x, kernel=bench.device.load(cubin(b"three"), "scale"))
+    assert unloaded(bench) == before
+
+
+def test_a_kernel_whose_launch_nobody_waits_for_is_not_unloaded_either() -> None:
+    bench = Bench()
+    bench.launch(floats(8), kernel=bench.device.load(cubin(b"flying"), "scale"))
+    gc.collect()
+    bench.device.load(cubin(b"other"), "scale")
+    assert unloaded(bench) == 0
+    bench.cuda.run_all()
+    bench.device.close()
+    assert bench.cuda.leaks() == {}
+
+
+def test_a_recorded_graph_holds_its_kernels() -> None:
+    bench = Bench()
+    launch = bench.of(floats(8), kernel=bench.device.load(cubin(b"recorded"), "scale"))
+    launch.recording = "again"
+    bench.stream.launch(launch).wait()
+    del launch
+    gc.collect()
+    for image in (b"one", b"two"):
+        bench.device.load(cubin(image), "scale")
+    assert unloaded(bench) == 1  # the one between
+
+
+# On the emulated device
+
+
+def mapped(path: Path) -> bool:
+    return str(path) in Path("/proc/self/maps").read_text()
+
+
+def test_an_emulated_module_is_closed_with_its_last_kernel(tmp_path: Path) -> None:
+    source = 'extern "C" __global__ void seven(int* x) { *x = 7; }'
+
+    def build() -> Any:
+        return build_module(source, cache_dir=tmp_path / "cache")
+
+    module = build()
+    path = module.path
+    again = build()
+    del module
+    assert mapped(path)
+    out = EmulatedBuffer(4, "out")
+    again.launch("seven", 1, 1, 0, bytes(ctypes.c_uint64(out.address)), [out])
+    assert out.view(np.int32)[0] == 7
+    del again
+    gc.collect()
+    assert not mapped(path)

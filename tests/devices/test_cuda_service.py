@@ -1,0 +1,111 @@
+"""The whole service on a CUDA device over a fake driver: packed parameters, staging, errors and losses end to end."""
+
+from __future__ import annotations
+
+import threading
+
+import ml_dtypes
+import numpy as np
+import pytest
+from fakes.cuda import FakeCuda
+from fakes.service import forward_on_host, operands, service
+from support.service import eventually, no_threads_left
+
+import gpu_actors as ga
+from gpu_actors.reference import attention_forward
+from gpu_actors.testing import MockClock
+
+
+@pytest.fixture
+def cuda() -> FakeCuda:
+    return FakeCuda({"forward_simple": forward_on_host, "forward_mma": forward_on_host})
+
+
+def test_a_request_comes_back_right_and_nothing_is_left(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = operands()
+    with no_threads_left(), service(cuda, monkeypatch) as ctx:
+        replies = [ctx.flash_attn.forward(q, k, v) for _ in range(20)]
+        for reply in replies:
+            expected = attention_forward(q, k, v).out.astype(ml_dtypes.bfloat16)
+            np.testing.assert_array_equal(reply.result(20).out, expected)
+        assert ctx.stats()["flash_attn"].launched == 20
+    assert cuda.leaks() == {}
+
+
+def test_bhsd_operands_reach_the_kernel_by_their_strides(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = operands()
+    params = ga.AttentionParams(2, 24, 40, 4, 2, 16)
+    with service(cuda, monkeypatch) as ctx:
+        turned = [np.ascontiguousarray(array.transpose(0, 2, 1, 3)) for array in (q, k, v)]
+        out = ctx.cudnn.mha_forward(params, *turned).result(20).out
+    expected = attention_forward(q, k, v).out.astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(out.transpose(0, 2, 1, 3), expected)
+
+
+def test_a_caller_whose_streams_are_unknown_is_refused_by_the_reply(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(index: int) -> None:
+        raise RuntimeError("no driver")
+
+    q, k, v = operands()
+    with service(cuda, monkeypatch) as ctx:
+        monkeypatch.setattr("gpu_actors.devices.cuda.device.caller_streams", broken)
+        reply = ctx.flash_attn.forward(q, k, v)
+        with pytest.raises(ga.LaunchError, match="no driver"):
+            reply.result(20)
+
+
+def test_a_failed_launch_fails_one_request(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = operands()
+    with service(cuda, monkeypatch) as ctx:
+        ctx.flash_attn.forward(q, k, v).result(20)
+        cuda.fail("launch_kernel", 1)
+        with pytest.raises(ga.LaunchError):
+            ctx.flash_attn.forward(q, k, v).result(20)
+        ctx.flash_attn.forward(q, k, v).result(20)
+        assert ctx.health().ready
+    assert cuda.leaks() == {}
+
+
+def test_a_sticky_error_answers_everything_and_health_says_so(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = operands()
+    with service(cuda, monkeypatch, max_in_flight=4) as ctx:
+        ctx.flash_attn.forward(q, k, v).result(20)
+        cuda.fail_kernel(700)
+        replies = [ctx.flash_attn.forward(q, k, v) for _ in range(30)]
+        generations = []
+        for reply in replies:
+            with pytest.raises(ga.ContextLost) as caught:
+                reply.result(20)
+            generations.append(caught.value.generation)
+        assert generations == [1] * 30
+        assert ctx.generation == 2
+        assert ctx.health().state == "failed"
+        assert not ctx.health().ready
+        with pytest.raises(ga.ContextLost):
+            ctx.flash_attn.forward(q, k, v).result(20)
+
+
+def test_a_hung_launch_meets_its_deadline_and_loses_the_context(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = operands()
+    clock = MockClock()
+    with service(cuda, monkeypatch, clock=clock, hang_timeout=8.0, drain_timeout=0.1) as ctx:
+        ctx.flash_attn.forward(q, k, v).result(20)
+        for stream in cuda.open_streams:
+            cuda.hang(stream)
+        late = ctx.flash_attn.forward(q, k, v, timeout=1.0)
+        patient = ctx.flash_attn.forward(q, k, v)
+        clock.advance(1.0)
+        with pytest.raises(ga.DeadlineExceeded):
+            late.result(30.0)
+        assert not patient.done()
+        eventually(lambda: clock.advance(1.0) or patient.done())
+        with pytest.raises(ga.ContextLost):
+            patient.result(30.0)
+        assert ctx.health().state == "failed"
+    for stream in cuda.open_streams:
+        cuda.resume(stream)
+    eventually(lambda: not [thread for thread in threading.enumerate() if "completion" in thread.name])

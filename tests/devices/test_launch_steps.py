@@ -1,0 +1,199 @@
+"""Launches of several kernels: their order, scratch, outputs that are added to, arrays changed in place."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes.bench import IMAGE, KERNELS, Bench, pack, views
+from fakes.cuda import FakeCuda, Geometry
+from fakes.memory import FakeMemory
+
+from gpu_actors.compiling.source import Cubin, KernelSource
+from gpu_actors.devices.emulation.device import EmulatedDevice
+from gpu_actors.devices.host import host_array
+from gpu_actors.devices.interface import Buffer, Device, Kernel, Launch, LaunchGeometry, OutputSpec, ScratchSpec, Step
+from gpu_actors.devices.mock import MockDevice
+from gpu_actors.errors import InvalidRequest, LaunchError
+from gpu_actors.options import ContextOptions, EmulationOptions, MockOptions
+from gpu_actors.testing import MockClock
+
+# The first kernel doubles x into scratch; the second adds the scratch to the output and to the pool, both through a
+# table of their addresses.
+SOURCE = """
+#include "ptx/types.cuh"
+struct Params { const float* x; float* middle; float** table; int count; };
+extern "C" __global__ void KERNEL(const __grid_constant__ Params p) {
+  const int i = threadIdx.x;
+  if (i >= p.count) return;
+#if SECOND
+  p.table[0][i] += p.middle[i];
+  p.table[1][i] += p.middle[i];
+#else
+  p.middle[i] = 2 * p.x[i];
+#endif
+}
+"""
+
+
+def pack_params(buffers: Mapping[str, Buffer]) -> bytes:
+    addresses = (buffers[name].address for name in ("x", "middle", "table"))
+    return struct.pack("<3Qi4x", *addresses, buffers["x"].shape[0])
+
+
+def table(buffers: Mapping[str, Buffer]) -> bytes:
+    return struct.pack("<2Q", buffers["out"].address, buffers["pool"].address)
+
+
+def launch(kernels: list[Kernel], x: Any, pool: Any, pack: Any = pack_params) -> Launch:
+    geometry = LaunchGeometry((1, 1, 1), (32, 1, 1), 0)
+    return Launch(
+        None,
+        {"x": x, "pool": pool},
+        {"out": OutputSpec(x.shape, "float32", zero=True)},
+        lambda inputs: {},
+        tuple(Step(kernel, geometry, pack) for kernel in kernels),
+        {"middle": ScratchSpec(x.shape, "float32"), "table": ScratchSpec((2,), "uint64", contents=table)},
+        ("pool",),
+    )
+
+
+def emulated_kernels(device: Device) -> list[Kernel]:
+    from gpu_actors.compiling.assets import asset_source
+
+    headers = asset_source("forward/forward_mma.cu", ("forward_mma",)).headers
+    sources = (
+        KernelSource("steps", SOURCE.replace("KERNEL", name), (name,), headers, {"SECOND": second})
+        for second, name in enumerate(("twice", "add"))
+    )
+    return [device.build(source, "sm_80") for source in sources]
+
+
+@pytest.fixture
+def emulated(tmp_path: Path) -> Iterator[EmulatedDevice]:
+    device = EmulatedDevice("sm_80", EmulationOptions(), ContextOptions(cache_dir=str(tmp_path)))
+    yield device
+    device.close()
+
+
+def run(device: Device, steps: Launch) -> Any:
+    event = device.open_stream("test").launch(steps)
+    event.wait()
+    return event.outputs["out"]
+
+
+X = np.arange(1, 21, dtype=np.float32)
+
+
+def test_steps_run_in_order_over_shared_scratch(emulated: EmulatedDevice) -> None:
+    kernels = emulated_kernels(emulated)
+    pool = emulated.allocate((20,), "float32", zero=True)
+    assert (run(emulated, launch(kernels, X, pool)) == 2 * X).all()
+    assert (run(emulated, launch(kernels, X, pool)) == 2 * X).all()
+    assert (pool == 4 * X).all()
+    with pytest.raises(AssertionError):  # the other way round the second kernel finds poison in the scratch
+        np.testing.assert_array_equal(run(emulated, launch(kernels[::-1], X, pool)), 2 * X)
+
+
+def test_an_array_of_the_callers_is_changed_in_place_too(emulated: EmulatedDevice) -> None:
+    pool = np.ones(20, np.float32)
+    run(emulated, launch(emulated_kernels(emulated), X, pool))
+    assert (pool == 1 + 2 * X).all()
+
+
+def test_a_view_of_allocated_memory_is_used_where_it_lies(emulated: EmulatedDevice) -> None:
+    memory = emulated.allocate((3, 20), "float32", zero=True)
+    run(emulated, launch(emulated_kernels(emulated), X, memory[1]))
+    assert (memory[1] == 2 * X).all()
+    assert not memory[::2].any()
+
+
+@pytest.mark.parametrize("kind", ["mock", "emulated", "cuda"])
+def test_allocated_memory_is_cleared_or_poisoned(kind: str, emulated: EmulatedDevice) -> None:
+    bench = Bench()
+    devices = {
+        "mock": MockDevice("sm_80", MockOptions(), MockClock()),
+        "emulated": emulated,
+        "cuda": bench.device,
+    }
+    for dtype in ("float32", "bfloat16", "float8_e4m3fn", "int32"):
+        cleared, fresh = (devices[kind].allocate((2, 3), dtype, zero) for zero in (True, False))
+        assert (cleared.shape, cleared.dtype.name, fresh.dtype.name) == ((2, 3), dtype, dtype)
+        if kind == "cuda":
+            assert not bench.cuda.memory.at(cleared.address, cleared.nbytes).any()
+        else:
+            assert not cleared.view(np.uint8).any()
+            assert (fresh.view(np.uint8) == 0xFF).all()
+    assert not bench.cuda.open_streams[1:]  # the clearing's own stream is gone
+
+
+def test_host_array_names_what_does_not_fit() -> None:
+    from gpu_actors.errors import OutOfDeviceMemory
+
+    with pytest.raises(OutOfDeviceMemory, match="float64"):
+        host_array((1 << 50,), "float64", zero=True)
+
+
+# On the fake driver
+
+
+def twice(memory: FakeMemory, params: bytes, geometry: Geometry) -> None:
+    operands = views(memory, params)
+    operands["middle"][...] = 2 * operands["x"]
+
+
+def add(memory: FakeMemory, params: bytes, geometry: Geometry) -> None:
+    operands = views(memory, params)
+    for address in operands["table"]:
+        memory.at(int(address), 4 * len(X)).view(np.float32)[...] += operands["middle"]
+
+
+@pytest.fixture(params=["late", "random"])
+def bench(request: pytest.FixtureRequest) -> Bench:
+    return Bench(FakeCuda({**KERNELS, "twice": twice, "add": add}, order=request.param, seed=3))
+
+
+def cuda_kernels(bench: Bench) -> list[Kernel]:
+    image = Cubin(b"steps", "sm_90a", ("twice", "add"), "", {})
+    return [bench.device.load(image, name) for name in image.entry_points]
+
+
+def test_cuda_runs_steps_in_order_and_gives_scratch_back(bench: Bench) -> None:
+    kernels = cuda_kernels(bench)
+    pool = bench.device.allocate((20,), "float32", zero=True)
+    held = bench.cuda.leaks()["blocks"]
+    for _ in range(2):
+        event = bench.stream.launch(launch(kernels, X, pool, pack))
+        event.wait()
+        assert (event.outputs["out"] == 2 * X).all()
+    assert (bench.cuda.memory.at(pool.address, 80).view(np.float32) == 4 * X).all()
+    assert bench.cuda.leaks()["blocks"] == held
+
+
+def test_cuda_changes_no_host_array_in_place(bench: Bench) -> None:
+    with pytest.raises(InvalidRequest, match="must lie on the device") as caught:
+        bench.stream.launch(launch(cuda_kernels(bench), X, np.zeros(20, np.float32), pack))
+    assert caught.value.field == "pool"
+
+
+def test_cuda_refuses_steps_of_which_one_is_anothers(bench: Bench) -> None:
+    kernels = [*cuda_kernels(bench), Bench().device.load(IMAGE, "scale")]
+    with pytest.raises(LaunchError, match="not loaded by this device"):
+        bench.stream.launch(launch(kernels, X, bench.device.allocate((20,), "float32"), pack))
+
+
+def test_a_step_that_fails_releases_the_scratch_of_all(bench: Bench) -> None:
+    kernels = cuda_kernels(bench)
+    pool = bench.device.allocate((20,), "float32", zero=True)
+    held = bench.cuda.leaks()["blocks"]
+    bench.cuda.fail("launch_kernel", 0, 1)  # the second step is not taken
+    with pytest.raises(LaunchError):
+        bench.stream.launch(launch(kernels, X, pool, pack))
+    bench.cuda.run_all()
+    event = bench.stream.launch(launch(kernels, X, pool, pack))
+    event.wait()
+    assert bench.cuda.leaks()["blocks"] == held

@@ -1,0 +1,96 @@
+"""Kernels of a user's own on a CUDA device over a fake driver, and the same cubins handed to CuPy."""
+
+from __future__ import annotations
+
+import struct
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes.cuda import FakeCuda, Geometry
+from fakes.memory import FakeMemory
+from fakes.service import service
+from fakes.tensor import DeviceTensor
+from test_own_kernels import SAXPY
+
+import gpu_actors as ga
+
+RESULT_S = 60.0
+
+
+def saxpy_on_host(memory: FakeMemory, params: Any, geometry: Geometry) -> None:
+    assert [len(part) for part in params] == [4, 4, 8, 8]
+    n, a, x, y = (struct.unpack(code, part)[0] for code, part in zip(("<i", "<f", "<Q", "<Q"), params, strict=True))
+    assert geometry.grid[0] * geometry.block[0] >= n
+    if n:
+        memory.array(y, (n,), np.float32)[...] += np.float32(a) * memory.array(x, (n,), np.float32)
+
+
+@pytest.fixture
+def cuda() -> FakeCuda:
+    return FakeCuda({"saxpy": saxpy_on_host})
+
+
+def vectors(n: int = 1000) -> tuple[np.ndarray, np.ndarray]:
+    return np.arange(n, dtype=np.float32), np.ones(n, np.float32)
+
+
+def test_arrays_of_the_host_go_to_the_device_and_back(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = vectors()
+    with service(cuda, monkeypatch) as ctx:
+        kernel = ctx.kernel(SAXPY, "saxpy").result(RESULT_S)
+        assert kernel.parameter_bytes == (4, 4, 8, 8)
+        assert kernel.launch(4, 256, (1000, 2.0, x, y)).result(RESULT_S)["y"] is y
+        np.testing.assert_array_equal(y, 2 * x + 1)
+        kernel.launch(4, 256, (1000, 3.0, x, x)).result(RESULT_S)
+        np.testing.assert_array_equal(x, 4 * np.arange(1000))
+        kernel.launch(1, 32, (0, 3.0, x[:0], y[:0])).result(RESULT_S)
+        kernel = None  # type: ignore[assignment]
+    assert cuda.leaks() == {}
+
+
+def test_a_host_array_that_is_not_named_in_out_stays_as_it_was(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = vectors()
+    with service(cuda, monkeypatch) as ctx:
+        kernel = ctx.kernel(SAXPY, "saxpy").result(RESULT_S)
+        assert kernel.launch(4, 256, (1000, 2.0, x, y), out=()).result(RESULT_S) == {}
+    np.testing.assert_array_equal(y, 1)
+
+
+def test_arrays_on_the_device_are_written_where_they_lie(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = vectors()
+    with service(cuda, monkeypatch) as ctx:
+        kernel = ctx.kernel(SAXPY, "saxpy").result(RESULT_S)
+        theirs = [DeviceTensor(cuda, array) for array in (x, y)]
+        assert kernel.launch(4, 256, (1000, 2.0, *theirs)).result(RESULT_S)["y"] is theirs[1]
+        np.testing.assert_array_equal(theirs[1].read(np.float32, (1000,)), 2 * x + 1)
+
+
+def test_a_wrong_argument_never_reaches_the_device(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = vectors()
+    with service(cuda, monkeypatch) as ctx:
+        kernel = ctx.kernel(SAXPY, "saxpy").result(RESULT_S)
+        with pytest.raises(ga.InvalidRequest, match="must be float32"):
+            kernel.launch(4, 256, (1000, 2.0, x.astype(np.float64), y)).result(RESULT_S)
+    assert "launch_kernel" not in cuda.calls
+
+
+def test_cupy_loads_the_same_cubin(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+
+    class RawModule:
+        def __init__(self, *, path: str) -> None:
+            loaded.append(path)
+
+    with service(cuda, monkeypatch) as ctx:
+        kernel = ctx.kernel(SAXPY, "saxpy").result(RESULT_S)
+        other = ctx.kernel(SAXPY.replace("a * x", "a + x"), "saxpy").result(RESULT_S)
+        monkeypatch.setitem(__import__("sys").modules, "cupy", types.SimpleNamespace(RawModule=RawModule))
+        for one in (kernel, kernel, other):
+            assert isinstance(one.raw_module(), RawModule)
+    assert loaded[0] == loaded[1] != loaded[2]
+    assert kernel.cubin is not None
+    assert Path(loaded[0]).read_bytes() == kernel.cubin.data
+    assert Path(loaded[0]).parent.stat().st_mode & 0o777 == 0o700

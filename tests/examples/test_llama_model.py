@@ -1,0 +1,199 @@
+"""examples/llama without the service: configurations, weights, tokens, and the model's formulas."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from llama import ByteTokenizer, Llama, LlamaConfig, load_tokenizer, load_weights, plain_logits, random_weights
+from llama.model import rms_norm, silu
+from support.llama import draw_tensors, hugging_face_json, tiny, write_model, write_safetensors
+
+from gpu_actors import InvalidRequest, Unsupported
+
+SMALL = LlamaConfig.tiny(vocab=40, hidden=24, layers=2, heads=4, kv_heads=2, head_dim=8)
+
+
+def load(folder: Path, **changes: Any) -> LlamaConfig:
+    (folder / "config.json").write_text(json.dumps(hugging_face_json(SMALL, **changes)))
+    return LlamaConfig.load(folder)
+
+
+class TestConfig:
+    def test_config_json_says_the_sizes(self, tmp_path):
+        assert load(tmp_path) == SMALL
+        assert load(tmp_path, eos_token_id=[5, 6]).stop_tokens == (5, 6)
+        assert load(tmp_path, eos_token_id=None, bos_token_id=None).begin_token is None
+        assert load(tmp_path, head_dim=None).head_dim == 6
+        assert load(tmp_path, num_key_value_heads=None).kv_heads == 4
+
+    def test_the_base_of_the_rotation_is_where_older_and_newer_files_have_it(self, tmp_path):
+        old = load(tmp_path, rope_theta=500.0)
+        new = load(tmp_path, rope_theta=None, rope_parameters={"rope_theta": 500.0, "rope_type": "default"})
+        assert old.inv_freq == new.inv_freq == tuple(500.0 ** (-i / 4) for i in range(4))
+
+    def test_scaled_rotations(self, tmp_path):
+        halved = load(tmp_path, rope_scaling={"type": "linear", "factor": 2.0})
+        assert halved.inv_freq == tuple(f / 2 for f in SMALL.inv_freq)
+        llama3 = {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }
+        scaled = load(tmp_path, rope_scaling=llama3).inv_freq
+        assert scaled[0] == SMALL.inv_freq[0]
+        assert SMALL.inv_freq[1] / 8 < scaled[1] < SMALL.inv_freq[1]
+        assert scaled[3] == SMALL.inv_freq[3] / 8
+
+    @pytest.mark.parametrize(
+        ("changes", "error", "field"),
+        [
+            ({"model_type": "mamba"}, Unsupported, "model_type"),
+            ({"hidden_act": "gelu"}, Unsupported, "hidden_act"),
+            ({"attention_bias": True}, Unsupported, "attention_bias"),
+            ({"rope_scaling": {"rope_type": "yarn"}}, Unsupported, "rope_type"),
+            ({"hidden_size": None}, InvalidRequest, "model"),
+            ({"rms_norm_eps": "small"}, InvalidRequest, "model"),
+        ],
+    )
+    def test_what_is_not_this_model_is_refused_by_name(self, tmp_path, changes, error, field):
+        with pytest.raises(error, match=field):
+            load(tmp_path, **changes)
+
+    @pytest.mark.parametrize("text", ["[1]", "{", ""])
+    def test_a_broken_file_is_named(self, tmp_path, text):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(InvalidRequest, match=r"config\.json"):
+            LlamaConfig.load(tmp_path)
+        with pytest.raises(InvalidRequest, match=r"config\.json"):
+            LlamaConfig.load(tmp_path / "missing")
+
+
+class TestWeights:
+    @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+    def test_a_folder_in_hugging_faces_layout(self, tmp_path, dtype):
+        tensors = write_model(tmp_path, SMALL, dtype)
+        weights = load_weights(tmp_path, LlamaConfig.load(tmp_path))
+        named = {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
+        np.testing.assert_array_equal(weights.embedding, named["model.embed_tokens.weight"])
+        np.testing.assert_array_equal(weights.head, named["lm_head.weight"].T)
+        np.testing.assert_array_equal(weights.layers[1].gate, named["model.layers.1.mlp.gate_proj.weight"].T)
+        np.testing.assert_array_equal(
+            weights.layers[0].mlp_norm, named["model.layers.0.post_attention_layernorm.weight"]
+        )
+        assert all(part.dtype == np.float32 for layer in weights.layers for part in layer)
+
+    def test_tied_embeddings_are_the_head(self, tmp_path):
+        tied = load(tmp_path, tie_word_embeddings=True)
+        write_model(tmp_path, tied)
+        weights = load_weights(tmp_path, tied)
+        np.testing.assert_array_equal(weights.head, weights.embedding.T)
+
+    def test_several_files_by_their_index(self, tmp_path):
+        tensors = draw_tensors(SMALL, np.float32)
+        halves = [dict(list(tensors.items())[:7]), dict(list(tensors.items())[7:])]
+        where = {}
+        for number, half in enumerate(halves):
+            write_safetensors(tmp_path / f"part{number}.safetensors", half)
+            where |= dict.fromkeys(half, f"part{number}.safetensors")
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+        weights = load_weights(tmp_path, SMALL)
+        np.testing.assert_array_equal(weights.norm, tensors["model.norm.weight"])
+
+    def test_what_is_missing_broken_or_misshapen_is_named(self, tmp_path):
+        with pytest.raises(InvalidRequest, match=r"model\.safetensors"):
+            load_weights(tmp_path, SMALL)
+        tensors = draw_tensors(SMALL, np.float32)
+        for change in ({"model.norm.weight": np.ones(3, np.float32)}, {"model.norm.weight": np.ones(24, np.int64)}):
+            write_safetensors(tmp_path / "model.safetensors", tensors | change)
+            with pytest.raises(InvalidRequest, match=r"model\.norm\.weight"):
+                load_weights(tmp_path, SMALL)
+        for data in (b"", b"abc", (1 << 40).to_bytes(8, "little") + b"{}", (2).to_bytes(8, "little") + b"[]"):
+            (tmp_path / "model.safetensors").write_bytes(data)
+            with pytest.raises(InvalidRequest, match=r"model\.safetensors"):
+                load_weights(tmp_path, SMALL)
+        (tmp_path / "model.safetensors.index.json").write_text("{}")
+        with pytest.raises(InvalidRequest, match=r"index\.json"):
+            load_weights(tmp_path, SMALL)
+
+    def test_the_same_seed_gives_the_same_weights(self):
+        one, other, third = (random_weights(SMALL, seed).layers[1].down for seed in (1, 1, 2))
+        np.testing.assert_array_equal(one, other)
+        assert (one != third).any()
+
+
+class TestTokens:
+    def test_bytes_go_there_and_back_also_cut_in_pieces(self):
+        tokenizer = ByteTokenizer()
+        text = "añb → 🙂"
+        text_of = tokenizer.stream()
+        pieces = [text_of(token) for token in tokenizer.encode(text)]
+        assert "".join(pieces) == text
+        assert pieces[1:3] == ["", "ñ"]
+
+    def test_bytes_that_are_no_text_show_as_such(self):
+        text_of = ByteTokenizer().stream()
+        assert [text_of(token) for token in (255, 256, 257, 65)] == ["�", "", "", "A"]
+
+    def test_a_tokenizer_json_is_used_where_there_is_one(self, tmp_path):
+        tokenizers = pytest.importorskip("tokenizers")
+        assert isinstance(load_tokenizer(tmp_path), ByteTokenizer)
+        assert isinstance(load_tokenizer(None), ByteTokenizer)
+        made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token=None))
+        made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.decoder = tokenizers.decoders.ByteLevel()
+        alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+        trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+        made.train_from_iterator(["the cat sat on the mat, naïve 🙂"] * 4, trainer)
+        made.save(str(tmp_path / "tokenizer.json"))
+        tokenizer = load_tokenizer(tmp_path)
+        text = "the naïve cat 🙂 → sat, on and on" * 3
+        text_of = tokenizer.stream()
+        assert "".join(text_of(token) for token in tokenizer.encode(text)) == text
+
+    def test_a_broken_tokenizer_json_is_named(self, tmp_path):
+        (tmp_path / "tokenizer.json").write_text("{}")
+        with pytest.raises(InvalidRequest, match=r"tokenizer\.json"):
+            load_tokenizer(tmp_path)
+
+
+class TestModel:
+    def test_parts_follow_their_formulas(self):
+        x = np.random.default_rng(0).standard_normal((3, 8)).astype(np.float32)
+        weight = np.arange(8, dtype=np.float32)
+        wanted = x / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-5) * weight
+        np.testing.assert_allclose(rms_norm(x, weight, 1e-5), wanted, rtol=1e-6)
+        steep = np.array([-1e4, -1.0, 0.0, 2.0, 1e4], np.float32)
+        with np.errstate(all="raise"):
+            np.testing.assert_allclose(silu(steep), [0, -1 / (1 + np.e), 0, 2 / (1 + np.exp(-2)), 1e4], atol=1e-6)
+
+    def test_rows_do_not_depend_on_those_around_them(self):
+        model = tiny()
+        x = np.random.default_rng(0).standard_normal((5, 64)).astype(np.float32)
+        for whole, part in zip(model.before_attention(0, x), model.before_attention(0, x[2:3]), strict=True):
+            np.testing.assert_allclose(whole[2:3], part, rtol=1e-5, atol=1e-6)
+
+    def test_a_row_sees_nothing_of_the_rows_after_it_and_all_before(self):
+        model = tiny()
+        tokens = np.array([1, 2, 3, 4, 5])
+        whole = plain_logits(model, tokens)
+        np.testing.assert_allclose(plain_logits(model, tokens[:3]), whole[:3], rtol=1e-4, atol=1e-5)
+        assert np.abs(plain_logits(model, np.array([9, 2, 3, 4, 5]))[4] - whole[4]).max() > 1e-2
+
+    def test_positions_matter_only_by_their_distance(self):
+        """Rotated, the score of two rows depends on how far apart they are: here the first row is repeated."""
+        model = tiny(layers=1)
+        one, many = plain_logits(model, np.array([7])), plain_logits(model, np.array([7] * 6))
+        np.testing.assert_allclose(many, np.repeat(one, 6, 0), rtol=1e-4, atol=1e-5)
+
+    def test_a_token_that_the_vocabulary_lacks_is_refused(self):
+        for tokens in (np.array([258]), np.array([-1])):
+            with pytest.raises(InvalidRequest, match="257"):
+                tiny().embed(tokens)
+        assert isinstance(tiny(), Llama)

@@ -1,0 +1,394 @@
+"""Graphs through the actor: arrays by uid, strides, kinds of arrays, refusals, and any graph on the mock device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from cases.graphs import DIMS, OUT, STATS, K, Q, V, arrays_of, attention, formula, unpacked
+
+import gpu_actors as ga
+from gpu_actors.graph.match import match_attention
+from gpu_actors.graph.mha import MhaUid, TensorLayout, mha_forward_graph
+
+
+@pytest.fixture(scope="module")
+def mock() -> Iterator[ga.GpuContext]:
+    with ga.open_context("mock") as ctx:
+        yield ctx
+        assert ctx.cudnn.restarts == 0
+
+
+@pytest.fixture(scope="module")
+def emulated() -> Iterator[ga.GpuContext]:
+    with ga.open_context("emulated") as ctx:
+        yield ctx
+        assert ctx.cudnn.restarts == 0
+
+
+# Layouts
+
+
+LAYOUTS = {"BSHD": (0, 2, 1, 3), "SBHD": (2, 0, 1, 3), "dim first": (3, 0, 1, 2), "packed": (0, 1, 2, 3)}
+
+
+@pytest.mark.parametrize("device", ["mock", "emulated"])
+def test_strides_are_the_graphs_choice(request: pytest.FixtureRequest, device: str) -> None:
+    """Of inputs and outputs alike. Kernels want rows whole."""
+    ctx = request.getfixturevalue(device)
+    arrays = arrays_of()
+    expected = formula(arrays)
+    for name, order in LAYOUTS.items():
+        given = {uid: unpacked(array, order) for uid, array in arrays.items()}
+        strides = tuple(step // 4 for step in given[Q].strides)
+        graph = attention(dict.fromkeys((Q, K, V), strides), strides)
+        if device == "emulated" and name == "dim first":
+            with pytest.raises(ga.Unsupported, match="whole rows"):
+                ctx.cudnn.execute(graph, given).result(60.0)
+            continue
+        found = ctx.cudnn.execute(graph, given).result(60.0)
+        np.testing.assert_allclose(found[OUT], expected, atol=1e-5, err_msg=name)
+        assert found[OUT].strides == given[Q].strides, name
+
+
+@pytest.mark.parametrize("device", ["mock", "emulated"])
+def test_k_may_come_as_it_is_multiplied(request: pytest.FixtureRequest, device: str) -> None:
+    ctx = request.getfixturevalue(device)
+    arrays = arrays_of()
+    graph = ga.OperationGraph()
+    q, v = (graph.tensor(uid=uid, dims=DIMS, dtype="float32") for uid in (Q, V))
+    batch, heads, seq, dim = DIMS
+    strides = (heads * seq * dim, seq * dim, 1, dim)
+    k = graph.tensor(uid=K, dims=(batch, heads, dim, seq), strides=strides, dtype="float32")
+    graph.output(graph.matmul(graph.softmax(graph.matmul(q, k) * 0.25), v), uid=OUT)
+    found = ctx.cudnn.execute(graph, arrays | {K: arrays[K].swapaxes(-1, -2)}).result(60.0)
+    np.testing.assert_allclose(found[OUT], formula(arrays), atol=1e-5)
+
+
+def test_torch_tensors_come_back_as_torch_tensors(mock: ga.GpuContext) -> None:
+    torch = pytest.importorskip("torch")
+    arrays = arrays_of()
+    found = mock.cudnn.execute(attention(), {uid: torch.from_numpy(a) for uid, a in arrays.items()}).result(30.0)
+    assert isinstance(found[OUT], torch.Tensor)
+    np.testing.assert_allclose(found[OUT].numpy(), formula(arrays), atol=1e-5)
+
+
+# What does not agree with the graph
+
+
+REFUSED: dict[str, tuple[Callable[[dict[int, Any]], Any], str, str]] = {
+    "no mapping": (lambda a: list(a.values()), "arrays", "mapping"),
+    "a uid too much": (lambda a: a | {99: a[Q]}, "arrays", "[1, 2, 3]"),
+    "an output": (lambda a: a | {OUT: a[Q]}, "arrays", "[1, 2, 3]"),
+    "a uid too few": (lambda a: {Q: a[Q], K: a[K]}, "tensor 3", "must be given"),
+    "no array": (lambda a: a | {K: "k"}, "tensor 2", "must be an array"),
+    "another shape": (lambda a: a | {K: a[K][:, :1]}, "tensor 2", "as the graph describes it"),
+    "another dtype": (lambda a: a | {K: a[K].astype(np.float16)}, "tensor 2", "float32"),
+    "other strides": (lambda a: a | {K: unpacked(a[K], (0, 2, 1, 3))}, "tensor 2", "strides"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_arrays_that_are_not_as_described_are_refused_by_name(mock: ga.GpuContext, name: str) -> None:
+    change, field, reason = REFUSED[name]
+    with pytest.raises(ga.InvalidRequest) as caught:
+        mock.cudnn.execute(attention(), change(arrays_of())).result(30.0)
+    assert caught.value.field == field
+    assert reason in caught.value.reason
+
+
+def test_what_is_no_graph_and_what_is_no_sound_graph_is_refused_by_the_reply(mock: ga.GpuContext) -> None:
+    with pytest.raises(ga.InvalidRequest, match="OperationGraph"):
+        mock.cudnn.execute("graph", {}).result(30.0)  # type: ignore[arg-type]
+    with pytest.raises(ga.InvalidRequest, match="gives nothing"):
+        mock.cudnn.execute(ga.OperationGraph(), {}).result(30.0)
+    graph = attention(out_strides=(1, 1, 1, 1))
+    with pytest.raises(ga.InvalidRequest, match="without gaps"):
+        mock.cudnn.execute(graph, arrays_of()).result(30.0)
+    with pytest.raises(ga.InvalidRequest, match="MhaForward, MhaBackward and ExecuteGraph"):
+        mock.cudnn.submit(object()).result(30.0)
+
+
+# Scalars
+
+
+@pytest.mark.parametrize("device", ["mock", "emulated"])
+def test_scalars_are_passed_with_every_request(request: pytest.FixtureRequest, device: str) -> None:
+    ctx = request.getfixturevalue(device)
+    arrays = arrays_of()
+    graph = ga.OperationGraph()
+    q, k, v = (graph.tensor(uid=uid, dims=DIMS, dtype="float32") for uid in (Q, K, V))
+    scores = graph.matmul(q, graph.transpose(k)) * graph.scalar(uid=7)
+    near = abs(graph.index(scores, 2) - graph.index(scores, 3)) <= graph.scalar(uid=8, dtype="int32")
+    graph.output(graph.matmul(graph.softmax(graph.select(near, scores, -np.inf)), v), uid=OUT)
+    before = ctx.cudnn.plan_cache_stats().misses
+    rows, keys = np.ogrid[: DIMS[2], : DIMS[2]]
+    for scale, reach in ((0.25, 2), (1.5, 40), (np.float32(0.1), np.int64(1))):
+        found = ctx.cudnn.execute(graph, arrays | {7: scale, 8: reach}).result(60.0)
+        wanted = formula(arrays, float(scale), abs(rows - keys) <= reach)
+        np.testing.assert_allclose(found[OUT], wanted, atol=1e-5)
+    assert ctx.cudnn.plan_cache_stats().misses == before + 1
+    for value, field in (({7: 0.25}, "tensor 8"), ({7: "x", 8: 1}, "tensor 7"), ({7: 1.0, 8: 1.5}, "tensor 8")):
+        with pytest.raises(ga.InvalidRequest) as caught:
+            ctx.cudnn.execute(graph, arrays | value).result(30.0)
+        assert caught.value.field == field
+
+
+def test_a_seed_may_be_passed(mock: ga.GpuContext) -> None:
+    graph = ga.OperationGraph()
+    q, k, v = (graph.tensor(uid=uid, dims=DIMS, dtype="float32") for uid in (Q, K, V))
+    seed = graph.scalar(uid=9, dtype="uint64")
+    weights = graph.dropout(graph.softmax(graph.matmul(q, graph.transpose(k)) * 0.25), 0.5, seed)
+    graph.output(graph.matmul(weights, v), uid=OUT)
+    arrays = arrays_of()
+    one, other, again = (mock.cudnn.execute(graph, arrays | {9: n}).result(30.0)[OUT] for n in (1, 2, 1))
+    assert np.array_equal(one, again)
+    assert not np.array_equal(one, other)
+    params = ga.AttentionParams(*DIMS[:1], DIMS[2], DIMS[2], DIMS[1], DIMS[1], DIMS[3], scale=0.25).with_dropout(0.5, 2)
+    same = mock.cudnn.mha_forward(params, *(arrays[uid] for uid in (Q, K, V))).result(30.0).out
+    np.testing.assert_allclose(other, same, atol=1e-6)
+
+
+# Any graph on the mock device, and what kernels say to it
+
+
+def test_the_mock_device_computes_any_graph(mock: ga.GpuContext) -> None:
+    """A layer of a feed-forward network with its gradient: no attention at all."""
+    rng = np.random.default_rng(3)
+    arrays = {
+        n: rng.standard_normal(s).astype(np.float32) for n, s in {1: (6, 8), 2: (8, 5), 3: (5,), 4: (6, 5)}.items()
+    }
+    graph = ga.OperationGraph()
+    x, w, b, dy = (graph.tensor(uid=uid, dims=array.shape, dtype="float32") for uid, array in arrays.items())
+    y = graph.max(graph.matmul(x, w) + b, 0.0)
+    norm = y / (1.0 + graph.reduction(y, "sum"))
+    graph.output(norm, uid=10)
+    dw, db = graph.gradient(norm, dy, (w, b))
+    graph.output(dw, uid=11)
+    graph.output(db, uid=12)
+    found = mock.cudnn.execute(graph, arrays).result(30.0)
+    hidden = np.maximum(arrays[1].astype(np.float64) @ arrays[2] + arrays[3], 0)
+    total = 1 + hidden.sum(axis=-1, keepdims=True)
+    np.testing.assert_allclose(found[10], hidden / total, rtol=1e-5)
+    dhidden = arrays[4] / total - (arrays[4] * hidden).sum(axis=-1, keepdims=True) / total**2
+    dhidden = np.where(hidden > 0, dhidden, 0)
+    np.testing.assert_allclose(found[11], arrays[1].T @ dhidden, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(found[12], dhidden.sum(axis=0), rtol=1e-4, atol=1e-6)
+
+
+def scores(g: ga.OperationGraph) -> tuple[ga.GraphTensor, ga.GraphTensor]:
+    q, k, v = (g.tensor(uid=uid, dims=DIMS, dtype="float32") for uid in (Q, K, V))
+    return g.matmul(q, g.transpose(k)), v
+
+
+def finish(g: ga.OperationGraph, modified: ga.GraphTensor, v: ga.GraphTensor) -> None:
+    g.output(g.matmul(g.softmax(modified), v), uid=OUT)
+
+
+def no_softmax(g: ga.OperationGraph) -> None:
+    s, v = scores(g)
+    g.output(g.matmul(s, v), uid=OUT)
+
+
+def softmax_by_hand(g: ga.OperationGraph) -> None:
+    s, v = scores(g)
+    e = g.exp(s - g.reduction(s, "max"))
+    g.output(g.matmul(e / g.reduction(e, "sum"), v), uid=OUT)
+
+
+def reduction_between(g: ga.OperationGraph) -> None:
+    s, v = scores(g)
+    finish(g, s - g.reduction(s, "mean"), v)
+
+
+def weights_given(g: ga.OperationGraph) -> None:
+    s, v = scores(g)
+    weights = g.softmax(s)
+    g.output(g.matmul(weights, v), uid=OUT)
+    g.output(weights, uid=30)
+
+
+def another_output(g: ga.OperationGraph) -> None:
+    s, v = scores(g)
+    finish(g, s, v)
+    g.output(g.exp(v), uid=30)
+
+
+def projected(g: ga.OperationGraph) -> None:
+    q, k, v = (g.tensor(uid=uid, dims=DIMS, dtype="float32") for uid in (Q, K, V))
+    finish(g, g.matmul(g.tanh(q), g.transpose(k)), v)
+
+
+def no_attention(g: ga.OperationGraph) -> None:
+    g.output(g.exp(g.tensor(uid=Q, dims=DIMS, dtype="float32")), uid=OUT)
+
+
+def three_dims(g: ga.OperationGraph) -> None:
+    q, k, v = (g.tensor(uid=uid, dims=DIMS[1:], dtype="float32") for uid in (Q, K, V))
+    finish(g, g.matmul(q, g.transpose(k)), v)
+
+
+def flat_bias(g: ga.OperationGraph) -> None:
+    s, v = scores(g)
+    finish(g, s * g.tensor(uid=7, dims=(DIMS[2],), dtype="float32"), v)
+
+
+def wide_output(g: ga.OperationGraph) -> None:
+    q, k, v = (g.tensor(uid=uid, dims=DIMS, dtype="float16") for uid in (Q, K, V))
+    g.output(g.matmul(g.softmax(g.matmul(q, g.transpose(k))), v), uid=OUT)
+
+
+def mixed_inputs(g: ga.OperationGraph) -> None:
+    q, k = (g.tensor(uid=uid, dims=DIMS, dtype="float32") for uid in (Q, K))
+    finish(g, g.matmul(q, g.transpose(k)), g.tensor(uid=V, dims=DIMS, dtype="float16"))
+
+
+def integers_that_overflow(g: ga.OperationGraph) -> None:
+    s, v = scores(g)
+    i = g.index(s, 2)
+    finish(g, g.select(i * (1 << 20) * (1 << 10) > 3, s, 0.0), v)
+
+
+def integers_that_no_float_holds(g: ga.OperationGraph) -> None:
+    s, v = scores(g)
+    finish(g, s * (g.index(s, 2) * (1 << 22)), v)
+
+
+def a_divisor_that_could_be_0(g: ga.OperationGraph) -> None:
+    s, v = scores(g)
+    i = g.index(s, 2)
+    finish(g, g.select(g.eq(i // g.scalar(uid=9, dtype="int32"), 0), s, 0.0), v)
+
+
+UNSUPPORTED: dict[str, tuple[Callable[[ga.OperationGraph], None], str, str, Any]] = {
+    "no softmax": (no_softmax, "matmul_1", "must come from a softmax", "softmax"),
+    "a softmax by hand": (softmax_by_hand, "div_6", "must come from a softmax", "softmax"),
+    "a reduction of scores": (reduction_between, "reduction_2", "pointwise nodes alone", "select"),
+    "the weights as output": (weights_given, "softmax_2", "keep tensor 30 on chip", "a virtual tensor"),
+    "another output": (another_output, "exp_4", "no part of the graph's attention", "attention alone"),
+    "a product of what is computed": (projected, "tanh_0", "q must be an input", "an input"),
+    "no attention": (no_attention, "exp_0", "ends with the product", "matmul"),
+    "three dims": (three_dims, "matmul_3", "of four dims", "four dims"),
+    "a bias of one dim": (flat_bias, "mul_2", "tensors of four dims", (2, 3, 24, 24)),
+    "an output of another dtype": (wide_output, "tensor 4", "must be float16", "float16"),
+    "mixed dtypes": (mixed_inputs, "tensor 3", "v must be float32", "float32"),
+    "integers beyond 32 bits": (integers_that_overflow, "mul_4", "32-bit integers", "constants, or float32"),
+    "integers beyond float32": (integers_that_no_float_holds, "mul_4", "beyond 2^24", "int32 alone"),
+    "a divisor that is passed": (a_divisor_that_could_be_0, "floordiv_3", "could be 0", "a constant"),
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_what_no_kernel_computes_is_refused_with_the_node_and_the_nearest(emulated: ga.GpuContext, name: str) -> None:
+    build, field, reason, nearest = UNSUPPORTED[name]
+    graph = ga.OperationGraph()
+    build(graph)
+    graph.validate()
+    with pytest.raises(ga.Unsupported) as caught:
+        emulated.cudnn.inspect_plan(graph)
+    assert caught.value.field == field
+    assert reason in caught.value.reason
+    assert caught.value.nearest == nearest
+    given = {
+        uid: np.zeros(graph.tensors[uid].dims, graph.tensors[uid].dtype) for uid in graph.order().inputs
+    } | dict.fromkeys(graph.order().scalars, 2)
+    with pytest.raises(ga.Unsupported):
+        emulated.cudnn.execute(graph, given).result(10.0)
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_the_mock_device_computes_those_too(mock: ga.GpuContext, name: str) -> None:
+    graph = ga.OperationGraph()
+    UNSUPPORTED[name][0](graph)
+    rng = np.random.default_rng(0)
+    given: dict[int, Any] = {
+        uid: rng.standard_normal(graph.tensors[uid].dims).astype(graph.tensors[uid].dtype)
+        for uid in graph.order().inputs
+    }
+    found = mock.cudnn.execute(graph, given | dict.fromkeys(graph.order().scalars, 2)).result(10.0)
+    assert set(found) == set(graph.order().outputs)
+    assert all(np.isfinite(array.astype(np.float64)).all() for array in found.values())
+
+
+# Attention in all its forms
+
+
+MASKS = [ga.Mask.none(), ga.Mask.causal(), ga.Mask.sliding_window(3), ga.Mask.causal_sliding_window(3)]
+
+
+@pytest.mark.parametrize("alignment", ["top_left", "bottom_right"])
+@pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.kind)
+def test_graphs_and_mha_forward_are_the_same_attention(mock: ga.GpuContext, mask: ga.Mask, alignment: Any) -> None:
+    params = ga.AttentionParams(2, 5, 7, 4, 2, 16, mask=mask, alignment=alignment, dropout_p=0.3, dropout_seed=11)
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, h, s, 16)).astype(np.float32) for h, s in ((4, 5), (2, 7), (2, 7)))
+    bias = rng.standard_normal((1, 4, 5, 7)).astype(np.float32)
+    wanted = mock.cudnn.mha_forward(params, q, k, v, bias=bias, return_stats=True).result(30.0)
+    named = {MhaUid.Q: q, MhaUid.K: k, MhaUid.V: v, MhaUid.BIAS: bias}
+    graph = mha_forward_graph(
+        params, {uid: TensorLayout(a.shape, "float32") for uid, a in named.items()}, return_stats=True
+    )
+    found = mock.cudnn.execute(graph, named).result(30.0)
+    np.testing.assert_allclose(found[MhaUid.OUT], wanted.out, atol=1e-6)
+    np.testing.assert_allclose(found[MhaUid.STATS], wanted.stats, atol=1e-6)
+    problem = match_attention(graph).problem
+    assert (problem.causal, problem.window, problem.dropout_p) == (mask.is_causal, mask.window, 0.3)
+    assert problem.score_mod is None, "all of it is the kernel's own"
+
+
+def test_a_masked_nan_stays_where_it_is(mock: ga.GpuContext, emulated: ga.GpuContext) -> None:
+    """Through a mask node, as in the kernels; a condition of one's own hides scores and not values."""
+    arrays = arrays_of()
+    arrays[V][:, :, -1] = np.nan
+    graph = ga.OperationGraph()
+    s, v = scores(graph)
+    weights, stats = graph.softmax_with_stats(graph.mask(s * 0.25, ga.Mask.causal()))
+    graph.output(graph.matmul(weights, v), uid=OUT)
+    graph.output(stats, uid=STATS)
+    for ctx in (mock, emulated):
+        found = ctx.cudnn.execute(graph, arrays).result(60.0)
+        assert np.isfinite(found[OUT][:, :, :-1]).all()
+        assert np.isnan(found[OUT][:, :, -1]).all()
+        assert np.isfinite(found[STATS]).all()
+
+
+def test_a_mask_that_is_not_last_is_compiled_in(mock: ga.GpuContext, emulated: ga.GpuContext) -> None:
+    """Between other nodes it is a condition as any other."""
+    arrays = arrays_of()
+    found = []
+    for mask in MASKS[1:]:
+        graph = ga.OperationGraph()
+        s, v = scores(graph)
+        finish(graph, graph.mask(s * 0.25, mask, "bottom_right") * 0.5, v)
+        if mask.kind == "sliding_window":
+            assert match_attention(graph).problem.mask == "full"
+            found = [ctx.cudnn.execute(graph, arrays).result(60.0)[OUT] for ctx in (mock, emulated)]
+            np.testing.assert_allclose(found[0], found[1], atol=1e-5)
+        else:
+            mock.cudnn.execute(graph, arrays).result(30.0)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_plain_graphs_go_to_the_fastest_kernel_there_is(arch: str) -> None:
+    """That of the architecture, whose parameters and scratch memory are its own."""
+    rng = np.random.default_rng(0)
+    shape = (1, 2, 70, 64)
+    arrays = {uid: rng.standard_normal(shape).astype(np.float16) for uid in (Q, K, V)}
+    graph = ga.OperationGraph()
+    q, k, v = (graph.tensor(uid=uid, dims=shape, dtype="float16") for uid in (Q, K, V))
+    scores = graph.mask(graph.matmul(q, graph.transpose(k)) * 0.125, ga.Mask.causal())
+    weights, stats = graph.softmax_with_stats(scores)
+    graph.output(graph.matmul(weights, v), uid=OUT, dtype="float16", strides=(8960, 64, 128, 1))
+    graph.output(stats, uid=STATS)
+    with ga.open_context("emulated", ga.ContextOptions(arch=arch)) as ctx:
+        params = ga.AttentionParams(1, 70, 70, 2, 2, 64, mask=ga.Mask.causal(), scale=0.125)
+        key = ctx.cudnn.inspect_plan(graph).key
+        assert key.kernel == {"sm_80": "forward_mma", "sm_90a": "forward_sm90"}[arch]
+        found = ctx.cudnn.execute(graph, arrays).result(100.0)
+        same = ctx.cudnn.mha_forward(params, *arrays.values(), return_stats=True).result(100.0)
+    np.testing.assert_array_equal(found[OUT], same.out)
+    np.testing.assert_array_equal(found[STATS], same.stats)
+    wanted = formula(arrays, 0.125, np.tri(70, dtype=bool))
+    np.testing.assert_allclose(found[OUT].astype(np.float64), wanted, atol=4e-3)

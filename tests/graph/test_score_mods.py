@@ -1,0 +1,190 @@
+"""Ten score modifications as graphs: on the mock device, and compiled into the kernels on the emulated one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cases.random_graphs import DIMS, RandomGraph
+from cases.score_mod_gradients import (
+    backward_arrays,
+    backward_graph,
+    check_forward,
+    check_gradients,
+    expected_gradients,
+)
+from cases.score_mods import FIRST, MODIFICATIONS, OUT, STATS, case_of, expected, forward_graph
+
+import gpu_actors as ga
+from gpu_actors.graph.match import match_attention
+from gpu_actors.kernels.dispatch import dispatch_key
+from gpu_actors.kernels.variants import kernel_source
+from gpu_actors.reference.graph import evaluate_graph
+
+NAMES = tuple(MODIFICATIONS)
+
+
+@pytest.fixture(scope="module")
+def mock() -> Iterator[ga.GpuContext]:
+    with ga.open_context("mock") as ctx:
+        yield ctx
+
+
+@pytest.fixture(scope="module")
+def emulated() -> Iterator[ga.GpuContext]:
+    with ga.open_context("emulated") as ctx:
+        yield ctx
+        assert ctx.cudnn.restarts == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_mock_device_computes_them(mock: ga.GpuContext, name: str) -> None:
+    for dtype in ("float16", "float64"):
+        case = case_of(name, dtype)
+        graph = forward_graph(case)
+        found = mock.cudnn.execute(graph, case.arrays).result(10.0)
+        wanted = expected(case)
+        tolerance = 1e-12 if dtype == "float64" else 2.0**-10
+        np.testing.assert_allclose(found[OUT].astype(np.float64), wanted.out, atol=tolerance, rtol=tolerance)
+        np.testing.assert_allclose(found[STATS], wanted.stats, atol=1e-5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_mock_device_differentiates_them(mock: ga.GpuContext, name: str) -> None:
+    case = case_of(name, "float64")
+    arrays = backward_arrays(case)
+    found = mock.cudnn.execute(backward_graph(case), arrays).result(10.0)
+    wanted = expected_gradients(case, arrays)
+    assert set(found) == set(wanted.values)
+    for uid, gradient in wanted.values.items():
+        np.testing.assert_allclose(found[uid], gradient, rtol=1e-6, atol=1e-7, err_msg=str(uid))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_they_become_part_of_the_kernel(name: str) -> None:
+    """A plain bias is the kernel's own, whose gradient it knows; everything else is compiled in."""
+    match = match_attention(forward_graph(case_of(name)))
+    assert match.problem.softmax_scale == 0.25
+    if name == "t5 relative bias":
+        assert (match.modification, match.bias) == (None, FIRST)
+        assert match.problem.bias == ("float32", True, False)
+    else:
+        assert match.modification is not None
+        assert match.problem.score_mod is match.modification.mod
+        assert match.bias is None
+
+
+SAMPLE = ("document mask", "tanh gating")
+
+
+@pytest.mark.parametrize("name", [n if n in SAMPLE else pytest.param(n, marks=pytest.mark.sweep) for n in NAMES])
+def test_the_kernels_compute_them(emulated: ga.GpuContext, name: str) -> None:
+    """float16 on tensor cores."""
+    case = case_of(name)
+    graph = forward_graph(case)
+    assert emulated.cudnn.inspect_plan(graph).key.kernel == "forward_mma"
+    check_forward(case, emulated.cudnn.execute(graph, case.arrays).result(60.0))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", NAMES)
+def test_the_kernels_compute_them_whatever_the_inputs(emulated: ga.GpuContext, name: str, seed: int) -> None:
+    case = case_of(name, "bfloat16", seed, std=(1.0, 4.0, 10.0)[seed])
+    check_forward(case, emulated.cudnn.execute(forward_graph(case), case.arrays).result(60.0))
+
+
+@pytest.mark.parametrize("name", [n if n == "tanh gating" else pytest.param(n, marks=pytest.mark.sweep) for n in NAMES])
+def test_the_kernels_differentiate_them(emulated: ga.GpuContext, name: str) -> None:
+    case = case_of(name)
+    arrays = backward_arrays(case)
+    graph = backward_graph(case)
+    assert emulated.cudnn.inspect_plan(graph).key.kernel == "backward_mma"
+    check_gradients(case, arrays, emulated.cudnn.execute(graph, arrays).result(60.0))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", NAMES)
+def test_the_kernels_differentiate_them_whatever_the_inputs(emulated: ga.GpuContext, name: str, seed: int) -> None:
+    case = case_of(name, "bfloat16", seed, std=(1.0, 2.0, 4.0)[seed])
+    arrays = backward_arrays(case, seed)
+    check_gradients(case, arrays, emulated.cudnn.execute(backward_graph(case), arrays).result(60.0))
+
+
+@pytest.mark.parametrize("name", ["tanh gating", *(pytest.param(n, marks=pytest.mark.sweep) for n in NAMES)])
+def test_the_plain_kernel_computes_them(emulated: ga.GpuContext, name: str) -> None:
+    """float64 on CUDA cores, to the last digits."""
+    case = case_of(name, "float64")
+    graph = forward_graph(case)
+    assert emulated.cudnn.inspect_plan(graph).key.kernel == "forward_simple"
+    found = emulated.cudnn.execute(graph, case.arrays).result(60.0)
+    np.testing.assert_allclose(found[OUT], expected(case).out, atol=1e-12, rtol=1e-12)
+
+
+def test_equal_modifications_are_one_header_and_different_ones_are_not() -> None:
+    mods = {}
+    for name in NAMES:
+        mod = match_attention(forward_graph(case_of(name))).problem.score_mod
+        again = match_attention(forward_graph(case_of(name, "bfloat16", 7))).problem.score_mod
+        assert again == mod
+        mods[name] = mod
+    del mods["t5 relative bias"]
+    assert len(set(mods.values())) == len(mods)
+    assert len({str(mod) for mod in mods.values()}) == len(mods)
+
+
+def test_numbers_are_passed_and_not_compiled_in() -> None:
+    def mod(cap: float) -> Any:
+        graph = ga.OperationGraph()
+        q, k, v = (graph.tensor(uid=n, dims=(1, 1, 8, 32), dtype="float16") for n in (1, 2, 3))
+        scores = graph.tanh(graph.matmul(q, graph.transpose(k)) * 0.5 / cap) * cap
+        graph.output(graph.matmul(graph.softmax(scores), v), uid=4, dtype="float16")
+        return match_attention(graph).problem.score_mod
+
+    assert mod(2.0) == mod(30.0)
+    assert "30" not in mod(30.0).header
+
+
+def test_equal_modifications_share_a_cubin_and_others_do_not() -> None:
+    keys = {}
+    for name in ("alibi", "distance decay"):
+        for dtype, seed in (("float16", 0), ("float16", 9)):
+            problem = match_attention(forward_graph(case_of(name, dtype, seed))).problem
+            keys.setdefault(name, set()).add(dispatch_key(problem, "sm_80"))
+    assert [len(found) for found in keys.values()] == [1, 1]
+    sources = [kernel_source(key) for found in keys.values() for key in found]
+    assert sources[0] != sources[1]
+    assert sources[0].macros == sources[1].macros, "nothing but the header tells them apart"
+
+
+def test_kernels_of_graphs_can_be_compiled_ahead() -> None:
+    with ga.open_context("mock", ga.ContextOptions(arch="sm_80")) as ctx:
+        plan = ctx.cudnn.inspect_plan(forward_graph(case_of("alibi")))
+        (warmed,) = ctx.nvrtc.warm(plan.keys).result(60.0)
+    assert warmed.cubin.resources["forward_mma"].spill_bytes == 0
+
+
+def test_dtypes_of_ml_dtypes_are_read_as_they_are(mock: ga.GpuContext) -> None:
+    case = case_of("alibi", "bfloat16")
+    found = mock.cudnn.execute(forward_graph(case), case.arrays).result(10.0)
+    assert found[OUT].dtype == ml_dtypes.bfloat16
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.sweep) for n in range(1, 25))])
+def test_random_modifications_are_right_in_the_plain_kernel(emulated: ga.GpuContext, seed: int) -> None:
+    """Every operation, kind of tensor and kind of scalar, through plan, packing and kernel, in float64."""
+    graph = ga.OperationGraph()
+    batch, heads, rows, keys = DIMS
+    shapes = {101: (batch, heads, rows, 24), 102: (batch, heads, keys, 24), 103: (batch, heads, keys, 24)}
+    q, k, v = (graph.tensor(uid=uid, dims=shape, dtype="float64") for uid, shape in shapes.items())
+    random = RandomGraph(seed, 20, graph, graph.matmul(q, graph.transpose(k)) * 0.4)
+    graph.output(graph.matmul(graph.softmax(random.result), v), uid=OUT)
+    rng = np.random.default_rng(seed)
+    arrays = {uid: rng.standard_normal(shape) for uid, shape in shapes.items()} | random.values
+    assert emulated.cudnn.inspect_plan(graph).match.modification is not None
+    found = emulated.cudnn.execute(graph, arrays).result(60.0)[OUT]
+    np.testing.assert_allclose(found, evaluate_graph(graph, arrays)[OUT], rtol=1e-11, atol=1e-11)

@@ -1,0 +1,215 @@
+"""What the append and page-copy kernels take, their keys, and what ptxas makes of them, which needs no GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from test_static_gate import ARCHS, disassemble, find_disassembler
+
+import gpu_actors as ga
+from gpu_actors.compiling.compiler import Compiler
+from gpu_actors.errors import InvalidRequest, Unsupported
+from gpu_actors.kernels.append.copy_pages import PageCopyKey, PageCopyProblem, page_copy_geometry
+from gpu_actors.kernels.append.standard import cache_variants
+from gpu_actors.kernels.append.variant import AppendKey, AppendProblem, Rope, append_key, append_source
+from gpu_actors.kernels.keys import check_key
+from gpu_actors.kernels.variants import KernelKey, kernel_source, standard_variants
+
+PROBLEM = AppendProblem(
+    layout="paged",
+    batch=2,
+    total=2,
+    heads_kv=2,
+    head_dim=128,
+    head_dim_v=128,
+    dtype="bfloat16",
+    cache_dtype="bfloat16",
+    page_size=16,
+    num_blocks=4,
+    max_blocks=2,
+)
+REGISTERS = 102  # five blocks of 128 threads a multiprocessor
+
+ROPES = {
+    "no rope": {},
+    "halves": {"rope": Rope(dim=128), "heads_q": 4},
+    "interleaved": {"rope": Rope(dim=128, interleaved=True), "heads_q": 4},
+    "part, tables": {"rope": Rope(dim=36, table_rows=9), "positions": True},
+}
+TYPES = {
+    "bfloat16": {},
+    "float16 to e4m3": {"dtype": "float16", "cache_dtype": "float8_e4m3fn", "descales": True},
+    "bfloat16 to e5m2": {"cache_dtype": "float8_e5m2"},
+    "float32": {"dtype": "float32", "cache_dtype": "float32"},
+    "float32 to e4m3": {"dtype": "float32", "cache_dtype": "float8_e4m3fn", "descales": True},
+}
+OTHERS = {
+    "pointers": {"layout": "pointers", "max_seq": 9},
+    "dense": {"layout": "dense", "max_seq": 9},
+    "256": {"head_dim": 256, "head_dim_v": 256, "rope": Rope(dim=256)},
+    "80": {"head_dim": 80, "head_dim_v": 96},
+    "fp8": {"dtype": "float8_e4m3fn", "cache_dtype": "float8_e4m3fn"},
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    **{f"{t}, {r}": {**TYPES[t], **ROPES[r]} for t, r in itertools.product(TYPES, ROPES)},
+    **OTHERS,
+}
+
+
+def faults(key: KernelKey) -> list[str]:
+    """What the gate holds against a variant: anything spilled, and no 16-byte accesses."""
+    cubin = Compiler().compile(kernel_source(key))
+    found = cubin.resources[key.kernel]
+    checks = {
+        f"{found.spill_bytes} bytes spilled": found.spill_bytes != 0,
+        f"{found.stack_bytes} bytes of stack": found.stack_bytes != 0,
+        f"notes {cubin.notes}": cubin.notes != (),
+        f"{found.registers} registers": not 0 < found.registers <= REGISTERS,
+    }
+    tool = find_disassembler()
+    if tool is not None:
+        text = disassemble(tool, cubin.data)
+        for access in (r"\bLDG\.E\.\S*128\b", r"\bSTG\.E\.128\b"):
+            checks[f"no {access}"] = re.search(access, text) is None
+        checks["local memory"] = re.search(r"\b(?:LDL|STL)\b", text) is not None
+    return [text for text, wrong in checks.items() if wrong]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_sample_of_the_variants_passes_the_gate(arch):
+    names = ("bfloat16, halves", "float32 to e4m3, part, tables", "pointers")
+    for name in names:
+        assert faults(append_key(dataclasses.replace(PROBLEM, **VARIANTS[name]), arch)) == [], (arch, name)
+    assert faults(PageCopyKey(arch=arch)) == []
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_variant_passes_the_gate(arch):
+    keys = {name: append_key(dataclasses.replace(PROBLEM, **given), arch) for name, given in VARIANTS.items()}
+    assert {name: found for name, key in keys.items() if (found := faults(key))} == {}
+
+
+def key(**changes: Any) -> AppendKey:
+    return append_key(dataclasses.replace(PROBLEM, **changes), "sm_80")
+
+
+class TestSupport:
+    def test_keys_hold_what_is_compiled_and_no_sizes(self):
+        assert key() == key(batch=9, total=99, heads_kv=7, page_size=64, num_blocks=8)
+        assert key() != key(rope=Rope(dim=8))
+        assert key(rope=Rope(dim=8)) == key(rope=Rope(dim=8, base=3.0))
+        assert len({key(layout=layout, max_seq=4).digest for layout in ("paged", "dense", "pointers")}) == 3
+        assert str(key()).startswith("kernel=append,arch=sm_80,layout=paged")
+
+    def test_equal_keys_give_equal_sources(self):
+        assert append_source(key()) == append_source(key(batch=5))
+
+    @pytest.mark.parametrize(
+        ("field", "changes"),
+        [
+            ("dtype", {"dtype": "float64", "cache_dtype": "float64"}),
+            ("dtype", {"dtype": "int8"}),
+            ("dtype", {"dtype": "float8_e4m3fn", "cache_dtype": "float8_e5m2"}),
+            ("cache_dtype", {"cache_dtype": "float16"}),
+            ("cache_dtype", {"cache_dtype": "float32"}),
+            ("cache_dtype", {"descales": True}),
+            ("head_dim", {"head_dim": 257}),
+            ("head_dim_v", {"head_dim_v": 0}),
+            ("rope.dim", {"rope": Rope(dim=130)}),
+            ("dtype", {"dtype": "float8_e5m2", "cache_dtype": "float8_e5m2", "rope": Rope(dim=8)}),
+            ("heads_q", {"heads_q": 4}),
+            ("positions", {"positions": True}),
+        ],
+    )
+    def test_what_the_kernel_does_not_take_is_refused_by_name(self, field, changes):
+        with pytest.raises(Unsupported) as caught:
+            key(**changes)
+        assert caught.value.field == field
+
+    def test_architectures(self):
+        for arch, error in (("sm_75", Unsupported), ("sm_90", Unsupported), ("gpu", InvalidRequest)):
+            with pytest.raises(error, match="arch"):
+                append_key(PROBLEM, arch)
+
+    @pytest.mark.parametrize(
+        ("field", "given"),
+        [
+            ("rope.dim", {"dim": 7}),
+            ("rope.dim", {"dim": 0}),
+            ("rope.dim", {"dim": True}),
+            ("rope.base", {"dim": 8, "base": 0.0}),
+            ("rope.base", {"dim": 8, "base": float("inf")}),
+            ("rope.inv_freq", {"dim": 8, "inv_freq": (1.0, 2.0)}),
+            ("rope.inv_freq", {"dim": 4, "inv_freq": (1.0, float("nan"))}),
+            ("rope.table_rows", {"dim": 4, "table_rows": -1}),
+        ],
+    )
+    def test_a_rotation_that_is_none_is_refused_by_name(self, field, given):
+        with pytest.raises(InvalidRequest) as caught:
+            Rope(**given)
+        assert caught.value.field == field
+
+    def test_a_grid_that_is_too_large_is_refused(self):
+        problem = PageCopyProblem(
+            pairs=1 << 30, num_blocks=4, page_size=256, heads_kv=8, head_dim=128, head_dim_v=128, dtype="float16"
+        )
+        with pytest.raises(Unsupported, match="pairs"):
+            page_copy_geometry(problem)
+
+
+class TestWarming:
+    @pytest.mark.parametrize("arch", ARCHS)
+    def test_usual_variants_pass_and_are_compiled_once_each(self, arch):
+        keys = cache_variants(arch)
+        assert [check_key(key) for key in keys] == keys
+        assert len({kernel_source(key) for key in keys}) == len(keys)
+
+    def test_a_warmed_cache_serves_where_nothing_may_be_compiled(self, tmp_path):
+        def usual(key: Any) -> bool:
+            return isinstance(key, PageCopyKey) or (key.dtype, key.head_dim) == ("bfloat16", 128)
+
+        decode = [key for key in standard_variants("sm_90a") if key.kernel.startswith("decode")]
+        keys = [key for key in (*decode, *cache_variants("sm_90a")) if usual(key)]
+        options = ga.ContextOptions(arch="sm_90a", cache_dir=tmp_path)
+        with ga.open_context("mock", options) as ctx:
+            assert [variant.key for variant in ctx.nvrtc.warm(keys).result(100)] == keys
+        options = dataclasses.replace(options, offline=True, compile_on_mock=True)
+        rows = np.zeros((1, 3, 8, 128), ml_dtypes.bfloat16)
+        with (
+            ga.open_context("mock", options) as ctx,
+            ctx.kv_cache(num_blocks=4, page_size=16, kv_heads=2, head_dim=128, dtype="bfloat16") as cache,
+        ):
+            seq = cache.create().result(10)
+            for rope in (None, Rope(dim=128)):
+                cache.attend(rows, [seq], k=rows[:, :, :2], v=rows[:, :, :2], rope=rope).result(10)
+            with pytest.raises(ga.CompileError):
+                cache.attend(rows, [seq], k=rows[:, :, :2], v=rows[:, :, :2], rope=Rope(dim=6)).result(10)
+
+    @pytest.mark.parametrize(
+        ("field", "changes"),
+        [
+            ("arch", {"arch": "sm_90"}),
+            ("layout", {"layout": "heap"}),
+            ("dtype", {"dtype": 3}),
+            ("dtype", {"dtype": "int8"}),
+            ("head_dim", {"head_dim": "64"}),
+            ("head_dim", {"head_dim": 300}),
+            ("rotary_dim", {"rotary_dim": -2}),
+            ("rope.dim", {"rotary_dim": 7}),
+            ("query", {"query": 1}),
+            ("heads_q", {"query": True}),
+            ("rotary_dim", {"interleaved": True}),
+        ],
+    )
+    def test_a_key_of_no_kernel_is_refused_by_name(self, field, changes):
+        with pytest.raises((InvalidRequest, Unsupported)) as caught:
+            check_key(dataclasses.replace(key(), **changes))
+        assert caught.value.field == field

@@ -1,0 +1,227 @@
+"""The parameter struct: one layout in Python, NVRTC and the host compiler, and what is packed into it."""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+
+import numpy as np
+import pytest
+
+from gpu_actors.compiling.compiler import Compiler
+from gpu_actors.devices.emulation import build_module
+from gpu_actors.devices.interface import Buffer
+from gpu_actors.errors import CompileError, InvalidRequest
+from gpu_actors.kernels.dispatch import dispatch_key
+from gpu_actors.kernels.params import UNBOUNDED, forward_layout, pack_forward, parse_layout
+from gpu_actors.kernels.variants import kernel_source
+from gpu_actors.problem import AttentionProblem
+
+FAR = (1 << 40) + 16  # elements; far past what 32 bits address
+
+DENSE = AttentionProblem(
+    batch=2,
+    seqlen_q=3,
+    seqlen_k=5,
+    total_q=6,
+    total_k=10,
+    heads_q=4,
+    heads_kv=2,
+    head_dim=8,
+    head_dim_v=16,
+    dtype="float16",
+    kv_dtype="float16",
+    out_dtype="float16",
+    compute="f16",
+    softmax_scale=0.25,
+)
+VARLEN = dataclasses.replace(DENSE, layout="varlen", total_q=5, total_k=9)
+DENSE_SHAPES = {"q": (2, 3, 4, 8), "k": (2, 5, 2, 8), "v": (2, 5, 2, 16), "out": (2, 3, 4, 16)}
+VARLEN_SHAPES = {"q": (5, 4, 8), "k": (9, 2, 8), "v": (9, 2, 16), "out": (5, 4, 16)}
+
+
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(int(np.prod(shape[axis + 1 :])) for axis in range(len(shape)))
+
+
+def buffer(shape: tuple[int, ...], dtype: str = "float16", address: int = 4096) -> Buffer:
+    return Buffer(address, shape, contiguous(shape), dtype)
+
+
+def buffers(shapes: dict[str, tuple[int, ...]], **more: Buffer) -> dict[str, Buffer]:
+    named = {name: buffer(shape, address=4096 * (n + 1)) for n, (name, shape) in enumerate(shapes.items())}
+    return {**named, **more}
+
+
+def unpack(data: bytes) -> dict[str, int | float]:
+    row = np.frombuffer(data, forward_layout().dtype)[0]
+    return {name: row[name].item() for name in row.dtype.names}
+
+
+def assertions(offset: int = 0) -> str:
+    """Static assertions of the struct's size and of each field's place, the last one off by ``offset``."""
+    layout = forward_layout()
+    lines = [f'static_assert(sizeof(Params) == {layout.size}, "size");']
+    for field in layout.fields:
+        place = field.offset + (offset if field is layout.fields[-1] else 0)
+        size = struct.calcsize(field.code)
+        member = f"static_cast<Params*>(nullptr)->{field.name}"
+        lines.append(f'static_assert(__builtin_offsetof(Params, {field.name}) == {place}, "{field.name}");')
+        lines.append(f'static_assert(sizeof({member}) == {size}, "{field.name}");')
+    return "\n".join(lines)
+
+
+def compile_both(offset: int = 0) -> None:
+    source = kernel_source(dispatch_key(DENSE, "sm_80"))
+    text = (
+        f'#include "common/params.cuh"\n{assertions(offset)}\n'
+        'extern "C" __global__ void probe(const __grid_constant__ Params params) { *params.lse = params.softcap; }\n'
+    )
+    probe = dataclasses.replace(source, name="probe.cu", source=text, entry_points=("probe",))
+    errors = []
+    for build in (Compiler().compile, lambda source: build_module(source.source, dict(source.macros))):
+        try:
+            build(probe)
+        except CompileError as error:
+            errors.append(error)
+    if errors:
+        raise ExceptionGroup("the struct differs", errors)
+
+
+class TestLayout:
+    def test_nvrtc_and_the_host_compiler_lay_the_struct_out_as_python_packs_it(self):
+        compile_both()
+
+    def test_a_field_in_another_place_fails_to_compile_on_both(self):
+        with pytest.raises(ExceptionGroup) as failed:
+            compile_both(offset=4)
+        assert len(failed.value.exceptions) == 2
+
+    def test_a_packed_struct_has_the_layouts_size_and_reads_back(self):
+        layout = forward_layout()
+        numbers = list(range(1, len(layout.fields) + 1))
+        data = layout.pack(numbers)
+        assert len(data) == layout.size
+        assert list(unpack(data).values()) == numbers
+
+    def test_padding_goes_where_c_puts_it(self):
+        layout = parse_layout(
+            "struct Pair {\n  double a;\n  double b;\n};\n"
+            "struct Mixed {  // a comment\n  int32_t x;\n  const void* p;  // another\n  Pair pair;\n  float y;\n};\n",
+            "Mixed",
+        )
+        assert [(field.name, field.offset) for field in layout.fields] == [
+            ("x", 0),
+            ("p", 8),
+            ("pair.a", 16),
+            ("pair.b", 24),
+            ("y", 32),
+        ]
+        assert layout.size == 40
+
+    @pytest.mark.parametrize("line", ["int32_t a, b;", "int32_t a[3];", "half_t x;", "", "// only a comment"])
+    def test_a_line_that_is_no_known_member_is_refused(self, line):
+        with pytest.raises(ValueError, match="Odd"):
+            parse_layout(f"struct Odd {{\n  float ok;\n  {line}\n}};\n", "Odd")
+
+
+class TestPacking:
+    def test_dense_operands_give_addresses_and_strides(self):
+        given = buffers(DENSE_SHAPES)
+        packed = unpack(pack_forward(DENSE, given))
+        for name, operand in given.items():
+            assert packed[name] == operand.address
+            batch, row, head, _ = operand.strides
+            strides = [packed[f"{name}_strides.{axis}"] for axis in ("batch", "row", "head")]
+            assert strides == [batch, row, head]
+        assert packed["lse"] == packed["bias"] == packed["sinks"] == packed["cu_seqlens_q"] == 0
+        scalars = ("heads_q", "heads_kv", "seqlen_q", "seqlen_k", "softmax_scale", "softcap")
+        assert [packed[name] for name in scalars] == [4, 2, 3, 5, 0.25, 0.0]
+
+    def test_varlen_operands_have_no_batch_stride(self):
+        ends = {name: buffer((3,), "int32") for name in ("cu_seqlens_q", "cu_seqlens_k")}
+        given = buffers(VARLEN_SHAPES, **ends, lse=buffer((4, 5), "float32", 64))
+        packed = unpack(pack_forward(dataclasses.replace(VARLEN, return_lse=True), given))
+        assert [packed[f"q_strides.{axis}"] for axis in ("batch", "row", "head")] == [0, 32, 8]
+        assert [packed[f"lse_strides.{axis}"] for axis in ("batch", "row", "head")] == [0, 1, 5]
+        assert packed["cu_seqlens_k"] == 4096
+
+    def test_strides_and_addresses_beyond_32_bits_are_kept_whole(self):
+        address = (1 << 46) + 4096
+        given = {
+            name: Buffer(address, shape, (FAR, 3 * FAR, -FAR, 1), "float16") for name, shape in DENSE_SHAPES.items()
+        }
+        packed = unpack(pack_forward(DENSE, given))
+        for name in DENSE_SHAPES:
+            strides = [packed[f"{name}_strides.{axis}"] for axis in ("batch", "row", "head")]
+            assert strides == [FAR, 3 * FAR, -FAR]
+            assert packed[name] == address
+
+    def test_broadcast_operands_have_stride_0_whatever_their_arrays_say(self):
+        problem = dataclasses.replace(DENSE, bias=("float32", True, True), alibi="heads")
+        bias = Buffer(64, (1, 1, 3, 5), (777, 888, 5, 1), "float32")
+        packed = unpack(pack_forward(problem, buffers(DENSE_SHAPES, bias=bias, alibi_slopes=buffer((4,), "float32"))))
+        assert [packed[f"bias_strides.{axis}"] for axis in ("batch", "head", "row")] == [0, 0, 5]
+        assert [packed[f"alibi_slopes_strides.{axis}"] for axis in ("batch", "head")] == [0, 1]
+
+    def test_bounds_that_are_unbounded_or_huge_stay_addable(self):
+        for window, expected in [((-1, 7), (UNBOUNDED, 7)), ((1 << 40, -1), (UNBOUNDED, UNBOUNDED)), ((0, 0), (0, 0))]:
+            problem = dataclasses.replace(DENSE, window=window, sink_tokens=1 << 40)
+            packed = unpack(pack_forward(problem, buffers(DENSE_SHAPES)))
+            assert (packed["window_left"], packed["window_right"]) == expected
+            assert packed["sink_tokens"] == UNBOUNDED
+
+    def test_dropout_packs_seed_threshold_and_scale(self):
+        seed = (1 << 64) - 3
+        packed = unpack(
+            pack_forward(dataclasses.replace(DENSE, dropout_p=0.25), buffers(DENSE_SHAPES), dropout_seed=seed)
+        )
+        assert packed["dropout_seed"] == seed
+        assert packed["dropout_threshold"] == 1 << 30
+        assert packed["dropout_scale"] == 1 / 0.75
+
+    @pytest.mark.parametrize("seed", [-1, 1 << 64])
+    def test_a_seed_outside_64_bits_is_refused(self, seed):
+        with pytest.raises(InvalidRequest, match="dropout_seed"):
+            pack_forward(dataclasses.replace(DENSE, dropout_p=0.5), buffers(DENSE_SHAPES), dropout_seed=seed)
+
+    @pytest.mark.parametrize(("dtype", "flag"), [("float32", 1), ("float16", 0)])
+    def test_sinks_come_in_float_or_in_the_outputs_dtype(self, dtype, flag):
+        problem = dataclasses.replace(DENSE, sinks=True)
+        packed = unpack(pack_forward(problem, buffers(DENSE_SHAPES, sinks=buffer((4,), dtype))))
+        assert packed["sinks_are_float"] == flag
+
+    def test_a_missing_descale_is_null_and_a_missing_operand_is_refused(self):
+        problem = dataclasses.replace(
+            DENSE, dtype="float8_e5m2", kv_dtype="float8_e5m2", out_dtype="bfloat16", descales=True
+        )
+        given = {name: buffer(shape, "float8_e5m2") for name, shape in DENSE_SHAPES.items()}
+        given |= {"out": buffer(DENSE_SHAPES["out"], "bfloat16"), "k_descale": buffer((2, 2), "float32")}
+        packed = unpack(pack_forward(problem, given))
+        assert (packed["q_descale"], packed["k_descale"], packed["v_descale"]) == (0, 4096, 0)
+        del given["k"]
+        with pytest.raises(InvalidRequest) as refused:
+            pack_forward(problem, given)
+        assert refused.value.field == "k"
+
+    @pytest.mark.parametrize(
+        ("changes", "words"),
+        [
+            ({"shape": (2, 3, 4, 9)}, r"shape \(2, 3, 4, 8\)"),
+            ({"dtype": "bfloat16"}, "float16"),
+            ({"strides": (96, 32, 8, 2)}, "contiguous"),
+            ({"address": 4097}, "multiple of 2"),
+        ],
+    )
+    def test_an_operand_that_is_not_as_the_problem_says_is_refused(self, changes, words):
+        given = buffers(DENSE_SHAPES)
+        given["q"] = dataclasses.replace(given["q"], **changes)
+        with pytest.raises(InvalidRequest, match=words) as refused:
+            pack_forward(DENSE, given)
+        assert refused.value.field == "q"
+
+    def test_an_axis_of_extent_1_may_have_any_stride(self):
+        problem = dataclasses.replace(DENSE, head_dim=1)
+        given = buffers({**DENSE_SHAPES, "q": (2, 3, 4, 1), "k": (2, 5, 2, 1)})
+        given["q"] = dataclasses.replace(given["q"], strides=(12, 4, 1, 99))
+        assert unpack(pack_forward(problem, given))["q_strides.head"] == 1

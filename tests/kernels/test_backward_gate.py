@@ -1,0 +1,270 @@
+"""What ptxas makes of the backward kernels, which needs no GPU: registers, spills, shared memory, tensor instructions.
+
+scripts/gate backward         every variant below; writes docs/reports/kernels_gate_backward.md
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from emulated.backward import KERNEL, backward_problem_of
+from emulated.forward import key_of, ml_dtype
+from test_static_gate import ARCHS, REGISTERS_PER_SM, REGISTERS_PER_THREAD, disassemble, find_disassembler
+
+from gpu_actors.compiling.compiler import Compiler
+from gpu_actors.kernels.backward.launch import BACKWARD_MMA
+from gpu_actors.kernels.support import capability
+from gpu_actors.kernels.tiles import TILES, shared_mem_limit
+from gpu_actors.kernels.variants import kernel_source
+from gpu_actors.problem import DispatchKey
+
+REPORT = Path(__file__).resolve().parents[2] / "docs" / "reports" / "kernels_gate_backward.md"
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "window sinks": {"causal": True, "window": (9, 0), "sink_tokens": 4, "sinks": True, "layout": "varlen"},
+    "dropout": {"causal": True, "dropout_p": 0.1, "layout": "varlen"},
+    "bias": {"bias": ("float32", True, True), "softcap": 20.0, "deterministic": True},
+    "alibi": {"causal": True, "alibi": "heads", "deterministic": True},
+}
+FEW = ("dropout", "bias")
+# Architectures with shared memory and reductions of their own; what the others compile is nearly the same.
+MAIN_ARCHS = ("sm_80", "sm_86", "sm_90a")
+# (dtype, compute, head_dim, head_dim_v): every row of the tile table, padded rows, unequal dims.
+SHAPES = (
+    ("float16", None, 64, 64),
+    ("bfloat16", None, 128, 128),
+    ("float16", None, 256, 256),
+    ("bfloat16", None, 192, 128),
+    ("bfloat16", None, 40, 40),
+    ("float16", None, 96, 96),
+    ("float32", "tf32", 64, 64),
+    ("float32", "bf16", 128, 128),
+    ("float32", "tf32", 256, 256),
+)
+# Checked by every test run; the rest is the sweep's.
+SAMPLE = {
+    "sm_80": (("bfloat16", 128, "causal"), ("float32", 256, "dropout")),
+    "sm_86": (("float16", 256, "bias"),),
+    "sm_90a": (("bfloat16", 128, "window sinks"),),
+}
+
+
+class Variant(NamedTuple):
+    arch: str
+    shape: tuple[str, str | None, int, int]
+    option: str
+
+    def __str__(self) -> str:
+        dtype, compute, dim, dim_v = self.shape
+        dims = str(dim) if dim == dim_v else f"{dim}/{dim_v}"
+        return f"{self.arch} {compute or dtype} {dims} {self.option}"
+
+
+def options_of(arch: str, shape: tuple[str, str | None, int, int]) -> tuple[str, ...]:
+    """Every option with the usual head dims, a few with the others, one on the lesser architectures."""
+    usual = shape in SHAPES[:2]
+    if arch not in MAIN_ARCHS:
+        return ("causal",) if usual else ()
+    return tuple(OPTIONS) if usual else FEW
+
+
+VARIANTS = tuple(
+    Variant(arch, shape, option) for arch in ARCHS for shape in SHAPES for option in options_of(arch, shape)
+)
+
+
+class Finding(NamedTuple):
+    """What became of a variant. tensor: HMMA instructions. local: loads and stores of local memory."""
+
+    key: DispatchKey
+    registers: int
+    spills: int
+    stack: int
+    notes: tuple[str, ...]
+    shared: int
+    threads: int
+    tensor: int | None
+    expected: tuple[int, int]
+    local: int | None
+
+
+def key_of_variant(variant: Variant) -> DispatchKey:
+    dtype, compute, dim, dim_v = variant.shape
+    q, v = (np.zeros((1, 64, 2, width), ml_dtype(dtype)) for width in (dim, dim_v))
+    problem = dataclasses.replace(backward_problem_of(q, q, v, compute=compute), **OPTIONS[variant.option])
+    return key_of(problem, variant.arch, KERNEL)
+
+
+def unrolled(steps: int, by: int) -> int:
+    """How many bodies a loop of so many steps has: those side by side, and a remainder."""
+    return steps if steps <= by else by + steps % by
+
+
+def column_pairs(chunk: int, dim: int, warps: int) -> int:
+    """Pairs of blocks of 8 columns that a warp has: `Columns` of kernels_cu/mma/shares.cuh."""
+    chunks = -(-dim // chunk // 2) * 2
+    pair = 16 // chunk
+    group = max(next(factor for factor in (8, 4, 2) if chunks % factor == 0), pair)
+    a_group = group // pair
+    parts = a_group if warps % a_group == 0 else 2 if warps % 2 == 0 else 1
+    groups, stride = -(-chunks // group), warps // parts
+    return -(-groups // stride) * (a_group // parts)
+
+
+def expected_instructions(macros: dict[str, str]) -> tuple[int, int]:
+    """(fewest, most) HMMA of the code: one loop over tiles, for those with a mask and for those without one."""
+    number = {name: int(value) for name, value in macros.items() if value.isdigit()}
+    itemsize = 4 if macros["ELEMENT"] == "float" else 2
+    m, n, warps = number["BLOCK_M"], number["BLOCK_N"], number["WARPS"]
+    dims, chunk, step = (number["HEAD_DIM"], number["HEAD_DIM_V"]), 16 // itemsize, 32 // itemsize
+    key_warps = min(warps, n // 16)
+    sharing, key_rows = warps // key_warps, n // (16 * key_warps)
+    split = sharing > 1 and m % (16 * sharing) == 0
+    pairs = [column_pairs(chunk, dim, sharing) for dim in dims]
+    queries = m // sharing if split else m
+    options = ("SOFTCAP", "ALIBI", "BIAS_ELEMENT", "DROPOUT", "WINDOW")
+    roomy = not any(name in macros for name in options)
+    wide = 8 * key_rows * sum(pairs) > 96
+    limit = 64 if not wide else 32 if roomy else 16
+    block = min(queries, limit)
+    scores = 2 * key_rows * block // 8
+    steps = 1 if split else block // step
+    most = [key_rows * steps * 2 * count for count in pairs]
+    at_once = min(column_pairs(chunk, dims[0], warps // (m // 16)), 4 if not wide or roomy else 2)
+    keys = n // step
+    gradient = unrolled(keys, 2) * 2 * at_once
+    remainder = 2 * at_once if keys > 2 and keys % 2 else 0  # a body of its own, or a way out of the loop's middle
+    hides = "CAUSAL" in number or "WINDOW" in number
+    poison = key_rows * unrolled(-(-dims[0] * itemsize // 32), 2) if hides else 0
+    total = scores + sum(most) + gradient + poison
+    return total - remainder, total
+
+
+@functools.cache
+def examine(variant: Variant) -> Finding:
+    key = key_of_variant(variant)
+    source = kernel_source(key)
+    cubin = Compiler().compile(source)
+    macros = dict(source.macros)
+    resources = cubin.resources[KERNEL]
+    tool, tensor, local = find_disassembler(), None, None
+    if tool is not None:
+        text = disassemble(tool, cubin.data)
+        tensor, local = (len(re.findall(pattern, text)) for pattern in (r"\bHMMA\.", r"\b(?:LDL|STL)\b"))
+    return Finding(
+        key=key,
+        registers=resources.registers,
+        spills=resources.spill_bytes,
+        stack=resources.stack_bytes,
+        notes=cubin.notes,
+        shared=int(macros["SHARED_BYTES"]),
+        threads=32 * int(macros["WARPS"]),
+        tensor=tensor,
+        expected=expected_instructions(macros),
+        local=local,
+    )
+
+
+def faults(found: Finding) -> list[str]:
+    """What the gate holds against a variant."""
+    ceiling = min(REGISTERS_PER_THREAD, REGISTERS_PER_SM // found.threads)
+    limit = shared_mem_limit(capability(found.key.arch))
+    fewest, most = found.expected
+    checks = {
+        f"{found.spills} bytes spilled": found.spills != 0,
+        f"{found.stack} bytes of stack": found.stack != 0,
+        f"notes {found.notes}": found.notes != (),
+        f"{found.registers} registers of {ceiling}": not 0 < found.registers <= ceiling,
+        f"{found.shared} bytes of shared memory of {limit}": found.shared > limit,
+        f"{found.tensor} HMMA instead of {fewest} to {most}": not (
+            found.tensor is None or fewest <= found.tensor <= most
+        ),
+        f"{found.local} accesses to local memory": found.local not in (None, 0),
+    }
+    return [text for text, wrong in checks.items() if wrong]
+
+
+@pytest.mark.parametrize("arch", SAMPLE)
+def test_a_sample_of_the_variants_passes_the_gate(arch):
+    sample = [v for v in VARIANTS if v.arch == arch and (v.shape[0], v.shape[2], v.option) in SAMPLE[arch]]
+    assert len(sample) == len(SAMPLE[arch])
+    with ThreadPoolExecutor(2) as pool:
+        assert {str(found.key): faults(found) for found in pool.map(examine, sample) if faults(found)} == {}
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_variant_passes_the_gate(arch):
+    with ThreadPoolExecutor(2) as pool:
+        every = list(pool.map(examine, [v for v in VARIANTS if v.arch == arch]))
+    assert {str(found.key): faults(found) for found in every if faults(found)} == {}
+
+
+@pytest.mark.parametrize("option", ["full", "bias"])
+@pytest.mark.parametrize("name", BACKWARD_MMA.companions)
+def test_the_kernels_before_and_after_are_clean_as_well(name, option):
+    key = key_of_variant(Variant("sm_80", ("bfloat16", None, 128, 128), option))
+    resources = Compiler().compile(kernel_source(dataclasses.replace(key, kernel=name))).resources[name]
+    assert (resources.spill_bytes, resources.stack_bytes) == (0, 0)
+
+
+def test_the_gate_counts_what_it_says():
+    """A tile of too many accumulators spills, and the gate sees it."""
+    source = kernel_source(key_of_variant(Variant("sm_80", ("float16", None, 256, 256), "causal")))
+    wide = {"BLOCK_M": "32", "BLOCK_N": "64", "WARPS": "4", "SHARED_BYTES": str(135680), "DQ_FLOATS": str(16 * 4 * 128)}
+    resources = Compiler().compile(dataclasses.replace(source, macros={**source.macros, **wide})).resources[KERNEL]
+    assert resources.spill_bytes > 0
+    assert resources.stack_bytes > 0
+
+
+def test_every_row_of_the_tile_table_is_among_the_variants():
+    reached = set()
+    for variant in VARIANTS:
+        macros = kernel_source(key_of_variant(variant)).macros
+        reached.add(tuple(int(macros[name]) for name in ("BLOCK_M", "BLOCK_N", "STAGES", "WARPS")))
+    assert {tuple(row.tile) for row in TILES if row.kernel == KERNEL} <= reached
+
+
+def main() -> int:
+    lines, failed = [], 0
+    with ThreadPoolExecutor(2) as pool:
+        for variant, found in zip(VARIANTS, pool.map(examine, VARIANTS), strict=True):
+            verdict = "; ".join(faults(found)) or "passes"
+            failed += verdict != "passes"
+            sys.stdout.write(f"{variant}: {verdict}\n")
+            sys.stdout.flush()
+            lines.append(
+                f"| {variant} | {found.registers} | {found.shared} | {found.threads} | {found.tensor} | {verdict} |"
+            )
+    summary = f"{len(lines) - failed} of {len(lines)} variants pass"
+    REPORT.write_text(_REPORT.format(summary=summary, rows="\n".join(lines)), encoding="utf-8")
+    sys.stdout.write(summary + "\n")
+    return 1 if failed else 0
+
+
+_REPORT = """# Static gate of backward_mma
+
+`scripts/gate backward` compiles every variant below with NVRTC, which needs no GPU. {summary}.
+
+A variant passes with nothing spilled, no stack, no C75xx note, no access to local memory, as many tensor-core
+instructions (HMMA) as the tile has products in its loop, and with registers and shared memory that a block can
+have. It says nothing about speed.
+
+| variant | registers | shared memory, bytes | threads | HMMA | verdict |
+|---|---|---|---|---|---|
+{rows}
+"""
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,356 @@
+"""The tensor-core backward kernels on the CPU against the float64 oracle: options, edges, addressing, repeats."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from emulated.backward import KERNEL, backward_problem_of, check_case, run, run_case
+from emulated.forward import Strided, gaussian
+
+from gpu_actors.kernels.dispatch import FAMILIES, dispatch_key
+from gpu_actors.reference import attention_forward
+from gpu_actors.testing import check_gradients, random_backward
+from gpu_actors.testing.backward_problems import BackwardCase
+from gpu_actors.testing.problems import SEQLENS
+
+DELIVERIES = ("late", "eager", "random")
+SCHEDULES = ("greedy", "lane", "random", "round_robin")
+LAUNCHES = tuple(itertools.product(DELIVERIES, SCHEDULES))
+
+
+class Sweep(NamedTuple):
+    """One compiled variant, and how it is reached. usual: whether the default test run compiles it."""
+
+    dtype: str
+    compute: str | None
+    arch: str
+    head_dim: int
+    head_dim_v: int | None
+    varlen: bool
+    always: tuple[str, ...]
+    alignment: str = "bottom_right"
+    deterministic: bool = False
+    usual: bool = False
+
+
+# Every option alone or in company, every row of the tile table, both layouts, both alignments, both ways to reduce.
+SWEEPS = (
+    Sweep("float16", None, "sm_80", 64, None, False, ("causal",), usual=True),
+    Sweep("bfloat16", None, "sm_90a", 128, None, True, ("causal", "window", "sink_tokens"), "top_left", True, True),
+    Sweep("float16", None, "sm_86", 40, None, False, ("dropout", "sinks", "bias", "alibi", "softcap"), usual=True),
+    Sweep("bfloat16", None, "sm_86", 256, 72, False, ("causal", "sinks"), usual=True),
+    Sweep("float32", "tf32", "sm_80", 96, None, True, ("window",), deterministic=True, usual=True),
+    Sweep("float16", None, "sm_86", 64, 96, True, ("causal", "alibi", "sinks"), "top_left"),
+    Sweep("bfloat16", None, "sm_80", 40, None, False, ("causal", "dropout"), deterministic=True),
+    Sweep("float16", None, "sm_90a", 80, None, False, ("window", "sink_tokens", "bias", "scale"), deterministic=True),
+    Sweep("bfloat16", None, "sm_80", 32, 200, True, ("window", "dropout", "sinks", "alibi", "softcap"), "top_left"),
+    Sweep("bfloat16", None, "sm_86", 128, None, False, ("bias", "scale")),
+    Sweep("bfloat16", None, "sm_80", 128, 104, True, ("dropout",)),
+    Sweep("float16", None, "sm_86", 192, None, True, ("causal",)),
+    Sweep("bfloat16", None, "sm_90a", 256, None, False, ("causal", "softcap"), deterministic=True),
+    Sweep("bfloat16", None, "sm_80", 192, 128, True, ()),
+    Sweep("bfloat16", None, "sm_86", 256, None, True, ("causal", "softcap")),
+    Sweep("float32", "bf16", "sm_86", 40, 72, False, ("causal", "bias", "dropout", "sinks"), "top_left", True),
+    Sweep("float32", "tf32", "sm_90a", 64, None, True, ("window", "sink_tokens", "softcap")),
+    Sweep("float32", "f16", "sm_86", 128, None, False, ("causal", "bias")),
+    Sweep("float32", "tf32", "sm_86", 256, None, True, ("causal",)),
+    Sweep("float32", "tf32", "sm_80", 256, 200, False, ("dropout", "alibi")),
+    Sweep("float32", "bf16", "sm_90a", 224, None, False, ("window", "bias"), deterministic=True),
+)
+SHAPES = ((1, 1), (33, 95), (70, 31), (113, 203), (31, 300), (130, 7), (200, 260))
+
+
+def name_of(sweep: Sweep) -> str:
+    return "-".join([sweep.compute or sweep.dtype, str(sweep.head_dim), sweep.arch, sweep.alignment, *sweep.always])
+
+
+def case_of(sweep: Sweep, seed: int, seqlens: tuple[int, int], **choices: Any) -> BackwardCase:
+    return random_backward(
+        seed,
+        compute=sweep.compute,
+        dtype=sweep.dtype,
+        head_dim=sweep.head_dim,
+        head_dim_v=sweep.head_dim_v,
+        varlen=sweep.varlen,
+        seqlens=seqlens,
+        features=(),
+        always=sweep.always,
+        alignment=sweep.alignment,
+        **choices,
+    )
+
+
+def check_sweep(sweep: Sweep, shapes: tuple[tuple[int, int], ...]) -> None:
+    for index, seqlens in enumerate(shapes):
+        number = SWEEPS.index(sweep)
+        delivery, schedule = LAUNCHES[(5 * index + number) % len(LAUNCHES)]
+        large = max(seqlens) > 300  # which the emulation takes its time for
+        heads = (2, 1) if large else ((6, 2), (3, 1), (2, 2))[index % 3]
+        case = case_of(sweep, 1000 * number + index, seqlens, batch=1 if large else 1 + index % 3, heads=heads)
+        check_case(
+            case,
+            compute=sweep.compute,
+            deterministic=sweep.deterministic,
+            arch=sweep.arch,
+            delivery=delivery,
+            schedule=schedule,
+            seed=index,
+            limit_seconds=600.0,
+        )
+
+
+@pytest.mark.parametrize("sweep", [sweep for sweep in SWEEPS if sweep.usual], ids=name_of)
+def test_it_agrees_with_the_oracle_whatever_the_schedule_and_the_delivery(sweep):
+    check_sweep(sweep, SHAPES)
+
+
+@pytest.mark.sweep
+@pytest.mark.usefixtures("fused_or_not")
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("sweep", SWEEPS, ids=name_of)
+def test_it_agrees_with_the_oracle_on_the_whole_grid(sweep):
+    check_sweep(sweep, (*SHAPES, *SEQLENS))
+
+
+def usual_case(seqlens: tuple[int, int], **choices: Any) -> BackwardCase:
+    """Of the first sweep, whose kernels other tests compile as well."""
+    return case_of(SWEEPS[0], 5, seqlens, **{"heads": (4, 2), "batch": 1, **choices})
+
+
+def test_every_delivery_and_schedule_gives_the_same_bits_of_dk_and_dv():
+    """200 rows are more tiles than the ring has stages, so that every stage is refilled."""
+    case = usual_case((200, 150))
+    results = [
+        run_case(case, arch="sm_80", delivery=delivery, schedule=schedule, seed=seed)
+        for seed, (delivery, schedule) in enumerate(LAUNCHES)
+    ]
+    for result in results:
+        np.testing.assert_array_equal(result.dk, results[0].dk)
+        np.testing.assert_array_equal(result.dv, results[0].dv)
+
+
+REPEATS = tuple((LAUNCHES[n % len(LAUNCHES)], n) for n in range(100))
+
+
+class TestDeterministic:
+    def test_a_hundred_repeats_have_the_same_bits(self):
+        """Of floats, which show the last bits: seven key tiles add to dQ, from blocks that run at the same time."""
+        sweep = SWEEPS[4]
+        case = case_of(sweep, 3, (40, 410), batch=1, heads=(1, 1))
+        first = run_case(case, compute=sweep.compute, deterministic=True, arch=sweep.arch)
+        for (delivery, schedule), seed in REPEATS:
+            again = run_case(
+                case,
+                compute=sweep.compute,
+                deterministic=True,
+                arch=sweep.arch,
+                delivery=delivery,
+                schedule=schedule,
+                seed=seed,
+                threads=3,
+            )
+            for name in ("dq", "dk", "dv"):
+                np.testing.assert_array_equal(getattr(again, name), getattr(first, name))
+
+    @pytest.mark.parametrize("seed", [1, 6, 7], ids=["downwards", "from the third on", "every other"])
+    def test_blocks_that_start_in_another_order_wait_for_none_that_has_not_started(self, seed):
+        """Each tile of keys adds to all of dQ, and each sequence and head to the one dbias; two run at a time."""
+        sweep = Sweep("float32", "tf32", "sm_80", 96, None, False, ("bias",), deterministic=True)
+        case = case_of(sweep, 3, (40, 200), batch=2, heads=(2, 1))
+        case.options["bias"] = np.ascontiguousarray(case.options["bias"][:1, :1])
+        launch = {"compute": sweep.compute, "deterministic": True, "arch": sweep.arch, "limit_seconds": 20.0}
+        first = run_case(case, **launch)
+        again = run_case(case, seed=seed, **launch)
+        for name in ("dq", "dk", "dv", "dbias"):
+            np.testing.assert_array_equal(getattr(again, name), getattr(first, name))
+
+    @pytest.mark.sweep
+    @pytest.mark.timeout(600)
+    @pytest.mark.parametrize("sweep", [sweep for sweep in SWEEPS if sweep.deterministic], ids=name_of)
+    def test_a_hundred_repeats_of_every_variant_have_the_same_bits(self, sweep):
+        case = case_of(sweep, 3, (90, 410), batch=2, heads=(2, 1))
+        first = run_case(case, compute=sweep.compute, deterministic=True, arch=sweep.arch)
+        check_gradients(first, *case.arguments, out=case.out, lse=case.lse, compute=sweep.compute, **case.options)
+        for (delivery, schedule), seed in REPEATS:
+            again = run_case(
+                case,
+                compute=sweep.compute,
+                deterministic=True,
+                arch=sweep.arch,
+                delivery=delivery,
+                schedule=schedule,
+                seed=seed,
+                threads=3,
+            )
+            for name in ("dq", "dk", "dv", "dbias", "dsinks"):
+                np.testing.assert_array_equal(getattr(again, name), getattr(first, name))
+
+
+def problem_and_operands(dout: Any, q: Any, k: Any, v: Any, **options: Any) -> tuple[Any, dict[str, Any]]:
+    result = attention_forward(*(getattr(x, "array", x) for x in (q, k, v)), **options)
+    arrays = [getattr(x, "array", x) for x in (q, k, v)]
+    out, lse = result.out.astype(arrays[0].dtype), result.lse.astype(np.float32)
+    named = {name: value for name, value in options.items() if isinstance(value, np.ndarray)}
+    operands = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, **named}
+    return backward_problem_of(*arrays, **options), operands
+
+
+def operands_of(rows: int, keys: int, *, batch: int = 1, heads: int = 2, heads_kv: int = 2) -> list[Any]:
+    """dout, q, k, v of the first sweep's kind."""
+    shapes = [(batch, n, h, 64) for n, h in ((rows, heads), (rows, heads), (keys, heads_kv), (keys, heads_kv))]
+    return [gaussian(n, shape, "float16") for n, shape in enumerate(shapes)]
+
+
+def answer(*arrays: Any, **options: Any) -> Any:
+    problem, operands = problem_and_operands(*arrays, **options)
+    return run(problem, operands, arch="sm_80")
+
+
+def check(*arrays: Any, **options: Any) -> Any:
+    problem, operands = problem_and_operands(*arrays, **options)
+    gradients = run(problem, operands, arch="sm_80")
+    check_gradients(gradients, *arrays, out=operands["out"], lse=operands["lse"], **options)
+    return gradients
+
+
+class TestEdges:
+    def test_rows_that_see_no_key_and_keys_that_no_row_sees_have_gradients_of_zero(self):
+        gradients = check(*operands_of(90, 20), causal=True)
+        assert (gradients.dq[:, :70] == 0).all()
+        gradients = check(*operands_of(20, 290), causal=True, alignment="top_left")
+        assert (gradients.dk[:, 20:] == 0).all()
+        assert (gradients.dv[:, 20:] == 0).all()
+
+    def test_empty_sequences_give_zeros(self):
+        ends = {
+            "cu_seqlens_q": np.array([0, 5, 5, 8, 150], np.int32),
+            "cu_seqlens_k": np.array([0, 0, 90, 130, 133], np.int32),
+        }
+        dout, q, k, v = (gaussian(n, (rows, 2, 64), "float16") for n, rows in enumerate((150, 150, 133, 133)))
+        gradients = check(dout, q, k, v, causal=True, **ends)
+        assert (gradients.dq[:5] == 0).all()
+        assert (gradients.dk[:90] == 0).all()
+
+    def test_sequences_longer_than_the_caller_said_are_answered_whole(self):
+        ends = {name: np.array([0, 10, 300], np.int32) for name in ("cu_seqlens_q", "cu_seqlens_k")}
+        arrays = [gaussian(n, (300, 2, 64), "float16") for n in range(4)]
+        problem, operands = problem_and_operands(*arrays, causal=True, **ends)
+        whole = run(problem, operands, arch="sm_80")
+        short = run(dataclasses.replace(problem, seqlen_q=10, seqlen_k=10), operands, arch="sm_80")
+        for name in ("dk", "dv"):
+            np.testing.assert_array_equal(getattr(whole, name), getattr(short, name))
+        check_gradients(short, *arrays, out=operands["out"], lse=operands["lse"], causal=True, **ends)
+
+    def test_a_nan_reaches_what_its_row_or_key_reaches_and_no_more(self):
+        """A hidden pair is a 0 in a product, and 0 * NaN is NaN."""
+        for index in range(4):
+            arrays = operands_of(150, 150)
+            arrays[index][0, 40, :, 3] = np.nan
+            gradients = check(*arrays, causal=True)
+            assert not np.isfinite(gradients.dk).all()
+            assert np.isfinite(gradients.dq[:, :40]).all()
+            assert np.isfinite(gradients.dk[:, 150:]).all()
+
+    def test_the_gradient_of_the_lse_is_taken_off_delta(self):
+        dout, q, k, v = operands_of(90, 70)
+        problem, operands = problem_and_operands(dout, q, k, v, causal=True)
+        dlse = gaussian(9, operands["lse"].shape)
+        gradients = run(problem, {**operands, "dlse": dlse}, arch="sm_80")
+        # An output that has the same products with dout and dlse less.
+        wide = dout.astype(np.float64)
+        share = np.moveaxis(dlse, 1, 2)[..., None] * wide / np.square(wide).sum(-1, keepdims=True)
+        given = {"out": operands["out"] - share, "lse": operands["lse"]}
+        check_gradients(gradients, dout, q, k, v, **given, causal=True)
+
+
+class TestAddressing:
+    @staticmethod
+    def view(seed: int, length: int, heads: int, padding: int) -> Strided:
+        """(batch, heads, rows, dim) storage with NaN between rows, heads and sequences."""
+        base = np.full((2, heads + 1, length + 2, 64 + 2 * padding), np.nan, np.float16)
+        array = base[:, 1:, 1 : length + 1, padding : padding + 64].transpose(0, 2, 1, 3)
+        array[...] = gaussian(seed, array.shape)
+        return Strided(array, base)
+
+    @pytest.mark.parametrize("padding", [8, 1, 2, 3])
+    def test_transposed_padded_views_are_read_and_written_in_place(self, padding):
+        """8 keeps rows on 16 bytes, what cp.async needs; 3 keeps them on nothing."""
+        rows, keys = (137, 4), (170, 2)
+        dout, q, k, v = (self.view(n, *shape, padding) for n, shape in enumerate((rows, rows, keys, keys)))
+        shapes = {"dq": rows, "dk": keys, "dv": keys}
+        written = {name: self.view(7, *shape, padding) for name, shape in shapes.items()}
+        for target in written.values():
+            target.array[...] = np.nan
+        problem, operands = problem_and_operands(dout, q, k, v, causal=True)
+        gradients = run(problem, {**operands, **written}, arch="sm_80")
+        given = {"out": operands["out"], "lse": operands["lse"]}
+        check_gradients(gradients, dout.array, q.array, k.array, v.array, causal=True, **given)
+        for target in written.values():
+            assert np.isfinite(target.base).sum() == target.array.size, "only the view was written"
+
+
+class TestBatchInvariance:
+    def test_a_dense_sequence_has_the_same_bits_alone_and_in_a_batch(self):
+        arrays = operands_of(150, 113, batch=3, heads=4)
+        whole = answer(*arrays, causal=True)
+        for index in range(3):
+            alone = answer(*(x[index : index + 1] for x in arrays), causal=True)
+            np.testing.assert_array_equal(alone.dk[0], whole.dk[index])
+            np.testing.assert_array_equal(alone.dv[0], whole.dv[index])
+
+    def test_a_packed_sequence_has_the_same_bits_of_every_gradient_where_deterministic(self):
+        sweep = SWEEPS[4]
+        case = case_of(sweep, 11, (100, 200), batch=3, heads=(2, 1))
+        options = dict(case.options)
+        ends_q, ends_k = options.pop("cu_seqlens_q"), options.pop("cu_seqlens_k")
+        whole = run_case(case, compute=sweep.compute, deterministic=True, arch=sweep.arch)
+        dout, q, k, v, out, lse = case.inputs
+        for index, lengths in enumerate(case.forward.seqlens):
+            if not all(lengths):
+                continue
+            rows, keys = (slice(*ends[index : index + 2]) for ends in (ends_q, ends_k))
+            ends = {
+                "cu_seqlens_q": np.array([0, rows.stop - rows.start], np.int32),
+                "cu_seqlens_k": np.array([0, keys.stop - keys.start], np.int32),
+            }
+            inputs = q[rows], k[keys], v[keys]
+            problem = backward_problem_of(*inputs, compute=sweep.compute, deterministic=True, **options, **ends)
+            operands = {"dout": dout[rows], "q": q[rows], "k": k[keys], "v": v[keys], "out": out[rows], **ends}
+            alone = run(problem, {**operands, "lse": np.ascontiguousarray(lse[:, rows])}, arch=sweep.arch)
+            np.testing.assert_array_equal(alone.dq, whole.dq[rows])
+            np.testing.assert_array_equal(alone.dk, whole.dk[keys])
+            np.testing.assert_array_equal(alone.dv, whole.dv[keys])
+
+
+def all_of(dtype: str, compute: str) -> dict[str, str]:
+    return {"dtype": dtype, "kv_dtype": dtype, "out_dtype": dtype, "compute": compute}
+
+
+class TestDispatch:
+    Q = np.zeros((1, 64, 2, 64), np.float16)
+    BASE = backward_problem_of(Q, Q, Q)
+
+    def test_it_takes_what_tensor_cores_can_multiply(self):
+        reduced = dataclasses.replace(self.BASE, **all_of("float32", "tf32"))
+        unscaled = dataclasses.replace(self.BASE, softmax_scale=-0.5)
+        for problem in (self.BASE, reduced, unscaled, dataclasses.replace(self.BASE, head_dim=32, head_dim_v=256)):
+            assert dispatch_key(problem, "sm_80").kernel == KERNEL
+
+    @pytest.mark.parametrize(
+        ("changes", "field", "nearest", "reason"),
+        [
+            ({"head_dim": 36}, "head_dim", 40, "multiples of 8"),
+            ({"head_dim_v": 24}, "head_dim_v", 32, "from 32 to 256"),
+            (all_of("float32", "f32"), "compute", "tf32", "no float32"),
+            (all_of("float64", "f64"), "dtype", "bfloat16", "f16, bf16"),
+        ],
+    )
+    def test_what_it_refuses_names_the_nearest_that_it_takes(self, changes, field, nearest, reason):
+        problem = dataclasses.replace(self.BASE, **changes)
+        refusal = next(family for family in FAMILIES if family.name == KERNEL).refusal(problem, "sm_80")
+        assert (refusal.field, refusal.nearest) == (field, nearest)
+        assert reason in refusal.reason

@@ -1,0 +1,285 @@
+"""What ptxas makes of the decode kernels, which needs no GPU: registers, spills, shared memory, instructions.
+
+scripts/gate decode         every variant below on every architecture; writes docs/reports/kernels_decode_gate.md
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from emulated import decode as emulated_decode
+from mutation.decode_mutants import DECODE_DEFECTS
+from mutation.forward_mutants import FUSED_CORRECTION, Mutant
+from support.exponents import fused_corrections
+from test_static_gate import ARCHS, REGISTERS_PER_SM, REGISTERS_PER_THREAD, disassemble, find_disassembler, with_bug
+
+from gpu_actors.bench.plan import problem_of
+from gpu_actors.compiling.compiler import Compiler
+from gpu_actors.kernels.decode.variant import COMBINE, DECODE, PLAN, decode_tile
+from gpu_actors.kernels.occupancy import occupancy, shared_a_multiprocessor
+from gpu_actors.kernels.support import ELEMENTS
+from gpu_actors.kernels.variants import kernel_source
+from gpu_actors.problem import DispatchKey
+
+REPORT = Path(__file__).resolve().parents[2] / "docs" / "reports" / "kernels_decode_gate.md"
+BASE = dataclasses.replace(problem_of(np.full(4, 100, np.int32)), return_lse=True)
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "paged": {},
+    "paged varlen": {"varlen_q": True},
+    "paged tree": {"causal": False, "tree_mask": True},
+    "paged window sinks": {"window": (9, -1), "sink_tokens": 4, "sinks": True},
+    "paged softcap": {"softcap": 20.0},
+    "paged alibi": {"alibi": "batch"},
+    "pointers": {"layout": "pointers", "page_size": 0, "causal": False},
+    "cache": {"layout": "cache", "page_size": 0},
+}
+FEW = ((16, "paged"), (64, "paged window sinks"), (16, "pointers"))
+FP8 = "float8_e4m3fn"
+# (q's dtype, cache's dtype, head_dim, head_dim_v)
+SHAPES = (
+    ("bfloat16", "bfloat16", 128, 128),
+    ("bfloat16", FP8, 128, 128),
+    ("float16", "float16", 64, 64),
+    ("float16", "float16", 256, 256),
+    ("bfloat16", FP8, 256, 256),
+    ("float16", FP8, 64, 64),
+    ("bfloat16", "float8_e5m2", 80, 80),
+    ("bfloat16", "bfloat16", 80, 80),
+    ("bfloat16", "bfloat16", 192, 128),
+    ("float16", "float16", 40, 40),
+)
+
+
+class Variant(NamedTuple):
+    arch: str
+    shape: tuple[str, str, int, int]
+    rows: int
+    option: str
+    kernel: str = DECODE
+
+    def __str__(self) -> str:
+        dtype, kv_dtype, dim, dim_v = self.shape
+        dims = str(dim) if dim == dim_v else f"{dim}/{dim_v}"
+        kind = dtype if dtype == kv_dtype else f"{dtype} over {kv_dtype}"
+        return f"{self.arch} {self.kernel} {kind} {dims}, {self.rows} rows, {self.option}"
+
+
+def variants(arch: str) -> list[Variant]:
+    """Every option with the usual head dim, a few with the others, each tile of rows; the merge and the split. Of the
+    architectures between, which have the instructions of these two, the most demanding."""
+    if arch not in ("sm_80", "sm_90a"):
+        usual = [Variant(arch, SHAPES[0], rows, option) for option in ("paged", "pointers") for rows in (16, 64)]
+        others = [Variant(arch, shape, 64, "paged window sinks") for shape in SHAPES]
+        return [*usual, *others, Variant(arch, SHAPES[7], 16, "pointers"), Variant(arch, SHAPES[6], 16, "pointers")]
+    usual = [Variant(arch, SHAPES[0], rows, option) for option in OPTIONS for rows in (16, 64)]
+    usual.append(Variant(arch, SHAPES[0], 32, "paged"))
+    others = [Variant(arch, shape, rows, option) for shape in SHAPES[1:] for rows, option in FEW]
+    merges = [Variant(arch, shape, 16, option, COMBINE) for shape in SHAPES[:4:3] for _, option in FEW]
+    plans = [Variant(arch, SHAPES[0], 16, option, PLAN) for option in ("paged", "paged varlen", "paged window sinks")]
+    return [*usual, *others, *merges, *plans]
+
+
+# Checked by every test run; the rest is the sweep's.
+SAMPLE = {
+    "sm_80": ((SHAPES[4], 16, "paged"),),
+    "sm_86": ((SHAPES[3], 64, "paged window sinks"),),
+    "sm_89": ((SHAPES[7], 16, "pointers"),),
+    "sm_90a": ((SHAPES[1], 16, "paged"),),
+    "sm_100a": ((SHAPES[6], 16, "pointers"),),
+    "sm_120a": ((SHAPES[0], 64, "paged"),),
+}
+
+
+class Finding(NamedTuple):
+    """What became of a variant. tensor: HMMA instructions. copies: asynchronous ones, and those of fewer than 16 bytes.
+    blocks: that fit on a multiprocessor, and that the tile counts on. exponents: what is wrong with the softmax's
+    exponentials."""
+
+    registers: int
+    spills: int
+    stack: int
+    notes: tuple[str, ...]
+    shared: int
+    threads: int
+    blocks: tuple[int, int]
+    tensor: tuple[int, set[int]] | None
+    copies: tuple[int, int] | None
+    local: int
+    exponents: list[str]
+
+
+def key_of(variant: Variant) -> DispatchKey:
+    dtype, kv_dtype, dim, dim_v = variant.shape
+    fp8 = ELEMENTS[kv_dtype].fp8
+    given = {
+        "dtype": dtype,
+        "kv_dtype": kv_dtype,
+        "out_dtype": dtype,
+        "compute": ELEMENTS[dtype].computes[0],
+        "head_dim": dim,
+        "head_dim_v": dim_v,
+        "descales": fp8,
+        "heads_q": 8 * variant.rows,
+    }
+    problem = dataclasses.replace(BASE, **(given | OPTIONS[variant.option]))  # type: ignore[arg-type]
+    key = emulated_decode.key_of(problem, variant.arch)
+    assert key.row_tile == variant.rows
+    return dataclasses.replace(key, kernel=variant.kernel)
+
+
+def expected_products(key: DispatchKey) -> set[int]:
+    """HMMA of the loop. Of the sum over head_dim two passes are unrolled; an odd one comes on top or in the loop."""
+    tile, narrow = decode_tile(key), ELEMENTS[key.kv_dtype].fp8
+    keys = tile.block_n // (tile.warps // (tile.block_m // 16))  # of a warp
+    steps = 2 if narrow else 1
+    passes = -(-key.head_dim // (16 * steps))
+    unrolled = {passes} if passes <= 2 else {2, 2 + passes % 2}
+    if passes == 5:
+        unrolled.add(passes)  # beside an odd one, ptxas may unroll the two turns that are left
+    return {keys // 8 * count * steps + keys // 16 * (key.head_dim_v // 8) for count in unrolled}
+
+
+def exponent_faults(text: str, macros: dict[str, str]) -> list[str]:
+    """In the loop, a lane has a quarter of its warp's keys of two rows. The merge has a difference of bases, too."""
+    key_warps = int(macros["WARPS"]) // (int(macros["BLOCK_M"]) // 16)
+    return fused_corrections(text, weights=int(macros["BLOCK_N"]) // key_warps // 2, corrections=2 + 1)
+
+
+@functools.cache
+def examine(variant: Variant, mutant: Mutant | None = None) -> Finding:
+    """mutant: a bug to seed, whose file is a header."""
+    key = key_of(variant)
+    source = kernel_source(key)
+    if mutant is not None:
+        source = with_bug(source, mutant)
+    cubin = Compiler().compile(source)
+    resources, macros = cubin.resources[variant.kernel], dict(source.macros)
+    threads, shared = 32 * int(macros["WARPS"]), int(macros["SHARED_BYTES"]) + resources.shared_bytes
+    fit = occupancy(variant.arch, resources.registers, shared, threads).blocks
+    tool, tensor, copies, local, exponents = find_disassembler(), None, None, 0, []
+    if tool is not None:
+        text = disassemble(tool, cubin.data)
+        local = len(re.findall(r"\b(?:LDL|STL)\b", text))
+        if variant.kernel == DECODE:
+            tensor = (len(re.findall(r"\bHMMA\.", text)), expected_products(key))
+            found = re.findall(r"\bLDGSTS\.\S+", text)
+            copies = (len(found), sum(not name.endswith(".128") for name in found))
+            exponents = exponent_faults(text, macros)
+    return Finding(
+        registers=resources.registers,
+        spills=resources.spill_bytes,
+        stack=resources.stack_bytes,
+        notes=cubin.notes,
+        shared=shared,
+        threads=threads,
+        blocks=(fit, decode_tile(key).blocks if variant.kernel == DECODE else 1),
+        tensor=tensor,
+        copies=copies,
+        local=local,
+        exponents=exponents,
+    )
+
+
+def faults(variant: Variant, mutant: Mutant | None = None) -> list[str]:
+    """What the gate holds against a variant."""
+    found = examine(variant, mutant)
+    fit, wanted = found.blocks
+    ceiling = min(REGISTERS_PER_THREAD, REGISTERS_PER_SM // (found.threads * wanted))
+    room = shared_a_multiprocessor(variant.arch)
+    checks = {
+        f"{found.spills} bytes spilled": found.spills != 0,
+        f"{found.stack} bytes of stack": found.stack != 0,
+        f"notes {found.notes}": found.notes != (),
+        f"{found.registers} registers of {ceiling}": not 0 < found.registers <= ceiling,
+        f"{fit} blocks fit, and {wanted} should": fit < wanted,
+        f"{wanted} x {found.shared} bytes of shared memory of {room}": wanted * (found.shared + 1024) > room,
+        f"{found.tensor} HMMA": found.tensor is not None and found.tensor[0] not in found.tensor[1],
+        f"{found.copies} copies": found.copies is not None and (found.copies[0] == 0 or found.copies[1] != 0),
+        f"{found.local} accesses to local memory": found.local != 0,
+    }
+    return [text for text, wrong in checks.items() if wrong] + found.exponents
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_sample_of_the_variants_passes_the_gate(arch):
+    sample = [v for v in variants(arch) if (v.shape, v.rows, v.option) in SAMPLE[arch] and v.kernel == DECODE]
+    assert len(sample) == len(SAMPLE[arch])
+    assert {str(variant): faults(variant) for variant in sample if faults(variant)} == {}
+
+
+def test_plan_and_merge_pass_the_gate():
+    for kernel in (PLAN, COMBINE):
+        variant = next(v for v in variants("sm_80") if v.kernel == kernel)
+        assert faults(variant) == []
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_variant_passes_the_gate(arch):
+    assert {str(variant): faults(variant) for variant in variants(arch) if faults(variant)} == {}
+
+
+def test_the_gate_counts_what_it_says():
+    """Scores of 512 keys are more than a warp has registers for: the compiler spills, and says so."""
+    source = kernel_source(key_of(Variant("sm_80", SHAPES[9], 64, "paged")))
+    ring = 2 * 512 * 2 * 96  # stages, keys, K and V, bytes of a row of 40
+    macros = {**source.macros, "BLOCK_N": "512", "STAGES": "2", "SHARED_BYTES": str(64 * 96 + ring)}
+    resources = Compiler().compile(dataclasses.replace(source, macros=macros)).resources[DECODE]
+    assert resources.spill_bytes > 0
+    assert resources.stack_bytes > 0
+
+
+def test_the_gate_sees_a_correction_of_a_fused_product():
+    variant = next(v for v in variants("sm_80") if (v.shape, v.rows, v.option) == (SHAPES[4], 16, "paged"))
+    mutant = next(mutant for mutant in DECODE_DEFECTS if (mutant.old, mutant.new) == FUSED_CORRECTION)
+    assert faults(variant) == []
+    assert [fault.split(" ")[0] for fault in faults(variant, mutant)] == ["exponentials"]
+
+
+def main() -> int:
+    lines, failed = [], 0
+    every = [variant for arch in ARCHS for variant in variants(arch)]
+    with ThreadPoolExecutor(2) as pool:
+        for variant, wrong in zip(every, pool.map(faults, every), strict=True):
+            found, verdict = examine(variant), "; ".join(wrong) or "passes"
+            failed += bool(wrong)
+            sys.stdout.write(f"{variant}: {verdict}\n")
+            sys.stdout.flush()
+            tensor = "" if found.tensor is None else found.tensor[0]
+            lines.append(
+                f"| {variant} | {found.registers} | {found.shared} | {found.blocks[1]} x {found.threads} "
+                f"| {tensor} | {verdict} |"
+            )
+    summary = f"{len(lines) - failed} of {len(lines)} variants pass"
+    REPORT.write_text(_REPORT.format(summary=summary, rows="\n".join(lines)), encoding="utf-8")
+    sys.stdout.write(summary + "\n")
+    return 1 if failed else 0
+
+
+_REPORT = """# Static gate of the decode kernels
+
+`scripts/gate decode` compiles every variant below with NVRTC, which needs no GPU. {summary}.
+
+A variant passes with nothing spilled, no stack, no C75xx note, no access to local memory, as many tensor-core
+instructions (HMMA) as the tile has products in its one loop, asynchronous copies of 16 bytes and no smaller ones,
+with registers and shared memory that leave room for the blocks that its tile counts on, and with the softmax's
+corrections computed from differences (FADD), never from fused products (FFMA), so that they are 1 where a maximum
+stays. It says nothing about speed.
+
+| variant | registers | shared memory, bytes | blocks x threads | HMMA | verdict |
+|---|---|---|---|---|---|
+{rows}
+"""
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,207 @@
+"""Splitting the work of a decode launch: complete, even, the same on the host and on the device, and quick."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from cases.cached_batches import random_batch
+from cases.decode import VARIANTS, draw
+from emulated.decode import DecodeCase, key_of, positions_on_the_device, problem_of
+from mutation import decode as decode_mutation
+from support.timing import below, median_seconds, yardsticks
+
+from gpu_actors.bench import plan
+from gpu_actors.kernels.decode.params import decode_layout
+from gpu_actors.kernels.decode.schedule import ITEM_UNITS, Schedule, min_units, plan_decode, workload
+from gpu_actors.kernels.decode.variant import (
+    ROW_TILES,
+    decode_tile,
+    ranges_of,
+    row_tile_of,
+)
+from gpu_actors.kernels.dispatch import program_of
+from gpu_actors.kernels.division import divider
+from gpu_actors.kernels.occupancy import shared_a_multiprocessor
+from gpu_actors.kernels.program import Target
+from gpu_actors.kernels.support import capability
+from gpu_actors.kernels.tiles import shared_mem_limit
+from gpu_actors.problem import AttentionProblem
+from gpu_actors.reference.masks import visible_keys
+
+
+def planned(case: DecodeCase, ranges: int) -> tuple[AttentionProblem, Any, Schedule]:
+    problem = problem_of(case, case.operands())
+    key = key_of(problem, "sm_80")
+    rows = None if case.rows is None else np.array(case.rows)
+    return problem, key, plan_decode(problem, key, ranges, case.batch.lengths, rows)
+
+
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.layout != "pointers"][:8:2], ids=str)
+def test_host_and_device_split_alike(variant):
+    for seed in range(3):
+        case = draw(variant, seed)
+        for ranges in (1, 7):
+            np.testing.assert_array_equal(positions_on_the_device(case, ranges), planned(case, ranges)[2].positions)
+
+
+def test_the_device_splits_more_sequences_than_it_has_threads():
+    decode_mutation.check_plan(decode_mutation.many())
+
+
+def walk(schedule: Schedule) -> list[list[tuple[int, int, int, int]]]:
+    """The pieces of each range as the kernel goes through them: (entry, head, first tile, last tile)."""
+    load, ranges = schedule.workload, []
+    for begin, end in zip(schedule.positions[:-1].tolist(), schedule.positions[1:].tolist(), strict=True):
+        entry, head, tile, _ = begin
+        pieces: list[tuple[int, int, int, int]] = []
+        while (entry, head, tile) < tuple(end[:3]):
+            count = int(load.tiles[entry])
+            stop = end[2] if (entry, head) == tuple(end[:2]) else count
+            if load.splits:
+                n = max(1, min(load.splits, count))
+                stop = next((j * count // n for j in range(1, n + 1) if j * count // n > tile), count)
+            if load.exists[entry]:
+                pieces.append((entry, head, tile, stop))
+            tile = stop
+            if stop == count:
+                entry, head, tile = (entry, head + 1, 0) if head + 1 < load.heads else (entry + 1, 0, 0)
+        ranges.append(pieces)
+    return ranges
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_the_ranges_are_all_of_the_work_and_nothing_twice(variant):
+    for seed in range(10):
+        case = draw(variant, seed)
+        for ranges in (1, 2, 5, 40):
+            _, _, schedule = planned(case, ranges)
+            load, walked = schedule.workload, walk(schedule)
+            tiles: dict[tuple[int, int], int] = {}
+            for entry, head, first, last in itertools.chain.from_iterable(walked):
+                assert tiles.get((entry, head), 0) == first, "pieces follow each other"
+                tiles[entry, head] = last
+            wanted = {(e, h): int(load.tiles[e]) for e in np.flatnonzero(load.exists) for h in range(load.heads)}
+            assert tiles == wanted
+            loads = [sum(last - first + ITEM_UNITS for _, _, first, last in pieces) for pieces in walked]
+            np.testing.assert_array_equal(schedule.loads(), loads)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_tiles_are_those_that_hold_a_visible_key(variant):
+    """Brute force over the oracle's masks. What a tile table leaves out would be a wrong number."""
+    for seed in range(6):
+        case = draw(variant, seed, 700)
+        problem = problem_of(case, case.operands())
+        key = key_of(problem, variant.arch)
+        rows = np.full(len(case.batch.k), problem.seqlen_q) if case.rows is None else np.array(case.rows)
+        load, tile, block = workload(problem, key, case.batch.lengths, rows), decode_tile(key).block_n, key.row_tile
+        counts = load.tiles.reshape(len(rows), -1)
+        for index, length in enumerate(case.batch.lengths):
+            for part in range(counts.shape[1]):
+                packed = np.arange(part * block, min((part + 1) * block, rows[index] * problem.gqa_ratio))
+                seen = visible_keys(
+                    np.unique(packed // problem.gqa_ratio),
+                    int(rows[index]),
+                    int(length),
+                    causal=problem.causal,
+                    window_size=problem.window,
+                    sink_tokens=problem.sink_tokens,
+                )
+                keys = np.ones(length, bool) if seen is None else seen.any(axis=0)
+                needed = len({int(k) // tile for k in np.flatnonzero(keys)}) if packed.size else 0
+                assert counts[index, part] >= needed
+                assert counts[index, part] <= needed + (needed > 0), "at most one tile more than needed"
+
+
+def test_ranges_are_not_cut_smaller_than_it_is_worth():
+    case = DecodeCase(random_batch(0, (64 * 11,), heads=(1, 1), dim=64, dtype="float16"), options={"causal": True})
+    _, key, schedule = planned(case, 100)
+    assert min_units(key) == 4
+    assert (schedule.loads() > 0).sum() == (11 + ITEM_UNITS) // 4
+
+
+@pytest.mark.parametrize("name", plan.batches())
+def test_the_modelled_work_falls_evenly(name):
+    lengths = plan.batches()[name]
+    problem = plan.problem_of(lengths)
+    key = key_of(problem, "sm_90a")
+    schedule = plan_decode(problem, key, ranges_of(key, 132), lengths, None)
+    assert 1.0 <= schedule.balance() <= 1.1
+    assert (schedule.loads() > 0).all(), "every block has work"
+
+
+def test_one_long_sequence_would_set_the_time_if_it_were_not_split():
+    lengths = plan.batches()["skewed_256"]
+    problem = plan.problem_of(lengths, num_splits=1)
+    key = key_of(problem, "sm_90a")
+    assert plan_decode(problem, key, ranges_of(key, 132), lengths, None).balance() > 3
+
+
+@pytest.mark.perf
+def test_four_thousand_sequences_are_planned_in_a_millisecond():
+    """1 ms on one core is 4.5 yardsticks."""
+    lengths = plan.batches()["mixed_4096"]
+    problem = plan.problem_of(lengths)
+    key = key_of(problem, "sm_90a")
+    below(4.5, lambda: yardsticks(median_seconds(lambda: plan_decode(problem, key, 264, lengths, None), 31)))
+
+
+def test_the_benchmark_says_what_it_measured():
+    figures = plan.run()
+    assert set(figures) == set(plan.batches())
+    assert all(figure["plan_us"] > 0 for figure in figures.values())  # type: ignore[index]
+
+
+class TestTiles:
+    def test_pinned_splits_take_the_tile_of_the_heads_alone(self):
+        problem = plan.problem_of(np.full(4, 100, np.int32))
+        wide = dataclasses.replace(problem, seqlen_q=8, total_q=32)
+        assert row_tile_of(problem) == 16
+        assert row_tile_of(wide) == 64
+        assert row_tile_of(dataclasses.replace(wide, num_splits=2)) == 16
+
+    @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a"])
+    def test_every_head_dim_has_a_tile_that_fits(self, arch):
+        base = plan.problem_of(np.full(4, 100, np.int32))
+        limit = shared_mem_limit(capability(arch))
+        for kv_dtype, step in (("bfloat16", 8), ("float8_e4m3fn", 16)):
+            dims = range(32, 257, step)
+            for dim, dim_v, rows in itertools.product(dims, dims, ROW_TILES):
+                sizes = {"head_dim": dim, "head_dim_v": dim_v, "heads_q": 8 * rows}
+                problem = dataclasses.replace(base, kv_dtype=kv_dtype, **sizes)  # type: ignore[arg-type]
+                tile = decode_tile(key_of(problem, arch))
+                assert tile.stages >= 2
+                assert tile.shared_bytes <= limit
+                assert tile.blocks * (tile.shared_bytes + 1024) <= shared_a_multiprocessor(arch)
+
+    @pytest.mark.parametrize("page_size", [8, 16, 24, 40, 64, 104, 128, 256, 1000, 65_536, 1 << 29])
+    def test_pages_are_found_without_a_division(self, page_size):
+        factor, shift = divider(page_size)
+        edges = np.arange(
+            page_size, 1 << 30, max(page_size, (1 << 30) // 1000 // page_size * page_size), dtype=np.uint64
+        )
+        keys = np.concatenate([edges - 1, edges, edges + 1, np.array([0, 1, (1 << 30) - 1], np.uint64)])
+        keys = keys[keys < 1 << 30]
+        pages = keys * np.uint64(factor) >> np.uint64(32 + shift)
+        assert 0 <= factor < 1 << 32
+        np.testing.assert_array_equal(pages, keys // np.uint64(page_size))
+
+    def test_the_struct_is_laid_out_as_a_compiler_does(self):
+        layout = decode_layout()
+        assert layout.size % 8 == 0
+        offsets = {field.name: field.offset for field in layout.fields}
+        assert offsets["seq_lens"] % 8 == 0
+        assert offsets["attention.sinks_are_float"] < offsets["seq_lens"]
+
+    def test_grids_and_scratch_do_not_depend_on_lengths(self):
+        one, other = (plan.problem_of(np.full(4, length, np.int32)) for length in (64, 60))
+        assert one.seqlen_k == other.seqlen_k
+        key = key_of(one, "sm_90a")
+        for planned_by_host in (True, False):
+            programs = [program_of(problem, key, Target(132, None, planned_by_host)) for problem in (one, other)]
+            assert programs[0].keys == programs[1].keys
+            assert programs[0].scratch == programs[1].scratch

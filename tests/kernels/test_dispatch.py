@@ -1,0 +1,251 @@
+"""Which kernel answers a problem, the key, source and grid that follow, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+
+from gpu_actors.errors import InvalidRequest, Unsupported
+from gpu_actors.kernels.dispatch import FAMILIES, REFERENCE, dispatch_key, explain, program_of
+from gpu_actors.kernels.support import ELEMENTS
+from gpu_actors.kernels.tiles import shared_mem_limit
+from gpu_actors.kernels.variants import kernel_source, standard_variants, usual_backward_keys
+from gpu_actors.problem import AttentionProblem, DispatchKey
+
+BASE = AttentionProblem(
+    batch=2,
+    seqlen_q=100,
+    seqlen_k=300,
+    total_q=200,
+    total_k=600,
+    heads_q=6,
+    heads_kv=2,
+    head_dim=64,
+    head_dim_v=64,
+    dtype="bfloat16",
+    kv_dtype="bfloat16",
+    out_dtype="bfloat16",
+    compute="bf16",
+    softmax_scale=0.125,
+)
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
+
+
+def problem(**changes: object) -> AttentionProblem:
+    return dataclasses.replace(BASE, **changes)
+
+
+# The tests below are of the mechanism, whatever faster kernels come first in FAMILIES.
+SIMPLE = tuple(family for family in FAMILIES if family.name == "forward_simple")
+
+
+def simple_key(given: AttentionProblem, arch: str = "sm_90a") -> DispatchKey:
+    return dispatch_key(given, arch, SIMPLE)
+
+
+def macros(**changes: object) -> dict[str, str]:
+    return dict(kernel_source(simple_key(problem(**changes))).macros)
+
+
+class TestKeys:
+    def test_a_key_carries_what_decides_the_code_and_no_sizes(self):
+        key = simple_key(problem(causal=True, softcap=5.0, sinks=True, bias=("float32", True, False)))
+        assert (key.kernel, key.arch, key.direction, key.layout) == ("forward_simple", "sm_90a", "forward", "dense")
+        assert (key.mask, key.softcap, key.sinks, key.bias, key.gqa_ratio) == ("causal", True, True, "float32", 3)
+        assert (key.num_splits, key.persistent) == (1, False)
+        larger = problem(causal=True, softcap=9.0, sinks=True, bias=("float32", True, False), batch=7, seqlen_k=999)
+        assert simple_key(larger) == key
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"layout": "varlen"},
+            {"causal": True},
+            {"window": (3, 3)},
+            {"alignment": "top_left"},
+            {"softcap": 1.0},
+            {"alibi": "heads"},
+            {"sinks": True},
+            {"sink_tokens": 1},
+            {"bias": ("float32", False, False)},
+            {"dropout_p": 0.1},
+            {"return_lse": True},
+            {"head_dim": 72},
+            {"head_dim_v": 72},
+            {"heads_kv": 3},
+        ],
+    )
+    def test_every_option_changes_the_key(self, changes):
+        base = simple_key(BASE)
+        other = simple_key(problem(**changes))
+        assert other != base
+        assert other.digest != base.digest
+
+    def test_an_unsupported_problem_has_no_key(self):
+        with pytest.raises(Unsupported) as refused:
+            simple_key(problem(head_dim=300))
+        assert refused.value.field == "head_dim"
+
+    @pytest.mark.parametrize(
+        ("changes", "field", "nearest"),
+        [
+            ({"direction": "backward"}, "direction", "forward"),
+            ({"layout": "paged", "page_size": 16}, "layout", "varlen"),
+        ],
+    )
+    def test_what_no_family_takes_is_refused_with_the_last_familys_reason(self, changes, field, nearest):
+        with pytest.raises(Unsupported) as refused:
+            simple_key(problem(**changes))
+        assert (refused.value.field, refused.value.nearest) == (field, nearest)
+
+    def test_the_oracle_takes_what_no_kernel_does_and_nothing_that_is_unsupported(self):
+        families = (*SIMPLE, REFERENCE)
+        assert dispatch_key(problem(direction="backward"), "sm_90a", families).kernel == "reference"
+        assert dispatch_key(BASE, "sm_90a", families).kernel == "forward_simple"
+        with pytest.raises(Unsupported):
+            dispatch_key(problem(head_dim=300), "sm_90a", families)
+
+    def test_without_families_there_is_no_kernel(self):
+        with pytest.raises(Unsupported, match="no kernel"):
+            dispatch_key(BASE, "sm_90a", ())
+
+
+class TestExplain:
+    PICKY = dataclasses.replace(
+        SIMPLE[0],
+        name="picky",
+        refuses=lambda problem, arch: (
+            None if problem.causal else Unsupported("causal", False, "picky is causal only", True)
+        ),
+        reason="is for causal problems",
+    )
+
+    def test_it_says_for_each_family_why_it_was_or_was_not_taken(self):
+        families = (self.PICKY, *SIMPLE)
+        refused, taken = explain(BASE, "sm_90a", families)
+        assert (refused.family, refused.taken) == ("picky", False)
+        assert "causal only" in refused.reason
+        assert taken == ("forward_simple", True, SIMPLE[0].reason)
+        first, second = explain(problem(causal=True), "sm_90a", families)
+        assert first.taken
+        assert second == ("forward_simple", False, "picky comes first and takes it")
+
+    def test_the_first_family_that_takes_a_problem_is_the_keys(self):
+        families = (self.PICKY, *SIMPLE)
+        assert dispatch_key(problem(causal=True), "sm_90a", families).kernel == "picky"
+        assert dispatch_key(BASE, "sm_90a", families).kernel == "forward_simple"
+
+    def test_of_an_unsupported_problem_it_gives_the_reason_of_the_check(self):
+        (verdict,) = explain(problem(head_dim=300), "sm_90a", SIMPLE)
+        assert not verdict.taken
+        assert "head_dim=300" in verdict.reason
+
+
+class TestSources:
+    def test_options_that_are_off_are_no_macros(self):
+        assert macros() == {
+            "HEAD_DIM": "64",
+            "HEAD_DIM_V": "64",
+            "BLOCK_M": "32",
+            "BLOCK_N": "32",
+            "WARPS": "4",
+            "SHARED_BYTES": str(((32 + 32) * 65 + 32 * 32) * 4),
+            "ELEMENT": "bfloat16_t",
+            "KV_ELEMENT": "bfloat16_t",
+            "OUT_ELEMENT": "bfloat16_t",
+        }
+
+    @pytest.mark.parametrize(
+        ("changes", "added"),
+        [
+            ({"layout": "varlen"}, {"VARLEN": "1"}),
+            ({"causal": True}, {"CAUSAL": "1"}),
+            ({"window": (3, 0)}, {"WINDOW": "1"}),
+            ({"causal": True, "window": (3, 0), "sink_tokens": 2}, {"CAUSAL": "1", "WINDOW": "1", "SINK_TOKENS": "1"}),
+            ({"causal": True, "sink_tokens": 2}, {"CAUSAL": "1"}),
+            ({"causal": True, "alignment": "top_left"}, {"CAUSAL": "1", "TOP_LEFT": "1"}),
+            ({"alignment": "top_left"}, {}),
+            ({"alibi": "batch", "alignment": "top_left"}, {"ALIBI": "1", "TOP_LEFT": "1"}),
+            ({"softcap": 3.0}, {"SOFTCAP": "1"}),
+            ({"sinks": True}, {"SINKS": "1"}),
+            ({"bias": ("float32", True, True)}, {"BIAS_ELEMENT": "float"}),
+            ({"dropout_p": 0.5}, {"DROPOUT": "1"}),
+            ({"return_lse": True}, {"LSE": "1"}),
+            ({"heads_kv": 1}, {}),
+        ],
+    )
+    def test_each_option_adds_its_macro(self, changes, added):
+        assert macros(**changes) == {**macros(), **added}
+
+    @pytest.mark.parametrize(("compute", "bits"), [("f32", None), ("tf32", "11"), ("f16", "11"), ("bf16", "8")])
+    def test_reduced_precision_of_float32_sets_the_bits_of_operands(self, compute, bits):
+        chosen = macros(dtype="float32", kv_dtype="float32", out_dtype="float32", compute=compute)
+        assert chosen.get("COMPUTE_BITS") == bits
+
+    def test_keys_that_differ_in_run_time_choices_alone_share_a_source(self):
+        sources = {kernel_source(simple_key(problem(heads_kv=heads))) for heads in (1, 2, 3, 6)}
+        assert len(sources) == 1
+
+    def test_a_source_holds_its_headers_and_names_its_arch_and_entry(self):
+        source = kernel_source(simple_key(BASE, "sm_80"))
+        assert source.entry_points == ("forward_simple",)
+        assert source.arch == "sm_80"
+        assert {"common/params.cuh", "common/mask.cuh", "common/types.cuh", "ptx/types.cuh"} <= set(source.headers)
+
+    def test_the_oracles_key_has_no_source(self):
+        key = dispatch_key(problem(direction="backward"), "sm_90a", (REFERENCE,))
+        with pytest.raises(InvalidRequest, match="forward_simple"):
+            kernel_source(key)
+
+
+class TestGeometry:
+    def test_the_grid_is_flat_and_has_a_block_for_each_tile_of_rows(self):
+        key = simple_key(BASE)
+        geometry = program_of(BASE, key).parts[-1].geometry
+        assert geometry.grid == (4 * 6 * 2, 1, 1)
+        assert geometry.block == (128, 1, 1)
+        assert geometry.shared_bytes == int(kernel_source(key).macros["SHARED_BYTES"])
+
+    def test_more_than_65535_sequences_heads_or_tiles_still_fit(self):
+        for changes in ({"batch": 70_000}, {"heads_q": 70_000, "heads_kv": 1}, {"seqlen_q": 70_000 * 32}):
+            large = problem(**changes)
+            grid = program_of(large, simple_key(large)).parts[-1].geometry.grid
+            assert grid[0] >= 70_000
+            assert grid[1:] == (1, 1)
+
+    def test_a_grid_past_its_limit_is_refused_with_a_batch_that_fits(self):
+        large = problem(batch=1 << 20, seqlen_q=1 << 20)
+        with pytest.raises(Unsupported) as refused:
+            program_of(large, simple_key(large)).parts[-1].geometry
+        assert refused.value.field == "batch"
+        fits = problem(batch=refused.value.nearest, seqlen_q=1 << 20)
+        assert program_of(fits, simple_key(fits)).parts[-1].geometry.grid[0] < 1 << 31
+
+
+class TestStandardVariants:
+    @pytest.mark.parametrize("arch", ARCHS)
+    def test_they_cover_the_usual_dtypes_head_dims_and_masks_once_each(self, arch):
+        keys = standard_variants(arch)
+        assert len({kernel_source(key) for key in keys}) == len(keys)
+        seen = {(key.dtype, key.head_dim) for key in keys}
+        assert set(itertools.product(("float16", "bfloat16"), (64, 80, 96, 128, 192, 256))) <= seen
+        assert {key.mask for key in keys} >= {"full", "causal", "causal_window"}
+        assert {key.layout for key in keys} == {"dense", "varlen", "paged", "pointers"}
+        assert any(ELEMENTS[key.dtype].fp8 for key in keys) == (arch in ("sm_90a", "sm_100a", "sm_120a"))
+
+    @pytest.mark.parametrize("arch", ARCHS)
+    def test_gradients_have_usual_variants_too(self, arch):
+        keys = usual_backward_keys(arch)
+        assert len({kernel_source(key) for key in keys}) == len(keys)
+        assert {key.kernel for key in keys} == {"backward_prepare", "backward_mma", "backward_finish"}
+        assert {key.head_dim for key in keys} == {64, 128, 256}
+
+    @pytest.mark.parametrize("arch", ARCHS)
+    def test_each_can_be_launched(self, arch):
+        limit = shared_mem_limit(int("".join(filter(str.isdigit, arch))))
+        for key in standard_variants(arch):
+            shared = int(kernel_source(key).macros["SHARED_BYTES"])
+            assert shared <= limit
+            assert (shared == 0) == (key.kernel in ("decode_plan", "decode_combine"))

@@ -1,0 +1,181 @@
+"""The headers that kernels share, function by function: element types, special functions, masks."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+from emulated.forward import key_of, ml_dtype, module_of, problem_of
+
+from gpu_actors.compiling.compiler import Compiler
+from gpu_actors.compiling.source import KernelSource
+from gpu_actors.devices.emulation import EmulatedBuffer
+from gpu_actors.kernels.variants import kernel_source
+from gpu_actors.reference import visible_keys
+
+# Functions of the shared headers, one kernel each. Their host twins run here; the arithmetic in C++ is the GPU's too.
+PROBE = """
+#include "common/philox.cuh"
+#include "common/mask.cuh"
+#include "ptx/math.cuh"
+struct Arguments { const void* in; void* out; int count; };
+#define PROBE(name, IN, OUT, expression)                                              \\
+  extern "C" __global__ void name(const __grid_constant__ Arguments a) {             \\
+    const auto in = static_cast<const IN*>(a.in);                                    \\
+    const auto out = static_cast<OUT*>(a.out);                                       \\
+    for (int n = threadIdx.x; n < a.count; n += blockDim.x) { const IN x = in[n]; out[n] = expression; } \\
+  }
+PROBE(widen_half, half_t, float, to_real(x))
+PROBE(widen_bfloat16, bfloat16_t, float, to_real(x))
+PROBE(widen_e4m3, e4m3_t, float, to_real(x))
+PROBE(widen_e5m2, e5m2_t, float, to_real(x))
+PROBE(narrow_half, float, half_t, from_real(Rounded<half_t>(), x))
+PROBE(narrow_bfloat16, float, bfloat16_t, from_real(Rounded<bfloat16_t>(), x))
+PROBE(narrow_e4m3, float, e4m3_t, from_real(Rounded<e4m3_t>(), x))
+PROBE(narrow_e5m2, float, e5m2_t, from_real(Rounded<e5m2_t>(), x))
+PROBE(tf32, float, float, round_significand<11>(x))
+PROBE(ex2, float, float, ptx::ex2(x))
+PROBE(lg2, float, float, ptx::lg2(x))
+PROBE(rcp, float, float, ptx::rcp(x))
+struct MaskCase { Mask mask; int row_begin, row_end, key_begin, key_end; };
+struct MaskAnswer { KeyTiles tiles; int all; };
+PROBE(tiles_of, MaskCase, MaskAnswer,
+      (MaskAnswer{x.mask.tiles<8>(x.row_begin, x.row_end),
+                  x.mask.all_visible(x.row_begin, x.row_end, x.key_begin, x.key_end)}))
+"""
+
+
+ENTRIES = tuple(re.findall(r"^PROBE\((\w+)", PROBE, re.M))
+
+
+def probe_source(**changes: Any) -> KernelSource:
+    q = np.zeros((1, 2, 1, 8), np.float32)
+    source = kernel_source(key_of(dataclasses.replace(problem_of(q, q, q), **changes), "sm_80"))
+    return KernelSource("probe.cu", PROBE, ENTRIES, source.headers, source.macros)
+
+
+def probe(entry: str, given: Any, out: Any, **changes: Any) -> Any:
+    source, result = EmulatedBuffer.of(given, "in"), EmulatedBuffer(out.itemsize * len(given), "out")
+    params = struct.pack("<QQi4x", source.address, result.address, len(given))
+    module_of(probe_source(**changes)).launch(entry, 1, 32, 0, params, [source, result])
+    return result.view(out, len(given))
+
+
+FORMATS = {
+    "half": np.dtype(np.float16),
+    "bfloat16": ml_dtype("bfloat16"),
+    "e4m3": ml_dtype("float8_e4m3fn"),
+    "e5m2": ml_dtype("float8_e5m2"),
+}
+
+
+def floats() -> Any:
+    """Every exponent and sign, fractions around the ties of all formats, and the special values."""
+    exponents = np.arange(256, dtype=np.uint32) << 23
+    ties = [1 << bit for bit in range(23)] + [3 << bit for bit in range(21)] + [0, (1 << 23) - 1, 0x600000, 0x700000]
+    near = (np.array(ties)[:, None] + np.arange(-1, 2)).ravel() & 0x7FFFFF
+    bits = (exponents[:, None] | np.unique(near).astype(np.uint32)).ravel()
+    return np.concatenate([bits, bits | np.uint32(1 << 31)]).view(np.float32)
+
+
+class TestSharedHeaders:
+    def test_the_probes_compile_for_the_gpu(self):
+        cubin = Compiler().compile(probe_source(), "sm_80")
+        assert set(cubin.resources) == set(ENTRIES)
+
+    @pytest.mark.parametrize("name", FORMATS)
+    def test_every_code_widens_to_the_value_that_ml_dtypes_gives_it(self, name):
+        dtype = FORMATS[name]
+        codes = np.arange(1 << 8 * dtype.itemsize).astype(f"u{dtype.itemsize}")
+        widened = probe(f"widen_{name}", codes, np.dtype(np.float32))
+        np.testing.assert_array_equal(widened, codes.view(dtype).astype(np.float32))
+        assert (np.signbit(widened) == (codes >> 8 * dtype.itemsize - 1 == 1))[~np.isnan(widened)].all()
+
+    @pytest.mark.parametrize("name", FORMATS)
+    def test_floats_narrow_to_nearest_even(self, name):
+        dtype, given = FORMATS[name], floats()
+        limit = {"e4m3": 448.0, "e5m2": 57344.0}.get(name)  # fp8 saturates
+        narrowed = probe(f"narrow_{name}", given, dtype)
+        with np.errstate(over="ignore", invalid="ignore"):
+            expected = (given if limit is None else np.clip(given, -limit, limit)).astype(dtype)
+        nan = np.isnan(given)
+        assert np.isnan(narrowed[nan].astype(np.float32)).all()
+        codes = f"u{dtype.itemsize}"
+        np.testing.assert_array_equal(narrowed[~nan].view(codes), expected[~nan].view(codes))
+
+    def test_operands_round_to_11_significant_bits(self):
+        given = floats()
+        finite = given[np.isfinite(given) & (np.abs(given) >= 2.0**-126) & (np.abs(given) < 1e38)]
+        mantissa, exponent = np.frexp(finite.astype(np.float64))
+        expected = np.ldexp(np.rint(mantissa * 2**11), exponent - 11)
+        np.testing.assert_array_equal(probe("tf32", finite, np.dtype(np.float32)), expected)
+        special = given[~np.isfinite(given)]
+        np.testing.assert_array_equal(probe("tf32", special, np.dtype(np.float32)), special)
+
+    @pytest.mark.parametrize(("name", "exact"), [("ex2", np.exp2), ("lg2", np.log2), ("rcp", np.reciprocal)])
+    def test_the_twins_of_the_special_functions_flush_and_follow_ieee(self, name, exact):
+        given = np.concatenate([np.linspace(-130, 130, 4001), [0.0, np.inf, -np.inf, np.nan, 1e-40]]).astype(np.float32)
+        with np.errstate(all="ignore"):
+            flushed = np.where(np.abs(given) < 2.0**-126, np.copysign(0, given), given)
+            expected = exact(flushed.astype(np.float64))
+            expected = np.where(np.abs(expected) < 2.0**-126, np.copysign(0, expected), expected).astype(np.float32)
+        actual = probe(name, given, np.dtype(np.float32))
+        np.testing.assert_allclose(actual, expected, rtol=3e-7, atol=0)
+
+    @pytest.mark.parametrize("alignment", ["bottom_right", "top_left"])
+    @pytest.mark.parametrize(
+        "mask",
+        [
+            {},
+            {"causal": True},
+            {"window": (3, 2)},
+            {"window": (3, 2), "sink_tokens": 1},
+            {"causal": True, "window": (3, 2)},
+        ],
+        ids=["full", "causal", "window", "sinks", "causal_window"],
+    )
+    def test_key_tiles_are_those_that_hold_a_visible_key(self, mask, alignment):
+        mask = {**mask} if mask.get("sink_tokens") is None else {**mask, "causal": alignment == "top_left"}
+        cases, expected = mask_cases(mask, alignment)
+        kind = np.dtype("i4,i4,i4,i4")
+        found = probe("tiles_of", cases, kind, **mask)
+        for case, (sinks, begin, end, everything), (tiles, sees_all) in zip(
+            cases, found.tolist(), expected, strict=True
+        ):
+            assert sinks <= begin <= end, case
+            assert [*range(sinks), *range(begin, end)] == tiles, case
+            # Sink tokens may fill a tile without its being recognised as full.
+            assert everything == sees_all or (mask.get("sink_tokens") and not everything), case
+
+
+def mask_cases(mask: dict[str, Any], alignment: str) -> tuple[Any, list[tuple[list[int], bool]]]:
+    """Mask, rows and a tile of 8 keys; and the tiles with a visible key, and whether all of that tile is visible."""
+    causal, windowed = mask.get("causal", False), "window" in mask
+    bounds = itertools.product((0, 2, 9), (0, 5)) if windowed else [(99, 99)]
+    sinks = (1, 11) if mask.get("sink_tokens") else (0,)
+    lengths = ((1, 1), (5, 40), (40, 5), (24, 24), (17, 33), (9, 0))
+    cases, expected = [], []
+    for (left, right), tokens, (seqlen_q, seqlen_k) in itertools.product(bounds, sinks, lengths):
+        diagonal = seqlen_k - seqlen_q if alignment == "bottom_right" else 0
+        for row_begin, key_begin in itertools.product(range(0, seqlen_q, 16), range(0, seqlen_k + 8, 8)):
+            rows = np.arange(row_begin, min(row_begin + 16, seqlen_q))
+            visible = visible_keys(
+                rows,
+                seqlen_q,
+                seqlen_k,
+                causal=causal,
+                alignment=alignment,
+                window_size=(left, right) if windowed else (-1, -1),
+                sink_tokens=tokens,
+            )
+            seen = np.ones((len(rows), seqlen_k), bool) if visible is None else visible
+            columns = np.flatnonzero(seen.any(axis=0))
+            tile = seen[:, key_begin : key_begin + 8]
+            cases.append((seqlen_k, diagonal, left, right, tokens, rows[0], rows[-1] + 1, key_begin, key_begin + 8))
+            expected.append((sorted(set((columns // 8).tolist())), tile.shape[1] == 8 and bool(tile.all())))
+    return np.array(cases, "i4," * 8 + "i4"), expected

@@ -1,0 +1,29 @@
+"""The seeded bugs that the mutation runs want to see caught: each still has a place to be seeded at."""
+
+from __future__ import annotations
+
+import pytest
+from mutation import append_mutants, backward_mutants, decode_mutants
+from mutation import forward_mutants as mutants
+from mutation import hopper_fp8_mutants as sm90_fp8_mutants
+from mutation import hopper_mutants as sm90_mutants
+from mutation.forward_mutants import Mutant
+
+from gpu_actors.compiling.assets import asset_root
+
+LISTS: dict[str, tuple[Mutant, ...]] = {
+    "forward": mutants.MUTANTS,
+    "backward": backward_mutants.MUTANTS,
+    "decode": decode_mutants.DECODE_MUTANTS,
+    "append": append_mutants.MUTANTS,
+    "hopper": sm90_mutants.MUTANTS,
+    "hopper fp8": sm90_fp8_mutants.MUTANTS,
+}
+
+
+@pytest.mark.parametrize("kernels", LISTS)
+def test_every_bug_changes_the_text_that_it_names(kernels: str) -> None:
+    found = LISTS[kernels]
+    lost = [bug.name for bug in found if bug.old not in (asset_root() / bug.file).read_text() or bug.old == bug.new]
+    assert lost == []
+    assert len({(bug.kernel, bug.name) for bug in found}) == len(found)

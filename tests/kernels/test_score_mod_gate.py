@@ -1,0 +1,94 @@
+"""What ptxas makes of the kernels with the ten score modifications compiled in, which needs no GPU.
+
+The gate of `test_static_gate.py`: nothing spilled, no stack, no C75xx note.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+from cases.score_mod_gradients import backward_graph
+from cases.score_mods import MODIFICATIONS, case_of, forward_graph
+
+import gpu_actors as ga
+from gpu_actors.compiling.compiler import Compiler
+from gpu_actors.compiling.source import KernelSource
+from gpu_actors.graph.match import match_attention
+from gpu_actors.kernels.dispatch import dispatch_key
+from gpu_actors.kernels.params import forward_layout
+from gpu_actors.kernels.score_params import score_layout
+from gpu_actors.kernels.variants import kernel_source
+
+ARCHS = ("sm_80", "sm_90a")
+DTYPES = {64: "float16", 128: "bfloat16", 256: "float16"}
+SAMPLE = {
+    ("tanh gating", "sm_80", 128, "none"),
+    ("natten 2d", "sm_90a", 128, "causal"),
+    ("t5 relative bias", "sm_90a", 64, "none"),
+}
+BACKWARD_SAMPLE = {("tanh gating", "sm_80", 64)}
+BACKWARD_VARIANTS = tuple(itertools.product(MODIFICATIONS, ARCHS, (64, 128)))
+MASKS = {"none": ga.Mask.none(), "causal": ga.Mask.causal()}
+VARIANTS = tuple(itertools.product(MODIFICATIONS, ARCHS, DTYPES, MASKS))
+
+
+def source_of(name: str, arch: str, dim: int, mask: str) -> KernelSource:
+    problem = match_attention(forward_graph(case_of(name, DTYPES[dim], dim=dim), MASKS[mask])).problem
+    key = dispatch_key(problem, arch)
+    assert key.kernel == "forward_mma"
+    return kernel_source(key)
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [v if v in SAMPLE else pytest.param(v, marks=pytest.mark.sweep) for v in VARIANTS],
+    ids=lambda variant: " ".join(map(str, variant)),
+)
+def test_nothing_is_spilled(variant: tuple[Any, ...]) -> None:
+    source = source_of(*variant)
+    cubin = Compiler().compile(source)
+    resources = cubin.resources["forward_mma"]
+    assert (resources.spill_bytes, resources.stack_bytes, cubin.notes) == (0, 0, ())
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [v if v in BACKWARD_SAMPLE else pytest.param(v, marks=pytest.mark.sweep) for v in BACKWARD_VARIANTS],
+    ids=lambda variant: " ".join(map(str, variant)),
+)
+def test_backward_spills_nothing(variant: tuple[Any, ...]) -> None:
+    name, arch, dim = variant
+    problem = match_attention(backward_graph(case_of(name, DTYPES[dim], dim=dim))).problem
+    key = dispatch_key(problem, arch)
+    assert key.kernel == "backward_mma"
+    cubin = Compiler().compile(kernel_source(key))
+    resources = cubin.resources["backward_mma"]
+    assert (resources.spill_bytes, resources.stack_bytes, cubin.notes) == (0, 0, ())
+
+
+def test_the_modification_is_in_the_kernel() -> None:
+    """Its header takes the place of the empty one, and its parameters follow the kernel's own."""
+    source = source_of("tanh gating", "sm_80", 64, "none")
+    assert "tanh_of" in source.headers["common/score_mod.cuh"]
+    plain = source_of("t5 relative bias", "sm_80", 64, "none")
+    assert "#define SCORE_MOD 0" in plain.headers["common/score_mod.cuh"]
+    assert source.source == plain.source
+
+
+def test_the_compiler_lays_the_parameters_out_as_they_are_packed() -> None:
+    source = source_of("document mask", "sm_80", 64, "none")
+    mod = match_attention(forward_graph(case_of("document mask", "float16", dim=64))).problem.score_mod
+    layout, own = score_layout(mod), forward_layout().size
+    checks = [
+        f'static_assert(sizeof(ScoreParams) == {layout.size}, "what is read");',
+        f'static_assert(sizeof(LaunchParams) == {own + -(-layout.size // 8) * 8}, "what a launch passes");',
+        f'static_assert(__builtin_offsetof(LaunchParams, score) == {own}, "where it begins");',
+    ]
+    checks += [
+        f'static_assert(__builtin_offsetof(ScoreParams, {field.name}) == {field.offset}, "{field.name}");'
+        for field in layout.fields
+    ]
+    Compiler().compile(dataclasses.replace(source, source=source.source + "\n".join(checks)))

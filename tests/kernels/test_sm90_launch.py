@@ -1,0 +1,316 @@
+"""How forward_sm90 is chosen and launched: dispatch, what TMA can move, tensor maps, the schedule's numbers."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from emulated.forward import key_of, problem_of
+from fakes.cuda import FakeCuda
+from fakes.service import service
+
+import gpu_actors as ga
+from gpu_actors.arrays.device_array import DeviceArray
+from gpu_actors.compiling.assets import asset_headers
+from gpu_actors.devices.cuda import tensor_map as driver_maps
+from gpu_actors.devices.cuda.errors import CudaFailure
+from gpu_actors.devices.emulation import build_module
+from gpu_actors.devices.interface import Buffer, TensorMap
+from gpu_actors.kernels.dispatch import FAMILIES, dispatch_key, explain, program_of
+from gpu_actors.kernels.division import divider
+from gpu_actors.kernels.hopper.params import COUNTER, pack_sm90, schedule_layout, tma_refusal
+from gpu_actors.kernels.hopper.variant import sections_of
+from gpu_actors.kernels.params import forward_layout
+from gpu_actors.kernels.program import Target
+from gpu_actors.kernels.tiles import tile_of
+from gpu_actors.kernels.variants import kernel_source
+from gpu_actors.testing.tolerance import check_output
+
+KERNEL = "forward_sm90"
+Q = np.zeros((2, 200, 4, 64), np.float16)
+KV = np.zeros((2, 300, 2, 64), np.float16)
+BASE = problem_of(Q, KV, KV)
+
+
+class TestDispatch:
+    @pytest.mark.parametrize("dim", [32, 40, 64, 96, 128, 192, 256])
+    @pytest.mark.parametrize("layout", ["dense", "varlen"])
+    def test_it_takes_16_bit_problems_on_hopper(self, dim, layout):
+        problem = dataclasses.replace(BASE, head_dim=dim, head_dim_v=dim, layout=layout)
+        key = dispatch_key(problem, "sm_90a")
+        assert (key.kernel, key.persistent) == (KERNEL, True)
+
+    @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_100a", "sm_120a"])
+    def test_other_architectures_take_mma_sync(self, arch):
+        assert dispatch_key(BASE, arch).kernel == "forward_mma"
+        assert "Hopper" in explain(BASE, arch)[0].reason
+
+    @pytest.mark.parametrize(
+        ("changes", "reason"),
+        [
+            ({"bias": ("float16", False, False)}, "forward_mma does"),
+            ({"dropout_p": 0.1}, "forward_mma does"),
+            ({"head_dim": 36}, "multiples of 8"),
+            ({"softmax_scale": 2.0**-40}, "in fp32"),
+            ({"softcap": 5000.0}, "in fp32"),
+        ],
+    )
+    def test_what_it_refuses_goes_elsewhere_and_explain_says_why(self, changes, reason):
+        problem = dataclasses.replace(BASE, **changes)
+        assert dispatch_key(problem, "sm_90a").kernel in ("forward_mma", "forward_simple")
+        verdict = explain(problem, "sm_90a")[0]
+        assert (verdict.family, verdict.taken) == (KERNEL, False)
+        assert reason in verdict.reason
+
+    def test_float32_and_fp8_go_elsewhere(self):
+        wide = dataclasses.replace(BASE, dtype="float32", kv_dtype="float32", out_dtype="float32", compute="tf32")
+        assert dispatch_key(wide, "sm_90a").kernel == "forward_mma"
+
+
+class TestOperands:
+    SHAPE = (2, 200, 4, 64)
+    STRIDES = (51200, 256, 64, 1)
+
+    def test_contiguous_operands_suit(self):
+        assert tma_refusal("q", self.SHAPE, self.STRIDES, 4096) is None
+
+    @pytest.mark.parametrize(
+        ("strides", "address"),
+        [
+            ((51200, 260, 65, 1), 0),  # heads 130 bytes apart
+            ((51200, 252, 64, 1), 0),
+            ((0, 256, 64, 1), 0),
+            ((51200, -256, 64, 1), 0),
+            ((1 << 40, 256, 64, 1), 0),
+            ((51200, 256, 1, 4), 0),
+            (STRIDES, 8),
+        ],
+    )
+    def test_others_are_refused_by_name(self, strides, address):
+        refusal = tma_refusal("k", self.SHAPE, strides, address)
+        assert refusal is not None
+        assert refusal.field == "k"
+        assert "TMA" in refusal.reason
+
+    def test_an_axis_of_one_element_may_have_any_stride(self):
+        assert tma_refusal("q", (1, 200, 1, 64), (7, 64, 3, 1)) is None
+        assert tma_refusal("q", (0, 200, 4, 64), (1, 1, 1, 1)) is None
+
+    @pytest.mark.parametrize(("head_dim", "row"), [(64, 128), (72, 144), (256, 512)])
+    def test_what_an_axis_of_one_element_strides_over_is_a_row(self, head_dim, row):
+        """The driver looks at it, too."""
+        q, kv = np.zeros((1, 1, 1, head_dim), np.float16), np.zeros((1, 200, 1, head_dim), np.float16)
+        problem = dataclasses.replace(problem_of(q, kv, kv), return_lse=False)
+        far = 1 << 41  # bytes, which no tensor map takes
+        strides = {"q": (far, far, far, 1), "out": (1, 1, 1, 1)}
+        buffers = {
+            name: Buffer(4096, array.shape, strides.get(name, (far, 8 * head_dim, 3, 1)), "float16")
+            for name, array in {"q": q, "k": kv, "v": kv, "out": q}.items()
+        }
+        maps: list[TensorMap] = []
+
+        def encode(tensor_map: TensorMap) -> bytes:
+            maps.append(tensor_map)
+            return bytes(128)
+
+        counter = Buffer(64, (1,), (1,), "int32")
+        pack_sm90(problem, key_of(problem, "sm_90a", KERNEL), encode, {**buffers, COUNTER: counter})
+        found = sorted((given.shape[1], given.strides) for given in maps)
+        assert found == [(1, (row, row, row))] * 2 + [(200, (16 * head_dim, row, row))] * 2
+
+    def test_packing_refuses_what_no_plan_should_have_sent(self):
+        key = key_of(BASE, "sm_90a", KERNEL)
+        strides = {"q": (51200, 256, 64, 1), "k": (38400, 132, 66, 1), "v": (38400, 128, 64, 1)}
+        shapes = {"q": Q.shape, "k": KV.shape, "v": KV.shape, "out": Q.shape}
+        buffers = {name: Buffer(4096, shapes[name], strides.get(name, strides["q"]), "float16") for name in shapes}
+        buffers |= {COUNTER: Buffer(64, (1,), (1,), "int32"), "lse": lse_buffer()}
+        with pytest.raises(ga.InvalidRequest, match="TMA") as refused:
+            pack_sm90(BASE, key, lambda tensor_map: bytes(128), buffers)
+        assert refused.value.field == "k"
+
+
+def lse_buffer() -> Buffer:
+    return Buffer(4096, (2, 4, 200), (800, 200, 1), "float32")
+
+
+@pytest.fixture
+def launched() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def cuda(launched: list[str]) -> FakeCuda:
+    """Its kernels note that they ran and compute nothing."""
+
+    def kernel(name: str) -> Any:
+        return lambda memory, params, geometry: launched.append(name)
+
+    return FakeCuda({name: kernel(name) for name in ("forward_mma", "forward_simple", "transpose_values", KERNEL)})
+
+
+class TestDeviceArrays:
+    @staticmethod
+    def array(cuda: FakeCuda, shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0) -> DeviceArray:
+        block = cuda.put(np.zeros(1 << 20, np.uint8))
+        dtype = np.dtype(ml_dtypes.bfloat16)
+        return DeviceArray(block.address + offset, shape, tuple(2 * step for step in strides), dtype, 0, owner=block)
+
+    @pytest.mark.parametrize(
+        ("pitch", "offset", "kernel"),
+        [(64, 0, KERNEL), (72, 16, KERNEL), (66, 0, "forward_mma"), (64, 2, "forward_mma"), (72, 8, "forward_mma")],
+    )
+    def test_strides_and_addresses_decide_and_the_key_says_so(
+        self, cuda, launched, monkeypatch, caplog, pitch, offset, kernel
+    ):
+        shape, strides = (1, 40, 2, 64), (80 * pitch, 2 * pitch, pitch, 1)
+        q, k, v = (self.array(cuda, shape, strides, offset) for _ in range(3))
+        with service(cuda, monkeypatch) as ctx:
+            request = ga.FlashForward(q, k, v)
+            caplog.set_level("INFO", logger="gpu_actors")
+            assert ctx.flash_attn.inspect_key(request).kernel == kernel
+            assert ("without TMA" in caplog.text) == (kernel != KERNEL)
+            ctx.flash_attn.submit(request).result(20)
+            assert launched == [kernel]
+
+    def test_the_same_strides_at_another_address_get_another_plan(self, cuda, launched, monkeypatch):
+        shape, strides = (1, 40, 2, 64), (5120, 128, 64, 1)
+        with service(cuda, monkeypatch) as ctx:
+            for offset in (0, 2, 0):
+                operands = [self.array(cuda, shape, strides, offset) for _ in range(3)]
+                ctx.flash_attn.forward(*operands).result(20)
+            assert launched == [KERNEL, "forward_mma", KERNEL]
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+    @pytest.mark.parametrize("offset", [0, 4])
+    def test_a_graph_goes_where_its_operands_can_be_loaded(self, cuda, launched, monkeypatch, dtype, offset):
+        graph, numpy_dtype = ga.OperationGraph(), np.dtype(getattr(ml_dtypes, dtype))
+        q, k, v = (graph.tensor(uid=uid, dims=(1, 2, 40, 64), dtype=dtype) for uid in (1, 2, 3))
+        out = graph.matmul(graph.softmax(graph.matmul(q, graph.transpose(k)) * 0.125), v)
+        graph.output(out, uid=4, dtype="bfloat16")
+        strides = tuple(step * numpy_dtype.itemsize for step in (5120, 2560, 64, 1))
+        arrays = {}
+        for uid in (1, 2, 3):
+            block = cuda.put(np.zeros(1 << 20, np.uint8))
+            arrays[uid] = DeviceArray(block.address + offset, (1, 2, 40, 64), strides, numpy_dtype, 0, owner=block)
+        with service(cuda, monkeypatch) as ctx:
+            ctx.cudnn.execute(graph, arrays).result(20)
+        by_tiles = [KERNEL] if dtype == "bfloat16" else ["transpose_values", KERNEL]
+        without = ["forward_mma"] if dtype == "bfloat16" else ["forward_simple"]
+        assert launched == (without if offset else by_tiles)
+
+
+class TestDriver:
+    MAP = TensorMap(4096, "bfloat16", (64, 200, 4, 2), (512, 128, 102400), (64, 128, 1, 1), "128B")
+
+    @pytest.fixture
+    def calls(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+        seen: list[Any] = []
+        monkeypatch.setattr(driver_maps, "library", lambda: SimpleNamespace(cuTensorMapEncodeTiled=self.encode(seen)))
+        driver_maps.encode_tensor_map.cache_clear()
+        yield seen
+        driver_maps.encode_tensor_map.cache_clear()
+
+    @staticmethod
+    def encode(seen: list[Any]) -> Any:
+        """The driver's function as a C function of its signature, which writes 128 bytes of 7."""
+        word, long = ctypes.c_uint32, ctypes.c_uint64
+        lists = [ctypes.POINTER(long), ctypes.POINTER(long), ctypes.POINTER(word), ctypes.POINTER(word)]
+        enums = [ctypes.c_int] * 4
+
+        @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, word, ctypes.c_void_p, *lists, *enums)
+        def encode(place, dtype, rank, address, shape, strides, box, steps, *modes):
+            seen.append((place % 64, dtype, rank, address, shape[:rank], strides[: rank - 1], box[:rank], modes))
+            assert steps[:rank] == [1] * rank
+            ctypes.memset(place, 7, 128)
+            return 1 if dtype == 6 else 0
+
+        return encode
+
+    def test_the_driver_is_given_the_map_at_64_bytes(self, calls):
+        assert driver_maps.encode_tensor_map(self.MAP) == b"\7" * 128
+        assert calls == [(0, 9, 4, 4096, [64, 200, 4, 2], [512, 128, 102400], [64, 128, 1, 1], (0, 3, 3, 0))]
+        driver_maps.encode_tensor_map(self.MAP)
+        assert len(calls) == 1, "remembered"
+
+    def test_a_refusal_is_an_error(self, calls):
+        with pytest.raises(CudaFailure, match="refuses"):
+            driver_maps.encode_tensor_map(self.MAP._replace(dtype="float16"))
+
+
+class TestSchedule:
+    @pytest.mark.parametrize("divisor", [1, 2, 3, 5, 7, 127, 128, 641, 65536, 1000003, (1 << 30) - 1, 1 << 30])
+    def test_division_by_multiplication_is_exact(self, divisor):
+        multiplier, shift = divider(divisor)
+        edges = {n for k in (0, 1, 2, (1 << 31) // divisor) for n in range(k * divisor - 1, k * divisor + 2)}
+        for n in {*edges, (1 << 31) - 1, 12345678} - {-1}:
+            if 0 <= n < 1 << 31:
+                quotient = n if multiplier == 0 else (n * multiplier >> 32) >> shift
+                assert quotient == n // divisor
+        assert multiplier < 1 << 32
+
+    def test_a_block_a_multiprocessor_and_no_more_than_tiles(self):
+        key = key_of(BASE, "sm_90a", KERNEL)
+        assert program_of(BASE, key, Target()).parts[-1].geometry.grid == (16, 1, 1)
+        assert program_of(BASE, key, Target(5)).parts[-1].geometry.grid == (5, 1, 1)
+        large = dataclasses.replace(BASE, batch=100, total_q=20000, total_k=30000)
+        assert program_of(large, key, Target()).parts[-1].geometry.grid == (132, 1, 1)
+        assert program_of(large, key, Target(114)).parts[-1].geometry.grid == (114, 1, 1)
+        assert program_of(BASE, key, Target()).parts[-1].geometry.block == (512, 1, 1)
+
+    def test_sections_hold_what_l2_does(self):
+        tile = tile_of(key_of(BASE, "sm_90a", KERNEL))
+        assert sections_of(BASE, tile) == (16, 2, 8, 8)
+        long = dataclasses.replace(BASE, seqlen_k=1 << 17)
+        assert sections_of(long, tile).heads == 2, "two query heads share the KV head that fits"
+
+    def test_the_struct_is_what_a_compiler_makes_of_it(self):
+        source = (
+            '#include "hopper/params.cuh"\nextern "C" __global__ void sizes(int* out) {'
+            "out[0] = sizeof(Sm90Params); out[1] = __builtin_offsetof(Sm90Params, params);"
+            "out[2] = __builtin_offsetof(Sm90Params, schedule); out[3] = sizeof(Schedule);"
+            "out[4] = __builtin_offsetof(Sm90Params, out); }"
+        )
+        macros = dict(kernel_source(key_of(BASE, "sm_90a", KERNEL)).macros)
+        module = build_module(source, macros, asset_headers(source))
+        from gpu_actors.devices.emulation import EmulatedBuffer
+
+        out = EmulatedBuffer.of(np.zeros(5, np.int32), "out")
+        module.launch("sizes", 1, 32, 0, out.address.to_bytes(8, "little"), [out])
+        size, params, schedule, schedule_size, last_map = out.view(np.int32, (5,)).tolist()
+        assert (last_map, params, schedule) == (384, 512, 512 + forward_layout().size)
+        assert schedule_size == schedule_layout().size
+        shapes = {"q": Q.shape, "k": KV.shape, "v": KV.shape, "out": Q.shape}
+        buffers = {
+            name: Buffer(4096, shape, (shape[1] * shape[2] * 64, shape[2] * 64, 64, 1), "float16")
+            for name, shape in shapes.items()
+        }
+        buffers |= {COUNTER: Buffer(64, (1,), (1,), "int32"), "lse": lse_buffer()}
+        packed = pack_sm90(BASE, key_of(BASE, "sm_90a", KERNEL), lambda tensor_map: bytes(128), buffers)
+        assert len(packed) == size
+
+
+def test_the_service_answers_with_it_on_the_emulated_device():
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, n, h, 64)).astype(np.float16) for n, h in ((200, 4), (300, 2), (300, 2)))
+    with ga.open_context("emulated") as ctx:
+        assert ctx.flash_attn.inspect_key(ga.FlashForward(q, k, v)).kernel == KERNEL
+        for _ in range(2):
+            result = ctx.flash_attn.forward(q, k, v, return_lse=True).result(60)
+            check_output(result.out, result.lse, q, k, v)
+        turned = [np.ascontiguousarray(array.transpose(0, 2, 1, 3)) for array in (q, k, v)]
+        params = ga.AttentionParams(2, 200, 300, 4, 2, 64)
+        result = ctx.cudnn.mha_forward(params, *turned, return_stats=True).result(60)
+        check_output(result.out.transpose(0, 2, 1, 3), result.stats[..., 0], q, k, v)
+        ends = {"cu_seqlens_q": np.array([0, 200], np.int32), "cu_seqlens_k": np.array([0, 0], np.int32)}
+        empty = np.zeros((0, 2, 64), np.float16)
+        assert (ctx.flash_attn.forward(q[0], empty, empty, **ends).result(60).out == 0).all()
+
+
+def test_it_is_the_first_family():
+    assert FAMILIES[0].name == KERNEL

@@ -1,0 +1,280 @@
+"""What ptxas makes of forward_mma, which needs no GPU: registers, spills, shared memory and tensor-core instructions.
+
+scripts/gate forward         every variant below on every architecture; writes docs/reports/kernels_gate.md
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from emulated.forward import key_of, ml_dtype, problem_of
+from mutation.forward_mutants import DEFECTS, FUSED_CORRECTION, Mutant
+from support.exponents import fused_corrections
+
+from gpu_actors.compiling.compiler import Compiler, supported_archs
+from gpu_actors.compiling.source import KernelSource
+from gpu_actors.kernels.support import ELEMENTS, capability
+from gpu_actors.kernels.tiles import TILES, shared_mem_limit
+from gpu_actors.kernels.variants import kernel_source
+from gpu_actors.problem import DispatchKey
+
+KERNEL = "forward_mma"
+REPORT = Path(__file__).resolve().parents[2] / "docs" / "reports" / "kernels_gate.md"
+ARCHS = tuple(arch for arch in ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a") if arch in supported_archs())
+REGISTERS_PER_THREAD, REGISTERS_PER_SM = 255, 65536
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "causal varlen": {"causal": True, "layout": "varlen"},
+    "window": {"window": (9, 9)},
+    "window sinks": {"causal": True, "window": (9, 0), "sink_tokens": 4, "sinks": True, "layout": "varlen"},
+    "softcap": {"causal": True, "softcap": 20.0},
+    "alibi": {"causal": True, "alibi": "heads"},
+    "bias": {"bias": ("float32", True, True)},
+    "dropout": {"causal": True, "dropout_p": 0.1},
+}
+FEW = ("full", "causal varlen", "window sinks", "dropout")
+# (dtype, compute, head_dim, head_dim_v): every row of the tile table, padded rows, unequal dims.
+SHAPES = (
+    ("float16", None, 64, 64),
+    ("bfloat16", None, 128, 128),
+    ("float16", None, 256, 256),
+    ("bfloat16", None, 192, 128),
+    ("bfloat16", None, 40, 40),
+    ("float16", None, 96, 96),
+    ("float32", "tf32", 64, 64),
+    ("float32", "bf16", 128, 128),
+    ("float32", "tf32", 256, 256),
+)
+# Checked by every test run; the rest is the sweep's.
+SAMPLE = {
+    "sm_80": (("float16", 64, "causal"), ("bfloat16", 128, "causal varlen"), ("float32", 256, "full")),
+    "sm_86": (("float16", 256, "window sinks"), ("bfloat16", 40, "dropout")),
+    "sm_89": (("bfloat16", 128, "causal varlen"),),
+    "sm_90a": (("bfloat16", 128, "window sinks"), ("float16", 256, "causal")),
+    "sm_100a": (("bfloat16", 128, "causal"),),
+    "sm_120a": (("float16", 64, "bias"),),
+}
+
+
+class Variant(NamedTuple):
+    arch: str
+    shape: tuple[str, str | None, int, int]
+    option: str
+
+    def __str__(self) -> str:
+        dtype, compute, dim, dim_v = self.shape
+        dims = str(dim) if dim == dim_v else f"{dim}/{dim_v}"
+        return f"{self.arch} {compute or dtype} {dims} {self.option}"
+
+
+# Every option with the usual head dims, a few with the others.
+VARIANTS = tuple(
+    Variant(arch, shape, option)
+    for arch in ARCHS
+    for shape in SHAPES
+    for option in (OPTIONS if shape in SHAPES[:3] else FEW)
+)
+
+
+class Finding(NamedTuple):
+    """What became of a variant. tensor: HMMA instructions. local: loads and stores of local memory. exponents: what is
+    wrong with the softmax's exponentials."""
+
+    key: DispatchKey
+    registers: int
+    spills: int
+    stack: int
+    notes: tuple[str, ...]
+    shared: int
+    threads: int
+    blocks: int
+    tensor: int | None
+    expected: int
+    local: int | None
+    exponents: list[str]
+
+
+def find_disassembler() -> Path | None:
+    found = importlib.util.find_spec("nvidia")
+    folders = [] if found is None else list(found.submodule_search_locations or ())
+    return next((path for folder in folders for path in sorted(Path(folder).glob("*/bin/nvdisasm"))), None)
+
+
+def key_of_variant(variant: Variant) -> DispatchKey:
+    dtype, compute, dim, dim_v = variant.shape
+    q, v = (np.zeros((1, 64, 2, width), ml_dtype(dtype)) for width in (dim, dim_v))
+    problem = dataclasses.replace(problem_of(q, q, v, compute=compute), **OPTIONS[variant.option])
+    return key_of(problem, variant.arch, KERNEL)
+
+
+def expected_instructions(macros: dict[str, str]) -> int:
+    """HMMA of both loops. The sum over head_dim is unrolled by two steps and keeps a remainder."""
+    number = {name: int(value) for name, value in macros.items() if value.isdigit()}
+    itemsize = 4 if macros["ELEMENT"] == "float" else 2
+    row_blocks = number["BLOCK_M"] // (16 * number["WARPS"])
+    steps = -(-number["HEAD_DIM"] * itemsize // 32)
+    unrolled = steps if steps <= 2 else 2 + steps % 2
+    keys = number["BLOCK_N"] // 8 * unrolled
+    values = number["HEAD_DIM_V"] // 8 * number["BLOCK_N"] // (32 // itemsize)
+    return 2 * row_blocks * (keys + values)
+
+
+def with_bug(source: KernelSource, mutant: Mutant) -> KernelSource:
+    """The same with a bug in one of its headers."""
+    text = source.headers[mutant.file]
+    assert mutant.old in text
+    return dataclasses.replace(source, headers={**source.headers, mutant.file: text.replace(mutant.old, mutant.new)})
+
+
+def exponent_faults(text: str, macros: dict[str, str]) -> list[str]:
+    """In both loops, a lane has a quarter of the keys of two rows of each 16."""
+    keys, row_blocks = int(macros["BLOCK_N"]), int(macros["BLOCK_M"]) // (16 * int(macros["WARPS"]))
+    return fused_corrections(text, weights=row_blocks * keys, corrections=4 * row_blocks)
+
+
+@functools.cache
+def examine(variant: Variant, mutant: Mutant | None = None) -> Finding:
+    """mutant: a bug to seed, whose file is a header."""
+    key = key_of_variant(variant)
+    source = kernel_source(key)
+    if mutant is not None:
+        source = with_bug(source, mutant)
+    cubin = Compiler().compile(source)
+    macros = dict(source.macros)
+    resources = cubin.resources[KERNEL]
+    tile = (int(macros["BLOCK_M"]), int(macros["BLOCK_N"]), int(macros["STAGES"]), int(macros["WARPS"]))
+    tool, tensor, local, exponents = find_disassembler(), None, None, []
+    if tool is not None:
+        text = disassemble(tool, cubin.data)
+        exponents = exponent_faults(text, macros)
+        tensor, local = (len(re.findall(pattern, text)) for pattern in (r"\bHMMA\.", r"\b(?:LDL|STL)\b"))
+    return Finding(
+        key=key,
+        registers=resources.registers,
+        spills=resources.spill_bytes,
+        stack=resources.stack_bytes,
+        notes=cubin.notes,
+        shared=int(macros["SHARED_BYTES"]),
+        threads=32 * tile[3],
+        blocks=max(row.blocks for row in TILES if row.kernel == KERNEL and row.tile == tile),
+        tensor=tensor,
+        expected=expected_instructions(macros),
+        local=local,
+        exponents=exponents,
+    )
+
+
+def disassemble(tool: Path, cubin: bytes) -> str:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        return subprocess.run([tool, "-c", path], capture_output=True, text=True, check=True).stdout
+
+
+def faults(found: Finding) -> list[str]:
+    """What the gate holds against a variant."""
+    ceiling = min(REGISTERS_PER_THREAD, REGISTERS_PER_SM // (found.threads * found.blocks))
+    limit = shared_mem_limit(capability(found.key.arch))
+    checks = {
+        f"{found.spills} bytes spilled": found.spills != 0,
+        f"{found.stack} bytes of stack": found.stack != 0,
+        f"notes {found.notes}": found.notes != (),
+        f"{found.registers} registers of {ceiling}": not 0 < found.registers <= ceiling,
+        f"{found.blocks} x {found.shared} bytes of shared memory of {limit}": found.blocks * found.shared > limit,
+        f"{found.tensor} HMMA instead of {found.expected}": found.tensor not in (None, found.expected),
+        f"{found.local} accesses to local memory": found.local not in (None, 0),
+    }
+    return [text for text, wrong in checks.items() if wrong] + found.exponents
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_sample_of_the_variants_passes_the_gate(arch):
+    sample = [v for v in VARIANTS if v.arch == arch and (v.shape[0], v.shape[2], v.option) in SAMPLE[arch]]
+    assert len(sample) == len(SAMPLE[arch])
+    with ThreadPoolExecutor(2) as pool:
+        assert {str(found.key): faults(found) for found in pool.map(examine, sample) if faults(found)} == {}
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_variant_passes_the_gate(arch):
+    with ThreadPoolExecutor(2) as pool:
+        every = list(pool.map(examine, [v for v in VARIANTS if v.arch == arch]))
+    assert {str(found.key): faults(found) for found in every if faults(found)} == {}
+
+
+def test_the_gate_counts_what_it_says():
+    """A tile of too many accumulators spills, and the gate sees it."""
+    source = kernel_source(key_of_variant(Variant("sm_80", ("float16", None, 256, 256), "full")))
+    macros = {**source.macros, "WARPS": "4", "BLOCK_M": "128", "BLOCK_N": "32"}
+    resources = Compiler().compile(dataclasses.replace(source, macros=macros)).resources[KERNEL]
+    assert resources.spill_bytes > 0
+    assert resources.stack_bytes > 0
+
+
+def test_the_gate_sees_a_correction_of_a_fused_product():
+    variant = next(v for v in VARIANTS if v.arch == "sm_80" and (v.shape[2], v.option) == (64, "causal"))
+    mutant = next(mutant for mutant in DEFECTS if (mutant.old, mutant.new) == FUSED_CORRECTION)
+    assert faults(examine(variant)) == []
+    assert [fault.split(" ")[0] for fault in faults(examine(variant, mutant))] == ["exponentials"] * 2
+
+
+def test_every_row_of_the_tile_table_is_among_the_variants():
+    reached = set()
+    for variant in VARIANTS:
+        macros = kernel_source(key_of_variant(variant)).macros
+        reached.add(tuple(int(macros[name]) for name in ("BLOCK_M", "BLOCK_N", "STAGES", "WARPS")))
+    table = {tuple(row.tile) for row in TILES if row.kernel == KERNEL}
+    assert table <= reached
+    assert {key.dtype for key in map(key_of_variant, VARIANTS)} <= set(ELEMENTS)
+
+
+def main() -> int:
+    lines, failed = [], 0
+    with ThreadPoolExecutor(2) as pool:
+        for variant, found in zip(VARIANTS, pool.map(examine, VARIANTS), strict=True):
+            verdict = "; ".join(faults(found)) or "passes"
+            failed += verdict != "passes"
+            sys.stdout.write(f"{variant}: {verdict}\n")
+            sys.stdout.flush()
+            lines.append(
+                f"| {variant} | {found.registers} | {found.shared} | {found.blocks} x {found.threads} "
+                f"| {found.tensor} | {verdict} |"
+            )
+    summary = f"{len(lines) - failed} of {len(lines)} variants pass"
+    REPORT.write_text(_REPORT.format(summary=summary, rows="\n".join(lines)), encoding="utf-8")
+    sys.stdout.write(summary + "\n")
+    return 1 if failed else 0
+
+
+_REPORT = """# Static gate of forward_mma
+
+`scripts/gate forward` compiles every variant below with NVRTC, which needs no GPU. {summary}.
+
+A variant passes with nothing spilled, no stack, no C75xx note, no access to local memory, as many tensor-core
+instructions (HMMA) as the tile has products in its two loops, with registers and shared memory that leave room for
+the blocks that its row of the tile table counts on, and with the softmax's corrections computed from differences
+(FADD), never from fused products (FFMA), so that they are 1 where a maximum stays. It says nothing about speed.
+
+| variant | registers | shared memory, bytes | blocks x threads | HMMA | verdict |
+|---|---|---|---|---|---|
+{rows}
+"""
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""The variants of the decode kernels that tests compile, and random problems for each."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from cases.cached_batches import Batch, random_tree, tree_bits
+from emulated.decode import DecodeCase
+
+from gpu_actors.testing.problems import cast
+
+__all__ = ["VARIANTS", "Variant", "draw"]
+
+PAGE_SIZES = (8, 16, 24, 64, 128, 256)
+KINDS = ("gaussian", "rising", "peaked")
+# (query heads a KV head, new rows) that fill a tile of so many packed rows.
+PACKED = {
+    16: ((1, 1), (4, 1), (16, 1), (8, 2), (1, 16), (3, 5), (5, 3)),
+    32: ((4, 8), (16, 2), (1, 32), (3, 7), (1, 17)),
+    64: ((8, 8), (1, 64), (16, 4), (6, 11), (2, 64)),
+}
+
+
+class Variant(NamedTuple):
+    """A compiled variant. packed: rows of a tile. varlen: rows differ between sequences. options: always given."""
+
+    arch: str
+    layout: str
+    dtype: str
+    kv_dtype: str
+    dim: int
+    dim_v: int
+    packed: int
+    varlen: bool
+    options: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        dims = f"{self.dim}" if self.dim == self.dim_v else f"{self.dim}/{self.dim_v}"
+        rows = f"{self.packed}{'v' if self.varlen else ''}"
+        return "-".join([self.arch, self.layout, self.dtype, self.kv_dtype, dims, rows, *self.options])
+
+
+F16, BF16, E4M3, E5M2 = "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"
+# Every source, every format, every tile of rows, every option; sizes vary below.
+VARIANTS = (
+    Variant("sm_80", "paged", F16, F16, 64, 64, 16, False, ("causal",)),
+    Variant("sm_90a", "paged", BF16, BF16, 128, 128, 64, False, ("causal", "window", "sink_tokens")),
+    Variant("sm_86", "paged", BF16, BF16, 256, 256, 16, True, ("causal", "sinks")),
+    Variant("sm_80", "paged", F16, E4M3, 80, 80, 16, False, ("causal", "descales")),
+    Variant("sm_90a", "paged", BF16, E5M2, 64, 128, 64, True, ("causal", "descales", "softcap")),
+    Variant("sm_89", "cache", BF16, E4M3, 128, 128, 32, False, ("tree",)),
+    Variant("sm_80", "cache", F16, E5M2, 256, 256, 16, False, ()),
+    Variant("sm_80", "cache", F16, F16, 80, 80, 32, True, ("window", "sink_tokens", "alibi")),
+    Variant("sm_86", "cache", BF16, BF16, 40, 72, 64, False, ("tree", "softcap", "sinks")),
+    Variant("sm_80", "pointers", F16, F16, 128, 128, 16, False, ("sinks", "alibi")),
+    Variant("sm_86", "pointers", BF16, E4M3, 96, 96, 16, False, ("window", "sink_tokens", "descales")),
+)
+
+
+def draw(variant: Variant, seed: int, longest: int = 2000) -> DecodeCase:
+    """A random problem of the variant; the same for the same seed. longest: keys of a sequence."""
+    rng = np.random.default_rng([seed, VARIANTS.index(variant)])
+    choices = [pair for pair in PACKED[variant.packed] if variant.layout != "pointers" or pair[1] == 1]
+    ratio, rows = choices[rng.integers(len(choices))]
+    heads_kv, count = int(rng.integers(1, 4)), int(rng.integers(1, 7))
+    lengths = [_length(rng, rows, longest) for _ in range(count)]
+    shapes = [(length, heads_kv, dim) for length in lengths for dim in (variant.dim, variant.dim_v)]
+    arrays = [rng.standard_normal(shape) for shape in shapes]
+    q, k, v = rng.standard_normal((count, rows, ratio * heads_kv, variant.dim)), arrays[::2], arrays[1::2]
+    kind = KINDS[rng.integers(len(KINDS))]
+    q, k = _steered(kind, rng, q, k)
+    batch = Batch(
+        cast(q, variant.dtype), [cast(x, variant.kv_dtype) for x in k], [cast(x, variant.kv_dtype) for x in v]
+    )
+    case = DecodeCase(
+        batch,
+        variant.layout,
+        int(rng.choice(PAGE_SIZES)),
+        [int(n) for n in rng.integers(0, rows + 1, count - 1)] + [rows] if variant.varlen else None,
+        np.stack([tree_bits(random_tree(rng, rows)) for _ in lengths]) if "tree" in variant.options else None,
+        _options(rng, variant, count, ratio * heads_kv, heads_kv),
+    )
+    if case.rows is not None:
+        rng.shuffle(case.rows)
+    return case
+
+
+def _length(rng: np.random.Generator, rows: int, longest: int) -> int:
+    """Often an edge: nothing, fewer keys than rows, whole tiles."""
+    kinds = (0, rows, int(rng.integers(1, rows + 1)), 64 * int(rng.integers(1, 1 + longest // 64)))
+    choice = int(rng.integers(8))
+    return kinds[choice] if choice < len(kinds) else int(rng.integers(rows, longest + 1))
+
+
+def _steered(kind: str, rng: np.random.Generator, q: Any, k: list[Any]) -> tuple[Any, list[Any]]:
+    """q and k with the scores wanted: rising with the key by about 24 in all, so that every tile brings a new maximum,
+    or of a standard deviation of 10."""
+    if kind == "peaked":
+        return q * 10.0, k
+    if kind == "gaussian":
+        return q, k
+    ratio, dim = q.shape[2] // k[0].shape[1], q.shape[3]
+    signs, amount = rng.choice([-1.0, 1.0], (k[0].shape[1], dim)), 24.0**0.5
+    ramps = [np.arange(1, len(keys) + 1)[:, None, None] / max(1, len(keys)) for keys in k]
+    return q + np.repeat(signs, ratio, axis=0) * amount / dim**0.5, [ramp * signs * amount for ramp in ramps]
+
+
+def _options(rng: np.random.Generator, variant: Variant, count: int, heads: int, heads_kv: int) -> dict[str, Any]:
+    drawn: dict[str, dict[str, Any]] = {
+        "causal": {"causal": True},
+        "window": {"window_size": (int(rng.integers(0, 500)), -1 if rng.integers(2) else int(rng.integers(0, 40)))},
+        "sink_tokens": {"sink_tokens": int(rng.integers(1, 130))},
+        "softcap": {"softcap": float(rng.uniform(1.0, 30.0))},
+        "alibi": {"alibi_slopes": rng.uniform(0.01, 0.5, (count, heads)).astype(np.float32)},
+        "sinks": {"sinks": rng.standard_normal(heads).astype(np.float32) * 3},
+        "descales": {
+            name: rng.uniform(0.25, 2.0, (count, heads_kv)).astype(np.float32) for name in ("k_descale", "v_descale")
+        },
+    }
+    options = {name: value for option in variant.options for name, value in drawn.get(option, {}).items()}
+    return options | {"num_splits": int(rng.choice((0, 0, 1, 3, 7)))}

@@ -1,0 +1,339 @@
+"""Runs the append and page-copy kernels on the CPU over arrays and compares whole caches with the oracle. For tests."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from gpu_actors.compiling.source import KernelSource
+from gpu_actors.devices.emulation import EmulatedBuffer, EmulatedModule, build_module
+from gpu_actors.devices.interface import Buffer
+from gpu_actors.kernels.append.copy_pages import (
+    PageCopyKey,
+    PageCopyProblem,
+    copy_source,
+    pack_page_copy,
+    page_copy_geometry,
+)
+from gpu_actors.kernels.append.params import pack_append
+from gpu_actors.kernels.append.variant import AppendProblem, Rope, append_geometry, append_key, append_source
+from gpu_actors.reference.append import append_rows, appended_rows
+from gpu_actors.reference.rope import apply_rope, inverse_frequencies, rope_angles
+
+FP8 = ("float8_e4m3fn", "float8_e5m2")
+UNUSED_ENTRY = 2147480000  # in block tables, past a sequence's last page
+_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, FP8[0]: 2.0**-4, FP8[1]: 2.0**-3}
+_SMALLEST = {"float16": 2.0**-25, "bfloat16": 2.0**-134, "float32": 0.0, FP8[0]: 2.0**-10, FP8[1]: 2.0**-17}
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+@functools.cache
+def module_of(source: KernelSource) -> EmulatedModule:
+    return build_module(source.source, dict(source.macros), dict(source.headers), entries=source.entry_points)
+
+
+@dataclasses.dataclass(kw_only=True)
+class AppendCase:
+    """An append with its data. new: rows of each sequence. before: keys of each sequence that are there already.
+
+    poison: bytes that caches are filled with, so that a written neighbour shows.
+    """
+
+    new: tuple[int, ...]
+    before: tuple[int, ...]
+    layout: str = "paged"
+    dtype: str = "float16"
+    cache_dtype: str = "float16"
+    heads_kv: int = 2
+    head_dim: int = 32
+    head_dim_v: int | None = None
+    page_size: int = 8
+    capacity: int | None = None
+    rope: Rope | None = None
+    positions: bool = False
+    heads_q: int = 0
+    descales: bool = False
+    even: bool = False
+    scale: float = 1.0
+    seed: int = 0
+
+    @property
+    def dim_v(self) -> int:
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
+
+    @property
+    def repro(self) -> str:
+        return repr(self)
+
+
+class Operands:
+    """The arrays of a case, by the kernel's names."""
+
+    def __init__(self, case: AppendCase) -> None:
+        self.case = case
+        rng = np.random.default_rng(case.seed)
+        total, batch = sum(case.new), len(case.new)
+        self.cu_seqlens = np.concatenate([[0], np.cumsum(case.new)]).astype(np.int32)
+        self.cache_seqlens = (np.array(case.before) + np.array(case.new)).astype(np.int32)
+
+        def rows(heads: int, dim: int) -> Any:
+            drawn = rng.standard_normal((total, heads, dim)) * case.scale
+            return drawn.astype(np.float32).astype(dtype_of(case.dtype))
+
+        longest = case.capacity or max(8, int(self.cache_seqlens.max(initial=0)))
+        self.arrays: dict[str, Any] = {"k": rows(case.heads_kv, case.head_dim), "v": rows(case.heads_kv, case.dim_v)}
+        self.arrays["cache_seqlens"] = self.cache_seqlens
+        if not case.even:
+            self.arrays["cu_seqlens_q"] = self.cu_seqlens
+        self.max_blocks = -(-longest // case.page_size)
+        self.num_blocks = batch * self.max_blocks + 3
+        self.max_seq = longest
+        self.caches = [self._cache(case.head_dim), self._cache(case.dim_v)]
+        self.table = None
+        if case.layout == "paged":
+            pages = -(-self.cache_seqlens // case.page_size)
+            order = rng.permutation(self.num_blocks)
+            # The pool's last page is in use: the first one of the first sequence that has any.
+            first, last = int(np.argmax(pages > 0)) * self.max_blocks, int(np.argmax(order))
+            order[[first, last]] = order[[last, first]]
+            self.table = order[: batch * self.max_blocks].reshape(batch, self.max_blocks).astype(np.int32)
+            self.table[np.arange(self.max_blocks) >= pages[:, None]] = UNUSED_ENTRY
+            self.arrays["block_table"] = self.table
+        for name in ("k_descale", "v_descale") if case.descales else ():
+            self.arrays[name] = rng.uniform(0.01, 3.0, (batch, case.heads_kv)).astype(np.float32)
+        if case.heads_q:
+            self.arrays["q"] = rows(case.heads_q, case.head_dim)
+        places = np.zeros(total, np.int32)
+        for row, _, place in appended_rows(self.cu_seqlens, self.cache_seqlens):
+            places[row] = place
+        self.positions = rng.integers(0, 3000, total).astype(np.int32) if case.positions else places
+        if case.positions:
+            self.arrays["positions"] = self.positions
+        if case.rope is not None and case.rope.table_rows:
+            angles = rope_angles(np.arange(case.rope.table_rows), inverse_frequencies(case.rope.dim))
+            # Tables of their own: what a kernel computes from the base would differ.
+            self.arrays["rope_cos"] = (1.25 * np.cos(angles)).astype(np.float32)
+            self.arrays["rope_sin"] = (1.25 * np.sin(angles)).astype(np.float32)
+
+    @property
+    def problem(self) -> AppendProblem:
+        case = self.case
+        return AppendProblem(
+            layout=case.layout,  # type: ignore[arg-type]
+            batch=len(case.new),
+            total=sum(case.new),
+            rows=case.new[0] if case.even else 0,
+            heads_kv=case.heads_kv,
+            head_dim=case.head_dim,
+            head_dim_v=case.dim_v,
+            dtype=case.dtype,
+            cache_dtype=case.cache_dtype,
+            page_size=case.page_size if case.layout == "paged" else 0,
+            num_blocks=self.num_blocks if case.layout == "paged" else 0,
+            max_blocks=self.max_blocks if case.layout == "paged" else 0,
+            max_seq=0 if case.layout == "paged" else self.max_seq,
+            rope=case.rope,
+            positions=case.positions,
+            heads_q=case.heads_q,
+            descales=case.descales,
+        )
+
+    def rope_tables(self) -> tuple[Any, Any] | None:
+        rope = self.case.rope
+        if rope is None:
+            return None
+        if rope.table_rows:
+            return self.arrays["rope_cos"][self.positions], self.arrays["rope_sin"][self.positions]
+        angles = rope_angles(self.positions, np.array(rope.frequencies))
+        return np.cos(angles), np.sin(angles)
+
+    def _cache(self, dim: int) -> Any:
+        case = self.case
+        shape: tuple[int, ...] = (self.num_blocks, case.page_size, case.heads_kv, dim)
+        if case.layout == "dense":
+            shape = (len(case.new), self.max_seq, case.heads_kv, dim)
+        elif case.layout == "pointers":
+            shape = (len(case.new), case.heads_kv, self.max_seq, dim)
+        dtype = dtype_of(case.cache_dtype)
+        bits = np.random.default_rng(case.seed + dim).integers(0, 256, (*shape[:-1], dim * dtype.itemsize), np.uint8)
+        return bits.view(dtype)
+
+
+def run(operands: Operands, **launch: Any) -> tuple[list[Any], Any]:
+    """([k cache, v cache] after the launch, rotated q or None)."""
+    case, problem = operands.case, operands.problem
+    key = append_key(problem, "sm_90a")
+    memory: dict[str, EmulatedBuffer] = {name: EmulatedBuffer.of(a, name) for name, a in operands.arrays.items()}
+    buffers = {name: buffer_of(a, memory[name].address) for name, a in operands.arrays.items()}
+    parts: list[list[EmulatedBuffer]] = []
+    for name, cache in zip(("k", "v"), operands.caches, strict=True):
+        if case.layout == "pointers":
+            parts.append([EmulatedBuffer.of(one, f"{name}_cache[{n}]") for n, one in enumerate(cache)])
+            addresses = np.array([part.address for part in parts[-1]], np.uint64)
+            memory[f"{name}_pointers"] = EmulatedBuffer.of(addresses, f"{name}_pointers")
+            buffers[f"{name}_pointers"] = buffer_of(addresses, memory[f"{name}_pointers"].address)
+        else:
+            parts.append([EmulatedBuffer.of(cache, f"{name}_cache")])
+            buffers[f"{name}_cache"] = buffer_of(cache, parts[-1][0].address)
+    if case.heads_q:
+        memory["q_rotated"] = EmulatedBuffer(operands.arrays["q"].nbytes, "q_rotated")
+        buffers["q_rotated"] = buffer_of(operands.arrays["q"], memory["q_rotated"].address)
+    geometry = append_geometry(key, problem)
+    if all(geometry.grid):
+        module_of(append_source(key)).launch(
+            "append",
+            geometry.grid,
+            geometry.block,
+            geometry.shared_bytes,
+            pack_append(key, problem, buffers),
+            [*memory.values(), *parts[0], *parts[1]],
+            **launch,
+        )
+    caches = []
+    for cache, held in zip(operands.caches, parts, strict=True):
+        written = np.concatenate([part.array for part in held])
+        caches.append(written.view(cache.dtype).reshape(cache.shape))
+    q = memory["q_rotated"].view(operands.arrays["q"].dtype, operands.arrays["q"].shape) if case.heads_q else None
+    return caches, q
+
+
+def expected(operands: Operands, *, exact: bool) -> list[Any]:
+    """The caches that the oracle makes: in the caches' dtype, or where not exact in float64."""
+    case = operands.case
+    caches = [cache.copy() for cache in operands.caches]
+    if not exact:
+        with np.errstate(invalid="ignore"):
+            caches = [cache.astype(np.float64) for cache in caches]
+    tables = operands.rope_tables()
+    k, v = operands.arrays["k"], operands.arrays["v"]
+    descales = {name: operands.arrays.get(name) for name in ("k_descale", "v_descale")}
+    if not exact:
+        k, v = k.astype(np.float64), v.astype(np.float64)
+        for name, sequences in (("k", descales.pop("k_descale")), ("v", descales.pop("v_descale"))):
+            if sequences is not None:
+                of_row = np.repeat(sequences.astype(np.float64), case.new, axis=0)[:, :, None]
+                k, v = (k / of_row, v) if name == "k" else (k, v / of_row)
+    append_rows(
+        k,
+        v,
+        *(caches if case.layout != "pointers" else [list(cache) for cache in caches]),
+        operands.cu_seqlens,
+        operands.cache_seqlens,
+        block_table=operands.table,
+        rope=tables,
+        interleaved=case.rope is not None and case.rope.interleaved,
+        **descales,
+    )
+    return caches
+
+
+def check(case: AppendCase, **launch: Any) -> None:
+    """Raise AssertionError unless the caches are the oracle's: bit by bit where nothing is rotated, and everywhere that
+    no new row goes; rotated K and q within what float arithmetic and one rounding may cost."""
+    operands = Operands(case)
+    caches, q = run(operands, **launch)
+    exact = expected(operands, exact=True)
+    same_bits("v_cache", caches[1], exact[1], case)
+    if case.rope is None:
+        same_bits("k_cache", caches[0], exact[0], case)
+        return
+    touched = touched_elements(operands)
+    same_bits("k_cache", np.where(touched, exact[0], caches[0]), exact[0], case)
+    reference = expected(operands, exact=False)[0]
+    close(
+        "k_cache",
+        caches[0][touched],
+        reference[touched],
+        case,
+        np.abs(operands.arrays["k"].astype(float)).max(initial=0),
+    )
+    if q is not None:
+        given, tables = operands.arrays["q"], operands.rope_tables()
+        assert tables is not None
+        wanted = apply_rope(given, *tables, interleaved=case.rope.interleaved)
+        q_case = dataclasses.replace(case, cache_dtype=case.dtype, descales=False)
+        close("q_rotated", q, wanted, q_case, np.abs(given.astype(float)).max(initial=0))
+
+
+def touched_elements(operands: Operands) -> Any:
+    """True for the elements of K's cache that a new row goes to."""
+    case = operands.case
+    ones = [np.ones((sum(case.new), case.heads_kv, dim)) for dim in (case.head_dim, case.dim_v)]
+    marks = [np.zeros(cache.shape) for cache in operands.caches]
+    append_rows(
+        *ones,
+        *(marks if case.layout != "pointers" else [list(mark) for mark in marks]),
+        operands.cu_seqlens,
+        operands.cache_seqlens,
+        block_table=operands.table,
+    )
+    return marks[0] != 0
+
+
+def same_bits(name: str, got: Any, wanted: Any, case: AppendCase) -> None:
+    bits = [np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}") for x in (got, wanted)]
+    wrong = np.argwhere(bits[0] != bits[1])
+    if len(wrong):
+        where = tuple(int(n) for n in wrong[0])
+        raise AssertionError(
+            f"{name} differs in {len(wrong)} of {got.size} elements, first at {where}: "
+            f"{got[where]!r} instead of {wanted[where]!r}\n{case.repro}"
+        )
+
+
+def close(name: str, got: Any, wanted: Any, case: AppendCase, largest: float) -> None:
+    """One rounding of the cache's dtype, of a value that float arithmetic may miss by a few units of its operands."""
+    dtype = case.cache_dtype
+    limit = {FP8[0]: 448.0, FP8[1]: 57344.0, "float16": np.inf}.get(dtype, np.inf)
+    descale = 0.01 if case.descales else 1.0
+    slack = 2.0**-20 * largest * 1.5 / descale
+    clipped = np.clip(wanted, -limit, limit)
+    bound = _ROUNDOFF[dtype] * (np.abs(clipped) + slack) + _SMALLEST[dtype] + slack
+    with np.errstate(invalid="ignore"):
+        error = np.abs(got.astype(np.float64) - clipped)
+    if not (error <= bound).all():
+        worst = np.unravel_index(int(np.where(np.isnan(error), np.inf, error - bound).argmax()), error.shape)
+        raise AssertionError(
+            f"{name} differs: {got[worst]!r} instead of {wanted[worst]:.9g} at {worst}, "
+            f"{int((~(error <= bound)).sum())} elements in all\n{case.repro}"
+        )
+
+
+def buffer_of(array: Any, address: int) -> Buffer:
+    strides = tuple(stride // array.itemsize for stride in array.strides)
+    return Buffer(address, array.shape, strides, array.dtype.name)
+
+
+def run_copy(k_cache: Any, v_cache: Any, pairs: Any, **launch: Any) -> tuple[Any, Any]:
+    """The pools after the page copies."""
+    problem = PageCopyProblem(
+        pairs=len(pairs),
+        num_blocks=len(k_cache),
+        page_size=k_cache.shape[1],
+        heads_kv=k_cache.shape[2],
+        head_dim=k_cache.shape[3],
+        head_dim_v=v_cache.shape[3],
+        dtype=k_cache.dtype.name,
+    )
+    arrays = {"k_cache": k_cache, "v_cache": v_cache, "page_pairs": np.asarray(pairs, np.int32).reshape(-1, 2)}
+    memory = {name: EmulatedBuffer.of(array, name) for name, array in arrays.items()}
+    buffers = {name: buffer_of(array, memory[name].address) for name, array in arrays.items()}
+    geometry = page_copy_geometry(problem)
+    if all(geometry.grid):
+        module_of(copy_source(PageCopyKey(arch="sm_90a"))).launch(
+            "copy_pages",
+            geometry.grid,
+            geometry.block,
+            geometry.shared_bytes,
+            pack_page_copy(problem, buffers),
+            list(memory.values()),
+            **launch,
+        )
+    return tuple(memory[name].view(a.dtype, a.shape) for name, a in (("k_cache", k_cache), ("v_cache", v_cache)))

@@ -1,0 +1,93 @@
+"""Runs the backward kernels on the CPU over arrays and compares gradients with the float64 oracle. For tests."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+from emulated.forward import OPERANDS, Strided, describe, key_of, ml_dtype, module_of, problem_of
+
+from gpu_actors.devices.emulation import EmulatedBuffer
+from gpu_actors.kernels.dispatch import program_of
+from gpu_actors.kernels.program import Values
+from gpu_actors.kernels.variants import kernel_source
+from gpu_actors.problem import AttentionProblem
+from gpu_actors.requests import AttentionGradients
+from gpu_actors.testing import check_gradients
+from gpu_actors.testing.backward_problems import BackwardCase, poison_unseen_backward
+
+KERNEL = "backward_mma"
+GRADIENTS = ("dq", "dk", "dv", "dbias", "dsinks")
+POISON = 0xFF
+
+
+def backward_problem_of(q: Any, k: Any, v: Any, *, deterministic: bool = False, **options: Any) -> AttentionProblem:
+    problem = problem_of(q, k, v, **options)
+    return dataclasses.replace(problem, direction="backward", deterministic=deterministic)
+
+
+def run(
+    problem: AttentionProblem,
+    operands: dict[str, Any],
+    *,
+    arch: str = "sm_90a",
+    kernel: str = KERNEL,
+    dropout_seed: int = 0,
+    **launch: Any,
+) -> AttentionGradients:
+    """The gradients that the kernels give. Outputs start as NaN, scratch as what it is promised to be.
+
+    operands: arrays or Strided views by name, dout, out and lse among them; gradients may be, too. launch: arguments of
+    EmulatedModule.launch.
+    """
+    key = key_of(problem, arch, kernel)
+    program = program_of(problem, key)
+    belongs = {f"d{name}": operands.get(name) for name in ("q", "k", "v", "bias", "sinks")}
+    given = {name: getattr(of, "array", of) for name, of in belongs.items() if of is not None}
+    outputs = {name: filled(array.shape, array.dtype, name in program.zeroed) for name, array in given.items()}
+    scratch = {name: filled(spec.shape, spec.dtype, spec.zero) for name, spec in program.scratch.items()}
+    strided = {
+        name: operand if isinstance(operand, Strided) else Strided(operand, operand)
+        for name, operand in {**outputs, **scratch, **operands}.items()
+    }
+    memory = {name: EmulatedBuffer.of(given.base, name) for name, given in strided.items()}
+    buffers = {name: describe(*given, memory[name].address) for name, given in strided.items()}
+    for part in program.parts:
+        module_of(kernel_source(part.key)).launch(
+            part.key.kernel,
+            part.geometry.grid,
+            part.geometry.block,
+            part.geometry.shared_bytes,
+            part.pack(buffers, Values(dropout_seed)),
+            list(memory.values()),
+            **launch,
+        )
+    for name in outputs:
+        strided[name].base.reshape(-1).view(np.uint8)[:] = memory[name].array
+    return AttentionGradients(**{name: strided[name].array for name in outputs})
+
+
+def filled(shape: tuple[int, ...], dtype: Any, zero: bool) -> Any:
+    array = np.empty(shape, ml_dtype(dtype) if isinstance(dtype, str) else dtype)
+    array.reshape(-1).view(np.uint8)[...] = 0 if zero else POISON
+    return array
+
+
+def run_case(
+    case: BackwardCase, *, compute: str | None = None, deterministic: bool = False, **launch: Any
+) -> AttentionGradients:
+    problem = backward_problem_of(*case.forward.inputs, compute=compute, deterministic=deterministic, **case.options)
+    arrays = {name: case.options[name] for name in OPERANDS if name in case.options}
+    operands = dict(zip(("dout", "q", "k", "v", "out", "lse"), case.inputs, strict=True)) | arrays
+    return run(problem, operands, dropout_seed=case.options.get("dropout_seed", 0), **launch)
+
+
+def check_case(case: BackwardCase, *, compute: str | None = None, **launch: Any) -> float:
+    """The largest error as a share of its bound. The kernels and the oracle read the same results of the forward.
+
+    Keys that no row sees, and rows that see nothing, hold NaN for the kernels.
+    """
+    gradients = run_case(poison_unseen_backward(case), compute=compute, **launch)
+    given = {"out": case.out, "lse": case.lse}
+    return check_gradients(gradients, *case.arguments, repro=case.repro, compute=compute, **given, **case.options)

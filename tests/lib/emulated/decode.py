@@ -1,0 +1,229 @@
+"""Runs the decode kernels on the CPU over batches of cached sequences and compares them with the float64 oracle."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from cases.cached_batches import Batch
+from emulated.forward import module_of
+
+from gpu_actors.compiling.source import KernelSource
+from gpu_actors.devices.emulation.device import EmulatedDevice
+from gpu_actors.devices.interface import Kernel, Launch, OutputSpec, Step
+from gpu_actors.kernels.decode.params import pack_decode
+from gpu_actors.kernels.decode.variant import DECODE, PLAN, decode_keys, step_geometry
+from gpu_actors.kernels.dispatch import FAMILIES, dispatch_key, program_of
+from gpu_actors.kernels.program import NO_VALUES, Target
+from gpu_actors.kernels.support import ELEMENTS
+from gpu_actors.kernels.variants import kernel_source
+from gpu_actors.options import ContextOptions, EmulationOptions
+from gpu_actors.problem import AttentionProblem, DispatchKey
+from gpu_actors.testing.tolerance import check_output
+
+ARRAYS = ("alibi_slopes", "sinks", "k_descale", "v_descale")
+
+
+@dataclass
+class DecodeCase:
+    """A batch, where its keys and values lie, and the options of the request.
+
+    layout: "paged", "cache" or "pointers". rows: new rows of each sequence, the last of q's; None where all are q's.
+    tree: uint64 (batch, rows of q). options: as of the oracle, and num_splits.
+    """
+
+    batch: Batch
+    layout: str = "paged"
+    page_size: int = 16
+    rows: list[int] | None = None
+    tree: Any = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @functools.cached_property
+    def packed_rows(self) -> Any:
+        """Which rows of q there are, (batch, rows)."""
+        most = self.batch.q.shape[1]
+        rows = np.full(len(self.batch.k), most) if self.rows is None else np.array(self.rows)
+        return np.arange(most) >= most - rows[:, None]
+
+    @property
+    def q(self) -> Any:
+        return self.batch.q if self.rows is None else self.batch.q[self.packed_rows]
+
+    @property
+    def tree_mask(self) -> Any:
+        return self.tree if self.rows is None or self.tree is None else self.tree[self.packed_rows]
+
+    @property
+    def ends(self) -> Any:
+        """cu_seqlens_q, also where the request has none."""
+        return np.concatenate([[0], np.cumsum(self.packed_rows.sum(axis=1))]).astype(np.int32)
+
+    def alone(self, index: int) -> DecodeCase:
+        """The same request with one of its sequences."""
+        batch = Batch(self.batch.q[index : index + 1], [self.batch.k[index]], [self.batch.v[index]])
+        options = dict(self.options)
+        for name in ("alibi_slopes", "k_descale", "v_descale"):
+            if name in options and options[name].ndim == 2:
+                options[name] = options[name][index : index + 1]
+        rows = None if self.rows is None else [self.rows[index]]
+        tree = None if self.tree is None else self.tree[index : index + 1]
+        return replace(self, batch=batch, rows=rows, tree=tree, options=options)
+
+    def operands(self) -> dict[str, Any]:
+        """What a request of this layout hands to the kernels, by name."""
+        arrays = {name: self.options[name] for name in ARRAYS if name in self.options}
+        arrays |= {"q": self.q, "cache_seqlens": self.batch.lengths}
+        if self.rows is not None:
+            arrays["cu_seqlens_q"] = self.ends
+        if self.tree is not None:
+            arrays["tree_mask"] = self.tree_mask
+        if self.layout == "paged":
+            pages = self.batch.pages(self.page_size, len(self.batch.k))
+            return arrays | {"k_cache": pages.k, "v_cache": pages.v, "block_table": pages.block_table}
+        if self.layout == "cache":
+            k, v = self.batch.dense()
+            return arrays | {"k_cache": k, "v_cache": v}
+        k, v = self.batch.arrays()
+        for index in range(len(k)):
+            arrays |= {f"k_cache.{index}": k[index], f"v_cache.{index}": v[index]}
+        return arrays
+
+
+def problem_of(case: DecodeCase, operands: dict[str, Any]) -> AttentionProblem:
+    """The problem of a case, LSE included."""
+    q, options = operands["q"], case.options
+    element, batch = ELEMENTS[q.dtype.name], len(case.batch.k)
+    if case.layout == "paged":
+        k, v = operands["k_cache"], operands["v_cache"]
+        capacity, total = operands["block_table"].shape[1] * case.page_size, len(k) * case.page_size
+    elif case.layout == "cache":
+        k, v = operands["k_cache"], operands["v_cache"]
+        capacity, total = k.shape[1], batch * k.shape[1]
+    else:
+        k, v = (operands[f"{side}_cache.0"].swapaxes(0, 1) for side in "kv")
+        capacity, total = len(k), batch * len(k)
+    slopes = options.get("alibi_slopes")
+    return AttentionProblem(
+        layout=case.layout,  # type: ignore[arg-type]
+        batch=batch,
+        seqlen_q=case.batch.q.shape[1],
+        seqlen_k=capacity,
+        total_q=math.prod(q.shape[:-2]),
+        total_k=total,
+        heads_q=q.shape[-2],
+        heads_kv=k.shape[-2],
+        head_dim=q.shape[-1],
+        head_dim_v=v.shape[-1],
+        dtype=q.dtype.name,
+        kv_dtype=k.dtype.name,
+        out_dtype=element.out,
+        compute=element.computes[0],
+        softmax_scale=options.get("softmax_scale", q.shape[-1] ** -0.5),
+        causal=options.get("causal", False),
+        window=options.get("window_size", (-1, -1)),
+        softcap=options.get("softcap", 0.0),
+        alibi=None if slopes is None else "heads" if slopes.ndim == 1 else "batch",
+        sinks="sinks" in options,
+        sink_tokens=options.get("sink_tokens", 0),
+        descales="k_descale" in options or "v_descale" in options,
+        return_lse=True,
+        page_size=case.page_size if case.layout == "paged" else 0,
+        varlen_q=case.rows is not None,
+        tree_mask=case.tree is not None,
+        num_splits=options.get("num_splits", 0),
+    )
+
+
+def outputs_of(problem: AttentionProblem, operands: dict[str, Any]) -> dict[str, OutputSpec]:
+    packed = (problem.heads_q, problem.total_q)
+    return {
+        "out": OutputSpec((*operands["q"].shape[:-1], problem.head_dim_v), problem.out_dtype),
+        "lse": OutputSpec(
+            packed if problem.varlen_q else (problem.batch, problem.heads_q, problem.seqlen_q), "float32"
+        ),
+    }
+
+
+def key_of(problem: AttentionProblem, arch: str) -> DispatchKey:
+    """The key of decode_mma, whichever kernel the problem would be dispatched to."""
+    return dispatch_key(problem, arch, tuple(family for family in FAMILIES if family.name == DECODE))
+
+
+def kernel_of(source: KernelSource) -> Kernel:
+    return Kernel(source.entry_points[0], module_of(source))
+
+
+@functools.cache
+def device_of(**emulation: Any) -> EmulatedDevice:
+    return EmulatedDevice("sm_80", EmulationOptions(**emulation), ContextOptions())
+
+
+def run(
+    case: DecodeCase,
+    *,
+    arch: str = "sm_80",
+    multiprocessors: int = 3,
+    planned: bool = True,
+    operands: dict[str, Any] | None = None,
+    problem: AttentionProblem | None = None,
+    **emulation: Any,
+) -> tuple[Any, Any]:
+    """(out, lse) of the kernels. operands, problem: in place of the case's own."""
+    operands = case.operands() if operands is None else operands
+    problem = problem_of(case, operands) if problem is None else problem
+    key = key_of(problem, arch)
+    program = program_of(problem, key, Target(multiprocessors, lengths_on_host=planned))
+    inputs = operands
+    if program.split is not None:
+        inputs = operands | program.split(operands["cache_seqlens"], operands.get("cu_seqlens_q"))
+    outputs = outputs_of(problem, operands)
+    steps = program.steps(tuple(kernel_of(kernel_source(part)) for part in program.keys), NO_VALUES)
+    stream: Any = device_of(**emulation).open_stream("test")
+    results = stream.run(Launch(key, inputs, outputs, lambda _: {}, steps, program.scratch))
+    return results["out"], results["lse"]
+
+
+def positions_on_the_device(case: DecodeCase, ranges: int) -> Any:
+    """The plan that decode_plan makes, int32 (ranges + 1, 4)."""
+    operands = case.operands()
+    problem = problem_of(case, operands)
+    key = decode_keys(problem, key_of(problem, "sm_80"), planned=False)[0]
+    assert key.kernel == PLAN
+    outputs = outputs_of(problem, operands) | {
+        "plan": OutputSpec((ranges + 1, 4), "int32"),
+        "sums": OutputSpec((10_000,), "int64"),
+    }
+
+    def pack(buffers: Any) -> bytes:
+        pointers = {f"{side}_ptrs": replace(buffers["cache_seqlens"], dtype="uint64") for side in "kv"}
+        return pack_decode(problem, key, ranges, {**buffers, **(pointers if problem.layout == "pointers" else {})})
+
+    step = Step(kernel_of(kernel_source(key)), step_geometry(key, problem, ranges), pack)
+    stream: Any = device_of().open_stream("test")
+    return stream.run(Launch(key, operands, outputs, lambda _: {}, (step,)))["plan"]
+
+
+def check_results(case: DecodeCase, out: Any, lse: Any) -> float:
+    """Compare with the oracle over packed sequences."""
+    k, v, ends_k = case.batch.packed
+    q = case.q.reshape(-1, *case.q.shape[-2:])
+    if case.rows is None:
+        out, lse = out.reshape(len(q), *out.shape[2:]), lse.swapaxes(0, 1).reshape(lse.shape[1], -1)
+    options = {name: value for name, value in case.options.items() if name != "num_splits"}
+    if case.tree is not None:
+        options["tree_mask"] = case.tree_mask.reshape(-1)
+    return check_output(out, lse, q, k, v, cu_seqlens_q=case.ends, cu_seqlens_k=ends_k, repro=repr_of(case), **options)
+
+
+def repr_of(case: DecodeCase) -> str:
+    options = {name: "array" if isinstance(value, np.ndarray) else value for name, value in case.options.items()}
+    shape = (case.batch.q.shape, case.batch.q.dtype.name, case.batch.k[0].dtype.name, case.batch.k[0].shape[1:])
+    return f"{case.layout} page {case.page_size} q {shape} lengths {case.batch.lengths} rows {case.rows} {options}"
+
+
+def check(case: DecodeCase, **launch: Any) -> float:
+    return check_results(case, *run(case, **launch))

@@ -1,0 +1,194 @@
+"""Runs forward kernels on the CPU over arrays and compares them with the float64 oracle. For tests."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from emulated import contraction
+
+from gpu_actors.compiling.source import KernelSource
+from gpu_actors.devices.emulation import EmulatedBuffer, EmulatedModule, Toolchain, build_module
+from gpu_actors.devices.emulation.tensor_map import encode_tensor_map
+from gpu_actors.devices.interface import Buffer
+from gpu_actors.kernels.dispatch import FAMILIES, dispatch_key, program_of
+from gpu_actors.kernels.hopper.params import COUNTER
+from gpu_actors.kernels.program import Program, Target, Values
+from gpu_actors.kernels.support import ELEMENTS
+from gpu_actors.kernels.variants import kernel_source
+from gpu_actors.problem import AttentionProblem, DispatchKey
+from gpu_actors.testing.problems import ForwardCase
+from gpu_actors.testing.tolerance import check_output
+
+OPERANDS = (
+    "bias",
+    "alibi_slopes",
+    "sinks",
+    "q_descale",
+    "k_descale",
+    "v_descale",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+)
+
+
+def problem_of(q: Any, k: Any, v: Any, *, compute: str | None = None, **options: Any) -> AttentionProblem:
+    """The problem of these arrays and options, LSE included."""
+    element = ELEMENTS[q.dtype.name]
+    ends = [options.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k")]
+    varlen = ends[0] is not None
+    batch = len(ends[0]) - 1 if varlen else len(q)
+    lengths = [max(1, int(np.diff(e).max())) for e in ends] if varlen else [q.shape[1], k.shape[1]]
+    bias, slopes = options.get("bias"), options.get("alibi_slopes")
+    return AttentionProblem(
+        layout="varlen" if varlen else "dense",
+        batch=batch,
+        seqlen_q=lengths[0],
+        seqlen_k=lengths[1],
+        total_q=len(q) if varlen else batch * lengths[0],
+        total_k=len(k) if varlen else batch * lengths[1],
+        heads_q=q.shape[-2],
+        heads_kv=k.shape[-2],
+        head_dim=q.shape[-1],
+        head_dim_v=v.shape[-1],
+        dtype=q.dtype.name,
+        kv_dtype=k.dtype.name,
+        out_dtype=element.out,
+        compute=compute or element.computes[0],
+        softmax_scale=options.get("softmax_scale", q.shape[-1] ** -0.5),
+        causal=options.get("causal", False),
+        alignment=options.get("alignment", "bottom_right"),
+        window=options.get("window_size", (-1, -1)),
+        softcap=options.get("softcap", 0.0),
+        alibi=None if slopes is None else "heads" if slopes.ndim == 1 else "batch",
+        sinks="sinks" in options,
+        sink_tokens=options.get("sink_tokens", 0),
+        bias=None if bias is None else (bias.dtype.name, len(bias) < batch, bias.shape[1] < q.shape[-2]),
+        dropout_p=options.get("dropout_p", 0.0),
+        descales=any(f"{name}_descale" in options for name in "qkv"),
+        return_lse=True,
+    )
+
+
+def key_of(problem: AttentionProblem, arch: str = "sm_90a", kernel: str = "forward_simple") -> DispatchKey:
+    """The key of that kernel, whichever kernel the problem would be dispatched to."""
+    return dispatch_key(problem, arch, tuple(family for family in FAMILIES if family.name == kernel))
+
+
+def module_of(source: KernelSource) -> EmulatedModule:
+    return _module(source, contraction.toolchain())
+
+
+@functools.cache
+def _module(source: KernelSource, toolchain: Toolchain) -> EmulatedModule:
+    macros, headers = dict(source.macros), dict(source.headers)
+    return build_module(source.source, macros, headers, toolchain, entries=source.entry_points)
+
+
+class Strided(NamedTuple):
+    """An array to pass, with the memory that it is a view of."""
+
+    array: Any
+    base: Any
+
+
+def describe(array: Any, base: Any, address: int) -> Buffer:
+    offset = array.__array_interface__["data"][0] - base.__array_interface__["data"][0]
+    strides = tuple(stride // array.itemsize for stride in array.strides)
+    return Buffer(address + offset, array.shape, strides, array.dtype.name)
+
+
+def run(
+    problem: AttentionProblem,
+    operands: dict[str, Any],
+    *,
+    arch: str = "sm_90a",
+    kernel: str = "forward_simple",
+    dropout_seed: int = 0,
+    multiprocessors: int | None = None,
+    **launch: Any,
+) -> tuple[Any, Any]:
+    """(out, lse) of a kernel. Outputs start as NaN.
+
+    operands: arrays or Strided views by name; ``out`` may be among them. launch: arguments of EmulatedModule.launch.
+    """
+    key = key_of(problem, arch, kernel)
+    rows = (problem.total_q,) if problem.layout == "varlen" else (problem.batch, problem.seqlen_q)
+    outputs = {
+        "out": np.full((*rows, problem.heads_q, problem.head_dim_v), np.nan, ml_dtype(problem.out_dtype)),
+        "lse": np.full((*rows[:-1], problem.heads_q, rows[-1]), np.nan, np.float32),
+    }
+    strided = {
+        name: operand if isinstance(operand, Strided) else Strided(operand, operand)
+        for name, operand in {**outputs, **operands}.items()
+    }
+    memory = {name: EmulatedBuffer.of(given.base, name) for name, given in strided.items()}
+    buffers = {name: describe(*given, memory[name].address) for name, given in strided.items()}
+    program = program_on(problem, key, multiprocessors)
+    for name, spec in program.scratch.items():
+        kind = ml_dtype(spec.dtype)
+        content = np.full((*spec.shape, kind.itemsize), 0 if spec.zero else 0xFF, np.uint8)
+        array = content.view(kind).reshape(spec.shape)
+        memory[name] = EmulatedBuffer.of(array, name)
+        buffers[name] = describe(array, array, memory[name].address)
+    for part in program.parts:
+        module_of(kernel_source(part.key)).launch(
+            part.key.kernel,
+            part.geometry.grid,
+            part.geometry.block,
+            part.geometry.shared_bytes,
+            part.pack(buffers, Values(dropout_seed)),
+            list(memory.values()),
+            **launch,
+        )
+    if COUNTER in memory:
+        assert not memory[COUNTER].array.any(), "the counter is ready for the next launch"
+    for name in outputs:
+        given = strided[name]
+        given.base.reshape(-1).view(np.uint8)[:] = memory[name].array
+    return strided["out"].array, strided["lse"].array
+
+
+def program_on(problem: AttentionProblem, key: DispatchKey, multiprocessors: int | None = None) -> Program:
+    """What the emulated device launches for a problem."""
+    return program_of(problem, key, Target(multiprocessors, lambda tensor_map: encode_tensor_map(*tensor_map)))
+
+
+def run_case(case: ForwardCase, *, compute: str | None = None, **launch: Any) -> tuple[Any, Any]:
+    problem = problem_of(*case.inputs, compute=compute, **case.options)
+    arrays = {name: case.options[name] for name in OPERANDS if name in case.options}
+    operands = dict(zip("qkv", case.inputs, strict=True)) | arrays
+    return run(problem, operands, dropout_seed=case.options.get("dropout_seed", 0), **launch)
+
+
+def check_case(case: ForwardCase, *, compute: str | None = None, **launch: Any) -> float:
+    out, lse = run_case(case, compute=compute, **launch)
+    return check_output(out, lse, *case.inputs, repro=case.repro, compute=compute, **case.options)
+
+
+def ml_dtype(name: str) -> Any:
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def gaussian(seed: int, shape: tuple[int, ...], dtype: str = "float32") -> Any:
+    return np.random.default_rng(seed).standard_normal(shape).astype(ml_dtype(dtype))
+
+
+def qkv(
+    rows: int, keys: int, *, batch: int = 1, heads: int = 2, heads_kv: int = 1, dim: int = 16, dtype: str = "float32"
+):
+    shapes = ((batch, rows, heads, dim), (batch, keys, heads_kv, dim), (batch, keys, heads_kv, dim))
+    return [gaussian(n, shape, dtype) for n, shape in enumerate(shapes)]
+
+
+def answer(q: Any, k: Any, v: Any, *, compute: str | None = None, dropout_seed: int = 0, **options: Any):
+    arrays = {name: options[name] for name in OPERANDS if name in options}
+    problem = problem_of(q, k, v, compute=compute, **options)
+    return run(problem, {"q": q, "k": k, "v": v, **arrays}, dropout_seed=dropout_seed)
+
+
+def check(q: Any, k: Any, v: Any, **options: Any) -> None:
+    out, lse = answer(q, k, v, **options)
+    check_output(out, lse, q, k, v, **options)

@@ -1,0 +1,168 @@
+"""Seeds bugs into the backward kernels, one at a time, and shows that the comparison with the oracle catches each.
+
+scripts/mutants backward            every mutant, about ten seconds each; writes docs/reports/mutation_backward.md
+scripts/mutants backward NAME...    only these, and writes nothing
+
+A mutant is caught when one of its probes differs from the oracle by more than the tolerance, when a probe that asks for
+it does not repeat its bits, or when the emulation finds fault with it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from emulated import backward as emulated_backward
+from mutation.backward_mutants import MUTANTS
+from mutation.forward import mutated
+from mutation.forward_mutants import Mutant
+from mutation.run import kernel_and_name, probes_of, run_mutants
+
+from gpu_actors.compiling.assets import kernel_file
+from gpu_actors.compiling.source import KernelSource
+from gpu_actors.devices.emulation import EmulatedModule, EmulationFault, build_module
+from gpu_actors.testing import check_gradients, random_backward
+from gpu_actors.testing.backward_problems import BackwardCase, poison_unseen_backward
+
+REPORT = Path(__file__).resolve().parents[3] / "docs" / "reports" / "mutation_backward.md"
+LAUNCHES = (("late", "greedy", 0), ("eager", "greedy", 1), ("late", "lane", 1), ("random", "random", 2))
+LIMIT_SECONDS = 40.0
+
+# Problems by name. Most have more tiles of queries than the ring has stages, and rows and keys that end inside a tile.
+_SHAPE: dict[str, Any] = {
+    "dtype": "float16",
+    "head_dim": 32,
+    "varlen": False,
+    "kind": "gaussian",
+    "batch": 1,
+    "heads": (2, 1),
+    "features": (),
+}
+_FLOATS: dict[str, Any] = {"dtype": "float32", "head_dim": 64}
+_ALL = ("dropout", "sinks", "bias", "alibi", "softcap")
+PROBES: dict[str, dict[str, Any]] = {
+    "plain": {"seqlens": (210, 150)},
+    "late": {"seqlens": (70, 150)},
+    "batch": {"seqlens": (150, 200), "batch": 2},
+    "causal": {"seqlens": (290, 290), "always": ("causal",)},
+    "edge": {"seqlens": (150, 212), "always": ("causal",)},  # tiles with one hidden pair
+    "few": {"seqlens": (150, 21), "always": ("causal",)},
+    "varlen": {"seqlens": (150, 210), "varlen": True, "batch": 3, "always": ("causal",)},
+    "window": {"seqlens": (333, 410), "always": ("window", "sink_tokens"), "alignment": "top_left"},
+    "options": {"seqlens": (70, 150), "batch": 2, "kind": "peaked", "always": _ALL},
+    "sinks": {"seqlens": (250, 21), "batch": 12, "heads": (1, 1), "always": ("sinks",)},
+    "gqa": {"seqlens": (70, 150), "heads": (4, 2)},
+    "wide": {"dtype": "bfloat16", "head_dim": 256, "seqlens": (100, 100), "always": ("causal",)},
+    "wide dq": {"dtype": "bfloat16", "head_dim": 256, "seqlens": (40, 60), "always": ("softcap",)},
+    "passes": {"dtype": "bfloat16", "head_dim": 128, "seqlens": (70, 100), "always": ("dropout",)},
+    "float": {"dtype": "float32", "head_dim": 96, "seqlens": (70, 150), "always": ("causal",)},
+    "redundant": {"dtype": "float32", "head_dim": 256, "seqlens": (40, 40), "always": ("bias",)},
+    "special": {"seqlens": (150, 150), "always": ("causal",)},
+    "special bias": {"seqlens": (150, 150), "always": ("causal", "bias")},
+    "special key": {"seqlens": (150, 150), "always": ("causal",)},
+    # Floats, whose gradients show the last bits of their sums.
+    "turns": {**_FLOATS, "seqlens": (90, 610)},
+    "turns window": {**_FLOATS, "seqlens": (350, 350), "always": ("window",), "alignment": "top_left"},
+    "turns bias": {**_FLOATS, "seqlens": (40, 150), "batch": 3, "always": ("bias",)},
+}
+ARCHS = {"late": "sm_90a"}
+
+
+@contextmanager
+def seeded(mutant: Mutant | None, cache: Path) -> Iterator[None]:
+    """Have `emulated_backward` build kernels, one of them with the bug."""
+
+    def build(source: KernelSource) -> EmulatedModule:
+        macros = dict(source.macros)
+        if mutant is None or source.name != kernel_file(mutant.kernel):
+            return build_module(source.source, macros, dict(source.headers), entries=source.entry_points)
+        text, headers = mutated(source, mutant)
+        return build_module(text, macros, headers, cache_dir=cache, entries=source.entry_points)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(emulated_backward, "module_of", build)
+        yield
+
+
+def case_of(name: str) -> BackwardCase:
+    choices = {**_SHAPE, **PROBES[name]}
+    compute = "tf32" if choices["dtype"] == "float32" else None
+    case = random_backward(len(name), compute=compute, **choices)
+    if name == "turns bias":  # shared by every sequence and head
+        case.options["bias"] = np.ascontiguousarray(case.options["bias"][:1, :1])
+    if name == "options":  # of the type that backward_finish turns sums into
+        case.options["bias"] = case.options["bias"].astype(np.float16)
+    if name in ("special", "special bias"):
+        case.dout[0, 100, :, 3] = np.nan
+    if name == "special key":
+        case.forward.k[0, 100, :, 3] = np.nan
+        case.lse[0, :, 100:], case.out[0, 100:] = np.nan, np.nan
+    return case
+
+
+def run_probe(name: str) -> None:
+    """Raise AssertionError or EmulationFault where a probe shows a difference."""
+    case = case_of(name)
+    compute = "tf32" if case.dout.dtype == np.float32 else None
+    poisoned = poison_unseen_backward(case)
+    deterministic, first = name.startswith("turns"), None
+    for delivery, schedule, seed in LAUNCHES * (3 if deterministic else 1):
+        gradients = emulated_backward.run_case(
+            poisoned,
+            compute=compute,
+            deterministic=deterministic,
+            arch=ARCHS.get(name, "sm_86"),
+            delivery=delivery,
+            schedule=schedule,
+            seed=seed,
+            limit_seconds=LIMIT_SECONDS,
+        )
+        given = {"out": case.out, "lse": case.lse, "compute": compute}
+        check_gradients(gradients, *case.arguments, repro=case.repro, **given, **case.options)
+        first = first or gradients
+        if deterministic:
+            np.testing.assert_array_equal(gradients.dq, first.dq, err_msg="dq does not repeat")
+            if gradients.dbias is not None:
+                np.testing.assert_array_equal(gradients.dbias, first.dbias, err_msg="dbias does not repeat")
+
+
+def verdict(mutant: Mutant, cache: Path) -> str:
+    """How the mutant was caught, or "survived"."""
+    try:
+        with seeded(mutant, cache):
+            for probe in mutant.probes:
+                run_probe(probe)
+    except EmulationFault as fault:
+        return f"emulation: {fault.kind}"
+    except AssertionError as error:
+        return "bits differ" if "does not repeat" in str(error) else str(error).split(" ", 1)[0] + " differs"
+    return "survived"
+
+
+def check_clean(chosen: Sequence[Mutant], cache: Path) -> None:
+    with seeded(None, cache):
+        for probe in probes_of(chosen):
+            run_probe(probe)
+
+
+def main(names: list[str]) -> int:
+    return run_mutants(MUTANTS, names, check_clean, verdict, kernel_and_name, REPORT, _REPORT)
+
+
+_REPORT = """# Mutation run of the backward kernels
+
+`scripts/mutants backward` seeds each of these bugs into a kernel and compares the emulated gradients with the
+oracle under several schedules and deliveries. {caught}.
+
+| kernel | bug | probes | caught by |
+|---|---|---|---|
+{rows}
+"""
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,342 @@
+"""Bugs to seed into the backward kernels; backward_mutation.py runs them."""
+
+from __future__ import annotations
+
+from mutation.forward_mutants import Mutant
+
+__all__ = ["MUTANTS"]
+
+_MMA, _SCORES, _RING, _SHARES = "backward/backward_mma.cu", "backward/scores.cuh", "backward/ring.cuh", "mma/shares.cuh"
+_PARAMS, _MASK, _DROPOUT = "backward/params.cuh", "common/mask.cuh", "mma/dropout.cuh"
+
+
+def _mma(name: str, file: str, old: str, new: str, *probes: str) -> Mutant:
+    return Mutant(name, "backward_mma", file, old, new, probes or ("plain",))
+
+
+def _prepare(name: str, old: str, new: str, *probes: str) -> Mutant:
+    return Mutant(name, "backward_prepare", "backward/backward_prepare.cu", old, new, probes or ("plain",))
+
+
+def _finish(name: str, old: str, new: str, *probes: str) -> Mutant:
+    return Mutant(name, "backward_finish", "backward/backward_finish.cu", old, new, probes or ("plain",))
+
+
+PREPARE_MUTANTS = (
+    _prepare("delta is a lane's, not the row's", "sum += __shfl_xor_sync(ALL_LANES, sum, step)", "sum += 0.0f"),
+    _prepare("the lse stays natural", "lse * LOG2_E;", "lse;"),
+    _prepare("rows past the end keep their lse", "lse == -INFINITY ? INFINITY : lse", "lse"),
+    _prepare("delta is missing", "        delta = sum;\n", "        delta = 0.0f;\n"),
+    _prepare("half of a row is added up", "chunk += LANES) {", "chunk += 2 * LANES) {", "wide"),
+    _prepare("rows past the end are read", "row < at.seqlen_q ? row : at.seqlen_q - 1", "row"),
+    _prepare("the sink's gradient has the wrong sign", "dsink -= exp_of", "dsink += exp_of", "options"),
+    _prepare(
+        "the sink's parts of all but one warp are lost", "warp < THREADS / 32; warp++", "warp < 1; warp++", "options"
+    ),
+    _prepare(
+        "sequences share a part of the sink's gradient", "* params.batch + at.sequence)", "* params.batch)", "options"
+    ),
+)
+
+FINISH_MUTANTS = (
+    _finish("dQ is not scaled", "% REDUCE_WIDTH] * scale;", "% REDUCE_WIDTH];"),
+    _finish("rows g + 8 are rows g", "const int row = first_row + 8 * half;", "const int row = first_row;"),
+    _finish("rows past the end are stored", "    if (row >= at.seqlen_q) continue;\n", ""),
+    _finish("dQ's second pair of rows is its first", "4 * block + 2 * half + i", "4 * block + i"),
+    _finish(
+        "sums of lanes are read in another width",
+        "value / REDUCE_WIDTH * (REDUCE_WIDTH * THREADS)",
+        "value * 1",
+        "late",
+    ),
+    _finish(
+        "parts of the sinks' gradient are left out",
+        "thread < THREADS; thread++",
+        "thread < THREADS / 8; thread++",
+        "sinks",
+    ),
+    _finish("dbias stays as it was", "dbias[n] = from_real", "if (n < 0) dbias[n] = from_real", "options"),
+)
+
+RING_MUTANTS = (
+    _mma("a step is not waited for", _RING, "cp_async_wait<STAGES == 1 ? 0 : STAGES - 2>", "cp_async_wait<STAGES>"),
+    _mma("the barrier of a step is dropped", _RING, "    __syncthreads();\n    return false;", "    return false;"),
+    _mma(
+        "a stage is refilled one step early",
+        _RING,
+        "(STAGES > 1) fill(n + STAGES - 1)",
+        "(STAGES > 1) fill(n + STAGES - (n < 0))",
+    ),
+    _mma(
+        "the only stage is refilled at once",
+        _RING,
+        "if (n > 0) __syncthreads();  // all have left the stage",
+        "",
+        "wide",
+    ),
+    _mma("keys stay as they came", _MMA, "      else if (n == -1) prepare_keys(work);\n", "", "special key"),
+    _mma("dO has Q's stage", _RING, "{q_tile(n).base + QTile::BYTES}", "{q_tile(n).base}"),
+    _mma(
+        "statistics of every step are the first's", _RING, "params.statistics + slot(n)", "params.statistics + slot(0)"
+    ),
+    _mma("heads of a group are all the first", _RING, "at.kv_head * heads + n / tiles", "at.kv_head * heads"),
+    _mma(
+        "query heads are dealt out in turn",
+        _RING,
+        "at.kv_head * heads + n / tiles",
+        "n / tiles * params.forward.heads_kv + at.kv_head",
+        "gqa",
+    ),
+    _mma(
+        "packed keys start at the queries' start",
+        _RING,
+        "at.k_start = params.cu_seqlens_k[sequence];",
+        "at.k_start = at.q_start;",
+        "varlen",
+    ),
+    _mma("slots of packed sequences overlap", _PARAMS, "/ BLOCK_M + sequence;", "/ BLOCK_M;", "varlen"),
+    _mma(
+        "special values stay in a tile with a mask",
+        _RING,
+        "clear_special<ELEMENT, THREADS>(do_tile(n))",
+        "false",
+        "special",
+    ),
+    _mma("special values of dO reach no key", _MMA, "if (special) add_special", "if (false) add_special", "special"),
+    _mma("a special key stays in the tile", _MMA, "  clear_special<ELEMENT, THREADS>(keys);\n", "", "special key"),
+)
+
+MASK_MUTANTS = (
+    _mma(
+        "the last rows of a causal tile are skipped",
+        _MASK,
+        "at_least(0, key_begin - diagonal);",
+        "at_least(0, key_begin - diagonal + 64);",
+        "causal",
+    ),
+    _mma("a window's last rows are skipped", _MASK, "key_end - diagonal + left)", "key_end - diagonal)", "window"),
+    _mma(
+        "sink tokens are seen by the window's rows alone",
+        _MASK,
+        "SINK_TOKENS && key_begin < sink_tokens;",
+        "false;",
+        "window",
+    ),
+    _mma("the diagonal is one key off", _SCORES, "if (query < begin ||", "if (query + 1 < begin ||", "causal"),
+    _mma("hidden pairs keep their weights", _MMA, "  if (masked) hide(p, work, n);\n", "", "causal"),
+    _mma("unmasked tiles are masked instead", _MMA, "if (masked) hide(p", "if (!masked) hide(p", "causal"),
+    _mma(
+        "hidden pairs keep their dS",
+        _MMA,
+        "  if (masked) hide(dp, work, n);  // 0 times a NaN is none\n",
+        "",
+        "special",
+    ),
+    _mma(
+        "hidden pairs reach dbias",
+        _MMA,
+        "    if (masked) hide(dp, work, n);\n    add_to",
+        "    add_to",
+        "special bias",
+    ),
+    _mma(
+        "keys past the end are not hidden",
+        _SCORES,
+        "key < work.mask.seqlen_k ? rows.end - first_row : 0",
+        "rows.end - first_row",
+        "options",
+    ),
+    _mma(
+        "a tile with a mask passes as unmasked",
+        _MMA,
+        "row_end, key_begin, key_begin + BLOCK_N)",
+        "row_end, key_begin, key_begin)",
+        "causal",
+    ),
+    _mma(
+        "a tile with one hidden pair passes as unmasked",
+        _MASK,
+        "if (CAUSAL && key_end - 1 > row_begin + diagonal)",
+        "if (CAUSAL && key_end - 1 > row_begin + diagonal + 1)",
+        "edge",
+    ),
+    _mma(
+        "a tile is masked as the next one",
+        _MMA,
+        "const bool masked = !mask.all_visible(row_begin, row_end",
+        "const bool masked = !mask.all_visible(row_begin + BLOCK_M, row_end + BLOCK_M",
+        "causal",
+    ),
+)
+
+SCORE_MUTANTS = (
+    _mma(
+        "weights are in base e",
+        _SCORES,
+        "(SCALE_ONLY ? score.scale : 1.0f) * LOG2_E",
+        "(SCALE_ONLY ? score.scale : 1.0f)",
+    ),
+    _mma("delta is the lse", _SCORES, "(BLOCK_M + work.warp.query(block, 0)) * 4", "work.warp.query(block, 0) * 4"),
+    _mma("delta is of the neighbouring query", _SCORES, "delta[e % 2]", "delta[0]"),
+    _mma("keys g + 8 are keys g", _SCORES, "16 * row + 8 * half + lane_id() / 4", "16 * row + lane_id() / 4", "causal"),
+    _mma("dP is not scaled up for what was dropped", _SCORES, "? x * kept_scale : 0.0f", "? x : 0.0f", "options"),
+    _mma(
+        "dropped pairs keep their dP",
+        _SCORES,
+        "& 1 ? x * kept_scale : 0.0f",
+        "& 1 ? x * kept_scale : x * kept_scale",
+        "options",
+    ),
+    _mma(
+        "dropped pairs give values' gradients",
+        _SCORES,
+        "if (!(kept[r] >> i & 1)) weights",
+        "if (false) weights",
+        "options",
+    ),
+    _mma(
+        "lanes draw for each other's queries", _DROPOUT, "lane % 4 * 2 + mine % 2", "lane % 4 * 2 + mine / 2", "options"
+    ),
+    _mma("words are handed to the wrong lane", _DROPOUT, "exchange(mine & 2, 1, 3);", "", "options"),
+    _mma("the softcap has no derivative", "common/score_gradient.cuh", "Real(1) - tanh * tanh", "Real(1)", "options"),
+    _mma(
+        "dbias has the softcap's derivative",
+        _MMA,
+        "    add_to_dbias(dp, work, n);\n",
+        "    if constexpr (GRADIENT_NEEDS_DOT) differentiate_score(dp, dot, work, score, n);\n"
+        "    add_to_dbias(dp, work, n);\n",
+        "options",
+    ),
+    _mma(
+        "scores that two warps have are added twice",
+        _SCORES,
+        "  if (!SPLIT && work.warp.column_warp != 0) return;\n",
+        "",
+        "redundant",
+    ),
+)
+
+PRODUCT_MUTANTS = (
+    _mma(
+        "scores are not waited for",
+        _MMA,
+        "__syncthreads();  // all scores are in shared memory, and all of dbias is added",
+        "",
+    ),
+    _mma("dK is not scaled", _MMA, "dk, work, float(forward.softmax_scale)", "dk, work, 1.0f"),
+    _mma(
+        "dV of what was kept is not scaled up",
+        _MMA,
+        "DROPOUT ? float(forward.dropout_scale) : 1.0f);\n}",
+        "1.0f);\n}",
+        "options",
+    ),
+    _mma("keys past the end are stored", _MMA, "    if (key >= at.seqlen_k) continue;\n", ""),
+    _mma("passes start at the first query", _MMA, "first_query + pass * PASS;", "first_query;", "passes"),
+    _mma("dQ's rows are the first 16", _MMA, "warp % ROW_WARPS * ROW_CHUNKS", "0"),
+    _mma(
+        "later columns of dQ start at the first",
+        _SHARES,
+        "pair / PAIRS_A_PART * STRIDE * GROUP * 16);\n  }\n  // Pairs",
+        "0);\n  }\n  // Pairs",
+        "wide dq",
+    ),
+    _mma("warps share columns", _SHARES, "warp % PARTS * PAIRS_A_PART * PAIR, warp", "0, warp", "wide"),
+    _mma("transposed scores swap places", _SHARES, "a[1] = b[2];\n  a[2] = b[1];", "a[1] = b[1];\n  a[2] = b[2];"),
+    _mma(
+        "scores are stored a block further on",
+        _SHARES,
+        "lane.at<Tile>(first_key + 8 * half, block)",
+        "lane.at<Tile>(first_key + 8 * half, block ^ 1)",
+    ),
+    _mma(
+        "keys of shared scores repeat",
+        _SHARES,
+        "ptx::ldmatrix_x4(a, lane.at<Tile>(first_key, 2 * step))",
+        "ptx::ldmatrix_x4(a, lane.at<Tile>(first_key, 0))",
+        "wide",
+    ),
+    _mma(
+        "float scores swap places",
+        _SHARES,
+        "a[half] = words[0];\n      a[2 + half] = words[1];",
+        "a[half] = words[1];\n      a[2 + half] = words[0];",
+        "float",
+    ),
+    _mma(
+        "floats are not rounded",
+        _RING,
+        "constexpr bool ROUNDED = sizeof(ELEMENT) == 4;",
+        "constexpr bool ROUNDED = false;",
+        "float",
+    ),
+    _mma(
+        "dQ is stored instead of added",
+        _MMA,
+        "ptx::reduce_add(to + e * THREADS, dq[block][0][e])",
+        "to[e * THREADS] = dq[block][0][e]",
+    ),
+)
+
+ORDER_MUTANTS = (
+    _mma("nobody waits for a turn", _SCORES, "    while (ptx::load_acquire(turns) != turn) {\n    }\n", "", "turns"),
+    _mma(
+        "turns end before all have added",
+        _SCORES,
+        "  __syncthreads();\n  if (threadIdx.x == 0) ptx::store_release",
+        "  if (threadIdx.x == 0) ptx::store_release",
+        "turns",
+    ),
+    _mma(
+        "a turn is never passed on",
+        _SCORES,
+        "ptx::store_release(turns, turn + 1)",
+        "ptx::store_release(turns, turn)",
+        "turns",
+    ),
+    _mma(
+        "turns count tiles that see nothing",
+        _MASK,
+        "tile < sinks ? tile : tile - begin + sinks",
+        "tile",
+        "turns window",
+    ),
+    _mma(
+        "blocks are numbered by their place in the grid",
+        _RING,
+        "if constexpr (!DETERMINISTIC) return int(blockIdx.x);",
+        "return int(blockIdx.x);",
+        "turns",
+    ),
+    _mma(
+        "a number is read before it is drawn",
+        _RING,
+        "atomicAdd(params.tickets, 1)));\n  __syncthreads();",
+        "atomicAdd(params.tickets, 1)));",
+        "turns",
+    ),
+    _mma(
+        "keys overwrite a number that is not yet read",
+        _RING,
+        "  __syncthreads();  // all have read it\n",
+        "",
+        "turns",
+    ),
+    _mma(
+        "turns of dbias forget the batch",
+        _SCORES,
+        "(one_batch ? sequence : 0) * (one_head",
+        "0 * (one_head",
+        "turns bias",
+    ),
+)
+
+MUTANTS = (
+    *PREPARE_MUTANTS,
+    *FINISH_MUTANTS,
+    *RING_MUTANTS,
+    *MASK_MUTANTS,
+    *SCORE_MUTANTS,
+    *PRODUCT_MUTANTS,
+    *ORDER_MUTANTS,
+)

@@ -1,0 +1,196 @@
+"""Seeds bugs into the decode kernels, one at a time, and shows that the comparison with the oracle catches each.
+
+    scripts/mutants decode                 every mutant, some ten seconds each; writes docs/reports/mutation_decode.md
+    scripts/mutants decode NAME...         only these, and writes nothing
+
+As mutation.py does for the forward kernels; a bug in a header is in each of the kernels that includes it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cases.cached_batches import Batch, random_batch, random_tree, tree_bits
+from cases.steady_scores import check_steady_decode
+from emulated import contraction
+from emulated import decode as emulated_decode
+from emulated.decode import DecodeCase, check_results, key_of, positions_on_the_device, problem_of, run
+from emulated.far_pages import check_far_pages
+from mutation.decode_mutants import DECODE_MUTANTS
+from mutation.forward_mutants import Mutant
+from mutation.run import probes_of, run_mutants
+
+from gpu_actors.compiling.source import KernelSource
+from gpu_actors.devices.emulation import EmulationFault, build_module
+from gpu_actors.devices.interface import Kernel
+from gpu_actors.kernels.decode.schedule import plan_decode
+
+REPORT = Path(__file__).resolve().parents[3] / "docs" / "reports" / "mutation_decode.md"
+LAUNCHES = (("late", "greedy", 0), ("eager", "greedy", 1), ("late", "lane", 1), ("random", "random", 2))
+
+
+def batch_of(*lengths: int, rows: int = 1, heads: tuple[int, int] = (4, 2), **given: Any) -> Batch:
+    batch = random_batch(3, lengths, rows=rows, heads=heads, **{"dim": 32, "dtype": "float16", **given})
+    return batch
+
+
+def rising(batch: Batch) -> Batch:
+    """The same with scores that rise with the key, so that every tile and piece has a maximum of its own."""
+    batch.q = np.abs(batch.q)
+    for index, keys in enumerate(batch.k):
+        ramp = np.linspace(0.0, 4.0, len(keys))[:, None, None]
+        batch.k[index] = (np.abs(keys.astype(np.float32)) * ramp).astype(keys.dtype)
+    return batch
+
+
+def with_scales(batch: Batch) -> DecodeCase:
+    shape = len(batch.k), batch.k[0].shape[1]
+    scales = np.random.default_rng(5).uniform(0.5, 2.0, (2, *shape)).astype(np.float32)
+    scales[:, 0, 0] *= -1
+    return DecodeCase(batch, options={"causal": True, "k_descale": scales[0], "v_descale": scales[1]})
+
+
+def with_nan(batch: Batch, key: int) -> Batch:
+    batch.v[0][key, :, 3] = np.nan
+    return batch
+
+
+def tree_case() -> DecodeCase:
+    batch = batch_of(300, 9, 130, rows=9)
+    rng = np.random.default_rng(0)
+    return DecodeCase(batch, tree=np.stack([tree_bits(random_tree(rng, 9)) for _ in batch.k]))
+
+
+FP8 = {"kv_dtype": "float8_e4m3fn"}
+CAUSAL = {"causal": True}
+SINKS = {"sinks": np.array([1.0, 3.0, -1.0, 2.0], np.float32)}
+# Problems by name. Most have more key tiles than the ring has stages, and keys that end inside a tile.
+PROBES: dict[str, Callable[[], DecodeCase]] = {
+    "plain": lambda: DecodeCase(rising(batch_of(300, 0, 5, 700)), options=CAUSAL),
+    "rows": lambda: DecodeCase(batch_of(300, 12, 70, rows=5, heads=(6, 2)), options=CAUSAL),
+    "varlen": lambda: DecodeCase(batch_of(300, 12, 70, rows=5, heads=(6, 2)), rows=[5, 0, 2], options=CAUSAL),
+    "tree": tree_case,
+    "special": lambda: DecodeCase(with_nan(batch_of(300, 70, rows=5, heads=(6, 2)), 297), options=CAUSAL),
+    "special8": lambda: with_scales(with_nan(batch_of(300, 70, **FP8), 40)),
+    "masked8": lambda: with_scales(with_nan(batch_of(300, 70, rows=5, heads=(6, 2), **FP8), 297)),
+    "fp8": lambda: with_scales(batch_of(300, 70, **FP8)),
+    "unequal": lambda: DecodeCase(batch_of(300, 70, dim_v=64), options=CAUSAL),
+    "cache": lambda: DecodeCase(batch_of(300, 70, 9), "cache", options=CAUSAL),
+    "pointers": lambda: DecodeCase(batch_of(300, 70, 9), "pointers"),
+    "long": lambda: DecodeCase(rising(batch_of(2000, heads=(2, 1))), options=CAUSAL),
+    "sinks": lambda: DecodeCase(batch_of(700, 90), options={**CAUSAL, **SINKS}),
+    "pinned": lambda: DecodeCase(rising(batch_of(300, 5, 700)), options={**CAUSAL, "num_splits": 3}),
+}
+MULTIPROCESSORS = {"long": 4}
+
+
+def many() -> DecodeCase:
+    """More sequences than decode_plan has threads."""
+    return DecodeCase(batch_of(*np.random.default_rng(0).integers(0, 200, 600).tolist(), dim=32), options=CAUSAL)
+
+
+def check_plan(case: DecodeCase) -> None:
+    """Device and host split alike. Ranges that are cut elsewhere give right numbers as well, but unevenly."""
+    problem = problem_of(case, case.operands())
+    host = plan_decode(problem, key_of(problem, "sm_80"), 7, case.batch.lengths, None).positions
+    assert positions_on_the_device(case, 7).tobytes() == host.tobytes(), "plan differs"
+
+
+def check_probe(name: str, **launch: Any) -> None:
+    if name == "far":
+        check_far_pages(**launch)
+    elif name == "steady":
+        check_steady_decode(**launch)
+    elif name == "device":
+        for case in (PROBES["plain"](), PROBES["pinned"]()):
+            out, lse = run(case, planned=False, multiprocessors=2, **launch)
+            check_results(case, out, lse)
+        check_plan(PROBES["plain"]())
+        check_plan(PROBES["pinned"]())
+        check_plan(many())
+    elif name == "broken":
+        case = PROBES["plain"]()
+        operands = case.operands() | {"cache_seqlens": np.array([300, 0, 1 << 20, 700], np.int32)}
+        out, _ = run(case, operands=operands, planned=False, **launch)
+        assert np.isnan(out[2]).all(), "out differs"
+    else:
+        case = PROBES[name]()
+        check_results(case, *run(case, multiprocessors=MULTIPROCESSORS.get(name, 2), **launch))
+
+
+@contextmanager
+def seeded(mutant: Mutant | None, cache: Path) -> Iterator[set[str]]:
+    """Have `emulated_decode` build kernels with the bug. Yields the kernels that have it."""
+    changed: set[str] = set()
+
+    def build(source: KernelSource) -> Kernel:
+        files = {source.name: source.source, **source.headers}
+        if mutant is not None and mutant.old in files.get(mutant.file, ""):
+            files[mutant.file] = files[mutant.file].replace(mutant.old, mutant.new)
+            changed.add(source.name)
+        text, entry = files.pop(source.name), source.entry_points
+        macros, compiler = dict(source.macros), contraction.toolchain()
+        return Kernel(entry[0], build_module(text, macros, files, compiler, cache, entries=entry))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(emulated_decode, "kernel_of", build)
+        patch.setattr("emulated.far_pages.kernel_of", build)
+        yield changed
+
+
+def run_probes(mutant: Mutant, cache: Path, *, bug: bool = True) -> None:
+    """Run a mutant's probes, or with ``bug=False`` those of the kernels as they are.
+
+    Raises AssertionError or EmulationFault from the first that shows a difference, LookupError where there was nothing
+    to replace.
+    """
+    with seeded(mutant if bug else None, cache) as changed:
+        for name in mutant.probes:
+            for delivery, schedule, seed in LAUNCHES:
+                try:
+                    launch = {"delivery": delivery, "schedule": schedule, "seed": seed}
+                    check_probe(name, **launch)
+                finally:
+                    if bug and not changed:
+                        raise LookupError(f"{mutant.name}: no kernel of its probes has {mutant.old!r} in {mutant.file}")
+
+
+def verdict(mutant: Mutant, cache: Path) -> str:
+    """How the mutant was caught, or "survived"."""
+    try:
+        run_probes(mutant, cache)
+    except EmulationFault as fault:
+        return f"emulation: {fault.kind}"
+    except AssertionError as error:
+        return str(error).split(" ", 1)[0] + " differs"
+    return "survived"
+
+
+def check_clean(chosen: Sequence[Mutant], cache: Path) -> None:
+    run_probes(Mutant("none", "decode_mma", "decode/decode_mma.cu", "", "", probes_of(chosen)), cache, bug=False)
+
+
+def main(names: list[str]) -> int:
+    return run_mutants(
+        DECODE_MUTANTS, names, check_clean, verdict, lambda mutant: (mutant.name, mutant.file), REPORT, _REPORT
+    )
+
+
+_REPORT = """# Mutation run of the decode kernels
+
+`scripts/mutants decode` seeds each of these bugs into the kernels and compares the emulated result with the
+oracle under several schedules and deliveries. {caught}.
+
+| bug | file | probes | caught by |
+|---|---|---|---|
+{rows}
+"""
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

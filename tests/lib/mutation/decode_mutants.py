@@ -1,0 +1,280 @@
+"""Bugs to seed into the decode kernels; decode_mutation.py runs them."""
+
+from __future__ import annotations
+
+from mutation.forward_mutants import FUSED_CORRECTION, Mutant
+
+__all__ = ["DECODE_DEFECTS", "DECODE_MUTANTS"]
+
+
+def _decode(name: str, file: str, old: str, new: str, *probes: str) -> Mutant:
+    return Mutant(name, "decode_mma", file, old, new, probes or ("plain",))
+
+
+_MMA, _PLAN, _COMBINE = "decode/decode_mma.cu", "decode/decode_plan.cu", "decode/decode_combine.cu"
+_UNITS, _SOURCE, _FRAGMENTS = "decode/plan.cuh", "decode/source.cuh", "decode/fragments.cuh"
+_MERGE, _OUTPUT = "decode/merge.cuh", "decode/output.cuh"
+
+# What kernels over caches have shipped with.
+DECODE_DEFECTS = (
+    _decode(
+        "the old maximum is read after it was overwritten",
+        "mma/softmax.cuh",
+        "ptx::ex2(before - finite)",
+        "ptx::ex2(base - finite)",
+    ),
+    _decode(
+        "a sequence without keys divides by 0", "mma/softmax.cuh", "  if (l == 0.0f) return {0.0f, -INFINITY};\n", ""
+    ),
+    _decode(
+        "pieces are merged without their weights",
+        _COMBINE,
+        "add_weighted(values[i], weight, ",
+        "add_weighted(values[i], 1.0f, ",
+    ),
+    _decode(
+        "every query head has a KV head of its own",
+        _OUTPUT,
+        "head = kv_head * ratio + packed % ratio",
+        "head = kv_head + packed % ratio * attention.heads_kv",
+    ),
+    _decode("the correction is of a fused product", "mma/softmax.cuh", *FUSED_CORRECTION, "steady"),
+    _decode("keys past the end are loaded", "common/place.cuh", "key >= begin && key < end", "key >= begin"),
+    _decode("keys past the end are seen", "common/mask.cuh", "if (key >= seqlen_k) return false;", "", "pointers"),
+    _decode(
+        "table entries of the next tile are read past the end",
+        _SOURCE,
+        "const bool read = in_tile < Tile::ROWS && keys.has(key);",
+        "const bool read = in_tile < Tile::ROWS;",
+    ),
+    _decode("a length beyond the capacity is believed", _UNITS, "sequence.keys > params.capacity ||", "", "broken"),
+)
+
+DECODE_MUTANTS = (
+    *DECODE_DEFECTS,
+    # The ring
+    _decode("a tile is not waited for", _MMA, "ptx::cp_async_wait<STAGES - 2>();", "ptx::cp_async_wait<STAGES - 1>();"),
+    _decode("the barrier of a tile is dropped", _MMA, "    } else {\n      __syncthreads();\n    }", "    }"),
+    _decode("a stage is refilled one tile early", _MMA, "fill(n + STAGES - 1);", "fill(n + STAGES);"),
+    _decode("pages are looked up for the tile at hand", _MMA, "look_up(n + 1);", "look_up(n);"),
+    _decode("the first tile is not looked up", _MMA, "  ring.look_up(piece.first);\n", ""),
+    _decode(
+        "the merge begins before all have left the ring", _MMA, "  __syncthreads();  // all have left the ring\n", ""
+    ),
+    _decode(
+        "the next piece begins before the merge is read",
+        _MMA,
+        "      __syncthreads();  // all have left the area that the next piece overwrites\n",
+        "",
+    ),
+    _decode("warps multiply the same keys", _MMA, "warp % KEY_WARPS * WARP_KEYS", "0 * WARP_KEYS"),
+    _decode(
+        "V of another warp's keys is multiplied",
+        _MMA,
+        "lane_of_values(v_tile, rows.first_key)",
+        "lane_of_values(v_tile)",
+    ),
+    # Addresses
+    _decode(
+        "a page's rows begin at the first page's",
+        _SOURCE,
+        "const int index = int(__umulhi(uint32_t(key), factor) >> shift);",
+        "const int index = int(__umulhi(uint32_t(key), factor) >> (shift + 1));",
+    ),
+    _decode("the row in a page is the key", _SOURCE, "return {index, key - index * size};", "return {index, key};"),
+    _decode(
+        "V's pages are strided as K's",
+        _SOURCE,
+        "cache_rows(attention.v, params.v_ptrs, attention.v_strides",
+        "cache_rows(attention.v, params.v_ptrs, attention.k_strides",
+        "unequal",
+    ),
+    _decode(
+        "offsets are 32 bits wide",
+        _SOURCE,
+        "uint64_t(uint32_t(page)) * page_stride : 0)",
+        "uint32_t(page) * page_stride : 0)",
+        "far",
+    ),
+    _decode(
+        "every sequence has the first one's table",
+        _SOURCE,
+        "params.block_table + sequence * params.table_stride",
+        "params.block_table",
+    ),
+    _decode("every sequence has the first one's cache", _SOURCE, "PAGED || POINTERS ? 0 : sequence", "0", "cache"),
+    _decode("every sequence has the first one's pointer", _SOURCE, "pointers[sequence]", "pointers[0]", "pointers"),
+    _decode(
+        "the KV head is left out",
+        _SOURCE,
+        "PAGED || POINTERS ? 0 : sequence, 0, head);",
+        "PAGED || POINTERS ? 0 : sequence, 0, 0);",
+    ),
+    # Rows
+    _decode(
+        "heads and rows are packed the other way round",
+        _MMA,
+        "rows.row[half] = packed / ratio;",
+        "rows.row[half] = packed % entry.lengths.rows;",
+        "rows",
+    ),
+    _decode("the second half of 16 rows has the first's mask", _MMA, "first + 8 * half);", "first);", "rows"),
+    _decode(
+        "packed rows of Q repeat",
+        _MMA,
+        "entry.lengths.q_start + from / ratio, head);",
+        "entry.lengths.q_start, head);",
+        "rows",
+    ),
+    _decode("rows past the end are written", _MERGE, "    if (packed >= entry.packed_end) break;\n", "", "rows"),
+    _decode(
+        "packed sequences all begin at row 0",
+        _UNITS,
+        "    sequence.q_start = params.attention.cu_seqlens_q[index];\n",
+        "",
+        "varlen",
+    ),
+    # Masks
+    _decode(
+        "the diagonal is one key off",
+        "common/mask.cuh",
+        "if (CAUSAL && offset > 0)",
+        "if (CAUSAL && offset > 1)",
+        "rows",
+    ),
+    _decode(
+        "new keys of the tree are all seen",
+        _MMA,
+        "return fresh < 0 || (tree[half] >> fresh & 1) != 0;",
+        "return true;",
+        "tree",
+    ),
+    _decode("old keys need a bit of the tree", _MMA, "return fresh < 0 || (tree", "return (tree", "tree"),
+    _decode(
+        "a tile with new keys passes as unmasked",
+        _MMA,
+        "  if (TREE && key_end > entry.mask.diagonal) return false;\n",
+        "",
+        "tree",
+    ),
+    _decode(
+        "special values reach rows that do not see them", "mma/special.cuh", "words[w] &= ~special;", ";", "special"
+    ),
+    _decode("special values are lost", _MMA, "if (masked(n)) add_special", "if (false) add_special", "special"),
+    _decode(
+        "special values are every warp's",
+        _MMA,
+        "const int key = tile_begin + rows.first_key + i;",
+        "const int key = tile_begin + i;",
+        "special",
+    ),
+    # 8-bit values
+    _decode(
+        "what is no number is widened to one",
+        _FRAGMENTS,
+        "  if (Widen::REST == 0 || (carried & 0x80808080u) == 0) return;",
+        "  return;",
+        "special8",
+    ),
+    _decode("subnormals lose their place", _FRAGMENTS, "0x5c005c00u", "0x58005800u", "fp8"),
+    _decode(
+        "even and odd columns of V swap",
+        _FRAGMENTS,
+        "wide[i / 2 * 2][i % 2], wide",
+        "wide[i / 2 * 2][1 - i % 2], wide",
+        "fp8",
+    ),
+    _decode(
+        "Q keeps its columns in order", _MMA, "    if constexpr (NARROW) shuffled(words[0], words[1]);\n", "", "fp8"
+    ),
+    _decode(
+        "special values of 8-bit caches go to a neighbour",
+        _FRAGMENTS,
+        "return NARROW ? 16 * (block / 2) + 4 * t + 2 * i + block % 2 : 8 * block + 2 * t + i;",
+        "return NARROW ? 16 * (block / 2) + 4 * t + i + block % 2 : 8 * block + 2 * t + i;",
+        "masked8",
+    ),
+    _decode("V's descale is forgotten", _MERGE, "out_scale = descale(", "descale(", "fp8"),
+    _decode("a product of maxima is taken before a negative descale", "mma/softmax.cuh", " && !DESCALES;", ";", "fp8"),
+    # The merge in a block
+    _decode(
+        "a warp's sums count as they are",
+        _MERGE,
+        "sums.weight[w] = ptx::ex2(bases[w] - sums.base);",
+        "sums.weight[w] = 1.0f;",
+    ),
+    _decode(
+        "the last warp's sums are left out",
+        _MERGE,
+        "  for (int w = 0; w < KEY_WARPS; w++) {\n    sums.weight",
+        "  for (int w = 0; w < KEY_WARPS - 1; w++) {\n    sums.weight",
+    ),
+    _decode(
+        "all warps leave their sums in one place",
+        _MERGE,
+        "const int warp = row / 16 * KEY_WARPS + key_warp;",
+        "const int warp = row / 16;",
+    ),
+    # Splitting and merging
+    _decode(
+        "a merge leaves out the last piece",
+        _COMBINE,
+        "position(params, boundary + pieces.count - 1).same_item(at)",
+        "position(params, boundary + pieces.count).same_item(at)",
+        "long",
+    ),
+    _decode(
+        "every boundary of an item merges it", _COMBINE, "(before.same_item(at) && before.tile > 0)", "false", "long"
+    ),
+    _decode(
+        "a range's two ends share a slot", _MMA, "2 * int(blockIdx.x) + (at.tile == 0)", "2 * int(blockIdx.x)", "long"
+    ),
+    _decode(
+        "partial sums are not divided", _MERGE, "sums.l == 0.0f ? 0.0f : ptx::rcp(sums.l) * out_scale;", "out_scale;"
+    ),
+    _decode(
+        "a partial LSE is natural", _MERGE, "sums.base + ptx::lg2(sums.l);", "(sums.base + ptx::lg2(sums.l)) / LOG2_E;"
+    ),
+    _decode(
+        "the sink is left out where pieces are merged",
+        _COMBINE,
+        "  if constexpr (SINKS) sink = sink_logit(params.attention, to.head);\n",
+        "",
+        "sinks",
+    ),
+    _decode(
+        "pieces of pinned items share a slot",
+        _MMA,
+        "return item * params.splits + piece_from",
+        "return item * params.splits + 0 * piece_from",
+        "pinned",
+    ),
+    _decode(
+        "a pinned piece ends with its range",
+        _MMA,
+        "return count == 0 ? 0 : piece_begin(piece_from(at.tile, pieces, count) + 1, pieces, count);",
+        "return at.same_item(end) ? end.tile : count;",
+        "pinned",
+    ),
+    _decode(
+        "the device's sums begin with their own entry",
+        _PLAN,
+        "    if (other < thread) before",
+        "    if (other <= thread) before",
+        "device",
+    ),
+    _decode(
+        "the device forgets the KV heads",
+        _PLAN,
+        "* params.attention.heads_kv;\n  }\n  __syncthreads();",
+        ";\n  }\n  __syncthreads();",
+        "device",
+    ),
+    _decode(
+        "the device begins ranges inside pinned pieces",
+        _PLAN,
+        "return params.splits == 0 ? at : at_a_piece(params, at, entry.tiles.count());",
+        "return at;",
+        "device",
+    ),
+)

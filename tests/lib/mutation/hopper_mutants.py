@@ -1,0 +1,302 @@
+"""Bugs to seed into forward_sm90; sm90_mutation.py runs them. Those of its numbers are in sm90_number_mutants.py."""
+
+from __future__ import annotations
+
+from mutation.forward_mutants import Mutant
+from mutation.hopper_number_mutants import NUMBERS
+
+__all__ = ["DEFECTS", "MUTANTS"]
+
+
+def _bug(name: str, file: str, old: str, new: str, *probes: str) -> Mutant:
+    file = "hopper/forward_sm90.cu" if file == "forward" else f"hopper/{file}.cuh"
+    return Mutant(name, "forward_sm90", file, old, new, probes or ("plain",))
+
+
+# Of those that the barriers and waits are there against; the default test run seeds these.
+DEFECTS = (
+    _bug("the softmax does not wait for S", "consumer", "    ptx::wgmma_wait<1>();\n", ""),
+    _bug(
+        "V is released before its product is done",
+        "consumer",
+        (
+            "    ptx::wgmma_wait<0>();\n"
+            "    ptx::pin_registers(r.o);\n"
+            "    ptx::pin_registers(r.p);\n"
+            "    release_values();\n"
+            "    pack"
+        ),
+        "    release_values();\n    ptx::wgmma_wait<0>();\n    pack",
+    ),
+    _bug("the output leaves unfenced", "store", "  ptx::fence_proxy_async();\n  sync_consumer", "  sync_consumer"),
+    _bug(
+        "values behind a sequence are multiplied",
+        "consumer",
+        "if (PACKED_VALUES || CACHE_LENGTHS) clear_values_past",
+        "if (0) clear_values_past",
+        "neighbours",
+    ),
+    _bug(
+        "the diagonal starts at key 0",
+        "schedule",
+        "make_mask(params, work.seqlen_q, seqlen_k)",
+        "make_mask(params, seqlen_k, seqlen_k)",
+        "causal",
+    ),
+)
+
+PIPELINE = (
+    _bug(
+        "K is released before its product is done",
+        "consumer",
+        "    ptx::wgmma_wait<1>();\n    ptx::pin_registers(r.s);\n    release_keys();",
+        "    release_keys();\n    ptx::wgmma_wait<1>();\n    ptx::pin_registers(r.s);",
+    ),
+    _bug(
+        "P is packed before O is done",
+        "consumer",
+        (
+            "    ptx::wgmma_wait<0>();\n"
+            "    ptx::pin_registers(r.o);\n"
+            "    ptx::pin_registers(r.p);\n"
+            "    release_values();\n"
+            "    pack(r.p, r.s);"
+        ),
+        "    pack(r.p, r.s);\n    ptx::wgmma_wait<0>();\n    release_values();",
+    ),
+    _bug(
+        "O is rescaled before it is done",
+        "consumer",
+        "    if (n > 0) wait_for_keys();\n    ptx::wgmma_wait<0>();",
+        "    rescale(r.o, r.correction);\n    if (n > 0) wait_for_keys();\n    ptx::wgmma_wait<0>();",
+    ),
+    _bug("the next keys are not waited for", "consumer", "    if (n > 0) wait_for_keys();\n", ""),
+    _bug("the second keys are not waited for", "consumer", "    if (!VALUES_FIRST && last > 0) wait_for_keys();\n", ""),
+    _bug(
+        "values are not waited for",
+        "consumer",
+        "    wait_for_values();\n    ptx::wgmma_fence();  //",
+        "    ptx::wgmma_fence();  //",
+    ),
+    _bug(
+        "the last values are not waited for",
+        "consumer",
+        "    wait_for_values();\n    ptx::pin_registers(r.o);",
+        "    ptx::pin_registers(r.o);",
+    ),
+    _bug("Q is not waited for", "consumer", "    ptx::mbarrier_wait(shared.q_full(number), q_parity);\n", ""),
+    _bug("Q's parity never turns", "consumer", "    q_parity ^= 1;\n", ""),
+    _bug(
+        "Q is released while it is read",
+        "consumer",
+        "    first_scores(r, work, rows);\n",
+        "    first_scores(r, work, rows);\n    release(shared.q_empty(number));\n",
+    ),
+    _bug("a ring's parity never turns", "layout", "      parity ^= 1;\n", ""),
+    _bug("the producer does not wait for a free stage", "producer", "    ptx::mbarrier_wait(empty, parity);\n", ""),
+    _bug(
+        "the producer does not wait for a free Q",
+        "producer",
+        "      ptx::mbarrier_wait(shared.q_empty(consumer), q_parity);\n",
+        "",
+    ),
+    _bug(
+        "lanes of the producer drift a phase apart",
+        "producer",
+        "    __syncwarp();\n    if (!leader) return;",
+        "    if (!leader) return;",
+    ),
+    _bug("half the bytes are announced", "producer", "(full, Tile::BYTES)", "(full, Tile::BYTES / 2)"),
+    _bug(
+        "K and V change places",
+        "producer",
+        "load_keys(work, n - 1);\n      load_values(work, n);",
+        "load_keys(work, n - 1);\n      load_values(work, n - 1);",
+    ),
+    _bug(
+        "no fence before PV, after the early rescale",
+        "consumer",
+        "    ptx::wgmma_fence();  // without it, ptxas puts one in (C7519)\n",
+        "",
+        "wide",
+    ),
+    _bug(
+        "no fence before QK",
+        "consumer",
+        "    ptx::pin_registers(r.p);\n    ptx::wgmma_fence();\n    multiply_keys(r.s);",
+        "    ptx::pin_registers(r.p);\n    multiply_keys(r.s);",
+    ),
+    _bug("a consumer passes the turn to itself", "consumer", "number + 1 == CONSUMERS ? 0 : number + 1", "number"),
+    _bug("the turn is not passed on", "consumer", "    if (TURNS) pass_turn();\n\n", "\n", "causal", "plain"),
+    _bug(
+        "nobody has the first turn",
+        "consumer",
+        "    if (TURNS && number == CONSUMERS - 1) pass_turn();\n",
+        "",
+        "causal",
+    ),
+    _bug(
+        "the last turn stays",
+        "consumer",
+        "    if (TURNS && number == 0) take_turn();  // which the last one passed on, and nobody needs\n",
+        "",
+        "causal",
+    ),
+    _bug("barriers are not fenced", "forward", "  ptx::fence_mbarrier_init();\n", ""),
+    _bug("an empty barrier takes one consumer", "forward", "READERS = 4 * CONSUMERS", "READERS = 4"),
+)
+
+SCHEDULE = (
+    _bug("the counter is not put back", "schedule", "if (drawn == schedule.tiles - 1) *schedule.counter = 0;", ""),
+    _bug(
+        "a tile is left out",
+        "schedule",
+        "static_cast<int>(gridDim.x) + ptx::warp_uniform(drawn)",
+        "static_cast<int>(gridDim.x) + 1 + ptx::warp_uniform(drawn)",
+    ),
+    _bug(
+        "a slot is overwritten",
+        "schedule",
+        "    ptx::mbarrier_wait(shared.tile_empty(slot.stage), slot.parity);\n",
+        "",
+        "empty",
+    ),
+    _bug(
+        "a slot is read early",
+        "schedule",
+        "    ptx::mbarrier_wait(shared.tile_full(slot.stage), slot.parity);\n",
+        "",
+    ),
+    _bug(
+        "a slot is never given back",
+        "schedule",
+        "    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(shared.tile_empty(slot.stage));\n",
+        "",
+        "batch",
+    ),
+    _bug(
+        "the last section is as long as the others",
+        "schedule",
+        "first_head + schedule.section_heads > schedule.all_heads",
+        "false",
+        "sections",
+    ),
+    _bug(
+        "every head has a KV head of its own",
+        "schedule",
+        "divide(work.head, schedule.head_group)",
+        "work.head % params.heads_kv",
+        "batch",
+    ),
+    _bug(
+        "heads of all sequences are the first's",
+        "schedule",
+        "work.sequence = divide(sequence_head, schedule.heads)",
+        "work.sequence = 0",
+        "batch",
+    ),
+    _bug("rows past the maximum are left out", "schedule", "    if (!VARLEN) break;\n", "    break;\n", "long"),
+    _bug(
+        "packed keys start with the queries",
+        "schedule",
+        "work.k_start = params.cu_seqlens_k[work.sequence]",
+        "work.k_start = params.cu_seqlens_q[work.sequence]",
+        "varlen",
+    ),
+)
+
+OUTPUT = (
+    _bug(
+        "O's place is overwritten while it leaves",
+        "store",
+        "    if (threadIdx.x % WARPGROUP == 0) ptx::bulk_wait_read<0>();\n    sync_consumer(consumer);\n",
+        "",
+    ),
+    _bug(
+        "one thread fences for all",
+        "store",
+        "  ptx::fence_proxy_async();\n  sync_consumer",
+        "  if (thread == 0) ptx::fence_proxy_async();\n  sync_consumer",
+    ),
+    _bug(
+        "the output leaves before all have written it",
+        "store",
+        "  ptx::fence_proxy_async();\n  sync_consumer(consumer);\n",
+        "  ptx::fence_proxy_async();\n",
+    ),
+    _bug(
+        "a block ends before its stores",
+        "consumer",
+        "    if (threadIdx.x % WARPGROUP == 0) ptx::bulk_wait<0>();\n",
+        "",
+    ),
+    _bug("Q lands where O still leaves", "store", "    if (O_OVER_Q) ptx::bulk_wait_read<0>();\n", "", "over q"),
+    _bug(
+        "Q may come before O has gone",
+        "consumer",
+        "if (!O_OVER_Q) release(shared.q_empty(number));",
+        "release(shared.q_empty(number));",
+        "over q",
+    ),
+    _bug(
+        "rows of the next sequence are overwritten",
+        "store",
+        "if (row >= work.seqlen_q || column >= HEAD_DIM_V) return;",
+        "if (column >= HEAD_DIM_V) return;",
+        "varlen",
+    ),
+    _bug(
+        "packed outputs over Q are not fenced",
+        "store",
+        "  if (VARLEN && O_OVER_Q) ptx::fence_proxy_async();  // TMA brings the next Q there\n",
+        "",
+        "over q varlen",
+    ),
+    _bug(
+        "an empty tile's zeros go through Q",
+        "store",
+        "  const uint32_t zeros[4] = {0, 0, 0, 0};\n#pragma unroll 1\n  for (int n = thread; n < ROWS * DIM_V / 8",
+        (
+            "  const uint32_t zeros[4] = {0, 0, 0, 0};\n"
+            "  ptx::store_shared_v4(0x400 + O_AT + consumer * O_BYTES + thread * 16, zeros);\n"
+            "  ptx::fence_proxy_async();\n"
+            "#pragma unroll 1\n"
+            "  for (int n = thread; n < ROWS * DIM_V / 8"
+        ),
+        "empty over q",
+    ),
+    _bug(
+        "rows without keys are not written",
+        "consumer",
+        "      store_nothing(all.params, work, number);\n",
+        "",
+        "few",
+    ),
+    _bug("the LSE lacks the sum", "store", "results[0].lse", "results[0].factor"),
+    _bug(
+        "NaN of hidden keys spreads",
+        "store",
+        "  mend_special(all, work, rows, softmax, o, factor, scale, shared.o(consumer));\n",
+        "",
+        "special",
+    ),
+    _bug("mended rows see all keys", "special", "      if (!work.mask.visible(row, key)) continue;\n", "", "special"),
+    _bug(
+        "a lane's share is the whole product",
+        "special",
+        "return dot + __shfl_xor_sync(quad, dot, 2)",
+        "return dot",
+        "special",
+    ),
+    _bug(
+        "a mended row lies 8 rows off",
+        "special",
+        "(row - work.row_begin) % ROWS",
+        "(row - work.row_begin + 8) % ROWS",
+        "special",
+    ),
+    _bug("mended rows are not divided", "special", "special.factor * special.scale", "special.scale", "special"),
+    _bug("mended rows stop at the first columns", "special", "- lane_id() % 4 < UNITS", "< 4", "special"),
+)
+
+MUTANTS = (*DEFECTS, *PIPELINE, *SCHEDULE, *OUTPUT, *NUMBERS)

@@ -1,0 +1,137 @@
+"""Bugs in the places and the numbers of forward_sm90: layouts, masks, softmax. See sm90_mutants.py."""
+
+from __future__ import annotations
+
+from mutation.forward_mutants import FUSED_CORRECTION, Mutant
+
+__all__ = ["NUMBERS"]
+
+
+def _bug(name: str, file: str, old: str, new: str, *probes: str) -> Mutant:
+    file = "mma/softmax.cuh" if file == "rows" else f"hopper/{file}.cuh"
+    return Mutant(name, "forward_sm90", file, old, new, probes or ("plain",))
+
+
+PLACES = (
+    _bug(
+        "V's boxes are a row block apart",
+        "layout",
+        "matrix_descriptor<SWIZZLE, BOX_BYTES, EIGHT_LINES>",
+        "matrix_descriptor<SWIZZLE, EIGHT_LINES, EIGHT_LINES>",
+        "causal",
+    ),
+    _bug(
+        "eight rows are four lines",
+        "layout",
+        "matrix_descriptor<SWIZZLE, 16, EIGHT_LINES>",
+        "matrix_descriptor<SWIZZLE, 16, EIGHT_LINES / 2>",
+    ),
+    _bug("the second box is never reached", "layout", "n * STEP / WIDTH * BOX_BYTES + ", "", "causal"),
+    _bug("V's step is half as long", "layout", "return n * STEP * LINE / 16;", "return n * STEP * LINE / 32;"),
+    _bug("a step of columns is 16 bytes", "layout", "n * STEP % WIDTH * ITEM) / 16", "n * STEP % WIDTH) / 16"),
+    _bug("the 64-byte swizzle is forgotten", "layout", "row % 8 / (8 / UNITS)", "row % 8", "narrow"),
+    _bug("outputs are not swizzled", "layout", "(unit % UNITS ^ spread) * 16", "unit % UNITS * 16"),
+    _bug(
+        "boxes of Q are loaded to the first's place",
+        "producer",
+        "shared.q(consumer) + box * QBoxes::BOX_BYTES",
+        "shared.q(consumer)",
+        "causal",
+    ),
+    _bug("both consumers have the first's rows", "producer", "work.row_begin + consumer * ROWS", "work.row_begin"),
+    _bug("keys of every tile are the first's", "producer", "work.keys.at(n) * BLOCK_N + part", "part"),
+    _bug("sequences share the first's keys", "producer", "work.kv_head, at.batch", "work.kv_head, 0", "batch"),
+)
+
+SOFTMAX = (
+    _bug("the correction is of a fused product", "rows", *FUSED_CORRECTION, "steady"),
+    _bug("the row sum is not rescaled", "rows", "      l *= correction;\n", ""),
+    _bug(
+        "the old maximum is forgotten", "rows", "max_of(m, max_over_quad(largest))", "max_over_quad(largest)", "outlier"
+    ),
+    _bug("the maximum is a thread's", "rows", "max_over_quad(largest)", "largest"),
+    _bug("O is never rescaled", "softmax", "o[i] *= correction[i / 2 % 2];", ";"),
+    _bug("O's rows change corrections", "softmax", "correction[i / 2 % 2]", "correction[i % 2]"),
+    _bug("a row without keys is NaN", "rows", "m == -INFINITY ? 0.0f : base", "base", "window"),
+    _bug(
+        "a key past the end is seen",
+        "softmax",
+        "int end = mask.seqlen_k - origin;",
+        "int end = mask.seqlen_k - origin + 1;",
+        "batch",
+    ),
+    _bug("the diagonal is hidden", "softmax", "at_most(diagonal + 1, end)", "at_most(diagonal, end)", "causal"),
+    _bug(
+        "the right edge is hidden",
+        "softmax",
+        "at_most(diagonal + mask.right + 1, end)",
+        "at_most(diagonal + mask.right, end)",
+        "window",
+    ),
+    _bug(
+        "the left edge is hidden",
+        "softmax",
+        "const int begin = diagonal - mask.left;",
+        "const int begin = diagonal - mask.left + 1;",
+        "window",
+    ),
+    _bug("sink tokens are hidden", "softmax", "seen = seen || column < sinks;", ";", "window"),
+    _bug(
+        "sink tokens beyond the diagonal are seen",
+        "softmax",
+        "at_most(mask.sink_tokens - origin, end)",
+        "mask.sink_tokens - origin",
+        "sink tokens",
+    ),
+    _bug(
+        "tiles on the diagonal have no mask",
+        "consumer",
+        "seen_by_all = work.row_begin + mask.diagonal + 1",
+        "seen_by_all = work.row_begin + mask.diagonal + 1 + BLOCK_N",
+        "causal",
+    ),
+    _bug(
+        "tiles on the left edge have no mask",
+        "consumer",
+        "(hidden + BLOCK_N - 1) / BLOCK_N",
+        "(hidden - 1) / BLOCK_N",
+        "window",
+    ),
+    _bug(
+        "the first tile that all rows see is one late", "consumer", "n >= int(whole[1])", "n > int(whole[1])", "causal"
+    ),
+    _bug(
+        "the last tile of the left edge has no mask", "consumer", "n < int(whole[0])", "n + 1 < int(whole[0])", "window"
+    ),
+    _bug("tiles have a mask where they need none", "consumer", "n >= int(whole[1])", "n < int(whole[1])", "causal"),
+    _bug(
+        "under a causal mask the window's right edge counts",
+        "consumer",
+        "(CAUSAL ? 0 : mask.right)",
+        "mask.right",
+        "right edge",
+    ),
+    _bug(
+        "ALiBi's slope is per scaled score",
+        "softmax",
+        "slope * LOG2_E : slope / scale",
+        "slope * LOG2_E : slope",
+        "alibi",
+    ),
+    _bug(
+        "ALiBi counts from key 0",
+        "softmax",
+        "rows.row(half) + rows.mask.diagonal - first_key",
+        "rows.row(half) - first_key",
+        "alibi",
+    ),
+    _bug(
+        "softcap caps twice as high",
+        "softmax",
+        "rows.softcap - 2.0f * rows.softcap",
+        "2.0f * rows.softcap - 4.0f * rows.softcap",
+        "softcap",
+    ),
+)
+
+NUMBERS = (*PLACES, *SOFTMAX)

@@ -1,0 +1,56 @@
+"""What the tests of the documentation share: the pages, their Python examples, and running these as a reader would."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+import re
+import warnings
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from support.service import REPOSITORY
+
+import gpu_actors as ga
+
+PAGES = (
+    REPOSITORY / "README.md",
+    REPOSITORY / "CHANGELOG.md",
+    REPOSITORY / "CONTRIBUTING.md",
+    REPOSITORY / "SECURITY.md",
+    REPOSITORY / "kernels_cu" / "emulation" / "README.md",
+    *sorted((REPOSITORY / "docs").rglob("*.md")),
+)
+
+
+def examples(page: Path) -> list[str]:
+    """The Python examples of a page, in order."""
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+
+
+def wants_torch(source: str) -> bool:
+    """Whether an example says that it is for programs with torch, which none of the extras brings."""
+    return source.startswith("# needs torch")
+
+
+def run_example(source: str, names: dict[str, Any], label: str) -> None:
+    """Run an example in a module of these names. ``await`` may stand outside of any function, as in a notebook."""
+    with warnings.catch_warnings():
+        # Pages say "auto", and there may be no GPU here.
+        warnings.simplefilter("ignore", ga.MockDeviceWarning)
+        _run(source, names, label)
+
+
+def _run(source: str, names: dict[str, Any], label: str) -> None:
+    code = compile(source, label, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    if not code.co_flags & inspect.CO_COROUTINE:
+        exec(code, names)
+        return
+
+    async def main() -> None:
+        waiting: Coroutine[Any, Any, None] = eval(code, names)
+        await waiting
+
+    asyncio.run(main())

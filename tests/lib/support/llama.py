@@ -1,0 +1,87 @@
+"""Tiny models of examples/llama, and engines on them. For tests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from llama import Engine, Generation, Llama, LlamaConfig, Settings, plain_logits, random_weights
+from llama.weights import tensor_names
+from safetensors.numpy import save_file
+
+import gpu_actors as ga
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+def tiny(seed: int = 0, **sizes: int) -> Llama:
+    """Two layers, 4 heads on 2, head_dim 32, and whatever is said otherwise."""
+    config = LlamaConfig.tiny(**{"hidden": 64, **sizes})
+    return Llama(config, random_weights(config, seed))
+
+
+def hugging_face_json(config: LlamaConfig, **changes: Any) -> dict[str, Any]:
+    """A config.json of the sizes of ``config``."""
+    return {
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "vocab_size": config.vocab,
+        "hidden_size": config.hidden,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.intermediate,
+        "max_position_embeddings": config.positions,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": 10000.0,
+        "bos_token_id": 256,
+        "eos_token_id": 257,
+        "tie_word_embeddings": config.tied,
+        **changes,
+    }
+
+
+def draw_tensors(config: LlamaConfig, dtype: Any, seed: int = 0) -> dict[str, Any]:
+    """A model's tensors by Hugging Face's names."""
+    rng = np.random.default_rng(seed)
+    return {name: (0.2 * rng.standard_normal(shape)).astype(dtype) for name, shape in tensor_names(config).items()}
+
+
+def write_safetensors(path: Path, tensors: dict[str, Any]) -> None:
+    save_file({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, path, {"format": "pt"})
+
+
+def write_model(folder: Path, config: LlamaConfig, dtype: Any = np.float32, **changes: Any) -> dict[str, Any]:
+    """A folder in Hugging Face's layout; gives its tensors."""
+    (folder / "config.json").write_text(json.dumps(hugging_face_json(config, **changes)))
+    tensors = draw_tensors(config, dtype)
+    write_safetensors(folder / "model.safetensors", tensors)
+    return tensors
+
+
+def prompts(count: int, longest: int = 40, seed: int = 0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 256, int(rng.integers(1, longest + 1))).tolist() for _ in range(count)]
+
+
+def drift(model: Llama, generation: Generation, tokens: Sequence[int], dtype: Any) -> float:
+    """The largest difference of any token's logits to those of the plain model, in units of their spread."""
+    whole = np.array([*generation.prompt, *tokens[:-1]])
+    wanted = plain_logits(model, whole, dtype)[len(generation.prompt) - 1 :]
+    got = np.stack(generation.logits)
+    assert got.shape == wanted.shape
+    return float(np.abs(got - wanted).max() / wanted.std())
+
+
+async def generate_all(
+    ctx: ga.GpuContext, model: Llama, given: list[list[int]], settings: Settings, new_tokens: int = 6
+) -> tuple[list[Generation], list[list[int]], Any]:
+    """Generations of all prompts at once, their tokens, and the engine's stats."""
+    async with Engine.open(ctx, model, settings, keep_logits=True) as engine:
+        begun = [engine.submit(prompt, max_new_tokens=new_tokens + n % 3) for n, prompt in enumerate(given)]
+        tokens = [await generation.tokens() for generation in begun]
+    return begun, tokens, engine.stats

@@ -1,0 +1,140 @@
+"""What the tests of the actors share: tiny requests, actors that do as they are told, and waiting without sleeping."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import gpu_actors as ga
+from gpu_actors.devices.interface import Launch, Outputs
+
+REPOSITORY = Path(ga.__file__).parents[1]
+NO_COMPUTE = ga.MockOptions(compute=False)
+AT_ONCE = 30.0
+"""Seconds. Whatever takes less has not waited for something that would take a minute, on however slow a machine."""
+
+
+def rows(seqlen: int = 1, *, heads: int = 1, dim: int = 8, batch: int = 1, dtype: Any = np.float32) -> np.ndarray:
+    """The same small array every time, (batch, seqlen, heads, dim)."""
+    size = batch * seqlen * heads * dim
+    return (np.arange(size) % 7 / 7).astype(dtype).reshape(batch, seqlen, heads, dim)
+
+
+def ask(ctx: ga.GpuContext, **options: Any) -> ga.Reply[ga.AttentionOutput]:
+    """The smallest forward request there is."""
+    return ctx.flash_attn.forward(rows(), rows(), rows(), **options)
+
+
+def eventually(holds: Callable[[], object], timeout: float = 30.0) -> None:
+    """Wait until ``holds()`` is true, or fail. Patient, for a crowded machine may let a thread wait for seconds."""
+    end = time.monotonic() + timeout
+    while not holds():
+        assert time.monotonic() < end, f"did not come true within {timeout} s"
+        time.sleep(0.001)
+
+
+def service_threads() -> set[threading.Thread]:
+    """The running threads that a context may have started: all but the main one and the workers of event loops."""
+    borrowed = ("MainThread", "AnyIO worker thread", "asyncio_", "pytest_timeout")
+    return {thread for thread in threading.enumerate() if not thread.name.startswith(borrowed)}
+
+
+@contextmanager
+def no_threads_left() -> Iterator[None]:
+    """Fail if a thread that was started inside outlives it."""
+    before = service_threads()
+    yield
+    end = time.monotonic() + 30.0
+    while (left := service_threads() - before) and time.monotonic() < end:
+        time.sleep(0.001)
+    assert not left, f"left running: {[thread.name for thread in left]}"
+
+
+def run_python(program: str, *arguments: str, check: bool = True) -> subprocess.CompletedProcess:
+    """Run a program in an interpreter of its own, with this package importable."""
+    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(program), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200.0, cwd=REPOSITORY, check=False)
+    assert not check or done.returncode == 0, done.stderr
+    return done
+
+
+class Scripted(ga.ServiceActor):
+    """Handles a message by calling it as ``message(actor, call)``."""
+
+    label = "scripted"
+
+    def handle(self, call: ga.Call[Any]) -> None:
+        call.message(self, call)
+
+
+def answer(value: Any) -> Callable[[ga.ServiceActor, ga.Call[Any]], None]:
+    return lambda actor, call: call.resolve(value, actor.outbox)
+
+
+def raises(error: BaseException) -> Callable[[ga.ServiceActor, ga.Call[Any]], None]:
+    def handle(actor: ga.ServiceActor, call: ga.Call[Any]) -> None:
+        raise error
+
+    return handle
+
+
+def launch_of(work: Callable[[], Any]) -> Launch:
+    """A launch that calls ``work`` on the mock stream's thread."""
+
+    def oracle(inputs: Any) -> Outputs:
+        work()
+        return {}
+
+    return Launch(key=None, inputs={}, outputs={}, oracle=oracle)
+
+
+def launches(work: Callable[[], Any], value: Any = None) -> Callable[[ga.ServiceActor, ga.Call[Any]], None]:
+    """Launch ``work`` and answer with ``value``."""
+
+    def handle(actor: ga.ServiceActor, call: ga.Call[Any]) -> None:
+        if call.claim():
+            actor.launch((call,), launch_of(work), lambda outputs: (value,))
+
+    return handle
+
+
+@dataclass
+class Gate:
+    """Work that waits until it is let through."""
+
+    opened: threading.Event = field(default_factory=threading.Event)
+    entered: threading.Event = field(default_factory=threading.Event)
+
+    def __call__(self) -> None:
+        self.entered.set()
+        assert self.opened.wait(60.0)
+
+    def open(self) -> None:
+        self.opened.set()
+
+
+@contextmanager
+def scripted(**options: Any) -> Iterator[tuple[ga.GpuContext, ga.ActorHandle]]:
+    """A mock context with a `Scripted` actor, closed without patience."""
+    options.setdefault("drain_timeout", 2.0)
+    with ga.open_context("mock", ga.ContextOptions(actors=(Scripted,), **options)) as ctx:
+        yield ctx, ctx.actor(Scripted)
+
+
+def occupied(actor: ga.ActorHandle) -> Gate:
+    """Keep the actor's stream busy with one launch until the gate is opened."""
+    gate = Gate()
+    actor.submit(launches(gate))
+    assert gate.entered.wait(30.0)
+    eventually(lambda: actor.stats().in_flight == 1)
+    return gate

@@ -1,0 +1,58 @@
+"""What the tests of supervision share: two actors that fail on demand, and a context around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import pytest
+from support.service import answer, eventually, raises
+
+import gpu_actors as ga
+
+
+class Worker(ga.ServiceActor):
+    """Counts its incarnations; opens as ``openings`` says and handles a message by calling it."""
+
+    label = "worker"
+    openings: ClassVar[Callable[[int], None]] = staticmethod(lambda number: None)
+    incarnations: ClassVar[int] = 0
+
+    def open(self) -> None:
+        type(self).incarnations += 1
+        type(self).openings(type(self).incarnations)
+
+    def handle(self, call: ga.Call[Any]) -> None:
+        call.message(self, call)
+
+
+class Sibling(Worker):
+    label = "sibling"
+
+
+@contextmanager
+def supervised(policy: ga.RestartPolicy | None = None, **options: Any) -> Iterator[tuple[ga.GpuContext, Any, Any]]:
+    """A context with a Worker and a Sibling, and their handles."""
+    options.setdefault("drain_timeout", 1.0)
+    policy = policy or ga.RestartPolicy(backoff=0.0)
+    with ga.open_context("mock", ga.ContextOptions(actors=(Worker, Sibling), restart=policy, **options)) as ctx:
+        yield ctx, ctx.actor(Worker), ctx.actor(Sibling)
+
+
+def crash(actor: ga.ActorHandle, error: BaseException | None = None) -> ga.ActorFailed:
+    """Make the actor raise; gives the answer of the request that it raised at."""
+    with pytest.raises(ga.ActorFailed) as caught:
+        actor.submit(raises(error or ZeroDivisionError("on purpose"))).result(30.0)
+    return caught.value
+
+
+def alive(actor: ga.ActorHandle, times: int = 1) -> None:
+    """Wait until the actor has been restarted so often and answers."""
+    eventually(lambda: actor.restarts == times and actor.state == "running")
+    assert actor.submit(answer("alive")).result(30.0) == "alive"
+
+
+def hold(actor: ga.ServiceActor, call: ga.Call[Any]) -> None:
+    """Keep the call, as an actor that batches does."""
+    actor.__dict__.setdefault("kept", []).append(call)

@@ -1,0 +1,136 @@
+"""Requests that have been posed before: recognised on the caller's thread, and nothing else is taken for one."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from support.service import eventually, rows
+
+import gpu_actors as ga
+from gpu_actors.planning.plan import PlanCache
+
+
+@pytest.fixture(scope="module")
+def ctx():
+    with ga.open_context("mock") as opened:
+        yield opened
+
+
+def recognised(reply: ga.Reply[Any]) -> bool:
+    reply.result(30.0)
+    return reply._call.prepared is not None
+
+
+def test_a_repeated_request_is_recognised(ctx: ga.GpuContext) -> None:
+    q = rows(3)
+    assert not recognised(ctx.flash_attn.forward(q, q, q, causal=True))
+    before = ctx.flash_attn.plan_cache_stats()
+    assert recognised(ctx.flash_attn.forward(q, q, q, causal=True))
+    assert recognised(ctx.flash_attn.forward(q + 1, q, q, causal=True)), "data does not matter"
+    after = ctx.flash_attn.plan_cache_stats()
+    assert (after.hits - before.hits, after.misses) == (2, before.misses), "counted once each"
+
+
+def test_a_recognised_request_is_answered_like_the_first(ctx: ga.GpuContext) -> None:
+    q, other = rows(4), rows(4)[..., ::-1].copy()
+    first = ctx.flash_attn.forward(q, other, q, return_lse=True, window_size=(1, 0)).result(30.0)
+    again = ctx.flash_attn.forward(q, other, q, return_lse=True, window_size=(1, 0))
+    assert recognised(again)
+    np.testing.assert_array_equal(again.result().out, first.out)
+    np.testing.assert_array_equal(again.result().lse, first.lse)
+
+
+@pytest.mark.parametrize("options", [{"softmax_scale": True}, {"causal": 1}, {"sink_tokens": False}], ids=str)
+def test_what_is_refused_is_not_taken_for_its_equal(ctx: ga.GpuContext, options: dict[str, Any]) -> None:
+    q = rows(5)
+    alike: dict[str, Any] = {"softmax_scale": 1.0, "causal": True, "sink_tokens": 0}
+    ctx.flash_attn.forward(q, q, q, **{name: alike[name] for name in options}).result(30.0)
+    with pytest.raises(ga.InvalidRequest, match=next(iter(options))):
+        ctx.flash_attn.forward(q, q, q, **options).result(30.0)
+
+
+@pytest.mark.parametrize("operand", ["out", "sinks", "alibi_slopes", "bias"])
+def test_a_request_with_more_operands_is_left_to_the_actor(ctx: ga.GpuContext, operand: str) -> None:
+    q = rows(6)
+    shape = {"out": q.shape, "sinks": (1,), "alibi_slopes": (1,), "bias": (1, 1, 6, 6)}[operand]
+    for _ in range(2):
+        options: dict[str, Any] = {operand: np.zeros(shape, np.float32)}
+        assert not recognised(ctx.flash_attn.forward(q, q, q, **options))
+
+
+class Strange:
+    """An option that raises as soon as it is looked at."""
+
+    def __hash__(self) -> int:
+        raise ZeroDivisionError
+
+    def __eq__(self, other: object) -> bool:
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("value", [[], Strange(), np.ones(2)], ids=["list", "strange", "array"])
+def test_what_cannot_be_looked_up_is_reported_by_the_reply(ctx: ga.GpuContext, value: Any) -> None:
+    reply = ctx.flash_attn.forward(rows(), rows(), rows(), softmax_scale=value)
+    with pytest.raises(ga.InvalidRequest):
+        reply.result(30.0)
+    assert ctx.flash_attn.state == "running"
+
+
+def test_looking_at_a_plan_does_not_keep_it_and_using_it_does() -> None:
+    cache: PlanCache[str] = PlanCache(2)
+    for name in "ab":
+        cache.add(name, name.upper())
+    planned = cache.peek("a")
+    assert planned is not None
+    assert cache.peek("c") is None
+    assert cache.stats() == (0, 2, 0, 2)
+    assert cache.use(planned) == "A"
+    cache.add("c", "C")
+    assert (cache.peek("b"), cache.find("a")) == (None, "A"), "used later than b"
+    assert cache.stats() == (2, 3, 1, 2)
+
+
+def test_a_plan_that_was_forgotten_meanwhile_can_still_be_used() -> None:
+    cache: PlanCache[str] = PlanCache(1)
+    cache.add("a", "A")
+    planned = cache.peek("a")
+    cache.add("b", "B")
+    assert planned is not None
+    assert cache.use(planned) == "A"
+    assert cache.stats() == (1, 2, 1, 1)
+    cache.add("a", "A again")
+    assert (cache.find("a"), cache.find("b")) == ("A again", None)
+
+
+def test_others_may_look_while_the_actor_adds_and_forgets() -> None:
+    cache: PlanCache[str] = PlanCache(8)
+    ended = threading.Event()
+    errors: list[BaseException] = []
+    seen = 0
+
+    def look() -> None:
+        nonlocal seen
+        try:
+            while not ended.is_set():
+                for signature in range(13):
+                    planned = cache.peek(signature)
+                    assert planned is None or planned.plan == f"plan {signature}"
+                    seen += planned is not None
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    for turn in range(20_000):
+        signature = turn * 7919 % 13
+        if cache.find(signature) is None:
+            cache.add(signature, f"plan {signature}")
+    eventually(lambda: seen)
+    ended.set()
+    thread.join()
+    assert not errors
+    stats = cache.stats()
+    assert (stats.hits + stats.misses, stats.entries) == (20_000, 8)

@@ -1,0 +1,65 @@
+"""Every Python example of README and docs runs as it stands: page by page, from the top, with no names but its own.
+
+An example that needs more than the extras bring says so in its first line, "# needs torch"; tests/interop runs those.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.docs import PAGES, examples, run_example, wants_torch
+from support.service import REPOSITORY
+
+ELSEWHERE = {
+    "docs/decoding.md": "tests/project/test_docs_decoding.py",
+    "docs/graphs.md": "tests/project/test_docs_graphs.py",
+}
+INTEROP = {"docs/training.md", "docs/transformers.md"}
+
+
+def name(page: Path) -> str:
+    return page.relative_to(REPOSITORY).as_posix()
+
+
+def sources(page: Path) -> list[str]:
+    return [source for source in examples(page) if not wants_torch(source)]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if sources(page) and name(page) not in ELSEWHERE], ids=name)
+def test_the_examples_of_the_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for number, source in enumerate(sources(page), 1):
+        run_example(source, names, f"{name(page)}, example {number}")
+
+
+def test_no_example_is_forgotten() -> None:
+    assert all((REPOSITORY / test).is_file() for test in ELSEWHERE.values())
+    for page in PAGES:
+        fences = re.findall(r"^\s*```\s*(?:py|python|pycon|python3)\b.*$", page.read_text(encoding="utf-8"), re.M)
+        assert len(fences) == len(examples(page)), f"{name(page)} has an example that is not found"
+
+
+COMMAND = re.compile(r"python3? (?:examples|tests|docs|scripts)/|-m pytest")
+WRITTEN_BY_TESTS = re.compile(r"mutation|_gate")
+
+
+def test_pages_say_which_commands_need_a_clone() -> None:
+    pages = [page for page in PAGES if not WRITTEN_BY_TESTS.search(page.name) and page.name != "CHANGELOG.md"]
+    texts = {name(page): page.read_text(encoding="utf-8") for page in pages}
+    found = {page for page, text in texts.items() if COMMAND.search(text)}
+    assert found >= {"README.md", "docs/generation.md", "docs/serving.md", "docs/training.md"}
+    assert [page for page in sorted(found) if "clone" not in texts[page]] == []
+
+
+def test_examples_that_need_torch_are_marked_and_run_elsewhere() -> None:
+    marked = {name(page) for page in PAGES if any(map(wants_torch, examples(page)))}
+    assert marked == INTEROP
+    run = (REPOSITORY / "tests" / "interop" / "test_docs_torch.py").read_text(encoding="utf-8")
+    assert all(f'"{page}"' in run for page in INTEROP)
+    for page in PAGES:
+        for source in sources(page):
+            assert not re.search(r"^(?:import|from) (?:torch|transformers)\b", source, re.M), name(page)

@@ -1,0 +1,59 @@
+"""The pages of the documentation: what they name exists, every page is found from README, lines are wrapped."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+from support.docs import PAGES
+from support.service import REPOSITORY
+
+WIDTH = 130
+
+
+def links(page: Path) -> list[Path]:
+    """The files of this repository that a page links to."""
+    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8"))
+    return [(page.parent / target).resolve() for target in targets if "://" not in target]
+
+
+def test_every_link_leads_to_a_file() -> None:
+    found = [(page, target) for page in PAGES for target in links(page)]
+    assert len(found) > 20
+    assert [(str(page), str(target)) for page, target in found if not target.exists()] == []
+
+
+def test_every_file_that_a_page_names_is_there() -> None:
+    pattern = r"\b(?:tests|examples|docs|kernels_cu|gpu_actors)/[\w*/.-]*\.(?:py|cuh?|md|json)\b"
+    named = {(page, name) for page in PAGES for name in re.findall(pattern, page.read_text(encoding="utf-8"))}
+    assert len(named) > 20
+    assert [(page.name, name) for page, name in sorted(named) if not any(REPOSITORY.glob(name))] == []
+
+
+def test_every_command_that_a_page_shows_is_one() -> None:
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    assert set(re.findall(r"(?:^|[`/])gpu-actors ([a-z]+)", text, re.M)) == {"bench", "embed", "warm", "doctor"}
+    suites = set(re.findall(r"gpu-actors bench ([a-z]+)", text))
+    assert suites
+    for suite in suites:
+        assert importlib.util.find_spec(f"gpu_actors.bench.{suite}"), suite
+
+
+def test_every_page_is_reached_from_readme() -> None:
+    reached: set[Path] = set()
+    ahead = [REPOSITORY / "README.md"]
+    while ahead:
+        page = ahead.pop()
+        if page not in reached:
+            reached.add(page)
+            ahead += [target for target in links(page) if target.suffix == ".md" and target.is_file()]
+    assert set(PAGES) <= reached
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(REPOSITORY).as_posix())
+def test_lines_are_wrapped(page: Path) -> None:
+    """All but rows of tables and what is meant to be copied."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    assert [line for line in text.splitlines() if len(line) > WIDTH and not line.startswith("|")] == []

@@ -1,0 +1,57 @@
+"""The GPU's tests, where there is no GPU: they are collected, rehearsed, and reach every kernel."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases.gpu_candidates import CANDIDATES, Candidate
+
+import gpu_actors as ga
+from gpu_actors.kernels.dispatch import FAMILIES
+
+ROOT = Path(__file__).resolve().parents[2]
+EVERY_SIXTH = [
+    pytest.param(candidate, marks=() if number % 6 == 0 else pytest.mark.sweep, id=candidate.name)
+    for number, candidate in enumerate(CANDIDATES)
+]
+
+
+@pytest.fixture(scope="module")
+def mock() -> Any:
+    with ga.open_context("mock", ga.ContextOptions(arch="sm_90a")) as context:
+        yield context
+
+
+def test_tests_for_a_gpu_are_collected_without_one() -> None:
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "gpu", "tests/gpu", "tests/emulation"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    files = [line.split("::")[0] for line in done.stdout.splitlines() if "::" in line]
+    written = set((ROOT / "tests" / "gpu").glob("test_*.py"))
+    if importlib.util.find_spec("torch") is None:  # without which a file about torch alone is left out
+        written = {path for path in written if "\ntorch = pytest.importorskip" not in path.read_text()}
+    assert {path.name for path in written} <= {Path(name).name for name in files}
+    assert sum(name.startswith("tests/gpu/") for name in files) > 300
+    assert sum("conformance" in name for name in files) > 100
+
+
+@pytest.mark.parametrize("candidate", EVERY_SIXTH)
+def test_the_oracle_passes_every_candidates_check(mock: Any, candidate: Candidate) -> None:
+    asked = candidate.make()
+    result = mock.flash_attn.submit(asked.request).result(60)
+    asked.check(result, "reference")
+    out = result[0]
+    spoilt = out.astype("float32")
+    spoilt.flat[out.size // 2] += 1.0
+    with pytest.raises(AssertionError):
+        asked.check(result._replace(**{result._fields[0]: spoilt.astype(out.dtype)}), "reference")
+
+
+def test_every_kernel_of_the_dispatch_table_has_a_candidate(mock: Any) -> None:
+    reached = {mock.flash_attn.inspect_key(candidate.make().request).kernel for candidate in CANDIDATES}
+    assert {family.name for family in FAMILIES} <= reached

@@ -1,0 +1,65 @@
+"""The package's imports run down, as scripts/imports.py reads them: imports in functions and for types alone too."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.modules import ROOT, module_at
+
+imports: Any = module_at(ROOT / "scripts" / "imports.py")
+
+ROOMS = sorted(path.parent.name for path in imports.ROOT.glob("*/__init__.py"))
+
+
+def test_no_import_of_the_package_runs_up_or_in_a_circle() -> None:
+    assert not imports.faults()
+
+
+@pytest.fixture(scope="module")
+def found() -> list[Any]:
+    return list(imports.imports(imports.modules()))
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_package_says_from_which_others_it_imports(room: str, found: list[Any]) -> None:
+    text = ast.get_docstring(ast.parse((imports.ROOT / room / "__init__.py").read_text(encoding="utf-8"))) or ""
+    said = re.search(r"Imports from (?:no other room|other rooms: ([^.]*))\.", " ".join(text.split()))
+    assert said is not None
+    named = set(said[1].split(", ")) if said[1] else set()
+    used = imports.rooms_of(room, found)
+    assert named == used, f"gpu_actors/{room}/__init__.py: Imports from other rooms: {', '.join(sorted(used))}."
+
+
+@pytest.mark.parametrize(
+    ("texts", "fault"),
+    [
+        ({"errors.py": "x = 1\nimport gpu_actors.options\n"}, "gpu_actors/errors.py:2: errors imports options"),
+        (
+            {"values.py": "def late():\n    from gpu_actors.runtime import call\n"},
+            "gpu_actors/values.py:2: values imports runtime.call",
+        ),
+        (
+            {"arrays/adopt.py": "from gpu_actors.tracing.events import Trace\n"},
+            "gpu_actors/arrays/adopt.py:1: arrays.adopt imports tracing.events",
+        ),
+        (
+            {
+                "runtime/call.py": "import typing\nif typing.TYPE_CHECKING:\n    import gpu_actors.runtime.mailbox\n",
+                "runtime/mailbox.py": "from gpu_actors.runtime.call import Call\n",
+            },
+            "circle: runtime.call, runtime.mailbox",
+        ),
+    ],
+    ids=["to a higher floor", "in a function", "across a floor", "for types alone, in a circle"],
+)
+def test_the_line_that_breaks_the_order_is_named(tmp_path: Path, texts: dict[str, str], fault: str) -> None:
+    package = tmp_path / "gpu_actors"
+    for name in ("errors", "options", "values", "runtime/call", "runtime/mailbox", "arrays/adopt", "tracing/events"):
+        path = package / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(texts.get(f"{name}.py", ""))
+    assert imports.faults(package) == [fault]

@@ -1,0 +1,99 @@
+"""The wheel holds what an installation needs: the kernels are found in it and compile from it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from email import message_from_bytes
+from email.message import Message
+from pathlib import Path
+
+import pytest
+from support.service import REPOSITORY
+
+BUDGET = 1_000_000
+
+_COMPILE = """
+from gpu_actors.compiling.assets import asset_root
+from gpu_actors.compiling.compiler import Compiler
+from gpu_actors.kernels.variants import kernel_source, standard_variants
+
+key = standard_variants("sm_80")[0]
+cubin = Compiler().compile(kernel_source(key), "sm_80")
+print(asset_root(), cubin.arch, len(cubin.data) > 1000)
+"""
+
+
+HOME = "https://example.org/owner/gpu_actors"
+
+
+def build(folder: Path, home: str = "") -> Path:
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(REPOSITORY)]
+    environment = os.environ | {"GPU_ACTORS_HOME": home}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return next(folder.glob("*.whl"))
+
+
+def metadata_of(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        return message_from_bytes(archive.read(name))
+
+
+def targets(page: str) -> list[str]:
+    return re.findall(r"\]\(([^)\s]+)\)", page)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("wheel"))
+
+
+def test_an_index_page_links_to_no_file_that_it_has_not(wheel: Path) -> None:
+    found = metadata_of(wheel)
+    page = str(found.get_payload())
+    assert found["Description-Content-Type"] == "text/markdown"
+    assert found.get_all("Project-URL") is None
+    assert page.startswith("# gpu_actors\n")
+    assert "Serving (docs/serving.md)" in page
+    assert all(target.startswith("https://") for target in targets(page))
+
+
+def test_an_index_page_links_to_the_published_files_where_they_are_known(tmp_path: Path) -> None:
+    found = metadata_of(build(tmp_path, f"{HOME}/"))
+    urls = dict(line.split(", ") for line in found.get_all("Project-URL"))
+    assert urls["Homepage"] == HOME
+    paths = [url.removeprefix(f"{HOME}/blob/HEAD/") for url in [*targets(str(found.get_payload())), *urls.values()]]
+    files = {path.partition("#")[0] for path in paths if not path.startswith("https://")}
+    assert {"docs/serving.md", "CHANGELOG.md", "README.md"} <= files
+    assert all((REPOSITORY / file).is_file() for file in files)
+
+
+def test_the_wheel_is_within_its_budget(wheel: Path) -> None:
+    assert wheel.stat().st_size < BUDGET
+
+
+def test_the_wheel_holds_every_source_and_header_and_the_typing_marker(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    kernels = REPOSITORY / "kernels_cu"
+    sources = {f"gpu_actors/kernels_cu/{path.relative_to(kernels)}" for path in kernels.rglob("*.cu*")}
+    assert sources <= names
+    assert "gpu_actors/py.typed" in names
+    assert not [name for name in names if name.startswith(("tests/", "examples/"))]
+
+
+def test_a_kernel_compiles_from_an_installed_wheel(wheel: Path, tmp_path: Path) -> None:
+    installed = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(installed)
+    environment = os.environ | {"PYTHONPATH": str(installed)}
+    done = subprocess.run(
+        [sys.executable, "-c", _COMPILE], capture_output=True, text=True, check=False, cwd=tmp_path, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(installed / "gpu_actors" / "kernels_cu"), "sm_80", "True"]

@@ -1,0 +1,394 @@
+"""Fault plans, and what a context does about what they inject: every request still gets its answer."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from support.service import AT_ONCE, Scripted, answer, ask, eventually, no_threads_left, rows
+
+import gpu_actors as ga
+from gpu_actors.runtime.children import Children
+from gpu_actors.runtime.completion import Completion
+from gpu_actors.testing import Fault, FaultPlan, MockClock
+
+pytestmark = pytest.mark.usefixtures("all_threads_end")
+
+
+@contextmanager
+def faulty(plan: FaultPlan, **options: Any) -> Iterator[ga.GpuContext]:
+    options.setdefault("drain_timeout", 2.0)
+    with ga.open_context("mock", ga.ContextOptions(fault_plan=plan, **options)) as ctx:
+        yield ctx
+
+
+def outcome(reply: ga.Reply[Any]) -> str:
+    """The name of the error that answers a request, or "answered"."""
+    try:
+        reply.result(30.0)
+    except ga.GpuActorsError as error:
+        return type(error).__name__
+    return "answered"
+
+
+# The plan
+
+
+def test_a_plan_is_frozen_and_each_step_gives_a_longer_one() -> None:
+    empty = FaultPlan()
+    one = empty.fail(launch=2)
+    two = one.delay(0.5)
+    assert (len(empty.faults), len(one.faults), len(two.faults)) == (0, 1, 2)
+    assert two.faults == (Fault("fail", 2, None), Fault("delay", None, None, seconds=0.5))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        one.faults = ()  # type: ignore[misc]
+    assert FaultPlan().fail(launch=2) == one
+    assert hash(FaultPlan().hang()) == hash(FaultPlan().hang())
+
+
+@pytest.mark.parametrize("launch", [0, -1, 1.0, "1", True])
+@pytest.mark.parametrize("method", ["fail", "hang", "lose_context", "delay"])
+def test_a_launch_that_cannot_be_counted_is_refused(method: str, launch: Any) -> None:
+    arguments = (0.1,) if method == "delay" else ()
+    with pytest.raises(ga.InvalidRequest, match="count from 1") as caught:
+        getattr(FaultPlan(), method)(*arguments, launch=launch)
+    assert (caught.value.field, caught.value.value) == ("launch", launch)
+
+
+@pytest.mark.parametrize("seconds", [-0.1, float("nan"), float("inf"), "1", None, True])
+def test_a_delay_that_is_no_time_is_refused(seconds: Any) -> None:
+    with pytest.raises(ga.InvalidRequest) as caught:
+        FaultPlan().delay(seconds)
+    assert caught.value.field == "seconds"
+
+
+@pytest.mark.parametrize("error", ["x", ValueError("x"), ValueError, ga.Unsupported, 3])
+def test_an_error_that_no_launch_could_raise_is_refused(error: Any) -> None:
+    with pytest.raises(ga.InvalidRequest) as caught:
+        FaultPlan().fail(error=error)
+    assert caught.value.field == "error"
+
+
+def test_a_key_that_is_none_is_refused() -> None:
+    with pytest.raises(ga.InvalidRequest) as caught:
+        FaultPlan().fail(key="forward_simple")  # type: ignore[arg-type]
+    assert caught.value.field == "key"
+
+
+# Failing
+
+
+def test_launches_count_from_one() -> None:
+    with faulty(FaultPlan().fail(launch=2)) as ctx:
+        assert [outcome(ask(ctx)) for _ in range(3)] == ["answered", "LaunchError", "answered"]
+        assert ctx.health().ready
+        stats = ctx.stats()["flash_attn"]
+    assert (stats.launched, stats.completed, stats.failed) == (3, 2, 1)
+
+
+def test_no_launch_number_means_every_launch() -> None:
+    with faulty(FaultPlan().fail()) as ctx:
+        assert {outcome(ask(ctx)) for _ in range(5)} == {"LaunchError"}
+
+
+def test_a_failed_launch_ends_with_the_error_that_the_plan_names() -> None:
+    plan = FaultPlan().fail(1, ga.OutOfDeviceMemory).fail(2, ga.LaunchError("mine")).fail(3, ga.StaleBuffer("old"))
+    with faulty(plan) as ctx:
+        with pytest.raises(ga.OutOfDeviceMemory, match="fault plan"):
+            ask(ctx).result(30.0)
+        with pytest.raises(ga.LaunchError, match=r"^mine$"):
+            ask(ctx).result(30.0)
+        assert outcome(ask(ctx)) == "StaleBuffer"
+
+
+def test_launches_count_over_the_whole_context() -> None:
+    params = ga.AttentionParams(1, 1, 1, 1, 1, 8)
+    with faulty(FaultPlan().fail(launch=2)) as ctx:
+        assert outcome(ctx.cudnn.mha_forward(params, rows(), rows(), rows())) == "answered"
+        assert outcome(ask(ctx)) == "LaunchError"
+        assert outcome(ctx.cudnn.mha_forward(params, rows(), rows(), rows())) == "answered"
+
+
+def test_a_key_limits_a_fault_to_its_launches_and_counts_those_alone() -> None:
+    with ga.open_context("mock") as ctx:
+        key = ctx.flash_attn.inspect_key(ga.FlashForward(q=rows(), k=rows(), v=rows(), causal=True))
+    with faulty(FaultPlan().fail(launch=2, key=key)) as ctx:
+        plain = [outcome(ask(ctx)) for _ in range(3)]
+        causal = [outcome(ask(ctx, causal=True)) for _ in range(3)]
+    assert plain == ["answered"] * 3
+    assert causal == ["answered", "LaunchError", "answered"]
+
+
+def test_a_request_that_is_refused_is_no_launch() -> None:
+    with faulty(FaultPlan().fail(launch=1)) as ctx:
+        assert outcome(ask(ctx, softcap=-1.0)) == "InvalidRequest"
+        assert outcome(ask(ctx)) == "LaunchError"
+
+
+# Delaying
+
+
+def test_a_delay_follows_the_contexts_clock() -> None:
+    clock = MockClock()
+    with faulty(FaultPlan().delay(3600.0, launch=1), clock=clock, hang_timeout=1e6) as ctx:
+        reply = ask(ctx)
+        eventually(lambda: ctx.stats()["flash_attn"].in_flight == 1)
+        clock.advance(3599.0)
+        time.sleep(0.01)
+        assert not reply.done()
+        clock.advance(1.0)
+        assert outcome(reply) == "answered"
+        assert outcome(ask(ctx)) == "answered"
+
+
+def test_delays_add_up_and_take_real_time_without_a_mock_clock() -> None:
+    with faulty(FaultPlan().delay(0.03).delay(0.02, launch=1)) as ctx:
+        began = time.monotonic()
+        assert outcome(ask(ctx)) == "answered"
+        assert 0.05 <= time.monotonic() - began < AT_ONCE
+
+
+def test_a_launch_that_is_delayed_and_fails_fails_late() -> None:
+    clock = MockClock()
+    with faulty(FaultPlan().delay(10.0).fail(launch=1), clock=clock) as ctx:
+        reply = ask(ctx)
+        eventually(lambda: ctx.stats()["flash_attn"].in_flight == 1)
+        clock.advance(9.0)
+        time.sleep(0.01)
+        assert not reply.done()
+        clock.advance(1.0)
+        assert outcome(reply) == "LaunchError"
+
+
+@pytest.mark.usefixtures("patient_closing")
+def test_closing_ends_a_delay() -> None:
+    with no_threads_left():
+        with faulty(FaultPlan().delay(3600.0), drain_timeout=0.0) as ctx:
+            reply = ask(ctx)
+            eventually(lambda: ctx.stats()["flash_attn"].in_flight == 1)
+            began = time.monotonic()
+        assert outcome(reply) == "ActorStopped"
+        assert time.monotonic() - began < AT_ONCE
+
+
+# Losing the context
+
+
+@pytest.mark.usefixtures("patient_closing")
+def test_a_lost_context_answers_everything_and_says_so() -> None:
+    """In flight, queued, parked, in another actor's hands, and made later: all get ContextLost."""
+    plan = FaultPlan().hang(launch=1).lose_context(launch=2)
+    params = ga.AttentionParams(1, 1, 1, 1, 1, 8)
+    with faulty(plan, max_in_flight=1, actors=(Scripted,), drain_timeout=60.0) as ctx:
+        in_flight = ask(ctx)
+        eventually(lambda: ctx.stats()["flash_attn"].launched == 1)
+        queued = [ask(ctx) for _ in range(4)]
+        held = ctx.actor(Scripted).submit(lambda actor, call: None)
+        eventually(lambda: ctx.stats()["scripted"].queued == 0)
+        assert (ctx.generation, ctx.health().ready) == (1, True)
+
+        losing = ctx.cudnn.mha_forward(params, rows(), rows(), rows())
+        replies = [losing, in_flight, held, *queued]
+        for reply in replies:
+            with pytest.raises(ga.ContextLost, match="generation 1 of the context is lost") as caught:
+                reply.result(30.0)
+            assert caught.value.generation == 1
+            assert isinstance(caught.value.__cause__, ga.ContextLost)
+        assert len({id(reply._call.error) for reply in replies}) == len(replies), "an error each"
+
+        health = ctx.health()
+        assert (health.state, health.ready, health.generation, ctx.generation) == ("failed", False, 2, 2)
+        assert "the device context is lost" in health.reason
+        for later in (ask(ctx), ctx.cudnn.mha_forward(params, rows(), rows(), rows())):
+            assert later.done(), "refused at once"
+            with pytest.raises(ga.ContextLost) as caught:
+                later.result()
+            assert caught.value.generation == 1
+        began = time.monotonic()
+    assert time.monotonic() - began < AT_ONCE, "there is nothing to wait for"
+    assert ctx.health().state == "failed"
+    with pytest.raises(ga.ContextLost):
+        ask(ctx).result(30.0)
+
+
+def test_every_launch_after_the_loss_ends_with_it_too() -> None:
+    """The loss comes to light while other launches are on their way to the device."""
+    with faulty(FaultPlan().lose_context(launch=3), max_in_flight=4) as ctx:
+        outcomes = [outcome(reply) for reply in [ask(ctx) for _ in range(50)]]
+    assert outcomes[:2] == ["answered"] * 2
+    assert set(outcomes[2:]) == {"ContextLost"}
+
+
+def test_waiters_on_loops_and_threads_all_hear_of_the_loss() -> None:
+    import asyncio
+
+    with faulty(FaultPlan().hang(launch=1), max_in_flight=1) as ctx:
+        heard: list[str] = []
+
+        async def wait() -> None:
+            results = await asyncio.gather(*(ask(ctx) for _ in range(100)), return_exceptions=True)
+            heard.extend(type(result).__name__ for result in results)
+
+        threads = [threading.Thread(target=asyncio.run, args=(wait(),)) for _ in range(2)]
+        threads.append(threading.Thread(target=lambda: heard.append(outcome(ask(ctx)))))
+        for thread in threads:
+            thread.start()
+        eventually(lambda: ctx.stats()["flash_attn"].submitted == 201)
+        ctx._children.context_lost(ga.ContextLost("pulled the plug"))
+        for thread in threads:
+            thread.join(30.0)
+    assert heard == ["ContextLost"] * 201
+
+
+def test_whoever_meets_the_loss_while_it_is_being_told_hears_of_the_same_generation() -> None:
+    params = ga.AttentionParams(1, 1, 1, 1, 1, 8)
+    met: list[ga.Reply[Any]] = []
+
+    def listen(event: ga.TraceEvent) -> None:
+        # The loss is known and nobody has been told of it yet: another actor's launch meets the lost device first.
+        if event.name == "context.lost":
+            met.append(ctx.cudnn.mha_forward(params, rows(), rows(), rows()))
+            assert met[0]._call.wait(30.0)
+
+    with faulty(FaultPlan().lose_context(launch=1), on_event=listen) as ctx:
+        replies = [ask(ctx)]
+        eventually(replies[0].done)
+        for reply in replies + met:
+            with pytest.raises(ga.ContextLost, match="generation 1 of the context is lost") as caught:
+                reply.result(30.0)
+            assert caught.value.generation == 1
+        assert len(met) == 1
+
+
+def test_only_the_first_loss_counts() -> None:
+    with faulty(FaultPlan()) as ctx:
+        ctx._children.context_lost(ga.ContextLost("first"))
+        ctx._children.context_lost(ga.ContextLost("second"))
+        assert ctx.generation == 2
+        assert "first" in ctx.health().reason
+
+
+# Hanging
+
+
+@pytest.mark.usefixtures("patient_closing")
+def test_a_hung_launch_is_answered_by_its_deadline() -> None:
+    clock = MockClock()
+    with faulty(FaultPlan().hang(launch=1), clock=clock, drain_timeout=0.05) as ctx:
+        reply = ask(ctx, timeout=1.0)
+        eventually(lambda: ctx.stats()["flash_attn"].in_flight == 1)
+        clock.advance(1.0)
+        with pytest.raises(ga.DeadlineExceeded, match="after its launch"):
+            reply.result(30.0)
+        assert ctx.stats()["flash_attn"].in_flight == 1
+        began = time.monotonic()
+    assert time.monotonic() - began < AT_ONCE
+
+
+def test_launches_behind_a_hung_one_do_not_end_either() -> None:
+    with faulty(FaultPlan().hang(launch=1), drain_timeout=0.0) as ctx:
+        hung, behind = ask(ctx), ask(ctx)
+        other = ctx.nvrtc.submit("no message of its own")
+        assert outcome(other) == "InvalidRequest", "another actor's stream goes on"
+        time.sleep(0.02)
+        assert not hung.done()
+        assert not behind.done()
+    assert [outcome(hung), outcome(behind)] == ["ActorStopped"] * 2
+
+
+def test_a_launch_that_hangs_for_too_long_has_lost_the_context() -> None:
+    clock = MockClock()
+    with faulty(FaultPlan().hang(launch=1), clock=clock, hang_timeout=8.0, max_in_flight=1) as ctx:
+        hung, queued = ask(ctx), ask(ctx)
+        eventually(lambda: ctx.stats()["flash_attn"].in_flight == 1)
+        assert ctx.health().state == "ready"
+        clock.advance(4.5)
+        health = ctx.health()
+        assert (health.state, health.ready, health.oldest_launch) == ("stalled", False, 4.5)
+        assert "has not finished for 4.5 s" in health.reason
+        eventually(lambda: clock.advance(2.0) or (hung.done() and queued.done()))
+        for reply in (hung, queued):
+            with pytest.raises(ga.ContextLost, match="a launch has not finished within 8") as caught:
+                reply.result(30.0)
+            assert caught.value.generation == 1
+        assert (ctx.generation, ctx.health().state) == (2, "failed")
+
+
+def test_a_process_that_stood_still_for_longer_does_not_take_its_launches_for_hung(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The launch ended meanwhile; the thread that looks for hangs runs before the one that settles it."""
+    clock, looked = MockClock(), threading.Event()
+    settle, oldest_launch = Completion._settle, Children.oldest_launch
+
+    def settle_late(completion: Completion, *arguments: Any) -> None:
+        assert looked.wait(30.0)
+        settle(completion, *arguments)
+
+    def look(children: Children) -> float | None:
+        oldest = oldest_launch(children)
+        if clock.now() > 50.0:
+            looked.set()
+        return oldest
+
+    with faulty(FaultPlan().delay(1.0, launch=1), clock=clock, hang_timeout=8.0) as ctx:
+        monkeypatch.setattr(Completion, "_settle", settle_late)
+        monkeypatch.setattr(Children, "oldest_launch", look)
+        reply = ask(ctx)
+        eventually(lambda: ctx.stats()["flash_attn"].in_flight == 1)
+        clock.advance(100.0)
+        assert outcome(reply) == "answered"
+        eventually(lambda: ctx.stats()["flash_attn"].in_flight == 0)
+        clock.advance(100.0)
+        assert outcome(ask(ctx)) == "answered"
+        assert ctx.health().ready
+
+
+def test_progress_ends_a_stall() -> None:
+    clock = MockClock()
+    with faulty(FaultPlan().delay(6.0, launch=1), clock=clock, hang_timeout=10.0) as ctx:
+        reply = ask(ctx)
+        eventually(lambda: ctx.stats()["flash_attn"].in_flight == 1)
+        clock.advance(5.5)
+        assert ctx.health().state == "stalled"
+        clock.advance(0.5)
+        assert outcome(reply) == "answered"
+        eventually(lambda: ctx.health().state == "ready")
+
+
+@pytest.mark.usefixtures("patient_closing")
+def test_leaving_a_context_with_a_hung_launch_is_bounded_and_leaves_no_thread() -> None:
+    with no_threads_left():
+        with faulty(FaultPlan().hang(launch=1), drain_timeout=0.1) as ctx:
+            reply = ask(ctx)
+            eventually(lambda: ctx.stats()["flash_attn"].in_flight == 1)
+            began = time.monotonic()
+        assert 0.1 <= time.monotonic() - began < AT_ONCE
+    with pytest.raises(ga.ActorStopped):
+        reply.result(0.0)
+
+
+def test_an_endless_hang_timeout_is_one() -> None:
+    with faulty(FaultPlan().hang(launch=1), hang_timeout=float("inf"), drain_timeout=0.0) as ctx:
+        time.sleep(0.02)
+        assert outcome(ask(ctx, timeout=0.02)) == "DeadlineExceeded", "deadlines still fire"
+        assert ctx.health().ready
+
+
+# Nothing injected
+
+
+def test_an_empty_plan_changes_nothing() -> None:
+    with faulty(FaultPlan()) as ctx:
+        assert outcome(ask(ctx)) == "answered"
+        assert ctx.info.kind == "mock"
+
+
+def test_faults_leave_other_actors_messages_alone() -> None:
+    with faulty(FaultPlan().fail(), actors=(Scripted,)) as ctx:
+        assert ctx.actor(Scripted).submit(answer("no launch, no fault")).result(30.0) == "no launch, no fault"

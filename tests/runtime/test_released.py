@@ -1,0 +1,169 @@
+"""What a request keeps alive: its arrays while they are needed, and nothing afterwards, however it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import weakref
+
+import numpy as np
+import pytest
+from support.service import NO_COMPUTE, eventually, launch_of, rows, scripted
+
+import gpu_actors as ga
+from gpu_actors.testing import FaultPlan
+
+pytestmark = pytest.mark.usefixtures("all_threads_end")
+
+
+@pytest.fixture
+def no_collector():
+    gc.collect()
+    gc.disable()
+    # Captured log records hold on to the traceback that was logged.
+    logging.disable()
+    yield
+    logging.disable(logging.NOTSET)
+    gc.enable()
+
+
+def gone(reference: weakref.ref) -> bool:
+    return reference() is None
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("mock", [ga.MockOptions(), NO_COMPUTE, ga.MockOptions(latency=0.001)])
+def test_inputs_are_released_with_the_reply(mock: ga.MockOptions) -> None:
+    with ga.open_context("mock", ga.ContextOptions(mock=mock)) as ctx:
+        q = rows(4)
+        inputs = weakref.ref(q)
+        reply = ctx.flash_attn.forward(q, q, q)
+        del q
+        eventually(reply.done)
+        assert inputs() is not None
+        del reply
+        eventually(lambda: gone(inputs))
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("how", ["cancelled", "expired"])
+def test_inputs_of_a_request_that_is_answered_in_the_queue_are_released_at_once(how: str) -> None:
+    options = ga.ContextOptions(fault_plan=FaultPlan().hang(launch=1), max_in_flight=1, drain_timeout=0.0)
+    with ga.open_context("mock", options) as ctx:
+        ctx.flash_attn.forward(rows(), rows(), rows())
+        eventually(lambda: ctx.stats()["flash_attn"].in_flight == 1)
+        q = rows(4)
+        inputs = weakref.ref(q)
+        reply = ctx.flash_attn.forward(q, q, q, timeout=0.01 if how == "expired" else None)
+        del q
+        if how == "cancelled":
+            assert reply.cancel()
+        eventually(reply.done)
+        del reply
+        eventually(lambda: gone(inputs))
+
+
+@pytest.mark.usefixtures("no_collector")
+async def test_a_result_is_released_with_the_reply() -> None:
+    async with ga.open_context("mock") as ctx:
+        result = weakref.ref((await ctx.flash_attn.forward(rows(4), rows(4), rows(4))).out)
+        for _ in range(6000):
+            if gone(result):
+                break
+            await asyncio.sleep(0.005)
+        assert gone(result)
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("options", [{"softcap": -1.0}, {}, {"timeout": -1.0}], ids=["refused", "launch", "late"])
+async def test_a_failed_reply_makes_no_reference_cycle(options: dict) -> None:
+    async with ga.open_context("mock", ga.ContextOptions(mock=NO_COMPUTE)) as ctx:
+
+        async def ask() -> weakref.ref:
+            q = rows(4)
+            reference = weakref.ref(q)
+            with pytest.raises(ga.GpuActorsError):
+                await ctx.flash_attn.forward(q, q, q, **options)
+            return reference
+
+        inputs = await ask()
+        for _ in range(6000):
+            if gone(inputs):
+                break
+            await asyncio.sleep(0.005)
+        assert gone(inputs)
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_a_request_that_crashed_its_actor_is_released_too() -> None:
+    class Cargo:
+        def __call__(self, actor, call) -> None:
+            payload = np.ones(3)
+            raise ZeroDivisionError(payload.sum())
+
+    with scripted() as (_, actor):
+        cargo = Cargo()
+        reference = weakref.ref(cargo)
+        reply = actor.submit(cargo)
+        del cargo
+        assert_fails(reply)
+        del reply
+        eventually(lambda: gone(reference))
+
+
+def assert_fails(reply: ga.Reply, error: type[ga.GpuActorsError] = ga.ActorFailed) -> None:
+    try:
+        reply.result(30.0)
+    except error:
+        return
+    finally:
+        del reply
+    raise AssertionError("answered")
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_a_finish_that_raises_makes_no_reference_cycle() -> None:
+    class Cargo:
+        def __call__(self, actor, call) -> None:
+            call.claim()
+            actor.launch((call,), launch_of(lambda: None), self.finish)
+
+        def finish(self, outputs):
+            raise ZeroDivisionError
+
+    with scripted() as (_, actor):
+        cargo = Cargo()
+        reference = weakref.ref(cargo)
+        reply = actor.submit(cargo)
+        del cargo
+        assert_fails(reply)
+        del reply
+        eventually(lambda: gone(reference))
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_a_launch_that_raises_makes_no_reference_cycle() -> None:
+    class Cargo:
+        def __call__(self, actor, call) -> None:
+            call.claim()
+            actor.launch((call,), launch_of(self.work), lambda outputs: (None,))
+
+        def work(self) -> None:
+            raise ZeroDivisionError
+
+    with scripted() as (_, actor):
+        cargo = Cargo()
+        reference = weakref.ref(cargo)
+        reply = actor.submit(cargo)
+        del cargo
+        assert_fails(reply, ga.LaunchError)
+        del reply
+        eventually(lambda: gone(reference))
+
+
+def test_the_repr_says_what_became_of_the_request() -> None:
+    with ga.open_context("mock") as ctx:
+        reply = ctx.flash_attn.forward(rows(), rows(), rows())
+        reply.result(30.0)
+        assert repr(reply) == "<Reply #1 done of FlashForward>"

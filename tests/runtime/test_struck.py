@@ -1,0 +1,182 @@
+"""Requests are made, cancelled and answered in the middle of what happens under a lock, at every point of it.
+
+That is what the garbage collector does when it ends a task that waits, and what a signal handler may do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support.order import Cell
+from support.striking import Case, each_point
+
+from gpu_actors.actors.kv_order import Gate
+from gpu_actors.errors import ActorStopped
+from gpu_actors.runtime.call import Call
+from gpu_actors.runtime.mailbox import Mailbox
+from gpu_actors.runtime.timers import Timer, Timers
+from gpu_actors.testing import MockClock
+
+pytestmark = pytest.mark.timeout(60)  # a lock that cannot be taken twice would be waited for without an end
+
+
+class Waiting:
+    """A mailbox with three calls, and with just as many cancelled ones in its order as it puts up with."""
+
+    def __init__(self) -> None:
+        self.mailbox = Mailbox("test", 1000, 8)
+        self.calls: list[Call[Any]] = []
+        self.taken: list[Call[Any]] = []
+        for number in range(68):
+            self.new(number % 3)
+        for call in self.calls[:-3]:
+            call.cancel()
+        self.new_call: Call[Any] = Call("new", self.mailbox)
+        self.one, self.other = self.calls[-3:-1]
+
+    def new(self, priority: int = 0) -> Call[Any]:
+        call: Call[Any] = Call("message", self.mailbox, priority)
+        self.calls.append(call)
+        self.mailbox.put(call)
+        return call
+
+    def put(self) -> None:
+        self.mailbox.put(self.new_call)
+        self.calls.append(self.new_call)
+
+    def take(self) -> None:
+        self.taken += self.pop()
+
+    def pop(self) -> list[Call[Any]]:
+        with self.mailbox.lock:
+            return self.mailbox._pop(1000)
+
+    def give_back(self) -> None:
+        self.mailbox.give_back(self.pop())
+
+    def park_and_give_back(self) -> None:
+        calls = self.pop()
+        for call in calls:
+            self.mailbox.park(call)
+        self.mailbox.give_back(calls)
+
+    def cancel_all(self) -> None:
+        for call in self.calls:
+            call.cancel()
+
+    def fail_all(self) -> None:
+        self.mailbox.fail_all(lambda: ActorStopped("over"))
+
+    def make_and_cancel_many(self) -> None:
+        for _ in range(100):
+            self.new().cancel()
+
+    def look(self) -> None:
+        self.mailbox.held(())
+        self.mailbox.stats()
+
+    def check(self) -> None:
+        """Whatever has no answer is given out, in order, and the account adds up."""
+        left = self.pop()
+        assert [(-call.priority, call.number) for call in left] == sorted(
+            (-call.priority, call.number) for call in left
+        )
+        unanswered = {call for call in self.calls if not call.done}
+        assert {*left, *(call for call in self.taken if not call.done)} == unanswered
+        assert all(call.resolve(None) for call in unanswered)
+        stats = self.mailbox.stats()
+        assert stats.submitted == stats.completed + stats.failed + stats.cancelled
+        assert (self.mailbox._parked, self.mailbox._unanswered) == (0, set())
+
+
+ACTS: dict[str, Callable[[Waiting], Any]] = {
+    "put": Waiting.put,
+    "take": Waiting.take,
+    "give back": Waiting.give_back,
+    "park and give back": Waiting.park_and_give_back,
+    "cancel": lambda waiting: waiting.one.cancel(),
+    "answer": lambda waiting: waiting.one.resolve(1),
+    "fail all": Waiting.fail_all,
+    "claim": lambda waiting: waiting.one.claim(),
+    "look": Waiting.look,
+}
+STRIKES: dict[str, Callable[[Waiting], Any]] = {
+    "cancel the same": lambda waiting: waiting.one.cancel(),
+    "cancel all": Waiting.cancel_all,
+    "answer another": lambda waiting: waiting.other.resolve(2),
+    "a new one": lambda waiting: waiting.new(9),
+    "many new ones": Waiting.make_and_cancel_many,
+    "look": Waiting.look,
+}
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_a_mailbox_may_be_used_in_the_middle_of_its_use(act: str) -> None:
+    for strike in STRIKES.values():
+
+        def make(strike: Callable[[Waiting], Any] = strike) -> Case:
+            waiting = Waiting()
+            return Case(lambda: ACTS[act](waiting), lambda: strike(waiting), waiting.check)
+
+        assert each_point(("runtime/mailbox.py", "runtime/call.py"), make) > 0
+
+
+@pytest.mark.parametrize("blocked_by", ["a kernel", "a launch"])
+def test_what_a_call_waits_behind_may_go_while_it_is_put_aside(blocked_by: str) -> None:
+    def make() -> Case:
+        cell = Cell()
+        gate = Gate(cell)  # type: ignore[arg-type]
+        first, held, later = cell.call(), cell.call(), cell.call()
+        if blocked_by == "a kernel":
+            gate.block(first)
+        else:
+            gate.expect([first])
+        assert not gate.admits(held)
+        admitted = []
+
+        def strike() -> None:
+            first.cancel()
+            gate.settle([first])
+
+        def check() -> None:
+            came_back = cell.taken()
+            assert held in came_back
+            assert admitted == [later not in came_back]
+            assert gate.admits(held)
+            assert all(gate.admits(call) for call in came_back if call is later)
+            assert cell.mailbox._parked == 0
+
+        return Case(lambda: admitted.append(gate.admits(later)), strike, check)
+
+    assert each_point(("actors/kv_order.py",), make) > 10
+
+
+@pytest.mark.parametrize("strike", ["set", "cancel"])
+def test_a_timer_may_be_set_and_cancelled_while_one_is_set(strike: str) -> None:
+    def make() -> Case:
+        clock = MockClock()
+        timers = Timers(clock)
+        ran: list[str] = []
+        kept = timers.at(3.0, lambda: ran.append("kept"))
+        gone: list[Timer] = [timers.at(2.0, lambda: ran.append("gone")) for _ in range(260)]
+        for timer in gone[1:]:
+            timer.cancel()
+
+        def struck() -> None:
+            gone[0].cancel()
+            if strike == "set":
+                timers.at(1.0, lambda: ran.append("struck"))
+
+        def check() -> None:
+            gone[0].cancel()
+            assert kept.active
+            due = sorted(entry[:2] for entry in timers._heap if entry[2].active)
+            assert [when for when, _ in due] == ([1.0, 1.5, 3.0] if strike == "set" else [1.5, 3.0])
+            assert timers._heap[0][0] == min(entry[0] for entry in timers._heap)
+            timers.close()
+
+        return Case(lambda: timers.at(1.5, lambda: None), struck, check)
+
+    assert each_point(("gpu_actors/runtime/timers.py",), make) > 5

@@ -1,0 +1,281 @@
+"""KeyboardInterrupt at every point of what the main thread does for others: nobody is forgotten for it."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support.order import Cell
+from support.service import eventually
+from support.striking import Case, each_point
+
+from gpu_actors.actors.kv_order import Gate
+from gpu_actors.clock import SystemClock
+from gpu_actors.errors import ActorStopped
+from gpu_actors.runtime.call import Call
+from gpu_actors.runtime.mailbox import Mailbox
+from gpu_actors.runtime.timers import Timers
+from gpu_actors.runtime.waking import Outbox, Waiter, _wake
+
+pytestmark = pytest.mark.timeout(120)
+
+FILES = ("runtime/call.py", "runtime/mailbox.py", "runtime/waking.py")
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def interrupted(act: Callable[[], Any], check: Callable[[], Any]) -> Case:
+    def go() -> None:
+        with contextlib.suppress(KeyboardInterrupt):
+            act()
+
+    return Case(go, interrupt, check)
+
+
+class Loop:
+    """Runs what it was asked to call, once it is told to."""
+
+    def __init__(self) -> None:
+        self.asked: deque[Callable[[], Any]] = deque()
+
+    def call_soon_threadsafe(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.asked.append(lambda: function(*arguments))
+
+    call_soon = call_soon_threadsafe
+
+    def run(self) -> None:
+        while self.asked:
+            self.asked.popleft()()
+
+
+class Sleeper:
+    """In the place of a mailbox's wake pipe."""
+
+    def __init__(self) -> None:
+        self.woken = 0
+
+    def wake(self) -> None:
+        self.woken += 1
+
+
+class Awaited:
+    """Two calls. One has tasks on two loops, threads and callbacks that wait for it."""
+
+    def __init__(self) -> None:
+        self.mailbox = Mailbox("test", 1000, 8)
+        self.mailbox._pipe = self.pipe = Sleeper()  # type: ignore[assignment]
+        self.calls: list[Call[Any]] = [Call(number, self.mailbox) for number in range(3)]
+        for call in self.calls:
+            self.mailbox.put(call)
+        self.mailbox._asleep = True
+        self.loops = Loop(), Loop()
+        self.stepped: list[Waiter] = []
+        self.called: set[str] = set()
+        self.gates: list[threading.Lock] = []
+        for call in self.calls[:2]:
+            for loop in (*self.loops, self.loops[0]):
+                waiter = Waiter(loop)  # type: ignore[arg-type]
+                waiter.add_done_callback(self.stepped.append, context=contextvars.copy_context())
+                call.add_waiter(waiter)
+            gates = [threading.Lock(), threading.Lock()]
+            for gate in gates:
+                gate.acquire()
+            call._threads = list(gates)
+            self.gates += gates
+            for name in ("first", "second"):
+                call.when_done(lambda call, name=name: self.called.add(f"{name} of {call.message}"))
+        self.mailbox.when_idle(lambda: self.called.add("idle"))
+        self.mailbox.when_idle(lambda: self.called.add("idle too"))
+
+    def told(self, *calls: Call[Any]) -> None:
+        """Whoever waits for these has been told."""
+        for loop in self.loops:
+            loop.run()
+        assert not self.mailbox.lock._is_owned()  # type: ignore[attr-defined]
+        numbers = [call.message for call in calls]
+        assert len(self.stepped) == len(set(self.stepped)) == 3 * len(calls)
+        assert sum(not gate.locked() for gate in self.gates) == 2 * len(calls)
+        assert {f"{name} of {number}" for name in ("first", "second") for number in numbers} <= self.called
+        stats = self.mailbox.stats()
+        assert stats.completed + stats.failed + stats.cancelled == sum(call.done for call in self.calls)
+        assert all(not call.done for call in self.mailbox._unanswered)
+
+
+@pytest.mark.parametrize("how", ["with an outbox", "alone", "cancelled"])
+def test_an_answer_reaches_everybody_who_waits_for_it(how: str) -> None:
+    def make() -> Case:
+        awaited = Awaited()
+        call = awaited.calls[0]
+        outbox = Outbox()
+
+        def settle() -> None:
+            if how == "cancelled":
+                call.cancel()
+            elif how == "alone":
+                call.resolve("value")
+            else:
+                call.resolve("value", outbox)
+
+        def check() -> None:
+            if not call.done:  # struck before anything had happened
+                settle()
+            outbox.flush()
+            awaited.told(call)
+
+        return interrupted(settle, check)
+
+    assert each_point(FILES, make) > 20
+
+
+def test_the_last_answer_reaches_who_waits_for_idleness() -> None:
+    def make() -> Case:
+        awaited = Awaited()
+        for call in awaited.calls[1:]:
+            call.resolve(None)
+        call = awaited.calls[0]
+
+        def check() -> None:
+            call.resolve(None)
+            awaited.told(*awaited.calls[:2])
+            assert {"idle", "idle too"} <= awaited.called
+
+        return interrupted(lambda: call.resolve(None), check)
+
+    assert each_point(FILES, make) > 20
+
+
+def test_closing_answers_all_of_them() -> None:
+    def make() -> Case:
+        awaited = Awaited()
+
+        def fail_all() -> None:
+            awaited.mailbox.fail_all(lambda: ActorStopped("over"))
+
+        def check() -> None:
+            if not any(call.done for call in awaited.calls):
+                fail_all()
+            assert all(call.done for call in awaited.calls)
+            awaited.told(*awaited.calls[:2])
+
+        return interrupted(fail_all, check)
+
+    assert each_point(FILES, make) > 50
+
+
+@pytest.mark.parametrize("how", ["put", "give back", "nudge"])
+def test_a_sleeping_actor_is_woken_by_the_next_one_at_the_latest(how: str) -> None:
+    def make() -> Case:
+        awaited = Awaited()
+        mailbox, pipe = awaited.mailbox, awaited.pipe
+        new: Call[Any] = Call("new", mailbox)
+        taken = mailbox._pop(1)
+        acts = {
+            "put": lambda: mailbox.put(new),
+            "give back": lambda: mailbox.give_back(taken),
+            "nudge": mailbox.nudge,
+        }
+
+        def check() -> None:
+            mailbox.put(Call("another", mailbox))
+            assert pipe.woken
+            waiting = set(mailbox._pop(1000))
+            assert all(call in waiting or call in taken for call in mailbox._unanswered)
+
+        return interrupted(acts[how], check)
+
+    assert each_point(FILES, make) > 3
+
+
+def test_the_order_of_those_that_wait_outlives_a_sweep() -> None:
+    def make() -> Case:
+        mailbox = Mailbox("test", 1000, 8)
+        calls: list[Call[Any]] = [Call(number, mailbox) for number in range(70)]
+        for call in calls:
+            mailbox.put(call)
+        for call in calls[:-3]:
+            call.cancel()
+
+        def check() -> None:
+            calls[-3].cancel()
+            assert mailbox._pop(1000) == calls[-2:]
+
+        return interrupted(calls[-3].cancel, check)
+
+    assert each_point(("runtime/mailbox.py",), make) > 3
+
+
+def test_a_loop_that_is_run_again_wakes_the_others() -> None:
+    def make() -> Case:
+        loop = Loop()
+        stepped: list[Waiter] = []
+        waiters = [Waiter(loop) for _ in range(3)]  # type: ignore[arg-type]
+        for waiter in waiters:
+            waiter.add_done_callback(stepped.append, context=contextvars.copy_context())
+        loop.call_soon(_wake, deque(waiters))
+
+        def check() -> None:
+            if not stepped and not loop.asked:
+                _wake(deque(waiters))  # struck before it had begun, which a loop would not have survived either
+            loop.run()
+            assert stepped == waiters
+
+        return interrupted(loop.run, check)
+
+    assert each_point(FILES, make) > 5
+
+
+def test_what_waits_behind_a_call_that_is_cancelled_comes_again() -> None:
+    def make() -> Case:
+        cell = Cell()
+        gate = Gate(cell)  # type: ignore[arg-type]
+        blocked, *later = (cell.call() for _ in range(4))
+        gate.block(blocked)
+        assert not any(gate.admits(call) for call in later)
+
+        def check() -> None:
+            blocked.cancel()
+            assert cell.taken() == later
+            assert all(gate.admits(call) for call in later)
+            assert cell.mailbox._parked == 0
+
+        return interrupted(blocked.cancel, check)
+
+    assert each_point((*FILES, "actors/kv_order.py"), make) > 20
+
+
+class Sleeping(SystemClock):
+    """Tells when the timers' thread sleeps without a time to wake up at."""
+
+    def __init__(self) -> None:
+        self.asleep = threading.Event()
+
+    def wait(self, condition: threading.Condition, until: float | None) -> None:
+        if until is None:
+            self.asleep.set()  # and nothing is set before it does sleep, for it holds the condition
+        super().wait(condition, until)
+
+
+def test_a_timer_set_later_rings_all_the_same() -> None:
+    def make() -> Case:
+        clock = Sleeping()
+        timers = Timers(clock)
+        ran = threading.Event()
+        timers.at(0.0, clock.asleep.clear)
+        eventually(clock.asleep.is_set)
+        now = clock.now()
+
+        def check() -> None:
+            timers.at(now + 0.001, ran.set)
+            assert ran.wait(20.0)
+            timers.close()
+
+        return interrupted(lambda: timers.at(now, lambda: None), check)
+
+    assert each_point(("gpu_actors/runtime/timers.py",), make) > 3

@@ -1,0 +1,225 @@
+"""Timers: due in order, cancelled, driven by a mock clock, and unharmed by what a callback does."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+
+import pytest
+from support.service import eventually
+
+from gpu_actors.clock import SYSTEM_CLOCK, Clock
+from gpu_actors.runtime.timers import Timers
+from gpu_actors.testing import MockClock
+
+pytestmark = pytest.mark.usefixtures("all_threads_end")
+
+
+@pytest.fixture
+def clock() -> MockClock:
+    return MockClock()
+
+
+@pytest.fixture
+def timers(clock: MockClock) -> Iterator[Timers]:
+    timers = Timers(clock)
+    yield timers
+    timers.close()
+
+
+def real_timers() -> Timers:
+    return Timers(SYSTEM_CLOCK)
+
+
+def test_callbacks_run_in_the_order_of_their_times(clock: MockClock, timers: Timers) -> None:
+    ran: list[float] = []
+    for when in (3.0, 1.0, 2.0):
+        timers.at(when, lambda when=when: ran.append(when))
+    clock.advance(2.0)
+    eventually(lambda: ran == [1.0, 2.0])
+    clock.advance(1.0)
+    eventually(lambda: ran == [1.0, 2.0, 3.0])
+
+
+def test_callbacks_of_one_time_run_in_the_order_in_which_they_were_asked_for(clock: MockClock, timers: Timers) -> None:
+    ran: list[int] = []
+    for number in range(50):
+        timers.after(1.0, lambda number=number: ran.append(number))
+    clock.advance(1.0)
+    eventually(lambda: len(ran) == 50)
+    assert ran == list(range(50))
+
+
+def test_nothing_runs_before_its_time(clock: MockClock, timers: Timers) -> None:
+    ran = threading.Event()
+    timers.after(1.0, ran.set)
+    clock.advance(0.999)
+    assert not ran.wait(0.02)
+    clock.advance(0.001)
+    assert ran.wait(30.0)
+
+
+def test_a_time_that_has_passed_is_due_at_once(clock: MockClock, timers: Timers) -> None:
+    ran = threading.Event()
+    timers.at(-5.0, ran.set)
+    assert ran.wait(30.0)
+
+
+def test_an_earlier_timer_wakes_the_thread_from_a_longer_sleep(timers: Timers) -> None:
+    real = real_timers()
+    ran = threading.Event()
+    real.after(3600.0, lambda: None)
+    time.sleep(0.01)
+    began = time.monotonic()
+    real.after(0.02, ran.set)
+    assert ran.wait(30.0)
+    assert time.monotonic() - began >= 0.02
+    real.close()
+
+
+def test_a_cancelled_timer_does_not_run_and_lets_go_of_its_callback(clock: MockClock, timers: Timers) -> None:
+    class Cargo:
+        def __call__(self) -> None:
+            raise AssertionError("ran")
+
+    cargo = Cargo()
+    reference = weakref.ref(cargo)
+    timer = timers.after(1.0, cargo)
+    assert timer.active
+    timer.cancel()
+    timer.cancel()
+    del cargo
+    gc.collect()
+    assert not timer.active
+    assert reference() is None
+    done = threading.Event()
+    timers.after(1.0, done.set)
+    clock.advance(1.0)
+    assert done.wait(30.0)
+
+
+def test_cancelled_timers_do_not_pile_up(timers: Timers) -> None:
+    for _ in range(10_000):
+        timers.after(1.0, lambda: None).cancel()
+    assert len(timers._heap) < 600
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError(), SystemExit(3), KeyboardInterrupt()])
+def test_a_callback_that_raises_does_not_keep_others_from_running(
+    clock: MockClock, timers: Timers, caplog: pytest.LogCaptureFixture, error: BaseException
+) -> None:
+    def fail() -> None:
+        raise error
+
+    ran = threading.Event()
+    timers.after(1.0, fail)
+    timers.after(1.0, ran.set)
+    with caplog.at_level(logging.ERROR):
+        clock.advance(1.0)
+        assert ran.wait(30.0)
+    assert "a timer's callback raised" in caplog.text
+
+
+@pytest.mark.parametrize("far", [1e10, 1e300, float("inf")])
+def test_a_timer_further_away_than_a_thread_can_sleep_harms_nobody(far: float) -> None:
+    timers = real_timers()
+    timers.after(far, lambda: None)
+    time.sleep(0.02)
+    ran = threading.Event()
+    timers.after(0.01, ran.set)
+    assert ran.wait(30.0)
+    timers.close()
+
+
+def test_no_thread_runs_before_the_first_timer(clock: MockClock, timers: Timers) -> None:
+    assert timers._thread is None
+    timers.after(1.0, lambda: None)
+    assert timers._thread.is_alive()
+
+
+def test_a_thread_that_cannot_be_started_is_tried_again(
+    clock: MockClock, timers: Timers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(RuntimeError):
+            timers.after(1.0, lambda: None)
+    ran = threading.Event()
+    timers.after(1.0, ran.set)
+    clock.advance(1.0)
+    assert ran.wait(30.0)
+
+
+def test_close_ends_the_thread_and_forgets_every_timer(clock: MockClock) -> None:
+    timers = Timers(clock)
+    timers.after(1.0, pytest.fail)
+    timers.close()
+    clock.advance(2.0)
+    timers.close()
+    late = timers.after(0.0, pytest.fail)
+    late.cancel()
+    assert timers._thread is not None
+    assert not timers._thread.is_alive()
+
+
+def test_a_callback_may_set_a_timer_and_close_the_timers(clock: MockClock) -> None:
+    timers = Timers(clock)
+    nested = threading.Event()
+
+    def again() -> None:
+        timers.after(1.0, timers.close)
+        nested.set()
+
+    timers.after(1.0, again)
+    clock.advance(1.0)
+    assert nested.wait(30.0)
+    clock.advance(1.0)
+    eventually(lambda: timers._thread is not None and not timers._thread.is_alive())
+
+
+def test_the_mock_clock_moves_only_when_told_to() -> None:
+    clock: Clock = MockClock(5.0)
+    assert clock.now() == 5.0
+    clock.advance(0.5)
+    assert clock.now() == 5.5
+    with pytest.raises(ValueError, match="forward"):
+        clock.advance(-1.0)
+
+
+def test_a_sleeper_on_the_mock_clock_wakes_when_it_is_time_and_not_before() -> None:
+    clock = MockClock()
+    condition = threading.Condition()
+    woke: list[float] = []
+
+    def sleep() -> None:
+        with condition:
+            while clock.now() < 2.0:
+                clock.wait(condition, 2.0)
+            woke.append(clock.now())
+
+    thread = threading.Thread(target=sleep)
+    thread.start()
+    for _ in range(4):
+        assert not woke
+        eventually(lambda: clock._sleepers)
+        clock.advance(0.5)
+    thread.join(30.0)
+    assert woke == [2.0]
+
+
+def test_no_advance_is_missed_by_a_sleeper_that_is_about_to_sleep() -> None:
+    clock = MockClock()
+    timers = Timers(clock)
+    for _ in range(300):
+        ran = threading.Event()
+        timers.after(1.0, ran.set)
+        clock.advance(1.0)
+        assert ran.wait(30.0)
+    timers.close()

@@ -1,0 +1,349 @@
+"""The oracle's gradients against central differences of its forward, and against what holds of any gradient."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+from cases.finite_differences import differences, disagreement
+
+from gpu_actors.errors import InvalidRequest
+from gpu_actors.reference import (
+    ReferenceGradients,
+    attention_backward,
+    attention_backward_low,
+    attention_forward,
+    backward,
+)
+from gpu_actors.testing.problems import FEATURES, ForwardCase, poison_tail, poison_unseen, random_forward
+
+Array = npt.NDArray[Any]
+SMALL = [(1, 1), (3, 5), (5, 3), (4, 4), (3, 1), (1, 6), (3, 0), (0, 4)]
+HEADS = [(2, 2), (4, 2), (3, 1)]
+OPTIONS = [feature for feature in FEATURES if feature != "descales"]
+TOLERANCE = 1e-10
+
+
+def small_case(seed: int, **choices: Any) -> tuple[ForwardCase, Array]:
+    """A problem small enough to differentiate by every element, in float64, with its dout."""
+    given = {
+        "dtype": "float64",
+        "seqlens": SMALL[seed % len(SMALL)],
+        "heads": HEADS[seed % len(HEADS)],
+        "head_dim": 2 + seed % 2,
+        "head_dim_v": 1 + seed % 3,
+        "batch": 1 + seed % 2,
+        "kind": "gaussian",
+        "alignment": ("bottom_right", "top_left")[seed // 2 % 2],
+        **choices,
+    }
+    case = random_forward(seed, **given)
+    for name in ("bias", "sinks"):
+        if name in case.options:
+            case.options[name] = case.options[name].astype(np.float64)
+    shape = (*case.q.shape[:-1], case.v.shape[-1])
+    return case, np.random.default_rng(seed).standard_normal(shape)
+
+
+def differentiable(case: ForwardCase) -> dict[str, Array]:
+    arrays = {"q": case.q, "k": case.k, "v": case.v}
+    return arrays | {name: case.options[name] for name in ("bias", "sinks") if name in case.options}
+
+
+def by_name(gradients: ReferenceGradients) -> dict[str, Array]:
+    named = {name: getattr(gradients, f"d{name}") for name in ("q", "k", "v", "bias", "sinks")}
+    return {name: array for name, array in named.items() if array is not None}
+
+
+def by_differences(case: ForwardCase, dout: Array) -> dict[str, Array]:
+    def loss(arrays: Mapping[str, Array]) -> float:
+        return float((attention_forward(**{**case.options, **arrays}).out * dout).sum())
+
+    return differences(loss, differentiable(case))
+
+
+@pytest.mark.parametrize("seed", range(48))
+def test_every_option_agrees_with_central_differences(seed: int) -> None:
+    case, dout = small_case(seed)
+    gradients = attention_backward(dout, *case.inputs, **case.options)
+    assert disagreement(by_name(gradients), by_differences(case, dout)) < TOLERANCE, case.repro
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("first", range(48, 1048, 50))
+def test_a_thousand_more_problems_agree_with_central_differences(first: int) -> None:
+    for seed in range(first, first + 50):
+        case, dout = small_case(seed)
+        gradients = attention_backward(dout, *case.inputs, **case.options)
+        assert disagreement(by_name(gradients), by_differences(case, dout)) < TOLERANCE, case.repro
+
+
+def test_the_differences_met_every_option_alone_and_together() -> None:
+    cases = [small_case(seed)[0] for seed in range(48)]
+    met = {name for case in cases for name in case.options}
+    wanted = {"causal", "window_size", "sink_tokens", "softmax_scale", "softcap", "alibi_slopes", "sinks", "bias"}
+    assert met >= wanted | {"dropout_p", "cu_seqlens_q", "alignment"}
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 4), (2, 1), (2, 4)])
+def test_the_gradient_of_a_bias_is_summed_over_what_it_is_broadcast_along(shape: tuple[int, int]) -> None:
+    case, dout = small_case(0, seqlens=(3, 2), heads=(4, 2), head_dim=2, batch=2, varlen=False, features=("causal",))
+    case.options["bias"] = np.random.default_rng(0).normal(size=(*shape, 3, 2))
+    gradients = attention_backward(dout, *case.inputs, **case.options)
+    assert disagreement(by_name(gradients), by_differences(case, dout)) < TOLERANCE
+
+
+# The check itself: wrong gradients must not pass it
+
+WRONG: dict[str, dict[str, Any]] = {
+    "causal": {"causal": False},
+    "window": {"window_size": (-1, -1)},
+    "sink_tokens": {"sink_tokens": 0},
+    "scale": {"softmax_scale": 0.9},
+    "softcap": {"softcap": 0.0},
+    "alibi": {"alibi_slopes": None},
+    "dropout": {"dropout_seed": 1},
+}
+
+
+@pytest.mark.parametrize("option", WRONG)
+def test_the_check_refuses_gradients_of_other_options(option: str) -> None:
+    always = ("window", option) if option == "sink_tokens" else (option,)
+    choices: dict[str, Any] = {"seqlens": (6, 6), "varlen": False, "heads": (2, 2), "head_dim": 3, "batch": 2}
+    case, dout = small_case(2, features=always, always=always, **choices)
+    expected = by_differences(case, dout)
+    assert disagreement(by_name(attention_backward(dout, *case.inputs, **case.options)), expected) < TOLERANCE
+    wrong = attention_backward(dout, *case.inputs, **{**case.options, **WRONG[option]})
+    assert disagreement(by_name(wrong), expected) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "sinks"])
+def test_the_check_refuses_one_element_that_is_slightly_off(name: str) -> None:
+    case, dout = small_case(
+        4, features=("bias", "sinks"), always=("bias", "sinks"), seqlens=(3, 4), varlen=False, heads=(2, 1)
+    )
+    gradients, expected = by_name(attention_backward(dout, *case.inputs, **case.options)), by_differences(case, dout)
+    assert disagreement(gradients, expected) < TOLERANCE
+    gradients[name].flat[-1] += 1e-8 * max(1.0, np.abs(expected[name]).max())
+    assert disagreement(gradients, expected) > TOLERANCE
+
+
+BUGS = {
+    "the softcap's factor is left out": ("np.square(capped / arguments.softcap)", "0 * capped"),
+    "dropout is left out of dP": ("dprobabilities * factors", "dprobabilities * 1"),
+    "dropout is left out of dV": ("step(probabilities * factors)", "step(probabilities * 1)"),
+    "delta is left out": ("dprobabilities - delta", "dprobabilities - 0"),
+    "dQ is not scaled": ("dscores.dtype.type(scale)", "1"),
+    "the sinks' sign": ("self._dsinks -=", "self._dsinks +="),
+    "dbias after the softcap": ("sums.add_reduced(tile, tile.dbias", "sums.add_reduced(tile, tile.dscores"),
+    "only the last tile's dK and dV": ("keys += share.swapaxes(1, 2)", "keys[...] = share.swapaxes(1, 2)"),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_the_check_finds_a_bug_seeded_into_the_formulas(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A softcap that bends scores of this size, and tiles of two rows, so that dK is a sum of several.
+    always = ("softcap", "dropout", "sinks", "bias")
+    case, dout = small_case(9, features=always, always=always, seqlens=(5, 4), varlen=False, heads=(2, 1), batch=1)
+    case.options.update(softcap=2.0, dropout_p=0.5)
+    expected = by_differences(case, dout)
+    source = Path(str(backward.__file__)).read_text(encoding="utf-8")
+    original, seeded = BUGS[bug]
+    assert source.count(original) == 1
+    twin = ModuleType(backward.__name__)
+    monkeypatch.setitem(sys.modules, backward.__name__, twin)
+    exec(compile(source.replace(original, seeded), backward.__file__ or "", "exec"), twin.__dict__)
+    twin.__dict__["_BLOCK_BYTES"] = 2 * 2 * 4 * 8
+    gradients = twin.__dict__["attention_backward"](dout, *case.inputs, **case.options)
+    assert disagreement(by_name(gradients), expected) > 100 * TOLERANCE
+
+
+def test_tiles_of_any_height_give_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    always = ("causal", "softcap", "dropout", "sinks", "bias")
+    case, dout = small_case(5, features=always, always=always, seqlens=(9, 11), varlen=False, heads=(4, 2))
+    whole = by_name(attention_backward(dout, *case.inputs, **case.options))
+    for size in (64, 500, 3000):
+        monkeypatch.setattr(backward, "_BLOCK_BYTES", size)
+        assert disagreement(by_name(attention_backward(dout, *case.inputs, **case.options)), whole) < 1e-13
+
+
+# Rows and keys that are not there
+
+
+def three_by_two() -> tuple[Array, Array, Array, Array]:
+    rng = np.random.default_rng(0)
+    q, dout = rng.normal(size=(2, 1, 3, 2, 4))
+    k, v = rng.normal(size=(2, 1, 2, 2, 4))
+    return dout, q, k, v
+
+
+def test_a_row_without_keys_has_no_gradient_and_gives_none() -> None:
+    dout, q, k, v = three_by_two()
+    whole = attention_backward(dout, q, k, v, causal=True)
+    assert np.all(whole.dq[:, 0] == 0)
+    rest = attention_backward(dout[:, 1:], q[:, 1:], k, v, causal=True)
+    assert disagreement(by_name(whole) | {"q": whole.dq[:, 1:]}, by_name(rest)) < 1e-15
+    dout[:, 0], q[:, 0] = np.nan, np.inf
+    spoiled = attention_backward(dout, q, k, v, causal=True)
+    for name, gradient in by_name(spoiled).items():
+        assert np.array_equal(gradient, by_name(whole)[name]), name
+
+
+def test_a_batch_without_keys_or_without_rows_has_zero_gradients() -> None:
+    dout, q, k, v = three_by_two()
+    sinks = np.ones(2)
+    nothing = attention_backward(dout, q, k[:, :0], v[:, :0], sinks=sinks)
+    assert not nothing.dq.any()
+    assert nothing.dk.shape == k[:, :0].shape
+    assert nothing.dsinks is not None
+    assert not nothing.dsinks.any()
+    no_rows = attention_backward(dout[:, :0], q[:, :0], k, v)
+    assert not no_rows.dk.any()
+    assert not no_rows.dv.any()
+
+
+def test_packed_rows_past_the_last_sequence_get_and_give_nothing() -> None:
+    case, dout = small_case(3, varlen=True, seqlens=(7, 9), batch=3, features=("causal", "sinks"))
+    whole = attention_backward(dout, *case.inputs, **case.options)
+    padded_dout = poison_tail(dout, 5)
+    padded = attention_backward(padded_dout, *(poison_tail(array, 5) for array in case.inputs), **case.options)
+    for name, gradient in by_name(padded).items():
+        expected = by_name(whole)[name]
+        assert np.array_equal(gradient[: len(expected)], expected)
+        assert not gradient[len(expected) :].any()
+
+
+# NaN and infinities
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_poison_that_no_row_sees_changes_no_bit(seed: int) -> None:
+    alignment = ("bottom_right", "top_left")[seed % 2]
+    seqlens = ((5, 14), (14, 5))[seed % 2]
+    case, dout = small_case(seed, seqlens=seqlens, always=("causal", "window"), alignment=alignment)
+    clean = by_name(attention_backward(dout, *case.inputs, **case.options))
+    poisoned = poison_unseen(case)
+    for name, gradient in by_name(attention_backward(dout, *poisoned.inputs, **case.options)).items():
+        assert np.array_equal(gradient, clean[name]), name
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("which", ["k", "v", "q", "dout"])
+def test_a_special_value_reaches_the_rows_and_keys_that_meet_it_and_no_others(which: str, value: float) -> None:
+    """Causal, 6 on 6: key or row 3 of head 1 is spoiled. Rows from 3 on see key 3, and row 3 sees keys up to 3."""
+    rng = np.random.default_rng(1)
+    arrays = dict(zip(("dout", "q", "k", "v"), rng.normal(size=(4, 1, 6, 2, 4)), strict=True))
+    arrays["k"] = np.abs(arrays["k"])  # so that an infinite q makes scores of +inf
+    clean = attention_backward(**arrays, causal=True)
+    arrays[which] = arrays[which].copy()
+    arrays[which][0, 3, 1, 2] = value
+    spoiled = attention_backward(**arrays, causal=True)
+    for name in ("dq", "dk", "dv"):
+        assert np.array_equal(getattr(spoiled, name)[:, :, 0], getattr(clean, name)[:, :, 0]), "the other head"
+    if which in ("k", "v"):
+        assert np.array_equal(spoiled.dq[:, :3], clean.dq[:, :3])
+        assert not np.isfinite(spoiled.dq[0, 3:, 1]).all()
+    else:
+        assert np.array_equal(np.delete(spoiled.dq, 3, axis=1), np.delete(clean.dq, 3, axis=1))
+        assert np.array_equal(spoiled.dk[:, 4:], clean.dk[:, 4:])
+        assert np.array_equal(spoiled.dv[:, 4:], clean.dv[:, 4:])
+        assert not np.isfinite(spoiled.dv[0, :4, 1]).all()
+    assert np.isfinite(clean.dq).all()
+
+
+# The forward's results
+
+
+def test_given_results_are_used_in_place_of_computing_them() -> None:
+    always = ("sinks", "dropout", "causal")
+    case, dout = small_case(1, features=always, always=always, seqlens=(5, 7), varlen=False, batch=2)
+    forward = attention_forward(*case.inputs, **case.options)
+    alone = by_name(attention_backward(dout, *case.inputs, **case.options))
+    given = attention_backward(dout, *case.inputs, out=forward.out, lse=forward.lse, **case.options)
+    assert disagreement(by_name(given), alone) < 1e-13
+    shifted = attention_backward(dout, *case.inputs, out=forward.out, lse=forward.lse + np.log(2), **case.options)
+    np.testing.assert_allclose(shifted.dv, given.dv / 2, rtol=1e-12)
+
+
+def test_parts_of_the_keys_with_the_whole_results_add_up() -> None:
+    """What ring attention relies on: each part of the keys, given the whole's out and LSE, gives its share."""
+    rng = np.random.default_rng(3)
+    dout, q = rng.normal(size=(2, 2, 5, 4, 3))
+    k, v = rng.normal(size=(2, 2, 8, 2, 3))
+    forward, whole = attention_forward(q, k, v), attention_backward(dout, q, k, v)
+    parts = [
+        attention_backward(dout, q, k[:, part], v[:, part], out=forward.out, lse=forward.lse)
+        for part in (slice(0, 3), slice(3, 8))
+    ]
+    np.testing.assert_allclose(sum(part.dq for part in parts), whole.dq, rtol=0, atol=1e-14)
+    for name in ("dk", "dv"):
+        joined = np.concatenate([getattr(part, name) for part in parts], axis=1)
+        np.testing.assert_allclose(joined, getattr(whole, name), rtol=0, atol=1e-14)
+
+
+def test_a_row_whose_lse_is_minus_infinity_has_no_gradient() -> None:
+    dout, q, k, v = three_by_two()
+    forward = attention_forward(q, k, v)
+    lse = forward.lse.copy()
+    lse[..., 1] = -np.inf
+    gradients = attention_backward(dout, q, k, v, out=forward.out, lse=lse)
+    assert not gradients.dq[:, 1].any()
+    keep = [0, 2]
+    others = attention_backward(dout[:, keep], q[:, keep], k, v)
+    np.testing.assert_allclose(gradients.dk, others.dk, rtol=0, atol=1e-14)
+
+
+# Precision
+
+
+def test_absent_sinks_and_rows_without_an_lse_have_no_gradient_of_sinks_whatever_comes_in() -> None:
+    """A sink of -inf is none; a row that sees neither key nor sink gives none, though its dout is NaN."""
+    rng = np.random.default_rng(0)
+    q, k, v, dout = rng.standard_normal((4, 1, 2, 2, 3))
+    dout[0, 0] = math.nan  # the row that sees no key
+    options: dict[str, Any] = {"window_size": (0, 0), "sinks": np.array([-math.inf, 0.5])}
+    spoiled = attention_backward(dout, q, k[:, 1:], v[:, 1:], **options).dsinks
+    assert spoiled is not None
+    assert spoiled[0] == 0
+    v[0, 1, 0] = math.nan  # seen by a row whose sink is none
+    found = attention_backward(np.ones_like(dout), q, k[:, 1:], v[:, 1:], **options).dsinks
+    assert found is not None
+    assert found[0] == 0
+    assert math.isfinite(found[1])
+
+
+def test_single_precision_is_near_and_low_precision_lies_on_its_grid() -> None:
+    case = random_forward(5, dtype="bfloat16", seqlens=(40, 50), head_dim=16, kind="gaussian")
+    dout = np.random.default_rng(0).normal(size=(*case.q.shape[:-1], 16)).astype(ml_dtypes.bfloat16)
+    exact = by_name(attention_backward(dout, *case.inputs, **case.options))
+    single = by_name(attention_backward(dout, *case.inputs, accumulate="float32", **case.options))
+    low = by_name(attention_backward_low(dout, *case.inputs, **case.options))
+    for name, wanted in exact.items():
+        scale = np.abs(wanted).max()
+        assert single[name].dtype == np.float32
+        assert 0 < np.abs(single[name] - wanted).max() < 1e-5 * scale
+        assert np.array_equal(low[name], low[name].astype(ml_dtypes.bfloat16).astype(np.float32))
+        assert 2.0**-12 * scale < np.abs(low[name] - wanted).max() < 0.1 * scale
+
+
+def test_low_precision_of_double_is_the_oracle() -> None:
+    case, dout = small_case(6, seqlens=(20, 30))
+    exact = by_name(attention_backward(dout, *case.inputs, **case.options))
+    assert disagreement(by_name(attention_backward_low(dout, *case.inputs, **case.options)), exact) < 1e-13
+
+
+@pytest.mark.parametrize("field", ["dout", "out", "lse"])
+def test_results_of_another_shape_are_refused_by_name(field: str) -> None:
+    dout, q, k, v = three_by_two()
+    given = {"dout": dout, "out": dout, "lse": np.zeros((1, 2, 3)), field: np.zeros((1, 3, 2))}
+    with pytest.raises(InvalidRequest) as refusal:
+        attention_backward(given.pop("dout"), q, k, v, **given)
+    assert refusal.value.field == field
