@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from gpu_actors.compiling.assets import asset_headers, asset_root
+from gpu_actors.compiling.assets import asset_headers
 from gpu_actors.compiling.compiler import Compiler
 from gpu_actors.compiling.source import Cubin, KernelSource, exact_arch
 from gpu_actors.devices.emulation import (
@@ -27,7 +27,7 @@ from gpu_actors.devices.emulation import (
 from gpu_actors.devices.emulation.build import find_entries
 
 Array = npt.NDArray[Any]
-OWN_KERNELS = Path(__file__).parent / "kernels"
+KERNELS = Path(__file__).parent / "kernels"
 
 Order = tuple[Any, Any, int]  # delivery, schedule, seed
 
@@ -73,7 +73,7 @@ def pointer(place: Place, array: str) -> bytes:
 
 @dataclass(frozen=True)
 class KernelRun:
-    """file: below kernels_cu or tests/emulation/kernels. arrays: what it reads and writes. params: its arguments."""
+    """file: below tests/emulation/kernels. arrays: what it reads and writes. params: its arguments."""
 
     file: str
     entry: str
@@ -140,12 +140,9 @@ def emulated_module(
 
 
 def read_source(file: str) -> tuple[str, dict[str, str]]:
-    """The text of a kernel file of kernels_cu, or of tests/emulation/kernels, and the headers that it reaches."""
-    path = asset_root() / file
-    own: dict[str, str] = {}
-    if not path.exists():
-        path = OWN_KERNELS / file
-        own = {header.name: header.read_text() for header in OWN_KERNELS.glob("*.cuh")}
+    """The text of a file of tests/emulation/kernels, and the headers that it reaches, beside it or in kernels_cu."""
+    path = KERNELS / file
+    own = {header.name: header.read_text() for header in path.parent.glob("*.cuh")}
     text = path.read_text()
     return text, {**own, **asset_headers("\n".join([text, *own.values()]))}
 

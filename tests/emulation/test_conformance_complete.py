@@ -10,7 +10,7 @@ from typing import Any
 import cupy
 import numpy as np
 import pytest
-from kernel_runs import KernelRun, launch_on_cuda, pointers
+from kernel_runs import KERNELS, KernelRun, launch_on_cuda, pointers
 
 from gpu_actors.compiling.assets import asset_root
 
@@ -31,7 +31,7 @@ def wrappers() -> dict[str, str]:
 
 
 def test_every_wrapper_of_an_instruction_has_a_conformance_kernel() -> None:
-    tried = "\n".join(path.read_text() for path in (asset_root() / "conformance").glob("*.cu"))
+    tried = "\n".join(path.read_text() for path in (KERNELS / "conformance").glob("*.cu"))
     found = wrappers()
     assert {"mma_m16n8k16", "tma_load", "fence_proxy_async_global", "ldmatrix_x4_trans", "wgmma_wait"} <= set(found)
     untried = {name: file for name, file in found.items() if not re.search(rf"\b{name}\b", tried)}

@@ -87,6 +87,17 @@ def test_the_wheel_holds_every_source_and_header_and_the_typing_marker(wheel: Pa
     assert not [name for name in names if name.startswith(("tests/", "examples/"))]
 
 
+def test_the_wheel_holds_no_kernel_that_only_tests_launch(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        kernels = [Path(name) for name in archive.namelist() if name.endswith(".cu")]
+    families = {folder.name for folder in (REPOSITORY / "gpu_actors" / "kernels").iterdir()}
+    assert kernels
+    assert [path for path in kernels if path.parent.name not in families] == []
+    of_tests = {path.name for path in (REPOSITORY / "tests").rglob("*.cu")}
+    assert {"wgmma.cu", "seeded_bugs.cu"} <= of_tests
+    assert not of_tests & {path.name for path in kernels}
+
+
 def test_a_kernel_compiles_from_an_installed_wheel(wheel: Path, tmp_path: Path) -> None:
     installed = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:
