@@ -365,7 +365,7 @@ class FlashAttnActor(ServiceActor):
             request, like = adopt_cache_request(message, self._attention.place, call.caller_notes)
             plan = self._attention.decoding.plan(request)
             check_cached(plan, request)
-            kernels = self._attention.decode_kernels(call, plan.keys)
+            kernels = self._attention.kernels_of(call, plan.keys)
         except GpuActorsError:
             raise
         except Exception as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gpu_actors.arrays.adopt import AnyArray
 from gpu_actors.errors import GpuActorsError, InvalidRequest
@@ -20,9 +20,6 @@ from gpu_actors.requests import FlashForward
 from gpu_actors.runtime.actor import ServiceActor
 from gpu_actors.runtime.call import Call
 from gpu_actors.validation.fields import FP8
-
-if TYPE_CHECKING:
-    from gpu_actors.devices.interface import Kernel
 
 __all__ = ["GraphAttention"]
 
@@ -63,14 +60,10 @@ class GraphAttention(Attention):
             raise
         except Exception as error:
             raise unreadable(call.message, error) from error
-        kernels: tuple[Kernel, ...] = ()
-        if self.kernels is not None and plan.keys:
-            found = self.kernels.get(plan.keys)
-            if found is None:
-                self.kernels.wait_for(plan.keys, call)
-                return
-            kernels = found
-        launch = plan.bind(graph, given, kernels if self.runs_kernels else ())
+        kernels = () if self.kernels is None else self.kernels_of(call, plan.keys)
+        if kernels is None:
+            return
+        launch = plan.bind(graph, given, kernels)
         if call.claim():
             actor.launch((call,), launch, lambda outputs: plan.answer(given, outputs))
 

@@ -28,8 +28,8 @@ class Plan:
 
     program: None where the NumPy oracle answers, which sums in ``accumulate``, and where every answer is 0.
     outputs: what a launch makes when the caller gives no ``out``.
-    kernels: of `keys`, once they are loaded; empty on a device that runs none.
     vacuous: of the problem, asked once for all requests.
+    keys: of the kernels that `launch` takes, in that order.
     """
 
     problem: AttentionProblem
@@ -37,16 +37,12 @@ class Plan:
     program: Program | None
     outputs: Mapping[str, OutputSpec]
     accumulate: Accumulate
-    kernels: tuple[Kernel, ...] | None = None
     vacuous: bool = field(init=False)
+    keys: tuple[DispatchKey, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         self.vacuous = self.problem.vacuous
-
-    @property
-    def keys(self) -> tuple[DispatchKey, ...]:
-        """Of the kernels that `launch` takes, in that order."""
-        return () if self.program is None else self.program.keys
+        self.keys = () if self.program is None else self.program.keys
 
     def launch(
         self,

@@ -82,11 +82,9 @@ class Attention:
     def answer(self, actor: ServiceActor, call: Call[Any], request: FlashForward, plain: bool, finish: Finish) -> None:
         """Launch an adopted request, forward or backward, or park it until its kernels are compiled."""
         plan = self.plan(request, plain) if call.prepared is None else self.plans.use(call.prepared)
-        kernels = plan.kernels
+        kernels = self.kernels_of(call, plan.keys)
         if kernels is None:
-            kernels = self._load(plan, call)
-            if kernels is None:
-                return
+            return
         try:
             if isinstance(request, FlashBackward):
                 launch = bind_backward(plan, request, kernels)
@@ -99,20 +97,11 @@ class Attention:
         if call.claim():
             actor.launch((call,), launch, finish)
 
-    def _load(self, plan: Plan, call: Call[Any]) -> tuple[Kernel, ...] | None:
-        """The kernels that the plan is bound to, none where the device runs none. None where the call was parked."""
-        found: tuple[Kernel, ...] | None = ()
-        if self.kernels is not None:
-            found = self.kernels.get(plan.keys)
-            if found is None:
-                self.kernels.wait_for(plan.keys, call)
-                return None
-        plan.kernels = found if self.runs_kernels else ()
-        return plan.kernels
+    def kernels_of(self, call: Call[Any], keys: tuple[DispatchKey, ...]) -> tuple[Kernel, ...] | None:
+        """The loaded kernels of a launch, none where the device runs none.
 
-    def decode_kernels(self, call: Call[Any], keys: tuple[DispatchKey, ...]) -> tuple[Kernel, ...] | None:
-        """The loaded kernels of a launch over a cache, none where the device runs none. None where the call was parked
-        until they are compiled."""
+        None where the call was parked until they are compiled.
+        """
         if self.kernels is None or not keys:
             return ()
         kernels = self.kernels.get(keys)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -12,6 +13,7 @@ from fakes.service import forward_on_host, operands, service
 from support.service import eventually, no_threads_left
 
 import gpu_actors as ga
+from gpu_actors.planning.kernel_store import KernelStore
 from gpu_actors.reference import attention_forward
 from gpu_actors.testing import MockClock
 
@@ -109,3 +111,15 @@ def test_a_hung_launch_meets_its_deadline_and_loses_the_context(
     for stream in cuda.open_streams:
         cuda.resume(stream)
     eventually(lambda: not [thread for thread in threading.enumerate() if "completion" in thread.name])
+
+
+def test_plans_hold_no_kernel_that_the_store_has_let_go(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KernelStore.__init__, "__defaults__", (2,))
+    cuda.kernels.update(forward_simple=lambda *_: None, forward_mma=lambda *_: None)
+    q, k, v = operands()
+    variants: list[dict[str, Any]] = [{}, {"causal": True}, {"softcap": 5.0}, {"return_lse": True}]
+    with service(cuda, monkeypatch) as ctx:
+        for variant in variants * 2:
+            ctx.flash_attn.forward(q, k, v, **variant).result(60)
+        loaded = cuda.calls.count("load_module") - cuda.calls.count("unload_module")
+        assert loaded <= 3  # two of the store, and that of the last launch
