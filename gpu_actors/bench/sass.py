@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Loop", "find_disassembler", "loops", "main_loop"]
+__all__ = ["Loop", "disassemble", "find_disassembler", "loops", "main_loop"]
 
 _LABEL = re.compile(r"^\s*(\.L_\w+):")
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][A-Z0-9_.]*)(.*)")
@@ -54,19 +54,32 @@ def find_disassembler() -> Path | None:
     return next(wheels, None) or (Path(on_path) if on_path else None)
 
 
-def main_loop(cubin: bytes) -> Loop | None:
-    """The loop over key tiles that makes do with the fewest instructions a product: the one without masks.
+def disassemble(cubin: bytes, *options: str) -> str:
+    """What nvdisasm prints of a cubin's code.
 
-    None without a disassembler, or for a kernel that has no loop with both products and exponentials.
+    Raises FileNotFoundError where it is not installed, CalledProcessError where it cannot read the cubin.
     """
     tool = find_disassembler()
     if tool is None:
-        return None
+        raise FileNotFoundError("nvdisasm is neither in the installed wheels (nvidia-cuda-nvdisasm) nor on the path")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        done = subprocess.run([tool, "-c", path], capture_output=True, text=True, check=False, timeout=120)
-    found = [loop for loop in loops(done.stdout) if loop.tensor and loop.special]
+        done = subprocess.run([tool, *options, "-c", path], capture_output=True, text=True, check=True, timeout=120)
+    return done.stdout
+
+
+def main_loop(cubin: bytes) -> Loop | None:
+    """The loop over key tiles that makes do with the fewest instructions a product: the one without masks.
+
+    None without a disassembler that knows the architecture, or for a kernel that has no loop with both products and
+    exponentials.
+    """
+    try:
+        text = disassemble(cubin)
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return None
+    found = [loop for loop in loops(text) if loop.tensor and loop.special]
     return min(found, key=lambda loop: loop.unmasked / loop.tensor, default=None)
 
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import re
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from test_static_gate import ARCHS, disassemble, find_disassembler
+from support.gate import ARCHS, code_faults, code_of, wrong
 
 import gpu_actors as ga
-from gpu_actors.compiling.compiler import Compiler
 from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.kernels.append.copy_pages import PageCopyKey, PageCopyProblem, page_copy_geometry
 from gpu_actors.kernels.append.standard import cache_variants
@@ -64,21 +62,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def faults(key: KernelKey) -> list[str]:
     """What the gate holds against a variant: anything spilled, and no 16-byte accesses."""
-    cubin = Compiler().compile(kernel_source(key))
-    found = cubin.resources[key.kernel]
-    checks = {
-        f"{found.spill_bytes} bytes spilled": found.spill_bytes != 0,
-        f"{found.stack_bytes} bytes of stack": found.stack_bytes != 0,
-        f"notes {cubin.notes}": cubin.notes != (),
-        f"{found.registers} registers": not 0 < found.registers <= REGISTERS,
-    }
-    tool = find_disassembler()
-    if tool is not None:
-        text = disassemble(tool, cubin.data)
-        for access in (r"\bLDG\.E\.\S*128\b", r"\bSTG\.E\.128\b"):
-            checks[f"no {access}"] = re.search(access, text) is None
-        checks["local memory"] = re.search(r"\b(?:LDL|STL)\b", text) is not None
-    return [text for text, wrong in checks.items() if wrong]
+    code = code_of(kernel_source(key), key.kernel)
+    wide = (r"\bLDG\.E\.\S*128\b", r"\bSTG\.E\.128\b")
+    return code_faults(code, REGISTERS) + wrong({f"no {access}": code.count(access) == 0 for access in wide})
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from emulated.backward import KERNEL, backward_problem_of
 from emulated.forward import key_of, ml_dtype
-from test_static_gate import ARCHS, REGISTERS_PER_SM, REGISTERS_PER_THREAD, disassemble, find_disassembler
+from support.gate import ARCHS, REPORTS, Code, at_once, code_faults, code_of, register_limit, write_page, wrong
 
 from gpu_actors.compiling.compiler import Compiler
 from gpu_actors.kernels.backward.launch import BACKWARD_MMA
@@ -26,7 +23,7 @@ from gpu_actors.kernels.tiles import TILES, shared_mem_limit
 from gpu_actors.kernels.variants import kernel_source
 from gpu_actors.problem import DispatchKey
 
-REPORT = Path(__file__).resolve().parents[2] / "docs" / "reports" / "kernels_gate_backward.md"
+REPORT = REPORTS / "kernels_gate_backward.md"
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -84,18 +81,17 @@ VARIANTS = tuple(
 
 
 class Finding(NamedTuple):
-    """What became of a variant. tensor: HMMA instructions. local: loads and stores of local memory."""
+    """What became of a variant. expected: the fewest and the most tensor-core instructions."""
 
     key: DispatchKey
-    registers: int
-    spills: int
-    stack: int
-    notes: tuple[str, ...]
+    code: Code
     shared: int
     threads: int
-    tensor: int | None
     expected: tuple[int, int]
-    local: int | None
+
+    @property
+    def tensor(self) -> int | None:
+        return self.code.count(r"\bHMMA\.")
 
 
 def key_of_variant(variant: Variant) -> DispatchKey:
@@ -154,60 +150,39 @@ def expected_instructions(macros: dict[str, str]) -> tuple[int, int]:
 def examine(variant: Variant) -> Finding:
     key = key_of_variant(variant)
     source = kernel_source(key)
-    cubin = Compiler().compile(source)
     macros = dict(source.macros)
-    resources = cubin.resources[KERNEL]
-    tool, tensor, local = find_disassembler(), None, None
-    if tool is not None:
-        text = disassemble(tool, cubin.data)
-        tensor, local = (len(re.findall(pattern, text)) for pattern in (r"\bHMMA\.", r"\b(?:LDL|STL)\b"))
     return Finding(
         key=key,
-        registers=resources.registers,
-        spills=resources.spill_bytes,
-        stack=resources.stack_bytes,
-        notes=cubin.notes,
+        code=code_of(source, KERNEL),
         shared=int(macros["SHARED_BYTES"]),
         threads=32 * int(macros["WARPS"]),
-        tensor=tensor,
         expected=expected_instructions(macros),
-        local=local,
     )
 
 
 def faults(found: Finding) -> list[str]:
     """What the gate holds against a variant."""
-    ceiling = min(REGISTERS_PER_THREAD, REGISTERS_PER_SM // found.threads)
+    tensor, (fewest, most) = found.tensor, found.expected
     limit = shared_mem_limit(capability(found.key.arch))
-    fewest, most = found.expected
     checks = {
-        f"{found.spills} bytes spilled": found.spills != 0,
-        f"{found.stack} bytes of stack": found.stack != 0,
-        f"notes {found.notes}": found.notes != (),
-        f"{found.registers} registers of {ceiling}": not 0 < found.registers <= ceiling,
         f"{found.shared} bytes of shared memory of {limit}": found.shared > limit,
-        f"{found.tensor} HMMA instead of {fewest} to {most}": not (
-            found.tensor is None or fewest <= found.tensor <= most
-        ),
-        f"{found.local} accesses to local memory": found.local not in (None, 0),
+        f"{tensor} HMMA instead of {fewest} to {most}": tensor is not None and not fewest <= tensor <= most,
     }
-    return [text for text, wrong in checks.items() if wrong]
+    return code_faults(found.code, register_limit(found.threads)) + wrong(checks)
 
 
 @pytest.mark.parametrize("arch", SAMPLE)
 def test_a_sample_of_the_variants_passes_the_gate(arch):
     sample = [v for v in VARIANTS if v.arch == arch and (v.shape[0], v.shape[2], v.option) in SAMPLE[arch]]
     assert len(sample) == len(SAMPLE[arch])
-    with ThreadPoolExecutor(2) as pool:
-        assert {str(found.key): faults(found) for found in pool.map(examine, sample) if faults(found)} == {}
+    assert {str(found.key): faults(found) for found in at_once(examine, sample) if faults(found)} == {}
 
 
 @pytest.mark.sweep
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_variant_passes_the_gate(arch):
-    with ThreadPoolExecutor(2) as pool:
-        every = list(pool.map(examine, [v for v in VARIANTS if v.arch == arch]))
+    every = at_once(examine, [v for v in VARIANTS if v.arch == arch])
     assert {str(found.key): faults(found) for found in every if faults(found)} == {}
 
 
@@ -236,21 +211,13 @@ def test_every_row_of_the_tile_table_is_among_the_variants():
     assert {tuple(row.tile) for row in TILES if row.kernel == KERNEL} <= reached
 
 
+def judge(variant: Variant) -> tuple[str, list[str]]:
+    found = examine(variant)
+    return f"{found.code.resources.registers} | {found.shared} | {found.threads} | {found.tensor}", faults(found)
+
+
 def main() -> int:
-    lines, failed = [], 0
-    with ThreadPoolExecutor(2) as pool:
-        for variant, found in zip(VARIANTS, pool.map(examine, VARIANTS), strict=True):
-            verdict = "; ".join(faults(found)) or "passes"
-            failed += verdict != "passes"
-            sys.stdout.write(f"{variant}: {verdict}\n")
-            sys.stdout.flush()
-            lines.append(
-                f"| {variant} | {found.registers} | {found.shared} | {found.threads} | {found.tensor} | {verdict} |"
-            )
-    summary = f"{len(lines) - failed} of {len(lines)} variants pass"
-    REPORT.write_text(_REPORT.format(summary=summary, rows="\n".join(lines)), encoding="utf-8")
-    sys.stdout.write(summary + "\n")
-    return 1 if failed else 0
+    return write_page(VARIANTS, judge, REPORT, _REPORT)
 
 
 _REPORT = """# Static gate of backward_mma

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +16,7 @@ from emulated import decode as emulated_decode
 from mutation.decode_mutants import DECODE_DEFECTS
 from mutation.forward_mutants import FUSED_CORRECTION, Mutant
 from support.exponents import fused_corrections
-from test_static_gate import ARCHS, REGISTERS_PER_SM, REGISTERS_PER_THREAD, disassemble, find_disassembler, with_bug
+from support.gate import ARCHS, REPORTS, Code, code_faults, code_of, register_limit, with_bug, write_page, wrong
 
 from gpu_actors.bench.plan import problem_of
 from gpu_actors.compiling.compiler import Compiler
@@ -29,7 +26,8 @@ from gpu_actors.kernels.support import ELEMENTS
 from gpu_actors.kernels.variants import kernel_source
 from gpu_actors.problem import DispatchKey
 
-REPORT = Path(__file__).resolve().parents[2] / "docs" / "reports" / "kernels_decode_gate.md"
+REPORT = REPORTS / "kernels_decode_gate.md"
+HMMA = r"\bHMMA\."
 BASE = dataclasses.replace(problem_of(np.full(4, 100, np.int32)), return_lse=True)
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -100,21 +98,14 @@ SAMPLE = {
 
 
 class Finding(NamedTuple):
-    """What became of a variant. tensor: HMMA instructions. copies: asynchronous ones, and those of fewer than 16 bytes.
-    blocks: that fit on a multiprocessor, and that the tile counts on. exponents: what is wrong with the softmax's
-    exponentials."""
+    """What became of a variant. blocks: that fit on a multiprocessor, and that the tile counts on. wrong: with its
+    instructions."""
 
-    registers: int
-    spills: int
-    stack: int
-    notes: tuple[str, ...]
+    code: Code
     shared: int
     threads: int
     blocks: tuple[int, int]
-    tensor: tuple[int, set[int]] | None
-    copies: tuple[int, int] | None
-    local: int
-    exponents: list[str]
+    wrong: list[str]
 
 
 def key_of(variant: Variant) -> DispatchKey:
@@ -154,38 +145,38 @@ def exponent_faults(text: str, macros: dict[str, str]) -> list[str]:
     return fused_corrections(text, weights=int(macros["BLOCK_N"]) // key_warps // 2, corrections=2 + 1)
 
 
+def instruction_faults(key: DispatchKey, code: Code, macros: dict[str, str]) -> list[str]:
+    """Of decode_mma's machine code: products, asynchronous copies of 16 bytes and no smaller ones, exponentials."""
+    if code.text is None:
+        return []
+    tensor, expected = code.count(HMMA), expected_products(key)
+    copies, narrow = code.count(r"\bLDGSTS\.\S+"), code.count(r"\bLDGSTS\.(?!\S*\.128\b)\S+")
+    checks = {
+        f"{tensor} HMMA instead of {expected}": tensor not in expected,
+        f"{narrow} of {copies} copies below 16 bytes": copies == 0 or narrow != 0,
+    }
+    return wrong(checks) + exponent_faults(code.text, macros)
+
+
 @functools.cache
 def examine(variant: Variant, mutant: Mutant | None = None) -> Finding:
     """mutant: a bug to seed, whose file is a header."""
     key = key_of(variant)
     source = kernel_source(key)
     if mutant is not None:
-        source = with_bug(source, mutant)
-    cubin = Compiler().compile(source)
-    resources, macros = cubin.resources[variant.kernel], dict(source.macros)
-    threads, shared = 32 * int(macros["WARPS"]), int(macros["SHARED_BYTES"]) + resources.shared_bytes
-    fit = occupancy(variant.arch, resources.registers, shared, threads).blocks
-    tool, tensor, copies, local, exponents = find_disassembler(), None, None, 0, []
-    if tool is not None:
-        text = disassemble(tool, cubin.data)
-        local = len(re.findall(r"\b(?:LDL|STL)\b", text))
-        if variant.kernel == DECODE:
-            tensor = (len(re.findall(r"\bHMMA\.", text)), expected_products(key))
-            found = re.findall(r"\bLDGSTS\.\S+", text)
-            copies = (len(found), sum(not name.endswith(".128") for name in found))
-            exponents = exponent_faults(text, macros)
+        source = with_bug(source, mutant.file, mutant.old, mutant.new)
+    code, macros = code_of(source, variant.kernel), dict(source.macros)
+    threads, shared = 32 * int(macros["WARPS"]), int(macros["SHARED_BYTES"]) + code.resources.shared_bytes
+    decodes = variant.kernel == DECODE
     return Finding(
-        registers=resources.registers,
-        spills=resources.spill_bytes,
-        stack=resources.stack_bytes,
-        notes=cubin.notes,
+        code=code,
         shared=shared,
         threads=threads,
-        blocks=(fit, decode_tile(key).blocks if variant.kernel == DECODE else 1),
-        tensor=tensor,
-        copies=copies,
-        local=local,
-        exponents=exponents,
+        blocks=(
+            occupancy(variant.arch, code.resources.registers, shared, threads).blocks,
+            decode_tile(key).blocks if decodes else 1,
+        ),
+        wrong=instruction_faults(key, code, macros) if decodes else [],
     )
 
 
@@ -193,20 +184,12 @@ def faults(variant: Variant, mutant: Mutant | None = None) -> list[str]:
     """What the gate holds against a variant."""
     found = examine(variant, mutant)
     fit, wanted = found.blocks
-    ceiling = min(REGISTERS_PER_THREAD, REGISTERS_PER_SM // (found.threads * wanted))
     room = shared_a_multiprocessor(variant.arch)
     checks = {
-        f"{found.spills} bytes spilled": found.spills != 0,
-        f"{found.stack} bytes of stack": found.stack != 0,
-        f"notes {found.notes}": found.notes != (),
-        f"{found.registers} registers of {ceiling}": not 0 < found.registers <= ceiling,
         f"{fit} blocks fit, and {wanted} should": fit < wanted,
         f"{wanted} x {found.shared} bytes of shared memory of {room}": wanted * (found.shared + 1024) > room,
-        f"{found.tensor} HMMA": found.tensor is not None and found.tensor[0] not in found.tensor[1],
-        f"{found.copies} copies": found.copies is not None and (found.copies[0] == 0 or found.copies[1] != 0),
-        f"{found.local} accesses to local memory": found.local != 0,
     }
-    return [text for text, wrong in checks.items() if wrong] + found.exponents
+    return code_faults(found.code, register_limit(found.threads, wanted)) + wrong(checks) + found.wrong
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -246,24 +229,15 @@ def test_the_gate_sees_a_correction_of_a_fused_product():
     assert [fault.split(" ")[0] for fault in faults(variant, mutant)] == ["exponentials"]
 
 
+def judge(variant: Variant) -> tuple[str, list[str]]:
+    found = examine(variant)
+    tensor = found.code.count(HMMA) if variant.kernel == DECODE else ""
+    blocks = f"{found.blocks[1]} x {found.threads}"
+    return f"{found.code.resources.registers} | {found.shared} | {blocks} | {tensor}", faults(variant)
+
+
 def main() -> int:
-    lines, failed = [], 0
-    every = [variant for arch in ARCHS for variant in variants(arch)]
-    with ThreadPoolExecutor(2) as pool:
-        for variant, wrong in zip(every, pool.map(faults, every), strict=True):
-            found, verdict = examine(variant), "; ".join(wrong) or "passes"
-            failed += bool(wrong)
-            sys.stdout.write(f"{variant}: {verdict}\n")
-            sys.stdout.flush()
-            tensor = "" if found.tensor is None else found.tensor[0]
-            lines.append(
-                f"| {variant} | {found.registers} | {found.shared} | {found.blocks[1]} x {found.threads} "
-                f"| {tensor} | {verdict} |"
-            )
-    summary = f"{len(lines) - failed} of {len(lines)} variants pass"
-    REPORT.write_text(_REPORT.format(summary=summary, rows="\n".join(lines)), encoding="utf-8")
-    sys.stdout.write(summary + "\n")
-    return 1 if failed else 0
+    return write_page([variant for arch in ARCHS for variant in variants(arch)], judge, REPORT, _REPORT)
 
 
 _REPORT = """# Static gate of the decode kernels

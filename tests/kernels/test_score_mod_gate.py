@@ -1,6 +1,6 @@
 """What ptxas makes of the kernels with the ten score modifications compiled in, which needs no GPU.
 
-The gate of `test_static_gate.py`: nothing spilled, no stack, no C75xx note.
+Nothing spilled, no stack, no C75xx note, no access to local memory.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from cases.score_mod_gradients import backward_graph
 from cases.score_mods import MODIFICATIONS, case_of, forward_graph
+from support.gate import code_faults, code_of, register_limit
 
 import gpu_actors as ga
 from gpu_actors.compiling.compiler import Compiler
@@ -49,9 +50,7 @@ def source_of(name: str, arch: str, dim: int, mask: str) -> KernelSource:
 )
 def test_nothing_is_spilled(variant: tuple[Any, ...]) -> None:
     source = source_of(*variant)
-    cubin = Compiler().compile(source)
-    resources = cubin.resources["forward_mma"]
-    assert (resources.spill_bytes, resources.stack_bytes, cubin.notes) == (0, 0, ())
+    assert code_faults(code_of(source, "forward_mma"), register_limit(32)) == []
 
 
 @pytest.mark.parametrize(
@@ -64,9 +63,7 @@ def test_backward_spills_nothing(variant: tuple[Any, ...]) -> None:
     problem = match_attention(backward_graph(case_of(name, DTYPES[dim], dim=dim))).problem
     key = dispatch_key(problem, arch)
     assert key.kernel == "backward_mma"
-    cubin = Compiler().compile(kernel_source(key))
-    resources = cubin.resources["backward_mma"]
-    assert (resources.spill_bytes, resources.stack_bytes, cubin.notes) == (0, 0, ())
+    assert code_faults(code_of(kernel_source(key), "backward_mma"), register_limit(32)) == []
 
 
 def test_the_modification_is_in_the_kernel() -> None:

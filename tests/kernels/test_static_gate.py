@@ -7,12 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
-import re
-import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,18 +15,27 @@ import pytest
 from emulated.forward import key_of, ml_dtype, problem_of
 from mutation.forward_mutants import DEFECTS, FUSED_CORRECTION, Mutant
 from support.exponents import fused_corrections
+from support.gate import (
+    ARCHS,
+    REPORTS,
+    Code,
+    at_once,
+    code_faults,
+    code_of,
+    register_limit,
+    with_bug,
+    write_page,
+    wrong,
+)
 
-from gpu_actors.compiling.compiler import Compiler, supported_archs
-from gpu_actors.compiling.source import KernelSource
+from gpu_actors.compiling.compiler import Compiler
 from gpu_actors.kernels.support import ELEMENTS, capability
 from gpu_actors.kernels.tiles import TILES, shared_mem_limit
 from gpu_actors.kernels.variants import kernel_source
 from gpu_actors.problem import DispatchKey
 
 KERNEL = "forward_mma"
-REPORT = Path(__file__).resolve().parents[2] / "docs" / "reports" / "kernels_gate.md"
-ARCHS = tuple(arch for arch in ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a") if arch in supported_archs())
-REGISTERS_PER_THREAD, REGISTERS_PER_SM = 255, 65536
+REPORT = REPORTS / "kernels_gate.md"
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -89,27 +93,19 @@ VARIANTS = tuple(
 
 
 class Finding(NamedTuple):
-    """What became of a variant. tensor: HMMA instructions. local: loads and stores of local memory. exponents: what is
-    wrong with the softmax's exponentials."""
+    """What became of a variant. exponents: what is wrong with the softmax's exponentials."""
 
     key: DispatchKey
-    registers: int
-    spills: int
-    stack: int
-    notes: tuple[str, ...]
+    code: Code
     shared: int
     threads: int
     blocks: int
-    tensor: int | None
     expected: int
-    local: int | None
     exponents: list[str]
 
-
-def find_disassembler() -> Path | None:
-    found = importlib.util.find_spec("nvidia")
-    folders = [] if found is None else list(found.submodule_search_locations or ())
-    return next((path for folder in folders for path in sorted(Path(folder).glob("*/bin/nvdisasm"))), None)
+    @property
+    def tensor(self) -> int | None:
+        return self.code.count(r"\bHMMA\.")
 
 
 def key_of_variant(variant: Variant) -> DispatchKey:
@@ -131,13 +127,6 @@ def expected_instructions(macros: dict[str, str]) -> int:
     return 2 * row_blocks * (keys + values)
 
 
-def with_bug(source: KernelSource, mutant: Mutant) -> KernelSource:
-    """The same with a bug in one of its headers."""
-    text = source.headers[mutant.file]
-    assert mutant.old in text
-    return dataclasses.replace(source, headers={**source.headers, mutant.file: text.replace(mutant.old, mutant.new)})
-
-
 def exponent_faults(text: str, macros: dict[str, str]) -> list[str]:
     """In both loops, a lane has a quarter of the keys of two rows of each 16."""
     keys, row_blocks = int(macros["BLOCK_N"]), int(macros["BLOCK_M"]) // (16 * int(macros["WARPS"]))
@@ -150,71 +139,42 @@ def examine(variant: Variant, mutant: Mutant | None = None) -> Finding:
     key = key_of_variant(variant)
     source = kernel_source(key)
     if mutant is not None:
-        source = with_bug(source, mutant)
-    cubin = Compiler().compile(source)
-    macros = dict(source.macros)
-    resources = cubin.resources[KERNEL]
+        source = with_bug(source, mutant.file, mutant.old, mutant.new)
+    code, macros = code_of(source, KERNEL), dict(source.macros)
     tile = (int(macros["BLOCK_M"]), int(macros["BLOCK_N"]), int(macros["STAGES"]), int(macros["WARPS"]))
-    tool, tensor, local, exponents = find_disassembler(), None, None, []
-    if tool is not None:
-        text = disassemble(tool, cubin.data)
-        exponents = exponent_faults(text, macros)
-        tensor, local = (len(re.findall(pattern, text)) for pattern in (r"\bHMMA\.", r"\b(?:LDL|STL)\b"))
     return Finding(
         key=key,
-        registers=resources.registers,
-        spills=resources.spill_bytes,
-        stack=resources.stack_bytes,
-        notes=cubin.notes,
+        code=code,
         shared=int(macros["SHARED_BYTES"]),
         threads=32 * tile[3],
         blocks=max(row.blocks for row in TILES if row.kernel == KERNEL and row.tile == tile),
-        tensor=tensor,
         expected=expected_instructions(macros),
-        local=local,
-        exponents=exponents,
+        exponents=[] if code.text is None else exponent_faults(code.text, macros),
     )
-
-
-def disassemble(tool: Path, cubin: bytes) -> str:
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(cubin)
-        return subprocess.run([tool, "-c", path], capture_output=True, text=True, check=True).stdout
 
 
 def faults(found: Finding) -> list[str]:
     """What the gate holds against a variant."""
-    ceiling = min(REGISTERS_PER_THREAD, REGISTERS_PER_SM // (found.threads * found.blocks))
-    limit = shared_mem_limit(capability(found.key.arch))
+    shared, limit = found.blocks * found.shared, shared_mem_limit(capability(found.key.arch))
     checks = {
-        f"{found.spills} bytes spilled": found.spills != 0,
-        f"{found.stack} bytes of stack": found.stack != 0,
-        f"notes {found.notes}": found.notes != (),
-        f"{found.registers} registers of {ceiling}": not 0 < found.registers <= ceiling,
-        f"{found.blocks} x {found.shared} bytes of shared memory of {limit}": found.blocks * found.shared > limit,
+        f"{found.blocks} x {found.shared} bytes of shared memory of {limit}": shared > limit,
         f"{found.tensor} HMMA instead of {found.expected}": found.tensor not in (None, found.expected),
-        f"{found.local} accesses to local memory": found.local not in (None, 0),
     }
-    return [text for text, wrong in checks.items() if wrong] + found.exponents
+    return code_faults(found.code, register_limit(found.threads, found.blocks)) + wrong(checks) + found.exponents
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_a_sample_of_the_variants_passes_the_gate(arch):
     sample = [v for v in VARIANTS if v.arch == arch and (v.shape[0], v.shape[2], v.option) in SAMPLE[arch]]
     assert len(sample) == len(SAMPLE[arch])
-    with ThreadPoolExecutor(2) as pool:
-        assert {str(found.key): faults(found) for found in pool.map(examine, sample) if faults(found)} == {}
+    assert {str(found.key): faults(found) for found in at_once(examine, sample) if faults(found)} == {}
 
 
 @pytest.mark.sweep
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_variant_passes_the_gate(arch):
-    with ThreadPoolExecutor(2) as pool:
-        every = list(pool.map(examine, [v for v in VARIANTS if v.arch == arch]))
+    every = at_once(examine, [v for v in VARIANTS if v.arch == arch])
     assert {str(found.key): faults(found) for found in every if faults(found)} == {}
 
 
@@ -244,22 +204,14 @@ def test_every_row_of_the_tile_table_is_among_the_variants():
     assert {key.dtype for key in map(key_of_variant, VARIANTS)} <= set(ELEMENTS)
 
 
+def judge(variant: Variant) -> tuple[str, list[str]]:
+    found = examine(variant)
+    registers, blocks = found.code.resources.registers, f"{found.blocks} x {found.threads}"
+    return f"{registers} | {found.shared} | {blocks} | {found.tensor}", faults(found)
+
+
 def main() -> int:
-    lines, failed = [], 0
-    with ThreadPoolExecutor(2) as pool:
-        for variant, found in zip(VARIANTS, pool.map(examine, VARIANTS), strict=True):
-            verdict = "; ".join(faults(found)) or "passes"
-            failed += verdict != "passes"
-            sys.stdout.write(f"{variant}: {verdict}\n")
-            sys.stdout.flush()
-            lines.append(
-                f"| {variant} | {found.registers} | {found.shared} | {found.blocks} x {found.threads} "
-                f"| {found.tensor} | {verdict} |"
-            )
-    summary = f"{len(lines) - failed} of {len(lines)} variants pass"
-    REPORT.write_text(_REPORT.format(summary=summary, rows="\n".join(lines)), encoding="utf-8")
-    sys.stdout.write(summary + "\n")
-    return 1 if failed else 0
+    return write_page(VARIANTS, judge, REPORT, _REPORT)
 
 
 _REPORT = """# Static gate of forward_mma

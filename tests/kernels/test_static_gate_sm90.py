@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +21,8 @@ import pytest
 from emulated.forward import key_of, ml_dtype, problem_of
 from mutation.forward_mutants import FUSED_CORRECTION
 from support.exponents import fused_corrections
-from support.hopper_sass import Loop, disassemble, find_disassembler, main_loops, opcodes
+from support.gate import REPORTS, at_once, with_bug, wrong
+from support.hopper_sass import Loop, instructions_of, main_loops, opcodes
 
 from gpu_actors.compiling.compiler import Compiler
 from gpu_actors.compiling.source import KernelResources, KernelSource, parse_resources
@@ -31,7 +31,7 @@ from gpu_actors.kernels.tiles import TILES, padded_head_dim
 from gpu_actors.kernels.variants import kernel_source
 
 KERNEL = "forward_sm90"
-REPORT = Path(__file__).resolve().parents[2] / "docs" / "reports" / "hopper_gate.md"
+REPORT = REPORTS / "hopper_gate.md"
 NVCC = shutil.which("nvcc")
 COMPILERS = ("NVRTC", "nvcc") if NVCC else ("NVRTC",)
 
@@ -183,9 +183,7 @@ def examine(variant: Variant, compiler: str) -> Finding:
     dim, dim_v = (padded_head_dim(dim, variant.dtype) for dim in (variant.dim, variant.dim_v))
     step = 32 if is_fp8(variant) else 16
     products = dim // step + macros.get("PIECES", 1) * macros["BLOCK_N"] // step
-    tool = find_disassembler()
-    assert tool is not None, "the gate reads machine code: install nvidia-cuda-nvdisasm"
-    code = disassemble(tool, image)
+    code = instructions_of(image)
     counted = opcodes([text for _, text in code])
     return Finding(
         variant=variant,
@@ -231,7 +229,7 @@ def faults(found: Finding) -> list[str]:
         "moves to uniform registers": too_many_moves(found),
         "nothing runs beside its own products": any(loop.alone for loop in loops) and not may_be_alone(found),
     }
-    text = [name for name, wrong in checks.items() if wrong] + found.exponents
+    text = wrong(checks) + found.exponents
     if loops and plain and found.share > (BUDGET_FP8 if is_fp8(found.variant) else BUDGET):
         text.append(f"{found.share:.0%} of issue slots")
     if plain and any(loop.alone and loop.instructions > found.others for loop in loops):
@@ -251,8 +249,7 @@ def too_many_moves(found: Finding) -> bool:
 
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_a_sample_of_the_variants_passes_the_gate(compiler):
-    with ThreadPoolExecutor(2) as pool:
-        every = list(pool.map(lambda variant: examine(variant, compiler), SAMPLE))
+    every = at_once(lambda variant: examine(variant, compiler), SAMPLE)
     assert {str(found.variant): faults(found) for found in every if faults(found)} == {}
 
 
@@ -260,15 +257,8 @@ def test_a_sample_of_the_variants_passes_the_gate(compiler):
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_every_variant_passes_the_gate(compiler):
-    with ThreadPoolExecutor(2) as pool:
-        every = list(pool.map(lambda variant: examine(variant, compiler), VARIANTS))
+    every = at_once(lambda variant: examine(variant, compiler), VARIANTS)
     assert {str(found.variant): faults(found) for found in every if faults(found)} == {}
-
-
-def seeded(file: str, old: str, new: str) -> KernelSource:
-    source = source_of(SAMPLE[0])
-    assert old in source.headers[file]
-    return dataclasses.replace(source, headers={**source.headers, file: source.headers[file].replace(old, new)})
 
 
 SEEDS = {
@@ -295,10 +285,7 @@ def test_the_gate_sees_what_it_is_for(fault, monkeypatch):
 
 
 def check_seed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, old, new = SEEDS[fault]
-    source = source_of(SAMPLE[0])
-    assert old in source.headers[file]
-    seeded = dataclasses.replace(source, headers={**source.headers, file: source.headers[file].replace(old, new)})
+    seeded = with_bug(source_of(SAMPLE[0]), *SEEDS[fault])
     monkeypatch.setattr(sys.modules[__name__], "source_of", lambda variant: seeded)
     seen = [text for compiler in COMPILERS for text in faults(examine.__wrapped__(SAMPLE[0], compiler))]
     assert any(fault in text for text in seen), seen

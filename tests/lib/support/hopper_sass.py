@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import collections
-import importlib.util
 import re
-import subprocess
-import tempfile
-from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Loop", "disassemble", "find_disassembler", "main_loops", "opcodes"]
+from gpu_actors.bench.sass import disassemble
+
+__all__ = ["Loop", "instructions_of", "main_loops", "opcodes"]
 
 _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?);")
 _PREDICATE = re.compile(r"^@!?U?P\w+\s+")
@@ -49,20 +47,9 @@ class Loop(NamedTuple):
         return self.before[opcode] + self.overlap[opcode] + self.after[opcode]
 
 
-def find_disassembler() -> Path | None:
-    found = importlib.util.find_spec("nvidia")
-    folders = [] if found is None else list(found.submodule_search_locations or ())
-    return next((path for folder in folders for path in sorted(Path(folder).glob("*/bin/nvdisasm"))), None)
-
-
-def disassemble(tool: Path, cubin: bytes) -> list[tuple[int, str]]:
+def instructions_of(cubin: bytes) -> list[tuple[int, str]]:
     """(address, instruction) of the cubin's only kernel, in order. Branch targets are addresses."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(cubin)
-        command = [tool, "-hex", "-c", path]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return list(_resolved(text))
+    return _resolved(disassemble(cubin, "-hex"))
 
 
 def _resolved(text: str) -> list[tuple[int, str]]:

@@ -1,0 +1,111 @@
+"""What the static gates share: compile a kernel, read what ptxas made of it, judge it, and write the family's page."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from gpu_actors.bench.sass import disassemble, find_disassembler
+from gpu_actors.compiling.compiler import Compiler, supported_archs
+from gpu_actors.compiling.source import KernelResources, KernelSource
+
+__all__ = [
+    "ARCHS",
+    "REPORTS",
+    "Code",
+    "at_once",
+    "code_faults",
+    "code_of",
+    "register_limit",
+    "with_bug",
+    "write_page",
+    "wrong",
+]
+
+V = TypeVar("V")
+F = TypeVar("F")
+
+REPORTS = Path(__file__).resolve().parents[3] / "docs" / "reports"
+ARCHS = tuple(arch for arch in ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a") if arch in supported_archs())
+_REGISTERS_PER_THREAD, _REGISTERS_PER_SM = 255, 65536
+
+
+class Code(NamedTuple):
+    """What became of a kernel. text: its machine code, None where no disassembler is installed."""
+
+    resources: KernelResources
+    notes: tuple[str, ...]
+    text: str | None
+
+    def count(self, pattern: str) -> int | None:
+        """How many instructions match, None where no disassembler is installed."""
+        return None if self.text is None else len(re.findall(pattern, self.text))
+
+
+def code_of(source: KernelSource, entry: str) -> Code:
+    """Compile a source with NVRTC and read the kernel of that name."""
+    cubin = Compiler().compile(source)
+    text = disassemble(cubin.data) if find_disassembler() is not None else None
+    return Code(cubin.resources[entry], cubin.notes, text)
+
+
+def with_bug(source: KernelSource, file: str, old: str, new: str) -> KernelSource:
+    """The same source with a bug in one of its headers, which must hold the text that is replaced."""
+    text = source.headers[file]
+    assert old in text
+    return dataclasses.replace(source, headers={**source.headers, file: text.replace(old, new)})
+
+
+def register_limit(threads: int, blocks: int = 1) -> int:
+    """Registers a thread may have where so many blocks share a multiprocessor."""
+    return min(_REGISTERS_PER_THREAD, _REGISTERS_PER_SM // (threads * blocks))
+
+
+def code_faults(code: Code, registers: int) -> list[str]:
+    """What every gate holds against a kernel. registers: the most that a thread may have."""
+    resources, local = code.resources, code.count(r"\b(?:LDL|STL)\b")
+    return wrong(
+        {
+            f"{resources.spill_bytes} bytes spilled": resources.spill_bytes != 0,
+            f"{resources.stack_bytes} bytes of stack": resources.stack_bytes != 0,
+            f"notes {code.notes}": code.notes != (),
+            f"{resources.registers} registers of {registers}": not 0 < resources.registers <= registers,
+            f"{local} accesses to local memory": local not in (None, 0),
+        }
+    )
+
+
+def wrong(checks: dict[str, bool]) -> list[str]:
+    """The sentences whose check says that something is wrong."""
+    return [text for text, is_wrong in checks.items() if is_wrong]
+
+
+def at_once(examine: Callable[[V], F], variants: Sequence[V]) -> list[F]:
+    """Examine variants on two threads: NVRTC compiles without the interpreter's lock."""
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(examine, variants))
+
+
+def write_page(variants: Sequence[V], judge: Callable[[V], tuple[str, list[str]]], page: Path, template: str) -> int:
+    """Judge every variant and write its row into a page; 1 if any has a fault, else 0.
+
+    judge: of a variant, the cells of its row between its name and the verdict, and its faults.
+    template: of the page, with {summary} and {rows}.
+    """
+    rows, failed = [], 0
+    with ThreadPoolExecutor(2) as pool:
+        for variant, (cells, faults) in zip(variants, pool.map(judge, variants), strict=True):
+            verdict = "; ".join(faults) or "passes"
+            failed += bool(faults)
+            sys.stdout.write(f"{variant}: {verdict}\n")
+            sys.stdout.flush()
+            rows.append(f"| {variant} | {cells} | {verdict} |")
+    summary = f"{len(rows) - failed} of {len(rows)} variants pass"
+    page.write_text(template.format(summary=summary, rows="\n".join(rows)), encoding="utf-8")
+    sys.stdout.write(summary + "\n")
+    return 1 if failed else 0
