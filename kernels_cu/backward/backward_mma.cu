@@ -153,8 +153,8 @@ DEVICE void add_query_gradient(const Work& work, int n) {
   if constexpr (DETERMINISTIC) end_turn(params.dq_turns + slot, turn);
 }
 
-// Gives the special values of dO, which its product left out, to the keys that are seen by their rows.
-DEVICE void add_special(ValueGradient& dv, const Work& work, int n) {
+// Gives the nonfinite values of dO, which its product left out, to the keys that are seen by their rows.
+DEVICE void add_nonfinite(ValueGradient& dv, const Work& work, int n) {
   const ValueColumns columns{work.warp.column_warp};
   const Dropout dropout = work.dropout(work.ring.head(n));
   const RowSource<ELEMENT> dout = work.ring.dout(n);
@@ -174,11 +174,11 @@ DEVICE void add_special(ValueGradient& dv, const Work& work, int n) {
     for (int c = 0; c < 4 * ValueColumns::PAIRS; c++) {
       if (columns.blocks(c / 4) <= c / 2 % 2) continue;
       const float value = to_real(values[columns.column(c / 4) + c / 2 % 2 * 8 + c % 2]);
-      const bool special = value - value != 0.0f;
+      const bool nonfinite = value - value != 0.0f;
 #pragma unroll
       for (int i = 0; i < 2 * KEY_ROWS; i++) {
         const float weight = !DROPOUT || kept >> i & 1 ? 1.0f : 0.0f;  // as far as it matters: none or a positive one
-        if (special && seen >> i & 1) dv[c / 2][i / 2][i % 2 * 2 + c % 2] += value * weight;
+        if (nonfinite && seen >> i & 1) dv[c / 2][i / 2][i % 2 * 2 + c % 2] += value * weight;
       }
     }
   }
@@ -203,7 +203,7 @@ DEVICE void multiply_pass(KeyGradient& dk, ValueGradient& dv, const Work& work, 
   multiply_queries(p, ring.k_tile(), q_tile, warp);
   if constexpr (GRADIENT_NEEDS_DOT) copy_scores(dot, p);
   weigh(p, work, score, n);
-  if (masked) hide(p, work, n);
+  if (masked) apply_mask(p, work, n);
   uint32_t kept[KEY_ROWS] = {};
   if constexpr (DROPOUT) {
     Scores weights;
@@ -217,11 +217,11 @@ DEVICE void multiply_pass(KeyGradient& dk, ValueGradient& dv, const Work& work, 
   multiply_queries(dp, ring.v_tile(), do_tile, warp);
   differentiate(dp, p, kept, work, n);
   if constexpr (BIAS) {
-    if (masked) hide(dp, work, n);
+    if (masked) apply_mask(dp, work, n);
     add_to_dbias(dp, work, n);
   }
   if constexpr (GRADIENT_NEEDS_DOT) differentiate_score(dp, dot, work, score, n);
-  if (masked) hide(dp, work, n);  // 0 times a NaN is none
+  if (masked) apply_mask(dp, work, n);  // 0 times a NaN is none
   if (SPLIT || warp.column_warp == 0) {
 #pragma unroll
     for (int r = 0; r < KEY_ROWS; r++) store_scores<Products, ScoreTile>(ds_lane, dp[r], 16 * r);
@@ -229,9 +229,9 @@ DEVICE void multiply_pass(KeyGradient& dk, ValueGradient& dv, const Work& work, 
   if constexpr (!SPLIT) add_queries<KeyColumns, PASS>(dk, dp, ring.ds_tile(), q_tile, warp);
 }
 
-// masked: whether the tile may have hidden pairs; special: whether dO has values that its product leaves out. Both are
+// masked: whether the tile may have hidden pairs; nonfinite: whether dO has values that its product leaves out. Both are
 // the same for all threads.
-DEVICE void multiply_step(KeyGradient& dk, ValueGradient& dv, Work& work, int n, bool masked, bool special) {
+DEVICE void multiply_step(KeyGradient& dk, ValueGradient& dv, Work& work, int n, bool masked, bool nonfinite) {
   const Ring& ring = work.ring;
   const Score<float> score = work.score(ring.head(n));
   int32_t* dbias_turns = nullptr;
@@ -254,13 +254,13 @@ DEVICE void multiply_step(KeyGradient& dk, ValueGradient& dv, Work& work, int n,
     add_queries<ValueColumns, BLOCK_M>(dv, none, ring.p_tile(), ring.do_tile(n), work.warp);
     add_queries<KeyColumns, BLOCK_M>(dk, none, ring.ds_tile(), ring.q_tile(n), work.warp);
   }
-  if (special) add_special(dv, work, n);
+  if (nonfinite) add_nonfinite(dv, work, n);
   add_query_gradient(work, n);
 }
 
 // A key that holds a NaN or an infinity: 0 times it is NaN. Its scores get that NaN, and it leaves the tile, where the
 // zeros of hidden pairs would spread it over other rows of dQ.
-DEVICE void set_specials_aside(Work& work) {
+DEVICE void set_nonfinite_aside(Work& work) {
   const KTile keys = work.ring.k_tile();
   const LaneAddress lane = lane_of_a(keys, work.warp.first_key);
   __syncthreads();  // all keys are there
@@ -277,7 +277,7 @@ DEVICE void set_specials_aside(Work& work) {
     work.poison[r][1] = sum[2];
   }
   __syncthreads();  // all have looked at them
-  clear_special<ELEMENT, THREADS>(keys);
+  clear_nonfinite<ELEMENT, THREADS>(keys);
 }
 
 // Once keys have landed: whatever is done to them before the first product.
@@ -287,7 +287,7 @@ DEVICE void prepare_keys(Work& work) {
     round_rows<COMPUTE_BITS, THREADS>(work.ring.k_tile());
     round_rows<COMPUTE_BITS, THREADS>(work.ring.v_tile());
   }
-  if constexpr (HIDES) set_specials_aside(work);
+  if constexpr (HIDES) set_nonfinite_aside(work);
 }
 
 static_assert(sizeof(OUT_ELEMENT) == sizeof(ELEMENT), "gradients are of the inputs' types");
@@ -355,8 +355,8 @@ DEVICE void multiply(const WithScoreMod<BackwardParams>& params, const KeyPlace&
       // What a modification or its derivative makes of the zeros past the last row may be no number: they are hidden, too.
       const bool masked = !mask.all_visible(row_begin, row_end, key_begin, key_begin + BLOCK_N) ||
                           (SCORE_MOD && row_begin + BLOCK_M > at.seqlen_q);
-      const bool special = ring.advance(n, masked);
-      if (n >= 0) multiply_step(dk, dv, work, n, masked, special);
+      const bool nonfinite = ring.advance(n, masked);
+      if (n >= 0) multiply_step(dk, dv, work, n, masked, nonfinite);
       else if (n == -1) prepare_keys(work);
     }
   }

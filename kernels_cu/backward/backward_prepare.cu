@@ -39,7 +39,7 @@ DEVICE void load_chunk(float (&values)[CHUNK], const RowSource<ELEMENT>& source,
 
 // The row's sum, the same in its eight lanes.
 DEVICE float row_delta(const RowSource<ELEMENT>& dout, const RowSource<ELEMENT>& out, int64_t row, int lane) {
-  float sum = 0.0f, special = 0.0f;
+  float sum = 0.0f, nonfinite = 0.0f;
   for (int chunk = lane; chunk < CHUNKS; chunk += LANES) {
     float a[CHUNK], b[CHUNK];
     load_chunk(a, dout, row, chunk);
@@ -48,10 +48,10 @@ DEVICE float row_delta(const RowSource<ELEMENT>& dout, const RowSource<ELEMENT>&
     for (int i = 0; i < CHUNK; i++) {
       const float gradient = round_operand<COMPUTE_BITS>(a[i]);
       sum += gradient * b[i];
-      special += gradient * 0.0f;  // NaN where the gradient is no number
+      nonfinite += gradient * 0.0f;  // NaN where the gradient is no number
     }
   }
-  sum += special;
+  sum += nonfinite;
 #pragma unroll
   for (int step = 1; step < LANES; step *= 2) sum += __shfl_xor_sync(ALL_LANES, sum, step);
   return sum;

@@ -3,8 +3,8 @@
 
 #include "backward/params.cuh"
 #include "mma/shares.cuh"
-#include "mma/special.cuh"
-#include "common/place.cuh"
+#include "mma/nonfinite.cuh"
+#include "common/mask.cuh"
 #include "ptx/warp.cuh"
 
 constexpr int THREADS = WARPS * 32;
@@ -124,16 +124,16 @@ struct Ring {
   }
 
   // Waits for the step's stage and refills the one that the step before was in; steps before the first only fill. In a
-  // tile with a mask, special values are taken out of what is multiplied by the zeros of hidden pairs; true where dO had
+  // tile with a mask, nonfinite values are taken out of what is multiplied by the zeros of hidden pairs; true where dO had
   // one.
   __device__ __forceinline__ bool advance(int n, bool masked) const {
     if constexpr (STAGES == 1) {
       if (n > 0) __syncthreads();  // all have left the stage
       fill(n);
     }
-    const bool special = n >= 0 && receive(n, masked);
+    const bool nonfinite = n >= 0 && receive(n, masked);
     if constexpr (STAGES > 1) fill(n + STAGES - 1);
-    return special;
+    return nonfinite;
   }
 
   __device__ __forceinline__ bool receive(int n, bool masked) const {
@@ -143,8 +143,8 @@ struct Ring {
       round_rows<COMPUTE_BITS, THREADS>(do_tile(n));
     }
     if (HIDES && masked) {
-      clear_special<ELEMENT, THREADS>(q_tile(n));  // its row's LSE is NaN
-      return __syncthreads_or(clear_special<ELEMENT, THREADS>(do_tile(n)));
+      clear_nonfinite<ELEMENT, THREADS>(q_tile(n));  // its row's LSE is NaN
+      return __syncthreads_or(clear_nonfinite<ELEMENT, THREADS>(do_tile(n)));
     }
     __syncthreads();
     return false;

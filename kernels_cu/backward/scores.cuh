@@ -93,7 +93,7 @@ DEVICE void end_turn(int32_t* turns, int turn) {
 }
 
 // Puts zeros in the place of what hidden pairs have. A key is seen by rows of one range.
-DEVICE void hide(Scores& s, const Work& work, int n) {
+DEVICE void apply_mask(Scores& s, const Work& work, int n) {
   const int first_row = work.ring.tile(n) * BLOCK_M + work.warp.query(0, 0);
 #pragma unroll
   for (int i = 0; i < 2 * KEY_ROWS; i++) {

@@ -27,6 +27,17 @@ struct SeenRows {  // [begin, end)
   __device__ __forceinline__ bool has(int row) const { return row >= begin && row < end; }
 };
 
+// Keys that one row sees, counted from some key on: [.., sinks) and [begin, end).
+struct SeenColumns {
+  int sinks, begin, end;
+
+  __device__ __forceinline__ bool has(int column) const {
+    bool seen = column < end && (!WINDOW || column >= begin);
+    if (WINDOW && SINK_TOKENS) seen = seen || column < sinks;
+    return seen;
+  }
+};
+
 DEVICE int at_least(int low, int x) { return x < low ? low : x; }
 DEVICE int at_most(int high, int x) { return x > high ? high : x; }
 
@@ -50,6 +61,16 @@ struct Mask {
     if (CAUSAL && key_end - 1 > row_begin + diagonal) return false;
     if (!WINDOW) return true;
     return key_begin >= row_end - 1 + diagonal - left && (CAUSAL || key_end - 1 <= row_begin + diagonal + right);
+  }
+
+  // The keys that a row sees, counted from key `origin`. Far cheaper than `visible` where one row meets many keys.
+  __device__ __forceinline__ SeenColumns columns(int row, int origin) const {
+    const int own = row + diagonal - origin;  // the column on the diagonal
+    int end = seqlen_k - origin;
+    if (CAUSAL) end = at_most(own + 1, end);
+    const int sinks = at_most(sink_tokens - origin, end);
+    if (WINDOW && !CAUSAL) end = at_most(own + right + 1, end);
+    return {sinks, own - left, end};
   }
 
   // The tiles of TILE keys that hold a key which one of the rows [row_begin, row_end) sees. No other is visible.
@@ -80,4 +101,23 @@ struct Mask {
 DEVICE Mask make_mask(const Params& params, int seqlen_q, int seqlen_k) {
   const int diagonal = TOP_LEFT ? 0 : seqlen_k - seqlen_q;
   return {seqlen_k, diagonal, params.window_left, params.window_right, params.sink_tokens};
+}
+
+// [0, sinks) and [begin, end): keys that at least one of some rows sees. No other key is read, whatever tile it falls
+// into.
+struct SeenKeys {
+  int sinks, begin, end;
+
+  __device__ __forceinline__ bool has(int key) const {
+    return (key >= begin && key < end) || (WINDOW && SINK_TOKENS && key < sinks);
+  }
+};
+
+DEVICE SeenKeys seen_keys(const Mask& mask, int row_begin, int row_end) {
+  SeenKeys keys{0, 0, mask.seqlen_k};
+  if (CAUSAL) keys.end = at_most(row_end + mask.diagonal, keys.end);
+  if (WINDOW && SINK_TOKENS) keys.sinks = at_most(keys.end, mask.sink_tokens);
+  if (WINDOW && !CAUSAL) keys.end = at_most(row_end + mask.diagonal + mask.right, keys.end);
+  if (WINDOW) keys.begin = at_least(0, row_begin + mask.diagonal - mask.left);
+  return keys;
 }

@@ -21,7 +21,7 @@
 // decode/decode_combine.cu merges these. Sums run in an order that follows from the piece alone.
 #include "decode/merge.cuh"
 #include "decode/source.cuh"
-#include "mma/special.cuh"
+#include "mma/nonfinite.cuh"
 
 constexpr int WARP_KEYS = BLOCK_N / KEY_WARPS;
 constexpr int KEY_BLOCKS = WARP_KEYS / 8;
@@ -56,7 +56,7 @@ struct Ring {
   uint32_t base;
   Lookup<KTile, THREADS> k_next;  // of the next tile to be filled
   Lookup<VTile, THREADS> v_next;
-  int special;  // whether any have been taken out
+  int nonfinite;  // whether any have been taken out
 
   // Rows of V are copied by the threads that copy those of K where both tiles are laid out alike.
   static constexpr bool ALIKE = KTile::FACTOR == VTile::FACTOR;
@@ -91,11 +91,11 @@ struct Ring {
     look_up(n + 1);
   }
 
-  // Waits for tile n and refills the stage that tile n - 1 was in. In a tile with a mask, special values are taken out.
+  // Waits for tile n and refills the stage that tile n - 1 was in. In a tile with a mask, nonfinite values are taken out.
   __device__ __forceinline__ void advance(int n, bool masked) {
     ptx::cp_async_wait<STAGES - 2>();
     if (masked) {
-      special |= __syncthreads_or(clear_special<KV_ELEMENT, THREADS>(v_tile(n)));
+      nonfinite |= __syncthreads_or(clear_nonfinite<KV_ELEMENT, THREADS>(v_tile(n)));
     } else {
       __syncthreads();
     }
@@ -216,7 +216,7 @@ DEVICE void for_each_score(Scores& s, int key_begin, Visit visit) {
 }
 
 // Scores to weights for the row of one half. Returns what O is to be multiplied by.
-DEVICE float weigh(Scores& s, SoftmaxRow& softmax, const Rows& rows, int half) {
+DEVICE float softmax_tile(Scores& s, SoftmaxRow& softmax, const Rows& rows, int half) {
   float largest = -INFINITY, correction;
 #pragma unroll
   for (int block = 0; block < KEY_BLOCKS; block++) {
@@ -251,7 +251,7 @@ DEVICE void attend_tile(Output& o, SoftmaxRow (&softmax)[2], const Rows& rows, c
   }
   float correction[2];
 #pragma unroll
-  for (int half = 0; half < 2; half++) correction[half] = weigh(s, softmax[half], rows, half);
+  for (int half = 0; half < 2; half++) correction[half] = softmax_tile(s, softmax[half], rows, half);
   // Most tiles raise no maximum, and multiplying by one changes no bits.
   if (__any_sync(ALL_LANES, correction[0] != 1.0f || correction[1] != 1.0f)) {
 #pragma unroll
@@ -263,9 +263,9 @@ DEVICE void attend_tile(Output& o, SoftmaxRow (&softmax)[2], const Rows& rows, c
   multiply_values(o, s, Products::lane_of_values(v_tile, rows.first_key));
 }
 
-// Gives the special values of a tile, which its product left out, to the rows that see them: a lane adds to those sums
+// Gives the nonfinite values of a tile, which its product left out, to the rows that see them: a lane adds to those sums
 // in the area that it has left there itself. first_row, key_warp: as in leave.
-DEVICE void add_special(const MergeArea& area, const Rows& rows, const Ring& ring, int tile_begin, int first_row,
+DEVICE void add_nonfinite(const MergeArea& area, const Rows& rows, const Ring& ring, int tile_begin, int first_row,
                         int key_warp) {
 #pragma unroll 1
   for (int i = 0; i < WARP_KEYS; i++) {
@@ -316,8 +316,8 @@ DEVICE void attend(const DecodeParams& params, const Entry& entry, int kv_head, 
   const MergeArea area{ring.base};
   __syncthreads();  // all have left the ring
   leave(area, o, softmax, first_row, key_warp);
-  for (int n = piece.first; ring.special && n < piece.last; n++) {
-    if (masked(n)) add_special(area, rows, ring, ring.tiles.at(n) * BLOCK_N, first_row, key_warp);
+  for (int n = piece.first; ring.nonfinite && n < piece.last; n++) {
+    if (masked(n)) add_nonfinite(area, rows, ring, ring.tiles.at(n) * BLOCK_N, first_row, key_warp);
   }
   __syncthreads();
   write_rows(params, entry, kv_head, slot, area);

@@ -58,10 +58,10 @@ DEVICE uint32_t widen_numbers(uint32_t word) {
 
 // The exponents that the even or the odd bytes lack which are no number.
 template <int ODD>
-DEVICE uint32_t special_exponents(uint32_t word) {
+DEVICE uint32_t nonfinite_exponents(uint32_t word) {
   const uint32_t carried = (word & 0x7f7f7f7fu) + Widen::REST;
-  const uint32_t special = (ODD ? carried : carried << 8) & 0x80008000u;
-  return special - (special >> Widen::SPREAD);
+  const uint32_t nonfinite = (ODD ? carried : carried << 8) & 0x80008000u;
+  return nonfinite - (nonfinite >> Widen::SPREAD);
 }
 
 // Four words of 8-bit floats: wide[w][0] the even and wide[w][1] the odd bytes of words[w].
@@ -76,8 +76,8 @@ DEVICE void widen(uint32_t (&wide)[4][2], const uint32_t (&words)[4]) {
   if (Widen::REST == 0 || (carried & 0x80808080u) == 0) return;  // nearly always
 #pragma unroll
   for (int w = 0; w < 4; w++) {
-    wide[w][0] |= special_exponents<0>(words[w]);
-    wide[w][1] |= special_exponents<1>(words[w]);
+    wide[w][0] |= nonfinite_exponents<0>(words[w]);
+    wide[w][1] |= nonfinite_exponents<1>(words[w]);
   }
 }
 

@@ -16,7 +16,7 @@
 #pragma once
 
 #include "decode/params.cuh"
-#include "common/place.cuh"
+#include "common/mask.cuh"
 
 DEVICE int heads_a_group(const DecodeParams& params) {
   return params.attention.heads_q / params.attention.heads_kv;

@@ -22,9 +22,9 @@
 // block's own sequence alone, so a result has the same bits whatever the batch around it.
 #include "mma/fragments.cuh"
 #include "mma/softmax.cuh"
-#include "mma/special.cuh"
+#include "mma/nonfinite.cuh"
 #include "mma/store.cuh"
-#include "common/place.cuh"
+#include "common/block_tile.cuh"
 
 constexpr int THREADS = WARPS * 32;
 constexpr int ROW_BLOCKS = BLOCK_M / (16 * WARPS);  // of 16 rows, a warp
@@ -71,7 +71,7 @@ struct Ring {
     ptx::cp_async_commit();
   }
 
-  // Waits for tile n and refills the stage that tile n - 1 was in. In a tile with a mask, special values are taken out;
+  // Waits for tile n and refills the stage that tile n - 1 was in. In a tile with a mask, nonfinite values are taken out;
   // true where there was one.
   template <bool MASKED>
   __device__ __forceinline__ bool advance(int n, const QTile& q) const {
@@ -81,14 +81,14 @@ struct Ring {
       round_rows<COMPUTE_BITS, THREADS>(k_tile(n));
       round_rows<COMPUTE_BITS, THREADS>(v_tile(n));
     }
-    bool special = false;
+    bool nonfinite = false;
     if constexpr (MASKED) {
-      special = __syncthreads_or(clear_special<KV_ELEMENT, THREADS>(v_tile(n)));
+      nonfinite = __syncthreads_or(clear_nonfinite<KV_ELEMENT, THREADS>(v_tile(n)));
     } else {
       __syncthreads();
     }
     fill(n + STAGES - 1);
-    return special;
+    return nonfinite;
   }
 };
 
@@ -148,7 +148,7 @@ DEVICE void multiply_values(Output& o, const Scores& p, const LaneAddress& v) {
 
 // Products to weights for one half (rows g or rows g + 8) of 16 rows. Returns what O is to be multiplied by.
 template <bool MASKED>
-DEVICE float weigh(float (&s)[KEY_BLOCKS][4], SoftmaxRow& softmax, const Rows& rows, int row, int half, int key_begin) {
+DEVICE float softmax_tile(float (&s)[KEY_BLOCKS][4], SoftmaxRow& softmax, const Rows& rows, int row, int half, int key_begin) {
   float largest = -INFINITY, correction;
 #pragma unroll
   for (int block = 0; block < KEY_BLOCKS; block++) {
@@ -184,7 +184,7 @@ DEVICE void attend_tile(Output& o, Softmax& softmax, const Rows& rows, const Lan
     float correction[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      correction[half] = weigh<MASKED>(s[b], softmax[b][half], rows, rows.row(b, half), half, key_begin);
+      correction[half] = softmax_tile<MASKED>(s[b], softmax[b][half], rows, rows.row(b, half), half, key_begin);
     }
     if constexpr (DROPOUT) drop(rows.dropout, s[b], rows.row(b, 0), rows.row(b, 1), key_begin);
     // Most tiles raise no maximum, and multiplying by one changes no bits.
@@ -199,8 +199,8 @@ DEVICE void attend_tile(Output& o, Softmax& softmax, const Rows& rows, const Lan
   multiply_values(o, s, Products::lane_of_values(ring.v_tile(n)));
 }
 
-// Gives the special values of a tile, which its product left out, to the rows that see them.
-DEVICE void add_special(Output& o, const Rows& rows, const Ring& ring, int key_begin) {
+// Gives the nonfinite values of a tile, which its product left out, to the rows that see them.
+DEVICE void add_nonfinite(Output& o, const Rows& rows, const Ring& ring, int key_begin) {
   constexpr float HIDDEN = -1.0f;
 #pragma unroll 1
   for (int key = key_begin; key < key_begin + BLOCK_N; key++) {
@@ -228,7 +228,7 @@ DEVICE void add_special(Output& o, const Rows& rows, const Ring& ring, int key_b
   }
 }
 
-DEVICE void store(const Params& params, const Place& at, const Rows& rows, const Output& o, const Softmax& softmax) {
+DEVICE void store(const Params& params, const BlockTile& at, const Rows& rows, const Output& o, const Softmax& softmax) {
   float sink = -INFINITY;
   if constexpr (SINKS) sink = sink_logit(params, at.head);
   const float out_scale = DROPOUT ? float(params.dropout_scale) : 1.0f;
@@ -256,7 +256,7 @@ DEVICE void store(const Params& params, const Place& at, const Rows& rows, const
 }
 
 // The rows from at.row_begin on, at most BLOCK_M of them, against all keys that they see.
-DEVICE void attend(const LaunchParams& params, const Place& at, uint32_t shared) {
+DEVICE void attend(const LaunchParams& params, const BlockTile& at, uint32_t shared) {
   const int row_end = at_most(at.seqlen_q, at.row_begin + BLOCK_M), first_row = int(threadIdx.x) / 32 * 16 * ROW_BLOCKS;
   const Strides &q_strides = params.q_strides, &k_strides = params.k_strides, &v_strides = params.v_strides;
   const auto q = element_of<const ELEMENT>(params.q, q_strides, at.sequence, at.q_start + at.row_begin, at.head);
@@ -287,10 +287,10 @@ DEVICE void attend(const LaunchParams& params, const Place& at, uint32_t shared)
     const int key_begin = tiles.at(n) * BLOCK_N;
     return mask.all_visible(at.row_begin, row_end, key_begin, key_begin + BLOCK_N);
   };
-  bool special = false;
+  bool nonfinite = false;
   for (int n = 0; n < count;) {
     for (; n < count && !unmasked(n); n++) {
-      special |= ring.advance<true>(n, q_tile);
+      nonfinite |= ring.advance<true>(n, q_tile);
       attend_tile<true>(o, softmax, rows, q_lane, ring, n);
     }
     for (; n < count && unmasked(n); n++) {
@@ -298,8 +298,8 @@ DEVICE void attend(const LaunchParams& params, const Place& at, uint32_t shared)
       attend_tile<false>(o, softmax, rows, q_lane, ring, n);
     }
   }
-  for (int n = 0; special && n < count; n++) {
-    if (!unmasked(n)) add_special(o, rows, ring, tiles.at(n) * BLOCK_N);
+  for (int n = 0; nonfinite && n < count; n++) {
+    if (!unmasked(n)) add_nonfinite(o, rows, ring, tiles.at(n) * BLOCK_N);
   }
   store(params, at, rows, o, softmax);
 }
@@ -307,7 +307,7 @@ DEVICE void attend(const LaunchParams& params, const Place& at, uint32_t shared)
 extern "C" __global__ void __launch_bounds__(THREADS, 1) forward_mma(const __grid_constant__ LaunchParams params) {
   DYNAMIC_SHARED(shared);
   const int row_tiles = (params.seqlen_q + BLOCK_M - 1) / BLOCK_M;
-  Place at = locate(params, row_tiles);
+  BlockTile at = locate(params, row_tiles);
   // More than once only if a sequence is longer than the caller said, which lengths on the device cannot be checked for
   // before.
   while (at.row_begin < at.seqlen_q) {

@@ -14,7 +14,7 @@
 #include "common/params.cuh"
 #include "common/mask.cuh"
 #include "common/philox.cuh"
-#include "common/place.cuh"
+#include "common/block_tile.cuh"
 #include "ptx/math.cuh"
 #include "common/score.cuh"
 
@@ -107,7 +107,7 @@ DEVICE void add_values(Rows& rows, const Real* p_rows, const Real* v_tile, int l
 }
 
 // The rows from at.row_begin on, at most BLOCK_M of them, against all keys that they see.
-DEVICE void attend(const LaunchParams& params, const Place& at, Real* q_tile) {
+DEVICE void attend(const LaunchParams& params, const BlockTile& at, Real* q_tile) {
   const int lane = threadIdx.x % LANES, first_row = threadIdx.x / LANES * ROWS;
   Real* const kv_tile = q_tile + BLOCK_M * PITCH;
   Real* const p_rows = kv_tile + BLOCK_N * PITCH + first_row * BLOCK_N;
@@ -202,7 +202,7 @@ DEVICE void attend(const LaunchParams& params, const Place& at, Real* q_tile) {
 extern "C" __global__ void __launch_bounds__(THREADS, 1) forward_simple(const __grid_constant__ LaunchParams params) {
   DYNAMIC_SHARED(shared);
   const int row_tiles = (params.seqlen_q + BLOCK_M - 1) / BLOCK_M;
-  Place at = locate(params, row_tiles);
+  BlockTile at = locate(params, row_tiles);
   // Once, unless a sequence is longer than the caller said, which lengths on the device cannot be checked for before.
   for (; at.row_begin < at.seqlen_q; at.row_begin += row_tiles * BLOCK_M) {
     attend(params, at, reinterpret_cast<Real*>(shared));

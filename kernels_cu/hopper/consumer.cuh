@@ -6,7 +6,7 @@
 //     tensor cores   | S(n) = Q K(n) |  O += P(n+1) V(n+1)    |  other consumers' products  | S(n-1) = Q K(n-1) | ..
 //     this warpgroup | issue both    | wait S | softmax(n): P(n)     | wait O | pack, rescale | issue both ..
 //
-// Consumers take turns to issue (TURNS): while one is at its softmax, the tensor cores work for another. Keys go from
+// Consumers take turns to issue (PINGPONG): while one is at its softmax, the tensor cores work for another. Keys go from
 // the last tile to the first, so that tiles with a mask come first and last; the loops between have none.
 #pragma once
 
@@ -18,7 +18,7 @@ constexpr int PIECE = DIM_V / PIECES;
 constexpr bool VALUES_FIRST = FP8 && (DIM > 128 || DIM_V > 128 || CONSUMERS == 3);
 using Sums = float[PIECE / 2];
 
-constexpr bool TURNS = DIM_V <= 128 && !VALUES_FIRST;  // wider ones have little softmax to hide
+constexpr bool PINGPONG = DIM_V <= 128 && !VALUES_FIRST;  // wider ones have little softmax to hide
 constexpr bool EARLY_RESCALE = DIM_V > 128 && !FP8;    // while S is multiplied rather than after O was
 
 // What was summed before is rescaled on the way.
@@ -45,22 +45,22 @@ struct Consumer {
   int number;
   Ring<STAGES> keys{0, 0}, values{0, 0};
   uint32_t q_parity = 0;
-  uint32_t turns[2] = {};  // named barriers: the consumer's own, and the next one's
+  uint32_t pingpong[2] = {};  // named barriers: the consumer's own, and the next one's
 
   // Every tile of the block, until the producer says that there are no more.
   __device__ __forceinline__ void run() {
     TileSink tiles;
-    if constexpr (TURNS) {
-      turns[0] = turn_barrier(number);
-      turns[1] = turn_barrier(number + 1 == CONSUMERS ? 0 : number + 1);
-      ptx::pin_registers(turns);  // in the threads' own registers: uniform ones are short
+    if constexpr (PINGPONG) {
+      pingpong[0] = pingpong_barrier(number);
+      pingpong[1] = pingpong_barrier(number + 1 == CONSUMERS ? 0 : number + 1);
+      ptx::pin_registers(pingpong);  // in the threads' own registers: uniform ones are short
     }
-    if (TURNS && number == CONSUMERS - 1) pass_turn();
+    if (PINGPONG && number == CONSUMERS - 1) pingpong_pass();
     for (int tile = tiles.next(shared); tile != TileSource::NO_TILE; tile = tiles.next(shared)) {
       Work work = work_of(all.params, all.schedule, tile);
       for_each_row_tile(all.schedule, work, [&](const Work& rows) { attend(rows); });
     }
-    if (TURNS && number == 0) take_turn();  // which the last one passed on, and nobody needs
+    if (PINGPONG && number == 0) pingpong_wait();  // which the last one passed on, and nobody needs
     if (threadIdx.x % WARPGROUP == 0) ptx::bulk_wait<0>();
   }
 
@@ -77,7 +77,7 @@ struct Consumer {
     for (int i = 0; i < DIM_V / 2; i++) r.o[i] = 0.0f;
     r.correction[0] = r.correction[1] = 1.0f;
     first_scores(r, work, rows);
-    all_steps(r, work, rows);
+    mainloop(r, work, rows);
     if (!O_OVER_Q) release(shared.q_empty(number));
     last_values(r);
     store(all, work, shared, number, rows, r.softmax, r.o);
@@ -97,9 +97,9 @@ struct Consumer {
     ptx::pin_registers(r.s);
     release_keys();
     score(r.s, rows, first_key);
-    hide(r.s, rows, first_key);
+    apply_mask(r.s, rows, first_key);
     float unused[2];
-    weigh<true>(r.s, r.softmax, unused, rows.to_log2);
+    softmax_tile<true>(r.s, r.softmax, unused, rows.to_log2);
     pack(r.p, r.s);
     if (PACKED_VALUES || CACHE_LENGTHS) clear_values_past(work.mask.seqlen_k - first_key);
     if (!VALUES_FIRST && last > 0) wait_for_keys();
@@ -107,7 +107,7 @@ struct Consumer {
 
   // The other tiles, from the last to the first. Rows see only a part of those that the diagonal or the window's right
   // edge crosses, which come first, and of those that its left edge crosses and of the sink tokens, which come last.
-  __device__ __forceinline__ void all_steps(Registers& r, const Work& work, const Rows& rows) {
+  __device__ __forceinline__ void mainloop(Registers& r, const Work& work, const Rows& rows) {
     const Mask& mask = work.mask;
     const KeyTiles& tiles = work.keys;
     uint32_t whole[2] = {0, uint32_t(tiles.count())};  // [first, end): the tiles between, which all rows see whole
@@ -130,7 +130,7 @@ struct Consumer {
 
   // The scores and weights of tile n, and the product of the weights of tile n + 1 with its values.
   __device__ __forceinline__ void step(Registers& r, const Rows& rows, int n, int first_key, bool masked) {
-    if (TURNS) take_turn();
+    if (PINGPONG) pingpong_wait();
     ptx::pin_registers(r.o);
     ptx::pin_registers(r.p);
     ptx::wgmma_fence();
@@ -144,16 +144,16 @@ struct Consumer {
     Sums sums;
     if constexpr (FP8) multiply_piece(r, sums, 0);
     else multiply_values(r.o, r.p);
-    if (TURNS) pass_turn();
+    if (PINGPONG) pingpong_pass();
 
     ptx::wgmma_wait<1>();
     ptx::pin_registers(r.s);
     release_keys();
     score(r.s, rows, first_key);
     // A branch that all threads take alike, and one loop: with one more for masks, a compile takes half as long again.
-    if ((CAUSAL || WINDOW) && masked) hide(r.s, rows, first_key);
+    if ((CAUSAL || WINDOW) && masked) apply_mask(r.s, rows, first_key);
     float correction[2];
-    weigh<false>(r.s, r.softmax, correction, rows.to_log2);
+    softmax_tile<false>(r.s, r.softmax, correction, rows.to_log2);
 
     // The next step needs these keys. Waiting here, and not where they are used, ends the basic block: without that,
     // ptxas moves the wait for O above the exponentials, and the softmax no longer runs beside the product.
@@ -184,8 +184,8 @@ struct Consumer {
     ptx::pin_registers(r.s);
     release_keys();
     score(r.s, rows, first_key);
-    if ((CAUSAL || WINDOW) && masked) hide(r.s, rows, first_key);
-    weigh<false>(r.s, r.softmax, r.correction, rows.to_log2);
+    if ((CAUSAL || WINDOW) && masked) apply_mask(r.s, rows, first_key);
+    softmax_tile<false>(r.s, r.softmax, r.correction, rows.to_log2);
     pack(r.p, r.s);
   }
 
@@ -298,6 +298,6 @@ struct Consumer {
     if (lane_id() == 0) ptx::mbarrier_arrive(barrier);
   }
 
-  __device__ __forceinline__ void take_turn() { ptx::barrier_sync(int(turns[0]), 2 * WARPGROUP); }
-  __device__ __forceinline__ void pass_turn() { ptx::barrier_arrive(int(turns[1]), 2 * WARPGROUP); }
+  __device__ __forceinline__ void pingpong_wait() { ptx::barrier_sync(int(pingpong[0]), 2 * WARPGROUP); }
+  __device__ __forceinline__ void pingpong_pass() { ptx::barrier_arrive(int(pingpong[1]), 2 * WARPGROUP); }
 };

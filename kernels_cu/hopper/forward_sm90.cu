@@ -11,7 +11,7 @@
 //    +----------------------+        +------------------------------------------------------+
 //      24 or 32 registers              240 registers (two consumers) or 160 (three)
 //
-// Of 8-bit elements V comes transposed, by hopper/transpose_values.cu, which runs before; weights are packed at 2^8 times their
+// Of 8-bit elements V comes transposed, by hopper/transpose_v.cu, which runs before; weights are packed at 2^8 times their
 // size (section 3.3 there scales by blocks, here by heads); and P V of each tile is summed apart, then added to O.
 //
 // One block a multiprocessor stays for the whole launch and takes tiles of rows as it gets done (hopper/schedule.cuh).

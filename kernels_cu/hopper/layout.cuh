@@ -31,7 +31,7 @@
 #endif
 
 // Products of 8-bit elements want both operands along the summed dimension, so that V comes transposed
-// (hopper/transpose_values.cu).
+// (hopper/transpose_v.cu).
 constexpr bool FP8 = sizeof(ELEMENT) == 1;
 constexpr int STEP = 32 / sizeof(ELEMENT);  // what a product sums at a time: 32 bytes of its operands
 

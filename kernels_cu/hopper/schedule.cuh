@@ -15,7 +15,7 @@
 #include "common/mask.cuh"
 #include "hopper/layout.cuh"
 #include "hopper/params.cuh"
-#include "hopper/values.cuh"
+#include "hopper/transposed_v.cuh"
 
 // A tile of rows of one head of one sequence, and the keys that they see.
 struct Work {

@@ -4,7 +4,7 @@
 // mma/softmax.cuh). Scores packed to 16 bits are the A fragments of P V without any shuffle (ptx/wgmma.cuh).
 //
 // 8-bit scores in the order of their registers are A fragments whose keys are in another order; V has its keys in that
-// order, too (hopper/values.cuh).
+// order, too (hopper/transposed_v.cuh).
 //
 // Weights are 2^(s * to_log2 - base): one multiply-add and one ex2. to_log2 carries the scale, so that s are plain
 // products, less ALiBi's share of them; with softcap, s are scores in base 2 and to_log2 is 1.
@@ -48,7 +48,7 @@ constexpr float WEIGHT_EXPONENT = FP8 ? 8.0f : 0.0f;
 struct Rows {
   Mask mask;
   int first;          // the other is first + 8; both may lie past the sequence's end
-  float to_log2;      // of what `weigh` is given
+  float to_log2;      // of what `softmax_tile` is given
   float to_exponent;  // of a product: 2 * scale / softcap, in base 2
   float softcap;      // in base 2
   float slope;        // in the unit of s
@@ -110,24 +110,14 @@ DEVICE void score(Scores& s, const Rows& rows, int first_key) {
   }
 }
 
-// Puts -inf in the place of scores whose key the row does not see. Bounds are columns relative to the thread's first.
-DEVICE void hide(Scores& s, const Rows& rows, int first_key) {
-  const Mask& mask = rows.mask;
-  const int origin = first_key + lane_id() % 4 * 2;
+// Puts -inf in the place of scores whose key the row does not see.
+DEVICE void apply_mask(Scores& s, const Rows& rows, int first_key) {
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    const int diagonal = rows.row(half) + mask.diagonal - origin;
-    int end = mask.seqlen_k - origin;
-    if (CAUSAL) end = at_most(diagonal + 1, end);
-    const int sinks = at_most(mask.sink_tokens - origin, end);
-    if (WINDOW && !CAUSAL) end = at_most(diagonal + mask.right + 1, end);
-    const int begin = diagonal - mask.left;
+    const SeenColumns seen = rows.mask.columns(rows.row(half), first_key + lane_id() % 4 * 2);
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 4; i++) {
-      const int column = i / 2 * 8 + i % 2;
-      bool seen = column < end && (!WINDOW || column >= begin);
-      if (WINDOW && SINK_TOKENS) seen = seen || column < sinks;
-      if (!seen) s[i / 2 * 4 + 2 * half + i % 2] = -INFINITY;
+      if (!seen.has(i / 2 * 8 + i % 2)) s[i / 2 * 4 + 2 * half + i % 2] = -INFINITY;
     }
   }
 }
@@ -135,7 +125,7 @@ DEVICE void hide(Scores& s, const Rows& rows, int first_key) {
 // Online softmax: scores to weights. What was summed before is to be multiplied by `correction`. `l` is the thread's
 // own share of the row's sum until the end.
 template <bool FIRST>
-DEVICE void weigh(Scores& s, SoftmaxRow (&softmax)[2], float (&correction)[2], float to_log2) {
+DEVICE void softmax_tile(Scores& s, SoftmaxRow (&softmax)[2], float (&correction)[2], float to_log2) {
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     SoftmaxRow& row = softmax[half];

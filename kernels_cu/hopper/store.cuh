@@ -5,10 +5,10 @@
 //                                                                                   begins, which TMA would overwrite
 #pragma once
 
-#include "hopper/special.cuh"
+#include "hopper/nonfinite.cuh"
 
-// Named barriers (0 is __syncthreads). A turn has two consumers' threads, `own` the threads of one.
-DEVICE int turn_barrier(int consumer) { return 1 + consumer; }
+// Named barriers (0 is __syncthreads). A ping-pong barrier takes the threads of two consumers, `own` those of one.
+DEVICE int pingpong_barrier(int consumer) { return 1 + consumer; }
 DEVICE void sync_consumer(int consumer) { ptx::barrier_sync(1 + CONSUMERS + consumer, WARPGROUP); }
 
 DEVICE float sink_of(const Params& params, int head) {
@@ -112,7 +112,7 @@ DEVICE void store(const Sm90Params& all, const Work& work, const Shared& shared,
   }
   const float factor[2] = {results[0].factor, results[1].factor}, scale = scale_of_values(all.params, work);
   put_output(shared.o(consumer), o, factor, scale);
-  mend_special(all, work, rows, softmax, o, factor, scale, shared.o(consumer));
+  mend_nonfinite(all, work, rows, softmax, o, factor, scale, shared.o(consumer));
   if (VARLEN && O_OVER_Q) ptx::fence_proxy_async();  // TMA brings the next Q there
   send_output(all, work, shared, consumer);
 }

@@ -1,4 +1,4 @@
-"""What forward_sm90 launches: that kernel, and before it transpose_values where the operands are 8-bit floats."""
+"""What forward_sm90 launches: that kernel, and before it transpose_v where the operands are 8-bit floats."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from gpu_actors.devices.interface import Buffer, ScratchSpec
 from gpu_actors.kernels.family import KernelFamily
-from gpu_actors.kernels.hopper.params import COUNTER, pack_sm90, pack_transposition
-from gpu_actors.kernels.hopper.transpose_v import TRANSPOSE, parts_of, transposition_scratch
+from gpu_actors.kernels.hopper.params import COUNTER, pack_sm90, pack_transpose_v
+from gpu_actors.kernels.hopper.transpose_v import TRANSPOSE, parts_of, transpose_v_scratch
 from gpu_actors.kernels.hopper.variant import sm90_geometry, sm90_macros, sm90_refuses, sm90_threads
 from gpu_actors.kernels.program import EncodeTensorMap, Part, Program, Target, Values
 from gpu_actors.kernels.tiles import tile_of
@@ -22,7 +22,7 @@ def sm90_program(problem: AttentionProblem, key: DispatchKey, target: Target) ->
     scratch = {COUNTER: ScratchSpec((1,), "int32", zero=True)}
     parts = parts_of(key)
     if len(parts) > 1:
-        scratch |= transposition_scratch(problem, tile_of(key))
+        scratch |= transpose_v_scratch(problem, tile_of(key))
     return Program(
         tuple(
             Part(
@@ -44,7 +44,7 @@ def _pack(
     values: Values,
 ) -> bytes:
     if key.kernel == TRANSPOSE:
-        return pack_transposition(problem, key, buffers)
+        return pack_transpose_v(problem, key, buffers)
     assert encode is not None, "a launch by TMA is packed for a device"
     return pack_sm90(problem, key, encode, buffers)
 

@@ -14,7 +14,7 @@ from gpu_actors.compiling.assets import asset_text, kernel_file
 from gpu_actors.devices.interface import Buffer, TensorMap
 from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.kernels.division import divider
-from gpu_actors.kernels.hopper.transpose_v import TRANSPOSE, TRANSPOSED, main_key, positions_of, transposition_scratch
+from gpu_actors.kernels.hopper.transpose_v import TRANSPOSE, TRANSPOSED, main_key, positions_of, transpose_v_scratch
 from gpu_actors.kernels.hopper.variant import ROWS, Sections, sections_of
 from gpu_actors.kernels.params import Binder, ParamsLayout, describe_operand, key_rows, pack_forward, parse_layout
 from gpu_actors.kernels.program import EncodeTensorMap
@@ -26,7 +26,7 @@ __all__ = [
     "COUNTER",
     "TMA_ALIGNMENT",
     "pack_sm90",
-    "pack_transposition",
+    "pack_transpose_v",
     "schedule_layout",
     "tma_refusal",
 ]
@@ -104,24 +104,24 @@ def pack_sm90(
     return packed.ljust(-(-len(packed) // _ALIGNMENT) * _ALIGNMENT, b"\0")
 
 
-def pack_transposition(problem: AttentionProblem, key: DispatchKey, buffers: Mapping[str, Buffer]) -> bytes:
-    """The parameters of transpose_values: struct ValuesParams of its file.
+def pack_transpose_v(problem: AttentionProblem, key: DispatchKey, buffers: Mapping[str, Buffer]) -> bytes:
+    """The parameters of transpose_v: struct ValuesParams of its file.
 
     buffers: v as for `pack_sm90`, cu_seqlens_k where varlen, and the scratch memory `TRANSPOSED`. Raises InvalidRequest
     where rows of v do not start at multiples of 16 bytes.
     """
-    packed = _transposition_binder(problem, tile_of(main_key(key))).pack(buffers)
+    packed = _transpose_v_binder(problem, tile_of(main_key(key))).pack(buffers)
     _check_tma("v", buffers["v"])
     return packed
 
 
 @functools.lru_cache(maxsize=1024)
-def _transposition_binder(problem: AttentionProblem, tile: Tile) -> Binder:
-    layout, varlen = transposition_layout(), problem.layout == "varlen"
+def _transpose_v_binder(problem: AttentionProblem, tile: Tile) -> Binder:
+    layout, varlen = transpose_v_layout(), problem.layout == "varlen"
     operand = functools.partial(describe_operand, layout)
     outer, _ = key_rows(problem)
     axes = ("row_stride", "head_stride", ".") if varlen else ("batch_stride", "row_stride", "head_stride", ".")
-    scratch = transposition_scratch(problem, tile)[TRANSPOSED]
+    scratch = transpose_v_scratch(problem, tile)[TRANSPOSED]
     operands = [
         operand("v", axes, (*outer, problem.heads_kv, problem.head_dim_v), problem.kv_dtype),
         operand(TRANSPOSED, "....", scratch.shape, scratch.dtype, field="transposed"),
@@ -138,8 +138,8 @@ def _transposition_binder(problem: AttentionProblem, tile: Tile) -> Binder:
 
 
 @functools.cache
-def transposition_layout() -> ParamsLayout:
-    """struct ValuesParams of kernels_cu/hopper/transpose_values.cu."""
+def transpose_v_layout() -> ParamsLayout:
+    """struct ValuesParams of kernels_cu/hopper/transpose_v.cu."""
     return parse_layout(asset_text(kernel_file(TRANSPOSE)), "ValuesParams")
 
 

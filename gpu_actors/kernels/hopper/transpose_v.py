@@ -1,6 +1,6 @@
 """The kernel that runs before forward_sm90 on 8-bit floats, whose products take V transposed: its macros and grid.
 
-kernels_cu/hopper/values.cuh draws what it writes.
+kernels_cu/hopper/transposed_v.cuh draws what it writes.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ __all__ = [
     "main_key",
     "parts_of",
     "positions_of",
-    "transposition_geometry",
-    "transposition_macros",
-    "transposition_refusal",
-    "transposition_scratch",
-    "transposition_threads",
+    "transpose_v_geometry",
+    "transpose_v_macros",
+    "transpose_v_refusal",
+    "transpose_v_scratch",
+    "transpose_v_threads",
 ]
 
-TRANSPOSE = "transpose_values"
+TRANSPOSE = "transpose_v"
 """The kernel."""
 
-TRANSPOSED = "transposed_values"
+TRANSPOSED = "transposed_v"
 """The name of the scratch memory that it fills: (batch, heads_kv, head_dim_v, positions), a batch of 1 where varlen."""
 
 _COLUMNS = 64  # of a block
@@ -45,11 +45,11 @@ def parts_of(key: DispatchKey) -> tuple[DispatchKey, ...]:
 
 
 def main_key(key: DispatchKey) -> DispatchKey:
-    """The key of forward_sm90 that a key of its own or of transpose_values belongs to: both share a tile."""
+    """The key of forward_sm90 that a key of its own or of transpose_v belongs to: both share a tile."""
     return dataclasses.replace(key, kernel="forward_sm90") if key.kernel == TRANSPOSE else key
 
 
-def transposition_refusal(problem: AttentionProblem) -> Unsupported | None:
+def transpose_v_refusal(problem: AttentionProblem) -> Unsupported | None:
     """Why the values of a problem cannot be transposed for forward_sm90, or None."""
     positions = positions_of(problem, _WIDEST_TILE)
     blocks = positions // (_WIDEST_TILE // 4) * _columns_of(problem) * problem.heads_kv * _batch(problem)
@@ -68,8 +68,8 @@ def positions_of(problem: AttentionProblem, block_n: int) -> int:
     return max(1, tiles) * block_n
 
 
-def transposition_macros(key: DispatchKey, tile: Tile) -> dict[str, str | int]:
-    """What transpose_values is compiled for. key: of the kernel that it runs before, under its own name."""
+def transpose_v_macros(key: DispatchKey, tile: Tile) -> dict[str, str | int]:
+    """What transpose_v is compiled for. key: of the kernel that it runs before, under its own name."""
     return {
         "HEAD_DIM_V": key.head_dim_v,
         "BLOCK_N": tile.block_n,
@@ -78,19 +78,19 @@ def transposition_macros(key: DispatchKey, tile: Tile) -> dict[str, str | int]:
     }
 
 
-def transposition_geometry(problem: AttentionProblem, tile: Tile) -> LaunchGeometry:
+def transpose_v_geometry(problem: AttentionProblem, tile: Tile) -> LaunchGeometry:
     """A block for each tile of keys and 64 columns of a head, with a thread for each key."""
     blocks = positions_of(problem, tile.block_n) // tile.block_n * _columns_of(problem)
     blocks *= problem.heads_kv * _batch(problem)
-    return LaunchGeometry((blocks, 1, 1), (transposition_threads(tile), 1, 1), _shared_bytes(tile))
+    return LaunchGeometry((blocks, 1, 1), (transpose_v_threads(tile), 1, 1), _shared_bytes(tile))
 
 
-def transposition_threads(tile: Tile) -> int:
+def transpose_v_threads(tile: Tile) -> int:
     """Of a block: one for each key of the tile."""
     return tile.block_n
 
 
-def transposition_scratch(problem: AttentionProblem, tile: Tile) -> dict[str, ScratchSpec]:
+def transpose_v_scratch(problem: AttentionProblem, tile: Tile) -> dict[str, ScratchSpec]:
     """The memory of `TRANSPOSED`."""
     shape = (_batch(problem), problem.heads_kv, problem.head_dim_v, positions_of(problem, tile.block_n))
     return {TRANSPOSED: ScratchSpec(shape, problem.dtype)}

@@ -13,9 +13,9 @@ from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.hopper.transpose_v import (
     TRANSPOSE,
     main_key,
-    transposition_geometry,
-    transposition_macros,
-    transposition_refusal,
+    transpose_v_geometry,
+    transpose_v_macros,
+    transpose_v_refusal,
 )
 from gpu_actors.kernels.macros import Macros, forward_macros
 from gpu_actors.kernels.support import ELEMENTS, capability, head_dim_refusal
@@ -113,7 +113,7 @@ def _shape_refusal(problem: AttentionProblem) -> Unsupported | None:
         reason = "forward_sm90 numbers its tiles of rows in 31 bits"
         return Unsupported("batch", problem.batch, reason, 1)
     if ELEMENTS[problem.dtype].fp8:
-        return transposition_refusal(problem)
+        return transpose_v_refusal(problem)
     return None
 
 
@@ -129,10 +129,10 @@ def _range_refusal(problem: AttentionProblem) -> Unsupported | None:
 
 
 def sm90_macros(key: DispatchKey) -> Macros:
-    """The macros of kernels_cu/hopper/layout.cuh, or of transpose_values where the key names that."""
+    """The macros of kernels_cu/hopper/layout.cuh, or of transpose_v where the key names that."""
     tile = tile_of(main_key(key))
     if key.kernel == TRANSPOSE:
-        return transposition_macros(key, tile)
+        return transpose_v_macros(key, tile)
     macros = forward_macros(key) | {"STAGES": tile.stages}
     if key.decoding:
         macros |= {"CACHE_LENGTHS": 1} | ({"VARLEN": 1} if key.varlen_q else {})
@@ -145,16 +145,16 @@ def sm90_macros(key: DispatchKey) -> Macros:
 
 
 def sm90_threads(key: DispatchKey) -> int:
-    """Of a block of forward_sm90, or of transpose_values where the key names that."""
+    """Of a block of forward_sm90, or of transpose_v where the key names that."""
     tile = tile_of(main_key(key))
     return tile.block_n if key.kernel == TRANSPOSE else tile.warps * 32
 
 
 def sm90_geometry(key: DispatchKey, problem: AttentionProblem, multiprocessors: int | None) -> LaunchGeometry:
-    """One block a multiprocessor, and no more than there are tiles; of transpose_values, what its values need."""
+    """One block a multiprocessor, and no more than there are tiles; of transpose_v, what its values need."""
     tile = tile_of(main_key(key))
     if key.kernel == TRANSPOSE:
-        return transposition_geometry(problem, tile)
+        return transpose_v_geometry(problem, tile)
     blocks = min(sections_of(problem, tile).tiles, multiprocessors or MULTIPROCESSORS)
     return LaunchGeometry((blocks, 1, 1), (sm90_threads(key), 1, 1), shared_bytes_of(key))
 

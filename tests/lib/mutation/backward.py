@@ -62,9 +62,9 @@ PROBES: dict[str, dict[str, Any]] = {
     "passes": {"dtype": "bfloat16", "head_dim": 128, "seqlens": (70, 100), "always": ("dropout",)},
     "float": {"dtype": "float32", "head_dim": 96, "seqlens": (70, 150), "always": ("causal",)},
     "redundant": {"dtype": "float32", "head_dim": 256, "seqlens": (40, 40), "always": ("bias",)},
-    "special": {"seqlens": (150, 150), "always": ("causal",)},
-    "special bias": {"seqlens": (150, 150), "always": ("causal", "bias")},
-    "special key": {"seqlens": (150, 150), "always": ("causal",)},
+    "nonfinite": {"seqlens": (150, 150), "always": ("causal",)},
+    "nonfinite bias": {"seqlens": (150, 150), "always": ("causal", "bias")},
+    "nonfinite key": {"seqlens": (150, 150), "always": ("causal",)},
     # Floats, whose gradients show the last bits of their sums.
     "turns": {**_FLOATS, "seqlens": (90, 610)},
     "turns window": {**_FLOATS, "seqlens": (350, 350), "always": ("window",), "alignment": "top_left"},
@@ -97,9 +97,9 @@ def case_of(name: str) -> BackwardCase:
         case.options["bias"] = np.ascontiguousarray(case.options["bias"][:1, :1])
     if name == "options":  # of the type that backward_finish turns sums into
         case.options["bias"] = case.options["bias"].astype(np.float16)
-    if name in ("special", "special bias"):
+    if name in ("nonfinite", "nonfinite bias"):
         case.dout[0, 100, :, 3] = np.nan
-    if name == "special key":
+    if name == "nonfinite key":
         case.forward.k[0, 100, :, 3] = np.nan
         case.lse[0, :, 100:], case.out[0, 100:] = np.nan, np.nan
     return case

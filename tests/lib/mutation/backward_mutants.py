@@ -74,7 +74,7 @@ RING_MUTANTS = (
         "",
         "wide",
     ),
-    _mma("keys stay as they came", _MMA, "      else if (n == -1) prepare_keys(work);\n", "", "special key"),
+    _mma("keys stay as they came", _MMA, "      else if (n == -1) prepare_keys(work);\n", "", "nonfinite key"),
     _mma("dO has Q's stage", _RING, "{q_tile(n).base + QTile::BYTES}", "{q_tile(n).base}"),
     _mma(
         "statistics of every step are the first's", _RING, "params.statistics + slot(n)", "params.statistics + slot(0)"
@@ -96,14 +96,22 @@ RING_MUTANTS = (
     ),
     _mma("slots of packed sequences overlap", _PARAMS, "/ BLOCK_M + sequence;", "/ BLOCK_M;", "varlen"),
     _mma(
-        "special values stay in a tile with a mask",
+        "nonfinite values stay in a tile with a mask",
         _RING,
-        "clear_special<ELEMENT, THREADS>(do_tile(n))",
+        "clear_nonfinite<ELEMENT, THREADS>(do_tile(n))",
         "false",
-        "special",
+        "nonfinite",
     ),
-    _mma("special values of dO reach no key", _MMA, "if (special) add_special", "if (false) add_special", "special"),
-    _mma("a special key stays in the tile", _MMA, "  clear_special<ELEMENT, THREADS>(keys);\n", "", "special key"),
+    _mma(
+        "nonfinite values of dO reach no key",
+        _MMA,
+        "if (nonfinite) add_nonfinite",
+        "if (false) add_nonfinite",
+        "nonfinite",
+    ),
+    _mma(
+        "a nonfinite key stays in the tile", _MMA, "  clear_nonfinite<ELEMENT, THREADS>(keys);\n", "", "nonfinite key"
+    ),
 )
 
 MASK_MUTANTS = (
@@ -123,21 +131,21 @@ MASK_MUTANTS = (
         "window",
     ),
     _mma("the diagonal is one key off", _SCORES, "if (query < begin ||", "if (query + 1 < begin ||", "causal"),
-    _mma("hidden pairs keep their weights", _MMA, "  if (masked) hide(p, work, n);\n", "", "causal"),
-    _mma("unmasked tiles are masked instead", _MMA, "if (masked) hide(p", "if (!masked) hide(p", "causal"),
+    _mma("hidden pairs keep their weights", _MMA, "  if (masked) apply_mask(p, work, n);\n", "", "causal"),
+    _mma("unmasked tiles are masked instead", _MMA, "if (masked) apply_mask(p", "if (!masked) apply_mask(p", "causal"),
     _mma(
         "hidden pairs keep their dS",
         _MMA,
-        "  if (masked) hide(dp, work, n);  // 0 times a NaN is none\n",
+        "  if (masked) apply_mask(dp, work, n);  // 0 times a NaN is none\n",
         "",
-        "special",
+        "nonfinite",
     ),
     _mma(
         "hidden pairs reach dbias",
         _MMA,
-        "    if (masked) hide(dp, work, n);\n    add_to",
+        "    if (masked) apply_mask(dp, work, n);\n    add_to",
         "    add_to",
-        "special bias",
+        "nonfinite bias",
     ),
     _mma(
         "keys past the end are not hidden",

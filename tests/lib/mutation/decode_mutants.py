@@ -39,7 +39,7 @@ DECODE_DEFECTS = (
         "head = kv_head + packed % ratio * attention.heads_kv",
     ),
     _decode("the correction is of a fused product", "mma/softmax.cuh", *FUSED_CORRECTION, "steady"),
-    _decode("keys past the end are loaded", "common/place.cuh", "key >= begin && key < end", "key >= begin"),
+    _decode("keys past the end are loaded", "common/mask.cuh", "key >= begin && key < end", "key >= begin"),
     _decode("keys past the end are seen", "common/mask.cuh", "if (key >= seqlen_k) return false;", "", "pointers"),
     _decode(
         "table entries of the next tile are read past the end",
@@ -158,15 +158,19 @@ DECODE_MUTANTS = (
         "tree",
     ),
     _decode(
-        "special values reach rows that do not see them", "mma/special.cuh", "words[w] &= ~special;", ";", "special"
+        "nonfinite values reach rows that do not see them",
+        "mma/nonfinite.cuh",
+        "words[w] &= ~nonfinite;",
+        ";",
+        "nonfinite",
     ),
-    _decode("special values are lost", _MMA, "if (masked(n)) add_special", "if (false) add_special", "special"),
+    _decode("nonfinite values are lost", _MMA, "if (masked(n)) add_nonfinite", "if (false) add_nonfinite", "nonfinite"),
     _decode(
-        "special values are every warp's",
+        "nonfinite values are every warp's",
         _MMA,
         "const int key = tile_begin + rows.first_key + i;",
         "const int key = tile_begin + i;",
-        "special",
+        "nonfinite",
     ),
     # 8-bit values
     _decode(
@@ -174,7 +178,7 @@ DECODE_MUTANTS = (
         _FRAGMENTS,
         "  if (Widen::REST == 0 || (carried & 0x80808080u) == 0) return;",
         "  return;",
-        "special8",
+        "nonfinite8",
     ),
     _decode("subnormals lose their place", _FRAGMENTS, "0x5c005c00u", "0x58005800u", "fp8"),
     _decode(
@@ -188,7 +192,7 @@ DECODE_MUTANTS = (
         "Q keeps its columns in order", _MMA, "    if constexpr (NARROW) shuffled(words[0], words[1]);\n", "", "fp8"
     ),
     _decode(
-        "special values of 8-bit caches go to a neighbour",
+        "nonfinite values of 8-bit caches go to a neighbour",
         _FRAGMENTS,
         "return NARROW ? 16 * (block / 2) + 4 * t + 2 * i + block % 2 : 8 * block + 2 * t + i;",
         "return NARROW ? 16 * (block / 2) + 4 * t + i + block % 2 : 8 * block + 2 * t + i;",

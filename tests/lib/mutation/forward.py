@@ -80,7 +80,7 @@ PROBES: dict[str, dict[str, Any]] = {
         "kind": "gaussian",
         "always": ("sinks",),
     },
-    "special": {"dtype": "float16", "head_dim": 32, "seqlens": (150, 150), "varlen": False, "always": ("causal",)},
+    "nonfinite": {"dtype": "float16", "head_dim": 32, "seqlens": (150, 150), "varlen": False, "always": ("causal",)},
     "padded": {"dtype": "bfloat16", "head_dim": 40, "head_dim_v": 72, "seqlens": (70, 150), "varlen": False},
     "wide": {"dtype": "float16", "head_dim": 96, "seqlens": (40, 300), "varlen": False, "kind": "gaussian"},
     "float": {"dtype": "float32", "head_dim": 40, "seqlens": (70, 150), "varlen": False, "always": ("causal",)},
@@ -128,7 +128,7 @@ def run_probes(mutant: Mutant, cache: Path, *, bug: bool = True) -> None:
                 check_steady(mutant.kernel, arch="sm_86")
                 continue
             case = poison_unseen(random_forward(len(name), **{**_SHAPE, **PROBES[name]}))
-            if name == "special":
+            if name == "nonfinite":
                 case.v[0, 100, :, 3] = np.nan
             for delivery, schedule, seed in LAUNCHES:
                 emulated_forward.check_case(

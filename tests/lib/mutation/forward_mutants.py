@@ -27,7 +27,12 @@ def _simple(name: str, old: str, new: str, *probes: str) -> Mutant:
 
 
 _MMA, _TILE, _FRAGMENTS = "forward/forward_mma.cu", "mma/tile.cuh", "mma/fragments.cuh"
-_PLACE, _SOFTMAX, _SPECIAL, _MASK = "common/place.cuh", "mma/softmax.cuh", "mma/special.cuh", "common/mask.cuh"
+_BLOCK_TILE, _SOFTMAX, _NONFINITE, _MASK = (
+    "common/block_tile.cuh",
+    "mma/softmax.cuh",
+    "mma/nonfinite.cuh",
+    "common/mask.cuh",
+)
 
 # Old and new text of mma/softmax.cuh: an exponent that is a product less a base, which compilers fuse into one.
 _RAISED = """;
@@ -149,21 +154,21 @@ MMA_MUTANTS = (
     ),
     _mma(
         "every query head has a KV head of its own",
-        _PLACE,
+        _BLOCK_TILE,
         "at.head / (params.heads_q / params.heads_kv)",
         "at.head",
         "gqa",
     ),
     _mma(
         "query heads are dealt out to KV heads in turn",
-        _PLACE,
+        _BLOCK_TILE,
         "at.head / (params.heads_q / params.heads_kv)",
         "at.head % params.heads_kv",
         "gqa",
     ),
     _mma(
         "packed keys start at the queries' start",
-        _PLACE,
+        _BLOCK_TILE,
         "at.k_start = params.cu_seqlens_k[at.sequence];",
         "at.k_start = at.q_start;",
         "varlen",
@@ -181,18 +186,22 @@ MMA_MUTANTS = (
         "key_end - 1 > row_end + diagonal",
         "causal",
     ),
-    _mma("special values stay in a tile with a mask", _SPECIAL, "words[w] &= ~special;", ";", "special"),
+    _mma("nonfinite values stay in a tile with a mask", _NONFINITE, "words[w] &= ~nonfinite;", ";", "nonfinite"),
     _mma(
-        "special values are never given to their rows",
+        "nonfinite values are never given to their rows",
         _MMA,
-        "if (!unmasked(n)) add_special",
-        "if (false) add_special",
-        "special",
+        "if (!unmasked(n)) add_nonfinite",
+        "if (false) add_nonfinite",
+        "nonfinite",
     ),
     _mma(
-        "special values are given to all rows", _MMA, "!rows.mask.visible(row, key) ? HIDDEN : kept", "kept", "special"
+        "nonfinite values are given to all rows",
+        _MMA,
+        "!rows.mask.visible(row, key) ? HIDDEN : kept",
+        "kept",
+        "nonfinite",
     ),
-    _mma("keys past the end are loaded", _PLACE, "key >= begin && key < end", "key >= begin", "plain"),
+    _mma("keys past the end are loaded", _MASK, "key >= begin && key < end", "key >= begin", "plain"),
     _mma("rows past the end of Q are loaded", _MMA, "return at.row_begin + row < row_end;", "return true;"),
     _mma("rows past the end are stored", _MMA, "      if (row >= rows.end) continue;\n", ""),
     # Softmax and options

@@ -68,7 +68,7 @@ PROBES: dict[str, dict[str, Any]] = {
     "over q varlen": {"head_dim": 256, "seqlens": (300, 300), "varlen": True, "batch": 5, "always": ("causal",)},
     "alibi": {"seqlens": (200, 300), "always": ("alibi",)},
     "softcap": {"seqlens": (200, 300), "always": ("softcap",)},
-    "special": {"seqlens": (200, 200), "always": ("causal",)},
+    "nonfinite": {"seqlens": (200, 200), "always": ("causal",)},
 }  # fmt: skip
 # Bytes that L2 is taken to hold: ten of twelve heads a section; one.
 SECTIONS = {"sections": 5 * 70 * 256, "empty over q": 1}
@@ -84,7 +84,7 @@ def case_of(name: str) -> ForwardCase:
     case = random_forward(len(name), **{**_SHAPE, **PROBES[name]})
     case = dataclasses.replace(case, options={**case.options, **_OPTIONS.get(name, {})})
     case = poison_unseen(case)
-    if name == "special":
+    if name == "nonfinite":
         case.v[0, 100, :, 3::59] = np.nan
     return case
 

@@ -37,7 +37,7 @@ REPORT = Path(__file__).resolve().parents[3] / "docs" / "reports" / "mutation_ho
 LAUNCHES = (("late", "greedy", 0), ("eager", "lane", 1), ("random", "random", 2), ("late", "lane", 1))
 
 # Problems by name: more tiles of keys than stages, more tiles of rows than the two blocks. Besides, "neighbours" is
-# `check_neighbours`, "many keys" `check_sums`, "transposed" and "transposed varlen" are `check_transposition`.
+# `check_neighbours`, "many keys" `check_sums`, "transposed" and "transposed varlen" are `check_transposed_v`.
 _SHAPE: dict[str, Any] = {
     "dtype": E4M3,
     "head_dim": 64,
@@ -56,7 +56,7 @@ PROBES: dict[str, dict[str, Any]] = {
     "wide tile": {"head_dim": 128, "seqlens": (130, 500), "always": ("descales",)},
     "wide head": {"head_dim": 256, "seqlens": (130, 500), "always": ("descales",), "kind": "rising"},
     "faint": {"seqlens": (70, 601), "heads": (1, 1)},
-    "special": {"seqlens": (200, 200), "always": _CAUSAL},
+    "nonfinite": {"seqlens": (200, 200), "always": _CAUSAL},
     "negative": {"seqlens": (300, 300), "always": _CAUSAL},
     "zero": {"seqlens": (150, 200), "always": _CAUSAL},
     "nan": {"seqlens": (200, 70), "always": _CAUSAL},
@@ -67,7 +67,7 @@ _Q_DESCALE = {"negative": -1.5, "zero": 0.0, "nan": np.nan, "capped": np.inf}
 
 def case_of(name: str) -> ForwardCase:
     case = poison_unseen(random_forward(len(name), **{**_SHAPE, **PROBES[name]}))
-    if name == "special":
+    if name == "nonfinite":
         case.v[0, 100, :, 3] = np.nan
     if name == "faint":  # one key of the largest weight, and many that e4m3 would round to 0
         arrays = {part: np.zeros(array.shape) for part, array in zip("qkv", case.inputs, strict=True)}
@@ -91,7 +91,7 @@ def run_probe(name: str, delivery: Any, schedule: Any, seed: int) -> None:
         check_sums(**launch)
         return
     if name.startswith("transposed"):
-        check_transposition(name.endswith("varlen"), **launch)
+        check_transposed_v(name.endswith("varlen"), **launch)
         return
     case = case_of(name)
     out, lse = run_case(case, kernel=KERNEL, multiprocessors=2, **launch)
@@ -124,7 +124,7 @@ def answer_many_keys(keys: int, head_dim: int, **launch: Any) -> tuple[Any, Any]
 _ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
 
 
-def check_transposition(varlen: bool, **launch: Any) -> None:
+def check_transposed_v(varlen: bool, **launch: Any) -> None:
     """The transposed values themselves: what forward_sm90 finds to be NaN it would read again from V."""
     lengths = (3, 0, 128, 140, 0) if varlen else (150, 150)
     heads, dim, dim_v, start = 2, 64, 80, 0
@@ -151,7 +151,7 @@ def check_transposition(varlen: bool, **launch: Any) -> None:
         wanted = padded.reshape(-1, 16, heads, dim_v)[:, _ORDER].reshape(whole, heads, dim_v).transpose(1, 2, 0)
         start = (int(ends[n]) + n * (tile - 1)) // tile * tile if varlen else 0
         got = found[0 if varlen else n, ..., start : start + whole]
-        assert (got == wanted).all(), "transposed_values differs"
+        assert (got == wanted).all(), "transposed V differs"
 
 
 def run_probes(mutant: Mutant, cache: Path, *, bug: bool = True) -> None:
@@ -183,7 +183,7 @@ def main(names: list[str]) -> int:
 
 _REPORT = """# Mutation run of the Hopper forward kernel on e4m3
 
-`scripts/mutants hopper_fp8` seeds each of these bugs into forward_sm90, or into transpose_values, which runs
+`scripts/mutants hopper_fp8` seeds each of these bugs into forward_sm90, or into transpose_v, which runs
 before it, and compares the emulated result with the oracle under several schedules and deliveries. {caught}.
 
 | kernel | bug | probes | caught by |

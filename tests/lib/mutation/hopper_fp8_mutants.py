@@ -1,4 +1,4 @@
-"""Bugs to seed into what forward_sm90 has for e4m3 alone, and into transpose_values; sm90_fp8_mutation.py runs them."""
+"""Bugs to seed into what forward_sm90 has for e4m3 alone, and into transpose_v; `mutation.hopper_fp8` runs them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ def _bug(name: str, file: str, old: str, new: str, *probes: str) -> Mutant:
     return Mutant(name, "forward_sm90", file, old, new, probes or ("causal",))
 
 
-def _transposition(name: str, old: str, new: str, *probes: str, file: str = "hopper/transpose_values.cu") -> Mutant:
-    return Mutant(name, "transpose_values", file, old, new, probes or ("causal",))
+def _transpose_v(name: str, old: str, new: str, *probes: str, file: str = "hopper/transpose_v.cu") -> Mutant:
+    return Mutant(name, "transpose_v", file, old, new, probes or ("causal",))
 
 
 def _order(name: str, new: str) -> Mutant:
     old = "return (key & ~15) | (key & 6) << 1 | (key & 8) >> 2 | (key & 1);"
-    return _transposition(name, old, f"return {new};", file="hopper/values.cuh")
+    return _transpose_v(name, old, f"return {new};", file="hopper/transposed_v.cuh")
 
 
 # The default test run seeds these.
@@ -39,7 +39,9 @@ _WEIGHTS = (
     _bug(
         "the correction lacks the exponent", "rows", "ptx::ex2(before - finite)", "ptx::ex2(before - finite - exponent)"
     ),
-    _bug("rows computed again lack the exponent", "special", "- special.base", "- special.base - 8.0f", "special"),
+    _bug(
+        "rows computed again lack the exponent", "nonfinite", "- nonfinite.base", "- nonfinite.base - 8.0f", "nonfinite"
+    ),
     _bug(
         "halves of a word swap",
         "softmax",
@@ -133,7 +135,7 @@ _LOADS = (
         "work.values_start = work.k_start",
         "varlen",
     ),
-    _bug("sequences share tiles", "values", "sequence * (TILE - 1)", "sequence", "varlen"),
+    _bug("sequences share tiles", "transposed_v", "sequence * (TILE - 1)", "sequence", "varlen"),
     _bug("V's step is one of rows", "consumer", "r.p[n], v + VBoxes::column_step", "r.p[n], v + VBoxes::row_step"),
     _bug("boxes are twice as wide", "layout", "n * STEP % WIDTH * ITEM) / 16", "n * STEP % WIDTH * 2) / 16"),
 )
@@ -197,22 +199,20 @@ _SUMS = (
 _TRANSPOSITION = (
     _order("keys are shifted by one place", "(key & ~15) | (((key & 6) << 1 | (key & 8) >> 2 | (key & 1)) + 1 & 15)"),
     _order("keys are in the order of 16-bit fragments", "(key & ~31) | (key & 7) << 2 | (key & 24) >> 3"),
-    _transposition(
-        "what lies behind the last key is loaded", "if (key < keys.count) ptx", "ptx", "varlen", "neighbours"
-    ),
-    _transposition("the last key is not loaded", "if (key < keys.count) ptx", "if (key < keys.count - 1) ptx", "odd"),
-    _transposition("columns go out before they are there", "  __syncthreads();\n", "", "transposed"),
-    _transposition(
+    _transpose_v("what lies behind the last key is loaded", "if (key < keys.count) ptx", "ptx", "varlen", "neighbours"),
+    _transpose_v("the last key is not loaded", "if (key < keys.count) ptx", "if (key < keys.count - 1) ptx", "odd"),
+    _transpose_v("columns go out before they are there", "  __syncthreads();\n", "", "transposed"),
+    _transpose_v(
         "heads write to one place", "int64_t(sequence_head) * HEAD_DIM_V", "int64_t(batch) * HEAD_DIM_V", "batch"
     ),
-    _transposition("every head is the first", " + head * params.head_stride", "", "batch"),
-    _transposition("every sequence is the first", "keys.batch * params.batch_stride +", "", "batch"),
-    _transposition("bytes of a word are reversed", "i % 4 * 8 &", "(3 - i % 4) * 8 &"),
-    _transposition("columns past 64 are the first", "row + first_column + unit * 16", "row + unit * 16", "wide tile"),
-    _transposition(
+    _transpose_v("every head is the first", " + head * params.head_stride", "", "batch"),
+    _transpose_v("every sequence is the first", "keys.batch * params.batch_stride +", "", "batch"),
+    _transpose_v("bytes of a word are reversed", "i % 4 * 8 &", "(3 - i % 4) * 8 &"),
+    _transpose_v("columns past 64 are the first", "row + first_column + unit * 16", "row + unit * 16", "wide tile"),
+    _transpose_v(
         "a sequence is the one before it", "<= tile * BLOCK_N) low", "< tile * BLOCK_N) low", "transposed varlen"
     ),
-    _transposition(
+    _transpose_v(
         "a sequence's later tiles are its first",
         "{0, int64_t(start) + before, params",
         "{0, int64_t(start), params",

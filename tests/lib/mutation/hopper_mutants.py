@@ -1,4 +1,4 @@
-"""Bugs to seed into forward_sm90; sm90_mutation.py runs them. Those of its numbers are in sm90_number_mutants.py."""
+"""Bugs to seed into forward_sm90; `mutation.hopper` runs them. Those of its numbers are in `hopper_number_mutants`."""
 
 from __future__ import annotations
 
@@ -127,18 +127,18 @@ PIPELINE = (
         "    ptx::pin_registers(r.p);\n    multiply_keys(r.s);",
     ),
     _bug("a consumer passes the turn to itself", "consumer", "number + 1 == CONSUMERS ? 0 : number + 1", "number"),
-    _bug("the turn is not passed on", "consumer", "    if (TURNS) pass_turn();\n\n", "\n", "causal", "plain"),
+    _bug("the turn is not passed on", "consumer", "    if (PINGPONG) pingpong_pass();\n\n", "\n", "causal", "plain"),
     _bug(
         "nobody has the first turn",
         "consumer",
-        "    if (TURNS && number == CONSUMERS - 1) pass_turn();\n",
+        "    if (PINGPONG && number == CONSUMERS - 1) pingpong_pass();\n",
         "",
         "causal",
     ),
     _bug(
         "the last turn stays",
         "consumer",
-        "    if (TURNS && number == 0) take_turn();  // which the last one passed on, and nobody needs\n",
+        "    if (PINGPONG && number == 0) pingpong_wait();  // which the last one passed on, and nobody needs\n",
         "",
         "causal",
     ),
@@ -276,27 +276,31 @@ OUTPUT = (
     _bug(
         "NaN of hidden keys spreads",
         "store",
-        "  mend_special(all, work, rows, softmax, o, factor, scale, shared.o(consumer));\n",
+        "  mend_nonfinite(all, work, rows, softmax, o, factor, scale, shared.o(consumer));\n",
         "",
-        "special",
+        "nonfinite",
     ),
-    _bug("mended rows see all keys", "special", "      if (!work.mask.visible(row, key)) continue;\n", "", "special"),
+    _bug(
+        "mended rows see all keys", "nonfinite", "      if (!work.mask.visible(row, key)) continue;\n", "", "nonfinite"
+    ),
     _bug(
         "a lane's share is the whole product",
-        "special",
+        "nonfinite",
         "return dot + __shfl_xor_sync(quad, dot, 2)",
         "return dot",
-        "special",
+        "nonfinite",
     ),
     _bug(
         "a mended row lies 8 rows off",
-        "special",
+        "nonfinite",
         "(row - work.row_begin) % ROWS",
         "(row - work.row_begin + 8) % ROWS",
-        "special",
+        "nonfinite",
     ),
-    _bug("mended rows are not divided", "special", "special.factor * special.scale", "special.scale", "special"),
-    _bug("mended rows stop at the first columns", "special", "- lane_id() % 4 < UNITS", "< 4", "special"),
+    _bug(
+        "mended rows are not divided", "nonfinite", "nonfinite.factor * nonfinite.scale", "nonfinite.scale", "nonfinite"
+    ),
+    _bug("mended rows stop at the first columns", "nonfinite", "- lane_id() % 4 < UNITS", "< 4", "nonfinite"),
 )
 
 MUTANTS = (*DEFECTS, *PIPELINE, *SCHEDULE, *OUTPUT, *NUMBERS)

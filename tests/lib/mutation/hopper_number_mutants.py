@@ -1,4 +1,4 @@
-"""Bugs in the places and the numbers of forward_sm90: layouts, masks, softmax. See sm90_mutants.py."""
+"""Bugs in the places and the numbers of forward_sm90: layouts, masks, softmax. See `hopper_mutants`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["NUMBERS"]
 
 
 def _bug(name: str, file: str, old: str, new: str, *probes: str) -> Mutant:
-    file = "mma/softmax.cuh" if file == "rows" else f"hopper/{file}.cuh"
+    file = {"rows": "mma/softmax.cuh", "mask": "common/mask.cuh"}.get(file, f"hopper/{file}.cuh")
     return Mutant(name, "forward_sm90", file, old, new, probes or ("plain",))
 
 
@@ -55,32 +55,32 @@ SOFTMAX = (
     _bug("a row without keys is NaN", "rows", "m == -INFINITY ? 0.0f : base", "base", "window"),
     _bug(
         "a key past the end is seen",
-        "softmax",
-        "int end = mask.seqlen_k - origin;",
-        "int end = mask.seqlen_k - origin + 1;",
+        "mask",
+        "int end = seqlen_k - origin;",
+        "int end = seqlen_k - origin + 1;",
         "batch",
     ),
-    _bug("the diagonal is hidden", "softmax", "at_most(diagonal + 1, end)", "at_most(diagonal, end)", "causal"),
+    _bug("the diagonal is hidden", "mask", "at_most(own + 1, end)", "at_most(own, end)", "causal"),
     _bug(
         "the right edge is hidden",
-        "softmax",
-        "at_most(diagonal + mask.right + 1, end)",
-        "at_most(diagonal + mask.right, end)",
+        "mask",
+        "at_most(own + right + 1, end)",
+        "at_most(own + right, end)",
         "window",
     ),
     _bug(
         "the left edge is hidden",
-        "softmax",
-        "const int begin = diagonal - mask.left;",
-        "const int begin = diagonal - mask.left + 1;",
+        "mask",
+        "return {sinks, own - left, end};",
+        "return {sinks, own - left + 1, end};",
         "window",
     ),
-    _bug("sink tokens are hidden", "softmax", "seen = seen || column < sinks;", ";", "window"),
+    _bug("sink tokens are hidden", "mask", "seen = seen || column < sinks;", ";", "window"),
     _bug(
         "sink tokens beyond the diagonal are seen",
-        "softmax",
-        "at_most(mask.sink_tokens - origin, end)",
-        "mask.sink_tokens - origin",
+        "mask",
+        "at_most(sink_tokens - origin, end)",
+        "sink_tokens - origin",
         "sink tokens",
     ),
     _bug(

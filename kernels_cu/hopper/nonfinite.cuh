@@ -10,22 +10,22 @@
 #include "hopper/schedule.cuh"
 #include "hopper/softmax.cuh"
 
-DEVICE bool is_special(float x) { return x - x != 0.0f; }
+DEVICE bool is_nonfinite(float x) { return x - x != 0.0f; }
 
 // Whether this thread holds a piece of the row that is not finite.
 template <int HALF>
-DEVICE bool has_special(const Output& o) {
+DEVICE bool has_nonfinite(const Output& o) {
   float probe = 0.0f;  // stays 0 while everything is finite
 #pragma unroll
   for (int i = 0; i < DIM_V / 4; i++) probe += o[i / 2 * 4 + 2 * HALF + i % 2] * 0.0f;
-  return is_special(probe);
+  return is_nonfinite(probe);
 }
 
-// A special value counts whole, whatever the weight of a key that the row sees: the weight is positive, if it is no
+// A nonfinite value counts whole, whatever the weight of a key that the row sees: the weight is positive, if it is no
 // NaN.
-DEVICE void add_value(float& sum, float weight, float value) { sum += is_special(value) ? value : weight * value; }
+DEVICE void add_value(float& sum, float weight, float value) { sum += is_nonfinite(value) ? value : weight * value; }
 
-struct SpecialRow {
+struct NonfiniteRow {
   int half;        // which of the thread's two rows
   float base;      // what its weights are relative to
   float factor;    // of its sums
@@ -44,12 +44,12 @@ DEVICE float dot_of_quad(const ELEMENT* q, const ELEMENT* k) {
 }
 
 // Four units of 8 columns at a time, one for each lane of the quad.
-DEVICE void attend_key_by_key(const Sm90Params& all, const Work& work, const Rows& rows, const SpecialRow& special) {
+DEVICE void attend_key_by_key(const Sm90Params& all, const Work& work, const Rows& rows, const NonfiniteRow& nonfinite) {
   constexpr int UNITS = HEAD_DIM_V / 8;
   const LaunchParams& params = all.params;
-  const int row = rows.row(special.half);
+  const int row = rows.row(nonfinite.half);
   // A row without weights is 0 already.
-  if (row >= work.seqlen_q || special.factor == 0.0f) return;
+  if (row >= work.seqlen_q || nonfinite.factor == 0.0f) return;
   const Score<float> score = make_score<float>(params, work.sequence, work.head, work.kv_head, work.mask.diagonal);
   const auto q = element_of<const ELEMENT>(params.q, params.q_strides, work.sequence, work.q_start + row, work.head);
 #pragma unroll 1
@@ -62,26 +62,26 @@ DEVICE void attend_key_by_key(const Sm90Params& all, const Work& work, const Row
       const KeyPlace at = place_of_key(all.schedule, work, key);
       const auto k = element_of<const ELEMENT>(params.k, params.k_strides, at.batch, at.row, work.kv_head);
       const auto v = element_of<const ELEMENT>(params.v, params.v_strides, at.batch, at.row, work.kv_head);
-      const float weight = ptx::ex2(score(dot_of_quad(q, k), row, key) * LOG2_E - special.base);
+      const float weight = ptx::ex2(score(dot_of_quad(q, k), row, key) * LOG2_E - nonfinite.base);
       if (unit >= UNITS) continue;
 #pragma unroll
       for (int i = 0; i < 8; i++) add_value(sum[i], weight, to_real(v[unit * 8 + i]));
     }
     if (unit >= UNITS) continue;
-    const float factor = special.factor * special.scale;
+    const float factor = nonfinite.factor * nonfinite.scale;
     uint32_t words[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       words[i] = FormatOf<OUT_ELEMENT>::pack(sum[2 * i] * factor, sum[2 * i + 1] * factor);
     }
-    ptx::store_shared_v4(OBoxes::place(special.place, (row - work.row_begin) % ROWS, unit), words);
+    ptx::store_shared_v4(OBoxes::place(nonfinite.place, (row - work.row_begin) % ROWS, unit), words);
   }
 }
 
-// Puts right what special values have done to the thread's rows, whose pieces `o` are in shared memory already.
-DEVICE void mend_special(const Sm90Params& all, const Work& work, const Rows& rows, const SoftmaxRow (&softmax)[2],
+// Puts right what nonfinite values have done to the thread's rows, whose pieces `o` are in shared memory already.
+DEVICE void mend_nonfinite(const Sm90Params& all, const Work& work, const Rows& rows, const SoftmaxRow (&softmax)[2],
                          const Output& o, const float (&factor)[2], float scale, uint32_t place) {
-  const uint32_t found[2] = {__ballot_sync(ALL_LANES, has_special<0>(o)), __ballot_sync(ALL_LANES, has_special<1>(o))};
+  const uint32_t found[2] = {__ballot_sync(ALL_LANES, has_nonfinite<0>(o)), __ballot_sync(ALL_LANES, has_nonfinite<1>(o))};
   if ((found[0] | found[1]) == 0) return;
   __syncwarp();  // other lanes wrote these rows there
 #pragma unroll 1

@@ -3,7 +3,7 @@
 
 #include "common/mask.cuh"
 
-struct Place {
+struct BlockTile {
   int sequence, head, kv_head;
   int seqlen_q, seqlen_k;
   int64_t q_start, k_start;  // rows before the sequence's first, in packed tensors
@@ -13,8 +13,8 @@ struct Place {
 // Blocks are numbered by sequence, then head, then tile of rows: neighbours read the same keys, which L2 then holds.
 // The later rows of a causal sequence see the most keys, so they come first and the last blocks to start are short
 // ones.
-DEVICE Place locate(const Params& params, int row_tiles) {
-  Place at;
+DEVICE BlockTile locate(const Params& params, int row_tiles) {
+  BlockTile at;
   const int sequence_head = int(blockIdx.x) / row_tiles, tile = int(blockIdx.x) % row_tiles;
   at.sequence = sequence_head / params.heads_q;
   at.head = sequence_head % params.heads_q;
@@ -30,23 +30,4 @@ DEVICE Place locate(const Params& params, int row_tiles) {
   }
   at.row_begin = (CAUSAL ? row_tiles - 1 - tile : tile) * BLOCK_M;
   return at;
-}
-
-// [0, sinks) and [begin, end): keys that at least one of some rows sees. No other key is read, whatever tile it falls
-// into.
-struct SeenKeys {
-  int sinks, begin, end;
-
-  __device__ __forceinline__ bool has(int key) const {
-    return (key >= begin && key < end) || (WINDOW && SINK_TOKENS && key < sinks);
-  }
-};
-
-DEVICE SeenKeys seen_keys(const Mask& mask, int row_begin, int row_end) {
-  SeenKeys keys{0, 0, mask.seqlen_k};
-  if (CAUSAL) keys.end = at_most(row_end + mask.diagonal, keys.end);
-  if (WINDOW && SINK_TOKENS) keys.sinks = at_most(keys.end, mask.sink_tokens);
-  if (WINDOW && !CAUSAL) keys.end = at_most(row_end + mask.diagonal + mask.right, keys.end);
-  if (WINDOW) keys.begin = at_least(0, row_begin + mask.diagonal - mask.left);
-  return keys;
 }

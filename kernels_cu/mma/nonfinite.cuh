@@ -9,24 +9,24 @@
 
 // The bits of those elements of a word whose exponent is all ones.
 template <uint32_t EXPONENT>
-DEVICE uint32_t special_halves(uint32_t word) {
+DEVICE uint32_t nonfinite_halves(uint32_t word) {
   const uint32_t low = (word & EXPONENT) == EXPONENT ? 0xffffu : 0, high = word >> 16;
   return low | ((high & EXPONENT) == EXPONENT ? 0xffff0000u : 0);
 }
-DEVICE uint32_t special_bits(half_t, uint32_t word) { return special_halves<0x7c00>(word); }
-DEVICE uint32_t special_bits(bfloat16_t, uint32_t word) { return special_halves<0x7f80>(word); }
+DEVICE uint32_t nonfinite_bits(half_t, uint32_t word) { return nonfinite_halves<0x7c00>(word); }
+DEVICE uint32_t nonfinite_bits(bfloat16_t, uint32_t word) { return nonfinite_halves<0x7f80>(word); }
 // Of 8-bit floats: adding the rest to a byte's magnitude carries into the place of its sign.
 template <uint32_t REST>
-DEVICE uint32_t special_bytes(uint32_t word) {
+DEVICE uint32_t nonfinite_bytes(uint32_t word) {
   return (((word & 0x7f7f7f7fu) + REST) >> 7 & 0x01010101u) * 0xffu;
 }
-DEVICE uint32_t special_bits(e4m3_t, uint32_t word) { return special_bytes<0x01010101u>(word); }
-DEVICE uint32_t special_bits(e5m2_t, uint32_t word) { return special_bytes<0x04040404u>(word); }
-DEVICE uint32_t special_bits(float, uint32_t word) { return (word & 0x7f800000u) == 0x7f800000u ? ~0u : 0; }
+DEVICE uint32_t nonfinite_bits(e4m3_t, uint32_t word) { return nonfinite_bytes<0x01010101u>(word); }
+DEVICE uint32_t nonfinite_bits(e5m2_t, uint32_t word) { return nonfinite_bytes<0x04040404u>(word); }
+DEVICE uint32_t nonfinite_bits(float, uint32_t word) { return (word & 0x7f800000u) == 0x7f800000u ? ~0u : 0; }
 
 // Puts zeros in the place of those that this thread copied. True if there were any.
 template <class Element, int THREADS, class Tile>
-DEVICE bool clear_special(const Tile& tile) {
+DEVICE bool clear_nonfinite(const Tile& tile) {
   using Mine = Share<Tile, THREADS>;
   const LaneAddress at = tile.lane(Mine::row(), Mine::chunk());
   bool found = false;
@@ -36,9 +36,9 @@ DEVICE bool clear_special(const Tile& tile) {
     ptx::load_shared_v4(words, address);
 #pragma unroll
     for (int w = 0; w < 4; w++) {
-      const uint32_t special = special_bits(Element(), words[w]);
-      words[w] &= ~special;
-      all |= special;
+      const uint32_t nonfinite = nonfinite_bits(Element(), words[w]);
+      words[w] &= ~nonfinite;
+      all |= nonfinite;
     }
     if (all != 0) ptx::store_shared_v4(address, words);
     found |= all != 0;

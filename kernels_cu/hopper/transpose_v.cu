@@ -1,4 +1,4 @@
-// Transposes V for forward_sm90 on 8-bit elements, whose products take no other V (hopper/values.cuh).
+// Transposes V for forward_sm90 on 8-bit elements, whose products take no other V (hopper/transposed_v.cuh).
 //
 //     a block:  one tile of BLOCK_N keys, COLUMNS columns of one head
 //
@@ -9,7 +9,7 @@
 //
 // Keys past the end of the sequence are zeros, whatever lies there: the product with a weight of 0 would keep a NaN.
 #include "ptx/memory.cuh"
-#include "hopper/values.cuh"
+#include "hopper/transposed_v.cuh"
 
 #if !defined(HEAD_DIM_V) || !defined(BLOCK_N) || !defined(VARLEN) || !defined(SHARED_BYTES)
 #error "HEAD_DIM_V, BLOCK_N, VARLEN and SHARED_BYTES must be given"
@@ -71,7 +71,7 @@ DEVICE void scatter_key(const ValuesParams& params, const TileKeys& keys, int he
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) transpose_values(const __grid_constant__ ValuesParams params) {
+extern "C" __global__ void __launch_bounds__(THREADS) transpose_v(const __grid_constant__ ValuesParams params) {
   DYNAMIC_SHARED(shared);
   const int first_column = int(blockIdx.x) % GROUPS * COLUMNS;
   const int tile = int(blockIdx.x) / GROUPS % params.tiles;
