@@ -12,24 +12,22 @@ import hashlib
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from gpu_actors.key_mask import Alignment, KeyMask, MaskKind
 from gpu_actors.score_mod import ScoreMod
 
-__all__ = ["FLAGS", "AttentionProblem", "DispatchKey", "MaskKind"]
+__all__ = ["FLAGS", "AttentionProblem", "DispatchKey"]
 
 Direction: TypeAlias = Literal["forward", "backward"]
 Layout: TypeAlias = Literal["dense", "varlen", "paged", "pointers", "cache"]
-Alignment: TypeAlias = Literal["bottom_right", "top_left"]
-MaskKind: TypeAlias = Literal["full", "causal", "window", "causal_window"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionProblem:
+class AttentionProblem(KeyMask):
     """Everything that decides how an attention request is computed, and no data.
 
     Lengths are rows; ``seqlen_q`` and ``seqlen_k`` are the (largest) lengths of one sequence and ``total_q`` and
     ``total_k`` the rows of all sequences together. dtypes are NumPy names (``bfloat16``, ``float8_e4m3fn`` and
-    ``float8_e5m2`` as ml_dtypes spells them). Window bounds are inclusive and -1 is unbounded; causal is folded into
-    ``window`` by `effective_window`, never here.
+    ``float8_e5m2`` as ml_dtypes spells them). The mask's options are those of `KeyMask`.
 
     bias: None, or (dtype, broadcast over batch, broadcast over heads).
     alibi: None, "heads" for slopes (heads_q,) or "batch" for (batch, heads_q).
@@ -60,13 +58,9 @@ class AttentionProblem:
     out_dtype: str
     compute: str
     softmax_scale: float
-    causal: bool = False
-    alignment: Alignment = "bottom_right"
-    window: tuple[int, int] = (-1, -1)
     softcap: float = 0.0
     alibi: Literal["heads", "batch"] | None = None
     sinks: bool = False
-    sink_tokens: int = 0
     bias: tuple[str, bool, bool] | None = None
     dropout_p: float = 0.0
     descales: bool = False
@@ -98,14 +92,6 @@ class AttentionProblem:
         if self.total_q == 0:
             return True
         return self.total_k == 0 and not self.decoding and (self.direction == "backward" or not self.return_lse)
-
-    @property
-    def mask(self) -> MaskKind:
-        """The mask's kind, which decides the loops a kernel needs."""
-        left, right = self.window
-        if self.causal:
-            return "causal_window" if left >= 0 else "causal"
-        return "window" if left >= 0 or right >= 0 else "full"
 
     @property
     def flops(self) -> int:

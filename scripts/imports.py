@@ -21,6 +21,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("process", "naming", "loop", "temporary"),
     ("validation.fields", "philox", "score_mod"),
+    ("key_mask",),
     ("problem", "rope", "launch"),
     ("fault_plan",),
     ("requests",),

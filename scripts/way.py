@@ -4,7 +4,7 @@ python scripts/way.py            a line a kind of request
 python scripts/way.py --files    and the files, in the order in which they are entered
 
 A file is entered when one of its functions is called, on any thread, from the call of the handle to the awaited
-answer. The oracle (gpu_actors/reference) takes a kernel's place there, and is not counted.
+answer. The oracle (gpu_actors/reference) takes a kernel's place there: neither it nor what it calls is counted.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class Steps:
         self.changes = 0
         self._names: dict[str, str | None] = {}
         self._last: dict[int, str] = {}
+        self._oracle: dict[int, int] = {}
         self.on = False
 
     def install(self) -> None:
@@ -54,23 +55,25 @@ class Steps:
         sys.setprofile(None)
 
     def _enter(self, frame: FrameType, event: str, argument: object) -> None:
-        if not self.on or event != "call":
+        if not self.on or event not in ("call", "return"):
             return
         name = self._name(frame.f_code.co_filename)
         if name is None:
             return
         thread = threading.get_ident()
-        self.files.setdefault(name)
-        if self._last.get(thread) != name:
-            self._last[thread] = name
-            self.changes += 1
+        if name.startswith("reference/"):
+            self._oracle[thread] = self._oracle.get(thread, 0) + (1 if event == "call" else -1)
+        elif event == "call" and not self._oracle.get(thread):
+            self.files.setdefault(name)
+            if self._last.get(thread) != name:
+                self._last[thread] = name
+                self.changes += 1
 
     def _name(self, filename: str) -> str | None:
         if filename not in self._names:
             path = Path(filename)
             inside = path.is_relative_to(PACKAGE)
-            name = path.relative_to(PACKAGE).as_posix() if inside else ""
-            self._names[filename] = name if inside and not name.startswith("reference/") else None
+            self._names[filename] = path.relative_to(PACKAGE).as_posix() if inside else None
         return self._names[filename]
 
 

@@ -31,7 +31,8 @@ from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.completion import Finish
 from gpu_actors.runtime.handle import ActorHandle
 from gpu_actors.runtime.reply import Reply
-from gpu_actors.validation import backward_problem, forward_problem
+from gpu_actors.validation.backward import backward_problem
+from gpu_actors.validation.forward import forward_problem
 
 if TYPE_CHECKING:
     from gpu_actors.runtime.cell import ActorCell

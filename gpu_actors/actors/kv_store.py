@@ -28,8 +28,8 @@ from gpu_actors.planning.plan import Plan
 from gpu_actors.process import incarnation
 from gpu_actors.requests import PagedForward
 from gpu_actors.runtime.call import Call
-from gpu_actors.validation import check_page_size
 from gpu_actors.validation.fields import FP8, describe, dtype_of, expect, integer, optional_array
+from gpu_actors.validation.paged import check_page_size
 
 if TYPE_CHECKING:
     from gpu_actors.runtime.cell import ActorCell

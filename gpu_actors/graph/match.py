@@ -338,4 +338,4 @@ def _mask_fields(node: Node | None) -> dict[str, Any]:
     if node is None:
         return {}
     mask = Mask(node["kind"], node["width"])
-    return {"causal": mask.is_causal, "window": mask.window, "alignment": node["alignment"]}
+    return {"causal": mask.is_causal, "window_size": mask.window, "alignment": node["alignment"]}

@@ -140,7 +140,7 @@ def request_graph(request: FlashForward, problem: AttentionProblem) -> Operation
 
 
 def _mask_of(problem: AttentionProblem) -> Mask:
-    left, right = problem.window
+    left, right = problem.window_size
     if problem.causal:
         return Mask.causal() if left < 0 else Mask.causal_sliding_window(left + 1)
     return Mask.none() if left < 0 and right < 0 else Mask.sliding_window(left + 1)

@@ -15,8 +15,8 @@ from torch.autograd import forward_ad
 
 from gpu_actors.context import GpuContext, open_contexts
 from gpu_actors.errors import ActorStopped, InvalidRequest, Unsupported, WouldBlock
-from gpu_actors.validation import check_seed
 from gpu_actors.validation.fields import expect, flag, integer, one_of, real, window
+from gpu_actors.validation.forward import check_seed
 
 __all__ = ["attention"]
 

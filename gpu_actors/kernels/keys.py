@@ -14,7 +14,8 @@ from gpu_actors.kernels.dispatch import FAMILIES
 from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.support import check_support
 from gpu_actors.kernels.variants import KernelKey
-from gpu_actors.problem import FLAGS, Alignment, AttentionProblem, Direction, DispatchKey, Layout, MaskKind
+from gpu_actors.key_mask import Alignment, MaskKind
+from gpu_actors.problem import FLAGS, AttentionProblem, Direction, DispatchKey, Layout
 from gpu_actors.score_mod import ScoreMod
 from gpu_actors.validation.fields import flag, integer, one_of
 
@@ -103,7 +104,7 @@ def _problem(key: DispatchKey) -> AttentionProblem:
         heads_q=key.gqa_ratio,
         heads_kv=1,
         softmax_scale=key.head_dim**-0.5,
-        window=(_SEQLEN // 2, 0) if key.sliding_window else (-1, -1),
+        window_size=(_SEQLEN // 2, 0) if key.sliding_window else (-1, -1),
         alibi="heads" if key.alibi else None,
         bias=None if key.bias is None else (key.bias, False, False),
         dropout_p=0.5 if key.dropout else 0.0,

@@ -291,7 +291,7 @@ def _named(code: str) -> tuple[str, ...]:
 
 def forward_scalars(problem: AttentionProblem, prefix: str = "") -> dict[str, int | float]:
     """The fields of struct Params that a problem decides. prefix: of their names."""
-    left, right = problem.window
+    left, right = problem.window_size
     scalars: dict[str, int | float] = {name: getattr(problem, name) for name in _named("d")}
     scalars |= {name: min(getattr(problem, name), UNBOUNDED) for name in _named("i")}
     scalars["window_left"] = UNBOUNDED if left < 0 else min(left, UNBOUNDED)

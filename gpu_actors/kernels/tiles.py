@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.support import ELEMENTS, capability
-from gpu_actors.problem import Direction, DispatchKey, Layout, MaskKind
+from gpu_actors.key_mask import MaskKind
+from gpu_actors.problem import Direction, DispatchKey, Layout
 
 __all__ = [
     "TILES",

@@ -18,7 +18,8 @@ from gpu_actors.kernels.decode.variant import usual_decode_problems
 from gpu_actors.kernels.dispatch import dispatch_key, family_of, program_of
 from gpu_actors.kernels.program import ANYWHERE, Target
 from gpu_actors.kernels.support import ELEMENTS, FIRST_FP8_CAPABILITY, capability
-from gpu_actors.problem import AttentionProblem, DispatchKey, MaskKind
+from gpu_actors.key_mask import MaskKind
+from gpu_actors.problem import AttentionProblem, DispatchKey
 from gpu_actors.score_mod import SCORE_HEADER
 
 __all__ = [
@@ -119,6 +120,6 @@ def _usual_problem(dtype: str, head_dim: int, mask: MaskKind, varlen: bool) -> A
         compute=element.computes[0],
         softmax_scale=head_dim**-0.5,
         causal=mask in ("causal", "causal_window"),
-        window=(255, 0) if mask in ("window", "causal_window") else (-1, -1),
+        window_size=(255, 0) if mask in ("window", "causal_window") else (-1, -1),
         descales=element.fp8,
     )

@@ -19,7 +19,8 @@ from gpu_actors.planning.forward import (
 from gpu_actors.planning.plan import Accumulate, Plan, program_for
 from gpu_actors.problem import AttentionProblem
 from gpu_actors.requests import AttentionGradients, FlashBackward
-from gpu_actors.validation import backward_problem, check_seed
+from gpu_actors.validation.backward import backward_problem
+from gpu_actors.validation.forward import check_seed
 
 __all__ = ["attention_gradients", "backward_plan", "backward_signature", "bind_backward"]
 

@@ -30,15 +30,11 @@ from gpu_actors.planning.plan import Accumulate, Plan, PlanCache, program_for
 from gpu_actors.planning.tma_eligibility import alignments, reaching_families
 from gpu_actors.problem import AttentionProblem, DispatchKey
 from gpu_actors.requests import AttentionOutput, BatchedDecode, PagedForward, scalars_of
-from gpu_actors.validation import (
-    check_block_table,
-    check_cu_seqlens,
-    check_lengths,
-    check_output_memory,
-    decode_problem,
-    paged_problem,
-)
 from gpu_actors.validation.fields import describe, expect, integer
+from gpu_actors.validation.forward import check_cu_seqlens
+from gpu_actors.validation.lengths import check_block_table, check_lengths
+from gpu_actors.validation.overlap import check_output_memory
+from gpu_actors.validation.paged import decode_problem, paged_problem
 
 __all__ = [
     "CacheRequest",

@@ -28,7 +28,8 @@ from gpu_actors.planning.plan import Accumulate, Plan, program_for
 from gpu_actors.planning.tma_eligibility import alignments, reaching_families
 from gpu_actors.problem import AttentionProblem
 from gpu_actors.requests import AttentionOutput, FlashForward, scalars_of
-from gpu_actors.validation import check_cu_seqlens, check_output_memory, check_seed, forward_problem, longest
+from gpu_actors.validation.forward import check_cu_seqlens, check_seed, forward_problem, longest
+from gpu_actors.validation.overlap import check_output_memory
 
 __all__ = [
     "attention_output",
@@ -208,16 +209,10 @@ def _oracle(
 
 
 def forward_options(problem: AttentionProblem) -> dict[str, Any]:
-    """The options of the problem as the oracle names them."""
-    return {
-        "causal": problem.causal,
-        "alignment": problem.alignment,
-        "window_size": problem.window,
-        "softmax_scale": problem.softmax_scale,
-        "softcap": problem.softcap,
-        "sink_tokens": problem.sink_tokens,
-        "dropout_p": problem.dropout_p,
-    }
+    """The numbers of the problem that the oracle takes, under the names that both have for them."""
+    from gpu_actors.reference.arguments import SCALARS
+
+    return {name: getattr(problem, name) for name in SCALARS}
 
 
 def rounded_inputs(

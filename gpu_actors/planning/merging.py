@@ -7,6 +7,7 @@ copied, and what comes out is cut into views.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -64,6 +65,7 @@ def merge_key(plan: Plan, request: CacheRequest) -> Hashable | None:
     return plan.key, _without_sizes(problem), caches, shared, dtypes, *kinds
 
 
+@functools.lru_cache(maxsize=4096)
 def _without_sizes(problem: AttentionProblem) -> AttentionProblem:
     rows = 0 if problem.varlen_q else problem.seqlen_q
     keys = 0 if problem.layout == "paged" else problem.seqlen_k

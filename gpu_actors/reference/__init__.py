@@ -11,6 +11,7 @@ Imports from other rooms: graph, validation.
 
 from __future__ import annotations
 
+from gpu_actors.reference.arguments import AttentionOptions, ForwardOptions
 from gpu_actors.reference.backward import ReferenceGradients, attention_backward
 from gpu_actors.reference.forward import ReferenceOutput, attention_forward
 from gpu_actors.reference.low_precision import attention_backward_low, attention_forward_low
@@ -18,6 +19,8 @@ from gpu_actors.reference.masks import visible_keys
 from gpu_actors.reference.paged import Gathered, gather_cache, gather_caches, gather_pages, paged_attention_forward
 
 __all__ = [
+    "AttentionOptions",
+    "ForwardOptions",
     "Gathered",
     "ReferenceGradients",
     "ReferenceOutput",

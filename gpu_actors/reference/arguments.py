@@ -15,9 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_actors.errors import InvalidRequest
+from gpu_actors.key_mask import KeyMask, MaskOptions
 from gpu_actors.philox import dropout_threshold
+from gpu_actors.requests import scalars_of
 
-__all__ = ["Arguments", "Array", "Piece"]
+__all__ = ["SCALARS", "Arguments", "Array", "AttentionOptions", "ForwardOptions", "Piece"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -57,21 +59,57 @@ class Piece:
         return array if len(array) == 1 else array[self.first : self.stop]
 
 
+class AttentionOptions(MaskOptions, total=False):
+    """The options of the oracle, forward and backward, with those of `gpu_actors.key_mask.KeyMask`.
+
+    softmax_scale: 1 / sqrt(dim) by default. softcap: c of c * tanh(s / c), 0 for none.
+    alibi_slopes: (heads,) or (batch, heads); a key at distance d from the diagonal loses slope * d.
+    sinks: (heads,) logits that join the softmax's denominator and the LSE.
+    bias: (batch or 1, heads or 1, seqlen_q, seqlen_k), added before the mask; dense only.
+    dropout_p, dropout_seed: probabilities whose Philox draw (`gpu_actors.philox`) falls below p are zeroed,
+        the others scaled by 1 / (1 - p); the LSE does not change.
+    cu_seqlens_q, cu_seqlens_k: integers (batch + 1,), the bounds of packed sequences.
+    """
+
+    softmax_scale: float | None
+    softcap: float
+    alibi_slopes: Array | None
+    sinks: Array | None
+    bias: Array | None
+    dropout_p: float
+    dropout_seed: int
+    cu_seqlens_q: Array | None
+    cu_seqlens_k: Array | None
+
+
+class ForwardOptions(AttentionOptions, total=False):
+    """`AttentionOptions` and those that have no gradient.
+
+    q_descale, k_descale, v_descale: (batch, heads_kv) factors of q, k and v.
+    tree_mask: uint64, shaped like q without heads and dim: bit j of a row's number is set where it sees key j of
+        the last seqlen_q keys of its sequence. It says nothing of earlier keys.
+    """
+
+    q_descale: Array | None
+    k_descale: Array | None
+    v_descale: Array | None
+    tree_mask: Array | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arguments:
-    """What `attention_forward` was given (see there); InvalidRequest names the argument at fault."""
+class Arguments(KeyMask):
+    """What `attention_forward` was given: see there and `ForwardOptions`.
+
+    Raises `InvalidRequest`, which names the argument at fault.
+    """
 
     q: Array
     k: Array
     v: Array
-    causal: bool = False
-    alignment: str = "bottom_right"
-    window_size: tuple[int, int] = (-1, -1)
     softmax_scale: float | None = None
     softcap: float = 0.0
     alibi_slopes: Array | None = None
     sinks: Array | None = None
-    sink_tokens: int = 0
     bias: Array | None = None
     dropout_p: float = 0.0
     dropout_seed: int = 0
@@ -83,8 +121,12 @@ class Arguments:
     tree_mask: Array | None = None
 
     def __post_init__(self) -> None:
+        KeyMask.__post_init__(self)
         self._check_layout()
-        self._check_scalars()
+        if not (self.softcap >= 0.0 and math.isfinite(self.softcap)):
+            raise InvalidRequest("softcap", self.softcap, "positive, or 0 for none")
+        if self.dropout_p:
+            dropout_threshold(self.dropout_p)
         batch, heads, heads_kv = self.batch, self.heads, self.heads_kv
         _check_shape("sinks", self.sinks, (heads,))
         _check_shape("alibi_slopes", self.alibi_slopes, (heads,), (batch, heads))
@@ -170,17 +212,9 @@ class Arguments:
             if len(self.cu_seqlens_q) != len(self.cu_seqlens_k):
                 raise InvalidRequest("cu_seqlens_k", len(self.cu_seqlens_k), "as long as cu_seqlens_q")
 
-    def _check_scalars(self) -> None:
-        if self.alignment not in ("bottom_right", "top_left"):
-            raise InvalidRequest("alignment", self.alignment, "'bottom_right' or 'top_left'")
-        if len(self.window_size) != 2 or min(self.window_size) < -1:
-            raise InvalidRequest("window_size", self.window_size, "(left, right), each at least 0, or -1 for unbounded")
-        if not (self.softcap >= 0.0 and math.isfinite(self.softcap)):
-            raise InvalidRequest("softcap", self.softcap, "positive, or 0 for none")
-        if self.sink_tokens < 0:
-            raise InvalidRequest("sink_tokens", self.sink_tokens, "a number of keys, at least 0")
-        if self.dropout_p:
-            dropout_threshold(self.dropout_p)
+
+SCALARS: tuple[str, ...] = tuple(name for name in scalars_of(Arguments) if name != "dropout_seed")
+"""The options that are numbers, without the seed, which changes from request to request of one problem."""
 
 
 def _describe(array: Array) -> str:

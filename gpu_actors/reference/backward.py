@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Unpack
 
 import numpy as np
 
 from gpu_actors.errors import InvalidRequest
-from gpu_actors.reference.arguments import Arguments, Array, Piece
+from gpu_actors.reference.arguments import Arguments, Array, AttentionOptions, ForwardOptions, Piece
 from gpu_actors.reference.forward import identity
 from gpu_actors.reference.softmax import (
     Operands,
@@ -68,25 +68,13 @@ def attention_backward(
     *,
     out: Array | None = None,
     lse: Array | None = None,
-    causal: bool = False,
-    alignment: Literal["bottom_right", "top_left"] = "bottom_right",
-    window_size: tuple[int, int] = (-1, -1),
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Array | None = None,
-    sinks: Array | None = None,
-    sink_tokens: int = 0,
-    bias: Array | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int = 0,
-    cu_seqlens_q: Array | None = None,
-    cu_seqlens_k: Array | None = None,
     accumulate: Literal["float64", "float32"] = "float64",
+    **options: Unpack[AttentionOptions],
 ) -> ReferenceGradients:
     """The gradients of sum(dout * out) by q, k, v, bias and sinks, out being `attention_forward`'s.
 
-    dout: (batch, seqlen_q, heads, dim_v), or (total_q, heads, dim_v) for varlen. Everything else as there; 8-bit
-    inputs are read like any others and there are no descales.
+    dout: (batch, seqlen_q, heads, dim_v), or (total_q, heads, dim_v) for varlen. 8-bit inputs are read like any others.
+    options: as in `AttentionOptions`.
 
     out, lse: the forward's, of the shapes that it returns, in place of computing them anew. Kernels are given both
         and read them, so rounded ones round the gradients; and those of a larger attention, of which k and v are a
@@ -96,24 +84,7 @@ def attention_backward(
     values reach the gradients of the rows that see them, and those of a row its own gradient and those of the keys that
     it sees, as IEEE arithmetic has it; no others. Raises InvalidRequest.
     """
-    arguments = Arguments(
-        q=q,
-        k=k,
-        v=v,
-        causal=causal,
-        alignment=alignment,
-        window_size=window_size,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        sink_tokens=sink_tokens,
-        bias=bias,
-        dropout_p=dropout_p,
-        dropout_seed=dropout_seed,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-    )
+    arguments = Arguments(q=q, k=k, v=v, **options)
     return evaluate_backward(arguments, Incoming(dout, out, lse), np.dtype(accumulate))
 
 
@@ -126,7 +97,10 @@ class Incoming:
     lse: Array | None = None
 
     def check(self, arguments: Arguments) -> None:
-        """Raise InvalidRequest unless the shapes are those of the forward's results."""
+        """Raise InvalidRequest unless the shapes are those of the forward's results, and for an option without one."""
+        for name in ForwardOptions.__annotations__.keys() - AttentionOptions.__annotations__.keys():
+            if getattr(arguments, name) is not None:
+                raise InvalidRequest(name, "an array", "has no gradient")
         shape = (*arguments.q.shape[:-1], arguments.v.shape[-1])
         rows, heads = arguments.q.shape[-3], arguments.heads
         lse = (heads, rows) if arguments.varlen else (arguments.batch, heads, rows)

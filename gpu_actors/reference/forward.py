@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Unpack
 
 import numpy as np
 
-from gpu_actors.reference.arguments import Arguments, Array, Piece
+from gpu_actors.reference.arguments import Arguments, Array, ForwardOptions, Piece
 from gpu_actors.reference.softmax import Operands, Step, exponentials, keep_factors, masked_scores, weighted_sum
 
 __all__ = ["EXACT", "ReferenceOutput", "Rounding", "attention_forward", "evaluate"]
@@ -58,25 +58,9 @@ def attention_forward(
     k: Array,
     v: Array,
     *,
-    causal: bool = False,
-    alignment: Literal["bottom_right", "top_left"] = "bottom_right",
-    window_size: tuple[int, int] = (-1, -1),
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Array | None = None,
-    sinks: Array | None = None,
-    sink_tokens: int = 0,
-    bias: Array | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int = 0,
-    cu_seqlens_q: Array | None = None,
-    cu_seqlens_k: Array | None = None,
-    q_descale: Array | None = None,
-    k_descale: Array | None = None,
-    v_descale: Array | None = None,
-    tree_mask: Array | None = None,
     accumulate: Literal["float64", "float32"] = "float64",
     with_magnitude: bool = False,
+    **options: Unpack[ForwardOptions],
 ) -> ReferenceOutput:
     """softmax(mask(softcap(scale * q k^T) + ALiBi + bias)) v, straight from the formula.
 
@@ -85,45 +69,13 @@ def attention_forward(
     With cu_seqlens_q and cu_seqlens_k, integers (batch + 1,), the first two axes are packed into one; packed
     rows past the last sequence come out as rows that see no key.
 
-    alignment: where the diagonal of causal, window_size and ALiBi lies when seqlen_q != seqlen_k.
-    window_size: (left, right) keys around the diagonal, inclusive, -1 unbounded; causal is a right bound 0.
-    sink_tokens: this many first keys are exempt from window_size, never from causal.
-    softmax_scale: 1 / sqrt(dim) by default. softcap: c of c * tanh(s / c), 0 for none.
-    alibi_slopes: (heads,) or (batch, heads); a key at distance d from the diagonal loses slope * d.
-    bias: (batch or 1, heads or 1, seqlen_q, seqlen_k), added before the mask; dense only.
-    sinks: (heads,) logits that join the softmax's denominator and the LSE.
-    dropout_p, dropout_seed: probabilities whose Philox draw (`gpu_actors.philox`) falls below p are zeroed,
-        the others scaled by 1 / (1 - p); the LSE does not notice.
-    q_descale, k_descale, v_descale: (batch, heads_kv) factors of q, k and v.
-    tree_mask: uint64, shaped like q without heads and dim: bit j of a row's number is set where it sees key j of
-        the last seqlen_q keys of its sequence. Earlier keys are not its matter.
+    options: as in `ForwardOptions`.
 
     A row that sees no key has out 0 and LSE -inf, or the sink's logit. NaN and infinities of keys, values
     or biases that a row does not see do not reach it; those that it sees do, as IEEE arithmetic has it.
     Raises InvalidRequest. Needs memory for the results, the upcast inputs of a sequence and a few 4 MB tiles.
     """
-    arguments = Arguments(
-        q=q,
-        k=k,
-        v=v,
-        causal=causal,
-        alignment=alignment,
-        window_size=window_size,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        sink_tokens=sink_tokens,
-        bias=bias,
-        dropout_p=dropout_p,
-        dropout_seed=dropout_seed,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        tree_mask=tree_mask,
-    )
+    arguments = Arguments(q=q, k=k, v=v, **options)
     return evaluate(arguments, np.dtype(accumulate), with_magnitude=with_magnitude)
 
 

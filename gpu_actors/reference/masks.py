@@ -1,52 +1,22 @@
-"""Who sees whom, and from how far: the visibility and distance of query rows and keys of one sequence."""
+"""Who sees whom among the rows of one sequence."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["hide_by_tree", "key_distance", "visible_keys"]
+from gpu_actors.key_mask import KeyMask, MaskOptions
 
-
-def _diagonal(rows: npt.NDArray[Any], seqlen_q: int, seqlen_k: int, alignment: str) -> npt.NDArray[Any]:
-    """(R, 1): the key index that lies on each row's diagonal."""
-    offset = seqlen_k - seqlen_q if alignment == "bottom_right" else 0
-    return rows[:, None] + offset
+__all__ = ["hide_by_tree", "visible_keys"]
 
 
 def visible_keys(
-    rows: npt.NDArray[Any],
-    seqlen_q: int,
-    seqlen_k: int,
-    *,
-    causal: bool = False,
-    alignment: str = "bottom_right",
-    window_size: tuple[int, int] = (-1, -1),
-    sink_tokens: int = 0,
+    rows: npt.NDArray[Any], seqlen_q: int, seqlen_k: int, **mask: Unpack[MaskOptions]
 ) -> npt.NDArray[np.bool_] | None:
-    """Which keys of a sequence each of its query rows sees.
-
-    rows: (R,) row indices inside the sequence. The diagonal of row i is key i + seqlen_k - seqlen_q
-        ("bottom_right") or key i ("top_left"). window_size is (left, right), inclusive, -1 unbounded.
-        causal hides what lies right of the diagonal. The first sink_tokens keys are exempt from both window
-        bounds, never from causal. Returns bool (R, seqlen_k), or None where every row sees every key.
-    """
-    left, right = window_size
-    if not causal and left < 0 and right < 0:
-        return None
-    diagonal = _diagonal(rows, seqlen_q, seqlen_k, alignment)
-    keys = np.arange(seqlen_k)
-    visible = np.ones((rows.size, seqlen_k), dtype=np.bool_)
-    if left >= 0:
-        visible &= keys >= diagonal - left
-    if right >= 0:
-        visible &= keys <= diagonal + right
-    visible |= keys < sink_tokens
-    if causal:
-        visible &= keys <= diagonal
-    return visible
+    """`KeyMask.visible_keys` of the mask with these options. Raises as `KeyMask`."""
+    return KeyMask(**mask).visible_keys(rows, seqlen_q, seqlen_k)
 
 
 def hide_by_tree(
@@ -61,9 +31,3 @@ def hide_by_tree(
     shifts = (keys - (seqlen_k - seqlen_q)).astype(np.uint64)
     held[:, keys] &= (bits.astype(np.uint64)[:, None] >> shifts & np.uint64(1)).astype(np.bool_)
     return held
-
-
-def key_distance(rows: npt.NDArray[Any], seqlen_q: int, seqlen_k: int, alignment: str) -> npt.NDArray[Any]:
-    """(R, seqlen_k): how far each key is from a row's diagonal, what ALiBi's slopes multiply (arXiv
-    2108.12409)."""
-    return np.abs(_diagonal(rows, seqlen_q, seqlen_k, alignment) - np.arange(seqlen_k))

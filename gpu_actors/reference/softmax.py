@@ -15,7 +15,7 @@ import numpy as np
 
 from gpu_actors.philox import dropout_keep
 from gpu_actors.reference.arguments import Arguments, Array, Piece
-from gpu_actors.reference.masks import hide_by_tree, key_distance, visible_keys
+from gpu_actors.reference.masks import hide_by_tree
 
 __all__ = [
     "Operands",
@@ -119,19 +119,11 @@ def mask_scores(
     """ALiBi, bias and mask on `capped_scores`, which may be overwritten."""
     piece, tile = operands.piece, slice(int(rows[0]), int(rows[-1]) + 1)
     if operands.alibi is not None:
-        distance = key_distance(rows, piece.seqlen_q, piece.seqlen_k, arguments.alignment)
+        distance = arguments.key_distance(rows, piece.seqlen_q, piece.seqlen_k)
         scores = step(scores - step(operands.alibi * distance.astype(scores.dtype)))
     if operands.bias is not None:
         scores = step(scores + operands.bias[..., tile, :].astype(scores.dtype))
-    visible = visible_keys(
-        rows,
-        piece.seqlen_q,
-        piece.seqlen_k,
-        causal=arguments.causal,
-        alignment=arguments.alignment,
-        window_size=arguments.window_size,
-        sink_tokens=arguments.sink_tokens,
-    )
+    visible = arguments.visible_keys(rows, piece.seqlen_q, piece.seqlen_k)
     if arguments.tree_mask is not None:
         bits = piece.tree_rows(arguments.tree_mask)[tile]
         visible = hide_by_tree(visible, bits, piece.seqlen_q, piece.seqlen_k)

@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_actors.graph.ops import Node
+from gpu_actors.key_mask import KeyMask
 from gpu_actors.mha import Mask
 from gpu_actors.philox import dropout_keep
-from gpu_actors.reference.masks import visible_keys
 
 if TYPE_CHECKING:
     from gpu_actors.graph.graph import OperationGraph
@@ -53,9 +53,8 @@ def visible_of(node: Node, shape: tuple[int, ...]) -> Array:
     """(rows, keys): which keys each row sees through a mask node."""
     mask = Mask(node["kind"], node["width"])
     rows, keys = shape[-2:]
-    visible = visible_keys(
-        np.arange(rows), rows, keys, causal=mask.is_causal, alignment=node["alignment"], window_size=mask.window
-    )
+    seen = KeyMask(causal=mask.is_causal, alignment=node["alignment"], window_size=mask.window)
+    visible = seen.visible_keys(np.arange(rows), rows, keys)
     assert visible is not None  # graphs hold no mask that hides nothing
     return visible
 

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from gpu_actors.reference import visible_keys
+from gpu_actors.key_mask import MASK_OPTIONS, KeyMask
 
 __all__ = [
     "DTYPES",
@@ -304,12 +304,11 @@ def poison_unseen(case: ForwardCase) -> ForwardCase:
     The oracle ignores them. A kernel may load them along with the visible keys of a tile; one that does so
     must not multiply them by a probability of 0.
     """
-    names = ("causal", "alignment", "window_size", "sink_tokens")
-    mask = {name: case.options[name] for name in names if name in case.options}
+    mask = KeyMask(**{name: case.options[name] for name in MASK_OPTIONS if name in case.options})
     k, v = case.k.copy(), case.v.copy()
     start = 0
     for index, (rows, keys) in enumerate(case.seqlens):
-        visible = visible_keys(np.arange(rows), rows, keys, **mask)
+        visible = mask.visible_keys(np.arange(rows), rows, keys)
         unseen = np.full(keys, rows == 0) if visible is None else ~visible.any(axis=0)
         for array in (k, v):
             sequence = array[start : start + keys] if "cu_seqlens_k" in case.options else array[index]

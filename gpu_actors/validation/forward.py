@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple, TypedDict, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from gpu_actors.errors import InvalidRequest
-from gpu_actors.problem import Alignment, AttentionProblem
+from gpu_actors.key_mask import MASK_OPTIONS
+from gpu_actors.problem import AttentionProblem
 from gpu_actors.requests import BatchedDecode, FlashForward, PagedForward
 from gpu_actors.validation.fields import (
     FP8,
@@ -24,10 +25,17 @@ from gpu_actors.validation.fields import (
     output_dtype,
     real,
     shape_of,
-    window,
 )
 
-__all__ = ["check_cu_seqlens", "check_seed", "forward_problem", "longest", "sequences"]
+__all__ = [
+    "check_cu_seqlens",
+    "check_descales",
+    "check_seed",
+    "forward_problem",
+    "longest",
+    "score_options",
+    "sequences",
+]
 
 
 class _Shape(NamedTuple):
@@ -54,8 +62,6 @@ def forward_problem(request: FlashForward) -> AttentionProblem:
     dtype = _common_dtype(request)
     out_dtype = output_dtype(dtype)
     _check_out_shape(request, shape, out_dtype)
-    alignment = request.alignment
-    one_of("alignment", alignment, ("bottom_right", "top_left"), 'must be "bottom_right" or "top_left"')
     return AttentionProblem(
         layout="varlen" if varlen else "dense",
         **shape._asdict(),
@@ -63,33 +69,49 @@ def forward_problem(request: FlashForward) -> AttentionProblem:
         kv_dtype=dtype,
         out_dtype=out_dtype,
         compute=_compute(request.compute, dtype),
-        softmax_scale=_scale(request.softmax_scale, shape.head_dim),
-        causal=flag("causal", request.causal),
-        alignment=cast("Alignment", alignment),
-        **score_options(request),
-        alibi=_alibi(request.alibi_slopes, shape),
-        sinks=optional_array("sinks", request.sinks, ((shape.heads_q,),), ("float32", out_dtype)) is not None,
+        **score_options(request, shape.batch, shape.heads_q, shape.head_dim, out_dtype),
         bias=_bias(request, shape, dtype, varlen),
         dropout_p=_dropout(request),
-        descales=_descales(request, shape, dtype),
-        return_lse=flag("return_lse", request.return_lse),
+        descales=check_descales(request, {"q": dtype, "k": dtype, "v": dtype}, (shape.batch, shape.heads_kv)),
     )
 
 
-class ScoreOptions(TypedDict):
-    """The options of every request that decide which scores count and how large they grow."""
+def score_options(
+    request: FlashForward | PagedForward | BatchedDecode, batch: int, heads_q: int, head_dim: int, out_dtype: str
+) -> dict[str, Any]:
+    """The fields of a problem that decide which scores count and how large they grow.
 
-    window: tuple[int, int]
-    softcap: float
-    sink_tokens: int
-
-
-def score_options(request: FlashForward | PagedForward | BatchedDecode) -> ScoreOptions:
-    """Check a request's options. Raises `InvalidRequest`."""
-    softcap = real("softcap", request.softcap)
+    Those of the mask go as they are: `AttentionProblem` checks them. Raises `InvalidRequest`.
+    """
+    softcap, scale = real("softcap", request.softcap), request.softmax_scale
     expect(softcap >= 0, "softcap", softcap, "must be >= 0; 0 leaves the scores as they are")
-    sink_tokens = integer("sink_tokens", request.sink_tokens, 0)
-    return {"window": window(request.window_size), "softcap": softcap, "sink_tokens": sink_tokens}
+    shapes = ((heads_q,), (batch, heads_q))
+    slopes = optional_array("alibi_slopes", request.alibi_slopes, shapes, ("float32",))
+    sinks = optional_array("sinks", request.sinks, ((heads_q,),), ("float32", out_dtype))
+    return {
+        **{name: getattr(request, name) for name in MASK_OPTIONS if hasattr(request, name)},
+        "softmax_scale": 1.0 / math.sqrt(head_dim) if scale is None else real("softmax_scale", scale),
+        "softcap": softcap,
+        "alibi": None if slopes is None else "heads" if len(slopes) == 1 else "batch",
+        "sinks": sinks is not None,
+        "return_lse": flag("return_lse", request.return_lse),
+    }
+
+
+def check_descales(
+    request: FlashForward | PagedForward | BatchedDecode, dtypes: dict[str, str], shape: tuple[int, int]
+) -> bool:
+    """Whether descales are given. dtypes: of the operands, by name. shape: (batch, heads_kv)."""
+    given = False
+    for side, dtype in dtypes.items():
+        field = f"{side}_descale"
+        array = getattr(request, field)
+        if array is None:
+            continue
+        expect(dtype in FP8, field, describe(array), f"goes with fp8 inputs only, and {side} is {dtype}")
+        optional_array(field, array, (shape,), ("float32",))
+        given = True
+    return given
 
 
 def longest(field: str, cu_seqlens: Any) -> int:
@@ -208,10 +230,6 @@ def _check_out_shape(request: FlashForward, shape: _Shape, out_dtype: str) -> No
     optional_array("out", request.out, (tuple(map(int, wanted)),), (out_dtype,))
 
 
-def _scale(value: object, head_dim: int) -> float:
-    return 1.0 / math.sqrt(head_dim) if value is None else real("softmax_scale", value)
-
-
 def _compute(value: object, dtype: str) -> str:
     """The precision of the products: fp32 inputs choose, others compute in their own."""
     own = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}.get(dtype, "fp8")
@@ -220,14 +238,6 @@ def _compute(value: object, dtype: str) -> str:
     choices = ("f32", "tf32", "f16", "bf16") if dtype == "float32" else (own,)
     one_of("compute", value, choices, f"{dtype} inputs can be computed in {' or '.join(choices)}")
     return str(value)
-
-
-def _alibi(slopes: Any, shape: _Shape) -> Literal["heads", "batch"] | None:
-    shapes = ((shape.heads_q,), (shape.batch, shape.heads_q))
-    given = optional_array("alibi_slopes", slopes, shapes, ("float32",))
-    if given is None:
-        return None
-    return "heads" if len(given) == 1 else "batch"
 
 
 def _bias(request: FlashForward, shape: _Shape, dtype: str, varlen: bool) -> tuple[str, bool, bool] | None:
@@ -252,15 +262,3 @@ def _dropout(request: FlashForward) -> float:
     expect(0 <= probability < 1, "dropout_p", probability, "must be in [0, 1)")
     check_seed(request.dropout_seed)
     return probability
-
-
-def _descales(request: FlashForward, shape: _Shape, dtype: str) -> bool:
-    given = False
-    for field in ("q_descale", "k_descale", "v_descale"):
-        array = getattr(request, field)
-        if array is None:
-            continue
-        expect(dtype in FP8, field, describe(array), f"goes with fp8 inputs only, and q is {dtype}")
-        optional_array(field, array, ((shape.batch, shape.heads_kv),), ("float32",))
-        given = True
-    return given

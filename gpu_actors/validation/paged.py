@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.problem import AttentionProblem, Layout
@@ -19,10 +18,9 @@ from gpu_actors.validation.fields import (
     integer,
     optional_array,
     output_dtype,
-    real,
     shape_of,
 )
-from gpu_actors.validation.forward import longest, score_options, sequences
+from gpu_actors.validation.forward import check_descales, longest, score_options, sequences
 
 __all__ = ["MAX_SPLITS", "MAX_TREE_ROWS", "check_page_size", "decode_problem", "paged_problem"]
 
@@ -112,8 +110,6 @@ def _problem(
 ) -> AttentionProblem:
     dtype, kv_dtype = _dtypes(request.q, caches)
     out_dtype = output_dtype(dtype)
-    batch, heads_q = sizes.batch, sizes.heads_q
-    scale = request.softmax_scale
     if request.out is not None:
         wanted = (*map(int, request.q.shape[:-1]), sizes.head_dim_v)
         optional_array("out", request.out, (wanted,), (out_dtype,))
@@ -123,13 +119,8 @@ def _problem(
         kv_dtype=kv_dtype,
         out_dtype=out_dtype,
         compute={"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}.get(dtype, "fp8"),
-        softmax_scale=1.0 / math.sqrt(sizes.head_dim) if scale is None else real("softmax_scale", scale),
-        causal=causal,
-        **score_options(request),
-        alibi=_alibi(request.alibi_slopes, batch, heads_q),
-        sinks=optional_array("sinks", request.sinks, ((heads_q,),), ("float32", out_dtype)) is not None,
-        descales=_descales(request, dtype, kv_dtype, (batch, sizes.heads_kv)),
-        return_lse=flag("return_lse", request.return_lse),
+        **{**score_options(request, sizes.batch, sizes.heads_q, sizes.head_dim, out_dtype), "causal": causal},
+        descales=check_descales(request, {"q": dtype, "k": kv_dtype, "v": kv_dtype}, (sizes.batch, sizes.heads_kv)),
         tree_mask=tree,
         num_splits=integer("num_splits", request.num_splits, 0, MAX_SPLITS),
     )
@@ -248,23 +239,3 @@ def _tree_mask(mask: Any, sizes: _Sizes, q: Any) -> bool:
     else:
         optional_array("tree_mask", mask, (tuple(map(int, q.shape[:-2])),), ("uint64", "int64", "bool"))
     return True
-
-
-def _alibi(slopes: Any, batch: int, heads: int) -> Literal["heads", "batch"] | None:
-    given = optional_array("alibi_slopes", slopes, ((heads,), (batch, heads)), ("float32",))
-    if given is None:
-        return None
-    return "heads" if len(given) == 1 else "batch"
-
-
-def _descales(request: PagedForward | BatchedDecode, dtype: str, kv_dtype: str, shape: tuple[int, int]) -> bool:
-    given = False
-    for field, of in (("q_descale", dtype), ("k_descale", kv_dtype), ("v_descale", kv_dtype)):
-        array = getattr(request, field)
-        if array is None:
-            continue
-        side = "q" if field == "q_descale" else "the cache"
-        expect(of in FP8, field, describe(array), f"goes with fp8 operands only, and {side} is {of}")
-        optional_array(field, array, (shape,), ("float32",))
-        given = True
-    return given

@@ -12,7 +12,9 @@ from fakes.tensor import HostTensor
 
 import gpu_actors as ga
 from gpu_actors.kernels.dispatch import FAMILIES, dispatch_key, explain
-from gpu_actors.validation import backward_problem, decode_problem, forward_problem
+from gpu_actors.validation.backward import backward_problem
+from gpu_actors.validation.forward import forward_problem
+from gpu_actors.validation.paged import decode_problem
 
 BF16 = ml_dtypes.bfloat16
 

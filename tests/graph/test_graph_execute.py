@@ -334,7 +334,7 @@ def test_graphs_and_mha_forward_are_the_same_attention(mock: ga.GpuContext, mask
     np.testing.assert_allclose(found[MhaUid.OUT], wanted.out, atol=1e-6)
     np.testing.assert_allclose(found[MhaUid.STATS], wanted.stats, atol=1e-6)
     problem = match_attention(graph).problem
-    assert (problem.causal, problem.window, problem.dropout_p) == (mask.is_causal, mask.window, 0.3)
+    assert (problem.causal, problem.window_size, problem.dropout_p) == (mask.is_causal, mask.window, 0.3)
     assert problem.score_mod is None, "all of it is the kernel's own"
 
 

@@ -166,7 +166,7 @@ class TestPacking:
 
     def test_bounds_that_are_unbounded_or_huge_stay_addable(self):
         for window, expected in [((-1, 7), (UNBOUNDED, 7)), ((1 << 40, -1), (UNBOUNDED, UNBOUNDED)), ((0, 0), (0, 0))]:
-            problem = dataclasses.replace(DENSE, window=window, sink_tokens=1 << 40)
+            problem = dataclasses.replace(DENSE, window_size=window, sink_tokens=1 << 40)
             packed = unpack(pack_forward(problem, buffers(DENSE_SHAPES)))
             assert (packed["window_left"], packed["window_right"]) == expected
             assert packed["sink_tokens"] == UNBOUNDED

@@ -28,7 +28,7 @@ REPORT = REPORTS / "kernels_gate_backward.md"
 OPTIONS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"causal": True},
-    "window sinks": {"causal": True, "window": (9, 0), "sink_tokens": 4, "sinks": True, "layout": "varlen"},
+    "window sinks": {"causal": True, "window_size": (9, 0), "sink_tokens": 4, "sinks": True, "layout": "varlen"},
     "dropout": {"causal": True, "dropout_p": 0.1, "layout": "varlen"},
     "bias": {"bias": ("float32", True, True), "softcap": 20.0, "deterministic": True},
     "alibi": {"causal": True, "alibi": "heads", "deterministic": True},

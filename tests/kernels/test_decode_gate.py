@@ -34,7 +34,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "paged": {},
     "paged varlen": {"varlen_q": True},
     "paged tree": {"causal": False, "tree_mask": True},
-    "paged window sinks": {"window": (9, -1), "sink_tokens": 4, "sinks": True},
+    "paged window sinks": {"window_size": (9, -1), "sink_tokens": 4, "sinks": True},
     "paged softcap": {"softcap": 20.0},
     "paged alibi": {"alibi": "batch"},
     "pointers": {"layout": "pointers", "page_size": 0, "causal": False},

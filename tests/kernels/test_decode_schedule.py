@@ -108,7 +108,7 @@ def test_tiles_are_those_that_hold_a_visible_key(variant):
                     int(rows[index]),
                     int(length),
                     causal=problem.causal,
-                    window_size=problem.window,
+                    window_size=problem.window_size,
                     sink_tokens=problem.sink_tokens,
                 )
                 keys = np.ones(length, bool) if seen is None else seen.any(axis=0)

@@ -63,7 +63,7 @@ class TestKeys:
         [
             {"layout": "varlen"},
             {"causal": True},
-            {"window": (3, 3)},
+            {"window_size": (3, 3)},
             {"alignment": "top_left"},
             {"softcap": 1.0},
             {"alibi": "heads"},
@@ -162,8 +162,11 @@ class TestSources:
         [
             ({"layout": "varlen"}, {"VARLEN": "1"}),
             ({"causal": True}, {"CAUSAL": "1"}),
-            ({"window": (3, 0)}, {"WINDOW": "1"}),
-            ({"causal": True, "window": (3, 0), "sink_tokens": 2}, {"CAUSAL": "1", "WINDOW": "1", "SINK_TOKENS": "1"}),
+            ({"window_size": (3, 0)}, {"WINDOW": "1"}),
+            (
+                {"causal": True, "window_size": (3, 0), "sink_tokens": 2},
+                {"CAUSAL": "1", "WINDOW": "1", "SINK_TOKENS": "1"},
+            ),
             ({"causal": True, "sink_tokens": 2}, {"CAUSAL": "1"}),
             ({"causal": True, "alignment": "top_left"}, {"CAUSAL": "1", "TOP_LEFT": "1"}),
             ({"alignment": "top_left"}, {}),

@@ -22,7 +22,7 @@ class TestCompiled:
     ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
     EVERYTHING = {
         "causal": True,
-        "window": (9, 9),
+        "window_size": (9, 9),
         "sink_tokens": 2,
         "alignment": "top_left",
         "softcap": 20.0,
@@ -34,8 +34,8 @@ class TestCompiled:
         {},
         {"layout": "varlen"},
         {"causal": True},
-        {"window": (9, 9)},
-        {"window": (9, 9), "sink_tokens": 3},
+        {"window_size": (9, 9)},
+        {"window_size": (9, 9), "sink_tokens": 3},
         {"softcap": 20.0},
         {"alibi": "heads"},
         {"sinks": True},

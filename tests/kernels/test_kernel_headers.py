@@ -133,9 +133,9 @@ class TestSharedHeaders:
         [
             {},
             {"causal": True},
-            {"window": (3, 2)},
-            {"window": (3, 2), "sink_tokens": 1},
-            {"causal": True, "window": (3, 2)},
+            {"window_size": (3, 2)},
+            {"window_size": (3, 2), "sink_tokens": 1},
+            {"causal": True, "window_size": (3, 2)},
         ],
         ids=["full", "causal", "window", "sinks", "causal_window"],
     )
@@ -155,7 +155,7 @@ class TestSharedHeaders:
 
 def mask_cases(mask: dict[str, Any], alignment: str) -> tuple[Any, list[tuple[list[int], bool]]]:
     """Mask, rows and a tile of 8 keys; and the tiles with a visible key, and whether all of that tile is visible."""
-    causal, windowed = mask.get("causal", False), "window" in mask
+    causal, windowed = mask.get("causal", False), "window_size" in mask
     bounds = itertools.product((0, 2, 9), (0, 5)) if windowed else [(99, 99)]
     sinks = (1, 11) if mask.get("sink_tokens") else (0,)
     lengths = ((1, 1), (5, 40), (40, 5), (24, 24), (17, 33), (9, 0))

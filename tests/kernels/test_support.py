@@ -131,7 +131,7 @@ def test_wide_dtypes_are_accepted_everywhere_with_every_option(arch, dtype):
     given = problem(
         dtype,
         causal=True,
-        window=(0, 0),
+        window_size=(0, 0),
         softcap=30.0,
         alibi="batch",
         sinks=True,
@@ -166,7 +166,9 @@ def test_fp8_keys_of_another_type_than_q_are_refused():
         assert find_unsupported(given, "sm_90a")[0] == "kv_dtype.mixed"
 
 
-@pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window": (4, 0)}, {"causal": True, "window": (4, 0)}])
+@pytest.mark.parametrize(
+    "mask", [{}, {"causal": True}, {"window_size": (4, 0)}, {"causal": True, "window_size": (4, 0)}]
+)
 def test_sinks_need_neither_a_window_nor_causal(mask):
     assert find_unsupported(problem(sinks=True, **mask), "sm_80") is None
 

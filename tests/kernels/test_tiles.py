@@ -23,7 +23,8 @@ from gpu_actors.kernels.tiles import (
     shared_mem_limit,
     tile_for,
 )
-from gpu_actors.problem import Layout, MaskKind
+from gpu_actors.key_mask import MaskKind
+from gpu_actors.problem import Layout
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 MASKS = ("full", "causal", "window", "causal_window")

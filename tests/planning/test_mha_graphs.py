@@ -15,7 +15,8 @@ from gpu_actors.arrays.adopt import dtype_of
 from gpu_actors.graph.match import match_attention
 from gpu_actors.graph.mha import request_graph
 from gpu_actors.planning.mha import backward_request, forward_request
-from gpu_actors.validation import backward_problem, forward_problem
+from gpu_actors.validation.backward import backward_problem
+from gpu_actors.validation.forward import forward_problem
 
 MASKS = st.one_of(
     st.just(ga.Mask.none()),

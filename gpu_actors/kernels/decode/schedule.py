@@ -102,29 +102,17 @@ def min_units(key: DispatchKey) -> int:
 def workload(
     problem: AttentionProblem, key: DispatchKey, lengths: npt.NDArray[Any], rows: npt.NDArray[Any] | None
 ) -> Workload:
-    """The key tiles that each entry's rows see: Mask::tiles of kernels_cu/common/mask.cuh."""
+    """The key tiles that each entry's rows see."""
     tile = decode_tile(key).block_n
     block_m, tiles_of_rows, ratio = row_tile_of(problem), row_tiles(problem), problem.gqa_ratio
     keys = lengths.astype(np.int64)[:, None]
     rows = np.full_like(keys, problem.seqlen_q) if rows is None else rows.astype(np.int64)[:, None]
     packed = np.arange(tiles_of_rows, dtype=np.int64) * block_m
     packed_end = np.minimum(rows * ratio, packed + block_m)
-    diagonal = keys - rows
-    row_begin, row_end = packed // ratio, -(-packed_end // ratio)
-    last: Ints = np.broadcast_to(keys, packed_end.shape)
-    first, sinks = np.zeros((1, 1), np.int64), np.zeros((1, 1), np.int64)
-    if key.causal:
-        last = np.minimum(row_end + diagonal, last)
-    if key.sliding_window:
-        left, right = problem.window
-        if key.sink_tokens:
-            sinks = -(-np.clip(last, 0, problem.sink_tokens) // tile)
-        if not key.causal and right >= 0:
-            last = np.minimum(row_end + diagonal + right, last)
-        if left >= 0:
-            first = np.maximum(0, row_begin + diagonal - left)
-    begin = np.maximum(sinks, first // tile)
-    end = np.where(first < last, -(-last // tile), 0)
+    seen = problem.key_ranges(packed // ratio, -(-packed_end // ratio), keys - rows, keys)
+    sinks = -(-seen.sinks // tile)
+    begin = np.maximum(sinks, seen.first // tile)
+    end = np.where(seen.first < seen.last, -(-seen.last // tile), 0)
     counts = sinks + np.maximum(begin, end) - begin
     exists = packed < packed_end
     return Workload((counts * exists).ravel(), exists.ravel(), problem.heads_kv, problem.num_splits)

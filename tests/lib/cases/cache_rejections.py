@@ -105,7 +105,7 @@ PAGED = {
         paged(k_descale=array(2, 2)),
         "k_descale",
         "float32[2, 2]",
-        "fp8 operands only, and the cache is float32",
+        "fp8 inputs only, and k is float32",
     ),
     "q's descale under fp8 pages": Case(
         paged(

@@ -124,7 +124,7 @@ def problem_of(case: DecodeCase, operands: dict[str, Any]) -> AttentionProblem:
         compute=element.computes[0],
         softmax_scale=options.get("softmax_scale", q.shape[-1] ** -0.5),
         causal=options.get("causal", False),
-        window=options.get("window_size", (-1, -1)),
+        window_size=options.get("window_size", (-1, -1)),
         softcap=options.get("softcap", 0.0),
         alibi=None if slopes is None else "heads" if slopes.ndim == 1 else "batch",
         sinks="sinks" in options,

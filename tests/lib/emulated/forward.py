@@ -60,7 +60,7 @@ def problem_of(q: Any, k: Any, v: Any, *, compute: str | None = None, **options:
         softmax_scale=options.get("softmax_scale", q.shape[-1] ** -0.5),
         causal=options.get("causal", False),
         alignment=options.get("alignment", "bottom_right"),
-        window=options.get("window_size", (-1, -1)),
+        window_size=options.get("window_size", (-1, -1)),
         softcap=options.get("softcap", 0.0),
         alibi=None if slopes is None else "heads" if slopes.ndim == 1 else "batch",
         sinks="sinks" in options,

@@ -1,0 +1,121 @@
+"""KeyMask: which keys of its sequence a query row sees, as one value.
+
+Requests, problems and the oracle name its options alike. What they mean is here: for the oracle as a table of rows and
+keys, for the planner of decode launches as ranges of keys, and for kernels in kernels_cu/common/mask.cuh.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu_actors.validation.fields import flag, integer, one_of, window
+
+__all__ = ["MASK_OPTIONS", "Alignment", "KeyMask", "KeyRanges", "MaskKind", "MaskOptions"]
+
+Alignment: TypeAlias = Literal["bottom_right", "top_left"]
+MaskKind: TypeAlias = Literal["full", "causal", "window", "causal_window"]
+
+
+class MaskOptions(TypedDict, total=False):
+    """The fields of `KeyMask` as keyword arguments."""
+
+    causal: bool
+    alignment: Alignment
+    window_size: tuple[int, int]
+    sink_tokens: int
+
+
+class KeyRanges(NamedTuple):
+    """The keys that a tile of rows sees: [0, sinks) and [first, last), which may overlap or be empty."""
+
+    sinks: npt.NDArray[np.int64]
+    first: npt.NDArray[np.int64]
+    last: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyMask:
+    """Which keys of its sequence a query row sees.
+
+    causal: keys after the row's own are hidden.
+    alignment: "bottom_right" puts the last row on the last key, "top_left" the first row on the first key.
+    window_size: (left, right), inclusive, in keys from the row's own; -1 is unbounded.
+    sink_tokens: the first n keys stay visible whatever the window; causal still hides them.
+
+    Raises `InvalidRequest` for an option of another type or out of range.
+    """
+
+    causal: bool = False
+    alignment: Alignment = "bottom_right"
+    window_size: tuple[int, int] = (-1, -1)
+    sink_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        flag("causal", self.causal)
+        one_of("alignment", self.alignment, ("bottom_right", "top_left"), 'must be "bottom_right" or "top_left"')
+        object.__setattr__(self, "window_size", window(self.window_size))
+        object.__setattr__(self, "sink_tokens", integer("sink_tokens", self.sink_tokens, 0))
+
+    @property
+    def mask(self) -> MaskKind:
+        """The mask's kind, which decides the loops a kernel needs."""
+        left, right = self.window_size
+        if self.causal:
+            return "causal_window" if left >= 0 else "causal"
+        return "window" if left >= 0 or right >= 0 else "full"
+
+    def visible_keys(self, rows: npt.NDArray[Any], seqlen_q: int, seqlen_k: int) -> npt.NDArray[np.bool_] | None:
+        """Which keys of a sequence each of its rows sees: bool (R, seqlen_k), or None where every row sees every key.
+
+        rows: (R,) row indices inside the sequence. The diagonal of row i is key i + seqlen_k - seqlen_q
+        ("bottom_right") or key i ("top_left").
+        """
+        if self.mask == "full":
+            return None
+        left, right = self.window_size
+        diagonal, keys = self._diagonal(rows, seqlen_q, seqlen_k), np.arange(seqlen_k)
+        visible = np.ones((rows.size, seqlen_k), dtype=np.bool_)
+        if left >= 0:
+            visible &= keys >= diagonal - left
+        if right >= 0:
+            visible &= keys <= diagonal + right
+        visible |= keys < self.sink_tokens
+        if self.causal:
+            visible &= keys <= diagonal
+        return visible
+
+    def key_distance(self, rows: npt.NDArray[Any], seqlen_q: int, seqlen_k: int) -> npt.NDArray[Any]:
+        """(R, seqlen_k): how far each key is from a row's diagonal, what ALiBi's slopes multiply (arXiv 2108.12409)."""
+        return np.abs(self._diagonal(rows, seqlen_q, seqlen_k) - np.arange(seqlen_k))
+
+    def key_ranges(
+        self, row_begin: npt.NDArray[Any], row_end: npt.NDArray[Any], offset: npt.NDArray[Any], seqlen_k: Any
+    ) -> KeyRanges:
+        """The keys that some row of [row_begin, row_end) sees: Mask::tiles of kernels_cu/common/mask.cuh, in keys.
+
+        offset: of each sequence, the key on the diagonal of its row 0. The arrays are broadcast with each other.
+        """
+        left, right = self.window_size
+        last = np.minimum(row_end + offset, seqlen_k) if self.causal else np.broadcast_to(seqlen_k, row_end.shape)
+        first = sinks = np.zeros((1, 1), np.int64)
+        if self.mask in ("window", "causal_window"):
+            sinks = np.clip(last, 0, self.sink_tokens)
+            if not self.causal and right >= 0:
+                last = np.minimum(row_end + offset + right, last)
+            if left >= 0:
+                first = np.maximum(0, row_begin + offset - left)
+        return KeyRanges(sinks, first, last)
+
+    def _diagonal(self, rows: npt.NDArray[Any], seqlen_q: int, seqlen_k: int) -> npt.NDArray[Any]:
+        """(R, 1): the key that lies on each row's diagonal."""
+        offset = seqlen_k - seqlen_q if self.alignment == "bottom_right" else 0
+        return rows[:, None] + offset
+
+
+MASK_OPTIONS: tuple[str, ...] = tuple(field.name for field in dataclasses.fields(KeyMask))
+"""The names of the fields of `KeyMask`."""
