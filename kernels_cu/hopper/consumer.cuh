@@ -1,13 +1,14 @@
-// A consumer of forward_sm90: a warpgroup that multiplies 64 rows of queries with the tiles of keys that they see.
+// What a consumer of forward_sm90 calls: a warpgroup that multiplies 64 rows of queries with the tiles of keys they see.
 //
-// In each step the scores of tile n and the output of tile n + 1 are multiplied together, and the softmax of tile n
-// runs while the tensor cores are still at the output:
+// Intra-warpgroup overlap: in each step the scores of tile n and the output of tile n + 1 are multiplied together, and the
+// softmax of tile n runs while the tensor cores are still at the output:
 //
 //     tensor cores   | S(n) = Q K(n) |  O += P(n+1) V(n+1)    |  other consumers' products  | S(n-1) = Q K(n-1) | ..
 //     this warpgroup | issue both    | wait S | softmax(n): P(n)     | wait O | pack, rescale | issue both ..
 //
-// Consumers take turns to issue (PINGPONG): while one is at its softmax, the tensor cores work for another. Keys go from
-// the last tile to the first, so that tiles with a mask come first and last; the loops between have none.
+// Ping-pong scheduling (PINGPONG): consumers take turns to issue, so that the tensor cores work for one while another is
+// at its softmax. Keys go from the last tile to the first: tiles with a mask come first and last, and those between have
+// none.
 #pragma once
 
 #include "hopper/store.cuh"
@@ -19,7 +20,7 @@ constexpr bool VALUES_FIRST = FP8 && (DIM > 128 || DIM_V > 128 || CONSUMERS == 3
 using Sums = float[PIECE / 2];
 
 constexpr bool PINGPONG = DIM_V <= 128 && !VALUES_FIRST;  // wider ones have little softmax to hide
-constexpr bool EARLY_RESCALE = DIM_V > 128 && !FP8;    // while S is multiplied rather than after O was
+constexpr bool EARLY_RESCALE = DIM_V > 128 && !FP8;       // while S is multiplied rather than after O was
 
 // What was summed before is rescaled on the way.
 DEVICE void add_piece(Output& o, const Sums& sums, const float (&correction)[2], int piece) {
@@ -27,6 +28,23 @@ DEVICE void add_piece(Output& o, const Sums& sums, const float (&correction)[2],
   for (int i = 0; i < PIECE / 2; i++) {
     float& x = o[piece * PIECE / 2 + i];
     x = fmaf(x, correction[i / 2 % 2], sums[i]);
+  }
+}
+
+// The tiles [whole[0], whole[1]) that all rows see whole. Of the others, those that the diagonal or the window's right
+// edge crosses come last in the sequence, those of its left edge and of the sink tokens first.
+DEVICE void find_whole_tiles(uint32_t (&whole)[2], const Work& work) {
+  const Mask& mask = work.mask;
+  const KeyTiles& tiles = work.keys;
+  whole[0] = 0;
+  whole[1] = uint32_t(tiles.count());
+  if constexpr (CAUSAL || WINDOW) {
+    const int seen_by_all = work.row_begin + mask.diagonal + 1 + (CAUSAL ? 0 : mask.right);  // from key 0 on
+    whole[1] = at_least(tiles.sinks, at_least(0, seen_by_all) / BLOCK_N - tiles.begin + tiles.sinks);
+  }
+  if constexpr (WINDOW) {
+    const int hidden = at_least(0, work.row_end() - 1 + mask.diagonal - mask.left);  // keys, from some row
+    whole[0] = at_least(tiles.sinks, (hidden + BLOCK_N - 1) / BLOCK_N - tiles.begin + tiles.sinks);
   }
 }
 
@@ -47,42 +65,12 @@ struct Consumer {
   uint32_t q_parity = 0;
   uint32_t pingpong[2] = {};  // named barriers: the consumer's own, and the next one's
 
-  // Every tile of the block, until the producer says that there are no more.
-  __device__ __forceinline__ void run() {
-    TileSink tiles;
-    if constexpr (PINGPONG) {
-      pingpong[0] = pingpong_barrier(number);
-      pingpong[1] = pingpong_barrier(number + 1 == CONSUMERS ? 0 : number + 1);
-      ptx::pin_registers(pingpong);  // in the threads' own registers: uniform ones are short
-    }
-    if (PINGPONG && number == CONSUMERS - 1) pingpong_pass();
-    for (int tile = tiles.next(shared); tile != TileSource::NO_TILE; tile = tiles.next(shared)) {
-      Work work = work_of(all.params, all.schedule, tile);
-      for_each_row_tile(all.schedule, work, [&](const Work& rows) { attend(rows); });
-    }
-    if (PINGPONG && number == 0) pingpong_wait();  // which the last one passed on, and nobody needs
-    if (threadIdx.x % WARPGROUP == 0) ptx::bulk_wait<0>();
-  }
-
-  // One tile of rows against all keys that they see.
-  __device__ __forceinline__ void attend(const Work& work) {
-    if (!work.sees_keys()) {
-      store_nothing(all.params, work, number);
-      return;
-    }
-    const int first_row = work.row_begin + number * ROWS + threadIdx.x % WARPGROUP / 32 * 16 + lane_id() / 4;
-    const Rows rows = rows_of(all.params, work.mask, work.sequence, work.head, work.kv_head, first_row);
-    Registers r;
-#pragma unroll
-    for (int i = 0; i < DIM_V / 2; i++) r.o[i] = 0.0f;
-    r.correction[0] = r.correction[1] = 1.0f;
-    first_scores(r, work, rows);
-    mainloop(r, work, rows);
-    if (!O_OVER_Q) release(shared.q_empty(number));
-    last_values(r);
-    store(all, work, shared, number, rows, r.softmax, r.o);
-    if (O_OVER_Q) release(shared.q_empty(number));
-  }
+  // The outline, which forward_sm90.cu defines.
+  __device__ __forceinline__ void run();
+  __device__ __forceinline__ void attend(const Work& work);
+  __device__ __forceinline__ void mainloop(Registers& r, const Work& work, const Rows& rows);
+  __device__ __forceinline__ void mainloop_step(Registers& r, const Rows& rows, int n, int first_key, bool masked);
+  __device__ __forceinline__ void mainloop_step_apart(Registers& r, const Rows& rows, int first_key, bool masked);
 
   // The last tile of keys: its scores and weights, with nothing to multiply beside them.
   __device__ __forceinline__ void first_scores(Registers& r, const Work& work, const Rows& rows) {
@@ -103,90 +91,6 @@ struct Consumer {
     pack(r.p, r.s);
     if (PACKED_VALUES || CACHE_LENGTHS) clear_values_past(work.mask.seqlen_k - first_key);
     if (!VALUES_FIRST && last > 0) wait_for_keys();
-  }
-
-  // The other tiles, from the last to the first. Rows see only a part of those that the diagonal or the window's right
-  // edge crosses, which come first, and of those that its left edge crosses and of the sink tokens, which come last.
-  __device__ __forceinline__ void mainloop(Registers& r, const Work& work, const Rows& rows) {
-    const Mask& mask = work.mask;
-    const KeyTiles& tiles = work.keys;
-    uint32_t whole[2] = {0, uint32_t(tiles.count())};  // [first, end): the tiles between, which all rows see whole
-    if constexpr (CAUSAL || WINDOW) {
-      const int seen_by_all = work.row_begin + mask.diagonal + 1 + (CAUSAL ? 0 : mask.right);  // from key 0 on
-      whole[1] = at_least(tiles.sinks, at_least(0, seen_by_all) / BLOCK_N - tiles.begin + tiles.sinks);
-    }
-    if constexpr (WINDOW) {
-      const int hidden = at_least(0, work.row_end() - 1 + mask.diagonal - mask.left);  // keys, from some row
-      whole[0] = at_least(tiles.sinks, (hidden + BLOCK_N - 1) / BLOCK_N - tiles.begin + tiles.sinks);
-    }
-    ptx::pin_registers(whole);  // or ptxas computes them again in each step
-#pragma unroll 1
-    for (int n = tiles.count() - 2; n >= 0; n--) {
-      const bool masked = (WINDOW && n < int(whole[0])) || n >= int(whole[1]);
-      if constexpr (VALUES_FIRST) step_apart(r, rows, tiles.at(n) * BLOCK_N, masked);
-      else step(r, rows, n, tiles.at(n) * BLOCK_N, masked);
-    }
-  }
-
-  // The scores and weights of tile n, and the product of the weights of tile n + 1 with its values.
-  __device__ __forceinline__ void step(Registers& r, const Rows& rows, int n, int first_key, bool masked) {
-    if (PINGPONG) pingpong_wait();
-    ptx::pin_registers(r.o);
-    ptx::pin_registers(r.p);
-    ptx::wgmma_fence();
-    multiply_keys(r.s);
-    if (EARLY_RESCALE) {
-      rescale(r.o, r.correction);
-      ptx::pin_registers(r.o);
-    }
-    wait_for_values();
-    ptx::wgmma_fence();  // without it, ptxas puts one in (C7519)
-    Sums sums;
-    if constexpr (FP8) multiply_piece(r, sums, 0);
-    else multiply_values(r.o, r.p);
-    if (PINGPONG) pingpong_pass();
-
-    ptx::wgmma_wait<1>();
-    ptx::pin_registers(r.s);
-    release_keys();
-    score(r.s, rows, first_key);
-    // A branch that all threads take alike, and one loop: with one more for masks, a compile takes half as long again.
-    if ((CAUSAL || WINDOW) && masked) apply_mask(r.s, rows, first_key);
-    float correction[2];
-    softmax_tile<false>(r.s, r.softmax, correction, rows.to_log2);
-
-    // The next step needs these keys. Waiting here, and not where they are used, ends the basic block: without that,
-    // ptxas moves the wait for O above the exponentials, and the softmax no longer runs beside the product.
-    ptx::pin_registers(r.s);
-    if (n > 0) wait_for_keys();
-    ptx::wgmma_wait<0>();
-    ptx::pin_registers(r.o);
-    ptx::pin_registers(r.p);
-    release_values();
-    pack(r.p, r.s);
-    if constexpr (FP8) {
-      ptx::pin_registers(sums);
-      add_piece(r.o, sums, r.correction, 0);
-    }
-    r.correction[0] = correction[0];
-    r.correction[1] = correction[1];
-    if (!FP8 && !EARLY_RESCALE) rescale(r.o, r.correction);
-  }
-
-  // The same where registers hold either scores or sums: first the values of tile n + 1, then the scores of tile n. The
-  // tensor cores have the other consumer's products meanwhile.
-  __device__ __forceinline__ void step_apart(Registers& r, const Rows& rows, int first_key, bool masked) {
-    add_values(r);
-    wait_for_keys();
-    ptx::wgmma_fence();
-    multiply_keys(r.s);
-    ptx::wgmma_wait<0>();
-    ptx::pin_registers(r.s);
-    release_keys();
-    score(r.s, rows, first_key);
-    if ((CAUSAL || WINDOW) && masked) apply_mask(r.s, rows, first_key);
-    softmax_tile<false>(r.s, r.softmax, r.correction, rows.to_log2);
-    pack(r.p, r.s);
   }
 
   // The values of the first tile, whose weights are left.

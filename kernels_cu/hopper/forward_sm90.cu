@@ -1,6 +1,6 @@
-// Attention forward for Hopper (sm_90a) on warpgroup products, with what FlashAttention-3 does at its heart (Shah et
-// al., arXiv 2407.08608, sections 3.1 and 3.2): a warp that only loads, warpgroups that only multiply, products that
-// run while the softmax does.
+// Attention forward for Hopper (sm_90a) on warpgroup products, after FlashAttention-3 (Shah et al., arXiv 2407.08608):
+// warp specialisation, a producer that only loads and consumers that only multiply (section 3.1); ping-pong scheduling
+// of the consumers (3.1); intra-warpgroup overlap of a product with the softmax of the next tile (3.2).
 //
 //      warpgroup 0                     warpgroups 1 .. CONSUMERS, 64 rows each
 //    +----------------------+        +------------------------------------------------------+
@@ -15,8 +15,8 @@
 // size (section 3.3 there scales by blocks, here by heads); and P V of each tile is summed apart, then added to O.
 //
 // One block a multiprocessor stays for the whole launch and takes tiles of rows as it gets done (hopper/schedule.cuh).
-// The outline of the work is Producer::run and Producer::load, Consumer::attend and Consumer::step. docs/hopper.md
-// tells what each barrier is for.
+// This file is the outline: run, load, attend and the steps of the main loop. What they call is in hopper/producer.cuh and
+// hopper/consumer.cuh. docs/hopper.md says what each barrier is for.
 #include "hopper/consumer.cuh"
 #include "hopper/producer.cuh"
 
@@ -48,6 +48,151 @@ DEVICE void start_barriers(const Shared& shared) {
     ptx::mbarrier_init(shared.tile_empty(i), READERS);
   }
   ptx::fence_mbarrier_init();
+}
+
+// ---- the producer: one warp
+
+// Every tile of the block, and the end of them.
+__device__ __forceinline__ void Producer::run() {
+  TileSource source;
+  while (source.announce(shared, all.schedule, leader)) {
+    const int drawn = source.draw(all.schedule, leader);
+    Work work = work_of(all.params, all.schedule, source.tile);
+    for_each_row_tile(all.schedule, work, [&](const Work& rows) {
+      if (rows.sees_keys()) load(rows);
+    });
+    source.take(drawn);
+  }
+}
+
+// Keys come from the last tile to the first. The consumers need K one tile ahead of V.
+__device__ __forceinline__ void Producer::load(const Work& work) {
+  int n = work.keys.count() - 1;
+  load_keys(work, n);
+  load_queries(work);
+#pragma unroll 1
+  for (; n > 0; n--) {
+    load_keys(work, n - 1);
+    load_values(work, n);
+  }
+  load_values(work, 0);
+}
+
+// ---- a consumer: one warpgroup, 64 rows of each tile
+
+// Every tile of the block, until the producer says that there are no more.
+__device__ __forceinline__ void Consumer::run() {
+  TileSink tiles;
+  if constexpr (PINGPONG) {
+    pingpong[0] = pingpong_barrier(number);
+    pingpong[1] = pingpong_barrier(number + 1 == CONSUMERS ? 0 : number + 1);
+    ptx::pin_registers(pingpong);  // in the threads' own registers: uniform ones are short
+  }
+  if (PINGPONG && number == CONSUMERS - 1) pingpong_pass();
+  for (int tile = tiles.next(shared); tile != TileSource::NO_TILE; tile = tiles.next(shared)) {
+    Work work = work_of(all.params, all.schedule, tile);
+    for_each_row_tile(all.schedule, work, [&](const Work& rows) { attend(rows); });
+  }
+  if (PINGPONG && number == 0) pingpong_wait();  // passed on by the last one; no other waits
+  if (threadIdx.x % WARPGROUP == 0) ptx::bulk_wait<0>();
+}
+
+// One tile of rows against all keys that they see.
+__device__ __forceinline__ void Consumer::attend(const Work& work) {
+  if (!work.sees_keys()) {
+    store_nothing(all.params, work, number);
+    return;
+  }
+  const int first_row = work.row_begin + number * ROWS + threadIdx.x % WARPGROUP / 32 * 16 + lane_id() / 4;
+  const Rows rows = rows_of(all.params, work.mask, work.sequence, work.head, work.kv_head, first_row);
+  Registers r;
+#pragma unroll
+  for (int i = 0; i < DIM_V / 2; i++) r.o[i] = 0.0f;
+  r.correction[0] = r.correction[1] = 1.0f;
+  first_scores(r, work, rows);
+  mainloop(r, work, rows);
+  if (!O_OVER_Q) release(shared.q_empty(number));
+  last_values(r);
+  store(all, work, shared, number, rows, r.softmax, r.o);
+  if (O_OVER_Q) release(shared.q_empty(number));
+}
+
+// The other tiles of keys, from the last to the first.
+__device__ __forceinline__ void Consumer::mainloop(Registers& r, const Work& work, const Rows& rows) {
+  uint32_t whole[2];
+  find_whole_tiles(whole, work);
+  ptx::pin_registers(whole);  // or ptxas computes them again in each step
+#pragma unroll 1
+  for (int n = work.keys.count() - 2; n >= 0; n--) {
+    const int first_key = work.keys.at(n) * BLOCK_N;
+    const bool masked = (WINDOW && n < int(whole[0])) || n >= int(whole[1]);
+    if constexpr (VALUES_FIRST) mainloop_step_apart(r, rows, first_key, masked);
+    else mainloop_step(r, rows, n, first_key, masked);
+  }
+}
+
+// Intra-warpgroup overlap: the scores and weights of tile n, while the tensor cores multiply the weights of tile n + 1
+// with its values. A consumer issues its products in its turn of the ping-pong, so that its softmax runs beside the
+// products of another.
+__device__ __forceinline__ void Consumer::mainloop_step(Registers& r, const Rows& rows, int n, int first_key,
+                                                         bool masked) {
+  if (PINGPONG) pingpong_wait();
+  ptx::pin_registers(r.o);
+  ptx::pin_registers(r.p);
+  ptx::wgmma_fence();
+  multiply_keys(r.s);
+  if (EARLY_RESCALE) {
+    rescale(r.o, r.correction);
+    ptx::pin_registers(r.o);
+  }
+  wait_for_values();
+  ptx::wgmma_fence();  // without it, ptxas puts one in (C7519)
+  Sums sums;
+  if constexpr (FP8) multiply_piece(r, sums, 0);
+  else multiply_values(r.o, r.p);
+  if (PINGPONG) pingpong_pass();
+
+  ptx::wgmma_wait<1>();
+  ptx::pin_registers(r.s);
+  release_keys();
+  score(r.s, rows, first_key);
+  // A branch that all threads take alike, and one loop: with one more for masks, a compile takes half as long again.
+  if ((CAUSAL || WINDOW) && masked) apply_mask(r.s, rows, first_key);
+  float correction[2];
+  softmax_tile<false>(r.s, r.softmax, correction, rows.to_log2);
+
+  // The next step needs these keys. Waiting here, and not where they are used, ends the basic block: without that,
+  // ptxas moves the wait for O above the exponentials, and the softmax no longer runs beside the product.
+  ptx::pin_registers(r.s);
+  if (n > 0) wait_for_keys();
+  ptx::wgmma_wait<0>();
+  ptx::pin_registers(r.o);
+  ptx::pin_registers(r.p);
+  release_values();
+  pack(r.p, r.s);
+  if constexpr (FP8) {
+    ptx::pin_registers(sums);
+    add_piece(r.o, sums, r.correction, 0);
+  }
+  r.correction[0] = correction[0];
+  r.correction[1] = correction[1];
+  if (!FP8 && !EARLY_RESCALE) rescale(r.o, r.correction);
+}
+
+// Where registers hold either scores or sums: first the values of tile n + 1, then the scores of tile n. The softmax runs
+// beside other consumers' products only.
+__device__ __forceinline__ void Consumer::mainloop_step_apart(Registers& r, const Rows& rows, int first_key, bool masked) {
+  add_values(r);
+  wait_for_keys();
+  ptx::wgmma_fence();
+  multiply_keys(r.s);
+  ptx::wgmma_wait<0>();
+  ptx::pin_registers(r.s);
+  release_keys();
+  score(r.s, rows, first_key);
+  if ((CAUSAL || WINDOW) && masked) apply_mask(r.s, rows, first_key);
+  softmax_tile<false>(r.s, r.softmax, r.correction, rows.to_log2);
+  pack(r.p, r.s);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) forward_sm90(const __grid_constant__ Sm90Params all) {

@@ -14,31 +14,9 @@ struct Producer {
   Ring<STAGES> keys{0, 1}, values{0, 1};
   uint32_t q_parity = 1;
 
-  // Every tile of the block, and the end of them.
-  __device__ __forceinline__ void run() {
-    TileSource source;
-    while (source.announce(shared, all.schedule, leader)) {
-      const int drawn = source.draw(all.schedule, leader);
-      Work work = work_of(all.params, all.schedule, source.tile);
-      for_each_row_tile(all.schedule, work, [&](const Work& rows) {
-        if (rows.sees_keys()) load(rows);
-      });
-      source.take(drawn);
-    }
-  }
-
-  // Keys come from the last tile to the first. The consumers need K one tile ahead of V.
-  __device__ __forceinline__ void load(const Work& work) {
-    int n = work.keys.count() - 1;
-    load_keys(work, n);
-    load_queries(work);
-#pragma unroll 1
-    for (; n > 0; n--) {
-      load_keys(work, n - 1);
-      load_values(work, n);
-    }
-    load_values(work, 0);
-  }
+  // The outline, which forward_sm90.cu defines.
+  __device__ __forceinline__ void run();
+  __device__ __forceinline__ void load(const Work& work);
 
   __device__ __forceinline__ void load_queries(const Work& work) {
 #pragma unroll

@@ -262,9 +262,9 @@ def test_every_variant_passes_the_gate(compiler):
 
 
 SEEDS = {
-    # What the comment in `step` says: without the wait between them, ptxas waits for O before the exponentials.
-    "overlap": ("hopper/consumer.cuh", "if (n > 0) wait_for_keys();\n    ptx::wgmma_wait<0>", "ptx::wgmma_wait<0>"),
-    "C75": ("hopper/consumer.cuh", "    ptx::wgmma_fence();  // without it, ptxas puts one in (C7519)\n", ""),
+    # As the comment in `mainloop_step` says: without the wait between, ptxas waits for O before the exponentials.
+    "overlap": ("hopper/forward_sm90.cu", "if (n > 0) wait_for_keys();\n  ptx::wgmma_wait<0>", "ptx::wgmma_wait<0>"),
+    "C75": ("hopper/forward_sm90.cu", "  ptx::wgmma_fence();  // without it, ptxas puts one in (C7519)\n", ""),
     # A tile index that might differ between lanes, as far as the compiler knows.
     "uniform": ("hopper/schedule.cuh", "int tile = ptx::warp_uniform(", "int tile = int(threadIdx.x >> 20) + ("),
     "HGMMA": ("hopper/consumer.cuh", "n < BLOCK_N / STEP; n++", "n < BLOCK_N / STEP - 1; n++"),

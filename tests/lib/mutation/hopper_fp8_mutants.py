@@ -8,7 +8,8 @@ __all__ = ["DEFECTS", "MUTANTS"]
 
 
 def _bug(name: str, file: str, old: str, new: str, *probes: str) -> Mutant:
-    file = "mma/softmax.cuh" if file == "rows" else f"hopper/{file}.cuh"
+    elsewhere = {"rows": "mma/softmax.cuh", "forward": "hopper/forward_sm90.cu"}
+    file = elsewhere.get(file, f"hopper/{file}.cuh")
     return Mutant(name, "forward_sm90", file, old, new, probes or ("causal",))
 
 
@@ -163,7 +164,7 @@ _SUMS = (
     _bug("O's rows change corrections", "consumer", "fmaf(x, correction[i / 2 % 2]", "fmaf(x, correction[i % 2]"),
     _bug(
         "a tile is added by the next one's correction",
-        "consumer",
+        "forward",
         "add_piece(r.o, sums, r.correction, 0);",
         "add_piece(r.o, sums, correction, 0);",
         "wide tile",

@@ -15,18 +15,18 @@ def _bug(name: str, file: str, old: str, new: str, *probes: str) -> Mutant:
 
 # Of those that the barriers and waits are there against; the default test run seeds these.
 DEFECTS = (
-    _bug("the softmax does not wait for S", "consumer", "    ptx::wgmma_wait<1>();\n", ""),
+    _bug("the softmax does not wait for S", "forward", "  ptx::wgmma_wait<1>();\n", ""),
     _bug(
         "V is released before its product is done",
-        "consumer",
+        "forward",
         (
-            "    ptx::wgmma_wait<0>();\n"
-            "    ptx::pin_registers(r.o);\n"
-            "    ptx::pin_registers(r.p);\n"
-            "    release_values();\n"
-            "    pack"
+            "  ptx::wgmma_wait<0>();\n"
+            "  ptx::pin_registers(r.o);\n"
+            "  ptx::pin_registers(r.p);\n"
+            "  release_values();\n"
+            "  pack"
         ),
-        "    release_values();\n    ptx::wgmma_wait<0>();\n    pack",
+        "  release_values();\n  ptx::wgmma_wait<0>();\n  pack",
     ),
     _bug("the output leaves unfenced", "store", "  ptx::fence_proxy_async();\n  sync_consumer", "  sync_consumer"),
     _bug(
@@ -48,35 +48,35 @@ DEFECTS = (
 PIPELINE = (
     _bug(
         "K is released before its product is done",
-        "consumer",
-        "    ptx::wgmma_wait<1>();\n    ptx::pin_registers(r.s);\n    release_keys();",
-        "    release_keys();\n    ptx::wgmma_wait<1>();\n    ptx::pin_registers(r.s);",
+        "forward",
+        "  ptx::wgmma_wait<1>();\n  ptx::pin_registers(r.s);\n  release_keys();",
+        "  release_keys();\n  ptx::wgmma_wait<1>();\n  ptx::pin_registers(r.s);",
     ),
     _bug(
         "P is packed before O is done",
-        "consumer",
+        "forward",
         (
-            "    ptx::wgmma_wait<0>();\n"
-            "    ptx::pin_registers(r.o);\n"
-            "    ptx::pin_registers(r.p);\n"
-            "    release_values();\n"
-            "    pack(r.p, r.s);"
+            "  ptx::wgmma_wait<0>();\n"
+            "  ptx::pin_registers(r.o);\n"
+            "  ptx::pin_registers(r.p);\n"
+            "  release_values();\n"
+            "  pack(r.p, r.s);"
         ),
-        "    pack(r.p, r.s);\n    ptx::wgmma_wait<0>();\n    release_values();",
+        "  pack(r.p, r.s);\n  ptx::wgmma_wait<0>();\n  release_values();",
     ),
     _bug(
         "O is rescaled before it is done",
-        "consumer",
-        "    if (n > 0) wait_for_keys();\n    ptx::wgmma_wait<0>();",
-        "    rescale(r.o, r.correction);\n    if (n > 0) wait_for_keys();\n    ptx::wgmma_wait<0>();",
+        "forward",
+        "  if (n > 0) wait_for_keys();\n  ptx::wgmma_wait<0>();",
+        "  rescale(r.o, r.correction);\n  if (n > 0) wait_for_keys();\n  ptx::wgmma_wait<0>();",
     ),
-    _bug("the next keys are not waited for", "consumer", "    if (n > 0) wait_for_keys();\n", ""),
+    _bug("the next keys are not waited for", "forward", "  if (n > 0) wait_for_keys();\n", ""),
     _bug("the second keys are not waited for", "consumer", "    if (!VALUES_FIRST && last > 0) wait_for_keys();\n", ""),
     _bug(
         "values are not waited for",
-        "consumer",
-        "    wait_for_values();\n    ptx::wgmma_fence();  //",
-        "    ptx::wgmma_fence();  //",
+        "forward",
+        "  wait_for_values();\n  ptx::wgmma_fence();  //",
+        "  ptx::wgmma_fence();  //",
     ),
     _bug(
         "the last values are not waited for",
@@ -88,9 +88,9 @@ PIPELINE = (
     _bug("Q's parity never turns", "consumer", "    q_parity ^= 1;\n", ""),
     _bug(
         "Q is released while it is read",
-        "consumer",
-        "    first_scores(r, work, rows);\n",
-        "    first_scores(r, work, rows);\n    release(shared.q_empty(number));\n",
+        "forward",
+        "  first_scores(r, work, rows);\n",
+        "  first_scores(r, work, rows);\n  release(shared.q_empty(number));\n",
     ),
     _bug("a ring's parity never turns", "layout", "      parity ^= 1;\n", ""),
     _bug("the producer does not wait for a free stage", "producer", "    ptx::mbarrier_wait(empty, parity);\n", ""),
@@ -109,36 +109,36 @@ PIPELINE = (
     _bug("half the bytes are announced", "producer", "(full, Tile::BYTES)", "(full, Tile::BYTES / 2)"),
     _bug(
         "K and V change places",
-        "producer",
-        "load_keys(work, n - 1);\n      load_values(work, n);",
-        "load_keys(work, n - 1);\n      load_values(work, n - 1);",
+        "forward",
+        "load_keys(work, n - 1);\n    load_values(work, n);",
+        "load_keys(work, n - 1);\n    load_values(work, n - 1);",
     ),
     _bug(
         "no fence before PV, after the early rescale",
-        "consumer",
-        "    ptx::wgmma_fence();  // without it, ptxas puts one in (C7519)\n",
+        "forward",
+        "  ptx::wgmma_fence();  // without it, ptxas puts one in (C7519)\n",
         "",
         "wide",
     ),
     _bug(
         "no fence before QK",
-        "consumer",
-        "    ptx::pin_registers(r.p);\n    ptx::wgmma_fence();\n    multiply_keys(r.s);",
-        "    ptx::pin_registers(r.p);\n    multiply_keys(r.s);",
+        "forward",
+        "  ptx::pin_registers(r.p);\n  ptx::wgmma_fence();\n  multiply_keys(r.s);",
+        "  ptx::pin_registers(r.p);\n  multiply_keys(r.s);",
     ),
-    _bug("a consumer passes the turn to itself", "consumer", "number + 1 == CONSUMERS ? 0 : number + 1", "number"),
-    _bug("the turn is not passed on", "consumer", "    if (PINGPONG) pingpong_pass();\n\n", "\n", "causal", "plain"),
+    _bug("a consumer passes the turn to itself", "forward", "number + 1 == CONSUMERS ? 0 : number + 1", "number"),
+    _bug("the turn is not passed on", "forward", "  if (PINGPONG) pingpong_pass();\n\n", "\n", "causal", "plain"),
     _bug(
         "nobody has the first turn",
-        "consumer",
-        "    if (PINGPONG && number == CONSUMERS - 1) pingpong_pass();\n",
+        "forward",
+        "  if (PINGPONG && number == CONSUMERS - 1) pingpong_pass();\n",
         "",
         "causal",
     ),
     _bug(
         "the last turn stays",
-        "consumer",
-        "    if (PINGPONG && number == 0) pingpong_wait();  // which the last one passed on, and nobody needs\n",
+        "forward",
+        ("  if (PINGPONG && number == 0) pingpong_wait();  // passed on by the last one; no other waits\n"),
         "",
         "causal",
     ),
@@ -224,16 +224,11 @@ OUTPUT = (
         "  ptx::fence_proxy_async();\n  sync_consumer(consumer);\n",
         "  ptx::fence_proxy_async();\n",
     ),
-    _bug(
-        "a block ends before its stores",
-        "consumer",
-        "    if (threadIdx.x % WARPGROUP == 0) ptx::bulk_wait<0>();\n",
-        "",
-    ),
+    _bug("a block ends before its stores", "forward", "  if (threadIdx.x % WARPGROUP == 0) ptx::bulk_wait<0>();\n", ""),
     _bug("Q lands where O still leaves", "store", "    if (O_OVER_Q) ptx::bulk_wait_read<0>();\n", "", "over q"),
     _bug(
         "Q may come before O has gone",
-        "consumer",
+        "forward",
         "if (!O_OVER_Q) release(shared.q_empty(number));",
         "release(shared.q_empty(number));",
         "over q",
@@ -265,13 +260,7 @@ OUTPUT = (
         ),
         "empty over q",
     ),
-    _bug(
-        "rows without keys are not written",
-        "consumer",
-        "      store_nothing(all.params, work, number);\n",
-        "",
-        "few",
-    ),
+    _bug("rows without keys are not written", "forward", "    store_nothing(all.params, work, number);\n", "", "few"),
     _bug("the LSE lacks the sum", "store", "results[0].lse", "results[0].factor"),
     _bug(
         "NaN of hidden keys spreads",

@@ -8,7 +8,8 @@ __all__ = ["NUMBERS"]
 
 
 def _bug(name: str, file: str, old: str, new: str, *probes: str) -> Mutant:
-    file = {"rows": "mma/softmax.cuh", "mask": "common/mask.cuh"}.get(file, f"hopper/{file}.cuh")
+    elsewhere = {"rows": "mma/softmax.cuh", "mask": "common/mask.cuh", "forward": "hopper/forward_sm90.cu"}
+    file = elsewhere.get(file, f"hopper/{file}.cuh")
     return Mutant(name, "forward_sm90", file, old, new, probes or ("plain",))
 
 
@@ -98,12 +99,12 @@ SOFTMAX = (
         "window",
     ),
     _bug(
-        "the first tile that all rows see is one late", "consumer", "n >= int(whole[1])", "n > int(whole[1])", "causal"
+        "the first tile that all rows see is one late", "forward", "n >= int(whole[1])", "n > int(whole[1])", "causal"
     ),
     _bug(
-        "the last tile of the left edge has no mask", "consumer", "n < int(whole[0])", "n + 1 < int(whole[0])", "window"
+        "the last tile of the left edge has no mask", "forward", "n < int(whole[0])", "n + 1 < int(whole[0])", "window"
     ),
-    _bug("tiles have a mask where they need none", "consumer", "n >= int(whole[1])", "n < int(whole[1])", "causal"),
+    _bug("tiles have a mask where they need none", "forward", "n >= int(whole[1])", "n < int(whole[1])", "causal"),
     _bug(
         "under a causal mask the window's right edge counts",
         "consumer",

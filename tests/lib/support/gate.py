@@ -55,9 +55,11 @@ def code_of(source: KernelSource, entry: str) -> Code:
 
 
 def with_bug(source: KernelSource, file: str, old: str, new: str) -> KernelSource:
-    """The same source with a bug in one of its headers, which must hold the text that is replaced."""
-    text = source.headers[file]
+    """The same source with a bug in it or in one of its headers: the file must hold the text that is replaced."""
+    text = source.source if file == source.name else source.headers[file]
     assert old in text
+    if file == source.name:
+        return dataclasses.replace(source, source=text.replace(old, new))
     return dataclasses.replace(source, headers={**source.headers, file: text.replace(old, new)})
 
 
