@@ -18,10 +18,27 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """One for each core that this process may use; none where tests share a GPU or compare times."""
-    if config.option.markexpr in ("gpu", "perf"):
+    """What ``-n auto`` means: a worker for each core that this process may use.
+
+    No workers, so one process, where tests share a GPU or compare times, and for the tests of one file: workers
+    take longer to start than they save. A sweep is spread, also that of one file.
+    """
+    marks = config.option.markexpr
+    if marks in ("gpu", "perf") or (marks != "sweep" and _names_one_file(config)):
         return 0
     return None if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else len(os.sched_getaffinity(0))
+
+
+def _names_one_file(config: pytest.Config) -> bool:
+    named = {argument.partition("::")[0] for argument in config.args}
+    return len(named) == 1 and Path(*named).is_file()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give sweeps, and tests that compile for a GPU, five minutes a test where they state no limit of their own."""
+    for item in items:
+        if item.get_closest_marker("timeout") is None and any(map(item.get_closest_marker, ("sweep", "gpu"))):
+            item.add_marker(pytest.mark.timeout(300))
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Ten thousand random operations on contexts that fail in random ways: each request is answered, and exactly once.
+"""Random operations on contexts that fail in random ways: each request is answered, and exactly once.
 
 Hypothesis draws the operations and a seed; the seed draws a fault plan. Time stands still between `advance` rules, so
 that deadlines and delays come in every order. Whatever happened, closing the context leaves nothing unanswered, no
@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import hypothesis
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -278,13 +279,23 @@ class Service(RuleBasedStateMachine):
         eventually(lambda: not any(array() is not None for array in self.arrays))
 
 
-@pytest.mark.timeout(900)
-def test_10000_random_operations_answer_every_request_exactly_once() -> None:
+@pytest.fixture
+def _small_collections() -> Iterator[None]:
+    """The collector passes over what was there before: it runs after each context, and modules are large."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("_small_collections")
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_random_operations_answer_every_request_exactly_once(seed: int) -> None:
+    """At least 12,000 operations in all, in three parts that the workers share out."""
     operations.clear()
     run_state_machine_as_test(
-        Service,
+        hypothesis.seed(seed)(type("Service", (Service,), {})),
         settings=settings(
-            max_examples=90,
+            max_examples=30,
             stateful_step_count=60,
             deadline=None,
             derandomize=True,
@@ -293,5 +304,5 @@ def test_10000_random_operations_answer_every_request_exactly_once() -> None:
             suppress_health_check=list(HealthCheck),
         ),
     )
-    assert sum(operations.values()) >= 10_000, operations
+    assert sum(operations.values()) >= 4_000, operations
     assert len(operations) == 10, operations

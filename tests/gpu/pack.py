@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
 LACKING = ("pykka", "pytest-asyncio", "platformdirs")
-_TOOLS = ("hypothesis", "psutil", "pytest", "pytest-timeout", "pytest-xdist")
+_TOOLS = ("hypothesis", "psutil", "pytest", "pytest-timeout")
 _CUDA = ("cupy-cuda13x", "nvidia-cuda-nvrtc", "nvidia-cuda-runtime", "torch")
 _PYTHON = ("anyio", "filelock", "ml-dtypes", "numpy", "packaging", "rich", "typer", "typing-extensions")
 PRESENT = frozenset((*_TOOLS, *_CUDA, *_PYTHON))

@@ -38,22 +38,20 @@ Status = Literal["passed", "failed", "cut off", "nothing ran", "not run"]
 
 @dataclass(frozen=True)
 class Step:
-    """arguments: of pytest, or of ``gpu-actors bench``. seconds: at most. spread: over several processes, where there
-    are the cores and pytest-xdist."""
+    """arguments: of pytest, or of ``gpu-actors bench``. seconds: at most."""
 
     name: str
     kind: Literal["tests", "bench"]
     arguments: tuple[str, ...]
     seconds: float
-    spread: bool = False
 
 
 _KERNELS = (
-    Step("conformance", "tests", ("tests/emulation",), 120, spread=True),
-    Step("kernels", "tests", ("tests/gpu/test_kernels.py",), 120, spread=True),
-    Step("forward", "tests", ("tests/gpu/test_forward.py", "tests/gpu/test_forward_sm90_on_gpu.py"), 130, spread=True),
-    Step("decode", "tests", ("tests/gpu/test_decode.py",), 70, spread=True),
-    Step("modifications", "tests", ("tests/gpu/test_modifications.py",), 60, spread=True),
+    Step("conformance", "tests", ("tests/emulation",), 120),
+    Step("kernels", "tests", ("tests/gpu/test_kernels.py",), 120),
+    Step("forward", "tests", ("tests/gpu/test_forward.py", "tests/gpu/test_forward_sm90_on_gpu.py"), 130),
+    Step("decode", "tests", ("tests/gpu/test_decode.py",), 70),
+    Step("modifications", "tests", ("tests/gpu/test_modifications.py",), 60),
 )
 _SERVICE = (
     Step("device", "tests", ("tests/gpu/test_cuda_hardware.py",), 90),
@@ -259,12 +257,11 @@ def real_command(step: Step, work: Path, seconds: float) -> list[str]:
         if importlib.util.find_spec("matplotlib") is not None:
             arguments += ["--plot", str(work / f"{step.name}.png")]
         return [sys.executable, "-m", "gpu_actors.cli", "bench", *arguments]
-    workers = min(6, (os.cpu_count() or 1) // 2)
-    spread = step.spread and workers > 1 and importlib.util.find_spec("xdist") is not None
     junit = f"--junitxml={work / f'{step.name}.xml'}"
-    distributed = ("-n", str(workers)) if spread else ()
+    # One process: the tests share the GPU. The project's own options ask for pytest-xdist, which may be missing here.
+    options = ["-o", "addopts=--strict-markers", "--durations=10"]
     # Warnings of whatever torch is there are no failures of ours.
-    return [sys.executable, "-m", "pytest", "-q", "-W", "default", "-m", "gpu", junit, *distributed, *step.arguments]
+    return [sys.executable, "-m", "pytest", "-q", *options, "-W", "default", "-m", "gpu", junit, *step.arguments]
 
 
 def obstacle() -> str | None:

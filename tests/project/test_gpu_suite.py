@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cases.gpu_candidates import CANDIDATES, Candidate
+from support.modules import module_at
 
 import gpu_actors as ga
 from gpu_actors.kernels.dispatch import FAMILIES
@@ -27,9 +28,14 @@ def mock() -> Any:
         yield context
 
 
-def test_tests_for_a_gpu_are_collected_without_one() -> None:
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "gpu", "tests/gpu", "tests/emulation"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=200, check=False)
+def test_tests_for_a_gpu_are_collected_without_one_and_without_xdist(tmp_path: Path) -> None:
+    """With the command of tests/gpu/run.py, and pytest's plugins as on a machine that lacks pytest-xdist."""
+    run = module_at(ROOT / "tests" / "gpu" / "run.py")
+    step = run.Step("all", "tests", ("tests/gpu", "tests/emulation"), 60.0)
+    plugins = [option for name in ("pytest_asyncio", "pytest_timeout", "anyio") for option in ("-p", name)]
+    command = [*run.real_command(step, tmp_path, 60.0), *plugins, "--collect-only"]
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=50, check=False, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     files = [line.split("::")[0] for line in done.stdout.splitlines() if "::" in line]
     written = set((ROOT / "tests" / "gpu").glob("test_*.py"))
