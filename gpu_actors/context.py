@@ -27,6 +27,7 @@ from gpu_actors.actors.flash_attn import FlashAttnActor, FlashAttnHandle
 from gpu_actors.actors.kernels import CompilesKernels, KernelActor
 from gpu_actors.actors.kv_cache import KvCacheActor
 from gpu_actors.actors.nvrtc import NvrtcActor, NvrtcHandle
+from gpu_actors.actors.probing import probe
 from gpu_actors.devices.interface import Device, DeviceInfo
 from gpu_actors.devices.select import check_device, choose_device, open_device, warn_of_mock
 from gpu_actors.errors import ActorStopped, DeadlineExceeded, GpuActorsError, InvalidRequest
@@ -106,6 +107,17 @@ class GpuContext(Local, OpensKvCaches, CompilesKernels):
     def stats(self) -> dict[str, ActorStats]:
         """Each actor's counts, by its label."""
         return {name: cell.mailbox.stats() for name, cell in self._children.cells.items()}
+
+    def probe(self, timeout: float | None = None) -> Reply[None]:
+        """Prove that the device makes progress: launch attention of one row by one key, ahead of what waits.
+
+        The reply is None once the launch has succeeded, else the error of the launch. The mock device need not compute
+        for it. An offline context whose caches lack the kernel fills and copies device memory instead. The launch
+        counts in ``stats()`` as any other; its success does not end a row of failed requests (``degraded_after``).
+
+        timeout: seconds (None: ``default_timeout``) after which the reply raises `DeadlineExceeded`.
+        """
+        return Reply(probe(self._children, timeout))
 
     def drain(self, timeout: float | None = None) -> Reply[None]:
         """Refuse new requests (`ActorStopped`) and wait until every request made so far is answered.

@@ -1,27 +1,73 @@
-"""Probing: launches of the context's own, while an actor that it cannot do without fails.
+"""Probing: launches of the context's own, on demand and while an actor that it cannot do without fails.
 
 A context that is not ready is sent no requests, so it has to find out itself whether launches succeed again.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gpu_actors.actors.flash_attn import FlashAttnActor
-from gpu_actors.errors import CompileError, MockModeError
+from gpu_actors.errors import CompileError, GpuActorsError, LaunchError, MockModeError
 from gpu_actors.requests import FlashForward
 from gpu_actors.runtime.call import Call
+from gpu_actors.runtime.mailbox import Mailbox
 from gpu_actors.runtime.progress import Progress
 
 if TYPE_CHECKING:
     from gpu_actors.runtime.children import Children
 
-__all__ = ["Probing"]
+__all__ = ["Probing", "probe"]
 
 _URGENT = 1 << 62
+
+
+def probe(children: Children, timeout: float | None) -> Call[None]:
+    """Launch attention of one row by one key ahead of what waits. The call resolves to None once that has succeeded.
+
+    For any thread; see `GpuContext.probe`.
+    """
+    answer: Call[None] = Call("probe", Mailbox("probe", 1, 1))
+    progress = children.cells[FlashAttnActor.label].progress
+    completed, failed_launches = progress.completed, progress.failed_launches
+
+    def judge(launched: Call[Any]) -> None:
+        error = launched.error
+        if _needs_compiler(error, children):
+            # A device that hangs blocks this for as long as `hang_timeout`, so it has a thread of its own.
+            threading.Thread(target=ask_device, name="gpu-actors-probe", daemon=True).start()
+        elif error is None or isinstance(error, MockModeError):
+            progress.discount(completed, failed_launches)
+            answer.resolve(None)
+        else:
+            answer.fail(error)
+
+    def ask_device() -> None:
+        try:
+            children.device.bind_thread()
+            children.device.probe()
+        except BaseException as error:
+            answer.fail(error if isinstance(error, GpuActorsError) else LaunchError(f"the device: {error!r}"))
+        else:
+            answer.resolve(None)
+
+    _launch(children, timeout).when_done(judge)
+    return answer
+
+
+def _launch(children: Children, timeout: float | None) -> Call[Any]:
+    row = np.zeros((1, 1, 1, 64), np.float16)
+    launched: Call[Any] = children.handle(FlashAttnActor).send(FlashForward(row, row, row), None, timeout, _URGENT)
+    return launched
+
+
+def _needs_compiler(error: BaseException | None, children: Children) -> bool:
+    """Whether the probe's kernel is in no cache and may not be compiled. That says nothing about the device."""
+    return isinstance(error, CompileError) and children.options.offline
 
 
 class Probing:
@@ -58,9 +104,7 @@ class Probing:
             self._waiting = False
             return
         before = {progress: progress.completed for progress in failing}
-        row = np.zeros((1, 1, 1, 64), np.float16)
-        probe = children.handle(FlashAttnActor).send(FlashForward(row, row, row), None, None, _URGENT)
-        probe.when_done(lambda call: self._run(lambda: self._judge(call, before)))
+        _launch(children, None).when_done(lambda call: self._run(lambda: self._judge(call, before)))
 
     def _judge(self, probe: Call[Any], before: Mapping[Progress, int]) -> None:
         if self._succeeded(probe.error):
@@ -71,8 +115,7 @@ class Probing:
             self.begin()
 
     def _succeeded(self, error: BaseException | None) -> bool:
-        if isinstance(error, CompileError) and self._children.options.offline:
-            # No cache has to hold the probe's kernel, and without one it says nothing about the device.
+        if _needs_compiler(error, self._children):
             try:
                 self._children.device.probe()
             except Exception:

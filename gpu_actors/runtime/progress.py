@@ -98,6 +98,15 @@ class Progress:
             if self.failed_launches or self.completed - completed <= 1:
                 self.failed_launches = self._limit - 1
 
+    def discount(self, completed: int, failed_launches: int) -> None:
+        """A probe of an actor that does not fail succeeded: its success does not end a row of failed requests.
+
+        completed, failed_launches: the actor's before the probe.
+        """
+        with self._lock:
+            if self.completed - completed <= 1:
+                self.failed_launches = max(self.failed_launches, failed_launches)
+
     def _note(self, error: BaseException) -> None:
         if self.failing:
             # In words: the error itself leads to the request that it answered, and to its arrays.

@@ -2,7 +2,7 @@
 
 ``examples/inference_server.py`` shows both in use, docs/serving.md says why.
 
-Imports from other rooms: validation.
+Imports from other rooms: runtime, validation.
 """
 
 from __future__ import annotations

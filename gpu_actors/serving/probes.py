@@ -27,6 +27,7 @@ import anyio.to_thread
 
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.extras import install_hint
+from gpu_actors.serving.proof import Proof
 from gpu_actors.validation.fields import expect, integer, real
 
 if TYPE_CHECKING:
@@ -58,13 +59,16 @@ class Probes:
     """Answers probes about one context from a thread of its own, as long as it is entered.
 
     /livez: 503 if the context has failed or the event loop has not turned for ``stall_seconds``: restart the process.
-    /readyz: 503 also before `watch`, after `leave`, and while ``ctx.health()`` is not ready: send no requests.
+    /readyz: 503 also before `watch`, after `leave`, while ``ctx.health()`` is not ready, and where no launch has
+        succeeded for ``proof_seconds``: send no requests. Says which device, which kernels, and why not.
     /metrics: Prometheus' text format; 501 without the ``metrics`` extra.
 
     host, port: where to listen; None listens nowhere, for a server that calls the three methods itself, and 0 takes a
         free port. The attribute ``port`` is the one taken.
     ports: how many ports, from ``port`` up, to try until one is free: each of several workers takes one of its own.
     stall_seconds: above the longest that the loop may be busy with one thing.
+    proof_seconds: how old the last success of a launch may be. A context without requests launches something small
+        every half of that. None: a third of ``hang_timeout``, 10 s on CUDA, at most 200 s.
     exit_when_dead: end the process with `EXIT_CODE` once /livez has been 503 for 2 s, which is time to hand out the
         answers that are left. At once and without cleaning up, for what waits for a lost device may wait for ever.
 
@@ -78,6 +82,7 @@ class Probes:
         port: int | None = None,
         ports: int = 1,
         stall_seconds: float = 30.0,
+        proof_seconds: float | None = None,
         exit_when_dead: bool = False,
     ) -> None:
         self.host = host
@@ -85,8 +90,13 @@ class Probes:
         self.ports = integer("ports", ports, 1)
         self.stall_seconds = real("stall_seconds", stall_seconds, "a finite number of seconds > 0")
         expect(self.stall_seconds > 0, "stall_seconds", stall_seconds, "must be a finite number of seconds > 0")
+        self.proof_seconds = proof_seconds
+        if proof_seconds is not None:
+            self.proof_seconds = real("proof_seconds", proof_seconds, "a finite number of seconds > 0, or None")
+            expect(proof_seconds > 0, "proof_seconds", proof_seconds, "must be a finite number of seconds > 0, or None")
         self.exit_when_dead = exit_when_dead
         self._context: GpuContext | None = None
+        self._proof: Proof | None = None
         self._registry: CollectorRegistry | None = None
         self._leaving = False
         self._last_beat = time.monotonic()
@@ -126,6 +136,7 @@ class Probes:
             self._registry.register(ContextCollector(context))
             if admission is not None:
                 self._registry.register(AdmissionCollector(admission))
+        self._proof = Proof(context, self.proof_seconds)
         self._context = context
 
     def leave(self) -> None:
@@ -139,8 +150,8 @@ class Probes:
         return _answer(not reason, {"alive": not reason, "reason": reason})
 
     def readyz(self) -> Answer:
-        context, dead = self._context, self._dead()
-        if context is None:
+        context, proof, dead = self._context, self._proof, self._dead()
+        if context is None or proof is None:
             return _answer(False, {"ready": False, "state": "starting", "reason": "the context is not open yet"})
         health = context.health()
         ready, state, reason = health.ready, str(health.state), health.reason
@@ -148,8 +159,27 @@ class Probes:
             ready, state, reason = False, "draining", "the server is leaving"
         elif dead:
             ready, reason = False, dead
-        content = {"ready": ready, "state": state, "reason": reason}
-        return _answer(ready, content | {"device": health.device.kind, "generation": health.generation})
+        elif ready and (missing := proof.missing()):
+            ready, state, reason = False, "stalled", missing
+        compiled = context.stats()["nvrtc"]
+        kernels = {
+            "arch": health.device.arch,
+            "run": health.device.runs_kernels,
+            "compiled": compiled.completed,
+            "failed": compiled.failed,
+            "waiting": compiled.submitted - compiled.completed - compiled.failed - compiled.cancelled,
+        }
+        content = {
+            "ready": ready,
+            "state": state,
+            "reason": reason,
+            "device": health.device.kind,
+            "name": health.device.name,
+            "generation": health.generation,
+            "kernels": kernels,
+            "last_success_seconds": round(proof.age, 3),
+        }
+        return _answer(ready, content)
 
     def metrics(self) -> Answer:
         registry = self._registry
@@ -183,6 +213,7 @@ class Probes:
             listening.start()
         dead_since: float | None = None
         while not self._ended.wait(_BEAT):
+            self._look()
             reason = self._dead()
             if not reason:
                 dead_since = None
@@ -197,6 +228,14 @@ class Probes:
             assert self._listener is not None
             self._listener.shutdown()
             listening.join()
+
+    def _look(self) -> None:
+        if self._proof is not None:
+            try:
+                self._proof.look()
+            except Exception:
+                # This thread also ends a dead process. Without proofs /readyz says that the last one is old.
+                logger.exception("the device could not be asked for a proof of progress")
 
     def _close(self) -> None:
         self._ended.set()

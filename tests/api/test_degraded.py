@@ -164,6 +164,57 @@ def test_where_no_kernel_may_be_compiled_the_device_itself_is_probed(tmp_path: A
         eventually(lambda: ctx.health().ready)
 
 
+# A probe on demand
+
+
+def test_a_probe_launches_once_ahead_of_what_waits() -> None:
+    with ga.open_context("mock") as ctx:
+        assert ctx.probe().result(30.0) is None
+        assert probes(ctx) == 1
+
+
+def test_a_probe_raises_what_its_launch_raised() -> None:
+    with opened(FaultPlan().fail(launch=1, error=ga.LaunchError).lose_context(launch=2)) as ctx:
+        with pytest.raises(ga.LaunchError, match="a fault plan"):
+            ctx.probe().result(30.0)
+        assert ctx.health().failures["flash_attn"] == 1
+        with pytest.raises(ga.ContextLost):
+            ctx.probe().result(30.0)
+    with pytest.raises((ga.ActorStopped, ga.ContextLost)):
+        ctx.probe().result(30.0)
+
+
+def test_a_probe_of_a_device_that_hangs_ends_by_its_timeout() -> None:
+    clock = MockClock()
+    with opened(FaultPlan().hang(launch=1), clock=clock, hang_timeout=1e6, drain_timeout=0.1) as ctx:
+        probe = ctx.probe(timeout=5.0)
+        eventually(lambda: ctx.stats()["flash_attn"].in_flight == 1)
+        clock.advance(6.0)
+        with pytest.raises(ga.DeadlineExceeded):
+            probe.result(30.0)
+
+
+def test_a_probe_that_succeeds_ends_no_row_of_failed_requests() -> None:
+    plan = FaultPlan().fail(launch=1).fail(launch=3).fail(launch=5)
+    with opened(plan, degraded_after=3) as ctx:
+        for failures in (1, 2):
+            fail(ctx, 1)
+            assert ctx.probe().result(30.0) is None
+            assert ctx.health().failures["flash_attn"] == failures
+        fail(ctx, 1)
+        assert not ctx.health().ready
+
+
+def test_a_mock_device_that_is_told_not_to_compute_is_proved_too() -> None:
+    with opened(FaultPlan(), mock=NO_COMPUTE) as ctx:
+        assert ctx.probe().result(30.0) is None
+
+
+def test_an_offline_context_without_the_probes_kernel_asks_the_device_itself(tmp_path: Any) -> None:
+    with opened(FaultPlan(), compile_on_mock=True, offline=True, cache_dir=tmp_path) as ctx:
+        assert ctx.probe().result(30.0) is None
+
+
 # Actors of one's own
 
 

@@ -7,6 +7,7 @@ import http.client
 import json
 import socket
 import struct
+import time
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from support.service import REPOSITORY, ask, eventually, run_python
 
 import gpu_actors as ga
 from gpu_actors.serving import EXIT_CODE, Admission, Probes
-from gpu_actors.testing import FaultPlan
+from gpu_actors.serving.proof import Proof
+from gpu_actors.testing import FaultPlan, MockClock
 
 pytestmark = pytest.mark.usefixtures("all_threads_end")
 
@@ -157,6 +159,86 @@ async def test_a_client_that_resets_its_connection_writes_nothing_to_stderr(capf
         assert get(probes, "/livez")[0] == 200
         await asyncio.sleep(0.2)
     assert capfd.readouterr().err == ""
+
+
+# Progress of the device
+
+
+def finished(ctx: ga.GpuContext) -> int:
+    stats = ctx.stats()["flash_attn"]
+    return stats.launched - stats.in_flight
+
+
+async def test_an_idle_context_proves_its_device_by_launches_of_its_own() -> None:
+    async with Probes(proof_seconds=0.4) as probes, ga.open_context("mock") as ctx:
+        probes.watch(ctx)
+        await asyncio.to_thread(eventually, lambda: finished(ctx) >= 3)
+        status, shown = content(probes.readyz()[:2])
+        assert (status, shown["ready"], shown["reason"]) == (200, True, "")
+        assert shown["name"] == "mock sm_90a"
+        assert shown["kernels"] == {"arch": "sm_90a", "run": False, "compiled": 0, "failed": 0, "waiting": 0}
+
+
+async def test_a_context_that_answers_requests_launches_nothing_of_its_own() -> None:
+    async with Probes(proof_seconds=60.0) as probes, ga.open_context("mock") as ctx:
+        probes.watch(ctx)
+        watched = time.monotonic()
+        await asyncio.sleep(0.3)
+        await ask(ctx)
+
+        def younger_than_the_context() -> bool:
+            age = json.loads(probes.readyz().body)["last_success_seconds"]
+            return bool(age < time.monotonic() - watched - 0.2)
+
+        await asyncio.to_thread(eventually, younger_than_the_context)
+        assert finished(ctx) == 1
+
+
+async def test_a_device_that_hangs_while_idle_ends_readiness_and_leaves_the_process_alive() -> None:
+    """The first launch, which is the context's own, does not end before the clock says so."""
+    clock = MockClock()
+    plan = FaultPlan().delay(1.0, launch=1)
+    options = ga.ContextOptions(fault_plan=plan, clock=clock, hang_timeout=1e6)
+    async with Probes(port=0, proof_seconds=0.4) as probes, ga.open_context("mock", options) as ctx:
+        probes.watch(ctx)
+        assert probes.readyz().status == 200
+        await asyncio.to_thread(eventually, lambda: probes.readyz().status == 503)
+        shown = json.loads(get(probes, "/readyz")[1])
+        assert (shown["state"], shown["device"]) == ("stalled", "mock")
+        assert shown["reason"].startswith("no launch has succeeded for")
+        assert get(probes, "/livez")[0] == 200
+        assert ctx.health().ready, "only the proof is missing"
+        await asyncio.sleep(0.5)
+        assert ctx.stats()["flash_attn"].launched == 1, "one launch that hangs is enough"
+        clock.advance(1.0)
+        await asyncio.to_thread(eventually, lambda: probes.readyz().status == 200)
+
+
+async def test_readiness_says_how_the_contexts_own_launch_failed() -> None:
+    plan = FaultPlan().fail(launch=1, error=ga.LaunchError)
+    options = ga.ContextOptions(fault_plan=plan.hang(launch=2), drain_timeout=0.1)
+    async with Probes(proof_seconds=0.4) as probes, ga.open_context("mock", options) as ctx:
+        probes.watch(ctx)
+        await asyncio.to_thread(eventually, lambda: probes.readyz().status == 503)
+        assert "the last attempt failed with LaunchError: a fault plan" in json.loads(probes.readyz().body)["reason"]
+        await asyncio.to_thread(eventually, lambda: ctx.stats()["flash_attn"].in_flight == 1)
+        await asyncio.sleep(1.0)  # its request is answered by its deadline meanwhile
+        assert ctx.stats()["flash_attn"].in_flight == 1, "no launch follows one that hangs"
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), "10"])
+def test_a_proof_that_no_launch_could_give_is_refused(value: Any) -> None:
+    with pytest.raises(ga.InvalidRequest, match="proof_seconds"):
+        Probes(proof_seconds=value)
+
+
+@pytest.mark.parametrize(("limit", "seconds"), [(None, 200.0), (30.0, 10.0), (float("inf"), 200.0)])
+async def test_a_launch_may_take_a_third_of_the_hang_timeout(limit: float | None, seconds: float) -> None:
+    async with ga.open_context("mock", ga.ContextOptions(hang_timeout=limit)) as ctx:
+        assert Proof(ctx).seconds == seconds
+
+
+# The end of the process
 
 
 def test_a_process_whose_context_is_lost_ends_with_its_own_exit_code() -> None:
