@@ -3,6 +3,7 @@
 
 #include "emulation/formats.cuh"
 #include "emulation/mbarrier.cuh"
+#include "ptx/bulk.cuh"
 
 namespace emulation {
 
@@ -63,21 +64,6 @@ inline void start_store(BulkStore& store, const char* operation) {
 }
 
 // f16 and bf16 additions round to nearest even, as the hardware's do.
-inline uint16_t to_f16(float value) {
-  if (value != value) return 0x7FFF;
-  uint32_t bits = __float_as_uint(value), sign = bits >> 16 & 0x8000;
-  float magnitude = fabsf(value);
-  if (magnitude >= 65520.0f) return static_cast<uint16_t>(sign | 0x7C00);
-  if (magnitude < 0x1p-14f) return static_cast<uint16_t>(sign | static_cast<uint32_t>(rintf(magnitude * 0x1p24f)));
-  bits &= 0x7FFFFFFF;
-  return static_cast<uint16_t>(sign | ((bits + 0xFFF + (bits >> 13 & 1) - 0x38000000u) >> 13));
-}
-inline uint16_t to_bf16(float value) {
-  if (value != value) return 0x7FFF;
-  uint32_t bits = __float_as_uint(value);
-  return static_cast<uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
-}
-
 inline void add_number(char* to, const char* from, int number) {
   if (number == 1 || number == 4) {
     uint32_t bits;
@@ -169,6 +155,7 @@ inline void issue_bulk_store(void* destination, uint32_t source, uint32_t bytes,
 
 }  // namespace emulation
 
+#ifdef GPU_ACTORS_TWINS
 namespace ptx {
 
 DEVICE void bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier,
@@ -198,3 +185,4 @@ DEVICE void bulk_wait() {
 }
 
 }  // namespace ptx
+#endif

@@ -81,6 +81,7 @@ inline void issue_copy_arrival(uint32_t barrier, bool increment) {
 
 }  // namespace emulation
 
+#ifdef GPU_ACTORS_TWINS
 namespace ptx {
 
 template <int BYTES>
@@ -98,3 +99,4 @@ DEVICE void cp_async_arrive_noinc(uint32_t barrier) { emulation::issue_copy_arri
 DEVICE void cp_async_arrive(uint32_t barrier) { emulation::issue_copy_arrival(barrier, true); }
 
 }  // namespace ptx
+#endif

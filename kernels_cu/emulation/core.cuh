@@ -51,6 +51,7 @@ constexpr const char* argument = "argument";
 constexpr const char* stack_overflow = "stack_overflow";
 constexpr const char* time_limit = "time_limit";
 constexpr const char* trap = "trap";
+constexpr const char* assembly = "assembly";
 }  // namespace kind
 
 // A growable array of plain values. Zero bytes are an empty list; memory goes back only through release().

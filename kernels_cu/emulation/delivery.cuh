@@ -1,9 +1,9 @@
 // What lands when, and what must not be left at the end of a thread or block.
 #pragma once
 
-#include "ptx/copy_async.cuh"
-#include "ptx/tma.cuh"
-#include "ptx/wgmma.cuh"
+#include "emulation/copy_async.cuh"
+#include "emulation/tma.cuh"
+#include "emulation/wgmma.cuh"
 
 namespace emulation {
 

@@ -42,7 +42,7 @@ inline void prepare_context(Fiber& fiber, void (*main)()) {
 }
 #else
 extern "C" __attribute__((visibility("hidden"))) void gpu_actors_switch_context(void** save, void* to);
-asm(R"(
+__asm__(R"(
 .text
 .p2align 4
 .hidden gpu_actors_switch_context

@@ -34,6 +34,32 @@ inline float from_e4m3(uint32_t b) {
 }
 inline float from_tf32(uint32_t bits) { return float_of(bits & 0xFFFFE000u); }
 
+// Rounded to nearest even; any NaN becomes the one without a sign. What e4m3 cannot hold becomes its largest.
+inline uint16_t to_f16(float value) {
+  if (value != value) return 0x7FFF;
+  uint32_t bits = __float_as_uint(value), sign = bits >> 16 & 0x8000;
+  float magnitude = fabsf(value);
+  if (magnitude >= 65520.0f) return static_cast<uint16_t>(sign | 0x7C00);
+  if (magnitude < 0x1p-14f) return static_cast<uint16_t>(sign | static_cast<uint32_t>(rintf(magnitude * 0x1p24f)));
+  bits &= 0x7FFFFFFF;
+  return static_cast<uint16_t>(sign | ((bits + 0xFFF + (bits >> 13 & 1) - 0x38000000u) >> 13));
+}
+inline uint16_t to_bf16(float value) {
+  if (value != value) return 0x7FFF;
+  uint32_t bits = __float_as_uint(value);
+  return static_cast<uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+}
+
+inline uint8_t to_e4m3(float value) {
+  if (value != value) return 0x7F;
+  uint32_t bits = __float_as_uint(value), sign = bits >> 24 & 0x80;
+  float magnitude = fabsf(value);
+  if (magnitude >= 448.0f) return static_cast<uint8_t>(sign | 0x7E);
+  if (magnitude < 0x1p-6f) return static_cast<uint8_t>(sign | static_cast<uint32_t>(rintf(magnitude * 0x1p9f)));
+  bits &= 0x7FFFFFFF;
+  return static_cast<uint8_t>(sign | ((bits + 0x7FFFF + (bits >> 20 & 1) - 0x3C000000u) >> 20));
+}
+
 // count elements that lie one after the other.
 inline void decode(Element e, const void* bits, int count, float* out) {
   const uint8_t* bytes = static_cast<const uint8_t*>(bits);

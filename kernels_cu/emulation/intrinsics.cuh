@@ -104,7 +104,7 @@ inline double max(double a, double b) { return fmax(a, b); }
 // A number that the compiler knows nothing of: these additions and products are never fused with others, whatever
 // -ffp-contract says.
 inline float opaque(float a) {
-  asm("" : "+m"(a));
+  __asm__("" : "+m"(a));
   return a;
 }
 inline float __fadd_rn(float a, float b) { return opaque(a) + opaque(b); }

@@ -2,6 +2,9 @@
 #pragma once
 
 #include "emulation/worker.cuh"
+#ifndef GPU_ACTORS_TWINS
+#include "emulation/assembly/execute.cuh"
+#endif
 
 namespace emulation {
 

@@ -62,6 +62,7 @@ inline uint32_t transpose_matrix(uint32_t bits) {
 
 }  // namespace emulation
 
+#ifdef GPU_ACTORS_TWINS
 namespace ptx {
 
 DEVICE void ldmatrix_x1(uint32_t (&r)[1], uint32_t row) { emulation::load_matrices("ldmatrix.x1", r, 1, row, false); }
@@ -97,3 +98,4 @@ DEVICE void stmatrix_x4_trans(uint32_t row, const uint32_t (&r)[4]) {
 DEVICE uint32_t movmatrix_trans(uint32_t r) { return emulation::transpose_matrix(r); }
 
 }  // namespace ptx
+#endif

@@ -81,6 +81,7 @@ inline void wait_for_phase(uint32_t address, uint32_t parity) {
 
 }  // namespace emulation
 
+#ifdef GPU_ACTORS_TWINS
 namespace ptx {
 
 DEVICE void mbarrier_init(uint32_t barrier, int count) { emulation::init_mbarrier(barrier, count); }
@@ -103,3 +104,4 @@ DEVICE bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
 DEVICE void mbarrier_wait(uint32_t barrier, uint32_t parity) { emulation::wait_for_phase(barrier, parity); }
 
 }  // namespace ptx
+#endif

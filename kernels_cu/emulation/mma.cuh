@@ -39,6 +39,7 @@ __attribute__((noinline)) inline void mma(const char* operation, Element e, floa
 
 }  // namespace emulation
 
+#ifdef GPU_ACTORS_TWINS
 namespace ptx {
 
 template <Element E>
@@ -56,3 +57,4 @@ DEVICE void mma_m16n8k32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uin
 }
 
 }  // namespace ptx
+#endif

@@ -1,7 +1,7 @@
 // Host twins of ptx/tma.cuh.
 #pragma once
 
-#include "ptx/bulk.cuh"
+#include "emulation/bulk.cuh"
 
 namespace emulation {
 
@@ -118,6 +118,7 @@ inline void issue_tensor_store(const ptx::TensorMap* map, uint32_t source, int r
 
 }  // namespace emulation
 
+#ifdef GPU_ACTORS_TWINS
 namespace ptx {
 
 DEVICE void tma_prefetch_map(const TensorMap* map) {
@@ -150,3 +151,4 @@ EMULATED_TENSOR_RANK(5, int c0 EMULATED_AND int c1 EMULATED_AND int c2 EMULATED_
 #undef EMULATED_TENSOR_RANK
 
 }  // namespace ptx
+#endif

@@ -279,6 +279,7 @@ inline void release_wgmma(WgmmaState& state) {
 
 }  // namespace emulation
 
+#ifdef GPU_ACTORS_TWINS
 namespace ptx {
 
 DEVICE void wgmma_fence() { emulation::fence_wgmma(); }
@@ -324,3 +325,4 @@ DEVICE void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool
 }
 
 }  // namespace ptx
+#endif

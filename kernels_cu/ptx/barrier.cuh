@@ -3,7 +3,7 @@
 
 #include "ptx/types.cuh"
 
-#ifdef GPU_ACTORS_EMULATED
+#ifdef GPU_ACTORS_TWINS
 #include "emulation/barrier.cuh"
 #else
 

@@ -16,7 +16,7 @@ enum class CachePolicy : uint64_t {
 
 }  // namespace ptx
 
-#ifdef GPU_ACTORS_EMULATED
+#ifdef GPU_ACTORS_TWINS
 #include "emulation/bulk.cuh"
 #else
 

@@ -9,7 +9,7 @@ namespace ptx {
 DEVICE float as_float(uint32_t bits) { return __uint_as_float(bits); }
 DEVICE uint32_t as_bits(float value) { return __float_as_uint(value); }
 
-#ifdef GPU_ACTORS_EMULATED
+#ifdef GPU_ACTORS_TWINS
 
 DEVICE float half_to_float(uint16_t bits) {
   const uint32_t sign = uint32_t(bits & 0x8000) << 16, exponent = bits >> 10 & 31, fraction = bits & 1023;

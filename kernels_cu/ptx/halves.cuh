@@ -5,7 +5,7 @@
 
 namespace ptx {
 
-#ifdef GPU_ACTORS_EMULATED
+#ifdef GPU_ACTORS_TWINS
 
 DEVICE uint32_t multiply_halves(uint32_t a, uint32_t b) {
   return pack_half(half_to_float(uint16_t(a)) * half_to_float(uint16_t(b)),

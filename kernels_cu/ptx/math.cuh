@@ -6,7 +6,7 @@
 
 namespace ptx {
 
-#ifdef GPU_ACTORS_EMULATED
+#ifdef GPU_ACTORS_TWINS
 
 DEVICE float flush(float x) { return fabsf(x) < as_float(0x00800000u) ? copysignf(0.0f, x) : x; }
 DEVICE float ex2(float x) { return flush(exp2f(flush(x))); }

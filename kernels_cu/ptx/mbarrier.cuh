@@ -7,7 +7,7 @@
 
 #include "ptx/types.cuh"
 
-#ifdef GPU_ACTORS_EMULATED
+#ifdef GPU_ACTORS_TWINS
 #include "emulation/mbarrier.cuh"
 #else
 

@@ -14,7 +14,7 @@
 
 #include "ptx/types.cuh"
 
-#ifdef GPU_ACTORS_EMULATED
+#ifdef GPU_ACTORS_TWINS
 #include "emulation/mma.cuh"
 #else
 

@@ -6,7 +6,7 @@
 
 namespace ptx {
 
-#ifdef GPU_ACTORS_EMULATED
+#ifdef GPU_ACTORS_TWINS
 
 DEVICE uint32_t pack_half(float low, float high) { return uint32_t(float_to_half(high)) << 16 | float_to_half(low); }
 

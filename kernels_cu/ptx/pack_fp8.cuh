@@ -6,7 +6,7 @@
 
 namespace ptx {
 
-#ifdef GPU_ACTORS_EMULATED
+#ifdef GPU_ACTORS_TWINS
 
 DEVICE uint32_t float_to_e4m3(float value) {
   if (value != value) return 0x7f;

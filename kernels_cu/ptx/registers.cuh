@@ -4,7 +4,7 @@
 
 #include "ptx/types.cuh"
 
-#ifdef GPU_ACTORS_EMULATED
+#ifdef GPU_ACTORS_TWINS
 #include "emulation/registers.cuh"
 #else
 

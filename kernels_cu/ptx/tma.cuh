@@ -6,7 +6,7 @@
 
 #include "ptx/bulk.cuh"
 
-#ifdef GPU_ACTORS_EMULATED
+#ifdef GPU_ACTORS_TWINS
 #include "emulation/tma.cuh"
 #else
 

@@ -32,7 +32,7 @@ DEVICE uint64_t matrix_descriptor(uint32_t shared) {
 
 }  // namespace ptx
 
-#ifdef GPU_ACTORS_EMULATED
+#ifdef GPU_ACTORS_TWINS
 #include "emulation/wgmma.cuh"
 #else
 #include "ptx/wgmma_sizes.cuh"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -173,11 +174,16 @@ def launch_emulated(module: EmulatedModule, wanted: KernelRun, order: Order) -> 
     return Results(arrays, f"{delivery} delivery, {schedule} schedule, seed {seed}")
 
 
-def emulated_runner(cache_dir: Path) -> Runner:
+def assembly_toolchain() -> Toolchain:
+    """A compiler whose modules run the kernels' inline asm instead of the C++ twins of its wrappers."""
+    return dataclasses.replace(Toolchain.find(), assembly=True)
+
+
+def emulated_runner(cache_dir: Path, toolchain: Toolchain | None = None) -> Runner:
     """Runs a kernel in each of ORDERS."""
 
     def run(wanted: KernelRun) -> Iterator[Results]:
-        module = emulated_module(wanted.file, wanted.macros, cache_dir)
+        module = emulated_module(wanted.file, wanted.macros, cache_dir, toolchain)
         for order in ORDERS:
             yield launch_emulated(module, wanted, order)
 

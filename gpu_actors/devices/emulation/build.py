@@ -18,6 +18,7 @@ from pathlib import Path
 from gpu_actors.compiling.assets import asset_root
 from gpu_actors.compiling.cubin_entry import digest_of
 from gpu_actors.compiling.headers import include_closure
+from gpu_actors.devices.emulation.assembly import captured
 from gpu_actors.devices.emulation.module_cache import ModuleCache
 from gpu_actors.devices.emulation.runtime import EmulatedModule
 from gpu_actors.devices.emulation.toolchain import Toolchain, cpu_identity
@@ -161,15 +162,17 @@ class _Build:
             path.write_text(text, encoding="utf-8")
 
     def _run_compiler(self, work: Path, kept: Path) -> None:
-        command = [
-            *self.toolchain.command,
-            *self.toolchain.flags,
-            *(f"-D{name}={value}" for name, value in self.macros.items()),
-            f"-I{work / 'include'}",
-            str(work / "unit.cpp"),
-            "-o",
-            str(work / "module.so"),
-        ]
+        options = [*(f"-D{name}={value}" for name, value in self.macros.items()), f"-I{work / 'include'}"]
+        unit = work / "unit.cpp"
+        if self.toolchain.assembly:
+            expanded = work / "expanded.cpp"
+            self._run([*options, "-E", str(unit), "-o", str(expanded)], work, kept)
+            text = expanded.read_text(encoding="utf-8").replace(f"{work}/include/", "")
+            unit.write_text(captured(text), encoding="utf-8")
+        self._run([*options, str(unit), "-o", str(work / "module.so")], work, kept)
+
+    def _run(self, arguments: Sequence[str], work: Path, kept: Path) -> None:
+        command = [*self.toolchain.command, *self.toolchain.flags, *arguments]
         # Folders of headers that the key does not cover.
         inherited = {name: value for name, value in os.environ.items() if name not in _HEADER_FOLDERS}
         # zig keeps its own parts, built once, in the cache; what belongs to this module goes with the folder.

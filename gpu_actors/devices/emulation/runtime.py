@@ -40,6 +40,7 @@ class EmulationFault(LaunchError):
         descriptor                 a matrix descriptor or tensor map that means nothing
         argument                   wrong launch arguments or operands
         stack_overflow, trap       a thread's stack is full; __trap() or an integer division by zero
+        assembly                   an asm statement is not known, does other than it says, or gets wrong operands
     entry: the kernel. block: (x, y, z). thread: linear index in the block, or None. buffer: the name of the buffer at
     fault, or None. text: what happened.
     """
