@@ -10,12 +10,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 from gpu_actors.key_mask import Alignment, KeyMask, MaskKind
 from gpu_actors.score_mod import ScoreMod
 
-__all__ = ["FLAGS", "AttentionProblem", "DispatchKey"]
+__all__ = ["FLAGS", "AttentionProblem", "DispatchKey", "KernelName"]
 
 Direction: TypeAlias = Literal["forward", "backward"]
 Layout: TypeAlias = Literal["dense", "varlen", "paged", "pointers", "cache"]
@@ -112,13 +112,30 @@ class AttentionProblem(KeyMask):
         return f"AttentionProblem({', '.join(given)})"
 
 
+class KernelName:
+    """What a kernel is compiled and kept under: a dataclass with ``kernel`` and what else decides the cubin.
+
+    The string form and `digest` depend on the field values alone, so they are stable across processes, versions of
+    Python and machines.
+    """
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        names = dict.fromkeys(("kernel", *(field.name for field in dataclasses.fields(cast("Any", self)))))
+        return ",".join(f"{name}={getattr(self, name)}" for name in names)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the string form, hexadecimal."""
+        return hashlib.sha256(str(self).encode()).hexdigest()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DispatchKey:
+class DispatchKey(KernelName):
     """What picks and compiles a kernel: equal keys run the same cubin.
 
-    Problem sizes are absent on purpose: one cubin serves every batch, length and head count of its key. The string
-    form and `digest` depend on the field values alone, so they are stable across processes, versions of Python and
-    machines.
+    Problem sizes are absent on purpose: one cubin serves every batch, length and head count of its key.
 
     row_tile: of kernels over caches, the rows that a block takes, packed over the query heads of a KV head; else 0.
     """
@@ -152,15 +169,6 @@ class DispatchKey:
     deterministic: bool = False
     score_mod: ScoreMod | None = None
     row_tile: int = 0
-
-    def __str__(self) -> str:
-        fields = dataclasses.fields(self)
-        return ",".join(f"{field.name}={getattr(self, field.name)}" for field in fields)
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of the string form, hexadecimal."""
-        return hashlib.sha256(str(self).encode()).hexdigest()
 
     @property
     def causal(self) -> bool:

@@ -12,7 +12,7 @@ from gpu_actors.errors import InvalidRequest
 from gpu_actors.graph.graph import OperationGraph
 from gpu_actors.mha import AttentionParams, MhaBackward, MhaForward, MhaOutput
 from gpu_actors.planning.forward import is_plain
-from gpu_actors.planning.graph import GraphAttention
+from gpu_actors.planning.graph import GraphPlanner
 from gpu_actors.planning.graph_plan import GraphPlan
 from gpu_actors.planning.mha import backward_request, forward_request, mha_gradients, mha_output
 from gpu_actors.planning.plan import PlanCacheStats
@@ -69,8 +69,8 @@ class CudnnLikeHandle(ActorHandle):
 
         Raises `InvalidRequest` and `Unsupported` itself, for there is no reply.
         """
-        graphs: GraphAttention = self._cell.shared
-        return graphs.inspect(graph)
+        planner: GraphPlanner = self._cell.shared
+        return planner.inspect(graph)
 
     def mha_forward(
         self,
@@ -89,8 +89,7 @@ class CudnnLikeHandle(ActorHandle):
 
         The reply gives an `MhaOutput`, or raises `InvalidRequest` where an array does not agree with the params.
         """
-        request = MhaForward(params=params, q=q, k=k, v=v, bias=bias, return_stats=return_stats)
-        return self.submit(request, deadline=deadline, timeout=timeout, priority=priority)
+        return self._submit(MhaForward, locals())
 
     def mha_backward(
         self,
@@ -113,14 +112,12 @@ class CudnnLikeHandle(ActorHandle):
         The reply gives `AttentionGradients`, each shaped like what it belongs to, dbias None without a bias; or raises
         `InvalidRequest` where an array does not agree with the params.
         """
-        operands: dict[str, Any] = {"q": q, "k": k, "v": v, "o": o, "do": do, "stats": stats, "bias": bias}
-        request = MhaBackward(params=params, **operands, deterministic=deterministic)
-        return self.submit(request, deadline=deadline, timeout=timeout, priority=priority)
+        return self._submit(MhaBackward, locals())
 
     def plan_cache_stats(self) -> PlanCacheStats:
         """hits, misses, evicted, entries of the plan cache."""
-        graphs: GraphAttention = self._cell.shared
-        return graphs.plans.stats()
+        planner: GraphPlanner = self._cell.shared
+        return planner.plans.stats()
 
 
 class CudnnLikeActor(ServiceActor):
@@ -131,16 +128,16 @@ class CudnnLikeActor(ServiceActor):
     vital: ClassVar[bool] = True
 
     @classmethod
-    def make_shared(cls, cell: ActorCell) -> GraphAttention:
-        return GraphAttention(cell, plans=_PLANS)
+    def make_shared(cls, cell: ActorCell) -> GraphPlanner:
+        return GraphPlanner(cell, plans=_PLANS)
 
     def open(self) -> None:
-        self._graphs: GraphAttention = self.cell.shared
+        self._planner: GraphPlanner = self.cell.shared
 
     def handle(self, call: Call[Any]) -> None:
-        message, graphs = call.message, self._graphs
+        message = call.message
         if isinstance(message, ExecuteGraph):
-            graphs.execute(self, call, message.graph, message.arrays)
+            self._planner.execute(self, call, message.graph, message.arrays)
         elif isinstance(message, MhaForward | MhaBackward):
             self._attend(call, message)
         else:
@@ -148,12 +145,12 @@ class CudnnLikeActor(ServiceActor):
             raise InvalidRequest("message", type(message).__name__, reason)
 
     def _attend(self, call: Call[Any], message: MhaForward | MhaBackward) -> None:
-        graphs = self._graphs
-        adopted, like = adopt_request(message, graphs.place, call.caller_notes)
+        planner = self._planner
+        adopted, template = adopt_request(message, planner.device_name, call.caller_notes)
         request: FlashForward
         finish: Finish
         if isinstance(adopted, MhaForward):
-            request, finish = forward_request(adopted), functools.partial(mha_output, like)
+            request, finish = forward_request(adopted), functools.partial(mha_output, template)
         else:
-            request, finish = backward_request(adopted), functools.partial(mha_gradients, like)
-        graphs.answer(self, call, request, is_plain(request), finish)
+            request, finish = backward_request(adopted), functools.partial(mha_gradients, template)
+        planner.answer(self, call, request, is_plain(request), finish)

@@ -15,7 +15,7 @@ from gpu_actors.planning.backward import attention_gradients
 from gpu_actors.planning.cached import adopt_cache_request, cache_families, cache_problem, check_cached
 from gpu_actors.planning.forward import attention_output, forward_families, is_plain
 from gpu_actors.planning.plan import PlanCacheStats
-from gpu_actors.planning.planner import Attention, unreadable
+from gpu_actors.planning.planner import AttentionPlanner, unreadable
 from gpu_actors.problem import AttentionProblem, DispatchKey
 from gpu_actors.requests import (
     Array,
@@ -110,8 +110,8 @@ class FlashAttnHandle(ActorHandle):
             return_lse,
             out,
         )
-        attention: Attention = self._cell.shared
-        return Reply(self.send(request, deadline, timeout, priority, attention.recall(request)))
+        planner: AttentionPlanner = self._cell.shared
+        return Reply(self.send(request, deadline, timeout, priority, planner.recall(request)))
 
     def backward(
         self,
@@ -153,32 +153,7 @@ class FlashAttnHandle(ActorHandle):
         None without bias and sinks; or raises one of `gpu_actors.errors`. Rows that see no key have gradient 0.
         Tri Dao, FlashAttention-2 (arXiv 2307.08691), section 3.1.
         """
-        request = FlashBackward(
-            q=q,
-            k=k,
-            v=v,
-            causal=causal,
-            alignment=alignment,
-            window_size=window_size,
-            softmax_scale=softmax_scale,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            sinks=sinks,
-            sink_tokens=sink_tokens,
-            bias=bias,
-            dropout_p=dropout_p,
-            dropout_seed=dropout_seed,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=max_seqlen_k,
-            compute=compute,
-            out=out,
-            dout=dout,
-            lse=lse,
-            deterministic=deterministic,
-        )
-        return Reply(self.send(request, deadline, timeout, priority))
+        return self._submit(FlashBackward, locals())
 
     def paged_forward(
         self,
@@ -214,32 +189,7 @@ class FlashAttnHandle(ActorHandle):
 
         The arguments are those of `PagedForward`; deadline, timeout and priority as in `ActorHandle.submit`.
         """
-        request = PagedForward(
-            q=q,
-            k_cache=k_cache,
-            v_cache=v_cache,
-            block_table=block_table,
-            cache_seqlens=cache_seqlens,
-            cu_seqlens_q=cu_seqlens_q,
-            max_seqlen_q=max_seqlen_q,
-            causal=causal,
-            window_size=window_size,
-            softmax_scale=softmax_scale,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            sinks=sinks,
-            sink_tokens=sink_tokens,
-            tree_mask=tree_mask,
-            q_descale=q_descale,
-            k_descale=k_descale,
-            v_descale=v_descale,
-            num_splits=num_splits,
-            chunk_index=chunk_index,
-            num_chunks=num_chunks,
-            return_lse=return_lse,
-            out=out,
-        )
-        return Reply(self.send(request, deadline, timeout, priority))
+        return self._submit(PagedForward, locals())
 
     def decode(
         self,
@@ -268,25 +218,7 @@ class FlashAttnHandle(ActorHandle):
 
         q and the output are (batch, heads, head_dim), the LSE (batch, heads).
         """
-        request = BatchedDecode(
-            q=q,
-            k_caches=k_caches,
-            v_caches=v_caches,
-            seq_lens=seq_lens,
-            window_size=window_size,
-            softmax_scale=softmax_scale,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            sinks=sinks,
-            sink_tokens=sink_tokens,
-            q_descale=q_descale,
-            k_descale=k_descale,
-            v_descale=v_descale,
-            num_splits=num_splits,
-            return_lse=return_lse,
-            out=out,
-        )
-        return Reply(self.send(request, deadline, timeout, priority))
+        return self._submit(BatchedDecode, locals())
 
     def inspect_key(self, request: FlashForward | FlashBackward | PagedForward | BatchedDecode) -> DispatchKey:
         """The dispatch key that a request would be answered by. Validates it and launches nothing.
@@ -310,8 +242,8 @@ class FlashAttnHandle(ActorHandle):
 
     def plan_cache_stats(self) -> PlanCacheStats:
         """hits, misses, evicted, entries of the cache of validated problems."""
-        attention: Attention = self._cell.shared
-        return attention.plans.stats()
+        planner: AttentionPlanner = self._cell.shared
+        return planner.plans.stats()
 
 
 class FlashAttnActor(ServiceActor):
@@ -322,12 +254,12 @@ class FlashAttnActor(ServiceActor):
     vital: ClassVar[bool] = True
 
     @classmethod
-    def make_shared(cls, cell: ActorCell) -> Attention:
-        return Attention(cell, plans=4096)
+    def make_shared(cls, cell: ActorCell) -> AttentionPlanner:
+        return AttentionPlanner(cell, plans=4096)
 
     def open(self) -> None:
-        self._attention: Attention = self.cell.shared
-        self._coalescer = Coalescer(self, self._attention.decoding)
+        self._planner: AttentionPlanner = self.cell.shared
+        self._coalescer = Coalescer(self, self._planner.decoding)
 
     def flush(self) -> None:
         if self._coalescer.gathered:
@@ -345,16 +277,17 @@ class FlashAttnActor(ServiceActor):
                 if self.cell.mailbox.saturated:
                     self.cell.mailbox.give_back((call,))
                     return
-            attention = self._attention
+            planner = self._planner
             if call.prepared is not None:
-                attention.answer(self, call, message, True, _host_output)
+                planner.answer(self, call, message, True, _host_output)
                 return
-            plain = is_plain(message)
-            request, like = (message, None) if plain else adopt_request(message, attention.place, call.caller_notes)
-            finish: Finish = functools.partial(attention_output, like, message.out)
+            plain, request, template = is_plain(message), message, None
+            if not plain:
+                request, template = adopt_request(message, planner.device_name, call.caller_notes)
+            finish: Finish = functools.partial(attention_output, template, message.out)
             if isinstance(message, FlashBackward):
-                finish = functools.partial(attention_gradients, like)
-            attention.answer(self, call, request, plain, finish)
+                finish = functools.partial(attention_gradients, template)
+            planner.answer(self, call, request, plain, finish)
             return
         if isinstance(message, PagedForward | BatchedDecode):
             self._decode(call, message)
@@ -363,27 +296,27 @@ class FlashAttnActor(ServiceActor):
 
     def _decode(self, call: Call[Any], message: PagedForward | BatchedDecode) -> None:
         try:
-            request, like = adopt_cache_request(message, self._attention.place, call.caller_notes)
-            plan = self._attention.decoding.plan(request)
+            request, template = adopt_cache_request(message, self._planner.device_name, call.caller_notes)
+            plan = self._planner.decoding.plan(request)
             check_cached(plan, request)
-            kernels = self._attention.kernels_of(call, plan.keys)
+            kernels = self._planner.kernels_of(call, plan.keys)
         except GpuActorsError:
             raise
         except Exception as error:
             raise unreadable(message, error) from error
         if kernels is not None:
-            self._coalescer.add(Waiting(call, request, plan, like, message.out, kernels))
+            self._coalescer.add(Waiting(call, request, plan, template, message.out, kernels))
 
 
-def problem_of(request: object, place: str) -> AttentionProblem:
+def problem_of(request: object, device_name: str) -> AttentionProblem:
     """Validate any attention message."""
     try:
         if isinstance(request, FlashBackward):
-            return backward_problem(adopt_request(request, place)[0])
+            return backward_problem(adopt_request(request, device_name)[0])
         if isinstance(request, FlashForward):
-            return forward_problem(adopt_request(request, place)[0])
+            return forward_problem(adopt_request(request, device_name)[0])
         if isinstance(request, PagedForward | BatchedDecode):
-            return cache_problem(adopt_cache_request(request, place)[0])
+            return cache_problem(adopt_cache_request(request, device_name)[0])
     except GpuActorsError:
         raise
     except Exception as error:

@@ -86,7 +86,7 @@ class KernelActor(ServiceActor):
     def open(self) -> None:
         environment = self.cell.environment
         info = environment.device.info
-        self._place = info.device_name
+        self._device_name = info.device_name
         self._arch = info.arch
         self._runs = info.runs_kernels
         self._compiles = environment.compiles
@@ -149,7 +149,7 @@ class KernelActor(ServiceActor):
         if threads > _MAX_THREADS:
             raise InvalidRequest("block", message.block, f"has {threads} threads: at most {_MAX_THREADS}")
         try:
-            bound = _Arguments(kernel, message.args, message.out, self._place, call.caller_notes)
+            bound = _Arguments(kernel, message.args, message.out, self._device_name, call.caller_notes)
         except GpuActorsError:
             raise
         except Exception as error:
@@ -220,7 +220,7 @@ class _Arguments:
     caller's own arrays of ``out``.
     """
 
-    def __init__(self, kernel: CompiledKernel, args: Any, out: Any, place: str, caller: Any) -> None:
+    def __init__(self, kernel: CompiledKernel, args: Any, out: Any, device_name: str, caller: Any) -> None:
         parameters, sizes = kernel.parameters, kernel.parameter_bytes
         wanted = written_places(parameters, out)
         self.inputs: dict[str, AnyArray] = {}
@@ -235,7 +235,7 @@ class _Arguments:
                 self._parts.append(value_bytes(parameter, size, value, field))
                 continue
             adopted = adopt(value, field, caller)
-            check_device(adopted, field, place)
+            check_device(adopted, field, device_name)
             _check_array(parameter, adopted.array, field, index in wanted)
             name = self._operand(parameter, parameter.name or str(index), adopted.array, field)
             self._parts.append(name)

@@ -117,21 +117,21 @@ def adopt(array: Any, field: str, notes: CallerNotes | None = None) -> Adopted:
         raise InvalidRequest(field, describe(array), f"cannot be read: {show(error)}") from error
 
 
-def restore(result: AnyArray, like: Adopted) -> Any:
-    """A result in the kind of ``like``, without a copy where that library allows it.
+def restore(result: AnyArray, template: Adopted) -> Any:
+    """A result in the kind of ``template``, without a copy where that library allows it.
 
     A result that was written into an array of the caller's is that array. fp8 comes back as uint8 from CuPy, which
     has no fp8. A library that is known by DLPack alone takes part where it
     follows the array API standard; otherwise the result stays an ndarray, or on a GPU becomes a CuPy array.
     """
     if isinstance(result, DeviceArray):
-        return _restore_device(result, like)
-    if like.kind == "torch":
+        return _restore_device(result, template)
+    if template.kind == "torch":
         return _torch_from_host(sys.modules["torch"], result)
-    if like.kind == "jax":
-        return sys.modules["jax"].device_put(result, like.source.device)
-    if like.kind == "dlpack":
-        return _by_namespace(result, like)
+    if template.kind == "jax":
+        return sys.modules["jax"].device_put(result, template.source.device)
+    if template.kind == "dlpack":
+        return _by_namespace(result, template)
     return result
 
 
@@ -361,18 +361,18 @@ def _torch_from_host(torch: Any, result: Host) -> Any:
     return torch.from_numpy(result)
 
 
-def _restore_device(result: DeviceArray, like: Adopted) -> Any:
+def _restore_device(result: DeviceArray, template: Adopted) -> Any:
     if result.source is not None:
         return result.source
     name = result.dtype.name
-    if like.kind == "torch":
+    if template.kind == "torch":
         torch = sys.modules["torch"]
         bits = result.view(np.dtype(f"i{result.itemsize}")) if name in _ML_DTYPES else result
         return torch.from_dlpack(_as_cupy(bits)).view(getattr(torch, name))
     array = _as_cupy(result.view(np.dtype("u1")) if name.startswith("float8") else result)
-    if like.kind == "jax":
+    if template.kind == "jax":
         return sys.modules["jax"].dlpack.from_dlpack(array)
-    return _by_namespace(array, like) if like.kind == "dlpack" else array
+    return _by_namespace(array, template) if template.kind == "dlpack" else array
 
 
 def _as_cupy(array: DeviceArray) -> Any:
@@ -386,6 +386,6 @@ def _as_cupy(array: DeviceArray) -> Any:
     return cupy.ndarray(array.shape, array.dtype, pointer, array.strides)
 
 
-def _by_namespace(result: Any, like: Adopted) -> Any:
-    namespace = getattr(like.source, "__array_namespace__", None)
+def _by_namespace(result: Any, template: Adopted) -> Any:
+    namespace = getattr(template.source, "__array_namespace__", None)
     return namespace().from_dlpack(result) if namespace is not None else result

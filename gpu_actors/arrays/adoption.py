@@ -35,7 +35,7 @@ def adopt_request(message: Message, device: str, notes: CallerNotes | None = Non
     Raises `InvalidRequest` for what is no array, lies elsewhere, or would lose its gradient.
     """
     changes: dict[str, Any] = {}
-    like: Adopted | None = None
+    template: Adopted | None = None
     kind: type = type(message)
     for name, several in array_fields(kind).items():
         given = getattr(message, name)
@@ -48,10 +48,10 @@ def adopt_request(message: Message, device: str, notes: CallerNotes | None = Non
         adopted = take_in(given, name, device, notes)
         changes[name] = adopted.array
         if name == "q":
-            like = adopted
+            template = adopted
     if not changes:
-        return message, like
-    return dataclasses.replace(message, **changes), like  # type: ignore[type-var]
+        return message, template
+    return dataclasses.replace(message, **changes), template  # type: ignore[type-var]
 
 
 def take_in(array: Any, field: str, device: str, notes: CallerNotes | None = None) -> Adopted:

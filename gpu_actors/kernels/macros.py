@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from gpu_actors.kernels.support import ELEMENTS
 from gpu_actors.kernels.tiles import shared_bytes_of, tile_of
 from gpu_actors.problem import DispatchKey
 
-__all__ = ["Macros", "forward_macros", "mask_options"]
+__all__ = ["Macros", "flags", "forward_macros", "mask_macros", "score_macros", "tile_macros"]
 
 Macros: TypeAlias = dict[str, str | int]
 
@@ -17,43 +17,55 @@ Macros: TypeAlias = dict[str, str | int]
 _COMPUTE_BITS = {"tf32": 11, "f16": 11, "bf16": 8}
 
 
-def mask_options(key: DispatchKey) -> dict[str, bool]:
-    """The macros of kernels_cu/common/mask.cuh, and whether they are set."""
+class TileSizes(Protocol):
+    """What every tile says of a block. block_m: query rows. block_n: keys of a tile."""
+
+    @property
+    def block_m(self) -> int: ...
+    @property
+    def block_n(self) -> int: ...
+    @property
+    def warps(self) -> int: ...
+
+
+def flags(**options: bool) -> Macros:
+    """The macros of options that are on. Those that are off are left to their defaults."""
+    return {name: 1 for name, on in options.items() if on}
+
+
+def mask_macros(key: DispatchKey) -> Macros:
+    """The macros of kernels_cu/common/mask.cuh."""
+    # Sink tokens are exempt from a window, and only from that.
+    sinks = key.sink_tokens and key.sliding_window
+    return flags(CAUSAL=key.causal, WINDOW=key.sliding_window, SINK_TOKENS=sinks)
+
+
+def score_macros(key: DispatchKey) -> Macros:
+    """The options of a score that every kernel has, and whether there is an LSE."""
+    return flags(SOFTCAP=key.softcap, ALIBI=key.alibi, SINKS=key.sinks, DESCALES=key.descales, LSE=key.lse)
+
+
+def tile_macros(key: DispatchKey, tile: TileSizes, shared_bytes: int) -> Macros:
+    """The sizes and types of a block's operands."""
     return {
-        "CAUSAL": key.causal,
-        "WINDOW": key.sliding_window,
-        # Sink tokens are exempt from a window, and only from that.
-        "SINK_TOKENS": key.sink_tokens and key.sliding_window,
-    }
-
-
-def forward_macros(key: DispatchKey) -> Macros:
-    """The macros of a key whose kernel works on tiles of the table. Options that are off are left to their defaults."""
-    tile = tile_of(key)
-    macros: Macros = {
         "HEAD_DIM": key.head_dim,
         "HEAD_DIM_V": key.head_dim_v,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "WARPS": tile.warps,
-        "SHARED_BYTES": shared_bytes_of(key),
+        "SHARED_BYTES": shared_bytes,
         "ELEMENT": ELEMENTS[key.dtype].c_type,
         "KV_ELEMENT": ELEMENTS[key.kv_dtype].c_type,
         "OUT_ELEMENT": ELEMENTS[key.out_dtype].c_type,
     }
-    options = {
-        "VARLEN": key.varlen,
-        **mask_options(key),
-        # The diagonal matters where something is measured from it.
-        "TOP_LEFT": key.alignment == "top_left" and (key.mask != "full" or key.alibi),
-        "SOFTCAP": key.softcap,
-        "ALIBI": key.alibi,
-        "SINKS": key.sinks,
-        "DROPOUT": key.dropout,
-        "DESCALES": key.descales,
-        "LSE": key.lse,
-    }
-    macros |= {name: 1 for name, on in options.items() if on}
+
+
+def forward_macros(key: DispatchKey) -> Macros:
+    """The macros of a key whose kernel works on tiles of the table."""
+    macros = tile_macros(key, tile_of(key), shared_bytes_of(key)) | mask_macros(key) | score_macros(key)
+    # The diagonal matters where something is measured from it.
+    top_left = key.alignment == "top_left" and (key.mask != "full" or key.alibi)
+    macros |= flags(VARLEN=key.varlen, TOP_LEFT=top_left, DROPOUT=key.dropout)
     if key.bias is not None:
         macros["BIAS_ELEMENT"] = ELEMENTS[key.bias].c_type
     if key.dtype == "float32" and key.compute in _COMPUTE_BITS:

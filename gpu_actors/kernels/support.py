@@ -11,7 +11,7 @@ import functools
 import math
 import re
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from gpu_actors.compiling.source import check_arch
 from gpu_actors.errors import Unsupported
@@ -27,6 +27,7 @@ __all__ = [
     "Element",
     "capability",
     "check_support",
+    "example_problem",
     "find_unsupported",
     "head_dim_refusal",
 ]
@@ -113,6 +114,22 @@ def head_dim_refusal(problem: AttentionProblem, dims: range, reason: str) -> Uns
             nearest = min((known for known in dims if known >= dim), default=dims[-1])
             return Unsupported(field, dim, f"{reason}: multiples of {dims.step} from {dims[0]} to {dims[-1]}", nearest)
     return None
+
+
+def example_problem(dtype: str, head_dim: int, **fields: Any) -> AttentionProblem:
+    """A problem of one sequence of 1024 rows and keys and one head, as requests of the dtype are by default.
+
+    fields: of `AttentionProblem`, in place of these.
+    """
+    element = ELEMENTS[dtype]
+    usual: dict[str, Any] = {
+        **dict.fromkeys(("batch", "heads_q", "heads_kv"), 1),
+        **dict.fromkeys(("seqlen_q", "seqlen_k", "total_q", "total_k"), 1024),
+        **dict.fromkeys(("head_dim", "head_dim_v"), head_dim),
+        **dict.fromkeys(("dtype", "kv_dtype"), dtype),
+    }
+    own = {"out_dtype": element.out, "compute": element.computes[0], "softmax_scale": head_dim**-0.5}
+    return AttentionProblem(**usual | own | fields)
 
 
 def _arch_known(problem: AttentionProblem, arch: str) -> Finding:

@@ -17,7 +17,7 @@ from gpu_actors.kernels.append.variant import AppendKey, append_source
 from gpu_actors.kernels.decode.variant import usual_decode_problems
 from gpu_actors.kernels.dispatch import dispatch_key, family_of, program_of
 from gpu_actors.kernels.program import ANYWHERE, Target
-from gpu_actors.kernels.support import ELEMENTS, FIRST_FP8_CAPABILITY, capability
+from gpu_actors.kernels.support import ELEMENTS, FIRST_FP8_CAPABILITY, capability, example_problem
 from gpu_actors.key_mask import MaskKind
 from gpu_actors.problem import AttentionProblem, DispatchKey
 from gpu_actors.score_mod import SCORE_HEADER
@@ -102,24 +102,11 @@ def _keys_of(problems: Sequence[AttentionProblem], arch: str, target: Target = A
 
 
 def _usual_problem(dtype: str, head_dim: int, mask: MaskKind, varlen: bool) -> AttentionProblem:
-    element = ELEMENTS[dtype]
-    return AttentionProblem(
+    return example_problem(
+        dtype,
+        head_dim,
         layout="varlen" if varlen else "dense",
-        batch=1,
-        seqlen_q=1024,
-        seqlen_k=1024,
-        total_q=1024,
-        total_k=1024,
-        heads_q=1,
-        heads_kv=1,
-        head_dim=head_dim,
-        head_dim_v=head_dim,
-        dtype=dtype,
-        kv_dtype=dtype,
-        out_dtype=element.out,
-        compute=element.computes[0],
-        softmax_scale=head_dim**-0.5,
         causal=mask in ("causal", "causal_window"),
         window_size=(255, 0) if mask in ("window", "causal_window") else (-1, -1),
-        descales=element.fp8,
+        descales=ELEMENTS[dtype].fp8,
     )

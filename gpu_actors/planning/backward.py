@@ -65,10 +65,12 @@ def backward_plan(request: FlashBackward, device: Device, accumulate: Accumulate
     return Plan(problem, key, program, outputs, accumulate)
 
 
-def attention_gradients(like: Adopted | None, outputs: Outputs) -> Sequence[AttentionGradients]:
+def attention_gradients(template: Adopted | None, outputs: Outputs) -> Sequence[AttentionGradients]:
     """The answer to one request, in the kind of its q."""
-    found = (outputs.get(name) for name in _NAMES)
-    return (AttentionGradients(*(array if array is None or like is None else restore(array, like) for array in found)),)
+    found = [outputs.get(name) for name in _NAMES]
+    if template is not None:
+        found = [None if array is None else restore(array, template) for array in found]
+    return (AttentionGradients(*found),)
 
 
 def _oracle(

@@ -181,12 +181,12 @@ def forward_plan(request: FlashForward, device: Device, accumulate: Accumulate) 
     return Plan(problem, key, program_for(problem, key, device), outputs, accumulate)
 
 
-def attention_output(like: Adopted | None, result: Any, outputs: Outputs) -> Sequence[AttentionOutput]:
+def attention_output(template: Adopted | None, result: Any, outputs: Outputs) -> Sequence[AttentionOutput]:
     """The answer to one request. result: the caller's own ``out``, where it gave one."""
     out, lse = outputs["out"], outputs.get("lse")
-    if like is not None:
-        out = restore(out, like)
-        lse = None if lse is None else restore(lse, like)
+    if template is not None:
+        out = restore(out, template)
+        lse = None if lse is None else restore(lse, template)
     return (AttentionOutput(out if result is None else result, lse),)
 
 

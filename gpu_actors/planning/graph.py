@@ -1,4 +1,4 @@
-"""GraphAttention: plans and kernels of the actor that answers operation graphs; outlives its incarnations."""
+"""GraphPlanner: plans and kernels of the actor that answers operation graphs; outlives its incarnations."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from gpu_actors.graph.match import match_attention
 from gpu_actors.graph.mha import request_graph
 from gpu_actors.planning.graph_plan import GraphPlan, graph_plan
 from gpu_actors.planning.plan import Plan, PlanCache, program_for
-from gpu_actors.planning.planner import Attention, unreadable
+from gpu_actors.planning.planner import AttentionPlanner, unreadable
 from gpu_actors.planning.tma_eligibility import alignments, reaching_families
 from gpu_actors.requests import FlashForward
 from gpu_actors.runtime.actor import ServiceActor
 from gpu_actors.runtime.call import Call
 from gpu_actors.validation.fields import FP8
 
-__all__ = ["GraphAttention"]
+__all__ = ["GraphPlanner"]
 
 _IN_TILES = ("float16", "bfloat16", *FP8)
 
 
-class GraphAttention(Attention):
-    """`Attention` that takes graphs, and takes its own requests for the graphs that they stand for.
+class GraphPlanner(AttentionPlanner):
+    """`AttentionPlanner` that takes graphs, and takes its own requests for the graphs that they stand for.
 
     Plans of both lie in one cache: graphs under their signature, requests under what decides their graph, which is
     quicker to look up than a graph is to build.
@@ -54,7 +54,7 @@ class GraphAttention(Attention):
         """Launch a graph, or park its call until its kernels are compiled."""
         _check_graph(graph)
         try:
-            given = adopt_given(graph, arrays, self.place, call.caller_notes)
+            given = adopt_given(graph, arrays, self.device_name, call.caller_notes)
             plan = self._graph_plan(graph, given)
         except GpuActorsError:
             raise

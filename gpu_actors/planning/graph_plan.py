@@ -110,12 +110,12 @@ class GraphPlan:
     def answer(self, given: Given, outputs: Outputs) -> Sequence[dict[int, Any]]:
         """Arrays by uid, in the kind of the request's q, or of its first array where the graph is no attention."""
         first = next(iter(given.arrays)) if self.match is None else self.match.q.uid
-        like = given.foreign.get(first)
+        template = given.foreign.get(first)
         found: dict[int, Any] = {}
         for result in self.results:
             if result.uid is not None:
                 array = result.array_of(outputs[result.name])
-                found[result.uid] = array if like is None else restore(array, like)
+                found[result.uid] = array if template is None else restore(array, template)
         return (found,)
 
     def _pack(self, pack: StepPack, buffers: Mapping[str, Buffer]) -> Params:

@@ -43,22 +43,22 @@ def backward_request(message: MhaBackward) -> FlashBackward:
     return request
 
 
-def mha_output(like: Adopted | None, outputs: Outputs) -> Sequence[MhaOutput]:
+def mha_output(template: Adopted | None, outputs: Outputs) -> Sequence[MhaOutput]:
     """The answer to one forward request, in the kind of its q."""
     out, stats = outputs["out"].transpose(0, 2, 1, 3), outputs.get("lse")
     stats = None if stats is None else stats[..., None]
-    if like is not None:
-        out = restore(out, like)
-        stats = None if stats is None else restore(stats, like)
+    if template is not None:
+        out = restore(out, template)
+        stats = None if stats is None else restore(stats, template)
     return (MhaOutput(out, stats),)
 
 
-def mha_gradients(like: Adopted | None, outputs: Outputs) -> Sequence[AttentionGradients]:
+def mha_gradients(template: Adopted | None, outputs: Outputs) -> Sequence[AttentionGradients]:
     """The answer to one backward request, in the kind of its q."""
     found = [outputs[name].transpose(0, 2, 1, 3) for name in ("dq", "dk", "dv")]
     if "dbias" in outputs:
         found.append(outputs["dbias"])
-    return (AttentionGradients(*(array if like is None else restore(array, like) for array in found)),)
+    return (AttentionGradients(*(array if template is None else restore(array, template) for array in found)),)
 
 
 def _params(message: MhaForward | MhaBackward) -> AttentionParams:

@@ -1,4 +1,4 @@
-"""Attention: what the actors that answer attention requests know, from the signature of a request to its kernels."""
+"""AttentionPlanner: what the actors that answer attention requests know, from a request's signature to its kernels."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from gpu_actors.values import show
 if TYPE_CHECKING:
     from gpu_actors.runtime.cell import ActorCell
 
-__all__ = ["Attention", "unreadable"]
+__all__ = ["AttentionPlanner", "unreadable"]
 
 logger: logging.Logger = logging.getLogger("gpu_actors")
 
 
-class Attention:
+class AttentionPlanner:
     """Plans and kernels of an actor that answers attention requests; outlives its incarnations."""
 
     def __init__(self, cell: ActorCell, plans: int) -> None:
@@ -36,12 +36,12 @@ class Attention:
         self.device: Device = environment.device
         info = self.device.info
         self.arch: str = info.arch
-        self.place: str = info.device_name
+        self.device_name: str = info.device_name
         self.runs_kernels: bool = info.runs_kernels
         self.accumulate = (environment.options.mock or MockOptions()).dtype
         self.plans: PlanCache[Plan] = PlanCache(plans)
         self.kernels: KernelStore | None = KernelStore(cell) if environment.compiles else None
-        self.decoding: Decoding = Decoding(self.device, self.place, self.accumulate)
+        self.decoding: Decoding = Decoding(self.device, self.device_name, self.accumulate)
 
     def recall(self, request: FlashForward) -> Planned[Plan] | None:
         """The plan of a request as the caller gave it, if that is plain and has one. For any thread; raises nothing."""

@@ -75,6 +75,12 @@ class ActorHandle(Local):
         """
         return Reply(self.send(message, deadline, timeout, priority))
 
+    def _submit(self, message_type: type, arguments: dict[str, Any]) -> Reply[Any]:
+        """`submit` for a method whose arguments have the names of a message's fields. arguments: its ``locals()``."""
+        del arguments["self"]
+        deadline, timeout, priority = (arguments.pop(name) for name in ("deadline", "timeout", "priority"))
+        return Reply(self.send(message_type(**arguments), deadline, timeout, priority))
+
     def send(
         self, message: Any, deadline: float | None, timeout: float | None, priority: int, prepared: Any = None
     ) -> Call[Any]:

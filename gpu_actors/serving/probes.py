@@ -87,8 +87,8 @@ class Probes:
     ) -> None:
         self.host = host
         self.port = None if port is None else integer("port", port, 0, 65535)
-        self.ports = integer("ports", ports, 1)
-        self.stall_seconds = real("stall_seconds", stall_seconds, "a finite number of seconds > 0")
+        self.ports: int = integer("ports", ports, 1)
+        self.stall_seconds: float = real("stall_seconds", stall_seconds, "a finite number of seconds > 0")
         expect(self.stall_seconds > 0, "stall_seconds", stall_seconds, "must be a finite number of seconds > 0")
         self.proof_seconds = proof_seconds
         if proof_seconds is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,6 +13,7 @@ from gpu_actors.devices.interface import Buffer, Kernel, LaunchGeometry, Step
 from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.params import Binder, ParamsLayout, describe_operand, parse_layout
 from gpu_actors.kernels.support import ELEMENTS
+from gpu_actors.problem import KernelName
 
 __all__ = ["PageCopyKey", "PageCopyProblem", "copy_source", "pack_page_copy", "page_copy_geometry", "page_copy_step"]
 
@@ -48,19 +48,11 @@ class PageCopyProblem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PageCopyKey:
+class PageCopyKey(KernelName):
     """What compiles the kernel: one cubin an architecture."""
 
     kernel: ClassVar[str] = "copy_pages"
     arch: str
-
-    def __str__(self) -> str:
-        return f"kernel={self.kernel},arch={self.arch}"
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of the string form, hexadecimal."""
-        return hashlib.sha256(str(self).encode()).hexdigest()
 
 
 @functools.lru_cache(maxsize=64)

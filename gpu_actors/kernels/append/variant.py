@@ -7,16 +7,17 @@ quantised to fp8 on the way where that is asked for; q can be rotated in the sam
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 from gpu_actors.compiling.assets import asset_source
 from gpu_actors.compiling.source import KernelSource, check_arch
 from gpu_actors.devices.interface import LaunchGeometry
 from gpu_actors.errors import InvalidRequest, Unsupported
+from gpu_actors.kernels.macros import Macros, flags
 from gpu_actors.kernels.support import ELEMENTS, FIRST_CAPABILITY, MAX_HEAD_DIM, capability
+from gpu_actors.problem import KernelName
 
 __all__ = [
     "AppendKey",
@@ -117,7 +118,7 @@ class AppendProblem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AppendKey:
+class AppendKey(KernelName):
     """What picks and compiles the append kernel: equal keys run the same cubin. Stable, as `DispatchKey`."""
 
     kernel: ClassVar[str] = "append"
@@ -133,15 +134,6 @@ class AppendKey:
     positions: bool
     query: bool
     descales: bool
-
-    def __str__(self) -> str:
-        given = (f"{field.name}={getattr(self, field.name)}" for field in fields(self))
-        return ",".join((f"kernel={self.kernel}", *given))
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of the string form, hexadecimal."""
-        return hashlib.sha256(str(self).encode()).hexdigest()
 
 
 def append_key(problem: AppendProblem, arch: str) -> AppendKey:
@@ -226,7 +218,7 @@ def _shared_bytes(key: AppendKey) -> int:
 def append_source(key: AppendKey) -> KernelSource:
     """What is compiled for a key."""
     units = _units(key)
-    macros: dict[str, str | int] = {
+    macros: Macros = {
         "HEAD_DIM": key.head_dim,
         "HEAD_DIM_V": key.head_dim_v,
         "WARPS": _WARPS,
@@ -237,16 +229,8 @@ def append_source(key: AppendKey) -> KernelSource:
         "ELEMENT": ELEMENTS[key.dtype].c_type,
         "CACHE_ELEMENT": ELEMENTS[key.cache_dtype].c_type,
     }
-    options = {
-        "PAGED": key.layout == "paged",
-        "POINTERS": key.layout == "pointers",
-        "INTERLEAVED": key.interleaved,
-        "TABLES": key.tables,
-        "POSITIONS": key.positions,
-        "QUERY": key.query,
-        "DESCALES": key.descales,
-    }
-    macros |= {name: 1 for name, on in options.items() if on}
+    macros |= flags(PAGED=key.layout == "paged", POINTERS=key.layout == "pointers", DESCALES=key.descales)
+    macros |= flags(INTERLEAVED=key.interleaved, TABLES=key.tables, POSITIONS=key.positions, QUERY=key.query)
     if key.rotary_dim:
         macros["ROTARY_DIM"] = key.rotary_dim
     if key.query:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 
-from gpu_actors.devices.interface import Buffer
-from gpu_actors.kernels.backward.params import pack_backward, pack_backward_part
+from gpu_actors.kernels.backward.params import pack_backward
 from gpu_actors.kernels.backward.variant import (
     FINISH,
     MAIN,
@@ -19,7 +17,7 @@ from gpu_actors.kernels.backward.variant import (
     backward_threads,
 )
 from gpu_actors.kernels.family import KernelFamily
-from gpu_actors.kernels.program import Part, Program, Target, Values
+from gpu_actors.kernels.program import Part, Program, Target
 from gpu_actors.problem import AttentionProblem, DispatchKey
 
 __all__ = ["BACKWARD_MMA"]
@@ -28,17 +26,11 @@ __all__ = ["BACKWARD_MMA"]
 def backward_program(problem: AttentionProblem, key: DispatchKey, target: Target) -> Program:
     """The three kernels of ``key``. Raises Unsupported where a grid cannot hold their blocks."""
     parts = tuple(
-        Part(part, backward_geometry(part, problem), functools.partial(_pack, problem, part.kernel == MAIN))
+        Part(part, backward_geometry(part, problem), functools.partial(pack_backward, problem, part.kernel == MAIN))
         for part in backward_keys(key)
     )
     sums_in_place = problem.bias is not None and problem.bias[0] == "float32"
     return Program(parts, backward_scratch(key, problem), frozenset({"dbias"} if sums_in_place else ()))
-
-
-def _pack(problem: AttentionProblem, scored: bool, buffers: Mapping[str, Buffer], values: Values) -> bytes:
-    if not scored:
-        return pack_backward_part(problem, buffers, dropout_seed=values.dropout_seed)
-    return pack_backward(problem, buffers, dropout_seed=values.dropout_seed, score_scalars=values.score_scalars)
 
 
 BACKWARD_MMA = KernelFamily(

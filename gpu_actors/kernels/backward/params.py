@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from gpu_actors.compiling.assets import asset_text
 from gpu_actors.devices.interface import Buffer
@@ -23,10 +23,11 @@ from gpu_actors.kernels.params import (
     launch_values,
     parse_layout,
 )
+from gpu_actors.kernels.program import Values
 from gpu_actors.kernels.score_params import pack_score
 from gpu_actors.problem import AttentionProblem
 
-__all__ = ["backward_layout", "pack_backward", "pack_backward_part"]
+__all__ = ["backward_layout", "pack_backward"]
 
 _HEADERS = ("common/params.cuh", "backward/params.cuh")
 _FORWARD = "forward."
@@ -40,41 +41,23 @@ def backward_layout() -> ParamsLayout:
     return parse_layout("\n".join(asset_text(name) for name in _HEADERS), "BackwardParams")
 
 
-def pack_backward(
-    problem: AttentionProblem,
-    buffers: Mapping[str, Buffer],
-    *,
-    dropout_seed: int = 0,
-    score_scalars: Sequence[float] = (),
-) -> bytes:
-    """The parameters of backward_mma, those of the problem's score modification included.
+def pack_backward(problem: AttentionProblem, scored: bool, buffers: Mapping[str, Buffer], values: Values) -> bytes:
+    """The parameters of one of the three kernels.
 
+    scored: of backward_mma, those of the problem's score modification included; the others know no scores.
     buffers: the forward's operands, out and lse as `pack_forward` describes them, and by name: dout like out; dq, dk
         and dv like q, k and v; dbias like bias, without gaps; dsinks like sinks; dlse like lse, or missing; the scratch
         of `backward_scratch`. Only what the problem asks for is looked at.
-    dropout_seed: 0 <= seed < 2^64. score_scalars: of the problem's score modification.
-    Raises InvalidRequest for an operand that is missing or not as described.
+    Raises InvalidRequest for an operand that is missing or not as described, and for a seed that is none.
     """
-    packed = pack_backward_part(problem, buffers, dropout_seed=dropout_seed)
-    return packed + pack_score(problem, buffers, score_scalars)
-
-
-def pack_backward_part(
-    problem: AttentionProblem,
-    buffers: Mapping[str, Buffer],
-    *,
-    dropout_seed: int = 0,
-    score_scalars: Sequence[float] = (),
-) -> bytes:
-    """The parameters of backward_prepare and backward_finish, which know no scores. Arguments as in `pack_backward`."""
-    more = launch_values(problem, buffers, dropout_seed, _FORWARD)
+    more = launch_values(problem, buffers, values.dropout_seed, _FORWARD)
     more |= {name: buffers[name].address for name in _SCRATCH if name in buffers}
     if problem.bias is not None and problem.bias[0] == "float32" and "dbias" in buffers:
         more["dbias_sums"] = buffers["dbias"].address
     packed = _binder(problem).pack(buffers, more)
     if problem.sinks and buffers["dsinks"].dtype != buffers["sinks"].dtype:
         raise InvalidRequest("dsinks", buffers["dsinks"].dtype, f"has the sinks' dtype, {buffers['sinks'].dtype}")
-    return packed
+    return packed + pack_score(problem, buffers, values.score_scalars) if scored else packed
 
 
 @functools.lru_cache(maxsize=1024)

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gpu_actors.devices.interface import LaunchGeometry
 from gpu_actors.errors import Unsupported
-from gpu_actors.kernels.macros import Macros, mask_options
+from gpu_actors.kernels.macros import Macros, flags, mask_macros, score_macros, tile_macros
 from gpu_actors.kernels.occupancy import shared_a_multiprocessor
-from gpu_actors.kernels.support import ELEMENTS, FIRST_FP8_CAPABILITY, capability, head_dim_refusal
+from gpu_actors.kernels.support import ELEMENTS, FIRST_FP8_CAPABILITY, capability, example_problem, head_dim_refusal
 from gpu_actors.kernels.tiles import shared_mem_limit
 from gpu_actors.problem import AttentionProblem, DispatchKey
 
@@ -178,89 +177,29 @@ def usual_decode_problems(arch: str) -> list[AttentionProblem]:
 
 
 def _usual(kv_dtype: str, head_dim: int, ratio: int, rows: int) -> AttentionProblem:
-    return AttentionProblem(
-        layout="paged",
-        batch=1,
-        seqlen_q=rows,
-        seqlen_k=1024,
-        total_q=rows,
-        total_k=1024,
-        heads_q=ratio,
-        heads_kv=1,
-        head_dim=head_dim,
-        head_dim_v=head_dim,
-        dtype="bfloat16",
-        kv_dtype=kv_dtype,
-        out_dtype="bfloat16",
-        compute="bf16",
-        softmax_scale=head_dim**-0.5,
-        causal=True,
-        descales=ELEMENTS[kv_dtype].fp8,
-        page_size=64,
-    )
-
-
-def _macros(key: DispatchKey, **given: str | int) -> Macros:
-    """Macros that say which work there is. Each kernel adds its own; what it does not look at is always the same."""
-    tile = decode_tile(key)
-    macros: Macros = {
-        "HEAD_DIM": 64,
-        "HEAD_DIM_V": 64,
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "WARPS": tile.warps,
-        "SHARED_BYTES": 0,
-        "ELEMENT": "half_t",
-        "KV_ELEMENT": "half_t",
-        "OUT_ELEMENT": "half_t",
-    }
-    options = {"VARLEN": key.varlen_q, **mask_options(key), "POINTERS": key.layout == "pointers"}
-    return macros | {name: 1 for name, on in options.items() if on} | given
-
-
-def _plan_macros(key: DispatchKey) -> Macros:
-    return _macros(key, WARPS=_PLAN_WARPS)
-
-
-def _combine_macros(key: DispatchKey) -> Macros:
-    macros = _macros(key, HEAD_DIM_V=key.head_dim_v, WARPS=_COMBINE_WARPS, OUT_ELEMENT=ELEMENTS[key.out_dtype].c_type)
-    return macros | {name: 1 for name, on in {"SINKS": key.sinks, "LSE": key.lse}.items() if on}
-
-
-def _decode_macros(key: DispatchKey) -> Macros:
-    tile = decode_tile(key)
-    macros = _macros(
-        key,
-        HEAD_DIM=key.head_dim,
-        HEAD_DIM_V=key.head_dim_v,
-        STAGES=tile.stages,
-        SHARED_BYTES=tile.shared_bytes,
-        ELEMENT=ELEMENTS[key.dtype].c_type,
-        KV_ELEMENT=ELEMENTS[key.kv_dtype].c_type,
-        OUT_ELEMENT=ELEMENTS[key.out_dtype].c_type,
-    )
-    options = {
-        "PAGED": key.paged,
-        "TREE": key.tree_mask,
-        "SOFTCAP": key.softcap,
-        "ALIBI": key.alibi,
-        "SINKS": key.sinks,
-        "DESCALES": key.descales,
-        "LSE": key.lse,
-    }
-    return macros | {name: 1 for name, on in options.items() if on}
-
-
-_MACROS: dict[str, Callable[[DispatchKey], Macros]] = {
-    PLAN: _plan_macros,
-    DECODE: _decode_macros,
-    COMBINE: _combine_macros,
-}
+    sizes = {"seqlen_q": rows, "total_q": rows, "heads_q": ratio, "page_size": 64}
+    cache: dict[str, Any] = {"layout": "paged", "kv_dtype": kv_dtype, "descales": ELEMENTS[kv_dtype].fp8}
+    return example_problem("bfloat16", head_dim, causal=True, **cache, **sizes)
 
 
 def decode_macros(key: DispatchKey) -> Macros:
-    """What one of the three kernels is compiled for, which the key names."""
-    return _MACROS[key.kernel](key)
+    """What one of the three kernels is compiled for, which the key names.
+
+    What a kernel does not look at is always the same, and would only make more variants.
+    """
+    tile = decode_tile(key)
+    work = flags(VARLEN=key.varlen_q, POINTERS=key.layout == "pointers") | mask_macros(key)
+    if key.kernel == DECODE:
+        options = flags(PAGED=key.paged, TREE=key.tree_mask) | score_macros(key)
+        return tile_macros(key, tile, tile.shared_bytes) | work | options | {"STAGES": tile.stages}
+    unseen: dict[str, Any] = dict.fromkeys(("dtype", "kv_dtype", "out_dtype"), "float16")
+    unseen |= dict.fromkeys(("head_dim", "head_dim_v"), 64)
+    if key.kernel == COMBINE:
+        unseen |= {"head_dim_v": key.head_dim_v, "out_dtype": key.out_dtype}
+    macros = tile_macros(dataclasses.replace(key, **unseen), tile, 0) | work
+    if key.kernel == PLAN:
+        return macros | {"WARPS": _PLAN_WARPS}
+    return macros | flags(SINKS=key.sinks, LSE=key.lse) | {"WARPS": _COMBINE_WARPS}
 
 
 def decode_threads(key: DispatchKey) -> int:
