@@ -26,7 +26,8 @@ struct Place {  // of a new row
   uint64_t k, v;  // addresses of the row of head 0 in the caches; k is 0 where the row is written nowhere
   int sequence, position;  // position: of the rotation
 };
-static_assert(SHARED_BYTES == MAX_ROWS * (sizeof(Place) + PAIRS * sizeof(float2)), "the launch must provide this much");
+constexpr int LAYOUT_BYTES = MAX_ROWS * (sizeof(Place) + PAIRS * sizeof(float2));
+static_assert(SHARED_BYTES == LAYOUT_BYTES, "the launch must provide this much");
 
 // The sequence whose rows are [ends[s], ends[s + 1]) around `row`. Sequences without rows are passed over.
 DEVICE int sequence_of(const int32_t* ends, int batch, int row) {

@@ -1,39 +1,14 @@
-// What the append kernel is compiled for (macros) and what a launch passes it (Arguments).
+// What a launch passes the append kernel. What it is compiled for: common/defaults.cuh.
 //
 // gpu_actors/kernels/append/variant.py reads struct Params from this text: one field a line, of a type that it knows. The
 // innermost dimension of every operand is contiguous.
 #pragma once
 
+#include "common/defaults.cuh"
 #include "common/types.cuh"
 
 #ifndef HEAD_DIM
 #error "HEAD_DIM, HEAD_DIM_V, WARPS, MAX_ROWS, SHARED_BYTES, K_UNITS, V_UNITS, ELEMENT and CACHE_ELEMENT must be given"
-#endif
-
-// Options are 0 or 1, and cost nothing when 0.
-#ifndef PAGED  // the caches are pools of pages with a block table
-#define PAGED 0
-#endif
-#ifndef POINTERS  // the caches are arrays of addresses, one cache a sequence
-#define POINTERS 0
-#endif
-#ifndef ROTARY_DIM  // columns of K (and q) that are rotated, the first ones; 0 rotates none
-#define ROTARY_DIM 0
-#endif
-#ifndef INTERLEAVED  // columns 2i and 2i + 1 are a pair; else i and i + ROTARY_DIM / 2
-#define INTERLEAVED 0
-#endif
-#ifndef TABLES  // cosines and sines are given; else they follow from the position and the pair's step
-#define TABLES 0
-#endif
-#ifndef POSITIONS  // of the rotation, a row; else the row's place in its sequence
-#define POSITIONS 0
-#endif
-#ifndef QUERY  // q is rotated, too
-#define QUERY 0
-#endif
-#ifndef DESCALES
-#define DESCALES 0
 #endif
 
 struct Params {  // pointers to operands that the variant does not use are null

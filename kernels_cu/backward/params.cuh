@@ -11,13 +11,6 @@
 
 #include "common/params.cuh"
 
-#ifndef DETERMINISTIC  // sums over blocks are taken in one order
-#define DETERMINISTIC 0
-#endif
-#ifndef REDUCE_WIDTH  // floats that one reduction to global memory takes: 4 from sm_90 on
-#define REDUCE_WIDTH 1
-#endif
-
 struct BackwardParams {  // pointers to what the variant does not use are null
   Params forward;  // out and lse are read
   const void* dout;

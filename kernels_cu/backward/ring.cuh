@@ -29,8 +29,9 @@ static_assert(KEY_ROWS * 16 * KEY_WARPS == BLOCK_N, "BLOCK_N must be a multiple 
 static_assert(WARPS % (BLOCK_M / 16) == 0 && BLOCK_M % 16 == 0, "16 rows of dQ have the same number of warps each");
 static_assert(!ROUNDED || COMPUTE_BITS <= 11, "tf32 has 11 significant bits");
 static_assert(!DESCALES, "descales are for 8-bit inputs");
-static_assert(SHARED_BYTES == KTile::BYTES + VTile::BYTES + STAGES * STAGE_BYTES + (SPLIT ? 2 : 1) * ScoreTile::BYTES,
-              "the launch must provide what K, V, the stages of Q and dO, and the scores take");
+constexpr int LAYOUT_BYTES =
+    KTile::BYTES + VTile::BYTES + STAGES * STAGE_BYTES + (SPLIT ? 2 : 1) * ScoreTile::BYTES;
+static_assert(SHARED_BYTES == LAYOUT_BYTES, "the launch must provide what K, V, the stages of Q and dO, and the scores take");
 
 // A block's sequence, KV head and part of the keys. Blocks are numbered by sequence, then KV head, then part.
 struct KeyPlace {

@@ -1,60 +1,14 @@
-// What a forward kernel is compiled for (macros) and what a launch passes it (Params).
+// What a launch passes a forward kernel (Params). What it is compiled for: common/defaults.cuh.
 //
 // gpu_actors/kernels/params.py reads the structs from this text: one field a line, of a type that it knows.
 // The innermost dimension of an operand (head_dim, or the keys of bias) is contiguous.
 #pragma once
 
+#include "common/defaults.cuh"
 #include "common/types.cuh"
 
 #ifndef HEAD_DIM
 #error "HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, WARPS, SHARED_BYTES, ELEMENT, KV_ELEMENT and OUT_ELEMENT must be given"
-#endif
-
-// Options are 0 or 1, and cost nothing when 0.
-#ifndef VARLEN  // packed sequences with cu_seqlens instead of a batch dimension
-#define VARLEN 0
-#endif
-#ifndef CAUSAL
-#define CAUSAL 0
-#endif
-#ifndef WINDOW
-#define WINDOW 0
-#endif
-#ifndef SINK_TOKENS
-#define SINK_TOKENS 0
-#endif
-#ifndef TOP_LEFT  // the diagonal starts at key 0 instead of ending at the last key
-#define TOP_LEFT 0
-#endif
-#ifndef SOFTCAP
-#define SOFTCAP 0
-#endif
-#ifndef ALIBI
-#define ALIBI 0
-#endif
-#ifndef SINKS
-#define SINKS 0
-#endif
-#ifdef BIAS_ELEMENT
-#define BIAS 1
-#else
-#define BIAS 0
-#define BIAS_ELEMENT float
-#endif
-#ifndef DROPOUT
-#define DROPOUT 0
-#endif
-#ifndef DESCALES
-#define DESCALES 0
-#endif
-#ifndef LSE
-#define LSE 0
-#endif
-#ifndef COMPUTE_BITS  // significant bits of q, k and v as operands: 24 keeps float whole
-#define COMPUTE_BITS 24
-#endif
-#ifndef TIES_AWAY  // operands midway between two are rounded away from 0, as by cvt.rna.tf32; else to even
-#define TIES_AWAY 0
 #endif
 
 struct Strides {  // in elements; 0 for a dimension that is broadcast or that the operand lacks

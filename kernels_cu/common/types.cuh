@@ -76,21 +76,21 @@ DEVICE bfloat16_t from_real(Rounded<bfloat16_t>, float x) {
   return {uint16_t(ptx::as_bits(round_significand<8>(x)) >> 16)};
 }
 
-// fp8, saturating at `largest` as the hardware's conversion does. Subnormals are multiples of 2^(1 - BIAS - FRACTION).
-template <int FRACTION, int BIAS>
+// fp8, saturating at `largest` as the hardware does. Subnormals are multiples of 2^(1 - EXPONENT_BIAS - FRACTION).
+template <int FRACTION, int EXPONENT_BIAS>
 DEVICE uint8_t round_to_fp8(float x, float largest, uint8_t not_a_number) {
   const uint8_t sign = uint8_t(ptx::as_bits(x) >> 24 & 0x80);
   if (x != x) return sign | not_a_number;
   float magnitude = ptx::as_float(ptx::as_bits(x) & 0x7fffffffu);
   if (magnitude > largest) magnitude = largest;
-  const float smallest_normal = ptx::as_float(uint32_t(128 - BIAS) << 23);
+  const float smallest_normal = ptx::as_float(uint32_t(128 - EXPONENT_BIAS) << 23);
   if (magnitude < smallest_normal) {
     // Adding 2^23 units of the last place rounds to a multiple of it; the low bits of the sum are the code.
-    const float anchor = ptx::as_float(uint32_t(128 - BIAS - FRACTION + 23) << 23);
+    const float anchor = ptx::as_float(uint32_t(128 - EXPONENT_BIAS - FRACTION + 23) << 23);
     return sign | uint8_t(ptx::as_bits(magnitude + anchor) & 0xff);
   }
   const uint32_t bits = ptx::as_bits(round_significand<FRACTION + 1>(magnitude));
-  return sign | uint8_t((bits >> (23 - FRACTION)) - (uint32_t(127 - BIAS) << FRACTION));
+  return sign | uint8_t((bits >> (23 - FRACTION)) - (uint32_t(127 - EXPONENT_BIAS) << FRACTION));
 }
 DEVICE e4m3_t from_real(Rounded<e4m3_t>, float x) { return {round_to_fp8<3, 7>(x, 448.0f, 0x7f)}; }
 DEVICE e5m2_t from_real(Rounded<e5m2_t>, float x) { return {round_to_fp8<2, 15>(x, 57344.0f, 0x7e)}; }

@@ -36,8 +36,8 @@ static_assert(WARP_KEYS % 16 == 0, "a warp multiplies 16 keys at a time");
 static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM_V % 8 == 0, "head dims must be multiples of 8");
 static_assert(!NARROW || (HEAD_DIM % 16 == 0 && HEAD_DIM_V % 16 == 0), "rows of 8-bit floats are chunks of 16");
 static_assert(STAGES >= 2, "one stage is multiplied while another is filled");
-static_assert(SHARED_BYTES == QTile::BYTES + (RING_BYTES > MergeArea::BYTES ? RING_BYTES : MergeArea::BYTES),
-              "the launch must provide what Q and the ring take, which the merge uses again");
+constexpr int LAYOUT_BYTES = QTile::BYTES + (RING_BYTES > MergeArea::BYTES ? RING_BYTES : MergeArea::BYTES);
+static_assert(SHARED_BYTES == LAYOUT_BYTES, "the launch must provide what Q and the ring take, which the merge uses again");
 
 using Scores = float[KEY_BLOCKS][4];
 using Output = float[COLUMN_BLOCKS][4];

@@ -10,16 +10,6 @@
 
 #include "common/params.cuh"
 
-#ifndef PAGED  // keys and values lie in pages of a pool, found by a block table
-#define PAGED 0
-#endif
-#ifndef POINTERS  // each sequence has a cache of its own, found by its address
-#define POINTERS 0
-#endif
-#ifndef TREE  // a bit mask a row says which of the new keys it sees
-#define TREE 0
-#endif
-
 struct DecodeParams {
   Params attention;
   const int32_t* seq_lens;  // keys of each sequence, those of the new rows included

@@ -41,8 +41,8 @@ static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM_V % 8 == 0, "head dims must be multi
 static_assert(STAGES >= 2, "one stage is multiplied while another is filled");
 static_assert(!ROUNDED || COMPUTE_BITS <= 11, "tf32 has 11 significant bits");
 static_assert(!DESCALES, "descales are for 8-bit inputs");
-static_assert(SHARED_BYTES == QTile::BYTES + STAGES * (KTile::BYTES + VTile::BYTES),
-              "the launch must provide what Q and the stages of K and V take");
+constexpr int LAYOUT_BYTES = QTile::BYTES + STAGES * (KTile::BYTES + VTile::BYTES);
+static_assert(SHARED_BYTES == LAYOUT_BYTES, "the launch must provide what Q and the stages of K and V take");
 
 using Scores = float[ROW_BLOCKS][KEY_BLOCKS][4];
 using Output = float[ROW_BLOCKS][COLUMN_BLOCKS][4];

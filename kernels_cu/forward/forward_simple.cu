@@ -29,7 +29,8 @@ constexpr int COLUMNS = (HEAD_DIM_V + LANES - 1) / LANES;
 constexpr int PITCH = (HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V) | 1;
 static_assert(ROWS * (THREADS / LANES) == BLOCK_M, "BLOCK_M must be a multiple of the half-warps of a block");
 static_assert(KEYS * LANES == BLOCK_N, "BLOCK_N must be a multiple of 16");
-static_assert(SHARED_BYTES == ((BLOCK_M + BLOCK_N) * PITCH + BLOCK_M * BLOCK_N) * sizeof(Real),
+constexpr int LAYOUT_BYTES = ((BLOCK_M + BLOCK_N) * PITCH + BLOCK_M * BLOCK_N) * sizeof(Real);
+static_assert(SHARED_BYTES == LAYOUT_BYTES,
               "the launch must provide what the tiles of Q, of K or V, and of P take");
 
 // What P holds for a key that its row does not see. Such a key is skipped: 0 * NaN would let a masked NaN into O.

@@ -16,20 +16,6 @@
 #include "common/params.cuh"
 #include "ptx.cuh"
 
-#ifndef O_OVER_Q  // the output leaves through Q's place, which saves shared memory and costs some overlap
-#define O_OVER_Q 0
-#endif
-
-#ifndef PIECES  // of V's columns that are summed one after the other, each apart from O
-#define PIECES 1
-#endif
-#ifndef CACHE_LENGTHS  // the keys of a sequence end where cache_seqlens says
-#define CACHE_LENGTHS 0
-#endif
-#ifndef PAGE_SIZE  // keys a page, and a block table tells which pages; 0: keys follow each other
-#define PAGE_SIZE 0
-#endif
-
 // Products of 8-bit elements want both operands along the summed dimension, so that V comes transposed
 // (hopper/transpose_v.cu).
 constexpr bool FP8 = sizeof(ELEMENT) == 1;
@@ -120,7 +106,8 @@ constexpr uint32_t TILES_AT = BARRIERS_AT + 8 * BARRIERS;
 
 static_assert(K_AT % 1024 == 0 && V_AT % 1024 == 0 && O_AT % 1024 == 0, "where the 128-byte swizzle starts");
 static_assert(KBoxes::BOX_BYTES % 1024 == 0 && VBoxes::BOX_BYTES % 1024 == 0, "each box starts a swizzle");
-static_assert(SHARED_BYTES == TILES_AT + 8 * SLOTS, "the launch must provide what is laid out here");
+constexpr uint32_t LAYOUT_BYTES = TILES_AT + 8 * SLOTS;
+static_assert(SHARED_BYTES == LAYOUT_BYTES, "the launch must provide what is laid out here");
 static_assert(SHARED_BYTES <= 232448, "a block has at most 227 KiB of shared memory");
 
 // The block's shared memory. Barriers come in pairs: `full` says that something is there, `empty` that its place is

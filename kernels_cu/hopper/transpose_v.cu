@@ -16,11 +16,12 @@
 #endif
 
 constexpr int THREADS = BLOCK_N;
-constexpr int COLUMNS = SHARED_BYTES / BLOCK_N;  // as the launch counts its blocks
+constexpr int COLUMNS = 64;  // of a block, as the launch counts its blocks
+constexpr int LAYOUT_BYTES = COLUMNS * BLOCK_N;
 constexpr int GROUPS = (HEAD_DIM_V + COLUMNS - 1) / COLUMNS;
 
 static_assert(HEAD_DIM_V % 16 == 0 && BLOCK_N % 32 == 0, "whole units of 16 bytes, and whole warps");
-static_assert(SHARED_BYTES == COLUMNS * BLOCK_N && COLUMNS % 16 == 0, "whole columns, in whole units of 16 bytes");
+static_assert(SHARED_BYTES == LAYOUT_BYTES, "the launch must provide what the columns of a block take");
 
 struct ValuesParams {
   const void* v;

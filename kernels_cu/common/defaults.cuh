@@ -1,0 +1,132 @@
+// Every macro that a kernel is compiled for: what it means, and its value where a variant gives none.
+//
+// The first part are options. The second part are sizes and types, which every variant gives; they have values here for an
+// editor alone (GPU_ACTORS_EDITOR, in compile_flags.txt), so that clangd can open any kernel by itself.
+#pragma once
+
+// ---- options: 0 or 1 unless said otherwise, and without cost when 0
+#ifndef VARLEN  // packed sequences with cu_seqlens instead of a batch dimension
+#define VARLEN 0
+#endif
+#ifndef CAUSAL
+#define CAUSAL 0
+#endif
+#ifndef WINDOW
+#define WINDOW 0
+#endif
+#ifndef SINK_TOKENS
+#define SINK_TOKENS 0
+#endif
+#ifndef TOP_LEFT  // the diagonal starts at key 0 instead of ending at the last key
+#define TOP_LEFT 0
+#endif
+#ifndef SOFTCAP
+#define SOFTCAP 0
+#endif
+#ifndef ALIBI
+#define ALIBI 0
+#endif
+#ifndef SINKS
+#define SINKS 0
+#endif
+#ifdef BIAS_ELEMENT  // the bias's type; not given where there is no bias
+#define BIAS 1
+#else
+#define BIAS 0
+#define BIAS_ELEMENT float
+#endif
+#ifndef DROPOUT
+#define DROPOUT 0
+#endif
+#ifndef DESCALES
+#define DESCALES 0
+#endif
+#ifndef LSE
+#define LSE 0
+#endif
+#ifndef COMPUTE_BITS  // significant bits of q, k and v as operands: 24 keeps float whole
+#define COMPUTE_BITS 24
+#endif
+#ifndef TIES_AWAY  // operands midway between two are rounded away from 0, as by cvt.rna.tf32; else to even
+#define TIES_AWAY 0
+#endif
+
+// Of backward.
+#ifndef DETERMINISTIC  // sums over blocks are taken in one order
+#define DETERMINISTIC 0
+#endif
+#ifndef REDUCE_WIDTH  // floats that one reduction to global memory takes: 4 from sm_90 on
+#define REDUCE_WIDTH 1
+#endif
+
+// Of caches: decode and append.
+#ifndef PAGED  // keys and values lie in pages of a pool, found by a block table
+#define PAGED 0
+#endif
+#ifndef POINTERS  // each sequence has a cache of its own, found by its address
+#define POINTERS 0
+#endif
+#ifndef TREE  // a bit mask a row says which of the new keys it sees
+#define TREE 0
+#endif
+
+// Of append.
+#ifndef ROTARY_DIM  // columns of K (and q) that are rotated, the first ones; 0 rotates none
+#define ROTARY_DIM 0
+#endif
+#ifndef INTERLEAVED  // columns 2i and 2i + 1 are a pair; else i and i + ROTARY_DIM / 2
+#define INTERLEAVED 0
+#endif
+#ifndef TABLES  // cosines and sines are given; else they follow from the position and the pair's step
+#define TABLES 0
+#endif
+#ifndef POSITIONS  // of the rotation, a row; else the row's place in its sequence
+#define POSITIONS 0
+#endif
+#ifndef QUERY  // q is rotated, too
+#define QUERY 0
+#endif
+
+// Of hopper.
+#ifndef O_OVER_Q  // the output leaves through Q's place, which saves shared memory and costs some overlap
+#define O_OVER_Q 0
+#endif
+#ifndef PIECES  // of V's columns that are summed one after the other, each apart from O
+#define PIECES 1
+#endif
+#ifndef CACHE_LENGTHS  // the keys of a sequence end where cache_seqlens says
+#define CACHE_LENGTHS 0
+#endif
+#ifndef PAGE_SIZE  // keys a page, and a block table tells which pages; 0: keys follow each other
+#define PAGE_SIZE 0
+#endif
+
+// ---- sizes and types, for an editor
+#ifdef GPU_ACTORS_EDITOR
+#define HEAD_DIM 64
+#define HEAD_DIM_V 64
+#define BLOCK_N 64  // keys a tile
+#define STAGES 2    // of the ring of tiles
+#ifdef GPU_ACTORS_EDITOR_HOPPER
+#define BLOCK_M 128
+#define WARPS 12
+#else
+#define BLOCK_M 64  // rows a tile
+#define WARPS 4     // of a block
+#endif
+#define ELEMENT half_t      // of q
+#define KV_ELEMENT half_t   // of k and v
+#define OUT_ELEMENT half_t  // of the output, or of gradients
+// Of a block, in bytes: what the kernel lays out.
+#define SHARED_BYTES LAYOUT_BYTES
+// Of backward: floats of dQ a slot, which the kernels assert.
+#define DQ_FLOATS (2 * QueryColumns::PAIRS * 4 * THREADS)
+// Of append: the caches' type, the most rows a block, and units of 16 bytes of a row of each operand.
+#define CACHE_ELEMENT half_t
+#define MAX_ROWS 64
+#define K_UNITS 8
+#define V_UNITS 8
+#define Q_UNITS 8
+// Of copy_pages: bytes of a page that a block copies.
+#define PART_BYTES 16384
+#endif

@@ -1,0 +1,66 @@
+"""kernels_cu/common/defaults.cuh: every macro has a value, so that an editor can open any kernel alone."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import test_backward_gate
+import test_decode_gate
+import test_static_gate
+import test_static_gate_sm90
+
+from gpu_actors.compiling.assets import asset_root, asset_text
+from gpu_actors.compiling.source import KernelSource
+from gpu_actors.devices.emulation.toolchain import Toolchain
+from gpu_actors.kernels.append.copy_pages import PageCopyKey
+from gpu_actors.kernels.append.standard import cache_variants
+from gpu_actors.kernels.variants import kernel_source, standard_variants, usual_backward_keys
+
+ROOT = Path(__file__).resolve().parents[2]
+KERNELS = sorted(path for path in asset_root().glob("*/*.cu") if path.parent.name != "emulation")
+
+
+def sources() -> list[KernelSource]:
+    """What every family compiles: the variants of the gates on two architectures, and the usual ones of append."""
+    archs = ("sm_80", "sm_90a")
+    keys = [test_static_gate.key_of_variant(v) for v in test_static_gate.VARIANTS if v.arch in archs]
+    keys += [test_backward_gate.key_of_variant(v) for v in test_backward_gate.VARIANTS if v.arch in archs]
+    keys += [test_decode_gate.key_of(variant) for arch in archs for variant in test_decode_gate.variants(arch)]
+    keys += [*standard_variants("sm_90a"), *usual_backward_keys("sm_80")]
+    found = [
+        *map(kernel_source, keys),
+        *map(kernel_source, cache_variants("sm_80")),
+        kernel_source(PageCopyKey("sm_80")),
+    ]
+    return [*found, *map(test_static_gate_sm90.source_of, test_static_gate_sm90.VARIANTS)]
+
+
+def test_every_macro_that_a_family_gives_is_explained() -> None:
+    explained = set(re.findall(r"^#define (\w+)", asset_text("common/defaults.cuh"), re.M))
+    given = {name for source in sources() for name in source.macros}
+    assert {"HEAD_DIM", "CAUSAL", "TREE", "O_OVER_Q", "ROTARY_DIM", "DETERMINISTIC", "PART_BYTES"} <= given
+    assert given - explained == set()
+
+
+def editor_flags(kernel: Path) -> list[str]:
+    """The flags that clangd gives a file: those of compile_flags.txt, and what .clangd adds for its folder."""
+    flags = (ROOT / "compile_flags.txt").read_text().split()
+    found = re.findall(r"PathMatch: (.*)\nCompileFlags:\n  Add: \[(.*)\]", (ROOT / ".clangd").read_text())
+    assert found
+    added = [
+        flag
+        for pattern, more in found
+        if re.fullmatch(pattern, str(kernel.relative_to(ROOT)))
+        for flag in more.split(", ")
+    ]
+    return flags + added
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda path: path.name)
+def test_a_kernel_parses_with_the_editors_flags(kernel: Path) -> None:
+    command = [*Toolchain.find().command, "-fsyntax-only", *editor_flags(kernel), str(kernel)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
