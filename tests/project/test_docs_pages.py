@@ -32,6 +32,40 @@ def test_every_file_that_a_page_names_is_there() -> None:
     assert [(page.name, name) for page, name in sorted(named) if not any(REPOSITORY.glob(name))] == []
 
 
+def homes(page: Path, name: str) -> list[Path]:
+    """The files that a page means by a path: from the repository, the package, the kernels or itself."""
+    folders = [REPOSITORY, REPOSITORY / "gpu_actors", REPOSITORY / "kernels_cu", page.parent]
+    return [path for folder in folders for path in folder.glob(name)]
+
+
+def test_every_source_that_a_page_names_without_its_home_is_there() -> None:
+    named = {
+        (page, name)
+        for page in PAGES
+        for name in re.findall(r"`([\w*]+/[\w*/]*\.(?:py|cuh?))`", page.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 20
+    assert [(page.name, name) for page, name in sorted(named) if not homes(page, name)] == []
+
+
+def test_every_name_that_a_page_places_in_a_file_is_there() -> None:
+    pattern = r"`([\w.:]+)`\s+in\s+`([\w/]+\.(?:py|cuh?))`"
+    placed = [
+        (page, name, file)
+        for page in PAGES
+        for name, file in re.findall(pattern, page.read_text(encoding="utf-8"))
+        if page.name != "CHANGELOG.md"
+    ]
+    assert len(placed) > 5
+
+    def stands(page: Path, name: str, file: str) -> bool:
+        words = re.split(r"\W+", name)
+        texts = [path.read_text(encoding="utf-8") for path in homes(page, file)]
+        return any(all(re.search(rf"\b{word}\b", text) for word in words) for text in texts)
+
+    assert [(page.name, name, file) for page, name, file in placed if not stands(page, name, file)] == []
+
+
 def test_every_command_that_a_page_shows_is_one() -> None:
     text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     assert set(re.findall(r"(?:^|[`/])gpu-actors ([a-z]+)", text, re.M)) == {"bench", "embed", "warm", "doctor"}
