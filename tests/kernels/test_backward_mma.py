@@ -3,69 +3,58 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 from emulated.backward import KERNEL, backward_problem_of, check_case, run, run_case
 from emulated.forward import Strided, gaussian
+from emulated.sweeps import LAUNCHES, Sweep, assert_same_bits, launch_of
 
 from gpu_actors.kernels.dispatch import FAMILIES, dispatch_key
 from gpu_actors.reference import attention_forward
+from gpu_actors.requests import AttentionGradients
 from gpu_actors.testing import check_gradients, random_backward
 from gpu_actors.testing.backward_problems import BackwardCase
 from gpu_actors.testing.problems import SEQLENS
 
-DELIVERIES = ("late", "eager", "random")
-SCHEDULES = ("greedy", "lane", "random", "round_robin")
-LAUNCHES = tuple(itertools.product(DELIVERIES, SCHEDULES))
-
-
-class Sweep(NamedTuple):
-    """One compiled variant, and how it is reached. usual: whether the default test run compiles it."""
-
-    dtype: str
-    compute: str | None
-    arch: str
-    head_dim: int
-    head_dim_v: int | None
-    varlen: bool
-    always: tuple[str, ...]
-    alignment: str = "bottom_right"
-    deterministic: bool = False
-    usual: bool = False
-
-
 # Every option alone or in company, every row of the tile table, both layouts, both alignments, both ways to reduce.
 SWEEPS = (
-    Sweep("float16", None, "sm_80", 64, None, False, ("causal",), usual=True),
-    Sweep("bfloat16", None, "sm_90a", 128, None, True, ("causal", "window", "sink_tokens"), "top_left", True, True),
-    Sweep("float16", None, "sm_86", 40, None, False, ("dropout", "sinks", "bias", "alibi", "softcap"), usual=True),
-    Sweep("bfloat16", None, "sm_86", 256, 72, False, ("causal", "sinks"), usual=True),
-    Sweep("float32", "tf32", "sm_80", 96, None, True, ("window",), deterministic=True, usual=True),
-    Sweep("float16", None, "sm_86", 64, 96, True, ("causal", "alibi", "sinks"), "top_left"),
-    Sweep("bfloat16", None, "sm_80", 40, None, False, ("causal", "dropout"), deterministic=True),
-    Sweep("float16", None, "sm_90a", 80, None, False, ("window", "sink_tokens", "bias", "scale"), deterministic=True),
-    Sweep("bfloat16", None, "sm_80", 32, 200, True, ("window", "dropout", "sinks", "alibi", "softcap"), "top_left"),
-    Sweep("bfloat16", None, "sm_86", 128, None, False, ("bias", "scale")),
-    Sweep("bfloat16", None, "sm_80", 128, 104, True, ("dropout",)),
-    Sweep("float16", None, "sm_86", 192, None, True, ("causal",)),
-    Sweep("bfloat16", None, "sm_90a", 256, None, False, ("causal", "softcap"), deterministic=True),
-    Sweep("bfloat16", None, "sm_80", 192, 128, True, ()),
-    Sweep("bfloat16", None, "sm_86", 256, None, True, ("causal", "softcap")),
-    Sweep("float32", "bf16", "sm_86", 40, 72, False, ("causal", "bias", "dropout", "sinks"), "top_left", True),
-    Sweep("float32", "tf32", "sm_90a", 64, None, True, ("window", "sink_tokens", "softcap")),
-    Sweep("float32", "f16", "sm_86", 128, None, False, ("causal", "bias")),
-    Sweep("float32", "tf32", "sm_86", 256, None, True, ("causal",)),
-    Sweep("float32", "tf32", "sm_80", 256, 200, False, ("dropout", "alibi")),
-    Sweep("float32", "bf16", "sm_90a", 224, None, False, ("window", "bias"), deterministic=True),
+    Sweep("float16", 64, None, "causal", arch="sm_80", usual=True),
+    Sweep(
+        "bfloat16",
+        128,
+        None,
+        "causal window sink_tokens",
+        arch="sm_90a",
+        varlen=True,
+        top_left=True,
+        deterministic=True,
+        usual=True,
+    ),
+    Sweep("float16", 40, None, "dropout sinks bias alibi softcap", arch="sm_86", usual=True),
+    Sweep("bfloat16", 256, 72, "causal sinks", arch="sm_86", usual=True),
+    Sweep("float32", 96, None, "window", compute="tf32", arch="sm_80", varlen=True, deterministic=True, usual=True),
+    Sweep("float16", 64, 96, "causal alibi sinks", arch="sm_86", varlen=True, top_left=True),
+    Sweep("bfloat16", 40, None, "causal dropout", arch="sm_80", deterministic=True),
+    Sweep("float16", 80, None, "window sink_tokens bias scale", arch="sm_90a", deterministic=True),
+    Sweep("bfloat16", 32, 200, "window dropout sinks alibi softcap", arch="sm_80", varlen=True, top_left=True),
+    Sweep("bfloat16", 128, None, "bias scale", arch="sm_86"),
+    Sweep("bfloat16", 128, 104, "dropout", arch="sm_80", varlen=True),
+    Sweep("float16", 192, None, "causal", arch="sm_86", varlen=True),
+    Sweep("bfloat16", 256, None, "causal softcap", arch="sm_90a", deterministic=True),
+    Sweep("bfloat16", 192, 128, "", arch="sm_80", varlen=True),
+    Sweep("bfloat16", 256, None, "causal softcap", arch="sm_86", varlen=True),
+    Sweep(
+        "float32", 40, 72, "causal bias dropout sinks", compute="bf16", arch="sm_86", top_left=True, deterministic=True
+    ),
+    Sweep("float32", 64, None, "window sink_tokens softcap", compute="tf32", arch="sm_90a", varlen=True),
+    Sweep("float32", 128, None, "causal bias", compute="f16", arch="sm_86"),
+    Sweep("float32", 256, None, "causal", compute="tf32", arch="sm_86", varlen=True),
+    Sweep("float32", 256, 200, "dropout alibi", compute="tf32", arch="sm_80"),
+    Sweep("float32", 224, None, "window bias", compute="bf16", arch="sm_90a", deterministic=True),
 )
 SHAPES = ((1, 1), (33, 95), (70, 31), (113, 203), (31, 300), (130, 7), (200, 260))
-
-
-def name_of(sweep: Sweep) -> str:
-    return "-".join([sweep.compute or sweep.dtype, str(sweep.head_dim), sweep.arch, sweep.alignment, *sweep.always])
 
 
 def case_of(sweep: Sweep, seed: int, seqlens: tuple[int, int], **choices: Any) -> BackwardCase:
@@ -78,7 +67,7 @@ def case_of(sweep: Sweep, seed: int, seqlens: tuple[int, int], **choices: Any) -
         varlen=sweep.varlen,
         seqlens=seqlens,
         features=(),
-        always=sweep.always,
+        always=sweep.options,
         alignment=sweep.alignment,
         **choices,
     )
@@ -87,7 +76,6 @@ def case_of(sweep: Sweep, seed: int, seqlens: tuple[int, int], **choices: Any) -
 def check_sweep(sweep: Sweep, shapes: tuple[tuple[int, int], ...]) -> None:
     for index, seqlens in enumerate(shapes):
         number = SWEEPS.index(sweep)
-        delivery, schedule = LAUNCHES[(5 * index + number) % len(LAUNCHES)]
         large = max(seqlens) > 300  # which the emulation takes its time for
         heads = (2, 1) if large else ((6, 2), (3, 1), (2, 2))[index % 3]
         case = case_of(sweep, 1000 * number + index, seqlens, batch=1 if large else 1 + index % 3, heads=heads)
@@ -96,14 +84,13 @@ def check_sweep(sweep: Sweep, shapes: tuple[tuple[int, int], ...]) -> None:
             compute=sweep.compute,
             deterministic=sweep.deterministic,
             arch=sweep.arch,
-            delivery=delivery,
-            schedule=schedule,
             seed=index,
             limit_seconds=600.0,
+            **launch_of(5 * index + number),
         )
 
 
-@pytest.mark.parametrize("sweep", [sweep for sweep in SWEEPS if sweep.usual], ids=name_of)
+@pytest.mark.parametrize("sweep", [sweep for sweep in SWEEPS if sweep.usual], ids=str)
 def test_it_agrees_with_the_oracle_whatever_the_schedule_and_the_delivery(sweep):
     check_sweep(sweep, SHAPES)
 
@@ -111,7 +98,7 @@ def test_it_agrees_with_the_oracle_whatever_the_schedule_and_the_delivery(sweep)
 @pytest.mark.sweep
 @pytest.mark.usefixtures("fused_or_not")
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("sweep", SWEEPS, ids=name_of)
+@pytest.mark.parametrize("sweep", SWEEPS, ids=str)
 def test_it_agrees_with_the_oracle_on_the_whole_grid(sweep):
     check_sweep(sweep, (*SHAPES, *SEQLENS))
 
@@ -124,16 +111,19 @@ def usual_case(seqlens: tuple[int, int], **choices: Any) -> BackwardCase:
 def test_every_delivery_and_schedule_gives_the_same_bits_of_dk_and_dv():
     """200 rows are more tiles than the ring has stages, so that every stage is refilled."""
     case = usual_case((200, 150))
-    results = [
-        run_case(case, arch="sm_80", delivery=delivery, schedule=schedule, seed=seed)
-        for seed, (delivery, schedule) in enumerate(LAUNCHES)
-    ]
-    for result in results:
-        np.testing.assert_array_equal(result.dk, results[0].dk)
-        np.testing.assert_array_equal(result.dv, results[0].dv)
+    results = [run_case(case, arch="sm_80", seed=seed, **launch_of(seed)) for seed in range(len(LAUNCHES))]
+    assert_same_bits([(result.dk, result.dv) for result in results])
 
 
-REPEATS = tuple((LAUNCHES[n % len(LAUNCHES)], n) for n in range(100))
+def check_a_hundred_repeats(sweep: Sweep, case: BackwardCase) -> AttentionGradients:
+    """The gradients, whose bits are the same in every repeat."""
+    given = {"compute": sweep.compute, "deterministic": True, "arch": sweep.arch}
+    first = run_case(case, **given)
+    names = [name for name in ("dq", "dk", "dv", "dbias", "dsinks") if getattr(first, name) is not None]
+    for seed in range(100):
+        again = run_case(case, seed=seed, threads=3, **launch_of(seed), **given)
+        assert_same_bits([[getattr(result, name) for name in names] for result in (first, again)])
+    return first
 
 
 class TestDeterministic:
@@ -141,25 +131,12 @@ class TestDeterministic:
         """Of floats, which show the last bits: seven key tiles add to dQ, from blocks that run at the same time."""
         sweep = SWEEPS[4]
         case = case_of(sweep, 3, (40, 410), batch=1, heads=(1, 1))
-        first = run_case(case, compute=sweep.compute, deterministic=True, arch=sweep.arch)
-        for (delivery, schedule), seed in REPEATS:
-            again = run_case(
-                case,
-                compute=sweep.compute,
-                deterministic=True,
-                arch=sweep.arch,
-                delivery=delivery,
-                schedule=schedule,
-                seed=seed,
-                threads=3,
-            )
-            for name in ("dq", "dk", "dv"):
-                np.testing.assert_array_equal(getattr(again, name), getattr(first, name))
+        check_a_hundred_repeats(sweep, case)
 
     @pytest.mark.parametrize("seed", [1, 6, 7], ids=["downwards", "from the third on", "every other"])
     def test_blocks_that_start_in_another_order_wait_for_none_that_has_not_started(self, seed):
         """Each tile of keys adds to all of dQ, and each sequence and head to the one dbias; two run at a time."""
-        sweep = Sweep("float32", "tf32", "sm_80", 96, None, False, ("bias",), deterministic=True)
+        sweep = Sweep("float32", 96, None, "bias", compute="tf32", arch="sm_80", deterministic=True)
         case = case_of(sweep, 3, (40, 200), batch=2, heads=(2, 1))
         case.options["bias"] = np.ascontiguousarray(case.options["bias"][:1, :1])
         launch = {"compute": sweep.compute, "deterministic": True, "arch": sweep.arch, "limit_seconds": 20.0}
@@ -170,24 +147,11 @@ class TestDeterministic:
 
     @pytest.mark.sweep
     @pytest.mark.timeout(600)
-    @pytest.mark.parametrize("sweep", [sweep for sweep in SWEEPS if sweep.deterministic], ids=name_of)
+    @pytest.mark.parametrize("sweep", [sweep for sweep in SWEEPS if sweep.deterministic], ids=str)
     def test_a_hundred_repeats_of_every_variant_have_the_same_bits(self, sweep):
         case = case_of(sweep, 3, (90, 410), batch=2, heads=(2, 1))
-        first = run_case(case, compute=sweep.compute, deterministic=True, arch=sweep.arch)
+        first = check_a_hundred_repeats(sweep, case)
         check_gradients(first, *case.arguments, out=case.out, lse=case.lse, compute=sweep.compute, **case.options)
-        for (delivery, schedule), seed in REPEATS:
-            again = run_case(
-                case,
-                compute=sweep.compute,
-                deterministic=True,
-                arch=sweep.arch,
-                delivery=delivery,
-                schedule=schedule,
-                seed=seed,
-                threads=3,
-            )
-            for name in ("dq", "dk", "dv", "dbias", "dsinks"):
-                np.testing.assert_array_equal(getattr(again, name), getattr(first, name))
 
 
 def problem_and_operands(dout: Any, q: Any, k: Any, v: Any, **options: Any) -> tuple[Any, dict[str, Any]]:

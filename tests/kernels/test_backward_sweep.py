@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from emulated.backward import run_case
-from test_backward_mma import LAUNCHES, SWEEPS, Sweep, case_of, name_of
+from emulated.sweeps import LAUNCHES, Sweep
+from test_backward_mma import SWEEPS, case_of
 
 from gpu_actors.testing import check_gradients
 from gpu_actors.testing.backward_problems import BackwardCase, poison_unseen_backward
@@ -50,7 +51,7 @@ def check(sweep: Sweep, seed: int, modes: tuple[tuple[str, str], ...]) -> None:
             check_gradients(found, *case.arguments, repro=repro, **given, **case.options)
 
 
-@pytest.mark.parametrize("sweep", [sweep for sweep in SWEEPS if sweep.usual], ids=name_of)
+@pytest.mark.parametrize("sweep", [sweep for sweep in SWEEPS if sweep.usual], ids=str)
 def test_a_sample_agrees_with_the_oracle(sweep: Sweep) -> None:
     base = 1000 * SWEEPS.index(sweep)
     check(sweep, base, (LAUNCHES[base % 12], LAUNCHES[(5 * base + 7) % 12]))
@@ -65,7 +66,7 @@ def test_a_sample_with_fused_products_agrees_with_the_oracle() -> None:
 @pytest.mark.sweep
 @pytest.mark.usefixtures("fused_or_not")
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("sweep", SWEEPS, ids=name_of)
+@pytest.mark.parametrize("sweep", SWEEPS, ids=str)
 def test_all_agree_with_the_oracle(sweep: Sweep) -> None:
     base = 1000 * SWEEPS.index(sweep)
     for seed in range(base, base + PROBLEMS):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from cases.forward_edges import BatchInvariance, Edges
 from emulated import forward as emulated_forward
 from emulated.far_tensors import check_far
 from emulated.forward import OPERANDS, Strided, check_case, gaussian, problem_of, run
+from emulated.sweeps import LAUNCHES, Sweep, assert_same_bits, case_of, launch_of
 from mutation import forward as mutation
 from mutation.forward_mutants import DEFECTS
 
@@ -23,76 +23,33 @@ from gpu_actors.testing.problems import SEQLENS, ForwardCase, poison_unseen, ran
 from gpu_actors.testing.tolerance import check_output
 
 KERNEL = "forward_mma"
-DELIVERIES = ("late", "eager", "random")
-SCHEDULES = ("greedy", "lane", "random", "round_robin")
-LAUNCHES = tuple(itertools.product(DELIVERIES, SCHEDULES))
-
-
-class Sweep(NamedTuple):
-    """One compiled variant, and how it is reached."""
-
-    dtype: str
-    compute: str | None
-    arch: str
-    head_dim: int
-    head_dim_v: int | None
-    varlen: bool
-    always: tuple[str, ...]
-    alignment: str = "bottom_right"
-
 
 # Every option alone or in company, every row of the tile table, both layouts, both alignments; shapes vary below.
 SWEEPS = (
-    Sweep("float16", None, "sm_80", 64, None, False, ()),
-    Sweep("float16", None, "sm_86", 64, 96, True, ("causal", "alibi", "sinks")),
-    Sweep("bfloat16", None, "sm_90a", 128, None, True, ("causal", "window", "sink_tokens"), "top_left"),
-    Sweep("bfloat16", None, "sm_80", 40, None, False, ("causal", "dropout")),
-    Sweep("float16", None, "sm_86", 80, None, False, ("window", "sink_tokens", "bias", "scale")),
-    Sweep("bfloat16", None, "sm_80", 32, 200, True, ("window", "dropout", "sinks", "alibi", "softcap"), "top_left"),
-    Sweep("float16", None, "sm_86", 256, 72, False, ("causal", "sinks")),
-    Sweep("float32", "tf32", "sm_80", 40, 72, True, ("window", "sink_tokens", "softcap")),
-    Sweep("float32", "bf16", "sm_86", 96, None, False, ("causal", "bias", "dropout", "sinks"), "top_left"),
-    Sweep("float32", "f16", "sm_86", 256, None, True, ("causal",)),
+    Sweep("float16", 64, None, "", arch="sm_80"),
+    Sweep("float16", 64, 96, "causal alibi sinks", arch="sm_86", varlen=True),
+    Sweep("bfloat16", 128, None, "causal window sink_tokens", arch="sm_90a", varlen=True, top_left=True),
+    Sweep("bfloat16", 40, None, "causal dropout", arch="sm_80"),
+    Sweep("float16", 80, None, "window sink_tokens bias scale", arch="sm_86"),
+    Sweep("bfloat16", 32, 200, "window dropout sinks alibi softcap", arch="sm_80", varlen=True, top_left=True),
+    Sweep("float16", 256, 72, "causal sinks", arch="sm_86"),
+    Sweep("float32", 40, 72, "window sink_tokens softcap", compute="tf32", arch="sm_80", varlen=True),
+    Sweep("float32", 96, None, "causal bias dropout sinks", compute="bf16", arch="sm_86", top_left=True),
+    Sweep("float32", 256, None, "causal", compute="f16", arch="sm_86", varlen=True),
 )
 SHAPES = ((1, 1), (33, 95), (70, 31), (113, 203), (31, 300), (130, 7), (200, 260))
 
 
-def name_of(sweep: Sweep) -> str:
-    return "-".join([sweep.compute or sweep.dtype, str(sweep.head_dim), sweep.arch, sweep.alignment, *sweep.always])
-
-
-def case_of(sweep: Sweep, index: int, seqlens: tuple[int, int]) -> ForwardCase:
-    return random_forward(
-        1000 * SWEEPS.index(sweep) + index,
-        dtype=sweep.dtype,
-        head_dim=sweep.head_dim,
-        head_dim_v=sweep.head_dim_v,
-        varlen=sweep.varlen,
-        seqlens=seqlens,
-        batch=1 + index % 3,
-        heads=((6, 2), (3, 1), (2, 2))[index % 3],
-        features=(),
-        always=sweep.always,
-        alignment=sweep.alignment,
-    )
-
-
 def check_sweep(sweep: Sweep, shapes: tuple[tuple[int, int], ...]) -> None:
     for index, seqlens in enumerate(shapes):
-        delivery, schedule = LAUNCHES[(5 * index + SWEEPS.index(sweep)) % len(LAUNCHES)]
+        number = SWEEPS.index(sweep)
         # Keys and values that no row of their sequence sees hold NaN.
-        check_case(
-            poison_unseen(case_of(sweep, index, seqlens)),
-            compute=sweep.compute,
-            kernel=KERNEL,
-            arch=sweep.arch,
-            delivery=delivery,
-            schedule=schedule,
-            seed=index,
-        )
+        case = poison_unseen(case_of(sweep, number, index, seqlens))
+        launch = launch_of(5 * index + number)
+        check_case(case, compute=sweep.compute, kernel=KERNEL, arch=sweep.arch, seed=index, **launch)
 
 
-@pytest.mark.parametrize("sweep", SWEEPS, ids=name_of)
+@pytest.mark.parametrize("sweep", SWEEPS, ids=str)
 def test_it_agrees_with_the_oracle_whatever_the_schedule_and_the_delivery(sweep):
     check_sweep(sweep, SHAPES)
 
@@ -100,25 +57,24 @@ def test_it_agrees_with_the_oracle_whatever_the_schedule_and_the_delivery(sweep)
 @pytest.mark.sweep
 @pytest.mark.usefixtures("fused_or_not")
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("sweep", SWEEPS, ids=name_of)
+@pytest.mark.parametrize("sweep", SWEEPS, ids=str)
 def test_it_agrees_with_the_oracle_on_the_whole_grid(sweep):
     check_sweep(sweep, SEQLENS)
 
 
 def test_every_delivery_and_schedule_gives_the_same_bits():
     """300 keys are more tiles than the ring has stages, so that every stage is refilled."""
-    case = case_of(SWEEPS[0], 0, (70, 300))
+    case = case_of(SWEEPS[0], 0, 0, (70, 300))
     problem = problem_of(*case.inputs, **case.options)
     stages = int(kernel_source(emulated_forward.key_of(problem, "sm_80", KERNEL)).macros["STAGES"])
     assert stages * 64 < 300
     operands = dict(zip("qkv", case.inputs, strict=True))
-    results = [
-        run(problem, operands, kernel=KERNEL, arch="sm_80", delivery=delivery, schedule=schedule, seed=seed)
-        for seed, (delivery, schedule) in enumerate(LAUNCHES)
-    ]
-    for out, lse in results:
-        np.testing.assert_array_equal(out, results[0][0])
-        np.testing.assert_array_equal(lse, results[0][1])
+    assert_same_bits(
+        [
+            run(problem, operands, kernel=KERNEL, arch="sm_80", seed=seed, **launch_of(seed))
+            for seed in range(len(LAUNCHES))
+        ]
+    )
 
 
 def random_cases(seeds: range) -> Iterator[tuple[ForwardCase, str | None]]:

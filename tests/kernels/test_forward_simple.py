@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 from emulated.far_tensors import far_halves
 from emulated.forward import Strided, answer, check, check_case, gaussian, key_of, module_of, problem_of, qkv, run
+from emulated.sweeps import SCHEDULES, Sweep, case_of
 
 from gpu_actors.devices.emulation import EmulatedBuffer
 from gpu_actors.devices.interface import Buffer
@@ -18,62 +18,32 @@ from gpu_actors.kernels.dispatch import program_of
 from gpu_actors.kernels.params import pack_forward
 from gpu_actors.kernels.variants import kernel_source
 from gpu_actors.reference import attention_forward
-from gpu_actors.testing.problems import ForwardCase, poison_unseen, random_forward
+from gpu_actors.testing.problems import poison_unseen, random_forward
 from gpu_actors.testing.tolerance import check_output
-
-SCHEDULES = ("greedy", "lane", "random", "round_robin")
-
-
-class Sweep(NamedTuple):
-    """One compiled variant, and the shapes to run it on."""
-
-    dtype: str
-    head_dim: int
-    head_dim_v: int | None
-    varlen: bool
-    always: tuple[str, ...]
-    alignment: str = "bottom_right"
-
 
 # Every option appears alone or in company, in both layouts and both alignments; shapes vary below.
 SWEEPS = (
-    Sweep("float32", 64, None, False, ()),
-    Sweep("bfloat16", 40, None, False, ("causal", "dropout")),
-    Sweep("float16", 64, 24, True, ("causal", "alibi", "sinks")),
-    Sweep("float32", 5, 65, True, ("window", "sink_tokens", "softcap")),
-    Sweep("float16", 80, None, False, ("causal", "window", "sink_tokens", "bias", "scale")),
-    Sweep("float64", 96, None, False, ("window", "bias", "dropout", "sinks", "softcap", "alibi"), "top_left"),
-    Sweep("float64", 160, 136, True, ("causal", "window", "sink_tokens"), "top_left"),
-    Sweep("bfloat16", 128, None, True, ("window", "dropout", "sinks", "alibi"), "top_left"),
-    Sweep("bfloat16", 256, None, False, ("causal", "softcap", "bias")),
-    Sweep("float8_e4m3fn", 64, None, True, ("causal", "descales", "sinks")),
-    Sweep("float8_e5m2", 48, 17, False, ("window", "descales", "bias", "alibi"), "top_left"),
+    Sweep("float32", 64, None, ""),
+    Sweep("bfloat16", 40, None, "causal dropout"),
+    Sweep("float16", 64, 24, "causal alibi sinks", varlen=True),
+    Sweep("float32", 5, 65, "window sink_tokens softcap", varlen=True),
+    Sweep("float16", 80, None, "causal window sink_tokens bias scale"),
+    Sweep("float64", 96, None, "window bias dropout sinks softcap alibi", top_left=True),
+    Sweep("float64", 160, 136, "causal window sink_tokens", varlen=True, top_left=True),
+    Sweep("bfloat16", 128, None, "window dropout sinks alibi", varlen=True, top_left=True),
+    Sweep("bfloat16", 256, None, "causal softcap bias"),
+    Sweep("float8_e4m3fn", 64, None, "causal descales sinks", varlen=True),
+    Sweep("float8_e5m2", 48, 17, "window descales bias alibi", top_left=True),
 )
 SHAPES = ((1, 1), (33, 95), (70, 31), (64, 128), (113, 203), (31, 300), (130, 7))
 
 
-def sweep_cases(sweep: Sweep) -> Iterator[ForwardCase]:
-    for index, seqlens in enumerate(SHAPES):
-        yield random_forward(
-            1000 * SWEEPS.index(sweep) + index,
-            dtype=sweep.dtype,
-            head_dim=sweep.head_dim,
-            head_dim_v=sweep.head_dim_v,
-            varlen=sweep.varlen,
-            seqlens=seqlens,
-            batch=1 + index % 3,
-            heads=((6, 2), (3, 1), (2, 2))[index % 3],
-            features=(),
-            always=sweep.always,
-            alignment=sweep.alignment,
-        )
-
-
-@pytest.mark.parametrize("sweep", SWEEPS, ids=lambda s: "-".join([s.dtype, str(s.head_dim), s.alignment, *s.always]))
+@pytest.mark.parametrize("sweep", SWEEPS, ids=str)
 def test_the_kernel_agrees_with_the_oracle_whatever_the_schedule(sweep):
-    for index, case in enumerate(sweep_cases(sweep)):
+    for index, seqlens in enumerate(SHAPES):
         # Keys and values that no row of their sequence sees hold NaN.
-        check_case(poison_unseen(case), schedule=SCHEDULES[index % 4], seed=index)
+        case = poison_unseen(case_of(sweep, SWEEPS.index(sweep), index, seqlens))
+        check_case(case, schedule=SCHEDULES[index % 4], seed=index)
 
 
 class TestEdges:

@@ -3,102 +3,65 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 from cases.forward_edges import BatchInvariance, Edges
 from emulated.far_tensors import check_far
 from emulated.forward import OPERANDS, Strided, check_case, gaussian, key_of, problem_of, run
+from emulated.sweeps import LAUNCHES, Sweep, assert_same_bits, case_of, launch_of
 from mutation import hopper as sm90_mutation
 from mutation.hopper_mutants import DEFECTS
 
 from gpu_actors.devices.emulation import EmulationFault
 from gpu_actors.kernels.variants import kernel_source
-from gpu_actors.testing.problems import SEQLENS, ForwardCase, poison_unseen, random_forward
+from gpu_actors.testing.problems import SEQLENS, poison_unseen
 from gpu_actors.testing.tolerance import check_output
 
 KERNEL = "forward_sm90"
-LAUNCHES = tuple(itertools.product(("late", "eager", "random"), ("greedy", "lane", "random", "round_robin")))
-
-
-class Sweep(NamedTuple):
-    """One compiled variant, and how it is reached."""
-
-    dtype: str
-    head_dim: int
-    head_dim_v: int | None
-    varlen: bool
-    always: tuple[str, ...]
-    alignment: str = "bottom_right"
-
 
 # Every option alone or in company, every row of the tile table, both layouts, both alignments; shapes vary below.
 SWEEPS = (
-    Sweep("float16", 64, None, False, ()),
-    Sweep("bfloat16", 128, None, False, ("causal",)),
-    Sweep("bfloat16", 128, None, True, ("causal", "window", "sink_tokens", "sinks"), "top_left"),
-    Sweep("float16", 256, None, True, ("causal",)),
-    Sweep("bfloat16", 80, 72, False, ("window",)),
-    Sweep("float16", 128, None, False, ()),
-    Sweep("bfloat16", 64, None, True, ("causal", "sinks")),
-    Sweep("float16", 40, None, False, ("window", "softcap", "scale"), "top_left"),
-    Sweep("float16", 96, None, False, ("causal", "alibi")),
-    Sweep("bfloat16", 192, None, False, ("causal",)),
-    Sweep("float16", 192, 128, True, ("softcap",)),
-    Sweep("float16", 192, None, True, ("causal", "alibi", "sinks"), "top_left"),
-    Sweep("bfloat16", 256, None, False, ()),
-    Sweep("float16", 256, 72, True, ("window", "sink_tokens", "sinks", "alibi", "softcap")),
-    Sweep("bfloat16", 32, 200, False, ("causal", "window", "alibi")),
+    Sweep("float16", 64, None, ""),
+    Sweep("bfloat16", 128, None, "causal"),
+    Sweep("bfloat16", 128, None, "causal window sink_tokens sinks", varlen=True, top_left=True),
+    Sweep("float16", 256, None, "causal", varlen=True),
+    Sweep("bfloat16", 80, 72, "window"),
+    Sweep("float16", 128, None, ""),
+    Sweep("bfloat16", 64, None, "causal sinks", varlen=True),
+    Sweep("float16", 40, None, "window softcap scale", top_left=True),
+    Sweep("float16", 96, None, "causal alibi"),
+    Sweep("bfloat16", 192, None, "causal"),
+    Sweep("float16", 192, 128, "softcap", varlen=True),
+    Sweep("float16", 192, None, "causal alibi sinks", varlen=True, top_left=True),
+    Sweep("bfloat16", 256, None, ""),
+    Sweep("float16", 256, 72, "window sink_tokens sinks alibi softcap", varlen=True),
+    Sweep("bfloat16", 32, 200, "causal window alibi"),
 )
 SAMPLE = SWEEPS[1:4]
 SHAPES = ((1, 1), (33, 95), (70, 31), (113, 203), (130, 7), (200, 600))
 
 
-def name_of(sweep: Sweep) -> str:
-    dims = f"{sweep.head_dim}" if sweep.head_dim_v is None else f"{sweep.head_dim}-{sweep.head_dim_v}"
-    layout = "varlen" if sweep.varlen else "dense"
-    return "-".join([sweep.dtype, dims, layout, sweep.alignment, *sweep.always])
-
-
-def case_of(sweep: Sweep, index: int, seqlens: tuple[int, int]) -> ForwardCase:
-    return random_forward(
-        1000 * SWEEPS.index(sweep) + index,
-        dtype=sweep.dtype,
-        head_dim=sweep.head_dim,
-        head_dim_v=sweep.head_dim_v,
-        varlen=sweep.varlen,
-        seqlens=seqlens,
-        batch=1 + index % 3,
-        heads=((6, 2), (3, 1), (2, 2))[index % 3],
-        features=(),
-        always=sweep.always,
-        alignment=sweep.alignment,
-    )
-
-
 def check_sweep(sweep: Sweep, shapes: tuple[tuple[int, int], ...], launches: int = 1) -> None:
     for index, seqlens in enumerate(shapes):
         # Keys and values that no row of their sequence sees hold NaN.
-        case = poison_unseen(case_of(sweep, index, seqlens))
-        first = 5 * index + SWEEPS.index(sweep)
+        number = SWEEPS.index(sweep)
+        case = poison_unseen(case_of(sweep, number, index, seqlens))
         for n in range(launches):
-            delivery, schedule = LAUNCHES[(first + 7 * n) % len(LAUNCHES)]
             # From one block that does everything to a block a tile.
             blocks = (1, 3, None)[(index + n) % 3]
-            check_case(
-                case, kernel=KERNEL, multiprocessors=blocks, delivery=delivery, schedule=schedule, seed=index + n
-            )
+            launch = launch_of(5 * index + number + 7 * n)
+            check_case(case, kernel=KERNEL, multiprocessors=blocks, seed=index + n, **launch)
 
 
-@pytest.mark.parametrize("sweep", SAMPLE, ids=name_of)
+@pytest.mark.parametrize("sweep", SAMPLE, ids=str)
 def test_it_agrees_with_the_oracle_whatever_the_schedule_and_the_delivery(sweep):
     check_sweep(sweep, SHAPES)
 
 
 @pytest.mark.usefixtures("fused")
-@pytest.mark.parametrize("sweep", SAMPLE[:2], ids=name_of)
+@pytest.mark.parametrize("sweep", SAMPLE[:2], ids=str)
 def test_it_agrees_with_the_oracle_with_fused_products(sweep):
     check_sweep(sweep, SHAPES)
 
@@ -106,14 +69,14 @@ def test_it_agrees_with_the_oracle_with_fused_products(sweep):
 @pytest.mark.sweep
 @pytest.mark.usefixtures("fused_or_not")
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("sweep", SWEEPS, ids=name_of)
+@pytest.mark.parametrize("sweep", SWEEPS, ids=str)
 def test_it_agrees_with_the_oracle_on_the_whole_grid(sweep):
     check_sweep(sweep, SHAPES + SEQLENS, launches=3)
 
 
 @pytest.mark.sweep
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("sweep", SWEEPS, ids=name_of)
+@pytest.mark.parametrize("sweep", SWEEPS, ids=str)
 def test_every_mode_gives_the_same_right_bits(sweep):
     """More tiles of keys than stages, more tiles of rows than blocks."""
     check_modes(sweep, (300, 700))
@@ -124,7 +87,7 @@ def test_every_delivery_and_schedule_gives_the_same_bits():
 
 
 def check_modes(sweep: Sweep, seqlens: tuple[int, int]) -> None:
-    case = poison_unseen(case_of(sweep, 1, seqlens))
+    case = poison_unseen(case_of(sweep, SWEEPS.index(sweep), 1, seqlens))
     problem = problem_of(*case.inputs, **case.options)
     stages, keys = (
         int(kernel_source(key_of(problem, "sm_90a", KERNEL)).macros[name]) for name in ("STAGES", "BLOCK_N")
@@ -133,12 +96,10 @@ def check_modes(sweep: Sweep, seqlens: tuple[int, int]) -> None:
     operands = dict(zip("qkv", case.inputs, strict=True))
     operands |= {name: case.options[name] for name in OPERANDS if name in case.options}
     results = [
-        run(problem, operands, kernel=KERNEL, delivery=delivery, schedule=schedule, seed=seed, multiprocessors=2)
-        for seed, (delivery, schedule) in enumerate(LAUNCHES)
+        run(problem, operands, kernel=KERNEL, seed=seed, multiprocessors=2, **launch_of(seed))
+        for seed in range(len(LAUNCHES))
     ]
-    for out, lse in results:
-        np.testing.assert_array_equal(out, results[0][0])
-        np.testing.assert_array_equal(lse, results[0][1])
+    assert_same_bits(results)
     check_output(*results[0], *case.inputs, repro=case.repro, **case.options)
 
 

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 from cases.many_keys import check_many_keys, loss, many_keys
 from emulated.forward import OPERANDS, gaussian, key_of, problem_of, run, run_case
+from emulated.sweeps import LAUNCHES, Sweep, assert_same_bits, case_of, launch_of
 from mutation import hopper_fp8 as sm90_fp8_mutation
 from mutation.forward import seeded
 from mutation.hopper_fp8_mutants import DEFECTS, SUMMED_IN_TENSOR_CORES
-from test_forward_sm90 import LAUNCHES
 
 import gpu_actors as ga
 from gpu_actors.devices.emulation import EmulationFault
@@ -26,7 +26,7 @@ from gpu_actors.kernels.dispatch import dispatch_key
 from gpu_actors.kernels.hopper.transpose_v import TRANSPOSE, parts_of, positions_of
 from gpu_actors.kernels.tiles import TILES, tile_of
 from gpu_actors.kernels.variants import kernel_source, standard_variants
-from gpu_actors.testing.problems import SEQLENS, ForwardCase, poison_unseen, random_forward
+from gpu_actors.testing.problems import SEQLENS, ForwardCase, poison_unseen
 from gpu_actors.testing.tolerance import check_output
 
 KERNEL = "forward_sm90"
@@ -34,52 +34,24 @@ E4M3 = "float8_e4m3fn"
 OPTIONS = ("causal", "window", "sink_tokens", "sinks", "alibi", "softcap")
 
 
-class Sweep(NamedTuple):
-    """One compiled variant, and how it is reached."""
-
-    head_dim: int
-    head_dim_v: int
-    varlen: bool
-    always: tuple[str, ...]
-    alignment: str = "bottom_right"
-
-    def __str__(self) -> str:
-        layout = "varlen" if self.varlen else "dense"
-        return "-".join([f"{self.head_dim}-{self.head_dim_v}", layout, self.alignment, *self.always])
-
-
 # Every row of the tile table, both layouts, all options, and the head dims that are filled up.
 SWEEPS = (
-    Sweep(64, 64, False, ("causal", "descales")),
-    Sweep(128, 128, True, ("causal", "window", "sink_tokens", "sinks", "descales"), "top_left"),
-    Sweep(128, 128, False, ("descales",)),
-    Sweep(64, 64, True, ()),
-    Sweep(96, 48, False, ("window", "softcap", "descales")),
-    Sweep(128, 128, False, ("causal", "alibi", "descales")),
-    Sweep(192, 128, True, ("causal", "descales")),
-    Sweep(256, 256, False, ("causal",)),
-    Sweep(256, 176, True, ("window", "sink_tokens", "sinks", "alibi", "softcap", "descales")),
-    Sweep(32, 208, True, ("causal", "window", "alibi", "descales")),
+    Sweep(E4M3, 64, 64, "causal descales"),
+    Sweep(E4M3, 128, 128, "causal window sink_tokens sinks descales", varlen=True, top_left=True),
+    Sweep(E4M3, 128, 128, "descales"),
+    Sweep(E4M3, 64, 64, "", varlen=True),
+    Sweep(E4M3, 96, 48, "window softcap descales"),
+    Sweep(E4M3, 128, 128, "causal alibi descales"),
+    Sweep(E4M3, 192, 128, "causal descales", varlen=True),
+    Sweep(E4M3, 256, 256, "causal"),
+    Sweep(E4M3, 256, 176, "window sink_tokens sinks alibi softcap descales", varlen=True),
+    Sweep(E4M3, 32, 208, "causal window alibi descales", varlen=True),
 )
 SHAPES = ((1, 1), (33, 95), (70, 31), (113, 203), (130, 7), (200, 450))
 
 
-def case_of(sweep: Sweep, index: int, seqlens: tuple[int, int], **given: Any) -> ForwardCase:
-    case = random_forward(
-        1000 * SWEEPS.index(sweep) + index,
-        dtype=E4M3,
-        head_dim=sweep.head_dim,
-        head_dim_v=sweep.head_dim_v,
-        varlen=sweep.varlen,
-        seqlens=seqlens,
-        batch=1 + index % 3,
-        heads=((6, 2), (3, 1), (2, 2))[index % 3],
-        features=(),
-        always=sweep.always,
-        alignment=sweep.alignment,
-        **given,
-    )
-    return poison_unseen(case)
+def poisoned(sweep: Sweep, index: int, seqlens: tuple[int, int], **given: Any) -> ForwardCase:
+    return poison_unseen(case_of(sweep, SWEEPS.index(sweep), index, seqlens, **given))
 
 
 def check_case(case: ForwardCase, **launch: Any) -> tuple[Any, Any]:
@@ -90,26 +62,22 @@ def check_case(case: ForwardCase, **launch: Any) -> tuple[Any, Any]:
 
 def check_sweep(sweep: Sweep, shapes: tuple[tuple[int, int], ...], launches: int = 1) -> None:
     for index, seqlens in enumerate(shapes):
-        case = case_of(sweep, index, seqlens)
+        case = poisoned(sweep, index, seqlens)
         for n in range(launches):
-            delivery, schedule = LAUNCHES[(5 * index + SWEEPS.index(sweep) + 7 * n) % len(LAUNCHES)]
-            check_case(
-                case, multiprocessors=(1, 3, None)[(index + n) % 3], delivery=delivery, schedule=schedule, seed=index
-            )
+            launch = launch_of(5 * index + SWEEPS.index(sweep) + 7 * n)
+            check_case(case, multiprocessors=(1, 3, None)[(index + n) % 3], seed=index, **launch)
 
 
 def check_modes(sweep: Sweep, launches: tuple[tuple[Any, Any], ...] = LAUNCHES) -> None:
     """More tiles of keys than stages, more tiles of rows than blocks: the same bits, and right ones."""
-    case = case_of(sweep, 1, (300, 700))
+    case = poisoned(sweep, 1, (300, 700))
     tile = tile_of(key_of(problem_of(*case.inputs, **case.options), "sm_90a", KERNEL))
     assert tile.stages * tile.block_n < 700
     results = [
         check_case(case, multiprocessors=2, delivery=delivery, schedule=schedule, seed=seed)
         for seed, (delivery, schedule) in enumerate(launches)
     ]
-    for out, lse in results[1:]:
-        np.testing.assert_array_equal(out, results[0][0])
-        np.testing.assert_array_equal(lse, results[0][1])
+    assert_same_bits(results)
 
 
 @pytest.mark.parametrize("sweep", SWEEPS[:2], ids=str)
@@ -144,10 +112,10 @@ def test_every_mode_gives_the_same_right_bits(sweep):
 def test_every_row_of_the_tile_table_is_swept():
     tiles = set()
     for sweep in SWEEPS:
-        case = case_of(sweep, 0, (1, 1))
+        case = poisoned(sweep, 0, (1, 1))
         tiles.add(tile_of(key_of(problem_of(*case.inputs, **case.options), "sm_90a", KERNEL)))
     assert tiles == {row.tile for row in TILES if row.kernel == KERNEL and row.dtypes == (E4M3,)}
-    assert {option for sweep in SWEEPS for option in sweep.always} == {*OPTIONS, "descales"}
+    assert {option for sweep in SWEEPS for option in sweep.options} == {*OPTIONS, "descales"}
 
 
 def qkv(rows: int, keys: int, *, batch: int = 1, heads: int = 4, heads_kv: int = 2) -> list[Any]:

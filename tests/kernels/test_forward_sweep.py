@@ -6,7 +6,6 @@ A failure prints the line that draws its problem again.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ import pytest
 import test_forward_mma
 import test_forward_simple
 from emulated.forward import run_case
+from emulated.sweeps import LAUNCHES
 
 import gpu_actors as ga
 from gpu_actors.testing.problems import ForwardCase, poison_unseen, random_forward
@@ -22,7 +22,6 @@ from gpu_actors.testing.tolerance import check_output
 
 PROBLEMS = 100  # of each variant
 HEADS = ((1, 1), (2, 1), (2, 2), (3, 1), (4, 2))
-LAUNCHES = tuple(itertools.product(("late", "eager", "random"), ("greedy", "lane", "random", "round_robin")))
 
 
 class Variant(NamedTuple):
@@ -45,12 +44,9 @@ def variants() -> Iterator[tuple[str, Variant]]:
     """The variants that the kernels' own tests compile, so that nothing is compiled for this alone."""
     for module, kernel in ((test_forward_simple, "forward_simple"), (test_forward_mma, "forward_mma")):
         for sweep in module.SWEEPS:
-            draw = {
-                name: getattr(sweep, name)
-                for name in ("dtype", "head_dim", "head_dim_v", "varlen", "always", "alignment")
-            }
-            variant = Variant(kernel, getattr(sweep, "arch", "sm_90a"), getattr(sweep, "compute", None), draw)
-            yield f"{kernel}-{variant.compute or sweep.dtype}-{sweep.head_dim}-{'-'.join(sweep.always)}", variant
+            names = ("dtype", "head_dim", "head_dim_v", "varlen", "alignment")
+            draw = {name: getattr(sweep, name) for name in names} | {"always": sweep.options}
+            yield f"{kernel}-{sweep}", Variant(kernel, sweep.arch, sweep.compute, draw)
 
 
 VARIANTS = dict(variants())
