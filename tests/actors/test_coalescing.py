@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from cases.cached_batches import Batch, random_batch, tree_bits
-from support.service import eventually
+from support.service import eventually, has_handled
 
 import gpu_actors as ga
 from gpu_actors.testing import FaultPlan, MockClock
@@ -251,16 +250,15 @@ def test_requests_wait_for_others_as_long_as_they_are_told_to_or_until_a_launch_
     with ga.open_context("mock", options) as ctx:
         ask = ask_pages(ctx, random_batch(10, (5, 20, 7, 3, 9, 1)))
         replies = [ask(index) for index in range(3)]
-        eventually(lambda: ctx.stats()["flash_attn"].queued == 0)
-        time.sleep(0.01)
-        assert not any(reply.done() for reply in replies)
+        has_handled(ctx.flash_attn)
+        assert ctx.stats()["flash_attn"].launched == 0
         replies.append(ask(3))
         for reply in replies:
             reply.result(10.0)
+        launched = ctx.stats()["flash_attn"].launched
         replies += [ask(index) for index in (4, 5)]
-        time.sleep(0.01)
-        assert not any(reply.done() for reply in replies[4:])
-        eventually(lambda: ctx.stats()["flash_attn"].queued == 0)
+        has_handled(ctx.flash_attn)
+        assert ctx.stats()["flash_attn"].launched == launched
         eventually(lambda: clock.advance(0.001) or all(reply.done() for reply in replies))
         for reply in replies[4:]:
             reply.result(10.0)

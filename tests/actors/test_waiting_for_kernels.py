@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support.service import Gate, ask, eventually, rows
+from support.service import Gate, ask, eventually, has_handled, rows
 
 import gpu_actors as ga
 from gpu_actors.actors import nvrtc
@@ -76,7 +75,8 @@ def test_the_default_time_limit_is_of_who_waits_and_not_of_the_compilation(compi
         clock.advance(10.0)
         with pytest.raises(ga.DeadlineExceeded, match="before its launch"):
             hurried.result(30.0)
-        time.sleep(0.02)
+        has_handled(ctx.flash_attn)
+        has_handled(ctx.nvrtc)
         assert ctx.stats()["nvrtc"].in_flight == 1
         assert not patient.done()
         compiling.open()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import anyio
 import pytest
 from support.loops import LOOPS, run
-from support.service import NO_COMPUTE, Gate, Scripted, answer, eventually, launches, raises, rows, scripted
+from support.service import NO_COMPUTE, Gate, Scripted, answer, comes_true, eventually, launches, raises, rows, scripted
 from support.timing import below, median_seconds, yardsticks
 
 import gpu_actors as ga
@@ -188,7 +187,7 @@ def test_a_loop_that_ends_with_requests_in_flight_leaves_the_others_alone(loop: 
         async def leave() -> None:
             abandoned.extend(actor.submit(answer(number)) for number in range(100))
             tasks = [asyncio.ensure_future(reply) for reply in abandoned]
-            await asyncio.sleep(0.01)
+            await comes_true(lambda: all(reply._call._waiters for reply in abandoned))
             assert not any(task.done() for task in tasks)
 
         run(loop, leave())  # the runner cancels what its main task leaves, and that cancels the requests
@@ -245,7 +244,7 @@ async def test_a_burst_of_answers_wakes_the_loop_few_times(monkeypatch: pytest.M
         await asyncio.to_thread(gate.entered.wait, 30.0)
         replies = [actor.submit(answer(number)) for number in range(1024)]
         waiting = asyncio.gather(*replies)
-        await asyncio.sleep(0.01)
+        await comes_true(lambda: all(reply._call._waiters for reply in replies))
         monkeypatch.setattr(loop, "call_soon_threadsafe", counting)
         gate.open()
         assert await waiting == list(range(1024))
@@ -258,7 +257,7 @@ async def test_a_handler_that_is_slow_does_not_hold_up_answers_of_launches() -> 
     slow = Gate()
     async with ga.open_context("mock", ga.ContextOptions(actors=(Scripted,))) as ctx:
         actor = ctx.actor(Scripted)
-        launched = actor.submit(launches(lambda: time.sleep(0.01), "launched"))
+        launched = actor.submit(launches(lambda: slow.entered.wait(30.0), "launched"))
         held_up = actor.submit(lambda actor, call: (slow(), call.resolve("slow", actor.outbox)))
         await asyncio.to_thread(slow.entered.wait, 30.0)
         assert await asyncio.wait_for(launched, 30.0) == "launched"

@@ -109,7 +109,8 @@ def test_an_async_program_may_end_without_leaving_its_context() -> None:
             opener = hung()
             ctx = await opener.__aenter__()
             task = asyncio.ensure_future(ctx.flash_attn.forward(q, q, q))
-            await asyncio.sleep(0.02)
+            while not ctx.stats()["flash_attn"].in_flight:
+                await asyncio.sleep(0)
             print("leaving", flush=True)
             return ctx, task
 
@@ -282,15 +283,18 @@ def test_a_forked_child_waits_for_no_lock_of_a_thread_that_stayed_behind() -> No
     assert done.stdout.splitlines() == [f"request {stayed_behind}", f"cache {stayed_behind}", *answered]
 
 
-# Waiting for a second by force, not for ever: the actor is still at its work when the signal comes.
+# The actor is still at its work when the signal comes, and closing waits for it.
 CLOSING = """
 from gpu_actors.context import open_contexts
 
+def main_thread_waits():
+    innermost = sys._current_frames()[threading.main_thread().ident]
+    return innermost.f_code.co_name in ("wait", "join", "_wait_for_tstate_lock")
+
 def alarm_while_it_closes():
     def ring():
-        while ctx.health().state != "stopped":
+        while ctx.health().state != "stopped" or not main_thread_waits():
             time.sleep(0.001)
-        time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGALRM)
 
     threading.Thread(target=ring).start()
@@ -298,10 +302,10 @@ def alarm_while_it_closes():
 class Busy(ga.ServiceActor):
     def handle(self, call):
         busy.set()
-        time.sleep(1.0)
+        may_end.wait()
         call.resolve("late")
 
-busy = threading.Event()
+busy, may_end = threading.Event(), threading.Event()
 context = ga.open_context("mock", ga.ContextOptions(actors=(Busy,), drain_timeout=0.0))
 ctx = context.__enter__()
 reply = ctx.actor(Busy).submit(None)
@@ -314,7 +318,11 @@ def test_a_signal_handler_may_close_the_context_while_it_is_closed() -> None:
         CLOSING
         + textwrap.dedent(
             """
-            signal.signal(signal.SIGALRM, lambda *_: report("handler", ctx.close))
+            def handle(*_):
+                report("handler", ctx.close)
+                may_end.set()
+
+            signal.signal(signal.SIGALRM, handle)
             alarm_while_it_closes()
             report("program", ctx.close)
             say(len(threading.enumerate()))
@@ -333,6 +341,7 @@ def test_closing_that_was_interrupted_goes_on_and_can_be_waited_for() -> None:
             alarm_while_it_closes()
             report("program", ctx.close)
             say(len(open_contexts()))
+            may_end.set()
             ctx.close()
             say(len(threading.enumerate()), ctx.health().state)
             """

@@ -43,13 +43,13 @@ async def test_a_context_whose_opener_was_cancelled_is_closed_again(how: str) ->
 
         async def open_it() -> None:
             async with ga.open_context("mock", ga.ContextOptions(actors=(SlowOpening,))):
-                await asyncio.sleep(10.0)
+                await anyio.sleep_forever()
 
         if how == "task":
             task = asyncio.create_task(open_it())
             await asyncio.to_thread(gate.entered.wait, 30.0)
             task.cancel()
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0)  # in which the task hears of it
             gate.open()
             with pytest.raises(asyncio.CancelledError):
                 await task
@@ -82,8 +82,7 @@ async def test_a_task_that_is_cancelled_while_it_leaves_closes_all_the_same(how:
         began = time.monotonic()
         if how == "task":
             task = asyncio.create_task(leave())
-            await leaving.wait()
-            await asyncio.sleep(0.02)
+            await leaving.wait()  # the task has gone on until it waits for the launch
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
@@ -199,7 +198,10 @@ def test_drain_waits_for_ever_if_asked_to() -> None:
         gate = Gate()
         actor.submit(launches(gate))
         drained = ctx.drain(float("inf"))
-        assert not drained._call.wait(0.02)
+        due = threading.Event()
+        ctx._children.timers.after(0.0, due.set)
+        assert due.wait(30.0)
+        assert not drained.done()
         gate.open()
         drained.result(30.0)
 
@@ -251,7 +253,7 @@ def test_leaving_by_an_exception_waits_and_passes_it_on() -> None:
 async def test_leaving_by_a_cancelled_scope_closes_the_context() -> None:
     with no_threads_left(), anyio.move_on_after(0.02):
         async with ga.open_context("mock") as ctx:
-            await anyio.sleep(10)
+            await anyio.sleep_forever()
     assert ctx.health().state == "stopped"
 
 

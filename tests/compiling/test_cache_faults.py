@@ -13,6 +13,7 @@ import time
 
 import pytest
 from support.cubins import ARCH, CountingCompiler, entries, fake_toolchain, kernel, start_child
+from support.service import eventually
 
 from gpu_actors.compiling import cubin_folder as cache_folder
 from gpu_actors.compiling.cubin_cache import CubinCache
@@ -239,11 +240,11 @@ def test_a_process_that_waits_too_long_compiles_too_and_publishes_nothing(tmp_pa
 
 
 STOPPED = """
-import os, sys, time; from support import cubins as s
+import os, signal, sys; from support import cubins as s
 from gpu_actors.compiling.cubin_cache import CubinCache
 def stop(*arguments, **options):
     print("stopped", flush=True)
-    time.sleep(60)
+    signal.pause()
 setattr(os, sys.argv[2], stop)
 CubinCache(sys.argv[1], toolchain=s.fake_toolchain).get_or_compile(s.kernel(), s.ARCH, s.CountingCompiler())
 """
@@ -294,13 +295,13 @@ for value in range(100000):
 
 
 def test_a_writer_killed_at_any_moment_leaves_whole_entries_only(tmp_path):
-    moments, killed = random.Random(1), 0
-    while killed < 6 or not entries(tmp_path):  # a slow disk may keep all of the first few from storing anything
-        killed += 1
-        assert killed < 100
+    moments = random.Random(1)
+    for killed in range(6):
         writer = start_child(BUSY, tmp_path)
         assert writer.stdout.readline() == "ready\n"
-        time.sleep(moments.uniform(0.0, 0.15))
+        if killed == 0:  # on a slow disk none of the others may come to store anything
+            eventually(lambda: entries(tmp_path))
+        time.sleep(moments.uniform(0.0, 0.15))  # no event: the moment is to be any at all
         writer.kill()
         writer.communicate()
     shared = cache(tmp_path)

@@ -120,10 +120,16 @@ class TestLayers:
 
 class TestSingleFlight:
     def test_many_threads_share_one_compile(self, tmp_path):
-        compile = CountingCompiler(seconds=0.1)
+        asking = []
+        compile = CountingCompiler(wait=lambda: eventually(lambda: len(asking) == 16))
         shared = cache(tmp_path)
+
+        def ask(number):
+            asking.append(number)
+            return shared.get_or_compile(kernel(), ARCH, compile)
+
         with ThreadPoolExecutor(16) as pool:
-            found = list(pool.map(lambda _: shared.get_or_compile(kernel(), ARCH, compile), range(16)))
+            found = list(pool.map(ask, range(16)))
         assert len(compile.calls) == 1
         assert all(cubin is found[0] for cubin in found)
         stats = shared.stats()
@@ -171,12 +177,11 @@ class TestSingleFlight:
 
     def test_a_waiter_takes_over_from_a_leader_that_is_interrupted(self):
         flights = SingleFlight()
-        leading, joined = threading.Event(), threading.Event()
+        leading = threading.Event()
 
         def interrupted():
             leading.set()
-            joined.wait(10)
-            time.sleep(0.05)
+            eventually(lambda: flights._flights["key"]._condition._waiters)
             raise KeyboardInterrupt
 
         def lead():
@@ -185,7 +190,6 @@ class TestSingleFlight:
 
         def follow():
             leading.wait(10)
-            joined.set()
             return flights.run("key", lambda: "made here")
 
         with ThreadPoolExecutor(2) as pool:

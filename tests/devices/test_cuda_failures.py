@@ -230,8 +230,7 @@ def test_closing_returns_at_once_over_a_hung_launch_and_frees_nothing_it_uses(be
     bench.cuda.hang(handle)
     waited, unwaited = bench.launch(floats(4)), bench.launch(floats(4))
     thread, ended = in_thread(waited.wait)
-    while bench.cuda.calls[-1] != "synchronize_event":
-        time.sleep(0.001)
+    eventually(lambda bench=bench: bench.cuda.calls[-1] == "synchronize_event")
     before = bench.cuda.leaks()
     bench.cuda.calls.clear()
     start = time.monotonic()
@@ -301,8 +300,7 @@ def test_closing_while_someone_waits_leaves_both_with_what_they_asked_for() -> N
         x = floats(4)
         event = bench.launch(x)
         thread, ended = in_thread(event.wait)
-        while bench.cuda.calls[-1] != "synchronize_event":
-            time.sleep(0.0005)
+        eventually(lambda bench=bench: bench.cuda.calls[-1] == "synchronize_event")
         stepper, _ = in_thread(bench.cuda.run_all)
         bench.device.close()
         stepper.join(10)

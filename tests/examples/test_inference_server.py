@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 import uvicorn
 from support.modules import module_at
+from support.service import eventually
 
 import gpu_actors as ga
 from gpu_actors.testing import FaultPlan, MockClock
@@ -70,7 +71,7 @@ class Running:
 
     def __enter__(self) -> Self:
         self.thread.start()
-        wait_until(lambda: self.uvicorn.started or not self.thread.is_alive())
+        eventually(lambda: self.uvicorn.started or not self.thread.is_alive())
         assert self.uvicorn.started
         return self
 
@@ -79,13 +80,6 @@ class Running:
         self.thread.join(30)
         self.socket.close()
         assert not self.thread.is_alive()
-
-
-def wait_until(fact: Callable[[], bool], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not fact():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.005)
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +193,7 @@ async def test_a_body_that_does_not_arrive_by_the_deadline_gets_408(running: Run
     status = await asyncio.wait_for(reader.readline(), 30)
     writer.close()
     assert status.split()[1] == b"408"
-    wait_until(lambda: running.service.held_bytes == 0)
+    eventually(lambda: running.service.held_bytes == 0)
 
 
 # Too much, too late, gone
@@ -216,7 +210,7 @@ async def test_requests_over_the_bound_get_429_and_the_others_are_answered(monke
         monkeypatch.setattr(server.service, "embedder", SimpleNamespace(embed=embed))
         async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
             asked = [asyncio.ensure_future(client.post("/embed", json={"texts": ["one"]})) for _ in range(6)]
-            await asyncio.to_thread(wait_until, lambda: sum(reply.done() for reply in asked) == 4)
+            await asyncio.to_thread(eventually, lambda: sum(reply.done() for reply in asked) == 4)
             refused.set()
             replies = await asyncio.gather(*asked)
             statuses = sorted(reply.status_code for reply in replies)
@@ -258,7 +252,7 @@ async def test_few_requests_are_worked_on_at_once_and_the_others_wait_in_order(
             for number in range(12):
                 asked.append(asyncio.ensure_future(client.post("/embed", json={"texts": [str(number)]})))
                 there = lambda number=number: server.running + server.waiting == number + 1  # noqa: E731
-                await asyncio.to_thread(wait_until, there)
+                await asyncio.to_thread(eventually, there)
             assert (server.running, server.waiting) == (2, 10)
             held.let_go.set()
             assert {reply.status_code for reply in await asyncio.gather(*asked)} == {200}
@@ -271,7 +265,7 @@ async def test_a_request_that_waits_for_too_long_gets_429_and_costs_no_work(monk
         held = Held(server, monkeypatch)
         async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
             first = asyncio.ensure_future(client.post("/embed", json={"texts": ["first"]}))
-            await asyncio.to_thread(wait_until, lambda: server.running == 1)
+            await asyncio.to_thread(eventually, lambda: server.running == 1)
             late = await client.post("/embed", json={"texts": ["late"]})
             assert (late.status_code, late.headers["Retry-After"]) == (429, "1")
             assert "did not come to this request within 0.05 s" in late.json()["error"]["message"]
@@ -285,15 +279,15 @@ async def test_a_client_that_hangs_up_leaves_the_queue(monkeypatch: pytest.Monke
         held = Held(server, monkeypatch)
         async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
             first = asyncio.ensure_future(client.post("/embed", json={"texts": ["first"]}))
-            await asyncio.to_thread(wait_until, lambda: server.running == 1)
+            await asyncio.to_thread(eventually, lambda: server.running == 1)
             gone = asyncio.ensure_future(client.post("/embed", json={"texts": ["gone"]}))
-            await asyncio.to_thread(wait_until, lambda: server.waiting == 1)
+            await asyncio.to_thread(eventually, lambda: server.waiting == 1)
             gone.cancel()
-            await asyncio.to_thread(wait_until, lambda: server.waiting == 0)
+            await asyncio.to_thread(eventually, lambda: server.waiting == 0)
             held.let_go.set()
             assert (await first).status_code == 200
         assert held.asked == ["first"]
-        await asyncio.to_thread(wait_until, lambda: server.service.held_bytes == 0)
+        await asyncio.to_thread(eventually, lambda: server.service.held_bytes == 0)
 
 
 @contextlib.asynccontextmanager
@@ -313,11 +307,11 @@ async def test_clients_that_send_nothing_take_no_place() -> None:
         async with contextlib.AsyncExitStack() as stack:
             for _ in range(8):
                 await stack.enter_async_context(unfinished(server.port, b'{"texts": ["on'))
-            await asyncio.to_thread(wait_until, lambda: server.service.held_bytes == 8 * 14)
+            await asyncio.to_thread(eventually, lambda: server.service.held_bytes == 8 * 14)
             assert (server.running, server.waiting) == (0, 0)
             async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
                 assert (await client.post("/embed", json={"texts": ["one"]})).status_code == 200
-        await asyncio.to_thread(wait_until, lambda: server.service.held_bytes == 0)
+        await asyncio.to_thread(eventually, lambda: server.service.held_bytes == 0)
 
 
 async def test_a_long_deadline_does_not_stretch_the_reading() -> None:
@@ -332,12 +326,12 @@ async def test_bodies_that_are_too_large_together_are_refused_until_there_is_roo
         body = b'{"texts": ["' + b"x" * 300 + b'"]}'
         async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
             async with unfinished(server.port, b"{" + b" " * 799):
-                await asyncio.to_thread(wait_until, lambda: server.service.held_bytes == 800)
+                await asyncio.to_thread(eventually, lambda: server.service.held_bytes == 800)
                 refused = await client.post("/embed", content=body)
                 assert (refused.status_code, refused.json()["error"]["type"]) == (429, "TooManyBodies")
                 assert refused.headers["Retry-After"] == "1"
                 assert refused.headers["Connection"] == "close"
-            await asyncio.to_thread(wait_until, lambda: server.service.held_bytes == 0)
+            await asyncio.to_thread(eventually, lambda: server.service.held_bytes == 0)
             assert (await client.post("/embed", content=body)).status_code == 200
 
 
@@ -358,7 +352,7 @@ async def test_a_full_mailbox_of_the_service_is_a_429_as_well() -> None:
     with Running(options=options) as server:
         async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
             asked = [asyncio.ensure_future(client.post("/embed", json={"texts": ["one"]})) for _ in range(6)]
-            await asyncio.to_thread(wait_until, lambda: sum(reply.done() for reply in asked) == 4)
+            await asyncio.to_thread(eventually, lambda: sum(reply.done() for reply in asked) == 4)
             clock.advance(1.0)
             replies = await asyncio.gather(*asked)
     statuses = {reply.status_code for reply in replies}
@@ -379,7 +373,7 @@ async def test_a_deadline_that_passes_gets_504_and_frees_the_server() -> None:
             reply = await client.post("/embed", json={"texts": ["one"]}, headers={"X-Deadline-Ms": "250"})
             assert time.monotonic() - start >= 0.25
             assert (reply.status_code, reply.json()["error"]["type"]) == (504, "DeadlineExceeded")
-            wait_until(lambda: server.running == 0)
+            eventually(lambda: server.running == 0)
             assert server.launched <= 1
 
 
@@ -390,7 +384,7 @@ async def test_the_deadline_bounds_the_encoder_too_and_is_handed_to_the_service(
 
     async def oblivious(_: list[str], *, deadline: float) -> None:
         left.append(deadline - time.monotonic())
-        await asyncio.sleep(3600)
+        await asyncio.Event().wait()
 
     monkeypatch.setattr(running.service, "embedder", SimpleNamespace(embed=oblivious))
     start = time.monotonic()
@@ -406,11 +400,11 @@ async def test_a_client_that_hangs_up_cancels_its_work() -> None:
         body = b'{"texts": ["one"]}'
         writer.write(b"POST /embed HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
         await writer.drain()
-        wait_until(lambda: server.launched >= 1)
+        eventually(lambda: server.launched >= 1)
         assert server.running == 1
         writer.close()
         await writer.wait_closed()
-        wait_until(lambda: server.running == 0)
+        eventually(lambda: server.running == 0)
         assert reader.at_eof() or not await reader.read()
 
 
@@ -457,7 +451,7 @@ def started(log: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
     environment = os.environ | {"PYTHONPATH": str(EXAMPLE.parent.parent), "GPU_ACTORS_DEVICE": "mock"}
     with log.open("wb") as file, subprocess.Popen(command, stderr=file, stdout=file, env=environment) as process:
         try:
-            wait_until(lambda: "running on" in log.read_text() or process.poll() is not None, 200)
+            eventually(lambda: "running on" in log.read_text() or process.poll() is not None, 200)
             assert process.poll() is None, log.read_text()
             yield process
         finally:
@@ -472,14 +466,14 @@ def test_sigterm_is_told_by_readyz_before_the_listener_closes_and_answers_what_w
         with contextlib.ExitStack() as stack:
             client = stack.enter_context(httpx.Client(base_url=found[0], timeout=60))
             process.send_signal(signal.SIGTERM)
-            wait_until(lambda: client.get("/readyz").status_code == 503)
+            eventually(lambda: client.get("/readyz").status_code == 503)
             assert client.get("/readyz").json()["state"] == "draining"
             assert client.get("/livez").status_code == 200
             answers: list[httpx.Response] = []
             texts = ["word " * 200] * 30
             asking = threading.Thread(target=lambda: answers.append(client.post("/embed", json={"texts": texts})))
             asking.start()
-            wait_until(lambda: launches_of(client) > WARM_UP_LAUNCHES)
+            eventually(lambda: launches_of(client) > WARM_UP_LAUNCHES)
             assert not answers
             process.send_signal(signal.SIGTERM)
             asking.join(60)
@@ -494,7 +488,7 @@ def test_sigterm_is_told_by_readyz_before_the_listener_closes_and_answers_what_w
 def test_workers_share_the_port_and_each_has_probes_of_its_own(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with started(log, "--workers", "2", "--leave-seconds", "0") as process:
-        wait_until(lambda: len(re.findall(r"probes on port (\d+)", log.read_text())) == 2, 200)
+        eventually(lambda: len(re.findall(r"probes on port (\d+)", log.read_text())) == 2, 200)
         ports = re.findall(r"probes on port (\d+)", log.read_text())
         found = re.search(r"http://127.0.0.1:(\d+)", log.read_text())
         assert found is not None, log.read_text()

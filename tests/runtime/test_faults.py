@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.service import AT_ONCE, Scripted, answer, ask, eventually, no_threads_left, rows
+from support.watched_clock import WatchedClock
 
 import gpu_actors as ga
 from gpu_actors.runtime.children import Children
@@ -134,12 +135,11 @@ def test_a_request_that_is_refused_is_no_launch() -> None:
 
 
 def test_a_delay_follows_the_contexts_clock() -> None:
-    clock = MockClock()
+    clock = WatchedClock()
     with faulty(FaultPlan().delay(3600.0, launch=1), clock=clock, hang_timeout=1e6) as ctx:
         reply = ask(ctx)
         eventually(lambda: ctx.stats()["flash_attn"].in_flight == 1)
-        clock.advance(3599.0)
-        time.sleep(0.01)
+        clock.advance_in_vain(3599.0, sleepers=2)
         assert not reply.done()
         clock.advance(1.0)
         assert outcome(reply) == "answered"
@@ -154,12 +154,11 @@ def test_delays_add_up_and_take_real_time_without_a_mock_clock() -> None:
 
 
 def test_a_launch_that_is_delayed_and_fails_fails_late() -> None:
-    clock = MockClock()
+    clock = WatchedClock()
     with faulty(FaultPlan().delay(10.0).fail(launch=1), clock=clock) as ctx:
         reply = ask(ctx)
         eventually(lambda: ctx.stats()["flash_attn"].in_flight == 1)
-        clock.advance(9.0)
-        time.sleep(0.01)
+        clock.advance_in_vain(9.0, sleepers=2)
         assert not reply.done()
         clock.advance(1.0)
         assert outcome(reply) == "LaunchError"
@@ -295,7 +294,7 @@ def test_launches_behind_a_hung_one_do_not_end_either() -> None:
         hung, behind = ask(ctx), ask(ctx)
         other = ctx.nvrtc.submit("no message of its own")
         assert outcome(other) == "InvalidRequest", "another actor's stream goes on"
-        time.sleep(0.02)
+        eventually(lambda: ctx.stats()["flash_attn"].in_flight == 2)
         assert not hung.done()
         assert not behind.done()
     assert [outcome(hung), outcome(behind)] == ["ActorStopped"] * 2
@@ -375,7 +374,6 @@ def test_leaving_a_context_with_a_hung_launch_is_bounded_and_leaves_no_thread() 
 
 def test_an_endless_hang_timeout_is_one() -> None:
     with faulty(FaultPlan().hang(launch=1), hang_timeout=float("inf"), drain_timeout=0.0) as ctx:
-        time.sleep(0.02)
         assert outcome(ask(ctx, timeout=0.02)) == "DeadlineExceeded", "deadlines still fire"
         assert ctx.health().ready
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.service import Gate, Scripted, answer, ask, eventually, launch_of, occupied, raises, scripted
+from support.service import Scripted, answer, ask, eventually, launch_of, occupied, raises, scripted
 
 import gpu_actors as ga
 from gpu_actors.runtime.call import Call
@@ -71,10 +70,10 @@ def test_a_sender_is_never_blocked() -> None:
 def test_max_in_flight_is_never_exceeded(limit: int) -> None:
     lock = threading.Lock()
     now = most = 0
-    gate = Gate()
+    may_end = threading.Semaphore(0)
 
     def work() -> None:
-        gate()
+        assert may_end.acquire(timeout=30.0)
 
     def handle(actor: ga.ServiceActor, call: Call[Any]) -> None:
         nonlocal now, most
@@ -95,14 +94,10 @@ def test_max_in_flight_is_never_exceeded(limit: int) -> None:
         assert actor.max_in_flight == limit
         replies = [actor.submit(handle) for _ in range(4 * limit)]
 
-        def limited() -> bool:
-            stats = ctx.stats()["scripted"]
-            return (stats.launched, stats.in_flight, stats.queued) == (limit, limit, 3 * limit)
-
-        eventually(limited)
-        time.sleep(0.02)
-        assert limited(), "and it stays there"
-        gate.open()
+        for ended in range(4 * limit):
+            launched = min(ended + limit, 4 * limit)
+            eventually(lambda launched=launched: ctx.stats()["scripted"].launched == launched)
+            may_end.release()
         for reply in replies:
             reply.result(30.0)
         assert most == limit
@@ -165,10 +160,13 @@ def test_requests_that_are_given_back_keep_their_place() -> None:
     handled: list[int] = []
 
     def launch_one(number: int) -> Callable[..., None]:
+        def until_the_rest_are_given_back() -> None:
+            eventually(lambda: actor.stats().queued == 19 - number)
+
         def handle(actor: ga.ServiceActor, call: Call[Any]) -> None:
             handled.append(number)
             if call.claim():
-                actor.launch((call,), launch_of(lambda: time.sleep(0.001)), lambda outputs: (None,))
+                actor.launch((call,), launch_of(until_the_rest_are_given_back), lambda outputs: (None,))
 
         return handle
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import logging
 import weakref
 
 import numpy as np
 import pytest
-from support.service import NO_COMPUTE, eventually, launch_of, rows, scripted
+from support.service import NO_COMPUTE, comes_true, eventually, launch_of, rows, scripted
 
 import gpu_actors as ga
 from gpu_actors.testing import FaultPlan
@@ -68,11 +67,7 @@ def test_inputs_of_a_request_that_is_answered_in_the_queue_are_released_at_once(
 async def test_a_result_is_released_with_the_reply() -> None:
     async with ga.open_context("mock") as ctx:
         result = weakref.ref((await ctx.flash_attn.forward(rows(4), rows(4), rows(4))).out)
-        for _ in range(6000):
-            if gone(result):
-                break
-            await asyncio.sleep(0.005)
-        assert gone(result)
+        await comes_true(lambda: gone(result))
 
 
 @pytest.mark.usefixtures("no_collector")
@@ -88,11 +83,7 @@ async def test_a_failed_reply_makes_no_reference_cycle(options: dict) -> None:
             return reference
 
         inputs = await ask()
-        for _ in range(6000):
-            if gone(inputs):
-                break
-            await asyncio.sleep(0.005)
-        assert gone(inputs)
+        await comes_true(lambda: gone(inputs))
 
 
 @pytest.mark.usefixtures("no_collector")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from support.service import AT_ONCE, Gate, answer, eventually, launches, raises, rows, run_python
 from support.supervision import Sibling, Worker, alive, crash, hold, supervised
+from support.watched_clock import WatchedClock
 
 import gpu_actors as ga
 from gpu_actors.runtime.waking import WakePipe
@@ -219,14 +220,13 @@ def test_a_sibling_that_fails_when_it_is_asked_to_stop_counts_as_stopped() -> No
 
 
 def test_backoff_grows_from_restart_to_restart_and_starts_again_after_the_window() -> None:
-    clock = MockClock()
+    clock = WatchedClock()
     policy = ga.RestartPolicy(max_restarts=3, window=100.0, backoff=1.0, backoff_factor=3.0, backoff_max=5.0)
     with supervised(policy, clock=clock) as (ctx, worker, _):
         for times, delay in enumerate([1.0, 3.0, 5.0], start=1):
             crash_and_back_off(ctx, worker)
             waiting = worker.submit(answer("patience"))
-            clock.advance(delay - 0.25)
-            time.sleep(0.01)
+            clock.advance_in_vain(delay - 0.25)
             assert (worker.state, worker.restarts) == ("restarting", times - 1)
             health = ctx.health()
             assert (health.state, health.ready) == ("degraded", True)
@@ -330,15 +330,14 @@ def test_an_actor_that_cannot_open_again_escalates_and_every_request_is_answered
 
 @pytest.mark.usefixtures("vital_workers")
 def test_a_restart_that_was_due_does_not_bring_an_actor_back_into_a_failed_context() -> None:
-    clock = MockClock()
+    clock = WatchedClock()
     policy = ga.RestartPolicy(max_restarts=1, backoff=1.0)
     with supervised(policy, clock=clock) as (ctx, worker, sibling):
         crash(worker)
         eventually(lambda: worker.state == "restarting")
         crash(sibling)
         eventually(lambda: ctx.health().state == "failed")
-        clock.advance(5.0)
-        time.sleep(0.02)
+        clock.advance_in_vain(5.0)
         assert worker.state == "failed"
         assert Worker.incarnations == 1
 

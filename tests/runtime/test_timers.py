@@ -11,8 +11,9 @@ from collections.abc import Iterator
 
 import pytest
 from support.service import eventually
+from support.watched_clock import WatchedClock, WatchedSystemClock
 
-from gpu_actors.clock import SYSTEM_CLOCK, Clock
+from gpu_actors.clock import Clock
 from gpu_actors.runtime.timers import Timers
 from gpu_actors.testing import MockClock
 
@@ -20,22 +21,18 @@ pytestmark = pytest.mark.usefixtures("all_threads_end")
 
 
 @pytest.fixture
-def clock() -> MockClock:
-    return MockClock()
+def clock() -> WatchedClock:
+    return WatchedClock()
 
 
 @pytest.fixture
-def timers(clock: MockClock) -> Iterator[Timers]:
+def timers(clock: WatchedClock) -> Iterator[Timers]:
     timers = Timers(clock)
     yield timers
     timers.close()
 
 
-def real_timers() -> Timers:
-    return Timers(SYSTEM_CLOCK)
-
-
-def test_callbacks_run_in_the_order_of_their_times(clock: MockClock, timers: Timers) -> None:
+def test_callbacks_run_in_the_order_of_their_times(clock: WatchedClock, timers: Timers) -> None:
     ran: list[float] = []
     for when in (3.0, 1.0, 2.0):
         timers.at(when, lambda when=when: ran.append(when))
@@ -45,7 +42,7 @@ def test_callbacks_run_in_the_order_of_their_times(clock: MockClock, timers: Tim
     eventually(lambda: ran == [1.0, 2.0, 3.0])
 
 
-def test_callbacks_of_one_time_run_in_the_order_in_which_they_were_asked_for(clock: MockClock, timers: Timers) -> None:
+def test_callbacks_of_one_time_run_in_the_order_of_their_requests(clock: WatchedClock, timers: Timers) -> None:
     ran: list[int] = []
     for number in range(50):
         timers.after(1.0, lambda number=number: ran.append(number))
@@ -54,26 +51,27 @@ def test_callbacks_of_one_time_run_in_the_order_in_which_they_were_asked_for(clo
     assert ran == list(range(50))
 
 
-def test_nothing_runs_before_its_time(clock: MockClock, timers: Timers) -> None:
+def test_nothing_runs_before_its_time(clock: WatchedClock, timers: Timers) -> None:
     ran = threading.Event()
     timers.after(1.0, ran.set)
-    clock.advance(0.999)
-    assert not ran.wait(0.02)
+    clock.advance_in_vain(0.999)
+    assert not ran.is_set()
     clock.advance(0.001)
     assert ran.wait(30.0)
 
 
-def test_a_time_that_has_passed_is_due_at_once(clock: MockClock, timers: Timers) -> None:
+def test_a_time_that_has_passed_is_due_at_once(clock: WatchedClock, timers: Timers) -> None:
     ran = threading.Event()
     timers.at(-5.0, ran.set)
     assert ran.wait(30.0)
 
 
-def test_an_earlier_timer_wakes_the_thread_from_a_longer_sleep(timers: Timers) -> None:
-    real = real_timers()
+def test_an_earlier_timer_wakes_the_thread_from_a_longer_sleep() -> None:
+    system_clock = WatchedSystemClock()
+    real = Timers(system_clock)
     ran = threading.Event()
     real.after(3600.0, lambda: None)
-    time.sleep(0.01)
+    eventually(lambda: system_clock.sleepers)
     began = time.monotonic()
     real.after(0.02, ran.set)
     assert ran.wait(30.0)
@@ -81,7 +79,7 @@ def test_an_earlier_timer_wakes_the_thread_from_a_longer_sleep(timers: Timers) -
     real.close()
 
 
-def test_a_cancelled_timer_does_not_run_and_lets_go_of_its_callback(clock: MockClock, timers: Timers) -> None:
+def test_a_cancelled_timer_does_not_run_and_lets_go_of_its_callback(clock: WatchedClock, timers: Timers) -> None:
     class Cargo:
         def __call__(self) -> None:
             raise AssertionError("ran")
@@ -110,7 +108,7 @@ def test_cancelled_timers_do_not_pile_up(timers: Timers) -> None:
 
 @pytest.mark.parametrize("error", [ZeroDivisionError(), SystemExit(3), KeyboardInterrupt()])
 def test_a_callback_that_raises_does_not_keep_others_from_running(
-    clock: MockClock, timers: Timers, caplog: pytest.LogCaptureFixture, error: BaseException
+    clock: WatchedClock, timers: Timers, caplog: pytest.LogCaptureFixture, error: BaseException
 ) -> None:
     def fail() -> None:
         raise error
@@ -125,24 +123,25 @@ def test_a_callback_that_raises_does_not_keep_others_from_running(
 
 
 @pytest.mark.parametrize("far", [1e10, 1e300, float("inf")])
-def test_a_timer_further_away_than_a_thread_can_sleep_harms_nobody(far: float) -> None:
-    timers = real_timers()
+def test_a_timer_further_away_than_a_thread_can_sleep_delays_no_other(far: float) -> None:
+    system_clock = WatchedSystemClock()
+    timers = Timers(system_clock)
     timers.after(far, lambda: None)
-    time.sleep(0.02)
+    eventually(lambda: system_clock.sleepers)
     ran = threading.Event()
     timers.after(0.01, ran.set)
     assert ran.wait(30.0)
     timers.close()
 
 
-def test_no_thread_runs_before_the_first_timer(clock: MockClock, timers: Timers) -> None:
+def test_no_thread_runs_before_the_first_timer(clock: WatchedClock, timers: Timers) -> None:
     assert timers._thread is None
     timers.after(1.0, lambda: None)
     assert timers._thread.is_alive()
 
 
 def test_a_thread_that_cannot_be_started_is_tried_again(
-    clock: MockClock, timers: Timers, monkeypatch: pytest.MonkeyPatch
+    clock: WatchedClock, timers: Timers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -157,7 +156,7 @@ def test_a_thread_that_cannot_be_started_is_tried_again(
     assert ran.wait(30.0)
 
 
-def test_close_ends_the_thread_and_forgets_every_timer(clock: MockClock) -> None:
+def test_close_ends_the_thread_and_forgets_every_timer(clock: WatchedClock) -> None:
     timers = Timers(clock)
     timers.after(1.0, pytest.fail)
     timers.close()
@@ -169,7 +168,7 @@ def test_close_ends_the_thread_and_forgets_every_timer(clock: MockClock) -> None
     assert not timers._thread.is_alive()
 
 
-def test_a_callback_may_set_a_timer_and_close_the_timers(clock: MockClock) -> None:
+def test_a_callback_may_set_a_timer_and_close_the_timers(clock: WatchedClock) -> None:
     timers = Timers(clock)
     nested = threading.Event()
 

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import threading
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import gpu_actors.compiling.cubin_cache as cubin_cache
@@ -29,18 +29,21 @@ def fake_toolchain(*, load: bool = False) -> Toolchain:
 
 
 class CountingCompiler:
-    """Stands for NVRTC where a test is about the cache: answers with bytes that depend on the source's macros."""
+    """Stands for NVRTC where a test is about the cache: answers with bytes that depend on the source's macros.
 
-    def __init__(self, size: int = 1000, seconds: float = 0.0) -> None:
+    wait: what a compile waits for.
+    """
+
+    def __init__(self, size: int = 1000, wait: Callable[[], object] = lambda: None) -> None:
         self.calls: list[KernelSource] = []
         self._size = size
-        self._seconds = seconds
+        self._wait = wait
         self._lock = threading.Lock()
 
     def __call__(self, source: KernelSource, arch: str) -> Cubin:
         with self._lock:
             self.calls.append(source)
-        time.sleep(self._seconds)
+        self._wait()
         data = repr((dict(source.macros), arch)).encode().ljust(self._size, b"\x5a")
         return Cubin(data, arch, source.entry_points, "log", {"fill": KernelResources(8, 0, 0, 0)})
 

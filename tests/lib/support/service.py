@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import textwrap
@@ -41,6 +42,21 @@ def eventually(holds: Callable[[], object], timeout: float = 30.0) -> None:
     while not holds():
         assert time.monotonic() < end, f"did not come true within {timeout} s"
         time.sleep(0.001)
+
+
+async def comes_true(holds: Callable[[], object], timeout: float = 30.0) -> None:
+    """`eventually` for a coroutine: the loop goes on meanwhile."""
+    end = time.monotonic() + timeout
+    while not holds():
+        assert time.monotonic() < end, f"did not come true within {timeout} s"
+        await asyncio.sleep(0.001)
+
+
+def has_handled(actor: ga.ActorHandle) -> None:
+    """Wait until the actor has handled all that it was sent before: it refuses a message that it does not know."""
+    reply = actor.submit("no message of its own")
+    eventually(reply.done)
+    assert isinstance(reply._call.error, ga.InvalidRequest), reply
 
 
 def service_threads() -> set[threading.Thread]:
