@@ -1,4 +1,4 @@
-"""Time as the actors see it, so that a test can hold it still.
+"""Time as the actors read it, so that a test can control it.
 
 Deadlines, restart backoff, injected delays and the hang check all read a `Clock`. `SystemClock` is
 ``time.monotonic``, which is also what ``anyio.current_time()`` shows on asyncio; `gpu_actors.testing.MockClock` moves

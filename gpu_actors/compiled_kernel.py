@@ -56,7 +56,7 @@ class CompiledKernel(Local):
         return f"<CompiledKernel {self.entry}({taken})>"
 
     def belongs_to(self, cell: ActorCell) -> bool:
-        """Whether it was compiled by the actor of that cell."""
+        """Whether the actor of that cell compiled it."""
         return self._cell is cell
 
     def launch(
@@ -78,9 +78,9 @@ class CompiledKernel(Local):
             type that it points to, on the host or the context's GPU, or None for a null pointer. Numbers take a number
             in range; structs, and types that the source names itself, take their bytes: a structured NumPy scalar or a
             NumPy number, a ``ctypes.Structure``, or bytes.
-        out: names, or places from 0, of the parameters whose arrays get what the kernel writes; None: every pointer to
-            what is not const. They are written in place, NumPy arrays too: these are copied to the device, and back
-            once the launch is over. What the kernel writes to a host array that is not named is dropped.
+        out: names, or places from 0, of the parameters whose arrays receive the kernel's writes; None: every pointer to
+            a type that is not const. Arrays are written in place. NumPy arrays are copied to the device, and back after
+            the launch. Writes to a host array that is not named are dropped.
         shared_bytes: of dynamic shared memory, for a block.
 
         The reply gives the arrays of ``out`` themselves, by name (by place where a parameter has none). It raises
@@ -96,7 +96,7 @@ class CompiledKernel(Local):
     def raw_module(self) -> Any:
         """The same cubin as a ``cupy.RawModule``, whose ``get_function`` gives ``cupy.RawKernel``s.
 
-        What they launch is on the caller's own CuPy stream and past this service: no reply, no deadline, no health.
+        Their launches run on the caller's own CuPy stream, outside of this service: no reply, no deadline, no health.
         Raises `Unsupported` on a device that is not CUDA.
         """
         kind = self._cell.environment.device.info.kind
@@ -120,7 +120,7 @@ class LaunchKernel:
 
 
 def _cubin_file(data: bytes) -> Path:
-    # CuPy loads modules by path alone, when they are first used, and remembers them by it: a path for each contents.
+    # CuPy loads a module at its first use and caches it by its path, so each contents needs a path of its own.
     path = process_folder("cubins") / f"{hashlib.sha256(data).hexdigest()}.cubin"
     if not path.exists():
         partial = path.with_suffix(f".{id(data):x}")

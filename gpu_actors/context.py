@@ -64,7 +64,7 @@ class GpuContext(Local, OpensKvCaches, CompilesKernels):
     """A running context. Safe to share between event loops and threads. Made by `open_context`.
 
     flash_attn, cudnn, nvrtc: the handles of the FlashAttnActor, the CudnnLikeActor and the NvrtcActor.
-    number: this process's contexts are numbered from 1, for callers that can hold a number and no object.
+    number: of the context in this process, from 1, for callers that can keep a number but no object.
     """
 
     def __init__(self, children: Children, root: Any) -> None:
@@ -109,7 +109,7 @@ class GpuContext(Local, OpensKvCaches, CompilesKernels):
         return {name: cell.mailbox.stats() for name, cell in self._children.cells.items()}
 
     def probe(self, timeout: float | None = None) -> Reply[None]:
-        """Prove that the device makes progress: launch attention of one row by one key, ahead of what waits.
+        """Prove that the device makes progress: launch attention of one row by one key, ahead of waiting requests.
 
         The reply is None once the launch has succeeded, else the error of the launch. The mock device need not compute
         for it. An offline context whose caches lack the kernel fills and copies device memory instead. The launch
@@ -165,7 +165,7 @@ class GpuContext(Local, OpensKvCaches, CompilesKernels):
     async def aclose(self) -> None:
         """Wait until every request made so far is answered, at most ``drain_timeout`` seconds, then `close`.
 
-        A launch that is still under way although its requests have been answered, by a deadline, is not waited for.
+        A launch whose requests a deadline has answered is not waited for.
         May be called again. For a context from ``await open_context()``, as in a notebook.
         """
         need_asyncio("aclose()")
@@ -177,14 +177,14 @@ class GpuContext(Local, OpensKvCaches, CompilesKernels):
             if scope.cancelled_caught:
                 logger.warning(_NOT_DRAINED, seconds)
         finally:
-            # A task that was cancelled while it drained closes all the same.
+            # A task that is cancelled while it drains still closes.
             with anyio.CancelScope(shield=True):
                 await in_thread(self.close)
 
     def close(self) -> None:
-        """Answer what is unanswered with `ActorStopped`, stop every actor and release the device. Blocks briefly.
+        """Answer every open request with `ActorStopped`, stop every actor and release the device. Blocks briefly.
 
-        May be called again, from a signal handler while it runs, too: that call leaves the waiting to the first one.
+        May be called again, also from a signal handler while it runs: only the first call waits.
         """
         with self._close_lock:
             if self._closing or (self._closed is not None and self._closed.is_set()):
@@ -217,7 +217,7 @@ class GpuContext(Local, OpensKvCaches, CompilesKernels):
         self._root.put(GiveUp())
         if not self._closed.wait(_PATIENCE):
             logger.error("the context did not close within %s s", 2 * _PATIENCE)
-            self._closed.set()  # for those who ask again
+            self._closed.set()  # for later calls
 
 
 class open_context(Local):
@@ -293,7 +293,7 @@ class open_context(Local):
         return open_device(self._spec, self._options)
 
     def _choose(self) -> str | None:
-        """Settle what "auto" means now. Gives what keeps it from a GPU."""
+        """Decide what "auto" means now. Returns why it is not CUDA, or None."""
         self._spec, obstacle = choose_device(self._device)
         return obstacle
 

@@ -3,7 +3,7 @@
 GpuActorsError
 ├── RequestError               the request itself is at fault; names field, value and reason
 │   ├── InvalidRequest         (also a ValueError) no device could answer it
-│   └── Unsupported            a sound request that no kernel here answers; names the nearest that works
+│   └── Unsupported            a valid request that no kernel here answers; names the nearest that works
 ├── Overloaded                 a mailbox is full
 ├── DeadlineExceeded           not answered by its deadline
 ├── RequestCancelled           cancelled before its launch
@@ -82,7 +82,7 @@ def _portable(value: Any) -> Any:
 def _rebuilt(
     kind: type[GpuActorsError], args: tuple[Any, ...], fields: dict[str, Any], cause: BaseException | None
 ) -> GpuActorsError:
-    # Past __init__, whose parameters need not be the args.
+    # Without __init__, whose parameters may differ from the args.
     error = kind.__new__(kind, *args)
     error.args = args
     vars(error).update(fields)
@@ -94,8 +94,8 @@ def _rebuilt(
 class RequestError(GpuActorsError):
     """A request that cannot be answered as asked.
 
-    field: the argument at fault, by its public name; or what several arrays have in common, as head_dim and page_size.
-    value: what was given (for arrays, a description rather than the array).
+    field: the argument at fault, by its public name; or a size of several arrays, such as head_dim or page_size.
+    value: the argument (of an array, a description).
     reason: a sentence that says what would be accepted.
     """
 
@@ -117,7 +117,7 @@ class InvalidRequest(RequestError, ValueError):
 
 
 class Unsupported(RequestError):
-    """A sound request that no kernel here computes.
+    """A valid request that no kernel here computes.
 
     nearest: the closest value of the same field that is supported, or None where there is none.
     """

@@ -20,8 +20,8 @@ def install_hint(extra: str) -> str:
     """The command that installs ``extra`` (a name such as "cuda13"), as a shell takes it. Never raises.
 
     No index holds this package, so its bare name would find nothing. The command names the clone that the package runs
-    from, or the wheel or folder that it was installed from, or else the libraries of the extra. Only where nothing is
-    known of the installation, it is the wheel's name.
+    from, or the wheel or folder that it was installed from, or else the libraries of the extra. If the
+    installation is unknown, it names the wheel.
     """
     return f"pip install {_requirement(extra)}"
 
@@ -32,7 +32,7 @@ def cuda_hint() -> str:
 
 
 def missing(error: ImportError, extra: str) -> str:
-    """What a failed import means to a user of ``extra``: the module, and the command that brings it."""
+    """The message of a failed import for a user of ``extra``: the module, and the command that installs it."""
     package = (error.name or str(error)).partition(".")[0]
     return f"{package} is not installed: {install_hint(extra)}"
 

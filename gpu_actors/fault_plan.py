@@ -1,4 +1,4 @@
-"""FaultPlan: what should go wrong, and at which launch."""
+"""FaultPlan: which faults to inject, and at which launch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class FaultPlan:
     """Faults for ``ContextOptions(fault_plan=...)``, on any device. Frozen: each method gives a longer plan.
 
     Launches are counted from 1 over the whole context; None means every launch. ``key`` limits a fault to launches of
-    one `DispatchKey`; then launches are counted over those alone.
+    one `DispatchKey`, and only those are counted then.
 
         plan = FaultPlan().delay(0.01).fail(launch=3).lose_context(launch=10)
     """
@@ -59,17 +59,17 @@ class FaultPlan:
         return self._with(Fault("fail", launch, key, error=error))
 
     def delay(self, seconds: float, launch: int | None = None, key: DispatchKey | None = None) -> FaultPlan:
-        """The launch ends ``seconds`` later than it would have. Several delays of a launch add up."""
+        """The launch ends ``seconds`` later. Several delays of a launch add up."""
         if real("seconds", seconds, "a finite number of seconds, >= 0") < 0:
             raise InvalidRequest("seconds", seconds, "must be a finite number of seconds, >= 0")
         return self._with(Fault("delay", launch, key, seconds=seconds))
 
     def hang(self, launch: int | None = None, key: DispatchKey | None = None) -> FaultPlan:
-        """The launch never ends, and neither does any behind it on the same stream."""
+        """The launch and all later ones on the same stream never end."""
         return self._with(Fault("hang", launch, key))
 
     def lose_context(self, launch: int | None = None, key: DispatchKey | None = None) -> FaultPlan:
-        """The launch ends with `ContextLost`, and so does every one after it."""
+        """The launch and every later one end with `ContextLost`."""
         return self._with(Fault("lose_context", launch, key))
 
     def _with(self, fault: Fault) -> FaultPlan:
@@ -84,7 +84,7 @@ class FaultPlan:
 def _check_error(fault: Fault) -> None:
     try:
         made: object = fault.make_error()
-    except TypeError:  # a type that wants more than a message
+    except TypeError:  # the type needs more than a message
         made = None
     if not isinstance(made, GpuActorsError):
         reason = "must be a GpuActorsError, or a type of one that can be made from a message alone"

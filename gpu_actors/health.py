@@ -16,14 +16,14 @@ State: TypeAlias = Literal["ready", "degraded", "stalled", "draining", "failed",
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Whether a context answers, and why not. An actor is vital if the context cannot do without it, as all built-in
-    actors are but the one for kernels of your own.
+    """Whether a context answers, and why not. The context fails with a vital actor, and all built-in actors are vital
+    except the one for kernels of your own.
 
     state: "ready"; "degraded" (an actor is being restarted, has failed ``degraded_after`` times without a success, or
-        is not vital and has stopped or is stuck); "stalled" (the oldest launch, or a vital actor with what it took
-        last, has taken half the hang timeout); "draining"; "failed" (the device context is lost, or a vital actor has
-        stopped); "stopped".
-    ready: send requests here. True in the state "ready", and in "degraded" unless a vital actor fails again and again.
+        is not vital and has stopped or is stuck); "stalled" (the oldest launch, or a vital actor with the
+        requests that it took last, has taken half the hang timeout); "draining"; "failed" (the device context is lost,
+        or a vital actor has stopped); "stopped".
+    ready: send requests here. True in the state "ready", and in "degraded" unless a vital actor keeps failing.
     reason: a sentence where the state is not "ready".
     device: what the context runs on; ``device.kind`` is "cuda", "emulated" or "mock", ``device.name`` says more.
     actors: each actor's own state. failures: of each actor, launches or incarnations that failed since one succeeded.
@@ -51,7 +51,7 @@ def examine(children: Children, stopped: bool) -> Health:
     oldest = children.oldest_launch()
     age = None if oldest is None else children.clock.now() - oldest
     actors = {name: cell.state for name, cell in children.cells.items()}
-    # Everything below judges this one look at the actors, for they change meanwhile.
+    # The actors change meanwhile, so everything below judges this one look at them.
     verdict = _ended(children, stopped, actors) or _stalled(children, age) or _degraded(children, actors)
     return Health(
         *(verdict or _Verdict("ready", True, "")),

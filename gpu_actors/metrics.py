@@ -2,8 +2,8 @@
 
     registry.register(ContextCollector(ctx))
 
-Nothing is counted twice and nothing is estimated: a metric is what ``ctx.stats()``, ``ctx.health()`` and the meters of
-its actors say at that moment. Needs the ``metrics`` extra. Each process shows its own: scrape every worker (see
+A metric is what ``ctx.stats()``, ``ctx.health()`` and the meters of the actors say at that moment; nothing is counted
+a second time. Needs the ``metrics`` extra. Each process shows its own: scrape every worker (see
 docs/serving.md).
 """
 
@@ -35,7 +35,7 @@ class ContextCollector(Collector):
     Health: gpu_actors_ready {device}, gpu_actors_state {device, state}, 1 for the state that holds and 0 for the
     others, gpu_actors_generation {device}, gpu_actors_oldest_launch_seconds {device}.
 
-    Histograms of the requests made since the first collector of the context, for a context measures nothing before:
+    Histograms of the requests made since the context's first collector, because a context measures nothing before:
     gpu_actors_request_seconds {actor, outcome}, from acceptance to the answer; gpu_actors_request_queue_seconds
     {actor}, from acceptance to the first launch; gpu_actors_launch_requests {actor}, requests that one launch answers.
     """
@@ -49,7 +49,7 @@ class ContextCollector(Collector):
             mailbox.measure(children.clock)
 
     def describe(self) -> list[Metric]:
-        """Nothing, so that registering asks nothing of the context."""
+        """Empty, so that registering does not read the context."""
         return []
 
     def collect(self) -> Iterator[Metric]:

@@ -1,4 +1,4 @@
-"""What cuDNN's users know: attention over (batch, heads, seq, dim) with any strides, described by params and a mask."""
+"""Attention as cuDNN describes it: over (batch, heads, seq, dim) with any strides, by params and a mask."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class AttentionParams:
         (batch, heads_kv, seq_kv, head_dim). heads_kv divides heads_q.
     mask: who sees whom. Default: every row every key.
     scale: default 1/sqrt(head_dim).
-    dropout_p, dropout_seed: the probability in [0, 1) of dropping a weight, and what decides which. Default 0.
+    dropout_p, dropout_seed: the probability in [0, 1) of dropping a weight, and the seed. Default 0.
     alignment: cuDNN's own default, "top_left", puts row 0 on key 0; "bottom_right" the last row on the last key.
     Raises `InvalidRequest` for heads or a head_dim below 1, negative sizes, heads that do not divide, and options of
     another type or out of range.
@@ -159,7 +159,7 @@ class MhaForward:
 class MhaBackward:
     """The message of ``mha_backward``: the gradients of `MhaForward` at the same params and bias.
 
-    q, k, v, bias: as forward had them. o, stats: what it gave, with ``return_stats=True``. do: the gradient of o.
+    q, k, v, bias: the forward's inputs. o, stats: its results, with ``return_stats=True``. do: the gradient of o.
     deterministic: give bitwise the same gradients every time.
     """
 

@@ -1,6 +1,6 @@
-"""What a refusal calls the argument at fault: as the caller's message does, whatever it is called further inside.
+"""Names the argument at fault in a refusal as the caller's message does.
 
-A message type whose fields have other names there says so by ``argument_names``, from the inner name to its own.
+Inside, a field may have another name. A message type maps the inner names to its own in ``argument_names``.
 """
 
 from __future__ import annotations

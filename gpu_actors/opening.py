@@ -22,7 +22,7 @@ C = TypeVar("C", bound=Closeable)
 
 
 class Opening(Generic[C]):
-    """A context on its way, which may be abandoned before it is there."""
+    """A context that is being opened, and may be abandoned meanwhile."""
 
     def __init__(self, open_it: Callable[[], C]) -> None:
         self._open = open_it
@@ -40,7 +40,7 @@ class Opening(Generic[C]):
         return context
 
     def abandon(self) -> None:
-        """Close the context; if it is not there yet, as soon as it is, on the thread that opens it."""
+        """Close the context, or, if it is not open yet, close it on the opening thread once it is."""
         with self._lock:
             self._abandoned = True
             context = self._context

@@ -23,7 +23,7 @@ Schedule: TypeAlias = Literal["round_robin", "greedy", "random", "lane"]
 
 
 class ActorType:
-    """What ``ContextOptions(actors=...)`` names: a subclass of `ServiceActor`, which alone derives from this."""
+    """The type of ``ContextOptions(actors=...)``. Only `ServiceActor` derives from it: name subclasses of that."""
 
     label: ClassVar[str] = ""
     vital: ClassVar[bool] = False
@@ -50,14 +50,14 @@ class MockOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmulationOptions:
-    """How the emulated device orders what a GPU leaves open.
+    """How the emulated device orders events whose order a GPU leaves open.
 
     delivery: when asynchronous copies land: as late as allowed (default), at once, or at random.
     schedule: which warp or lane runs next. Default "greedy".
     seed: of the random deliveries and schedules, and of the order in which blocks start. Default 0: upwards.
     threads: CPU threads that run independent blocks. Default 2.
-    contraction: let the compiler fuse products with the sums that they enter, as ptxas does, which rounds once less. A
-        kernel whose results depend on it gives other numbers on a GPU. Default False: each operation is rounded.
+    contraction: let the compiler fuse products into sums, as ptxas does, which saves a rounding. A kernel whose results
+        depend on it gives other numbers on a GPU. Default False: each operation is rounded.
     """
 
     delivery: Delivery = "late"
@@ -81,8 +81,8 @@ class RestartPolicy:
     """What the ContextActor does when a child raises.
 
     strategy: "one_for_one" restarts the child alone, "all_for_one" its siblings with it. Default "one_for_one".
-    max_restarts: restarts granted within ``window`` seconds, to all vital actors together and to each other one by
-        itself. One failure more fails the context, or stops the actor that is not vital. Defaults 5 in 60 s.
+    max_restarts: restarts within ``window`` seconds, of all vital actors together and of each other actor alone. One
+        more failure fails the context, or stops the actor that is not vital. Defaults 5 in 60 s.
     backoff, backoff_factor, backoff_max: seconds before the first restart in a window, the factor from each to the
     next, and the ceiling. Defaults 0.02 s, 2, 5 s.
     """
@@ -117,19 +117,19 @@ class RestartPolicy:
 class ContextOptions:
     """Settings of one context. Frozen; make a changed copy with ``dataclasses.replace``.
 
-    Raises `InvalidRequest` (`Unsupported` for an inexact arch) naming the setting that does not hold.
+    Raises `InvalidRequest` (`Unsupported` for an inexact arch), which names the setting.
 
     arch: whose kernels to use ("sm_80", "sm_90a", ...). Default: the device's own; on mock and emulated "sm_90a".
     max_in_flight: launches an actor may have unfinished at once. Default 8.
-    coalesce_max: requests over caches (decode, paged and of a KvCache) that one launch may answer when they wait
-        together and agree; 1 never puts two into one. Default 256.
-    coalesce_delay_us: microseconds that such a request waits for others before it is launched. Default 0: it goes
-        with those that wait already.
+    coalesce_max: requests over caches (decode, paged and of a KvCache) that may share a launch if they wait together
+        and agree; 1 gives each a launch of its own. Default 256.
+    coalesce_delay_us: microseconds that such a request waits for others before it is launched. Default 0: it joins
+        those that wait already.
     record_launches: record steps of decoding over pages and replay them, on CUDA as graphs; their batches are padded to
         powers of two. Default False.
-    mailbox_capacity: requests that may wait for an actor; one more is answered `Overloaded`. Default 1024.
-    cache_dir: folder of the cubin cache; "~" is the home folder. One that cannot be used keeps the context from
-        opening. Default: the user's cache folder, or $GPU_ACTORS_CACHE_DIR, looked at by the first compile.
+    mailbox_capacity: requests that may wait for an actor; the next is answered `Overloaded`. Default 1024.
+    cache_dir: folder of the cubin cache; "~" is the home folder. With one that cannot be used, the context does
+        not open. Default: $GPU_ACTORS_CACHE_DIR, or the user's cache folder; the first compile opens it.
     cache_max_bytes: its size bound; least recently used entries go first. Default 1 GiB.
     prewarmed: read-only cache folders that are searched before ``cache_dir``. Default none.
     offline: never compile; a variant that no cache holds is a `CompileError`. Default False.
@@ -139,10 +139,10 @@ class ContextOptions:
     actors: further actor types to start as children. Default none.
     degraded_after: failures of an actor in a row, of launches or of its incarnations, after which health is "degraded",
         and not ready if the actor is vital (see `ServiceActor`). A request's own fault does not count. Default 5.
-    probe_interval: seconds between the launches that the context then makes of its own: it is ready again once one
-        succeeds, or a request's. Default 1.
-    default_timeout: seconds granted to a request that names neither deadline nor timeout, unless it gives memory back.
-        Default None: no limit.
+    probe_interval: seconds between the launches by which such a context tests itself: it is ready again once one of
+        them or of a request succeeds. Default 1.
+    default_timeout: seconds for a request with neither deadline nor timeout, unless it frees memory. Default None: no
+        limit.
     hang_timeout: seconds after which a launch that has not finished counts as hung and the context as lost. Default
         None: 30 s on CUDA, 600 s elsewhere.
     drain_timeout: seconds that leaving the context waits for unanswered requests before it stops them. Default 30.
@@ -197,7 +197,7 @@ class ContextOptions:
         _seconds("probe_interval", self.probe_interval, above=True)
         if self.default_timeout is not None:
             _seconds("default_timeout", self.default_timeout, above=True)
-        # Without an end, where that is asked for: an endless wait is one that the user can mean.
+        # An infinite limit is valid: a user can mean to wait without end.
         if self.hang_timeout is not None and not _endless(self.hang_timeout):
             _seconds("hang_timeout", self.hang_timeout, above=True)
         if not _endless(self.drain_timeout):

@@ -34,12 +34,12 @@ class AttentionProblem(KeyMask):
     deterministic: whether backward gives bitwise the same gradients every time.
     score_mod: what an operation graph does to the scaled scores before softcap, ALiBi and bias, or None.
 
-    Of the layouts, "paged", "pointers" and "cache" keep K and V apart from the rows that are asked about: in pages of
+    Of the layouts, "paged", "pointers" and "cache" keep K and V apart from the rows that attend: in pages of
     ``page_size`` keys, in one array (heads_kv, seqlen_k, dim) a sequence, and in one array (batch, seqlen_k, heads_kv,
     dim). There seqlen_k is the most keys that a sequence can have, total_k what the cache holds in all, and each
     sequence's length comes with the data.
     varlen_q: the rows of the sequences are packed, as in "varlen". tree_mask: see `PagedForward`; causal is False then.
-    num_splits: how many ranges the keys of a sequence are cut into, 0 where it was not asked for.
+    num_splits: how many ranges the keys of a sequence are cut into; 0: the planner decides.
     """
 
     direction: Direction = "forward"
@@ -95,7 +95,7 @@ class AttentionProblem(KeyMask):
 
     @property
     def flops(self) -> int:
-        """Multiply-adds times two of the matrix products of a full mask, halved for causal: two, and five backward."""
+        """FLOPs of the matrix products (two, five backward): twice their multiply-adds, and half of that for causal."""
         pairs = self.total_q * self.seqlen_k
         backward = self.direction == "backward"
         dims = 3 * self.head_dim + 2 * self.head_dim_v if backward else self.head_dim + self.head_dim_v
@@ -113,7 +113,7 @@ class AttentionProblem(KeyMask):
 
 
 class KernelName:
-    """What a kernel is compiled and kept under: a dataclass with ``kernel`` and what else decides the cubin.
+    """The key of a compiled kernel: a dataclass with ``kernel`` and every other field that decides the cubin.
 
     The string form and `digest` depend on the field values alone, so they are stable across processes, versions of
     Python and machines.
@@ -133,7 +133,7 @@ class KernelName:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DispatchKey(KernelName):
-    """What picks and compiles a kernel: equal keys run the same cubin.
+    """Decides which kernel is compiled and how: equal keys run the same cubin.
 
     Problem sizes are absent on purpose: one cubin serves every batch, length and head count of its key.
 
@@ -177,7 +177,7 @@ class DispatchKey(KernelName):
 
     @property
     def sliding_window(self) -> bool:
-        """Whether a row sees the keys of a window alone."""
+        """Whether a row sees only the keys of a window."""
         return self.mask in ("window", "causal_window")
 
     @property
@@ -197,4 +197,4 @@ class DispatchKey(KernelName):
 
 
 FLAGS: tuple[str, ...] = tuple(field.name for field in dataclasses.fields(DispatchKey) if field.type == "bool")
-"""The options of which a key knows alone whether they are used. Those of a problem too have the same name there."""
+"""Options of which a key says only whether they are used. Those that a problem has too have the same name there."""

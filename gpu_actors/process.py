@@ -13,10 +13,10 @@ _incarnation = os.urandom(8)
 
 
 def incarnation() -> bytes:
-    """8 random bytes that no other process has, a forked child neither.
+    """8 random bytes that differ in every process, also in a forked child.
 
-    Numbers of caches, sequences and generations begin at 1 in every process, so a record that carries one carries this
-    too.
+    Numbers of caches, sequences and generations begin at 1 in every process, so a record that has one of these has
+    this as well.
     """
     return _incarnation
 
@@ -30,7 +30,7 @@ os.register_at_fork(after_in_child=_renew)
 
 
 class Local:
-    """Base of what stands for threads, memory or a device of this process: pickling and copying raise `NotCopyable`."""
+    """Base of objects that own threads, memory or a device of this process; copies and pickles raise `NotCopyable`."""
 
     __slots__ = ()
 

@@ -1,8 +1,7 @@
 """The messages that attention actors take and the results that they answer with.
 
-Messages carry arrays and options exactly as the caller gave them; nothing is checked before the actor has the message,
-so that whatever is wrong is reported by the reply. They are plain records: do not change one after submitting it, nor
-the arrays in it before the reply is done.
+Messages carry arrays and options exactly as the caller gave them. The actor checks them, so errors are reported by the
+reply. They are plain records: do not change one after submitting it, nor the arrays in it before the reply is done.
 """
 
 from __future__ import annotations
@@ -106,8 +105,8 @@ class PagedForward:
         sequence, whose keys and values are in the cache already.
     k_cache, v_cache: with ``block_table`` pages (num_blocks, page_size, heads_kv, head_dim), page_size a multiple of
         8; without it a dense cache (batch, capacity, heads_kv, head_dim). q's dtype, or fp8 under a 16-bit q.
-    block_table: int32 (batch, max_blocks), the pages of each sequence in order; what lies past a sequence's last page
-        is never read.
+    block_table: int32 (batch, max_blocks), the pages of each sequence in order; entries past a sequence's last page
+        are never read.
     cache_seqlens: int32 (batch,), keys of each sequence, the new ones included. A sequence may have none. An int is the
         length of all of them.
     cu_seqlens_q, max_seqlen_q: as in `FlashForward`.
@@ -116,10 +115,10 @@ class PagedForward:
         key j where bit j of its number is set (uint64 or int64, shaped like q without heads and head_dim), or where
         [..., i, j] is True (bool (batch, rows, rows), on the host). At most 64 rows a sequence.
     q_descale, k_descale, v_descale: fp32 (batch, heads_kv), multiply fp8 operands.
-    num_splits: into how many ranges the keys of a sequence are cut; 0 leaves it to the planner. The same number gives
-        bitwise the same result whatever else is in the batch.
-    chunk_index, num_chunks: the position of this chunk of a prefill that was cut into chunks; checked, and otherwise
-        told by ``cache_seqlens``.
+    num_splits: the number of ranges that the keys of a sequence are cut into; 0 leaves it to the planner. The same
+        number gives bitwise the same result alone and in any batch.
+    chunk_index, num_chunks: which chunk of a prefill this is; checked and not used, because ``cache_seqlens`` says it
+        too.
     window_size, softmax_scale, softcap, alibi_slopes, sinks, sink_tokens, return_lse, out: as in `FlashForward`.
     """
 
@@ -185,7 +184,7 @@ class BatchedDecode:
 
 
 def scalars_of(request_type: type) -> tuple[str, ...]:
-    """The names of a request's fields that are no arrays, in order."""
+    """The names of a request's fields that are not arrays, in order."""
     return tuple(field.name for field in dataclasses.fields(request_type) if "Array" not in str(field.type))
 
 

@@ -1,4 +1,4 @@
-"""How values read in messages: short, an array by its dtype and shape, and never at the price of another error."""
+"""How messages show values: short, an array by its dtype and shape, and without raising."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _Shown(reprlib.Repr):
 
 
 def _array(x: Any) -> str:
-    """An array's kind, dtype and shape. Its elements may lie on a device that is busy, or gone."""
+    """An array's kind, dtype and shape. Its elements are not read: their device may be busy or lost."""
     if isinstance(x, type | numbers.Number) or any(base.__name__ == "generic" for base in type(x).__mro__):
         return ""
     dtype, shape = getattr(x, "dtype", None), getattr(x, "shape", None)
@@ -51,7 +51,7 @@ def _array(x: Any) -> str:
 
 
 def _type_name(x: object) -> str:
-    """The type's name, past whatever its own metaclass makes of it."""
+    """The type's name, whatever its metaclass overrides."""
     name: str = type.__dict__["__name__"].__get__(type(x))
     return name
 

@@ -11,8 +11,8 @@ __all__ = ["limit_blas_threads"]
 def limit_blas_threads(count: int) -> bool:
     """Have every BLAS of this process use ``count`` threads, as OPENBLAS_NUM_THREADS would before NumPy's import.
 
-    For programs, not for libraries: it concerns the whole process. False where no BLAS was found that can be told, and
-    then nothing was changed. Raises `InvalidRequest` unless count >= 1, `GpuActorsError` where threadpoolctl (extra
+    For programs, not for libraries: it changes the whole process. Returns False, and changes nothing, if no BLAS with
+    such a setting is found. Raises `InvalidRequest` unless count >= 1, `GpuActorsError` where threadpoolctl (extra
     "demo") is missing.
     """
     if count < 1:

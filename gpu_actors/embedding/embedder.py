@@ -36,7 +36,7 @@ DTYPES: dict[str, DTypeLike] = {"bfloat16": ml_dtypes.bfloat16, "float32": np.fl
 
 
 class Embedded(NamedTuple):
-    """What `Embedder.embed` gives, one row a text.
+    """The result of `Embedder.embed`, one row a text.
 
     vectors: (texts, hidden) float32, of length 1. tokens: (texts,) int32. truncated: (texts,) bool.
     """
@@ -54,9 +54,9 @@ class Embedder:
         more than threads.
     dtype: of the attention's operands, "bfloat16" or "float32"; all else is float32. Default: "bfloat16" where the
         device runs kernels, which multiply it on tensor cores, else "float32".
-    threads: batches that may multiply at once, over all calls. Default: the number of CPUs, at most 8. It goes best
-        with one BLAS thread (`limit_blas_threads`): BLAS threads spin while they wait for each other, which costs
-        dearly where other work shares the CPUs.
+    threads: batches that may multiply at once, over all calls. Default: the number of CPUs, at most 8. Use one
+        BLAS thread (`limit_blas_threads`) with it: BLAS threads spin while they wait for each other, which costs much
+        if other work shares the CPUs.
     """
 
     def __init__(
@@ -127,8 +127,8 @@ class Embedder:
 
         deadline: absolute ``time.monotonic()`` seconds, handed on to every attention request.
         progress: called on the loop with (texts, tokens) of each batch done.
-        Raises `InvalidRequest` for a text that is no valid Unicode, `LaunchError` for a result that is not
-        finite, and whatever error the service answers a request with; the other batches are cancelled then.
+        Raises `InvalidRequest` for a text that is not valid Unicode, `LaunchError` for a result that is not
+        finite, and the error of a request that the service refuses or fails; the other batches are cancelled then.
         """
         batches = token_batches(self.tokenizer, texts, self.batch_tokens)
         slots = asyncio.Semaphore(self.batches_in_flight)
@@ -155,7 +155,7 @@ class Embedder:
         except BaseExceptionGroup as group:
             error = _first_error(group)
             raise error from error.__cause__
-        # A call that is cancelled while a thread makes its next batch leaves the group in peace, with batches missing.
+        # If a call is cancelled while a thread makes a batch, the group ends without an error and with batches missing.
         await anyio.lowlevel.checkpoint_if_cancelled()
         return self._collect(order, vectors)
 
@@ -225,7 +225,7 @@ def _next_batch(batches: Iterator[TokenBatch]) -> TokenBatch | None:
 
 
 def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first error of a group: the others come of the cancellation that it caused."""
+    """The first error of a group: it caused the others by cancelling."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -1,4 +1,4 @@
-"""The forward pass of a BERT sentence encoder (all-MiniLM-L6-v2) around somebody else's attention.
+"""The forward pass of a BERT sentence encoder (all-MiniLM-L6-v2); attention is the caller's.
 
     x = embeddings(batch)
     for layer in model.layers:  q, k, v = layer.heads(x)  ->  attention  ->  x = layer.finish(x, attended)

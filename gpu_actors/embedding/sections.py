@@ -20,7 +20,7 @@ class Section(NamedTuple):
 
 
 def sections_of(text: str) -> Iterator[Section]:
-    """The sections of a text, in order and without gaps. What looks like a heading in a block of code is none."""
+    """The sections of a text, in order and without gaps. A line of a code block is not a heading."""
     start, heading, fence = 0, "", ""
     for line in _LINE.finditer(text):
         marker = line["fence"]

@@ -1,4 +1,4 @@
-"""What a server around a context needs: admission of requests, and probes that answer however busy it is.
+"""What a server around a context needs: admission of requests, and probes that answer while it is busy.
 
 ``examples/inference_server.py`` shows both in use, docs/serving.md says why.
 

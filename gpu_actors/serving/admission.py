@@ -4,8 +4,8 @@ admission = Admission(4, waiting=1024, queue_seconds=10.0)
 async with admission.place(deadline):
     ...  # at most 4 of these at once
 
-Work that shares a device takes longer the more of it there is, until all of it passes its deadline. So little runs at
-once, the next waits its turn, and what would wait for long is refused while the client can still go elsewhere.
+Requests that share a device slow each other down, until all of them miss their deadlines. Few therefore run at
+once, the next wait in order, and a request that would wait for long is refused while its client can still go elsewhere.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LONGEST_RETRY = 60.0
 class AdmissionStats:
     """running, waiting: now. admitted, refused: since the start; a waiter that gave up is neither.
 
-    service_seconds: how long a place is held, a moving average over those that were left without an error or by a
+    service_seconds: how long a place is held, a moving average over places that were left without an error or by a
         deadline; 1 before the first.
     """
 
@@ -47,7 +47,7 @@ class AdmissionStats:
 class Admission:
     """Places for ``running`` pieces of work at once, given out in the order in which they were asked for.
 
-    running: places. waiting: how many may wait for one; one more is refused at once. queue_seconds: how long each may
+    running: places. waiting: how many may wait for one; the next is refused at once. queue_seconds: how long each may
     wait. clock: where the service time is read.
 
     For the tasks of one event loop. Raises `InvalidRequest` for a bound below its least or of another type.
@@ -73,11 +73,11 @@ class Admission:
         """Hold a place. A task that is cancelled while it waits leaves the queue.
 
         deadline: absolute ``time.monotonic()`` seconds. Raises `DeadlineExceeded` if it passes in the queue, and
-        `Overloaded`, with seconds after which to come back, if the queue is full or ``queue_seconds`` pass;
+        `Overloaded`, with seconds after which to retry, if the queue is full or ``queue_seconds`` pass;
         `InvalidRequest` for a deadline that is not a finite number.
         """
         if deadline is not None:
-            # Before the queue: a waiter that raised in between would leave its turn there, and take a place with it.
+            # Before the queue: a waiter that raised inside would leave its turn there, and a place would be lost.
             deadline = real("deadline", deadline, "a finite number of monotonic seconds")
         await self._enter(deadline)
         start = self._clock.now()
@@ -85,14 +85,14 @@ class Admission:
             yield
             self._measure(self._clock.now() - start)
         except DeadlineExceeded:
-            self._measure(self._clock.now() - start)  # or all that come too late would never count
+            self._measure(self._clock.now() - start)  # or requests that miss their deadline would never count
             raise
         finally:
             self._leave()
 
     @property
     def retry_after(self) -> float:
-        """Seconds in which those who run and wait now would be done, by the measured service time; 60 at most."""
+        """Seconds until all that run and wait now are done, by the measured service time; 60 at most."""
         backlog = (self._running + len(self._queue)) * self._service_seconds / self.places
         return min(backlog, _LONGEST_RETRY)
 
@@ -138,7 +138,7 @@ class Admission:
         raise self._refusal(f"did not come to this request within {self.queue_seconds} s")
 
     def _leave(self) -> None:
-        # Straight to the next in the queue, so that a request that comes just now does not get in before it.
+        # Straight to the next in the queue, so that a new request does not overtake it.
         turn = next(iter(self._queue), None)
         if turn is None:
             self._running -= 1

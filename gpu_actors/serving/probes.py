@@ -1,11 +1,11 @@
-"""Probes: /livez, /readyz and /metrics on a thread and a port of their own, however busy the event loop is.
+"""Probes: /livez, /readyz and /metrics on a thread and a port of their own, apart from a busy event loop.
 
     async with Probes(port=8001) as probes:
         async with ga.open_context("cuda") as context:
             probes.watch(context)  # not ready before
             ...
 
-An orchestrator that asks the busy loop itself takes overload for death and restarts a process that was only busy. A
+An orchestrator that asks the busy loop itself mistakes overload for death and restarts a process that is only busy. A
 thread alone would not notice a loop that is stuck, so the loop gives it a sign of life ten times a second.
 """
 
@@ -41,14 +41,14 @@ __all__ = ["EXIT_CODE", "Answer", "Probes"]
 logger: logging.Logger = logging.getLogger("gpu_actors")
 
 EXIT_CODE = 70
-"""Of a process that ends because it is not alive: EX_SOFTWARE of sysexits.h."""
+"""The exit code of a process that ends because it is not alive: EX_SOFTWARE of sysexits.h."""
 
 _BEAT = 0.1
 _GRACE = 2.0
 
 
 class Answer(NamedTuple):
-    """What a probe is answered with: an HTTP status, the body and its type."""
+    """The answer to a probe: an HTTP status, the body and its type."""
 
     status: int
     body: bytes
@@ -64,13 +64,13 @@ class Probes:
     /metrics: Prometheus' text format; 501 without the ``metrics`` extra.
 
     host, port: where to listen; None listens nowhere, for a server that calls the three methods itself, and 0 takes a
-        free port. The attribute ``port`` is the one taken.
+        free port. The attribute ``port`` is the port in use.
     ports: how many ports, from ``port`` up, to try until one is free: each of several workers takes one of its own.
     stall_seconds: above the longest that the loop may be busy with one thing.
     proof_seconds: how old the last success of a launch may be. A context without requests launches something small
         every half of that. None: a third of ``hang_timeout``, 10 s on CUDA, at most 200 s.
-    exit_when_dead: end the process with `EXIT_CODE` once /livez has been 503 for 2 s, which is time to hand out the
-        answers that are left. At once and without cleaning up, for what waits for a lost device may wait for ever.
+    exit_when_dead: end the process with `EXIT_CODE` once /livez has been 503 for 2 s, in which the last answers go out.
+        It ends without cleaning up, because a wait for a lost device may never end.
 
     Raises `InvalidRequest` for a port beyond 65535 or no ports; on entering, where no port can be listened on.
     """
@@ -192,7 +192,7 @@ class Probes:
         return Answer(200, generate_latest(registry), CONTENT_TYPE_LATEST)
 
     def _dead(self) -> str:
-        """Why the process should be replaced, or nothing."""
+        """Why the process should be replaced, or an empty string."""
         stalled = time.monotonic() - self._last_beat
         if stalled > self.stall_seconds:
             return f"the event loop has not turned for {stalled:.0f} s"
@@ -259,7 +259,7 @@ class _Listener(ThreadingHTTPServer):
         super().__init__(address, _Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        # As of an orchestrator that has hung up: a traceback on stderr for each would bury what matters.
+        # An orchestrator has hung up. A traceback on stderr for each would bury what matters.
         logger.debug("a probe of %s failed", client_address, exc_info=True)
 
     def server_bind(self) -> None:

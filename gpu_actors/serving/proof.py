@@ -1,4 +1,4 @@
-"""Proof: when a launch of a context last succeeded, with a launch of its own where no request brings one."""
+"""Proof: when a launch of a context last succeeded, and a launch of its own if no request makes one."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Proof:
             self._probe = self._context.probe(self.seconds if math.isfinite(self.seconds) else None)
 
     def missing(self) -> str:
-        """Why the device cannot be said to make progress, or nothing."""
+        """Why progress of the device is not proven, or an empty string."""
         age = self.age
         if age <= self.seconds:
             return ""

@@ -31,7 +31,7 @@ MAX_SPANS = 50_000
 
 
 class _Span(NamedTuple):
-    """What is kept of a span that has ended (stop is when, in microseconds) or of an instant (stop is None)."""
+    """The record of a span that has ended (stop: microseconds) or of an instant (stop is None)."""
 
     begin: Record
     stop: float | None
@@ -44,8 +44,8 @@ class ChromeTrace:
     Use it as an async context manager around the context (a plain ``with`` in a program without a loop), or call
     `write` after the context has closed.
 
-    max_spans: the latest so many spans and instants are kept, some 1 KB each; a request has two or three. How many
-        older ones were let go of is in the file, as ``otherData.dropped``, and in the attribute ``dropped``.
+    max_spans: how many of the latest spans and instants are kept, some 1 KB each; a request has two or three. The file
+        (``otherData.dropped``) and the attribute ``dropped`` count the older ones that were dropped.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, max_spans: int = MAX_SPANS) -> None:
@@ -53,7 +53,7 @@ class ChromeTrace:
             raise InvalidRequest("max_spans", max_spans, "must be an int >= 1")
         self.path: Path = Path(path)
         self.dropped: int = 0
-        # Re-entrant, for the garbage collector may end a waiting task while an event is recorded, which is an event.
+        # Re-entrant: the garbage collector may end a waiting task while an event is recorded, and that is an event too.
         self._lock = threading.RLock()
         self._spans: deque[_Span] = deque(maxlen=max_spans)
         self._tracks: dict[str, int] = {}
@@ -66,10 +66,9 @@ class ChromeTrace:
             self._record(event)
 
     def write(self) -> None:
-        """Write what was collected so far. What is still open is closed at the time of the last event.
+        """Write the events so far. Spans that are open end at the time of the last event.
 
-        The file is there whole or as it was before. Blocks for as long as the disk takes: on a loop, call it on a
-        thread.
+        The file is written whole or left as it was. Blocks while the disk writes: on a loop, call it on a thread.
         """
         with self._lock:
             spans, begun, tracks = list(self._spans), list(self._open.values()), dict(self._tracks)
@@ -103,7 +102,7 @@ class ChromeTrace:
             case "request.accepted":
                 self._begin(event, actor, "request", request, str(fields["message"]))
             case "request.compiling" | "request.launched" if ("request", request) not in self._open:
-                pass  # answered in that very moment: nothing will end what began here
+                pass  # answered at that moment: no event will end this span
             case "request.compiling":
                 self._begin(event, actor, "compile wait", request, "wait for kernel")
             case "request.launched":
@@ -140,7 +139,7 @@ class ChromeTrace:
 
 
 def _args(event: TraceEvent) -> dict[str, str]:
-    # As text, for an error would keep its frames, and those their arrays.
+    # As text: an error would keep its frames, and those their arrays.
     return {key: str(value) for key, value in event.fields.items() if value is not None} | {"thread": event.thread}
 
 
@@ -152,7 +151,7 @@ def _compilation(event: TraceEvent) -> str:
 
 
 def _document(spans: list[_Span], tracks: dict[str, int], dropped: int) -> Iterator[str]:
-    """The file, piece after piece, for its whole text would be several times as large as what was kept."""
+    """The file, piece after piece: its whole text would be several times as large as the records."""
     head = json.dumps({"displayTimeUnit": "ms", "otherData": {"dropped": dropped}})
     yield f'{head[:-1]}, "traceEvents": ['
     between = ""

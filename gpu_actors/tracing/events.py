@@ -63,7 +63,7 @@ class Trace:
         self._hand_to(listeners)
 
     def after_fork(self) -> None:
-        """Let the child process's copy tell no listener: it may hold a lock of a thread that is not there."""
+        """Drop the listeners in a forked child: they may hold a lock of a thread that does not exist there."""
         self._hand_to(())
 
     def _hand_to(self, listeners: tuple[Listener, ...]) -> None:
@@ -74,7 +74,7 @@ class Trace:
             self.active = lambda: True
 
     def emit(self, name: str, **fields: Any) -> None:
-        """Hand out one event. A listener that raises is logged and does no harm to the request."""
+        """Hand out one event. If a listener raises, that is logged and the request goes on."""
         level = _LEVELS.get(name, logging.DEBUG)
         if logger.isEnabledFor(level):
             extra = {"event": name, "fields": fields}

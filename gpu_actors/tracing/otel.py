@@ -2,7 +2,7 @@
 
 A request's span opens when it is accepted, under the span that was current in the caller (`current_context` is taken
 on the caller's thread and travels with the call), and closes with its answer. Waiting for a compilation and the
-launch are child spans. What NVRTC does is a span of its own, since any number of requests may wait for it.
+launch are child spans. A compilation is a span of its own, because any number of requests may wait for it.
 """
 
 from __future__ import annotations
