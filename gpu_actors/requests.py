@@ -17,6 +17,7 @@ __all__ = [
     "AttentionGradients",
     "AttentionOutput",
     "BatchedDecode",
+    "CacheOptions",
     "FlashBackward",
     "FlashForward",
     "PagedForward",
@@ -98,7 +99,22 @@ class FlashBackward(FlashForward):
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class PagedForward:
+class CacheOptions:
+    """What every request over a cache may say of its attention. See `PagedForward`."""
+
+    window_size: tuple[int, int] = (-1, -1)
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+    alibi_slopes: Array | None = None
+    sinks: Array | None = None
+    sink_tokens: int = 0
+    num_splits: int = 0
+    return_lse: bool = False
+    out: Array | None = None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class PagedForward(CacheOptions):
     """Attention of new rows to keys and values that are kept in pages, or in one dense cache.
 
     q: (batch, rows, heads_q, head_dim), or (total_q, heads_q, head_dim) with ``cu_seqlens_q``: the last rows of each
@@ -133,25 +149,16 @@ class PagedForward:
     cu_seqlens_q: Array | None = None
     max_seqlen_q: int | None = None
     causal: bool = True
-    window_size: tuple[int, int] = (-1, -1)
-    softmax_scale: float | None = None
-    softcap: float = 0.0
-    alibi_slopes: Array | None = None
-    sinks: Array | None = None
-    sink_tokens: int = 0
     tree_mask: Array | None = None
     q_descale: Array | None = None
     k_descale: Array | None = None
     v_descale: Array | None = None
-    num_splits: int = 0
     chunk_index: int = 0
     num_chunks: int = 1
-    return_lse: bool = False
-    out: Array | None = None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class BatchedDecode:
+class BatchedDecode(CacheOptions):
     """Attention of one new row a sequence to a cache array a sequence.
 
     q: (batch, heads_q, head_dim); so is the output, and the LSE is (batch, heads_q).
@@ -169,18 +176,9 @@ class BatchedDecode:
     k_caches: Sequence[Array] | Array
     v_caches: Sequence[Array] | Array
     seq_lens: Array
-    window_size: tuple[int, int] = (-1, -1)
-    softmax_scale: float | None = None
-    softcap: float = 0.0
-    alibi_slopes: Array | None = None
-    sinks: Array | None = None
-    sink_tokens: int = 0
     q_descale: Array | None = None
     k_descale: Array | None = None
     v_descale: Array | None = None
-    num_splits: int = 0
-    return_lse: bool = False
-    out: Array | None = None
 
 
 def scalars_of(request_type: type) -> tuple[str, ...]:

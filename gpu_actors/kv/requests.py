@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gpu_actors.process import incarnation
-from gpu_actors.requests import Array
+from gpu_actors.requests import Array, CacheOptions
 from gpu_actors.values import brief
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class AppendRows:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class AttendCache:
+class AttendCache(CacheOptions):
     """Attention of the last rows of each sequence to its keys and values, after appending them where k and v are given.
 
     seqs: a list of `KvSequence`, or one, which is a batch of one.
@@ -171,16 +171,7 @@ class AttendCache:
     cu_seqlens_q: Array | None = None
     max_seqlen_q: int | None = None
     causal: bool = True
-    window_size: tuple[int, int] = (-1, -1)
-    softmax_scale: float | None = None
-    softcap: float = 0.0
-    alibi_slopes: Array | None = None
-    sinks: Array | None = None
-    sink_tokens: int = 0
     tree_mask: Array | None = None
-    num_splits: int = 0
-    return_lse: bool = False
-    out: Array | None = None
     tokens: Any = None
     rope: Rope | None = None
     positions: Array | None = None

@@ -12,8 +12,8 @@ from gpu_actors.kernels.dispatch import answering_key
 from gpu_actors.kernels.program import Values
 from gpu_actors.planning.forward import (
     bound_inputs,
-    forward_options,
     forward_signature,
+    oracle_options,
     rounded_inputs,
 )
 from gpu_actors.planning.plan import Accumulate, Plan, program_for
@@ -83,9 +83,6 @@ def _oracle(
     from gpu_actors.reference import attention_backward
 
     gradients = attention_backward(
-        **rounded_inputs(problem, inputs, ("q", "k", "v", "dout")),
-        **forward_options(problem),
-        dropout_seed=dropout_seed,
-        accumulate=accumulate,
+        **rounded_inputs(problem, inputs), **oracle_options(problem, accumulate), dropout_seed=dropout_seed
     )
     return {name: getattr(gradients, name) for name in _NAMES}

@@ -25,7 +25,7 @@ from gpu_actors.arrays.adoption import adopt_request
 from gpu_actors.devices.interface import Device, Kernel, Launch, Outputs, OutputSpec
 from gpu_actors.kernels.dispatch import FAMILIES, answering_key
 from gpu_actors.kernels.family import KernelFamily
-from gpu_actors.planning.forward import attention_output, forward_options
+from gpu_actors.planning.forward import attention_output, oracle_options
 from gpu_actors.planning.plan import Accumulate, Plan, PlanCache, program_for
 from gpu_actors.planning.tma_eligibility import alignments, reaching_families
 from gpu_actors.problem import AttentionProblem, DispatchKey
@@ -251,7 +251,6 @@ def _oracle(problem: AttentionProblem, accumulate: Accumulate, inputs: Mapping[s
         inputs["q"],
         cache,
         **{name: inputs[name] for name in names if name in inputs},
-        **forward_options(problem),
-        accumulate=accumulate,
+        **oracle_options(problem, accumulate),
     )
     return {"out": reference.out, "lse": reference.lse}

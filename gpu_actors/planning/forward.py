@@ -36,10 +36,10 @@ __all__ = [
     "bind_forward",
     "bound_inputs",
     "forward_families",
-    "forward_options",
     "forward_plan",
     "forward_signature",
     "is_plain",
+    "oracle_options",
     "rounded_inputs",
 ]
 
@@ -57,6 +57,7 @@ _OPTIONAL = (
 _scalars = operator.attrgetter(
     *(name for name in scalars_of(FlashForward) if name != "dropout_seed" and not name.startswith("max_seqlen"))
 )
+_MULTIPLIED = ("q", "k", "v", "dout")
 # What fp32 operands are rounded to before they are multiplied. "f16" keeps fp32's range: large ones stay finite.
 _ROUNDED = {"tf32": "tf32", "f16": "wide_float16", "bf16": "bfloat16"}
 
@@ -200,28 +201,23 @@ def _oracle(
     from gpu_actors.reference import attention_forward
 
     reference = attention_forward(
-        **rounded_inputs(problem, inputs, ("q", "k", "v")),
-        **forward_options(problem),
-        dropout_seed=dropout_seed,
-        accumulate=accumulate,
+        **rounded_inputs(problem, inputs), **oracle_options(problem, accumulate), dropout_seed=dropout_seed
     )
     return {"out": reference.out, "lse": reference.lse}
 
 
-def forward_options(problem: AttentionProblem) -> dict[str, Any]:
-    """The numbers of the problem that the oracle takes, under the names that both have for them."""
+def oracle_options(problem: AttentionProblem, accumulate: Accumulate) -> dict[str, Any]:
+    """The numbers of the problem that the oracle takes, under the names that both have, and the dtype of its sums."""
     from gpu_actors.reference.arguments import SCALARS
 
-    return {name: getattr(problem, name) for name in SCALARS}
+    return {name: getattr(problem, name) for name in SCALARS} | {"accumulate": accumulate}
 
 
-def rounded_inputs(
-    problem: AttentionProblem, inputs: Mapping[str, Any], multiplied: tuple[str, ...]
-) -> Mapping[str, Any]:
+def rounded_inputs(problem: AttentionProblem, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     """The operands with those that are multiplied rounded to what the problem computes in."""
     from gpu_actors.reference.low_precision import rounder
 
     if problem.compute not in _ROUNDED:
         return inputs
     step = rounder(_ROUNDED[problem.compute])
-    return {**inputs, **{name: step(inputs[name]) for name in multiplied}}
+    return {**inputs, **{name: step(inputs[name]) for name in _MULTIPLIED if name in inputs}}

@@ -9,7 +9,7 @@ import numpy as np
 
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.key_mask import MASK_OPTIONS
-from gpu_actors.problem import AttentionProblem
+from gpu_actors.problem import AttentionProblem, Layout
 from gpu_actors.requests import BatchedDecode, FlashForward, PagedForward
 from gpu_actors.validation.fields import (
     FP8,
@@ -28,6 +28,7 @@ from gpu_actors.validation.fields import (
 )
 
 __all__ = [
+    "Sizes",
     "check_cu_seqlens",
     "check_descales",
     "check_seed",
@@ -38,7 +39,10 @@ __all__ = [
 ]
 
 
-class _Shape(NamedTuple):
+class Sizes(NamedTuple):
+    """The sizes of a problem, named as in `AttentionProblem`."""
+
+    layout: Layout
     batch: int
     seqlen_q: int
     seqlen_k: int
@@ -48,6 +52,8 @@ class _Shape(NamedTuple):
     heads_kv: int
     head_dim: int
     head_dim_v: int
+    page_size: int = 0
+    varlen_q: bool = False
 
 
 def forward_problem(request: FlashForward) -> AttentionProblem:
@@ -63,7 +69,6 @@ def forward_problem(request: FlashForward) -> AttentionProblem:
     out_dtype = output_dtype(dtype)
     _check_out_shape(request, shape, out_dtype)
     return AttentionProblem(
-        layout="varlen" if varlen else "dense",
         **shape._asdict(),
         dtype=dtype,
         kv_dtype=dtype,
@@ -163,7 +168,7 @@ _DENSE = "batch, seqlen, heads, head_dim"
 _VARLEN = "total, heads, head_dim"
 
 
-def _dense_shape(request: FlashForward) -> _Shape:
+def _dense_shape(request: FlashForward) -> Sizes:
     batch, seqlen_q, heads_q, head_dim = shape_of("q", request.q, _DENSE)
     batch_k, seqlen_k, heads_kv, head_dim_k = shape_of("k", request.k, _DENSE)
     batch_v, seqlen_v, heads_v, head_dim_v = shape_of("v", request.v, _DENSE)
@@ -174,10 +179,10 @@ def _dense_shape(request: FlashForward) -> _Shape:
     expect(seqlen_v == seqlen_k, "v", describe(request.v), f"must have k's seqlen, {seqlen_k}")
     _check_heads_and_dims(request, (heads_q, heads_kv, heads_v), (head_dim, head_dim_k, head_dim_v))
     totals = (batch * seqlen_q, batch * seqlen_k)
-    return _Shape(batch, seqlen_q, seqlen_k, *totals, heads_q, heads_kv, head_dim, head_dim_v)
+    return Sizes("dense", batch, seqlen_q, seqlen_k, *totals, heads_q, heads_kv, head_dim, head_dim_v)
 
 
-def _varlen_shape(request: FlashForward) -> _Shape:
+def _varlen_shape(request: FlashForward) -> Sizes:
     total_q, heads_q, head_dim = shape_of("q", request.q, _VARLEN)
     total_k, heads_kv, head_dim_k = shape_of("k", request.k, _VARLEN)
     total_v, heads_v, head_dim_v = shape_of("v", request.v, _VARLEN)
@@ -192,7 +197,7 @@ def _varlen_shape(request: FlashForward) -> _Shape:
     _check_total("k", total_k, batch, seqlen_k)
     # No sequence is longer than all of them together, and the grid follows from the longest.
     seqlen_q, seqlen_k = (max(1, min(most, total)) for most, total in ((seqlen_q, total_q), (seqlen_k, total_k)))
-    return _Shape(batch, seqlen_q, seqlen_k, total_q, total_k, heads_q, heads_kv, head_dim, head_dim_v)
+    return Sizes("varlen", batch, seqlen_q, seqlen_k, total_q, total_k, heads_q, heads_kv, head_dim, head_dim_v)
 
 
 def _check_heads_and_dims(request: FlashForward, heads: tuple[int, int, int], dims: tuple[int, int, int]) -> None:
@@ -223,7 +228,7 @@ def _common_dtype(request: FlashForward) -> str:
     return dtype
 
 
-def _check_out_shape(request: FlashForward, shape: _Shape, out_dtype: str) -> None:
+def _check_out_shape(request: FlashForward, shape: Sizes, out_dtype: str) -> None:
     if request.out is None:
         return
     wanted = (*request.q.shape[:-1], shape.head_dim_v)
@@ -240,7 +245,7 @@ def _compute(value: object, dtype: str) -> str:
     return str(value)
 
 
-def _bias(request: FlashForward, shape: _Shape, dtype: str, varlen: bool) -> tuple[str, bool, bool] | None:
+def _bias(request: FlashForward, shape: Sizes, dtype: str, varlen: bool) -> tuple[str, bool, bool] | None:
     if request.bias is None:
         return None
     expect(not varlen, "bias", describe(request.bias), "goes with the dense layout only; use cu_seqlens or bias")

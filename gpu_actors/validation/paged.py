@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from gpu_actors.errors import InvalidRequest, Unsupported
-from gpu_actors.problem import AttentionProblem, Layout
+from gpu_actors.problem import AttentionProblem
 from gpu_actors.requests import BatchedDecode, PagedForward
 from gpu_actors.validation.fields import (
     FP8,
@@ -20,7 +20,7 @@ from gpu_actors.validation.fields import (
     output_dtype,
     shape_of,
 )
-from gpu_actors.validation.forward import check_descales, longest, score_options, sequences
+from gpu_actors.validation.forward import Sizes, check_descales, longest, score_options, sequences
 
 __all__ = ["MAX_SPLITS", "MAX_TREE_ROWS", "check_page_size", "decode_problem", "paged_problem"]
 
@@ -31,23 +31,6 @@ _PAGES = "num_blocks, page_size, heads_kv, head_dim"
 _DENSE = "batch, capacity, heads_kv, head_dim"
 _POINTERS = "heads_kv, max_seq, head_dim"
 _QUERY = "batch, rows, heads, head_dim"
-
-
-class _Sizes(NamedTuple):
-    """The sizes of a problem over a cache, named as in `AttentionProblem`."""
-
-    layout: Layout
-    batch: int
-    seqlen_q: int
-    seqlen_k: int
-    total_q: int
-    total_k: int
-    heads_q: int
-    heads_kv: int
-    head_dim: int
-    head_dim_v: int
-    page_size: int = 0
-    varlen_q: bool = False
 
 
 def paged_problem(request: PagedForward) -> AttentionProblem:
@@ -76,7 +59,7 @@ def decode_problem(request: BatchedDecode) -> AttentionProblem:
     heads_kv, max_seq, head_dim_k = shape_k
     expect(max_seq >= 1, "k_caches", shape_k, "must have room for at least one key")
     expect(shape_v[:2] == shape_k[:2], "v_caches", shape_v, f"must have k_caches' heads and max_seq, {shape_k[:2]}")
-    sizes = _Sizes(
+    sizes = Sizes(
         layout="pointers",
         batch=batch,
         seqlen_q=1,
@@ -103,7 +86,7 @@ def check_page_size(page_size: int) -> None:
 
 def _problem(
     request: PagedForward | BatchedDecode,
-    sizes: _Sizes,
+    sizes: Sizes,
     caches: tuple[tuple[str, Any], tuple[str, Any]],
     causal: bool,
     tree: bool,
@@ -126,7 +109,7 @@ def _problem(
     )
 
 
-def _paged_sizes(request: PagedForward) -> _Sizes:
+def _paged_sizes(request: PagedForward) -> Sizes:
     paged = request.block_table is not None
     axes = _PAGES if paged else _DENSE
     blocks, page_size, heads_kv, head_dim_k = shape_of("k_cache", request.k_cache, axes)
@@ -148,7 +131,7 @@ def _paged_sizes(request: PagedForward) -> _Sizes:
         expect(blocks == batch, "k_cache", describe(request.k_cache), f"must have q's batch, {batch}")
         expect(page_size >= 1, "k_cache", describe(request.k_cache), "must have room for at least one key")
         seqlen_k, page_size = page_size, 0
-    sizes = _Sizes(
+    sizes = Sizes(
         layout="paged" if paged else "cache",
         batch=batch,
         seqlen_q=seqlen_q,
@@ -181,7 +164,7 @@ def _query_shape(request: PagedForward) -> tuple[int, int, int, int, int]:
     return batch, rows, total, heads, head_dim
 
 
-def _check_heads_and_dims(sizes: _Sizes, head_dim_k: int, field: str, cache: Any) -> None:
+def _check_heads_and_dims(sizes: Sizes, head_dim_k: int, field: str, cache: Any) -> None:
     heads_ratio(sizes.heads_q, sizes.heads_kv, field, cache)
     expect(sizes.head_dim >= 1, "head_dim", sizes.head_dim, "must be >= 1")
     reason = f"must have q's head_dim, {sizes.head_dim}"
@@ -225,7 +208,7 @@ def _dtypes(q: Any, caches: tuple[tuple[str, Any], tuple[str, Any]]) -> tuple[st
     return dtype, kv_dtype
 
 
-def _tree_mask(mask: Any, sizes: _Sizes, q: Any) -> bool:
+def _tree_mask(mask: Any, sizes: Sizes, q: Any) -> bool:
     if mask is None:
         return False
     rows = sizes.seqlen_q
