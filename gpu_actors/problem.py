@@ -8,14 +8,14 @@ with equal problems are answered by the same code in the same way.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, cast
+from typing import Literal, TypeAlias
 
 from gpu_actors.key_mask import Alignment, KeyMask, MaskKind
 from gpu_actors.score_mod import ScoreMod
+from gpu_actors.values import StableText
 
-__all__ = ["FLAGS", "AttentionProblem", "DispatchKey", "KernelName"]
+__all__ = ["FLAGS", "AttentionProblem", "DispatchKey"]
 
 Direction: TypeAlias = Literal["forward", "backward"]
 Layout: TypeAlias = Literal["dense", "varlen", "paged", "pointers", "cache"]
@@ -112,27 +112,8 @@ class AttentionProblem(KeyMask):
         return f"AttentionProblem({', '.join(given)})"
 
 
-class KernelName:
-    """The key of a compiled kernel: a dataclass with ``kernel`` and every other field that decides the cubin.
-
-    The string form and `digest` depend on the field values alone, so they are stable across processes, versions of
-    Python and machines.
-    """
-
-    __slots__ = ()
-
-    def __str__(self) -> str:
-        names = dict.fromkeys(("kernel", *(field.name for field in dataclasses.fields(cast("Any", self)))))
-        return ",".join(f"{name}={getattr(self, name)}" for name in names)
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of the string form, hexadecimal."""
-        return hashlib.sha256(str(self).encode()).hexdigest()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DispatchKey(KernelName):
+class DispatchKey(StableText):
     """Decides which kernel is compiled and how: equal keys run the same cubin.
 
     Problem sizes are absent on purpose: one cubin serves every batch, length and head count of its key.

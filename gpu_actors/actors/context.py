@@ -89,6 +89,11 @@ class ContextActor(ThreadActor):
         self._stop_asked: Stop | None = None
         self._released = False
 
+    @property
+    def _cells(self) -> list[ActorCell]:
+        """Those of the children, none before the device is open."""
+        return [] if self._children is None else list(self._children.cells.values())
+
     def on_start(self) -> None:
         try:
             self._start_children()
@@ -174,10 +179,9 @@ class ContextActor(ThreadActor):
         self._watch_for_hangs()
 
     def _check_opened(self) -> None:
-        children = self._children
-        assert children is not None
-        if not self._opened.done() and all(cell.state == "running" for cell in children.cells.values()):
-            self._opened.set_result(children)
+        if not self._opened.done() and all(cell.state == "running" for cell in self._cells):
+            assert self._children is not None
+            self._opened.set_result(self._children)
 
     def _abandon(self, error: BaseException) -> None:
         """Opening failed: release what was opened and report why."""
@@ -217,7 +221,7 @@ class ContextActor(ThreadActor):
             return stopped
 
         self._close_cells(reason, failed=True)
-        for cell in children.cells.values():
+        for cell in self._cells:
             cell.stop()
             cell.terminate(error)
 
@@ -242,29 +246,23 @@ class ContextActor(ThreadActor):
     # Stopping
 
     def _begin_stop(self, message: Stop) -> None:
-        children, supervisor = self._children, self._supervisor
-        assert children is not None
-        assert supervisor is not None
+        assert self._supervisor is not None
         self._stop_asked = message
-        supervisor.stopping = True
+        self._supervisor.stopping = True
         self._close_cells(lambda: ActorStopped("the context is closed"))
-        for cell in children.cells.values():
+        for cell in self._cells:
             cell.stop()
             if cell.ref is None:
                 cell.terminate(None)
         self._check_stopped()
 
     def _check_stopped(self) -> None:
-        children = self._children
-        if self._stop_asked is None or children is None:
-            return
-        if all(cell.ref is None for cell in children.cells.values()):
+        if self._stop_asked is not None and all(cell.ref is None for cell in self._cells):
             self._finish_stop()
 
     def _give_up(self) -> None:
-        assert self._children is not None
         if self._stop_asked is not None:
-            stuck = [cell.name for cell in self._children.cells.values() if cell.ref is not None]
+            stuck = [cell.name for cell in self._cells if cell.ref is not None]
             logger.error("actors that did not stop are left behind: %s", stuck)
             self._finish_stop()
 
@@ -283,7 +281,7 @@ class ContextActor(ThreadActor):
         if self._supervisor is not None:
             self._supervisor.stopping = True
         self._close_cells(lambda: ActorStopped("the context is closed"))
-        for cell in children.cells.values():
+        for cell in self._cells:
             cell.stop()
             close = getattr(cell.shared, "close", None)
             if close is not None:
@@ -292,7 +290,7 @@ class ContextActor(ThreadActor):
         self._end_completions(_LAST_MOMENT)
         _close("the device", children.device.close)
         ended = self._end_completions(_PATIENCE)
-        for cell in children.cells.values():
+        for cell in self._cells:
             if cell not in ended:
                 logger.error("a launch of %s never ended; its completion thread is left behind", cell.name)
             cell.mailbox.write_off()
@@ -302,20 +300,17 @@ class ContextActor(ThreadActor):
 
     def _end_completions(self, seconds: float) -> set[ActorCell]:
         """End the completion threads, as their launches end within so many seconds. Gives the cells where that held."""
-        assert self._children is not None
         end = time.monotonic() + seconds
-        cells = self._children.cells.values()
-        return {cell for cell in cells if cell.completion.close(max(0.0, end - time.monotonic()))}
+        return {cell for cell in self._cells if cell.completion.close(max(0.0, end - time.monotonic()))}
 
     def _close_cells(self, reason: Callable[[], GpuActorsError], failed: bool = False) -> None:
         children = self._children
         assert children is not None
-        cells = list(children.cells.values())
         # Why the context went down says more than that it was closed afterwards.
         if children.lost is None and (children.failure is None or failed):
-            for cell in cells:
+            for cell in self._cells:
                 cell.mailbox.close(reason)
-        for cell in cells:
+        for cell in self._cells:
             cell.mailbox.fail_all(reason)
 
     # Time

@@ -120,7 +120,7 @@ class KernelActor(ServiceActor):
             told = f'{source.source}\n#include "emulation/parameters.cuh"\nGPU_ACTORS_PARAMETERS({entry})\n'
             source = dataclasses.replace(source, source=told)
         arch = check_arch(source.arch or self._arch)
-        cell.park(call)
+        cell.mailbox.park(call)
         # Never held to this call's deadline: others may come to wait for the same compile.
         compiling = cell.environment.handle(NvrtcActor).send(
             Prepare(SourceVariant(source, arch)), None, None, call.priority

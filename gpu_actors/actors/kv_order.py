@@ -62,7 +62,7 @@ class Gate:
 
     def hold(self, call: Call[Any]) -> None:
         """Let this call and everything behind it wait until something in flight has ended."""
-        self._cell.park(call)
+        self._cell.mailbox.park(call)
         with self._lock:
             self._expected.add(call)
             self._held.append(call)
@@ -104,7 +104,7 @@ class Gate:
         return (blocker is not None and call is not blocker) or _behind(call, self._expected)
 
     def _keep(self, call: Call[Any]) -> None:
-        self._cell.park(call)
+        self._cell.mailbox.park(call)
         with self._lock:
             self._held.append(call)
             waits = self._in_the_way(call)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import threading
@@ -140,13 +141,13 @@ class NvrtcActor(ServiceActor):
             call.resolve(cubin, self.outbox)
         elif call.claim():
             self._hand_over(call)
-            workshop.start(message.source, arch, _Answer(call, self.cell.mailbox))
+            workshop.start(message.source, arch, functools.partial(_answer, call, self.cell.mailbox))
 
     def _prepare(self, call: Call[Any], key: KernelKey | SourceVariant) -> None:
         source = key.source if isinstance(key, SourceVariant) else kernel_source(check_key(key))
         if call.claim():
             self._hand_over(call)
-            self._workshop.start(source, key.arch, _Answer(call, self.cell.mailbox), for_device=True)
+            self._workshop.start(source, key.arch, functools.partial(_answer, call, self.cell.mailbox), for_device=True)
 
     def _warm(self, call: Call[Any], message: Warm) -> None:
         if message.progress is not None and not callable(message.progress):
@@ -159,11 +160,11 @@ class NvrtcActor(ServiceActor):
             self._hand_over(call)
             batch = _WarmBatch(call, self.cell.mailbox, message)
             for index, (key, source) in enumerate(sources):
-                self._workshop.start(source, key.arch, batch.slot(index))
+                self._workshop.start(source, key.arch, functools.partial(batch.done, index))
 
     def _hand_over(self, call: Call[Any]) -> None:
         """From here on the workshop answers the call, whatever becomes of this actor."""
-        self.cell.park(call)
+        self.cell.mailbox.park(call)
         self.cell.mailbox.launch_began()
 
     def _arch(self, message: Compile) -> str:
@@ -278,19 +279,12 @@ class _Workshop:
         self._cell.environment.trace.emit(name, **fields)
 
 
-class _Answer:
-    """Answers a `Compile` call."""
-
-    def __init__(self, call: Call[Any], mailbox: Mailbox) -> None:
-        self._call = call
-        self._mailbox = mailbox
-
-    def __call__(self, product: Product | None, error: GpuActorsError | None, seconds: float) -> None:
-        self._mailbox.launch_ended()
-        if error is not None:
-            self._call.fail(error)
-        else:
-            self._call.resolve(product)
+def _answer(
+    call: Call[Any], mailbox: Mailbox, product: Product | None, error: GpuActorsError | None, seconds: float
+) -> None:
+    """Answer a call that waits for one product. seconds: as `Done` has them."""
+    mailbox.launch_ended()
+    call.settle(product, error, None)
 
 
 class _WarmBatch:
@@ -305,13 +299,8 @@ class _WarmBatch:
         self._warmed: list[WarmedVariant | None] = [None] * len(message.keys)
         self._error: GpuActorsError | None = None
 
-    def slot(self, index: int) -> Done:
-        def done(product: Product | None, error: GpuActorsError | None, seconds: float) -> None:
-            self._finish(index, product, error, seconds)
-
-        return done
-
-    def _finish(self, index: int, product: Product | None, error: GpuActorsError | None, seconds: float) -> None:
+    def done(self, index: int, product: Product | None, error: GpuActorsError | None, seconds: float) -> None:
+        """The variant of that number is in the cache, or cannot be."""
         keys = self._message.keys
         with self._lock:
             self._done += 1
@@ -329,7 +318,4 @@ class _WarmBatch:
             self._error = self._error or failure
         if done == len(keys):
             self._mailbox.launch_ended()
-            if self._error is not None:
-                self._call.fail(self._error)
-            else:
-                self._call.resolve(self._warmed)
+            self._call.settle(self._warmed, self._error, None)

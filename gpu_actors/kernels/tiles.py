@@ -54,94 +54,81 @@ class TileRow(NamedTuple):
 
     kernel: str
     tile: Tile
-    direction: Direction = "forward"
-    arch_classes: tuple[str, ...] | None = None
     dtypes: tuple[str, ...] | None = None
     head_dim: int = 256
     masks: tuple[MaskKind, ...] | None = None
     scale_only: bool = False
     blocks: int = 1
     layouts: tuple[Layout, ...] | None = None
+    direction: Direction = "forward"
+    arch_classes: tuple[str, ...] | None = None
 
 
 _HALVES = ("float16", "bfloat16")
 _FLOATS = ("float32",)
-_FORWARD: Direction = "forward"
 _CACHES: tuple[Layout, ...] = ("paged", "cache")
 _NO_CACHES: tuple[Layout, ...] = ("dense", "varlen")
 _NO_WINDOW: tuple[MaskKind, ...] = ("full", "causal")
 
-_HOPPER = ("sm_90",)
 _E4M3 = ("float8_e4m3fn",)
+
+_sm90 = functools.partial(TileRow, "forward_sm90", arch_classes=("sm_90",))
+_mma = functools.partial(TileRow, "forward_mma")
+_backward = functools.partial(TileRow, "backward_mma", direction="backward")
+_simple = functools.partial(TileRow, "forward_simple")
 
 # The first row that matches counts, of those whose tiles fit into the architecture's shared memory.
 TILES = (
     # Consumers of 64 rows each, of four warps, beside a producer of four. Where the output does not fit beside two
     # stages of K and V, it takes Q's place.
     # Pages divide a tile of 128 or 64 keys, or are multiples of it.
-    TileRow("forward_sm90", Tile(192, 128, 2, 16), _FORWARD, _HOPPER, _HALVES, 64, scale_only=True),
-    TileRow("forward_sm90", Tile(128, 128, 2, 12), _FORWARD, _HOPPER, _HALVES, 64),  # 160 registers do not suffice
-    TileRow("forward_sm90", Tile(128, 128, 2, 12), _FORWARD, _HOPPER, _HALVES, 96),
-    TileRow(
-        "forward_sm90",
-        Tile(128, 176, 2, 12),
-        _FORWARD,
-        _HOPPER,
-        _HALVES,
-        128,
-        ("full",),
-        scale_only=True,
-        layouts=_NO_CACHES,
-    ),
-    TileRow("forward_sm90", Tile(128, 128, 2, 12), _FORWARD, _HOPPER, _HALVES, 128),
-    TileRow("forward_sm90", Tile(128, 64, 2, 12), _FORWARD, _HOPPER, _HALVES, layouts=_CACHES),
-    TileRow("forward_sm90", Tile(128, 112, 2, 12), _FORWARD, _HOPPER, _HALVES, 192, scale_only=True),
-    TileRow("forward_sm90", Tile(128, 80, 2, 12), _FORWARD, _HOPPER, _HALVES, 192),
-    TileRow("forward_sm90", Tile(128, 80, 2, 12), _FORWARD, _HOPPER, _HALVES, 256, scale_only=True),
-    TileRow("forward_sm90", Tile(128, 64, 2, 12), _FORWARD, _HOPPER, _HALVES, 256),
+    _sm90(Tile(192, 128, 2, 16), _HALVES, 64, scale_only=True),
+    _sm90(Tile(128, 128, 2, 12), _HALVES, 64),  # 160 registers do not suffice
+    _sm90(Tile(128, 128, 2, 12), _HALVES, 96),
+    _sm90(Tile(128, 176, 2, 12), _HALVES, 128, ("full",), scale_only=True, layouts=_NO_CACHES),
+    _sm90(Tile(128, 128, 2, 12), _HALVES, 128),
+    _sm90(Tile(128, 64, 2, 12), _HALVES, layouts=_CACHES),
+    _sm90(Tile(128, 112, 2, 12), _HALVES, 192, scale_only=True),
+    _sm90(Tile(128, 80, 2, 12), _HALVES, 192),
+    _sm90(Tile(128, 80, 2, 12), _HALVES, 256, scale_only=True),
+    _sm90(Tile(128, 64, 2, 12), _HALVES, 256),
     # Of 8-bit elements, with V transposed: keys come in boxes of 64 or 128 bytes, too. Tensor cores keep 13 fraction
     # bits of a sum, so that they sum the keys of one tile alone. Each of its block_n / 32 steps cuts off 34 numbers (32
     # products, what was summed before, the sum) by less than 2^-13 of the tile's sum P|V|. With 128 keys that is below
     # 1.7% of it, however many tiles there are. Products of more than 2^-6 of the largest number lose nothing.
-    TileRow("forward_sm90", Tile(192, 128, 2, 16), _FORWARD, _HOPPER, _E4M3, 64, scale_only=True),
-    TileRow("forward_sm90", Tile(128, 128, 2, 12), _FORWARD, _HOPPER, _E4M3, 192),
-    TileRow("forward_sm90", Tile(128, 128, 2, 12), _FORWARD, _HOPPER, _E4M3, 256, scale_only=True),
-    TileRow("forward_sm90", Tile(128, 64, 2, 12), _FORWARD, _HOPPER, _E4M3, 256),
+    _sm90(Tile(192, 128, 2, 16), _E4M3, 64, scale_only=True),
+    _sm90(Tile(128, 128, 2, 12), _E4M3, 192),
+    _sm90(Tile(128, 128, 2, 12), _E4M3, 256, scale_only=True),
+    _sm90(Tile(128, 64, 2, 12), _E4M3, 256),
     # 32 rows a warp read half as much of K and V from shared memory as 16 do; up to dim 128, with nothing but the scale
     # between product and score and no window, registers hold them. Four such warps leave room for a second block.
-    TileRow(
-        "forward_mma", Tile(128, 64, 3, 4), dtypes=_HALVES, head_dim=64, masks=_NO_WINDOW, scale_only=True, blocks=2
-    ),
-    TileRow(
-        "forward_mma", Tile(128, 64, 2, 4), dtypes=_HALVES, head_dim=64, masks=_NO_WINDOW, scale_only=True, blocks=2
-    ),
-    TileRow(
-        "forward_mma", Tile(128, 32, 3, 4), dtypes=_HALVES, head_dim=128, masks=_NO_WINDOW, scale_only=True, blocks=2
-    ),
-    TileRow("forward_mma", Tile(128, 64, 2, 8), dtypes=_HALVES, head_dim=192),
-    TileRow("forward_mma", Tile(128, 64, 2, 8), dtypes=_HALVES, scale_only=True),
-    TileRow("forward_mma", Tile(128, 32, 2, 8), dtypes=_HALVES),
-    TileRow("forward_mma", Tile(64, 32, 2, 4), dtypes=_HALVES),
-    TileRow("forward_mma", Tile(64, 32, 2, 4), dtypes=_FLOATS, head_dim=192),
-    TileRow("forward_mma", Tile(64, 16, 2, 4), dtypes=_FLOATS),
-    TileRow("forward_mma", Tile(32, 16, 2, 2), dtypes=_FLOATS),
+    _mma(Tile(128, 64, 3, 4), dtypes=_HALVES, head_dim=64, masks=_NO_WINDOW, scale_only=True, blocks=2),
+    _mma(Tile(128, 64, 2, 4), dtypes=_HALVES, head_dim=64, masks=_NO_WINDOW, scale_only=True, blocks=2),
+    _mma(Tile(128, 32, 3, 4), dtypes=_HALVES, head_dim=128, masks=_NO_WINDOW, scale_only=True, blocks=2),
+    _mma(Tile(128, 64, 2, 8), dtypes=_HALVES, head_dim=192),
+    _mma(Tile(128, 64, 2, 8), dtypes=_HALVES, scale_only=True),
+    _mma(Tile(128, 32, 2, 8), dtypes=_HALVES),
+    _mma(Tile(64, 32, 2, 4), dtypes=_HALVES),
+    _mma(Tile(64, 32, 2, 4), dtypes=_FLOATS, head_dim=192),
+    _mma(Tile(64, 16, 2, 4), dtypes=_FLOATS),
+    _mma(Tile(32, 16, 2, 2), dtypes=_FLOATS),
     # Backward: block_n keys stay, block_m query rows pass by. 16 keys a warp, with dK and dV of 128 columns, fill its
     # registers; wider heads give half of the columns to a second warp.
-    TileRow("backward_mma", Tile(64, 128, 2, 8), "backward", dtypes=_HALVES, head_dim=128, scale_only=True),
-    TileRow("backward_mma", Tile(32, 128, 2, 8), "backward", dtypes=_HALVES, head_dim=128),
-    TileRow("backward_mma", Tile(32, 64, 2, 4), "backward", dtypes=_HALVES, head_dim=128),
-    TileRow("backward_mma", Tile(32, 64, 2, 8), "backward", dtypes=_HALVES),
-    TileRow("backward_mma", Tile(32, 48, 2, 6), "backward", dtypes=_HALVES),
-    TileRow("backward_mma", Tile(32, 48, 1, 6), "backward", dtypes=_HALVES),
-    TileRow("backward_mma", Tile(32, 64, 2, 4), "backward", dtypes=_FLOATS, head_dim=64),
-    TileRow("backward_mma", Tile(32, 64, 2, 8), "backward", dtypes=_FLOATS, head_dim=128),
-    TileRow("backward_mma", Tile(32, 32, 2, 4), "backward", dtypes=_FLOATS),
-    TileRow("backward_mma", Tile(32, 32, 1, 4), "backward", dtypes=_FLOATS),
-    TileRow("backward_mma", Tile(16, 16, 2, 4), "backward", dtypes=_FLOATS),
-    TileRow("forward_simple", Tile(32, 32, 1, 4), head_dim=128),
+    _backward(Tile(64, 128, 2, 8), dtypes=_HALVES, head_dim=128, scale_only=True),
+    _backward(Tile(32, 128, 2, 8), dtypes=_HALVES, head_dim=128),
+    _backward(Tile(32, 64, 2, 4), dtypes=_HALVES, head_dim=128),
+    _backward(Tile(32, 64, 2, 8), dtypes=_HALVES),
+    _backward(Tile(32, 48, 2, 6), dtypes=_HALVES),
+    _backward(Tile(32, 48, 1, 6), dtypes=_HALVES),
+    _backward(Tile(32, 64, 2, 4), dtypes=_FLOATS, head_dim=64),
+    _backward(Tile(32, 64, 2, 8), dtypes=_FLOATS, head_dim=128),
+    _backward(Tile(32, 32, 2, 4), dtypes=_FLOATS),
+    _backward(Tile(32, 32, 1, 4), dtypes=_FLOATS),
+    _backward(Tile(16, 16, 2, 4), dtypes=_FLOATS),
+    _simple(Tile(32, 32, 1, 4), head_dim=128),
     # 32 rows of 256 doubles, twice, are more than the 99 KiB of the smallest architectures.
-    TileRow("forward_simple", Tile(16, 16, 1, 4), dtypes=("float64",)),
-    TileRow("forward_simple", Tile(32, 32, 1, 4)),
+    _simple(Tile(16, 16, 1, 4), dtypes=("float64",)),
+    _simple(Tile(32, 32, 1, 4)),
 )
 
 

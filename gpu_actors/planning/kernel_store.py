@@ -74,7 +74,7 @@ class KernelStore:
                     missing.append(key)
             if awaited:
                 # With several missing, the call comes back when the first is there and waits again, for the next one.
-                cell.park(call)
+                cell.mailbox.park(call)
                 self._parked[awaited[0]].append(call)
         if not awaited:  # compiled since the actor looked
             cell.mailbox.give_back([call])

@@ -163,7 +163,7 @@ class ServiceActor(MailboxActor, ActorType):
         """Answer calls with what was raised while they were worked on."""
         failure: GpuActorsError
         if isinstance(error, ContextLost):
-            failure = self.cell.report_lost(error.with_traceback(None))
+            failure = self.cell.environment.context_lost(error.with_traceback(None))
         elif isinstance(error, GpuActorsError):
             failure = error.with_traceback(None)
         else:

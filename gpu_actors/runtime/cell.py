@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from gpu_actors.devices.interface import Stream
-from gpu_actors.errors import ActorFailed, ActorStopped, ContextLost
+from gpu_actors.errors import ActorFailed, ActorStopped
 from gpu_actors.options import ActorType
 from gpu_actors.runtime.call import LAUNCHED, Call
 from gpu_actors.runtime.completion import Completion
@@ -75,7 +75,7 @@ class ActorCell:
         self.mailbox.on_traced = self._trace_answer
         self.progress: Progress = Progress(options.degraded_after, self._completed, self._failing)
         self.completion: Completion = Completion(
-            self.name, self.mailbox, environment.clock, self.report_lost, self.progress
+            self.name, self.mailbox, environment.clock, environment.context_lost, self.progress
         )
         made: Any = actor_type  # what `ServiceActor` adds to ActorType knows cells
         self.handle: Any = made.handle_type(self)
@@ -172,14 +172,6 @@ class ActorCell:
             call.fail(_died(self.name, error))
         self.progress.crashed(error)
         self.environment.supervise(ChildFailed(self, actor.actor_urn, error))
-
-    def report_lost(self, error: ContextLost) -> ContextLost:
-        """Gives what to answer with instead."""
-        return self.environment.context_lost(error)
-
-    def park(self, call: Call[Any]) -> None:
-        """Take the call out of this incarnation's hands: something that outlives it will answer it or give it back."""
-        self.mailbox.park(call)
 
     def _completed(self) -> int:
         return self.mailbox.answered.get(None, 0)

@@ -13,7 +13,7 @@ from gpu_actors.devices.interface import Buffer, Kernel, LaunchGeometry, Step
 from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.params import Binder, ParamsLayout, describe_operand, parse_layout
 from gpu_actors.kernels.support import ELEMENTS
-from gpu_actors.problem import KernelName
+from gpu_actors.values import StableText
 
 __all__ = ["PageCopyKey", "PageCopyProblem", "copy_source", "pack_page_copy", "page_copy_geometry", "page_copy_step"]
 
@@ -48,7 +48,7 @@ class PageCopyProblem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PageCopyKey(KernelName):
+class PageCopyKey(StableText):
     """What compiles the kernel: one cubin an architecture."""
 
     kernel: ClassVar[str] = "copy_pages"

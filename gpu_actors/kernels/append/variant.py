@@ -17,7 +17,7 @@ from gpu_actors.devices.interface import LaunchGeometry
 from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.kernels.macros import Macros, flags
 from gpu_actors.kernels.support import ELEMENTS, FIRST_CAPABILITY, MAX_HEAD_DIM, capability
-from gpu_actors.problem import KernelName
+from gpu_actors.values import StableText
 
 __all__ = [
     "AppendKey",
@@ -118,7 +118,7 @@ class AppendProblem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AppendKey(KernelName):
+class AppendKey(StableText):
     """What picks and compiles the append kernel: equal keys run the same cubin. Stable, as `DispatchKey`."""
 
     kernel: ClassVar[str] = "append"

@@ -10,12 +10,12 @@ sequence. With one split pinned there is nothing to combine.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from gpu_actors.devices.interface import Buffer, ScratchSpec
+from gpu_actors.devices.interface import ScratchSpec
 from gpu_actors.kernels.decode.params import pack_decode, pack_pointers
 from gpu_actors.kernels.decode.schedule import plan_decode
 from gpu_actors.kernels.decode.variant import (
@@ -34,7 +34,7 @@ from gpu_actors.kernels.decode.variant import (
     step_geometry,
 )
 from gpu_actors.kernels.family import KernelFamily
-from gpu_actors.kernels.program import Part, Program, Target, Values
+from gpu_actors.kernels.program import Part, Program, Target
 from gpu_actors.problem import AttentionProblem, DispatchKey
 
 __all__ = ["DECODE_MMA"]
@@ -46,18 +46,12 @@ def decode_program(problem: AttentionProblem, key: DispatchKey, target: Target) 
     """The kernels of ``key``, which names decode_mma. Raises Unsupported as `decode_tile` does."""
     ranges = ranges_of(key, target.multiprocessors or _UNKNOWN_MULTIPROCESSORS)
     keys = decode_keys(problem, key, target.lengths_on_host)
-    pack = functools.partial(_pack, problem, key, ranges)
+    pack = functools.partial(pack_decode, problem, key, ranges)
     return Program(
         tuple(Part(part, step_geometry(part, problem, ranges), pack) for part in keys),
         _scratch(problem, key, keys, ranges),
         split=functools.partial(_split, problem, key, ranges) if target.lengths_on_host else None,
     )
-
-
-def _pack(
-    problem: AttentionProblem, key: DispatchKey, ranges: int, buffers: Mapping[str, Buffer], values: Values
-) -> bytes:
-    return pack_decode(problem, key, ranges, buffers)
 
 
 def _split(

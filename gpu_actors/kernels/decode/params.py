@@ -27,6 +27,7 @@ from gpu_actors.kernels.params import (
     launch_values,
     parse_layout,
 )
+from gpu_actors.kernels.program import NO_VALUES, Values
 from gpu_actors.problem import AttentionProblem, DispatchKey
 
 __all__ = ["decode_layout", "pack_decode", "pack_pointers"]
@@ -43,7 +44,9 @@ def decode_layout() -> ParamsLayout:
     return parse_layout("\n".join(map(asset_text, _HEADERS)), "DecodeParams")
 
 
-def pack_decode(problem: AttentionProblem, key: DispatchKey, ranges: int, buffers: Mapping[str, Buffer]) -> bytes:
+def pack_decode(
+    problem: AttentionProblem, key: DispatchKey, ranges: int, buffers: Mapping[str, Buffer], values: Values = NO_VALUES
+) -> bytes:
     """The parameters of the kernels of a launch over a cache.
 
     key: of any of the kernels. ranges: that the work is split into.
