@@ -67,12 +67,12 @@ def run(arch: str = "sm_90a") -> dict[str, object]:
 
     The least of three compiles of each variant: what else the machine does only adds to it.
     """
-    from gpu_actors.kernels.append.standard import cache_variants
+    from gpu_actors.kernels.append.standard import kv_variants
     from gpu_actors.kernels.variants import kernel_source, standard_variants, usual_backward_keys
 
     compiler = Compiler()
     times: dict[str, list[float]] = {}
-    for key in (*standard_variants(arch), *cache_variants(arch), *usual_backward_keys(arch)):
+    for key in (*standard_variants(arch), *kv_variants(arch), *usual_backward_keys(arch)):
         build = functools.partial(compiler.compile, kernel_source(key), arch)
         times.setdefault(key.kernel, []).append(min(_seconds(build) for _ in range(3)))
     variants = {

@@ -13,7 +13,7 @@ import time
 import numpy as np
 import numpy.typing as npt
 
-from gpu_actors.kernels.decode.schedule import Schedule, plan_decode
+from gpu_actors.kernels.decode.schedule import Schedule, split_decode
 from gpu_actors.kernels.decode.variant import ranges_of
 from gpu_actors.kernels.dispatch import dispatch_key
 from gpu_actors.problem import AttentionProblem
@@ -73,7 +73,7 @@ def _measure(lengths: npt.NDArray[np.int32]) -> dict[str, object]:
     ranges = ranges_of(key, _MULTIPROCESSORS)
 
     def plan() -> Schedule:
-        return plan_decode(problem, key, ranges, lengths, None)
+        return split_decode(problem, key, ranges, lengths, None)
 
     times = []
     for _ in range(_REPEATS):

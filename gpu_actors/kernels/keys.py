@@ -8,7 +8,7 @@ from typing import Any, get_args
 from gpu_actors.compiling.source import check_arch
 from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.kernels.append.copy_pages import PageCopyKey
-from gpu_actors.kernels.append.standard import check_cache_key
+from gpu_actors.kernels.append.standard import check_kv_key
 from gpu_actors.kernels.append.variant import AppendKey
 from gpu_actors.kernels.dispatch import FAMILIES
 from gpu_actors.kernels.family import KernelFamily
@@ -39,7 +39,7 @@ def check_key(key: object) -> KernelKey:
     the field. What is no `KernelKey` is the field "key".
     """
     if isinstance(key, AppendKey | PageCopyKey):
-        return check_cache_key(key)
+        return check_kv_key(key)
     if not isinstance(key, DispatchKey):
         raise InvalidRequest("key", key, "must be a DispatchKey, as inspect_key gives")
     _check_domains(key)

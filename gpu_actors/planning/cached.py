@@ -27,7 +27,7 @@ from gpu_actors.kernels.dispatch import FAMILIES, answering_key
 from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.planning.forward import attention_output, oracle_options
 from gpu_actors.planning.plan import Accumulate, Plan, PlanCache, program_for
-from gpu_actors.planning.tma_eligibility import alignments, reaching_families
+from gpu_actors.planning.tma_eligibility import alignments, eligible_families
 from gpu_actors.problem import AttentionProblem, DispatchKey
 from gpu_actors.requests import AttentionOutput, BatchedDecode, PagedForward, scalars_of
 from gpu_actors.validation.fields import describe, expect, integer
@@ -164,7 +164,7 @@ def cache_families(request: CacheRequest) -> tuple[KernelFamily, ...]:
     """The kernels to choose from for an adopted request."""
     if isinstance(request, BatchedDecode):
         return FAMILIES
-    return reaching_families({name: getattr(request, name) for name in ("q", "k_cache", "v_cache", "out")})
+    return eligible_families({name: getattr(request, name) for name in ("q", "k_cache", "v_cache", "out")})
 
 
 def cache_problem(request: CacheRequest) -> AttentionProblem:
@@ -185,16 +185,7 @@ class Decoding:
 
         key: of the kernels that the requests have which it was put together from.
         """
-        try:
-            known = (signature(request), key)
-            plan = self.plans.find(known)
-        except Exception:
-            # An option that cannot be hashed or an operand that is no array: validation names it.
-            return self._make(request, key=key)
-        if plan is None:
-            plan = self._make(request, key=key)
-            self.plans.add(known, plan)
-        return plan
+        return self.plans.of(lambda: (signature(request), key), lambda: self._make(request, key=key))
 
 
 def operands(request: CacheRequest) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from gpu_actors.kernels.dispatch import dispatch_key
 from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.program import NO_VALUES, Values
 from gpu_actors.planning.plan import Accumulate, Plan, program_for
-from gpu_actors.planning.tma_eligibility import alignments, reaching_families
+from gpu_actors.planning.tma_eligibility import alignments, eligible_families
 from gpu_actors.problem import AttentionProblem
 from gpu_actors.requests import AttentionOutput, FlashForward, scalars_of
 from gpu_actors.validation.forward import check_cu_seqlens, check_seed, forward_problem, longest
@@ -167,7 +167,7 @@ def bound_inputs(problem: AttentionProblem, request: FlashForward) -> dict[str, 
 
 def forward_families(request: FlashForward) -> tuple[KernelFamily, ...]:
     """The kernels to choose from for an adopted request."""
-    return reaching_families({name: getattr(request, name) for name in ("q", "k", "v", "out")})
+    return eligible_families({name: getattr(request, name) for name in ("q", "k", "v", "out")})
 
 
 def forward_plan(request: FlashForward, device: Device, accumulate: Accumulate) -> Plan:

@@ -15,7 +15,7 @@ from gpu_actors.graph.mha import request_graph
 from gpu_actors.planning.graph_plan import GraphPlan, graph_plan
 from gpu_actors.planning.plan import Plan, PlanCache, program_for
 from gpu_actors.planning.planner import AttentionPlanner, unreadable
-from gpu_actors.planning.tma_eligibility import alignments, reaching_families
+from gpu_actors.planning.tma_eligibility import alignments, eligible_families
 from gpu_actors.requests import FlashForward
 from gpu_actors.runtime.actor import ServiceActor
 from gpu_actors.runtime.call import Call
@@ -71,7 +71,7 @@ class GraphPlanner(AttentionPlanner):
         signature = (graph.signature(), alignments(*tiles_of(given).values()))
         plan: GraphPlan | None = self.plans.find(signature)
         if plan is None:
-            families = reaching_families({f"tensor {uid}": array for uid, array in tiles_of(given).items()})
+            families = eligible_families({f"tensor {uid}": array for uid, array in tiles_of(given).items()})
             plan = graph_plan(graph, self.device, self.runs_kernels, self.accumulate, families)
             self.plans.add(signature, plan)
         return plan

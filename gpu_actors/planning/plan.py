@@ -123,6 +123,19 @@ class PlanCache(Generic[P]):
             self._latest = planned
         return planned.plan
 
+    def of(self, signature: Callable[[], Hashable], make: Callable[[], P]) -> P:
+        """The plan of that signature. Where there is none, it is made and kept. Raises what ``make`` raises."""
+        try:
+            known = signature()
+            plan = self.find(known)
+        except Exception:
+            # An option that cannot be hashed or an operand that is no array: validation, in ``make``, names it.
+            return make()
+        if plan is None:
+            plan = make()
+            self.add(known, plan)
+        return plan
+
     def add(self, signature: Hashable, plan: P) -> None:
         """Keep a plan that was not found."""
         self._misses += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 from gpu_actors.devices.interface import Device, Kernel
@@ -54,20 +55,13 @@ class AttentionPlanner:
 
     def plan(self, request: FlashForward, plain: bool) -> Plan:
         """The plan of an adopted request. plain: see `is_plain`."""
-        try:
-            key = (
-                backward_signature(request, plain)
-                if isinstance(request, FlashBackward)
-                else forward_signature(request, plain)
-            )
-            plan = self.plans.find(key)
-        except Exception:
-            # An option that cannot be hashed or an operand that is no array: validation names it.
-            return self._make_plan(request)
-        if plan is None:
-            plan = self._make_plan(request)
-            self.plans.add(key, plan)
-        return plan
+
+        def signature() -> Hashable:
+            if isinstance(request, FlashBackward):
+                return backward_signature(request, plain)
+            return forward_signature(request, plain)
+
+        return self.plans.of(signature, lambda: self._make_plan(request))
 
     def _make_plan(self, request: FlashForward) -> Plan:
         try:

@@ -1,4 +1,4 @@
-"""Which kernels can reach operands where they lie.
+"""Which kernels are eligible for operands that stay where they lie.
 
 Operands on the host are copied to places that suit every kernel. Those on the device are used in place, and a kernel
 that loads by TMA cannot follow all strides and addresses.
@@ -15,18 +15,18 @@ from gpu_actors.kernels.dispatch import FAMILIES, WITHOUT_TMA
 from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.hopper.params import TMA_ALIGNMENT, tma_refusal
 
-__all__ = ["alignments", "reaching_families"]
+__all__ = ["alignments", "eligible_families"]
 
 logger: logging.Logger = logging.getLogger("gpu_actors")
 
 
 def alignments(*operands: Any) -> tuple[int | None, ...]:
-    """What decides which kernels reach adopted operands, beside their shapes and strides. For signatures of plans."""
+    """What decides, beside shapes and strides, which kernels are eligible for adopted operands. For signatures."""
     # None for each that lies on the host: which of them do not is part of it.
     return tuple(array.address % TMA_ALIGNMENT if isinstance(array, DeviceArray) else None for array in operands)
 
 
-def reaching_families(operands: Mapping[str, Any]) -> tuple[KernelFamily, ...]:
+def eligible_families(operands: Mapping[str, Any]) -> tuple[KernelFamily, ...]:
     """The kernels to choose from for adopted operands that are loaded and stored in tiles, by name."""
     for name, array in operands.items():
         if isinstance(array, DeviceArray):

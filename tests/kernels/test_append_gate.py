@@ -14,7 +14,7 @@ from support.gate import ARCHS, code_faults, code_of, wrong
 import gpu_actors as ga
 from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.kernels.append.copy_pages import PageCopyKey, PageCopyProblem, page_copy_geometry
-from gpu_actors.kernels.append.standard import cache_variants
+from gpu_actors.kernels.append.standard import kv_variants
 from gpu_actors.kernels.append.variant import AppendKey, AppendProblem, Rope, append_key, append_source
 from gpu_actors.kernels.keys import check_key
 from gpu_actors.kernels.variants import KernelKey, kernel_source, standard_variants
@@ -154,7 +154,7 @@ class TestSupport:
 class TestWarming:
     @pytest.mark.parametrize("arch", ARCHS)
     def test_usual_variants_pass_and_are_compiled_once_each(self, arch):
-        keys = cache_variants(arch)
+        keys = kv_variants(arch)
         assert [check_key(key) for key in keys] == keys
         assert len({kernel_source(key) for key in keys}) == len(keys)
 
@@ -163,7 +163,7 @@ class TestWarming:
             return isinstance(key, PageCopyKey) or (key.dtype, key.head_dim) == ("bfloat16", 128)
 
         decode = [key for key in standard_variants("sm_90a") if key.kernel.startswith("decode")]
-        keys = [key for key in (*decode, *cache_variants("sm_90a")) if usual(key)]
+        keys = [key for key in (*decode, *kv_variants("sm_90a")) if usual(key)]
         options = ga.ContextOptions(arch="sm_90a", cache_dir=tmp_path)
         with ga.open_context("mock", options) as ctx:
             assert [variant.key for variant in ctx.nvrtc.warm(keys).result(100)] == keys

@@ -16,7 +16,7 @@ from support.timing import below, median_seconds, yardsticks
 
 from gpu_actors.bench import plan
 from gpu_actors.kernels.decode.params import decode_layout
-from gpu_actors.kernels.decode.schedule import ITEM_UNITS, Schedule, min_units, plan_decode, workload
+from gpu_actors.kernels.decode.schedule import ITEM_UNITS, Schedule, min_units, split_decode, workload
 from gpu_actors.kernels.decode.variant import (
     ROW_TILES,
     decode_tile,
@@ -37,7 +37,7 @@ def planned(case: DecodeCase, ranges: int) -> tuple[AttentionProblem, Any, Sched
     problem = problem_of(case, case.operands())
     key = key_of(problem, "sm_80")
     rows = None if case.rows is None else np.array(case.rows)
-    return problem, key, plan_decode(problem, key, ranges, case.batch.lengths, rows)
+    return problem, key, split_decode(problem, key, ranges, case.batch.lengths, rows)
 
 
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v.layout != "pointers"][:8:2], ids=str)
@@ -129,7 +129,7 @@ def test_the_modelled_work_falls_evenly(name):
     lengths = plan.batches()[name]
     problem = plan.problem_of(lengths)
     key = key_of(problem, "sm_90a")
-    schedule = plan_decode(problem, key, ranges_of(key, 132), lengths, None)
+    schedule = split_decode(problem, key, ranges_of(key, 132), lengths, None)
     assert 1.0 <= schedule.balance() <= 1.1
     assert (schedule.loads() > 0).all(), "every block has work"
 
@@ -138,7 +138,7 @@ def test_one_long_sequence_would_set_the_time_if_it_were_not_split():
     lengths = plan.batches()["skewed_256"]
     problem = plan.problem_of(lengths, num_splits=1)
     key = key_of(problem, "sm_90a")
-    assert plan_decode(problem, key, ranges_of(key, 132), lengths, None).balance() > 3
+    assert split_decode(problem, key, ranges_of(key, 132), lengths, None).balance() > 3
 
 
 @pytest.mark.perf
@@ -147,7 +147,7 @@ def test_four_thousand_sequences_are_planned_in_a_millisecond():
     lengths = plan.batches()["mixed_4096"]
     problem = plan.problem_of(lengths)
     key = key_of(problem, "sm_90a")
-    below(4.5, lambda: yardsticks(median_seconds(lambda: plan_decode(problem, key, 264, lengths, None), 31)))
+    below(4.5, lambda: yardsticks(median_seconds(lambda: split_decode(problem, key, 264, lengths, None), 31)))
 
 
 def test_the_benchmark_says_what_it_measured():

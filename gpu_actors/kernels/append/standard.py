@@ -11,12 +11,12 @@ from gpu_actors.kernels.append.copy_pages import PageCopyKey
 from gpu_actors.kernels.append.variant import AppendKey, AppendLayout, AppendProblem, Rope, append_key
 from gpu_actors.validation.fields import flag, integer, one_of
 
-__all__ = ["cache_variants", "check_cache_key"]
+__all__ = ["check_kv_key", "kv_variants"]
 
 _LAYOUTS = get_args(AppendLayout)
 
 
-def cache_variants(arch: str) -> list[AppendKey | PageCopyKey]:
+def kv_variants(arch: str) -> list[AppendKey | PageCopyKey]:
     """What a `KvCache` of the usual dtypes and head dims launches besides attention, with a `Rope` of halves or none.
 
     Every other variant compiles when it is first asked for.
@@ -38,7 +38,7 @@ def cache_variants(arch: str) -> list[AppendKey | PageCopyKey]:
     return [*(append_key(problem, arch) for problem in problems), PageCopyKey(arch=arch)]
 
 
-def check_cache_key(key: AppendKey | PageCopyKey) -> AppendKey | PageCopyKey:
+def check_kv_key(key: AppendKey | PageCopyKey) -> AppendKey | PageCopyKey:
     """``key`` itself if its kernel does what its fields say.
 
     Raises InvalidRequest and Unsupported, naming the field.

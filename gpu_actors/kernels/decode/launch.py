@@ -17,7 +17,7 @@ import numpy as np
 
 from gpu_actors.devices.interface import ScratchSpec
 from gpu_actors.kernels.decode.params import pack_decode, pack_pointers
-from gpu_actors.kernels.decode.schedule import plan_decode
+from gpu_actors.kernels.decode.schedule import split_decode
 from gpu_actors.kernels.decode.variant import (
     COMBINE,
     DECODE,
@@ -59,7 +59,7 @@ def _split(
 ) -> dict[str, Any]:
     """The ranges, int32 (ranges + 1, 4), from lengths that are NumPy arrays."""
     rows = None if cu_seqlens_q is None else np.diff(cu_seqlens_q)
-    return {"plan": plan_decode(problem, key, ranges, cache_seqlens, rows).positions}
+    return {"plan": split_decode(problem, key, ranges, cache_seqlens, rows).positions}
 
 
 def _scratch(

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from gpu_actors.kernels.decode.variant import decode_tile, row_tile_of, row_tiles
 from gpu_actors.problem import AttentionProblem, DispatchKey
 
-__all__ = ["ITEM_UNITS", "Schedule", "Workload", "min_units", "plan_decode"]
+__all__ = ["ITEM_UNITS", "Schedule", "Workload", "min_units", "split_decode"]
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 
@@ -71,7 +71,7 @@ class Schedule:
         return float(loads.max() * busy / loads.sum()) if busy else 1.0
 
 
-def plan_decode(
+def split_decode(
     problem: AttentionProblem, key: DispatchKey, ranges: int, lengths: npt.NDArray[Any], rows: npt.NDArray[Any] | None
 ) -> Schedule:
     """The ranges of a launch. lengths: keys of each sequence, (batch,). rows: new rows of each, None where all have

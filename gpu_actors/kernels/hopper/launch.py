@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 
-from gpu_actors.devices.interface import Buffer, ScratchSpec
+from gpu_actors.devices.interface import ScratchSpec
 from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.hopper.params import COUNTER, pack_sm90, pack_transpose_v
 from gpu_actors.kernels.hopper.transpose_v import TRANSPOSE, parts_of, transpose_v_scratch
 from gpu_actors.kernels.hopper.variant import sm90_geometry, sm90_macros, sm90_refuses, sm90_threads
-from gpu_actors.kernels.program import EncodeTensorMap, Part, Program, Target, Values
+from gpu_actors.kernels.program import Part, Program, Target
 from gpu_actors.kernels.tiles import tile_of
 from gpu_actors.problem import AttentionProblem, DispatchKey
 
@@ -23,30 +22,13 @@ def sm90_program(problem: AttentionProblem, key: DispatchKey, target: Target) ->
     parts = parts_of(key)
     if len(parts) > 1:
         scratch |= transpose_v_scratch(problem, tile_of(key))
-    return Program(
-        tuple(
-            Part(
-                part,
-                sm90_geometry(part, problem, target.multiprocessors),
-                functools.partial(_pack, problem, part, target.encode),
-            )
-            for part in parts
-        ),
-        scratch,
-    )
-
-
-def _pack(
-    problem: AttentionProblem,
-    key: DispatchKey,
-    encode: EncodeTensorMap | None,
-    buffers: Mapping[str, Buffer],
-    values: Values,
-) -> bytes:
-    if key.kernel == TRANSPOSE:
-        return pack_transpose_v(problem, key, buffers)
-    assert encode is not None, "a launch by TMA is packed for a device"
-    return pack_sm90(problem, key, encode, buffers)
+    packs = {
+        TRANSPOSE: functools.partial(pack_transpose_v, problem, key),
+        key.kernel: functools.partial(pack_sm90, problem, key, target.encode),
+    }
+    multiprocessors = target.multiprocessors
+    steps = (Part(part, sm90_geometry(part, problem, multiprocessors), packs[part.kernel]) for part in parts)
+    return Program(tuple(steps), scratch)
 
 
 FORWARD_SM90 = KernelFamily(

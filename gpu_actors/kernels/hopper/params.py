@@ -17,7 +17,7 @@ from gpu_actors.kernels.division import divider
 from gpu_actors.kernels.hopper.transpose_v import TRANSPOSE, TRANSPOSED, main_key, positions_of, transpose_v_scratch
 from gpu_actors.kernels.hopper.variant import ROWS, Sections, sections_of
 from gpu_actors.kernels.params import Binder, ParamsLayout, describe_operand, key_rows, pack_forward, parse_layout
-from gpu_actors.kernels.program import EncodeTensorMap
+from gpu_actors.kernels.program import NO_VALUES, EncodeTensorMap, Values
 from gpu_actors.kernels.support import ELEMENTS
 from gpu_actors.kernels.tiles import Tile, padded_head_dim, tile_of
 from gpu_actors.problem import AttentionProblem, DispatchKey
@@ -40,7 +40,6 @@ TMA_ALIGNMENT = 16
 _HEADER = "hopper/params.cuh"
 _ALIGNMENT = 64  # of the struct, because its tensor maps have it
 _MAX_STRIDE = 1 << 40
-_MAX_EXTENT = 1 << 32
 _NO_MAP = bytes(128)  # of an operand without elements, which no block looks at
 
 
@@ -74,7 +73,11 @@ def tma_refusal(
 
 
 def pack_sm90(
-    problem: AttentionProblem, key: DispatchKey, encode: EncodeTensorMap, buffers: Mapping[str, Buffer]
+    problem: AttentionProblem,
+    key: DispatchKey,
+    encode: EncodeTensorMap | None,
+    buffers: Mapping[str, Buffer],
+    values: Values = NO_VALUES,
 ) -> bytes:
     """The parameters of a launch.
 
@@ -84,19 +87,20 @@ def pack_sm90(
         (batch,) and, for pages, block_table int32 (batch, pages) whose rows are contiguous.
     encode: the device's own tensor maps. Raises InvalidRequest as pack_forward does, and for what TMA cannot move.
     """
+    assert encode is not None, "a launch by TMA is packed for a device"
     params = pack_forward(problem, buffers)
     k, v = ("k_cache", "v_cache") if problem.decoding else ("k", "v")
     tile = tile_of(key)
     keys = min(tile.block_n, problem.page_size or tile.block_n)
     dim, dim_v = (padded_head_dim(dim, problem.dtype) for dim in (problem.head_dim, problem.head_dim_v))
     if ELEMENTS[problem.dtype].fp8:
-        values = _map_of("v", _as_rows(buffers[TRANSPOSED]), tile.block_n, dim_v, encode)
+        v_map = _map_of("v", _as_rows(buffers[TRANSPOSED]), tile.block_n, dim_v, encode)
     else:
-        values = _map_of(v, buffers[v], dim_v, keys, encode)
+        v_map = _map_of(v, buffers[v], dim_v, keys, encode)
     maps = (
         _map_of("q", buffers["q"], dim, ROWS, encode),
         _map_of(k, buffers[k], dim, keys, encode),
-        values,
+        v_map,
         _map_of("out", buffers["out"], dim_v, ROWS, encode),
     )
     schedule = _schedule_binder(problem, sections_of(problem, tile)).pack(buffers)
@@ -104,7 +108,9 @@ def pack_sm90(
     return packed.ljust(-(-len(packed) // _ALIGNMENT) * _ALIGNMENT, b"\0")
 
 
-def pack_transpose_v(problem: AttentionProblem, key: DispatchKey, buffers: Mapping[str, Buffer]) -> bytes:
+def pack_transpose_v(
+    problem: AttentionProblem, key: DispatchKey, buffers: Mapping[str, Buffer], values: Values = NO_VALUES
+) -> bytes:
     """The parameters of transpose_v: struct ValuesParams of its file.
 
     buffers: v as for `pack_sm90`, cu_seqlens_k where varlen, and the scratch memory `TRANSPOSED`. Raises InvalidRequest

@@ -29,7 +29,7 @@ from mutation.run import probes_of, run_mutants
 from gpu_actors.compiling.source import KernelSource
 from gpu_actors.devices.emulation import EmulationFault, build_module
 from gpu_actors.devices.interface import Kernel
-from gpu_actors.kernels.decode.schedule import plan_decode
+from gpu_actors.kernels.decode.schedule import split_decode
 
 REPORT = Path(__file__).resolve().parents[3] / "docs" / "reports" / "mutation_decode.md"
 LAUNCHES = (("late", "greedy", 0), ("eager", "greedy", 1), ("late", "lane", 1), ("random", "random", 2))
@@ -98,7 +98,7 @@ def many() -> DecodeCase:
 def check_plan(case: DecodeCase) -> None:
     """Device and host split alike. Ranges that are cut elsewhere give right numbers as well, but unevenly."""
     problem = problem_of(case, case.operands())
-    host = plan_decode(problem, key_of(problem, "sm_80"), 7, case.batch.lengths, None).positions
+    host = split_decode(problem, key_of(problem, "sm_80"), 7, case.batch.lengths, None).positions
     assert positions_on_the_device(case, 7).tobytes() == host.tobytes(), "plan differs"
 
 
