@@ -86,7 +86,9 @@ def test_the_default_time_limit_is_of_who_waits_and_not_of_the_compilation(compi
 
 
 @pytest.mark.parametrize("error", [ga.CompileError("line 3"), ZeroDivisionError("in the compiler"), SystemExit(1)])
-def test_a_compilation_that_fails_answers_everybody_who_waits_for_it(compiling: Gate, error: BaseException) -> None:
+def test_a_compilation_that_fails_answers_every_request_that_waits_for_it(
+    compiling: Gate, error: BaseException
+) -> None:
     compiling.outcome = error  # type: ignore[attr-defined]
     with ga.open_context("mock", COMPILING) as ctx:
         waiting = [ask(ctx) for _ in range(3)]
@@ -145,7 +147,7 @@ def test_requests_that_wait_for_a_kernel_count_towards_the_mailboxs_capacity(com
 
 
 @pytest.mark.parametrize("error", [ga.CompileError("line 3"), None])
-def test_whatever_becomes_of_those_that_wait_the_capacity_is_theirs_again(compiling: Gate, error: Any) -> None:
+def test_requests_that_waited_for_a_kernel_give_their_capacity_back(compiling: Gate, error: Any) -> None:
     compiling.outcome = error  # type: ignore[attr-defined]
     options = ga.ContextOptions(compile_on_mock=True, mailbox_capacity=4, drain_timeout=2.0)
     with ga.open_context("mock", options) as ctx:

@@ -64,7 +64,7 @@ def test_packed_rows_and_the_callers_output(emulated):
     check_results(case, out, answer.lse)
 
 
-def test_a_tree_of_drafts(emulated):
+def test_a_draft_sees_its_ancestors_in_the_tree_alone(emulated):
     case = case_of(5)
     case.tree = np.stack([tree_bits(random_tree(np.random.default_rng(n), 5)) for n in range(len(LENGTHS))])
     answer = ask(emulated, case).result(120)
@@ -72,7 +72,7 @@ def test_a_tree_of_drafts(emulated):
 
 
 @pytest.mark.parametrize("stacked", [False, True])
-def test_one_array_a_sequence(emulated, stacked):
+def test_one_array_a_sequence_is_a_cache(emulated, stacked):
     case = case_of(1)
     k, v = case.batch.arrays()
     caches = (np.stack(k), np.stack(v)) if stacked else (k, v)

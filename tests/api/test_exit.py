@@ -67,7 +67,7 @@ def test_a_thread_that_waits_for_a_hung_launch_does_not_keep_the_program_from_en
     assert done.stderr == ""
 
 
-def test_nobody_has_to_hold_on_to_the_context() -> None:
+def test_a_context_without_references_still_answers() -> None:
     done = run(
         """
         def ask():

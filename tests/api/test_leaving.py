@@ -65,7 +65,7 @@ async def test_a_context_whose_opener_was_cancelled_is_closed_again(how: str) ->
 
 @pytest.mark.usefixtures("patient_closing")
 @pytest.mark.parametrize("how", ["task", "scope", "timeout"])
-async def test_a_task_that_is_cancelled_while_it_leaves_closes_all_the_same(how: str) -> None:
+async def test_a_task_that_is_cancelled_while_it_leaves_still_closes(how: str) -> None:
     with no_threads_left():
         replies: list[ga.Reply[Any]] = []
         drain = 0.3 if how == "scope" else 60.0
@@ -328,7 +328,7 @@ def test_a_closed_context_answers_stopped() -> None:
     assert ask(ctx, timeout=1.0).done()
 
 
-def test_a_closed_context_leaves_no_file_open_whoever_holds_on_to_its_replies() -> None:
+def test_a_closed_context_leaves_no_file_open_while_replies_of_it_are_kept() -> None:
     kept: list[Any] = []
     opened: list[int] = []
     for _ in range(3):

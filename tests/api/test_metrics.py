@@ -104,7 +104,7 @@ def test_histograms_tell_latency_queue_time_and_batch_size(registry: CollectorRe
         assert total == pytest.approx(0.3 + 2.3)
 
 
-def test_requests_are_timed_only_once_somebody_collects() -> None:
+def test_requests_are_timed_from_the_first_collection_on() -> None:
     with scripted() as (ctx, actor):
         actor.submit(answer(1)).result(30)
         assert actor._cell.mailbox.meter is None

@@ -118,7 +118,7 @@ class TestWhereOutLies:
         with pytest.raises(ga.InvalidRequest, match="place of its own"):
             answer(ctx, out=out)
 
-    def test_an_operand_is_refused(self, ctx: ga.GpuContext) -> None:
+    def test_an_operand_as_output_is_refused(self, ctx: ga.GpuContext) -> None:
         k = K.copy()
         with pytest.raises(ga.InvalidRequest, match="share memory with k"):
             answer(ctx, Q, k, V, out=k)

@@ -38,7 +38,7 @@ class TestDisksThatFail:
         assert words in records[0].getMessage()
 
     @pytest.mark.parametrize("call", ["write", "fsync", "replace"])
-    def test_a_full_disk(self, tmp_path, monkeypatch, caplog, call):
+    def test_a_full_disk_costs_no_answer(self, tmp_path, monkeypatch, caplog, call):
         def full(*arguments, **options):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -94,7 +94,7 @@ def unloaded(bench: Bench) -> int:
     return bench.cuda.calls.count("unload_module")
 
 
-def test_a_module_is_unloaded_once_nobody_holds_a_kernel_of_it() -> None:
+def test_a_module_is_unloaded_with_the_last_reference_to_its_kernels() -> None:
     bench = Bench()
     scale, bump = (bench.device.load(cubin(b"first"), entry) for entry in ("scale", "bump"))
     assert bench.device.load(cubin(b"first"), "scale").handle is scale.handle
@@ -126,7 +126,7 @@ def test_a_kernel_in_flight_is_not_unloaded() -> None:
     assert unloaded(bench) == before
 
 
-def test_a_kernel_whose_launch_nobody_waits_for_is_not_unloaded_either() -> None:
+def test_a_kernel_whose_launch_has_no_waiter_is_not_unloaded() -> None:
     bench = Bench()
     bench.launch(floats(8), kernel=bench.device.load(cubin(b"flying"), "scale"))
     gc.collect()

@@ -39,7 +39,7 @@ async def compare(
 
 
 class TestLogits:
-    async def test_one_text(self):
+    async def test_the_logits_of_one_text_are_numpys(self):
         stats = await compare([list(b"The quick brown fox")], Settings(blocks=16))
         assert (stats.steps, stats.rows, stats.tokens) == (6, 24, 6)
 
@@ -52,10 +52,10 @@ class TestLogits:
         assert stats.rows == sum(map(len, given)) + stats.tokens - 5
         assert stats.steps < stats.tokens
 
-    async def test_other_sizes(self):
+    async def test_the_logits_of_other_sizes_are_numpys(self):
         await compare(prompts(3), Settings(blocks=64, dtype="bfloat16"), heads=6, kv_heads=1, head_dim=64, layers=3)
 
-    async def test_the_kernels_on_the_emulated_device(self):
+    async def test_the_logits_of_the_emulated_kernels_are_numpys(self):
         await compare(prompts(2, 20), Settings(blocks=16, page_size=8, rows=12), "emulated", new_tokens=2)
 
     async def test_an_fp8_cache_stays_near(self):

@@ -36,7 +36,7 @@ class TestConfig:
         new = load(tmp_path, rope_theta=None, rope_parameters={"rope_theta": 500.0, "rope_type": "default"})
         assert old.inv_freq == new.inv_freq == tuple(500.0 ** (-i / 4) for i in range(4))
 
-    def test_scaled_rotations(self, tmp_path):
+    def test_scaled_rotations_follow_the_configuration(self, tmp_path):
         halved = load(tmp_path, rope_scaling={"type": "linear", "factor": 2.0})
         assert halved.inv_freq == tuple(f / 2 for f in SMALL.inv_freq)
         llama3 = {

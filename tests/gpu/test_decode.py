@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_the_grid(context: Any, variant: Variant) -> None:
+def test_decoding_agrees_with_the_oracle_over_the_grid(context: Any, variant: Variant) -> None:
     for seed in range(200, 206):
         case = draw(variant, seed)
         check_results(case, *result_of(context, case))

@@ -42,7 +42,7 @@ def check(context: Any, case: ForwardCase, compute: str | None = None) -> None:
 @pytest.mark.parametrize("seqlens", SEQLENS, ids=str)
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_the_grid_of_lengths(context, dtype, mask, seqlens):
+def test_forward_agrees_with_the_oracle_at_every_length(context, dtype, mask, seqlens):
     for seed, (heads, varlen) in enumerate(zip(HEADS, (False, True, False), strict=True)):
         case = random_forward(
             seed,
@@ -59,7 +59,7 @@ def test_the_grid_of_lengths(context, dtype, mask, seqlens):
 
 @pytest.mark.parametrize("head_dim", range(32, 257, 8))
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_every_head_dim(context, dtype, head_dim):
+def test_forward_agrees_with_the_oracle_at_every_head_dim(context, dtype, head_dim):
     for seed, head_dim_v in enumerate((head_dim, 288 - head_dim)):
         case = random_forward(
             seed,
@@ -75,7 +75,7 @@ def test_every_head_dim(context, dtype, head_dim):
 
 @pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
 @pytest.mark.parametrize("option", OPTIONS)
-def test_every_option(context, option, head_dim):
+def test_forward_agrees_with_the_oracle_under_every_option(context, option, head_dim):
     for seed, dtype in enumerate(DTYPES):
         case = random_forward(
             seed,
@@ -91,13 +91,13 @@ def test_every_option(context, option, head_dim):
 
 @pytest.mark.parametrize("compute", COMPUTES)
 @pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
-def test_every_precision_of_float32(context, head_dim, compute):
+def test_forward_agrees_with_the_oracle_in_every_precision_of_float32(context, head_dim, compute):
     case = random_forward(1, dtype="float32", head_dim=head_dim, seqlens=(150, 300), features=(), always=("causal",))
     check(context, case, compute)
 
 
 @pytest.mark.parametrize("seed", range(100, 160))
-def test_random_problems(context, seed):
+def test_forward_agrees_with_the_oracle_on_random_problems(context, seed):
     case = random_forward(seed)
     check(context, case, "tf32" if case.q.dtype == np.float32 else None)
 

@@ -107,7 +107,7 @@ ATTRIBUTES: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", ATTRIBUTES)
-def test_attributes_are_checked(name: str) -> None:
+def test_a_wrong_attribute_is_refused_by_name(name: str) -> None:
     op, attributes, reason = ATTRIBUTES[name]
     graph = raw()
     graph.node(op, (10, 1) if op == "gradient" else (10,), (20,), name="it", **attributes)

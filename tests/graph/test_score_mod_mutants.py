@@ -152,7 +152,7 @@ def seed(mutant: ScoreMutant, patch: pytest.MonkeyPatch) -> list[str]:
     [m if m.name in SAMPLE else pytest.param(m, marks=pytest.mark.sweep) for m in MUTANTS],
     ids=lambda mutant: mutant.name,
 )
-def test_the_bug_is_caught(mutant: ScoreMutant, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_in_a_score_modification_is_caught(mutant: ScoreMutant, monkeypatch: pytest.MonkeyPatch) -> None:
     found = seed(mutant, monkeypatch)
     caught = False
     try:

@@ -81,7 +81,7 @@ SAMPLE = ("document mask", "tanh gating")
 
 
 @pytest.mark.parametrize("name", [n if n in SAMPLE else pytest.param(n, marks=pytest.mark.sweep) for n in NAMES])
-def test_the_kernels_compute_them(emulated: ga.GpuContext, name: str) -> None:
+def test_kernels_compute_every_score_modification(emulated: ga.GpuContext, name: str) -> None:
     """float16 on tensor cores."""
     case = case_of(name)
     graph = forward_graph(case)
@@ -98,7 +98,7 @@ def test_the_kernels_compute_them_whatever_the_inputs(emulated: ga.GpuContext, n
 
 
 @pytest.mark.parametrize("name", [n if n == "tanh gating" else pytest.param(n, marks=pytest.mark.sweep) for n in NAMES])
-def test_the_kernels_differentiate_them(emulated: ga.GpuContext, name: str) -> None:
+def test_kernels_differentiate_every_score_modification(emulated: ga.GpuContext, name: str) -> None:
     case = case_of(name)
     arrays = backward_arrays(case)
     graph = backward_graph(case)

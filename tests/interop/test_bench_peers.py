@@ -39,7 +39,7 @@ def operands(case: Case) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", FORWARD, ids=lambda case: case.name)
-def test_its_answer_is_ours(prepare: Any, case: Case) -> None:
+def test_a_peer_gives_the_answer_of_our_kernels(prepare: Any, case: Case) -> None:
     sets = [operands(case) for _ in range(2)]
     prepared = prepare(case, sets, 0)
     assert len(prepared.calls) == 2
@@ -49,7 +49,7 @@ def test_its_answer_is_ours(prepare: Any, case: Case) -> None:
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_its_gradients_are_ours(prepare: Any, kv_heads: int) -> None:
+def test_a_peer_gives_the_gradients_of_our_kernels(prepare: Any, kv_heads: int) -> None:
     case = Case(
         kind="backward",
         batch=2,

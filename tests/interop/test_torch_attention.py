@@ -264,7 +264,7 @@ def test_a_compiled_function_refuses_what_its_operator_would_lose(ctx: ga.GpuCon
     assert refused.value.field == name
 
 
-def test_a_module_learns(ctx: ga.GpuContext) -> None:
+def test_a_module_of_torch_learns_through_the_service(ctx: ga.GpuContext) -> None:
     """Each row is to find the one key that is like it."""
     torch.manual_seed(0)
     project = torch.nn.Linear(8, 8)
@@ -383,7 +383,7 @@ def test_a_worker_thread_of_the_services_own_loop_may_train(ctx: ga.GpuContext) 
         assert torch.equal(mine, wanted)
 
 
-def test_many_threads_at_once(ctx: ga.GpuContext) -> None:
+def test_many_threads_get_their_own_answers_and_gradients(ctx: ga.GpuContext) -> None:
     barrier = threading.Barrier(8)
 
     def work(seed: int) -> bool:

@@ -218,14 +218,14 @@ class TestPackedRows:
         return torch.cat([model(ids[:, :5]).logits, model(ids[:, 5:]).logits], 1)
 
     @pytest.mark.parametrize("name", ["llama", "mistral"])
-    def test_told_by_their_positions(self, ctx, name):
+    def test_texts_packed_in_a_row_are_told_apart_by_their_positions(self, ctx, name):
         model, ids = model_of(MODELS[name]()), tokens(1, 9)
         got, _ = both(ctx, model, lambda model: model(ids, position_ids=self.POSITIONS, use_cache=False).logits)
         _, wanted = both(ctx, model, lambda model: self.apart(model, ids))
         same(got, wanted)
 
     @pytest.mark.parametrize("name", ["llama", "mistral"])
-    def test_told_by_cu_seq_lens(self, ctx, name):
+    def test_texts_packed_in_a_row_are_told_apart_by_cu_seq_lens(self, ctx, name):
         model, ids = model_of(MODELS[name]()), tokens(1, 9)
         ends = torch.tensor([0, 5, 9])
         how = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 5, "max_length_k": 5}

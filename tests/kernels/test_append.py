@@ -107,13 +107,13 @@ def random_case(seed: int) -> AppendCase:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_random_appends(seed):
+def test_random_appends_agree_with_the_oracle(seed):
     check(random_case(seed), schedule=SCHEDULES[seed % 4], seed=seed)
 
 
 @pytest.mark.sweep
 @pytest.mark.timeout(3600)
-def test_three_hundred_random_appends():
+def test_three_hundred_random_appends_agree_with_the_oracle():
     for seed in range(100, 400):
         check(random_case(seed), schedule=SCHEDULES[seed % 4], seed=seed)
 
@@ -133,7 +133,7 @@ class TestPlaces:
         for name, got, want in zip(("k_cache", "v_cache"), caches, wanted, strict=True):
             same_bits(name, got, want, self.CASE)
 
-    def test_all_three_arrive(self):
+    def test_new_rows_of_every_sequence_arrive(self):
         self.unchanged_but(Operands(self.CASE), (0, 1, 2))
 
     def test_a_sequence_of_length_0_is_padding(self):

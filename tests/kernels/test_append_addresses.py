@@ -95,7 +95,7 @@ class TestFar:
     """Two halves of a tensor lie more than 2^32 elements apart; what lies between is not accessible."""
 
     @pytest.mark.parametrize("axis", ["block", "row", "head"])
-    def test_caches(self, axis):
+    def test_strides_of_caches_past_32_bits_are_followed(self, axis):
         case = AppendCase(new=(2, 2), before=(0, 0), layout="dense", capacity=2, head_dim=16)
         operands = Operands(case)
         where = {"block": 0, "row": 1, "head": 2}[axis]
@@ -110,7 +110,7 @@ class TestFar:
             same_bits(f"cache {index}", got, wanted, case)
 
     @pytest.mark.parametrize("axis", [0, 1])
-    def test_new_rows(self, axis):
+    def test_strides_of_new_rows_past_32_bits_are_followed(self, axis):
         case = AppendCase(new=(2,), before=(0,), head_dim=16)
         operands = Operands(case)
         buffers, memory = placed({**operands.arrays})
@@ -193,7 +193,7 @@ class TestPageCopies:
         for name, got, want in zip("kv", copied, wanted, strict=True):
             same_bits(name, got, want, AppendCase(new=(), before=()))
 
-    def test_pages_larger_than_a_part(self):
+    def test_pages_larger_than_a_part_are_copied_whole(self):
         k = pool((3, 64, 4, 100), "float16", 0)
         copied, _ = run_copy(k, k, [(2, 0)])
         wanted = k.copy()

@@ -120,7 +120,7 @@ class TestSupport:
             key(**changes)
         assert caught.value.field == field
 
-    def test_architectures(self):
+    def test_an_architecture_without_the_kernel_is_refused(self):
         for arch, error in (("sm_75", Unsupported), ("sm_90", Unsupported), ("gpu", InvalidRequest)):
             with pytest.raises(error, match="arch"):
                 append_key(PROBLEM, arch)

@@ -85,7 +85,7 @@ class TestSameBits:
         for seed, (delivery, schedule) in enumerate(LAUNCHES):
             same(run(case, delivery=delivery, schedule=schedule, seed=seed), first)
 
-    def test_whoever_splits_the_work(self):
+    def test_work_split_by_host_or_by_kernel_gives_the_same_bits(self):
         for case in (plain(), plain(num_splits=4), plain((0, 0)), plain((2000,), rows=4)):
             same(run(case, planned=True), run(case, planned=False))
 
@@ -127,7 +127,7 @@ class TestEdges:
                     assert (out[index] == 0).all()
                     assert np.isneginf(lse[index]).all()
 
-    def test_fewer_keys_than_rows(self):
+    def test_rows_before_the_first_key_see_nothing(self):
         """The last row lies on the last key, so the first ones see nothing."""
         case = plain((3, 1, 0, 7), rows=7)
         out, lse = run(case)
@@ -142,7 +142,7 @@ class TestEdges:
         check_results(case, out, lse)
         np.testing.assert_allclose(lse[0, :, 0], sinks, rtol=1e-6)
 
-    def test_strictly_rising_scores(self):
+    def test_strictly_rising_scores_correct_old_sums(self):
         """Every tile brings a new maximum, of which old sums must be corrected; splits have different ones."""
         case = plain((1000, 2000, 130), rows=2)
         ramps = [np.linspace(0, 24, length)[:, None, None] for length in case.batch.lengths]

@@ -246,7 +246,7 @@ class TestStandardVariants:
         assert {key.head_dim for key in keys} == {64, 128, 256}
 
     @pytest.mark.parametrize("arch", ARCHS)
-    def test_each_can_be_launched(self, arch):
+    def test_no_variant_wants_more_shared_memory_than_its_gpu_has(self, arch):
         limit = shared_mem_limit(int("".join(filter(str.isdigit, arch))))
         for key in standard_variants(arch):
             shared = int(kernel_source(key).macros["SHARED_BYTES"])

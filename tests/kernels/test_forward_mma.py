@@ -84,7 +84,7 @@ def random_cases(seeds: range) -> Iterator[tuple[ForwardCase, str | None]]:
 
 
 @pytest.mark.parametrize("seed", [3, 8])
-def test_random_problems(seed):
+def test_random_problems_agree_with_the_oracle(seed):
     case, compute = next(random_cases(range(seed, seed + 1)))
     check_case(poison_unseen(case), compute=compute, kernel=KERNEL, arch="sm_80")
 
@@ -92,7 +92,7 @@ def test_random_problems(seed):
 @pytest.mark.sweep
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", range(100, 200))
-def test_more_random_problems(seed):
+def test_more_random_problems_agree_with_the_oracle(seed):
     case, compute = next(random_cases(range(seed, seed + 1)))
     check_case(poison_unseen(case), compute=compute, kernel=KERNEL, arch=("sm_80", "sm_86", "sm_90a")[seed % 3])
 

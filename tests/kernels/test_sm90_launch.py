@@ -77,7 +77,7 @@ class TestOperands:
     SHAPE = (2, 200, 4, 64)
     STRIDES = (51200, 256, 64, 1)
 
-    def test_contiguous_operands_suit(self):
+    def test_contiguous_operands_suit_tensor_maps(self):
         assert tma_refusal("q", self.SHAPE, self.STRIDES, 4096) is None
 
     @pytest.mark.parametrize(

@@ -181,7 +181,7 @@ class TestFlashAttentionConfig:
         with pytest.raises(Unsupported, match="at least one"):
             FlashAttentionConfig.auto(0, 1, 1, False, 80)
 
-    def test_it_is_frozen(self):
+    def test_a_tile_is_frozen(self):
         with pytest.raises(dataclasses.FrozenInstanceError):
             FlashAttentionConfig.auto(64, 1, 1, False, 80).block_m = 1
 

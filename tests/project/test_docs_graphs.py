@@ -18,11 +18,13 @@ def names() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))
-def test_the_example_runs(number: int, names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_example_of_the_graphs_page_runs(
+    number: int, names: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     run_example(EXAMPLES[number], names, f"{PAGE.name}, example {number + 1}")
     if number == 1:
         assert "struct ScoreMod" in capsys.readouterr().out
 
 
-def test_there_are_examples() -> None:
+def test_the_graphs_page_has_all_its_examples() -> None:
     assert len(EXAMPLES) >= 6

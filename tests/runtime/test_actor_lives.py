@@ -168,7 +168,7 @@ def test_a_watcher_of_the_dead_hears_at_once() -> None:
 
 @pytest.mark.usefixtures("patient_closing")
 @pytest.mark.parametrize("error", [ZeroDivisionError(), SystemExit(3)])
-def test_a_watcher_that_raises_harms_nobody(error: BaseException) -> None:
+def test_a_watcher_that_raises_stops_no_actor_and_no_other_watcher(error: BaseException) -> None:
     heard: list[ga.Terminated] = []
 
     def fail(terminated: ga.Terminated) -> None:
@@ -206,7 +206,7 @@ def test_an_actor_that_fails_while_the_context_closes_does_not_hold_it_up() -> N
 # Stopping without being asked by the context
 
 
-def test_an_actor_that_stops_itself_answers_everybody_and_is_not_replaced() -> None:
+def test_an_actor_that_stops_itself_answers_its_requests_and_is_not_replaced() -> None:
     def stop(actor: ga.ServiceActor, call: ga.Call[Any]) -> None:
         call.resolve("bye", actor.outbox)
         actor.stop()

@@ -244,7 +244,7 @@ def test_waiters_on_loops_and_threads_all_hear_of_the_loss() -> None:
     assert heard == ["ContextLost"] * 201
 
 
-def test_whoever_meets_the_loss_while_it_is_being_told_hears_of_the_same_generation() -> None:
+def test_a_thread_that_meets_a_loss_being_reported_hears_of_the_same_generation() -> None:
     params = ga.AttentionParams(1, 1, 1, 1, 1, 8)
     met: list[ga.Reply[Any]] = []
 

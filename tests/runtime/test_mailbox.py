@@ -189,7 +189,7 @@ def test_a_priority_that_is_no_int_is_refused(priority: Any) -> None:
 # The account
 
 
-def test_the_account_adds_up() -> None:
+def test_stats_account_for_every_request() -> None:
     with scripted(max_in_flight=1, mailbox_capacity=3) as (ctx, actor):
         gate = occupied(actor)
         cancelled = actor.submit(answer(None))
@@ -209,7 +209,7 @@ def test_the_account_adds_up() -> None:
     assert stats.submitted == stats.completed + stats.failed + stats.cancelled
 
 
-def test_a_waiter_finds_itself_in_the_account() -> None:
+def test_a_waiter_finds_its_request_in_the_stats() -> None:
     with scripted() as (ctx, actor):
         for number in range(200):
             actor.submit(answer(None)).result(30.0)

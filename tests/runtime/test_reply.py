@@ -50,7 +50,7 @@ def test_result_waits_as_long_as_it_takes(timeout: float | None) -> None:
 
 
 @pytest.mark.parametrize("timeout", [float("nan"), "1"])
-def test_a_wait_that_cannot_begin_leaves_nobody_waiting(timeout: Any) -> None:
+def test_a_wait_with_a_bad_timeout_leaves_no_waiter(timeout: Any) -> None:
     with scripted(max_in_flight=1) as (_, actor):
         gate = Gate()
         actor.submit(launches(gate))
@@ -284,7 +284,7 @@ async def test_a_waiter_cancelled_in_the_moment_of_the_answer_leaves_the_answer(
 # Not waiting
 
 
-def test_a_reply_that_nobody_awaits_is_still_answered() -> None:
+def test_a_reply_without_waiters_is_still_answered() -> None:
     ran = threading.Event()
     with scripted() as (ctx, actor):
         actor.submit(launches(ran.set))

@@ -144,7 +144,7 @@ def test_a_callback_of_a_plain_thread_is_called_where_the_request_is_answered() 
     assert seen == ["scripted-completion", "MainThread"]
 
 
-def test_a_callback_that_raises_keeps_nobody_from_being_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_callback_that_raises_keeps_no_other_from_running(caplog: pytest.LogCaptureFixture) -> None:
     gate = Gate()
     seen: list[Any] = []
     with scripted() as (_, actor):

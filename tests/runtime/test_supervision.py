@@ -108,7 +108,7 @@ def test_flash_attn_itself_is_replaced_when_it_raises(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
-def test_no_exception_whatever_reaches_another_actor_or_context(error: BaseException) -> None:
+def test_no_exception_reaches_another_actor_or_context(error: BaseException) -> None:
     with supervised() as (_, worker, sibling), ga.open_context("mock") as other:
         crash(worker, error)
         alive(worker)

@@ -54,7 +54,7 @@ def start(request: pytest.FixtureRequest) -> Any:
     return lambda waiting: task(wait_for(waiting), loop=asyncio.get_running_loop())
 
 
-async def test_it_is_future_like() -> None:
+async def test_asyncio_takes_a_waiter_for_a_future() -> None:
     assert asyncio.isfuture(Waiter(asyncio.get_running_loop()))
 
 

@@ -116,7 +116,7 @@ DEFECTS: dict[str, tuple[str, ...]] = {
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("defect", DEFECTS)
-def test_a_defect_is_refused(defect: str, dtype: str) -> None:
+def test_gradients_with_a_defect_are_refused(defect: str, dtype: str) -> None:
     always = DEFECTS[defect]
     choices: dict[str, Any] = {"kind": "gaussian", "varlen": False, "heads": (6, 2), "head_dim": 64}
     for seed in range(3):

@@ -117,7 +117,7 @@ def test_the_loss_of_the_context_is_traced_with_its_generation() -> None:
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError(), SystemExit(3), KeyboardInterrupt()])
-def test_a_listener_that_raises_harms_no_request(error: BaseException, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_listener_that_raises_fails_no_request(error: BaseException, caplog: pytest.LogCaptureFixture) -> None:
     here = threading.current_thread()
 
     def listen(event: ga.TraceEvent) -> None:
@@ -191,7 +191,7 @@ def test_what_an_operator_must_see_is_logged_above_debug(caplog: pytest.LogCaptu
 # Off
 
 
-def test_nothing_is_built_when_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_event_is_built_without_a_listener(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*arguments: Any, **fields: Any) -> None:
         raise AssertionError(f"built {arguments}")
 

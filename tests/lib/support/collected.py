@@ -1,7 +1,7 @@
-"""Run by test_collected.py in a process of its own: does things while the garbage collector ends tasks that wait.
+"""Uses a context while the garbage collector ends waiting tasks. test_collected_tasks.py runs it in its own process.
 
-A task that is forgotten while it awaits a reply is ended by the collector: on whatever thread makes an object just
-then, in the middle of whatever that does. From there it takes its request back.
+The collector ends a task that awaits a reply and has no reference left. It does so on the thread that makes an object
+at that moment, in the middle of that thread's work, and the task cancels its request from there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The garbage collector may end a waiting task at any moment, on any thread: nothing hangs, and nothing is lost."""
+"""The garbage collector may end a waiting task at any moment, on any thread. Nothing hangs and no request is lost."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Requests are made, cancelled and answered in the middle of what happens under a lock, at every point of it.
+"""A thread that holds a lock of the runtime makes, cancels and answers requests, at every point of what it does.
 
-That is what the garbage collector does when it ends a task that waits, and what a signal handler may do.
+The garbage collector does so when it ends a waiting task, and a signal handler may.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.order import Cell
-from support.striking import Case, each_point
+from support.interrupting import Case, each_point
 
 from gpu_actors.actors.kv_order import Gate
 from gpu_actors.errors import ActorStopped
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(60)  # a lock that cannot be taken twice would 
 
 
 class Waiting:
-    """A mailbox with three calls, and with just as many cancelled ones in its order as it puts up with."""
+    """A mailbox with three calls, and with as many cancelled ones as it keeps before it sweeps them out."""
 
     def __init__(self) -> None:
         self.mailbox = Mailbox("test", 1000, 8)
@@ -78,7 +78,7 @@ class Waiting:
         self.mailbox.stats()
 
     def check(self) -> None:
-        """Whatever has no answer is given out, in order, and the account adds up."""
+        """The mailbox gives out the unanswered calls in order, and its counts agree with them."""
         left = self.pop()
         assert [(-call.priority, call.number) for call in left] == sorted(
             (-call.priority, call.number) for call in left
@@ -113,7 +113,7 @@ STRIKES: dict[str, Callable[[Waiting], Any]] = {
 
 
 @pytest.mark.parametrize("act", ACTS)
-def test_a_mailbox_may_be_used_in_the_middle_of_its_use(act: str) -> None:
+def test_a_mailbox_survives_use_from_within_its_own_methods(act: str) -> None:
     for strike in STRIKES.values():
 
         def make(strike: Callable[[Waiting], Any] = strike) -> Case:
@@ -124,7 +124,7 @@ def test_a_mailbox_may_be_used_in_the_middle_of_its_use(act: str) -> None:
 
 
 @pytest.mark.parametrize("blocked_by", ["a kernel", "a launch"])
-def test_what_a_call_waits_behind_may_go_while_it_is_put_aside(blocked_by: str) -> None:
+def test_a_blocking_call_may_end_while_another_is_put_behind_it(blocked_by: str) -> None:
     def make() -> Case:
         cell = Cell()
         gate = Gate(cell)  # type: ignore[arg-type]

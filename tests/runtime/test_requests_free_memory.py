@@ -1,4 +1,4 @@
-"""What a request keeps alive: its arrays while they are needed, and nothing afterwards, however it ended."""
+"""A request keeps its arrays while it needs them. However it ends, it keeps nothing afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KeyboardInterrupt at every point of what the main thread does for others: nobody is forgotten for it."""
+"""KeyboardInterrupt at every point of the main thread's work for other threads loses no answer and no wake-up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.order import Cell
 from support.service import eventually
-from support.striking import Case, each_point
+from support.interrupting import Case, each_point
 
 from gpu_actors.actors.kv_order import Gate
 from gpu_actors.clock import SystemClock
@@ -40,7 +40,7 @@ def interrupted(act: Callable[[], Any], check: Callable[[], Any]) -> Case:
 
 
 class Loop:
-    """Runs what it was asked to call, once it is told to."""
+    """An event loop whose callbacks run when the test says so."""
 
     def __init__(self) -> None:
         self.asked: deque[Callable[[], Any]] = deque()
@@ -56,7 +56,7 @@ class Loop:
 
 
 class Sleeper:
-    """In the place of a mailbox's wake pipe."""
+    """Stands in for a mailbox's wake pipe."""
 
     def __init__(self) -> None:
         self.woken = 0
@@ -66,7 +66,7 @@ class Sleeper:
 
 
 class Awaited:
-    """Two calls. One has tasks on two loops, threads and callbacks that wait for it."""
+    """Two calls; tasks on two loops, threads and callbacks wait for the first."""
 
     def __init__(self) -> None:
         self.mailbox = Mailbox("test", 1000, 8)
@@ -95,7 +95,7 @@ class Awaited:
         self.mailbox.when_idle(lambda: self.called.add("idle too"))
 
     def told(self, *calls: Call[Any]) -> None:
-        """Whoever waits for these has been told."""
+        """Each waiter of these calls has been told."""
         for loop in self.loops:
             loop.run()
         assert not self.mailbox.lock._is_owned()  # type: ignore[attr-defined]
@@ -109,7 +109,7 @@ class Awaited:
 
 
 @pytest.mark.parametrize("how", ["with an outbox", "alone", "cancelled"])
-def test_an_answer_reaches_everybody_who_waits_for_it(how: str) -> None:
+def test_an_interrupted_answer_reaches_every_waiter(how: str) -> None:
     def make() -> Case:
         awaited = Awaited()
         call = awaited.calls[0]
@@ -134,7 +134,7 @@ def test_an_answer_reaches_everybody_who_waits_for_it(how: str) -> None:
     assert each_point(FILES, make) > 20
 
 
-def test_the_last_answer_reaches_who_waits_for_idleness() -> None:
+def test_an_interrupted_last_answer_ends_a_drain() -> None:
     def make() -> Case:
         awaited = Awaited()
         for call in awaited.calls[1:]:
@@ -151,7 +151,7 @@ def test_the_last_answer_reaches_who_waits_for_idleness() -> None:
     assert each_point(FILES, make) > 20
 
 
-def test_closing_answers_all_of_them() -> None:
+def test_an_interrupted_closing_answers_every_call() -> None:
     def make() -> Case:
         awaited = Awaited()
 
@@ -170,7 +170,7 @@ def test_closing_answers_all_of_them() -> None:
 
 
 @pytest.mark.parametrize("how", ["put", "give back", "nudge"])
-def test_a_sleeping_actor_is_woken_by_the_next_one_at_the_latest(how: str) -> None:
+def test_an_actor_that_missed_a_wake_up_is_woken_by_the_next_call(how: str) -> None:
     def make() -> Case:
         awaited = Awaited()
         mailbox, pipe = awaited.mailbox, awaited.pipe
@@ -193,7 +193,7 @@ def test_a_sleeping_actor_is_woken_by_the_next_one_at_the_latest(how: str) -> No
     assert each_point(FILES, make) > 3
 
 
-def test_the_order_of_those_that_wait_outlives_a_sweep() -> None:
+def test_an_interrupted_sweep_keeps_the_order_of_calls() -> None:
     def make() -> Case:
         mailbox = Mailbox("test", 1000, 8)
         calls: list[Call[Any]] = [Call(number, mailbox) for number in range(70)]
@@ -211,7 +211,7 @@ def test_the_order_of_those_that_wait_outlives_a_sweep() -> None:
     assert each_point(("runtime/mailbox.py",), make) > 3
 
 
-def test_a_loop_that_is_run_again_wakes_the_others() -> None:
+def test_a_loop_that_runs_again_after_an_interruption_wakes_every_task() -> None:
     def make() -> Case:
         loop = Loop()
         stepped: list[Waiter] = []
@@ -231,7 +231,7 @@ def test_a_loop_that_is_run_again_wakes_the_others() -> None:
     assert each_point(FILES, make) > 5
 
 
-def test_what_waits_behind_a_call_that_is_cancelled_comes_again() -> None:
+def test_calls_behind_a_cancelled_call_are_handled_after_an_interruption() -> None:
     def make() -> Case:
         cell = Cell()
         gate = Gate(cell)  # type: ignore[arg-type]
@@ -251,7 +251,7 @@ def test_what_waits_behind_a_call_that_is_cancelled_comes_again() -> None:
 
 
 class Sleeping(SystemClock):
-    """Tells when the timers' thread sleeps without a time to wake up at."""
+    """A clock that tells when the timers' thread sleeps without a limit."""
 
     def __init__(self) -> None:
         self.asleep = threading.Event()
@@ -262,7 +262,7 @@ class Sleeping(SystemClock):
         super().wait(condition, until)
 
 
-def test_a_timer_set_later_rings_all_the_same() -> None:
+def test_a_timer_set_after_an_interrupted_one_still_fires() -> None:
     def make() -> Case:
         clock = Sleeping()
         timers = Timers(clock)

@@ -1,4 +1,4 @@
-"""Requests that have been posed before: recognised on the caller's thread, and nothing else is taken for one."""
+"""The caller's thread recognises a request that was made before, and takes no other request for it."""
 
 from __future__ import annotations
 

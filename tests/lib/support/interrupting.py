@@ -1,8 +1,7 @@
-"""Does something at each of the points at which the interpreter may do as much of its own accord.
+"""Runs a function at each point of another one at which the interpreter may run one of its own.
 
 The garbage collector, and on the main thread a signal handler, run between two instructions: after a call, at the
-beginning of a function and of another turn of a loop, and where something is made. What they find half done they may
-change.
+start of a function or of a turn of a loop, and where an object is made. They may change what they find half done.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _BEFORE = ("CALL", "RESUME", "JUMP_BACKWARD", "BUILD_")
 
 
 class Case(NamedTuple):
-    """``strike`` is called once in the middle of ``act``; then ``check`` looks whether all is as it should be."""
+    """``strike`` is called once in the middle of ``act``; then ``check`` asserts what must hold."""
 
     act: Callable[[], Any]
     strike: Callable[[], Any]
