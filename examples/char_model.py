@@ -1,6 +1,6 @@
 """A tiny character transformer in NumPy: its loss, its gradients written out by hand, and AdamW.
 
-Embedding, blocks of RMSNorm, grouped-query attention and a squared-ReLU MLP. What attention is, is up to the caller.
+Embedding, blocks of RMSNorm, grouped-query attention and a squared-ReLU MLP. The caller provides attention.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Attention(Protocol):
 
 @dataclass(slots=True)
 class Block:
-    """What backward needs of one block's forward. norms: see `normalise`."""
+    """The values of one block's forward that backward reads. norms: see `normalise`."""
 
     x: Array
     h: Array

@@ -5,7 +5,7 @@
     python examples/generate.py --model DIR --prompt "Once upon"   weights in Hugging Face's layout
 
 The model is NumPy; keys and values lie in a paged cache of the service. Requests arrive one after another, share every
-step while they last, and end at different times. --check compares every token's logits with a forward pass in NumPy
+step while they run, and end at different times. --check compares every token's logits with a forward pass in NumPy
 alone. With --json every line of output is an object with "event": "token", "end" or "summary".
 """
 
@@ -70,7 +70,7 @@ class Demand:
 
 @dataclass(slots=True)
 class Story:
-    """What has become of a request. drift: the largest difference of its logits to the plain ones, or None."""
+    """The outcome of a request. drift: the largest difference of its logits to the plain ones, or None."""
 
     demand: Demand
     tokens: list[int] = field(default_factory=list)
@@ -82,7 +82,7 @@ class Story:
 
 
 class Screen:
-    """Shows texts as they grow: one a line where the output is a terminal, else each when it has ended."""
+    """Shows texts as they grow, one a line on a terminal; elsewhere each text when it has ended."""
 
     def __init__(self, write: Callable[[str], object], live: Live | None) -> None:
         self._write = write
@@ -227,7 +227,7 @@ def demands_of(arguments: argparse.Namespace) -> list[Demand]:
     made = []
     delay = 0.0
     for number in range(arguments.requests or len(arguments.prompt or "1")):
-        # Alone a request gets the length asked for; among others they end at different times.
+        # A single request gets the given length; several end at different times.
         tokens = longest if not arguments.requests else int(rng.integers(-(-longest // 2), longest + 1))
         made.append(Demand(number, prompts[number % len(prompts)], tokens, delay))
         delay += float(rng.exponential(arguments.gap_ms / 1000))
@@ -298,7 +298,7 @@ def main(given: list[str] | None = None) -> int:
 
 
 def leaves(group: BaseExceptionGroup[Any]) -> list[BaseException]:
-    """The exceptions of a group, of the groups in it, too."""
+    """The exceptions of a group and of the groups in it."""
     found: list[BaseException] = []
     for error in group.exceptions:
         found += leaves(error) if isinstance(error, BaseExceptionGroup) else [error]

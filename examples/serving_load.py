@@ -1,11 +1,11 @@
-"""How many answers a second the inference server gives, few or many clients at once.
+"""How many answers a second the inference server gives, with few clients and with many.
 
     python examples/serving_load.py --device mock --connections 16 256 1024 --seconds 20
 
-Starts `inference_server.py` on loopback, and for each number of connections as many clients, each of which sends its
-next request as soon as the last one is answered, a refusal too (--patient: once Retry-After has passed). Another
+Starts `inference_server.py` on loopback, and that many clients for each number of connections. A client sends its next
+request as soon as the last one is answered, also with a refusal (--patient: once Retry-After has passed). Another
 process asks /livez on the probe port four times a second meanwhile. Clients, server and encoder share this machine's
-CPUs, so the figures compare loads of one run with each other; they say nothing of another machine, and nothing of a
+CPUs, so the figures compare loads of one run with each other; they do not hold for another machine, nor for a
 GPU. Loads take turns, --rounds times, because machines drift. Prints a row for each, or everything with --json.
 """
 
@@ -114,7 +114,7 @@ async def measure(port: int, connections: int, seconds: float, texts: int, patie
     start = time.monotonic()
     asking = [client(port, head.encode() + body, load, start + seconds, patient) for _ in range(connections)]
     tasks = [asyncio.ensure_future(one) for one in asking]
-    # Those whose answer is still to come hang up, which stops their work.
+    # Clients without an answer hang up, which stops their work.
     _, late = await asyncio.wait(tasks, timeout=seconds)
     load.seconds = time.monotonic() - start
     for task in late:

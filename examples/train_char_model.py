@@ -5,7 +5,7 @@
     python examples/train_char_model.py --device cuda --steps 2000
 
 The model and its optimiser are NumPy (`char_model.py`). Attention, grouped-query with ALiBi in bfloat16, is a request,
-forward and backward. It ends with a loss curve (a PNG, where matplotlib is installed) and a text that the model
+forward and backward. The run ends with a loss curve (a PNG, if matplotlib is installed) and a text that the model
 continues from a paged cache, a character at a time.
 """
 
@@ -62,7 +62,7 @@ class Corpus:
         return "".join(self.alphabet[token] for token in tokens)
 
     def batch(self, rng: np.random.Generator, size: int, length: int) -> Tokens:
-        """size pieces of length + 1 characters: inputs and, one further on, what is to be predicted."""
+        """size pieces of length + 1 characters: the inputs and, one further on, the targets."""
         starts = rng.integers(len(self.tokens) - length, size=size)
         pieces: Tokens = self.tokens[starts[:, None] + np.arange(length + 1)]
         return pieces
@@ -74,7 +74,7 @@ class ServiceAttention:
     def __init__(self, context: ga.GpuContext, heads: int, dtype: Any = None) -> None:
         self._flash_attn = context.flash_attn
         self.dtype = dtype
-        # Steeper than ALiBi's own: the characters just before tell most about the next one.
+        # Steeper than ALiBi's own: the characters just before the next one say most about it.
         self.slopes = (2.0 ** (1.0 - np.arange(heads))).astype(np.float32)
         self._options: dict[str, Any] = {"causal": True, "alibi_slopes": self.slopes}
 
@@ -105,7 +105,7 @@ async def train(model: Model, corpus: Corpus, attention: Attention) -> AsyncIter
 
 
 class Memory:
-    """What the model has read of one text: its keys and values, a paged cache a layer."""
+    """The keys and values of the text that the model has read, a paged cache a layer."""
 
     def __init__(self, caches: Sequence[tuple[ga.KvCache, ga.KvSequence]], attention: ServiceAttention) -> None:
         self._caches = caches
@@ -136,7 +136,7 @@ class Memory:
 
 
 async def read(model: Model, memory: Memory, attention: ServiceAttention, tokens: Tokens) -> Array:
-    """The logits of what follows each of these characters, which follow those in memory."""
+    """The logits after each of these characters, which follow the text in memory."""
     x = model.weights["embedding"][tokens][None]
     for layer in range(model.settings.layers):
         _, q, k, v = model.project(layer, x)
@@ -148,7 +148,7 @@ async def read(model: Model, memory: Memory, attention: ServiceAttention, tokens
 async def continue_text(
     model: Model, corpus: Corpus, context: ga.GpuContext, attention: ServiceAttention, prompt: str, length: int
 ) -> AsyncIterator[str]:
-    """Draw ``length`` characters after the prompt. Each is read once: what came before it is in the cache."""
+    """Draw ``length`` characters after the prompt. Each is read once: the text before it is in the cache."""
     rng, new = np.random.default_rng(model.settings.seed), corpus.encode(prompt)
     async with Memory.open(context, model.settings, attention, len(new) + length) as memory:
         for _ in range(length):

@@ -1,8 +1,8 @@
-"""A Llama decoder in NumPy whose attention runs through gpu_actors, batched over requests as they come and go.
+"""A Llama decoder in NumPy whose attention runs through gpu_actors, with continuous batching.
 
-config: the sizes of a model. weights: from a seed, or from a folder in Hugging Face's layout. model: what stands
-between one attention and the next. plain: the same model without the service, to compare with. tokenizer: text to
-tokens and back. batch: who takes part in a step. engine: the steps.
+config: the sizes of a model. weights: from a seed, or from a folder in Hugging Face's layout. model: the layers without
+their attention. plain: the same model without the service, to compare with. tokenizer: text to tokens and back. batch:
+the texts of a step. engine: the steps.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Batch: which rows of which texts the next step computes.
 
-Texts come and go between steps. Each one that runs brings its last token, and new ones as much of their prompt as the
-step has room for, so that a long prompt does not delay the others:
+Texts come and go between steps. A text that generates brings its last token. A new text brings as much of its prompt as
+the step has room for, so a long prompt does not delay the others:
 
     step 1   a a a a a a . .      a's prompt
     step 2   a b b b b b b b      a's next token, the beginning of b's prompt
@@ -23,7 +23,7 @@ __all__ = ["Batcher", "Rows", "Text"]
 
 @dataclass(slots=True, eq=False)
 class Text:
-    """One text on its way. tokens: the prompt and what was generated. computed: how many of them have been.
+    """One text on its way. tokens: the prompt and the generated ones. computed: how many of them are computed.
 
     pages: set aside for it until it ends. sequences: in the cache, one a layer; empty until it runs.
     """
@@ -59,7 +59,7 @@ class Rows(NamedTuple):
 class Batcher:
     """Texts that run and texts that wait. rows: at most in a step. pages: that may be set aside for all that run.
 
-    A text is let in when pages for its whole length are free, so that none ever has to be put back.
+    A text is let in when pages for its whole length are free, so no text is ever put back.
     """
 
     def __init__(self, rows: int, pages: int) -> None:
@@ -87,7 +87,7 @@ class Batcher:
         return admitted
 
     def take_cancelled(self) -> list[Text]:
-        """The texts that are wanted no more. They wait and run no longer."""
+        """Remove the cancelled texts, and give them."""
         cancelled = [text for text in (*self._running, *self._waiting) if text.cancelled]
         self.remove(cancelled)
         return cancelled
@@ -105,7 +105,7 @@ class Batcher:
         """The next step's rows, or None where nothing runs."""
         if not self._running:
             return None
-        # One row each first, so that texts which are up to date go on in every step.
+        # One row each first, so that every text that generates goes on in every step.
         room = self._rows - len(self._running)
         tokens: list[int] = []
         counts: list[int] = []

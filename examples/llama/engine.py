@@ -1,4 +1,4 @@
-"""Engine: generates many texts at once. They share every step, whenever they came and however long they are.
+"""Engine: generates many texts at once. They share every step, whatever their arrival and length.
 
     submit() -> waiting -> running -> step: embed, for each layer [NumPy in a thread, attend in the service], sample
                               ^_______________________________________________________________________|
@@ -161,7 +161,7 @@ class Engine:
     def submit(self, prompt: list[int], *, max_new_tokens: int, temperature: float = 0.0, seed: int = 0) -> Generation:
         """Begin a text. prompt: its tokens, at least one. temperature: 0 takes the likeliest token every time.
 
-        Raises `InvalidRequest` for what can never be generated.
+        Raises `InvalidRequest` for a text that can never be generated.
         """
         config, settings = self._model.config, self._settings
         if not prompt or not all(0 <= token < config.vocab for token in prompt):
@@ -207,7 +207,7 @@ class Engine:
             await self._end([text], "error", error)
 
     async def _step(self, rows: Rows) -> None:
-        """Compute the rows, and give those texts their next token that are up to date."""
+        """Compute the rows, and give a next token to each text whose prompt is computed."""
         model, in_thread = self._model, anyio.to_thread.run_sync
         x, heads = await in_thread(self._first, rows)
         layer = 0

@@ -1,4 +1,4 @@
-"""Llama: everything of a decoder but its attention, on rows of many sequences at once.
+"""Llama: a decoder without its attention, on rows of many sequences at once.
 
     tokens -> embed -> [ before_attention -> q, k, v ->  (attention)  -> after_attention ] x layers -> logits
 
@@ -42,7 +42,7 @@ class Llama:
         return np.asarray(self.weights.embedding[tokens])
 
     def before_attention(self, layer: int, x: Matrix) -> Heads:
-        """What a layer's attention is to be given for the rows x (rows, hidden)."""
+        """The inputs of a layer's attention for the rows x (rows, hidden)."""
         config, weights = self.config, self.weights.layers[layer]
         normed = rms_norm(x, weights.attention_norm, config.norm_eps)
         rows, dim = len(x), config.head_dim
@@ -53,7 +53,7 @@ class Llama:
         )
 
     def after_attention(self, layer: int, x: Matrix, attended: Matrix) -> Matrix:
-        """The layer's output. attended: (rows, heads, head_dim), what its attention gave."""
+        """The layer's output. attended: (rows, heads, head_dim), the output of its attention."""
         weights = self.weights.layers[layer]
         x = x + attended.reshape(len(x), -1) @ weights.o
         normed = rms_norm(x, weights.mlp_norm, self.config.norm_eps)

@@ -17,7 +17,7 @@ __all__ = ["plain_logits"]
 def plain_logits(model: Llama, tokens: NDArray[np.integer], dtype: DTypeLike = np.float32) -> Matrix:
     """(rows, vocab): the logits after each token of one sequence, all rows at once.
 
-    dtype: what attention's operands and output are rounded to, as where they lie in a cache of that dtype.
+    dtype: attention's operands and output are rounded to it, as in a cache of that dtype.
     """
     config = model.config
     angles = np.arange(len(tokens))[:, None] * np.array(config.inv_freq)

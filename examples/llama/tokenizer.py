@@ -14,7 +14,7 @@ __all__ = ["ByteTokenizer", "Tokenizer", "load_tokenizer"]
 
 
 class Tokenizer(Protocol):
-    """What the engine's callers need of one."""
+    """The methods that the engine's callers use."""
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, without any that begins or ends it."""
@@ -24,13 +24,13 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """A token a byte of UTF-8. 256 begins a text, 257 ends it; both are spelt as nothing."""
+    """A token a byte of UTF-8. 256 begins a text, 257 ends it; neither shows as text."""
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
     def stream(self) -> Callable[[int], str]:
-        # Keeps the bytes of a character that is not complete, and shows what is no UTF-8 as U+FFFD.
+        # Keeps the bytes of an incomplete character, and shows bytes that are not UTF-8 as U+FFFD.
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         return lambda token: decoder.decode(bytes([token])) if token < 256 else ""
 

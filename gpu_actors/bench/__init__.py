@@ -1,7 +1,7 @@
-"""Benchmarks: each module is a suite with a ``run() -> dict`` and is run by ``gpu-actors bench``, but for PARTS.
+"""Benchmarks: each module is a suite with a ``run() -> dict`` and is run by ``gpu-actors bench``, except PARTS.
 
 forward, backward, decode    a GPU's kernels and the service around them, through the parts below
-bridge, compile, imports     what needs no GPU
+bridge, compile, imports     these need no GPU
 
 stage      opens the device and runs a suite       cases      what is measured, its work and traffic
 suite      check, then time: kernel, peers, service  operands   the arrays and requests of a case
@@ -27,7 +27,7 @@ __all__ = ["PARTS", "environment"]
 
 _TIMED = ("arrays", "cases", "ceilings", "checks", "clock", "operands", "peers", "recorder", "stage", "suite", "timing")
 PARTS = frozenset((*_TIMED, "gradient_checks", "model", "plot", "report", "sass"))
-"""The modules here that are no suites."""
+"""The modules here that are not suites."""
 
 _LIBRARIES = ("numpy", "pykka", "anyio", "uvloop", "cupy-cuda13x", "nvidia-cuda-nvrtc")
 

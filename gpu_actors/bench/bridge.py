@@ -1,9 +1,8 @@
 """What a request costs beside ``asyncio.to_thread``: ``python -m gpu_actors.bench.bridge`` prints JSON.
 
-Both are measured in turns in one run, so that whatever else the machine does slows both alike. The request is the
-emptiest there is, a forward of one row on a mock device that computes nothing, from validation to the await; the
-yardstick is a thread of the loop's own pool that calls an empty function. The budget: cheaper at 1 and at 256
-concurrent.
+Both are measured in turns in one run, so other work of the machine slows both alike. The request is empty: a forward of
+one row on a mock device that computes nothing, from validation to the await. It is compared with a thread of the loop's
+own pool that calls an empty function. The budget: cheaper at 1 and at 256 concurrent.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ def run(
 ) -> dict[str, object]:
     """Median latency alone (microseconds), throughput (thousands a second) and their ratios, for each event loop.
 
-    concurrency: awaits at once. latencies: calls of each kind that are timed alone, in each of so many rounds with
-    fresh threads, for what one wake-up costs depends on the core that the system has put a thread on.
+    concurrency: awaits at once. latencies: calls of each kind that are timed alone, in each of several rounds with
+    fresh threads, because the cost of a wake-up depends on the core on which the system has put a thread.
     requests: calls of each kind and concurrency. A ratio above 1 says how many times the service is faster than
     ``asyncio.to_thread``. uvloop is None where it is not installed.
     """

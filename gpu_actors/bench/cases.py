@@ -1,7 +1,7 @@
 """What the GPU suites measure: attention problems, their work and their traffic.
 
 FLOPs are counted as the field does: 4 * rows * keys * dim * heads for a full mask, half for a causal one, 2.5 times
-that for a backward pass. Bytes: each operand once, which is the least there can be.
+that for a backward pass. Bytes: each operand once, which is the minimum.
 """
 
 from __future__ import annotations

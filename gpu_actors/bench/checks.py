@@ -1,7 +1,7 @@
-"""Whether what is to be timed is right: slices of it against the float64 oracle, under the tests' own tolerance rule.
+"""Checks the results of a kernel before it is timed: slices against the float64 oracle, by the tests' tolerance rule.
 
 A whole output of 8k rows would take the oracle minutes, so blocks of rows are compared, of the first, the last and some
-other heads and sequences; which ones is drawn anew for every case. Every element is looked at for NaN, which the
+other heads and sequences; which ones is drawn anew for every case. Every element is checked for NaN, which the
 outputs held before.
 """
 

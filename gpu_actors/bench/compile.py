@@ -1,4 +1,4 @@
-"""What a kernel costs before it runs: ``python -m gpu_actors.bench.compile [--arch sm_90a]`` prints JSON.
+"""How long a kernel takes before it runs: ``python -m gpu_actors.bench.compile [--arch sm_90a]`` prints JSON.
 
 Needs NVRTC and no GPU. Medians, in milliseconds for compiles and microseconds for lookups; the budgets are 1 s for a
 cold compile of a variant and 200 us for a warm lookup.
@@ -65,7 +65,7 @@ def measure(arch: str = "sm_90a", compiles: int = 7, lookups: int = 2000) -> dic
 def run(arch: str = "sm_90a") -> dict[str, object]:
     """`measure`, and the cold compile of each kernel that ``gpu-actors warm --backward`` compiles, in seconds.
 
-    The least of three compiles of each variant: what else the machine does only adds to it.
+    The least of three compiles of each variant, because other work of the machine only adds time.
     """
     from gpu_actors.kernels.append.standard import kv_variants
     from gpu_actors.kernels.variants import kernel_source, standard_variants, usual_backward_keys

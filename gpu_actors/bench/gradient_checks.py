@@ -1,4 +1,4 @@
-"""Whether gradients that are to be timed are right, in slices: see `checks`.
+"""Checks gradients before they are timed, in slices: see `checks`.
 
 A block of rows with all the keys that it sees has its whole dq; a block of keys with all the rows that see it its whole
 dk and dv, if the rows' LSE and output are given. So both are compared in blocks, at the corners and at random places.

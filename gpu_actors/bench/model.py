@@ -1,14 +1,14 @@
-"""A roofline estimate of a GPU suite, from counts alone. It is a model: nothing in it was measured.
+"""A roofline estimate of a GPU suite, from counts alone. It is a model: it contains no measurement.
 
-The time of a case is the longest of what its parts would take if each had the machine to itself:
+The time of a case is the longest of the times of its parts, each with the machine to itself:
 
     products    FLOPs / the dense rate of the tensor cores, or of the CUDA cores for a kernel that uses those
     exponent    one exp2 a pair / 16 a clock and multiprocessor
     issue       warp instructions of the kernel's main loop, counted in its machine code / 4 a clock and multiprocessor
     memory      bytes of the operands, each once / the memory's bandwidth
 
-Rates are the vendor's data sheets', at their boost clock. What overlaps badly, waits, or runs at the ends of a grid is
-not in it, so it bounds the speed from above. mma.sync is taken to reach the full tensor rate, which on some
+Rates are the vendor's data sheets', at their boost clock. Waits, poor overlap and the ends of a grid are not in
+it, so it is an upper bound of the speed. mma.sync is taken to reach the full tensor rate, which on some
 architectures it does not.
 """
 

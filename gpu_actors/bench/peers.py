@@ -1,7 +1,7 @@
 """Other attention libraries, run beside the kernels where they are installed.
 
-Each gets the same arrays, through DLPack, and the same stream. What it raises is reported; what it answers is compared
-with the checked answer, so that a layout taken wrongly is not timed. Versions are in the report's environment.
+Each gets the same arrays, through DLPack, and the same stream. Its errors are reported. Its results are compared with
+the checked ones, so a wrong layout is not timed. Versions are in the report's environment.
 """
 
 from __future__ import annotations

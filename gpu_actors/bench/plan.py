@@ -1,4 +1,4 @@
-"""How long splitting the work of a decode launch takes, and how evenly the modelled work falls.
+"""How long the split of a decode launch takes, and how even the modelled work is.
 
 Needs no GPU: medians over many plans on the calling thread, in microseconds, and the largest load of a block over the
 mean. A load counts tiles of keys and what beginning a piece costs (`gpu_actors.kernels.decode.schedule`). The budgets

@@ -1,8 +1,8 @@
 """Launches as the service makes them, for measuring a kernel without the service around it.
 
-A `RecordingContext` runs on a `RecordingDevice`, which passes everything on and keeps the launches while it is asked
-to. So whatever the service launches for a request, in however many kernels, can be launched again and again on a
-stream of its own, and nothing here knows how requests become launches.
+A `RecordingContext` runs on a `RecordingDevice`, which passes everything on and keeps the launches on request. The
+launch of a request, with all of its kernels, can then be repeated on a stream of its own. This module does not know how
+requests become launches.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class _RecordingStream(Stream):
 def for_timing(launch: Launch, output: Callable[[str, tuple[int, ...], str], Any]) -> Launch:
     """The same launch into arrays of ``output(name, shape, dtype)``, that waits for no other stream.
 
-    What its inputs' streams are still working on must be over.
+    The work on its inputs' streams must be over.
     """
     inputs = {name: _unordered(array) for name, array in launch.inputs.items()}
     outputs = {

@@ -1,4 +1,4 @@
-"""What a GPU suite found, as JSON and as a table."""
+"""The results of a GPU suite, as JSON and as a table."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
      (several sets,                                (wrong: not timed)       ├─> peers: their calls, likewise, in turns
       rotated through)                                                      └─> service: awaited requests, host clock
 
-Nothing here knows CUDA: a `Stage` brings context, stream, clock and arrays, so that tests rehearse it on other devices.
+This module does not depend on CUDA: a `Stage` brings context, stream, clock and arrays, so tests use other devices.
 """
 
 from __future__ import annotations

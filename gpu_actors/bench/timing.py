@@ -3,8 +3,8 @@
     hold | mark call mark | mark call mark | ... | release        one turn of one subject
          |<-- everything is enqueued here -->|
 
-While the stream is held, nothing runs; what was enqueued then runs back to back, so that no time on the host lies
-between two marks. Subjects take turns, so that a clock or a neighbour that changes meanwhile changes all alike.
+While the stream is held, nothing runs. The enqueued work then runs back to back, so no time on the host lies between
+two marks. Subjects take turns, so a change of the clock or of other work affects all alike.
 """
 
 from __future__ import annotations

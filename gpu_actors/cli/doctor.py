@@ -1,4 +1,4 @@
-"""``gpu-actors doctor``: what is installed here, what would run where and why, and whether it really does."""
+"""``gpu-actors doctor``: what is installed here, what each device would run and why, and whether it does."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def doctor(as_json: JsonOption = False, device: DeviceOption = "auto") -> None:
 
 
 async def _trial(device: str) -> Check:
-    """One request, start to end, because a device that is listed need not answer."""
+    """One request from start to end, because a listed device may fail to answer."""
     name = f"trial on {device}"
     try:
         import numpy as np

@@ -158,7 +158,7 @@ async def _options(work: _Work, stack: contextlib.AsyncExitStack) -> ContextOpti
 
 
 def _check_writable(trace: Path) -> None:
-    """Open the file now: after minutes of work is late to learn that its trace cannot be kept."""
+    """Open the file now, so that a wrong path fails before minutes of work."""
     if not trace.parent.is_dir():
         raise InvalidRequest("--trace", str(trace), "must lie in a folder that exists")
     try:

@@ -1,4 +1,4 @@
-"""What ``gpu-actors doctor`` looks at. A probe may raise anything: that becomes a line of the report.
+"""The probes of ``gpu-actors doctor``. A probe may raise anything: the error becomes a line of the report.
 
 Nothing is imported before its probe runs, so that one broken installation hides no other.
 """

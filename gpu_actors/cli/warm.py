@@ -79,7 +79,7 @@ async def _warm(
             try:
                 return await context.nvrtc.warm(keys, progress=advance)
             except asyncio.CancelledError:
-                # That the rest is given up needs no warning: it is what was asked for.
+                # The user has interrupted the command: no warning that the rest is given up.
                 logging.getLogger("gpu_actors").setLevel(logging.ERROR)
                 raise
 

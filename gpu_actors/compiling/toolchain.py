@@ -61,7 +61,7 @@ class FindToolchain(Protocol):
 def find_toolchain(*, load: bool = False) -> Toolchain | None:
     """The toolchain of this process, or None where no NVRTC can be loaded.
 
-    load: load NVRTC first. Until somebody has, this is `installed_toolchain`; from then on it is what was loaded.
+    load: load NVRTC first. Before that this is `installed_toolchain`, afterwards the loaded one.
     Raises CompileError only with ``load``, as `load_nvrtc` does.
     """
     if load:

@@ -1,8 +1,8 @@
 """What every device offers: buffers in, one launch, an event out.
 
-A `Launch` says what to compute three ways at once: by its `DispatchKey`, as kernels with packed arguments, and as an
-oracle over host arrays. CUDA and the emulated device take the kernels, the mock device takes the oracle, and nothing
-above this module knows which.
+A `Launch` describes its work in three ways: by its `DispatchKey`, as kernels with packed arguments, and as an oracle
+over host arrays. CUDA and the emulated device run the kernels, the mock device runs the oracle, and no code above this
+module depends on which.
 
     Device.open_stream() -> Stream.launch(Launch) -> Event.wait() -> Event.outputs
 """
@@ -287,9 +287,9 @@ class Device(ABC):
         """Release everything. Idempotent; never blocks on a hung launch."""
 
     def note_caller(self) -> Any:
-        """What must be known of the thread that submits a request: the streams that its libraries are using."""
+        """Notes of the thread that submits a request: the streams that its libraries use."""
         return None
 
     def bind_thread(self) -> None:
-        """Make the device current on the calling thread, where that is a notion."""
+        """Make the device current on the calling thread, on devices that need it."""
         return

@@ -1,8 +1,8 @@
 """Recordings: launches that a stream has recorded and can replay, with the memory that they stay in.
 
 A step of decoding is the same few operations every time: upload, kernels, download. A device records them once, over
-memory that it keeps, and from then on copies the new operands to where the old ones lay and replays the record. What is
-the same is said by `recording_key`; a record is used by one launch at a time.
+memory that it keeps. Afterwards it copies new operands to the place of the old ones and replays the record. Launches
+with equal `recording_key` share a record; one launch uses it at a time.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _CAPACITY = 32
 def recording_key(launch: Launch) -> Hashable | None:
     """Launches with equal keys are replays of each other; None for one that is not to be recorded, or cannot be.
 
-    What lies on the device must stay where it is, as the pages of a cache do: an address is part of the key. Arrays of
-    callers, and outputs on the device, come and go.
+    Arrays on the device must stay in place, as the pages of a cache do: their addresses are part of the key. Arrays of
+    callers, and outputs on the device, do not stay.
     """
     if launch.recording is None:
         return None

@@ -2,8 +2,8 @@
 
     graph -> validate -> signature -> match -> plan -> launch
 
-`graph` and `tensor` are what programs write with; `match` finds attention in a graph, `expression`, `derivative` and
-`cuda` turn what it does to scores into CUDA, `evaluate` and `differentiate` compute any graph with NumPy.
+Programs write with `graph` and `tensor`. `match` finds attention in a graph. `expression`, `derivative` and `cuda` turn
+its score modification into CUDA. `gpu_actors.reference.graph` computes any graph with NumPy.
 
 Imports from other rooms: arrays, kernels, validation.
 """

@@ -1,4 +1,4 @@
-"""What `execute` is given, checked against what the graph says of its tensors."""
+"""Checks the arrays and numbers of one `execute` against the graph's tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Given", "adopt_given", "memory_order"]
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """arrays: of every input, by uid. numbers: of every scalar that is passed. foreign: those that are no NumPy's."""
+    """arrays: of every input, by uid. numbers: of every scalar that is passed. foreign: arrays that are not NumPy's."""
 
     arrays: dict[int, AnyArray]
     numbers: dict[int, float | int]
@@ -31,7 +31,7 @@ class Given:
 def adopt_given(graph: OperationGraph, given: object, device: str, notes: CallerNotes | None = None) -> Given:
     """The arrays and numbers of one `execute`. device, notes: as in `adopt_request`.
 
-    Raises InvalidRequest, naming the tensor, for one that is missing, too much, or not as the graph describes it.
+    Raises InvalidRequest, naming the tensor, for one that is missing, unknown, or not as the graph describes it.
     """
     order = graph.order()
     if not isinstance(given, Mapping):

@@ -63,9 +63,9 @@ def score_mod(
     scalars: Sequence[ScoreScalar],
     real: str,
 ) -> ScoreMod:
-    """The modification that an expression of the leaf ``score`` stands for.
+    """The modification for an expression of the leaf ``score``.
 
-    tensors, scalars: what its leaves of these names read, by slot. real: "float", or "double" for float64 scores.
+    tensors, scalars: the operands of its leaves of these names, by slot. real: "float", or "double" for float64 scores.
     """
     members = _members(tensors)
     header = _HEADER.format(

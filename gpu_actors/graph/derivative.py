@@ -1,7 +1,8 @@
 """The derivative of a score modification, in reverse mode over its expression.
 
-Griewank and Walther, "Evaluating Derivatives", 2nd ed., section 3.2. The result is an expression again: what `dscore`,
-the gradient behind the modification, is before it. Rules are those of `gpu_actors.reference.differentiate`.
+Griewank and Walther, "Evaluating Derivatives", 2nd ed., section 3.2. The result is an expression again: it turns
+`dscore`, the gradient behind the modification, into the gradient before it. Rules are those of
+`gpu_actors.reference.differentiate`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Expression: a pointwise subgraph as seen by one element, the form that derivatives and CUDA are made from.
+"""Expression: a pointwise subgraph for one element, from which derivatives and CUDA are made.
 
 Leaves are the scaled product ("score"), the gradient that arrives ("dscore"), the element's own indices, tensors read
-there, scalars and literals. Integers are 32 bits in kernels, so each carries the range that it can have, and what could
-leave 32 bits, or float32's exact integers where it becomes one, is refused before it is compiled.
+there, scalars and literals. Integers have 32 bits in kernels, so each carries its possible range. One that could exceed
+32 bits, or float32's exact integers where it becomes a float, is refused before it is compiled.
 """
 
 from __future__ import annotations

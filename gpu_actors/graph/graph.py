@@ -30,9 +30,9 @@ __all__ = ["OperationGraph"]
 class OperationGraph:
     """Tensors, and the operations that lead from one to another.
 
-    Its methods add nodes and give what they write. They raise `InvalidRequest` or `Unsupported`, naming the node or the
-    tensor, for operands that do not go together; `validate` says whether the whole is sound. A graph is not for several
-    threads at once, and must not be changed between its submission and the reply.
+    Its methods add nodes and return the tensors that these write. They raise `InvalidRequest` or `Unsupported`, naming
+    the node or the tensor, for operands that do not fit together; `validate` checks the whole. Use a graph on one
+    thread at a time, and do not change it between its submission and the reply.
     """
 
     def __init__(self) -> None:
@@ -63,15 +63,15 @@ class OperationGraph:
         return self._add_tensor(GraphTensor(self, uid, extents, checked, steps, virtual=virtual, name=name))
 
     def scalar(self, *, uid: int, dtype: str = "float32", value: float | None = None, name: str = "") -> GraphTensor:
-        """A number that is passed by value: known now, or with every `execute` under ``uid``.
+        """A number that is passed by value: given now, or with every `execute` under ``uid``.
 
-        A known value is part of the signature, one that is passed is not. Neither is compiled into a kernel.
+        A value given now is part of the signature, a passed one is not. Neither is compiled into a kernel.
         dtype: float32 (of values that it holds), float64, int32, or uint64 for the seed of a dropout.
         """
         return self._add_scalar(self._new_uid(uid), dtype, value, name)
 
     def constant(self, value: float) -> GraphTensor:
-        """A scalar of known value that needs no uid; what a number in arithmetic becomes. An int is int32."""
+        """A scalar of known value without a uid, as for a number in arithmetic. An int is int32."""
         integral = isinstance(value, int) and not isinstance(value, bool)
         dtype = "int32" if integral and abs(value) <= INT32_MAX else "float32"
         self._own_uids -= 1
@@ -223,7 +223,7 @@ class OperationGraph:
         return self._add("index", (like,), axis=axis)
 
     def mask(self, scores: GraphTensor, mask: Mask, alignment: Alignment = "top_left") -> GraphTensor:
-        """Scores of what a row does not see become -inf. Directly before the softmax, kernels skip whole tiles of them.
+        """The scores of keys that a row does not see become -inf. Right before the softmax, kernels skip whole tiles.
 
         alignment: "top_left" puts row 0 on key 0, "bottom_right" the last row on the last key.
         """
@@ -239,18 +239,18 @@ class OperationGraph:
         return self._add("reduction", (a,), kind=kind, axes=chosen)
 
     def softmax(self, scores: GraphTensor) -> GraphTensor:
-        """Over the last axis. Rows of nothing but -inf are zeros."""
+        """Over the last axis. A row in which every score is -inf gives zeros."""
         return self._add("softmax", (scores,))
 
     def softmax_with_stats(self, scores: GraphTensor) -> tuple[GraphTensor, GraphTensor]:
-        """`softmax`, and the rows' natural log-sum-exp, with dim 1 in the last axis: -inf for rows of -inf alone."""
+        """`softmax`, and the rows' natural log-sum-exp, with dim 1 in the last axis: -inf if every score is -inf."""
         weights, stats = self._add_many("softmax", (scores,), 2)
         return weights, stats
 
     def dropout(self, weights: GraphTensor, probability: float, seed: int | GraphTensor = 0) -> GraphTensor:
-        """Philox4x32-10 dropout of (batch, heads, rows, keys), as `FlashForward` has it; what is kept is scaled up.
+        """Philox4x32-10 dropout of (batch, heads, rows, keys), as `FlashForward` has it; kept weights are scaled up.
 
-        seed: an int, or a scalar of uint64. It decides nothing but the draws, so it is in no signature.
+        seed: an int, or a scalar of uint64. It decides only the draws, so it is not part of the signature.
         """
         p = real("dropout_p", probability, "a number in [0, 1)")
         expect(0 <= p < 1, "dropout_p", probability, "must be a number in [0, 1)")
@@ -270,8 +270,8 @@ class OperationGraph:
     ) -> tuple[GraphTensor, ...]:
         """The gradients of sum(output * doutput) with respect to inputs of the graph, in their order.
 
-        forward: what the forward pass gave for ``output`` and for the stats of its softmax. Kernels read them
-        rather than compute them again. deterministic: the same bits every time.
+        forward: the forward pass's results for ``output`` and for the stats of its softmax. Kernels read them
+        and do not compute them again. deterministic: the same bits every time.
         """
         given = () if forward is None else forward
         for name, tensors in (("wrt", wrt), ("forward", given)):

@@ -3,7 +3,7 @@
     matmul(q, k^T) -> times a constant -> any pointwise nodes -> plus a bias -> mask -> softmax -> dropout -> matmul v
 
 Everything but the two products and the softmax may be absent. The pointwise nodes become the score modification that is
-compiled into the kernel. A graph that is not of this form is refused with the first node that stands in the way.
+compiled into the kernel. A graph of another form is refused with the first node that does not fit.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AttentionMatch:
-    """Attention in a graph, by uids. problem: what is asked for. seed: the index of the dropout among the nodes."""
+    """Attention in a graph, by uids. problem: its problem. seed: the index of the dropout among the nodes."""
 
     problem: AttentionProblem
     q: View

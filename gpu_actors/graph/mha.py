@@ -1,4 +1,4 @@
-"""The graphs that ``mha_forward`` and ``mha_backward`` stand for."""
+"""The graphs of ``mha_forward`` and ``mha_backward``."""
 
 from __future__ import annotations
 

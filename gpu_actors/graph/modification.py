@@ -45,7 +45,7 @@ class ScoreInputs:
         self.nodes: set[str] = set()
 
     def modification(self, root: int) -> Modification:
-        """What stands between the product and the tensor ``root``. Raises Unsupported, naming the node."""
+        """The expression between the product and the tensor ``root``. Raises Unsupported, naming the node."""
         needed = self._needed(root)
         for node in self._order.nodes:
             if node.name in needed:
@@ -129,7 +129,7 @@ class ScoreInputs:
         return leaf("index", "int", axis, (0, self._dims[axis] - 1))
 
     def _mask(self, node: Node, scores: Expression) -> Expression:
-        """A mask that does not stand directly before the softmax is a condition as any other."""
+        """A mask that is not right before the softmax is a condition like any other."""
         like = self._graph.tensors[node.inputs[0]].dims
         if len(like) != 4 or like[2:] != self._dims[2:]:
             reason = f"kernels count rows and keys along the dims of the scores, {self._dims}: mask what has those"

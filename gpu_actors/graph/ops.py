@@ -48,16 +48,16 @@ class Node:
 
 
 class Written(NamedTuple):
-    """What a node writes."""
+    """The dims and dtype of a tensor that a node writes."""
 
     dims: tuple[int, ...]
     dtype: str
 
 
 def infer(node: Node, tensors: Sequence[GraphTensor]) -> list[Written]:
-    """What a node that reads ``tensors`` writes, one for each of its outputs.
+    """The dims and dtype of each output of a node that reads ``tensors``.
 
-    Raises InvalidRequest, naming the node, for an unknown operation and for operands that do not go together.
+    Raises InvalidRequest, naming the node, for an unknown operation and for operands that do not fit together.
     """
     operation = OPERATIONS.get(node.op)
     if operation is None:

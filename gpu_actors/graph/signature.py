@@ -1,4 +1,4 @@
-"""The signature of a graph: equal for graphs that one plan answers, and different for all others."""
+"""The signature of a graph: equal for graphs that share a plan, and different for all others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def signature_of(tensors: Mapping[int, GraphTensor], order: Order) -> str:
 def describe_graph(tensors: Mapping[int, GraphTensor], order: Order) -> str:
     """A graph as text: tensors by uid, then nodes in the order of their computation.
 
-    Nothing in it depends on the process. Names and seeds are left out: they change neither a result's law nor its code.
+    It does not depend on the process. Names and seeds are left out, which change neither the formula nor the code.
     """
     described = (_tensor(tensors[uid]) for uid in sorted(tensors))
     return "\n".join((_VERSION, *described, *map(_node, order.nodes)))

@@ -1,4 +1,4 @@
-"""GraphTensor: a tensor of an operation graph, described and never held.
+"""GraphTensor: the description of a tensor of an operation graph, without its data.
 
 Arithmetic on one adds a node to its graph: ``s * 0.125 + bias`` is a multiplication and an addition.
 """
@@ -31,9 +31,9 @@ class AddsOperations(Protocol):
 class GraphTensor:
     """A tensor of one graph. Make one with the graph's methods.
 
-    uid: what names it in `execute`; negative where the graph chose it. dims: extents, () for a scalar that is passed by
-    value. strides: in elements. dtype: a NumPy or ml_dtypes name. virtual: it exists inside the graph alone. value: of
-    a scalar that is known already, else None. name: for messages.
+    uid: its key in `execute`; negative if the graph chose it. dims: extents, () for a scalar that is passed by
+    value. strides: in elements. dtype: a NumPy or ml_dtypes name. virtual: it exists inside the graph only. value: of
+    a scalar that is given already, else None. name: for messages.
     """
 
     __slots__ = ("by_value", "dims", "dtype", "graph", "name", "strides", "uid", "value", "virtual")

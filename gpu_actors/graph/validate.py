@@ -17,7 +17,7 @@ __all__ = ["Order", "validated"]
 class Order:
     """A sound graph, sorted. writers: the node that writes a tensor, by uid. readers: those that read it.
 
-    inputs, outputs, scalars: uids of what `execute` is given and gives; scalars: of those without a known value.
+    inputs, outputs, scalars: uids of the arguments and results of `execute`; scalars: those without a known value.
     """
 
     nodes: tuple[Node, ...]
@@ -75,11 +75,11 @@ def _writers(tensors: Mapping[int, GraphTensor], nodes: Sequence[Node]) -> dict[
 def _check_role(tensor: GraphTensor, writer: Node | None, readers: list[Node]) -> None:
     field = f"tensor {tensor.uid}"
     if writer is None and not readers:
-        raise InvalidRequest(field, repr(tensor), "is read and written by nobody")
+        raise InvalidRequest(field, repr(tensor), "is neither read nor written by a node")
     if tensor.virtual and writer is None:
         raise InvalidRequest(field, repr(tensor), f"is virtual, and no node writes it, but {readers[0].name} reads it")
     if tensor.virtual and not readers:
-        reason = "is virtual, and nobody reads it: name it with graph.output, or leave it out"
+        reason = "is virtual and no node reads it: name it with graph.output, or leave it out"
         raise InvalidRequest(field, repr(tensor), reason)
 
 
@@ -115,14 +115,14 @@ def _check_written(tensors: Mapping[int, GraphTensor], node: Node) -> None:
         if tensor.dims != dims:
             raise InvalidRequest(node.name, tensor.dims, f"writes {dims}, which tensor {uid} must have as dims")
         floats = tensor.dtype in FLOATS and dtype in FLOATS
-        # What is inside a graph is computed in one precision: a narrower one would promise a rounding that kernels,
-        # which keep it in registers, do not make.
+        # Virtual tensors have one precision: a narrower one would promise a rounding that kernels, which keep them in
+        # registers, do not do.
         if tensor.dtype != dtype and (tensor.virtual or not floats):
             raise InvalidRequest(node.name, tensor.dtype, f"writes {dtype}, which tensor {uid} must have as dtype")
 
 
 def _check_first(node: Node, writers: dict[int, Node]) -> None:
-    """Raise Unsupported for the gradient of what is made of a gradient."""
+    """Raise Unsupported for the gradient of a tensor that depends on a gradient."""
     seen: set[int] = set()
     waiting = [node.inputs[0]] if node.op == "gradient" else []
     while waiting:

@@ -1,6 +1,6 @@
-"""What a CUDA status means for the request that met it and for the context.
+"""What a CUDA status means for the request and for the context.
 
-The statuses are those of cudaError_t, which equal CUresult's for all that matter here.
+The statuses are those of cudaError_t, which equal CUresult's where both are used here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STICKY: dict[int, str] = {
     911: "cudaErrorExternalDevice",
     999: "cudaErrorUnknown",
 }
-"""After these nothing that the device says or holds can be relied on.
+"""Sticky statuses: after these no answer and no memory of the device can be relied on.
 
 driver_types.h (CUDA 13.4) says of most that the process must be terminated and relaunched. It does not say so of 709,
 whose name says it; of 214 and 220, after which memory may hold other bits than were written; and of 999, of which

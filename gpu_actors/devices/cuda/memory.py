@@ -189,6 +189,6 @@ class DeviceMemory:
 def keep_for_ever(value: object) -> None:
     """Never release ``value``, not even when the interpreter ends.
 
-    Freeing what a hung kernel may still use would block, or hand its memory to somebody else.
+    Freeing memory that a hung kernel may still use would block, or hand it to another launch.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))

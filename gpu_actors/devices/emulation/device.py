@@ -2,7 +2,7 @@
 
 The same dispatch, the same packed parameters and the same completion path as on CUDA; only the compiler and the place
 where the code runs differ. Every operand lies in a buffer of its own that ends at an inaccessible page, and outputs
-begin as NaN, so a kernel that reads or writes where it must not is found out.
+begin as NaN, so an access out of bounds shows.
 """
 
 from __future__ import annotations
