@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from support.interrupting import Case, each_point
 from support.order import Cell
 from support.service import eventually
-from support.interrupting import Case, each_point
 
 from gpu_actors.actors.kv_order import Gate
 from gpu_actors.clock import SystemClock

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.order import Cell
 from support.interrupting import Case, each_point
+from support.order import Cell
 
 from gpu_actors.actors.kv_order import Gate
 from gpu_actors.errors import ActorStopped
