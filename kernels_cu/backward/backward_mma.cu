@@ -1,8 +1,11 @@
 // Attention backward on tensor cores with mma.sync, for every architecture from sm_80 on: dK and dV, and dQ in parts.
 //
-// FlashAttention-2 (Dao, arXiv 2307.08691, algorithm 2). A block owns BLOCK_N keys of one KV head of one sequence and
-// walks over the query tiles that see them, of every query head of the group. K and V stay in shared memory; Q and dO
-// pass through a ring of STAGES stages. Scores lie with keys down, so that those of a warp are its A operands next:
+// FlashAttention-2 (Dao, arXiv 2307.08691, algorithm 2, whose lines are cited here): outer_step is lines 6 to 18 for one
+// tile of keys, inner_step lines 9 to 16 for one tile of queries; backward/backward_prepare.cu is line 4.
+//
+// A block owns BLOCK_N keys of one KV head of one sequence and walks over the query tiles that see them, of every query
+// head of the group. K and V stay in shared memory; Q and dO pass through a ring of STAGES stages. Scores lie with keys
+// down, so that those of a warp are its A operands next:
 //
 //      shared memory            warp 0: 16 keys                                  warp 1 ..
 //    +---------------+
@@ -38,26 +41,10 @@ template <class Keys, class Queries>
 DEVICE void multiply_queries(Scores& s, const Keys& keys, const Queries& queries, const WarpPlace& warp) {
   const LaneAddress key_lane = lane_of_a(keys, warp.first_key);
   const LaneAddress query_lane = moved(lane_of_b(queries), 0, warp.first_query * Queries::PITCH);
-  // Unrolled whole, ptxas loads so many fragments ahead that it spills.
-#pragma unroll 1
-  for (int step = 0; step < Keys::CHUNKS / 2; step++) {
-    uint32_t a[KEY_ROWS][4];
-#pragma unroll
-    for (int r = 0; r < KEY_ROWS; r++) ptx::ldmatrix_x4(a[r], key_lane.at<Keys>(16 * r, 2 * step));
-#pragma unroll
-    for (int pair = 0; pair < QUERY_BLOCKS / 2; pair++) {
-      uint32_t b[4];
-      ptx::ldmatrix_x4(b, query_lane.at<Queries>(16 * pair, 2 * step));
-#pragma unroll
-      for (int r = 0; r < KEY_ROWS; r++) {
-        Products::multiply(s[r][2 * pair], a[r], b[0], b[1]);
-        Products::multiply(s[r][2 * pair + 1], a[r], b[2], b[3]);
-      }
-    }
-  }
+  multiply_rows<Keys, Queries, 1>(s, key_lane, query_lane);
 }
 
-// sum += weights x rows of a tile of queries, for the warp's columns. The weights are this warp's scores of COUNT queries
+// sum += weights x rows of a tile of queries, for the warp's columns. The weights are the warp's scores of COUNT queries
 // or, where they are shared, those that the warps of its keys left in shared memory.
 template <class Share, int COUNT, class Queries, int PAIRS>
 DEVICE void add_queries(float (&sum)[PAIRS][KEY_ROWS][4], const Scores& weights, const ScoreTile& shared,
@@ -85,8 +72,8 @@ DEVICE void add_queries(float (&sum)[PAIRS][KEY_ROWS][4], const Scores& weights,
   }
 }
 
-// What the warp's keys get from values' gradients: P^T dO, at once or, where scores are shared, later.
-DEVICE void give_values(ValueGradient& dv, const Scores& weights, const Work& work, int n) {
+// Line 12, dV += P^T dO: at once or, where scores are shared, later.
+DEVICE void add_to_dv(ValueGradient& dv, const Scores& weights, const Work& work, int n) {
   const Ring& ring = work.ring;
   if constexpr (SPLIT) {
     const LaneAddress lane = lane_of_scores(ring.p_tile(), work.warp.first_key, work.warp.first_query);
@@ -97,8 +84,8 @@ DEVICE void give_values(ValueGradient& dv, const Scores& weights, const Work& wo
   }
 }
 
-// The step's part of dQ, from the dS of all warps: 16 rows and some columns a warp.
-DEVICE void add_query_gradient(const Work& work, int n) {
+// Line 15, dQ += dS K, from the dS of all warps: 16 rows and some columns a warp. It is added in global memory.
+DEVICE void add_to_dq(const Work& work, int n) {
   constexpr int ROW_WARPS = BLOCK_M / 16, MOST = ACCUMULATORS <= 96 || ROOMY ? 4 : 2;
   constexpr int AT_ONCE = QueryColumns::PAIRS < MOST ? QueryColumns::PAIRS : MOST;
   static_assert(AT_ONCE % QueryColumns::PAIRS_A_PART == 0 || QueryColumns::PAIRS_A_PART % AT_ONCE == 0,
@@ -184,9 +171,9 @@ DEVICE void add_nonfinite(ValueGradient& dv, const Work& work, int n) {
   }
 }
 
-// The scores of the pass: dS^T, and P^T after dropout if it is shared, to shared memory, and otherwise what the warp's
-// keys get from them.
-DEVICE void multiply_pass(KeyGradient& dk, ValueGradient& dv, const Work& work, const Score<float>& score, int n,
+// Lines 10 to 14 for the queries of a pass, and line 16 where scores are not shared. dS^T goes to shared memory, and P^T
+// after dropout if it is shared.
+DEVICE void inner_pass(KeyGradient& dk, ValueGradient& dv, const Work& work, const Score<float>& score, int n,
                           bool masked) {
   const Ring& ring = work.ring;
   const WarpPlace& warp = work.warp;
@@ -200,22 +187,22 @@ DEVICE void multiply_pass(KeyGradient& dk, ValueGradient& dv, const Work& work, 
     const int r = i / 4 / QUERY_BLOCKS, block = i / 4 % QUERY_BLOCKS;
     p[r][block][i % 4] = HIDES ? work.poison[r][i % 4 / 2] : 0.0f;
   }
-  multiply_queries(p, ring.k_tile(), q_tile, warp);
+  multiply_queries(p, ring.k_tile(), q_tile, warp);  // line 10, S^T = K Q^T
   if constexpr (GRADIENT_NEEDS_DOT) copy_scores(dot, p);
-  weigh(p, work, score, n);
+  compute_p(p, work, score, n);
   if (masked) apply_mask(p, work, n);
   uint32_t kept[KEY_ROWS] = {};
   if constexpr (DROPOUT) {
     Scores weights;
     copy_scores(weights, p);
     drop(weights, kept, work, n);
-    give_values(dv, weights, work, n);
+    add_to_dv(dv, weights, work, n);
   } else {
-    give_values(dv, p, work, n);
+    add_to_dv(dv, p, work, n);
   }
 
-  multiply_queries(dp, ring.v_tile(), do_tile, warp);
-  differentiate(dp, p, kept, work, n);
+  multiply_queries(dp, ring.v_tile(), do_tile, warp);  // line 13, dP^T = V dO^T
+  compute_ds(dp, p, kept, work, n);
   if constexpr (BIAS) {
     if (masked) apply_mask(dp, work, n);
     add_to_dbias(dp, work, n);
@@ -226,12 +213,12 @@ DEVICE void multiply_pass(KeyGradient& dk, ValueGradient& dv, const Work& work, 
 #pragma unroll
     for (int r = 0; r < KEY_ROWS; r++) store_scores<Products, ScoreTile>(ds_lane, dp[r], 16 * r);
   }
-  if constexpr (!SPLIT) add_queries<KeyColumns, PASS>(dk, dp, ring.ds_tile(), q_tile, warp);
+  if constexpr (!SPLIT) add_queries<KeyColumns, PASS>(dk, dp, ring.ds_tile(), q_tile, warp);  // line 16, dK += dS^T Q
 }
 
-// masked: whether the tile may have hidden pairs; nonfinite: whether dO has values that its product leaves out. Both are
-// the same for all threads.
-DEVICE void multiply_step(KeyGradient& dk, ValueGradient& dv, Work& work, int n, bool masked, bool nonfinite) {
+// Lines 9 to 16 for one tile of queries. masked: whether the tile may have hidden pairs; nonfinite: whether dO has values
+// that its product leaves out. Both are the same for all threads.
+DEVICE void inner_step(KeyGradient& dk, ValueGradient& dv, Work& work, int n, bool masked, bool nonfinite) {
   const Ring& ring = work.ring;
   const Score<float> score = work.score(ring.head(n));
   int32_t* dbias_turns = nullptr;
@@ -244,18 +231,18 @@ DEVICE void multiply_step(KeyGradient& dk, ValueGradient& dv, Work& work, int n,
 #pragma unroll 1
   for (int pass = 0; pass < PASSES; pass++) {
     work.warp.first_query = first_query + pass * PASS;
-    multiply_pass(dk, dv, work, score, n, masked);
+    inner_pass(dk, dv, work, score, n, masked);
   }
   work.warp.first_query = first_query;
   __syncthreads();  // all scores are in shared memory, and all of dbias is added
   if constexpr (BIAS && DETERMINISTIC) end_turn(dbias_turns, turn);
   if constexpr (SPLIT) {
     const Scores none{};
-    add_queries<ValueColumns, BLOCK_M>(dv, none, ring.p_tile(), ring.do_tile(n), work.warp);
-    add_queries<KeyColumns, BLOCK_M>(dk, none, ring.ds_tile(), ring.q_tile(n), work.warp);
+    add_queries<ValueColumns, BLOCK_M>(dv, none, ring.p_tile(), ring.do_tile(n), work.warp);  // line 12
+    add_queries<KeyColumns, BLOCK_M>(dk, none, ring.ds_tile(), ring.q_tile(n), work.warp);    // line 16
   }
   if (nonfinite) add_nonfinite(dv, work, n);
-  add_query_gradient(work, n);
+  add_to_dq(work, n);
 }
 
 // A key that holds a NaN or an infinity: 0 times it is NaN. Its scores get that NaN, and it leaves the tile, where the
@@ -329,8 +316,8 @@ DEVICE void store(void* operand, const Strides& strides, const float (&sum)[PAIR
   }
 }
 
-// The keys of one tile, against all rows that see them.
-DEVICE void multiply(const WithScoreMod<BackwardParams>& params, const KeyPlace& at, int key_tile, uint32_t shared) {
+// Lines 6 to 18: the keys of one tile, against all rows that see them.
+DEVICE void outer_step(const WithScoreMod<BackwardParams>& params, const KeyPlace& at, int key_tile, uint32_t shared) {
   const Params& forward = params.forward;
   const Mask mask = make_mask(forward, at.seqlen_q, at.seqlen_k);
   const int key_begin = key_tile * BLOCK_N, key_end = at_most(at.seqlen_k, key_begin + BLOCK_N);
@@ -356,7 +343,7 @@ DEVICE void multiply(const WithScoreMod<BackwardParams>& params, const KeyPlace&
       const bool masked = !mask.all_visible(row_begin, row_end, key_begin, key_begin + BLOCK_N) ||
                           (SCORE_MOD && row_begin + BLOCK_M > at.seqlen_q);
       const bool nonfinite = ring.advance(n, masked);
-      if (n >= 0) multiply_step(dk, dv, work, n, masked, nonfinite);
+      if (n >= 0) inner_step(dk, dv, work, n, masked, nonfinite);
       else if (n == -1) prepare_keys(work);
     }
   }
@@ -373,7 +360,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   // for none of a higher number.
   const int tiles = (at.seqlen_k + BLOCK_N - 1) / BLOCK_N, share = (tiles + parts - 1) / parts;
   for (int tile = at.part * share; tile < at_most(tiles, (at.part + 1) * share); tile++) {
-    multiply(params, at, tile, ptx::shared_address(shared));
+    outer_step(params, at, tile, ptx::shared_address(shared));
     if (VARLEN) __syncthreads();  // all have left the tiles that the next keys overwrite
   }
 }

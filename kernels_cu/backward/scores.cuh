@@ -125,8 +125,8 @@ DEVICE void change_scores(Scores& s, const Work& work, int n, Change change) {
   }
 }
 
-// Products to weights 2^(score - lse).
-DEVICE void weigh(Scores& s, const Work& work, const Score<float>& score, int n) {
+// Line 11 of algorithm 2, P = exp(S - L): products to weights 2^(score - lse).
+DEVICE void compute_p(Scores& s, const Work& work, const Score<float>& score, int n) {
   const float to_log2 = (SCALE_ONLY ? score.scale : 1.0f) * LOG2_E;
   if constexpr (!SCALE_ONLY) {
     change_scores(s, work, n, [&](float x, int, int, int, int row, int key) { return score(x, row, key); });
@@ -173,8 +173,8 @@ DEVICE int32_t* dbias_turns_of(const Work& work, int n, int& turn) {
   return params.dbias_turns + row * key_tiles + work.key_begin / BLOCK_N;
 }
 
-// dP to the gradient of the scores.
-DEVICE void differentiate(Scores& dp, const Scores& p, const uint32_t (&kept)[KEY_ROWS], const Work& work, int n) {
+// Line 14, dS = P (dP - D): dP to the gradient of the scores.
+DEVICE void compute_ds(Scores& dp, const Scores& p, const uint32_t (&kept)[KEY_ROWS], const Work& work, int n) {
   const float kept_scale = DROPOUT ? float(work.ring.params.forward.dropout_scale) : 1.0f;
 #pragma unroll
   for (int block = 0; block < QUERY_BLOCKS; block++) {

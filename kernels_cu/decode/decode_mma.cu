@@ -22,6 +22,7 @@
 #include "decode/merge.cuh"
 #include "decode/source.cuh"
 #include "mma/nonfinite.cuh"
+#include "mma/softmax_tile.cuh"
 
 constexpr int WARP_KEYS = BLOCK_N / KEY_WARPS;
 constexpr int KEY_BLOCKS = WARP_KEYS / 8;
@@ -39,8 +40,8 @@ static_assert(STAGES >= 2, "one stage is multiplied while another is filled");
 constexpr int LAYOUT_BYTES = QTile::BYTES + (RING_BYTES > MergeArea::BYTES ? RING_BYTES : MergeArea::BYTES);
 static_assert(SHARED_BYTES == LAYOUT_BYTES, "the launch must provide what Q and the ring take, which the merge uses again");
 
-using Scores = float[KEY_BLOCKS][4];
-using Output = float[COLUMN_BLOCKS][4];
+using Scores = float[1][KEY_BLOCKS][4];
+using Output = float[COLUMN_BLOCKS][1][4];
 
 // Tiles `first` to `last` of an item.
 struct Piece {
@@ -183,26 +184,13 @@ DEVICE void copy_queries(const DecodeParams& params, const Entry& entry, int kv_
 }
 
 DEVICE void multiply_keys(Scores& s, const LaneAddress& q, const LaneAddress& k) {
-  // Unrolled whole, ptxas loads so many fragments ahead that it spills.
-#pragma unroll 2
-  for (int step = 0; step < STEPS; step += KEY_STEPS) {
-    uint32_t a[KEY_STEPS][4];
-#pragma unroll
-    for (int i = 0; i < KEY_STEPS; i++) ptx::ldmatrix_x4(a[i], q.at<QTile>(0, 2 * (step + i)));
-#pragma unroll
-    for (int pair = 0; pair < KEY_BLOCKS / 2; pair++) multiply_key_pair<KTile>(s, a, k, step, pair);
-  }
+  if constexpr (NARROW) multiply_narrow_keys<QTile, KTile>(s, q, k);
+  else multiply_rows<QTile, KTile, 2>(s, q, k);
 }
 
 DEVICE void multiply_values(Output& o, const Scores& p, const LaneAddress& v) {
-  constexpr int PAIRS = NARROW ? (HEAD_DIM_V + 31) / 32 : (COLUMN_BLOCKS + 1) / 2;
-#pragma unroll
-  for (int step = 0; step < WARP_KEYS / 16; step++) {
-    uint32_t a[4];
-    Products::weights(a, p, step);
-#pragma unroll
-    for (int pair = 0; pair < PAIRS; pair++) multiply_value_pair<VTile>(o, a, v, step, pair);
-  }
+  if constexpr (NARROW) multiply_narrow_values<VTile>(o, p, v);
+  else multiply_weights<Products, VTile>(o, p, v);
 }
 
 // Calls visit(x, half, key) for every score that the lane holds. half: of its two rows.
@@ -211,29 +199,8 @@ DEVICE void for_each_score(Scores& s, int key_begin, Visit visit) {
 #pragma unroll
   for (int block = 0; block < KEY_BLOCKS; block++) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) visit(s[block][i], i / 2, key_begin + 8 * block + lane_id() % 4 * 2 + i % 2);
+    for (int i = 0; i < 4; i++) visit(s[0][block][i], i / 2, key_begin + 8 * block + lane_id() % 4 * 2 + i % 2);
   }
-}
-
-// Scores to weights for the row of one half. Returns what O is to be multiplied by.
-DEVICE float softmax_tile(Scores& s, SoftmaxRow& softmax, const Rows& rows, int half) {
-  float largest = -INFINITY, correction;
-#pragma unroll
-  for (int block = 0; block < KEY_BLOCKS; block++) {
-#pragma unroll
-    for (int i = 0; i < 2; i++) largest = max_of(largest, s[block][2 * half + i]);
-  }
-  const float base = softmax.raise(largest, rows.to_log2, correction);
-#pragma unroll
-  for (int block = 0; block < KEY_BLOCKS; block++) {
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      float& x = s[block][2 * half + i];
-      x = ptx::ex2(x * rows.to_log2 - base);
-      softmax.l += x;
-    }
-  }
-  return correction;
 }
 
 DEVICE void attend_tile(Output& o, SoftmaxRow (&softmax)[2], const Rows& rows, const LaneAddress& q, const Ring& ring,
@@ -251,15 +218,10 @@ DEVICE void attend_tile(Output& o, SoftmaxRow (&softmax)[2], const Rows& rows, c
   }
   float correction[2];
 #pragma unroll
-  for (int half = 0; half < 2; half++) correction[half] = softmax_tile(s, softmax[half], rows, half);
-  // Most tiles raise no maximum, and multiplying by one changes no bits.
-  if (__any_sync(ALL_LANES, correction[0] != 1.0f || correction[1] != 1.0f)) {
-#pragma unroll
-    for (int c = 0; c < COLUMN_BLOCKS; c++) {
-#pragma unroll
-      for (int i = 0; i < 4; i++) o[c][i] *= correction[i / 2];
-    }
+  for (int half = 0; half < 2; half++) {
+    correction[half] = softmax_tile(s[0], softmax[half], rows.to_log2, half, [](float x, int) { return x; });
   }
+  rescale(o, 0, correction);
   multiply_values(o, s, Products::lane_of_values(v_tile, rows.first_key));
 }
 

@@ -12,7 +12,7 @@
 #pragma once
 
 #include "decode/params.cuh"
-#include "mma/fragments.cuh"
+#include "mma/products.cuh"
 #include "ptx/halves.cuh"
 
 template <class Element>
@@ -97,47 +97,47 @@ DEVICE int column_of(int block, int i) {
   return NARROW ? 16 * (block / 2) + 4 * t + 2 * i + block % 2 : 8 * block + 2 * t + i;
 }
 
-// s += q k over 16 columns a step; k's rows are 16 keys from row 16 * pair of the lane's on. 8-bit keys take two steps
-// at a time.
+// Steps of 16 columns that a product of keys takes at a time: a chunk of 8-bit keys holds two.
 constexpr int KEY_STEPS = NARROW ? 2 : 1;
 
-template <class KTile, int BLOCKS>
-DEVICE void multiply_key_pair(float (&s)[BLOCKS][4], const uint32_t (&q)[KEY_STEPS][4], const LaneAddress& k, int step,
-                              int pair) {
-  uint32_t keys[4];
-  ptx::ldmatrix_x4(keys, k.at<KTile>(16 * pair, NARROW ? step : 2 * step));
-  if constexpr (NARROW) {
-    uint32_t wide[4][2];
-    widen(wide, keys);
+// S = Q K^T of 16 rows over 8-bit keys: mma/products.cuh's multiply_rows, with keys that are widened on the way.
+template <class QTile, class KTile, int BLOCKS>
+DEVICE void multiply_narrow_keys(float (&s)[1][BLOCKS][4], const LaneAddress& q, const LaneAddress& k) {
+#pragma unroll 2
+  for (int step = 0; step < QTile::CHUNKS / 2; step += KEY_STEPS) {
+    uint32_t a[KEY_STEPS][4];
 #pragma unroll
-    for (int w = 0; w < 4; w++) {
-      Products::multiply(s[2 * pair + w / 2], q[w % 2 * (KEY_STEPS - 1)], wide[w][0], wide[w][1]);
+    for (int i = 0; i < KEY_STEPS; i++) ptx::ldmatrix_x4(a[i], q.at<QTile>(0, 2 * (step + i)));
+#pragma unroll
+    for (int pair = 0; pair < BLOCKS / 2; pair++) {
+      uint32_t keys[4], wide[4][2];
+      ptx::ldmatrix_x4(keys, k.at<KTile>(16 * pair, step));
+      widen(wide, keys);
+#pragma unroll
+      for (int w = 0; w < 4; w++) {
+        Products::multiply(s[0][2 * pair + w / 2], a[w % 2 * (KEY_STEPS - 1)], wide[w][0], wide[w][1]);
+      }
     }
-  } else {
-#pragma unroll
-    for (int i = 0; i < 2; i++) Products::multiply(s[2 * pair + i], q[0], keys[2 * i], keys[2 * i + 1]);
   }
 }
 
-// o += p v over 16 keys and 16 columns; p: the weights of these keys.
-template <class VTile, int BLOCKS>
-DEVICE void multiply_value_pair(float (&o)[BLOCKS][4], const uint32_t (&p)[4], const LaneAddress& v, int step,
-                                int pair) {
-  uint32_t values[4];
-  if constexpr (NARROW) {
-    // One chunk is 16 columns; two chunks come at once.
-    Products::values<VTile>(values, v, step, pair, 2);
-    uint32_t wide[4][2];
-    widen(wide, values);
+// O += P V over 8-bit values: mma/products.cuh's multiply_weights. One chunk is 16 columns; two chunks come at once.
+template <class VTile, int KEY_BLOCKS, int BLOCKS>
+DEVICE void multiply_narrow_values(float (&o)[BLOCKS][1][4], const float (&p)[1][KEY_BLOCKS][4], const LaneAddress& v) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      if (4 * pair + i >= BLOCKS) break;
-      Products::multiply(o[4 * pair + i], p, wide[i / 2 * 2][i % 2], wide[i / 2 * 2 + 1][i % 2]);
+  for (int step = 0; step < KEY_BLOCKS / 2; step++) {
+    uint32_t a[4];
+    Products::weights(a, p[0], step);
+#pragma unroll
+    for (int pair = 0; pair < (BLOCKS + 3) / 4; pair++) {
+      uint32_t values[4], wide[4][2];
+      Products::values<VTile>(values, v, step, pair, 2);
+      widen(wide, values);
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        if (4 * pair + i >= BLOCKS) break;
+        Products::multiply(o[4 * pair + i][0], a, wide[i / 2 * 2][i % 2], wide[i / 2 * 2 + 1][i % 2]);
+      }
     }
-  } else {
-    const bool two = 2 * pair + 1 < BLOCKS;
-    Products::values<VTile>(values, v, step, pair, two ? 2 : 1);
-    Products::multiply(o[2 * pair], p, values[0], values[1]);
-    if (two) Products::multiply(o[2 * pair + 1], p, values[2], values[3]);
   }
 }

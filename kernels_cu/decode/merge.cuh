@@ -38,7 +38,7 @@ struct MergeArea {
 };
 
 // Leaves a warp's sums in the area. first_row: of its 16.
-DEVICE void leave(const MergeArea& area, const float (&o)[COLUMN_BLOCKS][4], const SoftmaxRow (&softmax)[2],
+DEVICE void leave(const MergeArea& area, const float (&o)[COLUMN_BLOCKS][1][4], const SoftmaxRow (&softmax)[2],
                   int first_row, int key_warp) {
 #pragma unroll
   for (int half = 0; half < 2; half++) {
@@ -47,13 +47,13 @@ DEVICE void leave(const MergeArea& area, const float (&o)[COLUMN_BLOCKS][4], con
     for (int c = 0; c < COLUMN_BLOCKS; c++) {
       if constexpr (NARROW) {  // four neighbours are in two blocks
         if (c % 2 == 1) continue;
-        const float(&even)[4] = o[c];
-        const float(&odd)[4] = o[c + 1];
+        const float(&even)[4] = o[c][0];
+        const float(&odd)[4] = o[c + 1][0];
         const uint32_t words[4] = {ptx::as_bits(even[2 * half]), ptx::as_bits(odd[2 * half]),
                                    ptx::as_bits(even[2 * half + 1]), ptx::as_bits(odd[2 * half + 1])};
         ptx::store_shared_v4(area.at(row, key_warp, column_of(c, 0)), words);
       } else {
-        const uint32_t words[2] = {ptx::as_bits(o[c][2 * half]), ptx::as_bits(o[c][2 * half + 1])};
+        const uint32_t words[2] = {ptx::as_bits(o[c][0][2 * half]), ptx::as_bits(o[c][0][2 * half + 1])};
         ptx::store_shared_v2(area.at(row, key_warp, column_of(c, 0)), words);
       }
     }

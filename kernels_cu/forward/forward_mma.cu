@@ -20,8 +20,8 @@
 // Fragments are drawn in mma/fragments.cuh, quads and their rows in mma/softmax.cuh, places in shared memory in
 // mma/tile.cuh. Tiles that all rows see whole run in a loop without a mask. Sums run in an order that depends on the
 // block's own sequence alone, so a result has the same bits whatever the batch around it.
-#include "mma/fragments.cuh"
-#include "mma/softmax.cuh"
+#include "mma/products.cuh"
+#include "mma/softmax_tile.cuh"
 #include "mma/nonfinite.cuh"
 #include "mma/store.cuh"
 #include "common/block_tile.cuh"
@@ -45,7 +45,7 @@ constexpr int LAYOUT_BYTES = QTile::BYTES + STAGES * (KTile::BYTES + VTile::BYTE
 static_assert(SHARED_BYTES == LAYOUT_BYTES, "the launch must provide what Q and the stages of K and V take");
 
 using Scores = float[ROW_BLOCKS][KEY_BLOCKS][4];
-using Output = float[ROW_BLOCKS][COLUMN_BLOCKS][4];
+using Output = float[COLUMN_BLOCKS][ROW_BLOCKS][4];
 using Softmax = SoftmaxRow[ROW_BLOCKS][2];  // of rows g and g + 8 of each 16
 
 // The ring of key and value tiles. Tile n is the n-th of those that the block's rows see.
@@ -106,97 +106,27 @@ struct Rows {
   }
 };
 
-DEVICE void multiply_keys(Scores& s, const LaneAddress& q, const LaneAddress& k) {
-  // Unrolled whole, ptxas loads so many fragments ahead that it spills.
-#pragma unroll 2
-  for (int step = 0; step < QTile::CHUNKS / 2; step++) {
-    uint32_t a[ROW_BLOCKS][4];
-#pragma unroll
-    for (int b = 0; b < ROW_BLOCKS; b++) ptx::ldmatrix_x4(a[b], q.at<QTile>(16 * b, 2 * step));
-#pragma unroll
-    for (int pair = 0; pair < KEY_BLOCKS / 2; pair++) {
-      uint32_t keys[4];
-      ptx::ldmatrix_x4(keys, k.at<KTile>(16 * pair, 2 * step));
-#pragma unroll
-      for (int b = 0; b < ROW_BLOCKS; b++) {
-        Products::multiply(s[b][2 * pair], a[b], keys[0], keys[1]);
-        Products::multiply(s[b][2 * pair + 1], a[b], keys[2], keys[3]);
-      }
-    }
-  }
-}
-
-DEVICE void multiply_values(Output& o, const Scores& p, const LaneAddress& v) {
-#pragma unroll
-  for (int step = 0; step < BLOCK_N / Products::KEYS; step++) {
-    uint32_t a[ROW_BLOCKS][4];
-#pragma unroll
-    for (int b = 0; b < ROW_BLOCKS; b++) Products::weights(a[b], p[b], step);
-#pragma unroll
-    for (int pair = 0; pair < (COLUMN_BLOCKS + 1) / 2; pair++) {
-      const bool two = 2 * pair + 1 < COLUMN_BLOCKS;
-      uint32_t values[4];
-      Products::values<VTile>(values, v, step, pair, two ? 2 : 1);
-#pragma unroll
-      for (int b = 0; b < ROW_BLOCKS; b++) {
-        Products::multiply(o[b][2 * pair], a[b], values[0], values[1]);
-        if (two) Products::multiply(o[b][2 * pair + 1], a[b], values[2], values[3]);
-      }
-    }
-  }
-}
-
-// Products to weights for one half (rows g or rows g + 8) of 16 rows. Returns what O is to be multiplied by.
-template <bool MASKED>
-DEVICE float softmax_tile(float (&s)[KEY_BLOCKS][4], SoftmaxRow& softmax, const Rows& rows, int row, int half, int key_begin) {
-  float largest = -INFINITY, correction;
-#pragma unroll
-  for (int block = 0; block < KEY_BLOCKS; block++) {
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      float& x = s[block][2 * half + i];
-      const int key = key_begin + 8 * block + lane_id() % 4 * 2 + i;
-      if (MASKED && !rows.mask.visible(row, key)) x = -INFINITY;
-      else if (!SCALE_ONLY) x = rows.score(x, row, key);
-      largest = max_of(largest, x);
-    }
-  }
-  const float base = softmax.raise(largest, rows.to_log2, correction);
-#pragma unroll
-  for (int block = 0; block < KEY_BLOCKS; block++) {
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      float& x = s[block][2 * half + i];
-      x = ptx::ex2(x * rows.to_log2 - base);
-      softmax.l += x;
-    }
-  }
-  return correction;
-}
-
 template <bool MASKED>
 DEVICE void attend_tile(Output& o, Softmax& softmax, const Rows& rows, const LaneAddress& q, const Ring& ring, int n) {
   const int key_begin = ring.tiles.at(n) * BLOCK_N;
   Scores s = {};
-  multiply_keys(s, q, lane_of_b(ring.k_tile(n)));
+  multiply_rows<QTile, KTile, 2>(s, q, lane_of_b(ring.k_tile(n)));
 #pragma unroll
   for (int b = 0; b < ROW_BLOCKS; b++) {
     float correction[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      correction[half] = softmax_tile<MASKED>(s[b], softmax[b][half], rows, rows.row(b, half), half, key_begin);
+      const int row = rows.row(b, half);
+      correction[half] = softmax_tile(s[b], softmax[b][half], rows.to_log2, half, [&](float x, int column) {
+        const int key = key_begin + column;
+        if (MASKED && !rows.mask.visible(row, key)) return -INFINITY;
+        return SCALE_ONLY ? x : rows.score(x, row, key);
+      });
     }
     if constexpr (DROPOUT) drop(rows.dropout, s[b], rows.row(b, 0), rows.row(b, 1), key_begin);
-    // Most tiles raise no maximum, and multiplying by one changes no bits.
-    if (__any_sync(ALL_LANES, correction[0] != 1.0f || correction[1] != 1.0f)) {
-#pragma unroll
-      for (int c = 0; c < COLUMN_BLOCKS; c++) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) o[b][c][i] *= correction[i / 2];
-      }
-    }
+    rescale(o, b, correction);
   }
-  multiply_values(o, s, Products::lane_of_values(ring.v_tile(n)));
+  multiply_weights<Products, VTile>(o, s, Products::lane_of_values(ring.v_tile(n)));
 }
 
 // Gives the nonfinite values of a tile, which its product left out, to the rows that see them.
@@ -222,7 +152,7 @@ DEVICE void add_nonfinite(Output& o, const Rows& rows, const Ring& ring, int key
       if (value - value == 0.0f) continue;
 #pragma unroll
       for (int i = 0; i < 2 * ROW_BLOCKS; i++) {
-        if (weight[i / 2][i % 2] != HIDDEN) o[i / 2][c / 2][i % 2 * 2 + c % 2] += value * weight[i / 2][i % 2];
+        if (weight[i / 2][i % 2] != HIDDEN) o[c / 2][i / 2][i % 2 * 2 + c % 2] += value * weight[i / 2][i % 2];
       }
     }
   }
@@ -244,8 +174,8 @@ DEVICE void store(const Params& params, const BlockTile& at, const Rows& rows, c
       const float factor = result.factor * out_scale;
 #pragma unroll
       for (int c = 0; c < COLUMN_BLOCKS; c++) {
-        const float low = factor == 0.0f ? 0.0f : o[b][c][2 * half] * factor;
-        const float high = factor == 0.0f ? 0.0f : o[b][c][2 * half + 1] * factor;
+        const float low = factor == 0.0f ? 0.0f : o[c][b][2 * half] * factor;
+        const float high = factor == 0.0f ? 0.0f : o[c][b][2 * half + 1] * factor;
         store_pair(out + 8 * c + lane_id() % 4 * 2, low, high, whole);
       }
       if (LSE && lane_id() % 4 == 0) {

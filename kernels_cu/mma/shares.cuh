@@ -10,7 +10,7 @@
 //                                            warp 0    warp 1     warp 0    warp 1      ..
 #pragma once
 
-#include "mma/fragments.cuh"
+#include "mma/products.cuh"
 
 DEVICE LaneAddress moved(const LaneAddress& lane, int chunks_in_group, int other_bytes) {
   return {lane.row + other_bytes, lane.spread ^ chunks_in_group * 16};
@@ -53,20 +53,6 @@ struct Columns {
     return WHOLE ? 2 : (WIDTH - column(pair)) / 8;
   }
 };
-
-// d += a b for a pair of blocks of columns.
-template <class Products, class Tile, int ROWS>
-DEVICE void multiply_pair(float (&low)[ROWS][4], float (&high)[ROWS][4], const uint32_t (&a)[ROWS][4],
-                          const LaneAddress& b, int step, int offset, int blocks) {
-  if (blocks <= 0) return;
-  uint32_t values[4];
-  Products::template values<Tile>(values, b, step, offset, blocks > 1 ? 2 : 1);
-#pragma unroll
-  for (int r = 0; r < ROWS; r++) {
-    Products::multiply(low[r], a[r], values[0], values[1]);
-    if (blocks > 1) Products::multiply(high[r], a[r], values[2], values[3]);
-  }
-}
 
 // Scores of 16 keys (rows g and g + 8) and queries 2t, 2t + 1 of every block of 8, as operands in a tile [key][query].
 // The lane is that of row g and of the warp's first query.

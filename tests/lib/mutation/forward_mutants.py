@@ -27,6 +27,7 @@ def _simple(name: str, old: str, new: str, *probes: str) -> Mutant:
 
 
 _MMA, _TILE, _FRAGMENTS = "forward/forward_mma.cu", "mma/tile.cuh", "mma/fragments.cuh"
+_PRODUCTS, _SOFTMAX_TILE = "mma/products.cuh", "mma/softmax_tile.cuh"
 _BLOCK_TILE, _SOFTMAX, _NONFINITE, _MASK = (
     "common/block_tile.cuh",
     "mma/softmax.cuh",
@@ -55,7 +56,7 @@ DEFECTS = (
         "ptx::ex2(base - finite)",
     ),
     _mma("the correction is of a fused product", _SOFTMAX, *FUSED_CORRECTION, "steady"),
-    _mma("the accumulator is never rescaled", _MMA, "o[b][c][i] *= correction[i / 2];", ";"),
+    _mma("the accumulator is never rescaled", _SOFTMAX_TILE, "o[c][r][i] *= correction[i / 2];", ";"),
     _mma("the sum is never rescaled", _SOFTMAX, "      l *= correction;\n", ""),
     _mma(
         "causal by tile only",
@@ -129,8 +130,13 @@ MMA_MUTANTS = (
     _mma("K's second eight keys are the first", _FRAGMENTS, "lane_id() % 8 + lane_id() / 16 * 8", "lane_id() % 8"),
     _mma("V's fragment is a step late", _FRAGMENTS, "(step * KEYS, 2 * pair)", "(step * 8, 2 * pair)"),
     _mma("V is not transposed", _FRAGMENTS, "ptx::ldmatrix_x4_trans(", "ptx::ldmatrix_x4("),
-    _mma("the columns of V swap places", _MMA, "a[b], values[0], values[1]", "a[b], values[2], values[1]"),
-    _mma("rows of Q repeat", _MMA, "q.at<QTile>(16 * b, 2 * step)", "q.at<QTile>(0, 2 * step)"),
+    _mma(
+        "the columns of V swap places",
+        _PRODUCTS,
+        "low[r], a[r], values[0], values[1]",
+        "low[r], a[r], values[2], values[1]",
+    ),
+    _mma("rows of Q repeat", _PRODUCTS, "a_lane.at<A>(16 * r, 2 * step)", "a_lane.at<A>(0, 2 * step)"),
     _mma(
         "warps share rows", _MMA, "int(threadIdx.x) / 32 * 16 * ROW_BLOCKS", "int(threadIdx.x) / 64 * 16 * ROW_BLOCKS"
     ),
@@ -233,7 +239,7 @@ MMA_MUTANTS = (
     ),
     _mma(
         "dropped weights leave the sum",
-        _MMA,
+        _SOFTMAX_TILE,
         "      softmax.l += x;\n",
         "      if (!DROPOUT || x > 0.5f) softmax.l += x;\n",
         "options",

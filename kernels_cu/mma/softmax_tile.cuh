@@ -1,0 +1,43 @@
+// The softmax of a tile of scores in accumulators, and what it makes of the output so far. mma/softmax.cuh has the rows.
+#pragma once
+
+#include "mma/fragments.cuh"
+#include "mma/softmax.cuh"
+
+// Products to weights for one half (rows g or g + 8) of 16 rows. score(x, column): what enters the softmax in the place
+// of product x; column: of the tile. Returns what O is to be multiplied by.
+template <int KEY_BLOCKS, class ScoreOf>
+DEVICE float softmax_tile(float (&s)[KEY_BLOCKS][4], SoftmaxRow& softmax, float to_log2, int half, ScoreOf score) {
+  float largest = -INFINITY, correction;
+#pragma unroll
+  for (int block = 0; block < KEY_BLOCKS; block++) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      float& x = s[block][2 * half + i];
+      x = score(x, 8 * block + lane_id() % 4 * 2 + i);
+      largest = max_of(largest, x);
+    }
+  }
+  const float base = softmax.raise(largest, to_log2, correction);
+#pragma unroll
+  for (int block = 0; block < KEY_BLOCKS; block++) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      float& x = s[block][2 * half + i];
+      x = ptx::ex2(x * to_log2 - base);
+      softmax.l += x;
+    }
+  }
+  return correction;
+}
+
+// The r-th 16 rows of O relative to the new maxima. Most tiles raise no maximum, and multiplying by one changes no bits.
+template <int COLUMN_BLOCKS, int ROWS>
+DEVICE void rescale(float (&o)[COLUMN_BLOCKS][ROWS][4], int r, const float (&correction)[2]) {
+  if (!__any_sync(ALL_LANES, correction[0] != 1.0f || correction[1] != 1.0f)) return;
+#pragma unroll
+  for (int c = 0; c < COLUMN_BLOCKS; c++) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) o[c][r][i] *= correction[i / 2];
+  }
+}
