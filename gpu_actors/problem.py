@@ -162,6 +162,11 @@ class DispatchKey(StableText):
         return self.mask in ("window", "causal_window")
 
     @property
+    def scale_only(self) -> bool:
+        """Whether nothing but the scale stands between a product and its score."""
+        return not (self.softcap or self.alibi or self.bias or self.dropout or self.score_mod)
+
+    @property
     def varlen(self) -> bool:
         """Whether sequences are packed, with cu_seqlens."""
         return self.layout == "varlen"

@@ -37,7 +37,7 @@ __all__ = ["ContextActor", "GiveUp", "Stop"]
 
 logger: logging.Logger = logging.getLogger("gpu_actors")
 
-# Seconds that closing waits for the completion threads of launches that will not end, all together.
+# Seconds that closing waits, in all, for the completion threads of launches that do not end.
 _PATIENCE = 2.0
 
 # Seconds that closing waits for launches whose requests have been answered, before it closes the device.
@@ -212,7 +212,7 @@ class ContextActor(ThreadActor):
             return
         children.failure = error
         if self._supervisor is not None:
-            # A restart that is due already must not bring an actor back.
+            # A restart that is already due must not bring an actor back.
             self._supervisor.stopping = True
 
         def reason() -> ActorStopped:
@@ -236,7 +236,7 @@ class ContextActor(ThreadActor):
             if oldest is None or children.clock.now() - oldest <= limit:
                 children.timers.after(limit / 4, look)
             elif oldest != suspect:
-                # Where this process has stood still, what ended meanwhile is settled only now.
+                # If this process was stopped for a while, launches that ended meanwhile are settled only now.
                 children.timers.after(min(limit / 4, _GRACE), lambda: look(oldest))
             else:
                 children.context_lost(ContextLost(f"a launch has not finished within {limit} s"))
@@ -306,7 +306,7 @@ class ContextActor(ThreadActor):
     def _close_cells(self, reason: Callable[[], GpuActorsError], failed: bool = False) -> None:
         children = self._children
         assert children is not None
-        # Why the context went down says more than that it was closed afterwards.
+        # The reason for which the context failed says more than that it was closed afterwards.
         if children.lost is None and (children.failure is None or failed):
             for cell in self._cells:
                 cell.mailbox.close(reason)

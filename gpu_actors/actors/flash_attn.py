@@ -83,7 +83,7 @@ class FlashAttnHandle(ActorHandle):
         deadline, timeout, priority: as in `ActorHandle.submit`. The reply gives an `AttentionOutput`, or raises one of
         `gpu_actors.errors`. Do not change the arrays before it is done.
         """
-        # By position, in the order of the fields: naming 24 arguments takes as long as answering an empty request.
+        # Arguments go by position, in the order of the fields: passing 24 by name takes as long as an empty request.
         request = FlashForward(
             q,
             k,

@@ -116,12 +116,12 @@ class KernelActor(ServiceActor):
     def _compile(self, call: Call[Any], source: KernelSource, entry: str) -> None:
         cell = self.cell
         if cell.environment.device.builds_kernels:
-            # For a device that makes no cubin, which would say how large the parameters are.
+            # A device that makes no cubin learns from this how large the parameters are.
             told = f'{source.source}\n#include "emulation/parameters.cuh"\nGPU_ACTORS_PARAMETERS({entry})\n'
             source = dataclasses.replace(source, source=told)
         arch = check_arch(source.arch or self._arch)
         cell.mailbox.park(call)
-        # Never held to this call's deadline: others may come to wait for the same compile.
+        # The compile has no deadline: other calls may wait for it later.
         compiling = cell.environment.handle(NvrtcActor).send(
             Prepare(SourceVariant(source, arch)), None, None, call.priority
         )

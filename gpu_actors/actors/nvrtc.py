@@ -1,4 +1,4 @@
-"""NvrtcActor: compiles kernels, or takes them from the cubin cache, off everybody's mailbox."""
+"""NvrtcActor: compiles kernels on threads of its own, or takes them from the cubin cache."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ class _Workshop:
     """The cache, the compiler and the worker threads; outlives the actor's incarnations."""
 
     def __init__(self, cell: ActorCell) -> None:
-        # Here rather than above: `import gpu_actors` stays quick for programs that only look on.
+        # Imported here, so that `import gpu_actors` stays quick.
         from gpu_actors.compiling.compiler import Compiler
         from gpu_actors.compiling.cubin_cache import CubinCache, default_cache_dir
 
@@ -249,7 +249,7 @@ class _Workshop:
 
     def _finish(self, job: Job, product: Product | None, failure: GpuActorsError | None, seconds: float) -> None:
         with self._lock:
-            # None wait where the job was given up when it was submitted.
+            # No call waits where the job could not be submitted.
             waiting = self._waiting.pop(job, [])
         for done in waiting:
             done(product, failure, seconds)
@@ -260,7 +260,7 @@ class _Workshop:
         return self.cache.get_or_compile(source, arch, self._compiler.compile)
 
     def _build(self, source: KernelSource, arch: str) -> Product:
-        # As text, for Python's own hashes differ between processes.
+        # The digest is of a text, because Python's own hashes differ between processes.
         text = repr((source.entry_points, dict(source.macros), source.source, dict(source.headers)))
         variant = f"{source.name}:{hashlib.sha256(text.encode()).hexdigest()[:12]}"
         self._event("compile.started", {"variant": variant, "arch": arch})

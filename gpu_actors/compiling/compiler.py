@@ -53,7 +53,7 @@ def _options(source: KernelSource, arch: str, toolchain: Toolchain) -> tuple[str
         # The exact architecture: wgmma and setmaxnreg exist in sm_90a, not in sm_90, and a cubin instead of
         # PTX leaves the driver nothing to compile.
         f"-arch={arch}",
-        # Fixed, because NVRTC's default moves with its version.
+        # The standard is fixed, because NVRTC's default changes with its version.
         "-std=c++17",
         # Registers, spills and the C75xx notes; without it the log says nothing of them.
         "--ptxas-options=-v",
@@ -131,8 +131,8 @@ def _run(nvrtc: Any, source: KernelSource, arch: str, inputs: CompileInputs) -> 
 
 
 def _file_name(source: KernelSource) -> str:
-    # As the caller spells the path, it is in no key, so it shall not show in the cubin either.
-    # And NVRTC takes a name that begins with a dash for an option, which may name a file to write.
+    # No key covers the path as the caller spells it, so the cubin must not hold it either. NVRTC takes a name that
+    # begins with a dash for an option, which may name a file to write.
     return re.sub(r"[^\w.+-]", "_", PurePosixPath(source.name).name).lstrip("-") or "kernel.cu"
 
 

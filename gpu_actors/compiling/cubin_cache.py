@@ -166,7 +166,7 @@ class CubinCache:
             entries, size = self._folder.usage()
         else:
             entries, size = len(self._memory), self._memory_bytes
-        # Without the lock: the caller may interrupt what it guards, or be a forked process.
+        # Read without the lock: the caller may be a signal handler that interrupted its holder, or a forked process.
         return CacheStats(**self._counts, entries=entries, bytes=size)
 
     # One compile for many callers
@@ -254,7 +254,7 @@ class CubinCache:
             yield True
         finally:
             with contextlib.suppress(OSError):
-                # The file is of no use once the entry is there, and who waits for it makes a new one.
+                # The lock's file is of no use once the entry is there; a process that waits for it makes a new one.
                 if self._folder.has(key.file_name):
                     path.unlink(missing_ok=True)
             with contextlib.suppress(OSError):

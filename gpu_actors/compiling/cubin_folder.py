@@ -87,7 +87,7 @@ class CacheFolder:
             with os.fdopen(handle, "rb", closefd=False) as file:
                 data = file.read()
             if self.writable:
-                # Set by hand, because many file systems are mounted to keep no access times.
+                # The access time is set here, because many file systems are mounted to keep none.
                 with contextlib.suppress(OSError):
                     os.utime(handle, ns=(time.time_ns(), status.st_mtime_ns))
         finally:
@@ -113,7 +113,7 @@ class CacheFolder:
                 while view:
                     view = view[os.write(handle, view) :]
                 os.fsync(handle)
-                # Renamed while it is open, hence locked: no other process sweeps it in between.
+                # The file is renamed while it is open and thus locked, so that no other process sweeps it in between.
                 os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
             except BaseException:
                 _remove(temporary, folder)
@@ -165,7 +165,7 @@ class CacheFolder:
         return (self.path / name).exists()
 
     def _made(self) -> contextlib.AbstractContextManager[int]:
-        # The folders above as well: one that a lax umask opened to others would be refused the next time.
+        # The folders above get this mode as well: one that a lax umask opened to others would be refused the next time.
         for place in (*reversed(self.path.parents), self.path):
             with contextlib.suppress(FileExistsError):
                 if not place.exists():
@@ -265,7 +265,7 @@ def _remove(name: str, folder: int) -> bool:
 
 
 def _others_write(status: os.stat_result) -> bool:
-    """Whether anybody but the owner may write. A group that holds the user alone is no other, as with umask 002."""
+    """Whether a user other than the owner may write. A group that holds the owner alone does not count (umask 002)."""
     if status.st_mode & stat.S_IWOTH:
         return True
     return bool(status.st_mode & stat.S_IWGRP) and not _is_own_group(status.st_gid)

@@ -50,7 +50,7 @@ class KernelParameter:
 
     @property
     def spelled(self) -> str:
-        """As C++ would declare it: "const float* x"."""
+        """The parameter as C++ would declare it: "const float* x"."""
         constant = "const " if self.pointer and not self.written else ""
         return f"{constant}{self.type}{'*' * self.pointer} {self.name}".strip()
 
@@ -114,7 +114,7 @@ def _split(text: str) -> list[str]:
 
 
 def _parameter(text: str, entry: str) -> KernelParameter:
-    # What a template is of has commas and stars of its own.
+    # The arguments of a template have commas and stars of their own.
     plain, templates = re.compile(r"<.*>").subn("", text)
     if re.search(r"[&(=]|\.\.\.", re.sub(r"\balignas\s*\([^)]*\)", "", plain)):
         reason = f"the parameter {text!r} of {entry} is neither a value nor a pointer"

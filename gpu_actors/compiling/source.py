@@ -33,7 +33,7 @@ MacroValue: TypeAlias = str | int | float
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _ARCH = re.compile(r"sm_([1-9]\d{1,2})[af]?", re.ASCII)
 
-# What NVRTC hands to ptxas, which has options of its own that are reserved.
+# Options that NVRTC hands to ptxas, which has reserved options of its own.
 _PASSED_ON = re.compile(r"(?:-Xptxas|--ptxas-options)=")
 
 # Options that would read or write files, redefine what other fields state, or yield something that is not a
@@ -153,7 +153,7 @@ class KernelSource:
         _check_text("source", self.source)
         if self.arch is not None:
             check_arch(self.arch)
-        # Cached because a lookup hashes the source, and tuples of strings do not remember theirs.
+        # Cached because a lookup hashes the source, and tuples of strings do not cache their hash.
         fields = (
             self.name,
             self.source,
@@ -251,7 +251,7 @@ def _macro(name: str, value: object) -> str:
     field_name = f"macros[{name!r}]"
     if isinstance(value, bool):
         return "1" if value else "0"
-    # The base types' own spelling: NumPy's floats and enum members are subclasses that print otherwise.
+    # Spelled by the base type: NumPy's floats and enum members are subclasses that print otherwise.
     if isinstance(value, float):
         if not math.isfinite(value):
             raise InvalidRequest(field_name, value, "a float must be finite: C++ has no literal for it")

@@ -149,7 +149,7 @@ def _autocast(
     def cast(operand: Any, kinds: tuple[torch.dtype, ...] = _AUTOCAST) -> Any:
         return operand.to(dtype) if isinstance(operand, torch.Tensor) and operand.dtype in kinds else operand
 
-    # Logits of float32 go with every q, and lose nothing by it.
+    # Sinks of float32 go with every dtype of q and keep their precision.
     return cast(q), cast(k), cast(v), cast(sinks, _AUTOCAST[1:]), cast(bias)
 
 
@@ -192,7 +192,7 @@ def _check_traced(causal: object, window_size: object, dropout_seed: int, determ
 def _check_not_dual(**tensors: object) -> None:
     """Operators without a forward-mode rule drop tangents, which would be derivatives of 0."""
     if torch.compiler.is_compiling() and forward_ad._current_level >= 0:
-        # A compiler traces tensors without their tangents. What it cannot trace whole runs as it is, and is checked.
+        # A compiler traces tensors without their tangents. Calls that it does not trace run eagerly and are checked.
         reason = "is not compiled where forward-mode derivatives are taken: it has none"
         raise Unsupported("attention", "in a dual level", reason, "differentiated backwards")
     for name, tensor in tensors.items():

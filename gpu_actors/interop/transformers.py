@@ -128,7 +128,7 @@ def _attend(
         "context": context,
         "softmax_scale": scaling,
         "softcap": softcap or 0.0,
-        # A new seed a layer and step, from torch's own generator, so that torch.manual_seed repeats a run.
+        # Each layer and step draws a seed from torch's own generator, so that torch.manual_seed repeats a run.
         **({"dropout_p": dropout, "dropout_seed": int(torch.randint(1 << 62, ()))} if dropout else {}),
         **({} if s_aux is None else {"sinks": s_aux.float()}),
     }
@@ -289,7 +289,7 @@ def _mask(
     seen = int(q_offset) + q_length
     columns = None
     if known is not None and (attention_mask is None or attention_mask.shape[1] == seen or not known.causal):
-        # A static cache is longer than what is in it.
+        # A static cache is longer than the keys that it holds.
         keys = min(kv_length, seen - kv_offset) if known.causal else kv_length
         if attention_mask is None:
             columns = torch.ones(batch_size, keys, dtype=torch.bool, device=device)

@@ -111,7 +111,7 @@ def _scalar_bytes(parameter: KernelParameter, value: Any, field: str) -> bytes:
         raise beyond from None
     with np.errstate(over="ignore"):
         rounded = np.array(number).astype(dtype)
-    # Asked of the value itself, for a finite long double may be an infinite float.
+    # The value itself is asked, because a finite long double may be an infinite float.
     if value == value and abs(value) != math.inf and not math.isfinite(float(rounded)):
         raise beyond
     return rounded.tobytes()
@@ -129,7 +129,7 @@ def _integer(parameter: KernelParameter, dtype: np.dtype[Any], value: Any, field
 
 
 def _whole_bytes(parameter: KernelParameter, value: Any, field: str) -> bytes:
-    """Of a struct, or of a type that the source gave a name of its own."""
+    """The bytes of a struct, or of a type that the source gave a name of its own."""
     if isinstance(value, np.ndarray) and value.size == 1 and value.dtype.names:
         return value.tobytes()
     if isinstance(value, np.generic):

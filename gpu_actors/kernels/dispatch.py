@@ -44,7 +44,7 @@ class Verdict(NamedTuple):
 
 FAMILIES = (FORWARD_SM90, FORWARD_MMA, FORWARD_SIMPLE, DECODE_MMA, BACKWARD_MMA)
 
-# For operands that TMA cannot move.
+# The families for operands that TMA cannot move.
 WITHOUT_TMA = tuple(family for family in FAMILIES if not family.tma)
 
 
@@ -52,7 +52,7 @@ def _computed_elsewhere(*_: object) -> Any:
     raise InvalidRequest("kernel", "reference", "is NumPy's: nothing is compiled or launched for it")
 
 
-# For devices that compute with the NumPy oracle rather than with kernels: what no kernel takes still gets a key.
+# Devices that compute with the NumPy oracle give a key to problems that no kernel takes.
 REFERENCE = KernelFamily(
     "reference",
     lambda problem, arch: None,
@@ -65,7 +65,7 @@ REFERENCE = KernelFamily(
 
 _BY_KERNEL = {kernel: family for family in FAMILIES for kernel in family.kernels}
 
-# Fields on whose account a kernel leaves a problem to kernels of another kind.
+# Fields that say which kind of kernel a problem needs.
 _OTHER_KINDS = ("direction", "layout")
 
 
@@ -149,7 +149,7 @@ def explain(problem: AttentionProblem, arch: str, families: Sequence[KernelFamil
     return verdicts
 
 
-# What a key takes from its problem under the same name; of num_splits the kernel decides, of bias the dtype counts.
+# The fields that a key takes from its problem. The family decides num_splits, and of bias only the dtype counts.
 _CARRIED = tuple(
     field.name
     for field in dataclasses.fields(DispatchKey)

@@ -92,7 +92,7 @@ def _family(key: DispatchKey) -> KernelFamily:
 def _problem(key: DispatchKey) -> AttentionProblem:
     """A small problem with this key, for the checks that requests go through."""
     carried = {name: getattr(key, name) for name in _DEFAULTS if hasattr(key, name)}
-    # What a key knows as a flag, the problem may have as a number.
+    # A flag of the key may be a number in the problem.
     carried |= {name: type(default)(carried[name]) for name, default in _DEFAULTS.items() if name in FLAGS}
     return AttentionProblem(
         **carried,

@@ -12,8 +12,8 @@ __all__ = ["Macros", "flags", "forward_macros", "mask_macros", "score_macros", "
 
 Macros: TypeAlias = dict[str, str | int]
 
-# Significant bits of operands, where a float32 request computes in less. Of f16 the precision counts and not the range,
-# which kernels keep as wide as float's, so that large inputs do not become infinite.
+# Significant bits of operands, where a float32 request computes in less. f16 gives its precision alone: kernels keep
+# the range of float, so that large inputs do not become infinite.
 _COMPUTE_BITS = {"tf32": 11, "f16": 11, "bf16": 8}
 
 
@@ -63,7 +63,7 @@ def tile_macros(key: DispatchKey, tile: TileSizes, shared_bytes: int) -> Macros:
 def forward_macros(key: DispatchKey) -> Macros:
     """The macros of a key whose kernel works on tiles of the table."""
     macros = tile_macros(key, tile_of(key), shared_bytes_of(key)) | mask_macros(key) | score_macros(key)
-    # The diagonal matters where something is measured from it.
+    # The alignment matters where a mask or ALiBi measures from the diagonal.
     top_left = key.alignment == "top_left" and (key.mask != "full" or key.alibi)
     macros |= flags(VARLEN=key.varlen, TOP_LEFT=top_left, DROPOUT=key.dropout)
     if key.bias is not None:
@@ -71,6 +71,6 @@ def forward_macros(key: DispatchKey) -> Macros:
     if key.dtype == "float32" and key.compute in _COMPUTE_BITS:
         macros["COMPUTE_BITS"] = _COMPUTE_BITS[key.compute]
         if key.compute == "tf32":
-            # As the conversion instruction rounds; f16 and bf16 round to even.
+            # The conversion instruction rounds ties away from 0; f16 and bf16 round to even.
             macros["TIES_AWAY"] = 1
     return macros

@@ -19,14 +19,14 @@ _WARP = 32
 
 
 class _Limits(NamedTuple):
-    """Of one multiprocessor."""
+    """The limits of one multiprocessor."""
 
     warps: int
     blocks: int
     shared_kib: int
 
 
-# By the first compute capability that has them.
+# The limits by the first compute capability that has them.
 _LIMITS = {
     80: _Limits(64, 32, 164),
     86: _Limits(48, 16, 100),
@@ -46,7 +46,7 @@ class Occupancy(NamedTuple):
 
 
 def occupancy(arch: str, registers: int, shared_bytes: int, threads: int) -> Occupancy:
-    """Of a kernel with so many registers a thread, bytes of shared memory a block (static and dynamic) and threads."""
+    """The occupancy of a kernel. registers: a thread. shared_bytes: a block, static and dynamic. threads: a block."""
     limits = _limits(arch)
     warps = -(-threads // _WARP)
     registers_a_warp = -(-max(registers, 1) * _WARP // _REGISTER_UNIT) * _REGISTER_UNIT

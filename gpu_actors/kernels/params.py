@@ -236,7 +236,7 @@ def describe_operand(
     def index(axis: str) -> int:
         return layout.positions[f"{prefix}{field}_strides.{_AXES[axis]}" if axis in _AXES else prefix + axis]
 
-    # A stride along an extent of 1 means nothing, and has to be 0 where the operand is broadcast along it.
+    # A stride along an extent of 1 has no meaning, and must be 0 where the operand is broadcast along it.
     strides = tuple((n, index(axis)) for n, axis in enumerate(axes) if axis not in ("", ".") and shape[n] > 1)
     packed = next((n for n, axis in enumerate(axes) if axis == "."), len(shape))
     return Operand(name, shape, dtypes, optional, layout.positions[prefix + field] if field else None, strides, packed)

@@ -69,7 +69,7 @@ class Program:
 
     @property
     def keys(self) -> tuple[DispatchKey, ...]:
-        """Of the kernels that `steps` takes, in that order."""
+        """The keys of the kernels that `steps` takes, in that order."""
         return tuple(part.key for part in self.parts)
 
     def steps(self, kernels: Sequence[Kernel], values: Values) -> tuple[Step, ...]:

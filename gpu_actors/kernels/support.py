@@ -61,7 +61,7 @@ ELEMENTS = {
     "float8_e5m2": Element("e5m2_t", 1, ("fp8",), "bfloat16", fp8=True),
 }
 
-# Of softmax_scale and softcap: within fp32's range, with room for the factors that kernels fold in.
+# Limits of softmax_scale and softcap: within fp32's range, with room for the factors that kernels fold in.
 LEAST_FACTOR, GREATEST_FACTOR = 1e-36, 1e36
 
 Finding: TypeAlias = Unsupported | None

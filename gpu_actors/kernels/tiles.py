@@ -92,7 +92,7 @@ TILES = (
     _sm90(Tile(128, 80, 2, 12), _HALVES, 192),
     _sm90(Tile(128, 80, 2, 12), _HALVES, 256, scale_only=True),
     _sm90(Tile(128, 64, 2, 12), _HALVES, 256),
-    # Of 8-bit elements, with V transposed: keys come in boxes of 64 or 128 bytes, too. Tensor cores keep 13 fraction
+    # 8-bit elements, with V transposed: keys, too, come in boxes of 64 or 128 bytes. Tensor cores keep 13 fraction
     # bits of a sum, so that they sum the keys of one tile alone. Each of its block_n / 32 steps cuts off 34 numbers (32
     # products, what was summed before, the sum) by less than 2^-13 of the tile's sum P|V|. With 128 keys that is below
     # 1.7% of it, however many tiles there are. Products of more than 2^-6 of the largest number lose nothing.
@@ -182,8 +182,7 @@ def tile_for(
 def tile_of(key: DispatchKey) -> Tile:
     """The tile that a key's kernel is compiled for."""
     widest = max(key.head_dim, key.head_dim_v)
-    scale_only = not (key.softcap or key.alibi or key.bias or key.dropout or key.score_mod)
-    return tile_for(key.kernel, key.direction, key.arch, key.dtype, widest, key.mask, scale_only, key.layout)
+    return tile_for(key.kernel, key.direction, key.arch, key.dtype, widest, key.mask, key.scale_only, key.layout)
 
 
 def shared_bytes_of(key: DispatchKey) -> int:

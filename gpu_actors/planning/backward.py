@@ -79,7 +79,7 @@ def _oracle(
     dropout_seed: int,
     inputs: Mapping[str, Any],
 ) -> Outputs:
-    # Only a mock device computes here, so only its programs pay for the import.
+    # Imported here because only programs on a mock device compute in NumPy.
     from gpu_actors.reference import attention_backward
 
     gradients = attention_backward(

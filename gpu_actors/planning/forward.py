@@ -53,12 +53,12 @@ _OPTIONAL = (
     "k_descale",
     "v_descale",
 )
-# Of every request; dropout_seed decides no plan, and the longest sequences may have to be found first.
+# The scalars that decide a plan. dropout_seed decides none, and the longest sequences may have to be found first.
 _scalars = operator.attrgetter(
     *(name for name in scalars_of(FlashForward) if name != "dropout_seed" and not name.startswith("max_seqlen"))
 )
 _MULTIPLIED = ("q", "k", "v", "dout")
-# What fp32 operands are rounded to before they are multiplied. "f16" keeps fp32's range: large ones stay finite.
+# The dtype that fp32 operands are rounded to before a product. "f16" keeps fp32's range: large values stay finite.
 _ROUNDED = {"tf32": "tf32", "f16": "wide_float16", "bf16": "bfloat16"}
 
 
@@ -80,7 +80,7 @@ def forward_signature(request: FlashForward, plain: bool) -> Hashable:
         v.strides,
         v.dtype,
         scalars,
-        # Equal is not alike: 1 == True == 1.0, and what validation refuses must not find the plan of what it accepts.
+        # 1 == True == 1.0, and a value that validation refuses must not find the plan of one that it accepts.
         *map(type, scalars),
         type(request.window_size[0]),
         type(request.window_size[1]),
@@ -197,7 +197,7 @@ def _oracle(
     dropout_seed: int,
     inputs: Mapping[str, Any],
 ) -> Outputs:
-    # Only a mock device computes here, so only its programs pay for the import.
+    # Imported here because only programs on a mock device compute in NumPy.
     from gpu_actors.reference import attention_forward
 
     reference = attention_forward(

@@ -40,7 +40,7 @@ class GraphPlanner(AttentionPlanner):
         if not plan.problem.total_q or not plan.problem.total_k:
             return plan  # the tensors of a graph have elements
         problem = match_attention(request_graph(request, plan.problem)).problem
-        # Where nothing is masked, a graph has no place to say this.
+        # A graph without a mask has no node that holds the alignment.
         problem = dataclasses.replace(problem, alignment=plan.problem.alignment)
         program = program_for(problem, plan.key, self.device)
         return dataclasses.replace(plan, problem=problem, program=program)

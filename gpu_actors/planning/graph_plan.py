@@ -88,7 +88,7 @@ class GraphPlan:
 
     @property
     def keys(self) -> tuple[DispatchKey, ...]:
-        """Of the kernels that `bind` takes, in that order."""
+        """The keys of the kernels that `bind` takes, in that order."""
         return () if self.program is None else self.program.keys
 
     def bind(self, graph: OperationGraph, given: Given, kernels: Sequence[Kernel]) -> Launch:
@@ -125,7 +125,7 @@ class GraphPlan:
         return pack(seen)
 
     def _oracle(self, graph: OperationGraph, values: Mapping[int, Any], inputs: Mapping[str, Any]) -> Outputs:
-        # Only a mock device computes here, so only its programs pay for the import.
+        # Imported here because only programs on a mock device compute in NumPy.
         from gpu_actors.reference.graph import evaluate_graph
 
         found = evaluate_graph(graph, values, self.accumulate)
@@ -207,7 +207,7 @@ def _results(
         spec = OutputSpec(tuple(tensor.dims[axis] for axis in memory), tensor.dtype, zero=name in zeroed)
         results.append(Result(uid, name, spec, memory, kernel))
     if match is not None and match.gradients is not None and runs_kernels:
-        # The kernels give every gradient there is, in whole rows as they write them.
+        # The kernels write every gradient, in whole rows, whether it was asked for or not.
         for name in ("q", "k", "v") if match.bias is None else ("q", "k", "v", "bias"):
             if name not in match.gradients.written:
                 operand, kernel = graph.tensors[_operand_of(match, name)], _gradient_axes(match, name)

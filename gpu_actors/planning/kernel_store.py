@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["KernelStore"]
 
 
-# Each score modification is a kernel of its own, so a program may ask for any number of them.
+# A program may ask for any number of kernels, because each score modification is a kernel of its own.
 _CAPACITY = 256
 
 
@@ -73,7 +73,7 @@ class KernelStore:
                     self._parked[key] = []
                     missing.append(key)
             if awaited:
-                # With several missing, the call comes back when the first is there and waits again, for the next one.
+                # Where several are missing, the call is given back when the first is there, and waits for the next.
                 cell.mailbox.park(call)
                 self._parked[awaited[0]].append(call)
         if not awaited:  # compiled since the actor looked
@@ -82,7 +82,7 @@ class KernelStore:
         if call.traced:
             cell.environment.trace.emit("request.compiling", actor=cell.name, request=call.number, key=awaited[0])
         for key in missing:
-            # As urgent as who waits for it, and never held to one waiter's deadline: others may come to wait too.
+            # The compile has its caller's priority, and no deadline: other calls may wait for it later.
             compiling = cell.environment.compiler.send(Prepare(key), None, None, call.priority)
             compiling.when_done(functools.partial(self._compiled, key))
 
@@ -104,7 +104,7 @@ class KernelStore:
         with self._lock:
             if error is None:
                 self._products[key] = compiling.answer()
-                # Among them some that no call came back for. Those of one request are among the newest.
+                # Kernels that no call asks for any more are let go of; those of one request are among the newest.
                 _let_go(self._products, self._capacity)
             parked = self._parked.pop(key)
         if error is None:

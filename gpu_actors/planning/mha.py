@@ -24,7 +24,7 @@ def forward_request(message: MhaForward) -> FlashForward:
 
 
 def backward_request(message: MhaBackward) -> FlashBackward:
-    """As `forward_request`."""
+    """An adopted message in FlashAttention's layout. Raises `InvalidRequest`."""
     params = _params(message)
     request = FlashBackward(
         **_shared(message, params),

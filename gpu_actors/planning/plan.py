@@ -117,7 +117,7 @@ class PlanCache(Generic[P]):
     def use(self, planned: Planned[P]) -> P:
         """Count a plan as found, which may have been forgotten since."""
         self._hits += 1
-        # Most requests pose the problem that the last one posed; its plan is at the end already.
+        # Most requests pose the same problem as the request before, whose plan is at the end already.
         if planned is not self._latest and planned.signature in self._plans:
             self._plans.move_to_end(planned.signature)
             self._latest = planned

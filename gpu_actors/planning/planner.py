@@ -113,6 +113,6 @@ def unreadable(request: object, error: Exception) -> InvalidRequest:
     """
     kind = type(request).__name__
     logger.warning("a %s could not be read", kind, exc_info=error)
-    # The traceback leads through the actor's frames to the call, and the call to this error.
+    # The traceback holds the actor's frames, these the call, and the call this error: a cycle.
     error.__traceback__ = None
     return InvalidRequest("message", kind, f"could not be read, it raised {show(error)}")

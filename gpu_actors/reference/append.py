@@ -17,7 +17,7 @@ _LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 
 
 class AppendedRow(NamedTuple):
-    """Where a new row goes. row: in the packed rows. place: in its sequence, from 0."""
+    """The place of a new row. row: its index in the packed rows. place: its index in its sequence, from 0."""
 
     row: int
     sequence: int

@@ -68,7 +68,7 @@ def seen_product(a: Array, b: Array, visible: Array | None) -> Array:
     if visible is None or good.all():
         result: Array = a @ b
         return result
-    # A row must not know of what is hidden from it: 0 * NaN is NaN.
+    # Values that are hidden from a row must not enter its sums: 0 * NaN is NaN.
     total: Array = a @ np.where(good, b, 0)
     for key in np.flatnonzero(~good.all(axis=tuple(n for n in range(b.ndim) if n != b.ndim - 2))):
         special = np.where(good[..., key, :], 0, b[..., key, :])[..., None, :]

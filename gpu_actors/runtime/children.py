@@ -37,7 +37,7 @@ class Children(Environment):
         return [name for name, cell in self.cells.items() if cell.actor_type.vital]
 
     def failing(self) -> list[Progress]:
-        """Of the vital actors, those that have failed too often without a success."""
+        """The vital actors that have failed too often without a success."""
         return [self.cells[name].progress for name in self.vital() if self.cells[name].progress.failing]
 
     def stuck(self) -> list[str]:

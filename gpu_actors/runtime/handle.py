@@ -96,7 +96,7 @@ class ActorHandle(Local):
             try:
                 call.caller_notes = environment.device.note_caller()
             except Exception as error:
-                # Unnoted, a producer on the caller's stream would not be waited for: refuse rather than read too early.
+                # Without the note, the launch would not wait for the caller's stream and could read too early: refuse.
                 failure = LaunchError(f"the streams of the submitting thread cannot be told: {error!r}")
                 failure.__cause__ = error
                 mailbox.refuse(call, failure)

@@ -106,7 +106,7 @@ class Mailbox:
             elif wake:
                 self._wake()
         except BaseException:
-            # Ctrl-C: the sender does not get to know the call. Others count on the actor, which must not sleep on.
+            # Ctrl-C: the sender never learns of the call. Other senders rely on the actor, which must wake.
             if wake:
                 self._wake()
             call.cancel()
@@ -179,7 +179,7 @@ class Mailbox:
                 entry = self._due()
             if entry is None:
                 return
-            # Forgotten only after it was called: Ctrl-C in between calls it twice rather than never.
+            # The callback is forgotten after it was called, so that Ctrl-C in between calls it twice rather than never.
             entry[0]()
             with self.lock:
                 if entry in self._idle_callbacks:
@@ -194,7 +194,7 @@ class Mailbox:
                 self._pipe = WakePipe()
             pipe = self._pipe
             with self.lock:
-                # Before the look for work, so that a call which comes in after it wakes the thread.
+                # Set before the look for work, so that a call which arrives after that wakes the thread.
                 self._asleep = True
                 if controls or (self._waiting and not self.saturated):
                     self._asleep = False
@@ -343,7 +343,7 @@ class Mailbox:
         return calls
 
     def _wake(self) -> None:
-        # Outside the lock, which the woken thread takes first.
+        # Called without the lock, which the woken thread takes first.
         pipe = self._pipe
         if pipe is not None:
             pipe.wake()

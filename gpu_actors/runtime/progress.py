@@ -49,7 +49,7 @@ class Progress:
     def launch_ended(self, error: BaseException | None) -> None:
         """A launch, or the compilation of a kernel for one, has ended with this error, or with none."""
         if error is None or isinstance(error, MockModeError):
-            # A mock device that was told not to compute has done what it should.
+            # MockModeError is what a mock device answers that was told not to compute.
             self.failed_launches = 0
         elif is_failure(error):
             with self._lock:
@@ -109,6 +109,6 @@ class Progress:
 
     def _note(self, error: BaseException) -> None:
         if self.failing:
-            # In words: the error itself leads to the request that it answered, and to its arrays.
+            # Kept as text: the error itself holds the request that it answered, with its arrays.
             self._last = f"{type(error).__name__}: {error}"
             self._on_failing()

@@ -128,7 +128,7 @@ class Reply(Local, Generic[T]):
 
     def __repr__(self) -> str:
         call = self._call
-        # asyncio shows this where it is given a reply in place of a coroutine.
+        # asyncio shows this text where it is given a reply in place of a coroutine.
         hint = "" if call.done else ": await it, or make a task with create_task(reply.wait())"
         return f"<Reply #{call.number} {call.state.name.lower()} of {type(call.message).__name__}{hint}>"
 

@@ -74,7 +74,7 @@ class Supervisor:
             return
         cell.ref = None
         now = self._clock.now()
-        # Vital actors share an allowance. Each other one has its own, and cannot use up theirs.
+        # Vital actors share one allowance. Every other actor has its own.
         failures = self._failures.setdefault(None if cell.actor_type.vital else cell, deque())
         while failures and now - failures[0] > self._policy.window:
             failures.popleft()
@@ -113,7 +113,7 @@ class Supervisor:
             if cell.ref is None:
                 self._replace(cell)
             else:
-                # Still at its last call: two incarnations at one mailbox would overtake each other.
+                # The old incarnation still works on its last call. Two at one mailbox would overtake each other.
                 self._due.add(cell)
 
     def _replace(self, cell: ActorCell) -> None:

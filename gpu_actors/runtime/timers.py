@@ -21,7 +21,7 @@ logger: logging.Logger = logging.getLogger("gpu_actors")
 # Seconds. A thread cannot be asked to sleep for longer than some centuries, and a deadline may be further away.
 _LONGEST_SLEEP = 3600.0
 
-# Cancelled timers that are not worth a sweep; nor are fewer than half of all.
+# A sweep needs more cancelled timers than this, and more than half of all.
 _FEW_DEAD = 256
 
 
@@ -136,5 +136,5 @@ class Timers:
             try:
                 timer.fire()
             except BaseException:
-                # Every deadline of the context hangs on this thread.
+                # Every deadline of the context needs this thread.
                 logger.exception("a timer's callback raised")

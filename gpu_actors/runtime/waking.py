@@ -38,7 +38,7 @@ class WakePipe:
 
     def __init__(self) -> None:
         self._reader, self._writer = os.pipe()
-        # Not when the interpreter exits: a daemon thread may still sleep here.
+        # The pipe stays open when the interpreter exits: a daemon thread may still sleep here.
         weakref.finalize(self, _close, self._reader, self._writer).atexit = False
 
     def wait(self) -> None:
@@ -61,7 +61,7 @@ class Waiter:
     __slots__ = ("_asyncio_future_blocking", "_context", "_error", "_over", "_step", "loop")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        # By this a task tells that it is given something to wait for.
+        # This attribute tells a task that it is given something to wait for.
         self._asyncio_future_blocking = True
         self.loop: asyncio.AbstractEventLoop = loop
         self._over = False
@@ -71,7 +71,7 @@ class Waiter:
 
     def wake(self) -> None:
         """Let the task go on. Raises what a task may end its loop with."""
-        # Without a call in between, after which Ctrl-C could come: the step would be taken neither now nor later.
+        # No call in between: Ctrl-C after one would lose the step.
         step, self._step = self._step, None
         self._over = True
         if step is not None and self._context is not None:
@@ -105,7 +105,7 @@ class Waiter:
                 del error  # its traceback holds this frame: see Call.answer
 
     def _end(self) -> Step | None:
-        # Let go of: the task that it belongs to may end with an error whose traceback leads back here.
+        # The step is released: its task may end with an error whose traceback holds this waiter.
         step, self._step = self._step, None
         self._over = True
         return step
@@ -163,7 +163,8 @@ def _wake(waiters: deque[Waiter]) -> None:
         # A task that raises what ends the loop, or runs the loop from within, must not keep the others from going on.
         waiters[0].loop.call_soon(_wake, waiters)
     while waiters:
-        # Taken off after it was woken, if the loop was not run from within: Ctrl-C in between must not lose it.
+        # A waiter is removed after it was woken, so that Ctrl-C in between does not lose it. A loop that the waiter ran
+        # from within may have removed it already.
         waiter = waiters[0]
         waiter.wake()
         if waiters and waiters[0] is waiter:

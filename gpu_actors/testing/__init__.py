@@ -35,7 +35,7 @@ __all__ = [
     "reference",
 ]
 
-# What takes time to import and is for tests of numbers alone, by the module that has it.
+# Names whose modules take time to import, and which only tests of numbers need.
 _LATER = {
     "BackwardCase": "gpu_actors.testing.backward_problems",
     "GradientBounds": "gpu_actors.testing.gradients",

@@ -57,7 +57,7 @@ def random_backward(seed: int, *, compute: str | None = None, **choices: Any) ->
     forward = random_forward(seed, **{"features": BACKWARD_FEATURES, **choices})
     dtype = forward.q.dtype.name
     shape = (*forward.q.shape[:-1], forward.v.shape[-1])
-    # A stream of its own: what `random_forward` draws for a seed stays as it was.
+    # dout has a stream of its own, so that `random_forward` draws the same for a seed as without it.
     dout = np.random.default_rng((seed, 1)).standard_normal(shape)
     inputs = forward.inputs if compute is None else round_inputs(*forward.inputs, compute)
     result = attention_forward(*inputs, **forward.options)

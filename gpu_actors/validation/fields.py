@@ -28,7 +28,7 @@ __all__ = [
     "window",
 ]
 
-# A window bound beyond every pair of rows there can be, which fits wherever a row's index does.
+# A window bound beyond every distance of two rows, which fits wherever a row's index fits.
 FURTHEST = (1 << 31) - 1
 
 FP8 = ("float8_e4m3fn", "float8_e5m2")
@@ -91,7 +91,7 @@ def integer(field: str, value: object, low: int, high: int | None = None) -> int
 
 
 def one_of(field: str, value: object, choices: tuple[str, ...], reason: str) -> None:
-    # Asked for a str first: comparing an array with one gives an array.
+    # The type is asked first: comparing an array with a str gives an array.
     expect(isinstance(value, str) and value in choices, field, value, reason)
 
 

@@ -142,7 +142,7 @@ def check_cu_seqlens(field: str, cu_seqlens: Any, total: int, max_seqlen: int) -
         return
     first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
     expect(first == 0, field, first, "must begin with 0")
-    # In 64 bits: differences of 32-bit bounds can wrap around and look like lengths.
+    # Computed in 64 bits: differences of 32-bit bounds can wrap around and look like lengths.
     lengths = np.diff(cu_seqlens.astype(np.int64))
     least, most = int(lengths.min(initial=0)), int(lengths.max(initial=0))
     expect(least >= 0, field, least, "must not fall: a sequence cannot have a negative length")

@@ -11,7 +11,7 @@ from gpu_actors.validation.fields import describe, expect
 
 __all__ = ["check_output_memory"]
 
-# How hard to look for two strided arrays' common element: interleaved slices of one array are decided at once.
+# The work limit of the search for an element that two strided arrays share; interleaved slices need little.
 _MAX_WORK = 10_000
 
 

@@ -46,7 +46,7 @@ def paged_problem(request: PagedForward) -> AttentionProblem:
     integer("chunk_index", request.chunk_index, 0, chunks - 1)
     caches = (("k_cache", request.k_cache), ("v_cache", request.v_cache))
     tree = _tree_mask(request.tree_mask, sizes, request.q)
-    # A tree says who sees whom among the new rows, and so does causal: one of them at a time.
+    # A tree mask takes the place of causal among the new rows.
     causal = flag("causal", request.causal) and not tree
     return _problem(request, sizes, caches, causal, tree)
 
@@ -188,7 +188,7 @@ def _one_of_the_caches(field: str, caches: Any, q: Any) -> tuple[Any, tuple[int,
     for index, cache in enumerate(caches):
         own = (getattr(cache, "shape", None), getattr(cache, "dtype", None), getattr(cache, "strides", None))
         if own != kind:
-            # Strides are named where nothing else tells the two apart.
+            # Strides are named where shape and dtype are alike.
             given, wanted = (
                 f"{describe(one)} of strides {one.strides}" if own[:2] == kind[:2] else describe(one)
                 for one in (cache, first)

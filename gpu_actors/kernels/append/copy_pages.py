@@ -36,7 +36,7 @@ class PageCopyProblem:
 
     @property
     def bytes(self) -> tuple[int, int]:
-        """Of a page of K, and of V."""
+        """The bytes of a page of K, and of V."""
         rows = self.page_size * self.heads_kv * ELEMENTS[self.dtype].itemsize
         return rows * self.head_dim, rows * self.head_dim_v
 

@@ -31,7 +31,7 @@ __all__ = ["backward_layout", "pack_backward"]
 
 _HEADERS = ("common/params.cuh", "backward/params.cuh")
 _FORWARD = "forward."
-# Memory that only the kernels know, which has the shapes of `backward_scratch`.
+# Scratch memory of the kernels, of the shapes that `backward_scratch` gives.
 _SCRATCH = ("statistics", "dq_sums", "dq_turns", "dbias_sums", "dbias_turns", "dsinks_parts", "tickets")
 
 
@@ -67,7 +67,7 @@ def _binder(problem: AttentionProblem) -> Binder:
     scalars = forward_scalars(problem, _FORWARD) | {"batch": problem.batch}
     for operand in operands:
         if operand.name == "dbias":
-            # The kernels find its sums, which have no gaps either, by the same strides.
+            # The kernels use the same strides for its sums, which have no gaps either.
             scalars["dbias_size"] = math.prod(operand.shape)
     return Binder.of(layout, operands, scalars)
 

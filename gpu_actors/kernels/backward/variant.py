@@ -35,7 +35,7 @@ _WARP = 32
 _MAX_BLOCKS = (1 << 31) - 1
 _FIRST_VECTOR_REDUCTION = 90  # compute capability from which four floats are added to global memory at once
 
-# What the outer kernels are compiled for: options that they do not know would only make more variants.
+# The macros of the outer kernels. Options that they do not read would only make more variants.
 _COMMON = ("BLOCK_M", "ELEMENT", "KV_ELEMENT", "OUT_ELEMENT", "VARLEN", "SINKS")
 _PREPARE = (*_COMMON, "HEAD_DIM_V", "COMPUTE_BITS", "TIES_AWAY")
 _FINISH = (*_COMMON, "HEAD_DIM", "WARPS", "BIAS_ELEMENT")
@@ -81,7 +81,7 @@ def backward_macros(key: DispatchKey) -> Macros:
 
 
 def backward_threads(key: DispatchKey) -> int:
-    """Of a block of one of the three kernels."""
+    """The threads of a block of one of the three kernels."""
     return _PREPARE_THREADS if key.kernel == PREPARE else tile_of(backward_keys(key)[1]).warps * _WARP
 
 

@@ -33,13 +33,13 @@ class Workload(NamedTuple):
 
     @property
     def units(self) -> Ints:
-        """Of one item of each entry."""
+        """The units of one item of each entry."""
         units: Ints = np.where(self.exists, self.tiles + ITEM_UNITS, 0)
         return units
 
     @property
     def pieces(self) -> Ints:
-        """That an item of each entry is cut into, whatever the ranges."""
+        """The pieces that an item of each entry is cut into, whatever the ranges."""
         return np.maximum(1, np.minimum(self.splits, self.tiles))
 
 
@@ -57,7 +57,7 @@ class Schedule:
         index = np.minimum(entry, load.tiles.size - 1)  # the end has head and tile 0
         count, cut = load.tiles[index], load.pieces[index]
         tile_at = _before(load.tiles * load.heads)[entry] + head * count + tile
-        # With pinned splits every position begins a piece; without, a range that ends inside an item has one more.
+        # With pinned splits every position begins a piece. Without, a range that ends inside an item has one more.
         begun = -(-tile * cut // np.maximum(count, 1)) if load.splits else np.zeros_like(tile)
         piece_at = _before(load.pieces * load.exists * load.heads)[entry] + head * cut + begun
         pieces = np.diff(piece_at) + ((tile[1:] > 0) & (load.splits == 0))

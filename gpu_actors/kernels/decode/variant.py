@@ -44,7 +44,7 @@ _WARP = 32
 _PLAN_WARPS = 8
 _COMBINE_WARPS = 4
 _COMBINE_ROWS = 4
-# What a multiprocessor should have on its way from memory: bandwidth times latency, with some to spare.
+# Bytes that should be on their way to a multiprocessor: bandwidth times latency, with some to spare.
 _BYTES_IN_FLIGHT = 96 * 1024
 
 
@@ -77,7 +77,7 @@ def decode_tile(key: DispatchKey) -> DecodeTile:
     """
     limit, whole = shared_mem_limit(capability(key.arch)), shared_a_multiprocessor(key.arch)
     widest, narrow = max(key.head_dim, key.head_dim_v), ELEMENTS[key.kv_dtype].fp8
-    # What is done once a tile and warp weighs more where a tile has half the bytes.
+    # Work that is done once a tile and warp costs relatively more where a tile has half the bytes.
     sizes: tuple[int, ...] = (128, 64, 32) if narrow and key.row_tile == 16 and widest <= 128 else (64, 32)
     if key.row_tile == 64 and widest > 192:
         sizes = (32,)  # a warp has all keys of a tile, and registers for no more of them beside O
@@ -185,7 +185,7 @@ def _usual(kv_dtype: str, head_dim: int, ratio: int, rows: int) -> AttentionProb
 def decode_macros(key: DispatchKey) -> Macros:
     """What one of the three kernels is compiled for, which the key names.
 
-    What a kernel does not look at is always the same, and would only make more variants.
+    Options that a kernel does not read keep one value, so that they make no further variants.
     """
     tile = decode_tile(key)
     work = flags(VARLEN=key.varlen_q, POINTERS=key.layout == "pointers") | mask_macros(key)
@@ -203,5 +203,5 @@ def decode_macros(key: DispatchKey) -> Macros:
 
 
 def decode_threads(key: DispatchKey) -> int:
-    """Of a block of one of the three kernels."""
+    """The threads of a block of one of the three kernels."""
     return {PLAN: _PLAN_WARPS, COMBINE: _COMBINE_WARPS}.get(key.kernel, decode_tile(key).warps) * _WARP

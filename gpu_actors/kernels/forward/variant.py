@@ -51,7 +51,7 @@ def mma_macros(key: DispatchKey) -> Macros:
 
 
 def forward_threads(key: DispatchKey) -> int:
-    """Of a block."""
+    """The threads of a block."""
     return tile_of(key).warps * _WARP
 
 

@@ -175,7 +175,7 @@ def _map_of(name: str, buffer: Buffer, columns: int, rows: int, encode: EncodeTe
         shape, strides = (1, *shape), (0, *strides)
     batch, length, heads, dim = shape
     extents = (dim, length, heads, batch)
-    # What an axis of one element strides over is no matter, but the driver looks at it. A row has whole 16 bytes.
+    # The stride of an axis of one element has no meaning, but the driver checks it. A row has whole 16 bytes.
     steps = tuple(
         (stride if extent > 1 else dim) * itemsize
         for extent, stride in zip(extents[1:], (strides[1], strides[2], strides[0]), strict=True)

@@ -60,7 +60,7 @@ def transpose_v_refusal(problem: AttentionProblem) -> Unsupported | None:
 
 
 def positions_of(problem: AttentionProblem, block_n: int) -> int:
-    """Of a head's transposed values: whole tiles of keys, and every sequence starts one."""
+    """The positions of a head's transposed values: whole tiles of keys, where every sequence starts a tile."""
     if problem.layout == "varlen":
         tiles = (problem.total_k + problem.batch * (block_n - 1)) // block_n
     else:
@@ -86,7 +86,7 @@ def transpose_v_geometry(problem: AttentionProblem, tile: Tile) -> LaunchGeometr
 
 
 def transpose_v_threads(tile: Tile) -> int:
-    """Of a block: one for each key of the tile."""
+    """The threads of a block: one for each key of the tile."""
     return tile.block_n
 
 

@@ -41,10 +41,10 @@ __all__ = [
 ]
 
 ROWS = 64
-"""Of a consumer, and of its boxes of queries and outputs."""
+"""The rows of a consumer, and of its boxes of queries and outputs."""
 
 MULTIPROCESSORS = 132
-"""Of an H100 or H200 (SXM): for devices that do not say how many they have."""
+"""The multiprocessors of an H100 or H200 (SXM), assumed where a device does not say how many it has."""
 
 _ROW_BYTES = 16  # TMA's unit: head dims are multiples of it
 _LEAST_DIM, _GREATEST_DIM = 32, 256
@@ -89,7 +89,7 @@ def _cache_refusal(problem: AttentionProblem) -> Unsupported | None:
     if problem.num_splits > 1:
         return Unsupported("num_splits", problem.num_splits, "forward_sm90 does not split keys", 1)
     if problem.num_splits and problem.varlen_q:
-        # Alone, a sequence of fewer rows is decode_mma's; with pinned splits it has the same bits in a batch.
+        # decode_mma takes a sequence of fewer rows alone; with pinned splits it must have the same bits in a batch.
         reason = (
             "forward_sm90 takes a sequence or leaves it by the rows of others, and pinned splits promise the same bits"
         )
@@ -145,7 +145,7 @@ def sm90_macros(key: DispatchKey) -> Macros:
 
 
 def sm90_threads(key: DispatchKey) -> int:
-    """Of a block of forward_sm90, or of transpose_v where the key names that."""
+    """The threads of a block of forward_sm90, or of transpose_v where the key names that."""
     tile = tile_of(main_key(key))
     return tile.block_n if key.kernel == TRANSPOSE else tile.warps * 32
 
