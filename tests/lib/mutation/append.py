@@ -71,7 +71,7 @@ def run_probe(name: str, schedule: str, seed: int) -> None:
         from test_append_addresses import TestFar
 
         for axis in ("block", "row", "head"):
-            TestFar().test_caches(axis)
+            TestFar().test_strides_of_caches_past_32_bits_are_followed(axis)
     elif name == "pages":
         k, v = (
             np.random.default_rng(dim).integers(0, 1 << 16, (9, 8, 3, dim), np.uint16).view(np.float16)
