@@ -47,14 +47,15 @@ __all__ = ["KvCache", "OpensKvCaches"]
 class KvCache(Local):
     """A pool of pages and the sequences in it. Made by ``ctx.kv_cache``; enter it with ``async with`` or ``with``.
 
-    Safe to share between tasks, loops and threads. Requests of equal priority take effect in the order in which they
-    are made, whether or not one is awaited before the next; each happens wholly or leaves no trace. Leaving gives the
-    pool back. A sequence is freed where its reply is dropped before a task has taken it, as by a cancelled task.
+    Safe to share between tasks, loops and threads. Requests of equal priority on a sequence take effect in the order in
+    which they are made, whether or not one is awaited before the next; each happens wholly or leaves no trace. Where a
+    launch fails, requests that were launched behind it and build on its rows fail with the same error, and each
+    sequence is as long as after its last success. Leaving gives the pool back. If a task is cancelled before it
+    receives its new sequence, the sequence is freed.
 
     Every call takes deadline, timeout and priority as `ActorHandle.submit` does. The replies raise, besides what is
     said at each: `InvalidRequest` for a sequence that was freed or belongs to another cache, `StaleBuffer` once another
-    task has closed the cache, or the
-    context that the cache was made in is lost.
+    task has closed the cache, or the context that the cache was made in is lost.
     """
 
     def __init__(self, children: Children, handle: ActorHandle, spec: KvCacheSpec) -> None:
@@ -158,7 +159,7 @@ class KvCache(Local):
         timeout: float | None = None,
         priority: int = 0,
     ) -> Reply[None]:
-        """Forget a sequence. What was asked about it should have been answered: repeated, it would not find it."""
+        """Forget a sequence, as soon as what was asked about it before has ended."""
         return self._submit(FreeSequence(self._number, seq), deadline, timeout, priority, seq)
 
     # Rows
@@ -260,7 +261,7 @@ class KvCache(Local):
     # Looking on
 
     def length(self, seq: KvSequence) -> int:
-        """Rows of a sequence, those on their way included. Raises `InvalidRequest` and `StaleBuffer` itself."""
+        """Rows of a sequence, those of launches in flight included. Raises `InvalidRequest` and `StaleBuffer`."""
         stale = self._stale(seq)
         if stale is not None:
             raise stale
@@ -292,7 +293,7 @@ class KvCache(Local):
 
     def _close(self) -> Reply[None]:
         closing = self._handle.submit(CloseCache(self._number))
-        # Somebody always waits for this, so that a task that no longer does takes nothing back.
+        # A callback keeps the call alive when the task that waits for it is cancelled.
         closing._call.when_done(_closed)
         return closing
 
@@ -332,9 +333,9 @@ class KvCache(Local):
 
 
 class _Begun(Reply[KvSequence]):
-    """The reply that gives a new sequence. It frees the sequence where no task has taken it.
+    """The reply that gives a new sequence. If it is dropped before a task has taken the sequence, that is freed.
 
-    A task may be cancelled when its answer is on the way already.
+    A task may be cancelled while its answer is on the way.
     """
 
     __slots__ = ("_cache", "_taken")

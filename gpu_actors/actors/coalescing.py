@@ -1,11 +1,13 @@
 """Coalescer: answers the requests over caches that wait together with as few launches as they agree on.
 
-Each request is checked by itself before it joins others, so that what is wrong with one is never held against them. A
-launch that fails is repeated for each of its requests alone; then only those fail that fail by themselves.
+Each request is checked by itself before it joins others, so that a wrong one is refused alone. A shared launch that
+fails is made again for each of its requests alone: then a request fails only for what is wrong with itself.
 """
 
 from __future__ import annotations
 
+import functools
+from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -14,7 +16,7 @@ from gpu_actors.arrays.adopt import Adopted
 from gpu_actors.devices.interface import Kernel, Launch, Outputs
 from gpu_actors.errors import ActorStopped, ContextLost, GpuActorsError
 from gpu_actors.planning.cached import CacheRequest, Decoding, bind_cached, decoding_output
-from gpu_actors.planning.merging import cut_outputs, is_packed, merge, merge_key, place
+from gpu_actors.planning.merging import cut_outputs, is_packed, merge, split_ranges
 from gpu_actors.planning.padding import pad_request, recordable
 from gpu_actors.planning.plan import Plan
 from gpu_actors.requests import BatchedDecode, PagedForward
@@ -23,198 +25,194 @@ from gpu_actors.runtime.call import Call
 if TYPE_CHECKING:
     from gpu_actors.runtime.actor import ServiceActor
 
-__all__ = ["Batch", "Coalescer", "Flush", "Waiting", "may_succeed_alone"]
+__all__ = ["Coalescer", "Flush", "Work", "may_succeed_alone"]
 
-Item = TypeVar("Item")
-
-
-class Batch(Generic[Item]):
-    """Calls that an actor has taken and not launched yet, in groups that one launch each will answer.
-
-    Groups are launched in the order in which they were begun. A call joins the newest group with its key, unless it
-    would overtake something that it depends on: a group begun later that touches what the call touches. largest: items
-    that a group may have.
-    """
-
-    def __init__(self, largest: int) -> None:
-        self._largest = largest
-        self._groups: list[list[Item]] = []
-        self._count = 0
-        self._newest: dict[Hashable, int] = {}
-        self._touched: dict[Hashable, int] = {}
-
-    def __len__(self) -> int:
-        """Items in all groups."""
-        return self._count
-
-    @property
-    def full(self) -> bool:
-        """Whether a group has as many items as it may have."""
-        return any(len(group) >= self._largest for group in self._groups)
-
-    def add(self, item: Item, key: Hashable | None, touches: Iterable[Hashable] = ()) -> None:
-        """Put an item into a group. key: of items that may share a launch; None: with nobody."""
-        touches = tuple(touches)
-        index = self._newest.get(key, -1) if key is not None else -1
-        earliest = max((self._touched.get(what, 0) for what in touches), default=0)
-        if index < earliest or len(self._groups[index]) >= self._largest:
-            index = len(self._groups)
-            self._groups.append([])
-            if key is not None:
-                self._newest[key] = index
-        self._groups[index].append(item)
-        self._count += 1
-        for what in touches:
-            self._touched[what] = index
-
-    def take(self) -> list[list[Item]]:
-        """The groups in order; the batch is empty then."""
-        groups, self._groups = self._groups, []
-        self._count = 0
-        self._newest, self._touched = {}, {}
-        return groups
+Finished = Callable[[Outputs], Sequence[Any]]
 
 
 class Flush:
-    """Sent by an actor to itself when requests have waited for others long enough."""
+    """Sent by a `Coalescer` to its actor when requests have waited for others long enough."""
 
 
-@dataclass(slots=True, eq=False)
-class Waiting:
+@dataclass(slots=True, kw_only=True, eq=False)
+class Work:
     """A sound request that waits for its launch.
 
-    like, result: as for `attention_output`. kernels: as for `Plan.launch`; requests that may share a launch are
-    answered by the same ones.
+    request, plan: of its attention. template, result: as for `attention_output`. kernels: as for `Plan.launch`, the
+    same for all requests that may share a launch.
     """
 
     call: Call[Any]
-    request: CacheRequest
-    plan: Plan
-    like: Adopted | None
-    result: Any
+    request: CacheRequest | None
+    plan: Plan | None
+    template: Adopted | None = None
+    result: Any = None
     kernels: tuple[Kernel, ...] = ()
 
+    def recording(self) -> tuple[Hashable, ...] | None:
+        """What its recorded launch belongs to, or None where it is not worth recording."""
+        return () if self.request is not None and recordable(self.request) else None
+
     def answer(self, outputs: Outputs) -> Any:
-        """The result, from the outputs of a launch of this request alone."""
-        (answer,) = decoding_output(isinstance(self.request, BatchedDecode), self.like, self.result, outputs)
+        """The result, from the request's own share of the outputs of a launch."""
+        (answer,) = decoding_output(isinstance(self.request, BatchedDecode), self.template, self.result, outputs)
         return answer
 
 
-class Coalescer:
-    """Used by one incarnation of an actor, which calls `flush` after each batch of calls.
+W = TypeVar("W", bound=Work)
 
-    gathered: there is something to flush. turned_away: what had gathered found too many launches in flight, and waits
-    in the mailbox again. Others that are launched alone must not take the next place each time: `flush` before them.
+
+class Coalescer(Generic[W]):
+    """Work that one incarnation of an actor has taken and not launched yet, in groups of one launch each.
+
+    Groups are launched in the order in which they were begun. The actor calls `flush` after each batch of calls, and
+    when a `Flush` comes. gathered: how much work waits. held_up: it waits because too many launches are in flight. What
+    is launched without a Coalescer must not take the next place each time: `flush` before it.
     """
 
     def __init__(self, actor: ServiceActor, decoding: Decoding) -> None:
         options = actor.cell.environment.options
         self._actor = actor
+        self._mailbox = actor.cell.mailbox
         self._decoding = decoding
-        self._batch: Batch[Waiting] = Batch(options.coalesce_max)
-        self._timer = FlushTimer(actor, options.coalesce_delay_us)
+        self._largest = options.coalesce_max
+        self._delay = options.coalesce_delay_us * 1e-6
         self._records = options.record_launches
-        self.gathered: bool = False
-        self.turned_away: bool = False
+        self._waiting = False
+        self.gathered: int = 0
+        self.held_up: bool = False
+        # Groups are numbered; `_first` is the number of the next one to be launched.
+        self._groups: deque[list[W]] = deque()
+        self._first = 0
+        self._newest: dict[Hashable, int] = {}
+        self._touched: dict[Hashable, int] = {}
 
-    def add(self, waiting: Waiting) -> None:
-        """Take a request in that was checked."""
-        key = None if waiting.call.alone else merge_key(waiting.plan, waiting.request)
-        self._batch.add(waiting, key)
-        self._actor.cell.mailbox.gather(len(self._batch))
-        self.gathered = True
+    def add(self, work: W, key: Hashable | None, touches: Iterable[Hashable] = ()) -> None:
+        """Put work into the newest group with this key that has room, or into one of its own.
+
+        key: of work that may share a launch; None: with no other. touches: what the work depends on, or changes. It
+        must not overtake what it depends on, so it joins no group from before the newest one that touches the same.
+        """
+        touches = tuple(touches)
+        if work.call.unmergeable:
+            key = None
+        number = None if key is None else self._newest.get(key)
+        earliest = max([self._first, *(self._touched.get(what, self._first) for what in touches)])
+        if number is None or number < earliest or len(self._groups[number - self._first]) >= self._largest:
+            number = self._first + len(self._groups)
+            self._groups.append([])
+            if key is not None:
+                self._newest[key] = number
+        self._groups[number - self._first].append(work)
+        for what in touches:
+            self._touched[what] = number
+        self._count(1)
 
     def flush(self, due: bool = False) -> None:
-        """Launch what has gathered, unless it may wait for more. due: it has waited."""
-        if not self.gathered or self._timer.wait(due or self.turned_away or self._batch.full):
+        """Launch what has gathered, unless it may wait for more. due: it need not wait any longer."""
+        full = due or self.held_up or any(len(group) >= self._largest for group in self._groups)
+        if not self.gathered or self._waits(full):
             return
-        self.gathered = self.turned_away = False
-        groups = self._batch.take()
-        mailbox = self._actor.cell.mailbox
-        mailbox.gather(0)
-        for group in groups:
-            if mailbox.saturated:
-                self.turned_away = True
-                mailbox.give_back([waiting.call for waiting in group])
-            else:
-                self._launch([waiting for waiting in group if waiting.call.claim()])
+        self.held_up = False
+        while self._groups:
+            if self._mailbox.saturated:
+                self.held_up = True
+                self._mailbox.ask_flush()
+                return
+            group = self._groups.popleft()
+            self._first += 1
+            self._count(-len(group))
+            self._launch(group)
+        self._newest, self._touched = {}, {}
 
-    def _launch(self, group: list[Waiting]) -> None:
-        if not group:
-            return
-        calls = [waiting.call for waiting in group]
+    def _count(self, more: int) -> None:
+        self.gathered += more
+        self._mailbox.gather(self.gathered)
 
-        def failed(error: BaseException) -> Collection[Call[Any]]:
-            return again_alone(calls, error)
-
-        try:
-            launch, finish = self._merged(group)
-        except GpuActorsError as error:
-            self._actor.answer_failure(calls, failed(error), error)
-            return
-
-        try:
-            self._actor.launch(calls, launch, finish, failed)
-        except GpuActorsError:
-            return  # the calls have been answered, or queued again
-
-    def _merged(self, group: list[Waiting]) -> tuple[Launch, Callable[[Outputs], Sequence[Any]]]:
-        first = group[0]
-        requests = [waiting.request for waiting in group]
-        records = self._records and recordable(first.request)
-        if len(group) == 1 and not records:
-            return bind_cached(first.plan, first.request, first.kernels), lambda outputs: (first.answer(outputs),)
-        parts = place(requests)
-        merged = merge(requests) if len(group) > 1 else first.request
-        packed = is_packed(merged)
-        if records and isinstance(merged, PagedForward):
-            merged = pad_request(merged)
-        plan = self._decoding.plan(merged, first.plan.key)
-        launch = bind_cached(plan, merged, first.kernels)
-        if records:
-            launch.recording = (plan.key, plan.problem)
-            launch.recording_keeps = ("k_cache", "v_cache")
-
-        def finish(outputs: Outputs) -> Sequence[Any]:
-            return [
-                waiting.answer(cut_outputs(outputs, part, packed)) for waiting, part in zip(group, parts, strict=True)
-            ]
-
-        return launch, finish
-
-
-def may_succeed_alone(error: BaseException) -> bool:
-    """Whether a launch's failure may be the fault of one of its requests. Nothing helps against a lost device."""
-    return isinstance(error, GpuActorsError) and not isinstance(error, ContextLost | ActorStopped)
-
-
-def again_alone(calls: Sequence[Call[Any]], error: BaseException) -> Collection[Call[Any]]:
-    """Of the calls of a launch that failed, those that get a launch of their own."""
-    if len(calls) == 1 or not may_succeed_alone(error):
-        return ()
-    for call in calls:
-        call.alone = True
-    return calls
-
-
-class FlushTimer:
-    """Says whether what has gathered waits for more, and sends the actor a `Flush` when that is over."""
-
-    def __init__(self, actor: ServiceActor, delay_us: float) -> None:
-        self._actor = actor
-        self._seconds = delay_us * 1e-6
-        self._running = False
-
-    def wait(self, due: bool) -> bool:
-        """True while what has gathered should wait. due: it need not wait any longer."""
-        if due or not self._seconds:
-            self._running = False
-            return False
-        if not self._running:
-            self._running = True
-            self._actor.cell.environment.timers.after(self._seconds, self._ring)
-        return True
+    def _waits(self, due: bool) -> bool:
+        """Whether what has gathered waits for more. A `Flush` ends that."""
+        if due or not self._delay:
+            self._waiting = False
+        elif not self._waiting:
+            self._waiting = True
+            self._actor.cell.environment.timers.after(self._delay, self._ring)
+        return self._waiting
 
     def _ring(self) -> None:
         if self._actor.actor_ref.is_alive():
             self._actor.actor_ref.tell(Flush())
+
+    def _launch(self, group: list[W]) -> None:
+        begun: list[W] = []
+        try:
+            self.begin(group, begun)
+            if begun:
+                launch, finish = self.assemble(begun)
+                calls = [work.call for work in begun]
+                self._actor.launch(calls, launch, finish, functools.partial(self.failed, begun))
+        except BaseException as error:
+            self.refused(begun)
+            if not isinstance(error, GpuActorsError):
+                raise
+            if len(begun) == 1 or not may_succeed_alone(error):
+                self._actor.answer_failure([work.call for work in begun], error)
+                return
+            # Nothing has been launched since, so each has its turn alone before everything that waits behind it.
+            again = [[work] for work in begun if work.call.unclaim()]
+            self._groups.extendleft(reversed(again))
+            self._first -= len(again)
+            self._newest = {}
+            self._count(len(again))
+
+    # What a kind of work may add to
+
+    def begin(self, group: list[W], begun: list[W]) -> None:
+        """Claim the calls for a launch, and put the work that goes into it in ``begun``."""
+        begun += [work for work in group if work.call.claim()]
+
+    def assemble(self, group: list[W]) -> tuple[Launch, Finished]:
+        """The attention of a group as one launch, and what makes one result a request of its outputs.
+
+        Raises `GpuActorsError`.
+        """
+        first = group[0]
+        requests = [work.request for work in group if work.request is not None]
+        assert first.request is not None
+        assert first.plan is not None
+        recording = first.recording() if self._records else None
+        if len(group) == 1 and recording is None:
+            return bind_cached(first.plan, first.request, first.kernels), lambda outputs: (first.answer(outputs),)
+        parts = split_ranges(requests)
+        merged = merge(requests) if len(group) > 1 else first.request
+        packed = is_packed(merged)
+        if recording is not None and isinstance(merged, PagedForward):
+            merged = pad_request(merged)
+        plan = self._decoding.plan(merged, first.plan.key)
+        launch = bind_cached(plan, merged, first.kernels)
+        if recording is not None:
+            launch.recording = (*recording, plan.key, plan.problem)
+            launch.recording_keeps = ("k_cache", "v_cache")
+
+        def finish(outputs: Outputs) -> Sequence[Any]:
+            return [work.answer(cut_outputs(outputs, part, packed)) for work, part in zip(group, parts, strict=True)]
+
+        return launch, finish
+
+    def refused(self, group: list[W]) -> None:
+        """The launch of a group that was begun was not made."""
+
+    def failed(self, group: list[W], error: BaseException) -> Collection[Call[Any]]:
+        """The launch of a group has failed. For any thread. Gives the calls that are launched again."""
+        if len(group) == 1 or not may_succeed_alone(error):
+            return ()
+        calls = [work.call for work in group]
+        for call in calls:
+            call.unmergeable = True
+            if call.unclaim():
+                self._mailbox.give_back((call,))
+        return calls
+
+
+def may_succeed_alone(error: BaseException) -> bool:
+    """Whether one request may have made a launch fail. After the device is lost, none succeeds."""
+    return isinstance(error, GpuActorsError) and not isinstance(error, ContextLost | ActorStopped)

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gpu_actors.actors.coalescing import Coalescer, Flush, Waiting
+from gpu_actors.actors.coalescing import Coalescer, Flush, Work
 from gpu_actors.arrays.adoption import adopt_request
 from gpu_actors.errors import GpuActorsError, InvalidRequest, RequestError
 from gpu_actors.kernels.dispatch import answering_key, dispatch_key
@@ -14,6 +14,7 @@ from gpu_actors.naming import by_argument
 from gpu_actors.planning.backward import attention_gradients
 from gpu_actors.planning.cached import adopt_cache_request, cache_families, cache_problem, check_cached
 from gpu_actors.planning.forward import attention_output, forward_families, is_plain
+from gpu_actors.planning.merging import merge_key
 from gpu_actors.planning.plan import PlanCacheStats
 from gpu_actors.planning.planner import AttentionPlanner, unreadable
 from gpu_actors.problem import AttentionProblem, DispatchKey
@@ -259,7 +260,7 @@ class FlashAttnActor(ServiceActor):
 
     def open(self) -> None:
         self._planner: AttentionPlanner = self.cell.shared
-        self._coalescer = Coalescer(self, self._planner.decoding)
+        self._coalescer: Coalescer[Work] = Coalescer(self, self._planner.decoding)
 
     def flush(self) -> None:
         if self._coalescer.gathered:
@@ -272,7 +273,7 @@ class FlashAttnActor(ServiceActor):
     def handle(self, call: Call[Any]) -> None:
         message = call.message
         if isinstance(message, FlashForward):
-            if self._coalescer.turned_away:
+            if self._coalescer.held_up:
                 self._coalescer.flush(due=True)
                 if self.cell.mailbox.saturated:
                     self.cell.mailbox.give_back((call,))
@@ -305,7 +306,8 @@ class FlashAttnActor(ServiceActor):
         except Exception as error:
             raise unreadable(message, error) from error
         if kernels is not None:
-            self._coalescer.add(Waiting(call, request, plan, template, message.out, kernels))
+            work = Work(call=call, request=request, plan=plan, template=template, result=message.out, kernels=kernels)
+            self._coalescer.add(work, merge_key(plan, request))
 
 
 def problem_of(request: object, device_name: str) -> AttentionProblem:

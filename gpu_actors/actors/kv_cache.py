@@ -1,18 +1,22 @@
 """KvCacheActor: owns the paged pools of a context and everything that is done to them.
 
-All bookkeeping happens on this actor's thread, in the order of the mailbox, when a request is taken; the device does
-its part later, in the same order, on the actor's one stream. A launch that fails undoes the bookkeeping of its
-requests (`gpu_actors.kv.sequences` says how), so that a request either happens or leaves no trace.
+A request is checked when the actor takes it, and waits with others for a launch. Pages are taken on the actor's thread
+just before the launch; the device does its part later, in the same order, on the actor's one stream. A launch that
+fails takes back what its requests wrote, and fails the requests in flight that build on that
+(`gpu_actors.kv.sequences` says how). So a request either happens or leaves no trace.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gpu_actors.actors.coalescing import Batch, Flush, FlushTimer, again_alone
-from gpu_actors.actors.kv_launch import add_rows, append_launch, block_table
-from gpu_actors.actors.kv_store import CacheItem, CacheStore, OpenedCache
+import numpy as np
+
+from gpu_actors.actors.coalescing import Coalescer, Finished, Flush
+from gpu_actors.actors.kv_launch import add_rows, append_launch
+from gpu_actors.actors.kv_store import CacheStore, KvWork, OpenedCache
 from gpu_actors.arrays.adopt import Adopted
 from gpu_actors.arrays.adoption import adopt_request
 from gpu_actors.devices.interface import Launch, Outputs
@@ -33,14 +37,12 @@ from gpu_actors.kv.requests import (
 )
 from gpu_actors.kv.sequences import PageTable
 from gpu_actors.planning.append_rows import NewRows, new_rows
-from gpu_actors.planning.cached import bind_cached, check_cached, decoding_output
-from gpu_actors.planning.merging import cut_outputs, is_packed, merge, merge_key, place
-from gpu_actors.planning.padding import pad_request, recordable
+from gpu_actors.planning.cached import check_operands
+from gpu_actors.planning.merging import merge_key
 from gpu_actors.planning.planner import unreadable
 from gpu_actors.requests import PagedForward
 from gpu_actors.runtime.actor import ServiceActor
 from gpu_actors.runtime.call import Call
-from gpu_actors.runtime.completion import AGAIN
 from gpu_actors.runtime.handle import ActorHandle
 from gpu_actors.validation.fields import describe, expect, integer
 
@@ -49,9 +51,11 @@ if TYPE_CHECKING:
 
 __all__ = ["KvCacheActor"]
 
-_OPTIONS = (
-    *("causal", "window_size", "softmax_scale", "softcap", "alibi_slopes", "sinks", "sink_tokens", "tree_mask"),
-    *("num_splits", "return_lse", "out", "cu_seqlens_q", "max_seqlen_q"),
+# Of attention, as `PagedForward` has them too.
+_OPTIONS = tuple(
+    field.name
+    for field in dataclasses.fields(AttendCache)
+    if field.name != "q" and field.name in PagedForward.__dataclass_fields__
 )
 
 
@@ -67,18 +71,17 @@ class KvCacheActor(ServiceActor):
         return CacheStore(cell)
 
     def open(self) -> None:
-        options = self.cell.environment.options
         self._store: CacheStore = self.cell.shared
-        self._records = options.record_launches
-        self._batch: Batch[CacheItem] = Batch(options.coalesce_max)
-        self._timer = FlushTimer(self, options.coalesce_delay_us)
-        self._came_back = False
-        self._store.withdraw_all()
+        self._coalescer = _KvCoalescer(self, self._store)
+        self._store.order.look_again()
 
     def on_message(self, message: Any) -> None:
         if isinstance(message, Flush):
-            self._timer.wait(True)
-            self._launch_groups()
+            self._coalescer.flush(due=True)
+
+    def flush(self) -> None:
+        self._coalescer.flush()
+        self._store.order.release()
 
     def handle(self, call: Call[Any]) -> None:
         message = call.message
@@ -91,18 +94,20 @@ class KvCacheActor(ServiceActor):
         if not isinstance(message, _MESSAGES):
             raise InvalidRequest("message", type(message).__name__, "must be one of gpu_actors.kv.requests")
         cache = self._store.find(message.cache)
-        before = cache.disturbed
-        if not cache.gate.admits(call):
+        if not self._store.order.admits(call):
             return
+        launched = isinstance(message, AppendRows | AttendCache)
+        if not launched and not isinstance(message, CreateSequence):
+            self._coalescer.flush(due=True)  # it comes after everything that was asked for before it
         try:
-            if isinstance(message, AppendRows | AttendCache):
-                gather = self._append if isinstance(message, AppendRows) else self._attend
-                adopted, like = adopt_request(message, self._store.place, call.caller_notes)
-                item, key = gather(call, cache, adopted, like)  # type: ignore[arg-type]
-                if self._has_kernels(item):
-                    self._reserve(item, key, before)
+            if launched:
+                check = self._append if isinstance(message, AppendRows) else self._attend
+                adopted, template = adopt_request(message, self._store.device_name, call.caller_notes)
+                work, key = check(call, cache, adopted, template)
+                if self._has_kernels(work):
+                    self._coalescer.add(work, key, work.tables)
             else:
-                self._change(call, cache, message, before)
+                self._change(call, cache, message)
         except GpuActorsError:
             raise
         except Exception as error:
@@ -110,46 +115,37 @@ class KvCacheActor(ServiceActor):
 
     # Sequences
 
-    def _change(self, call: Call[Any], cache: OpenedCache, message: Any, before: int) -> None:
-        """Answer what takes no launch. It comes after everything that was asked for before it."""
+    def _change(self, call: Call[Any], cache: OpenedCache, message: Any) -> None:
+        """Answer what takes no launch."""
         if isinstance(message, CreateSequence):
             digests = () if message.tokens is None else prompt_digests(message.tokens, cache.pool.page_size)
             if call.claim():
                 self._answer_with(call, cache, cache.tables.create(digests))
             return
-        self._launch_groups()
-        with cache.lock:
-            if self._came_back or cache.disturbed != before:
-                self._again(cache, call)
-                return
-            if isinstance(message, CloseCache):
-                if call.claim():
-                    self._store.forget(message.cache)
-                    call.resolve(None, self.outbox)
-                return
-            table = cache.table(message.seq)
-            # What shares pages or gives them up must know what is in them, and that nobody will ask for it again.
-            if table.users:
-                cache.gate.hold(call)
-                return
-            self._change_pages(call, cache, message, table)
-
-    def _change_pages(self, call: Call[Any], cache: OpenedCache, message: Any, table: PageTable) -> None:
-        if isinstance(message, TruncateSequence):
+        table = None if isinstance(message, CloseCache) else cache.table(message.seq)
+        # Pages whose rows are still on their way are not shared, cut off or given back.
+        if self._coalescer.held_up or (table is not None and table.users):
+            self._store.order.hold(call)
+            if self._coalescer.held_up:
+                self._store.order.look_again()  # which gives it back to the mailbox, where all wait for a launch to end
+            return
+        if isinstance(message, TruncateSequence) and table is not None:
             integer("length", message.length, 0, table.length)
         if not call.claim():
             return
-        if isinstance(message, ForkSequence):
+        if table is None:
+            self._store.forget(message.cache)
+        elif isinstance(message, ForkSequence):
             self._answer_with(call, cache, cache.tables.fork(table))
             return
-        if isinstance(message, TruncateSequence):
+        elif isinstance(message, TruncateSequence):
             cache.tables.truncate(table, message.length)
         else:
             cache.tables.free(table)
         call.resolve(None, self.outbox)
 
     def _answer_with(self, call: Call[Any], cache: OpenedCache, table: PageTable) -> None:
-        """Answer with a new sequence; one that nobody waits for any more is not begun."""
+        """Answer with a new sequence. If the call has been answered meanwhile, the sequence is freed."""
         if not call.resolve(cache.sequence(table), self.outbox):
             cache.tables.free(table)
 
@@ -157,17 +153,17 @@ class KvCacheActor(ServiceActor):
 
     def _append(
         self, call: Call[Any], cache: OpenedCache, message: AppendRows, _: Adopted | None
-    ) -> tuple[CacheItem, Hashable]:
+    ) -> tuple[KvWork, Hashable]:
         single, tables = cache.tables_of(message.seqs)
         rows = new_rows(message, cache.pool, None if single else len(tables))
         _check_append(rows.problem(cache.pool, 1), self._store.arch)
-        rows.check_reach(cache.lengths(call, tables) + rows.counts)
-        key = None if rows.merge_key is None else ("append", cache.number, rows.merge_key)
-        return CacheItem(call, cache, tables, rows=rows, single=single), key
+        _check_once(tables)
+        work = KvWork(call=call, cache=cache, tables=tables, request=None, plan=None, rows=rows, single=single)
+        return work, None if rows.merge_key is None else ("append", cache.number, rows.merge_key)
 
     def _attend(
-        self, call: Call[Any], cache: OpenedCache, message: AttendCache, like: Adopted | None
-    ) -> tuple[CacheItem, Hashable]:
+        self, call: Call[Any], cache: OpenedCache, message: AttendCache, template: Adopted | None
+    ) -> tuple[KvWork, Hashable]:
         _, tables = cache.tables_of(message.seqs)
         rows = None
         if message.k is not None or message.v is not None:
@@ -186,24 +182,25 @@ class KvCacheActor(ServiceActor):
         if shape:
             dim = cache.pool.head_dim
             expect(shape[-1] == dim, "q", describe(message.q), f"must have the cache's head_dim, {dim}")
-        lengths = cache.lengths(call, tables)
+        # As many as there are now; requests that wait for their launch may add to them before this one's.
+        lengths = np.array([table.length for table in tables], np.int32)
         if rows is not None:
             lengths += rows.counts
-            rows.check_reach(lengths)
         request = cache.request(message.q, lengths, {name: getattr(message, name) for name in _OPTIONS})
         plan = self._store.decoding.plan(request)
-        check_cached(plan, request)
+        check_operands(plan, request)
         if rows is not None:
             self._check_rows(cache, request, rows)
-            if not rows.counts.any():
+            if rows.counts.any():
+                _check_once(tables)
+            else:
                 rows = None  # nothing to append, and so nothing to launch either
-        # The result is the caller's own array, where it gave one.
-        result = call.message.out
-        item = CacheItem(call, cache, tables, request, plan, rows, like=like, result=result, lengths=lengths)
+        work = KvWork(call=call, cache=cache, tables=tables, request=request, plan=plan, rows=rows, template=template)
+        work.result = call.message.out  # the caller's own array, where it gave one, and not what was adopted
         shared = merge_key(plan, request)
-        parts = (shared, None if rows is None else rows.merge_key)
-        apart = shared is None or (rows is not None and rows.merge_key is None)
-        return item, None if apart else ("attend", cache.number, rows is None, parts)
+        if shared is None or (rows is not None and rows.merge_key is None):
+            return work, None
+        return work, ("attend", cache.number, shared, None if rows is None else rows.merge_key)
 
     def _check_rows(self, cache: OpenedCache, request: PagedForward, rows: NewRows) -> None:
         q = request.q
@@ -215,136 +212,73 @@ class KvCacheActor(ServiceActor):
             )
         _check_append(rows.problem(cache.pool, 1, q.shape[-2]), self._store.arch)
 
-    def _has_kernels(self, item: CacheItem) -> bool:
-        """Give a request its kernels. False where they are being compiled: it comes again, and the cache waits."""
-        store, call = self._store.kernels, item.call
+    def _has_kernels(self, work: KvWork) -> bool:
+        """Give a request its kernels. False where they are being compiled: the call is parked, and comes back."""
+        store, call = self._store.kernels, work.call
         if store is None:
             return True
-        keys: tuple[KernelKey, ...] = ()
-        if item.request is not None and item.plan is not None:
-            keys = item.plan.keys
-        if item.rows is not None:
-            heads_q = 0 if item.request is None else item.request.q.shape[-2]
-            problem = item.rows.problem(item.cache.pool, 1, heads_q)
+        keys: tuple[KernelKey, ...] = () if work.plan is None else work.plan.keys
+        attending = len(keys)
+        if work.rows is not None:
+            heads_q = 0 if work.request is None else work.request.q.shape[-2]
+            problem = work.rows.problem(work.cache.pool, 1, heads_q)
             keys += (append_key(problem, self._store.arch), PageCopyKey(arch=self._store.arch))
         kernels = store.get(keys)
         if kernels is None:
-            item.cache.gate.block(call)
+            self._store.order.block(call)
             store.wait_for(keys, call)
             return False
         if self._store.runs_kernels:
-            item.kernels = kernels
+            work.kernels, work.appending = kernels[:attending], kernels[attending:]
         return True
 
-    def _reserve(self, item: CacheItem, key: Hashable, before: int) -> None:
-        """Take the pages that a request needs, and let it wait for its launch."""
-        cache, tables = item.cache, item.tables
-        if item.rows is not None and len({table.number for table in tables}) < len(tables):
-            numbers = [table.number for table in tables]
-            raise InvalidRequest("seqs", numbers, "must name each sequence once where rows are appended")
-        cache.reserve(item)
-        item.table = block_table(tables)
-        if cache.disturbed != before:
-            # While this was looked at, something that comes before it turned out to have to come again.
-            cache.withdraw((item,))
-            self._again(cache, item.call)
-            return
-        if item.request is not None:
-            item.request.block_table, item.request.cache_seqlens = item.table, item.lengths
-        touches = [(cache.number, table.number) for table in tables]
-        self._batch.add(item, None if item.call.alone else key, touches)
-        self.cell.mailbox.gather(len(self._batch))
 
-    def _again(self, cache: OpenedCache, call: Call[Any]) -> None:
-        cache.gate.returned((call,))
-        self.cell.mailbox.give_back((call,))
+class _KvCoalescer(Coalescer[KvWork]):
+    """Coalescer of a KvCacheActor: reserves pages for a launch, has it append rows, and undoes what fails."""
 
-    # Launches
+    def __init__(self, actor: KvCacheActor, store: CacheStore) -> None:
+        super().__init__(actor, store.decoding)
+        self._store = store
 
-    def flush(self) -> None:
-        if self._batch and not self._timer.wait(self._batch.full):
-            self._launch_groups()
+    def begin(self, group: list[KvWork], begun: list[KvWork]) -> None:
+        for work, error in group[0].cache.begin(group, begun):
+            self._actor.answer_failure((work.call,), error)
+        for work in begun:
+            request = work.request
+            if request is not None and work.plan is not None:
+                planned = request.block_table
+                request.block_table, request.cache_seqlens = work.table, work.lengths
+                if planned is None or planned.shape != work.table.shape:  # launches since then have changed the pages
+                    work.plan = self._decoding.plan(request, work.plan.key)
 
-    def _launch_groups(self) -> None:
-        self._came_back = False
-        groups = self._batch.take()
-        self.cell.mailbox.gather(0)
-        for index, group in enumerate(groups):
-            # One that dropped out takes its rows with it, and what was reserved behind it has to come again.
-            whole = sum(item.call.claim() for item in group) == len(group)
-            if not whole or self.cell.mailbox.saturated or not group[0].cache.launching(group):
-                self._withdraw([item for later in groups[index:] for item in later])
-                return
-            self._launch(group)
-
-    def _withdraw(self, items: list[CacheItem]) -> None:
-        """Nothing of this is launched now: it comes again, from the mailbox."""
-        self._came_back = True
-        for cache in {item.cache for item in items}:
-            own = [item for item in items if item.cache is cache]
-            cache.gate.returned([item.call for item in own])
-            cache.withdraw(own)
-            cache.gate.settle()
-        for item in items:
-            item.call.unclaim()
-        self.cell.mailbox.give_back([item.call for item in items])
-
-    def _launch(self, group: list[CacheItem]) -> None:
-        cache = group[0].cache
-        calls = [item.call for item in group]
-
-        def failed(error: BaseException) -> Collection[Call[Any]]:
-            return cache.failed(group, again_alone(calls, error))
+    def assemble(self, group: list[KvWork]) -> tuple[Launch, Finished]:
+        first = group[0]
+        launch: Launch
+        answers: Finished
+        if first.request is None:
+            launch, answers = append_launch(group), lambda outputs: [work.answer(outputs) for work in group]
+        else:
+            launch, answers = super().assemble(group)
+        if first.rows is not None:
+            launch = add_rows(launch, group, self._store.arch)
 
         def finish(outputs: Outputs) -> Sequence[Any]:
-            again = cache.succeeded(group)
-            return [
-                AGAIN if item.call in again else _answer(item, outputs, part, packed)
-                for item, part in zip(group, parts, strict=True)
-            ]
+            results = answers(outputs)
+            first.cache.succeeded(group)
+            self._store.order.look_again()
+            return results
 
-        try:
-            launch, parts, packed = self._assemble(group)
-        except GpuActorsError as error:
-            self.answer_failure(calls, failed(error), error)
-            return
-        except BaseException:
-            cache.failed(group, ())
-            raise
-        try:
-            self.launch(calls, launch, finish, failed)
-        except GpuActorsError:
-            return  # the calls have been answered, or queued again
-        except BaseException:
-            cache.failed(group, ())
-            raise
+        return launch, finish
 
-    def _assemble(self, group: list[CacheItem]) -> tuple[Launch, Sequence[Any], bool]:
-        """The launch of a group, each item's part of it, and whether rows are packed."""
-        first = group[0]
-        requests = [item.request for item in group if item.request is not None]
-        parts: Sequence[Any] = [None] * len(group)
-        packed = False
-        appending = first.kernels[-2:] if first.rows is not None else ()
-        if requests:
-            merged = merge(requests) if len(requests) > 1 else requests[0]
-            assert isinstance(merged, PagedForward)
-            attending = first.kernels[: len(first.kernels) - len(appending)]
-            parts, packed = place(requests), is_packed(merged)
-            records = self._records and recordable(merged, first.rows)
-            if records:
-                merged = pad_request(merged)
-            assert first.plan is not None
-            plan = self._store.decoding.plan(merged, first.plan.key)
-            launch = bind_cached(plan, merged, attending)
-            if records:
-                launch.recording = (first.cache.number, first.cache.generation, plan.key, plan.problem)
-                launch.recording_keeps = ("k_cache", "v_cache")
-        else:
-            launch = append_launch(group)
-        if first.rows is not None:
-            launch = add_rows(launch, group, self._store.arch, appending)
-        return launch, parts, packed
+    def refused(self, group: list[KvWork]) -> None:
+        if group:
+            group[0].cache.failed(group)
+
+    def failed(self, group: list[KvWork], error: BaseException) -> Collection[Call[Any]]:
+        for work in group[0].cache.failed(group):
+            work.call.fail(error)
+        self._store.order.look_again()
+        return ()
 
 
 _MESSAGES = (AppendRows, AttendCache, CloseCache, CreateSequence, ForkSequence, FreeSequence, TruncateSequence)
@@ -360,9 +294,6 @@ def _check_append(problem: AppendProblem, arch: str) -> None:
         raise Unsupported("k", *error.args[1:]) from None
 
 
-def _answer(item: CacheItem, outputs: Outputs, part: Any, packed: bool) -> Any:
-    if item.request is None:
-        lengths = item.lengths.tolist()
-        return lengths[0] if item.single else lengths
-    (answer,) = decoding_output(False, item.like, item.result, cut_outputs(outputs, part, packed))
-    return answer
+def _check_once(tables: Sequence[PageTable]) -> None:
+    numbers = [table.number for table in tables]
+    expect(len(set(numbers)) == len(numbers), "seqs", numbers, "must name each sequence once where rows are appended")

@@ -17,50 +17,37 @@ from typing import Any
 
 import numpy as np
 
-from gpu_actors.actors.kv_store import CacheItem
+from gpu_actors.actors.kv_store import KvWork
 from gpu_actors.devices.interface import Buffer, Kernel, Launch, Outputs, Params, ScratchSpec, Step, StepPack
 from gpu_actors.kernels.append.copy_pages import PageCopyProblem, page_copy_step
 from gpu_actors.kernels.append.params import append_step
 from gpu_actors.kernels.append.variant import append_key
-from gpu_actors.kv.sequences import PageTable
 from gpu_actors.planning.append_rows import NewRows, Pool, merge_rows, pack_rows
 from gpu_actors.planning.merging import merge_tables
 from gpu_actors.planning.padding import pad_rows
 
-__all__ = ["add_rows", "append_launch", "block_table"]
+__all__ = ["add_rows", "append_launch"]
 
 
-def block_table(tables: Sequence[PageTable]) -> Any:
-    """int32 (batch, max_blocks), at least one column."""
-    width = max([1, *(len(table.pages) for table in tables)])
-    made = np.full((len(tables), width), -1, np.int32)
-    for row, table in zip(made, tables, strict=True):
-        row[: len(table.pages)] = table.pages
-    return made
-
-
-def append_launch(items: Sequence[CacheItem]) -> Launch:
+def append_launch(group: Sequence[KvWork]) -> Launch:
     """The operands of a launch that only appends; `add_rows` says what it does."""
-    cache = items[0].cache
+    cache = group[0].cache
     inputs = {
         "k_cache": cache.k_pool,
         "v_cache": cache.v_pool,
-        "block_table": merge_tables([item.table for item in items]),
-        "cache_seqlens": np.concatenate([item.lengths for item in items]),
+        "block_table": merge_tables([work.table for work in group]),
+        "cache_seqlens": np.concatenate([work.lengths for work in group]),
     }
     return Launch(None, inputs, {}, lambda _: {})
 
 
-def add_rows(launch: Launch, items: Sequence[CacheItem], arch: str, kernels: tuple[Kernel, ...]) -> Launch:
-    """Have a launch append its items' new rows first.
-
-    kernels: that append and that copy pages, or none. A batch that was padded has its rows padded.
-    """
-    cache = items[0].cache
-    rows = merge_rows([item.rows for item in items if item.rows is not None])
+def add_rows(launch: Launch, group: Sequence[KvWork], arch: str) -> Launch:
+    """Have a launch append the new rows of a group first. If its batch was padded, the rows are padded too."""
+    cache, kernels = group[0].cache, group[0].appending
+    rows = merge_rows([work.rows for work in group if work.rows is not None])
     if len(rows.counts) < len(launch.inputs["cache_seqlens"]):
         rows = pad_rows(rows)
-    pairs = [pair for item in items for write in item.writes for pair in write.copies]
+    copies = [write.copy for work in group for write in work.writes if write.copy is not None]
     inputs = {**launch.inputs, "k": rows.k, "v": rows.v}
     batch = len(rows.counts)
     for name, factors in cache.descales.items():
@@ -71,8 +58,8 @@ def add_rows(launch: Launch, items: Sequence[CacheItem], arch: str, kernels: tup
     for name in ("positions", "rope_cos", "rope_sin"):
         if getattr(rows, name) is not None:
             inputs[name] = getattr(rows, name)
-    if pairs:
-        inputs["page_pairs"] = np.array(pairs, np.int32)
+    if copies:
+        inputs["page_pairs"] = np.array([(copy.source, copy.destination) for copy in copies], np.int32)
     scratch = dict(launch.scratch)
     rotates = rows.rope is not None and "q" in inputs
     if rotates:

@@ -5,36 +5,36 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpu_actors.actors.kv_order import Gate
-from gpu_actors.arrays.adopt import Adopted, CallerNotes
+from gpu_actors.actors.coalescing import Work
+from gpu_actors.actors.kv_order import KvOrder
+from gpu_actors.arrays.adopt import CallerNotes
 from gpu_actors.arrays.adoption import adopt_request
-from gpu_actors.devices.interface import Kernel
+from gpu_actors.devices.interface import Kernel, Outputs
 from gpu_actors.errors import GpuActorsError, InvalidRequest, OutOfDeviceMemory, StaleBuffer
 from gpu_actors.kernels.append.variant import AppendProblem, append_key
 from gpu_actors.kv.prefix import Tokens
 from gpu_actors.kv.requests import KvCacheSpec, KvSequence
-from gpu_actors.kv.sequences import CacheTables, PageTable, Sight, Write
+from gpu_actors.kv.sequences import CacheTables, PageTable, Write, block_table
 from gpu_actors.options import MockOptions
 from gpu_actors.planning.append_rows import NewRows, Pool
 from gpu_actors.planning.cached import Decoding
 from gpu_actors.planning.kernel_store import KernelStore
-from gpu_actors.planning.plan import Plan
+from gpu_actors.planning.padding import recordable
 from gpu_actors.process import incarnation
 from gpu_actors.requests import PagedForward
-from gpu_actors.runtime.call import Call
 from gpu_actors.validation.fields import FP8, describe, dtype_of, expect, integer, optional_array
 from gpu_actors.validation.paged import check_page_size
 
 if TYPE_CHECKING:
     from gpu_actors.runtime.cell import ActorCell
 
-__all__ = ["CacheItem", "CacheStore", "OpenedCache"]
+__all__ = ["CacheStore", "KvWork", "OpenedCache"]
 
 # Of the caches of all contexts of the process: a sequence of one must not be taken for one of another.
 _NUMBERS = itertools.count(1)
@@ -42,59 +42,57 @@ _NUMBERS = itertools.count(1)
 _MOST_ELEMENTS = 1 << 58  # of a pool: their bytes, and the addresses in it, fit into 64 bits with room to spare
 
 
-@dataclass(slots=True, eq=False)
-class CacheItem:
-    """A request on a cache that waits for its launch.
+@dataclass(slots=True, kw_only=True, eq=False)
+class KvWork(Work):
+    """A request on a cache that waits for its launch, or is in flight.
 
-    order: counts such requests. sights: of the tables when it was reserved. request, plan: of its attention, None where
-    it only appends. rows: new ones, or None. like, result: as for `attention_output`. single: the sequence was not in a
-    list. kernels: those of its attention, then of appending and of copying pages.
+    request, plan: None where it only appends. rows: new ones, or None. appending: the kernels that append and that copy
+    pages, or none. single: the sequence was not in a list. table, lengths, writes: since `OpenedCache.begin`. lost: a
+    launch that it builds on has failed.
     """
 
-    call: Call[Any]
+    request: PagedForward | None
     cache: OpenedCache
     tables: list[PageTable]
-    request: PagedForward | None = None
-    plan: Plan | None = None
     rows: NewRows | None = None
-    writes: list[Write] = field(default_factory=list)
-    like: Adopted | None = None
-    result: Any = None
+    appending: tuple[Kernel, ...] = ()
     single: bool = False
-    kernels: tuple[Kernel, ...] = ()
-    lengths: Any = None
     table: Any = None
-    sights: list[Sight] = field(default_factory=list)
-    order: int = field(default_factory=itertools.count().__next__)
+    lengths: Any = None
+    writes: list[Write] = field(default_factory=list)
+    lost: bool = False
 
-    @property
-    def stale(self) -> bool:
-        """Rows that it would have seen were never written."""
-        return any(table.stale(sight) for table, sight in zip(self.tables, self.sights, strict=True))
+    def recording(self) -> tuple[Hashable, ...] | None:
+        if self.request is None or not recordable(self.request, self.rows):
+            return None
+        return self.cache.number, self.cache.generation
+
+    def answer(self, outputs: Outputs) -> Any:
+        if self.request is not None:
+            return super(KvWork, self).answer(outputs)
+        lengths = self.lengths.tolist()
+        return lengths[0] if self.single else lengths
 
 
 class OpenedCache:
-    """One cache: its pool on the device, its tables, and the gate that keeps its calls in order.
+    """One cache: its pool on the device, its tables, and its launches in flight.
 
     descales: "k_descale" and "v_descale", fp32 (kv_heads,), where the pool has some.
     """
 
     def __init__(
-        self, number: int, pool: Pool, arrays: tuple[Any, Any], descales: Mapping[str, Any], cell: ActorCell
+        self, number: int, pool: Pool, arrays: tuple[Any, Any], descales: Mapping[str, Any], generation: int
     ) -> None:
         self.number = number
         self.pool = pool
         self.k_pool, self.v_pool = arrays
         self.descales = descales
         self.tables = CacheTables(pool.num_blocks, pool.page_size)
-        self.gate = Gate(cell)
-        self.generation = cell.environment.generation
-        # Held while what is in flight changes: what comes again must be known before anyone sees the tables without it.
-        self.lock = threading.RLock()
-        self.disturbed = 0
-        self._reserved: set[CacheItem] = set()
-        self._in_flight: list[list[CacheItem]] = []
-        self._before: dict[Call[Any], CacheItem] = {}
+        self.generation = generation
+        self.incarnation = incarnation()
+        # Held from a launch's reservation until it counts as in flight: one that fails meanwhile must find it.
+        self._lock = threading.Lock()
+        self._in_flight: list[list[KvWork]] = []
 
     def sequence(self, table: PageTable) -> KvSequence:
         """What a caller knows a new sequence by."""
@@ -106,7 +104,7 @@ class OpenedCache:
         if not isinstance(seq, KvSequence):
             raise InvalidRequest(field, seq, "must be a KvSequence, as create() and fork() give")
         # Before its numbers are looked at: they begin anew in every process.
-        if seq.incarnation != incarnation():
+        if seq.incarnation != self.incarnation:
             raise StaleBuffer("the sequence belongs to a cache of another process, or of this one before it was forked")
         expect(seq.cache == self.number, field, seq, "must be a sequence of this cache, and is one of another")
         return self.tables.find(seq.number, field)
@@ -137,113 +135,72 @@ class OpenedCache:
             **options,
         )
 
-    def lengths(self, call: Call[Any], tables: list[PageTable]) -> Any:
-        """The rows that a call is to see, int32: as many as there are, or as it saw when it was launched before."""
-        return np.array([sight.length for sight in self._sights(call, tables)], np.int32)
+    # Launches
 
-    def reserve(self, item: CacheItem) -> None:
-        """Take the pages that a request needs, and remember what it sees. Raises `CacheFull`."""
-        tables = item.tables
-        sights = self._sights(item.call, tables)
-        if item.rows is not None:
-            counts = item.rows.counts.tolist()
-            tokens: Sequence[Tokens | None] = item.rows.tokens or [None] * len(tables)
-            growing = [one for one in zip(tables, counts, tokens, strict=True) if one[1]]
-            if growing:
-                item.writes = self.tables.reserve(*zip(*growing, strict=True))
-            sights = [table.sight if count else seen for table, count, seen in zip(tables, counts, sights, strict=True)]
-        self.tables.enter(tables)
-        item.sights = sights
-        item.lengths = np.array([sight.length for sight in sights], np.int32)
-        self._reserved.add(item)
+    def begin(self, group: list[KvWork], begun: list[KvWork]) -> list[tuple[KvWork, GpuActorsError]]:
+        """Claim the calls of a group for its launch, and take the pages that they need.
 
-    def _sights(self, call: Call[Any], tables: list[PageTable]) -> list[Sight]:
-        """What a call may see of each sequence. One that comes again keeps to what it saw of those that it only reads:
-        others, which were made after it, may have appended to them since."""
-        before = self._before.get(call)
-        if before is None:
-            return [table.sight for table in tables]
-        written = {write.table.number for write in before.writes}
-        return [
-            table.sight if table.number in written or table.stale(seen) else seen
-            for table, seen in zip(tables, before.sights, strict=True)
-        ]
-
-    # What is in flight
-
-    def launching(self, group: list[CacheItem]) -> bool:
-        """Note that these items are launched together. False where one of them is stale already."""
-        with self.lock:
-            if any(item.stale for item in group):
-                return False
-            self._reserved.difference_update(group)
-            self._in_flight.append(group)
-            return True
-
-    def succeeded(self, group: list[CacheItem]) -> set[Call[Any]]:
-        """The launch is over; gives the calls that have to come again because what they saw was undone."""
-        with self.lock:
-            again: list[CacheItem] = []
-            for item in group:
-                # What one of these wrote is undone in turn, which the next one may have seen.
-                if item.stale:
-                    self._undo(group, item, True)
-                    again.append(item)
-                else:
-                    self._before.pop(item.call, None)
-                    self.tables.commit(item.writes)
-            self._ended(group)
-        self.gate.settle(item.call for item in group)
-        return {item.call for item in again}
-
-    def failed(self, group: list[CacheItem], again: Collection[Call[Any]]) -> Collection[Call[Any]]:
-        """The launch has failed. again: of its calls, those that are to come again.
-
-        Gives those that do: none of a launch that had succeeded before something else failed, for its rows are there.
+        What goes into the launch is put in ``begun``. Gives what does not, with the error to answer it with.
         """
-        with self.lock:
-            if group not in self._in_flight:
-                return ()
-            for item in reversed(group):
-                self._undo(group, item, item.call in again)
+        refused: list[tuple[KvWork, GpuActorsError]] = []
+        with self._lock:
+            self._in_flight.append(begun)
+            for work in group:
+                if work.call.claim():
+                    try:
+                        self._reserve(work)
+                    except GpuActorsError as error:
+                        refused.append((work, error))
+                    else:
+                        begun.append(work)
+            if not begun:
+                self._in_flight.remove(begun)
+        return refused
+
+    def _reserve(self, work: KvWork) -> None:
+        tables, rows = work.tables, work.rows
+        lengths = [table.length for table in tables]
+        if rows is not None:
+            counts = rows.counts.tolist()
+            rows.check_reach(np.array(lengths, np.int32) + rows.counts)
+            tokens: Sequence[Tokens | None] = rows.tokens or [None] * len(tables)
+            growing = [one for one in zip(tables, counts, tokens, strict=True) if one[1]]
+            work.writes = self.tables.reserve(*zip(*growing, strict=True)) if growing else []
+            lengths = [table.length for table in tables]
+        self.tables.enter(tables)
+        work.table, work.lengths = block_table(tables), np.array(lengths, np.int32)
+
+    def succeeded(self, group: list[KvWork]) -> None:
+        """The launch of a group has succeeded."""
+        with self._lock:
+            for work in group:
+                self.tables.commit(work.writes)
             self._ended(group)
-        self.gate.settle(item.call for item in group)
-        return again
 
-    def _undo(self, group: list[CacheItem], item: CacheItem, again: bool) -> None:
-        """What an item of a group in flight has written, if anything, was never written. again: it comes again."""
-        changed = {write.table.number for write in item.writes}
-        behind = self._in_flight[self._in_flight.index(group) + 1 :]
-        self.gate.expect(
-            follower.call
-            for later in behind
-            for follower in later
-            if changed & {table.number for table in follower.tables}
-        )
-        if again:
-            self.gate.returned((item.call,))
-            self._before = {call: before for call, before in self._before.items() if not call.done}
-            self._before[item.call] = item
-        else:
-            self._before.pop(item.call, None)
-        self.disturbed += 1
-        self.tables.undo(item.writes)
+    def failed(self, group: list[KvWork]) -> list[KvWork]:
+        """The launch of a group was not made, or has failed: undo what it wrote, and what was launched behind it on top
+        of that. Gives the latter."""
+        with self._lock:
+            if group not in self._in_flight:
+                return []
+            changed = {write.table for work in group for write in work.writes}
+            lost: list[KvWork] = []
+            for later in self._in_flight[self._in_flight.index(group) + 1 :]:
+                for work in later:
+                    if not work.lost and not changed.isdisjoint(work.tables):
+                        work.lost = True
+                        lost.append(work)
+                        changed.update(write.table for write in work.writes)
+            for work in reversed([*group, *lost]):
+                self.tables.undo(work.writes)
+                work.writes = []
+            self._ended(group)
+        return lost
 
-    def withdraw(self, items: Iterable[CacheItem]) -> None:
-        """These are not launched. Everything that was reserved after them must be among them."""
-        for item in sorted(items, key=lambda item: item.order, reverse=True):
-            self._reserved.discard(item)
-            self.tables.withdraw(item.writes)
-            self.tables.leave(item.tables)
-
-    def withdraw_all(self) -> None:
-        """An incarnation has died: what it had reserved is not going to be launched."""
-        self.withdraw(list(self._reserved))
-
-    def _ended(self, group: list[CacheItem]) -> None:
+    def _ended(self, group: list[KvWork]) -> None:
         self._in_flight.remove(group)
-        for item in group:
-            self.tables.leave(item.tables)
+        for work in group:
+            self.tables.leave(work.tables)
 
 
 class CacheStore:
@@ -258,9 +215,10 @@ class CacheStore:
         self.arch = info.arch
         self.runs_kernels = info.runs_kernels
         self.kernels = KernelStore(cell) if environment.compiles else None
-        self.place = info.device_name
+        self.device_name = info.device_name
         accumulate = (environment.options.mock or MockOptions()).dtype
-        self.decoding = Decoding(environment.device, self.place, accumulate)
+        self.decoding = Decoding(environment.device, info.device_name, accumulate)
+        self.order = KvOrder(cell)
         self._left: Callable[[], GpuActorsError] | None = None
 
     def open(self, spec: object, notes: CallerNotes | None) -> int:
@@ -268,19 +226,21 @@ class CacheStore:
 
         Raises `InvalidRequest`, `Unsupported` and `OutOfDeviceMemory`.
         """
-        pool, descales = _checked(spec, self.arch, self.place, notes)
+        pool, descales = _checked(spec, self.arch, self.device_name, notes)
         allocate = self._cell.environment.device.allocate
         pages = (pool.num_blocks, pool.page_size, pool.kv_heads)
         if math.prod(pages) * max(pool.head_dim, pool.head_dim_v) > _MOST_ELEMENTS:
             raise OutOfDeviceMemory(f"no memory can be addressed that holds {pages} rows of {pool.head_dim} elements")
         arrays = tuple(allocate((*pages, dim), pool.dtype) for dim in (pool.head_dim, pool.head_dim_v))
         number = self._newest = next(_NUMBERS)
-        self._caches[number] = OpenedCache(number, pool, (arrays[0], arrays[1]), descales, self._cell)
+        generation = self._cell.environment.generation
+        self._caches[number] = OpenedCache(number, pool, (arrays[0], arrays[1]), descales, generation)
         return number
 
     def forget(self, number: int) -> None:
         """Give up a cache. Its memory goes once nothing in flight uses it any more."""
         self._caches.pop(number, None)
+        self.order.look_again()
 
     def close(self) -> None:
         """Give up every cache."""
@@ -300,11 +260,6 @@ class CacheStore:
         if isinstance(number, int) and 0 < number <= self._newest:
             raise StaleBuffer(f"cache {number} was closed, and its pages are given back")
         raise InvalidRequest("cache", number, "is no cache of this context")
-
-    def withdraw_all(self) -> None:
-        """An incarnation has died: what it had reserved is not going to be launched."""
-        for cache in self._caches.values():
-            cache.withdraw_all()
 
 
 def _checked(spec: object, arch: str, place: str, notes: CallerNotes | None) -> tuple[Pool, dict[str, Any]]:

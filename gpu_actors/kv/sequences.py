@@ -1,15 +1,14 @@
 """CacheTables: the sequences of a paged KV cache, their pages, and writes that have not ended.
 
-A write is reserved before it is launched: its pages are taken and the sequence is as long as if it had succeeded, so
-that what comes after it can be launched behind it. When it ends it is committed, or undone as if it had never been:
+A write is reserved just before its launch: its pages are taken, and the sequence is as long as if the launch had
+succeeded, so that the next launch can build on it. At the end of the launch the write is committed or undone:
 
     reserve ──launch──> in flight ──> commit     old copies of shared pages are let go, whole prompt pages get names
-       │                   └────────> undo       the sequence is as long as before
-       └────────────────────────────> withdraw   the same, where nobody can have seen it
+       │                   │
+       └───────────────────┴────────> undo       the sequence is as long as before
 
-Whatever had seen rows that are undone, because it was reserved after them, is stale and has to be repeated. Pages go
-back to the pool at once, even if something in flight still uses them: the device works in the order of launches, so a
-page's next owner writes it later.
+Writes to one sequence are undone from the last one backwards. Their pages go back to the pool at once, even while a
+launch in flight still uses them: the device works in the order of launches, so the next owner writes them later.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,16 +24,14 @@ from gpu_actors.errors import InvalidRequest
 from gpu_actors.kv.pages import PagePool
 from gpu_actors.kv.prefix import PrefixIndex, Tokens, extend_digests
 
-__all__ = ["CacheTables", "KvCacheStats", "PageTable", "Sight", "Write"]
-
-_EVERY_SIGHT = 0  # the number of no write: whatever was seen before is stale
+__all__ = ["CacheTables", "KvCacheStats", "PageTable", "Write", "block_table"]
 
 
 class KvCacheStats(NamedTuple):
-    """blocks: pages in all. free_blocks: of them free, or kept for a prefix that may come again (prefix_blocks).
+    """blocks: pages in all. free_blocks: pages that are free, or kept for the next prompt with their prefix.
 
-    shared_blocks: pages that several sequences read. prefix_hits: pages that `create` found. evicted: kept pages that
-    were given up.
+    prefix_blocks: the kept ones. shared_blocks: pages that several sequences read. prefix_hits: pages that `create`
+    found. evicted: kept pages that were given up.
     """
 
     blocks: int
@@ -46,22 +43,13 @@ class KvCacheStats(NamedTuple):
     evicted: int
 
 
-class Sight(NamedTuple):
-    """A sequence as something saw it that was reserved. writes: made so far. undone: how many of them had been."""
-
-    length: int
-    writes: int
-    undone: int
-
-
 @dataclass(slots=True, eq=False)
 class PageTable:
     """One sequence.
 
-    digests: names of the pages whose tokens are known, from the first on; of those, ``named`` have been looked after.
-    tail: the known tokens behind them. last_write: counts writes. undone: numbers of the writes that were undone, and
-    0 where rows were cut off.
-    users: requests that were reserved and have not ended; nothing but appending may be done meanwhile.
+    digests: names of the pages whose tokens are known, from the first on; the index of prefixes has the first ``named``
+    of them. tail: the known tokens behind them. users: requests in flight that read or write the sequence; while there
+    are any, rows may be appended and nothing else may change.
     """
 
     number: int
@@ -70,18 +58,7 @@ class PageTable:
     digests: list[bytes] = field(default_factory=list)
     named: int = 0
     tail: list[int] = field(default_factory=list)
-    last_write: int = 0
-    undone: list[int] = field(default_factory=list)
     users: int = 0
-
-    @property
-    def sight(self) -> Sight:
-        """What whoever looks now has seen."""
-        return Sight(self.length, self.last_write, len(self.undone))
-
-    def stale(self, sight: Sight) -> bool:
-        """Whether a write that had been seen then has been undone since."""
-        return any(number <= sight.writes for number in self.undone[sight.undone :])
 
 
 class _Copy(NamedTuple):
@@ -92,27 +69,17 @@ class _Copy(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Write:
-    """Rows on their way into one sequence.
+    """Rows on their way into one sequence, up to ``stop``.
 
-    copies: shared pages to copy first, as (source, destination). tail: the sequence's before it.
+    pages_before, length_before, tail: of the sequence, before the write. copy: a shared page that is copied first.
     """
 
     table: PageTable
-    start: int
     stop: int
     pages_before: int
-    sight: Sight
+    length_before: int
     tail: list[int]
     copy: _Copy | None = None
-
-    @property
-    def copies(self) -> tuple[tuple[int, int], ...]:
-        return () if self.copy is None else ((self.copy.source, self.copy.destination),)
-
-    @property
-    def stale(self) -> bool:
-        """A write before it was undone, and it with it."""
-        return self.table.stale(self.sight)
 
 
 class CacheTables:
@@ -147,10 +114,6 @@ class CacheTables:
             raise InvalidRequest(field, number, "is no sequence of this cache, or was freed")
         return table
 
-    def length(self, number: int) -> int:
-        """Rows of a sequence, those on their way included. Raises as `find`."""
-        return self.find(number).length
-
     # Sequences
 
     def create(self, digests: Sequence[bytes] = ()) -> PageTable:
@@ -166,13 +129,13 @@ class CacheTables:
             return table
 
     def enter(self, tables: Sequence[PageTable]) -> None:
-        """A request uses these until `leave`."""
+        """A request uses these sequences until `leave`."""
         with self._lock:
             for table in tables:
                 table.users += 1
 
     def leave(self, tables: Sequence[PageTable]) -> None:
-        """It has ended."""
+        """The request has ended."""
         with self._lock:
             for table in tables:
                 table.users -= 1
@@ -199,9 +162,6 @@ class CacheTables:
         with self._lock:
             if not 0 <= length <= table.length:
                 raise InvalidRequest("length", length, f"must be at most the rows that there are, {table.length}")
-            if length < table.length:
-                # More urgent than what had seen the rows and has to come again, perhaps: they are not there for it.
-                table.undone.append(_EVERY_SIGHT)
             self._cut(table, -(-length // self.page_size), length)
 
     # Writes
@@ -223,8 +183,7 @@ class CacheTables:
             writes: list[Write] = []
             known = [None] * len(tables) if tokens is None else tokens
             for table, more, copied, count, ids in zip(tables, rows, copies, grown, known, strict=True):
-                table.last_write += 1
-                write = Write(table, table.length, table.length + more, len(table.pages), table.sight, list(table.tail))
+                write = Write(table, table.length + more, len(table.pages), table.length, list(table.tail))
                 if copied:
                     destination = taken.pop()
                     # The old page's reference goes from the table to the write, which may have to give it back.
@@ -238,24 +197,23 @@ class CacheTables:
             return writes
 
     def commit(self, writes: Sequence[Write]) -> None:
-        """These have been carried out. One that has become stale changes nothing any more."""
+        """These have been carried out."""
         with self._lock:
             for write in writes:
-                self._end(write)
-                if not write.stale:
-                    self._name_pages(write)
+                if write.copy is not None:
+                    self._pool.release(write.copy.source)
+                self._name_pages(write)
 
     def undo(self, writes: Sequence[Write]) -> None:
-        """These were launched and have failed."""
+        """These are not carried out. Later writes to the same sequences must have been undone."""
         with self._lock:
             for write in reversed(writes):
-                self._undo(write)
-
-    def withdraw(self, writes: Sequence[Write]) -> None:
-        """These are not going to be launched, nor is anything that was reserved after them: undo the last one first."""
-        with self._lock:
-            for write in reversed(writes):
-                self._take_back(write)
+                table, copy = write.table, write.copy
+                self._cut(table, write.pages_before, write.length_before)
+                table.tail = write.tail  # what was known is known again, even where the write ended that page
+                if copy is not None:
+                    table.pages[copy.slot] = copy.source
+                    self._pool.release(copy.destination)
 
     # Under the lock
 
@@ -270,28 +228,6 @@ class CacheTables:
         if len(table.digests) * self.page_size + len(table.tail) == table.length:
             known = np.concatenate([np.array(table.tail, np.int64), ids])
             table.tail = extend_digests(table.digests, known, self.page_size).tolist()
-
-    def _undo(self, write: Write) -> None:
-        stale = write.stale
-        self._take_back(write)
-        if not stale:
-            write.table.undone.append(write.sight.writes)
-
-    def _take_back(self, write: Write) -> None:
-        table, copy = write.table, write.copy
-        if not write.stale:
-            self._cut(table, write.pages_before, write.start)
-            table.tail = write.tail  # what was known is known again, even where the write ended that page
-            if copy is not None:
-                table.pages[copy.slot] = copy.source
-                self._pool.release(copy.destination)
-                write.copy = None
-        self._end(write)
-
-    def _end(self, write: Write) -> None:
-        if write.copy is not None:
-            self._pool.release(write.copy.source)
-            write.copy = None
 
     def _cut(self, table: PageTable, pages: int, length: int) -> None:
         for page in reversed(table.pages[pages:]):
@@ -319,3 +255,12 @@ class CacheTables:
     def _forget(self, page: int) -> None:
         self._prefixes.forget(page)
         self._evicted += 1
+
+
+def block_table(tables: Sequence[PageTable]) -> Any:
+    """int32 (batch, max_blocks), at least one column. Past a sequence's last page it holds -1."""
+    width = max([1, *(len(table.pages) for table in tables)])
+    made = np.full((len(tables), width), -1, np.int32)
+    for row, table in zip(made, tables, strict=True):
+        row[: len(table.pages)] = table.pages
+    return made

@@ -44,6 +44,7 @@ __all__ = [
     "cache_problem",
     "cached_plan",
     "check_cached",
+    "check_operands",
     "decoding_output",
     "tree_bits",
 ]
@@ -68,14 +69,14 @@ def adopt_cache_request(
     if not isinstance(length, numbers.Integral):
         return adopt_request(message, device, notes)
     nothing: Any = None
-    message, like = adopt_request(dataclasses.replace(message, **{field: nothing}), device, notes)
+    message, template = adopt_request(dataclasses.replace(message, **{field: nothing}), device, notes)
     ends = getattr(message, "cu_seqlens_q", None)
     shape: tuple[int, ...] = getattr(message.q if ends is None else ends, "shape", ())
     if shape:
         batch = max(0, shape[0] - (ends is not None))
         lengths: Any = np.full(batch, integer(field, length, 0, _MAX_LENGTH), np.int32)
         message = dataclasses.replace(message, **{field: lengths})
-    return message, like
+    return message, template
 
 
 def signature(request: CacheRequest) -> Hashable:
@@ -109,15 +110,22 @@ def check_cached(plan: Plan, request: CacheRequest) -> None:
     problem = plan.problem
     if isinstance(request, PagedForward):
         check_lengths("cache_seqlens", request.cache_seqlens, problem.seqlen_k)
-        if request.cu_seqlens_q is not None:
-            check_cu_seqlens("cu_seqlens_q", request.cu_seqlens_q, problem.total_q, problem.seqlen_q)
         if request.block_table is not None:
             blocks = request.k_cache.shape[0]
             check_block_table(request.block_table, request.cache_seqlens, problem.page_size, blocks)
-        if request.tree_mask is not None:
-            tree_bits(request.tree_mask)
     else:
         check_lengths("seq_lens", request.seq_lens, problem.seqlen_k)
+    check_operands(plan, request)
+
+
+def check_operands(plan: Plan, request: CacheRequest) -> None:
+    """`check_cached` but for lengths and block tables, which a KvCache makes itself. Raises `InvalidRequest`."""
+    problem = plan.problem
+    if isinstance(request, PagedForward):
+        if request.cu_seqlens_q is not None:
+            check_cu_seqlens("cu_seqlens_q", request.cu_seqlens_q, problem.total_q, problem.seqlen_q)
+        if request.tree_mask is not None:
+            tree_bits(request.tree_mask)
     if request.out is not None:
         check_output_memory(request.out, operands(request))
 
@@ -208,12 +216,12 @@ def operands(request: CacheRequest) -> dict[str, Any]:
     return inputs
 
 
-def decoding_output(decode: bool, like: Adopted | None, result: Any, outputs: Outputs) -> Sequence[AttentionOutput]:
+def decoding_output(decode: bool, template: Adopted | None, result: Any, outputs: Outputs) -> Sequence[AttentionOutput]:
     """The answer to one request. decode: a `BatchedDecode`, whose output has no axis of rows."""
     if decode:
         lse = outputs.get("lse")
         outputs = {"out": outputs["out"][:, 0], "lse": None if lse is None else lse[..., 0]}
-    return attention_output(like, result, outputs)
+    return attention_output(template, result, outputs)
 
 
 def tree_bits(mask: Any) -> Any:

@@ -30,7 +30,7 @@ __all__ = [
     "merge",
     "merge_key",
     "merge_tables",
-    "place",
+    "split_ranges",
 ]
 
 # Of every sequence or every row; of the others there is one for the whole launch.
@@ -153,7 +153,7 @@ def _ends(bounds: Sequence[Any]) -> Any:
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
 
 
-def place(requests: Sequence[CacheRequest]) -> list[Part]:
+def split_ranges(requests: Sequence[CacheRequest]) -> list[Part]:
     """Where each request's sequences and rows lie in the merged one."""
     parts: list[Part] = []
     sequence = row = 0

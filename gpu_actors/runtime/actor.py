@@ -8,7 +8,7 @@ the class in ``ContextOptions(actors=...)``.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gpu_actors.devices.interface import Launch
@@ -74,15 +74,17 @@ class ServiceActor(MailboxActor, ActorType):
     def launch(self, calls: Sequence[Call[Any]], launch: Launch, finish: Finish, failed: Failed | None = None) -> None:
         """Enqueue a launch that answers ``calls``; those answered already (cancelled, expired) are the caller's care.
 
-        Each call must have been claimed with ``claim``. failed: called once if the launch fails, now or later.
-        Raises what ``Stream.launch`` raises, which then has answered the calls.
+        Each call must have been claimed with ``claim``. failed: called once if the launch fails after it was enqueued.
+        Raises what ``Stream.launch`` raises. The calls have been answered then, unless ``failed`` is given: then the
+        caller answers them, or launches them again.
         """
         cell = self.cell
         try:
             event = (cell.stream or cell.open_stream()).launch(launch)
         except BaseException as error:
             cell.progress.launch_ended(error)
-            self.answer_failure(calls, failed(error) if failed is not None else (), error)
+            if failed is None:
+                self.answer_failure(calls, error)
             raise
         for call in calls:
             if call.traced:
@@ -90,17 +92,25 @@ class ServiceActor(MailboxActor, ActorType):
                 cell.environment.trace.emit("request.launched", **fields)
         cell.completion.watch(event, calls, finish, self.outbox, failed)
 
+    def answer_failure(self, calls: Iterable[Call[Any]], error: BaseException) -> None:
+        """Answer calls with what was raised while they were worked on."""
+        failure: GpuActorsError
+        if isinstance(error, ContextLost):
+            failure = self.cell.environment.context_lost(error.with_traceback(None))
+        elif isinstance(error, GpuActorsError):
+            failure = error.with_traceback(None)
+        else:
+            traceback.clear_frames(error.__traceback__)
+            failure = ActorFailed(f"{self.cell.name} failed while it handled the request: {show(error)}")
+            failure.__cause__ = error
+        for call in calls:
+            known = by_argument(failure, call.message) if isinstance(failure, RequestError) else failure
+            call.fail(known, self.outbox)
+
     def _ran(self, launch: Launch) -> str:
         """What a launch runs here: the names of its kernels in their order, or that of none."""
         nothing = "none" if self.cell.environment.device.info.runs_kernels else "oracle"
         return " + ".join(step.kernel.entry for step in launch.steps) or nothing
-
-    def answer_failure(self, calls: Sequence[Call[Any]], again: Collection[Call[Any]], error: BaseException) -> None:
-        """Answer claimed calls whose launch could not be made, but for those that are to be launched again."""
-        for call in again:
-            self.cell.completion.relaunch(call)
-        # All others: the actor's loop knows only the call that it gave out last.
-        self._refuse([call for call in calls if call not in again], error)
 
     # Pykka's side
 
@@ -131,6 +141,7 @@ class ServiceActor(MailboxActor, ActorType):
     def _work(self, calls: list[Call[Any]]) -> None:
         cell = self.cell
         mailbox, outbox = cell.mailbox, self.outbox
+        call: Any = None
         cell.busy_since = cell.environment.clock.now()
         try:
             for index, call in enumerate(calls):
@@ -142,9 +153,9 @@ class ServiceActor(MailboxActor, ActorType):
                 try:
                     self.handle(call)
                 except GpuActorsError as error:
-                    self._refuse((call,), error)
+                    self.answer_failure((call,), error)
                 except BaseException as error:
-                    self._refuse((call,), error)
+                    self.answer_failure((call,), error)
                     mailbox.give_back(calls[index + 1 :])
                     raise_exception(cell.name, error)
             try:
@@ -158,18 +169,3 @@ class ServiceActor(MailboxActor, ActorType):
             # neither must keep requests, with their arrays, alive.
             calls.clear()
             del call
-
-    def _refuse(self, calls: Iterable[Call[Any]], error: BaseException) -> None:
-        """Answer calls with what was raised while they were worked on."""
-        failure: GpuActorsError
-        if isinstance(error, ContextLost):
-            failure = self.cell.environment.context_lost(error.with_traceback(None))
-        elif isinstance(error, GpuActorsError):
-            failure = error.with_traceback(None)
-        else:
-            traceback.clear_frames(error.__traceback__)
-            failure = ActorFailed(f"{self.cell.name} failed while it handled the request: {show(error)}")
-            failure.__cause__ = error
-        for call in calls:
-            known = by_argument(failure, call.message) if isinstance(failure, RequestError) else failure
-            call.fail(known, self.outbox)

@@ -68,7 +68,7 @@ class Call(Local, Generic[T]):
     Safe to use from any thread. ``parked`` says that a call which is not queued is kept by something that outlives the
     actor, and which will answer it or give it back. ``caller_notes`` is what had to be noted on the caller's thread,
     ``prepared`` what the handle found out there, if anything.
-    ``alone`` says that it must not share a launch with others any more: one that it shared failed.
+    ``unmergeable`` says that it must not share a launch with others any more: one that it shared failed.
     ``traced`` was decided when the call was accepted, so that a trace holds all of a call or nothing.
     """
 
@@ -76,7 +76,6 @@ class Call(Local, Generic[T]):
         "_callbacks",
         "_threads",
         "_waiters",
-        "alone",
         "caller_notes",
         "deadline",
         "error",
@@ -89,6 +88,7 @@ class Call(Local, Generic[T]):
         "state",
         "timer",
         "traced",
+        "unmergeable",
         "value",
     )
 
@@ -101,7 +101,7 @@ class Call(Local, Generic[T]):
         self.caller_notes: Any = None
         self.prepared: Any = None
         self.parked: bool = False
-        self.alone: bool = False
+        self.unmergeable: bool = False
         self.state: CallState = QUEUED
         self.value: T | None = None
         self.error: BaseException | None = None

@@ -23,17 +23,15 @@ from gpu_actors.runtime.mailbox import Mailbox
 from gpu_actors.runtime.progress import Progress
 from gpu_actors.runtime.waking import Outbox
 
-__all__ = ["AGAIN", "Completion", "Failed", "Finish"]
+__all__ = ["Completion", "Failed", "Finish"]
 
 logger: logging.Logger = logging.getLogger("gpu_actors")
 
 Finish = Callable[[Outputs], Sequence[Any]]
-"""Turns a launch's outputs into one result for each of its calls; `AGAIN` for a call that must be launched again."""
+"""Turns a launch's outputs into one result for each of its calls."""
 
 Failed = Callable[[BaseException], Collection[Call[Any]]]
-"""Told that a launch failed; gives the calls that are to be launched again rather than answered with the error."""
-
-AGAIN: Any = object()
+"""Told that a launch failed; gives the calls that it launches again, which are not answered with the error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +151,7 @@ class Completion:
             if self._progress.failed_launches:
                 self._progress.launch_ended(None)
             for call, result in zip(calls, results, strict=True):
-                if result is AGAIN:
-                    self.relaunch(call)
-                else:
-                    call.settle(result, None, outbox)
+                call.settle(result, None, outbox)
             return
         error = self._reported(error)
         # A mock device that does not compute says so to every request, which a benchmark times: no call for that.
@@ -164,9 +159,7 @@ class Completion:
             self._progress.launch_ended(error)
         again = failed(error) if failed is not None else ()
         for call in calls:
-            if call in again:
-                self.relaunch(call)
-            else:
+            if call not in again:
                 call.settle(None, error, outbox)
 
     def _reported(self, error: BaseException) -> GpuActorsError:
@@ -190,8 +183,3 @@ class Completion:
         for call in calls:
             if call.state is LAUNCHED:
                 call.fail(failure, outbox)
-
-    def relaunch(self, call: Call[Any]) -> None:
-        """Queue a call again whose launch did not answer it. It keeps its place by age."""
-        if call.unclaim():
-            self._mailbox.give_back((call,))

@@ -80,6 +80,7 @@ class Mailbox:
         self._written_off = False
         self._idle_callbacks: list[tuple[Callable[[], None], bool]] = []
         self._asleep = False
+        self._flush_asked = False
         self._pipe: WakePipe | None = None
 
     # The sender's side
@@ -187,8 +188,11 @@ class Mailbox:
 
     # The actor's side
 
-    def take(self, controls: deque[Any], limit: int = 256) -> list[Call[Any]]:
-        """Sleep until there is work and give it out, most urgent first; empty if ``controls`` holds something."""
+    def take(self, controls: deque[Any], limit: int = 256) -> list[Call[Any]] | None:
+        """Sleep until there is work and give it out, most urgent first; None if ``controls`` holds something.
+
+        Empty where a flush was asked for (`ask_flush`) and no call waits.
+        """
         while True:
             if self._pipe is None:
                 self._pipe = WakePipe()
@@ -196,9 +200,12 @@ class Mailbox:
             with self.lock:
                 # Set before the look for work, so that a call which arrives after that wakes the thread.
                 self._asleep = True
-                if controls or (self._waiting and not self.saturated):
+                if controls or ((self._waiting or self._flush_asked) and not self.saturated):
                     self._asleep = False
-                    return [] if controls else self._pop(limit)
+                    if controls:
+                        return None
+                    self._flush_asked = False
+                    return self._pop(limit)
             pipe.wait()
 
     def give_back(self, calls: Iterable[Call[Any]]) -> None:
@@ -220,6 +227,11 @@ class Mailbox:
     def gather(self, count: int) -> None:
         """Note that the actor has so many calls now that it took and lets wait for others to share their launches."""
         self._gathered = count
+
+    def ask_flush(self) -> None:
+        """Have the actor flush as soon as another launch may begin, whether or not a call waits."""
+        self._flush_asked = True
+        self.nudge()
 
     def nudge(self) -> None:
         """Wake the actor thread to look for work and at its controls."""

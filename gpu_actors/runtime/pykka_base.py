@@ -116,7 +116,7 @@ class _Inbox:
         try:
             while not controls:
                 calls = self._mailbox.take(controls)
-                if calls:
+                if calls is not None:
                     self._work(calls)
         except BaseException as error:
             return _Envelope(_Crash(error))

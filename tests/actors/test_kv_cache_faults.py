@@ -1,5 +1,7 @@
 """A KvCache whose launches fail, are late, or lose the context: requests happen wholly and in order, or not at all.
 
+A request whose launch fails takes with it the requests in flight that build on what it was to write, and no others.
+
 Launches end when the mock clock says so, and the plan says which of them fail, so that everything comes in the one
 order that a test is about.
 """
@@ -7,7 +9,6 @@ order that a test is about.
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,9 @@ from support.kv_cache import Rows, attention, contents, holds, in_flight, opened
 from support.service import eventually
 
 import gpu_actors as ga
+from gpu_actors.actors.kv_cache import _KvCoalescer
 from gpu_actors.actors.kv_store import OpenedCache
-from gpu_actors.runtime.completion import Completion
+from gpu_actors.runtime.actor import ServiceActor
 from gpu_actors.testing import FaultPlan, MockClock
 
 LATER = 1.0
@@ -29,6 +31,16 @@ def slow(plan: FaultPlan, *launches: int, **options: Any) -> tuple[MockClock, ga
     for launch in launches:
         plan = plan.delay(LATER, launch)
     return clock, ga.ContextOptions(fault_plan=plan, clock=clock, **options)
+
+
+def gathered(ctx: ga.GpuContext, requests: int) -> None:
+    """Wait until the actor keeps so many requests for a launch."""
+    eventually(lambda: ctx._children.cells["kv_cache"].mailbox._gathered == requests)
+
+
+def taken(ctx: ga.GpuContext) -> None:
+    """Wait until the actor has taken everything from its mailbox."""
+    eventually(lambda: ctx.stats()["kv_cache"].queued == 0)
 
 
 @pytest.mark.parametrize("error", [ga.LaunchError, ga.OutOfDeviceMemory])
@@ -65,34 +77,91 @@ def test_a_copied_page_goes_back_when_the_launch_that_copied_it_fails() -> None:
         assert holds(cache, fork, k, v)
 
 
-def test_what_was_launched_behind_a_failed_append_is_repeated_without_its_rows() -> None:
+@pytest.mark.parametrize("error", [ga.LaunchError, ga.OutOfDeviceMemory])
+def test_what_was_launched_on_top_of_a_failed_append_fails_with_it(error: Any) -> None:
     rows = Rows(3)
-    clock, options = slow(FaultPlan().fail(1), 1)
+    clock, options = slow(FaultPlan().fail(2, error), 2)
+    with opened(options) as (ctx, cache):
+        seq, other = wait(cache.create(), cache.create())
+        k, v = rows.new(5)
+        wait(cache.append(seq, k, v))
+        before = cache.stats()
+        (k_new, v_new), q, elsewhere = rows.new(1, 2), rows.q(1, 2), rows.new(3)
+        asked = []
+        for ask in (
+            lambda: cache.append(seq, *rows.new(9)),
+            lambda: cache.append(seq, *rows.new(3)),
+            lambda: cache.attend(q, seq, k=k_new, v=v_new),
+            lambda: cache.attend(q[:, :1], seq),
+            lambda: cache.append(other, *elsewhere),
+        ):
+            asked.append(ask())
+            in_flight(ctx, len(asked))
+        assert cache.length(seq) == 19
+        clock.advance(LATER)
+        *failed, untouched = (outcome(reply) for reply in asked)
+        assert type(failed[0]) is error
+        assert all(one is failed[0] for one in failed)
+        assert untouched == 3
+        assert (cache.length(seq), cache.stats().free_blocks) == (5, before.free_blocks - 1)
+        assert holds(cache, seq, k, v)
+        assert holds(cache, other, *elsewhere)
+        assert wait(cache.append(seq, *rows.new(2))) == 7
+        stats = ctx.stats()["kv_cache"]
+        assert (stats.launched, stats.failed) == (7, 4), "nothing is launched twice"
+
+
+def test_what_two_sequences_share_fails_only_where_a_failed_launch_wrote() -> None:
+    """A request that reads two sequences fails with either; what reads only the other sequence goes on."""
+    rows = Rows(20)
+    clock, options = slow(FaultPlan().fail(2), 2)
+    with opened(options) as (ctx, cache):
+        first, second, third = (wait(cache.create()) for _ in range(3))
+        wait(cache.append([first, second, third], *rows.new(3, 4)))
+        q, new = rows.q(2, 1), rows.new(2, 1)
+        lost = cache.append(first, *rows.new(1))
+        in_flight(ctx, 1)
+        both = cache.attend(q, [first, second], k=new[0], v=new[1])
+        in_flight(ctx, 2)
+        through = cache.append([second], *rows.new(1, 2))
+        in_flight(ctx, 3)
+        apart = cache.append(third, *rows.new(6))
+        in_flight(ctx, 4)
+        clock.advance(LATER)
+        error = outcome(lost)
+        assert isinstance(error, ga.LaunchError)
+        assert outcome(both) is error
+        assert outcome(through) is error, "it was to follow rows that the one before it did not write"
+        assert wait(apart) == 10
+        assert [cache.length(seq) for seq in (first, second, third)] == [4, 4, 10]
+
+
+def test_a_fork_whose_page_was_copied_by_a_failed_launch_is_untouched() -> None:
+    """Both copies of a shared page are in flight; the one that fails gives its page back, and the other stands."""
+    rows = Rows(21)
+    clock, options = slow(FaultPlan().fail(2), 2)
     with opened(options) as (ctx, cache):
         seq = wait(cache.create())
-        (k, v), (k_new, v_new), q = rows.new(3), rows.new(1, 2), rows.q(1, 2)
-        lost = cache.append(seq, *rows.new(9))
+        k, v = rows.new(5)
+        wait(cache.append(seq, k, v))
+        fork = wait(cache.fork(seq))
+        own = rows.new(2)
+        lost = cache.append(seq, *rows.new(2))
         in_flight(ctx, 1)
-        kept = cache.append(seq, k, v)
+        kept = cache.append(fork, *own)
         in_flight(ctx, 2)
-        attended = cache.attend(q, seq, k=k_new, v=v_new)
-        in_flight(ctx, 3)
-        read = cache.attend(q[:, :1], seq)
-        in_flight(ctx, 4)
-        assert cache.length(seq) == 14
         clock.advance(LATER)
-        with pytest.raises(ga.LaunchError):
-            wait(lost)
-        assert wait(kept) == 3
-        whole = np.concatenate([k, k_new[0]]), np.concatenate([v, v_new[0]])
-        np.testing.assert_allclose(wait(attended).out[0], attention(q[0], *whole), rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(wait(read).out[0], attention(q[0, :1], *whole), rtol=1e-5, atol=1e-6)
-        assert holds(cache, seq, *whole)
-        assert ctx.stats()["kv_cache"].launched == 7, "three of them twice"
+        assert isinstance(outcome(lost), ga.LaunchError)
+        assert wait(kept) == 7
+        assert holds(cache, seq, k, v)
+        assert holds(cache, fork, *(np.concatenate(pair) for pair in zip((k, v), own, strict=True)))
+        assert (cache.stats().free_blocks, cache.stats().shared_blocks) == (6, 0)
+        more = rows.new(1)
+        assert wait(cache.append(seq, *more)) == 6
+        assert holds(cache, seq, *(np.concatenate(pair) for pair in zip((k, v), more, strict=True)))
 
 
-def test_what_comes_later_waits_for_what_has_to_come_again() -> None:
-    """A fork asked for behind a request that is repeated sees its rows."""
+def test_what_comes_later_waits_for_a_launch_and_sees_the_sequence_without_what_failed() -> None:
     rows = Rows(4)
     clock, options = slow(FaultPlan().fail(1), 1, 2)
     with opened(options) as (ctx, cache):
@@ -100,107 +169,150 @@ def test_what_comes_later_waits_for_what_has_to_come_again() -> None:
         lost = cache.append(seq, *rows.new(9))
         in_flight(ctx, 1)
         k, v = rows.new(3)
-        kept = cache.append(seq, k, v)
+        behind = cache.append(seq, k, v)
         in_flight(ctx, 2)
         fork = cache.fork(seq)
-        behind = cache.append(other, k, v)
+        later = cache.append(seq, k, v)
+        elsewhere = cache.append(other, k, v)
         freed = cache.free(other)
-        eventually(lambda: ctx.stats()["kv_cache"].queued == 0)
+        taken(ctx)
         clock.advance(LATER / 2)
-        assert not any(reply.done() for reply in (lost, kept, fork, behind, freed))
+        assert not any(reply.done() for reply in (lost, behind, fork, later, elsewhere, freed))
         clock.advance(LATER)
-        with pytest.raises(ga.LaunchError):
-            wait(lost)
-        assert wait(kept) == 3
-        assert wait(fork).cached == 3
-        assert holds(cache, wait(fork), k, v)
-        assert wait(behind) == 3
+        error = outcome(lost)
+        assert isinstance(error, ga.LaunchError)
+        assert outcome(behind) is error
+        assert wait(fork).cached == 0
+        assert wait(later) == 3
+        assert holds(cache, seq, k, v)
+        assert wait(elsewhere) == 3
         wait(freed)
         with pytest.raises(ga.InvalidRequest, match="or was freed"):
             cache.length(other)
 
 
-def test_a_request_made_while_an_earlier_one_is_about_to_come_again_waits_for_it() -> None:
+def test_a_request_made_while_a_failed_one_is_still_in_flight_follows_the_last_success() -> None:
+    """Its pages are those of the failed launches, which the device has not finished."""
     rows = Rows(12)
     clock, options = slow(FaultPlan().fail(1).delay(LATER, 2), 1, 2)
     with opened(options) as (ctx, cache):
         seq = wait(cache.create())
         lost = cache.append(seq, *rows.new(9))
         in_flight(ctx, 1)
-        first, second = rows.new(3), rows.new(2)
-        behind = cache.append(seq, *first)
+        behind = cache.append(seq, *rows.new(3))
         in_flight(ctx, 2)
         clock.advance(LATER)
-        with pytest.raises(ga.LaunchError):
-            wait(lost)
-        last = cache.append(seq, *second)  # the one before it is in flight still, and for nothing
-        eventually(lambda: ctx.stats()["kv_cache"].queued == 0)
+        error = outcome(lost)
+        assert isinstance(error, ga.LaunchError)
+        assert outcome(behind) is error, "at once, though its own launch has not ended"
+        in_flight(ctx, 1)
+        new = rows.new(2)
+        last = cache.append(seq, *new)
+        cut = cache.truncate(seq, 1)
+        in_flight(ctx, 2)
+        assert not cut.done()
         clock.advance(LATER)
-        assert (wait(behind), wait(last)) == (3, 5)
-        assert holds(cache, seq, *(np.concatenate(pair) for pair in zip(first, second, strict=True)))
+        assert wait(last) == 2
+        wait(cut)
+        assert holds(cache, seq, *(side[:1] for side in new))
 
 
-def test_a_failure_that_shows_while_a_request_is_looked_at_sends_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("when", ["before it takes its pages", "before it is launched"])
+def test_a_failure_that_shows_while_a_launch_is_made(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that has its pages already fails with what it builds on; one that has none takes them afterwards."""
     rows = Rows(13)
     clock, options = slow(FaultPlan().fail(1).delay(LATER, 2), 1, 2)
-    reserve, reserved = OpenedCache.reserve, []
+    owner: Any = OpenedCache if when == "before it takes its pages" else _KvCoalescer
+    name = "begin" if when == "before it takes its pages" else "assemble"
+    original, made = getattr(owner, name), []
 
-    def interrupted(self: OpenedCache, item: Any) -> None:
-        reserved.append(item)
-        if len(reserved) == 3:
+    def interrupted(self: Any, *arguments: Any) -> Any:
+        made.append(arguments)
+        if len(made) == 3:
             clock.advance(LATER)
-            eventually(lambda: self.disturbed)
-        reserve(self, item)
+            eventually(lost.done)
+        return original(self, *arguments)
 
-    monkeypatch.setattr(OpenedCache, "reserve", interrupted)
     with opened(options) as (ctx, cache):
         seq = wait(cache.create())
+        monkeypatch.setattr(owner, name, interrupted)
         lost = cache.append(seq, *rows.new(9))
         in_flight(ctx, 1)
-        first, second = rows.new(3), rows.new(2)
-        behind = cache.append(seq, *first)
+        behind = cache.append(seq, *rows.new(3))
         in_flight(ctx, 2)
-        last = cache.append(seq, *second)
-        assert isinstance(outcome(lost), ga.LaunchError)
+        new = rows.new(2)
+        last = cache.append(seq, *new)
+        error = outcome(lost)
+        assert isinstance(error, ga.LaunchError)
+        assert outcome(behind) is error
         clock.advance(LATER)
-        assert (wait(behind), wait(last)) == (3, 5)
-        assert holds(cache, seq, *(np.concatenate(pair) for pair in zip(first, second, strict=True)))
+        if when == "before it takes its pages":
+            assert wait(last) == 2
+        else:
+            assert outcome(last) is error
+            in_flight(ctx, 0)
+            assert (cache.length(seq), cache.stats().free_blocks) == (0, 8)
+            assert wait(cache.append(seq, *new)) == 2
+        assert holds(cache, seq, *new)
 
 
-def test_nothing_slips_in_before_what_is_on_its_way_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_launched_before_a_failure_is_dealt_with_fails_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = Rows(14)
     clock, options = slow(FaultPlan().fail(1), 1)
-    relaunch, slipping = Completion.relaunch, []
+    failed, slipping = OpenedCache.failed, []
 
-    def slowly(self: Completion, call: Any) -> None:
-        slipping.append(cache.append(seq, *second))
-        time.sleep(0.05)
-        relaunch(self, call)
+    def late(self: OpenedCache, group: Any) -> Any:
+        if not slipping:
+            slipping.append(cache.append(seq, *rows.new(3)))
+            eventually(lambda: len(self._in_flight) == 3)
+        return failed(self, group)
 
-    monkeypatch.setattr(Completion, "relaunch", slowly)
+    monkeypatch.setattr(OpenedCache, "failed", late)
     with opened(options) as (ctx, cache):
         seq = wait(cache.create())
         lost = cache.append(seq, *rows.new(9))
         in_flight(ctx, 1)
-        first, second = rows.new(3), rows.new(2)
-        behind = cache.append(seq, *first)
+        behind = cache.append(seq, *rows.new(3))
         in_flight(ctx, 2)
         clock.advance(LATER)
-        assert isinstance(outcome(lost), ga.LaunchError)
-        assert wait(behind) == 3
-        assert wait(*slipping) == 5
-        assert holds(cache, seq, *(np.concatenate(pair) for pair in zip(first, second, strict=True)))
+        error = outcome(lost)
+        assert isinstance(error, ga.LaunchError)
+        assert [outcome(reply) for reply in (behind, *slipping)] == [error, error]
+        in_flight(ctx, 0)
+        assert (cache.length(seq), cache.stats().free_blocks) == (0, 8)
 
 
-def test_a_read_that_is_repeated_does_not_see_what_was_appended_after_it() -> None:
-    """It shared a launch that failed; the append behind it was already on its way."""
+def test_a_late_request_on_top_of_a_failed_one_takes_its_rows_and_its_followers_with_it() -> None:
+    """It has been answered `DeadlineExceeded`; what builds on its rows still fails with the launch."""
+    rows = Rows(22)
+    clock, options = slow(FaultPlan().fail(1), 1)
+    with opened(options) as (ctx, cache):
+        seq, other = wait(cache.create(), cache.create())
+        lost = cache.append(seq, *rows.new(9))
+        in_flight(ctx, 1)
+        late = cache.append([seq, other], *rows.new(2, 1), timeout=LATER / 2)
+        in_flight(ctx, 2)
+        follower = cache.append(other, *rows.new(1))
+        in_flight(ctx, 3)
+        clock.advance(LATER * 0.6)
+        assert isinstance(outcome(late), ga.DeadlineExceeded)
+        clock.advance(LATER)
+        error = outcome(lost)
+        assert isinstance(error, ga.LaunchError)
+        assert outcome(follower) is error
+        in_flight(ctx, 0)
+        assert (cache.length(seq), cache.length(other), cache.stats().free_blocks) == (0, 0, 8)
+
+
+def test_a_shared_read_that_fails_takes_no_append_with_it() -> None:
+    """The append behind it was already on its way, and builds on nothing that a read changes."""
     rows = Rows(5)
     clock, options = slow(FaultPlan().fail(2), 2, coalesce_delay_us=1e5)
     with opened(options) as (ctx, cache):
 
         def launched(launches: int) -> None:
             """Let what has been asked for gather, and time pass until it is on its way."""
-            eventually(lambda: ctx.stats()["kv_cache"].queued == 0)
+            taken(ctx)
             eventually(lambda: clock.advance(0.11) or ctx.stats()["kv_cache"].launched == launches)
 
         seqs = wait(cache.create(), cache.create())
@@ -214,34 +326,95 @@ def test_a_read_that_is_repeated_does_not_see_what_was_appended_after_it() -> No
         appended = cache.append(seqs[0], *rows.new(3))
         launched(3)
         clock.advance(LATER)
-        launched(5)
-        for index, read in enumerate(reads):
-            wanted = attention(q[index], *kept[index])
-            np.testing.assert_allclose(wait(read).out[0], wanted, rtol=1e-5, atol=1e-6)
+        assert all(isinstance(outcome(read), ga.LaunchError) for read in reads)
         assert wait(appended) == 9
+        again = cache.attend(q[1:], seqs[1])
+        launched(4)
+        np.testing.assert_allclose(wait(again).out[0], attention(q[1], *kept[1]), rtol=1e-5, atol=1e-6)
 
 
-def test_a_launch_that_requests_shared_is_repeated_for_each_and_only_the_bad_one_fails() -> None:
+def shared_appends(ctx: ga.GpuContext, cache: ga.KvCache, clock: MockClock, rows: Rows) -> list[Any]:
+    """Three appends that waited together behind a launch, which has ended: sequence, rows and reply of each."""
+    seqs = [wait(cache.create()) for _ in range(4)]
+    first = cache.append(seqs[3], *rows.new(1))
+    in_flight(ctx, 1)
+    asked = [(seq, new, cache.append(seq, *new)) for seq in seqs[:3] for new in [rows.new(2)]]
+    clock.advance(LATER)
+    wait(first)
+    return asked
+
+
+def test_a_shared_launch_that_fails_fails_each_of_its_requests_and_no_page_is_lost() -> None:
     rows = Rows(6)
-    clock, options = slow(FaultPlan().fail(2).fail(4), 1, max_in_flight=1)
+    clock, options = slow(FaultPlan().fail(2), 1, max_in_flight=1)
     with opened(options) as (ctx, cache):
-        seqs = [wait(cache.create()) for _ in range(4)]
-        first = cache.append(seqs[3], *rows.new(1))
-        in_flight(ctx, 1)
-        news = [rows.new(2) for _ in range(3)]
-        replies = [cache.append(seq, *new) for seq, new in zip(seqs, news, strict=False)]
-        clock.advance(LATER)
-        wait(first)
-        outcomes = [outcome(reply) for reply in replies]
-        assert [type(one) for one in outcomes] == [int, ga.LaunchError, int]
-        assert ctx.stats()["kv_cache"].launched == 5
-        for index, new in enumerate(news):
-            assert cache.length(seqs[index]) == (0 if index == 1 else 2)
-            assert index == 1 or holds(cache, seqs[index], *new)
+        asked = shared_appends(ctx, cache, clock, rows)
+        errors = [outcome(reply) for _, _, reply in asked]
+        assert isinstance(errors[0], ga.LaunchError)
+        assert errors == [errors[0]] * 3
+        assert ctx.stats()["kv_cache"].launched == 2
+        assert [cache.length(seq) for seq, _, _ in asked] == [0, 0, 0]
+        assert cache.stats().free_blocks == 7
+        for seq, new, _ in asked:
+            assert wait(cache.append(seq, *new)) == 2
+            assert holds(cache, seq, *new)
+
+
+def test_a_shared_launch_that_is_refused_is_made_for_each_alone_and_only_the_bad_one_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A device refuses a launch at once where it has no memory for it, and nothing can have been launched behind it."""
+    rows = Rows(23)
+    clock, options = slow(FaultPlan(), 1, max_in_flight=1)
+    launch, made = ServiceActor.launch, []
+
+    def refusing(self: ServiceActor, calls: Any, *arguments: Any) -> None:
+        made.append(len(calls))
+        if len(calls) > 1 or len(made) == 4:
+            raise ga.OutOfDeviceMemory("no memory for scratch")
+        launch(self, calls, *arguments)
+
+    monkeypatch.setattr(ServiceActor, "launch", refusing)
+    with opened(options) as (ctx, cache):
+        asked = shared_appends(ctx, cache, clock, rows)
+        behind = cache.append(asked[0][0], *rows.new(1))
+        assert [type(outcome(reply)) for _, _, reply in asked] == [int, ga.OutOfDeviceMemory, int]
+        assert wait(behind) == 3
+        assert made[:5] == [1, 3, 1, 1, 1]
+        for index, (seq, new, _) in enumerate(asked):
+            assert cache.length(seq) == (3, 0, 2)[index]
+            assert index != 2 or holds(cache, seq, *new)
         assert cache.stats().free_blocks == 8 - 3
 
 
-def test_a_request_cancelled_while_it_waits_takes_its_pages_with_it() -> None:
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_what_finds_too_many_launches_in_flight_keeps_its_place(cancelled: bool) -> None:
+    """Two appends of different shape cannot share a launch, and one launch may be in flight: the second waits, and the
+    fork behind it. Cancelled, it lets the fork go on without its rows."""
+    rows = Rows(24)
+    clock, options = slow(FaultPlan(), 1, 2, max_in_flight=1)
+    with opened(options) as (ctx, cache):
+        seqs = wait(cache.create(), cache.create())
+        first = cache.append(seqs[0], *rows.new(1))
+        in_flight(ctx, 1)
+        second, waiting, fork, last = (
+            cache.append(seqs[0], *rows.new(2)),
+            cache.append(seqs[1], *rows.new(3)),
+            cache.fork(seqs[1]),
+            cache.append(seqs[1], *rows.new(4)),
+        )
+        clock.advance(LATER)
+        assert wait(first) == 1
+        gathered(ctx, 1)
+        assert not cancelled or waiting.cancel()
+        clock.advance(LATER)
+        assert wait(second) == 3
+        assert isinstance(outcome(waiting), ga.RequestCancelled) if cancelled else wait(waiting) == 3
+        assert wait(fork).cached == (0 if cancelled else 3)
+        assert wait(last) == (4 if cancelled else 7)
+
+
+def test_a_request_that_is_cancelled_or_late_while_it_waits_takes_no_pages() -> None:
     rows = Rows(7)
     clock = MockClock()
     options = ga.ContextOptions(clock=clock, coalesce_delay_us=1e6)
@@ -254,12 +427,12 @@ def test_a_request_cancelled_while_it_waits_takes_its_pages_with_it() -> None:
             cache.append(seq, *rows.new(4), timeout=0.5),
             cache.append(seq, k[:1], v[:1]),
         )
-        eventually(lambda: cache.length(seq) == 12)
+        gathered(ctx, 4)
+        assert cache.length(seq) == 0
         assert dropped.cancel()
         clock.advance(0.6)
         with pytest.raises(ga.DeadlineExceeded, match="before its launch"):
             wait(late)
-        eventually(lambda: clock.advance(0.25) or cache.length(seq) == 4)
         eventually(lambda: clock.advance(0.25) or (kept.done() and last.done()))
         assert (wait(kept), wait(last)) == (3, 4)
         assert holds(cache, seq, np.concatenate([k, k[:1]]), np.concatenate([v, v[:1]]))
@@ -333,7 +506,7 @@ def test_a_lost_context_fails_what_is_in_flight_and_makes_the_rest_stale() -> No
             cache.length(seq)
 
 
-def test_an_actor_that_dies_gives_back_what_it_had_reserved() -> None:
+def test_an_actor_that_dies_answers_what_it_had_gathered_and_takes_no_pages_for_it() -> None:
     rows = Rows(11)
     clock = MockClock()
     options = ga.ContextOptions(clock=clock, coalesce_delay_us=1e6, restart=ga.RestartPolicy(backoff=0.0))
@@ -341,11 +514,11 @@ def test_an_actor_that_dies_gives_back_what_it_had_reserved() -> None:
         seq = wait(cache.create())
         k, v = rows.new(3)
         first = cache.append(seq, k, v)
-        eventually(lambda: cache.length(seq) == 3)
+        gathered(ctx, 1)
         eventually(lambda: clock.advance(0.25) or first.done())
         wait(first)
         lost = cache.append(seq, *rows.new(20))
-        eventually(lambda: cache.length(seq) == 23)
+        gathered(ctx, 1)
         handle = ctx.actor(ga.KvCacheActor)
         broken = handle.submit(BrokenMessage(cache._number))
         for reply in (lost, broken):
@@ -356,6 +529,42 @@ def test_an_actor_that_dies_gives_back_what_it_had_reserved() -> None:
         fork = wait(cache.fork(seq))
         assert holds(cache, fork, k, v)
         assert contents(cache, seq)[0].shape[0] == 3
+
+
+def test_an_actor_that_dies_while_it_makes_a_launch_gives_its_pages_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = Rows(25)
+    options = ga.ContextOptions(restart=ga.RestartPolicy(backoff=0.0))
+    with opened(options) as (ctx, cache):
+        seq = wait(cache.create())
+        k, v = rows.new(3)
+        wait(cache.append(seq, k, v))
+        with monkeypatch.context() as broken:
+            broken.setattr(_KvCoalescer, "assemble", lambda self, group: 1 / 0)
+            with pytest.raises(ga.ActorFailed):
+                wait(cache.append(seq, *rows.new(20)))
+        handle = ctx.actor(ga.KvCacheActor)
+        eventually(lambda: handle.restarts == 1 and handle.state == "running")
+        assert (cache.length(seq), cache.stats().free_blocks) == (3, 7)
+        wait(cache.truncate(seq, 1))
+        assert wait(cache.append(seq, *rows.new(1))) == 2
+
+
+def test_calls_that_wait_for_a_launch_outlive_the_actor() -> None:
+    rows = Rows(26)
+    clock, options = slow(FaultPlan(), 1, restart=ga.RestartPolicy(backoff=0.0))
+    with opened(options) as (ctx, cache):
+        seq = wait(cache.create())
+        appended = cache.append(seq, *rows.new(3))
+        in_flight(ctx, 1)
+        fork = cache.fork(seq)
+        taken(ctx)
+        handle = ctx.actor(ga.KvCacheActor)
+        assert isinstance(outcome(handle.submit(BrokenMessage(cache._number))), ga.ActorFailed)
+        eventually(lambda: handle.restarts == 1 and handle.state == "running")
+        assert not fork.done()
+        clock.advance(LATER)
+        assert wait(appended) == 3
+        assert wait(fork).cached == 3
 
 
 class BrokenMessage:

@@ -1,14 +1,17 @@
 """Random operations on a KvCache beside a plain dictionary of arrays, on contexts whose launches fail now and then.
 
-Operations are made in bursts that nobody waits for, so that they share launches and overtake each other wherever they
-may. Then each is looked at in order: one that failed must have left no trace, one that succeeded must have done what
-the dictionary does. After every burst the pages must add up: none leaks, none is in two places, every row is right.
+Operations are made in bursts without waiting for an answer, so that they share launches and overtake each other
+wherever they may. Then each is looked at in order: one that failed must have left no trace, one that succeeded must
+have done what the dictionary does. One fails only with its own launch, or with one that it builds on. After every burst
+the pages must add up: none leaks, none is in two places, every row is right.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,12 +22,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from support.service import eventually
 
 import gpu_actors as ga
-from gpu_actors.actors.kv_cache import KvCacheActor
-from gpu_actors.actors.kv_order import Gate
+from gpu_actors.actors.coalescing import Coalescer
+from gpu_actors.actors.kv_cache import _KvCoalescer
+from gpu_actors.actors.kv_order import KvOrder
 from gpu_actors.actors.kv_store import OpenedCache
 from gpu_actors.kv.sequences import CacheTables
 from gpu_actors.reference import attention_forward
-from gpu_actors.runtime.completion import Completion
+from gpu_actors.runtime.actor import ServiceActor
 from gpu_actors.testing import FaultPlan
 
 PAGE, HEADS, DIM = 8, 2, 4
@@ -32,17 +36,35 @@ GROUP = 2  # query heads a KV head
 
 operations = Counter[str]()
 outcomes = Counter[str]()
+own_failures: set[Any] = set()
+"""Calls whose own launch was refused or failed."""
+refusing = random.Random()
+refused_share = 0.0
+"""How many launches the device refuses at once."""
 
 
 def failing_launches(seed: int) -> FaultPlan:
     dice = random.Random(seed)
     plan = FaultPlan()
-    if seed % 3 == 0:
+    if dice.random() < 0.2:
         return plan
     for launch in range(1, 400):
         if dice.random() < 0.25:
             plan = plan.fail(launch, dice.choice([ga.LaunchError, ga.OutOfDeviceMemory]))
+        if dice.random() < 0.4:  # so that others are launched behind it
+            plan = plan.delay(0.002, launch)
     return plan
+
+
+@dataclass
+class Asked:
+    """An operation of a burst. then: does it to the dictionary. refused: whether `InvalidRequest` is right then."""
+
+    reply: ga.Reply[Any]
+    then: Callable[[Any], Any]
+    refused: Callable[[], bool]
+    seqs: set[ga.KvSequence]
+    writes: bool
 
 
 class Rows:
@@ -59,32 +81,46 @@ class Rows:
 
 
 class Caching(RuleBasedStateMachine):
-    """One cache, from opening to closing. `burst` holds replies with what the dictionary makes of their success."""
+    """One cache, from opening to closing. `burst` holds what has been asked for and not looked at."""
 
     @initialize(
-        seed=st.integers(0, 2**32 - 1), blocks=st.sampled_from([6, 12, 40]), largest=st.sampled_from([1, 3, 64])
+        seed=st.integers(0, 2**32 - 1),
+        blocks=st.sampled_from([6, 12, 40]),
+        largest=st.sampled_from([1, 3, 64]),
+        flying=st.sampled_from([1, 3, 8]),
     )
-    def open(self, seed: int, blocks: int, largest: int) -> None:
+    def open(self, seed: int, blocks: int, largest: int, flying: int) -> None:
+        global refused_share
         self.rng = np.random.default_rng(seed)
+        refusing.seed(seed)
+        refused_share = refusing.choice([0.0, 0.0, 0.2])
         plan = failing_launches(seed)
         self.opener = ga.open_context(
-            "mock", ga.ContextOptions(fault_plan=plan, coalesce_max=largest, max_in_flight=3, degraded_after=10**6)
+            "mock", ga.ContextOptions(fault_plan=plan, coalesce_max=largest, max_in_flight=flying, degraded_after=10**6)
         )
         self.ctx = self.opener.__enter__()
         self.cache = self.ctx.kv_cache(
             num_blocks=blocks, page_size=PAGE, kv_heads=HEADS, head_dim=DIM, dtype="float32"
         ).__enter__()
         self.rows: dict[ga.KvSequence, Rows] = {}
-        self.burst: list[tuple[ga.Reply[Any], Any, Any]] = []
+        self.burst: list[Asked] = []
         # Of sequences as they will be if nothing fails: only for choosing what to ask.
         self.lengths: dict[ga.KvSequence, int] = {}
 
     # What a program does
 
-    def ask(self, what: str, reply: ga.Reply[Any], then: Any, refused: Any = lambda: False) -> None:
-        """then: does it to the dictionary. refused: whether `InvalidRequest` is right in the dictionary's state."""
+    def ask(
+        self,
+        what: str,
+        reply: ga.Reply[Any],
+        seqs: list[ga.KvSequence],
+        then: Callable[[Any], Any],
+        *,
+        writes: bool = False,
+        refused: Callable[[], bool] = lambda: False,
+    ) -> None:
         operations[what] += 1
-        self.burst.append((reply, then, refused))
+        self.burst.append(Asked(reply, then, refused, set(seqs), writes))
 
     def pick(self, choice: int) -> ga.KvSequence | None:
         known = list(self.lengths)
@@ -129,7 +165,7 @@ class Caching(RuleBasedStateMachine):
             lengths = [len(self.rows[seq]) for seq in seqs]
             assert result == (lengths[0] if len(seqs) == 1 else lengths)
 
-        self.ask("append", reply, then)
+        self.ask("append", reply, seqs, then, writes=True)
         for seq, (k, _) in zip(seqs, new, strict=True):
             self.lengths[seq] += len(k)
 
@@ -170,7 +206,7 @@ class Caching(RuleBasedStateMachine):
                 self.check_attention(self.rows[seq], q[index], causal, result.out[index], result.lse[index])
 
         reply = self.cache.attend(q, seqs, causal=causal, return_lse=True, **given)
-        self.ask("attend and append" if appended else "attend", reply, then)
+        self.ask("attend and append" if appended else "attend", reply, seqs, then, writes=appended)
         for seq in seqs if appended else ():
             self.lengths[seq] += rows
 
@@ -206,42 +242,56 @@ class Caching(RuleBasedStateMachine):
             """Rows that it was to keep were never written."""
             return length > len(self.rows[seq])
 
-        self.ask("truncate", self.cache.truncate(seq, length), then, refused)
+        self.ask("truncate", self.cache.truncate(seq, length), [seq], then, refused=refused)
         self.lengths[seq] = length
 
     @rule(choice=st.integers(0, 99))
     def free(self, choice: int) -> None:
         seq = self.pick(choice)
         if seq is not None and (choice % 3 == 0 or len(self.lengths) > 8):
-            self.ask("free", self.cache.free(seq), lambda _: self.rows.pop(seq))
+            self.ask("free", self.cache.free(seq), [seq], lambda _: self.rows.pop(seq))
             del self.lengths[seq]
 
     @rule(choice=st.integers(0, 99))
     def cancel(self, choice: int) -> None:
         if self.burst:
             operations["cancel"] += 1
-            self.burst[choice % len(self.burst)][0].cancel()
+            self.burst[choice % len(self.burst)].reply.cancel()
 
     @rule()
     def settle(self) -> None:
         """Look at everything in the order in which it was asked."""
-        for reply, then, refused in self.burst:
+        for index, asked in enumerate(self.burst):
             try:
-                result = reply.result(10.0)
-            except (ga.LaunchError, ga.OutOfDeviceMemory, ga.CacheFull, ga.RequestCancelled) as error:
+                result = asked.reply.result(10.0)
+            except (ga.CacheFull, ga.RequestCancelled) as error:
                 outcomes[type(error).__name__] += 1
-                continue
+            except (ga.LaunchError, ga.OutOfDeviceMemory) as error:
+                outcomes[type(error).__name__] += 1
+                self.check_cause(index, error)
             except ga.InvalidRequest:
                 outcomes["InvalidRequest"] += 1
-                if not refused():
+                if not asked.refused():
                     raise
-                continue
-            outcomes["done"] += 1
-            then(result)
+            else:
+                outcomes["done"] += 1
+                asked.then(result)
         self.burst.clear()
+        own_failures.clear()
         self.lengths = {seq: len(rows) for seq, rows in self.rows.items()}
 
     # What always holds
+
+    def check_cause(self, index: int, error: Exception) -> None:
+        """Its own launch has failed, or one from before it that was to write what it reads or writes."""
+        asked = self.burst[index]
+        if asked.reply._call in own_failures:
+            return
+        outcomes["failed with another"] += 1
+        assert any(
+            earlier.reply._call.error is error and earlier.writes and earlier.seqs & asked.seqs
+            for earlier in self.burst[:index]
+        )
 
     def check_attention(self, rows: Rows, q: Any, causal: bool, out: Any, lse: Any) -> None:
         if not len(rows):
@@ -260,8 +310,8 @@ class Caching(RuleBasedStateMachine):
     def pages_add_up(self) -> None:
         if not hasattr(self, "cache") or self.burst:
             return
-        # What was cancelled while it waited gives its pages back when the actor comes to it.
-        eventually(lambda: not self.opened._reserved and not self.opened._in_flight)
+        # A call is answered a moment before its launch counts as ended, where it failed with another launch.
+        eventually(lambda: not self.opened._in_flight)
         tables, pool = self.opened.tables, self.opened.tables._pool
         held = Counter(page for table in tables._tables.values() for page in table.pages)
         assert [pool.references(page) for page in range(pool.blocks)] == [held[page] for page in range(pool.blocks)]
@@ -319,7 +369,8 @@ def run(examples: int, seed: bool) -> None:
 
 @pytest.fixture(autouse=True)
 def _paths_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count the ways that only trouble leads to. How often each is taken depends on timing."""
+    """Count the ways that only trouble leads to, and note whose own launch fails. How often each way is taken depends
+    on timing."""
 
     def count(owner: type, name: str, came: Any = bool) -> None:
         original = getattr(owner, name)
@@ -331,18 +382,42 @@ def _paths_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(owner, name, counted)
 
-    count(Completion, "relaunch", lambda _: True)
-    count(KvCacheActor, "_withdraw", lambda _: True)
-    count(Gate, "hold", lambda _: True)
-    count(OpenedCache, "succeeded")  # with calls that have to come again
+    count(KvOrder, "hold", lambda _: True)
+    count(OpenedCache, "failed")  # with calls that were launched behind it
     count(CacheTables, "undo", lambda _: True)
+    launch, answer_failure = ServiceActor.launch, ServiceActor.answer_failure
+    failed, flush = _KvCoalescer.failed, Coalescer.flush
+
+    def noted(self: Any, group: Any, error: BaseException) -> Any:
+        own_failures.update(work.call for work in group)
+        return failed(self, group, error)
+
+    def refusal_noted(self: ServiceActor, calls: Any, error: BaseException) -> None:
+        calls = list(calls)
+        own_failures.update(calls)
+        answer_failure(self, calls, error)
+
+    def refused(self: ServiceActor, calls: Any, *arguments: Any) -> None:
+        if refusing.random() < refused_share:
+            outcomes["refused together" if len(calls) > 1 else "refused alone"] += 1
+            raise ga.OutOfDeviceMemory("no room for what this launch needs")
+        launch(self, calls, *arguments)
+
+    def flushed(self: Any, due: bool = False) -> None:
+        flush(self, due)
+        outcomes["held up"] += self.held_up
+
+    monkeypatch.setattr(_KvCoalescer, "failed", noted)
+    monkeypatch.setattr(ServiceActor, "answer_failure", refusal_noted)
+    monkeypatch.setattr(ServiceActor, "launch", refused)
+    monkeypatch.setattr(Coalescer, "flush", flushed)
 
 
 def test_1000_random_operations_do_what_a_dictionary_does() -> None:
     run(60, True)
     assert sum(operations.values()) >= 1000, operations
     assert len(operations) == 8, operations
-    expected = {"done", "CacheFull", "found a prefix", "forked", "undo"}
+    expected = {"done", "CacheFull", "found a prefix", "forked", "undo", "refused alone"}
     assert not {name for name in expected if not outcomes[name]}, outcomes
 
 
@@ -352,3 +427,5 @@ def test_20000_random_operations_do_what_a_dictionary_does() -> None:
     run(1000, False)
     print(sum(operations.values()), operations, outcomes)  # noqa: T201
     assert sum(operations.values()) >= 20_000, operations
+    expected = {"failed", "failed with another", "hold", "held up", "refused together", "LaunchError"}
+    assert not {name for name in expected if not outcomes[name]}, outcomes

@@ -14,7 +14,7 @@ from support.interrupting import Case, each_point
 from support.order import Cell
 from support.service import eventually
 
-from gpu_actors.actors.kv_order import Gate
+from gpu_actors.actors.kv_order import KvOrder
 from gpu_actors.clock import SystemClock
 from gpu_actors.errors import ActorStopped
 from gpu_actors.runtime.call import Call
@@ -234,15 +234,17 @@ def test_a_loop_that_runs_again_after_an_interruption_wakes_every_task() -> None
 def test_calls_behind_a_cancelled_call_are_handled_after_an_interruption() -> None:
     def make() -> Case:
         cell = Cell()
-        gate = Gate(cell)  # type: ignore[arg-type]
+        order = KvOrder(cell)  # type: ignore[arg-type]
         blocked, *later = (cell.call() for _ in range(4))
-        gate.block(blocked)
-        assert not any(gate.admits(call) for call in later)
+        order.block(blocked)
+        assert not any(order.admits(call) for call in later)
 
         def check() -> None:
             blocked.cancel()
+            assert cell.flush_asked()
+            order.release()
             assert cell.taken() == later
-            assert all(gate.admits(call) for call in later)
+            assert all(order.admits(call) for call in later)
             assert cell.mailbox._parked == 0
 
         return interrupted(blocked.cancel, check)

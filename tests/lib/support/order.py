@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 from gpu_actors.runtime.call import Call
@@ -9,17 +10,14 @@ from gpu_actors.runtime.mailbox import Mailbox
 
 
 class Cell:
-    """As much of one as a gate needs."""
+    """As much of one as a KvOrder needs."""
 
     def __init__(self) -> None:
         self.mailbox = Mailbox("test", 100, 8)
 
-    def park(self, call: Call[Any]) -> None:
-        self.mailbox.park(call)
-
-    def call(self, priority: int = 0) -> Call[Any]:
-        """A call that was taken from the mailbox."""
-        call: Call[Any] = Call("message", self.mailbox, priority)
+    def call(self, priority: int = 0, cache: int = 1) -> Call[Any]:
+        """A call for a cache that was taken from the mailbox."""
+        call: Call[Any] = Call(SimpleNamespace(cache=cache), self.mailbox, priority)
         self.mailbox.put(call)
         assert self.taken() == [call]
         return call
@@ -27,3 +25,7 @@ class Cell:
     def taken(self) -> list[Call[Any]]:
         with self.mailbox.lock:
             return self.mailbox._pop(100)
+
+    def flush_asked(self) -> bool:
+        """Whether the actor is to flush."""
+        return self.mailbox._flush_asked
