@@ -1,11 +1,11 @@
 """ContextActor: owns the device, the cells of its children and their supervision.
 
-    open ──> starting ──> ready <──> degraded (a child restarts, or fails again and again)
+    open ──> starting ──> ready <──> degraded (a child restarts, or keeps failing)
                             │
               failed <──────┴──> draining ──> stopped
 
-Everything that changes the state of a child happens on this actor's thread, in the order in which the reports come.
-What cannot wait for a thread, answering calls after a context loss, is done by `Children` where it is seen.
+The state of a child changes on this actor's thread only, in the order of the reports. One thing cannot wait for that
+thread: after a context loss, `Children` answers every call on the thread that sees the loss.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _PATIENCE = 2.0
 # Seconds that closing waits for launches whose requests have been answered, before it closes the device.
 _LAST_MOMENT = 0.25
 
-# Seconds after which a launch that seems to hang is looked at again.
+# Seconds between two looks at a launch that seems to hang.
 _GRACE = 0.5
 
 
@@ -206,7 +206,7 @@ class ContextActor(ThreadActor):
             cell.retire(failure)
 
     def _fail(self, error: ActorFailed) -> None:
-        """The context cannot go on: every actor is stopped and every call answered. Health tells why."""
+        """Fail the context: stop every actor and answer every call. Health gives the reason."""
         children = self._children
         if children is None:
             return
@@ -226,7 +226,7 @@ class ContextActor(ThreadActor):
             cell.terminate(error)
 
     def _watch_for_hangs(self) -> None:
-        """Look again and again at the oldest launch; one that does not end in time has taken the context with it."""
+        """Watch the oldest launch. If it does not end in time, the context is lost."""
         children = self._children
         assert children is not None
         limit = children.hang_timeout
@@ -324,7 +324,7 @@ class ContextActor(ThreadActor):
 
 
 def _close(what: str, close: Callable[[], object]) -> None:
-    """Close one thing. What it raises is logged: the others have to be closed too, and those that wait for it told."""
+    """Close one thing. Its error is logged, because the others have to be closed too and waiters told."""
     try:
         close()
     except BaseException:

@@ -1,4 +1,4 @@
-"""CudnnLikeActor: operation graphs, and attention as cuDNN's users ask for it, with plans cached by signature."""
+"""CudnnLikeActor: operation graphs, and attention in cuDNN's layout, with plans cached by signature."""
 
 from __future__ import annotations
 
@@ -55,17 +55,17 @@ class CudnnLikeHandle(ActorHandle):
     ) -> Reply[dict[int, Array]]:
         """Compute a graph. Returns at once.
 
-        arrays: by uid, for every input of the graph, of the dims, dtype and strides that it describes; and a number for
-        every scalar without a value. The reply gives the graph's outputs by uid, in the kind of its q, or of the first
-        array where the graph is no attention. It raises `InvalidRequest` where the graph is not sound or an array is
-        not as described, and `Unsupported`, with the node, the reason and the nearest form, where no kernel computes
-        it; the mock device computes every graph. Do not change graph or arrays before the reply is done.
+        arrays: by uid, for every input of the graph, with its dims, dtype and strides; and a number for every scalar without
+        a value. The reply gives the graph's outputs by uid, in the kind of its q, or of the first
+        array if the graph is not attention. It raises `InvalidRequest` if the graph is not sound or an array does not
+        match, and `Unsupported`, with the node, the reason and the nearest form, if no kernel computes the graph; the
+        mock device computes every graph. Do not change graph or arrays before the reply is done.
         deadline, timeout, priority: as in `ActorHandle.submit`.
         """
         return self.submit(ExecuteGraph(graph, arrays), deadline=deadline, timeout=timeout, priority=priority)
 
     def inspect_plan(self, graph: OperationGraph) -> GraphPlan:
-        """How a device that runs kernels would answer a graph, wherever this context runs. Launches nothing.
+        """How a device with kernels would answer a graph, whatever device this context has. Launches nothing.
 
         Raises `InvalidRequest` and `Unsupported` itself, for there is no reply.
         """
@@ -87,7 +87,7 @@ class CudnnLikeHandle(ActorHandle):
     ) -> Reply[MhaOutput]:
         """Multi-head attention on (batch, heads, seq, dim). The arguments are those of `MhaForward`.
 
-        The reply gives an `MhaOutput`, or raises `InvalidRequest` where an array does not agree with the params.
+        The reply gives an `MhaOutput`, or raises `InvalidRequest` if an array does not match the params.
         """
         return self._submit(MhaForward, locals())
 
@@ -109,8 +109,8 @@ class CudnnLikeHandle(ActorHandle):
     ) -> Reply[AttentionGradients]:
         """The gradients of sum(o * do) by q, k, v and the bias. The arguments are those of `MhaBackward`.
 
-        The reply gives `AttentionGradients`, each shaped like what it belongs to, dbias None without a bias; or raises
-        `InvalidRequest` where an array does not agree with the params.
+        The reply gives `AttentionGradients`, each shaped like its input, dbias None without a bias; or raises
+        `InvalidRequest` if an array does not match the params.
         """
         return self._submit(MhaBackward, locals())
 

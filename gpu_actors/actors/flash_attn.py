@@ -146,12 +146,12 @@ class FlashAttnHandle(ActorHandle):
     ) -> Reply[AttentionGradients]:
         """The gradients of sum(dout * out) by q, k, v, bias and sinks; returns at once.
 
-        dout: shaped like out and of its dtype. out, lse: what `forward` answered with ``return_lse=True``, for the same
-        q, k, v and options, all of which must be given again: dropout is replayed from its seed. The other arguments
-        are those of `FlashBackward`. deadline, timeout, priority: as in `ActorHandle.submit`.
+        dout: shaped like out and of its dtype. out, lse: the results of `forward` with ``return_lse=True``, for the
+        same q, k, v and options. Repeat all options: dropout is replayed from its seed. The other arguments are those
+        of `FlashBackward`. deadline, timeout, priority: as in `ActorHandle.submit`.
 
-        The reply gives `AttentionGradients`, each shaped like what it belongs to and of its dtype, dbias and dsinks
-        None without bias and sinks; or raises one of `gpu_actors.errors`. Rows that see no key have gradient 0.
+        The reply gives `AttentionGradients`, each with the shape and dtype of its input, dbias and dsinks None
+        without bias and sinks; or raises one of `gpu_actors.errors`. Rows that see no key have gradient 0.
         Tri Dao, FlashAttention-2 (arXiv 2307.08691), section 3.1.
         """
         return self._submit(FlashBackward, locals())
@@ -186,7 +186,7 @@ class FlashAttnHandle(ActorHandle):
         timeout: float | None = None,
         priority: int = 0,
     ) -> Reply[AttentionOutput]:
-        """Attention of the last rows of each sequence to pages, or to a dense cache where no block_table is given.
+        """Attention of the last rows of each sequence to pages, or, without a block_table, to a dense cache.
 
         The arguments are those of `PagedForward`; deadline, timeout and priority as in `ActorHandle.submit`.
         """
@@ -222,7 +222,7 @@ class FlashAttnHandle(ActorHandle):
         return self._submit(BatchedDecode, locals())
 
     def inspect_key(self, request: FlashForward | FlashBackward | PagedForward | BatchedDecode) -> DispatchKey:
-        """The dispatch key that a request would be answered by. Validates it and launches nothing.
+        """The dispatch key of a request. Validates it and launches nothing.
 
         Raises `InvalidRequest` and `Unsupported` itself, for there is no reply.
         """

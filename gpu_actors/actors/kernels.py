@@ -1,4 +1,4 @@
-"""KernelActor: compiles kernels of a user's own and launches them, on a stream that is theirs alone."""
+"""KernelActor: compiles kernels of a user's own and launches them on a stream of its own."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ class CompilesKernels:
         """Compile a kernel of your own, or find it compiled, to be launched on this context's device.
 
         source: CUDA C++ that declares ``extern "C" __global__ void entry(...)`` in its own text; a `KernelSource` adds
-            headers, macros and NVRTC's options, which the emulated device passes over. The package's headers, such as
-            "ptx/types.cuh", are found without help.
+            headers, macros and NVRTC's options; the emulated device ignores the options. The package's headers, such
+            as "ptx/types.cuh", are always found.
 
-        The reply raises `CompileError`; `InvalidRequest` naming the field where the source does not declare the kernel
+        The reply raises `CompileError`; `InvalidRequest`, naming the field, if the source does not declare the kernel
         or its parameters cannot be read. On the mock device it is not compiled, unless ``compile_on_mock`` is set.
         deadline, timeout, priority: as in `ActorHandle.submit`.
         """
@@ -192,7 +192,7 @@ def _read(message: OpenKernel) -> tuple[KernelSource, tuple[KernelParameter, ...
 
 
 def _check_sizes(parameters: Sequence[KernelParameter], sizes: Sequence[int] | None, entry: str) -> None:
-    """Raise InvalidRequest where the compiled kernel takes other parameters than its text seems to say."""
+    """Raise InvalidRequest if the compiled kernel's parameters differ from those of its text."""
     if sizes is None:
         return
     stated = [8 if p.pointer else dtype_of(p.dtype).itemsize if p.dtype else None for p in parameters]
@@ -216,7 +216,7 @@ def _sizes(field: str, given: Any, limits: Sequence[int]) -> tuple[int, int, int
 class _Arguments:
     """The arguments of one launch.
 
-    inputs: arrays by their parameter. returned: the names of those that get what the kernel writes. results: the
+    inputs: arrays by their parameter. returned: the names of those that receive the kernel's writes. results: the
     caller's own arrays of ``out``.
     """
 

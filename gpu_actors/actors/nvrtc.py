@@ -42,7 +42,7 @@ class Compile:
 
 
 class WarmedVariant(NamedTuple):
-    """A variant that is in the cache now. seconds: what compiling or loading it took."""
+    """A variant that is in the cache now. seconds: the time to compile or load it."""
 
     key: KernelKey
     cubin: Cubin
@@ -90,8 +90,8 @@ class NvrtcHandle(ActorHandle):
     ) -> Reply[list[WarmedVariant]]:
         """Compile the kernels of all keys, in parallel, so that no request waits for one later.
 
-        The reply gives them in the order of the keys, or raises the first error once all have been tried;
-        `InvalidRequest` or `Unsupported`, naming the field, where one of them is the key of no kernel.
+        The reply gives them in the order of the keys, or raises the first error once all have been tried:
+        `InvalidRequest` or `Unsupported`, naming the field, for a key of no kernel.
         deadline, timeout, priority: as in `submit`.
         """
         try:

@@ -1,6 +1,6 @@
-"""Probing: launches of the context's own, on demand and while an actor that it cannot do without fails.
+"""Probing: launches by the context itself, on demand and while a vital actor fails.
 
-A context that is not ready is sent no requests, so it has to find out itself whether launches succeed again.
+A context that is not ready receives no requests, so it has to find out itself whether launches succeed again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _URGENT = 1 << 62
 
 
 def probe(children: Children, timeout: float | None) -> Call[None]:
-    """Launch attention of one row by one key ahead of what waits. The call resolves to None once that has succeeded.
+    """Launch attention of one row by one key ahead of waiting requests. The call resolves to None on success.
 
     For any thread; see `GpuContext.probe`.
     """
@@ -66,12 +66,12 @@ def _launch(children: Children, timeout: float | None) -> Call[Any]:
 
 
 def _needs_compiler(error: BaseException | None, children: Children) -> bool:
-    """Whether the probe's kernel is in no cache and may not be compiled. That says nothing about the device."""
+    """Whether the probe's kernel is in no cache and may not be compiled, which is no fault of the device."""
     return isinstance(error, CompileError) and children.options.offline
 
 
 class Probing:
-    """Launches attention of one row by one key at FlashAttnActor, again and again until no vital actor fails.
+    """Launches attention of one row by one key at FlashAttnActor, repeatedly until no vital actor fails.
 
     A probe that succeeds puts each failing actor on trial: it counts as failing again after one more failure.
 

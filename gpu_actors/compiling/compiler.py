@@ -1,7 +1,6 @@
 """Compiles a KernelSource with NVRTC, through CuPy's bindings; no GPU and no driver is needed.
 
-The closure is shut: NVRTC gets every header in memory and may not look at the disk, so that what it reads is
-what the cache key covers.
+NVRTC gets every header in memory and may not look at the disk, so the cache key covers all that it reads.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ __all__ = ["CompileInputs", "Compiler", "compile_inputs", "elf_sections", "suppo
 
 
 class CompileInputs(NamedTuple):
-    """All that NVRTC is given for a source and an architecture, besides the source and its macros.
+    """The inputs of NVRTC for a source and an architecture, besides the source and its macros.
 
     options: in order. headers: every header in reach, text by the name that includes spell.
     own_headers: those of them that the source brings itself.
@@ -36,9 +35,9 @@ class CompileInputs(NamedTuple):
 
 @functools.lru_cache(maxsize=512)
 def compile_inputs(source: KernelSource, arch: str, toolchain: Toolchain | None) -> CompileInputs:
-    """What is compiled; without a toolchain, the part of it that the source states itself.
+    """The inputs of a compile; without a toolchain, the part that the source states itself.
 
-    Raises CompileError where the source includes what no key can cover (see `include_closure`).
+    Raises CompileError if the source includes a file that no key can cover (see `include_closure`).
     """
     own, missing = include_closure(source.source, source.headers)
     if toolchain is None:
@@ -57,7 +56,7 @@ def _options(source: KernelSource, arch: str, toolchain: Toolchain) -> tuple[str
         "-std=c++17",
         # Registers, spills and the C75xx notes; without it the log says nothing of them.
         "--ptxas-options=-v",
-        # constexpr helpers in headers that the host twin shares carry no __device__.
+        # constexpr helpers in headers that the host twins share have no __device__.
         "-default-device",
         # A missing quoted header would else be read from the working directory.
         "--no-source-include",

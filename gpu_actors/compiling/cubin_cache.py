@@ -1,7 +1,7 @@
 """CubinCache: compiled kernels in memory, in a folder that processes share, and in read-only folders.
 
-A lookup asks memory, then the read-only folders, then the user's own; what is found nowhere is compiled once,
-however many threads and processes ask for it. Nothing that goes wrong with a disk costs more than a compile.
+A lookup asks memory, then the read-only folders, then the user's own. A variant that is in none is compiled once for
+all threads and processes that ask for it. A fault of the disk costs a compile at most.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ class CubinCache:
 
     directory: the user's folder (see `default_cache_dir`), or None to keep cubins in memory alone.
     max_bytes: bound of the folder; the entries that no process read from it for longest go first.
-    readonly_paths: folders warmed elsewhere, asked first and never written.
-    offline: compile nothing; a variant that is nowhere raises CompileError.
+    readonly_paths: folders that are searched first and never written.
+    offline: never compile; a variant that is in no cache raises CompileError.
     max_memory_bytes: bound of the cubins kept in memory.
     lock_timeout: seconds to wait for another process that compiles the variant, before doing so here as well.
     on_event: called with (name, fields) for the events cache.hit (fields variant, digest, layer), cache.miss,
         cache.corrupt (path, reason), compile.started (arch) and compile.completed (seconds, error); by
         default they go to the logger "gpu_actors".
     toolchain: finds the compiler whose version is in the keys.
-    chosen: whether a person named the directory. The default one is looked at when it is first needed.
+    chosen: whether the user named the directory. The default one is opened when it is first needed.
 
     Raises InvalidRequest("cache_dir" or "prewarmed", ...) for a folder from which another user's code could be loaded,
-    and for what is no folder: here, or, of a directory that was not chosen, from each lookup that needs it.
+    and for a path that is not a folder: here, or, if the directory was not chosen, from each lookup that needs it.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ from gpu_actors.compiling.toolchain import Toolchain
 
 __all__ = ["CorruptEntry", "VariantKey", "decode_entry", "digest_of", "encode_entry", "variant_key"]
 
-# Raised when the key's parts, the entry's layout or what the cubins promise changes.
+# Raise it when the key's parts, the entry's layout or the meaning of the cubins change.
 SCHEMA = 1
 
 _MAGIC = b"GACUBIN\x01"
@@ -38,8 +38,8 @@ class CorruptEntry(Exception):
 class VariantKey(NamedTuple):
     """The names of a variant, 64 hexadecimal digits each.
 
-    variant: of what the source states. build: of that and of the compiler, its options and the toolkit's
-    headers; None where no compiler is installed, which could tell one build from another.
+    variant: of the source's own parts. build: of these and of the compiler, its options and the toolkit's
+    headers; None if no compiler is installed.
     """
 
     variant: str
@@ -133,7 +133,7 @@ def decode_entry(build: str, entry: bytes, arch: str, entry_points: tuple[str, .
         )
         nvrtc = about["nvrtc"]
     except (ValueError, LookupError, TypeError, AttributeError, struct.error, RecursionError) as error:
-        # A checksum tells that the bytes are those that were written, not that they were written by `encode_entry`.
+        # A checksum proves that the bytes are as written, not that `encode_entry` wrote them.
         raise CorruptEntry(f"what it says of its cubin cannot be read: {type(error).__name__}: {error}") from error
     if cubin.arch != arch:
         raise CorruptEntry(f"it is for {cubin.arch!r} instead of {arch}")

@@ -195,7 +195,7 @@ class CacheFolder:
             self._refuse(f"others can write to it (mode {mode:04o}): chmod 700 it, or name another folder")
 
     def _check_above(self) -> None:
-        """Who can rename the folder can put another in its place, so the folders above it count too, as for ssh."""
+        """Check the folders above too, as ssh does: a user who can rename the folder can replace it."""
         given = self.path.absolute().parent
         for place in dict.fromkeys(folder for path in (given, given.resolve()) for folder in (path, *path.parents)):
             status = place.stat()
@@ -272,7 +272,7 @@ def _others_write(status: os.stat_result) -> bool:
 
 
 def _nobody_here(proc: Path = Path("/proc")) -> int | None:
-    """The user that stands for all users outside of this container, root among them; None where there is none such.
+    """The user that stands for all users outside of this container, root among them; None without such a container.
 
     Containers that were started without privileges map their user alone, and "/" itself then belongs to this one.
     """
