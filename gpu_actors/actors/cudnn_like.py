@@ -55,11 +55,11 @@ class CudnnLikeHandle(ActorHandle):
     ) -> Reply[dict[int, Array]]:
         """Compute a graph. Returns at once.
 
-        arrays: by uid, for every input of the graph, with its dims, dtype and strides; and a number for every scalar without
-        a value. The reply gives the graph's outputs by uid, in the kind of its q, or of the first
-        array if the graph is not attention. It raises `InvalidRequest` if the graph is not sound or an array does not
-        match, and `Unsupported`, with the node, the reason and the nearest form, if no kernel computes the graph; the
-        mock device computes every graph. Do not change graph or arrays before the reply is done.
+        arrays: by uid, for every input of the graph, with its dims, dtype and strides; and a number for every scalar
+        without a value. The reply gives the graph's outputs by uid, in the kind of its q, or of the first array if the
+        graph is not attention. It raises `InvalidRequest` if the graph is not sound or an array does not match, and
+        `Unsupported`, with the node, the reason and the nearest form, if no kernel computes the graph; the mock device
+        computes every graph. Do not change graph or arrays before the reply is done.
         deadline, timeout, priority: as in `ActorHandle.submit`.
         """
         return self.submit(ExecuteGraph(graph, arrays), deadline=deadline, timeout=timeout, priority=priority)
