@@ -16,18 +16,25 @@ from gpu_actors.testing import MockClock
 pytestmark = pytest.mark.usefixtures("all_threads_end")
 
 
+class Compilations(Gate):
+    """Holds compilations back until it is opened. They end with `outcome`; `compiled` holds the macros of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outcome: BaseException | None = None
+        self.compiled: list[Any] = []
+
+
 @pytest.fixture
-def compiling(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    """Compilations on the mock device that end when the gate is opened, with whatever ``gate.outcome`` is."""
-    gate = Gate()
-    gate.outcome = None  # type: ignore[attr-defined]
-    gate.compiled = []  # type: ignore[attr-defined]
+def compiling(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compilations]:
+    """Compilations on the mock device that end when the gate is opened."""
+    gate = Compilations()
 
     def make(workshop: Any, source: Any, arch: str, for_device: bool) -> Kernel:
-        gate.compiled.append(source.macros)  # type: ignore[attr-defined]
+        gate.compiled.append(source.macros)
         gate()
-        if gate.outcome is not None:  # type: ignore[attr-defined]
-            raise gate.outcome  # type: ignore[attr-defined]
+        if gate.outcome is not None:
+            raise gate.outcome
         return Kernel("entry", None)
 
     monkeypatch.setattr(nvrtc._Workshop, "_make", make)
@@ -38,7 +45,7 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 COMPILING = ga.ContextOptions(compile_on_mock=True, drain_timeout=2.0)
 
 
-def test_requests_of_one_kernel_wait_for_one_compilation_and_others_go_on(compiling: Gate) -> None:
+def test_requests_of_one_kernel_wait_for_one_compilation_and_others_go_on(compiling: Compilations) -> None:
     with ga.open_context("mock", COMPILING) as ctx:
         waiting = [ask(ctx) for _ in range(5)]
         assert compiling.entered.wait(30.0)
@@ -54,7 +61,7 @@ def test_requests_of_one_kernel_wait_for_one_compilation_and_others_go_on(compil
         assert len(compiling.compiled) == 1
 
 
-def test_a_request_that_waits_for_its_kernel_can_be_cancelled_and_can_expire(compiling: Gate) -> None:
+def test_a_request_that_waits_for_its_kernel_can_be_cancelled_and_can_expire(compiling: Compilations) -> None:
     with ga.open_context("mock", COMPILING) as ctx:
         cancelled, expired, patient = ask(ctx), ask(ctx, timeout=0.05), ask(ctx)
         assert compiling.entered.wait(30.0)
@@ -66,7 +73,7 @@ def test_a_request_that_waits_for_its_kernel_can_be_cancelled_and_can_expire(com
         assert ctx.stats()["flash_attn"].launched == 1
 
 
-def test_the_default_time_limit_is_of_who_waits_and_not_of_the_compilation(compiling: Gate) -> None:
+def test_the_default_time_limit_is_of_who_waits_and_not_of_the_compilation(compiling: Compilations) -> None:
     clock = MockClock()
     options = ga.ContextOptions(compile_on_mock=True, default_timeout=1.0, drain_timeout=2.0, clock=clock)
     with ga.open_context("mock", options) as ctx:
@@ -87,9 +94,9 @@ def test_the_default_time_limit_is_of_who_waits_and_not_of_the_compilation(compi
 
 @pytest.mark.parametrize("error", [ga.CompileError("line 3"), ZeroDivisionError("in the compiler"), SystemExit(1)])
 def test_a_compilation_that_fails_answers_every_request_that_waits_for_it(
-    compiling: Gate, error: BaseException
+    compiling: Compilations, error: BaseException
 ) -> None:
-    compiling.outcome = error  # type: ignore[attr-defined]
+    compiling.outcome = error
     with ga.open_context("mock", COMPILING) as ctx:
         waiting = [ask(ctx) for _ in range(3)]
         assert compiling.entered.wait(30.0)
@@ -101,7 +108,7 @@ def test_a_compilation_that_fails_answers_every_request_that_waits_for_it(
         assert ctx.health().ready
 
 
-def test_the_wait_for_a_kernel_outlives_both_actors(compiling: Gate) -> None:
+def test_the_wait_for_a_kernel_outlives_both_actors(compiling: Compilations) -> None:
     with ga.open_context("mock", ga.ContextOptions(compile_on_mock=True, restart=ga.RestartPolicy(backoff=0))) as ctx:
         waiting = ask(ctx)
         assert compiling.entered.wait(30.0)
@@ -124,7 +131,7 @@ def crash(actor: ga.ActorHandle) -> None:
             actor.submit(None).result(30.0)
 
 
-def test_requests_that_wait_for_a_kernel_count_towards_the_mailboxs_capacity(compiling: Gate) -> None:
+def test_requests_that_wait_for_a_kernel_count_towards_the_mailboxs_capacity(compiling: Compilations) -> None:
     options = ga.ContextOptions(compile_on_mock=True, mailbox_capacity=5, drain_timeout=2.0)
     with ga.open_context("mock", options) as ctx:
         waiting = [ask(ctx)]
@@ -147,8 +154,8 @@ def test_requests_that_wait_for_a_kernel_count_towards_the_mailboxs_capacity(com
 
 
 @pytest.mark.parametrize("error", [ga.CompileError("line 3"), None])
-def test_requests_that_waited_for_a_kernel_give_their_capacity_back(compiling: Gate, error: Any) -> None:
-    compiling.outcome = error  # type: ignore[attr-defined]
+def test_requests_that_waited_for_a_kernel_give_their_capacity_back(compiling: Compilations, error: Any) -> None:
+    compiling.outcome = error
     options = ga.ContextOptions(compile_on_mock=True, mailbox_capacity=4, drain_timeout=2.0)
     with ga.open_context("mock", options) as ctx:
         waiting = [ask(ctx), ask(ctx, timeout=0.02), ask(ctx)]
@@ -160,7 +167,7 @@ def test_requests_that_waited_for_a_kernel_give_their_capacity_back(compiling: G
         assert ctx.flash_attn._cell.mailbox._parked == ctx.nvrtc._cell.mailbox._parked == 0
 
 
-def test_draining_waits_for_requests_that_wait_for_a_kernel(compiling: Gate) -> None:
+def test_draining_waits_for_requests_that_wait_for_a_kernel(compiling: Compilations) -> None:
     with ga.open_context("mock", COMPILING) as ctx:
         waiting = ask(ctx)
         assert compiling.entered.wait(30.0)
@@ -171,7 +178,7 @@ def test_draining_waits_for_requests_that_wait_for_a_kernel(compiling: Gate) -> 
         assert waiting.result(0.0).out.shape == (1, 1, 1, 8)
 
 
-def test_a_request_accepted_before_the_drain_still_gets_its_kernel(compiling: Gate) -> None:
+def test_a_request_accepted_before_the_drain_still_gets_its_kernel(compiling: Compilations) -> None:
     options = ga.ContextOptions(compile_on_mock=True, max_in_flight=1, drain_timeout=5.0)
     with ga.open_context("mock", options) as ctx:
         compiling.open()
@@ -185,7 +192,7 @@ def test_a_request_accepted_before_the_drain_still_gets_its_kernel(compiling: Ga
         gate.open()
 
 
-def test_closing_answers_requests_that_wait_for_a_kernel(compiling: Gate) -> None:
+def test_closing_answers_requests_that_wait_for_a_kernel(compiling: Compilations) -> None:
     with ga.open_context("mock", ga.ContextOptions(compile_on_mock=True, drain_timeout=0.05)) as ctx:
         waiting = ask(ctx)
         assert compiling.entered.wait(30.0)
@@ -194,7 +201,7 @@ def test_closing_answers_requests_that_wait_for_a_kernel(compiling: Gate) -> Non
     compiling.open()
 
 
-def test_warming_answers_whatever_its_progress_callback_does(compiling: Gate) -> None:
+def test_warming_answers_whatever_its_progress_callback_does(compiling: Compilations) -> None:
     compiling.open()
     with ga.open_context("mock") as ctx:
         key = ctx.flash_attn.inspect_key(ga.FlashForward(q=rows(), k=rows(), v=rows()))
@@ -208,7 +215,9 @@ def test_warming_answers_whatever_its_progress_callback_does(compiling: Gate) ->
         eventually(lambda: ctx.stats()["nvrtc"].in_flight == 0)
 
 
-def test_a_compilation_whose_thread_cannot_be_started_is_answered(no_more_threads: Any, compiling: Gate) -> None:
+def test_a_compilation_whose_thread_cannot_start_is_answered(
+    no_more_threads: Any, compiling: Compilations
+) -> None:
     compiling.open()
     with ga.open_context("mock", COMPILING) as ctx:
         with no_more_threads(), pytest.raises(ga.GpuActorsError, match="can't start new thread"):

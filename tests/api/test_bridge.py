@@ -283,7 +283,7 @@ async def test_a_refused_submission_takes_half_a_millisecond_at_most() -> None:
 
 
 @asynccontextmanager
-async def stuck_actor() -> AsyncIterator[tuple[Scripted, Gate]]:
+async def stuck_actor() -> AsyncIterator[tuple[ga.ActorHandle, Gate]]:
     """An actor that handles a request until the gate opens, with room for ten more."""
     stuck = Gate()
     options = ga.ContextOptions(actors=(Scripted,), mailbox_capacity=10)

@@ -396,7 +396,7 @@ def test_several_launches_that_never_end_are_waited_for_together(monkeypatch: py
     hung.open()
     for cell in ctx._children.cells.values():
         if cell.stream is not None:
-            cell.stream._work.put(None)
+            cell.stream._work.put(None)  # type: ignore[attr-defined]
 
 
 # Launches that nobody waits for

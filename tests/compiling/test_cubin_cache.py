@@ -181,7 +181,7 @@ class TestSingleFlight:
 
         def interrupted():
             leading.set()
-            eventually(lambda: flights._flights["key"]._condition._waiters)
+            eventually(lambda: flights._flights["key"]._condition._waiters)  # type: ignore[attr-defined]
             raise KeyboardInterrupt
 
         def lead():

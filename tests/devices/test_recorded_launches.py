@@ -219,7 +219,7 @@ def test_graphs_and_their_memory_go_with_the_stream(bench: Bench) -> None:
     assert bench.cuda.leaks()["graphs"] == 1
     bench.stream.close()
     bench.cuda.run_all()
-    bench.stream.retire()
+    bench.stream.retire()  # type: ignore[attr-defined]
     del flying, pool
     bench.device.close()
     assert bench.cuda.leaks() == {}

@@ -118,7 +118,7 @@ def test_a_row_that_sees_itself_alone_gives_back_its_value(context: Any, oracle:
 
 
 async def test_generated_texts_have_the_plain_models_logits() -> None:
-    from conftest import DEVICE
+    from conftest import DEVICE  # type: ignore[attr-defined]  # of this folder
 
     model = tiny()
     async with ga.open_context(DEVICE) as ctx:

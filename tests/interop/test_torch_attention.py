@@ -316,7 +316,7 @@ def test_another_seed_or_length_does_not_compile_again_and_again(ctx: ga.GpuCont
     assert graphs <= 3
 
 
-class Layer(torch.nn.Module):
+class Layer(torch.nn.Module):  # type: ignore[name-defined]
     def __init__(self, context: ga.GpuContext) -> None:
         super().__init__()
         self.context = context

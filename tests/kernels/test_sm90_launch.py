@@ -305,8 +305,8 @@ def test_the_service_answers_with_it_on_the_emulated_device():
             check_output(result.out, result.lse, q, k, v)
         turned = [np.ascontiguousarray(array.transpose(0, 2, 1, 3)) for array in (q, k, v)]
         params = ga.AttentionParams(2, 200, 300, 4, 2, 64)
-        result = ctx.cudnn.mha_forward(params, *turned, return_stats=True).result(60)
-        check_output(result.out.transpose(0, 2, 1, 3), result.stats[..., 0], q, k, v)
+        answer = ctx.cudnn.mha_forward(params, *turned, return_stats=True).result(60)
+        check_output(answer.out.transpose(0, 2, 1, 3), answer.stats[..., 0], q, k, v)
         ends = {"cu_seqlens_q": np.array([0, 200], np.int32), "cu_seqlens_k": np.array([0, 0], np.int32)}
         empty = np.zeros((0, 2, 64), np.float16)
         assert (ctx.flash_attn.forward(q[0], empty, empty, **ends).result(60).out == 0).all()

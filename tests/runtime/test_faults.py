@@ -192,7 +192,7 @@ def test_a_lost_context_answers_everything_and_says_so() -> None:
         assert (ctx.generation, ctx.health().ready) == (1, True)
 
         losing = ctx.cudnn.mha_forward(params, rows(), rows(), rows())
-        replies = [losing, in_flight, held, *queued]
+        replies: list[ga.Reply[Any]] = [losing, in_flight, held, *queued]
         for reply in replies:
             with pytest.raises(ga.ContextLost, match="generation 1 of the context is lost") as caught:
                 reply.result(30.0)

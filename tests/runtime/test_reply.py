@@ -316,7 +316,7 @@ def test_a_loop_that_is_closed_while_requests_are_in_flight_leaves_them_to_other
         assert asyncio.run(go_on()) == ("next", "later")
         for task in pending:
             task.get_coro().close()
-            task._log_destroy_pending = False
+            task._log_destroy_pending = False  # type: ignore[attr-defined]
 
 
 async def test_a_task_whose_replies_are_all_there_lets_others_run() -> None:

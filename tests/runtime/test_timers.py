@@ -10,10 +10,9 @@ import weakref
 from collections.abc import Iterator
 
 import pytest
-from support.service import eventually
+from support.service import eventually, service_threads
 from support.watched_clock import WatchedClock, WatchedSystemClock
 
-from gpu_actors.clock import Clock
 from gpu_actors.runtime.timers import Timers
 from gpu_actors.testing import MockClock
 
@@ -137,7 +136,7 @@ def test_a_timer_further_away_than_a_thread_can_sleep_delays_no_other(far: float
 def test_no_thread_runs_before_the_first_timer(clock: WatchedClock, timers: Timers) -> None:
     assert timers._thread is None
     timers.after(1.0, lambda: None)
-    assert timers._thread.is_alive()
+    assert service_threads()
 
 
 def test_a_thread_that_cannot_be_started_is_tried_again(
@@ -184,7 +183,7 @@ def test_a_callback_may_set_a_timer_and_close_the_timers(clock: WatchedClock) ->
 
 
 def test_the_mock_clock_moves_only_when_told_to() -> None:
-    clock: Clock = MockClock(5.0)
+    clock = MockClock(5.0)
     assert clock.now() == 5.0
     clock.advance(0.5)
     assert clock.now() == 5.5

@@ -16,7 +16,7 @@ import uvloop
 from gpu_actors.runtime.waking import Outbox, Waiter, _wake
 
 LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
-TASKS = {"C": asyncio.Task, "Python": asyncio.tasks._PyTask}
+TASKS = {"C": asyncio.Task, "Python": asyncio.tasks._PyTask}  # type: ignore[attr-defined]
 
 
 class Waiting:

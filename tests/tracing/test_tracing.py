@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("all_threads_end")
 
 def of(seen: list[ga.TraceEvent], reply: ga.Reply[Any]) -> list[ga.TraceEvent]:
     """The events of one request."""
-    call = reply._call
+    call: Any = reply._call
     return [e for e in seen if (e.fields.get("actor"), e.fields.get("request")) == (call.mailbox.name, call.number)]
 
 

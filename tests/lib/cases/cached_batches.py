@@ -101,8 +101,8 @@ def with_arrays(options: dict[str, Any], batch: Batch, seed: int = 0) -> dict[st
     """Options in which True stands for an array that fits the batch."""
     rng = np.random.default_rng(seed)
     heads = batch.q.shape[2]
-    arrays = {
+    arrays: dict[str, Any] = {
         "alibi_slopes": rng.uniform(0.01, 0.5, (len(batch.k), heads)).astype(np.float32),
-        "sinks": rng.standard_normal(heads).astype(np.float32),
+        "sinks": rng.standard_normal((heads,)).astype(np.float32),
     }
     return {name: arrays[name] if value is True and name in arrays else value for name, value in options.items()}

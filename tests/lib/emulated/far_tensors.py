@@ -32,7 +32,7 @@ def check_far(kernel: str, axis: int, **launch: Any) -> None:
     biased = kernel != "forward_sm90"
     if biased:
         arrays["bias"] = gaussian(4, SHAPES["bias"])
-    outputs = {"out": np.empty((2, 2, 2, DIM), np.float16), "lse": np.empty(SHAPES["lse"], np.float32)}
+    outputs: dict[str, Any] = {"out": np.empty((2, 2, 2, DIM), np.float16), "lse": np.empty(SHAPES["lse"], np.float32)}
 
     def half(_: int) -> dict[str, EmulatedBuffer]:
         return {name: EmulatedBuffer(array.nbytes // 2, name) for name, array in {**arrays, **outputs}.items()}
