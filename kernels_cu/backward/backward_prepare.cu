@@ -1,5 +1,5 @@
-// The first of the backward kernels: what a row of queries needs besides its operands (FlashAttention-2, Dao, arXiv
-// 2307.08691, section 3.1).
+// The first of the backward kernels: what a row of queries needs besides its operands. delta is D of line 4 in
+// algorithm 2 of FlashAttention-2 (Dao, arXiv 2307.08691).
 //
 // A block takes BLOCK_M rows of one head of one sequence, eight lanes a row:
 //
