@@ -215,9 +215,7 @@ def test_warming_answers_whatever_its_progress_callback_does(compiling: Compilat
         eventually(lambda: ctx.stats()["nvrtc"].in_flight == 0)
 
 
-def test_a_compilation_whose_thread_cannot_start_is_answered(
-    no_more_threads: Any, compiling: Compilations
-) -> None:
+def test_a_compilation_whose_thread_cannot_start_is_answered(no_more_threads: Any, compiling: Compilations) -> None:
     compiling.open()
     with ga.open_context("mock", COMPILING) as ctx:
         with no_more_threads(), pytest.raises(ga.GpuActorsError, match="can't start new thread"):

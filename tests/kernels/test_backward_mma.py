@@ -90,6 +90,7 @@ def check_sweep(sweep: Sweep, shapes: tuple[tuple[int, int], ...]) -> None:
         )
 
 
+@pytest.mark.timeout(180)  # three kernels are built for each, where no cache holds them
 @pytest.mark.parametrize("sweep", [sweep for sweep in SWEEPS if sweep.usual], ids=str)
 def test_it_agrees_with_the_oracle_whatever_the_schedule_and_the_delivery(sweep):
     check_sweep(sweep, SHAPES)
