@@ -16,7 +16,7 @@ from gpu_actors.arrays.adopt import Adopted
 from gpu_actors.devices.interface import Kernel, Launch, Outputs
 from gpu_actors.errors import ActorStopped, ContextLost, GpuActorsError
 from gpu_actors.planning.cached import CacheRequest, Decoding, bind_cached, decoding_output
-from gpu_actors.planning.merging import cut_outputs, is_packed, merge, split_ranges
+from gpu_actors.planning.merging import merge, split_outputs
 from gpu_actors.planning.padding import pad_request, recordable
 from gpu_actors.planning.plan import Plan
 from gpu_actors.requests import BatchedDecode, PagedForward
@@ -182,9 +182,7 @@ class Coalescer(Generic[W]):
         recording = first.recording() if self._records else None
         if len(group) == 1 and recording is None:
             return bind_cached(first.plan, first.request, first.kernels), lambda outputs: (first.answer(outputs),)
-        parts = split_ranges(requests)
         merged = merge(requests) if len(group) > 1 else first.request
-        packed = is_packed(merged)
         if recording is not None and isinstance(merged, PagedForward):
             merged = pad_request(merged)
         plan = self._decoding.plan(merged, first.plan.key)
@@ -194,7 +192,8 @@ class Coalescer(Generic[W]):
             launch.recording_keeps = ("k_cache", "v_cache")
 
         def finish(outputs: Outputs) -> Sequence[Any]:
-            return [work.answer(cut_outputs(outputs, part, packed)) for work, part in zip(group, parts, strict=True)]
+            shares = split_outputs(requests, outputs)
+            return [work.answer(share) for work, share in zip(group, shares, strict=True)]
 
         return launch, finish
 

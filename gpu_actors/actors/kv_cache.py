@@ -156,7 +156,7 @@ class KvCacheActor(ServiceActor):
     ) -> tuple[KvWork, Hashable]:
         single, tables = cache.tables_of(message.seqs)
         rows = new_rows(message, cache.pool, None if single else len(tables))
-        _check_append(rows.problem(cache.pool, 1), self._store.arch)
+        _check_append(rows.problem(cache.pool), self._store.arch)
         _check_once(tables)
         work = KvWork(call=call, cache=cache, tables=tables, request=None, plan=None, rows=rows, single=single)
         return work, None if rows.merge_key is None else ("append", cache.number, rows.merge_key)

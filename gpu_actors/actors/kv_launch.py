@@ -21,8 +21,8 @@ from gpu_actors.actors.kv_store import KvWork
 from gpu_actors.devices.interface import Buffer, Kernel, Launch, Outputs, Params, ScratchSpec, Step, StepPack
 from gpu_actors.kernels.append.copy_pages import PageCopyProblem, page_copy_step
 from gpu_actors.kernels.append.params import append_step
-from gpu_actors.kernels.append.variant import append_key
-from gpu_actors.planning.append_rows import NewRows, Pool, merge_rows, pack_rows
+from gpu_actors.kernels.append.variant import AppendProblem, append_key
+from gpu_actors.planning.append_rows import NewRows, merge_rows, pack_rows
 from gpu_actors.planning.merging import merge_tables
 from gpu_actors.planning.padding import pad_rows
 
@@ -48,11 +48,7 @@ def add_rows(launch: Launch, group: Sequence[KvWork], arch: str) -> Launch:
     if len(rows.counts) < len(launch.inputs["cache_seqlens"]):
         rows = pad_rows(rows)
     copies = [write.copy for work in group for write in work.writes if write.copy is not None]
-    inputs = {**launch.inputs, "k": rows.k, "v": rows.v}
-    batch = len(rows.counts)
-    for name, factors in cache.descales.items():
-        if name not in inputs:
-            inputs[name] = np.ascontiguousarray(np.broadcast_to(factors, (batch, cache.pool.kv_heads)))
+    inputs = {**cache.descales_of(len(rows.counts)), **launch.inputs, "k": rows.k, "v": rows.v}
     if not rows.rows:
         inputs["cu_seqlens_q"] = rows.ends
     for name in ("positions", "rope_cos", "rope_sin"):
@@ -77,7 +73,12 @@ def add_rows(launch: Launch, group: Sequence[KvWork], arch: str) -> Launch:
 
 
 def _steps(
-    launch: Launch, rows: NewRows, pool: Pool, inputs: Mapping[str, Any], arch: str, kernels: tuple[Kernel, ...]
+    launch: Launch,
+    rows: NewRows,
+    pool: AppendProblem,
+    inputs: Mapping[str, Any],
+    arch: str,
+    kernels: tuple[Kernel, ...],
 ) -> tuple[Step, ...]:
     appends, copies = kernels
     heads_q = inputs["q"].shape[-2] if "q" in inputs else 0
@@ -89,10 +90,10 @@ def _steps(
             pairs=len(inputs["page_pairs"]),
             num_blocks=pool.num_blocks,
             page_size=pool.page_size,
-            heads_kv=pool.kv_heads,
+            heads_kv=pool.heads_kv,
             head_dim=pool.head_dim,
             head_dim_v=pool.head_dim_v,
-            dtype=pool.dtype,
+            dtype=pool.cache_dtype,
         )
         steps.insert(0, page_copy_step(copied, copies))
     for step in launch.steps:

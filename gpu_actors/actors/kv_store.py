@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import threading
@@ -22,7 +23,7 @@ from gpu_actors.kv.prefix import Tokens
 from gpu_actors.kv.requests import KvCacheSpec, KvSequence
 from gpu_actors.kv.sequences import CacheTables, PageTable, Write, block_table
 from gpu_actors.options import MockOptions
-from gpu_actors.planning.append_rows import NewRows, Pool
+from gpu_actors.planning.append_rows import NewRows
 from gpu_actors.planning.cached import Decoding
 from gpu_actors.planning.kernel_store import KernelStore
 from gpu_actors.planning.padding import recordable
@@ -77,11 +78,12 @@ class KvWork(Work):
 class OpenedCache:
     """One cache: its pool on the device, its tables, and its launches in flight.
 
-    descales: "k_descale" and "v_descale", fp32 (kv_heads,), where the pool has some.
+    pool: what all appends to it have in common, as one of one row. descales: "k_descale" and "v_descale", fp32
+    (kv_heads,), where the pool has some.
     """
 
     def __init__(
-        self, number: int, pool: Pool, arrays: tuple[Any, Any], descales: Mapping[str, Any], generation: int
+        self, number: int, pool: AppendProblem, arrays: tuple[Any, Any], descales: Mapping[str, Any], generation: int
     ) -> None:
         self.number = number
         self.pool = pool
@@ -117,21 +119,22 @@ class OpenedCache:
             raise InvalidRequest("seqs", seqs, "must be a KvSequence or a list of them")
         return False, [self.table(seq, f"seqs[{index}]") for index, seq in enumerate(seqs)]
 
+    def descales_of(self, batch: int) -> dict[str, Any]:
+        """The descales for so many sequences, fp32 (batch, kv_heads)."""
+        shape = batch, self.pool.heads_kv
+        return {name: np.ascontiguousarray(np.broadcast_to(one, shape)) for name, one in self.descales.items()}
+
     def request(self, q: Any, lengths: Any, options: Mapping[str, Any]) -> PagedForward:
         """The attention of q to sequences of these lengths. Its block table has the right shape, and no pages yet."""
         batch, size = len(lengths), self.pool.page_size
         table = np.zeros((batch, max(1, -(-int(lengths.max(initial=0)) // size))), np.int32)
-        descales: dict[str, Any] = {
-            name: np.ascontiguousarray(np.broadcast_to(factors, (batch, self.pool.kv_heads)))
-            for name, factors in self.descales.items()
-        }
         return PagedForward(
             q=q,
             k_cache=self.k_pool,
             v_cache=self.v_pool,
             block_table=table,
             cache_seqlens=lengths,
-            **descales,
+            **self.descales_of(batch),
             **options,
         )
 
@@ -228,10 +231,10 @@ class CacheStore:
         """
         pool, descales = _checked(spec, self.arch, self.device_name, notes)
         allocate = self._cell.environment.device.allocate
-        pages = (pool.num_blocks, pool.page_size, pool.kv_heads)
+        pages = (pool.num_blocks, pool.page_size, pool.heads_kv)
         if math.prod(pages) * max(pool.head_dim, pool.head_dim_v) > _MOST_ELEMENTS:
             raise OutOfDeviceMemory(f"no memory can be addressed that holds {pages} rows of {pool.head_dim} elements")
-        arrays = tuple(allocate((*pages, dim), pool.dtype) for dim in (pool.head_dim, pool.head_dim_v))
+        arrays = tuple(allocate((*pages, dim), pool.cache_dtype) for dim in (pool.head_dim, pool.head_dim_v))
         number = self._newest = next(_NUMBERS)
         generation = self._cell.environment.generation
         self._caches[number] = OpenedCache(number, pool, (arrays[0], arrays[1]), descales, generation)
@@ -262,7 +265,7 @@ class CacheStore:
         raise InvalidRequest("cache", number, "is no cache of this context")
 
 
-def _checked(spec: object, arch: str, place: str, notes: CallerNotes | None) -> tuple[Pool, dict[str, Any]]:
+def _checked(spec: object, arch: str, place: str, notes: CallerNotes | None) -> tuple[AppendProblem, dict[str, Any]]:
     """The pool and the descales that a spec asks for. Raises `InvalidRequest` and `Unsupported`."""
     if not isinstance(spec, KvCacheSpec):
         raise InvalidRequest("spec", spec, "must be a KvCacheSpec")
@@ -284,15 +287,12 @@ def _checked(spec: object, arch: str, place: str, notes: CallerNotes | None) -> 
         sound = isinstance(factors, np.ndarray) and bool((np.isfinite(factors) & (factors > 0)).all())
         expect(sound, name, describe(factors), "must be positive numbers, on the host")
         descales[name] = factors.copy()
-    pool = Pool(blocks, page_size, heads, dim, dim_v, dtype, bool(descales))
-    append_key(
-        AppendProblem(
-            layout="paged", batch=1, total=1, rows=1, heads_kv=heads, head_dim=dim, head_dim_v=dim_v, dtype=dtype,
-            cache_dtype=dtype, page_size=page_size, num_blocks=blocks, max_blocks=1,
-        ),
-        arch,
+    pool = AppendProblem(
+        layout="paged", batch=1, total=1, rows=1, heads_kv=heads, head_dim=dim, head_dim_v=dim_v, dtype=dtype,
+        cache_dtype=dtype, page_size=page_size, num_blocks=blocks, max_blocks=1,
     )  # fmt: skip
-    return pool, descales
+    append_key(pool, arch)
+    return dataclasses.replace(pool, descales=bool(descales)), descales
 
 
 def _dtype_name(dtype: Any) -> str:

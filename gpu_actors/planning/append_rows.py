@@ -17,22 +17,9 @@ from gpu_actors.kv.requests import AppendRows, AttendCache
 from gpu_actors.planning.merging import join, joining_kind, memory_of
 from gpu_actors.validation.fields import describe, dtype_of, expect, optional_array, shape_of
 
-__all__ = ["NewRows", "Pool", "counts_of", "merge_rows", "new_rows", "pack_rows"]
+__all__ = ["NewRows", "counts_of", "merge_rows", "new_rows", "pack_rows"]
 
 _AXES = "batch, rows, kv_heads, head_dim"
-
-
-@dataclass(frozen=True, slots=True)
-class Pool:
-    """Shapes and dtype of a cache's pages."""
-
-    num_blocks: int
-    page_size: int
-    kv_heads: int
-    head_dim: int
-    head_dim_v: int
-    dtype: str
-    descales: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -81,25 +68,20 @@ class NewRows:
                 reason = f"must lie in the rope's tables: 0 to {rope.table_rows - 1}"
                 expect(0 <= position < rope.table_rows, "positions", position, reason)
 
-    def problem(self, pool: Pool, max_blocks: int, heads_q: int = 0) -> AppendProblem:
-        """What an append of these rows to pages of a pool comes down to."""
-        return AppendProblem(
-            layout="paged",
+    def problem(self, pool: AppendProblem, max_blocks: int = 1, heads_q: int = 0) -> AppendProblem:
+        """The append of these rows. pool: as in `OpenedCache`."""
+        dtype = self.k.dtype.name
+        return dataclasses.replace(
+            pool,
             batch=len(self.counts),
             total=int(self.k.shape[0]),
             rows=self.rows,
-            heads_kv=pool.kv_heads,
-            head_dim=pool.head_dim,
-            head_dim_v=pool.head_dim_v,
-            dtype=self.k.dtype.name,
-            cache_dtype=pool.dtype,
-            page_size=pool.page_size,
-            num_blocks=pool.num_blocks,
+            dtype=dtype,
             max_blocks=max_blocks,
             rope=self.rope,
             positions=self.positions is not None,
             heads_q=heads_q if self.rope is not None else 0,
-            descales=pool.descales and self.k.dtype.name != pool.dtype,
+            descales=pool.descales and dtype != pool.cache_dtype,
         )
 
 
@@ -115,7 +97,7 @@ def counts_of(field: str, ends: Any, batch: int) -> Any:
     return counts.astype(np.int32)
 
 
-def new_rows(message: AppendRows | AttendCache, pool: Pool, batch: int | None) -> NewRows:
+def new_rows(message: AppendRows | AttendCache, pool: AppendProblem, batch: int | None) -> NewRows:
     """The rows of an adopted message. batch: sequences that it names; None for one that is not in a list.
 
     Raises `InvalidRequest` and `Unsupported`.
@@ -140,7 +122,7 @@ def new_rows(message: AppendRows | AttendCache, pool: Pool, batch: int | None) -
         counts = counts_of(ends_field, ends, batch)
         leading = (int(ends[-1]),)
     for name, array, dim in (("k", k, pool.head_dim), ("v", v, pool.head_dim_v)):
-        wanted = (*leading, pool.kv_heads, dim)
+        wanted = (*leading, pool.heads_kv, dim)
         optional_array(name, array, (wanted,), (dtype_of("k", k),))
     if ends is None:
         k, v = pack_rows("k", k), pack_rows("v", v)

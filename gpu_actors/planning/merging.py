@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -18,19 +18,16 @@ from gpu_actors.devices.interface import Outputs
 from gpu_actors.planning.cached import CacheRequest, tree_bits
 from gpu_actors.planning.plan import Plan
 from gpu_actors.problem import AttentionProblem
-from gpu_actors.requests import BatchedDecode, PagedForward
+from gpu_actors.requests import PagedForward
 
 __all__ = [
-    "Part",
-    "cut_outputs",
-    "is_packed",
     "join",
     "joining_kind",
     "memory_of",
     "merge",
     "merge_key",
     "merge_tables",
-    "split_ranges",
+    "split_outputs",
 ]
 
 # Of every sequence or every row; of the others there is one for the whole launch.
@@ -98,13 +95,6 @@ def join(arrays: Sequence[Any]) -> Any:
     return np.concatenate(arrays)
 
 
-class Part(NamedTuple):
-    """One request's share of a merged one. sequences, rows: of the batch, and of the packed rows."""
-
-    sequences: slice
-    rows: slice
-
-
 def merge(requests: Sequence[CacheRequest]) -> CacheRequest:
     """One request that asks what several ask, in their order. They must have equal `merge_key`s."""
     first = requests[0]
@@ -153,28 +143,15 @@ def _ends(bounds: Sequence[Any]) -> Any:
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
 
 
-def split_ranges(requests: Sequence[CacheRequest]) -> list[Part]:
-    """Where each request's sequences and rows lie in the merged one."""
-    parts: list[Part] = []
-    sequence = row = 0
+def split_outputs(requests: Sequence[CacheRequest], outputs: Outputs) -> list[Outputs]:
+    """Each request's share of the outputs of their merged launch, as views."""
+    out, lse = outputs["out"], outputs.get("lse")
+    packed = isinstance(requests[0], PagedForward) and requests[0].cu_seqlens_q is not None
+    shares: list[Outputs] = []
+    start = 0
     for request in requests:
-        lengths = request.cache_seqlens if isinstance(request, PagedForward) else request.seq_lens
-        packed = isinstance(request, PagedForward) and request.cu_seqlens_q is not None
-        batch = len(lengths)
-        rows = len(request.q) if packed else 0
-        parts.append(Part(slice(sequence, sequence + batch), slice(row, row + rows)))
-        sequence, row = sequence + batch, row + rows
-    return parts
-
-
-def cut_outputs(outputs: Outputs, part: Part, packed: bool) -> Outputs:
-    """One request's share of a merged launch's outputs, as views. packed: with cu_seqlens_q."""
-    lse = outputs.get("lse")
-    if packed:
-        return {"out": outputs["out"][part.rows], "lse": None if lse is None else lse[:, part.rows]}
-    return {"out": outputs["out"][part.sequences], "lse": None if lse is None else lse[part.sequences]}
-
-
-def is_packed(request: CacheRequest) -> bool:
-    """Whether the rows of its sequences are packed."""
-    return not isinstance(request, BatchedDecode) and request.cu_seqlens_q is not None
+        # The first axis of q is that of sequences, or of packed rows, as it is out's; lse has heads before packed rows.
+        part = slice(start, start + len(request.q))
+        start = part.stop
+        shares.append({"out": out[part], "lse": None if lse is None else lse[:, part] if packed else lse[part]})
+    return shares
