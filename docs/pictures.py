@@ -192,7 +192,7 @@ WAY: tuple[tuple[int, str, tuple[str, ...]], ...] = (
     (2, "runs the steps, then signals", ("devices/mock.py", "devices/host.py")),
     (3, "settles the call", ("runtime/completion.py", "runtime/call.py")),
     (3, "wakes each waiting loop once", ("runtime/waking.py",)),
-    (0, "the awaiting task goes on", ("runtime/reply.py",)),
+    (0, "the awaiting task resumes", ("runtime/reply.py",)),
 )
 
 

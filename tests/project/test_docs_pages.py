@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -91,3 +92,11 @@ def test_lines_are_wrapped(page: Path) -> None:
     """All but rows of tables and what is meant to be copied."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     assert [line for line in text.splitlines() if len(line) > WIDTH and not line.startswith("|")] == []
+
+
+def test_no_entry_of_the_changelog_stands_twice() -> None:
+    """A merge takes the lines of both sides, so a rewritten entry can come back in its old words."""
+    text = (REPOSITORY / "CHANGELOG.md").read_text(encoding="utf-8")
+    beginnings = Counter(re.findall(r"^- (.{30,40})", text, re.M))
+    assert len(beginnings) > 50
+    assert [beginning for beginning, count in beginnings.items() if count > 1] == []
