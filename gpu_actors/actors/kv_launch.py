@@ -66,7 +66,7 @@ def add_rows(launch: Launch, group: Sequence[KvWork], arch: str) -> Launch:
         oracle=functools.partial(_oracle, rows, launch.oracle),
         updates=("k_cache", "v_cache"),
         scratch=scratch,
-        # What is asked of the append kernel follows from the shapes and from this.
+        # The append kernel depends on the shapes and on these two.
         recording=None if launch.recording is None else (launch.recording, rows.rope, rows.k.dtype),
         steps=_steps(launch, rows, cache.pool, inputs, arch, kernels) if kernels else (),
     )
@@ -103,13 +103,13 @@ def _steps(
 
 
 def _pack_packed(pack: StepPack, buffers: Mapping[str, Buffer]) -> Params:
-    """For the append kernel, which takes rows of q one after the other."""
+    """For the append kernel, which takes packed rows of q."""
     changed = {name: _packed(buffers[name]) for name in ("q", "q_rotated") if name in buffers}
     return pack({**buffers, **changed})
 
 
 def _pack_rotated(pack: StepPack, buffers: Mapping[str, Buffer]) -> Params:
-    """For attention, where q was rotated first."""
+    """For attention to a q that was rotated first."""
     return pack({**buffers, "q": buffers["q_rotated"]})
 
 

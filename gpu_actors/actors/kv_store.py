@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CacheStore", "KvWork", "OpenedCache"]
 
-# Of the caches of all contexts of the process: a sequence of one must not be taken for one of another.
+# Numbers of caches are unique in the process: a sequence of one context must not be taken for one of another.
 _NUMBERS = itertools.count(1)
 
 _MOST_ELEMENTS = 1 << 58  # of a pool: their bytes, and the addresses in it, fit into 64 bits with room to spare
@@ -97,7 +97,7 @@ class OpenedCache:
         self._in_flight: list[list[KvWork]] = []
 
     def sequence(self, table: PageTable) -> KvSequence:
-        """What a caller knows a new sequence by."""
+        """The caller's record of a new sequence."""
         return KvSequence(self.number, table.number, self.generation, table.length)
 
     def table(self, seq: object, field: str = "seq") -> PageTable:
@@ -125,7 +125,7 @@ class OpenedCache:
         return {name: np.ascontiguousarray(np.broadcast_to(one, shape)) for name, one in self.descales.items()}
 
     def request(self, q: Any, lengths: Any, options: Mapping[str, Any]) -> PagedForward:
-        """The attention of q to sequences of these lengths. Its block table has the right shape, and no pages yet."""
+        """The attention of q to sequences of these lengths. Its block table has the shape for them, and no pages."""
         batch, size = len(lengths), self.pool.page_size
         table = np.zeros((batch, max(1, -(-int(lengths.max(initial=0)) // size))), np.int32)
         return PagedForward(
@@ -241,7 +241,7 @@ class CacheStore:
         return number
 
     def forget(self, number: int) -> None:
-        """Give up a cache. Its memory goes once nothing in flight uses it any more."""
+        """Give up a cache. Its memory is freed when no launch in flight uses it."""
         self._caches.pop(number, None)
         self.order.look_again()
 
@@ -250,7 +250,7 @@ class CacheStore:
         self._caches.clear()
 
     def after_fork(self, reason: Callable[[], GpuActorsError]) -> None:
-        """In a child process: there is nothing to look at, and its lock may be held by a thread that is not there."""
+        """Refuse to look at a cache in a child process, where a thread that is missing may hold its lock."""
         self._left = reason
 
     def find(self, number: object) -> OpenedCache:
@@ -296,11 +296,11 @@ def _checked(spec: object, arch: str, place: str, notes: CallerNotes | None) -> 
 
 
 def _dtype_name(dtype: Any) -> str:
-    """By its name, or as NumPy, ml_dtypes or torch have it."""
+    """The name of a dtype, which is given by name or as a dtype of NumPy, ml_dtypes or torch."""
     name = str(dtype).removeprefix("torch.")
     try:
         name = np.dtype(dtype).name
-    except Exception:  # whatever a foreign object makes of it: as text it is refused, or known, below
+    except Exception:  # a foreign object may raise anything; its text is checked below
         pass
     return dtype_of("dtype", _Named(name))
 

@@ -1,8 +1,8 @@
-"""PagePool: which pages of a KV cache are free, and how many hold on to each of the others.
+"""PagePool: which pages of a KV cache are free, and how many references each of the others has.
 
-A page is free, referenced (by tables of sequences, and by writes that may still have to be undone), or kept: no table
-references it any more, but its prefix is remembered for the next sequence with it. Kept pages are given up
-oldest first when the free ones run out, so they count as free.
+A page is free, referenced (by tables of sequences, and by writes that may have to be undone), or kept. A kept page has
+no reference, but the index of prefixes knows its content, so the next sequence with that prefix can begin with it. Kept
+pages count as free: when the free ones run out, the pool gives them up, oldest first.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class PagePool:
         return self._references[page]
 
     def writable(self, page: int) -> bool:
-        """True where a row can be written without anyone else noticing."""
+        """Whether a row can be written to the page: it has one reference, and its content has no name."""
         return self._references[page] == 1 and not self._remembered[page]
 
     def take(self, count: int) -> list[int]:
-        """So many pages, each with one reference. Raises `CacheFull`, and then has taken none."""
+        """Take ``count`` pages, each with one reference. Raises `CacheFull`, and then none is taken."""
         if count > self.free_blocks:
             raise CacheFull(f"{count} pages are needed, and {self.free_blocks} of {self.blocks} are free")
         while len(self._free) < count:
@@ -67,7 +67,7 @@ class PagePool:
         return pages
 
     def retain(self, page: int) -> None:
-        """One more reference to a page that is referenced or kept."""
+        """Add a reference to a page that is referenced or kept."""
         count = self._references[page]
         if count == 0:
             del self._kept[page]
@@ -76,7 +76,7 @@ class PagePool:
         self._references[page] = count + 1
 
     def release(self, page: int) -> None:
-        """One reference less; the last one frees the page, or keeps it where its prefix is remembered."""
+        """Remove a reference. Without the last one the page is free, or kept if its prefix is remembered."""
         count = self._references[page] - 1
         self._references[page] = count
         if count == 1:
@@ -88,5 +88,5 @@ class PagePool:
                 self._free.append(page)
 
     def remember(self, page: int) -> None:
-        """Keep a referenced page when it is released: its content can be found again."""
+        """Keep a referenced page when it is released, because the index of prefixes knows its content."""
         self._remembered[page] = True

@@ -1,4 +1,4 @@
-"""PrefixIndex: finds the pages that hold the beginning of a prompt, by what is in it.
+"""PrefixIndex: finds the pages that hold the beginning of a prompt, by their content.
 
 A page is named by a hash of its own tokens and of everything before them (as in vLLM's automatic prefix caching,
 Kwon et al., arXiv 2309.06180, section 4.4), so equal names mean equal keys and values.
@@ -22,7 +22,7 @@ Tokens: TypeAlias = npt.NDArray[np.int64]
 
 
 def token_ids(tokens: Any, shape: tuple[int, ...] | None = None) -> Tokens:
-    """Ids as int64, of one axis. shape: what they must have. Raises `InvalidRequest` for what are no token ids."""
+    """Ids as int64, with one axis. shape: the one that they must have. Raises `InvalidRequest` for anything else."""
     wanted = "one axis" if shape is None else f"shape {shape}"
     try:
         ids = np.asarray(tokens)
@@ -36,7 +36,7 @@ def token_ids(tokens: Any, shape: tuple[int, ...] | None = None) -> Tokens:
 
 
 def extend_digests(digests: list[bytes], ids: Tokens, page_size: int) -> Tokens:
-    """Add the names of the whole pages that these tokens fill behind those named before; gives the tokens left over."""
+    """Add the names of the whole pages that these tokens fill to those before. Gives the tokens left over."""
     whole = len(ids) // page_size * page_size
     chain = digests[-1] if digests else b""
     for start in range(0, whole, page_size):

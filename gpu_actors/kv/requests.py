@@ -33,7 +33,7 @@ class KvCacheSpec:
     """A paged pool: K (num_blocks, page_size, kv_heads, head_dim) and V with head_dim_v of its own.
 
     page_size: keys a page, a multiple of 8. dtype: float16, bfloat16, float32, float64, float8_e4m3fn or float8_e5m2.
-    k_descale, v_descale: fp32 (kv_heads,), positive: what an fp8 pool's elements are multiplied with.
+    k_descale, v_descale: fp32 (kv_heads,), positive: the factors of an fp8 pool's elements.
     """
 
     num_blocks: int
@@ -50,9 +50,9 @@ class KvCacheSpec:
 class KvSequence:
     """A sequence in a KvCache, as `KvCache.create` gives it. It holds no memory by itself.
 
-    cached: rows that it began with: of a prompt with the same beginning, or of the sequence that it was forked from.
-    generation: of the context that it belongs to. incarnation: of the process (see `gpu_actors.process`); pickled and
-    used in another one, or after a fork, the sequence is answered `StaleBuffer`.
+    cached: the rows that it began with, of a prompt with the same beginning or of the sequence that was forked.
+    generation: of its context. incarnation: of its process (see `gpu_actors.process`); requests with a sequence of
+    another process, or of before a fork of the process, raise `StaleBuffer`.
     """
 
     cache: int
@@ -71,7 +71,7 @@ class OpenCache:
 
 @dataclass(slots=True, eq=False)
 class CloseCache:
-    """Give the pool back. Taken in by a full mailbox too, and never given up for taking long."""
+    """Give the pool back. A full mailbox takes it too, and no default deadline applies to it."""
 
     frees_memory: ClassVar[bool] = True
     no_deadline: ClassVar[bool] = True
@@ -81,7 +81,7 @@ class CloseCache:
 
 @dataclass(slots=True, eq=False)
 class CreateSequence:
-    """Begin a sequence. tokens: ids of its whole prompt, whose first pages may be there already."""
+    """Begin a sequence. tokens: ids of its whole prompt; the cache may have its first pages already."""
 
     cache: int
     tokens: Sequence[int] | Any = None
@@ -106,7 +106,7 @@ class TruncateSequence:
 
 @dataclass(slots=True, eq=False)
 class FreeSequence:
-    """Forget a sequence. Taken in by a full mailbox too, and under no time limit that it does not name."""
+    """Forget a sequence. A full mailbox takes it too, and no default deadline applies to it."""
 
     frees_memory: ClassVar[bool] = True
     no_deadline: ClassVar[bool] = True
@@ -121,11 +121,11 @@ class AppendRows:
 
     seqs: a `KvSequence` with k (rows, kv_heads, head_dim) and v (rows, kv_heads, head_dim_v), or a list of them, each
         once, with (batch, rows, ...), or (total, ...) and ``cu_seqlens``.
-    tokens: ids, one a row and shaped like k's first axes, that the rows' keys and values follow from, together with all
-        before them. Whole pages of such rows are shared with sequences that are created for a prompt that begins alike.
+    tokens: ids, one a row, shaped like k's first axes. The keys and values of a row must follow from its token and all
+        tokens before it. A sequence created for a prompt with the same beginning shares whole pages of such rows.
     rope: rotates K by each row's place in its sequence, or by ``positions``, int32, one a row. rope_cos, rope_sin: fp32
-        (table_rows, rope.dim / 2), where the rope takes tables: a place beyond them is refused.
-    The reply gives the length of the sequence then, or a list of them.
+        (table_rows, rope.dim / 2), for a rope that takes tables; a place beyond them is refused.
+    The reply gives the new length of the sequence, or a list of lengths.
     """
 
     __repr__ = brief

@@ -1,4 +1,4 @@
-"""NewRows: what a request brings for a KvCache to append, checked, packed, and put together with others'."""
+"""NewRows: the rows that a request appends to a KvCache, checked, packed, and merged with those of other requests."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _AXES = "batch, rows, kv_heads, head_dim"
 class NewRows:
     """Rows of several sequences, packed: k (total, kv_heads, head_dim), v (total, kv_heads, head_dim_v).
 
-    counts: int32 (batch,), of each sequence. rows: the same where they are all alike, else 0. tokens: of each sequence,
-    or None where they are not known.
+    counts: rows of each sequence, int32 (batch,). rows: their number a sequence if it is the same for all, else 0.
+    tokens: of each sequence, or None if they are not known.
     """
 
     k: Any
@@ -47,7 +47,7 @@ class NewRows:
 
     @property
     def merge_key(self) -> Hashable | None:
-        """Rows with equal keys may go into one launch; None where they cannot be put next to others."""
+        """Rows with equal keys may go into one launch. None: they cannot be joined with others."""
         kinds = [joining_kind(array) for array in (self.k, self.v, self.positions)]
         if "apart" in kinds:
             return None

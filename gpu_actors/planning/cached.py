@@ -1,4 +1,4 @@
-"""Requests over caches: what decides their plan, how it is made, and how a request is bound to it.
+"""Requests over caches: what their plan depends on, how it is made, and how a request is bound to it.
 
 `PagedForward` and `BatchedDecode` become launches with the same operands: q, cache_seqlens, where they are given
 cu_seqlens_q, alibi_slopes, sinks, tree_mask (uint64 bits) and the descales, and by layout
@@ -63,7 +63,7 @@ _PAGED_SCALARS = scalars_of(PagedForward)
 def adopt_cache_request(
     message: CacheRequest, device: str, notes: CallerNotes | None = None
 ) -> tuple[CacheRequest, Adopted | None]:
-    """`adopt_request`, after one length for all sequences, as FlashAttention takes it, has become one for each."""
+    """`adopt_request` for a request that may have one length for all sequences, as FlashAttention takes it."""
     field = "cache_seqlens" if isinstance(message, PagedForward) else "seq_lens"
     length = getattr(message, field)
     if not isinstance(length, numbers.Integral):

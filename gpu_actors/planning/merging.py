@@ -1,7 +1,7 @@
-"""Several requests over caches as one: which may share a launch, what they ask together, and each one's results.
+"""Several requests over caches as one: which may share a launch, the merged request, and the results of each.
 
-Only what is small is put together: rows of q, tables and lengths, on the device by the launch itself. Pools are never
-copied, and what comes out is cut into views.
+Merging joins what is small: rows of q, tables and lengths. The launch itself joins those that lie on the device. Pools
+are never copied, and results are views of the merged outputs.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _SEQUENCES = ("cache_seqlens", "seq_lens", "q_descale", "k_descale", "v_descale"
 
 
 def merge_key(plan: Plan, request: CacheRequest) -> Hashable | None:
-    """Requests with equal keys may share a launch; None for one that must have its own.
+    """Requests with equal keys may share a launch. None: the request needs a launch of its own.
 
-    Of its own: what is to be written into the caller's array, what lies on a device in pieces or with bounds, and a
-    dense cache, which would have to be copied next to others.
+    That is so for results that go into the caller's array, for operands on a device with gaps or with cu_seqlens_q,
+    and for a dense cache, which would have to be copied next to others.
     """
     problem = plan.problem
     if request.out is not None or problem.layout == "cache" or plan.vacuous:
@@ -70,7 +70,7 @@ def _without_sizes(problem: AttentionProblem) -> AttentionProblem:
 
 
 def memory_of(array: Any) -> Hashable:
-    """Arrays that are equal by this are the same memory, read in the same way."""
+    """Arrays of which this is equal are the same memory, read in the same way."""
     if array is None:
         return None
     address = array.address if isinstance(array, DeviceArray) else array.__array_interface__["data"][0]
@@ -78,18 +78,18 @@ def memory_of(array: Any) -> Hashable:
 
 
 def joining_kind(array: Any) -> Hashable:
-    """Arrays of one kind may be put together: those on the host, and contiguous ones on a device in one stream's order.
+    """Arrays of one kind can be joined: those on the host, and contiguous ones on a device in one stream's order.
 
-    "apart" for one that may not.
+    "apart" for an array that cannot.
     """
     if not isinstance(array, DeviceArray):
         return array is not None
-    # What is made for all of them lies in memory that the stream's library hands out again in that stream's order.
+    # The joined array lies in memory that the stream's library reuses in the order of that stream.
     return (array.shape[1:], array.stream) if array.contiguous else "apart"
 
 
 def join(arrays: Sequence[Any]) -> Any:
-    """Arrays of one kind, one behind the other. Those on a device are copied by the launch."""
+    """Arrays of one kind, joined along the first axis. The launch copies those that lie on a device."""
     if isinstance(arrays[0], DeviceArray):
         return Joined(tuple(arrays))
     return np.concatenate(arrays)
@@ -125,7 +125,7 @@ def merge(requests: Sequence[CacheRequest]) -> CacheRequest:
 
 
 def merge_tables(tables: Sequence[Any]) -> Any:
-    """Block tables one below the other; what the narrower ones lack is never read."""
+    """Block tables one below the other. The columns that a narrower table lacks are never read."""
     if isinstance(tables[0], DeviceArray):
         return join(tables)
     width = max(table.shape[1] for table in tables)

@@ -1,7 +1,7 @@
-"""Shape buckets: steps of decoding padded to few shapes, so that a launch recorded for one serves the others.
+"""Shape buckets: steps of decoding are padded to few shapes, so that one recorded launch serves many of them.
 
-A batch is padded to a power of two with sequences that have no keys, whose rows come out as zeros that are dropped,
-and a block table to a power of two of columns that are never read.
+A batch is padded to a power of two with sequences without keys; their rows come out as zeros and are dropped. A block
+table is padded to a power of two of columns, and the added ones are never read.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _ZEROS = ("tree_mask", "alibi_slopes")
 
 
 def bucket(count: int) -> int:
-    """The least power of two that is not below."""
+    """The least power of two that is at least ``count``."""
     return 1 << max(0, count - 1).bit_length()
 
 
 def recordable(request: CacheRequest, rows: NewRows | None = None) -> bool:
-    """Whether launches like this come again and again: a few rows of each sequence, all on the host."""
+    """Whether it is worth recording the launch: it has a few rows of each sequence, all on the host."""
     names = ("q", "cache_seqlens", "seq_lens", "block_table", "tree_mask", "alibi_slopes", "sinks", *_ONES)
     if any(isinstance(getattr(request, name, None), DeviceArray | Joined) for name in names) or request.out is not None:
         return False
@@ -43,7 +43,7 @@ def recordable(request: CacheRequest, rows: NewRows | None = None) -> bool:
 
 
 def pad_batch(array: Any, batch: int, value: float = 0) -> Any:
-    """An array (batch, ...) with so many more entries of one value."""
+    """An array padded to ``batch`` entries with one value."""
     if len(array) == batch:
         return array
     rest = np.full((batch - len(array), *array.shape[1:]), value, array.dtype)
@@ -51,7 +51,7 @@ def pad_batch(array: Any, batch: int, value: float = 0) -> Any:
 
 
 def pad_table(table: Any, batch: int) -> Any:
-    """A block table of so many sequences, and of a power of two of columns."""
+    """A block table padded to ``batch`` sequences, and to a power of two of columns."""
     padded = np.full((batch, bucket(table.shape[1])), -1, np.int32)
     padded[: len(table), : table.shape[1]] = table
     return padded
@@ -71,7 +71,7 @@ def pad_request(request: PagedForward) -> PagedForward:
 
 
 def pad_rows(rows: NewRows) -> NewRows:
-    """The same for the rows that come with it: of sequences without keys, they go nowhere."""
+    """The request's new rows, padded like its batch. Rows of sequences without keys are written nowhere."""
     batch = bucket(len(rows.counts))
     total = batch * rows.rows
     changes: dict[str, Any] = {name: pad_batch(getattr(rows, name), total) for name in ("k", "v")}

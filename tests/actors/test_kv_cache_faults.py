@@ -387,6 +387,22 @@ def test_a_shared_launch_that_is_refused_is_made_for_each_alone_and_only_the_bad
         assert cache.stats().free_blocks == 8 - 3
 
 
+def test_a_request_does_not_join_a_launch_from_before_one_that_it_follows() -> None:
+    """The first and the third agree in shape; the second, on the same sequence, does not, and comes between them."""
+    rows = Rows(27)
+    clock, options = slow(FaultPlan(), 1, max_in_flight=1)
+    with opened(options) as (ctx, cache):
+        seqs = wait(cache.create(), cache.create())
+        first = cache.append(seqs[1], *rows.new(1))
+        in_flight(ctx, 1)
+        news = [rows.new(count) for count in (2, 3, 2)]
+        replies = [cache.append(seqs[0], *new) for new in news]
+        clock.advance(LATER)
+        wait(first)
+        assert wait(*replies) == [2, 5, 7]
+        assert holds(cache, seqs[0], *(np.concatenate(side) for side in zip(*news, strict=True)))
+
+
 @pytest.mark.parametrize("cancelled", [False, True])
 def test_what_finds_too_many_launches_in_flight_keeps_its_place(cancelled: bool) -> None:
     """Two appends of different shape cannot share a launch, and one launch may be in flight: the second waits, and the
