@@ -100,3 +100,10 @@ def test_no_entry_of_the_changelog_stands_twice() -> None:
     beginnings = Counter(re.findall(r"^- (.{30,40})", text, re.M))
     assert len(beginnings) > 50
     assert [beginning for beginning, count in beginnings.items() if count > 1] == []
+
+
+@pytest.mark.parametrize("page", sorted((REPOSITORY / "docs").glob("*.md")), ids=lambda page: page.name)
+def test_an_example_stands_near_the_top_of_the_page(page: Path) -> None:
+    lines = page.read_text(encoding="utf-8").splitlines()
+    first = next((number for number, line in enumerate(lines) if line.startswith(("```python", "```sh"))), len(lines))
+    assert first < 10
