@@ -87,11 +87,12 @@ class OpenedCache:
     ) -> None:
         self.number = number
         self.pool = pool
-        self.k_pool, self.v_pool = arrays
+        self.k_pool: Any = arrays[0]
+        self.v_pool: Any = arrays[1]
         self.descales = descales
-        self.tables = CacheTables(pool.num_blocks, pool.page_size)
+        self.tables: CacheTables = CacheTables(pool.num_blocks, pool.page_size)
         self.generation = generation
-        self.incarnation = incarnation()
+        self.incarnation: bytes = incarnation()
         # Held from a launch's reservation until it counts as in flight: one that fails meanwhile must find it.
         self._lock = threading.Lock()
         self._in_flight: list[list[KvWork]] = []
@@ -215,13 +216,13 @@ class CacheStore:
         self._cell = cell
         self._caches: dict[int, OpenedCache] = {}
         self._newest = 0
-        self.arch = info.arch
-        self.runs_kernels = info.runs_kernels
-        self.kernels = KernelStore(cell) if environment.compiles else None
-        self.device_name = info.device_name
+        self.arch: str = info.arch
+        self.runs_kernels: bool = info.runs_kernels
+        self.kernels: KernelStore | None = KernelStore(cell) if environment.compiles else None
+        self.device_name: str = info.device_name
         accumulate = (environment.options.mock or MockOptions()).dtype
-        self.decoding = Decoding(environment.device, info.device_name, accumulate)
-        self.order = KvOrder(cell)
+        self.decoding: Decoding = Decoding(environment.device, info.device_name, accumulate)
+        self.order: KvOrder = KvOrder(cell)
         self._left: Callable[[], GpuActorsError] | None = None
 
     def open(self, spec: object, notes: CallerNotes | None) -> int:

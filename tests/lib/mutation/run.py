@@ -10,6 +10,8 @@ from pathlib import Path
 
 from mutation.forward_mutants import Mutant
 
+from gpu_actors.devices.emulation import EmulationFault
+
 __all__ = ["kernel_and_name", "probes_of", "run_mutants"]
 
 
@@ -17,15 +19,17 @@ def run_mutants(
     mutants: Sequence[Mutant],
     names: Sequence[str],
     check_clean: Callable[[Sequence[Mutant], Path], None],
-    verdict: Callable[[Mutant, Path], str],
+    run_probes: Callable[[Mutant, Path], None],
     cells: Callable[[Mutant], tuple[str, ...]],
     page: Path,
     text: str,
+    told: Callable[[str], str] = lambda message: f"{message.split(' ', 1)[0]} differs",
 ) -> int:
     """The exit code. names: the mutants to run, none for all, which alone writes the page.
 
-    check_clean: raises unless their probes pass without a bug. verdict: what caught a mutant, or "survived". cells:
-    what stands in a row of the page before probes and verdict. text: the page, with places for {caught} and {rows}.
+    check_clean: raises unless their probes pass without a bug. run_probes: runs those of a mutant, and raises
+    EmulationFault or AssertionError where they catch it. told: what an assertion's message says of that.
+    cells: the first cells of a row of the page. text: the page, with places for {caught} and {rows}.
     """
     if unknown := set(names) - {mutant.name for mutant in mutants}:
         sys.stderr.write(f"no such mutant: {', '.join(sorted(unknown))}\n")
@@ -35,7 +39,7 @@ def run_mutants(
     with tempfile.TemporaryDirectory() as folder:
         check_clean(chosen, Path(folder))
         for mutant in chosen:
-            found = verdict(mutant, Path(folder))
+            found = _verdict(mutant, Path(folder), run_probes, told)
             sys.stdout.write(f"{mutant.kernel}  {mutant.name}: {found}\n")
             sys.stdout.flush()
             lines.append(f"| {' | '.join((*cells(mutant), ', '.join(mutant.probes), found))} |")
@@ -45,6 +49,19 @@ def run_mutants(
     if not names:
         page.write_text(text.format(caught=caught, rows="\n".join(lines)), encoding="utf-8")
     return 1 if survivors else 0
+
+
+def _verdict(
+    mutant: Mutant, cache: Path, run_probes: Callable[[Mutant, Path], None], told: Callable[[str], str]
+) -> str:
+    """How the mutant was caught, or "survived"."""
+    try:
+        run_probes(mutant, cache)
+    except EmulationFault as fault:
+        return f"emulation: {fault.kind}"
+    except AssertionError as error:
+        return told(str(error))
+    return "survived"
 
 
 def probes_of(mutants: Sequence[Mutant]) -> tuple[str, ...]:
