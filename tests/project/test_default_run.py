@@ -15,12 +15,13 @@ CORES = len(os.sched_getaffinity(0))
 DEFAULT = "not gpu and not sweep and not perf"
 
 
+@pytest.mark.timeout(180)  # three processes start and collect
 def test_the_default_run_has_a_worker_for_each_core() -> None:
     """The workers are started and have collected when they find that no test is picked."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "no_test_of_this_name", ONE, OTHER]
     done = subprocess.run(
-        command, capture_output=True, text=True, cwd=REPOSITORY, timeout=50, check=False, env=inherited
+        command, capture_output=True, text=True, cwd=REPOSITORY, timeout=170, check=False, env=inherited
     )
     assert done.returncode == 5, done.stdout + done.stderr  # no tests were collected
     assert f"created: {CORES}/{CORES} workers" in done.stdout
