@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import functools
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -174,9 +173,18 @@ def launch_emulated(module: EmulatedModule, wanted: KernelRun, order: Order) -> 
     return Results(arrays, f"{delivery} delivery, {schedule} schedule, seed {seed}")
 
 
-def assembly_toolchain() -> Toolchain:
+class _Unoptimised(Toolchain):
+    """Builds a module in a third of the time, which runs several times as long."""
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        return (*super().flags, "-O0")
+
+
+def assembly_toolchain(optimised: bool = True) -> Toolchain:
     """A compiler whose modules run the kernels' inline asm instead of the C++ twins of its wrappers."""
-    return dataclasses.replace(Toolchain.find(), assembly=True)
+    kind = Toolchain if optimised else _Unoptimised
+    return kind(**{**vars(Toolchain.find()), "assembly": True})
 
 
 def emulated_runner(cache_dir: Path, toolchain: Toolchain | None = None) -> Runner:

@@ -77,6 +77,7 @@ def test_fast_functions_stay_within_their_error_and_flush_subnormals(runner: Run
     rng = np.random.default_rng(1)
     x = np.concatenate([rng.uniform(-120, 120, 500), 2.0 ** rng.uniform(-120, 120, 500)]).astype(np.float32)
     edges = np.float32([0.0, 1.0, -1.0, 2.0**-130, -200, 200, np.inf, -np.inf, np.nan])
+    edges = np.concatenate([edges, np.float32([-126.5, -130, -140, 2.0**127, -1.5 * 2.0**127])])  # subnormal results
     values = np.concatenate([x, edges])
     arrays = {"in": values, "out": np.zeros(3 * values.size, np.float32)}
     exact = values.astype(np.float64)
@@ -106,9 +107,9 @@ def test_sines_and_cosines_of_half_turns_are_within_two_units(runner: Runner) ->
 
 
 def test_products_of_pairs_round_to_nearest_and_keep_subnormals_and_signs(runner: Runner) -> None:
-    """Every 16-bit word as the factor of powers of two, subnormal products included."""
-    a = np.arange(1 << 16, dtype=np.uint16)
-    for exponent in (8, -8):
+    """Every 16-bit word as the factor of powers of two, in either half, subnormal products included."""
+    for exponent, shift in ((8, 0), (-8, 1)):
+        a = np.roll(np.arange(1 << 16, dtype=np.uint16), shift)
         factors = {kind: np.full(a.size, 2.0**exponent, kind) for kind in (np.float16, ml_dtypes.bfloat16)}
         for part, (kind, factor) in enumerate(factors.items()):
             b = factor.view(np.uint16)

@@ -30,6 +30,13 @@ def test_async_copies_fill_a_ring_and_zero_what_is_not_valid(runner: Runner, siz
         result.check(out=np.where(np.arange(size) < valid[:, None], source, 0).astype(np.uint8))
 
 
+def test_waiting_for_all_copies_needs_no_group(runner: Runner) -> None:
+    source = np.random.default_rng(6).integers(0, 256, (32, 16)).astype(np.uint8)
+    arrays = {"in": source, "out": np.zeros_like(source)}
+    for result in runner(KernelRun(FILE, "copy_ungrouped", arrays, pointers("in", "out"), shared_bytes=512)):
+        result.check(out=source[::-1])
+
+
 def lane_words(matrix: np.ndarray) -> np.ndarray:
     """What the 32 lanes hold of an 8x8 matrix of 16-bit elements."""
     return np.ascontiguousarray(matrix).view(np.uint32).reshape(32)

@@ -46,10 +46,11 @@ def test_bulk_stores_copy_and_add(runner: Runner) -> None:
     }
     before = {name: rng.standard_normal(x.shape).astype(x.dtype) for name, x in added.items()}
     source = np.concatenate([copied, *(x.view(np.uint32) for x in added.values())])
-    arrays = {"in": source, "copy": np.zeros(256, np.uint32), **before}
-    run = KernelRun(FILE, "bulk_stores", arrays, pointers("in", "copy", *added), block=128, shared_bytes=4096)
+    words = {name: np.zeros(256, np.uint32) for name in ("copy", "seen")}
+    params = pointers("in", "copy", *added, "seen")
+    run = KernelRun(FILE, "bulk_stores", {"in": source, **words, **before}, params, block=128, shared_bytes=4096)
     for result in runner(run):
-        result.check(copy=copied, **{name: before[name] + x for name, x in added.items()})
+        result.check(copy=copied, seen=copied, **{name: before[name] + x for name, x in added.items()})
 
 
 def test_matrix_stores_gather_rows_from_lanes(runner: Runner) -> None:

@@ -74,6 +74,12 @@ def test_named_barriers_hand_a_slot_back_and_forth(runner: Runner) -> None:
         result.check(out=np.tile(expected, (3, 1)))
 
 
+def test_an_arrival_does_not_wait(runner: Runner) -> None:
+    run = KernelRun(FILE, "crossed_barriers", {"out": np.zeros(32, np.int32)}, pointers("out"), block=64)
+    for result in runner(run):
+        result.check(out=(3 * (31 - LANE)).astype(np.int32))
+
+
 def test_the_last_block_to_arrive_sees_all_parts(runner: Runner) -> None:
     blocks = 9
     arrays = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from mutation import append_mutants, backward_mutants, decode_mutants
+from mutation import append_mutants, asm_mutants, backward_mutants, decode_mutants
 from mutation import forward_mutants as mutants
 from mutation import hopper_fp8_mutants as sm90_fp8_mutants
 from mutation import hopper_mutants as sm90_mutants
@@ -16,6 +16,7 @@ LISTS: dict[str, tuple[Mutant, ...]] = {
     "backward": backward_mutants.MUTANTS,
     "decode": decode_mutants.DECODE_MUTANTS,
     "append": append_mutants.MUTANTS,
+    "asm": asm_mutants.MUTANTS,
     "hopper": sm90_mutants.MUTANTS,
     "hopper fp8": sm90_fp8_mutants.MUTANTS,
 }

@@ -38,6 +38,16 @@ extern "C" __global__ void copy_16(const unsigned char* in, const int* valid, un
   copy_ring<16>(in, valid, out, rounds);
 }
 
+// 32 threads copy 16 bytes each in no group, and read another thread's.
+extern "C" __global__ void copy_ungrouped(const unsigned char* in, unsigned char* out) {
+  DYNAMIC_SHARED(shared);
+  const int t = threadIdx.x;
+  ptx::cp_async<16>(ptx::shared_address(shared + 16 * t), in + 16 * t);
+  ptx::cp_async_wait_all();
+  __syncwarp();
+  for (int b = 0; b < 16; b++) out[16 * t + b] = shared[16 * (31 - t) + b];
+}
+
 // in: 4 matrices of 8x8 16-bit elements. out: 15 words of each of 32 lanes, by word.
 extern "C" __global__ void matrix_loads(const uint32_t* in, uint32_t* out) {
   DYNAMIC_SHARED(shared);

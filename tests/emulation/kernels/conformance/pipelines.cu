@@ -86,7 +86,9 @@ extern "C" __global__ void copy_arrivals(const uint32_t* in, uint32_t* out) {
 }
 
 // Stores 256 words and adds 256 words to f32, 512 elements to f16 and to bf16, all from the same kind of shared tile.
-extern "C" __global__ void bulk_stores(const uint32_t* in, uint32_t* copy, float* f32, uint32_t* f16, uint32_t* bf16) {
+// seen: the stored words as the thread reads them after its wait.
+extern "C" __global__ void bulk_stores(const uint32_t* in, uint32_t* copy, float* f32, uint32_t* f16, uint32_t* bf16,
+                                       uint32_t* seen) {
   DYNAMIC_SHARED(shared);
   const int t = threadIdx.x;
   const uint32_t data = ptx::shared_address(shared);
@@ -104,6 +106,7 @@ extern "C" __global__ void bulk_stores(const uint32_t* in, uint32_t* copy, float
     ptx::bulk_reduce_add_bf16(bf16, data + 3072, 1024);
     ptx::bulk_commit();
     ptx::bulk_wait<0>();
+    for (int i = 0; i < 256; i++) seen[i] = copy[i];
   }
 }
 

@@ -80,6 +80,21 @@ extern "C" __global__ void named_barriers(int* out, int rounds) {
   if (warp) out[threadIdx.x - 32] = sum;
 }
 
+// Warp 0 arrives at barrier 1 and goes on to barrier 2, where warp 1 waits before it comes to barrier 1.
+extern "C" __global__ void crossed_barriers(int* out) {
+  __shared__ int slot[32];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (warp == 0) {
+    slot[lane] = 3 * lane;
+    ptx::barrier_arrive(1, 64);
+    ptx::barrier_sync(2, 64);
+  } else {
+    ptx::barrier_sync(2, 64);
+    ptx::barrier_sync(1, 64);
+    out[lane] = slot[31 - lane];
+  }
+}
+
 // Every block adds its part; the last one to arrive reads what all of them wrote.
 extern "C" __global__ void last_arrival(float* parts, int* arrived, float* out, float* sums) {
   __shared__ int last;
