@@ -41,6 +41,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("context",),
     ("metrics", "interop", "embedding", "testing"),
     ("serving",),
+    ("asgi",),
     ("bench",),
     ("cli",),
     ("",),

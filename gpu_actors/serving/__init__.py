@@ -1,6 +1,7 @@
-"""What a server around a context needs: admission of requests, and probes that answer while it is busy.
+"""What a server around a context needs: bounds on requests and their bodies, admission, answers to errors, and probes.
 
-``examples/inference_server.py`` shows both in use, docs/serving.md says why.
+`Guard` is middleware for any ASGI server; docs/serving.md says why. ``gpu_actors.asgi`` puts all of it into a Starlette
+or FastAPI application, and ``examples/inference_server.py`` shows that in use.
 
 Imports from other rooms: runtime, validation.
 """
@@ -8,6 +9,25 @@ Imports from other rooms: runtime, validation.
 from __future__ import annotations
 
 from gpu_actors.serving.admission import Admission, AdmissionStats
+from gpu_actors.serving.bodies import Bodies, BodyTooLarge, BodyTooSlow, TooManyBodies
+from gpu_actors.serving.guard import Exchange, Guard
+from gpu_actors.serving.leaving import leave_slowly
 from gpu_actors.serving.probes import EXIT_CODE, Answer, Probes
+from gpu_actors.serving.problems import Problem, problem
 
-__all__ = ["EXIT_CODE", "Admission", "AdmissionStats", "Answer", "Probes"]
+__all__ = [
+    "EXIT_CODE",
+    "Admission",
+    "AdmissionStats",
+    "Answer",
+    "Bodies",
+    "BodyTooLarge",
+    "BodyTooSlow",
+    "Exchange",
+    "Guard",
+    "Probes",
+    "Problem",
+    "TooManyBodies",
+    "leave_slowly",
+    "problem",
+]

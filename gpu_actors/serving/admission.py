@@ -28,6 +28,9 @@ _WEIGHT = 0.1
 _FIRST_GUESS = 1.0
 _LONGEST_RETRY = 60.0
 
+# Seconds. A loop whose timers count milliseconds may cancel at a deadline so much before it.
+_TIMER_SLACK = 0.002
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionStats:
@@ -84,8 +87,10 @@ class Admission:
         try:
             yield
             self._measure(self._clock.now() - start)
-        except DeadlineExceeded:
-            self._measure(self._clock.now() - start)  # or requests that miss their deadline would never count
+        except BaseException as error:
+            late = deadline is not None and time.monotonic() >= deadline - _TIMER_SLACK
+            if late or isinstance(error, DeadlineExceeded):
+                self._measure(self._clock.now() - start)  # or requests that miss their deadline would never count
             raise
         finally:
             self._leave()

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import anyio
 import anyio.to_thread
 
-from gpu_actors.errors import InvalidRequest
+from gpu_actors.errors import GpuActorsError, InvalidRequest
 from gpu_actors.extras import install_hint
 from gpu_actors.serving.proof import Proof
 from gpu_actors.validation.fields import expect, integer, real
@@ -106,6 +106,11 @@ class Probes:
         self._ended = threading.Event()
 
     async def __aenter__(self) -> Self:
+        if self._thread is not None and self._thread.is_alive():
+            raise GpuActorsError("these probes are entered already; make some for each application")
+        self._context = self._proof = self._registry = None
+        self._leaving = False
+        self._ended.clear()
         if self.port is not None:
             self._listener = _listen(self, self.host, self.port, self.ports)
             self.port = self._listener.server_port

@@ -40,12 +40,19 @@ PROMISED = set(
 # Importing the package must not import any of these; whoever needs one imports it where it is used.
 EXTRAS = (
     *("cupy", "cupy_backends", "torch", "jax", "triton", "tokenizers", "safetensors", "transformers"),
-    *("starlette", "uvicorn", "httpx", "uvloop", "prometheus_client", "opentelemetry"),
+    *("starlette", "fastapi", "uvicorn", "httpx", "uvloop", "prometheus_client", "opentelemetry"),
     *("ziglang", "cuda", "nvidia", "hypothesis", "pytest", "scipy"),
 )
 HEAVY = (*EXTRAS, "typer", "click", "rich", "filelock", "platformdirs")
 # Modules that exist for one extra and are imported by whoever has it.
-FOR_AN_EXTRA = ("devices/cuda/cupy_api", "interop/torch", "interop/transformers", "metrics", "serving/collector")
+FOR_AN_EXTRA = (
+    "devices/cuda/cupy_api",
+    "interop/torch",
+    "interop/transformers",
+    "metrics",
+    "serving/collector",
+    "asgi",
+)
 WITH_NUMPY = 6.4  # what importing both may take, by NumPy alone: 0.45 s where NumPy takes 0.07 s
 
 

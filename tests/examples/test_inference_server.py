@@ -26,6 +26,7 @@ from support.modules import module_at
 from support.service import eventually
 
 import gpu_actors as ga
+from gpu_actors.serving import guard
 from gpu_actors.testing import FaultPlan, MockClock
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "inference_server.py"
@@ -94,6 +95,14 @@ async def client(running: Running) -> AsyncIterator[httpx.AsyncClient]:
         yield opened
 
 
+def named(reply: httpx.Response) -> str:
+    """The name of the error that a reply tells of."""
+    assert reply.headers["Content-Type"] == "application/problem+json"
+    assert reply.json()["status"] == reply.status_code
+    kind: str = reply.json()["type"]
+    return kind.removeprefix("urn:gpu-actors:error:")
+
+
 # Answers
 
 
@@ -157,10 +166,10 @@ async def test_bad_bodies_get_400_with_field_and_reason(
     body: bytes, field: str, reason: str, client: httpx.AsyncClient
 ) -> None:
     reply = await client.post("/embed", content=body)
-    error = reply.json()["error"]
-    assert (reply.status_code, error["type"], error["field"]) == (400, "InvalidRequest", field)
-    assert error["reason"].startswith(reason)
-    assert reply.json()["request_id"] == reply.headers["X-Request-Id"]
+    error = reply.json()
+    assert (reply.status_code, named(reply), error["field"]) == (400, "InvalidRequest", field)
+    assert error["accepted"].startswith(reason)
+    assert error["request_id"] == reply.headers["X-Request-Id"]
 
 
 @pytest.mark.parametrize(
@@ -168,13 +177,13 @@ async def test_bad_bodies_get_400_with_field_and_reason(
 )
 async def test_deadlines_that_are_none_get_400(value: str, client: httpx.AsyncClient) -> None:
     reply = await client.post("/embed", json={"texts": ["one"]}, headers={"X-Deadline-Ms": value})
-    assert (reply.status_code, reply.json()["error"]["field"]) == (400, "X-Deadline-Ms")
+    assert (reply.status_code, reply.json()["field"]) == (400, "X-Deadline-Ms")
 
 
 async def test_bodies_over_the_bound_get_413_whether_or_not_they_say_so(
     client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(example, "LINGER", 30.0)  # or a slow client would be reset before it has read the answer
+    monkeypatch.setattr(guard, "LINGER", 30.0)  # or a slow client would be reset before it has read the answer
     body = json.dumps({"texts": ["x" * 3_000_000]}).encode()
 
     async def unannounced() -> AsyncIterator[bytes]:
@@ -183,7 +192,7 @@ async def test_bodies_over_the_bound_get_413_whether_or_not_they_say_so(
 
     for content in (body, unannounced()):
         reply = await client.post("/embed", content=content)
-        assert (reply.status_code, reply.json()["error"]["type"]) == (413, "BodyTooLarge")
+        assert (reply.status_code, named(reply)) == (413, "BodyTooLarge")
         assert reply.headers["Connection"] == "close"
 
 
@@ -193,7 +202,7 @@ async def test_a_body_that_does_not_arrive_by_the_deadline_gets_408(running: Run
     status = await asyncio.wait_for(reader.readline(), 30)
     writer.close()
     assert status.split()[1] == b"408"
-    eventually(lambda: running.service.held_bytes == 0)
+    eventually(lambda: running.service.bodies.held_bytes == 0)
 
 
 # Too much, too late, gone
@@ -217,7 +226,7 @@ async def test_requests_over_the_bound_get_429_and_the_others_are_answered(monke
             assert statuses == [200, 200, 429, 429, 429, 429]
             first = next(reply for reply in replies if reply.status_code == 429)
             assert first.headers["Retry-After"] == "1"
-            assert first.json()["error"]["type"] == "Overloaded"
+            assert named(first) == "Overloaded"
             assert (await client.post("/embed", json={"texts": ["one"]})).status_code == 200
 
 
@@ -268,7 +277,7 @@ async def test_a_request_that_waits_for_too_long_gets_429_and_costs_no_work(monk
             await asyncio.to_thread(eventually, lambda: server.running == 1)
             late = await client.post("/embed", json={"texts": ["late"]})
             assert (late.status_code, late.headers["Retry-After"]) == (429, "1")
-            assert "did not come to this request within 0.05 s" in late.json()["error"]["message"]
+            assert "did not come to this request within 0.05 s" in late.json()["detail"]
             held.let_go.set()
             assert (await first).status_code == 200
         assert held.asked == ["first"]
@@ -287,7 +296,7 @@ async def test_a_client_that_hangs_up_leaves_the_queue(monkeypatch: pytest.Monke
             held.let_go.set()
             assert (await first).status_code == 200
         assert held.asked == ["first"]
-        await asyncio.to_thread(eventually, lambda: server.service.held_bytes == 0)
+        await asyncio.to_thread(eventually, lambda: server.service.bodies.held_bytes == 0)
 
 
 @contextlib.asynccontextmanager
@@ -307,11 +316,11 @@ async def test_clients_that_send_nothing_take_no_place() -> None:
         async with contextlib.AsyncExitStack() as stack:
             for _ in range(8):
                 await stack.enter_async_context(unfinished(server.port, b'{"texts": ["on'))
-            await asyncio.to_thread(eventually, lambda: server.service.held_bytes == 8 * 14)
+            await asyncio.to_thread(eventually, lambda: server.service.bodies.held_bytes == 8 * 14)
             assert (server.running, server.waiting) == (0, 0)
             async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
                 assert (await client.post("/embed", json={"texts": ["one"]})).status_code == 200
-        await asyncio.to_thread(eventually, lambda: server.service.held_bytes == 0)
+        await asyncio.to_thread(eventually, lambda: server.service.bodies.held_bytes == 0)
 
 
 async def test_a_long_deadline_does_not_stretch_the_reading() -> None:
@@ -326,12 +335,12 @@ async def test_bodies_that_are_too_large_together_are_refused_until_there_is_roo
         body = b'{"texts": ["' + b"x" * 300 + b'"]}'
         async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
             async with unfinished(server.port, b"{" + b" " * 799):
-                await asyncio.to_thread(eventually, lambda: server.service.held_bytes == 800)
+                await asyncio.to_thread(eventually, lambda: server.service.bodies.held_bytes == 800)
                 refused = await client.post("/embed", content=body)
-                assert (refused.status_code, refused.json()["error"]["type"]) == (429, "TooManyBodies")
+                assert (refused.status_code, named(refused)) == (429, "TooManyBodies")
                 assert refused.headers["Retry-After"] == "1"
                 assert refused.headers["Connection"] == "close"
-            await asyncio.to_thread(eventually, lambda: server.service.held_bytes == 0)
+            await asyncio.to_thread(eventually, lambda: server.service.bodies.held_bytes == 0)
             assert (await client.post("/embed", content=body)).status_code == 200
 
 
@@ -372,7 +381,7 @@ async def test_a_deadline_that_passes_gets_504_and_frees_the_server() -> None:
             start = time.monotonic()
             reply = await client.post("/embed", json={"texts": ["one"]}, headers={"X-Deadline-Ms": "250"})
             assert time.monotonic() - start >= 0.25
-            assert (reply.status_code, reply.json()["error"]["type"]) == (504, "DeadlineExceeded")
+            assert (reply.status_code, named(reply)) == (504, "DeadlineExceeded")
             eventually(lambda: server.running == 0)
             assert server.launched <= 1
 
@@ -417,7 +426,7 @@ async def test_a_lost_context_gets_503_and_is_not_ready() -> None:
         async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
             for _ in range(2):
                 reply = await client.post("/embed", json={"texts": ["one"]})
-                assert (reply.status_code, reply.json()["error"]["type"]) == (503, "ContextLost")
+                assert (reply.status_code, named(reply)) == (503, "ContextLost")
             ready = await client.get("/readyz")
             assert (ready.status_code, ready.json()["state"]) == (503, "failed")
             assert "lost" in ready.json()["reason"]
@@ -434,7 +443,7 @@ async def test_an_unexpected_error_gets_500_and_keeps_its_details_to_the_log(
 
     monkeypatch.setattr(running.service, "embedder", SimpleNamespace(embed=broken))
     reply = await client.post("/embed", json={"texts": ["one"]})
-    assert (reply.status_code, reply.json()["error"]["type"]) == (500, "InternalError")
+    assert (reply.status_code, named(reply)) == (500, "about:blank")
     assert "a secret" not in reply.text
     assert "a secret" in caplog.text
 

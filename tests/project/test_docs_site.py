@@ -9,7 +9,7 @@ from support.docs import PAGES
 from support.service import REPOSITORY
 
 import gpu_actors as ga
-from gpu_actors import serving, testing
+from gpu_actors import asgi, serving, testing
 
 DOCS = REPOSITORY / "docs"
 
@@ -18,6 +18,7 @@ def test_every_public_name_stands_on_one_page_of_the_reference() -> None:
     public = [f"gpu_actors.{name}" for name in ga.__all__ if name != "__version__"]
     public += [f"gpu_actors.testing.{name}" for name in testing.__all__ if name != "reference"]
     public += [f"gpu_actors.serving.{name}" for name in serving.__all__]
+    public += [f"gpu_actors.asgi.{name}" for name in asgi.__all__ if name not in serving.__all__]
     text = "\n".join(page.read_text(encoding="utf-8") for page in (DOCS / "api").glob("*.md"))
     shown = Counter(re.findall(r"^::: ([\w.]+)$", text, re.M))
     assert [name for name in public if shown[name] != 1] == []

@@ -16,8 +16,8 @@ from gpu_actors.extras import install_hint
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 OPTIONAL = (
     "rich", "typer", "click", "cupy", "cupy_backends", "nvidia", "safetensors", "tokenizers", "threadpoolctl",
-    "starlette", "uvicorn", "uvloop", "matplotlib", "opentelemetry", "prometheus_client", "ziglang", "psutil", "torch",
-    "transformers", "jax", "httpx", "pytest",
+    "starlette", "fastapi", "uvicorn", "uvloop", "matplotlib", "opentelemetry", "prometheus_client", "ziglang",
+    "psutil", "torch", "transformers", "jax", "httpx", "pytest",
 )  # fmt: skip
 
 EXAMPLES = ("generate.py", "inference_server.py", "train_char_model.py")
@@ -71,6 +71,13 @@ def test_an_example_without_its_extra_ends_in_a_sentence(example: str) -> None:
     assert re.fullmatch(r'\w+ is not installed: pip install -e "\.\[demo\]"\n', done.stderr), done.stderr
 
 
+def test_an_application_without_starlette_is_told_the_extra() -> None:
+    done = run_bare("import gpu_actors.serving\nimport gpu_actors.asgi")
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last == 'ModuleNotFoundError: starlette is not installed: pip install -e ".[asgi]"'
+
+
 def test_every_example_that_can_be_run_is_tried_without_its_extra() -> None:
     runnable = [path.name for path in sorted((REPOSITORY / "examples").glob("*.py")) if runs(path)]
     assert runnable == sorted([*EXAMPLES, "serving_load.py"])  # which starts the server and shows what that says
@@ -82,5 +89,5 @@ def runs(path: Path) -> bool:
 
 def test_the_demo_and_the_tests_bring_the_command() -> None:
     extras = PROJECT["optional-dependencies"]
-    assert "gpu-actors[cli]" in extras["demo"]
+    assert "gpu-actors[cli,asgi]" in extras["demo"]
     assert any("demo" in line for line in extras["test"] if line.startswith("gpu-actors["))

@@ -1,0 +1,206 @@
+"""A context in a Starlette or FastAPI application.
+
+    app = Starlette(lifespan=asgi.lifespan("cuda"), routes=[*asgi.routes(), Route("/attend", attend)])
+    app.add_middleware(asgi.Guard)
+
+`Guard` bounds and answers each request; `lifespan` opens the context and closes it; `routes` answers /livez, /readyz
+and /metrics. A handler takes its context by ``asgi.context(request)``. Needs the ``asgi`` extra; `Guard` and `lifespan`
+work with any ASGI application.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import anyio.to_thread
+
+from gpu_actors.context import GpuContext, open_context
+from gpu_actors.errors import ActorStopped
+from gpu_actors.extras import missing
+from gpu_actors.options import ContextOptions
+from gpu_actors.serving.admission import Admission
+from gpu_actors.serving.bodies import Bodies
+from gpu_actors.serving.guard import KEY, Exchange, Guard
+from gpu_actors.serving.leaving import leave_slowly
+from gpu_actors.serving.probes import Answer, Probes
+from gpu_actors.serving.problems import problem
+from gpu_actors.validation.fields import expect, real
+
+try:
+    from starlette.requests import HTTPConnection, Request
+    from starlette.responses import Response
+    from starlette.routing import BaseRoute, Route
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(missing(error, "asgi"), name=error.name) from None
+
+__all__ = [
+    "Bodies",
+    "Guard",
+    "Service",
+    "context",
+    "deadline",
+    "error_response",
+    "lifespan",
+    "request_id",
+    "routes",
+    "service",
+]
+
+logger: logging.Logger = logging.getLogger("gpu_actors")
+
+STATE = "gpu_actors"
+
+_NOT_OPEN = "the application's lifespan has not opened a context: give the application lifespan=asgi.lifespan(...)"
+
+Prepare = Callable[[GpuContext], Awaitable[Mapping[str, Any] | None]]
+Lifespan = Callable[[Any], AbstractAsyncContextManager[dict[str, Any]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What an application's `lifespan` has opened. admission: as it was given, or None."""
+
+    context: GpuContext
+    probes: Probes
+    admission: Admission | None
+
+
+def lifespan(
+    device: str = "auto",
+    options: ContextOptions | None = None,
+    *,
+    prepare: Prepare | None = None,
+    admission: Admission | None = None,
+    probes: Probes | None = None,
+    leave_seconds: float = 2.0,
+) -> Lifespan:
+    """The lifespan of an application that owns a context: ``Starlette(lifespan=lifespan("cuda"))``, FastAPI likewise.
+
+    Startup opens the context, waits for ``prepare`` and proves the device by a launch; then the application is ready.
+    Shutdown waits until what was accepted is answered, at most ``drain_timeout`` seconds, and closes the context. What
+    a startup raises ends it; what it had opened is closed.
+
+    device, options: as for `open_context`. prepare: a coroutine function that is given the context, to load a model and
+    to warm it up; the mapping that it returns is added to the state of every request, as ``request.state.model``.
+    admission: shown in /metrics, and found as ``service(request).admission``. probes: `Probes` with a port of their
+    own, which answer while the application starts, stops or is busy. Default: probes without a port, for `routes`.
+    leave_seconds: how long /readyz says "draining" after SIGTERM before the server is told (see `leave_slowly`).
+
+    Each application takes a call of its own. Raises `InvalidRequest` for a ``leave_seconds`` that is not >= 0; entering
+    raises what `open_context`, `GpuContext.probe` and ``prepare`` raise.
+    """
+    leave_seconds = real("leave_seconds", leave_seconds, "a finite number of seconds >= 0")
+    expect(leave_seconds >= 0, "leave_seconds", leave_seconds, "must be a finite number of seconds >= 0")
+
+    @asynccontextmanager
+    async def opened(app: Any) -> AsyncIterator[dict[str, Any]]:
+        # The probes are entered first and left last: they answer while the context opens and drains.
+        answering = probes if probes is not None else Probes()
+        async with answering, open_context(device, options) as context:
+            prepared = await prepare(context) if prepare is not None else None
+            if not any(stats.launched for stats in context.stats().values()):
+                await context.probe()
+            found = Service(context, answering, admission)
+            answering.watch(context, admission)
+            logger.info("ready on %s, probes on port %s", context.info.name, answering.port)
+            kept = getattr(app, "state", None)
+            with leave_slowly(answering, leave_seconds):
+                if kept is not None:
+                    setattr(kept, STATE, found)
+                try:
+                    yield {**(prepared or {}), STATE: found}
+                finally:
+                    if kept is not None:
+                        delattr(kept, STATE)
+
+    return opened
+
+
+def routes() -> list[BaseRoute]:
+    """/livez, /readyz and /metrics of the context that the application's `lifespan` has opened; see `Probes`.
+
+    Where no lifespan has run, /livez is 200, the others are 503 and /readyz says why. Mounted under a prefix, they
+    answer there. A port of their own (``lifespan(probes=Probes(port=8001))``) answers also while the loop is busy.
+    """
+    return [
+        Route(f"/{name}", _probe(name), methods=["GET"], name=f"gpu_actors_{name}", include_in_schema=False)
+        for name in ("livez", "readyz", "metrics")
+    ]
+
+
+def _probe(name: str) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        exchange = request.scope.get(KEY)
+        if exchange is not None:
+            exchange.quiet = True
+        found = _find(request)
+        if found is None:
+            status, body, content_type = _without_context(name)
+        elif name == "metrics":
+            # Reading the cubin cache's folder may block.
+            status, body, content_type = await anyio.to_thread.run_sync(found.probes.metrics)
+        else:
+            status, body, content_type = getattr(found.probes, name)()
+        return Response(body, status, headers={"Cache-Control": "no-store"}, media_type=content_type)
+
+    return answer
+
+
+def _without_context(name: str) -> Answer:
+    # Probes that were never entered and watch nothing say so themselves, but for the loop that gives them no beat.
+    if name == "livez":
+        return Answer(200, b'{"alive": true, "reason": ""}')
+    return Answer(503, b'{"ready": false, "state": "starting", "reason": "%s"}' % _NOT_OPEN.encode())
+
+
+def error_response(error: BaseException, *, instance: str | None = None) -> Response:
+    """The response for an error of this package: its status, Retry-After and problem+json (RFC 9457).
+
+    For handlers and exception handlers of your own; `Guard` answers what they leave. An error that is not this
+    package's is a 500 that says nothing of it. instance: a URI of this occurrence, as the request's path.
+    """
+    answer = problem(error)
+    body = answer.body(**({} if instance is None else {"instance": instance}))
+    return Response(body, answer.status, headers=answer.headers)
+
+
+def service(request: HTTPConnection) -> Service:
+    """What the application's `lifespan` has opened. Raises `ActorStopped` where none has run."""
+    found = _find(request)
+    if found is None:
+        raise ActorStopped(_NOT_OPEN)
+    return found
+
+
+def context(request: HTTPConnection) -> GpuContext:
+    """The context of a request or WebSocket; ``Depends(asgi.context)`` in FastAPI. Raises as `service` does."""
+    return service(request).context
+
+
+def deadline(request: HTTPConnection) -> float | None:
+    """The request's deadline as absolute ``time.monotonic()`` seconds, for requests of a context. None: no limit."""
+    exchange = _exchange(request)
+    return None if exchange is None else exchange.deadline
+
+
+def request_id(request: HTTPConnection) -> str:
+    """The name of the request in the answer's X-Request-Id and in the log. Empty without a `Guard`."""
+    exchange = _exchange(request)
+    return "" if exchange is None else exchange.request_id
+
+
+def _exchange(request: HTTPConnection) -> Exchange | None:
+    exchange: Exchange | None = request.scope.get(KEY)
+    return exchange
+
+
+def _find(request: HTTPConnection) -> Service | None:
+    found = getattr(getattr(request.scope.get("app"), "state", None), STATE, None)
+    if found is None:
+        # An application that is mounted in another lives in that one's lifespan, whose state the scope holds.
+        found = (request.scope.get("state") or {}).get(STATE)
+    return found if isinstance(found, Service) else None

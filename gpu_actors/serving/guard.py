@@ -1,0 +1,317 @@
+"""Guard: ASGI middleware that bounds each request and answers each error.
+
+    app = Guard(app)
+
+A handler behind it awaits requests of a context and raises what they raise. The client's deadline and a client that
+hangs up cancel the handler, and with it what it waits for. Needs nothing but an ASGI server on asyncio.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import re
+import time
+import uuid
+from collections import deque
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, TypeAlias
+from urllib.parse import quote
+
+import anyio
+
+from gpu_actors.errors import DeadlineExceeded, GpuActorsError, InvalidRequest
+from gpu_actors.serving.bodies import Bodies, BodyTooLarge, BodyTooSlow, TooManyBodies
+from gpu_actors.serving.problems import own_error, problem
+from gpu_actors.validation.fields import expect, real
+
+__all__ = ["Exchange", "Guard"]
+
+Message: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[Message]]
+Send: TypeAlias = Callable[[Message], Awaitable[None]]
+App: TypeAlias = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+
+logger: logging.Logger = logging.getLogger("gpu_actors")
+access: logging.Logger = logging.getLogger("gpu_actors.access")
+
+KEY = "gpu_actors.exchange"
+
+DEADLINE = "X-Deadline-Ms"
+
+LINGER = 1.0
+"""Seconds to go on reading the body of a request that is answered before the body is there."""
+
+_AHEAD = 1 << 16
+
+_GONE = 499
+
+
+class Guard:
+    """Middleware for any ASGI application: ``app.add_middleware(Guard)`` in Starlette and FastAPI, or ``Guard(app)``.
+
+    - X-Deadline-Ms, milliseconds from now as a plain decimal number, cancels the handler when it has passed: 504. It
+      bounds the whole answer, a stream too. One that is malformed is a 400.
+    - A client that hangs up cancels the handler. Work that runs after the answer, as Starlette's background tasks, is
+      not cancelled.
+    - A body is bounded by ``bodies``: 413, 408 or 429.
+    - Each error of this package that reaches the guard, alone or in an exception group, is answered as `problem` says,
+      in application/problem+json (RFC 9457). Any other exception is answered with a 500 that says nothing of it, and
+      raised for the server to log; not where the application is in debug mode or has a handler for it. An error after
+      the first byte of the answer is raised, so that the server closes the connection.
+    - Each answer has an X-Request-Id, the client's own where it is a plain name. The logger "gpu_actors.access" gets a
+      line for each, at level INFO, and DEBUG for probes and refusals by 429.
+
+    default_timeout: seconds for a request without the header. None: no limit.
+    longest_timeout: seconds that a client may ask for at most.
+    bodies: the bounds on bodies. Default: ``Bodies()``.
+
+    Other scopes than HTTP pass untouched, and so does HTTP behind a second guard. Raises `InvalidRequest` for a time
+    that is not over 0.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        *,
+        default_timeout: float | None = None,
+        longest_timeout: float = 300.0,
+        bodies: Bodies | None = None,
+    ) -> None:
+        self.app = app
+        self.default_timeout = None if default_timeout is None else _over_0("default_timeout", default_timeout)
+        self.longest_timeout = _over_0("longest_timeout", longest_timeout)
+        self.bodies: Bodies = bodies if bodies is not None else Bodies()
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or KEY in scope:
+            await self.app(scope, receive, send)
+        else:
+            await Exchange(self, scope, receive, send).run()
+
+
+class Exchange:
+    """One request and its answer. Found in the ASGI scope under ``gpu_actors.exchange``.
+
+    deadline: absolute ``time.monotonic()`` seconds, or None. request_id: of the answer's X-Request-Id.
+    quiet: whether the answer is worth no line of the log at level INFO.
+    """
+
+    def __init__(self, guard: Guard, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        self.request_id: str = _request_id(scope)
+        self.deadline: float | None = None
+        self.quiet: bool = False
+        self._guard = guard
+        scope[KEY] = self
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self._start = time.monotonic()
+        self._run = anyio.CancelScope()
+        self._ahead: deque[Message] = deque()
+        self._ahead_bytes = self._held_bytes = 0
+        self._arrived, self._room = asyncio.Event(), asyncio.Event()
+        self._asked = self._complete = False
+        self._status = 0
+        self._answered = self._gone = False
+        self._refusal: GpuActorsError | None = None
+
+    async def run(self) -> None:
+        try:
+            await self._handle()
+        except Exception as error:
+            await self._settle(error)
+        finally:
+            self._guard.bodies.let_go(self._held_bytes)
+            self._log()
+
+    async def _handle(self) -> None:
+        guard, scope = self._guard, self._scope
+        timeout = _timeout(scope, guard)
+        announced = b"".join(_header(scope, b"content-length"))
+        if announced.isdigit():
+            guard.bodies.check(int(announced[:20]))
+        if timeout is not None:
+            self.deadline = self._start + timeout
+            self._run.deadline = anyio.current_time() + timeout
+        watcher = asyncio.create_task(self._watch())
+        try:
+            with self._run:
+                await guard.app(scope, self._receive_ahead, self._send_on)
+        finally:
+            watcher.cancel()
+            await asyncio.wait({watcher})
+        if self._refusal is not None and not self._answered:
+            raise self._refusal
+        if self._run.cancelled_caught and not self._gone:
+            raise self._late()
+
+    def _late(self) -> GpuActorsError:
+        if self._complete:
+            return DeadlineExceeded("the deadline passed before the answer")
+        return BodyTooSlow("the body did not arrive by the deadline")
+
+    # What the client sends
+
+    async def _watch(self) -> None:
+        """Read ahead of the handler, a little, to see the end of the body and of the connection."""
+        try:
+            refusal = await self._read()
+            if refusal is not None:
+                self._refusal = refusal
+                self._run.cancel()
+                return
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+        except _HungUp:
+            pass
+        except Exception:
+            logger.debug("%s: the server's receive() raised", self.request_id, exc_info=True)
+        self._gone = True
+        self._arrived.set()
+        if not self._answered:  # a server says "disconnect" after the answer, too
+            self._run.cancel()
+
+    async def _read(self) -> GpuActorsError | None:
+        """Read the whole body. Gives why it is refused."""
+        self._asked = True
+        bodies = self._guard.bodies
+        left = bodies.seconds
+        while not self._complete:
+            began, message = time.monotonic(), None
+            with anyio.move_on_after(left):
+                message = await self._receive()
+            left -= time.monotonic() - began
+            if message is None:
+                return BodyTooSlow(f"the body did not arrive within {bodies.seconds:g} s")
+            if message["type"] == "http.disconnect":
+                raise _HungUp
+            size = len(message.get("body", b""))
+            try:
+                bodies.hold(self._held_bytes, size)
+            except GpuActorsError as refusal:
+                return refusal
+            self._held_bytes += size
+            self._ahead_bytes += size
+            self._complete = not message.get("more_body", False)
+            self._ahead.append(message)
+            self._arrived.set()
+            while self._ahead_bytes > _AHEAD and not self._complete:
+                self._room.clear()
+                await self._room.wait()
+        return None
+
+    async def _receive_ahead(self) -> Message:
+        while not self._ahead:
+            if self._gone:
+                return {"type": "http.disconnect"}
+            self._arrived.clear()
+            await self._arrived.wait()
+        message = self._ahead.popleft()
+        self._ahead_bytes -= len(message.get("body", b""))
+        self._room.set()
+        return message
+
+    # What the client gets
+
+    async def _send_on(self, message: Message) -> None:
+        kind = message["type"]
+        if kind == "http.response.start":
+            self._status = message["status"]
+            headers = list(message.get("headers", ()))
+            if not any(bytes(name).lower() == b"x-request-id" for name, _ in headers):
+                headers.append((b"x-request-id", self.request_id.encode()))
+            message = {**message, "headers": headers}
+        elif kind == "http.response.pathsend" or (kind == "http.response.body" and not message.get("more_body", False)):
+            self._answered = True
+            self._run.deadline = math.inf
+        await self._send(message)
+
+    async def _settle(self, error: Exception) -> None:
+        """Answer an error, or raise it where the application or the server has to."""
+        own = own_error(error)
+        if self._gone and own is not None and not self._answered:
+            return
+        if self._gone or self._status or (own is None and _handles_errors(self._scope.get("app"))):
+            raise error
+        answer = problem(error)
+        if own is not None and answer.status == 500:
+            logger.error("%s failed", self.request_id, exc_info=error)
+        headers = dict(answer.headers)
+        refused = isinstance(error, BodyTooLarge | BodyTooSlow | TooManyBodies)
+        if not await self._drained() or refused:
+            # The rest of the body would be read as the next request.
+            headers["Connection"] = "close"
+        if not self._scope.get("http_version", "1.1").startswith("1"):
+            headers.pop("Connection", None)
+        instance = f"{quote(self._scope.get('path', ''))}#{self.request_id}"
+        body = answer.body(instance=instance, request_id=self.request_id)
+        headers["Content-Length"] = str(len(body))
+        raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+        await self._send_on({"type": "http.response.start", "status": answer.status, "headers": raw})
+        await self._send_on({"type": "http.response.body", "body": body})
+        if own is None:
+            raise error
+
+    async def _drained(self) -> bool:
+        """Whether the body ends soon. A client that still sends when its connection closes would be reset before it
+        has read the answer; one that waits for "100 Continue" has not begun."""
+        if not self._asked and _header(self._scope, b"expect"):
+            return False
+        with anyio.move_on_after(LINGER):
+            while not self._complete:
+                message = await self._receive()
+                self._complete = not message.get("more_body", False)
+        return self._complete
+
+    def _log(self) -> None:
+        status = self._status or (_GONE if self._gone else 0)
+        if not status:
+            return  # the server's own answer, or a task that was cancelled
+        milliseconds = (time.monotonic() - self._start) * 1e3
+        # /metrics counts refusals; a log line for each would be a large part of their cost.
+        level = logging.DEBUG if self.quiet or status == 429 else logging.INFO
+        if access.isEnabledFor(level):
+            method, path = self._scope.get("method", ""), quote(self._scope.get("path", ""))[:200]
+            extra = {"request_id": self.request_id, "status": status, "milliseconds": milliseconds}
+            access.log(level, "%s %s %s %d %.1f ms", self.request_id, method, path, status, milliseconds, extra=extra)
+
+
+class _HungUp(Exception):
+    """The client went before its body was there."""
+
+
+def _over_0(name: str, seconds: float) -> float:
+    number = real(name, seconds, "a finite number of seconds > 0")
+    expect(number > 0, name, seconds, "must be a finite number of seconds > 0")
+    return number
+
+
+def _header(scope: MutableMapping[str, Any], name: bytes) -> list[bytes]:
+    return [bytes(value) for key, value in scope.get("headers", ()) if bytes(key).lower() == name]
+
+
+def _request_id(scope: MutableMapping[str, Any]) -> str:
+    given = b"".join(_header(scope, b"x-request-id")).decode("latin-1")
+    # A name of the client's own is kept for its logs, unless it could forge a line of ours.
+    return given if re.fullmatch(r"[\w.-]{1,64}", given, re.ASCII) else uuid.uuid4().hex
+
+
+def _timeout(scope: MutableMapping[str, Any], guard: Guard) -> float | None:
+    values = _header(scope, DEADLINE.lower().encode())
+    if not values:
+        return guard.default_timeout
+    given, longest = b", ".join(values).decode("latin-1"), guard.longest_timeout * 1e3
+    # Stricter than float(): 1e5, 1_000 and infinity are probably mistakes.
+    plain = re.fullmatch(r"[0-9]{1,12}(\.[0-9]{1,9})?", given)
+    if plain is None or not 0 < float(given) <= longest:
+        reason = f"must be milliseconds from now as a plain decimal number, over 0 and up to {longest:.0f}"
+        raise InvalidRequest(DEADLINE, given, reason)
+    return float(given) / 1e3
+
+
+def _handles_errors(app: Any) -> bool:
+    """Whether a Starlette application shows or answers unexpected errors itself."""
+    handlers = getattr(app, "exception_handlers", None) or {}
+    return bool(getattr(app, "debug", False)) or 500 in handlers or Exception in handlers

@@ -1,0 +1,65 @@
+"""Leaving slowly: after SIGTERM /readyz says so for a while before the server stops to listen."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gpu_actors.serving.probes import Probes
+
+__all__ = ["leave_slowly"]
+
+
+@contextmanager
+def leave_slowly(probes: Probes, seconds: float) -> Iterator[None]:
+    """While entered: on SIGTERM have `Probes.leave` said, and hand the signal on once ``seconds`` have passed.
+
+    Load balancers have that time to ask /readyz. A second SIGTERM is handed on at once. Enter it on the thread of the
+    server's event loop. Does nothing off the main thread, and where nothing in Python handles SIGTERM.
+    """
+    former: Any = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is not threading.main_thread() or not callable(former):
+        yield
+        return
+    leaving = _Leaving(probes, seconds, former)
+    signal.signal(signal.SIGTERM, leaving)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGTERM) is leaving:
+            signal.signal(signal.SIGTERM, former)
+        leaving.over = True
+
+
+class _Leaving:
+    """A handler of SIGTERM. Several applications of one process chain theirs; all of them leave at once."""
+
+    def __init__(self, probes: Probes, seconds: float, former: Any) -> None:
+        self._probes = probes
+        self._seconds = seconds
+        self._former = former
+        self._loop = asyncio.get_running_loop()
+        self.over = False
+
+    def __call__(self, number: int, _: FrameType | None) -> None:
+        seconds, last = 0.0, self
+        for leaving in self._chain():
+            last = leaving
+            if not leaving.over:
+                leaving._probes.leave()
+                seconds = max(seconds, leaving._seconds)
+        hand_on = last._former
+        signal.signal(signal.SIGTERM, hand_on)
+        self._loop.call_soon_threadsafe(self._loop.call_later, seconds, hand_on, number, None)
+
+    def _chain(self) -> Iterator[_Leaving]:
+        leaving: Any = self
+        while isinstance(leaving, _Leaving):
+            yield leaving
+            leaving = leaving._former
