@@ -6,11 +6,14 @@
 //   take the sum are no more precise.
 // - SageAttention2 (arXiv 2411.10958), on Ada and Hopper: an accumulator has a sign, 8 exponent bits and 13 fraction
 //   bits, and what a float has below them is cut off.
+// - MMA-Sim (arXiv 2511.10909), which agrees with Hopper bit for bit: all 32 products and the old value are one sum. A
+//   product's exponent is the sum of its factors' exponents, which a significand of 2 or more does not raise, and an
+//   element below the least normal number of its format has that number's exponent.
 //
 // The model: the addends of an element of d are its products and, where it accumulates, its old value. The largest of
 // their exponents gives a unit, 2^-13 of that power of two. Each addend is cut off toward zero to whole units, these are
-// added exactly, and the sum is cut off to 13 fraction bits. It is a model: of the order in which hardware adds, and of
-// bits that it may keep in between, too little is known.
+// added exactly, and the sum is cut off to 13 fraction bits. A unit here is at least 2^-126, which cuts old values below
+// 2^-113 off too early where nothing else is added.
 //
 // For wgmma alone. mma.sync of 8-bit elements becomes products of f16 on sm_90, and no kernel here uses it on sm_89.
 #pragma once
@@ -20,40 +23,56 @@
 namespace emulation {
 
 constexpr int KEPT_FRACTION_BITS = 13;
+constexpr int NO_EXPONENT = -(1 << 20);  // of a zero: no sum with other exponents is the largest one
+
+// The exponent that `value`, an element of a format whose normal numbers start at `least`, has in a sum: as float's.
+inline int exponent_of(float value, int least) {
+  const uint32_t magnitude = __float_as_uint(value) & 0x7FFFFFFFu;
+  return magnitude == 0 ? NO_EXPONENT : upper(int(magnitude >> 23), least);
+}
+inline void exponents_of(Element e, const float* values, int count, int* exponents) {
+  const int least = e == Element::e4m3 ? 127 - 6 : 127 - 14;
+  for (int i = 0; i < count; i++) exponents[i] = exponent_of(values[i], least);
+}
+
+// Factors of products: elements as floats, and their exponents.
+struct Factors {
+  const float* value;
+  const int* exponent;
+
+  Factors from(int first) const { return {value + first, exponent + first}; }
+};
 
 // COLUMNS elements of a row of d: d += a[0 .. k) b[0 .. k)[0 .. COLUMNS), whose rows lie `pitch` apart. A sum with an
 // infinity or a NaN is what fp32 makes of it.
 template <int COLUMNS>
-inline void add_truncated(const float* a, const float* b, int pitch, int k, float* d) {
-  constexpr uint32_t MAGNITUDE = 0x7FFFFFFFu, EXPONENT = 0x7F800000u, LEAST = 14u << 23;  // its unit is normal, too
-  constexpr uint32_t DROPPED = (1u << (23 - KEPT_FRACTION_BITS)) - 1, FRACTION = uint32_t(KEPT_FRACTION_BITS) << 23;
+inline void add_truncated(Factors a, Factors b, int pitch, int k, float* d) {
+  constexpr int LEAST = KEPT_FRACTION_BITS + 1;  // its unit is normal, too
+  constexpr uint32_t DROPPED = (1u << (23 - KEPT_FRACTION_BITS)) - 1;
   float plain[COLUMNS], to_units[COLUMNS], unit[COLUMNS];
-  uint32_t top[COLUMNS];  // magnitudes' bits are in the order of magnitudes
-  int sum[COLUMNS];
-  for (int j = 0; j < COLUMNS; j++) plain[j] = d[j], top[j] = __float_as_uint(d[j]) & MAGNITUDE;
+  int top[COLUMNS], sum[COLUMNS];
+  for (int j = 0; j < COLUMNS; j++) plain[j] = d[j], top[j] = exponent_of(d[j], 1) + 127;
   for (int x = 0; x < k; x++)
     for (int j = 0; j < COLUMNS; j++) {
-      const float product = a[x] * b[x * pitch + j];
-      const uint32_t magnitude = __float_as_uint(product) & MAGNITUDE;
-      plain[j] += product;
-      top[j] = magnitude > top[j] ? magnitude : top[j];
+      plain[j] += a.value[x] * b.value[x * pitch + j];
+      top[j] = upper(top[j], a.exponent[x] + b.exponent[x * pitch + j]);
     }
   float probe = 0.0f;
   for (int j = 0; j < COLUMNS; j++) probe += plain[j] * 0.0f;
   if (probe != 0.0f) {  // NaN: some sum is not finite
     if constexpr (COLUMNS == 1) d[0] = plain[0];
     else
-      for (int j = 0; j < COLUMNS; j++) add_truncated<1>(a, b + j, pitch, k, d + j);
+      for (int j = 0; j < COLUMNS; j++) add_truncated<1>(a, b.from(j), pitch, k, d + j);
     return;
   }
   for (int j = 0; j < COLUMNS; j++) {
-    const uint32_t exponent = (top[j] & EXPONENT) > LEAST ? top[j] & EXPONENT : LEAST;
-    unit[j] = float_of(exponent - FRACTION);
-    to_units[j] = float_of((254u << 23) + FRACTION - exponent);
+    const uint32_t exponent = upper(top[j] - 127, LEAST);
+    unit[j] = float_of((exponent - KEPT_FRACTION_BITS) << 23);
+    to_units[j] = float_of((254 + KEPT_FRACTION_BITS - exponent) << 23);
     sum[j] = int(d[j] * to_units[j]);
   }
   for (int x = 0; x < k; x++)
-    for (int j = 0; j < COLUMNS; j++) sum[j] += int(a[x] * b[x * pitch + j] * to_units[j]);
+    for (int j = 0; j < COLUMNS; j++) sum[j] += int(a.value[x] * b.value[x * pitch + j] * to_units[j]);
   for (int j = 0; j < COLUMNS; j++) d[j] = float_of(__float_as_uint(float(sum[j]) * unit[j]) & ~DROPPED);
 }
 

@@ -153,8 +153,12 @@ inline void multiply(Element e, const float* a, const uint8_t* b_bytes, int n, f
   }
   if (element_bytes(e) == 1) {
     if (!accumulate) memset(value, 0, sizeof(float) * 16 * n);
+    int a_exponents[16 * 32], b_exponents[32 * 256];
+    exponents_of(e, a, 16 * k, a_exponents);
+    exponents_of(e, b, k * n, b_exponents);
+    const Factors rows{a, a_exponents}, columns{b, b_exponents};
     for (int j = 0; j < n; j += 8)
-      for (int i = 0; i < 16; i++) add_truncated<8>(a + i * k, b + j, n, k, value + i * n + j);
+      for (int i = 0; i < 16; i++) add_truncated<8>(rows.from(i * k), columns.from(j), n, k, value + i * n + j);
     return;
   }
   for (int i = 0; i < 16; i++) {

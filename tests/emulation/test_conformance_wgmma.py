@@ -11,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from fragments import DEPTH, a_fragment, small_values
+from isa.formats import FORMATS
+from isa.sums import hopper_fp8
 from kernel_runs import KernelRun, Place, Runner, emulated_runner, pointer
 from layouts import Operand, k_major, mn_major
 
@@ -127,24 +129,6 @@ def test_groups_overlap_and_a_fresh_accumulator_is_not_read(runner: Runner) -> N
         result.check(d=expected)
 
 
-def cut_off(values: Array, unit: Array | float) -> Array:
-    """Toward zero, to multiples of the unit."""
-    return np.trunc(values / unit) * unit
-
-
-def unit_of(values: Array) -> Array:
-    """2^-13 of the power of two of each magnitude."""
-    return np.exp2(np.frexp(values)[1] - 1.0 - 13)
-
-
-def truncated_step(a: Array, b: Array, d: Array) -> Array:
-    """d + a b^T as the tensor cores of 8-bit elements are modelled, for one step of k: in float64, which is exact."""
-    products = a[:, None, :].astype(np.float64) * b.astype(np.float64)
-    addends = np.concatenate([products, d[..., None].astype(np.float64)], axis=-1)
-    total = cut_off(addends, unit_of(np.abs(addends).max(axis=-1, keepdims=True))).sum(axis=-1)
-    return cut_off(total, np.where(total == 0, 1.0, unit_of(np.abs(total))))
-
-
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
 def test_emulated_sums_of_8_bit_products_lose_their_low_bits(module_cache: Path, element: str) -> None:
     """A sum is no more precise than 13 fraction bits of its largest number, and is cut off toward zero.
@@ -159,13 +143,14 @@ def test_emulated_sums_of_8_bit_products_lose_their_low_bits(module_cache: Path,
     product.placed_a, product.placed_b = place(product.a, "128B", False), place(product.b, "128B", False)
     wanted = product.c
     for step in (slice(0, 32), slice(32, 64)):
-        wanted = truncated_step(product.a[:, step], product.b[:, step], wanted)
+        factors = (x[:, step].astype(np.float64) for x in (product.a, product.b))
+        wanted = hopper_fp8(*factors, wanted, FORMATS[element])
     exact = product.c + product.a.astype(np.float64) @ product.b.astype(np.float64).T
     assert (wanted[0] == 1 + 2**-13).all()
     assert np.abs(wanted - exact).max() > 2**-10
     for entry in ("multiply_shared", "multiply_registers"):
         for result in emulated_runner(module_cache)(product.run(entry, EVERY_KIND)):
-            result.check(d=wanted.astype(np.float32))
+            result.check(d=wanted)
 
 
 def test_sums_of_8_bit_products_keep_infinities_and_nans(runner: Runner) -> None:
