@@ -83,6 +83,10 @@ inline const TensorMapFields& read_map(const ptx::TensorMap* map, int rank, uint
   if (fields.rank != rank)
     fail(kind::descriptor, "%s: %d coordinates for a tensor map of %d dimensions", operation, rank, fields.rank);
   const uint32_t alignment = fields.swizzle == 1 ? 1024 : fields.swizzle == 2 ? 512 : fields.swizzle == 3 ? 256 : 128;
+  const uint32_t row_bytes = uint32_t(fields.box[0]) * fields.element_bytes;
+  if (fields.swizzle && row_bytes * 8 != alignment)
+    fail(kind::descriptor, "%s: rows of %u bytes in a swizzle of %u: where they lie is documented nowhere", operation,
+         row_bytes, alignment / 8);
   shared_pointer(shared, box_bytes(fields), operation, alignment);
   return fields;
 }

@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from kernel_runs import Runner, assembly_toolchain, cuda_runner, emulated_runner
+from kernel_runs import ORDERS, Runner, assembly_toolchain, cuda_runner, emulated_runner
 
 
 @pytest.fixture(scope="session")
@@ -25,4 +25,12 @@ def runner(request: pytest.FixtureRequest, module_cache: Path) -> Runner:
         return emulated_runner(module_cache)
     if request.param == "assembly":
         return emulated_runner(module_cache, assembly_toolchain())
+    return cuda_runner()
+
+
+@pytest.fixture(scope="session", params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def quick_runner(request: pytest.FixtureRequest, module_cache: Path) -> Runner:
+    """As `runner`, in one order alone: for kernels whose numbers no order changes, on many operands."""
+    if request.param == "emulated":
+        return emulated_runner(module_cache, orders=ORDERS[:1])
     return cuda_runner()

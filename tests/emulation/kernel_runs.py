@@ -187,12 +187,12 @@ def assembly_toolchain(optimised: bool = True) -> Toolchain:
     return kind(**{**vars(Toolchain.find()), "assembly": True})
 
 
-def emulated_runner(cache_dir: Path, toolchain: Toolchain | None = None) -> Runner:
-    """Runs a kernel in each of ORDERS."""
+def emulated_runner(cache_dir: Path, toolchain: Toolchain | None = None, orders: Sequence[Order] = ORDERS) -> Runner:
+    """Runs a kernel in each of these orders."""
 
     def run(wanted: KernelRun) -> Iterator[Results]:
         module = emulated_module(wanted.file, wanted.macros, cache_dir, toolchain)
-        for order in ORDERS:
+        for order in orders:
             yield launch_emulated(module, wanted, order)
 
     return run
@@ -238,7 +238,15 @@ class _CudaPlace:
 
 
 # What a GPU must have for a file, or for an entry of one; sm_80 does for the rest.
-_CAPABILITY = {"pipelines": 90, "tensors": 90, "wgmma": 90, "attention_sm90": 90, "mma_e4m3": 89, "mma_e5m2": 89}
+_CAPABILITY = {
+    "pipelines": 90,
+    "tensors": 90,
+    "wgmma": 90,
+    "attention_sm90": 90,
+    "second_reading": 90,
+    "mma_e4m3": 89,
+    "mma_e5m2": 89,
+}
 
 
 @functools.cache

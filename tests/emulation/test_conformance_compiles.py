@@ -6,6 +6,8 @@ import re
 
 import pytest
 from kernel_runs import cubin_of
+from second_reading import FILE as SECOND_READING
+from second_reading import Kind, macros_of
 from test_conformance_wgmma import EVERY_KIND, cases
 
 from gpu_actors.compiling.assets import asset_headers
@@ -42,6 +44,11 @@ def test_nvrtc_takes_every_wrapper_and_ptxas_gives_nothing_up(
 def test_the_small_attention_kernels_are_kernels_for_gpus_too(file: str, arch: str) -> None:
     cubin = cubin_of(file, {"BUG": "0"}, arch)
     assert re.findall(r"C75\d\d.*", cubin.log) == []
+
+
+def test_the_kernels_of_the_second_reading_are_kernels_for_gpus_too() -> None:
+    kinds = (Kind("f16", False, False, 64), Kind("bf16", False, True, 128), Kind("e4m3", False, False, 128))
+    assert re.findall(r"C75\d\d.*", cubin_of(SECOND_READING, macros_of(kinds), "sm_90a").log) == []
 
 
 EVERY_SIZE = """

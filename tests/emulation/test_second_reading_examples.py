@@ -9,10 +9,11 @@ from isa import formats, fragments, mbarrier, sums, swizzle, tma, wgmma
 K32 = 32
 
 
-def crossed(
-    shape: tuple[tuple[int, ...], tuple[int, ...]], strides: tuple[tuple[int, ...], tuple[int, ...]]
-) -> np.ndarray:
-    """Offsets of a CuTe layout ((rows...), (columns...)) : ((strides...), (strides...)), the first mode of each fastest."""
+Modes = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def crossed(shape: Modes, strides: Modes) -> np.ndarray:
+    """Offsets of a CuTe layout ((rows...), (columns...)) : ((strides...), (strides...)), first modes fastest."""
 
     def walk(extents: tuple[int, ...], steps: tuple[int, ...]) -> np.ndarray:
         whole = np.zeros(1, dtype=np.int64)

@@ -12,6 +12,7 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+
 from isa import formats
 
 FRACTION_BITS: Final = 13

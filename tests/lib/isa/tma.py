@@ -14,6 +14,7 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+
 from isa import swizzle
 
 Fill = Literal["zero", "nan"]
@@ -35,7 +36,9 @@ class TensorMap:
         base: byte address of the tensor in global memory, a multiple of 16.
 
     Raises:
-        ValueError: a number is outside what `cuTensorMapEncodeTiled` takes.
+        ValueError: a number is outside what `cuTensorMapEncodeTiled` takes, or the box's rows are shorter than the
+            swizzle: for these the CUDA C++ Programming Guide asks for shared memory of "the full swizzle width", and
+            nothing says where their bytes lie in it.
     """
 
     size: int
@@ -68,6 +71,8 @@ class TensorMap:
             raise ValueError(f"the box's inner {inner} bytes are not a multiple of 16")
         if self.mode and inner > self.mode:
             raise ValueError(f"the box's inner {inner} bytes exceed the swizzle of {self.mode}")
+        if self.mode and inner < self.mode:
+            raise ValueError(f"where rows of {inner} bytes lie in a swizzle of {self.mode} is not said")
 
     @property
     def counts(self) -> tuple[int, ...]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
+
 from isa import formats, fragments, sums, swizzle
 
 Major = Literal["k", "mn"]
@@ -68,6 +69,10 @@ class Descriptor:
             | self.base_offset << 49
             | mode << 62
         )
+
+    def moved(self, amount: int) -> Descriptor:
+        """The same matrix `amount` bytes further on."""
+        return replace(self, start=self.start + amount)
 
     def addresses(self, major: Major, mn: int, k: int, size: int) -> npt.NDArray[np.int64]:
         """Byte address of each element of the matrix (PTX ISA 9.7.15.5.1.2.1.3, "Canonical Layouts").

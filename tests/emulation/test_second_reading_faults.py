@@ -1,0 +1,379 @@
+"""Seeded faults: the two readings of the ISA are told apart whichever of them is wrong.
+
+Faults of the emulation are in copies of its headers that look at a number; all of them are in one module.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from isa import formats, fragments, matrices, mbarrier, sums, swizzle, tma, wgmma
+from kernel_runs import KernelRun, launch_emulated, read_source
+from second_reading import (
+    ARRIVE,
+    ARRIVE_EXPECT,
+    BULK,
+    COPIES,
+    COPIES_FILE,
+    COPIES_NOINC,
+    EXPECT,
+    FILE,
+    ORDER,
+    ROWS_BYTES,
+    TENSOR,
+    TENSORS_FILE,
+    Case,
+    Kind,
+    Products,
+    box_case,
+    image_of_values,
+    load_case,
+    macros_of,
+    mma_case,
+    play,
+    registers_of,
+    store_case,
+)
+
+from gpu_actors.compiling.assets import asset_root
+from gpu_actors.devices.emulation import EmulatedModule, EmulationFault, build_module
+
+pytestmark = pytest.mark.timeout(300)  # the first test of a process builds the module of all
+
+KINDS = (
+    Kind("f16", False, False, 64),
+    Kind("bf16", True, True, 40),
+    Kind("f16", False, True, 96),
+    Kind("e4m3", False, False, 64),
+    Kind("e5m2", False, False, 64),
+)
+MACROS = macros_of(KINDS)
+
+HEADERS = {  # header: number of the fault, and its place with «what is right¦what is wrong»
+    "emulation/shared_memory.cuh": [
+        (1, "address ^ (address >> «7¦8»"),
+        (2, "swizzle == 2 ? «3¦1» :"),
+        (3, "swizzle == 3 ? «1¦3» :"),
+    ],
+    "emulation/wgmma.cuh": [
+        (4, "mn / 8 * «d.stride¦d.leading» + byte / 16"),
+        (5, "mn / 8 * «d.stride¦d.leading» + k / 8"),
+        (6, "mn / columns * «d.leading¦d.stride» +"),
+        (7, "mn % columns * «2¦4»"),
+        (8, "uint32_t(bits >> 16 & «0x3FFF¦0x1F») << 4"),
+        (9, "lane / 4 + 8 * («i / 2 % 2¦i % 2»)"),
+        (10, "i / 4 * 8 + «lane % 4 * 2 + i % 2¦lane % 4 + 4 * (i % 2)»"),
+        (11, "«warp % 4 * 16¦(3 - warp % 4) * 16», 16, a"),
+        (12, "d[j] = «accumulate ? d[j] + sum[j] : sum[j]¦d[j] + sum[j]»;"),
+    ],
+    "emulation/formats.cuh": [
+        (13, "rows[«(l / 4 + 8 * (w % 2)) * 8 + l % 4 + 4 * (w / 2)¦(l / 4 + 8 * (w / 2)) * 8 + l % 4 + 4 * (w % 2)»]"),
+        (14, "float_of(magnitude) * «0x1p120f¦0x1p121f»"),
+        (15, "float_of(bits & «0xFFFFE000u¦0xFFFFF000u»)"),
+    ],
+    "emulation/mma.cuh": [
+        (16, "b_words[l / 4 * 8 + l % 4 + 4 * «w¦(1 - w)»]"),
+        (17, "sum[(l / 4 + 8 * («r / 2¦r % 2»)) * 8"),
+    ],
+    "emulation/matrix.cuh": [
+        (18, "uint32_t low = «transposed¦!transposed» ?"),
+        (19, "return «low | high << 16¦high | low << 16»;"),
+        (20, "generic_store(lane[«8 * i + k¦8 * i + 7 - k»]->row"),
+    ],
+    "emulation/tma.cuh": [
+        (21, "at >= 0 && at < «static_cast<int64_t>(map.extent[d])¦static_cast<int64_t>(map.extent[d]) + 1»"),
+        (22, "inside &= at >= «0¦-1»"),
+        (23, "memset(data, «0¦0x7F», row_bytes)"),
+        (24, "lower<int64_t>(box, «extent - coordinate¦extent - coordinate - 1»)"),
+    ],
+    "emulation/delivery.cuh": [(25, "-int64_t(«load.bytes¦load.bytes - 16»)")],
+    "emulation/mbarrier.cuh": [
+        (26, "if («m.pending || m.bytes¦m.pending») return;"),
+        (27, "m.pending = «m.count¦m.count + 1»;"),
+        (28, "return «(m.phase & 1) != (parity & 1)¦(m.phase & 1) == (parity & 1)»"),
+    ],
+    "emulation/truncated_sum.cuh": [
+        (29, "upper(top[j], a.exponent[x] + «b.exponent[x * pitch + j]¦b.exponent[x * pitch + j] + 1»)"),
+        (30, "+= int(a.value[x] * b.value[x * pitch + j] * «to_units[j]¦(to_units[j] + 0.5f * to_units[j])»)"),
+        (31, "upper(int(magnitude >> 23), «least¦1»)"),
+    ],
+}
+FAULTS = sorted(fault for faults in HEADERS.values() for fault, _ in faults)
+_PLACE = re.compile("«(.*?)¦(.*?)»")
+
+
+def with_faults(name: str, text: str) -> str:
+    """A header in which the place of each of its faults asks whether that one was chosen."""
+    if name == "emulation/core.cuh":
+        return text.replace("namespace emulation {", "namespace emulation {\n\ninline int seeded_fault;\n", 1)
+    for fault, place in HEADERS.get(name, []):
+        right = _PLACE.sub(r"\1", place)
+        assert text.count(right) == 1, (name, right)
+        text = text.replace(right, _PLACE.sub(rf"(seeded_fault == {fault} ? (\2) : (\1))", place))
+    return text
+
+
+@pytest.fixture(scope="module")
+def module(module_cache: Path) -> EmulatedModule:
+    """The kernels of all checks on the headers with faults, none of which is chosen at first."""
+    texts, headers = [], {}
+    for file in (FILE, COPIES_FILE, TENSORS_FILE):
+        text, found = read_source(file)
+        texts.append(text)
+        headers |= found
+    texts.append('extern "C" __global__ void choose_fault(int fault) { emulation::seeded_fault = fault; }')
+    for name in (*HEADERS, "emulation/core.cuh"):
+        headers[name] = with_faults(name, (asset_root() / name).read_text())
+    return build_module("\n".join(texts), MACROS, headers, None, module_cache, name="seeded_faults.cu")
+
+
+def choose(module: EmulatedModule, fault: int) -> None:
+    run = KernelRun(FILE, "choose_fault", {}, lambda place: [struct.pack("<i", fault)], block=1)
+    launch_emulated(module, run, ORDER)
+
+
+# ---- what is compared: each raises AssertionError or EmulationFault where the readings differ
+
+Check = Callable[[EmulatedModule], None]
+
+
+def hold(module: EmulatedModule, case: Case) -> None:
+    launch_emulated(module, case.run, ORDER).check(**case.expected)
+
+
+def check_mma(module: EmulatedModule) -> None:
+    for element in ("f16", "tf32", "e4m3"):
+        hold(module, mma_case(element, 1))
+
+
+def check_matrices(module: EmulatedModule) -> None:
+    rows = 16 * np.random.default_rng(2).permutation(ROWS_BYTES // 16)[:32]
+    hold(module, load_case(3, list(rows)))
+    for number in range(6):
+        hold(module, store_case(4, list(rows), number))
+
+
+def check_products(module: EmulatedModule) -> None:
+    rng = np.random.default_rng(5)
+    wide = [wgmma.Descriptor(1024 * (1 + i), 8192 + 16 * i, 1024, mode) for i, mode in enumerate((0, 32, 64, 128))]
+    pairs = [(a, b) for a in wide for b in wide[1:]] + [
+        (wide[3], wgmma.Descriptor(0, 4096, 512, mode)) for mode in (0, 64)
+    ]
+    for kind in KINDS:
+        image = image_of_values(rng, kind.element, 1 << 16)
+        before = rng.integers(-99, 100, (len(pairs), 128, kind.n // 2)).astype(np.float32)
+        for accumulate in (True, False):
+            made = Products(kind, image, pairs, None, before, accumulate)
+            hold(module, made.case(KINDS, MACROS))
+        if not kind.trans_a:
+            registers = registers_of(rng, kind.element, len(pairs))
+            hold(module, Products(kind, image, pairs, registers, before).case(KINDS, MACROS))
+
+
+def check_sums(module: EmulatedModule) -> None:
+    """A of any finite numbers, and of those below the least normal one; accumulators large and small."""
+    rng = np.random.default_rng(6)
+    pairs = [(wgmma.Descriptor(0, 16, 1024, 128), wgmma.Descriptor(8192, 16, 1024, 128))] * 2
+    for element, top, subnormal in (("e4m3", 0x7E, 7), ("e5m2", 0x7B, 3)):
+        image = (rng.integers(0, top + 1, 1 << 15) | rng.integers(0, 2, 1 << 15) << 7).astype(np.uint8)
+        tiny = image.copy()
+        tiny[:8192] = rng.integers(0, subnormal + 1, 8192)
+        for bits, scale in ((image, 1.0), (tiny, 2.0**-20)):
+            before = (scale * rng.standard_normal((2, 128, 32))).astype(np.float32)
+            hold(module, Products(Kind(element, False, False, 64), bits, pairs, None, before).case(KINDS, MACROS))
+
+
+def check_boxes(module: EmulatedModule) -> None:
+    for mode, box in ((128, (32, 9)), (64, (16, 12)), (32, (8, 20)), (0, (12, 5))):
+        made = tma.TensorMap(4, (40, 13), (176,), box, mode)
+        for add in (False, True):
+            hold(module, box_case(made, (-4, -1), (20, 6), add, 7))
+            hold(module, box_case(made, (13, 9), (-2, -3), add, 8))
+    made = tma.TensorMap(2, (64, 6, 3, 2), (128, 800, 2400), (64, 4, 2, 1), 128)
+    hold(module, box_case(made, (0, 3, -1, 1), (8, -2, 2, 0), False, 9))
+
+
+def check_barriers(module: EmulatedModule) -> None:
+    play(module, 2, [(ARRIVE_EXPECT, 112), (BULK, 48), (ARRIVE, 0), (TENSOR, -8), (ARRIVE, 0)])
+    play(module, 1, [(BULK, 16), (EXPECT, 32), (COPIES, 0), (ARRIVE, 0), (BULK, 16), (COPIES_NOINC, 0), (EXPECT, 64)])
+    play(module, 1, [(EXPECT, 64), (TENSOR, 35), (ARRIVE, 0), (ARRIVE, 0)])
+
+
+CHECKS: dict[str, Check] = {
+    "mma": check_mma,
+    "matrices": check_matrices,
+    "products": check_products,
+    "sums": check_sums,
+    "boxes": check_boxes,
+    "barriers": check_barriers,
+}
+
+
+def differing(module: EmulatedModule) -> Iterator[str]:
+    """The checks in which the readings differ."""
+    for name, check in CHECKS.items():
+        try:
+            check(module)
+        except (AssertionError, EmulationFault):
+            yield name
+
+
+def test_without_a_fault_the_readings_agree(module: EmulatedModule) -> None:
+    choose(module, 0)
+    assert list(differing(module)) == []
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_the_emulation_shows(module: EmulatedModule, fault: int) -> None:
+    choose(module, fault)
+    try:
+        assert next(differing(module), None) is not None
+    finally:
+        choose(module, 0)
+
+
+# ---- faults of the second reading
+
+
+def _turned(place: fragments.Place) -> fragments.Place:
+    """Registers 1 and 2 exchanged, of two 16-bit elements each."""
+    return lambda lane, i: place(lane, {2: 4, 3: 5, 4: 2, 5: 3}.get(i, i))
+
+
+def _replaced(
+    shape: tuple[int, int], which: int, change: Callable[[fragments.Place], fragments.Place]
+) -> dict[Any, Any]:
+    places = dict(fragments._MULTIPLICANDS)
+    pair = list(places[shape])
+    pair[which] = change(pair[which])
+    return {**places, shape: tuple(pair)}
+
+
+def _shifted(table: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    return (*table[1:], table[0])
+
+
+def _addresses_exchanged(self: wgmma.Descriptor, *arguments: Any) -> Any:
+    turned = dataclasses.replace(self, leading=self.stride, stride=self.leading)
+    return _ADDRESSES(turned, *arguments)
+
+
+_ADDRESSES = wgmma.Descriptor.addresses
+_PIECES, _BOX_LOADED = tma.TensorMap.pieces, tma.TensorMap.loaded
+_PASSES = mbarrier.Barrier.passes
+
+
+def _pieces_reversed(self: tma.TensorMap, coordinates: Any) -> Any:
+    return _PIECES(self, tuple(reversed(coordinates)))
+
+
+def _pieces_of_one_column_less(self: tma.TensorMap, coordinates: Any) -> Any:
+    return _PIECES(dataclasses.replace(self, dims=(self.dims[0] - 1, *self.dims[1:])), coordinates)
+
+
+def _bytes_but_a_line(self: tma.TensorMap) -> int:
+    return math.prod(self.counts) * self.size - 16 * (len(self.dims) == 1)
+
+
+def _settled_without_bytes(self: mbarrier.Barrier) -> None:
+    if self.pending == 0:
+        self.phase += 1
+        self.pending = self.expected
+
+
+def _settled_to_nothing(self: mbarrier.Barrier) -> None:
+    if self.pending == 0 and self.transactions == 0:
+        self.phase += 1
+        self.pending = self.expected + 1
+
+
+_LOADED, _STORED, _DECODED, _SPLIT = matrices.loaded, matrices.stored, formats.decoded, sums._split
+
+SECOND: dict[str, tuple[Any, str, Any]] = {
+    "a line of the 128-byte swizzle late": (swizzle, "TABLES", {**swizzle.TABLES, 128: _shifted(swizzle.TABLES[128])}),
+    "the 64-byte swizzle is that of 32": (swizzle, "TABLES", {**swizzle.TABLES, 64: swizzle.TABLES[32]}),
+    "the 32-byte swizzle is that of 64": (swizzle, "TABLES", {**swizzle.TABLES, 32: swizzle.TABLES[64]}),
+    "numbers of swizzles exchanged": (wgmma, "MODES", {0: 0, 1: 32, 2: 64, 3: 128}),
+    "leading and stride exchanged": (wgmma.Descriptor, "addresses", _addresses_exchanged),
+    "registers of a 16-bit A exchanged": (fragments, "_MULTIPLICANDS", _replaced((16, 16), 0, _turned)),
+    "halves of a 16-bit B exchanged": (
+        fragments,
+        "_MULTIPLICANDS",
+        _replaced((16, 16), 1, lambda place: lambda lane, i: place(lane, i ^ 2)),
+    ),
+    "bytes of an 8-bit A reversed": (
+        fragments,
+        "_MULTIPLICANDS",
+        _replaced((32, 8), 0, lambda place: lambda lane, i: place(lane, i ^ 3)),
+    ),
+    "rows of an accumulator exchanged": (
+        fragments,
+        "_c",
+        lambda lane, i: (lane // 4 + 8 * (i % 2), lane % 4 * 2 + i // 2),
+    ),
+    "ldmatrix ignores .trans": (
+        matrices,
+        "loaded",
+        lambda memory, rows, count, transposed=False: _LOADED(memory, rows, count),
+    ),
+    "stmatrix turns what is not .trans": (
+        matrices,
+        "stored",
+        lambda memory, rows, words, transposed=False: _STORED(memory, rows, words, not transposed),
+    ),
+    "coordinates outermost first": (tma.TensorMap, "pieces", _pieces_reversed),
+    "one column less inside": (tma.TensorMap, "pieces", _pieces_of_one_column_less),
+    "a box fills with NaN": (
+        tma.TensorMap,
+        "loaded",
+        lambda self, *arguments: _BOX_LOADED(dataclasses.replace(self, fill="nan"), *arguments),
+    ),
+    "a line counts 16 bytes less": (tma.TensorMap, "bytes", property(_bytes_but_a_line)),
+    "a phase ends without its bytes": (mbarrier.Barrier, "_settle", _settled_without_bytes),
+    "a phase begins with one arrival more": (mbarrier.Barrier, "_settle", _settled_to_nothing),
+    "the other parity passes": (mbarrier.Barrier, "passes", lambda self, parity: not _PASSES(self, parity)),
+    "arrivals after copies count twice": (
+        mbarrier.Barrier,
+        "arrive_after_copies",
+        lambda self, noinc: self.arrive(),
+    ),
+    "e4m3 with the bias of 8": (
+        formats,
+        "decoded",
+        lambda bits, name: _DECODED(bits, name) * (0.5 if name == "e4m3" else 1),
+    ),
+    "12 fraction bits": (sums, "FRACTION_BITS", 12),
+    "subnormal factors normalised": (sums, "_split", lambda values, least: _SPLIT(values, -200)),
+}
+
+
+@pytest.fixture
+def fresh_fragments() -> Iterator[None]:
+    """No layout made with a fault outlives its test."""
+
+    def clear() -> None:
+        for made in (fragments.mma_a, fragments.mma_b, fragments.mma_c, fragments.wgmma_a, fragments.wgmma_d):
+            made.cache_clear()
+
+    clear()
+    yield
+    clear()
+
+
+@pytest.mark.usefixtures("fresh_fragments")
+@pytest.mark.parametrize("name", SECOND)
+def test_a_fault_of_the_second_reading_shows(
+    module: EmulatedModule, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    place, attribute, wrong = SECOND[name]
+    choose(module, 0)
+    monkeypatch.setattr(place, attribute, wrong)
+    assert next(differing(module), None) is not None
