@@ -95,7 +95,8 @@ TILES = (
     # 8-bit elements, with V transposed: keys, too, come in boxes of 64 or 128 bytes. Tensor cores keep 13 fraction
     # bits of a sum, so that they sum the keys of one tile alone. Each of its block_n / 32 steps cuts off 34 numbers (32
     # products, what was summed before, the sum) by less than 2^-13 of the tile's sum P|V|. With 128 keys that is below
-    # 1.7% of it, however many tiles there are. Products of more than 2^-6 of the largest number lose nothing.
+    # 1.7% of it, however many tiles there are, where the largest product of each step has factors of 2^-6 or more, the
+    # least normal number. Products of more than 2^-6 of the largest number lose nothing.
     _sm90(Tile(192, 128, 2, 16), _E4M3, 64, scale_only=True),
     _sm90(Tile(128, 128, 2, 12), _E4M3, 192),
     _sm90(Tile(128, 128, 2, 12), _E4M3, 256, scale_only=True),
