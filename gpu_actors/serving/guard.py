@@ -54,7 +54,7 @@ class Guard:
     - X-Deadline-Ms, milliseconds from now as a plain decimal number, cancels the handler when it has passed: 504. It
       bounds the whole answer, a stream too. One that is malformed is a 400.
     - A client that hangs up cancels the handler. Work that runs after the answer, as Starlette's background tasks, is
-      not cancelled.
+      not cancelled. While a handler leaves over 64 KiB of its body unread, the guard cannot see that.
     - A body is bounded by ``bodies``: 413, 408 or 429.
     - Each error of this package that reaches the guard, alone or in an exception group, is answered as `problem` says,
       in application/problem+json (RFC 9457). Any other exception is answered with a 500 that says nothing of it, and
@@ -148,7 +148,8 @@ class Exchange:
             raise self._late()
 
     def _late(self) -> GpuActorsError:
-        if self._complete:
+        # A body that is not read further waits for the handler, not for the client.
+        if self._complete or self._ahead_bytes > _AHEAD:
             return DeadlineExceeded("the deadline passed before the answer")
         return BodyTooSlow("the body did not arrive by the deadline")
 

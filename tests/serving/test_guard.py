@@ -204,6 +204,23 @@ def test_a_deadline_that_passes_cancels_the_handler(served: Served, handlers: Ha
         assert handlers.cancelled.is_set()
 
 
+def test_a_deadline_that_passes_before_the_handler_has_read_is_not_the_clients_fault(
+    handlers: Handlers,
+) -> None:
+    """A body larger than what is read ahead waits for its handler, so the server does not know its end."""
+    app = handlers.app()
+    app.add_middleware(Guard, bodies=Bodies(max_bytes=1 << 20))
+    with Served(app) as served:
+        reply = served.ask("/unread", "POST", body=b"x" * 500_000, headers={"X-Deadline-Ms": "300"})
+    assert (reply.status, reply.error) == (504, "DeadlineExceeded")
+    assert handlers.cancelled.is_set()
+
+
+def test_a_deadline_that_passes_within_a_body_is_the_clients_fault(served: Served) -> None:
+    with served.raw("POST /body HTTP/1.1", "Host: x", "Content-Length: 9", "X-Deadline-Ms: 200", body=b"x") as client:
+        assert until_closed(client).startswith(b"HTTP/1.1 408")
+
+
 def test_a_default_deadline_holds_where_the_client_names_none(handlers: Handlers) -> None:
     app = handlers.app()
     app.add_middleware(Guard, default_timeout=0.1)
