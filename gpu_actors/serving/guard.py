@@ -226,8 +226,9 @@ class Exchange:
             message = {**message, "headers": headers}
         elif kind == "http.response.pathsend" or (kind == "http.response.body" and not message.get("more_body", False)):
             self._answered = True
-            self._run.deadline = math.inf
         await self._send(message)
+        if self._answered:  # only now: a server waits here for a client that does not read
+            self._run.deadline = math.inf
 
     async def _settle(self, error: Exception) -> None:
         """Answer an error, or raise it where the application or the server has to."""

@@ -236,6 +236,26 @@ def test_a_deadline_breaks_a_stream_off(served: Served, handlers: Handlers) -> N
     assert handlers.cancelled.is_set()
 
 
+def test_a_deadline_ends_an_answer_that_the_client_does_not_read(handlers: Handlers, bodies: Bodies) -> None:
+    """The server waits for the client before it sends the end of a stream, which is empty."""
+
+    async def large(request: Request) -> Response:
+        await request.body()
+
+        async def pieces() -> Any:
+            yield b"x" * (32 << 20)
+            handlers.finished.set()
+
+        return StreamingResponse(pieces())
+
+    app = Starlette(routes=[Route("/", large, methods=["POST"])])
+    app.add_middleware(Guard, bodies=bodies)
+    lines = ("POST / HTTP/1.1", "Host: x", "X-Deadline-Ms: 500", "Content-Length: 4")
+    with Served(app) as served, served.raw(*lines, body=b"four"):
+        eventually(handlers.finished.is_set)
+        eventually(lambda: bodies.held_bytes == 0, 10.0)
+
+
 @pytest.mark.parametrize("value", ["9" * 60_000, "1e400", "\xb2", "0x10", "-1", "300001", " ", "12345678901234"])
 def test_a_deadline_that_is_none_is_named_and_shown_shortly(served: Served, value: str) -> None:
     lines = b"GET /plain HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX-Deadline-Ms: %s\r\n\r\n"
