@@ -33,6 +33,8 @@ def leave_slowly(probes: Probes, seconds: float) -> Iterator[None]:
         yield
     finally:
         if signal.getsignal(signal.SIGTERM) is leaving:
+            while isinstance(former, _Leaving) and former.over:  # its event loop may be closed
+                former = former._former
             signal.signal(signal.SIGTERM, former)
         leaving.over = True
 

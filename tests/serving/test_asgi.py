@@ -263,6 +263,22 @@ async def test_who_leaves_first_takes_no_handler_from_the_others() -> None:
         signal.signal(signal.SIGTERM, former)
 
 
+async def test_who_leaves_last_brings_no_handler_back_of_one_that_has_left() -> None:
+    """Its event loop may be closed by then, and a signal would raise in it."""
+    former = signal.signal(signal.SIGTERM, lambda number, _: None)
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        async with Probes() as probes:
+            left = [contextlib.ExitStack() for _ in range(3)]
+            for stack in left:
+                stack.enter_context(leave_slowly(probes, 0.0))
+            for stack in left:
+                stack.close()
+        assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, former)
+
+
 # FastAPI
 
 
