@@ -140,7 +140,9 @@ MESSAGES = [
 
 
 def test_the_entries_give_every_array_that_a_message_has() -> None:
-    left = {(kind, field) for kind in MESSAGES for field in array_fields(kind)}
+    # What only names common fields is a base of messages that have them all.
+    sent = [kind for kind in MESSAGES if kind is not ga.CacheOptions]
+    left = {(kind, field) for kind in sent for field in array_fields(kind)}
     left -= {(entry.message, field) for entry in ENTRIES.values() for field in entry.arrays}
     names = {f"{kind.__name__}.{field}" for kind, field in left}
     descales = {f"{kind}.{side}_descale" for kind in ("FlashForward", "FlashBackward") for side in "qkv"}

@@ -414,7 +414,7 @@ def _paths_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_1000_random_operations_do_what_a_dictionary_does() -> None:
-    run(60, True)
+    run(100, True)  # on a busy machine fewer operations of an example are possible
     assert sum(operations.values()) >= 1000, operations
     assert len(operations) == 8, operations
     expected = {"done", "CacheFull", "found a prefix", "forked", "undo", "refused alone"}
