@@ -12,19 +12,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from cases.own_kernels import SAXPY
 from fakes.tensor import HostTensor
 
 import gpu_actors as ga
 from gpu_actors.actors.kernels import KernelActor
 from gpu_actors.compiled_kernel import LaunchKernel
 from gpu_actors.testing import FaultPlan
-
-SAXPY = """
-extern "C" __global__ void saxpy(int n, float a, const float* x, float* y) {
-  int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i < n) y[i] = a * x[i] + y[i];
-}
-"""
 
 MANY = """
 struct Pair { int first; double second; };

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases.own_kernels import SAXPY
 from fakes.cuda import FakeCuda, Geometry
 from fakes.memory import FakeMemory
 from fakes.service import service
 from fakes.tensor import DeviceTensor
-from test_own_kernels import SAXPY
 
 import gpu_actors as ga
 
