@@ -123,7 +123,7 @@ struct Rows {
   }
 };
 
-// Rows past the end are treated as the last one, so that they read nothing of their own; nobody stores them.
+// Rows past the end are treated as the last one, so that they read nothing of their own. They are never stored.
 DEVICE Rows rows_of(const DecodeParams& params, const Entry& entry, int kv_head) {
   const Params& attention = params.attention;
   const int warp = int(threadIdx.x) / 32, ratio = heads_a_group(params);

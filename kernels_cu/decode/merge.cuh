@@ -1,6 +1,6 @@
 // The end of a piece of work: what the warps of a block have summed becomes rows of the output or of a partial result.
 //
-//   shared memory, over the ring of keys and values that nobody reads any more
+//   shared memory, over the ring of keys and values, which has been read
 //   +-----------------------+
 //   | O of warp 0, 16 rows  |  rows 0..15, keys of key warp 0        a row's result is the sum over its key warps, each
 //   | O of warp 1           |  rows 0..15, keys of key warp 1        weighted by 2^(its maximum - the largest), divided

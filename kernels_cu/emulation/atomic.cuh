@@ -7,7 +7,7 @@ namespace ptx {
 
 DEVICE int load_acquire(const int* pointer) {
   emulation::check_global(pointer, 4, "ld.acquire", 4);
-  emulation::poll();  // whoever shall write it gets a turn
+  emulation::poll();  // the thread that writes it gets a turn
   return __atomic_load_n(pointer, __ATOMIC_SEQ_CST);
 }
 DEVICE void store_release(int* pointer, int v) {

@@ -123,7 +123,7 @@ inline int describe_wait(const Block& block, const Fiber& f, char* text, size_t 
   fail(kind::deadlock, "no thread can run. Waiting: %s. Exited: %d", text, block.threads - block.live);
 }
 
-// Runs the next thread; returns when the caller's turn comes again.
+// Runs the next thread. Returns when the caller has its next turn.
 inline void give_way(Block& block) {
   check_time(block);
   for (;;) {

@@ -46,7 +46,7 @@ inline void store_to_global(const Instruction& i, Frame& f) {
 inline void load_with_acquire(const Instruction& i, Frame& f) {
   const int* from = value_of<const int*>(f, i.slots[1]);
   check_global(from, 4, i.name, 4);
-  poll();  // whoever shall write it gets a turn
+  poll();  // the thread that writes it gets a turn
   set_value(f, i.slots[0], __atomic_load_n(from, __ATOMIC_SEQ_CST));
 }
 inline void store_with_release(const Instruction& i, Frame& f) {

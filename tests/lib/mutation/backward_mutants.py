@@ -287,7 +287,7 @@ PRODUCT_MUTANTS = (
 )
 
 ORDER_MUTANTS = (
-    _mma("nobody waits for a turn", _SCORES, "    while (ptx::load_acquire(turns) != turn) {\n    }\n", "", "turns"),
+    _mma("no block waits its turn", _SCORES, "    while (ptx::load_acquire(turns) != turn) {\n    }\n", "", "turns"),
     _mma(
         "turns end before all have added",
         _SCORES,

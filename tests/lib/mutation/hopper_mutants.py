@@ -129,7 +129,7 @@ PIPELINE = (
     _bug("a consumer passes the turn to itself", "forward", "number + 1 == CONSUMERS ? 0 : number + 1", "number"),
     _bug("the turn is not passed on", "forward", "  if (PINGPONG) pingpong_pass();\n\n", "\n", "causal", "plain"),
     _bug(
-        "nobody has the first turn",
+        "no warpgroup has the first turn",
         "forward",
         "  if (PINGPONG && number == CONSUMERS - 1) pingpong_pass();\n",
         "",
