@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import threading
 import weakref
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.kv_cache import Rows, holds, opened, outcome, spec, wait
-from support.service import eventually
+from support.service import eventually, eventually_freed
 
 import gpu_actors as ga
 from gpu_actors.devices.mock import MockDevice
@@ -130,8 +129,7 @@ async def test_a_cache_is_opened_and_closed_around_its_use() -> None:
                 await reply
         with pytest.raises(ga.StaleBuffer, match="was closed"):
             cache.stats()
-        gc.collect()
-        await asyncio.to_thread(eventually, lambda: pool() is None)
+        await asyncio.to_thread(eventually_freed, pool)
 
 
 async def test_a_pool_whose_opener_was_cancelled_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:

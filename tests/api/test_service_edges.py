@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import weakref
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 from cases.cached_batches import random_batch
 from support.kv_cache import Rows, attention, holds, in_flight, opened, outcome, spec, wait
-from support.service import eventually
+from support.service import eventually, eventually_freed
 
 import gpu_actors as ga
 from gpu_actors.devices.host import HostEvent
@@ -239,8 +238,7 @@ def test_requests_that_fail_with_another_are_let_go_of_once_they_are_answered() 
         assert all(isinstance(outcome(reply), ga.LaunchError) for reply in replies)
         kept = [weakref.ref(k) for k in news]
         del news, replies, k
-        gc.collect()
-        eventually(lambda: all(reference() is None for reference in kept))
+        eventually_freed(*kept)
 
 
 def test_calls_are_answered_when_something_that_looks_on_raises() -> None:

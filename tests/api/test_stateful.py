@@ -29,7 +29,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from support.service import Scripted, answer, eventually, launches, no_threads_left, raises
+from support.service import Scripted, answer, eventually, eventually_freed, launches, no_threads_left, raises
 
 import gpu_actors as ga
 from gpu_actors.runtime.call import Call
@@ -275,8 +275,7 @@ class Service(RuleBasedStateMachine):
         # The counter holds calls, and so does each reply.
         settled.clear()
         self.replies.clear()
-        gc.collect()
-        eventually(lambda: not any(array() is not None for array in self.arrays))
+        eventually_freed(*self.arrays)
 
 
 @pytest.fixture

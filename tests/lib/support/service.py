@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import subprocess
 import sys
 import textwrap
@@ -42,6 +43,20 @@ def eventually(holds: Callable[[], object], timeout: float = 30.0) -> None:
     while not holds():
         assert time.monotonic() < end, f"did not come true within {timeout} s"
         time.sleep(0.001)
+
+
+def eventually_freed(*references: Callable[[], object]) -> None:
+    """Wait until the objects of these weak references are gone, cycles that only the collector ends included.
+
+    An error's traceback holds the frames that saw it raised, and so the replies they name. One collection is not
+    enough: an actor's thread may let go of its request only after it.
+    """
+
+    def gone() -> bool:
+        gc.collect()
+        return all(reference() is None for reference in references)
+
+    eventually(gone)
 
 
 async def comes_true(holds: Callable[[], object], timeout: float = 30.0) -> None:
