@@ -24,11 +24,15 @@ from typing import Any
 import anyio
 import ml_dtypes
 import numpy as np
-from llama import (
+
+import gpu_actors as ga
+from gpu_actors.extras import missing
+from gpu_actors.generation import (
     Engine,
     Generation,
     Llama,
     LlamaConfig,
+    Sampling,
     Settings,
     Tokenizer,
     load_tokenizer,
@@ -36,9 +40,6 @@ from llama import (
     plain_logits,
     random_weights,
 )
-
-import gpu_actors as ga
-from gpu_actors.extras import missing
 
 try:
     from rich.console import Console
@@ -192,18 +193,18 @@ async def answer(engine: Engine, job: Job, story: Story, screen: Screen | Lines)
     if config.begin_token is not None:
         prompt = [config.begin_token, *prompt]
     began = time.monotonic()
-    generation = engine.submit(
-        prompt, max_new_tokens=demand.max_new_tokens, temperature=job.temperature, seed=job.seed + demand.number
-    )
+    sampling = Sampling(temperature=job.temperature, seed=job.seed + demand.number)
+    generation = engine.submit(prompt, max_new_tokens=demand.max_new_tokens, sampling=sampling)
     screen.begin(story)
-    text_of = job.tokenizer.stream()
+    text = job.tokenizer.stream()
     async for token in generation:
         if not story.tokens:
             story.first_seconds = time.monotonic() - began
-        piece = "" if token in config.stop_tokens else text_of(token)
+        piece = "" if token in config.stop_tokens else text.feed(token)
         story.tokens.append(token)
         story.text += piece
         screen.token(story, token, piece)
+    story.text += text.end()
     story.seconds = time.monotonic() - began
     story.reason = generation.reason
     if job.check:

@@ -39,7 +39,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("health",),
     ("opening",),
     ("context",),
-    ("metrics", "interop", "embedding", "testing"),
+    ("metrics", "interop", "embedding", "generation", "testing"),
     ("serving",),
     ("asgi",),
     ("bench",),

@@ -12,10 +12,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from llama import Settings
-from support.llama import drift, generate_all, prompts, tiny
+from support.generation import drift, generate_all, prompts, tiny
 
 import gpu_actors as ga
+from gpu_actors.generation import Settings
 
 pytestmark = pytest.mark.gpu
 

@@ -1,4 +1,4 @@
-"""examples/llama on weights that Transformers has written: every logit of a generated text is Transformers' own."""
+"""The engine on weights that Transformers has written: every logit of a generated text is Transformers' own."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from llama import Engine, Llama, LlamaConfig, Settings, load_weights, plain_logits
 
 import gpu_actors as ga
+from gpu_actors.generation import Engine, Llama, LlamaConfig, Settings, load_weights, plain_logits
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

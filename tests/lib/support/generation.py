@@ -1,4 +1,4 @@
-"""Tiny models of examples/llama, and engines on them. For tests."""
+"""Tiny models of gpu_actors.generation, and engines on them. For tests."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from llama import Engine, Generation, Llama, LlamaConfig, Settings, plain_logits, random_weights
-from llama.weights import tensor_names
 from safetensors.numpy import save_file
 
 import gpu_actors as ga
+from gpu_actors.generation import Engine, Generation, Llama, LlamaConfig, Settings, plain_logits, random_weights
+from gpu_actors.generation.weights import tensor_names
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 

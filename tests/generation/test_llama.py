@@ -1,4 +1,4 @@
-"""examples/llama without the service: configurations, weights, tokens, and the model's formulas."""
+"""gpu_actors.generation without the service: configurations, weights, tokens, and the model's formulas."""
 
 from __future__ import annotations
 
@@ -9,11 +9,19 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from llama import ByteTokenizer, Llama, LlamaConfig, load_tokenizer, load_weights, plain_logits, random_weights
-from llama.model import rms_norm, silu
-from support.llama import draw_tensors, hugging_face_json, tiny, write_model, write_safetensors
+from support.generation import draw_tensors, hugging_face_json, tiny, write_model, write_safetensors
 
 from gpu_actors import InvalidRequest, Unsupported
+from gpu_actors.generation import (
+    ByteTokenizer,
+    Llama,
+    LlamaConfig,
+    load_tokenizer,
+    load_weights,
+    plain_logits,
+    random_weights,
+)
+from gpu_actors.generation.model import rms_norm, silu
 
 SMALL = LlamaConfig.tiny(vocab=40, hidden=24, layers=2, heads=4, kv_heads=2, head_dim=8)
 
@@ -132,14 +140,16 @@ class TestTokens:
     def test_bytes_go_there_and_back_also_cut_in_pieces(self):
         tokenizer = ByteTokenizer()
         text = "añb → 🙂"
-        text_of = tokenizer.stream()
-        pieces = [text_of(token) for token in tokenizer.encode(text)]
+        stream = tokenizer.stream()
+        pieces = [stream.feed(token) for token in tokenizer.encode(text)]
         assert "".join(pieces) == text
+        assert stream.end() == ""
         assert pieces[1:3] == ["", "ñ"]
 
     def test_bytes_that_are_no_text_show_as_such(self):
-        text_of = ByteTokenizer().stream()
-        assert [text_of(token) for token in (255, 256, 257, 65)] == ["�", "", "", "A"]
+        stream = ByteTokenizer().stream()
+        assert [stream.feed(token) for token in (255, 256, 257, 65, 0xE2, 0x86)] == ["�", "", "", "A", "", ""]
+        assert stream.end() == "�", "of a character that was not completed"
 
     def test_a_tokenizer_json_is_used_where_there_is_one(self, tmp_path):
         tokenizers = pytest.importorskip("tokenizers")
@@ -154,8 +164,9 @@ class TestTokens:
         made.save(str(tmp_path / "tokenizer.json"))
         tokenizer = load_tokenizer(tmp_path)
         text = "the naïve cat 🙂 → sat, on and on" * 3
-        text_of = tokenizer.stream()
-        assert "".join(text_of(token) for token in tokenizer.encode(text)) == text
+        stream = tokenizer.stream()
+        assert "".join(stream.feed(token) for token in tokenizer.encode(text)) == text
+        assert stream.end() == ""
 
     def test_a_broken_tokenizer_json_is_named(self, tmp_path):
         (tmp_path / "tokenizer.json").write_text("{}")

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from gpu_actors import InvalidRequest
+from gpu_actors.errors import InvalidRequest
 from gpu_actors.extras import missing
-from llama.config import LlamaConfig
+from gpu_actors.generation.config import LlamaConfig
 
 __all__ = ["LayerWeights", "Weights", "load_weights", "random_weights", "tensor_names"]
 
@@ -101,7 +101,7 @@ def load_weights(folder: Path, config: LlamaConfig) -> Weights:
     try:
         from safetensors import safe_open
     except ImportError as error:
-        raise InvalidRequest("model", str(folder), missing(error, "demo")) from error
+        raise InvalidRequest("model", str(folder), missing(error, "serve")) from error
     index = folder / "model.safetensors.index.json"
     paths = [folder / "model.safetensors"]
     if index.is_file():

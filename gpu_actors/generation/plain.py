@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from llama.model import Llama
-from llama.weights import Matrix
+from gpu_actors.generation.model import Llama
+from gpu_actors.generation.weights import Matrix
 
 __all__ = ["plain_logits"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpu_actors import InvalidRequest, Unsupported
+from gpu_actors.errors import InvalidRequest, Unsupported
 
 __all__ = ["LlamaConfig"]
 
@@ -66,14 +66,16 @@ class LlamaConfig:
 
     @classmethod
     def load(cls, folder: Path) -> LlamaConfig:
-        """Read config.json. Raises `InvalidRequest` where it is broken, `Unsupported` for another architecture."""
+        """Read config.json, and the tokens that end a text from generation_config.json where there is one.
+
+        Raises `InvalidRequest` where a file is broken, `Unsupported` for another architecture.
+        """
         path = folder / "config.json"
-        try:
-            given = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise InvalidRequest("model", str(path), f"is not readable JSON: {error}") from error
-        if not isinstance(given, dict):
-            raise InvalidRequest("model", str(path), "must hold a JSON object")
+        given = _read(path)
+        also = folder / "generation_config.json"
+        # A model that was trained on conversations has its end of a message only there.
+        if also.is_file() and (end := _read(also).get("eos_token_id")) is not None:
+            given["eos_token_id"] = end
         for name, value in _FIXED.items():
             if given.get(name, value) != value:
                 raise Unsupported(f"config.json {name}", given[name], "is not what this model computes", value)
@@ -83,6 +85,16 @@ class LlamaConfig:
             if isinstance(error, InvalidRequest):
                 raise
             raise InvalidRequest("model", str(path), f"lacks a usable entry: {error!r}") from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        given = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidRequest("model", str(path), f"is not readable JSON: {error}") from error
+    if not isinstance(given, dict):
+        raise InvalidRequest("model", str(path), "must hold a JSON object")
+    return given
 
 
 def _from_json(given: dict[str, Any]) -> LlamaConfig:

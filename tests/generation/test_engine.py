@@ -1,4 +1,4 @@
-"""examples/llama over the service: every logit is the plain model's, whatever runs beside it; and what goes wrong."""
+"""The engine over the service: every logit is the plain model's, whatever runs beside it; and what goes wrong."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import asyncio
 import contextlib
 from typing import Any
 
+import anyio
+import anyio.lowlevel
 import numpy as np
 import pytest
-from llama import Engine, Settings
-from support.llama import drift, generate_all, prompts, tiny
+from support.generation import drift, generate_all, prompts, tiny
 
 import gpu_actors as ga
 from gpu_actors.fault_plan import FaultPlan
+from gpu_actors.generation import Engine, Sampling, Settings
 
 # Of the logits' spread, some three times what was seen. The plain model rounds what lies in the cache at the same
 # places, and what is left are sums in another order that fall to the other side of a rounding; against the plain model
@@ -36,6 +38,13 @@ async def compare(
         assert drift(model, generation, found, dtype) < CLOSE[settings.dtype]
         assert drift(model, generation, found, np.float32) < NEAR[settings.dtype]
     return stats
+
+
+async def idle(engine: Engine) -> None:
+    """Wait until no text is left and all pages have come back."""
+    with anyio.fail_after(30):
+        while engine.running or engine.waiting:
+            await anyio.lowlevel.checkpoint()
 
 
 class TestLogits:
@@ -125,10 +134,66 @@ class TestBatching:
             assert (await running.tokens())[0] == first
 
 
+class TestPrefixes:
+    """Prompts of 40 tokens, of which the first 35 are the same: two pages of 16 rows are shared."""
+
+    GIVEN = [[*range(35), 100 + n, 7, 8, 9, n] for n in range(3)]
+
+    async def test_a_beginning_that_was_computed_is_not_computed_again(self):
+        model = tiny()
+        kept = {"keep_logits": True}
+        async with ga.open_context("mock") as ctx, Engine.open(ctx, model, Settings(blocks=64), **kept) as engine:
+            found = []
+            for prompt in self.GIVEN:
+                generation = engine.submit(prompt, max_new_tokens=5)
+                found.append((generation, await generation.tokens()))
+            stats = engine.stats
+        assert [generation.cached for generation, _ in found] == [0, 32, 32]
+        made = sum(len(tokens) for _, tokens in found)
+        assert (stats.cached, stats.rows) == (64, 120 - 64 + made - 3)
+        for generation, tokens in found:
+            assert drift(model, generation, tokens, np.float16) < CLOSE["float16"]
+
+    async def test_pages_are_shared_while_both_run_and_all_come_back(self):
+        async with ga.open_context("mock") as ctx, Engine.open(ctx, tiny(), Settings(blocks=64)) as engine:
+            first = engine.submit(self.GIVEN[0], max_new_tokens=60)
+            await anext(aiter(first))
+            second = engine.submit(self.GIVEN[1], max_new_tokens=60)
+            await anext(aiter(second))
+            assert second.cached == 32
+            assert engine.pages()[2] == 4, "two pages of each layer"
+            for generation in (first, second):
+                generation.cancel()
+            await engine.submit([1], max_new_tokens=2).tokens()
+            await idle(engine)
+            assert engine.pages() == (64, 64, 0)
+
+    async def test_a_layer_that_lost_its_pages_makes_the_others_begin_there(self):
+        model = tiny()
+        kept = {"keep_logits": True}
+        async with ga.open_context("mock") as ctx, Engine.open(ctx, model, Settings(blocks=9), **kept) as engine:
+            await engine.submit(self.GIVEN[0], max_new_tokens=2).tokens()
+            # Four pages of nine are kept. This takes six, so one is given up: the second page of one layer.
+            await engine.submit([9] * 40, max_new_tokens=2).tokens()
+            assert engine._cache.stats().evicted == 1
+            generation = engine.submit(self.GIVEN[1], max_new_tokens=5)
+            tokens = await generation.tokens()
+        assert generation.cached == 16
+        assert drift(model, generation, tokens, np.float16) < CLOSE["float16"]
+
+    async def test_sharing_can_be_turned_off(self):
+        settings = Settings(blocks=64, share_prefixes=False)
+        async with ga.open_context("mock") as ctx, Engine.open(ctx, tiny(), settings) as engine:
+            for prompt in self.GIVEN:
+                generation = engine.submit(prompt, max_new_tokens=2)
+                await generation.tokens()
+                assert generation.cached == 0
+
+
 class TestSampling:
     async def sampled(self, **how: Any) -> list[int]:
         async with ga.open_context("mock") as ctx, Engine.open(ctx, tiny(), Settings(blocks=64)) as engine:
-            return await engine.submit([1, 2], max_new_tokens=12, **how).tokens()
+            return await engine.submit([1, 2], max_new_tokens=12, sampling=Sampling(**how)).tokens()
 
     async def test_the_same_seed_gives_the_same_text(self):
         one, same, other = [await self.sampled(temperature=1.0, seed=seed) for seed in (3, 3, 4)]
@@ -140,6 +205,44 @@ class TestSampling:
 
 
 class TestFailures:
+    async def test_stopping_ends_every_text_and_refuses_others(self):
+        async with ga.open_context("mock") as ctx, Engine.open(ctx, tiny(), Settings(blocks=64)) as engine:
+            running = engine.submit([1], max_new_tokens=400)
+            await anext(aiter(running))
+            waiting = engine.submit([2], max_new_tokens=500)
+            engine.stop("the server is leaving")
+            for generation in (running, waiting):
+                with pytest.raises(ga.ActorStopped, match="leaving"):
+                    await generation.tokens()
+            with pytest.raises(ga.ActorStopped, match="leaving"):
+                engine.submit([3], max_new_tokens=1)
+            await idle(engine)
+            assert engine.pages()[1] == 64
+            assert engine.stats.ended == {"error": 2}
+
+    async def test_an_accident_in_a_step_ends_its_texts_and_the_engine_goes_on(self, monkeypatch):
+        async with ga.open_context("mock") as ctx, Engine.open(ctx, tiny(), Settings(blocks=64)) as engine:
+            with monkeypatch.context() as patch:
+                patch.setattr(engine._model, "embed", lambda tokens: 1 / 0)
+                with pytest.raises(ga.ActorFailed, match="ZeroDivisionError"):
+                    await engine.submit([1], max_new_tokens=4).tokens()
+            assert await engine.submit([1], max_new_tokens=4).tokens()
+
+    async def test_logits_that_are_not_finite_end_their_text_alone(self, monkeypatch):
+        async with ga.open_context("mock") as ctx, Engine.open(ctx, tiny(), Settings(blocks=64)) as engine:
+            logits = engine._model.logits
+
+            def broken(x):
+                found = logits(x)
+                found[0] = np.nan
+                return found
+
+            monkeypatch.setattr(engine._model, "logits", broken)
+            bad, good = (engine.submit([n], max_new_tokens=1) for n in (1, 2))
+            with pytest.raises(ga.LaunchError, match="not finite"):
+                await bad.tokens()
+            assert len(await good.tokens()) == 1
+
     async def test_a_failed_launch_ends_the_texts_of_its_step_and_no_later_ones(self):
         options = ga.ContextOptions(fault_plan=FaultPlan().fail(launch=5))
         async with (
@@ -173,8 +276,10 @@ class TestFailures:
             ("prompt", [1] * 4090, {}),
             ("prompt", [1] * 200, {}),
             ("max_new_tokens", [1], {"max_new_tokens": 0}),
-            ("temperature", [1], {"temperature": -1.0}),
-            ("temperature", [1], {"temperature": float("nan")}),
+            ("max_new_tokens", [1], {"max_new_tokens": True}),
+            ("prompt", [1.5], {}),
+            ("prompt", [[1]], {}),
+            ("prompt", [1 << 70], {}),
         ],
     )
     async def test_what_can_never_be_generated_is_refused_at_once(self, field, prompt, how):

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gpu_actors import InvalidRequest
-from llama.config import LlamaConfig
-from llama.weights import Matrix, Weights
+from gpu_actors.errors import InvalidRequest
+from gpu_actors.generation.config import LlamaConfig
+from gpu_actors.generation.weights import Matrix, Weights
 
 __all__ = ["Heads", "Llama", "rms_norm", "silu"]
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llama.batch import Batcher, Text
+
+from gpu_actors.generation.batch import Batcher, Text
 
 
 def text(length: int, pages: int = 1) -> Text:
@@ -75,7 +76,9 @@ def test_cancelled_texts_leave_from_wherever_they_are():
     batcher.admit()
     batcher.add(waiting)
     running.cancelled = waiting.cancelled = True
-    assert batcher.take_cancelled() == [running, waiting]
+    assert batcher.cancelled() == [running, waiting]
+    batcher.remove(batcher.cancelled())
+    assert batcher.cancelled() == []
     assert batcher.next_rows() is None
     assert len(batcher) == 0
     batcher.add(text(1))

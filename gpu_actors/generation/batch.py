@@ -25,12 +25,14 @@ __all__ = ["Batcher", "Rows", "Text"]
 class Text:
     """One text on its way. tokens: the prompt and the generated ones. computed: how many of them are computed.
 
-    pages: set aside for it until it ends. sequences: in the cache, one a layer; empty until it runs.
+    pages: set aside for it until it ends. cached: how many it began with, because other texts had computed them.
+    sequences: in the cache, one a layer; empty until it runs.
     """
 
     tokens: list[int]
     pages: int
     computed: int = 0
+    cached: int = 0
     cancelled: bool = False
     sequences: list[Any] = field(default_factory=list)
 
@@ -71,6 +73,16 @@ class Batcher:
     def __len__(self) -> int:
         return len(self._waiting) + len(self._running)
 
+    @property
+    def running(self) -> int:
+        """Texts that have their pages."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Texts that are not let in yet."""
+        return len(self._waiting)
+
     def add(self, text: Text) -> None:
         """Let a text wait. Its pages must be no more than there are in all."""
         self._waiting.append(text)
@@ -86,11 +98,9 @@ class Batcher:
             admitted.append(text)
         return admitted
 
-    def take_cancelled(self) -> list[Text]:
-        """Remove the cancelled texts, and give them."""
-        cancelled = [text for text in (*self._running, *self._waiting) if text.cancelled]
-        self.remove(cancelled)
-        return cancelled
+    def cancelled(self) -> list[Text]:
+        """The texts that are cancelled and not removed yet."""
+        return [text for text in (*self._running, *self._waiting) if text.cancelled]
 
     def remove(self, texts: Iterable[Text]) -> None:
         """Forget texts that have ended; their pages are free again."""

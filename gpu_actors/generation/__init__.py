@@ -1,0 +1,47 @@
+"""A Llama decoder in NumPy whose attention runs through the service, with continuous batching.
+
+async with Engine.open(ctx, Llama(config, weights), Settings()) as engine:
+    async for token in engine.submit(prompt, max_new_tokens=32):
+        ...
+
+config: the sizes of a model. weights: from a seed, or from a folder in Hugging Face's layout. model: the layers without
+their attention. plain: the same model without the service, to compare with. tokenizer, chat: text to tokens and back.
+batch: the texts of a step. engine: the steps. text: what they make. sampling, stops: what follows, and where it ends.
+
+Imports from other rooms: kernels, validation.
+"""
+
+from __future__ import annotations
+
+from gpu_actors.generation.chat import PLAIN_TEMPLATE, ChatTemplate, load_chat_template
+from gpu_actors.generation.config import LlamaConfig
+from gpu_actors.generation.engine import Engine, EngineStats, Settings
+from gpu_actors.generation.model import Llama
+from gpu_actors.generation.plain import plain_logits
+from gpu_actors.generation.sampling import Sampling, TokenScores
+from gpu_actors.generation.stops import StopStrings
+from gpu_actors.generation.text import Generation
+from gpu_actors.generation.tokenizer import ByteTokenizer, TextStream, Tokenizer, load_tokenizer
+from gpu_actors.generation.weights import load_weights, random_weights
+
+__all__ = [
+    "PLAIN_TEMPLATE",
+    "ByteTokenizer",
+    "ChatTemplate",
+    "Engine",
+    "EngineStats",
+    "Generation",
+    "Llama",
+    "LlamaConfig",
+    "Sampling",
+    "Settings",
+    "StopStrings",
+    "TextStream",
+    "TokenScores",
+    "Tokenizer",
+    "load_chat_template",
+    "load_tokenizer",
+    "load_weights",
+    "plain_logits",
+    "random_weights",
+]

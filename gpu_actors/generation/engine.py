@@ -1,0 +1,313 @@
+"""Engine: generates many texts at once. They share every step, whatever their arrival and length.
+
+    submit() -> waiting -> running -> step: embed, for each layer [NumPy in a thread, attend in the service], sample
+                              ^_______________________________________________________________________|
+
+Keys and values of all texts and layers lie in one paged cache; a text has a sequence a layer. One request a layer and
+step appends the new rows, rotates them and q, and attends, for all texts together. A prompt that begins as another one
+did takes the pages of that beginning and computes only the rest.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import anyio.to_thread
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from gpu_actors.errors import ActorFailed, ActorStopped, GpuActorsError, InvalidRequest
+from gpu_actors.generation.batch import Batcher, Rows, Text
+from gpu_actors.generation.model import Heads, Llama
+from gpu_actors.generation.sampling import Sampling, TokenScores
+from gpu_actors.generation.text import Generation
+from gpu_actors.generation.weights import Matrix
+from gpu_actors.kernels.append.variant import Rope
+from gpu_actors.validation.fields import expect, integer
+from gpu_actors.values import show
+
+if TYPE_CHECKING:
+    from gpu_actors.context import GpuContext
+
+__all__ = ["Engine", "EngineStats", "Settings"]
+
+logger: logging.Logger = logging.getLogger("gpu_actors")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """rows: at most in a step. blocks: pages of the cache, for all layers together.
+
+    dtype: of attention's operands, "float16" or "bfloat16". cache_dtype: of the cache, the same (None) or an fp8.
+    share_prefixes: whether prompts that begin alike share the pages of that beginning.
+    """
+
+    rows: int = 256
+    page_size: int = 16
+    blocks: int = 1024
+    dtype: str = "float16"
+    cache_dtype: str | None = None
+    share_prefixes: bool = True
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Done so far. steps, rows: computed. tokens: generated. cached: rows of prompts that were not computed again.
+
+    most_texts: that shared a step. ended: texts by the reason of their end, as `Generation` names it.
+    """
+
+    steps: int = 0
+    rows: int = 0
+    tokens: int = 0
+    cached: int = 0
+    most_texts: int = 0
+    ended: dict[str, int] | None = None
+
+
+class Engine:
+    """Made by `Engine.open`, for the tasks of one event loop. keep_logits: generations keep theirs, to be looked at."""
+
+    def __init__(self, cache: Any, model: Llama, settings: Settings, keep_logits: bool = False) -> None:
+        self.stats = EngineStats(ended={})
+        self._cache = cache
+        self._model = model
+        self._settings = settings
+        self._keep_logits = keep_logits
+        self._dtype = np.dtype(getattr(ml_dtypes, settings.dtype, settings.dtype))
+        self._rope = Rope(dim=model.config.head_dim, inv_freq=model.config.inv_freq)
+        self._batcher = Batcher(settings.rows, settings.blocks)
+        self._generations: dict[Text, Generation] = {}
+        self._bell = anyio.Event()
+        self._stopped = ""
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls, context: GpuContext, model: Llama, settings: Settings, *, keep_logits: bool = False
+    ) -> AsyncIterator[Engine]:
+        """Generate texts as long as this is entered. Leaving cancels what has not ended."""
+        config = model.config
+        pool = context.kv_cache(
+            num_blocks=settings.blocks,
+            page_size=settings.page_size,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            dtype=settings.cache_dtype or settings.dtype,
+        )
+        async with pool as cache, anyio.create_task_group() as group:
+            engine = cls(cache, model, settings, keep_logits)
+            group.start_soon(engine._run)
+            try:
+                yield engine
+            finally:
+                group.cancel_scope.cancel()
+                for generation in engine._generations.values():
+                    generation.end("cancelled")
+
+    @property
+    def longest(self) -> int:
+        """Tokens that a text may have, prompt included: what the model knows positions for and the cache has pages."""
+        pages_a_layer = self._settings.blocks // self._model.config.layers
+        # The last token is never computed, so it takes no row.
+        return min(self._model.config.positions, pages_a_layer * self._settings.page_size + 1)
+
+    @property
+    def running(self) -> int:
+        """Texts that share the steps now."""
+        return self._batcher.running
+
+    @property
+    def waiting(self) -> int:
+        """Texts that wait for pages or rows."""
+        return self._batcher.waiting
+
+    def pages(self) -> tuple[int, int, int]:
+        """Pages of the cache: all, free and shared ones. Raises `StaleBuffer` once the engine is left."""
+        stats = self._cache.stats()
+        return stats.blocks, stats.free_blocks, stats.shared_blocks
+
+    def submit(self, prompt: Sequence[int], *, max_new_tokens: int, sampling: Sampling | None = None) -> Generation:
+        """Begin a text. prompt: its tokens, at least one. sampling: None takes the likeliest token every time.
+
+        Raises `InvalidRequest` for a text that can never be generated, and `ActorStopped` after `stop`.
+        """
+        if self._stopped:
+            raise ActorStopped(self._stopped)
+        config, settings = self._model.config, self._settings
+        tokens = self._checked(prompt)
+        max_new_tokens = integer("max_new_tokens", max_new_tokens, 1)
+        length = len(tokens) + max_new_tokens
+        pages = config.layers * -(-(length - 1) // settings.page_size)
+        expect(length <= config.positions, "prompt", length, f"makes a text of more than {config.positions} tokens")
+        reason = f"takes {pages} pages of a cache that has {settings.blocks}"
+        expect(pages <= settings.blocks, "prompt", length, reason)
+        text = Text(tokens, pages)
+        generation = Generation(text, max_new_tokens, sampling or Sampling(), config.stop_tokens, on_cancel=self._ring)
+        self._generations[text] = generation
+        self._batcher.add(text)
+        self._ring()
+        return generation
+
+    def stop(self, why: str) -> None:
+        """End every text with `ActorStopped`, and refuse new ones."""
+        self._stopped = why
+        for text, generation in self._generations.items():
+            text.cancelled = True
+            generation.end("error", ActorStopped(why))
+        self._ring()
+
+    def _checked(self, prompt: Sequence[int]) -> list[int]:
+        vocab = self._model.config.vocab
+        reason = f"must be token ids from 0 to {vocab - 1}, at least one"
+        try:
+            ids = np.array(prompt)
+            sound = ids.ndim == 1 and ids.size > 0 and ids.dtype.kind in "iu"
+            sound = sound and 0 <= int(ids.min()) <= int(ids.max()) < vocab
+        except (ValueError, TypeError, OverflowError):
+            sound = False
+        if not sound:
+            raise InvalidRequest("prompt", show(prompt), reason)
+        tokens: list[int] = ids.tolist()
+        return tokens
+
+    def _ring(self) -> None:
+        self._bell.set()
+
+    async def _run(self) -> None:
+        while True:
+            await self._forget(self._batcher.cancelled(), "cancelled")
+            for text in self._batcher.admit():
+                await self._begin(text)
+            rows = self._batcher.next_rows()
+            if rows is None:
+                self._bell = anyio.Event()
+                await self._bell.wait()
+                continue
+            try:
+                await self._step(rows)
+            except Exception as error:
+                # The layers of these texts no longer hold the same rows.
+                await self._forget(rows.texts, "error", _answered(error))
+
+    async def _begin(self, text: Text) -> None:
+        layers = self._model.config.layers
+        self._generations[text].begin()
+        prompts = [self._names(np.array(text.tokens), layer) for layer in range(layers)]
+        try:
+            begun = [self._cache.create(prompt if self._settings.share_prefixes else None) for prompt in prompts]
+            for reply in begun:
+                text.sequences.append(await reply)
+            # A page of one layer may have been given up while that of another was kept.
+            shared = min(sequence.cached for sequence in text.sequences)
+            for sequence in text.sequences:
+                if sequence.cached > shared:
+                    await self._cache.truncate(sequence, shared)
+        except Exception as error:
+            await self._forget([text], "error", _answered(error))
+            return
+        text.computed = text.cached = shared
+        self.stats.cached += shared
+
+    def _names(self, tokens: NDArray[np.int64], layer: int) -> NDArray[np.int64]:
+        """The tokens as ids of one layer's rows: pages of other layers hold other rows of the same tokens."""
+        return tokens * self._model.config.layers + layer
+
+    async def _step(self, rows: Rows) -> None:
+        """Compute the rows, and give a next token to each text whose prompt is computed."""
+        in_thread = anyio.to_thread.run_sync
+        x, heads = await in_thread(self._first, rows)
+        layer = 0
+        while heads is not None:
+            attended = await self._attend(layer, rows, heads)
+            x, heads = await in_thread(self._between, layer, x, attended)
+            layer += 1
+        finished = rows.finished
+        last = rows.ends[1:][finished] - 1
+        texts = [rows.texts[index] for index in finished]
+        drawn = await in_thread(self._draw, texts, x[last])
+        for text, count in zip(rows.texts, rows.counts, strict=True):
+            text.computed += count
+        stats = self.stats
+        stats.steps += 1
+        stats.rows += len(rows.tokens)
+        stats.most_texts = max(stats.most_texts, len(rows.texts))
+        await self._take(texts, drawn)
+
+    def _first(self, rows: Rows) -> tuple[Matrix, Heads | None]:
+        x = self._model.embed(rows.tokens)
+        return x, self._model.before_attention(0, x)
+
+    def _between(self, layer: int, x: Matrix, attended: Matrix) -> tuple[Matrix, Heads | None]:
+        """From one layer's attention to the next one's, where there is one."""
+        x = self._model.after_attention(layer, x, attended.astype(np.float32))
+        more = layer + 1 < self._model.config.layers
+        return x, self._model.before_attention(layer + 1, x) if more else None
+
+    def _draw(self, texts: list[Text], x: Matrix) -> list[tuple[int, TokenScores | None] | GpuActorsError]:
+        """The next token of each text, or why it has none."""
+        drawn: list[tuple[int, TokenScores | None] | GpuActorsError] = []
+        for text, row in zip(texts, self._model.logits(x), strict=True):
+            generation = self._generations[text]
+            if self._keep_logits:
+                generation.logits.append(row)
+            try:
+                drawn.append(generation.draw(row))
+            except GpuActorsError as error:
+                drawn.append(error)
+        return drawn
+
+    async def _attend(self, layer: int, rows: Rows, heads: Heads) -> Any:
+        q, k, v = (part.astype(self._dtype) for part in heads)
+        sequences = [text.sequences[layer] for text in rows.texts]
+        names = self._names(rows.tokens, layer) if self._settings.share_prefixes else None
+        reply = self._cache.attend(q, sequences, k=k, v=v, cu_seqlens_q=rows.ends, rope=self._rope, tokens=names)
+        return (await reply).out
+
+    async def _take(self, texts: list[Text], drawn: list[tuple[int, TokenScores | None] | GpuActorsError]) -> None:
+        ended = []
+        for text, found in zip(texts, drawn, strict=True):
+            generation = self._generations[text]
+            if isinstance(found, GpuActorsError):
+                generation.end("error", found)
+            else:
+                text.tokens.append(found[0])
+                self.stats.tokens += not generation.reason
+                generation.take(*found)
+            if generation.reason:
+                ended.append(text)
+        await self._forget(ended)
+
+    async def _forget(self, texts: Sequence[Text], reason: str = "", error: GpuActorsError | None = None) -> None:
+        """End texts, and give their pages back."""
+        ended = self.stats.ended
+        assert ended is not None
+        for text in texts:
+            generation = self._generations.pop(text)
+            generation.end(reason, error)
+            ended[generation.reason] = ended.get(generation.reason, 0) + 1
+        for text in texts:
+            for reply in [self._cache.free(sequence) for sequence in text.sequences]:
+                try:
+                    await reply
+                except GpuActorsError as failure:
+                    # The cache is gone with its context, and the pages with it.
+                    logger.debug("a sequence was not freed: %s", failure)
+        # Last: only now are there pages for others.
+        self._batcher.remove(texts)
+
+
+def _answered(error: Exception) -> GpuActorsError:
+    """The error of this package that an exception is, or one that says that the engine is at fault."""
+    if isinstance(error, GpuActorsError):
+        return error
+    logger.error("a step of the engine failed", exc_info=error)
+    failed = ActorFailed(f"the engine raised {type(error).__name__}: {error}")
+    failed.__cause__ = error
+    return failed

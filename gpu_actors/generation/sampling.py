@@ -1,0 +1,104 @@
+"""Sampling: how the next token is drawn from a model's logits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpu_actors.errors import InvalidRequest, LaunchError
+from gpu_actors.values import show
+
+__all__ = ["Sampler", "Sampling", "TokenScores"]
+
+_HIGHEST_TOP = 20
+
+
+class TokenScores(NamedTuple):
+    """Natural logarithms of probabilities before temperature and top_p: of the chosen token, and of the likeliest."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """temperature: 0 takes the likeliest token every time. top_p: only the likeliest tokens that have at least this
+    share of the probability together are drawn from (Holtzman et al., arXiv 1904.09751). seed: an int of 64 bits; None
+    draws another text every time. top_logprobs: how many of the likeliest tokens `TokenScores` has; None makes none.
+
+    Raises `InvalidRequest` for a value out of its range.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = 0
+    top_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        if not (_number(self.temperature) and self.temperature >= 0):
+            raise InvalidRequest("temperature", show(self.temperature), "must be a finite number >= 0")
+        if not (_number(self.top_p) and 0 < self.top_p <= 1):
+            raise InvalidRequest("top_p", show(self.top_p), "must be a number over 0 and up to 1")
+        if self.seed is not None and not (_integer(self.seed) and -(1 << 63) <= self.seed < 1 << 64):
+            raise InvalidRequest("seed", show(self.seed), "must be an int of 64 bits, or None")
+        if self.top_logprobs is not None and not (
+            _integer(self.top_logprobs) and 0 <= self.top_logprobs <= _HIGHEST_TOP
+        ):
+            raise InvalidRequest("top_logprobs", show(self.top_logprobs), f"must be an int from 0 to {_HIGHEST_TOP}")
+
+
+class Sampler:
+    """Draws the tokens of one text, one after another."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._sampling = sampling
+        seed = sampling.seed
+        self._random = np.random.default_rng(None if seed is None else seed % (1 << 64))
+
+    def draw(self, logits: NDArray[np.float32]) -> tuple[int, TokenScores | None]:
+        """A token from logits (vocab,), and its scores where they are asked for.
+
+        Raises `LaunchError` for logits that are not finite.
+        """
+        if not np.isfinite(logits).all():
+            raise LaunchError("the logits of a token are not finite: the attention answered with NaN or infinity")
+        token = self._choose(logits)
+        top = self._sampling.top_logprobs
+        return token, None if top is None else _scores(logits, token, top)
+
+    def _choose(self, logits: NDArray[np.float32]) -> int:
+        temperature, top_p = self._sampling.temperature, self._sampling.top_p
+        if temperature == 0:
+            return int(logits.argmax())
+        # Differences first: a temperature near 0 would make infinities of the logits themselves.
+        shifted = logits.astype(np.float64) - float(logits.max())
+        with np.errstate(over="ignore"):
+            weights = np.exp(shifted / temperature)
+        weights /= weights.sum()
+        if top_p < 1:
+            order = np.argsort(-weights, kind="stable")
+            # The first token always stays; another one while those before it have less than their share.
+            before = np.cumsum(weights[order]) - weights[order]
+            weights[order[1:][before[1:] >= top_p]] = 0.0
+            weights /= weights.sum()
+        return int(self._random.choice(len(weights), p=weights))
+
+
+def _scores(logits: NDArray[np.float32], token: int, top: int) -> TokenScores:
+    wide = logits.astype(np.float64)
+    shifted = wide - wide.max()
+    scores = shifted - math.log(np.exp(shifted).sum())
+    likeliest = np.argsort(-scores, kind="stable")[:top]
+    return TokenScores(float(scores[token]), tuple((int(each), float(scores[each])) for each in likeliest))
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

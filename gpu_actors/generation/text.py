@@ -1,0 +1,120 @@
+"""Generation: a text while the engine makes it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import anyio
+import numpy as np
+from numpy.typing import NDArray
+
+from gpu_actors.errors import GpuActorsError
+from gpu_actors.generation.batch import Text
+from gpu_actors.generation.sampling import Sampler, Sampling, TokenScores
+
+__all__ = ["Generation"]
+
+
+class Generation:
+    """A text that is being generated: iterate over it for its tokens, as they come, from the first on.
+
+    prompt: its tokens. made: the tokens so far. scores: of each, where the sampling asks for them. logits: of each,
+    float32 (vocab,), where the engine keeps them. reason: why it ended: "stop" (the model's end of text), "length",
+    "cancelled" or "error"; "" until then. cached: rows of the prompt that other texts had computed already. submitted,
+    begun, first: ``time.monotonic()`` when it was submitted, was let in, and had its first token; None before.
+
+    Iterating raises the `GpuActorsError` that ended it, if one did. Any number of tasks of the engine's loop may wait
+    for one text.
+    """
+
+    def __init__(
+        self,
+        text: Text,
+        max_new_tokens: int,
+        sampling: Sampling,
+        stop_tokens: Sequence[int],
+        on_cancel: Callable[[], None],
+    ) -> None:
+        self.prompt = tuple(text.tokens)
+        self.made: list[int] = []
+        self.scores: list[TokenScores] = []
+        self.logits: list[NDArray[np.float32]] = []
+        self.reason = ""
+        self.submitted = time.monotonic()
+        self.begun: float | None = None
+        self.first: float | None = None
+        self._text = text
+        self._left = max_new_tokens
+        self._sampler = Sampler(sampling)
+        self._stop_tokens = stop_tokens
+        self._on_cancel = on_cancel
+        self._error: GpuActorsError | None = None
+        self._news = anyio.Event()
+
+    @property
+    def cached(self) -> int:
+        return self._text.cached
+
+    def cancel(self) -> None:
+        """End the text, and give its pages back before the next step. Does nothing to one that has ended."""
+        self._text.cancelled = True
+        self.end("cancelled")
+        self._on_cancel()
+
+    async def more(self, seen: int) -> bool:
+        """Wait for more than ``seen`` tokens. False if there will be none; raises the error that ended the text."""
+        while len(self.made) <= seen:
+            if self.reason:
+                if self._error is not None:
+                    raise self._error
+                return False
+            await self._news.wait()
+        return True
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        seen = 0
+        while await self.more(seen):
+            yield self.made[seen]
+            seen += 1
+
+    async def tokens(self) -> list[int]:
+        """All of them, once it has ended."""
+        return [token async for token in self]
+
+    # For the engine
+
+    def begin(self) -> None:
+        """It has been let in."""
+        self.begun = time.monotonic()
+
+    def draw(self, logits: NDArray[np.float32]) -> tuple[int, TokenScores | None]:
+        """The next token from its logits. For one thread at a time."""
+        return self._sampler.draw(logits)
+
+    def take(self, token: int, scores: TokenScores | None) -> None:
+        """Pass a token on, and end the text where it was the last."""
+        if self.reason:
+            return
+        if self.first is None:
+            self.first = time.monotonic()
+        self.made.append(token)
+        if scores is not None:
+            self.scores.append(scores)
+        self._left -= 1
+        if token in self._stop_tokens:
+            self.end("stop")
+        elif self._left == 0:
+            self.end("length")
+        else:
+            self._tell()
+
+    def end(self, reason: str, error: GpuActorsError | None = None) -> None:
+        """No token follows. A text ends once: what comes later changes nothing."""
+        if not self.reason:
+            self.reason, self._error = reason, error
+            self._tell()
+
+    def _tell(self) -> None:
+        self._news.set()
+        self._news = anyio.Event()

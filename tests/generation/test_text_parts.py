@@ -1,0 +1,170 @@
+"""Stop strings, sampling and chat templates, each alone."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpu_actors import InvalidRequest, LaunchError
+from gpu_actors.generation import PLAIN_TEMPLATE, ChatTemplate, Sampling, StopStrings, TokenScores, load_chat_template
+from gpu_actors.generation.sampling import Sampler
+
+
+def fed(stops: list[str], pieces: list[str]) -> tuple[str, bool]:
+    stop = StopStrings(stops)
+    text = "".join(stop.feed(piece) for piece in pieces)
+    return text + ("" if stop.found else stop.end()), stop.found
+
+
+class TestStopStrings:
+    @pytest.mark.parametrize(
+        ("stops", "pieces", "text", "found"),
+        [
+            ([], ["abc", "d"], "abcd", False),
+            (["cd"], ["abc", "d", "e"], "ab", True),
+            (["cd"], ["abc", "e"], "abce", False),
+            (["aab"], ["a", "a", "a", "b"], "a", True),
+            (["xyz"], ["wx", "y"], "wxy", False),
+            (["b", "ab"], ["ab"], "", True),
+            (["bc", "abcd"], ["abc", "d"], "a", True),
+            (["\n\n"], ["one\n", "\ntwo"], "one", True),
+        ],
+    )
+    def test_the_text_ends_before_the_first_that_is_complete(self, stops, pieces, text, found):
+        assert fed(stops, pieces) == (text, found)
+
+    def test_what_can_no_longer_be_a_stop_string_is_given_at_once(self):
+        stop = StopStrings(["END"])
+        assert [stop.feed(piece) for piece in ("aE", "N", "x", "EN", "D", "more")] == ["a", "", "ENx", "", "", ""]
+        assert stop.found
+        assert stop.end() == ""
+
+    @given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3), st.data())
+    def test_where_the_pieces_are_cut_changes_nothing(self, text, stops, data):
+        cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+        pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        assert fed(stops, pieces) == fed(stops, list(text)) == fed(stops, [text])
+        shown, found = fed(stops, pieces)
+        assert text.startswith(shown)
+        assert found == any(stop in text for stop in stops)
+        assert not any(stop in shown for stop in stops)
+
+
+def logits(*values: float) -> np.ndarray:
+    return np.array(values, np.float32)
+
+
+class TestSampling:
+    def test_temperature_0_takes_the_likeliest(self):
+        assert Sampler(Sampling()).draw(logits(0, 3, 1)) == (1, None)
+
+    @pytest.mark.parametrize(("top_p", "kept"), [(1.0, {0, 1, 2, 3}), (0.9, {0, 1, 2}), (0.75, {0, 1}), (1e-9, {0})])
+    def test_top_p_keeps_the_fewest_that_have_the_share(self, top_p, kept):
+        shares = logits(*np.log([0.5, 0.3, 0.15, 0.05]))
+        sampler = Sampler(Sampling(temperature=1.0, top_p=top_p, seed=1))
+        assert {sampler.draw(shares)[0] for _ in range(400)} == kept
+
+    def test_draws_have_the_shares_of_the_softmax(self):
+        wanted = np.array([0.1, 0.6, 0.3])
+        sampler = Sampler(Sampling(temperature=2.0, seed=3))
+        counts = np.bincount([sampler.draw(logits(*2 * np.log(wanted)))[0] for _ in range(4000)])
+        # Five standard deviations of a share of 4,000 draws.
+        assert np.abs(counts / 4000 - wanted).max() < 5 * 0.5 / math.sqrt(4000)
+
+    def test_the_smallest_temperature_is_no_division_by_0(self):
+        assert Sampler(Sampling(temperature=5e-324, seed=0)).draw(logits(1, 2, 1))[0] == 1
+        assert Sampler(Sampling(temperature=1e300, seed=-1)).draw(logits(1, 2, 1))[0] in (0, 1, 2)
+
+    def test_no_seed_draws_another_text_every_time(self):
+        flat = np.zeros(1 << 12, np.float32)
+        seen = {tuple(Sampler(Sampling(temperature=1.0, seed=None)).draw(flat)[0] for _ in range(1)) for _ in range(5)}
+        assert len(seen) > 1
+
+    def test_scores_are_those_of_the_model(self):
+        _, scores = Sampler(Sampling(temperature=0.5, top_p=0.1, top_logprobs=2)).draw(logits(*np.log([0.2, 0.7, 0.1])))
+        assert isinstance(scores, TokenScores)
+        assert scores.chosen == pytest.approx(math.log(0.7), abs=1e-6)
+        assert [token for token, _ in scores.top] == [1, 0]
+        assert [score for _, score in scores.top] == pytest.approx([math.log(0.7), math.log(0.2)], abs=1e-6)
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+    def test_logits_that_are_not_finite_are_an_error(self, value):
+        for temperature in (0.0, 1.0):
+            with pytest.raises(LaunchError, match="not finite"):
+                Sampler(Sampling(temperature=temperature)).draw(logits(0, value))
+
+    @pytest.mark.parametrize(
+        ("field", "value"),
+        [
+            *(("temperature", value) for value in (-1, math.nan, math.inf, "1", True, None)),
+            *(("top_p", value) for value in (0, -0.1, 1.1, math.nan, "1")),
+            *(("seed", value) for value in (1.0, True, 1 << 64, -(1 << 63) - 1)),
+            *(("top_logprobs", value) for value in (-1, 21, 1.0, True)),
+        ],
+    )
+    def test_values_out_of_range_are_refused_by_name(self, field: str, value: Any):
+        with pytest.raises(InvalidRequest) as caught:
+            Sampling(**{field: value})
+        assert caught.value.field == field
+
+
+SAID = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "<b> & é"}]
+
+
+class TestChatTemplate:
+    def test_the_plain_one_has_a_line_a_message(self):
+        assert ChatTemplate(PLAIN_TEMPLATE).render(SAID) == "system: Be kind.\nuser: <b> & é\nassistant: "
+
+    def test_it_knows_what_transformers_gives_templates(self):
+        source = (
+            "{{ bos_token }}{% for message in messages %}\n{% if loop.first %}{% continue %}{% endif %}"
+            "{{ message['content'] | tojson }}{% endfor %}\n"
+            "{% if add_generation_prompt %}{{ strftime_now('%Y')|length }}{% endif %}"
+        )
+        assert ChatTemplate(source, {"bos_token": "<s>"}).render(SAID) == '<s>"<b> & é"4'
+
+    @pytest.mark.parametrize(
+        ("source", "said"),
+        [
+            ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+            ("{{ messages[7].content.lower() }}", "no element 7"),
+            ("{{ 1 / 0 }}", "division"),
+            ("{{ messages.append(1) }}", "unsafe"),
+            ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
+        ],
+    )
+    def test_what_a_template_refuses_is_said_of_the_messages(self, source, said):
+        with pytest.raises(InvalidRequest, match=said) as caught:
+            ChatTemplate(source).render(SAID)
+        assert caught.value.field == "messages"
+
+    def test_a_broken_template_is_refused_when_it_is_loaded(self):
+        with pytest.raises(InvalidRequest, match="is no template"):
+            ChatTemplate("{% if %}")
+
+    def test_a_folder_has_its_template_in_either_file(self, tmp_path: Path):
+        assert load_chat_template(tmp_path) is None
+        config = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "pad_token": None}
+        path = tmp_path / "tokenizer_config.json"
+        path.write_text(json.dumps(config))
+        assert load_chat_template(tmp_path) is None
+        path.write_text(json.dumps({**config, "chat_template": "{{ bos_token }}{{ eos_token }}"}))
+        assert load_chat_template(tmp_path).render([]) == "<s></s>"
+        several = [{"name": "tools", "template": "no"}, {"name": "default", "template": "yes"}]
+        path.write_text(json.dumps({"chat_template": several}))
+        assert load_chat_template(tmp_path).render([]) == "yes"
+        (tmp_path / "chat_template.jinja").write_text("alone")
+        assert load_chat_template(tmp_path).render([]) == "alone"
+
+    @pytest.mark.parametrize("text", ["[]", "{", '{"chat_template": 1}', "\xff"])
+    def test_a_broken_file_is_named(self, tmp_path: Path, text: str):
+        (tmp_path / "tokenizer_config.json").write_bytes(text.encode("latin-1"))
+        with pytest.raises(InvalidRequest, match=r"tokenizer_config\.json"):
+            load_chat_template(tmp_path)
