@@ -27,7 +27,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("requests",),
     ("mha",),
     ("validation", "arrays", "compiling", "tracing"),
-    ("options",),
+    ("options", "partial"),
     ("devices",),
     ("kernels",),
     ("graph", "runtime", "kv"),

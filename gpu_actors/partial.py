@@ -1,0 +1,257 @@
+"""Partial attention: a softmax over some of a row's keys, and the exact merge of such partials over disjoint keys.
+
+    m   = max_i lse_i (0 if all are -inf)        w_i = exp(lse_i - m)        Z = sum_i w_i (+ exp(sink - m))
+    out = sum_i w_i out_i / Z (0 if Z = 0)       lse = m + log Z (-inf if Z = 0)
+
+The formula is that of FlashAttention-2 (section 3.1.1) between blocks of keys. What `merge` takes may come from
+forward, paged or decode requests with ``return_lse=True``, from any device, process or machine. The sum is taken in
+the order given and in float64; out is rounded once.
+
+Rules for who gives what:
+
+- The key sets are disjoint, and each partial saw the mask of the whole problem, cut to its keys.
+- Learned sinks go to no partial. They are given once, to the last merge.
+- A row without keys has lse = -inf. Its out is not read, so that an empty partial may hold anything there.
+- Gradients of attention need no gradient of the merge: each block's backward takes the *merged* out and lse.
+  `merge_gradients` is for those who differentiate the merge itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from gpu_actors.arrays.adopt import Adopted, adopt, check_device, dtype_of, name_of, restore
+from gpu_actors.requests import Array, AttentionOutput
+from gpu_actors.validation.fields import describe, expect, one_of
+from gpu_actors.values import brief
+
+__all__ = ["MergeGradients", "Partial", "empty", "merge", "merge_gradients"]
+
+_Host: TypeAlias = "np.ndarray[Any, Any]"
+
+_OUT_DTYPES = ("float16", "bfloat16", "float32", "float64")
+_LSE_DTYPES = ("float32", "float64")
+
+
+class Partial(NamedTuple):
+    """What rows saw of some keys.
+
+    out: (..., rows, heads, head_dim_v), normalised over these keys. lse: (..., heads, rows), the natural logarithm of
+    the sum of exp(score) over them, -inf for a row that saw none. These are the layouts in which forward answers:
+    (batch, seqlen, heads, head_dim_v) and (batch, heads, seqlen), for varlen (total, heads, head_dim_v) and
+    (heads, total).
+    """
+
+    out: Any
+    lse: Any
+
+    def __repr__(self) -> str:
+        return brief(self)
+
+
+class MergeGradients(NamedTuple):
+    """partials: (dout, dlse) of each partial, in the shapes and dtypes of its out and lse. dsinks: (heads,) or None."""
+
+    partials: tuple[Partial, ...]
+    dsinks: Any = None
+
+    def __repr__(self) -> str:
+        return brief(self)
+
+
+def empty(shape: tuple[int, ...], *, dtype: str = "float32") -> Partial:
+    """The partial of no keys: merged with others it changes nothing.
+
+    shape: of out, (..., rows, heads, head_dim_v). dtype: of out; lse is float64 beside a float64 out, else float32.
+    Raises `InvalidRequest` for a shape of fewer than three axes or with a negative extent, or another dtype.
+    """
+    one_of("dtype", dtype, _OUT_DTYPES, f"must be one of {', '.join(_OUT_DTYPES)}")
+    sound = isinstance(shape, tuple | list) and len(shape) >= 3
+    sound = sound and all(isinstance(extent, int | np.integer) and extent >= 0 for extent in shape)
+    expect(sound, "shape", shape, "must be (..., rows, heads, head_dim_v), ints >= 0")
+    *batch, rows, heads, _ = shape
+    lse = np.full((*batch, heads, rows), -np.inf, _lse_dtype(dtype))
+    return Partial(np.zeros(shape, dtype_of(dtype)), lse)
+
+
+def merge(
+    partials: Sequence[Partial | AttentionOutput], *, sinks: Array | None = None, out_dtype: str | None = None
+) -> Partial:
+    """Attention over the union of the partials' keys, on the host.
+
+    partials: at least one, of one shape, each with its lse; outs of float16, bfloat16, float32 or float64, lse of
+        float32 or float64. They lie on the host, in arrays of any library with DLPack.
+    sinks: (heads,), the learned sink logits of the whole problem, in the last merge alone.
+    out_dtype: of the merged out; None: that of the outs, which must then agree.
+
+    Gives arrays of the first out's library. lse is float64 where one of the lse or the merged out is, else float32.
+    An out that is rounded once errs by at most half a unit in the last place of out_dtype beyond what the partials'
+    own roundings bring. NaN in a row that a partial saw stays NaN.
+    Raises `InvalidRequest` that names the field, as "partials[1].lse", for shapes or dtypes that do not agree, and for
+    arrays on a GPU.
+    """
+    terms = _read(partials)
+    sink = _read_sinks(sinks, terms[0])
+    dtype = _out_dtype(out_dtype, terms)
+    merged = _weigh(terms, sink)
+    wide = dtype == "float64" or any(name_of(term.lse.dtype) == "float64" for term in terms)
+    out = _restored(merged.out, dtype, terms[0])
+    return Partial(out, _restored(np.swapaxes(merged.lse, -1, -2), "float64" if wide else "float32", terms[0]))
+
+
+def merge_gradients(
+    partials: Sequence[Partial | AttentionOutput],
+    dout: Array,
+    dlse: Array | None = None,
+    *,
+    sinks: Array | None = None,
+) -> MergeGradients:
+    """The gradient of `merge` with respect to every out, every lse and the sinks.
+
+    partials, sinks: as for `merge`. dout: the gradient of the merged out, in its shape. dlse: that of the merged lse;
+    None: zero. With a_i = w_i / Z it is dout_i = a_i dout and dlse_i = a_i (dout . (out_i - out) + dlse); a sink counts
+    as a partial whose out is 0. Where a row saw none of a partial's keys, both are 0.
+    Raises `InvalidRequest` as `merge` does, naming "dout" and "dlse" too.
+    """
+    terms = _read(partials)
+    sink = _read_sinks(sinks, terms[0])
+    into_out = _read_like(dout, "dout", terms[0].out.shape, _OUT_DTYPES)
+    into_lse = np.zeros(into_out.shape[:-1])
+    if dlse is not None:
+        into_lse = np.swapaxes(_read_like(dlse, "dlse", terms[0].lse.shape, _LSE_DTYPES), -1, -2)
+    merged = _weigh(terms, sink)
+    # What every score loses for each unit of weight: dout . out, less what the lse gains.
+    taken = np.sum(into_out * merged.out, axis=-1) - into_lse
+    gradients = []
+    for term in terms:
+        share = merged.share(term.logits())
+        seen = share != 0
+        own = np.sum(np.where(seen[..., None], into_out * term.out.astype(np.float64), 0), axis=-1)
+        into_logits = np.where(seen, share * (own - taken), 0)
+        gradient = np.where(seen[..., None], share[..., None] * into_out, 0)
+        gradients.append(
+            Partial(
+                _restored(gradient, name_of(term.out.dtype), term),
+                _restored(np.swapaxes(into_logits, -1, -2), name_of(term.lse.dtype), term),
+            )
+        )
+    if sink is None:
+        return MergeGradients(tuple(gradients))
+    share = merged.share(sink)
+    into_sinks = np.where(share != 0, -share * taken, 0)
+    return MergeGradients(
+        tuple(gradients), _restored(into_sinks.reshape(-1, sink.size).sum(axis=0), "float32", terms[0])
+    )
+
+
+class _Term(NamedTuple):
+    """One partial on the host. template: the caller's own out."""
+
+    out: _Host
+    lse: _Host
+    template: Adopted
+
+    def logits(self) -> _Host:
+        """lse in float64 and beside out: (..., rows, heads)."""
+        return np.swapaxes(self.lse, -1, -2).astype(np.float64)
+
+
+class _Merged(NamedTuple):
+    """out and lse in float64, lse as (..., rows, heads), and what it takes to tell each term's share of the softmax."""
+
+    out: _Host
+    lse: _Host
+    top: _Host
+    total: _Host
+
+    def share(self, logits: _Host) -> _Host:
+        """w_i / Z of a term; 0 in rows that saw nothing at all."""
+        with np.errstate(invalid="ignore"):
+            share: _Host = np.exp(logits - self.top) / np.where(self.total == 0, 1, self.total)
+        return share
+
+
+def _weigh(terms: Sequence[_Term], sink: _Host | None) -> _Merged:
+    """The merge itself, in float64 and in the order of the terms."""
+    shape = terms[0].out.shape
+    top = np.full(shape[:-1], -np.inf) if sink is None else np.broadcast_to(sink, shape[:-1])
+    for term in terms:
+        top = np.maximum(top, term.logits())
+    top = np.where(np.isneginf(top), 0, top)
+    total, out = np.zeros(shape[:-1]), np.zeros(shape)
+    with np.errstate(invalid="ignore", over="ignore"):
+        for term in terms:
+            weight = np.exp(term.logits() - top)
+            total += weight
+            out += np.where(weight[..., None] != 0, weight[..., None] * term.out.astype(np.float64), 0)
+        if sink is not None:
+            total += np.exp(sink - top)
+    bare = total == 0
+    out /= np.where(bare, 1, total)[..., None]
+    lse = np.where(bare, -np.inf, top + np.log(np.where(bare, 1, total)))
+    return _Merged(out, lse, top, total)
+
+
+def _read(partials: Sequence[Partial | AttentionOutput]) -> list[_Term]:
+    reason = "must be a list of at least one Partial or AttentionOutput"
+    several = isinstance(partials, list | tuple) and not isinstance(partials, Partial | AttentionOutput)
+    expect(several and len(partials) > 0, "partials", partials, reason)
+    terms: list[_Term] = []
+    for index, partial in enumerate(partials):
+        field = f"partials[{index}]"
+        expect(
+            isinstance(partial, Partial | AttentionOutput), field, partial, "must be a Partial or an AttentionOutput"
+        )
+        expect(partial.lse is not None, f"{field}.lse", None, "must be given: ask for it with return_lse=True")
+        out = _adopted(partial.out, f"{field}.out", _OUT_DTYPES)
+        lse = _adopted(partial.lse, f"{field}.lse", _LSE_DTYPES).array
+        shape = out.array.shape
+        expect(len(shape) >= 3, f"{field}.out", describe(out.array), "must be (..., rows, heads, head_dim_v)")
+        if terms:
+            first = terms[0].out.shape
+            expect(shape == first, f"{field}.out", describe(out.array), f"must have the first out's shape {first}")
+        wanted = (*shape[:-3], shape[-2], shape[-3])
+        expect(lse.shape == wanted, f"{field}.lse", describe(lse), f"must be (..., heads, rows), here {wanted}")
+        terms.append(_Term(out.array, lse, out))  # type: ignore[arg-type]
+    return terms
+
+
+def _read_sinks(sinks: Array | None, term: _Term) -> _Host | None:
+    return None if sinks is None else _read_like(sinks, "sinks", (term.out.shape[-2],), _OUT_DTYPES)
+
+
+def _read_like(array: Array, field: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> _Host:
+    """An array of the caller's that must have a shape, in float64."""
+    host = _adopted(array, field, dtypes).array
+    expect(host.shape == shape, field, describe(host), f"must have the shape {shape}")
+    return host.astype(np.float64)  # type: ignore[union-attr]
+
+
+def _adopted(array: Any, field: str, dtypes: tuple[str, ...]) -> Adopted:
+    adopted = adopt(array, field)
+    check_device(adopted, field, "cpu")
+    reason = f"must have one of the dtypes {', '.join(dtypes)}"
+    expect(name_of(adopted.array.dtype) in dtypes, field, describe(adopted.array), reason)
+    return adopted
+
+
+def _out_dtype(asked: str | None, terms: Sequence[_Term]) -> str:
+    if asked is not None:
+        one_of("out_dtype", asked, _OUT_DTYPES, f"must be None or one of {', '.join(_OUT_DTYPES)}")
+        return asked
+    dtypes = list(dict.fromkeys(name_of(term.out.dtype) for term in terms))
+    reason = f"must be given where the outs' dtypes differ ({', '.join(dtypes)})"
+    expect(len(dtypes) == 1, "out_dtype", None, reason)
+    return dtypes[0]
+
+
+def _lse_dtype(out_dtype: str) -> str:
+    return "float64" if out_dtype == "float64" else "float32"
+
+
+def _restored(result: _Host, dtype: str, term: _Term) -> Any:
+    with np.errstate(over="ignore", invalid="ignore"):
+        return restore(np.ascontiguousarray(result.astype(dtype_of(dtype))), term.template)
