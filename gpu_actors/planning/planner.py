@@ -76,7 +76,7 @@ class AttentionPlanner:
     def answer(self, actor: ServiceActor, call: Call[Any], request: FlashForward, plain: bool, finish: Finish) -> None:
         """Launch an adopted request, forward or backward, or park it until its kernels are compiled."""
         plan = self.plan(request, plain) if call.prepared is None else self.plans.use(call.prepared)
-        kernels = self.kernels_of(call, plan.keys)
+        kernels = () if self.kernels is None else self.kernels_of(call, plan.keys)
         if kernels is None:
             return
         try:

@@ -80,7 +80,8 @@ class Completion:
 
         Called by the actor thread alone.
         """
-        self._mailbox.launching(calls)
+        if self._mailbox.meter is not None:
+            self._mailbox.launching(calls)
         if not self._entries and event.done():
             self._mailbox.launch_passed(len(calls))
             self._settle(event, calls, finish, failed, outbox)
