@@ -1,8 +1,7 @@
 """What the kernels here can compute, and the reasons for what they cannot.
 
-`CHECKS` is the one list, in the order in which they are made: a code, and a function that answers with the
-`Unsupported` to raise or with None. What no device could answer (shapes that contradict each other, a
-negative softcap) is refused earlier, by `gpu_actors.validation`.
+`refusals` is the one list, in the order in which the reasons count. What no device could answer (shapes that contradict
+each other, a negative softcap) is refused earlier, by `gpu_actors.validation`.
 """
 
 from __future__ import annotations
@@ -10,26 +9,25 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from gpu_actors.compiling.source import check_arch
 from gpu_actors.errors import Unsupported
 from gpu_actors.problem import AttentionProblem
 
 __all__ = [
-    "CHECKS",
     "ELEMENTS",
     "FIRST_FP8_CAPABILITY",
     "MAX_HEAD_DIM",
     "MAX_SEQLEN",
-    "Check",
     "Element",
     "capability",
     "check_support",
     "example_problem",
     "find_unsupported",
     "head_dim_refusal",
+    "refusals",
 ]
 
 MAX_HEAD_DIM = 256
@@ -64,18 +62,9 @@ ELEMENTS = {
 # Limits of softmax_scale and softcap: within fp32's range, with room for the factors that kernels fold in.
 LEAST_FACTOR, GREATEST_FACTOR = 1e-36, 1e36
 
-Finding: TypeAlias = Unsupported | None
-
-
-class Check(NamedTuple):
-    """One reason to refuse a problem on an architecture. code: stable, for logs and tests."""
-
-    code: str
-    find: Callable[[AttentionProblem, str], Finding]
-
 
 def check_support(problem: AttentionProblem, arch: str) -> None:
-    """Raise `Unsupported` for the first of `CHECKS` that refuses the problem on kernels of ``arch``.
+    """Raise the first of `refusals` of the problem on kernels of ``arch``, where there is one.
 
     Raises InvalidRequest where ``arch`` names no architecture at all.
     """
@@ -85,12 +74,8 @@ def check_support(problem: AttentionProblem, arch: str) -> None:
 
 
 def find_unsupported(problem: AttentionProblem, arch: str) -> tuple[str, Unsupported] | None:
-    """(code, error) of the first check that refuses, or None where the problem is supported."""
-    for code, find in CHECKS:
-        error = find(problem, arch)
-        if error is not None:
-            return code, error
-    return None
+    """The first of `refusals`, or None where the problem is supported."""
+    return next(refusals(problem, arch), None)
 
 
 @functools.lru_cache(maxsize=64)
@@ -132,147 +117,79 @@ def example_problem(dtype: str, head_dim: int, **fields: Any) -> AttentionProble
     return AttentionProblem(**usual | own | fields)
 
 
-def _arch_known(problem: AttentionProblem, arch: str) -> Finding:
-    try:
-        old = capability(arch) < FIRST_CAPABILITY
-    except Unsupported as error:
-        return error
-    reason = "the kernels are written for compute capability 8.0 (Ampere) and newer"
-    return Unsupported("arch", arch, reason, "sm_80") if old else None
+def refusals(problem: AttentionProblem, arch: str) -> Iterator[tuple[str, Unsupported]]:
+    """Every reason to refuse a problem, (code, error), in the order in which they count.
 
-
-def _dtype_known(problem: AttentionProblem, arch: str) -> Finding:
-    for field, dtype in (("dtype", problem.dtype), ("kv_dtype", problem.kv_dtype)):
-        if dtype not in ELEMENTS:
-            return Unsupported(field, dtype, f"attention is computed on {', '.join(ELEMENTS)}", "float32")
-    return None
-
-
-def _fp8_backward(problem: AttentionProblem, arch: str) -> Finding:
-    if problem.direction == "forward" or not _any_fp8(problem):
-        return None
-    reason = "fp8 gradients would be lost in rounding; backward takes 16-bit and wider inputs"
-    return _without_fp8(problem, reason)
-
-
-def _fp8_arch(problem: AttentionProblem, arch: str) -> Finding:
-    if not _any_fp8(problem) or capability(arch) >= FIRST_FP8_CAPABILITY:
-        return None
-    if problem.decoding and not ELEMENTS[problem.dtype].fp8:
-        return None  # a cache's values are widened before they are multiplied
-    reason = f"fp8 attention needs sm_90a or newer, and {arch} is older"
-    return _without_fp8(problem, reason)
-
-
-def _kv_dtype_mixed(problem: AttentionProblem, arch: str) -> Finding:
-    if problem.kv_dtype == problem.dtype:
-        return None
-    if ELEMENTS[problem.dtype].fp8:
-        reason = f"fp8 queries ({problem.dtype}) need keys and values of the same fp8 type"
-    elif problem.decoding and ELEMENTS[problem.kv_dtype].fp8 and ELEMENTS[problem.dtype].itemsize == 2:
-        return None
-    elif problem.decoding:
-        reason = f"a cache holds q's dtype ({problem.dtype}), or fp8 under a 16-bit q"
-    else:
-        reason = f"keys and values must have q's dtype, {problem.dtype}: no kernel here reads mixed dtypes"
-    return Unsupported("kv_dtype", problem.kv_dtype, reason, problem.dtype)
-
-
-def _out_dtype_fixed(problem: AttentionProblem, arch: str) -> Finding:
-    out = ELEMENTS[problem.dtype].out
-    if problem.out_dtype == out:
-        return None
-    return Unsupported("out_dtype", problem.out_dtype, f"the output of {problem.dtype} inputs is {out}", out)
-
-
-def _compute_mode(problem: AttentionProblem, arch: str) -> Finding:
-    computes = ELEMENTS[problem.dtype].computes
-    if problem.compute in computes:
-        return None
-    if len(computes) == 1:
-        reason = f"{problem.dtype} inputs are multiplied in their own precision; only float32 inputs can choose"
-    else:
-        reason = f"{problem.dtype} inputs are multiplied in one of {', '.join(computes)}"
-    return Unsupported("compute", problem.compute, reason, computes[0])
-
-
-def _head_dim_range(problem: AttentionProblem, arch: str) -> Finding:
-    for field, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+    A later one may take for granted that no earlier one holds.
+    """
+    p = problem
+    yield from _unknown(p, arch)
+    q, kv = ELEMENTS[p.dtype], ELEMENTS[p.kv_dtype]
+    if q.fp8 or kv.fp8:
+        yield from _fp8_refusals(p, arch)
+    if p.kv_dtype != p.dtype and not (p.decoding and kv.fp8 and q.itemsize == 2):
+        reason = f"keys and values must have q's dtype, {p.dtype}: no kernel here reads mixed dtypes"
+        if q.fp8:
+            reason = f"fp8 queries ({p.dtype}) need keys and values of the same fp8 type"
+        elif p.decoding:
+            reason = f"a cache holds q's dtype ({p.dtype}), or fp8 under a 16-bit q"
+        yield "kv_dtype.mixed", Unsupported("kv_dtype", p.kv_dtype, reason, p.dtype)
+    if p.out_dtype != q.out:
+        reason = f"the output of {p.dtype} inputs is {q.out}"
+        yield "out_dtype.fixed", Unsupported("out_dtype", p.out_dtype, reason, q.out)
+    if p.compute not in q.computes:
+        reason = f"{p.dtype} inputs are multiplied in their own precision; only float32 inputs can choose"
+        if len(q.computes) > 1:
+            reason = f"{p.dtype} inputs are multiplied in one of {', '.join(q.computes)}"
+        yield "compute.mode", Unsupported("compute", p.compute, reason, q.computes[0])
+    for field, dim in (("head_dim", p.head_dim), ("head_dim_v", p.head_dim_v)):
         if not 1 <= dim <= MAX_HEAD_DIM:
             reason = f"the kernels keep whole rows on chip, and take head dims from 1 to {MAX_HEAD_DIM}"
-            return Unsupported(field, dim, reason, min(max(dim, 1), MAX_HEAD_DIM))
-    return None
-
-
-def _seqlen_range(problem: AttentionProblem, arch: str) -> Finding:
-    for field, length in (("seqlen_q", problem.seqlen_q), ("seqlen_k", problem.seqlen_k)):
+            yield "head_dim.range", Unsupported(field, dim, reason, min(max(dim, 1), MAX_HEAD_DIM))
+    for field, length in (("seqlen_q", p.seqlen_q), ("seqlen_k", p.seqlen_k)):
         if length > MAX_SEQLEN:
-            return Unsupported(field, length, "one sequence holds fewer than 2^30 rows", MAX_SEQLEN)
-    return None
-
-
-def _dropout_fp8(problem: AttentionProblem, arch: str) -> Finding:
-    if not problem.dropout_p or not _any_fp8(problem):
-        return None
-    reason = "fp8 attention is for inference and has no dropout"
-    return Unsupported("dropout_p", problem.dropout_p, reason, 0.0)
-
-
-def _bias_layout(problem: AttentionProblem, arch: str) -> Finding:
-    if problem.bias is None or problem.layout == "dense":
-        return None
-    reason = f"a bias is a dense (seqlen_q, seqlen_k) matrix, and the layout is {problem.layout}"
-    return Unsupported("bias", problem.bias[0], reason)
-
-
-def _bias_dtype(problem: AttentionProblem, arch: str) -> Finding:
-    if problem.bias is None or problem.bias[0] in (problem.dtype, "float32"):
-        return None
-    reason = f"a bias has q's dtype, {problem.dtype}, or float32"
-    return Unsupported("bias", problem.bias[0], reason, "float32")
-
-
-def _descales_dtype(problem: AttentionProblem, arch: str) -> Finding:
-    if not problem.descales or _any_fp8(problem):
-        return None
-    return Unsupported("q_descale", "an array", f"descales are for fp8 inputs, and q is {problem.dtype}")
-
-
-def _float_range(problem: AttentionProblem, arch: str) -> Finding:
-    if problem.dtype == "float64":
-        return None
-    for field in ("softmax_scale", "softcap"):
-        value = getattr(problem, field)
+            reason = "one sequence holds fewer than 2^30 rows"
+            yield "seqlen.range", Unsupported(field, length, reason, MAX_SEQLEN)
+    if p.dropout_p and (q.fp8 or kv.fp8):
+        reason = "fp8 attention is for inference and has no dropout"
+        yield "dropout.fp8", Unsupported("dropout_p", p.dropout_p, reason, 0.0)
+    if p.bias is not None and p.layout != "dense":
+        reason = f"a bias is a dense (seqlen_q, seqlen_k) matrix, and the layout is {p.layout}"
+        yield "bias.layout", Unsupported("bias", p.bias[0], reason)
+    if p.bias is not None and p.bias[0] not in (p.dtype, "float32"):
+        yield "bias.dtype", Unsupported("bias", p.bias[0], f"a bias has q's dtype, {p.dtype}, or float32", "float32")
+    if p.descales and not (q.fp8 or kv.fp8):
+        reason = f"descales are for fp8 inputs, and q is {p.dtype}"
+        yield "descales.dtype", Unsupported("q_descale", "an array", reason)
+    for field in ("softmax_scale", "softcap") if p.dtype != "float64" else ():
+        value = getattr(p, field)
         nearest = math.copysign(min(max(abs(value), LEAST_FACTOR), GREATEST_FACTOR), value)
         if value and nearest != value:
             reason = f"scores are fp32, which take 0 or a magnitude from {LEAST_FACTOR} to {GREATEST_FACTOR} here"
-            return Unsupported(field, value, reason, nearest)
-    return None
+            yield "float.range", Unsupported(field, value, reason, nearest)
 
 
-def _any_fp8(problem: AttentionProblem) -> bool:
-    return ELEMENTS[problem.dtype].fp8 or ELEMENTS[problem.kv_dtype].fp8
+def _unknown(p: AttentionProblem, arch: str) -> Iterator[tuple[str, Unsupported]]:
+    try:
+        old = capability(arch) < FIRST_CAPABILITY
+    except Unsupported as error:
+        yield "arch.known", error
+    else:
+        if old:
+            reason = "the kernels are written for compute capability 8.0 (Ampere) and newer"
+            yield "arch.known", Unsupported("arch", arch, reason, "sm_80")
+    for field, dtype in (("dtype", p.dtype), ("kv_dtype", p.kv_dtype)):
+        if dtype not in ELEMENTS:
+            reason = f"attention is computed on {', '.join(ELEMENTS)}"
+            yield "dtype.known", Unsupported(field, dtype, reason, "float32")
 
 
-def _without_fp8(problem: AttentionProblem, reason: str) -> Unsupported:
-    if ELEMENTS[problem.dtype].fp8:
-        return Unsupported("dtype", problem.dtype, reason, "bfloat16")
-    return Unsupported("kv_dtype", problem.kv_dtype, reason, problem.dtype)
-
-
-CHECKS = (
-    Check("arch.known", _arch_known),
-    Check("dtype.known", _dtype_known),
-    Check("fp8.backward", _fp8_backward),
-    Check("fp8.arch", _fp8_arch),
-    Check("kv_dtype.mixed", _kv_dtype_mixed),
-    Check("out_dtype.fixed", _out_dtype_fixed),
-    Check("compute.mode", _compute_mode),
-    Check("head_dim.range", _head_dim_range),
-    Check("seqlen.range", _seqlen_range),
-    Check("dropout.fp8", _dropout_fp8),
-    Check("bias.layout", _bias_layout),
-    Check("bias.dtype", _bias_dtype),
-    Check("descales.dtype", _descales_dtype),
-    Check("float.range", _float_range),
-)
+def _fp8_refusals(p: AttentionProblem, arch: str) -> Iterator[tuple[str, Unsupported]]:
+    field, nearest = ("dtype", "bfloat16") if ELEMENTS[p.dtype].fp8 else ("kv_dtype", p.dtype)
+    if p.direction != "forward":
+        reason = "fp8 gradients would be lost in rounding; backward takes 16-bit and wider inputs"
+        yield "fp8.backward", Unsupported(field, getattr(p, field), reason, nearest)
+    # The values of a cache under a wider q are widened before they are multiplied.
+    if capability(arch) < FIRST_FP8_CAPABILITY and not (p.decoding and field == "kv_dtype"):
+        reason = f"fp8 attention needs sm_90a or newer, and {arch} is older"
+        yield "fp8.arch", Unsupported(field, getattr(p, field), reason, nearest)

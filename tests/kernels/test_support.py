@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
+import re
 
 import pytest
 
 from gpu_actors.errors import InvalidRequest, Unsupported
-from gpu_actors.kernels.support import CHECKS, ELEMENTS, check_support, find_unsupported
+from gpu_actors.kernels import support
+from gpu_actors.kernels.support import ELEMENTS, check_support, find_unsupported, refusals
 from gpu_actors.problem import AttentionProblem
 from gpu_actors.validation.fields import DTYPES, FP8, output_dtype
 
@@ -93,8 +96,16 @@ REFUSED = {
 }
 
 
-def test_each_check_has_a_case():
-    assert [check.code for check in CHECKS] == list(REFUSED)
+def test_each_refusal_has_a_case():
+    codes = re.findall(r'yield "([a-z_0-9]+\.[a-z_0-9]+)", ', inspect.getsource(support))
+    assert codes.count("arch.known") == 2
+    assert set(codes) == set(REFUSED)
+
+
+def test_refusals_come_in_one_order_and_go_on_after_the_first():
+    given = problem(head_dim=0, seqlen_k=1 << 30, bias=("int8", True, True), layout="varlen")
+    found = [code for code, _ in refusals(given, "sm_80")]
+    assert found == ["head_dim.range", "seqlen.range", "bias.layout", "bias.dtype"]
 
 
 @pytest.mark.parametrize("code", REFUSED)
