@@ -32,7 +32,7 @@ from gpu_actors.devices.interface import Device, DeviceInfo
 from gpu_actors.devices.select import check_device, choose_device, open_device, warn_of_mock
 from gpu_actors.errors import ActorStopped, DeadlineExceeded, GpuActorsError, InvalidRequest
 from gpu_actors.health import Health, examine
-from gpu_actors.kernels.requests import Prepare
+from gpu_actors.kernels.variants import Prepare
 from gpu_actors.kv_cache import OpensKvCaches
 from gpu_actors.loop import refuse_on_loop
 from gpu_actors.opening import Opening, in_thread

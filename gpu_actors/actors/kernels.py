@@ -21,9 +21,9 @@ from gpu_actors.compiling.source import Cubin, KernelSource, check_arch
 from gpu_actors.devices.interface import Buffer, Kernel, Launch, LaunchGeometry, Outputs, Params, Step
 from gpu_actors.errors import GpuActorsError, InvalidRequest, MockModeError
 from gpu_actors.kernels.call_arguments import argument_field, arguments_by_place, value_bytes, written_places
-from gpu_actors.kernels.requests import Prepare, SourceVariant
 from gpu_actors.kernels.support import capability
 from gpu_actors.kernels.tiles import shared_mem_limit
+from gpu_actors.kernels.variants import Prepare, SourceVariant
 from gpu_actors.planning.planner import unreadable
 from gpu_actors.runtime.actor import ServiceActor
 from gpu_actors.runtime.call import Call

@@ -19,9 +19,9 @@ import numpy as np
 
 from gpu_actors.actors.kv_store import KvWork
 from gpu_actors.devices.interface import Buffer, Kernel, Launch, Outputs, Params, ScratchSpec, Step, StepPack
-from gpu_actors.kernels.append.copy_pages import PageCopyProblem, page_copy_step
-from gpu_actors.kernels.append.params import append_step
-from gpu_actors.kernels.append.variant import AppendProblem, append_key
+from gpu_actors.kernels.append.copy_pages import PageCopyProblem, pack_page_copy, page_copy_geometry
+from gpu_actors.kernels.append.params import pack_append
+from gpu_actors.kernels.append.variant import AppendProblem, append_geometry, append_key
 from gpu_actors.planning.append_rows import NewRows, merge_rows, pack_rows
 from gpu_actors.planning.merging import merge_tables
 from gpu_actors.planning.padding import pad_rows
@@ -83,8 +83,9 @@ def _steps(
     appends, copies = kernels
     heads_q = inputs["q"].shape[-2] if "q" in inputs else 0
     problem = rows.problem(pool, inputs["block_table"].shape[1], heads_q)
-    append = append_step(append_key(problem, arch), problem, appends)
-    steps = [append._replace(pack=functools.partial(_pack_packed, append.pack))]
+    key = append_key(problem, arch)
+    pack = functools.partial(_pack_packed, functools.partial(pack_append, key, problem))
+    steps = [Step(appends, append_geometry(key, problem), pack)]
     if "page_pairs" in inputs:
         copied = PageCopyProblem(
             pairs=len(inputs["page_pairs"]),
@@ -95,7 +96,7 @@ def _steps(
             head_dim_v=pool.head_dim_v,
             dtype=pool.cache_dtype,
         )
-        steps.insert(0, page_copy_step(copied, copies))
+        steps.insert(0, Step(copies, page_copy_geometry(copied), functools.partial(pack_page_copy, copied)))
     for step in launch.steps:
         rotated = problem.heads_q > 0
         steps.append(step._replace(pack=functools.partial(_pack_rotated, step.pack)) if rotated else step)

@@ -16,8 +16,7 @@ from gpu_actors.compiling.source import Cubin, KernelSource, check_arch
 from gpu_actors.devices.interface import Kernel
 from gpu_actors.errors import GpuActorsError, InvalidRequest
 from gpu_actors.kernels.keys import check_key
-from gpu_actors.kernels.requests import Prepare, SourceVariant
-from gpu_actors.kernels.variants import KernelKey, kernel_source
+from gpu_actors.kernels.variants import KernelKey, Prepare, SourceVariant, kernel_source
 from gpu_actors.runtime.actor import ServiceActor
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.handle import ActorHandle

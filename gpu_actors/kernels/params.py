@@ -31,6 +31,7 @@ __all__ = [
     "Operand",
     "ParamsLayout",
     "describe_operand",
+    "divider",
     "forward_layout",
     "forward_operands",
     "forward_scalars",
@@ -38,12 +39,12 @@ __all__ = [
     "launch_values",
     "pack_forward",
     "parse_layout",
+    "struct_layout",
 ]
 
 # A window bound that no pair of rows can exceed; it stays addable to two row indices in 32 bits.
 UNBOUNDED = 1 << 30
 
-_HEADER = "common/params.cuh"
 _C_TYPES = {"int32_t": "i", "uint32_t": "I", "int64_t": "q", "uint64_t": "Q", "float": "f", "double": "d"}
 _STRUCT = re.compile(r"struct (\w+) \{[^\n]*\n(.*?)\n\};", re.S)
 _FIELD = re.compile(r"(?:const )?(\w+)(\*?) (\w+);(?:\s*//.*)?")
@@ -98,12 +99,6 @@ class ParamsLayout:
         return struct.Struct("".join(codes) + f"{self.size - end}x")
 
 
-@functools.cache
-def forward_layout() -> ParamsLayout:
-    """struct Params of kernels_cu/common/params.cuh."""
-    return parse_layout(asset_text(_HEADER), "Params")
-
-
 def parse_layout(header: str, name: str) -> ParamsLayout:
     """The layout of struct ``name``, whose members are scalars, pointers and structs declared before it.
 
@@ -137,6 +132,27 @@ def parse_layout(header: str, name: str) -> ParamsLayout:
         end = offset + size
     widest = max(struct.calcsize(field.code) for field in fields)
     return ParamsLayout(tuple(fields), -(-end // widest) * widest)
+
+
+@functools.cache
+def struct_layout(name: str, *files: str) -> ParamsLayout:
+    """The layout of a struct of the last of these files of kernels_cu, whose members the others may declare."""
+    return parse_layout("\n".join(map(asset_text, files)), name)
+
+
+forward_layout = functools.partial(struct_layout, "Params", "common/params.cuh")
+
+
+def divider(divisor: int) -> tuple[int, int]:
+    """(multiplier, shift) for a division of 0 <= n < 2^31 by 1 <= divisor < 2^31, which no cubin knows.
+
+    n // divisor == (n * multiplier >> 32) >> shift; a multiplier of 0 stands for division by 1. Both fit 32 bits.
+    Granlund and Montgomery, "Division by invariant integers using multiplication", PLDI 1994, theorem 4.2.
+    """
+    if divisor == 1:
+        return 0, 0
+    bits = (divisor - 1).bit_length()
+    return ((1 << (31 + bits)) + divisor - 1) // divisor, bits - 1
 
 
 class Operand(NamedTuple):

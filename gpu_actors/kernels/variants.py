@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TypeAlias
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple, TypeAlias
 
 from gpu_actors.compiling.assets import asset_source, kernel_file
 from gpu_actors.compiling.source import KernelSource
@@ -24,6 +24,8 @@ from gpu_actors.score_mod import SCORE_HEADER
 
 __all__ = [
     "KernelKey",
+    "Prepare",
+    "SourceVariant",
     "block_threads",
     "kernel_source",
     "standard_variants",
@@ -35,6 +37,25 @@ KernelKey: TypeAlias = DispatchKey | AppendKey | PageCopyKey
 """What a kernel is compiled and kept under."""
 
 _WARP = 32
+
+
+class SourceVariant(NamedTuple):
+    """A source of the caller's, where the package's own kernels have a key."""
+
+    source: KernelSource
+    arch: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """Asks the actor that compiles to have a kernel ready for its device; answered with a `Cubin`, or a built `Kernel`.
+
+    Each call that waits for the kernel has a time limit of its own, so this has none.
+    """
+
+    no_deadline: ClassVar[bool] = True
+
+    key: KernelKey | SourceVariant
 
 
 @functools.lru_cache(maxsize=1024)

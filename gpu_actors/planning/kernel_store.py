@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from gpu_actors.compiling.source import Cubin
 from gpu_actors.devices.interface import Kernel
 from gpu_actors.errors import GpuActorsError
-from gpu_actors.kernels.requests import Prepare
-from gpu_actors.kernels.variants import KernelKey
+from gpu_actors.kernels.variants import KernelKey, Prepare
 from gpu_actors.runtime.call import Call
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import gpu_actors as ga
 from gpu_actors.actors.nvrtc import Warm
 from gpu_actors.kernels import variants
 from gpu_actors.kernels.keys import check_key
-from gpu_actors.kernels.requests import Prepare
+from gpu_actors.kernels.variants import Prepare
 from gpu_actors.problem import DispatchKey
 
 FASTEST, *_ = variants.standard_variants("sm_90a")

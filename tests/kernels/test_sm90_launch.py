@@ -23,10 +23,9 @@ from gpu_actors.devices.cuda.errors import CudaFailure
 from gpu_actors.devices.emulation import build_module
 from gpu_actors.devices.interface import Buffer, TensorMap
 from gpu_actors.kernels.dispatch import FAMILIES, dispatch_key, explain, program_of
-from gpu_actors.kernels.division import divider
 from gpu_actors.kernels.hopper.params import COUNTER, pack_sm90, schedule_layout, tma_refusal
 from gpu_actors.kernels.hopper.variant import sections_of
-from gpu_actors.kernels.params import forward_layout
+from gpu_actors.kernels.params import divider, forward_layout
 from gpu_actors.kernels.program import Target
 from gpu_actors.kernels.tiles import tile_of
 from gpu_actors.kernels.variants import kernel_source

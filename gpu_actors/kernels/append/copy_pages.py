@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gpu_actors.compiling.assets import asset_source, asset_text
+from gpu_actors.compiling.assets import asset_source
 from gpu_actors.compiling.source import KernelSource
-from gpu_actors.devices.interface import Buffer, Kernel, LaunchGeometry, Step
+from gpu_actors.devices.interface import Buffer, LaunchGeometry
 from gpu_actors.errors import Unsupported
-from gpu_actors.kernels.params import Binder, ParamsLayout, describe_operand, parse_layout
+from gpu_actors.kernels.params import Binder, describe_operand, struct_layout
 from gpu_actors.kernels.support import ELEMENTS
 from gpu_actors.values import StableText
 
-__all__ = ["PageCopyKey", "PageCopyProblem", "copy_source", "pack_page_copy", "page_copy_geometry", "page_copy_step"]
+__all__ = ["PageCopyKey", "PageCopyProblem", "copy_source", "pack_page_copy", "page_copy_geometry"]
 
 _WARPS, _WARP = 4, 32
 _PART_BYTES = 8192  # four rounds of 16 bytes a thread
@@ -71,20 +71,6 @@ def page_copy_geometry(problem: PageCopyProblem) -> LaunchGeometry:
     return LaunchGeometry((blocks, 1, 1), (_WARPS * _WARP, 1, 1), 0)
 
 
-def page_copy_step(problem: PageCopyProblem, kernel: Kernel) -> Step:
-    """The copy as a step of a launch, whose operands have the names that `pack_page_copy` lists.
-
-    The pools are among the launch's updates. Raises Unsupported as `page_copy_geometry`.
-    """
-    return Step(kernel, page_copy_geometry(problem), functools.partial(pack_page_copy, problem))
-
-
-@functools.cache
-def page_copy_layout() -> ParamsLayout:
-    """struct Params of kernels_cu/append/copy_pages.cu."""
-    return parse_layout(asset_text("append/copy_pages.cu"), "Params")
-
-
 def pack_page_copy(problem: PageCopyProblem, buffers: Mapping[str, Buffer]) -> bytes:
     """The parameters of a launch.
 
@@ -99,7 +85,7 @@ def pack_page_copy(problem: PageCopyProblem, buffers: Mapping[str, Buffer]) -> b
 
 @functools.lru_cache(maxsize=256)
 def _binder(p: PageCopyProblem) -> Binder:
-    layout, axes = page_copy_layout(), ("", ".", ".", ".")
+    layout, axes = struct_layout("Params", "append/copy_pages.cu"), ("", ".", ".", ".")
     outer = (p.num_blocks, p.page_size, p.heads_kv)
     operands = (
         describe_operand(layout, "page_pairs", "..", (p.pairs, 2), "int32", field="pairs"),

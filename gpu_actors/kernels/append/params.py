@@ -1,4 +1,4 @@
-"""An append as a step of a launch: packs its operands into the bytes of the kernel's Arguments struct.
+"""Packs the operands of an append into the bytes of the kernel's parameter struct.
 
 The struct is declared once, in kernels_cu/append/params.cuh, and read from there.
 """
@@ -10,26 +10,14 @@ import math
 import struct
 from collections.abc import Iterator, Mapping
 
-from gpu_actors.compiling.assets import asset_text
-from gpu_actors.devices.interface import Buffer, Kernel, Step
-from gpu_actors.kernels.append.variant import AppendKey, AppendProblem, Rope, append_geometry, cut_rows
-from gpu_actors.kernels.params import Binder, Operand, ParamsLayout, describe_operand, parse_layout
+from gpu_actors.devices.interface import Buffer
+from gpu_actors.kernels.append.variant import AppendKey, AppendProblem, Rope, cut_rows
+from gpu_actors.kernels.params import Binder, Operand, ParamsLayout, describe_operand, struct_layout
 
-__all__ = ["append_layout", "append_step", "pack_append"]
-
-
-def append_step(key: AppendKey, problem: AppendProblem, kernel: Kernel) -> Step:
-    """The append as a step of a launch, whose operands have the names that `pack_append` lists.
-
-    The caches are among the launch's updates. Raises Unsupported as `append_geometry`.
-    """
-    return Step(kernel, append_geometry(key, problem), functools.partial(pack_append, key, problem))
+__all__ = ["append_layout", "pack_append"]
 
 
-@functools.cache
-def append_layout() -> ParamsLayout:
-    """struct Params of kernels_cu/append/params.cuh."""
-    return parse_layout(asset_text("append/params.cuh"), "Params")
+append_layout = functools.partial(struct_layout, "Params", "append/params.cuh")
 
 
 def pack_append(key: AppendKey, problem: AppendProblem, buffers: Mapping[str, Buffer]) -> bytes:

@@ -10,7 +10,6 @@ import functools
 import math
 from collections.abc import Iterator, Mapping
 
-from gpu_actors.compiling.assets import asset_text
 from gpu_actors.devices.interface import Buffer
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.kernels.params import (
@@ -21,24 +20,17 @@ from gpu_actors.kernels.params import (
     forward_operands,
     forward_scalars,
     launch_values,
-    parse_layout,
+    struct_layout,
 )
 from gpu_actors.kernels.program import Values
 from gpu_actors.kernels.score_params import pack_score
 from gpu_actors.problem import AttentionProblem
 
-__all__ = ["backward_layout", "pack_backward"]
+__all__ = ["pack_backward"]
 
-_HEADERS = ("common/params.cuh", "backward/params.cuh")
 _FORWARD = "forward."
 # Scratch memory of the kernels, of the shapes that `backward_scratch` gives.
 _SCRATCH = ("statistics", "dq_sums", "dq_turns", "dbias_sums", "dbias_turns", "dsinks_parts", "tickets")
-
-
-@functools.cache
-def backward_layout() -> ParamsLayout:
-    """struct BackwardParams of kernels_cu/backward/params.cuh. The forward's fields are named "forward.q" and so on."""
-    return parse_layout("\n".join(asset_text(name) for name in _HEADERS), "BackwardParams")
 
 
 def pack_backward(problem: AttentionProblem, scored: bool, buffers: Mapping[str, Buffer], values: Values) -> bytes:
@@ -62,7 +54,7 @@ def pack_backward(problem: AttentionProblem, scored: bool, buffers: Mapping[str,
 
 @functools.lru_cache(maxsize=1024)
 def _binder(problem: AttentionProblem) -> Binder:
-    layout = backward_layout()
+    layout = struct_layout("BackwardParams", "common/params.cuh", "backward/params.cuh")
     operands = tuple(_operands(problem, layout))
     scalars = forward_scalars(problem, _FORWARD) | {"batch": problem.batch}
     for operand in operands:

@@ -10,38 +10,33 @@ import functools
 import struct
 from collections.abc import Iterator, Mapping
 
-from gpu_actors.compiling.assets import asset_text
 from gpu_actors.devices.interface import Buffer
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.kernels.decode.schedule import ITEM_UNITS, min_units
 from gpu_actors.kernels.decode.variant import row_tiles
-from gpu_actors.kernels.division import divider
 from gpu_actors.kernels.params import (
     ITEMSIZES,
     Binder,
     Operand,
     ParamsLayout,
     describe_operand,
+    divider,
     forward_operands,
     forward_scalars,
     launch_values,
-    parse_layout,
+    struct_layout,
 )
 from gpu_actors.kernels.program import NO_VALUES, Values
 from gpu_actors.problem import AttentionProblem, DispatchKey
 
 __all__ = ["decode_layout", "pack_decode", "pack_pointers"]
 
-_HEADERS = ("common/params.cuh", "decode/params.cuh")
 _ATTENTION = "attention."
 _SCRATCH = ("plan", "sums", "partial_out", "partial_lse")
 _CHUNK = 16  # bytes that a cp.async copies, and a multiple of which its addresses are
 
 
-@functools.cache
-def decode_layout() -> ParamsLayout:
-    """struct DecodeParams of kernels_cu/decode/params.cuh."""
-    return parse_layout("\n".join(map(asset_text, _HEADERS)), "DecodeParams")
+decode_layout = functools.partial(struct_layout, "DecodeParams", "common/params.cuh", "decode/params.cuh")
 
 
 def pack_decode(

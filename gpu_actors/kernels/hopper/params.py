@@ -10,13 +10,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 
-from gpu_actors.compiling.assets import asset_text, kernel_file
 from gpu_actors.devices.interface import Buffer, TensorMap
 from gpu_actors.errors import InvalidRequest, Unsupported
-from gpu_actors.kernels.division import divider
-from gpu_actors.kernels.hopper.transpose_v import TRANSPOSE, TRANSPOSED, main_key, positions_of, transpose_v_scratch
+from gpu_actors.kernels.hopper.transpose_v import TRANSPOSED, main_key, positions_of, transpose_v_scratch
 from gpu_actors.kernels.hopper.variant import ROWS, Sections, sections_of
-from gpu_actors.kernels.params import Binder, ParamsLayout, describe_operand, key_rows, pack_forward, parse_layout
+from gpu_actors.kernels.params import Binder, describe_operand, divider, key_rows, pack_forward, struct_layout
 from gpu_actors.kernels.program import NO_VALUES, EncodeTensorMap, Values
 from gpu_actors.kernels.support import ELEMENTS
 from gpu_actors.kernels.tiles import Tile, padded_head_dim, tile_of
@@ -37,16 +35,12 @@ COUNTER = "tile_counter"
 TMA_ALIGNMENT = 16
 """Bytes that addresses and strides are multiples of."""
 
-_HEADER = "hopper/params.cuh"
 _ALIGNMENT = 64  # of the struct, because its tensor maps have it
 _MAX_STRIDE = 1 << 40
 _NO_MAP = bytes(128)  # of an operand without elements, which no block looks at
 
 
-@functools.cache
-def schedule_layout() -> ParamsLayout:
-    """struct Schedule of kernels_cu/hopper/params.cuh."""
-    return parse_layout(asset_text(_HEADER), "Schedule")
+schedule_layout = functools.partial(struct_layout, "Schedule", "hopper/params.cuh")
 
 
 def tma_refusal(
@@ -123,7 +117,7 @@ def pack_transpose_v(
 
 @functools.lru_cache(maxsize=1024)
 def _transpose_v_binder(problem: AttentionProblem, tile: Tile) -> Binder:
-    layout, varlen = transpose_v_layout(), problem.layout == "varlen"
+    layout, varlen = struct_layout("ValuesParams", "hopper/transpose_v.cu"), problem.layout == "varlen"
     operand = functools.partial(describe_operand, layout)
     outer, _ = key_rows(problem)
     axes = ("row_stride", "head_stride", ".") if varlen else ("batch_stride", "row_stride", "head_stride", ".")
@@ -141,12 +135,6 @@ def _transpose_v_binder(problem: AttentionProblem, tile: Tile) -> Binder:
         "batch": problem.batch,
     }
     return Binder.of(layout, operands, scalars)
-
-
-@functools.cache
-def transpose_v_layout() -> ParamsLayout:
-    """struct ValuesParams of kernels_cu/hopper/transpose_v.cu."""
-    return parse_layout(asset_text(kernel_file(TRANSPOSE)), "ValuesParams")
 
 
 def _as_rows(transposed: Buffer) -> Buffer:
