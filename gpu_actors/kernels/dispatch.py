@@ -55,11 +55,11 @@ def _computed_elsewhere(*_: object) -> Any:
 # Devices that compute with the NumPy oracle give a key to problems that no kernel takes.
 REFERENCE = KernelFamily(
     "reference",
-    lambda problem, arch: None,
     "computes every problem with NumPy",
     _computed_elsewhere,
     _computed_elsewhere,
     _computed_elsewhere,
+    tensor_cores=False,
     score_mods=True,
 )
 

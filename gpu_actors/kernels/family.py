@@ -9,7 +9,8 @@ from typing import TypeAlias
 from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.macros import Macros
 from gpu_actors.kernels.program import Program, Target
-from gpu_actors.problem import AttentionProblem, DispatchKey
+from gpu_actors.kernels.support import ELEMENTS
+from gpu_actors.problem import AttentionProblem, Direction, DispatchKey, Layout
 
 __all__ = ["KernelFamily"]
 
@@ -17,12 +18,22 @@ Refuses: TypeAlias = Callable[[AttentionProblem, str], Unsupported | None]
 MakeProgram: TypeAlias = Callable[[AttentionProblem, DispatchKey, Target], Program]
 
 
+_LEAST_DIM, _GREATEST_DIM = 32, 256
+_CHUNK = 16  # bytes; rows of a dtype of more than 16 bits are multiples of 8 elements all the same
+
+
+def _takes_all(problem: AttentionProblem, arch: str) -> Unsupported | None:
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class KernelFamily:
     """One kernel and the problems that it is for.
 
-    name: of the kernel, as in DispatchKey. refuses: why it does not take a problem on an architecture, or None.
-    reason: a sentence on what it is for, shown where it is taken.
+    name: of the kernel, as in DispatchKey. reason: a sentence on what it is for, shown where it is taken.
+    direction, layouts, dtypes: that it is for, None for all; of the layouts and dtypes the last is the usual one.
+    tensor_cores: whether it multiplies there, which takes head dims in whole chunks and no products in full float32.
+    refuses: why it does not take a problem of this kind on an architecture, or None.
     program: what is launched for a problem whose key names the kernel. macros, threads: what a key's kernel is compiled
     for, and the threads of its block; the key names this kernel or a companion.
     companions: kernels that are launched with it, under keys that differ in the name alone.
@@ -32,11 +43,15 @@ class KernelFamily:
     """
 
     name: str
-    refuses: Refuses
     reason: str
     program: MakeProgram
     macros: Callable[[DispatchKey], Macros]
     threads: Callable[[DispatchKey], int]
+    direction: Direction | None = None
+    layouts: tuple[Layout, ...] | None = None
+    dtypes: tuple[str, ...] | None = None
+    tensor_cores: bool = True
+    refuses: Refuses = _takes_all
     companions: tuple[str, ...] = ()
     num_splits: int = 1
     persistent: bool = False
@@ -53,4 +68,22 @@ class KernelFamily:
         """Why the kernel does not take a problem on an architecture, or None."""
         if problem.score_mod is not None and not self.score_mods:
             return Unsupported("score_mod", str(problem.score_mod), f"{self.name} has no place for score modifications")
-        return self.refuses(problem, arch)
+        if self.direction not in (None, problem.direction):
+            reason = f"{self.name} computes {'no gradients' if self.direction == 'forward' else 'gradients alone'}"
+            return Unsupported("direction", problem.direction, reason, self.direction)
+        for name, known in (("layout", self.layouts), ("dtype", self.dtypes)):
+            if known is not None and (value := getattr(problem, name)) not in known:
+                return Unsupported(name, value, f"{self.name} computes {', '.join(known)}", known[-1])
+        return self.refuses(problem, arch) or (self._chunk_refusal(problem) if self.tensor_cores else None)
+
+    def _chunk_refusal(self, problem: AttentionProblem) -> Unsupported | None:
+        """The nearest head dim is the next one up, for rows can be padded and cannot be shortened."""
+        if problem.compute == "f32":
+            return Unsupported("compute", problem.compute, "tensor cores have no float32 products", "tf32")
+        dims = range(_LEAST_DIM, _GREATEST_DIM + 1, _CHUNK if ELEMENTS[problem.kv_dtype].fp8 else _CHUNK // 2)
+        for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+            if dim not in dims:
+                reason = f"{self.name} copies rows in whole chunks: multiples of {dims.step} from"
+                nearest = min((known for known in dims if known >= dim), default=dims[-1])
+                return Unsupported(name, dim, f"{reason} {dims[0]} to {dims[-1]}", nearest)
+        return None

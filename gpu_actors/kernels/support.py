@@ -26,12 +26,13 @@ __all__ = [
     "check_support",
     "example_problem",
     "find_unsupported",
-    "head_dim_refusal",
     "refusals",
+    "scale_refusal",
 ]
 
 MAX_HEAD_DIM = 256
 MAX_SEQLEN = (1 << 30) - 1  # kernels add two row indices and a window bound in 32 bits
+SMALLEST_SCALE = 2.0**-100  # of kernels that take maxima before they scale
 FIRST_CAPABILITY = 80
 FIRST_FP8_CAPABILITY = 90
 
@@ -89,16 +90,12 @@ def capability(arch: str) -> int:
     return int(digits[0])
 
 
-def head_dim_refusal(problem: AttentionProblem, dims: range, reason: str) -> Unsupported | None:
-    """Why a kernel that takes these head dims does not take the problem's, or None. reason: a sentence without its end.
-
-    The nearest head dim is the next one up, for rows can be padded and cannot be shortened.
-    """
-    for field, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
-        if dim not in dims:
-            nearest = min((known for known in dims if known >= dim), default=dims[-1])
-            return Unsupported(field, dim, f"{reason}: multiples of {dims.step} from {dims[0]} to {dims[-1]}", nearest)
-    return None
+def scale_refusal(problem: AttentionProblem) -> Unsupported | None:
+    """Why a kernel that takes maxima before it scales does not take a problem, or None."""
+    if problem.softmax_scale >= SMALLEST_SCALE:
+        return None
+    reason = "maxima are taken before the scale, which needs a positive scale"
+    return Unsupported("softmax_scale", problem.softmax_scale, reason, SMALLEST_SCALE)
 
 
 def example_problem(dtype: str, head_dim: int, **fields: Any) -> AttentionProblem:

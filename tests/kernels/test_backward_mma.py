@@ -311,7 +311,7 @@ class TestDispatch:
             ({"head_dim": 36}, "head_dim", 40, "multiples of 8"),
             ({"head_dim_v": 24}, "head_dim_v", 32, "from 32 to 256"),
             (all_of("float32", "f32"), "compute", "tf32", "no float32"),
-            (all_of("float64", "f64"), "dtype", "bfloat16", "f16, bf16"),
+            (all_of("float64", "f64"), "dtype", "bfloat16", "float16, float32, bfloat16"),
         ],
     )
     def test_what_it_refuses_names_the_nearest_that_it_takes(self, changes, field, nearest, reason):

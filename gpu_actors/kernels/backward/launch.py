@@ -12,7 +12,6 @@ from gpu_actors.kernels.backward.variant import (
     backward_geometry,
     backward_keys,
     backward_macros,
-    backward_refuses,
     backward_scratch,
     backward_threads,
 )
@@ -35,11 +34,13 @@ def backward_program(problem: AttentionProblem, key: DispatchKey, target: Target
 
 BACKWARD_MMA = KernelFamily(
     MAIN,
-    backward_refuses,
     "computes the gradients of every option of dense and varlen batches on tensor cores, with mma.sync",
     backward_program,
     backward_macros,
     backward_threads,
+    "backward",
+    ("dense", "varlen"),
+    ("float16", "float32", "bfloat16"),
     companions=(PREPARE, FINISH),
     score_mods=True,
 )

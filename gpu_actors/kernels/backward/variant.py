@@ -11,7 +11,7 @@ import dataclasses
 from gpu_actors.devices.interface import LaunchGeometry, ScratchSpec
 from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.macros import Macros, forward_macros
-from gpu_actors.kernels.support import ELEMENTS, capability, head_dim_refusal
+from gpu_actors.kernels.support import ELEMENTS, capability
 from gpu_actors.kernels.tiles import Tile, num_kv_tiles, num_q_tiles, shared_bytes_of, tile_of
 from gpu_actors.problem import AttentionProblem, DispatchKey
 
@@ -22,14 +22,12 @@ __all__ = [
     "backward_geometry",
     "backward_keys",
     "backward_macros",
-    "backward_refuses",
     "backward_scratch",
     "backward_threads",
 ]
 
 PREPARE, MAIN, FINISH = "backward_prepare", "backward_mma", "backward_finish"
 
-_HEAD_DIMS = range(32, 257, 8)
 _PREPARE_THREADS = 128
 _WARP = 32
 _MAX_BLOCKS = (1 << 31) - 1
@@ -39,19 +37,6 @@ _FIRST_VECTOR_REDUCTION = 90  # compute capability from which four floats are ad
 _COMMON = ("BLOCK_M", "ELEMENT", "KV_ELEMENT", "OUT_ELEMENT", "VARLEN", "SINKS")
 _PREPARE = (*_COMMON, "HEAD_DIM_V", "COMPUTE_BITS", "TIES_AWAY")
 _FINISH = (*_COMMON, "HEAD_DIM", "WARPS", "BIAS_ELEMENT")
-
-
-def backward_refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
-    """Why backward_mma does not take a problem, or None."""
-    if problem.direction != "backward":
-        return Unsupported("direction", problem.direction, "backward_mma computes gradients alone", "backward")
-    if problem.layout == "paged":
-        return Unsupported("layout", problem.layout, "backward_mma reads no block tables", "varlen")
-    if problem.dtype not in ("float16", "bfloat16", "float32"):
-        return Unsupported("dtype", problem.dtype, "backward_mma multiplies f16, bf16 and tf32", "bfloat16")
-    if problem.compute == "f32":
-        return Unsupported("compute", problem.compute, "tensor cores have no float32 products", "tf32")
-    return head_dim_refusal(problem, _HEAD_DIMS, "backward_mma copies rows in whole chunks")
 
 
 def backward_keys(key: DispatchKey) -> tuple[DispatchKey, DispatchKey, DispatchKey]:

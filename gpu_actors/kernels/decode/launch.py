@@ -84,11 +84,13 @@ def _scratch(
 
 DECODE_MMA = KernelFamily(
     DECODE,
-    decode_refuses,
     "computes every option of new rows over pages, caches and pointers on tensor cores, splitting the keys",
     decode_program,
     decode_macros,
     decode_threads,
+    "forward",
+    ("cache", "pointers", "paged"),
+    refuses=decode_refuses,
     companions=(PLAN, COMBINE),
     row_tile=row_tile_of,
     row_tiles=ROW_TILES,

@@ -13,7 +13,7 @@ from gpu_actors.devices.interface import LaunchGeometry
 from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.macros import Macros, flags, mask_macros, score_macros, tile_macros
 from gpu_actors.kernels.occupancy import shared_a_multiprocessor
-from gpu_actors.kernels.support import ELEMENTS, FIRST_FP8_CAPABILITY, capability, example_problem, head_dim_refusal
+from gpu_actors.kernels.support import ELEMENTS, FIRST_FP8_CAPABILITY, capability, example_problem, scale_refusal
 from gpu_actors.kernels.tiles import shared_mem_limit
 from gpu_actors.problem import AttentionProblem, DispatchKey
 
@@ -37,8 +37,6 @@ __all__ = [
 PLAN, DECODE, COMBINE = "decode_plan", "decode_mma", "decode_combine"
 ROW_TILES = (16, 32, 64)
 
-_LEAST_DIM, _GREATEST_DIM = 32, 256
-_SMALLEST_SCALE = 2.0**-100
 _MAX_ITEMS = (1 << 31) - 1
 _WARP = 32
 _PLAN_WARPS = 8
@@ -110,25 +108,13 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def decode_refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
-    """Why decode_mma does not take a problem, or None."""
-    if problem.direction != "forward":
-        return Unsupported("direction", problem.direction, "decode_mma computes no gradients", "forward")
-    if not problem.decoding:
-        return Unsupported("layout", problem.layout, "decode_mma reads keys and values from caches", "paged")
+    """Why decode_mma does not take a problem over a cache, or None."""
     if problem.dtype not in ("float16", "bfloat16"):
         reason = "tensor cores multiply 16-bit queries here; the cache may hold fp8 under them"
         return Unsupported("dtype", problem.dtype, reason, "bfloat16")
-    multiple = 16 if ELEMENTS[problem.kv_dtype].fp8 else 8
-    dims = range(_LEAST_DIM, _GREATEST_DIM + 1, multiple)
-    refusal = head_dim_refusal(problem, dims, f"decode_mma copies rows of {problem.kv_dtype} in whole chunks")
-    if refusal is not None:
-        return refusal
-    if problem.softmax_scale < _SMALLEST_SCALE:
-        reason = "decode_mma takes maxima before it scales, which needs a positive scale"
-        return Unsupported("softmax_scale", problem.softmax_scale, reason, _SMALLEST_SCALE)
     if items_of(problem) * max(1, problem.num_splits) > _MAX_ITEMS:
         return Unsupported("batch", problem.batch, f"decode_mma counts {_MAX_ITEMS} pieces of work at most")
-    return None
+    return scale_refusal(problem)
 
 
 def row_tiles(problem: AttentionProblem) -> int:

@@ -1,48 +1,17 @@
-"""What forward_mma and forward_simple take, how they are compiled, and their grid."""
+"""How forward_mma and forward_simple are compiled, and their grid."""
 
 from __future__ import annotations
 
 from gpu_actors.devices.interface import LaunchGeometry
 from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.macros import Macros, forward_macros
-from gpu_actors.kernels.support import head_dim_refusal
 from gpu_actors.kernels.tiles import num_q_tiles, shared_bytes_of, tile_of
 from gpu_actors.problem import AttentionProblem, DispatchKey
 
-__all__ = ["MMA_HEAD_DIMS", "SMALLEST_SCALE", "forward_geometry", "mma_macros", "mma_refuses", "simple_refuses"]
+__all__ = ["forward_geometry", "mma_macros"]
 
 _MAX_BLOCKS = (1 << 31) - 1  # of grid.x; y and z end at 65,535, so grids are flat
 _WARP = 32
-MMA_HEAD_DIMS = range(32, 257, 8)
-SMALLEST_SCALE = 2.0**-100
-
-
-def simple_refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
-    """Why forward_simple does not take a problem, or None."""
-    if problem.direction != "forward":
-        return Unsupported("direction", problem.direction, "forward_simple computes no gradients", "forward")
-    if problem.layout not in ("dense", "varlen"):
-        return Unsupported("layout", problem.layout, "forward_simple reads no caches", "varlen")
-    return None
-
-
-def mma_refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
-    """Why forward_mma does not take a problem, or None."""
-    if problem.direction != "forward":
-        return Unsupported("direction", problem.direction, "forward_mma computes no gradients", "forward")
-    if problem.layout not in ("dense", "varlen"):
-        return Unsupported("layout", problem.layout, "forward_mma reads no caches", "varlen")
-    if problem.dtype not in ("float16", "bfloat16", "float32"):
-        return Unsupported("dtype", problem.dtype, "forward_mma multiplies f16, bf16 and tf32", "bfloat16")
-    if problem.compute == "f32":
-        return Unsupported("compute", problem.compute, "tensor cores have no float32 products", "tf32")
-    refusal = head_dim_refusal(problem, MMA_HEAD_DIMS, "forward_mma copies rows in whole chunks")
-    if refusal is not None:
-        return refusal
-    if problem.softmax_scale < SMALLEST_SCALE:
-        reason = "forward_mma takes maxima before it scales, which needs a positive scale"
-        return Unsupported("softmax_scale", problem.softmax_scale, reason, SMALLEST_SCALE)
-    return None
 
 
 def mma_macros(key: DispatchKey) -> Macros:

@@ -18,7 +18,7 @@ from gpu_actors.kernels.hopper.transpose_v import (
     transpose_v_refusal,
 )
 from gpu_actors.kernels.macros import Macros, forward_macros
-from gpu_actors.kernels.support import ELEMENTS, capability, head_dim_refusal
+from gpu_actors.kernels.support import ELEMENTS, capability
 from gpu_actors.kernels.tiles import (
     Tile,
     num_q_tiles,
@@ -46,8 +46,6 @@ ROWS = 64
 MULTIPROCESSORS = 132
 """The multiprocessors of an H100 or H200 (SXM), assumed where a device does not say how many it has."""
 
-_ROW_BYTES = 16  # TMA's unit: head dims are multiples of it
-_LEAST_DIM, _GREATEST_DIM = 32, 256
 _MAX_TILES = (1 << 31) - 1 - MULTIPROCESSORS * 8  # numbers that blocks draw lie beyond it
 _L2_BYTES = 32 << 20  # of 50 MiB: outputs and the next section want room, too
 _CACHE_KEYS, _WIDE_CACHE_KEYS = 128, 64  # a tile of keys up to head dim 128, and beyond: see `tiles`
@@ -58,10 +56,6 @@ def sm90_refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
     """Why forward_sm90 does not take a problem, or None. What its operands' strides must be is in `sm90_arguments`."""
     if capability(arch) != 90:
         return Unsupported("arch", arch, "forward_sm90 is written for Hopper's wgmma", "sm_90a")
-    if problem.direction != "forward":
-        return Unsupported("direction", problem.direction, "forward_sm90 computes no gradients", "forward")
-    if problem.dtype not in ("float16", "bfloat16", "float8_e4m3fn"):
-        return Unsupported("dtype", problem.dtype, "forward_sm90 multiplies f16, bf16 and e4m3", "bfloat16")
     if problem.bias is not None:
         return Unsupported("bias", problem.bias[0], "forward_sm90 adds no bias; forward_mma does")
     if problem.dropout_p:
@@ -73,10 +67,6 @@ def _cache_refusal(problem: AttentionProblem) -> Unsupported | None:
     """Why new rows over a cache are left to the kernels that decode."""
     if not problem.decoding:
         return None
-    if problem.layout == "pointers":
-        return Unsupported(
-            "layout", problem.layout, "forward_sm90 reads pages and caches through one tensor map", "paged"
-        )
     if ELEMENTS[problem.dtype].fp8:
         return Unsupported("dtype", problem.dtype, "forward_sm90 transposes 8-bit values, but no cache", "bfloat16")
     if problem.kv_dtype != problem.dtype:
@@ -104,11 +94,6 @@ def _cache_refusal(problem: AttentionProblem) -> Unsupported | None:
 def _shape_refusal(problem: AttentionProblem) -> Unsupported | None:
     if problem.total_k == 0:
         return Unsupported("seqlen_k", 0, "forward_sm90 moves keys by TMA, which there must be", 1)
-    step = _ROW_BYTES // ELEMENTS[problem.dtype].itemsize
-    dims = range(_LEAST_DIM, _GREATEST_DIM + 1, step)
-    refusal = head_dim_refusal(problem, dims, "forward_sm90 moves rows by TMA")
-    if refusal is not None:
-        return refusal
     if problem.batch * problem.heads_q * num_q_tiles(problem.seqlen_q, ROWS) > _MAX_TILES:
         reason = "forward_sm90 numbers its tiles of rows in 31 bits"
         return Unsupported("batch", problem.batch, reason, 1)
