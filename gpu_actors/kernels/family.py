@@ -83,7 +83,7 @@ class KernelFamily:
         dims = range(_LEAST_DIM, _GREATEST_DIM + 1, _CHUNK if ELEMENTS[problem.kv_dtype].fp8 else _CHUNK // 2)
         for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
             if dim not in dims:
-                reason = f"{self.name} copies rows in whole chunks: multiples of {dims.step} from"
+                reason = f"{self.name} copies rows of {problem.kv_dtype} in whole chunks: multiples of {dims.step} from"
                 nearest = min((known for known in dims if known >= dim), default=dims[-1])
                 return Unsupported(name, dim, f"{reason} {dims[0]} to {dims[-1]}", nearest)
         return None

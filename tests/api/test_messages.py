@@ -77,8 +77,8 @@ def test_no_family_names_a_smaller_head_dim_while_there_is_a_larger_one(dim: int
     ("problem", "words"),
     [
         (forward(576), "head dims from 1 to 256"),
-        (backward(576), "backward_mma copies rows in whole chunks: multiples of 8 from 32 to 256"),
-        (decode(576), "decode_mma copies rows in whole chunks: multiples of 8 from 32 to 256"),
+        (backward(576), "backward_mma copies rows of bfloat16 in whole chunks: multiples of 8 from 32 to 256"),
+        (decode(576), "decode_mma copies rows of bfloat16 in whole chunks: multiples of 8 from 32 to 256"),
         (decode(576, ml_dtypes.float8_e4m3fn), "rows of float8_e4m3fn in whole chunks: multiples of 16 from 32 to 256"),
     ],
 )
