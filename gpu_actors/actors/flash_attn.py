@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from gpu_actors.actors.coalescing import Coalescer, Flush, Work
 from gpu_actors.arrays.adoption import adopt_request
-from gpu_actors.errors import GpuActorsError, InvalidRequest, RequestError
+from gpu_actors.errors import InvalidRequest, RequestError
 from gpu_actors.kernels.dispatch import answering_key, dispatch_key
 from gpu_actors.naming import by_argument
 from gpu_actors.planning.backward import attention_gradients
@@ -16,7 +16,7 @@ from gpu_actors.planning.cached import adopt_cache_request, cache_families, cach
 from gpu_actors.planning.forward import attention_output, forward_families, is_plain
 from gpu_actors.planning.merging import merge_key
 from gpu_actors.planning.plan import PlanCacheStats
-from gpu_actors.planning.planner import AttentionPlanner, unreadable
+from gpu_actors.planning.planner import AttentionPlanner, reading
 from gpu_actors.problem import AttentionProblem, DispatchKey
 from gpu_actors.requests import (
     Array,
@@ -296,15 +296,11 @@ class FlashAttnActor(ServiceActor):
         raise not_attention(message)
 
     def _decode(self, call: Call[Any], message: PagedForward | BatchedDecode) -> None:
-        try:
+        with reading(message):
             request, template = adopt_cache_request(message, self._planner.device_name, call.caller_notes)
             plan = self._planner.decoding.plan(request)
             check_cached(plan, request)
-            kernels = self._planner.kernels_of(call, plan.keys)
-        except GpuActorsError:
-            raise
-        except Exception as error:
-            raise unreadable(message, error) from error
+        kernels = self._planner.kernels_of(call, plan.keys)
         if kernels is not None:
             work = Work(call=call, request=request, plan=plan, template=template, result=message.out, kernels=kernels)
             self._coalescer.add(work, merge_key(plan, request))
@@ -312,18 +308,14 @@ class FlashAttnActor(ServiceActor):
 
 def problem_of(request: object, device_name: str) -> AttentionProblem:
     """Validate any attention message."""
-    try:
+    with reading(request):
         if isinstance(request, FlashBackward):
             return backward_problem(adopt_request(request, device_name)[0])
         if isinstance(request, FlashForward):
             return forward_problem(adopt_request(request, device_name)[0])
         if isinstance(request, PagedForward | BatchedDecode):
             return cache_problem(adopt_cache_request(request, device_name)[0])
-    except GpuActorsError:
-        raise
-    except Exception as error:
-        raise unreadable(request, error) from error
-    raise not_attention(request)
+        raise not_attention(request)
 
 
 def not_attention(message: object) -> InvalidRequest:

@@ -24,7 +24,7 @@ from gpu_actors.kernels.call_arguments import argument_field, arguments_by_place
 from gpu_actors.kernels.support import capability
 from gpu_actors.kernels.tiles import shared_mem_limit
 from gpu_actors.kernels.variants import Prepare, SourceVariant
-from gpu_actors.planning.planner import unreadable
+from gpu_actors.planning.planner import reading
 from gpu_actors.runtime.actor import ServiceActor
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.handle import ActorHandle
@@ -148,12 +148,8 @@ class KernelActor(ServiceActor):
         threads = geometry.block[0] * geometry.block[1] * geometry.block[2]
         if threads > _MAX_THREADS:
             raise InvalidRequest("block", message.block, f"has {threads} threads: at most {_MAX_THREADS}")
-        try:
+        with reading(message):
             bound = _Arguments(kernel, message.args, message.out, self._device_name, call.caller_notes)
-        except GpuActorsError:
-            raise
-        except Exception as error:
-            raise unreadable(message, error) from error
         if not self._runs or kernel.loaded is None:
             reason = (
                 "the mock device has nothing to compute a kernel of your own with: open_context('emulated') runs it"

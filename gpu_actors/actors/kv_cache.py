@@ -20,7 +20,7 @@ from gpu_actors.actors.kv_store import CacheStore, KvWork, OpenedCache
 from gpu_actors.arrays.adopt import Adopted
 from gpu_actors.arrays.adoption import adopt_request
 from gpu_actors.devices.interface import Launch, Outputs
-from gpu_actors.errors import GpuActorsError, InvalidRequest, Unsupported
+from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.kernels.append.copy_pages import PageCopyKey
 from gpu_actors.kernels.append.variant import AppendProblem, append_key
 from gpu_actors.kernels.variants import KernelKey
@@ -39,7 +39,7 @@ from gpu_actors.kv.sequences import PageTable
 from gpu_actors.planning.append_rows import NewRows, new_rows
 from gpu_actors.planning.cached import check_operands
 from gpu_actors.planning.merging import merge_key
-from gpu_actors.planning.planner import unreadable
+from gpu_actors.planning.planner import reading
 from gpu_actors.requests import PagedForward
 from gpu_actors.runtime.actor import ServiceActor
 from gpu_actors.runtime.call import Call
@@ -99,30 +99,28 @@ class KvCacheActor(ServiceActor):
         launched = isinstance(message, AppendRows | AttendCache)
         if not launched and not isinstance(message, CreateSequence):
             self._coalescer.flush(due=True)  # it comes after everything that was asked for before it
-        try:
-            if launched:
-                check = self._append if isinstance(message, AppendRows) else self._attend
-                adopted, template = adopt_request(message, self._store.device_name, call.caller_notes)
-                work, key = check(call, cache, adopted, template)
-                if self._has_kernels(work):
-                    self._coalescer.add(work, key, work.tables)
-            else:
-                self._change(call, cache, message)
-        except GpuActorsError:
-            raise
-        except Exception as error:
-            raise unreadable(message, error) from error
+        if not launched:
+            self._change(call, cache, message)
+            return
+        with reading(message):
+            check = self._append if isinstance(message, AppendRows) else self._attend
+            adopted, template = adopt_request(message, self._store.device_name, call.caller_notes)
+            work, key = check(call, cache, adopted, template)
+        if self._has_kernels(work):
+            self._coalescer.add(work, key, work.tables)
 
     # Sequences
 
     def _change(self, call: Call[Any], cache: OpenedCache, message: Any) -> None:
         """Answer what takes no launch."""
         if isinstance(message, CreateSequence):
-            digests = () if message.tokens is None else prompt_digests(message.tokens, cache.pool.page_size)
+            with reading(message):
+                digests = () if message.tokens is None else prompt_digests(message.tokens, cache.pool.page_size)
             if call.claim():
                 self._answer_with(call, cache, cache.tables.create(digests))
             return
-        table = None if isinstance(message, CloseCache) else cache.table(message.seq)
+        with reading(message):
+            table = None if isinstance(message, CloseCache) else cache.table(message.seq)
         # Pages whose rows are still on their way are not shared, cut off or given back.
         if self._coalescer.held_up or (table is not None and table.users):
             self._store.order.hold(call)
@@ -130,7 +128,8 @@ class KvCacheActor(ServiceActor):
                 self._store.order.look_again()  # which gives it back to the mailbox, where all wait for a launch to end
             return
         if isinstance(message, TruncateSequence) and table is not None:
-            integer("length", message.length, 0, table.length)
+            with reading(message):
+                integer("length", message.length, 0, table.length)
         if not call.claim():
             return
         if table is None:

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from gpu_actors.arrays.adopt import AnyArray
-from gpu_actors.errors import GpuActorsError, InvalidRequest
+from gpu_actors.errors import InvalidRequest
 from gpu_actors.graph.binding import Given, adopt_given
 from gpu_actors.graph.graph import OperationGraph
 from gpu_actors.graph.match import match_attention
 from gpu_actors.graph.mha import request_graph
 from gpu_actors.planning.graph_plan import GraphPlan, graph_plan
 from gpu_actors.planning.plan import Plan, PlanCache, program_for
-from gpu_actors.planning.planner import AttentionPlanner, unreadable
+from gpu_actors.planning.planner import AttentionPlanner, reading
 from gpu_actors.planning.tma_eligibility import alignments, eligible_families
 from gpu_actors.requests import FlashForward
 from gpu_actors.runtime.actor import ServiceActor
@@ -53,13 +53,9 @@ class GraphPlanner(AttentionPlanner):
     def execute(self, actor: ServiceActor, call: Call[Any], graph: OperationGraph, arrays: Mapping[int, Any]) -> None:
         """Launch a graph, or park its call until its kernels are compiled."""
         _check_graph(graph)
-        try:
+        with reading(call.message):
             given = adopt_given(graph, arrays, self.device_name, call.caller_notes)
             plan = self._graph_plan(graph, given)
-        except GpuActorsError:
-            raise
-        except Exception as error:
-            raise unreadable(call.message, error) from error
         kernels = () if self.kernels is None else self.kernels_of(call, plan.keys)
         if kernels is None:
             return

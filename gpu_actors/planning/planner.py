@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from gpu_actors.devices.interface import Device, Kernel
@@ -24,7 +25,7 @@ from gpu_actors.values import show
 if TYPE_CHECKING:
     from gpu_actors.runtime.cell import ActorCell
 
-__all__ = ["AttentionPlanner", "unreadable"]
+__all__ = ["AttentionPlanner", "reading"]
 
 logger: logging.Logger = logging.getLogger("gpu_actors")
 
@@ -45,8 +46,11 @@ class AttentionPlanner:
         self.decoding: Decoding = Decoding(self.device, self.device_name, self.accumulate)
 
     def recall(self, request: FlashForward) -> Planned[Plan] | None:
-        """The plan of a request as the caller gave it, if that is plain and has one. For any thread; raises nothing."""
-        if not is_plain(request):
+        """The plan of a request as the caller gave it, if that is plain and has one. For any thread; raises nothing.
+
+        Nothing in a request that has one runs code of the caller's.
+        """
+        if not is_plain(request) or type(request.dropout_seed) is not int:
             return None
         try:
             return self.plans.peek(forward_signature(request, True))
@@ -64,14 +68,10 @@ class AttentionPlanner:
         return self.plans.of(signature, lambda: self._make_plan(request))
 
     def _make_plan(self, request: FlashForward) -> Plan:
-        try:
+        with reading(request):
             if isinstance(request, FlashBackward):
                 return backward_plan(request, self.device, self.accumulate)
             return forward_plan(request, self.device, self.accumulate)
-        except GpuActorsError:
-            raise
-        except Exception as error:
-            raise unreadable(request, error) from error
 
     def answer(self, actor: ServiceActor, call: Call[Any], request: FlashForward, plain: bool, finish: Finish) -> None:
         """Launch an adopted request, forward or backward, or park it until its kernels are compiled."""
@@ -79,15 +79,14 @@ class AttentionPlanner:
         kernels = () if self.kernels is None else self.kernels_of(call, plan.keys)
         if kernels is None:
             return
-        try:
-            if isinstance(request, FlashBackward):
-                launch = bind_backward(plan, request, kernels)
-            else:
-                launch = bind_forward(plan, request, plain, kernels)
-        except GpuActorsError:
-            raise
-        except Exception as error:
-            raise unreadable(request, error) from error
+        if call.prepared is not None:
+            launch = bind_forward(plan, request, plain, kernels)
+        else:
+            with reading(request):
+                if isinstance(request, FlashBackward):
+                    launch = bind_backward(plan, request, kernels)
+                else:
+                    launch = bind_forward(plan, request, plain, kernels)
         if call.claim():
             actor.launch((call,), launch, finish)
 
@@ -105,14 +104,20 @@ class AttentionPlanner:
         return kernels if self.runs_kernels else ()
 
 
-def unreadable(request: object, error: Exception) -> InvalidRequest:
-    """What to answer a request with that raised ``error`` when it was looked at.
+@contextlib.contextmanager
+def reading(request: object) -> Iterator[None]:
+    """Refuse a request that raises while it is looked at, rather than fail the actor.
 
     Its arrays and options bring code of their own, which may raise anything. One program's strange argument must not
-    cost every other program the actor.
+    cost every other program the actor. Raises `InvalidRequest`; a `GpuActorsError` goes on as it is.
     """
-    kind = type(request).__name__
-    logger.warning("a %s could not be read", kind, exc_info=error)
-    # The traceback holds the actor's frames, these the call, and the call this error: a cycle.
-    error.__traceback__ = None
-    return InvalidRequest("message", kind, f"could not be read, it raised {show(error)}")
+    try:
+        yield
+    except GpuActorsError:
+        raise
+    except Exception as error:
+        kind = type(request).__name__
+        logger.warning("a %s could not be read", kind, exc_info=error)
+        # The traceback holds the actor's frames, these the call, and the call this error: a cycle.
+        error.__traceback__ = None
+        raise InvalidRequest("message", kind, f"could not be read, it raised {show(error)}") from error

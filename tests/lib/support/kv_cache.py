@@ -11,8 +11,10 @@ from support.service import eventually
 
 import gpu_actors as ga
 from gpu_actors.reference import attention_forward
+from gpu_actors.testing import FaultPlan, MockClock
 
 PAGE, HEADS, DIM = 8, 2, 16
+LATER = 1.0
 
 
 def spec(**changes: Any) -> dict[str, Any]:
@@ -74,3 +76,21 @@ def holds(cache: ga.KvCache, seq: ga.KvSequence, k: np.ndarray, v: np.ndarray) -
 def in_flight(ctx: ga.GpuContext, launches: int) -> None:
     """Wait until so many launches are on their way."""
     eventually(lambda: ctx.stats()["kv_cache"].in_flight == launches)
+
+
+def slow(plan: FaultPlan, *launches: int, **options: Any) -> tuple[MockClock, ga.ContextOptions]:
+    """These launches end a second later than they would."""
+    clock = MockClock()
+    for launch in launches:
+        plan = plan.delay(LATER, launch)
+    return clock, ga.ContextOptions(fault_plan=plan, clock=clock, **options)
+
+
+def gathered(ctx: ga.GpuContext, requests: int) -> None:
+    """Wait until the actor keeps so many requests for a launch."""
+    eventually(lambda: ctx._children.cells["kv_cache"].mailbox._gathered == requests)
+
+
+def taken(ctx: ga.GpuContext) -> None:
+    """Wait until the actor has taken everything from its mailbox."""
+    eventually(lambda: ctx.stats()["kv_cache"].queued == 0)

@@ -1,4 +1,4 @@
-"""A KvCache whose launches fail, are late, or lose the context: requests happen wholly and in order, or not at all.
+"""A KvCache whose launches fail: requests happen wholly and in order, or not at all.
 
 A request whose launch fails takes with it the requests in flight that build on what it was to write, and no others.
 
@@ -8,12 +8,22 @@ order that a test is about.
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import numpy as np
 import pytest
-from support.kv_cache import Rows, attention, contents, holds, in_flight, opened, outcome, spec, wait
+from support.kv_cache import (
+    LATER,
+    Rows,
+    attention,
+    holds,
+    in_flight,
+    opened,
+    outcome,
+    slow,
+    taken,
+    wait,
+)
 from support.service import eventually
 
 import gpu_actors as ga
@@ -21,26 +31,6 @@ from gpu_actors.actors.kv_cache import _KvCoalescer
 from gpu_actors.actors.kv_store import OpenedCache
 from gpu_actors.runtime.actor import ServiceActor
 from gpu_actors.testing import FaultPlan, MockClock
-
-LATER = 1.0
-
-
-def slow(plan: FaultPlan, *launches: int, **options: Any) -> tuple[MockClock, ga.ContextOptions]:
-    """These launches end a second later than they would."""
-    clock = MockClock()
-    for launch in launches:
-        plan = plan.delay(LATER, launch)
-    return clock, ga.ContextOptions(fault_plan=plan, clock=clock, **options)
-
-
-def gathered(ctx: ga.GpuContext, requests: int) -> None:
-    """Wait until the actor keeps so many requests for a launch."""
-    eventually(lambda: ctx._children.cells["kv_cache"].mailbox._gathered == requests)
-
-
-def taken(ctx: ga.GpuContext) -> None:
-    """Wait until the actor has taken everything from its mailbox."""
-    eventually(lambda: ctx.stats()["kv_cache"].queued == 0)
 
 
 @pytest.mark.parametrize("error", [ga.LaunchError, ga.OutOfDeviceMemory])
@@ -385,243 +375,3 @@ def test_a_shared_launch_that_is_refused_is_made_for_each_alone_and_only_the_bad
             assert cache.length(seq) == (3, 0, 2)[index]
             assert index != 2 or holds(cache, seq, *new)
         assert cache.stats().free_blocks == 8 - 3
-
-
-def test_a_request_does_not_join_a_launch_from_before_one_that_it_follows() -> None:
-    """The first and the third agree in shape; the second, on the same sequence, does not, and comes between them."""
-    rows = Rows(27)
-    clock, options = slow(FaultPlan(), 1, max_in_flight=1)
-    with opened(options) as (ctx, cache):
-        seqs = wait(cache.create(), cache.create())
-        first = cache.append(seqs[1], *rows.new(1))
-        in_flight(ctx, 1)
-        news = [rows.new(count) for count in (2, 3, 2)]
-        replies = [cache.append(seqs[0], *new) for new in news]
-        clock.advance(LATER)
-        wait(first)
-        assert wait(*replies) == [2, 5, 7]
-        assert holds(cache, seqs[0], *(np.concatenate(side) for side in zip(*news, strict=True)))
-
-
-@pytest.mark.parametrize("cancelled", [False, True])
-def test_what_finds_too_many_launches_in_flight_keeps_its_place(cancelled: bool) -> None:
-    """Two appends of different shape cannot share a launch, and one launch may be in flight: the second waits, and the
-    fork behind it. Cancelled, it lets the fork go on without its rows."""
-    rows = Rows(24)
-    clock, options = slow(FaultPlan(), 1, 2, max_in_flight=1)
-    with opened(options) as (ctx, cache):
-        seqs = wait(cache.create(), cache.create())
-        first = cache.append(seqs[0], *rows.new(1))
-        in_flight(ctx, 1)
-        second, waiting, fork, last = (
-            cache.append(seqs[0], *rows.new(2)),
-            cache.append(seqs[1], *rows.new(3)),
-            cache.fork(seqs[1]),
-            cache.append(seqs[1], *rows.new(4)),
-        )
-        clock.advance(LATER)
-        assert wait(first) == 1
-        gathered(ctx, 1)
-        assert not cancelled or waiting.cancel()
-        clock.advance(LATER)
-        assert wait(second) == 3
-        assert isinstance(outcome(waiting), ga.RequestCancelled) if cancelled else wait(waiting) == 3
-        assert wait(fork).cached == (0 if cancelled else 3)
-        assert wait(last) == (4 if cancelled else 7)
-
-
-def test_a_request_that_is_cancelled_or_late_while_it_waits_takes_no_pages() -> None:
-    rows = Rows(7)
-    clock = MockClock()
-    options = ga.ContextOptions(clock=clock, coalesce_delay_us=1e6)
-    with opened(options) as (ctx, cache):
-        seq = wait(cache.create())
-        k, v = rows.new(3)
-        kept, dropped, late, last = (
-            cache.append(seq, k, v),
-            cache.append(seq, *rows.new(4)),
-            cache.append(seq, *rows.new(4), timeout=0.5),
-            cache.append(seq, k[:1], v[:1]),
-        )
-        gathered(ctx, 4)
-        assert cache.length(seq) == 0
-        assert dropped.cancel()
-        clock.advance(0.6)
-        with pytest.raises(ga.DeadlineExceeded, match="before its launch"):
-            wait(late)
-        eventually(lambda: clock.advance(0.25) or (kept.done() and last.done()))
-        assert (wait(kept), wait(last)) == (3, 4)
-        assert holds(cache, seq, np.concatenate([k, k[:1]]), np.concatenate([v, v[:1]]))
-        with pytest.raises(ga.RequestCancelled):
-            wait(dropped)
-        in_flight(ctx, 0)
-
-
-def test_what_is_late_after_its_launch_happens_all_the_same() -> None:
-    rows = Rows(8)
-    clock, options = slow(FaultPlan(), 1)
-    with opened(options) as (ctx, cache):
-        seq = wait(cache.create())
-        k, v = rows.new(3)
-        late = cache.append(seq, k, v, timeout=LATER / 2)
-        in_flight(ctx, 1)
-        clock.advance(LATER * 0.6)
-        with pytest.raises(ga.DeadlineExceeded, match="after its launch"):
-            wait(late)
-        clock.advance(LATER)
-        in_flight(ctx, 0)
-        assert cache.length(seq) == 3
-        assert holds(cache, seq, k, v)
-
-
-def test_free_and_truncate_wait_for_what_uses_the_sequence() -> None:
-    rows = Rows(9)
-    clock, options = slow(FaultPlan(), 2)
-    with opened(options) as (ctx, cache):
-        seq = wait(cache.create())
-        k, v = rows.new(9)
-        wait(cache.append(seq, k, v))
-        in_flight(ctx, 0)
-        q = rows.q(1, 1)
-        read = cache.attend(q, seq)
-        in_flight(ctx, 1)
-        cut, freed = cache.truncate(seq, 2), cache.free(seq)
-        eventually(lambda: ctx.stats()["kv_cache"].queued == 0)
-        assert not cut.done()
-        assert cache.stats().free_blocks == 6
-        clock.advance(LATER)
-        np.testing.assert_allclose(wait(read).out[0], attention(q[0], k, v), rtol=1e-5, atol=1e-6)
-        wait(cut, freed)
-        assert cache.stats()[:4] == (8, 8, 0, 0)
-
-
-def test_a_lost_context_fails_what_is_in_flight_and_makes_the_rest_stale() -> None:
-    rows = Rows(10)
-    clock, options = slow(FaultPlan().lose_context(2), 2)
-    with ga.open_context("mock", options) as ctx, ctx.kv_cache(**spec()) as cache:
-        seq = wait(cache.create())
-        wait(cache.append(seq, *rows.new(3)))
-        in_flight(ctx, 0)
-        flying = cache.append(seq, *rows.new(1))
-        in_flight(ctx, 1)
-        clock.advance(LATER)
-        with pytest.raises(ga.ContextLost):
-            wait(flying)
-        assert ctx.generation == 2
-        for reply in (
-            cache.create(),
-            cache.append(seq, *rows.new(1)),
-            cache.attend(rows.q(1, 1), [seq]),
-            cache.free(seq),
-        ):
-            with pytest.raises(
-                ga.StaleBuffer, match="belongs to generation 1 of the context, which is at generation 2"
-            ):
-                wait(reply)
-        with pytest.raises(ga.StaleBuffer):
-            cache.length(seq)
-
-
-def test_an_actor_that_dies_answers_what_it_had_gathered_and_takes_no_pages_for_it() -> None:
-    rows = Rows(11)
-    clock = MockClock()
-    options = ga.ContextOptions(clock=clock, coalesce_delay_us=1e6, restart=ga.RestartPolicy(backoff=0.0))
-    with opened(options) as (ctx, cache):
-        seq = wait(cache.create())
-        k, v = rows.new(3)
-        first = cache.append(seq, k, v)
-        gathered(ctx, 1)
-        eventually(lambda: clock.advance(0.25) or first.done())
-        wait(first)
-        lost = cache.append(seq, *rows.new(20))
-        gathered(ctx, 1)
-        handle = ctx.actor(ga.KvCacheActor)
-        broken = handle.submit(BrokenMessage(cache._number))
-        for reply in (lost, broken):
-            with pytest.raises(ga.ActorFailed):
-                wait(reply)
-        eventually(lambda: handle.restarts == 1 and handle.state == "running")
-        assert (cache.length(seq), cache.stats().free_blocks) == (3, 7)
-        fork = wait(cache.fork(seq))
-        assert holds(cache, fork, k, v)
-        assert contents(cache, seq)[0].shape[0] == 3
-
-
-def test_an_actor_that_dies_while_it_makes_a_launch_gives_its_pages_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = Rows(25)
-    options = ga.ContextOptions(restart=ga.RestartPolicy(backoff=0.0))
-    with opened(options) as (ctx, cache):
-        seq = wait(cache.create())
-        k, v = rows.new(3)
-        wait(cache.append(seq, k, v))
-        with monkeypatch.context() as broken:
-            broken.setattr(_KvCoalescer, "assemble", lambda self, group: 1 / 0)
-            with pytest.raises(ga.ActorFailed):
-                wait(cache.append(seq, *rows.new(20)))
-        handle = ctx.actor(ga.KvCacheActor)
-        eventually(lambda: handle.restarts == 1 and handle.state == "running")
-        assert (cache.length(seq), cache.stats().free_blocks) == (3, 7)
-        wait(cache.truncate(seq, 1))
-        assert wait(cache.append(seq, *rows.new(1))) == 2
-
-
-def test_calls_that_wait_for_a_launch_outlive_the_actor() -> None:
-    rows = Rows(26)
-    clock, options = slow(FaultPlan(), 1, restart=ga.RestartPolicy(backoff=0.0))
-    with opened(options) as (ctx, cache):
-        seq = wait(cache.create())
-        appended = cache.append(seq, *rows.new(3))
-        in_flight(ctx, 1)
-        fork = cache.fork(seq)
-        taken(ctx)
-        handle = ctx.actor(ga.KvCacheActor)
-        assert isinstance(outcome(handle.submit(BrokenMessage(cache._number))), ga.ActorFailed)
-        eventually(lambda: handle.restarts == 1 and handle.state == "running")
-        assert not fork.done()
-        clock.advance(LATER)
-        assert wait(appended) == 3
-        assert wait(fork).cached == 3
-
-
-class BrokenMessage:
-    """Kills whoever looks at it."""
-
-    def __init__(self, cache: int) -> None:
-        self.cache = cache
-
-    @property
-    def __class__(self) -> type:  # type: ignore[override]
-        raise SystemExit("on purpose")
-
-
-async def test_128_tasks_share_launches_and_each_gets_its_own_sequences_answer() -> None:
-    """Each task appends and attends a few times for itself, as one that generates text does."""
-    tasks, steps = 128, 2
-
-    async def generate(ctx: ga.GpuContext, cache: ga.KvCache, index: int) -> list[np.ndarray]:
-        rows = Rows(index)
-        seq = await cache.create()
-        await cache.append(seq, *rows.new(1 + index % 19))
-        outs = []
-        for _ in range(steps):
-            q, (k, v) = rows.q(1, 1), rows.new(1, 1)
-            outs.append((await cache.attend(q, [seq], k=k, v=v, num_splits=2)).out)
-        await cache.free(seq)
-        return outs
-
-    async def run(options: ga.ContextOptions) -> tuple[list[list[np.ndarray]], ga.ActorStats]:
-        async with (
-            ga.open_context("mock", options) as ctx,
-            ctx.kv_cache(**spec(num_blocks=tasks * 3)) as cache,
-        ):
-            outs = await asyncio.gather(*(generate(ctx, cache, index) for index in range(tasks)))
-            assert cache.stats()[:4] == (tasks * 3, tasks * 3, 0, 0)
-            return outs, ctx.stats()["kv_cache"]
-
-    # While one slow launch runs the others wait together; without it the scheduler would say how many of them meet.
-    together, stats = await run(ga.ContextOptions(max_in_flight=1, mock=ga.MockOptions(latency=0.05)))
-    alone, unmerged = await run(ga.ContextOptions(coalesce_max=1))
-    assert unmerged.launched == tasks * (steps + 1)
-    assert stats.launched < unmerged.launched / 5, stats
-    for one, other in zip(together, alone, strict=True):
-        assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
