@@ -16,7 +16,7 @@ from gpu_actors.planning.cached import adopt_cache_request, cache_families, cach
 from gpu_actors.planning.forward import attention_output, forward_families, is_plain
 from gpu_actors.planning.merging import merge_key
 from gpu_actors.planning.plan import PlanCacheStats
-from gpu_actors.planning.planner import AttentionPlanner, reading
+from gpu_actors.planning.planner import AttentionPlanner
 from gpu_actors.problem import AttentionProblem, DispatchKey
 from gpu_actors.requests import (
     Array,
@@ -27,7 +27,7 @@ from gpu_actors.requests import (
     FlashForward,
     PagedForward,
 )
-from gpu_actors.runtime.actor import ServiceActor
+from gpu_actors.runtime.actor import ServiceActor, reading
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.completion import Finish
 from gpu_actors.runtime.handle import ActorHandle

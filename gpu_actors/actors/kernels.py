@@ -24,8 +24,7 @@ from gpu_actors.kernels.call_arguments import argument_field, arguments_by_place
 from gpu_actors.kernels.support import capability
 from gpu_actors.kernels.tiles import shared_mem_limit
 from gpu_actors.kernels.variants import Prepare, SourceVariant
-from gpu_actors.planning.planner import reading
-from gpu_actors.runtime.actor import ServiceActor
+from gpu_actors.runtime.actor import ServiceActor, reading
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.handle import ActorHandle
 from gpu_actors.runtime.reply import Reply

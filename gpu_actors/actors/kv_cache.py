@@ -39,9 +39,8 @@ from gpu_actors.kv.sequences import PageTable
 from gpu_actors.planning.append_rows import NewRows, new_rows
 from gpu_actors.planning.cached import check_operands
 from gpu_actors.planning.merging import merge_key
-from gpu_actors.planning.planner import reading
 from gpu_actors.requests import PagedForward
-from gpu_actors.runtime.actor import ServiceActor
+from gpu_actors.runtime.actor import ServiceActor, reading
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.handle import ActorHandle
 from gpu_actors.validation.fields import describe, expect, integer

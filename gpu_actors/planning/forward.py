@@ -7,7 +7,7 @@ bound. Shared by the actors that answer attention requests. `gradients` has the 
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from gpu_actors.kernels.program import NO_VALUES, Values
 from gpu_actors.planning.plan import Accumulate, Plan, program_for
 from gpu_actors.planning.tma_eligibility import alignments, eligible_families
 from gpu_actors.problem import AttentionProblem
-from gpu_actors.requests import AttentionOutput, FlashForward
+from gpu_actors.requests import AttentionOutput, FlashForward, scalars_of
 from gpu_actors.validation.forward import check_cu_seqlens, check_seed, forward_problem, longest
 from gpu_actors.validation.overlap import check_output_memory
 
@@ -52,6 +52,13 @@ _OPTIONAL = (
     "k_descale",
     "v_descale",
 )
+# The scalars that decide a plan. dropout_seed decides none, and the longest sequences may have to be found first.
+_DECIDING = [name for name in scalars_of(FlashForward) if name != "dropout_seed" and not name.startswith("max_seqlen")]
+# Their values and types: 1 == True == 1.0, and a value that validation refuses must not find the plan of one that it
+# accepts. Compiled from their names, for a loop over them takes a third of the time that finding a known plan may take.
+_scalars: Callable[[FlashForward], Hashable] = eval(
+    f"lambda request: ({', '.join(f'request.{name}, type(request.{name})' for name in _DECIDING)})"
+)
 _MULTIPLIED = ("q", "k", "v", "dout")
 # The dtype that fp32 operands are rounded to before a product. "f16" keeps fp32's range: large values stay finite.
 _ROUNDED = {"tf32": "tf32", "f16": "wide_float16", "bf16": "bfloat16"}
@@ -63,7 +70,6 @@ def forward_signature(request: FlashForward, plain: bool) -> Hashable:
     Hashing it raises TypeError where an option cannot be hashed.
     """
     q, k, v = request.q, request.k, request.v
-    # Without a loop over the fields, which takes longer than all else that a repeated request needs to find its plan.
     return (
         q.shape,
         q.strides,
@@ -74,22 +80,7 @@ def forward_signature(request: FlashForward, plain: bool) -> Hashable:
         v.shape,
         v.strides,
         v.dtype,
-        request.causal,
-        request.alignment,
-        request.window_size,
-        request.softmax_scale,
-        request.softcap,
-        request.sink_tokens,
-        request.dropout_p,
-        request.compute,
-        request.return_lse,
-        # 1 == True == 1.0, and a value that validation refuses must not find the plan of one that it accepts.
-        type(request.causal),
-        type(request.softmax_scale),
-        type(request.softcap),
-        type(request.sink_tokens),
-        type(request.dropout_p),
-        type(request.return_lse),
+        _scalars(request),
         type(request.window_size[0]),
         type(request.window_size[1]),
         None if plain else _other_signature(request),

@@ -14,10 +14,10 @@ from gpu_actors.graph.match import match_attention
 from gpu_actors.graph.mha import request_graph
 from gpu_actors.planning.graph_plan import GraphPlan, graph_plan
 from gpu_actors.planning.plan import Plan, PlanCache, program_for
-from gpu_actors.planning.planner import AttentionPlanner, reading
+from gpu_actors.planning.planner import AttentionPlanner
 from gpu_actors.planning.tma_eligibility import alignments, eligible_families
 from gpu_actors.requests import FlashForward
-from gpu_actors.runtime.actor import ServiceActor
+from gpu_actors.runtime.actor import ServiceActor, reading
 from gpu_actors.runtime.call import Call
 from gpu_actors.validation.fields import FP8
 

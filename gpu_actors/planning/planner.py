@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 from gpu_actors.devices.interface import Device, Kernel
-from gpu_actors.errors import GpuActorsError, InvalidRequest
 from gpu_actors.options import MockOptions
 from gpu_actors.planning.backward import backward_plan, backward_signature, bind_backward
 from gpu_actors.planning.cached import Decoding
@@ -17,17 +14,14 @@ from gpu_actors.planning.kernel_store import KernelStore
 from gpu_actors.planning.plan import Plan, PlanCache, Planned
 from gpu_actors.problem import DispatchKey
 from gpu_actors.requests import FlashBackward, FlashForward
-from gpu_actors.runtime.actor import ServiceActor
+from gpu_actors.runtime.actor import ServiceActor, reading
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.completion import Finish
-from gpu_actors.values import show
 
 if TYPE_CHECKING:
     from gpu_actors.runtime.cell import ActorCell
 
-__all__ = ["AttentionPlanner", "reading"]
-
-logger: logging.Logger = logging.getLogger("gpu_actors")
+__all__ = ["AttentionPlanner"]
 
 
 class AttentionPlanner:
@@ -102,22 +96,3 @@ class AttentionPlanner:
             self.kernels.wait_for(keys, call)
             return None
         return kernels if self.runs_kernels else ()
-
-
-@contextlib.contextmanager
-def reading(request: object) -> Iterator[None]:
-    """Refuse a request that raises while it is looked at, rather than fail the actor.
-
-    Its arrays and options bring code of their own, which may raise anything. One program's strange argument must not
-    cost every other program the actor. Raises `InvalidRequest`; a `GpuActorsError` goes on as it is.
-    """
-    try:
-        yield
-    except GpuActorsError:
-        raise
-    except Exception as error:
-        kind = type(request).__name__
-        logger.warning("a %s could not be read", kind, exc_info=error)
-        # The traceback holds the actor's frames, these the call, and the call this error: a cycle.
-        error.__traceback__ = None
-        raise InvalidRequest("message", kind, f"could not be read, it raised {show(error)}") from error

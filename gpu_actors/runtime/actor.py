@@ -7,8 +7,10 @@ the class in ``ContextOptions(actors=...)``.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gpu_actors.devices.interface import Launch
@@ -25,7 +27,9 @@ from gpu_actors.values import show
 if TYPE_CHECKING:
     from gpu_actors.runtime.cell import ActorCell
 
-__all__ = ["ServiceActor"]
+__all__ = ["ServiceActor", "reading"]
+
+logger: logging.Logger = logging.getLogger("gpu_actors")
 
 
 class ServiceActor(MailboxActor, ActorType):
@@ -169,3 +173,22 @@ class ServiceActor(MailboxActor, ActorType):
             # neither must keep requests, with their arrays, alive.
             calls.clear()
             del call
+
+
+@contextlib.contextmanager
+def reading(request: object) -> Iterator[None]:
+    """Refuse a request that raises while it is looked at, rather than fail the actor.
+
+    Its arrays and options bring code of their own, which may raise anything. One program's strange argument must not
+    cost every other program the actor. Raises `InvalidRequest`; a `GpuActorsError` goes on as it is.
+    """
+    try:
+        yield
+    except GpuActorsError:
+        raise
+    except Exception as error:
+        kind = type(request).__name__
+        logger.warning("a %s could not be read", kind, exc_info=error)
+        # The traceback holds the actor's frames, these the call, and the call this error: a cycle.
+        error.__traceback__ = None
+        raise InvalidRequest("message", kind, f"could not be read, it raised {show(error)}") from error
