@@ -94,6 +94,11 @@ class AttentionProblem(KeyMask):
         return self.total_k == 0 and not self.decoding and (self.direction == "backward" or not self.return_lse)
 
     @property
+    def scale_only(self) -> bool:
+        """Whether nothing but the scale stands between a product and its weight."""
+        return not (self.softcap or self.alibi or self.bias or self.dropout_p or self.score_mod)
+
+    @property
     def flops(self) -> int:
         """FLOPs of the matrix products (two, five backward): twice their multiply-adds, and half of that for causal."""
         pairs = self.total_q * self.seqlen_k

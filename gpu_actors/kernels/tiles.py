@@ -24,6 +24,7 @@ __all__ = [
     "num_kv_tiles",
     "num_q_tiles",
     "output_over_q",
+    "padded_backward_dim",
     "padded_head_dim",
     "shared_mem_bytes",
     "shared_mem_limit",
@@ -75,6 +76,7 @@ _E4M3 = ("float8_e4m3fn",)
 _sm90 = functools.partial(TileRow, "forward_sm90", arch_classes=("sm_90",))
 _mma = functools.partial(TileRow, "forward_mma")
 _backward = functools.partial(TileRow, "backward_mma", direction="backward")
+_backward_sm90 = functools.partial(TileRow, "backward_sm90", direction="backward", arch_classes=("sm_90",))
 _simple = functools.partial(TileRow, "forward_simple")
 
 # The first row that matches counts, of those whose tiles fit into the architecture's shared memory.
@@ -113,6 +115,9 @@ TILES = (
     _mma(Tile(64, 32, 2, 4), dtypes=_FLOATS, head_dim=192),
     _mma(Tile(64, 16, 2, 4), dtypes=_FLOATS),
     _mma(Tile(32, 16, 2, 2), dtypes=_FLOATS),
+    # Backward on Hopper: two consumers of 64 keys each, beside a producer of four warps; block_m query rows pass by.
+    _backward_sm90(Tile(128, 128, 2, 12), _HALVES, 64),
+    _backward_sm90(Tile(64, 128, 2, 12), _HALVES, 128),
     # Backward: block_n keys stay, block_m query rows pass by. 16 keys a warp, with dK and dV of 128 columns, fill its
     # registers; wider heads give half of the columns to a second warp.
     _backward(Tile(64, 128, 2, 8), dtypes=_HALVES, head_dim=128, scale_only=True),
@@ -219,6 +224,11 @@ def padded_head_dim(dim: int, dtype: str = "bfloat16") -> int:
     return next(padded for padded in dims if dim <= padded)
 
 
+def padded_backward_dim(head_dim: int, head_dim_v: int) -> int:
+    """What backward_sm90 rounds both head dims up to: kernels_cu/hopper_backward/layout.cuh."""
+    return 64 if max(head_dim, head_dim_v) <= 64 else 128
+
+
 def value_pieces(tile: Tile, dtype: str, head_dim_v: int) -> int:
     """In how many pieces of V's columns forward_sm90 sums a tile's P V, each apart from O: 1 for 16-bit floats."""
     if not ELEMENTS[dtype].fp8:
@@ -261,11 +271,23 @@ def _backward_mma_bytes(tile: Tile, dtype: str, head_dim: int, head_dim_v: int) 
     return keys + tile.stages * queries + (2 if split else 1) * tile.block_n * row(tile.block_m)
 
 
+def _backward_sm90_bytes(tile: Tile, dtype: str, head_dim: int, head_dim_v: int) -> int:
+    """K, V, stages of Q and dO with two floats a row, two tiles of dS, a tile of dQ in float, mbarriers, a number.
+
+    As laid out in kernels_cu/hopper_backward/layout.cuh, which asserts it.
+    """
+    dim, itemsize = padded_backward_dim(head_dim, head_dim_v), ELEMENTS[dtype].itemsize
+    keys, rows = tile.block_n * 2 * dim * itemsize, tile.stages * tile.block_m * (2 * dim * itemsize + 8)
+    scores, sums = 2 * tile.block_m * tile.block_n * itemsize, tile.block_m * dim * 4
+    return keys + rows + scores + sums + 8 * (2 + 4 * tile.stages) + 8
+
+
 _SHARED_BYTES = {
     "forward_mma": _mma_bytes,
     "forward_simple": _simple_bytes,
     "forward_sm90": _sm90_bytes,
     "backward_mma": _backward_mma_bytes,
+    "backward_sm90": _backward_sm90_bytes,
 }
 
 

@@ -17,6 +17,7 @@ from gpu_actors.planning.forward import (
     rounded_inputs,
 )
 from gpu_actors.planning.plan import Accumulate, Plan, program_for
+from gpu_actors.planning.tma_eligibility import alignments, eligible_families
 from gpu_actors.problem import AttentionProblem
 from gpu_actors.requests import AttentionGradients, FlashBackward
 from gpu_actors.validation.backward import backward_problem
@@ -35,6 +36,7 @@ def backward_signature(request: FlashBackward, plain: bool) -> Hashable:
         forward_signature(request, plain),
         (dout.shape, dout.strides, dout.dtype),
         (lse.shape, lse.strides, lse.dtype),
+        alignments(dout),
         request.deterministic,
         type(request.deterministic),
     )
@@ -54,7 +56,8 @@ def backward_plan(request: FlashBackward, device: Device, accumulate: Accumulate
     """Validate an adopted request and pick its kernels. Raises `InvalidRequest` and `Unsupported`."""
     info = device.info
     problem = backward_problem(request)
-    key = answering_key(problem, info.arch, info.runs_kernels)
+    families = eligible_families({name: getattr(request, name) for name in ("q", "k", "v", "dout")})
+    key = answering_key(problem, info.arch, info.runs_kernels, families)
     program = program_for(problem, key, device)
     zeroed = frozenset() if program is None else program.zeroed
     outputs = {

@@ -7,7 +7,7 @@
 //   dq of 16 rows       row g  | 2t, 2t + 1 | .. 8 further ..     lane 4g + t holds values 0 and 1 of every four there,
 //                       g + 8  | 2t, 2t + 1 | .. 8 further ..     and values 2 and 3 here
 //   dsinks of a head    the parts of all its blocks, in one order
-#include "backward/params.cuh"
+#include "backward/finish.cuh"
 #include "mma/shares.cuh"
 #include "mma/store.cuh"
 
@@ -43,37 +43,11 @@ DEVICE void finish_rows(const BackwardParams& params, const RowPlace& at, int ti
   }
 }
 
-// Of the heads blockIdx.x, blockIdx.x + gridDim.x and so on.
-DEVICE void finish_sinks(const BackwardParams& params, int tiles) {
-  __shared__ float partial[THREADS];
-  const Params& forward = params.forward;
-  const int count = params.batch * tiles;
-  for (int head = blockIdx.x; head < forward.heads_q; head += gridDim.x) {
-    const float* const parts = params.dsinks_parts + int64_t(head) * count;
-    float sum = 0.0f;
-    for (int part = threadIdx.x; part < count; part += THREADS) sum += parts[part];
-    partial[threadIdx.x] = sum;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      sum = 0.0f;
-      for (int thread = 0; thread < THREADS; thread++) sum += partial[thread];
-      if (forward.sinks_are_float) static_cast<float*>(params.dsinks)[head] = sum;
-      else static_cast<OUT_ELEMENT*>(params.dsinks)[head] = from_real(Rounded<OUT_ELEMENT>(), sum);
-    }
-    __syncthreads();  // the sums are read before the next head's are written
-  }
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS) backward_finish(const __grid_constant__ BackwardParams params) {
   const int tiles = row_tiles_of(params.forward.seqlen_q);
   const RowPlace at = locate_rows(params.forward, tiles);
   // More than one tile only if a sequence is longer than the caller said.
   for (int tile = at.tile; tile < row_tiles_of(at.seqlen_q); tile += tiles) finish_rows(params, at, tile);
-  if constexpr (SINKS) finish_sinks(params, tiles);
-  if constexpr (BIAS && sizeof(BIAS_ELEMENT) < sizeof(float)) {
-    BIAS_ELEMENT* const dbias = static_cast<BIAS_ELEMENT*>(params.dbias);
-    for (int64_t n = int64_t(blockIdx.x) * THREADS + threadIdx.x; n < params.dbias_size; n += int64_t(gridDim.x) * THREADS) {
-      dbias[n] = from_real(Rounded<BIAS_ELEMENT>(), params.dbias_sums[n]);
-    }
-  }
+  if constexpr (SINKS) finish_sinks<THREADS>(params, tiles);
+  finish_bias<THREADS>(params);
 }

@@ -1,11 +1,10 @@
 // What one block of backward/backward_mma.cu works on, and how its operands reach shared memory.
 #pragma once
 
-#include "backward/params.cuh"
+#include "backward/keys.cuh"
 #include "mma/shares.cuh"
 #include "mma/nonfinite.cuh"
 #include "common/mask.cuh"
-#include "ptx/warp.cuh"
 
 constexpr int THREADS = WARPS * 32;
 constexpr int KEY_WARPS = WARPS < BLOCK_N / 16 ? WARPS : BLOCK_N / 16;
@@ -32,36 +31,6 @@ static_assert(!DESCALES, "descales are for 8-bit inputs");
 constexpr int LAYOUT_BYTES =
     KTile::BYTES + VTile::BYTES + STAGES * STAGE_BYTES + (SPLIT ? 2 : 1) * ScoreTile::BYTES;
 static_assert(SHARED_BYTES == LAYOUT_BYTES, "the launch must provide what K, V, the stages of Q and dO, and the scores take");
-
-// A block's sequence, KV head and part of the keys. Blocks are numbered by sequence, then KV head, then part.
-struct KeyPlace {
-  int sequence, kv_head, part;
-  int seqlen_q, seqlen_k;
-  int64_t q_start, k_start;  // rows before the sequence's first, in packed tensors
-};
-
-// The block's number. A block that waits for lower numbers draws its own, so that theirs are drawn, and they have started.
-// shared: the address of four bytes that nothing else uses yet.
-DEVICE int block_number(const BackwardParams& params, uint32_t shared) {
-  if constexpr (!DETERMINISTIC) return int(blockIdx.x);
-  if (threadIdx.x == 0) ptx::store_shared(shared, uint32_t(atomicAdd(params.tickets, 1)));
-  __syncthreads();
-  const int number = ptx::warp_uniform(int(ptx::load_shared(shared)));
-  __syncthreads();  // all have read it
-  return number;
-}
-
-DEVICE KeyPlace locate_keys(const Params& params, int parts, int block) {
-  const int sequence_head = block / parts, sequence = sequence_head / params.heads_kv;
-  KeyPlace at{sequence, sequence_head % params.heads_kv, block % parts, params.seqlen_q, params.seqlen_k, 0, 0};
-  if constexpr (VARLEN) {
-    at.q_start = params.cu_seqlens_q[sequence];
-    at.k_start = params.cu_seqlens_k[sequence];
-    at.seqlen_q = int(params.cu_seqlens_q[sequence + 1] - at.q_start);
-    at.seqlen_k = int(params.cu_seqlens_k[sequence + 1] - at.k_start);
-  }
-  return at;
-}
 
 // One tile of keys against every query tile that sees one of them, head by head: steps 0, 1, .. of the ring.
 struct Ring {

@@ -105,13 +105,19 @@
 #ifdef GPU_ACTORS_EDITOR
 #define HEAD_DIM 64
 #define HEAD_DIM_V 64
-#define BLOCK_N 64  // keys a tile
 #define STAGES 2    // of the ring of tiles
-#ifdef GPU_ACTORS_EDITOR_HOPPER
+#if defined(GPU_ACTORS_EDITOR_HOPPER_BACKWARD)
 #define BLOCK_M 128
+#define BLOCK_N 128
+#define WARPS 12
+#define DQ_FLOATS (BLOCK_M * HEAD_DIM)
+#elif defined(GPU_ACTORS_EDITOR_HOPPER)
+#define BLOCK_M 128
+#define BLOCK_N 64
 #define WARPS 12
 #else
 #define BLOCK_M 64  // rows a tile
+#define BLOCK_N 64  // keys a tile
 #define WARPS 4     // of a block
 #endif
 #define ELEMENT half_t      // of q
@@ -120,7 +126,9 @@
 // Of a block, in bytes: what the kernel lays out.
 #define SHARED_BYTES LAYOUT_BYTES
 // Of backward: floats of dQ a slot, which the kernels assert.
+#ifndef DQ_FLOATS
 #define DQ_FLOATS (2 * QueryColumns::PAIRS * 4 * THREADS)
+#endif
 // Of append: the caches' type, the most rows a block, and units of 16 bytes of a row of each operand.
 #define CACHE_ELEMENT half_t
 #define MAX_ROWS 64

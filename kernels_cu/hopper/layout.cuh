@@ -1,41 +1,19 @@
 // Sizes of forward_sm90, and where everything lies in its shared memory.
 //
-// Operands lie in boxes, as TMA writes them and wgmma reads them: a box is a line of 128 bytes (64 where rows are no
-// multiple of 128) of each of the tile's rows, and 16-byte units are swizzled within 8 lines. Drawn for 16 bits; a line
-// holds twice as many elements of 8, and a tile of their V has a row for each of its columns.
-//
-//     a tile of R rows and 128 columns        box 0: columns 0 .. 63        box 1: columns 64 .. 127
-//                                             row 0   | 128 bytes |         row 0   | 128 bytes |
-//                                             ...     |           |         ...     |           |
-//                                             row R-1 |           |         row R-1 |           |
+// Operands lie in the boxes of hopper/boxes.cuh.
 //
 //     Q of each warpgroup | K, STAGES tiles | V, STAGES tiles | O of each warpgroup | mbarriers | tile indices
 //          ^ the place of O as well, where O_OVER_Q
 #pragma once
 
-#include "common/params.cuh"
-#include "ptx.cuh"
-
-// Products of 8-bit elements want both operands along the summed dimension, so that V comes transposed
-// (hopper/transpose_v.cu).
-constexpr bool FP8 = sizeof(ELEMENT) == 1;
-constexpr int STEP = 32 / sizeof(ELEMENT);  // what a product sums at a time: 32 bytes of its operands
-
-// Head dims are compiled for the next of these (8-bit rows of 96 do not fill whole boxes); TMA fills the columns
-// between with zeros.
-constexpr int padded_dim(int dim) {
-  return dim <= 64 ? 64 : dim <= 96 && !FP8 ? 96 : dim <= 128 ? 128 : dim <= 192 ? 192 : 256;
-}
+#include "hopper/boxes.cuh"
 
 constexpr int DIM = padded_dim(HEAD_DIM), DIM_V = padded_dim(HEAD_DIM_V);
-constexpr int WARPGROUP = 128;            // threads
 constexpr int CONSUMERS = WARPS / 4 - 1;  // warpgroups that multiply; the other one loads
 constexpr int ROWS = 64;                  // of a consumer
 constexpr bool PACKED_KEYS = VARLEN && !CACHE_LENGTHS;
 constexpr bool PACKED_VALUES = PACKED_KEYS && !FP8;  // transposed ones start tiles of their own
 constexpr int PART = PAGE_SIZE > 0 && PAGE_SIZE < BLOCK_N ? PAGE_SIZE : BLOCK_N;  // keys that one copy brings
-
-DEVICE int lane_id() { return threadIdx.x % 32; }
 
 static_assert(WARPS % 4 == 0 && (CONSUMERS == 2 || CONSUMERS == 3), "a producer and two or three consumers");
 static_assert(BLOCK_M == ROWS * CONSUMERS, "a wgmma has 64 rows, and a consumer multiplies 64 rows at a time");
@@ -46,39 +24,6 @@ static_assert(PAGE_SIZE == 0 || CACHE_LENGTHS, "pages have no lengths of their o
 static_assert(HEAD_DIM * sizeof(ELEMENT) % 16 == 0 && HEAD_DIM_V * sizeof(ELEMENT) % 16 == 0,
               "TMA takes rows of a multiple of 16 bytes");
 static_assert(!FP8 || !CACHE_LENGTHS, "values are transposed where they follow each other");
-
-// A tile in boxes.
-template <int TILE_ROWS, int COLUMNS, class Element = ELEMENT>
-struct Boxes {
-  static constexpr int ITEM = sizeof(Element), UNIT = 16 / ITEM;                      // bytes; columns
-  static constexpr int WIDTH = (COLUMNS * ITEM % 128 == 0 ? 128 : 64) / ITEM;  // columns of a box
-  static constexpr int COUNT = COLUMNS / WIDTH;
-  static constexpr uint32_t LINE = ITEM * WIDTH, BOX_BYTES = TILE_ROWS * LINE, BYTES = COUNT * BOX_BYTES;
-  static constexpr uint32_t EIGHT_LINES = 8 * LINE;
-  static constexpr ptx::Swizzle SWIZZLE = LINE == 128 ? ptx::Swizzle::b128 : ptx::Swizzle::b64;
-  static_assert(COLUMNS % WIDTH == 0, "columns fill whole boxes");
-  static_assert(BOX_BYTES % EIGHT_LINES == 0, "boxes start where the swizzle starts");
-
-  // wgmma descriptors: of the rows (columns are multiplied and summed), and of the columns (rows are).
-  static __device__ __forceinline__ uint64_t rows(uint32_t base) {
-    return ptx::matrix_descriptor<SWIZZLE, 16, EIGHT_LINES>(base);
-  }
-  static __device__ __forceinline__ uint64_t columns(uint32_t base) {
-    return ptx::matrix_descriptor<SWIZZLE, BOX_BYTES, EIGHT_LINES>(base);
-  }
-  // What the n-th step of columns, or of rows, adds to a descriptor.
-  static __device__ __forceinline__ constexpr uint32_t column_step(int n) {
-    return (n * STEP / WIDTH * BOX_BYTES + n * STEP % WIDTH * ITEM) / 16;
-  }
-  static __device__ __forceinline__ constexpr uint32_t row_step(int n) { return n * STEP * LINE / 16; }
-
-  // The 16 bytes of a row that begin with column UNIT * unit.
-  static __device__ __forceinline__ uint32_t place(uint32_t base, int row, int unit) {
-    constexpr int UNITS = WIDTH / UNIT;
-    const int spread = row % 8 / (8 / UNITS);
-    return base + unit / UNITS * BOX_BYTES + row * LINE + (unit % UNITS ^ spread) * 16;
-  }
-};
 
 using QBoxes = Boxes<ROWS, DIM>;
 using OBoxes = Boxes<ROWS, DIM_V, OUT_ELEMENT>;
@@ -134,19 +79,4 @@ struct Shared {
 
  private:
   __device__ __forceinline__ uint32_t barrier(int number) const { return base + BARRIERS_AT + 8 * number; }
-};
-
-// Where a role is in a ring of stages. Consumers start with parity 0 and wait for what is full, the producer with
-// parity 1 and waits for what is empty, which at first everything is (ptx/mbarrier.cuh).
-template <int LENGTH>
-struct Ring {
-  int stage;
-  uint32_t parity;
-
-  __device__ __forceinline__ void advance() {
-    if (++stage == LENGTH) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
 };

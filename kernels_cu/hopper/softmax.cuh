@@ -12,33 +12,12 @@
 
 #include "common/mask.cuh"
 #include "mma/softmax.cuh"
+#include "hopper/format.cuh"
 #include "hopper/layout.cuh"
 
 using Scores = float[BLOCK_N / 2];
 using Weights = uint32_t[BLOCK_N / STEP][4];
 using Output = float[DIM_V / 2];
-
-// Of an element: its name in products, and how floats are packed to it.
-template <class Element>
-struct FormatOf;
-template <>
-struct FormatOf<half_t> {
-  static constexpr ptx::Element ELEMENT_OF = ptx::Element::f16;
-  static __device__ __forceinline__ uint32_t pack(float low, float high) { return ptx::pack_half(low, high); }
-};
-template <>
-struct FormatOf<bfloat16_t> {
-  static constexpr ptx::Element ELEMENT_OF = ptx::Element::bf16;
-  static __device__ __forceinline__ uint32_t pack(float low, float high) { return ptx::pack_bfloat16(low, high); }
-};
-template <>
-struct FormatOf<e4m3_t> {
-  static constexpr ptx::Element ELEMENT_OF = ptx::Element::e4m3;
-  static __device__ __forceinline__ uint32_t pack(float a, float b, float c, float d) {
-    return ptx::pack_e4m3(a, b, c, d);
-  }
-};
-constexpr ptx::Element OPERAND = FormatOf<ELEMENT>::ELEMENT_OF;
 
 // The largest weight of a row is 2^WEIGHT_EXPONENT: of e4m3's range, 2^-9 to 448, weights would leave the upper half
 // unused, and those below 2^-10 would be 0.

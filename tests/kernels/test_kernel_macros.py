@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import test_backward_gate
+import test_backward_sm90_gate
 import test_decode_gate
 import test_static_gate
 import test_static_gate_sm90
@@ -30,6 +31,7 @@ def sources() -> list[KernelSource]:
     keys += [test_decode_gate.key_of(variant) for arch in archs for variant in test_decode_gate.variants(arch)]
     keys += [*standard_variants("sm_90a"), *usual_backward_keys("sm_80")]
     found = [*map(kernel_source, keys), *map(kernel_source, kv_variants("sm_80"))]
+    found += map(test_backward_sm90_gate.source_of, test_backward_sm90_gate.VARIANTS)
     return [*found, *map(test_static_gate_sm90.source_of, test_static_gate_sm90.VARIANTS)]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from mutation import append_mutants, asm_mutants, backward_mutants, decode_mutants
+from mutation import append_mutants, asm_mutants, backward_mutants, backward_sm90_mutants, decode_mutants
 from mutation import forward_mutants as mutants
 from mutation import hopper_fp8_mutants as sm90_fp8_mutants
 from mutation import hopper_mutants as sm90_mutants
@@ -14,6 +14,7 @@ from gpu_actors.compiling.assets import asset_root
 LISTS: dict[str, tuple[Mutant, ...]] = {
     "forward": mutants.MUTANTS,
     "backward": backward_mutants.MUTANTS,
+    "backward_sm90": backward_sm90_mutants.MUTANTS,
     "decode": decode_mutants.DECODE_MUTANTS,
     "append": append_mutants.MUTANTS,
     "asm": asm_mutants.MUTANTS,

@@ -24,6 +24,7 @@ __all__ = [
     "backward_macros",
     "backward_scratch",
     "backward_threads",
+    "outer_macros",
 ]
 
 PREPARE, MAIN, FINISH = "backward_prepare", "backward_mma", "backward_finish"
@@ -55,14 +56,18 @@ def backward_macros(key: DispatchKey) -> Macros:
     macros = {name: value for name, value in forward_macros(main).items() if name != "LSE"}
     own = {"DQ_FLOATS": _dq_floats(key, tile), "REDUCE_WIDTH": _reduce_width(key.arch)}
     if key.kernel == PREPARE:
-        macros = {name: value for name, value in macros.items() if name in _PREPARE}
-        return macros | {"HEAD_DIM": key.head_dim_v}
+        return outer_macros(key, macros, prepare=True)
     if key.kernel == FINISH:
-        macros = {name: value for name, value in macros.items() if name in _FINISH}
-        return macros | own | {"HEAD_DIM_V": key.head_dim}
+        return outer_macros(key, macros, prepare=False) | own
     if key.deterministic:
         own["DETERMINISTIC"] = 1
     return macros | own | {"STAGES": tile.stages}
+
+
+def outer_macros(key: DispatchKey, macros: Macros, *, prepare: bool) -> Macros:
+    """Of the multiplying kernel's macros, those that the kernel before it (``prepare``) or after it reads."""
+    kept = {name: value for name, value in macros.items() if name in (_PREPARE if prepare else _FINISH)}
+    return kept | ({"HEAD_DIM": key.head_dim_v} if prepare else {"HEAD_DIM_V": key.head_dim})
 
 
 def backward_threads(key: DispatchKey) -> int:

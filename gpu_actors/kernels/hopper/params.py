@@ -25,6 +25,8 @@ __all__ = [
     "TMA_ALIGNMENT",
     "pack_sm90",
     "pack_transpose_v",
+    "pad_to_maps",
+    "rows_map",
     "schedule_layout",
     "tma_refusal",
 ]
@@ -88,17 +90,21 @@ def pack_sm90(
     keys = min(tile.block_n, problem.page_size or tile.block_n)
     dim, dim_v = (padded_head_dim(dim, problem.dtype) for dim in (problem.head_dim, problem.head_dim_v))
     if ELEMENTS[problem.dtype].fp8:
-        v_map = _map_of("v", _as_rows(buffers[TRANSPOSED]), tile.block_n, dim_v, encode)
+        v_map = rows_map("v", _as_rows(buffers[TRANSPOSED]), tile.block_n, dim_v, encode)
     else:
-        v_map = _map_of(v, buffers[v], dim_v, keys, encode)
+        v_map = rows_map(v, buffers[v], dim_v, keys, encode)
     maps = (
-        _map_of("q", buffers["q"], dim, ROWS, encode),
-        _map_of(k, buffers[k], dim, keys, encode),
+        rows_map("q", buffers["q"], dim, ROWS, encode),
+        rows_map(k, buffers[k], dim, keys, encode),
         v_map,
-        _map_of("out", buffers["out"], dim_v, ROWS, encode),
+        rows_map("out", buffers["out"], dim_v, ROWS, encode),
     )
     schedule = _schedule_binder(problem, sections_of(problem, tile)).pack(buffers)
-    packed = b"".join((*maps, params, schedule))
+    return pad_to_maps(b"".join((*maps, params, schedule)))
+
+
+def pad_to_maps(packed: bytes) -> bytes:
+    """The bytes of a struct whose tensor maps decide its alignment."""
     return packed.ljust(-(-len(packed) // _ALIGNMENT) * _ALIGNMENT, b"\0")
 
 
@@ -149,7 +155,7 @@ def _check_tma(name: str, buffer: Buffer) -> None:
         raise InvalidRequest(name, refusal.value, refusal.reason)
 
 
-def _map_of(name: str, buffer: Buffer, columns: int, rows: int, encode: EncodeTensorMap) -> bytes:
+def rows_map(name: str, buffer: Buffer, columns: int, rows: int, encode: EncodeTensorMap) -> bytes:
     """An operand (.., rows, heads, dim) as (dim, rows, heads, batch), in boxes of a swizzle's width and ``rows`` rows.
 
     columns: of a tile, of which boxes take 128 bytes each where that is a multiple of them, else 64.

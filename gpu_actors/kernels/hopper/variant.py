@@ -33,6 +33,7 @@ __all__ = [
     "MULTIPROCESSORS",
     "ROWS",
     "Sections",
+    "folded_factor_refusal",
     "sections_of",
     "sm90_geometry",
     "sm90_macros",
@@ -60,7 +61,7 @@ def sm90_refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
         return Unsupported("bias", problem.bias[0], "forward_sm90 adds no bias; forward_mma does")
     if problem.dropout_p:
         return Unsupported("dropout_p", problem.dropout_p, "forward_sm90 drops nothing; forward_mma does", 0.0)
-    return _cache_refusal(problem) or _shape_refusal(problem) or _range_refusal(problem)
+    return _cache_refusal(problem) or _shape_refusal(problem) or folded_factor_refusal(problem, "forward_sm90")
 
 
 def _cache_refusal(problem: AttentionProblem) -> Unsupported | None:
@@ -102,13 +103,14 @@ def _shape_refusal(problem: AttentionProblem) -> Unsupported | None:
     return None
 
 
-def _range_refusal(problem: AttentionProblem) -> Unsupported | None:
+def folded_factor_refusal(problem: AttentionProblem, kernel: str) -> Unsupported | None:
+    """Why the kernel of that name does not take the problem's scale or softcap, or None."""
     for field, (least, greatest) in _FACTORS.items():
         value = getattr(problem, field)
         if field == "softcap" and value == 0.0:
             continue
         if not least <= value <= greatest:
-            reason = f"forward_sm90 folds it into other factors in fp32, from {least} to {greatest}"
+            reason = f"{kernel} folds it into other factors in fp32, from {least} to {greatest}"
             return Unsupported(field, value, reason, min(max(value, least), greatest))
     return None
 

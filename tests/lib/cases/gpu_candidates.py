@@ -170,6 +170,12 @@ CANDIDATES = (
         for mask in ("", "causal")
         for make in (_backward(dim, dtype=dtype, head_dim=dim, varlen=False, always=(mask,) * bool(mask)),)
     ),
+    *(
+        Candidate(
+            f"backward with {option}", _backward(9, dtype="bfloat16", head_dim=128, varlen=False, always=(option,))
+        )
+        for option in ("bias", "window", "sinks")
+    ),
     Candidate("backward varlen", _backward(7, dtype="bfloat16", head_dim=64, varlen=True, always=("causal",))),
     Candidate(
         "backward deterministic",

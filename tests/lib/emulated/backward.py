@@ -6,10 +6,9 @@ import dataclasses
 from typing import Any
 
 import numpy as np
-from emulated.forward import OPERANDS, Strided, describe, key_of, ml_dtype, module_of, problem_of
+from emulated.forward import OPERANDS, Strided, describe, key_of, ml_dtype, module_of, problem_of, program_on
 
 from gpu_actors.devices.emulation import EmulatedBuffer
-from gpu_actors.kernels.dispatch import program_of
 from gpu_actors.kernels.program import Values
 from gpu_actors.kernels.variants import kernel_source
 from gpu_actors.problem import AttentionProblem
@@ -42,7 +41,7 @@ def run(
     EmulatedModule.launch.
     """
     key = key_of(problem, arch, kernel)
-    program = program_of(problem, key)
+    program = program_on(problem, key)
     belongs = {f"d{name}": operands.get(name) for name in ("q", "k", "v", "bias", "sinks")}
     given = {name: getattr(of, "array", of) for name, of in belongs.items() if of is not None}
     outputs = {name: filled(array.shape, array.dtype, name in program.zeroed) for name, array in given.items()}

@@ -7,7 +7,7 @@ from mutation.forward_mutants import Mutant
 __all__ = ["MUTANTS"]
 
 _MMA, _SCORES, _RING, _SHARES = "backward/backward_mma.cu", "backward/scores.cuh", "backward/ring.cuh", "mma/shares.cuh"
-_PARAMS, _MASK, _DROPOUT = "backward/params.cuh", "common/mask.cuh", "mma/dropout.cuh"
+_KEYS, _PARAMS, _MASK, _DROPOUT = "backward/keys.cuh", "backward/params.cuh", "common/mask.cuh", "mma/dropout.cuh"
 
 
 def _mma(name: str, file: str, old: str, new: str, *probes: str) -> Mutant:
@@ -15,11 +15,11 @@ def _mma(name: str, file: str, old: str, new: str, *probes: str) -> Mutant:
 
 
 def _prepare(name: str, old: str, new: str, *probes: str) -> Mutant:
-    return Mutant(name, "backward_prepare", "backward/backward_prepare.cu", old, new, probes or ("plain",))
+    return Mutant(name, "backward_prepare", "backward/prepare.cuh", old, new, probes or ("plain",))
 
 
-def _finish(name: str, old: str, new: str, *probes: str) -> Mutant:
-    return Mutant(name, "backward_finish", "backward/backward_finish.cu", old, new, probes or ("plain",))
+def _finish(name: str, old: str, new: str, *probes: str, file: str = "backward/backward_finish.cu") -> Mutant:
+    return Mutant(name, "backward_finish", file, old, new, probes or ("plain",))
 
 
 PREPARE_MUTANTS = (
@@ -31,7 +31,10 @@ PREPARE_MUTANTS = (
     _prepare("rows past the end are read", "row < at.seqlen_q ? row : at.seqlen_q - 1", "row"),
     _prepare("the sink's gradient has the wrong sign", "dsink -= exp_of", "dsink += exp_of", "options"),
     _prepare(
-        "the sink's parts of all but one warp are lost", "warp < THREADS / 32; warp++", "warp < 1; warp++", "options"
+        "the sink's parts of all but one warp are lost",
+        "warp < PREPARE_THREADS / 32; warp++",
+        "warp < 1; warp++",
+        "options",
     ),
     _prepare(
         "sequences share a part of the sink's gradient", "* params.batch + at.sequence)", "* params.batch)", "options"
@@ -54,8 +57,15 @@ FINISH_MUTANTS = (
         "thread < THREADS; thread++",
         "thread < THREADS / 8; thread++",
         "sinks",
+        file="backward/finish.cuh",
     ),
-    _finish("dbias stays as it was", "dbias[n] = from_real", "if (n < 0) dbias[n] = from_real", "options"),
+    _finish(
+        "dbias stays as it was",
+        "dbias[n] = from_real",
+        "if (n < 0) dbias[n] = from_real",
+        "options",
+        file="backward/finish.cuh",
+    ),
 )
 
 RING_MUTANTS = (
@@ -89,7 +99,7 @@ RING_MUTANTS = (
     ),
     _mma(
         "packed keys start at the queries' start",
-        _RING,
+        _KEYS,
         "at.k_start = params.cu_seqlens_k[sequence];",
         "at.k_start = at.q_start;",
         "varlen",
@@ -311,21 +321,21 @@ ORDER_MUTANTS = (
     ),
     _mma(
         "blocks are numbered by their place in the grid",
-        _RING,
+        _KEYS,
         "if constexpr (!DETERMINISTIC) return int(blockIdx.x);",
         "return int(blockIdx.x);",
         "turns",
     ),
     _mma(
         "a number is read before it is drawn",
-        _RING,
+        _KEYS,
         "atomicAdd(params.tickets, 1)));\n  __syncthreads();",
         "atomicAdd(params.tickets, 1)));",
         "turns",
     ),
     _mma(
         "keys overwrite a number that is not yet read",
-        _RING,
+        _KEYS,
         "  __syncthreads();  // all have read it\n",
         "",
         "turns",

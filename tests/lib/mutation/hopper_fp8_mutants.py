@@ -138,7 +138,7 @@ _LOADS = (
     ),
     _bug("sequences share tiles", "transposed_v", "sequence * (TILE - 1)", "sequence", "varlen"),
     _bug("V's step is one of rows", "consumer", "r.p[n], v + VBoxes::column_step", "r.p[n], v + VBoxes::row_step"),
-    _bug("boxes are twice as wide", "layout", "n * STEP % WIDTH * ITEM) / 16", "n * STEP % WIDTH * 2) / 16"),
+    _bug("boxes are twice as wide", "boxes", "n * STEP % WIDTH * ITEM) / 16", "n * STEP % WIDTH * 2) / 16"),
 )
 
 _STEP = "ptx::wgmma_rs<PIECE, OPERAND>(sums, r.p[n], v + VBoxes::column_step(n), n > 0);"

@@ -92,7 +92,7 @@ PIPELINE = (
         "  first_scores(r, work, rows);\n",
         "  first_scores(r, work, rows);\n  release(shared.q_empty(number));\n",
     ),
-    _bug("a ring's parity never turns", "layout", "      parity ^= 1;\n", ""),
+    _bug("a ring's parity never turns", "boxes", "      parity ^= 1;\n", ""),
     _bug("the producer does not wait for a free stage", "producer", "    ptx::mbarrier_wait(empty, parity);\n", ""),
     _bug(
         "the producer does not wait for a free Q",

@@ -1,4 +1,4 @@
-"""Reads the machine code of forward_sm90: its main loops, and what runs in which part of them. For tests."""
+"""Reads the machine code of the kernels of sm_90a: main loops, and what runs in which part of them. For tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from gpu_actors.bench.sass import disassemble
 
-__all__ = ["Loop", "instructions_of", "main_loops", "opcodes"]
+__all__ = ["Loop", "instructions_of", "main_loops", "opcodes", "step_of"]
 
 _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?);")
 _PREDICATE = re.compile(r"^@!?U?P\w+\s+")
@@ -116,3 +116,27 @@ def _mask(overlap: list[tuple[int, str]]) -> list[str]:
             if int(branch[1], 16) <= overlap[-1][0] and not any("MUFU" in other for other in passed):
                 parts.append(passed)
     return max(parts, key=len)
+
+
+def step_of(code: list[tuple[int, str]]) -> tuple[list[str], int]:
+    """The instructions of backward_sm90's main loop that no forward branch passes by, and how many others it has.
+
+    The loop is the shortest one with products and exponentials. What is passed by are masks and what is put aside.
+    """
+    loops = []
+    for address, text in code:
+        branch = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)
+        if branch and int(branch[1], 16) < address:
+            body = [line for line in code if int(branch[1], 16) <= line[0] <= address]
+            if all(any(name in text for _, text in body) for name in ("GMMA", "MUFU.EX2")):
+                loops.append(body)
+    body = min(loops, key=len)
+    kept, until = [], 0
+    for address, text in body:
+        if address < until:
+            continue
+        kept.append(text)
+        branch = _BRANCH.search(text)
+        if branch and address < int(branch[1], 16) <= body[-1][0]:
+            until = int(branch[1], 16)
+    return kept, len(body) - len(kept)

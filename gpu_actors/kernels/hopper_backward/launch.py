@@ -1,0 +1,49 @@
+"""What backward_sm90 launches: the kernels before, in and after the products, with memory between them."""
+
+from __future__ import annotations
+
+import functools
+
+from gpu_actors.kernels.backward.params import pack_backward
+from gpu_actors.kernels.family import KernelFamily
+from gpu_actors.kernels.hopper_backward.params import pack_sm90_backward
+from gpu_actors.kernels.hopper_backward.variant import (
+    FINISH,
+    MAIN,
+    PREPARE,
+    sm90_backward_geometry,
+    sm90_backward_keys,
+    sm90_backward_macros,
+    sm90_backward_refuses,
+    sm90_backward_scratch,
+    sm90_backward_threads,
+)
+from gpu_actors.kernels.program import Part, Program, Target
+from gpu_actors.problem import AttentionProblem, DispatchKey
+
+__all__ = ["BACKWARD_SM90"]
+
+
+def sm90_backward_program(problem: AttentionProblem, key: DispatchKey, target: Target) -> Program:
+    """The three kernels of ``key``. Raises Unsupported where a grid cannot hold their blocks."""
+    outer = functools.partial(pack_backward, problem, False)
+    packs = {PREPARE: outer, MAIN: functools.partial(pack_sm90_backward, problem, key, target.encode), FINISH: outer}
+    parts = tuple(
+        Part(part, sm90_backward_geometry(part, problem), packs[part.kernel]) for part in sm90_backward_keys(key)
+    )
+    return Program(parts, sm90_backward_scratch(key, problem))
+
+
+BACKWARD_SM90 = KernelFamily(
+    MAIN,
+    "computes gradients of 16-bit batches on Hopper with TMA and wgmma",
+    sm90_backward_program,
+    sm90_backward_macros,
+    sm90_backward_threads,
+    "backward",
+    ("dense", "varlen"),
+    ("float16", "bfloat16"),
+    refuses=sm90_backward_refuses,
+    companions=(PREPARE, FINISH),
+    tma=True,
+)

@@ -1,0 +1,109 @@
+// What a row of queries needs besides its operands, which the first of the backward kernels computes. delta is D of line 4 in
+// algorithm 2 of FlashAttention-2 (Dao, arXiv 2307.08691).
+//
+// A block takes BLOCK_M rows of one head of one sequence, eight lanes a row:
+//
+//   dout, out  row r  | chunk 0 | chunk 1 | .. | chunk 7 | chunk 8 ..     lane l of the row's eight takes chunks l, l + 8
+//                          \         |            /
+//                           delta = sum of dout * out, minus the LSE's own gradient
+//   statistics of the slot:   lse * log2(e), BLOCK_M of them | delta, BLOCK_M of them
+//   dsinks_parts of the block: - sum over rows of exp(sink - lse) * delta
+//
+// Rows past the sequence's end, and those that see no key, get an lse of +inf: their weights 2^(score - lse) are 0
+// without a mask. A NaN or an infinity in dout makes delta NaN, so that it reaches what its row sees however the
+// multiplying kernel has to treat it.
+#pragma once
+
+#include "backward/params.cuh"
+#include "mma/tile.cuh"
+#include "ptx/math.cuh"
+
+constexpr int PREPARE_THREADS = 128;
+constexpr int LANES = 8;  // a row
+constexpr int CHUNK = 16 / sizeof(ELEMENT);
+constexpr int CHUNKS = HEAD_DIM_V / CHUNK;
+constexpr float LOG2_E = 1.4426950408889634f;
+constexpr uint32_t ALL_LANES = 0xffffffffu;
+static_assert(CHUNKS * CHUNK == HEAD_DIM_V, "rows are whole chunks of 16 bytes");
+
+// Sixteen bytes of a row, in one load where the row lies at a multiple of them.
+DEVICE void load_chunk(float (&values)[CHUNK], const RowSource<ELEMENT>& source, int64_t row, int chunk) {
+  const ELEMENT* const elements = source.rows + row * source.stride + chunk * CHUNK;
+  uint32_t words[4];
+  if (source.aligned) ptx::load_global_v4(words, elements);
+  else gather(words, elements);
+#pragma unroll
+  for (int i = 0; i < CHUNK; i++) {
+    if constexpr (CHUNK == 4) values[i] = ptx::as_float(words[i]);
+    else values[i] = to_real(ELEMENT{uint16_t(words[i / 2] >> i % 2 * 16)});
+  }
+}
+
+// The row's sum, the same in its eight lanes.
+DEVICE float row_delta(const RowSource<ELEMENT>& dout, const RowSource<ELEMENT>& out, int64_t row, int lane) {
+  float sum = 0.0f, nonfinite = 0.0f;
+  for (int chunk = lane; chunk < CHUNKS; chunk += LANES) {
+    float a[CHUNK], b[CHUNK];
+    load_chunk(a, dout, row, chunk);
+    load_chunk(b, out, row, chunk);
+#pragma unroll
+    for (int i = 0; i < CHUNK; i++) {
+      const float gradient = round_operand<COMPUTE_BITS>(a[i]);
+      sum += gradient * b[i];
+      nonfinite += gradient * 0.0f;  // NaN where the gradient is no number
+    }
+  }
+  sum += nonfinite;
+#pragma unroll
+  for (int step = 1; step < LANES; step *= 2) sum += __shfl_xor_sync(ALL_LANES, sum, step);
+  return sum;
+}
+
+DEVICE void prepare_rows(const BackwardParams& params) {
+  const Params& forward = params.forward;
+  const int tiles = row_tiles_of(forward.seqlen_q), lane = int(threadIdx.x) % LANES;
+  const RowPlace at = locate_rows(forward, tiles);
+  const auto dout = element_of<const ELEMENT>(params.dout, params.dout_strides, at.sequence, at.q_start, at.head);
+  const auto out = element_of<const ELEMENT>(forward.out, forward.out_strides, at.sequence, at.q_start, at.head);
+  const RowSource<ELEMENT> douts = row_source(dout, params.dout_strides.row);
+  const RowSource<ELEMENT> outs = row_source(out, forward.out_strides.row);
+  float sink = -INFINITY, dsink = 0.0f;
+  if constexpr (SINKS) sink = sink_logit(forward, at.head);
+
+  // More than one tile only if a sequence is longer than the caller said.
+  for (int tile = at.tile; tile < row_tiles_of(at.seqlen_q); tile += tiles) {
+    float* const statistics = params.statistics + (first_slot(forward, at.sequence, tile) + at.head) * (2 * BLOCK_M);
+    for (int n = int(threadIdx.x) / LANES; n < BLOCK_M; n += PREPARE_THREADS / LANES) {
+      const int row = tile * BLOCK_M + n;
+      float lse = -INFINITY, delta = 0.0f;
+      if (row < at.seqlen_q) {
+        lse = *element_of<const float>(forward.lse, forward.lse_strides, at.sequence, at.q_start + row, at.head);
+      }
+      // Whole warps take part in a sum over lanes, so rows that have none go along with the last row that may be read.
+      const float sum = row_delta(douts, outs, row < at.seqlen_q ? row : at.seqlen_q - 1, lane);
+      if (lse != -INFINITY) {
+        delta = sum;
+        if (params.dlse != nullptr) {
+          delta -= *element_of<const float>(params.dlse, params.dlse_strides, at.sequence, at.q_start + row, at.head);
+        }
+        if (SINKS && lane == 0 && sink != -INFINITY) dsink -= exp_of(sink - lse) * delta;
+      }
+      if (lane == 0) {
+        statistics[n] = lse == -INFINITY ? INFINITY : lse * LOG2_E;
+        statistics[BLOCK_M + n] = delta;
+      }
+    }
+  }
+  if constexpr (SINKS) {
+    __shared__ float parts[PREPARE_THREADS / 32];
+#pragma unroll
+    for (int step = LANES; step < 32; step *= 2) dsink += __shfl_xor_sync(ALL_LANES, dsink, step);
+    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = dsink;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      float sum = 0.0f;
+      for (int warp = 0; warp < PREPARE_THREADS / 32; warp++) sum += parts[warp];
+      params.dsinks_parts[(int64_t(at.head) * params.batch + at.sequence) * tiles + at.tile] = sum;
+    }
+  }
+}

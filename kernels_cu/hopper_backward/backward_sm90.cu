@@ -1,0 +1,195 @@
+// Attention backward for Hopper (sm_90a) on warpgroup products: dK and dV, and dQ in parts.
+//
+// FlashAttention-2 (Dao, arXiv 2307.08691, algorithm 2, whose lines are cited here) with the roles of FlashAttention-3
+// (Shah et al., arXiv 2407.08608, section 3.1 and appendix on the backward pass): `attend` is lines 6 to 18 for one tile
+// of keys, `inner_step` lines 10 to 16 for one tile of queries; hopper_backward/backward_prepare_sm90.cu is line 4.
+//
+// A block owns BLOCK_N keys of one KV head of one sequence and walks over the query tiles that see them, of every query
+// head of the group, so that dK and dV are sums of one block in one order. Scores lie with keys down, so that those of a
+// warpgroup are its A operands next:
+//
+//      warpgroup 0                      warpgroups 1, 2: 64 keys each
+//    +-----------------------+        +--------------------------------------------------------------+
+//    | warp 0: the producer  |        | S^T = K Q(n)^T, dP^T = V dO(n)^T   wgmma, both in shared memory
+//    |  K, V by TMA, once    |--full->| P^T = 2^(S^T - lse)                beside dP^T
+//    |  Q(n), dO(n) by TMA,  |        | dV += P^T dO(n)                    wgmma, P^T in registers
+//    |  lse, delta in bulk   |<-empty-| dS^T = P^T (dP^T - delta)          beside dV; to shared memory, too
+//    | warps 1, 2: senders   |        | dQ(n) = dS K, its half             wgmma, dS of both warpgroups
+//    |  dQ(n): shared memory |<--dQ---| dK += dS^T Q(n)                    wgmma, dS^T in registers
+//    |  added to global      |        |  dQ(n) to shared memory            beside dK
+//    +-----------------------+        +--------------------------------------------------------------+
+//      24 registers                     240 registers
+//
+// dQ has as many parts as there are key tiles, which are added by bulk reductions in the order of accumulators
+// (hopper_backward/backward_finish_sm90.cu puts them in rows). DETERMINISTIC adds them in the order of the keys, as
+// backward_mma does: a sender waits for its turn at each query tile, and blocks draw their numbers as they start.
+#include "hopper_backward/consumer.cuh"
+#include "hopper_backward/producer.cuh"
+
+constexpr int THREADS = WARPS * 32;
+constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
+
+static_assert(SCALE_ONLY && !DROPOUT, "backward_mma has these options");
+static_assert(STAGES >= 2, "the next rows land while these are multiplied");
+
+// `full` barriers take one arrival, the producer's, and the bytes that it announces; `empty` ones an arrival of each
+// warp that reads.
+DEVICE void start_barriers(const Shared& shared) {
+  constexpr int READERS = 4 * CONSUMERS;
+  ptx::mbarrier_init(shared.keys_full(), 1);
+  ptx::mbarrier_init(shared.keys_empty(), READERS);
+  for (int i = 0; i < STAGES; i++) {
+    ptx::mbarrier_init(shared.q_full(i), 1);
+    ptx::mbarrier_init(shared.q_empty(i), READERS);
+    ptx::mbarrier_init(shared.dout_full(i), 1);
+    ptx::mbarrier_init(shared.dout_empty(i), READERS);
+  }
+  ptx::fence_mbarrier_init();
+}
+
+// ---- the producer: one warp
+
+__device__ __forceinline__ void Producer::load(const Work& work) {
+  const int steps = work.steps();
+  if (steps == 0) return;
+  step.restart(work);
+  load_keys(work);
+#pragma unroll 1
+  for (int n = 0; n < steps; n++) {
+    load_queries(work);
+    load_gradients(work);
+    step.advance(work);
+  }
+}
+
+// ---- a sender: one warp a consumer
+
+__device__ __forceinline__ void Sender::send(const Work& work) {
+  const int steps = work.steps();
+  step.restart(work);
+#pragma unroll 1
+  for (int n = 0; n < steps; n++) {
+    ptx::barrier_arrive(dq_empty(consumer), SENDING);
+    ptx::barrier_sync(dq_full(consumer), SENDING);
+    if (leader) add(work, slot_of(all.params, work, step));
+    __syncwarp();
+    step.advance(work);
+  }
+  if (leader) ptx::bulk_wait<0>();
+}
+
+// ---- a consumer: one warpgroup, 64 keys
+
+// Lines 6 to 18: the keys of one tile, against all rows that see them.
+__device__ __forceinline__ void Consumer::attend(const Work& work) {
+  const BackwardParams& params = all.params;
+  const int steps = work.steps();
+  if (steps == 0) {
+    store_zeros<HEAD_DIM>(params.dk, params.dk_strides, work);
+    store_zeros<HEAD_DIM_V>(params.dv, params.dv_strides, work);
+    return;
+  }
+  KeyGradient dk = {};
+  ValueGradient dv = {};
+  const Keys keys = start_keys(work);
+  step.restart(work);
+#pragma unroll 1
+  for (int n = 0; n < steps; n++) {
+    inner_step(dk, dv, work, keys);
+    step.advance(work);
+  }
+  sync_consumers();  // both are done with K
+  store<KBoxes, HEAD_DIM>(params.dk, params.dk_strides, dk, work, shared.k(), float(params.forward.softmax_scale));
+  store<VBoxes, HEAD_DIM_V>(params.dv, params.dv_strides, dv, work, shared.v(), 1.0f);
+  if constexpr (VARLEN) {
+    ptx::fence_proxy_async();  // TMA may bring the next keys there
+    __syncwarp();
+    release(shared.keys_empty());
+  }
+}
+
+// Lines 10 to 16 for one tile of queries.
+__device__ __forceinline__ void Consumer::inner_step(KeyGradient& dk, ValueGradient& dv, const Work& work,
+                                                     const Keys& keys) {
+  const int stage = step.ring.stage, row_begin = step.tile * BLOCK_M;
+  const uint32_t parity = step.ring.parity;
+  const Hidden hidden = hidden_pairs(work, row_begin, work.key_begin + number * KEYS);
+  bool nonfinite = false;
+  ptx::mbarrier_wait(shared.q_full(stage), parity);
+  if (HIDES && hidden.block) {
+    ptx::mbarrier_wait(shared.dout_full(stage), parity);
+    clear_tile(shared.q(stage), QBoxes::BYTES);
+    clear_tile(shared.dout(stage), DoBoxes::BYTES);
+    nonfinite = finds_nonfinite(shared.delta(stage));
+    ptx::fence_proxy_async();
+    sync_consumers();
+  }
+  Scores s, dp;
+  ptx::wgmma_fence();
+  multiply_queries(s);
+  ptx::mbarrier_wait(shared.dout_full(stage), parity);
+  multiply_gradients(dp);
+
+  ptx::wgmma_wait<1>();
+  ptx::pin_registers(s);
+  compute_p(s, keys, shared.lse(stage));
+  if (hidden.masked) apply_mask(s, work, keys, row_begin);
+  Weights p, ds;
+  pack(p, s);
+  ptx::pin_registers(dv);
+  ptx::pin_registers(p);
+  ptx::wgmma_fence();
+  add_to_dv(dv, p);
+
+  ptx::wgmma_wait<1>();
+  ptx::pin_registers(dp);
+  compute_ds(dp, s, shared.delta(stage));
+  if (HIDES && hidden.masked) apply_mask(dp, work, keys, row_begin);
+  pack(ds, dp);
+  store_ds(shared.ds(ds_half), ds, number);
+  ptx::fence_proxy_async();
+  sync_consumers();  // dS of both is there; and both are done with the last but one
+
+  QueryGradient dq;
+  ptx::pin_registers(dk);
+  ptx::pin_registers(ds);
+  ptx::wgmma_fence();
+  multiply_keys(dq);
+  add_to_dk(dk, ds);
+  ds_half ^= 1;
+  ptx::wgmma_wait<1>();
+  ptx::pin_registers(dv);
+  ptx::pin_registers(p);
+  ptx::pin_registers(dq);
+  release(shared.dout_empty(stage));
+  pass_dq(dq);
+  ptx::wgmma_wait<0>();
+  ptx::pin_registers(dk);
+  ptx::pin_registers(ds);
+  release(shared.q_empty(stage));
+  if (HIDES && nonfinite) add_nonfinite(dv, all.params, work, keys, step);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_sm90(const __grid_constant__ Sm90BackwardParams all) {
+  DYNAMIC_SHARED(memory);
+  const Shared shared{ptx::shared_address(memory)};
+  if (threadIdx.x == 0) start_barriers(shared);
+  __syncthreads();
+  const int number = block_number(all.params, shared.number());
+  const int warpgroup = ptx::warp_uniform(threadIdx.x / WARPGROUP);
+  if (warpgroup == 0) {
+    ptx::setmaxnreg_dec<PRODUCER_REGISTERS>();
+    const int warp = ptx::warp_uniform(threadIdx.x / 32);
+    if (warp == 0) {
+      Producer producer{all, shared, lane_id() == 0};
+      for_each_key_tile(all.params, number, [&](const Work& work) { producer.load(work); });
+    } else if (warp <= CONSUMERS) {
+      Sender sender{all, shared, warp - 1, lane_id() == 0};
+      for_each_key_tile(all.params, number, [&](const Work& work) { sender.send(work); });
+    }
+  } else {
+    ptx::setmaxnreg_inc<CONSUMER_REGISTERS>();
+    Consumer consumer{all, shared, warpgroup - 1};
+    for_each_key_tile(all.params, number, [&](const Work& work) { consumer.attend(work); });
+  }
+}

@@ -1,0 +1,150 @@
+// What a consumer of backward_sm90 calls: a warpgroup that multiplies its 64 keys with the tiles of queries that see them.
+#pragma once
+
+#include "hopper_backward/nonfinite.cuh"
+
+using KeyGradient = float[DIM / 2];
+using ValueGradient = float[DIM_V / 2];
+using QueryGradient = float[DQ_COLUMNS / 2];
+
+struct Consumer {
+  const Sm90BackwardParams& all;
+  Shared shared;
+  int number;
+  Step step{0, 0, {0, 0}};
+  uint32_t keys_parity = 0;
+  int ds_half = 0;
+
+  // The outline, which backward_sm90.cu defines.
+  __device__ __forceinline__ void attend(const Work& work);
+  __device__ __forceinline__ void inner_step(KeyGradient& dk, ValueGradient& dv, const Work& work, const Keys& keys);
+
+  __device__ __forceinline__ int thread() const { return int(threadIdx.x) % WARPGROUP; }
+  // The thread's first key, in the tile.
+  __device__ __forceinline__ int key() const { return number * KEYS + thread() / 32 * 16 + lane_id() / 4; }
+
+  __device__ __forceinline__ Keys start_keys(const Work& work) {
+    const float to_log2 = float(all.params.forward.softmax_scale) * LOG2_E;
+    Keys keys{work.key_begin + key(), {to_log2, to_log2}};
+    ptx::mbarrier_wait(shared.keys_full(), keys_parity);
+    keys_parity ^= 1;
+    if constexpr (HIDES) {
+      set_keys_aside(keys, shared.k(), key());
+      ptx::fence_proxy_async();
+      sync_consumers();
+    }
+    return keys;
+  }
+
+  // Line 10, S^T = K Q^T, and line 13, dP^T = V dO^T: 64 keys, all queries of the tile.
+  __device__ __forceinline__ void multiply_queries(Scores& s) const {
+    const uint64_t k = KBoxes::rows(shared.k() + number * KEYS * KBoxes::LINE);
+    const uint64_t q = QBoxes::rows(shared.q(step.ring.stage));
+#pragma unroll
+    for (int n = 0; n < DIM / STEP; n++) {
+      ptx::wgmma_ss<BLOCK_M, OPERAND>(s, k + KBoxes::column_step(n), q + QBoxes::column_step(n), n > 0);
+    }
+    ptx::wgmma_commit();
+  }
+  __device__ __forceinline__ void multiply_gradients(Scores& dp) const {
+    const uint64_t v = VBoxes::rows(shared.v() + number * KEYS * VBoxes::LINE);
+    const uint64_t dout = DoBoxes::rows(shared.dout(step.ring.stage));
+#pragma unroll
+    for (int n = 0; n < DIM_V / STEP; n++) {
+      ptx::wgmma_ss<BLOCK_M, OPERAND>(dp, v + VBoxes::column_step(n), dout + DoBoxes::column_step(n), n > 0);
+    }
+    ptx::wgmma_commit();
+  }
+
+  // Line 12, dV += P^T dO, and line 16, dK += dS^T Q: 64 keys, all columns; queries are summed.
+  __device__ __forceinline__ void add_to_dv(ValueGradient& dv, Weights& p) const {
+    const uint64_t dout = DoBoxes::columns(shared.dout(step.ring.stage));
+#pragma unroll
+    for (int n = 0; n < BLOCK_M / STEP; n++) ptx::wgmma_rs<DIM_V, OPERAND, true>(dv, p[n], dout + DoBoxes::row_step(n), true);
+    ptx::wgmma_commit();
+  }
+  __device__ __forceinline__ void add_to_dk(KeyGradient& dk, Weights& ds) const {
+    const uint64_t q = QBoxes::columns(shared.q(step.ring.stage));
+#pragma unroll
+    for (int n = 0; n < BLOCK_M / STEP; n++) ptx::wgmma_rs<DIM, OPERAND, true>(dk, ds[n], q + QBoxes::row_step(n), true);
+    ptx::wgmma_commit();
+  }
+
+  // Line 15, dQ = dS K of all keys of the block: 64 rows, which are the consumer's or all, and its columns or all.
+  __device__ __forceinline__ void multiply_keys(QueryGradient& dq) const {
+    const int first_row = OWN_ROWS ? number * 64 : 0, first_box = OWN_ROWS ? 0 : number * (DQ_COLUMNS / KBoxes::WIDTH);
+    const uint64_t ds = DsBoxes::rows(shared.ds(ds_half) + first_row * DsBoxes::LINE);
+    const uint64_t k = KBoxes::columns(shared.k() + first_box * KBoxes::BOX_BYTES);
+#pragma unroll
+    for (int n = 0; n < BLOCK_N / STEP; n++) {
+      ptx::wgmma_ss<DQ_COLUMNS, OPERAND, false, true>(dq, ds + DsBoxes::column_step(n), k + KBoxes::row_step(n), n > 0);
+    }
+    ptx::wgmma_commit();
+  }
+
+  // Hands dQ to the warp that sends it: each thread's values side by side, four columns of all threads after the other.
+  __device__ __forceinline__ void pass_dq(const QueryGradient& dq) const {
+    ptx::barrier_sync(dq_empty(number), SENDING);
+#pragma unroll
+    for (int i = 0; i < DQ_COLUMNS / 8; i++) {
+      uint32_t words[4];
+#pragma unroll
+      for (int e = 0; e < 4; e++) words[e] = ptx::as_bits(dq[4 * i + e]);
+      ptx::store_shared_v4(shared.dq(number) + (i * WARPGROUP + thread()) * 16, words);
+    }
+    ptx::fence_proxy_async();
+    ptx::barrier_arrive(dq_full(number), SENDING);
+  }
+
+  // One arrival a warp.
+  __device__ __forceinline__ void release(uint32_t barrier) const {
+    if (lane_id() == 0) ptx::mbarrier_arrive(barrier);
+  }
+
+  // A gradient of the consumer's keys, through the place that the keys (or values) had; a warp stores the rows that it
+  // wrote there.
+  template <class Tile, int WIDTH>
+  __device__ __forceinline__ void store(void* gradient, const Strides& strides, const float (&sum)[Tile::COUNT * Tile::WIDTH / 2],
+                                        const Work& work, uint32_t place, float factor) const {
+    constexpr int UNITS = WIDTH / 8;
+    const int first = number * KEYS + thread() / 32 * 16;  // the warp's first key
+#pragma unroll
+    for (int block = 0; block < Tile::COUNT * Tile::WIDTH / 8; block += 2) {
+      uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        words[i] = Format::pack(sum[4 * block + 2 * i] * factor, sum[4 * block + 2 * i + 1] * factor);
+      }
+      ptx::stmatrix_x4(Tile::place(place, first + lane_id() % 16, block + lane_id() / 16), words);
+    }
+    __syncwarp();
+#pragma unroll 4
+    for (int n = lane_id(); n < 16 * UNITS; n += 32) {
+      uint32_t words[4];
+      ptx::load_shared_v4(words, Tile::place(place, first + n / UNITS, n % UNITS));
+      store_unit(gradient, strides, work, first + n / UNITS, n % UNITS, words);
+    }
+  }
+
+  // Eight columns of a key's gradient, unless the key is past the end.
+  __device__ __forceinline__ void store_unit(void* gradient, const Strides& strides, const Work& work, int key, int unit,
+                                             const uint32_t (&words)[4]) const {
+    const int at = work.key_begin + key;
+    if (at >= work.at.seqlen_k) return;
+    OUT_ELEMENT* const out =
+        element_of<OUT_ELEMENT>(gradient, strides, work.at.sequence, work.at.k_start + at, work.at.kv_head) + 8 * unit;
+    if (reinterpret_cast<uint64_t>(out) % 16 == 0) return ptx::store_global_v4(out, words);
+#pragma unroll
+    for (int i = 0; i < 8; i++) out[i].bits = uint16_t(words[i / 2] >> i % 2 * 16);
+  }
+
+  // Keys that no row sees. Not through shared memory, which the producer fills for the next tile of keys.
+  template <int WIDTH>
+  __device__ __forceinline__ void store_zeros(void* gradient, const Strides& strides, const Work& work) const {
+    const uint32_t zeros[4] = {0, 0, 0, 0};
+#pragma unroll 1
+    for (int n = thread(); n < KEYS * (WIDTH / 8); n += WARPGROUP) {
+      store_unit(gradient, strides, work, number * KEYS + n / (WIDTH / 8), n % (WIDTH / 8), zeros);
+    }
+  }
+};

@@ -1,0 +1,83 @@
+// Sizes of backward_sm90, and where everything lies in its shared memory. Operands lie in the boxes of hopper/boxes.cuh.
+//
+//     K | V | Q, STAGES tiles | dO, STAGES tiles | dS, two tiles | dQ | lse, delta, STAGES of each | mbarriers | number
+//                                                   [query][key]   in the order of accumulators
+//
+// dK and dV leave through the places of K and V.
+#pragma once
+
+#include "hopper/boxes.cuh"
+#include "hopper/format.cuh"
+
+// Both head dims are compiled for the next of 64 and 128 that holds them; TMA fills the columns between with zeros.
+constexpr int DIM = HEAD_DIM <= 64 && HEAD_DIM_V <= 64 ? 64 : 128, DIM_V = DIM;
+constexpr int CONSUMERS = WARPS / 4 - 1;  // warpgroups that multiply; the other one loads, and sends dQ away
+constexpr int KEYS = 64;                  // of a consumer
+constexpr bool HIDES = CAUSAL || WINDOW || VARLEN;  // pairs of loaded rows and keys, but for keys past the end
+
+using KBoxes = Boxes<BLOCK_N, DIM>;
+using VBoxes = Boxes<BLOCK_N, DIM_V>;
+using QBoxes = Boxes<BLOCK_M, DIM>;
+using DoBoxes = Boxes<BLOCK_M, DIM_V>;
+using DsBoxes = Boxes<BLOCK_M, BLOCK_N>;
+
+// Of dQ a consumer multiplies 64 rows: its own and all columns, or all and its own columns.
+constexpr bool OWN_ROWS = BLOCK_M == 64 * CONSUMERS;
+constexpr int DQ_COLUMNS = OWN_ROWS ? DIM : DIM / CONSUMERS;
+constexpr uint32_t DQ_BYTES = 64 * DQ_COLUMNS * 4;  // of a consumer
+
+static_assert(sizeof(ELEMENT) == 2 && sizeof(KV_ELEMENT) == 2 && sizeof(OUT_ELEMENT) == 2, "products are of 16 bits");
+static_assert(WARPS == 12 && BLOCK_N == KEYS * CONSUMERS, "two consumers of 64 keys, beside a producer");
+static_assert(HEAD_DIM <= DIM && HEAD_DIM_V <= DIM_V, "registers hold dK and dV of so many columns");
+static_assert(OWN_ROWS || BLOCK_M == 64, "a product of dQ has 64 rows");
+static_assert(DQ_COLUMNS % KBoxes::WIDTH == 0, "a consumer's columns of K are whole boxes");
+static_assert(DsBoxes::WIDTH == KEYS, "a consumer's dS fills a box");
+static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM_V % 8 == 0, "TMA takes rows of a multiple of 16 bytes");
+static_assert(DQ_FLOATS == CONSUMERS * DQ_BYTES / 4, "the scratch of a slot is what a block adds");
+
+constexpr uint32_t K_AT = 0, V_AT = K_AT + KBoxes::BYTES, Q_AT = V_AT + VBoxes::BYTES;
+constexpr uint32_t DO_AT = Q_AT + STAGES * QBoxes::BYTES, DS_AT = DO_AT + STAGES * DoBoxes::BYTES;
+constexpr uint32_t DQ_AT = DS_AT + 2 * DsBoxes::BYTES, STATISTICS_AT = DQ_AT + CONSUMERS * DQ_BYTES;
+constexpr uint32_t ROW_BYTES = BLOCK_M * 4;  // of lse or delta
+constexpr uint32_t BARRIERS_AT = STATISTICS_AT + 2 * STAGES * ROW_BYTES;
+constexpr int BARRIERS = 2 + 4 * STAGES;
+constexpr uint32_t NUMBER_AT = BARRIERS_AT + 8 * BARRIERS;  // of the block
+constexpr uint32_t LAYOUT_BYTES = NUMBER_AT + 8;
+static_assert(V_AT % 1024 == 0 && Q_AT % 1024 == 0 && DO_AT % 1024 == 0 && DS_AT % 1024 == 0, "boxes start a swizzle");
+static_assert(QBoxes::BOX_BYTES % 1024 == 0 && DsBoxes::BOX_BYTES % 1024 == 0, "each box starts a swizzle");
+static_assert(SHARED_BYTES == LAYOUT_BYTES, "the launch must provide what is laid out here");
+static_assert(SHARED_BYTES <= 232448, "a block has at most 227 KiB of shared memory");
+
+// The block's shared memory. Barriers come in pairs: `full` says that something is there, `empty` that its place is
+// free.
+struct Shared {
+  uint32_t base;
+
+  __device__ __forceinline__ uint32_t k() const { return base + K_AT; }
+  __device__ __forceinline__ uint32_t v() const { return base + V_AT; }
+  __device__ __forceinline__ uint32_t q(int stage) const { return base + Q_AT + stage * QBoxes::BYTES; }
+  __device__ __forceinline__ uint32_t dout(int stage) const { return base + DO_AT + stage * DoBoxes::BYTES; }
+  __device__ __forceinline__ uint32_t ds(int half) const { return base + DS_AT + half * DsBoxes::BYTES; }
+  __device__ __forceinline__ uint32_t dq(int consumer) const { return base + DQ_AT + consumer * DQ_BYTES; }
+  __device__ __forceinline__ uint32_t lse(int stage) const { return base + STATISTICS_AT + stage * ROW_BYTES; }
+  __device__ __forceinline__ uint32_t delta(int stage) const { return lse(STAGES + stage); }
+
+  __device__ __forceinline__ uint32_t number() const { return base + NUMBER_AT; }
+
+  __device__ __forceinline__ uint32_t keys_full() const { return barrier(0); }
+  __device__ __forceinline__ uint32_t keys_empty() const { return barrier(1); }
+  __device__ __forceinline__ uint32_t q_full(int stage) const { return barrier(2 + stage); }
+  __device__ __forceinline__ uint32_t q_empty(int stage) const { return barrier(2 + STAGES + stage); }
+  __device__ __forceinline__ uint32_t dout_full(int stage) const { return barrier(2 + 2 * STAGES + stage); }
+  __device__ __forceinline__ uint32_t dout_empty(int stage) const { return barrier(2 + 3 * STAGES + stage); }
+
+ private:
+  __device__ __forceinline__ uint32_t barrier(int number) const { return base + BARRIERS_AT + 8 * number; }
+};
+
+// Named barriers (0 is __syncthreads): of all consumers, of a consumer and the warp that sends its dQ.
+constexpr int ALL_CONSUMERS = 1;
+DEVICE void sync_consumers() { ptx::barrier_sync(ALL_CONSUMERS, CONSUMERS * WARPGROUP); }
+DEVICE int dq_full(int consumer) { return 2 + consumer; }
+DEVICE int dq_empty(int consumer) { return 2 + CONSUMERS + consumer; }
+constexpr int SENDING = WARPGROUP + 32;  // threads of the latter two

@@ -1,0 +1,73 @@
+// NaN and infinities of operands, which products with the zeros of hidden pairs would spread: 0 * NaN is NaN.
+//
+// What a tile holds of them is put aside where the tile has hidden pairs. Keys: once, before the first product; their
+// scores become NaN instead. Q: the LSE of its row is NaN. dO: delta of its row is NaN, and the values are added to dV of
+// the keys that are seen by the row, one by one. V spreads to no other key.
+#pragma once
+
+#include "hopper_backward/scores.cuh"
+#include "mma/nonfinite.cuh"
+
+DEVICE bool is_nonfinite(float x) { return x - x != 0.0f; }
+
+// Puts zeros in the place of NaN and infinities among 16 bytes. True if there were any.
+DEVICE bool clear_unit(uint32_t address) {
+  uint32_t words[4], all = 0;
+  ptx::load_shared_v4(words, address);
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const uint32_t nonfinite = nonfinite_bits(ELEMENT(), words[i]);
+    words[i] &= ~nonfinite;
+    all |= nonfinite;
+  }
+  if (all != 0) ptx::store_shared_v4(address, words);
+  return all != 0;
+}
+
+// Of a tile of queries or dO, by all consumers together.
+DEVICE void clear_tile(uint32_t tile, uint32_t bytes) {
+#pragma unroll 2
+  for (uint32_t at = (threadIdx.x - WARPGROUP) * 16; at < bytes; at += CONSUMERS * WARPGROUP * 16) clear_unit(tile + at);
+}
+
+// Of the thread's two keys; the four lanes of a quad share their columns. `key`: the first one's row in the tile.
+DEVICE void set_keys_aside(Keys& keys, uint32_t tile, int key) {
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    bool found = false;
+#pragma unroll 1
+    for (int unit = lane_id() % 4; unit < DIM / 8; unit += 4) found |= clear_unit(KBoxes::place(tile, key + 8 * half, unit));
+    const uint32_t lanes = __ballot_sync(ALL_LANES, found) >> lane_id() / 4 * 4 & 15;
+    if (lanes != 0) keys.to_log2[half] = NAN;
+  }
+}
+
+// Whether a row's delta says that dO may hold one: the same in all lanes.
+DEVICE bool finds_nonfinite(uint32_t deltas) {
+  bool found = false;
+#pragma unroll 1
+  for (int row = lane_id(); row < BLOCK_M; row += 32) found |= is_nonfinite(ptx::load_shared_f32(deltas + row * 4));
+  return __any_sync(ALL_LANES, found);
+}
+
+// Gives the nonfinite values of dO, which its product left out, to the keys that are seen by their rows.
+DEVICE void add_nonfinite(float (&dv)[DIM_V / 2], const BackwardParams& params, const Work& work, const Keys& keys,
+                          const Step& step) {
+  const int first = step.tile * BLOCK_M;
+#pragma unroll 1
+  for (int row = first; row < at_most(work.at.seqlen_q, first + BLOCK_M); row++) {
+    const bool seen[2] = {work.mask.visible(row, keys.of(0)), work.mask.visible(row, keys.of(1))};
+    const auto values = element_of<const ELEMENT>(params.dout, params.dout_strides, work.at.sequence,
+                                                  work.at.q_start + row, step.head) + lane_id() % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < DIM_V / 4; i++) {
+      if (i / 2 * 8 >= HEAD_DIM_V) break;
+      const float value = to_real(values[i / 2 * 8 + i % 2]);
+      if (!is_nonfinite(value)) continue;
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        if (seen[half]) dv[i / 2 * 4 + 2 * half + i % 2] += value;
+      }
+    }
+  }
+}

@@ -1,0 +1,281 @@
+"""What ptxas makes of backward_sm90, which needs no GPU: spills, notes, and what a step of its main loop takes.
+
+scripts/gate backward_sm90         every variant below; writes docs/reports/backward_sm90_gate.md
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import re
+import sys
+import time
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from emulated.backward import backward_problem_of
+from emulated.forward import key_of, ml_dtype
+from support.gate import REPORTS, at_once, with_bug, write_page, wrong
+from support.hopper_sass import instructions_of, opcodes, step_of
+
+from gpu_actors.compiling.compiler import Compiler
+from gpu_actors.compiling.source import KernelResources, KernelSource
+from gpu_actors.kernels.hopper_backward.launch import BACKWARD_SM90
+from gpu_actors.kernels.tiles import TILES
+from gpu_actors.kernels.variants import kernel_source
+
+KERNEL = "backward_sm90"
+REPORT = REPORTS / "backward_sm90_gate.md"
+
+SHARED_LIMIT = 232_448
+PRODUCTS_A_CLOCK = 2048  # of a multiprocessor: 512 dense 16-bit multiply-adds on each of four tensor cores
+SHARED_BYTES_A_CLOCK = 128
+REGISTERS = 168  # what 65,536 leave for each of 384 threads at launch, in steps of 8
+CONSUMER_WARPS = 8
+INSTRUCTIONS = 520  # of a step without a mask, where only the scale stands between product and score
+ISSUE = 0.45  # of the issue slots while the tensor cores multiply: two warps share a scheduler
+MOVES = 4  # from vector to uniform registers
+SECONDS = 1.0  # that a cold compile may take
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "causal varlen": {"causal": True, "layout": "varlen"},
+    "window sinks": {"causal": True, "window_size": (9, 0), "sink_tokens": 4, "sinks": True, "layout": "varlen"},
+    "deterministic": {"causal": True, "deterministic": True},
+}
+SHAPES = (
+    ("bfloat16", 128, 128),
+    ("bfloat16", 64, 64),
+    ("float16", 128, 128),
+    ("float16", 64, 64),
+    ("bfloat16", 96, 96),
+)
+FEW = ("full", "causal")
+
+
+class Variant(NamedTuple):
+    dtype: str
+    dim: int
+    dim_v: int
+    option: str
+
+    def __str__(self) -> str:
+        dims = str(self.dim) if self.dim == self.dim_v else f"{self.dim}/{self.dim_v}"
+        return f"{self.dtype} {dims} {self.option}"
+
+
+VARIANTS = tuple(Variant(*shape, option) for n, shape in enumerate(SHAPES) for option in (OPTIONS if n < 2 else FEW))
+SAMPLE = (Variant("bfloat16", 128, 128, "full"), Variant("bfloat16", 64, 64, "causal"))
+
+
+class Finding(NamedTuple):
+    """What became of a variant.
+
+    step: instructions of a step of the main loop without what is passed by where nothing is hidden, by opcode. masks:
+    instructions that are passed by. counts: of the whole kernel.
+    """
+
+    variant: Variant
+    macros: dict[str, int]
+    resources: KernelResources
+    notes: tuple[str, ...]
+    step: collections.Counter[str]
+    masks: int
+    overlapped: bool
+    counts: dict[str, int]
+    seconds: float
+
+    @property
+    def dim(self) -> int:
+        return 64 if max(self.variant.dim, self.variant.dim_v) <= 64 else 128
+
+    @property
+    def products(self) -> int:
+        """HGMMA of a step: S and dP, dV and dK, dQ."""
+        return (2 * self.dim + 2 * self.macros["BLOCK_M"] + self.macros["BLOCK_N"]) // 16
+
+    @property
+    def instructions(self) -> int:
+        return self.step.total()
+
+    @property
+    def tensor_clocks(self) -> float:
+        return self.macros["BLOCK_M"] * self.macros["BLOCK_N"] * 5 * self.dim / PRODUCTS_A_CLOCK
+
+    @property
+    def issue(self) -> float:
+        """Of issue slots while the tensor cores multiply."""
+        return self.instructions * (CONSUMER_WARPS // 4) / self.tensor_clocks
+
+    @property
+    def shared_clocks(self) -> float:
+        """Bytes that a step moves into and out of shared memory, over what that can move in a clock.
+
+        A product reads A (64 rows, where it is in shared memory) and B (its columns) of 32 bytes a step of its sum, in
+        each consumer. Beside them: Q, dO and statistics arrive; dS is written; dQ is written and read; each warp loads
+        the statistics of all rows.
+        """
+        m, n, dim = self.macros["BLOCK_M"], self.macros["BLOCK_N"], self.dim
+        dq_columns = dim if m == 128 else dim // 2
+        operands = 2 * (dim // 16) * (64 + m) + 2 * (m // 16) * dim + (n // 16) * (64 + dq_columns)
+        moved = m * (2 * dim * 2 + 8) + m * n * 2 + 2 * m * dim * 4 + CONSUMER_WARPS * m * 8
+        return (2 * 32 * operands + moved) / SHARED_BYTES_A_CLOCK
+
+    @property
+    def shared(self) -> float:
+        return self.shared_clocks / self.tensor_clocks
+
+
+@functools.cache
+def source_of(variant: Variant) -> KernelSource:
+    q, v = (np.zeros((1, 64, 2, width), ml_dtype(variant.dtype)) for width in (variant.dim, variant.dim_v))
+    problem = dataclasses.replace(backward_problem_of(q, q, v), **OPTIONS[variant.option])
+    return kernel_source(key_of(problem, "sm_90a", KERNEL))
+
+
+@functools.cache
+def examine(variant: Variant) -> Finding:
+    source = source_of(variant)
+    start = time.thread_time()
+    cubin = Compiler().compile(source)
+    seconds = time.thread_time() - start
+    code = instructions_of(cubin.data)
+    counted = opcodes([text for _, text in code])
+    step, masks = step_of(code)
+    return Finding(
+        variant=variant,
+        macros={name: int(value) for name, value in source.macros.items() if value.isdigit()},
+        resources=cubin.resources[KERNEL],
+        notes=tuple(re.findall(r"C75\d\d", cubin.log)),
+        step=opcodes(step),
+        masks=masks,
+        overlapped=in_order(step),
+        counts={name: counted[name] for name in ("LDL", "STL")},
+        seconds=seconds,
+    )
+
+
+def in_order(step: list[str]) -> bool:
+    """Whether exponentials stand between the waits for S and for dP, and the differences from delta after that.
+
+    Beside the exponentials the tensor cores multiply dP, beside the differences dV.
+    """
+    waits = [n for n, text in enumerate(step) if "DEPBAR.LE gsb0" in text]
+    exponents = [n for n, text in enumerate(step) if "MUFU.EX2" in text]
+    weights = [n for n, text in enumerate(step) if "HGMMA" in text and ", R" in text and "tnspB" in text]
+    return len(waits) >= 3 and all(waits[0] < n < weights[0] < waits[1] for n in exponents)
+
+
+def faults(found: Finding) -> list[str]:
+    """What the gate holds against a variant."""
+    resources = found.resources
+    return wrong(
+        {
+            f"{resources.spill_bytes} bytes spilled": resources.spill_bytes != 0,
+            f"{resources.stack_bytes} bytes of stack": resources.stack_bytes != 0,
+            f"{found.counts} accesses to local memory": found.counts["LDL"] + found.counts["STL"] != 0,
+            f"notes {found.notes}": found.notes != (),
+            f"{resources.registers} registers": resources.registers > REGISTERS,
+            f"{found.macros['SHARED_BYTES']} bytes of shared memory": found.macros["SHARED_BYTES"] > SHARED_LIMIT,
+            f"{found.step['HGMMA']} instead of {found.products} HGMMA a step": found.step["HGMMA"] != found.products,
+            "exponentials do not run beside dP": not found.overlapped,
+            f"{found.step['R2UR']} moves to uniform registers": found.step["R2UR"] > MOVES,
+            f"{found.instructions} instructions a step": found.dim == 128 and found.instructions > INSTRUCTIONS,
+            f"{found.issue:.0%} of issue slots": found.dim == 128 and found.issue > ISSUE,
+        }
+    )
+
+
+@pytest.mark.parametrize("variant", SAMPLE, ids=str)
+def test_a_sample_of_the_variants_passes_the_gate(variant):
+    assert faults(examine(variant)) == []
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(600)
+def test_every_variant_passes_the_gate():
+    every = at_once(examine, VARIANTS)
+    assert {str(found.variant): faults(found) for found in every if faults(found)} == {}
+
+
+@pytest.mark.parametrize("name", BACKWARD_SM90.companions)
+def test_the_kernels_before_and_after_are_clean_as_well(name):
+    q = np.zeros((1, 64, 2, 128), np.float16)
+    key = key_of(backward_problem_of(q, q, q), "sm_90a", KERNEL)
+    resources = Compiler().compile(kernel_source(dataclasses.replace(key, kernel=name))).resources[name]
+    assert (resources.spill_bytes, resources.stack_bytes) == (0, 0)
+
+
+_MAIN = "hopper_backward/backward_sm90.cu"
+SEEDS = {
+    "exponentials": (_MAIN, "wgmma_wait<1>();\n  ptx::pin_registers(s);", "wgmma_wait<0>();\n  ptx::pin_registers(s);"),
+    "HGMMA": ("hopper_backward/consumer.cuh", "n < BLOCK_N / STEP; n++", "n < BLOCK_N / STEP - 1; n++"),
+    "instructions": (
+        "hopper_backward/scores.cuh",
+        "x = ptx::ex2(x * ",
+        "for (int i = 0; i < 9; i++) x = x * 1.5f;\n      x = ptx::ex2(x * ",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(name, marks=[] if name == "HGMMA" else pytest.mark.sweep) for name in SEEDS]
+)
+def test_the_gate_sees_what_it_is_for(fault, monkeypatch):
+    seeded = with_bug(source_of(SAMPLE[0]), *SEEDS[fault])
+    monkeypatch.setattr(sys.modules[__name__], "source_of", lambda variant: seeded)
+    seen = faults(examine.__wrapped__(SAMPLE[0]))
+    assert any(fault in text for text in seen), seen
+
+
+def test_every_row_of_the_tile_table_is_among_the_variants():
+    reached = set()
+    for variant in VARIANTS:
+        macros = source_of(variant).macros
+        reached.add(tuple(int(macros[name]) for name in ("BLOCK_M", "BLOCK_N", "STAGES", "WARPS")))
+    assert {tuple(row.tile) for row in TILES if row.kernel == KERNEL} <= reached
+
+
+def judge(variant: Variant) -> tuple[str, list[str]]:
+    found = examine(variant)
+    cells = (
+        f"{found.macros['BLOCK_M']} x {found.macros['BLOCK_N']}", found.macros["SHARED_BYTES"],
+        f"{found.instructions} + {found.masks}", found.products, f"{found.issue:.0%}", f"{found.shared:.0%}",
+        f"{found.seconds:.2f}",
+    )  # fmt: skip
+    return " | ".join(map(str, cells)), faults(found)
+
+
+def main() -> int:
+    return write_page(VARIANTS, judge, REPORT, _REPORT)
+
+
+_REPORT = """# Static gate of backward_sm90
+
+`scripts/gate backward_sm90` compiles every variant below with NVRTC, which needs no GPU, and reads the machine code.
+{summary}.
+
+A variant passes with
+
+- nothing spilled, no stack, no access to local memory, no C75xx note (wgmma serialised, setmaxnreg ignored);
+- as many products (HGMMA) in a step of the main loop as the tile has;
+- the exponentials of a step between the wait for S and the first product of dV, while the tensor cores multiply dP;
+- no more than four moves from vector to uniform registers;
+- at head dim 128, where only the scale stands between product and score, at most 520 instructions a step and warp,
+  which take at most 45% of the issue slots while the tensor cores multiply.
+
+Instructions are of a step without a mask, and what masks add. Slots are instructions times two, because two warps share
+a scheduler, over the clocks of the step's products. Shared memory is a count, no measurement: the bytes that products
+read, that arrive by TMA, and that dS, dQ and the statistics take, at 128 bytes a clock, over the same clocks. Seconds
+are of processor time for a cold compile, on the machine that wrote this. None of it is a time on a GPU.
+
+| variant | tile | bytes a block | instructions a step | products | slots | shared memory | seconds | verdict |
+|---|---|---|---|---|---|---|---|---|
+{rows}
+"""
+
+if __name__ == "__main__":
+    sys.exit(main())

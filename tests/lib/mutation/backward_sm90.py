@@ -1,0 +1,180 @@
+"""Seeds bugs into backward_sm90 and the kernels beside it, one at a time, and shows that the oracle catches each.
+
+scripts/mutants backward_sm90            every mutant; writes docs/reports/mutation_backward_sm90.md
+scripts/mutants backward_sm90 NAME...    only these, and writes nothing
+
+A mutant is caught as `mutation.backward` says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from emulated import backward as emulated_backward
+from emulated.forward import OPERANDS
+from mutation.backward import seeded, told
+from mutation.backward_sm90_mutants import MUTANTS
+from mutation.forward_mutants import Mutant
+from mutation.run import kernel_and_name, probes_of, run_mutants
+
+from gpu_actors.reference import attention_forward
+from gpu_actors.testing import check_gradients, random_backward
+from gpu_actors.testing.backward_problems import BackwardCase, poison_unseen_backward
+
+KERNEL = "backward_sm90"
+REPORT = Path(__file__).resolve().parents[3] / "docs" / "reports" / "mutation_backward_sm90.md"
+LAUNCHES = (
+    ("late", "greedy", 0),
+    ("eager", "lane", 1),
+    ("random", "random", 2),
+    ("late", "lane", 1),
+    ("eager", "greedy", 1),
+    ("late", "random", 3),
+)
+LIMIT_SECONDS = 20.0
+
+# Problems by name: more tiles of queries than stages, several of keys; rows and keys that end inside a tile.
+_SHAPE: dict[str, Any] = {
+    "dtype": "float16",
+    "head_dim": 64,
+    "varlen": False,
+    "kind": "gaussian",
+    "batch": 1,
+    "heads": (1, 1),
+    "features": (),
+}
+PROBES: dict[str, dict[str, Any]] = {
+    "plain": {"seqlens": (500, 300)},
+    "wide": {"dtype": "bfloat16", "head_dim": 128, "seqlens": (300, 200)},
+    "narrow": {"head_dim": 40, "seqlens": (200, 200)},
+    "gqa": {"seqlens": (200, 200), "heads": (4, 2), "batch": 2},
+    "causal": {"dtype": "bfloat16", "head_dim": 128, "seqlens": (300, 420), "always": ("causal",)},
+    "few": {"seqlens": (400, 121), "always": ("causal",)},
+    "varlen": {"seqlens": (300, 310), "varlen": True, "batch": 3, "heads": (2, 1), "always": ("causal",)},
+    "varlen full": {"seqlens": (300, 310), "varlen": True, "batch": 3, "heads": (2, 1)},
+    "long": {"seqlens": (500, 500), "varlen": True, "batch": 2},
+    "window": {"seqlens": (400, 600), "always": ("window", "sink_tokens"), "alignment": "top_left"},
+    "sinks": {"seqlens": (200, 100), "batch": 2, "heads": (2, 1), "always": ("sinks",)},
+    "nonfinite": {"seqlens": (300, 300), "always": ("causal",)},
+    "nonfinite q": {"seqlens": (300, 300), "always": ("causal",)},
+    "nonfinite key": {"seqlens": (300, 300), "always": ("causal",)},
+    "nonfinite value": {"seqlens": (300, 300), "always": ("causal",)},
+    "unseen": {"seqlens": (100, 400), "always": ("causal",), "alignment": "top_left"},
+    "negative": {"seqlens": (200, 300)},
+    "neighbours": {"seqlens": (300, 310), "varlen": True, "batch": 2},
+    "turns": {"seqlens": (200, 700)},
+}  # fmt: skip
+_OPTIONS: dict[str, dict[str, Any]] = {"window": {"window_size": (150, 30), "sink_tokens": 5}}
+
+
+def case_of(name: str) -> BackwardCase:
+    case = random_backward(len(name), **{**_SHAPE, **PROBES[name]})
+    if name == "negative":  # scores so low that the weight of a key past the end is infinite
+        case.forward.q[...] += 4
+        case.forward.k[...] -= 4
+        case = answered(case, case.options)
+    if name in _OPTIONS:
+        case = answered(case, {**case.options, **_OPTIONS[name]})
+    if name == "nonfinite":
+        case.dout[0, 240, :, 3] = np.nan
+    if name == "nonfinite q":
+        case.forward.q[0, 140, :, 3] = np.nan
+        case.lse[0, :, 140], case.out[0, 140] = np.nan, np.nan
+    if name == "nonfinite key":
+        case.forward.k[0, 140, :, 3] = np.nan
+        case.lse[0, :, 140:], case.out[0, 140:] = np.nan, np.nan
+    if name == "nonfinite value":
+        case.forward.v[0, 140, :, 3] = np.nan
+        case.out[0, 140:, :, 3] = np.nan
+    return case
+
+
+def answered(case: BackwardCase, options: dict[str, Any]) -> BackwardCase:
+    """The case with these options, and with what the forward answers to them."""
+    result = attention_forward(*case.forward.inputs, **options)
+    out, lse = result.out.astype(case.out.dtype), result.lse.astype(np.float32)
+    return dataclasses.replace(case, forward=dataclasses.replace(case.forward, options=options), out=out, lse=lse)
+
+
+def with_neighbours(case: BackwardCase) -> dict[str, Any]:
+    """The inputs by name, with NaN in the second sequence, which the first one's tiles reach into."""
+    names = ("dout", "q", "k", "v", "out", "lse")
+    arrays = {name: array.copy() for name, array in zip(names, case.inputs, strict=True)}
+    rows, keys = (case.options[f"cu_seqlens_{side}"][1] for side in "qk")
+    for name in names[:-1]:
+        arrays[name][keys if name in "kv" else rows :] = np.nan
+    arrays["lse"][:, rows:] = np.nan
+    return arrays
+
+
+def check_first(gradients: Any, clean: Any, case: BackwardCase) -> None:
+    """The first sequence has the same bits whatever the second one holds; of dQ, whose sums have no order, nearly."""
+    rows, keys = (case.options[f"cu_seqlens_{side}"][1] for side in "qk")
+    for name, end in (("dk", keys), ("dv", keys)):
+        np.testing.assert_array_equal(getattr(gradients, name)[:end], getattr(clean, name)[:end], err_msg=name)
+    found, wanted = (result.dq[:rows].astype(float) for result in (gradients, clean))
+    np.testing.assert_allclose(found, wanted, rtol=0.01, atol=0.01, err_msg="dq")
+
+
+def run_probe(name: str) -> None:
+    """Raise AssertionError or EmulationFault where a probe shows a difference."""
+    case = case_of(name)
+    poisoned = poison_unseen_backward(case)
+    deterministic, first = name.startswith("turns"), None
+    problem = emulated_backward.backward_problem_of(
+        *poisoned.forward.inputs, deterministic=deterministic, **poisoned.options
+    )
+    if name == "long":  # as if the caller had said too little
+        problem = dataclasses.replace(problem, seqlen_q=100, seqlen_k=100)
+    operands = dict(zip(("dout", "q", "k", "v", "out", "lse"), poisoned.inputs, strict=True))
+    operands |= {option: poisoned.options[option] for option in OPERANDS if option in poisoned.options}
+    for delivery, schedule, seed in LAUNCHES:
+        launch = {"delivery": delivery, "schedule": schedule, "seed": seed, "limit_seconds": LIMIT_SECONDS}
+        gradients = emulated_backward.run(problem, operands, kernel=KERNEL, **launch)
+        if name == "neighbours":
+            spoilt = {**operands, **with_neighbours(case)}
+            check_first(emulated_backward.run(problem, spoilt, kernel=KERNEL, **launch), gradients, case)
+        given = {"out": case.out, "lse": case.lse}
+        check_gradients(gradients, *case.arguments, repro=case.repro, **given, **case.options)
+        first = first or gradients
+        if deterministic:
+            np.testing.assert_array_equal(gradients.dq, first.dq, err_msg="dq does not repeat")
+
+
+def run_probes(mutant: Mutant | None, probes: Sequence[str], cache: Path) -> None:
+    """Run these probes of a mutant, or of the kernels as they are."""
+    with seeded(mutant, cache):
+        for probe in probes:
+            run_probe(probe)
+
+
+def main(names: list[str]) -> int:
+    return run_mutants(
+        MUTANTS,
+        names,
+        lambda chosen, cache: run_probes(None, probes_of(chosen), cache),
+        lambda mutant, cache: run_probes(mutant, mutant.probes, cache),
+        kernel_and_name,
+        REPORT,
+        _REPORT,
+        told,
+    )
+
+
+_REPORT = """# Mutation run of the Hopper backward kernels
+
+`scripts/mutants backward_sm90` seeds each of these bugs into backward_sm90, or into the kernels before and after it,
+and compares the emulated gradients with the oracle under several schedules and deliveries. {caught}.
+
+| kernel | bug | probes | caught by |
+|---|---|---|---|
+{rows}
+"""
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

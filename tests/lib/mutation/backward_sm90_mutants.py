@@ -1,0 +1,376 @@
+"""Bugs to seed into backward_sm90 and the kernels beside it; `mutation.backward_sm90` runs them."""
+
+from __future__ import annotations
+
+from mutation.forward_mutants import Mutant
+
+__all__ = ["DEFECTS", "MUTANTS"]
+
+_ELSEWHERE = {
+    "main": "hopper_backward/backward_sm90.cu",
+    "boxes": "hopper/boxes.cuh",
+    "mask": "common/mask.cuh",
+    "keys": "backward/keys.cuh",
+    "params": "backward/params.cuh",
+}
+
+
+def _bug(name: str, file: str, old: str, new: str, *probes: str) -> Mutant:
+    path = _ELSEWHERE.get(file, f"hopper_backward/{file}.cuh")
+    return Mutant(name, "backward_sm90", path, old, new, probes or ("plain",))
+
+
+def _prepare(name: str, old: str, new: str, *probes: str) -> Mutant:
+    return Mutant(name, "backward_prepare_sm90", "backward/prepare.cuh", old, new, probes or ("plain",))
+
+
+def _finish(name: str, old: str, new: str, *probes: str) -> Mutant:
+    path = "hopper_backward/backward_finish_sm90.cu"
+    return Mutant(name, "backward_finish_sm90", path, old, new, probes or ("plain",))
+
+
+# Of those that the barriers, waits and fences are there against; the default test run seeds three.
+DEFECTS = (
+    _bug(
+        "weights do not wait for S",
+        "main",
+        "  ptx::wgmma_wait<1>();\n  ptx::pin_registers(s);",
+        "  ptx::pin_registers(s);",
+    ),
+    _bug("dS is multiplied unfenced", "main", "number);\n  ptx::fence_proxy_async();\n  sync", "number);\n  sync"),
+    _bug(
+        "Q is released before dK is done",
+        "main",
+        (
+            "  ptx::wgmma_wait<0>();\n  ptx::pin_registers(dk);\n  ptx::pin_registers(ds);\n"
+            "  release(shared.q_empty(stage));\n"
+        ),
+        (
+            "  release(shared.q_empty(stage));\n"
+            "  ptx::wgmma_wait<0>();\n  ptx::pin_registers(dk);\n  ptx::pin_registers(ds);\n"
+        ),
+    ),
+    _bug(
+        "dP is not waited for",
+        "main",
+        "  ptx::wgmma_wait<1>();\n  ptx::pin_registers(dp);",
+        "  ptx::pin_registers(dp);",
+    ),
+    _bug(
+        "dQ leaves before it is multiplied",
+        "main",
+        "  ptx::wgmma_wait<1>();\n  ptx::pin_registers(dv);",
+        "  ptx::pin_registers(dv);",
+    ),
+    _bug(
+        "consumers do not wait for each other's dS",
+        "main",
+        "  sync_consumers();  // dS of both is there; and both are done with the last but one\n",
+        "",
+    ),
+    _bug("dS has one place", "consumer", "shared.ds(ds_half) + first_row", "shared.ds(0) + first_row"),
+    _bug("dS's places take no turns", "main", "  ds_half ^= 1;\n", ""),
+    _bug(
+        "Q is not waited for", "main", "  ptx::mbarrier_wait(shared.q_full(stage), parity);\n  if (HIDES", "  if (HIDES"
+    ),
+    _bug(
+        "dO is not waited for",
+        "main",
+        "  ptx::mbarrier_wait(shared.dout_full(stage), parity);\n  multiply",
+        "  multiply",
+    ),
+    _bug(
+        "keys are not waited for", "consumer", "    ptx::mbarrier_wait(shared.keys_full(), keys_parity);\n", "", "wide"
+    ),
+    _bug(
+        "weights are multiplied without a fence",
+        "main",
+        "  ptx::pin_registers(p);\n  ptx::wgmma_fence();\n  add_to_dv",
+        "  ptx::pin_registers(p);\n  add_to_dv",
+    ),
+    _bug(
+        "dS is multiplied without a fence of registers",
+        "main",
+        "  ptx::pin_registers(ds);\n  ptx::wgmma_fence();\n",
+        "  ptx::pin_registers(ds);\n",
+    ),
+    _bug(
+        "dQ is sent unfenced",
+        "consumer",
+        "    ptx::fence_proxy_async();\n    ptx::barrier_arrive",
+        "    ptx::barrier_arrive",
+    ),
+    _bug(
+        "dQ's place is written before it is free", "consumer", "    ptx::barrier_sync(dq_empty(number), SENDING);\n", ""
+    ),
+    _bug(
+        "dQ's place is free before it was read",
+        "producer",
+        "      ptx::bulk_commit();\n      ptx::bulk_wait_read<0>();\n",
+        "      ptx::bulk_commit();\n",
+    ),
+    _bug("a sender does not wait for dQ", "main", "    ptx::barrier_sync(dq_full(consumer), SENDING);\n", ""),
+    _bug(
+        "the producer does not wait for a free stage",
+        "producer",
+        "    ptx::mbarrier_wait(empty, step.ring.parity);\n",
+        "",
+    ),
+    _bug(
+        "lanes of the producer drift apart",
+        "producer",
+        "    ptx::mbarrier_wait(empty, step.ring.parity);\n    __syncwarp();\n",
+        "    ptx::mbarrier_wait(empty, step.ring.parity);\n",
+    ),
+    _bug("bytes of the statistics are not announced", "producer", "Tile::BYTES + ROW_BYTES)", "Tile::BYTES)"),
+    _bug("barriers start unfenced", "main", "  ptx::fence_mbarrier_init();\n", ""),
+    _bug("keys are overwritten by dK under a product", "main", "  sync_consumers();  // both are done with K\n", ""),
+    _bug(
+        "the next keys do not wait",
+        "producer",
+        "    ptx::mbarrier_wait(shared.keys_empty(), keys_parity);\n",
+        "",
+        "long",
+    ),
+    _bug(
+        "dK's place is given back unfenced",
+        "main",
+        "    ptx::fence_proxy_async();  // TMA may bring the next keys there\n",
+        "",
+        "long",
+    ),
+    _bug("keys are never given back", "main", "    release(shared.keys_empty());\n", "", "long"),
+    _bug(
+        "cleared keys are multiplied unfenced",
+        "consumer",
+        "      ptx::fence_proxy_async();\n      sync_consumers();\n",
+        "      sync_consumers();\n",
+        "neighbours",
+    ),
+    _bug(
+        "cleared keys are not waited for",
+        "consumer",
+        "      ptx::fence_proxy_async();\n      sync_consumers();\n",
+        "      ptx::fence_proxy_async();\n",
+        "neighbours",
+    ),
+    _bug(
+        "cleared rows are multiplied unfenced",
+        "main",
+        "    ptx::fence_proxy_async();\n    sync_consumers();\n  }\n",
+        "    sync_consumers();\n  }\n",
+        "nonfinite",
+    ),
+)
+
+NUMBERS = (
+    _bug("the scale stays natural", "consumer", "softmax_scale) * LOG2_E", "softmax_scale)"),
+    _bug("the lse is added", "scores", "keys.to_log2[e / 2] - ptx", "keys.to_log2[e / 2] + ptx"),
+    _bug("the lse is another query's", "scores", "ptx::as_float(lse[e % 2])", "ptx::as_float(lse[e / 2])"),
+    _bug("delta is another query's", "scores", "ptx::as_float(delta[e % 2])", "ptx::as_float(delta[e / 2])"),
+    _bug("delta is left out", "scores", "x - ptx::as_float(delta[e % 2])", "x"),
+    _bug("statistics are of the first block of queries", "scores", "lses + block * 32 +", "lses +"),
+    _bug("dS is not weighed", "scores", "x = p[4 * block + e] * (x", "x = (x"),
+    _bug("dS is stored untransposed", "scores", "ptx::stmatrix_x4_trans", "ptx::stmatrix_x4"),
+    _bug("dS of both consumers has one place", "scores", "consumer * (KEYS / 8) + ", ""),
+    _bug("dS of a warp's halves is exchanged", "scores", "lane_id() / 8 % 2;", "(1 - lane_id() / 8 % 2);"),
+    _bug(
+        "dS of query blocks is exchanged",
+        "scores",
+        "lane_id() / 16 * 8 + lane_id() % 8",
+        "(1 - lane_id() / 16) * 8 + lane_id() % 8",
+    ),
+    _bug(
+        "each consumer has the first keys",
+        "consumer",
+        "KBoxes::rows(shared.k() + number * KEYS * KBoxes::LINE)",
+        "KBoxes::rows(shared.k())",
+    ),
+    _bug(
+        "each consumer has the first values",
+        "consumer",
+        "VBoxes::rows(shared.v() + number * KEYS * VBoxes::LINE)",
+        "VBoxes::rows(shared.v())",
+    ),
+    _bug("dQ has the first rows twice", "consumer", "first_row = OWN_ROWS ? number * 64 : 0", "first_row = 0"),
+    _bug(
+        "dQ has the first columns twice",
+        "consumer",
+        "first_box = OWN_ROWS ? 0 : number * (DQ_COLUMNS / KBoxes::WIDTH)",
+        "first_box = 0",
+        "wide",
+    ),
+    _bug("dQ has half of the keys", "consumer", "n < BLOCK_N / STEP; n++", "n < BLOCK_N / STEP / 2; n++"),
+    _bug(
+        "dQ's columns are eight bytes apart",
+        "consumer",
+        "(i * WARPGROUP + thread()) * 16",
+        "(i * WARPGROUP + (thread() ^ 1)) * 16",
+    ),
+    _bug("dK is not scaled", "main", "shared.k(), float(params.forward.softmax_scale));", "shared.k(), 1.0f);"),
+    _bug("dV is scaled", "main", "shared.v(), 1.0f);", "shared.v(), float(params.forward.softmax_scale));"),
+    _bug(
+        "gradients of keys past the end are stored",
+        "consumer",
+        "    if (at >= work.at.seqlen_k) return;\n",
+        "",
+        "varlen",
+    ),
+    _bug(
+        "keys that no row sees have no gradient",
+        "main",
+        "    store_zeros<HEAD_DIM_V>(params.dv, params.dv_strides, work);\n",
+        "",
+        "unseen",
+    ),
+    _bug(
+        "half of the zeros are stored",
+        "consumer",
+        "n < KEYS * (WIDTH / 8); n += WARPGROUP",
+        "n < KEYS * (WIDTH / 8); n += 2 * WARPGROUP",
+        "unseen",
+    ),
+    _bug("the second head of a group is the first", "work", "      head++;\n", "", "gqa"),
+    _bug(
+        "a tile of a head is skipped",
+        "work",
+        "(work.rows.end + BLOCK_M - 1) / BLOCK_M : ",
+        "work.rows.end / BLOCK_M : ",
+    ),
+    _bug("heads of all groups are the first ones", "work", "at.kv_head * work.heads", "0", "gqa"),
+    _bug(
+        "the first tile is always the first of all",
+        "work",
+        "work.first_tile = work.rows.begin / BLOCK_M;",
+        "work.first_tile = work.rows.begin / BLOCK_M + 1;",
+        "causal",
+    ),
+    _bug("packed rows start at the batch's", "producer", "int(work.at.q_start) + step.tile", "step.tile", "varlen"),
+    _bug("packed keys start at the batch's", "producer", "int(work.at.k_start) + work", "work", "varlen"),
+    _bug(
+        "the lse is delta",
+        "producer",
+        "shared.q_empty(stage), shared.lse(stage), 0);",
+        "shared.q_empty(stage), shared.lse(stage), 1);",
+    ),
+    _bug("statistics are of the first head", "work", "step.tile) + step.head;", "step.tile);", "gqa"),
+)
+
+MASKS = (
+    _bug(
+        "a tile with hidden pairs is not masked",
+        "main",
+        "  if (hidden.masked) apply_mask(s",
+        "  if (false) apply_mask(s",
+        "causal",
+    ),
+    _bug(
+        "hidden pairs have a gradient of their own",
+        "main",
+        "  if (HIDES && hidden.masked) apply_mask(dp",
+        "  if (false) apply_mask(dp",
+        "nonfinite value",
+    ),
+    _bug(
+        "keys g + 8 are masked as keys g",
+        "scores",
+        "const int key = keys.of(half);",
+        "const int key = keys.of(0);",
+        "causal",
+    ),
+    _bug("the diagonal is hidden", "scores", "query < begin ||", "query <= begin ||", "causal"),
+    _bug(
+        "queries of a thread are masked as the first one's",
+        "scores",
+        "row_begin + lane_id() % 4 * 2;",
+        "row_begin;",
+        "causal",
+    ),
+    _bug("a window has no last row", "scores", "((WINDOW || VARLEN) && query >= end)", "false", "window"),
+    _bug(
+        "keys past the end are seen",
+        "scores",
+        "key < work.at.seqlen_k ? rows.begin - first_row : BLOCK_M",
+        "rows.begin - first_row",
+        "negative",
+    ),
+    _bug(
+        "only the consumer's tile decides what is cleared",
+        "scores",
+        "past_end || !work.mask.all_visible(row_begin, row_end, work.key_begin, key_end)",
+        "false",
+        "nonfinite",
+    ),
+    _bug(
+        "rows past a sequence's end stay",
+        "scores",
+        "VARLEN && row_begin + BLOCK_M > work.at.seqlen_q",
+        "false",
+        "neighbours",
+    ),
+    _bug(
+        "nonfinite gradients of outputs are lost",
+        "main",
+        "  if (HIDES && nonfinite) add_nonfinite(dv, all.params, work, keys, step);\n",
+        "",
+        "nonfinite",
+    ),
+    _bug("nonfinite gradients reach keys that are hidden", "nonfinite", "if (seen[half]) dv", "dv", "nonfinite"),
+    _bug(
+        "half of dO is cleared",
+        "main",
+        "shared.dout(stage), DoBoxes::BYTES",
+        "shared.dout(stage), DoBoxes::BYTES / 2",
+        "nonfinite",
+    ),
+    _bug("Q is not cleared", "main", "    clear_tile(shared.q(stage), QBoxes::BYTES);\n", "", "nonfinite q"),
+    _bug("keys stay as they came", "consumer", "      set_keys_aside(keys, shared.k(), key());\n", "", "nonfinite key"),
+)
+
+TURNS = (
+    _bug(
+        "dQ is added out of turn",
+        "producer",
+        "      while (ptx::load_acquire(turns(slot)) != mine) {\n      }\n",
+        "",
+        "turns",
+    ),
+    _bug(
+        "a turn ends before dQ is added",
+        "producer",
+        "      ptx::bulk_wait<0>();\n      ptx::fence_proxy_async_global();\n",
+        "",
+        "turns",
+    ),
+    _bug(
+        "a turn never ends",
+        "producer",
+        "ptx::store_release(turns(slot), mine + 1);",
+        "ptx::store_release(turns(slot), mine);",
+        "turns",
+    ),
+    _bug("consumers share a turn", "producer", "slot * CONSUMERS + consumer", "slot * CONSUMERS", "turns"),
+    _bug(
+        "blocks are numbered by their place",
+        "keys",
+        "if constexpr (!DETERMINISTIC) return int(blockIdx.x);",
+        "return int(blockIdx.x);",
+        "turns",
+    ),
+)
+
+OUTER = (
+    _prepare("the lse stays natural", "lse * LOG2_E;", "lse;"),
+    _prepare("rows past the end keep their lse", "lse == -INFINITY ? INFINITY : lse", "lse", "few"),
+    _prepare("delta is missing", "        delta = sum;\n", "        delta = 0.0f;\n"),
+    _prepare("the sink's gradient has the wrong sign", "dsink -= exp_of", "dsink += exp_of", "sinks"),
+    _finish("dQ is not scaled", "pair[0] * scale", "pair[0]"),
+    _finish("rows g + 8 are rows g", "const int row = first_row + 8 * half;", "const int row = first_row;"),
+    _finish("rows past the end are stored", "    if (row >= at.seqlen_q) continue;\n", "", "varlen"),
+    _finish("columns past the end are stored", "      if (column >= HEAD_DIM) break;\n", "", "narrow"),
+    _finish("the second pair is the first", "(4 * WARPGROUP) + 2 * half", "(4 * WARPGROUP)"),
+    _finish("consumers have the same columns", "(OWN_ROWS ? 0 : COLUMNS * consumer)", "0", "wide"),
+    _finish("consumers have the same rows", "(OWN_ROWS ? 64 * consumer : 0)", "0"),
+)
+
+MUTANTS = (*DEFECTS, *NUMBERS, *MASKS, *TURNS, *OUTER)
