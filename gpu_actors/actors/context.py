@@ -24,7 +24,7 @@ from gpu_actors.devices.interface import Device
 from gpu_actors.errors import ActorFailed, ActorStopped, ContextLost, GpuActorsError
 from gpu_actors.options import ContextOptions
 from gpu_actors.runtime.actor import ServiceActor
-from gpu_actors.runtime.cell import ActorCell, ChildFailed, ChildReady, ChildStopped
+from gpu_actors.runtime.cell import ActorCell, ChildReport
 from gpu_actors.runtime.children import Children
 from gpu_actors.runtime.pykka_base import ThreadActor
 from gpu_actors.runtime.supervision import Supervisor
@@ -121,16 +121,16 @@ class ContextActor(ThreadActor):
         supervisor = self._supervisor
         assert supervisor is not None
         match message:
-            case ChildReady(cell, urn):
+            case ChildReport(cell, urn, "ready"):
                 supervisor.ready(cell, urn)
                 self._check_opened()
-            case ChildFailed(cell, urn, error):
+            case ChildReport(cell, urn, "failed", BaseException() as error):
                 if self._opened.done():
                     supervisor.failed(cell, urn, error)
                     self._check_stopped()
                 else:
                     self._abandon(error)
-            case ChildStopped(cell, urn):
+            case ChildReport(cell, urn, "stopped"):
                 supervisor.stopped(cell, urn)
                 self._check_stopped()
             case _Run(function):

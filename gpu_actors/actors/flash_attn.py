@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from gpu_actors.actors.coalescing import Coalescer, Flush, Work
 from gpu_actors.arrays.adoption import adopt_request
+from gpu_actors.devices.interface import DeviceInfo
 from gpu_actors.errors import InvalidRequest, RequestError
 from gpu_actors.kernels.dispatch import answering_key, dispatch_key
 from gpu_actors.naming import by_argument
@@ -17,7 +18,7 @@ from gpu_actors.planning.forward import attention_output, forward_families, is_p
 from gpu_actors.planning.merging import merge_key
 from gpu_actors.planning.plan import PlanCacheStats
 from gpu_actors.planning.planner import AttentionPlanner
-from gpu_actors.problem import AttentionProblem, DispatchKey
+from gpu_actors.problem import DispatchKey
 from gpu_actors.requests import (
     Array,
     AttentionGradients,
@@ -227,19 +228,10 @@ class FlashAttnHandle(ActorHandle):
         Raises `InvalidRequest` and `Unsupported` itself, for there is no reply.
         """
         try:
-            return self._key_of(request)
+            with reading(request):
+                return _key_of(request, self._cell.environment.device.info)
         except RequestError as error:
             raise by_argument(error, request) from error.__cause__
-
-    def _key_of(self, request: FlashForward | FlashBackward | PagedForward | BatchedDecode) -> DispatchKey:
-        info = self._cell.environment.device.info
-        problem = problem_of(request, info.device_name)
-        if isinstance(request, FlashBackward):
-            return answering_key(problem, info.arch, info.runs_kernels)
-        if isinstance(request, FlashForward):
-            return dispatch_key(problem, info.arch, forward_families(adopt_request(request, info.device_name)[0]))
-        families = cache_families(adopt_cache_request(request, info.device_name)[0])
-        return answering_key(problem, info.arch, info.runs_kernels, families)
 
     def plan_cache_stats(self) -> PlanCacheStats:
         """hits, misses, evicted, entries of the cache of validated problems."""
@@ -293,7 +285,7 @@ class FlashAttnActor(ServiceActor):
         if isinstance(message, PagedForward | BatchedDecode):
             self._decode(call, message)
             return
-        raise not_attention(message)
+        raise _not_attention(message)
 
     def _decode(self, call: Call[Any], message: PagedForward | BatchedDecode) -> None:
         with reading(message):
@@ -306,19 +298,20 @@ class FlashAttnActor(ServiceActor):
             self._coalescer.add(work, merge_key(plan, request))
 
 
-def problem_of(request: object, device_name: str) -> AttentionProblem:
-    """Validate any attention message."""
-    with reading(request):
-        if isinstance(request, FlashBackward):
-            return backward_problem(adopt_request(request, device_name)[0])
-        if isinstance(request, FlashForward):
-            return forward_problem(adopt_request(request, device_name)[0])
-        if isinstance(request, PagedForward | BatchedDecode):
-            return cache_problem(adopt_cache_request(request, device_name)[0])
-        raise not_attention(request)
+def _key_of(request: object, info: DeviceInfo) -> DispatchKey:
+    if isinstance(request, FlashBackward):
+        problem = backward_problem(adopt_request(request, info.device_name)[0])
+        return answering_key(problem, info.arch, info.runs_kernels)
+    if isinstance(request, FlashForward):
+        adopted, _ = adopt_request(request, info.device_name)
+        return dispatch_key(forward_problem(adopted), info.arch, forward_families(adopted))
+    if isinstance(request, PagedForward | BatchedDecode):
+        cached, _ = adopt_cache_request(request, info.device_name)
+        return answering_key(cache_problem(cached), info.arch, info.runs_kernels, cache_families(cached))
+    raise _not_attention(request)
 
 
-def not_attention(message: object) -> InvalidRequest:
+def _not_attention(message: object) -> InvalidRequest:
     """What to answer a message with that is none of this actor's."""
     kinds = "FlashForward, FlashBackward, PagedForward or BatchedDecode"
     return InvalidRequest("message", type(message).__name__, f"must be {kinds}")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -221,7 +223,7 @@ class CacheStore:
         self.kernels: KernelStore | None = KernelStore(cell) if environment.compiles else None
         self.device_name: str = info.device_name
         accumulate = (environment.options.mock or MockOptions()).dtype
-        self.decoding: Decoding = Decoding(environment.device, info.device_name, accumulate)
+        self.decoding: Decoding = Decoding(environment.device, accumulate)
         self.order: KvOrder = KvOrder(cell)
         self._left: Callable[[], GpuActorsError] | None = None
 
@@ -299,13 +301,6 @@ def _checked(spec: object, arch: str, place: str, notes: CallerNotes | None) -> 
 def _dtype_name(dtype: Any) -> str:
     """The name of a dtype, which is given by name or as a dtype of NumPy, ml_dtypes or torch."""
     name = str(dtype).removeprefix("torch.")
-    try:
+    with contextlib.suppress(Exception):  # a foreign object may raise anything; its text is checked below
         name = np.dtype(dtype).name
-    except Exception:  # a foreign object may raise anything; its text is checked below
-        pass
-    return dtype_of("dtype", _Named(name))
-
-
-class _Named:
-    def __init__(self, dtype: str) -> None:
-        self.dtype = dtype
+    return dtype_of("dtype", SimpleNamespace(dtype=name))

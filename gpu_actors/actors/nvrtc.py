@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from gpu_actors.compiling.source import Cubin, KernelSource, check_arch
+from gpu_actors.compiling.source import Cubin, KernelSource
 from gpu_actors.devices.interface import Kernel
 from gpu_actors.errors import GpuActorsError, InvalidRequest
 from gpu_actors.kernels.keys import check_key
@@ -134,7 +134,8 @@ class NvrtcActor(ServiceActor):
 
     def _compile(self, call: Call[Any], message: Compile) -> None:
         workshop = self._workshop
-        arch = message.source.resolve_arch(self._arch(message))
+        named = message.arch is not None or message.source.arch is not None
+        arch = message.source.resolve_arch(message.arch if named else self.cell.environment.device.info.arch)
         cubin = workshop.cache.peek(message.source, arch)
         if cubin is not None:
             call.resolve(cubin, self.outbox)
@@ -165,12 +166,6 @@ class NvrtcActor(ServiceActor):
         """From here on the workshop answers the call, whatever becomes of this actor."""
         self.cell.mailbox.park(call)
         self.cell.mailbox.launch_began()
-
-    def _arch(self, message: Compile) -> str:
-        for arch in (message.arch, message.source.arch):
-            if arch is not None:
-                return check_arch(arch)
-        return self.cell.environment.device.info.arch
 
 
 def _keys(keys: object) -> Sequence[KernelKey]:

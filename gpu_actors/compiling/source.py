@@ -178,12 +178,13 @@ class KernelSource:
 
         Raises InvalidRequest where neither names one or both do and differ.
         """
-        if arch is not None and self.arch is not None and arch != self.arch:
-            raise InvalidRequest("arch", arch, f"kernel {self.name!r} is written for {self.arch} alone")
         resolved = arch if arch is not None else self.arch
         if resolved is None:
             raise InvalidRequest("arch", None, f"kernel {self.name!r} names no architecture: give one")
-        return check_arch(resolved)
+        check_arch(resolved)
+        if self.arch not in (None, resolved):
+            raise InvalidRequest("arch", arch, f"kernel {self.name!r} is written for {self.arch} alone")
+        return resolved
 
 
 def _check_text(field_name: str, text: object) -> str:

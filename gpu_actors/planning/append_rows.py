@@ -14,7 +14,7 @@ from gpu_actors.errors import InvalidRequest
 from gpu_actors.kernels.append.variant import AppendProblem, Rope
 from gpu_actors.kv.prefix import Tokens, token_ids
 from gpu_actors.kv.requests import AppendRows, AttendCache
-from gpu_actors.planning.merging import join, joining_kind, memory_of
+from gpu_actors.planning.merging import ends_of, join, joining_kind, memory_of
 from gpu_actors.validation.fields import describe, dtype_of, expect, optional_array, shape_of
 
 __all__ = ["NewRows", "counts_of", "merge_rows", "new_rows", "pack_rows"]
@@ -43,7 +43,7 @@ class NewRows:
     @property
     def ends(self) -> Any:
         """int32 (batch + 1,), as cu_seqlens."""
-        return np.concatenate([[0], np.cumsum(self.counts)]).astype(np.int32)
+        return ends_of(self.counts)
 
     @property
     def merge_key(self) -> Hashable | None:

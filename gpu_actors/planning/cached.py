@@ -183,8 +183,7 @@ def cache_problem(request: CacheRequest) -> AttentionProblem:
 class Decoding:
     """The plans of an actor's requests over caches; outlives its incarnations."""
 
-    def __init__(self, device: Device, place: str, accumulate: Accumulate) -> None:
-        self.place = place
+    def __init__(self, device: Device, accumulate: Accumulate) -> None:
         self.plans: PlanCache[Plan] = PlanCache(_PLANS)
         self._make = functools.partial(cached_plan, device=device, accumulate=accumulate)
 

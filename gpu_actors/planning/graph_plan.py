@@ -154,7 +154,10 @@ def graph_plan(
     try:
         match = match_attention(graph)
         _check_contiguous(graph, match)
-        key = _key_of(match, device.info.arch, runs_kernels, families)
+        if match.gradients is None:
+            key = dispatch_key(match.problem, device.info.arch, families)
+        else:
+            key = answering_key(match.problem, device.info.arch, runs_kernels)
         program = program_for(match.problem, key, device)
     except Unsupported:
         if runs_kernels:
@@ -163,12 +166,6 @@ def graph_plan(
     zeroed = frozenset() if program is None else program.zeroed
     results = _results(graph, match, zeroed, runs_kernels)
     return GraphPlan(graph.signature(), match, key, program, tuple(results), accumulate)
-
-
-def _key_of(match: AttentionMatch, arch: str, runs_kernels: bool, families: tuple[KernelFamily, ...]) -> DispatchKey:
-    if match.gradients is None:
-        return dispatch_key(match.problem, arch, families)
-    return answering_key(match.problem, arch, runs_kernels)
 
 
 def _check_contiguous(graph: OperationGraph, match: AttentionMatch) -> None:

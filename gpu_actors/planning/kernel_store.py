@@ -49,11 +49,15 @@ class KernelStore:
         if kernels is not None:
             self._kernels.move_to_end(keys)
             return kernels
-        products = self._products_of(keys)
-        if products is None:
-            return None
+        with self._lock:
+            if not all(key in self._products for key in keys):
+                return None
+            for key in keys:
+                self._products.move_to_end(key)
+            products = [self._products[key] for key in keys]
         try:
-            kernels = tuple(map(self._load, products))
+            load = self._cell.environment.device.load
+            kernels = tuple(load(one, one.entry_points[0]) if isinstance(one, Cubin) else one for one in products)
         except GpuActorsError as error:
             self._cell.progress.launch_ended(error)
             raise
@@ -84,19 +88,6 @@ class KernelStore:
             # The compile has its caller's priority, and no deadline: other calls may wait for it later.
             compiling = cell.environment.compiler.send(Prepare(key), None, None, call.priority)
             compiling.when_done(functools.partial(self._compiled, key))
-
-    def _products_of(self, keys: tuple[KernelKey, ...]) -> list[Cubin | Kernel] | None:
-        with self._lock:
-            if not all(key in self._products for key in keys):
-                return None
-            for key in keys:
-                self._products.move_to_end(key)
-            return [self._products[key] for key in keys]
-
-    def _load(self, product: Cubin | Kernel) -> Kernel:
-        if isinstance(product, Cubin):
-            return self._cell.environment.device.load(product, product.entry_points[0])
-        return product
 
     def _compiled(self, key: KernelKey, compiling: Call[Any]) -> None:
         error = compiling.error

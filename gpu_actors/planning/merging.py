@@ -21,6 +21,7 @@ from gpu_actors.problem import AttentionProblem
 from gpu_actors.requests import PagedForward
 
 __all__ = [
+    "ends_of",
     "join",
     "joining_kind",
     "memory_of",
@@ -111,7 +112,8 @@ def merge(requests: Sequence[CacheRequest]) -> CacheRequest:
         if first.block_table is not None:
             changes["block_table"] = merge_tables([request.block_table for request in paged])
         if first.cu_seqlens_q is not None:
-            changes["cu_seqlens_q"] = _ends([request.cu_seqlens_q for request in paged])
+            bounds: list[Any] = [request.cu_seqlens_q for request in paged]
+            changes["cu_seqlens_q"] = ends_of(np.concatenate([np.diff(ends) for ends in bounds]))
             # No more than it can be, as each was planned: or the longest of them all asks for another kernel's tiles.
             longest = [
                 None if request.max_seqlen_q is None else min(request.max_seqlen_q, max(1, len(request.q)))
@@ -137,10 +139,9 @@ def merge_tables(tables: Sequence[Any]) -> Any:
     return merged
 
 
-def _ends(bounds: Sequence[Any]) -> Any:
-    """cu_seqlens of packed batches one after the other."""
-    lengths = np.concatenate([np.diff(ends) for ends in bounds])
-    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+def ends_of(counts: Any) -> Any:
+    """cu_seqlens of sequences with so many rows, int32 (batch + 1,)."""
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
 
 
 def split_outputs(requests: Sequence[CacheRequest], outputs: Outputs) -> list[Outputs]:

@@ -30,14 +30,12 @@ class AttentionPlanner:
     def __init__(self, cell: ActorCell, plans: int) -> None:
         environment = cell.environment
         self.device: Device = environment.device
-        info = self.device.info
-        self.arch: str = info.arch
-        self.device_name: str = info.device_name
-        self.runs_kernels: bool = info.runs_kernels
+        self.device_name: str = self.device.info.device_name
+        self.runs_kernels: bool = self.device.info.runs_kernels
         self.accumulate = (environment.options.mock or MockOptions()).dtype
         self.plans: PlanCache[Plan] = PlanCache(plans)
         self.kernels: KernelStore | None = KernelStore(cell) if environment.compiles else None
-        self.decoding: Decoding = Decoding(self.device, self.device_name, self.accumulate)
+        self.decoding: Decoding = Decoding(self.device, self.accumulate)
 
     def recall(self, request: FlashForward) -> Planned[Plan] | None:
         """The plan of a request as the caller gave it, if that is plain and has one. For any thread; raises nothing.

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from gpu_actors.devices.interface import Stream
 from gpu_actors.errors import ActorFailed, ActorStopped
@@ -20,7 +20,7 @@ from gpu_actors.runtime.progress import Progress
 if TYPE_CHECKING:
     from gpu_actors.runtime.pykka_base import ActorRef
 
-__all__ = ["ActorCell", "ChildFailed", "ChildReady", "ChildStopped", "Terminated"]
+__all__ = ["ActorCell", "ChildReport", "Terminated"]
 
 logger: logging.Logger = logging.getLogger("gpu_actors")
 
@@ -34,22 +34,13 @@ class Terminated:
 
 
 @dataclass(frozen=True, slots=True)
-class ChildReady:
+class ChildReport:
+    """Sent to the ContextActor: an incarnation is ready, has failed with ``error``, or has stopped."""
+
     cell: ActorCell
     urn: str
-
-
-@dataclass(frozen=True, slots=True)
-class ChildFailed:
-    cell: ActorCell
-    urn: str
-    error: BaseException
-
-
-@dataclass(frozen=True, slots=True)
-class ChildStopped:
-    cell: ActorCell
-    urn: str
+    what: Literal["ready", "failed", "stopped"]
+    error: BaseException | None = None
 
 
 class Incarnation(Protocol):
@@ -73,7 +64,9 @@ class ActorCell:
         self.environment = environment
         self.mailbox: Mailbox = Mailbox(self.name, options.mailbox_capacity, options.max_in_flight)
         self.mailbox.on_traced = self._trace_answer
-        self.progress: Progress = Progress(options.degraded_after, self._completed, self._failing)
+        self.progress: Progress = Progress(
+            options.degraded_after, lambda: self.mailbox.answered.get(None, 0), self._failing
+        )
         self.completion: Completion = Completion(
             self.name, self.mailbox, environment.clock, environment.context_lost, self.progress
         )
@@ -99,12 +92,12 @@ class ActorCell:
     # Used by the ContextActor
 
     def start(self) -> None:
-        """Start an incarnation; `ChildReady` or `ChildFailed` follows."""
+        """Start an incarnation; a `ChildReport` follows."""
         made: Any = self.actor_type
         self.ref = made.start(self)
 
     def stop(self) -> None:
-        """Ask the incarnation to stop after the call that it is working on; `ChildStopped` follows."""
+        """Ask the incarnation to stop after the call that it is working on; a `ChildReport` follows."""
         if self.ref is not None and self.ref.is_alive():
             self.ref.stop(block=False)
 
@@ -155,7 +148,7 @@ class ActorCell:
     # Used by the actor
 
     def report_ready(self, actor: Incarnation) -> None:
-        self.environment.supervise(ChildReady(self, actor.actor_urn))
+        self.environment.supervise(ChildReport(self, actor.actor_urn, "ready"))
 
     def report_stopped(self, actor: Incarnation) -> None:
         """An incarnation has stopped. Calls that only it knew go back in the queue; what it had claimed cannot."""
@@ -164,17 +157,16 @@ class ActorCell:
                 call.fail(ActorStopped(f"{self.name} stopped while it held the request"))
             else:
                 self.mailbox.give_back((call,))
-        self.environment.supervise(ChildStopped(self, actor.actor_urn))
+        self.environment.supervise(ChildReport(self, actor.actor_urn, "stopped"))
 
     def report_failure(self, actor: Incarnation, error: BaseException) -> None:
         """An incarnation is dying of ``error``. Calls that only it knew are answered here and now."""
         for call in self._held():
-            call.fail(_died(self.name, error))
+            failure = ActorFailed(f"{self.name} failed while it held the request: {error!r}")
+            failure.__cause__ = error
+            call.fail(failure)
         self.progress.crashed(error)
-        self.environment.supervise(ChildFailed(self, actor.actor_urn, error))
-
-    def _completed(self) -> int:
-        return self.mailbox.answered.get(None, 0)
+        self.environment.supervise(ChildReport(self, actor.actor_urn, "failed", error))
 
     def _failing(self) -> None:
         if self.actor_type.vital:
@@ -190,9 +182,3 @@ class ActorCell:
             trace.emit("request.completed", actor=self.name, request=call.number)
         else:
             trace.emit("request.failed", actor=self.name, request=call.number, error=call.error)
-
-
-def _died(name: str, error: BaseException) -> ActorFailed:
-    failure = ActorFailed(f"{name} failed while it held the request: {error!r}")
-    failure.__cause__ = error
-    return failure

@@ -122,7 +122,11 @@ class Completion:
             except BaseException as error:
                 # The launches behind this one still have to be waited for, and its calls answered.
                 logger.exception("%s: settling a launch raised", self._name)
-                self._give_up(entry.calls, error, outbox)
+                failure = ActorFailed(f"{self._name} could not finish the request: {error!r}")
+                for call in entry.calls:
+                    if call.state is LAUNCHED:  # the others have their answers
+                        call.fail(failure, outbox)
+                del call
             # A thread that waits for the next launch must not keep this one's arrays alive.
             del entry
             self._entries.popleft()
@@ -177,10 +181,3 @@ class Completion:
         # Its traceback leads through frames of this module back to the calls; what it says is all in its message.
         error.__traceback__ = None
         return answer
-
-    def _give_up(self, calls: Sequence[Call[Any]], error: BaseException, outbox: Outbox) -> None:
-        """Answer those that have no answer yet."""
-        failure = ActorFailed(f"{self._name} could not finish the request: {error!r}")
-        for call in calls:
-            if call.state is LAUNCHED:
-                call.fail(failure, outbox)

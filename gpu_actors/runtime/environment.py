@@ -50,7 +50,7 @@ class Environment(ABC):
         self.draining = False
         self.hang_timeout: float = options.hang_limit(device.info.kind)
         self.compiler: Any = None
-        self.on_failing: Callable[[], object] = _ignore
+        self.on_failing: Callable[[], object] = lambda: None
         self._carry_context = carry_context
 
     @abstractmethod
@@ -75,13 +75,6 @@ class Environment(ABC):
         """Whether requests are still taken in."""
         return self.lost is None and self.failure is None and not self.draining
 
-    def times_out(self, message: Any) -> bool:
-        """Whether a message that came without a time limit gets the default one, where there is one.
-
-        Not one whose type has ``no_deadline`` set: other requests, with limits of their own, wait for its answer.
-        """
-        return not getattr(type(message), "no_deadline", False)
-
     def absolute_deadline(self, deadline: float | None, timeout: float | None) -> float:
         """The clock reading by which a call must be answered. Raises `InvalidRequest`."""
         if deadline is not None:
@@ -104,7 +97,3 @@ class Environment(ABC):
             message=type(call.message).__name__,
             context=context,
         )
-
-
-def _ignore() -> None:
-    return

@@ -106,8 +106,9 @@ class ActorHandle(Local):
         if type(priority) is not int:
             mailbox.refuse(call, InvalidRequest("priority", priority, "must be an int"))
             return call
-        limited = deadline is not None or timeout is not None
-        if limited or (environment.default_timeout is not None and environment.times_out(message)):
+        # A type with ``no_deadline`` gets no default: other requests, with limits of their own, wait for its answer.
+        default = environment.default_timeout is not None and not getattr(type(message), "no_deadline", False)
+        if deadline is not None or timeout is not None or default:
             try:
                 call.deadline = environment.absolute_deadline(deadline, timeout)
             except InvalidRequest as error:

@@ -92,9 +92,10 @@ class Mailbox:
         try:
             with self.lock:
                 self._submitted += 1
+                waiting = len(self._waiting) + self._parked + self._gathered
                 if self._closed is not None and (self._admitted is None or type(call.message) is not self._admitted):
                     refusal = self._closed()
-                elif (waiting := self._waits()) >= self.capacity and not _frees_memory(call):
+                elif waiting >= self.capacity and not getattr(type(call.message), "frees_memory", False):
                     refusal = Overloaded(f"{self.name} has {waiting} requests waiting, its mailbox is full")
                 elif call.state is not DONE:
                     self._unanswered.add(call)
@@ -328,9 +329,6 @@ class Mailbox:
             self._compact()
         return bool(self._idle_callbacks)
 
-    def _waits(self) -> int:
-        return len(self._waiting) + self._parked + self._gathered
-
     def _unpark(self, call: Call[Any]) -> None:
         if call.parked:
             call.parked = False
@@ -378,7 +376,3 @@ class Mailbox:
             return None
         ended = self._in_flight == 0 or self._written_off
         return next((entry for entry in list(self._idle_callbacks) if ended or not entry[1]), None)
-
-
-def _frees_memory(call: Call[Any]) -> bool:
-    return getattr(type(call.message), "frees_memory", False) is True

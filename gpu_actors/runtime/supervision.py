@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 from gpu_actors.clock import Clock
 from gpu_actors.options import RestartPolicy
@@ -18,15 +17,10 @@ from gpu_actors.tracing import Trace
 __all__ = ["Supervisor"]
 
 
-class After(Protocol):
-    """Runs a function on the supervisor's thread once so many seconds have passed."""
-
-    def __call__(self, seconds: float, function: Callable[[], None]) -> object: ...
-
-
 class Supervisor:
     """Restarts children by a policy, and escalates when they fail too often.
 
+    after: runs a function on the supervisor's thread once so many seconds have passed.
     escalate: called with the cell and its error when the policy grants no further restart.
     """
 
@@ -36,7 +30,7 @@ class Supervisor:
         policy: RestartPolicy,
         clock: Clock,
         trace: Trace,
-        after: After,
+        after: Callable[[float, Callable[[], None]], object],
         escalate: Callable[[ActorCell, BaseException], None],
     ) -> None:
         self._cells = list(cells)
