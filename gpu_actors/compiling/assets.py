@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from gpu_actors.compiling.headers import includes_of, leaves_closure
+from gpu_actors.compiling.headers import Header, follow_includes, leaves_closure
 from gpu_actors.compiling.source import KernelSource, MacroValue
 from gpu_actors.errors import GpuActorsError, InvalidRequest
 
@@ -51,22 +52,14 @@ def asset_headers(source: str) -> dict[str, str]:
     Names are relative to ``kernels_cu``, also inside headers in its folders: NVRTC knows headers by their
     spelling.
     """
-    root = asset_root()
-    found: dict[str, str] = {}
-    waiting = [source]
-    while waiting:
-        for name in includes_of(waiting.pop()).names:
-            if name not in found and not leaves_closure(name) and _is_file(root / name):
-                found[name] = asset_text(name)
-                waiting.append(found[name])
-    return found
 
+    def lookup(name: str, _place: str) -> Header | None:
+        with contextlib.suppress(OSError):  # as where a name is longer than any file's
+            if not leaves_closure(name) and (asset_root() / name).is_file():
+                return Header(asset_text(name), name)
+        return None
 
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # as where a name is longer than any file's
-        return False
+    return follow_includes(source, lookup)[0]
 
 
 def asset_source(

@@ -14,11 +14,11 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from gpu_actors.compiling.cubin_entry import CorruptEntry, VariantKey, decode_entry, encode_entry, variant_key
 from gpu_actors.compiling.cubin_folder import CacheFolder
-from gpu_actors.compiling.cubin_stats import CacheStats
 from gpu_actors.compiling.single_flight import SingleFlight
 from gpu_actors.compiling.source import Cubin, KernelSource
 from gpu_actors.compiling.toolchain import FindToolchain, find_toolchain
@@ -32,6 +32,24 @@ OnEvent = Callable[[str, dict[str, object]], None]
 
 _log = logging.getLogger("gpu_actors")
 _MAX_KEYS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """Counts since the cache was made, and what its folder holds now (memory, where it has no folder).
+
+    hits: lookups answered from memory or a folder. misses: lookups that were not; of many callers who wait
+    for one compile, each. compiles: compiles begun. corrupt: entries refused. evicted: entries removed to
+    keep to the size bound. entries, bytes: in the folder.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    compiles: int = 0
+    corrupt: int = 0
+    evicted: int = 0
+    entries: int = 0
+    bytes: int = 0
 
 
 def default_cache_dir() -> Path:
@@ -148,7 +166,7 @@ class CubinCache:
             return self._find_or_make(key, source, arch, compile)
 
         try:
-            (cubin, at_once), _ = self._flights.run(key, find_or_make)
+            cubin, at_once = self._flights.run(key, find_or_make)
         except Exception:
             if not counted:
                 self._miss(key, source)
@@ -278,8 +296,7 @@ class CubinCache:
             if cubin is None:
                 return None
             self._memory.move_to_end(key)
-            self._counts["hits"] += 1
-        self._tell_hit(key, source, "memory")
+        self._hit(key, source, "memory")
         return cubin
 
     def _remember(self, key: VariantKey, cubin: Cubin) -> None:
@@ -360,9 +377,6 @@ class CubinCache:
 
     def _hit(self, key: VariantKey, source: KernelSource, layer: str) -> None:
         self._count("hits")
-        self._tell_hit(key, source, layer)
-
-    def _tell_hit(self, key: VariantKey, source: KernelSource, layer: str) -> None:
         if self._on_event is not None or _log.isEnabledFor(logging.DEBUG):
             self._emit(logging.DEBUG, "cache.hit", key, source, layer=layer)
 

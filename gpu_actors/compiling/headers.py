@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from gpu_actors.errors import CompileError
 
-__all__ = ["Includes", "include_closure", "includes_of", "leaves_closure", "toolkit_closure"]
+__all__ = ["Header", "follow_includes", "include_closure", "includes_of", "leaves_closure", "toolkit_closure"]
 
 # A directive may follow a comment, spell # as %:, and hold comments between its words.
 _GAP = r"(?:[ \t]|/\*.*?\*/)*"
@@ -79,7 +79,7 @@ def include_closure(
         text = None if leaves_closure(name) else find(name)
         return None if text is None else Header(text, name)
 
-    used, missing = _close([("", source)], lookup)
+    used, missing = follow_includes(source, lookup)
     for text in (source, *used.values()):
         _refuse_escapes(text)
     return used, missing
@@ -106,7 +106,7 @@ def _toolkit_closure(names: tuple[str, ...], include_dirs: tuple[Path, ...]) -> 
         return None
 
     start = "".join(f"#include <{name}>\n" for name in names)
-    return _close([("", start)], lookup)[0]
+    return follow_includes(start, lookup)[0]
 
 
 @functools.cache
@@ -117,8 +117,9 @@ def _read_header(path: Path) -> str | None:
         return None
 
 
-def _close(waiting: list[tuple[str, str]], lookup: Lookup) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Follows includes from (place, text) pairs: texts by spelled name, and the names that lookup lacks."""
+def follow_includes(source: str, lookup: Lookup) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The headers that a text reaches: texts by spelled name, and the names that ``lookup`` lacks."""
+    waiting = [("", source)]
     used: dict[str, str] = {}
     missing: dict[str, None] = {}
     while waiting:

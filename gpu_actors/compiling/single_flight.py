@@ -20,8 +20,8 @@ class SingleFlight(Generic[Key, Value]):
         self._lock = threading.Lock()
         self._flights: dict[Key, Future[Value]] = {}
 
-    def run(self, key: Key, make: Callable[[], Value]) -> tuple[Value, bool]:
-        """(make(), True) in the thread that leads; (the leader's value, False) in those that joined it.
+    def run(self, key: Key, make: Callable[[], Value]) -> Value:
+        """make() in the thread that leads; the leader's value in those that joined it.
 
         What ``make`` raises is raised to all. Where the leading thread is interrupted (KeyboardInterrupt,
         SystemExit), which says nothing about the key, a thread that waits leads instead.
@@ -33,28 +33,28 @@ class SingleFlight(Generic[Key, Value]):
                 if flight is None:
                     flight = self._flights[key] = Future()
             if leads:
-                return self._lead(key, flight, make), True
+                return self._lead(key, flight, make)
             try:
-                return flight.result(), False
+                return flight.result()
             except CancelledError:
                 if not flight.cancelled():  # the leader's own error rather than its interruption
                     raise
 
     def _lead(self, key: Key, flight: Future[Value], make: Callable[[], Value]) -> Value:
+        # Whoever asks after it has landed computes again.
+        def land() -> None:
+            with self._lock:
+                del self._flights[key]
+
         try:
             value = make()
-        except Exception as error:
-            self._land(key)
-            flight.set_exception(error)
+        except BaseException as error:
+            land()
+            if isinstance(error, Exception):
+                flight.set_exception(error)
+            else:
+                flight.cancel()
             raise
-        except BaseException:
-            self._land(key)
-            flight.cancel()
-            raise
-        self._land(key)
+        land()
         flight.set_result(value)
         return value
-
-    def _land(self, key: Key) -> None:
-        with self._lock:
-            del self._flights[key]

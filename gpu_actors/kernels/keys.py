@@ -10,8 +10,7 @@ from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.kernels.append.copy_pages import PageCopyKey
 from gpu_actors.kernels.append.standard import check_kv_key
 from gpu_actors.kernels.append.variant import AppendKey
-from gpu_actors.kernels.dispatch import FAMILIES
-from gpu_actors.kernels.family import KernelFamily
+from gpu_actors.kernels.dispatch import family_of
 from gpu_actors.kernels.support import check_support
 from gpu_actors.kernels.variants import KernelKey
 from gpu_actors.key_mask import Alignment, MaskKind
@@ -22,7 +21,7 @@ from gpu_actors.validation.fields import flag, integer, one_of
 __all__ = ["check_key"]
 
 _CHOICES = {"direction": Direction, "layout": Layout, "mask": MaskKind, "alignment": Alignment}
-_NAMES = ("dtype", "kv_dtype", "out_dtype", "compute")
+_NAMES = ("kernel", "dtype", "kv_dtype", "out_dtype", "compute")
 _COUNTS = {"head_dim": 1, "head_dim_v": 1, "gqa_ratio": 1, "page_size": 0, "num_splits": 1, "row_tile": 0}
 _SEQLEN = 128
 _DEFAULTS: dict[str, Any] = {
@@ -43,7 +42,7 @@ def check_key(key: object) -> KernelKey:
     if not isinstance(key, DispatchKey):
         raise InvalidRequest("key", key, "must be a DispatchKey, as inspect_key gives")
     _check_domains(key)
-    family = _family(key)
+    family = family_of(key)
     problem = _problem(key)
     check_support(problem, key.arch)
     refusal = family.refusal(problem, key.arch)
@@ -64,29 +63,15 @@ def _check_domains(key: DispatchKey) -> None:
     for field, choices in _CHOICES.items():
         names = get_args(choices)
         one_of(field, getattr(key, field), names, f"must be one of {', '.join(names)}")
-    for field in _NAMES:
-        _text(field, getattr(key, field))
-    if key.bias is not None:
-        _text("bias", key.bias)
+    for field in _NAMES if key.bias is None else (*_NAMES, "bias"):
+        if not isinstance(getattr(key, field), str):
+            raise InvalidRequest(field, getattr(key, field), "must be a name, such as a dtype's")
     for field, low in _COUNTS.items():
         integer(field, getattr(key, field), low)
     for field in FLAGS:
         flag(field, getattr(key, field))
     if key.score_mod is not None and not isinstance(key.score_mod, ScoreMod):
         raise InvalidRequest("score_mod", key.score_mod, "must be a ScoreMod, as a graph's plan has it, or None")
-
-
-def _text(field: str, value: object) -> None:
-    if not isinstance(value, str):
-        raise InvalidRequest(field, value, "must be a name, such as a dtype's")
-
-
-def _family(key: DispatchKey) -> KernelFamily:
-    for family in FAMILIES:
-        if isinstance(key.kernel, str) and key.kernel in (family.name, *family.companions):
-            return family
-    names = ", ".join(", ".join((family.name, *family.companions)) for family in FAMILIES)
-    raise InvalidRequest("kernel", key.kernel, f"compiled kernels are {names}")
 
 
 def _problem(key: DispatchKey) -> AttentionProblem:

@@ -336,8 +336,20 @@ class FlashAttentionConfig:
             raise Unsupported("dtype", dtype, f"tiles are known for {', '.join(ELEMENTS)}", nearest="float32")
         limit = shared_mem_limit(sm)
         for dim in range(head_dim, 0, -1):
+            block_m, block_n = (128, 128) if dim <= 64 else (128, 64) if dim <= 128 else (64, 64)
             for stages in range(3 if sm >= 90 else 2, 0, -1):
-                config = cls._preferred(dim, seq_q, seq_kv, causal, sm, stages, dtype)
+                config = cls(
+                    head_dim=dim,
+                    seq_q=seq_q,
+                    seq_kv=seq_kv,
+                    causal=causal,
+                    sm=sm,
+                    block_m=block_m,
+                    block_n=block_n,
+                    num_warps=8 if sm >= 90 and block_m >= 128 else 4,
+                    num_stages=stages,
+                    dtype=dtype,
+                )
                 if config.shared_mem_bytes > limit:
                     continue
                 if dim == head_dim:
@@ -348,24 +360,6 @@ class FlashAttentionConfig:
                 )
                 raise Unsupported("head_dim", head_dim, reason, nearest=dim)
         raise Unsupported("head_dim", head_dim, "a head has at least one element", nearest=1)
-
-    @classmethod
-    def _preferred(
-        cls, head_dim: int, seq_q: int, seq_kv: int, causal: bool, sm: int, stages: int, dtype: str
-    ) -> FlashAttentionConfig:
-        block_m, block_n = (128, 128) if head_dim <= 64 else (128, 64) if head_dim <= 128 else (64, 64)
-        return cls(
-            head_dim=head_dim,
-            seq_q=seq_q,
-            seq_kv=seq_kv,
-            causal=causal,
-            sm=sm,
-            block_m=block_m,
-            block_n=block_n,
-            num_warps=8 if sm >= 90 and block_m >= 128 else 4,
-            num_stages=stages,
-            dtype=dtype,
-        )
 
     @property
     def shared_mem_bytes(self) -> int:

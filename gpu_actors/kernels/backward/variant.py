@@ -42,11 +42,8 @@ _FINISH = (*_COMMON, "HEAD_DIM", "WARPS", "BIAS_ELEMENT")
 
 def backward_keys(key: DispatchKey) -> tuple[DispatchKey, DispatchKey, DispatchKey]:
     """The keys of the kernels that are launched for the key of any of them, in order."""
-    return (
-        dataclasses.replace(key, kernel=PREPARE),
-        dataclasses.replace(key, kernel=MAIN),
-        dataclasses.replace(key, kernel=FINISH),
-    )
+    prepare, main, finish = (dataclasses.replace(key, kernel=kernel) for kernel in (PREPARE, MAIN, FINISH))
+    return prepare, main, finish
 
 
 def backward_macros(key: DispatchKey) -> Macros:
@@ -54,7 +51,10 @@ def backward_macros(key: DispatchKey) -> Macros:
     main = backward_keys(key)[1]
     tile = tile_of(main)
     macros = {name: value for name, value in forward_macros(main).items() if name != "LSE"}
-    own = {"DQ_FLOATS": _dq_floats(key, tile), "REDUCE_WIDTH": _reduce_width(key.arch)}
+    own = {
+        "DQ_FLOATS": _dq_floats(key, tile),
+        "REDUCE_WIDTH": 4 if capability(key.arch) >= _FIRST_VECTOR_REDUCTION else 1,
+    }
     if key.kernel == PREPARE:
         return outer_macros(key, macros, prepare=True)
     if key.kernel == FINISH:
@@ -110,28 +110,14 @@ def backward_scratch(key: DispatchKey, problem: AttentionProblem) -> dict[str, S
         scratch["dq_turns"] = ScratchSpec((slots,), "int32", zero=True)
         scratch["tickets"] = ScratchSpec((1,), "int32", zero=True)
     if problem.bias is not None:
-        shape = _bias_shape(problem)
-        if problem.bias[0] != "float32":
-            scratch["dbias_sums"] = ScratchSpec(shape, "float32", zero=True)
+        dtype, one_batch, one_head = problem.bias
+        heads = (1 if one_batch else problem.batch, 1 if one_head else problem.heads_q)
+        if dtype != "float32":
+            scratch["dbias_sums"] = ScratchSpec((*heads, problem.seqlen_q, problem.seqlen_k), "float32", zero=True)
         if key.deterministic:
             key_tiles = num_kv_tiles(problem.seqlen_k, tile.block_n)
-            scratch["dbias_turns"] = ScratchSpec((*shape[:2], row_tiles, key_tiles), "int32", zero=True)
+            scratch["dbias_turns"] = ScratchSpec((*heads, row_tiles, key_tiles), "int32", zero=True)
     return scratch
-
-
-def _bias_shape(problem: AttentionProblem) -> tuple[int, int, int, int]:
-    assert problem.bias is not None
-    _, one_batch, one_head = problem.bias
-    return (
-        1 if one_batch else problem.batch,
-        1 if one_head else problem.heads_q,
-        problem.seqlen_q,
-        problem.seqlen_k,
-    )
-
-
-def _reduce_width(arch: str) -> int:
-    return 4 if capability(arch) >= _FIRST_VECTOR_REDUCTION else 1
 
 
 def _dq_floats(key: DispatchKey, tile: Tile) -> int:

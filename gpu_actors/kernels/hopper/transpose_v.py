@@ -23,7 +23,6 @@ __all__ = [
     "transpose_v_macros",
     "transpose_v_refusal",
     "transpose_v_scratch",
-    "transpose_v_threads",
 ]
 
 TRANSPOSE = "transpose_v"
@@ -74,7 +73,7 @@ def transpose_v_macros(key: DispatchKey, tile: Tile) -> dict[str, str | int]:
         "HEAD_DIM_V": key.head_dim_v,
         "BLOCK_N": tile.block_n,
         "VARLEN": int(key.varlen),
-        "SHARED_BYTES": _shared_bytes(tile),
+        "SHARED_BYTES": _COLUMNS * tile.block_n,
     }
 
 
@@ -82,22 +81,13 @@ def transpose_v_geometry(problem: AttentionProblem, tile: Tile) -> LaunchGeometr
     """A block for each tile of keys and 64 columns of a head, with a thread for each key."""
     blocks = positions_of(problem, tile.block_n) // tile.block_n * _columns_of(problem)
     blocks *= problem.heads_kv * _batch(problem)
-    return LaunchGeometry((blocks, 1, 1), (transpose_v_threads(tile), 1, 1), _shared_bytes(tile))
-
-
-def transpose_v_threads(tile: Tile) -> int:
-    """The threads of a block: one for each key of the tile."""
-    return tile.block_n
+    return LaunchGeometry((blocks, 1, 1), (tile.block_n, 1, 1), _COLUMNS * tile.block_n)
 
 
 def transpose_v_scratch(problem: AttentionProblem, tile: Tile) -> dict[str, ScratchSpec]:
     """The memory of `TRANSPOSED`."""
     shape = (_batch(problem), problem.heads_kv, problem.head_dim_v, positions_of(problem, tile.block_n))
     return {TRANSPOSED: ScratchSpec(shape, problem.dtype)}
-
-
-def _shared_bytes(tile: Tile) -> int:
-    return _COLUMNS * tile.block_n
 
 
 def _columns_of(problem: AttentionProblem) -> int:
