@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -15,8 +15,42 @@ from gpu_actors.arrays.dlpack import contiguous_strides
 __all__ = ["AnyArray", "DeviceArray", "Joined", "element_strides"]
 
 
+class _Shaped(Protocol):
+    """Has a shape and a dtype."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+
+
+class _Extents:
+    """What follows from a shape and a dtype, by the names of ndarray."""
+
+    __slots__ = ()
+
+    @property
+    def ndim(self: _Shaped) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self: _Shaped) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def itemsize(self: _Shaped) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self: _Shaped) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __len__(self: _Shaped) -> int:
+        return self.shape[0]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class DeviceArray:
+class DeviceArray(_Extents):
     """Where an array lies, in the vocabulary of ndarray, and what keeps it there.
 
     strides: in bytes. device: index of the CUDA device.
@@ -39,30 +73,11 @@ class DeviceArray:
     make: Callable[[tuple[int, ...], str], DeviceArray] | None = None
 
     @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def itemsize(self) -> int:
-        return self.dtype.itemsize
-
-    @property
-    def nbytes(self) -> int:
-        return self.size * self.itemsize
-
-    @property
     def contiguous(self) -> bool:
         """True where the elements lie in row-major order without gaps."""
         dense = contiguous_strides(self.shape, self.itemsize)
         steps = zip(self.shape, self.strides, dense, strict=True)
         return self.size == 0 or all(extent == 1 or a == b for extent, a, b in steps)
-
-    def __len__(self) -> int:
-        return self.shape[0]
 
     def transpose(self, *axes: int) -> DeviceArray:
         """The same memory with its axes in another order, reversed where none is given."""
@@ -109,7 +124,7 @@ class DeviceArray:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Joined:
+class Joined(_Extents):
     """Contiguous device arrays one behind the other along their first axis, as a launch copies them next to each other.
 
     They differ in their first extent alone.
@@ -128,25 +143,6 @@ class Joined:
     @property
     def strides(self) -> tuple[int, ...]:
         return contiguous_strides(self.shape, self.itemsize)
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def itemsize(self) -> int:
-        return self.dtype.itemsize
-
-    @property
-    def nbytes(self) -> int:
-        return self.size * self.itemsize
-
-    def __len__(self) -> int:
-        return self.shape[0]
 
     def __getitem__(self, index: tuple[Any, ...]) -> Joined:
         """A view of every part. index: begins with a whole first axis."""

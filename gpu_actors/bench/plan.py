@@ -16,6 +16,7 @@ import numpy.typing as npt
 from gpu_actors.kernels.decode.schedule import Schedule, split_decode
 from gpu_actors.kernels.decode.variant import ranges_of
 from gpu_actors.kernels.dispatch import dispatch_key
+from gpu_actors.kernels.support import example_problem
 from gpu_actors.problem import AttentionProblem
 
 __all__ = ["batches", "problem_of", "run"]
@@ -27,7 +28,9 @@ _REPEATS = 200
 def problem_of(lengths: npt.NDArray[np.int32], num_splits: int = 0) -> AttentionProblem:
     """One new row a sequence over pages of 64, 64 query heads on 8 of dim 128 in bfloat16."""
     batch, columns = lengths.size, -(-int(lengths.max()) // 64)
-    return AttentionProblem(
+    return example_problem(
+        "bfloat16",
+        128,
         layout="paged",
         batch=batch,
         seqlen_q=1,
@@ -36,13 +39,6 @@ def problem_of(lengths: npt.NDArray[np.int32], num_splits: int = 0) -> Attention
         total_k=int(lengths.sum()),
         heads_q=64,
         heads_kv=8,
-        head_dim=128,
-        head_dim_v=128,
-        dtype="bfloat16",
-        kv_dtype="bfloat16",
-        out_dtype="bfloat16",
-        compute="bf16",
-        softmax_scale=128**-0.5,
         causal=True,
         page_size=64,
         num_splits=num_splits,

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from gpu_actors.arrays.device_array import DeviceArray
-from gpu_actors.compiling.source import Cubin, KernelSource
 from gpu_actors.context import open_context
-from gpu_actors.devices.interface import Device, DeviceInfo, Event, Kernel, Launch, Stream, TensorMap
+from gpu_actors.devices.forwarding import ForwardingDevice
+from gpu_actors.devices.interface import Device, Event, Launch, Stream
 
 __all__ = ["RecordingContext", "RecordingDevice", "for_timing"]
 
@@ -31,13 +31,11 @@ class RecordingContext(open_context):
         return self.recorder
 
 
-class RecordingDevice(Device):
-    """Passes everything on to ``inner``."""
+class RecordingDevice(ForwardingDevice):
+    """Keeps launches on request."""
 
     def __init__(self, inner: Device) -> None:
-        self.inner = inner
-        self.info: DeviceInfo = inner.info
-        self.builds_kernels: bool = inner.builds_kernels
+        super().__init__(inner)
         self._lock = threading.Lock()
         self._kept: list[Launch] | None = None
 
@@ -60,30 +58,6 @@ class RecordingDevice(Device):
 
     def open_stream(self, name: str) -> Stream:
         return _RecordingStream(self, self.inner.open_stream(name))
-
-    def build(self, source: KernelSource, arch: str) -> Kernel:
-        return self.inner.build(source, arch)
-
-    def load(self, cubin: Cubin, entry: str) -> Kernel:
-        return self.inner.load(cubin, entry)
-
-    def allocate(self, shape: tuple[int, ...], dtype: str, zero: bool = False) -> Any:
-        return self.inner.allocate(shape, dtype, zero)
-
-    def encode_tensor_map(self, tensor_map: TensorMap) -> bytes:
-        return self.inner.encode_tensor_map(tensor_map)
-
-    def probe(self) -> None:
-        self.inner.probe()
-
-    def note_caller(self) -> Any:
-        return self.inner.note_caller()
-
-    def bind_thread(self) -> None:
-        self.inner.bind_thread()
-
-    def close(self) -> None:
-        self.inner.close()
 
 
 class _RecordingStream(Stream):

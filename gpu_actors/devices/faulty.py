@@ -6,18 +6,15 @@ import threading
 from typing import Any
 
 from gpu_actors.clock import Clock
-from gpu_actors.compiling.source import Cubin, KernelSource
+from gpu_actors.devices.forwarding import ForwardingDevice
 from gpu_actors.devices.host import FinishedEvent
 from gpu_actors.devices.interface import (
     Device,
-    DeviceInfo,
     Event,
-    Kernel,
     Launch,
     Outputs,
     RecordingStats,
     Stream,
-    TensorMap,
 )
 from gpu_actors.errors import ActorStopped, ContextLost
 from gpu_actors.fault_plan import Fault, FaultPlan
@@ -26,13 +23,11 @@ from gpu_actors.problem import DispatchKey
 __all__ = ["FaultyDevice"]
 
 
-class FaultyDevice(Device):
+class FaultyDevice(ForwardingDevice):
     """Wraps a device. Everything but launches is passed on."""
 
     def __init__(self, inner: Device, plan: FaultPlan, clock: Clock) -> None:
-        self.info: DeviceInfo = inner.info
-        self.builds_kernels: bool = inner.builds_kernels
-        self.inner = inner
+        super().__init__(inner)
         self.clock = clock
         self.lost: ContextLost | None = None
         self._plan = plan
@@ -58,30 +53,15 @@ class FaultyDevice(Device):
         self._streams.append(stream)
         return stream
 
-    def build(self, source: KernelSource, arch: str) -> Kernel:
-        return self.inner.build(source, arch)
-
-    def load(self, cubin: Cubin, entry: str) -> Kernel:
-        return self.inner.load(cubin, entry)
-
     def allocate(self, shape: tuple[int, ...], dtype: str, zero: bool = False) -> Any:
         if self.lost is not None:
             raise self.lost
         return self.inner.allocate(shape, dtype, zero)
 
-    def encode_tensor_map(self, tensor_map: TensorMap) -> bytes:
-        return self.inner.encode_tensor_map(tensor_map)
-
     def probe(self) -> None:
         if self.lost is not None:
             raise self.lost
         self.inner.probe()
-
-    def note_caller(self) -> Any:
-        return self.inner.note_caller()
-
-    def bind_thread(self) -> None:
-        self.inner.bind_thread()
 
     def close(self) -> None:
         for stream in self._streams:

@@ -10,12 +10,7 @@ from gpu_actors.arrays.adopt import Adopted, restore
 from gpu_actors.devices.interface import Device, Kernel, Launch, Outputs, OutputSpec
 from gpu_actors.kernels.dispatch import answering_key
 from gpu_actors.kernels.program import Values
-from gpu_actors.planning.forward import (
-    bound_inputs,
-    forward_signature,
-    oracle_options,
-    rounded_inputs,
-)
+from gpu_actors.planning.forward import bound_inputs, forward_signature, oracle_arguments
 from gpu_actors.planning.plan import Accumulate, Plan, program_for
 from gpu_actors.planning.tma_eligibility import alignments, eligible_families
 from gpu_actors.problem import AttentionProblem
@@ -85,7 +80,5 @@ def _oracle(
     # Imported here because only programs on a mock device compute in NumPy.
     from gpu_actors.reference import attention_backward
 
-    gradients = attention_backward(
-        **rounded_inputs(problem, inputs), **oracle_options(problem, accumulate), dropout_seed=dropout_seed
-    )
+    gradients = attention_backward(**oracle_arguments(problem, accumulate, dropout_seed, inputs))
     return {name: getattr(gradients, name) for name in _NAMES}

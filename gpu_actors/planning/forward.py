@@ -38,8 +38,8 @@ __all__ = [
     "forward_plan",
     "forward_signature",
     "is_plain",
+    "oracle_arguments",
     "oracle_options",
-    "rounded_inputs",
 ]
 
 _OPTIONAL = (
@@ -199,9 +199,7 @@ def _oracle(
     # Imported here because only programs on a mock device compute in NumPy.
     from gpu_actors.reference import attention_forward
 
-    reference = attention_forward(
-        **rounded_inputs(problem, inputs), **oracle_options(problem, accumulate), dropout_seed=dropout_seed
-    )
+    reference = attention_forward(**oracle_arguments(problem, accumulate, dropout_seed, inputs))
     return {"out": reference.out, "lse": reference.lse}
 
 
@@ -212,11 +210,14 @@ def oracle_options(problem: AttentionProblem, accumulate: Accumulate) -> dict[st
     return {name: getattr(problem, name) for name in SCALARS} | {"accumulate": accumulate}
 
 
-def rounded_inputs(problem: AttentionProblem, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The operands with those that are multiplied rounded to what the problem computes in."""
+def oracle_arguments(
+    problem: AttentionProblem, accumulate: Accumulate, dropout_seed: int, inputs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What the oracle takes, with operands that are multiplied rounded to what the problem computes in."""
     from gpu_actors.reference.low_precision import rounder
 
-    if problem.compute not in _ROUNDED:
-        return inputs
-    step = rounder(_ROUNDED[problem.compute])
-    return {**inputs, **{name: step(inputs[name]) for name in _MULTIPLIED if name in inputs}}
+    arguments = {**inputs, **oracle_options(problem, accumulate), "dropout_seed": dropout_seed}
+    if problem.compute in _ROUNDED:
+        step = rounder(_ROUNDED[problem.compute])
+        arguments |= {name: step(inputs[name]) for name in _MULTIPLIED if name in inputs}
+    return arguments

@@ -122,24 +122,26 @@ def test_strides_may_go_backwards(ctx: ga.GpuContext) -> None:
         np.testing.assert_array_equal(gradient, expected)
 
 
-def test_plans_of_forward_and_backward_are_apart(ctx: ga.GpuContext) -> None:
-    params = dataclasses.replace(PARAMS, scale=0.123)
-    before = ctx.cudnn.plan_cache_stats().misses
-    for _ in range(2):
-        backward(ctx, params, operands(params))
-        backward(ctx, params.with_dropout(0.0, 7), operands(params))
-    assert ctx.cudnn.plan_cache_stats().misses == before + 2
+def test_plans_of_forward_and_backward_are_apart() -> None:
+    with ga.open_context("mock") as ctx:
+        params = dataclasses.replace(PARAMS, scale=0.123)
+        before = ctx.cudnn.plan_cache_stats().misses
+        for _ in range(2):
+            backward(ctx, params, operands(params))
+            backward(ctx, params.with_dropout(0.0, 7), operands(params))
+        assert ctx.cudnn.plan_cache_stats().misses == before + 2
 
 
-def test_deterministic_gradients_are_another_plan(ctx: ga.GpuContext) -> None:
-    params, a = dataclasses.replace(PARAMS, scale=0.77), operands(PARAMS)
-    given = {**a, "o": a["do"], "stats": np.zeros((2, 4, 5, 1), np.float32)}
-    before = ctx.cudnn.plan_cache_stats().misses
-    for deterministic in (False, True, True):
-        ctx.cudnn.mha_backward(params, **given, deterministic=deterministic).result(30.0)
-    assert ctx.cudnn.plan_cache_stats().misses == before + 2
-    with pytest.raises(ga.InvalidRequest, match="deterministic"):
-        ctx.cudnn.mha_backward(PARAMS, **given, deterministic=1).result(30.0)  # type: ignore[arg-type]
+def test_deterministic_gradients_are_another_plan() -> None:
+    with ga.open_context("mock") as ctx:
+        params, a = dataclasses.replace(PARAMS, scale=0.77), operands(PARAMS)
+        given = {**a, "o": a["do"], "stats": np.zeros((2, 4, 5, 1), np.float32)}
+        before = ctx.cudnn.plan_cache_stats().misses
+        for deterministic in (False, True, True):
+            ctx.cudnn.mha_backward(params, **given, deterministic=deterministic).result(30.0)
+        assert ctx.cudnn.plan_cache_stats().misses == before + 2
+        with pytest.raises(ga.InvalidRequest, match="deterministic"):
+            ctx.cudnn.mha_backward(PARAMS, **given, deterministic=1).result(30.0)  # type: ignore[arg-type]
 
 
 WRONG = {

@@ -115,25 +115,25 @@ def test_what_is_no_graph_and_what_is_no_sound_graph_is_refused_by_the_reply(moc
 
 
 @pytest.mark.parametrize("device", ["mock", "emulated"])
-def test_scalars_are_passed_with_every_request(request: pytest.FixtureRequest, device: str) -> None:
-    ctx = request.getfixturevalue(device)
-    arrays = arrays_of()
-    graph = ga.OperationGraph()
-    q, k, v = (graph.tensor(uid=uid, dims=DIMS, dtype="float32") for uid in (Q, K, V))
-    scores = graph.matmul(q, graph.transpose(k)) * graph.scalar(uid=7)
-    near = abs(graph.index(scores, 2) - graph.index(scores, 3)) <= graph.scalar(uid=8, dtype="int32")
-    graph.output(graph.matmul(graph.softmax(graph.select(near, scores, -np.inf)), v), uid=OUT)
-    before = ctx.cudnn.plan_cache_stats().misses
-    rows, keys = np.ogrid[: DIMS[2], : DIMS[2]]
-    for scale, reach in ((0.25, 2), (1.5, 40), (np.float32(0.1), np.int64(1))):
-        found = ctx.cudnn.execute(graph, arrays | {7: scale, 8: reach}).result(60.0)
-        wanted = formula(arrays, float(scale), abs(rows - keys) <= reach)
-        np.testing.assert_allclose(found[OUT], wanted, atol=1e-5)
-    assert ctx.cudnn.plan_cache_stats().misses == before + 1
-    for value, field in (({7: 0.25}, "tensor 8"), ({7: "x", 8: 1}, "tensor 7"), ({7: 1.0, 8: 1.5}, "tensor 8")):
-        with pytest.raises(ga.InvalidRequest) as caught:
-            ctx.cudnn.execute(graph, arrays | value).result(30.0)
-        assert caught.value.field == field
+def test_scalars_are_passed_with_every_request(device: str) -> None:
+    with ga.open_context(device) as ctx:
+        arrays = arrays_of()
+        graph = ga.OperationGraph()
+        q, k, v = (graph.tensor(uid=uid, dims=DIMS, dtype="float32") for uid in (Q, K, V))
+        scores = graph.matmul(q, graph.transpose(k)) * graph.scalar(uid=7)
+        near = abs(graph.index(scores, 2) - graph.index(scores, 3)) <= graph.scalar(uid=8, dtype="int32")
+        graph.output(graph.matmul(graph.softmax(graph.select(near, scores, -np.inf)), v), uid=OUT)
+        before = ctx.cudnn.plan_cache_stats().misses
+        rows, keys = np.ogrid[: DIMS[2], : DIMS[2]]
+        for scale, reach in ((0.25, 2), (1.5, 40), (np.float32(0.1), np.int64(1))):
+            found = ctx.cudnn.execute(graph, arrays | {7: scale, 8: reach}).result(60.0)
+            wanted = formula(arrays, float(scale), abs(rows - keys) <= reach)
+            np.testing.assert_allclose(found[OUT], wanted, atol=1e-5)
+        assert ctx.cudnn.plan_cache_stats().misses == before + 1
+        for value, field in (({7: 0.25}, "tensor 8"), ({7: "x", 8: 1}, "tensor 7"), ({7: 1.0, 8: 1.5}, "tensor 8")):
+            with pytest.raises(ga.InvalidRequest) as caught:
+                ctx.cudnn.execute(graph, arrays | value).result(30.0)
+            assert caught.value.field == field
 
 
 def test_a_seed_may_be_passed(mock: ga.GpuContext) -> None:

@@ -14,12 +14,14 @@ from gpu_actors.devices.interface import Buffer
 from gpu_actors.errors import CompileError, InvalidRequest
 from gpu_actors.kernels.dispatch import dispatch_key
 from gpu_actors.kernels.params import UNBOUNDED, forward_layout, pack_forward, parse_layout
+from gpu_actors.kernels.support import example_problem
 from gpu_actors.kernels.variants import kernel_source
-from gpu_actors.problem import AttentionProblem
 
 FAR = (1 << 40) + 16  # elements; far past what 32 bits address
 
-DENSE = AttentionProblem(
+DENSE = example_problem(
+    "float16",
+    8,
     batch=2,
     seqlen_q=3,
     seqlen_k=5,
@@ -27,12 +29,7 @@ DENSE = AttentionProblem(
     total_k=10,
     heads_q=4,
     heads_kv=2,
-    head_dim=8,
     head_dim_v=16,
-    dtype="float16",
-    kv_dtype="float16",
-    out_dtype="float16",
-    compute="f16",
     softmax_scale=0.25,
 )
 VARLEN = dataclasses.replace(DENSE, layout="varlen", total_q=5, total_k=9)

@@ -14,7 +14,19 @@ import numpy as np
 import pytest
 from emulated.backward import KERNEL, backward_problem_of
 from emulated.forward import key_of, ml_dtype
-from support.gate import ARCHS, REPORTS, Code, at_once, code_faults, code_of, register_limit, write_page, wrong
+from support.gate import (
+    ARCHS,
+    MMA_SHAPES,
+    REPORTS,
+    Code,
+    MmaVariant,
+    at_once,
+    code_faults,
+    code_of,
+    register_limit,
+    write_page,
+    wrong,
+)
 
 from gpu_actors.compiling.compiler import Compiler
 from gpu_actors.kernels.backward.launch import BACKWARD_MMA
@@ -36,18 +48,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 FEW = ("dropout", "bias")
 # Architectures with shared memory and reductions of their own; what the others compile is nearly the same.
 MAIN_ARCHS = ("sm_80", "sm_86", "sm_90a")
-# (dtype, compute, head_dim, head_dim_v): every row of the tile table, padded rows, unequal dims.
-SHAPES = (
-    ("float16", None, 64, 64),
-    ("bfloat16", None, 128, 128),
-    ("float16", None, 256, 256),
-    ("bfloat16", None, 192, 128),
-    ("bfloat16", None, 40, 40),
-    ("float16", None, 96, 96),
-    ("float32", "tf32", 64, 64),
-    ("float32", "bf16", 128, 128),
-    ("float32", "tf32", 256, 256),
-)
 # Checked by every test run; the rest is the sweep's.
 SAMPLE = {
     "sm_80": (("bfloat16", 128, "causal"), ("float32", 256, "dropout")),
@@ -56,27 +56,16 @@ SAMPLE = {
 }
 
 
-class Variant(NamedTuple):
-    arch: str
-    shape: tuple[str, str | None, int, int]
-    option: str
-
-    def __str__(self) -> str:
-        dtype, compute, dim, dim_v = self.shape
-        dims = str(dim) if dim == dim_v else f"{dim}/{dim_v}"
-        return f"{self.arch} {compute or dtype} {dims} {self.option}"
-
-
 def options_of(arch: str, shape: tuple[str, str | None, int, int]) -> tuple[str, ...]:
     """Every option with the usual head dims, a few with the others, one on the lesser architectures."""
-    usual = shape in SHAPES[:2]
+    usual = shape in MMA_SHAPES[:2]
     if arch not in MAIN_ARCHS:
         return ("causal",) if usual else ()
     return tuple(OPTIONS) if usual else FEW
 
 
 VARIANTS = tuple(
-    Variant(arch, shape, option) for arch in ARCHS for shape in SHAPES for option in options_of(arch, shape)
+    MmaVariant(arch, shape, option) for arch in ARCHS for shape in MMA_SHAPES for option in options_of(arch, shape)
 )
 
 
@@ -94,7 +83,7 @@ class Finding(NamedTuple):
         return self.code.count(r"\bHMMA\.")
 
 
-def key_of_variant(variant: Variant) -> DispatchKey:
+def key_of_variant(variant: MmaVariant) -> DispatchKey:
     dtype, compute, dim, dim_v = variant.shape
     q, v = (np.zeros((1, 64, 2, width), ml_dtype(dtype)) for width in (dim, dim_v))
     problem = dataclasses.replace(backward_problem_of(q, q, v, compute=compute), **OPTIONS[variant.option])
@@ -147,7 +136,7 @@ def expected_instructions(macros: dict[str, str]) -> tuple[int, int]:
 
 
 @functools.cache
-def examine(variant: Variant) -> Finding:
+def examine(variant: MmaVariant) -> Finding:
     key = key_of_variant(variant)
     source = kernel_source(key)
     macros = dict(source.macros)
@@ -189,14 +178,14 @@ def test_every_variant_passes_the_gate(arch):
 @pytest.mark.parametrize("option", ["full", "bias"])
 @pytest.mark.parametrize("name", BACKWARD_MMA.companions)
 def test_the_kernels_before_and_after_are_clean_as_well(name, option):
-    key = key_of_variant(Variant("sm_80", ("bfloat16", None, 128, 128), option))
+    key = key_of_variant(MmaVariant("sm_80", ("bfloat16", None, 128, 128), option))
     resources = Compiler().compile(kernel_source(dataclasses.replace(key, kernel=name))).resources[name]
     assert (resources.spill_bytes, resources.stack_bytes) == (0, 0)
 
 
 def test_the_gate_counts_what_it_says():
     """A tile of too many accumulators spills, and the gate sees it."""
-    source = kernel_source(key_of_variant(Variant("sm_80", ("float16", None, 256, 256), "causal")))
+    source = kernel_source(key_of_variant(MmaVariant("sm_80", ("float16", None, 256, 256), "causal")))
     wide = {"BLOCK_M": "32", "BLOCK_N": "64", "WARPS": "4", "SHARED_BYTES": str(135680), "DQ_FLOATS": str(16 * 4 * 128)}
     resources = Compiler().compile(dataclasses.replace(source, macros={**source.macros, **wide})).resources[KERNEL]
     assert resources.spill_bytes > 0
@@ -211,7 +200,7 @@ def test_every_row_of_the_tile_table_is_among_the_variants():
     assert {tuple(row.tile) for row in TILES if row.kernel == KERNEL} <= reached
 
 
-def judge(variant: Variant) -> tuple[str, list[str]]:
+def judge(variant: MmaVariant) -> tuple[str, list[str]]:
     found = examine(variant)
     return f"{found.code.resources.registers} | {found.shared} | {found.threads} | {found.tensor}", faults(found)
 

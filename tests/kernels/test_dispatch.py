@@ -9,26 +9,13 @@ import pytest
 
 from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.kernels.dispatch import FAMILIES, REFERENCE, dispatch_key, explain, program_of
-from gpu_actors.kernels.support import ELEMENTS
+from gpu_actors.kernels.support import ELEMENTS, example_problem
 from gpu_actors.kernels.tiles import shared_mem_limit
 from gpu_actors.kernels.variants import kernel_source, standard_variants, usual_backward_keys
 from gpu_actors.problem import AttentionProblem, DispatchKey
 
-BASE = AttentionProblem(
-    batch=2,
-    seqlen_q=100,
-    seqlen_k=300,
-    total_q=200,
-    total_k=600,
-    heads_q=6,
-    heads_kv=2,
-    head_dim=64,
-    head_dim_v=64,
-    dtype="bfloat16",
-    kv_dtype="bfloat16",
-    out_dtype="bfloat16",
-    compute="bf16",
-    softmax_scale=0.125,
+BASE = example_problem(
+    "bfloat16", 64, batch=2, seqlen_q=100, seqlen_k=300, total_q=200, total_k=600, heads_q=6, heads_kv=2
 )
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 

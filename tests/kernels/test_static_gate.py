@@ -17,8 +17,10 @@ from mutation.forward_mutants import DEFECTS, FUSED_CORRECTION, Mutant
 from support.exponents import fused_corrections
 from support.gate import (
     ARCHS,
+    MMA_SHAPES,
     REPORTS,
     Code,
+    MmaVariant,
     at_once,
     code_faults,
     code_of,
@@ -49,18 +51,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dropout": {"causal": True, "dropout_p": 0.1},
 }
 FEW = ("full", "causal varlen", "window sinks", "dropout")
-# (dtype, compute, head_dim, head_dim_v): every row of the tile table, padded rows, unequal dims.
-SHAPES = (
-    ("float16", None, 64, 64),
-    ("bfloat16", None, 128, 128),
-    ("float16", None, 256, 256),
-    ("bfloat16", None, 192, 128),
-    ("bfloat16", None, 40, 40),
-    ("float16", None, 96, 96),
-    ("float32", "tf32", 64, 64),
-    ("float32", "bf16", 128, 128),
-    ("float32", "tf32", 256, 256),
-)
 # Checked by every test run; the rest is the sweep's.
 SAMPLE = {
     "sm_80": (("float16", 64, "causal"), ("bfloat16", 128, "causal varlen"), ("float32", 256, "full")),
@@ -72,23 +62,12 @@ SAMPLE = {
 }
 
 
-class Variant(NamedTuple):
-    arch: str
-    shape: tuple[str, str | None, int, int]
-    option: str
-
-    def __str__(self) -> str:
-        dtype, compute, dim, dim_v = self.shape
-        dims = str(dim) if dim == dim_v else f"{dim}/{dim_v}"
-        return f"{self.arch} {compute or dtype} {dims} {self.option}"
-
-
 # Every option with the usual head dims, a few with the others.
 VARIANTS = tuple(
-    Variant(arch, shape, option)
+    MmaVariant(arch, shape, option)
     for arch in ARCHS
-    for shape in SHAPES
-    for option in (OPTIONS if shape in SHAPES[:3] else FEW)
+    for shape in MMA_SHAPES
+    for option in (OPTIONS if shape in MMA_SHAPES[:3] else FEW)
 )
 
 
@@ -108,7 +87,7 @@ class Finding(NamedTuple):
         return self.code.count(r"\bHMMA\.")
 
 
-def key_of_variant(variant: Variant) -> DispatchKey:
+def key_of_variant(variant: MmaVariant) -> DispatchKey:
     dtype, compute, dim, dim_v = variant.shape
     q, v = (np.zeros((1, 64, 2, width), ml_dtype(dtype)) for width in (dim, dim_v))
     problem = dataclasses.replace(problem_of(q, q, v, compute=compute), **OPTIONS[variant.option])
@@ -134,7 +113,7 @@ def exponent_faults(text: str, macros: dict[str, str]) -> list[str]:
 
 
 @functools.cache
-def examine(variant: Variant, mutant: Mutant | None = None) -> Finding:
+def examine(variant: MmaVariant, mutant: Mutant | None = None) -> Finding:
     """mutant: a bug to seed, whose file is a header."""
     key = key_of_variant(variant)
     source = kernel_source(key)
@@ -180,7 +159,7 @@ def test_every_variant_passes_the_gate(arch):
 
 def test_the_gate_counts_what_it_says():
     """A tile of too many accumulators spills, and the gate sees it."""
-    source = kernel_source(key_of_variant(Variant("sm_80", ("float16", None, 256, 256), "full")))
+    source = kernel_source(key_of_variant(MmaVariant("sm_80", ("float16", None, 256, 256), "full")))
     macros = {**source.macros, "WARPS": "4", "BLOCK_M": "128", "BLOCK_N": "32"}
     resources = Compiler().compile(dataclasses.replace(source, macros=macros)).resources[KERNEL]
     assert resources.spill_bytes > 0
@@ -204,7 +183,7 @@ def test_every_row_of_the_tile_table_is_among_the_variants():
     assert {key.dtype for key in map(key_of_variant, VARIANTS)} <= set(ELEMENTS)
 
 
-def judge(variant: Variant) -> tuple[str, list[str]]:
+def judge(variant: MmaVariant) -> tuple[str, list[str]]:
     found = examine(variant)
     registers, blocks = found.code.resources.registers, f"{found.blocks} x {found.threads}"
     return f"{registers} | {found.shared} | {blocks} | {found.tensor}", faults(found)

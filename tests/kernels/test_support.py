@@ -6,34 +6,19 @@ import dataclasses
 import inspect
 import itertools
 import re
+from typing import Any
 
 import pytest
 
 from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.kernels import support
-from gpu_actors.kernels.support import ELEMENTS, check_support, find_unsupported, refusals
+from gpu_actors.kernels.support import ELEMENTS, check_support, example_problem, find_unsupported, refusals
 from gpu_actors.problem import AttentionProblem
 from gpu_actors.validation.fields import DTYPES, FP8, output_dtype
 
 
-def problem(dtype: str = "bfloat16", **changes: object) -> AttentionProblem:
-    fields = {
-        "batch": 2,
-        "seqlen_q": 128,
-        "seqlen_k": 256,
-        "total_q": 256,
-        "total_k": 512,
-        "heads_q": 4,
-        "heads_kv": 2,
-        "head_dim": 64,
-        "head_dim_v": 64,
-        "dtype": dtype,
-        "kv_dtype": dtype,
-        "out_dtype": ELEMENTS[dtype].out,
-        "compute": ELEMENTS[dtype].computes[0],
-        "softmax_scale": 0.125,
-    }
-    return AttentionProblem(**{**fields, **changes})
+def problem(dtype: str = "bfloat16", **changes: Any) -> AttentionProblem:
+    return dataclasses.replace(example_problem(dtype, 64), **changes)
 
 
 def test_requests_and_kernels_agree_on_the_dtypes() -> None:

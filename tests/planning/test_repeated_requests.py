@@ -24,14 +24,15 @@ def recognised(reply: ga.Reply[Any]) -> bool:
     return reply._call.prepared is not None
 
 
-def test_a_repeated_request_is_recognised(ctx: ga.GpuContext) -> None:
-    q = rows(3)
-    assert not recognised(ctx.flash_attn.forward(q, q, q, causal=True))
-    before = ctx.flash_attn.plan_cache_stats()
-    assert recognised(ctx.flash_attn.forward(q, q, q, causal=True))
-    assert recognised(ctx.flash_attn.forward(q + 1, q, q, causal=True)), "data does not matter"
-    after = ctx.flash_attn.plan_cache_stats()
-    assert (after.hits - before.hits, after.misses) == (2, before.misses), "counted once each"
+def test_a_repeated_request_is_recognised() -> None:
+    with ga.open_context("mock") as ctx:
+        q = rows(3)
+        assert not recognised(ctx.flash_attn.forward(q, q, q, causal=True))
+        before = ctx.flash_attn.plan_cache_stats()
+        assert recognised(ctx.flash_attn.forward(q, q, q, causal=True))
+        assert recognised(ctx.flash_attn.forward(q + 1, q, q, causal=True)), "data does not matter"
+        after = ctx.flash_attn.plan_cache_stats()
+        assert (after.hits - before.hits, after.misses) == (2, before.misses), "counted once each"
 
 
 def test_a_recognised_request_is_answered_like_the_first(ctx: ga.GpuContext) -> None:

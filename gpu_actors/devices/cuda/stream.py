@@ -11,7 +11,9 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Hashable, Sequence
+from typing import TypeAlias
 
+from gpu_actors.devices.cuda.api import CudaApi
 from gpu_actors.devices.cuda.driver import Driver
 from gpu_actors.devices.cuda.errors import CudaFailure
 from gpu_actors.devices.cuda.memory import MemoryPools, keep_for_ever
@@ -23,6 +25,8 @@ from gpu_actors.devices.recorded import Recordings, recording_key
 from gpu_actors.errors import ActorStopped, GpuActorsError, LaunchError
 
 __all__ = ["CudaEvent", "CudaStream", "Flight"]
+
+_Kernels: TypeAlias = Sequence[tuple[CudaFunction, LaunchGeometry, Params]]
 
 
 class CudaStream(Stream):
@@ -51,7 +55,7 @@ class CudaStream(Stream):
             return self._launch_recorded(key, launch, functions)
         operands = Operands(self._pools, launch)
         try:
-            params = [step.pack(operands.buffers) for step in launch.steps]
+            kernels = _packed(functions, launch, operands)
         except BaseException:
             operands.release()
             raise
@@ -61,8 +65,7 @@ class CudaStream(Stream):
             if self._closed or self.handle is None:
                 flight.release()
                 raise self._stopped()
-            geometries = [step.geometry for step in launch.steps]
-            self._enqueue(flight, operands, list(zip(functions, geometries, params, strict=True)))
+            self._enqueue(flight, operands, kernels)
         return event
 
     def recording_stats(self) -> RecordingStats:
@@ -129,21 +132,17 @@ class CudaStream(Stream):
         driver, api = self._driver, self._driver.api
         operands = Operands(self._pools, launch)
         try:
-            params = [step.pack(operands.buffers) for step in launch.steps]
+            kernels = _packed(functions, launch, operands)
             with self._lock:
                 if self._closed or self.handle is None:
                     raise self._stopped()
                 stream = self.handle
 
                 def enqueue() -> None:
-                    operands.upload(api, stream)
-                    for function, step, packed in zip(functions, launch.steps, params, strict=True):
-                        if 0 not in step.geometry.grid:
-                            api.launch_kernel(function.handle, *step.geometry, stream, packed)
-                    operands.download(api, stream)
+                    _compute(api, stream, operands, kernels)
 
-                for function, step in zip(functions, launch.steps, strict=True):
-                    function.prepare(api, step.geometry.shared_bytes)
+                for function, geometry, _ in kernels:
+                    function.prepare(api, geometry.shared_bytes)
                 graph = capture(driver, stream, enqueue)
         except CudaFailure as failure:
             operands.release()
@@ -153,9 +152,7 @@ class CudaStream(Stream):
             raise
         return RecordedLaunch(key, graph, functions, operands, self.recordings)
 
-    def _enqueue(
-        self, flight: Flight, operands: Operands, kernels: Sequence[tuple[CudaFunction, LaunchGeometry, Params]]
-    ) -> None:
+    def _enqueue(self, flight: Flight, operands: Operands, kernels: _Kernels) -> None:
         driver, stream = self._driver, self.handle
         assert stream is not None
         api = driver.api
@@ -170,11 +167,7 @@ class CudaStream(Stream):
         try:
             for producer in operands.producers:
                 _order_after(driver, producer, stream)
-            operands.upload(api, stream)
-            for function, geometry, params in kernels:
-                if 0 not in geometry.grid:
-                    api.launch_kernel(function.handle, *geometry, stream, params)
-            operands.download(api, stream)
+            _compute(api, stream, operands, kernels)
             api.record_event(flight.event, stream)
         except CudaFailure as failure:
             error = driver.failed(failure)
@@ -202,6 +195,22 @@ class CudaStream(Stream):
 
     def _stopped(self) -> ActorStopped:
         return ActorStopped(f"the stream of {self.name} is closed")
+
+
+def _packed(functions: Sequence[CudaFunction], launch: Launch, operands: Operands) -> _Kernels:
+    return [
+        (function, step.geometry, step.pack(operands.buffers))
+        for function, step in zip(functions, launch.steps, strict=True)
+    ]
+
+
+def _compute(api: CudaApi, stream: int, operands: Operands, kernels: _Kernels) -> None:
+    """Enqueue the copies and the kernels of a launch."""
+    operands.upload(api, stream)
+    for function, geometry, params in kernels:
+        if 0 not in geometry.grid:
+            api.launch_kernel(function.handle, *geometry, stream, params)
+    operands.download(api, stream)
 
 
 class Flight:

@@ -11,7 +11,7 @@ from gpu_actors.devices.emulation import EmulatedBuffer, build_module
 from gpu_actors.devices.interface import Buffer
 from gpu_actors.graph.modification import Modification
 from gpu_actors.kernels.score_params import pack_score
-from gpu_actors.problem import AttentionProblem
+from gpu_actors.kernels.support import example_problem
 from gpu_actors.score_mod import SCORE_HEADER
 
 SOURCE = """
@@ -58,7 +58,9 @@ def run_probe(modification: Modification, given: dict[int, Any], scores: Any, ds
     addresses = [memory[name].address for name in ("scores", "dscores", "values", "gradients")]
     parameters = struct.pack("<4Q3i4x", *addresses, heads, rows, keys)
     numbers = [value if uid is None else given[uid] for uid, value in modification.scalars]
-    problem = AttentionProblem(
+    problem = example_problem(
+        "float64",
+        8,
         batch=batch,
         seqlen_q=rows,
         seqlen_k=keys,
@@ -66,12 +68,6 @@ def run_probe(modification: Modification, given: dict[int, Any], scores: Any, ds
         total_k=batch * keys,
         heads_q=heads,
         heads_kv=heads,
-        head_dim=8,
-        head_dim_v=8,
-        dtype="float64",
-        kv_dtype="float64",
-        out_dtype="float64",
-        compute="f64",
         softmax_scale=1.0,
         score_mod=mod,
     )

@@ -152,16 +152,7 @@ def run_own_probes(mutant: Mutant, cache: Path) -> None:
 
 
 def main(names: list[str]) -> int:
-    return run_mutants(
-        MUTANTS,
-        names,
-        check_clean,
-        lambda mutant, cache: run_probes(mutant, mutant.probes, cache),
-        kernel_and_name,
-        REPORT,
-        _REPORT,
-        told,
-    )
+    return run_mutants(MUTANTS, names, check_clean, run_own_probes, kernel_and_name, REPORT, _REPORT, told)
 
 
 _REPORT = """# Mutation run of the backward kernels

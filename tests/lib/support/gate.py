@@ -16,8 +16,10 @@ from gpu_actors.compiling.source import KernelResources, KernelSource
 
 __all__ = [
     "ARCHS",
+    "MMA_SHAPES",
     "REPORTS",
     "Code",
+    "MmaVariant",
     "at_once",
     "code_faults",
     "code_of",
@@ -33,6 +35,33 @@ F = TypeVar("F")
 REPORTS = Path(__file__).resolve().parents[3] / "docs" / "reports"
 ARCHS = tuple(arch for arch in ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a") if arch in supported_archs())
 _REGISTERS_PER_THREAD, _REGISTERS_PER_SM = 255, 65536
+
+
+# (dtype, compute, head_dim, head_dim_v): every row of the tile table, padded rows, unequal dims.
+MMA_SHAPES: tuple[tuple[str, str | None, int, int], ...] = (
+    ("float16", None, 64, 64),
+    ("bfloat16", None, 128, 128),
+    ("float16", None, 256, 256),
+    ("bfloat16", None, 192, 128),
+    ("bfloat16", None, 40, 40),
+    ("float16", None, 96, 96),
+    ("float32", "tf32", 64, 64),
+    ("float32", "bf16", 128, 128),
+    ("float32", "tf32", 256, 256),
+)
+
+
+class MmaVariant(NamedTuple):
+    """A variant of the kernels that multiply with mma.sync. shape: (dtype, compute, head_dim, head_dim_v)."""
+
+    arch: str
+    shape: tuple[str, str | None, int, int]
+    option: str
+
+    def __str__(self) -> str:
+        dtype, compute, dim, dim_v = self.shape
+        dims = str(dim) if dim == dim_v else f"{dim}/{dim_v}"
+        return f"{self.arch} {compute or dtype} {dims} {self.option}"
 
 
 class Code(NamedTuple):
