@@ -69,6 +69,15 @@ inline void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 [[noreturn]] inline void __trap() { emulation::fail(emulation::kind::trap, "__trap()"); }
 inline void __nanosleep(unsigned) { emulation::poll(); }
 
+// A clock of 2 GHz. A loop over it gives way: on a GPU all threads of a block wait at once.
+inline long long clock64() {
+  timespec t{0, 20000};
+  if (emulation::self().linear == 0) nanosleep(&t, nullptr);
+  emulation::poll();
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return 2 * (t.tv_sec * 1000000000ll + t.tv_nsec);
+}
+
 namespace emulation {
 
 template <class T>

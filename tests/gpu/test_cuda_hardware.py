@@ -258,7 +258,7 @@ def test_closing_gives_the_memory_back(bench: Bench) -> None:
 def in_a_process(body: str) -> subprocess.CompletedProcess[str]:
     """Run where a context may be lost."""
     here = Path(__file__).resolve().parent
-    script = f"import sys; sys.path[:0] = {[str(here), str(here.parent)]!r}\n"
+    script = f"import sys; sys.path[:0] = {[str(here), str(here.parent / 'lib')]!r}\n"
     script += "import time\nfrom test_cuda_hardware import *\nfrom gpu_actors.errors import *\nbench = Bench()\n"
     script += textwrap.dedent(body)
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=110)

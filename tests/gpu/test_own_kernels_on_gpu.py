@@ -45,7 +45,7 @@ def test_arrays_on_the_device_are_written_where_they_lie(context: Any) -> None:
 
 
 def test_a_launch_that_no_gpu_makes_is_a_typed_error(context: Any) -> None:
-    source = 'extern "C" __global__ void wide() { __shared__ char all[40000]; all[threadIdx.x] = 1; }'
+    source = 'extern "C" __global__ void wide() { __shared__ volatile char all[40000]; all[threadIdx.x] = 1; }'
     kernel = context.kernel(source, "wide").result(120)
     with pytest.raises(ga.LaunchError):
         kernel.launch(1, 32, shared_bytes=220_000).result(120)

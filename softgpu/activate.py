@@ -1,0 +1,158 @@
+"""Puts the driver into this process: its library, CuPy's runtime module, and the notes of what is compiled."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from softgpu.images import Images
+
+__all__ = ["FOLDER_VARIABLE", "activate", "driver"]
+
+FOLDER_VARIABLE = "SOFTGPU_FOLDER"
+"""Where the built parts lie, for this process and those that it starts."""
+
+_RUNTIME = "cupy_backends.cuda.api.runtime"
+_FINDER = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64)
+
+images = Images()
+
+
+@functools.cache
+def driver() -> Any:
+    """The library, once it is in this process."""
+    return ctypes.CDLL(str(Path(os.environ[FOLDER_VARIABLE]) / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
+
+
+def activate() -> None:
+    """From now on ``libcuda.so.1`` is the software driver. Must come before CuPy is imported. Idempotent."""
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    if _RUNTIME in sys.modules:
+        raise RuntimeError("CuPy is imported already, with NVIDIA's runtime")
+    # CuPy's own kernels must be compiled here, or it would not be seen what they are made of.
+    os.environ.setdefault("CUPY_CACHE_IN_MEMORY", "1")
+    driver().softgpu_set_finder(_finder)
+    sys.meta_path.insert(0, _Finder())
+
+
+def _find(image: int, nbytes: int) -> int:
+    _kept.value = ctypes.create_string_buffer(images.find(image, nbytes))
+    return ctypes.addressof(_kept.value)
+
+
+_kept = threading.local()
+_finder = _FINDER(_find)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds CuPy's runtime module in the overlay, and has some modules changed once they are imported."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name == _RUNTIME:
+            overlay = str(Path(os.environ[FOLDER_VARIABLE]) / "overlay")
+            return importlib.machinery.PathFinder.find_spec(name, [overlay])
+        change = _CHANGES.get(name)
+        if change is None:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Changed(spec.loader, change)
+        return spec
+
+
+class _Changed(importlib.abc.Loader):
+    def __init__(self, loader: Any, change: Callable[[Any], None]) -> None:
+        self._loader = loader
+        self._change = change
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        module: ModuleType | None = self._loader.create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        self._change(module)
+
+
+def _note_compiled(module: Any) -> None:
+    original = module.Compiler.compile
+
+    @functools.wraps(original)
+    def compile(self: Any, source: Any, arch: str | None = None) -> Any:
+        cubin = original(self, source, arch)
+        images.note(source, cubin)
+        return cubin
+
+    module.Compiler.compile = compile
+
+
+def _note_cached(module: Any) -> None:
+    original = module.CubinCache.get_or_compile
+
+    @functools.wraps(original)
+    def get_or_compile(self: Any, source: Any, arch: str | None, compile: Any) -> Any:
+        cubin = original(self, source, arch, compile)
+        images.note(source, cubin)
+        return cubin
+
+    module.CubinCache.get_or_compile = get_or_compile
+
+
+_POOL_UNIT = 512
+"""Bytes in which CuPy's pool gives memory out."""
+
+
+def _watch_pool(module: Any) -> None:
+    """Tells the driver what the device's pool gives out and takes back, which only the pool knows."""
+    allocate, free = module.CupyApi.allocate, module.CupyApi.free
+
+    @functools.wraps(allocate)
+    def watched_allocate(self: Any, nbytes: int) -> Any:
+        block = allocate(self, nbytes)
+        driver().softgpu_lease(ctypes.c_uint64(block.address), ctypes.c_uint64(nbytes), ctypes.c_uint64(_POOL_UNIT))
+        return block
+
+    @functools.wraps(free)
+    def watched_free(self: Any, block: Any) -> None:
+        driver().softgpu_release(ctypes.c_uint64(block.address))
+        free(self, block)
+
+    module.CupyApi.allocate, module.CupyApi.free = watched_allocate, watched_free
+
+
+def _note_cupys(module: Any) -> None:
+    """Notes what CuPy compiles.
+
+    NVRTC's own cache is off: for it NVRTC asks a driver that is there for a table which is not documented.
+    """
+    original = module._NVRTCProgram.compile
+
+    @functools.wraps(original)
+    def compile(self: Any, options: tuple[str, ...] = (), log_stream: Any = None) -> Any:
+        result, mapping = original(self, (*options, "--no-cache"), log_stream)
+        if self.method == "cubin":
+            images.note_cupys(self.src, result)
+        return result, mapping
+
+    module._NVRTCProgram.compile = compile
+
+
+_CHANGES: dict[str, Callable[[Any], None]] = {
+    "cupy.cuda.compiler": _note_cupys,
+    "gpu_actors.compiling.compiler": _note_compiled,
+    "gpu_actors.compiling.cubin_cache": _note_cached,
+    "gpu_actors.devices.cuda.cupy_api": _watch_pool,
+}

@@ -1,0 +1,50 @@
+"""What a test asks of the driver: findings, and faults on demand."""
+
+from __future__ import annotations
+
+import ctypes
+
+from softgpu.activate import driver
+
+__all__ = [
+    "fail_allocation",
+    "fail_launch",
+    "fail_pinned",
+    "lose_event",
+    "slow_copy",
+    "take_findings",
+]
+
+
+def take_findings() -> list[str]:
+    """What the program did that CUDA leaves undefined, since this was last asked."""
+    found = []
+    room = ctypes.create_string_buffer(4096)
+    while driver().softgpu_take_finding(room, ctypes.c_size_t(len(room))) & 1:
+        found.append(room.value.decode(errors="replace"))
+    return found
+
+
+def fail_allocation(number: int = 1) -> None:
+    """The allocation of device memory of that number from now on fails: out of memory. 0: none does."""
+    driver().softgpu_fail_allocation(ctypes.c_long(number))
+
+
+def fail_pinned(number: int = 1) -> None:
+    """The allocation of page-locked memory of that number fails: out of memory."""
+    driver().softgpu_fail_pinned(ctypes.c_long(number))
+
+
+def fail_launch(status: int, number: int = 1) -> None:
+    """The kernel of that number ends with this cudaError, and the device with it."""
+    driver().softgpu_fail_launch(ctypes.c_long(number), ctypes.c_int(status))
+
+
+def lose_event(number: int = 1) -> None:
+    """The record of an event of that number never comes about."""
+    driver().softgpu_lose_event(ctypes.c_long(number))
+
+
+def slow_copy(seconds: float, number: int = 1) -> None:
+    """The copy of that number takes so long."""
+    driver().softgpu_slow_copy(ctypes.c_long(number), ctypes.c_double(seconds))

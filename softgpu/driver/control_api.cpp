@@ -1,0 +1,60 @@
+// For tests: findings, leases, faults on demand. softgpu/control.py calls these.
+#include <algorithm>
+#include <cstring>
+
+#include "finding.h"
+#include "memory.h"
+#include "module.h"
+#include "settings.h"
+#include "stream.h"
+
+using namespace softgpu;
+
+#define CONTROL extern "C" __attribute__((visibility("default")))
+
+CONTROL void softgpu_set_finder(Finder finder) { set_finder(finder); }
+
+// Writes the oldest finding that has not been taken; false where there is none.
+CONTROL bool softgpu_take_finding(char* text, std::size_t room) {
+  const std::string finding = take_finding();
+  if (finding.empty()) return false;
+  const std::size_t length = std::min(finding.size(), room - 1);
+  std::memcpy(text, finding.data(), length);
+  text[length] = 0;
+  return true;
+}
+
+// An allocator above the driver gives these bytes out. Those up to the next multiple of `unit` are nobody's.
+CONTROL void softgpu_lease(Address address, std::size_t bytes, std::size_t unit) {
+  Held held(state_lock);
+  lease({address, address + bytes}, (unit - bytes % unit) % unit);
+}
+
+// They come back, so nothing may use them any more that the program has not waited for.
+CONTROL void softgpu_release(Address address) {
+  Held held(state_lock);
+  Range part;
+  bool intact;
+  for (const Range& known : leases_in({address, address + 1})) {
+    for (const std::string& operation : unfinished_on(known))
+      report("freed too early: memory at " + format("0x%llx", static_cast<unsigned long long>(known.begin)) +
+             " is given back, and the program has not waited for " + operation);
+  }
+  if (!release_lease(address, &part, &intact)) return;
+  if (!intact)
+    report(format("out_of_bounds: something wrote behind the %llu bytes at 0x%llx",
+                  static_cast<unsigned long long>(part.end - part.begin), static_cast<unsigned long long>(part.begin)));
+  forget_accesses(part);
+}
+
+CONTROL void softgpu_fail_allocation(long number) { faults.allocation = number; }
+CONTROL void softgpu_fail_pinned(long number) { faults.pinned = number; }
+CONTROL void softgpu_fail_launch(long number, int status) {
+  faults.launch_status = status;
+  faults.launch = number;
+}
+CONTROL void softgpu_lose_event(long number) { faults.event = number; }
+CONTROL void softgpu_slow_copy(long number, double seconds) {
+  faults.copy_seconds = seconds;
+  faults.copy = number;
+}
