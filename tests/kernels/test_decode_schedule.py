@@ -87,7 +87,7 @@ def test_the_ranges_are_all_of_the_work_and_nothing_twice(variant):
             wanted = {(e, h): int(load.tiles[e]) for e in np.flatnonzero(load.exists) for h in range(load.heads)}
             assert tiles == wanted
             loads = [sum(last - first + ITEM_UNITS for _, _, first, last in pieces) for pieces in walked]
-            np.testing.assert_array_equal(schedule.loads(), loads)
+            np.testing.assert_array_equal(plan.loads(schedule), loads)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
@@ -121,7 +121,7 @@ def test_ranges_are_not_cut_smaller_than_it_is_worth():
     case = DecodeCase(random_batch(0, (64 * 11,), heads=(1, 1), dim=64, dtype="float16"), options={"causal": True})
     _, key, schedule = planned(case, 100)
     assert min_units(key) == 4
-    assert (schedule.loads() > 0).sum() == (11 + ITEM_UNITS) // 4
+    assert (plan.loads(schedule) > 0).sum() == (11 + ITEM_UNITS) // 4
 
 
 @pytest.mark.parametrize("name", plan.batches())
@@ -130,15 +130,15 @@ def test_the_modelled_work_falls_evenly(name):
     problem = plan.problem_of(lengths)
     key = key_of(problem, "sm_90a")
     schedule = split_decode(problem, key, ranges_of(key, 132), lengths, None)
-    assert 1.0 <= schedule.balance() <= 1.1
-    assert (schedule.loads() > 0).all(), "every block has work"
+    assert 1.0 <= plan.balance(schedule) <= 1.1
+    assert (plan.loads(schedule) > 0).all(), "every block has work"
 
 
 def test_one_long_sequence_would_set_the_time_if_it_were_not_split():
     lengths = plan.batches()["skewed_256"]
     problem = plan.problem_of(lengths, num_splits=1)
     key = key_of(problem, "sm_90a")
-    assert split_decode(problem, key, ranges_of(key, 132), lengths, None).balance() > 3
+    assert plan.balance(split_decode(problem, key, ranges_of(key, 132), lengths, None)) > 3
 
 
 @pytest.mark.perf

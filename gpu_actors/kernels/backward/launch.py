@@ -8,12 +8,14 @@ from gpu_actors.kernels.backward.params import pack_backward
 from gpu_actors.kernels.backward.variant import (
     FINISH,
     MAIN,
+    NAMES,
     PREPARE,
-    backward_geometry,
-    backward_keys,
     backward_macros,
-    backward_scratch,
     backward_threads,
+    dq_floats,
+    gradient_geometry,
+    gradient_scratch,
+    keys_of,
 )
 from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.program import Part, Program, Target
@@ -25,11 +27,15 @@ __all__ = ["BACKWARD_MMA"]
 def backward_program(problem: AttentionProblem, key: DispatchKey, target: Target) -> Program:
     """The three kernels of ``key``. Raises Unsupported where a grid cannot hold their blocks."""
     parts = tuple(
-        Part(part, backward_geometry(part, problem), functools.partial(pack_backward, problem, part.kernel == MAIN))
-        for part in backward_keys(key)
+        Part(
+            part,
+            gradient_geometry(part, key, problem, backward_threads(part)),
+            functools.partial(pack_backward, problem, part == key),
+        )
+        for part in keys_of(key, NAMES)
     )
     sums_in_place = problem.bias is not None and problem.bias[0] == "float32"
-    return Program(parts, backward_scratch(key, problem), frozenset({"dbias"} if sums_in_place else ()))
+    return Program(parts, gradient_scratch(key, problem, dq_floats(key)), frozenset({"dbias"} if sums_in_place else ()))
 
 
 BACKWARD_MMA = KernelFamily(

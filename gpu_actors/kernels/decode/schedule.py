@@ -6,7 +6,6 @@ the device where lengths lie there. Splitting by equal ranges of the whole is st
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -15,7 +14,7 @@ import numpy.typing as npt
 from gpu_actors.kernels.decode.variant import decode_tile, row_tile_of, row_tiles
 from gpu_actors.problem import AttentionProblem, DispatchKey
 
-__all__ = ["ITEM_UNITS", "Schedule", "Workload", "min_units", "split_decode"]
+__all__ = ["ITEM_UNITS", "Schedule", "Workload", "before", "min_units", "split_decode"]
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 
@@ -43,32 +42,11 @@ class Workload(NamedTuple):
         return np.maximum(1, np.minimum(self.splits, self.tiles))
 
 
-@dataclass(frozen=True, slots=True)
-class Schedule:
+class Schedule(NamedTuple):
     """positions: int32 (ranges + 1, 4): entry, KV head and tile at which each range begins, and where the last ends."""
 
     positions: npt.NDArray[np.int32]
     workload: Workload
-
-    def loads(self) -> Ints:
-        """The modelled work of each range: its tiles of keys, and ITEM_UNITS for each piece it begins."""
-        load = self.workload
-        entry, head, tile = (self.positions[:, column].astype(np.int64) for column in range(3))
-        index = np.minimum(entry, load.tiles.size - 1)  # the end has head and tile 0
-        count, cut = load.tiles[index], load.pieces[index]
-        tile_at = _before(load.tiles * load.heads)[entry] + head * count + tile
-        # With pinned splits every position begins a piece. Without, a range that ends inside an item has one more.
-        begun = -(-tile * cut // np.maximum(count, 1)) if load.splits else np.zeros_like(tile)
-        piece_at = _before(load.pieces * load.exists * load.heads)[entry] + head * cut + begun
-        pieces = np.diff(piece_at) + ((tile[1:] > 0) & (load.splits == 0))
-        loads: Ints = np.diff(tile_at) + ITEM_UNITS * pieces
-        return loads
-
-    def balance(self) -> float:
-        """The largest load over the mean of the ranges that have work: 1.0 is perfect."""
-        loads = self.loads()
-        busy = int((loads > 0).sum())
-        return float(loads.max() * busy / loads.sum()) if busy else 1.0
 
 
 def split_decode(
@@ -78,7 +56,7 @@ def split_decode(
     ``seqlen_q``. Both within what the problem says."""
     load = workload(problem, key, lengths, rows)
     units = load.units
-    sums = _before(units * load.heads)
+    sums = before(units * load.heads)
     total, entries = int(sums[-1]), units.size
     used = min(ranges, max(1, total // min_units(key))) if total else 0
     positions = np.zeros((ranges + 1, 4), np.int32)
@@ -128,7 +106,7 @@ def _at_a_piece(load: Workload, entry: Ints, head: Ints, tile: Ints) -> tuple[In
     return entry + over, np.where(over, 0, head), np.where(past, 0, piece * count // pieces)
 
 
-def _before(counts: npt.NDArray[Any]) -> Ints:
+def before(counts: npt.NDArray[Any]) -> Ints:
     """Sums of all that comes before, with the sum of everything at the end."""
     sums = np.zeros(counts.size + 1, np.int64)
     np.cumsum(counts, out=sums[1:])

@@ -5,18 +5,19 @@ from __future__ import annotations
 import functools
 
 from gpu_actors.kernels.backward.params import pack_backward
+from gpu_actors.kernels.backward.variant import gradient_geometry, gradient_scratch, keys_of
 from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.hopper_backward.params import pack_sm90_backward
 from gpu_actors.kernels.hopper_backward.variant import (
+    CONSUMERS,
     FINISH,
     MAIN,
+    NAMES,
     PREPARE,
-    sm90_backward_geometry,
-    sm90_backward_keys,
     sm90_backward_macros,
     sm90_backward_refuses,
-    sm90_backward_scratch,
     sm90_backward_threads,
+    sm90_dq_floats,
 )
 from gpu_actors.kernels.program import Part, Program, Target
 from gpu_actors.problem import AttentionProblem, DispatchKey
@@ -29,9 +30,11 @@ def sm90_backward_program(problem: AttentionProblem, key: DispatchKey, target: T
     outer = functools.partial(pack_backward, problem, False)
     packs = {PREPARE: outer, MAIN: functools.partial(pack_sm90_backward, problem, key, target.encode), FINISH: outer}
     parts = tuple(
-        Part(part, sm90_backward_geometry(part, problem), packs[part.kernel]) for part in sm90_backward_keys(key)
+        Part(part, gradient_geometry(part, key, problem, sm90_backward_threads(part)), packs[part.kernel])
+        for part in keys_of(key, NAMES)
     )
-    return Program(parts, sm90_backward_scratch(key, problem))
+    # A turn for each consumer's share of a slot.
+    return Program(parts, gradient_scratch(key, problem, sm90_dq_floats(key), (CONSUMERS,)))
 
 
 BACKWARD_SM90 = KernelFamily(
