@@ -37,8 +37,9 @@ def probe(children: Children, timeout: float | None) -> Call[None]:
 
     def judge(launched: Call[Any]) -> None:
         error = launched.error
-        if _needs_compiler(error, children):
-            # A device that hangs blocks this for as long as `hang_timeout`, so it has a thread of its own.
+        if isinstance(error, CompileError) and children.options.offline:
+            # The probe's kernel is in no cache and may not be compiled, which is no fault of the device. A device that
+            # hangs blocks this for as long as `hang_timeout`, so it has a thread of its own.
             threading.Thread(target=ask_device, name="gpu-actors-probe", daemon=True).start()
         elif error is None or isinstance(error, MockModeError):
             progress.discount(completed, failed_launches)
@@ -55,23 +56,13 @@ def probe(children: Children, timeout: float | None) -> Call[None]:
         else:
             answer.resolve(None)
 
-    _launch(children, timeout).when_done(judge)
+    row = np.zeros((1, 1, 1, 64), np.float16)
+    children.handle(FlashAttnActor).send(FlashForward(row, row, row), None, timeout, _URGENT).when_done(judge)
     return answer
 
 
-def _launch(children: Children, timeout: float | None) -> Call[Any]:
-    row = np.zeros((1, 1, 1, 64), np.float16)
-    launched: Call[Any] = children.handle(FlashAttnActor).send(FlashForward(row, row, row), None, timeout, _URGENT)
-    return launched
-
-
-def _needs_compiler(error: BaseException | None, children: Children) -> bool:
-    """Whether the probe's kernel is in no cache and may not be compiled, which is no fault of the device."""
-    return isinstance(error, CompileError) and children.options.offline
-
-
 class Probing:
-    """Launches attention of one row by one key at FlashAttnActor, repeatedly until no vital actor fails.
+    """Probes repeatedly until no vital actor fails.
 
     A probe that succeeds puts each failing actor on trial: it counts as failing again after one more failure.
 
@@ -104,21 +95,12 @@ class Probing:
             self._waiting = False
             return
         before = {progress: progress.completed for progress in failing}
-        _launch(children, None).when_done(lambda call: self._run(lambda: self._judge(call, before)))
+        probe(children, None).when_done(lambda call: self._run(lambda: self._judge(call.error, before)))
 
-    def _judge(self, probe: Call[Any], before: Mapping[Progress, int]) -> None:
-        if self._succeeded(probe.error):
+    def _judge(self, error: BaseException | None, before: Mapping[Progress, int]) -> None:
+        if error is None:
             for progress, completed in before.items():
                 progress.put_on_trial(completed)
         self._waiting = False
         if self._children.failing():
             self.begin()
-
-    def _succeeded(self, error: BaseException | None) -> bool:
-        if _needs_compiler(error, self._children):
-            try:
-                self._children.device.probe()
-            except Exception:
-                return False
-            return True
-        return error is None or isinstance(error, MockModeError)

@@ -16,7 +16,7 @@ from gpu_actors.planning.append_rows import NewRows
 from gpu_actors.planning.cached import CacheRequest
 from gpu_actors.requests import BatchedDecode, PagedForward
 
-__all__ = ["bucket", "pad_batch", "pad_request", "pad_rows", "pad_table", "recordable"]
+__all__ = ["bucket", "pad_batch", "pad_request", "pad_rows", "recordable"]
 
 _MOST_ROWS = 8  # of a step of decoding, drafts included; a prefill is as long as it is
 _ONES = ("k_descale", "v_descale", "q_descale")
@@ -50,18 +50,13 @@ def pad_batch(array: Any, batch: int, value: float = 0) -> Any:
     return np.concatenate([array, rest])
 
 
-def pad_table(table: Any, batch: int) -> Any:
-    """A block table padded to ``batch`` sequences, and to a power of two of columns."""
-    padded = np.full((batch, bucket(table.shape[1])), -1, np.int32)
-    padded[: len(table), : table.shape[1]] = table
-    return padded
-
-
 def pad_request(request: PagedForward) -> PagedForward:
     """The request with its batch and its block table padded."""
     batch = bucket(len(request.cache_seqlens))
     changes: dict[str, Any] = {name: pad_batch(getattr(request, name), batch) for name in ("q", "cache_seqlens")}
-    changes["block_table"] = pad_table(request.block_table, batch)
+    table: Any = request.block_table
+    changes["block_table"] = padded = np.full((batch, bucket(table.shape[1])), -1, np.int32)
+    padded[: len(table), : table.shape[1]] = table
     for value, names in ((1, _ONES), (0, _ZEROS)):
         for name in names:
             array = getattr(request, name)

@@ -92,7 +92,9 @@ class ServiceActor(MailboxActor, ActorType):
             raise
         for call in calls:
             if call.traced:
-                fields = {"actor": cell.name, "request": call.number, "key": launch.key, "kernel": self._ran(launch)}
+                nothing = "none" if cell.environment.device.info.runs_kernels else "oracle"
+                ran = " + ".join(step.kernel.entry for step in launch.steps) or nothing
+                fields = {"actor": cell.name, "request": call.number, "key": launch.key, "kernel": ran}
                 cell.environment.trace.emit("request.launched", **fields)
         cell.completion.watch(event, calls, finish, self.outbox, failed)
 
@@ -110,11 +112,6 @@ class ServiceActor(MailboxActor, ActorType):
         for call in calls:
             known = by_argument(failure, call.message) if isinstance(failure, RequestError) else failure
             call.fail(known, self.outbox)
-
-    def _ran(self, launch: Launch) -> str:
-        """What a launch runs here: the names of its kernels in their order, or that of none."""
-        nothing = "none" if self.cell.environment.device.info.runs_kernels else "oracle"
-        return " + ".join(step.kernel.entry for step in launch.steps) or nothing
 
     # Pykka's side
 

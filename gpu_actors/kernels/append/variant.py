@@ -6,6 +6,7 @@ quantised to fp8 on the way where that is asked for; q can be rotated in the sam
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from dataclasses import dataclass
@@ -136,6 +137,10 @@ class AppendKey(StableText):
     descales: bool
 
 
+# The fields that a key takes from its problem.
+_CARRIED = tuple(field.name for field in dataclasses.fields(AppendKey) if hasattr(AppendProblem, field.name))
+
+
 def append_key(problem: AppendProblem, arch: str) -> AppendKey:
     """The key of a problem on an architecture ("sm_90a", ...).
 
@@ -144,24 +149,13 @@ def append_key(problem: AppendProblem, arch: str) -> AppendKey:
     check_arch(arch)
     rope = problem.rope
     key = AppendKey(
+        **{name: getattr(problem, name) for name in _CARRIED},
         arch=arch,
-        layout=problem.layout,
-        dtype=problem.dtype,
-        cache_dtype=problem.cache_dtype,
-        head_dim=problem.head_dim,
-        head_dim_v=problem.head_dim_v,
         rotary_dim=0 if rope is None else rope.dim,
         interleaved=rope is not None and rope.interleaved,
         tables=rope is not None and rope.table_rows > 0,
-        positions=problem.positions,
         query=problem.heads_q > 0,
-        descales=problem.descales,
     )
-    _check_support(key)
-    return key
-
-
-def _check_support(key: AppendKey) -> None:
     if capability(key.arch) < FIRST_CAPABILITY:
         raise Unsupported("arch", key.arch, "the kernels need compute capability 8.0 or newer", "sm_80")
     fp8 = key.cache_dtype in ELEMENTS and ELEMENTS[key.cache_dtype].fp8
@@ -185,6 +179,7 @@ def _check_support(key: AppendKey) -> None:
     if not key.rotary_dim and (key.query or key.positions):
         field = "heads_q" if key.query else "positions"
         raise Unsupported(field, True, "q and positions are given to be rotated, and no rope is asked for", None)
+    return key
 
 
 class _Units(NamedTuple):
@@ -193,9 +188,6 @@ class _Units(NamedTuple):
     k: int
     v: int
     q: int
-
-    def of_row(self, heads_kv: int, heads_q: int) -> int:
-        return heads_kv * (self.k + self.v) + heads_q * self.q
 
 
 def _units(key: AppendKey) -> _Units:
@@ -248,7 +240,8 @@ class Cut(NamedTuple):
 
 def cut_rows(key: AppendKey, problem: AppendProblem) -> Cut:
     """How the rows of a problem are dealt out to thread blocks."""
-    row_units = _units(key).of_row(problem.heads_kv, problem.heads_q)
+    units_of = _units(key)
+    row_units = problem.heads_kv * (units_of.k + units_of.v) + problem.heads_q * units_of.q
     block_rows = max(1, min(_MAX_ROWS, _BLOCK_UNITS // row_units, problem.total // _FULL_GPU))
     units = block_rows * row_units
     parts = _ceil(units, _BLOCK_UNITS)
