@@ -77,6 +77,7 @@ class KvWork(Work):
         return lengths[0] if self.single else lengths
 
 
+@dataclass(eq=False)
 class OpenedCache:
     """One cache: its pool on the device, its tables, and its launches in flight.
 
@@ -84,20 +85,17 @@ class OpenedCache:
     (kv_heads,), where the pool has some.
     """
 
-    def __init__(
-        self, number: int, pool: AppendProblem, arrays: tuple[Any, Any], descales: Mapping[str, Any], generation: int
-    ) -> None:
-        self.number = number
-        self.pool = pool
-        self.k_pool: Any = arrays[0]
-        self.v_pool: Any = arrays[1]
-        self.descales = descales
-        self.tables: CacheTables = CacheTables(pool.num_blocks, pool.page_size)
-        self.generation = generation
-        self.incarnation: bytes = incarnation()
-        # Held from a launch's reservation until it counts as in flight: one that fails meanwhile must find it.
-        self._lock = threading.Lock()
-        self._in_flight: list[list[KvWork]] = []
+    number: int
+    pool: AppendProblem
+    k_pool: Any
+    v_pool: Any
+    descales: Mapping[str, Any]
+    tables: CacheTables
+    generation: int
+    incarnation: bytes = field(default_factory=incarnation)
+    # Held from a launch's reservation until it counts as in flight: one that fails meanwhile must find it.
+    _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
+    _in_flight: list[list[KvWork]] = field(init=False, default_factory=list)
 
     def sequence(self, table: PageTable) -> KvSequence:
         """The caller's record of a new sequence."""
@@ -237,10 +235,11 @@ class CacheStore:
         pages = (pool.num_blocks, pool.page_size, pool.heads_kv)
         if math.prod(pages) * max(pool.head_dim, pool.head_dim_v) > _MOST_ELEMENTS:
             raise OutOfDeviceMemory(f"no memory can be addressed that holds {pages} rows of {pool.head_dim} elements")
-        arrays = tuple(allocate((*pages, dim), pool.cache_dtype) for dim in (pool.head_dim, pool.head_dim_v))
+        k_pool, v_pool = (allocate((*pages, dim), pool.cache_dtype) for dim in (pool.head_dim, pool.head_dim_v))
+        tables = CacheTables(pool.num_blocks, pool.page_size)
         number = self._newest = next(_NUMBERS)
         generation = self._cell.environment.generation
-        self._caches[number] = OpenedCache(number, pool, (arrays[0], arrays[1]), descales, generation)
+        self._caches[number] = OpenedCache(number, pool, k_pool, v_pool, descales, tables, generation)
         return number
 
     def forget(self, number: int) -> None:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from gpu_actors.compiling.source import Cubin, KernelSource
@@ -158,7 +158,7 @@ class NvrtcActor(ServiceActor):
             return
         if call.claim():
             self._hand_over(call)
-            batch = _WarmBatch(call, self.cell.mailbox, message)
+            batch = _WarmBatch(call, self.cell.mailbox)
             for index, (key, source) in enumerate(sources):
                 self._workshop.start(source, key.arch, functools.partial(batch.done, index))
 
@@ -254,20 +254,13 @@ class _Workshop:
         return self.cache.get_or_compile(source, arch, self._compiler.compile)
 
     def _build(self, source: KernelSource, arch: str) -> Product:
+        from gpu_actors.compiling.cubin_cache import announced
+
         # The digest is of a text, because Python's own hashes differ between processes.
         text = repr((source.entry_points, dict(source.macros), source.source, dict(source.headers)))
         variant = f"{source.name}:{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-        self._event("compile.started", {"variant": variant, "arch": arch})
-        began = time.monotonic()
-        failure: BaseException | None = None
-        try:
-            return self._cell.environment.device.build(source, arch)
-        except BaseException as error:
-            failure = error
-            raise
-        finally:
-            fields = {"variant": variant, "arch": arch, "seconds": time.monotonic() - began, "error": failure}
-            self._event("compile.completed", fields)
+        emit = functools.partial(self._cell.environment.trace.emit, variant=variant, arch=arch)
+        return announced(emit, lambda: self._cell.environment.device.build(source, arch))
 
     def _event(self, name: str, fields: dict[str, Any]) -> None:
         self._cell.environment.trace.emit(name, **fields)
@@ -281,35 +274,35 @@ def _answer(
     call.settle(product, error, None)
 
 
+@dataclass(slots=True, eq=False)
 class _WarmBatch:
     """Answers a `Warm` call once its last variant is done."""
 
-    def __init__(self, call: Call[Any], mailbox: Mailbox, message: Warm) -> None:
-        self._call = call
-        self._mailbox = mailbox
-        self._message = message
-        self._lock = threading.Lock()
-        self._done = 0
-        self._warmed: list[WarmedVariant | None] = [None] * len(message.keys)
-        self._error: GpuActorsError | None = None
+    call: Call[Any]
+    mailbox: Mailbox
+    warmed: dict[int, WarmedVariant] = field(default_factory=dict)
+    count: int = 0
+    error: GpuActorsError | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def done(self, index: int, product: Product | None, error: GpuActorsError | None, seconds: float) -> None:
         """The variant of that number is in the cache, or cannot be."""
-        keys = self._message.keys
-        with self._lock:
-            self._done += 1
-            done = self._done
+        message: Warm = self.call.message
+        key = message.keys[index]
+        with self.lock:
+            self.count += 1
+            done = self.count
             if isinstance(product, Cubin):
-                self._warmed[index] = WarmedVariant(keys[index], product, seconds)
-            elif self._error is None:
-                self._error = error
+                self.warmed[index] = WarmedVariant(key, product, seconds)
+            elif self.error is None:
+                self.error = error
         try:
-            if self._message.progress is not None:
-                self._message.progress(done, len(keys), keys[index])
+            if message.progress is not None:
+                message.progress(done, len(message.keys), key)
         except BaseException as raised:
             failure = GpuActorsError(f"warm's progress callback raised {raised!r}")
             failure.__cause__ = raised
-            self._error = self._error or failure
-        if done == len(keys):
-            self._mailbox.launch_ended()
-            self._call.settle(self._warmed, self._error, None)
+            self.error = self.error or failure
+        if done == len(message.keys):
+            self.mailbox.launch_ended()
+            self.call.settle([variant for _, variant in sorted(self.warmed.items())], self.error, None)

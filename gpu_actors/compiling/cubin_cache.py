@@ -7,6 +7,7 @@ all threads and processes that ask for it. A fault of the disk costs a compile a
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import tempfile
@@ -16,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from gpu_actors.compiling.cubin_entry import CorruptEntry, VariantKey, decode_entry, encode_entry, variant_key
 from gpu_actors.compiling.cubin_folder import CacheFolder
@@ -24,9 +26,10 @@ from gpu_actors.compiling.source import Cubin, KernelSource
 from gpu_actors.compiling.toolchain import FindToolchain, find_toolchain
 from gpu_actors.errors import CompileError, InvalidRequest
 
-__all__ = ["CacheStats", "CubinCache", "default_cache_dir"]
+__all__ = ["CacheStats", "CubinCache", "announced", "default_cache_dir"]
 
 Compile = Callable[[KernelSource, str], Cubin]
+Made = TypeVar("Made")
 Found = tuple[Cubin, bool]  # the cubin, and whether it was there rather than compiled
 OnEvent = Callable[[str, dict[str, object]], None]
 
@@ -228,17 +231,8 @@ class CubinCache:
 
     def _compile(self, key: VariantKey, source: KernelSource, arch: str, compile: Compile) -> Cubin:
         self._count("compiles")
-        self._emit(logging.INFO, "compile.started", key, source, arch=arch)
-        began = time.perf_counter()
-        failure: str | None = None
-        try:
-            return compile(source, arch)
-        except BaseException as error:
-            failure = str(error)
-            raise
-        finally:
-            seconds = time.perf_counter() - began
-            self._emit(logging.INFO, "compile.completed", key, source, arch=arch, seconds=seconds, error=failure)
+        emit = functools.partial(self._emit, logging.INFO, key=key, source=source, arch=arch)
+        return announced(emit, lambda: compile(source, arch))
 
     @contextlib.contextmanager
     def _compile_lock(self, key: VariantKey, source: KernelSource) -> Iterator[bool]:
@@ -398,6 +392,20 @@ class CubinCache:
             self._on_event(event, fields)
         except Exception:  # a listener's fault is no reason to lose a kernel
             _log.exception("on_event raised at %s", event)
+
+
+def announced(emit: Callable[..., None], make: Callable[[], Made]) -> Made:
+    """``make()``, between the events compile.started and compile.completed."""
+    emit("compile.started")
+    began = time.perf_counter()
+    failure: str | None = None
+    try:
+        return make()
+    except BaseException as error:
+        failure = str(error)
+        raise
+    finally:
+        emit("compile.completed", seconds=time.perf_counter() - began, error=failure)
 
 
 def _builds(folder: CacheFolder, key: VariantKey, source: KernelSource, arch: str) -> Iterator[str]:

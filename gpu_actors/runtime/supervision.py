@@ -7,7 +7,8 @@ thread of its own: the ContextActor feeds it reports and timers, so every decisi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 
 from gpu_actors.clock import Clock
 from gpu_actors.options import RestartPolicy
@@ -17,6 +18,7 @@ from gpu_actors.tracing import Trace
 __all__ = ["Supervisor"]
 
 
+@dataclass(eq=False)
 class Supervisor:
     """Restarts children by a policy, and escalates when they fail too often.
 
@@ -24,29 +26,20 @@ class Supervisor:
     escalate: called with the cell and its error when the policy grants no further restart.
     """
 
-    def __init__(
-        self,
-        cells: Iterable[ActorCell],
-        policy: RestartPolicy,
-        clock: Clock,
-        trace: Trace,
-        after: Callable[[float, Callable[[], None]], object],
-        escalate: Callable[[ActorCell, BaseException], None],
-    ) -> None:
-        self._cells = list(cells)
-        self._policy = policy
-        self._clock = clock
-        self._trace = trace
-        self._after = after
-        self._escalate = escalate
-        self._failures: dict[ActorCell | None, deque[float]] = {}
-        self._asked: set[ActorCell] = set()
-        self._due: set[ActorCell] = set()
-        self._errors: dict[ActorCell, BaseException] = {}
-        self.stopping = False
+    cells: Collection[ActorCell]
+    policy: RestartPolicy
+    clock: Clock
+    trace: Trace
+    after: Callable[[float, Callable[[], None]], object]
+    escalate: Callable[[ActorCell, BaseException], None]
+    stopping: bool = False
+    _failures: dict[ActorCell | None, deque[float]] = field(init=False, default_factory=dict)
+    _asked: set[ActorCell] = field(init=False, default_factory=set)
+    _due: set[ActorCell] = field(init=False, default_factory=set)
+    _errors: dict[ActorCell, BaseException] = field(init=False, default_factory=dict)
 
     def start(self) -> None:
-        for cell in self._cells:
+        for cell in self.cells:
             cell.start()
 
     def ready(self, cell: ActorCell, urn: str) -> None:
@@ -57,7 +50,7 @@ class Supervisor:
         cell.state = "running"
         if restarted:
             error = self._errors.pop(cell, None)
-            self._trace.emit("actor.restarted", actor=cell.name, restarts=cell.restarts, error=error)
+            self.trace.emit("actor.restarted", actor=cell.name, restarts=cell.restarts, error=error)
 
     def failed(self, cell: ActorCell, urn: str, error: BaseException) -> None:
         """A child's incarnation raised: restart it, all of them, or escalate."""
@@ -67,26 +60,26 @@ class Supervisor:
             self.stopped(cell, urn)
             return
         cell.ref = None
-        now = self._clock.now()
+        now = self.clock.now()
         # Vital actors share one allowance. Every other actor has its own.
         failures = self._failures.setdefault(None if cell.actor_type.vital else cell, deque())
-        while failures and now - failures[0] > self._policy.window:
+        while failures and now - failures[0] > self.policy.window:
             failures.popleft()
-        if len(failures) >= self._policy.max_restarts:
-            self._trace.emit("actor.failed", actor=cell.name, error=error)
-            self._escalate(cell, error)
+        if len(failures) >= self.policy.max_restarts:
+            self.trace.emit("actor.failed", actor=cell.name, error=error)
+            self.escalate(cell, error)
             return
-        delay = self._policy.delay(len(failures))
+        delay = self.policy.delay(len(failures))
         failures.append(now)
-        siblings = [member for member in self._cells if member.state not in ("stopped", "failed")]
-        group = siblings if self._policy.strategy == "all_for_one" else [cell]
+        siblings = [member for member in self.cells if member.state not in ("stopped", "failed")]
+        group = siblings if self.policy.strategy == "all_for_one" else [cell]
         for member in group:
             member.state = "restarting"
             self._errors.setdefault(member, error)
             if member.ref is not None:
                 self._asked.add(member)
                 member.stop()
-        self._after(delay, lambda: self._restart(group))
+        self.after(delay, lambda: self._restart(group))
 
     def stopped(self, cell: ActorCell, urn: str) -> None:
         """A child's incarnation has stopped: on request, or for good where there was none."""
