@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +56,8 @@ STATE = "gpu_actors"
 
 _NOT_OPEN = "the application's lifespan has not opened a context: give the application lifespan=asgi.lifespan(...)"
 
-Prepare = Callable[[GpuContext], Awaitable[Mapping[str, Any] | None]]
+Prepared = Mapping[str, Any] | None
+Prepare = Callable[[GpuContext], Awaitable[Prepared] | AbstractAsyncContextManager[Prepared]]
 Lifespan = Callable[[Any], AbstractAsyncContextManager[dict[str, Any]]]
 
 
@@ -85,7 +86,9 @@ def lifespan(
     a startup raises ends it; what it had opened is closed.
 
     device, options: as for `open_context`. prepare: a coroutine function that is given the context, to load a model and
-    to warm it up; the mapping that it returns is added to the state of every request, as ``request.state.model``.
+    to warm it up; the mapping that it returns is added to the state of every request, as ``request.state.model``. What
+    has to be closed it may open as an async context manager (``contextlib.asynccontextmanager``), which is left before
+    the context is.
     admission: shown in /metrics, and found as ``service(request).admission``. probes: `Probes` with a port of their
     own, which answer while the application starts, stops or is busy. Default: probes without a port, for `routes`.
     leave_seconds: how long /readyz says "draining" after SIGTERM before the server is told (see `leave_slowly`).
@@ -100,8 +103,12 @@ def lifespan(
     async def opened(app: Any) -> AsyncIterator[dict[str, Any]]:
         # The probes are entered first and left last: they answer while the context opens and drains.
         answering = probes if probes is not None else Probes()
-        async with answering, open_context(device, options) as context:
-            prepared = await prepare(context) if prepare is not None else None
+        async with answering, open_context(device, options) as context, AsyncExitStack() as stack:
+            made = prepare(context) if prepare is not None else None
+            if isinstance(made, AbstractAsyncContextManager):
+                prepared = await stack.enter_async_context(made)
+            else:
+                prepared = await made if made is not None else None
             if not any(stats.launched for stats in context.stats().values()):
                 await context.probe()
             found = Service(context, answering, admission)

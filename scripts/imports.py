@@ -42,6 +42,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("metrics", "interop", "embedding", "generation", "testing"),
     ("serving",),
     ("asgi",),
+    ("openai_api",),
     ("bench",),
     ("cli",),
     ("",),

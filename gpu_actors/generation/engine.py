@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -22,8 +22,9 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from gpu_actors.errors import ActorFailed, ActorStopped, GpuActorsError, InvalidRequest
+from gpu_actors.errors import ActorFailed, ActorStopped, GpuActorsError, InvalidRequest, StaleBuffer
 from gpu_actors.generation.batch import Batcher, Rows, Text
+from gpu_actors.generation.meter import EngineMeter
 from gpu_actors.generation.model import Heads, Llama
 from gpu_actors.generation.sampling import Sampling, TokenScores
 from gpu_actors.generation.text import Generation
@@ -68,14 +69,15 @@ class EngineStats:
     tokens: int = 0
     cached: int = 0
     most_texts: int = 0
-    ended: dict[str, int] | None = None
+    ended: dict[str, int] = field(default_factory=dict)
 
 
 class Engine:
     """Made by `Engine.open`, for the tasks of one event loop. keep_logits: generations keep theirs, to be looked at."""
 
     def __init__(self, cache: Any, model: Llama, settings: Settings, keep_logits: bool = False) -> None:
-        self.stats = EngineStats(ended={})
+        self.stats = EngineStats()
+        self.meter = EngineMeter()
         self._cache = cache
         self._model = model
         self._settings = settings
@@ -149,7 +151,9 @@ class Engine:
         reason = f"takes {pages} pages of a cache that has {settings.blocks}"
         expect(pages <= settings.blocks, "prompt", length, reason)
         text = Text(tokens, pages)
-        generation = Generation(text, max_new_tokens, sampling or Sampling(), config.stop_tokens, on_cancel=self._ring)
+        generation = Generation(
+            text, max_new_tokens, sampling or Sampling(), config.stop_tokens, self.meter, on_cancel=self._ring
+        )
         self._generations[text] = generation
         self._batcher.add(text)
         self._ring()
@@ -238,6 +242,8 @@ class Engine:
         stats.steps += 1
         stats.rows += len(rows.tokens)
         stats.most_texts = max(stats.most_texts, len(rows.texts))
+        self.meter.rows.observe(len(rows.tokens))
+        self.meter.texts.observe(len(rows.texts))
         await self._take(texts, drawn)
 
     def _first(self, rows: Rows) -> tuple[Matrix, Heads | None]:
@@ -287,7 +293,6 @@ class Engine:
     async def _forget(self, texts: Sequence[Text], reason: str = "", error: GpuActorsError | None = None) -> None:
         """End texts, and give their pages back."""
         ended = self.stats.ended
-        assert ended is not None
         for text in texts:
             generation = self._generations.pop(text)
             generation.end(reason, error)
@@ -305,6 +310,9 @@ class Engine:
 
 def _answered(error: Exception) -> GpuActorsError:
     """The error of this package that an exception is, or one that says that the engine is at fault."""
+    if isinstance(error, StaleBuffer):
+        # The cache is the engine's own: whoever asks for a text has no buffer that could be stale.
+        return ActorStopped(f"the engine has lost its cache: {error}")
     if isinstance(error, GpuActorsError):
         return error
     logger.error("a step of the engine failed", exc_info=error)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from gpu_actors.errors import GpuActorsError
 from gpu_actors.generation.batch import Text
+from gpu_actors.generation.meter import EngineMeter
 from gpu_actors.generation.sampling import Sampler, Sampling, TokenScores
 
 __all__ = ["Generation"]
@@ -34,6 +35,7 @@ class Generation:
         max_new_tokens: int,
         sampling: Sampling,
         stop_tokens: Sequence[int],
+        meter: EngineMeter,
         on_cancel: Callable[[], None],
     ) -> None:
         self.prompt = tuple(text.tokens)
@@ -48,6 +50,8 @@ class Generation:
         self._left = max_new_tokens
         self._sampler = Sampler(sampling)
         self._stop_tokens = stop_tokens
+        self._meter = meter
+        self._last: float | None = None
         self._on_cancel = on_cancel
         self._error: GpuActorsError | None = None
         self._news = anyio.Event()
@@ -72,6 +76,11 @@ class Generation:
             await self._news.wait()
         return True
 
+    async def let_in(self) -> None:
+        """Wait until the text has pages and a row of the steps, or has ended."""
+        while self.begun is None and not self.reason:
+            await self._news.wait()
+
     async def __aiter__(self) -> AsyncIterator[int]:
         seen = 0
         while await self.more(seen):
@@ -87,6 +96,8 @@ class Generation:
     def begin(self) -> None:
         """It has been let in."""
         self.begun = time.monotonic()
+        self._meter.queue.observe(self.begun - self.submitted)
+        self._tell()
 
     def draw(self, logits: NDArray[np.float32]) -> tuple[int, TokenScores | None]:
         """The next token from its logits. For one thread at a time."""
@@ -96,8 +107,13 @@ class Generation:
         """Pass a token on, and end the text where it was the last."""
         if self.reason:
             return
-        if self.first is None:
-            self.first = time.monotonic()
+        now = time.monotonic()
+        if self._last is None:
+            self.first = now
+            self._meter.first.observe(now - self.submitted)
+        else:
+            self._meter.between.observe(now - self._last)
+        self._last = now
         self.made.append(token)
         if scores is not None:
             self.scores.append(scores)

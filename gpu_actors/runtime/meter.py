@@ -13,9 +13,11 @@ from gpu_actors.runtime.call import DONE, Call
 if TYPE_CHECKING:
     from gpu_actors.clock import Clock
 
-__all__ = ["Histogram", "Meter", "outcome_of"]
+__all__ = ["SECONDS", "Histogram", "Meter", "outcome_of"]
 
-_SECONDS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+SECONDS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+"""Upper bounds of histograms of times."""
+
 _REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
@@ -45,8 +47,8 @@ class Meter:
 
     def __init__(self, clock: Clock) -> None:
         outcomes = ("completed", "failed", "cancelled")
-        self.latency: dict[str, Histogram] = {outcome: Histogram(_SECONDS) for outcome in outcomes}
-        self.queue: Histogram = Histogram(_SECONDS)
+        self.latency: dict[str, Histogram] = {outcome: Histogram(SECONDS) for outcome in outcomes}
+        self.queue: Histogram = Histogram(SECONDS)
         self.batch: Histogram = Histogram(_REQUESTS)
         self._clock = clock
         self._accepted: dict[int, float] = {}

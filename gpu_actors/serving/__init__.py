@@ -13,7 +13,7 @@ from gpu_actors.serving.bodies import Bodies, BodyTooLarge, BodyTooSlow, TooMany
 from gpu_actors.serving.guard import Exchange, Guard
 from gpu_actors.serving.leaving import leave_slowly
 from gpu_actors.serving.probes import EXIT_CODE, Answer, Probes
-from gpu_actors.serving.problems import Problem, problem
+from gpu_actors.serving.problems import NotFound, Problem, problem
 
 __all__ = [
     "EXIT_CODE",
@@ -25,6 +25,7 @@ __all__ = [
     "BodyTooSlow",
     "Exchange",
     "Guard",
+    "NotFound",
     "Probes",
     "Problem",
     "TooManyBodies",

@@ -23,7 +23,7 @@ import anyio
 
 from gpu_actors.errors import DeadlineExceeded, GpuActorsError, InvalidRequest
 from gpu_actors.serving.bodies import Bodies, BodyTooLarge, BodyTooSlow, TooManyBodies
-from gpu_actors.serving.problems import own_error, problem
+from gpu_actors.serving.problems import Problem, own_error, problem
 from gpu_actors.validation.fields import expect, real
 
 __all__ = ["Exchange", "Guard"]
@@ -32,6 +32,7 @@ Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
 App: TypeAlias = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+Spelling: TypeAlias = Callable[["Problem", "Exchange"], "tuple[bytes, str] | None"]
 
 logger: logging.Logger = logging.getLogger("gpu_actors")
 access: logging.Logger = logging.getLogger("gpu_actors.access")
@@ -61,11 +62,14 @@ class Guard:
       raised for the server to log; not where the application is in debug mode or has a handler for it. An error after
       the first byte of the answer is raised, so that the server closes the connection.
     - Each answer has an X-Request-Id, the client's own where it is a plain name. The logger "gpu_actors.access" gets a
-      line for each, at level INFO, and DEBUG for probes and refusals by 429.
+      line for each, at level INFO, and DEBUG for probes and refusals by 429. Its record has request_id, method, path,
+      status, milliseconds and the handler's notes.
 
     default_timeout: seconds for a request without the header. None: no limit.
     longest_timeout: seconds that a client may ask for at most.
     bodies: the bounds on bodies. Default: ``Bodies()``.
+    spell: makes the body of an error in another form, from its `Problem` and the exchange: the bytes and their media
+        type, or None for problem+json.
 
     Other scopes than HTTP pass untouched, and so does HTTP behind a second guard. Raises `InvalidRequest` for a time
     that is not over 0.
@@ -78,8 +82,10 @@ class Guard:
         default_timeout: float | None = None,
         longest_timeout: float = 300.0,
         bodies: Bodies | None = None,
+        spell: Spelling | None = None,
     ) -> None:
         self.app = app
+        self.spell = spell
         self.default_timeout = None if default_timeout is None else _over_0("default_timeout", default_timeout)
         self.longest_timeout = _over_0("longest_timeout", longest_timeout)
         self.bodies: Bodies = bodies if bodies is not None else Bodies()
@@ -94,14 +100,16 @@ class Guard:
 class Exchange:
     """One request and its answer. Found in the ASGI scope under ``gpu_actors.exchange``.
 
-    deadline: absolute ``time.monotonic()`` seconds, or None. request_id: of the answer's X-Request-Id.
-    quiet: whether the answer is worth no line of the log at level INFO.
+    deadline: absolute ``time.monotonic()`` seconds, or None. request_id: of the answer's X-Request-Id. path: of the
+    request. quiet: whether the answer is worth no line of the log at level INFO. notes: what a handler wants that line
+    to say too, by name.
     """
 
     def __init__(self, guard: Guard, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         self.request_id: str = _request_id(scope)
         self.deadline: float | None = None
         self.quiet: bool = False
+        self.notes: dict[str, Any] = {}
         self._guard = guard
         scope[KEY] = self
         self._scope = scope
@@ -116,6 +124,19 @@ class Exchange:
         self._status = 0
         self._answered = self._gone = False
         self._refusal: GpuActorsError | None = None
+
+    @property
+    def path(self) -> str:
+        return str(self._scope.get("path", ""))
+
+    def stretch(self, seconds: float) -> None:
+        """Cancel the handler only so many seconds after the deadline: it ends its answer by the deadline itself.
+
+        For streams, whose end tells the client why they end. Does nothing without a deadline.
+        """
+        if self.deadline is not None and not self._answered:
+            left = self.deadline + seconds - time.monotonic()
+            self._run.deadline = anyio.current_time() + left
 
     async def run(self) -> None:
         try:
@@ -247,8 +268,13 @@ class Exchange:
             headers["Connection"] = "close"
         if not self._scope.get("http_version", "1.1").startswith("1"):
             headers.pop("Connection", None)
-        instance = f"{quote(self._scope.get('path', ''))}#{self.request_id}"
-        body = answer.body(instance=instance, request_id=self.request_id)
+        spelled = None if self._guard.spell is None else self._guard.spell(answer, self)
+        if spelled is None:
+            instance = f"{quote(self.path)}#{self.request_id}"
+            body = answer.body(instance=instance, request_id=self.request_id)
+        else:
+            body, headers["Content-Type"] = spelled
+        self.notes.setdefault("error", answer.name)
         headers["Content-Length"] = str(len(body))
         raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
         await self._send_on({"type": "http.response.start", "status": answer.status, "headers": raw})
@@ -275,9 +301,18 @@ class Exchange:
         # /metrics counts refusals; a log line for each would be a large part of their cost.
         level = logging.DEBUG if self.quiet or status == 429 else logging.INFO
         if access.isEnabledFor(level):
-            method, path = self._scope.get("method", ""), quote(self._scope.get("path", ""))[:200]
-            extra = {"request_id": self.request_id, "status": status, "milliseconds": milliseconds}
-            access.log(level, "%s %s %s %d %.1f ms", self.request_id, method, path, status, milliseconds, extra=extra)
+            method, path = self._scope.get("method", ""), quote(self.path)[:200]
+            extra = {
+                "request_id": self.request_id,
+                "method": method,
+                "path": path,
+                "status": status,
+                "milliseconds": milliseconds,
+                "notes": self.notes,
+            }
+            line = "%s %s %s %d %.1f ms%s"
+            notes = "".join(f" {name}={value}" for name, value in self.notes.items())
+            access.log(level, line, self.request_id, method, path, status, milliseconds, notes, extra=extra)
 
 
 class _HungUp(Exception):

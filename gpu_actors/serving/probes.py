@@ -31,7 +31,7 @@ from gpu_actors.serving.proof import Proof
 from gpu_actors.validation.fields import expect, integer, real
 
 if TYPE_CHECKING:
-    from prometheus_client.registry import CollectorRegistry
+    from prometheus_client.registry import Collector, CollectorRegistry
 
     from gpu_actors.context import GpuContext
     from gpu_actors.serving.admission import Admission
@@ -98,6 +98,7 @@ class Probes:
         self._context: GpuContext | None = None
         self._proof: Proof | None = None
         self._registry: CollectorRegistry | None = None
+        self._collectors: list[Collector] = []
         self._leaving = False
         self._last_beat = time.monotonic()
         self._beating: asyncio.Task[None] | None = None
@@ -109,6 +110,7 @@ class Probes:
         if self._thread is not None and self._thread.is_alive():
             raise GpuActorsError("these probes are entered already; make some for each application")
         self._context = self._proof = self._registry = None
+        self._collectors = []
         self._leaving = False
         self._ended.clear()
         if self.port is not None:
@@ -141,8 +143,14 @@ class Probes:
             self._registry.register(ContextCollector(context))
             if admission is not None:
                 self._registry.register(AdmissionCollector(admission))
+            for collector in self._collectors:
+                self._registry.register(collector)
         self._proof = Proof(context, self.proof_seconds)
         self._context = context
+
+    def collect(self, collector: Collector) -> None:
+        """Show in /metrics what this collector of ``prometheus_client`` gives, from the next `watch` on."""
+        self._collectors.append(collector)
 
     def leave(self) -> None:
         """The process is about to end: not ready from now on."""

@@ -17,6 +17,7 @@ from gpu_actors.errors import (
     ContextLost,
     DeadlineExceeded,
     GpuActorsError,
+    InvalidRequest,
     MockModeError,
     OutOfDeviceMemory,
     Overloaded,
@@ -28,13 +29,17 @@ from gpu_actors.errors import (
 from gpu_actors.serving.bodies import BodyTooLarge, BodyTooSlow
 from gpu_actors.values import show
 
-__all__ = ["CONTENT_TYPE", "Problem", "own_error", "problem"]
+__all__ = ["CONTENT_TYPE", "NotFound", "Problem", "own_error", "problem"]
 
 CONTENT_TYPE = "application/problem+json"
 
 _LONGEST_TEXT = 320
 _HIDDEN = "an unexpected error; see the server's log"
 _STOPPED = "the service takes no requests: it is stopping, or has failed"
+
+
+class NotFound(InvalidRequest):
+    """What a request names is not here. Raised by applications; answered with 404."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,7 @@ class _Answer:
 
 # The first that fits. What an actor raised by accident may be quoted by ActorFailed and ActorStopped.
 _ANSWERS: tuple[tuple[type[GpuActorsError], _Answer], ...] = (
+    (NotFound, _Answer(404)),
     (RequestError, _Answer(400)),
     (BodyTooSlow, _Answer(408)),
     (StaleBuffer, _Answer(409)),
@@ -80,6 +86,11 @@ class Problem:
     detail: str
     retry_after: int | None = None
     members: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The error's name, empty for an error that is not this package's."""
+        return self.type.rpartition(":")[2] if self.type.startswith("urn:") else ""
 
     def body(self, **members: Any) -> bytes:
         """The JSON, with these members too: ``instance`` of RFC 9457, or some of your own."""

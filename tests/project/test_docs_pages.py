@@ -69,7 +69,13 @@ def test_every_name_that_a_page_places_in_a_file_is_there() -> None:
 
 def test_every_command_that_a_page_shows_is_one() -> None:
     text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
-    assert set(re.findall(r"(?:^|[`/])gpu-actors ([a-z]+)", text, re.M)) == {"bench", "embed", "warm", "doctor"}
+    assert set(re.findall(r"(?:^|[`/])gpu-actors ([a-z]+)", text, re.M)) == {
+        "bench",
+        "embed",
+        "serve",
+        "warm",
+        "doctor",
+    }
     suites = set(re.findall(r"gpu-actors bench ([a-z]+)", text))
     assert suites
     for suite in suites:

@@ -1,0 +1,19 @@
+"""OpenAI's HTTP API over a context: embeddings, completions and chat completions with streaming.
+
+    app = create_app(ServeSettings(device="cuda", models=("llama=/models/llama",)))
+
+``gpu-actors serve`` runs it. settings: what can be set. requests, responses: the bodies. reading: bodies to requests.
+models: what is loaded. telling: a text as it comes. stream: server-sent events. completions, embeddings: the endpoints.
+failures: errors in OpenAI's form. state: what the endpoints share. collector: metrics. app: all of it together.
+server: the process. Needs the extra "serve".
+
+Imports from other rooms: embedding, generation, runtime, serving, validation.
+"""
+
+from __future__ import annotations
+
+from gpu_actors.openai_api.app import create_app
+from gpu_actors.openai_api.server import serve
+from gpu_actors.openai_api.settings import ServeSettings
+
+__all__ = ["ServeSettings", "create_app", "serve"]

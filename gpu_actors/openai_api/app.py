@@ -1,0 +1,93 @@
+"""The application: a context, models and endpoints behind one guard."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import anyio
+
+from gpu_actors.extras import missing
+from gpu_actors.openai_api.settings import ServeSettings
+from gpu_actors.serving.admission import Admission
+from gpu_actors.serving.bodies import Bodies
+from gpu_actors.serving.probes import Probes
+
+try:
+    from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
+    from starlette.routing import Route
+
+    from gpu_actors import asgi
+    from gpu_actors.openai_api.collector import ServerCollector
+    from gpu_actors.openai_api.completions import chat_completions, completions
+    from gpu_actors.openai_api.embeddings import embeddings, list_models, one_model
+    from gpu_actors.openai_api.failures import not_routed, spell
+    from gpu_actors.openai_api.models import Models, open_models
+    from gpu_actors.openai_api.state import State
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(missing(error, "serve"), name=error.name) from None
+
+if TYPE_CHECKING:
+    from gpu_actors.context import GpuContext
+
+__all__ = ["create_app"]
+
+_READERS = 4
+"""Bodies and prompts that are read at once, in threads of their own: a long one delays no step of the engine."""
+
+
+def create_app(settings: ServeSettings | None = None) -> Starlette:
+    """The application. It is ready once its models have answered, so no client waits for them to load.
+
+    ``app.state.openai_api`` is its `State`.
+    """
+    settings = settings if settings is not None else ServeSettings()
+    bounds = {"waiting": settings.max_waiting, "queue_seconds": settings.queue_seconds}
+    state = State(
+        settings,
+        Admission(settings.max_running, **bounds),  # type: ignore[arg-type]
+        Admission(settings.max_embedding, **bounds),  # type: ignore[arg-type]
+    )
+    probes = Probes(host=settings.probe_host, port=settings.probe_port, exit_when_dead=settings.exit_when_dead)
+
+    @asynccontextmanager
+    async def prepare(context: GpuContext) -> AsyncIterator[None]:
+        state.readers = anyio.CapacityLimiter(_READERS)
+        async with open_models(context, settings) as models:
+            state.models = models
+            probes.collect(ServerCollector(state))
+            try:
+                yield
+            finally:
+                state.models = Models()
+
+    app = Starlette(
+        lifespan=asgi.lifespan(
+            settings.device,
+            settings.options,
+            prepare=prepare,
+            admission=state.admission,
+            probes=probes,
+            leave_seconds=settings.leave_seconds,
+        ),
+        routes=[
+            Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+            Route("/v1/embeddings", embeddings, methods=["POST"]),
+            Route("/v1/models", list_models, methods=["GET"]),
+            Route("/v1/models/{name:path}", one_model, methods=["GET"]),
+            *asgi.routes(),
+        ],
+        exception_handlers={HTTPException: not_routed},
+    )
+    app.state.openai_api = state
+    app.add_middleware(
+        asgi.Guard,
+        default_timeout=settings.default_timeout,
+        longest_timeout=settings.longest_timeout,
+        bodies=Bodies(max_bytes=settings.max_body_bytes),
+        spell=spell,
+    )
+    return app

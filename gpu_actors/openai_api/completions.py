@@ -1,0 +1,284 @@
+"""/v1/completions and /v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import anyio
+import anyio.to_thread
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gpu_actors.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unsupported
+from gpu_actors.generation.sampling import Sampling
+from gpu_actors.generation.tokenizer import Tokenizer
+from gpu_actors.openai_api.models import Generator
+from gpu_actors.openai_api.reading import read
+from gpu_actors.openai_api.requests import ChatRequest, CompletionRequest, GenerationRequest
+from gpu_actors.openai_api.responses import (
+    ChatChoice,
+    ChatChunk,
+    ChatCompletion,
+    ChatLogprobs,
+    ChatMessage,
+    ChatToken,
+    ChunkChoice,
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    Delta,
+    TopToken,
+)
+from gpu_actors.openai_api.stream import EventStream, Writer
+from gpu_actors.openai_api.telling import ScoredToken, Telling, token_text
+from gpu_actors.serving.guard import KEY, Exchange
+
+if TYPE_CHECKING:
+    from gpu_actors.openai_api.state import State
+
+__all__ = ["chat_completions", "completions"]
+
+_NO_USAGE = {"usage"}
+
+Asked = TypeVar("Asked", bound=GenerationRequest)
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """A request that has been read."""
+
+    state: State
+    generator: Generator
+    asked: GenerationRequest
+    exchange: Exchange
+    sampling: Sampling
+    name: str
+    created: int
+
+    @asynccontextmanager
+    async def told(self) -> AsyncIterator[Telling]:
+        """Generate the text as long as this is entered. A place is held for as long.
+
+        Raises what the admission raises, and `InvalidRequest` for a prompt that does not fit.
+        """
+        exchange, engine, admission = self.exchange, self.generator.engine, self.state.admission
+        patience = time.monotonic() + admission.queue_seconds
+        async with admission.place(exchange.deadline):
+            prompt = await anyio.to_thread.run_sync(_prompt, self.generator, self.asked, limiter=self.state.readers)
+            new = _new_tokens(self.asked, len(prompt), engine.longest, self.state.settings.default_max_tokens)
+            generation = engine.submit(prompt, max_new_tokens=new, sampling=self.sampling)
+            config = self.generator.config
+            telling = Telling(generation, self.generator.tokenizer, self.asked.stop, config.stop_tokens)
+            try:
+                # A place among the texts is not yet room in the cache.
+                with anyio.move_on_after(max(0.0, patience - time.monotonic())):
+                    await generation.let_in()
+                if generation.begun is None and not generation.reason:
+                    said = f"no room in the KV cache came to this request within {admission.queue_seconds} s"
+                    raise Overloaded(said, admission.retry_after)
+                yield telling
+            finally:
+                generation.cancel()
+                usage = telling.usage
+                exchange.notes |= {
+                    "model": self.generator.name,
+                    "prompt_tokens": usage.prompt_tokens,
+                    "cached_tokens": usage.prompt_tokens_details.cached_tokens,
+                    "completion_tokens": usage.completion_tokens,
+                    "finish": telling.finish or "none",
+                }
+                if generation.first is not None:
+                    exchange.notes["first_token_ms"] = round((generation.first - generation.submitted) * 1e3, 1)
+
+    @asynccontextmanager
+    async def in_time(self) -> AsyncIterator[None]:
+        """Raise `DeadlineExceeded` at the deadline. For streams, which tell of it in an event."""
+        deadline = self.exchange.deadline
+        left = float("inf") if deadline is None else deadline - time.monotonic()
+        with anyio.move_on_after(left) as scope:
+            yield
+        if scope.cancelled_caught:
+            raise DeadlineExceeded("the deadline passed before the end of the text")
+
+
+async def completions(request: Request) -> Response:
+    state: State = request.app.state.openai_api
+    asked = await _read(request, CompletionRequest, state)
+    work = _work(request, state, asked, "cmpl", asked.logprobs)
+
+    def event(text: str, telling: Telling) -> Completion:
+        logprobs = _plain_logprobs(telling.take_scored(), work) if asked.logprobs is not None else None
+        choice = CompletionChoice(text=text, logprobs=logprobs, finish_reason=telling.finish)
+        return Completion(id=work.name, created=work.created, model=asked.model, choices=[choice])
+
+    async def events(writer: Writer) -> None:
+        exclude = None if asked.include_usage else _NO_USAGE
+        async with work.in_time(), work.told() as telling:
+            while telling.finish is None:
+                text = await telling.more()
+                if text or telling.finish:
+                    await writer.write(event(text, telling), exclude)
+            if asked.include_usage:
+                last = Completion(
+                    id=work.name, created=work.created, model=asked.model, choices=[], usage=telling.usage
+                )
+                await writer.write(last)
+
+    if asked.stream:
+        return EventStream(events)
+    async with work.told() as telling:
+        text = await _all(telling)
+        answer = event(text, telling)
+        answer.usage = telling.usage
+    return _json(answer.model_dump_json())
+
+
+async def chat_completions(request: Request) -> Response:
+    state: State = request.app.state.openai_api
+    asked = await _read(request, ChatRequest, state)
+    if asked.top_logprobs is not None and not asked.logprobs:
+        raise InvalidRequest("top_logprobs", asked.top_logprobs, "must be left out unless logprobs is true")
+    work = _work(request, state, asked, "chatcmpl", (asked.top_logprobs or 0) if asked.logprobs else None)
+
+    def logprobs(telling: Telling) -> ChatLogprobs | None:
+        return _chat_logprobs(telling.take_scored(), work) if asked.logprobs else None
+
+    def chunk(choices: list[ChunkChoice]) -> ChatChunk:
+        return ChatChunk(id=work.name, created=work.created, model=asked.model, choices=choices)
+
+    async def events(writer: Writer) -> None:
+        exclude = None if asked.include_usage else _NO_USAGE
+        async with work.in_time(), work.told() as telling:
+            begun = False
+            while telling.finish is None:
+                text = await telling.more()
+                if not begun:
+                    begun = True
+                    await writer.write(chunk([ChunkChoice(delta=Delta(role="assistant", content=""))]), exclude)
+                if text:
+                    await writer.write(
+                        chunk([ChunkChoice(delta=Delta(content=text), logprobs=logprobs(telling))]), exclude
+                    )
+            # What a held character or an end of text leaves.
+            last = ChunkChoice(delta=Delta(), logprobs=logprobs(telling), finish_reason=telling.finish)
+            await writer.write(chunk([last]), exclude)
+            if asked.include_usage:
+                counted = chunk([])
+                counted.usage = telling.usage
+                await writer.write(counted)
+
+    if asked.stream:
+        return EventStream(events)
+    async with work.told() as telling:
+        text = await _all(telling)
+        assert telling.finish is not None
+        choice = ChatChoice(message=ChatMessage(content=text), logprobs=logprobs(telling), finish_reason=telling.finish)
+        answer = ChatCompletion(
+            id=work.name, created=work.created, model=asked.model, choices=[choice], usage=telling.usage
+        )
+    return _json(answer.model_dump_json())
+
+
+async def _read(request: Request, kind: type[Asked], state: State) -> Asked:
+    body = await request.body()
+    return await anyio.to_thread.run_sync(read, kind, body, limiter=state.readers)
+
+
+def _work(request: Request, state: State, asked: GenerationRequest, kind: str, top: int | None) -> _Work:
+    if asked.stream_options is not None and not asked.stream:
+        raise InvalidRequest("stream_options", "", "must be left out unless stream is true")
+    sampling = Sampling(
+        temperature=1.0 if asked.temperature is None else asked.temperature,
+        top_p=1.0 if asked.top_p is None else asked.top_p,
+        seed=asked.seed,
+        top_logprobs=top,
+    )
+    generator = state.models.generator_of(asked.model)
+    if isinstance(asked, ChatRequest) and generator.template is None:
+        raise Unsupported("model", asked.model, "has no chat template; use /v1/completions")
+    name = f"{kind}-{uuid.uuid4().hex}"
+    return _Work(state, generator, asked, request.scope[KEY], sampling, name, int(time.time()))
+
+
+def _prompt(generator: Generator, asked: GenerationRequest) -> list[int]:
+    """The tokens of the prompt, with the one that begins every text."""
+    config, tokenizer = generator.config, generator.tokenizer
+    if isinstance(asked, ChatRequest):
+        assert generator.template is not None
+        said = [
+            message.model_dump(include={"role", "content", "name"}, exclude_none=True) for message in asked.messages
+        ]
+        # The template itself writes what begins a text.
+        return tokenizer.encode(generator.template.render(said))
+    assert isinstance(asked, CompletionRequest)
+    if not isinstance(asked.prompt, str):
+        for index, token in enumerate(asked.prompt):
+            if not 0 <= token < config.vocab:
+                raise InvalidRequest(f"prompt[{index}]", token, f"must be a token id from 0 to {config.vocab - 1}")
+        return asked.prompt
+    tokens = tokenizer.encode(asked.prompt)
+    return tokens if config.begin_token is None else [config.begin_token, *tokens]
+
+
+def _new_tokens(asked: GenerationRequest, prompt: int, longest: int, default: int) -> int:
+    field, limit = "max_tokens", asked.max_tokens
+    what = "prompt"
+    if isinstance(asked, ChatRequest):
+        what = "messages"
+        if asked.max_completion_tokens is not None:
+            field, limit = "max_completion_tokens", asked.max_completion_tokens
+    room = longest - prompt
+    if room < 1:
+        reason = f"must leave room for an answer: a text may have {longest} tokens"
+        raise InvalidRequest(what, f"{prompt} tokens", reason)
+    if limit is not None and limit > room:
+        reason = f"must be from 1 to {room}: {prompt} of {longest} tokens are the prompt's"
+        raise InvalidRequest(field, limit, reason)
+    return min(room, default) if limit is None else limit
+
+
+async def _all(telling: Telling) -> str:
+    pieces = []
+    while telling.finish is None:
+        pieces.append(await telling.more())
+    return "".join(pieces)
+
+
+def _json(body: str) -> Response:
+    return Response(body, media_type="application/json")
+
+
+def _plain_logprobs(scored: Sequence[ScoredToken], work: _Work) -> CompletionLogprobs:
+    tokenizer = work.generator.tokenizer
+    return CompletionLogprobs(
+        tokens=[token_text(tokenizer, one.token) for one in scored],
+        token_logprobs=[one.scores.chosen for one in scored],
+        top_logprobs=[_by_text(one, tokenizer) for one in scored],
+        text_offset=[one.offset for one in scored],
+    )
+
+
+def _by_text(one: ScoredToken, tokenizer: Tokenizer) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for token, score in one.scores.top:
+        # Parts of characters all look alike: the likeliest of them counts.
+        found.setdefault(token_text(tokenizer, token), score)
+    return found
+
+
+def _chat_logprobs(scored: Sequence[ScoredToken], work: _Work) -> ChatLogprobs:
+    def shown(token: int, score: float) -> TopToken:
+        text = token_text(work.generator.tokenizer, token)
+        whole = "\N{REPLACEMENT CHARACTER}" not in text
+        return TopToken(token=text, logprob=score, bytes=list(text.encode()) if whole else None)
+
+    content = []
+    for one in scored:
+        chosen = shown(one.token, one.scores.chosen)
+        content.append(ChatToken(**chosen.model_dump(), top_logprobs=[shown(*top) for top in one.scores.top]))
+    return ChatLogprobs(content=content)

@@ -1,0 +1,199 @@
+"""The bodies that clients get, as pydantic models. Field for field OpenAI's, as its Python client reads them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, model_serializer
+
+__all__ = [
+    "ChatChoice",
+    "ChatChunk",
+    "ChatCompletion",
+    "ChatLogprobs",
+    "ChatMessage",
+    "ChatToken",
+    "ChunkChoice",
+    "Completion",
+    "CompletionChoice",
+    "CompletionLogprobs",
+    "Delta",
+    "Embedding",
+    "EmbeddingList",
+    "EmbeddingUsage",
+    "Finish",
+    "ModelCard",
+    "ModelList",
+    "PromptDetails",
+    "TopToken",
+    "Usage",
+]
+
+Finish = Literal["stop", "length"]
+
+
+class PromptDetails(BaseModel):
+    """cached_tokens: of the prompt, those that were not computed again."""
+
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    """Tokens of a request for a text."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+class CompletionLogprobs(BaseModel):
+    """A list each, one entry a token. text_offset: characters of the answer before the token."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    """The text, or a piece of it in a stream."""
+
+    index: int = 0
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: Finish | None = None
+
+
+class Completion(BaseModel):
+    """The answer of /v1/completions, and each event of its stream."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class TopToken(BaseModel):
+    """A token and the logarithm of its probability. bytes: of its text; None where it is no whole text."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatToken(TopToken):
+    """A token of the answer, and the likeliest at its place."""
+
+    top_logprobs: list[TopToken]
+
+
+class ChatLogprobs(BaseModel):
+    """One entry a token."""
+
+    content: list[ChatToken]
+    refusal: None = None
+
+
+class ChatMessage(BaseModel):
+    """The assistant's message."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(BaseModel):
+    """The message, and why it ends."""
+
+    index: int = 0
+    message: ChatMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Finish
+
+
+class ChatCompletion(BaseModel):
+    """The answer of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class Delta(BaseModel):
+    """What is new in a message."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+    @model_serializer
+    def _new(self) -> dict[str, str]:
+        """Without null for what has not changed: some clients would take it for the content."""
+        return {name: value for name, value in (("role", self.role), ("content", self.content)) if value is not None}
+
+
+class ChunkChoice(BaseModel):
+    """A piece of a message."""
+
+    index: int = 0
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Finish | None = None
+
+
+class ChatChunk(BaseModel):
+    """An event of a stream of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | None = None
+
+
+class Embedding(BaseModel):
+    """A vector, as numbers or as base64 of float32 in the order of bytes of x86."""
+
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(BaseModel):
+    """Tokens of a request for embeddings."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(BaseModel):
+    """The answer of /v1/embeddings."""
+
+    object: Literal["list"] = "list"
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
+class ModelCard(BaseModel):
+    """A model. max_model_len: tokens of its longest text. kind: what it is for."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: Literal["gpu_actors"] = "gpu_actors"
+    max_model_len: int
+    kind: Literal["generation", "embedding"]
+
+
+class ModelList(BaseModel):
+    """The answer of /v1/models."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]

@@ -1,0 +1,59 @@
+"""ServeSettings: everything that can be set of a server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from gpu_actors.options import ContextOptions
+from gpu_actors.validation.fields import expect, integer, real
+
+__all__ = ["ServeSettings"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeSettings:
+    """Sizes are bounds on one request unless they say otherwise; times are in seconds.
+
+    models: folders, as DIR or NAME=DIR, "tiny" (a small Llama of random weights) or "minilm" (the installed MiniLM). At
+        most one of each kind. None given: "tiny", and "minilm" where it is installed.
+    max_running: texts that are generated at once. max_embedding: requests for embeddings worked on at once.
+    max_waiting: requests that wait for either. queue_seconds: how long each may wait before it is refused with 429.
+    default_max_tokens: new tokens of a request that does not say how many.
+    max_inputs: texts of a request for embeddings.
+    cache_mib: memory of the KV cache, for all layers. page_size: tokens of a page of it. dtype: of attention.
+    default_timeout, longest_timeout, max_body_bytes: see `Guard` and `Bodies`.
+    probe_host, probe_port, exit_when_dead: see `Probes`.
+    leave_seconds: how long /readyz says that the server is leaving before it stops to listen.
+    drain_seconds: how long texts go on after that, before they are cut off with an error.
+
+    Raises `InvalidRequest` for a value out of its range.
+    """
+
+    device: str = "auto"
+    options: ContextOptions = field(default_factory=ContextOptions)
+    models: tuple[str, ...] = ()
+    max_running: int = 256
+    max_embedding: int = 4
+    max_waiting: int = 1024
+    queue_seconds: float = 30.0
+    default_max_tokens: int = 256
+    max_inputs: int = 256
+    cache_mib: int = 512
+    page_size: int = 16
+    dtype: str = "float16"
+    max_body_bytes: int = 4 << 20
+    default_timeout: float = 300.0
+    longest_timeout: float = 3600.0
+    probe_host: str = "127.0.0.1"
+    probe_port: int | None = None
+    exit_when_dead: bool = False
+    leave_seconds: float = 2.0
+    drain_seconds: float = 20.0
+
+    def __post_init__(self) -> None:
+        least = {"max_running": 1, "max_embedding": 1, "max_waiting": 0, "default_max_tokens": 1, "max_inputs": 1}
+        for name, low in (least | {"cache_mib": 1, "page_size": 1, "max_body_bytes": 1}).items():
+            integer(name, getattr(self, name), low)
+        for name in ("queue_seconds", "leave_seconds", "drain_seconds"):
+            value = real(name, getattr(self, name), "a finite number of seconds >= 0")
+            expect(value >= 0, name, value, "must be a finite number of seconds >= 0")

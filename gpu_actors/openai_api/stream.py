@@ -1,0 +1,77 @@
+"""EventStream: a response of server-sent events, which says with its status whether it began well."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Awaitable, Callable
+
+from pydantic import BaseModel
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from gpu_actors.openai_api.failures import error_object
+from gpu_actors.serving.guard import KEY, Exchange
+from gpu_actors.serving.problems import problem
+
+__all__ = ["EventStream", "Writer"]
+
+logger: logging.Logger = logging.getLogger("gpu_actors")
+
+_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+
+_GRACE = 5.0
+"""Seconds after the deadline in which a stream may say that it has passed."""
+
+
+class Writer:
+    """Writes events. begun: whether the status has gone out."""
+
+    def __init__(self, send: Send) -> None:
+        self.begun = False
+        self._send = send
+
+    async def write(self, content: BaseModel, exclude: set[str] | None = None) -> None:
+        """One event."""
+        await self.write_text(content.model_dump_json(exclude=exclude))
+
+    async def write_text(self, data: str) -> None:
+        """One event of one line."""
+        if not self.begun:
+            self.begun = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        await self._send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
+
+    async def close(self) -> None:
+        """The last event, and the end of the answer."""
+        await self.write_text("[DONE]")
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class EventStream(Response):
+    """events: writes all events but the last. What it raises before the first is answered as any error is; what it
+    raises later is told in an event, with which the stream ends.
+    """
+
+    def __init__(self, events: Callable[[Writer], Awaitable[None]]) -> None:
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writer = Writer(send)
+        exchange: Exchange = scope[KEY]
+        exchange.stretch(_GRACE)
+        try:
+            await self._events(writer)
+        except Exception as error:
+            if not writer.begun:
+                raise
+            found = problem(error)
+            if found.status == 500:
+                logger.error("%s failed", exchange.request_id, exc_info=error)
+            exchange.notes["error"] = found.name or "InternalError"
+            await writer.write_text(_line(error_object(found, exchange.request_id)))
+        await writer.close()
+
+
+def _line(content: object) -> str:
+    return json.dumps(content, separators=(",", ":"))

@@ -1,0 +1,95 @@
+"""Telling: a generated text as its reader gets it, whole characters at a time and without its stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from gpu_actors.errors import RequestCancelled
+from gpu_actors.generation.sampling import TokenScores
+from gpu_actors.generation.stops import StopStrings
+from gpu_actors.generation.text import Generation
+from gpu_actors.generation.tokenizer import Tokenizer
+from gpu_actors.openai_api.responses import Finish, PromptDetails, Usage
+
+__all__ = ["ScoredToken", "Telling", "token_text"]
+
+
+class ScoredToken(NamedTuple):
+    """A token of the answer. offset: characters of the answer before it."""
+
+    token: int
+    scores: TokenScores
+    offset: int
+
+
+class Telling:
+    """Reads a generation. finish: why it ended, None until then. scored: tokens since they were last taken."""
+
+    def __init__(
+        self, generation: Generation, tokenizer: Tokenizer, stops: Sequence[str], stop_tokens: Sequence[int]
+    ) -> None:
+        self.finish: Finish | None = None
+        self._generation = generation
+        self._stream = tokenizer.stream()
+        self._stops = StopStrings(stops)
+        self._stop_tokens = stop_tokens
+        self._seen = 0
+        self._offset = 0
+        self._scored: list[ScoredToken] = []
+
+    async def more(self) -> str:
+        """The text that has come since, which may be empty. After it, ``finish`` says whether that was all.
+
+        Raises the error that ended the generation.
+        """
+        generation = self._generation
+        if await generation.more(self._seen):
+            return "".join(self._read())
+        if generation.reason not in ("stop", "length"):
+            raise RequestCancelled("the text was cancelled")
+        rest = self._stops.feed(self._stream.end())
+        if not self._stops.found:
+            rest += self._stops.end()
+        self.finish = "stop" if self._stops.found or generation.reason == "stop" else "length"
+        return rest
+
+    def take_scored(self) -> list[ScoredToken]:
+        """The tokens since the last call, where the sampling asked for scores."""
+        scored, self._scored = self._scored, []
+        return scored
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens up to now. What was generated behind a stop string does not count."""
+        prompt = len(self._generation.prompt)
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=self._seen,
+            total_tokens=prompt + self._seen,
+            prompt_tokens_details=PromptDetails(cached_tokens=self._generation.cached),
+        )
+
+    def _read(self) -> Iterator[str]:
+        generation = self._generation
+        # Several at once where the reader was slower than the engine.
+        while self._seen < len(generation.made):
+            token = generation.made[self._seen]
+            if generation.scores:
+                self._scored.append(ScoredToken(token, generation.scores[self._seen], self._offset))
+            self._seen += 1
+            if token in self._stop_tokens:
+                continue
+            piece = self._stream.feed(token)
+            self._offset += len(piece)
+            yield self._stops.feed(piece)
+            if self._stops.found:
+                self.finish = "stop"
+                generation.cancel()
+                return
+
+
+def token_text(tokenizer: Tokenizer, token: int) -> str:
+    """The text of a token alone: U+FFFD for a part of a character."""
+    stream = tokenizer.stream()
+    return stream.feed(token) + stream.end()

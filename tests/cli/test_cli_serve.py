@@ -1,0 +1,175 @@
+"""gpu-actors serve as a process: how soon it answers, what it says when it cannot start, and how it leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+from support.openai_server import CHAT, STREAM, body_of, events_of, sent
+
+CHATS = "/v1/chat/completions"
+
+
+class Process:
+    """The command on a free port. log: the lines of its standard error so far."""
+
+    def __init__(self, *options: str) -> None:
+        command = [sys.executable, "-m", "gpu_actors.cli", "serve", "--device", "mock", "--port", "0", *options]
+        self.log: list[str] = []
+        self.began = time.monotonic()
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        self._listening = threading.Event()
+        self._reading = threading.Thread(target=self._read)
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.log.append(line)
+            if "http://" in line:
+                self._listening.set()
+        self._listening.set()
+
+    def __enter__(self) -> Self:
+        self._reading.start()
+        assert self._listening.wait(60)
+        found = re.search(r"http://127\.0\.0\.1:(\d+)", "".join(self.log))
+        assert found, self.log
+        self.port = int(found[1])
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._reading.join()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+
+    def leave(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        code = self.process.wait(60)
+        self._reading.join()
+        return code
+
+
+@pytest.mark.perf
+def test_the_first_token_of_a_stream_comes_within_5_seconds_of_nothing() -> None:
+    """Someone who tries it looks at a terminal meanwhile: imports, weights and a cache may take no longer than that."""
+    with Process() as server:
+        body = json.dumps({**CHAT, "stream": True}).encode()
+        asked = urllib.request.Request(f"http://127.0.0.1:{server.port}{CHATS}", body)
+        with urllib.request.urlopen(asked, timeout=60) as answer:
+            assert answer.readline().startswith(b"data: ")
+        assert time.monotonic() - server.began < 5.0
+
+
+def test_500_streams_end_in_a_complete_event_after_sigterm() -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    count = 500
+    # Pages for 500 texts of 100 tokens and their prompts; none ends before the signal, for each token takes a while.
+    content = {**CHAT, **STREAM, "max_tokens": 90, "temperature": 1, "seed": 1}
+    options = ("--model", "tiny", "--max-running", "500", "--leave-seconds", "0.2", "--drain-seconds", "1")
+    with Process(*options) as server:
+        begun = 0
+
+        async def read(number: int) -> bytes:
+            nonlocal begun
+            async with sent(server.port, CHATS, {**content, "seed": number}) as reader:
+                first = await reader.readuntil(b"data: ")
+                begun += 1
+                if begun == count:
+                    server.process.send_signal(signal.SIGTERM)
+                return first + await reader.read()
+
+        async def read_all() -> list[bytes]:
+            return await asyncio.wait_for(asyncio.gather(*(read(number) for number in range(count))), 55)
+
+        answers = [body_of(raw) for raw in asyncio.run(read_all())]
+        assert server.process.wait(30) == 0
+    assert {status for status, _ in answers} == {200}
+    ends: list[str] = []
+    for _, body in answers:
+        events = events_of(body)
+        ends.append(events[-1]["error"]["code"] if "error" in events[-1] else events[-2]["choices"][0]["finish_reason"])
+    assert set(ends) <= {"ActorStopped", "stop", "length"}
+    assert ends.count("ActorStopped") > 100, "they were cut off, not merely finished"
+    lines = [json.loads(line) for line in server.log]
+    assert len([line for line in lines if line.get("path") == CHATS and line["status"] == 200]) == count
+    assert [line for line in lines if line["level"] not in ("INFO", "WARNING")] == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_ends_well_by_either_signal(number: int) -> None:
+    with Process("--model", "tiny", "--leave-seconds", "0", "--log", "text") as server:
+        assert server.leave(number) == 0
+    assert any(line.startswith("INFO gpu_actors serving tiny (generation) on http://") for line in server.log)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--model", "/nowhere"), "config.json"),
+        (("--model", "tiny", "--model", "tiny"), "the only one of its kind"),
+        (("--model", "name="), "NAME=DIR"),
+        (("--device", "abacus"), "device"),
+        (("--log", "xml"), "--log"),
+        (("--max-running", "0"), "max_running"),
+        (("--queue-seconds", "-1"), "queue_seconds"),
+        (("--timeout", "0"), "default_timeout"),
+        (("--probe-port", "70000"), "port"),
+        (("--port", "70000"), "70000"),
+        (("--host", "nowhere.invalid"), "nowhere.invalid"),
+        (("--dtype", "int4"), "dtype"),
+    ],
+    ids=lambda value: "=".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_cannot_be_served_ends_with_one_sentence_and_2(options: tuple[str, ...], said: str) -> None:
+    command = [sys.executable, "-m", "gpu_actors.cli", "serve", "--device", "mock", "--port", "0", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=55, check=False)
+    assert done.returncode == 2, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("gpu-actors: ")
+    assert said in last
+    assert "Traceback" not in done.stderr
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        command = [
+            sys.executable,
+            "-m",
+            "gpu_actors.cli",
+            "serve",
+            "--device",
+            "mock",
+            "--model",
+            "tiny",
+            "--port",
+            port,
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=55, check=False)
+    assert (done.returncode, port in done.stderr) == (2, True)
+
+
+def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
+    from support.generation import hugging_face_json
+
+    from gpu_actors.generation import LlamaConfig
+
+    (tmp_path / "config.json").write_text(json.dumps(hugging_face_json(LlamaConfig.tiny())))
+    command = [sys.executable, "-m", "gpu_actors.cli", "serve", "--device", "mock", "--model", str(tmp_path)]
+    done: Any = subprocess.run(command, capture_output=True, text=True, timeout=55, check=False)
+    assert (done.returncode, "model.safetensors" in done.stderr) == (2, True)

@@ -1,0 +1,116 @@
+"""OpenAI's API served from a thread, and answers taken apart. For tests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from support.served import Answered, Served
+from support.service import eventually
+
+import gpu_actors as ga
+from gpu_actors.openai_api import ServeSettings, create_app
+from gpu_actors.openai_api.state import State
+
+MOCK = ga.ContextOptions(mock=ga.MockOptions(dtype="float32"))
+HELLO = {"model": "tiny", "prompt": "hello", "max_tokens": 8, "temperature": 0}
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "temperature": 0}
+STREAM = {"stream": True, "stream_options": {"include_usage": True}}
+
+
+class Serving(Served):
+    """While entered, an application of these settings answers. Only the tiny model, where nothing else is said."""
+
+    def __init__(self, **settings: Any) -> None:
+        settings = {"device": "mock", "models": ("tiny",), "options": MOCK, "leave_seconds": 0.0, **settings}
+        app = create_app(ServeSettings(**settings))
+        self.state: State = app.state.openai_api
+        super().__init__(app)
+
+    @property
+    def engine(self) -> Any:
+        assert self.state.models.generator is not None
+        return self.state.models.generator.engine
+
+    def post(self, path: str, content: Any, **headers: str) -> Answered:
+        body = content if isinstance(content, bytes) else json.dumps(content)
+        return self.ask(
+            path, "POST", body=body, headers={name.replace("_", "-"): text for name, text in headers.items()}
+        )
+
+    def complete(self, **changes: Any) -> Any:
+        """The answer of /v1/completions to HELLO, changed so."""
+        answered = self.post("/v1/completions", {**HELLO, **changes})
+        assert answered.status == 200, answered.body
+        return answered.json
+
+    def chat(self, **changes: Any) -> Any:
+        answered = self.post("/v1/chat/completions", {**CHAT, **changes})
+        assert answered.status == 200, answered.body
+        return answered.json
+
+    def stream(self, path: str, content: Any, **headers: str) -> list[Any]:
+        """The events of a stream; asserts that it ends as it should."""
+        answered = self.post(path, {**content, **STREAM}, **headers)
+        assert answered.status == 200, answered.body
+        assert answered.headers["content-type"] == "text/event-stream; charset=utf-8"
+        return events_of(answered.body)
+
+    def until_idle(self) -> None:
+        """Wait until no text is left and every page of the cache is free."""
+        eventually(lambda: self.engine.running == self.engine.waiting == 0)
+        blocks, free, shared = self.engine.pages()
+        assert (free, shared) == (blocks, 0)
+        assert (self.state.admission.stats().running, self.state.admission.stats().waiting) == (0, 0)
+
+
+def events_of(body: bytes) -> list[Any]:
+    """The contents of server-sent events. Asserts that each is whole, and that the last one is [DONE]."""
+    assert body.endswith(b"\n\n"), body[-100:]
+    pieces = body.decode().split("\n\n")[:-1]
+    assert all(piece.startswith("data: ") and "\n" not in piece for piece in pieces), pieces
+    assert [piece == "data: [DONE]" for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    return [json.loads(piece.removeprefix("data: ")) for piece in pieces[:-1]]
+
+
+def text_of(events: Iterable[Any]) -> str:
+    """The text of a stream of completions."""
+    return "".join(choice["text"] for event in events for choice in event["choices"])
+
+
+def chat_text_of(events: Iterable[Any]) -> str:
+    return "".join(choice["delta"].get("content", "") for event in events for choice in event["choices"])
+
+
+@asynccontextmanager
+async def sent(port: int, path: str, content: Any, *headers: str) -> AsyncIterator[asyncio.StreamReader]:
+    """The connection of a client that has sent a request and hangs up when this is left."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    body = json.dumps(content).encode()
+    lines = [f"POST {path} HTTP/1.1", "Host: x", "Connection: close", f"Content-Length: {len(body)}", *headers]
+    writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
+    try:
+        yield reader
+    finally:
+        writer.close()
+
+
+def body_of(raw: bytes) -> tuple[int, bytes]:
+    """The status and the body of a whole answer. Asserts that a chunked one has its last chunk."""
+    head, _, rest = raw.partition(b"\r\n\r\n")
+    status = int(head.split()[1])
+    if b"transfer-encoding: chunked" not in head.lower():
+        return status, rest
+    body = b""
+    while True:
+        size, _, rest = rest.partition(b"\r\n")
+        length = int(size, 16)
+        body += rest[:length]
+        assert rest[length : length + 2] == b"\r\n"
+        rest = rest[length + 2 :]
+        if length == 0:
+            assert rest == b""
+            return status, body
