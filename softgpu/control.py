@@ -7,6 +7,7 @@ import ctypes
 from softgpu.activate import driver
 
 __all__ = [
+    "count",
     "fail_allocation",
     "fail_launch",
     "fail_pinned",
@@ -23,6 +24,13 @@ def take_findings() -> list[str]:
     while driver().softgpu_take_finding(room, ctypes.c_size_t(len(room))) & 1:
         found.append(room.value.decode(errors="replace"))
     return found
+
+
+def count(what: str) -> int:
+    """The streams, events, graphs or modules that exist, or the bytes of memory or pinned memory."""
+    ask = driver().softgpu_count
+    ask.restype = ctypes.c_uint64
+    return int(ask(what.encode()))
 
 
 def fail_allocation(number: int = 1) -> None:

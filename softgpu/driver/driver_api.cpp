@@ -172,8 +172,8 @@ Side side_of(Address address, std::size_t bytes, bool* valid) {
   return Side::pageable;
 }
 
-Status slow_copy(void* to, const void* from, std::size_t bytes) {
-  if (strikes(faults.copy)) std::this_thread::sleep_for(std::chrono::duration<double>(faults.copy_seconds.load()));
+Status slow_copy(void* to, const void* from, std::size_t bytes, double seconds) {
+  if (seconds > 0) std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
   std::memcpy(to, from, bytes);
   return success;
 }
@@ -207,14 +207,15 @@ Status copy_async(Address to, Address from, std::size_t bytes, void* handle) {
   step.name += " of " + std::to_string(bytes) + " bytes";
   if (to_side != Side::pageable) step.accesses.push_back({range_of(to, bytes), true});
   if (from_side != Side::pageable) step.accesses.push_back({range_of(from, bytes), false});
+  const double seconds = strikes(faults.copy) ? faults.copy_seconds.load() : 0;
   void* target = host_view(to);
   if (from_side == Side::pageable && !stream->capture) {
     const char* source = reinterpret_cast<const char*>(from);
     auto staged = std::make_shared<std::vector<char>>(source, source + bytes);
-    step.work = [=](std::vector<Access>&) { return slow_copy(target, staged->data(), bytes); };
+    step.work = [=](std::vector<Access>&) { return slow_copy(target, staged->data(), bytes, seconds); };
   } else {
     const void* source = host_view(from);
-    step.work = [=](std::vector<Access>&) { return slow_copy(target, source, bytes); };
+    step.work = [=](std::vector<Access>&) { return slow_copy(target, source, bytes, seconds); };
   }
   if (const Status status = enqueue(*stream, std::move(step))) return status;
   return to_side == Side::pageable && !stream->capture ? synchronize(held, *stream) : success;
@@ -355,6 +356,7 @@ CUDA int cuEventElapsedTime(float* milliseconds, Event* from, Event* to) {
 // ---- Graph Management
 
 CUDA int cuGraphInstantiateWithFlags(Graph** run, Graph* graph, unsigned long long) {
+  Held held(state_lock);
   *run = new Graph(*graph);
   return success;
 }
@@ -366,10 +368,12 @@ CUDA int cuGraphLaunch(Graph* run, void* stream) {
   });
 }
 CUDA int cuGraphDestroy(Graph* graph) {
+  Held held(state_lock);
   delete graph;
   return success;
 }
 CUDA int cuGraphExecDestroy(Graph* run) {
+  Held held(state_lock);
   delete run;
   return success;
 }

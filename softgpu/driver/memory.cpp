@@ -218,6 +218,12 @@ Status release_pinned(void* address) {
   return success;
 }
 
+std::size_t pinned_bytes() {
+  std::size_t bytes = 0;
+  for (const auto& [address, size] : pinned()) bytes += size;
+  return bytes;
+}
+
 bool is_pinned(const void* address, std::size_t bytes) {
   const auto begin = reinterpret_cast<Address>(address);
   auto after = pinned().upper_bound(begin);

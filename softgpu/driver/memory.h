@@ -46,6 +46,7 @@ std::vector<Range> leases_in(Range range);
 
 Status allocate_pinned(std::size_t bytes, void** address);
 Status release_pinned(void* address);
+std::size_t pinned_bytes();
 bool is_pinned(const void* address, std::size_t bytes);
 
 }  // namespace softgpu

@@ -95,6 +95,8 @@ Status find_function(Module* module, const char* name, Function** function) {
   return not_found;
 }
 
+std::size_t module_count() { return modules().size(); }
+
 bool is_function(const Function* function) {
   for (const Module* module : modules())
     for (const auto& [name, made] : module->functions)

@@ -44,6 +44,7 @@ Status load(const void* image, Module** module);
 Status adopt(Module* module);
 Status unload(Module* module);
 Status find_function(Module* module, const char* name, Function** function);
+std::size_t module_count();
 bool is_function(const Function* function);
 
 // CUDA Driver API, "Execution Control": what a launch may ask for.

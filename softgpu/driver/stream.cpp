@@ -14,6 +14,7 @@ namespace softgpu {
 // Never destroyed: threads of streams wait for them when the process ends.
 std::mutex& state_lock = *new std::mutex;
 std::condition_variable& state_changed = *new std::condition_variable;
+std::uint64_t live_graphs = 0, live_events = 0;
 
 namespace {
 
@@ -160,6 +161,12 @@ Status destroy_stream(Stream* stream) {
   stream->destroyed = true;
   state_changed.notify_all();
   return success;
+}
+
+std::uint64_t stream_count() {
+  std::uint64_t count = 0;
+  for (const auto& [key, stream] : state().streams) count += !stream->legacy && !stream->destroyed;
+  return count;
 }
 
 std::shared_ptr<Stream> find_stream(void* handle) {

@@ -38,8 +38,14 @@ struct Step {
   Work work;
 };
 
+extern std::uint64_t live_graphs, live_events;  // under the lock
+
 struct Graph {
   std::vector<Step> steps;
+
+  Graph() { live_graphs++; }
+  Graph(const Graph& other) : steps(other.steps) { live_graphs++; }
+  ~Graph() { live_graphs--; }
 };
 
 // A point on a stream, with all that comes before it.
@@ -64,6 +70,10 @@ struct Event {
   bool captured = false;  // last recorded while its stream was being captured
   bool timed = false;
   std::shared_ptr<double> time = std::make_shared<double>(0.0);  // seconds, once reached
+
+  Event() { live_events++; }
+  ~Event() { live_events--; }
+  Event(const Event&) = delete;
 };
 
 struct Stream : std::enable_shared_from_this<Stream> {
@@ -90,6 +100,7 @@ struct Stream : std::enable_shared_from_this<Stream> {
 
 std::shared_ptr<Stream> create_stream(int device, unsigned flags, int priority);
 Status destroy_stream(Stream* stream);
+std::uint64_t stream_count();  // those that the program has made and not destroyed
 // The stream behind a handle: null and 1 are the legacy default stream of the current device, 2 the thread's own, which
 // this driver takes for the same one. Null where there is no such stream.
 std::shared_ptr<Stream> find_stream(void* handle);
