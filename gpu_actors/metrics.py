@@ -32,12 +32,17 @@ class ContextCollector(Collector):
     gpu_actors_request_errors_total {actor, error}, gpu_actors_launches_total {actor}, gpu_actors_requests_waiting
     {actor}, gpu_actors_launches_in_flight {actor}; gpu_actors_cubin_cache_events_total {event}.
 
+    Device: gpu_actors_device_info {device, name, arch}, always 1; gpu_actors_device_memory_bytes {device}, where it is
+    known.
+
     Health: gpu_actors_ready {device}, gpu_actors_state {device, state}, 1 for the state that holds and 0 for the
     others, gpu_actors_generation {device}, gpu_actors_oldest_launch_seconds {device}.
 
     Histograms of the requests made since the context's first collector, because a context measures nothing before:
     gpu_actors_request_seconds {actor, outcome}, from acceptance to the answer; gpu_actors_request_queue_seconds
-    {actor}, from acceptance to the first launch; gpu_actors_launch_requests {actor}, requests that one launch answers.
+    {actor}, from acceptance to the first launch; gpu_actors_request_launch_seconds {actor}, from there to the answer;
+    gpu_actors_launch_requests {actor}, requests that one launch answers. gpu_actors_compile_seconds: kernels that were
+    compiled or built, since the context opened; those found in the cache do not count.
     """
 
     def __init__(self, context: GpuContext) -> None:
@@ -88,19 +93,30 @@ class ContextCollector(Collector):
         )
         queue = HistogramMetricFamily("gpu_actors_request_queue_seconds", "From acceptance to launch", labels=labels)
         batch = HistogramMetricFamily("gpu_actors_launch_requests", "Requests that a launch answers", labels=labels)
+        launch = HistogramMetricFamily("gpu_actors_request_launch_seconds", "From launch to the answer", labels=labels)
         for actor, mailbox in self._mailboxes.items():
             meter = mailbox.measure(self._context._children.clock)
             with mailbox.lock:
                 for outcome in _OUTCOMES:
                     _add(latency, [actor, outcome], meter.latency[outcome])
                 _add(queue, [actor], meter.queue)
+                _add(launch, [actor], meter.launch)
                 _add(batch, [actor], meter.batch)
-        yield from (latency, queue, batch)
+        compile = HistogramMetricFamily("gpu_actors_compile_seconds", "Compilations of kernels")
+        _add(compile, [], self._context._children.cells["nvrtc"].shared.compile_seconds)
+        yield from (latency, queue, launch, batch, compile)
 
     def _health(self) -> Iterator[Metric]:
         health = self._context.health()
         device = health.device.kind
         labels = ["device"]
+        info = GaugeMetricFamily("gpu_actors_device_info", "What answers requests", labels=["device", "name", "arch"])
+        info.add_metric([device, health.device.name, health.device.arch], 1.0)
+        yield info
+        if health.device.memory is not None:
+            memory = GaugeMetricFamily("gpu_actors_device_memory_bytes", "Memory of the device in all", labels=labels)
+            memory.add_metric([device], health.device.memory)
+            yield memory
         ready = GaugeMetricFamily("gpu_actors_ready", "1 if the context answers requests", labels=labels)
         state = GaugeMetricFamily("gpu_actors_state", "1 for the state that holds", labels=["device", "state"])
         generation = GaugeMetricFamily("gpu_actors_generation", "Generation of the device context", labels=labels)

@@ -21,6 +21,7 @@ from gpu_actors.runtime.actor import ServiceActor
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.handle import ActorHandle
 from gpu_actors.runtime.mailbox import Mailbox
+from gpu_actors.runtime.meter import Histogram
 from gpu_actors.runtime.reply import Reply
 
 if TYPE_CHECKING:
@@ -178,6 +179,8 @@ def _keys(keys: object) -> Sequence[KernelKey]:
     return keys
 
 
+_COMPILE_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
 Job = tuple[KernelSource, str, bool]
 Product = Cubin | Kernel
 Done = Callable[[Product | None, GpuActorsError | None, float], None]
@@ -202,6 +205,7 @@ class _Workshop:
             on_event=self._event,
         )
         self._compiler = Compiler()
+        self.compile_seconds: Histogram = Histogram(_COMPILE_SECONDS)
         self._pool = ThreadPoolExecutor(options.compile_threads, thread_name_prefix="nvrtc-worker")
         self._lock = threading.Lock()
         self._waiting: dict[Job, list[Done]] = {}
@@ -251,7 +255,15 @@ class _Workshop:
     def _make(self, source: KernelSource, arch: str, for_device: bool) -> Product:
         if for_device and self._cell.environment.device.builds_kernels:
             return self._build(source, arch)
-        return self.cache.get_or_compile(source, arch, self._compiler.compile)
+        return self.cache.get_or_compile(source, arch, self._compile)
+
+    def _compile(self, source: KernelSource, arch: str) -> Cubin:
+        began = time.monotonic()
+        try:
+            return self._compiler.compile(source, arch)
+        finally:
+            with self._lock:
+                self.compile_seconds.observe(time.monotonic() - began)
 
     def _build(self, source: KernelSource, arch: str) -> Product:
         from gpu_actors.compiling.cubin_cache import announced
@@ -260,7 +272,12 @@ class _Workshop:
         text = repr((source.entry_points, dict(source.macros), source.source, dict(source.headers)))
         variant = f"{source.name}:{hashlib.sha256(text.encode()).hexdigest()[:12]}"
         emit = functools.partial(self._cell.environment.trace.emit, variant=variant, arch=arch)
-        return announced(emit, lambda: self._cell.environment.device.build(source, arch))
+        began = time.monotonic()
+        try:
+            return announced(emit, lambda: self._cell.environment.device.build(source, arch))
+        finally:
+            with self._lock:
+                self.compile_seconds.observe(time.monotonic() - began)
 
     def _event(self, name: str, fields: dict[str, Any]) -> None:
         self._cell.environment.trace.emit(name, **fields)

@@ -2,6 +2,7 @@
 
 forward, backward, decode    a GPU's kernels and the service around them, through the parts below
 bridge, compile, imports     these need no GPU
+serve                        loads `gpu-actors serve`, on any device
 
 stage      opens the device and runs a suite       cases      what is measured, its work and traffic
 suite      check, then time: kernel, peers, service  operands   the arrays and requests of a case

@@ -42,17 +42,19 @@ class Meter:
     """Times the calls of one mailbox, which calls it under its lock.
 
     latency: seconds from acceptance to the answer, by outcome. queue: seconds from acceptance to the first launch.
-    batch: requests that one launch answers.
+    launch: seconds from the first launch to the answer. batch: requests that one launch answers.
     """
 
     def __init__(self, clock: Clock) -> None:
         outcomes = ("completed", "failed", "cancelled")
         self.latency: dict[str, Histogram] = {outcome: Histogram(SECONDS) for outcome in outcomes}
         self.queue: Histogram = Histogram(SECONDS)
+        self.launch: Histogram = Histogram(SECONDS)
         self.batch: Histogram = Histogram(_REQUESTS)
         self._clock = clock
         self._accepted: dict[int, float] = {}
         self._unlaunched: dict[int, float] = {}
+        self._launched: dict[int, float] = {}
 
     def accepted(self, call: Call[Any]) -> None:
         self._accepted[call.number] = self._unlaunched[call.number] = self._clock.now()
@@ -66,13 +68,16 @@ class Meter:
             since = self._unlaunched.pop(call.number, None)
             if since is not None:
                 self.queue.observe(now - since)
+                self._launched[call.number] = now
 
     def answered(self, call: Call[Any]) -> None:
+        now = self._clock.now()
+        begun = self._launched.pop(call.number, None)
+        if begun is not None:
+            self.launch.observe(now - begun)
         since = self._forget(call)
         if since is not None:
-            self.latency[outcome_of(None if call.error is None else type(call.error))].observe(
-                self._clock.now() - since
-            )
+            self.latency[outcome_of(None if call.error is None else type(call.error))].observe(now - since)
 
     def _forget(self, call: Call[Any]) -> float | None:
         self._unlaunched.pop(call.number, None)

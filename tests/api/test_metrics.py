@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from support.service import Gate, answer, ask, eventually, launches, raises, rows, scripted
@@ -99,9 +101,24 @@ def test_histograms_tell_latency_queue_time_and_batch_size(registry: CollectorRe
         assert seconds == [0, 1, 2, 2]
         assert below("request_seconds", "+Inf", outcome="cancelled") == 1
         assert below("request_seconds", "+Inf", outcome="failed") == 0
+        assert [below("request_launch_seconds", bound) for bound in ("1.0", "2.5", "+Inf")] == [1, 2, 2]
         assert below("launch_requests", "1.0") == below("launch_requests", "+Inf") == 2
         total = registry.get_sample_value("gpu_actors_request_seconds_sum", {"actor": "scripted", **completed})
         assert total == pytest.approx(0.3 + 2.3)
+
+
+def test_compilations_are_timed_and_cached_ones_are_not(registry: CollectorRegistry, tmp_path: Path) -> None:
+    source = 'extern "C" __global__ void k(int* p) { p[0] = %d; }'
+    with ga.open_context("mock", ga.ContextOptions(cache_dir=tmp_path)) as ctx:
+        registry.register(ContextCollector(ctx))
+        for number in (7, 7, 8):
+            ctx.nvrtc.compile(ga.KernelSource("k", source % number, ("k",))).result(60)
+        with pytest.raises(ga.CompileError):
+            ctx.nvrtc.compile(ga.KernelSource("broken", "int", ("k",))).result(60)
+        assert registry.get_sample_value("gpu_actors_compile_seconds_count") == 3
+        assert registry.get_sample_value("gpu_actors_compile_seconds_sum") > 0
+        labels = {"device": "mock", "name": ctx.info.name, "arch": ctx.info.arch}
+        assert registry.get_sample_value("gpu_actors_device_info", labels) == 1
 
 
 def test_requests_are_timed_from_the_first_collection_on() -> None:
@@ -118,3 +135,4 @@ def test_requests_are_timed_from_the_first_collection_on() -> None:
         assert meter is not None
         assert not meter._accepted
         assert not meter._unlaunched
+        assert not meter._launched

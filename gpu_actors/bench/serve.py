@@ -1,0 +1,240 @@
+"""How ``gpu-actors serve`` answers under load: ``gpu-actors bench serve``, or this module for numbers of your own.
+
+    python -m gpu_actors.bench.serve --connections 1 16 256 1024 --seconds 20
+
+Starts the server with its tiny model on loopback, and that many clients for each number of connections. A client sends
+its next request for a stream as soon as the last one has ended, or once Retry-After has passed. Each stream is held
+against what it says of itself: its events are whole, all of one id that no other stream has, as many tokens as its
+usage counts, and [DONE] last. Clients and server share this machine's CPUs, and the tiny model's arithmetic is nothing:
+the figures compare loads of one run with each other, and show what is lost. They say nothing of a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import resource
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Load", "main", "measure", "run", "serving"]
+
+_CONNECTIONS = (1, 16, 256, 1024)
+_TOKENS = 16
+_PATIENCE_MS = 60_000
+_STARTED = re.compile(r"http://127\.0\.0\.1:(\d+)")
+
+
+@dataclass
+class Load:
+    """What clients saw. Times are in seconds: of streams that were answered with 200.
+
+    faults: streams that were not what they said of themselves. memory: MiB of the server, now and then.
+    """
+
+    connections: int
+    seconds: float = 0.0
+    tokens: int = 0
+    statuses: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+    first: list[float] = field(default_factory=list)
+    whole: list[float] = field(default_factory=list)
+    memory: list[float] = field(default_factory=list)
+    names: set[str] = field(default_factory=set)
+
+    def figures(self) -> dict[str, Any]:
+        """For people and JSON."""
+        return {
+            "streams": len(self.whole),
+            "statuses": dict(self.statuses),
+            "errors": dict(self.errors),
+            "faults": len(self.faults),
+            "streams_a_second": round(len(self.whole) / self.seconds, 1),
+            "tokens_a_second": round(self.tokens / self.seconds),
+            "first_token_median_s": _at(self.first, 0.5),
+            "first_token_p99_s": _at(self.first, 0.99),
+            "stream_median_s": _at(self.whole, 0.5),
+            "stream_p99_s": _at(self.whole, 0.99),
+            "memory_mib": [round(value) for value in self.memory],
+        }
+
+
+def run(device: str = "mock", quick: bool = False) -> dict[str, Any]:
+    """The figures of every number of connections, from 1 to 1,024. quick: of 1 and 16, for a second each."""
+    with serving(device) as (port, pid):
+        connections, seconds = ((1, 16), 1.0) if quick else (_CONNECTIONS, 20.0)
+        return _figures(port, pid, connections, seconds)
+
+
+def _figures(port: int, pid: int, connections: Sequence[int], seconds: float) -> dict[str, Any]:
+    loads = [asyncio.run(measure(port, count, seconds, pid=pid)) for count in connections]
+    return {"tokens_a_stream": _TOKENS, "loads": {str(load.connections): load.figures() for load in loads}}
+
+
+@contextmanager
+def serving(device: str = "mock", *options: str) -> Iterator[tuple[int, int]]:
+    """A server of its own process; gives its port and its process id. Raises RuntimeError where it does not start."""
+    command = [sys.executable, "-m", "gpu_actors.cli", "serve", "--device", device, "--model", "tiny", "--port", "0"]
+    with (
+        tempfile.NamedTemporaryFile("w+") as log,
+        subprocess.Popen([*command, "--leave-seconds", "0", *options], stderr=log) as process,
+    ):
+        try:
+            while not (found := _STARTED.search(Path(log.name).read_text())):
+                if process.poll() is not None:
+                    raise RuntimeError(f"the server did not start:\n{Path(log.name).read_text()}")
+                time.sleep(0.05)
+            yield int(found[1]), process.pid
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(60)
+            finally:
+                process.kill()
+
+
+async def measure(port: int, connections: int, seconds: float, *, pid: int | None = None) -> Load:
+    """Load a server of the tiny model from so many connections. pid: whose memory to note."""
+    load = Load(connections)
+    start = time.monotonic()
+    clients = [asyncio.create_task(_client(port, number, load, start + seconds)) for number in range(connections)]
+    noting = asyncio.create_task(_note_memory(pid, load, seconds)) if pid is not None else None
+    await asyncio.gather(*clients)
+    load.seconds = time.monotonic() - start
+    if noting is not None:
+        noting.cancel()
+    return load
+
+
+async def _client(port: int, number: int, load: Load, until: float) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    count = 0
+    try:
+        while time.monotonic() < until:
+            count += 1
+            # Every prompt is another; a quarter of them begin alike.
+            prompt = f"{'A beginning that is shared. ' if number % 4 == 0 else ''}{number} {count}"
+            body = json.dumps(
+                {
+                    "model": "tiny",
+                    "prompt": prompt,
+                    "max_tokens": _TOKENS,
+                    "temperature": 1,
+                    "seed": number,
+                    "stream": True,
+                    "stream_options": {"include_usage": True},
+                }
+            ).encode()
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Deadline-Ms: {_PATIENCE_MS}\r\n"
+            writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            began = time.monotonic()
+            try:
+                wait = await asyncio.wait_for(_read(reader, load, began, len(prompt) + 1), 2 * _PATIENCE_MS / 1e3)
+            except TimeoutError:
+                load.faults.append("an answer that did not end")
+                return
+            await asyncio.sleep(wait)
+    except (ConnectionError, asyncio.IncompleteReadError):
+        load.faults.append("a connection was lost")
+    finally:
+        writer.close()
+
+
+async def _read(reader: asyncio.StreamReader, load: Load, began: float, prompt_tokens: int) -> float:
+    """Read one answer, and note it. Gives the seconds to wait for."""
+    head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+    status = head.split(" ", 2)[1]
+    load.statuses[status] += 1
+    if status != "200":
+        length = re.search(r"content-length: (\d+)", head, re.IGNORECASE)
+        await reader.readexactly(int(length[1]) if length else 0)
+        wait = re.search(r"retry-after: (\d+)", head, re.IGNORECASE)
+        return float(wait[1]) if wait else 0.0
+    body = b""
+    first = 0.0
+    while size := int(await reader.readline(), 16):
+        if not first:
+            first = time.monotonic() - began
+        body += await reader.readexactly(size)
+        await reader.readexactly(2)
+    await reader.readexactly(2)
+    found = _fault(body, load, prompt_tokens)
+    if found:
+        load.faults.append(found)
+    else:
+        load.first.append(first)
+        load.whole.append(time.monotonic() - began)
+    return 0.0
+
+
+def _fault(body: bytes, load: Load, prompt_tokens: int) -> str:
+    """What is wrong with a stream, or an empty string."""
+    pieces = body.decode().split("\n\n")
+    if pieces[-2:] != ["data: [DONE]", ""]:
+        return "no [DONE] at the end"
+    events = [json.loads(piece.removeprefix("data: ")) for piece in pieces[:-2]]
+    if "error" in events[-1]:
+        load.errors[events[-1]["error"]["code"]] += 1
+        return ""
+    names = {event["id"] for event in events}
+    if len(names) != 1 or names & load.names:
+        return "events of another stream"
+    load.names |= names
+    usage, reason = events[-1]["usage"], events[-2]["choices"][0]["finish_reason"]
+    load.tokens += usage["completion_tokens"]
+    if usage["prompt_tokens"] != prompt_tokens:
+        return "an answer to another prompt"
+    if reason == "length" and usage["completion_tokens"] != _TOKENS:
+        return f"{usage['completion_tokens']} tokens"
+    return ""
+
+
+async def _note_memory(pid: int, load: Load, seconds: float) -> None:
+    while True:
+        load.memory.append(_resident_mib(pid))
+        await asyncio.sleep(max(seconds / 10, 0.1))
+
+
+def _resident_mib(pid: int) -> float:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+
+
+def _at(values: list[float], share: float) -> float | None:
+    if not values:
+        return None
+    if share == 0.5:
+        return round(statistics.median(values), 4)
+    return round(sorted(values)[int(share * (len(values) - 1))], 4)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="mock")
+    parser.add_argument("--connections", type=int, nargs="+", default=_CONNECTIONS)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    # Everything else is the server's.
+    arguments, options = parser.parse_known_args()
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    with serving(arguments.device, *options) as (port, pid):
+        found = _figures(port, pid, arguments.connections, arguments.seconds)
+    sys.stdout.write(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""``gpu-actors bench serve``: it loads a real server, and sees what would be wrong with its streams."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from support.cli import Run
+from support.openai_server import Serving
+
+from gpu_actors.bench.serve import Load, _fault, measure, serving
+
+
+def test_the_suite_loads_a_server_and_loses_nothing(run: Run) -> None:
+    code, out, _ = run("bench", "serve", "--device", "mock", "--quick", "--json")
+    assert code == 0
+    loads = json.loads(out)["loads"]
+    assert loads.keys() == {"1", "16"}
+    for load in loads.values():
+        assert (load["faults"], load["errors"], load["statuses"].keys()) == (0, {}, {"200"})
+        assert load["streams"] == load["statuses"]["200"] > 0
+        assert load["first_token_median_s"] <= load["stream_median_s"] <= load["stream_p99_s"]
+
+
+def test_every_client_of_many_gets_its_own_answers() -> None:
+    """Some are refused and return; none is lost, doubled or another's."""
+    with Serving(max_running=16, max_waiting=8, queue_seconds=1.0) as server:
+        load = asyncio.run(measure(server.port, 64, 2.0))
+        server.until_idle()
+    assert load.faults == []
+    assert load.statuses.keys() <= {"200", "429"}
+    assert load.statuses["429"] > 0
+    assert len(load.whole) == load.statuses["200"] == len(load.names)
+    assert load.errors == {}
+
+
+def events(*contents: Any, end: str = "data: [DONE]\n\n") -> bytes:
+    return "".join(f"data: {json.dumps(content)}\n\n" for content in contents).encode() + end.encode()
+
+
+def stream(name: str = "a", prompt: int = 3, tokens: int = 16, reason: str = "length") -> list[Any]:
+    usage = {"prompt_tokens": prompt, "completion_tokens": tokens}
+    return [{"id": name, "choices": [{"finish_reason": reason}]}, {"id": name, "choices": [], "usage": usage}]
+
+
+@pytest.mark.parametrize(
+    ("body", "fault"),
+    [
+        (events(*stream()), ""),
+        (events(*stream(tokens=5, reason="stop")), ""),
+        (events(*stream(), end=""), "no [DONE] at the end"),
+        (events(*stream(), end="data: [DONE]\n"), "no [DONE] at the end"),
+        (events(*stream("seen")), "events of another stream"),
+        (events(stream()[0], stream("b")[1]), "events of another stream"),
+        (events(*stream(prompt=4)), "an answer to another prompt"),
+        (events(*stream(tokens=15)), "15 tokens"),
+    ],
+)
+def test_a_stream_that_is_not_what_it_says_is_a_fault(body: bytes, fault: str) -> None:
+    assert _fault(body, Load(1, names={"seen"}), 3) == fault
+
+
+def test_an_error_in_a_stream_is_counted_by_its_name() -> None:
+    load = Load(1)
+    assert _fault(events({"error": {"code": "ActorStopped"}}), load, 3) == ""
+    assert load.errors == {"ActorStopped": 1}
+
+
+def test_a_server_that_does_not_start_is_told() -> None:
+    with pytest.raises(RuntimeError, match="abacus"), serving("abacus"):
+        pass
