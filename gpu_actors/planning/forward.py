@@ -54,10 +54,11 @@ _OPTIONAL = (
 )
 # The scalars that decide a plan. dropout_seed decides none, and the longest sequences may have to be found first.
 _DECIDING = [name for name in scalars_of(FlashForward) if name != "dropout_seed" and not name.startswith("max_seqlen")]
-# Their values and types: 1 == True == 1.0, and a value that validation refuses must not find the plan of one that it
-# accepts. Compiled from their names, for a loop over them takes a third of the time that finding a known plan may take.
+_NUMBERS = [name for name in _DECIDING if str(FlashForward.__annotations__[name]).startswith(("bool", "int", "float"))]
+# Their values, and the types of numbers: 1 == True == 1.0, and a value that validation refuses must not find the plan
+# of one that it accepts. Compiled from their names, for a loop takes a third of the time that finding a plan may take.
 _scalars: Callable[[FlashForward], Hashable] = eval(
-    f"lambda request: ({', '.join(f'request.{name}, type(request.{name})' for name in _DECIDING)})"
+    f"lambda r: ({', '.join([*(f'r.{name}' for name in _DECIDING), *(f'type(r.{name})' for name in _NUMBERS)])})"
 )
 _MULTIPLIED = ("q", "k", "v", "dout")
 # The dtype that fp32 operands are rounded to before a product. "f16" keeps fp32's range: large values stay finite.
