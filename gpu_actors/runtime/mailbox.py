@@ -324,7 +324,8 @@ class Mailbox:
         if self.meter is not None:
             self.meter.answered(call)
         self._unanswered.discard(call)
-        self._unpark(call)
+        if call.parked:
+            self._unpark(call)
         if self._waiting and self._waiting.pop(call.number, None) is not None:
             self._compact()
         return bool(self._idle_callbacks)
