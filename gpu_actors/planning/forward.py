@@ -147,8 +147,11 @@ def bind_forward(plan: Plan, request: FlashForward, plain: bool, kernels: Sequen
     seed = request.dropout_seed
     if type(seed) is not int or seed:
         check_seed(seed)
-    oracle = functools.partial(_oracle, problem, plan.accumulate, seed)
-    return plan.launch(inputs, oracle, kernels, Values(seed) if seed else NO_VALUES, request.out)
+        oracle = functools.partial(_oracle, problem, plan.accumulate, seed)
+        return plan.launch(inputs, oracle, kernels, Values(seed), request.out)
+    if plan.undropped is None:
+        plan.undropped = functools.partial(_oracle, problem, plan.accumulate, 0)
+    return plan.launch(inputs, plan.undropped, kernels, NO_VALUES, request.out)
 
 
 def bound_inputs(problem: AttentionProblem, request: FlashForward) -> dict[str, Any]:

@@ -28,7 +28,7 @@ class Plan:
 
     program: None where the NumPy oracle answers, which sums in ``accumulate``, and where every answer is 0.
     outputs: what a launch makes when the caller gives no ``out``.
-    vacuous: of the problem, asked once for all requests.
+    vacuous: of the problem, asked once for all requests. undropped: the oracle of those without a seed, once one came.
     keys: of the kernels that `launch` takes, in that order.
     """
 
@@ -39,6 +39,7 @@ class Plan:
     accumulate: Accumulate
     vacuous: bool = field(init=False)
     keys: tuple[DispatchKey, ...] = field(init=False)
+    undropped: Oracle | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.vacuous = self.problem.vacuous

@@ -11,12 +11,12 @@ does here, lock or no lock. So nothing under the lock is decided on what a call 
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from typing import Any
 
 from gpu_actors.clock import Clock
@@ -338,7 +338,7 @@ class Mailbox:
     def _push(self, call: Call[Any]) -> None:
         place = (-call.priority, call.number)
         self._waiting[call.number] = call
-        heapq.heappush(self._order, place)
+        heappush(self._order, place)
         if call.state is DONE:  # since it was looked at
             self._waiting.pop(call.number, None)
 
@@ -348,7 +348,7 @@ class Mailbox:
         while len(calls) < limit:
             if not waiting:  # asked last: where nothing waits, nothing may be left of the order
                 break
-            call = waiting.pop(heapq.heappop(self._order)[1], None)
+            call = waiting.pop(heappop(self._order)[1], None)
             if call is not None:  # else it was answered while it waited
                 calls.append(call)
         return calls
@@ -366,10 +366,10 @@ class Mailbox:
             try:
                 for place in order:
                     if place[1] in self._waiting:
-                        heapq.heappush(self._order, place)
+                        heappush(self._order, place)
             except BaseException:  # Ctrl-C: what has its place twice is given out once
                 self._order += order
-                heapq.heapify(self._order)
+                heapify(self._order)
                 raise
 
     def _due(self) -> tuple[Callable[[], None], bool] | None:
