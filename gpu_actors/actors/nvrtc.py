@@ -141,14 +141,12 @@ class NvrtcActor(ServiceActor):
         if cubin is not None:
             call.resolve(cubin, self.outbox)
         elif call.claim():
-            self._hand_over(call)
-            workshop.start(message.source, arch, functools.partial(_answer, call, self.cell.mailbox))
+            workshop.start(message.source, arch, self._hand_over(call))
 
     def _prepare(self, call: Call[Any], key: KernelKey | SourceVariant) -> None:
         source = key.source if isinstance(key, SourceVariant) else kernel_source(check_key(key))
         if call.claim():
-            self._hand_over(call)
-            self._workshop.start(source, key.arch, functools.partial(_answer, call, self.cell.mailbox), for_device=True)
+            self._workshop.start(source, key.arch, self._hand_over(call), for_device=True)
 
     def _warm(self, call: Call[Any], message: Warm) -> None:
         if message.progress is not None and not callable(message.progress):
@@ -163,10 +161,17 @@ class NvrtcActor(ServiceActor):
             for index, (key, source) in enumerate(sources):
                 self._workshop.start(source, key.arch, functools.partial(batch.done, index))
 
-    def _hand_over(self, call: Call[Any]) -> None:
-        """From here on the workshop answers the call, whatever becomes of this actor."""
-        self.cell.mailbox.park(call)
-        self.cell.mailbox.launch_began()
+    def _hand_over(self, call: Call[Any]) -> Done:
+        """From here on the workshop answers the call, by what this gives, whatever becomes of this actor."""
+        mailbox = self.cell.mailbox
+        mailbox.park(call)
+        mailbox.launch_began()
+
+        def done(product: Product | None, error: GpuActorsError | None, seconds: float) -> None:
+            mailbox.launch_ended()
+            call.settle(product, error, None)
+
+        return done
 
 
 def _keys(keys: object) -> Sequence[KernelKey]:
@@ -281,14 +286,6 @@ class _Workshop:
 
     def _event(self, name: str, fields: dict[str, Any]) -> None:
         self._cell.environment.trace.emit(name, **fields)
-
-
-def _answer(
-    call: Call[Any], mailbox: Mailbox, product: Product | None, error: GpuActorsError | None, seconds: float
-) -> None:
-    """Answer a call that waits for one product. seconds: as `Done` has them."""
-    mailbox.launch_ended()
-    call.settle(product, error, None)
 
 
 @dataclass(slots=True, eq=False)

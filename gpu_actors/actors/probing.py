@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -61,6 +62,7 @@ def probe(children: Children, timeout: float | None) -> Call[None]:
     return answer
 
 
+@dataclass(eq=False)
 class Probing:
     """Probes repeatedly until no vital actor fails.
 
@@ -70,37 +72,30 @@ class Probing:
     All but `begin` runs on that thread.
     """
 
-    def __init__(
-        self,
-        children: Children,
-        run: Callable[[Callable[[], None]], None],
-        after: Callable[[float, Callable[[], None]], None],
-    ) -> None:
-        self._children = children
-        self._run = run
-        self._after = after
-        self._interval = children.options.probe_interval
-        self._waiting = False
+    children: Children
+    run: Callable[[Callable[[], None]], None]
+    after: Callable[[float, Callable[[], None]], None]
+    _waiting: bool = False
 
     def begin(self) -> None:
         """Probe from now on. For any thread; does nothing while probes are under way."""
         if not self._waiting:
             self._waiting = True
-            self._after(self._interval, self._probe)
+            self.after(self.children.options.probe_interval, self._probe)
 
     def _probe(self) -> None:
-        children = self._children
+        children = self.children
         failing = children.failing()
         if not failing or not children.open:
             self._waiting = False
             return
         before = {progress: progress.completed for progress in failing}
-        probe(children, None).when_done(lambda call: self._run(lambda: self._judge(call.error, before)))
+        probe(children, None).when_done(lambda call: self.run(lambda: self._judge(call.error, before)))
 
     def _judge(self, error: BaseException | None, before: Mapping[Progress, int]) -> None:
         if error is None:
             for progress, completed in before.items():
                 progress.put_on_trial(completed)
         self._waiting = False
-        if self._children.failing():
+        if self.children.failing():
             self.begin()

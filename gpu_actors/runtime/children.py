@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass, field
 from typing import Any
 
 from gpu_actors.errors import ContextLost
@@ -13,13 +14,12 @@ from gpu_actors.runtime.progress import Progress
 __all__ = ["Children"]
 
 
+@dataclass(eq=False)
 class Children(Environment):
     """The environment of a context, with the cells that share it by their names."""
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
-        self.cells: dict[str, ActorCell] = {}
-        self._lock = threading.Lock()
+    cells: dict[str, ActorCell] = field(init=False, default_factory=dict)
+    _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
 
     def handle(self, actor_type: type) -> Any:
         for cell in self.cells.values():
@@ -49,7 +49,7 @@ class Children(Environment):
         with self._lock:
             first = self.lost is None
             if first:
-                self.lost: ContextLost | None = error
+                self.lost = error
                 self.generation += 1
         generation, cause = self.generation - 1, self.lost
 

@@ -12,7 +12,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from gpu_actors.clock import Clock
@@ -43,6 +43,7 @@ class _Entry:
     since: float
 
 
+@dataclass(eq=False)
 class Completion:
     """Settles the calls of one stream's launches.
 
@@ -51,22 +52,14 @@ class Completion:
     progress: told how launches end.
     """
 
-    def __init__(
-        self,
-        name: str,
-        mailbox: Mailbox,
-        clock: Clock,
-        on_lost: Callable[[ContextLost], ContextLost],
-        progress: Progress,
-    ) -> None:
-        self._name = name
-        self._mailbox = mailbox
-        self._clock = clock
-        self._on_lost = on_lost
-        self._progress = progress
-        self._entries: deque[_Entry] = deque()
-        self._arrivals: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+    name: str
+    mailbox: Mailbox
+    clock: Clock
+    on_lost: Callable[[ContextLost], ContextLost]
+    progress: Progress
+    _entries: deque[_Entry] = field(init=False, default_factory=deque)
+    _arrivals: queue.SimpleQueue[_Entry | None] = field(init=False, default_factory=queue.SimpleQueue)
+    _thread: threading.Thread | None = field(init=False, default=None)
 
     def watch(
         self,
@@ -80,18 +73,18 @@ class Completion:
 
         Called by the actor thread alone.
         """
-        if self._mailbox.meter is not None:
-            self._mailbox.launching(calls)
+        if self.mailbox.meter is not None:
+            self.mailbox.launching(calls)
         if not self._entries and event.done():
-            self._mailbox.launch_passed(len(calls))
+            self.mailbox.launch_passed(len(calls))
             self._settle(event, calls, finish, failed, outbox)
             return
         if self._thread is None:
-            thread = threading.Thread(target=self._run, name=f"{self._name}-completion", daemon=True)
+            thread = threading.Thread(target=self._run, name=f"{self.name}-completion", daemon=True)
             thread.start()  # which may raise, and then nothing has been booked that would never end
             self._thread = thread
-        self._mailbox.launch_began(len(calls))
-        entry = _Entry(event, calls, finish, failed, self._clock.now())
+        self.mailbox.launch_began(len(calls))
+        entry = _Entry(event, calls, finish, failed, self.clock.now())
         self._entries.append(entry)
         self._arrivals.put(entry)
 
@@ -121,8 +114,8 @@ class Completion:
                 self._settle(entry.event, entry.calls, entry.finish, entry.failed, outbox)
             except BaseException as error:
                 # The launches behind this one still have to be waited for, and its calls answered.
-                logger.exception("%s: settling a launch raised", self._name)
-                failure = ActorFailed(f"{self._name} could not finish the request: {error!r}")
+                logger.exception("%s: settling a launch raised", self.name)
+                failure = ActorFailed(f"{self.name} could not finish the request: {error!r}")
                 for call in entry.calls:
                     if call.state is LAUNCHED:  # the others have their answers
                         call.fail(failure, outbox)
@@ -130,7 +123,7 @@ class Completion:
             # A thread that waits for the next launch must not keep this one's arrays alive.
             del entry
             self._entries.popleft()
-            self._mailbox.launch_ended()
+            self.mailbox.launch_ended()
             if not self._entries or not self._entries[0].event.done():
                 outbox.flush()
         outbox.flush()
@@ -153,15 +146,15 @@ class Completion:
             except BaseException as raised:
                 error = raised
         if error is None:
-            if self._progress.failed_launches:
-                self._progress.launch_ended(None)
+            if self.progress.failed_launches:
+                self.progress.launch_ended(None)
             for call, result in zip(calls, results, strict=True):
                 call.settle(result, None, outbox)
             return
         error = self._reported(error)
         # A mock device that does not compute says so to every request, which a benchmark times: no call for that.
-        if type(error) is not MockModeError or self._progress.failed_launches:
-            self._progress.launch_ended(error)
+        if type(error) is not MockModeError or self.progress.failed_launches:
+            self.progress.launch_ended(error)
         again = failed(error) if failed is not None else ()
         for call in calls:
             if call not in again:
@@ -171,12 +164,12 @@ class Completion:
         """What to answer with where a launch, or finishing it, raised ``error``."""
         answer: GpuActorsError
         if isinstance(error, ContextLost):
-            answer = self._on_lost(error)
+            answer = self.on_lost(error)
         elif isinstance(error, GpuActorsError):
             answer = error
         else:
-            logger.error("%s: a finished launch could not be answered", self._name, exc_info=error)
-            answer = ActorFailed(f"{self._name} could not finish the request: {error!r}")
+            logger.error("%s: a finished launch could not be answered", self.name, exc_info=error)
+            answer = ActorFailed(f"{self.name} could not finish the request: {error!r}")
             answer.__cause__ = error
         # Its traceback leads through frames of this module back to the calls; what it says is all in its message.
         error.__traceback__ = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from gpu_actors.clock import Clock
@@ -19,39 +20,34 @@ from gpu_actors.validation.fields import real
 __all__ = ["Environment"]
 
 
+@dataclass(eq=False)
 class Environment(ABC):
     """Device, options, clock, timers and trace of one context, and the ways back to its ContextActor.
 
     supervise: hands a child's report to the ContextActor. Never blocks; safe from any thread.
+    carry_context: whether calls carry their caller's OpenTelemetry context.
     compiler: the handle of the actor that compiles kernels, once the children are made.
     on_failing: called when a vital actor has failed too often without a success, and at each failure after that.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        options: ContextOptions,
-        trace: Trace,
-        timers: Timers,
-        supervise: Callable[[Any], None],
-        carry_context: bool,
-    ) -> None:
-        self.device = device
-        self.options = options
-        self.clock: Clock = options.clock
-        self.timers = timers
-        self.trace = trace
-        self.supervise = supervise
-        self.default_timeout: float | None = options.default_timeout
-        self.notes_caller: bool = device.info.kind == "cuda"
-        self.generation = 1
-        self.lost: ContextLost | None = None
-        self.failure: GpuActorsError | None = None
-        self.draining = False
-        self.hang_timeout: float = options.hang_limit(device.info.kind)
-        self.compiler: Any = None
-        self.on_failing: Callable[[], object] = lambda: None
-        self._carry_context = carry_context
+    device: Device
+    options: ContextOptions
+    trace: Trace
+    timers: Timers
+    supervise: Callable[[Any], None]
+    carry_context: bool
+    generation: int = 1
+    lost: ContextLost | None = None
+    failure: GpuActorsError | None = None
+    draining: bool = False
+    compiler: Any = None
+    on_failing: Callable[[], object] = lambda: None
+
+    def __post_init__(self) -> None:
+        self.clock: Clock = self.options.clock
+        self.default_timeout: float | None = self.options.default_timeout
+        self.notes_caller: bool = self.device.info.kind == "cuda"
+        self.hang_timeout: float = self.options.hang_limit(self.device.info.kind)
 
     @abstractmethod
     def handle(self, actor_type: type) -> Any:
@@ -89,7 +85,7 @@ class Environment(ABC):
     def trace_accepted(self, actor: str, call: Call[Any]) -> None:
         """Record a submission, with the caller's OpenTelemetry context where spans are made."""
         call.traced = True
-        context = current_context() if self._carry_context else None
+        context = current_context() if self.carry_context else None
         self.trace.emit(
             "request.accepted",
             actor=actor,

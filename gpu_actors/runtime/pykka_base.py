@@ -14,6 +14,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 
 import pykka
@@ -74,53 +75,49 @@ def raise_exception(name: str, error: BaseException) -> NoReturn:
     raise RuntimeError(f"{name} raised {error!r}") from error
 
 
+@dataclass(slots=True, eq=False)
 class _Crash:
     """Takes what ended a batch of calls to where Pykka reports failures."""
 
-    __slots__ = ("error",)
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
+    error: BaseException
 
 
+@dataclass(slots=True, eq=False)
 class _Envelope:
     """What Pykka's loop expects an inbox to give it."""
 
-    __slots__ = ("message", "reply_to")
-
-    def __init__(self, message: Any) -> None:
-        self.message = message
-        self.reply_to: pykka.Future[Any] | None = None
+    message: Any
+    reply_to: pykka.Future[Any] | None = None
 
 
+@dataclass(slots=True, eq=False)
 class _Inbox:
     """One incarnation's view of its cell's mailbox: gives out Pykka's own messages, and works through calls meanwhile.
 
     Only Pykka's messages count as content, so that a dying incarnation drains those and leaves the calls.
     """
 
-    def __init__(self, mailbox: Mailbox, controls: deque[_Envelope], work: Callable[[list[Call[Any]]], None]) -> None:
-        self._mailbox = mailbox
-        self._controls = controls
-        self._work = work
+    mailbox: Mailbox
+    controls: deque[_Envelope]
+    work: Callable[[list[Call[Any]]], None]
 
     def put(self, envelope: _Envelope) -> None:
-        self._controls.append(envelope)
-        self._mailbox.nudge()
+        self.controls.append(envelope)
+        self.mailbox.nudge()
 
     def get(self) -> _Envelope:
         # Calls are worked on in here, without an envelope and Pykka's dispatch around each batch, which a lone request
         # would pay for in full.
-        controls = self._controls
+        controls = self.controls
         # Pykka does not look for errors in here: one that escaped would end the thread without a word.
         try:
             while not controls:
-                calls = self._mailbox.take(controls)
+                calls = self.mailbox.take(controls)
                 if calls is not None:
-                    self._work(calls)
+                    self.work(calls)
         except BaseException as error:
             return _Envelope(_Crash(error))
         return controls.popleft()
 
     def empty(self) -> bool:
-        return not self._controls
+        return not self.controls
