@@ -1,4 +1,4 @@
-"""open_context and GpuContext: the way in.
+"""open_context: the way in.
 
 async with gpu_actors.open_context("auto") as ctx:
     result = await ctx.flash_attn.forward(q, k, v, causal=True)
@@ -6,218 +6,28 @@ async with gpu_actors.open_context("auto") as ctx:
 
 from __future__ import annotations
 
-import atexit
-import functools
-import itertools
 import logging
 import math
-import os
-import threading
-from collections.abc import Callable, Generator, Mapping
-from concurrent.futures import Future
-from types import MappingProxyType, TracebackType
-from typing import Any, TypeVar, cast
+from collections.abc import Generator
+from types import TracebackType
+from typing import Any, Literal
 
 import anyio
-import anyio.to_thread
 
-from gpu_actors.actors.context import ContextActor, GiveUp, Stop
-from gpu_actors.actors.cudnn_like import CudnnLikeActor, CudnnLikeHandle
-from gpu_actors.actors.flash_attn import FlashAttnActor, FlashAttnHandle
-from gpu_actors.actors.kernels import CompilesKernels, KernelActor
-from gpu_actors.actors.kv_cache import KvCacheActor
-from gpu_actors.actors.nvrtc import NvrtcActor, NvrtcHandle
-from gpu_actors.actors.probing import probe
-from gpu_actors.devices.interface import Device, DeviceInfo
+from gpu_actors.devices.interface import Device
 from gpu_actors.devices.select import check_device, choose_device, open_device, warn_of_mock
-from gpu_actors.errors import ActorStopped, DeadlineExceeded, GpuActorsError, InvalidRequest
-from gpu_actors.health import Health, examine
-from gpu_actors.kernels.variants import Prepare
-from gpu_actors.kv_cache import OpensKvCaches
+from gpu_actors.errors import GpuActorsError, InvalidRequest
+from gpu_actors.gpu_context import NOT_DRAINED, GpuContext, open_contexts, start_context
 from gpu_actors.loop import refuse_on_loop
 from gpu_actors.opening import Opening, in_thread
 from gpu_actors.options import ContextOptions
 from gpu_actors.process import Local
-from gpu_actors.runtime.actor import ServiceActor
-from gpu_actors.runtime.call import Call
-from gpu_actors.runtime.children import Children
-from gpu_actors.runtime.handle import ActorHandle
-from gpu_actors.runtime.mailbox import ActorStats, Mailbox
-from gpu_actors.runtime.reply import Reply, need_asyncio
-from gpu_actors.validation.fields import real
+from gpu_actors.runtime.reply import need_asyncio
+from gpu_actors.validation.fields import one_of
 
 __all__ = ["GpuContext", "open_context", "open_contexts"]
 
 logger: logging.Logger = logging.getLogger("gpu_actors")
-
-T = TypeVar("T")
-
-# Seconds of real time that closing waits for children to stop, and again for what they leave behind.
-_PATIENCE = 5.0
-
-_NOT_DRAINED = "leaving the context: not drained within %s s, so what is unanswered gets ActorStopped"
-
-_CHILDREN: tuple[type[ServiceActor], ...] = (NvrtcActor, FlashAttnActor, CudnnLikeActor, KvCacheActor, KernelActor)
-
-
-class GpuContext(Local, OpensKvCaches, CompilesKernels):
-    """A running context. Safe to share between event loops and threads. Made by `open_context`.
-
-    flash_attn, cudnn, nvrtc: the handles of the FlashAttnActor, the CudnnLikeActor and the NvrtcActor.
-    number: of the context in this process, from 1, for callers that can keep a number but no object.
-    """
-
-    def __init__(self, children: Children, root: Any) -> None:
-        self.number: int = next(_NUMBERS)
-        self.flash_attn: FlashAttnHandle = cast("FlashAttnHandle", children.handle(FlashAttnActor))
-        self.cudnn: CudnnLikeHandle = cast("CudnnLikeHandle", children.handle(CudnnLikeActor))
-        self.nvrtc: NvrtcHandle = cast("NvrtcHandle", children.handle(NvrtcActor))
-        super().__init__(children)
-        self._root = root
-        self._stopped = False
-        self._close_lock = threading.RLock()
-        self._closing = False
-        self._closed: threading.Event | None = None
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} #{self.number} on {self.info.name}, {self.health().state}>"
-
-    def actor(self, actor_type: type[ServiceActor]) -> ActorHandle:
-        """The handle of a child by its type, as one named in ``ContextOptions(actors=...)``.
-
-        Raises KeyError for a type that is no child of this context.
-        """
-        handle: ActorHandle = self._children.handle(actor_type)
-        return handle
-
-    @property
-    def info(self) -> DeviceInfo:
-        """The device: kind, name, arch, memory."""
-        return self._children.device.info
-
-    @property
-    def generation(self) -> int:
-        """1 for a new context; one more after the device context was lost."""
-        return self._children.generation
-
-    def health(self) -> Health:
-        """The state of the context now. Takes no lock that a launch could hold, and never blocks."""
-        return examine(self._children, self._stopped)
-
-    def stats(self) -> dict[str, ActorStats]:
-        """Each actor's counts, by its label."""
-        return {name: cell.mailbox.stats() for name, cell in self._children.cells.items()}
-
-    def probe(self, timeout: float | None = None) -> Reply[None]:
-        """Prove that the device makes progress: launch attention of one row by one key, ahead of waiting requests.
-
-        The reply is None once the launch has succeeded, else the error of the launch. The mock device need not compute
-        for it. An offline context whose caches lack the kernel fills and copies device memory instead. The launch
-        counts in ``stats()`` as any other; its success does not end a row of failed requests (``degraded_after``).
-
-        timeout: seconds (None: ``default_timeout``) after which the reply raises `DeadlineExceeded`.
-        """
-        return Reply(probe(self._children, timeout))
-
-    def drain(self, timeout: float | None = None) -> Reply[None]:
-        """Refuse new requests (`ActorStopped`) and wait until every request made so far is answered.
-
-        Launches whose requests a deadline has answered are waited for too: they may still write to ``out``.
-
-        timeout: seconds (None: no limit) after which the reply raises `DeadlineExceeded`. Draining is not undone.
-        """
-        return self._drain(timeout, launches=True)
-
-    def _drain(self, timeout: float | None, launches: bool) -> Reply[None]:
-        children = self._children
-        drained: Call[None] = Call("drain", Mailbox("drain", 1, 1))
-        if timeout is not None and timeout != math.inf:
-            try:
-                timeout = real("timeout", timeout, "a finite number of seconds, or None")
-            except InvalidRequest as error:
-                drained.fail(error)
-                return Reply(drained)
-        children.draining = True
-        cells = list(children.cells.values())
-        if children.lost is None and children.failure is None and not self._stopped:
-            for cell in cells:
-                # A request that waits for a kernel still needs the NvrtcActor.
-                admit = Prepare if cell.actor_type is NvrtcActor else None
-                cell.mailbox.close(lambda: ActorStopped("the context is draining"), admit)
-        if timeout is not None:
-            late = DeadlineExceeded(f"not drained within {timeout} s")
-
-            def give_up() -> None:
-                drained.fail(late)
-
-            drained.timer = children.timers.after(timeout, give_up)
-        waiting = [cell.mailbox for cell in reversed(cells)]
-
-        def wait_for(index: int) -> None:
-            if index < len(waiting):
-                waiting[index].when_idle(functools.partial(wait_for, index + 1), launches)
-            else:
-                drained.resolve(None)
-
-        wait_for(0)
-        return Reply(drained)
-
-    async def aclose(self) -> None:
-        """Wait until every request made so far is answered, at most ``drain_timeout`` seconds, then `close`.
-
-        A launch whose requests a deadline has answered is not waited for.
-        May be called again. For a context from ``await open_context()``, as in a notebook.
-        """
-        need_asyncio("aclose()")
-        seconds = self._children.options.drain_timeout
-        try:
-            # Real seconds, not the context's clock: a mock clock does not move on from here.
-            with anyio.move_on_after(seconds, shield=True) as scope:
-                await self._drain(None, launches=False)
-            if scope.cancelled_caught:
-                logger.warning(_NOT_DRAINED, seconds)
-        finally:
-            # A task that is cancelled while it drains still closes.
-            with anyio.CancelScope(shield=True):
-                await in_thread(self.close)
-
-    def close(self) -> None:
-        """Answer every open request with `ActorStopped`, stop every actor and release the device. Blocks briefly.
-
-        May be called again, also from a signal handler while it runs: only the first call waits.
-        """
-        with self._close_lock:
-            if self._closing or (self._closed is not None and self._closed.is_set()):
-                return
-            self._closing = True
-            try:
-                self._close()
-            finally:  # done or interrupted
-                self._closing = False
-                _OPEN.pop(self.number, None)
-
-    def after_fork(self) -> None:
-        """In a child process: no request or waiter there may wait for threads that stayed behind."""
-        self._close_lock = threading.RLock()
-        self._closing = self._stopped = True
-        children = self._children
-        children.failure = stayed_behind = ActorStopped("the context belongs to the process that opened it")
-        children.trace.after_fork()
-        children.timers.after_fork()
-        for cell in children.cells.values():
-            cell.after_fork(lambda: ActorStopped(str(stayed_behind)))
-
-    def _close(self) -> None:
-        if self._closed is None:
-            self._closed = threading.Event()
-            self._stopped = True
-            self._root.put(Stop(self._closed))
-        if self._closed.wait(_PATIENCE):
-            return
-        self._root.put(GiveUp())
-        if not self._closed.wait(_PATIENCE):
-            logger.error("the context did not close within %s s", 2 * _PATIENCE)
-            self._closed.set()  # for later calls
 
 
 class open_context(Local):
@@ -227,6 +37,9 @@ class open_context(Local):
 
     device: "auto" (CUDA where it is usable, else mock, which warns), "cuda", "cuda:1", "emulated" or "mock".
     options: see `ContextOptions`.
+    isolation: "process" runs the device and its actors in a child process, so that a lost device context, a crash or a
+        hang costs that process alone: requests in flight get `ContextLost`, and the next ones meet its successor. None:
+        in this process. See docs/isolation.md.
 
     Leaving waits until everything is answered, at most ``drain_timeout`` seconds, then stops; what is unanswered then
     gets `ActorStopped`. Entering raises `InvalidRequest` for a device that does not exist, `GpuActorsError` for one
@@ -234,11 +47,21 @@ class open_context(Local):
     be used issues a `MockDeviceWarning` and logs it: what is missing, and how to install it.
     """
 
-    def __init__(self, device: str = "auto", options: ContextOptions | None = None) -> None:
+    def __init__(
+        self,
+        device: str = "auto",
+        options: ContextOptions | None = None,
+        *,
+        isolation: Literal["process"] | None = None,
+    ) -> None:
         if options is not None and not isinstance(options, ContextOptions):
             raise InvalidRequest("options", options, "must be ContextOptions, or None for the defaults")
+        if isolation is not None:
+            one_of("isolation", isolation, ("process",), 'must be "process", or None')
+        self._isolated = isolation is not None
         self._device = self._spec = check_device(device)
         self._options = options if options is not None else ContextOptions()
+        self._obstacle: str | None = None
         self._context: GpuContext | None = None
 
     async def __aenter__(self) -> GpuContext:
@@ -253,7 +76,7 @@ class open_context(Local):
 
     async def _start(self, stacklevel: int) -> GpuContext:
         """Open a context in a thread. stacklevel: of the program's own frame, for a warning."""
-        warn_of_mock(await in_thread(self._choose), stacklevel)
+        warn_of_mock(None if self._isolated else await in_thread(self._choose), stacklevel)
         opening = Opening(self._open)
         with anyio.CancelScope(shield=True):
             try:
@@ -262,6 +85,7 @@ class open_context(Local):
                 # A context that opens after its opener was cancelled would never be closed.
                 await in_thread(opening.abandon)
                 raise
+        warn_of_mock(self._obstacle, stacklevel)
         return context
 
     async def __aexit__(
@@ -272,8 +96,9 @@ class open_context(Local):
     def __enter__(self) -> GpuContext:
         refuse_on_loop("with open_context()", "async with")
         self._check_free()
-        warn_of_mock(self._choose(), 3)
+        warn_of_mock(None if self._isolated else self._choose(), 3)
         self._context = self._open()
+        warn_of_mock(self._obstacle, 3)
         return self._context
 
     def __exit__(
@@ -284,7 +109,7 @@ class open_context(Local):
         try:
             context._drain(None, launches=False).result(None if seconds == math.inf else seconds)
         except TimeoutError:
-            logger.warning(_NOT_DRAINED, seconds)
+            logger.warning(NOT_DRAINED, seconds)
         finally:
             context.close()
 
@@ -298,22 +123,12 @@ class open_context(Local):
         return obstacle
 
     def _open(self) -> GpuContext:
-        opened: Future[Children] = Future()
-        options = self._options
-        ref = ContextActor.start(
-            self.make_device,
-            options,
-            (*_CHILDREN, *options.actors),
-            opened,
-        )
-        try:
-            children = opened.result()
-        except BaseException:
-            ref.stop(block=False)
-            raise
-        context = GpuContext(children, _Root(ref))
-        # Kept until it is closed, with no other reference too: its requests may still be waited for.
-        _OPEN[context.number] = context
+        if not self._isolated:
+            return start_context(self.make_device, self._options)
+        from gpu_actors.isolation.context import open_isolated  # which most programs do without
+
+        # That process decides what "auto" is: asking here would start CUDA in this one.
+        context, self._obstacle = open_isolated(self._device, self._options)
         return context
 
     def _check_free(self) -> None:
@@ -325,48 +140,3 @@ class open_context(Local):
         if context is None:
             raise GpuActorsError("this open_context() is not entered, or has been left already")
         return context
-
-
-class _Root:
-    """Sends to the ContextActor whether or not it still runs."""
-
-    def __init__(self, ref: Any) -> None:
-        self._ref = ref
-
-    def put(self, message: Stop | GiveUp) -> None:
-        try:
-            self._ref.tell(message)
-        except Exception:
-            # It has stopped already, so there is nothing left to wait for.
-            if isinstance(message, Stop):
-                message.done.set()
-
-
-_NUMBERS = itertools.count(1)
-_OPEN: dict[int, GpuContext] = {}
-
-
-def open_contexts() -> Mapping[int, GpuContext]:
-    """The contexts that are open in this process, by their number."""
-    return MappingProxyType(_OPEN)
-
-
-def _close_all() -> None:
-    """Answer every request that still waits when the interpreter exits."""
-    for context in list(_OPEN.values()):
-        context.close()
-
-
-def _after_fork() -> None:
-    contexts = list(_OPEN.values())
-    _OPEN.clear()
-    for context in contexts:
-        context.after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-# atexit runs only after the interpreter has joined every non-daemon thread, and one of those may be waiting for a
-# reply of ours. Where the earlier hook of concurrent.futures is to be had, closing runs before that.
-_at_exit: Callable[[Callable[[], None]], Any] = getattr(threading, "_register_atexit", atexit.register)
-_at_exit(_close_all)

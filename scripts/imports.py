@@ -38,6 +38,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("kv_cache",),
     ("health",),
     ("opening",),
+    ("gpu_context",),
+    ("isolation",),
     ("context",),
     ("metrics", "interop", "embedding", "generation", "testing"),
     ("serving",),

@@ -1,7 +1,8 @@
 """Benchmarks: each module is a suite with a ``run() -> dict`` and is run by ``gpu-actors bench``, except PARTS.
 
 forward, backward, decode    a GPU's kernels and the service around them, through the parts below
-bridge, compile, imports     these need no GPU
+bridge, compile, imports,    these need no GPU
+isolation
 serve                        loads `gpu-actors serve`, on any device
 
 stage      opens the device and runs a suite       cases      what is measured, its work and traffic

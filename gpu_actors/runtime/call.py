@@ -53,6 +53,10 @@ class Account(Protocol):
         """Forget a call that is answered, under the lock. True if `report` has something to tell."""
         ...
 
+    def recall(self, call: Call[Any]) -> bool:
+        """Cancel a call that is launched, where that is possible. True if it is answered so. Without the lock."""
+        ...
+
     def report(self, call: Call[Any]) -> None:
         """Tell of an answer those that want to know. Without the lock."""
         ...
@@ -146,7 +150,9 @@ class Call(Local, Generic[T]):
 
     def cancel(self) -> bool:
         """Answer with `RequestCancelled` unless the call has been launched or answered. True if that was done."""
-        return self.settle(None, RequestCancelled("cancelled before its launch"), None, QUEUED)
+        if self.settle(None, RequestCancelled("cancelled before its launch"), None, QUEUED):
+            return True
+        return self.state is LAUNCHED and self.mailbox.recall(self)
 
     def expire(self) -> None:
         """Answer with `DeadlineExceeded`; what was launched goes on, unobserved."""

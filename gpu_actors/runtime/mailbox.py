@@ -168,6 +168,10 @@ class Mailbox:
             self._submitted += 1
         call.fail(error)
 
+    def recall(self, _: Call[Any]) -> bool:
+        """Cancel a call that is launched: False, it goes on."""
+        return False
+
     def report(self, call: Call[Any]) -> None:
         """Tell the trace, and who waits for idleness, that a call has been answered. Without the lock."""
         if call.traced and self.on_traced is not None:

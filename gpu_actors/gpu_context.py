@@ -1,0 +1,288 @@
+"""GpuContext: what a program holds of a running context, and the contexts that are open in this process."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import itertools
+import logging
+import math
+import os
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from types import MappingProxyType
+from typing import Any, cast
+
+import anyio
+import numpy as np
+
+from gpu_actors.actors.context import ContextActor, GiveUp, Stop
+from gpu_actors.actors.cudnn_like import CudnnLikeActor, CudnnLikeHandle
+from gpu_actors.actors.flash_attn import FlashAttnActor, FlashAttnHandle
+from gpu_actors.actors.kernels import CompilesKernels, KernelActor
+from gpu_actors.actors.kv_cache import KvCacheActor
+from gpu_actors.actors.nvrtc import NvrtcActor, NvrtcHandle
+from gpu_actors.actors.probing import probe
+from gpu_actors.devices.interface import Device, DeviceInfo
+from gpu_actors.errors import ActorStopped, DeadlineExceeded, InvalidRequest
+from gpu_actors.health import Health, examine
+from gpu_actors.kernels.variants import Prepare
+from gpu_actors.kv_cache import OpensKvCaches
+from gpu_actors.opening import in_thread
+from gpu_actors.options import ContextOptions
+from gpu_actors.process import Local
+from gpu_actors.runtime.actor import ServiceActor
+from gpu_actors.runtime.call import Call
+from gpu_actors.runtime.children import Children
+from gpu_actors.runtime.handle import ActorHandle
+from gpu_actors.runtime.mailbox import ActorStats, Mailbox
+from gpu_actors.runtime.reply import Reply, need_asyncio
+from gpu_actors.validation.fields import real
+
+__all__ = ["BUILT_IN", "NOT_DRAINED", "GpuContext", "open_contexts", "registered", "start_context"]
+
+logger: logging.Logger = logging.getLogger("gpu_actors")
+
+# Seconds of real time that closing waits for children to stop, and again for what they leave behind.
+_PATIENCE = 5.0
+
+NOT_DRAINED = "leaving the context: not drained within %s s, so what is unanswered gets ActorStopped"
+
+BUILT_IN: tuple[type[ServiceActor], ...] = (NvrtcActor, FlashAttnActor, CudnnLikeActor, KvCacheActor, KernelActor)
+"""The actors that every context has, in the order in which they start."""
+
+
+class GpuContext(Local, OpensKvCaches, CompilesKernels):
+    """A running context. Safe to share between event loops and threads. Made by `open_context`.
+
+    flash_attn, cudnn, nvrtc: the handles of the FlashAttnActor, the CudnnLikeActor and the NvrtcActor.
+    number: of the context in this process, from 1, for callers that can keep a number but no object.
+    """
+
+    def __init__(self, children: Children, root: Any) -> None:
+        self.number: int = next(_NUMBERS)
+        self.flash_attn: FlashAttnHandle = cast("FlashAttnHandle", children.handle(FlashAttnActor))
+        self.cudnn: CudnnLikeHandle = cast("CudnnLikeHandle", children.handle(CudnnLikeActor))
+        self.nvrtc: NvrtcHandle = cast("NvrtcHandle", children.handle(NvrtcActor))
+        super().__init__(children)
+        self._root = root
+        self._stopped = False
+        self._close_lock = threading.RLock()
+        self._closing = False
+        self._closed: threading.Event | None = None
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} #{self.number} on {self.info.name}, {self.health().state}>"
+
+    def actor(self, actor_type: type[ServiceActor]) -> ActorHandle:
+        """The handle of a child by its type, as one named in ``ContextOptions(actors=...)``.
+
+        Raises KeyError for a type that is no child of this context.
+        """
+        handle: ActorHandle = self._children.handle(actor_type)
+        return handle
+
+    @property
+    def info(self) -> DeviceInfo:
+        """The device: kind, name, arch, memory."""
+        return self._children.device.info
+
+    @property
+    def generation(self) -> int:
+        """1 for a new context; one more after the device context was lost."""
+        return self._children.generation
+
+    def health(self) -> Health:
+        """The state of the context now. Takes no lock that a launch could hold, and never blocks."""
+        return examine(self._children, self._stopped)
+
+    def stats(self) -> dict[str, ActorStats]:
+        """Each actor's counts, by its label."""
+        return {name: cell.mailbox.stats() for name, cell in self._children.cells.items()}
+
+    def empty(self, shape: int | tuple[int, ...], dtype: Any = np.float32) -> np.ndarray[Any, Any]:
+        """A NumPy array for the operands and the ``out`` of requests, not initialised.
+
+        With ``isolation="process"`` it lies in memory that the context's process shares, so requests use it, and write
+        into it, without a copy. It outlives that process, and is freed like any array. Otherwise it is ``np.empty``.
+        dtype: what NumPy or ml_dtypes knows; no objects.
+        """
+        return np.empty(shape, dtype)
+
+    def probe(self, timeout: float | None = None) -> Reply[None]:
+        """Prove that the device makes progress: launch attention of one row by one key, ahead of waiting requests.
+
+        The reply is None once the launch has succeeded, else the error of the launch. The mock device need not compute
+        for it. An offline context whose caches lack the kernel fills and copies device memory instead. The launch
+        counts in ``stats()`` as any other; its success does not end a row of failed requests (``degraded_after``).
+
+        timeout: seconds (None: ``default_timeout``) after which the reply raises `DeadlineExceeded`.
+        """
+        return Reply(probe(self._children, timeout))
+
+    def drain(self, timeout: float | None = None) -> Reply[None]:
+        """Refuse new requests (`ActorStopped`) and wait until every request made so far is answered.
+
+        Launches whose requests a deadline has answered are waited for too: they may still write to ``out``.
+
+        timeout: seconds (None: no limit) after which the reply raises `DeadlineExceeded`. Draining is not undone.
+        """
+        return self._drain(timeout, launches=True)
+
+    def _drain(self, timeout: float | None, launches: bool) -> Reply[None]:
+        children = self._children
+        drained: Call[None] = Call("drain", Mailbox("drain", 1, 1))
+        if timeout is not None and timeout != math.inf:
+            try:
+                timeout = real("timeout", timeout, "a finite number of seconds, or None")
+            except InvalidRequest as error:
+                drained.fail(error)
+                return Reply(drained)
+        children.draining = True
+        cells = list(children.cells.values())
+        if children.lost is None and children.failure is None and not self._stopped:
+            for cell in cells:
+                # A request that waits for a kernel still needs the NvrtcActor.
+                admit = Prepare if cell.actor_type is NvrtcActor else None
+                cell.mailbox.close(lambda: ActorStopped("the context is draining"), admit)
+        if timeout is not None:
+            late = DeadlineExceeded(f"not drained within {timeout} s")
+
+            def give_up() -> None:
+                drained.fail(late)
+
+            drained.timer = children.timers.after(timeout, give_up)
+        waiting = [cell.mailbox for cell in reversed(cells)]
+
+        def wait_for(index: int) -> None:
+            if index < len(waiting):
+                waiting[index].when_idle(functools.partial(wait_for, index + 1), launches)
+            else:
+                drained.resolve(None)
+
+        wait_for(0)
+        return Reply(drained)
+
+    async def aclose(self) -> None:
+        """Wait until every request made so far is answered, at most ``drain_timeout`` seconds, then `close`.
+
+        A launch whose requests a deadline has answered is not waited for.
+        May be called again. For a context from ``await open_context()``, as in a notebook.
+        """
+        need_asyncio("aclose()")
+        seconds = self._children.options.drain_timeout
+        try:
+            # Real seconds, not the context's clock: a mock clock does not move on from here.
+            with anyio.move_on_after(seconds, shield=True) as scope:
+                await self._drain(None, launches=False)
+            if scope.cancelled_caught:
+                logger.warning(NOT_DRAINED, seconds)
+        finally:
+            # A task that is cancelled while it drains still closes.
+            with anyio.CancelScope(shield=True):
+                await in_thread(self.close)
+
+    def close(self) -> None:
+        """Answer every open request with `ActorStopped`, stop every actor and release the device. Blocks briefly.
+
+        May be called again, also from a signal handler while it runs: only the first call waits.
+        """
+        with self._close_lock:
+            if self._closing or (self._closed is not None and self._closed.is_set()):
+                return
+            self._closing = True
+            try:
+                self._close()
+            finally:  # done or interrupted
+                self._closing = False
+                _OPEN.pop(self.number, None)
+
+    def after_fork(self) -> None:
+        """In a child process: no request or waiter there may wait for threads that stayed behind."""
+        self._close_lock = threading.RLock()
+        self._closing = self._stopped = True
+        children = self._children
+        children.failure = stayed_behind = ActorStopped("the context belongs to the process that opened it")
+        children.trace.after_fork()
+        children.timers.after_fork()
+        for cell in children.cells.values():
+            cell.after_fork(lambda: ActorStopped(str(stayed_behind)))
+
+    def _close(self) -> None:
+        if self._closed is None:
+            self._closed = threading.Event()
+            self._stopped = True
+            self._root.put(Stop(self._closed))
+        if self._closed.wait(_PATIENCE):
+            return
+        self._root.put(GiveUp())
+        if not self._closed.wait(_PATIENCE):
+            logger.error("the context did not close within %s s", 2 * _PATIENCE)
+            self._closed.set()  # for later calls
+
+
+def start_context(open_device: Callable[[], Device], options: ContextOptions) -> GpuContext:
+    """Start a ContextActor in this process, and wait until its children are ready. Raises what opening raises.
+
+    open_device: called on the ContextActor's thread.
+    """
+    opened: Future[Children] = Future()
+    ref = ContextActor.start(open_device, options, (*BUILT_IN, *options.actors), opened)
+    try:
+        children = opened.result()
+    except BaseException:
+        ref.stop(block=False)
+        raise
+    return registered(GpuContext(children, _Root(ref)))
+
+
+def registered(context: GpuContext) -> GpuContext:
+    """The context, which is kept until it is closed, with no other reference too: its requests may be waited for."""
+    _OPEN[context.number] = context
+    return context
+
+
+class _Root:
+    """Sends to the ContextActor whether or not it still runs."""
+
+    def __init__(self, ref: Any) -> None:
+        self._ref = ref
+
+    def put(self, message: Stop | GiveUp) -> None:
+        try:
+            self._ref.tell(message)
+        except Exception:
+            # It has stopped already, so there is nothing left to wait for.
+            if isinstance(message, Stop):
+                message.done.set()
+
+
+_NUMBERS = itertools.count(1)
+_OPEN: dict[int, GpuContext] = {}
+
+
+def open_contexts() -> Mapping[int, GpuContext]:
+    """The contexts that are open in this process, by their number."""
+    return MappingProxyType(_OPEN)
+
+
+def _close_all() -> None:
+    """Answer every request that still waits when the interpreter exits."""
+    for context in list(_OPEN.values()):
+        context.close()
+
+
+def _after_fork() -> None:
+    contexts = list(_OPEN.values())
+    _OPEN.clear()
+    for context in contexts:
+        context.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+# atexit runs only after the interpreter has joined every non-daemon thread, and one of those may be waiting for a
+# reply of ours. Where the earlier hook of concurrent.futures is to be had, closing runs before that.
+_at_exit: Callable[[Callable[[], None]], Any] = getattr(threading, "_register_atexit", atexit.register)
+_at_exit(_close_all)

@@ -1,0 +1,142 @@
+"""IsolatedContext: a `GpuContext` whose actors run in a process of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from gpu_actors.actors.context import GiveUp, Stop
+from gpu_actors.errors import DeadlineExceeded
+from gpu_actors.gpu_context import BUILT_IN, GpuContext, registered
+from gpu_actors.health import Health
+from gpu_actors.isolation.cells import RemoteChildren
+from gpu_actors.isolation.crossing import check_options
+from gpu_actors.isolation.generations import Generations
+from gpu_actors.isolation.records import Opened
+from gpu_actors.isolation.relay import Relay
+from gpu_actors.options import ContextOptions
+from gpu_actors.runtime.call import Call
+from gpu_actors.runtime.mailbox import Mailbox
+from gpu_actors.runtime.reply import Reply
+
+__all__ = ["IsolatedContext", "open_isolated"]
+
+
+class IsolatedContext(GpuContext):
+    """A context in a child process. See docs/isolation.md."""
+
+    def __init__(self, children: RemoteChildren, generations: Generations) -> None:
+        super().__init__(children, _Root(generations))
+        self._generations = generations
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the process that answers now, None between two of them."""
+        process = self._generations.process
+        return None if process is None else process.pid
+
+    def empty(self, shape: int | tuple[int, ...], dtype: Any = np.float32) -> np.ndarray[Any, Any]:
+        return self._generations.empty(shape, dtype)
+
+    def health(self) -> Health:
+        """The state of the context: the process's own word for it, a second old at most, unless that is being
+        replaced, or does not answer."""
+        return _examine(self._generations, self._children, self._stopped)
+
+    def probe(self, timeout: float | None = None) -> Reply[None]:
+        limit = self._children.default_timeout if timeout is None else timeout
+        return Reply(self._about("probe", limit, f"the probe was not answered within {limit} s"))
+
+    def after_fork(self) -> None:
+        super().after_fork()
+        self._generations.after_fork()
+
+    def _drain(self, timeout: float | None, launches: bool) -> Reply[None]:
+        here = super()._drain(timeout, launches)
+        if not launches:
+            return here
+        drained: Call[None] = Call("drain", Mailbox("drain", 1, 1))
+
+        def over(call: Call[None]) -> None:
+            # A process that is gone has no launch that could still write.
+            drained.settle(None, call.error if isinstance(call.error, DeadlineExceeded) else None, None)
+
+        def then(call: Call[None]) -> None:
+            if call.error is not None:
+                drained.fail(call.error)
+            elif self._generations.state != "ready":
+                drained.resolve(None)  # no process has a launch that could still write
+            else:
+                there = self._about("drain", timeout, f"not drained within {timeout} s")
+                there.when_done(over)
+
+        here._call.when_done(then)
+        return Reply(drained)
+
+    def _about(self, name: str, timeout: float | None, late: str) -> Call[None]:
+        call: Call[None] = self._generations.relay.about_context((name,), timeout)
+        if timeout is not None:
+
+            def give_up() -> None:
+                call.fail(DeadlineExceeded(late))
+
+            call.timer = self._children.timers.after(timeout, give_up)
+        return call
+
+
+class _Root:
+    """Takes what `GpuContext` tells a ContextActor."""
+
+    def __init__(self, generations: Generations) -> None:
+        self._generations = generations
+
+    def put(self, message: Stop | GiveUp) -> None:
+        if isinstance(message, Stop):
+            self._generations.stop(message.done)
+        else:
+            self._generations.kill()
+
+
+def open_isolated(device: str, options: ContextOptions) -> tuple[GpuContext, str | None]:
+    """Open a context in a process of its own. Gives it, and why "auto" is not CUDA there. Blocks.
+
+    Raises what opening raises, and `InvalidRequest` for options that cannot cross.
+    """
+    sent = check_options(options)
+
+    def make_children(opened: Opened, relay: Relay) -> RemoteChildren:
+        children = RemoteChildren(opened.info, options, relay, (*BUILT_IN, *options.actors))
+        relay.kernel_cell = children.cells["kernels"]
+        return children
+
+    generations = Generations(device, options, sent, make_children)
+    generations.start()
+    children, obstacle = generations.opened.result()
+    return registered(IsolatedContext(children, generations)), obstacle
+
+
+def _examine(generations: Generations, children: Any, stopped: bool) -> Health:
+    seen, state = generations.health, generations.state
+    actors = {name: cell.state for name, cell in children.cells.items()}
+
+    def verdict(state: Any, ready: bool, reason: str) -> Health:
+        oldest = seen.oldest_launch if seen is not None else None
+        failures = seen.failures if seen is not None else dict.fromkeys(actors, 0)
+        return Health(state, ready, reason, children.generation, actors, oldest, children.device.info, failures)
+
+    if children.lost is not None:
+        return verdict("failed", False, str(children.lost))
+    if stopped:
+        failed = children.failure
+        return verdict("stopped", False, "the context is closed" if failed is None else str(failed))
+    if children.draining:
+        return verdict("draining", False, "the context is draining")
+    if state != "ready":
+        return verdict("degraded", False, f"the context's process is being replaced: {generations.reason}")
+    silent = generations.silence()
+    if silent > children.hang_timeout / 2:
+        return verdict("stalled", False, f"the context's process has not answered for {silent:.1f} s")
+    if seen is None:
+        return verdict("ready", True, "")
+    return verdict(seen.state, seen.ready, seen.reason)

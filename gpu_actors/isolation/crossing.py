@@ -1,0 +1,138 @@
+"""Crossing: what of a context may go to another process, and in which form."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from gpu_actors.actors.cudnn_like import ExecuteGraph
+from gpu_actors.actors.nvrtc import Warm
+from gpu_actors.arrays.adopt import Adopted, CallerNotes, adopt, check_device, restore
+from gpu_actors.arrays.adoption import adopt_request
+from gpu_actors.clock import SYSTEM_CLOCK
+from gpu_actors.errors import GpuActorsError, InvalidRequest
+from gpu_actors.graph.graph import OperationGraph
+from gpu_actors.graph.match import match_attention
+from gpu_actors.naming import by_argument
+from gpu_actors.options import ContextOptions
+from gpu_actors.planning.cached import adopt_cache_request
+from gpu_actors.requests import BatchedDecode, PagedForward
+from gpu_actors.values import show
+
+__all__ = ["check_options", "harmless", "outbound", "sendable_error"]
+
+Restore = Callable[[Any], Any]
+
+_ELSEWHERE = "cannot cross to the context's process"
+
+
+def check_options(options: ContextOptions) -> ContextOptions:
+    """The options as the context's process takes them. Raises `InvalidRequest` for those that cannot cross."""
+    if options.clock is not SYSTEM_CLOCK:
+        raise InvalidRequest(
+            "clock", show(options.clock), f'must be left out with isolation="process": it {_ELSEWHERE}'
+        )
+    if options.on_event is not None:
+        reason = f'must be left out with isolation="process": it {_ELSEWHERE}, whose events it would be called with'
+        raise InvalidRequest("on_event", show(options.on_event), reason)
+    for kind in options.actors:
+        if kind.__module__ == "__main__":
+            reason = f"{_ELSEWHERE}: define it in a module, which that process can import, and not in __main__"
+            raise InvalidRequest("actors", kind, reason)
+        try:
+            pickle.dumps(kind)
+        except Exception as error:
+            raise InvalidRequest("actors", kind, f"{_ELSEWHERE}: {error}") from error
+    # The program's own timers see to time limits, and tell the process how long each request has.
+    sent = dataclasses.replace(options, default_timeout=None)
+    try:
+        pickle.dumps(sent)
+    except Exception as error:
+        raise InvalidRequest("options", show(options), f"{_ELSEWHERE}: {error}") from error
+    return sent
+
+
+def harmless(message: Any) -> bool:
+    """Whether a request may be given up at any time without a trace: it writes into nothing that outlives it."""
+    kind = type(message).__name__
+    if kind in ("FlashForward", "PagedForward", "BatchedDecode"):
+        return message.out is None
+    return kind in ("FlashBackward", "MhaForward", "MhaBackward", "ExecuteGraph", "Compile", "Warm")
+
+
+def outbound(message: Any, notes: CallerNotes | None) -> tuple[Any, Restore | None]:
+    """A message over arrays of NumPy, and what gives its answer the kind of the caller's arrays.
+
+    Raises `InvalidRequest`, naming the argument, for an array that does not lie on the host.
+    """
+    if isinstance(message, ExecuteGraph):
+        return _graph(message, notes)
+    if isinstance(message, Warm) and message.progress is not None:
+        raise InvalidRequest("progress", show(message.progress), f"must be left out: a function {_ELSEWHERE}")
+    if not dataclasses.is_dataclass(message) or isinstance(message, type):
+        return message, None
+    adopted: Any
+    try:
+        if isinstance(message, PagedForward | BatchedDecode):
+            adopted, template = adopt_cache_request(message, "cpu", notes)
+        else:
+            adopted, template = adopt_request(message, "cpu", notes)
+    except InvalidRequest as error:
+        raise by_argument(error, message) from error.__cause__
+    if adopted is message:
+        return message, None
+    given = getattr(message, "out", None)
+
+    def answer(value: Any) -> Any:
+        if not hasattr(value, "_replace"):
+            return value
+        found = [_restored(part, template) for part in value]
+        if given is not None and hasattr(value, "out"):
+            found[0] = given
+        return type(value)(*found)
+
+    return adopted, answer
+
+
+def _graph(message: ExecuteGraph, notes: CallerNotes | None) -> tuple[Any, Restore | None]:
+    graph = message.graph
+    arrays: Any = message.arrays
+    if not isinstance(arrays, Mapping):
+        return message, None
+    foreign: dict[Any, Adopted] = {}
+    for uid, array in arrays.items():
+        if type(array) is not np.ndarray and hasattr(array, "__dlpack__"):
+            foreign[uid] = adopt(array, f"tensor {uid}", notes)
+            check_device(foreign[uid], f"tensor {uid}", "cpu")
+    if not foreign:
+        return message, None
+    template = foreign.get(_first(graph))
+    sent = ExecuteGraph(graph, {**arrays, **{uid: adopted.array for uid, adopted in foreign.items()}})
+    return sent, lambda found: {uid: _restored(array, template) for uid, array in found.items()}
+
+
+def _first(graph: OperationGraph) -> Any:
+    """The uid whose array gives the answer its kind: that of q, else of the first input."""
+    try:
+        return match_attention(graph).q.uid
+    except GpuActorsError:
+        return next((uid for uid in graph.order().inputs), None)
+
+
+def _restored(array: Any, template: Adopted | None) -> Any:
+    return array if template is None or not isinstance(array, np.ndarray) else restore(array, template)
+
+
+def sendable_error(error: BaseException) -> BaseException:
+    """An error that can be pickled, as like this one as can be."""
+    if isinstance(error, GpuActorsError):
+        return error
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return GpuActorsError(f"{type(error).__name__}: {error}")
+    return error

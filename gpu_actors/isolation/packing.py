@@ -1,0 +1,390 @@
+"""Packing: records as bytes, and their arrays in shared memory.
+
+A record is pickled with protocol 5. Arrays are left out of the pickle and described beside it, each by its *place*:
+
+    inline     a small array, whose bytes travel along
+    block      bytes of the arena that the sender writes: copied there, or there already (`Arena.empty`)
+    argument   the receiver's own array, which came with the request that this record answers
+    same       an array that this record has at an earlier place
+
+An array keeps its shape, dtype and strides, so that a request is answered and refused as in one process. A view with
+gaps takes as much room as it spans, of which only its elements are written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import marshal
+import operator
+import pickle
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gpu_actors.arrays.adopt import adopt, check_device, dtype_of, name_of
+from gpu_actors.errors import GpuActorsError, InvalidRequest
+from gpu_actors.isolation.arena import Arena, Host
+from gpu_actors.isolation.records import Answer, Ask, Counts
+from gpu_actors.kv.requests import AppendRows, AttendCache, KvSequence
+from gpu_actors.mha import MhaBackward, MhaForward, MhaOutput
+from gpu_actors.process import Local
+from gpu_actors.requests import (
+    AttentionGradients,
+    AttentionOutput,
+    BatchedDecode,
+    FlashBackward,
+    FlashForward,
+    PagedForward,
+)
+
+__all__ = ["INLINE", "Argument", "Packed", "pack", "private", "shared", "unpack"]
+
+INLINE = 8192
+"""Bytes up to which an array travels with its record."""
+
+# Messages and results whose fields travel in place of a pickled object, in this order.
+_KINDS: tuple[type, ...] = (
+    FlashForward,
+    FlashBackward,
+    PagedForward,
+    BatchedDecode,
+    MhaForward,
+    MhaBackward,
+    AppendRows,
+    AttendCache,
+    AttentionOutput,
+    AttentionGradients,
+    MhaOutput,
+)
+_CODES = {kind: index + 1 for index, kind in enumerate(_KINDS)}
+_PLAIN = frozenset((str, int, float, bool, bytes, type(None)))
+_FLAT = _PLAIN | {np.ndarray, KvSequence}
+
+_IN_RECORD, _IN_BLOCK, _ARGUMENT, _SAME = range(4)
+# Writeable, or the pickle would ask for a read-only view of what takes its place.
+_MARK = pickle.PickleBuffer(bytearray())
+
+
+class Argument(NamedTuple):
+    """An array of a request. own: the caller's object. array: the same memory as an ndarray. sent: the bytes of its
+    block where it was copied, which the other side may write."""
+
+    own: Any
+    array: Host
+    sent: Host | None = None
+
+
+class Packed(NamedTuple):
+    """places: marshalled. body: pickled. arguments: the arrays, in the order of their places. blocks: held for it."""
+
+    places: bytes
+    body: bytes
+    arguments: list[Argument]
+    blocks: list[int]
+
+
+def pack(record: Any, arena: Arena, known: Sequence[Argument] = (), returned: Sequence[int] = ()) -> Packed:
+    """A record as bytes. known: arrays that the other side has. returned: blocks of the other side's, given back.
+
+    Raises `InvalidRequest` for what cannot cross.
+    """
+    packer = _Packer(arena, known)
+    try:
+        packer.dump((list(returned), *packer.spelled(record)))
+    except BaseException as error:
+        for start in packer.blocks:
+            arena.give(start)
+        if isinstance(error, GpuActorsError) or not isinstance(error, Exception):
+            raise
+        if isinstance(error, MemoryError):
+            raise InvalidRequest("arrays", "too large", f"must fit into shared memory: {error}") from error
+        reason = f"cannot cross to another process: {error}"
+        raise InvalidRequest("message", type(error).__name__, reason) from error
+    return Packed(marshal.dumps(packer.places), packer.file.getvalue(), packer.arguments, packer.blocks)
+
+
+def unpack(
+    places: bytes, body: bytes, read: Callable[[Any], Host], own: Sequence[Argument]
+) -> tuple[Any, list[Argument], list[int]]:
+    """A record from its bytes, its arrays, and the blocks of this side's that it gives back.
+
+    read: makes the array of a block. own: what its arguments are here.
+    """
+    arrays: list[Any] = []
+    for place in marshal.loads(places):
+        arrays.append(arrays[place[1]] if place[0] == _SAME else _array(place, read, own))
+    returned, *spelled = pickle.loads(body, buffers=arrays)
+    return _read(spelled), [Argument(array, array) for array in arrays], returned
+
+
+def private(arena: Arena, given_back: Callable[[int], None]) -> Callable[[Any], Host]:
+    """Reads blocks into memory of this process, and gives them back at once."""
+
+    def read(place: Any) -> Host:
+        copied = np.array(_view(arena, place), order="K")
+        given_back(place[4])
+        return copied
+
+    return read
+
+
+def shared(arena: Arena, given_back: Callable[[int], None]) -> Callable[[Any], Host]:
+    """Gives arrays over the blocks themselves. A block is given back with the last array over it."""
+
+    def read(place: Any) -> Host:
+        memory = arena.memory(place[4], max(place[7], 1))
+        weakref.finalize(memory, given_back, place[4]).atexit = False
+        return _over(memory, place)
+
+    return read
+
+
+class _Packer(pickle.Pickler):
+    def __init__(self, arena: Arena, known: Sequence[Argument]) -> None:
+        self.file = io.BytesIO()
+        # operator.not_ of a buffer is False, which leaves it out of the pickle.
+        super().__init__(self.file, 5, buffer_callback=operator.not_)
+        self.places: list[Any] = []
+        self.arguments: list[Argument] = []
+        self.blocks: list[int] = []
+        self._arena = arena
+        self._known = {id(argument.own): index for index, argument in enumerate(known)}
+        self._same: dict[Any, Any] = {}
+        self._places_of: dict[int, int] = {}
+
+    def spelled(self, record: Any) -> tuple[Any, ...]:
+        """A record as a tuple of plain values, where it is a request or an answer: pickling a class costs more than
+        all of its fields."""
+        if type(record) is Ask:
+            number, actor, message, left, priority = record
+            return 0, number, actor, self._spread(message), left, priority
+        if type(record) is Answer:
+            number, value, error, counts, health = record
+            counted = None if counts is None else tuple(counts)
+            return 1, number, self._spread(value), error, counted, health
+        return 2, record
+
+    def _spread(self, given: Any) -> Any:
+        code = _CODES.get(type(given))
+        if code is None:
+            return 0, given
+        values = given if isinstance(given, tuple) else [getattr(given, name) for name in _fields(type(given)) or ()]
+        if not all(map(_is_flat, values)):  # arrays within a value would take the places of those behind it
+            return 0, given
+        for_pickle = [self._leave_out(value, value)[1][0] if type(value) is np.ndarray else value for value in values]
+        return code, for_pickle
+
+    def reducer_override(self, given: Any) -> Any:
+        kind = type(given)
+        if kind is np.ndarray:
+            return NotImplemented if given.dtype.hasobject else self._leave_out(given, given)
+        if isinstance(given, type):
+            return NotImplemented
+        if kind.__module__.startswith("gpu_actors."):
+            if isinstance(given, GpuActorsError):
+                return _reduced(given)
+            if isinstance(given, Local):
+                reason = f"a {kind.__name__} belongs to the process that made it"
+                raise InvalidRequest("message", kind.__name__, reason)
+            names = _fields(kind)
+            if names is not None:
+                return _rebuilt, (kind, tuple([getattr(given, name) for name in names]))
+            return NotImplemented
+        if isinstance(given, np.ndarray) or (hasattr(kind, "__dlpack__") and hasattr(kind, "__dlpack_device__")):
+            adopted = adopt(given, "array")
+            check_device(adopted, "array", "cpu")
+            return self._leave_out(given, adopted.array)
+        if hasattr(kind, "__cuda_array_interface__"):
+            raise InvalidRequest("array", kind.__name__, "must lie on the host: memory of a device cannot cross")
+        return NotImplemented
+
+    def _leave_out(self, own: Any, array: Any) -> Any:
+        earlier = self._places_of.setdefault(id(own), len(self.places))
+        index = self._known.get(id(own))
+        if earlier < len(self.places):  # the same object again: it is one on the other side too
+            self.places.append((_SAME, earlier))
+            if index is None:
+                self.arguments.append(self.arguments[earlier])
+        elif index is not None:
+            small = array.nbytes <= INLINE
+            self.places.append((_ARGUMENT, index, array.tobytes() if small else None))
+        else:
+            self._place(own, array)
+        return _itself, (_MARK,)
+
+    def _place(self, own: Any, array: Host) -> None:
+        begin, end = _extent(array)
+        code = _code(array.dtype)
+        sent = None
+        if (start := self._arena.find(begin)) is not None:
+            self._arena.hold(start)
+            self.blocks.append(start)
+            lead = begin - self._arena.address - start
+            place = self._block(code, array, start, lead, end - begin)
+        elif array.nbytes <= INLINE and end - begin <= INLINE:
+            memory = np.empty(max(end - begin, 1), np.uint8)
+            np.copyto(_like(array, memory, begin), array)
+            first, written = _first(array) - begin, array.flags.writeable
+            place = (_IN_RECORD, code, array.shape, array.strides, memory.tobytes(), first, written)
+        else:
+            # Arrays over the very same elements stay that, so that what is written to one is read from the other.
+            key = (begin, end, array.shape, array.strides, code, array.flags.writeable)
+            if key in self._same:
+                place, sent = self._same[key]
+                self._arena.hold(place[4])
+                self.blocks.append(place[4])
+            else:
+                start = self._arena.take(end - begin)
+                self.blocks.append(start)
+                sent = _like(array, self._arena.memory(start, max(end - begin, 1)), begin)
+                np.copyto(sent, array)
+                place = self._block(code, array, start, 0, end - begin)
+                self._same[key] = place, sent
+        self.places.append(place)
+        self.arguments.append(Argument(own, array, sent))
+
+    def _block(self, code: Any, array: Host, start: int, lead: int, nbytes: int) -> Any:
+        first = _first(array) - _extent(array)[0] + lead
+        return _IN_BLOCK, code, array.shape, array.strides, start, first, array.flags.writeable, lead + nbytes
+
+
+# Places
+
+
+def _array(place: Any, read: Callable[[Any], Host], own: Sequence[Argument]) -> Any:
+    kind = place[0]
+    if kind == _IN_BLOCK:
+        return read(place)
+    if kind == _IN_RECORD:
+        return _over(bytearray(place[4]), place)
+    _, index, written = place
+    if index >= len(own):
+        return None  # the request was given up meanwhile
+    argument = own[index]
+    array = argument.array
+    if written is not None:
+        if array.flags.writeable:
+            np.copyto(array, np.frombuffer(written, array.dtype).reshape(array.shape))
+    elif argument.sent is not None and array.flags.writeable:
+        np.copyto(array, argument.sent)
+    return argument.own
+
+
+def _view(arena: Arena, place: Any) -> Host:
+    return _over(arena.memory(place[4], max(place[7], 1)), place)
+
+
+def _over(memory: Any, place: Any) -> Host:
+    array: Host = np.ndarray(place[2], _dtype(place[1]), memory, place[5], place[3])
+    if not place[6]:
+        array.flags.writeable = False
+    return array
+
+
+def _first(array: Host) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def _extent(array: Host) -> tuple[int, int]:
+    """The addresses of an array's first byte in memory, and behind its last."""
+    begin = end = _first(array)
+    if array.flags.c_contiguous:
+        return begin, end + array.nbytes
+    if not array.size:
+        return begin, end
+    for extent, step in zip(array.shape, array.strides, strict=True):
+        if step < 0:
+            begin += (extent - 1) * step
+        else:
+            end += (extent - 1) * step
+    return begin, end + array.itemsize
+
+
+def _like(array: Host, memory: Host, begin: int) -> Host:
+    return np.ndarray(array.shape, array.dtype, memory, _first(array) - begin, array.strides)
+
+
+def _code(dtype: np.dtype[Any]) -> Any:
+    try:
+        return name_of(dtype)
+    except KeyError:
+        return pickle.dumps(dtype)
+
+
+def _dtype(code: Any) -> np.dtype[Any]:
+    found: np.dtype[Any] = pickle.loads(code) if isinstance(code, bytes) else dtype_of(code)
+    return found
+
+
+def _read(spelled: Sequence[Any]) -> Any:
+    kind, *rest = spelled
+    if kind == 0:
+        number, actor, message, left, priority = rest
+        return Ask(number, actor, _gathered(message), left, priority)
+    if kind == 1:
+        number, value, error, counts, health = rest
+        return Answer(number, _gathered(value), error, None if counts is None else Counts(*counts), health)
+    return rest[0]
+
+
+def _gathered(spread: Any) -> Any:
+    code, given = spread
+    if not code:
+        return given
+    kind = _KINDS[code - 1]
+    return kind(*given) if issubclass(kind, tuple) else _rebuilt(kind, given)
+
+
+# What a pickle calls
+
+
+def _itself(array: Any) -> Any:
+    return array
+
+
+_FIELDS: dict[type, tuple[str, ...] | None] = {}
+
+
+def _fields(kind: type) -> tuple[str, ...] | None:
+    """The fields of a plain message: a dataclass with slots, whose own way of pickling spells each name out."""
+    try:
+        return _FIELDS[kind]
+    except KeyError:
+        plain = dataclasses.is_dataclass(kind) and hasattr(kind, "__slots__") and kind.__reduce__ is object.__reduce__
+        names = tuple(field.name for field in dataclasses.fields(kind)) if plain else None
+        _FIELDS[kind] = names
+        return names
+
+
+def _is_flat(value: Any) -> bool:
+    """Whether no array lies within a value, which may be one itself."""
+    kind = type(value)
+    if kind in _FLAT:
+        return True
+    return kind in (tuple, list) and all(type(part) in _FLAT and type(part) is not np.ndarray for part in value)
+
+
+def _reduced(error: GpuActorsError) -> Any:
+    """How an error of plain fields is pickled, without a trial of each field."""
+    plain = all(type(value) in _PLAIN for value in (*error.args, *vars(error).values()))
+    if error.__cause__ is not None or not plain:
+        return NotImplemented
+    return _error, (type(error), error.args, vars(error))
+
+
+def _error(kind: type[GpuActorsError], args: tuple[Any, ...], fields: dict[str, Any]) -> GpuActorsError:
+    made: GpuActorsError = kind.__new__(kind, *args)
+    made.args = args
+    vars(made).update(fields)
+    return made
+
+
+def _rebuilt(kind: type, values: Sequence[Any]) -> Any:
+    made: Any = object.__new__(kind)
+    for name, value in zip(_FIELDS.get(kind) or _fields(kind) or (), values, strict=True):
+        object.__setattr__(made, name, value)
+    return made

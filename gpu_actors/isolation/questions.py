@@ -1,0 +1,124 @@
+"""Questions that a handle answers by looking, without a request: asked of the context's process, and answered there.
+
+The asker's thread waits for the answer, which takes a tenth of a millisecond, and `PATIENCE` at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from gpu_actors.errors import Unsupported
+from gpu_actors.kv.requests import KvSequence
+
+__all__ = ["ANSWERS", "PATIENCE", "Questions"]
+
+PATIENCE = 1.0
+"""Seconds."""
+
+
+class Asks(Protocol):
+    def __call__(self, name: str, *arguments: Any) -> Any: ...
+
+
+# In the context's process
+
+
+def _plan_cache_stats(cells: Any, actor: str) -> Any:
+    return cells[actor].handle.plan_cache_stats()
+
+
+def _inspect(cells: Any, actor: str, graph: Any) -> Any:
+    return cells[actor].handle.inspect_plan(graph)
+
+
+def _cubin_stats(cells: Any, actor: str) -> Any:
+    return cells[actor].handle.cache_stats()
+
+
+def _recording_stats(cells: Any, actor: str) -> Any:
+    return cells[actor].handle.recording_stats()
+
+
+def _length(cells: Any, actor: str, cache: int, seq: KvSequence) -> int:
+    length: int = cells[actor].shared.find(cache).table(seq).length
+    return length
+
+
+def _cache_stats(cells: Any, actor: str, cache: int) -> Any:
+    return cells[actor].shared.find(cache).tables.stats()
+
+
+ANSWERS: Mapping[str, Callable[..., Any]] = {
+    "plan_cache_stats": _plan_cache_stats,
+    "inspect": _inspect,
+    "cubin_stats": _cubin_stats,
+    "recording_stats": _recording_stats,
+    "length": _length,
+    "cache_stats": _cache_stats,
+}
+
+
+# In the program's process
+
+
+class Questions:
+    """What stands for the state that an actor's incarnations share (``cell.shared``), which lies in another process.
+
+    It has what the handles of this package look for there.
+    """
+
+    def __init__(self, actor: str, ask: Asks) -> None:
+        self._actor = actor
+        self._ask = ask
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        reason = 'lies in the context\'s process with isolation="process"; send the actor a message'
+        raise Unsupported("shared", f"{self._actor}.{name}", reason)
+
+    def recall(self, _: Any) -> None:
+        """Repeated requests are recognised in the context's process."""
+
+    def inspect(self, graph: Any) -> Any:
+        return self._ask("inspect", self._actor, graph)
+
+    @property
+    def plans(self) -> _Stats:
+        return _Stats(self._ask, "plan_cache_stats", self._actor)
+
+    @property
+    def cache(self) -> _Stats:
+        return _Stats(self._ask, "cubin_stats", self._actor)
+
+    def find(self, number: int) -> _Cache:
+        return _Cache(self._ask, self._actor, number)
+
+
+class _Stats:
+    def __init__(self, ask: Asks, *question: Any) -> None:
+        self._ask = ask
+        self._question = question
+
+    def stats(self) -> Any:
+        return self._ask(*self._question)
+
+
+class _Table:
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+
+class _Cache:
+    def __init__(self, ask: Asks, actor: str, number: int) -> None:
+        self._ask = ask
+        self._actor = actor
+        self._number = number
+
+    def table(self, seq: KvSequence) -> _Table:
+        return _Table(self._ask("length", self._actor, self._number, seq))
+
+    @property
+    def tables(self) -> _Stats:
+        return _Stats(self._ask, "cache_stats", self._actor, self._number)

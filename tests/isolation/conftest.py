@@ -1,0 +1,26 @@
+"""Contexts in processes of their own, shared where a test leaves them as it found them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from fakes.saboteur import Failing, Saboteur
+
+import gpu_actors as ga
+
+ACTORS = (Saboteur, Failing)
+
+
+@pytest.fixture(scope="module")
+def isolated() -> Iterator[ga.GpuContext]:
+    """A mock context in a child process. For tests that do it no harm."""
+    with ga.open_context("mock", ga.ContextOptions(actors=ACTORS), isolation="process") as ctx:
+        yield ctx
+
+
+@pytest.fixture(scope="module")
+def direct() -> Iterator[ga.GpuContext]:
+    """The same context in this process."""
+    with ga.open_context("mock", ga.ContextOptions(actors=ACTORS)) as ctx:
+        yield ctx

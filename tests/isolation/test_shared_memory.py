@@ -1,0 +1,247 @@
+"""Arena and packing: what crosses keeps shape, dtype, strides and identity, and every block comes back."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import threading
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import gpu_actors as ga
+from gpu_actors.isolation.arena import Arena
+from gpu_actors.isolation.packing import INLINE, Argument, pack, private, shared, unpack
+from gpu_actors.isolation.records import Answer, Ask, Counts
+from gpu_actors.problem import AttentionProblem
+
+FORMS: dict[str, Any] = {
+    "plain": lambda x: x,
+    "transposed": lambda x: x.transpose(2, 0, 1),
+    "every other": lambda x: x[:, ::2],
+    "backwards": lambda x: x[::-1, :, ::-1],
+    "one column": lambda x: x[:, :, 3],
+    "broadcast": lambda x: np.broadcast_to(x[:1], x.shape),
+    "read-only": lambda x: (x.setflags(write=False), x)[1],
+    "empty": lambda x: x[:0],
+    "scalar": lambda x: x[1, 2, 3, ...],
+}
+
+
+def sent(record: Any, arena: Arena, known: list[Argument] | None = None, own: Any = ()) -> tuple[Any, Any, list[int]]:
+    """A record on the other side, with what it brought, and the blocks that came back."""
+    packed = pack(record, arena, known or ())
+    returned: list[int] = []
+    found, arguments, _ = unpack(packed.places, packed.body, shared(arena, returned.append), own)
+    return found, (packed, arguments), returned
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bool", "uint64", ml_dtypes.bfloat16, ml_dtypes.float8_e5m2])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("size", [4, 40])
+def test_an_array_crosses_as_it_is(form: str, dtype: Any, size: int) -> None:
+    arena = Arena(size=1 << 24)
+    whole = np.arange(6 * size * 32).reshape(6, size, 32).astype(dtype)
+    given = np.asarray(FORMS[form](whole))
+    (got,), (packed, arguments), returned = sent((given,), arena)
+    assert (got.shape, got.dtype, got.strides) == (given.shape, given.dtype, given.strides)
+    assert got.tobytes() == given.tobytes()
+    assert got.flags.writeable == given.flags.writeable
+    assert bool(packed.blocks) == (arena.used() > 0)
+    if packed.blocks:
+        del got, arguments
+        gc.collect()
+        assert returned == packed.blocks
+        arena.give(returned[0])
+        assert arena.used() == 0
+
+
+def test_an_array_of_structures_and_one_of_another_byte_order_cross() -> None:
+    arena = Arena(size=1 << 20)
+    for given in (np.zeros(3, [("a", "i4"), ("b", "f8")]), np.arange(5, dtype=">i4"), np.array(["x", "yz"])):
+        (got,), _, _ = sent((given,), arena)
+        assert got.dtype == given.dtype
+        assert got.tolist() == given.tolist()
+
+
+def test_one_array_named_twice_is_one_array_there() -> None:
+    arena = Arena(size=1 << 22)
+    for size in (8, 4096):
+        x = np.ones((1, size, 1, 8), np.float32)
+        view = x[:]
+        message = ga.FlashForward(x, x, view)
+        ask, _, _ = sent(Ask(1, "flash_attn", message, None, 0), arena)
+        assert ask.message.q is ask.message.k
+        (one, other, again), _, _ = sent(([x], x, view), arena)
+        assert one[0] is other
+        if x.nbytes > INLINE:
+            other[...] = 5.0
+            assert np.all(again == 5.0)  # the same memory, as here
+
+
+def test_nested_arrays_keep_their_places() -> None:
+    arena = Arena(size=1 << 22)
+    caches = [np.full((2, 8, 4), value, np.float32) for value in range(3)]
+    q, lengths = np.full((3, 2, 4), 9, np.float32), np.array([1, 2, 3], np.int32)
+    message = ga.BatchedDecode(q=q, k_caches=caches, v_caches=caches[::-1], seq_lens=lengths, sinks=np.zeros(2))
+    got = sent(Ask(1, "flash_attn", message, 0.5, 2), arena)[0].message
+    assert [cache[0, 0, 0] for cache in got.k_caches] == [0, 1, 2]
+    assert [cache[0, 0, 0] for cache in got.v_caches] == [2, 1, 0]
+    assert got.seq_lens.tolist() == [1, 2, 3]
+    assert got.sinks.tolist() == [0, 0]
+    assert got.q[0, 0, 0] == 9
+
+
+@pytest.mark.parametrize("size", [16, 65536])
+@pytest.mark.parametrize("where", ["private", "shared", "strided"])
+def test_an_answer_writes_into_the_array_that_was_given_for_it(size: int, where: str) -> None:
+    requests, answers = Arena(size=1 << 22), Arena(size=1 << 22)
+    q = np.ones(size, np.float32)
+    out = {
+        "private": lambda: np.zeros(size, np.float32),
+        "shared": lambda: requests.empty(size),
+        "strided": lambda: np.zeros(2 * size, np.float32)[::2],
+    }[where]()
+    ask = Ask(1, "flash_attn", ga.FlashForward(q, q, q, out=out), None, 0)
+    packed = pack(ask, requests)
+    there, arguments, _ = unpack(packed.places, packed.body, shared(requests, lambda _: None), ())
+    there.message.out[...] = 3.0
+    answer = Answer(1, ga.AttentionOutput(there.message.out, there.message.q), None, Counts(1, 1, 0, 0), None)
+    back = pack(answer, answers, arguments)
+    assert not back.blocks  # nothing is copied into the arena of the answers
+    got, _, _ = unpack(back.places, back.body, private(answers, lambda _: None), packed.arguments)
+    assert got.value.out is out
+    assert got.value.lse is q
+    assert np.all(out == 3.0)
+    assert np.all(q == 1.0)
+    late, _, _ = unpack(back.places, back.body, private(answers, lambda _: None), ())  # after it was given up
+    assert late.value.out is None
+
+
+def test_a_result_is_copied_out_before_its_block_goes_back() -> None:
+    arena = Arena(size=1 << 22)
+    packed = pack(Answer(1, np.full(10000, 4.0), None, None, None), arena)
+    seen: list[bool] = []
+    got, _, _ = unpack(
+        packed.places, packed.body, private(arena, lambda start: seen.append(start == packed.blocks[0])), ()
+    )
+    arena.memory(packed.blocks[0], 80000)[...] = 0
+    assert seen == [True]
+    assert np.all(got.value == 4.0)
+
+
+class Local:
+    def __reduce__(self) -> Any:
+        raise TypeError("stays here")
+
+
+class OnDevice:
+    __cuda_array_interface__: dict[str, Any] = {}
+
+
+class ElsewhereByDlpack:
+    dtype, shape = "float32", (1,)
+
+    def __dlpack__(self, **_: Any) -> Any:
+        raise AssertionError
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 10, 0
+
+
+@pytest.mark.parametrize("given", [Local(), OnDevice(), ElsewhereByDlpack(), lambda: 1, threading.Lock()])
+def test_what_cannot_cross_is_an_invalid_request_and_holds_nothing(given: Any) -> None:
+    arena = Arena(size=1 << 22)
+    with pytest.raises(ga.InvalidRequest):
+        pack((np.ones(100000), given), arena)
+    assert arena.used() == 0
+    with pytest.raises(ga.InvalidRequest, match="shared memory"):
+        pack((np.ones(100000), np.ones(1 << 20)), arena)
+    assert arena.used() == 0
+
+
+def test_errors_and_plain_messages_cross_whole() -> None:
+    arena = Arena(size=1 << 20)
+    cause = ga.LaunchError("deep")
+    failed = ga.ActorFailed("it failed")
+    failed.__cause__ = cause
+    errors: list[Any] = [ga.Overloaded("full", 2.5), ga.Unsupported("q", 3, "no", nearest=4), failed, ValueError("x")]
+    errors.append(ga.InvalidRequest("f", object(), "no"))
+    for error in errors:
+        got = sent(Answer(1, None, error, None, None), arena)[0].error
+        assert type(got) is type(error)
+        assert vars(got).keys() == vars(error).keys()
+        assert str(got).split(" at 0x")[0] == str(error).split(" at 0x")[0]
+    assert str(sent(Answer(1, None, failed, None, None), arena)[0].error.__cause__) == "deep"
+    rope = ga.Rope(dim=16)
+    for plain in (rope, ga.KvSequence(1, 2, 3), ga.Mask.causal(), ga.AttentionParams(1, 2, 3, 4, 2, 16)):
+        assert sent((plain,), arena)[0] == (plain,)
+    assert AttentionProblem is not None
+
+
+def test_blocks_are_taken_given_and_joined_again() -> None:
+    arena, chance = Arena(size=1 << 20), random.Random(3)
+    blocks: dict[int, int] = {}
+    for turn in range(2000):
+        if blocks and (turn % 3 == 0 or len(blocks) > 40):
+            start = chance.choice(list(blocks))
+            arena.give(start)
+            del blocks[start]
+            continue
+        size = chance.randint(1, 30000)
+        try:
+            start = arena.take(size)
+        except MemoryError:
+            continue
+        for other, length in blocks.items():
+            assert start + size <= other or other + length <= start
+        blocks[start] = size
+        arena.memory(start, size)[...] = turn % 251
+    for start in blocks:
+        arena.give(start)
+    assert arena._free == [(0, 1 << 20)]
+    arena.give(4096)  # what is no block is none
+
+
+def test_a_block_is_free_after_its_last_user() -> None:
+    arena = Arena(size=1 << 20)
+    array = arena.empty((100, 100))
+    start = arena.find(array.__array_interface__["data"][0])
+    assert start is not None
+    part = array[3:, ::2]
+    assert arena.find(part.__array_interface__["data"][0]) == start
+    arena.hold(start)
+    del array
+    assert arena.used() > 0
+    del part
+    arena.give(start)
+    assert arena.used() == 0
+    assert arena.find(np.ones(3).__array_interface__["data"][0]) is None
+
+
+def test_memory_that_no_block_uses_goes_back_to_the_system() -> None:
+    arena = Arena()
+    for _ in range(3):
+        starts = [arena.take(8 << 20) for _ in range(24)]
+        for start in starts:
+            arena.memory(start, 8 << 20)[::4096] = 1
+        assert os.fstat(arena.fd).st_blocks * 512 >= 192 << 20
+        for start in starts:
+            arena.give(start)
+        assert os.fstat(arena.fd).st_blocks * 512 <= 72 << 20
+    fd = arena.fd
+    arena.unmap()
+    with pytest.raises(OSError):
+        os.fstat(fd)
+
+
+@pytest.mark.parametrize("shape", [7, (), (3, 0), (2, 3)])
+def test_an_empty_array_has_the_shape_asked_for(shape: Any) -> None:
+    arena = Arena(size=1 << 16)
+    array = arena.empty(shape, np.int16)
+    assert array.shape == np.empty(shape).shape
+    assert array.dtype == np.int16
+    array[...] = 1
