@@ -86,11 +86,14 @@ def _figures(port: int, pid: int, connections: Sequence[int], seconds: float) ->
 
 
 @contextmanager
-def serving(device: str = "mock", *options: str) -> Iterator[tuple[int, int]]:
-    """A server of its own process; gives its port and its process id. Raises RuntimeError where it does not start."""
+def serving(device: str = "mock", *options: str, log_file: Path | None = None) -> Iterator[tuple[int, int]]:
+    """A server of its own process; gives its port and its process id. Raises RuntimeError where it does not start.
+
+    log_file: where its log goes, to be kept.
+    """
     command = [sys.executable, "-m", "gpu_actors.cli", "serve", "--device", device, "--model", "tiny", "--port", "0"]
     with (
-        tempfile.NamedTemporaryFile("w+") as log,
+        tempfile.NamedTemporaryFile("w+") if log_file is None else log_file.open("w+") as log,
         subprocess.Popen([*command, "--leave-seconds", "0", *options], stderr=log) as process,
     ):
         try:
@@ -166,7 +169,7 @@ async def _read(reader: asyncio.StreamReader, load: Load, began: float, prompt_t
         return float(wait[1]) if wait else 0.0
     body = b""
     first = 0.0
-    while size := int(await reader.readline(), 16):
+    while size := int(await reader.readuntil(b"\r\n"), 16):
         if not first:
             first = time.monotonic() - began
         body += await reader.readexactly(size)
@@ -227,11 +230,12 @@ def main() -> None:
     parser.add_argument("--device", default="mock")
     parser.add_argument("--connections", type=int, nargs="+", default=_CONNECTIONS)
     parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--log-file", type=Path, help="keep the server's log there")
     # Everything else is the server's.
     arguments, options = parser.parse_known_args()
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    with serving(arguments.device, *options) as (port, pid):
+    with serving(arguments.device, *options, log_file=arguments.log_file) as (port, pid):
         found = _figures(port, pid, arguments.connections, arguments.seconds)
     sys.stdout.write(json.dumps(found, indent=2) + "\n")
 

@@ -60,10 +60,13 @@ class Generation:
     def cached(self) -> int:
         return self._text.cached
 
-    def cancel(self) -> None:
-        """End the text, and give its pages back before the next step. Does nothing to one that has ended."""
+    def cancel(self, reason: str = "cancelled") -> None:
+        """End the text, and give its pages back before the next step. Does nothing to one that has ended.
+
+        reason: "stop" for a reader that has seen what it wanted, such as a stop string.
+        """
         self._text.cancelled = True
-        self.end("cancelled")
+        self.end(reason)
         self._on_cancel()
 
     async def more(self, seen: int) -> bool:

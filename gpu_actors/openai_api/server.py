@@ -9,6 +9,7 @@ import resource
 import signal
 import socket
 import time
+from types import FrameType
 from typing import Any
 
 import anyio
@@ -62,12 +63,14 @@ def serve(settings: ServeSettings, host: str = "127.0.0.1", port: int = 8000, *,
 class Server(uvicorn.Server):
     """uvicorn's server. When it stops to listen, texts go on for ``drain_seconds``; then they end with an error.
 
-    failure: what the startup raised.
+    A second signal ends them at once, a third one the process without more ado. failure: what the startup raised.
     """
 
     def __init__(self, state: State, app: Any) -> None:
         self.failure: Exception | None = None
         self._state = state
+        self._hurry: asyncio.Event | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         drain = state.settings.drain_seconds
         config = uvicorn.Config(
             self._noting(app),
@@ -95,6 +98,7 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         began = time.monotonic()
+        self._hurry, self._loop = asyncio.Event(), asyncio.get_running_loop()
         theirs = logging.getLogger("uvicorn.error")
         theirs.disabled = True  # it would log the traceback of what is raised
         await super().startup(sockets)
@@ -110,8 +114,17 @@ class Server(uvicorn.Server):
         finally:
             ending.cancel()
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit and self._hurry is not None and not self._hurry.is_set():
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(self._hurry.set)
+            return
+        super().handle_exit(sig, frame)
+
     async def _end_texts(self) -> None:
-        await anyio.sleep(self._state.settings.drain_seconds)
+        assert self._hurry is not None
+        with anyio.move_on_after(self._state.settings.drain_seconds):
+            await self._hurry.wait()
         generator = self._state.models.generator
         if generator is not None:
             generator.engine.stop("the server is stopping")
@@ -146,6 +159,7 @@ def _start_log(log_json: bool) -> None:
     handler.setFormatter(JsonLines() if log_json else logging.Formatter("%(levelname)s %(name)s %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    logging.captureWarnings(True)  # such as the one of a machine without a GPU
 
 
 def _raise_open_files() -> None:

@@ -85,7 +85,7 @@ class Telling:
             yield self._stops.feed(piece)
             if self._stops.found:
                 self.finish = "stop"
-                generation.cancel()
+                generation.cancel("stop")
                 return
 
 

@@ -63,7 +63,8 @@ class Guard:
       the first byte of the answer is raised, so that the server closes the connection.
     - Each answer has an X-Request-Id, the client's own where it is a plain name. The logger "gpu_actors.access" gets a
       line for each, at level INFO, and DEBUG for probes and refusals by 429. Its record has request_id, method, path,
-      status, milliseconds and the handler's notes.
+      status, milliseconds and the handler's notes; of these ``error`` names the error that was answered, and ``gone``
+      says that the client hung up before the end.
 
     default_timeout: seconds for a request without the header. None: no limit.
     longest_timeout: seconds that a client may ask for at most.
@@ -274,7 +275,7 @@ class Exchange:
             body = answer.body(instance=instance, request_id=self.request_id)
         else:
             body, headers["Content-Type"] = spelled
-        self.notes.setdefault("error", answer.name)
+        self.notes.setdefault("error", answer.name or "InternalError")
         headers["Content-Length"] = str(len(body))
         raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
         await self._send_on({"type": "http.response.start", "status": answer.status, "headers": raw})
@@ -297,6 +298,8 @@ class Exchange:
         status = self._status or (_GONE if self._gone else 0)
         if not status:
             return  # the server's own answer, or a task that was cancelled
+        if self._gone and not self._answered:
+            self.notes["gone"] = True
         milliseconds = (time.monotonic() - self._start) * 1e3
         # /metrics counts refusals; a log line for each would be a large part of their cost.
         level = logging.DEBUG if self.quiet or status == 429 else logging.INFO

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import resource
@@ -18,6 +19,7 @@ from typing import Any, Self
 
 import pytest
 from support.openai_server import CHAT, STREAM, body_of, events_of, sent
+from support.service import eventually
 
 CHATS = "/v1/chat/completions"
 
@@ -115,6 +117,29 @@ def test_it_ends_well_by_either_signal(number: int) -> None:
     with Process("--model", "tiny", "--leave-seconds", "0", "--log", "text") as server:
         assert server.leave(number) == 0
     assert any(line.startswith("INFO gpu_actors serving tiny (generation) on http://") for line in server.log)
+
+
+def listens(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5):
+        return True
+    return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_the_streams_at_once(number: int) -> None:
+    with Process("--model", "tiny", "--leave-seconds", "0", "--drain-seconds", "600") as server:
+
+        async def interrupt() -> bytes:
+            async with sent(server.port, CHATS, {**CHAT, **STREAM, "max_tokens": 4000, "temperature": 0}) as reader:
+                first = await reader.readuntil(b"data: ")
+                server.process.send_signal(number)
+                await asyncio.to_thread(eventually, lambda: not listens(server.port))  # it has seen the signal
+                server.process.send_signal(number)
+                return first + await asyncio.wait_for(reader.read(), 30)
+
+        status, body = body_of(asyncio.run(interrupt()))
+        assert (status, events_of(body)[-1]["error"]["code"]) == (200, "ActorStopped")
+        assert server.process.wait(30) == 0
 
 
 @pytest.mark.parametrize(

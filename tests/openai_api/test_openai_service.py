@@ -60,6 +60,12 @@ def test_a_client_that_hangs_up_frees_its_text_and_pages(path: str, stream: bool
         serving.until_idle()
         assert serving.engine.stats.ended["cancelled"] == 1
         serving.complete()
+        assert (
+            serving.complete(stop=serving.complete()["choices"][0]["text"][1:3])["choices"][0]["finish_reason"]
+            == "stop"
+        )
+        serving.until_idle()
+        assert (serving.engine.stats.ended["cancelled"], serving.engine.stats.ended["stop"]) == (1, 1)
 
 
 def test_many_clients_that_hang_up_leave_nothing_behind() -> None:
@@ -242,6 +248,23 @@ def test_an_accident_is_an_event_that_says_nothing_of_it(monkeypatch: pytest.Mon
         serving.until_idle()
 
 
+def test_an_engine_that_fails_by_accident_leaves_no_request_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its texts end, others are refused, and readiness says that something is wrong."""
+    with Serving(options=SLOW) as serving:
+
+        async def fail() -> bytes:
+            async with sent(serving.port, COMPLETIONS, NEVER_ENDING) as reader:
+                first = await reader.readuntil(b"data: ")
+                monkeypatch.setattr(serving.engine._batcher, "next_rows", lambda: 1 / 0)
+                return first + await asyncio.wait_for(reader.read(), 30)
+
+        status, body = body_of(asyncio.run(fail()))
+        assert (status, events_of(body)[-1]["error"]["type"]) == (200, "server_error")
+        eventually(lambda: serving.ask("/readyz").status == 503)
+        assert serving.post(COMPLETIONS, HELLO).status in (404, 503)
+        monkeypatch.undo()
+
+
 # Leaving
 
 
@@ -334,4 +357,21 @@ def test_a_line_of_the_access_log_is_json_with_the_counts(caplog: pytest.LogCapt
     assert 0 < good["first_token_ms"] <= good["milliseconds"]
     assert (bad["status"], bad["error"], bad["request_id"]) == (400, "Unsupported", "mine")
     assert "hello" not in json.dumps([good, bad]), "no text of a client is logged"
-    assert caplog.records[0].getMessage().endswith("ms") is False
+    assert (
+        caplog.records[0].getMessage().endswith("finish=length") or "first_token_ms=" in caplog.records[0].getMessage()
+    )
+
+
+def test_the_log_says_of_a_client_that_it_hung_up(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "gpu_actors.access")
+    with Serving(options=SLOW) as serving:
+
+        async def leave() -> None:
+            async with sent(serving.port, COMPLETIONS, NEVER_ENDING) as reader:
+                await reader.readuntil(b"data: ")
+
+        asyncio.run(leave())
+        serving.until_idle()
+        eventually(lambda: caplog.records)
+    line = json.loads(JsonLines().format(caplog.records[0]))
+    assert (line["status"], line["gone"], line["finish"]) == (200, True, "none")
