@@ -1,4 +1,4 @@
-// Every instruction that kernels use beyond CUDA C++: one family a header, each function with a host twin in emulation/.
+// Every instruction that kernels use beyond CUDA C++: one family a header, one asm statement a function.
 #pragma once
 
 #include "ptx/types.cuh"

@@ -56,7 +56,7 @@ def _options(source: KernelSource, arch: str, toolchain: Toolchain) -> tuple[str
         "-std=c++17",
         # Registers, spills and the C75xx notes; without it the log says nothing of them.
         "--ptxas-options=-v",
-        # constexpr helpers in headers that the host twins share have no __device__.
+        # constexpr helpers in headers that the emulated device shares have no __device__.
         "-default-device",
         # A missing quoted header would else be read from the working directory.
         "--no-source-include",

@@ -1,4 +1,4 @@
-// Host twins of ptx/bulk.cuh, and what bulk and tensor copies have in common.
+// Bulk copies, and what they have in common with tensor copies.
 #pragma once
 
 #include "emulation/formats.cuh"
@@ -154,35 +154,3 @@ inline void issue_bulk_store(void* destination, uint32_t source, uint32_t bytes,
 }
 
 }  // namespace emulation
-
-#ifdef GPU_ACTORS_TWINS
-namespace ptx {
-
-DEVICE void bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier,
-                      CachePolicy policy = CachePolicy::evict_normal) {
-  emulation::issue_bulk_load(destination, source, bytes, barrier, policy);
-}
-DEVICE void bulk_store(void* destination, uint32_t source, uint32_t bytes) {
-  emulation::issue_bulk_store(destination, source, bytes, 0, "bulk store");
-}
-DEVICE void bulk_reduce_add_f32(float* destination, uint32_t source, uint32_t bytes) {
-  emulation::issue_bulk_store(destination, source, bytes, 1, "bulk reduction");
-}
-DEVICE void bulk_reduce_add_f16(void* destination, uint32_t source, uint32_t bytes) {
-  emulation::issue_bulk_store(destination, source, bytes, 2, "bulk reduction");
-}
-DEVICE void bulk_reduce_add_bf16(void* destination, uint32_t source, uint32_t bytes) {
-  emulation::issue_bulk_store(destination, source, bytes, 3, "bulk reduction");
-}
-DEVICE void bulk_commit() { emulation::commit_stores(); }
-template <int PENDING>
-DEVICE void bulk_wait_read() {
-  emulation::wait_for_reads(PENDING);
-}
-template <int PENDING>
-DEVICE void bulk_wait() {
-  emulation::wait_for_stores(PENDING);
-}
-
-}  // namespace ptx
-#endif

@@ -1,4 +1,4 @@
-// Host twins of ptx/copy_async.cuh. The destination is poisoned at once; the data lands when the thread waits for it
+// cp.async. The destination is poisoned at once; the data lands when the thread waits for it
 // (late), at once (eager), or either way (random).
 #pragma once
 
@@ -80,23 +80,3 @@ inline void issue_copy_arrival(uint32_t barrier, bool increment) {
 }
 
 }  // namespace emulation
-
-#ifdef GPU_ACTORS_TWINS
-namespace ptx {
-
-template <int BYTES>
-DEVICE void cp_async(uint32_t destination, const void* source, int valid = BYTES) {
-  static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "cp.async copies 4, 8 or 16 bytes");
-  emulation::issue_copy(destination, source, BYTES, valid);
-}
-DEVICE void cp_async_commit() { emulation::commit_copies(); }
-template <int PENDING>
-DEVICE void cp_async_wait() {
-  emulation::wait_for_copies(PENDING);
-}
-DEVICE void cp_async_wait_all() { emulation::wait_for_all_copies(); }
-DEVICE void cp_async_arrive_noinc(uint32_t barrier) { emulation::issue_copy_arrival(barrier, false); }
-DEVICE void cp_async_arrive(uint32_t barrier) { emulation::issue_copy_arrival(barrier, true); }
-
-}  // namespace ptx
-#endif

@@ -35,7 +35,7 @@ constexpr uint8_t CANARY = 0xC5;  // fills what lies around dynamic shared memor
 enum class Delivery : uint32_t { late, eager, random };
 enum class Schedule : uint32_t { round_robin, greedy, random, lane };
 
-// The twin of every `fail` kind is documented in EmulationFault (gpu_actors/devices/emulation/runtime.py).
+// EmulationFault documents each (gpu_actors/devices/emulation/runtime.py).
 namespace kind {
 constexpr const char* out_of_bounds = "out_of_bounds";
 constexpr const char* misaligned = "misaligned";

@@ -16,7 +16,7 @@ inline void deliver(const InFlight& load) {
   update_mbarrier(find_mbarrier(load.mbarrier, "complete_tx"), 0, -int64_t(load.bytes), "complete_tx");
 }
 
-inline bool deliver_one(Block& block) {
+bool deliver_one(Block& block) {
   if (block.in_flight.empty()) return false;
   uint32_t at = block.request->delivery == Delivery::random ? block.random.below(block.in_flight.size) : 0;
   InFlight load = block.in_flight[at];

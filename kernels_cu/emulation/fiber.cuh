@@ -16,8 +16,7 @@ namespace emulation {
 
 // The fiber that runs here: its record lies at the top of the stack in use.
 __attribute__((always_inline)) inline Fiber& self() {
-  uintptr_t stack = reinterpret_cast<uintptr_t>(__builtin_frame_address(0)) & ~(STACK_BYTES - 1);
-  return *reinterpret_cast<Fiber*>(stack + STACK_BYTES - FIBER_BYTES);
+  return *fiber_on(reinterpret_cast<uintptr_t>(__builtin_frame_address(0)) & ~(STACK_BYTES - 1));
 }
 
 #ifdef GPU_ACTORS_UCONTEXT
@@ -35,37 +34,13 @@ inline void prepare_context(Fiber& fiber, void (*main)()) {
   ucontext_t* context = reinterpret_cast<ucontext_t*>(fiber.stack + STACK_GUARD);
   getcontext(context);
   context->uc_stack.ss_sp = fiber.stack + STACK_GUARD + sizeof(Context);
-  context->uc_stack.ss_size = STACK_BYTES - STACK_GUARD - FIBER_BYTES - sizeof(Context);
+  context->uc_stack.ss_size = STACK_BYTES - STACK_GUARD - FIBER_PLACES * FIBER_STEP - sizeof(Context);
   context->uc_link = nullptr;
   makecontext(context, main, 0);
   fiber.stack_pointer = context;
 }
 #else
 extern "C" __attribute__((visibility("hidden"))) void gpu_actors_switch_context(void** save, void* to);
-__asm__(R"(
-.text
-.p2align 4
-.hidden gpu_actors_switch_context
-.globl gpu_actors_switch_context
-.type gpu_actors_switch_context,@function
-gpu_actors_switch_context:
-  pushq %rbp
-  pushq %rbx
-  pushq %r12
-  pushq %r13
-  pushq %r14
-  pushq %r15
-  movq %rsp, (%rdi)
-  movq %rsi, %rsp
-  popq %r15
-  popq %r14
-  popq %r13
-  popq %r12
-  popq %rbx
-  popq %rbp
-  ret
-.size gpu_actors_switch_context, .-gpu_actors_switch_context
-)");
 
 inline void switch_context(void** save, void* to) { gpu_actors_switch_context(save, to); }
 inline void prepare_context(Fiber& fiber, void (*main)()) {

@@ -1,4 +1,4 @@
-// Host twins of ptx/matrix.cuh.
+// ldmatrix, stmatrix, movmatrix.
 #pragma once
 
 #include "emulation/collective.cuh"
@@ -61,41 +61,3 @@ inline uint32_t transpose_matrix(uint32_t bits) {
 }
 
 }  // namespace emulation
-
-#ifdef GPU_ACTORS_TWINS
-namespace ptx {
-
-DEVICE void ldmatrix_x1(uint32_t (&r)[1], uint32_t row) { emulation::load_matrices("ldmatrix.x1", r, 1, row, false); }
-DEVICE void ldmatrix_x1_trans(uint32_t (&r)[1], uint32_t row) {
-  emulation::load_matrices("ldmatrix.x1.trans", r, 1, row, true);
-}
-DEVICE void ldmatrix_x2(uint32_t (&r)[2], uint32_t row) { emulation::load_matrices("ldmatrix.x2", r, 2, row, false); }
-DEVICE void ldmatrix_x2_trans(uint32_t (&r)[2], uint32_t row) {
-  emulation::load_matrices("ldmatrix.x2.trans", r, 2, row, true);
-}
-DEVICE void ldmatrix_x4(uint32_t (&r)[4], uint32_t row) { emulation::load_matrices("ldmatrix.x4", r, 4, row, false); }
-DEVICE void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t row) {
-  emulation::load_matrices("ldmatrix.x4.trans", r, 4, row, true);
-}
-DEVICE void stmatrix_x1(uint32_t row, const uint32_t (&r)[1]) {
-  emulation::store_matrices("stmatrix.x1", r, 1, row, false);
-}
-DEVICE void stmatrix_x1_trans(uint32_t row, const uint32_t (&r)[1]) {
-  emulation::store_matrices("stmatrix.x1.trans", r, 1, row, true);
-}
-DEVICE void stmatrix_x2(uint32_t row, const uint32_t (&r)[2]) {
-  emulation::store_matrices("stmatrix.x2", r, 2, row, false);
-}
-DEVICE void stmatrix_x2_trans(uint32_t row, const uint32_t (&r)[2]) {
-  emulation::store_matrices("stmatrix.x2.trans", r, 2, row, true);
-}
-DEVICE void stmatrix_x4(uint32_t row, const uint32_t (&r)[4]) {
-  emulation::store_matrices("stmatrix.x4", r, 4, row, false);
-}
-DEVICE void stmatrix_x4_trans(uint32_t row, const uint32_t (&r)[4]) {
-  emulation::store_matrices("stmatrix.x4.trans", r, 4, row, true);
-}
-DEVICE uint32_t movmatrix_trans(uint32_t r) { return emulation::transpose_matrix(r); }
-
-}  // namespace ptx
-#endif

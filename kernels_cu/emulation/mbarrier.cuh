@@ -1,4 +1,4 @@
-// Host twins of ptx/mbarrier.cuh. The state lives outside shared memory; the object's 8 bytes hold a tag, so that an
+// mbarriers. The state lives outside shared memory; the object's 8 bytes hold a tag, so that an
 // overwritten or uninitialised mbarrier shows.
 #pragma once
 
@@ -80,28 +80,3 @@ inline void wait_for_phase(uint32_t address, uint32_t parity) {
 }
 
 }  // namespace emulation
-
-#ifdef GPU_ACTORS_TWINS
-namespace ptx {
-
-DEVICE void mbarrier_init(uint32_t barrier, int count) { emulation::init_mbarrier(barrier, count); }
-DEVICE void mbarrier_invalidate(uint32_t barrier) { emulation::invalidate_mbarrier(barrier); }
-DEVICE void mbarrier_arrive(uint32_t barrier) {
-  emulation::update_mbarrier(emulation::find_mbarrier(barrier, "mbarrier.arrive"), 1, 0, "mbarrier.arrive");
-}
-DEVICE void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
-  constexpr const char* operation = "mbarrier.arrive.expect_tx";
-  emulation::update_mbarrier(emulation::find_mbarrier(barrier, operation), 1, bytes, operation);
-}
-DEVICE void mbarrier_expect_tx(uint32_t barrier, uint32_t bytes) {
-  emulation::add_bytes(emulation::find_mbarrier(barrier, "mbarrier.expect_tx"), bytes, "mbarrier.expect_tx");
-}
-// "May wait a while before it says no": here it waits until it can say yes, so a loop around it deadlocks visibly.
-DEVICE bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
-  emulation::wait_for_phase(barrier, parity);
-  return true;
-}
-DEVICE void mbarrier_wait(uint32_t barrier, uint32_t parity) { emulation::wait_for_phase(barrier, parity); }
-
-}  // namespace ptx
-#endif

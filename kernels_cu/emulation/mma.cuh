@@ -1,4 +1,4 @@
-// Host twins of ptx/mma.cuh. Products are exact in fp32 and summed in order of k: a tensor core's last bits may differ.
+// mma.sync. Products are exact in fp32 and summed in order of k: a tensor core's last bits may differ.
 #pragma once
 
 #include "emulation/collective.cuh"
@@ -38,23 +38,3 @@ __attribute__((noinline)) inline void mma(const char* operation, Element e, floa
 }
 
 }  // namespace emulation
-
-#ifdef GPU_ACTORS_TWINS
-namespace ptx {
-
-template <Element E>
-DEVICE void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  static_assert(E == Element::f16 || E == Element::bf16, "16-bit elements");
-  emulation::mma("mma.m16n8k16", E, d, a, b0, b1);
-}
-DEVICE void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  emulation::mma("mma.m16n8k8", Element::tf32, d, a, b0, b1);
-}
-template <Element E>
-DEVICE void mma_m16n8k32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  static_assert(E == Element::e4m3 || E == Element::e5m2, "8-bit elements");
-  emulation::mma("mma.m16n8k32", E, d, a, b0, b1);
-}
-
-}  // namespace ptx
-#endif

@@ -5,7 +5,7 @@
 
 namespace emulation {
 
-inline bool deliver_one(Block& block);  // delivery.cuh: one load in flight lands; false if there is none
+bool deliver_one(Block& block);  // delivery.cuh: one load in flight lands; false if there is none
 
 // The time limit of the launch, for everything that comes through here; a signal ends loops that do not.
 inline void check_time(Block& block) {

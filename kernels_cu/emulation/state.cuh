@@ -70,7 +70,7 @@ struct InFlight {
 
 enum class FiberState : uint8_t { ready, blocked, done };
 
-// One CUDA thread. It lies at the high end of its own stack, so that the stack pointer finds it.
+// One CUDA thread. It lies near the high end of its own stack, so that the stack pointer finds it.
 struct Fiber {
   void* stack_pointer;
   char* stack;
@@ -85,8 +85,13 @@ struct Fiber {
   CopyAsyncState copies;
   BulkStoreState bulk;
 };
-constexpr size_t FIBER_BYTES = 1024;
-static_assert(sizeof(Fiber) <= FIBER_BYTES, "a fiber keeps its record in the top kilobyte of its stack");
+// Records and frames of neighbouring stacks lie at different places of their pages. At one place, those of a warp would
+// be in one set of the processor's cache and push each other out.
+constexpr size_t FIBER_STEP = 448, FIBER_PLACES = 16;
+static_assert(sizeof(Fiber) <= FIBER_STEP, "a fiber's record fits in its place");
+inline Fiber* fiber_on(uintptr_t stack) {
+  return reinterpret_cast<Fiber*>(stack + STACK_BYTES - (stack / STACK_BYTES % FIBER_PLACES + 1) * FIBER_STEP);
+}
 
 // A warp collective in progress: the last lane to arrive computes for all
 struct Rendezvous {

@@ -1,4 +1,4 @@
-// Host twins of ptx/tma.cuh.
+// Tensor copies.
 #pragma once
 
 #include "emulation/bulk.cuh"
@@ -121,38 +121,3 @@ inline void issue_tensor_store(const ptx::TensorMap* map, uint32_t source, int r
 }
 
 }  // namespace emulation
-
-#ifdef GPU_ACTORS_TWINS
-namespace ptx {
-
-DEVICE void tma_prefetch_map(const TensorMap* map) {
-  if (reinterpret_cast<uintptr_t>(map) % 64)
-    emulation::fail(emulation::kind::misaligned, "prefetch.tensormap: not 64-byte aligned");
-}
-
-#define EMULATED_TENSOR_RANK(rank, parameters, ...)                                              \
-  DEVICE void tma_load(uint32_t destination, const TensorMap* map, uint32_t barrier, parameters, \
-                       CachePolicy policy = CachePolicy::evict_normal) {                         \
-    const int coordinate[] = {__VA_ARGS__};                                                      \
-    emulation::issue_tensor_load(destination, map, barrier, rank, coordinate, policy);           \
-  }                                                                                              \
-  DEVICE void tma_store(const TensorMap* map, uint32_t source, parameters) {                     \
-    const int coordinate[] = {__VA_ARGS__};                                                      \
-    emulation::issue_tensor_store(map, source, rank, coordinate, false);                         \
-  }                                                                                              \
-  DEVICE void tma_reduce_add(const TensorMap* map, uint32_t source, parameters) {                \
-    const int coordinate[] = {__VA_ARGS__};                                                      \
-    emulation::issue_tensor_store(map, source, rank, coordinate, true);                          \
-  }
-#define EMULATED_AND ,
-EMULATED_TENSOR_RANK(1, int c0, c0)
-EMULATED_TENSOR_RANK(2, int c0 EMULATED_AND int c1, c0, c1)
-EMULATED_TENSOR_RANK(3, int c0 EMULATED_AND int c1 EMULATED_AND int c2, c0, c1, c2)
-EMULATED_TENSOR_RANK(4, int c0 EMULATED_AND int c1 EMULATED_AND int c2 EMULATED_AND int c3, c0, c1, c2, c3)
-EMULATED_TENSOR_RANK(5, int c0 EMULATED_AND int c1 EMULATED_AND int c2 EMULATED_AND int c3 EMULATED_AND int c4, c0, c1,
-                     c2, c3, c4)
-#undef EMULATED_AND
-#undef EMULATED_TENSOR_RANK
-
-}  // namespace ptx
-#endif

@@ -1,4 +1,4 @@
-// Host twins of ptx/wgmma.cuh, modelled warp by warp (each owns 16 of the 64 rows). Results appear in the registers at
+// wgmma, modelled warp by warp (each owns 16 of the 64 rows). Results appear in the registers at
 // the wait; until then the registers hold signalling NaNs, which any arithmetic changes for good (a quiet NaN would
 // survive o *= x unnoticed). Operands are hashed at issue and when the group retires. Sums of 8-bit products lose their
 // low bits as they do on the GPU (emulation/truncated_sum.cuh).
@@ -282,51 +282,3 @@ inline void release_wgmma(WgmmaState& state) {
 }
 
 }  // namespace emulation
-
-#ifdef GPU_ACTORS_TWINS
-namespace ptx {
-
-DEVICE void wgmma_fence() { emulation::fence_wgmma(); }
-DEVICE void wgmma_commit() { emulation::commit_wgmma(); }
-template <int PENDING>
-DEVICE void wgmma_wait() {
-  emulation::wait_for_wgmma(PENDING);
-}
-template <int N>
-DEVICE void pin_registers(float (&)[N]) {}
-template <int N>
-DEVICE void pin_registers(uint32_t (&)[N]) {}
-template <int M, int N>
-DEVICE void pin_registers(uint32_t (&)[M][N]) {}
-
-template <int N, Element E, bool TRANS_A, bool TRANS_B>
-DEVICE emulation::WgmmaOperation wgmma_shape(bool a_in_registers) {
-  static_assert(N % 8 == 0 && N >= 8 && N <= 256 && E != Element::tf32, "no such wgmma");
-  static_assert(E == Element::f16 || E == Element::bf16 || (!TRANS_A && !TRANS_B), "8-bit operands are K-major");
-  emulation::WgmmaOperation op{};
-  op.n = N;
-  op.element = int(E);
-  op.a_in_registers = a_in_registers;
-  op.a_transposed = TRANS_A;
-  op.b_transposed = TRANS_B;
-  return op;
-}
-
-template <int N, Element E, bool TRANS_A = false, bool TRANS_B = false>
-DEVICE void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {
-  emulation::WgmmaArguments mine{d, nullptr, a, b, accumulate};
-  emulation::collective("wgmma (A in shared memory)", ~0u, mine, [](emulation::WgmmaArguments** lane) {
-    emulation::issue_wgmma(wgmma_shape<N, E, TRANS_A, TRANS_B>(false), lane);
-  });
-}
-
-template <int N, Element E, bool TRANS_B = false>
-DEVICE void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
-  emulation::WgmmaArguments mine{d, a, 0, b, accumulate};
-  emulation::collective("wgmma (A in registers)", ~0u, mine, [](emulation::WgmmaArguments** lane) {
-    emulation::issue_wgmma(wgmma_shape<N, E, false, TRANS_B>(true), lane);
-  });
-}
-
-}  // namespace ptx
-#endif

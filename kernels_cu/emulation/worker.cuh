@@ -75,7 +75,7 @@ inline void shuffle_order(Random& random, T* order, int n, uint64_t seed) {
 inline void start_threads(Block& block) {
   for (int i = 0; i < block.threads; i++) {
     char* stack = block.worker->arena->stacks + size_t(i) * STACK_BYTES;
-    Fiber& f = *reinterpret_cast<Fiber*>(stack + STACK_BYTES - FIBER_BYTES);
+    Fiber& f = *fiber_on(reinterpret_cast<uintptr_t>(stack));
     memset(&f, 0, sizeof f);
     f.stack = stack;
     f.block = &block;

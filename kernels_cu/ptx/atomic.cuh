@@ -4,10 +4,6 @@
 
 #include "ptx/types.cuh"
 
-#ifdef GPU_ACTORS_TWINS
-#include "emulation/atomic.cuh"
-#else
-
 namespace ptx {
 
 // What other blocks wrote before their release is visible after this. Loops that poll use it.
@@ -41,4 +37,3 @@ DEVICE void reduce_add_v4(float* pointer, const float (&v)[4]) {
 }
 
 }  // namespace ptx
-#endif

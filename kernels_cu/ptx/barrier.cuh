@@ -3,10 +3,6 @@
 
 #include "ptx/types.cuh"
 
-#ifdef GPU_ACTORS_TWINS
-#include "emulation/barrier.cuh"
-#else
-
 namespace ptx {
 
 // Waits until `threads` threads (a multiple of 32) have arrived at barrier `id`, this one included.
@@ -18,4 +14,3 @@ DEVICE void barrier_arrive(int id, int threads) {
 }
 
 }  // namespace ptx
-#endif

@@ -14,14 +14,6 @@ enum class CachePolicy : uint64_t {
   evict_last = 0x14F0000000000000ull,
 };
 
-}  // namespace ptx
-
-#ifdef GPU_ACTORS_TWINS
-#include "emulation/bulk.cuh"
-#else
-
-namespace ptx {
-
 // Global to shared memory; `bytes` are counted off the mbarrier's announced bytes as they land.
 DEVICE void bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier,
                       CachePolicy policy = CachePolicy::evict_normal) {
@@ -69,4 +61,3 @@ DEVICE void bulk_wait() {
 }
 
 }  // namespace ptx
-#endif

@@ -4,10 +4,6 @@
 
 #include "ptx/types.cuh"
 
-#ifdef GPU_ACTORS_TWINS
-#include "emulation/copy_async.cuh"
-#else
-
 namespace ptx {
 
 // Copies the first `valid` of BYTES bytes and writes zeros for the rest; with valid 0 the source is not read. Both
@@ -48,4 +44,3 @@ DEVICE void cp_async_arrive(uint32_t barrier) {
 }
 
 }  // namespace ptx
-#endif

@@ -4,10 +4,6 @@
 
 #include "ptx/types.cuh"
 
-#ifdef GPU_ACTORS_TWINS
-#include "emulation/fence.cuh"
-#else
-
 namespace ptx {
 
 // This thread's writes to shared memory become visible to TMA and wgmma. Every writing thread executes it, then a
@@ -21,4 +17,3 @@ DEVICE void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;
 DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 }  // namespace ptx
-#endif

@@ -7,16 +7,12 @@ namespace ptx {
 
 // Waits until the kernels that this launch depends on have ended and their writes are visible.
 DEVICE void griddepcontrol_wait() {
-#ifndef GPU_ACTORS_TWINS  // launches never overlap there
   asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
 }
 
 // Lets the next kernel be scheduled; its griddepcontrol_wait still waits for the end of this one.
 DEVICE void griddepcontrol_launch_dependents() {
-#ifndef GPU_ACTORS_TWINS
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
 }
 
 }  // namespace ptx

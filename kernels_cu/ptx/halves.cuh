@@ -5,20 +5,6 @@
 
 namespace ptx {
 
-#ifdef GPU_ACTORS_TWINS
-
-DEVICE uint32_t multiply_halves(uint32_t a, uint32_t b) {
-  return pack_half(half_to_float(uint16_t(a)) * half_to_float(uint16_t(b)),
-                   half_to_float(uint16_t(a >> 16)) * half_to_float(uint16_t(b >> 16)));
-}
-
-DEVICE uint32_t multiply_bfloat16s(uint32_t a, uint32_t b) {
-  return pack_bfloat16(as_float(a << 16) * as_float(b << 16),
-                       as_float(a & 0xffff0000u) * as_float(b & 0xffff0000u));
-}
-
-#else
-
 DEVICE uint32_t multiply_halves(uint32_t a, uint32_t b) {
   uint32_t product;
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
@@ -31,7 +17,5 @@ DEVICE uint32_t multiply_bfloat16s(uint32_t a, uint32_t b) {
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(0x80008000u));
   return product;
 }
-
-#endif
 
 }  // namespace ptx

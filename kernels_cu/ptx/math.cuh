@@ -1,19 +1,10 @@
-// The special functions: fast ones as single instructions with host twins, exact ones by overload for float and double.
+// The special functions: fast ones as single instructions, exact ones by overload for float and double.
 // The fast ones flush subnormals; ex2 and rcp are within 2 ulp, lg2 within 2^-22 absolute near 1 (PTX ISA 9.7.3).
 #pragma once
 
 #include "ptx/convert.cuh"
 
 namespace ptx {
-
-#ifdef GPU_ACTORS_TWINS
-
-DEVICE float flush(float x) { return fabsf(x) < as_float(0x00800000u) ? copysignf(0.0f, x) : x; }
-DEVICE float ex2(float x) { return flush(exp2f(flush(x))); }
-DEVICE float lg2(float x) { return log2f(flush(x)); }
-DEVICE float rcp(float x) { return flush(1.0f / flush(x)); }
-
-#else
 
 DEVICE float ex2(float x) {
   float y;
@@ -32,8 +23,6 @@ DEVICE float rcp(float x) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-
-#endif
 
 }  // namespace ptx
 

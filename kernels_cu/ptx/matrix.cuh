@@ -5,10 +5,6 @@
 
 #include "ptx/types.cuh"
 
-#ifdef GPU_ACTORS_TWINS
-#include "emulation/matrix.cuh"
-#else
-
 namespace ptx {
 
 // ---- loads, sm_80
@@ -76,4 +72,3 @@ DEVICE uint32_t movmatrix_trans(uint32_t r) {
 }
 
 }  // namespace ptx
-#endif

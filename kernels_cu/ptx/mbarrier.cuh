@@ -7,10 +7,6 @@
 
 #include "ptx/types.cuh"
 
-#ifdef GPU_ACTORS_TWINS
-#include "emulation/mbarrier.cuh"
-#else
-
 namespace ptx {
 
 // One thread initialises it for `count` arrivals a phase; then fence_mbarrier_init() and a barrier before others use
@@ -54,4 +50,3 @@ DEVICE void mbarrier_wait(uint32_t barrier, uint32_t parity) {
 }
 
 }  // namespace ptx
-#endif

@@ -3,10 +3,6 @@
 
 #include "ptx/types.cuh"
 
-#ifdef GPU_ACTORS_TWINS
-#include "emulation/memory.cuh"
-#else
-
 namespace ptx {
 
 // The 32-bit address that the instructions of this folder take.
@@ -66,4 +62,3 @@ DEVICE void store_global_v4(void* pointer, const uint32_t (&v)[4]) {
 }
 
 }  // namespace ptx
-#endif

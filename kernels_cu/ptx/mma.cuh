@@ -14,10 +14,6 @@
 
 #include "ptx/types.cuh"
 
-#ifdef GPU_ACTORS_TWINS
-#include "emulation/mma.cuh"
-#else
-
 namespace ptx {
 
 #define PTX_MMA(shape)                                                                                      \
@@ -48,4 +44,3 @@ DEVICE void mma_m16n8k32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uin
 #undef PTX_MMA
 
 }  // namespace ptx
-#endif

@@ -6,24 +6,6 @@
 
 namespace ptx {
 
-#ifdef GPU_ACTORS_TWINS
-
-DEVICE uint32_t float_to_e4m3(float value) {
-  if (value != value) return 0x7f;
-  const uint32_t sign = as_bits(value) >> 24 & 0x80;
-  const float magnitude = fabsf(value);
-  if (magnitude >= 448.0f) return sign | 0x7e;
-  if (magnitude < 0x1p-6f) return sign | uint32_t(nearbyintf(magnitude * 0x1p9f));
-  const uint32_t bits = as_bits(magnitude) - (120u << 23);
-  return sign | (bits + 0x7ffff + (bits >> 20 & 1)) >> 20;
-}
-
-DEVICE uint32_t pack_e4m3(float a, float b, float c, float d) {
-  return float_to_e4m3(a) | float_to_e4m3(b) << 8 | float_to_e4m3(c) << 16 | float_to_e4m3(d) << 24;
-}
-
-#else
-
 DEVICE uint32_t pack_e4m3(float a, float b, float c, float d) {
   uint32_t word;
   asm("{\n.reg .b16 low, high;\n"
@@ -34,7 +16,5 @@ DEVICE uint32_t pack_e4m3(float a, float b, float c, float d) {
       : "f"(a), "f"(b), "f"(c), "f"(d));
   return word;
 }
-
-#endif
 
 }  // namespace ptx

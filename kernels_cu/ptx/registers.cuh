@@ -4,10 +4,6 @@
 
 #include "ptx/types.cuh"
 
-#ifdef GPU_ACTORS_TWINS
-#include "emulation/registers.cuh"
-#else
-
 namespace ptx {
 
 // The warpgroup keeps COUNT registers a thread (24 to 256, a multiple of 8) and gives the rest away.
@@ -23,4 +19,3 @@ DEVICE void setmaxnreg_inc() {
 }
 
 }  // namespace ptx
-#endif

@@ -6,10 +6,6 @@
 
 #include "ptx/bulk.cuh"
 
-#ifdef GPU_ACTORS_TWINS
-#include "emulation/tma.cuh"
-#else
-
 namespace ptx {
 
 // Brings the map itself near, before its first use.
@@ -101,4 +97,3 @@ DEVICE void tma_reduce_add(const TensorMap* map, uint32_t source, int c0, int c1
 #undef PTX_TENSOR_REDUCE
 
 }  // namespace ptx
-#endif

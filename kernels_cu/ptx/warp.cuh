@@ -3,10 +3,6 @@
 
 #include "ptx/types.cuh"
 
-#ifdef GPU_ACTORS_TWINS
-#include "emulation/warp.cuh"
-#else
-
 namespace ptx {
 
 // True in one lane of a fully active warp. sm_90.
@@ -15,11 +11,6 @@ DEVICE bool elect_one() {
   asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(elected)::"memory");
   return elected != 0;
 }
-
-}  // namespace ptx
-#endif
-
-namespace ptx {
 
 // Lane 0's value, which the compiler then knows to be the same in the whole warp: branches on it cost no divergence
 // code.

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "ptx/types.cuh"
+#include "ptx/wgmma_sizes.cuh"
 
 namespace ptx {
 
@@ -29,15 +30,6 @@ DEVICE uint64_t matrix_descriptor(uint32_t shared) {
   const uint32_t high = STRIDE >> 4 | static_cast<uint32_t>(S) << 30;
   return static_cast<uint64_t>(high) << 32 | low;
 }
-
-}  // namespace ptx
-
-#ifdef GPU_ACTORS_TWINS
-#include "emulation/wgmma.cuh"
-#else
-#include "ptx/wgmma_sizes.cuh"
-
-namespace ptx {
 
 // Before the first wgmma, and after every write to registers that a wgmma will read.
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -126,4 +118,3 @@ DEVICE void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool
 }
 
 }  // namespace ptx
-#endif

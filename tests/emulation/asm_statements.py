@@ -8,9 +8,10 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from kernel_runs import assembly_toolchain, emulated_module
+from kernel_runs import emulated_module
 
 from gpu_actors.compiling.assets import asset_root
+from gpu_actors.devices.emulation import Toolchain
 from gpu_actors.devices.emulation.assembly import AsmStatement, statements
 
 Judge = Callable[[AsmStatement], str | None]
@@ -20,7 +21,7 @@ _ROOM = 1000
 
 def expanded(text: str, changed: Mapping[str, str] | None = None) -> str:
     """CUDA C++ after the preprocessor, before its asm is captured. changed: headers other than those of kernels_cu."""
-    toolchain = assembly_toolchain()
+    toolchain = Toolchain.find()
     with tempfile.TemporaryDirectory() as folder:
         for name, header in (changed or {}).items():
             path = Path(folder, name)
@@ -42,7 +43,7 @@ def wrapper_statements(changed: Mapping[str, str] | None = None) -> tuple[AsmSta
 
 def judge_in(cache: Path) -> Judge:
     """What is wrong with a statement, None where nothing is. cache: a folder of emulated modules."""
-    module = emulated_module("statement_checks.cu", {}, cache, assembly_toolchain(optimised=False))
+    module = emulated_module("statement_checks.cu", {}, cache)
     check = ctypes.CDLL(str(module.path)).check_statement
     check.argtypes = [ctypes.c_char_p] * 3 + [ctypes.c_int, ctypes.c_char_p, ctypes.c_uint64]
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from kernel_runs import ORDERS, Runner, assembly_toolchain, cuda_runner, emulated_runner
+from kernel_runs import ORDERS, Runner, cuda_runner, emulated_runner
 
 
 @pytest.fixture(scope="session")
@@ -14,17 +14,11 @@ def module_cache(shared_folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session", params=["emulated", "assembly", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(scope="session", params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
 def runner(request: pytest.FixtureRequest, module_cache: Path) -> Runner:
-    """Runs conformance kernels.
-
-    On the CPU in several orders, by their wrappers' C++ twins and by their asm statements, and on a GPU where `-m gpu`
-    asks for it.
-    """
+    """Runs conformance kernels: on the CPU in several orders, and on a GPU where `-m gpu` asks for it."""
     if request.param == "emulated":
         return emulated_runner(module_cache)
-    if request.param == "assembly":
-        return emulated_runner(module_cache, assembly_toolchain())
     return cuda_runner()
 
 

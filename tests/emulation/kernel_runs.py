@@ -181,10 +181,9 @@ class _Unoptimised(Toolchain):
         return (*super().flags, "-O0")
 
 
-def assembly_toolchain(optimised: bool = True) -> Toolchain:
-    """A compiler whose modules run the kernels' inline asm instead of the C++ twins of its wrappers."""
-    kind = Toolchain if optimised else _Unoptimised
-    return kind(**{**vars(Toolchain.find()), "assembly": True})
+def unoptimised_toolchain() -> Toolchain:
+    """A compiler for modules that are built often and run briefly."""
+    return _Unoptimised(**vars(Toolchain.find()))
 
 
 def emulated_runner(cache_dir: Path, toolchain: Toolchain | None = None, orders: Sequence[Order] = ORDERS) -> Runner:

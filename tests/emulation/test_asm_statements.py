@@ -10,8 +10,7 @@ from asm_statements import Judge, expanded, judge_in, wrapper_statements
 from test_conformance_complete import wrappers
 
 from gpu_actors.compiling.assets import asset_root
-from gpu_actors.devices.emulation.assembly import AsmStatement, captured, statements
-from gpu_actors.errors import CompileError
+from gpu_actors.devices.emulation.assembly import AsmStatement, UnknownAsm, captured, statements
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +167,7 @@ def test_what_is_no_statement_stays_and_lines_keep_their_numbers() -> None:
     ],
 )
 def test_a_statement_of_an_unknown_form_is_refused_with_its_place(text: str) -> None:
-    with pytest.raises(CompileError, match=r"^k\.cu:3: an asm statement that the emulated device does not know"):
+    with pytest.raises(UnknownAsm, match=r"^k\.cu:3: an asm statement that the emulated device does not know"):
         captured(f'# 3 "k.cu"\n{text}\n')
 
 

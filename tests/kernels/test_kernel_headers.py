@@ -18,7 +18,7 @@ from gpu_actors.devices.emulation import EmulatedBuffer
 from gpu_actors.kernels.variants import kernel_source
 from gpu_actors.reference import visible_keys
 
-# Functions of the shared headers, one kernel each. Their host twins run here; the arithmetic in C++ is the GPU's too.
+# Functions of the shared headers, one kernel each.
 PROBE = """
 #include "common/philox.cuh"
 #include "common/mask.cuh"
@@ -118,7 +118,7 @@ class TestSharedHeaders:
         np.testing.assert_array_equal(probe("tf32", special, np.dtype(np.float32)), special)
 
     @pytest.mark.parametrize(("name", "exact"), [("ex2", np.exp2), ("lg2", np.log2), ("rcp", np.reciprocal)])
-    def test_the_twins_of_the_special_functions_flush_and_follow_ieee(self, name, exact):
+    def test_the_special_functions_flush_and_follow_ieee(self, name, exact):
         given = np.concatenate([np.linspace(-130, 130, 4001), [0.0, np.inf, -np.inf, np.nan, 1e-40]]).astype(np.float32)
         with np.errstate(all="ignore"):
             flushed = np.where(np.abs(given) < 2.0**-126, np.copysign(0, given), given)

@@ -13,9 +13,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gpu_actors.errors import CompileError
-
-__all__ = ["AsmOperand", "AsmStatement", "captured", "statements"]
+__all__ = ["AsmOperand", "AsmStatement", "UnknownAsm", "captured", "statements"]
 
 _TOKEN = re.compile(
     r"""
@@ -32,6 +30,10 @@ _OPERAND = re.compile(r'\s*("(?:[^"\\\n])*")\s*\((.*)\)\s*', re.DOTALL)
 _OUTPUT = re.compile(r"[=+]&?[hrlfd]")
 _INPUT = re.compile(r"[hrlfdn]")
 _MARKER = re.compile(r"^# \d+ \"[^\n]*\n?", re.MULTILINE)
+
+
+class UnknownAsm(Exception):
+    """An asm statement of a form that the emulated device does not know. The text begins with its file and line."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class AsmStatement:
 def captured(text: str) -> str:
     """Preprocessed C++ with each asm statement replaced by its call, on the lines where it stood.
 
-    Raises CompileError for a statement of a form that is not known: asm goto, operands by name, constraints other than
+    Raises UnknownAsm for a statement of a form that is not known: asm goto, operands by name, constraints other than
     CUDA's, or one with more than four parts.
     """
     parts, done = [], 0
@@ -100,7 +102,7 @@ def captured(text: str) -> str:
 
 
 def statements(text: str) -> tuple[AsmStatement, ...]:
-    """The asm statements of preprocessed C++, in order. Raises CompileError as `captured` does."""
+    """The asm statements of preprocessed C++, in order. Raises UnknownAsm as `captured` does."""
     return tuple(statement for statement, _, _ in _found(text))
 
 
@@ -191,6 +193,5 @@ def _text(literals: str) -> str:
     return value
 
 
-def _unknown(file: str, line: int, what: str) -> CompileError:
-    message = f"{file}:{line}: an asm statement that the emulated device does not know: {what}"
-    return CompileError(message, message)
+def _unknown(file: str, line: int, what: str) -> UnknownAsm:
+    return UnknownAsm(f"{file}:{line}: an asm statement that the emulated device does not know: {what}")

@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
-import os
-import posixpath
 import re
-import subprocess
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpu_actors.compiling.assets import asset_root
 from gpu_actors.compiling.cubin_entry import digest_of
-from gpu_actors.compiling.headers import include_closure
-from gpu_actors.devices.emulation.assembly import captured
+from gpu_actors.devices.emulation import assembly
+from gpu_actors.devices.emulation.assembly import UnknownAsm, captured
+from gpu_actors.devices.emulation.executor import Executor
 from gpu_actors.devices.emulation.module_cache import ModuleCache
 from gpu_actors.devices.emulation.runtime import EmulatedModule
 from gpu_actors.devices.emulation.toolchain import Toolchain, cpu_identity
+from gpu_actors.devices.emulation.unit import CompilerFailed, definitions, headers_of, run_compiler, write_headers
 from gpu_actors.errors import CompileError, InvalidRequest
 
 __all__ = ["build_module", "find_entries"]
 
-_SCHEMA = "emulated-module-2"
 _SOURCE = "gpu_actors_source.cu"
-_HEADER_FOLDERS = ("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH")
 _log = logging.getLogger(__name__)
 
 # What the generated unit includes around the source.
@@ -64,17 +59,20 @@ def build_module(
     names = tuple(entries) if entries is not None else find_entries(source)
     if not names:
         raise InvalidRequest("source", name, 'a kernel file declares at least one extern "C" __global__ function')
+    compiler = toolchain or Toolchain.find()
     wanted = _Build(
         source,
         name,
         dict(sorted((macros or {}).items())),
-        _header_closure(source, include_dir or {}),
+        headers_of("".join(f'#include "{header}"\n' for header in _OWN_HEADERS) + source, include_dir or {}),
         names,
-        toolchain or Toolchain.find(),
+        compiler,
+        Executor.of(compiler, macros or {}, include_dir or {}),
+        cache_dir,
     )
     cache = ModuleCache(cache_dir)
     module = cache.load(wanted.key) or cache.build(wanted.key, wanted.compile)
-    return EmulatedModule(module.library, names, module.build_seconds)
+    return EmulatedModule(module.library, names, module.build_seconds, {_SOURCE: name})
 
 
 def find_entries(source: str) -> tuple[str, ...]:
@@ -99,25 +97,6 @@ def _after_parenthesis(text: str) -> str:
     return ""
 
 
-def _header_closure(source: str, headers: Path | Mapping[str, str]) -> dict[str, str]:
-    """Every header that source reaches, name to text, sorted. What is not found is left to the compiler to name."""
-    around = "".join(f'#include "{name}"\n' for name in _OWN_HEADERS)
-    found, _ = include_closure(around + source, functools.partial(_find_header, headers))
-    return dict(sorted(found.items()))
-
-
-def _find_header(headers: Path | Mapping[str, str], name: str) -> str | None:
-    if posixpath.normpath(name) != name:
-        return None  # as NVRTC, which knows headers by one spelling
-    if isinstance(headers, Mapping) and name in headers:
-        return headers[name]
-    folders = (headers, asset_root()) if isinstance(headers, Path) else (asset_root(),)
-    for folder in folders:
-        with contextlib.suppress(OSError):
-            return (folder / name).read_text(encoding="utf-8")
-    return None
-
-
 @dataclass(frozen=True)
 class _Build:
     """All that a built module depends on, besides the processor. headers, macros: sorted by name.
@@ -131,22 +110,30 @@ class _Build:
     headers: Mapping[str, str]
     entries: tuple[str, ...]
     toolchain: Toolchain
+    executor: Executor
+    cache_dir: Path | None
 
     @functools.cached_property
     def key(self) -> str:
         """SHA-256 over every part, each with its length. No path is in it."""
         compiler = (self.toolchain.name, self.toolchain.version, cpu_identity())
         texts = (self.entries, _flat(self.macros), (self.source,), _flat(self.headers))
-        return digest_of(((_SCHEMA,), compiler, self.toolchain.flags, *texts))
+        return digest_of((_rewriting(), compiler, self.toolchain.flags, (self.executor.key,), *texts))
 
     def compile(self, kept: Path) -> tuple[bytes, float]:
         """The shared object, and the seconds that it took. kept: a folder for what the compiler itself keeps."""
+        start = time.perf_counter()
+        executor = self.executor.object_in(self.cache_dir)
         with tempfile.TemporaryDirectory(prefix="gpu-actors-build-") as scratch:
             work = Path(scratch)
             self._write_files(work)
+            (work / "executor.o").write_bytes(executor)
             _log.debug("emulation: compiling %s with %s", self.name, self.toolchain.name)
-            start = time.perf_counter()
-            self._run_compiler(work, kept)
+            try:
+                self._run_compiler(work, kept)
+            except (CompilerFailed, UnknownAsm) as refusal:
+                line, log = self._bad_line(str(refusal)), str(refusal).replace(_SOURCE, self.name)
+                raise CompileError(f"{self.name} does not compile for the CPU:\n{log[:4000]}", log, line) from None
             seconds = time.perf_counter() - start
             _log.debug("emulation: compiled %s in %.2f s", self.name, seconds)
             return (work / "module.so").read_bytes(), seconds
@@ -156,40 +143,25 @@ class _Build:
         before, after = (f'#include "{header}"\n' for header in _OWN_HEADERS)
         (work / "unit.cpp").write_text(f'{before}#include "{_SOURCE}"\n{after}{exports}', encoding="utf-8")
         (work / _SOURCE).write_text(f'#line 1 "{_SOURCE}"\n{self.source}', encoding="utf-8")
-        for name, text in self.headers.items():
-            path = work / "include" / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
+        write_headers(self.headers, work / "include")
 
     def _run_compiler(self, work: Path, kept: Path) -> None:
-        options = [*(f"-D{name}={value}" for name, value in self.macros.items()), f"-I{work / 'include'}"]
-        unit = work / "unit.cpp"
-        if self.toolchain.assembly:
-            expanded = work / "expanded.cpp"
-            self._run([*options, "-E", str(unit), "-o", str(expanded)], work, kept)
-            text = expanded.read_text(encoding="utf-8").replace(f"{work}/include/", "")
-            unit.write_text(captured(text), encoding="utf-8")
-        self._run([*options, str(unit), "-o", str(work / "module.so")], work, kept)
-
-    def _run(self, arguments: Sequence[str], work: Path, kept: Path) -> None:
-        command = [*self.toolchain.command, *self.toolchain.flags, *arguments]
-        # Folders of headers that the key does not cover.
-        inherited = {name: value for name, value in os.environ.items() if name not in _HEADER_FOLDERS}
-        # zig keeps its own parts, built once, in the cache; what belongs to this module goes with the folder.
-        own = {"ZIG_GLOBAL_CACHE_DIR": str(kept / "zig"), "ZIG_LOCAL_CACHE_DIR": str(work / "zig")}
-        result = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", cwd=work, env={**inherited, **own}, check=False
-        )
-        if result.returncode != 0:
-            log = result.stdout + result.stderr
-            line = self._bad_line(log)
-            log = log.replace(_SOURCE, self.name)
-            raise CompileError(f"{self.name} does not compile for the CPU:\n{log[:4000]}", log, line)
+        options = [*definitions(self.macros), f"-I{work / 'include'}"]
+        run_compiler(self.toolchain, [*options, "-E", "unit.cpp", "-o", "expanded.cpp"], work, kept)
+        text = (work / "expanded.cpp").read_text(encoding="utf-8").replace(f"{work}/include/", "")
+        (work / "captured.cpp").write_text(captured(text), encoding="utf-8")
+        run_compiler(self.toolchain, ["captured.cpp", "executor.o", "-o", "module.so"], work, kept)
 
     def _bad_line(self, log: str) -> str | None:
-        match = re.search(rf"{re.escape(_SOURCE)}:(\d+):(?:\d+:)? (?:fatal )?error", log)
+        match = re.search(rf"{re.escape(_SOURCE)}:(\d+):(?:\d+:)? (?:fatal )?(?:error|an asm statement)", log)
         lines = self.source.splitlines()
         return lines[int(match[1]) - 1].strip() if match and 0 < int(match[1]) <= len(lines) else None
+
+
+@functools.cache
+def _rewriting() -> tuple[str, ...]:
+    """What turns a source into what is compiled: this version of the two modules that do it."""
+    return tuple(Path(file).read_text(encoding="utf-8") for file in (__file__, assembly.__file__))
 
 
 def _flat(mapping: Mapping[str, str]) -> list[str]:

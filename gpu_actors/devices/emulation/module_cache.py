@@ -23,7 +23,6 @@ __all__ = ["BuiltModule", "ModuleCache"]
 
 _LOCK_SECONDS = 120.0
 _MAX_BYTES = 256 << 20
-_SUFFIX = ".so"
 _MAGIC = b"GAMODUL\x01"
 _FACTS = struct.Struct("<d32s")  # seconds, key
 _SEAL = struct.Struct("<32s8s")  # SHA-256 of the object and the facts, magic
@@ -36,20 +35,25 @@ class BuiltModule(NamedTuple):
     library: Path
     build_seconds: float
 
+    def content(self) -> bytes:
+        """The object's own bytes, without what is kept behind them."""
+        return self.library.read_bytes()[: -_FACTS.size - _SEAL.size]
+
 
 Compile = Callable[[Path], tuple[bytes, float]]
 """Gives a shared object and the seconds that it took, from the folder for what the compiler itself keeps."""
 
 
 class ModuleCache:
-    """The modules in `folder` (default: the user's cache folder), each in a file KEY.so.
+    """The modules in `folder` (default: the user's cache folder), each in a file of the key and a suffix.
 
     Raises InvalidRequest where `CacheFolder` does, here or from a method. Where the folder cannot be made or written,
     modules are kept in a temporary one until the process ends.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
-        self._folder = CacheFolder(folder or _default_folder(), writable=True, suffix=_SUFFIX)
+    def __init__(self, folder: Path | None = None, suffix: str = ".so") -> None:
+        self._suffix = suffix
+        self._folder = CacheFolder(folder or _default_folder(), writable=True, suffix=suffix)
         try:
             self._folder.make()
         except OSError as error:
@@ -57,7 +61,7 @@ class ModuleCache:
 
     def load(self, key: str) -> BuiltModule | None:
         """The module of that key, or None where it is missing or damaged."""
-        name = key + _SUFFIX
+        name = key + self._suffix
         try:
             stored = self._folder.read(name)
         except OSError as error:  # a link, or a file that cannot be read
@@ -91,7 +95,7 @@ class ModuleCache:
 
     def _publish(self, key: str, compile_module: Compile) -> BuiltModule:
         library, seconds = compile_module(self._folder.path)
-        name, entry = key + _SUFFIX, _sealed(key, library, seconds)
+        name, entry = key + self._suffix, _sealed(key, library, seconds)
         try:
             self._folder.publish(name, entry)
         except OSError as error:
@@ -102,7 +106,7 @@ class ModuleCache:
 
     def _give_up(self, error: OSError) -> None:
         _log.warning("emulation cache: %s (%s), modules are kept for this process only", self._folder.path, error)
-        self._folder = CacheFolder(process_folder("emulated"), writable=True, suffix=_SUFFIX)
+        self._folder = CacheFolder(process_folder("emulated"), writable=True, suffix=self._suffix)
 
 
 def _sealed(key: str, library: bytes, seconds: float) -> bytes:

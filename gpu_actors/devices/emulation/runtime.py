@@ -6,11 +6,12 @@ import ctypes
 import threading
 import weakref
 from _ctypes import dlclose
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import get_args
 
-from gpu_actors.devices.emulation.memory import PAGE, EmulatedBuffer, Mapping, round_up
+from gpu_actors.devices.emulation.memory import PAGE, EmulatedBuffer, round_up
+from gpu_actors.devices.emulation.memory import Mapping as PageMapping
 from gpu_actors.errors import InvalidRequest, LaunchError
 from gpu_actors.options import Delivery, Schedule
 
@@ -110,9 +111,9 @@ class _WorkerMemory:
     """Stacks and shared memory of one worker. It outlives launches: its pages are mapped once a process."""
 
     def __init__(self) -> None:
-        self._stacks = Mapping((_MAX_THREADS + 1) * _STACK_BYTES, guard=PAGE)
-        self._shared = Mapping(_SHARED_WINDOW)
-        self._view = Mapping(_SHARED_WINDOW, guard=PAGE)
+        self._stacks = PageMapping((_MAX_THREADS + 1) * _STACK_BYTES, guard=PAGE)
+        self._shared = PageMapping(_SHARED_WINDOW)
+        self._view = PageMapping(_SHARED_WINDOW, guard=PAGE)
         self._first = round_up(self._stacks.begin, _STACK_BYTES)
         self._guarded = 0
 
@@ -131,10 +132,21 @@ _worker_memory: list[_WorkerMemory] = []
 
 
 class EmulatedModule:
-    """A built kernel file. entries: its kernels. build_seconds: how long the compiler took when it was built."""
+    """A built kernel file.
 
-    def __init__(self, path: Path, entries: tuple[str, ...], build_seconds: float = 0.0) -> None:
+    entries: its kernels. build_seconds: how long the compiler took when it was built. names: what faults call files
+    that the compiler knows by another name.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        entries: tuple[str, ...],
+        build_seconds: float = 0.0,
+        names: Mapping[str, str] | None = None,
+    ) -> None:
         self.path = path
+        self._names = dict(names or {})
         self.entries = entries
         self.build_seconds = build_seconds
         self.switches: int = 0
@@ -199,7 +211,7 @@ class EmulatedModule:
             failed = function(ctypes.byref(request))
         self.switches = request.switches
         if failed:
-            raise _describe(entry, fault, buffers)
+            raise _describe(entry, fault, buffers, self._names)
         for buffer in buffers:
             if (where := buffer.stray_write()) is not None:
                 text = f"a thread wrote to buffer {buffer.name!r} {where} ({buffer.nbytes} bytes)"
@@ -258,8 +270,10 @@ def _choice(field: str, value: str, choices: tuple[str, ...]) -> int:
     return choices.index(value)
 
 
-def _describe(entry: str, fault: _Fault, buffers: Sequence[EmulatedBuffer]) -> EmulationFault:
+def _describe(entry: str, fault: _Fault, buffers: Sequence[EmulatedBuffer], names: Mapping[str, str]) -> EmulationFault:
     text, name = fault.text.decode(errors="replace"), None
+    for compiled, wanted in names.items():
+        text = text.replace(compiled, wanted)
     if fault.address:
         text, name = _locate(text, fault.address, buffers)
     x, y, z = fault.block

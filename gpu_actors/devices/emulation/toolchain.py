@@ -47,8 +47,6 @@ _CONTRACTION_FLAGS = {
     False: ("-ffp-contract=off",),
     True: ("-ffp-contract=fast", "-DGPU_ACTORS_CONTRACTION=1"),
 }
-# By `assembly`: the C++ twins of the wrappers of instructions, or their asm text.
-_WRAPPER_FLAGS = {False: ("-DGPU_ACTORS_TWINS=1",), True: ()}
 _EXTRA_FLAGS = {
     "g++": ("-fno-gnu-unique",),
     "clang++": (),
@@ -64,21 +62,18 @@ class Toolchain:
 
     name: "g++", "clang++" or "zig". command: what starts it. version: the first line of its version text.
     contraction: whether it may fuse a product with the sum that it enters, as ptxas does. By default a fused
-    multiply-add is only where a kernel writes fmaf. assembly: whether kernels run their inline asm, statement by
-    statement, instead of the C++ functions that stand in for it.
+    multiply-add is only where a kernel writes fmaf.
     """
 
     name: str
     command: tuple[str, ...]
     version: str
     contraction: bool = False
-    assembly: bool = False
 
     @property
     def flags(self) -> tuple[str, ...]:
         """Compiler options, in order."""
-        chosen = (*_CONTRACTION_FLAGS[self.contraction], *_WRAPPER_FLAGS[self.assembly])
-        return (*_FLAGS, *chosen, *_EXTRA_FLAGS[self.name])
+        return (*_FLAGS, *_CONTRACTION_FLAGS[self.contraction], *_EXTRA_FLAGS[self.name])
 
     @classmethod
     def find(cls, preferred: str | None = None) -> Toolchain:

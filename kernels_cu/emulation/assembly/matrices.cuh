@@ -10,11 +10,22 @@ namespace emulation {
 
 constexpr int TRANSPOSES = 1;
 
+// The registers of a list as one array, where they lie one after the other in memory, or else null.
+inline void* array_of(const Frame& f, const Slot* slot, int count) {
+  if (slot[0].kind != Slot::operand) return nullptr;
+  const char* first = static_cast<const char*>(f.operand[slot[0].index]);
+  for (int s = 1; s < count; s++)
+    if (slot[s].kind != Slot::operand || f.operand[slot[s].index] != first + 4 * s) return nullptr;
+  return const_cast<char*>(first);
+}
+
 // ---- ldmatrix, stmatrix: .sync.aligned.m8n8.x1|x2|x4{.trans}.shared.b16; number: how many matrices
 inline void load_matrix(const Instruction& i, Frame& f) {
-  uint32_t word[4];
+  uint32_t copy[4];
+  uint32_t* const registers = static_cast<uint32_t*>(array_of(f, i.slots.items, i.number));
+  uint32_t* const word = registers ? registers : copy;
   load_matrices(i.name, word, i.number, value_of<uint32_t>(f, i.slots[i.number]), i.flags & TRANSPOSES);
-  for (int m = 0; m < i.number; m++) set_value(f, i.slots[m], word[m]);
+  for (int m = 0; !registers && m < i.number; m++) set_value(f, i.slots[m], word[m]);
 }
 inline void store_matrix(const Instruction& i, Frame& f) {
   uint32_t word[4];
@@ -59,7 +70,14 @@ inline void read_movmatrix(Parser& p) {
 }
 
 // ---- mma.sync.aligned.shape.row.col.f32.type.type.f32 d, a, b, c; number: the element
+constexpr int IN_PLACE = 1;  // c is d
+
 inline void multiply_warp(const Instruction& i, Frame& f) {
+  float* const registers = i.flags & IN_PLACE ? static_cast<float*>(array_of(f, i.slots.items, 4)) : nullptr;
+  const uint32_t* const factors = static_cast<const uint32_t*>(array_of(f, i.slots.items + 4, 4));
+  if (registers && factors)
+    return mma(i.name, Element(i.number), registers, factors, value_of<uint32_t>(f, i.slots[8]),
+               value_of<uint32_t>(f, i.slots[9]));
   float d[4];
   uint32_t a[4], b[2];
   for (int s = 0; s < 4; s++) a[s] = value_of<uint32_t>(f, i.slots[4 + s]);
@@ -98,20 +116,22 @@ inline void read_mma(Parser& p) {
   p.reads_list(2, B32, "B registers");
   p.reads_list(4, F32, "accumulator");
   p.has_effect();
-  p.means(multiply_warp, kind->name, int(kind->element));
+  bool in_place = true;
+  for (int s = 0; s < 4; s++) {
+    const Slot &d = p.instruction->slots[s], &c = p.instruction->slots[10 + s];
+    in_place &= d.kind == Slot::operand && c.kind == Slot::operand && d.index == c.index;
+  }
+  p.means(multiply_warp, kind->name, int(kind->element), in_place ? IN_PLACE : 0);
 }
 
 // ---- wgmma.mma_async.sync.aligned.m64nNkK.f32.type.type d, a, b, scale-d, 1, 1 {, transpositions}
 // number: N. The slots: N / 2 accumulators, A (4 registers or a descriptor), B's descriptor, scale-d, and constants.
 constexpr int A_IN_REGISTERS = 1, TAKES_TRANSPOSITIONS = 2, ELEMENT_SHIFT = 4;
 
-// The registers of a list lie one after the other, as those of an array do: then the first stands for all.
-inline void* array_of(const Frame& f, const Slot* slot, int count, const char* what) {
-  const char* first = static_cast<const char*>(f.operand[slot[0].index]);
-  for (int s = 1; s < count; s++)
-    if (f.operand[slot[s].index] != first + 4 * s)
-      fail(kind::assembly, "wgmma: register %d of the %s is not the next one of its array", s, what);
-  return const_cast<char*>(first);
+inline void* needed_array_of(const Frame& f, const Slot* slot, int count, const char* what) {
+  void* const array = array_of(f, slot, count);
+  if (!array) fail(kind::assembly, "wgmma: the registers of the %s are not those of an array in its order", what);
+  return array;
 }
 
 inline void multiply_warpgroup(const Instruction& i, Frame& f) {
@@ -127,8 +147,8 @@ inline void multiply_warpgroup(const Instruction& i, Frame& f) {
     op.b_transposed = value_of<int>(f, b[in_registers ? 4 : 5]) != 0;
   }
   WgmmaArguments mine{};
-  mine.d = static_cast<float*>(array_of(f, i.slots.items, i.number / 2, "accumulator"));
-  if (in_registers) mine.a = static_cast<const uint32_t*>(array_of(f, a, 4, "A operand"));
+  mine.d = static_cast<float*>(needed_array_of(f, i.slots.items, i.number / 2, "accumulator"));
+  if (in_registers) mine.a = static_cast<const uint32_t*>(needed_array_of(f, a, 4, "A operand"));
   else mine.a_descriptor = value_of<uint64_t>(f, a[0]);
   mine.b_descriptor = value_of<uint64_t>(f, b[0]);
   mine.accumulate = predicate(f, b[1]);

@@ -19,6 +19,8 @@ struct Statement {
   Program* program;
 };
 
+// In the executor. The program of a statement, or null and what is wrong with it in `error`, which has `room` bytes.
+Program* read_statement(const Statement& statement, char* error, size_t room);
 void execute(Statement& statement, const void* const* operands);
 
 template <int N>

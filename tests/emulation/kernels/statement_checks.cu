@@ -1,8 +1,6 @@
 // The reader of asm templates as a function, for tests that hand it statements one by one.
 #include "ptx/types.cuh"
 
-#include "emulation/assembly/execute.cuh"
-
 // 1 where the statement is known and does what it says, else 0 and the reason in `error`.
 extern "C" __attribute__((visibility("default"))) int check_statement(const char* text, const char* constraints,
                                                                       const char* clobbers, int is_volatile,

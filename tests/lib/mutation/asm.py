@@ -21,7 +21,7 @@ import test_conformance_tensors as tensors
 import test_conformance_warp as warp
 import test_conformance_wgmma as wgmma
 from asm_statements import judge_in, wrapper_statements
-from kernel_runs import ORDERS, KernelRun, Results, Runner, assembly_toolchain, launch_emulated, read_source
+from kernel_runs import ORDERS, KernelRun, Results, Runner, launch_emulated, read_source, unoptimised_toolchain
 from mutation.asm_mutants import MUTANTS
 from mutation.forward_mutants import Mutant
 from mutation.run import kernel_and_name, probes_of, run_mutants
@@ -110,7 +110,7 @@ PROBES: Mapping[str, Callable[[Runner], None]] = {
 
 def seeded_runner(changed: Mapping[str, str], cache: Path) -> Runner:
     """Runs a kernel by its asm in each order. changed: headers other than those of kernels_cu."""
-    toolchain = assembly_toolchain(optimised=False)
+    toolchain = unoptimised_toolchain()
 
     def run(wanted: KernelRun) -> Iterator[Results]:
         source, headers = read_source(wanted.file)

@@ -1,0 +1,78 @@
+"""The executor: what every emulated module has in common, built once and linked to each.
+
+It runs grids and executes asm statements (kernels_cu/emulation/executor.cuh). Whether a kernel's products are fused
+into sums does not touch it: what an instruction computes is not the compiler's to choose.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpu_actors.compiling.cubin_entry import digest_of
+from gpu_actors.devices.emulation.module_cache import ModuleCache
+from gpu_actors.devices.emulation.toolchain import Toolchain, cpu_identity
+from gpu_actors.devices.emulation.unit import CompilerFailed, definitions, headers_of, run_compiler, write_headers
+from gpu_actors.errors import CompileError
+
+__all__ = ["Executor"]
+
+_SCHEMA = "emulated-executor-1"
+_UNIT = '#include "ptx/types.cuh"\n#include "emulation/executor.cuh"\n'
+_PREFIX = "GPU_ACTORS_"  # of macros that choose how the emulation itself is built
+_log = logging.getLogger(__name__)
+
+# Executors that this process has built or read: a few hundred kilobytes each, and one or two of them.
+_objects: dict[str, bytes] = {}
+
+
+@dataclass(frozen=True)
+class Executor:
+    """All that an executor depends on, besides the processor. headers, macros: sorted by name."""
+
+    toolchain: Toolchain
+    macros: Mapping[str, str]
+    headers: Mapping[str, str]
+
+    @classmethod
+    def of(cls, toolchain: Toolchain, macros: Mapping[str, str], headers: Path | Mapping[str, str]) -> Executor:
+        """The executor for a kernel of this toolchain, these macros, and headers where kernels_cu has others."""
+        own = {name: value for name, value in sorted(macros.items()) if name.startswith(_PREFIX)}
+        plain = Toolchain(toolchain.name, toolchain.command, toolchain.version)
+        return cls(plain, own, headers_of(_UNIT, headers))
+
+    @functools.cached_property
+    def key(self) -> str:
+        """SHA-256 over every part, each with its length."""
+        compiler = (self.toolchain.name, self.toolchain.version, cpu_identity())
+        texts = ([part for item in pairs.items() for part in item] for pairs in (self.macros, self.headers))
+        return digest_of(((_SCHEMA,), compiler, self.toolchain.flags, (_UNIT,), *texts))
+
+    def object_in(self, cache_dir: Path | None) -> bytes:
+        """The object file, built unless this process or the cache has it. Raises CompileError."""
+        if self.key not in _objects:
+            cache = ModuleCache(cache_dir, suffix=".o")
+            built = cache.load(self.key) or cache.build(self.key, self._compile)
+            _objects[self.key] = built.content()
+        return _objects[self.key]
+
+    def _compile(self, kept: Path) -> tuple[bytes, float]:
+        with tempfile.TemporaryDirectory(prefix="gpu-actors-build-") as scratch:
+            work = Path(scratch)
+            (work / "unit.cpp").write_text(_UNIT, encoding="utf-8")
+            write_headers(self.headers, work / "include")
+            options = [*definitions(self.macros), f"-I{work / 'include'}", "-c", "unit.cpp", "-o", "executor.o"]
+            start = time.perf_counter()
+            try:
+                run_compiler(self.toolchain, options, work, kept)
+            except CompilerFailed as failure:
+                message = f"the emulated device's executor does not compile:\n{failure.log[:4000]}"
+                raise CompileError(message, failure.log) from None
+            seconds = time.perf_counter() - start
+            _log.debug("emulation: compiled the executor with %s in %.2f s", self.toolchain.name, seconds)
+            return (work / "executor.o").read_bytes(), seconds

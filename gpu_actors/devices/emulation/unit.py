@@ -1,0 +1,78 @@
+"""What kernels and the executor have in common when they are compiled: their headers and the compiler's run."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import posixpath
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from gpu_actors.compiling.assets import asset_root
+from gpu_actors.compiling.headers import include_closure
+from gpu_actors.devices.emulation.toolchain import Toolchain
+
+__all__ = ["CompilerFailed", "definitions", "headers_of", "run_compiler", "write_headers"]
+
+# Folders of headers that no key covers.
+_HEADER_FOLDERS = ("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH")
+
+
+class CompilerFailed(Exception):
+    """The compiler refused its input. log: what it printed."""
+
+    def __init__(self, log: str) -> None:
+        super().__init__(log)
+        self.log = log
+
+
+def headers_of(text: str, given: Path | Mapping[str, str]) -> dict[str, str]:
+    """Every header that ``text`` reaches, name to text, sorted. What is not found is left to the compiler to name.
+
+    given: a folder, or name to text; kernels_cu completes it.
+    """
+    found, _ = include_closure(text, functools.partial(_find_header, given))
+    return dict(sorted(found.items()))
+
+
+def _find_header(headers: Path | Mapping[str, str], name: str) -> str | None:
+    if posixpath.normpath(name) != name:
+        return None  # as NVRTC, which knows headers by one spelling
+    if isinstance(headers, Mapping) and name in headers:
+        return headers[name]
+    folders = (headers, asset_root()) if isinstance(headers, Path) else (asset_root(),)
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            return (folder / name).read_text(encoding="utf-8")
+    return None
+
+
+def write_headers(headers: Mapping[str, str], folder: Path) -> None:
+    """Write each header below ``folder``, where the compiler finds it by its name."""
+    for name, text in headers.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+def definitions(macros: Mapping[str, str]) -> list[str]:
+    """The compiler's options that define these macros."""
+    return [f"-D{name}={value}" for name, value in macros.items()]
+
+
+def run_compiler(toolchain: Toolchain, arguments: Sequence[str], work: Path, kept: Path) -> None:
+    """Run the compiler with its usual options and these, in the folder ``work``. Raises CompilerFailed.
+
+    kept: a folder for what the compiler itself keeps for later runs.
+    """
+    command = [*toolchain.command, *toolchain.flags, *arguments]
+    inherited = {name: value for name, value in os.environ.items() if name not in _HEADER_FOLDERS}
+    # zig keeps its own parts, built once, in the cache; what belongs to this run goes with the folder.
+    own = {"ZIG_GLOBAL_CACHE_DIR": str(kept / "zig"), "ZIG_LOCAL_CACHE_DIR": str(work / "zig")}
+    result = subprocess.run(
+        command, capture_output=True, text=True, errors="replace", cwd=work, env={**inherited, **own}, check=False
+    )
+    if result.returncode != 0:
+        raise CompilerFailed(result.stdout + result.stderr)

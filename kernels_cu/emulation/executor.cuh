@@ -1,0 +1,6 @@
+// What all modules share: built once, and linked to each kernel's own unit. It runs grids and executes asm statements.
+#pragma once
+
+#include "emulation/assembly/execute.cuh"
+#include "emulation/grid.cuh"
+#include "emulation/switch.cuh"
