@@ -20,6 +20,7 @@ __all__ = ["ContextOptions", "EmulationOptions", "MockOptions", "RestartPolicy"]
 
 Delivery: TypeAlias = Literal["late", "eager", "random"]
 Schedule: TypeAlias = Literal["round_robin", "greedy", "random", "lane"]
+Arithmetic: TypeAlias = Literal["nearest", "hardware"]
 
 
 class ActorType:
@@ -57,14 +58,19 @@ class EmulationOptions:
     seed: of the random deliveries and schedules, and of the order in which blocks start. Default 0: upwards.
     threads: CPU threads that run independent blocks. Default 2.
     contraction: let the compiler fuse products into sums, as ptxas does, which saves a rounding. A kernel whose results
-        depend on it gives other numbers on a GPU. Default False: each operation is rounded.
+        depend on it gives other numbers on a GPU. "random" fuses them only in blocks of code that ``seed`` picks, and
+        needs clang++ or zig. Default False: each operation is rounded.
+    arithmetic: with "nearest" (default) approximate functions are next to the truth, and tensor cores sum 16-bit
+        products in fp32. "hardware" lets such functions err by all that NVIDIA documents, at random by ``seed``, and
+        cuts sums of tensor cores off as measured on Ampere and Hopper.
     """
 
     delivery: Delivery = "late"
     schedule: Schedule = "greedy"
     seed: int = 0
     threads: int = 2
-    contraction: bool = False
+    contraction: bool | Literal["random"] = False
+    arithmetic: Arithmetic = "nearest"
 
     def __post_init__(self) -> None:
         deliveries = ("late", "eager", "random")
@@ -73,7 +79,9 @@ class EmulationOptions:
         one_of("schedule", self.schedule, schedules, f"must be one of {schedules}")
         integer("seed", self.seed, 0, (1 << 64) - 1)
         integer("threads", self.threads, 1)
-        flag("contraction", self.contraction)
+        if not (isinstance(self.contraction, str) and self.contraction == "random"):
+            flag("contraction", self.contraction)
+        one_of("arithmetic", self.arithmetic, ("nearest", "hardware"), 'must be "nearest" or "hardware"')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

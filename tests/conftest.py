@@ -95,10 +95,10 @@ def patient_closing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def fused() -> Iterator[None]:
-    """Emulated kernels are built with products fused into sums."""
-    from emulated.contraction import fused_products
+    """Emulated kernels are built with products fused into sums, and compute with the hardware's errors."""
+    from emulated.contraction import fused_products, like_hardware
 
-    with fused_products():
+    with fused_products(), like_hardware():
         yield
 
 
@@ -108,6 +108,15 @@ def fused_or_not(request: pytest.FixtureRequest) -> Iterator[None]:
     from emulated.contraction import fused_products
 
     with fused_products(request.param):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _sweeps_compute_like_hardware(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Sweeps run in the worst arithmetic that there is."""
+    from emulated.contraction import like_hardware
+
+    with like_hardware() if request.node.get_closest_marker("sweep") else contextlib.nullcontext():
         yield
 
 

@@ -1,6 +1,7 @@
 // Bulk copies, and what they have in common with tensor copies.
 #pragma once
 
+#include "emulation/approximation.cuh"
 #include "emulation/formats.cuh"
 #include "emulation/mbarrier.cuh"
 #include "ptx/bulk.cuh"
@@ -63,13 +64,21 @@ inline void start_store(BulkStore& store, const char* operation) {
   self().bulk.stores.push(store);
 }
 
+inline float flushed(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0.0f, x) : x; }
+
+// Additions of floats to global memory flush subnormals on today's GPUs (PTX ISA 9.7.13.5, .6 and 9.7.9.25.5).
+inline void add_float(float* to, float summand) {
+  if (!like_hardware()) return static_cast<void>(atomicAdd(to, summand));
+  update_atomically(to, [summand](float old) { return flushed(flushed(old) + flushed(summand)); });
+}
+
 // f16 and bf16 additions round to nearest even, as the hardware's do.
 inline void add_number(char* to, const char* from, int number) {
   if (number == 1 || number == 4) {
     uint32_t bits;
     memcpy(&bits, from, 4);
     if (number == 4) atomicAdd(reinterpret_cast<uint32_t*>(to), bits);
-    else atomicAdd(reinterpret_cast<float*>(to), __uint_as_float(bits));
+    else add_float(reinterpret_cast<float*>(to), __uint_as_float(bits));
     return;
   }
   uint16_t bits;

@@ -34,6 +34,7 @@ constexpr uint8_t CANARY = 0xC5;  // fills what lies around dynamic shared memor
 
 enum class Delivery : uint32_t { late, eager, random };
 enum class Schedule : uint32_t { round_robin, greedy, random, lane };
+enum class Arithmetic : uint32_t { nearest, hardware };
 
 // EmulationFault documents each (gpu_actors/devices/emulation/runtime.py).
 namespace kind {

@@ -117,15 +117,8 @@ inline float __frsqrt_rn(float a) { return 1.0f / sqrtf(a); }
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __saturatef(float a) { return a > 0.0f ? (a < 1.0f ? a : 1.0f) : 0.0f; }
-inline float __expf(float a) { return expf(a); }
 inline float __exp10f(float a) { return static_cast<float>(pow(10.0, a)); }
-inline float __logf(float a) { return logf(a); }
-inline float __log2f(float a) { return log2f(a); }
 inline float __powf(float a, float b) { return powf(a, b); }
-inline float __sinf(float a) { return sinf(a); }
-inline float __cosf(float a) { return cosf(a); }
-inline float __tanhf(float a) { return tanhf(a); }
-inline float rsqrtf(float a) { return 1.0f / sqrtf(a); }
 inline float __int2float_rn(int a) { return static_cast<float>(a); }
 inline float __uint2float_rn(unsigned a) { return static_cast<float>(a); }
 inline int __float2int_rn(float a) { return static_cast<int>(rintf(a)); }
@@ -133,6 +126,51 @@ inline int __float2int_rz(float a) { return static_cast<int>(a); }
 inline int __float2int_rd(float a) { return static_cast<int>(floorf(a)); }
 inline int __float2int_ru(float a) { return static_cast<int>(ceilf(a)); }
 inline unsigned __float2uint_rn(float a) { return static_cast<unsigned>(rintf(a)); }
+
+// ---- functions that CUDA's library approximates. Errors of those with a plain name: table of standard functions in the
+// CUDA C++ Programming Guide, mathematical functions, rounded up to 2 ulp. Those with underscores come from ex2, lg2,
+// sin, cos and tanh of the PTX ISA (9.7.3): 2^-21.41 (sin) and 2^-21.19 (cos) absolute in [-pi, pi], tanh 2^-11 relative.
+#define EMULATED_FUNCTION(name, host, number)                                                           \
+  inline float emulated_##name(float a) {                                                               \
+    if (!emulation::like_hardware()) return host##f(a);                                                 \
+    return emulation::within_ulps(host(static_cast<double>(a)), 2.0, a, emulation::number);             \
+  }
+EMULATED_FUNCTION(expf, exp, exp_)
+EMULATED_FUNCTION(exp2f, exp2, exp2_)
+EMULATED_FUNCTION(logf, log, log_)
+EMULATED_FUNCTION(log2f, log2, log2_)
+EMULATED_FUNCTION(tanhf, tanh, tanh_)
+EMULATED_FUNCTION(sinf, sin, sin_)
+EMULATED_FUNCTION(cosf, cos, cos_)
+#undef EMULATED_FUNCTION
+inline float emulated_sinpif(float a) {
+  return emulation::within_ulps(sin(3.14159265358979323846 * a), 2.0, a, emulation::sinpi_);
+}
+inline float emulated_cospif(float a) {
+  return emulation::within_ulps(cos(3.14159265358979323846 * a), 2.0, a, emulation::cospi_);
+}
+inline float rsqrtf(float a) {
+  if (!emulation::like_hardware()) return 1.0f / sqrtf(a);
+  return emulation::within_ulps(1.0 / sqrt(static_cast<double>(a)), 2.0, a, emulation::rsqrt_);
+}
+#define expf emulated_expf
+#define exp2f emulated_exp2f
+#define logf emulated_logf
+#define log2f emulated_log2f
+#define tanhf emulated_tanhf
+#define sinf emulated_sinf
+#define cosf emulated_cosf
+#define sinpif emulated_sinpif
+#define cospif emulated_cospif
+inline float __expf(float a) { return expf(a); }
+inline float __logf(float a) { return logf(a); }
+inline float __log2f(float a) { return log2f(a); }
+inline float __sinf(float a) { return emulation::within(sin(static_cast<double>(a)), 0x1.81p-22, a, emulation::sin_); }
+inline float __cosf(float a) { return emulation::within(cos(static_cast<double>(a)), 0x1.c1p-22, a, emulation::cos_); }
+inline float __tanhf(float a) {
+  const double exact = tanh(static_cast<double>(a));
+  return emulation::within(exact, fabs(exact) * 0x1p-11, a, emulation::tanh_);
+}
 
 // ---- atomics: real ones, since blocks run on several processors
 namespace emulation {

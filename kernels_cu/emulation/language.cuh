@@ -186,5 +186,6 @@ inline int __syncthreads_count(int p) { return emulation::count_votes(p != 0); }
 inline int __syncthreads_or(int p) { return emulation::count_votes(p != 0) != 0; }
 inline int __syncthreads_and(int p) { return emulation::count_votes(p == 0) == 0; }
 
+#include "emulation/approximation.cuh"
 #include "emulation/assembly/statement.cuh"
 #include "emulation/intrinsics.cuh"

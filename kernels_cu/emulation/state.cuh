@@ -186,6 +186,7 @@ struct Request {
   uint32_t shared_bytes;
   Delivery delivery;
   Schedule schedule;
+  Arithmetic arithmetic;
   uint32_t workers;
   uint32_t argument_count, buffer_count;
   uint64_t seed;

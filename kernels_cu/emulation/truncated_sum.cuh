@@ -15,7 +15,12 @@
 // added exactly, and the sum is cut off to 13 fraction bits. A unit here is at least 2^-126, which cuts old values below
 // 2^-113 off too early where nothing else is added.
 //
-// For wgmma alone. mma.sync of 8-bit elements becomes products of f16 on sm_90, and no kernel here uses it on sm_89.
+// This is always so for wgmma. mma.sync of 8-bit elements becomes products of f16 on sm_90; on sm_89 it keeps as few bits,
+// which Arithmetic::hardware shows.
+//
+// Sums of products of 16-bit elements and tf32 are cut off too, farther down: MMA-Sim finds 25 fraction bits on Hopper and
+// 24 on Ampere, below the largest exponent, and a sum that is cut off to a float. wgmma sums the 16 products of an
+// instruction at once, mma.sync on Ampere 8 (4 of tf32). That is Arithmetic::hardware; else such sums are fp32's.
 #pragma once
 
 #include "emulation/formats.cuh"
@@ -31,7 +36,7 @@ inline int exponent_of(float value, int least) {
   return magnitude == 0 ? NO_EXPONENT : upper(int(magnitude >> 23), least);
 }
 inline void exponents_of(Element e, const float* values, int count, int* exponents) {
-  const int least = e == Element::e4m3 ? 127 - 6 : 127 - 14;
+  const int least = e == Element::e4m3 ? 127 - 6 : e == Element::f16 || e == Element::e5m2 ? 127 - 14 : 1;
   for (int i = 0; i < count; i++) exponents[i] = exponent_of(values[i], least);
 }
 
@@ -74,6 +79,42 @@ inline void add_truncated(Factors a, Factors b, int pitch, int k, float* d) {
   for (int x = 0; x < k; x++)
     for (int j = 0; j < COLUMNS; j++) sum[j] += int(a.value[x] * b.value[x * pitch + j] * to_units[j]);
   for (int j = 0; j < COLUMNS; j++) d[j] = float_of(__float_as_uint(float(sum[j]) * unit[j]) & ~DROPPED);
+}
+
+inline float toward_zero(double value) {
+  const float nearest = static_cast<float>(value);
+  return fabs(static_cast<double>(nearest)) > fabs(value) ? float_of(__float_as_uint(nearest) - 1) : nearest;
+}
+
+// The same for wider elements, with `fraction` bits below the largest exponent. Doubles hold each sum exactly.
+template <int COLUMNS>
+inline void add_cut_off(Factors a, Factors b, int pitch, int k, int fraction, float* d) {
+  double sum[COLUMNS], to_units[COLUMNS], unit[COLUMNS];
+  float plain[COLUMNS];
+  int top[COLUMNS];
+  for (int j = 0; j < COLUMNS; j++) plain[j] = d[j] * 0.0f, top[j] = exponent_of(d[j], 1) + 127;
+  for (int x = 0; x < k; x++)
+    for (int j = 0; j < COLUMNS; j++) {
+      plain[j] += a.value[x] * 0.0f + b.value[x * pitch + j] * 0.0f;
+      top[j] = upper(top[j], a.exponent[x] + b.exponent[x * pitch + j]);
+    }
+  for (int j = 0; j < COLUMNS; j++) {
+    const uint64_t shift = static_cast<uint64_t>(upper(top[j], 0) - 254 - fraction + 1023), back = 2046 - shift;
+    const uint64_t unit_bits = shift << 52, to_units_bits = back << 52;
+    memcpy(&unit[j], &unit_bits, 8);
+    memcpy(&to_units[j], &to_units_bits, 8);
+    sum[j] = trunc(static_cast<double>(d[j]) * to_units[j]);
+  }
+  for (int x = 0; x < k; x++)
+    for (int j = 0; j < COLUMNS; j++)
+      sum[j] += trunc(static_cast<double>(a.value[x]) * static_cast<double>(b.value[x * pitch + j]) * to_units[j]);
+  for (int j = 0; j < COLUMNS; j++) {
+    if (plain[j] == 0.0f) {
+      d[j] = toward_zero(sum[j] * unit[j]);
+      continue;
+    }
+    for (int x = 0; x < k; x++) d[j] += a.value[x] * b.value[x * pitch + j];  // an infinity or a NaN takes part
+  }
 }
 
 }  // namespace emulation

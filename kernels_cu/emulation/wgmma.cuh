@@ -1,9 +1,10 @@
 // wgmma, modelled warp by warp (each owns 16 of the 64 rows). Results appear in the registers at
 // the wait; until then the registers hold signalling NaNs, which any arithmetic changes for good (a quiet NaN would
 // survive o *= x unnoticed). Operands are hashed at issue and when the group retires. Sums of 8-bit products lose their
-// low bits as they do on the GPU (emulation/truncated_sum.cuh).
+// low bits as they do on the GPU, those of 16-bit products with Arithmetic::hardware (emulation/truncated_sum.cuh).
 #pragma once
 
+#include "emulation/approximation.cuh"
 #include "emulation/collective.cuh"
 #include "emulation/formats.cuh"
 #include "emulation/truncated_sum.cuh"
@@ -159,6 +160,16 @@ inline void multiply(Element e, const float* a, const uint8_t* b_bytes, int n, f
     const Factors rows{a, a_exponents}, columns{b, b_exponents};
     for (int j = 0; j < n; j += 8)
       for (int i = 0; i < 16; i++) add_truncated<8>(rows.from(i * k), columns.from(j), n, k, value + i * n + j);
+    return;
+  }
+  if (like_hardware()) {
+    if (!accumulate) memset(value, 0, sizeof(float) * 16 * n);
+    int a_exponents[16 * 16], b_exponents[16 * 256];
+    exponents_of(e, a, 16 * k, a_exponents);
+    exponents_of(e, b, k * n, b_exponents);
+    const Factors rows{a, a_exponents}, columns{b, b_exponents};
+    for (int j = 0; j < n; j += 8)
+      for (int i = 0; i < 16; i++) add_cut_off<8>(rows.from(i * k), columns.from(j), n, k, 25, value + i * n + j);
     return;
   }
   for (int i = 0; i < 16; i++) {

@@ -34,13 +34,8 @@ DEVICE float tanh_of(float x) { return tanhf(x); }
 DEVICE double tanh_of(double x) { return tanh(x); }
 
 // sin and cos of pi * x, within 2 ulp; reducing x needs no table, as that of sin and cos would.
-#ifdef GPU_ACTORS_EMULATED
-DEVICE float sinpi_of(float x) { return float(sin(3.14159265358979323846 * x)); }
-DEVICE float cospi_of(float x) { return float(cos(3.14159265358979323846 * x)); }
-#else
 DEVICE float sinpi_of(float x) { return sinpif(x); }
 DEVICE float cospi_of(float x) { return cospif(x); }
-#endif
 
 // The larger of two, and the number where one of them is NaN.
 DEVICE float max_of(float a, float b) { return fmaxf(a, b); }

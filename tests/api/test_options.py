@@ -98,6 +98,7 @@ EMULATION = cases(
         "seed": ("x", None, True, 1.5, -1, 1 << 64),
         "threads": NOT_COUNTS,
         "contraction": NOT_FLAGS,
+        "arithmetic": ("exact", None, ["nearest"], np.ones(2)),
     }
 )
 RESTART = cases(

@@ -154,8 +154,8 @@ def cubin_of(file: str, macros: Mapping[str, str], arch: str, absent: Sequence[s
     return Compiler().compile(KernelSource(file, text, entries, headers=headers, macros=macros), arch)
 
 
-def launch_emulated(module: EmulatedModule, wanted: KernelRun, order: Order) -> Results:
-    """One launch on fresh copies of the arrays."""
+def launch_emulated(module: EmulatedModule, wanted: KernelRun, order: Order, **launch: Any) -> Results:
+    """One launch on fresh copies of the arrays. launch: further arguments of EmulatedModule.launch."""
     delivery, schedule, seed = order
     place = _EmulatedPlace(wanted.arrays)
     module.launch(
@@ -168,6 +168,7 @@ def launch_emulated(module: EmulatedModule, wanted: KernelRun, order: Order) -> 
         delivery=delivery,
         schedule=schedule,
         seed=seed,
+        **launch,
     )
     arrays = {n: b.view(wanted.arrays[n].dtype, wanted.arrays[n].shape) for n, b in place.buffers.items()}
     return Results(arrays, f"{delivery} delivery, {schedule} schedule, seed {seed}")

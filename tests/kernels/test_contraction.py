@@ -33,6 +33,11 @@ def test_the_lse_of_cached_keys_does_not_drift_with_their_number(fused: bool) ->
     check_steady_decode(fused=fused)
 
 
+@pytest.mark.timeout(300)  # clang++ or zig builds the kernel and parts of its own
+def test_the_lse_does_not_drift_where_products_are_fused_here_and_there() -> None:
+    check_steady("forward_mma", "float16", fused="random")
+
+
 def correction_of(mutants: tuple[Mutant, ...]) -> Mutant:
     return next(mutant for mutant in mutants if (mutant.old, mutant.new) == FUSED_CORRECTION)
 

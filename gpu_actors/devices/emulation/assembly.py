@@ -12,8 +12,9 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from random import Random
 
-__all__ = ["AsmOperand", "AsmStatement", "UnknownAsm", "captured", "statements"]
+__all__ = ["AsmOperand", "AsmStatement", "UnknownAsm", "captured", "scattered", "statements"]
 
 _TOKEN = re.compile(
     r"""
@@ -29,6 +30,8 @@ _HEAD = re.compile(r"\s*(volatile\b|__volatile__\b)?\s*\(")
 _OPERAND = re.compile(r'\s*("(?:[^"\\\n])*")\s*\((.*)\)\s*', re.DOTALL)
 _OUTPUT = re.compile(r"[=+]&?[hrlfd]")
 _INPUT = re.compile(r"[hrlfdn]")
+_BLOCK = re.compile(r'^# \d+ "(?P<file>[^"\n]*)"|\)\s*\{', re.MULTILINE)
+_FUSE_OR_NOT = ('_Pragma("clang fp contract(off)")', '_Pragma("clang fp contract(fast)")')
 _MARKER = re.compile(r"^# \d+ \"[^\n]*\n?", re.MULTILINE)
 
 
@@ -98,6 +101,22 @@ def captured(text: str) -> str:
         lines = text.count("\n", start, end)
         parts += [text[done:start], statement.call(), "\n" * lines]
         done = end
+    return "".join([*parts, text[done:]])
+
+
+def scattered(text: str, seed: int) -> str:
+    """Preprocessed C++ in which products are not fused in about half of the blocks, which the seed picks.
+
+    Of the kernel and the headers that it was given: those of the system have absolute paths.
+    """
+    random = Random(seed)
+    parts, done, own = [], 0, True
+    for match in _BLOCK.finditer(text):
+        if match["file"] is not None:
+            own = not match["file"].startswith("/")
+        elif own:
+            parts += [text[done : match.end()], random.choice(_FUSE_OR_NOT)]
+            done = match.end()
     return "".join([*parts, text[done:]])
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from gpu_actors.compiling.cubin_entry import digest_of
 from gpu_actors.devices.emulation import assembly
-from gpu_actors.devices.emulation.assembly import UnknownAsm, captured
+from gpu_actors.devices.emulation.assembly import UnknownAsm, captured, scattered
 from gpu_actors.devices.emulation.executor import Executor
 from gpu_actors.devices.emulation.module_cache import ModuleCache
 from gpu_actors.devices.emulation.runtime import EmulatedModule
@@ -149,6 +149,8 @@ class _Build:
         options = [*definitions(self.macros), f"-I{work / 'include'}"]
         run_compiler(self.toolchain, [*options, "-E", "unit.cpp", "-o", "expanded.cpp"], work, kept)
         text = (work / "expanded.cpp").read_text(encoding="utf-8").replace(f"{work}/include/", "")
+        if self.toolchain.fused_places is not None:
+            text = scattered(text, self.toolchain.fused_places)
         (work / "captured.cpp").write_text(captured(text), encoding="utf-8")
         run_compiler(self.toolchain, ["captured.cpp", "executor.o", "-o", "module.so"], work, kept)
 

@@ -50,7 +50,10 @@ class EmulatedDevice(Device):
     builds_kernels: bool = True
 
     def __init__(self, arch: str, emulation: EmulationOptions, options: ContextOptions) -> None:
-        self._toolchain = replace(Toolchain.find(), contraction=emulation.contraction)
+        if emulation.contraction == "random":
+            self._toolchain = Toolchain.fusing_at_random(emulation.seed)
+        else:
+            self._toolchain = replace(Toolchain.find(), contraction=emulation.contraction)
         self.info: DeviceInfo = DeviceInfo("emulated", f"emulated {arch} ({self._toolchain.name})", arch)
         self._emulation = emulation
         self._hang_timeout = options.hang_limit("emulated")
@@ -142,6 +145,7 @@ class _EmulatedStream(HostStream):
                 list(operands.places.values()),
                 delivery=emulation.delivery,
                 schedule=emulation.schedule,
+                arithmetic=emulation.arithmetic,
                 seed=emulation.seed,
                 threads=emulation.threads,
                 limit_seconds=self._hang_timeout,

@@ -13,7 +13,7 @@ from typing import get_args
 from gpu_actors.devices.emulation.memory import PAGE, EmulatedBuffer, round_up
 from gpu_actors.devices.emulation.memory import Mapping as PageMapping
 from gpu_actors.errors import InvalidRequest, LaunchError
-from gpu_actors.options import Delivery, Schedule
+from gpu_actors.options import Arithmetic, Delivery, Schedule
 
 __all__ = ["EmulatedModule", "EmulationFault"]
 
@@ -93,7 +93,7 @@ class _Request(ctypes.Structure):
     _fields_ = [
         ("grid", ctypes.c_uint32 * 3),
         ("block", ctypes.c_uint32 * 3),
-        *((name, ctypes.c_uint32) for name in ("shared_bytes", "delivery", "schedule", "workers")),
+        *((name, ctypes.c_uint32) for name in ("shared_bytes", "delivery", "schedule", "arithmetic", "workers")),
         ("argument_count", ctypes.c_uint32),
         ("buffer_count", ctypes.c_uint32),
         ("seed", ctypes.c_uint64),
@@ -165,6 +165,7 @@ class EmulatedModule:
         *,
         delivery: Delivery = "late",
         schedule: Schedule = "greedy",
+        arithmetic: Arithmetic = "nearest",
         seed: int = 0,
         threads: int = 2,
         limit_seconds: float = 60.0,
@@ -179,6 +180,8 @@ class EmulatedModule:
         schedule: which thread runs next. "round_robin": every thread in turn; "greedy": a warp runs as far as it can,
         then the ready warp of the highest priority; "random": the same with preemption and changing priorities; "lane":
         the ready thread of the highest priority, so that lanes of a warp drift apart.
+        arithmetic: "nearest": approximate functions are next to the truth, tensor cores sum 16-bit products in fp32.
+        "hardware": these functions err by all that is documented, and tensor cores cut their sums off.
         seed: of everything random; 0 starts blocks, warps and threads upwards, 1 downwards, others in another order.
         threads: CPU threads that run blocks. limit_seconds: how long the launch may take.
 
@@ -191,6 +194,7 @@ class EmulatedModule:
         request.shared_bytes = _in_range("shared_bytes", shared_bytes, 0, _MAX_SHARED_BYTES)
         request.delivery = _choice("delivery", delivery, get_args(Delivery))
         request.schedule = _choice("schedule", schedule, get_args(Schedule))
+        request.arithmetic = _choice("arithmetic", arithmetic, get_args(Arithmetic))
         request.workers = _in_range("threads", threads, 1, _MAX_WORKERS)
         request.seed = seed
         request.limit_seconds = limit_seconds

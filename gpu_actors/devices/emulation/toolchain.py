@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpu_actors.errors import GpuActorsError, InvalidRequest
@@ -62,18 +62,44 @@ class Toolchain:
 
     name: "g++", "clang++" or "zig". command: what starts it. version: the first line of its version text.
     contraction: whether it may fuse a product with the sum that it enters, as ptxas does. By default a fused
-    multiply-add is only where a kernel writes fmaf.
+    multiply-add is only where a kernel writes fmaf. fused_places: with contraction, a seed that picks the blocks of
+    code in which it may, about half of them; None for all. g++ cannot be told.
     """
 
     name: str
     command: tuple[str, ...]
     version: str
     contraction: bool = False
+    fused_places: int | None = None
 
     @property
     def flags(self) -> tuple[str, ...]:
         """Compiler options, in order."""
-        return (*_FLAGS, *_CONTRACTION_FLAGS[self.contraction], *_EXTRA_FLAGS[self.name])
+        return (*_FLAGS, *self._contraction_flags(), *_EXTRA_FLAGS[self.name])
+
+    def _contraction_flags(self) -> tuple[str, ...]:
+        if self.fused_places is None or not self.contraction:
+            return _CONTRACTION_FLAGS[self.contraction]
+        if self.name == "g++":
+            raise InvalidRequest(
+                "contraction", "random", "g++ fuses all products of a unit or none: clang++ or zig can"
+            )
+        places = f"-DGPU_ACTORS_FUSED_PLACES={self.fused_places}"
+        return ("-ffp-contract=fast-honor-pragmas", *_CONTRACTION_FLAGS[True][1:], places)
+
+    @classmethod
+    def fusing_at_random(cls, seed: int) -> Toolchain:
+        """The first of clang++ and zig that is installed, told to fuse products in blocks of code that the seed picks.
+
+        Raises GpuActorsError where neither is.
+        """
+        for name in ("clang++", "zig"):
+            found = _FINDERS[name]()
+            if found is not None:
+                return replace(found, contraction=True, fused_places=seed)
+        raise GpuActorsError(
+            f'contraction="random" needs clang++ or zig, and neither is installed: run {install_hint("emulation")}'
+        )
 
     @classmethod
     def find(cls, preferred: str | None = None) -> Toolchain:

@@ -1,7 +1,9 @@
 // Conversions, arithmetic, comparisons and moves in registers (PTX ISA 9.7.3 to 9.7.9): their readers and meanings.
 #pragma once
 
+#include "emulation/approximation.cuh"
 #include "emulation/assembly/parser.cuh"
+#include "emulation/bulk.cuh"
 #include "emulation/formats.cuh"
 #include "emulation/shared_memory.cuh"
 
@@ -9,12 +11,22 @@ namespace emulation {
 
 constexpr int FLUSHES = 1;  // .ftz
 
-inline float flushed(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0.0f, x) : x; }
-
-// ---- ex2, lg2, rcp: .approx{.ftz}.f32. Computed accurately here; the hardware's last bits differ (9.7.3).
-inline float power_of_two(float x) { return exp2f(x); }
-inline float binary_logarithm(float x) { return log2f(x); }
-inline float reciprocal(float x) { return 1.0f / x; }
+// ---- ex2, lg2, rcp: .approx{.ftz}.f32 (9.7.3). ex2 and rcp are within 2 ulp; lg2 is within 2^-22, absolutely from 0.5 to
+// 2 and relatively elsewhere.
+inline float power_of_two(float x) {
+  if (x == 0.0f) return 1.0f;
+  if (!like_hardware()) return exp2f(x);
+  return within_ulps(exp2(static_cast<double>(x)), 2.0, x, ex2_);
+}
+inline float binary_logarithm(float x) {
+  if (!like_hardware()) return log2f(x);
+  const double exact = log2(static_cast<double>(x));
+  return within(exact, 0x1p-22 * (x > 0.5f && x < 2.0f ? 1.0 : fabs(exact)), x, lg2_);
+}
+inline float reciprocal(float x) {
+  if (!like_hardware()) return 1.0f / x;
+  return within_ulps(1.0 / static_cast<double>(x), 2.0, x, rcp_);
+}
 
 template <float (*FUNCTION)(float)>
 inline void approximate(const Instruction& i, Frame& f) {

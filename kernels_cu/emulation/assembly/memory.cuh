@@ -2,7 +2,7 @@
 #pragma once
 
 #include "emulation/assembly/parser.cuh"
-#include "emulation/collective.cuh"
+#include "emulation/bulk.cuh"
 
 namespace emulation {
 
@@ -128,7 +128,7 @@ inline void reduce_integer(const Instruction& i, Frame& f) {
 inline void reduce_floats(const Instruction& i, Frame& f) {
   float* at = value_of<float*>(f, i.slots[0]);
   check_global(at, 4 * i.number, i.name, 4 * i.number);
-  for (int s = 0; s < i.number; s++) atomicAdd(at + s, value_of<float>(f, i.slots[1 + s]));
+  for (int s = 0; s < i.number; s++) add_float(at + s, value_of<float>(f, i.slots[1 + s]));
 }
 inline void read_red(Parser& p) {
   const char* const orders[] = {"release", "relaxed"};

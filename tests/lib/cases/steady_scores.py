@@ -8,7 +8,7 @@ tests.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
@@ -45,7 +45,7 @@ def steady(rows: int, keys: int, head_dim: int, dtype: str) -> tuple[Any, Any, A
 
 
 def check_steady(
-    kernel: str, dtype: str = "float16", *, arch: str = "sm_90a", fused: bool = True, **launch: Any
+    kernel: str, dtype: str = "float16", *, arch: str = "sm_90a", fused: bool | Literal["random"] = True, **launch: Any
 ) -> None:
     """Compare a forward kernel with the oracle."""
     q, k, v = steady(3, KEYS, 64, dtype)
@@ -55,7 +55,7 @@ def check_steady(
     check_output(out, lse, q, k, v, softmax_scale=1.0)
 
 
-def check_steady_decode(*, fused: bool = True, **launch: Any) -> None:
+def check_steady_decode(*, fused: bool | Literal["random"] = True, **launch: Any) -> None:
     """Compare decode_mma with the oracle, by a block that has all keys."""
     q, k, v = steady(1, KEYS, 64, "float16")
     options = {"softmax_scale": 1.0, "num_splits": 1}

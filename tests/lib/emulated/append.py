@@ -8,6 +8,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from emulated import contraction
 
 from gpu_actors.compiling.source import KernelSource
 from gpu_actors.devices.emulation import EmulatedBuffer, EmulatedModule, build_module
@@ -194,7 +195,7 @@ def run(operands: Operands, **launch: Any) -> tuple[list[Any], Any]:
             geometry.shared_bytes,
             pack_append(key, problem, buffers),
             [*memory.values(), *parts[0], *parts[1]],
-            **launch,
+            **{"arithmetic": contraction.arithmetic(), **launch},
         )
     caches = []
     for cache, held in zip(operands.caches, parts, strict=True):
@@ -334,6 +335,6 @@ def run_copy(k_cache: Any, v_cache: Any, pairs: Any, **launch: Any) -> tuple[Any
             geometry.shared_bytes,
             pack_page_copy(problem, buffers),
             list(memory.values()),
-            **launch,
+            **{"arithmetic": contraction.arithmetic(), **launch},
         )
     return tuple(memory[name].view(a.dtype, a.shape) for name, a in (("k_cache", k_cache), ("v_cache", v_cache)))

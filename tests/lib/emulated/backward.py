@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import numpy as np
+from emulated import contraction
 from emulated.forward import OPERANDS, Strided, describe, key_of, ml_dtype, module_of, problem_of, program_on
 
 from gpu_actors.devices.emulation import EmulatedBuffer
@@ -60,7 +61,7 @@ def run(
             part.geometry.shared_bytes,
             part.pack(buffers, Values(dropout_seed)),
             list(memory.values()),
-            **launch,
+            **{"arithmetic": contraction.arithmetic(), **launch},
         )
     for name in outputs:
         strided[name].base.reshape(-1).view(np.uint8)[:] = memory[name].array

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from cases.cached_batches import Batch
+from emulated import contraction
 from emulated.forward import module_of
 
 from gpu_actors.compiling.source import KernelSource
@@ -182,7 +183,7 @@ def run(
         inputs = operands | program.split(operands["cache_seqlens"], operands.get("cu_seqlens_q"))
     outputs = outputs_of(problem, operands)
     steps = program.steps(tuple(kernel_of(kernel_source(part)) for part in program.keys), NO_VALUES)
-    stream: Any = device_of(**emulation).open_stream("test")
+    stream: Any = device_of(**{"arithmetic": contraction.arithmetic(), **emulation}).open_stream("test")
     results = stream.run(Launch(key, inputs, outputs, lambda _: {}, steps, program.scratch))
     return results["out"], results["lse"]
 

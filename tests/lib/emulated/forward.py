@@ -141,7 +141,7 @@ def run(
             part.geometry.shared_bytes,
             part.pack(buffers, Values(dropout_seed)),
             list(memory.values()),
-            **launch,
+            **{"arithmetic": contraction.arithmetic(), **launch},
         )
     if COUNTER in memory:
         assert not memory[COUNTER].array.any(), "the counter is ready for the next launch"

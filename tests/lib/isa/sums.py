@@ -1,9 +1,10 @@
-"""Sums of 8-bit floating-point products as Hopper's tensor cores make them.
+"""Sums of floating-point products as tensor cores make them.
 
 NVIDIA does not document this. The model is the one that was measured bit for bit on the hardware (Xie et al.,
 "MMA-Sim: Bit-Accurate Reference Model of Tensor Cores and Matrix Cores", arXiv 2511.10909): the 32 products and the
 accumulator are aligned to the largest exponent among them, each is cut to 13 fraction bits there, the sum of these is
-exact, and the result is cut to 13 fraction bits (E8M13).
+exact, and the result is cut to 13 fraction bits (E8M13). Those are Hopper's sums of 8-bit products. Sums of 16-bit and
+tf32 products are alike, with 24 (Ampere) or 25 (Hopper) fraction bits a term and the 23 of a float in the result.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy.typing as npt
 from isa import formats
 
 FRACTION_BITS: Final = 13
-"""Bits below the largest exponent that a term keeps, and fraction bits of the result."""
+"""Of 8-bit products: bits below the largest exponent that a term keeps, and fraction bits of the result."""
 
 ZERO_EXPONENT: Final = -133
 """Exponent that a term of value zero takes part with."""
@@ -34,15 +35,29 @@ def _split(
 def hopper_fp8(
     a: npt.NDArray[np.float64], b: npt.NDArray[np.float64], c: npt.NDArray[np.float32], form: formats.Format
 ) -> npt.NDArray[np.float32]:
-    """c + a b^T for one instruction's 32 products.
+    """`cut_off` for the 32 products of one instruction of Hopper."""
+    return cut_off(a, b, c, form, FRACTION_BITS, FRACTION_BITS)
+
+
+def cut_off(
+    a: npt.NDArray[np.float64],
+    b: npt.NDArray[np.float64],
+    c: npt.NDArray[np.float32],
+    form: formats.Format,
+    term_bits: int,
+    result_bits: int,
+) -> npt.NDArray[np.float32]:
+    """c + a b^T for the products that are one sum.
 
     A product's exponent is the sum of its factors' exponents: it is not normalised again, so its significand lies
     below 4. Finite values only.
 
     Args:
-        a: (m, 32), b: (n, 32), values of `form`, float64.
+        a: (m, k), b: (n, k), values of `form`, float64.
         c: accumulators, float32 (m, n).
-        form: e4m3 or e5m2.
+        form: of a and b.
+        term_bits: fraction bits below the largest exponent that a term keeps.
+        result_bits: fraction bits of the result.
 
     Returns:
         float32 (m, n).
@@ -61,8 +76,8 @@ def hopper_fp8(
     exponents = np.concatenate([a_exponent[:, None, :] + b_exponent[None, :, :], c_exponent[..., None]], axis=2)
     exponents = np.where(significands == 0, ZERO_EXPONENT, exponents)
     largest = exponents.max(axis=2)
-    kept = np.trunc(np.ldexp(significands, exponents - largest[..., None] + FRACTION_BITS))
-    total = np.ldexp(kept.sum(axis=2), largest - FRACTION_BITS)
+    kept = np.trunc(np.ldexp(significands, exponents - largest[..., None] + term_bits))
+    total = np.ldexp(kept.sum(axis=2), largest - term_bits)
     significand, exponent = _split(total, -126)
-    cut = np.trunc(np.ldexp(significand, np.full_like(exponent, FRACTION_BITS)))
-    return np.ldexp(cut, exponent - FRACTION_BITS).astype(np.float32)
+    cut = np.trunc(np.ldexp(significand, np.full_like(exponent, result_bits)))
+    return np.ldexp(cut, exponent - result_bits).astype(np.float32)

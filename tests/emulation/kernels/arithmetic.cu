@@ -1,0 +1,35 @@
+// Functions that a GPU approximates, and an addition that flushes subnormals: y[i] = f(x[i]).
+#include "ptx.cuh"
+
+DEVICE int place() { return blockIdx.x * blockDim.x + threadIdx.x; }
+
+extern "C" __global__ void ex2(const float* x, float* y) { y[place()] = ptx::ex2(x[place()]); }
+extern "C" __global__ void lg2(const float* x, float* y) { y[place()] = ptx::lg2(x[place()]); }
+extern "C" __global__ void rcp(const float* x, float* y) { y[place()] = ptx::rcp(x[place()]); }
+extern "C" __global__ void exp_(const float* x, float* y) { y[place()] = expf(x[place()]); }
+extern "C" __global__ void log_(const float* x, float* y) { y[place()] = logf(x[place()]); }
+extern "C" __global__ void tanh_(const float* x, float* y) { y[place()] = tanhf(x[place()]); }
+extern "C" __global__ void sinpi(const float* x, float* y) { y[place()] = sinpif(x[place()]); }
+extern "C" __global__ void cospi(const float* x, float* y) { y[place()] = cospif(x[place()]); }
+extern "C" __global__ void rsqrt_(const float* x, float* y) { y[place()] = rsqrtf(x[place()]); }
+extern "C" __global__ void fast_sin(const float* x, float* y) { y[place()] = __sinf(x[place()]); }
+extern "C" __global__ void fast_tanh(const float* x, float* y) { y[place()] = __tanhf(x[place()]); }
+
+extern "C" __global__ void add(const float* x, float* y) { ptx::reduce_add(y + threadIdx.x, x[threadIdx.x]); }
+
+// Four blocks of code with a product that may be fused into its sum.
+extern "C" __global__ void products(const float* x, float* y) {
+  const float a = x[0], b = x[1], c = x[2];
+  if (threadIdx.x == 0) {
+    y[0] = a * b + c;
+  }
+  if (threadIdx.x == 1) {
+    y[1] = a * b + c;
+  }
+  if (threadIdx.x == 2) {
+    y[2] = a * b + c;
+  }
+  if (threadIdx.x == 3) {
+    y[3] = a * b + c;
+  }
+}

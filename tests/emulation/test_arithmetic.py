@@ -1,0 +1,212 @@
+"""The hardware's arithmetic habits, where a launch asks for them: how far functions err, and what sums keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from isa import formats, fragments
+from isa.sums import cut_off
+from kernel_runs import Array, KernelRun, Order, emulated_module, launch_emulated, pointers
+from second_reading import encoded
+from test_conformance_wgmma import EVERY_KIND, Product, Variant, place
+
+from gpu_actors.devices.emulation import EmulatedModule, Toolchain
+from gpu_actors.errors import InvalidRequest
+
+FILE = "arithmetic.cu"
+ORDER: Order = ("late", "greedy", 7)
+Exact = Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]]
+
+
+@pytest.fixture(scope="module")
+def module(module_cache: Path) -> EmulatedModule:
+    return emulated_module(FILE, {}, module_cache)
+
+
+def values(module: EmulatedModule, entry: str, x: Array, order: Order = ORDER, arithmetic: str = "hardware") -> Array:
+    blocks = -(-len(x) // 128)
+    padded = np.resize(x, blocks * 128)
+    arrays = {"x": padded, "y": np.zeros_like(padded)}
+    run = KernelRun(FILE, entry, arrays, pointers("x", "y"), block=128, grid=blocks)
+    return np.asarray(launch_emulated(module, run, order, arithmetic=arithmetic)["y"])[: len(x)]
+
+
+def ulps(exact: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Distance of neighbouring floats at each number, in its binade."""
+    return np.exp2(np.floor(np.log2(np.abs(exact))) - 23)
+
+
+WIDE = np.concatenate([np.linspace(-20, 20, 4001), np.exp2(np.linspace(-60, 60, 997))]).astype(np.float32)
+POSITIVE = np.exp2(np.linspace(-60, 60, 5003)).astype(np.float32)
+TURNS = np.linspace(-9.87, 9.91, 3001).astype(np.float32)
+BOUNDS: list[tuple[str, Array, Exact, Exact]] = [  # entry, operands, function, how far it may be off at its value
+    ("ex2", WIDE[np.abs(WIDE) < 100], np.exp2, lambda y: 2 * ulps(y)),
+    ("lg2", POSITIVE[POSITIVE != 1], np.log2, lambda y: 2.0**-22 * np.where(np.abs(y) < 1, 1, np.abs(y))),
+    ("rcp", WIDE[WIDE != 0], np.reciprocal, lambda y: 2 * ulps(y)),
+    ("exp_", WIDE[np.abs(WIDE) < 80], np.exp, lambda y: 2 * ulps(y)),
+    ("log_", POSITIVE[POSITIVE != 1], np.log, lambda y: 2 * ulps(y)),
+    ("tanh_", WIDE[WIDE != 0], np.tanh, lambda y: 2 * ulps(y)),
+    ("sinpi", TURNS, lambda x: np.sin(np.pi * x), lambda y: 2 * ulps(y)),
+    ("cospi", TURNS, lambda x: np.cos(np.pi * x), lambda y: 2 * ulps(y)),
+    ("rsqrt_", POSITIVE, lambda x: 1 / np.sqrt(x), lambda y: 2 * ulps(y)),
+    ("fast_sin", TURNS[np.abs(TURNS) < 3.14], np.sin, lambda y: np.full_like(y, 2.0**-21.41)),
+    ("fast_tanh", WIDE[WIDE != 0], np.tanh, lambda y: 2.0**-11 * np.abs(y)),
+]
+
+
+@pytest.mark.parametrize(("entry", "x", "exact", "bound"), BOUNDS, ids=[case[0] for case in BOUNDS])
+def test_a_function_errs_up_to_its_bound_and_no_further(
+    module: EmulatedModule, entry: str, x: Array, exact: Exact, bound: Exact
+) -> None:
+    true = exact(x.astype(np.float64))
+    share = np.abs(values(module, entry, x) - true) / bound(true)
+    assert 0.8 < share.max() <= 1
+    assert (np.abs(values(module, entry, x, arithmetic="nearest") - true) < 2 * ulps(true)).all()
+
+
+def test_an_error_belongs_to_the_operand_and_the_seed(module: EmulatedModule) -> None:
+    x = np.resize(np.linspace(0.1, 0.9, 128), 1024).astype(np.float32)
+    first = values(module, "ex2", x)
+    np.testing.assert_array_equal(first, np.resize(first[:128], 1024))
+    np.testing.assert_array_equal(values(module, "ex2", x, ("late", "lane", 7)), first)
+    assert (values(module, "ex2", x, ("late", "greedy", 8)) != first).mean() > 0.5
+
+
+@pytest.mark.parametrize("entry", ["ex2", "lg2", "rcp"])
+def test_infinities_zeros_and_subnormals_are_those_of_the_isa(module: EmulatedModule, entry: str) -> None:
+    x = np.array([0.0, -0.0, 1e-40, -1e-40, np.inf, -np.inf, np.nan], np.float32)
+    exact = {
+        "ex2": [1, 1, 1, 1, np.inf, 0, np.nan],
+        "lg2": [-np.inf, -np.inf, -np.inf, -np.inf, np.inf, np.nan, np.nan],
+        "rcp": [np.inf, -np.inf, np.inf, -np.inf, 0, -0.0, np.nan],
+    }[entry]
+    np.testing.assert_array_equal(values(module, entry, x), np.array(exact, np.float32))
+
+
+def test_additions_to_global_memory_flush_subnormals(module: EmulatedModule) -> None:
+    x = np.array([1e-40, -1e-40, 1.5e-38, 1.0], np.float32)
+    y = np.array([1e-40, 1.0, -1.2e-38, 2.0], np.float32)
+    run = KernelRun(FILE, "add", {"x": x, "y": y}, pointers("x", "y"), block=4)
+    hardware = launch_emulated(module, run, ORDER, arithmetic="hardware")["y"]
+    np.testing.assert_array_equal(hardware, np.array([0, 1, 0, 3], np.float32))
+    np.testing.assert_array_equal(launch_emulated(module, run, ORDER)["y"], x + y)
+
+
+# ---- sums of tensor cores
+
+
+def drawn(rng: np.random.Generator, shape: tuple[int, ...], element: str) -> tuple[Array, Array]:
+    """Values of many sizes that the element holds, and their bits."""
+    form = formats.FORMATS[element]
+    patterns = rng.integers(0, 1 << form.bits, shape, dtype=np.uint64).astype(f"u{form.size}")
+    if element == "tf32":
+        patterns = (rng.standard_normal(shape) * 2.0 ** rng.integers(-6, 7, shape)).astype(np.float32).view(np.uint32)
+        patterns &= ~np.uint32(0x1FFF)
+    elif element == "bf16":
+        patterns = (rng.standard_normal(shape) * 2.0 ** rng.integers(-6, 7, shape)).astype(np.float32).view(np.uint32)
+        patterns = (patterns >> 16).astype(np.uint16)
+    known = formats.decoded(patterns, element)
+    patterns = np.where(np.isfinite(known), patterns, patterns.dtype.type(0))
+    return formats.decoded(patterns, element), patterns
+
+
+@pytest.mark.parametrize("element", ["f16", "bf16", "tf32", "e4m3", "e5m2"])
+def test_mma_cuts_its_sums_off(module_cache: Path, element: str) -> None:
+    """Of Ampere: 16 bytes of k at once, 24 fraction bits; of Ada's 8-bit products 13."""
+    rng = np.random.default_rng(3)
+    form = formats.FORMATS[element]
+    (a, a_bits), (b, b_bits) = drawn(rng, (16, form.k), element), drawn(rng, (form.k, 8), element)
+    c = (rng.standard_normal((16, 8)) * 2.0 ** rng.integers(-6, 7, (16, 8))).astype(np.float32)
+    arrays = {
+        "a": fragments.packed(fragments.mma_a(form.k, form.bits).taken(a_bits)),
+        "b": fragments.packed(fragments.mma_b(form.k, form.bits).taken(b_bits)),
+        "c": fragments.mma_c().taken(c),
+        "d": np.zeros((32, 4), np.float32),
+    }
+    run = KernelRun("conformance/copies.cu", f"mma_{element}", arrays, pointers("a", "b", "c", "d"))
+    wanted, step = c, form.k // 2
+    bits = (13, 13) if form.bits == 8 else (24, 23)
+    for first in (0, step):
+        wanted = cut_off(a[:, first : first + step], b[first : first + step].T, wanted, form, *bits)
+    assert (wanted != (c + a @ b).astype(np.float32)).mean() > 0.1
+    result = launch_emulated(emulated_module(run.file, {}, module_cache), run, ORDER, arithmetic="hardware")
+    result.check(d=fragments.mma_c().taken(wanted))
+
+
+@pytest.mark.parametrize("element", ["f16", "bf16"])
+def test_wgmma_cuts_its_sums_off(module_cache: Path, element: str) -> None:
+    """Of Hopper: the 16 products of an instruction at once, 25 fraction bits."""
+    product = Product(Variant(element, 8 if element == "bf16" else 128, False, element == "f16"))
+    rng = np.random.default_rng(4)
+    kind = product.a.dtype
+    a, b = (drawn(rng, shape, element) for shape in (product.a.shape, product.b.shape))
+    product.a, product.b = a[1].view(kind), b[1].view(kind)
+    product.c = (product.c * 2.0 ** rng.integers(-9, 10, product.c.shape)).astype(np.float32)
+    product.placed_a = place(product.a, "128B", False)
+    product.placed_b = place(product.b, "128B", product.variant.trans_b)
+    wanted = product.c
+    for step in (slice(0, 16), slice(16, 32)):
+        wanted = cut_off(a[0][:, step], b[0][:, step], wanted, formats.FORMATS[element], 25, 23)
+    exact = (product.c + a[0] @ b[0].T).astype(np.float32)
+    assert (wanted != exact).mean() > 0.1
+    for entry in ("multiply_shared", "multiply_registers"):
+        run = product.run(entry, EVERY_KIND)
+        built = emulated_module(run.file, run.macros, module_cache)
+        launch_emulated(built, run, ORDER, arithmetic="hardware").check(d=wanted)
+
+
+def test_cut_off_sums_keep_infinities_and_nans(module_cache: Path) -> None:
+    element, form = "f16", formats.FORMATS["f16"]
+    a, b = np.ones((16, 16)), np.ones((16, 8))
+    c = np.zeros((16, 8), np.float32)
+    c[0, 0], c[1, 1] = np.inf, np.nan
+    a_bits, b_bits = encoded(a, element), encoded(b, element)
+    a_bits[2, 3], a_bits[3, 3] = 0x7C00, 0x7E00
+    arrays = {
+        "a": fragments.packed(fragments.mma_a(form.k, form.bits).taken(a_bits)),
+        "b": fragments.packed(fragments.mma_b(form.k, form.bits).taken(b_bits)),
+        "c": fragments.mma_c().taken(c),
+        "d": np.zeros((32, 4), np.float32),
+    }
+    wanted = np.full((16, 8), 16, np.float32)
+    wanted[0, 0], wanted[1, 1], wanted[2], wanted[3] = np.inf, np.nan, np.inf, np.nan
+    run = KernelRun("conformance/copies.cu", "mma_f16", arrays, pointers("a", "b", "c", "d"))
+    result = launch_emulated(emulated_module(run.file, {}, module_cache), run, ORDER, arithmetic="hardware")
+    result.check(d=fragments.mma_c().taken(wanted))
+
+
+# ---- products fused here and there
+
+
+def fused(module: EmulatedModule) -> list[bool]:
+    """Which of the four blocks fuses its product: only there is (1 + 2^-12)^2 more than its rounded value."""
+    x = np.array([1 + 2**-12, 1 + 2**-12, -(1 + 2**-11)], np.float32)
+    run = KernelRun(FILE, "products", {"x": x, "y": np.zeros(4, np.float32)}, pointers("x", "y"))
+    return [bool(y) for y in launch_emulated(module, run, ORDER)["y"]]
+
+
+@pytest.mark.timeout(180)  # zig builds parts of its own first
+def test_products_are_fused_in_blocks_that_a_seed_picks(module_cache: Path) -> None:
+    def places(seed: int) -> list[bool]:
+        return fused(emulated_module(FILE, {}, module_cache, Toolchain.fusing_at_random(seed)))
+
+    found = [places(seed) for seed in (0, 1)]
+    assert found[0] != found[1]
+    assert len({fuses for one in found for fuses in one}) == 2
+    assert places(0) == found[0]
+
+
+def test_a_compiler_that_cannot_fuse_here_and_there_says_so() -> None:
+    with pytest.raises(InvalidRequest, match=r"clang\+\+ or zig can"):
+        _ = Toolchain("g++", ("g++",), "12", contraction=True, fused_places=0).flags
+
+
+def test_an_arithmetic_that_there_is_not_is_refused(module: EmulatedModule) -> None:
+    run: Any = KernelRun(FILE, "add", {"x": np.zeros(4, np.float32), "y": np.zeros(4, np.float32)}, pointers("x", "y"))
+    with pytest.raises(InvalidRequest, match="nearest, hardware"):
+        launch_emulated(module, run, ORDER, arithmetic="exact")
