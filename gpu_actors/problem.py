@@ -94,9 +94,9 @@ class AttentionProblem(KeyMask):
         return self.total_k == 0 and not self.decoding and (self.direction == "backward" or not self.return_lse)
 
     @property
-    def scale_only(self) -> bool:
-        """Whether nothing but the scale stands between a product and its weight."""
-        return not (self.softcap or self.alibi or self.bias or self.dropout_p or self.score_mod)
+    def capped(self) -> bool:
+        """Whether scores are bounded by a softcap."""
+        return self.softcap > 0.0
 
     @property
     def flops(self) -> int:

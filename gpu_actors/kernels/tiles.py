@@ -116,7 +116,7 @@ TILES = (
     _mma(Tile(64, 16, 2, 4), dtypes=_FLOATS),
     _mma(Tile(32, 16, 2, 2), dtypes=_FLOATS),
     # Backward on Hopper: two consumers of 64 keys each, beside a producer of four warps; block_m query rows pass by.
-    _backward_sm90(Tile(128, 128, 2, 12), _HALVES, 64),
+    _backward_sm90(Tile(128, 128, 2, 12), _HALVES, 64, scale_only=True),
     _backward_sm90(Tile(64, 128, 2, 12), _HALVES, 128),
     # Backward: block_n keys stay, block_m query rows pass by. 16 keys a warp, with dK and dV of 128 columns, fill its
     # registers; wider heads give half of the columns to a second warp.
@@ -224,9 +224,9 @@ def padded_head_dim(dim: int, dtype: str = "bfloat16") -> int:
     return next(padded for padded in dims if dim <= padded)
 
 
-def padded_backward_dim(head_dim: int, head_dim_v: int) -> int:
+def padded_backward_dim(tile: Tile) -> int:
     """What backward_sm90 rounds both head dims up to: kernels_cu/hopper_backward/layout.cuh."""
-    return 64 if max(head_dim, head_dim_v) <= 64 else 128
+    return 64 if tile.block_m == 128 else 128
 
 
 def value_pieces(tile: Tile, dtype: str, head_dim_v: int) -> int:
@@ -276,7 +276,7 @@ def _backward_sm90_bytes(tile: Tile, dtype: str, head_dim: int, head_dim_v: int)
 
     As laid out in kernels_cu/hopper_backward/layout.cuh, which asserts it.
     """
-    dim, itemsize = padded_backward_dim(head_dim, head_dim_v), ELEMENTS[dtype].itemsize
+    dim, itemsize = padded_backward_dim(tile), ELEMENTS[dtype].itemsize
     keys, rows = tile.block_n * 2 * dim * itemsize, tile.stages * tile.block_m * (2 * dim * itemsize + 8)
     scores, sums = 2 * tile.block_m * tile.block_n * itemsize, tile.block_m * dim * 4
     return keys + rows + scores + sums + 8 * (2 + 4 * tile.stages) + 8

@@ -29,7 +29,6 @@
 constexpr int THREADS = WARPS * 32;
 constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 
-static_assert(SCALE_ONLY && !DROPOUT, "backward_mma has these options");
 static_assert(STAGES >= 2, "the next rows land while these are multiplied");
 
 // `full` barriers take one arrival, the producer's, and the bytes that it announces; `empty` ones an arrival of each
@@ -100,7 +99,8 @@ __device__ __forceinline__ void Consumer::attend(const Work& work) {
   }
   sync_consumers();  // both are done with K
   store<KBoxes, HEAD_DIM>(params.dk, params.dk_strides, dk, work, shared.k(), float(params.forward.softmax_scale));
-  store<VBoxes, HEAD_DIM_V>(params.dv, params.dv_strides, dv, work, shared.v(), 1.0f);
+  store<VBoxes, HEAD_DIM_V>(params.dv, params.dv_strides, dv, work, shared.v(),
+                            DROPOUT ? float(params.forward.dropout_scale) : 1.0f);
   if constexpr (VARLEN) {
     ptx::fence_proxy_async();  // TMA may bring the next keys there
     __syncwarp();
@@ -115,6 +115,11 @@ __device__ __forceinline__ void Consumer::inner_step(KeyGradient& dk, ValueGradi
   const uint32_t parity = step.ring.parity;
   const Hidden hidden = hidden_pairs(work, row_begin, work.key_begin + number * KEYS);
   bool nonfinite = false;
+  Kept kept = {};
+  if constexpr (DROPOUT) {  // before the products, which need the registers
+    const int first_key = work.key_begin + number * KEYS + thread() / 32 * 16;  // of the warp's 16
+    draw_kept(kept, all.params, work, step.head, row_begin, first_key);
+  }
   ptx::mbarrier_wait(shared.q_full(stage), parity);
   if (HIDES && hidden.block) {
     ptx::mbarrier_wait(shared.dout_full(stage), parity);
@@ -127,28 +132,51 @@ __device__ __forceinline__ void Consumer::inner_step(KeyGradient& dk, ValueGradi
   Scores s, dp;
   ptx::wgmma_fence();
   multiply_queries(s);
-  ptx::mbarrier_wait(shared.dout_full(stage), parity);
-  multiply_gradients(dp);
+  if constexpr (!DP_LATER) {
+    ptx::mbarrier_wait(shared.dout_full(stage), parity);
+    multiply_gradients(dp);
+  }
 
-  ptx::wgmma_wait<1>();
+  ptx::wgmma_wait<DP_LATER ? 0 : 1>();
   ptx::pin_registers(s);
-  compute_p(s, keys, shared.lse(stage));
-  if (hidden.masked) apply_mask(s, work, keys, row_begin);
   Weights p, ds;
-  pack(p, s);
+  if constexpr (WITH_OPTIONS) {
+    const Score<float> scores = scores_of(all.params, work, step.head);
+    compute_p_with_options(p, s, scores, kept, work, keys, shared.lse(stage), row_begin, hidden.masked);
+  } else {
+    compute_p(s, keys, shared.lse(stage));
+    if (hidden.masked) apply_mask(s, work, keys, row_begin);
+    pack(p, s);
+  }
   ptx::pin_registers(dv);
   ptx::pin_registers(p);
+  if constexpr (DP_LATER) ptx::mbarrier_wait(shared.dout_full(stage), parity);
   ptx::wgmma_fence();
+  if constexpr (DP_LATER) multiply_gradients(dp);
   add_to_dv(dv, p);
 
-  ptx::wgmma_wait<1>();
+  ptx::wgmma_wait<DV_FIRST ? 0 : 1>();
   ptx::pin_registers(dp);
-  compute_ds(dp, s, shared.delta(stage));
-  if (HIDES && hidden.masked) apply_mask(dp, work, keys, row_begin);
+  if constexpr (DV_FIRST) {
+    ptx::pin_registers(dv);
+    ptx::pin_registers(p);
+  }
+  compute_ds(dp, s, kept, shared.delta(stage), DROPOUT ? float(all.params.forward.dropout_scale) : 1.0f);
+  if (HIDES_ROWS && hidden.masked) apply_mask(dp, work, keys, row_begin);
+  int32_t* dbias_turns = nullptr;
+  int turn = 0;
+  if constexpr (BIAS) {
+    if constexpr (DETERMINISTIC) {
+      dbias_turns = dbias_turns_of(all.params, work, step, turn);
+      begin_turn(dbias_turns, turn);
+    }
+    add_to_dbias(dp, all.params, work, keys, step.head, row_begin);
+  }
   pack(ds, dp);
   store_ds(shared.ds(ds_half), ds, number);
   ptx::fence_proxy_async();
   sync_consumers();  // dS of both is there; and both are done with the last but one
+  if constexpr (BIAS && DETERMINISTIC) end_turn(dbias_turns, turn);
 
   QueryGradient dq;
   ptx::pin_registers(dk);
@@ -158,8 +186,10 @@ __device__ __forceinline__ void Consumer::inner_step(KeyGradient& dk, ValueGradi
   add_to_dk(dk, ds);
   ds_half ^= 1;
   ptx::wgmma_wait<1>();
-  ptx::pin_registers(dv);
-  ptx::pin_registers(p);
+  if constexpr (!DV_FIRST) {
+    ptx::pin_registers(dv);
+    ptx::pin_registers(p);
+  }
   ptx::pin_registers(dq);
   release(shared.dout_empty(stage));
   pass_dq(dq);

@@ -24,8 +24,8 @@ struct Consumer {
   __device__ __forceinline__ int key() const { return number * KEYS + thread() / 32 * 16 + lane_id() / 4; }
 
   __device__ __forceinline__ Keys start_keys(const Work& work) {
-    const float to_log2 = float(all.params.forward.softmax_scale) * LOG2_E;
-    Keys keys{work.key_begin + key(), {to_log2, to_log2}};
+    const float factor = float(all.params.forward.softmax_scale) * (SCALE_ONLY ? LOG2_E : 1.0f);
+    Keys keys{work.key_begin + key(), {factor, factor}};
     ptx::mbarrier_wait(shared.keys_full(), keys_parity);
     keys_parity ^= 1;
     if constexpr (HIDES) {
@@ -34,6 +34,19 @@ struct Consumer {
       sync_consumers();
     }
     return keys;
+  }
+
+  // Waits until those that share a tile of dbias and come first have added theirs, and lets the next one begin. All
+  // consumers call both.
+  __device__ __forceinline__ void begin_turn(const int32_t* turns, int turn) const {
+    if (threadIdx.x == WARPGROUP) {
+      while (ptx::load_acquire(turns) != turn) {
+      }
+    }
+    sync_consumers();
+  }
+  __device__ __forceinline__ void end_turn(int32_t* turns, int turn) const {
+    if (threadIdx.x == WARPGROUP) ptx::store_release(turns, turn + 1);
   }
 
   // Line 10, S^T = K Q^T, and line 13, dP^T = V dO^T: 64 keys, all queries of the tile.
@@ -107,7 +120,8 @@ struct Consumer {
   __device__ __forceinline__ void store(void* gradient, const Strides& strides, const float (&sum)[Tile::COUNT * Tile::WIDTH / 2],
                                         const Work& work, uint32_t place, float factor) const {
     constexpr int UNITS = WIDTH / 8;
-    const int first = number * KEYS + thread() / 32 * 16;  // the warp's first key
+    const int thread = fresh_thread() % WARPGROUP, lane = thread % 32;
+    const int first = number * KEYS + thread / 32 * 16;  // the warp's first key
 #pragma unroll
     for (int block = 0; block < Tile::COUNT * Tile::WIDTH / 8; block += 2) {
       uint32_t words[4];
@@ -115,11 +129,11 @@ struct Consumer {
       for (int i = 0; i < 4; i++) {
         words[i] = Format::pack(sum[4 * block + 2 * i] * factor, sum[4 * block + 2 * i + 1] * factor);
       }
-      ptx::stmatrix_x4(Tile::place(place, first + lane_id() % 16, block + lane_id() / 16), words);
+      ptx::stmatrix_x4(Tile::place(place, first + lane % 16, block + lane / 16), words);
     }
     __syncwarp();
 #pragma unroll 4
-    for (int n = lane_id(); n < 16 * UNITS; n += 32) {
+    for (int n = lane; n < 16 * UNITS; n += 32) {
       uint32_t words[4];
       ptx::load_shared_v4(words, Tile::place(place, first + n / UNITS, n % UNITS));
       store_unit(gradient, strides, work, first + n / UNITS, n % UNITS, words);

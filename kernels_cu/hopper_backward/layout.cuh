@@ -9,8 +9,9 @@
 #include "hopper/boxes.cuh"
 #include "hopper/format.cuh"
 
-// Both head dims are compiled for the next of 64 and 128 that holds them; TMA fills the columns between with zeros.
-constexpr int DIM = HEAD_DIM <= 64 && HEAD_DIM_V <= 64 ? 64 : 128, DIM_V = DIM;
+// Both head dims are compiled for 64 or 128, as the tile has it; TMA fills the columns between with zeros. Tiles of 128
+// queries leave registers for heads of 64 and no options.
+constexpr int DIM = BLOCK_M == 128 ? 64 : 128, DIM_V = DIM;
 constexpr int CONSUMERS = WARPS / 4 - 1;  // warpgroups that multiply; the other one loads, and sends dQ away
 constexpr int KEYS = 64;                  // of a consumer
 constexpr bool HIDES = CAUSAL || WINDOW || VARLEN;  // pairs of loaded rows and keys, but for keys past the end

@@ -27,7 +27,7 @@ DEVICE bool clear_unit(uint32_t address) {
 // Of a tile of queries or dO, by all consumers together.
 DEVICE void clear_tile(uint32_t tile, uint32_t bytes) {
 #pragma unroll 2
-  for (uint32_t at = (threadIdx.x - WARPGROUP) * 16; at < bytes; at += CONSUMERS * WARPGROUP * 16) clear_unit(tile + at);
+  for (uint32_t at = (fresh_thread() - WARPGROUP) * 16; at < bytes; at += CONSUMERS * WARPGROUP * 16) clear_unit(tile + at);
 }
 
 // Of the thread's two keys; the four lanes of a quad share their columns. `key`: the first one's row in the tile.
@@ -38,7 +38,7 @@ DEVICE void set_keys_aside(Keys& keys, uint32_t tile, int key) {
 #pragma unroll 1
     for (int unit = lane_id() % 4; unit < DIM / 8; unit += 4) found |= clear_unit(KBoxes::place(tile, key + 8 * half, unit));
     const uint32_t lanes = __ballot_sync(ALL_LANES, found) >> lane_id() / 4 * 4 & 15;
-    if (lanes != 0) keys.to_log2[half] = NAN;
+    if (lanes != 0) keys.factor[half] = NAN;
   }
 }
 
@@ -46,27 +46,34 @@ DEVICE void set_keys_aside(Keys& keys, uint32_t tile, int key) {
 DEVICE bool finds_nonfinite(uint32_t deltas) {
   bool found = false;
 #pragma unroll 1
-  for (int row = lane_id(); row < BLOCK_M; row += 32) found |= is_nonfinite(ptx::load_shared_f32(deltas + row * 4));
+  for (int row = fresh_thread() % 32; row < BLOCK_M; row += 32) found |= is_nonfinite(ptx::load_shared_f32(deltas + row * 4));
   return __any_sync(ALL_LANES, found);
 }
 
 // Gives the nonfinite values of dO, which its product left out, to the keys that are seen by their rows.
 DEVICE void add_nonfinite(float (&dv)[DIM_V / 2], const BackwardParams& params, const Work& work, const Keys& keys,
                           const Step& step) {
-  const int first = step.tile * BLOCK_M;
+  const int first = step.tile * BLOCK_M, column = fresh_thread() % 4 * 2;
+  const Params& forward = params.forward;
+  const uint32_t sequence_head = uint32_t(work.at.sequence * forward.heads_q + step.head);
+  const Dropout dropout{forward.dropout_seed, forward.dropout_threshold, sequence_head};
 #pragma unroll 1
   for (int row = first; row < at_most(work.at.seqlen_q, first + BLOCK_M); row++) {
     const bool seen[2] = {work.mask.visible(row, keys.of(0)), work.mask.visible(row, keys.of(1))};
+    float weight[2] = {1.0f, 1.0f};  // as far as it matters: none or a positive one
+#pragma unroll
+    for (int half = 0; half < 2 && DROPOUT; half++) weight[half] = dropout.keeps(row, keys.of(half)) ? 1.0f : 0.0f;
     const auto values = element_of<const ELEMENT>(params.dout, params.dout_strides, work.at.sequence,
-                                                  work.at.q_start + row, step.head) + lane_id() % 4 * 2;
+                                                  work.at.q_start + row, step.head) + column;
 #pragma unroll
     for (int i = 0; i < DIM_V / 4; i++) {
       if (i / 2 * 8 >= HEAD_DIM_V) break;
-      const float value = to_real(values[i / 2 * 8 + i % 2]);
-      if (!is_nonfinite(value)) continue;
+      float value[1] = {to_real(values[i / 2 * 8 + i % 2])};
+      ptx::pin_registers(value);  // one after the other: registers are short, and this is rare
+      if (!is_nonfinite(value[0])) continue;
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        if (seen[half]) dv[i / 2 * 4 + 2 * half + i % 2] += value;
+        if (seen[half]) dv[i / 2 * 4 + 2 * half + i % 2] += value[0] * weight[half];
       }
     }
   }

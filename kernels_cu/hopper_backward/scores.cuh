@@ -4,24 +4,47 @@
 //   keys 16w ..   s[4j + 0..1]   | s s | s s | ..                  key 16w + g      queries 8j + 2t, 8j + 2t + 1
 //        16w + 8  s[4j + 2..3]   | s s | s s | ..                  key 16w + g + 8  the same queries
 //
-//   S^T --scale--> scores --2^(score - lse)--> P^T      packed, the A operand of dV += P^T dO
-//   dP^T --delta, times P--> dS^T                       packed, the A operand of dK += dS^T Q; in shared memory, of dQ
+//   S^T --scale, options--> scores --2^(score - lse)--> P^T --dropout-->   packed, the A operand of dV += P^T dO
+//   dP^T --dropout, delta, times P--> dscores (dbias) --times the derivative of the options--> dS^T
+//                                         packed, the A operand of dK += dS^T Q; in shared memory, of dQ
+//
+// Only the scores know the products that the derivative needs. They are gone when dP is there, so that P is multiplied by
+// the derivative at once, after it is packed.
 #pragma once
 
+#include "common/score_gradient.cuh"
 #include "hopper_backward/work.cuh"
+#include "mma/dropout.cuh"
 #include "mma/softmax.cuh"
+#include "ptx/atomic.cuh"
 
 using Format = FormatOf<ELEMENT>;
 using Scores = float[BLOCK_M / 2];
 using Weights = uint32_t[BLOCK_M / 16][4];
 
+constexpr bool WITH_OPTIONS = !SCALE_ONLY || DROPOUT;
+// Whether rows past the end have to be told apart: with a mask, because a key that is put aside has scores of NaN there,
+// too, and with options, because of what they may make of a product of 0.
+constexpr bool HIDES_ROWS = HIDES || WITH_OPTIONS;
+// Options need registers, so that dP is multiplied after the weights are packed. They then run beside no product.
+constexpr bool DP_LATER = WITH_OPTIONS;
+constexpr bool DV_FIRST = BIAS && DROPOUT;  // and that dV is done before dS is computed
+static_assert(!BIAS || !GRADIENT_NEEDS_DOT, "dbias is the gradient before any derivative");
+
 // A thread's two keys, key and key + 8.
 struct Keys {
   int key;
-  float to_log2[2];  // NaN for a key that holds a NaN or an infinity
+  float factor[2];  // of products: the scale, in base 2 where it is alone; NaN for a key that holds a NaN or an infinity
 
   __device__ __forceinline__ int of(int half) const { return key + 8 * half; }
 };
+
+// The thread's number, from which ptxas computes nothing ahead: registers would not last to keep it.
+DEVICE int fresh_thread() {
+  uint32_t thread[1] = {threadIdx.x};
+  ptx::pin_registers(thread);
+  return int(thread[0]);
+}
 
 // What a step has to look at besides its products.
 struct Hidden {
@@ -32,23 +55,27 @@ struct Hidden {
 DEVICE Hidden hidden_pairs(const Work& work, int row_begin, int first_key) {
   const int row_end = at_most(work.at.seqlen_q, row_begin + BLOCK_M);
   const int key_end = at_most(work.at.seqlen_k, work.key_begin + BLOCK_N);
-  const bool past_end = VARLEN && row_begin + BLOCK_M > work.at.seqlen_q;
+  const bool past_end = (VARLEN || WITH_OPTIONS) && row_begin + BLOCK_M > work.at.seqlen_q;
   return {past_end || !work.mask.all_visible(row_begin, row_end, first_key, first_key + KEYS),
-          HIDES && (past_end || !work.mask.all_visible(row_begin, row_end, work.key_begin, key_end))};
+          HIDES && ((VARLEN && past_end) || !work.mask.all_visible(row_begin, row_end, work.key_begin, key_end))};
 }
+
+// The queries of the tile that a key is seen by, counted from the thread's first one: [begin, end).
+DEVICE SeenRows seen_queries(const Work& work, int key, int row_begin) {
+  const int first_row = row_begin + fresh_thread() % 4 * 2;
+  const SeenRows rows = work.mask.rows(work.at.seqlen_q, key, key + 1);
+  return {key < work.at.seqlen_k ? rows.begin - first_row : BLOCK_M, rows.end - first_row};
+}
+DEVICE bool hides(const SeenRows& seen, int query) { return query < seen.begin || (HIDES_ROWS && query >= seen.end); }
 
 // Puts zeros in the place of what hidden pairs have. A key is seen by rows of one range.
 DEVICE void apply_mask(Scores& s, const Work& work, const Keys& keys, int row_begin) {
-  const int first_row = row_begin + lane_id() % 4 * 2;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    const int key = keys.of(half);
-    const SeenRows rows = work.mask.rows(work.at.seqlen_q, key, key + 1);
-    const int begin = key < work.at.seqlen_k ? rows.begin - first_row : BLOCK_M, end = rows.end - first_row;
+    const SeenRows seen = seen_queries(work, keys.of(half), row_begin);
 #pragma unroll
     for (int i = 0; i < BLOCK_M / 4; i++) {
-      const int query = i / 2 * 8 + i % 2;
-      if (query < begin || ((WINDOW || VARLEN) && query >= end)) s[i / 2 * 4 + 2 * half + i % 2] = 0.0f;
+      if (hides(seen, i / 2 * 8 + i % 2)) s[i / 2 * 4 + 2 * half + i % 2] = 0.0f;
     }
   }
 }
@@ -62,13 +89,97 @@ DEVICE void compute_p(Scores& s, const Keys& keys, uint32_t lses) {
 #pragma unroll
     for (int e = 0; e < 4; e++) {
       float& x = s[4 * block + e];
-      x = ptx::ex2(x * keys.to_log2[e / 2] - ptx::as_float(lse[e % 2]));
+      x = ptx::ex2(x * keys.factor[e / 2] - ptx::as_float(lse[e % 2]));
+    }
+  }
+}
+
+// The score of a product that is scaled already, in the order of common/score.cuh; `derivative`: of the score by it.
+// distance: of ALiBi, signed.
+DEVICE float score_of(const Score<float>& score, float scaled, int row, int key, float distance, float& derivative) {
+  derivative = 1.0f;
+  float x = scaled;
+  if constexpr (SCORE_MOD) {
+    x = score.mod(scaled, row, key);
+    derivative = score.mod.gradient(scaled, 1.0f, row, key);
+  }
+  x = capped_score(score, x, derivative);
+  if constexpr (ALIBI) x -= score.slope * fabsf(distance);
+  if constexpr (BIAS) x += to_real(score.bias[row * score.bias_row_stride + key]);
+  return x;
+}
+
+DEVICE Score<float> scores_of(const WithScoreMod<BackwardParams>& params, const Work& work, int head) {
+  Score<float> score =
+      make_unmodified_score<float>(params.forward, work.at.sequence, head, work.at.kv_head, work.mask.diagonal);
+  if constexpr (SCORE_MOD) score.mod = bind_score_mod(params.score_params(), work.at.sequence, head);
+  return score;
+}
+
+// A bit for each of the thread's probabilities that is kept: 4 * block + e, of 64 queries a word.
+using Kept = uint32_t[BLOCK_M / 64];
+
+DEVICE void draw_kept(Kept& kept, const BackwardParams& params, const Work& work, int head, int row_begin, int first_key) {
+  const Params& forward = params.forward;
+  const uint32_t sequence_head = uint32_t(work.at.sequence * forward.heads_q + head);
+  const Dropout dropout{forward.dropout_seed, forward.dropout_threshold, sequence_head};
+  const int thread = fresh_thread();
+#pragma unroll
+  for (int i = 0; i < BLOCK_M / 64; i++) {
+    uint32_t bits = 0;
+#pragma unroll 1
+    for (int block = 0; block < 8; block++) {
+      bits |= kept_probabilities<1>(dropout, row_begin + 64 * i + 8 * block, first_key, thread) << 4 * block;
+    }
+    kept[i] = bits;
+  }
+}
+
+// Line 11 with options: products to weights, of which `p` gets those that dropout keeps, packed, and `s` all of them,
+// times the derivatives. A row past the end is scored as the last one, and a key as the last one: they are hidden.
+DEVICE void compute_p_with_options(Weights& p, Scores& s, const Score<float>& scores, const Kept& kept, const Work& work,
+                                   const Keys& keys, uint32_t lses, int row_begin, bool masked) {
+  SeenRows seen[2] = {{0, BLOCK_M}, {0, BLOCK_M}};
+  if (masked) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) seen[half] = seen_queries(work, keys.of(half), row_begin);
+  }
+  const int key[2] = {at_most(work.at.seqlen_k - 1, keys.of(0)), at_most(work.at.seqlen_k - 1, keys.of(1))};
+  const int lane = fresh_thread() % 4, first_row = row_begin + lane * 2;
+  // As floats: exact up to 2^24 keys away, and no conversion for each pair.
+  const float distance[2] = {float(first_row + scores.diagonal - keys.of(0)),
+                             float(first_row + scores.diagonal - keys.of(1))};
+#pragma unroll
+  for (int block = 0; block < BLOCK_M / 8; block++) {
+    uint32_t lse[2];
+    ptx::load_shared_v2(lse, lses + block * 32 + lane * 8);
+    float weights[4];
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      const int query = 8 * block + e % 2, row = at_most(work.at.seqlen_q - 1, first_row + query);
+      float& x = s[4 * block + e];
+      float derivative = 1.0f;
+      if constexpr (SCALE_ONLY) {
+        x = ptx::ex2(x * keys.factor[e / 2] - ptx::as_float(lse[e % 2]));
+      } else {
+        const float scaled = x * keys.factor[e / 2];
+        const float score = score_of(scores, scaled, row, key[e / 2], distance[e / 2] + float(query), derivative);
+        x = ptx::ex2(score * LOG2_E - ptx::as_float(lse[e % 2]));
+      }
+      if (hides(seen[e / 2], query)) x = 0.0f;
+      weights[e] = x;
+      if constexpr (DROPOUT) weights[e] = kept[block / 8] >> (block % 8 * 4 + e) & 1 ? x : x * 0.0f;
+      if constexpr (GRADIENT_NEEDS_DOT) x *= derivative;
+    }
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      p[block / 2][block % 2 * 2 + half] = Format::pack(weights[2 * half], weights[2 * half + 1]);
     }
   }
 }
 
 // Line 14, dS = P (dP - D).
-DEVICE void compute_ds(Scores& dp, const Scores& p, uint32_t deltas) {
+DEVICE void compute_ds(Scores& dp, const Scores& p, const Kept& kept, uint32_t deltas, float kept_scale) {
 #pragma unroll
   for (int block = 0; block < BLOCK_M / 8; block++) {
     uint32_t delta[2];
@@ -76,9 +187,33 @@ DEVICE void compute_ds(Scores& dp, const Scores& p, uint32_t deltas) {
 #pragma unroll
     for (int e = 0; e < 4; e++) {
       float& x = dp[4 * block + e];
+      if constexpr (DROPOUT) x = kept[block / 8] >> (block % 8 * 4 + e) & 1 ? x * kept_scale : 0.0f;
       x = p[4 * block + e] * (x - ptx::as_float(delta[e % 2]));
     }
   }
+}
+
+// Adds gradients of scores to dbias: none of hidden pairs, which are zeros here.
+DEVICE void add_to_dbias(const Scores& ds, const BackwardParams& params, const Work& work, const Keys& keys, int head,
+                         int row_begin) {
+  const Strides& strides = params.dbias_strides;
+  float* const dbias = element_of<float>(params.dbias_sums, strides, work.at.sequence, row_begin, head);
+#pragma unroll
+  for (int i = 0; i < BLOCK_M / 2; i++) {
+    const int query = i / 4 * 8 + i % 2 + lane_id() % 4 * 2;
+    if (ds[i] != 0.0f) ptx::reduce_add(dbias + query * strides.row + keys.of(i / 2 % 2), ds[i]);
+  }
+}
+
+// Where the turns of a tile of dbias are counted, and this block's: sequences and heads that share it, one by one.
+DEVICE int32_t* dbias_turns_of(const BackwardParams& params, const Work& work, const Step& step, int& turn) {
+  const Strides& strides = params.dbias_strides;
+  const int sequence = work.at.sequence, heads = params.forward.heads_q;
+  const bool one_batch = strides.batch == 0, one_head = strides.head == 0;
+  turn = (one_batch ? sequence : 0) * (one_head ? heads : 1) + (one_head ? step.head : 0);
+  const int64_t matrix = int64_t(one_batch ? 0 : sequence) * (one_head ? 1 : heads) + (one_head ? 0 : step.head);
+  const int key_tiles = (work.at.seqlen_k + BLOCK_N - 1) / BLOCK_N;
+  return params.dbias_turns + (matrix * row_tiles_of(work.at.seqlen_q) + step.tile) * key_tiles + work.key_begin / BLOCK_N;
 }
 
 DEVICE void pack(Weights& to, const Scores& from) {

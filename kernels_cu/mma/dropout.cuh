@@ -8,11 +8,12 @@
 
 #include "common/philox.cuh"
 
-// Bit 4 * block + e is set where that probability is kept. first_row: of the first block, first_key: of the 16.
+// Bit 4 * block + e is set where that probability is kept. first_row: of the first block, first_key: of the 16. thread:
+// in the block.
 template <int BLOCKS>
-DEVICE uint32_t kept_probabilities(const Dropout& dropout, int first_row, int first_key) {
+DEVICE uint32_t kept_probabilities(const Dropout& dropout, int first_row, int first_key, int thread = int(threadIdx.x)) {
   static_assert(BLOCKS <= 8, "four bits a block");
-  const int lane = int(threadIdx.x) % 32, mine = lane / 4 % 4;
+  const int lane = thread % 32, mine = lane / 4 % 4;
   const int group = (first_key + mine / 2 * 8 + lane / 16 * 4) / 4;
   uint32_t kept = 0;
 #pragma unroll

@@ -102,7 +102,7 @@ def test_kernels_differentiate_every_score_modification(emulated: ga.GpuContext,
     case = case_of(name)
     arrays = backward_arrays(case)
     graph = backward_graph(case)
-    assert emulated.cudnn.inspect_plan(graph).key.kernel == "backward_mma"
+    assert emulated.cudnn.inspect_plan(graph).key.kernel == "backward_sm90"
     check_gradients(case, arrays, emulated.cudnn.execute(graph, arrays).result(60.0))
 
 

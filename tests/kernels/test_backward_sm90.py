@@ -35,6 +35,13 @@ SWEEPS = (
     Sweep("float16", 96, None, "causal sinks", deterministic=True),
     Sweep("bfloat16", 64, 104, "scale", varlen=True),
     Sweep("float16", 80, None, "window sink_tokens", deterministic=True),
+    Sweep("float16", 64, None, "dropout bias alibi sinks", deterministic=True),
+    Sweep("bfloat16", 128, None, "causal softcap", top_left=True, usual=True),
+    Sweep("bfloat16", 128, None, "causal bias"),
+    Sweep("float16", 128, 72, "softcap alibi", varlen=True),
+    Sweep("bfloat16", 64, None, "causal window sink_tokens softcap alibi dropout sinks", varlen=True, top_left=True),
+    Sweep("float16", 96, None, "window dropout", deterministic=True),
+    Sweep("bfloat16", 128, None, "bias dropout window sink_tokens", deterministic=True),
 )
 USUAL = [sweep for sweep in SWEEPS if sweep.usual]
 SHAPES = ((1, 1), (33, 95), (70, 31), (113, 203), (130, 7), (400, 300))
@@ -146,6 +153,11 @@ class TestEdges:
         gradients = check(*operands_of(20, 290), causal=True, alignment="top_left")
         assert (gradients.dk[:, 20:] == 0).all()
         assert (gradients.dv[:, 20:] == 0).all()
+
+    def test_keys_that_no_row_sees_may_hold_anything(self):
+        """Rows past the last one share a tile with the last ones, and are hidden from no key by the diagonal."""
+        sweep = Sweep("float16", 64, None, "causal", top_left=True)
+        check_case(case_of(sweep, 1, (100, 400), batch=1, heads=(1, 1)), kernel=KERNEL)
 
     def test_empty_sequences_give_zeros(self):
         ends = {
@@ -265,10 +277,7 @@ class TestDispatch:
     @pytest.mark.parametrize(
         ("changes", "reason"),
         [
-            ({"bias": ("float16", False, False)}, "backward_mma alone"),
-            ({"dropout_p": 0.1}, "backward_mma alone"),
-            ({"softcap": 20.0}, "backward_mma alone"),
-            ({"alibi": "heads"}, "backward_mma alone"),
+            ({"bias": ("float16", False, False), "softcap": 20.0}, "beside the derivative"),
             ({"head_dim": 192}, "up to 128 columns"),
             ({"head_dim": 36}, "multiples of 8"),
             ({"softmax_scale": 2.0**-40}, "in fp32"),
@@ -281,6 +290,14 @@ class TestDispatch:
         verdict = next(verdict for verdict in explain(problem, "sm_90a") if verdict.family == KERNEL)
         assert not verdict.taken
         assert reason in verdict.reason
+
+    @pytest.mark.parametrize(
+        "changes",
+        [{"bias": ("float16", False, False)}, {"dropout_p": 0.1}, {"softcap": 20.0}, {"alibi": "heads"}],
+        ids=lambda changes: next(iter(changes)),
+    )
+    def test_it_takes_every_option(self, changes):
+        assert dispatch_key(dataclasses.replace(BASE, **changes), "sm_90a").kernel == KERNEL
 
     def test_a_request_on_the_emulated_device_is_answered_by_it(self):
         case = case_of(SWEEPS[0], 3, (90, 90), batch=1, heads=(2, 1))

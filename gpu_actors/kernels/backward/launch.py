@@ -16,6 +16,7 @@ from gpu_actors.kernels.backward.variant import (
     gradient_geometry,
     gradient_scratch,
     keys_of,
+    summed_in_place,
 )
 from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.program import Part, Program, Target
@@ -34,8 +35,7 @@ def backward_program(problem: AttentionProblem, key: DispatchKey, target: Target
         )
         for part in keys_of(key, NAMES)
     )
-    sums_in_place = problem.bias is not None and problem.bias[0] == "float32"
-    return Program(parts, gradient_scratch(key, problem, dq_floats(key)), frozenset({"dbias"} if sums_in_place else ()))
+    return Program(parts, gradient_scratch(key, problem, dq_floats(key)), summed_in_place(problem))
 
 
 BACKWARD_MMA = KernelFamily(

@@ -28,6 +28,7 @@ __all__ = [
     "gradient_macros",
     "gradient_scratch",
     "keys_of",
+    "summed_in_place",
 ]
 
 NAMES = PREPARE, MAIN, FINISH = "backward_prepare", "backward_mma", "backward_finish"
@@ -118,6 +119,11 @@ def gradient_scratch(
             key_tiles = num_kv_tiles(problem.seqlen_k, tile.block_n)
             scratch["dbias_turns"] = ScratchSpec((*heads, row_tiles, key_tiles), "int32", zero=True)
     return scratch
+
+
+def summed_in_place(problem: AttentionProblem) -> frozenset[str]:
+    """The gradients that kernels add to, which start as zeros."""
+    return frozenset({"dbias"} if problem.bias is not None and problem.bias[0] == "float32" else ())
 
 
 def dq_floats(key: DispatchKey) -> int:

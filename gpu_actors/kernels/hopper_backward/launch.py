@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from gpu_actors.kernels.backward.params import pack_backward
-from gpu_actors.kernels.backward.variant import gradient_geometry, gradient_scratch, keys_of
+from gpu_actors.kernels.backward.variant import gradient_geometry, gradient_scratch, keys_of, summed_in_place
 from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.hopper_backward.params import pack_sm90_backward
 from gpu_actors.kernels.hopper_backward.variant import (
@@ -34,7 +34,7 @@ def sm90_backward_program(problem: AttentionProblem, key: DispatchKey, target: T
         for part in keys_of(key, NAMES)
     )
     # A turn for each consumer's share of a slot.
-    return Program(parts, gradient_scratch(key, problem, sm90_dq_floats(key), (CONSUMERS,)))
+    return Program(parts, gradient_scratch(key, problem, sm90_dq_floats(key), (CONSUMERS,)), summed_in_place(problem))
 
 
 BACKWARD_SM90 = KernelFamily(
@@ -48,5 +48,6 @@ BACKWARD_SM90 = KernelFamily(
     ("float16", "bfloat16"),
     refuses=sm90_backward_refuses,
     companions=(PREPARE, FINISH),
+    score_mods=True,
     tma=True,
 )

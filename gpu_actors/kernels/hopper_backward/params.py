@@ -32,7 +32,7 @@ def pack_sm90_backward(
     assert encode is not None, "a launch by TMA is packed for a device"
     params = pack_backward(problem, True, buffers, values)
     tile = tile_of(key)
-    dim = padded_backward_dim(problem.head_dim, problem.head_dim_v)
+    dim = padded_backward_dim(tile)
     maps = (
         rows_map("q", buffers["q"], dim, tile.block_m, encode),
         rows_map("k", buffers["k"], dim, tile.block_n, encode),

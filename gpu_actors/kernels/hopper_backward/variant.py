@@ -38,9 +38,9 @@ def sm90_backward_refuses(problem: AttentionProblem, arch: str) -> Unsupported |
     """Why backward_sm90 does not take a problem, or None. What TMA asks of strides is in `hopper.params`."""
     if capability(arch) != 90:
         return Unsupported("arch", arch, f"{MAIN} is written for Hopper's wgmma", "sm_90a")
-    if not problem.scale_only:
-        reason = f"{MAIN} has the scale alone between product and weight; other options are in backward_mma alone"
-        return Unsupported("scores", "with options", reason)
+    if problem.bias is not None and (problem.score_mod is not None or problem.capped):
+        reason = f"{MAIN} has no place for the gradient of a bias beside the derivative of a score"
+        return Unsupported("bias", problem.bias[0], reason)
     if problem.total_q == 0 or problem.total_k == 0:
         return Unsupported("seqlen_k", 0, f"{MAIN} moves rows and keys by TMA, which there must be", 1)
     widest = max(problem.head_dim, problem.head_dim_v)
@@ -64,4 +64,5 @@ def sm90_backward_threads(key: DispatchKey) -> int:
 
 def sm90_dq_floats(key: DispatchKey) -> int:
     """Floats of dQ that a slot holds: a tile's rows, padded to the columns that are multiplied."""
-    return tile_of(keys_of(key, NAMES)[1]).block_m * padded_backward_dim(key.head_dim, key.head_dim_v)
+    tile = tile_of(keys_of(key, NAMES)[1])
+    return tile.block_m * padded_backward_dim(tile)

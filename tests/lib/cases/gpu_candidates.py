@@ -174,8 +174,9 @@ CANDIDATES = (
         Candidate(
             f"backward with {option}", _backward(9, dtype="bfloat16", head_dim=128, varlen=False, always=(option,))
         )
-        for option in ("bias", "window", "sinks")
+        for option in ("bias", "window", "sinks", "softcap", "alibi", "dropout")
     ),
+    Candidate("backward of wide heads", _backward(10, dtype="bfloat16", head_dim=256, varlen=False)),
     Candidate("backward varlen", _backward(7, dtype="bfloat16", head_dim=64, varlen=True, always=("causal",))),
     Candidate(
         "backward deterministic",

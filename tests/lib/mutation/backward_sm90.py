@@ -67,13 +67,21 @@ PROBES: dict[str, dict[str, Any]] = {
     "unseen": {"seqlens": (100, 400), "always": ("causal",), "alignment": "top_left"},
     "negative": {"seqlens": (200, 300)},
     "neighbours": {"seqlens": (300, 310), "varlen": True, "batch": 2},
+    "cap": {"seqlens": (150, 200), "kind": "peaked", "always": ("softcap",)},
+    "alibi": {"seqlens": (150, 200), "always": ("alibi",)},
+    "bias": {"seqlens": (150, 200), "always": ("bias", "causal")},
+    "dropout": {"seqlens": (150, 200), "heads": (2, 1), "always": ("dropout",)},
     "turns": {"seqlens": (200, 700)},
+    "turns bias": {"seqlens": (100, 200), "batch": 2, "heads": (4, 2), "always": ("bias",)},
 }  # fmt: skip
 _OPTIONS: dict[str, dict[str, Any]] = {"window": {"window_size": (150, 30), "sink_tokens": 5}}
 
 
 def case_of(name: str) -> BackwardCase:
     case = random_backward(len(name), **{**_SHAPE, **PROBES[name]})
+    if name == "turns bias":  # shared by every sequence and head
+        shared = np.ascontiguousarray(case.options["bias"][:1, :1]).astype(np.float32)
+        case = answered(case, {**case.options, "bias": shared})
     if name == "negative":  # scores so low that the weight of a key past the end is infinite
         case.forward.q[...] += 4
         case.forward.k[...] -= 4
@@ -135,7 +143,8 @@ def run_probe(name: str) -> None:
     operands |= {option: poisoned.options[option] for option in OPERANDS if option in poisoned.options}
     for delivery, schedule, seed in LAUNCHES:
         launch = {"delivery": delivery, "schedule": schedule, "seed": seed, "limit_seconds": LIMIT_SECONDS}
-        gradients = emulated_backward.run(problem, operands, kernel=KERNEL, **launch)
+        seeds = {"dropout_seed": case.options.get("dropout_seed", 0)}
+        gradients = emulated_backward.run(problem, operands, kernel=KERNEL, **seeds, **launch)
         if name == "neighbours":
             spoilt = {**operands, **with_neighbours(case)}
             check_first(emulated_backward.run(problem, spoilt, kernel=KERNEL, **launch), gradients, case)
@@ -144,6 +153,8 @@ def run_probe(name: str) -> None:
         first = first or gradients
         if deterministic:
             np.testing.assert_array_equal(gradients.dq, first.dq, err_msg="dq does not repeat")
+            if gradients.dbias is not None:
+                np.testing.assert_array_equal(gradients.dbias, first.dbias, err_msg="dbias does not repeat")
 
 
 def run_probes(mutant: Mutant | None, probes: Sequence[str], cache: Path) -> None:

@@ -12,6 +12,7 @@ _ELSEWHERE = {
     "mask": "common/mask.cuh",
     "keys": "backward/keys.cuh",
     "params": "backward/params.cuh",
+    "gradient": "common/score_gradient.cuh",
 }
 
 
@@ -34,7 +35,7 @@ DEFECTS = (
     _bug(
         "weights do not wait for S",
         "main",
-        "  ptx::wgmma_wait<1>();\n  ptx::pin_registers(s);",
+        "  ptx::wgmma_wait<DP_LATER ? 0 : 1>();\n  ptx::pin_registers(s);",
         "  ptx::pin_registers(s);",
     ),
     _bug("dS is multiplied unfenced", "main", "number);\n  ptx::fence_proxy_async();\n  sync", "number);\n  sync"),
@@ -53,14 +54,14 @@ DEFECTS = (
     _bug(
         "dP is not waited for",
         "main",
-        "  ptx::wgmma_wait<1>();\n  ptx::pin_registers(dp);",
+        "  ptx::wgmma_wait<DV_FIRST ? 0 : 1>();\n  ptx::pin_registers(dp);",
         "  ptx::pin_registers(dp);",
     ),
     _bug(
         "dQ leaves before it is multiplied",
         "main",
-        "  ptx::wgmma_wait<1>();\n  ptx::pin_registers(dv);",
-        "  ptx::pin_registers(dv);",
+        "  ptx::wgmma_wait<1>();\n  if constexpr (!DV_FIRST) {",
+        "  if constexpr (!DV_FIRST) {",
     ),
     _bug(
         "consumers do not wait for each other's dS",
@@ -76,8 +77,8 @@ DEFECTS = (
     _bug(
         "dO is not waited for",
         "main",
-        "  ptx::mbarrier_wait(shared.dout_full(stage), parity);\n  multiply",
-        "  multiply",
+        "    ptx::mbarrier_wait(shared.dout_full(stage), parity);\n    multiply_gradients",
+        "    multiply_gradients",
     ),
     _bug(
         "keys are not waited for", "consumer", "    ptx::mbarrier_wait(shared.keys_full(), keys_parity);\n", "", "wide"
@@ -85,8 +86,8 @@ DEFECTS = (
     _bug(
         "weights are multiplied without a fence",
         "main",
-        "  ptx::pin_registers(p);\n  ptx::wgmma_fence();\n  add_to_dv",
-        "  ptx::pin_registers(p);\n  add_to_dv",
+        "  ptx::wgmma_fence();\n  if constexpr (DP_LATER) multiply_gradients(dp);",
+        "  if constexpr (DP_LATER) multiply_gradients(dp);",
     ),
     _bug(
         "dS is multiplied without a fence of registers",
@@ -164,8 +165,8 @@ DEFECTS = (
 )
 
 NUMBERS = (
-    _bug("the scale stays natural", "consumer", "softmax_scale) * LOG2_E", "softmax_scale)"),
-    _bug("the lse is added", "scores", "keys.to_log2[e / 2] - ptx", "keys.to_log2[e / 2] + ptx"),
+    _bug("the scale stays natural", "consumer", "(SCALE_ONLY ? LOG2_E : 1.0f)", "1.0f"),
+    _bug("the lse is added", "scores", "keys.factor[e / 2] - ptx", "keys.factor[e / 2] + ptx"),
     _bug("the lse is another query's", "scores", "ptx::as_float(lse[e % 2])", "ptx::as_float(lse[e / 2])"),
     _bug("delta is another query's", "scores", "ptx::as_float(delta[e % 2])", "ptx::as_float(delta[e / 2])"),
     _bug("delta is left out", "scores", "x - ptx::as_float(delta[e % 2])", "x"),
@@ -208,7 +209,12 @@ NUMBERS = (
         "(i * WARPGROUP + (thread() ^ 1)) * 16",
     ),
     _bug("dK is not scaled", "main", "shared.k(), float(params.forward.softmax_scale));", "shared.k(), 1.0f);"),
-    _bug("dV is scaled", "main", "shared.v(), 1.0f);", "shared.v(), float(params.forward.softmax_scale));"),
+    _bug(
+        "dV is scaled",
+        "main",
+        "DROPOUT ? float(params.forward.dropout_scale) : 1.0f);\n  if constexpr (VARLEN)",
+        "float(params.forward.softmax_scale));\n  if constexpr (VARLEN)",
+    ),
     _bug(
         "gradients of keys past the end are stored",
         "consumer",
@@ -267,26 +273,26 @@ MASKS = (
     _bug(
         "hidden pairs have a gradient of their own",
         "main",
-        "  if (HIDES && hidden.masked) apply_mask(dp",
+        "  if (HIDES_ROWS && hidden.masked) apply_mask(dp",
         "  if (false) apply_mask(dp",
         "nonfinite value",
     ),
     _bug(
         "keys g + 8 are masked as keys g",
         "scores",
-        "const int key = keys.of(half);",
-        "const int key = keys.of(0);",
+        "const SeenRows seen = seen_queries(work, keys.of(half), row_begin);",
+        "const SeenRows seen = seen_queries(work, keys.of(0), row_begin);",
         "causal",
     ),
-    _bug("the diagonal is hidden", "scores", "query < begin ||", "query <= begin ||", "causal"),
+    _bug("the diagonal is hidden", "scores", "query < seen.begin ||", "query <= seen.begin ||", "causal"),
     _bug(
         "queries of a thread are masked as the first one's",
         "scores",
-        "row_begin + lane_id() % 4 * 2;",
+        "row_begin + fresh_thread() % 4 * 2;",
         "row_begin;",
         "causal",
     ),
-    _bug("a window has no last row", "scores", "((WINDOW || VARLEN) && query >= end)", "false", "window"),
+    _bug("a window has no last row", "scores", "(HIDES_ROWS && query >= seen.end)", "false", "window"),
     _bug(
         "keys past the end are seen",
         "scores",
@@ -297,14 +303,14 @@ MASKS = (
     _bug(
         "only the consumer's tile decides what is cleared",
         "scores",
-        "past_end || !work.mask.all_visible(row_begin, row_end, work.key_begin, key_end)",
+        "(VARLEN && past_end) || !work.mask.all_visible(row_begin, row_end, work.key_begin, key_end)",
         "false",
         "nonfinite",
     ),
     _bug(
         "rows past a sequence's end stay",
         "scores",
-        "VARLEN && row_begin + BLOCK_M > work.at.seqlen_q",
+        "(VARLEN || WITH_OPTIONS) && row_begin + BLOCK_M > work.at.seqlen_q",
         "false",
         "neighbours",
     ),
@@ -359,6 +365,84 @@ TURNS = (
     ),
 )
 
+OPTIONS = (
+    _bug("a cap has no derivative", "gradient", "  derivative *= 4.0f * r * (1.0f - r);\n", "", "cap"),
+    _bug("a cap is twice as wide", "gradient", "- 2.0f * score.softcap * r", "- score.softcap * r", "cap"),
+    _bug("weights have no derivative", "scores", "if constexpr (GRADIENT_NEEDS_DOT) x *= derivative;", "", "cap"),
+    _bug(
+        "weights of dV have a derivative",
+        "scores",
+        "      weights[e] = x;\n",
+        "      x *= derivative, weights[e] = x;\n",
+        "cap",
+    ),
+    _bug("ALiBi knows no distance after the diagonal", "scores", "fabsf(distance)", "distance", "alibi"),
+    _bug("queries are all as far as the first", "scores", "distance[e / 2] + float(query)", "distance[e / 2]", "alibi"),
+    _bug("keys g + 8 are as far as keys g", "scores", "distance[e / 2] + float", "distance[0] + float", "alibi"),
+    _bug(
+        "the bias is another key's",
+        "scores",
+        "score.bias[row * score.bias_row_stride + key]",
+        "score.bias[row * score.bias_row_stride]",
+        "bias",
+    ),
+    _bug(
+        "the bias is read past the last row",
+        "scores",
+        "row = at_most(work.at.seqlen_q - 1, first_row + query);",
+        "row = first_row + query;",
+        "bias",
+    ),
+    _bug(
+        "dbias is added to other keys",
+        "scores",
+        "query * strides.row + keys.of(i / 2 % 2)",
+        "query * strides.row + keys.of(0)",
+        "bias",
+    ),
+    _bug(
+        "dbias is taken with what is hidden",
+        "main",
+        "  if (HIDES_ROWS && hidden.masked) apply_mask(dp",
+        "  if (false) apply_mask(dp",
+        "bias",
+    ),
+    _bug("dbias takes no turns", "main", "      begin_turn(dbias_turns, turn);\n", "", "turns bias"),
+    _bug(
+        "heads take the same turn at dbias",
+        "scores",
+        "(one_head ? step.head : 0);\n  const int64_t",
+        "0;\n  const int64_t",
+        "turns bias",
+    ),
+    _bug("dropped weights are multiplied", "scores", "& 1 ? x : x * 0.0f", "& 1 ? x : x", "dropout"),
+    _bug(
+        "gradients of dropped weights stay",
+        "scores",
+        "& 1 ? x * kept_scale : 0.0f",
+        "& 1 ? x * kept_scale : x",
+        "dropout",
+    ),
+    _bug("kept gradients are not scaled", "scores", "? x * kept_scale :", "? x :", "dropout"),
+    _bug(
+        "all blocks of queries drop alike",
+        "scores",
+        "row_begin + 64 * i + 8 * block, first_key",
+        "row_begin + 64 * i, first_key",
+        "dropout",
+    ),
+    _bug(
+        "all heads drop alike",
+        "main",
+        "draw_kept(kept, all.params, work, step.head",
+        "draw_kept(kept, all.params, work, work.first_head",
+        "dropout",
+    ),
+    _bug(
+        "all warps drop alike", "main", "number * KEYS + thread() / 32 * 16;  // of", "number * KEYS;  // of", "dropout"
+    ),
+)
+
 OUTER = (
     _prepare("the lse stays natural", "lse * LOG2_E;", "lse;"),
     _prepare("rows past the end keep their lse", "lse == -INFINITY ? INFINITY : lse", "lse", "few"),
@@ -373,4 +457,4 @@ OUTER = (
     _finish("consumers have the same rows", "(OWN_ROWS ? 64 * consumer : 0)", "0"),
 )
 
-MUTANTS = (*DEFECTS, *NUMBERS, *MASKS, *TURNS, *OUTER)
+MUTANTS = (*DEFECTS, *NUMBERS, *MASKS, *TURNS, *OPTIONS, *OUTER)
