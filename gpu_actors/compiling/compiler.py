@@ -42,7 +42,7 @@ def compile_inputs(source: KernelSource, arch: str, toolchain: Toolchain | None)
     own, missing = include_closure(source.source, source.headers)
     if toolchain is None:
         return CompileInputs(source.options, FrozenMap(own), FrozenMap(own))
-    toolkit = toolkit_closure(missing, toolchain.include_dirs)
+    toolkit = toolkit_closure(tuple(sorted(missing)), toolchain.include_dirs)
     return CompileInputs(_options(source, arch, toolchain), FrozenMap({**toolkit, **own}), FrozenMap(own))
 
 

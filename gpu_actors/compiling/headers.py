@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import posixpath
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -85,17 +85,13 @@ def include_closure(
     return used, missing
 
 
-def toolkit_closure(names: Iterable[str], include_dirs: tuple[Path, ...]) -> dict[str, str]:
-    """The toolkit's headers that ``names`` reach, by the name that their includes spell; unknown names are
-    left out.
+@functools.lru_cache(maxsize=256)
+def toolkit_closure(names: tuple[str, ...], include_dirs: tuple[Path, ...]) -> Mapping[str, str]:
+    """The toolkit's headers that ``names`` reach, by the name that their includes spell; unknown names are left out.
 
     Files are read once a process.
     """
-    return dict(_toolkit_closure(tuple(sorted(names)), include_dirs))
 
-
-@functools.lru_cache(maxsize=256)
-def _toolkit_closure(names: tuple[str, ...], include_dirs: tuple[Path, ...]) -> Mapping[str, str]:
     def lookup(name: str, place: str) -> Header | None:
         beside = posixpath.normpath(posixpath.join(posixpath.dirname(place), name))
         for candidate in dict.fromkeys((name, beside)):

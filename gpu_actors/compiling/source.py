@@ -147,7 +147,8 @@ class KernelSource:
         fix = object.__setattr__
         fix(self, "entry_points", _checked_entry_points(self.entry_points))
         fix(self, "headers", _checked_headers(self.headers))
-        fix(self, "macros", _checked_macros(self.macros))
+        macros = _mapping("macros", self.macros, "values by the macro's name")
+        fix(self, "macros", FrozenMap({name: _macro(name, value) for name, value in macros.items()}))
         fix(self, "options", _checked_options(self.options))
         _check_text("name", self.name)
         _check_text("source", self.source)
@@ -239,11 +240,6 @@ def _checked_headers(headers: object) -> FrozenMap[str]:
             if str(folder) in checked:
                 raise InvalidRequest("headers", str(folder), f"cannot be a header and a folder of {name!r} at once")
     return FrozenMap(checked)
-
-
-def _checked_macros(macros: object) -> FrozenMap[str]:
-    given = _mapping("macros", macros, "values by the macro's name")
-    return FrozenMap({name: _macro(name, value) for name, value in given.items()})
 
 
 def _macro(name: str, value: object) -> str:

@@ -101,7 +101,14 @@ def _scalar_bytes(parameter: KernelParameter, value: Any, field: str) -> bytes:
     if isinstance(value, bool | np.bool_ | np.ndarray):
         raise InvalidRequest(field, value, f"must be a number, for {parameter.spelled}")
     if dtype.kind in "iu":
-        return _integer(parameter, dtype, value, field).tobytes()
+        try:
+            index = operator.index(value)
+        except TypeError:
+            raise InvalidRequest(field, value, f"must be an integer, for {parameter.spelled}") from None
+        limits = np.iinfo(dtype)
+        if not limits.min <= index <= limits.max:
+            raise InvalidRequest(field, value, f"{parameter.type} holds {limits.min} to {limits.max}")
+        return np.array(index, dtype).tobytes()
     if not (isinstance(value, numbers.Real | np.floating) or type(value).__module__ == "ml_dtypes"):
         raise InvalidRequest(field, value, f"must be a real number, for {parameter.spelled}")
     beyond = InvalidRequest(field, value, f"is beyond the range of {parameter.type}")
@@ -115,17 +122,6 @@ def _scalar_bytes(parameter: KernelParameter, value: Any, field: str) -> bytes:
     if value == value and abs(value) != math.inf and not math.isfinite(float(rounded)):
         raise beyond
     return rounded.tobytes()
-
-
-def _integer(parameter: KernelParameter, dtype: np.dtype[Any], value: Any, field: str) -> np.ndarray[Any, Any]:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise InvalidRequest(field, value, f"must be an integer, for {parameter.spelled}") from None
-    limits = np.iinfo(dtype)
-    if not limits.min <= number <= limits.max:
-        raise InvalidRequest(field, value, f"{parameter.type} holds {limits.min} to {limits.max}")
-    return np.array(number, dtype)
 
 
 def _whole_bytes(parameter: KernelParameter, value: Any, field: str) -> bytes:

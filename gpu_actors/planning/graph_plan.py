@@ -101,7 +101,9 @@ class GraphPlan:
         program = self.program
         if program is None or not kernels:
             return Launch(self.key, inputs, outputs, oracle)
-        values = Values(_seed(self.match, graph, given), _scalars(self.match, given))
+        scalars = () if self.match.modification is None else self.match.modification.scalars
+        numbers = [value if uid is None else given.numbers[uid] for uid, value in scalars]
+        values = Values(_seed(self.match, graph, given), numbers)
         steps = tuple(
             step._replace(pack=functools.partial(self._pack, step.pack)) for step in program.steps(kernels, values)
         )
@@ -261,12 +263,6 @@ def _seed(match: AttentionMatch, graph: OperationGraph, given: Given) -> int:
         return node.seed
     tensor = graph.tensors[node.inputs[1]]
     return int(given.numbers[tensor.uid] if tensor.value is None else tensor.value)
-
-
-def _scalars(match: AttentionMatch, given: Given) -> list[float]:
-    if match.modification is None:
-        return []
-    return [value if uid is None else given.numbers[uid] for uid, value in match.modification.scalars]
 
 
 def _inverse(order: Sequence[int]) -> tuple[int, ...]:

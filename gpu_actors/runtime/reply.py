@@ -82,7 +82,10 @@ class Reply(Local, Generic[T]):
         if not call.done:
             if asyncio._get_running_loop() is not None:
                 raise WouldBlock("result() would block the running event loop; await the reply instead")
-            if not call.wait(_limit(timeout)):
+            limit = None
+            if timeout is not None and timeout != math.inf:
+                limit = min(real("timeout", timeout, "a number of seconds, or None"), threading.TIMEOUT_MAX)
+            if not call.wait(limit):
                 raise TimeoutError(f"no answer within {timeout} s; the request goes on")
         try:
             return call.answer()
@@ -178,10 +181,3 @@ def need_asyncio(call: str) -> None:
 def _asyncio_needed(call: str) -> AsyncioNeeded:
     reason = "needs a running asyncio event loop (asyncio, uvloop, or anyio on asyncio); trio's cannot wait for it"
     return AsyncioNeeded(f"{call} {reason}. A plain thread can use `with` and reply.result()")
-
-
-def _limit(timeout: float | None) -> float | None:
-    """``timeout`` as a thread can be asked to wait for it."""
-    if timeout is None or timeout == math.inf:
-        return None
-    return min(real("timeout", timeout, "a number of seconds, or None"), threading.TIMEOUT_MAX)

@@ -271,7 +271,7 @@ class TestIncludes:
         (tmp_path / "sub" / "in.h").write_text('#include "beside.h"\n#include "../other.h"\n')
         (tmp_path / "sub" / "beside.h").write_text("1")
         (tmp_path / "other.h").write_text("2")
-        found = toolkit_closure(["top.h", "not.there"], (tmp_path,))
+        found = toolkit_closure(("top.h", "not.there"), (tmp_path,))
         assert set(found) == {"top.h", "sub/in.h", "beside.h", "../other.h"}
         assert found["beside.h"] == "1"
 
