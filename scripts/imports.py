@@ -41,7 +41,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("gpu_context",),
     ("isolation",),
     ("context",),
-    ("metrics", "interop", "embedding", "generation", "testing"),
+    ("metrics", "otel_metrics", "interop", "embedding", "generation", "testing"),
     ("serving",),
     ("asgi",),
     ("openai_api",),
