@@ -50,6 +50,8 @@ FOR_AN_EXTRA = (
     "interop/torch",
     "interop/transformers",
     "metrics",
+    "openai_api",
+    "otel_metrics",
     "serving/collector",
     "asgi",
 )
