@@ -20,8 +20,8 @@ logger: logging.Logger = logging.getLogger("gpu_actors")
 
 _HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
-_GRACE = 5.0
-"""Seconds after the deadline in which a stream may say that it has passed."""
+_GRACE = 15.0
+"""Seconds after the deadline in which a stream may say that it has passed: a machine that is starved needs some."""
 
 
 class Writer:
