@@ -155,6 +155,7 @@ struct WgmmaIssue {
 struct Warp {
   Rendezvous rendezvous[RENDEZVOUS];
   uint32_t lanes;  // lanes that exist
+  int registers;   // that each of them has, as far as setmaxnreg goes
   WgmmaState wgmma;
 };
 
@@ -230,6 +231,8 @@ struct Block {
   Warp warp[MAX_WARPS];
   NamedBarrier barrier[16];
   int votes;                         // of __syncthreads_count
+  int free_registers;                // for setmaxnreg.inc
+  uint64_t registers_given;          // how often setmaxnreg.dec gave some
   MBarrier mbarrier[MAX_MBARRIERS];  // never moved: waiting threads watch their phases
   uint32_t mbarrier_count;
   bool mbarrier_init_unfenced;

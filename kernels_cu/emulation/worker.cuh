@@ -104,6 +104,10 @@ inline void start_block(Block& block, uint64_t number) {
   block.mbarrier_init_unfenced = false;
   memset(block.barrier, 0, sizeof block.barrier);
   memset(block.warp, 0, sizeof block.warp);
+  const int most = 65536 / (32 * block.warp_count) / 8 * 8;  // of a thread, if it is the only block of a multiprocessor
+  for (int i = 0; i < block.warp_count; i++) block.warp[i].registers = lower(most, 255);
+  block.free_registers = 65536 - 32 * block.warp_count * lower(most, 255);
+  block.registers_given = 0;
   block.random.seed(request.seed, number);
   shuffle_order(block.random, block.thread_order, block.threads, request.seed);
   shuffle_order(block.random, block.warp_order, block.warp_count, request.seed);

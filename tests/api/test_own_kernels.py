@@ -130,6 +130,49 @@ def test_half_precision_and_bfloat16_are_what_cuda_calls_them(emulated: ga.GpuCo
         copy.launch(1, 32, (x, np.zeros(32, np.float16))).result(RESULT_S)
 
 
+def own_asm(statement: str) -> str:
+    return f"""
+      extern "C" __global__ void f(const float* x, float* y) {{
+        const float a = x[threadIdx.x];
+        float b;
+        {statement}
+        y[threadIdx.x] = b;
+      }}
+    """
+
+
+def test_asm_of_a_users_own_is_executed(emulated: ga.GpuContext) -> None:
+    statement = """asm("{.reg .f32 t; rcp.approx.ftz.f32 t, %1; lg2.approx.f32 %0, t;}" : "=f"(b) : "f"(a));"""
+    x, y = np.exp2(np.arange(32)).astype(np.float32), np.zeros(32, np.float32)
+    make(emulated, own_asm(statement), "f").launch(1, 32, (x, y)).result(RESULT_S)
+    np.testing.assert_array_equal(y, -np.arange(32, dtype=np.float32))
+
+
+@pytest.mark.parametrize(
+    ("statement", "reason"),
+    [
+        ('asm("sqrt.rn.f32 %0, %1;" : "=f"(b) : "f"(a));', "the instruction 'sqrt.rn.f32' is not known"),
+        ('asm("ex2.approx.f32 %0, %1;" : "+f"(b) : "f"(a));', "is never read"),
+        ('asm("ex2.approx.f32 %1, %0;" : "=f"(b) : "f"(a));', "that no instruction writes"),
+    ],
+)
+def test_asm_that_is_not_known_or_misleads_the_compiler_is_named(
+    emulated: ga.GpuContext, statement: str, reason: str
+) -> None:
+    x = np.ones(32, np.float32)
+    kernel = make(emulated, ga.KernelSource("mine.cu", own_asm(statement), ("f",)), "f")
+    with pytest.raises(ga.LaunchError, match=rf"assembly in f.*mine\.cu:5: .*{reason}"):
+        kernel.launch(1, 32, (x, x.copy())).result(RESULT_S)
+
+
+def test_asm_of_another_form_is_a_compile_error_with_its_line(emulated: ga.GpuContext) -> None:
+    statement = 'asm("x %[b];" : [b] "=f"(b));'
+    source = ga.KernelSource("mine.cu", own_asm(statement), ("f",))
+    with pytest.raises(ga.CompileError, match=r"mine\.cu:5: an asm statement that the emulated device") as caught:
+        make(emulated, source, "f")
+    assert caught.value.source_line == statement
+
+
 def test_dynamic_shared_memory_and_the_packages_headers(emulated: ga.GpuContext) -> None:
     source = """
       #include "ptx/types.cuh"

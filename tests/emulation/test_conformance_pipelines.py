@@ -65,11 +65,11 @@ def test_matrix_stores_gather_rows_from_lanes(runner: Runner) -> None:
 
 def test_specialised_warps_elect_one_lane_each(runner: Runner) -> None:
     arrays = {"elected": np.zeros(1, np.int32), "sums": np.zeros(8, np.float32), "lanes": np.zeros(1, np.int32)}
-    run = KernelRun(FILE, "specialised", arrays, pointers(*arrays), block=256, grid=3)
-    evens, odds = sum(range(0, 256, 2)), sum(range(1, 256, 2))
-    sums = 3 * np.array([128, 256, 384, evens, 128, 256, 384, odds], np.float32)
+    run = KernelRun(FILE, "specialised", arrays, pointers(*arrays), block=384, grid=3)
+    evens, odds = sum(range(0, 384, 2)), sum(range(1, 384, 2))
+    sums = 3 * np.array([192, 384, 576, evens, 192, 384, 576, odds], np.float32)
     for result in runner(run):
-        result.check(elected=np.array([24]), sums=sums, lanes=np.array([3 * 8 * 496]))
+        result.check(elected=np.array([36]), sums=sums, lanes=np.array([3 * 12 * 496]))
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 3])

@@ -110,11 +110,34 @@ inline void read_elect(Parser& p) {
   p.means(elect_lane, "elect.sync");
 }
 
-// ---- setmaxnreg.inc|dec.sync.aligned.u32: a host thread has the registers it has
+// ---- setmaxnreg.inc|dec.sync.aligned.u32 (9.7.20.5): registers move through a pool of the block. A host thread has those it
+// has: only their number is kept. number: whether it gives away
 inline void move_registers(const Instruction& i, Frame& f) {
   const int count = value_of<int>(f, i.slots[0]);
   if (count % 8 || count < 24 || count > 256)
     fail(kind::assembly, "%s: %d registers is no multiple of 8 from 24 to 256", i.name, count);
+  Block& block = *self().block;
+  Warp& warp = block.warp[self().warp];
+  if (i.number) {
+    once_a_warp(i.name, [&] {
+      if (count > warp.registers)
+        fail(kind::assembly, "%s: the warp has %d registers a thread, and is to keep %d", i.name, warp.registers, count);
+      block.free_registers += 32 * (warp.registers - count);
+      block.registers_given++;
+      warp.registers = count;
+    });
+    return;
+  }
+  gather_warp(i.name);
+  while (warp.registers < count) {  // the first lane that finds enough takes them for all
+    const int wanted = 32 * (count - warp.registers);
+    if (block.free_registers >= wanted) {
+      block.free_registers -= wanted;
+      warp.registers = count;
+    } else {
+      wait_for(self(), &block.registers_given, block.registers_given, i.name);
+    }
+  }
   gather_warp(i.name);
 }
 inline void read_setmaxnreg(Parser& p) {
@@ -123,7 +146,7 @@ inline void read_setmaxnreg(Parser& p) {
   p.needs("sync", "aligned", "u32");
   p.number_in(24, 256, "number of registers");
   p.has_effect();
-  p.means(move_registers, direction ? "setmaxnreg.dec" : "setmaxnreg.inc");
+  p.means(move_registers, direction ? "setmaxnreg.dec" : "setmaxnreg.inc", direction);
 }
 
 // ---- griddepcontrol.wait, .launch_dependents: launches never overlap here

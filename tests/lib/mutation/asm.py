@@ -28,6 +28,7 @@ from mutation.run import kernel_and_name, probes_of, run_mutants
 
 from gpu_actors.compiling.assets import asset_root
 from gpu_actors.devices.emulation import EmulationFault, build_module
+from gpu_actors.devices.emulation.assembly import UnknownAsm
 from gpu_actors.errors import CompileError
 
 __all__ = ["PROBES", "main"]
@@ -135,7 +136,7 @@ def verdict(mutant: Mutant, cache: Path) -> str:
     changed = changed_by(mutant)
     try:
         statements = wrapper_statements(changed)
-    except CompileError:
+    except UnknownAsm:
         return "capture: a form that is not known"
     judge = judge_in(cache)
     near = {mutant.file, "ptx/wgmma.cuh"} if "wgmma" in mutant.file else {mutant.file}
@@ -155,6 +156,13 @@ def verdict(mutant: Mutant, cache: Path) -> str:
     return "survived"
 
 
+def run_probes(mutant: Mutant, cache: Path) -> None:
+    """Raises AssertionError, which says what caught the mutant."""
+    found = verdict(mutant, cache)
+    if found != "survived":
+        raise AssertionError(found)
+
+
 def check_clean(chosen: Sequence[Mutant], cache: Path) -> None:
     runner = seeded_runner({}, cache)
     for probe in probes_of(chosen):
@@ -162,7 +170,7 @@ def check_clean(chosen: Sequence[Mutant], cache: Path) -> None:
 
 
 def main(names: list[str]) -> int:
-    return run_mutants(MUTANTS, names, check_clean, verdict, kernel_and_name, REPORT, _REPORT)
+    return run_mutants(MUTANTS, names, check_clean, run_probes, kernel_and_name, REPORT, _REPORT, told=str)
 
 
 _REPORT = """# Mutation run of the asm statements

@@ -355,6 +355,11 @@ def _registers() -> list[Mutant]:
             ("not saturated", ".satfinite", ""),
             ("the low half twice", "{low, high}", "{low, low}"),
             ("words", ".reg .b16", ".reg .b32"),
+            (
+                "an output written early",
+                '"cvt.rn.satfinite.e4m3x2.f32 high',
+                '"mov.b32 %0, {low, low};" "cvt.rn.satfinite.e4m3x2.f32 high',
+            ),
             probes=("e4m3",),
         ),
         *faults_in(
@@ -406,6 +411,13 @@ def _registers() -> list[Mutant]:
             NOT_VOLATILE,
             ("a wrong number", '"n"(COUNT)', '"n"(COUNT + 1)'),
             ("not aligned", ".aligned", ""),
+            ("takes", ".dec", ".inc"),
+            probes=("specialised",),
+        ),
+        *faults_in(
+            "registers.cuh",
+            "setmaxnreg_inc",
+            ("gives away", ".inc", ".dec"),
             probes=("specialised",),
         ),
         *faults_in(
