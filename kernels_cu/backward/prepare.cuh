@@ -14,7 +14,7 @@
 // multiplying kernel has to treat it.
 #pragma once
 
-#include "backward/params.cuh"
+#include "backward/bounds.cuh"
 #include "mma/tile.cuh"
 #include "ptx/math.cuh"
 
@@ -36,6 +36,41 @@ DEVICE void load_chunk(float (&values)[CHUNK], const RowSource<ELEMENT>& source,
   for (int i = 0; i < CHUNK; i++) {
     if constexpr (CHUNK == 4) values[i] = ptx::as_float(words[i]);
     else values[i] = to_real(ELEMENT{uint16_t(words[i / 2] >> i % 2 * 16)});
+  }
+}
+
+// A row's squared norm, the same in its eight lanes.
+DEVICE float row_norm(const RowSource<ELEMENT>& source, int64_t row, int lane) {
+  float sum = 0.0f;
+  for (int chunk = lane; chunk < CHUNKS; chunk += LANES) {
+    float a[CHUNK];
+    load_chunk(a, source, row, chunk);
+#pragma unroll
+    for (int i = 0; i < CHUNK; i++) sum += a[i] * a[i];
+  }
+#pragma unroll
+  for (int step = 1; step < LANES; step *= 2) sum += __shfl_xor_sync(ALL_LANES, sum, step);
+  return sum;
+}
+
+// What the values of the block's KV head raise: one of the heads of its group looks at all of them, tile by tile.
+DEVICE void raise_by_values(const BackwardParams& params, const RowPlace& at, int tiles, int lane) {
+  const Params& forward = params.forward;
+  const int group = forward.heads_q / forward.heads_kv, kv_head = at.head / group;
+  if (at.head % group != 0) return;
+  int64_t start = 0;
+  int seqlen_k = forward.seqlen_k;
+  if constexpr (VARLEN) {
+    start = forward.cu_seqlens_k[at.sequence];
+    seqlen_k = int(forward.cu_seqlens_k[at.sequence + 1] - start);
+  }
+  const auto values = element_of<const ELEMENT>(forward.v, forward.v_strides, at.sequence, start, kv_head);
+  const RowSource<ELEMENT> rows = row_source(values, forward.v_strides.row);
+  constexpr int AT_ONCE = PREPARE_THREADS / LANES;
+  for (int first = at.tile * AT_ONCE; first < seqlen_k; first += tiles * AT_ONCE) {
+    const int key = first + int(threadIdx.x) / LANES;
+    const float norm = row_norm(rows, key < seqlen_k ? key : seqlen_k - 1, lane);
+    if (lane == 0) raise_bound(ds_bounds_of(params, at.sequence, kv_head) + LARGEST_VALUE, norm);
   }
 }
 
@@ -70,6 +105,12 @@ DEVICE void prepare_rows(const BackwardParams& params) {
   float sink = -INFINITY, dsink = 0.0f;
   if constexpr (SINKS) sink = sink_logit(forward, at.head);
 
+  int32_t* bounds = nullptr;
+  if constexpr (DS_BOUNDS) {
+    bounds = ds_bounds_of(params, at.sequence, at.head / (forward.heads_q / forward.heads_kv));
+    raise_by_values(params, at, tiles, lane);
+  }
+
   // More than one tile only if a sequence is longer than the caller said.
   for (int tile = at.tile; tile < row_tiles_of(at.seqlen_q); tile += tiles) {
     float* const statistics = params.statistics + (first_slot(forward, at.sequence, tile) + at.head) * (2 * BLOCK_M);
@@ -81,12 +122,18 @@ DEVICE void prepare_rows(const BackwardParams& params) {
       }
       // Whole warps take part in a sum over lanes, so rows that have none go along with the last row that may be read.
       const float sum = row_delta(douts, outs, row < at.seqlen_q ? row : at.seqlen_q - 1, lane);
+      float norm = 0.0f;
+      if constexpr (DS_BOUNDS) norm = row_norm(douts, row < at.seqlen_q ? row : at.seqlen_q - 1, lane);
       if (lse != -INFINITY) {
         delta = sum;
         if (params.dlse != nullptr) {
           delta -= *element_of<const float>(params.dlse, params.dlse_strides, at.sequence, at.q_start + row, at.head);
         }
         if (SINKS && lane == 0 && sink != -INFINITY) dsink -= exp_of(sink - lse) * delta;
+      }
+      if (DS_BOUNDS && lane == 0 && lse != -INFINITY) {
+        raise_bound(bounds + LARGEST_DOUT, norm);
+        raise_bound(bounds + LARGEST_DELTA, fabsf(delta));
       }
       if (lane == 0) {
         statistics[n] = lse == -INFINITY ? INFINITY : lse * LOG2_E;

@@ -7,6 +7,7 @@
 //                        consumer 1: | ..
 //   dq                   row 16w + g      | 2t, 2t + 1 | .. 8 further ..     thread 32w + 4g + t holds values 0 and 1
 //                        row 16w + g + 8  | 2t, 2t + 1 | .. 8 further ..     of every four there, and 2 and 3 here
+#include "backward/bounds.cuh"
 #include "backward/finish.cuh"
 #include "mma/store.cuh"
 
@@ -21,7 +22,8 @@ DEVICE void finish_rows(const BackwardParams& params, const RowPlace& at, int ti
   const int first_column = (OWN_ROWS ? 0 : COLUMNS * consumer) + lane % 4 * 2;
   const int64_t slot = first_slot(params.forward, at.sequence, tile) + at.head;
   const float* const sums = params.dq_sums + slot * DQ_FLOATS + consumer * CONSUMER_FLOATS + thread * 4;
-  const float scale = float(params.forward.softmax_scale);
+  const int kv_head = at.head / (params.forward.heads_q / params.forward.heads_kv);
+  const float scale = float(params.forward.softmax_scale) * power_of_two(-ds_exponent(params, at.sequence, kv_head));
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const int row = first_row + 8 * half;

@@ -98,7 +98,8 @@ __device__ __forceinline__ void Consumer::attend(const Work& work) {
     step.advance(work);
   }
   sync_consumers();  // both are done with K
-  store<KBoxes, HEAD_DIM>(params.dk, params.dk_strides, dk, work, shared.k(), float(params.forward.softmax_scale));
+  store<KBoxes, HEAD_DIM>(params.dk, params.dk_strides, dk, work, shared.k(),
+                          float(params.forward.softmax_scale) * power_of_two(-keys.ds_exponent));
   store<VBoxes, HEAD_DIM_V>(params.dv, params.dv_strides, dv, work, shared.v(),
                             DROPOUT ? float(params.forward.dropout_scale) : 1.0f);
   if constexpr (VARLEN) {
@@ -161,7 +162,8 @@ __device__ __forceinline__ void Consumer::inner_step(KeyGradient& dk, ValueGradi
     ptx::pin_registers(dv);
     ptx::pin_registers(p);
   }
-  compute_ds(dp, s, kept, shared.delta(stage), DROPOUT ? float(all.params.forward.dropout_scale) : 1.0f);
+  compute_ds(dp, s, kept, shared.delta(stage), DROPOUT ? float(all.params.forward.dropout_scale) : 1.0f,
+             power_of_two(keys.ds_exponent));
   if (HIDES_ROWS && hidden.masked) apply_mask(dp, work, keys, row_begin);
   int32_t* dbias_turns = nullptr;
   int turn = 0;
@@ -170,7 +172,7 @@ __device__ __forceinline__ void Consumer::inner_step(KeyGradient& dk, ValueGradi
       dbias_turns = dbias_turns_of(all.params, work, step, turn);
       begin_turn(dbias_turns, turn);
     }
-    add_to_dbias(dp, all.params, work, keys, step.head, row_begin);
+    add_to_dbias(dp, all.params, work, keys, step.head, row_begin, power_of_two(-keys.ds_exponent));
   }
   pack(ds, dp);
   store_ds(shared.ds(ds_half), ds, number);

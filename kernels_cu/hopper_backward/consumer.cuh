@@ -25,7 +25,7 @@ struct Consumer {
 
   __device__ __forceinline__ Keys start_keys(const Work& work) {
     const float factor = float(all.params.forward.softmax_scale) * (SCALE_ONLY ? LOG2_E : 1.0f);
-    Keys keys{work.key_begin + key(), {factor, factor}};
+    Keys keys{work.key_begin + key(), ds_exponent(all.params, work.at.sequence, work.at.kv_head), {factor, factor}};
     ptx::mbarrier_wait(shared.keys_full(), keys_parity);
     keys_parity ^= 1;
     if constexpr (HIDES) {

@@ -12,6 +12,7 @@
 // the derivative at once, after it is packed.
 #pragma once
 
+#include "backward/bounds.cuh"
 #include "common/score_gradient.cuh"
 #include "hopper_backward/work.cuh"
 #include "mma/dropout.cuh"
@@ -34,6 +35,7 @@ static_assert(!BIAS || !GRADIENT_NEEDS_DOT, "dbias is the gradient before any de
 // A thread's two keys, key and key + 8.
 struct Keys {
   int key;
+  int ds_exponent;  // log2 of dS's factor
   float factor[2];  // of products: the scale, in base 2 where it is alone; NaN for a key that holds a NaN or an infinity
 
   __device__ __forceinline__ int of(int half) const { return key + 8 * half; }
@@ -178,8 +180,8 @@ DEVICE void compute_p_with_options(Weights& p, Scores& s, const Score<float>& sc
   }
 }
 
-// Line 14, dS = P (dP - D).
-DEVICE void compute_ds(Scores& dp, const Scores& p, const Kept& kept, uint32_t deltas, float kept_scale) {
+// Line 14, dS = P (dP - D), times a factor where DS_BOUNDS.
+DEVICE void compute_ds(Scores& dp, const Scores& p, const Kept& kept, uint32_t deltas, float kept_scale, float factor) {
 #pragma unroll
   for (int block = 0; block < BLOCK_M / 8; block++) {
     uint32_t delta[2];
@@ -188,20 +190,21 @@ DEVICE void compute_ds(Scores& dp, const Scores& p, const Kept& kept, uint32_t d
     for (int e = 0; e < 4; e++) {
       float& x = dp[4 * block + e];
       if constexpr (DROPOUT) x = kept[block / 8] >> (block % 8 * 4 + e) & 1 ? x * kept_scale : 0.0f;
-      x = p[4 * block + e] * (x - ptx::as_float(delta[e % 2]));
+      const float difference = DS_BOUNDS ? x * factor - ptx::as_float(delta[e % 2]) * factor : x - ptx::as_float(delta[e % 2]);
+      x = p[4 * block + e] * difference;
     }
   }
 }
 
 // Adds gradients of scores to dbias: none of hidden pairs, which are zeros here.
 DEVICE void add_to_dbias(const Scores& ds, const BackwardParams& params, const Work& work, const Keys& keys, int head,
-                         int row_begin) {
+                         int row_begin, float factor) {
   const Strides& strides = params.dbias_strides;
   float* const dbias = element_of<float>(params.dbias_sums, strides, work.at.sequence, row_begin, head);
 #pragma unroll
   for (int i = 0; i < BLOCK_M / 2; i++) {
     const int query = i / 4 * 8 + i % 2 + lane_id() % 4 * 2;
-    if (ds[i] != 0.0f) ptx::reduce_add(dbias + query * strides.row + keys.of(i / 2 % 2), ds[i]);
+    if (ds[i] != 0.0f) ptx::reduce_add(dbias + query * strides.row + keys.of(i / 2 % 2), DS_BOUNDS ? ds[i] * factor : ds[i]);
   }
 }
 

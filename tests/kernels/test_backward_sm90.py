@@ -218,6 +218,15 @@ class TestEdges:
         check_gradients(gradients, dout, q, k, v, **given, causal=True)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("of_dout", "of_v"), [(3000.0, 20.0), (1e-4, 1.0)])
+def test_float16_scores_keep_gradients_beyond_and_below_their_range(of_dout, of_v, causal):
+    """dS reaches 10^5, where float16 ends at 65,504; or 10^-6, where it keeps few bits."""
+    dout, q, k, v = operands_of(150, 150)
+    dout, v = ((x.astype(float) * factor).astype(np.float16) for x, factor in ((dout, of_dout), (v, of_v)))
+    check(dout, q * np.float16(0.01), k * np.float16(0.01), v, causal=causal)
+
+
 class TestAddressing:
     @staticmethod
     def view(seed: int, length: int, heads: int, padding: int) -> Strided:

@@ -30,7 +30,7 @@ __all__ = ["pack_backward"]
 
 _FORWARD = "forward."
 # Scratch memory of the kernels, of the shapes that `backward_scratch` gives.
-_SCRATCH = ("statistics", "dq_sums", "dq_turns", "dbias_sums", "dbias_turns", "dsinks_parts", "tickets")
+_SCRATCH = ("statistics", "dq_sums", "dq_turns", "dbias_sums", "dbias_turns", "dsinks_parts", "tickets", "ds_bounds")
 
 
 def pack_backward(problem: AttentionProblem, scored: bool, buffers: Mapping[str, Buffer], values: Values) -> bytes:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 
+from gpu_actors.devices.interface import ScratchSpec
 from gpu_actors.kernels.backward.params import pack_backward
 from gpu_actors.kernels.backward.variant import gradient_geometry, gradient_scratch, keys_of, summed_in_place
 from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.hopper_backward.params import pack_sm90_backward
 from gpu_actors.kernels.hopper_backward.variant import (
+    BOUNDS,
     CONSUMERS,
     FINISH,
     MAIN,
@@ -33,8 +35,10 @@ def sm90_backward_program(problem: AttentionProblem, key: DispatchKey, target: T
         Part(part, gradient_geometry(part, key, problem, sm90_backward_threads(part)), packs[part.kernel])
         for part in keys_of(key, NAMES)
     )
-    # A turn for each consumer's share of a slot.
-    return Program(parts, gradient_scratch(key, problem, sm90_dq_floats(key), (CONSUMERS,)), summed_in_place(problem))
+    scratch = gradient_scratch(key, problem, sm90_dq_floats(key), (CONSUMERS,))  # a turn for each one's share of a slot
+    if problem.dtype == "float16":
+        scratch["ds_bounds"] = ScratchSpec((problem.batch, problem.heads_kv, BOUNDS), "int32", zero=True)
+    return Program(parts, scratch, summed_in_place(problem))
 
 
 BACKWARD_SM90 = KernelFamily(

@@ -67,6 +67,7 @@ PROBES: dict[str, dict[str, Any]] = {
     "unseen": {"seqlens": (100, 400), "always": ("causal",), "alignment": "top_left"},
     "negative": {"seqlens": (200, 300)},
     "neighbours": {"seqlens": (300, 310), "varlen": True, "batch": 2},
+    "large": {"seqlens": (150, 200)},
     "cap": {"seqlens": (150, 200), "kind": "peaked", "always": ("softcap",)},
     "alibi": {"seqlens": (150, 200), "always": ("alibi",)},
     "bias": {"seqlens": (150, 200), "always": ("bias", "causal")},
@@ -82,6 +83,11 @@ def case_of(name: str) -> BackwardCase:
     if name == "turns bias":  # shared by every sequence and head
         shared = np.ascontiguousarray(case.options["bias"][:1, :1]).astype(np.float32)
         case = answered(case, {**case.options, "bias": shared})
+    if name == "large":  # dS beyond float16
+        case.dout[...] *= 3000
+        case.forward.v[...] *= 20
+        case.forward.q[...] *= np.float16(0.01)
+        case = answered(case, case.options)
     if name == "negative":  # scores so low that the weight of a key past the end is infinite
         case.forward.q[...] += 4
         case.forward.k[...] -= 4

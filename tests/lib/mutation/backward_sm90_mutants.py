@@ -13,6 +13,7 @@ _ELSEWHERE = {
     "keys": "backward/keys.cuh",
     "params": "backward/params.cuh",
     "gradient": "common/score_gradient.cuh",
+    "bounds": "backward/bounds.cuh",
 }
 
 
@@ -169,9 +170,9 @@ NUMBERS = (
     _bug("the lse is added", "scores", "keys.factor[e / 2] - ptx", "keys.factor[e / 2] + ptx"),
     _bug("the lse is another query's", "scores", "ptx::as_float(lse[e % 2])", "ptx::as_float(lse[e / 2])"),
     _bug("delta is another query's", "scores", "ptx::as_float(delta[e % 2])", "ptx::as_float(delta[e / 2])"),
-    _bug("delta is left out", "scores", "x - ptx::as_float(delta[e % 2])", "x"),
+    _bug("delta is left out", "scores", ": x - ptx::as_float(delta[e % 2]);", ": x;", "wide"),
     _bug("statistics are of the first block of queries", "scores", "lses + block * 32 +", "lses +"),
-    _bug("dS is not weighed", "scores", "x = p[4 * block + e] * (x", "x = (x"),
+    _bug("dS is not weighed", "scores", "x = p[4 * block + e] * difference;", "x = difference;"),
     _bug("dS is stored untransposed", "scores", "ptx::stmatrix_x4_trans", "ptx::stmatrix_x4"),
     _bug("dS of both consumers has one place", "scores", "consumer * (KEYS / 8) + ", ""),
     _bug("dS of a warp's halves is exchanged", "scores", "lane_id() / 8 % 2;", "(1 - lane_id() / 8 % 2);"),
@@ -208,7 +209,12 @@ NUMBERS = (
         "(i * WARPGROUP + thread()) * 16",
         "(i * WARPGROUP + (thread() ^ 1)) * 16",
     ),
-    _bug("dK is not scaled", "main", "shared.k(), float(params.forward.softmax_scale));", "shared.k(), 1.0f);"),
+    _bug(
+        "dK is not scaled",
+        "main",
+        "float(params.forward.softmax_scale) * power_of_two(-keys.ds_exponent)",
+        "power_of_two(-keys.ds_exponent)",
+    ),
     _bug(
         "dV is scaled",
         "main",
@@ -443,6 +449,19 @@ OPTIONS = (
     ),
 )
 
+RANGE = (
+    _bug(
+        "dS has no factor",
+        "scores",
+        "x * factor - ptx::as_float(delta[e % 2]) * factor",
+        "x - ptx::as_float(delta[e % 2])",
+    ),
+    _bug("dK keeps dS's factor", "main", " * power_of_two(-keys.ds_exponent));", ");"),
+    _prepare("values have no part in the bound of dS", "+ LARGEST_VALUE, norm)", "+ LARGEST_DOUT, 0.0f)", "large"),
+    _prepare("dO has no part in the bound of dS", "raise_bound(bounds + LARGEST_DOUT, norm);", "", "large"),
+    _finish("dQ keeps dS's factor", " * power_of_two(-ds_exponent(params, at.sequence, kv_head))", ""),
+)
+
 OUTER = (
     _prepare("the lse stays natural", "lse * LOG2_E;", "lse;"),
     _prepare("rows past the end keep their lse", "lse == -INFINITY ? INFINITY : lse", "lse", "few"),
@@ -457,4 +476,4 @@ OUTER = (
     _finish("consumers have the same rows", "(OWN_ROWS ? 64 * consumer : 0)", "0"),
 )
 
-MUTANTS = (*DEFECTS, *NUMBERS, *MASKS, *TURNS, *OPTIONS, *OUTER)
+MUTANTS = (*DEFECTS, *NUMBERS, *MASKS, *TURNS, *OPTIONS, *RANGE, *OUTER)
