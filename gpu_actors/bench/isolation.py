@@ -26,7 +26,7 @@ from gpu_actors.runtime.reply import Reply
 
 __all__ = ["run"]
 
-Ask: TypeAlias = Callable[[], Awaitable[None]]
+Ask: TypeAlias = Callable[[], Awaitable[float | None]]
 
 _MIB = 1 << 20
 
@@ -117,8 +117,15 @@ async def _measure(
         async def copy(target: Any = target, source: Any = source) -> None:
             np.copyto(target, source)
 
+        async def copy_between(target: Any = target, source: Any = source) -> float:
+            await empty["isolated"]()
+            began = time.perf_counter()
+            np.copyto(target, source)
+            return time.perf_counter() - began
+
         kinds: dict[str, Ask] = {
             "copy": copy,
+            "copy_between_requests": copy_between,
             "direct": _forward(direct, q, k, k[:]),
             "isolated": _forward(isolated, q, k, k.copy()),
             "isolated_shared": _forward(isolated, *shared),
@@ -130,21 +137,23 @@ async def _measure(
     found["within_budget"] = {
         "empty": alone["isolated"] <= 250.0,
         "in_1_mib": large["isolated"] <= alone["isolated"] + 2 * large["copy"],
+        "in_1_mib_by_copies_between_requests": large["isolated"]
+        <= alone["isolated"] + 2 * large["copy_between_requests"],
     }
     return found
 
 
 async def _medians(kinds: dict[str, Ask], calls: int, rounds: int) -> dict[str, float]:
-    """The median of the rounds' medians, each round after a few calls that warm it up."""
+    """The median of the rounds' medians, each round after a few calls that warm it up. An ask may time itself."""
     found: dict[str, list[float]] = {name: [] for name in kinds}
     for _ in range(rounds):
         for name, ask in kinds.items():
             taken = []
             for number in range(calls + 5):
                 began = time.perf_counter()
-                await ask()
+                own = await ask()
                 if number >= 5:
-                    taken.append(time.perf_counter() - began)
+                    taken.append(time.perf_counter() - began if own is None else own)
             found[name].append(statistics.median(taken))
     return {name: round(statistics.median(medians) * 1e6, 1) for name, medians in found.items()}
 

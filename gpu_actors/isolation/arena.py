@@ -83,6 +83,10 @@ class Arena:
                     return begin
         raise MemoryError(f"no room for {nbytes} bytes in {self.size} bytes of shared memory")
 
+    def room(self, start: int) -> int:
+        """Bytes of a block."""
+        return self._blocks[start][0]
+
     def hold(self, start: int) -> None:
         """One more user of a block, who will `give` it."""
         with self._lock:

@@ -9,7 +9,6 @@ from typing import Any
 
 from gpu_actors.isolation.arena import Arena
 from gpu_actors.isolation.channel import Link
-from gpu_actors.isolation.packing import shared
 from gpu_actors.isolation.pipe import PipeChannel, Unreadable
 from gpu_actors.isolation.records import Refused
 from gpu_actors.isolation.worker import Worker
@@ -46,9 +45,7 @@ def main(descriptors: list[int], order: bytes) -> None:
         link.check()
         return -1.0 if ended else _IDLE
 
-    channel = PipeChannel(
-        socket.socket(fileno=descriptors[0]), False, answers, lambda give: shared(requests, give), received
-    )
+    channel = PipeChannel(socket.socket(fileno=descriptors[0]), False, answers, requests, received)
     link = Link(channel, handle, lambda _: end())
     worker = Worker(link.send, end)
     try:

@@ -25,7 +25,6 @@ from gpu_actors.health import Health
 from gpu_actors.isolation.arena import Arena, Host
 from gpu_actors.isolation.cells import RemoteChildren
 from gpu_actors.isolation.channel import Link
-from gpu_actors.isolation.packing import private
 from gpu_actors.isolation.pipe import PipeChannel, Unreadable
 from gpu_actors.isolation.records import Answer, Opened, Ping, Refused, Report, Stop
 from gpu_actors.isolation.relay import Relay
@@ -145,7 +144,7 @@ class Generations:
         self.state, self._lost, self.health = "starting", None, None
         answers = Arena()
         ours, theirs = socket.socketpair()
-        channel = PipeChannel(ours, True, self.arena, lambda give: private(answers, give), self._received)
+        channel = PipeChannel(ours, True, self.arena, answers, self._received)
         ready = False
         try:
             try:

@@ -40,7 +40,7 @@ from gpu_actors.requests import (
     PagedForward,
 )
 
-__all__ = ["INLINE", "Argument", "Packed", "pack", "private", "shared", "unpack"]
+__all__ = ["INLINE", "Argument", "Packed", "pack", "unpack"]
 
 INLINE = 8192
 """Bytes up to which an array travels with its record."""
@@ -62,6 +62,8 @@ _KINDS: tuple[type, ...] = (
 _CODES = {kind: index + 1 for index, kind in enumerate(_KINDS)}
 _PLAIN = frozenset((str, int, float, bool, bytes, type(None)))
 _FLAT = _PLAIN | {np.ndarray, KvSequence}
+
+_ALIGNED = 64  # bytes: a cache line
 
 _IN_RECORD, _IN_BLOCK, _ARGUMENT, _SAME = range(4)
 # Writeable, or the pickle would ask for a read-only view of what takes its place.
@@ -107,39 +109,38 @@ def pack(record: Any, arena: Arena, known: Sequence[Argument] = (), returned: Se
 
 
 def unpack(
-    places: bytes, body: bytes, read: Callable[[Any], Host], own: Sequence[Argument]
+    places: bytes,
+    body: bytes,
+    arena: Arena,
+    given_back: Callable[[int], object],
+    own: Sequence[Argument],
+    copies: bool = False,
 ) -> tuple[Any, list[Argument], list[int]]:
     """A record from its bytes, its arrays, and the blocks of this side's that it gives back.
 
-    read: makes the array of a block. own: what its arguments are here.
+    arena: the other side's. own: what its arguments are here. copies: arrays are copied out of their blocks, which are
+    given back at once; otherwise they lie in them, and a block is given back with the last array over it.
     """
+    memories: dict[int, Host] = {}
     arrays: list[Any] = []
     for place in marshal.loads(places):
-        arrays.append(arrays[place[1]] if place[0] == _SAME else _array(place, read, own))
+        kind = place[0]
+        if kind == _IN_BLOCK:
+            start, room = place[4], place[7]
+            memory = memories.get(start)
+            if memory is None:
+                memories[start] = memory = arena.memory(start, room)
+                if not copies:
+                    weakref.finalize(memory, given_back, start).atexit = False
+            array = _over(memory, place)
+            arrays.append(np.array(array, order="K") if copies else array)
+        else:
+            arrays.append(arrays[place[1]] if kind == _SAME else _array(place, own))
+    if copies:
+        for start in memories:
+            given_back(start)
     returned, *spelled = pickle.loads(body, buffers=arrays)
     return _read(spelled), [Argument(array, array) for array in arrays], returned
-
-
-def private(arena: Arena, given_back: Callable[[int], None]) -> Callable[[Any], Host]:
-    """Reads blocks into memory of this process, and gives them back at once."""
-
-    def read(place: Any) -> Host:
-        copied = np.array(_view(arena, place), order="K")
-        given_back(place[4])
-        return copied
-
-    return read
-
-
-def shared(arena: Arena, given_back: Callable[[int], None]) -> Callable[[Any], Host]:
-    """Gives arrays over the blocks themselves. A block is given back with the last array over it."""
-
-    def read(place: Any) -> Host:
-        memory = arena.memory(place[4], max(place[7], 1))
-        weakref.finalize(memory, given_back, place[4]).atexit = False
-        return _over(memory, place)
-
-    return read
 
 
 class _Packer(pickle.Pickler):
@@ -154,6 +155,8 @@ class _Packer(pickle.Pickler):
         self._known = {id(argument.own): index for index, argument in enumerate(known)}
         self._same: dict[Any, Any] = {}
         self._places_of: dict[int, int] = {}
+        # The block for the arrays that are copied, how much of it is left, and how much the next one shall have.
+        self._current = self._left = self._foreseen = 0
 
     def spelled(self, record: Any) -> tuple[Any, ...]:
         """A record as a tuple of plain values, where it is a request or an answer: pickling a class costs more than
@@ -174,6 +177,8 @@ class _Packer(pickle.Pickler):
         values = given if isinstance(given, tuple) else [getattr(given, name) for name in _fields(type(given)) or ()]
         if not all(map(_is_flat, values)):  # arrays within a value would take the places of those behind it
             return 0, given
+        # One block for all of them, which costs a fraction of one for each.
+        self._foreseen = sum([value.nbytes + _ALIGNED for value in values if type(value) is np.ndarray])
         for_pickle = [self._leave_out(value, value)[1][0] if type(value) is np.ndarray else value for value in values]
         return code, for_pickle
 
@@ -220,10 +225,10 @@ class _Packer(pickle.Pickler):
         code = _code(array.dtype)
         sent = None
         if (start := self._arena.find(begin)) is not None:
-            self._arena.hold(start)
-            self.blocks.append(start)
-            lead = begin - self._arena.address - start
-            place = self._block(code, array, start, lead, end - begin)
+            if start not in self.blocks:
+                self._arena.hold(start)
+                self.blocks.append(start)
+            place = self._block(code, array, start, begin - self._arena.address - start)
         elif array.nbytes <= INLINE and end - begin <= INLINE:
             memory = np.empty(max(end - begin, 1), np.uint8)
             np.copyto(_like(array, memory, begin), array)
@@ -234,31 +239,37 @@ class _Packer(pickle.Pickler):
             key = (begin, end, array.shape, array.strides, code, array.flags.writeable)
             if key in self._same:
                 place, sent = self._same[key]
-                self._arena.hold(place[4])
-                self.blocks.append(place[4])
             else:
-                start = self._arena.take(end - begin)
-                self.blocks.append(start)
-                sent = _like(array, self._arena.memory(start, max(end - begin, 1)), begin)
+                start, lead = self._room(end - begin)
+                memory = self._arena.memory(start + lead, max(end - begin, 1))
+                sent = _like(array, memory, begin)
                 np.copyto(sent, array)
-                place = self._block(code, array, start, 0, end - begin)
+                place = self._block(code, array, start, lead)
                 self._same[key] = place, sent
         self.places.append(place)
         self.arguments.append(Argument(own, array, sent))
 
-    def _block(self, code: Any, array: Host, start: int, lead: int, nbytes: int) -> Any:
+    def _room(self, nbytes: int) -> tuple[int, int]:
+        """A block with so much room, and where in it: behind the array before, where that was foreseen."""
+        aligned = -(-nbytes // _ALIGNED) * _ALIGNED
+        if aligned > self._left:
+            self._current = self._arena.take(max(nbytes, self._foreseen))
+            self.blocks.append(self._current)
+            self._left, self._foreseen = self._arena.room(self._current), 0
+        lead = self._arena.room(self._current) - self._left
+        self._left = max(0, self._left - aligned)
+        return self._current, lead
+
+    def _block(self, code: Any, array: Host, start: int, lead: int) -> Any:
         first = _first(array) - _extent(array)[0] + lead
-        return _IN_BLOCK, code, array.shape, array.strides, start, first, array.flags.writeable, lead + nbytes
+        return _IN_BLOCK, code, array.shape, array.strides, start, first, array.flags.writeable, self._arena.room(start)
 
 
 # Places
 
 
-def _array(place: Any, read: Callable[[Any], Host], own: Sequence[Argument]) -> Any:
-    kind = place[0]
-    if kind == _IN_BLOCK:
-        return read(place)
-    if kind == _IN_RECORD:
+def _array(place: Any, own: Sequence[Argument]) -> Any:
+    if place[0] == _IN_RECORD:
         return _over(bytearray(place[4]), place)
     _, index, written = place
     if index >= len(own):
@@ -271,10 +282,6 @@ def _array(place: Any, read: Callable[[Any], Host], own: Sequence[Argument]) -> 
     elif argument.sent is not None and array.flags.writeable:
         np.copyto(array, argument.sent)
     return argument.own
-
-
-def _view(arena: Arena, place: Any) -> Host:
-    return _over(arena.memory(place[4], max(place[7], 1)), place)
 
 
 def _over(memory: Any, place: Any) -> Host:

@@ -13,11 +13,11 @@ import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from gpu_actors.errors import GpuActorsError
-from gpu_actors.isolation.arena import Arena, Host
+from gpu_actors.isolation.arena import Arena
 from gpu_actors.isolation.packing import Argument, Packed, pack, unpack
 
 __all__ = ["PipeChannel", "Unreadable"]
@@ -42,8 +42,8 @@ class _Parcel(NamedTuple):
 class PipeChannel:
     """One side's end. Owns the socket.
 
-    asks: whether this side makes the requests or answers them. mine: the arena that this side writes. read: makes an
-    array of a block of the other side's (see `packing`).
+    asks: whether this side makes the requests, and takes answers out of their blocks, or the other way round. mine: the
+    arena that this side writes. theirs: the other one.
     received: called with a sequence number and a record, on the thread in `serve`.
     """
 
@@ -52,14 +52,14 @@ class PipeChannel:
         sock: socket.socket,
         asks: bool,
         mine: Arena,
-        read: Callable[[Callable[[int], None]], Callable[[Any], Host]],
+        theirs: Arena,
         received: Callable[[int, Any], None],
     ) -> None:
         sock.setblocking(False)
         self._socket = sock
         self._asks = asks
         self._mine = mine
-        self._read = read(self._give_back)
+        self._theirs = theirs
         self._received = received
         self._lock = threading.Lock()
         self._backlog: deque[memoryview] = deque()
@@ -230,8 +230,8 @@ class PipeChannel:
 
     def _record(self, places: bytes, body: bytes, about: int) -> Any:
         try:
-            own = self._requests.pop(about, ()) if self._asks else ()
-            record, arguments, returned = unpack(places, body, self._read, own)
+            own: Sequence[Argument] = self._requests.pop(about, ()) if self._asks else ()
+            record, arguments, returned = unpack(places, body, self._theirs, self._returned.append, own, self._asks)
         except BaseException as error:
             kept = error if isinstance(error, GpuActorsError) else GpuActorsError(f"cannot be read: {error!r}")
             return Unreadable(about, kept)
@@ -241,9 +241,6 @@ class PipeChannel:
         return record
 
     # Blocks
-
-    def _give_back(self, start: int) -> None:
-        self._returned.append(start)
 
     def _take_returned(self) -> list[int]:
         returned: list[int] = []

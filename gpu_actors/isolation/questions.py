@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from gpu_actors.errors import Unsupported
+from gpu_actors.errors import ActorStopped, ContextLost, DeadlineExceeded, Overloaded, Unsupported
 from gpu_actors.kv.requests import KvSequence
 
 __all__ = ["ANSWERS", "PATIENCE", "Questions"]
@@ -36,6 +36,10 @@ def _cubin_stats(cells: Any, actor: str) -> Any:
     return cells[actor].handle.cache_stats()
 
 
+def _compile_seconds(cells: Any, actor: str) -> Any:
+    return cells[actor].shared.compile_seconds
+
+
 def _recording_stats(cells: Any, actor: str) -> Any:
     return cells[actor].handle.recording_stats()
 
@@ -53,6 +57,7 @@ ANSWERS: Mapping[str, Callable[..., Any]] = {
     "plan_cache_stats": _plan_cache_stats,
     "inspect": _inspect,
     "cubin_stats": _cubin_stats,
+    "compile_seconds": _compile_seconds,
     "recording_stats": _recording_stats,
     "length": _length,
     "cache_stats": _cache_stats,
@@ -71,6 +76,7 @@ class Questions:
     def __init__(self, actor: str, ask: Asks) -> None:
         self._actor = actor
         self._ask = ask
+        self._last: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -90,7 +96,20 @@ class Questions:
 
     @property
     def cache(self) -> _Stats:
-        return _Stats(self._ask, "cubin_stats", self._actor)
+        return _Stats(self._ask_or_recall, "cubin_stats")
+
+    @property
+    def compile_seconds(self) -> Any:
+        return self._ask_or_recall("compile_seconds")
+
+    def _ask_or_recall(self, name: str) -> Any:
+        """What metrics show: while no process answers, what the last one said."""
+        try:
+            self._last[name] = self._ask(name, self._actor)
+        except (ActorStopped, ContextLost, DeadlineExceeded, Overloaded):
+            if name not in self._last:
+                raise
+        return self._last[name]
 
     def find(self, number: int) -> _Cache:
         return _Cache(self._ask, self._actor, number)

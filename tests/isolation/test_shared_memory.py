@@ -14,7 +14,7 @@ import pytest
 
 import gpu_actors as ga
 from gpu_actors.isolation.arena import Arena
-from gpu_actors.isolation.packing import INLINE, Argument, pack, private, shared, unpack
+from gpu_actors.isolation.packing import INLINE, Argument, pack, unpack
 from gpu_actors.isolation.records import Answer, Ask, Counts
 from gpu_actors.problem import AttentionProblem
 
@@ -35,7 +35,7 @@ def sent(record: Any, arena: Arena, known: list[Argument] | None = None, own: An
     """A record on the other side, with what it brought, and the blocks that came back."""
     packed = pack(record, arena, known or ())
     returned: list[int] = []
-    found, arguments, _ = unpack(packed.places, packed.body, shared(arena, returned.append), own)
+    found, arguments, _ = unpack(packed.places, packed.body, arena, returned.append, own)
     return found, (packed, arguments), returned
 
 
@@ -107,29 +107,27 @@ def test_an_answer_writes_into_the_array_that_was_given_for_it(size: int, where:
     }[where]()
     ask = Ask(1, "flash_attn", ga.FlashForward(q, q, q, out=out), None, 0)
     packed = pack(ask, requests)
-    there, arguments, _ = unpack(packed.places, packed.body, shared(requests, lambda _: None), ())
+    there, arguments, _ = unpack(packed.places, packed.body, requests, lambda _: None, ())
     there.message.out[...] = 3.0
     answer = Answer(1, ga.AttentionOutput(there.message.out, there.message.q), None, Counts(1, 1, 0, 0), None)
     back = pack(answer, answers, arguments)
     assert not back.blocks  # nothing is copied into the arena of the answers
-    got, _, _ = unpack(back.places, back.body, private(answers, lambda _: None), packed.arguments)
+    got, _, _ = unpack(back.places, back.body, answers, print, packed.arguments, True)
     assert got.value.out is out
     assert got.value.lse is q
     assert np.all(out == 3.0)
     assert np.all(q == 1.0)
-    late, _, _ = unpack(back.places, back.body, private(answers, lambda _: None), ())  # after it was given up
+    late, _, _ = unpack(back.places, back.body, answers, print, (), True)  # after it was given up
     assert late.value.out is None
 
 
 def test_a_result_is_copied_out_before_its_block_goes_back() -> None:
     arena = Arena(size=1 << 22)
     packed = pack(Answer(1, np.full(10000, 4.0), None, None, None), arena)
-    seen: list[bool] = []
-    got, _, _ = unpack(
-        packed.places, packed.body, private(arena, lambda start: seen.append(start == packed.blocks[0])), ()
-    )
+    seen: list[int] = []
+    got, _, _ = unpack(packed.places, packed.body, arena, seen.append, (), True)
     arena.memory(packed.blocks[0], 80000)[...] = 0
-    assert seen == [True]
+    assert seen == packed.blocks
     assert np.all(got.value == 4.0)
 
 

@@ -1,0 +1,251 @@
+"""What cannot cross, what else looks at an isolated context, and who must not be disturbed by one."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes.saboteur import Failing, Saboteur
+from prometheus_client import CollectorRegistry, generate_latest
+
+import gpu_actors as ga
+from gpu_actors.isolation.context import IsolatedContext
+from gpu_actors.metrics import ContextCollector
+from gpu_actors.testing import MockClock
+
+ACTORS = (Saboteur, Failing)
+
+
+def rows() -> np.ndarray[Any, Any]:
+    return np.ones((1, 4, 2, 16), np.float32)
+
+
+class Nested(ga.ServiceActor):
+    label = "nested"
+
+
+def local_actor() -> type[ga.ServiceActor]:
+    class Here(ga.ServiceActor):
+        label = "here"
+
+    return Here
+
+
+def main_actor() -> type[ga.ServiceActor]:
+    return type("InMain", (ga.ServiceActor,), {"label": "main", "__module__": "__main__"})
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"clock": MockClock()}, "clock"),
+        ({"on_event": print}, "on_event"),
+        ({"actors": (local_actor(),)}, "actors"),
+        ({"actors": (main_actor(),)}, "actors"),
+    ],
+)
+def test_options_that_cannot_cross_are_refused_by_name(options: dict[str, Any], field: str) -> None:
+    with pytest.raises(ga.InvalidRequest) as caught:
+        ga.open_context("mock", ga.ContextOptions(**options), isolation="process").__enter__()
+    assert caught.value.field == field
+    assert "process" in caught.value.reason
+
+
+@pytest.mark.parametrize("isolation", ["thread", 1, True])
+def test_another_isolation_is_refused(isolation: Any) -> None:
+    with pytest.raises(ga.InvalidRequest, match="isolation"):
+        ga.open_context("mock", isolation=isolation)
+
+
+def test_what_opening_raises_is_raised_here() -> None:
+    for isolation in (None, "process"):
+        with pytest.raises(ga.GpuActorsError, match="cannot be used"):
+            ga.open_context("cuda:99", isolation=isolation).__enter__()  # type: ignore[arg-type]
+
+
+def test_messages_and_answers_that_cannot_cross_are_refused(isolated: ga.GpuContext) -> None:
+    actor = isolated.actor(Saboteur)
+    with pytest.raises(ga.InvalidRequest, match="cannot cross"):
+        actor.submit(("echo", lambda: 1)).result(30.0)
+    with pytest.raises(ga.InvalidRequest, match="belongs to the process"):
+        actor.submit(("echo", isolated)).result(30.0)
+    with pytest.raises(ga.InvalidRequest, match="cannot cross"):
+        isolated.actor(Failing).submit(0).result(30.0)
+    with pytest.raises(ga.InvalidRequest, match="progress"):
+        isolated.nvrtc.warm((), lambda *_: None).result(30.0)
+    with pytest.raises(ga.Unsupported, match="context's process"):
+        isolated.flash_attn._cell.shared.decoding
+    assert actor.submit(("echo", 1)).result(30.0) == 1
+
+
+class OnDevice:
+    dtype, shape = np.dtype("float32"), (1, 4, 2, 16)
+
+    def __dlpack__(self, **_: Any) -> Any:
+        raise AssertionError("its memory is not asked for")
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 10, 0
+
+
+class OnHost:
+    """A library known by DLPack alone."""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self.array = array
+        self.dtype, self.shape = array.dtype, array.shape
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.array.__dlpack__()
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0
+
+    def __array_namespace__(self) -> Any:
+        return OnHost
+
+    @staticmethod
+    def from_dlpack(array: Any) -> OnHost:
+        return OnHost(np.asarray(array))
+
+
+def test_arrays_of_other_libraries(direct: ga.GpuContext, isolated: ga.GpuContext) -> None:
+    q = OnHost(rows())
+    for ctx in (direct, isolated):
+        assert isinstance(ctx.flash_attn.forward(q, rows(), q).result(30.0).out, OnHost)
+        out = OnHost(np.zeros((1, 4, 2, 16), np.float32))
+        assert ctx.flash_attn.forward(q, q, q, out=out).result(30.0).out is out
+        assert np.allclose(out.array, 1.0)
+        with pytest.raises(ga.InvalidRequest) as caught:
+            ctx.flash_attn.forward(rows(), OnDevice(), rows()).result(30.0)
+        assert caught.value.field == "k"
+
+
+def test_metrics_tell_of_generations_and_go_on_between_two_of_them() -> None:
+    slow = ga.RestartPolicy(backoff=2.5, backoff_max=2.5)
+    with ga.open_context("mock", ga.ContextOptions(actors=ACTORS, restart=slow), isolation="process") as ctx:
+        registry = CollectorRegistry()
+        registry.register(ContextCollector(ctx))
+        ctx.flash_attn.forward(rows(), rows(), rows()).result(30.0)
+        text = generate_latest(registry).decode()
+        assert 'gpu_actors_ready{device="mock"} 1.0' in text
+        assert 'gpu_actors_generation{device="mock"} 1.0' in text
+        assert 'gpu_actors_request_seconds_count{actor="flash_attn",outcome="completed"} 1.0' in text
+        assert 'gpu_actors_launches_total{actor="flash_attn"} 1.0' in text
+        with pytest.raises(ga.ContextLost):
+            ctx.actor(Saboteur).submit(("now", "SIGKILL")).result(30.0)
+        text = generate_latest(registry).decode()
+        assert 'gpu_actors_ready{device="mock"} 0.0' in text
+        assert 'gpu_actors_state{device="mock",state="degraded"} 1.0' in text
+        assert 'gpu_actors_generation{device="mock"} 2.0' in text
+        assert 'gpu_actors_request_errors_total{actor="saboteur",error="ContextLost"} 1.0' in text
+        assert 'gpu_actors_launches_total{actor="flash_attn"} 1.0' in text  # the counts go on
+        assert "gpu_actors_cubin_cache_events_total" in text
+
+
+def test_a_forked_child_of_the_program_does_not_disturb(isolated: ga.GpuContext) -> None:
+    isolated.flash_attn.forward(rows(), rows(), rows()).result(30.0)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            try:
+                isolated.flash_attn.forward(rows(), rows(), rows()).result(5.0)
+            except ga.ActorStopped:
+                status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert isolated.flash_attn.forward(rows(), rows(), rows()).result(30.0).out is not None
+    assert isolated.health().ready
+
+
+async def test_tasks_that_the_collector_ends_cancel_their_requests(isolated: ga.GpuContext) -> None:
+    before = isolated.flash_attn.stats()
+    loop = asyncio.get_running_loop()
+    for turn in range(200):
+        reply = isolated.flash_attn.forward(rows(), rows(), rows())
+        waiting = reply.__await__()
+        if not reply.done():
+            waiting.send(None)
+        cycle: list[Any] = [waiting]
+        cycle.append(cycle)
+        if turn % 20 == 0:
+            gc.collect()
+        del waiting, cycle, reply
+    gc.collect()
+    assert loop is not None
+    assert (await isolated.flash_attn.forward(rows(), rows(), rows())).out is not None
+    for _ in range(200):
+        after = isolated.flash_attn.stats()
+        if after.submitted - before.submitted == sum(
+            getattr(after, name) - getattr(before, name) for name in ("completed", "failed", "cancelled")
+        ):
+            break
+        await asyncio.sleep(0.02)
+    else:
+        raise AssertionError(after)
+
+
+def test_an_auto_context_warns_here_and_nothing_of_isolation_is_imported_without_it() -> None:
+    program = (
+        "import sys, warnings, gpu_actors as ga\n"
+        "with ga.open_context('mock'): pass\n"
+        "assert not [name for name in sys.modules if 'isolation' in name]\n"
+        "with warnings.catch_warnings(record=True) as seen:\n"
+        "    warnings.simplefilter('always')\n"
+        "    with ga.open_context('auto', isolation='process') as ctx: kind = ctx.info.kind\n"
+        "assert kind == 'cuda' or [each.category for each in seen] == [ga.MockDeviceWarning], seen\n"
+        "assert 'cupy' not in sys.modules\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=55.0, check=False).returncode == 0
+
+
+def test_two_contexts_share_a_zygote_and_nothing_else() -> None:
+    options = ga.ContextOptions(actors=(Saboteur,), restart=ga.RestartPolicy(backoff=0.0))
+    with (
+        ga.open_context("mock", options, isolation="process") as one,
+        ga.open_context("mock", options, isolation="process") as other,
+    ):
+        assert isinstance(one, IsolatedContext)
+        assert isinstance(other, IsolatedContext)
+        assert one.pid != other.pid
+        with pytest.raises(ga.ContextLost):
+            one.actor(Saboteur).submit(("now", "SIGKILL")).result(30.0)
+        assert other.actor(Saboteur).submit(("echo", 1)).result(30.0) == 1
+        assert other.generation == 1
+        q = one.empty(rows().shape)
+        q[...] = 1.0
+        assert np.allclose(other.flash_attn.forward(q, q, q).result(30.0).out, 1.0)  # copied, as any array
+
+
+async def test_the_loop_goes_on_while_the_process_stands_still() -> None:
+    options = ga.ContextOptions(actors=(Saboteur,), hang_timeout=60.0, mailbox_capacity=64)
+    ctx = await ga.open_context("mock", options, isolation="process")
+    assert isinstance(ctx, IsolatedContext)
+    stopped = ctx.actor(Saboteur).submit(("now", "SIGSTOP"))
+    await asyncio.sleep(0.3)
+    big, longest = np.zeros((1, 2048, 2, 16), np.float32), 0.0
+    replies = []
+    for _ in range(300):
+        began = time.monotonic()
+        replies.append(ctx.flash_attn.forward(big, big[:, :1], big[:, :1], timeout=20.0))
+        ctx.health()
+        ctx.stats()
+        longest = max(longest, time.monotonic() - began)
+        await asyncio.sleep(0)
+    assert longest < 5.0
+    assert ctx._generations.process is not None
+    ctx._generations.process.kill()
+    with pytest.raises(ga.ContextLost):
+        await stopped
+    found = await asyncio.gather(*(reply.wait() for reply in replies), return_exceptions=True)
+    assert {type(each) for each in found} <= {ga.ContextLost, ga.Overloaded, ga.AttentionOutput}
+    await ctx.aclose()
