@@ -18,6 +18,7 @@ namespace softgpu {
 using Address = std::uint64_t;
 
 constexpr unsigned char POISON = 0xFF;  // a NaN in every floating-point format, and -1
+constexpr unsigned char LARGE = 0x7F;   // a NaN in fp16 and e4m3, the largest numbers elsewhere
 constexpr unsigned char CANARY = 0xC5;  // behind a lease, where nothing may be written
 
 struct Range {

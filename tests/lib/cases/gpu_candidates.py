@@ -158,6 +158,11 @@ CANDIDATES = (
         for dtype in ("float8_e4m3fn", "float8_e5m2")
         for dim, always in ((64, ()), (128, ("causal", "descales")))
     ),
+    Candidate(
+        "forward float8_e4m3fn grouped",
+        _forward(4, dtype="float8_e4m3fn", head_dim=64, heads=(4, 2)),
+        FIRST_FP8_CAPABILITY,
+    ),
     Candidate("forward float64", _forward(5, dtype="float64", head_dim=40)),
     *(
         Candidate(f"forward with {option}", _forward(6, dtype="bfloat16", head_dim=128, varlen=False, always=(option,)))
