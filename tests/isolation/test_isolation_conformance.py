@@ -71,11 +71,12 @@ def mha(ctx: ga.GpuContext) -> Any:
 
 def graph(ctx: ga.GpuContext) -> Any:
     made = ga.OperationGraph()
-    q, k, v = (made.tensor((1, 2, 8, 16), "float32", name=name) for name in "qkv")
-    out = made.sdpa(q, k, v)[0]
-    made.output(out)
-    given = {tensor.uid: arrays((1, 2, 8, 16), seed=tensor.uid) for tensor in (q, k, v)}
-    return ctx.cudnn.execute(made, given).result(30.0)
+    q, k, v = (made.tensor(uid=uid, dims=(1, 2, 8, 16), dtype="float32") for uid in (1, 2, 3))
+    scores = made.tanh(made.matmul(q, made.transpose(k)) / 30.0) * 30.0
+    weights, stats = made.softmax_with_stats(made.mask(scores, ga.Mask.causal()))
+    made.output(made.matmul(weights, v), uid=4, dtype="float32")
+    made.output(stats, uid=5)
+    return ctx.cudnn.execute(made, {uid: arrays((1, 2, 8, 16), seed=uid) for uid in (1, 2, 3)}).result(30.0)
 
 
 def cache(ctx: ga.GpuContext) -> Any:
@@ -157,6 +158,7 @@ REQUESTS: dict[str, Ask] = {
     "paged": paged,
     "decode": decode,
     "mha": mha,
+    "graph": graph,
     "cache": cache,
     "out": given_out,
     "own actor": own_actor,
