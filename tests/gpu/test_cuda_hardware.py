@@ -137,6 +137,7 @@ def test_host_arrays_make_the_round_trip(bench: Bench, count: int) -> None:
     np.testing.assert_array_equal(into, 2 * x[::-1])
 
 
+@pytest.mark.hardware("eight launches must be made in a tenth of a second, whatever else a CPU does")
 def test_launches_return_before_they_have_run_and_keep_their_staging(bench: Bench) -> None:
     inputs = [floats(1000) + number for number in range(8)]
     events = [bench.launch(x, spin=LONG // 8) for x in inputs]
@@ -146,6 +147,7 @@ def test_launches_return_before_they_have_run_and_keep_their_staging(bench: Benc
         np.testing.assert_array_equal(event.outputs["out"], 2 * x)
 
 
+@pytest.mark.hardware("a launch must be quicker than half a second, which kernels on a busy CPU may not be")
 def test_two_streams_overlap(bench: Bench) -> None:
     other = bench.device.open_stream("other")
     # Page-locking memory may wait for the device: the blocks for both are made before anything is measured.
@@ -277,6 +279,7 @@ def test_an_illegal_address_loses_the_context_for_good() -> None:
     assert sorted(ended.stdout.split()) == sorted(["stray", "behind", "launch", "probe", *["True"] * 4]), ended.stderr
 
 
+@pytest.mark.hardware("closing must take less than half a second, whatever else a CPU does")
 def test_closing_over_a_launch_that_does_not_end_returns_at_once() -> None:
     ended = in_a_process(
         """
