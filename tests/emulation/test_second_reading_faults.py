@@ -101,7 +101,13 @@ HEADERS = {  # header: number of the fault, and its place with «what is right¦
         (28, "return «(m.phase & 1) != (parity & 1)¦(m.phase & 1) == (parity & 1)»"),
     ],
     "emulation/truncated_sum.cuh": [
-        (29, "upper(top[j], a.exponent[x] + «b.exponent[x * pitch + j]¦b.exponent[x * pitch + j] + 1»)"),
+        (
+            29,
+            (
+                "* b.value[x * pitch + j];\n      top[j] = "
+                "upper(top[j], a.exponent[x] + «b.exponent[x * pitch + j]¦b.exponent[x * pitch + j] + 1»)"
+            ),
+        ),
         (30, "+= int(a.value[x] * b.value[x * pitch + j] * «to_units[j]¦(to_units[j] + 0.5f * to_units[j])»)"),
         (31, "upper(int(magnitude >> 23), «least¦1»)"),
     ],

@@ -229,7 +229,7 @@ def _generations(count: int) -> None:
             assert submit(ctx, "echo", 5).result(30.0) == 5
             if turn == min(count - 1, 4):
                 resident = me.memory_info().rss
-        assert _descriptors() == before
+        assert _descriptors() <= before  # fewer where the first count met the end of the start
         assert len(psutil.Process().threads()) <= threads
         assert me.memory_info().rss - resident < 16 << 20
         pid = ctx.pid  # type: ignore[attr-defined]
