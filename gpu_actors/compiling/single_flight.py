@@ -41,7 +41,7 @@ class SingleFlight(Generic[Key, Value]):
                     raise
 
     def _lead(self, key: Key, flight: Future[Value], make: Callable[[], Value]) -> Value:
-        # Whoever asks after it has landed computes again.
+        # A caller that asks after it has landed computes again.
         def land() -> None:
             with self._lock:
                 del self._flights[key]

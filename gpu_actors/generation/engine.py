@@ -311,7 +311,7 @@ class Engine:
 def _answered(error: Exception) -> GpuActorsError:
     """The error of this package that an exception is, or one that says that the engine is at fault."""
     if isinstance(error, StaleBuffer):
-        # The cache is the engine's own: whoever asks for a text has no buffer that could be stale.
+        # The cache is the engine's own: a client has no buffer that could be stale.
         return ActorStopped(f"the engine has lost its cache: {error}")
     if isinstance(error, GpuActorsError):
         return error

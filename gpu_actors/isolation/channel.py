@@ -75,7 +75,7 @@ class Link:
             self._sent += 1
             try:
                 self._channel.post(self._sent, parcel)
-            except BaseException:  # Ctrl-C: nobody can tell what was sent
+            except BaseException:  # Ctrl-C: what was sent is unknown
                 self._broken("it was interrupted as it sent a record")
                 raise
 

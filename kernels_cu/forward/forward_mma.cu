@@ -100,7 +100,7 @@ struct Rows {
   float to_log2;
   int first, end;  // of the warp's rows, and of the sequence's rows in this block
 
-  // Rows past the end are treated as the last row, so that they read no bias of their own; nobody stores them.
+  // Rows past the end are treated as the last row, so that they read no bias of their own; they are not stored.
   __device__ __forceinline__ int row(int block, int half) const {
     return at_most(end - 1, first + 16 * block + 8 * half + lane_id() / 4);
   }

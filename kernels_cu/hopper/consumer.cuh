@@ -157,7 +157,7 @@ struct Consumer {
     release_values();
   }
 
-  // Behind the last key of a packed sequence lie values of another one, in a cache those of nobody, and 0 * NaN is NaN.
+  // Behind the last key of a packed sequence lie values of another one, in a cache unused rows, and 0 * NaN is NaN.
   // Each consumer clears them for itself: what the other writes is the same.
   __device__ __forceinline__ void clear_values_past(int count) {
     if (count >= BLOCK_N) return;

@@ -8,8 +8,8 @@
 // A section is as many heads as L2 can hold the keys and values of, so that the tiles of its heads find them there.
 // With a causal mask or a window, later rows see more keys and come first: what is left to the end is short. A block
 // takes the tile of its own number first and further ones by drawing numbers from a counter. Each tile draws once, for
-// the one after it; so a launch draws `tiles` numbers, and whoever draws the last puts the counter back to 0 for the
-// next launch.
+// the one after it; so a launch draws `tiles` numbers, and the block that draws the last puts the counter back to 0
+// for the next launch.
 #pragma once
 
 #include "common/mask.cuh"

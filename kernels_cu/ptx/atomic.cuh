@@ -12,7 +12,7 @@ DEVICE int load_acquire(const int* pointer) {
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(pointer) : "memory");
   return v;
 }
-// What this thread wrote, or saw through a barrier, is visible to whoever acquires the value.
+// What this thread wrote, or saw through a barrier, is visible to the thread that acquires the value.
 DEVICE void store_release(int* pointer, int v) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(pointer), "r"(v) : "memory");
 }
