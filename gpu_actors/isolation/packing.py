@@ -221,19 +221,18 @@ class _Packer(pickle.Pickler):
         return _itself, (_MARK,)
 
     def _place(self, own: Any, array: Host) -> None:
-        begin, end = _extent(array)
+        first = _first(array)
+        begin, end = _extent(array, first)
         code = _code(array.dtype)
         sent = None
         if (start := self._arena.find(begin)) is not None:
             if start not in self.blocks:
                 self._arena.hold(start)
                 self.blocks.append(start)
-            place = self._block(code, array, start, begin - self._arena.address - start)
+            place = self._block(code, array, start, first - self._arena.address - start)
         elif array.nbytes <= INLINE and end - begin <= INLINE:
-            memory = np.empty(max(end - begin, 1), np.uint8)
-            np.copyto(_like(array, memory, begin), array)
-            first, written = _first(array) - begin, array.flags.writeable
-            place = (_IN_RECORD, code, array.shape, array.strides, memory.tobytes(), first, written)
+            data = array.tobytes() if array.flags.c_contiguous and array.size else _spanned(array, first, begin, end)
+            place = (_IN_RECORD, code, array.shape, array.strides, data, first - begin, array.flags.writeable)
         else:
             # Arrays over the very same elements stay that, so that what is written to one is read from the other.
             key = (begin, end, array.shape, array.strides, code, array.flags.writeable)
@@ -242,9 +241,9 @@ class _Packer(pickle.Pickler):
             else:
                 start, lead = self._room(end - begin)
                 memory = self._arena.memory(start + lead, max(end - begin, 1))
-                sent = _like(array, memory, begin)
+                sent = _like(array, memory, first - begin)
                 np.copyto(sent, array)
-                place = self._block(code, array, start, lead)
+                place = self._block(code, array, start, first - begin + lead)
                 self._same[key] = place, sent
         self.places.append(place)
         self.arguments.append(Argument(own, array, sent))
@@ -260,8 +259,7 @@ class _Packer(pickle.Pickler):
         self._left = max(0, self._left - aligned)
         return self._current, lead
 
-    def _block(self, code: Any, array: Host, start: int, lead: int) -> Any:
-        first = _first(array) - _extent(array)[0] + lead
+    def _block(self, code: Any, array: Host, start: int, first: int) -> Any:
         return _IN_BLOCK, code, array.shape, array.strides, start, first, array.flags.writeable, self._arena.room(start)
 
 
@@ -296,9 +294,9 @@ def _first(array: Host) -> int:
     return address
 
 
-def _extent(array: Host) -> tuple[int, int]:
-    """The addresses of an array's first byte in memory, and behind its last."""
-    begin = end = _first(array)
+def _extent(array: Host, first: int) -> tuple[int, int]:
+    """The addresses of an array's first byte in memory, and behind its last. first: that of its element 0."""
+    begin = end = first
     if array.flags.c_contiguous:
         return begin, end + array.nbytes
     if not array.size:
@@ -311,8 +309,15 @@ def _extent(array: Host) -> tuple[int, int]:
     return begin, end + array.itemsize
 
 
-def _like(array: Host, memory: Host, begin: int) -> Host:
-    return np.ndarray(array.shape, array.dtype, memory, _first(array) - begin, array.strides)
+def _like(array: Host, memory: Host, offset: int) -> Host:
+    return np.ndarray(array.shape, array.dtype, memory, offset, array.strides)
+
+
+def _spanned(array: Host, first: int, begin: int, end: int) -> bytes:
+    """The bytes that an array with gaps spans, of which only its elements are its own."""
+    memory = np.empty(max(end - begin, 1), np.uint8)
+    np.copyto(_like(array, memory, first - begin), array)
+    return memory.tobytes()
 
 
 def _code(dtype: np.dtype[Any]) -> Any:
