@@ -1,6 +1,6 @@
 // How far a function that the hardware approximates may be from the truth. With Arithmetic::nearest it is what the host's
-// mathematical library makes of it, a float next to the truth; with Arithmetic::hardware it errs by any amount that its documentation allows, chosen by the launch's
-// seed, and by the same amount wherever the operand is the same.
+// mathematical library makes of it, a float next to the truth. With Arithmetic::hardware it errs by any amount that its
+// documentation allows, chosen by the launch's seed, and by the same amount wherever the operand is the same.
 #pragma once
 
 #include "emulation/collective.cuh"
@@ -31,12 +31,25 @@ inline float within(double exact, double distance, float operand, uint32_t funct
   const float drawn = static_cast<float>(exact + deviation(operand, function) * (distance - 0.5 * ulp_of(exact)));
   return fabs(drawn - exact) <= distance ? drawn : nearest;  // floats above a power of two are farther apart
 }
-// The same in units of the last place. Zeros and subnormals are exact, too.
-inline float within_ulps(double exact, double ulps, float operand, uint32_t function) {
+// NVIDIA counts ulps from the correctly rounded result: that float, or one up to `ulps` floats from it. Zeros are exact, too.
+inline float within_ulps(double exact, int ulps, float operand, uint32_t function) {
   const float nearest = static_cast<float>(exact);
-  return fabsf(nearest) >= 0x1p-126f ? within(exact, ulps * ulp_of(exact), operand, function) : nearest;
+  if (!like_hardware() || nearest == 0.0f || !(fabsf(nearest) < INFINITY)) return nearest;
+  const int steps = static_cast<int>(lrint(deviation(operand, function) * (ulps + 0.499)));
+  uint32_t magnitude;
+  memcpy(&magnitude, &nearest, 4);
+  const uint32_t sign = magnitude & 0x80000000u;
+  magnitude &= 0x7FFFFFFFu;
+  const int64_t moved = int64_t(magnitude) + steps;
+  magnitude = moved < 0 ? 0 : moved > 0x7F7FFFFF ? 0x7F7FFFFF : uint32_t(moved);
+  const uint32_t bits = sign | magnitude;
+  float drawn;
+  memcpy(&drawn, &bits, 4);
+  return drawn;
 }
 
-enum ApproximateFunction : uint32_t { ex2_, lg2_, rcp_, exp_, exp2_, log_, log2_, tanh_, sin_, cos_, sinpi_, cospi_, rsqrt_ };
+enum ApproximateFunction : uint32_t {
+  ex2_, lg2_, rcp_, exp_, exp2_, log_, log2_, tanh_, sin_, cos_, sinpi_, cospi_, rsqrt_, erf_, exp10_, divide_
+};
 
 }  // namespace emulation

@@ -113,12 +113,9 @@ inline float __fmul_rn(float a, float b) { return opaque(a * b); }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __frcp_rn(float a) { return 1.0f / a; }
 inline float __fsqrt_rn(float a) { return sqrtf(a); }
-inline float __frsqrt_rn(float a) { return 1.0f / sqrtf(a); }
+inline float __frsqrt_rn(float a) { return static_cast<float>(1.0 / sqrt(static_cast<double>(a))); }
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
-inline float __fdividef(float a, float b) { return a / b; }
 inline float __saturatef(float a) { return a > 0.0f ? (a < 1.0f ? a : 1.0f) : 0.0f; }
-inline float __exp10f(float a) { return static_cast<float>(pow(10.0, a)); }
-inline float __powf(float a, float b) { return powf(a, b); }
 inline float __int2float_rn(int a) { return static_cast<float>(a); }
 inline float __uint2float_rn(unsigned a) { return static_cast<float>(a); }
 inline int __float2int_rn(float a) { return static_cast<int>(rintf(a)); }
@@ -127,31 +124,73 @@ inline int __float2int_rd(float a) { return static_cast<int>(floorf(a)); }
 inline int __float2int_ru(float a) { return static_cast<int>(ceilf(a)); }
 inline unsigned __float2uint_rn(float a) { return static_cast<unsigned>(rintf(a)); }
 
-// ---- functions that CUDA's library approximates. Errors of those with a plain name: table of standard functions in the
-// CUDA C++ Programming Guide, mathematical functions, rounded up to 2 ulp. Those with underscores come from ex2, lg2,
-// sin, cos and tanh of the PTX ISA (9.7.3): 2^-21.41 (sin) and 2^-21.19 (cos) absolute in [-pi, pi], tanh 2^-11 relative.
-#define EMULATED_FUNCTION(name, host, number)                                                           \
+// ---- functions that CUDA's library approximates. The largest errors of those with a plain name, in ulp from the correctly
+// rounded result, are those of the CUDA C++ Programming Guide 12.6, mathematical functions, table 13.
+#define EMULATED_FUNCTION(name, host, ulps, number)                                                     \
   inline float emulated_##name(float a) {                                                               \
     if (!emulation::like_hardware()) return host##f(a);                                                 \
-    return emulation::within_ulps(host(static_cast<double>(a)), 2.0, a, emulation::number);             \
+    return emulation::within_ulps(host(static_cast<double>(a)), ulps, a, emulation::number);            \
   }
-EMULATED_FUNCTION(expf, exp, exp_)
-EMULATED_FUNCTION(exp2f, exp2, exp2_)
-EMULATED_FUNCTION(logf, log, log_)
-EMULATED_FUNCTION(log2f, log2, log2_)
-EMULATED_FUNCTION(tanhf, tanh, tanh_)
-EMULATED_FUNCTION(sinf, sin, sin_)
-EMULATED_FUNCTION(cosf, cos, cos_)
+EMULATED_FUNCTION(expf, exp, 2, exp_)
+EMULATED_FUNCTION(exp2f, exp2, 2, exp2_)
+EMULATED_FUNCTION(logf, log, 1, log_)
+EMULATED_FUNCTION(log2f, log2, 1, log2_)
+EMULATED_FUNCTION(tanhf, tanh, 2, tanh_)
+EMULATED_FUNCTION(sinf, sin, 2, sin_)
+EMULATED_FUNCTION(cosf, cos, 2, cos_)
+EMULATED_FUNCTION(erff, erf, 2, erf_)
 #undef EMULATED_FUNCTION
 inline float emulated_sinpif(float a) {
-  return emulation::within_ulps(sin(3.14159265358979323846 * a), 2.0, a, emulation::sinpi_);
+  return emulation::within_ulps(sin(3.14159265358979323846 * a), 1, a, emulation::sinpi_);
 }
 inline float emulated_cospif(float a) {
-  return emulation::within_ulps(cos(3.14159265358979323846 * a), 2.0, a, emulation::cospi_);
+  return emulation::within_ulps(cos(3.14159265358979323846 * a), 1, a, emulation::cospi_);
 }
 inline float rsqrtf(float a) {
   if (!emulation::like_hardware()) return 1.0f / sqrtf(a);
-  return emulation::within_ulps(1.0 / sqrt(static_cast<double>(a)), 2.0, a, emulation::rsqrt_);
+  return emulation::within_ulps(1.0 / sqrt(static_cast<double>(a)), 2, a, emulation::rsqrt_);
+}
+
+// Those with underscores: the guide's table of intrinsic functions. Where it says no more than that errors grow, outside
+// [-pi, pi], sine and cosine have the bounds of PTX ISA 9.7.3.18 and 9.7.3.19; beyond 100 pi there is none.
+namespace emulation {
+
+constexpr double PI = 3.14159265358979323846;
+
+inline float fast_angle(double exact, float angle, double near_zero, uint32_t function) {
+  const double size = fabs(static_cast<double>(angle));
+  return within(exact, size <= PI ? near_zero : size <= 2 * PI ? 0x1.6ap-21 : 0x1.3ap-15, angle, function);
+}
+inline float fast_logarithm(double exact, float a, double near_one, int ulps, uint32_t function) {
+  return a >= 0.5f && a <= 2.0f ? within(exact, near_one, a, function) : within_ulps(exact, ulps, a, function);
+}
+inline float fast_power(double exact, float a, double growth, uint32_t function) {
+  return within_ulps(exact, 2 + static_cast<int>(fmin(fabs(growth * a), 1000.0)), a, function);
+}
+
+}  // namespace emulation
+inline float __expf(float a) { return emulation::fast_power(exp(static_cast<double>(a)), a, 1.173, emulation::exp_); }
+inline float __exp10f(float a) { return emulation::fast_power(pow(10.0, a), a, 2.97, emulation::exp10_); }
+inline float __logf(float a) {
+  return emulation::fast_logarithm(log(static_cast<double>(a)), a, 0x1.81p-22, 3, emulation::log_);
+}
+inline float __log2f(float a) {
+  return emulation::fast_logarithm(log2(static_cast<double>(a)), a, 0x1p-22, 2, emulation::log2_);
+}
+inline float __powf(float a, float b) { return emulated_exp2f(b * __log2f(a)); }
+inline float __fdividef(float a, float b) {
+  if (fabsf(b) > 0x1p126f && fabsf(b) < INFINITY) return a * 0.0f;
+  return emulation::within_ulps(static_cast<double>(a) / b, 2, a / b, emulation::divide_);
+}
+inline float __sinf(float a) {
+  return emulation::fast_angle(sin(static_cast<double>(a)), a, 0x1.81p-22, emulation::sin_);
+}
+inline float __cosf(float a) {
+  return emulation::fast_angle(cos(static_cast<double>(a)), a, 0x1.cp-22, emulation::cos_);
+}
+inline float __tanhf(float a) {
+  const double exact = tanh(static_cast<double>(a));
+  return emulation::within(exact, fabs(exact) * 0x1p-11, a, emulation::tanh_);
 }
 #define expf emulated_expf
 #define exp2f emulated_exp2f
@@ -160,17 +199,9 @@ inline float rsqrtf(float a) {
 #define tanhf emulated_tanhf
 #define sinf emulated_sinf
 #define cosf emulated_cosf
+#define erff emulated_erff
 #define sinpif emulated_sinpif
 #define cospif emulated_cospif
-inline float __expf(float a) { return expf(a); }
-inline float __logf(float a) { return logf(a); }
-inline float __log2f(float a) { return log2f(a); }
-inline float __sinf(float a) { return emulation::within(sin(static_cast<double>(a)), 0x1.81p-22, a, emulation::sin_); }
-inline float __cosf(float a) { return emulation::within(cos(static_cast<double>(a)), 0x1.c1p-22, a, emulation::cos_); }
-inline float __tanhf(float a) {
-  const double exact = tanh(static_cast<double>(a));
-  return emulation::within(exact, fabs(exact) * 0x1p-11, a, emulation::tanh_);
-}
 
 // ---- atomics: real ones, since blocks run on several processors
 namespace emulation {

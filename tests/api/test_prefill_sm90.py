@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cases.prefill import CASES, KERNEL, Case, check_on
+from emulated.contraction import arithmetic
 from emulated.forward import problem_of
 
 import gpu_actors as ga
@@ -18,7 +19,7 @@ MODES = (("late", "greedy"), ("eager", "lane"), ("random", "random"), ("late", "
 
 
 def check(case: Case, mode: tuple[str, str]) -> None:
-    emulation = ga.EmulationOptions(delivery=mode[0], schedule=mode[1], seed=3)  # type: ignore[arg-type]
+    emulation = ga.EmulationOptions(delivery=mode[0], schedule=mode[1], seed=3, arithmetic=arithmetic())  # type: ignore[arg-type]
     with ga.open_context("emulated", ga.ContextOptions(emulation=emulation)) as ctx:
         check_on(ctx, case)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ml_dtypes
@@ -17,11 +18,13 @@ from cases.score_mod_gradients import (
     expected_gradients,
 )
 from cases.score_mods import FIRST, MODIFICATIONS, OUT, STATS, case_of, expected, forward_graph
+from emulated.contraction import arithmetic
 
 import gpu_actors as ga
 from gpu_actors.graph.match import match_attention
 from gpu_actors.kernels.dispatch import dispatch_key
 from gpu_actors.kernels.variants import kernel_source
+from gpu_actors.options import Arithmetic
 from gpu_actors.reference.graph import evaluate_graph
 
 NAMES = tuple(MODIFICATIONS)
@@ -34,10 +37,23 @@ def mock() -> Iterator[ga.GpuContext]:
 
 
 @pytest.fixture(scope="module")
-def emulated() -> Iterator[ga.GpuContext]:
-    with ga.open_context("emulated") as ctx:
-        yield ctx
-        assert ctx.cudnn.restarts == 0
+def contexts() -> Iterator[Callable[[Arithmetic], ga.GpuContext]]:
+    opened: dict[Arithmetic, ga.GpuContext] = {}
+    with contextlib.ExitStack() as stack:
+
+        def context_with(arithmetic: Arithmetic) -> ga.GpuContext:
+            if arithmetic not in opened:
+                options = ga.ContextOptions(emulation=ga.EmulationOptions(arithmetic=arithmetic))
+                opened[arithmetic] = stack.enter_context(ga.open_context("emulated", options))
+            return opened[arithmetic]
+
+        yield context_with
+        assert all(ctx.cudnn.restarts == 0 for ctx in opened.values())
+
+
+@pytest.fixture
+def emulated(contexts: Callable[[Arithmetic], ga.GpuContext]) -> ga.GpuContext:
+    return contexts(arithmetic())
 
 
 @pytest.mark.parametrize("name", NAMES)
