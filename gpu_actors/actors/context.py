@@ -328,4 +328,6 @@ def _close(what: str, close: Callable[[], object]) -> None:
     try:
         close()
     except BaseException:
+        # KeyboardInterrupt and SystemExit too: Ctrl-C comes on the main thread, so what is closed raised this one, and
+        # Pykka would answer it by stopping the actors of every other context.
         logger.exception("closing %s raised", what)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ from gpu_actors.isolation.questions import Questions
 from gpu_actors.isolation.records import Report
 from gpu_actors.isolation.relay import Relay, RelayMailbox
 from gpu_actors.options import ContextOptions
-from gpu_actors.runtime.cell import Terminated
+from gpu_actors.runtime.cell import Cell
 from gpu_actors.runtime.children import Children
 from gpu_actors.runtime.timers import Timers
 from gpu_actors.tracing import Trace
@@ -23,25 +22,16 @@ from gpu_actors.tracing.otel import otel_listener
 __all__ = ["RemoteCell", "RemoteChildren"]
 
 
-class RemoteCell:
+class RemoteCell(Cell):
     """What `ActorCell` is for an actor of this process: its handle, its account and its state when it was last seen."""
 
+    mailbox: RelayMailbox
+
     def __init__(self, actor_type: Any, environment: RemoteChildren, relay: Relay) -> None:
-        options = environment.options
-        self.name: str = actor_type.label or actor_type.__name__
-        self.actor_type = actor_type
-        self.environment = environment
-        self.mailbox: RelayMailbox = RelayMailbox(self.name, options.mailbox_capacity, options.max_in_flight, relay)
-        self.mailbox.on_traced = self._trace_answer
+        super().__init__(actor_type, environment, "running", functools.partial(RelayMailbox, relay=relay))
         self.shared: Questions = Questions(self.name, relay.ask)
-        self.handle: Any = actor_type.handle_type(self)
-        self.state: str = "running"
-        self.restarts = 0
         self._earlier_restarts = 0
         self._relay = relay
-        self._lock = threading.Lock()
-        self._watchers: list[Callable[[Terminated], None]] = []
-        self._terminated: Terminated | None = None
 
     def open_stream(self) -> Any:
         """What stands for the actor's stream: it knows what was recorded there."""
@@ -59,35 +49,6 @@ class RemoteCell:
         """Another process follows."""
         self._earlier_restarts = self.restarts
         self.mailbox.begin_again()
-
-    def terminate(self, error: BaseException | None) -> None:
-        """Nothing will follow: tell the watchers."""
-        with self._lock:
-            if self._terminated is not None:
-                return
-            self.state = "stopped" if error is None else "failed"
-            self._terminated = Terminated(self.name, error)
-            watchers, self._watchers = self._watchers, []
-        for watcher in watchers:
-            watcher(self._terminated)
-
-    def watch(self, callback: Callable[[Terminated], None]) -> None:
-        with self._lock:
-            if self._terminated is None:
-                self._watchers.append(callback)
-                return
-        callback(self._terminated)
-
-    def after_fork(self, reason: Callable[[], ActorStopped]) -> None:
-        self._lock = threading.Lock()
-        self.mailbox.after_fork(reason)
-
-    def _trace_answer(self, call: Any) -> None:
-        trace = self.environment.trace
-        if call.error is None:
-            trace.emit("request.completed", actor=self.name, request=call.number)
-        else:
-            trace.emit("request.failed", actor=self.name, request=call.number, error=call.error)
 
 
 class RemoteChildren(Children):

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -50,15 +50,14 @@ Asked = TypeVar("Asked", bound=GenerationRequest)
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """A request that has been read."""
+    """A request that has been read. heading: what every body of its answer says first."""
 
     state: State
     generator: Generator
     asked: GenerationRequest
     exchange: Exchange
     sampling: Sampling
-    name: str
-    created: int
+    heading: dict[str, Any]
 
     @asynccontextmanager
     async def told(self) -> AsyncIterator[Telling]:
@@ -114,7 +113,7 @@ async def completions(request: Request) -> Response:
     def event(text: str, telling: Telling) -> Completion:
         logprobs = _plain_logprobs(telling.take_scored(), work) if asked.logprobs is not None else None
         choice = CompletionChoice(text=text, logprobs=logprobs, finish_reason=telling.finish)
-        return Completion(id=work.name, created=work.created, model=asked.model, choices=[choice])
+        return Completion(**work.heading, choices=[choice])
 
     async def events(writer: Writer) -> None:
         exclude = None if asked.include_usage else _NO_USAGE
@@ -124,10 +123,7 @@ async def completions(request: Request) -> Response:
                 if text or telling.finish:
                     await writer.write(event(text, telling), exclude)
             if asked.include_usage:
-                last = Completion(
-                    id=work.name, created=work.created, model=asked.model, choices=[], usage=telling.usage
-                )
-                await writer.write(last)
+                await writer.write(Completion(**work.heading, choices=[], usage=telling.usage))
 
     if asked.stream:
         return EventStream(events)
@@ -149,7 +145,7 @@ async def chat_completions(request: Request) -> Response:
         return _chat_logprobs(telling.take_scored(), work) if asked.logprobs else None
 
     def chunk(choices: list[ChunkChoice]) -> ChatChunk:
-        return ChatChunk(id=work.name, created=work.created, model=asked.model, choices=choices)
+        return ChatChunk(**work.heading, choices=choices)
 
     async def events(writer: Writer) -> None:
         exclude = None if asked.include_usage else _NO_USAGE
@@ -178,9 +174,7 @@ async def chat_completions(request: Request) -> Response:
         text = await _all(telling)
         assert telling.finish is not None
         choice = ChatChoice(message=ChatMessage(content=text), logprobs=logprobs(telling), finish_reason=telling.finish)
-        answer = ChatCompletion(
-            id=work.name, created=work.created, model=asked.model, choices=[choice], usage=telling.usage
-        )
+        answer = ChatCompletion(**work.heading, choices=[choice], usage=telling.usage)
     return _json(answer.model_dump_json())
 
 
@@ -201,8 +195,8 @@ def _work(request: Request, state: State, asked: GenerationRequest, kind: str, t
     generator = state.models.generator_of(asked.model)
     if isinstance(asked, ChatRequest) and generator.template is None:
         raise Unsupported("model", asked.model, "has no chat template; use /v1/completions")
-    name = f"{kind}-{uuid.uuid4().hex}"
-    return _Work(state, generator, asked, request.scope[KEY], sampling, name, int(time.time()))
+    heading = {"id": f"{kind}-{uuid.uuid4().hex}", "created": int(time.time()), "model": asked.model}
+    return _Work(state, generator, asked, request.scope[KEY], sampling, heading)
 
 
 def _prompt(generator: Generator, asked: GenerationRequest) -> list[int]:

@@ -47,6 +47,15 @@ class Usage(BaseModel):
     prompt_tokens_details: PromptDetails
 
 
+class _Answer(BaseModel):
+    """id: of the request, the same in each event of a stream. created: in seconds of Unix time."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+
+
 class CompletionLogprobs(BaseModel):
     """A list each, one entry a token. text_offset: characters of the answer before the token."""
 
@@ -65,13 +74,10 @@ class CompletionChoice(BaseModel):
     finish_reason: Finish | None = None
 
 
-class Completion(BaseModel):
+class Completion(_Answer):
     """The answer of /v1/completions, and each event of its stream."""
 
-    id: str
     object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
     choices: list[CompletionChoice]
     usage: Usage | None = None
 
@@ -114,13 +120,10 @@ class ChatChoice(BaseModel):
     finish_reason: Finish
 
 
-class ChatCompletion(BaseModel):
+class ChatCompletion(_Answer):
     """The answer of /v1/chat/completions."""
 
-    id: str
     object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
     choices: list[ChatChoice]
     usage: Usage
 
@@ -146,13 +149,10 @@ class ChunkChoice(BaseModel):
     finish_reason: Finish | None = None
 
 
-class ChatChunk(BaseModel):
+class ChatChunk(_Answer):
     """An event of a stream of /v1/chat/completions."""
 
-    id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
     choices: list[ChunkChoice]
     usage: Usage | None = None
 

@@ -229,12 +229,17 @@ class Call(Local, Generic[T]):
         for gate in threads or ():
             if gate.locked():
                 gate.release()
+        interrupted: BaseException | None = None
         for callback in callbacks:
             try:
                 callback(self)
-            except BaseException:
+            except Exception:
                 logger.exception("what waited for a request raised")
+            except BaseException as error:  # Ctrl-C is the program's, once the others have been called
+                interrupted = error
         self.mailbox.tell_idle()
+        if interrupted is not None:
+            raise interrupted
 
     # Waiting for it
 

@@ -20,7 +20,7 @@ from gpu_actors.runtime.progress import Progress
 if TYPE_CHECKING:
     from gpu_actors.runtime.pykka_base import ActorRef
 
-__all__ = ["ActorCell", "ChildReport", "Terminated"]
+__all__ = ["ActorCell", "Cell", "ChildReport", "Terminated"]
 
 logger: logging.Logger = logging.getLogger("gpu_actors")
 
@@ -49,37 +49,88 @@ class Incarnation(Protocol):
     actor_urn: str
 
 
-class ActorCell:
-    """Mailbox, stream, completion and state of one child of a ContextActor.
+class Cell:
+    """The place in a context that an actor fills, as its handle and its watchers see it, wherever the actor runs.
 
-    ``state``, ``restarts`` and ``ref`` are written by the ContextActor's thread alone. ``busy_since`` is the clock's
-    reading when the actor took what it is working on, None while it is not. ``stream`` is None before the first launch
-    (see `open_stream`). ``shared`` is what all incarnations share (see `ServiceActor.make_shared`).
+    ``state`` and ``restarts`` are written by the thread that supervises the actor, alone.
     """
 
-    def __init__(self, actor_type: type[ActorType], environment: Environment) -> None:
+    def __init__(
+        self,
+        actor_type: type[ActorType],
+        environment: Environment,
+        state: str,
+        make_mailbox: Callable[[str, int, int], Mailbox] = Mailbox,
+    ) -> None:
         options = environment.options
         self.name: str = actor_type.label or actor_type.__name__
         self.actor_type = actor_type
         self.environment = environment
-        self.mailbox: Mailbox = Mailbox(self.name, options.mailbox_capacity, options.max_in_flight)
+        self.mailbox: Mailbox = make_mailbox(self.name, options.mailbox_capacity, options.max_in_flight)
         self.mailbox.on_traced = self._trace_answer
+        made: Any = actor_type  # what `ServiceActor` adds to ActorType knows cells
+        self.handle: Any = made.handle_type(self)
+        self.state: str = state
+        self.restarts = 0
+        self._lock = threading.Lock()
+        self._watchers: list[Callable[[Terminated], None]] = []
+        self._terminated: Terminated | None = None
+
+    def terminate(self, error: BaseException | None) -> None:
+        """No incarnation will follow: tell the watchers."""
+        with self._lock:
+            if self._terminated is not None:
+                return
+            self.state = "stopped" if error is None else "failed"
+            self._terminated = Terminated(self.name, error)
+            watchers, self._watchers = self._watchers, []
+        for watcher in watchers:
+            try:
+                watcher(self._terminated)
+            except BaseException:
+                # It runs on the thread that supervises, which every other actor still needs.
+                logger.exception("a watcher of %s raised", self.name)
+
+    def watch(self, callback: Callable[[Terminated], None]) -> None:
+        with self._lock:
+            if self._terminated is None:
+                self._watchers.append(callback)
+                return
+        callback(self._terminated)
+
+    def after_fork(self, reason: Callable[[], ActorStopped]) -> None:
+        """Close the child process's copy, which has no actor, and answer its calls."""
+        self._lock = threading.Lock()
+        self.mailbox.after_fork(reason)
+
+    def _trace_answer(self, call: Call[Any]) -> None:
+        trace = self.environment.trace
+        if call.error is None:
+            trace.emit("request.completed", actor=self.name, request=call.number)
+        else:
+            trace.emit("request.failed", actor=self.name, request=call.number, error=call.error)
+
+
+class ActorCell(Cell):
+    """Mailbox, stream, completion and state of one child of a ContextActor, on whose thread ``ref`` is written too.
+
+    ``busy_since`` is the clock's reading when the actor took what it is working on, None while it is not. ``stream`` is
+    None before the first launch (see `open_stream`). ``shared`` is what all incarnations share (see
+    `ServiceActor.make_shared`).
+    """
+
+    def __init__(self, actor_type: type[ActorType], environment: Environment) -> None:
+        super().__init__(actor_type, environment, "starting")
         self.progress: Progress = Progress(
-            options.degraded_after, lambda: self.mailbox.answered.get(None, 0), self._failing
+            environment.options.degraded_after, lambda: self.mailbox.answered.get(None, 0), self._failing
         )
         self.completion: Completion = Completion(
             self.name, self.mailbox, environment.clock, environment.context_lost, self.progress
         )
-        made: Any = actor_type  # what `ServiceActor` adds to ActorType knows cells
-        self.handle: Any = made.handle_type(self)
-        self.state: str = "starting"
-        self.restarts = 0
         self.busy_since: float | None = None
         self.ref: ActorRef[Any] | None = None
         self.stream: Stream | None = None
-        self._lock = threading.Lock()
-        self._watchers: list[Callable[[Terminated], None]] = []
-        self._terminated: Terminated | None = None
+        made: Any = actor_type
         self.shared: Any = made.make_shared(self)
 
     def open_stream(self) -> Stream:
@@ -101,21 +152,6 @@ class ActorCell:
         if self.ref is not None and self.ref.is_alive():
             self.ref.stop(block=False)
 
-    def terminate(self, error: BaseException | None) -> None:
-        """No incarnation will follow: tell the watchers."""
-        with self._lock:
-            if self._terminated is not None:
-                return
-            self.state = "stopped" if error is None else "failed"
-            self._terminated = Terminated(self.name, error)
-            watchers, self._watchers = self._watchers, []
-        for watcher in watchers:
-            try:
-                watcher(self._terminated)
-            except BaseException:
-                # It runs on the supervisor's thread, which every other actor still needs.
-                logger.exception("a watcher of %s raised", self.name)
-
     def retire(self, failure: ActorFailed | None = None) -> None:
         """The incarnation has stopped, of itself or with this failure, and no other one follows: refuse calls, answer
         those that wait, tell the watchers."""
@@ -130,17 +166,8 @@ class ActorCell:
         self.mailbox.fail_all(reason)
         self.terminate(failure)
 
-    def watch(self, callback: Callable[[Terminated], None]) -> None:
-        with self._lock:
-            if self._terminated is None:
-                self._watchers.append(callback)
-                return
-        callback(self._terminated)
-
     def after_fork(self, reason: Callable[[], ActorStopped]) -> None:
-        """Close the child process's copy, which has no actor, and answer its calls."""
-        self._lock = threading.Lock()
-        self.mailbox.after_fork(reason)
+        super().after_fork(reason)
         forked = getattr(self.shared, "after_fork", None)
         if forked is not None:
             forked(reason)
@@ -175,10 +202,3 @@ class ActorCell:
     def _held(self) -> list[Call[Any]]:
         self.mailbox.gather(0)
         return self.mailbox.held(self.completion.calls())
-
-    def _trace_answer(self, call: Call[Any]) -> None:
-        trace = self.environment.trace
-        if call.error is None:
-            trace.emit("request.completed", actor=self.name, request=call.number)
-        else:
-            trace.emit("request.failed", actor=self.name, request=call.number, error=call.error)

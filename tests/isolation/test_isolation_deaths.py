@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 import pytest
 from fakes.saboteur import Saboteur
+from support.service import eventually
 
 import gpu_actors as ga
 from gpu_actors.testing import FaultPlan
@@ -157,6 +158,7 @@ def test_an_allowance_that_is_used_up_fails_the_context() -> None:
     options = ga.ContextOptions(actors=(Saboteur,), restart=ga.RestartPolicy(max_restarts=1, backoff=0.0))
     with ga.open_context("mock", options, isolation="process") as ctx:
         ended: list[ga.Terminated] = []
+        ctx.flash_attn.watch(lambda terminated: 1 / 0)
         ctx.flash_attn.watch(ended.append)
         for _ in range(2):
             with pytest.raises(ga.ContextLost):
@@ -165,7 +167,7 @@ def test_an_allowance_that_is_used_up_fails_the_context() -> None:
             ctx.flash_attn.forward(rows(), rows(), rows()).result(30.0)
         health = ctx.health()
         assert (health.state, health.ready) == ("failed", False)
-        assert [type(each.error) for each in ended] == [ga.ContextLost]
+        eventually(lambda: [type(each.error) for each in ended] == [ga.ContextLost])
 
 
 def test_shared_arrays_outlive_the_process(context: ga.GpuContext) -> None:
@@ -258,6 +260,7 @@ import signal, sys, time
 import numpy as np
 import gpu_actors as ga
 from fakes.saboteur import Saboteur
+from support.service import eventually
 options = ga.ContextOptions(actors=(Saboteur,), hang_timeout=100.0)
 if __name__ == "__main__":
     with ga.open_context("mock", options, isolation="process") as ctx:

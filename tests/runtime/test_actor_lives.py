@@ -90,7 +90,7 @@ def test_what_is_shared_is_found_again_after_a_restart_and_closed_in_the_end() -
 
 
 @pytest.mark.usefixtures("patient_closing")
-@pytest.mark.parametrize("error", [ZeroDivisionError(), SystemExit(1)])
+@pytest.mark.parametrize("error", [ZeroDivisionError(), SystemExit(1), KeyboardInterrupt()])
 @pytest.mark.parametrize("broken", ["shared", "device"])
 def test_what_raises_when_it_is_closed_keeps_nothing_else_open(
     error: BaseException, broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -116,11 +116,14 @@ def test_what_raises_when_it_is_closed_keeps_nothing_else_open(
 
         monkeypatch.setattr(MockDevice, "close", close_and_raise)
     with no_threads_left():
+        other = ga.open_context("mock").__enter__()
         with ga.open_context("mock", ga.ContextOptions(actors=(Keeper,))) as ctx:
             ctx.flash_attn.forward(rows(), rows(), rows()).result(30.0)
             began = time.monotonic()
         assert time.monotonic() - began < AT_ONCE
         assert ctx.health().state == "stopped"
+        other.flash_attn.forward(rows(), rows(), rows()).result(30.0)
+        other.close()
 
         def fail(number: int) -> None:
             raise OSError("cannot open either")

@@ -134,6 +134,17 @@ def test_an_interrupted_answer_reaches_every_waiter(how: str) -> None:
     assert each_point(FILES, make) > 20
 
 
+def test_ctrl_c_in_a_callback_behind_one_that_raises_reaches_the_program() -> None:
+    call = Call("message", Mailbox("actor", 4, 4))
+    called: list[str] = []
+    call.when_done(lambda _: 1 // 0)  # type: ignore[arg-type, return-value]
+    call.when_done(lambda _: interrupt())
+    call.when_done(lambda _: called.append("third"))
+    with pytest.raises(KeyboardInterrupt):
+        call.resolve("value")
+    assert called == ["third"]
+
+
 def test_an_interrupted_last_answer_ends_a_drain() -> None:
     def make() -> Case:
         awaited = Awaited()
