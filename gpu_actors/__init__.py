@@ -36,6 +36,7 @@ from gpu_actors.errors import (
     RequestError,
     StaleBuffer,
     Unsupported,
+    WorkerLost,
     WouldBlock,
 )
 from gpu_actors.graph.graph import OperationGraph
@@ -143,6 +144,7 @@ __all__ = [
     "TraceEvent",
     "Unsupported",
     "WarmedVariant",
+    "WorkerLost",
     "WouldBlock",
     "__version__",
     "open_context",

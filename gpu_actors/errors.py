@@ -14,6 +14,7 @@ GpuActorsError
 ├── CacheFull                  no page left in a KV cache; nothing was written
 ├── StaleBuffer                the buffer belongs to a closed cache, an earlier generation or another process
 ├── ContextLost                the device context is gone; everything in flight failed
+│   └── WorkerLost             with the worker that had it; says whether the request may have been carried out
 ├── ActorStopped               the actor is stopped, or stopped before it answered
 │   └── ActorFailed            the actor raised while it handled this request
 ├── WouldBlock                 a blocking call on the thread of a running event loop
@@ -26,7 +27,7 @@ Errors pickle with their fields, notes and cause.
 from __future__ import annotations
 
 import pickle
-from typing import Any
+from typing import Any, Literal
 
 from gpu_actors.values import show
 
@@ -49,6 +50,7 @@ __all__ = [
     "RequestError",
     "StaleBuffer",
     "Unsupported",
+    "WorkerLost",
     "WouldBlock",
 ]
 
@@ -205,6 +207,22 @@ class ContextLost(GpuActorsError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+class WorkerLost(ContextLost):
+    """A worker is gone, and the device context with it. Everything that it held (caches, sequences, kernels) is lost.
+
+    worker: its name. generation: the one that was lost. happened: "no" where the request never reached the worker,
+    "unknown" where it may have been carried out.
+    """
+
+    def __init__(
+        self, message: str, generation: int = 0, worker: str = "", happened: Literal["no", "unknown"] = "unknown"
+    ) -> None:
+        super().__init__(message, generation)
+        self.args: tuple[Any, ...] = (message, generation, worker, happened)
+        self.worker = worker
+        self.happened: Literal["no", "unknown"] = happened
 
 
 class ActorStopped(GpuActorsError):

@@ -66,6 +66,13 @@ class KvCache(Local):
         self._generation = 0
         self._lock = threading.Lock()
 
+    @classmethod
+    def at(cls, children: Children, handle: ActorHandle, spec: KvCacheSpec, number: int, generation: int) -> KvCache:
+        """Another handle of a pool that is open, for functions that run beside its context."""
+        cache = cls(children, handle, spec)
+        cache._number, cache._generation = number, generation
+        return cache
+
     def __repr__(self) -> str:
         spec = self._spec
         state = {0: "not entered", -1: "opening"}.get(self._number, f"#{self._number}")
@@ -176,6 +183,7 @@ class KvCache(Local):
         positions: Array | None = None,
         rope_cos: Array | None = None,
         rope_sin: Array | None = None,
+        expect_length: int | Sequence[int] | None = None,
         deadline: float | None = None,
         timeout: float | None = None,
         priority: int = 0,
@@ -195,6 +203,7 @@ class KvCache(Local):
             positions=positions,
             rope_cos=rope_cos,
             rope_sin=rope_sin,
+            expect_length=expect_length,
         )
         return self._submit(message, deadline, timeout, priority, seqs)
 
@@ -223,6 +232,7 @@ class KvCache(Local):
         positions: Array | None = None,
         rope_cos: Array | None = None,
         rope_sin: Array | None = None,
+        expect_length: int | Sequence[int] | None = None,
         deadline: float | None = None,
         timeout: float | None = None,
         priority: int = 0,
@@ -255,6 +265,7 @@ class KvCache(Local):
             positions=positions,
             rope_cos=rope_cos,
             rope_sin=rope_sin,
+            expect_length=expect_length,
         )
         return self._submit(message, deadline, timeout, priority, seqs)
 

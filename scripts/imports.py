@@ -41,6 +41,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("gpu_context",),
     ("isolation",),
     ("context",),
+    ("remote",),
+    ("distributed",),
     ("metrics", "otel_metrics", "interop", "embedding", "generation", "testing"),
     ("serving",),
     ("asgi",),

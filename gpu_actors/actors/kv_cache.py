@@ -32,6 +32,7 @@ from gpu_actors.kv.requests import (
     CreateSequence,
     ForkSequence,
     FreeSequence,
+    KvSequence,
     OpenCache,
     TruncateSequence,
 )
@@ -157,6 +158,7 @@ class KvCacheActor(ServiceActor):
         _check_append(rows.problem(cache.pool), self._store.arch)
         _check_once(tables)
         work = KvWork(call=call, cache=cache, tables=tables, request=None, plan=None, rows=rows, single=single)
+        work.expected = _expected(message)
         return work, None if rows.merge_key is None else ("append", cache.number, rows.merge_key)
 
     def _attend(
@@ -194,6 +196,7 @@ class KvCacheActor(ServiceActor):
             else:
                 rows = None  # nothing to append, and so nothing to launch either
         work = KvWork(call=call, cache=cache, tables=tables, request=request, plan=plan, rows=rows, template=template)
+        work.expected = _expected(message)
         work.result = call.message.out  # the caller's own array, where it gave one, and not what was adopted
         shared = merge_key(plan, request)
         if shared is None or (rows is not None and rows.merge_key is None):
@@ -280,6 +283,19 @@ class _KvCoalescer(Coalescer[KvWork]):
 
 
 _MESSAGES = (AppendRows, AttendCache, CloseCache, CreateSequence, ForkSequence, FreeSequence, TruncateSequence)
+
+
+def _expected(message: AppendRows | AttendCache) -> list[int] | None:
+    """The lengths that the sequences must have before a request. Raises `InvalidRequest`."""
+    given = message.expect_length
+    if given is None:
+        return None
+    if isinstance(message.seqs, KvSequence):
+        return [integer("expect_length", given, 0)]
+    count = len(message.seqs)
+    reason = f"must be a list of {count} lengths, one a sequence"
+    expect(isinstance(given, list | tuple) and len(given) == count, "expect_length", given, reason)
+    return [integer(f"expect_length[{index}]", length, 0) for index, length in enumerate(given)]
 
 
 def _check_append(problem: AppendProblem, arch: str) -> None:

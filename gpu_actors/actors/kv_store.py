@@ -49,15 +49,16 @@ _MOST_ELEMENTS = 1 << 58  # of a pool: their bytes, and the addresses in it, fit
 class KvWork(Work):
     """A request on a cache that waits for its launch, or is in flight.
 
-    request, plan: None where it only appends. rows: new ones, or None. appending: the kernels that append and that copy
-    pages, or none. single: the sequence was not in a list. table, lengths, writes: since `OpenedCache.begin`. lost: a
-    launch that it builds on has failed.
+    request, plan: None where it only appends. rows: new ones, or None. expected: what the lengths before it must be, or
+    None. appending: the kernels that append and that copy pages, or none. single: the sequence was not in a list.
+    table, lengths, writes: since `OpenedCache.begin`. lost: a launch that it builds on has failed.
     """
 
     request: PagedForward | None
     cache: OpenedCache
     tables: list[PageTable]
     rows: NewRows | None = None
+    expected: list[int] | None = None
     appending: tuple[Kernel, ...] = ()
     single: bool = False
     table: Any = None
@@ -164,6 +165,9 @@ class OpenedCache:
     def _reserve(self, work: KvWork) -> None:
         tables, rows = work.tables, work.rows
         lengths = [table.length for table in tables]
+        if work.expected is not None and lengths != work.expected:
+            reason = f"must be the rows that there are before the request, {lengths}: another one came first"
+            raise InvalidRequest("expect_length", work.expected, reason)
         if rows is not None:
             counts = rows.counts.tolist()
             rows.check_reach(np.array(lengths, np.int32) + rows.counts)

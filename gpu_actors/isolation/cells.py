@@ -11,7 +11,7 @@ from gpu_actors.devices.interface import DeviceInfo
 from gpu_actors.errors import ActorStopped, ContextLost
 from gpu_actors.isolation.questions import Questions
 from gpu_actors.isolation.records import Report
-from gpu_actors.isolation.relay import Relay, RelayMailbox
+from gpu_actors.isolation.relay import Reason, Relay, RelayMailbox
 from gpu_actors.options import ContextOptions
 from gpu_actors.runtime.cell import Cell
 from gpu_actors.runtime.children import Children
@@ -19,7 +19,14 @@ from gpu_actors.runtime.timers import Timers
 from gpu_actors.tracing import Trace
 from gpu_actors.tracing.otel import otel_listener
 
-__all__ = ["RemoteCell", "RemoteChildren"]
+__all__ = ["MakeLost", "RemoteCell", "RemoteChildren", "context_lost"]
+
+MakeLost = Callable[[str, int, bool], ContextLost]
+"""Makes the error for requests of a lost generation: message, generation, whether a worker had the request."""
+
+
+def context_lost(message: str, generation: int, _: bool) -> ContextLost:
+    return ContextLost(message, generation)
 
 
 class RemoteCell(Cell):
@@ -54,7 +61,14 @@ class RemoteCell(Cell):
 class RemoteChildren(Children):
     """The environment of an isolated context. ``lost`` is None between two generations: another process follows."""
 
-    def __init__(self, info: DeviceInfo, options: ContextOptions, relay: Relay, actors: tuple[Any, ...]) -> None:
+    def __init__(
+        self,
+        info: DeviceInfo,
+        options: ContextOptions,
+        relay: Relay,
+        actors: tuple[Any, ...],
+        make_lost: MakeLost = context_lost,
+    ) -> None:
         spans = otel_listener()
         device: Any = _RemoteDevice(info)
         super().__init__(
@@ -65,6 +79,7 @@ class RemoteChildren(Children):
             supervise=_ignore,
             carry_context=spans is not None,
         )
+        self.make_lost: MakeLost = make_lost
         self.notes_caller = False  # no stream of a device is handed over
         cells: dict[str, Any] = {}
         for actor_type in actors:
@@ -79,15 +94,16 @@ class RemoteChildren(Children):
             cell.mailbox.there(counts)
             cell.seen(report.health.actors[name], report.restarts[name])
 
-    def next_generation(self, cause: str) -> Callable[[], ContextLost]:
-        """The process is lost. Gives what makes the error of each request that it had."""
+    def next_generation(self, cause: str) -> Reason:
+        """The worker is lost. Gives what makes the error of each request that it had."""
         generation = self.generation
         self.generation += 1
-        self.trace.emit("context.lost", generation=generation, error=ContextLost(cause, generation))
+        self.trace.emit("context.lost", generation=generation, error=self.make_lost(cause, generation, True))
         for cell in self.cells.values():
             there: Any = cell
             there.begin_again()
-        return functools.partial(_lost, generation, cause)
+        message = f"generation {generation} of the context is lost: {cause}"
+        return functools.partial(self.make_lost, message, generation)
 
 
 class _RemoteDevice:
@@ -101,10 +117,6 @@ class _RemoteDevice:
 class _Recordings:
     def __init__(self, ask: Callable[[], Any]) -> None:
         self.recording_stats = ask
-
-
-def _lost(generation: int, cause: str) -> ContextLost:
-    return ContextLost(f"generation {generation} of the context is lost: {cause}", generation)
 
 
 def _ignore(_: Any) -> None:

@@ -8,10 +8,9 @@ import socket
 from typing import Any
 
 from gpu_actors.isolation.arena import Arena
-from gpu_actors.isolation.channel import Link
-from gpu_actors.isolation.pipe import PipeChannel, Unreadable
-from gpu_actors.isolation.records import Refused
-from gpu_actors.isolation.worker import Worker
+from gpu_actors.isolation.context_worker import ContextWorker
+from gpu_actors.isolation.pipe import PipeChannel
+from gpu_actors.isolation.workplace import Order
 
 __all__ = ["main"]
 
@@ -21,38 +20,18 @@ _IDLE = 3600.0
 def main(descriptors: list[int], order: bytes) -> None:
     """Serve one context until the program stops it, or is gone.
 
-    descriptors: the socket, the arena of requests and that of answers. order: pickled (device, options, generation).
+    descriptors: the socket, the arena of requests and that of answers. order: an `Order` as a tuple, pickled.
     """
     requests, answers = Arena(descriptors[1]), Arena(descriptors[2])
     requests.close()
     answers.close()
-    ended = False
-
-    def end() -> None:
-        nonlocal ended
-        ended = True
 
     def received(sequence: int, record: Any) -> None:
-        link.received(sequence, record)
-
-    def handle(record: Any) -> None:
-        if isinstance(record, Unreadable):
-            worker.unreadable(record.about, record.error)
-        else:
-            worker.received(record)
-
-    def tick() -> float:
-        link.check()
-        return -1.0 if ended else _IDLE
+        worker.received(sequence, record)
 
     channel = PipeChannel(socket.socket(fileno=descriptors[0]), False, answers, requests, received)
-    link = Link(channel, handle, lambda _: end())
-    worker = Worker(link.send, end)
-    try:
-        worker.open(*pickle.loads(order))
-    except BaseException as error:
-        link.send(Refused(error))
-        ended = True
-    channel.serve(tick)
+    worker = ContextWorker(channel)
+    worker.open(Order(*pickle.loads(order)))
+    channel.serve(lambda: -1.0 if worker.ended else _IDLE)
     # Nothing that still hangs here may keep the process: the driver takes back what it had.
     os._exit(0)

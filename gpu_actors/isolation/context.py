@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -10,17 +10,19 @@ from gpu_actors.actors.context import GiveUp, Stop
 from gpu_actors.errors import DeadlineExceeded
 from gpu_actors.gpu_context import BUILT_IN, GpuContext, registered
 from gpu_actors.health import Health
-from gpu_actors.isolation.cells import RemoteChildren
+from gpu_actors.isolation.cells import MakeLost, RemoteChildren, context_lost
 from gpu_actors.isolation.crossing import check_options
 from gpu_actors.isolation.generations import Generations
+from gpu_actors.isolation.processes import ChildProcess
 from gpu_actors.isolation.records import Opened
 from gpu_actors.isolation.relay import Relay
+from gpu_actors.isolation.workplace import Workplace
 from gpu_actors.options import ContextOptions
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.mailbox import Mailbox
 from gpu_actors.runtime.reply import Reply
 
-__all__ = ["IsolatedContext", "open_isolated"]
+__all__ = ["IsolatedContext", "Started", "open_isolated", "start_isolated"]
 
 
 class IsolatedContext(GpuContext):
@@ -33,8 +35,8 @@ class IsolatedContext(GpuContext):
     @property
     def pid(self) -> int | None:
         """The id of the process that answers now, None between two of them."""
-        process = self._generations.process
-        return None if process is None else process.pid
+        connection = self._generations.connection
+        return None if connection is None else connection.pid
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any = np.float32) -> np.ndarray[Any, Any]:
         return self._generations.empty(shape, dtype)
@@ -98,21 +100,37 @@ class _Root:
             self._generations.kill()
 
 
-def open_isolated(device: str, options: ContextOptions) -> tuple[GpuContext, str | None]:
-    """Open a context in a process of its own. Gives it, and why "auto" is not CUDA there. Blocks.
+class Started(NamedTuple):
+    """A context whose first worker has opened it. obstacle: why "auto" is not CUDA there."""
+
+    children: RemoteChildren
+    generations: Generations
+    obstacle: str | None
+
+
+def start_isolated(
+    device: str, options: ContextOptions, workplace: Workplace, make_lost: MakeLost = context_lost
+) -> Started:
+    """Have a worker open a context. Blocks.
 
     Raises what opening raises, and `InvalidRequest` for options that cannot cross.
     """
     sent = check_options(options)
 
     def make_children(opened: Opened, relay: Relay) -> RemoteChildren:
-        children = RemoteChildren(opened.info, options, relay, (*BUILT_IN, *options.actors))
+        children = RemoteChildren(opened.info, options, relay, (*BUILT_IN, *options.actors), make_lost)
         relay.kernel_cell = children.cells["kernels"]
         return children
 
-    generations = Generations(device, options, sent, make_children)
+    generations = Generations(device, options, sent, make_children, workplace)
     generations.start()
     children, obstacle = generations.opened.result()
+    return Started(children, generations, obstacle)
+
+
+def open_isolated(device: str, options: ContextOptions) -> tuple[GpuContext, str | None]:
+    """Open a context in a process of its own. Gives it, and why "auto" is not CUDA there. As `start_isolated`."""
+    children, generations, obstacle = start_isolated(device, options, ChildProcess())
     return registered(IsolatedContext(children, generations)), obstacle
 
 
@@ -132,11 +150,12 @@ def _examine(generations: Generations, children: Any, stopped: bool) -> Health:
         return verdict("stopped", False, "the context is closed" if failed is None else str(failed))
     if children.draining:
         return verdict("draining", False, "the context is draining")
+    noun = generations.workplace.noun
     if state != "ready":
-        return verdict("degraded", False, f"the context's process is being replaced: {generations.reason}")
+        return verdict("degraded", False, f"the context's {noun} is being replaced: {generations.reason}")
     silent = generations.silence()
     if silent > children.hang_timeout / 2:
-        return verdict("stalled", False, f"the context's process has not answered for {silent:.1f} s")
+        return verdict("stalled", False, f"the context's {noun} has not answered for {silent:.1f} s")
     if seen is None:
         return verdict("ready", True, "")
     return verdict(seen.state, seen.ready, seen.reason)

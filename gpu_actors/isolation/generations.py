@@ -1,18 +1,16 @@
-"""Generations: one process after the other for one context, each watched by the context's thread.
+"""Generations: one worker after the other for one context, each watched by the context's thread.
 
     start ──> opened ──> serve ──> lost ──> wait for its end ──> backoff ──> start ...
       │                    │                                       │
       └── refused          └── closing: stop, end                  └── the restart policy's allowance is used up: failed
 
-A generation is lost when its process ends, stops answering for ``hang_timeout``, loses its device context, or when a
-record of its channel is missing.
+A generation is lost when its worker ends, stops answering for ``hang_timeout``, loses its device context, or when a
+record of its channel is missing. A `Workplace` starts them: what a worker runs in is not known here.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import socket
+import functools
 import threading
 import time
 from collections import deque
@@ -22,13 +20,13 @@ from typing import Any
 
 from gpu_actors.errors import ActorStopped, ContextLost, GpuActorsError
 from gpu_actors.health import Health
-from gpu_actors.isolation.arena import Arena, Host
+from gpu_actors.isolation.arena import Host
 from gpu_actors.isolation.cells import RemoteChildren
 from gpu_actors.isolation.channel import Link
-from gpu_actors.isolation.pipe import PipeChannel, Unreadable
+from gpu_actors.isolation.pipe import Unreadable
 from gpu_actors.isolation.records import Answer, Opened, Ping, Refused, Report, Stop
 from gpu_actors.isolation.relay import Relay
-from gpu_actors.isolation.spawning import Process, spawn
+from gpu_actors.isolation.workplace import Connection, Order, Workplace
 from gpu_actors.options import ContextOptions
 from gpu_actors.runtime.waking import Outbox
 
@@ -37,17 +35,14 @@ __all__ = ["Generations"]
 # Seconds between two pings, at most.
 _PING = 1.0
 
-# Seconds until a process that was killed must have ended; longer, and its shared memory is not used again.
-_DYING = 10.0
-
 # Seconds for a context to open in its process: a driver may take its time, and a kernel be compiled.
 _OPENING = 300.0
 
 
 class Generations:
-    """The processes of one context, and the thread that talks to them.
+    """The workers of one context, and the thread that talks to them.
 
-    make_children: makes the context's environment of the first `Opened`. options: as its process takes them.
+    make_children: makes the context's environment of the first `Opened`. sent: the options as a worker takes them.
     """
 
     def __init__(
@@ -56,6 +51,7 @@ class Generations:
         options: ContextOptions,
         sent: ContextOptions,
         make_children: Callable[[Opened, Relay], RemoteChildren],
+        workplace: Workplace,
     ) -> None:
         self._device = device
         self._options = options
@@ -63,14 +59,13 @@ class Generations:
         self._make_children = make_children
         self.opened: Future[tuple[RemoteChildren, str | None]] = Future()
         self.relay: Relay = Relay(options.mailbox_capacity, self._wake)
-        self.arena: Arena = Arena()
+        self.workplace: Workplace = workplace
         self.state: str = "starting"
         self.reason: str = ""
         self.health: Health | None = None
-        self.process: Process | None = None
+        self.connection: Connection | None = None
         self.children: RemoteChildren | None = None
         self._asked = self._looked = 0.0
-        self._channel: PipeChannel | None = None
         self._link: Link | None = None
         self._outbox = Outbox()
         self._lost: str | None = None
@@ -92,28 +87,25 @@ class Generations:
         self._wake()
 
     def kill(self) -> None:
-        """Wait no longer for a process that is to end."""
+        """Wait no longer for a worker that is to end."""
         self._killing = True
-        process = self.process
-        if process is not None:
-            process.kill()
+        connection = self.connection
+        if connection is not None:
+            connection.kill()
         self._wake()
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Host:
-        """An array that the context's processes share."""
-        return self.arena.empty(shape, dtype)
+        """An array that requests and every worker may use without a copy."""
+        return self.workplace.empty(shape, dtype)
 
     def after_fork(self) -> None:
         """In a forked child of the program: no descriptor may keep anything open there."""
         self.state = "stopped"
         self.relay.after_fork()
-        channel, process = self._channel, self.process
-        descriptors = [*(channel.descriptors() if channel is not None else ()), self.arena.fd]
-        if process is not None:
-            descriptors.append(process.pidfd)
-        for descriptor in descriptors:
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
+        connection = self.connection
+        if connection is not None:
+            connection.after_fork()
+        self.workplace.after_fork()
 
     # The thread
 
@@ -130,46 +122,37 @@ class Generations:
         finally:
             if self.state != "failed":
                 self.state = "stopped"
-            self.relay.give_up(lambda: ActorStopped("the context is closed"))
+            self.relay.give_up(_closed)
             if not self.opened.done():
                 self.opened.set_exception(ActorStopped("the context was stopped while it opened"))
-            self.arena.close()
+            self.workplace.close()
             if self.children is not None:
                 self.children.timers.close()
             for done in self._closing:
                 done.set()
 
     def _generation(self) -> bool:
-        """One process, from its start to its end. Whether it was ready at any time."""
+        """One worker, from its start to its end. Whether it was ready at any time."""
         self.state, self._lost, self.health = "starting", None, None
-        answers = Arena()
-        ours, theirs = socket.socketpair()
-        channel = PipeChannel(ours, True, self.arena, answers, self._received)
         ready = False
         try:
-            try:
-                generation = 1 if self.children is None else self.children.generation
-                order = (self._device, self._sent, generation)
-                self.process = process = spawn((theirs.fileno(), self.arena.fd, answers.fd), order)
-            finally:
-                theirs.close()
-                answers.close()
-            self._channel = channel
-            self._link = Link(channel, self._handle, self._broken)
+            generation = 1 if self.children is None else self.children.generation
+            order = Order(self._device, self._sent, generation)
+            self.connection = connection = self.workplace.start(order, self._received)
+            self._link = Link(connection.channel, self._handle, self._broken, self.workplace.patience)
             self._asked = self._looked = time.monotonic()
-            ended = channel.serve(self._tick, process.pidfd)
+            connection.serve(self._tick)
             ready = self.state == "ready"
             if not self._closing:
-                self._mourn(ended)
+                self._mourn(connection)
         except GpuActorsError as error:
             self._refuse(error)
         finally:
-            self._bury(channel)
-            answers.unmap()
+            self._bury()
         return ready
 
     def _tick(self) -> float:
-        """Look after the process. Gives the seconds until the next look, or a negative number to leave it."""
+        """Look after the worker. Gives the seconds until the next look, or a negative number to leave it."""
         self._outbox.flush()
         if self._lost is not None or self._killing:
             return -1.0
@@ -180,7 +163,7 @@ class Generations:
         looked, self._looked = self._looked, now
         # This program may have been stopped itself: then it has to read what came meanwhile before it may judge.
         if now - looked < limit and now - self._link.heard > limit:
-            self._lost = f"its process has not answered for {limit:g} s"
+            self._lost = f"its {self.workplace.noun} has not answered for {limit:g} s"
             return -1.0
         if self._closing:
             if self.state != "stopping":
@@ -189,13 +172,13 @@ class Generations:
         self._link.check()
         self.relay.pump()
         period = min(_PING, limit / 4)
-        if not opening and now - self._asked >= period:
+        if now - self._asked >= period:  # while it opens too: it answers then, so that a lost `Opened` is missed
             self._asked = now
             self._link.send(Ping())
         return period
 
     def silence(self) -> float:
-        """Seconds since the process last said anything."""
+        """Seconds since the worker last said anything."""
         link = self._link
         return 0.0 if link is None else time.monotonic() - link.heard
 
@@ -238,8 +221,8 @@ class Generations:
             self.children = self._make_children(opened, self.relay)
         self.state = "ready"
         assert self._link is not None
-        assert self._channel is not None
-        self.relay.attach(self._link, self._channel, self.children.generation)
+        assert self.connection is not None
+        self.relay.attach(self._link, self.connection.channel, self.children.generation)
         self._link.send(Ping())
         if first:
             self.opened.set_result((self.children, opened.obstacle))
@@ -257,15 +240,13 @@ class Generations:
 
     def _begin_stop(self) -> None:
         self.state = "stopping"
-        self.relay.give_up(lambda: ActorStopped("the context is closed"))
+        self.relay.give_up(_closed)
         if self._link is not None:
             self._link.send(Stop())
 
-    def _mourn(self, ended: int | None) -> None:
+    def _mourn(self, connection: Connection) -> None:
         """The generation is lost: tell everyone at once."""
-        process = self.process
-        assert process is not None
-        cause = self._lost if self._lost is not None else f"its process, {process.pid}, ended"
+        cause = self._lost if self._lost is not None else f"{connection.name} ended"
         if self.children is None:
             raise GpuActorsError(f"the context could not open: {cause}")
         if self.state != "ready":
@@ -275,28 +256,15 @@ class Generations:
         self.relay.detach(self.children.next_generation(cause))
         self._outbox.flush()
 
-    def _bury(self, channel: PipeChannel) -> None:
-        """See the process end, and take back what it had."""
-        process, self.process = self.process, None
-        gone = process is None
-        if process is not None:
-            if not self._closing or self._killing or self._lost is not None:
-                process.kill()
-            gone = process.wait(_DYING)
-            if not gone:
-                process.kill()
-                gone = process.wait(_DYING)
-            os.close(process.pidfd)
-        self._channel = self._link = None
-        channel.close()
-        if gone:
-            channel.reclaim()
-        else:
-            self.arena.close()
-            self.arena = Arena()
+    def _bury(self) -> None:
+        """See the worker end, and take back what it had."""
+        connection, self.connection = self.connection, None
+        self._link = None
+        if connection is not None:
+            connection.bury(kill=not self._closing or self._killing or self._lost is not None)
 
     def _refuse(self, error: GpuActorsError) -> None:
-        """A process did not open the context."""
+        """A worker did not open the context."""
         self.reason = str(error)
         if not self.opened.done():
             self.state = "failed"
@@ -310,34 +278,38 @@ class Generations:
         while failures and now - failures[0] > policy.window:
             failures.popleft()
         if len(failures) >= policy.max_restarts:
-            self._fail(f"{self.reason}; {len(failures)} processes in {policy.window:g} s are what its policy allows")
+            allowed = f"{len(failures)} restarts in {policy.window:g} s are what its policy allows"
+            self._fail(f"{self.reason}; {allowed}")
             return
         self.state = "restarting"
         self._pause.wait(policy.delay(len(failures)))
         failures.append(now)
 
     def _fail(self, reason: str) -> None:
-        """No process will follow."""
+        """No worker will follow."""
         self.state, self.reason = "failed", reason
         children = self.children
         if children is None:
             return
         generation = children.generation
 
-        def lost() -> ContextLost:
-            return ContextLost(f"the context is lost, and no process follows: {reason}", generation)
-
-        children.lost = lost()
+        message = f"the context is lost, and no {self.workplace.noun} follows: {reason}"
+        lost = functools.partial(children.make_lost, message, generation)
+        children.lost = lost(False)
         for cell in children.cells.values():
-            cell.mailbox.close(lost)
+            cell.mailbox.close(functools.partial(lost, False))
         self.relay.give_up(lost)
         for cell in children.cells.values():
-            cell.terminate(lost())
+            cell.terminate(lost(False))
 
     def _ended(self) -> bool:
         return self.state in ("failed", "stopped")
 
     def _wake(self) -> None:
-        channel = self._channel
-        if channel is not None:
-            channel.wake()
+        connection = self.connection
+        if connection is not None:
+            connection.wake()
+
+
+def _closed(_: bool) -> ActorStopped:
+    return ActorStopped("the context is closed")

@@ -9,6 +9,7 @@ A request is numbered once in the life of its context, so an answer that comes l
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import weakref
@@ -35,9 +36,12 @@ from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.mailbox import ActorStats, Mailbox
 from gpu_actors.runtime.waking import Outbox
 
-__all__ = ["Relay", "RelayMailbox", "RemoteKernel"]
+__all__ = ["Reason", "Relay", "RelayMailbox", "RemoteKernel"]
 
 _NOTHING = Counts(0, 0, 0, 0)
+
+Reason = Callable[[bool], GpuActorsError]
+"""Makes the error of one request. Its argument: whether a worker had the request, and may have carried it out."""
 
 
 class RemoteKernel:
@@ -156,6 +160,7 @@ class Relay:
         self._generation = 0
         self._here = _Here()
         self._own: RelayMailbox = RelayMailbox("", 1, 1, self)
+        self._over: Callable[[], GpuActorsError] | None = None
         self.kernel_cell: Any = None
 
     # The program's side
@@ -164,6 +169,8 @@ class Relay:
         """Send a request, or have it wait for a worker. Raises `Overloaded`, and `InvalidRequest` for what cannot
         cross."""
         with self._lock:
+            if self._over is not None:
+                raise self._over()
             link = self._link
             if link is None or self._waiting or self._here.sending:
                 if self._waits() >= self._capacity:
@@ -254,7 +261,7 @@ class Relay:
         while self._notes:
             link.send(self._notes.popleft())
 
-    def detach(self, reason: Callable[[], GpuActorsError]) -> None:
+    def detach(self, reason: Reason) -> None:
         """The worker is lost: answer what it had. What waits goes to the next one."""
         with self._lock:
             self._link = self._channel = None
@@ -262,17 +269,20 @@ class Relay:
             self._numbered = {}
         outbox = Outbox()
         for pending in asked.values():
-            pending.call.fail(reason(), outbox)
+            pending.call.fail(reason(True), outbox)
         outbox.flush()
 
-    def give_up(self, reason: Callable[[], GpuActorsError]) -> None:
-        """No worker will come: answer what waits too."""
+    def give_up(self, reason: Reason) -> None:
+        """No worker will come: answer what waits too, and refuse what follows."""
+        with self._lock:
+            if self._over is None:
+                self._over = functools.partial(reason, False)
         self.detach(reason)
         with self._lock:
             waiting, self._waiting = self._waiting, deque()
         outbox = Outbox()
         for _, call in waiting:
-            call.fail(reason(), outbox)
+            call.fail(reason(False), outbox)
         outbox.flush()
 
     def answered(self, answer: Answer, outbox: Outbox | None = None) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from gpu_actors.compiled_kernel import CompiledKernel, LaunchKernel
 from gpu_actors.devices.select import choose_device, open_device
 from gpu_actors.errors import ContextLost, GpuActorsError, InvalidRequest, StaleBuffer
 from gpu_actors.gpu_context import GpuContext, start_context
 from gpu_actors.health import Health
+from gpu_actors.isolation.beside import Beside
 from gpu_actors.isolation.crossing import sendable_error
 from gpu_actors.isolation.questions import ANSWERS
 from gpu_actors.isolation.records import Answer, Ask, Cancel, Counts, Forget, KernelMade, Opened, Ping, Report, Stop
@@ -21,6 +22,12 @@ from gpu_actors.runtime.progress import is_failure
 __all__ = ["KernelRef", "Worker"]
 
 Send = Callable[[Any, int], None]
+
+
+class Cancellable(Protocol):
+    """What answers a request."""
+
+    def cancel(self) -> bool: ...
 
 
 class KernelRef:
@@ -45,8 +52,9 @@ class Worker:
         self._send = send
         self._ended = ended
         self._context: GpuContext | None = None
+        self._beside: Beside | None = None
         self._cells: Mapping[str, Any] = {}
-        self._calls: dict[int, Call[Any]] = {}
+        self._calls: dict[int, Cancellable] = {}
         self._kernels: dict[int, CompiledKernel] = {}
         self._ready = True  # what the program was last told
 
@@ -57,10 +65,13 @@ class Worker:
         children = context._children
         children.generation = generation  # sequences of an earlier process must be told from this one's
         self._context, self._cells = context, children.cells
+        self._beside = Beside(context)
         self._send(Opened(context.info, obstacle, tuple(children.cells)), 0)
 
     def close(self) -> None:
-        """Close the context."""
+        """Close the context, and cancel the functions beside it."""
+        if self._beside is not None:
+            self._beside.close()
         if self._context is not None:
             self._context.close()
 
@@ -112,6 +123,13 @@ class Worker:
         if name in ANSWERS:
             self._answer(number, None, ANSWERS[name](self._cells, *arguments), None)
             return
+        if name == "run":
+            assert self._beside is not None
+            running = self._beside.run(arguments[0], arguments[1], functools.partial(self._ran, number))
+            self._calls[number] = running
+            if running.done():
+                self._calls.pop(number, None)
+            return
         reply = self._context.probe(left) if name == "probe" else self._context.drain(left)
         reply._call.when_done(functools.partial(self._done, number, None))
 
@@ -120,6 +138,10 @@ class Worker:
         if found is None:
             raise StaleBuffer("the kernel was compiled in an earlier process of the context: compile it again")
         return found
+
+    def _ran(self, number: int, value: Any, error: BaseException | None) -> None:
+        self._calls.pop(number, None)
+        self._answer(number, None, value, error)
 
     def _done(self, number: int, cell: Any, call: Call[Any]) -> None:
         self._calls.pop(number, None)

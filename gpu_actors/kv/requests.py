@@ -125,6 +125,8 @@ class AppendRows:
         tokens before it. A sequence created for a prompt with the same beginning shares whole pages of such rows.
     rope: rotates K by each row's place in its sequence, or by ``positions``, int32, one a row. rope_cos, rope_sin: fp32
         (table_rows, rope.dim / 2), for a rope that takes tables; a place beyond them is refused.
+    expect_length: rows that the sequence must have before this request, or a list of them for a list; `InvalidRequest`
+        otherwise, and nothing is written. A request that is repeated after an answer got lost so takes effect once.
     The reply gives the new length of the sequence, or a list of lengths.
     """
 
@@ -141,6 +143,7 @@ class AppendRows:
     positions: Array | None = None
     rope_cos: Array | None = None
     rope_sin: Array | None = None
+    expect_length: Any = None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -152,6 +155,7 @@ class AttendCache(CacheOptions):
     k, v: the same rows' keys and values, (batch, rows, kv_heads, dim) or (total_q, kv_heads, dim); None where they are
         in the cache already.
     rope: goes with k and v, and rotates q too; tokens, positions, rope_cos and rope_sin as for `AppendRows`.
+    expect_length: as for `AppendRows`, a list of lengths, or one for one sequence.
     Other options as in `PagedForward`.
     """
 
@@ -177,6 +181,7 @@ class AttendCache(CacheOptions):
     positions: Array | None = None
     rope_cos: Array | None = None
     rope_sin: Array | None = None
+    expect_length: Any = None
 
 
 CacheMessage = CloseCache | CreateSequence | ForkSequence | TruncateSequence | FreeSequence | AppendRows | AttendCache

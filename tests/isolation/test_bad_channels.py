@@ -67,7 +67,7 @@ class Pair:
             self.turn()
 
     def close(self) -> None:
-        self.relay.give_up(lambda: ga.ActorStopped("over"))
+        self.relay.give_up(lambda _: ga.ActorStopped("over"))
         self.children.timers.close()
         self.worker.received(Stop())
 

@@ -322,7 +322,7 @@ def test_a_full_mailbox_and_a_full_channel_refuse() -> None:
         assert ctx.flash_attn.forward(*qkv()).done() or time.monotonic() - began < 1.0
         assert type(_outcome(late[0])).__name__ == "DeadlineExceeded"
         assert not stopped.done()
-        ctx._generations.process.kill()  # type: ignore[attr-defined]
+        ctx._generations.connection.kill()  # type: ignore[attr-defined]
         assert type(_outcome(stopped)).__name__ == "ContextLost"
 
 

@@ -242,8 +242,8 @@ async def test_the_loop_goes_on_while_the_process_stands_still() -> None:
         longest = max(longest, time.monotonic() - began)
         await asyncio.sleep(0)
     assert longest < 5.0
-    assert ctx._generations.process is not None
-    ctx._generations.process.kill()
+    assert ctx._generations.connection is not None
+    ctx._generations.connection.kill()
     with pytest.raises(ga.ContextLost):
         await stopped
     found = await asyncio.gather(*(reply.wait() for reply in replies), return_exceptions=True)

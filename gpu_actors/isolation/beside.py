@@ -1,0 +1,135 @@
+"""Beside: functions of the program that run in the worker, beside its context."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gpu_actors.actors.kv_cache import KvCacheActor
+from gpu_actors.errors import GpuActorsError, RequestCancelled
+from gpu_actors.kv.requests import KvCacheSpec
+from gpu_actors.kv_cache import KvCache
+
+if TYPE_CHECKING:
+    from gpu_actors.gpu_context import GpuContext
+
+__all__ = ["Beside", "CacheRef"]
+
+# Plain functions that run at once; coroutines share one loop, and have no bound.
+_THREADS = 32
+
+Answered = Callable[[Any, "BaseException | None"], None]
+
+
+class CacheRef(NamedTuple):
+    """Stands for a `KvCache` of the context's among the arguments of a function."""
+
+    number: int
+    generation: int
+    spec: KvCacheSpec
+
+
+class Beside:
+    """Runs functions with the context as their first argument: coroutines on a loop of its own, others in threads."""
+
+    def __init__(self, context: GpuContext) -> None:
+        self._context = context
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._threads: ThreadPoolExecutor | None = None
+
+    def run(self, function: Any, arguments: tuple[Any, ...], answered: Answered) -> Future[Any]:
+        """Start a function. The future it gives cancels it: a coroutine at any time, another before it begins.
+
+        answered: called once, with the result or the error, on any thread.
+        """
+        given = [self._cache(one) if isinstance(one, CacheRef) else one for one in arguments]
+        future: Future[Any]
+        if _is_coroutine(function):
+            future = asyncio.run_coroutine_threadsafe(_awaited(function, self._context, given), self._running_loop())
+        else:
+            future = self._pool().submit(_called, function, self._context, given)
+        future.add_done_callback(lambda done: answered(*_outcome(done)))
+        return future
+
+    def close(self) -> None:
+        """Cancel what runs, where that is possible."""
+        with self._lock:
+            loop, self._loop = self._loop, None
+            threads, self._threads = self._threads, None
+        if loop is not None:
+            loop.call_soon_threadsafe(_cancel_all, loop)
+        if threads is not None:
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def _cache(self, ref: CacheRef) -> KvCache:
+        children = self._context._children
+        return KvCache.at(children, children.handle(KvCacheActor), ref.spec, ref.number, ref.generation)
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=_run_loop, args=(self._loop,), name="gpu-actors-beside", daemon=True).start()
+            return self._loop
+
+    def _pool(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(_THREADS, "gpu-actors-beside")
+            return self._threads
+
+
+def _is_coroutine(function: Any) -> bool:
+    while hasattr(function, "func"):  # of functools.partial
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+async def _awaited(function: Any, context: Any, arguments: list[Any]) -> Any:
+    try:
+        return await function(context, *arguments)
+    except (SystemExit, KeyboardInterrupt) as error:  # which would end the loop
+        raise GpuActorsError(f"the function raised {error!r}") from None
+
+
+def _called(function: Any, context: Any, arguments: list[Any]) -> Any:
+    try:
+        return function(context, *arguments)
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise GpuActorsError(f"the function raised {error!r}") from None
+
+
+def _outcome(done: Future[Any]) -> tuple[Any, BaseException | None]:
+    try:
+        return done.result(), None
+    except CancelledError:
+        return None, RequestCancelled("cancelled where it ran")
+    except BaseException as error:
+        if not isinstance(error, GpuActorsError):
+            # The frames stay in the worker.
+            error.add_note("in the worker:\n" + "".join(traceback.format_exception(error)).rstrip())
+        return None, error
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
+
+
+def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        ending = asyncio.gather(*tasks, return_exceptions=True)
+        ending.add_done_callback(lambda _: loop.stop())
+    else:
+        loop.stop()

@@ -1,0 +1,56 @@
+"""ContextWorker: the far end of a channel, with a context behind it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gpu_actors.isolation.channel import Channel, Link
+from gpu_actors.isolation.pipe import Unreadable
+from gpu_actors.isolation.records import Refused
+from gpu_actors.isolation.worker import Worker
+from gpu_actors.isolation.workplace import Order
+
+__all__ = ["ContextWorker"]
+
+
+class ContextWorker:
+    """Owns a context on its own device and answers what comes over a channel: what a program's `RemoteContext` talks
+    to. It knows neither processes nor engines.
+
+    Whoever hosts it calls `received` with what the channel brings, on one thread or several, until ``ended`` is true,
+    and then `close`. channel: carries the answers.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self.ended: bool = False
+        self._link = Link(channel, self._handle, self._broken)
+        self._worker = Worker(self._link.send, self._stopped)
+
+    def open(self, order: Order) -> None:
+        """Open the context, and say so, or why not; then `ended` is true. Blocks."""
+        try:
+            self._worker.open(*order)
+        except BaseException as error:
+            self._link.send(Refused(error))
+            self.ended = True
+
+    def received(self, sequence: int, record: Any) -> None:
+        """The channel has brought a record, in any order and any number of times."""
+        self._link.received(sequence, record)
+        self._link.check()
+
+    def close(self) -> None:
+        """Close the context, where `Stop` has not. Blocks briefly."""
+        self._worker.close()
+
+    def _handle(self, record: Any) -> None:
+        if isinstance(record, Unreadable):
+            self._worker.unreadable(record.about, record.error)
+        else:
+            self._worker.received(record)
+
+    def _broken(self, _: str) -> None:
+        self.ended = True
+
+    def _stopped(self) -> None:
+        self.ended = True

@@ -1,0 +1,98 @@
+"""ChildProcess: the workplace whose generations are child processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from gpu_actors.isolation.arena import Arena, Host
+from gpu_actors.isolation.pipe import PipeChannel
+from gpu_actors.isolation.spawning import Process, spawn
+from gpu_actors.isolation.workplace import Order, Received
+
+__all__ = ["ChildProcess"]
+
+# Seconds until a process that was killed must have ended; longer, and its shared memory is not used again.
+_DYING = 10.0
+
+
+class ChildProcess:
+    """Each generation is a child process with a socket pair and two memfds: see docs/isolation.md. Linux only."""
+
+    noun: str = "process"
+    patience: float = 5.0
+
+    def __init__(self) -> None:
+        self.arena: Arena = Arena()
+
+    def start(self, order: Order, received: Received) -> _Child:
+        answers = Arena()
+        ours, theirs = socket.socketpair()
+        channel = PipeChannel(ours, True, self.arena, answers, received)
+        try:
+            process = spawn((theirs.fileno(), self.arena.fd, answers.fd), tuple(order))
+        except BaseException:
+            channel.close()
+            answers.unmap()
+            raise
+        finally:
+            theirs.close()
+            answers.close()
+        return _Child(self, channel, process, answers)
+
+    def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Host:
+        return self.arena.empty(shape, dtype)
+
+    def close(self) -> None:
+        self.arena.close()
+
+    def after_fork(self) -> None:
+        with contextlib.suppress(OSError):
+            os.close(self.arena.fd)
+
+
+class _Child:
+    def __init__(self, workplace: ChildProcess, channel: PipeChannel, process: Process, answers: Arena) -> None:
+        self.channel: PipeChannel = channel
+        self.pid: int = process.pid
+        self.name: str = f"its process, {process.pid},"
+        self._workplace = workplace
+        self._process = process
+        self._answers = answers
+        self._buried = False
+
+    def serve(self, tick: Callable[[], float]) -> None:
+        self.channel.serve(tick, self._process.pidfd)
+
+    def wake(self) -> None:
+        self.channel.wake()
+
+    def kill(self) -> None:
+        if not self._buried:
+            self._process.kill()
+
+    def bury(self, kill: bool) -> None:
+        process = self._process
+        if kill:
+            process.kill()
+        gone = process.wait(_DYING)
+        if not gone:
+            process.kill()
+            gone = process.wait(_DYING)
+        self._buried = True
+        os.close(process.pidfd)
+        self.channel.close()
+        if gone:
+            self.channel.reclaim()
+        else:
+            self._workplace.arena.close()
+            self._workplace.arena = Arena()
+        self._answers.unmap()
+
+    def after_fork(self) -> None:
+        for descriptor in (*self.channel.descriptors(), self._process.pidfd):
+            with contextlib.suppress(OSError):
+                os.close(descriptor)

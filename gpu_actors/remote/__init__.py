@@ -1,0 +1,38 @@
+"""A context that a worker has, in this process, a child process or anywhere that a channel reaches.
+
+async with open_remote("mock") as ctx:  # in a child process
+    reply = await ctx.flash_attn.forward(q, k, v)
+    found = await ctx.run(step, cache, seq)  # step(context, cache, seq), beside the cache
+
+context: `RemoteContext`, the program's side. direct: a worker in a thread of this process. faulty: the same over a
+channel that reorders, doubles, delays and drops, for tests. What all of them share is in `gpu_actors.isolation`: the
+records, their order (`Link`), the requests without an answer (`Relay`), and the worker.
+
+Imports from other rooms: isolation, runtime, validation.
+"""
+
+from __future__ import annotations
+
+from gpu_actors.errors import WorkerLost
+from gpu_actors.isolation.channel import Channel
+from gpu_actors.isolation.context_worker import ContextWorker
+from gpu_actors.isolation.processes import ChildProcess
+from gpu_actors.isolation.workplace import Connection, Order, Workplace
+from gpu_actors.remote.context import RemoteContext, open_remote
+from gpu_actors.remote.direct import InProcess
+from gpu_actors.remote.faulty import Faults, Faulty
+
+__all__ = [
+    "Channel",
+    "ChildProcess",
+    "Connection",
+    "ContextWorker",
+    "Faults",
+    "Faulty",
+    "InProcess",
+    "Order",
+    "RemoteContext",
+    "WorkerLost",
+    "Workplace",
+    "open_remote",
+]

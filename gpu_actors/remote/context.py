@@ -1,0 +1,188 @@
+"""RemoteContext: a `GpuContext` that a worker has, with functions that run beside it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any, TypeVar, cast, overload
+
+from gpu_actors.context import open_context
+from gpu_actors.errors import ActorStopped, DeadlineExceeded, InvalidRequest, WorkerLost
+from gpu_actors.gpu_context import GpuContext, registered
+from gpu_actors.isolation.beside import CacheRef
+from gpu_actors.isolation.cells import RemoteChildren
+from gpu_actors.isolation.context import IsolatedContext, start_isolated
+from gpu_actors.isolation.generations import Generations
+from gpu_actors.isolation.processes import ChildProcess
+from gpu_actors.isolation.relay import RelayMailbox
+from gpu_actors.isolation.workplace import Workplace
+from gpu_actors.kv_cache import KvCache
+from gpu_actors.options import ContextOptions
+from gpu_actors.runtime.call import Call
+from gpu_actors.runtime.mailbox import Mailbox
+from gpu_actors.runtime.reply import Reply
+from gpu_actors.validation.fields import expect, real
+from gpu_actors.values import show
+
+__all__ = ["RemoteContext", "open_remote"]
+
+T = TypeVar("T")
+
+_WORKERS = itertools.count(1)
+
+
+class RemoteContext(IsolatedContext):
+    """A context of a worker's. Made by `open_remote`; safe to share between event loops and threads.
+
+    It has the handles, replies and errors of any context. Requests on one worker reach it in the order in which they
+    are made, each once, whatever its channel does. A worker that ends is followed by the next generation, as its
+    `RestartPolicy` allows. What the lost one had is answered with `WorkerLost`; its caches, sequences and kernels are
+    `StaleBuffer`.
+
+    name: of the worker, in its errors.
+    """
+
+    def __init__(self, children: RemoteChildren, generations: Generations, name: str) -> None:
+        super().__init__(children, generations)
+        self.name: str = name
+        capacity = children.options.mailbox_capacity
+        self._runs: RelayMailbox = RelayMailbox("", capacity, capacity, generations.relay)
+
+    def __repr__(self) -> str:
+        return f"<RemoteContext {self.name!r} on {self.info.name}, generation {self.generation}, {self.health().state}>"
+
+    @overload
+    def run(
+        self, function: Callable[..., Coroutine[Any, Any, T]], *arguments: Any, timeout: float | None = None
+    ) -> Reply[T]: ...
+
+    @overload
+    def run(self, function: Callable[..., T], *arguments: Any, timeout: float | None = None) -> Reply[T]: ...
+
+    def run(self, function: Callable[..., Any], *arguments: Any, timeout: float | None = None) -> Reply[Any]:
+        """Call ``function(context, *arguments)`` in the worker, beside its context. The reply gives its result.
+
+        So a step of many requests costs one crossing. A coroutine function runs on a loop of the worker's, where it
+        may await replies; another runs in a thread, 32 of them at once, where it may call ``reply.result()``.
+
+        function: of a module that the worker can import. arguments: whatever can be pickled, arrays in shared memory;
+        a `KvCache` of this context becomes the worker's own handle of it.
+        timeout: seconds (None: ``default_timeout``) after which the reply raises `DeadlineExceeded`.
+
+        The reply raises what the function raises, `InvalidRequest` for what cannot cross, `WorkerLost`, and
+        `RequestCancelled`. Cancelling it cancels a coroutine at its next await, and another only before it begins.
+        """
+        call: Call[Any] = Call(None, self._runs)
+        try:
+            expect(callable(function), "function", show(function), "must be callable, as function(context, ...)")
+            limit = self._children.default_timeout
+            if timeout is not None:
+                limit = real("timeout", timeout, "a finite number of seconds, or None")
+            call.message = "run", function, tuple(self._crossing(argument) for argument in arguments)
+        except InvalidRequest as error:
+            self._runs.refuse(call, error)
+            return Reply(call)
+        if limit is not None:
+            call.deadline = time.monotonic() + limit
+            late = DeadlineExceeded(f"the function did not end within {limit} s")
+
+            def give_up() -> None:
+                call.fail(late)
+
+            call.timer = self._children.timers.after(limit, give_up)
+        self._runs.put(call)
+        return Reply(call)
+
+    def after_fork(self) -> None:
+        super().after_fork()
+        stayed_behind = str(self._children.failure)
+        self._runs.after_fork(lambda: ActorStopped(stayed_behind))
+
+    def _crossing(self, argument: Any) -> Any:
+        if not isinstance(argument, KvCache):
+            return argument
+        reason = "must be a cache of this context, and entered"
+        expect(argument._children is self._children and argument._number > 0, "arguments", argument, reason)
+        stale = argument._stale()
+        if stale is not None:
+            raise InvalidRequest("arguments", argument, str(stale))
+        return CacheRef(argument._number, argument._generation, argument._spec)
+
+    def _drain(self, timeout: float | None, launches: bool) -> Reply[None]:
+        """Functions go first: they may make requests."""
+        drained: Call[None] = Call("drain", Mailbox("drain", 1, 1))
+        if timeout is not None and timeout != math.inf:
+            try:
+                timeout = real("timeout", timeout, "a finite number of seconds, or None")
+            except InvalidRequest as error:
+                drained.fail(error)
+                return Reply(drained)
+        self._children.draining = True
+        self._runs.close(_draining)
+        began = time.monotonic()
+
+        def then() -> None:
+            left = None if timeout is None else max(0.0, timeout - (time.monotonic() - began))
+            rest = super(RemoteContext, self)._drain(left, launches)
+            rest._call.when_done(over)
+
+        def over(call: Call[None]) -> None:
+            drained.settle(None, call.error, None)
+
+        if timeout is not None and timeout != math.inf:
+
+            def give_up() -> None:
+                drained.fail(DeadlineExceeded(f"not drained within {timeout} s"))
+
+            drained.timer = self._children.timers.after(timeout, give_up)
+        self._runs.when_idle(then, launches=False)
+        return Reply(drained)
+
+
+def _draining() -> ActorStopped:
+    return ActorStopped("the context is draining")
+
+
+class open_remote(open_context):
+    """Open a context that a worker has, in the ways of `open_context`: ``async with open_remote(...) as ctx``.
+
+    device: as for `open_context`, in the worker. options: those that can cross to it; ``restart`` is the policy for
+    workers that end.
+    workplace: where the worker runs; None is a child process. See `ChildProcess` and `InProcess`. One workplace serves
+    one context.
+    name: of the worker, in errors; None: "worker 1" and so on.
+
+    Entering raises what `open_context` raises.
+    """
+
+    def __init__(
+        self,
+        device: str = "auto",
+        options: ContextOptions | None = None,
+        *,
+        workplace: Workplace | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(device, options, isolation="process")
+        self._workplace: Workplace = ChildProcess() if workplace is None else workplace
+        self._name = f"worker {next(_WORKERS)}" if name is None else name
+
+    async def __aenter__(self) -> RemoteContext:
+        return cast("RemoteContext", await super().__aenter__())
+
+    def __await__(self) -> Generator[Any, None, RemoteContext]:
+        return cast("RemoteContext", (yield from super().__await__()))
+
+    def __enter__(self) -> RemoteContext:
+        return cast("RemoteContext", super().__enter__())
+
+    def _open(self) -> GpuContext:
+        name = self._name
+
+        def make_lost(message: str, generation: int, sent: bool) -> WorkerLost:
+            return WorkerLost(f"{name}: {message}", generation, name, "unknown" if sent else "no")
+
+        children, generations, self._obstacle = start_isolated(self._device, self._options, self._workplace, make_lost)
+        return registered(RemoteContext(children, generations, name))

@@ -1,0 +1,138 @@
+"""InProcess: the workplace whose generations are threads of this process."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from gpu_actors.isolation.arena import Host
+from gpu_actors.isolation.channel import Channel
+from gpu_actors.isolation.context_worker import ContextWorker
+from gpu_actors.isolation.workplace import Order, Received
+
+__all__ = ["DirectChannel", "InProcess", "Inbox"]
+
+# Its put is re-entrant: a finalizer may send wherever its thread is.
+Inbox = queue.SimpleQueue[Any]
+
+# Seconds for a context to close in its thread, when it has to.
+_CLOSING = 10.0
+_LONGEST = 3600.0
+
+
+class DirectChannel:
+    """Hands records to the other side's inbox as they are. inbox: of the other side."""
+
+    def __init__(self, inbox: Inbox) -> None:
+        self._inbox = inbox
+        self.cut: bool = False
+
+    def pack(self, record: Any, about: int = 0) -> Any:
+        return record
+
+    def post(self, sequence: int, parcel: Any) -> None:
+        if not self.cut:
+            self._inbox.put((sequence, parcel))
+
+    def forget(self, about: int) -> None:
+        """Nothing is kept for a request here."""
+
+    @property
+    def waiting(self) -> int:
+        return self._inbox.qsize()
+
+
+class InProcess:
+    """Each generation is a context of this process, whose records a thread hands on. Nothing is copied or pickled.
+
+    It costs least and isolates least: for tests, and for devices that may share a process. A worker that hangs cannot
+    be ended; it is left behind, and the next generation opens beside it.
+    """
+
+    noun: str = "worker"
+    patience: float = 5.0
+
+    def start(self, order: Order, received: Received) -> ThreadConnection:
+        return ThreadConnection(order, received, DirectChannel)
+
+    def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Host:
+        return np.empty(shape, dtype)
+
+    def close(self) -> None:
+        """Nothing is shared by the generations."""
+
+    def after_fork(self) -> None:
+        """No descriptor is open."""
+
+
+class ThreadConnection:
+    """A worker in a thread, and two inboxes. make_channel: makes the channel of an inbox, one for each side."""
+
+    pid: int | None = None
+
+    def __init__(self, order: Order, received: Received, make_channel: Callable[[Inbox], Any]) -> None:
+        self.name: str = "its worker"
+        self._received = received
+        self._here: Inbox = queue.SimpleQueue()
+        self._there: Inbox = queue.SimpleQueue()
+        self.channel: Channel = make_channel(self._there)
+        self._back: Any = make_channel(self._here)
+        self._killed = False
+        self._worker = ContextWorker(self._back)
+        self._thread = threading.Thread(target=self._work, args=(order,), name="gpu-actors-worker", daemon=True)
+        self._thread.start()
+
+    def serve(self, tick: Callable[[], float]) -> None:
+        while not self._killed:
+            seconds = tick()
+            if seconds < 0:
+                return
+            try:
+                arrived = self._here.get(timeout=min(seconds, _LONGEST))
+            except queue.Empty:
+                continue
+            if arrived is _END:
+                return
+            if arrived is not None:
+                self._received(*arrived)
+
+    def wake(self) -> None:
+        self._here.put(None)
+
+    def kill(self) -> None:
+        self._killed = True
+        self._cut()
+        self._here.put(None)
+        self._there.put(_END)
+
+    def bury(self, kill: bool) -> None:
+        if kill:
+            self.kill()
+        self._thread.join(_CLOSING)
+        self._cut()
+
+    def after_fork(self) -> None:
+        """The threads stayed behind, and nothing else is open."""
+
+    def _cut(self) -> None:
+        self.channel.cut = self._back.cut = True  # type: ignore[attr-defined]
+
+    def _work(self, order: Order) -> None:
+        worker = self._worker
+        try:
+            worker.open(order)
+            while not worker.ended:
+                arrived = self._there.get()
+                if arrived is _END:
+                    break
+                worker.received(*arrived)
+        finally:
+            self._here.put(_END)
+            worker.close()
+
+
+_END = object()

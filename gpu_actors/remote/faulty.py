@@ -1,0 +1,94 @@
+"""Faulty: a workplace in this process whose channels reorder, double, delay and drop records. For tests."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from gpu_actors.isolation.workplace import Order, Received
+from gpu_actors.remote.direct import DirectChannel, Inbox, InProcess, ThreadConnection
+
+__all__ = ["Faults", "Faulty"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Faults:
+    """What a channel does to each record. double, drop: probabilities. delay: at most, in seconds.
+
+    Delays differ from record to record, so that records overtake each other. seed: of the dice.
+    """
+
+    seed: int = 0
+    double: float = 0.2
+    drop: float = 0.0
+    delay: float = 0.003
+
+
+class Faulty(InProcess):
+    """`InProcess` over bad channels, both ways. patience: seconds until a missing record is a lost generation.
+
+    doubled, dropped, overtaken: records so far.
+    """
+
+    def __init__(self, faults: Faults | None = None, *, patience: float = 5.0) -> None:
+        self.faults: Faults = faults if faults is not None else Faults()
+        self.patience = patience
+        self.doubled = self.dropped = self.overtaken = 0
+        self._dice = random.Random(self.faults.seed)
+        self._lock = threading.RLock()
+
+    def start(self, order: Order, received: Received) -> ThreadConnection:
+        return ThreadConnection(order, received, lambda inbox: _FaultyChannel(self, inbox))
+
+    def throw(self) -> list[float]:
+        """The delays with which a record arrives: none where it is dropped, two where it is doubled."""
+        faults, dice = self.faults, self._dice
+        with self._lock:
+            if dice.random() < faults.drop:
+                self.dropped += 1
+                return []
+            copies = 1 + (dice.random() < faults.double)
+            self.doubled += copies - 1
+            return [dice.random() * faults.delay for _ in range(copies)]
+
+
+class _FaultyChannel(DirectChannel):
+    def __init__(self, workplace: Faulty, inbox: Inbox) -> None:
+        super().__init__(inbox)
+        self._workplace = workplace
+        self._flying: list[tuple[float, int, Any]] = []
+        self._numbers = itertools.count()
+        self._changed = threading.Condition(threading.RLock())
+        self._newest = 0
+        threading.Thread(target=self._deliver, name="gpu-actors-faulty", daemon=True).start()
+
+    def post(self, sequence: int, parcel: Any) -> None:
+        now = time.monotonic()
+        with self._changed:
+            for delay in self._workplace.throw():
+                heapq.heappush(self._flying, (now + delay, next(self._numbers), (sequence, parcel)))
+            self._changed.notify()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._flying)
+
+    def _deliver(self) -> None:
+        while not self.cut:
+            with self._changed:
+                if not self._flying:
+                    self._changed.wait(0.1)
+                    continue
+                due = self._flying[0][0] - time.monotonic()
+                if due > 0:
+                    self._changed.wait(due)
+                    continue
+                _, _, (sequence, parcel) = heapq.heappop(self._flying)
+                self._workplace.overtaken += sequence < self._newest
+                self._newest = max(self._newest, sequence)
+            super().post(sequence, parcel)
