@@ -334,7 +334,44 @@ def supervision() -> str:
     return picture(far + wide + left, cell + 350, shapes)
 
 
-DRAWINGS = {"architecture.svg": architecture, "way.svg": way, "supervision.svg": supervision}
+def pool() -> str:
+    left, width, height, step = 20, 210, 62, 84
+    shapes: list[Shape] = [
+        Text(left, 26, "A pool: requests without state go to any worker, sequences to their home", SIZE, INK),
+        Box(left, 60, width, height, "pool.ask(request)", ("attention, gradients, graphs:", "no state"), GREEN),
+        Box(left, 60 + 2 * step, width, height, "pool.kv_cache(...)", ("create, append, attend:", "sequences"), BLUE),
+    ]
+    middle, far = left + width + 70, left + 2 * (width + 70)
+    shapes += [
+        Box(middle, 60, width, height, "less loaded of two", ("lost or full: another one,", "within the budget"), SAND),
+        Box(
+            middle,
+            60 + 2 * step,
+            width,
+            height,
+            "home",
+            ("by prefixes and load;", "lost: never replayed"),
+            SAND,
+        ),
+        ((left + width, 60 + height / 2), (middle - 1, 60 + height / 2)),
+        ((left + width, 60 + 2 * step + height / 2), (middle - 1, 60 + 2 * step + height / 2)),
+    ]
+    for number, state in enumerate(("generation 1", "generation 3: two were lost", "leaving: nothing new")):
+        y = 60 + number * step
+        shapes.append(Box(far, y, width, height, f"worker-{number + 1}", ("a context, in a process", state), ROSE))
+    join = middle + width + 35
+    for number, offset in ((0, -10), (1, -10)):
+        y = 60 + number * step + height / 2 + offset
+        start = 60 + height / 2
+        shapes.append(((middle + width, start), (join - 12, start), (join - 12, y), (far - 1, y)))
+    start = 60 + 2 * step + height / 2
+    for number, offset in ((0, 12), (1, 12), (2, 12)):
+        y = 60 + number * step + height / 2 + offset
+        shapes.append(((middle + width, start), (join + 12, start), (join + 12, y), (far - 1, y)))
+    return picture(far + width + left, 60 + 3 * step, shapes)
+
+
+DRAWINGS = {"architecture.svg": architecture, "way.svg": way, "supervision.svg": supervision, "pool.svg": pool}
 
 
 if __name__ == "__main__":

@@ -84,3 +84,8 @@ class Adds:
 
     async def __call__(self, _: ga.GpuContext, other: int) -> int:
         return self.value + other
+
+
+async def dozes(_: ga.GpuContext, seconds: float) -> float:
+    await asyncio.sleep(seconds)
+    return seconds

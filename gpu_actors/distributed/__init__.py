@@ -1,0 +1,37 @@
+"""Several contexts as one service.
+
+async with open_pool("mock", workers=4) as pool:
+    reply = await pool.ask(lambda ctx: ctx.flash_attn.forward(q, k, v))
+    async with pool.kv_cache(num_blocks=256, page_size=16, kv_heads=8, head_dim=64) as cache:
+        seq = await cache.create(tokens)
+
+pool: requests without state. dispatch: the workers, and what is repeated elsewhere. cache: sequences with a
+home. members: one worker's account. routing: who gets what. budget: how much is repeated.
+
+Imports from other rooms: isolation, kv, remote, runtime, validation.
+"""
+
+from __future__ import annotations
+
+from gpu_actors.distributed.budget import RetryBudget
+from gpu_actors.distributed.cache import PooledKvCache, PooledSequence
+from gpu_actors.distributed.dispatch import PoolStats
+from gpu_actors.distributed.members import WorkerStats
+from gpu_actors.distributed.pool import ContextPool, open_pool
+from gpu_actors.distributed.routing import Directory, Homes, Ring, less_loaded_of_two
+from gpu_actors.kv.prefix import prompt_digests as prefix_digests
+
+__all__ = [
+    "ContextPool",
+    "Directory",
+    "Homes",
+    "PoolStats",
+    "PooledKvCache",
+    "PooledSequence",
+    "RetryBudget",
+    "Ring",
+    "WorkerStats",
+    "less_loaded_of_two",
+    "open_pool",
+    "prefix_digests",
+]

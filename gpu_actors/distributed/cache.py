@@ -1,0 +1,263 @@
+"""PooledKvCache: a paged KV cache on every worker of a pool, whose sequences each live on one of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from gpu_actors.distributed.dispatch import Dispatch
+from gpu_actors.distributed.members import Member
+from gpu_actors.errors import GpuActorsError, InvalidRequest, StaleBuffer, Unsupported
+from gpu_actors.gpu_context import GpuContext
+from gpu_actors.kv.prefix import prompt_digests
+from gpu_actors.kv.requests import KvCacheSpec, KvSequence
+from gpu_actors.kv.sequences import KvCacheStats
+from gpu_actors.kv_cache import KvCache
+from gpu_actors.process import Local
+from gpu_actors.remote.context import RemoteContext
+from gpu_actors.requests import Array, AttentionOutput
+from gpu_actors.runtime.call import Call
+from gpu_actors.runtime.mailbox import Mailbox
+from gpu_actors.runtime.reply import Reply
+from gpu_actors.validation.fields import expect
+from gpu_actors.values import show
+
+__all__ = ["PooledKvCache", "PooledSequence"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class PooledSequence:
+    """A sequence of a `PooledKvCache`. worker: the name of its home. handle: what the home's own cache knows it by."""
+
+    worker: str
+    handle: KvSequence
+
+    @property
+    def cached(self) -> int:
+        """Rows that it began with."""
+        return self.handle.cached
+
+    @property
+    def generation(self) -> int:
+        """Of its home. Once that is lost, every request with the sequence raises `StaleBuffer`."""
+        return self.handle.generation
+
+
+@dataclass(slots=True, eq=False)
+class _Shard:
+    """The cache of one worker's generation, and the task that opens it."""
+
+    context: GpuContext
+    generation: int
+    cache: KvCache
+    opening: asyncio.Task[KvCache]
+
+
+class PooledKvCache(Local):
+    """Made by `ContextPool.kv_cache`; enter it with ``async with``, on one event loop.
+
+    `create` chooses a home by the pages that workers have, and by their load. All later requests with a sequence go to
+    its home, in the order in which they are made, and are never repeated elsewhere. If the home is lost, what it had
+    is answered with `WorkerLost`, and the sequence is `StaleBuffer` from then on: create it again.
+
+    Requests take the arguments of `KvCache`'s, timeout and priority included.
+    """
+
+    def __init__(self, pool: Dispatch, spec: KvCacheSpec) -> None:
+        self._pool = pool
+        self._homes = pool.homes
+        self._spec = spec
+        self._shards: dict[str, _Shard] = {}
+        self._entered = self._left = False
+
+    def __repr__(self) -> str:
+        return f"<PooledKvCache on {', '.join(self._shards) or 'no worker yet'}>"
+
+    async def __aenter__(self) -> Self:
+        if self._entered:
+            raise GpuActorsError("this cache has been entered already; make one for each use")
+        self._entered = True
+        try:
+            # A spec that is refused is refused here, and not by the first sequence.
+            for member in self._pool.candidates().values():
+                await self._shard(member)
+        except BaseException:
+            await self._leave()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._leave()
+
+    # Sequences
+
+    async def create(self, tokens: Any = None, *, timeout: float | None = None) -> PooledSequence:
+        """Begin a sequence at a home of its own. tokens: ids of its whole prompt, as for `KvCache.create`: it goes
+        where the pages of its beginning are, unless that worker is loaded too much.
+
+        If the home is lost meanwhile, another worker gets the sequence. Raises what `KvCache.create` raises.
+        """
+        self._check()
+        digests = [] if tokens is None else prompt_digests(tokens, self._spec.page_size)
+
+        def choose(members: Mapping[str, Member]) -> Member:
+            return members[self._homes.choose(digests, {name: one.sequences for name, one in members.items()})]
+
+        async def begin(member: Member) -> PooledSequence:
+            shard = await self._shard(member)
+            reply = shard.cache.create(tokens, timeout=timeout)
+            member.began(reply)
+            return self._housed(member, await reply)
+
+        return await self._pool.attempt(choose, begin, lambda error, member: True)
+
+    async def fork(self, seq: PooledSequence, *, timeout: float | None = None) -> PooledSequence:
+        """Begin a sequence with the rows of another, at the same home. As `KvCache.fork`."""
+        member, cache = self._home(seq)
+        reply = cache.fork(seq.handle, timeout=timeout)
+        member.began(reply)
+        return self._housed(member, await reply)
+
+    def truncate(self, seq: PooledSequence, length: int, **options: Any) -> Reply[None]:
+        """Keep the first ``length`` rows. As `KvCache.truncate`."""
+        return self._ask(seq, lambda cache, handle: cache.truncate(handle, length, **options))
+
+    def free(self, seq: PooledSequence, **options: Any) -> Reply[None]:
+        """Forget a sequence. As `KvCache.free`."""
+        reply = self._ask(seq, lambda cache, handle: cache.free(handle, **options))
+
+        def freed(call: Any) -> None:
+            member = self._pool.member(seq.worker)
+            if call.error is None and member is not None:
+                member.housed(seq.generation, -1)
+
+        reply._call.when_done(freed)
+        return reply
+
+    # Rows
+
+    def append(self, seqs: PooledSequence | Sequence[PooledSequence], k: Array, v: Array, **options: Any) -> Reply[Any]:
+        """Write rows behind those of sequences with one home. The arguments are those of `KvCache.append`."""
+        return self._ask(seqs, lambda cache, handles: cache.append(handles, k, v, **options))
+
+    def attend(
+        self, q: Array, seqs: PooledSequence | Sequence[PooledSequence], **options: Any
+    ) -> Reply[AttentionOutput]:
+        """Attention to sequences with one home. The arguments are those of `KvCache.attend`."""
+        return self._ask(seqs, lambda cache, handles: cache.attend(q, handles, **options))
+
+    def run(
+        self, seqs: PooledSequence | Sequence[PooledSequence], function: Callable[..., Any], *arguments: Any
+    ) -> Reply[Any]:
+        """Call ``function(context, cache, seqs, *arguments)`` at the home of the sequences, as `RemoteContext.run`.
+
+        The reply raises `Unsupported` where the home is no remote context.
+        """
+        try:
+            member, cache = self._home(seqs)
+            context = member.context
+            if not isinstance(context, RemoteContext):
+                raise Unsupported("seqs", member.name, "must live on a RemoteContext, beside which functions run")
+        except GpuActorsError as error:
+            return _refused(error)
+        reply = context.run(function, cache, _handles(seqs), *arguments)
+        member.began(reply)
+        return reply
+
+    # Looking on
+
+    def length(self, seq: PooledSequence) -> int:
+        """Rows of a sequence. As `KvCache.length`."""
+        _, cache = self._home(seq)
+        return cache.length(seq.handle)
+
+    def stats(self) -> Mapping[str, KvCacheStats]:
+        """The statistics of each worker's cache, of those that answer."""
+        found = {}
+        for name, shard in list(self._shards.items()):
+            with contextlib.suppress(GpuActorsError):
+                found[name] = shard.cache.stats()
+        return found
+
+    # Inside
+
+    def _check(self) -> None:
+        if not self._entered:
+            raise InvalidRequest("cache", None, "must be entered first: async with pool.kv_cache(...) as cache")
+        if self._left:
+            raise StaleBuffer("the cache was closed, and its pages are given back")
+
+    async def _shard(self, member: Member) -> _Shard:
+        """The cache of a worker's generation, opened once."""
+        context, name = member.context, member.name
+        shard = self._shards.get(name)
+        if shard is None or shard.context is not context or shard.generation != context.generation:
+            if shard is not None:
+                self._homes.forget(name)
+            spec = self._spec
+            cache = context.kv_cache(**{each.name: getattr(spec, each.name) for each in dataclasses.fields(spec)})
+            generation = context.generation
+            opening = asyncio.create_task(cache.__aenter__())
+            shard = self._shards[name] = _Shard(context, generation, cache, opening)
+            opening.add_done_callback(functools.partial(self._opened, name, shard))
+        await asyncio.shield(shard.opening)
+        return shard
+
+    def _opened(self, name: str, shard: _Shard, opening: asyncio.Task[KvCache]) -> None:
+        failed = opening.cancelled() or opening.exception() is not None
+        if failed and self._shards.get(name) is shard:
+            del self._shards[name]  # the next one tries again
+
+    def _housed(self, member: Member, handle: KvSequence) -> PooledSequence:
+        member.housed(handle.generation, 1)
+        return PooledSequence(member.name, handle)
+
+    def _ask(self, seqs: Any, request: Callable[[KvCache, Any], Reply[T]]) -> Reply[T]:
+        try:
+            member, cache = self._home(seqs)
+        except GpuActorsError as error:
+            return _refused(error)
+        reply = request(cache, _handles(seqs))
+        member.began(reply)
+        return reply
+
+    def _home(self, seqs: Any) -> tuple[Member, KvCache]:
+        """The one home of sequences. Raises `InvalidRequest` and `StaleBuffer`."""
+        self._check()
+        listed = list(seqs) if isinstance(seqs, list | tuple) else [seqs]
+        sound = bool(listed) and all(isinstance(seq, PooledSequence) for seq in listed)
+        expect(sound, "seqs", show(seqs), "must be a PooledSequence or a list of them, as create() and fork() give")
+        names = sorted({seq.worker for seq in listed})
+        expect(len(names) == 1, "seqs", names, "must have one home: group them by seq.worker")
+        member, shard = self._pool.member(names[0]), self._shards.get(names[0])
+        if member is None or shard is None or shard.context is not member.context:
+            raise StaleBuffer(f"the home of the sequence, {names[0]}, has left the pool or was lost")
+        return member, shard.cache
+
+    async def _leave(self) -> None:
+        self._left = True
+        shards, self._shards = list(self._shards.values()), {}
+        for shard in shards:
+            await asyncio.wait([shard.opening])
+            if not shard.opening.cancelled() and shard.opening.exception() is None:
+                await shard.cache.__aexit__(None, None, None)
+
+
+def _handles(seqs: Any) -> Any:
+    return [seq.handle for seq in seqs] if isinstance(seqs, list | tuple) else seqs.handle
+
+
+def _refused(error: GpuActorsError) -> Reply[Any]:
+    call: Call[Any] = Call(None, Mailbox("pool", 1, 1))
+    call.fail(error)
+    return Reply(call)

@@ -1,0 +1,232 @@
+"""Dispatch: the workers of a pool, and attempts at a request on one after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+import threading
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from typing import NamedTuple, TypeVar
+
+from gpu_actors.distributed.budget import RetryBudget
+from gpu_actors.distributed.members import Member, WorkerStats
+from gpu_actors.distributed.routing import Homes
+from gpu_actors.errors import (
+    ActorFailed,
+    ActorStopped,
+    ContextLost,
+    GpuActorsError,
+    InvalidRequest,
+    Overloaded,
+    StaleBuffer,
+    WorkerLost,
+)
+from gpu_actors.gpu_context import GpuContext
+from gpu_actors.health import Health
+from gpu_actors.process import Local
+from gpu_actors.runtime.reply import need_asyncio
+from gpu_actors.validation.fields import expect, integer, real
+from gpu_actors.values import show
+
+__all__ = ["Dispatch", "PoolStats"]
+
+T = TypeVar("T")
+
+# Seconds after which one that waits for a worker to be idle looks again.
+_LOOK = 0.2
+
+
+class PoolStats(NamedTuple):
+    """workers: by name. repeated: requests that were made again elsewhere. retries_left: of the budget."""
+
+    workers: Mapping[str, WorkerStats]
+    repeated: int
+    retries_left: float
+
+
+class Dispatch(Local):
+    """What a pool and its caches share: members by name, their homes, and what may be repeated."""
+
+    def __init__(
+        self,
+        contexts: Mapping[str, GpuContext] | None = None,
+        *,
+        retries: int = 2,
+        budget: RetryBudget | None = None,
+        slots: int = 64,
+        bound: float = 1.25,
+        seed: int | None = None,
+    ) -> None:
+        self.retries: int = integer("retries", retries, 0)
+        self.budget: RetryBudget = budget if budget is not None else RetryBudget()
+        expect(real("bound", bound) >= 1.0, "bound", bound, "must be a number >= 1")
+        self.dice: random.Random = random.Random(seed)
+        self.homes: Homes = Homes(self.dice, bound, integer("slots", slots, 1))
+        self._members: dict[str, Member] = {}
+        self._repeated = 0
+        self._lock = threading.Lock()
+        self._names = itertools.count(1)
+        self._closed = False
+        for name, context in (contexts or {}).items():
+            self.add(context, name)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {', '.join(self._members) or 'no workers'}>"
+
+    # Workers
+
+    @property
+    def workers(self) -> Mapping[str, GpuContext]:
+        """The contexts by name, those that leave included."""
+        return {name: member.context for name, member in self._members.items()}
+
+    def add(self, context: GpuContext, name: str | None = None, *, owned: bool = False) -> str:
+        """Another worker, which gets requests from now on. Gives its name.
+
+        owned: the pool closes the context when the worker is removed, or the pool closed.
+        Raises `InvalidRequest` for a name that another worker has.
+        """
+        expect(isinstance(context, GpuContext), "context", show(context), "must be an open context")
+        with self._lock:
+            expect(name not in self._members, "name", name, "must differ from the names of the pool's workers")
+            if name is None:
+                name = getattr(context, "name", None)
+            while name is None or name in self._members:
+                name = f"worker-{next(self._names)}"
+            self._members[name] = Member(name, context, owned)
+            self.homes.ring.add(name)
+        return name
+
+    async def remove(self, name: str, timeout: float | None = None) -> None:
+        """Take a worker out: it gets nothing new at once, and leaves when its requests are answered and its sequences
+        freed.
+
+        timeout: seconds (None: no limit) after which it leaves anyway. Its sequences are `StaleBuffer` then, and what
+        it has not answered is what closing its context makes of it; other workers repeat what they may.
+        If the task is cancelled while it waits, the worker stays.
+        Raises `InvalidRequest` for a name that no worker has.
+        """
+        member = self._member(name)
+        member.leaving = True
+        self.homes.ring.remove(name)
+        self.homes.forget(name)
+        loop = asyncio.get_running_loop()
+        news = asyncio.Event()
+
+        def look() -> None:
+            loop.call_soon_threadsafe(news.set)
+
+        member.watch(look)
+        try:
+            async with asyncio.timeout(timeout):
+                while not member.idle:
+                    with contextlib.suppress(TimeoutError):
+                        # A lost generation takes its sequences along, and tells no one here.
+                        await asyncio.wait_for(news.wait(), _LOOK)
+                    news.clear()
+        except TimeoutError:
+            pass
+        except BaseException:
+            member.leaving = False
+            self.homes.ring.add(name)
+            raise
+        finally:
+            member.forget_watcher(look)
+        self._members.pop(name, None)
+        if member.owned:
+            await member.context.aclose()
+
+    def health(self) -> Mapping[str, Health]:
+        """The health of each worker."""
+        return {name: member.context.health() for name, member in self._members.items()}
+
+    @property
+    def ready(self) -> bool:
+        """Whether any worker takes requests now."""
+        return any(not member.leaving and member.context.health().ready for member in self._members.values())
+
+    def stats(self) -> PoolStats:
+        """What the workers do, and how often requests were repeated."""
+        workers = {name: member.stats() for name, member in self._members.items()}
+        return PoolStats(workers, self._repeated, self.budget.left)
+
+    # For the pool and its caches
+
+    async def attempt(
+        self,
+        choose: Callable[[Mapping[str, Member]], Member],
+        make: Callable[[Member], Awaitable[T]],
+        may_repeat: Callable[[GpuActorsError, Member], bool],
+    ) -> T:
+        """What `ask` and caches of the pool have in common. choose: of the members that may get a request, by name.
+        make: makes it. may_repeat: whether it may be made again, though it may have been carried out."""
+        need_asyncio("a request to a pool")
+        self.budget.request()
+        tried: set[str] = set()
+        for left in range(self.retries, -1, -1):
+            member = choose(self.candidates(tried))
+            tried.add(member.name)
+            try:
+                return await make(member)
+            except (ContextLost, ActorStopped, Overloaded, StaleBuffer) as error:
+                again = _elsewhere(error, member) and (_refused(error) or may_repeat(error, member))
+                if not left or not again or not self.budget.take():
+                    raise
+            self._repeated += 1
+        raise AssertionError
+
+    def member(self, name: str) -> Member | None:
+        """The worker of that name, if it is still here."""
+        return self._members.get(name)
+
+    async def aclose(self) -> None:
+        """Close the contexts that the pool opened, each as `GpuContext.aclose` does."""
+        self._closed = True
+        members = list(self._members.values())
+        for member in members:
+            member.leaving = True
+        await asyncio.gather(*(member.context.aclose() for member in members if member.owned))
+
+    # Inside
+
+    def _member(self, name: str) -> Member:
+        member = self._members.get(name)
+        if member is None:
+            raise InvalidRequest("name", name, f"must be a worker of the pool: {', '.join(self._members) or 'none'}")
+        return member
+
+    def candidates(self, tried: Collection[str] = ()) -> dict[str, Member]:
+        """Who may get a request: those that are ready, else those that are about to be; no other for the second time
+        where there is a choice."""
+        if self._closed:
+            raise ActorStopped("the pool is closed")
+        staying = {name: member for name, member in self._members.items() if not member.leaving}
+        health = {name: member.health() for name, member in staying.items()}
+        alive = {name: one for name, one in staying.items() if health[name].state not in ("failed", "stopped")}
+        if not alive:
+            reasons = "; ".join(f"{name}: {one.reason}" for name, one in health.items()) or "it has none"
+            raise WorkerLost(f"no worker of the pool takes requests: {reasons}", 0, "", "no")
+        for choice in (
+            {name: one for name, one in alive.items() if health[name].ready and name not in tried},
+            {name: one for name, one in alive.items() if health[name].ready},
+            {name: one for name, one in alive.items() if name not in tried},
+        ):
+            if choice:
+                return choice
+        return alive
+
+
+def _elsewhere(error: GpuActorsError, member: Member) -> bool:
+    """Whether another worker may do better."""
+    if isinstance(error, ActorFailed):
+        return False  # the request itself may be what failed
+    if isinstance(error, ActorStopped):
+        return member.leaving or not member.context.health().ready
+    return True
+
+
+def _refused(error: GpuActorsError) -> bool:
+    """Whether the request was certainly not carried out."""
+    return isinstance(error, Overloaded) or (isinstance(error, WorkerLost) and error.happened == "no")

@@ -1,0 +1,188 @@
+"""ContextPool: several contexts as one service."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+from gpu_actors.distributed.budget import RetryBudget
+from gpu_actors.distributed.cache import PooledKvCache
+from gpu_actors.distributed.dispatch import Dispatch
+from gpu_actors.distributed.members import Member
+from gpu_actors.distributed.routing import less_loaded_of_two
+from gpu_actors.errors import DeadlineExceeded, GpuActorsError
+from gpu_actors.gpu_context import GpuContext
+from gpu_actors.isolation.crossing import harmless
+from gpu_actors.isolation.processes import ChildProcess
+from gpu_actors.isolation.workplace import Workplace
+from gpu_actors.kv.requests import KvCacheSpec
+from gpu_actors.options import ContextOptions
+from gpu_actors.process import Local
+from gpu_actors.remote.context import open_remote
+from gpu_actors.requests import Array
+from gpu_actors.runtime.reply import Reply, need_asyncio
+from gpu_actors.validation.fields import expect, integer, real
+
+__all__ = ["ContextPool", "open_pool"]
+
+T = TypeVar("T")
+
+# A forward into an ``out`` leaves no other trace, and writes the same there when it is repeated.
+_INTO_OUT = ("FlashForward", "PagedForward", "BatchedDecode")
+
+
+class ContextPool(Dispatch):
+    """Several contexts behind one door. Made by `open_pool`, or over contexts of your own.
+
+    contexts: `GpuContext` of this process, isolated or remote ones, by name. The pool closes none of these.
+    retries: how often one request may be repeated. budget: how many may be, over all requests.
+    slots: sequences that a worker is good for. bound: how far above the mean of all it may be loaded with sequences.
+    seed: of the dice.
+
+    Safe to share between tasks of an event loop; requests may be made on several loops.
+    """
+
+    async def ask(
+        self,
+        request: Callable[[GpuContext], Reply[T]],
+        *,
+        timeout: float | None = None,
+        repeatable: bool | None = None,
+    ) -> T:
+        """Make a request that needs no state, on the less loaded of two workers: ``await pool.ask(lambda ctx:
+        ctx.flash_attn.forward(q, k, v))``.
+
+        If its worker is lost, leaves, or is full, another one gets it, as often as ``retries`` and the budget allow.
+        request: called with a context, once for each attempt; gives the reply.
+        timeout: seconds for all attempts together, after which it raises `DeadlineExceeded`.
+        repeatable: whether the request may be made again though it may have been carried out. None: attention,
+            gradients, graphs and compiles may; anything else, such as ``ctx.run(...)``, may not.
+
+        Raises what the reply raises; `WorkerLost` where no worker is left. Cancelling it cancels the request.
+        """
+        deadline = None
+        if timeout is not None and timeout != math.inf:
+            deadline = time.monotonic() + real("timeout", timeout, "a finite number of seconds, or None")
+        message: Any = None
+
+        async def make(member: Member) -> T:
+            nonlocal message
+            reply = request(member.context)
+            message = reply._call.message
+            member.began(reply)
+            return await _answer(reply, deadline)
+
+        def may_repeat(_: GpuActorsError, __: Member) -> bool:
+            if repeatable is not None:
+                return repeatable
+            return harmless(message) or type(message).__name__ in _INTO_OUT
+
+        return await self.attempt(self._less_loaded, make, may_repeat)
+
+    def kv_cache(
+        self,
+        *,
+        num_blocks: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        head_dim_v: int | None = None,
+        dtype: Any = "bfloat16",
+        k_descale: Array | None = None,
+        v_descale: Array | None = None,
+    ) -> PooledKvCache:
+        """A paged KV cache on every worker, whose sequences each have a home. The arguments are those of `KvCacheSpec`,
+        of each worker's cache. Enter it with ``async with``."""
+        spec = KvCacheSpec(
+            num_blocks=num_blocks,
+            page_size=page_size,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            dtype=dtype,
+            k_descale=k_descale,
+            v_descale=v_descale,
+        )
+        return PooledKvCache(self, spec)
+
+    def _less_loaded(self, members: Mapping[str, Member]) -> Member:
+        loads = {name: member.outstanding for name, member in members.items()}
+        return members[less_loaded_of_two(loads, self.dice)]
+
+
+async def _answer(reply: Reply[T], deadline: float | None) -> T:
+    left = None if deadline is None else max(0.0, deadline - time.monotonic())
+    try:
+        async with asyncio.timeout(left) as limit:
+            return await reply
+    except asyncio.CancelledError:
+        reply.cancel()
+        raise
+    except TimeoutError as error:
+        if isinstance(error, DeadlineExceeded) or not limit.expired():
+            raise
+        reply.cancel()
+        raise DeadlineExceeded("the pool has not answered by the deadline") from None
+
+
+class open_pool(Local):
+    """Open a pool of workers of its own: ``async with open_pool("mock", workers=4) as pool``.
+
+    devices: as for `open_context`; a list opens ``workers`` on each, so ["cuda:0", "cuda:1"] is one worker a GPU.
+    workers: of each device. options: as for `open_remote`. workplace: makes where each worker runs.
+    The other arguments are those of `ContextPool`.
+
+    The workers open at once. Entering raises what `open_context` raises, and then none stays open; leaving closes them.
+    """
+
+    def __init__(
+        self,
+        devices: str | Sequence[str] = "auto",
+        *,
+        workers: int = 1,
+        options: ContextOptions | None = None,
+        workplace: Callable[[], Workplace] = ChildProcess,
+        retries: int = 2,
+        budget: RetryBudget | None = None,
+        slots: int = 64,
+        bound: float = 1.25,
+        seed: int | None = None,
+    ) -> None:
+        listed = [devices] if isinstance(devices, str) else list(devices)
+        expect(bool(listed), "devices", devices, "must name at least one device")
+        count = integer("workers", workers, 1)
+        self._openings = [
+            open_remote(device, options, workplace=workplace(), name=f"worker-{number}")
+            for number, device in enumerate((one for one in listed for _ in range(count)), 1)
+        ]
+        self._pool = ContextPool(retries=retries, budget=budget, slots=slots, bound=bound, seed=seed)
+        self._pool._names = itertools.count(len(self._openings) + 1)
+
+    async def __aenter__(self) -> ContextPool:
+        need_asyncio("open_pool()")
+        tasks = [asyncio.create_task(_opened(opening)) for opening in self._openings]
+        try:
+            await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            found = await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*(context.aclose() for context in found if isinstance(context, GpuContext)))
+            raise
+        for task in tasks:
+            self._pool.add(task.result(), owned=True)
+        return self._pool
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._pool.aclose()
+
+
+async def _opened(opening: open_remote) -> GpuContext:
+    return await opening

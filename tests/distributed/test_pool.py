@@ -1,0 +1,316 @@
+"""A pool's requests without state: where they go, what is repeated, and what happens to workers that come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from fakes import beside
+
+import gpu_actors as ga
+from gpu_actors.distributed import ContextPool, RetryBudget, open_pool
+from gpu_actors.remote import InProcess, RemoteContext
+from gpu_actors.testing import FaultPlan
+
+QUICK = ga.RestartPolicy(max_restarts=1000, backoff=0.0)
+ROWS = np.random.default_rng(0).standard_normal((1, 8, 2, 16)).astype(np.float32)
+
+
+def forward(ctx: ga.GpuContext, **options: Any) -> ga.Reply[ga.AttentionOutput]:
+    return ctx.flash_attn.forward(ROWS, ROWS, ROWS, **options)
+
+
+@pytest.fixture(scope="module")
+def out() -> np.ndarray[Any, Any]:
+    with ga.open_context("mock") as ctx:
+        found: np.ndarray[Any, Any] = forward(ctx).result(30.0).out
+        return found
+
+
+def slow(seconds: float, **options: Any) -> ga.ContextOptions:
+    return ga.ContextOptions(mock=ga.MockOptions(latency=seconds), restart=QUICK, **options)
+
+
+def in_process(workers: int, options: ga.ContextOptions | None = None, **more: Any) -> open_pool:
+    return open_pool("mock", workers=workers, options=options, workplace=InProcess, seed=0, **more)
+
+
+def pid_of(pool: ContextPool, name: str) -> int:
+    context = pool.workers[name]
+    assert isinstance(context, RemoteContext)
+    assert context.pid is not None
+    return context.pid
+
+
+async def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not true():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_answers_are_those_of_one_context(out: np.ndarray[Any, Any]) -> None:
+    async with in_process(3) as pool:
+        found = await asyncio.gather(*(pool.ask(forward) for _ in range(30)))
+        for one in found:
+            np.testing.assert_array_equal(one.out, out)
+        requests = [worker.requests for worker in pool.stats().workers.values()]
+        assert sum(requests) == 30
+        assert all(requests)
+        assert pool.ready
+        assert {health.state for health in pool.health().values()} == {"ready"}
+        assert list(pool.workers) == ["worker-1", "worker-2", "worker-3"]
+        assert "worker-2" in repr(pool)
+
+
+async def test_requests_go_where_fewer_wait() -> None:
+    async with in_process(4, slow(0.02)) as pool:
+        asking = [asyncio.create_task(pool.ask(forward)) for _ in range(80)]
+        await asyncio.sleep(0.05)
+        loads = [worker.outstanding for worker in pool.stats().workers.values()]
+        assert 40 <= sum(loads) <= 80
+        assert max(loads) - min(loads) <= 4
+        await asyncio.gather(*asking)
+        assert not any(worker.outstanding for worker in pool.stats().workers.values())
+
+
+async def test_a_contradiction_is_not_repeated() -> None:
+    async with in_process(2) as pool:
+        with pytest.raises(ga.InvalidRequest):
+            await pool.ask(lambda ctx: forward(ctx, dropout_p=2.0))
+        assert sum(worker.requests for worker in pool.stats().workers.values()) == 1
+
+
+async def test_a_worker_killed_with_64_in_flight_costs_no_answer(out: np.ndarray[Any, Any]) -> None:
+    async with open_pool("mock", workers=2, options=slow(0.02), seed=1) as pool:
+        async with pool.kv_cache(num_blocks=64, page_size=8, kv_heads=2, head_dim=16, dtype="float32") as cache:
+            seqs = [await cache.create([number] * 20) for number in range(16)]
+            asking = [asyncio.create_task(pool.ask(forward)) for _ in range(128)]
+            appends = [cache.append(seq, ROWS[0], ROWS[0]) for seq in seqs]
+            await asyncio.sleep(0.1)
+            victim = "worker-1"
+            assert pool.stats().workers[victim].outstanding >= 64
+            os.kill(pid_of(pool, victim), signal.SIGKILL)
+            for one in await asyncio.gather(*asking):
+                np.testing.assert_array_equal(one.out, out)
+            told = await asyncio.gather(*(reply.wait() for reply in appends), return_exceptions=True)
+            homes = {seq.worker for seq in seqs}
+            assert homes == {"worker-1", "worker-2"}
+            for seq, answer in zip(seqs, told, strict=True):
+                if seq.worker == victim:
+                    assert isinstance(answer, ga.WorkerLost)
+                    assert (answer.worker, answer.generation, answer.happened) == (victim, 1, "unknown")
+                    with pytest.raises(ga.StaleBuffer):
+                        await cache.append(seq, ROWS[0], ROWS[0])
+                else:
+                    assert answer == 8
+                    assert cache.length(seq) == 8
+        assert pool.stats().repeated >= 1
+        assert pool.stats().retries_left < 256
+
+
+async def test_what_may_not_be_repeated_is_told() -> None:
+    async with open_pool("mock", workers=2, options=slow(0.0), seed=1) as pool:
+        with pytest.raises(ga.WorkerLost) as caught:
+            await pool.ask(lambda ctx: remote(ctx).run(beside.dies))
+        assert caught.value.happened == "unknown"
+        assert pool.stats().repeated == 0
+        asked: list[str] = []
+
+        def once(ctx: ga.GpuContext) -> ga.Reply[Any]:
+            asked.append(remote(ctx).name)
+            return remote(ctx).run(beside.dies) if len(asked) == 1 else remote(ctx).run(beside.describe, 5)
+
+        assert (await pool.ask(once, repeatable=True))[2] == (5,)
+        assert len(set(asked)) == 2
+
+
+def remote(ctx: ga.GpuContext) -> RemoteContext:
+    assert isinstance(ctx, RemoteContext)
+    return ctx
+
+
+async def test_a_request_that_kills_workers_ends_after_its_retries(out: np.ndarray[Any, Any]) -> None:
+    async with open_pool("mock", workers=3, options=slow(0.0), retries=1, seed=1) as pool:
+        with pytest.raises(ga.WorkerLost):
+            await pool.ask(lambda ctx: remote(ctx).run(beside.dies), repeatable=True)
+        stats = pool.stats()
+        assert stats.repeated == 1
+        await until(lambda: sorted(worker.generation for worker in pool.stats().workers.values()) == [1, 2, 2])
+        np.testing.assert_array_equal((await pool.ask(forward)).out, out)
+
+
+async def test_a_budget_that_is_spent_repeats_nothing() -> None:
+    plan = FaultPlan().lose_context(launch=1)
+    options = ga.ContextOptions(fault_plan=plan, restart=QUICK)
+    async with in_process(2, options, budget=RetryBudget(ratio=0.0, burst=0.0)) as pool:
+        with pytest.raises(ga.WorkerLost):
+            await pool.ask(forward)
+        assert pool.stats().repeated == 0
+    async with in_process(2, options, budget=RetryBudget(ratio=0.0, burst=2.0)) as pool:
+        # The first launch of every generation is lost, so three attempts fail.
+        with pytest.raises(ga.WorkerLost):
+            await pool.ask(forward)
+        assert pool.stats().repeated == 2
+        assert pool.stats().retries_left == 0.0
+
+
+async def test_a_worker_that_hangs_is_answered_for_by_another(out: np.ndarray[Any, Any]) -> None:
+    options = ga.ContextOptions(restart=QUICK, hang_timeout=1.0)
+    async with open_pool("mock", workers=2, options=options, seed=3) as pool:
+        await pool.ask(forward)
+        os.kill(pid_of(pool, "worker-1"), signal.SIGSTOP)
+        began = time.monotonic()
+        found = await asyncio.gather(*(pool.ask(forward) for _ in range(20)))
+        assert time.monotonic() - began < 15.0
+        for one in found:
+            np.testing.assert_array_equal(one.out, out)
+        assert pool.stats().repeated >= 1
+
+
+async def test_a_full_worker_is_left_for_another(out: np.ndarray[Any, Any]) -> None:
+    options = slow(0.05, mailbox_capacity=2, max_in_flight=1, coalesce_max=1)
+    async with in_process(2, options, retries=0) as pool:
+        outcomes = await asyncio.gather(*(pool.ask(forward) for _ in range(30)), return_exceptions=True)
+        refused = [one for one in outcomes if isinstance(one, ga.Overloaded)]
+        assert 0 < len(refused) < 30
+    stalling = slow(1.0, mailbox_capacity=1, max_in_flight=1, coalesce_max=1, drain_timeout=0.0)
+    async with ga.open_context("mock", stalling) as full, ga.open_context("mock") as free:
+        stuck = [forward(full) for _ in range(8)]
+        pool = ContextPool({"full": full, "free": free}, seed=0)
+        # The pool counts its own requests, so it draws the full one now and then.
+        for one in await asyncio.gather(*(pool.ask(forward) for _ in range(12))):
+            np.testing.assert_array_equal(one.out, out)
+        assert pool.stats().repeated
+    assert all(reply.done() for reply in stuck)
+
+
+async def test_a_deadline_counts_for_all_attempts() -> None:
+    async with in_process(2, slow(30.0)) as pool:
+        began = time.monotonic()
+        with pytest.raises(ga.DeadlineExceeded):
+            await pool.ask(forward, timeout=0.1)
+        with pytest.raises(ga.DeadlineExceeded):
+            await pool.ask(lambda ctx: forward(ctx, timeout=0.1))
+        assert time.monotonic() - began < 5.0
+        with pytest.raises(ga.InvalidRequest):
+            await pool.ask(forward, timeout=float("nan"))
+        for worker in pool.workers.values():
+            worker._children.options.__class__
+
+
+async def test_cancelling_cancels_the_request() -> None:
+    async with open_pool("mock", workers=1) as pool:
+        (name,) = pool.workers
+        asking = asyncio.create_task(pool.ask(lambda ctx: remote(ctx).run(beside.sleeps, 0.0)))
+        await asking
+        waiting = asyncio.create_task(pool.ask(lambda ctx: remote(ctx).run(beside.dozes, 60.0)))
+        await until(lambda: pool.stats().workers[name].outstanding == 1)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await until(lambda: pool.stats().workers[name].outstanding == 0)
+
+
+async def test_no_worker_left_is_told_and_did_not_happen() -> None:
+    plan = FaultPlan().lose_context(launch=1)
+    options = ga.ContextOptions(fault_plan=plan, restart=ga.RestartPolicy(max_restarts=0))
+    async with in_process(2, options) as pool:
+        with pytest.raises(ga.WorkerLost):
+            await pool.ask(forward)
+        await until(lambda: all(health.state == "failed" for health in pool.health().values()))
+        with pytest.raises(ga.WorkerLost, match=r"no worker.*worker-1: .*worker-2: ") as caught:
+            await pool.ask(forward)
+        assert caught.value.happened == "no"
+        assert not pool.ready
+    with pytest.raises(ga.ActorStopped, match="closed"):
+        await pool.ask(forward)
+    with pytest.raises(ga.WorkerLost, match="it has none"):
+        await ContextPool().ask(forward)
+
+
+# Workers that come and go
+
+
+async def test_a_worker_added_and_one_removed_in_flight(out: np.ndarray[Any, Any]) -> None:
+    async with in_process(2, slow(0.02)) as pool:
+        asking = [asyncio.create_task(pool.ask(forward)) for _ in range(40)]
+        await asyncio.sleep(0.02)
+        async with ga.open_context("mock") as mine:
+            assert pool.add(mine, "mine") == "mine"
+            with pytest.raises(ga.InvalidRequest, match="differ"):
+                pool.add(mine, "mine")
+            with pytest.raises(ga.InvalidRequest, match="open context"):
+                pool.add(3)  # type: ignore[arg-type]
+            gone = pool.workers["worker-1"]
+            removing = asyncio.create_task(pool.remove("worker-1"))
+            await asyncio.sleep(0)
+            before = pool.stats().workers["worker-1"]
+            assert before.leaving
+            more = await asyncio.gather(*(pool.ask(forward) for _ in range(40)))
+            found = await asyncio.gather(*asking)
+            await removing
+            assert len(more) == len(found) == 40
+            for one in (*more, *found):
+                np.testing.assert_array_equal(one.out, out)
+            assert gone.health().state == "stopped"  # the pool opened it
+            assert set(pool.workers) == {"worker-2", "mine"}
+            assert pool.stats().workers["mine"].requests
+            assert pool.stats().repeated == 0
+            await pool.remove("mine")
+            assert mine.health().ready  # the pool did not
+        with pytest.raises(ga.InvalidRequest, match="worker-2"):
+            await pool.remove("mine")
+
+
+async def test_a_removal_that_cannot_wait_and_one_that_is_cancelled(out: np.ndarray[Any, Any]) -> None:
+    async with (
+        in_process(2, slow(0.05, drain_timeout=0.0)) as pool,
+        pool.kv_cache(num_blocks=8, page_size=8, kv_heads=2, head_dim=16, dtype="float32") as cache,
+    ):
+        seq = await cache.create()
+        removing = asyncio.create_task(pool.remove(seq.worker))
+        await asyncio.sleep(0.05)
+        assert pool.stats().workers[seq.worker].leaving
+        assert (await cache.create()).worker != seq.worker
+        removing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await removing
+        assert not pool.stats().workers[seq.worker].leaving
+        assert await cache.append(seq, ROWS[0], ROWS[0]) == 8
+        asking = [asyncio.create_task(pool.ask(forward)) for _ in range(20)]
+        await asyncio.sleep(0.05)
+        await pool.remove(seq.worker, timeout=0.05)
+        for one in await asyncio.gather(*asking):  # of which other workers repeat what was not answered
+            np.testing.assert_array_equal(one.out, out)
+        with pytest.raises(ga.StaleBuffer, match="left the pool"):
+            await cache.append(seq, ROWS[0], ROWS[0])
+        with pytest.raises(ga.StaleBuffer):
+            cache.length(seq)
+
+
+async def test_a_pool_that_cannot_open_leaves_nothing_open() -> None:
+    before = len(psutil.Process().children(recursive=True))
+    with pytest.raises(ga.InvalidRequest):
+        open_pool("nothing")
+    with pytest.raises(ga.InvalidRequest):
+        open_pool([])
+    with pytest.raises(ga.InvalidRequest):
+        open_pool("mock", workers=0)
+    with pytest.raises(ga.InvalidRequest):
+        open_pool("mock", bound=0.5)
+    with pytest.raises(ga.GpuActorsError):
+        async with open_pool(["mock", "cuda:97"]):
+            pass
+    opening = asyncio.create_task(open_pool("mock", workers=3).__aenter__())
+    await asyncio.sleep(0.01)
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    await until(lambda: len(psutil.Process().children(recursive=True)) <= before + 1)  # the zygote

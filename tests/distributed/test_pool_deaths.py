@@ -1,0 +1,161 @@
+"""Requests of all kinds over child processes that keep dying: nothing is lost, nothing doubled, no append replayed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import random
+import signal
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+import gpu_actors as ga
+from gpu_actors.distributed import ContextPool, PooledKvCache, PooledSequence, open_pool
+from gpu_actors.remote import RemoteContext
+
+SPEC: dict[str, Any] = {"num_blocks": 512, "page_size": 8, "kv_heads": 1, "head_dim": 8, "dtype": "float32"}
+OPTIONS = ga.ContextOptions(restart=ga.RestartPolicy(max_restarts=10**6, backoff=0.0))
+TOLD = (ga.WorkerLost, ga.StaleBuffer)
+
+
+class Load:
+    """Sequences and requests without state, and the account of their answers."""
+
+    def __init__(self, pool: ContextPool, cache: PooledKvCache) -> None:
+        self.pool = pool
+        self.cache = cache
+        self.answered = self.appended = self.told = 0
+
+    async def stateless(self, number: int) -> None:
+        q = np.full((1, 2, 1, 8), number % 1000, np.float32)
+        found = await self.pool.ask(lambda ctx: ctx.flash_attn.forward(q, q, q))
+        np.testing.assert_array_equal(found.out, q)
+        self.answered += 1
+
+    async def appending(self, seq: PooledSequence, length: int) -> bool:
+        """Append a row, which says whose it is. False once the sequence is lost."""
+        row = np.full((1, 1, 8), length, np.float32)
+        try:
+            assert await self.cache.append(seq, row, row) == length + 1
+        except TOLD:
+            self.told += 1
+            return False
+        self.appended += 1
+        return True
+
+    async def session(self, count: int) -> None:
+        """So many appends, over as many sequences as it takes."""
+        left = count
+        while left:
+            seq = await self.cache.create()
+            length = 0
+            while left:
+                left -= 1
+                if not await self.appending(seq, length):
+                    break
+                length += 1
+            else:
+                await self._check(seq, length)
+                with contextlib.suppress(*TOLD):
+                    await self.cache.free(seq)
+
+    async def _check(self, seq: PooledSequence, length: int) -> None:
+        """Every row is there once: with equal scores the mean of the values is that of 0 .. length - 1."""
+        q = np.zeros((1, 1, 1, 8), np.float32)
+        with contextlib.suppress(*TOLD):
+            found = await self.cache.attend(q, seq, causal=False, expect_length=length)
+            np.testing.assert_allclose(found.out, (length - 1) / 2, rtol=1e-4)
+
+
+async def _run(requests: int, every: int, workers: int = 4) -> None:
+    dice = random.Random(7)
+    here = psutil.Process()
+    async with open_pool("mock", workers=workers, options=OPTIONS, seed=7, retries=4) as pool:
+        async with pool.kv_cache(**SPEC) as cache:
+            load = Load(pool, cache)
+            half = requests // 2
+            sessions = 16
+            done = asyncio.Event()
+            deaths = 0
+
+            async def kill() -> None:
+                nonlocal deaths
+                while not done.is_set():
+                    if load.answered + load.appended + load.told >= (deaths + 1) * every:
+                        victim = pool.workers[dice.choice(list(pool.workers))]
+                        assert isinstance(victim, RemoteContext)
+                        if victim.pid is not None:
+                            with contextlib.suppress(ProcessLookupError):
+                                os.kill(victim.pid, signal.SIGKILL)
+                            deaths += 1
+                    await asyncio.sleep(0.001)
+
+            async def stateless(numbers: range) -> None:
+                for number in numbers:
+                    await load.stateless(number)
+
+            killing = asyncio.create_task(kill())
+            async with asyncio.TaskGroup() as group:
+                for first in range(sessions):
+                    group.create_task(stateless(range(first, half, sessions)))
+                    group.create_task(load.session(len(range(first, half, sessions))))
+            done.set()
+            await killing
+            assert load.answered == half
+            assert load.appended + load.told == half
+            assert load.told
+            assert deaths >= requests // every - 2
+            stats = pool.stats()
+            assert stats.repeated
+            assert sum(worker.generation - 1 for worker in stats.workers.values()) >= deaths - workers
+            assert not any(worker.outstanding for worker in stats.workers.values())
+        pids = [context.pid for context in pool.workers.values() if isinstance(context, RemoteContext)]
+        assert len(here.children(recursive=True)) <= workers + 1
+    assert not [pid for pid in pids if pid is not None and _runs(pid)]
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+async def test_a_death_every_200_requests() -> None:
+    await _run(2000, 200)
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(3600)
+async def test_a_death_every_2000_requests_of_200000() -> None:
+    await _run(200_000, 2000)
+
+
+async def test_pools_leave_nothing_behind() -> None:
+    here = psutil.Process()
+
+    async def once() -> None:
+        async with open_pool("mock", workers=2, options=OPTIONS) as pool, pool.kv_cache(**SPEC) as cache:
+            seq = await cache.create()
+            big = np.ones((512, 1, 8), np.float32)
+            await cache.append(seq, big, big)
+            victim = pool.workers[seq.worker]
+            assert isinstance(victim, RemoteContext)
+            os.kill(victim.pid or 0, signal.SIGKILL)
+            with pytest.raises(TOLD):
+                await cache.append(seq, big, big)
+
+    await once()
+    gc.collect()  # a mapping has a descriptor, until it is collected
+    before = here.num_fds(), here.num_threads(), len(here.children(recursive=True))
+    for _ in range(3):
+        await once()
+    gc.collect()
+    assert here.num_fds() == before[0]
+    assert len(here.children(recursive=True)) == before[2]
+    assert here.num_threads() <= before[1] + 2  # of the loop's own pool
