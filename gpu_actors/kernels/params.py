@@ -312,8 +312,8 @@ def forward_scalars(problem: AttentionProblem, prefix: str = "") -> dict[str, in
     scalars |= {name: min(getattr(problem, name), UNBOUNDED) for name in _named("i")}
     scalars["window_left"] = UNBOUNDED if left < 0 else min(left, UNBOUNDED)
     scalars["window_right"] = UNBOUNDED if right < 0 else min(right, UNBOUNDED)
+    scalars["dropout_scale"] = 1.0 / (1.0 - problem.dropout_p)
     if problem.dropout_p:
-        scalars["dropout_scale"] = 1.0 / (1.0 - problem.dropout_p)
         scalars["dropout_threshold"] = dropout_threshold(problem.dropout_p)
     return {prefix + name: value for name, value in scalars.items()}
 

@@ -23,13 +23,14 @@ DEVICE float power_of_two(int exponent) {
   return ptx::as_float(uint32_t((exponent > 126 ? 126 : exponent < -126 ? -126 : exponent) + 127) << 23);
 }
 
-// log2 of the factor of dS.
+// log2 of the factor of dS. Two kernels need the same one, so no rounding is left to the compiler, and nothing depends on the
+// kernel's macros: dropout_scale is 1 without dropout.
 DEVICE int ds_exponent(const BackwardParams& params, int sequence, int kv_head) {
   if constexpr (!DS_BOUNDS) return 0;
   const int32_t* const bounds = ds_bounds_of(params, sequence, kv_head);
   const float dout = ptx::as_float(uint32_t(bounds[LARGEST_DOUT])), value = ptx::as_float(uint32_t(bounds[LARGEST_VALUE]));
-  const float kept = DROPOUT ? float(params.forward.dropout_scale) : 1.0f;
-  const float bound = sqrtf(dout) * sqrtf(value) * kept + ptx::as_float(uint32_t(bounds[LARGEST_DELTA]));
+  const float product = __fmul_rn(__fmul_rn(sqrtf(dout), sqrtf(value)), float(params.forward.dropout_scale));
+  const float bound = __fadd_rn(product, ptx::as_float(uint32_t(bounds[LARGEST_DELTA])));
   const uint32_t bits = ptx::as_bits(bound);
   if (bound == 0.0f || bits >> 23 == 255) return 0;
   return 14 - (int(bits >> 23) - 127);

@@ -44,7 +44,7 @@ struct Params {  // pointers to operands that the variant does not use are null
   Strides v_descale_strides;
   double softmax_scale;
   double softcap;
-  double dropout_scale;  // 1 / (1 - p)
+  double dropout_scale;  // 1 / (1 - p), so 1 without dropout
   uint64_t dropout_seed;
   uint32_t dropout_threshold;
   int32_t heads_q;

@@ -21,7 +21,8 @@ from gpu_actors.testing.tolerance import check_output
 pytestmark = pytest.mark.gpu
 
 SHAPE, KV_SHAPE = (2, 130, 4, 64), (2, 130, 2, 64)
-PLACE = "cuda" if os.environ.get("GPU_ACTORS_TEST_DEVICE", "cuda").startswith("cuda") else "cpu"
+DEVICE = os.environ.get("GPU_ACTORS_TEST_DEVICE", "cuda")
+PLACE = os.environ.get("GPU_ACTORS_TEST_TENSORS", "cuda" if DEVICE.startswith("cuda") else "cpu")
 
 
 def operands(seed: int = 0) -> tuple[Any, ...]:

@@ -23,7 +23,7 @@ attention = pytest.importorskip("gpu_actors.interop.torch").attention
 pytestmark = pytest.mark.gpu
 
 DEVICE = os.environ.get("GPU_ACTORS_TEST_DEVICE", "cuda")
-PLACE = "cuda" if DEVICE.startswith("cuda") else "cpu"
+PLACE = os.environ.get("GPU_ACTORS_TEST_TENSORS", "cuda" if DEVICE.startswith("cuda") else "cpu")
 
 
 @pytest.fixture(scope="module")

@@ -227,6 +227,11 @@ def test_float16_scores_keep_gradients_beyond_and_below_their_range(of_dout, of_
     check(dout, q * np.float16(0.01), k * np.float16(0.01), v, causal=causal)
 
 
+def test_all_kernels_of_a_request_scale_float16_scores_alike_where_dropout_raises_their_bound():
+    """What is kept counts fourfold here, which is two powers of two of the factor that dQ is divided by at the end."""
+    check(*operands_of(150, 150), dropout_p=0.75)
+
+
 class TestAddressing:
     @staticmethod
     def view(seed: int, length: int, heads: int, padding: int) -> Strided:
