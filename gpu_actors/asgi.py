@@ -4,16 +4,19 @@
     app.add_middleware(asgi.Guard)
 
 `Guard` bounds and answers each request; `lifespan` opens the context and closes it; `routes` answers /livez, /readyz
-and /metrics. A handler takes its context by ``asgi.context(request)``. Needs the ``asgi`` extra; `Guard` and `lifespan`
-work with any ASGI application.
+and /metrics, and has a page at / that shows the context. A handler takes its context by ``asgi.context(request)``.
+Needs the ``asgi`` extra; `Guard` and `lifespan` work with any ASGI application.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+import signal
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import anyio.to_thread
@@ -28,12 +31,15 @@ from gpu_actors.serving.guard import KEY, Exchange, Guard
 from gpu_actors.serving.leaving import leave_slowly
 from gpu_actors.serving.probes import Answer, Probes
 from gpu_actors.serving.problems import problem
+from gpu_actors.status.board import StatusBoard
 from gpu_actors.validation.fields import expect, real
 
 try:
     from starlette.requests import HTTPConnection, Request
     from starlette.responses import Response
     from starlette.routing import BaseRoute, Route
+
+    from gpu_actors.status.endpoints import page_routes
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(missing(error, "asgi"), name=error.name) from None
 
@@ -63,11 +69,12 @@ Lifespan = Callable[[Any], AbstractAsyncContextManager[dict[str, Any]]]
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What an application's `lifespan` has opened. admission: as it was given, or None."""
+    """What an application's `lifespan` has opened. admission: as it was given, or None. board: what the page shows."""
 
     context: GpuContext
     probes: Probes
     admission: Admission | None
+    board: StatusBoard
 
 
 def lifespan(
@@ -78,6 +85,7 @@ def lifespan(
     admission: Admission | None = None,
     probes: Probes | None = None,
     leave_seconds: float = 2.0,
+    shown: Sequence[Callable[[], Mapping[str, float]]] = (),
 ) -> Lifespan:
     """The lifespan of an application that owns a context: ``Starlette(lifespan=lifespan("cuda"))``, FastAPI likewise.
 
@@ -92,6 +100,7 @@ def lifespan(
     admission: shown in /metrics, and found as ``service(request).admission``. probes: `Probes` with a port of their
     own, which answer while the application starts, stops or is busy. Default: probes without a port, for `routes`.
     leave_seconds: how long /readyz says "draining" after SIGTERM before the server is told (see `leave_slowly`).
+    shown: functions that give numbers by name, for the page. A thread calls them twice a second.
 
     Each application takes a call of its own. Raises `InvalidRequest` for a ``leave_seconds`` that is not >= 0; entering
     raises what `open_context`, `GpuContext.probe` and ``prepare`` raise.
@@ -111,11 +120,18 @@ def lifespan(
                 prepared = await made if made is not None else None
             if not any(stats.launched for stats in context.stats().values()):
                 await context.probe()
-            found = Service(context, answering, admission)
             answering.watch(context, admission)
+            board = StatusBoard()
+            if admission is not None:
+                board.show(lambda: _places(admission))
+            for numbers in shown:
+                board.show(numbers)
+            await anyio.to_thread.run_sync(board.watch, context, answering.readiness)
+            stack.callback(board.close)
+            found = Service(context, answering, admission, board)
             logger.info("ready on %s, probes on port %s", context.info.name, answering.port)
             kept = getattr(app, "state", None)
-            with leave_slowly(answering, leave_seconds):
+            with leave_slowly(answering, leave_seconds), _ended_by_interrupt(board):
                 if kept is not None:
                     setattr(kept, STATE, found)
                 try:
@@ -127,16 +143,58 @@ def lifespan(
     return opened
 
 
-def routes() -> list[BaseRoute]:
-    """/livez, /readyz and /metrics of the context that the application's `lifespan` has opened; see `Probes`.
+def routes(page: str | None = "/") -> list[BaseRoute]:
+    """/livez, /readyz and /metrics of the context that the application's `lifespan` has opened, and a page that shows
+    it; see `Probes`.
 
     Where no lifespan has run, /livez is 200, the others are 503 and /readyz says why. Mounted under a prefix, they
     answer there. A port of their own (``lifespan(probes=Probes(port=8001))``) answers also while the loop is busy.
+
+    page: where the page is, a path that ends in "/"; beside it are status.json and status/. None: there is none. It
+        shows errors in full, so keep it, as /metrics, from people who should not see them.
+
+    Raises `InvalidRequest` for another page.
     """
-    return [
+    probes: list[BaseRoute] = [
         Route(f"/{name}", _probe(name), methods=["GET"], name=f"gpu_actors_{name}", include_in_schema=False)
         for name in ("livez", "readyz", "metrics")
     ]
+    if page is None:
+        return probes
+    given: object = page
+    sound = isinstance(given, str) and page.startswith("/") and page.endswith("/") and "{" not in page
+    expect(sound, "page", page, 'must be a path that begins and ends with "/", or None')
+    return [*probes, *page_routes(page, _board)]
+
+
+def _board(request: Request) -> StatusBoard | str:
+    found = _find(request)
+    return _NOT_OPEN if found is None else found.board
+
+
+def _places(admission: Admission) -> dict[str, float]:
+    stats = admission.stats()
+    return {"requests running": stats.running, "requests waiting": stats.waiting, "requests refused": stats.refused}
+
+
+@contextmanager
+def _ended_by_interrupt(board: StatusBoard) -> Iterator[None]:
+    """End the page's streams on Ctrl-C, before the server's own handler: it waits for every connection."""
+    former: Any = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(former):
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        board.end_streams()
+        former(number, frame)
+
+    signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is end:
+            signal.signal(signal.SIGINT, former)
 
 
 def _probe(name: str) -> Callable[[Request], Awaitable[Response]]:

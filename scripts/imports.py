@@ -45,6 +45,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("distributed",),
     ("metrics", "otel_metrics", "interop", "embedding", "generation", "testing"),
     ("serving",),
+    ("status",),
     ("asgi",),
     ("openai_api",),
     ("bench",),

@@ -20,11 +20,11 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """What ``-n auto`` means: a worker for each core that this process may use.
 
-    No workers, so one process, where tests share a GPU or compare times, and for the tests of one file: workers
-    take longer to start than they save. A sweep is spread, also that of one file.
+    No workers, so one process, where tests share a GPU or a browser or compare times, and for the tests of one file:
+    workers take longer to start than they save. A sweep is spread, also that of one file.
     """
     marks = config.option.markexpr
-    if marks in ("gpu", "perf") or (marks != "sweep" and _names_one_file(config)):
+    if marks in ("gpu", "perf", "browser") or (marks != "sweep" and _names_one_file(config)):
         return 0
     return None if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else len(os.sched_getaffinity(0))
 

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -21,9 +21,10 @@ from gpu_actors.arrays.adoption import adopt_request
 from gpu_actors.devices.interface import Kernel, Outputs
 from gpu_actors.errors import GpuActorsError, InvalidRequest, OutOfDeviceMemory, StaleBuffer
 from gpu_actors.kernels.append.variant import AppendProblem, append_key
+from gpu_actors.kv.page_map import PageMap, page_map
 from gpu_actors.kv.prefix import Tokens
 from gpu_actors.kv.requests import KvCacheSpec, KvSequence
-from gpu_actors.kv.sequences import CacheTables, PageTable, Write, block_table
+from gpu_actors.kv.sequences import CacheTables, KvCacheStats, PageTable, Write, block_table
 from gpu_actors.options import MockOptions
 from gpu_actors.planning.append_rows import NewRows
 from gpu_actors.planning.cached import Decoding
@@ -37,7 +38,7 @@ from gpu_actors.validation.paged import check_page_size
 if TYPE_CHECKING:
     from gpu_actors.runtime.cell import ActorCell
 
-__all__ = ["CacheStore", "KvWork", "OpenedCache"]
+__all__ = ["CacheLook", "CacheStore", "KvWork", "OpenedCache"]
 
 # Numbers of caches are unique in the process: a sequence of one context must not be taken for one of another.
 _NUMBERS = itertools.count(1)
@@ -211,6 +212,18 @@ class OpenedCache:
             self.tables.leave(work.tables)
 
 
+class CacheLook(NamedTuple):
+    """A cache as it is now."""
+
+    number: int
+    page_size: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    stats: KvCacheStats
+    pages: PageMap
+
+
 class CacheStore:
     """Opened caches by number. Used by the actor's thread; looked at by others."""
 
@@ -254,6 +267,17 @@ class CacheStore:
     def close(self) -> None:
         """Give up every cache."""
         self._caches.clear()
+
+    def look(self) -> list[CacheLook]:
+        """The caches that are open now. For any thread; an actor waits for two copied lists at most."""
+        found = []
+        for number, cache in list(self._caches.items()):
+            pages = page_map(*cache.tables.look())
+            pool, stats = cache.pool, cache.tables.stats()
+            found.append(
+                CacheLook(number, pool.page_size, pool.heads_kv, pool.head_dim, pool.cache_dtype, stats, pages)
+            )
+        return found
 
     def after_fork(self, reason: Callable[[], GpuActorsError]) -> None:
         """Refuse to look at a cache in a child process, where a thread that is missing may hold its lock."""

@@ -7,12 +7,13 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from gpu_actors.compiling.source import Cubin, KernelSource
+from gpu_actors.compiling.source import Cubin, KernelResources, KernelSource
 from gpu_actors.devices.interface import Kernel
 from gpu_actors.errors import GpuActorsError, InvalidRequest
 from gpu_actors.kernels.keys import check_key
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from gpu_actors.compiling.cubin_cache import CacheStats, CubinCache
     from gpu_actors.runtime.cell import ActorCell
 
-__all__ = ["Compile", "NvrtcActor", "NvrtcHandle", "Warm", "WarmedVariant"]
+__all__ = ["Compile", "KernelUse", "NvrtcActor", "NvrtcHandle", "Warm", "WarmedVariant"]
 
 logger: logging.Logger = logging.getLogger("gpu_actors")
 
@@ -191,6 +192,24 @@ Product = Cubin | Kernel
 Done = Callable[[Product | None, GpuActorsError | None, float], None]
 
 
+class KernelUse(NamedTuple):
+    """A kernel that requests have asked for. digest: of its whole source. source: "cache", "compiled" or "built".
+
+    asked: how often it was asked for, by one actor once. resources: of each entry point, empty where it is not known.
+    """
+
+    name: str
+    arch: str
+    digest: str
+    source: str
+    asked: int
+    macros: Mapping[str, Any]
+    resources: Mapping[str, KernelResources]
+
+
+_MOST_USES = 256
+
+
 class _Workshop:
     """The cache, the compiler and the worker threads; outlives the actor's incarnations."""
 
@@ -214,6 +233,12 @@ class _Workshop:
         self._pool = ThreadPoolExecutor(options.compile_threads, thread_name_prefix="nvrtc-worker")
         self._lock = threading.Lock()
         self._waiting: dict[Job, list[Done]] = {}
+        self._uses: OrderedDict[tuple[str, str], KernelUse] = OrderedDict()
+
+    def uses(self) -> list[KernelUse]:
+        """The kernels that requests have asked for, the latest last: 256 at most."""
+        with self._lock:
+            return list(self._uses.values())
 
     def start(self, source: KernelSource, arch: str, done: Done, for_device: bool = False) -> None:
         """Have ``done`` called, on a worker's thread, with the product or the error and the seconds it took.
@@ -259,8 +284,32 @@ class _Workshop:
 
     def _make(self, source: KernelSource, arch: str, for_device: bool) -> Product:
         if for_device and self._cell.environment.device.builds_kernels:
-            return self._build(source, arch)
-        return self.cache.get_or_compile(source, arch, self._compile)
+            built = self._build(source, arch)
+            self._use(source, arch, "built", {})
+            return built
+        origin = "cache"
+
+        def compile(source: KernelSource, arch: str) -> Cubin:
+            nonlocal origin
+            origin = "compiled"
+            return self._compile(source, arch)
+
+        cubin = self.cache.get_or_compile(source, arch, compile)
+        if for_device:
+            self._use(source, arch, origin, cubin.resources)
+        return cubin
+
+    def _use(self, source: KernelSource, arch: str, origin: str, resources: Mapping[str, KernelResources]) -> None:
+        digest = _digest(source)
+        with self._lock:
+            former = self._uses.pop((digest, arch), None)
+            asked = 1 if former is None else former.asked + 1
+            first = origin if former is None else former.source
+            self._uses[digest, arch] = KernelUse(
+                source.name, arch, digest, first, asked, dict(source.macros), dict(resources)
+            )
+            if len(self._uses) > _MOST_USES:
+                self._uses.popitem(last=False)
 
     def _compile(self, source: KernelSource, arch: str) -> Cubin:
         began = time.monotonic()
@@ -273,9 +322,7 @@ class _Workshop:
     def _build(self, source: KernelSource, arch: str) -> Product:
         from gpu_actors.compiling.cubin_cache import announced
 
-        # The digest is of a text, because Python's own hashes differ between processes.
-        text = repr((source.entry_points, dict(source.macros), source.source, dict(source.headers)))
-        variant = f"{source.name}:{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+        variant = f"{source.name}:{_digest(source)}"
         emit = functools.partial(self._cell.environment.trace.emit, variant=variant, arch=arch)
         began = time.monotonic()
         try:
@@ -286,6 +333,12 @@ class _Workshop:
 
     def _event(self, name: str, fields: dict[str, Any]) -> None:
         self._cell.environment.trace.emit(name, **fields)
+
+
+def _digest(source: KernelSource) -> str:
+    # Of a text, because Python's own hashes differ between processes.
+    text = repr((source.entry_points, dict(source.macros), source.source, dict(source.headers)))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 @dataclass(slots=True, eq=False)

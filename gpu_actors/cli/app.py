@@ -11,6 +11,7 @@ from gpu_actors.cli.bench import bench
 from gpu_actors.cli.doctor import doctor
 from gpu_actors.cli.embed import embed
 from gpu_actors.cli.output import error_sentence, silence_if_closed, write_error
+from gpu_actors.cli.report import report
 from gpu_actors.cli.serve import serve
 from gpu_actors.cli.warm import warm
 from gpu_actors.errors import GpuActorsError, RequestError
@@ -29,7 +30,7 @@ app: typer.Typer = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for _command in (doctor, embed, serve, warm, bench):
+for _command in (doctor, embed, serve, report, warm, bench):
     app.command()(_command)
 
 

@@ -33,6 +33,7 @@ def serve(
     dtype: Annotated[str, typer.Option(help="Of attention: float16 or bfloat16.")] = "float16",
     leave_seconds: Annotated[float, typer.Option(help="After SIGTERM: not ready, but listening.")] = 2.0,
     drain_seconds: Annotated[float, typer.Option(help="After that: texts go on, then end with an error.")] = 20.0,
+    page: Annotated[bool, typer.Option(help="A page at / that shows the context, with errors in full.")] = True,
     exit_when_dead: Annotated[
         bool, typer.Option("--exit-when-dead", help="Exit with 70 once the device is lost.")
     ] = False,
@@ -68,6 +69,7 @@ def serve(
         probe_host=probe_host,
         probe_port=probe_port,
         exit_when_dead=exit_when_dead,
+        page=page,
         leave_seconds=leave_seconds,
         drain_seconds=drain_seconds,
     )

@@ -73,7 +73,10 @@ class EngineStats:
 
 
 class Engine:
-    """Made by `Engine.open`, for the tasks of one event loop. keep_logits: generations keep theirs, to be looked at."""
+    """Made by `Engine.open`, for the tasks of one event loop. keep_logits: generations keep theirs, to be looked at.
+
+    failure: why the engine's own loop has ended, "" while it has not. Every text then ends with `ActorStopped`.
+    """
 
     def __init__(self, cache: Any, model: Llama, settings: Settings, keep_logits: bool = False) -> None:
         self.stats = EngineStats()
@@ -88,6 +91,7 @@ class Engine:
         self._generations: dict[Text, Generation] = {}
         self._bell = anyio.Event()
         self._stopped = ""
+        self.failure: str = ""
 
     @classmethod
     @asynccontextmanager
@@ -185,6 +189,15 @@ class Engine:
         self._bell.set()
 
     async def _run(self) -> None:
+        try:
+            await self._turn()
+        except Exception as error:
+            # What opened the engine goes on without it: a server still tells its clients why nothing is generated.
+            logger.critical("the engine's loop failed, and it generates no more texts", exc_info=error)
+            self.failure = f"the engine has failed: {type(error).__name__}: {error}"
+            self.stop(self.failure)
+
+    async def _turn(self) -> None:
         while True:
             await self._forget(self._batcher.cancelled(), "cancelled")
             for text in self._batcher.admit():

@@ -40,6 +40,14 @@ def _compile_seconds(cells: Any, actor: str) -> Any:
     return cells[actor].shared.compile_seconds
 
 
+def _uses(cells: Any, actor: str) -> Any:
+    return cells[actor].shared.uses()
+
+
+def _caches(cells: Any, actor: str) -> Any:
+    return cells[actor].shared.look()
+
+
 def _recording_stats(cells: Any, actor: str) -> Any:
     return cells[actor].handle.recording_stats()
 
@@ -58,6 +66,8 @@ ANSWERS: Mapping[str, Callable[..., Any]] = {
     "inspect": _inspect,
     "cubin_stats": _cubin_stats,
     "compile_seconds": _compile_seconds,
+    "uses": _uses,
+    "caches": _caches,
     "recording_stats": _recording_stats,
     "length": _length,
     "cache_stats": _cache_stats,
@@ -101,6 +111,14 @@ class Questions:
     @property
     def compile_seconds(self) -> Any:
         return self._ask_or_recall("compile_seconds")
+
+    def uses(self) -> Any:
+        """The kernels that requests have asked for."""
+        return self._ask("uses", self._actor)
+
+    def look(self) -> Any:
+        """The caches that are open."""
+        return self._ask("caches", self._actor)
 
     def _ask_or_recall(self, name: str) -> Any:
         """What metrics show: while no process answers, what the last one said."""

@@ -45,6 +45,10 @@ class PagePool:
         """Pages with more than one reference."""
         return self._shared
 
+    def look(self) -> tuple[list[int], list[bool]]:
+        """Of each page: its references, and whether its prefix is remembered."""
+        return list(self._references), list(self._remembered)
+
     def references(self, page: int) -> int:
         return self._references[page]
 

@@ -107,6 +107,11 @@ class CacheTables:
                 evicted=self._evicted,
             )
 
+    def look(self) -> tuple[list[int], list[bool]]:
+        """What `PagePool.look` gives. The lock is held while two lists are copied."""
+        with self._lock:
+            return self._pool.look()
+
     def find(self, number: int, field: str = "seq") -> PageTable:
         """The sequence of that number. Raises `InvalidRequest`, with that field, for one that was freed."""
         table = self._tables.get(number)

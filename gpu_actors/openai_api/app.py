@@ -58,6 +58,7 @@ def create_app(settings: ServeSettings | None = None) -> Starlette:
         async with open_models(context, settings) as models:
             state.models = models
             probes.collect(ServerCollector(state))
+            probes.dead_if(lambda: _failure(state))
             try:
                 yield
             finally:
@@ -71,6 +72,7 @@ def create_app(settings: ServeSettings | None = None) -> Starlette:
             admission=state.admission,
             probes=probes,
             leave_seconds=settings.leave_seconds,
+            shown=[lambda: _texts(state)],
         ),
         routes=[
             Route("/v1/completions", completions, methods=["POST"]),
@@ -78,7 +80,7 @@ def create_app(settings: ServeSettings | None = None) -> Starlette:
             Route("/v1/embeddings", embeddings, methods=["POST"]),
             Route("/v1/models", list_models, methods=["GET"]),
             Route("/v1/models/{name:path}", one_model, methods=["GET"]),
-            *asgi.routes(),
+            *asgi.routes("/" if settings.page else None),
         ],
         exception_handlers={HTTPException: not_routed},
     )
@@ -91,3 +93,22 @@ def create_app(settings: ServeSettings | None = None) -> Starlette:
         spell=spell,
     )
     return app
+
+
+def _texts(state: State) -> dict[str, float]:
+    """What the page shows of the engine."""
+    generator = state.models.generator
+    if generator is None:
+        return {}
+    engine = generator.engine
+    return {
+        "texts running": engine.running,
+        "texts waiting": engine.waiting,
+        "tokens": engine.stats.tokens,
+        "prompt rows from the cache": engine.stats.cached,
+    }
+
+
+def _failure(state: State) -> str:
+    generator = state.models.generator
+    return "" if generator is None else generator.engine.failure

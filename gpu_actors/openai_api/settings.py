@@ -23,6 +23,7 @@ class ServeSettings:
     cache_mib: memory of the KV cache, for all layers. page_size: tokens of a page of it. dtype: of attention.
     default_timeout, longest_timeout, max_body_bytes: see `Guard` and `Bodies`.
     probe_host, probe_port, exit_when_dead: see `Probes`.
+    page: whether / is a page that shows the context (see `gpu_actors.asgi.routes`).
     leave_seconds: how long /readyz says that the server is leaving before it stops to listen.
     drain_seconds: how long texts go on after that, before they are cut off with an error.
 
@@ -47,6 +48,7 @@ class ServeSettings:
     probe_host: str = "127.0.0.1"
     probe_port: int | None = None
     exit_when_dead: bool = False
+    page: bool = True
     leave_seconds: float = 2.0
     drain_seconds: float = 20.0
 

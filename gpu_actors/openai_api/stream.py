@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import time
 from collections.abc import Awaitable, Callable
 
+import anyio
 from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from gpu_actors.errors import DeadlineExceeded
 from gpu_actors.openai_api.failures import error_object
 from gpu_actors.serving.guard import KEY, Exchange
 from gpu_actors.serving.problems import problem
@@ -21,7 +25,7 @@ logger: logging.Logger = logging.getLogger("gpu_actors")
 _HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 _GRACE = 15.0
-"""Seconds after the deadline in which a stream may say that it has passed: a machine that is starved needs some."""
+"""Seconds that a client has to read the end of its stream, from the deadline, or from when the stream ends after it."""
 
 
 class Writer:
@@ -38,8 +42,8 @@ class Writer:
     async def write_text(self, data: str) -> None:
         """One event of one line."""
         if not self.begun:
-            self.begun = True
             await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            self.begun = True  # only now: a deadline may pass while the connection still sends an earlier answer
         await self._send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
 
     async def close(self) -> None:
@@ -59,7 +63,9 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writer = Writer(send)
         exchange: Exchange = scope[KEY]
-        exchange.stretch(_GRACE)
+        # This ends by the deadline itself. After a pause of the process the guard's own limit would be due with it.
+        exchange.stretch(math.inf)
+        last: str | None = None
         try:
             await self._events(writer)
         except Exception as error:
@@ -69,8 +75,15 @@ class EventStream(Response):
             if found.status == 500:
                 logger.error("%s failed", exchange.request_id, exc_info=error)
             exchange.notes["error"] = found.name or "InternalError"
-            await writer.write_text(_line(error_object(found, exchange.request_id)))
-        await writer.close()
+            last = _line(error_object(found, exchange.request_id))
+        now = time.monotonic()
+        left = math.inf if exchange.deadline is None else max(exchange.deadline, now) + _GRACE - now
+        with anyio.move_on_after(left) as ending:
+            if last is not None:
+                await writer.write_text(last)
+            await writer.close()
+        if ending.cancelled_caught:
+            raise DeadlineExceeded("the client did not read the end of its stream")
 
 
 def _line(content: object) -> str:

@@ -33,6 +33,10 @@ class Histogram:
         self._counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
+    def counts(self) -> list[int]:
+        """Values above the bound before and up to each bound, and at last those above all bounds."""
+        return list(self._counts)
+
     def cumulative(self) -> list[int]:
         """Values up to each bound, and at last all of them."""
         return list(accumulate(self._counts))

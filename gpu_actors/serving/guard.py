@@ -131,7 +131,8 @@ class Exchange:
         return str(self._scope.get("path", ""))
 
     def stretch(self, seconds: float) -> None:
-        """Cancel the handler only so many seconds after the deadline: it ends its answer by the deadline itself.
+        """Cancel the handler only so many seconds after the deadline, ``math.inf`` for never: it ends its answer by the
+        deadline itself.
 
         For streams, whose end tells the client why they end. Does nothing without a deadline.
         """

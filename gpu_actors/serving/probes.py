@@ -17,6 +17,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
 from types import TracebackType
@@ -99,6 +100,7 @@ class Probes:
         self._proof: Proof | None = None
         self._registry: CollectorRegistry | None = None
         self._collectors: list[Collector] = []
+        self._reasons: list[Callable[[], str]] = []
         self._leaving = False
         self._last_beat = time.monotonic()
         self._beating: asyncio.Task[None] | None = None
@@ -110,7 +112,7 @@ class Probes:
         if self._thread is not None and self._thread.is_alive():
             raise GpuActorsError("these probes are entered already; make some for each application")
         self._context = self._proof = self._registry = None
-        self._collectors = []
+        self._collectors, self._reasons = [], []
         self._leaving = False
         self._ended.clear()
         if self.port is not None:
@@ -152,6 +154,13 @@ class Probes:
         """Show in /metrics what this collector of ``prometheus_client`` gives, from the next `watch` on."""
         self._collectors.append(collector)
 
+    def dead_if(self, reason: Callable[[], str]) -> None:
+        """Say 503 to /livez and /readyz while ``reason()``, which any thread may call, gives more than an empty string.
+
+        For what a process cannot go on without, beside its context and its loop. Until the probes are left.
+        """
+        self._reasons.append(reason)
+
     def leave(self) -> None:
         """The process is about to end: not ready from now on."""
         self._leaving = True
@@ -162,16 +171,28 @@ class Probes:
         reason = self._dead()
         return _answer(not reason, {"alive": not reason, "reason": reason})
 
+    @property
+    def leaving(self) -> bool:
+        """Whether `leave` was called."""
+        return self._leaving
+
     def readyz(self) -> Answer:
+        content = self.readiness()
+        return _answer(content["ready"], content)
+
+    def readiness(self) -> dict[str, Any]:
+        """What /readyz says."""
         context, proof, dead = self._context, self._proof, self._dead()
         if context is None or proof is None:
-            return _answer(False, {"ready": False, "state": "starting", "reason": "the context is not open yet"})
+            return {"ready": False, "state": "starting", "reason": "the context is not open yet"}
         health = context.health()
         ready, state, reason = health.ready, str(health.state), health.reason
         if self._leaving and state != "failed":
             ready, state, reason = False, "draining", "the server is leaving"
         elif dead:
             ready, reason = False, dead
+            if state in ("ready", "degraded"):
+                state = "stalled" if self._stalled() else "failed"
         elif ready and (missing := proof.missing()):
             ready, state, reason = False, "stalled", missing
         compiled = context.stats()["nvrtc"]
@@ -182,7 +203,7 @@ class Probes:
             "failed": compiled.failed,
             "waiting": compiled.submitted - compiled.completed - compiled.failed - compiled.cancelled,
         }
-        content = {
+        return {
             "ready": ready,
             "state": state,
             "reason": reason,
@@ -192,7 +213,6 @@ class Probes:
             "kernels": kernels,
             "last_success_seconds": round(proof.age, 3),
         }
-        return _answer(ready, content)
 
     def metrics(self) -> Answer:
         registry = self._registry
@@ -206,11 +226,17 @@ class Probes:
 
     def _dead(self) -> str:
         """Why the process should be replaced, or an empty string."""
-        stalled = time.monotonic() - self._last_beat
-        if stalled > self.stall_seconds:
+        if stalled := self._stalled():
             return f"the event loop has not turned for {stalled:.0f} s"
         health = self._context.health() if self._context is not None else None
-        return health.reason if health is not None and health.state == "failed" else ""
+        if health is not None and health.state == "failed":
+            return health.reason
+        return next((told for reason in self._reasons if (told := reason())), "")
+
+    def _stalled(self) -> float:
+        """Seconds for which the event loop has not turned, 0 while those are few."""
+        stalled = time.monotonic() - self._last_beat
+        return stalled if stalled > self.stall_seconds else 0.0
 
     # Running
 

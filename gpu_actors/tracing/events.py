@@ -60,11 +60,22 @@ class Trace:
     """
 
     def __init__(self, listeners: tuple[Listener, ...] = ()) -> None:
+        self._watchers: tuple[Listener, ...] = ()
         self._hand_to(listeners)
 
     def after_fork(self) -> None:
         """Drop the listeners in a forked child: they may hold a lock of a thread that does not exist there."""
+        self._watchers = ()
         self._hand_to(())
+
+    def watch(self, watcher: Listener) -> Callable[[], None]:
+        """Hand the watcher each event that is not a request's, so requests cost nothing more. Gives what ends that."""
+        self._watchers = (*self._watchers, watcher)
+
+        def end() -> None:
+            self._watchers = tuple(other for other in self._watchers if other is not watcher)
+
+        return end
 
     def _hand_to(self, listeners: tuple[Listener, ...]) -> None:
         self._listeners = listeners
@@ -79,10 +90,13 @@ class Trace:
         if logger.isEnabledFor(level):
             extra = {"event": name, "fields": fields}
             _guarded(name, functools.partial(logger.log, level, "%s %s", name, fields, extra=extra))
-        if not self._listeners:
+        listeners = self._listeners
+        if self._watchers and not name.startswith("request."):
+            listeners += self._watchers
+        if not listeners:
             return
         event = TraceEvent(name, time.monotonic_ns(), threading.current_thread().name, fields)
-        for listener in self._listeners:
+        for listener in listeners:
             _guarded(name, functools.partial(listener, event))
 
 

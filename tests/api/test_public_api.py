@@ -53,6 +53,7 @@ FOR_AN_EXTRA = (
     "openai_api",
     "otel_metrics",
     "serving/collector",
+    "status/endpoints",
     "asgi",
 )
 WITH_NUMPY = 6.4  # what importing both may take, by NumPy alone: 0.45 s where NumPy takes 0.07 s

@@ -217,7 +217,7 @@ def test_a_model_is_not_asked_for_what_it_does_not_do(serving: Serving) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "method", "status"), [("/v1/x", "GET", 404), (COMPLETIONS, "GET", 405), ("/", "GET", 404)]
+    ("path", "method", "status"), [("/v1/x", "GET", 404), (COMPLETIONS, "GET", 405), ("/x", "GET", 404)]
 )
 def test_paths_and_methods_that_are_not_there(serving: Serving, path: str, method: str, status: int) -> None:
     answered = serving.ask(path, method)

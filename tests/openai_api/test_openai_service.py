@@ -8,6 +8,7 @@ import json
 import logging
 import socket
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from support.service import eventually
 
 import gpu_actors as ga
 from gpu_actors.openai_api.server import JsonLines, Server
+from gpu_actors.openai_api.stream import Writer
 from gpu_actors.testing import FaultPlan
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -375,3 +377,60 @@ def test_the_log_says_of_a_client_that_it_hung_up(caplog: pytest.LogCaptureFixtu
         eventually(lambda: caplog.records)
     line = json.loads(JsonLines().format(caplog.records[0]))
     assert (line["status"], line["gone"], line["finish"]) == (200, True, "none")
+
+
+def test_an_engine_whose_loop_fails_ends_every_text_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with Serving(options=SLOW) as serving:
+
+        async def fail() -> bytes:
+            async with sent(serving.port, COMPLETIONS, NEVER_ENDING) as reader:
+                began = await reader.readuntil(b"data: ")
+
+                def broken() -> None:
+                    raise RuntimeError("rows were mislaid")
+
+                serving.engine._batcher.next_rows = broken
+                return began + await reader.read()
+
+        body = body_of(asyncio.run(asyncio.wait_for(fail(), 30)))[1]
+        last = events_of(body)[-1]["error"]
+        assert (last["code"], last["type"]) == ("ActorStopped", "server_error")
+        for content in (HELLO, {**HELLO, **STREAM}):
+            refused = serving.post(COMPLETIONS, content)
+            assert (refused.status, refused.json["error"]["code"]) == (503, "ActorStopped"), refused.body
+        for probe in ("/readyz", "/livez"):
+            answered = serving.ask(probe)
+            assert (answered.status, "rows were mislaid" in answered.json["reason"]) == (503, True), answered.body
+        assert serving.ask("/v1/models").json["data"][0]["id"] == "tiny"
+    assert "the engine's loop failed" in caplog.text
+
+
+def test_a_process_that_stood_still_past_the_deadline_ends_its_streams_in_a_whole_event(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As after SIGSTOP, or on a machine without CPU time: every timer of the loop is due at once."""
+    monkeypatch.setattr("gpu_actors.openai_api.stream._GRACE", 0.5)
+    with Serving(options=SLOW) as serving:
+
+        async def late() -> bytes:
+            async with sent(serving.port, COMPLETIONS, NEVER_ENDING, "X-Deadline-Ms: 1000") as reader:
+                began = await reader.readuntil(b"data: ")
+                probes = serving.server.config.app.state.gpu_actors.probes  # type: ignore[union-attr]
+                probes._beating.get_loop().call_soon_threadsafe(time.sleep, 2.5)
+                return began + await reader.read()
+
+        body = body_of(asyncio.run(asyncio.wait_for(late(), 30)))[1]
+        assert events_of(body)[-1]["error"]["code"] == "DeadlineExceeded"
+        serving.until_idle()
+
+
+async def test_a_stream_whose_status_could_not_be_sent_has_not_begun() -> None:
+    """A connection that still sends an earlier answer delays the status, and the deadline may pass meanwhile."""
+
+    async def stuck(_: Any) -> None:
+        await asyncio.sleep(30)
+
+    writer = Writer(stuck)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(writer.write_text("x"), 0.01)
+    assert not writer.begun

@@ -12,7 +12,7 @@ from support.service import REPOSITORY
 
 ONE, OTHER = "tests/project/test_test_names.py", "tests/project/test_imports.py"
 CORES = len(os.sched_getaffinity(0))
-DEFAULT = "not gpu and not sweep and not perf"
+DEFAULT = "not gpu and not sweep and not perf and not browser"
 
 
 @pytest.mark.timeout(180)  # three processes start and collect
@@ -37,6 +37,7 @@ def test_the_default_run_has_a_worker_for_each_core() -> None:
         ("sweep", [ONE], CORES),
         ("perf", ["tests"], 0),
         ("gpu", ["tests"], 0),
+        ("browser", ["tests"], 0),
     ],
 )
 def test_one_file_a_gpus_tests_and_those_that_compare_times_run_in_one_process(

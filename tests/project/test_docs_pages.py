@@ -72,6 +72,7 @@ def test_every_command_that_a_page_shows_is_one() -> None:
     assert set(re.findall(r"(?:^|[`/])gpu-actors ([a-z]+)", text, re.M)) == {
         "bench",
         "embed",
+        "report",
         "serve",
         "warm",
         "doctor",

@@ -84,6 +84,7 @@ def test_the_wheel_holds_every_source_and_header_and_the_typing_marker(wheel: Pa
     sources = {f"gpu_actors/kernels_cu/{path.relative_to(kernels)}" for path in kernels.rglob("*.cu*")}
     assert sources <= names
     assert "gpu_actors/py.typed" in names
+    assert {f"gpu_actors/status/page/{name}" for name in ("index.html", "page.css", "page.mjs")} <= names
     assert not [name for name in names if name.startswith(("tests/", "examples/"))]
 
 

@@ -1,0 +1,14 @@
+"""What a context does at a glance: its state as JSON, and a page that shows it.
+
+`StatusBoard` looks at one context for any number of viewers. `gpu_actors.asgi.routes` serves the page, and
+``gpu-actors report`` writes it into one file. docs/page.md shows it.
+
+Imports from other rooms: runtime, serving, tracing.
+"""
+
+from __future__ import annotations
+
+from gpu_actors.status.board import StatusBoard
+from gpu_actors.status.files import report
+
+__all__ = ["StatusBoard", "report"]

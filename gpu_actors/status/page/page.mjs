@@ -1,0 +1,372 @@
+// Shows the state of a context: live from a stream of server-sent events, or once from a report's own data.
+// Texts become text nodes only, so none of them can be markup. Nothing here grows with time: the list of events has a
+// bound, and every other element is updated in its place.
+
+const MOST_EVENTS = 200;
+const STALE_MS = 2500; // a stream that ends by itself is back after half a second
+const GRADES = { ready: "good", running: "good", degraded: "warn", starting: "warn", restarting: "warn", draining: "warn",
+  stalled: "bad", failed: "bad", stopped: "bad" };
+const CHARTS = [["latency", "Latency"], ["queue", "Time in the queue"], ["launch", "From launch to answer"],
+  ["batch", "Requests a launch"]];
+
+const at = (id) => document.getElementById(id);
+
+function make(tag, properties = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(properties)) {
+    if (name.startsWith("data-") || name.startsWith("aria-") || name === "role" || name === "scope") node.setAttribute(name, value);
+    else node[name] = value;
+  }
+  node.append(...children);
+  return node;
+}
+
+function say(node, text) {
+  if (node.textContent !== text) node.textContent = text;
+}
+
+function mark(node, name, value) {
+  if (node.getAttribute(name) !== value) node.setAttribute(name, value);
+}
+
+const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);
+const count = (number) => Number(number).toLocaleString("en");
+const clockTime = (seconds) => new Date(seconds * 1000).toLocaleTimeString("en-GB");
+
+function duration(seconds) {
+  if (seconds < 1e-3) return `${+(seconds * 1e6).toPrecision(3)} µs`;
+  if (seconds < 1) return `${+(seconds * 1e3).toPrecision(3)} ms`;
+  return seconds < 120 ? `${+seconds.toPrecision(3)} s` : `${Math.round(seconds / 60)} min`;
+}
+
+function size(bytes) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let step = 0;
+  while (bytes >= 1024 && step < units.length - 1) { bytes /= 1024; step += 1; }
+  return `${+bytes.toPrecision(3)} ${units[step]}`;
+}
+
+// The state
+
+let state = null;
+let drawing = false;
+
+function draw() {
+  if (drawing) return;
+  drawing = true;
+  requestAnimationFrame(() => { drawing = false; if (state) show(); });
+}
+
+function show() {
+  const { device } = state;
+  say(at("version"), state.version);
+  say(at("device"), `${device.name} · ${device.arch}${device.memory ? ` · ${size(device.memory)}` : ""} · generation ${state.generation}`);
+  showVerdict();
+  showNumbers();
+  showTree();
+  showCharts();
+  showCaches();
+  showKernels();
+}
+
+let broken = false;
+let age = 0;
+
+function showVerdict() {
+  const { verdict } = state;
+  let grade = GRADES[verdict.state] ?? "unknown";
+  if (grade === "good" && !verdict.ready) grade = "bad"; // not ready is never green
+  let title = capital(verdict.state);
+  let reason = verdict.reason || (grade === "good" ? "Requests are answered." : "");
+  if (!verdict.ready && grade !== "bad") reason = `No requests are taken: ${reason}`;
+  if (broken) {
+    grade = "unknown";
+    title = "Unknown";
+    reason = `The stream is broken. The last state was ${verdict.state}, ${age} s ago${verdict.reason ? `: ${verdict.reason}` : "."}`;
+  }
+  mark(at("verdict"), "data-state", grade);
+  say(at("state"), title);
+  say(at("reason"), reason);
+  document.title = `${title} · gpu_actors`;
+  mark(at("root-state"), "data-state", grade);
+  say(at("root-state"), title.toLowerCase());
+  say(at("root-text"), `generation ${state.generation}${state.oldest_launch ? ` · oldest launch ${duration(state.oldest_launch)}` : ""}`);
+}
+
+function showNumbers() {
+  const all = (field) => state.actors.reduce((sum, actor) => sum + actor[field], 0);
+  const entries = [
+    ["answers a second", String(+state.history.rate.toPrecision(3))],
+    ["waiting", count(all("queued"))], ["launches in flight", count(all("in_flight"))],
+    ["completed", count(all("completed"))], ["failed", count(all("failed"))], ["cancelled", count(all("cancelled"))],
+    ["restarts", count(all("restarts"))], ["up", duration(state.time - state.since)],
+    ...Object.entries(state.numbers).map(([name, value]) => [name, count(value)]),
+  ];
+  keyed(at("numbers"), entries.map(([name]) => name), () => make("div", {}, make("dt"), make("dd")), (node, name, index) => {
+    say(node.firstChild, name);
+    say(node.lastChild, entries[index][1]);
+  });
+}
+
+// Keeps one child a key, in order, and updates it, so that focus and opened details stay.
+function keyed(parent, keys, create, update) {
+  const kept = new Map([...parent.children].map((child) => [child.dataset.key, child]));
+  keys.forEach((key, index) => {
+    let node = kept.get(key);
+    if (node) kept.delete(key);
+    else { node = create(key); node.dataset.key = key; }
+    if (parent.children[index] !== node) parent.insertBefore(node, parent.children[index] ?? null);
+    update(node, key, index);
+  });
+  for (const node of kept.values()) node.remove();
+}
+
+function showTree() {
+  keyed(at("actors"), state.actors.map((actor) => actor.name), () => {
+    const meter = make("span", { className: "meter" }, make("i"));
+    meter.setAttribute("aria-hidden", "true");
+    return make("li", {}, make("details", {}, make("summary", {}, make("span", { className: "name" }),
+      make("span", { className: "badge" }), meter, make("span", { className: "dim" })), make("dl", { className: "facts" })));
+  }, (node, _, index) => {
+    const actor = state.actors[index];
+    const [name, badge, meter, text] = node.firstChild.firstChild.children;
+    let grade = GRADES[actor.state] ?? "unknown";
+    if (grade === "bad" && !actor.vital) grade = "warn";
+    if (grade === "good" && actor.failures) grade = "warn";
+    const refuses = grade === "good" && ["failed", "stopped"].includes(state.verdict.state);
+    if (refuses) grade = "unknown"; // its thread runs, but the context answers nothing
+    say(name, actor.name);
+    mark(badge, "data-state", grade);
+    say(badge, refuses ? "refuses requests" : actor.failures && actor.state === "running" ? `running, ${actor.failures} failed in a row` : actor.state);
+    meter.firstChild.style.width = `${Math.min(100, 100 * actor.in_flight / actor.max_in_flight)}%`;
+    mark(meter, "data-full", String(actor.in_flight >= actor.max_in_flight));
+    const parts = [`${actor.in_flight}/${actor.max_in_flight} in flight`, `${count(actor.queued)} waiting`];
+    if (actor.restarts) parts.push(`${actor.restarts} restart${actor.restarts > 1 ? "s" : ""}`);
+    if (actor.busy_seconds > 1) parts.push(`busy for ${duration(actor.busy_seconds)}`);
+    say(text, parts.join(" · "));
+    const facts = [["Requests", `${count(actor.submitted)} taken in, ${count(actor.completed)} completed, ${count(actor.failed)} failed, ${count(actor.cancelled)} cancelled`],
+      ["Launches", `${count(actor.launched)}, ${actor.requests_per_launch} requests each`],
+      ["Queue", `${count(actor.queued)} of ${count(actor.capacity)}`], ["Restarts", String(actor.restarts)],
+      ["Without it", actor.vital ? "the context fails" : "the context goes on"],
+      ...Object.entries(actor.errors).map(([error, number]) => [error, count(number)])];
+    keyed(node.firstChild.lastChild, facts.flatMap(([fact]) => [`t ${fact}`, `d ${fact}`]),
+      (key) => make(key.startsWith("t") ? "dt" : "dd"),
+      (cell, key, place) => say(cell, facts[place >> 1][key.startsWith("t") ? 0 : 1]));
+  });
+}
+
+// Histograms
+
+function showCharts() {
+  const { bounds, windows } = state.history;
+  const chosen = document.querySelector("input[name=window]:checked").value;
+  const { actors, seconds } = windows[chosen];
+  const picker = at("actor");
+  keyed(picker, ["", ...state.actors.map((actor) => actor.name)], (key) => make("option", { value: key }),
+    (node, key) => say(node, key || "all"));
+  say(at("window-note"), seconds + 1 < Number(chosen) ? `${duration(seconds)} so far` : "");
+  keyed(at("charts"), CHARTS.map(([kind]) => kind), () => make("figure", {}, make("figcaption", {}, make("b"), make("span", { className: "dim" })),
+    make("div", { className: "bars", role: "img" }), make("div", { className: "axis", "aria-hidden": "true" })), (node, kind, index) => {
+    const edges = bounds[kind];
+    const sums = new Array(edges.length + 1).fill(0);
+    for (const [name, kinds] of Object.entries(actors)) {
+      if (picker.value && picker.value !== name) continue;
+      kinds[kind].forEach((number, bucket) => { sums[bucket] += number; });
+    }
+    const unit = kind === "batch" ? String : duration;
+    const total = sums.reduce((sum, number) => sum + number, 0);
+    const within = (share) => {
+      let seen = 0;
+      const bucket = sums.findIndex((number) => (seen += number) >= share * total);
+      return bucket < edges.length ? `≤ ${unit(edges[bucket])}` : `> ${unit(edges[edges.length - 1])}`;
+    };
+    const [title, summary] = node.firstChild.children;
+    const name = CHARTS[index][1];
+    const text = total ? `${count(total)} · median ${within(0.5)} · 99% ${within(0.99)}` : "none";
+    say(title, name);
+    say(summary, text);
+    const bars = node.children[1];
+    mark(bars, "aria-label", `${name}: ${text}`);
+    const most = Math.max(1, ...sums);
+    keyed(bars, sums.map((_, bucket) => String(bucket)), () => make("i"), (bar, _, bucket) => {
+      bar.style.height = sums[bucket] ? `${Math.max(2, 100 * sums[bucket] / most)}%` : "0";
+      bar.title = `${bucket < edges.length ? `≤ ${unit(edges[bucket])}` : `> ${unit(edges[edges.length - 1])}`}: ${count(sums[bucket])}`;
+    });
+    const ticks = [0, Math.floor(edges.length / 2), edges.length - 1];
+    keyed(node.lastChild, ticks.map(String), () => make("span"), (tick, _, place) => say(tick, `≤ ${unit(edges[ticks[place]])}`));
+  });
+}
+
+// Pages
+
+function showCaches() {
+  const caches = state.caches;
+  at("kv-legend").hidden = !caches?.length;
+  const list = caches?.length ? caches : [{ number: "none" }];
+  keyed(at("caches"), list.map((cache) => String(cache.number)), () => make("div", {}, make("p", { className: "dim" }), make("canvas", { role: "img" })),
+    (node, key, index) => {
+      const [text, canvas] = node.children;
+      canvas.hidden = key === "none";
+      if (key === "none") { say(text, caches ? "No cache is open." : "The context's process does not answer."); return; }
+      const cache = list[index];
+      const read = cache.pages - cache.free - cache.kept - cache.shared;
+      const cells = cache.map.per_cell > 1 ? ` · a cell is ${cache.map.per_cell} pages` : "";
+      const told = `Cache ${key}: ${count(cache.pages)} pages of ${cache.page_size} tokens, ${cache.dtype}, ${cache.kv_heads} × ${cache.head_dim} · ${count(read)} used, ${count(cache.shared)} shared, ${count(cache.kept)} kept, ${count(cache.free)} free · ${count(cache.sequences)} sequences${cells}`;
+      say(text, told);
+      mark(canvas, "aria-label", told);
+      paint(canvas, cache.map);
+    });
+}
+
+function paint(canvas, map) {
+  const width = canvas.clientWidth;
+  const dark = matchMedia("(prefers-color-scheme: dark)").matches;
+  const drawn = [width, dark, map.used, map.shared, map.kept].join();
+  if (!width || canvas.drawn === drawn) return;
+  canvas.drawn = drawn;
+  const cells = map.used.length;
+  const step = cells > 256 ? 11 : 15;
+  const columns = Math.max(1, Math.floor(width / step));
+  const ratio = devicePixelRatio || 1;
+  const height = Math.ceil(cells / columns) * step;
+  canvas.width = width * ratio;
+  canvas.height = height * ratio;
+  canvas.style.height = `${height}px`;
+  const brush = canvas.getContext("2d");
+  brush.scale(ratio, ratio);
+  const style = getComputedStyle(document.documentElement);
+  const colours = ["kept", "used", "shared"].map((kind) => [style.getPropertyValue(`--${kind}`), map[kind]]);
+  const ground = style.getPropertyValue("--free");
+  for (let cell = 0; cell < cells; cell += 1) {
+    const x = (cell % columns) * step;
+    let y = Math.floor(cell / columns) * step;
+    const side = step - 2;
+    brush.fillStyle = ground;
+    brush.fillRect(x, y, side, side);
+    for (const [colour, digits] of colours) { // stacked, so that a cell of several pages shows each kind by its share
+      const part = Math.min(1, Number(digits[cell]) / 9) * side;
+      brush.fillStyle = colour;
+      brush.fillRect(x, y, side, part);
+      y += part;
+    }
+  }
+}
+
+// Kernels
+
+let kernelsShown = "";
+
+function showKernels() {
+  const { kernels, cubins } = state;
+  say(at("cubins"), cubins.hits === undefined ? "" : `Cubin cache: ${count(cubins.hits)} hits, ${count(cubins.misses)} misses, ${count(cubins.compiles)} compiled, ${count(cubins.corrupt)} damaged · ${count(cubins.entries)} entries, ${size(cubins.bytes)}`);
+  const key = JSON.stringify(kernels);
+  if (key === kernelsShown) return;
+  kernelsShown = key;
+  const cell = (text, number) => make("td", { className: number ? "n" : "", textContent: text ?? "–" });
+  const rows = (kernels ?? []).map((kernel) => {
+    const macros = Object.entries(kernel.macros).map(([name, value]) => `${name}=${value}`).join(" ");
+    const name = make("td", {}, make("details", {}, make("summary", { textContent: `${kernel.name} ${kernel.digest}` }),
+      make("span", { className: "dim", textContent: macros || "no macros" })));
+    return make("tr", {}, name, cell(kernel.arch), cell(kernel.registers, true),
+      cell(kernel.shared_bytes === null ? null : size(kernel.shared_bytes), true),
+      cell(kernel.spill_bytes === null ? null : size(kernel.spill_bytes), true), cell(kernel.source), cell(count(kernel.asked), true));
+  });
+  if (!rows.length) {
+    const why = kernels === null ? "The context's process does not answer."
+      : state.runs_kernels ? "No kernel was asked for yet." : "This device computes without kernels.";
+    const only = make("td", { textContent: why, colSpan: 7, className: "dim" });
+    rows.push(make("tr", {}, only));
+  }
+  at("kernels").replaceChildren(...rows);
+}
+
+// Events
+
+let boot = "";
+let newest = 0;
+let missed = 0;
+let paused = false;
+let held = [];
+
+function happened(told) {
+  if (told.boot !== boot) { // another process
+    boot = told.boot;
+    newest = 0;
+  }
+  missed += told.missed;
+  const items = told.items.filter((item) => item.number > newest);
+  if (items.length) newest = items[items.length - 1].number;
+  held = [...held, ...items].slice(-MOST_EVENTS);
+  if (paused) say(at("pause"), `Resume (${held.length})`);
+  else showEvents();
+}
+
+function showEvents() {
+  const list = at("events");
+  for (const { time, name, level, fields } of held) {
+    const { actor, error, reason, ...rest } = fields;
+    const others = Object.entries(rest).map(([field, value]) => `${field} ${value}`).join(", ");
+    const text = [actor, others, reason, error].filter(Boolean).join(" · ");
+    const stamp = make("time", { dateTime: new Date(time * 1000).toISOString(), textContent: clockTime(time) });
+    list.prepend(make("li", { "data-level": level }, stamp, " ", make("b", { textContent: name }), ` ${text}`));
+  }
+  held = [];
+  while (list.children.length > MOST_EVENTS) list.lastChild.remove();
+  const more = missed ? ` ${count(missed)} others came too fast to be shown.` : "";
+  say(at("events-note"), list.children.length ? `The latest ${list.children.length}, newest first.${more}` : "None yet.");
+}
+
+// The stream
+
+let arrived = performance.now();
+let source = null;
+
+function listen() {
+  source = new EventSource(`status/events?last=${encodeURIComponent(boot ? `${boot}.${newest}` : "")}`);
+  source.addEventListener("state", (event) => {
+    arrived = performance.now();
+    state = JSON.parse(event.data);
+    watch();
+    draw();
+  });
+  source.addEventListener("happened", (event) => happened(JSON.parse(event.data)));
+}
+
+function watch() {
+  const waited = performance.now() - arrived;
+  const was = broken;
+  broken = waited > STALE_MS;
+  age = Math.round(waited / 1000);
+  document.body.dataset.stream = broken ? "broken" : state ? "live" : "opening";
+  say(at("stream-text"), broken ? `stream broken, no news for ${age} s` : state ? "live" : "connecting");
+  if (broken && source.readyState === EventSource.CLOSED) listen(); // a refusal ends a stream for good
+  if (state && (broken || was)) showVerdict();
+  if (!state && broken) say(at("reason"), "The server does not answer.");
+}
+
+function control() {
+  at("pause").addEventListener("click", () => {
+    paused = !paused;
+    mark(at("pause"), "aria-pressed", String(paused));
+    say(at("pause"), paused ? "Resume" : "Pause");
+    if (!paused) showEvents();
+  });
+  at("window").addEventListener("change", draw);
+  at("actor").addEventListener("change", draw);
+  addEventListener("resize", draw);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+}
+
+control();
+const given = at("snapshot");
+if (given) {
+  state = JSON.parse(given.textContent);
+  document.body.dataset.stream = "report";
+  say(at("stream-text"), `a report of ${new Date(state.time * 1000).toLocaleString("en-GB")}, not live`);
+  at("pause").hidden = true;
+  happened({ boot: "report", items: state.events ?? [], missed: 0 });
+  show();
+} else {
+  listen();
+  setInterval(watch, 250);
+}

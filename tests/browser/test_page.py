@@ -1,0 +1,353 @@
+"""The page in a real browser: it changes when the context does, stays small, and can be used by anyone.
+
+GPU_ACTORS_BROWSER: the path of a Chromium; by default the one on PATH. GPU_ACTORS_SCREENSHOTS: a folder to which the
+pictures of the documentation are written.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from support.page import page_application, service_of
+from support.served import Served
+from support.service import Scripted, ask, eventually, raises
+
+import gpu_actors as ga
+from gpu_actors.status import report
+from gpu_actors.testing import FaultPlan
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(120)]
+
+EVIL = "</script><img src=x onerror=\"document.body.dataset.caught='yes'\"><b>bold</b>"
+PHONE = {"width": 360, "height": 740}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    path = os.environ.get("GPU_ACTORS_BROWSER") or shutil.which("chromium") or shutil.which("google-chrome")
+    if path is None:
+        pytest.skip("no Chromium on PATH, and GPU_ACTORS_BROWSER names none")
+    with playwright.sync_playwright() as started:
+        # Its sandbox needs rights that a container may lack; only pages of this test are opened.
+        opened = started.chromium.launch(executable_path=path, args=["--no-sandbox", "--js-flags=--expose-gc"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def visit(browser: Any) -> Iterator[Callable[..., Any]]:
+    """Opens a page. No page may report an error: one of script, of a refused file, or of the policy."""
+    contexts, said = [], []
+
+    def open_page(url: str, allowed: tuple[str, ...] = (), **settings: Any) -> Any:
+        context = browser.new_context(**settings)
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(20_000)
+
+        def note(text: str) -> None:
+            if not any(each in text for each in allowed):
+                said.append(text)
+
+        page.on("console", lambda message: note(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: note(str(error)))
+        page.goto(url)
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert said == []
+
+
+def shows(page: Any, selector: str, text: str, timeout: float = 20.0) -> None:
+    page.wait_for_function(
+        "([where, what]) => document.querySelector(where)?.textContent.includes(what)",
+        arg=[selector, text],
+        timeout=timeout * 1e3,
+    )
+
+
+def elsewhere(work: Callable[..., Any], *arguments: Any) -> Any:
+    """Call on another thread: playwright runs an event loop on this one, where nothing of a context may wait."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work, *arguments).result(30)
+
+
+def fails(reply: ga.Reply[Any]) -> None:
+    assert isinstance(elsewhere(_error_of, reply), ga.GpuActorsError)
+
+
+def _error_of(reply: ga.Reply[Any]) -> BaseException | None:
+    try:
+        reply.result(10)
+    except ga.GpuActorsError as error:
+        return error
+    return None
+
+
+@contextmanager
+def opened_cache(context: ga.GpuContext, pages: int) -> Iterator[ga.KvCache]:
+    cache = context.kv_cache(num_blocks=pages, page_size=16, kv_heads=1, head_dim=64, dtype="float16")
+    elsewhere(cache.__enter__)
+    try:
+        yield cache
+    finally:
+        elsewhere(cache.__exit__, None, None, None)
+
+
+def picture(page: Any, name: str) -> None:
+    folder = os.environ.get("GPU_ACTORS_SCREENSHOTS")
+    if folder:
+        image = Image.open(io.BytesIO(page.screenshot(full_page=True, scale="css")))
+        # Few colours are enough for a page, and make a third of the bytes.
+        image.convert("RGB").quantize(48).save(Path(folder) / f"{name}.png", optimize=True)
+
+
+def work(context: ga.GpuContext, requests: int = 40) -> None:
+    """Requests alone and together, so that every histogram has something to show."""
+    for _ in range(requests):
+        ask(context).result(10)
+    for reply in [ask(context) for _ in range(requests)]:
+        reply.result(10)
+
+
+def filled(cache: ga.KvCache) -> None:
+    new = np.zeros((90, 1, 64), np.float16)
+    for length in (90, 33, 57, 80):
+        sequence = cache.create().result(10)
+        cache.append(sequence, new[:length], new[:length]).result(10)
+    cache.fork(sequence).result(10)
+    kept = cache.create(list(range(65))).result(10)
+    cache.append(kept, new[:65], new[:65], tokens=np.arange(65)).result(10)
+    cache.free(kept).result(10)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_tree_changes_when_a_child_is_restarted(visit: Callable[..., Any], scheme: str) -> None:
+    app = page_application()
+    with Served(app) as served:
+        context = service_of(app).context
+        size = {"width": 1180, "height": 900}
+        page = visit(served.url, color_scheme=scheme, viewport=size)
+        shows(page, "#state", "Ready")
+        with opened_cache(context, 96) as cache:
+            elsewhere(filled, cache)
+            elsewhere(work, context)
+            row = '#actors > li[data-key="scripted"]'
+            assert "restart" not in page.inner_text(f"{row} summary")
+            page.click(f"{row} summary")
+            fails(context.actor(Scripted).submit(raises(RuntimeError("a launch table was torn"))))
+            shows(page, f"{row} summary", "1 restart", 2.0)
+            shows(page, "#events", "actor.restarted")
+            shows(page, "#events", "RuntimeError: a launch table was torn")
+            assert page.locator(f"{row} details").get_attribute("open") is not None, "it stays open while it changes"
+            shows(page, "#caches p", "96 pages of 16 tokens")
+            shows(page, "#charts figure figcaption", "median")
+            shows(page, row, "ActorFailed")
+            colours = page.evaluate(
+                """() => { const canvas = document.querySelector('#caches canvas'), seen = new Set();
+                const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
+                for (let i = 0; i < data.length; i += 4) if (data[i + 3] === 255) seen.add(data.slice(i, i + 3).join());
+                return seen.size; }"""
+            )
+            assert colours >= 4, "free, kept, used and shared pages differ"
+            picture(page, f"page-{scheme}")
+            ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+            assert (sum(map(int, ground[4:-1].split(","))) > 384) == (scheme == "light")
+        page.close()
+
+
+def test_a_lost_context_is_seen_within_a_second(visit: Callable[..., Any]) -> None:
+    app = page_application(fault_plan=FaultPlan().lose_context(launch=2))
+    with Served(app) as served:
+        page = visit(served.url, viewport={"width": 1180, "height": 500})
+        shows(page, "#state", "Ready")
+        assert page.get_attribute("#verdict", "data-state") == "good"
+        began = time.monotonic()
+        fails(ask(service_of(app).context))
+        page.wait_for_selector('#verdict[data-state="bad"]', timeout=1000)
+        assert time.monotonic() - began < 1.0
+        assert "lost" in page.inner_text("#reason")
+        assert page.inner_text("#state") == "Failed"
+        assert page.title().startswith("Failed")
+        assert page.locator('[data-state="good"]').count() == 0, "no actor looks well on a lost context"
+        shows(page, "#events", "context.lost")
+        picture(page, "page-lost")
+        page.close()
+
+
+def test_a_degraded_context_is_amber_and_says_why(visit: Callable[..., Any]) -> None:
+    app = page_application(degraded_after=1, fault_plan=FaultPlan().fail(launch=2, error=ga.LaunchError))
+    with Served(app) as served:
+        page = visit(served.url)
+        shows(page, "#state", "Ready")
+        context = service_of(app).context
+        context._children.on_failing = lambda: None  # no probe mends it meanwhile
+        fails(ask(context))
+        shows(page, "#state", "Degraded", 2.0)
+        assert page.get_attribute("#verdict", "data-state") == "warn"
+        assert "No requests are taken" in page.inner_text("#reason")
+        assert "LaunchError" in page.inner_text("#reason")
+        page.close()
+
+
+def test_a_page_whose_stream_breaks_says_so_and_recovers(visit: Callable[..., Any]) -> None:
+    app = page_application()
+    with Served(app) as served:
+        page = visit(served.url, ("ERR_INTERNET_DISCONNECTED", "ERR_INCOMPLETE"))
+        shows(page, "#state", "Ready")
+        page.context.set_offline(True)
+        service_of(app).board.end_streams()
+        page.wait_for_selector('body[data-stream="broken"]', timeout=8000)
+        assert page.get_attribute("#verdict", "data-state") == "unknown"
+        assert "The last state was ready" in page.inner_text("#reason")
+        assert page.locator("#verdict[data-state=good], #root-state[data-state=good]").count() == 0
+        service_of(app).board.ending = False
+        page.context.set_offline(False)
+        page.wait_for_selector('#verdict[data-state="good"]', timeout=15_000)
+        assert page.get_attribute("body", "data-stream") == "live"
+        page.close()
+
+
+def test_ten_thousand_events_do_not_grow_the_page(visit: Callable[..., Any]) -> None:
+    app = page_application()
+    with Served(app) as served:
+        board = service_of(app).board
+        page = visit(served.url)
+        shows(page, "#state", "Ready")
+        session = page.context.new_cdp_session(page)
+
+        def fill(events: int, name: str) -> tuple[int, int]:
+            for number in range(events):
+                board.happenings.note("cache.miss", {"variant": f"{name} {number}", "digest": "0" * 64})
+                if number % 100 == 99:
+                    board._turn.set()
+                    time.sleep(0.06)
+            shows(page, "#events", f"{name} {events - 1}")
+            session.send("HeapProfiler.collectGarbage")
+            used = session.send("Runtime.getHeapUsage")["usedSize"]
+            return used, page.evaluate("document.querySelectorAll('*').length")
+
+        first, nodes = fill(1000, "first")
+        last, more = fill(9000, "last")
+        assert more <= nodes + 20
+        assert last < first + 2_000_000, f"{first} bytes grew to {last}"
+        assert page.locator("#events li").count() == 200
+        assert len(board.happenings.since(0).items) == 500
+        page.click("#pause")
+        fill_before = page.locator("#events li").first.inner_text()
+        for number in range(1000):
+            board.happenings.note("cache.miss", {"variant": f"held {number}"})
+        board._turn.set()
+        shows(page, "#pause", "Resume (200)")
+        assert page.locator("#events li").first.inner_text() == fill_before
+        page.click("#pause")
+        shows(page, "#events", "held 999")
+        page.close()
+
+
+def test_an_error_that_holds_markup_is_a_text(visit: Callable[..., Any]) -> None:
+    app = page_application()
+    with Served(app) as served:
+        page = visit(served.url, ("TrustedHTML",))
+        shows(page, "#state", "Ready")
+        fails(service_of(app).context.actor(Scripted).submit(raises(RuntimeError(EVIL))))
+        shows(page, "#events", EVIL)
+        assert page.evaluate("[document.body.dataset.caught ?? '', document.images.length]") == ["", 0]
+        refused = page.evaluate(
+            "(() => { try { document.body.innerHTML = '<i>x</i>'; } catch (error) { return error.name; } })()"
+        )
+        assert refused == "TypeError", "Trusted Types keep a script from making HTML out of a text"
+        page.close()
+
+
+def test_a_report_shows_the_same_without_a_server(visit: Callable[..., Any], tmp_path: Path) -> None:
+    app = page_application()
+    with Served(app):
+        fails(service_of(app).context.actor(Scripted).submit(raises(RuntimeError(EVIL))))
+        elsewhere(work, service_of(app).context, 5)
+        eventually(lambda: service_of(app).context.health().state == "ready")
+        (tmp_path / "report.html").write_text(report(service_of(app).board.snapshot()), encoding="utf-8")
+    page = visit((tmp_path / "report.html").as_uri(), offline=True)
+    shows(page, "#state", "Ready")
+    assert "not live" in page.inner_text("#stream")
+    shows(page, "#events", EVIL)
+    shows(page, "#actors", "1 restart")
+    assert page.evaluate("[document.body.dataset.caught ?? '', document.images.length]") == ["", 0]
+    assert page.evaluate("getComputedStyle(document.querySelector('#verdict')).borderLeftWidth") == "8px"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone_needs_no_sideways_scrolling(visit: Callable[..., Any], scheme: str) -> None:
+    app = page_application()
+    with Served(app) as served:
+        context = service_of(app).context
+        settings: Any = {"viewport": PHONE, "is_mobile": True, "has_touch": True, "color_scheme": scheme}
+        page = visit(served.url, **settings)
+        shows(page, "#state", "Ready")
+        with opened_cache(context, 600) as cache:
+            elsewhere(filled, cache)
+            elsewhere(work, context)
+            fails(context.actor(Scripted).submit(raises(RuntimeError("x" * 300))))
+            shows(page, "#events", "x" * 300)
+            for details in page.locator("#actors details").all():
+                details.locator("summary").tap()
+            shows(page, "#caches p", "600 pages")
+            wide = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
+            assert wide[0] <= PHONE["width"], wide
+            if scheme == "dark":
+                page.evaluate("for (const each of document.querySelectorAll('details[open]')) each.open = false")
+                picture(page, "page-phone")
+        page.close()
+
+
+def test_a_keyboard_reaches_and_works_everything(visit: Callable[..., Any]) -> None:
+    app = page_application()
+    with Served(app) as served:
+        page = visit(served.url)
+        shows(page, "#state", "Ready")
+        shows(page, "#actors", "scripted")
+        seen: list[str] = []
+        outlined = []
+        for _ in range(20):
+            page.keyboard.press("Tab")
+            name, outline = page.evaluate(
+                """() => { const at = document.activeElement; const row = at.closest('#actors > li');
+                return [row ? `actor ${row.dataset.key}` : at.id || at.name || at.className || at.tagName,
+                        getComputedStyle(at).outlineStyle]; }"""
+            )
+            if name == "BODY" or (seen and name == seen[0]):
+                break
+            seen.append(name)
+            outlined.append(outline)
+            if name == "actor kv_cache":
+                page.keyboard.press("Enter")
+            if name == "pause":
+                page.keyboard.press("Space")
+            if name == "window":
+                page.keyboard.press("ArrowRight")
+        actors = [f"actor {name}" for name in service_of(app).context.stats()]
+        assert seen == ["skip", *actors, "pause", "events", "window", "actor", "kernels-scroll"]
+        assert set(outlined) == {"solid"}, "the focus is seen"
+        assert page.locator('#actors > li[data-key="kv_cache"] details[open]').count() == 1
+        assert page.get_attribute("#pause", "aria-pressed") == "true"
+        assert page.input_value("input[name=window]:checked") == "300"
+        page.keyboard.press("Tab")
+        tree = page.locator("main").aria_snapshot()
+        for name in ("Supervision", "Events", "Requests", "KV pages", "Kernels"):
+            assert f'heading "{name}' in tree
+        assert page.locator("[aria-live]").count() == 1, "only the state is announced"
+        page.close()
