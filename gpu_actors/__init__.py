@@ -49,6 +49,7 @@ from gpu_actors.kv.sequences import KvCacheStats
 from gpu_actors.kv_cache import KvCache
 from gpu_actors.mha import AttentionParams, Mask, MhaBackward, MhaForward, MhaOutput
 from gpu_actors.options import ContextOptions, EmulationOptions, MockOptions, RestartPolicy
+from gpu_actors.partial import MergePartials
 from gpu_actors.planning.graph_plan import GraphPlan
 from gpu_actors.problem import AttentionProblem, DispatchKey
 from gpu_actors.requests import (
@@ -120,6 +121,7 @@ __all__ = [
     "KvSequence",
     "LaunchError",
     "Mask",
+    "MergePartials",
     "MhaBackward",
     "MhaForward",
     "MhaOutput",

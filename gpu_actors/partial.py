@@ -18,17 +18,30 @@ Rules for who gives what:
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from gpu_actors.arrays.adopt import Adopted, adopt, check_device, dtype_of, name_of, restore
+from gpu_actors.arrays.adopt import Adopted, CallerNotes, adopt, check_device, dtype_of, name_of, restore
+from gpu_actors.errors import Unsupported
 from gpu_actors.requests import Array, AttentionOutput
 from gpu_actors.validation.fields import describe, expect, one_of
 from gpu_actors.values import brief
 
-__all__ = ["MergeGradients", "Partial", "empty", "merge", "merge_gradients"]
+__all__ = [
+    "MergeGradients",
+    "MergePartials",
+    "Partial",
+    "adopt_partials",
+    "empty",
+    "merge",
+    "merge_gradients",
+    "merged_dtypes",
+    "oracle_merge",
+]
 
 _Host: TypeAlias = "np.ndarray[Any, Any]"
 
@@ -60,6 +73,28 @@ class MergeGradients(NamedTuple):
 
     def __repr__(self) -> str:
         return brief(self)
+
+
+@dataclass(slots=True, eq=False)
+class MergePartials:
+    """Merge partials on the device, where they may lie already.
+
+    partials: at least one `Partial` or `AttentionOutput`, all of one shape, (batch, rows, heads, head_dim_v) or (rows,
+        heads, head_dim_v), and with outs of one dtype and lse of one dtype; any strides, columns side by side. A list
+        of any length.
+    sinks: (heads,), float32 or of the outs' dtype: the learned sink logits of the whole problem, in the last merge
+        alone.
+    out_dtype: of the merged out; None: that of the outs. Partials of float64 are not rounded to 16 bits.
+
+    The answer is an `AttentionOutput`, whose lse is float64 where the partials' lse or the merged out is, else float32.
+    Sums are float32, or float64 where an operand is, in the order of the list, and out is rounded once.
+    """
+
+    __repr__ = brief
+
+    partials: Sequence[Any]
+    sinks: Array | None = None
+    out_dtype: str | None = None
 
 
 def empty(shape: tuple[int, ...], *, dtype: str = "float32") -> Partial:
@@ -186,7 +221,10 @@ def _weigh(terms: Sequence[_Term], sink: _Host | None) -> _Merged:
         for term in terms:
             weight = np.exp(term.logits() - top)
             total += weight
-            out += np.where(weight[..., None] != 0, weight[..., None] * term.out.astype(np.float64), 0)
+            own = term.out.astype(np.float64)
+            # What is no number or infinite counts whole, however small its weight.
+            own = np.where(np.isfinite(own), weight[..., None] * own, own)
+            out += np.where(np.isneginf(term.logits())[..., None], 0, own)
         if sink is not None:
             total += np.exp(sink - top)
     bare = total == 0
@@ -195,7 +233,57 @@ def _weigh(terms: Sequence[_Term], sink: _Host | None) -> _Merged:
     return _Merged(out, lse, top, total)
 
 
-def _read(partials: Sequence[Partial | AttentionOutput]) -> list[_Term]:
+def adopt_partials(
+    message: MergePartials, device: str, notes: CallerNotes | None = None
+) -> tuple[MergePartials, Adopted]:
+    """The message over arrays that this package can read, and what the first out was.
+
+    device, notes: as for `gpu_actors.arrays.adoption.adopt_request`. Raises `InvalidRequest` as `merge` does.
+    """
+    terms = _read(message.partials, device, notes)
+    first = terms[0]
+    out = first.out
+    expect(out.ndim <= 4, "partials[0].out", describe(out), "must have the axes (batch,) rows, heads, head_dim_v")
+    expect(out.shape[-1] >= 1, "partials[0].out", describe(out), "must have head_dim_v >= 1")
+    for index, term in enumerate(terms):
+        for name in ("out", "lse"):
+            array, dtype = getattr(term, name), name_of(getattr(first, name).dtype)
+            reason = f"must have the dtype of partials[0].{name}, {dtype}"
+            expect(name_of(array.dtype) == dtype, f"partials[{index}].{name}", describe(array), reason)
+    sinks: Any = None
+    if message.sinks is not None:
+        own = name_of(out.dtype)
+        dtypes = tuple(dict.fromkeys(("float32", own)))
+        sinks = _adopted(message.sinks, "sinks", dtypes, device, notes).array
+        expect(sinks.shape == out.shape[-2:-1], "sinks", describe(sinks), f"must have the shape {out.shape[-2:-1]}")
+    adopted = [Partial(term.out, term.lse) for term in terms]
+    return dataclasses.replace(message, partials=adopted, sinks=sinks), first.template
+
+
+def merged_dtypes(message: MergePartials) -> tuple[str, str]:
+    """The dtypes of the merged out and lse of an adopted message. Raises `InvalidRequest` and `Unsupported`."""
+    first = message.partials[0]
+    own = name_of(first.out.dtype)
+    if message.out_dtype is not None:
+        one_of("out_dtype", message.out_dtype, _OUT_DTYPES, f"must be None or one of {', '.join(_OUT_DTYPES)}")
+    dtype = message.out_dtype or own
+    if own == "float64" and dtype not in ("float32", "float64"):
+        reason = "sums in float64 would be rounded twice on their way to 16 bits"
+        raise Unsupported("out_dtype", dtype, reason, "float32")
+    wide = "float64" in (dtype, name_of(first.lse.dtype))
+    return dtype, "float64" if wide else "float32"
+
+
+def oracle_merge(partials: Sequence[Partial], sinks: _Host | None) -> Partial:
+    """`merge` of arrays on the host, in float64: what kernels are compared with."""
+    terms = [_Term(partial.out, partial.lse, Adopted(partial.out, "numpy", "cpu", None)) for partial in partials]
+    merged = _weigh(terms, None if sinks is None else sinks.astype(np.float64))
+    return Partial(merged.out, np.swapaxes(merged.lse, -1, -2))
+
+
+def _read(
+    partials: Sequence[Partial | AttentionOutput], device: str = "cpu", notes: CallerNotes | None = None
+) -> list[_Term]:
     reason = "must be a list of at least one Partial or AttentionOutput"
     several = isinstance(partials, list | tuple) and not isinstance(partials, Partial | AttentionOutput)
     expect(several and len(partials) > 0, "partials", partials, reason)
@@ -206,8 +294,8 @@ def _read(partials: Sequence[Partial | AttentionOutput]) -> list[_Term]:
             isinstance(partial, Partial | AttentionOutput), field, partial, "must be a Partial or an AttentionOutput"
         )
         expect(partial.lse is not None, f"{field}.lse", None, "must be given: ask for it with return_lse=True")
-        out = _adopted(partial.out, f"{field}.out", _OUT_DTYPES)
-        lse = _adopted(partial.lse, f"{field}.lse", _LSE_DTYPES).array
+        out = _adopted(partial.out, f"{field}.out", _OUT_DTYPES, device, notes)
+        lse = _adopted(partial.lse, f"{field}.lse", _LSE_DTYPES, device, notes).array
         shape = out.array.shape
         expect(len(shape) >= 3, f"{field}.out", describe(out.array), "must be (..., rows, heads, head_dim_v)")
         if terms:
@@ -230,9 +318,11 @@ def _read_like(array: Array, field: str, shape: tuple[int, ...], dtypes: tuple[s
     return host.astype(np.float64)  # type: ignore[union-attr]
 
 
-def _adopted(array: Any, field: str, dtypes: tuple[str, ...]) -> Adopted:
-    adopted = adopt(array, field)
-    check_device(adopted, field, "cpu")
+def _adopted(
+    array: Any, field: str, dtypes: tuple[str, ...], device: str = "cpu", notes: CallerNotes | None = None
+) -> Adopted:
+    adopted = adopt(array, field, notes)
+    check_device(adopted, field, device)
     reason = f"must have one of the dtypes {', '.join(dtypes)}"
     expect(name_of(adopted.array.dtype) in dtypes, field, describe(adopted.array), reason)
     return adopted

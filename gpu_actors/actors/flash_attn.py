@@ -12,10 +12,12 @@ from gpu_actors.devices.interface import DeviceInfo
 from gpu_actors.errors import InvalidRequest, RequestError
 from gpu_actors.kernels.dispatch import answering_key, dispatch_key
 from gpu_actors.naming import by_argument
+from gpu_actors.partial import MergePartials, Partial, adopt_partials
 from gpu_actors.planning.backward import attention_gradients
 from gpu_actors.planning.cached import adopt_cache_request, cache_families, cache_problem, check_cached
 from gpu_actors.planning.forward import attention_output, forward_families, is_plain
 from gpu_actors.planning.merging import merge_key
+from gpu_actors.planning.partials import bind_merge, merge_plan
 from gpu_actors.planning.plan import PlanCacheStats
 from gpu_actors.planning.planner import AttentionPlanner
 from gpu_actors.problem import DispatchKey
@@ -222,6 +224,22 @@ class FlashAttnHandle(ActorHandle):
         """
         return self._submit(BatchedDecode, locals())
 
+    def merge(
+        self,
+        partials: Sequence[Partial | AttentionOutput],
+        *,
+        sinks: Array | None = None,
+        out_dtype: str | None = None,
+        deadline: float | None = None,
+        timeout: float | None = None,
+        priority: int = 0,
+    ) -> Reply[AttentionOutput]:
+        """Attention over the union of the partials' keys, on the device. The arguments are those of `MergePartials`.
+
+        `gpu_actors.partial.merge` is the same on the host, for partials of any dtypes.
+        """
+        return self._submit(MergePartials, locals())
+
     def inspect_key(self, request: FlashForward | FlashBackward | PagedForward | BatchedDecode) -> DispatchKey:
         """The dispatch key of a request. Validates it and launches nothing.
 
@@ -240,7 +258,7 @@ class FlashAttnHandle(ActorHandle):
 
 
 class FlashAttnActor(ServiceActor):
-    """Takes `FlashForward`, `FlashBackward`, `PagedForward` and `BatchedDecode`."""
+    """Takes `FlashForward`, `FlashBackward`, `PagedForward`, `BatchedDecode` and `MergePartials`."""
 
     label: ClassVar[str] = "flash_attn"
     handle_type: ClassVar[type[ActorHandle]] = FlashAttnHandle
@@ -285,6 +303,9 @@ class FlashAttnActor(ServiceActor):
         if isinstance(message, PagedForward | BatchedDecode):
             self._decode(call, message)
             return
+        if isinstance(message, MergePartials):
+            self._merge(call, message)
+            return
         raise _not_attention(message)
 
     def _decode(self, call: Call[Any], message: PagedForward | BatchedDecode) -> None:
@@ -296,6 +317,17 @@ class FlashAttnActor(ServiceActor):
         if kernels is not None:
             work = Work(call=call, request=request, plan=plan, template=template, result=message.out, kernels=kernels)
             self._coalescer.add(work, merge_key(plan, request))
+
+    def _merge(self, call: Call[Any], message: MergePartials) -> None:
+        planner = self._planner
+        with reading(message):
+            request, template = adopt_partials(message, planner.device_name, call.caller_notes)
+            plan = merge_plan(request, planner.device)
+        kernels = planner.kernels_of(call, plan.keys)
+        if kernels is not None and call.claim():
+            self.launch(
+                (call,), bind_merge(plan, request, kernels), functools.partial(attention_output, template, None)
+            )
 
 
 def _key_of(request: object, info: DeviceInfo) -> DispatchKey:
@@ -313,5 +345,5 @@ def _key_of(request: object, info: DeviceInfo) -> DispatchKey:
 
 def _not_attention(message: object) -> InvalidRequest:
     """What to answer a message with that is none of this actor's."""
-    kinds = "FlashForward, FlashBackward, PagedForward or BatchedDecode"
+    kinds = "FlashForward, FlashBackward, PagedForward, BatchedDecode or MergePartials"
     return InvalidRequest("message", type(message).__name__, f"must be {kinds}")

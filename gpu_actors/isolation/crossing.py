@@ -19,6 +19,7 @@ from gpu_actors.graph.graph import OperationGraph
 from gpu_actors.graph.match import match_attention
 from gpu_actors.naming import by_argument
 from gpu_actors.options import ContextOptions
+from gpu_actors.partial import MergePartials, adopt_partials
 from gpu_actors.planning.cached import adopt_cache_request
 from gpu_actors.requests import BatchedDecode, PagedForward
 from gpu_actors.values import show
@@ -61,7 +62,7 @@ def harmless(message: Any) -> bool:
     kind = type(message).__name__
     if kind in ("FlashForward", "PagedForward", "BatchedDecode"):
         return message.out is None
-    return kind in ("FlashBackward", "MhaForward", "MhaBackward", "ExecuteGraph", "Compile", "Warm")
+    return kind in ("FlashBackward", "MhaForward", "MhaBackward", "MergePartials", "ExecuteGraph", "Compile", "Warm")
 
 
 def outbound(message: Any, notes: CallerNotes | None) -> tuple[Any, Restore | None]:
@@ -79,6 +80,8 @@ def outbound(message: Any, notes: CallerNotes | None) -> tuple[Any, Restore | No
     try:
         if isinstance(message, PagedForward | BatchedDecode):
             adopted, template = adopt_cache_request(message, "cpu", notes)
+        elif isinstance(message, MergePartials):
+            adopted, template = adopt_partials(message, "cpu", notes)
         else:
             adopted, template = adopt_request(message, "cpu", notes)
     except InvalidRequest as error:

@@ -11,6 +11,7 @@ from gpu_actors.kernels.append.copy_pages import PageCopyKey
 from gpu_actors.kernels.append.standard import check_kv_key
 from gpu_actors.kernels.append.variant import AppendKey
 from gpu_actors.kernels.dispatch import family_of
+from gpu_actors.kernels.merge.merge import MergeKey, check_merge_key
 from gpu_actors.kernels.support import check_support
 from gpu_actors.kernels.variants import KernelKey
 from gpu_actors.key_mask import Alignment, MaskKind
@@ -39,6 +40,8 @@ def check_key(key: object) -> KernelKey:
     """
     if isinstance(key, AppendKey | PageCopyKey):
         return check_kv_key(key)
+    if isinstance(key, MergeKey):
+        return check_merge_key(key)
     if not isinstance(key, DispatchKey):
         raise InvalidRequest("key", key, "must be a DispatchKey, as inspect_key gives")
     _check_domains(key)

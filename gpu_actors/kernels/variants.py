@@ -16,6 +16,7 @@ from gpu_actors.kernels.append.copy_pages import PageCopyKey, copy_source
 from gpu_actors.kernels.append.variant import AppendKey, append_source
 from gpu_actors.kernels.decode.variant import usual_decode_problems
 from gpu_actors.kernels.dispatch import dispatch_key, family_of, program_of
+from gpu_actors.kernels.merge.merge import MergeKey, merge_source
 from gpu_actors.kernels.program import ANYWHERE, Target
 from gpu_actors.kernels.support import ELEMENTS, FIRST_FP8_CAPABILITY, capability, example_problem
 from gpu_actors.key_mask import MaskKind
@@ -33,7 +34,7 @@ __all__ = [
     "usual_decode_keys",
 ]
 
-KernelKey: TypeAlias = DispatchKey | AppendKey | PageCopyKey
+KernelKey: TypeAlias = DispatchKey | AppendKey | PageCopyKey | MergeKey
 """What a kernel is compiled and kept under."""
 
 _WARP = 32
@@ -65,6 +66,8 @@ def kernel_source(key: KernelKey) -> KernelSource:
         return append_source(key)
     if isinstance(key, PageCopyKey):
         return copy_source(key)
+    if isinstance(key, MergeKey):
+        return merge_source(key)
     family = family_of(key)
     headers: dict[str, str] = {}
     if key.score_mod is not None and key.kernel == family.name:  # its companions know no scores

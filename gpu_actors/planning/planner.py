@@ -6,13 +6,13 @@ from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 from gpu_actors.devices.interface import Device, Kernel
+from gpu_actors.kernels.variants import KernelKey
 from gpu_actors.options import MockOptions
 from gpu_actors.planning.backward import backward_plan, backward_signature, bind_backward
 from gpu_actors.planning.cached import Decoding
 from gpu_actors.planning.forward import bind_forward, forward_plan, forward_signature, is_plain
 from gpu_actors.planning.kernel_store import KernelStore
 from gpu_actors.planning.plan import Plan, PlanCache, Planned
-from gpu_actors.problem import DispatchKey
 from gpu_actors.requests import FlashBackward, FlashForward
 from gpu_actors.runtime.actor import ServiceActor, reading
 from gpu_actors.runtime.call import Call
@@ -82,7 +82,7 @@ class AttentionPlanner:
         if call.claim():
             actor.launch((call,), launch, finish)
 
-    def kernels_of(self, call: Call[Any], keys: tuple[DispatchKey, ...]) -> tuple[Kernel, ...] | None:
+    def kernels_of(self, call: Call[Any], keys: tuple[KernelKey, ...]) -> tuple[Kernel, ...] | None:
         """The loaded kernels of a launch, none where the device runs none.
 
         None where the call was parked until they are compiled.

@@ -138,6 +138,8 @@
 #define K_UNITS 8
 #define V_UNITS 8
 #define Q_UNITS 8
+// Of merge: the type of the partials' LSE.
+#define LSE_ELEMENT float
 // Of copy_pages: bytes of a page that a block copies.
 #define PART_BYTES 16384
 #endif

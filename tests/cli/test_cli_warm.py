@@ -20,6 +20,7 @@ from gpu_actors.compiling.toolchain import supported_archs
 from gpu_actors.kernels import variants
 from gpu_actors.kernels.append import standard as kv_variants
 from gpu_actors.kernels.hopper.transpose_v import TRANSPOSE
+from gpu_actors.kernels.merge import merge
 from gpu_actors.kernels.support import FIRST_CAPABILITY, capability
 from gpu_actors.problem import DispatchKey
 
@@ -34,6 +35,7 @@ def few_variants(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(variants, "standard_variants", few)
     monkeypatch.setattr(kv_variants, "kv_variants", lambda arch: [])
+    monkeypatch.setattr(merge, "merge_variants", lambda arch: [])
     gradients = variants.usual_backward_keys
     monkeypatch.setattr(variants, "usual_backward_keys", lambda arch: gradients(arch)[:1])
 
@@ -153,7 +155,11 @@ main()
 
 def test_labels_tell_all_standard_variants_apart() -> None:
     keys = variants.standard_variants("sm_90a")
-    others = [*kv_variants.kv_variants("sm_90a"), *variants.usual_backward_keys("sm_90a")]
+    others = [
+        *kv_variants.kv_variants("sm_90a"),
+        *merge.merge_variants("sm_90a"),
+        *variants.usual_backward_keys("sm_90a"),
+    ]
     assert len({_label(key) for key in (*keys, *others)}) == len(keys) + len(others)
     plain = _label(keys[0])
     changes: dict[str, object] = {

@@ -1,0 +1,190 @@
+"""The kernel that merges partial results: its problem, key, source, grid and parameters."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from gpu_actors.compiling.assets import asset_source
+from gpu_actors.compiling.source import KernelSource, check_arch
+from gpu_actors.devices.interface import Buffer, LaunchGeometry
+from gpu_actors.errors import Unsupported
+from gpu_actors.kernels.macros import flags
+from gpu_actors.kernels.params import Binder, Operand, ParamsLayout, describe_operand, struct_layout
+from gpu_actors.kernels.support import ELEMENTS, FIRST_CAPABILITY, capability
+from gpu_actors.validation.fields import flag, one_of
+from gpu_actors.values import StableText
+
+__all__ = [
+    "TERM_FIELDS",
+    "MergeKey",
+    "MergeProblem",
+    "check_merge_key",
+    "merge_geometry",
+    "merge_key",
+    "merge_source",
+    "merge_variants",
+    "pack_merge",
+    "pack_terms",
+]
+
+_WARPS, _WARP = 4, 32
+_MOST_UNITS = (1 << 31) - 1
+_DTYPES = ("float16", "bfloat16", "float32", "float64")
+_LSE_DTYPES = ("float32", "float64")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeProblem:
+    """Merge ``count`` partials, whose outs are (batch, rows, heads, columns) and whose lse are (batch, heads, rows).
+
+    batch: 0 where there is no such axis. dtype, lse_dtype: of the partials. out_dtype, out_lse_dtype: of the results.
+    sinks: the dtype of the learned sinks, or None.
+    """
+
+    count: int
+    batch: int
+    rows: int
+    heads: int
+    columns: int
+    dtype: str
+    lse_dtype: str
+    out_dtype: str
+    out_lse_dtype: str
+    sinks: str | None = None
+
+    @property
+    def results(self) -> int:
+        """Rows of all heads and sequences."""
+        return max(1, self.batch) * self.rows * self.heads
+
+    @property
+    def groups(self) -> int:
+        """Threads that share a row: each takes 16 bytes of the narrower of the outs' and the result's type."""
+        sizes = (ELEMENTS[self.dtype].itemsize, ELEMENTS[self.out_dtype].itemsize)
+        return -(-self.columns // (2 if max(sizes) == 8 else 16 // min(sizes)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeKey(StableText):
+    """What picks and compiles the merge kernel: equal keys run the same cubin."""
+
+    kernel: ClassVar[str] = "merge"
+    arch: str
+    dtype: str
+    lse_dtype: str
+    out_dtype: str
+    sinks: bool
+
+
+def merge_key(problem: MergeProblem, arch: str) -> MergeKey:
+    """The key of a problem on an architecture. Raises as `check_merge_key`."""
+    return check_merge_key(
+        MergeKey(
+            arch=arch,
+            dtype=problem.dtype,
+            lse_dtype=problem.lse_dtype,
+            out_dtype=problem.out_dtype,
+            sinks=problem.sinks is not None,
+        )
+    )
+
+
+def check_merge_key(key: MergeKey) -> MergeKey:
+    """``key`` itself if its kernel does what its fields say.
+
+    Raises InvalidRequest and Unsupported, naming the field.
+    """
+    check_arch(key.arch)
+    if capability(key.arch) < FIRST_CAPABILITY:
+        raise Unsupported("arch", key.arch, "the kernels need compute capability 8.0 or newer", "sm_80")
+    for field, dtypes in (("dtype", _DTYPES), ("out_dtype", _DTYPES), ("lse_dtype", _LSE_DTYPES)):
+        one_of(field, getattr(key, field), dtypes, f"must be one of {', '.join(dtypes)}")
+    flag("sinks", key.sinks)
+    if key.dtype == "float64" and ELEMENTS[key.out_dtype].itemsize == 2:
+        reason = "sums in float64 would be rounded twice on their way to 16 bits"
+        raise Unsupported("out_dtype", key.out_dtype, reason, "float32")
+    return key
+
+
+def merge_variants(arch: str) -> list[MergeKey]:
+    """What is worth compiling ahead: partials in 16 bits or float32 to either 16-bit type or float32."""
+    pairs = [("bfloat16", "bfloat16"), ("float16", "float16"), ("float32", "float32")]
+    pairs += [("float32", "bfloat16"), ("float32", "float16")]
+    return [MergeKey(arch=arch, dtype=a, lse_dtype="float32", out_dtype=b, sinks=False) for a, b in pairs]
+
+
+@functools.lru_cache(maxsize=64)
+def merge_source(key: MergeKey) -> KernelSource:
+    """What is compiled for a key."""
+    macros = {
+        "WARPS": _WARPS,
+        "ELEMENT": ELEMENTS[key.dtype].c_type,
+        "OUT_ELEMENT": ELEMENTS[key.out_dtype].c_type,
+        "LSE_ELEMENT": ELEMENTS[key.lse_dtype].c_type,
+        **flags(SINKS=key.sinks),
+    }
+    return asset_source("merge/merge.cu", (key.kernel,), macros=macros, arch=key.arch)
+
+
+def merge_geometry(problem: MergeProblem) -> LaunchGeometry:
+    """The grid and block; no dynamic shared memory. Raises Unsupported where the rows are too many for 32 bits."""
+    units, threads = problem.results * problem.groups, _WARPS * _WARP
+    if units > _MOST_UNITS:
+        reason = f"a launch merges at most {_MOST_UNITS} groups of columns, and a row has {problem.groups}"
+        raise Unsupported("partials", problem.results, reason, _MOST_UNITS // problem.groups)
+    return LaunchGeometry((-(-units // threads), 1, 1), (threads, 1, 1), 0)
+
+
+TERM_FIELDS = 8
+"""64-bit fields of an entry of the table of terms."""
+
+
+def pack_terms(problem: MergeProblem, buffers: Mapping[str, Buffer]) -> bytes:
+    """The table of terms, uint64 (count, TERM_FIELDS): where each partial lies.
+
+    buffers: out.N and lse.N of dtype and lse_dtype. Raises InvalidRequest for one that is not as described.
+    """
+    layout = struct_layout("Term", "merge/merge.cu")
+    table = []
+    for index in range(problem.count):
+        operands = _results(problem, layout, problem.dtype, problem.lse_dtype, f".{index}")
+        table.append(Binder.of(layout, operands).pack(buffers))
+    return b"".join(table)
+
+
+def pack_merge(problem: MergeProblem, buffers: Mapping[str, Buffer]) -> bytes:
+    """The parameters of a launch.
+
+    buffers: terms uint64 (count, TERM_FIELDS), of `pack_terms`; out and lse of the results' dtypes; sinks (heads,),
+    float32 or of dtype, where asked for. Raises InvalidRequest for what is not as described.
+    """
+    return _binder(problem).pack(buffers)
+
+
+@functools.lru_cache(maxsize=256)
+def _binder(p: MergeProblem) -> Binder:
+    layout = struct_layout("Params", "merge/merge.cu")
+    operands = [*_results(p, layout, p.out_dtype, p.out_lse_dtype)]
+    operands.append(describe_operand(layout, "terms", "..", (p.count, TERM_FIELDS), "uint64"))
+    if p.sinks is not None:
+        operands.append(describe_operand(layout, "sinks", ("sinks_stride",), (p.heads,), p.sinks))
+    scalars = {
+        "count": p.count,
+        "rows": p.rows,
+        "heads": p.heads,
+        "columns": p.columns,
+        "groups": p.groups,
+        "units": p.results * p.groups,
+        "sinks_are_float": int(p.sinks == "float32"),
+    }
+    return Binder.of(layout, operands, scalars)
+
+
+def _results(p: MergeProblem, layout: ParamsLayout, dtype: str, lse_dtype: str, suffix: str = "") -> Iterator[Operand]:
+    outer, axes = ((p.batch,), "b") if p.batch else ((), "")
+    out, lse = (*outer, p.rows, p.heads, p.columns), (*outer, p.heads, p.rows)
+    yield describe_operand(layout, f"out{suffix}", f"{axes}rh.", out, dtype, field="out")
+    yield describe_operand(layout, f"lse{suffix}", f"{axes}hr", lse, lse_dtype, field="lse")

@@ -1,0 +1,79 @@
+"""Runs the merge kernel on the CPU over arrays. For tests."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from emulated.append import buffer_of, dtype_of
+
+from gpu_actors.compiling.source import KernelSource
+from gpu_actors.devices.emulation import EmulatedBuffer, EmulatedModule, build_module
+from gpu_actors.kernels.merge.merge import (
+    TERM_FIELDS,
+    MergeProblem,
+    merge_geometry,
+    merge_key,
+    merge_source,
+    pack_merge,
+    pack_terms,
+)
+from gpu_actors.partial import Partial
+
+__all__ = ["merge_problem", "run_merge"]
+
+
+@functools.cache
+def module_of(source: KernelSource) -> EmulatedModule:
+    return build_module(source.source, dict(source.macros), dict(source.headers), entries=source.entry_points)
+
+
+def merge_problem(partials: Sequence[Partial], sinks: Any = None, out_dtype: str | None = None) -> MergeProblem:
+    out, lse = partials[0]
+    own = out_dtype or out.dtype.name
+    *batch, rows, heads, columns = out.shape
+    return MergeProblem(
+        count=len(partials),
+        batch=batch[0] if batch else 0,
+        rows=rows,
+        heads=heads,
+        columns=columns,
+        dtype=out.dtype.name,
+        lse_dtype=lse.dtype.name,
+        out_dtype=own,
+        out_lse_dtype="float64" if "float64" in (own, lse.dtype.name) else "float32",
+        sinks=None if sinks is None else sinks.dtype.name,
+    )
+
+
+def run_merge(
+    partials: Sequence[Partial], sinks: Any = None, out_dtype: str | None = None, build: Any = module_of, **launch: Any
+) -> Partial:
+    """The merged out and lse, which begin as NaN. build: gives a source's module. launch: options of its launch."""
+    problem = merge_problem(partials, sinks, out_dtype)
+    out, lse = partials[0]
+    arrays: dict[str, Any] = {
+        "out": np.full(out.shape, np.nan, dtype_of(problem.out_dtype)),
+        "lse": np.full(lse.shape, np.nan, dtype_of(problem.out_lse_dtype)),
+        "terms": np.zeros((problem.count, TERM_FIELDS), np.uint64),
+    }
+    for index, partial in enumerate(partials):
+        arrays |= {f"out.{index}": partial.out, f"lse.{index}": partial.lse}
+    if sinks is not None:
+        arrays["sinks"] = sinks
+    memory, buffers = {}, {}
+    for name, array in arrays.items():
+        if name != "terms":
+            root = array if array.flags.c_contiguous else array.T if array.base is None else array.base
+            memory[name] = EmulatedBuffer.of(root, name)
+            buffers[name] = buffer_of(array, memory[name].address + array.ctypes.data - root.ctypes.data)
+    table = np.frombuffer(pack_terms(problem, buffers), np.uint64).reshape(problem.count, TERM_FIELDS)
+    memory["terms"] = EmulatedBuffer.of(table, "terms")
+    buffers["terms"] = buffer_of(table, memory["terms"].address)
+    geometry = merge_geometry(problem)
+    module = build(merge_source(merge_key(problem, "sm_90a")))
+    packed = pack_merge(problem, buffers)
+    module.launch("merge", geometry.grid, geometry.block, 0, packed, list(memory.values()), **launch)
+    return Partial(*(memory[name].view(arrays[name].dtype, arrays[name].shape) for name in ("out", "lse")))
