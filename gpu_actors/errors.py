@@ -27,7 +27,7 @@ Errors pickle with their fields, notes and cause.
 from __future__ import annotations
 
 import pickle
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from gpu_actors.values import show
 
@@ -53,6 +53,8 @@ __all__ = [
     "WorkerLost",
     "WouldBlock",
 ]
+
+E = TypeVar("E", bound=BaseException)
 
 
 class GpuActorsError(Exception):
@@ -90,6 +92,12 @@ def _rebuilt(
     vars(error).update(fields)
     if cause is not None:
         error.__cause__ = cause
+    return error
+
+
+def caused(error: E, cause: BaseException | None) -> E:
+    """``error``, which comes from ``cause``. The traceback of neither is touched."""
+    error.__cause__ = cause
     return error
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from gpu_actors.actors.nvrtc import NvrtcActor
 from gpu_actors.actors.probing import Probing
 from gpu_actors.devices.interface import Device
-from gpu_actors.errors import ActorFailed, ActorStopped, ContextLost, GpuActorsError
+from gpu_actors.errors import ActorFailed, ActorStopped, ContextLost, GpuActorsError, caused
 from gpu_actors.options import ContextOptions
 from gpu_actors.runtime.actor import ServiceActor
 from gpu_actors.runtime.cell import ActorCell, ChildReport
@@ -188,17 +188,15 @@ class ContextActor(ThreadActor):
         self._release()
         if not self._opened.done():
             if not isinstance(error, GpuActorsError):
-                failure = ActorFailed(f"the context could not open: {error!r}")
-                failure.__cause__ = error
-                error = failure
+                error = caused(ActorFailed(f"the context could not open: {error!r}"), error)
             self._opened.set_exception(error)
         self.stop()
 
     # Failing
 
     def _escalate(self, cell: ActorCell, error: BaseException) -> None:
-        failure = ActorFailed(f"{cell.name} failed more often than its restart policy allows, last with {error!r}")
-        failure.__cause__ = error
+        reason = f"{cell.name} failed more often than its restart policy allows, last with {error!r}"
+        failure = caused(ActorFailed(reason), error)
         if cell.actor_type.vital:
             self._fail(failure)
         else:
@@ -215,12 +213,7 @@ class ContextActor(ThreadActor):
             # A restart that is already due must not bring an actor back.
             self._supervisor.stopping = True
 
-        def reason() -> ActorStopped:
-            stopped = ActorStopped(f"the context has failed: {error}")
-            stopped.__cause__ = error
-            return stopped
-
-        self._close_cells(reason, failed=True)
+        self._close_cells(lambda: caused(ActorStopped(f"the context has failed: {error}"), error), failed=True)
         for cell in self._cells:
             cell.stop()
             cell.terminate(error)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gpu_actors.arrays.adoption import adopt_request
-from gpu_actors.errors import InvalidRequest
 from gpu_actors.graph.graph import OperationGraph
 from gpu_actors.mha import AttentionParams, MhaBackward, MhaForward, MhaOutput
 from gpu_actors.planning.forward import is_plain
@@ -121,10 +120,11 @@ class CudnnLikeHandle(ActorHandle):
 
 
 class CudnnLikeActor(ServiceActor):
-    """Takes `MhaForward`, `MhaBackward`, and the graphs of ``execute``."""
+    """Answers operation graphs, and attention in cuDNN's layout."""
 
     label: ClassVar[str] = "cudnn"
     handle_type: ClassVar[type[ActorHandle]] = CudnnLikeHandle
+    takes: ClassVar[tuple[type, ...]] = (MhaForward, MhaBackward, ExecuteGraph)
     vital: ClassVar[bool] = True
 
     @classmethod
@@ -141,8 +141,7 @@ class CudnnLikeActor(ServiceActor):
         elif isinstance(message, MhaForward | MhaBackward):
             self._attend(call, message)
         else:
-            reason = "CudnnLikeActor takes MhaForward, MhaBackward and ExecuteGraph"
-            raise InvalidRequest("message", type(message).__name__, reason)
+            raise self.refusal(message)
 
     def _attend(self, call: Call[Any], message: MhaForward | MhaBackward) -> None:
         planner = self._planner

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from gpu_actors.actors.coalescing import Coalescer, Flush, Work
 from gpu_actors.arrays.adoption import adopt_request
 from gpu_actors.devices.interface import DeviceInfo
-from gpu_actors.errors import InvalidRequest, RequestError
-from gpu_actors.kernels.dispatch import answering_key, dispatch_key
+from gpu_actors.errors import RequestError
 from gpu_actors.naming import by_argument
 from gpu_actors.partial import MergePartials, Partial, adopt_partials
-from gpu_actors.planning.backward import attention_gradients
-from gpu_actors.planning.cached import adopt_cache_request, cache_families, cache_problem, check_cached
-from gpu_actors.planning.forward import attention_output, forward_families, is_plain
+from gpu_actors.planning.backward import attention_gradients, pose_backward
+from gpu_actors.planning.cached import adopt_cache_request, check_cached, pose_cached
+from gpu_actors.planning.forward import attention_output, is_plain, pose_forward
 from gpu_actors.planning.merging import merge_key
 from gpu_actors.planning.partials import bind_merge, merge_plan
 from gpu_actors.planning.plan import PlanCacheStats
@@ -35,8 +34,6 @@ from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.completion import Finish
 from gpu_actors.runtime.handle import ActorHandle
 from gpu_actors.runtime.reply import Reply
-from gpu_actors.validation.backward import backward_problem
-from gpu_actors.validation.forward import forward_problem
 
 if TYPE_CHECKING:
     from gpu_actors.runtime.cell import ActorCell
@@ -258,10 +255,11 @@ class FlashAttnHandle(ActorHandle):
 
 
 class FlashAttnActor(ServiceActor):
-    """Takes `FlashForward`, `FlashBackward`, `PagedForward`, `BatchedDecode` and `MergePartials`."""
+    """Answers attention in FlashAttention's layouts."""
 
     label: ClassVar[str] = "flash_attn"
     handle_type: ClassVar[type[ActorHandle]] = FlashAttnHandle
+    takes: ClassVar[tuple[type, ...]] = (FlashForward, FlashBackward, PagedForward, BatchedDecode, MergePartials)
     vital: ClassVar[bool] = True
 
     @classmethod
@@ -306,7 +304,7 @@ class FlashAttnActor(ServiceActor):
         if isinstance(message, MergePartials):
             self._merge(call, message)
             return
-        raise _not_attention(message)
+        raise self.refusal(message)
 
     def _decode(self, call: Call[Any], message: PagedForward | BatchedDecode) -> None:
         with reading(message):
@@ -331,19 +329,9 @@ class FlashAttnActor(ServiceActor):
 
 
 def _key_of(request: object, info: DeviceInfo) -> DispatchKey:
-    if isinstance(request, FlashBackward):
-        problem = backward_problem(adopt_request(request, info.device_name)[0])
-        return answering_key(problem, info.arch, info.runs_kernels)
-    if isinstance(request, FlashForward):
-        adopted, _ = adopt_request(request, info.device_name)
-        return dispatch_key(forward_problem(adopted), info.arch, forward_families(adopted))
     if isinstance(request, PagedForward | BatchedDecode):
-        cached, _ = adopt_cache_request(request, info.device_name)
-        return answering_key(cache_problem(cached), info.arch, info.runs_kernels, cache_families(cached))
-    raise _not_attention(request)
-
-
-def _not_attention(message: object) -> InvalidRequest:
-    """What to answer a message with that is none of this actor's."""
-    kinds = "FlashForward, FlashBackward, PagedForward, BatchedDecode or MergePartials"
-    return InvalidRequest("message", type(message).__name__, f"must be {kinds}")
+        return pose_cached(adopt_cache_request(request, info.device_name)[0], info)[1]
+    if not isinstance(request, FlashForward):
+        raise FlashAttnActor.refusal(request)
+    adopted, _ = adopt_request(request, info.device_name)
+    return pose_backward(adopted, info)[1] if isinstance(adopted, FlashBackward) else pose_forward(adopted, info)[1]

@@ -21,8 +21,8 @@ from gpu_actors.compiling.source import Cubin, KernelSource, check_arch
 from gpu_actors.devices.interface import Buffer, Kernel, Launch, LaunchGeometry, Outputs, Params, Step
 from gpu_actors.errors import GpuActorsError, InvalidRequest, MockModeError
 from gpu_actors.kernels.call_arguments import argument_field, arguments_by_place, value_bytes, written_places
+from gpu_actors.kernels.occupancy import shared_mem_limit
 from gpu_actors.kernels.support import capability
-from gpu_actors.kernels.tiles import shared_mem_limit
 from gpu_actors.kernels.variants import Prepare, SourceVariant
 from gpu_actors.runtime.actor import ServiceActor, reading
 from gpu_actors.runtime.call import Call
@@ -81,6 +81,7 @@ class KernelActor(ServiceActor):
     """Takes the messages of ``ctx.kernel`` and ``CompiledKernel.launch``."""
 
     label: ClassVar[str] = "kernels"
+    takes: ClassVar[tuple[type, ...]] = (OpenKernel, LaunchKernel)
 
     def open(self) -> None:
         environment = self.cell.environment
@@ -98,8 +99,7 @@ class KernelActor(ServiceActor):
         elif isinstance(message, LaunchKernel):
             self._launch(call, message)
         else:
-            reason = "KernelActor takes what ctx.kernel and CompiledKernel.launch send"
-            raise InvalidRequest("message", type(message).__name__, reason)
+            raise self.refusal(message)
 
     # Compiling
 

@@ -59,11 +59,15 @@ _OPTIONS = tuple(
 )
 
 
+_MESSAGES = (AppendRows, AttendCache, CloseCache, CreateSequence, ForkSequence, FreeSequence, TruncateSequence)
+
+
 class KvCacheActor(ServiceActor):
-    """Takes the messages of `gpu_actors.kv.requests`."""
+    """Owns the caches of a context and their sequences."""
 
     label: ClassVar[str] = "kv_cache"
     handle_type: ClassVar[type[ActorHandle]] = ActorHandle
+    takes: ClassVar[tuple[type, ...]] = (OpenCache, *_MESSAGES)
     vital: ClassVar[bool] = True
 
     @classmethod
@@ -92,7 +96,7 @@ class KvCacheActor(ServiceActor):
                     self._store.forget(number)
             return
         if not isinstance(message, _MESSAGES):
-            raise InvalidRequest("message", type(message).__name__, "must be one of gpu_actors.kv.requests")
+            raise self.refusal(message)
         cache = self._store.find(message.cache)
         if not self._store.order.admits(call):
             return
@@ -215,8 +219,7 @@ class KvCacheActor(ServiceActor):
 
     def _has_kernels(self, work: KvWork) -> bool:
         """Give a request its kernels. False where they are being compiled: the call is parked, and comes back."""
-        store, call = self._store.kernels, work.call
-        if store is None:
+        if self._store.kernels is None:
             return True
         keys: tuple[KernelKey, ...] = () if work.plan is None else work.plan.keys
         attending = len(keys)
@@ -224,13 +227,11 @@ class KvCacheActor(ServiceActor):
             heads_q = 0 if work.request is None else work.request.q.shape[-2]
             problem = work.rows.problem(work.cache.pool, 1, heads_q)
             keys += (append_key(problem, self._store.arch), PageCopyKey(arch=self._store.arch))
-        kernels = store.get(keys)
+        kernels = self._store.kernels_of(work.call, keys)
         if kernels is None:
-            self._store.order.block(call)
-            store.wait_for(keys, call)
+            self._store.order.block(work.call)
             return False
-        if self._store.runs_kernels:
-            work.kernels, work.appending = kernels[:attending], kernels[attending:]
+        work.kernels, work.appending = kernels[:attending], kernels[attending:]
         return True
 
 
@@ -280,9 +281,6 @@ class _KvCoalescer(Coalescer[KvWork]):
             work.call.fail(error)
         self._store.order.look_again()
         return ()
-
-
-_MESSAGES = (AppendRows, AttendCache, CloseCache, CreateSequence, ForkSequence, FreeSequence, TruncateSequence)
 
 
 def _expected(message: AppendRows | AttendCache) -> list[int] | None:

@@ -19,7 +19,7 @@ import numpy as np
 
 from gpu_actors.actors.kv_store import KvWork
 from gpu_actors.devices.interface import Buffer, Kernel, Launch, Outputs, Params, ScratchSpec, Step, StepPack
-from gpu_actors.kernels.append.copy_pages import PageCopyProblem, pack_page_copy, page_copy_geometry
+from gpu_actors.kernels.append.copy_pages import pack_page_copy, page_copy_geometry
 from gpu_actors.kernels.append.params import pack_append
 from gpu_actors.kernels.append.variant import AppendProblem, append_geometry, append_key
 from gpu_actors.planning.append_rows import NewRows, merge_rows, pack_rows
@@ -87,16 +87,8 @@ def _steps(
     pack = functools.partial(_pack_packed, functools.partial(pack_append, key, problem))
     steps = [Step(appends, append_geometry(key, problem), pack)]
     if "page_pairs" in inputs:
-        copied = PageCopyProblem(
-            pairs=len(inputs["page_pairs"]),
-            num_blocks=pool.num_blocks,
-            page_size=pool.page_size,
-            heads_kv=pool.heads_kv,
-            head_dim=pool.head_dim,
-            head_dim_v=pool.head_dim_v,
-            dtype=pool.cache_dtype,
-        )
-        steps.insert(0, Step(copies, page_copy_geometry(copied), functools.partial(pack_page_copy, copied)))
+        copied = len(inputs["page_pairs"]), pool
+        steps.insert(0, Step(copies, page_copy_geometry(*copied), functools.partial(pack_page_copy, *copied)))
     for step in launch.steps:
         rotated = problem.heads_q > 0
         steps.append(step._replace(pack=functools.partial(_pack_rotated, step.pack)) if rotated else step)

@@ -25,11 +25,9 @@ from gpu_actors.kv.page_map import PageMap, page_map
 from gpu_actors.kv.prefix import Tokens
 from gpu_actors.kv.requests import KvCacheSpec, KvSequence
 from gpu_actors.kv.sequences import CacheTables, KvCacheStats, PageTable, Write, block_table
-from gpu_actors.options import MockOptions
 from gpu_actors.planning.append_rows import NewRows
-from gpu_actors.planning.cached import Decoding
-from gpu_actors.planning.kernel_store import KernelStore
 from gpu_actors.planning.padding import recordable
+from gpu_actors.planning.planner import Workbench
 from gpu_actors.process import incarnation
 from gpu_actors.requests import PagedForward
 from gpu_actors.validation.fields import FP8, describe, dtype_of, expect, integer, optional_array
@@ -224,21 +222,15 @@ class CacheLook(NamedTuple):
     pages: PageMap
 
 
-class CacheStore:
+class CacheStore(Workbench):
     """Opened caches by number. Used by the actor's thread; looked at by others."""
 
     def __init__(self, cell: ActorCell) -> None:
-        environment = cell.environment
-        info = environment.device.info
+        super().__init__(cell)
         self._cell = cell
         self._caches: dict[int, OpenedCache] = {}
         self._newest = 0
-        self.arch: str = info.arch
-        self.runs_kernels: bool = info.runs_kernels
-        self.kernels: KernelStore | None = KernelStore(cell) if environment.compiles else None
-        self.device_name: str = info.device_name
-        accumulate = (environment.options.mock or MockOptions()).dtype
-        self.decoding: Decoding = Decoding(environment.device, accumulate)
+        self.arch: str = self.device.info.arch
         self.order: KvOrder = KvOrder(cell)
         self._left: Callable[[], GpuActorsError] | None = None
 
@@ -248,7 +240,7 @@ class CacheStore:
         Raises `InvalidRequest`, `Unsupported` and `OutOfDeviceMemory`.
         """
         pool, descales = _checked(spec, self.arch, self.device_name, notes)
-        allocate = self._cell.environment.device.allocate
+        allocate = self.device.allocate
         pages = (pool.num_blocks, pool.page_size, pool.heads_kv)
         if math.prod(pages) * max(pool.head_dim, pool.head_dim_v) > _MOST_ELEMENTS:
             raise OutOfDeviceMemory(f"no memory can be addressed that holds {pages} rows of {pool.head_dim} elements")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from gpu_actors.compiling.source import Cubin, KernelResources, KernelSource
 from gpu_actors.devices.interface import Kernel
-from gpu_actors.errors import GpuActorsError, InvalidRequest
+from gpu_actors.errors import GpuActorsError, InvalidRequest, caused
 from gpu_actors.kernels.keys import check_key
 from gpu_actors.kernels.variants import KernelKey, Prepare, SourceVariant, kernel_source
 from gpu_actors.runtime.actor import ServiceActor
@@ -108,10 +108,11 @@ class NvrtcHandle(ActorHandle):
 
 
 class NvrtcActor(ServiceActor):
-    """Takes `Compile`, `Prepare` and `Warm`. Equal sources asked for at once are compiled once."""
+    """Compiles sources and the kernels of keys. Equal sources asked for at once are compiled once."""
 
     label: ClassVar[str] = "nvrtc"
     handle_type: ClassVar[type[ActorHandle]] = NvrtcHandle
+    takes: ClassVar[tuple[type, ...]] = (Compile, Prepare, Warm)
     vital: ClassVar[bool] = True
 
     @classmethod
@@ -132,7 +133,7 @@ class NvrtcActor(ServiceActor):
         elif isinstance(message, Warm):
             self._warm(call, message)
         else:
-            raise InvalidRequest("message", type(message).__name__, "NvrtcActor takes Compile, Prepare and Warm")
+            raise self.refusal(message)
 
     def _compile(self, call: Call[Any], message: Compile) -> None:
         workshop = self._workshop
@@ -271,8 +272,7 @@ class _Workshop:
             failure = error.with_traceback(None)
         except BaseException as error:
             logger.exception("compiling %s raised", job[0].name)
-            failure = GpuActorsError(f"compiling {job[0].name} raised {error!r}")
-            failure.__cause__ = error.with_traceback(None)
+            failure = caused(GpuActorsError(f"compiling {job[0].name} raised {error!r}"), error.with_traceback(None))
         self._finish(job, product, failure, time.monotonic() - began)
 
     def _finish(self, job: Job, product: Product | None, failure: GpuActorsError | None, seconds: float) -> None:
@@ -292,7 +292,7 @@ class _Workshop:
         def compile(source: KernelSource, arch: str) -> Cubin:
             nonlocal origin
             origin = "compiled"
-            return self._compile(source, arch)
+            return self._compiler.compile(source, arch)
 
         cubin = self.cache.get_or_compile(source, arch, compile)
         if for_device:
@@ -311,27 +311,19 @@ class _Workshop:
             if len(self._uses) > _MOST_USES:
                 self._uses.popitem(last=False)
 
-    def _compile(self, source: KernelSource, arch: str) -> Cubin:
-        began = time.monotonic()
-        try:
-            return self._compiler.compile(source, arch)
-        finally:
-            with self._lock:
-                self.compile_seconds.observe(time.monotonic() - began)
-
     def _build(self, source: KernelSource, arch: str) -> Product:
         from gpu_actors.compiling.cubin_cache import announced
 
-        variant = f"{source.name}:{_digest(source)}"
-        emit = functools.partial(self._cell.environment.trace.emit, variant=variant, arch=arch)
-        began = time.monotonic()
-        try:
-            return announced(emit, lambda: self._cell.environment.device.build(source, arch))
-        finally:
-            with self._lock:
-                self.compile_seconds.observe(time.monotonic() - began)
+        about = {"variant": f"{source.name}:{_digest(source)}", "arch": arch}
+        return announced(
+            lambda name, **fields: self._event(name, about | fields),
+            lambda: self._cell.environment.device.build(source, arch),
+        )
 
     def _event(self, name: str, fields: dict[str, Any]) -> None:
+        if name == "compile.completed":
+            with self._lock:
+                self.compile_seconds.observe(fields["seconds"])
         self._cell.environment.trace.emit(name, **fields)
 
 
@@ -367,9 +359,7 @@ class _WarmBatch:
             if message.progress is not None:
                 message.progress(done, len(message.keys), key)
         except BaseException as raised:
-            failure = GpuActorsError(f"warm's progress callback raised {raised!r}")
-            failure.__cause__ = raised
-            self.error = self.error or failure
+            self.error = self.error or caused(GpuActorsError(f"warm's progress callback raised {raised!r}"), raised)
         if done == len(message.keys):
             self.mailbox.launch_ended()
             self.call.settle([variant for _, variant in sorted(self.warmed.items())], self.error, None)

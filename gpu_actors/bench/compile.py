@@ -67,8 +67,7 @@ def run(arch: str = "sm_90a") -> dict[str, object]:
 
     The least of three compiles of each variant, because other work of the machine only adds time.
     """
-    from gpu_actors.kernels.append.standard import kv_variants
-    from gpu_actors.kernels.variants import kernel_source, standard_variants, usual_backward_keys
+    from gpu_actors.kernels.variants import kernel_source, kv_variants, standard_variants, usual_backward_keys
 
     compiler = Compiler()
     times: dict[str, list[float]] = {}

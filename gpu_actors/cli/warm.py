@@ -61,14 +61,13 @@ async def _warm(
     from gpu_actors.context import open_context
     from gpu_actors.devices.select import choose_device
     from gpu_actors.kernels import variants
-    from gpu_actors.kernels.append import standard as kv_variants
     from gpu_actors.kernels.merge.merge import merge_variants
     from gpu_actors.options import ContextOptions
 
     options = ContextOptions(arch=arch, cache_dir=cache_dir, drain_timeout=DRAIN_TIMEOUT)
     async with open_context(choose_device(device)[0], options) as context:
         wanted = arch or context.info.arch
-        keys: list[KernelKey] = [*variants.standard_variants(wanted), *kv_variants.kv_variants(wanted)]
+        keys: list[KernelKey] = [*variants.standard_variants(wanted), *variants.kv_variants(wanted)]
         keys += merge_variants(wanted)
         if backward:
             keys += variants.usual_backward_keys(wanted)

@@ -12,7 +12,7 @@ import numpy as np
 
 from gpu_actors.arrays.adopt import dtype_of
 from gpu_actors.devices.interface import Event, Launch, Outputs, Stream
-from gpu_actors.errors import ActorStopped, GpuActorsError, LaunchError, OutOfDeviceMemory
+from gpu_actors.errors import ActorStopped, GpuActorsError, LaunchError, OutOfDeviceMemory, caused
 
 __all__ = ["FinishedEvent", "HostEvent", "HostStream", "host_array", "host_outputs"]
 
@@ -129,10 +129,9 @@ class HostStream(Stream):
             event.fail(error)
         except BaseException as error:
             logger.exception("%s: a launch raised", self._name)
-            failure = LaunchError(f"{self._name}: the launch raised {error!r}")
             # The traceback, now logged, leads through this frame to the launch's arrays.
-            failure.__cause__ = error.with_traceback(None)
-            event.fail(failure)
+            failure = LaunchError(f"{self._name}: the launch raised {error!r}")
+            event.fail(caused(failure, error.with_traceback(None)))
         self._current = None
 
     def _stopped(self) -> ActorStopped:

@@ -8,8 +8,7 @@ from typing import Any, get_args
 from gpu_actors.compiling.source import check_arch
 from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.kernels.append.copy_pages import PageCopyKey
-from gpu_actors.kernels.append.standard import check_kv_key
-from gpu_actors.kernels.append.variant import AppendKey
+from gpu_actors.kernels.append.variant import AppendKey, AppendLayout, AppendProblem, Rope, append_key
 from gpu_actors.kernels.dispatch import family_of
 from gpu_actors.kernels.merge.merge import MergeKey, check_merge_key
 from gpu_actors.kernels.support import check_support
@@ -38,8 +37,11 @@ def check_key(key: object) -> KernelKey:
     Raises InvalidRequest where a field is outside its domain, Unsupported where the kernel does not take it; both name
     the field. What is no `KernelKey` is the field "key".
     """
-    if isinstance(key, AppendKey | PageCopyKey):
-        return check_kv_key(key)
+    if isinstance(key, PageCopyKey):
+        check_arch(key.arch)
+        return key
+    if isinstance(key, AppendKey):
+        return _check_append(key)
     if isinstance(key, MergeKey):
         return check_merge_key(key)
     if not isinstance(key, DispatchKey):
@@ -58,6 +60,29 @@ def check_key(key: object) -> KernelKey:
     if key.row_tile not in family.row_tiles:
         names = " or ".join(map(str, family.row_tiles))
         raise Unsupported("row_tile", key.row_tile, f"{family.name} takes {names} rows a block", family.row_tiles[0])
+    return key
+
+
+def _check_append(key: AppendKey) -> AppendKey:
+    check_arch(key.arch)
+    layouts = get_args(AppendLayout)
+    one_of("layout", key.layout, layouts, f"must be one of {', '.join(layouts)}")
+    for field in ("dtype", "cache_dtype"):
+        if not isinstance(getattr(key, field), str):
+            raise InvalidRequest(field, getattr(key, field), "must be a dtype's name")
+    for field in ("head_dim", "head_dim_v", "rotary_dim"):
+        integer(field, getattr(key, field), 0)
+    for field in ("interleaved", "tables", "positions", "query", "descales"):
+        flag(field, getattr(key, field))
+    rotated = key.rotary_dim > 0
+    problem = AppendProblem(
+        layout=key.layout, batch=1, total=1, heads_kv=1, head_dim=key.head_dim, head_dim_v=key.head_dim_v,
+        dtype=key.dtype, cache_dtype=key.cache_dtype, page_size=8, num_blocks=1, max_blocks=1, max_seq=1,
+        rope=Rope(dim=key.rotary_dim, interleaved=key.interleaved, table_rows=int(key.tables)) if rotated else None,
+        positions=key.positions, heads_q=int(key.query), descales=key.descales,
+    )  # fmt: skip
+    if append_key(problem, key.arch) != key:
+        raise InvalidRequest("rotary_dim", key.rotary_dim, "nothing is rotated, so nothing is interleaved or in tables")
     return key
 
 

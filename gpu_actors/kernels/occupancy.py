@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.support import capability
 
-__all__ = ["Occupancy", "occupancy", "shared_a_multiprocessor"]
+__all__ = ["Occupancy", "occupancy", "shared_a_multiprocessor", "shared_mem_limit"]
 
 _REGISTERS = 65_536
 _REGISTER_UNIT = 256
@@ -28,9 +29,11 @@ class _Limits(NamedTuple):
 
 # The limits by the first compute capability that has them.
 _LIMITS = {
+    75: _Limits(32, 16, 64),
     80: _Limits(64, 32, 164),
     86: _Limits(48, 16, 100),
     87: _Limits(48, 16, 164),
+    88: _Limits(48, 16, 100),
     89: _Limits(48, 24, 100),
     90: _Limits(64, 32, 228),
     110: _Limits(48, 24, 228),
@@ -47,7 +50,7 @@ class Occupancy(NamedTuple):
 
 def occupancy(arch: str, registers: int, shared_bytes: int, threads: int) -> Occupancy:
     """The occupancy of a kernel. registers: a thread. shared_bytes: a block, static and dynamic. threads: a block."""
-    limits = _limits(arch)
+    limits = _limits(capability(arch))
     warps = -(-threads // _WARP)
     registers_a_warp = -(-max(registers, 1) * _WARP // _REGISTER_UNIT) * _REGISTER_UNIT
     blocks = min(
@@ -61,9 +64,16 @@ def occupancy(arch: str, registers: int, shared_bytes: int, threads: int) -> Occ
 
 def shared_a_multiprocessor(arch: str) -> int:
     """Bytes of shared memory that the blocks of a multiprocessor have together, 1 KiB for each included."""
-    return _limits(arch).shared_kib * 1024
+    return _limits(capability(arch)).shared_kib * 1024
 
 
-def _limits(arch: str) -> _Limits:
-    number = capability(arch)
-    return _LIMITS[max((known for known in _LIMITS if known <= number), default=80)]
+def shared_mem_limit(sm: int) -> int:
+    """The most shared memory in bytes that a block may ask for on compute capability ``sm`` (90 for 9.0)."""
+    return _limits(sm).shared_kib * 1024 - (_RESERVED_SHARED if sm >= 80 else 0)
+
+
+def _limits(sm: int) -> _Limits:
+    known = max((number for number in _LIMITS if number <= sm), default=None)
+    if known is None:
+        raise Unsupported("sm", sm, "the kernels need compute capability 7.5 or newer", nearest=75)
+    return _LIMITS[known]

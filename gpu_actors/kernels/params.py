@@ -30,7 +30,6 @@ __all__ = [
     "Field",
     "Operand",
     "ParamsLayout",
-    "describe_operand",
     "divider",
     "forward_layout",
     "forward_operands",
@@ -89,6 +88,33 @@ class ParamsLayout:
     def pack(self, values: Sequence[int | float]) -> bytes:
         """The struct's bytes. values: of every field, in order."""
         return self._struct.pack(*values)
+
+    def operand(
+        self,
+        name: str,
+        axes: Sequence[str],
+        shape: tuple[int, ...],
+        *dtypes: str,
+        prefix: str = "",
+        field: str | None = None,
+        optional: bool = False,
+    ) -> Operand:
+        """Where an operand goes: its address into ``prefix + field``, its strides into the Strides beside it.
+
+        field: "" where the address goes nowhere; the operand's name where not given.
+        axes: of each axis b (batch), r (row), h (head), . (without gaps, like all after it), "" (any stride, which no
+        field takes) or the name of the field that takes its stride.
+        """
+        field = name if field is None else field
+
+        def index(axis: str) -> int:
+            return self.positions[f"{prefix}{field}_strides.{_AXES[axis]}" if axis in _AXES else prefix + axis]
+
+        # A stride along an extent of 1 has no meaning, and must be 0 where the operand is broadcast along it.
+        strides = tuple((n, index(axis)) for n, axis in enumerate(axes) if axis not in ("", ".") and shape[n] > 1)
+        packed = next((n for n, axis in enumerate(axes) if axis == "."), len(shape))
+        address = self.positions[prefix + field] if field else None
+        return Operand(name, shape, dtypes, optional, address, strides, packed)
 
     @functools.cached_property
     def _struct(self) -> struct.Struct:
@@ -231,33 +257,6 @@ class Binder(NamedTuple):
         return self.layout.pack(values)
 
 
-def describe_operand(
-    layout: ParamsLayout,
-    name: str,
-    axes: Sequence[str],
-    shape: tuple[int, ...],
-    *dtypes: str,
-    prefix: str = "",
-    field: str | None = None,
-    optional: bool = False,
-) -> Operand:
-    """Where an operand goes in a struct: its address into ``prefix + field``, its strides into the Strides beside it.
-
-    field: "" where the address goes nowhere; the operand's name where not given.
-    axes: of each axis b (batch), r (row), h (head), . (without gaps, like all after it), "" (any stride, which no field
-    takes) or the name of the field that takes its stride.
-    """
-    field = name if field is None else field
-
-    def index(axis: str) -> int:
-        return layout.positions[f"{prefix}{field}_strides.{_AXES[axis]}" if axis in _AXES else prefix + axis]
-
-    # A stride along an extent of 1 has no meaning, and must be 0 where the operand is broadcast along it.
-    strides = tuple((n, index(axis)) for n, axis in enumerate(axes) if axis not in ("", ".") and shape[n] > 1)
-    packed = next((n for n, axis in enumerate(axes) if axis == "."), len(shape))
-    return Operand(name, shape, dtypes, optional, layout.positions[prefix + field] if field else None, strides, packed)
-
-
 def pack_forward(problem: AttentionProblem, buffers: Mapping[str, Buffer], *, dropout_seed: int = 0) -> bytes:
     """The parameters of a forward launch.
 
@@ -321,7 +320,7 @@ def forward_scalars(problem: AttentionProblem, prefix: str = "") -> dict[str, in
 def forward_operands(problem: AttentionProblem, layout: ParamsLayout, prefix: str = "") -> Iterator[Operand]:
     """Every operand of struct Params that the problem asks for. prefix: of its fields in ``layout``."""
     p, varlen = problem, problem.layout == "varlen"
-    operand = functools.partial(describe_operand, layout, prefix=prefix)
+    operand = functools.partial(layout.operand, prefix=prefix)
     packed = varlen or p.varlen_q
     rows = (p.total_q,) if packed else (p.batch, p.seqlen_q)
     axes = "rh." if packed else "brh."

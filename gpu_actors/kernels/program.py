@@ -8,9 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 from gpu_actors.devices.interface import Buffer, Kernel, LaunchGeometry, ScratchSpec, Step, TensorMap
+from gpu_actors.errors import Unsupported
 from gpu_actors.problem import DispatchKey
 
-__all__ = ["ANYWHERE", "NO_VALUES", "EncodeTensorMap", "Pack", "Part", "Program", "Target", "Values"]
+__all__ = ["ANYWHERE", "NO_VALUES", "EncodeTensorMap", "Pack", "Part", "Program", "Target", "Values", "flat_grid"]
+
+_MAX_BLOCKS = (1 << 31) - 1  # of grid.x; y and z end at 65,535, so grids are flat
 
 EncodeTensorMap: TypeAlias = Callable[[TensorMap], bytes]
 """`Device.encode_tensor_map`."""
@@ -44,6 +47,17 @@ Pack: TypeAlias = Callable[[Mapping[str, Buffer], Values], bytes]
 
 
 NO_VALUES = Values()
+
+
+def flat_grid(blocks: int, threads: int, shared_bytes: int, field: str, value: int) -> LaunchGeometry:
+    """The launch of so many blocks. field, value: the size that makes them so many.
+
+    Raises Unsupported, naming the field, where a grid cannot hold them.
+    """
+    if blocks > _MAX_BLOCKS:
+        reason = f"makes {blocks} blocks, and a grid holds {_MAX_BLOCKS}"
+        raise Unsupported(field, value, reason, max(1, value * _MAX_BLOCKS // blocks))
+    return LaunchGeometry((blocks, 1, 1), (threads, 1, 1), shared_bytes)
 
 
 class Part(NamedTuple):

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping, Sequence
 
 from gpu_actors.devices.interface import Buffer
-from gpu_actors.kernels.params import Binder, ParamsLayout, describe_operand, parse_layout
+from gpu_actors.kernels.params import Binder, ParamsLayout, parse_layout
 from gpu_actors.problem import AttentionProblem
 from gpu_actors.score_mod import ScoreMod
 
@@ -46,5 +46,5 @@ def _binder(problem: AttentionProblem, mod: ScoreMod, layout: ParamsLayout) -> B
     for n, tensor in enumerate(mod.tensors):
         wanted = tuple(extent if axis in tensor.axes else 1 for axis, extent in zip(_AXES, extents, strict=True))
         strides = [f"t{n}_{axis}" if axis in tensor.axes else "" for axis in _AXES]
-        operands.append(describe_operand(layout, mod.tensor_name(n), strides, wanted, tensor.dtype, field=f"t{n}"))
+        operands.append(layout.operand(mod.tensor_name(n), strides, wanted, tensor.dtype, field=f"t{n}"))
     return Binder.of(layout, operands)

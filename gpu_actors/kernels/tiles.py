@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gpu_actors.errors import Unsupported
+from gpu_actors.kernels.occupancy import shared_mem_limit
 from gpu_actors.kernels.support import ELEMENTS, capability
 from gpu_actors.key_mask import MaskKind
 from gpu_actors.problem import Direction, DispatchKey, Layout
@@ -21,20 +22,13 @@ __all__ = [
     "Tile",
     "TileRow",
     "arch_class",
-    "num_kv_tiles",
-    "num_q_tiles",
     "output_over_q",
     "padded_backward_dim",
     "padded_head_dim",
     "shared_mem_bytes",
-    "shared_mem_limit",
     "tile_for",
     "value_pieces",
 ]
-
-# Opt-in limit of a block's shared memory in KiB (CUDA C++ Programming Guide, "Technical Specifications per
-# Compute Capability"). Capabilities that are not listed have the limit of the one below them.
-_SHARED_KIB = {75: 64, 80: 163, 86: 99, 87: 163, 88: 99, 89: 99, 90: 227, 120: 99}
 
 
 class Tile(NamedTuple):
@@ -144,14 +138,6 @@ def arch_class(arch: str) -> str:
     return next((f"sm_{first}" for first in (120, 100, 90) if number >= first), "sm_80")
 
 
-def shared_mem_limit(sm: int) -> int:
-    """The most shared memory in bytes that a block may ask for on compute capability ``sm`` (90 for 9.0)."""
-    known = max((number for number in _SHARED_KIB if number <= sm), default=None)
-    if known is None:
-        raise Unsupported("sm", sm, "the kernels need compute capability 7.5 or newer", nearest=75)
-    return _SHARED_KIB[known] * 1024
-
-
 @functools.lru_cache(maxsize=1024)
 def tile_for(
     kernel: str,
@@ -238,7 +224,7 @@ def value_pieces(tile: Tile, dtype: str, head_dim_v: int) -> int:
 
 def output_over_q(tile: Tile, dtype: str, head_dim: int, head_dim_v: int) -> bool:
     """Whether forward_sm90 has no room for an output tile beside Q, and puts it in Q's place."""
-    return _sm90_bytes_with(tile, dtype, head_dim, head_dim_v, over_q=False) > _SHARED_KIB[90] * 1024
+    return _sm90_bytes_with(tile, dtype, head_dim, head_dim_v, over_q=False) > shared_mem_limit(90)
 
 
 def _sm90_bytes(tile: Tile, dtype: str, head_dim: int, head_dim_v: int) -> int:
@@ -289,16 +275,6 @@ _SHARED_BYTES = {
     "backward_mma": _backward_mma_bytes,
     "backward_sm90": _backward_sm90_bytes,
 }
-
-
-def num_q_tiles(seqlen_q: int, block_m: int) -> int:
-    """Blocks that the rows of a sequence make."""
-    return -(-seqlen_q // block_m)
-
-
-def num_kv_tiles(seqlen_k: int, block_n: int) -> int:
-    """Key tiles of a sequence, masked ones included."""
-    return -(-seqlen_k // block_n)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -369,8 +345,8 @@ class FlashAttentionConfig:
 
     @property
     def num_q_tiles(self) -> int:
-        return num_q_tiles(self.seq_q, self.block_m)
+        return -(-self.seq_q // self.block_m)
 
     @property
     def num_kv_tiles(self) -> int:
-        return num_kv_tiles(self.seq_kv, self.block_n)
+        return -(-self.seq_kv // self.block_n)

@@ -12,11 +12,11 @@ from typing import ClassVar, NamedTuple, TypeAlias
 
 from gpu_actors.compiling.assets import asset_source, kernel_file
 from gpu_actors.compiling.source import KernelSource
-from gpu_actors.kernels.append.copy_pages import PageCopyKey, copy_source
-from gpu_actors.kernels.append.variant import AppendKey, append_source
+from gpu_actors.kernels.append.copy_pages import PageCopyKey
+from gpu_actors.kernels.append.variant import AppendKey, AppendProblem, Rope, append_key
 from gpu_actors.kernels.decode.variant import usual_decode_problems
 from gpu_actors.kernels.dispatch import dispatch_key, family_of, program_of
-from gpu_actors.kernels.merge.merge import MergeKey, merge_source
+from gpu_actors.kernels.merge.merge import MergeKey
 from gpu_actors.kernels.program import ANYWHERE, Target
 from gpu_actors.kernels.support import ELEMENTS, FIRST_FP8_CAPABILITY, capability, example_problem
 from gpu_actors.key_mask import MaskKind
@@ -29,6 +29,7 @@ __all__ = [
     "SourceVariant",
     "block_threads",
     "kernel_source",
+    "kv_variants",
     "standard_variants",
     "usual_backward_keys",
     "usual_decode_keys",
@@ -62,19 +63,15 @@ class Prepare:
 @functools.lru_cache(maxsize=1024)
 def kernel_source(key: KernelKey) -> KernelSource:
     """What is compiled for a key. Raises InvalidRequest for a key whose kernel is not compiled (the oracle's)."""
-    if isinstance(key, AppendKey):
-        return append_source(key)
-    if isinstance(key, PageCopyKey):
-        return copy_source(key)
-    if isinstance(key, MergeKey):
-        return merge_source(key)
-    family = family_of(key)
     headers: dict[str, str] = {}
-    if key.score_mod is not None and key.kernel == family.name:  # its companions know no scores
-        headers[SCORE_HEADER] = key.score_mod.header
-    return asset_source(
-        kernel_file(key.kernel), (key.kernel,), macros=family.macros(key), headers=headers, arch=key.arch
-    )
+    if isinstance(key, DispatchKey):
+        family = family_of(key)
+        macros = family.macros(key)
+        if key.score_mod is not None and key.kernel == family.name:  # its companions know no scores
+            headers[SCORE_HEADER] = key.score_mod.header
+    else:
+        macros = key.macros
+    return asset_source(kernel_file(key.kernel), (key.kernel,), macros=macros, headers=headers, arch=key.arch)
 
 
 def block_threads(key: KernelKey) -> int:
@@ -114,6 +111,28 @@ def usual_backward_keys(arch: str) -> list[DispatchKey]:
     shapes += [(256, "causal", False), (64, "causal", True), (128, "causal", True)]
     problems = [_usual_problem(dtype, *shape) for dtype in ("bfloat16", "float16") for shape in shapes]
     return _keys_of([replace(problem, direction="backward") for problem in problems], arch)
+
+
+def kv_variants(arch: str) -> list[AppendKey | PageCopyKey]:
+    """What a `KvCache` of the usual dtypes and head dims launches besides attention, with a `Rope` of halves or none.
+
+    Every other variant compiles when it is first asked for.
+    """
+    plain = AppendProblem(
+        layout="paged", batch=1, total=1, heads_kv=1, head_dim=128, head_dim_v=128, dtype="bfloat16",
+        cache_dtype="bfloat16", page_size=16, num_blocks=1, max_blocks=1,
+    )  # fmt: skip
+    problems = []
+    for dim in (64, 128):
+        rows = replace(plain, head_dim=dim, head_dim_v=dim)
+        turned = replace(rows, rope=Rope(dim=dim), heads_q=1)
+        problems += [
+            replace(problem, dtype=dtype, cache_dtype=dtype)
+            for dtype in ("bfloat16", "float16")
+            for problem in (rows, turned)
+        ]
+        problems.append(replace(turned, cache_dtype="float8_e4m3fn", descales=True))
+    return [*(append_key(problem, arch) for problem in problems), PageCopyKey(arch=arch)]
 
 
 def _keys_of(problems: Sequence[AttentionProblem], arch: str, target: Target = ANYWHERE) -> list[DispatchKey]:

@@ -7,18 +7,17 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from gpu_actors.arrays.adopt import Adopted, restore
-from gpu_actors.devices.interface import Device, Kernel, Launch, Outputs, OutputSpec
-from gpu_actors.kernels.dispatch import answering_key
+from gpu_actors.devices.interface import Device, DeviceInfo, Kernel, Launch, Outputs, OutputSpec
 from gpu_actors.kernels.program import Values
 from gpu_actors.planning.forward import bound_inputs, forward_signature, oracle_arguments
 from gpu_actors.planning.plan import Accumulate, Plan, program_for
-from gpu_actors.planning.tma_eligibility import alignments, eligible_families
-from gpu_actors.problem import AttentionProblem
+from gpu_actors.planning.tma_eligibility import alignments, key_for
+from gpu_actors.problem import AttentionProblem, DispatchKey
 from gpu_actors.requests import AttentionGradients, FlashBackward
 from gpu_actors.validation.backward import backward_problem
 from gpu_actors.validation.forward import check_seed
 
-__all__ = ["attention_gradients", "backward_plan", "backward_signature", "bind_backward"]
+__all__ = ["attention_gradients", "backward_plan", "backward_signature", "bind_backward", "pose_backward"]
 
 _NAMES = ("dq", "dk", "dv", "dbias", "dsinks")
 
@@ -47,12 +46,15 @@ def bind_backward(plan: Plan, request: FlashBackward, kernels: Sequence[Kernel])
     return plan.launch(inputs, functools.partial(_oracle, plan.problem, plan.accumulate, seed), kernels, Values(seed))
 
 
-def backward_plan(request: FlashBackward, device: Device, accumulate: Accumulate) -> Plan:
+def pose_backward(request: FlashBackward, info: DeviceInfo) -> tuple[AttentionProblem, DispatchKey]:
     """Validate an adopted request and pick its kernels. Raises `InvalidRequest` and `Unsupported`."""
-    info = device.info
     problem = backward_problem(request)
-    families = eligible_families({name: getattr(request, name) for name in ("q", "k", "v", "dout")})
-    key = answering_key(problem, info.arch, info.runs_kernels, families)
+    return problem, key_for(problem, info, request, ("q", "k", "v", "dout"))
+
+
+def backward_plan(request: FlashBackward, device: Device, accumulate: Accumulate) -> Plan:
+    """The plan of an adopted request. Raises as `pose_backward`."""
+    problem, key = pose_backward(request, device.info)
     program = program_for(problem, key, device)
     zeroed = frozenset() if program is None else program.zeroed
     outputs = {

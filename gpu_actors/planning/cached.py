@@ -22,12 +22,10 @@ import numpy as np
 
 from gpu_actors.arrays.adopt import Adopted, CallerNotes
 from gpu_actors.arrays.adoption import adopt_request
-from gpu_actors.devices.interface import Device, Kernel, Launch, Outputs, OutputSpec
-from gpu_actors.kernels.dispatch import FAMILIES, answering_key
-from gpu_actors.kernels.family import KernelFamily
+from gpu_actors.devices.interface import Device, DeviceInfo, Kernel, Launch, Outputs
 from gpu_actors.planning.forward import attention_output, oracle_options
-from gpu_actors.planning.plan import Accumulate, Plan, PlanCache, program_for
-from gpu_actors.planning.tma_eligibility import alignments, eligible_families
+from gpu_actors.planning.plan import Accumulate, Plan, PlanCache, attention_outputs, program_for
+from gpu_actors.planning.tma_eligibility import alignments, key_for
 from gpu_actors.problem import AttentionProblem, DispatchKey
 from gpu_actors.requests import AttentionOutput, BatchedDecode, PagedForward, scalars_of
 from gpu_actors.validation.fields import describe, expect, integer
@@ -41,11 +39,11 @@ __all__ = [
     "Decoding",
     "adopt_cache_request",
     "bind_cached",
-    "cache_problem",
     "cached_plan",
     "check_cached",
     "check_operands",
     "decoding_output",
+    "pose_cached",
     "tree_bits",
 ]
 
@@ -141,23 +139,23 @@ def bind_cached(plan: Plan, request: CacheRequest, kernels: tuple[Kernel, ...] =
     return plan.launch(operands(request), oracle, kernels, into=into)
 
 
-def cached_plan(request: CacheRequest, device: Device, accumulate: Accumulate, key: DispatchKey | None = None) -> Plan:
-    """Validate an adopted request and pick its kernels, or take those of ``key``.
+def pose_cached(request: CacheRequest, info: DeviceInfo) -> tuple[AttentionProblem, DispatchKey]:
+    """Validate an adopted request and pick its kernels. Raises `InvalidRequest` and `Unsupported`."""
+    problem = _problem(request)
+    tiles = ("q", "k_cache", "v_cache", "out") if isinstance(request, PagedForward) else ()
+    return problem, key_for(problem, info, request, tiles)
 
-    Raises `InvalidRequest` and `Unsupported`.
-    """
-    info = device.info
-    problem = cache_problem(request)
-    if key is None:
-        key = answering_key(problem, info.arch, info.runs_kernels, cache_families(request))
+
+def _problem(request: CacheRequest) -> AttentionProblem:
+    return paged_problem(request) if isinstance(request, PagedForward) else decode_problem(request)
+
+
+def cached_plan(request: CacheRequest, device: Device, accumulate: Accumulate, key: DispatchKey | None = None) -> Plan:
+    """The plan of an adopted request, with the kernels of ``key`` where that is given. Raises as `pose_cached`."""
+    problem, key = pose_cached(request, device.info) if key is None else (_problem(request), key)
     rows = request.q.shape[:-1] if isinstance(request, PagedForward) else (problem.batch, 1, problem.heads_q)
-    outputs = {"out": OutputSpec((*rows, problem.head_dim_v), problem.out_dtype)}
-    if problem.return_lse:
-        packed = (problem.heads_q, problem.total_q)
-        shape = packed if problem.varlen_q else (problem.batch, problem.heads_q, problem.seqlen_q)
-        outputs["lse"] = OutputSpec(shape, "float32")
     program = program_for(problem, key, device, lengths_on_host(request))
-    return Plan(problem, key, program, outputs, accumulate)
+    return Plan(problem, key, program, attention_outputs(problem, rows), accumulate)
 
 
 def lengths_on_host(request: CacheRequest) -> bool:
@@ -166,18 +164,6 @@ def lengths_on_host(request: CacheRequest) -> bool:
         (request.cache_seqlens, request.cu_seqlens_q) if isinstance(request, PagedForward) else (request.seq_lens,)
     )
     return all(array is None or isinstance(array, np.ndarray) for array in lengths)
-
-
-def cache_families(request: CacheRequest) -> tuple[KernelFamily, ...]:
-    """The kernels to choose from for an adopted request."""
-    if isinstance(request, BatchedDecode):
-        return FAMILIES
-    return eligible_families({name: getattr(request, name) for name in ("q", "k_cache", "v_cache", "out")})
-
-
-def cache_problem(request: CacheRequest) -> AttentionProblem:
-    """Validate an adopted request. Raises `InvalidRequest` and `Unsupported`."""
-    return paged_problem(request) if isinstance(request, PagedForward) else decode_problem(request)
 
 
 class Decoding:

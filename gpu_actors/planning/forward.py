@@ -13,19 +13,11 @@ from typing import Any
 import numpy as np
 
 from gpu_actors.arrays.adopt import Adopted, restore
-from gpu_actors.devices.interface import (
-    Device,
-    Kernel,
-    Launch,
-    Outputs,
-    OutputSpec,
-)
-from gpu_actors.kernels.dispatch import dispatch_key
-from gpu_actors.kernels.family import KernelFamily
+from gpu_actors.devices.interface import Device, DeviceInfo, Kernel, Launch, Outputs
 from gpu_actors.kernels.program import NO_VALUES, Values
-from gpu_actors.planning.plan import Accumulate, Plan, program_for
-from gpu_actors.planning.tma_eligibility import alignments, eligible_families
-from gpu_actors.problem import AttentionProblem
+from gpu_actors.planning.plan import Accumulate, Plan, attention_outputs, program_for
+from gpu_actors.planning.tma_eligibility import alignments, key_for
+from gpu_actors.problem import AttentionProblem, DispatchKey
 from gpu_actors.requests import AttentionOutput, FlashForward, scalars_of
 from gpu_actors.validation.forward import check_cu_seqlens, check_seed, forward_problem, longest
 from gpu_actors.validation.overlap import check_output_memory
@@ -34,12 +26,12 @@ __all__ = [
     "attention_output",
     "bind_forward",
     "bound_inputs",
-    "forward_families",
     "forward_plan",
     "forward_signature",
     "is_plain",
     "oracle_arguments",
     "oracle_options",
+    "pose_forward",
 ]
 
 _OPTIONAL = (
@@ -168,20 +160,16 @@ def bound_inputs(problem: AttentionProblem, request: FlashForward) -> dict[str, 
     return inputs
 
 
-def forward_families(request: FlashForward) -> tuple[KernelFamily, ...]:
-    """The kernels to choose from for an adopted request."""
-    return eligible_families({name: getattr(request, name) for name in ("q", "k", "v", "out")})
+def pose_forward(request: FlashForward, info: DeviceInfo) -> tuple[AttentionProblem, DispatchKey]:
+    """Validate an adopted request and pick its kernel. Raises `InvalidRequest` and `Unsupported`."""
+    problem = forward_problem(request)
+    return problem, key_for(problem, info, request, ("q", "k", "v", "out"))
 
 
 def forward_plan(request: FlashForward, device: Device, accumulate: Accumulate) -> Plan:
-    """Validate an adopted request and pick its kernel. Raises `InvalidRequest` and `Unsupported`."""
-    problem = forward_problem(request)
-    key = dispatch_key(problem, device.info.arch, forward_families(request))
-    outputs = {"out": OutputSpec((*request.q.shape[:-1], problem.head_dim_v), problem.out_dtype)}
-    if problem.return_lse:
-        varlen = problem.layout == "varlen"
-        rows = (problem.heads_q, problem.total_q if varlen else problem.seqlen_q)
-        outputs["lse"] = OutputSpec(rows if varlen else (problem.batch, *rows), "float32")
+    """The plan of an adopted request. Raises as `pose_forward`."""
+    problem, key = pose_forward(request, device.info)
+    outputs = attention_outputs(problem, request.q.shape[:-1])
     return Plan(problem, key, program_for(problem, key, device), outputs, accumulate)
 
 

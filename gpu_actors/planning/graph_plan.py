@@ -26,7 +26,7 @@ from gpu_actors.devices.interface import (
 )
 from gpu_actors.errors import Unsupported
 from gpu_actors.graph.binding import Given, memory_order
-from gpu_actors.graph.match import AttentionMatch, View, match_attention
+from gpu_actors.graph.match import AttentionMatch, match_attention
 from gpu_actors.graph.tensor import packed_strides
 from gpu_actors.kernels.dispatch import FAMILIES, answering_key, dispatch_key
 from gpu_actors.kernels.family import KernelFamily
@@ -42,6 +42,7 @@ __all__ = ["GraphPlan", "Result", "graph_plan"]
 
 # The axes of (batch, heads, rows, dim) that kernels have, in their order.
 _ROWS_FIRST = (0, 2, 1, 3)
+_DIM_FIRST = (0, 3, 1, 2)
 _STATS = (0, 1, 2)
 _BIAS = (0, 1, 2, 3)
 
@@ -177,7 +178,8 @@ def _check_contiguous(graph: OperationGraph, match: AttentionMatch) -> None:
     if match.gradients is not None:
         given = match.gradients
         wanted |= dict.fromkeys((given.dout, given.out), 3)
-        wanted |= {uid: wanted[_operand_of(match, name)] for name, uid in given.written.items()}
+        operands = _kernel_inputs(match)
+        wanted |= {uid: wanted[operands[name][0]] for name, uid in given.written.items()}
     for uid, axis in wanted.items():
         tensor = graph.tensors[uid]
         if tensor.dims[axis] > 1 and tensor.strides[axis] != 1:
@@ -185,13 +187,6 @@ def _check_contiguous(graph: OperationGraph, match: AttentionMatch) -> None:
             packed = packed_strides([*tensor.dims[:axis], *tensor.dims[axis + 1 :], tensor.dims[axis]])
             nearest = (*packed[:axis], 1, *packed[axis:-1])
             raise Unsupported(f"tensor {uid}", tensor.strides, reason, nearest)
-
-
-def _operand_of(match: AttentionMatch, name: str) -> int:
-    operands = {"q": match.q.uid, "k": match.k.uid, "v": match.v.uid, "bias": match.bias}
-    uid = operands[name]
-    assert uid is not None
-    return uid
 
 
 def _results(
@@ -207,44 +202,40 @@ def _results(
         results.append(Result(uid, name, spec, memory, kernel))
     if match is not None and match.gradients is not None and runs_kernels:
         # The kernels write every gradient, in whole rows, whether it was asked for or not.
-        for name in ("q", "k", "v") if match.bias is None else ("q", "k", "v", "bias"):
+        for name, (uid, axes) in _kernel_inputs(match).items():
             if name not in match.gradients.written:
-                operand, kernel = graph.tensors[_operand_of(match, name)], _gradient_axes(match, name)
-                spec = OutputSpec(
-                    tuple(operand.dims[axis] for axis in kernel), operand.dtype, zero=f"d{name}" in zeroed
-                )
-                results.append(Result(None, f"d{name}", spec, kernel, kernel))
+                operand = graph.tensors[uid]
+                spec = OutputSpec(tuple(operand.dims[axis] for axis in axes), operand.dtype, zero=f"d{name}" in zeroed)
+                results.append(Result(None, f"d{name}", spec, axes, axes))
     return results
 
 
 def _names(match: AttentionMatch) -> dict[int, tuple[str, tuple[int, ...]]]:
     """What kernels call the outputs, and the axes that they want."""
     if match.gradients is not None:
-        return {uid: (f"d{name}", _gradient_axes(match, name)) for name, uid in match.gradients.written.items()}
+        operands = _kernel_inputs(match)
+        return {uid: (f"d{name}", operands[name][1]) for name, uid in match.gradients.written.items()}
     names: dict[int, tuple[str, tuple[int, ...]]] = {match.out: ("out", _ROWS_FIRST)}
     if match.stats is not None:
         names[match.stats] = ("lse", _STATS)
     return names
 
 
-def _gradient_axes(match: AttentionMatch, name: str) -> tuple[int, ...]:
-    return _BIAS if name == "bias" else _rows_first({"q": match.q, "k": match.k, "v": match.v}[name])
+def _kernel_inputs(match: AttentionMatch) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """The uids of what has a gradient, by a kernel's names, and the axes that are batch, rows, heads and dim there.
 
-
-def _rows_first(view: View) -> tuple[int, ...]:
-    """The axes that are batch, rows, heads and dim. k may come as (batch, heads, dim, rows)."""
-    return (0, 3, 1, 2) if view.transposed else _ROWS_FIRST
+    k may come as (batch, heads, dim, rows).
+    """
+    views = {"q": match.q, "k": match.k, "v": match.v}
+    found: dict[str, tuple[int, tuple[int, ...]]]
+    found = {name: (view.uid, _DIM_FIRST if view.transposed else _ROWS_FIRST) for name, view in views.items()}
+    return found if match.bias is None else found | {"bias": (match.bias, _BIAS)}
 
 
 def _operands(match: AttentionMatch, given: Given) -> dict[str, AnyArray]:
     """A kernel's inputs by name, as it has them: heads and rows change places by their strides alone."""
     arrays = given.arrays
-    operands = {
-        name: arrays[view.uid].transpose(*_rows_first(view))
-        for name, view in (("q", match.q), ("k", match.k), ("v", match.v))
-    }
-    if match.bias is not None:
-        operands["bias"] = arrays[match.bias]
+    operands = {name: arrays[uid].transpose(*axes) for name, (uid, axes) in _kernel_inputs(match).items()}
     if match.gradients is not None:
         operands["out"] = arrays[match.gradients.out].transpose(*_ROWS_FIRST)
         operands["dout"] = arrays[match.gradients.dout].transpose(*_ROWS_FIRST)

@@ -13,7 +13,7 @@ from gpu_actors.kernels.dispatch import REFERENCE, program_of
 from gpu_actors.kernels.program import NO_VALUES, Program, Target, Values
 from gpu_actors.problem import AttentionProblem, DispatchKey
 
-__all__ = ["Accumulate", "Plan", "PlanCache", "PlanCacheStats", "Planned", "program_for"]
+__all__ = ["Accumulate", "Plan", "PlanCache", "PlanCacheStats", "Planned", "attention_outputs", "program_for"]
 
 P = TypeVar("P")
 
@@ -77,6 +77,16 @@ def program_for(
     if key.kernel == REFERENCE.name or problem.vacuous:
         return None
     return program_of(problem, key, Target(device.info.multiprocessors, device.encode_tensor_map, lengths_on_host))
+
+
+def attention_outputs(problem: AttentionProblem, rows: Sequence[int]) -> dict[str, OutputSpec]:
+    """What a forward launch makes. rows: the shape of out but for its last axis."""
+    outputs = {"out": OutputSpec((*rows, problem.head_dim_v), problem.out_dtype)}
+    if problem.return_lse and (problem.layout == "varlen" or problem.varlen_q):
+        outputs["lse"] = OutputSpec((problem.heads_q, problem.total_q), "float32")
+    elif problem.return_lse:
+        outputs["lse"] = OutputSpec((problem.batch, problem.heads_q, problem.seqlen_q), "float32")
+    return outputs
 
 
 class PlanCacheStats(NamedTuple):

@@ -21,21 +21,44 @@ from gpu_actors.runtime.completion import Finish
 if TYPE_CHECKING:
     from gpu_actors.runtime.cell import ActorCell
 
-__all__ = ["AttentionPlanner"]
+__all__ = ["AttentionPlanner", "Workbench"]
 
 
-class AttentionPlanner:
-    """Plans and kernels of an actor that answers attention requests; outlives its incarnations."""
+class Workbench:
+    """What an actor that launches attention has in all its incarnations: kernels, and plans of requests over caches.
 
-    def __init__(self, cell: ActorCell, plans: int) -> None:
+    accumulate: the dtype that the NumPy oracle sums in.
+    """
+
+    def __init__(self, cell: ActorCell) -> None:
         environment = cell.environment
         self.device: Device = environment.device
         self.device_name: str = self.device.info.device_name
         self.runs_kernels: bool = self.device.info.runs_kernels
         self.accumulate = (environment.options.mock or MockOptions()).dtype
-        self.plans: PlanCache[Plan] = PlanCache(plans)
         self.kernels: KernelStore | None = KernelStore(cell) if environment.compiles else None
         self.decoding: Decoding = Decoding(self.device, self.accumulate)
+
+    def kernels_of(self, call: Call[Any], keys: tuple[KernelKey, ...]) -> tuple[Kernel, ...] | None:
+        """The loaded kernels of a launch, none where the device runs none.
+
+        None where the call was parked until they are compiled.
+        """
+        if self.kernels is None or not keys:
+            return ()
+        kernels = self.kernels.get(keys)
+        if kernels is None:
+            self.kernels.wait_for(keys, call)
+            return None
+        return kernels if self.runs_kernels else ()
+
+
+class AttentionPlanner(Workbench):
+    """Plans and kernels of an actor that answers attention requests; outlives its incarnations."""
+
+    def __init__(self, cell: ActorCell, plans: int) -> None:
+        super().__init__(cell)
+        self.plans: PlanCache[Plan] = PlanCache(plans)
 
     def recall(self, request: FlashForward) -> Planned[Plan] | None:
         """The plan of a request as the caller gave it, if that is plain and has one. For any thread; raises nothing.
@@ -81,16 +104,3 @@ class AttentionPlanner:
                     launch = bind_forward(plan, request, plain, kernels)
         if call.claim():
             actor.launch((call,), launch, finish)
-
-    def kernels_of(self, call: Call[Any], keys: tuple[KernelKey, ...]) -> tuple[Kernel, ...] | None:
-        """The loaded kernels of a launch, none where the device runs none.
-
-        None where the call was parked until they are compiled.
-        """
-        if self.kernels is None or not keys:
-            return ()
-        kernels = self.kernels.get(keys)
-        if kernels is None:
-            self.kernels.wait_for(keys, call)
-            return None
-        return kernels if self.runs_kernels else ()

@@ -7,15 +7,17 @@ that loads by TMA cannot follow all strides and addresses.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gpu_actors.arrays.device_array import DeviceArray, element_strides
-from gpu_actors.kernels.dispatch import FAMILIES, WITHOUT_TMA
+from gpu_actors.devices.interface import DeviceInfo
+from gpu_actors.kernels.dispatch import FAMILIES, WITHOUT_TMA, answering_key
 from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.hopper.params import TMA_ALIGNMENT, tma_refusal
+from gpu_actors.problem import AttentionProblem, DispatchKey
 
-__all__ = ["alignments", "eligible_families"]
+__all__ = ["alignments", "eligible_families", "key_for"]
 
 logger: logging.Logger = logging.getLogger("gpu_actors")
 
@@ -24,6 +26,15 @@ def alignments(*operands: Any) -> tuple[int | None, ...]:
     """What decides, beside shapes and strides, which kernels are eligible for adopted operands. For signatures."""
     # None for each that lies on the host: which operands lie on the device is part of the signature.
     return tuple(array.address % TMA_ALIGNMENT if isinstance(array, DeviceArray) else None for array in operands)
+
+
+def key_for(problem: AttentionProblem, info: DeviceInfo, request: object, names: Sequence[str]) -> DispatchKey:
+    """The key that answers a problem on a device. names: of the request's adopted operands that move in tiles.
+
+    Raises as `dispatch_key`.
+    """
+    families = eligible_families({name: getattr(request, name) for name in names})
+    return answering_key(problem, info.arch, info.runs_kernels, families)
 
 
 def eligible_families(operands: Mapping[str, Any]) -> tuple[KernelFamily, ...]:

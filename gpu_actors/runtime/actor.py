@@ -14,11 +14,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gpu_actors.devices.interface import Launch
-from gpu_actors.errors import ActorFailed, ContextLost, GpuActorsError, InvalidRequest, RequestError
+from gpu_actors.errors import GpuActorsError, InvalidRequest, RequestError
 from gpu_actors.naming import by_argument
 from gpu_actors.options import ActorType
 from gpu_actors.runtime.call import DONE, Call
-from gpu_actors.runtime.completion import Failed, Finish
+from gpu_actors.runtime.completion import Failed, Finish, as_answer
 from gpu_actors.runtime.handle import ActorHandle
 from gpu_actors.runtime.pykka_base import MailboxActor, raise_exception
 from gpu_actors.runtime.waking import Outbox
@@ -35,7 +35,8 @@ logger: logging.Logger = logging.getLogger("gpu_actors")
 class ServiceActor(MailboxActor, ActorType):
     """Base of every child of a ContextActor.
 
-    label: the actor's name, unique in a context. handle_type: what ``ctx.actor(TheClass)`` gives out.
+    label: the actor's name, unique in a context. handle_type: what ``ctx.actor(TheClass)`` gives out. takes: the types
+        of its messages, for what `refusal` says.
     vital: whether the context cannot do without it. If a vital actor fails more often than the restart policy allows,
         the context fails; otherwise that actor alone stops, and health says so. All built-in actors are vital but
         KernelActor.
@@ -45,6 +46,7 @@ class ServiceActor(MailboxActor, ActorType):
     """
 
     handle_type: ClassVar[type[ActorHandle]] = ActorHandle
+    takes: ClassVar[tuple[type, ...]] = ()
 
     def __init__(self, cell: ActorCell) -> None:
         self.cell = cell
@@ -66,8 +68,15 @@ class ServiceActor(MailboxActor, ActorType):
 
         An actor that has no such method of its own refuses every call.
         """
-        reason = f"{type(self).__name__} takes no requests: it has no handle() of its own"
-        raise InvalidRequest("message", type(call.message).__name__, reason)
+        raise self.refusal(call.message)
+
+    @classmethod
+    def refusal(cls, message: object) -> InvalidRequest:
+        """What to raise for a message that is none of those that the actor ``takes``."""
+        reason = f"{cls.__name__} takes {', '.join(kind.__name__ for kind in cls.takes)}"
+        if not cls.takes:
+            reason = f"{cls.__name__} takes no requests: it has no handle() of its own"
+        return InvalidRequest("message", type(message).__name__, reason)
 
     def flush(self) -> None:
         """Launch what `handle` has gathered. Called after every batch of calls, before the actor looks for more."""
@@ -100,15 +109,12 @@ class ServiceActor(MailboxActor, ActorType):
 
     def answer_failure(self, calls: Iterable[Call[Any]], error: BaseException) -> None:
         """Answer calls with what was raised while they were worked on."""
-        failure: GpuActorsError
-        if isinstance(error, ContextLost):
-            failure = self.cell.environment.context_lost(error.with_traceback(None))
-        elif isinstance(error, GpuActorsError):
-            failure = error.with_traceback(None)
+        if isinstance(error, GpuActorsError):
+            error.__traceback__ = None
         else:
             traceback.clear_frames(error.__traceback__)
-            failure = ActorFailed(f"{self.cell.name} failed while it handled the request: {show(error)}")
-            failure.__cause__ = error
+        lost, name = self.cell.environment.context_lost, self.cell.name
+        failure = as_answer(error, lost, name, "failed while it handled the request")
         for call in calls:
             known = by_argument(failure, call.message) if isinstance(failure, RequestError) else failure
             call.fail(known, self.outbox)

@@ -25,7 +25,7 @@ from gpu_actors.runtime.waking import Outbox, Waiter
 if TYPE_CHECKING:
     from gpu_actors.runtime.timers import Timer
 
-__all__ = ["DONE", "LAUNCHED", "QUEUED", "Call", "CallState"]
+__all__ = ["DONE", "LAUNCHED", "QUEUED", "Call", "CallState", "Gate"]
 
 logger: logging.Logger = logging.getLogger("gpu_actors")
 
@@ -66,6 +66,26 @@ class Account(Protocol):
         ...
 
 
+class Gate:
+    """A thread waits in it until a call is done. Opening it twice does no harm.
+
+    No Event, whose own lock is not re-entrant: the thread that waits may be the one that settles the call.
+    """
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def __call__(self, call: Call[Any]) -> None:
+        if self._lock.locked():
+            self._lock.release()
+
+    def wait(self, timeout: float | None) -> None:
+        self._lock.acquire(timeout=-1 if timeout is None else max(timeout, 0.0))
+
+
 class Call(Local, Generic[T]):
     """A message, its answer once there is one, and the waiters for it.
 
@@ -78,7 +98,6 @@ class Call(Local, Generic[T]):
 
     __slots__ = (
         "_callbacks",
-        "_threads",
         "_waiters",
         "caller_notes",
         "deadline",
@@ -112,7 +131,6 @@ class Call(Local, Generic[T]):
         self.timer: Timer | None = None
         self.traced: bool = False
         self._waiters: list[Waiter] | None = None
-        self._threads: list[threading.Lock] | None = None
         self._callbacks: list[Callable[[Call[T]], None]] | None = None
 
     @property
@@ -175,14 +193,14 @@ class Call(Local, Generic[T]):
         mailbox = self.mailbox
         kind = None if error is None else type(error)
         settled = False
-        waiters = threads = callbacks = None
+        waiters = callbacks = None
         called = 0
         try:
             with mailbox.lock:
                 if self.state > before:
                     return False
-                waiters, threads, callbacks = self._waiters, self._threads, self._callbacks
-                self._waiters = self._threads = self._callbacks = None
+                waiters, callbacks = self._waiters, self._callbacks
+                self._waiters = self._callbacks = None
                 self.value = value
                 self.error = error
                 settled = True
@@ -200,9 +218,6 @@ class Call(Local, Generic[T]):
                 box.add(waiters)
                 if outbox is None:
                     box.flush()
-            if threads is not None:
-                for gate in threads:
-                    gate.release()
             if callbacks is not None:
                 for callback in callbacks:
                     callback(self)
@@ -211,24 +226,16 @@ class Call(Local, Generic[T]):
             if settled:
                 # A callback that was only interrupted is called again; one that raised has had its turn.
                 called += isinstance(interruption, Exception)
-                self._wake_again(waiters, threads, (callbacks or ())[called:])
+                self._wake_again(waiters, (callbacks or ())[called:])
             raise
         return True
 
-    def _wake_again(
-        self,
-        waiters: Sequence[Waiter] | None,
-        threads: Sequence[threading.Lock] | None,
-        callbacks: Sequence[Callable[[Call[T]], None]],
-    ) -> None:
+    def _wake_again(self, waiters: Sequence[Waiter] | None, callbacks: Sequence[Callable[[Call[T]], None]]) -> None:
         """Do what follows an answer where that was interrupted. A waiter that was woken already takes no notice."""
         self.mailbox.let_go(self)
         outbox = Outbox()
         outbox.add(waiters or ())
         outbox.flush()
-        for gate in threads or ():
-            if gate.locked():
-                gate.release()
         interrupted: BaseException | None = None
         for callback in callbacks:
             try:
@@ -262,29 +269,18 @@ class Call(Local, Generic[T]):
             if waiters is None or waiter not in waiters:
                 return
             waiters.remove(waiter)
-            if waiters or self._threads or self._callbacks:
+            if waiters or self._callbacks:
                 return
         self.cancel()
 
     def wait(self, timeout: float | None) -> bool:
         """Block this thread until the call is done. False if ``timeout`` seconds passed first."""
-        # No Event, whose own lock is not re-entrant: this thread may be the one that settles the call.
-        gate = threading.Lock()
-        gate.acquire()
-        first = [gate]
-        with self.mailbox.lock:
-            if self.state is DONE:
-                return True
-            if self._threads is None:
-                self._threads = first
-            else:
-                self._threads.append(gate)
+        gate = Gate()
+        self.when_done(gate)
         try:
-            gate.acquire(timeout=-1 if timeout is None else max(timeout, 0.0))
+            gate.wait(timeout)
         finally:  # interrupted or not, this thread waits no longer
-            with self.mailbox.lock:
-                if self._threads is not None:
-                    self._threads.remove(gate)
+            self.forget_callbacks(lambda added: added is gate)
         return self.done
 
     def when_done(self, callback: Callable[[Call[T]], None]) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from gpu_actors.devices.interface import Stream
-from gpu_actors.errors import ActorFailed, ActorStopped
+from gpu_actors.errors import ActorFailed, ActorStopped, caused
 from gpu_actors.options import ActorType
 from gpu_actors.runtime.call import LAUNCHED, Call
 from gpu_actors.runtime.completion import Completion
@@ -155,11 +155,10 @@ class ActorCell(Cell):
     def retire(self, failure: ActorFailed | None = None) -> None:
         """The incarnation has stopped, of itself or with this failure, and no other one follows: refuse calls, answer
         those that wait, tell the watchers."""
+        said = f"{self.name} has stopped" if failure is None else str(failure)
 
         def reason() -> ActorStopped:
-            stopped = ActorStopped(f"{self.name} has stopped" if failure is None else str(failure))
-            stopped.__cause__ = failure
-            return stopped
+            return caused(ActorStopped(said), failure)
 
         if self.environment.lost is None:
             self.mailbox.close(reason)
@@ -189,9 +188,7 @@ class ActorCell(Cell):
     def report_failure(self, actor: Incarnation, error: BaseException) -> None:
         """An incarnation is dying of ``error``. Calls that only it knew are answered here and now."""
         for call in self._held():
-            failure = ActorFailed(f"{self.name} failed while it held the request: {error!r}")
-            failure.__cause__ = error
-            call.fail(failure)
+            call.fail(caused(ActorFailed(f"{self.name} failed while it held the request: {error!r}"), error))
         self.progress.crashed(error)
         self.environment.supervise(ChildReport(self, actor.actor_urn, "failed", error))
 

@@ -6,7 +6,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpu_actors.errors import ContextLost
+from gpu_actors.errors import ContextLost, caused
 from gpu_actors.runtime.cell import ActorCell
 from gpu_actors.runtime.environment import Environment
 from gpu_actors.runtime.progress import Progress
@@ -54,9 +54,8 @@ class Children(Environment):
         generation, cause = self.generation - 1, self.lost
 
         def reason() -> ContextLost:
-            lost = ContextLost(f"generation {generation} of the context is lost: {cause}", generation)
-            lost.__cause__ = cause
-            return lost
+            said = f"generation {generation} of the context is lost: {cause}"
+            return caused(ContextLost(said, generation), cause)
 
         if first:
             self.trace.emit("context.lost", generation=generation, error=error)

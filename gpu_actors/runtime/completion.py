@@ -13,17 +13,18 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpu_actors.clock import Clock
 from gpu_actors.devices.interface import Event, Outputs
-from gpu_actors.errors import ActorFailed, ContextLost, GpuActorsError, MockModeError
+from gpu_actors.errors import ActorFailed, ContextLost, GpuActorsError, MockModeError, caused
 from gpu_actors.runtime.call import LAUNCHED, Call
 from gpu_actors.runtime.mailbox import Mailbox
 from gpu_actors.runtime.progress import Progress
 from gpu_actors.runtime.waking import Outbox
+from gpu_actors.values import show
 
-__all__ = ["Completion", "Failed", "Finish"]
+__all__ = ["Completion", "Failed", "Finish", "as_answer"]
 
 logger: logging.Logger = logging.getLogger("gpu_actors")
 
@@ -34,8 +35,7 @@ Failed = Callable[[BaseException], Collection[Call[Any]]]
 """Told that a launch failed; gives the calls that it launches again, which are not answered with the error."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
+class _Entry(NamedTuple):
     event: Event
     calls: Sequence[Call[Any]]
     finish: Finish
@@ -111,7 +111,7 @@ class Completion:
         outbox = Outbox()
         while (entry := self._arrivals.get()) is not None:
             try:
-                self._settle(entry.event, entry.calls, entry.finish, entry.failed, outbox)
+                self._settle(*entry[:-1], outbox)
             except BaseException as error:
                 # The launches behind this one still have to be waited for, and its calls answered.
                 logger.exception("%s: settling a launch raised", self.name)
@@ -129,12 +129,7 @@ class Completion:
         outbox.flush()
 
     def _settle(
-        self,
-        event: Event,
-        calls: Sequence[Call[Any]],
-        finish: Finish,
-        failed: Failed | None,
-        outbox: Outbox,
+        self, event: Event, calls: Sequence[Call[Any]], finish: Finish, failed: Failed | None, outbox: Outbox
     ) -> None:
         error = event.failure()
         results: Sequence[Any] = ()
@@ -151,10 +146,12 @@ class Completion:
             for call, result in zip(calls, results, strict=True):
                 call.settle(result, None, outbox)
             return
-        error = self._reported(error)
-        # A mock device that does not compute says so to every request, which a benchmark times: no call for that.
+        # A mock device that does not compute says so to every request, which a benchmark times: no calls for that.
         if type(error) is not MockModeError or self.progress.failed_launches:
+            error = self._reported(error)
             self.progress.launch_ended(error)
+        else:
+            error.__traceback__ = None
         again = failed(error) if failed is not None else ()
         for call in calls:
             if call not in again:
@@ -162,15 +159,17 @@ class Completion:
 
     def _reported(self, error: BaseException) -> GpuActorsError:
         """What to answer with where a launch, or finishing it, raised ``error``."""
-        answer: GpuActorsError
-        if isinstance(error, ContextLost):
-            answer = self.on_lost(error)
-        elif isinstance(error, GpuActorsError):
-            answer = error
-        else:
+        if not isinstance(error, GpuActorsError):
             logger.error("%s: a finished launch could not be answered", self.name, exc_info=error)
-            answer = ActorFailed(f"{self.name} could not finish the request: {error!r}")
-            answer.__cause__ = error
         # Its traceback leads through frames of this module back to the calls; what it says is all in its message.
         error.__traceback__ = None
-        return answer
+        return as_answer(error, self.on_lost, self.name, "could not finish the request")
+
+
+def as_answer(
+    error: BaseException, on_lost: Callable[[ContextLost], ContextLost], name: str, failure: str
+) -> GpuActorsError:
+    """What to answer calls with that ``error`` came from. name, failure: of the actor, and what it failed in."""
+    if isinstance(error, GpuActorsError):
+        return on_lost(error) if isinstance(error, ContextLost) else error
+    return caused(ActorFailed(f"{name} {failure}: {show(error)}"), error)

@@ -9,7 +9,7 @@ from typing import Any
 
 from gpu_actors.clock import Clock
 from gpu_actors.devices.interface import Device
-from gpu_actors.errors import ContextLost, GpuActorsError, InvalidRequest
+from gpu_actors.errors import ContextLost, DeadlineExceeded, GpuActorsError, InvalidRequest, LaunchError
 from gpu_actors.options import ContextOptions
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.timers import Timers
@@ -71,16 +71,27 @@ class Environment(ABC):
         """Whether requests are still taken in."""
         return self.lost is None and self.failure is None and not self.draining
 
+    def note_caller(self) -> Any:
+        """What the launch of a request needs of the thread that makes it. Raises `LaunchError`."""
+        try:
+            return self.device.note_caller()
+        except Exception as error:
+            # Without the note, the launch would not wait for the caller's stream and could read too early.
+            raise LaunchError(f"the streams of the submitting thread cannot be told: {error!r}") from error
+
     def absolute_deadline(self, deadline: float | None, timeout: float | None) -> float:
-        """The clock reading by which a call must be answered. Raises `InvalidRequest`."""
+        """The clock reading by which a call must be answered. Raises `InvalidRequest` and `DeadlineExceeded`."""
+        if deadline is not None and timeout is not None:
+            raise InvalidRequest("timeout", timeout, "give deadline or timeout, not both")
+        now = self.clock.now()
         if deadline is not None:
-            if timeout is not None:
-                raise InvalidRequest("timeout", timeout, "give deadline or timeout, not both")
-            return real("deadline", deadline, "a finite number of monotonic seconds")
-        if timeout is None:
-            assert self.default_timeout is not None
-            timeout = self.default_timeout
-        return self.clock.now() + real("timeout", timeout, "a finite number of seconds")
+            found = real("deadline", deadline, "a finite number of monotonic seconds")
+        else:
+            seconds = self.default_timeout if timeout is None else timeout
+            found = now + real("timeout", seconds, "a finite number of seconds")
+        if found <= now:
+            raise DeadlineExceeded("the deadline had passed when the request was made")
+        return found
 
     def trace_accepted(self, actor: str, call: Call[Any]) -> None:
         """Record a submission, with the caller's OpenTelemetry context where spans are made."""

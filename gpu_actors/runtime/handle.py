@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpu_actors.arrays.adopt import with_grad_mode
 from gpu_actors.devices.interface import RecordingStats
-from gpu_actors.errors import DeadlineExceeded, InvalidRequest, LaunchError
+from gpu_actors.errors import GpuActorsError, InvalidRequest
 from gpu_actors.process import Local
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.reply import Reply
@@ -92,32 +92,21 @@ class ActorHandle(Local):
         call.prepared = prepared
         if environment.trace.active():
             environment.trace_accepted(cell.name, call)
-        if environment.notes_caller:
-            try:
-                call.caller_notes = environment.device.note_caller()
-            except Exception as error:
-                # Without the note, the launch would not wait for the caller's stream and could read too early: refuse.
-                failure = LaunchError(f"the streams of the submitting thread cannot be told: {error!r}")
-                failure.__cause__ = error
-                mailbox.refuse(call, failure)
-                return call
-        if "torch" in sys.modules:  # which alone has a grad mode
-            call.caller_notes = with_grad_mode(call.caller_notes)
-        if type(priority) is not int:
-            mailbox.refuse(call, InvalidRequest("priority", priority, "must be an int"))
-            return call
-        # A type with ``no_deadline`` gets no default: other requests, with limits of their own, wait for its answer.
-        default = environment.default_timeout is not None and not getattr(type(message), "no_deadline", False)
-        if deadline is not None or timeout is not None or default:
-            try:
+        try:
+            if environment.notes_caller:
+                call.caller_notes = environment.note_caller()
+            if "torch" in sys.modules:  # which alone has a grad mode
+                call.caller_notes = with_grad_mode(call.caller_notes)
+            if type(priority) is not int:
+                raise InvalidRequest("priority", priority, "must be an int")
+            # A type with ``no_deadline`` gets no default: requests with limits of their own wait for its answer.
+            default = environment.default_timeout is not None and not getattr(type(message), "no_deadline", False)
+            if deadline is not None or timeout is not None or default:
                 call.deadline = environment.absolute_deadline(deadline, timeout)
-            except InvalidRequest as error:
-                mailbox.refuse(call, error)
-                return call
-            if call.deadline <= environment.clock.now():
-                mailbox.refuse(call, DeadlineExceeded("the deadline had passed when the request was made"))
-                return call
-            call.timer = environment.timers.at(call.deadline, call.expire)
+                call.timer = environment.timers.at(call.deadline, call.expire)
+        except GpuActorsError as error:
+            mailbox.refuse(call, error.with_traceback(None))
+            return call
         mailbox.put(call)
         return call
 

@@ -57,35 +57,29 @@ class Meter:
         self.batch: Histogram = Histogram(_REQUESTS)
         self._clock = clock
         self._accepted: dict[int, float] = {}
-        self._unlaunched: dict[int, float] = {}
         self._launched: dict[int, float] = {}
 
     def accepted(self, call: Call[Any]) -> None:
-        self._accepted[call.number] = self._unlaunched[call.number] = self._clock.now()
+        self._accepted[call.number] = self._clock.now()
         if call.state is DONE:  # answered while this was noted
-            self._forget(call)
+            self._accepted.pop(call.number, None)
 
     def launched(self, calls: Sequence[Call[Any]]) -> None:
         now = self._clock.now()
         self.batch.observe(len(calls))
         for call in calls:
-            since = self._unlaunched.pop(call.number, None)
-            if since is not None:
+            since = self._accepted.get(call.number)
+            if since is not None and call.number not in self._launched:
                 self.queue.observe(now - since)
                 self._launched[call.number] = now
 
     def answered(self, call: Call[Any]) -> None:
         now = self._clock.now()
-        begun = self._launched.pop(call.number, None)
+        begun, since = self._launched.pop(call.number, None), self._accepted.pop(call.number, None)
         if begun is not None:
             self.launch.observe(now - begun)
-        since = self._forget(call)
         if since is not None:
             self.latency[outcome_of(None if call.error is None else type(call.error))].observe(now - since)
-
-    def _forget(self, call: Call[Any]) -> float | None:
-        self._unlaunched.pop(call.number, None)
-        return self._accepted.pop(call.number, None)
 
 
 def outcome_of(error: type[BaseException] | None) -> str:

@@ -91,7 +91,9 @@ class Waiter:
         if self._over:
             return False
         self._error = asyncio.CancelledError() if msg is None else asyncio.CancelledError(msg)
-        step = self._end()
+        # The step is released: its task may end with an error whose traceback holds this waiter.
+        step, self._step = self._step, None
+        self._over = True
         if step is not None:
             self.loop.call_soon(step, self, context=self._context)
         return True
@@ -103,12 +105,6 @@ class Waiter:
                 raise error
             finally:
                 del error  # its traceback holds this frame: see Call.answer
-
-    def _end(self) -> Step | None:
-        # The step is released: its task may end with an error whose traceback holds this waiter.
-        step, self._step = self._step, None
-        self._over = True
-        return step
 
 
 class Outbox:

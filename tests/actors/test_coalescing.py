@@ -323,19 +323,20 @@ def test_options_that_make_no_sense_are_refused(field: str, value: Any) -> None:
 def test_requests_that_one_kernel_takes_alone_are_answered_by_it_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put together, rows that lay apart lie side by side, which another kernel may like better."""
     from gpu_actors.planning import cached as decoding
+    from gpu_actors.planning import tma_eligibility
 
-    chosen = decoding.cache_families
+    chosen = tma_eligibility.eligible_families
     bound: list[Any] = []
     bind = decoding.bind_cached
 
-    def families(request: Any) -> Any:
-        return chosen(request)[1:] if len(request.q) == 1 else chosen(request)
+    def families(operands: Any) -> Any:
+        return chosen(operands)[1:] if len(operands["q"]) == 1 else chosen(operands)
 
     def noted(plan: Any, *arguments: Any) -> Any:
         bound.append((plan.problem.batch, plan.key.kernel))
         return bind(plan, *arguments)
 
-    monkeypatch.setattr(decoding, "cache_families", families)
+    monkeypatch.setattr(tma_eligibility, "eligible_families", families)
     monkeypatch.setattr("gpu_actors.actors.coalescing.bind_cached", noted)
     batch = random_batch(12, (80, 90), rows=64, dim=64, dtype="float16")
     with ga.open_context("mock", one_at_a_time()) as ctx:

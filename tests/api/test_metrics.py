@@ -134,5 +134,4 @@ def test_requests_are_timed_from_the_first_collection_on() -> None:
         meter = actor._cell.mailbox.meter
         assert meter is not None
         assert not meter._accepted
-        assert not meter._unlaunched
         assert not meter._launched

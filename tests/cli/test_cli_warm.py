@@ -18,7 +18,6 @@ from gpu_actors.compiling.compiler import Compiler
 from gpu_actors.compiling.source import Cubin, KernelResources, KernelSource
 from gpu_actors.compiling.toolchain import supported_archs
 from gpu_actors.kernels import variants
-from gpu_actors.kernels.append import standard as kv_variants
 from gpu_actors.kernels.hopper.transpose_v import TRANSPOSE
 from gpu_actors.kernels.merge import merge
 from gpu_actors.kernels.support import FIRST_CAPABILITY, capability
@@ -34,7 +33,7 @@ def few_variants(monkeypatch: pytest.MonkeyPatch) -> None:
         return keys[:2] + [key for key in keys if key.kernel == TRANSPOSE][:1]
 
     monkeypatch.setattr(variants, "standard_variants", few)
-    monkeypatch.setattr(kv_variants, "kv_variants", lambda arch: [])
+    monkeypatch.setattr(variants, "kv_variants", lambda arch: [])
     monkeypatch.setattr(merge, "merge_variants", lambda arch: [])
     gradients = variants.usual_backward_keys
     monkeypatch.setattr(variants, "usual_backward_keys", lambda arch: gradients(arch)[:1])
@@ -156,7 +155,7 @@ main()
 def test_labels_tell_all_standard_variants_apart() -> None:
     keys = variants.standard_variants("sm_90a")
     others = [
-        *kv_variants.kv_variants("sm_90a"),
+        *variants.kv_variants("sm_90a"),
         *merge.merge_variants("sm_90a"),
         *variants.usual_backward_keys("sm_90a"),
     ]

@@ -107,7 +107,7 @@ def test_what_is_no_graph_and_what_is_no_sound_graph_is_refused_by_the_reply(moc
     graph = attention(out_strides=(1, 1, 1, 1))
     with pytest.raises(ga.InvalidRequest, match="without gaps"):
         mock.cudnn.execute(graph, arrays_of()).result(30.0)
-    with pytest.raises(ga.InvalidRequest, match="MhaForward, MhaBackward and ExecuteGraph"):
+    with pytest.raises(ga.InvalidRequest, match="MhaForward, MhaBackward, ExecuteGraph"):
         mock.cudnn.submit(object()).result(30.0)
 
 

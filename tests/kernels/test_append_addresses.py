@@ -14,7 +14,8 @@ from gpu_actors.devices.emulation.memory import Mapping
 from gpu_actors.devices.interface import Buffer
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.kernels.append.params import pack_append
-from gpu_actors.kernels.append.variant import Rope, append_geometry, append_key, append_source
+from gpu_actors.kernels.append.variant import AppendProblem, Rope, append_geometry, append_key
+from gpu_actors.kernels.variants import kernel_source
 from gpu_actors.reference.append import copy_pages
 
 APART = 12 << 30  # bytes
@@ -24,7 +25,7 @@ def launch(operands: Operands, buffers: dict[str, Buffer], memory: list[Emulated
     problem = operands.problem
     key = append_key(problem, "sm_90a")
     geometry = append_geometry(key, problem)
-    module_of(append_source(key)).launch(
+    module_of(kernel_source(key)).launch(
         "append",
         geometry.grid,
         geometry.block,
@@ -201,17 +202,18 @@ class TestPageCopies:
         same_bits("k", copied, wanted, AppendCase(new=(), before=()))
 
     def test_pools_must_be_contiguous_within_a_page(self):
-        from gpu_actors.kernels.append.copy_pages import PageCopyProblem, pack_page_copy
+        from gpu_actors.kernels.append.copy_pages import pack_page_copy
 
-        problem = PageCopyProblem(
-            pairs=1, num_blocks=2, page_size=8, heads_kv=2, head_dim=8, head_dim_v=8, dtype="float16"
-        )
+        pool = AppendProblem(
+            layout="paged", batch=1, total=1, heads_kv=2, head_dim=8, head_dim_v=8, dtype="float16",
+            cache_dtype="float16", page_size=8, num_blocks=2,
+        )  # fmt: skip
         good = Buffer(4096, (2, 8, 2, 8), (999, 16, 8, 1), "float16")
         pairs = Buffer(4096, (1, 2), (2, 1), "int32")
-        pack_page_copy(problem, {"k_cache": good, "v_cache": good, "page_pairs": pairs})
+        pack_page_copy(1, pool, {"k_cache": good, "v_cache": good, "page_pairs": pairs})
         turned = dataclasses.replace(good, strides=(128, 8, 64, 1))
         with pytest.raises(InvalidRequest, match="v_cache"):
-            pack_page_copy(problem, {"k_cache": good, "v_cache": turned, "page_pairs": pairs})
+            pack_page_copy(1, pool, {"k_cache": good, "v_cache": turned, "page_pairs": pairs})
 
 
 def pool(shape: tuple[int, ...], dtype: str, seed: int) -> Any:

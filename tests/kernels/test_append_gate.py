@@ -13,11 +13,10 @@ from support.gate import ARCHS, code_faults, code_of, wrong
 
 import gpu_actors as ga
 from gpu_actors.errors import InvalidRequest, Unsupported
-from gpu_actors.kernels.append.copy_pages import PageCopyKey, PageCopyProblem, page_copy_geometry
-from gpu_actors.kernels.append.standard import kv_variants
-from gpu_actors.kernels.append.variant import AppendKey, AppendProblem, Rope, append_key, append_source
+from gpu_actors.kernels.append.copy_pages import PageCopyKey, page_copy_geometry
+from gpu_actors.kernels.append.variant import AppendKey, AppendProblem, Rope, append_key
 from gpu_actors.kernels.keys import check_key
-from gpu_actors.kernels.variants import KernelKey, kernel_source, standard_variants
+from gpu_actors.kernels.variants import KernelKey, kernel_source, kv_variants, standard_variants
 
 PROBLEM = AppendProblem(
     layout="paged",
@@ -96,7 +95,7 @@ class TestSupport:
         assert str(key()).startswith("kernel=append,arch=sm_80,layout=paged")
 
     def test_equal_keys_give_equal_sources(self):
-        assert append_source(key()) == append_source(key(batch=5))
+        assert kernel_source(key()) == kernel_source(key(batch=5))
 
     @pytest.mark.parametrize(
         ("field", "changes"),
@@ -144,11 +143,9 @@ class TestSupport:
         assert caught.value.field == field
 
     def test_a_grid_that_is_too_large_is_refused(self):
-        problem = PageCopyProblem(
-            pairs=1 << 30, num_blocks=4, page_size=256, heads_kv=8, head_dim=128, head_dim_v=128, dtype="float16"
-        )
+        pool = dataclasses.replace(PROBLEM, page_size=256, heads_kv=8, num_blocks=4)
         with pytest.raises(Unsupported, match="pairs"):
-            page_copy_geometry(problem)
+            page_copy_geometry(1 << 30, pool)
 
 
 class TestWarming:

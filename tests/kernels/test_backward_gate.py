@@ -20,18 +20,20 @@ from support.gate import (
     REPORTS,
     Code,
     MmaVariant,
-    at_once,
     code_faults,
     code_of,
+    failing,
     register_limit,
+    sample_of,
+    tiles_missed,
     write_page,
     wrong,
 )
 
 from gpu_actors.compiling.compiler import Compiler
 from gpu_actors.kernels.backward.launch import BACKWARD_MMA
+from gpu_actors.kernels.occupancy import shared_mem_limit
 from gpu_actors.kernels.support import capability
-from gpu_actors.kernels.tiles import TILES, shared_mem_limit
 from gpu_actors.kernels.variants import kernel_source
 from gpu_actors.problem import DispatchKey
 
@@ -162,17 +164,14 @@ def faults(found: Finding) -> list[str]:
 
 @pytest.mark.parametrize("arch", SAMPLE)
 def test_a_sample_of_the_variants_passes_the_gate(arch):
-    sample = [v for v in VARIANTS if v.arch == arch and (v.shape[0], v.shape[2], v.option) in SAMPLE[arch]]
-    assert len(sample) == len(SAMPLE[arch])
-    assert {str(found.key): faults(found) for found in at_once(examine, sample) if faults(found)} == {}
+    assert failing(examine, faults, sample_of(VARIANTS, arch, SAMPLE[arch])) == {}
 
 
 @pytest.mark.sweep
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_variant_passes_the_gate(arch):
-    every = at_once(examine, [v for v in VARIANTS if v.arch == arch])
-    assert {str(found.key): faults(found) for found in every if faults(found)} == {}
+    assert failing(examine, faults, [v for v in VARIANTS if v.arch == arch]) == {}
 
 
 @pytest.mark.parametrize("option", ["full", "bias"])
@@ -193,11 +192,7 @@ def test_the_gate_counts_what_it_says():
 
 
 def test_every_row_of_the_tile_table_is_among_the_variants():
-    reached = set()
-    for variant in VARIANTS:
-        macros = kernel_source(key_of_variant(variant)).macros
-        reached.add(tuple(int(macros[name]) for name in ("BLOCK_M", "BLOCK_N", "STAGES", "WARPS")))
-    assert {tuple(row.tile) for row in TILES if row.kernel == KERNEL} <= reached
+    assert tiles_missed(KERNEL, (kernel_source(key_of_variant(variant)) for variant in VARIANTS)) == set()
 
 
 def judge(variant: MmaVariant) -> tuple[str, list[str]]:

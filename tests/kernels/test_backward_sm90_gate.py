@@ -8,7 +8,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import re
 import sys
 import time
 from typing import Any, NamedTuple
@@ -17,13 +16,12 @@ import numpy as np
 import pytest
 from emulated.backward import backward_problem_of
 from emulated.forward import key_of, ml_dtype
-from support.gate import REPORTS, at_once, with_bug, write_page, wrong
+from support.gate import REPORTS, Code, WgmmaVariant, code_faults, failing, tiles_missed, with_bug, write_page, wrong
 from support.hopper_sass import instructions_of, opcodes, step_of
 
 from gpu_actors.compiling.compiler import Compiler
-from gpu_actors.compiling.source import KernelResources, KernelSource
+from gpu_actors.compiling.source import KernelSource
 from gpu_actors.kernels.hopper_backward.launch import BACKWARD_SM90
-from gpu_actors.kernels.tiles import TILES
 from gpu_actors.kernels.variants import kernel_source
 
 KERNEL = "backward_sm90"
@@ -72,36 +70,25 @@ SHAPES = (
 FEW = ("full", "causal")
 
 
-class Variant(NamedTuple):
-    dtype: str
-    dim: int
-    dim_v: int
-    option: str
-
-    def __str__(self) -> str:
-        dims = str(self.dim) if self.dim == self.dim_v else f"{self.dim}/{self.dim_v}"
-        return f"{self.dtype} {dims} {self.option}"
-
-
-VARIANTS = tuple(Variant(*shape, option) for n, shape in enumerate(SHAPES) for option in (OPTIONS if n < 2 else FEW))
-SAMPLE = (Variant("bfloat16", 128, 128, "full"), Variant("bfloat16", 64, 64, "causal"))
+VARIANTS = tuple(
+    WgmmaVariant(*shape, option) for n, shape in enumerate(SHAPES) for option in (OPTIONS if n < 2 else FEW)
+)
+SAMPLE = (WgmmaVariant("bfloat16", 128, 128, "full"), WgmmaVariant("bfloat16", 64, 64, "causal"))
 
 
 class Finding(NamedTuple):
     """What became of a variant.
 
     step: instructions of a step of the main loop without what is passed by where nothing is hidden, by opcode. masks:
-    instructions that are passed by. counts: of the whole kernel.
+    instructions that are passed by.
     """
 
-    variant: Variant
+    variant: WgmmaVariant
     macros: dict[str, int]
-    resources: KernelResources
-    notes: tuple[str, ...]
+    code: Code
     step: collections.Counter[str]
     masks: int
     overlapped: bool
-    counts: dict[str, int]
     seconds: float
 
     @property
@@ -151,30 +138,27 @@ class Finding(NamedTuple):
 
 
 @functools.cache
-def source_of(variant: Variant) -> KernelSource:
+def source_of(variant: WgmmaVariant) -> KernelSource:
     q, v = (np.zeros((1, 64, 2, width), ml_dtype(variant.dtype)) for width in (variant.dim, variant.dim_v))
     problem = dataclasses.replace(backward_problem_of(q, q, v), **OPTIONS[variant.option])
     return kernel_source(key_of(problem, "sm_90a", KERNEL))
 
 
 @functools.cache
-def examine(variant: Variant) -> Finding:
+def examine(variant: WgmmaVariant) -> Finding:
     source = source_of(variant)
     start = time.thread_time()
     cubin = Compiler().compile(source)
     seconds = time.thread_time() - start
     code = instructions_of(cubin.data)
-    counted = opcodes([text for _, text in code])
     step, masks = step_of(code)
     return Finding(
         variant=variant,
         macros={name: int(value) for name, value in source.macros.items() if value.isdigit()},
-        resources=cubin.resources[KERNEL],
-        notes=tuple(re.findall(r"C75\d\d", cubin.log)),
+        code=Code(cubin.resources[KERNEL], cubin.notes, "\n".join(text for _, text in code)),
         step=opcodes(step),
         masks=masks,
         overlapped=in_order(step),
-        counts={name: counted[name] for name in ("LDL", "STL")},
         seconds=seconds,
     )
 
@@ -192,14 +176,9 @@ def in_order(step: list[str]) -> bool:
 
 def faults(found: Finding) -> list[str]:
     """What the gate holds against a variant."""
-    resources, limited = found.resources, found.plain and found.dim == 128
-    return wrong(
+    limited = found.plain and found.dim == 128
+    return code_faults(found.code, REGISTERS) + wrong(
         {
-            f"{resources.spill_bytes} bytes spilled": resources.spill_bytes != 0,
-            f"{resources.stack_bytes} bytes of stack": resources.stack_bytes != 0,
-            f"{found.counts} accesses to local memory": found.counts["LDL"] + found.counts["STL"] != 0,
-            f"notes {found.notes}": found.notes != (),
-            f"{resources.registers} registers": resources.registers > REGISTERS,
             f"{found.macros['SHARED_BYTES']} bytes of shared memory": found.macros["SHARED_BYTES"] > SHARED_LIMIT,
             f"{found.step['HGMMA']} instead of {found.products} HGMMA a step": found.step["HGMMA"] != found.products,
             "exponentials do not run beside dP": found.plain and not found.overlapped,
@@ -218,8 +197,7 @@ def test_a_sample_of_the_variants_passes_the_gate(variant):
 @pytest.mark.sweep
 @pytest.mark.timeout(600)
 def test_every_variant_passes_the_gate():
-    every = at_once(examine, VARIANTS)
-    assert {str(found.variant): faults(found) for found in every if faults(found)} == {}
+    assert failing(examine, faults, VARIANTS) == {}
 
 
 @pytest.mark.parametrize("name", BACKWARD_SM90.companions)
@@ -253,14 +231,10 @@ def test_the_gate_sees_what_it_is_for(fault, monkeypatch):
 
 
 def test_every_row_of_the_tile_table_is_among_the_variants():
-    reached = set()
-    for variant in VARIANTS:
-        macros = source_of(variant).macros
-        reached.add(tuple(int(macros[name]) for name in ("BLOCK_M", "BLOCK_N", "STAGES", "WARPS")))
-    assert {tuple(row.tile) for row in TILES if row.kernel == KERNEL} <= reached
+    assert tiles_missed(KERNEL, map(source_of, VARIANTS)) == set()
 
 
-def judge(variant: Variant) -> tuple[str, list[str]]:
+def judge(variant: WgmmaVariant) -> tuple[str, list[str]]:
     found = examine(variant)
     cells = (
         f"{found.macros['BLOCK_M']} x {found.macros['BLOCK_N']}", found.macros["SHARED_BYTES"],

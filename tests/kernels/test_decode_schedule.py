@@ -24,11 +24,10 @@ from gpu_actors.kernels.decode.variant import (
     row_tile_of,
 )
 from gpu_actors.kernels.dispatch import program_of
-from gpu_actors.kernels.occupancy import shared_a_multiprocessor
+from gpu_actors.kernels.occupancy import shared_a_multiprocessor, shared_mem_limit
 from gpu_actors.kernels.params import divider
 from gpu_actors.kernels.program import Target
 from gpu_actors.kernels.support import capability
-from gpu_actors.kernels.tiles import shared_mem_limit
 from gpu_actors.problem import AttentionProblem
 from gpu_actors.reference.masks import visible_keys
 

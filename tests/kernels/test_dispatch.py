@@ -9,8 +9,8 @@ import pytest
 
 from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.kernels.dispatch import FAMILIES, REFERENCE, dispatch_key, explain, program_of
+from gpu_actors.kernels.occupancy import shared_mem_limit
 from gpu_actors.kernels.support import ELEMENTS, example_problem
-from gpu_actors.kernels.tiles import shared_mem_limit
 from gpu_actors.kernels.variants import kernel_source, standard_variants, usual_backward_keys
 from gpu_actors.problem import AttentionProblem, DispatchKey
 

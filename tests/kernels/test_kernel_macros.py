@@ -16,9 +16,8 @@ import test_static_gate_sm90
 from gpu_actors.compiling.assets import asset_root, asset_text
 from gpu_actors.compiling.source import KernelSource
 from gpu_actors.devices.emulation.toolchain import Toolchain
-from gpu_actors.kernels.append.standard import kv_variants
-from gpu_actors.kernels.merge.merge import merge_source, merge_variants
-from gpu_actors.kernels.variants import kernel_source, standard_variants, usual_backward_keys
+from gpu_actors.kernels.merge.merge import merge_variants
+from gpu_actors.kernels.variants import kernel_source, kv_variants, standard_variants, usual_backward_keys
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = sorted(path for path in asset_root().glob("*/*.cu") if path.parent.name != "emulation")
@@ -32,7 +31,7 @@ def sources() -> list[KernelSource]:
     keys += [test_decode_gate.key_of(variant) for arch in archs for variant in test_decode_gate.variants(arch)]
     keys += [*standard_variants("sm_90a"), *usual_backward_keys("sm_80")]
     found = [*map(kernel_source, keys), *map(kernel_source, kv_variants("sm_80"))]
-    found += map(merge_source, merge_variants("sm_80"))
+    found += map(kernel_source, merge_variants("sm_80"))
     found += map(test_backward_sm90_gate.source_of, test_backward_sm90_gate.VARIANTS)
     return [*found, *map(test_static_gate_sm90.source_of, test_static_gate_sm90.VARIANTS)]
 

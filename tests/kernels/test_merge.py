@@ -15,7 +15,8 @@ import gpu_actors as ga
 from gpu_actors.compiling.source import KernelSource
 from gpu_actors.devices.emulation import EmulatedModule, EmulationFault, build_module
 from gpu_actors.kernels.keys import check_key
-from gpu_actors.kernels.merge.merge import MergeKey, merge_key, merge_source, merge_variants
+from gpu_actors.kernels.merge.merge import MergeKey, merge_key, merge_variants
+from gpu_actors.kernels.variants import kernel_source
 from gpu_actors.partial import Partial, empty, merge
 from gpu_actors.values import StableText
 
@@ -160,7 +161,7 @@ def test_the_variants_pass_the_gate(arch: str) -> None:
     keys += [merge_key(merge_problem(*DTYPES[name]), arch) for name in ("float16", "float64")]
     for key in keys:
         assert check_key(key) is key
-        code = code_of(merge_source(key), "merge")
+        code = code_of(kernel_source(key), "merge")
         assert code_faults(code, REGISTERS) == [], key
         if key.dtype != "float64":
             assert code.count(r"\bLDG\.E\.\S*128\b") != 0, key

@@ -21,13 +21,13 @@ import pytest
 from emulated.forward import key_of, ml_dtype, problem_of
 from mutation.forward_mutants import FUSED_CORRECTION
 from support.exponents import fused_corrections
-from support.gate import REPORTS, at_once, with_bug, wrong
+from support.gate import REPORTS, Code, WgmmaVariant, code_faults, failing, tiles_missed, with_bug, wrong
 from support.hopper_sass import Loop, instructions_of, main_loops, opcodes
 
 from gpu_actors.compiling.compiler import Compiler
-from gpu_actors.compiling.source import KernelResources, KernelSource, parse_resources
+from gpu_actors.compiling.source import KernelSource, parse_resources
 from gpu_actors.kernels.support import ELEMENTS
-from gpu_actors.kernels.tiles import TILES, padded_head_dim
+from gpu_actors.kernels.tiles import padded_head_dim
 from gpu_actors.kernels.variants import kernel_source
 
 KERNEL = "forward_sm90"
@@ -89,27 +89,16 @@ FEW_FP8 = ("full", "causal", "window sinks", "everything")
 SECONDS = 1.0  # that a cold compile may take
 
 
-class Variant(NamedTuple):
-    dtype: str
-    dim: int
-    dim_v: int
-    option: str
-
-    def __str__(self) -> str:
-        dims = str(self.dim) if self.dim == self.dim_v else f"{self.dim}/{self.dim_v}"
-        return f"{self.dtype} {dims} {self.option}"
-
-
 # Every option with every padded head dim in bf16, a few with the rest.
 VARIANTS = tuple(
-    Variant(*shape, option)
+    WgmmaVariant(*shape, option)
     for n, shape in enumerate(SHAPES)
     for option in (OPTIONS if n < 6 else FEW_FP8 if ELEMENTS[shape[0]].fp8 else FEW)
 )
 SAMPLE = (
-    Variant("bfloat16", 128, 128, "causal"),
-    Variant("bfloat16", 64, 64, "full"),
-    Variant("float8_e4m3fn", 128, 128, "full"),
+    WgmmaVariant("bfloat16", 128, 128, "causal"),
+    WgmmaVariant("bfloat16", 64, 64, "full"),
+    WgmmaVariant("float8_e4m3fn", 128, 128, "full"),
 )
 
 
@@ -120,11 +109,10 @@ class Finding(NamedTuple):
     mask. exponents: what is wrong with the softmax's exponentials.
     """
 
-    variant: Variant
+    variant: WgmmaVariant
     compiler: str
     macros: dict[str, int]
-    resources: KernelResources
-    notes: tuple[str, ...]
+    code: Code
     clocks: float
     products: int
     masked: bool
@@ -144,12 +132,12 @@ class Finding(NamedTuple):
         return 2 * self.loops[0].instructions / self.clocks
 
 
-def is_fp8(variant: Variant) -> bool:
+def is_fp8(variant: WgmmaVariant) -> bool:
     return ELEMENTS[variant.dtype].fp8
 
 
 @functools.cache
-def source_of(variant: Variant) -> KernelSource:
+def source_of(variant: WgmmaVariant) -> KernelSource:
     q, v = (np.zeros((1, 64, 2, width), ml_dtype(variant.dtype)) for width in (variant.dim, variant.dim_v))
     problem = dataclasses.replace(problem_of(q, q, v), **OPTIONS[variant.option], descales=is_fp8(variant))
     return kernel_source(key_of(problem, "sm_90a", KERNEL))
@@ -176,7 +164,7 @@ def compile_with(compiler: str, source: KernelSource) -> tuple[bytes, str]:
 
 
 @functools.cache
-def examine(variant: Variant, compiler: str) -> Finding:
+def examine(variant: WgmmaVariant, compiler: str) -> Finding:
     source = source_of(variant)
     image, log = compile_with(compiler, source)
     macros = {name: int(value) for name, value in source.macros.items() if value.isdigit()}
@@ -184,18 +172,18 @@ def examine(variant: Variant, compiler: str) -> Finding:
     step = 32 if is_fp8(variant) else 16
     products = dim // step + macros.get("PIECES", 1) * macros["BLOCK_N"] // step
     code = instructions_of(image)
-    counted = opcodes([text for _, text in code])
+    text = "\n".join(instruction for _, instruction in code)
+    counted = opcodes([instruction for _, instruction in code])
     return Finding(
         variant=variant,
         compiler=compiler,
         macros=macros,
-        resources=parse_resources(log)[KERNEL],
-        notes=tuple(re.findall(r"C75\d\d", log)),
+        code=Code(parse_resources(log)[KERNEL], tuple(re.findall(r"C75\d\d", log)), text),
         clocks=2 * 2 * macros["BLOCK_M"] * macros["BLOCK_N"] * (dim + dim_v) / 2 / FLOPS_A_CLOCK * 16 / step,
         products=products,
         masked="WINDOW" in macros or "CAUSAL" in macros,
-        counts={name: counted[name] for name in ("HGMMA", "QGMMA", "LDL", "STL")},
-        exponents=exponent_faults("\n".join(text for _, text in code), macros),
+        counts={name: counted[name] for name in ("HGMMA", "QGMMA")},
+        exponents=exponent_faults(text, macros),
         loops=main_loops(code, products),
     )
 
@@ -209,16 +197,11 @@ def exponent_faults(text: str, macros: dict[str, int]) -> list[str]:
 
 def faults(found: Finding) -> list[str]:
     """What the gate holds against a variant."""
-    loops, resources = found.loops, found.resources
+    loops = found.loops
     expected, opcode = 2 * found.products, "QGMMA" if is_fp8(found.variant) else "HGMMA"
     plain = found.variant.option not in ("alibi", "softcap", "everything")
     late = sum(loop.after["MUFU"] + loop.before["MUFU"] for loop in loops)
     checks = {
-        f"{resources.spill_bytes} bytes spilled": resources.spill_bytes != 0,
-        f"{resources.stack_bytes} bytes of stack": resources.stack_bytes != 0,
-        f"{found.counts} accesses to local memory": found.counts["LDL"] + found.counts["STL"] != 0,
-        f"notes {found.notes}": found.notes != (),
-        f"{resources.registers} registers": resources.registers > REGISTERS[found.macros["WARPS"]],
         f"{found.macros['SHARED_BYTES']} bytes of shared memory": found.macros["SHARED_BYTES"] > SHARED_LIMIT,
         f"{found.counts} instead of {expected} {opcode}": found.counts[opcode] != expected,
         f"{len(loops)} loops": len(loops) != 1,
@@ -229,7 +212,7 @@ def faults(found: Finding) -> list[str]:
         "moves to uniform registers": too_many_moves(found),
         "nothing runs beside its own products": any(loop.alone for loop in loops) and not may_be_alone(found),
     }
-    text = wrong(checks) + found.exponents
+    text = code_faults(found.code, REGISTERS[found.macros["WARPS"]]) + wrong(checks) + found.exponents
     if loops and plain and found.share > (BUDGET_FP8 if is_fp8(found.variant) else BUDGET):
         text.append(f"{found.share:.0%} of issue slots")
     if plain and any(loop.alone and loop.instructions > found.others for loop in loops):
@@ -249,16 +232,14 @@ def too_many_moves(found: Finding) -> bool:
 
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_a_sample_of_the_variants_passes_the_gate(compiler):
-    every = at_once(lambda variant: examine(variant, compiler), SAMPLE)
-    assert {str(found.variant): faults(found) for found in every if faults(found)} == {}
+    assert failing(lambda variant: examine(variant, compiler), faults, SAMPLE) == {}
 
 
 @pytest.mark.sweep
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_every_variant_passes_the_gate(compiler):
-    every = at_once(lambda variant: examine(variant, compiler), VARIANTS)
-    assert {str(found.variant): faults(found) for found in every if faults(found)} == {}
+    assert failing(lambda variant: examine(variant, compiler), faults, VARIANTS) == {}
 
 
 SEEDS = {
@@ -292,14 +273,10 @@ def check_seed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_row_of_the_tile_table_is_among_the_variants():
-    reached = set()
-    for variant in VARIANTS:
-        macros = source_of(variant).macros
-        reached.add(tuple(int(macros[name]) for name in ("BLOCK_M", "BLOCK_N", "STAGES", "WARPS")))
-    assert {tuple(row.tile) for row in TILES if row.kernel == KERNEL} <= reached
+    assert tiles_missed(KERNEL, map(source_of, VARIANTS)) == set()
 
 
-def seconds(variant: Variant) -> float:
+def seconds(variant: WgmmaVariant) -> float:
     """Of processor time for a cold compile by NVRTC, the less of two: other work on the machine only adds to it."""
     times = []
     for _ in range(2):
@@ -341,7 +318,7 @@ def _row(found: Finding, timed: float, verdicts: list[str]) -> str:
     tile = f"{found.macros['BLOCK_M']} x {found.macros['BLOCK_N']}"
     products = found.counts["HGMMA"] + found.counts["QGMMA"]
     cells = (
-        found.variant, tile, found.macros["SHARED_BYTES"], found.resources.registers, products, loops,
+        found.variant, tile, found.macros["SHARED_BYTES"], found.code.resources.registers, products, loops,
         f"{found.share:.0%}", overlap, f"{timed:.2f}", " / ".join(dict.fromkeys(verdicts)),
     )  # fmt: skip
     return "| " + " | ".join(map(str, cells)) + " |"

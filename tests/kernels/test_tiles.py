@@ -10,17 +10,15 @@ import pytest
 
 from gpu_actors.compiling.assets import asset_text
 from gpu_actors.errors import InvalidRequest, Unsupported
+from gpu_actors.kernels.occupancy import shared_mem_limit
 from gpu_actors.kernels.support import ELEMENTS
 from gpu_actors.kernels.tiles import (
     TILES,
     FlashAttentionConfig,
     Tile,
     arch_class,
-    num_kv_tiles,
-    num_q_tiles,
     padded_head_dim,
     shared_mem_bytes,
-    shared_mem_limit,
     tile_for,
 )
 from gpu_actors.key_mask import MaskKind
@@ -116,11 +114,6 @@ def test_an_sm_older_than_the_limits_known_is_refused():
     assert refused.value.nearest == 75
 
 
-def test_tile_counts_round_up():
-    assert [num_q_tiles(rows, 128) for rows in (0, 1, 128, 129)] == [0, 1, 1, 2]
-    assert [num_kv_tiles(keys, 64) for keys in (0, 1, 64, 65)] == [0, 1, 1, 2]
-
-
 class TestFlashAttentionConfig:
     @pytest.mark.parametrize(
         ("head_dim", "blocks"),
@@ -143,6 +136,9 @@ class TestFlashAttentionConfig:
     def test_tile_counts_follow_from_the_blocks(self):
         config = FlashAttentionConfig.auto(64, 512, 1025, False, 80)
         assert (config.num_q_tiles, config.num_kv_tiles) == (4, 9)
+        sizes = (0, 1, 128, 129)
+        counts = [dataclasses.replace(config, seq_q=size, seq_kv=size, block_n=64) for size in sizes]
+        assert [(each.num_q_tiles, each.num_kv_tiles) for each in counts] == [(0, 0), (1, 1), (1, 2), (2, 3)]
 
     def test_shared_memory_holds_q_the_stages_of_k_and_v_and_a_float_a_row(self):
         config = FlashAttentionConfig.auto(128, 1, 1, False, 90)

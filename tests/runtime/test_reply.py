@@ -57,7 +57,7 @@ def test_a_wait_with_a_bad_timeout_leaves_no_waiter(timeout: Any) -> None:
         reply = actor.submit(answer(None))
         with pytest.raises((TypeError, ValueError)):
             reply.result(timeout)
-        assert not reply._call._threads
+        assert not reply._call._callbacks
         gate.open()
 
 
@@ -99,7 +99,7 @@ def test_a_reply_can_be_awaited_from_two_loops_and_a_thread_at_once() -> None:
 
         waiting = [pool.submit(asyncio.run, wait()), pool.submit(asyncio.run, wait()), pool.submit(reply.result)]
         call = reply._call
-        eventually(lambda: call._threads and call._waiters is not None and len(call._waiters) == 2)
+        eventually(lambda: call._callbacks and call._waiters is not None and len(call._waiters) == 2)
         gate.open()
         assert [waiter.result(30.0) for waiter in waiting] == ["for all"] * 3
 
@@ -256,7 +256,7 @@ async def test_a_waiting_thread_keeps_the_request_when_a_task_gives_up() -> None
         actor.submit(launches(gate))
         reply = actor.submit(launches(lambda: None, "for the thread"))
         thread = asyncio.create_task(asyncio.to_thread(reply.result, 30.0))
-        await asyncio.to_thread(eventually, lambda: reply._call._threads)
+        await asyncio.to_thread(eventually, lambda: reply._call._callbacks)
         await cancelled_by_task(reply)
         assert not reply.done()
         gate.open()

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 
 from gpu_actors.devices.interface import Buffer
 from gpu_actors.kernels.append.variant import AppendKey, AppendProblem, Rope, cut_rows
-from gpu_actors.kernels.params import Binder, Operand, ParamsLayout, describe_operand, struct_layout
+from gpu_actors.kernels.params import Binder, Operand, ParamsLayout, struct_layout
 
 __all__ = ["append_layout", "pack_append"]
 
@@ -68,7 +68,7 @@ def _binder(key: AppendKey, problem: AppendProblem) -> Binder:
 
 
 def _operands(p: AppendProblem, layout: ParamsLayout) -> Iterator[Operand]:
-    operand = functools.partial(describe_operand, layout)
+    operand = layout.operand
 
     def rows(name: str, heads: int, dim: int) -> Operand:
         return operand(name, (f"{name}_row", f"{name}_head", "."), (p.total, heads, dim), p.dtype)

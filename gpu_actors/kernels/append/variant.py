@@ -7,16 +7,15 @@ quantised to fp8 on the way where that is asked for; q can be rotated in the sam
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
-from gpu_actors.compiling.assets import asset_source
-from gpu_actors.compiling.source import KernelSource, check_arch
+from gpu_actors.compiling.source import check_arch
 from gpu_actors.devices.interface import LaunchGeometry
 from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.kernels.macros import Macros, flags
+from gpu_actors.kernels.program import flat_grid
 from gpu_actors.kernels.support import ELEMENTS, FIRST_CAPABILITY, MAX_HEAD_DIM, capability
 from gpu_actors.values import StableText
 
@@ -28,7 +27,6 @@ __all__ = [
     "Rope",
     "append_geometry",
     "append_key",
-    "append_source",
     "cut_rows",
 ]
 
@@ -39,7 +37,6 @@ _MAX_ROWS = 16  # of a thread block: their places and rotations lie in shared me
 _BLOCK_UNITS = 4 * _WARPS * _WARP  # four a thread: enough in flight, and few enough to spread small batches
 _FULL_GPU = 256  # blocks below which a row more a block would leave multiprocessors idle
 _PLACE_BYTES, _ROTATION_BYTES = 24, 8
-_MAX_BLOCKS = (1 << 31) - 1
 
 _CONVERTS = {"float16": ("float16",), "bfloat16": ("bfloat16",), "float32": ("float32", "float16", "bfloat16")}
 
@@ -136,6 +133,29 @@ class AppendKey(StableText):
     query: bool
     descales: bool
 
+    @property
+    def macros(self) -> Macros:
+        """What the kernel is compiled for."""
+        units = _units(self)
+        macros: Macros = {
+            "HEAD_DIM": self.head_dim,
+            "HEAD_DIM_V": self.head_dim_v,
+            "WARPS": _WARPS,
+            "MAX_ROWS": _MAX_ROWS,
+            "SHARED_BYTES": _shared_bytes(self),
+            "K_UNITS": units.k,
+            "V_UNITS": units.v,
+            "ELEMENT": ELEMENTS[self.dtype].c_type,
+            "CACHE_ELEMENT": ELEMENTS[self.cache_dtype].c_type,
+        }
+        macros |= flags(PAGED=self.layout == "paged", POINTERS=self.layout == "pointers", DESCALES=self.descales)
+        macros |= flags(INTERLEAVED=self.interleaved, TABLES=self.tables, POSITIONS=self.positions, QUERY=self.query)
+        if self.rotary_dim:
+            macros["ROTARY_DIM"] = self.rotary_dim
+        if self.query:
+            macros["Q_UNITS"] = units.q
+        return macros
+
 
 # The fields that a key takes from its problem.
 _CARRIED = tuple(field.name for field in dataclasses.fields(AppendKey) if hasattr(AppendProblem, field.name))
@@ -196,7 +216,7 @@ def _units(key: AppendKey) -> _Units:
 
     def count(dim: int, rotated: int, vector: int) -> int:
         span = rotated if key.interleaved else rotated // 2
-        return _ceil(span, vector) + _ceil(dim - rotated, vector)
+        return -(-span // vector) + -(-(dim - rotated) // vector)
 
     q = count(key.head_dim, key.rotary_dim, 16 // narrow) if key.query else 0
     return _Units(count(key.head_dim, key.rotary_dim, to_cache), count(key.head_dim_v, 0, to_cache), q)
@@ -204,30 +224,6 @@ def _units(key: AppendKey) -> _Units:
 
 def _shared_bytes(key: AppendKey) -> int:
     return _MAX_ROWS * (_PLACE_BYTES + key.rotary_dim // 2 * _ROTATION_BYTES)
-
-
-@functools.lru_cache(maxsize=256)
-def append_source(key: AppendKey) -> KernelSource:
-    """What is compiled for a key."""
-    units = _units(key)
-    macros: Macros = {
-        "HEAD_DIM": key.head_dim,
-        "HEAD_DIM_V": key.head_dim_v,
-        "WARPS": _WARPS,
-        "MAX_ROWS": _MAX_ROWS,
-        "SHARED_BYTES": _shared_bytes(key),
-        "K_UNITS": units.k,
-        "V_UNITS": units.v,
-        "ELEMENT": ELEMENTS[key.dtype].c_type,
-        "CACHE_ELEMENT": ELEMENTS[key.cache_dtype].c_type,
-    }
-    macros |= flags(PAGED=key.layout == "paged", POINTERS=key.layout == "pointers", DESCALES=key.descales)
-    macros |= flags(INTERLEAVED=key.interleaved, TABLES=key.tables, POSITIONS=key.positions, QUERY=key.query)
-    if key.rotary_dim:
-        macros["ROTARY_DIM"] = key.rotary_dim
-    if key.query:
-        macros["Q_UNITS"] = units.q
-    return asset_source("append/append.cu", (key.kernel,), macros=macros, arch=key.arch)
 
 
 class Cut(NamedTuple):
@@ -244,19 +240,12 @@ def cut_rows(key: AppendKey, problem: AppendProblem) -> Cut:
     row_units = problem.heads_kv * (units_of.k + units_of.v) + problem.heads_q * units_of.q
     block_rows = max(1, min(_MAX_ROWS, _BLOCK_UNITS // row_units, problem.total // _FULL_GPU))
     units = block_rows * row_units
-    parts = _ceil(units, _BLOCK_UNITS)
-    return Cut(block_rows, parts, _ceil(units, parts * _WARP) * _WARP)
-
-
-def _ceil(count: int, size: int) -> int:
-    return -(-count // size)
+    parts = -(-units // _BLOCK_UNITS)
+    return Cut(block_rows, parts, -(-units // (parts * _WARP)) * _WARP)
 
 
 def append_geometry(key: AppendKey, problem: AppendProblem) -> LaunchGeometry:
-    """The grid, block and dynamic shared memory in bytes. Raises Unsupported where a grid cannot hold the blocks."""
+    """The grid, block and dynamic shared memory in bytes. Raises Unsupported as `flat_grid`."""
     cut = cut_rows(key, problem)
-    blocks = _ceil(problem.total, cut.block_rows) * cut.parts
-    if blocks > _MAX_BLOCKS:
-        reason = f"the rows make {blocks} blocks, and a grid holds {_MAX_BLOCKS}"
-        raise Unsupported("total", problem.total, reason, problem.total * _MAX_BLOCKS // blocks)
-    return LaunchGeometry((blocks, 1, 1), (_WARPS * _WARP, 1, 1), _shared_bytes(key))
+    blocks = -(-problem.total // cut.block_rows) * cut.parts
+    return flat_grid(blocks, _WARPS * _WARP, _shared_bytes(key), "total", problem.total)

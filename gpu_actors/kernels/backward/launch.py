@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
+from gpu_actors.devices.interface import ScratchSpec
 from gpu_actors.kernels.backward.params import pack_backward
 from gpu_actors.kernels.backward.variant import (
     FINISH,
@@ -13,29 +16,79 @@ from gpu_actors.kernels.backward.variant import (
     backward_macros,
     backward_threads,
     dq_floats,
-    gradient_geometry,
-    gradient_scratch,
     keys_of,
-    summed_in_place,
 )
 from gpu_actors.kernels.family import KernelFamily
-from gpu_actors.kernels.program import Part, Program, Target
+from gpu_actors.kernels.program import Pack, Part, Program, Target, flat_grid
+from gpu_actors.kernels.tiles import shared_bytes_of, tile_of
 from gpu_actors.problem import AttentionProblem, DispatchKey
 
-__all__ = ["BACKWARD_MMA"]
+__all__ = ["BACKWARD_MMA", "gradient_program"]
 
 
 def backward_program(problem: AttentionProblem, key: DispatchKey, target: Target) -> Program:
     """The three kernels of ``key``. Raises Unsupported where a grid cannot hold their blocks."""
-    parts = tuple(
-        Part(
-            part,
-            gradient_geometry(part, key, problem, backward_threads(part)),
-            functools.partial(pack_backward, problem, part == key),
-        )
-        for part in keys_of(key, NAMES)
-    )
-    return Program(parts, gradient_scratch(key, problem, dq_floats(key)), summed_in_place(problem))
+    pack = functools.partial(pack_backward, problem, True)
+    return gradient_program(problem, key, NAMES, backward_threads, pack, dq_floats(key))
+
+
+def gradient_program(
+    problem: AttentionProblem,
+    key: DispatchKey,
+    names: Sequence[str],
+    threads: Callable[[DispatchKey], int],
+    pack: Pack,
+    floats: int,
+    shares: tuple[int, ...] = (),
+    own: Mapping[str, ScratchSpec] = MappingProxyType({}),
+) -> Program:
+    """The kernels of these names: over rows, over tiles of keys (that of ``key``), and over rows again.
+
+    pack: for the kernel of ``key``. floats: of dQ that a slot holds. shares: turns that a slot has, beside one. own:
+    further scratch memory. Raises Unsupported where a grid cannot hold the blocks.
+    """
+    tile, outer = tile_of(key), functools.partial(pack_backward, problem, False)
+    row_blocks = -(-problem.seqlen_q // tile.block_m) * problem.heads_q
+    key_blocks = -(-problem.seqlen_k // tile.block_n) * problem.heads_kv
+    parts = []
+    for part in keys_of(key, names):
+        blocks, shared_bytes = (key_blocks, shared_bytes_of(key)) if part == key else (row_blocks, 0)
+        geometry = flat_grid(blocks * problem.batch, threads(part), shared_bytes, "batch", problem.batch)
+        parts.append(Part(part, geometry, pack if part == key else outer))
+    # The sums of a float bias' gradient are taken in the gradient itself, which then has to start as zeros.
+    summed_in_place = problem.bias is not None and problem.bias[0] == "float32"
+    zeroed = frozenset({"dbias"} if summed_in_place else ())
+    return Program(tuple(parts), {**_scratch(key, problem, floats, shares), **own}, zeroed)
+
+
+def _scratch(
+    key: DispatchKey, problem: AttentionProblem, floats: int, shares: tuple[int, ...]
+) -> dict[str, ScratchSpec]:
+    """What the kernels hand to each other; see kernels_cu/backward/params.cuh for the layout of slots."""
+    tile = tile_of(key)
+    row_tiles = -(-problem.seqlen_q // tile.block_m)
+    tiles = problem.batch * row_tiles
+    if problem.layout == "varlen":
+        tiles = problem.total_q // tile.block_m + problem.batch
+    slots = tiles * problem.heads_q
+    scratch = {
+        "statistics": ScratchSpec((slots, 2, tile.block_m), "float32"),
+        "dq_sums": ScratchSpec((slots, floats), "float32", zero=True),
+    }
+    if problem.sinks:
+        scratch["dsinks_parts"] = ScratchSpec((problem.heads_q, problem.batch, row_tiles), "float32")
+    if key.deterministic:
+        scratch["dq_turns"] = ScratchSpec((slots, *shares), "int32", zero=True)
+        scratch["tickets"] = ScratchSpec((1,), "int32", zero=True)
+    if problem.bias is not None:
+        dtype, one_batch, one_head = problem.bias
+        heads = (1 if one_batch else problem.batch, 1 if one_head else problem.heads_q)
+        if dtype != "float32":
+            scratch["dbias_sums"] = ScratchSpec((*heads, problem.seqlen_q, problem.seqlen_k), "float32", zero=True)
+        if key.deterministic:
+            key_tiles = -(-problem.seqlen_k // tile.block_n)
+            scratch["dbias_turns"] = ScratchSpec((*heads, row_tiles, key_tiles), "int32", zero=True)
+    return scratch
 
 
 BACKWARD_MMA = KernelFamily(

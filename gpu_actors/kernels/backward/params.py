@@ -16,7 +16,6 @@ from gpu_actors.kernels.params import (
     Binder,
     Operand,
     ParamsLayout,
-    describe_operand,
     forward_operands,
     forward_scalars,
     launch_values,
@@ -70,7 +69,7 @@ def _operands(problem: AttentionProblem, layout: ParamsLayout) -> Iterator[Opera
         for operand in forward_operands(dataclasses.replace(problem, return_lse=True), layout, _FORWARD)
     }
     yield from shapes.values()
-    operand = functools.partial(describe_operand, layout)
+    operand = layout.operand
     varlen = problem.layout == "varlen"
     axes, lse_axes = ("rh.", "hr") if varlen else ("brh.", "bhr")
     yield operand("dout", axes, shapes["out"].shape, problem.out_dtype)

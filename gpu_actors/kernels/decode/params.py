@@ -19,7 +19,6 @@ from gpu_actors.kernels.params import (
     Binder,
     Operand,
     ParamsLayout,
-    describe_operand,
     divider,
     forward_operands,
     forward_scalars,
@@ -102,7 +101,7 @@ def _binder(problem: AttentionProblem) -> Binder:
 
 def _operands(p: AttentionProblem, layout: ParamsLayout) -> Iterator[Operand]:
     yield from forward_operands(p, layout, _ATTENTION)
-    operand = functools.partial(describe_operand, layout)
+    operand = layout.operand
     yield operand("cache_seqlens", ".", (p.batch,), "int32", field="seq_lens")
     if p.tree_mask:
         shape = (p.total_q,) if p.varlen_q else (p.batch, p.seqlen_q)

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 from gpu_actors.devices.interface import LaunchGeometry
 from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.macros import Macros, flags, mask_macros, score_macros, tile_macros
-from gpu_actors.kernels.occupancy import shared_a_multiprocessor
+from gpu_actors.kernels.occupancy import shared_a_multiprocessor, shared_mem_limit
 from gpu_actors.kernels.support import ELEMENTS, FIRST_FP8_CAPABILITY, capability, example_problem, scale_refusal
-from gpu_actors.kernels.tiles import shared_mem_limit
 from gpu_actors.problem import AttentionProblem, DispatchKey
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""What forward_mma and forward_simple launch: one kernel."""
+"""How forward_mma and forward_simple are compiled, and what they launch: one kernel."""
 
 from __future__ import annotations
 
@@ -7,24 +7,35 @@ from collections.abc import Mapping
 
 from gpu_actors.devices.interface import Buffer
 from gpu_actors.kernels.family import KernelFamily
-from gpu_actors.kernels.forward.variant import (
-    forward_geometry,
-    forward_threads,
-    mma_macros,
-)
-from gpu_actors.kernels.macros import forward_macros
+from gpu_actors.kernels.macros import Macros, forward_macros
 from gpu_actors.kernels.params import pack_forward
-from gpu_actors.kernels.program import Part, Program, Target, Values
+from gpu_actors.kernels.program import Part, Program, Target, Values, flat_grid
 from gpu_actors.kernels.score_params import pack_score
 from gpu_actors.kernels.support import scale_refusal
+from gpu_actors.kernels.tiles import shared_bytes_of, tile_of
 from gpu_actors.problem import AttentionProblem, DispatchKey, Layout
 
 __all__ = ["FORWARD_MMA", "FORWARD_SIMPLE"]
 
 
+_WARP = 32
+
+
+def mma_macros(key: DispatchKey) -> Macros:
+    """The forward macros, and the stages of the ring."""
+    return forward_macros(key) | {"STAGES": tile_of(key).stages}
+
+
+def forward_threads(key: DispatchKey) -> int:
+    """The threads of a block."""
+    return tile_of(key).warps * _WARP
+
+
 def forward_program(problem: AttentionProblem, key: DispatchKey, target: Target) -> Program:
-    """The kernel of ``key``. Raises Unsupported where a grid cannot hold its blocks."""
-    return Program((Part(key, forward_geometry(key, problem), functools.partial(_pack, problem)),))
+    """The kernel of ``key``, with a block for each tile of query rows of a head. Raises Unsupported as `flat_grid`."""
+    blocks = -(-problem.seqlen_q // tile_of(key).block_m) * problem.heads_q * problem.batch
+    geometry = flat_grid(blocks, forward_threads(key), shared_bytes_of(key), "batch", problem.batch)
+    return Program((Part(key, geometry, functools.partial(_pack, problem)),))
 
 
 def _pack(problem: AttentionProblem, buffers: Mapping[str, Buffer], values: Values) -> bytes:

@@ -14,7 +14,7 @@ from gpu_actors.devices.interface import Buffer, TensorMap
 from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.kernels.hopper.transpose_v import TRANSPOSED, main_key, positions_of, transpose_v_scratch
 from gpu_actors.kernels.hopper.variant import ROWS, Sections, sections_of
-from gpu_actors.kernels.params import Binder, describe_operand, divider, key_rows, pack_forward, struct_layout
+from gpu_actors.kernels.params import Binder, divider, key_rows, pack_forward, struct_layout
 from gpu_actors.kernels.program import NO_VALUES, EncodeTensorMap, Values
 from gpu_actors.kernels.support import ELEMENTS
 from gpu_actors.kernels.tiles import Tile, padded_head_dim, tile_of
@@ -124,16 +124,15 @@ def pack_transpose_v(
 @functools.lru_cache(maxsize=1024)
 def _transpose_v_binder(problem: AttentionProblem, tile: Tile) -> Binder:
     layout, varlen = struct_layout("ValuesParams", "hopper/transpose_v.cu"), problem.layout == "varlen"
-    operand = functools.partial(describe_operand, layout)
     outer, _ = key_rows(problem)
     axes = ("row_stride", "head_stride", ".") if varlen else ("batch_stride", "row_stride", "head_stride", ".")
     scratch = transpose_v_scratch(problem, tile)[TRANSPOSED]
     operands = [
-        operand("v", axes, (*outer, problem.heads_kv, problem.head_dim_v), problem.kv_dtype),
-        operand(TRANSPOSED, "....", scratch.shape, scratch.dtype, field="transposed"),
+        layout.operand("v", axes, (*outer, problem.heads_kv, problem.head_dim_v), problem.kv_dtype),
+        layout.operand(TRANSPOSED, "....", scratch.shape, scratch.dtype, field="transposed"),
     ]
     if varlen:
-        operands.append(operand("cu_seqlens_k", ".", (problem.batch + 1,), "int32"))
+        operands.append(layout.operand("cu_seqlens_k", ".", (problem.batch + 1,), "int32"))
     scalars = {
         "tiles": positions_of(problem, tile.block_n) // tile.block_n,
         "heads_kv": problem.heads_kv,
@@ -190,13 +189,12 @@ def rows_map(name: str, buffer: Buffer, columns: int, rows: int, encode: EncodeT
 @functools.lru_cache(maxsize=1024)
 def _schedule_binder(problem: AttentionProblem, sections: Sections) -> Binder:
     layout = schedule_layout()
-    operand = functools.partial(describe_operand, layout)
-    operands = [operand(COUNTER, ".", (1,), "int32", field="counter")]
+    operands = [layout.operand(COUNTER, ".", (1,), "int32", field="counter")]
     if problem.decoding:
-        operands.append(operand("cache_seqlens", ".", (problem.batch,), "int32"))
+        operands.append(layout.operand("cache_seqlens", ".", (problem.batch,), "int32"))
     if problem.layout == "paged":
         table = (problem.batch, problem.seqlen_k // problem.page_size)
-        operands.append(operand("block_table", ("block_table_stride", "."), table, "int32"))
+        operands.append(layout.operand("block_table", ("block_table_stride", "."), table, "int32"))
     last = sections.all_heads % sections.heads if sections.heads else 0
     dividers = {
         "heads": problem.heads_q,

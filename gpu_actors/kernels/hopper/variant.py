@@ -19,14 +19,7 @@ from gpu_actors.kernels.hopper.transpose_v import (
 )
 from gpu_actors.kernels.macros import Macros, forward_macros
 from gpu_actors.kernels.support import ELEMENTS, capability
-from gpu_actors.kernels.tiles import (
-    Tile,
-    num_q_tiles,
-    output_over_q,
-    shared_bytes_of,
-    tile_of,
-    value_pieces,
-)
+from gpu_actors.kernels.tiles import Tile, output_over_q, shared_bytes_of, tile_of, value_pieces
 from gpu_actors.problem import AttentionProblem, DispatchKey
 
 __all__ = [
@@ -95,7 +88,7 @@ def _cache_refusal(problem: AttentionProblem) -> Unsupported | None:
 def _shape_refusal(problem: AttentionProblem) -> Unsupported | None:
     if problem.total_k == 0:
         return Unsupported("seqlen_k", 0, "forward_sm90 moves keys by TMA, which there must be", 1)
-    if problem.batch * problem.heads_q * num_q_tiles(problem.seqlen_q, ROWS) > _MAX_TILES:
+    if problem.batch * problem.heads_q * -(-problem.seqlen_q // ROWS) > _MAX_TILES:
         reason = "forward_sm90 numbers its tiles of rows in 31 bits"
         return Unsupported("batch", problem.batch, reason, 1)
     if ELEMENTS[problem.dtype].fp8:
@@ -158,7 +151,7 @@ class Sections(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def sections_of(problem: AttentionProblem, tile: Tile) -> Sections:
     """The schedule of a problem: as many whole KV heads a section as L2 holds the keys and values of."""
-    row_tiles = num_q_tiles(problem.seqlen_q, tile.block_m)
+    row_tiles = -(-problem.seqlen_q // tile.block_m)
     all_heads = problem.batch * problem.heads_q
     itemsize = ELEMENTS[problem.dtype].itemsize
     bytes_a_head = max(1, problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * itemsize)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 
 from gpu_actors.devices.interface import ScratchSpec
-from gpu_actors.kernels.backward.params import pack_backward
-from gpu_actors.kernels.backward.variant import gradient_geometry, gradient_scratch, keys_of, summed_in_place
+from gpu_actors.kernels.backward.launch import gradient_program
 from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.hopper_backward.params import pack_sm90_backward
 from gpu_actors.kernels.hopper_backward.variant import (
@@ -21,7 +20,7 @@ from gpu_actors.kernels.hopper_backward.variant import (
     sm90_backward_threads,
     sm90_dq_floats,
 )
-from gpu_actors.kernels.program import Part, Program, Target
+from gpu_actors.kernels.program import Program, Target
 from gpu_actors.problem import AttentionProblem, DispatchKey
 
 __all__ = ["BACKWARD_SM90"]
@@ -29,16 +28,11 @@ __all__ = ["BACKWARD_SM90"]
 
 def sm90_backward_program(problem: AttentionProblem, key: DispatchKey, target: Target) -> Program:
     """The three kernels of ``key``. Raises Unsupported where a grid cannot hold their blocks."""
-    outer = functools.partial(pack_backward, problem, False)
-    packs = {PREPARE: outer, MAIN: functools.partial(pack_sm90_backward, problem, key, target.encode), FINISH: outer}
-    parts = tuple(
-        Part(part, gradient_geometry(part, key, problem, sm90_backward_threads(part)), packs[part.kernel])
-        for part in keys_of(key, NAMES)
-    )
-    scratch = gradient_scratch(key, problem, sm90_dq_floats(key), (CONSUMERS,))  # a turn for each one's share of a slot
-    if problem.dtype == "float16":
-        scratch["ds_bounds"] = ScratchSpec((problem.batch, problem.heads_kv, BOUNDS), "int32", zero=True)
-    return Program(parts, scratch, summed_in_place(problem))
+    pack = functools.partial(pack_sm90_backward, problem, key, target.encode)
+    bounds = ScratchSpec((problem.batch, problem.heads_kv, BOUNDS), "int32", zero=True)
+    own = {"ds_bounds": bounds} if problem.dtype == "float16" else {}
+    turns = (CONSUMERS,)  # one for each one's share of a slot
+    return gradient_program(problem, key, NAMES, sm90_backward_threads, pack, sm90_dq_floats(key), turns, own)
 
 
 BACKWARD_SM90 = KernelFamily(

@@ -1,4 +1,4 @@
-"""The kernel that merges partial results: its problem, key, source, grid and parameters."""
+"""The kernel that merges partial results: its problem, key, macros, grid and parameters."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gpu_actors.compiling.assets import asset_source
-from gpu_actors.compiling.source import KernelSource, check_arch
+from gpu_actors.compiling.source import check_arch
 from gpu_actors.devices.interface import Buffer, LaunchGeometry
 from gpu_actors.errors import Unsupported
-from gpu_actors.kernels.macros import flags
-from gpu_actors.kernels.params import Binder, Operand, ParamsLayout, describe_operand, struct_layout
+from gpu_actors.kernels.macros import Macros, flags
+from gpu_actors.kernels.params import Binder, Operand, ParamsLayout, struct_layout
 from gpu_actors.kernels.support import ELEMENTS, FIRST_CAPABILITY, capability
 from gpu_actors.validation.fields import flag, one_of
 from gpu_actors.values import StableText
@@ -24,7 +23,6 @@ __all__ = [
     "check_merge_key",
     "merge_geometry",
     "merge_key",
-    "merge_source",
     "merge_variants",
     "pack_merge",
     "pack_terms",
@@ -78,6 +76,13 @@ class MergeKey(StableText):
     out_dtype: str
     sinks: bool
 
+    @property
+    def macros(self) -> Macros:
+        """What the kernel is compiled for."""
+        types = {"ELEMENT": self.dtype, "OUT_ELEMENT": self.out_dtype, "LSE_ELEMENT": self.lse_dtype}
+        macros: Macros = {name: ELEMENTS[dtype].c_type for name, dtype in types.items()}
+        return macros | {"WARPS": _WARPS} | flags(SINKS=self.sinks)
+
 
 def merge_key(problem: MergeProblem, arch: str) -> MergeKey:
     """The key of a problem on an architecture. Raises as `check_merge_key`."""
@@ -114,19 +119,6 @@ def merge_variants(arch: str) -> list[MergeKey]:
     pairs = [("bfloat16", "bfloat16"), ("float16", "float16"), ("float32", "float32")]
     pairs += [("float32", "bfloat16"), ("float32", "float16")]
     return [MergeKey(arch=arch, dtype=a, lse_dtype="float32", out_dtype=b, sinks=False) for a, b in pairs]
-
-
-@functools.lru_cache(maxsize=64)
-def merge_source(key: MergeKey) -> KernelSource:
-    """What is compiled for a key."""
-    macros = {
-        "WARPS": _WARPS,
-        "ELEMENT": ELEMENTS[key.dtype].c_type,
-        "OUT_ELEMENT": ELEMENTS[key.out_dtype].c_type,
-        "LSE_ELEMENT": ELEMENTS[key.lse_dtype].c_type,
-        **flags(SINKS=key.sinks),
-    }
-    return asset_source("merge/merge.cu", (key.kernel,), macros=macros, arch=key.arch)
 
 
 def merge_geometry(problem: MergeProblem) -> LaunchGeometry:
@@ -168,9 +160,9 @@ def pack_merge(problem: MergeProblem, buffers: Mapping[str, Buffer]) -> bytes:
 def _binder(p: MergeProblem) -> Binder:
     layout = struct_layout("Params", "merge/merge.cu")
     operands = [*_results(p, layout, p.out_dtype, p.out_lse_dtype)]
-    operands.append(describe_operand(layout, "terms", "..", (p.count, TERM_FIELDS), "uint64"))
+    operands.append(layout.operand("terms", "..", (p.count, TERM_FIELDS), "uint64"))
     if p.sinks is not None:
-        operands.append(describe_operand(layout, "sinks", ("sinks_stride",), (p.heads,), p.sinks))
+        operands.append(layout.operand("sinks", ("sinks_stride",), (p.heads,), p.sinks))
     scalars = {
         "count": p.count,
         "rows": p.rows,
@@ -186,5 +178,5 @@ def _binder(p: MergeProblem) -> Binder:
 def _results(p: MergeProblem, layout: ParamsLayout, dtype: str, lse_dtype: str, suffix: str = "") -> Iterator[Operand]:
     outer, axes = ((p.batch,), "b") if p.batch else ((), "")
     out, lse = (*outer, p.rows, p.heads, p.columns), (*outer, p.heads, p.rows)
-    yield describe_operand(layout, f"out{suffix}", f"{axes}rh.", out, dtype, field="out")
-    yield describe_operand(layout, f"lse{suffix}", f"{axes}hr", lse, lse_dtype, field="lse")
+    yield layout.operand(f"out{suffix}", f"{axes}rh.", out, dtype, field="out")
+    yield layout.operand(f"lse{suffix}", f"{axes}hr", lse, lse_dtype, field="lse")

@@ -15,13 +15,12 @@ from gpu_actors.devices.emulation import EmulatedBuffer, EmulatedModule, build_m
 from gpu_actors.devices.interface import Buffer
 from gpu_actors.kernels.append.copy_pages import (
     PageCopyKey,
-    PageCopyProblem,
-    copy_source,
     pack_page_copy,
     page_copy_geometry,
 )
 from gpu_actors.kernels.append.params import pack_append
-from gpu_actors.kernels.append.variant import AppendProblem, Rope, append_geometry, append_key, append_source
+from gpu_actors.kernels.append.variant import AppendProblem, Rope, append_geometry, append_key
+from gpu_actors.kernels.variants import kernel_source
 from gpu_actors.reference.append import append_rows, appended_rows
 from gpu_actors.reference.rope import apply_rope, inverse_frequencies, rope_angles
 
@@ -188,7 +187,7 @@ def run(operands: Operands, **launch: Any) -> tuple[list[Any], Any]:
         buffers["q_rotated"] = buffer_of(operands.arrays["q"], memory["q_rotated"].address)
     geometry = append_geometry(key, problem)
     if all(geometry.grid):
-        module_of(append_source(key)).launch(
+        module_of(kernel_source(key)).launch(
             "append",
             geometry.grid,
             geometry.block,
@@ -314,26 +313,23 @@ def buffer_of(array: Any, address: int) -> Buffer:
 
 def run_copy(k_cache: Any, v_cache: Any, pairs: Any, **launch: Any) -> tuple[Any, Any]:
     """The pools after the page copies."""
-    problem = PageCopyProblem(
-        pairs=len(pairs),
-        num_blocks=len(k_cache),
-        page_size=k_cache.shape[1],
-        heads_kv=k_cache.shape[2],
-        head_dim=k_cache.shape[3],
-        head_dim_v=v_cache.shape[3],
-        dtype=k_cache.dtype.name,
-    )
+    blocks, page_size, heads, dim = k_cache.shape
+    dtype = k_cache.dtype.name
+    pool = AppendProblem(
+        layout="paged", batch=1, total=1, heads_kv=heads, head_dim=dim, head_dim_v=v_cache.shape[3], dtype=dtype,
+        cache_dtype=dtype, page_size=page_size, num_blocks=blocks,
+    )  # fmt: skip
     arrays = {"k_cache": k_cache, "v_cache": v_cache, "page_pairs": np.asarray(pairs, np.int32).reshape(-1, 2)}
     memory = {name: EmulatedBuffer.of(array, name) for name, array in arrays.items()}
     buffers = {name: buffer_of(array, memory[name].address) for name, array in arrays.items()}
-    geometry = page_copy_geometry(problem)
+    geometry = page_copy_geometry(len(pairs), pool)
     if all(geometry.grid):
-        module_of(copy_source(PageCopyKey(arch="sm_90a"))).launch(
+        module_of(kernel_source(PageCopyKey(arch="sm_90a"))).launch(
             "copy_pages",
             geometry.grid,
             geometry.block,
             geometry.shared_bytes,
-            pack_page_copy(problem, buffers),
+            pack_page_copy(len(pairs), pool, buffers),
             list(memory.values()),
             **{"arithmetic": contraction.arithmetic(), **launch},
         )

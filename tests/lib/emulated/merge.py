@@ -16,10 +16,10 @@ from gpu_actors.kernels.merge.merge import (
     MergeProblem,
     merge_geometry,
     merge_key,
-    merge_source,
     pack_merge,
     pack_terms,
 )
+from gpu_actors.kernels.variants import kernel_source
 from gpu_actors.partial import Partial
 
 __all__ = ["merge_problem", "run_merge"]
@@ -73,7 +73,7 @@ def run_merge(
     memory["terms"] = EmulatedBuffer.of(table, "terms")
     buffers["terms"] = buffer_of(table, memory["terms"].address)
     geometry = merge_geometry(problem)
-    module = build(merge_source(merge_key(problem, "sm_90a")))
+    module = build(kernel_source(merge_key(problem, "sm_90a")))
     packed = pack_merge(problem, buffers)
     module.launch("merge", geometry.grid, geometry.block, 0, packed, list(memory.values()), **launch)
     return Partial(*(memory[name].view(arrays[name].dtype, arrays[name].shape) for name in ("out", "lse")))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeVar
 from gpu_actors.bench.sass import disassemble, find_disassembler
 from gpu_actors.compiling.compiler import Compiler, supported_archs
 from gpu_actors.compiling.source import KernelResources, KernelSource
+from gpu_actors.kernels.tiles import TILES
 
 __all__ = [
     "ARCHS",
@@ -20,10 +21,14 @@ __all__ = [
     "REPORTS",
     "Code",
     "MmaVariant",
+    "WgmmaVariant",
     "at_once",
     "code_faults",
     "code_of",
+    "failing",
     "register_limit",
+    "sample_of",
+    "tiles_missed",
     "with_bug",
     "write_page",
     "wrong",
@@ -62,6 +67,19 @@ class MmaVariant(NamedTuple):
         dtype, compute, dim, dim_v = self.shape
         dims = str(dim) if dim == dim_v else f"{dim}/{dim_v}"
         return f"{self.arch} {compute or dtype} {dims} {self.option}"
+
+
+class WgmmaVariant(NamedTuple):
+    """A variant of the kernels that multiply with wgmma."""
+
+    dtype: str
+    dim: int
+    dim_v: int
+    option: str
+
+    def __str__(self) -> str:
+        dims = str(self.dim) if self.dim == self.dim_v else f"{self.dim}/{self.dim_v}"
+        return f"{self.dtype} {dims} {self.option}"
 
 
 class Code(NamedTuple):
@@ -120,6 +138,26 @@ def at_once(examine: Callable[[V], F], variants: Sequence[V]) -> list[F]:
     """Examine variants on two threads: NVRTC compiles without the interpreter's lock."""
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(examine, variants))
+
+
+def failing(examine: Callable[[V], F], faults: Callable[[F], list[str]], variants: Sequence[V]) -> dict[str, list[str]]:
+    """The faults of the variants that have any."""
+    found = {str(variant): faults(each) for variant, each in zip(variants, at_once(examine, variants), strict=True)}
+    return {name: wrongs for name, wrongs in found.items() if wrongs}
+
+
+def sample_of(variants: Sequence[MmaVariant], arch: str, wanted: Sequence[tuple[str, int, str]]) -> list[MmaVariant]:
+    """Of an architecture's variants those of these dtypes, head dims and options, each of which there must be."""
+    sample = [v for v in variants if v.arch == arch and (v.shape[0], v.shape[2], v.option) in wanted]
+    assert len(sample) == len(wanted)
+    return sample
+
+
+def tiles_missed(kernel: str, sources: Iterable[KernelSource]) -> set[tuple[int, ...]]:
+    """The rows of the tile table that no source of the kernel is compiled for."""
+    names = ("BLOCK_M", "BLOCK_N", "STAGES", "WARPS")
+    reached = {tuple(int(source.macros[name]) for name in names) for source in sources}
+    return {tuple(row.tile) for row in TILES if row.kernel == kernel} - reached
 
 
 def write_page(variants: Sequence[V], judge: Callable[[V], tuple[str, list[str]]], page: Path, template: str) -> int:
