@@ -7,8 +7,9 @@ async with open_pool("mock", workers=4) as pool:
 
 pool: requests without state. dispatch: the workers, and what is repeated elsewhere. cache: sequences with a
 home. members: one worker's account. routing: who gets what. budget: how much is repeated.
+heads: one request over several workers by heads. keys: one sequence over several workers.
 
-Imports from other rooms: isolation, kv, remote, runtime, validation.
+Imports from other rooms: arrays, isolation, kv, remote, runtime, validation.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from __future__ import annotations
 from gpu_actors.distributed.budget import RetryBudget
 from gpu_actors.distributed.cache import PooledKvCache, PooledSequence
 from gpu_actors.distributed.dispatch import PoolStats
-from gpu_actors.distributed.members import WorkerStats
+from gpu_actors.distributed.heads import head_split, head_split_backward
+from gpu_actors.distributed.keys import ShardedKvCache, ShardedSequence
+from gpu_actors.distributed.members import Member, WorkerStats
 from gpu_actors.distributed.pool import ContextPool, open_pool
 from gpu_actors.distributed.routing import Directory, Homes, Ring, less_loaded_of_two
 from gpu_actors.kv.prefix import prompt_digests as prefix_digests
@@ -25,12 +28,17 @@ __all__ = [
     "ContextPool",
     "Directory",
     "Homes",
+    "Member",
     "PoolStats",
     "PooledKvCache",
     "PooledSequence",
     "RetryBudget",
     "Ring",
+    "ShardedKvCache",
+    "ShardedSequence",
     "WorkerStats",
+    "head_split",
+    "head_split_backward",
     "less_loaded_of_two",
     "open_pool",
     "prefix_digests",

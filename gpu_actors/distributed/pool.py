@@ -31,6 +31,7 @@ from gpu_actors.validation.fields import expect, integer, real
 __all__ = ["ContextPool", "open_pool"]
 
 T = TypeVar("T")
+Choose = Callable[[Mapping[str, Member]], Member]
 
 # A forward into an ``out`` leaves no other trace, and writes the same there when it is repeated.
 _INTO_OUT = ("FlashForward", "PagedForward", "BatchedDecode")
@@ -53,6 +54,7 @@ class ContextPool(Dispatch):
         *,
         timeout: float | None = None,
         repeatable: bool | None = None,
+        choose: Choose | None = None,
     ) -> T:
         """Make a request that needs no state, on the less loaded of two workers: ``await pool.ask(lambda ctx:
         ctx.flash_attn.forward(q, k, v))``.
@@ -62,6 +64,7 @@ class ContextPool(Dispatch):
         timeout: seconds for all attempts together, after which it raises `DeadlineExceeded`.
         repeatable: whether the request may be made again though it may have been carried out. None: attention,
             gradients, graphs and compiles may; anything else, such as ``ctx.run(...)``, may not.
+        choose: another choice than the less loaded of two: of the workers that may get the request, by name.
 
         Raises what the reply raises; `WorkerLost` where no worker is left. Cancelling it cancels the request.
         """
@@ -82,7 +85,7 @@ class ContextPool(Dispatch):
                 return repeatable
             return harmless(message) or type(message).__name__ in _INTO_OUT
 
-        return await self.attempt(self._less_loaded, make, may_repeat)
+        return await self.attempt(choose or self._less_loaded, make, may_repeat)
 
     def kv_cache(
         self,

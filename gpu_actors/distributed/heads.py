@@ -1,0 +1,166 @@
+"""head_split: one request of attention over several workers, each with some of the heads (tensor parallel).
+
+Heads do not meet in attention, so nothing is merged: the answer has the bits of one context's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from gpu_actors.arrays.adopt import Adopted, adopt, check_device, restore
+from gpu_actors.distributed.members import Member
+from gpu_actors.distributed.pool import ContextPool
+from gpu_actors.distributed.routing import less_loaded_of_two
+from gpu_actors.errors import Unsupported
+from gpu_actors.requests import AttentionGradients, AttentionOutput, FlashBackward, FlashForward
+from gpu_actors.validation.fields import describe, expect, integer
+from gpu_actors.values import show
+
+__all__ = ["head_split", "head_split_backward"]
+
+# First words of operands without heads of q.
+_NOT_OF_Q = ("q", "k", "v", "cu")
+# The axis of q's heads in its operands, from the end: the last one in vectors, such as the sinks.
+_OF_Q = {"q": -2, "dout": -2, "out": -2, "lse": -2, "bias": -3}
+_OF_Q |= {
+    each.name: -1
+    for each in dataclasses.fields(FlashBackward)
+    if str(each.type).startswith("Array") and each.name not in _OF_Q and each.name.partition("_")[0] not in _NOT_OF_Q
+}
+# That of k's heads.
+_OF_K = {"k": -2, "v": -2, "q_descale": -1, "k_descale": -1, "v_descale": -1}
+
+
+async def head_split(
+    pool: ContextPool, request: FlashForward, *, parts: int, timeout: float | None = None
+) -> AttentionOutput:
+    """Answer a forward request by ``parts`` workers of a pool, each with its share of the heads.
+
+    request: over arrays on the host. Each part has heads_kv / parts heads of k and v and the heads of q that read them,
+    with their slopes, sinks, bias and descales.
+    parts: divides heads_kv. A part goes to a worker that has none yet, while there is one; a lost worker's part is
+    repeated as `ContextPool.ask` does. timeout: seconds for each part.
+
+    Raises `InvalidRequest` for operands whose heads do not agree, `Unsupported` for ``parts`` that do not divide
+    heads_kv, for dropout, whose random numbers go by the head's number, and for an ``out``; and what the pool raises.
+    """
+    expect(type(request) is FlashForward, "request", show(request), "must be a FlashForward")
+    if request.out is not None:
+        raise Unsupported("out", describe(request.out), "parts cannot write into one array; copy the result")
+    given = _operands(request)
+    return _joined(await _answers(pool, request, given, parts, timeout), given)
+
+
+async def head_split_backward(
+    pool: ContextPool, request: FlashBackward, *, parts: int, timeout: float | None = None
+) -> AttentionGradients:
+    """`head_split` for gradients. Those of a bias that all heads share are summed over the parts."""
+    expect(type(request) is FlashBackward, "request", show(request), "must be a FlashBackward")
+    given = _operands(request)
+    return _joined_gradients(await _answers(pool, request, given, parts, timeout), given)
+
+
+async def _answers(
+    pool: ContextPool, request: FlashForward, given: Mapping[str, Adopted], parts: int, timeout: float | None
+) -> list[Any]:
+    count = integer("parts", parts, 1)
+    heads, heads_kv = _heads(given)
+    if heads_kv % count:
+        nearest = max(number for number in range(1, count) if heads_kv % number == 0)
+        raise Unsupported("parts", parts, f"must divide heads_kv, {heads_kv}", nearest)
+    if request.dropout_p:
+        reason = "random numbers go by the number of the head, which a part does not know"
+        raise Unsupported("dropout_p", request.dropout_p, reason, 0.0)
+    taken: set[str] = set()
+
+    def choose(members: Mapping[str, Member]) -> Member:
+        loads = {name: member.outstanding for name, member in members.items()}
+        free = {name: load for name, load in loads.items() if name not in taken}
+        name = less_loaded_of_two(free or loads, pool.dice)
+        taken.add(name)
+        return members[name]
+
+    def ask(part: FlashForward) -> Coroutine[Any, Any, Any]:
+        return pool.ask(lambda ctx: ctx.flash_attn.submit(part), timeout=timeout, choose=choose)
+
+    split = [_part(request, given, (heads, heads_kv), (index, count)) for index in range(count)]
+    tasks = [asyncio.ensure_future(ask(part)) for part in split]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+def _operands(request: FlashForward) -> dict[str, Adopted]:
+    """The operands with heads that a request has, as arrays of NumPy."""
+    found: dict[str, Adopted] = {}
+    for name in (*_OF_Q, *_OF_K):
+        array = getattr(request, name, None)
+        if array is not None:
+            found[name] = adopt(array, name)
+            check_device(found[name], name, "cpu")
+    return found
+
+
+def _heads(given: Mapping[str, Adopted]) -> tuple[int, int]:
+    counts = []
+    for name in ("q", "k"):
+        array: Any = given[name].array if name in given else None
+        sound = array is not None and array.ndim >= 3
+        expect(sound, name, describe(array), "must be (..., rows, heads, head_dim)")
+        counts.append(int(array.shape[-2]))
+    heads, heads_kv = counts
+    sound = heads > 0 and heads_kv > 0 and heads % heads_kv == 0
+    expect(sound, "q", describe(given["q"].array), f"must have a multiple of k's heads, {heads_kv}")
+    return heads, heads_kv
+
+
+def _part(
+    request: FlashForward, given: Mapping[str, Adopted], counts: tuple[int, int], share: tuple[int, int]
+) -> FlashForward:
+    """The request of one part. share: its number, and how many there are."""
+    index, parts = share
+    changed: dict[str, Any] = {}
+    for axes, heads in ((_OF_Q, counts[0]), (_OF_K, counts[1])):
+        each = heads // parts
+        for name, axis in axes.items():
+            if name not in given:
+                continue
+            array: Any = given[name].array
+            if name == "bias" and array.ndim >= 3 and array.shape[axis] == 1:
+                continue  # one bias for all heads
+            extent = array.shape[axis] if array.ndim >= -axis else None
+            expect(extent == heads, name, describe(array), f"must have {heads} heads on axis {axis}")
+            changed[name] = np.ascontiguousarray(array.take(range(index * each, (index + 1) * each), axis=axis))
+    return dataclasses.replace(request, **changed)
+
+
+def _joined(answers: Sequence[AttentionOutput], given: Mapping[str, Adopted]) -> AttentionOutput:
+    out = np.concatenate([answer.out for answer in answers], axis=-2)
+    lse = None if answers[0].lse is None else np.concatenate([answer.lse for answer in answers], axis=-2)
+    template = given["q"]
+    return AttentionOutput(restore(out, template), None if lse is None else restore(lse, template))
+
+
+def _joined_gradients(answers: Sequence[AttentionGradients], given: Mapping[str, Adopted]) -> AttentionGradients:
+    template = given["q"]
+    joined = [np.concatenate([answer[index] for answer in answers], axis=-2) for index in range(3)]
+    dbias = dsinks = None
+    if answers[0].dbias is not None:
+        biases = [answer.dbias for answer in answers]
+        if given["bias"].array.shape[-3] == 1:
+            kind = biases[0].dtype
+            dbias = np.sum([bias.astype(np.float64) for bias in biases], axis=0).astype(kind)
+        else:
+            dbias = np.concatenate(biases, axis=-3)
+    if answers[0].dsinks is not None:
+        dsinks = np.concatenate([answer.dsinks for answer in answers], axis=-1)
+    return AttentionGradients(*(None if one is None else restore(one, template) for one in (*joined, dbias, dsinks)))

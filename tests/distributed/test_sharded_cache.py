@@ -1,0 +1,243 @@
+"""Keys over several workers: attention equals that over one cache."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import gpu_actors as ga
+from gpu_actors.distributed import ContextPool, ShardedKvCache, open_pool
+from gpu_actors.remote import InProcess, RemoteContext
+
+SPEC: dict[str, Any] = {"num_blocks": 32, "page_size": 8, "kv_heads": 2, "head_dim": 16, "dtype": "float32"}
+QUICK = ga.RestartPolicy(max_restarts=1000, backoff=0.0)
+
+
+def rows(count: int, heads: int = 2, seed: int = 0, dtype: Any = np.float32) -> Any:
+    return np.random.default_rng((seed, count, heads)).standard_normal((count, heads, 16)).astype(dtype)
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3])
+def workers(request: pytest.FixtureRequest) -> int:
+    count: int = request.param
+    return count
+
+
+@pytest.fixture
+async def pool(workers: int) -> AsyncIterator[ContextPool]:
+    async with open_pool("mock", workers=workers, workplace=InProcess, seed=0) as opened:
+        yield opened
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "softcap and scale": {"softcap": 3.0, "softmax_scale": 0.4},
+    "sinks": {"sinks": rows(1, 4, seed=7)[0, :, 0].copy()},
+    "not causal": {"causal": False},
+}
+
+
+@pytest.mark.parametrize("interleave", [1, 5, 8])
+@pytest.mark.parametrize("name", OPTIONS)
+async def test_decode_and_chunks_equal_one_cache(pool: ContextPool, name: str, interleave: int) -> None:
+    options = OPTIONS[name]
+    async with (
+        ga.open_context("mock") as ctx,
+        ctx.kv_cache(**SPEC) as own,
+        ShardedKvCache(pool, **SPEC, interleave=interleave) as cache,
+    ):
+        seq, mine = await cache.create(), await own.create()
+        for step, count in enumerate((13, 1, 1, 6, 1, 20, 1)):
+            q, k, v = rows(count, 4, step), rows(count, 2, step), rows(count, 2, step + 50)
+            found = await cache.attend(q, seq, k=k, v=v, return_lse=True, **options)
+            wanted = await own.attend(q[None], mine, k=k[None], v=v[None], return_lse=True, **options)
+            np.testing.assert_allclose(found.out, wanted.out[0], rtol=2e-6, atol=2e-6)
+            np.testing.assert_allclose(found.lse, wanted.lse[0], rtol=2e-6, atol=2e-6)
+        assert seq.length == own.length(mine) == 43
+        # A row that is in the cache already, and rows that see all of it.
+        q = rows(1, 4, 99)
+        found = await cache.attend(q, seq, **options)
+        wanted = await own.attend(q[None], mine, **options)
+        np.testing.assert_allclose(found.out, wanted.out[0], rtol=2e-6, atol=2e-6)
+        assert found.lse is None
+        q = rows(5, 4, 98)
+        found = await cache.attend(q, seq, **{**options, "causal": False})
+        wanted = await own.attend(q[None], mine, **{**options, "causal": False})
+        np.testing.assert_allclose(found.out, wanted.out[0], rtol=2e-6, atol=2e-6)
+
+
+async def test_rows_lie_where_they_belong(pool: ContextPool, workers: int) -> None:
+    async with ShardedKvCache(pool, **SPEC, interleave=4) as cache:
+        seq = await cache.create()
+        total = 0
+        for count in (0, 3, 1, 9, 30, 2):
+            total += count
+            assert await cache.append(seq, rows(count), rows(count)) == total
+            lengths = [one.length(handle) for one, handle in zip(cache._caches, seq._handles, strict=True)]
+            assert lengths == [int((np.arange(total) // 4 % workers == rank).sum()) for rank in range(workers)]
+        await cache.free(seq)
+        assert all(one.stats().sequences == 0 for one in cache._caches)
+
+
+async def test_an_empty_sequence_and_no_rows(pool: ContextPool) -> None:
+    async with ShardedKvCache(pool, **SPEC) as cache:
+        seq = await cache.create()
+        found = await cache.attend(rows(1, 4), seq, return_lse=True)
+        np.testing.assert_array_equal(found.out, np.zeros((1, 4, 16), np.float32))
+        assert np.isneginf(found.lse).all()
+        found = await cache.attend(rows(0, 4), seq, k=rows(0), v=rows(0))
+        assert found.out.shape == (0, 4, 16)
+        assert seq.length == 0
+
+
+async def test_bfloat16_rounds_a_part_once_more() -> None:
+    spec = {**SPEC, "dtype": "bfloat16"}
+    async with (
+        open_pool("mock", workers=3, workplace=InProcess) as pool,
+        ga.open_context("mock") as ctx,
+        ctx.kv_cache(**spec) as own,
+        ShardedKvCache(pool, **spec) as cache,
+    ):
+        seq, mine = await cache.create(), await own.create()
+        for step in range(4):
+            q, k, v = (rows(17, heads, step + heads, ml_dtypes.bfloat16) for heads in (4, 2, 2))
+            found = await cache.attend(q, seq, k=k, v=v)
+            wanted = await own.attend(q[None], mine, k=k[None], v=v[None])
+            assert found.out.dtype == ml_dtypes.bfloat16
+            error = np.abs(found.out.astype(np.float32) - wanted.out[0].astype(np.float32)).max()
+            assert error <= 2**-7 * np.abs(v.astype(np.float32)).max()
+
+
+async def test_a_full_worker_leaves_no_trace() -> None:
+    spec = {**SPEC, "num_blocks": 2}
+    async with (
+        open_pool("mock", workers=2, workplace=InProcess) as pool,
+        ShardedKvCache(pool, **spec, interleave=8) as cache,
+    ):
+        seq = await cache.create()
+        assert await cache.append(seq, rows(20), rows(20)) == 20  # 12 and 8 rows of 16
+        other = await cache._caches[1].create()
+        await cache._caches[1].append(other, rows(8), rows(8))  # another's, which fills that worker
+        with pytest.raises(ga.CacheFull):
+            await cache.append(seq, rows(8), rows(8))
+        with pytest.raises(ga.CacheFull):
+            await cache.attend(rows(8, 4), seq, k=rows(8), v=rows(8))
+        assert seq.length == 20
+        assert [one.length(handle) for one, handle in zip(cache._caches, seq._handles, strict=True)] == [12, 8]
+        await cache._caches[1].free(other)
+        assert await cache.append(seq, rows(8), rows(8)) == 28
+
+
+async def test_requests_on_a_sequence_come_one_after_the_other() -> None:
+    async with open_pool("mock", workers=2, workplace=InProcess) as pool, ShardedKvCache(pool, **SPEC) as cache:
+        seq = await cache.create()
+        lengths = await asyncio.gather(*(cache.append(seq, rows(3), rows(3)) for _ in range(20)))
+        assert lengths == list(range(3, 61, 3))
+
+
+async def test_a_cancelled_append_is_wholly_there() -> None:
+    options = ga.ContextOptions(mock=ga.MockOptions(latency=0.1))
+    async with (
+        open_pool("mock", workers=2, options=options, workplace=InProcess) as pool,
+        ShardedKvCache(pool, **SPEC, interleave=1) as cache,
+    ):
+        seq = await cache.create()
+        appending = asyncio.create_task(cache.append(seq, rows(5), rows(5)))
+        await asyncio.sleep(0.02)
+        appending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await appending
+        assert await cache.append(seq, rows(1), rows(1)) == 6
+        attending = asyncio.create_task(cache.attend(rows(1, 4), seq, k=rows(1), v=rows(1)))
+        await asyncio.sleep(0.02)
+        attending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await attending
+        assert seq.length == 6
+        with pytest.raises(ga.DeadlineExceeded):
+            await cache.attend(rows(1, 4), seq, k=rows(1), v=rows(1), timeout=0.01)
+        assert await cache.append(seq, rows(1), rows(1)) == 7
+
+
+async def test_a_lost_worker_takes_the_sequence_along() -> None:
+    options = ga.ContextOptions(restart=QUICK)
+    async with open_pool("mock", workers=2, options=options) as pool, ShardedKvCache(pool, **SPEC) as cache:
+        seq, idle = await cache.create(), await cache.create()
+        await cache.append(seq, rows(20), rows(20))
+        assert cache.workers == ["worker-1", "worker-2"]
+        victim = pool.workers["worker-2"]
+        assert isinstance(victim, RemoteContext)
+        os.kill(victim.pid or 0, signal.SIGSTOP)
+        attending = asyncio.create_task(cache.attend(rows(1, 4), seq, k=rows(1), v=rows(1)))
+        await asyncio.sleep(0.2)
+        os.kill(victim.pid or 0, signal.SIGKILL)
+        with pytest.raises(ga.WorkerLost) as caught:
+            await attending
+        assert caught.value.worker == "worker-2"
+        for _ in range(2):
+            with pytest.raises(ga.StaleBuffer):
+                await cache.append(seq, rows(1), rows(1))
+        with pytest.raises((ga.StaleBuffer, ga.WorkerLost)):
+            await cache.append(idle, rows(40), rows(40))
+        with pytest.raises(ga.StaleBuffer):
+            await cache.attend(rows(1, 4), idle)
+        async with ShardedKvCache(pool, **SPEC) as later:
+            young = await later.create()
+            assert await later.append(young, rows(20), rows(20)) == 20
+
+
+async def test_what_is_refused() -> None:
+    async with open_pool("mock", workers=2, workplace=InProcess) as pool, ShardedKvCache(pool, **SPEC) as cache:
+        seq = await cache.create()
+        await cache.append(seq, rows(9), rows(9))
+        q, k = rows(3, 4), rows(3)
+        for field, options in (
+            ("window_size", {"window_size": (4, 0)}),
+            ("sink_tokens", {"sink_tokens": 2}),
+            ("alibi_slopes", {"alibi_slopes": np.ones(4, np.float32)}),
+            ("tree_mask", {"tree_mask": np.ones((1, 3), np.uint64)}),
+        ):
+            with pytest.raises(ga.Unsupported, match="places of keys") as refused:
+                await cache.attend(q, seq, k=k, v=k, **options)  # type: ignore[arg-type]
+            assert refused.value.field == field
+        with pytest.raises(ga.Unsupported, match="several workers"):
+            await cache.attend(q, seq, k=k, v=k, expect_length=9)
+        with pytest.raises(TypeError, match="windows"):
+            await cache.attend(q, seq, k=k, v=k, windows=3)
+        with pytest.raises(ga.Unsupported, match="give k and v"):
+            await cache.attend(q, seq)
+        with pytest.raises(ga.Unsupported, match="unchanged"):
+            ShardedKvCache(pool, **{**SPEC, "dtype": "float8_e4m3fn"})
+        for field, ask in (
+            ("v", cache.attend(q, seq, k=k)),
+            ("k", cache.attend(q, seq, k=rows(2), v=rows(2))),
+            ("k", cache.append(seq, rows(2, 4), rows(2))),
+            ("v", cache.append(seq, rows(2), rows(1))),
+            ("k", cache.append(seq, rows(2).astype(np.float16), rows(2))),
+            ("q", cache.attend(q[:, 0], seq, k=k, v=k)),
+            ("seq", cache.append(3, k, k)),  # type: ignore[arg-type]
+            ("softcap", cache.attend(q, seq, k=k, v=k, softcap=-1.0)),
+        ):
+            with pytest.raises(ga.InvalidRequest) as wrong:
+                await ask
+            assert wrong.value.field == field
+        with pytest.raises(ga.InvalidRequest):
+            ShardedKvCache(3, **SPEC)  # type: ignore[arg-type]
+        with pytest.raises(ga.InvalidRequest, match="entered first"):
+            await ShardedKvCache(pool, **SPEC).create()
+        assert seq.length == 9
+        await cache.free(seq)
+        with pytest.raises(ga.InvalidRequest, match="freed"):
+            await cache.append(seq, k, k)
+        with pytest.raises(ga.GpuActorsError, match="entered already"):
+            await cache.__aenter__()
+        last = await cache.create()
+    with pytest.raises(ga.StaleBuffer):
+        await cache.append(last, k, k)
