@@ -67,7 +67,7 @@ from gpu_actors.runtime.cell import Terminated
 from gpu_actors.runtime.handle import ActorHandle
 from gpu_actors.runtime.mailbox import ActorStats
 from gpu_actors.runtime.reply import Reply
-from gpu_actors.tracing import ChromeTrace, TraceEvent
+from gpu_actors.tracing import ChromeTrace, StreamedTrace, TraceEvent, host_span
 
 __all__ = [
     "ActorFailed",
@@ -142,6 +142,7 @@ __all__ = [
     "Rope",
     "ServiceActor",
     "StaleBuffer",
+    "StreamedTrace",
     "Terminated",
     "TraceEvent",
     "Unsupported",
@@ -149,5 +150,6 @@ __all__ = [
     "WorkerLost",
     "WouldBlock",
     "__version__",
+    "host_span",
     "open_context",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -37,6 +39,10 @@ def serve(
     exit_when_dead: Annotated[
         bool, typer.Option("--exit-when-dead", help="Exit with 70 once the device is lost.")
     ] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Write a trace of requests and steps to this file as they happen."),
+    ] = None,
     log: Annotated[str, typer.Option(help="json or text, on standard error.")] = "json",
 ) -> None:
     """Serve OpenAI's API: /v1/completions, /v1/chat/completions, /v1/embeddings and /v1/models.
@@ -73,4 +79,11 @@ def serve(
         leave_seconds=leave_seconds,
         drain_seconds=drain_seconds,
     )
-    run(settings, host, port, log_json=log == "json")
+    if trace is None:
+        run(settings, host, port, log_json=log == "json")
+        return
+    from gpu_actors.tracing import StreamedTrace
+
+    with StreamedTrace(trace) as events:
+        options = dataclasses.replace(settings.options, on_event=events)
+        run(dataclasses.replace(settings, options=options), host, port, log_json=log == "json")

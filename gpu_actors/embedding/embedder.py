@@ -20,6 +20,7 @@ from gpu_actors.embedding.minilm import EncoderLayer, MiniLM, mean_pool
 from gpu_actors.embedding.tokens import MAX_TEXT_CHARS, TokenBatch, Tokenizer, token_batches
 from gpu_actors.embedding.weights import find_weights, load_config
 from gpu_actors.errors import InvalidRequest, LaunchError
+from gpu_actors.tracing import host_span
 
 if TYPE_CHECKING:
     from gpu_actors.context import GpuContext
@@ -147,7 +148,7 @@ class Embedder:
             async with anyio.create_task_group() as tasks:
                 while True:
                     await slots.acquire()
-                    batch = await anyio.to_thread.run_sync(_next_batch, batches)
+                    batch = await anyio.to_thread.run_sync(_tokenized, batches)
                     if batch is None:
                         break
                     tasks.start_soon(run, len(order), batch)
@@ -167,14 +168,15 @@ class Embedder:
             attended = await self._attend(heads, batch, deadline)
             x, heads = await self._compute(partial(_advance, layer, following, x, attended, dtype))
         attended = await self._attend(heads, batch, deadline)
-        vectors = await self._compute(lambda: mean_pool(_finish(layers[-1], x, attended), batch))
+        vectors = await self._compute(lambda: _pooled(layers[-1], x, attended, batch))
         if not np.isfinite(vectors).all():
             raise LaunchError("an embedding is not finite: the attention answered with NaN or infinity")
         return vectors
 
     def _enter(self, batch: TokenBatch, dtype: DTypeLike) -> tuple[Floats, Heads]:
-        x = self.model.embeddings(batch)
-        return x, _operands(self.model.layers[0], x, dtype)
+        with host_span("matmul", rows=len(batch.ids), part="first layer"):
+            x = self.model.embeddings(batch)
+            return x, _operands(self.model.layers[0], x, dtype)
 
     async def _attend(self, heads: Heads, batch: TokenBatch, deadline: float | None) -> Operand:
         output = await self._context.flash_attn.forward(
@@ -204,11 +206,22 @@ class Embedder:
         return await anyio.to_thread.run_sync(work, limiter=self._limiter)
 
 
+def _tokenized(batches: Iterator[TokenBatch]) -> TokenBatch | None:
+    with host_span("tokenise"):
+        return _next_batch(batches)
+
+
+def _pooled(layer: EncoderLayer, x: Floats, attended: Operand, batch: TokenBatch) -> Floats:
+    with host_span("matmul", rows=len(x), part="last layer"):
+        return mean_pool(_finish(layer, x, attended), batch)
+
+
 def _advance(
     layer: EncoderLayer, following: EncoderLayer, x: Floats, attended: Operand, dtype: DTypeLike
 ) -> tuple[Floats, Heads]:
-    x = _finish(layer, x, attended)
-    return x, _operands(following, x, dtype)
+    with host_span("matmul", rows=len(x), part="between layers"):
+        x = _finish(layer, x, attended)
+        return x, _operands(following, x, dtype)
 
 
 def _operands(layer: EncoderLayer, x: Floats, dtype: DTypeLike) -> Heads:

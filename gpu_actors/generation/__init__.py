@@ -8,7 +8,7 @@ config: the sizes of a model. weights: from a seed, or from a folder in Hugging 
 their attention. plain: the same model without the service, to compare with. tokenizer, chat: text to tokens and back.
 batch: the texts of a step. engine: the steps. text: what they make. sampling, stops: what follows, and where it ends.
 
-Imports from other rooms: kernels, runtime, validation.
+Imports from other rooms: kernels, runtime, tracing, validation.
 """
 
 from __future__ import annotations

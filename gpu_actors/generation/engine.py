@@ -30,6 +30,7 @@ from gpu_actors.generation.sampling import Sampling, TokenScores
 from gpu_actors.generation.text import Generation
 from gpu_actors.generation.weights import Matrix
 from gpu_actors.kernels.append.variant import Rope
+from gpu_actors.tracing import host_span
 from gpu_actors.validation.fields import expect, integer
 from gpu_actors.values import show
 
@@ -260,27 +261,30 @@ class Engine:
         await self._take(texts, drawn)
 
     def _first(self, rows: Rows) -> tuple[Matrix, Heads | None]:
-        x = self._model.embed(rows.tokens)
-        return x, self._model.before_attention(0, x)
+        with host_span("matmul", rows=len(rows.tokens), layer=0):
+            x = self._model.embed(rows.tokens)
+            return x, self._model.before_attention(0, x)
 
     def _between(self, layer: int, x: Matrix, attended: Matrix) -> tuple[Matrix, Heads | None]:
         """From one layer's attention to the next one's, where there is one."""
-        x = self._model.after_attention(layer, x, attended.astype(np.float32))
-        more = layer + 1 < self._model.config.layers
-        return x, self._model.before_attention(layer + 1, x) if more else None
+        with host_span("matmul", rows=len(x), layer=layer + 1):
+            x = self._model.after_attention(layer, x, attended.astype(np.float32))
+            more = layer + 1 < self._model.config.layers
+            return x, self._model.before_attention(layer + 1, x) if more else None
 
     def _draw(self, texts: list[Text], x: Matrix) -> list[tuple[int, TokenScores | None] | GpuActorsError]:
         """The next token of each text, or why it has none."""
-        drawn: list[tuple[int, TokenScores | None] | GpuActorsError] = []
-        for text, row in zip(texts, self._model.logits(x), strict=True):
-            generation = self._generations[text]
-            if self._keep_logits:
-                generation.logits.append(row)
-            try:
-                drawn.append(generation.draw(row))
-            except GpuActorsError as error:
-                drawn.append(error)
-        return drawn
+        with host_span("sample", texts=len(texts)):
+            drawn: list[tuple[int, TokenScores | None] | GpuActorsError] = []
+            for text, row in zip(texts, self._model.logits(x), strict=True):
+                generation = self._generations[text]
+                if self._keep_logits:
+                    generation.logits.append(row)
+                try:
+                    drawn.append(generation.draw(row))
+                except GpuActorsError as error:
+                    drawn.append(error)
+            return drawn
 
     async def _attend(self, layer: int, rows: Rows, heads: Heads) -> Any:
         q, k, v = (part.astype(self._dtype) for part in heads)

@@ -7,7 +7,7 @@ models: what is loaded. telling: a text as it comes. stream: server-sent events.
 failures: errors in OpenAI's form. state: what the endpoints share. collector: metrics. app: all of it together.
 server: the process. Needs the extra "serve".
 
-Imports from other rooms: embedding, generation, runtime, serving, validation.
+Imports from other rooms: embedding, generation, runtime, serving, tracing, validation.
 """
 
 from __future__ import annotations

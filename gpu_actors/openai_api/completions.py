@@ -37,6 +37,7 @@ from gpu_actors.openai_api.responses import (
 from gpu_actors.openai_api.stream import EventStream, Writer
 from gpu_actors.openai_api.telling import ScoredToken, Telling, token_text
 from gpu_actors.serving.guard import KEY, Exchange
+from gpu_actors.tracing import host_span
 
 if TYPE_CHECKING:
     from gpu_actors.openai_api.state import State
@@ -68,7 +69,7 @@ class _Work:
         exchange, engine, admission = self.exchange, self.generator.engine, self.state.admission
         patience = time.monotonic() + admission.queue_seconds
         async with admission.place(exchange.deadline):
-            prompt = await anyio.to_thread.run_sync(_prompt, self.generator, self.asked, limiter=self.state.readers)
+            prompt = await anyio.to_thread.run_sync(_tokenized, self.generator, self.asked, limiter=self.state.readers)
             new = _new_tokens(self.asked, len(prompt), engine.longest, self.state.settings.default_max_tokens)
             generation = engine.submit(prompt, max_new_tokens=new, sampling=self.sampling)
             config = self.generator.config
@@ -197,6 +198,11 @@ def _work(request: Request, state: State, asked: GenerationRequest, kind: str, t
         raise Unsupported("model", asked.model, "has no chat template; use /v1/completions")
     heading = {"id": f"{kind}-{uuid.uuid4().hex}", "created": int(time.time()), "model": asked.model}
     return _Work(state, generator, asked, request.scope[KEY], sampling, heading)
+
+
+def _tokenized(generator: Generator, asked: GenerationRequest) -> list[int]:
+    with host_span("tokenise", model=generator.name):
+        return _prompt(generator, asked)
 
 
 def _prompt(generator: Generator, asked: GenerationRequest) -> list[int]:

@@ -5,5 +5,7 @@ Imports from no other room.
 
 from gpu_actors.tracing.chrome import ChromeTrace
 from gpu_actors.tracing.events import Trace, TraceEvent
+from gpu_actors.tracing.host import HostSpan, host_span
+from gpu_actors.tracing.streamed import StreamedTrace
 
-__all__ = ["ChromeTrace", "Trace", "TraceEvent"]
+__all__ = ["ChromeTrace", "HostSpan", "StreamedTrace", "Trace", "TraceEvent", "host_span"]

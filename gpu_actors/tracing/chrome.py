@@ -1,8 +1,6 @@
-"""ChromeTrace: writes a trace that Perfetto and chrome://tracing open.
+"""ChromeTrace: collects a trace, and writes it into one file that Perfetto and chrome://tracing open.
 
-The format is the Trace Event Format's JSON object form. Requests, launches and compilations overlap freely, so each
-is a pair of nestable async events ("b", "e"); restarts, losses and cache events are instants ("i"). One track group
-for each actor.
+The format is the Trace Event Format's JSON object form.
 """
 
 from __future__ import annotations
@@ -10,12 +8,11 @@ from __future__ import annotations
 import json
 import os
 import stat
-import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, NamedTuple, Self
+from typing import IO, NamedTuple, Self
 
 import anyio
 import anyio.to_thread
@@ -23,11 +20,13 @@ import anyio.to_thread
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.loop import refuse_on_loop
 from gpu_actors.tracing.events import TraceEvent
+from gpu_actors.tracing.host import add_sink, remove_sink
+from gpu_actors.tracing.recorder import ACTORS, THREADS, Record, Recorder, row_names
 
 __all__ = ["ChromeTrace"]
 
-Record = dict[str, Any]
 MAX_SPANS = 50_000
+Row = tuple[int, int, str]
 
 
 class _Span(NamedTuple):
@@ -38,11 +37,12 @@ class _Span(NamedTuple):
     args: dict[str, str]
 
 
-class ChromeTrace:
+class ChromeTrace(Recorder):
     """A listener for ``ContextOptions.on_event`` that collects events and writes them to a file.
 
     Use it as an async context manager around the context (a plain ``with`` in a program without a loop), or call
-    `write` after the context has closed.
+    `write` after the context has closed. While it is entered it collects the host spans of the process too. A program
+    that may be killed takes a `StreamedTrace`.
 
     max_spans: how many of the latest spans and instants are kept, some 1 KB each; a request has two or three. The file
         (``otherData.dropped``) and the attribute ``dropped`` count the older ones that were dropped.
@@ -51,13 +51,10 @@ class ChromeTrace:
     def __init__(self, path: str | os.PathLike[str], *, max_spans: int = MAX_SPANS) -> None:
         if max_spans < 1:
             raise InvalidRequest("max_spans", max_spans, "must be an int >= 1")
+        super().__init__()
         self.path: Path = Path(path)
         self.dropped: int = 0
-        # Re-entrant: the garbage collector may end a waiting task while an event is recorded, and that is an event too.
-        self._lock = threading.RLock()
         self._spans: deque[_Span] = deque(maxlen=max_spans)
-        self._tracks: dict[str, int] = {}
-        self._open: dict[tuple[str, str], Record] = {}
         self._last = 0.0
 
     def __call__(self, event: TraceEvent) -> None:
@@ -71,99 +68,74 @@ class ChromeTrace:
         The file is written whole or left as it was. Blocks while the disk writes: on a loop, call it on a thread.
         """
         with self._lock:
-            spans, begun, tracks = list(self._spans), list(self._open.values()), dict(self._tracks)
+            spans, begun = list(self._spans), list(self._open.values())
+            rows = [(ACTORS, row, name) for name, row in self._tracks.items()]
+            rows += [(THREADS, row, name) for (_, name), row in self._threads.items()]
             last, dropped = self._last, self.dropped
         spans += [_Span(begin, last, begin["args"]) for begin in begun]
-        _replace(self.path, _document(spans, tracks, dropped))
+        _replace(self.path, _document(spans, rows, dropped))
 
     async def __aenter__(self) -> Self:
+        add_sink(self.host_span)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        remove_sink(self.host_span)
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(self.write)
 
     def __enter__(self) -> Self:
         refuse_on_loop("with ChromeTrace()", "async with")
+        add_sink(self.host_span)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        remove_sink(self.host_span)
         self.write()
 
-    def _record(self, event: TraceEvent) -> None:
-        fields = event.fields
-        actor = str(fields.get("actor", "nvrtc" if event.name.startswith(("compile", "cache")) else "context"))
-        request = f"{actor}#{fields['request']}" if "request" in fields else ""
-        match event.name:
-            case "request.accepted":
-                self._begin(event, actor, "request", request, str(fields["message"]))
-            case "request.compiling" | "request.launched" if ("request", request) not in self._open:
-                pass  # answered at that moment: no event will end this span
-            case "request.compiling":
-                self._begin(event, actor, "compile wait", request, "wait for kernel")
-            case "request.launched":
-                self._end(event, "compile wait", request)
-                self._begin(event, actor, "launch", request, f"launch {fields.get('kernel', '')}".rstrip())
-            case "request.completed" | "request.failed":
-                for category in ("compile wait", "launch", "request"):
-                    self._end(event, category, request)
-            case "compile.started":
-                self._begin(event, actor, "compile", _compilation(event), f"compile {fields['variant']}")
-            case "compile.completed":
-                self._end(event, "compile", _compilation(event))
-            case _:
-                instant = self._event(event, actor, "instant", event.name) | {"ph": "i", "s": "p"}
-                self._keep(_Span(instant, None, instant["args"]))
+    # Records, under the lock
 
-    def _begin(self, event: TraceEvent, actor: str, category: str, identity: str, name: str) -> None:
-        record = self._event(event, actor, category, name) | {"ph": "b", "id": f"{category}:{identity}"}
-        self._open[category, identity] = record
+    def _begun(self, begin: Record) -> bool:
+        return True
 
-    def _end(self, event: TraceEvent, category: str, identity: str) -> None:
-        begin = self._open.pop((category, identity), None)
-        if begin is not None:
-            # Threads take the time before they take the lock.
-            self._keep(_Span(begin, max(begin["ts"], event.time / 1000), _args(event)))
+    def _ended(self, begin: Record, stop: float, args: dict[str, str]) -> None:
+        self._keep(_Span(begin, stop, args))
+
+    def _instant(self, record: Record) -> None:
+        self._keep(_Span(record, None, record["args"]))
+
+    def _replaced(self, former: Record, stop: float) -> None:
+        """It never ends, so it is left out."""
+
+    def _row_begins(self, group: int, row: int, name: str) -> None:
+        """Rows are named when the file is written."""
 
     def _keep(self, span: _Span) -> None:
         self.dropped += len(self._spans) == self._spans.maxlen
         self._spans.append(span)
 
-    def _event(self, event: TraceEvent, actor: str, category: str, name: str) -> Record:
-        track = self._tracks.setdefault(actor, len(self._tracks) + 1)
-        return {"name": name, "cat": category, "pid": 1, "tid": track, "ts": event.time / 1000, "args": _args(event)}
-
-
-def _args(event: TraceEvent) -> dict[str, str]:
-    # As text: an error would keep its frames, and those their arrays.
-    return {key: str(value) for key, value in event.fields.items() if value is not None} | {"thread": event.thread}
-
-
-def _compilation(event: TraceEvent) -> str:
-    return f"{event.fields['variant']} {event.fields.get('digest', '')}".rstrip()
-
 
 # Writing
 
 
-def _document(spans: list[_Span], tracks: dict[str, int], dropped: int) -> Iterator[str]:
+def _document(spans: list[_Span], rows: list[Row], dropped: int) -> Iterator[str]:
     """The file, piece after piece: its whole text would be several times as large as the records."""
     head = json.dumps({"displayTimeUnit": "ms", "otherData": {"dropped": dropped}})
     yield f'{head[:-1]}, "traceEvents": ['
     between = ""
-    for record in _records(spans, tracks):
+    for record in _records(spans, rows):
         yield f"{between}\n{json.dumps(record)}"
         between = ","
     yield "\n]}\n"
 
 
-def _records(spans: list[_Span], tracks: dict[str, int]) -> Iterator[Record]:
-    for name, track in tracks.items():
-        yield {"ph": "M", "name": "thread_name", "pid": 1, "tid": track, "args": {"name": name}}
+def _records(spans: list[_Span], rows: list[Row]) -> Iterator[Record]:
+    for row in rows:
+        yield from row_names(*row)
     order = [(span.begin["ts"], number, False) for number, span in enumerate(spans)]
     order += [(span.stop, number, True) for number, span in enumerate(spans) if span.stop is not None]
     order.sort(key=lambda entry: (entry[0], entry[2]))

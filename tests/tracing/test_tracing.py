@@ -223,7 +223,7 @@ def test_a_request_made_before_anybody_looked_stays_out_of_the_trace(caplog: pyt
 def load(path: Path) -> tuple[list[dict[str, Any]], dict[int, str]]:
     """The events of a trace file, and the names of its tracks."""
     document = json.loads(path.read_text())
-    tracks = {e["tid"]: e["args"]["name"] for e in document["traceEvents"] if e["ph"] == "M"}
+    tracks = {e["tid"]: e["args"]["name"] for e in document["traceEvents"] if e["name"] == "thread_name"}
     return [event for event in document["traceEvents"] if event["ph"] != "M"], tracks
 
 

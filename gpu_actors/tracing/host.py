@@ -1,0 +1,92 @@
+"""Host spans: work of a thread beside the actors, such as tokenizing, as a trace file shows it.
+
+with host_span("matmul", rows=256):
+    y = x @ weights
+
+While no trace file is open, that costs one test of a tuple. A span belongs to its thread and to no context.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+from typing import Any, NamedTuple
+
+__all__ = ["HostSpan", "Sink", "add_sink", "host_span", "remove_sink"]
+
+
+logger: logging.Logger = logging.getLogger("gpu_actors.trace")
+
+
+class HostSpan(NamedTuple):
+    """A span that has ended. begin, end: ``time.monotonic_ns``. thread: its number. thread_name: its name then."""
+
+    name: str
+    begin: int
+    end: int
+    thread: int
+    thread_name: str
+    fields: dict[str, Any]
+
+
+Sink = Callable[[HostSpan], None]
+
+_sinks: tuple[Sink, ...] = ()
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+def host_span(name: str, **fields: Any) -> AbstractContextManager[None]:
+    """A span of the calling thread, from entering to leaving, with these fields. For open `ChromeTrace` and
+    `StreamedTrace` files; without one it is a context manager that does nothing."""
+    return _Span(name, fields) if _sinks else _NOTHING
+
+
+def add_sink(sink: Sink) -> None:
+    """Have each span that ends from now on handed to this function, on its thread."""
+    global _sinks
+    _sinks = (*_sinks, sink)
+
+
+def remove_sink(sink: Sink) -> None:
+    """End what `add_sink` began. Nothing happens to one that is not there."""
+    global _sinks
+    _sinks = tuple(other for other in _sinks if other != sink)
+
+
+class _Span:
+    __slots__ = ("_begin", "_fields", "_name")
+
+    def __init__(self, name: str, fields: dict[str, Any]) -> None:
+        self._name = name
+        self._fields = fields
+        self._begin = 0
+
+    def __enter__(self) -> None:
+        self._begin = time.monotonic_ns()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        end = time.monotonic_ns()
+        thread = threading.current_thread()
+        fields = self._fields if error is None else self._fields | {"error": type(error).__name__}
+        span = HostSpan(self._name, self._begin, end, thread.native_id or 0, thread.name, fields)
+        for sink in _sinks:
+            try:
+                sink(span)
+            except Exception:  # the work that was measured goes on
+                logger.exception("the span %s could not be recorded", span.name)
+
+
+def _after_fork() -> None:
+    # The files belong to the parent, and so do the threads that write them.
+    global _sinks
+    _sinks = ()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,145 @@
+"""Recorder: turns trace events and host spans into records of the Trace Event Format, for files of any kind.
+
+Two groups of rows. Group 1 has a row for each actor: requests, launches and compilations overlap freely, so each is a
+pair of nestable async events ("b", "e"); restarts, losses and cache events are instants ("i"). Group 2 has a row for
+each thread, with what it did beside the actors as complete events ("X"), which nest.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from typing import Any
+
+from gpu_actors.tracing.events import TraceEvent
+from gpu_actors.tracing.host import HostSpan
+
+__all__ = ["Record", "Recorder", "row_names"]
+
+Record = dict[str, Any]
+
+ACTORS, THREADS = 1, 2
+_MOST_THREADS = 1000
+_GROUPS = {ACTORS: "actors", THREADS: "threads"}
+
+
+class Recorder(ABC):
+    """A listener for ``ContextOptions.on_event`` and a sink of host spans, for any thread."""
+
+    def __init__(self) -> None:
+        # Re-entrant: the garbage collector may end a waiting task while an event is recorded, and that is an event too.
+        self._lock = threading.RLock()
+        self._tracks: dict[str, int] = {}
+        self._threads: dict[tuple[int, str], int] = {}
+        self._open: dict[tuple[str, str], Record] = {}
+
+    def __call__(self, event: TraceEvent) -> None:
+        with self._lock:
+            self._record(event)
+
+    def host_span(self, span: HostSpan) -> None:
+        """Record the work of a thread. Called by `gpu_actors.tracing.host_span`."""
+        with self._lock:
+            key = (span.thread, span.thread_name)
+            if key not in self._threads and len(self._threads) >= _MOST_THREADS:
+                key = (0, "other threads")
+            row = self._threads.get(key)
+            if row is None:
+                row = self._threads[key] = len(self._threads) + 1
+                self._row_begins(THREADS, row, key[1])
+            self._instant(
+                {
+                    "name": span.name,
+                    "cat": "host",
+                    "ph": "X",
+                    "pid": THREADS,
+                    "tid": row,
+                    "ts": span.begin / 1000,
+                    "dur": (span.end - span.begin) / 1000,
+                    "args": {name: str(value) for name, value in span.fields.items()},
+                }
+            )
+
+    # What a kind of file does with them. Under the lock.
+
+    @abstractmethod
+    def _begun(self, begin: Record) -> bool:
+        """A span has begun. False if it is not recorded: then nothing is told of its end."""
+
+    @abstractmethod
+    def _ended(self, begin: Record, stop: float, args: dict[str, str]) -> None:
+        """It has ended. stop: microseconds."""
+
+    @abstractmethod
+    def _instant(self, record: Record) -> None:
+        """A record that is complete in itself."""
+
+    @abstractmethod
+    def _row_begins(self, group: int, row: int, name: str) -> None:
+        """The first record of a row follows."""
+
+    def _record(self, event: TraceEvent) -> None:
+        fields = event.fields
+        actor = str(fields.get("actor", "nvrtc" if event.name.startswith(("compile", "cache")) else "context"))
+        request = f"{actor}#{fields['request']}" if "request" in fields else ""
+        match event.name:
+            case "request.accepted":
+                self._begin(event, actor, "request", request, str(fields["message"]))
+            case "request.compiling" | "request.launched" if ("request", request) not in self._open:
+                pass  # answered at that moment: no event will end this span
+            case "request.compiling":
+                self._begin(event, actor, "compile wait", request, "wait for kernel")
+            case "request.launched":
+                self._end(event, "compile wait", request)
+                self._begin(event, actor, "launch", request, f"launch {fields.get('kernel', '')}".rstrip())
+            case "request.completed" | "request.failed":
+                for category in ("compile wait", "launch", "request"):
+                    self._end(event, category, request)
+            case "compile.started":
+                self._begin(event, actor, "compile", _compilation(event), f"compile {fields['variant']}")
+            case "compile.completed":
+                self._end(event, "compile", _compilation(event))
+            case _:
+                self._instant(self._event(event, actor, "instant", event.name) | {"ph": "i", "s": "p"})
+
+    def _begin(self, event: TraceEvent, actor: str, category: str, identity: str, name: str) -> None:
+        record = self._event(event, actor, category, name) | {"ph": "b", "id": f"{category}:{identity}"}
+        former = self._open.pop((category, identity), None)
+        if former is not None:
+            self._replaced(former, record["ts"])
+        if self._begun(record):
+            self._open[category, identity] = record
+
+    @abstractmethod
+    def _replaced(self, former: Record, stop: float) -> None:
+        """Another span of the same name begins, as where two threads compile the same kernel."""
+
+    def _end(self, event: TraceEvent, category: str, identity: str) -> None:
+        begin = self._open.pop((category, identity), None)
+        if begin is not None:
+            # Threads take the time before they take the lock.
+            self._ended(begin, max(begin["ts"], event.time / 1000), _args(event))
+
+    def _event(self, event: TraceEvent, actor: str, category: str, name: str) -> Record:
+        row = self._tracks.get(actor)
+        if row is None:
+            row = self._tracks[actor] = len(self._tracks) + 1
+            self._row_begins(ACTORS, row, actor)
+        return {"name": name, "cat": category, "pid": ACTORS, "tid": row, "ts": event.time / 1000, "args": _args(event)}
+
+
+def row_names(group: int, row: int, name: str) -> list[Record]:
+    """The records that name a row, and before the first row of a group that group."""
+    found = [{"ph": "M", "name": "thread_name", "pid": group, "tid": row, "args": {"name": name}}]
+    if row == 1:
+        found.insert(0, {"ph": "M", "name": "process_name", "pid": group, "tid": 0, "args": {"name": _GROUPS[group]}})
+    return found
+
+
+def _args(event: TraceEvent) -> dict[str, str]:
+    # As text: an error would keep its frames, and those their arrays.
+    return {key: str(value) for key, value in event.fields.items() if value is not None} | {"thread": event.thread}
+
+
+def _compilation(event: TraceEvent) -> str:
+    return f"{event.fields['variant']} {event.fields.get('digest', '')}".rstrip()

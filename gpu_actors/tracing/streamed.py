@@ -1,0 +1,167 @@
+"""StreamedTrace: a trace file that is written while the program runs.
+
+The format is the Trace Event Format's JSON array form, one record a line. Its closing bracket is optional there, so a
+file of a process that was killed opens in Perfetto and chrome://tracing as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+import anyio
+import anyio.to_thread
+
+from gpu_actors.errors import GpuActorsError, InvalidRequest
+from gpu_actors.loop import refuse_on_loop
+from gpu_actors.tracing.host import add_sink, remove_sink
+from gpu_actors.tracing.recorder import ACTORS, Record, Recorder, row_names
+
+__all__ = ["StreamedTrace"]
+
+logger: logging.Logger = logging.getLogger("gpu_actors")
+
+_PERIOD = 0.2
+_WAITING = 20_000
+_MAX_BYTES = 1 << 30
+
+
+class StreamedTrace(Recorder):
+    """A listener for ``ContextOptions.on_event`` that writes each event to a file, at most 0.2 s later.
+
+    A row for each actor with its requests, launches and compilations, and one for each thread with its host spans (see
+    `gpu_actors.tracing.host_span`). A thread of its own writes, so no request waits for the disk.
+
+    path: replaced when this is entered. Enter it around the context, with ``async with``, or ``with`` in a program
+        without a loop. max_bytes: of the file; what comes later is dropped. max_waiting: records that wait to be
+        written, some 1 KB each; spans that begin while so many wait are dropped whole.
+    dropped: spans and instants that are not in the file. The last line of a file that was closed counts them.
+
+    Raises `InvalidRequest` for a bound that is not an int >= 1, and OSError on entering where the file cannot be
+    written. A disk that fails later ends the trace, with a line in the log.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, max_bytes: int = _MAX_BYTES, max_waiting: int = _WAITING
+    ) -> None:
+        for name, value in (("max_bytes", max_bytes), ("max_waiting", max_waiting)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InvalidRequest(name, value, "must be an int >= 1")
+        super().__init__()
+        self.path: Path = Path(path)
+        self.dropped: int = 0
+        self._max_bytes = max_bytes
+        self._max_waiting = max_waiting
+        self._waiting: list[Record] = []
+        self._written = 0
+        self._file: IO[str] | None = None
+        self._ending = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._process = 0
+
+    def __enter__(self) -> Self:
+        refuse_on_loop("with StreamedTrace()", "async with")
+        self._open_file()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._close()
+
+    async def __aenter__(self) -> Self:
+        await anyio.to_thread.run_sync(self._open_file)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(self._close)
+
+    # Records, under the lock
+
+    def _begun(self, begin: Record) -> bool:
+        return self._put(begin)
+
+    def _ended(self, begin: Record, stop: float, args: dict[str, str]) -> None:
+        # Beyond the bound: there are no more ends than spans that have begun.
+        self._waiting.append({**begin, "ph": "e", "ts": stop, "args": args})
+
+    def _replaced(self, former: Record, stop: float) -> None:
+        self._ended(former, max(stop, former["ts"]), former["args"])
+
+    def _instant(self, record: Record) -> None:
+        self._put(record)
+
+    def _row_begins(self, group: int, row: int, name: str) -> None:
+        self._waiting += row_names(group, row, name)
+
+    def _put(self, record: Record) -> bool:
+        room = self._thread is not None and len(self._waiting) < self._max_waiting and self._written < self._max_bytes
+        if room:
+            self._waiting.append(record)
+        else:
+            self.dropped += 1
+        return room
+
+    # The file
+
+    def _open_file(self) -> None:
+        if self._thread is not None:
+            raise GpuActorsError("this trace is entered already; make one for each file")
+        self._ending.clear()
+        self._written = 0
+        self._process = os.getpid()
+        self._file = self.path.open("w", encoding="utf-8")
+        try:
+            self._file.write("[\n")
+            self._file.flush()
+        except OSError:
+            with contextlib.suppress(OSError):  # what it could not write is tried again
+                self._file.close()
+            raise
+        self._thread = threading.Thread(target=self._run, name="gpu-actors-trace", daemon=True)
+        self._thread.start()
+        add_sink(self.host_span)
+
+    def _close(self) -> None:
+        remove_sink(self.host_span)
+        thread = self._thread
+        if thread is None or self._process != os.getpid():
+            return
+        self._ending.set()
+        thread.join()
+        self._thread = None
+
+    def _run(self) -> None:
+        assert self._file is not None
+        with self._file as file:
+            try:
+                while not self._ending.wait(_PERIOD):
+                    self._write(file)
+                self._write(file)
+                last: dict[str, Any] = {"name": "end of the trace", "ph": "i", "s": "g", "pid": ACTORS, "tid": 0}
+                last |= {"ts": time.monotonic_ns() / 1000, "args": {"dropped": str(self.dropped)}}
+                file.write(f"{json.dumps(last)}\n]\n")
+            except OSError as error:
+                logger.error("the trace %s ends here: %s", self.path, error)
+                self._written = self._max_bytes
+                self._ending.wait()
+
+    def _write(self, file: IO[str]) -> None:
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+        if waiting:
+            # Whole lines, and out of this process's memory at once.
+            text = "".join(f"{json.dumps(record)},\n" for record in waiting)
+            file.write(text)
+            file.flush()
+            self._written += len(text)
