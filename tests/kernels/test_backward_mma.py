@@ -118,7 +118,8 @@ def test_every_delivery_and_schedule_gives_the_same_bits_of_dk_and_dv():
 
 def check_a_hundred_repeats(sweep: Sweep, case: BackwardCase) -> AttentionGradients:
     """The gradients, whose bits are the same in every repeat."""
-    given = {"compute": sweep.compute, "deterministic": True, "arch": sweep.arch}
+    # Like the hardware, functions would err by other amounts with each seed.
+    given = {"compute": sweep.compute, "deterministic": True, "arch": sweep.arch, "arithmetic": "nearest"}
     first = run_case(case, **given)
     names = [name for name in ("dq", "dk", "dv", "dbias", "dsinks") if getattr(first, name) is not None]
     for seed in range(100):
