@@ -9,7 +9,7 @@ from support.kv_cache import wait
 
 import gpu_actors as ga
 
-SETTINGS = {"num_blocks": 16, "page_size": 8, "kv_heads": 2, "head_dim": 64, "dtype": "float16"}
+SETTINGS: dict[str, Any] = {"num_blocks": 16, "page_size": 8, "kv_heads": 2, "head_dim": 64, "dtype": "float16"}
 
 
 def generate(steps: int, **options: Any) -> tuple[list[np.ndarray], Any]:
