@@ -1,24 +1,32 @@
-"""attention: the service as a differentiable function of torch tensors.
+"""attention: the service as a differentiable function of torch tensors, and torch's own function and modules over it.
 
-It is a custom operator with a fake implementation and an autograd formula, so that torch.compile and torch.export trace
-through it. Tensors are handed over without a copy: by their addresses on a GPU, as NumPy views on the host. Needs
-torch, which nothing else of this package imports.
+`attention` is a custom operator with a fake implementation and an autograd formula, so that torch.compile and
+torch.export trace through it. Tensors are handed over without a copy: by their addresses on a GPU, as NumPy views on
+the host. Needs torch, which nothing else of this package imports.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.nn.attention.bias import CausalBias, CausalVariant
+from torch.overrides import TorchFunctionMode
 
 from gpu_actors.context import GpuContext, open_contexts
 from gpu_actors.errors import ActorStopped, InvalidRequest, Unsupported, WouldBlock
 from gpu_actors.validation.fields import expect, flag, integer, one_of, real, window
 from gpu_actors.validation.forward import check_seed
 
-__all__ = ["attention"]
+__all__ = ["Attention", "attention", "routed", "scaled_dot_product_attention"]
 
 # An operator takes tensors, numbers and strings, so a context goes by its number.
 _OPERANDS = {
@@ -287,3 +295,273 @@ _operator_backward = torch.library.custom_op(
 )
 _operator_backward.register_fake(_fake_backward)
 _operator_backward.register_autograd(_refuse_second)
+
+
+# torch's own function for attention
+
+
+def scaled_dot_product_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    context: GpuContext,
+    dropout_seed: int | None = None,
+) -> torch.Tensor:
+    """``torch.nn.functional.scaled_dot_product_attention`` through a running context, with its arguments and shapes.
+
+    query: (..., heads, L, E); key: (..., heads, S, E); value: (..., heads, S, Ev). Leading axes broadcast, and may be
+    absent, heads included. With ``enable_gqa`` key and value may have fewer heads, a divisor of the query's.
+    attn_mask: broadcast to (..., heads, L, S); bool, True for keys that are seen, or a number that is added to the
+    score, of the query's dtype or float32, which may require a gradient. A `torch.nn.attention.bias.CausalBias` too.
+    is_causal: aligned to the first row and key, whatever L and S. scale: None takes 1 / sqrt(E).
+    dropout_p: applied as torch does, whether or not a module trains. dropout_seed: None draws one from torch's default
+    generator, so ``torch.manual_seed`` decides it; the dropped places are not those of torch's own function.
+
+    Returns (..., heads, L, Ev). A row that sees no key is 0. Differentiable, blocks and raises as `attention` does;
+    `InvalidRequest` for shapes that do not broadcast and for a mask beside ``is_causal``.
+    """
+    flag("is_causal", is_causal)
+    flag("enable_gqa", enable_gqa)
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() < 2:
+            raise InvalidRequest(name, _described(tensor), "must be a tensor of at least two axes")
+    causal, alignment = is_causal, "top_left"
+    if attn_mask is not None:
+        expect(not is_causal, "is_causal", is_causal, "must be False where attn_mask is given")
+        if isinstance(attn_mask, CausalBias):
+            causal = True
+            alignment = "bottom_right" if attn_mask.variant == CausalVariant.LOWER_RIGHT else "top_left"
+            attn_mask = None
+    q, k, v, lead = _four_axes(query, key, value, enable_gqa)
+    bias = None if attn_mask is None else _bias_of(attn_mask, q, k, lead)
+    dropout_p = real("dropout_p", dropout_p)
+    if dropout_seed is None:
+        dropout_seed = int(torch.randint(0, 1 << 62, ()).item()) if dropout_p else 0
+    out = attention(
+        *(operand.transpose(1, 2) for operand in (q, k, v)),
+        context=context,
+        causal=causal,
+        alignment=alignment,
+        softmax_scale=scale,
+        bias=bias,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
+    )
+    answer: torch.Tensor = out.transpose(1, 2).reshape(*lead, q.shape[2], v.shape[3])
+    return answer
+
+
+def _four_axes(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, ...]]:
+    """The operands as (batch, heads, rows, dim), and the result's axes before its rows."""
+    tensors = (query, key, value)
+    heads = [tensor.shape[-3] if tensor.dim() > 2 else 1 for tensor in tensors]
+    batches = [tuple(tensor.shape[:-3]) for tensor in tensors]
+    try:
+        batch = torch.broadcast_shapes(*batches)
+        shared = (heads[0],) if enable_gqa else torch.broadcast_shapes(*((count,) for count in heads))
+    except RuntimeError:
+        shown = " and ".join(str(tuple(tensor.shape)) for tensor in tensors)
+        raise InvalidRequest("key", shown, "must broadcast to the query, but for rows and head_dim") from None
+    counts = (heads[0], heads[1], heads[1]) if enable_gqa else (shared[0],) * 3
+    if enable_gqa:
+        sound = heads[1] == heads[2] and heads[0] % max(heads[1], 1) == 0
+        expect(sound, "enable_gqa", tuple(heads), "wants key and value of equal heads that divide the query's")
+    made = []
+    for tensor, count in zip(tensors, counts, strict=True):
+        spread = tensor if tensor.dim() > 2 else tensor.unsqueeze(0)
+        made.append(spread.expand(*batch, count, *spread.shape[-2:]).reshape(-1, count, *spread.shape[-2:]))
+    lead = (*batch, shared[0]) if max(tensor.dim() for tensor in tensors) > 2 else ()
+    return made[0], made[1], made[2], lead
+
+
+def _bias_of(mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor, lead: tuple[int, ...]) -> torch.Tensor:
+    """A mask of torch as a bias (batch or 1, heads or 1, rows, keys)."""
+    rows, keys = q.shape[2], k.shape[2]
+    if not isinstance(mask, torch.Tensor):
+        raise InvalidRequest("attn_mask", _described(mask), "must be a tensor or None")
+    full = (*lead, rows, keys) if lead else (1, rows, keys)
+    try:
+        fits = torch.broadcast_shapes(tuple(mask.shape), full) == torch.Size(full)
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise InvalidRequest("attn_mask", tuple(mask.shape), f"must broadcast to {full}")
+    if mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, -math.inf)
+    mask = mask[(None,) * (max(4, len(full)) - mask.dim())]
+    if len(full) > 4:
+        # Several leading axes become one, so a mask that differs along any of them is spread along all.
+        one = all(count == 1 for count in mask.shape[:-3])
+        heads = mask.shape[-3:]
+        mask = mask.reshape(1, *heads) if one else mask.expand(*full[:-3], *heads).reshape(-1, *heads)
+    # Kernels read rows of a bias as they lie, so what is broadcast along rows or keys is written out.
+    return mask.expand(*mask.shape[:2], rows, keys).contiguous()
+
+
+def _described(value: object) -> str:
+    return str(tuple(value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+# Modules that call torch's function
+
+_torch_sdpa = torch.nn.functional.scaled_dot_product_attention
+_route: ContextVar[GpuContext | None] = ContextVar("gpu_actors_route", default=None)
+_routes_lock = threading.Lock()
+_routes = 0
+
+
+class _Calls(TorchFunctionMode):  # type: ignore[misc]
+    """Takes calls of torch's function by whatever name, as of a module that imported it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        context = _route.get()
+        if func is _torch_sdpa and context is not None:
+            return scaled_dot_product_attention(*args, **(kwargs or {}), context=context)
+        return func(*args, **(kwargs or {}))
+
+
+def _dispatch(*args: Any, **kwargs: Any) -> Any:
+    """Stands for torch's function in ``torch.nn.functional`` while there are routes, for functions that look it up."""
+    context = _route.get()
+    if context is None:
+        return _torch_sdpa(*args, **kwargs)
+    return scaled_dot_product_attention(*args, **kwargs, context=context)
+
+
+@contextmanager
+def routed(context: GpuContext, module: torch.nn.Module | None = None) -> Iterator[None]:
+    """While entered, calls of ``torch.nn.functional.scaled_dot_product_attention`` go through a context.
+
+    Those of this thread; given a module, those in its ``forward`` alone, in any thread. `torch.nn.MultiheadAttention`
+    calls it where it is asked for no weights (``need_weights=False``), and Transformers' models with
+    ``attn_implementation="sdpa"``. What a call asks for and the service does not do raises: nothing falls back.
+
+    For eager calls; `torch.compile` traces `scaled_dot_product_attention` of this module itself. Raises
+    `InvalidRequest` for what is no context or module.
+    """
+    if not isinstance(context, GpuContext):
+        raise InvalidRequest("context", type(context).__name__, "must be a GpuContext, as open_context gives it")
+    if module is None:
+        with _installed(), _calls_go_to(context):
+            yield
+        return
+    if not isinstance(module, torch.nn.Module):
+        raise InvalidRequest("module", type(module).__name__, "must be a torch.nn.Module, or None")
+    own = module.__dict__.get("forward")
+    former = module.forward
+
+    @functools.wraps(former)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with _calls_go_to(context):
+            return former(*args, **kwargs)
+
+    module.forward = forward
+    try:
+        with _installed():
+            yield
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
+
+
+@contextmanager
+def _calls_go_to(context: GpuContext) -> Iterator[None]:
+    token = _route.set(context)
+    try:
+        with _Calls():
+            yield
+    finally:
+        _route.reset(token)
+
+
+@contextmanager
+def _installed() -> Iterator[None]:
+    global _routes
+    with _routes_lock:
+        _routes += 1
+        torch.nn.functional.scaled_dot_product_attention = _dispatch
+    try:
+        yield
+    finally:
+        with _routes_lock:
+            _routes -= 1
+            if not _routes:
+                torch.nn.functional.scaled_dot_product_attention = _torch_sdpa
+
+
+class Attention(torch.nn.Module):  # type: ignore[misc]
+    """Self- or cross-attention with its projections, through a context.
+
+    dim: of the input and output. heads: query heads, which divide dim. kv_heads: of keys and values, a divisor of
+    heads. bias: of the projections. causal, window_size, softcap, alignment: as for `attention`. dropout_p: while it
+    trains.
+
+    Parameters are those of the four `torch.nn.Linear` layers ``q``, ``k``, ``v`` and ``out``. The module keeps the
+    context's number, so it can be copied and pickled. Raises `InvalidRequest` for numbers that do not divide.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        context: GpuContext,
+        kv_heads: int | None = None,
+        bias: bool = True,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        alignment: str = "bottom_right",
+        dropout_p: float = 0.0,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        heads = integer("heads", heads, 1)
+        kv_heads = heads if kv_heads is None else integer("kv_heads", kv_heads, 1)
+        expect(integer("dim", dim, 1) % heads == 0, "dim", dim, f"must be a multiple of heads, {heads}")
+        expect(heads % kv_heads == 0, "kv_heads", kv_heads, f"must divide heads, {heads}")
+        _check(context, causal, alignment, window_size, None, softcap, 0, dropout_p, None)
+        self.heads = heads
+        self.kv_heads = kv_heads
+        self.dropout_p = dropout_p
+        self._context = context.number
+        self._options: dict[str, Any] = {
+            "causal": causal,
+            "window_size": window_size,
+            "softcap": softcap,
+            "alignment": alignment,
+        }
+        width = dim // heads * kv_heads
+        made = {"bias": bias, "device": device, "dtype": dtype}
+        self.q = torch.nn.Linear(dim, dim, **made)
+        self.k = torch.nn.Linear(dim, width, **made)
+        self.v = torch.nn.Linear(dim, width, **made)
+        self.out = torch.nn.Linear(dim, dim, **made)
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
+        """x: (batch, rows, dim). memory: (batch, keys, dim) to attend to; None: x itself. Returns x's shape.
+
+        Raises what `attention` raises, and `ActorStopped` once the context is closed.
+        """
+        context = open_contexts().get(self._context)
+        if context is None:
+            raise ActorStopped(f"context {self._context}, which this module was made for, is not open in this process")
+        read = x if memory is None else memory
+        q = self.q(x).unflatten(-1, (self.heads, -1))
+        k, v = (layer(read).unflatten(-1, (self.kv_heads, -1)) for layer in (self.k, self.v))
+        drops = self.dropout_p if self.training else 0.0
+        seed = int(torch.randint(0, 1 << 62, ()).item()) if drops else 0
+        found = attention(q, k, v, context=context, dropout_p=drops, dropout_seed=seed, **self._options)
+        answer: torch.Tensor = self.out(found.flatten(-2))
+        return answer
