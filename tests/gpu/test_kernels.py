@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from cases.gpu_candidates import CANDIDATES, Candidate
+from cases.gpu_candidates import CANDIDATES, REPEATABLE, Candidate
 
 from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.dispatch import FAMILIES
@@ -35,16 +35,14 @@ def test_a_candidate_is_answered_right(context: Any, candidate: Candidate) -> No
     asked.check(context.flash_attn.submit(asked.request).result(120), kernel)
 
 
-@pytest.mark.parametrize("candidate", CANDIDATES, ids=str)
+@pytest.mark.parametrize("candidate", REPEATABLE, ids=str)
 def test_a_candidate_is_answered_alike_twice(context: Any, candidate: Candidate) -> None:
-    """Bit by bit, but for gradients that need not be deterministic."""
+    """Bit by bit."""
     if not candidate.runs_on(context.info.arch):
         pytest.skip(f"{context.info.arch} is below compute capability {candidate.first / 10}")
     asked = candidate.make()
     if kernel_of(context, asked.request) is None:
         pytest.skip("no kernel takes it")
-    if candidate.name.startswith("backward") and not asked.request.deterministic:
-        pytest.skip("it need not be")
     first, second = (context.flash_attn.submit(asked.request).result(120) for _ in range(2))
     for one, other in zip(first, second, strict=True):
         assert (one is None) == (other is None)

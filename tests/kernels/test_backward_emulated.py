@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from test_backward_mma import SWEEPS, case_of
+from emulated.gradients import case_of
+from test_backward_mma import SWEEPS
 
 import gpu_actors as ga
 from gpu_actors.testing import check_gradients

@@ -8,13 +8,21 @@ from typing import Any
 import numpy as np
 import pytest
 from emulated.backward import KERNEL, backward_problem_of, check_case, run, run_case
-from emulated.forward import Strided, gaussian
+from emulated.gradients import (
+    case_of,
+    check,
+    check_empty_sequences,
+    check_lse_gradient,
+    check_padded_views,
+    check_sequences_longer_than_said,
+    operands_of,
+    problem_and_operands,
+)
 from emulated.sweeps import LAUNCHES, Sweep, assert_same_bits, launch_of
 
 from gpu_actors.kernels.dispatch import FAMILIES, dispatch_key
-from gpu_actors.reference import attention_forward
 from gpu_actors.requests import AttentionGradients
-from gpu_actors.testing import check_gradients, random_backward
+from gpu_actors.testing import check_gradients
 from gpu_actors.testing.backward_problems import BackwardCase
 from gpu_actors.testing.problems import SEQLENS
 
@@ -55,22 +63,6 @@ SWEEPS = (
     Sweep("float32", 224, None, "window bias", compute="bf16", arch="sm_90a", deterministic=True),
 )
 SHAPES = ((1, 1), (33, 95), (70, 31), (113, 203), (31, 300), (130, 7), (200, 260))
-
-
-def case_of(sweep: Sweep, seed: int, seqlens: tuple[int, int], **choices: Any) -> BackwardCase:
-    return random_backward(
-        seed,
-        compute=sweep.compute,
-        dtype=sweep.dtype,
-        head_dim=sweep.head_dim,
-        head_dim_v=sweep.head_dim_v,
-        varlen=sweep.varlen,
-        seqlens=seqlens,
-        features=(),
-        always=sweep.options,
-        alignment=sweep.alignment,
-        **choices,
-    )
 
 
 def check_sweep(sweep: Sweep, shapes: tuple[tuple[int, int], ...]) -> None:
@@ -156,107 +148,47 @@ class TestDeterministic:
         check_gradients(first, *case.arguments, out=case.out, lse=case.lse, compute=sweep.compute, **case.options)
 
 
-def problem_and_operands(dout: Any, q: Any, k: Any, v: Any, **options: Any) -> tuple[Any, dict[str, Any]]:
-    result = attention_forward(*(getattr(x, "array", x) for x in (q, k, v)), **options)
-    arrays = [getattr(x, "array", x) for x in (q, k, v)]
-    out, lse = result.out.astype(arrays[0].dtype), result.lse.astype(np.float32)
-    named = {name: value for name, value in options.items() if isinstance(value, np.ndarray)}
-    operands = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, **named}
-    return backward_problem_of(*arrays, **options), operands
-
-
-def operands_of(rows: int, keys: int, *, batch: int = 1, heads: int = 2, heads_kv: int = 2) -> list[Any]:
-    """dout, q, k, v of the first sweep's kind."""
-    shapes = [(batch, n, h, 64) for n, h in ((rows, heads), (rows, heads), (keys, heads_kv), (keys, heads_kv))]
-    return [gaussian(n, shape, "float16") for n, shape in enumerate(shapes)]
+LAUNCH: dict[str, Any] = {"arch": "sm_80"}
 
 
 def answer(*arrays: Any, **options: Any) -> Any:
     problem, operands = problem_and_operands(*arrays, **options)
-    return run(problem, operands, arch="sm_80")
-
-
-def check(*arrays: Any, **options: Any) -> Any:
-    problem, operands = problem_and_operands(*arrays, **options)
-    gradients = run(problem, operands, arch="sm_80")
-    check_gradients(gradients, *arrays, out=operands["out"], lse=operands["lse"], **options)
-    return gradients
+    return run(problem, operands, **LAUNCH)
 
 
 class TestEdges:
     def test_rows_that_see_no_key_and_keys_that_no_row_sees_have_gradients_of_zero(self):
-        gradients = check(*operands_of(90, 20), causal=True)
+        gradients = check(LAUNCH, *operands_of(90, 20), causal=True)
         assert (gradients.dq[:, :70] == 0).all()
-        gradients = check(*operands_of(20, 290), causal=True, alignment="top_left")
+        gradients = check(LAUNCH, *operands_of(20, 290), causal=True, alignment="top_left")
         assert (gradients.dk[:, 20:] == 0).all()
         assert (gradients.dv[:, 20:] == 0).all()
 
     def test_empty_sequences_give_zeros(self):
-        ends = {
-            "cu_seqlens_q": np.array([0, 5, 5, 8, 150], np.int32),
-            "cu_seqlens_k": np.array([0, 0, 90, 130, 133], np.int32),
-        }
-        dout, q, k, v = (gaussian(n, (rows, 2, 64), "float16") for n, rows in enumerate((150, 150, 133, 133)))
-        gradients = check(dout, q, k, v, causal=True, **ends)
-        assert (gradients.dq[:5] == 0).all()
-        assert (gradients.dk[:90] == 0).all()
+        check_empty_sequences(LAUNCH)
 
     def test_sequences_longer_than_the_caller_said_are_answered_whole(self):
-        ends = {name: np.array([0, 10, 300], np.int32) for name in ("cu_seqlens_q", "cu_seqlens_k")}
-        arrays = [gaussian(n, (300, 2, 64), "float16") for n in range(4)]
-        problem, operands = problem_and_operands(*arrays, causal=True, **ends)
-        whole = run(problem, operands, arch="sm_80")
-        short = run(dataclasses.replace(problem, seqlen_q=10, seqlen_k=10), operands, arch="sm_80")
-        for name in ("dk", "dv"):
-            np.testing.assert_array_equal(getattr(whole, name), getattr(short, name))
-        check_gradients(short, *arrays, out=operands["out"], lse=operands["lse"], causal=True, **ends)
+        check_sequences_longer_than_said(LAUNCH, 300)
 
     def test_a_nan_reaches_what_its_row_or_key_reaches_and_no_more(self):
         """A hidden pair is a 0 in a product, and 0 * NaN is NaN."""
         for index in range(4):
             arrays = operands_of(150, 150)
             arrays[index][0, 40, :, 3] = np.nan
-            gradients = check(*arrays, causal=True)
+            gradients = check(LAUNCH, *arrays, causal=True)
             assert not np.isfinite(gradients.dk).all()
             assert np.isfinite(gradients.dq[:, :40]).all()
             assert np.isfinite(gradients.dk[:, 150:]).all()
 
     def test_the_gradient_of_the_lse_is_taken_off_delta(self):
-        dout, q, k, v = operands_of(90, 70)
-        problem, operands = problem_and_operands(dout, q, k, v, causal=True)
-        dlse = gaussian(9, operands["lse"].shape)
-        gradients = run(problem, {**operands, "dlse": dlse}, arch="sm_80")
-        # An output that has the same products with dout and dlse less.
-        wide = dout.astype(np.float64)
-        share = np.moveaxis(dlse, 1, 2)[..., None] * wide / np.square(wide).sum(-1, keepdims=True)
-        given = {"out": operands["out"] - share, "lse": operands["lse"]}
-        check_gradients(gradients, dout, q, k, v, **given, causal=True)
+        check_lse_gradient(LAUNCH)
 
 
 class TestAddressing:
-    @staticmethod
-    def view(seed: int, length: int, heads: int, padding: int) -> Strided:
-        """(batch, heads, rows, dim) storage with NaN between rows, heads and sequences."""
-        base = np.full((2, heads + 1, length + 2, 64 + 2 * padding), np.nan, np.float16)
-        array = base[:, 1:, 1 : length + 1, padding : padding + 64].transpose(0, 2, 1, 3)
-        array[...] = gaussian(seed, array.shape)
-        return Strided(array, base)
-
     @pytest.mark.parametrize("padding", [8, 1, 2, 3])
     def test_transposed_padded_views_are_read_and_written_in_place(self, padding):
         """8 keeps rows on 16 bytes, what cp.async needs; 3 keeps them on nothing."""
-        rows, keys = (137, 4), (170, 2)
-        dout, q, k, v = (self.view(n, *shape, padding) for n, shape in enumerate((rows, rows, keys, keys)))
-        shapes = {"dq": rows, "dk": keys, "dv": keys}
-        written = {name: self.view(7, *shape, padding) for name, shape in shapes.items()}
-        for target in written.values():
-            target.array[...] = np.nan
-        problem, operands = problem_and_operands(dout, q, k, v, causal=True)
-        gradients = run(problem, {**operands, **written}, arch="sm_80")
-        given = {"out": operands["out"], "lse": operands["lse"]}
-        check_gradients(gradients, dout.array, q.array, k.array, v.array, causal=True, **given)
-        for target in written.values():
-            assert np.isfinite(target.base).sum() == target.array.size, "only the view was written"
+        check_padded_views(LAUNCH, padding, padding)
 
 
 class TestBatchInvariance:

@@ -8,11 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 from emulated.backward import backward_problem_of, check_case, run, run_case
-from emulated.forward import Strided, gaussian, key_of, problem_of
+from emulated.forward import gaussian, key_of, problem_of
+from emulated.gradients import (
+    case_of,
+    check,
+    check_empty_sequences,
+    check_lse_gradient,
+    check_padded_views,
+    check_sequences_longer_than_said,
+    operands_of,
+    problem_and_operands,
+)
 from emulated.sweeps import LAUNCHES, Sweep, assert_same_bits, launch_of
 from mutation import backward_sm90 as sm90_mutation
 from mutation.backward_sm90_mutants import DEFECTS
-from test_backward_mma import case_of, problem_and_operands
 
 import gpu_actors as ga
 from gpu_actors.devices.emulation import EmulationFault
@@ -130,24 +139,14 @@ class TestDeterministic:
         np.testing.assert_array_equal(again.dq, first.dq)
 
 
-def operands_of(rows: int, keys: int, *, batch: int = 1, heads: int = 2, heads_kv: int = 2) -> list[Any]:
-    """dout, q, k, v of a dim that other tests compile as well."""
-    shapes = [(batch, n, h, 64) for n, h in ((rows, heads), (rows, heads), (keys, heads_kv), (keys, heads_kv))]
-    return [gaussian(n, shape, "float16") for n, shape in enumerate(shapes)]
-
-
-def check(*arrays: Any, **options: Any) -> Any:
-    problem, operands = problem_and_operands(*arrays, **options)
-    gradients = run(problem, operands, kernel=KERNEL)
-    check_gradients(gradients, *arrays, out=operands["out"], lse=operands["lse"], **options)
-    return gradients
+LAUNCH: dict[str, Any] = {"kernel": KERNEL}
 
 
 class TestEdges:
     def test_rows_that_see_no_key_and_keys_that_no_row_sees_have_gradients_of_zero(self):
-        gradients = check(*operands_of(190, 20), causal=True)
+        gradients = check(LAUNCH, *operands_of(190, 20), causal=True)
         assert (gradients.dq[:, :170] == 0).all()
-        gradients = check(*operands_of(20, 290), causal=True, alignment="top_left")
+        gradients = check(LAUNCH, *operands_of(20, 290), causal=True, alignment="top_left")
         assert (gradients.dk[:, 20:] == 0).all()
         assert (gradients.dv[:, 20:] == 0).all()
 
@@ -157,25 +156,11 @@ class TestEdges:
         check_case(case_of(sweep, 1, (100, 400), batch=1, heads=(1, 1)), kernel=KERNEL)
 
     def test_empty_sequences_give_zeros(self):
-        ends = {
-            "cu_seqlens_q": np.array([0, 5, 5, 8, 150], np.int32),
-            "cu_seqlens_k": np.array([0, 0, 90, 130, 133], np.int32),
-        }
-        dout, q, k, v = (gaussian(n, (rows, 2, 64), "float16") for n, rows in enumerate((150, 150, 133, 133)))
-        gradients = check(dout, q, k, v, causal=True, **ends)
-        assert (gradients.dq[:5] == 0).all()
-        assert (gradients.dk[:90] == 0).all()
+        check_empty_sequences(LAUNCH)
 
     def test_sequences_longer_than_the_caller_said_are_answered_whole(self):
         """A block then takes several tiles of keys, and some of none that a row sees."""
-        ends = {name: np.array([0, 10, 500], np.int32) for name in ("cu_seqlens_q", "cu_seqlens_k")}
-        arrays = [gaussian(n, (500, 2, 64), "float16") for n in range(4)]
-        problem, operands = problem_and_operands(*arrays, causal=True, **ends)
-        whole = run(problem, operands, kernel=KERNEL)
-        short = run(dataclasses.replace(problem, seqlen_q=10, seqlen_k=10), operands, kernel=KERNEL)
-        for name in ("dk", "dv"):
-            np.testing.assert_array_equal(getattr(whole, name), getattr(short, name))
-        check_gradients(short, *arrays, out=operands["out"], lse=operands["lse"], causal=True, **ends)
+        check_sequences_longer_than_said(LAUNCH, 500)
 
     @pytest.mark.parametrize("special", [np.nan, np.inf])
     def test_special_values_reach_what_their_row_or_key_reaches_and_no_more(self, special):
@@ -204,15 +189,7 @@ class TestEdges:
             np.testing.assert_array_equal(getattr(found, name)[:70], getattr(clean, name)[:70])
 
     def test_the_gradient_of_the_lse_is_taken_off_delta(self):
-        dout, q, k, v = operands_of(90, 70)
-        problem, operands = problem_and_operands(dout, q, k, v, causal=True)
-        dlse = gaussian(9, operands["lse"].shape)
-        gradients = run(problem, {**operands, "dlse": dlse}, kernel=KERNEL)
-        # An output that has the same products with dout and dlse less.
-        wide = dout.astype(np.float64)
-        share = np.moveaxis(dlse, 1, 2)[..., None] * wide / np.square(wide).sum(-1, keepdims=True)
-        given = {"out": operands["out"] - share, "lse": operands["lse"]}
-        check_gradients(gradients, dout, q, k, v, **given, causal=True)
+        check_lse_gradient(LAUNCH)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -221,38 +198,19 @@ def test_float16_scores_keep_gradients_beyond_and_below_their_range(of_dout, of_
     """dS reaches 10^5, where float16 ends at 65,504; or 10^-6, where it keeps few bits."""
     dout, q, k, v = operands_of(150, 150)
     dout, v = ((x.astype(float) * factor).astype(np.float16) for x, factor in ((dout, of_dout), (v, of_v)))
-    check(dout, q * np.float16(0.01), k * np.float16(0.01), v, causal=causal)
+    check(LAUNCH, dout, q * np.float16(0.01), k * np.float16(0.01), v, causal=causal)
 
 
 def test_all_kernels_of_a_request_scale_float16_scores_alike_where_dropout_raises_their_bound():
     """What is kept counts fourfold here, which is two powers of two of the factor that dQ is divided by at the end."""
-    check(*operands_of(150, 150), dropout_p=0.75)
+    check(LAUNCH, *operands_of(150, 150), dropout_p=0.75)
 
 
 class TestAddressing:
-    @staticmethod
-    def view(seed: int, length: int, heads: int, padding: int) -> Strided:
-        """(batch, heads, rows, dim) storage with NaN between rows, heads and sequences."""
-        base = np.full((2, heads + 1, length + 2, 64 + 2 * padding), np.nan, np.float16)
-        array = base[:, 1:, 1 : length + 1, padding : padding + 64].transpose(0, 2, 1, 3)
-        array[...] = gaussian(seed, array.shape)
-        return Strided(array, base)
-
     @pytest.mark.parametrize("padding", [8, 3])
     def test_transposed_padded_views_are_read_and_written_in_place(self, padding):
         """Operands lie where TMA can follow them; gradients may lie anywhere."""
-        rows, keys = (137, 4), (170, 2)
-        dout, q, k, v = (self.view(n, *shape, 8) for n, shape in enumerate((rows, rows, keys, keys)))
-        shapes = {"dq": rows, "dk": keys, "dv": keys}
-        written = {name: self.view(7, *shape, padding) for name, shape in shapes.items()}
-        for target in written.values():
-            target.array[...] = np.nan
-        problem, operands = problem_and_operands(dout, q, k, v, causal=True)
-        gradients = run(problem, {**operands, **written}, kernel=KERNEL)
-        given = {"out": operands["out"], "lse": operands["lse"]}
-        check_gradients(gradients, dout.array, q.array, k.array, v.array, causal=True, **given)
-        for target in written.values():
-            assert np.isfinite(target.base).sum() == target.array.size, "only the view was written"
+        check_padded_views(LAUNCH, 8, padding)
 
 
 class TestBatchInvariance:

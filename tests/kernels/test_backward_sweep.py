@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 from emulated.backward import run_case
+from emulated.gradients import case_of
 from emulated.sweeps import LAUNCHES, Sweep
-from test_backward_mma import SWEEPS, case_of
+from test_backward_mma import SWEEPS
 
 from gpu_actors.testing import check_gradients
 from gpu_actors.testing.backward_problems import BackwardCase, poison_unseen_backward

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases.gpu_candidates import CANDIDATES, Candidate
+from cases.gpu_candidates import CANDIDATES, REPEATABLE, Candidate
 from support.modules import module_at
 
 import gpu_actors as ga
@@ -57,6 +57,11 @@ def test_the_oracle_passes_every_candidates_check(mock: Any, candidate: Candidat
     spoilt.flat[out.size // 2] += 1.0
     with pytest.raises(AssertionError):
         asked.check(result._replace(**{result._fields[0]: spoilt.astype(out.dtype)}), "reference")
+
+
+def test_all_but_gradients_that_need_not_be_deterministic_are_repeated() -> None:
+    requests = {candidate: candidate.make().request for candidate in CANDIDATES}
+    assert tuple(one for one, request in requests.items() if getattr(request, "deterministic", True)) == REPEATABLE
 
 
 def test_every_kernel_of_the_dispatch_table_has_a_candidate(mock: Any) -> None:
