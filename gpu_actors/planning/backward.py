@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
 
 from gpu_actors.arrays.adopt import Adopted, restore
 from gpu_actors.devices.interface import Device, DeviceInfo, Kernel, Launch, Outputs, OutputSpec
 from gpu_actors.kernels.program import Values
-from gpu_actors.planning.forward import bound_inputs, forward_signature, oracle_arguments
+from gpu_actors.planning.forward import bound_inputs, forward_signature, oracle
 from gpu_actors.planning.plan import Accumulate, Plan, program_for
 from gpu_actors.planning.tma_eligibility import alignments, key_for
 from gpu_actors.problem import AttentionProblem, DispatchKey
@@ -73,14 +72,4 @@ def attention_gradients(template: Adopted | None, outputs: Outputs) -> Sequence[
     return (AttentionGradients(*found),)
 
 
-def _oracle(
-    problem: AttentionProblem,
-    accumulate: Accumulate,
-    dropout_seed: int,
-    inputs: Mapping[str, Any],
-) -> Outputs:
-    # Imported here because only programs on a mock device compute in NumPy.
-    from gpu_actors.reference import attention_backward
-
-    gradients = attention_backward(**oracle_arguments(problem, accumulate, dropout_seed, inputs))
-    return {name: getattr(gradients, name) for name in _NAMES}
+_oracle = functools.partial(oracle, "attention_backward", _NAMES)

@@ -29,7 +29,7 @@ __all__ = [
     "forward_plan",
     "forward_signature",
     "is_plain",
-    "oracle_arguments",
+    "oracle",
     "oracle_options",
     "pose_forward",
 ]
@@ -182,17 +182,31 @@ def attention_output(template: Adopted | None, result: Any, outputs: Outputs) ->
     return (AttentionOutput(out if result is None else result, lse),)
 
 
-def _oracle(
+def oracle(
+    name: str,
+    results: Sequence[str],
     problem: AttentionProblem,
     accumulate: Accumulate,
     dropout_seed: int,
     inputs: Mapping[str, Any],
 ) -> Outputs:
-    # Imported here because only programs on a mock device compute in NumPy.
-    from gpu_actors.reference import attention_forward
+    """What NumPy answers, with operands that are multiplied rounded to what the problem computes in.
 
-    reference = attention_forward(**oracle_arguments(problem, accumulate, dropout_seed, inputs))
-    return {"out": reference.out, "lse": reference.lse}
+    name, results: the function of `gpu_actors.reference`, and the fields of what it gives.
+    """
+    # Imported here because only programs on a mock device compute in NumPy.
+    from gpu_actors import reference
+    from gpu_actors.reference.low_precision import rounder
+
+    arguments = {**inputs, **oracle_options(problem, accumulate), "dropout_seed": dropout_seed}
+    if problem.compute in _ROUNDED:
+        step = rounder(_ROUNDED[problem.compute])
+        arguments |= {name: step(inputs[name]) for name in _MULTIPLIED if name in inputs}
+    found = getattr(reference, name)(**arguments)
+    return {field: getattr(found, field) for field in results}
+
+
+_oracle = functools.partial(oracle, "attention_forward", ("out", "lse"))
 
 
 def oracle_options(problem: AttentionProblem, accumulate: Accumulate) -> dict[str, Any]:
@@ -200,16 +214,3 @@ def oracle_options(problem: AttentionProblem, accumulate: Accumulate) -> dict[st
     from gpu_actors.reference.arguments import SCALARS
 
     return {name: getattr(problem, name) for name in SCALARS} | {"accumulate": accumulate}
-
-
-def oracle_arguments(
-    problem: AttentionProblem, accumulate: Accumulate, dropout_seed: int, inputs: Mapping[str, Any]
-) -> dict[str, Any]:
-    """What the oracle takes, with operands that are multiplied rounded to what the problem computes in."""
-    from gpu_actors.reference.low_precision import rounder
-
-    arguments = {**inputs, **oracle_options(problem, accumulate), "dropout_seed": dropout_seed}
-    if problem.compute in _ROUNDED:
-        step = rounder(_ROUNDED[problem.compute])
-        arguments |= {name: step(inputs[name]) for name in _MULTIPLIED if name in inputs}
-    return arguments
