@@ -22,6 +22,7 @@ from typing import Any
 import anyio.to_thread
 
 from gpu_actors.context import GpuContext, open_context
+from gpu_actors.distributed.pool import ContextPool, open_pool
 from gpu_actors.errors import ActorStopped
 from gpu_actors.extras import missing
 from gpu_actors.options import ContextOptions
@@ -32,7 +33,7 @@ from gpu_actors.serving.leaving import leave_slowly
 from gpu_actors.serving.probes import Answer, Probes
 from gpu_actors.serving.problems import problem
 from gpu_actors.status.board import StatusBoard
-from gpu_actors.validation.fields import expect, real
+from gpu_actors.validation.fields import expect, integer, real
 
 try:
     from starlette.requests import HTTPConnection, Request
@@ -63,18 +64,22 @@ STATE = "gpu_actors"
 _NOT_OPEN = "the application's lifespan has not opened a context: give the application lifespan=asgi.lifespan(...)"
 
 Prepared = Mapping[str, Any] | None
-Prepare = Callable[[GpuContext], Awaitable[Prepared] | AbstractAsyncContextManager[Prepared]]
+Prepare = Callable[[Any], Awaitable[Prepared] | AbstractAsyncContextManager[Prepared]]
 Lifespan = Callable[[Any], AbstractAsyncContextManager[dict[str, Any]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What an application's `lifespan` has opened. admission: as it was given, or None. board: what the page shows."""
+    """What an application's `lifespan` has opened. admission: as it was given, or None. board: what the page shows.
+
+    pool: where ``workers`` was asked for; ``context`` is that of its first worker then.
+    """
 
     context: GpuContext
     probes: Probes
     admission: Admission | None
     board: StatusBoard
+    pool: ContextPool | None = None
 
 
 def lifespan(
@@ -86,6 +91,7 @@ def lifespan(
     probes: Probes | None = None,
     leave_seconds: float = 2.0,
     shown: Sequence[Callable[[], Mapping[str, float]]] = (),
+    workers: int = 0,
 ) -> Lifespan:
     """The lifespan of an application that owns a context: ``Starlette(lifespan=lifespan("cuda"))``, FastAPI likewise.
 
@@ -100,11 +106,15 @@ def lifespan(
     admission: shown in /metrics, and found as ``service(request).admission``. probes: `Probes` with a port of their
     own, which answer while the application starts, stops or is busy. Default: probes without a port, for `routes`.
     leave_seconds: how long /readyz says "draining" after SIGTERM before the server is told (see `leave_slowly`).
+    workers: 0 for a context in this process; else so many child processes with a context each, in a `ContextPool`,
+        found as ``service(request).pool``. ``prepare`` is given the pool in place of a context. The application is
+        ready while one worker is; the page shows the first.
     shown: functions that give numbers by name, for the page. A thread calls them twice a second.
 
     Each application takes a call of its own. Raises `InvalidRequest` for a ``leave_seconds`` that is not >= 0; entering
     raises what `open_context`, `GpuContext.probe` and ``prepare`` raise.
     """
+    workers = integer("workers", workers, 0)
     leave_seconds = real("leave_seconds", leave_seconds, "a finite number of seconds >= 0")
     expect(leave_seconds >= 0, "leave_seconds", leave_seconds, "must be a finite number of seconds >= 0")
 
@@ -112,15 +122,23 @@ def lifespan(
     async def opened(app: Any) -> AsyncIterator[dict[str, Any]]:
         # The probes are entered first and left last: they answer while the context opens and drains.
         answering = probes if probes is not None else Probes()
-        async with answering, open_context(device, options) as context, AsyncExitStack() as stack:
-            made = prepare(context) if prepare is not None else None
+        async with answering, AsyncExitStack() as stack:
+            pool: ContextPool | None = None
+            if workers:
+                pool = await stack.enter_async_context(open_pool(device, workers=workers, options=options))
+                contexts: Mapping[str, GpuContext] = dict(pool.workers)
+            else:
+                contexts = {"": await stack.enter_async_context(open_context(device, options))}
+            context = next(iter(contexts.values()))
+            made = prepare(pool or context) if prepare is not None else None
             if isinstance(made, AbstractAsyncContextManager):
                 prepared = await stack.enter_async_context(made)
             else:
                 prepared = await made if made is not None else None
-            if not any(stats.launched for stats in context.stats().values()):
-                await context.probe()
-            answering.watch(context, admission)
+            for one in contexts.values():
+                if not any(stats.launched for stats in one.stats().values()):
+                    await one.probe()
+            answering.watch(context if pool is None else contexts, admission)
             board = StatusBoard()
             if admission is not None:
                 board.show(lambda: _places(admission))
@@ -128,7 +146,7 @@ def lifespan(
                 board.show(numbers)
             await anyio.to_thread.run_sync(board.watch, context, answering.readiness)
             stack.callback(board.close)
-            found = Service(context, answering, admission, board)
+            found = Service(context, answering, admission, board, pool)
             logger.info("ready on %s, probes on port %s", context.info.name, answering.port)
             kept = getattr(app, "state", None)
             with leave_slowly(answering, leave_seconds), _ended_by_interrupt(board):

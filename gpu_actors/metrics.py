@@ -9,7 +9,7 @@ docs/serving.md).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, get_args, get_type_hints
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -20,9 +20,31 @@ from gpu_actors.runtime.meter import Histogram
 if TYPE_CHECKING:
     from gpu_actors.context import GpuContext
 
-__all__ = ["ContextCollector"]
+__all__ = ["ContextCollector", "WorkersCollector"]
 
 _OUTCOMES = ("completed", "failed", "cancelled")
+
+
+class WorkersCollector(Collector):
+    """A collector for several contexts: the metrics of `ContextCollector`, each sample with the label ``worker``.
+
+    workers: contexts by the names of the label. Make one for a set of contexts, and keep it.
+    """
+
+    def __init__(self, workers: Mapping[str, GpuContext]) -> None:
+        self._collectors = {name: ContextCollector(context) for name, context in workers.items()}
+
+    def describe(self) -> list[Metric]:
+        """Empty, so that registering does not read the contexts."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        merged: dict[str, Metric] = {}
+        for worker, collector in self._collectors.items():
+            for family in collector.collect():
+                into = merged.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                into.samples += [one._replace(labels={**one.labels, "worker": worker}) for one in family.samples]
+        yield from merged.values()
 
 
 class ContextCollector(Collector):

@@ -26,12 +26,15 @@ def serve(
         int | None, typer.Option(help="/livez, /readyz and /metrics from a thread of their own.")
     ] = None,
     probe_host: Annotated[str, typer.Option(help="Where the probe port listens.")] = "127.0.0.1",
+    workers: Annotated[
+        int, typer.Option(help="Child processes with a context each; 0 is one context in this process.")
+    ] = 0,
     max_running: Annotated[int, typer.Option(help="Texts generated at once.")] = 256,
     max_waiting: Annotated[int, typer.Option(help="Requests that wait; the next one gets 429.")] = 1024,
     queue_seconds: Annotated[float, typer.Option(help="A request that waits longer gets 429.")] = 30.0,
     timeout: Annotated[float, typer.Option(help="Seconds for a request without X-Deadline-Ms.")] = 300.0,
     max_tokens: Annotated[int, typer.Option(help="New tokens where a request does not say how many.")] = 256,
-    cache_mib: Annotated[int, typer.Option(help="Memory of the KV cache.")] = 512,
+    cache_mib: Annotated[int, typer.Option(help="Memory of the KV cache, of each worker.")] = 512,
     dtype: Annotated[str, typer.Option(help="Of attention: float16 or bfloat16.")] = "float16",
     leave_seconds: Annotated[float, typer.Option(help="After SIGTERM: not ready, but listening.")] = 2.0,
     drain_seconds: Annotated[float, typer.Option(help="After that: texts go on, then end with an error.")] = 20.0,
@@ -64,6 +67,7 @@ def serve(
     settings = ServeSettings(
         device=device,
         models=tuple(model or ()),
+        workers=workers,
         max_running=max_running,
         max_waiting=max_waiting,
         queue_seconds=queue_seconds,

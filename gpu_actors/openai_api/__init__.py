@@ -3,11 +3,11 @@
     app = create_app(ServeSettings(device="cuda", models=("llama=/models/llama",)))
 
 ``gpu-actors serve`` runs it. settings: what can be set. requests, responses: the bodies. reading: bodies to requests.
-models: what is loaded. telling: a text as it comes. stream: server-sent events. completions, embeddings: the endpoints.
-failures: errors in OpenAI's form. state: what the endpoints share. collector: metrics. app: all of it together.
-server: the process. Needs the extra "serve".
+models: what is loaded. engines: one model over several workers. telling: a text as it comes. stream: server-sent
+events. completions, embeddings: the endpoints. failures: errors in OpenAI's form. state: what the endpoints share.
+collector: metrics. app: all of it together. server: the process. Needs the extra "serve".
 
-Imports from other rooms: embedding, generation, runtime, serving, tracing, validation.
+Imports from other rooms: distributed, embedding, generation, kv, runtime, serving, tracing, validation.
 """
 
 from __future__ import annotations

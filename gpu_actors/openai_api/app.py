@@ -31,6 +31,7 @@ except ModuleNotFoundError as error:
 
 if TYPE_CHECKING:
     from gpu_actors.context import GpuContext
+    from gpu_actors.distributed import ContextPool
 
 __all__ = ["create_app"]
 
@@ -53,7 +54,7 @@ def create_app(settings: ServeSettings | None = None) -> Starlette:
     probes = Probes(host=settings.probe_host, port=settings.probe_port, exit_when_dead=settings.exit_when_dead)
 
     @asynccontextmanager
-    async def prepare(context: GpuContext) -> AsyncIterator[None]:
+    async def prepare(context: GpuContext | ContextPool) -> AsyncIterator[None]:
         state.readers = anyio.CapacityLimiter(_READERS)
         async with open_models(context, settings) as models:
             state.models = models
@@ -73,6 +74,7 @@ def create_app(settings: ServeSettings | None = None) -> Starlette:
             probes=probes,
             leave_seconds=settings.leave_seconds,
             shown=[lambda: _texts(state)],
+            workers=settings.workers,
         ),
         routes=[
             Route("/v1/completions", completions, methods=["POST"]),

@@ -13,6 +13,7 @@ from gpu_actors.runtime.meter import Histogram
 
 if TYPE_CHECKING:
     from gpu_actors.generation.engine import Engine
+    from gpu_actors.openai_api.engines import Engines
     from gpu_actors.openai_api.state import State
 
 __all__ = ["ServerCollector"]
@@ -51,7 +52,7 @@ class ServerCollector(Collector):
             yield requests
 
 
-def _engine(engine: Engine) -> Iterator[Metric]:
+def _engine(engine: Engine | Engines) -> Iterator[Metric]:
     stats = engine.stats
     texts = GaugeMetricFamily("gpu_actors_texts", "Texts under way", labels=["state"])
     texts.add_metric(["running"], engine.running)

@@ -6,14 +6,15 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anyio
 import anyio.to_thread
 
+from gpu_actors.distributed import ContextPool
 from gpu_actors.embedding.embedder import Embedder
 from gpu_actors.embedding.weights import find_weights
 from gpu_actors.errors import InvalidRequest
@@ -23,6 +24,7 @@ from gpu_actors.generation.engine import Engine, Settings
 from gpu_actors.generation.model import Llama
 from gpu_actors.generation.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from gpu_actors.generation.weights import load_weights, random_weights
+from gpu_actors.openai_api.engines import Engines, PoolAttention
 from gpu_actors.openai_api.responses import ModelCard
 from gpu_actors.openai_api.settings import ServeSettings
 from gpu_actors.serving.problems import NotFound
@@ -46,7 +48,7 @@ class Generator(NamedTuple):
     """A model that generates text. template: None for a model that knows no conversations."""
 
     name: str
-    engine: Engine
+    engine: Engine | Engines
     tokenizer: Tokenizer
     template: ChatTemplate | None
     config: LlamaConfig
@@ -107,18 +109,20 @@ class _Parts(NamedTuple):
 
 
 @asynccontextmanager
-async def open_models(context: GpuContext, settings: ServeSettings) -> AsyncIterator[Models]:
+async def open_models(context: GpuContext | ContextPool, settings: ServeSettings) -> AsyncIterator[Models]:
     """Load the models of the settings, and have them answer once, as long as this is entered.
 
+    context: or a pool, whose workers all generate and embed.
     Raises `InvalidRequest` and `Unsupported` for a folder that is not one of a model.
     """
     sources = [_named(given) for given in settings.models] or [(TINY, TINY), (_MINILM_NAME, "")]
     found = Models()
     parts: list[_Parts] = []
+    attention: Any = PoolAttention(context) if isinstance(context, ContextPool) else context
 
     async def load(name: str, source: str) -> None:
         if source in ("", MINILM) or (source != TINY and _kind(source) == "bert"):
-            embedder = await _embedder(context, source)
+            embedder = await _embedder(attention, source)
             if embedder is not None:
                 _expect_first(name, found.encoder)
                 found.encoder = Encoder(name, embedder)
@@ -138,10 +142,17 @@ async def open_models(context: GpuContext, settings: ServeSettings) -> AsyncIter
         yield found
         return
     name, model, tokenizer, template, cache_mib = parts[0]
-    async with Engine.open(context, model, _sizes(model.config, settings, cache_mib)) as engine:
+    sizes = _sizes(model.config, settings, cache_mib)
+    opened: AbstractAsyncContextManager[Engine | Engines]
+    if isinstance(context, ContextPool):
+        opened = Engines.open(context, model, sizes, max(2, settings.max_running // len(context.workers)))
+    else:
+        opened = Engine.open(context, model, sizes)
+    async with opened as engine:
         found.generator = Generator(name, engine, tokenizer, template, model.config)
         # Compiles the kernels of the first requests, and imports what they need.
-        await engine.submit([model.config.begin_token or 0], max_new_tokens=2).tokens()
+        for each in engine if isinstance(engine, Engines) else [engine]:
+            await each.submit([model.config.begin_token or 0], max_new_tokens=2).tokens()
         yield found
 
 

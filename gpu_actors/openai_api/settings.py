@@ -14,13 +14,15 @@ __all__ = ["ServeSettings"]
 class ServeSettings:
     """Sizes are bounds on one request unless they say otherwise; times are in seconds.
 
+    workers: child processes with a context each, on the device; 0 is one context in this process.
     models: folders, as DIR or NAME=DIR, "tiny" (a small Llama of random weights) or "minilm" (the installed MiniLM). At
         most one of each kind. None given: "tiny", and "minilm" where it is installed.
     max_running: texts that are generated at once. max_embedding: requests for embeddings worked on at once.
     max_waiting: requests that wait for either. queue_seconds: how long each may wait before it is refused with 429.
     default_max_tokens: new tokens of a request that does not say how many.
     max_inputs: texts of a request for embeddings.
-    cache_mib: memory of the KV cache, for all layers. page_size: tokens of a page of it. dtype: of attention.
+    cache_mib: memory of the KV cache, for all layers, of each worker. page_size: tokens of a page of it. dtype: of
+        attention.
     default_timeout, longest_timeout, max_body_bytes: see `Guard` and `Bodies`.
     probe_host, probe_port, exit_when_dead: see `Probes`.
     page: whether / is a page that shows the context (see `gpu_actors.asgi.routes`).
@@ -32,6 +34,7 @@ class ServeSettings:
 
     device: str = "auto"
     options: ContextOptions = field(default_factory=ContextOptions)
+    workers: int = 0
     models: tuple[str, ...] = ()
     max_running: int = 256
     max_embedding: int = 4
@@ -53,7 +56,14 @@ class ServeSettings:
     drain_seconds: float = 20.0
 
     def __post_init__(self) -> None:
-        least = {"max_running": 1, "max_embedding": 1, "max_waiting": 0, "default_max_tokens": 1, "max_inputs": 1}
+        least = {
+            "max_running": 1,
+            "max_embedding": 1,
+            "max_waiting": 0,
+            "workers": 0,
+            "default_max_tokens": 1,
+            "max_inputs": 1,
+        }
         for name, low in (least | {"cache_mib": 1, "page_size": 1, "max_body_bytes": 1}).items():
             integer(name, getattr(self, name), low)
         for name in ("queue_seconds", "leave_seconds", "drain_seconds"):

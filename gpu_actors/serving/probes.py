@@ -17,7 +17,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
 from types import TracebackType
@@ -57,7 +57,7 @@ class Answer(NamedTuple):
 
 
 class Probes:
-    """Answers probes about one context from a thread of its own, as long as it is entered.
+    """Answers probes about one context, or several workers, from a thread of its own, as long as it is entered.
 
     /livez: 503 if the context has failed or the event loop has not turned for ``stall_seconds``: restart the process.
     /readyz: 503 also before `watch`, after `leave`, while ``ctx.health()`` is not ready, and where no launch has
@@ -96,8 +96,8 @@ class Probes:
             self.proof_seconds = real("proof_seconds", proof_seconds, "a finite number of seconds > 0, or None")
             expect(proof_seconds > 0, "proof_seconds", proof_seconds, "must be a finite number of seconds > 0, or None")
         self.exit_when_dead = exit_when_dead
-        self._context: GpuContext | None = None
-        self._proof: Proof | None = None
+        self._contexts: Mapping[str, GpuContext] = {}
+        self._proofs: Mapping[str, Proof] = {}
         self._registry: CollectorRegistry | None = None
         self._collectors: list[Collector] = []
         self._reasons: list[Callable[[], str]] = []
@@ -111,7 +111,7 @@ class Probes:
     async def __aenter__(self) -> Self:
         if self._thread is not None and self._thread.is_alive():
             raise GpuActorsError("these probes are entered already; make some for each application")
-        self._context = self._proof = self._registry = None
+        self._contexts, self._proofs, self._registry = {}, {}, None
         self._collectors, self._reasons = [], []
         self._leaving = False
         self._ended.clear()
@@ -131,24 +131,31 @@ class Probes:
         assert self._beating is not None
         self._beating.cancel()
 
-    def watch(self, context: GpuContext, admission: Admission | None = None) -> None:
-        """Answer about this context from now on, and show what the admission does in /metrics."""
+    def watch(self, context: GpuContext | Mapping[str, GpuContext], admission: Admission | None = None) -> None:
+        """Answer about this context from now on, and show what the admission does in /metrics.
+
+        context: or several workers by name. They are alive while one of them has not failed, and ready while one of
+        them is. Each sample of theirs in /metrics has the label ``worker``.
+        """
+        several = isinstance(context, Mapping)
+        workers: Mapping[str, GpuContext] = context if isinstance(context, Mapping) else {"": context}
+        expect(bool(workers), "context", context, "must be a context, or at least one worker by name")
         try:
             from prometheus_client import CollectorRegistry
 
-            from gpu_actors.metrics import ContextCollector
+            from gpu_actors.metrics import ContextCollector, WorkersCollector
             from gpu_actors.serving.collector import AdmissionCollector
         except ImportError:
             self._registry = None
         else:
             self._registry = CollectorRegistry()
-            self._registry.register(ContextCollector(context))
+            self._registry.register(WorkersCollector(workers) if several else ContextCollector(workers[""]))
             if admission is not None:
                 self._registry.register(AdmissionCollector(admission))
             for collector in self._collectors:
                 self._registry.register(collector)
-        self._proof = Proof(context, self.proof_seconds)
-        self._context = context
+        self._proofs = {name: Proof(one, self.proof_seconds) for name, one in workers.items()}
+        self._contexts = workers
 
     def collect(self, collector: Collector) -> None:
         """Show in /metrics what this collector of ``prometheus_client`` gives, from the next `watch` on."""
@@ -182,10 +189,13 @@ class Probes:
 
     def readiness(self) -> dict[str, Any]:
         """What /readyz says."""
-        context, proof, dead = self._context, self._proof, self._dead()
-        if context is None or proof is None:
+        contexts, proofs, dead = self._contexts, self._proofs, self._dead()
+        if not contexts:
             return {"ready": False, "state": "starting", "reason": "the context is not open yet"}
-        health = context.health()
+        seen = {name: context.health() for name, context in contexts.items()}
+        answering = [name for name, one in seen.items() if one.ready and not proofs[name].missing()]
+        front = answering[0] if answering else next(iter(contexts))
+        context, proof, health = contexts[front], proofs[front], seen[front]
         ready, state, reason = health.ready, str(health.state), health.reason
         if self._leaving and state != "failed":
             ready, state, reason = False, "draining", "the server is leaving"
@@ -203,7 +213,7 @@ class Probes:
             "failed": compiled.failed,
             "waiting": compiled.submitted - compiled.completed - compiled.failed - compiled.cancelled,
         }
-        return {
+        content = {
             "ready": ready,
             "state": state,
             "reason": reason,
@@ -213,10 +223,13 @@ class Probes:
             "kernels": kernels,
             "last_success_seconds": round(proof.age, 3),
         }
+        if len(contexts) > 1:
+            content["workers"] = {name: "ready" if name in answering else one.state for name, one in seen.items()}
+        return content
 
     def metrics(self) -> Answer:
         registry = self._registry
-        if self._context is None:
+        if not self._contexts:
             return _answer(False, {"error": {"message": "the context is not open yet"}})
         if registry is None:
             return Answer(501, json.dumps({"error": {"message": install_hint("metrics")}}).encode())
@@ -228,9 +241,9 @@ class Probes:
         """Why the process should be replaced, or an empty string."""
         if stalled := self._stalled():
             return f"the event loop has not turned for {stalled:.0f} s"
-        health = self._context.health() if self._context is not None else None
-        if health is not None and health.state == "failed":
-            return health.reason
+        healths = [context.health() for context in self._contexts.values()]
+        if healths and all(health.state == "failed" for health in healths):
+            return healths[0].reason
         return next((told for reason in self._reasons if (told := reason())), "")
 
     def _stalled(self) -> float:
@@ -269,9 +282,9 @@ class Probes:
             listening.join()
 
     def _look(self) -> None:
-        if self._proof is not None:
+        for proof in self._proofs.values():
             try:
-                self._proof.look()
+                proof.look()
             except Exception:
                 # This thread also ends a dead process. Without proofs /readyz says that the last one is old.
                 logger.exception("the device could not be asked for a proof of progress")
