@@ -389,7 +389,7 @@ _PARAMS = [
     ),
     *_faults(
         "backward",
-        "kernels/backward/variant.py",
+        "kernels/backward/launch.py",
         (
             "sums of dq are not cleared",
             'ScratchSpec((slots, floats), "float32", zero=True)',
