@@ -16,6 +16,8 @@
 #include <string.h>
 #include <time.h>
 
+#include "emulation/overloads.cuh"
+
 #if defined(GPU_ACTORS_CONTRACTION) && !defined(__FMA__) && !defined(__ARM_FEATURE_FMA)
 #error "contraction needs a processor with fused multiply-add instructions"
 #endif

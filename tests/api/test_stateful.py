@@ -279,11 +279,9 @@ class Service(RuleBasedStateMachine):
 
 
 @pytest.fixture
-def _small_collections() -> Iterator[None]:
+def _small_collections() -> None:
     """The collector passes over what was there before: it runs after each context, and modules are large."""
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.usefixtures("_small_collections")

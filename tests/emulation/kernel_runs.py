@@ -181,6 +181,10 @@ class _Unoptimised(Toolchain):
     def flags(self) -> tuple[str, ...]:
         return (*super().flags, "-O0")
 
+    @property
+    def leaner_flags(self) -> tuple[str, ...]:
+        return ()
+
 
 def unoptimised_toolchain() -> Toolchain:
     """A compiler for modules that are built often and run briefly."""

@@ -10,12 +10,14 @@ import struct
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from gpu_actors.devices.emulation import EmulatedBuffer, EmulatedModule, Toolchain, build_module, toolchain
 from gpu_actors.devices.emulation.build import find_entries
+from gpu_actors.devices.emulation.unit import run_compiler
 from gpu_actors.errors import CompileError, GpuActorsError, InvalidRequest
 from gpu_actors.extras import install_hint
 
@@ -211,3 +213,75 @@ def test_a_processor_that_cannot_fuse_products_is_a_compile_error(cache: Path) -
     without = replace(found, command=(*found.command, "-U__FMA__", "-U__ARM_FEATURE_FMA"), contraction=True)
     with pytest.raises(CompileError, match="fused multiply-add"):
         build_module(FUSED, toolchain=without, cache_dir=cache)
+
+
+OVERLOADS = """
+extern "C" __global__ void each(double* out) {
+  const float x = -2.5f;
+  const int n = -3;
+  double* at = out;
+  // What a float gives is a float, what an integer gives a double.
+  const size_t floats[] = {sizeof(exp(x)), sizeof(abs(x)), sizeof(floor(x)), sizeof(pow(x, x)), sizeof(fma(x, x, x))};
+  const size_t doubles[] = {sizeof(exp(n)), sizeof(sqrt(4)), sizeof(pow(x, n)), sizeof(fma(x, n, n))};
+  for (size_t bytes : floats) *at++ = bytes == 4;
+  for (size_t bytes : doubles) *at++ = bytes == 8;
+  *at++ = abs(x);
+  *at++ = abs(n);
+  *at++ = abs(-5000000000ll);
+  *at++ = abs(-2.25);
+  *at++ = sqrt(4);
+  *at++ = pow(2.0f, n);
+  *at++ = fmax(x, 1);
+  *at++ = fma(x, x, x);
+  *at++ = lround(2.5f);
+  *at++ = isnan(n) + 2 * isnan(x) + 4 * isinf(x / 0.0f) + 8 * isfinite(x) + 16 * signbit(x);
+}
+"""
+
+
+def test_functions_of_c_have_the_overloads_that_cuda_has(cache: Path) -> None:
+    out = EmulatedBuffer(19 * 8, "out")
+    module = build_module(OVERLOADS, cache_dir=cache)
+    module.launch("each", 1, 1, 0, struct.pack("<Q", out.address), [out])
+    assert out.view(np.float64).tolist() == [1] * 9 + [2.5, 3, 5e9, 2.25, 2, 0.125, 1, 3.75, 3, 28]
+
+
+def test_a_build_that_takes_its_time_is_in_the_log(
+    cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with caplog.at_level(logging.INFO):
+        monkeypatch.setattr("gpu_actors.devices.emulation.unit._QUIET_SECONDS", 3600.0)
+        build_module(SOURCE, {"AMOUNT": "12"}, {"amount.cuh": HEADER}, cache_dir=cache, name="mine.cu")
+        assert "compiled" not in caplog.text
+        monkeypatch.setattr("gpu_actors.devices.emulation.unit._QUIET_SECONDS", 0.0)
+        build_module(SOURCE, {"AMOUNT": "13"}, {"amount.cuh": HEADER}, cache_dir=cache, name="mine.cu")
+    assert "mine.cu is being compiled for the CPU" in caplog.text
+
+
+MULTIPLIES = """
+#include "ptx.cuh"
+extern "C" __global__ void k(float* out) { out[0] = 1; }
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "contraction", "lean"),
+    [(MULTIPLIES, False, True), (MULTIPLIES, True, False), (SOURCE, False, False)],
+    ids=["tensor cores", "tensor cores, fused", "arithmetic of its own"],
+)
+def test_only_a_kernel_that_leaves_its_arithmetic_to_tensor_cores_is_hardly_optimised(
+    source: str, contraction: bool, lean: bool, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its arithmetic is the executor's. g++ fuses products only where it optimises."""
+    options: list[str] = []
+
+    def compiled(toolchain: Toolchain, arguments: list[str], *rest: Any) -> None:
+        options.extend(toolchain.flags)
+        options.extend(arguments)
+        run_compiler(toolchain, arguments, *rest)
+
+    monkeypatch.setattr("gpu_actors.devices.emulation.build.run_compiler", compiled)
+    found = replace(Toolchain.find(), contraction=contraction)
+    build_module(source, {"AMOUNT": "14"}, {"amount.cuh": HEADER}, found, cache)
+    level = "-Og" if lean and found.name == "g++" else "-O2"
+    assert [option for option in options if option.startswith("-O")][-1] == level

@@ -16,12 +16,13 @@ from random import Random
 
 __all__ = ["AsmOperand", "AsmStatement", "UnknownAsm", "captured", "scattered", "statements"]
 
+# Each way begins with a character of its own, so that a search skips to the next of these five.
 _TOKEN = re.compile(
     r"""
-      ^\#\ (?P<line>\d+)\ "(?P<file>[^"\n]*)"[^\n]*$                # where the text that follows comes from
+      \#(?<![^\n]\#)\ (?P<line>\d+)\ "(?P<file>[^"\n]*)"[^\n]*$   # where the text that follows comes from
     | R"(?P<mark>[^(\s]{0,16})\((?s:.*?)\)(?P=mark)"               # a raw string
-    | "(?:\\.|[^"\\\n])*" | (?<![0-9a-fA-F])'(?:\\.|[^'\\\n])*'
-    | \b(?P<asm>asm)\b
+    | "(?:\\.|[^"\\\n])*" | '(?<![0-9a-fA-F]')(?:\\.|[^'\\\n])*'
+    | a(?<!\wa)sm\b
     """,
     re.VERBOSE | re.MULTILINE,
 )
@@ -132,7 +133,7 @@ def _found(text: str) -> Iterator[tuple[AsmStatement, int, int]]:
         at = token.end()
         if token["line"] is not None:
             file, line, counted = token["file"], int(token["line"]), min(at + 1, len(text))
-        elif token["asm"] is not None:
+        elif token[0] == "asm":
             line += text.count("\n", counted, token.start())
             counted = token.start()
             statement, at = _read(text, token.end(), file, line)

@@ -33,6 +33,7 @@ _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _EXTERN = re.compile(r'\bextern\s+"C"(?=\s+__global__)')
 _LAUNCH_BOUNDS = re.compile(r"__launch_bounds__\s*\(")
 _ENTRY = re.compile(r"\s*__global__\s+void\s+(\w+)\s*\(")
+_TENSOR_CORES = re.compile(r"\b(?:wg)?mma(?:\.mma_async)?\.sync\b")
 
 
 def build_module(
@@ -147,12 +148,13 @@ class _Build:
 
     def _run_compiler(self, work: Path, kept: Path) -> None:
         options = [*definitions(self.macros), f"-I{work / 'include'}"]
-        run_compiler(self.toolchain, [*options, "-E", "unit.cpp", "-o", "expanded.cpp"], work, kept)
+        run_compiler(self.toolchain, [*options, "-E", "unit.cpp", "-o", "expanded.cpp"], work, kept, self.name)
         text = (work / "expanded.cpp").read_text(encoding="utf-8").replace(f"{work}/include/", "")
         if self.toolchain.fused_places is not None:
             text = scattered(text, self.toolchain.fused_places)
         (work / "captured.cpp").write_text(captured(text), encoding="utf-8")
-        run_compiler(self.toolchain, ["captured.cpp", "executor.o", "-o", "module.so"], work, kept)
+        leaner = self.toolchain.leaner_flags if _TENSOR_CORES.search(text) else ()
+        run_compiler(self.toolchain, [*leaner, "captured.cpp", "executor.o", "-o", "module.so"], work, kept, self.name)
 
     def _bad_line(self, log: str) -> str | None:
         match = re.search(rf"{re.escape(_SOURCE)}:(\d+):(?:\d+:)? (?:fatal )?(?:error|an asm statement)", log)

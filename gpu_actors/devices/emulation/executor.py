@@ -69,7 +69,7 @@ class Executor:
             options = [*definitions(self.macros), f"-I{work / 'include'}", "-c", "unit.cpp", "-o", "executor.o"]
             start = time.perf_counter()
             try:
-                run_compiler(self.toolchain, options, work, kept)
+                run_compiler(self.toolchain, options, work, kept, "the emulated device's executor")
             except CompilerFailed as failure:
                 message = f"the emulated device's executor does not compile:\n{failure.log[:4000]}"
                 raise CompileError(message, failure.log) from None

@@ -19,10 +19,12 @@ from gpu_actors.extras import install_hint
 
 __all__ = ["Toolchain", "cpu_identity"]
 
-# Plain IEEE arithmetic, no reassociation. Shared objects of one process share no symbols (hidden, no unique ones), and
+# Plain IEEE arithmetic, no reassociation. Headers of the C++ library are half of a small kernel's compile, and CUDA C++
+# has none of them. Shared objects of one process share no symbols (hidden, no unique ones), and
 # _FORTIFY_SOURCE would object to leaving a fiber by longjmp.
 _FLAGS = (
     "-std=c++17",
+    "-nostdinc++",
     "-O2",
     "-ftree-vectorize",
     "-march=native",
@@ -76,6 +78,15 @@ class Toolchain:
     def flags(self) -> tuple[str, ...]:
         """Compiler options, in order."""
         return (*_FLAGS, *self._contraction_flags(), *_EXTRA_FLAGS[self.name])
+
+    @property
+    def leaner_flags(self) -> tuple[str, ...]:
+        """Options to add for a kernel that leaves its arithmetic to instructions of tensor cores.
+
+        The executor computes them, so what optimising the kernel saves is a few percent of a launch; it is half of the
+        compile. g++ fuses products only when it optimises.
+        """
+        return ("-Og",) if self.name == "g++" and not self.contraction else ()
 
     def _contraction_flags(self) -> tuple[str, ...]:
         if self.fused_places is None or not self.contraction:

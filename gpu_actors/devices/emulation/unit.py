@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import posixpath
 import subprocess
@@ -18,6 +19,9 @@ __all__ = ["CompilerFailed", "definitions", "headers_of", "run_compiler", "write
 
 # Folders of headers that no key covers.
 _HEADER_FOLDERS = ("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH")
+
+_QUIET_SECONDS = 1.0  # of a compile before the log tells of it
+_log = logging.getLogger(__name__)
 
 
 class CompilerFailed(Exception):
@@ -62,17 +66,38 @@ def definitions(macros: Mapping[str, str]) -> list[str]:
     return [f"-D{name}={value}" for name, value in macros.items()]
 
 
-def run_compiler(toolchain: Toolchain, arguments: Sequence[str], work: Path, kept: Path) -> None:
+def run_compiler(toolchain: Toolchain, arguments: Sequence[str], work: Path, kept: Path, what: str) -> None:
     """Run the compiler with its usual options and these, in the folder ``work``. Raises CompilerFailed.
 
-    kept: a folder for what the compiler itself keeps for later runs.
+    kept: a folder for what the compiler itself keeps for later runs. what: what is compiled, for the log, where a run
+    that takes over a second is told.
     """
     command = [*toolchain.command, *toolchain.flags, *arguments]
     inherited = {name: value for name, value in os.environ.items() if name not in _HEADER_FOLDERS}
     # zig keeps its own parts, built once, in the cache; what belongs to this run goes with the folder.
     own = {"ZIG_GLOBAL_CACHE_DIR": str(kept / "zig"), "ZIG_LOCAL_CACHE_DIR": str(work / "zig")}
-    result = subprocess.run(
-        command, capture_output=True, text=True, errors="replace", cwd=work, env={**inherited, **own}, check=False
-    )
-    if result.returncode != 0:
-        raise CompilerFailed(result.stdout + result.stderr)
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        cwd=work,
+        env={**inherited, **own},
+    ) as process:
+        try:
+            log = _output(process, what)
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode != 0:
+        raise CompilerFailed(log)
+
+
+def _output(process: subprocess.Popen[str], what: str) -> str:
+    try:
+        return process.communicate(timeout=_QUIET_SECONDS)[0]
+    except subprocess.TimeoutExpired:
+        _log.info("emulation: %s is being compiled for the CPU, once for this cache folder", what)
+        return process.communicate()[0]
