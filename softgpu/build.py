@@ -32,7 +32,7 @@ MODULE = "cupy_backends.cuda.api.runtime"
 _HEADERS = ("nvidia-cuda-crt", "nvidia-cuda-profiler-api")  # what nvidia-cuda-runtime's own headers include
 _FLAGS = ("-std=c++17", "-O1", "-g", "-fPIC", "-Wall", "-Wextra", "-Werror")
 # The emulation's structs, which the driver and the worker share with built kernels.
-_SHARED = ("emulation/core.cuh", "emulation/state.cuh")
+_SHARED = ("emulation/core.cuh", "emulation/overloads.cuh", "emulation/state.cuh")
 
 
 def build() -> Path:

@@ -6,6 +6,9 @@
 #include <math.h>
 #include <stdlib.h>
 
+// Programs that do read the C++ library's headers have its overloads.
+#if !defined(_GLIBCXX_MATH_H) && !defined(_LIBCPP_MATH_H)
+
 namespace emulation {
 
 template <class T>
@@ -144,3 +147,5 @@ EMULATED_CLASSIFYING(isnan, __builtin_isnan)
 EMULATED_CLASSIFYING(isnormal, __builtin_isnormal)
 EMULATED_CLASSIFYING(signbit, __builtin_signbit)
 #undef EMULATED_CLASSIFYING
+
+#endif
