@@ -190,6 +190,14 @@ def test_watching_makes_no_request_an_event() -> None:
         assert len(board.happenings.since(0).items) == seen, "a closed board watches no more"
 
 
+def test_requests_that_are_logged_are_still_no_events_of_the_page(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("DEBUG", "gpu_actors.trace"), ga.open_context("mock") as ctx:
+        board = watched(ctx)
+        ask(ctx).result(10)
+        assert "request.completed" in caplog.text
+        assert board.happenings.since(0).items == []
+
+
 # Streams
 
 
