@@ -75,11 +75,14 @@ class KeyMask:
         rows: (R,) row indices inside the sequence. The diagonal of row i is key i + seqlen_k - seqlen_q
         ("bottom_right") or key i ("top_left").
         """
+        return self.visible_positions(self._diagonal(rows, seqlen_q, seqlen_k), np.arange(seqlen_k))
+
+    def visible_positions(self, diagonal: npt.NDArray[Any], keys: npt.NDArray[Any]) -> npt.NDArray[np.bool_] | None:
+        """As `visible_keys`, of keys at these positions (K,) and rows whose own positions are ``diagonal`` (R, 1)."""
         if self.mask == "full":
             return None
         left, right = self.window_size
-        diagonal, keys = self._diagonal(rows, seqlen_q, seqlen_k), np.arange(seqlen_k)
-        visible = np.ones((rows.size, seqlen_k), dtype=np.bool_)
+        visible = np.ones((diagonal.size, keys.size), dtype=np.bool_)
         if left >= 0:
             visible &= keys >= diagonal - left
         if right >= 0:

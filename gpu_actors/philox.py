@@ -65,23 +65,27 @@ def philox4x32(
 
 
 def dropout_bits(
-    seed: int, sequence_head: npt.NDArray[Any], rows: npt.NDArray[Any], seqlen_k: int
+    seed: int, sequence_head: npt.NDArray[Any], rows: npt.NDArray[Any], keys: int | npt.NDArray[Any]
 ) -> npt.NDArray[np.uint32]:
     """The 32 bits that decide on each probability of a tile of rows.
 
     seed: 0 <= seed < 2^64, else InvalidRequest.
     sequence_head: integers b * heads_q + h, any shape S.
     rows: (R,) row indices inside the sequence.
-    Returns uint32 (*S, R, seqlen_k).
+    keys: how many there are, from the first on; or (K,) their positions.
+    Returns uint32 (*S, R, K).
     """
     if not 0 <= seed < 1 << 64:
         raise InvalidRequest("dropout_seed", seed, "the seed is an unsigned 64-bit integer")
-    groups = np.arange(-(-seqlen_k // _LANES))
+    groups = np.unique(keys // _LANES) if isinstance(keys, np.ndarray) else np.arange(-(-keys // _LANES))
     words = philox4x32(
         (groups, rows[:, None], np.asarray(sequence_head)[..., None, None], 0),
         (seed & 0xFFFFFFFF, seed >> 32),
     )
-    return words.reshape(*words.shape[:-2], -1)[..., :seqlen_k]
+    if isinstance(keys, np.ndarray):
+        drawn: npt.NDArray[np.uint32] = words[..., np.searchsorted(groups, keys // _LANES), keys % _LANES]
+        return drawn
+    return words.reshape(*words.shape[:-2], -1)[..., :keys]
 
 
 def dropout_threshold(dropout_p: float) -> int:
@@ -100,7 +104,7 @@ def dropout_threshold(dropout_p: float) -> int:
 
 
 def dropout_keep(
-    dropout_p: float, seed: int, sequence_head: npt.NDArray[Any], rows: npt.NDArray[Any], seqlen_k: int
+    dropout_p: float, seed: int, sequence_head: npt.NDArray[Any], rows: npt.NDArray[Any], keys: int | npt.NDArray[Any]
 ) -> npt.NDArray[np.bool_]:
-    """Which probabilities of a tile survive dropout: bool (*S, R, seqlen_k), see `dropout_bits`."""
-    return dropout_bits(seed, sequence_head, rows, seqlen_k) >= np.uint32(dropout_threshold(dropout_p))
+    """Which probabilities of a tile survive dropout: bool (*S, R, K), see `dropout_bits`."""
+    return dropout_bits(seed, sequence_head, rows, keys) >= np.uint32(dropout_threshold(dropout_p))

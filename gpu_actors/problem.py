@@ -40,6 +40,9 @@ class AttentionProblem(KeyMask):
     sequence's length comes with the data.
     varlen_q: the rows of the sequences are packed, as in "varlen". tree_mask: see `PagedForward`; causal is False then.
     num_splits: how many ranges the keys of a sequence are cut into; 0: the planner decides.
+
+    q_positions, k_positions: numbers a sequence that say where its rows, or keys, stand: none, its first position, or
+    that and the step. dropout_first_head, dropout_heads: of the heads that dropout counts; 0 heads: those of q.
     """
 
     direction: Direction = "forward"
@@ -71,6 +74,20 @@ class AttentionProblem(KeyMask):
     varlen_q: bool = False
     tree_mask: bool = False
     num_splits: int = 0
+    q_positions: Literal[0, 1, 2] = 0
+    k_positions: Literal[0, 1, 2] = 0
+    dropout_first_head: int = 0
+    dropout_heads: int = 0
+
+    @property
+    def positions(self) -> bool:
+        """Whether rows, keys or heads have places in a larger problem."""
+        return bool(self.q_positions or self.k_positions or self.dropout_first_head or self.dropout_heads)
+
+    @property
+    def sliding_window(self) -> bool:
+        """Whether a row sees only the keys of a window."""
+        return self.mask in ("window", "causal_window")
 
     @property
     def gqa_ratio(self) -> int:
@@ -155,6 +172,7 @@ class DispatchKey(StableText):
     deterministic: bool = False
     score_mod: ScoreMod | None = None
     row_tile: int = 0
+    positions: bool = False
 
     @property
     def causal(self) -> bool:

@@ -54,6 +54,11 @@ class FlashForward:
     compute: for fp32 inputs, what the products are taken in: "f32" (default), "tf32", "f16" or "bf16".
     return_lse: also give the fp32 natural-log LSE, (batch, heads_q, seqlen_q) or (heads_q, total_q).
     out: where to write the output; shaped like q with v's head_dim.
+    q_positions, k_positions: int32 (batch,) or (batch, 2): where the rows, or keys, of each sequence stand in a larger
+        problem, of which this is a part: row i at first, or first + i * step. None beside the other: from 0, one apart.
+        Causal, windows, sink tokens, ALiBi and dropout mean positions, and a row's own key is the one at its position.
+        0 <= first, 1 <= step, and all positions are below 2^30.
+    dropout_first_head, dropout_heads: what dropout takes for the number of the first head, of how many; None: q's own.
     """
 
     __repr__ = brief
@@ -83,6 +88,10 @@ class FlashForward:
     compute: str | None = None
     return_lse: bool = False
     out: Array | None = None
+    q_positions: Array | None = None
+    k_positions: Array | None = None
+    dropout_first_head: int = 0
+    dropout_heads: int | None = None
 
 
 @dataclass(slots=True, kw_only=True, eq=False, repr=False)

@@ -75,6 +75,10 @@ class FlashAttnHandle(ActorHandle):
         compute: str | None = None,
         return_lse: bool = False,
         out: Array | None = None,
+        q_positions: Array | None = None,
+        k_positions: Array | None = None,
+        dropout_first_head: int = 0,
+        dropout_heads: int | None = None,
         deadline: float | None = None,
         timeout: float | None = None,
         priority: int = 0,
@@ -84,7 +88,7 @@ class FlashAttnHandle(ActorHandle):
         deadline, timeout, priority: as in `ActorHandle.submit`. The reply gives an `AttentionOutput`, or raises one of
         `gpu_actors.errors`. Do not change the arrays before it is done.
         """
-        # Arguments go by position, in the order of the fields: passing 24 by name takes as long as an empty request.
+        # Arguments go by position, in the order of the fields: passing 28 by name takes as long as an empty request.
         request = FlashForward(
             q,
             k,
@@ -110,6 +114,10 @@ class FlashAttnHandle(ActorHandle):
             compute,
             return_lse,
             out,
+            q_positions,
+            k_positions,
+            dropout_first_head,
+            dropout_heads,
         )
         planner: AttentionPlanner = self._cell.shared
         return Reply(self.send(request, deadline, timeout, priority, planner.recall(request)))
@@ -139,6 +147,10 @@ class FlashAttnHandle(ActorHandle):
         max_seqlen_q: int | None = None,
         max_seqlen_k: int | None = None,
         compute: str | None = None,
+        q_positions: Array | None = None,
+        k_positions: Array | None = None,
+        dropout_first_head: int = 0,
+        dropout_heads: int | None = None,
         deterministic: bool = False,
         deadline: float | None = None,
         timeout: float | None = None,

@@ -62,6 +62,7 @@ REFERENCE = KernelFamily(
     _computed_elsewhere,
     tensor_cores=False,
     score_mods=True,
+    positions=True,
 )
 
 _BY_KERNEL = {kernel: family for family in FAMILIES for kernel in family.kernels}

@@ -18,6 +18,7 @@ Refuses: TypeAlias = Callable[[AttentionProblem, str], Unsupported | None]
 MakeProgram: TypeAlias = Callable[[AttentionProblem, DispatchKey, Target], Program]
 
 
+_POSITIONS = ("q_positions", "k_positions", "dropout_first_head", "dropout_heads")
 _LEAST_DIM, _GREATEST_DIM = 32, 256
 _CHUNK = 16  # bytes; rows of a dtype of more than 16 bits are multiples of 8 elements all the same
 
@@ -39,7 +40,8 @@ class KernelFamily:
     companions: kernels that are launched with it, under keys that differ in the name alone.
     num_splits, persistent: as in DispatchKey. row_tile: likewise, from a problem; None where it is 0.
     score_mods: whether it includes common/score.cuh, and so the score modification of a graph. unscored: companions
-    that do not. tma: whether it loads by TMA, which not all strides suit (`kernels.hopper.params.tma_refusal`).
+    that do not. positions: whether rows, keys and heads may stand in a larger problem. tma: whether it loads by TMA,
+    which not all strides suit (`kernels.hopper.params.tma_refusal`).
     """
 
     name: str
@@ -59,6 +61,7 @@ class KernelFamily:
     row_tiles: tuple[int, ...] = (0,)
     score_mods: bool = False
     tma: bool = False
+    positions: bool = False
     kernels: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -68,6 +71,18 @@ class KernelFamily:
         """Why the kernel does not take a problem on an architecture, or None."""
         if problem.score_mod is not None and not self.score_mods:
             return Unsupported("score_mod", str(problem.score_mod), f"{self.name} has no place for score modifications")
+        if problem.positions and not self.positions:
+            field = next(name for name in _POSITIONS if getattr(problem, name))
+            reason = f"{self.name} counts rows, keys and heads from the beginning of their sequence"
+            return Unsupported(field, getattr(problem, field), reason)
+        if (
+            problem.q_positions == 2
+            and problem.deterministic
+            and problem.sliding_window
+            and self.direction == "backward"
+        ):
+            reason = "blocks take turns by ranges of rows, and between rows that stand apart a window may see none"
+            return Unsupported("deterministic", True, reason, False)
         if self.direction not in (None, problem.direction):
             reason = f"{self.name} computes {'no gradients' if self.direction == 'forward' else 'gradients alone'}"
             return Unsupported("direction", problem.direction, reason, self.direction)

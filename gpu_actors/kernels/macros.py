@@ -65,7 +65,7 @@ def forward_macros(key: DispatchKey) -> Macros:
     macros = tile_macros(key, tile_of(key), shared_bytes_of(key)) | mask_macros(key) | score_macros(key)
     # The alignment matters where a mask or ALiBi measures from the diagonal.
     top_left = key.alignment == "top_left" and (key.mask != "full" or key.alibi)
-    macros |= flags(VARLEN=key.varlen, TOP_LEFT=top_left, DROPOUT=key.dropout)
+    macros |= flags(VARLEN=key.varlen, TOP_LEFT=top_left, DROPOUT=key.dropout, POSITIONS=key.positions)
     if key.bias is not None:
         macros["BIAS_ELEMENT"] = ELEMENTS[key.bias].c_type
     if key.dtype == "float32" and key.compute in _COMPUTE_BITS:

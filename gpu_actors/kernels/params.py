@@ -312,6 +312,9 @@ def forward_scalars(problem: AttentionProblem, prefix: str = "") -> dict[str, in
     scalars["window_left"] = UNBOUNDED if left < 0 else min(left, UNBOUNDED)
     scalars["window_right"] = UNBOUNDED if right < 0 else min(right, UNBOUNDED)
     scalars["dropout_scale"] = 1.0 / (1.0 - problem.dropout_p)
+    if problem.positions:
+        scalars |= {"q_position_words": problem.q_positions, "k_position_words": problem.k_positions}
+        scalars["dropout_heads"] = problem.dropout_heads or problem.heads_q
     if problem.dropout_p:
         scalars["dropout_threshold"] = dropout_threshold(problem.dropout_p)
     return {prefix + name: value for name, value in scalars.items()}
@@ -346,6 +349,9 @@ def forward_operands(problem: AttentionProblem, layout: ParamsLayout, prefix: st
         yield operand("alibi_slopes", "h", (p.heads_q,), "float32")
     elif p.alibi == "batch":
         yield operand("alibi_slopes", "bh", (p.batch, p.heads_q), "float32")
+    for name, words in (("q_positions", p.q_positions), ("k_positions", p.k_positions)):
+        if words:
+            yield operand(name, "." * words, (p.batch, 2)[:words], "int32")
     if p.sinks:
         yield operand("sinks", "h", (p.heads_q,), "float32", p.out_dtype)
     if p.descales:

@@ -19,7 +19,7 @@ from gpu_actors.planning.plan import Accumulate, Plan, attention_outputs, progra
 from gpu_actors.planning.tma_eligibility import alignments, key_for
 from gpu_actors.problem import AttentionProblem, DispatchKey
 from gpu_actors.requests import AttentionOutput, FlashForward, scalars_of
-from gpu_actors.validation.forward import check_cu_seqlens, check_seed, forward_problem, longest
+from gpu_actors.validation.forward import check_cu_seqlens, check_positions, check_seed, forward_problem, longest
 from gpu_actors.validation.overlap import check_output_memory
 
 __all__ = [
@@ -43,6 +43,8 @@ _OPTIONAL = (
     "q_descale",
     "k_descale",
     "v_descale",
+    "q_positions",
+    "k_positions",
 )
 # The scalars that decide a plan. dropout_seed decides none, and the longest sequences may have to be found first.
 _DECIDING = [name for name in scalars_of(FlashForward) if name != "dropout_seed" and not name.startswith("max_seqlen")]
@@ -102,6 +104,8 @@ def _has_no_options(request: FlashForward) -> bool:
         and request.q_descale is None
         and request.k_descale is None
         and request.v_descale is None
+        and request.q_positions is None
+        and request.k_positions is None
     )
 
 
@@ -157,6 +161,8 @@ def bound_inputs(problem: AttentionProblem, request: FlashForward) -> dict[str, 
     if problem.layout == "varlen":
         check_cu_seqlens("cu_seqlens_q", request.cu_seqlens_q, problem.total_q, problem.seqlen_q)
         check_cu_seqlens("cu_seqlens_k", request.cu_seqlens_k, problem.total_k, problem.seqlen_k)
+    if problem.q_positions or problem.k_positions:
+        check_positions(problem, request)
     return inputs
 
 

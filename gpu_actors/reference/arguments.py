@@ -69,6 +69,9 @@ class AttentionOptions(MaskOptions, total=False):
     dropout_p, dropout_seed: probabilities whose Philox draw (`gpu_actors.philox`) falls below p are zeroed,
         the others scaled by 1 / (1 - p); the LSE does not change.
     cu_seqlens_q, cu_seqlens_k: integers (batch + 1,), the bounds of packed sequences.
+    q_positions, k_positions: integers (batch,) or (batch, 2): the place of a sequence's first row, or key, in a larger
+        problem, and the step to the next, 1 by default. Masks, ALiBi and dropout mean these places.
+    dropout_first_head, dropout_heads: the number that dropout gives the first head, among how many; 0: those of q.
     """
 
     softmax_scale: float | None
@@ -80,6 +83,10 @@ class AttentionOptions(MaskOptions, total=False):
     dropout_seed: int
     cu_seqlens_q: Array | None
     cu_seqlens_k: Array | None
+    q_positions: Array | None
+    k_positions: Array | None
+    dropout_first_head: int
+    dropout_heads: int
 
 
 class ForwardOptions(AttentionOptions, total=False):
@@ -119,6 +126,10 @@ class Arguments(KeyMask):
     k_descale: Array | None = None
     v_descale: Array | None = None
     tree_mask: Array | None = None
+    q_positions: Array | None = None
+    k_positions: Array | None = None
+    dropout_first_head: int = 0
+    dropout_heads: int = 0
 
     def __post_init__(self) -> None:
         KeyMask.__post_init__(self)
@@ -133,6 +144,8 @@ class Arguments(KeyMask):
         for name in ("q_descale", "k_descale", "v_descale"):
             _check_shape(name, getattr(self, name), (batch, heads_kv))
         _check_shape("tree_mask", self.tree_mask, self.q.shape[:-2])
+        for name in ("q_positions", "k_positions"):
+            _check_shape(name, getattr(self, name), (batch,), (batch, 2))
         if self.bias is not None:
             if self.varlen:
                 raise InvalidRequest("bias", _describe(self.bias), "a varlen batch takes no bias: its rows are ragged")
@@ -163,6 +176,18 @@ class Arguments(KeyMask):
     def scale(self) -> float:
         return 1.0 / math.sqrt(self.q.shape[-1]) if self.softmax_scale is None else self.softmax_scale
 
+    @property
+    def positioned(self) -> bool:
+        """Whether each sequence has positions of its own."""
+        return self.q_positions is not None or self.k_positions is not None
+
+    def positions(self, piece: Piece, rows: Array) -> tuple[Array, Array]:
+        """Where rows of a piece of one sequence stand, (R,), and its keys, (seqlen_k,)."""
+        keys = np.arange(piece.seqlen_k)
+        if not self.positioned:
+            return rows, keys
+        return _steps(self.q_positions, piece.first, rows), _steps(self.k_positions, piece.first, keys)
+
     def split_heads(self, array: Array, axis: int) -> Array:
         """A view in which the axis of query heads is two: (heads_kv, gqa_ratio)."""
         shape = (*array.shape[:axis], self.heads_kv, self.gqa_ratio, *array.shape[axis + 1 :])
@@ -173,7 +198,7 @@ class Arguments(KeyMask):
         if self.cu_seqlens_q is None or self.cu_seqlens_k is None:
             seqlen_q, seqlen_k = self.q.shape[1], self.k.shape[1]
             step = max(1, block_elements // max(1, self.heads * seqlen_q * seqlen_k))
-            if self.tree_mask is not None:
+            if self.tree_mask is not None or self.positioned:
                 step = 1  # every sequence has a mask of its own
             for first in range(0, self.batch, step):
                 stop = min(first + step, self.batch)
@@ -215,6 +240,14 @@ class Arguments(KeyMask):
 
 SCALARS: tuple[str, ...] = tuple(name for name in scalars_of(Arguments) if name != "dropout_seed")
 """The options that are numbers, without the seed, which changes from request to request of one problem."""
+
+
+def _steps(positions: Array | None, sequence: int, indices: Array) -> Array:
+    if positions is None:
+        return indices
+    first, step = (*np.atleast_1d(positions[sequence]).astype(np.int64), 1)[:2]
+    stepped: Array = first + indices * step
+    return stepped
 
 
 def _describe(array: Array) -> str:

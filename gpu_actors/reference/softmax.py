@@ -118,12 +118,18 @@ def mask_scores(
 ) -> tuple[Array, Array | None]:
     """ALiBi, bias and mask on `capped_scores`, which may be overwritten."""
     piece, tile = operands.piece, slice(int(rows[0]), int(rows[-1]) + 1)
+    own, keys = arguments.positions(piece, rows)
     if operands.alibi is not None:
         distance = arguments.key_distance(rows, piece.seqlen_q, piece.seqlen_k)
+        if arguments.positioned:
+            distance = np.abs(own[:, None] - keys)
         scores = step(scores - step(operands.alibi * distance.astype(scores.dtype)))
     if operands.bias is not None:
         scores = step(scores + operands.bias[..., tile, :].astype(scores.dtype))
-    visible = arguments.visible_keys(rows, piece.seqlen_q, piece.seqlen_k)
+    if arguments.positioned:
+        visible = arguments.visible_positions(own[:, None], keys)
+    else:
+        visible = arguments.visible_keys(rows, piece.seqlen_q, piece.seqlen_k)
     if arguments.tree_mask is not None:
         bits = piece.tree_rows(arguments.tree_mask)[tile]
         visible = hide_by_tree(visible, bits, piece.seqlen_q, piece.seqlen_k)
@@ -152,9 +158,14 @@ def exponentials(scores: Array, sinks: Array | None) -> tuple[Array, Array, Arra
 
 def keep_factors(arguments: Arguments, piece: Piece, rows: Array, dtype: np.dtype) -> Array:
     """What dropout multiplies a tile's probabilities with: 0 or 1 / (1 - p)."""
-    indices = np.arange(piece.first * arguments.heads, piece.stop * arguments.heads)
+    sequences = np.arange(piece.first, piece.stop)[:, None] * (arguments.dropout_heads or arguments.heads)
+    indices = sequences + arguments.dropout_first_head + np.arange(arguments.heads)
     heads = indices.reshape(-1, arguments.heads_kv, arguments.gqa_ratio)
-    keep = dropout_keep(arguments.dropout_p, arguments.dropout_seed, heads, rows, piece.seqlen_k)
+    own, keys = arguments.positions(piece, rows)
+    if arguments.positioned:
+        keep = dropout_keep(arguments.dropout_p, arguments.dropout_seed, heads, own, keys)
+    else:
+        keep = dropout_keep(arguments.dropout_p, arguments.dropout_seed, heads, rows, piece.seqlen_k)
     factors: Array = keep * dtype.type(1.0 / (1.0 - arguments.dropout_p))
     return factors
 

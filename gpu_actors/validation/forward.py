@@ -31,6 +31,7 @@ __all__ = [
     "Sizes",
     "check_cu_seqlens",
     "check_descales",
+    "check_positions",
     "check_seed",
     "forward_problem",
     "longest",
@@ -78,6 +79,7 @@ def forward_problem(request: FlashForward) -> AttentionProblem:
         bias=_bias(request, shape, dtype, varlen),
         dropout_p=_dropout(request),
         descales=check_descales(request, {"q": dtype, "k": dtype, "v": dtype}, (shape.batch, shape.heads_kv)),
+        **_places(request, shape),
     )
 
 
@@ -151,6 +153,26 @@ def check_cu_seqlens(field: str, cu_seqlens: Any, total: int, max_seqlen: int) -
     expect(most <= max_seqlen, maximum, max_seqlen, f"must be at least the longest sequence, {most}")
 
 
+def check_positions(problem: AttentionProblem, request: FlashForward) -> None:
+    """Check positions on the host. Those on a device are the kernel's care. Raises `InvalidRequest`."""
+    sides = (
+        ("q_positions", request.q_positions, request.cu_seqlens_q, problem.seqlen_q),
+        ("k_positions", request.k_positions, request.cu_seqlens_k, problem.seqlen_k),
+    )
+    for field, array, ends, longest_length in sides:
+        if not isinstance(array, np.ndarray) or not array.size:
+            continue
+        given = array.astype(np.int64).reshape(problem.batch, -1)
+        first, step = given[:, 0], given[:, 1] if given.shape[1] == 2 else np.ones(problem.batch, np.int64)
+        lengths: Any = longest_length
+        if ends is not None:
+            lengths = np.diff(ends.astype(np.int64)) if isinstance(ends, np.ndarray) else 1
+        expect(int(first.min()) >= 0, field, int(first.min()), "must begin at 0 or later")
+        expect(int(step.min()) >= 1, field, int(step.min()), "must have steps of at least 1")
+        last = int((first + np.maximum(lengths - 1, 0) * step).max())
+        expect(last < _POSITIONS, field, last, f"must end below {_POSITIONS}")
+
+
 def check_seed(seed: object) -> None:
     """Check a dropout seed, which may change from request to request of one problem."""
     integer("dropout_seed", seed, 0, (1 << 64) - 1)
@@ -164,6 +186,8 @@ _BOOL_BIAS = (
     "is added to the scores, and a bool mask is not: give 0 where a key counts and -inf where it is hidden, or say "
     "which keys count by causal, window_size or cu_seqlens"
 )
+_POSITIONS = 1 << 30
+_MOST_HEADS = 1 << 24
 _DENSE = "batch, seqlen, heads, head_dim"
 _VARLEN = "total, heads, head_dim"
 
@@ -267,3 +291,28 @@ def _dropout(request: FlashForward) -> float:
     expect(0 <= probability < 1, "dropout_p", probability, "must be in [0, 1)")
     check_seed(request.dropout_seed)
     return probability
+
+
+def _places(request: FlashForward, shape: Sizes) -> dict[str, Any]:
+    """The fields of a problem that say where its rows, keys and heads stand in a larger one."""
+    places: dict[str, Any] = {}
+    for field in ("q_positions", "k_positions"):
+        shapes = ((shape.batch,), (shape.batch, 2))
+        given = optional_array(field, getattr(request, field), shapes, ("int32",))
+        places[field] = 0 if given is None else len(given)
+    if (places["q_positions"] or places["k_positions"]) and request.alignment == "top_left":
+        reason = "must be left out: positions say which key is a row's own"
+        raise InvalidRequest("alignment", request.alignment, reason)
+    first = integer("dropout_first_head", request.dropout_first_head, 0, _MOST_HEADS)
+    heads = 0
+    if request.dropout_heads is not None:
+        heads = integer("dropout_heads", request.dropout_heads, 1, _MOST_HEADS)
+    expect(
+        first + shape.heads_q <= (heads or shape.heads_q),
+        "dropout_first_head",
+        first,
+        f"must leave room for q's {shape.heads_q} heads among the {heads or shape.heads_q} that dropout counts",
+    )
+    if request.dropout_p and heads not in (0, shape.heads_q):
+        places |= {"dropout_first_head": first, "dropout_heads": heads}
+    return places

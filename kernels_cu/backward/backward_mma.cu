@@ -319,7 +319,7 @@ DEVICE void store(void* operand, const Strides& strides, const float (&sum)[PAIR
 // Lines 6 to 18: the keys of one tile, against all rows that see them.
 DEVICE void outer_step(const WithScoreMod<BackwardParams>& params, const KeyPlace& at, int key_tile, uint32_t shared) {
   const Params& forward = params.forward;
-  const Mask mask = make_mask(forward, at.seqlen_q, at.seqlen_k);
+  const Mask mask = make_mask(forward, at.seqlen_q, at.seqlen_k, at.sequence);
   const int key_begin = key_tile * BLOCK_N, key_end = at_most(at.seqlen_k, key_begin + BLOCK_N);
   const SeenRows rows = mask.rows(at.seqlen_q, key_begin, key_end);
   const int heads = forward.heads_q / forward.heads_kv;

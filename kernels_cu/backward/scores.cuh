@@ -68,7 +68,7 @@ struct Work {
   }
   __device__ __forceinline__ Dropout dropout(int head) const {
     const Params& params = ring.params.forward;
-    return {params.dropout_seed, params.dropout_threshold, uint32_t(ring.at.sequence * params.heads_q + head)};
+    return make_dropout(params, ring.at.sequence, head);
   }
 };
 

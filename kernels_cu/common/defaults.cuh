@@ -20,6 +20,9 @@
 #ifndef TOP_LEFT  // the diagonal starts at key 0 instead of ending at the last key
 #define TOP_LEFT 0
 #endif
+#ifndef POSITIONS  // rows and keys have positions in a larger problem: see common/positions.cuh
+#define POSITIONS 0
+#endif
 #ifndef SOFTCAP
 #define SOFTCAP 0
 #endif

@@ -10,7 +10,7 @@
 // least as large as any sequence. Lengths stay below 2^30, so that no sum here leaves 32 bits.
 #pragma once
 
-#include "common/params.cuh"
+#include "common/positions.cuh"
 
 struct KeyTiles {  // [0, sinks) and [begin, end), in tiles; begin >= sinks
   int sinks, begin, end;
@@ -41,6 +41,102 @@ struct SeenColumns {
 DEVICE int at_least(int low, int x) { return x < low ? low : x; }
 DEVICE int at_most(int high, int x) { return x > high ? high : x; }
 
+// [0, sinks) and [begin, end): keys that at least one of some rows sees. No other key is read, whatever tile it falls
+// into.
+struct SeenKeys {
+  int sinks, begin, end;
+
+  __device__ __forceinline__ bool has(int key) const {
+    return (key >= begin && key < end) || (WINDOW && SINK_TOKENS && key < sinks);
+  }
+};
+
+#if POSITIONS
+// The same where rows and keys have positions: which keys a row sees is a matter of positions, and
+// what it is asked for and answers are indices.
+//
+//   a row at position p sees the keys at positions     p - left .. p + right (WINDOW; else all), below sink_tokens
+//                                                      (SINK_TOKENS), and of them none after p (CAUSAL)
+//
+// Ranges of several rows or keys hold all that one of them sees; with steps above 1 they may hold others, which
+// `visible` tells apart.
+struct Mask {
+  static constexpr int diagonal = 0;  // for kernels to hand on; here nothing is measured from it
+
+  int seqlen_k;
+  int left, right;
+  int sink_tokens;
+  Positions positions;
+
+  __device__ __forceinline__ bool visible(int row, int key) const {
+    if (key >= seqlen_k) return false;
+    const int own = positions.row(row), position = positions.key(key);
+    if (CAUSAL && position > own) return false;
+    if (!WINDOW) return true;
+    return (position >= own - left && (CAUSAL || position <= own + right)) || (SINK_TOKENS && position < sink_tokens);
+  }
+
+  __device__ __forceinline__ bool all_visible(int row_begin, int row_end, int key_begin, int key_end) const {
+    if (key_end > seqlen_k) return false;
+    const int first_row = positions.row(row_begin), last_key = positions.key(key_end - 1);
+    if (CAUSAL && last_key > first_row) return false;
+    if (!WINDOW) return true;
+    return positions.key(key_begin) >= positions.row(row_end - 1) - left && (CAUSAL || last_key <= first_row + right);
+  }
+
+  // Keys at a position or before it.
+  __device__ __forceinline__ int keys_up_to(int position) const { return positions.keys.up_to(position, seqlen_k); }
+
+  __device__ __forceinline__ SeenColumns columns(int row, int origin) const {
+    const int own = positions.row(row);
+    int end = CAUSAL ? keys_up_to(own) : seqlen_k;
+    const int sinks = WINDOW && SINK_TOKENS ? at_most(end, keys_up_to(sink_tokens - 1)) : 0;
+    if (WINDOW && !CAUSAL) end = at_most(end, keys_up_to(own + right));
+    const int begin = WINDOW ? keys_up_to(own - left - 1) : 0;
+    return {sinks - origin, begin - origin, end - origin};
+  }
+
+  // [0, sinks) and [first, last): keys that rows of [row_begin, row_end) see.
+  __device__ __forceinline__ void range(int row_begin, int row_end, int& sinks, int& first, int& last) const {
+    const int last_row = positions.row(row_end - 1);
+    sinks = first = 0;
+    last = CAUSAL ? keys_up_to(last_row) : seqlen_k;
+    if (WINDOW && SINK_TOKENS) sinks = at_most(last, keys_up_to(sink_tokens - 1));
+    if (WINDOW && !CAUSAL) last = at_most(last, keys_up_to(last_row + right));
+    if (WINDOW) first = keys_up_to(positions.row(row_begin) - left - 1);
+  }
+
+  template <int TILE>
+  __device__ __forceinline__ KeyTiles tiles(int row_begin, int row_end) const {
+    int sinks, first, last;
+    range(row_begin, row_end, sinks, first, last);
+    sinks = (sinks + TILE - 1) / TILE;
+    const int begin = at_least(sinks, first / TILE);
+    const int end = first < last ? (last + TILE - 1) / TILE : 0;
+    return {sinks, begin, at_least(begin, end)};
+  }
+
+  __device__ __forceinline__ SeenRows rows(int seqlen_q, int key_begin, int key_end) const {
+    const int first_key = positions.key(key_begin), last_key = positions.key(key_end - 1);
+    const bool sinks = SINK_TOKENS && first_key < sink_tokens;
+    SeenRows seen{0, seqlen_q};
+    if (CAUSAL) seen.begin = positions.rows.up_to(first_key - 1, seqlen_q);
+    if (WINDOW && !CAUSAL && !sinks) seen.begin = positions.rows.up_to(first_key - right - 1, seqlen_q);
+    if (WINDOW && !sinks) seen.end = positions.rows.up_to(last_key + left, seqlen_q);
+    return seen;
+  }
+};
+
+DEVICE Mask make_mask(const Params& params, int, int seqlen_k, int sequence) {
+  return {seqlen_k, params.window_left, params.window_right, params.sink_tokens, positions_of(params, sequence)};
+}
+
+DEVICE SeenKeys seen_keys(const Mask& mask, int row_begin, int row_end) {
+  SeenKeys keys;
+  mask.range(row_begin, row_end, keys.sinks, keys.begin, keys.end);
+  return keys;
+}
+#else
 struct Mask {
   int seqlen_k;
   int diagonal;
@@ -98,20 +194,10 @@ struct Mask {
   }
 };
 
-DEVICE Mask make_mask(const Params& params, int seqlen_q, int seqlen_k) {
+DEVICE Mask make_mask(const Params& params, int seqlen_q, int seqlen_k, int) {
   const int diagonal = TOP_LEFT ? 0 : seqlen_k - seqlen_q;
   return {seqlen_k, diagonal, params.window_left, params.window_right, params.sink_tokens};
 }
-
-// [0, sinks) and [begin, end): keys that at least one of some rows sees. No other key is read, whatever tile it falls
-// into.
-struct SeenKeys {
-  int sinks, begin, end;
-
-  __device__ __forceinline__ bool has(int key) const {
-    return (key >= begin && key < end) || (WINDOW && SINK_TOKENS && key < sinks);
-  }
-};
 
 DEVICE SeenKeys seen_keys(const Mask& mask, int row_begin, int row_end) {
   SeenKeys keys{0, 0, mask.seqlen_k};
@@ -121,3 +207,4 @@ DEVICE SeenKeys seen_keys(const Mask& mask, int row_begin, int row_end) {
   if (WINDOW) keys.begin = at_least(0, row_begin + mask.diagonal - mask.left);
   return keys;
 }
+#endif

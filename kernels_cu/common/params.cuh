@@ -55,6 +55,12 @@ struct Params {  // pointers to operands that the variant does not use are null
   int32_t window_right;
   int32_t sink_tokens;
   int32_t sinks_are_float;
+  int32_t q_position_words;  // of a sequence: 1, its first position, or 2, with the step; like k_position_words
+  int32_t k_position_words;
+  int32_t dropout_first_head;  // the first head's number among dropout_heads
+  int32_t dropout_heads;
+  const int32_t* q_positions;  // null: from 0 on, one apart
+  const int32_t* k_positions;
 };
 
 // An operand's element, or the first one of its row. Packed tensors have no batch stride: `row` is then among all.

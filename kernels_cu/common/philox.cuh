@@ -4,10 +4,12 @@
 //   counter  (key index / 4, row, sequence * heads_q + head, 0)
 //   lane     key index % 4
 //
+// With POSITIONS row, key and head are those of the larger problem.
+//
 // A draw depends on nothing else, so any tiling, order or pass over the scores drops the same probabilities.
 #pragma once
 
-#include "common/types.cuh"
+#include "common/positions.cuh"
 
 struct PhiloxWords {
   uint32_t word[4];
@@ -32,6 +34,9 @@ struct Dropout {
   uint64_t seed;
   uint32_t threshold;      // draws below it are dropped
   uint32_t sequence_head;  // sequence * heads_q + head
+#if POSITIONS
+  Positions positions;
+#endif
 
   // The draws of keys 4 * group .. 4 * group + 3.
   __device__ __forceinline__ PhiloxWords draws(int row, int group) const {
@@ -40,6 +45,10 @@ struct Dropout {
   }
 
   __device__ __forceinline__ bool keeps(int row, int key) const {
+#if POSITIONS
+    row = positions.row(row);
+    key = positions.key(key);
+#endif
     const PhiloxWords words = draws(row, key / 4);
     // Selects rather than an index, which would put the words into local memory.
     const uint32_t low = key & 1 ? words.word[1] : words.word[0];
@@ -47,3 +56,13 @@ struct Dropout {
     return (key & 2 ? high : low) >= threshold;
   }
 };
+
+DEVICE Dropout make_dropout(const Params& params, int sequence, int head) {
+#if POSITIONS
+  const uint32_t sequence_head = sequence * params.dropout_heads + params.dropout_first_head + head;
+  return {params.dropout_seed, params.dropout_threshold, sequence_head, positions_of(params, sequence)};
+#else
+  const uint32_t sequence_head = sequence * params.heads_q + head;
+  return {params.dropout_seed, params.dropout_threshold, sequence_head};
+#endif
+}

@@ -2,7 +2,7 @@
 // this order.
 #pragma once
 
-#include "common/params.cuh"
+#include "common/positions.cuh"
 #include "ptx/math.cuh"
 #include "common/score_mod.cuh"
 
@@ -17,12 +17,19 @@ struct Score {
   const BIAS_ELEMENT* bias;  // of this sequence and head
   int64_t bias_row_stride;
   ScoreMod mod;
+#if POSITIONS
+  Positions positions;
+#endif
 
   __device__ __forceinline__ Real operator()(Real dot, int row, int key) const {
     Real score = dot * scale;
     if constexpr (SCORE_MOD) score = mod(score, row, key);
     if constexpr (SOFTCAP) score = softcap * tanh_of(score / softcap);
+#if POSITIONS
+    if constexpr (ALIBI) score -= slope * Real(abs(positions.row(row) - positions.key(key)));
+#else
     if constexpr (ALIBI) score -= slope * Real(abs(row + diagonal - key));
+#endif
     if constexpr (BIAS) score += Real(to_real(bias[row * bias_row_stride + key]));
     return score;
   }
@@ -42,6 +49,9 @@ DEVICE Score<Real> make_unmodified_score(const AnyParams& params, int sequence, 
   if constexpr (ALIBI) {
     score.slope = *element_of<const float>(params.alibi_slopes, params.alibi_slopes_strides, sequence, 0, head);
   }
+#if POSITIONS
+  score.positions = positions_of(params, sequence);
+#endif
   if constexpr (BIAS) {
     score.bias = element_of<const BIAS_ELEMENT>(params.bias, params.bias_strides, sequence, 0, head);
     score.bias_row_stride = params.bias_strides.row;

@@ -67,7 +67,7 @@ DEVICE Entry entry_of(const DecodeParams& params, int index) {
   entry.packed_end = at_most(rows * ratio, entry.packed_begin + BLOCK_M);
   entry.row_begin = entry.packed_begin / ratio;
   entry.row_end = (entry.packed_end + ratio - 1) / ratio;
-  entry.mask = make_mask(params.attention, entry.lengths.rows, entry.lengths.keys);
+  entry.mask = make_mask(params.attention, entry.lengths.rows, entry.lengths.keys, entry.sequence);
   entry.tiles = entry.mask.tiles<BLOCK_N>(entry.row_begin, entry.row_end);
   return entry;
 }

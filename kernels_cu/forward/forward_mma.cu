@@ -192,10 +192,9 @@ DEVICE void attend(const LaunchParams& params, const BlockTile& at, uint32_t sha
   const auto q = element_of<const ELEMENT>(params.q, q_strides, at.sequence, at.q_start + at.row_begin, at.head);
   const auto k = element_of<const KV_ELEMENT>(params.k, k_strides, at.sequence, at.k_start, at.kv_head);
   const auto v = element_of<const KV_ELEMENT>(params.v, v_strides, at.sequence, at.k_start, at.kv_head);
-  const Mask mask = make_mask(params, at.seqlen_q, at.seqlen_k);
+  const Mask mask = make_mask(params, at.seqlen_q, at.seqlen_k, at.sequence);
   const Score<float> score = make_score<float>(params, at.sequence, at.head, at.kv_head, mask.diagonal);
-  const uint32_t sequence_head = at.sequence * params.heads_q + at.head;
-  const Dropout dropout{params.dropout_seed, params.dropout_threshold, sequence_head};
+  const Dropout dropout = make_dropout(params, at.sequence, at.head);
   const Rows rows{score, mask, dropout, (SCALE_ONLY ? score.scale : 1.0f) * LOG2_E, at.row_begin + first_row, row_end};
 
   const KeyTiles tiles = mask.tiles<BLOCK_N>(at.row_begin, row_end);

@@ -118,10 +118,9 @@ DEVICE void attend(const LaunchParams& params, const BlockTile& at, Real* q_tile
   const auto q = element_of<const ELEMENT>(params.q, q_strides, at.sequence, at.q_start + at.row_begin, at.head);
   const auto k = element_of<const KV_ELEMENT>(params.k, k_strides, at.sequence, at.k_start, at.kv_head);
   const auto v = element_of<const KV_ELEMENT>(params.v, v_strides, at.sequence, at.k_start, at.kv_head);
-  const Mask mask = make_mask(params, at.seqlen_q, at.seqlen_k);
+  const Mask mask = make_mask(params, at.seqlen_q, at.seqlen_k, at.sequence);
   const Score<Real> score = make_score<Real>(params, at.sequence, at.head, at.kv_head, mask.diagonal);
-  const uint32_t sequence_head = at.sequence * params.heads_q + at.head;
-  const Dropout dropout{params.dropout_seed, params.dropout_threshold, sequence_head};
+  const Dropout dropout = make_dropout(params, at.sequence, at.head);
 
   // A sink is a first key without a value: it starts the maximum and the sum, which counts it once, and adds nothing
   // to O. One of -inf is none: the first score above it takes the sum to 0.

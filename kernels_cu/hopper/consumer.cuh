@@ -31,19 +31,36 @@ DEVICE void add_piece(Output& o, const Sums& sums, const float (&correction)[2],
   }
 }
 
+// Keys before the diagonal's, or the window's right edge, of the tile's first row, and before the left edge of its last.
+DEVICE int keys_seen_by_all(const Work& work) {
+  const Mask& mask = work.mask;
+#if POSITIONS
+  return mask.keys_up_to(mask.positions.row(work.row_begin) + (CAUSAL ? 0 : mask.right));
+#else
+  return work.row_begin + mask.diagonal + 1 + (CAUSAL ? 0 : mask.right);
+#endif
+}
+DEVICE int keys_hidden_from_some(const Work& work) {
+  const Mask& mask = work.mask;
+#if POSITIONS
+  return mask.keys_up_to(mask.positions.row(work.row_end() - 1) - mask.left - 1);
+#else
+  return at_least(0, work.row_end() - 1 + mask.diagonal - mask.left);
+#endif
+}
+
 // The tiles [whole[0], whole[1]) that all rows see whole. Of the others, those that the diagonal or the window's right
 // edge crosses come last in the sequence, those of its left edge and of the sink tokens first.
 DEVICE void find_whole_tiles(uint32_t (&whole)[2], const Work& work) {
-  const Mask& mask = work.mask;
   const KeyTiles& tiles = work.keys;
   whole[0] = 0;
   whole[1] = uint32_t(tiles.count());
   if constexpr (CAUSAL || WINDOW) {
-    const int seen_by_all = work.row_begin + mask.diagonal + 1 + (CAUSAL ? 0 : mask.right);  // from key 0 on
+    const int seen_by_all = keys_seen_by_all(work);  // from key 0 on
     whole[1] = at_least(tiles.sinks, at_least(0, seen_by_all) / BLOCK_N - tiles.begin + tiles.sinks);
   }
   if constexpr (WINDOW) {
-    const int hidden = at_least(0, work.row_end() - 1 + mask.diagonal - mask.left);  // keys, from some row
+    const int hidden = keys_hidden_from_some(work);
     whole[0] = at_least(tiles.sinks, (hidden + BLOCK_N - 1) / BLOCK_N - tiles.begin + tiles.sinks);
   }
 }

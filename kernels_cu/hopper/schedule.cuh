@@ -63,7 +63,7 @@ DEVICE Work work_of(const Params& params, const Schedule& schedule, int tile) {
     if (FP8) work.values_start = values_start<BLOCK_N>(work.k_start, work.sequence);
   }
   if constexpr (CACHE_LENGTHS) seqlen_k = schedule.cache_seqlens[work.sequence];
-  work.mask = make_mask(params, work.seqlen_q, seqlen_k);
+  work.mask = make_mask(params, work.seqlen_q, seqlen_k, work.sequence);
   work.move_to((CAUSAL || WINDOW ? schedule.row_tiles - 1 - row_tile : row_tile) * BLOCK_M);
   return work;
 }

@@ -77,14 +77,21 @@ DEVICE void score(Scores& s, const Rows& rows, int first_key) {
 #pragma unroll
   for (int half = 0; half < 2 && (SOFTCAP || ALIBI); half++) {
     // As a float: exact up to 2^24 keys away, and no conversion for each key.
+#if POSITIONS
+    const Positions& positions = rows.mask.positions;
+    const int own = positions.row(rows.row(half)), other = positions.key(first_key + lane_id() % 4 * 2);
+    const float diagonal = static_cast<float>(own - other), step = static_cast<float>(positions.keys.step);
+#else
     const float diagonal = static_cast<float>(rows.row(half) + rows.mask.diagonal - first_key - lane_id() % 4 * 2);
+    constexpr float step = 1.0f;
+#endif
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 4; i++) {
       float& x = s[i / 2 * 4 + 2 * half + i % 2];
       if constexpr (SOFTCAP) {
         x = rows.softcap - 2.0f * rows.softcap * ptx::rcp(1.0f + ptx::ex2(x * rows.to_exponent));
       }
-      if constexpr (ALIBI) x -= rows.slope * fabsf(diagonal - static_cast<float>(i / 2 * 8 + i % 2));
+      if constexpr (ALIBI) x -= rows.slope * fabsf(diagonal - static_cast<float>(i / 2 * 8 + i % 2) * step);
     }
   }
 }

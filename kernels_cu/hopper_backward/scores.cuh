@@ -122,9 +122,7 @@ DEVICE Score<float> scores_of(const WithScoreMod<BackwardParams>& params, const 
 using Kept = uint32_t[BLOCK_M / 64];
 
 DEVICE void draw_kept(Kept& kept, const BackwardParams& params, const Work& work, int head, int row_begin, int first_key) {
-  const Params& forward = params.forward;
-  const uint32_t sequence_head = uint32_t(work.at.sequence * forward.heads_q + head);
-  const Dropout dropout{forward.dropout_seed, forward.dropout_threshold, sequence_head};
+  const Dropout dropout = make_dropout(params.forward, work.at.sequence, head);
   const int thread = fresh_thread();
 #pragma unroll
   for (int i = 0; i < BLOCK_M / 64; i++) {
@@ -149,8 +147,16 @@ DEVICE void compute_p_with_options(Weights& p, Scores& s, const Score<float>& sc
   const int key[2] = {at_most(work.at.seqlen_k - 1, keys.of(0)), at_most(work.at.seqlen_k - 1, keys.of(1))};
   const int lane = fresh_thread() % 4, first_row = row_begin + lane * 2;
   // As floats: exact up to 2^24 keys away, and no conversion for each pair.
+#if POSITIONS
+  const Positions& positions = scores.positions;
+  const int own = positions.row(first_row);
+  const float distance[2] = {float(own - positions.key(keys.of(0))), float(own - positions.key(keys.of(1)))};
+  const float step = float(positions.rows.step);
+#else
   const float distance[2] = {float(first_row + scores.diagonal - keys.of(0)),
                              float(first_row + scores.diagonal - keys.of(1))};
+  constexpr float step = 1.0f;
+#endif
 #pragma unroll
   for (int block = 0; block < BLOCK_M / 8; block++) {
     uint32_t lse[2];
@@ -165,7 +171,7 @@ DEVICE void compute_p_with_options(Weights& p, Scores& s, const Score<float>& sc
         x = ptx::ex2(x * keys.factor[e / 2] - ptx::as_float(lse[e % 2]));
       } else {
         const float scaled = x * keys.factor[e / 2];
-        const float score = score_of(scores, scaled, row, key[e / 2], distance[e / 2] + float(query), derivative);
+        const float score = score_of(scores, scaled, row, key[e / 2], distance[e / 2] + float(query) * step, derivative);
         x = ptx::ex2(score * LOG2_E - ptx::as_float(lse[e % 2]));
       }
       if (hides(seen[e / 2], query)) x = 0.0f;

@@ -23,7 +23,7 @@ DEVICE Work work_of(const BackwardParams& params, const KeyPlace& at, int key_ti
   const Params& forward = params.forward;
   Work work;
   work.at = at;
-  work.mask = make_mask(forward, at.seqlen_q, at.seqlen_k);
+  work.mask = make_mask(forward, at.seqlen_q, at.seqlen_k, at.sequence);
   work.key_begin = key_tile * BLOCK_N;
   work.rows = work.mask.rows(at.seqlen_q, work.key_begin, at_most(at.seqlen_k, work.key_begin + BLOCK_N));
   work.heads = forward.heads_q / forward.heads_kv;

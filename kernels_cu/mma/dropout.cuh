@@ -13,6 +13,16 @@
 template <int BLOCKS>
 DEVICE uint32_t kept_probabilities(const Dropout& dropout, int first_row, int first_key, int thread = int(threadIdx.x)) {
   static_assert(BLOCKS <= 8, "four bits a block");
+#if POSITIONS
+  // Neighbouring keys need not share a draw, so each takes its own. Rolled, to keep the code small.
+  const int lane = thread % 32;
+  uint32_t kept = 0;
+#pragma unroll 1
+  for (int i = 0; i < 4 * BLOCKS; i++) {
+    const int row = first_row + i / 4 * 8 + lane % 4 * 2 + i % 2, key = first_key + lane / 4 + i % 4 / 2 * 8;
+    kept |= uint32_t(dropout.keeps(row, key)) << i;
+  }
+#else
   const int lane = thread % 32, mine = lane / 4 % 4;
   const int group = (first_key + mine / 2 * 8 + lane / 16 * 4) / 4;
   uint32_t kept = 0;
@@ -37,5 +47,6 @@ DEVICE uint32_t kept_probabilities(const Dropout& dropout, int first_row, int fi
       if (drawn >= dropout.threshold) kept |= 1u << (4 * block + (mine ^ distance));
     }
   }
+#endif
   return kept;
 }

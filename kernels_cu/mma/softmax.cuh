@@ -58,6 +58,22 @@ struct SoftmaxRow {
 // for four keys at a time, which two lanes share: each draws for one of the rows and hands half of the words over.
 template <int BLOCKS>
 DEVICE void drop(const Dropout& dropout, float (&p)[BLOCKS][4], int row, int row_below, int first_key) {
+#if POSITIONS
+  // Neighbouring keys need not share a draw, so each takes its own. Rolled, to keep the code small.
+#pragma unroll
+  for (int block = 0; block < BLOCKS; block++) {
+    uint32_t kept = 0;
+#pragma unroll 1
+    for (int i = 0; i < 4; i++) {
+      const int key = first_key + 8 * block + int(threadIdx.x) % 4 * 2 + i % 2;
+      kept |= uint32_t(dropout.keeps(i < 2 ? row : row_below, key)) << i;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      if (!(kept >> i & 1)) p[block][i] = 0.0f;
+    }
+  }
+#else
   const bool odd = threadIdx.x % 2;
 #pragma unroll
   for (int block = 0; block < BLOCKS; block++) {
@@ -73,6 +89,7 @@ DEVICE void drop(const Dropout& dropout, float (&p)[BLOCKS][4], int row, int row
       if ((odd ? kept[i] : got[i]) < dropout.threshold) p[block][2 + i] = 0.0f;
     }
   }
+#endif
 }
 
 struct RowResult {

@@ -36,6 +36,7 @@ ENDS = np.array([0, 3, 4], np.int32)
 SLOPES = np.ones(4, np.float32)
 DESCALES = np.ones((2, 2), np.float32)
 LSE = np.zeros((2, 4, 4), np.float32)
+PLACES = np.zeros(2, np.int32)
 
 ARRAYS = {
     "alibi_slopes": (SLOPES, np.ones((2, 4), np.float32)),
@@ -69,6 +70,10 @@ FORWARD: Mapping[str, tuple[Any, ...]] = {
     "max_seqlen_k": (4, 5, 4.0),
     "compute": ("f32", "tf32"),
     "out": (np.empty_like(Q), wider(Q)),
+    "q_positions": (PLACES, longer(PLACES[:, None], 1), longer(PLACES)),
+    "k_positions": (PLACES, longer(PLACES[:, None], 1), longer(PLACES)),
+    "dropout_first_head": (1, True, 1.0),
+    "dropout_heads": (8, 8.0, True, 9),
 }
 BACKWARD = {
     **FORWARD,

@@ -102,4 +102,5 @@ BACKWARD_MMA = KernelFamily(
     ("float16", "float32", "bfloat16"),
     companions=(PREPARE, FINISH),
     score_mods=True,
+    positions=True,
 )

@@ -43,5 +43,6 @@ FORWARD_SM90 = KernelFamily(
     refuses=sm90_refuses,
     companions=(TRANSPOSE,),
     persistent=True,
+    positions=True,
     tma=True,
 )

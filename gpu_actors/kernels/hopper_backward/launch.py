@@ -47,5 +47,6 @@ BACKWARD_SM90 = KernelFamily(
     refuses=sm90_backward_refuses,
     companions=(PREPARE, FINISH),
     score_mods=True,
+    positions=True,
     tma=True,
 )

@@ -56,6 +56,7 @@ def graph_reply(ctx: ga.GpuContext, arrays: Mapping[str, Any]) -> ga.Reply[Any]:
 DENSE = {"q": normal(2, 3, 4, 16), "k": normal(2, 5, 2, 16, seed=1), "v": normal(2, 5, 2, 16, seed=2)}
 PACKED = {"q": normal(6, 4, 16), "k": normal(8, 2, 16, seed=1), "v": normal(8, 2, 16, seed=2)}
 OPTIONAL = {"alibi_slopes": np.abs(normal(4)), "sinks": normal(4, seed=3)}
+PLACES = {"q_positions": ints(3, 1), "k_positions": ints(0, 2)}
 BIAS = normal(2, 4, 3, 5, seed=4)
 POOL = {"k_cache": normal(8, 8, 2, 16, seed=1), "v_cache": normal(8, 8, 2, 16, seed=2)}
 TABLE = {"block_table": ints(3, 1, 4, 2).reshape(2, 2), "cache_seqlens": ints(9, 12)}
@@ -73,7 +74,7 @@ ENTRIES: dict[str, Entry] = {
     "forward": Entry(ga.FlashForward, DENSE, lambda ctx, x: ctx.flash_attn.forward(**x, return_lse=True)),
     "forward with options": Entry(
         ga.FlashForward,
-        {**DENSE, **OPTIONAL, "bias": BIAS},
+        {**DENSE, **OPTIONAL, **PLACES, "bias": BIAS},
         lambda ctx, x: ctx.flash_attn.forward(**x, causal=True),
     ),
     "varlen": Entry(
@@ -86,6 +87,7 @@ ENTRIES: dict[str, Entry] = {
         {
             **DENSE,
             **OPTIONAL,
+            **PLACES,
             "bias": BIAS,
             "out": normal(2, 3, 4, 16, seed=5),
             "dout": normal(2, 3, 4, 16, seed=6),

@@ -39,8 +39,8 @@ DEFECTS = (
     _bug(
         "the diagonal starts at key 0",
         "schedule",
-        "make_mask(params, work.seqlen_q, seqlen_k)",
-        "make_mask(params, seqlen_k, seqlen_k)",
+        "make_mask(params, work.seqlen_q, seqlen_k, ",
+        "make_mask(params, seqlen_k, seqlen_k, ",
         "causal",
     ),
 )

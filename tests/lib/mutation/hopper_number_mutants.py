@@ -87,8 +87,8 @@ SOFTMAX = (
     _bug(
         "tiles on the diagonal have no mask",
         "consumer",
-        "seen_by_all = work.row_begin + mask.diagonal + 1",
-        "seen_by_all = work.row_begin + mask.diagonal + 1 + BLOCK_N",
+        "return work.row_begin + mask.diagonal + 1",
+        "return work.row_begin + mask.diagonal + 1 + BLOCK_N",
         "causal",
     ),
     _bug(
