@@ -47,8 +47,15 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give sweeps, and tests that compile for a GPU, five minutes a test where they state no limit of their own."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what needs a GPU unless ``-m`` names it, so that ``-m sweep`` runs where there is none.
+
+    Sweeps, and tests that compile for a GPU, get five minutes a test where they state no limit of their own.
+    """
+    if "gpu" not in config.option.markexpr:
+        on_a_gpu = [item for item in items if item.get_closest_marker("gpu")]
+        config.hook.pytest_deselected(items=on_a_gpu)
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
     for item in items:
         if item.get_closest_marker("timeout") is None and any(map(item.get_closest_marker, ("sweep", "gpu"))):
             item.add_marker(pytest.mark.timeout(300))

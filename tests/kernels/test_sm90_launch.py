@@ -177,6 +177,16 @@ class TestDeviceArrays:
             ctx.flash_attn.submit(request).result(20)
             assert launched == [kernel]
 
+    @pytest.mark.parametrize(("pitch", "kernel"), [(64, "backward_sm90"), (66, "backward_mma")])
+    def test_the_key_of_a_gradient_says_so_too(self, cuda, monkeypatch, pitch, kernel):
+        shape = (1, 40, 2, 64)
+        strides, plain = (80 * pitch, 2 * pitch, pitch, 1), (5120, 128, 64, 1)
+        q, v, out, dout = (self.array(cuda, shape, plain) for _ in range(4))
+        lse = dataclasses.replace(self.array(cuda, (1, 2, 40), (160, 80, 2)), dtype=np.dtype(np.float32))
+        with service(cuda, monkeypatch) as ctx:
+            request = ga.FlashBackward(self.array(cuda, shape, strides), q, v, out=out, dout=dout, lse=lse)
+            assert ctx.flash_attn.inspect_key(request).kernel == kernel
+
     def test_the_same_strides_at_another_address_get_another_plan(self, cuda, launched, monkeypatch):
         shape, strides = (1, 40, 2, 64), (5120, 128, 64, 1)
         with service(cuda, monkeypatch) as ctx:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.service import REPOSITORY
@@ -47,3 +48,25 @@ def test_one_file_a_gpus_tests_and_those_that_compare_times_run_in_one_process(
     monkeypatch.delenv("PYTEST_XDIST_AUTO_NUM_WORKERS", raising=False)
     asked = SimpleNamespace(option=SimpleNamespace(markexpr=marks), args=named)
     assert request.config.hook.pytest_xdist_auto_num_workers(config=asked) == workers
+
+
+@pytest.mark.parametrize(("marks", "kept"), [("sweep", ["swept"]), ("sweep and gpu", ["swept", "on a GPU"])])
+def test_what_needs_a_gpu_runs_where_the_marks_name_it(
+    marks: str, kept: list[str], request: pytest.FixtureRequest
+) -> None:
+    def item(name: str, *own: str) -> Any:
+        return SimpleNamespace(
+            name=name, get_closest_marker=lambda mark: mark in own or None, add_marker=lambda _: None
+        )
+
+    items = [item("swept", "sweep"), item("on a GPU", "sweep", "gpu")]
+    left_out: list[Any] = []
+    hook = SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items))
+    conftest = next(plugin for plugin in request.config.pluginmanager.get_plugins() if _is_of_all_tests(plugin))
+    conftest.pytest_collection_modifyitems(SimpleNamespace(option=SimpleNamespace(markexpr=marks), hook=hook), items)
+    assert [each.name for each in items] == kept
+    assert len(items) + len(left_out) == 2
+
+
+def _is_of_all_tests(plugin: Any) -> bool:
+    return getattr(plugin, "__file__", None) == str(REPOSITORY / "tests" / "conftest.py")
