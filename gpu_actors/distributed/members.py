@@ -68,7 +68,7 @@ class Member:
         return WorkerStats(self.outstanding, self.sequences, self.requests, self.context.generation, self.leaving)
 
     def began(self, reply: Reply[Any]) -> None:
-        """A request was made: it counts until it has its answer, whoever waits for it."""
+        """A request was made: it counts until it has its answer, even if no task waits for that."""
         with self._lock:
             self.outstanding += 1
             self.requests += 1

@@ -17,7 +17,7 @@ class ContextWorker:
     """Owns a context on its own device and answers what comes over a channel: what a program's `RemoteContext` talks
     to. It knows neither processes nor engines.
 
-    Whoever hosts it calls `received` with what the channel brings, on one thread or several, until ``ended`` is true,
+    Its host calls `received` with what the channel brings, on one thread or several, until ``ended`` is true,
     and then `close`. channel: carries the answers.
     """
 

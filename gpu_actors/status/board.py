@@ -274,7 +274,7 @@ class _Looker:
             self._errors[name] = errors
 
     def _kernels(self) -> list[dict[str, Any]] | None:
-        """The kernels that requests have asked for, the latest first; None where nobody knows now."""
+        """The kernels that requests have asked for, the latest first; None where they are not known now."""
         try:
             uses = self._context._children.cells["nvrtc"].shared.uses()
         except GpuActorsError:
