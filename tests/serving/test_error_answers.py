@@ -16,7 +16,7 @@ STATUS = {
     "ActorFailed": 500, "ActorStopped": 503, "AsyncioNeeded": 500, "CacheFull": 503, "CompileError": 500,
     "ContextLost": 503, "DeadlineExceeded": 504, "GpuActorsError": 500, "InvalidRequest": 400, "LaunchError": 500,
     "MockModeError": 501, "NotCopyable": 500, "OutOfDeviceMemory": 503, "Overloaded": 429, "RequestCancelled": 503,
-    "RequestError": 400, "StaleBuffer": 409, "Unsupported": 400, "WouldBlock": 500,
+    "RequestError": 400, "StaleBuffer": 409, "Unsupported": 400, "WorkerLost": 503, "WouldBlock": 500,
 }  # fmt: skip
 
 
@@ -69,7 +69,7 @@ def test_retry_after_is_a_whole_number_of_seconds_from_1_up(seconds: float, told
 def test_retry_after_is_told_where_a_retry_may_help() -> None:
     told = {name for name in STATUS if "Retry-After" in problem(made(name)).headers}
     busy = {"CacheFull", "OutOfDeviceMemory", "Overloaded", "RequestCancelled"}
-    assert told == busy | {"ContextLost", "ActorStopped"}
+    assert told == busy | {"ContextLost", "WorkerLost", "ActorStopped"}
 
 
 def test_a_request_at_fault_is_told_field_value_and_what_is_accepted() -> None:
