@@ -19,7 +19,7 @@ from gpu_actors.devices.select import check_device, choose_device, open_device, 
 from gpu_actors.errors import GpuActorsError, InvalidRequest
 from gpu_actors.gpu_context import NOT_DRAINED, GpuContext, open_contexts, start_context
 from gpu_actors.loop import refuse_on_loop
-from gpu_actors.opening import Opening, in_thread
+from gpu_actors.opening import Opening, in_thread, to_the_end
 from gpu_actors.options import ContextOptions
 from gpu_actors.process import Local
 from gpu_actors.runtime.reply import need_asyncio
@@ -81,11 +81,14 @@ class open_context(Local):
         with anyio.CancelScope(shield=True):
             try:
                 context = await in_thread(opening.run)
+                warn_of_mock(self._obstacle, stacklevel)
             except BaseException:
-                # A context that opens after its opener was cancelled would never be closed.
-                await in_thread(opening.abandon)
+                # A context that opens after its opener was cancelled would never be closed. A task can be cancelled
+                # again at any await, so nothing is awaited before the opening is abandoned.
+                opened = opening.abandon()
+                if opened is not None:
+                    await to_the_end(in_thread(opened.close))
                 raise
-        warn_of_mock(self._obstacle, stacklevel)
         return context
 
     async def __aexit__(
@@ -97,9 +100,14 @@ class open_context(Local):
         refuse_on_loop("with open_context()", "async with")
         self._check_free()
         warn_of_mock(None if self._isolated else self._choose(), 3)
-        self._context = self._open()
-        warn_of_mock(self._obstacle, 3)
-        return self._context
+        context = self._open()
+        try:
+            warn_of_mock(self._obstacle, 3)
+        except BaseException:
+            context.close()
+            raise
+        self._context = context
+        return context
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, Generic, Protocol, TypeVar
 
 import anyio
 import anyio.to_thread
 
-__all__ = ["Opening", "in_thread"]
+__all__ = ["Opening", "in_thread", "to_the_end"]
 
 T = TypeVar("T")
 
@@ -39,13 +40,17 @@ class Opening(Generic[C]):
             context.close()
         return context
 
-    def abandon(self) -> None:
-        """Close the context, or, if it is not open yet, close it on the opening thread once it is."""
+    def abandon(self) -> C | None:
+        """Have the opening thread close the context once it is open. Gives the context if it is open already: the
+        caller closes it."""
         with self._lock:
             self._abandoned = True
-            context = self._context
-        if context is not None:
-            context.close()
+            return self._context
+
+
+async def to_the_end(work: Coroutine[Any, Any, object]) -> None:
+    """Do this even if the task that waits for it is cancelled, once more or while it waits."""
+    await asyncio.shield(asyncio.create_task(work))
 
 
 async def in_thread(function: Callable[[], T]) -> T:

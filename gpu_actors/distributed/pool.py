@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ from gpu_actors.isolation.crossing import harmless
 from gpu_actors.isolation.processes import ChildProcess
 from gpu_actors.isolation.workplace import Workplace
 from gpu_actors.kv.requests import KvCacheSpec
+from gpu_actors.opening import to_the_end
 from gpu_actors.options import ContextOptions
 from gpu_actors.process import Local
 from gpu_actors.remote.context import open_remote
@@ -174,8 +175,7 @@ class open_pool(Local):
         except BaseException:
             for task in tasks:
                 task.cancel()
-            found = await asyncio.gather(*tasks, return_exceptions=True)
-            await asyncio.gather(*(context.aclose() for context in found if isinstance(context, GpuContext)))
+            await to_the_end(_closed(tasks))
             raise
         for task in tasks:
             self._pool.add(task.result(), owned=True)
@@ -189,3 +189,8 @@ class open_pool(Local):
 
 async def _opened(opening: open_remote) -> GpuContext:
     return await opening
+
+
+async def _closed(tasks: Iterable[asyncio.Task[GpuContext]]) -> None:
+    found = await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.gather(*(context.aclose() for context in found if isinstance(context, GpuContext)))

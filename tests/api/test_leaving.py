@@ -36,7 +36,7 @@ class SlowOpening(Scripted):
         type(self).gate()
 
 
-@pytest.mark.parametrize("how", ["task", "scope", "timeout"])
+@pytest.mark.parametrize("how", ["task", "task twice", "scope", "timeout"])
 async def test_a_context_whose_opener_was_cancelled_is_closed_again(how: str) -> None:
     SlowOpening.gate = gate = Gate()
     with no_threads_left():
@@ -45,11 +45,12 @@ async def test_a_context_whose_opener_was_cancelled_is_closed_again(how: str) ->
             async with ga.open_context("mock", ga.ContextOptions(actors=(SlowOpening,))):
                 await anyio.sleep_forever()
 
-        if how == "task":
+        if how.startswith("task"):
             task = asyncio.create_task(open_it())
             await asyncio.to_thread(gate.entered.wait, 30.0)
-            task.cancel()
-            await asyncio.sleep(0)  # in which the task hears of it
+            for _ in how.split():
+                task.cancel()
+                await asyncio.sleep(0)  # in which the task hears of it
             gate.open()
             with pytest.raises(asyncio.CancelledError):
                 await task

@@ -91,9 +91,10 @@ async def test_a_worker_killed_with_64_in_flight_costs_no_answer(out: np.ndarray
     async with open_pool("mock", workers=2, options=slow(0.02), seed=1) as pool:
         async with pool.kv_cache(num_blocks=64, page_size=8, kv_heads=2, head_dim=16, dtype="float32") as cache:
             seqs = [await cache.create([number] * 20) for number in range(16)]
+            victim = "worker-1"
+            os.kill(pid_of(pool, victim), signal.SIGSTOP)  # so that it answers none of what it gets
             asking = [asyncio.create_task(pool.ask(forward)) for _ in range(256)]
             appends = [cache.append(seq, ROWS[0], ROWS[0]) for seq in seqs]
-            victim = "worker-1"
             await until(lambda: pool.stats().workers[victim].outstanding >= 64)
             os.kill(pid_of(pool, victim), signal.SIGKILL)
             for one in await asyncio.gather(*asking):

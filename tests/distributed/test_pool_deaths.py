@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from support.service import comes_true
 
 import gpu_actors as ga
 from gpu_actors.distributed import ContextPool, PooledKvCache, PooledSequence, open_pool
@@ -115,7 +116,7 @@ async def _run(requests: int, every: int, workers: int = 4) -> None:
             assert sum(worker.generation - 1 for worker in stats.workers.values()) >= len(killed) - workers
             assert not any(worker.outstanding for worker in stats.workers.values())
         pids = [context.pid for context in pool.workers.values() if isinstance(context, RemoteContext)]
-        assert len(here.children(recursive=True)) <= workers + 1
+        await comes_true(lambda: len(here.children(recursive=True)) <= workers + 1)
     assert not [pid for pid in pids if pid is not None and _runs(pid)]
 
 
@@ -155,7 +156,11 @@ async def test_pools_leave_nothing_behind() -> None:
     before = here.num_fds(), here.num_threads(), len(here.children(recursive=True))
     for _ in range(3):
         await once()
-    gc.collect()
-    assert here.num_fds() == before[0]
+
+    def none_more() -> bool:
+        gc.collect()  # the thread of a closed context may let go of its mapping after a collection
+        return here.num_fds() <= before[0]
+
+    await comes_true(none_more)
     assert len(here.children(recursive=True)) == before[2]
     assert here.num_threads() <= before[1] + 2  # of the loop's own pool
