@@ -1,4 +1,4 @@
-"""Requests over caches that wait together share launches, and nobody can tell from the answers."""
+"""Requests over caches that wait together share launches, and the answers are as if they did not."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def test_calls_that_wait_for_a_launch_outlive_the_actor() -> None:
 
 
 class BrokenMessage:
-    """Kills whoever looks at it."""
+    """Raises in the actor that looks at it."""
 
     def __init__(self, cache: int) -> None:
         self.cache = cache

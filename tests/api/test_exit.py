@@ -20,7 +20,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 q = np.ones((1, 1, 1, 8), np.float32)
 
-def hung(drain_timeout=1e6):  # whoever waited for that would not end
+def hung(drain_timeout=1e6):  # a wait for that would not end
     plan = FaultPlan().hang(launch=1)
     return ga.open_context("mock", ga.ContextOptions(fault_plan=plan, drain_timeout=drain_timeout))
 
@@ -218,7 +218,7 @@ def test_a_program_that_closed_its_context_ends_with_no_thread_of_ours() -> None
 
 
 def test_a_forked_child_is_told_that_the_context_stayed_behind() -> None:
-    """Threads do not survive a fork: the child's copy of a context has nobody to answer."""
+    """Threads do not survive a fork: the child's copy of a context answers no request."""
     done = run(
         """
         import warnings
@@ -266,7 +266,7 @@ def test_a_forked_child_waits_for_no_lock_of_a_thread_that_stayed_behind() -> No
                 with trace, cache._find().tables._lock, ctx.flash_attn._cell._lock, ctx.nvrtc._cell.shared.cache._lock:
                     child = os.fork()
                 if child == 0:
-                    signal.alarm(20)  # nobody else would end it
+                    signal.alarm(20)  # nothing else would end it
                     for lock in (trace, cache._handle._cell.shared._caches[1].tables._lock):
                         lock.acquire()  # as if another thread had held it
                     report("request", ctx.flash_attn.forward(q, q, q, timeout=5).result)
