@@ -279,8 +279,9 @@ def test_a_report_shows_the_same_without_a_server(visit: Callable[..., Any], tmp
     with Served(app):
         fails(service_of(app).context.actor(Scripted).submit(raises(RuntimeError(EVIL))))
         elsewhere(work, service_of(app).context, 5)
-        eventually(lambda: service_of(app).context.health().state == "ready")
-        (tmp_path / "report.html").write_text(report(service_of(app).board.snapshot()), encoding="utf-8")
+        board = service_of(app).board
+        eventually(lambda: any(event["name"] == "actor.restarted" for event in board.happenings.since(0).items))
+        (tmp_path / "report.html").write_text(report(board.snapshot()), encoding="utf-8")
     page = visit((tmp_path / "report.html").as_uri(), offline=True)
     shows(page, "#state", "Ready")
     assert "not live" in page.inner_text("#stream")
