@@ -1,12 +1,14 @@
 """How ``gpu-actors serve`` answers under load: ``gpu-actors bench serve``, or this module for numbers of your own.
 
     python -m gpu_actors.bench.serve --connections 1 16 256 1024 --seconds 20
+    python -m gpu_actors.bench.serve --connections 256 --seconds 1800 --think 30
 
 Starts the server with its tiny model on loopback, and that many clients for each number of connections. A client sends
-its next request for a stream as soon as the last one has ended, or once Retry-After has passed. Each stream is held
-against what it says of itself: its events are whole, all of one id that no other stream has, as many tokens as its
-usage counts, and [DONE] last. Clients and server share this machine's CPUs, and the tiny model's arithmetic is nothing:
-the figures compare loads of one run with each other, and show what is lost. They say nothing of a GPU.
+its next request for a stream as soon as the last one has ended, or once Retry-After has passed. With ``--think`` it
+first pauses for a random time of that mean. Each stream is held against what it says of itself: its events are whole,
+all of one id that no other stream has, as many tokens as its usage counts, and [DONE] last. Clients and server share
+this machine's CPUs, and the tiny model's arithmetic is nothing: the figures compare loads of one run with each other,
+and show what is lost. They say nothing of a GPU.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import argparse
 import asyncio
 import json
 import os
+import random
 import re
 import resource
 import signal
@@ -42,7 +45,8 @@ _STARTED = re.compile(r"http://127\.0\.0\.1:(\d+)")
 class Load:
     """What clients saw. Times are in seconds: of streams that were answered with 200.
 
-    faults: streams that were not what they said of themselves. memory: MiB of the server, now and then.
+    faults: streams that were not what they said of themselves. memory: MiB of the server, at ten times and
+    each minute.
     """
 
     connections: int
@@ -80,8 +84,8 @@ def run(device: str = "mock", quick: bool = False) -> dict[str, Any]:
         return _figures(port, pid, connections, seconds)
 
 
-def _figures(port: int, pid: int, connections: Sequence[int], seconds: float) -> dict[str, Any]:
-    loads = [asyncio.run(measure(port, count, seconds, pid=pid)) for count in connections]
+def _figures(port: int, pid: int, connections: Sequence[int], seconds: float, think: float = 0.0) -> dict[str, Any]:
+    loads = [asyncio.run(measure(port, count, seconds, pid=pid, think=think)) for count in connections]
     return {"tokens_a_stream": _TOKENS, "loads": {str(load.connections): load.figures() for load in loads}}
 
 
@@ -110,11 +114,17 @@ def serving(device: str = "mock", *options: str, log_file: Path | None = None) -
                 process.kill()
 
 
-async def measure(port: int, connections: int, seconds: float, *, pid: int | None = None) -> Load:
-    """Load a server of the tiny model from so many connections. pid: whose memory to note."""
+async def measure(port: int, connections: int, seconds: float, *, pid: int | None = None, think: float = 0.0) -> Load:
+    """Load a server of the tiny model from so many connections.
+
+    pid: whose memory to note. think: mean seconds for which a client pauses before each request; each pause is drawn
+    from 0 to twice that.
+    """
     load = Load(connections)
     start = time.monotonic()
-    clients = [asyncio.create_task(_client(port, number, load, start + seconds)) for number in range(connections)]
+    clients = [
+        asyncio.create_task(_client(port, number, load, start + seconds, think)) for number in range(connections)
+    ]
     noting = asyncio.create_task(_note_memory(pid, load, seconds)) if pid is not None else None
     await asyncio.gather(*clients)
     load.seconds = time.monotonic() - start
@@ -123,11 +133,16 @@ async def measure(port: int, connections: int, seconds: float, *, pid: int | Non
     return load
 
 
-async def _client(port: int, number: int, load: Load, until: float) -> None:
+async def _client(port: int, number: int, load: Load, until: float, think: float) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     count = 0
+    pauses = random.Random(number)
     try:
-        while time.monotonic() < until:
+        while (left := until - time.monotonic()) > 0:
+            pause = 2 * think * pauses.random()
+            await asyncio.sleep(min(pause, left))
+            if pause >= left:
+                return
             count += 1
             # Every prompt is another; a quarter of them begin alike.
             prompt = f"{'A beginning that is shared. ' if number % 4 == 0 else ''}{number} {count}"
@@ -209,7 +224,7 @@ def _fault(body: bytes, load: Load, prompt_tokens: int) -> str:
 async def _note_memory(pid: int, load: Load, seconds: float) -> None:
     while True:
         load.memory.append(_resident_mib(pid))
-        await asyncio.sleep(max(seconds / 10, 0.1))
+        await asyncio.sleep(min(60.0, max(seconds / 10, 0.1)))
 
 
 def _resident_mib(pid: int) -> float:
@@ -230,13 +245,14 @@ def main() -> None:
     parser.add_argument("--device", default="mock")
     parser.add_argument("--connections", type=int, nargs="+", default=_CONNECTIONS)
     parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--think", type=float, default=0.0, help="mean seconds of a client's pause before a request")
     parser.add_argument("--log-file", type=Path, help="keep the server's log there")
     # Everything else is the server's.
     arguments, options = parser.parse_known_args()
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with serving(arguments.device, *options, log_file=arguments.log_file) as (port, pid):
-        found = _figures(port, pid, arguments.connections, arguments.seconds)
+        found = _figures(port, pid, arguments.connections, arguments.seconds, arguments.think)
     sys.stdout.write(json.dumps(found, indent=2) + "\n")
 
 

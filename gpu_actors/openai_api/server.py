@@ -33,6 +33,10 @@ logger: logging.Logger = logging.getLogger("gpu_actors")
 _LAST_EVENTS = 5.0
 """Seconds for the last events of streams to go out, before their connections are closed."""
 
+_KEEP_ALIVE = 75
+"""Seconds for which an idle connection stays open: longer than clients and proxies keep theirs, because a request that
+meets the server's own end of a connection is lost."""
+
 
 def serve(settings: ServeSettings, host: str = "127.0.0.1", port: int = 8000, *, log_json: bool = True) -> None:
     """Serve until SIGTERM or Ctrl-C, then end every answer, and return.
@@ -78,6 +82,7 @@ class Server(uvicorn.Server):
             access_log=False,  # the guard logs each request
             lifespan="on",
             ws="none",
+            timeout_keep_alive=_KEEP_ALIVE,
             timeout_graceful_shutdown=int(drain + _LAST_EVENTS) + 1,
             server_header=False,
         )

@@ -36,6 +36,16 @@ def test_every_client_of_many_gets_its_own_answers() -> None:
     assert load.errors == {}
 
 
+def test_clients_that_think_ask_less_often() -> None:
+    with Serving() as server:
+        load = asyncio.run(measure(server.port, 4, 1.5, think=0.05))
+        idle = asyncio.run(measure(server.port, 4, 0.2, think=1e9))
+        server.until_idle()
+    assert (load.faults, idle.faults) == ([], [])
+    assert load.statuses.keys() == {"200"}
+    assert idle.statuses == {}, "no pause was over"
+
+
 def events(*contents: Any, end: str = "data: [DONE]\n\n") -> bytes:
     return "".join(f"data: {json.dumps(content)}\n\n" for content in contents).encode() + end.encode()
 

@@ -344,6 +344,12 @@ def test_who_waits_for_a_place_when_the_texts_are_ended_gets_503() -> None:
         assert (status, json.loads(body)["error"]["code"]) == (503, "ActorStopped")
 
 
+def test_an_idle_connection_outlives_what_clients_keep() -> None:
+    """httpx and so the openai package keep one for 5 s, nginx for 60 s: the server must not be the first to end it."""
+    with Leaving() as serving:
+        assert serving.server.config.timeout_keep_alive > 60
+
+
 # The log
 
 
