@@ -108,7 +108,7 @@ def lifespan(
     leave_seconds: how long /readyz says "draining" after SIGTERM before the server is told (see `leave_slowly`).
     workers: 0 for a context in this process; else so many child processes with a context each, in a `ContextPool`,
         found as ``service(request).pool``. ``prepare`` is given the pool in place of a context. The application is
-        ready while one worker is; the page shows the first.
+        ready while one worker is; the page shows them all.
     shown: functions that give numbers by name, for the page. A thread calls them twice a second.
 
     Each application takes a call of its own. Raises `InvalidRequest` for a ``leave_seconds`` that is not >= 0; entering
@@ -144,7 +144,7 @@ def lifespan(
                 board.show(lambda: _places(admission))
             for numbers in shown:
                 board.show(numbers)
-            await anyio.to_thread.run_sync(board.watch, context, answering.readiness)
+            await anyio.to_thread.run_sync(board.watch, context if pool is None else contexts, answering.readiness)
             stack.callback(board.close)
             found = Service(context, answering, admission, board, pool)
             logger.info("ready on %s, probes on port %s", context.info.name, answering.port)

@@ -9,12 +9,14 @@ docs/serving.md).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, get_args, get_type_hints
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from gpu_actors.errors import GpuActorsError
 from gpu_actors.runtime.meter import Histogram
 
 if TYPE_CHECKING:
@@ -84,7 +86,10 @@ class ContextCollector(Collector):
         yield from self._histograms()
         yield from self._health()
         events = CounterMetricFamily("gpu_actors_cubin_cache_events", "What the cubin cache did", labels=["event"])
-        cache = self._context.nvrtc.cache_stats()
+        try:
+            cache = self._context.nvrtc.cache_stats()
+        except GpuActorsError:  # its process is gone, and has never said
+            return
         for event in ("hits", "misses", "compiles", "corrupt", "evicted"):
             events.add_metric([event], getattr(cache, event))
         yield events
@@ -125,8 +130,10 @@ class ContextCollector(Collector):
                 _add(launch, [actor], meter.launch)
                 _add(batch, [actor], meter.batch)
         compile = HistogramMetricFamily("gpu_actors_compile_seconds", "Compilations of kernels")
-        _add(compile, [], self._context._children.cells["nvrtc"].shared.compile_seconds)
-        yield from (latency, queue, launch, batch, compile)
+        yield from (latency, queue, launch, batch)
+        with contextlib.suppress(GpuActorsError):
+            _add(compile, [], self._context._children.cells["nvrtc"].shared.compile_seconds)
+            yield compile
 
     def _health(self) -> Iterator[Metric]:
         health = self._context.health()

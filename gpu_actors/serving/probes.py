@@ -29,6 +29,7 @@ import anyio.to_thread
 from gpu_actors.errors import GpuActorsError, InvalidRequest
 from gpu_actors.extras import install_hint
 from gpu_actors.serving.proof import Proof
+from gpu_actors.serving.verdict import verdict_of, verdict_of_workers
 from gpu_actors.validation.fields import expect, integer, real
 
 if TYPE_CHECKING:
@@ -135,11 +136,13 @@ class Probes:
         """Answer about this context from now on, and show what the admission does in /metrics.
 
         context: or several workers by name. They are alive while one of them has not failed, and ready while one of
-        them is. Each sample of theirs in /metrics has the label ``worker``.
+        them is; /readyz says "degraded" unless all of them are well, and how each is. Each sample of theirs in
+        /metrics has the label ``worker``.
         """
         several = isinstance(context, Mapping)
         workers: Mapping[str, GpuContext] = context if isinstance(context, Mapping) else {"": context}
-        expect(bool(workers), "context", context, "must be a context, or at least one worker by name")
+        named = bool(workers) and not (several and "" in workers)
+        expect(named, "context", context, "must be a context, or at least one worker by name")
         try:
             from prometheus_client import CollectorRegistry
 
@@ -189,29 +192,28 @@ class Probes:
 
     def readiness(self) -> dict[str, Any]:
         """What /readyz says."""
-        contexts, proofs, dead = self._contexts, self._proofs, self._dead()
+        contexts, dead = self._contexts, self._dead()
         if not contexts:
             return {"ready": False, "state": "starting", "reason": "the context is not open yet"}
-        seen = {name: context.health() for name, context in contexts.items()}
-        answering = [name for name, one in seen.items() if one.ready and not proofs[name].missing()]
-        front = answering[0] if answering else next(iter(contexts))
-        context, proof, health = contexts[front], proofs[front], seen[front]
-        ready, state, reason = health.ready, str(health.state), health.reason
+        healths = {name: context.health() for name, context in contexts.items()}
+        found = {name: verdict_of(health, self._proofs[name].missing()) for name, health in healths.items()}
+        several = "" not in contexts
+        front = next((name for name, one in found.items() if one.ready), next(iter(contexts)))
+        ready, state, reason = verdict_of_workers(found) if several else found[front]
         if self._leaving and state != "failed":
             ready, state, reason = False, "draining", "the server is leaving"
         elif dead:
             ready, reason = False, dead
             if state in ("ready", "degraded"):
                 state = "stalled" if self._stalled() else "failed"
-        elif ready and (missing := proof.missing()):
-            ready, state, reason = False, "stalled", missing
-        compiled = context.stats()["nvrtc"]
+        health = healths[front]
+        compiling = [context.stats()["nvrtc"] for context in contexts.values()]
         kernels = {
             "arch": health.device.arch,
             "run": health.device.runs_kernels,
-            "compiled": compiled.completed,
-            "failed": compiled.failed,
-            "waiting": compiled.submitted - compiled.completed - compiled.failed - compiled.cancelled,
+            "compiled": sum(one.completed for one in compiling),
+            "failed": sum(one.failed for one in compiling),
+            "waiting": sum(one.submitted - one.completed - one.failed - one.cancelled for one in compiling),
         }
         content = {
             "ready": ready,
@@ -221,10 +223,12 @@ class Probes:
             "name": health.device.name,
             "generation": health.generation,
             "kernels": kernels,
-            "last_success_seconds": round(proof.age, 3),
+            "last_success_seconds": round(self._proofs[front].age, 3),
         }
-        if len(contexts) > 1:
-            content["workers"] = {name: "ready" if name in answering else one.state for name, one in seen.items()}
+        if several:
+            content["workers"] = {
+                name: one._asdict() | {"generation": healths[name].generation} for name, one in found.items()
+            }
         return content
 
     def metrics(self) -> Answer:
@@ -241,9 +245,9 @@ class Probes:
         """Why the process should be replaced, or an empty string."""
         if stalled := self._stalled():
             return f"the event loop has not turned for {stalled:.0f} s"
-        healths = [context.health() for context in self._contexts.values()]
-        if healths and all(health.state == "failed" for health in healths):
-            return healths[0].reason
+        found = {name: verdict_of(context.health()) for name, context in self._contexts.items()}
+        if found and all(one.state == "failed" for one in found.values()):
+            return found[""].reason if "" in found else verdict_of_workers(found).reason
         return next((told for reason in self._reasons if (told := reason())), "")
 
     def _stalled(self) -> float:

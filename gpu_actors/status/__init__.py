@@ -1,9 +1,9 @@
 """What a context does at a glance: its state as JSON, and a page that shows it.
 
-`StatusBoard` looks at one context for any number of viewers. `gpu_actors.asgi.routes` serves the page, and
-``gpu-actors report`` writes it into one file. docs/page.md shows it.
+`StatusBoard` looks at one context, or at the workers of a pool, for any number of viewers. `gpu_actors.asgi.routes`
+serves the page, and ``gpu-actors report`` writes it into one file. docs/page.md shows it.
 
-Imports from other rooms: runtime, serving, tracing.
+Imports from other rooms: runtime, serving, tracing, validation.
 """
 
 from __future__ import annotations

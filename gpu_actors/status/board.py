@@ -1,4 +1,4 @@
-"""StatusBoard: looks at one context, for any number of viewers.
+"""StatusBoard: looks at one context, or at the workers of a pool, for any number of viewers.
 
     one thread ── looks twice a second, and at once when something happens ──> the latest state, as bytes
     each viewer ── is woken, sends the latest state and the events since its last ones, waits
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -20,10 +21,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from gpu_actors._version import __version__
-from gpu_actors.errors import GpuActorsError
-from gpu_actors.runtime.cell import ActorCell
+from gpu_actors.serving.verdict import Verdict, verdict_of, verdict_of_workers
 from gpu_actors.status.happenings import Happenings
-from gpu_actors.status.history import SLOT, History
+from gpu_actors.status.history import SLOT
+from gpu_actors.status.looker import Looker, note_state
+from gpu_actors.tracing import TraceEvent
+from gpu_actors.validation.fields import expect
 
 if TYPE_CHECKING:
     from gpu_actors.context import GpuContext
@@ -33,12 +36,10 @@ __all__ = ["StatusBoard", "Viewer"]
 logger: logging.Logger = logging.getLogger("gpu_actors")
 
 Numbers = Callable[[], Mapping[str, float]]
+Tell = Callable[[], Mapping[str, Any]]
 
 _PERIOD = 0.5
 _LEAST = 0.05
-_FOLDER_SECONDS = 10.0
-"""Seconds between two looks at the cubin cache's folder."""
-_COUNTS = ("submitted", "completed", "failed", "cancelled", "launched", "in_flight", "queued")
 
 
 class Viewer:
@@ -55,7 +56,7 @@ class Viewer:
 
 
 class StatusBoard:
-    """Looks at a context from `watch` to `close`, and gives its state as JSON.
+    """Looks at a context, or at several workers, from `watch` to `close`, and gives their state as JSON.
 
     period: seconds between two looks while there are viewers; a loss and a restart are looked at when they happen.
     max_viewers: streams at once. capacity: events that are kept.
@@ -75,18 +76,24 @@ class StatusBoard:
         self._number = 0
         self._draining = False
         self._thread: threading.Thread | None = None
-        self._looker: _Looker | None = None
-        self._unwatch: Callable[[], None] | None = None
+        self._looks: _Looks | None = None
+        self._unwatch: list[Callable[[], None]] = []
 
-    def watch(self, context: GpuContext, verdict: Callable[[], Mapping[str, Any]] | None = None) -> None:
-        """Look at this context from now on, from a thread.
+    def watch(self, context: GpuContext | Mapping[str, GpuContext], verdict: Tell | None = None) -> None:
+        """Look at this context, or at these workers by name, from now on, from a thread.
 
-        verdict: gives ready, state and reason as the page shows them first. None: those of ``context.health()``.
+        verdict: gives ready, state and reason as the page shows them first, and for workers the same of each under
+        "workers"; `Probes.readiness` is one. None: what ``health()`` of each context says.
         """
         self.ending = False
         self._closed.clear()
-        self._looker = _Looker(context, verdict, self.happenings, self._numbers)
-        self._unwatch = context._children.trace.watch(self._noted)
+        contexts: Mapping[str, GpuContext] = context if isinstance(context, Mapping) else {"": context}
+        named = bool(contexts) and not (isinstance(context, Mapping) and "" in contexts)
+        expect(named, "context", context, "must be a context, or at least one worker by name")
+        self._looks = _Looks(contexts, verdict, self.happenings, self._numbers)
+        self._unwatch = [
+            one._children.trace.watch(functools.partial(self._noted, name)) for name, one in contexts.items()
+        ]
         self._look()
         self._thread = threading.Thread(target=self._run, name="gpu-actors-status", daemon=True)
         self._thread.start()
@@ -104,8 +111,9 @@ class StatusBoard:
     def close(self) -> None:
         """Look no more. Blocks until the thread has ended, which takes no longer than one look."""
         self.end_streams()
-        if self._unwatch is not None:
-            self._unwatch()
+        for unwatch in self._unwatch:
+            unwatch()
+        self._unwatch = []
         self._closed.set()
         self._turn.set()
         if self._thread is not None:
@@ -125,8 +133,8 @@ class StatusBoard:
 
     def snapshot(self) -> dict[str, Any]:
         """The state now, with the events that are kept. Takes a look: not for a loop's thread."""
-        assert self._looker is not None
-        found = self._looker.look()
+        assert self._looks is not None
+        found = self._looks.look()
         return found | {"events": self.happenings.since(0).items}
 
     @contextlib.contextmanager
@@ -147,8 +155,8 @@ class StatusBoard:
             with self._lock:
                 self._viewers.remove(viewer)
 
-    def _noted(self, event: Any) -> None:
-        self.happenings(event)
+    def _noted(self, worker: str, event: TraceEvent) -> None:
+        self.happenings(event, worker)
         self._turn.set()
 
     def _run(self) -> None:
@@ -165,8 +173,8 @@ class StatusBoard:
             self._closed.wait(_LEAST)
 
     def _look(self) -> None:
-        assert self._looker is not None
-        found = self._looker.look()
+        assert self._looks is not None
+        found = self._looks.look()
         text = json.dumps(found, separators=(",", ":")).encode()
         self._draining = found["verdict"]["state"] == "draining"
         with self._lock:
@@ -176,158 +184,51 @@ class StatusBoard:
             viewer.wake()
 
 
-class _Looker:
-    """Takes looks at one context, and notes what has changed between two. Several threads may look in turn."""
+class _Looks:
+    """The state of all contexts. Several threads may look in turn."""
 
     def __init__(
         self,
-        context: GpuContext,
-        verdict: Callable[[], Mapping[str, Any]] | None,
+        contexts: Mapping[str, GpuContext],
+        verdict: Tell | None,
         happenings: Happenings,
         numbers: list[Numbers],
     ) -> None:
-        self._context = context
+        self._contexts = contexts
         self._verdict = verdict
         self._happenings = happenings
         self._numbers = numbers
+        self._lookers = {name: Looker(context, happenings, name) for name, context in contexts.items()}
         self._lock = threading.Lock()
-        self._history = History(context)
         self._began = time.time()
         self._state = ""
-        self._errors: dict[str, dict[str, int]] = {}
-        self._restarts: dict[str, int] = {}
-        self._folder: tuple[float, dict[str, int]] = (-_FOLDER_SECONDS, {})
 
     def look(self) -> dict[str, Any]:
+        """What all contexts have in common, and beside it the one context, or "workers": one after the other."""
         with self._lock:
-            return self._look()
-
-    def _look(self) -> dict[str, Any]:
-        context = self._context
-        children, health, stats = context._children, context.health(), context.stats()
-        told: Mapping[str, Any]
-        told = {"ready": health.ready, "state": health.state, "reason": health.reason}
-        if self._verdict is not None:
-            told = self._verdict()
-        verdict = {name: told[name] for name in ("ready", "state", "reason")}
-        now = children.clock.now()
-        actors = []
-        for name, cell in children.cells.items():
-            counts = stats[name]
-            busy = getattr(cell, "busy_since", None)
-            actors.append(
-                {
-                    "name": name,
-                    "vital": cell.actor_type.vital,
-                    "state": health.actors[name],
-                    "restarts": cell.restarts,
-                    "failures": health.failures[name],
-                    "capacity": cell.mailbox.capacity,
-                    "max_in_flight": cell.mailbox.max_in_flight,
-                    "busy_seconds": None if busy is None else round(max(0.0, now - busy), 3),
-                    "requests_per_launch": round(counts.requests_per_launch, 2),
-                    "errors": dict(counts.errors),
-                }
-                | {field: getattr(counts, field) for field in _COUNTS}
-            )
-        self._note_changes(actors, verdict)
-        device = health.device
-        return {
-            "version": __version__,
-            "pid": os.getpid(),
-            "time": time.time(),
-            "since": self._began,
-            "verdict": verdict,
-            "device": {"kind": device.kind, "name": device.name, "arch": device.arch, "memory": device.memory},
-            "runs_kernels": device.runs_kernels,
-            "generation": health.generation,
-            "oldest_launch": health.oldest_launch,
-            "actors": actors,
-            "history": self._history.look(),
-            "kernels": self._kernels(),
-            "cubins": self._cubins(),
-            "caches": self._caches(),
-            "numbers": self._counted(),
-        }
-
-    def _note_changes(self, actors: list[dict[str, Any]], verdict: Mapping[str, Any]) -> None:
-        first = not self._state
-        if verdict["state"] != self._state:
-            if not first:
-                grave = verdict["state"] in ("failed", "stalled")
-                level = "error" if grave else "info" if verdict["state"] == "ready" else "warning"
+            told = self._told()
+            common = {"version": __version__, "pid": os.getpid(), "time": time.time(), "since": self._began}
+            if "" in self._lookers:
+                return self._lookers[""].look(told) | common | {"numbers": self._counted()}
+            workers = []
+            for name, looker in self._lookers.items():
+                found = looker.look(told["workers"][name])
+                workers.append({"name": name, "restarts": found["generation"] - 1} | found)
+            verdict = {name: told[name] for name in Verdict._fields}
+            if self._state not in ("", verdict["state"]):
                 fields = {"state": verdict["state"], "before": self._state, "reason": verdict["reason"] or None}
-                self._happenings.note("state.changed", fields, level)
+                note_state(self._happenings, fields)
             self._state = verdict["state"]
-        for actor in actors:
-            name, errors, restarts = actor["name"], actor["errors"], actor["restarts"]
-            here = isinstance(self._context._children.cells[name], ActorCell)
-            if restarts > self._restarts.get(name, 0) and not here:
-                # The events of an isolated context's actors stay in its process.
-                self._happenings.note("actor.restarted", {"actor": name, "restarts": restarts})
-            self._restarts[name] = restarts
-            before = self._errors.get(name, {})
-            for error, count in errors.items():
-                more = count - before.get(error, 0)
-                if more > 0 and not first:
-                    self._happenings.note("requests.failed", {"actor": name, "error": error, "count": more})
-            self._errors[name] = errors
+            return common | {"verdict": verdict, "workers": workers, "numbers": self._counted()}
 
-    def _kernels(self) -> list[dict[str, Any]] | None:
-        """The kernels that requests have asked for, the latest first; None where they are not known now."""
-        try:
-            uses = self._context._children.cells["nvrtc"].shared.uses()
-        except GpuActorsError:
-            return None
-        found = []
-        for use in reversed(uses):
-            parts = list(use.resources.values())
-            found.append(
-                {
-                    "name": use.name,
-                    "arch": use.arch,
-                    "digest": use.digest,
-                    "source": use.source,
-                    "asked": use.asked,
-                    "macros": {name: str(value) for name, value in use.macros.items()},
-                    "registers": max((part.registers for part in parts), default=None),
-                    "spill_bytes": sum(part.spill_bytes for part in parts) if parts else None,
-                    "shared_bytes": max((part.shared_bytes for part in parts), default=None),
-                }
-            )
-        return found
-
-    def _cubins(self) -> dict[str, int]:
-        read, found = self._folder
-        if time.monotonic() - read >= _FOLDER_SECONDS:
-            with contextlib.suppress(GpuActorsError):
-                stats = self._context.nvrtc.cache_stats()
-                names = ("hits", "misses", "compiles", "corrupt", "evicted", "entries", "bytes")
-                found = {name: getattr(stats, name) for name in names}
-            self._folder = (time.monotonic(), found)
-        return found
-
-    def _caches(self) -> list[dict[str, Any]] | None:
-        try:
-            looks = self._context._children.cells["kv_cache"].shared.look()
-        except GpuActorsError:
-            return None
-        return [
-            {
-                "number": look.number,
-                "page_size": look.page_size,
-                "kv_heads": look.kv_heads,
-                "head_dim": look.head_dim,
-                "dtype": look.dtype,
-                "pages": look.stats.blocks,
-                "free": look.stats.free_blocks - look.stats.prefix_blocks,
-                "kept": look.stats.prefix_blocks,
-                "shared": look.stats.shared_blocks,
-                "sequences": look.stats.sequences,
-                "map": look.pages._asdict(),
-            }
-            for look in looks
-        ]
+    def _told(self) -> Mapping[str, Any]:
+        if self._verdict is not None:
+            return self._verdict()
+        found = {name: verdict_of(context.health()) for name, context in self._contexts.items()}
+        if "" in found:
+            return found[""]._asdict()
+        workers = {name: one._asdict() for name, one in found.items()}
+        return verdict_of_workers(found)._asdict() | {"workers": workers}
 
     def _counted(self) -> dict[str, float]:
         found: dict[str, float] = {}

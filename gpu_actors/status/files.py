@@ -41,7 +41,8 @@ def report(snapshot: Mapping[str, Any]) -> str:
 
     It needs no server and loads nothing. Raises `InvalidRequest` for a mapping that is no snapshot.
     """
-    absent = [name for name in ("verdict", "actors", "history", "time") if name not in snapshot]
+    parts = ("verdict", "time", "workers") if "workers" in snapshot else ("verdict", "actors", "history", "time")
+    absent = [name for name in parts if name not in snapshot]
     if absent:
         raise InvalidRequest("snapshot", ", ".join(map(str, snapshot))[:80], f"must have {', '.join(absent)}")
     style, script = page_file("page.css"), page_file("page.mjs")

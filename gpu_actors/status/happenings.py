@@ -36,9 +36,9 @@ class Happenings:
         # Numbers begin anew in each process, so a reader names the process too.
         self.boot: str = f"{time.time_ns():x}"
 
-    def __call__(self, event: TraceEvent) -> None:
-        """Note an event of a trace."""
-        self.note(event.name, event.fields)
+    def __call__(self, event: TraceEvent, worker: str = "") -> None:
+        """Note an event of a trace. worker: whose it is, in a pool."""
+        self.note(event.name, {"worker": worker, **event.fields} if worker else event.fields)
 
     def note(self, name: str, fields: Mapping[str, Any], level: str = "") -> None:
         """Note an event. level: "info", "warning" or "error"; by default what the name says."""

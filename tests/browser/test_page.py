@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from support.page import page_application, service_of
+from support.page import kill, page_application, pool_application, service_of, worker_of
 from support.served import Served
 from support.service import Scripted, ask, eventually, raises
 
@@ -352,3 +352,130 @@ def test_a_keyboard_reaches_and_works_everything(visit: Callable[..., Any]) -> N
             assert f'heading "{name}' in tree
         assert page.locator("[aria-live]").count() == 1, "only the state is announced"
         page.close()
+
+
+def row(worker: str) -> str:
+    return f'#actors > li[data-key="{worker}"]'
+
+
+def summary(worker: str) -> str:
+    return f"{row(worker)} > details > summary"
+
+
+@contextmanager
+def pages_of(app: Any) -> Iterator[None]:
+    """A KV cache with some pages on the first worker, and requests at both."""
+    one, two = (worker_of(app, name) for name in ("worker-1", "worker-2"))
+    with opened_cache(one, 96) as cache:
+        elsewhere(filled, cache)
+        for context in (one, two):
+            elsewhere(work, context, 5)
+        yield
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_pool_shows_a_worker_that_is_killed_and_returns(visit: Callable[..., Any], scheme: str) -> None:
+    app = pool_application()
+    with Served(app) as served, pages_of(app):
+        page = visit(served.url, color_scheme=scheme, viewport={"width": 1180, "height": 900})
+        shows(page, "#state", "Ready")
+        shows(page, "#device", "2 of 2 workers ready")
+        shows(page, f"{summary('worker-1')} .dim", "generation 1")
+        shows(page, f"{summary('worker-1')} .dim", " of 96 pages")
+        shows(page, "#caches p", "worker-1, cache")
+        assert "pages" not in page.inner_text(summary("worker-2"))
+        page.click(summary("worker-1"))
+        shows(page, f"{row('worker-1')} .branch", "flash_attn")
+        page.click(f'{row("worker-1")} .branch > li[data-key="flash_attn"] summary')
+        kill(worker_of(app, "worker-1"))
+        shows(page, f"{summary('worker-1')} .dim", "generation 2")
+        shows(page, f"{summary('worker-1')} .badge", "ready")
+        shows(page, "#device", "2 of 2 workers ready")
+        page.wait_for_selector('#verdict[data-state="good"]')
+        shows(page, f"{summary('worker-1')} .dim", "1 restart")
+        assert "restart" not in page.inner_text(summary("worker-2"))
+        assert page.locator(f"{row('worker-1')} details[open]").count() == 2, "what was open stays open"
+        events = page.inner_text("#events")
+        assert "context.lost worker-1" in events
+        assert "context.lost worker-2" not in events
+        picture(page, f"page-pool-{scheme}")
+        page.close()
+
+
+def test_a_dead_worker_is_amber_and_the_last_one_red(visit: Callable[..., Any]) -> None:
+    app = pool_application(max_restarts=0)
+    with Served(app) as served:
+        page = visit(served.url)
+        shows(page, "#state", "Ready")
+        kill(worker_of(app, "worker-1"))
+        shows(page, f"{summary('worker-1')} .badge", "failed")
+        page.wait_for_selector('#verdict[data-state="warn"]')
+        assert page.inner_text("#state") == "Degraded"
+        shows(page, "#reason", "worker-1: the context is lost")
+        shows(page, "#root-text", "1 of 2 workers ready")
+        colours = [page.get_attribute(f"{summary(name)} .badge", "data-state") for name in ("worker-1", "worker-2")]
+        assert colours == ["bad", "good"]
+        page.click(summary("worker-1"))
+        shows(page, f"{row('worker-1')} .why", "the context is lost")
+        assert page.locator(f'{row("worker-1")} [data-state="good"]').count() == 0, "none of its actors looks well"
+        kill(worker_of(app, "worker-2"))
+        page.wait_for_selector('#verdict[data-state="bad"]')
+        shows(page, "#state", "Failed")
+        shows(page, "#reason", "worker-2: the context is lost")
+        assert page.locator('[data-state="good"]').count() == 0
+        page.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_pool_fits_a_phone(visit: Callable[..., Any], scheme: str) -> None:
+    app = pool_application()
+    with Served(app) as served, pages_of(app):
+        settings: Any = {"viewport": PHONE, "is_mobile": True, "has_touch": True, "color_scheme": scheme}
+        page = visit(served.url, **settings)
+        shows(page, "#state", "Ready")
+        shows(page, f"{summary('worker-1')} .dim", " of 96 pages")
+        for name in ("worker-1", "worker-2"):
+            page.locator(summary(name)).tap()
+            for inner in page.locator(f"{row(name)} .branch summary").all():
+                inner.tap()
+        assert page.locator("#actors details[open]").count() == 2 + 2 * len(worker_of(app, "worker-1").stats())
+        wide = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
+        assert wide[0] <= PHONE["width"], wide
+        picture(page, f"page-pool-phone-{scheme}")
+        page.close()
+
+
+def test_a_keyboard_opens_a_worker_and_its_actors(visit: Callable[..., Any]) -> None:
+    app = pool_application()
+    with Served(app) as served, pages_of(app):
+        page = visit(served.url)
+        shows(page, "#state", "Ready")
+        shows(page, "#actors", "worker-2")
+        page.focus(summary("worker-1"))
+        page.keyboard.press("Enter")
+        page.keyboard.press("Tab")
+        inside = page.evaluate("document.activeElement.closest('li').dataset.key")
+        assert inside == next(iter(worker_of(app, "worker-1").stats())), "the first actor of the worker"
+        page.keyboard.press("Enter")
+        assert page.locator(f"{row('worker-1')} details[open]").count() == 2
+        page.keyboard.press("Shift+Tab")
+        page.keyboard.press("Enter")
+        page.keyboard.press("Tab")
+        assert page.evaluate("document.activeElement.closest('#actors > li').dataset.key") == "worker-2"
+        page.check("input[name=window][value='300']")  # longer than this test
+        counted = "#charts figure figcaption .dim"
+        for name, requests in (("worker-2", 10), ("worker-1", 23), ("", 33)):
+            page.select_option("#worker", name)
+            shows(page, counted, f"{requests} ·")
+        page.close()
+
+
+def test_a_report_shows_every_worker(visit: Callable[..., Any], tmp_path: Path) -> None:
+    app = pool_application()
+    with Served(app), pages_of(app):
+        text = report(elsewhere(service_of(app).board.snapshot))
+    (tmp_path / "report.html").write_text(text, encoding="utf-8")
+    page = visit((tmp_path / "report.html").as_uri(), offline=True)
+    shows(page, "#state", "Ready")
+    shows(page, summary("worker-1"), " of 96 pages")
+    shows(page, summary("worker-2"), "generation 1")

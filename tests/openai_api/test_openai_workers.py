@@ -112,7 +112,7 @@ def test_a_lost_worker_costs_its_own_texts() -> None:
 def serving_is_ready(answered: Any) -> bool:
     content = answered.json
     assert set(content["workers"]) == {"worker-1", "worker-2"}
-    return answered.status == 200 and bool(content["ready"]) and content["workers"]["worker-2"] == "ready"
+    return answered.status == 200 and bool(content["ready"]) and content["workers"]["worker-2"]["state"] == "ready"
 
 
 def test_metrics_and_probes_tell_of_every_worker() -> None:

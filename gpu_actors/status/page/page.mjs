@@ -46,9 +46,10 @@ function size(bytes) {
   return `${+bytes.toPrecision(3)} ${units[step]}`;
 }
 
-// The state
+// The state. Of a pool it has a part for each worker; of one context it is that part itself.
 
 let state = null;
+const parts = () => state.workers ?? [state];
 let drawing = false;
 
 function draw() {
@@ -58,9 +59,9 @@ function draw() {
 }
 
 function show() {
-  const { device } = state;
+  const devices = parts().map(({ device }) => `${device.name} · ${device.arch}${device.memory ? ` · ${size(device.memory)}` : ""}`);
   say(at("version"), state.version);
-  say(at("device"), `${device.name} · ${device.arch}${device.memory ? ` · ${size(device.memory)}` : ""} · generation ${state.generation}`);
+  say(at("device"), [...new Set(devices), state.workers ? workersReady() : `generation ${state.generation}`].join(" · "));
   showVerdict();
   showNumbers();
   showTree();
@@ -69,13 +70,20 @@ function show() {
   showKernels();
 }
 
+const workersReady = () => `${state.workers.filter(({ verdict }) => verdict.ready).length} of ${state.workers.length} workers ready`;
+
+function gradeOf(verdict) {
+  const grade = GRADES[verdict.state] ?? "unknown";
+  return grade === "good" && !verdict.ready ? "bad" : grade; // not ready is never green
+}
+
 let broken = false;
 let age = 0;
 
 function showVerdict() {
   const { verdict } = state;
-  let grade = GRADES[verdict.state] ?? "unknown";
-  if (grade === "good" && !verdict.ready) grade = "bad"; // not ready is never green
+  let grade = gradeOf(verdict);
+  if (state.workers && !verdict.ready && verdict.state === "degraded") grade = "bad"; // no worker is left
   let title = capital(verdict.state);
   let reason = verdict.reason || (grade === "good" ? "Requests are answered." : "");
   if (!verdict.ready && grade !== "bad") reason = `No requests are taken: ${reason}`;
@@ -90,16 +98,22 @@ function showVerdict() {
   document.title = `${title} · gpu_actors`;
   mark(at("root-state"), "data-state", grade);
   say(at("root-state"), title.toLowerCase());
-  say(at("root-text"), `generation ${state.generation}${state.oldest_launch ? ` · oldest launch ${duration(state.oldest_launch)}` : ""}`);
+  say(at("root-name"), state.workers ? "pool" : "context");
+  say(at("root-text"), state.workers ? workersReady() : `generation ${state.generation}${oldest(state)}`);
 }
 
+const oldest = ({ oldest_launch: seconds }) => (seconds ? ` · oldest launch ${duration(seconds)}` : "");
+const sum = (items, field) => items.reduce((total, item) => total + item[field], 0);
+
 function showNumbers() {
-  const all = (field) => state.actors.reduce((sum, actor) => sum + actor[field], 0);
+  const actors = parts().flatMap((part) => part.actors);
+  const all = (field) => sum(actors, field);
+  const rate = sum(parts().map(({ history }) => history), "rate");
   const entries = [
-    ["answers a second", String(+state.history.rate.toPrecision(3))],
+    ["answers a second", String(+rate.toPrecision(3))],
     ["waiting", count(all("queued"))], ["launches in flight", count(all("in_flight"))],
     ["completed", count(all("completed"))], ["failed", count(all("failed"))], ["cancelled", count(all("cancelled"))],
-    ["restarts", count(all("restarts"))], ["up", duration(state.time - state.since)],
+    ["restarts", count(all("restarts") + (state.workers ? sum(state.workers, "restarts") : 0))], ["up", duration(state.time - state.since)],
     ...Object.entries(state.numbers).map(([name, value]) => [name, count(value)]),
   ];
   keyed(at("numbers"), entries.map(([name]) => name), () => make("div", {}, make("dt"), make("dd")), (node, name, index) => {
@@ -122,54 +136,99 @@ function keyed(parent, keys, create, update) {
 }
 
 function showTree() {
-  keyed(at("actors"), state.actors.map((actor) => actor.name), () => {
-    const meter = make("span", { className: "meter" }, make("i"));
-    meter.setAttribute("aria-hidden", "true");
-    return make("li", {}, make("details", {}, make("summary", {}, make("span", { className: "name" }),
-      make("span", { className: "badge" }), meter, make("span", { className: "dim" })), make("dl", { className: "facts" })));
-  }, (node, _, index) => {
-    const actor = state.actors[index];
-    const [name, badge, meter, text] = node.firstChild.firstChild.children;
+  if (state.workers) keyed(at("actors"), state.workers.map(({ name }) => name), makeWorker, (node, _, index) => showWorker(node, state.workers[index]));
+  else showActors(at("actors"), state);
+}
+
+function makeRow(...inside) {
+  const meter = make("span", { className: "meter" }, make("i"));
+  meter.setAttribute("aria-hidden", "true");
+  return make("li", {}, make("details", {}, make("summary", {}, make("span", { className: "name" }),
+    make("span", { className: "badge" }), meter, make("span", { className: "dim" })), ...inside));
+}
+
+const makeWorker = () => makeRow(make("p", { className: "why" }), make("dl", { className: "facts" }), make("ul", { className: "branch" }));
+
+const plural = (number, noun) => `${count(number)} ${noun}${number === 1 ? "" : "s"}`;
+
+function showWorker(node, worker) {
+  const [summary, why, facts, actors] = node.firstChild.children;
+  const { verdict, caches } = worker;
+  const [flying, room, queued] = ["in_flight", "max_in_flight", "queued"].map((field) => sum(worker.actors, field));
+  const pages = caches?.length ? `${count(sum(caches, "pages") - sum(caches, "free"))} of ${count(sum(caches, "pages"))} pages` : "";
+  const told = [`generation ${worker.generation}`, worker.restarts ? plural(worker.restarts, "restart") : "",
+    `${flying}/${room} in flight`, `${count(queued)} waiting`, pages];
+  showRow(summary, worker.name, gradeOf(verdict), verdict.state, flying / room, told.filter(Boolean).join(" · "));
+  say(why, verdict.reason);
+  why.hidden = !verdict.reason;
+  showFacts(facts, [["Process", worker.pid === null ? "none now" : String(worker.pid)],
+    ["Requests", account(["submitted", "completed", "failed", "cancelled"].map((field) => sum(worker.actors, field)))],
+    ["Answers a second", String(+worker.history.rate.toPrecision(3))]]);
+  showActors(actors, worker);
+}
+
+function showRow(summary, title, grade, state, full, told) {
+  const [name, badge, meter, text] = summary.children;
+  say(name, title);
+  mark(badge, "data-state", grade);
+  say(badge, state);
+  meter.firstChild.style.width = `${Math.min(100, 100 * full)}%`;
+  mark(meter, "data-full", String(full >= 1));
+  say(text, told);
+}
+
+function showFacts(list, facts) {
+  keyed(list, facts.flatMap(([fact]) => [`t ${fact}`, `d ${fact}`]),
+    (key) => make(key.startsWith("t") ? "dt" : "dd"),
+    (cell, key, place) => say(cell, facts[place >> 1][key.startsWith("t") ? 0 : 1]));
+}
+
+const account = ([taken, ...rest]) => `${count(taken)} taken in, ${count(rest[0])} completed, ${count(rest[1])} failed, ${count(rest[2])} cancelled`;
+
+function showActors(list, part) {
+  keyed(list, part.actors.map((actor) => actor.name), () => makeRow(make("dl", { className: "facts" })), (node, _, index) => {
+    const actor = part.actors[index];
     let grade = GRADES[actor.state] ?? "unknown";
     if (grade === "bad" && !actor.vital) grade = "warn";
     if (grade === "good" && actor.failures) grade = "warn";
-    const refuses = grade === "good" && ["failed", "stopped"].includes(state.verdict.state);
+    const refuses = grade === "good" && ["failed", "stopped"].includes(part.verdict.state);
     if (refuses) grade = "unknown"; // its thread runs, but the context answers nothing
-    say(name, actor.name);
-    mark(badge, "data-state", grade);
-    say(badge, refuses ? "refuses requests" : actor.failures && actor.state === "running" ? `running, ${actor.failures} failed in a row` : actor.state);
-    meter.firstChild.style.width = `${Math.min(100, 100 * actor.in_flight / actor.max_in_flight)}%`;
-    mark(meter, "data-full", String(actor.in_flight >= actor.max_in_flight));
     const parts = [`${actor.in_flight}/${actor.max_in_flight} in flight`, `${count(actor.queued)} waiting`];
-    if (actor.restarts) parts.push(`${actor.restarts} restart${actor.restarts > 1 ? "s" : ""}`);
+    if (actor.restarts) parts.push(plural(actor.restarts, "restart"));
     if (actor.busy_seconds > 1) parts.push(`busy for ${duration(actor.busy_seconds)}`);
-    say(text, parts.join(" · "));
-    const facts = [["Requests", `${count(actor.submitted)} taken in, ${count(actor.completed)} completed, ${count(actor.failed)} failed, ${count(actor.cancelled)} cancelled`],
+    const badge = refuses ? "refuses requests" : actor.failures && actor.state === "running" ? `running, ${actor.failures} failed in a row` : actor.state;
+    const [summary, facts] = node.firstChild.children;
+    showRow(summary, actor.name, grade, badge, actor.in_flight / actor.max_in_flight, parts.join(" · "));
+    showFacts(facts, [["Requests", account([actor.submitted, actor.completed, actor.failed, actor.cancelled])],
       ["Launches", `${count(actor.launched)}, ${actor.requests_per_launch} requests each`],
       ["Queue", `${count(actor.queued)} of ${count(actor.capacity)}`], ["Restarts", String(actor.restarts)],
       ["Without it", actor.vital ? "the context fails" : "the context goes on"],
-      ...Object.entries(actor.errors).map(([error, number]) => [error, count(number)])];
-    keyed(node.firstChild.lastChild, facts.flatMap(([fact]) => [`t ${fact}`, `d ${fact}`]),
-      (key) => make(key.startsWith("t") ? "dt" : "dd"),
-      (cell, key, place) => say(cell, facts[place >> 1][key.startsWith("t") ? 0 : 1]));
+      ...Object.entries(actor.errors).map(([error, number]) => [error, count(number)])]);
   });
 }
 
 // Histograms
 
+function choices(picker, names) {
+  keyed(picker, ["", ...names], (key) => make("option", { value: key }), (node, key) => say(node, key || "all"));
+}
+
 function showCharts() {
-  const { bounds, windows } = state.history;
   const chosen = document.querySelector("input[name=window]:checked").value;
-  const { actors, seconds } = windows[chosen];
-  const picker = at("actor");
-  keyed(picker, ["", ...state.actors.map((actor) => actor.name)], (key) => make("option", { value: key }),
-    (node, key) => say(node, key || "all"));
+  const [home, picker] = [at("worker"), at("actor")];
+  at("workers").hidden = !state.workers;
+  choices(home, (state.workers ?? []).map(({ name }) => name));
+  choices(picker, parts()[0].actors.map(({ name }) => name));
+  const shown = parts().filter(({ name }) => !home.value || name === home.value);
+  const { bounds } = shown[0].history;
+  const windows = shown.map(({ history }) => history.windows[chosen]);
+  const seconds = Math.max(...windows.map((window) => window.seconds));
   say(at("window-note"), seconds + 1 < Number(chosen) ? `${duration(seconds)} so far` : "");
   keyed(at("charts"), CHARTS.map(([kind]) => kind), () => make("figure", {}, make("figcaption", {}, make("b"), make("span", { className: "dim" })),
     make("div", { className: "bars", role: "img" }), make("div", { className: "axis", "aria-hidden": "true" })), (node, kind, index) => {
     const edges = bounds[kind];
     const sums = new Array(edges.length + 1).fill(0);
-    for (const [name, kinds] of Object.entries(actors)) {
+    for (const [name, kinds] of windows.flatMap(({ actors }) => Object.entries(actors))) {
       if (picker.value && picker.value !== name) continue;
       kinds[kind].forEach((number, bucket) => { sums[bucket] += number; });
     }
@@ -200,18 +259,19 @@ function showCharts() {
 // Pages
 
 function showCaches() {
-  const caches = state.caches;
-  at("kv-legend").hidden = !caches?.length;
-  const list = caches?.length ? caches : [{ number: "none" }];
-  keyed(at("caches"), list.map((cache) => String(cache.number)), () => make("div", {}, make("p", { className: "dim" }), make("canvas", { role: "img" })),
-    (node, key, index) => {
+  const found = parts().flatMap(({ name, caches }) => caches?.map((cache) => ({ cache, named: name ? `${name}, cache` : "Cache", key: `${name} ${cache.number}` }))
+    ?? [{ key: `${name} none`, why: name ? `The process of ${name} does not answer.` : "The context's process does not answer." }]);
+  at("kv-legend").hidden = !found.some(({ cache }) => cache);
+  const list = found.length ? found : [{ key: "none", why: "No cache is open." }];
+  keyed(at("caches"), list.map(({ key }) => key), () => make("div", {}, make("p", { className: "dim" }), make("canvas", { role: "img" })),
+    (node, _, index) => {
       const [text, canvas] = node.children;
-      canvas.hidden = key === "none";
-      if (key === "none") { say(text, caches ? "No cache is open." : "The context's process does not answer."); return; }
-      const cache = list[index];
+      const { cache, named, why } = list[index];
+      canvas.hidden = !cache;
+      if (!cache) { say(text, why); return; }
       const read = cache.pages - cache.free - cache.kept - cache.shared;
       const cells = cache.map.per_cell > 1 ? ` · a cell is ${cache.map.per_cell} pages` : "";
-      const told = `Cache ${key}: ${count(cache.pages)} pages of ${cache.page_size} tokens, ${cache.dtype}, ${cache.kv_heads} × ${cache.head_dim} · ${count(read)} used, ${count(cache.shared)} shared, ${count(cache.kept)} kept, ${count(cache.free)} free · ${count(cache.sequences)} sequences${cells}`;
+      const told = `${named} ${cache.number}: ${count(cache.pages)} pages of ${cache.page_size} tokens, ${cache.dtype}, ${cache.kv_heads} × ${cache.head_dim} · ${count(read)} used, ${count(cache.shared)} shared, ${count(cache.kept)} kept, ${count(cache.free)} free · ${count(cache.sequences)} sequences${cells}`;
       say(text, told);
       mark(canvas, "aria-label", told);
       paint(canvas, cache.map);
@@ -256,8 +316,33 @@ function paint(canvas, map) {
 
 let kernelsShown = "";
 
+// Workers run the same kernels: one row says how often all of them asked. Null where no process answers.
+function allKernels() {
+  const known = parts().map(({ kernels }) => kernels).filter(Boolean);
+  if (!known.length) return null;
+  const merged = new Map();
+  for (const kernel of known.flat()) {
+    const key = JSON.stringify([kernel.name, kernel.arch, kernel.digest]);
+    const same = merged.get(key);
+    if (!same) { merged.set(key, { ...kernel }); continue; }
+    same.asked += kernel.asked;
+    if (!same.source.includes(kernel.source)) same.source += `, ${kernel.source}`;
+  }
+  return [...merged.values()];
+}
+
+// Each process counts for itself, and all have one folder.
+function allCubins() {
+  const known = parts().map(({ cubins }) => cubins).filter(({ hits }) => hits !== undefined);
+  if (!known.length) return {};
+  const counts = ["hits", "misses", "compiles", "corrupt"].map((field) => [field, sum(known, field)]);
+  const folder = ["entries", "bytes"].map((field) => [field, Math.max(...known.map((one) => one[field]))]);
+  return Object.fromEntries([...counts, ...folder]);
+}
+
 function showKernels() {
-  const { kernels, cubins } = state;
+  const kernels = allKernels();
+  const cubins = allCubins();
   say(at("cubins"), cubins.hits === undefined ? "" : `Cubin cache: ${count(cubins.hits)} hits, ${count(cubins.misses)} misses, ${count(cubins.compiles)} compiled, ${count(cubins.corrupt)} damaged · ${count(cubins.entries)} entries, ${size(cubins.bytes)}`);
   const key = JSON.stringify(kernels);
   if (key === kernelsShown) return;
@@ -273,7 +358,7 @@ function showKernels() {
   });
   if (!rows.length) {
     const why = kernels === null ? "The context's process does not answer."
-      : state.runs_kernels ? "No kernel was asked for yet." : "This device computes without kernels.";
+      : parts()[0].runs_kernels ? "No kernel was asked for yet." : "This device computes without kernels.";
     const only = make("td", { textContent: why, colSpan: 7, className: "dim" });
     rows.push(make("tr", {}, only));
   }
@@ -304,9 +389,9 @@ function happened(told) {
 function showEvents() {
   const list = at("events");
   for (const { time, name, level, fields } of held) {
-    const { actor, error, reason, ...rest } = fields;
+    const { worker, actor, error, reason, ...rest } = fields;
     const others = Object.entries(rest).map(([field, value]) => `${field} ${value}`).join(", ");
-    const text = [actor, others, reason, error].filter(Boolean).join(" · ");
+    const text = [worker, actor, others, reason, error].filter(Boolean).join(" · ");
     const stamp = make("time", { dateTime: new Date(time * 1000).toISOString(), textContent: clockTime(time) });
     list.prepend(make("li", { "data-level": level }, stamp, " ", make("b", { textContent: name }), ` ${text}`));
   }

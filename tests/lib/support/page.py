@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from starlette.applications import Starlette
 from support.served import Served
-from support.service import Scripted
+from support.service import Scripted, eventually
 
 import gpu_actors as ga
 from gpu_actors import asgi
+from gpu_actors.remote import RemoteContext
 
 
 def page_application(device: str = "mock", guard: bool = True, **options: Any) -> Starlette:
@@ -23,6 +26,29 @@ def page_application(device: str = "mock", guard: bool = True, **options: Any) -
     if guard:
         app.add_middleware(asgi.Guard)
     return app
+
+
+def pool_application(workers: int = 2, max_restarts: int = 100) -> Starlette:
+    """Over workers whose processes are replaced at once, ``max_restarts`` times."""
+    policy = ga.RestartPolicy(max_restarts=max_restarts, backoff=0.0)
+    options = ga.ContextOptions(mock=ga.MockOptions(dtype="float32"), restart=policy)
+    return Starlette(lifespan=asgi.lifespan("mock", options, workers=workers), routes=asgi.routes())
+
+
+def worker_of(app: Any, name: str) -> RemoteContext:
+    """A worker of the application's pool."""
+    pool = service_of(app).pool
+    assert pool is not None
+    context = pool.workers[name]
+    assert isinstance(context, RemoteContext)
+    return context
+
+
+def kill(context: RemoteContext) -> None:
+    """End the process of a worker, as an out-of-memory killer does."""
+    eventually(lambda: context.pid is not None)
+    assert context.pid is not None
+    os.kill(context.pid, signal.SIGKILL)
 
 
 def service_of(app: Any) -> asgi.Service:
