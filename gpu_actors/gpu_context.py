@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import itertools
 import logging
@@ -17,7 +18,7 @@ from typing import Any, cast
 import anyio
 import numpy as np
 
-from gpu_actors.actors.context import ContextActor, GiveUp, Stop
+from gpu_actors.actors.context import ContextActor, Run
 from gpu_actors.actors.cudnn_like import CudnnLikeActor, CudnnLikeHandle
 from gpu_actors.actors.flash_attn import FlashAttnActor, FlashAttnHandle
 from gpu_actors.actors.kernels import CompilesKernels, KernelActor
@@ -213,10 +214,10 @@ class GpuContext(Local, OpensKvCaches, CompilesKernels):
         if self._closed is None:
             self._closed = threading.Event()
             self._stopped = True
-            self._root.put(Stop(self._closed))
+            self._root.stop(self._closed)
         if self._closed.wait(_PATIENCE):
             return
-        self._root.put(GiveUp())
+        self._root.kill()
         if not self._closed.wait(_PATIENCE):
             logger.error("the context did not close within %s s", 2 * _PATIENCE)
             self._closed.set()  # for later calls
@@ -244,18 +245,22 @@ def registered(context: GpuContext) -> GpuContext:
 
 
 class _Root:
-    """Sends to the ContextActor whether or not it still runs."""
+    """Closes a ContextActor, whether or not it still runs."""
 
     def __init__(self, ref: Any) -> None:
         self._ref = ref
 
-    def put(self, message: Stop | GiveUp) -> None:
+    def stop(self, done: threading.Event) -> None:
+        """Have ``done`` set when it has closed."""
         try:
-            self._ref.tell(message)
-        except Exception:
-            # It has stopped already, so there is nothing left to wait for.
-            if isinstance(message, Stop):
-                message.done.set()
+            self._ref.tell(Run(lambda actor: actor.begin_stop(done)))
+        except Exception:  # it has stopped already, so there is nothing left to wait for
+            done.set()
+
+    def kill(self) -> None:
+        """Have it leave children behind that do not stop."""
+        with contextlib.suppress(Exception):  # it has stopped already
+            self._ref.tell(Run(ContextActor.give_up))
 
 
 _NUMBERS = itertools.count(1)

@@ -100,6 +100,12 @@ class AttentionProblem(KeyMask):
         return self.layout in ("paged", "pointers", "cache")
 
     @property
+    def lse_shape(self) -> tuple[int, ...]:
+        """Of the LSE of its rows, whether or not it is asked for."""
+        packed = self.layout == "varlen" or self.varlen_q
+        return (self.heads_q, self.total_q) if packed else (self.batch, self.heads_q, self.seqlen_q)
+
+    @property
     def vacuous(self) -> bool:
         """Whether every element of the answer is 0 whatever the data, so that no kernel is needed.
 

@@ -10,7 +10,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from gpu_actors.arrays.adopt import Adopted
 from gpu_actors.devices.interface import Kernel, Launch, Outputs
@@ -20,10 +20,8 @@ from gpu_actors.planning.merging import merge, split_outputs
 from gpu_actors.planning.padding import pad_request, recordable
 from gpu_actors.planning.plan import Plan
 from gpu_actors.requests import BatchedDecode, PagedForward
+from gpu_actors.runtime.actor import ServiceActor
 from gpu_actors.runtime.call import Call
-
-if TYPE_CHECKING:
-    from gpu_actors.runtime.actor import ServiceActor
 
 __all__ = ["Coalescer", "Flush", "Work", "may_succeed_alone"]
 

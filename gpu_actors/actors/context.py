@@ -24,8 +24,9 @@ from gpu_actors.devices.interface import Device
 from gpu_actors.errors import ActorFailed, ActorStopped, ContextLost, GpuActorsError, caused
 from gpu_actors.options import ContextOptions
 from gpu_actors.runtime.actor import ServiceActor
-from gpu_actors.runtime.cell import ActorCell, ChildReport
+from gpu_actors.runtime.cell import ActorCell
 from gpu_actors.runtime.children import Children
+from gpu_actors.runtime.environment import Happened
 from gpu_actors.runtime.pykka_base import ThreadActor
 from gpu_actors.runtime.supervision import Supervisor
 from gpu_actors.runtime.timers import Timers
@@ -33,7 +34,7 @@ from gpu_actors.tracing import Trace
 from gpu_actors.tracing.events import Listener
 from gpu_actors.tracing.otel import otel_listener
 
-__all__ = ["ContextActor", "GiveUp", "Stop"]
+__all__ = ["ContextActor", "Run"]
 
 logger: logging.Logger = logging.getLogger("gpu_actors")
 
@@ -48,22 +49,10 @@ _GRACE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
-    """Stop every child and release the device; ``done`` is set when that is over."""
+class Run:
+    """Run a function of the ContextActor on its thread. It takes no other message."""
 
-    done: threading.Event
-
-
-@dataclass(frozen=True, slots=True)
-class GiveUp:
-    """Stop waiting for children that do not stop, and leave their threads behind."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Run a function on the ContextActor's thread."""
-
-    function: Callable[[], None]
+    function: Callable[[ContextActor], None]
 
 
 class ContextActor(ThreadActor):
@@ -86,7 +75,7 @@ class ContextActor(ThreadActor):
         self._opened = opened
         self._children: Children | None = None
         self._supervisor: Supervisor | None = None
-        self._stop_asked: Stop | None = None
+        self._stop_asked: threading.Event | None = None
         self._released = False
 
     @property
@@ -102,7 +91,8 @@ class ContextActor(ThreadActor):
 
     def on_receive(self, message: Any) -> None:
         try:
-            self._handle(message)
+            if isinstance(message, Run):
+                message.function(self)
         except BaseException as error:
             # A supervisor that dies leaves its children's callers without answers: close instead.
             logger.exception("the ContextActor failed")
@@ -117,28 +107,20 @@ class ContextActor(ThreadActor):
             if not self._opened.done():
                 self._opened.set_exception(ActorStopped("the context was stopped while it opened"))
 
-    def _handle(self, message: Any) -> None:
+    def _heed(self, cell: ActorCell, urn: str, what: Happened, error: BaseException | None) -> None:
         supervisor = self._supervisor
         assert supervisor is not None
-        match message:
-            case ChildReport(cell, urn, "ready"):
-                supervisor.ready(cell, urn)
-                self._check_opened()
-            case ChildReport(cell, urn, "failed", BaseException() as error):
-                if self._opened.done():
-                    supervisor.failed(cell, urn, error)
-                    self._check_stopped()
-                else:
-                    self._abandon(error)
-            case ChildReport(cell, urn, "stopped"):
+        if what == "ready":
+            supervisor.ready(cell, urn)
+            self._check_opened()
+        elif error is not None and not self._opened.done():
+            self._abandon(error)
+        else:
+            if error is None:
                 supervisor.stopped(cell, urn)
-                self._check_stopped()
-            case _Run(function):
-                function()
-            case Stop():
-                self._begin_stop(message)
-            case GiveUp():
-                self._give_up()
+            else:
+                supervisor.failed(cell, urn, error)
+            self._check_stopped()
 
     # Opening
 
@@ -154,7 +136,7 @@ class ContextActor(ThreadActor):
             options=options,
             trace=Trace(listeners),
             timers=Timers(options.clock),
-            supervise=self.post_message,
+            supervise=lambda *report: self._run(lambda: self._heed(*report)),
             carry_context=spans is not None,
         )
         device.bind_thread()
@@ -238,9 +220,10 @@ class ContextActor(ThreadActor):
 
     # Stopping
 
-    def _begin_stop(self, message: Stop) -> None:
+    def begin_stop(self, done: threading.Event) -> None:
+        """Stop every child and release the device; ``done`` is set when that is over."""
         assert self._supervisor is not None
-        self._stop_asked = message
+        self._stop_asked = done
         self._supervisor.stopping = True
         self._close_cells(lambda: ActorStopped("the context is closed"))
         for cell in self._cells:
@@ -253,18 +236,19 @@ class ContextActor(ThreadActor):
         if self._stop_asked is not None and all(cell.ref is None for cell in self._cells):
             self._finish_stop()
 
-    def _give_up(self) -> None:
+    def give_up(self) -> None:
+        """Stop waiting for children that do not stop, and leave their threads behind."""
         if self._stop_asked is not None:
             stuck = [cell.name for cell in self._cells if cell.ref is not None]
             logger.error("actors that did not stop are left behind: %s", stuck)
             self._finish_stop()
 
     def _finish_stop(self) -> None:
-        stop, self._stop_asked = self._stop_asked, None
+        done, self._stop_asked = self._stop_asked, None
         self._release()
         self.stop()
-        if stop is not None:
-            stop.done.set()
+        if done is not None:
+            done.set()
 
     def _release(self) -> None:
         self._released = True
@@ -313,7 +297,7 @@ class ContextActor(ThreadActor):
         self._children.timers.after(seconds, lambda: self._run(function))
 
     def _run(self, function: Callable[[], None]) -> None:
-        self.post_message(_Run(function))
+        self.post_message(Run(lambda _: function()))
 
 
 def _close(what: str, close: Callable[[], object]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from gpu_actors.arrays.adoption import adopt_request
 from gpu_actors.graph.graph import OperationGraph
@@ -18,12 +18,10 @@ from gpu_actors.planning.plan import PlanCacheStats
 from gpu_actors.requests import Array, AttentionGradients, FlashForward
 from gpu_actors.runtime.actor import ServiceActor
 from gpu_actors.runtime.call import Call
+from gpu_actors.runtime.cell import ActorCell
 from gpu_actors.runtime.completion import Finish
 from gpu_actors.runtime.handle import ActorHandle
 from gpu_actors.runtime.reply import Reply
-
-if TYPE_CHECKING:
-    from gpu_actors.runtime.cell import ActorCell
 
 __all__ = ["CudnnLikeActor", "CudnnLikeHandle", "ExecuteGraph"]
 

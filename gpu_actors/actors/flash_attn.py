@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from gpu_actors.actors.coalescing import Coalescer, Flush, Work
 from gpu_actors.arrays.adoption import adopt_request
@@ -31,12 +31,10 @@ from gpu_actors.requests import (
 )
 from gpu_actors.runtime.actor import ServiceActor, reading
 from gpu_actors.runtime.call import Call
+from gpu_actors.runtime.cell import ActorCell
 from gpu_actors.runtime.completion import Finish
 from gpu_actors.runtime.handle import ActorHandle
 from gpu_actors.runtime.reply import Reply
-
-if TYPE_CHECKING:
-    from gpu_actors.runtime.cell import ActorCell
 
 __all__ = ["FlashAttnActor", "FlashAttnHandle"]
 

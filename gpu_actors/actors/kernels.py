@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import struct
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -26,13 +26,11 @@ from gpu_actors.kernels.support import capability
 from gpu_actors.kernels.variants import Prepare, SourceVariant
 from gpu_actors.runtime.actor import ServiceActor, reading
 from gpu_actors.runtime.call import Call
+from gpu_actors.runtime.cell import ActorCell
+from gpu_actors.runtime.children import Children
 from gpu_actors.runtime.handle import ActorHandle
 from gpu_actors.runtime.reply import Reply
 from gpu_actors.validation.fields import integer
-
-if TYPE_CHECKING:
-    from gpu_actors.runtime.cell import ActorCell
-    from gpu_actors.runtime.children import Children
 
 __all__ = ["CompilesKernels", "KernelActor", "OpenKernel"]
 

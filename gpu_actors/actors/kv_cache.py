@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -43,11 +43,9 @@ from gpu_actors.planning.merging import merge_key
 from gpu_actors.requests import PagedForward
 from gpu_actors.runtime.actor import ServiceActor, reading
 from gpu_actors.runtime.call import Call
+from gpu_actors.runtime.cell import ActorCell
 from gpu_actors.runtime.handle import ActorHandle
 from gpu_actors.validation.fields import describe, expect, integer
-
-if TYPE_CHECKING:
-    from gpu_actors.runtime.cell import ActorCell
 
 __all__ = ["KvCacheActor"]
 

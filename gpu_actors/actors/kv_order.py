@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gpu_actors.runtime.call import Call
-
-if TYPE_CHECKING:
-    from gpu_actors.runtime.cell import ActorCell
+from gpu_actors.runtime.cell import ActorCell
 
 __all__ = ["KvOrder"]
 

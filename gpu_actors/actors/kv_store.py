@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,11 +30,9 @@ from gpu_actors.planning.padding import recordable
 from gpu_actors.planning.planner import Workbench
 from gpu_actors.process import incarnation
 from gpu_actors.requests import PagedForward
+from gpu_actors.runtime.cell import ActorCell
 from gpu_actors.validation.fields import FP8, describe, dtype_of, expect, integer, optional_array
 from gpu_actors.validation.paged import check_page_size
-
-if TYPE_CHECKING:
-    from gpu_actors.runtime.cell import ActorCell
 
 __all__ = ["CacheLook", "CacheStore", "KvWork", "OpenedCache"]
 

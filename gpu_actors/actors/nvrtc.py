@@ -20,6 +20,7 @@ from gpu_actors.kernels.keys import check_key
 from gpu_actors.kernels.variants import KernelKey, Prepare, SourceVariant, kernel_source
 from gpu_actors.runtime.actor import ServiceActor
 from gpu_actors.runtime.call import Call
+from gpu_actors.runtime.cell import ActorCell
 from gpu_actors.runtime.handle import ActorHandle
 from gpu_actors.runtime.mailbox import Mailbox
 from gpu_actors.runtime.meter import Histogram
@@ -27,7 +28,6 @@ from gpu_actors.runtime.reply import Reply
 
 if TYPE_CHECKING:
     from gpu_actors.compiling.cubin_cache import CacheStats, CubinCache
-    from gpu_actors.runtime.cell import ActorCell
 
 __all__ = ["Compile", "KernelUse", "NvrtcActor", "NvrtcHandle", "Warm", "WarmedVariant"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -16,11 +16,9 @@ from gpu_actors.actors.flash_attn import FlashAttnActor
 from gpu_actors.errors import CompileError, GpuActorsError, LaunchError, MockModeError
 from gpu_actors.requests import FlashForward
 from gpu_actors.runtime.call import Call
+from gpu_actors.runtime.children import Children
 from gpu_actors.runtime.mailbox import Mailbox
 from gpu_actors.runtime.progress import Progress
-
-if TYPE_CHECKING:
-    from gpu_actors.runtime.children import Children
 
 __all__ = ["Probing", "probe"]
 

@@ -15,13 +15,13 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from gpu_actors.compiling.cubin_entry import CorruptEntry, VariantKey, decode_entry, encode_entry, variant_key
 from gpu_actors.compiling.cubin_folder import CacheFolder
-from gpu_actors.compiling.single_flight import SingleFlight
 from gpu_actors.compiling.source import Cubin, KernelSource
 from gpu_actors.compiling.toolchain import FindToolchain, find_toolchain
 from gpu_actors.errors import CompileError, InvalidRequest
@@ -113,7 +113,7 @@ class CubinCache:
         self._memory: OrderedDict[VariantKey, Cubin] = OrderedDict()
         self._memory_bytes = 0
         self._warned: set[tuple[str, int | None]] = set()
-        self._flights: SingleFlight[VariantKey, Found] = SingleFlight()
+        self._flights: dict[VariantKey, Future[Found]] = {}
         self._folder = CacheFolder(Path(directory), writable=True) if directory is not None else None
         self._folders = [CacheFolder(Path(path), writable=False, field="prewarmed") for path in readonly_paths]
         for folder in self._folders:
@@ -161,25 +161,25 @@ class CubinCache:
         if cubin is not None:
             return cubin
         arch = source.resolve_arch(arch)
-        counted = False
-
-        def find_or_make() -> Found:
-            nonlocal counted
-            counted = True
-            return self._find_or_make(key, source, arch, compile)
-
-        try:
-            cubin, at_once = self._flights.run(key, find_or_make)
-        except Exception:
-            if not counted:
+        while True:
+            with self._lock:
+                joined = self._flights.get(key)
+                if joined is None:
+                    flight = self._flights[key] = Future()
+            if joined is None:
+                return self._lead(flight, key, source, arch, compile)
+            try:
+                cubin, at_once = joined.result()
+            except Exception:
+                if joined.cancelled():  # the thread that led was interrupted, which says nothing of the kernel
+                    continue
                 self._miss(key, source)
-            raise
-        if not counted:
+                raise
             if at_once:
                 self._hit(key, source, "another thread")
             else:
                 self._miss(key, source)
-        return cubin
+            return cubin
 
     def stats(self) -> CacheStats:
         """The counts now. Lists the folder: not for a hot path."""
@@ -191,6 +191,23 @@ class CubinCache:
         return CacheStats(**self._counts, entries=entries, bytes=size)
 
     # One compile for many callers
+
+    def _lead(self, flight: Future[Found], key: VariantKey, source: KernelSource, arch: str, compile: Compile) -> Cubin:
+        """The cubin, for the threads that joined the flight too. Who asks after it has landed asks anew."""
+        try:
+            try:
+                found = self._find_or_make(key, source, arch, compile)
+            finally:
+                with self._lock:
+                    del self._flights[key]
+        except Exception as error:
+            flight.set_exception(error)
+            raise
+        except BaseException:
+            flight.cancel()
+            raise
+        flight.set_result(found)
+        return found[0]
 
     def _find_or_make(self, key: VariantKey, source: KernelSource, arch: str, compile: Compile) -> Found:
         cubin = self._remembered(key, source) or self._stored(key, source, arch)

@@ -119,5 +119,5 @@ class _Recordings:
         self.recording_stats = ask
 
 
-def _ignore(_: Any) -> None:
+def _ignore(*_: object) -> None:
     return

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpu_actors.actors.context import GiveUp, Stop
 from gpu_actors.errors import DeadlineExceeded
 from gpu_actors.gpu_context import BUILT_IN, GpuContext, registered
 from gpu_actors.health import Health
@@ -29,7 +28,7 @@ class IsolatedContext(GpuContext):
     """A context in a child process. See docs/isolation.md."""
 
     def __init__(self, children: RemoteChildren, generations: Generations) -> None:
-        super().__init__(children, _Root(generations))
+        super().__init__(children, generations)
         self._generations = generations
 
     @property
@@ -85,19 +84,6 @@ class IsolatedContext(GpuContext):
 
             call.timer = self._children.timers.after(timeout, give_up)
         return call
-
-
-class _Root:
-    """Takes what `GpuContext` tells a ContextActor."""
-
-    def __init__(self, generations: Generations) -> None:
-        self._generations = generations
-
-    def put(self, message: Stop | GiveUp) -> None:
-        if isinstance(message, Stop):
-            self._generations.stop(message.done)
-        else:
-            self._generations.kill()
 
 
 class Started(NamedTuple):

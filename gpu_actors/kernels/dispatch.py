@@ -65,7 +65,7 @@ REFERENCE = KernelFamily(
     positions=True,
 )
 
-_BY_KERNEL = {kernel: family for family in FAMILIES for kernel in family.kernels}
+_BY_KERNEL = {kernel: family for family in FAMILIES for kernel in (family.name, *family.companions)}
 
 # Fields that say which kind of kernel a problem needs.
 _OTHER_KINDS = ("direction", "layout")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from gpu_actors.errors import Unsupported
@@ -23,10 +23,6 @@ _LEAST_DIM, _GREATEST_DIM = 32, 256
 _CHUNK = 16  # bytes; rows of a dtype of more than 16 bits are multiples of 8 elements all the same
 
 
-def _takes_all(problem: AttentionProblem, arch: str) -> Unsupported | None:
-    return None
-
-
 @dataclass(frozen=True, slots=True)
 class KernelFamily:
     """One kernel and the problems that it is for.
@@ -39,9 +35,9 @@ class KernelFamily:
     for, and the threads of its block; the key names this kernel or a companion.
     companions: kernels that are launched with it, under keys that differ in the name alone.
     num_splits, persistent: as in DispatchKey. row_tile: likewise, from a problem; None where it is 0.
-    score_mods: whether it includes common/score.cuh, and so the score modification of a graph. unscored: companions
-    that do not. positions: whether rows, keys and heads may stand in a larger problem. tma: whether it loads by TMA,
-    which not all strides suit (`kernels.hopper.params.tma_refusal`).
+    score_mods: whether it includes common/score.cuh, and so the score modification of a graph; companions do not.
+    positions: whether rows, keys and heads may stand in a larger problem. tma: whether it loads by TMA, which not all
+    strides suit (`kernels.hopper.params.tma_refusal`).
     """
 
     name: str
@@ -53,7 +49,7 @@ class KernelFamily:
     layouts: tuple[Layout, ...] | None = None
     dtypes: tuple[str, ...] | None = None
     tensor_cores: bool = True
-    refuses: Refuses = _takes_all
+    refuses: Refuses = lambda problem, arch: None
     companions: tuple[str, ...] = ()
     num_splits: int = 1
     persistent: bool = False
@@ -62,10 +58,6 @@ class KernelFamily:
     score_mods: bool = False
     tma: bool = False
     positions: bool = False
-    kernels: frozenset[str] = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "kernels", frozenset((self.name, *self.companions)))
 
     def refusal(self, problem: AttentionProblem, arch: str) -> Unsupported | None:
         """Why the kernel does not take a problem on an architecture, or None."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from gpu_actors.compiling.source import check_arch
@@ -46,7 +47,9 @@ def check_key(key: object) -> KernelKey:
         return check_merge_key(key)
     if not isinstance(key, DispatchKey):
         raise InvalidRequest("key", key, "must be a DispatchKey, as inspect_key gives")
-    _check_domains(key)
+    _check_domains(key, _CHOICES, _NAMES if key.bias is None else (*_NAMES, "bias"), _COUNTS, FLAGS)
+    if key.score_mod is not None and not isinstance(key.score_mod, ScoreMod):
+        raise InvalidRequest("score_mod", key.score_mod, "must be a ScoreMod, as a graph's plan has it, or None")
     family = family_of(key)
     problem = _problem(key)
     check_support(problem, key.arch)
@@ -64,16 +67,9 @@ def check_key(key: object) -> KernelKey:
 
 
 def _check_append(key: AppendKey) -> AppendKey:
-    check_arch(key.arch)
-    layouts = get_args(AppendLayout)
-    one_of("layout", key.layout, layouts, f"must be one of {', '.join(layouts)}")
-    for field in ("dtype", "cache_dtype"):
-        if not isinstance(getattr(key, field), str):
-            raise InvalidRequest(field, getattr(key, field), "must be a dtype's name")
-    for field in ("head_dim", "head_dim_v", "rotary_dim"):
-        integer(field, getattr(key, field), 0)
-    for field in ("interleaved", "tables", "positions", "query", "descales"):
-        flag(field, getattr(key, field))
+    counts = dict.fromkeys(("head_dim", "head_dim_v", "rotary_dim"), 0)
+    flags = ("interleaved", "tables", "positions", "query", "descales")
+    _check_domains(key, {"layout": AppendLayout}, ("dtype", "cache_dtype"), counts, flags)
     rotated = key.rotary_dim > 0
     problem = AppendProblem(
         layout=key.layout, batch=1, total=1, heads_kv=1, head_dim=key.head_dim, head_dim_v=key.head_dim_v,
@@ -86,20 +82,25 @@ def _check_append(key: AppendKey) -> AppendKey:
     return key
 
 
-def _check_domains(key: DispatchKey) -> None:
+def _check_domains(
+    key: DispatchKey | AppendKey,
+    choices: Mapping[str, Any],
+    names: Sequence[str],
+    counts: Mapping[str, int],
+    flags: Sequence[str],
+) -> None:
+    """Raise InvalidRequest for a field outside its domain. counts: the least value of each."""
     check_arch(key.arch)
-    for field, choices in _CHOICES.items():
-        names = get_args(choices)
-        one_of(field, getattr(key, field), names, f"must be one of {', '.join(names)}")
-    for field in _NAMES if key.bias is None else (*_NAMES, "bias"):
+    for field, literal in choices.items():
+        known = get_args(literal)
+        one_of(field, getattr(key, field), known, f"must be one of {', '.join(known)}")
+    for field in names:
         if not isinstance(getattr(key, field), str):
             raise InvalidRequest(field, getattr(key, field), "must be a name, such as a dtype's")
-    for field, low in _COUNTS.items():
+    for field, low in counts.items():
         integer(field, getattr(key, field), low)
-    for field in FLAGS:
+    for field in flags:
         flag(field, getattr(key, field))
-    if key.score_mod is not None and not isinstance(key.score_mod, ScoreMod):
-        raise InvalidRequest("score_mod", key.score_mod, "must be a ScoreMod, as a graph's plan has it, or None")
 
 
 def _problem(key: DispatchKey) -> AttentionProblem:
@@ -107,13 +108,10 @@ def _problem(key: DispatchKey) -> AttentionProblem:
     carried = {name: getattr(key, name) for name in _DEFAULTS if hasattr(key, name)}
     # A flag of the key may be a number in the problem.
     carried |= {name: type(default)(carried[name]) for name, default in _DEFAULTS.items() if name in FLAGS}
+    carried |= dict.fromkeys(("seqlen_q", "seqlen_k", "total_q", "total_k"), _SEQLEN)
     return AttentionProblem(
         **carried,
         batch=1,
-        seqlen_q=_SEQLEN,
-        seqlen_k=_SEQLEN,
-        total_q=_SEQLEN,
-        total_k=_SEQLEN,
         heads_q=key.gqa_ratio,
         heads_kv=1,
         softmax_scale=key.head_dim**-0.5,

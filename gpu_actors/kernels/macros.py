@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from gpu_actors.kernels.support import ELEMENTS
-from gpu_actors.kernels.tiles import shared_bytes_of, tile_of
+from gpu_actors.kernels.tiles import Tile, shared_bytes_of, tile_of
 from gpu_actors.problem import DispatchKey
 
 __all__ = ["Macros", "flags", "forward_macros", "mask_macros", "score_macros", "tile_macros"]
@@ -15,17 +15,6 @@ Macros: TypeAlias = dict[str, str | int]
 # Significant bits of operands, where a float32 request computes in less. f16 gives its precision alone: kernels keep
 # the range of float, so that large inputs do not become infinite.
 _COMPUTE_BITS = {"tf32": 11, "f16": 11, "bf16": 8}
-
-
-class TileSizes(Protocol):
-    """What every tile says of a block. block_m: query rows. block_n: keys of a tile."""
-
-    @property
-    def block_m(self) -> int: ...
-    @property
-    def block_n(self) -> int: ...
-    @property
-    def warps(self) -> int: ...
 
 
 def flags(**options: bool) -> Macros:
@@ -45,7 +34,7 @@ def score_macros(key: DispatchKey) -> Macros:
     return flags(SOFTCAP=key.softcap, ALIBI=key.alibi, SINKS=key.sinks, DESCALES=key.descales, LSE=key.lse)
 
 
-def tile_macros(key: DispatchKey, tile: TileSizes, shared_bytes: int) -> Macros:
+def tile_macros(key: DispatchKey, tile: Tile, shared_bytes: int) -> Macros:
     """The sizes and types of a block's operands."""
     return {
         "HEAD_DIM": key.head_dim,

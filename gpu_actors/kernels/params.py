@@ -12,9 +12,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from gpu_actors.compiling.assets import asset_text
 from gpu_actors.devices.interface import Buffer
@@ -68,22 +66,15 @@ class ParamsLayout:
     fields: tuple[Field, ...]
     size: int
 
-    @property
-    def dtype(self) -> np.dtype[np.void]:
-        """The same as a NumPy structured dtype, to look into packed bytes."""
-        return np.dtype(
-            {
-                "names": [field.name for field in self.fields],
-                "formats": [np.dtype(field.code) for field in self.fields],
-                "offsets": [field.offset for field in self.fields],
-                "itemsize": self.size,
-            }
-        )
-
     @functools.cached_property
     def positions(self) -> dict[str, int]:
         """The position of each field, by name."""
         return {field.name: position for position, field in enumerate(self.fields)}
+
+    def named(self, source: object, code: str = "i") -> dict[str, Any]:
+        """The fields with this code of the struct module that ``source`` has as attributes of the same names."""
+        names = [field.name for field in self.fields if field.code == code]
+        return {name: getattr(source, name) for name in names if hasattr(source, name)}
 
     def pack(self, values: Sequence[int | float]) -> bytes:
         """The struct's bytes. values: of every field, in order."""
@@ -296,19 +287,11 @@ def launch_values(
     return values
 
 
-@functools.cache
-def _named(code: str) -> tuple[str, ...]:
-    """The scalars of struct Params, of that code, that a problem has under the same name."""
-    return tuple(
-        field.name for field in forward_layout().fields if field.code == code and hasattr(AttentionProblem, field.name)
-    )
-
-
 def forward_scalars(problem: AttentionProblem, prefix: str = "") -> dict[str, int | float]:
     """The fields of struct Params that a problem decides. prefix: of their names."""
     left, right = problem.window_size
-    scalars: dict[str, int | float] = {name: getattr(problem, name) for name in _named("d")}
-    scalars |= {name: min(getattr(problem, name), UNBOUNDED) for name in _named("i")}
+    layout = forward_layout()
+    scalars = layout.named(problem, "d") | {n: min(value, UNBOUNDED) for n, value in layout.named(problem).items()}
     scalars["window_left"] = UNBOUNDED if left < 0 else min(left, UNBOUNDED)
     scalars["window_right"] = UNBOUNDED if right < 0 else min(right, UNBOUNDED)
     scalars["dropout_scale"] = 1.0 / (1.0 - problem.dropout_p)
@@ -337,10 +320,8 @@ def forward_operands(problem: AttentionProblem, layout: ParamsLayout, prefix: st
         yield operand("cu_seqlens_q", ".", (p.batch + 1,), "int32")
     if varlen:
         yield operand("cu_seqlens_k", ".", (p.batch + 1,), "int32")
-    if p.return_lse and packed:
-        yield operand("lse", "hr", (p.heads_q, p.total_q), "float32")
-    elif p.return_lse:
-        yield operand("lse", "bhr", (p.batch, p.heads_q, p.seqlen_q), "float32")
+    if p.return_lse:
+        yield operand("lse", "hr" if packed else "bhr", p.lse_shape, "float32")
     if p.bias is not None:
         dtype, one_batch, one_head = p.bias
         outer = (1 if one_batch else p.batch, 1 if one_head else p.heads_q)

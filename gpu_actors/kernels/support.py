@@ -23,6 +23,7 @@ __all__ = [
     "MAX_SEQLEN",
     "Element",
     "capability",
+    "check_capability",
     "check_support",
     "example_problem",
     "find_unsupported",
@@ -88,6 +89,13 @@ def capability(arch: str) -> int:
     digits = re.search(r"\d+", check_arch(arch))
     assert digits is not None
     return int(digits[0])
+
+
+def check_capability(arch: str) -> None:
+    """Raise Unsupported for an architecture that is older than the kernels. Raises else as `capability`."""
+    if capability(arch) < FIRST_CAPABILITY:
+        reason = "the kernels are written for compute capability 8.0 (Ampere) and newer"
+        raise Unsupported("arch", arch, reason, "sm_80")
 
 
 def scale_refusal(problem: AttentionProblem) -> Unsupported | None:
@@ -168,13 +176,9 @@ def refusals(problem: AttentionProblem, arch: str) -> Iterator[tuple[str, Unsupp
 
 def _unknown(p: AttentionProblem, arch: str) -> Iterator[tuple[str, Unsupported]]:
     try:
-        old = capability(arch) < FIRST_CAPABILITY
+        check_capability(arch)
     except Unsupported as error:
         yield "arch.known", error
-    else:
-        if old:
-            reason = "the kernels are written for compute capability 8.0 (Ampere) and newer"
-            yield "arch.known", Unsupported("arch", arch, reason, "sm_80")
     for field, dtype in (("dtype", p.dtype), ("kv_dtype", p.kv_dtype)):
         if dtype not in ELEMENTS:
             reason = f"attention is computed on {', '.join(ELEMENTS)}"

@@ -22,6 +22,7 @@ __all__ = [
     "Tile",
     "TileRow",
     "arch_class",
+    "mma_row",
     "output_over_q",
     "padded_backward_dim",
     "padded_head_dim",
@@ -195,13 +196,14 @@ def _simple_bytes(tile: Tile, dtype: str, head_dim: int, head_dim_v: int) -> int
 
 
 def _mma_bytes(tile: Tile, dtype: str, head_dim: int, head_dim_v: int) -> int:
-    """The tile of Q and `stages` tiles of K and V; rows are padded to 32 bytes, one step of an mma."""
-
-    def row(dim: int) -> int:
-        return -(-dim * ELEMENTS[dtype].itemsize // 32) * 32
-
+    """The tile of Q and `stages` tiles of K and V."""
     keys = tile.stages * tile.block_n
-    return (tile.block_m + keys) * row(head_dim) + keys * row(head_dim_v)
+    return (tile.block_m + keys) * mma_row(head_dim, dtype) + keys * mma_row(head_dim_v, dtype)
+
+
+def mma_row(dim: int, dtype: str) -> int:
+    """Bytes of a row in shared memory, padded to 32 bytes, one step of an mma."""
+    return -(-dim * ELEMENTS[dtype].itemsize // 32) * 32
 
 
 def padded_head_dim(dim: int, dtype: str = "bfloat16") -> int:
@@ -246,15 +248,11 @@ def _backward_mma_bytes(tile: Tile, dtype: str, head_dim: int, head_dim_v: int) 
 
     As laid out in kernels_cu/backward/ring.cuh, which asserts it.
     """
-
-    def row(dim: int) -> int:
-        return -(-dim * ELEMENTS[dtype].itemsize // 32) * 32
-
     sharing = max(1, tile.warps * 16 // tile.block_n)
     split = sharing > 1 and tile.block_m % (16 * sharing) == 0
-    keys = tile.block_n * (row(head_dim) + row(head_dim_v))
-    queries = tile.block_m * (row(head_dim) + row(head_dim_v) + 8)
-    return keys + tile.stages * queries + (2 if split else 1) * tile.block_n * row(tile.block_m)
+    rows = mma_row(head_dim, dtype) + mma_row(head_dim_v, dtype)
+    queries, scores = tile.block_m * (rows + 8), tile.block_n * mma_row(tile.block_m, dtype)
+    return tile.block_n * rows + tile.stages * queries + (2 if split else 1) * scores
 
 
 def _backward_sm90_bytes(tile: Tile, dtype: str, head_dim: int, head_dim_v: int) -> int:

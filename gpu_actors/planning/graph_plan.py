@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from gpu_actors.devices.interface import (
 )
 from gpu_actors.errors import Unsupported
 from gpu_actors.graph.binding import Given, memory_order
+from gpu_actors.graph.graph import OperationGraph
 from gpu_actors.graph.match import AttentionMatch, match_attention
 from gpu_actors.graph.tensor import packed_strides
 from gpu_actors.kernels.dispatch import FAMILIES, answering_key, dispatch_key
@@ -34,9 +35,6 @@ from gpu_actors.kernels.program import Program, Values
 from gpu_actors.planning.plan import program_for
 from gpu_actors.problem import DispatchKey
 from gpu_actors.score_mod import ScoreMod
-
-if TYPE_CHECKING:
-    from gpu_actors.graph.graph import OperationGraph
 
 __all__ = ["GraphPlan", "Result", "graph_plan"]
 

@@ -9,16 +9,14 @@ from __future__ import annotations
 import functools
 import threading
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gpu_actors.compiling.source import Cubin
 from gpu_actors.devices.interface import Kernel
 from gpu_actors.errors import GpuActorsError
 from gpu_actors.kernels.variants import KernelKey, Prepare
 from gpu_actors.runtime.call import Call
-
-if TYPE_CHECKING:
-    from gpu_actors.runtime.cell import ActorCell
+from gpu_actors.runtime.cell import ActorCell
 
 __all__ = ["KernelStore"]
 

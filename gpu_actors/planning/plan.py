@@ -82,10 +82,8 @@ def program_for(
 def attention_outputs(problem: AttentionProblem, rows: Sequence[int]) -> dict[str, OutputSpec]:
     """What a forward launch makes. rows: the shape of out but for its last axis."""
     outputs = {"out": OutputSpec((*rows, problem.head_dim_v), problem.out_dtype)}
-    if problem.return_lse and (problem.layout == "varlen" or problem.varlen_q):
-        outputs["lse"] = OutputSpec((problem.heads_q, problem.total_q), "float32")
-    elif problem.return_lse:
-        outputs["lse"] = OutputSpec((problem.batch, problem.heads_q, problem.seqlen_q), "float32")
+    if problem.return_lse:
+        outputs["lse"] = OutputSpec(problem.lse_shape, "float32")
     return outputs
 
 

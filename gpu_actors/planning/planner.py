@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gpu_actors.devices.interface import Device, Kernel
 from gpu_actors.kernels.variants import KernelKey
@@ -16,10 +16,8 @@ from gpu_actors.planning.plan import Plan, PlanCache, Planned
 from gpu_actors.requests import FlashBackward, FlashForward
 from gpu_actors.runtime.actor import ServiceActor, reading
 from gpu_actors.runtime.call import Call
+from gpu_actors.runtime.cell import ActorCell
 from gpu_actors.runtime.completion import Finish
-
-if TYPE_CHECKING:
-    from gpu_actors.runtime.cell import ActorCell
 
 __all__ = ["AttentionPlanner", "Workbench"]
 

@@ -11,21 +11,19 @@ import contextlib
 import logging
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from gpu_actors.devices.interface import Launch
 from gpu_actors.errors import GpuActorsError, InvalidRequest, RequestError
 from gpu_actors.naming import by_argument
 from gpu_actors.options import ActorType
 from gpu_actors.runtime.call import DONE, Call
+from gpu_actors.runtime.cell import ActorCell
 from gpu_actors.runtime.completion import Failed, Finish, as_answer
 from gpu_actors.runtime.handle import ActorHandle
 from gpu_actors.runtime.pykka_base import MailboxActor, raise_exception
 from gpu_actors.runtime.waking import Outbox
 from gpu_actors.values import show
-
-if TYPE_CHECKING:
-    from gpu_actors.runtime.cell import ActorCell
 
 __all__ = ["ServiceActor", "reading"]
 
@@ -127,15 +125,15 @@ class ServiceActor(MailboxActor, ActorType):
             self.cell.environment.device.bind_thread()
             self.open()
         except BaseException as error:
-            self.cell.report_failure(self, error)
+            self.cell.report_failure(self.actor_urn, error)
             raise_exception(self.cell.name, error)
-        self.cell.report_ready(self)
+        self.cell.report_ready(self.actor_urn)
 
     def on_failure(self, exception_type: Any, exception_value: Any, exception_traceback: Any) -> None:
-        self.cell.report_failure(self, exception_value)
+        self.cell.report_failure(self.actor_urn, exception_value)
 
     def on_stop(self) -> None:
-        self.cell.report_stopped(self)
+        self.cell.report_stopped(self.actor_urn)
 
     def _receive(self, message: Any) -> Any:
         try:

@@ -16,14 +16,12 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from gpu_actors.errors import DeadlineExceeded, RequestCancelled
 from gpu_actors.process import Local
+from gpu_actors.runtime.timers import Timer
 from gpu_actors.runtime.waking import Outbox, Waiter
-
-if TYPE_CHECKING:
-    from gpu_actors.runtime.timers import Timer
 
 __all__ = ["DONE", "LAUNCHED", "QUEUED", "Call", "CallState", "Gate"]
 

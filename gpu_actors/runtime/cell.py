@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any
 
 from gpu_actors.devices.interface import Stream
 from gpu_actors.errors import ActorFailed, ActorStopped, caused
@@ -16,11 +16,9 @@ from gpu_actors.runtime.completion import Completion
 from gpu_actors.runtime.environment import Environment
 from gpu_actors.runtime.mailbox import Mailbox
 from gpu_actors.runtime.progress import Progress
+from gpu_actors.runtime.pykka_base import ActorRef
 
-if TYPE_CHECKING:
-    from gpu_actors.runtime.pykka_base import ActorRef
-
-__all__ = ["ActorCell", "Cell", "ChildReport", "Terminated"]
+__all__ = ["ActorCell", "Cell", "Terminated"]
 
 logger: logging.Logger = logging.getLogger("gpu_actors")
 
@@ -31,22 +29,6 @@ class Terminated:
 
     label: str
     error: BaseException | None
-
-
-@dataclass(frozen=True, slots=True)
-class ChildReport:
-    """Sent to the ContextActor: an incarnation is ready, has failed with ``error``, or has stopped."""
-
-    cell: ActorCell
-    urn: str
-    what: Literal["ready", "failed", "stopped"]
-    error: BaseException | None = None
-
-
-class Incarnation(Protocol):
-    """An actor, while it fills a cell."""
-
-    actor_urn: str
 
 
 class Cell:
@@ -143,12 +125,12 @@ class ActorCell(Cell):
     # Used by the ContextActor
 
     def start(self) -> None:
-        """Start an incarnation; a `ChildReport` follows."""
+        """Start an incarnation; it reports to the ContextActor."""
         made: Any = self.actor_type
         self.ref = made.start(self)
 
     def stop(self) -> None:
-        """Ask the incarnation to stop after the call that it is working on; a `ChildReport` follows."""
+        """Ask the incarnation to stop after the call that it is working on; it reports to the ContextActor."""
         if self.ref is not None and self.ref.is_alive():
             self.ref.stop(block=False)
 
@@ -173,24 +155,24 @@ class ActorCell(Cell):
 
     # Used by the actor
 
-    def report_ready(self, actor: Incarnation) -> None:
-        self.environment.supervise(ChildReport(self, actor.actor_urn, "ready"))
+    def report_ready(self, urn: str) -> None:
+        self.environment.supervise(self, urn, "ready", None)
 
-    def report_stopped(self, actor: Incarnation) -> None:
-        """An incarnation has stopped. Calls that only it knew go back in the queue; what it had claimed cannot."""
+    def report_stopped(self, urn: str) -> None:
+        """The incarnation has stopped. Calls that only it knew go back in the queue; what it had claimed cannot."""
         for call in self._held():
             if call.state is LAUNCHED:
                 call.fail(ActorStopped(f"{self.name} stopped while it held the request"))
             else:
                 self.mailbox.give_back((call,))
-        self.environment.supervise(ChildReport(self, actor.actor_urn, "stopped"))
+        self.environment.supervise(self, urn, "stopped", None)
 
-    def report_failure(self, actor: Incarnation, error: BaseException) -> None:
-        """An incarnation is dying of ``error``. Calls that only it knew are answered here and now."""
+    def report_failure(self, urn: str, error: BaseException) -> None:
+        """The incarnation is dying of ``error``. Calls that only it knew are answered here and now."""
         for call in self._held():
             call.fail(caused(ActorFailed(f"{self.name} failed while it held the request: {error!r}"), error))
         self.progress.crashed(error)
-        self.environment.supervise(ChildReport(self, actor.actor_urn, "failed", error))
+        self.environment.supervise(self, urn, "failed", error)
 
     def _failing(self) -> None:
         if self.actor_type.vital:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from gpu_actors.clock import Clock
 from gpu_actors.devices.interface import Device
@@ -17,14 +17,17 @@ from gpu_actors.tracing import Trace
 from gpu_actors.tracing.otel import current_context
 from gpu_actors.validation.fields import real
 
-__all__ = ["Environment"]
+__all__ = ["Environment", "Happened"]
+
+Happened: TypeAlias = Literal["ready", "failed", "stopped"]
 
 
 @dataclass(eq=False)
 class Environment(ABC):
     """Device, options, clock, timers and trace of one context, and the ways back to its ContextActor.
 
-    supervise: hands a child's report to the ContextActor. Never blocks; safe from any thread.
+    supervise: tells the ContextActor what happened to an incarnation of a child, by its cell and its urn, and with
+        which error it failed. Never blocks; safe from any thread.
     carry_context: whether calls carry their caller's OpenTelemetry context.
     compiler: the handle of the actor that compiles kernels, once the children are made.
     on_failing: called when a vital actor has failed too often without a success, and at each failure after that.
@@ -34,7 +37,7 @@ class Environment(ABC):
     options: ContextOptions
     trace: Trace
     timers: Timers
-    supervise: Callable[[Any], None]
+    supervise: Callable[[Any, str, Happened, BaseException | None], None]
     carry_context: bool
     generation: int = 1
     lost: ContextLost | None = None

@@ -5,13 +5,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from gpu_actors.clock import Clock
 from gpu_actors.errors import RequestCancelled
 from gpu_actors.runtime.call import DONE, Call
-
-if TYPE_CHECKING:
-    from gpu_actors.clock import Clock
 
 __all__ = ["SECONDS", "Histogram", "Meter", "outcome_of"]
 

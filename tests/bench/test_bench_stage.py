@@ -16,6 +16,7 @@ import pytest
 from fakes.cuda import FakeCuda, Geometry
 from fakes.cupy import fake_cupy
 from fakes.memory import FakeMemory
+from support.structs import fields_of
 
 from gpu_actors.bench import arrays, ceilings, forward, report, stage
 from gpu_actors.bench.cases import Case
@@ -39,7 +40,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch, wrong: list[bool]) -> FakeCuda:
     load_nvrtc()  # while CuPy is itself
 
     def attend(memory: FakeMemory, params: bytes, geometry: Geometry) -> None:
-        fields = np.frombuffer(params, forward_layout().dtype)[0]
+        fields = fields_of(params, forward_layout())
 
         def operand(name: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
             return memory.at(int(fields[name]), 2 * math.prod(shape)).view(ml_dtypes.bfloat16).reshape(shape)

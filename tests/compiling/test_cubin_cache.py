@@ -15,11 +15,10 @@ from support.cubins import ARCH, CountingCompiler, entries, fake_toolchain, kern
 from support.service import eventually
 from support.timing import below, median_seconds, yardsticks
 
+from gpu_actors.compiling import cubin_cache
 from gpu_actors.compiling import cubin_folder as cache_folder
-from gpu_actors.compiling import single_flight
 from gpu_actors.compiling.compiler import Compiler
 from gpu_actors.compiling.cubin_cache import CacheStats, CubinCache, default_cache_dir
-from gpu_actors.compiling.single_flight import SingleFlight
 from gpu_actors.compiling.toolchain import Toolchain
 from gpu_actors.errors import CompileError, InvalidRequest
 
@@ -161,7 +160,7 @@ class TestSingleFlight:
             eventually(lambda: len(joined) == 3)
             raise CompileError("no", log="the log")
 
-        monkeypatch.setattr(single_flight, "Future", Flight)
+        monkeypatch.setattr(cubin_cache, "Future", Flight)
         shared = cache(tmp_path)
 
         def ask(_):
@@ -175,27 +174,28 @@ class TestSingleFlight:
         assert shared.get_or_compile(kernel(), ARCH, CountingCompiler()) is not None
         assert shared.stats().misses == 5
 
-    def test_a_waiter_takes_over_from_a_leader_that_is_interrupted(self):
-        flights = SingleFlight()
-        leading = threading.Event()
+    def test_a_waiter_takes_over_from_a_leader_that_is_interrupted(self, tmp_path):
+        shared, leading = cache(tmp_path), threading.Event()
+        key, compile = shared.key(kernel(), ARCH), CountingCompiler()
 
-        def interrupted():
+        def interrupted(source, arch):
             leading.set()
-            eventually(lambda: flights._flights["key"]._condition._waiters)  # type: ignore[attr-defined]
+            eventually(lambda: shared._flights[key]._condition._waiters)  # type: ignore[attr-defined]
             raise KeyboardInterrupt
 
         def lead():
             with pytest.raises(KeyboardInterrupt):
-                flights.run("key", interrupted)
+                shared.get_or_compile(kernel(), ARCH, interrupted)
 
         def follow():
             leading.wait(10)
-            return flights.run("key", lambda: "made here")
+            return shared.get_or_compile(kernel(), ARCH, compile)
 
         with ThreadPoolExecutor(2) as pool:
             leader, follower = pool.submit(lead), pool.submit(follow)
-            assert follower.result(timeout=30) == "made here"
+            assert follower.result(timeout=30) == shared.get(kernel(), ARCH)
             leader.result(timeout=30)
+        assert len(compile.calls) == 1
 
 
 class TestSizeBound:

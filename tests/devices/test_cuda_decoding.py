@@ -13,6 +13,7 @@ from fakes.memory import FakeMemory
 from fakes.service import service
 from fakes.tensor import DeviceTensor
 from support.service import eventually
+from support.structs import fields_of
 
 from gpu_actors.arrays.device_array import DeviceArray, Joined
 from gpu_actors.kernels.decode.params import decode_layout
@@ -26,7 +27,7 @@ HALF = np.dtype(np.float16)
 
 def decode_on_host(memory: FakeMemory, params: bytes, geometry: Geometry) -> None:
     """decode_mma with one split over pages of fp16, found through the packed parameters alone."""
-    fields = np.frombuffer(params, decode_layout().dtype)[0]
+    fields = fields_of(params, decode_layout())
 
     def at(name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
         return memory.array(int(fields[name]), shape, dtype)

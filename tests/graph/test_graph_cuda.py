@@ -10,6 +10,7 @@ import pytest
 from fakes.cuda import FakeCuda, Geometry
 from fakes.memory import FakeMemory
 from fakes.service import KV_SHAPE, SHAPE, forward_on_host, operands, service
+from support.structs import fields_of
 
 import gpu_actors as ga
 from gpu_actors.kernels.params import forward_layout
@@ -62,8 +63,8 @@ def test_a_modifications_operands_follow_the_kernels_own(monkeypatch: pytest.Mon
         layout = score_layout(mod)
         assert layout is not None
         assert len(params) == forward_layout().size + -(-layout.size // 8) * 8
-        fields = np.frombuffer(params[forward_layout().size :], layout.dtype, count=1)[0]
-        seen.update({name: fields[name] for name in layout.dtype.names or ()})
+        fields = fields_of(params[forward_layout().size :], layout)
+        seen.update({name: fields[name] for name in fields.dtype.names or ()})
         seen["table"] = np.frombuffer(memory.at(int(fields["t0"]), table.nbytes), np.float32).copy()
 
     cuda = FakeCuda({"forward_simple": kernel})

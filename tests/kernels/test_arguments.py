@@ -7,6 +7,7 @@ import struct
 
 import numpy as np
 import pytest
+from support.structs import fields_of
 
 from gpu_actors.compiling.compiler import Compiler
 from gpu_actors.devices.emulation import build_module
@@ -51,8 +52,8 @@ def buffers(shapes: dict[str, tuple[int, ...]], **more: Buffer) -> dict[str, Buf
 
 
 def unpack(data: bytes) -> dict[str, int | float]:
-    row = np.frombuffer(data, forward_layout().dtype)[0]
-    return {name: row[name].item() for name in row.dtype.names}
+    row = fields_of(data, forward_layout())
+    return {name: row[name].item() for name in row.dtype.names or ()}
 
 
 def assertions(offset: int = 0) -> str:

@@ -129,7 +129,7 @@ def key_of(variant: Variant) -> DispatchKey:
 
 def expected_products(key: DispatchKey) -> set[int]:
     """HMMA of the loop. Of the sum over head_dim two passes are unrolled; an odd one comes on top or in the loop."""
-    tile, narrow = decode_tile(key), ELEMENTS[key.kv_dtype].fp8
+    tile, narrow = decode_tile(key).tile, ELEMENTS[key.kv_dtype].fp8
     keys = tile.block_n // (tile.warps // (tile.block_m // 16))  # of a warp
     steps = 2 if narrow else 1
     passes = -(-key.head_dim // (16 * steps))

@@ -97,7 +97,11 @@ def test_tiles_are_those_that_hold_a_visible_key(variant):
         problem = problem_of(case, case.operands())
         key = key_of(problem, variant.arch)
         rows = np.full(len(case.batch.k), problem.seqlen_q) if case.rows is None else np.array(case.rows)
-        load, tile, block = workload(problem, key, case.batch.lengths, rows), decode_tile(key).block_n, key.row_tile
+        load, tile, block = (
+            workload(problem, key, case.batch.lengths, rows),
+            decode_tile(key).tile.block_n,
+            key.row_tile,
+        )
         counts = load.tiles.reshape(len(rows), -1)
         for index, length in enumerate(case.batch.lengths):
             for part in range(counts.shape[1]):
@@ -173,7 +177,7 @@ class TestTiles:
                 sizes = {"head_dim": dim, "head_dim_v": dim_v, "heads_q": 8 * rows}
                 problem = dataclasses.replace(base, kv_dtype=kv_dtype, **sizes)  # type: ignore[arg-type]
                 tile = decode_tile(key_of(problem, arch))
-                assert tile.stages >= 2
+                assert tile.tile.stages >= 2
                 assert tile.shared_bytes <= limit
                 assert tile.blocks * (tile.shared_bytes + 1024) <= shared_a_multiprocessor(arch)
 

@@ -60,7 +60,7 @@ def _binder(pairs: int, pool: AppendProblem) -> Binder:
     layout, axes = struct_layout("Params", "append/copy_pages.cu"), ("", ".", ".", ".")
     outer = (pool.num_blocks, pool.page_size, pool.heads_kv)
     operands = [layout.operand("page_pairs", "..", (pairs, 2), "int32", field="pairs")]
-    scalars = {"num_blocks": pool.num_blocks}
+    scalars = layout.named(pool)
     for side, dim, size in zip("kv", (pool.head_dim, pool.head_dim_v), _page_bytes(pool), strict=True):
         operands.append(layout.operand(f"{side}_cache", axes, (*outer, dim), pool.cache_dtype))
         scalars |= {f"{side}_bytes": size, f"{side}_parts": _parts(size)}

@@ -49,18 +49,7 @@ def _steps(rope: Rope) -> tuple[int, ...]:
 @functools.lru_cache(maxsize=256)
 def _binder(key: AppendKey, problem: AppendProblem) -> Binder:
     layout = append_layout()
-    scalars: dict[str, int] = {
-        "batch": problem.batch,
-        "total": problem.total,
-        "rows": problem.rows,
-        "heads_kv": problem.heads_kv,
-        "heads_q": problem.heads_q,
-        "capacity": problem.capacity,
-        "page_size": problem.page_size,
-        "num_blocks": problem.num_blocks,
-        "table_rows": 0 if problem.rope is None else problem.rope.table_rows,
-        **cut_rows(key, problem)._asdict(),
-    }
+    scalars = layout.named(problem) | layout.named(problem.rope) | layout.named(cut_rows(key, problem))
     if problem.layout == "pointers":
         for name, dim in (("k", problem.head_dim), ("v", problem.head_dim_v)):
             scalars |= {f"{name}_cache_row": dim, f"{name}_cache_head": problem.max_seq * dim}

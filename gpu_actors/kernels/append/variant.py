@@ -11,12 +11,11 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
-from gpu_actors.compiling.source import check_arch
 from gpu_actors.devices.interface import LaunchGeometry
 from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.kernels.macros import Macros, flags
 from gpu_actors.kernels.program import flat_grid
-from gpu_actors.kernels.support import ELEMENTS, FIRST_CAPABILITY, MAX_HEAD_DIM, capability
+from gpu_actors.kernels.support import ELEMENTS, MAX_HEAD_DIM, check_capability
 from gpu_actors.values import StableText
 
 __all__ = [
@@ -166,7 +165,7 @@ def append_key(problem: AppendProblem, arch: str) -> AppendKey:
 
     Raises `Unsupported` for what the kernel does not take; InvalidRequest where ``arch`` is no architecture.
     """
-    check_arch(arch)
+    check_capability(arch)
     rope = problem.rope
     key = AppendKey(
         **{name: getattr(problem, name) for name in _CARRIED},
@@ -176,8 +175,6 @@ def append_key(problem: AppendProblem, arch: str) -> AppendKey:
         tables=rope is not None and rope.table_rows > 0,
         query=problem.heads_q > 0,
     )
-    if capability(key.arch) < FIRST_CAPABILITY:
-        raise Unsupported("arch", key.arch, "the kernels need compute capability 8.0 or newer", "sm_80")
     fp8 = key.cache_dtype in ELEMENTS and ELEMENTS[key.cache_dtype].fp8
     if key.dtype != key.cache_dtype or key.dtype not in ELEMENTS or ELEMENTS[key.dtype].itemsize > 4:
         if key.dtype not in _CONVERTS:

@@ -74,14 +74,14 @@ def split_decode(
 
 def min_units(key: DispatchKey) -> int:
     """The fewest units of a range, while there are enough for that."""
-    return _MIN_KEYS // decode_tile(key).block_n
+    return _MIN_KEYS // decode_tile(key).tile.block_n
 
 
 def workload(
     problem: AttentionProblem, key: DispatchKey, lengths: npt.NDArray[Any], rows: npt.NDArray[Any] | None
 ) -> Workload:
     """The key tiles that each entry's rows see."""
-    tile = decode_tile(key).block_n
+    tile = decode_tile(key).tile.block_n
     block_m, tiles_of_rows, ratio = row_tile_of(problem), row_tiles(problem), problem.gqa_ratio
     keys = lengths.astype(np.int64)[:, None]
     rows = np.full_like(keys, problem.seqlen_q) if rows is None else rows.astype(np.int64)[:, None]

@@ -14,6 +14,7 @@ from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.macros import Macros, flags, mask_macros, score_macros, tile_macros
 from gpu_actors.kernels.occupancy import shared_a_multiprocessor, shared_mem_limit
 from gpu_actors.kernels.support import ELEMENTS, FIRST_FP8_CAPABILITY, capability, example_problem, scale_refusal
+from gpu_actors.kernels.tiles import Tile, mma_row
 from gpu_actors.problem import AttentionProblem, DispatchKey
 
 __all__ = [
@@ -46,12 +47,9 @@ _BYTES_IN_FLIGHT = 96 * 1024
 
 
 class DecodeTile(NamedTuple):
-    """block_m: packed rows a block. block_n: keys a tile. stages: of the ring. blocks: a multiprocessor."""
+    """tile: of packed rows and keys. blocks: a multiprocessor. shared_bytes: a block."""
 
-    block_m: int
-    block_n: int
-    stages: int
-    warps: int
+    tile: Tile
     blocks: int
     shared_bytes: int
 
@@ -90,20 +88,16 @@ def decode_tile(key: DispatchKey) -> DecodeTile:
 
 def _deepest(key: DispatchKey, block_n: int, warps: int, blocks: int, room: int) -> DecodeTile | None:
     """The tile with as many stages as the bytes in flight call for and ``room`` holds; None below two."""
-    itemsize, step = ELEMENTS[key.kv_dtype].itemsize, 32 if ELEMENTS[key.kv_dtype].itemsize == 1 else 16
-    stage = block_n * sum(_round_up(dim * itemsize, 32) for dim in (key.head_dim, key.head_dim_v))
-    queries = key.row_tile * _round_up(key.head_dim, step) * 2
+    k_row, v_row = (mma_row(dim, key.kv_dtype) for dim in (key.head_dim, key.head_dim_v))
+    stage = block_n * (k_row + v_row)
+    queries = key.row_tile * k_row * 2 // ELEMENTS[key.kv_dtype].itemsize
     merge = warps * 16 * ((key.head_dim_v + 8) * 4 + 8)
     wanted = 1 + -(-_BYTES_IN_FLIGHT // (blocks * stage))
     stages = min(max(2, wanted), (room - queries) // stage)
     shared = queries + max(stages * stage, merge)
     if stages < 2 or shared > room:
         return None
-    return DecodeTile(key.row_tile, block_n, stages, warps, blocks, shared)
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+    return DecodeTile(Tile(key.row_tile, block_n, stages, warps), blocks, shared)
 
 
 def decode_refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
@@ -143,11 +137,10 @@ def step_geometry(key: DispatchKey, problem: AttentionProblem, ranges: int) -> L
     """The grid of one of a launch's kernels. It depends on no length, so that a graph can hold it."""
     if key.kernel == PLAN:
         return LaunchGeometry((1, 1, 1), (decode_threads(key), 1, 1), 0)
-    tile = decode_tile(key)
     if key.kernel == DECODE:
-        return LaunchGeometry((ranges, 1, 1), (decode_threads(key), 1, 1), tile.shared_bytes)
+        return LaunchGeometry((ranges, 1, 1), (decode_threads(key), 1, 1), decode_tile(key).shared_bytes)
     merged = items_of(problem) if problem.num_splits else ranges - 1
-    return LaunchGeometry((merged, tile.block_m // _COMBINE_ROWS, 1), (decode_threads(key), 1, 1), 0)
+    return LaunchGeometry((merged, key.row_tile // _COMBINE_ROWS, 1), (decode_threads(key), 1, 1), 0)
 
 
 def usual_decode_problems(arch: str) -> list[AttentionProblem]:
@@ -172,11 +165,11 @@ def decode_macros(key: DispatchKey) -> Macros:
 
     Options that a kernel does not read keep one value, so that they make no further variants.
     """
-    tile = decode_tile(key)
+    tile, _, shared_bytes = decode_tile(key)
     work = flags(VARLEN=key.varlen_q, POINTERS=key.layout == "pointers") | mask_macros(key)
     if key.kernel == DECODE:
         options = flags(PAGED=key.paged, TREE=key.tree_mask) | score_macros(key)
-        return tile_macros(key, tile, tile.shared_bytes) | work | options | {"STAGES": tile.stages}
+        return tile_macros(key, tile, shared_bytes) | work | options | {"STAGES": tile.stages}
     unseen: dict[str, Any] = dict.fromkeys(("dtype", "kv_dtype", "out_dtype"), "float16")
     unseen |= dict.fromkeys(("head_dim", "head_dim_v"), 64)
     if key.kernel == COMBINE:
@@ -189,4 +182,4 @@ def decode_macros(key: DispatchKey) -> Macros:
 
 def decode_threads(key: DispatchKey) -> int:
     """The threads of a block of one of the three kernels."""
-    return {PLAN: _PLAN_WARPS, COMBINE: _COMBINE_WARPS}.get(key.kernel, decode_tile(key).warps) * _WARP
+    return {PLAN: _PLAN_WARPS, COMBINE: _COMBINE_WARPS}.get(key.kernel, decode_tile(key).tile.warps) * _WARP

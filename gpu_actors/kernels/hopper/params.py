@@ -133,13 +133,8 @@ def _transpose_v_binder(problem: AttentionProblem, tile: Tile) -> Binder:
     ]
     if varlen:
         operands.append(layout.operand("cu_seqlens_k", ".", (problem.batch + 1,), "int32"))
-    scalars = {
-        "tiles": positions_of(problem, tile.block_n) // tile.block_n,
-        "heads_kv": problem.heads_kv,
-        "seqlen_k": problem.seqlen_k,
-        "batch": problem.batch,
-    }
-    return Binder.of(layout, operands, scalars)
+    tiles = positions_of(problem, tile.block_n) // tile.block_n
+    return Binder.of(layout, operands, layout.named(problem) | {"tiles": tiles})
 
 
 def _as_rows(transposed: Buffer) -> Buffer:
@@ -203,12 +198,7 @@ def _schedule_binder(problem: AttentionProblem, sections: Sections) -> Binder:
         "section_tiles": sections.heads * sections.row_tiles,
         "last_section": last or sections.heads,
     }
-    scalars = {
-        "tiles": sections.tiles,
-        "row_tiles": sections.row_tiles,
-        "all_heads": sections.all_heads,
-        "section_heads": sections.heads,
-    }
+    scalars = layout.named(sections) | {"section_heads": sections.heads}
     for name, divisor in dividers.items():
         multiplier, shift = divider(max(1, divisor))
         scalars |= {f"{name}.divisor": divisor, f"{name}.multiplier": multiplier, f"{name}.shift": shift}

@@ -7,12 +7,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gpu_actors.compiling.source import check_arch
 from gpu_actors.devices.interface import Buffer, LaunchGeometry
 from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.macros import Macros, flags
 from gpu_actors.kernels.params import Binder, Operand, ParamsLayout, struct_layout
-from gpu_actors.kernels.support import ELEMENTS, FIRST_CAPABILITY, capability
+from gpu_actors.kernels.support import ELEMENTS, check_capability
 from gpu_actors.validation.fields import flag, one_of
 from gpu_actors.values import StableText
 
@@ -59,6 +58,11 @@ class MergeProblem:
         return max(1, self.batch) * self.rows * self.heads
 
     @property
+    def units(self) -> int:
+        """Groups of all rows: a thread each."""
+        return self.results * self.groups
+
+    @property
     def groups(self) -> int:
         """Threads that share a row: each takes 16 bytes of the narrower of the outs' and the result's type."""
         sizes = (ELEMENTS[self.dtype].itemsize, ELEMENTS[self.out_dtype].itemsize)
@@ -86,15 +90,8 @@ class MergeKey(StableText):
 
 def merge_key(problem: MergeProblem, arch: str) -> MergeKey:
     """The key of a problem on an architecture. Raises as `check_merge_key`."""
-    return check_merge_key(
-        MergeKey(
-            arch=arch,
-            dtype=problem.dtype,
-            lse_dtype=problem.lse_dtype,
-            out_dtype=problem.out_dtype,
-            sinks=problem.sinks is not None,
-        )
-    )
+    dtypes = {name: getattr(problem, name) for name in ("dtype", "lse_dtype", "out_dtype")}
+    return check_merge_key(MergeKey(arch=arch, sinks=problem.sinks is not None, **dtypes))
 
 
 def check_merge_key(key: MergeKey) -> MergeKey:
@@ -102,9 +99,7 @@ def check_merge_key(key: MergeKey) -> MergeKey:
 
     Raises InvalidRequest and Unsupported, naming the field.
     """
-    check_arch(key.arch)
-    if capability(key.arch) < FIRST_CAPABILITY:
-        raise Unsupported("arch", key.arch, "the kernels need compute capability 8.0 or newer", "sm_80")
+    check_capability(key.arch)
     for field, dtypes in (("dtype", _DTYPES), ("out_dtype", _DTYPES), ("lse_dtype", _LSE_DTYPES)):
         one_of(field, getattr(key, field), dtypes, f"must be one of {', '.join(dtypes)}")
     flag("sinks", key.sinks)
@@ -123,7 +118,7 @@ def merge_variants(arch: str) -> list[MergeKey]:
 
 def merge_geometry(problem: MergeProblem) -> LaunchGeometry:
     """The grid and block; no dynamic shared memory. Raises Unsupported where the rows are too many for 32 bits."""
-    units, threads = problem.results * problem.groups, _WARPS * _WARP
+    units, threads = problem.units, _WARPS * _WARP
     if units > _MOST_UNITS:
         reason = f"a launch merges at most {_MOST_UNITS} groups of columns, and a row has {problem.groups}"
         raise Unsupported("partials", problem.results, reason, _MOST_UNITS // problem.groups)
@@ -163,16 +158,7 @@ def _binder(p: MergeProblem) -> Binder:
     operands.append(layout.operand("terms", "..", (p.count, TERM_FIELDS), "uint64"))
     if p.sinks is not None:
         operands.append(layout.operand("sinks", ("sinks_stride",), (p.heads,), p.sinks))
-    scalars = {
-        "count": p.count,
-        "rows": p.rows,
-        "heads": p.heads,
-        "columns": p.columns,
-        "groups": p.groups,
-        "units": p.results * p.groups,
-        "sinks_are_float": int(p.sinks == "float32"),
-    }
-    return Binder.of(layout, operands, scalars)
+    return Binder.of(layout, operands, layout.named(p) | {"sinks_are_float": int(p.sinks == "float32")})
 
 
 def _results(p: MergeProblem, layout: ParamsLayout, dtype: str, lse_dtype: str, suffix: str = "") -> Iterator[Operand]:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from fakes.cuda import FakeCuda, Geometry
 from fakes.memory import FakeMemory
+from support.structs import fields_of
 
 import gpu_actors as ga
 from gpu_actors.devices.cuda import CudaDevice
@@ -25,7 +26,7 @@ KV_SHAPE = (2, 40, 2, 16)
 
 def forward_on_host(memory: FakeMemory, params: bytes, geometry: Geometry) -> None:
     """forward_simple for bf16 of the shapes above, found through the packed parameters alone."""
-    fields = np.frombuffer(params, forward_layout().dtype)[0]
+    fields = fields_of(params, forward_layout())
     bf16 = np.dtype(ml_dtypes.bfloat16)
 
     def operand(name: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:

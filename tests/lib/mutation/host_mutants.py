@@ -61,6 +61,7 @@ _COPY_UP = "runtime.memcpyAsync(device, host, nbytes, runtime.memcpyHostToDevice
 _COPY_DOWN = "runtime.memcpyAsync(host, device, nbytes, runtime.memcpyDeviceToHost, stream)"
 _COPY_ACROSS = "runtime.memcpyAsync(device, source, nbytes, runtime.memcpyDeviceToDevice, stream)"
 _FILL = "runtime.memsetAsync(device, value, nbytes, stream)"
+_CUT_ROWS = "layout.named(cut_rows(key, problem))"
 _LAUNCH = "driver.launchKernel(function, *grid, *block, shared_bytes, stream, where, 0)"
 
 _CALLS = _faults(
@@ -379,8 +380,13 @@ _PARAMS = [
         ("v's map over k", "v_map = rows_map(v, buffers[v]", "v_map = rows_map(v, buffers[k]", "hopper"),
         ("the output's map over q", 'rows_map("out", buffers["out"]', 'rows_map("out", buffers["q"]', "hopper"),
         ("groups of one head", '"head_group": problem.gqa_ratio', '"head_group": 1', "hopper"),
-        ("tiles of rows are all tiles", '"tiles": sections.tiles', '"tiles": sections.row_tiles', "hopper"),
-        ("transposed values of one head", '"heads_kv": problem.heads_kv', '"heads_kv": 1', "hopper fp8"),
+        (
+            "tiles of rows are all tiles",
+            "layout.named(sections) | {",
+            'layout.named(sections) | {"tiles": sections.row_tiles, ',
+            "hopper",
+        ),
+        ("transposed values of one head", '{"tiles": tiles}', '{"tiles": tiles, "heads_kv": 1}', "hopper fp8"),
     ),
     *_faults(
         "hopper",
@@ -435,8 +441,8 @@ _PARAMS = [
     *_faults(
         "append",
         "kernels/append/params.py",
-        ("heads exchanged", '"heads_kv": problem.heads_kv', '"heads_kv": problem.heads_q', "append"),
-        ("another page size", '"page_size": problem.page_size', '"page_size": problem.page_size * 2', "append"),
+        ("heads exchanged", _CUT_ROWS, f'{_CUT_ROWS} | {{"heads_kv": problem.heads_q}}', "append"),
+        ("another page size", _CUT_ROWS, f'{_CUT_ROWS} | {{"page_size": problem.page_size * 2}}', "append"),
         ("a turn in 2^63 units", "2.0**64)", "2.0**63)", "append"),
     ),
 ]
