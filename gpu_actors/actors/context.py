@@ -61,6 +61,8 @@ class ContextActor(ThreadActor):
     opened: gets the `Children` once every child is ready, or the error that kept one from it.
     """
 
+    _supervisor: Supervisor  # as soon as there are children
+
     def __init__(
         self,
         open_device: Callable[[], Device],
@@ -74,7 +76,6 @@ class ContextActor(ThreadActor):
         self._actor_types = actor_types
         self._opened = opened
         self._children: Children | None = None
-        self._supervisor: Supervisor | None = None
         self._stop_asked: threading.Event | None = None
         self._released = False
 
@@ -109,7 +110,6 @@ class ContextActor(ThreadActor):
 
     def _heed(self, cell: ActorCell, urn: str, what: Happened, error: BaseException | None) -> None:
         supervisor = self._supervisor
-        assert supervisor is not None
         if what == "ready":
             supervisor.ready(cell, urn)
             self._check_opened()
@@ -139,6 +139,9 @@ class ContextActor(ThreadActor):
             supervise=lambda *report: self._run(lambda: self._heed(*report)),
             carry_context=spans is not None,
         )
+        self._supervisor = Supervisor(
+            children.cells.values(), options.restart, options.clock, children.trace, self._after, self._escalate
+        )
         device.bind_thread()
         device.probe()
         for actor_type in self._actor_types:
@@ -148,14 +151,6 @@ class ContextActor(ThreadActor):
             children.cells[cell.name] = cell
             if issubclass(actor_type, NvrtcActor):
                 children.compiler = cell.handle
-        self._supervisor = Supervisor(
-            children.cells.values(),
-            options.restart,
-            options.clock,
-            children.trace,
-            self._after,
-            self._escalate,
-        )
         children.on_failing = Probing(children, self._run, self._after).begin
         self._supervisor.start()
         self._watch_for_hangs()
@@ -191,10 +186,8 @@ class ContextActor(ThreadActor):
         if children is None:
             return
         children.failure = error
-        if self._supervisor is not None:
-            # A restart that is already due must not bring an actor back.
-            self._supervisor.stopping = True
-
+        # A restart that is already due must not bring an actor back.
+        self._supervisor.stopping = True
         self._close_cells(lambda: caused(ActorStopped(f"the context has failed: {error}"), error), failed=True)
         for cell in self._cells:
             cell.stop()
@@ -222,7 +215,6 @@ class ContextActor(ThreadActor):
 
     def begin_stop(self, done: threading.Event) -> None:
         """Stop every child and release the device; ``done`` is set when that is over."""
-        assert self._supervisor is not None
         self._stop_asked = done
         self._supervisor.stopping = True
         self._close_cells(lambda: ActorStopped("the context is closed"))
@@ -255,8 +247,7 @@ class ContextActor(ThreadActor):
         children = self._children
         if children is None:
             return
-        if self._supervisor is not None:
-            self._supervisor.stopping = True
+        self._supervisor.stopping = True
         self._close_cells(lambda: ActorStopped("the context is closed"))
         for cell in self._cells:
             cell.stop()

@@ -68,7 +68,6 @@ def asset_source(
     *,
     macros: Mapping[str, MacroValue] | None = None,
     headers: Mapping[str, str] | None = None,
-    options: Sequence[str] = (),
     arch: str | None = None,
 ) -> KernelSource:
     """The kernel file ``name`` of the package with the headers that it reaches, ready to compile.
@@ -77,9 +76,8 @@ def asset_source(
     Raises InvalidRequest naming the field at fault.
     """
     text = asset_text(name)
-    return KernelSource(
-        name, text, tuple(entry_points), completed_headers(text, headers or {}), macros or {}, tuple(options), arch
-    )
+    headers = completed_headers(text, headers or {})
+    return KernelSource(name, text, tuple(entry_points), headers, macros or {}, arch=arch)
 
 
 def completed_headers(source: str, headers: Mapping[str, str]) -> dict[str, str]:

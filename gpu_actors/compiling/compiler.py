@@ -85,8 +85,11 @@ class Compiler:
         """
         arch = source.resolve_arch(arch)
         nvrtc = load_nvrtc()
-        if arch not in supported_archs():
-            raise _unsupported_arch(arch)
+        known = supported_archs()
+        if arch not in known:
+            number, *numbers = (int(re.sub(r"\D", "", name)) for name in (arch, *known))
+            nearest = min(zip(numbers, known, strict=True), key=lambda one: abs(one[0] - number))[1]
+            raise Unsupported("arch", arch, f"this NVRTC compiles for {', '.join(known)}", nearest=nearest)
         inputs = compile_inputs(source, arch, find_toolchain())
         data, log = _run(nvrtc, source, arch, inputs)
         resources = parse_resources(log)
@@ -99,15 +102,6 @@ class Compiler:
                 log,
             )
         return Cubin(whole_cubin(data), arch, source.entry_points, log, resources)
-
-
-def _unsupported_arch(arch: str) -> Unsupported:
-    def capability(name: str) -> int:
-        return int(re.sub(r"\D", "", name))
-
-    known = supported_archs()
-    nearest = min(known, key=lambda name: abs(capability(name) - capability(arch)))
-    return Unsupported("arch", arch, f"this NVRTC compiles for {', '.join(known)}", nearest=nearest)
 
 
 def _run(nvrtc: Any, source: KernelSource, arch: str, inputs: CompileInputs) -> tuple[bytes, str]:

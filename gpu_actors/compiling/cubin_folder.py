@@ -97,12 +97,11 @@ class CacheFolder:
     def names(self, prefix: str) -> list[str]:
         """The entries whose names begin with ``prefix``, the newest first."""
         try:
-            with self._opened() as folder, os.scandir(folder) as files:
-                found = [f for f in files if f.name.startswith(prefix) and f.name.endswith(self.suffix)]
-                found.sort(key=lambda file: file.stat(follow_symlinks=False).st_mtime_ns, reverse=True)
+            with self._opened() as folder:
+                found = sorted(_listing(folder, self.suffix), key=lambda entry: entry[1].st_mtime_ns, reverse=True)
         except FileNotFoundError:
             return []
-        return [file.name for file in found]
+        return [name for name, _ in found if name.startswith(prefix)]
 
     def publish(self, name: str, data: bytes) -> None:
         """Writes an entry so that readers find it whole or not at all, whenever this process dies."""

@@ -80,11 +80,6 @@ class FrozenMap(Mapping[str, Value]):
     def __len__(self) -> int:
         return len(self._items)
 
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, FrozenMap):
-            return self._items == other._items
-        return self._items == other
-
     def __hash__(self) -> int:
         return hash(tuple(self._items.items()))
 
@@ -155,24 +150,18 @@ class KernelSource:
         if self.arch is not None:
             check_arch(self.arch)
         # Cached because a lookup hashes the source, and tuples of strings do not cache their hash.
-        fields = (
-            self.name,
-            self.source,
-            self.entry_points,
-            self.headers,
-            self.macros,
-            self.options,
-            self.arch,
-        )
-        fix(self, "_hash", hash(fields))
+        fix(self, "_hash", hash(self._fields))
+
+    @property
+    def _fields(self) -> tuple[object, ...]:
+        return self.name, self.source, self.entry_points, self.headers, self.macros, self.options, self.arch
 
     def __hash__(self) -> int:
         return self._hash
 
     def __reduce__(self) -> tuple[type[KernelSource], tuple[object, ...]]:
         # Rebuilt rather than copied: string hashes differ between processes.
-        mappings = dict(self.headers), dict(self.macros)
-        return KernelSource, (self.name, self.source, self.entry_points, *mappings, self.options, self.arch)
+        return KernelSource, self._fields
 
     def resolve_arch(self, arch: str | None = None) -> str:
         """The exact architecture to compile for, from the argument or the source itself.

@@ -131,8 +131,7 @@ def adoption() -> str | None:
 
 
 def _toolchain(version: str) -> Toolchain:
-    major, minor = version.split(".")[:2]
-    return Toolchain(version, _include_dirs((int(major), int(minor))))
+    return Toolchain(version, _include_dirs(Toolchain(version, ()).release))
 
 
 @functools.cache

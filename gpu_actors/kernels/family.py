@@ -67,12 +67,8 @@ class KernelFamily:
             field = next(name for name in _POSITIONS if getattr(problem, name))
             reason = f"{self.name} counts rows, keys and heads from the beginning of their sequence"
             return Unsupported(field, getattr(problem, field), reason)
-        if (
-            problem.q_positions == 2
-            and problem.deterministic
-            and problem.sliding_window
-            and self.direction == "backward"
-        ):
+        rows_apart = problem.q_positions == 2 and problem.sliding_window
+        if rows_apart and problem.deterministic and self.direction == "backward":
             reason = "blocks take turns by ranges of rows, and between rows that stand apart a window may see none"
             return Unsupported("deterministic", True, reason, False)
         if self.direction not in (None, problem.direction):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.occupancy import shared_mem_limit
@@ -20,7 +20,6 @@ __all__ = [
     "TILES",
     "FlashAttentionConfig",
     "Tile",
-    "TileRow",
     "arch_class",
     "mma_row",
     "output_over_q",
@@ -41,7 +40,7 @@ class Tile(NamedTuple):
     warps: int
 
 
-class TileRow(NamedTuple):
+class _TileRow(NamedTuple):
     """Which problems a tile is for. None matches everything; head_dim is the largest one it is for.
 
     scale_only: whether nothing but the scale may stand between product and score. blocks: how many at a time must fit
@@ -68,11 +67,11 @@ _NO_WINDOW: tuple[MaskKind, ...] = ("full", "causal")
 
 _E4M3 = ("float8_e4m3fn",)
 
-_sm90 = functools.partial(TileRow, "forward_sm90", arch_classes=("sm_90",))
-_mma = functools.partial(TileRow, "forward_mma")
-_backward = functools.partial(TileRow, "backward_mma", direction="backward")
-_backward_sm90 = functools.partial(TileRow, "backward_sm90", direction="backward", arch_classes=("sm_90",))
-_simple = functools.partial(TileRow, "forward_simple")
+_sm90 = functools.partial(_TileRow, "forward_sm90", arch_classes=("sm_90",))
+_mma = functools.partial(_TileRow, "forward_mma")
+_backward = functools.partial(_TileRow, "backward_mma", direction="backward")
+_backward_sm90 = functools.partial(_TileRow, "backward_sm90", direction="backward", arch_classes=("sm_90",))
+_simple = functools.partial(_TileRow, "forward_simple")
 
 # The first row that matches counts, of those whose tiles fit into the architecture's shared memory.
 TILES = (
@@ -150,7 +149,7 @@ def tile_for(
     scale_only: bool = True,
     layout: Layout = "dense",
 ) -> Tile:
-    """The tile of a kernel for a problem. head_dim: the larger of q's and v's. scale_only, layout: as in TileRow.
+    """The tile of a kernel for a problem. head_dim: the larger of q's and v's. scale_only, layout: as in `_TileRow`.
 
     Raises Unsupported where the table has no row for it.
     """
@@ -309,21 +308,13 @@ class FlashAttentionConfig:
         if dtype not in ELEMENTS:
             raise Unsupported("dtype", dtype, f"tiles are known for {', '.join(ELEMENTS)}", nearest="float32")
         limit = shared_mem_limit(sm)
+        problem: dict[str, Any] = {"seq_q": seq_q, "seq_kv": seq_kv, "causal": causal, "sm": sm, "dtype": dtype}
         for dim in range(head_dim, 0, -1):
             block_m, block_n = (128, 128) if dim <= 64 else (128, 64) if dim <= 128 else (64, 64)
+            warps = 8 if sm >= 90 and block_m >= 128 else 4
+            tile: dict[str, Any] = {"block_m": block_m, "block_n": block_n, "num_warps": warps}
             for stages in range(3 if sm >= 90 else 2, 0, -1):
-                config = cls(
-                    head_dim=dim,
-                    seq_q=seq_q,
-                    seq_kv=seq_kv,
-                    causal=causal,
-                    sm=sm,
-                    block_m=block_m,
-                    block_n=block_n,
-                    num_warps=8 if sm >= 90 and block_m >= 128 else 4,
-                    num_stages=stages,
-                    dtype=dtype,
-                )
+                config = cls(head_dim=dim, num_stages=stages, **tile, **problem)
                 if config.shared_mem_bytes > limit:
                     continue
                 if dim == head_dim:

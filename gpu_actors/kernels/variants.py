@@ -32,7 +32,6 @@ __all__ = [
     "kv_variants",
     "standard_variants",
     "usual_backward_keys",
-    "usual_decode_keys",
 ]
 
 KernelKey: TypeAlias = DispatchKey | AppendKey | PageCopyKey | MergeKey
@@ -82,7 +81,8 @@ def block_threads(key: KernelKey) -> int:
 
 
 def standard_variants(arch: str) -> list[DispatchKey]:
-    """The keys worth compiling ahead for ``arch``: the usual dtypes, head dims and masks, dense and varlen.
+    """The keys worth compiling ahead for ``arch``: the usual dtypes, head dims and masks, dense, varlen and
+    over caches.
 
     fp8 is among them where the architecture has it. Every other variant compiles when it is first asked for.
     """
@@ -97,12 +97,9 @@ def standard_variants(arch: str) -> list[DispatchKey]:
         shapes += [(dtype, dim, "causal", True) for dim in (64, 128)]
     shapes += [("float32", 64, mask, False) for mask in ("full", "causal")]
     shapes.append(("bfloat16", 32, "full", True))  # what `gpu-actors embed` asks for
-    return _keys_of([_usual_problem(*shape) for shape in shapes], arch) + usual_decode_keys(arch)
-
-
-def usual_decode_keys(arch: str) -> list[DispatchKey]:
-    """The kernels of the usual requests over caches, with what splits and merges their work: a key for each cubin."""
-    return _keys_of(usual_decode_problems(arch), arch, Target(lengths_on_host=False))
+    # Requests over caches with what splits and merges their work, wherever their lengths lie.
+    cached = _keys_of(usual_decode_problems(arch), arch, Target(lengths_on_host=False))
+    return _keys_of([_usual_problem(*shape) for shape in shapes], arch) + cached
 
 
 def usual_backward_keys(arch: str) -> list[DispatchKey]:

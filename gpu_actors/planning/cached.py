@@ -39,7 +39,6 @@ __all__ = [
     "Decoding",
     "adopt_cache_request",
     "bind_cached",
-    "cached_plan",
     "check_cached",
     "check_operands",
     "decoding_output",
@@ -150,7 +149,7 @@ def _problem(request: CacheRequest) -> AttentionProblem:
     return paged_problem(request) if isinstance(request, PagedForward) else decode_problem(request)
 
 
-def cached_plan(request: CacheRequest, device: Device, accumulate: Accumulate, key: DispatchKey | None = None) -> Plan:
+def _cached_plan(request: CacheRequest, device: Device, accumulate: Accumulate, key: DispatchKey | None = None) -> Plan:
     """The plan of an adopted request, with the kernels of ``key`` where that is given. Raises as `pose_cached`."""
     problem, key = pose_cached(request, device.info) if key is None else (_problem(request), key)
     rows = request.q.shape[:-1] if isinstance(request, PagedForward) else (problem.batch, 1, problem.heads_q)
@@ -171,7 +170,7 @@ class Decoding:
 
     def __init__(self, device: Device, accumulate: Accumulate) -> None:
         self.plans: PlanCache[Plan] = PlanCache(_PLANS)
-        self._make = functools.partial(cached_plan, device=device, accumulate=accumulate)
+        self._make = functools.partial(_cached_plan, device=device, accumulate=accumulate)
 
     def plan(self, request: CacheRequest, key: DispatchKey | None = None) -> Plan:
         """The plan of an adopted request. Raises `InvalidRequest` and `Unsupported`.

@@ -64,12 +64,12 @@ class GraphPlanner(AttentionPlanner):
             actor.launch((call,), launch, lambda outputs: plan.answer(given, outputs))
 
     def _graph_plan(self, graph: OperationGraph, given: Given) -> GraphPlan:
-        signature = (graph.signature(), alignments(*tiles_of(given).values()))
-        plan: GraphPlan | None = self.plans.find(signature)
-        if plan is None:
-            families = eligible_families({f"tensor {uid}": array for uid, array in tiles_of(given).items()})
-            plan = graph_plan(graph, self.device, self.runs_kernels, self.accumulate, families)
-            self.plans.add(signature, plan)
+        tiles = {f"tensor {uid}": array for uid, array in tiles_of(given).items()}
+
+        def make() -> GraphPlan:
+            return graph_plan(graph, self.device, self.runs_kernels, self.accumulate, eligible_families(tiles))
+
+        plan: GraphPlan = self.plans.of(lambda: (graph.signature(), alignments(*tiles.values())), make)
         return plan
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gpu_actors.arrays.adopt import Adopted, restore
+from gpu_actors.arrays.adopt import Adopted
 from gpu_actors.devices.interface import Outputs
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.mha import AttentionParams, MhaBackward, MhaForward, MhaOutput
+from gpu_actors.planning.backward import attention_gradients
+from gpu_actors.planning.forward import attention_output
 from gpu_actors.requests import AttentionGradients, FlashBackward, FlashForward
 from gpu_actors.validation.fields import describe, shape_of
 
@@ -45,20 +47,16 @@ def backward_request(message: MhaBackward) -> FlashBackward:
 
 def mha_output(template: Adopted | None, outputs: Outputs) -> Sequence[MhaOutput]:
     """The answer to one forward request, in the kind of its q."""
-    out, stats = outputs["out"].transpose(0, 2, 1, 3), outputs.get("lse")
-    stats = None if stats is None else stats[..., None]
-    if template is not None:
-        out = restore(out, template)
-        stats = None if stats is None else restore(stats, template)
-    return (MhaOutput(out, stats),)
+    stats = outputs.get("lse")
+    heads_first = {"out": outputs["out"].transpose(0, 2, 1, 3), "lse": None if stats is None else stats[..., None]}
+    (found,) = attention_output(template, None, heads_first)
+    return (MhaOutput(found.out, found.lse),)
 
 
 def mha_gradients(template: Adopted | None, outputs: Outputs) -> Sequence[AttentionGradients]:
     """The answer to one backward request, in the kind of its q."""
-    found = [outputs[name].transpose(0, 2, 1, 3) for name in ("dq", "dk", "dv")]
-    if "dbias" in outputs:
-        found.append(outputs["dbias"])
-    return (AttentionGradients(*(array if template is None else restore(array, template) for array in found)),)
+    heads_first = {name: outputs[name].transpose(0, 2, 1, 3) for name in ("dq", "dk", "dv")}
+    return attention_gradients(template, {**outputs, **heads_first})
 
 
 def _params(message: MhaForward | MhaBackward) -> AttentionParams:

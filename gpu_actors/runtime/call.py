@@ -15,6 +15,7 @@ import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -41,27 +42,16 @@ QUEUED, LAUNCHED, DONE = CallState
 
 
 class Account(Protocol):
-    """What a call is entered in: the mailbox that it was sent to, whose lock guards it."""
+    """What a call is entered in: the `Mailbox` that it was sent to, whose lock guards it."""
 
     lock: Any  # re-entrant: see Mailbox
     numbers: Iterator[int]
     answered: defaultdict[type[BaseException] | None, int]
 
-    def let_go(self, call: Call[Any]) -> bool:
-        """Forget a call that is answered, under the lock. True if `report` has something to tell."""
-        ...
-
-    def recall(self, call: Call[Any]) -> bool:
-        """Cancel a call that is launched, where that is possible. True if it is answered so. Without the lock."""
-        ...
-
-    def report(self, call: Call[Any]) -> None:
-        """Tell of an answer those that want to know. Without the lock."""
-        ...
-
-    def tell_idle(self) -> None:
-        """Tell those that wait for the mailbox to be idle, where it is. Without the lock."""
-        ...
+    def let_go(self, call: Call[Any]) -> bool: ...
+    def recall(self, call: Call[Any]) -> bool: ...
+    def report(self, call: Call[Any]) -> None: ...
+    def tell_idle(self) -> None: ...
 
 
 class Gate:
@@ -84,6 +74,7 @@ class Gate:
         self._lock.acquire(timeout=-1 if timeout is None else max(timeout, 0.0))
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Call(Local, Generic[T]):
     """A message, its answer once there is one, and the waiters for it.
 
@@ -94,42 +85,25 @@ class Call(Local, Generic[T]):
     ``traced`` was decided when the call was accepted, so that a trace holds all of a call or nothing.
     """
 
-    __slots__ = (
-        "_callbacks",
-        "_waiters",
-        "caller_notes",
-        "deadline",
-        "error",
-        "mailbox",
-        "message",
-        "number",
-        "parked",
-        "prepared",
-        "priority",
-        "state",
-        "timer",
-        "traced",
-        "unmergeable",
-        "value",
-    )
+    message: Any
+    mailbox: Account
+    priority: int = 0
+    deadline: float | None = None
+    number: int = field(init=False)
+    caller_notes: Any = field(init=False, default=None)
+    prepared: Any = field(init=False, default=None)
+    parked: bool = field(init=False, default=False)
+    unmergeable: bool = field(init=False, default=False)
+    state: CallState = field(init=False, default=QUEUED)
+    value: T | None = field(init=False, default=None)
+    error: BaseException | None = field(init=False, default=None)
+    timer: Timer | None = field(init=False, default=None)
+    traced: bool = field(init=False, default=False)
+    _waiters: list[Waiter] | None = field(init=False, default=None)
+    _callbacks: list[Callable[[Call[T]], None]] | None = field(init=False, default=None)
 
-    def __init__(self, message: Any, mailbox: Account, priority: int = 0, deadline: float | None = None) -> None:
-        self.message: Any = message
-        self.mailbox: Account = mailbox
-        self.priority: int = priority
-        self.deadline: float | None = deadline
-        self.number: int = next(mailbox.numbers)
-        self.caller_notes: Any = None
-        self.prepared: Any = None
-        self.parked: bool = False
-        self.unmergeable: bool = False
-        self.state: CallState = QUEUED
-        self.value: T | None = None
-        self.error: BaseException | None = None
-        self.timer: Timer | None = None
-        self.traced: bool = False
-        self._waiters: list[Waiter] | None = None
-        self._callbacks: list[Callable[[Call[T]], None]] | None = None
+    def __post_init__(self) -> None:
+        self.number = next(self.mailbox.numbers)
 
     @property
     def done(self) -> bool:

@@ -46,11 +46,11 @@ class Cell:
     ) -> None:
         options = environment.options
         self.name: str = actor_type.label or actor_type.__name__
-        self.actor_type = actor_type
+        made: Any = actor_type  # what `ServiceActor` adds to ActorType knows cells
+        self.actor_type: Any = actor_type
         self.environment = environment
         self.mailbox: Mailbox = make_mailbox(self.name, options.mailbox_capacity, options.max_in_flight)
         self.mailbox.on_traced = self._trace_answer
-        made: Any = actor_type  # what `ServiceActor` adds to ActorType knows cells
         self.handle: Any = made.handle_type(self)
         self.state: str = state
         self.restarts = 0
@@ -112,8 +112,7 @@ class ActorCell(Cell):
         self.busy_since: float | None = None
         self.ref: ActorRef[Any] | None = None
         self.stream: Stream | None = None
-        made: Any = actor_type
-        self.shared: Any = made.make_shared(self)
+        self.shared: Any = self.actor_type.make_shared(self)
 
     def open_stream(self) -> Stream:
         """The actor's stream, which is opened the first time."""
@@ -126,8 +125,7 @@ class ActorCell(Cell):
 
     def start(self) -> None:
         """Start an incarnation; it reports to the ContextActor."""
-        made: Any = self.actor_type
-        self.ref = made.start(self)
+        self.ref = self.actor_type.start(self)
 
     def stop(self) -> None:
         """Ask the incarnation to stop after the call that it is working on; it reports to the ContextActor."""

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gpu_actors.arrays.adopt import with_grad_mode
 from gpu_actors.devices.interface import RecordingStats
 from gpu_actors.errors import GpuActorsError, InvalidRequest
 from gpu_actors.process import Local
 from gpu_actors.runtime.call import Call
+from gpu_actors.runtime.cell import ActorCell, Terminated
+from gpu_actors.runtime.mailbox import ActorStats
 from gpu_actors.runtime.reply import Reply
-
-if TYPE_CHECKING:
-    from gpu_actors.runtime.cell import ActorCell, Terminated
-    from gpu_actors.runtime.mailbox import ActorStats
 
 __all__ = ["ActorHandle"]
 

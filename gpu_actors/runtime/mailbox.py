@@ -349,9 +349,7 @@ class Mailbox:
     def _pop(self, limit: int) -> list[Call[Any]]:
         calls: list[Call[Any]] = []
         waiting = self._waiting
-        while len(calls) < limit:
-            if not waiting:  # asked last: where nothing waits, nothing may be left of the order
-                break
+        while len(calls) < limit and waiting:  # asked last: where nothing waits, nothing may be left of the order
             call = waiting.pop(heappop(self._order)[1], None)
             if call is not None:  # else it was answered while it waited
                 calls.append(call)

@@ -8,15 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from gpu_actors.errors import (
-    ActorFailed,
-    CompileError,
-    GpuActorsError,
-    LaunchError,
-    MockModeError,
-    OutOfDeviceMemory,
-)
+from gpu_actors.errors import ActorFailed, CompileError, GpuActorsError, LaunchError, MockModeError, OutOfDeviceMemory
 
 __all__ = ["Progress", "is_failure"]
 
@@ -28,23 +22,23 @@ def is_failure(error: BaseException) -> bool:
     return isinstance(error, _FAILURES) or type(error) is GpuActorsError or not isinstance(error, GpuActorsError)
 
 
+@dataclass(eq=False)
 class Progress:
     """Counts the failures of one actor. Safe to use from any thread.
 
     limit: failures without a success from which on the actor counts as ``failing``.
-    completed: gives the number of requests that the actor has answered with a result so far.
+    answered: gives the number of requests that the actor has answered with a result so far.
     on_failing: called at each failure while the actor is failing, on the thread that saw the failure.
     """
 
-    def __init__(self, limit: int, completed: Callable[[], int], on_failing: Callable[[], object]) -> None:
-        self.failed_launches: int = 0
-        self._limit = limit
-        self._completed = completed
-        self._on_failing = on_failing
-        self._crashes = 0
-        self._completed_before = 0
-        self._last = ""
-        self._lock = threading.Lock()
+    limit: int
+    answered: Callable[[], int]
+    on_failing: Callable[[], object]
+    failed_launches: int = 0
+    _crashes: int = 0
+    _completed_before: int = 0
+    _last: str = ""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def launch_ended(self, error: BaseException | None) -> None:
         """A launch, or the compilation of a kernel for one, has ended with this error, or with none."""
@@ -60,18 +54,18 @@ class Progress:
         """An incarnation of the actor has ended with an exception."""
         with self._lock:
             self._crashes = self.crashes + 1
-            self._completed_before = self._completed()
+            self._completed_before = self.answered()
         self._note(error)
 
     @property
     def completed(self) -> int:
         """Requests that the actor has answered with a result."""
-        return self._completed()
+        return self.answered()
 
     @property
     def crashes(self) -> int:
         """Incarnations in a row that ended with an exception and without a request answered since."""
-        return self._crashes if self._completed() == self._completed_before else 0
+        return self._crashes if self.answered() == self._completed_before else 0
 
     @property
     def failures(self) -> int:
@@ -80,7 +74,7 @@ class Progress:
 
     @property
     def failing(self) -> bool:
-        return self.failures >= self._limit
+        return self.failures >= self.limit
 
     @property
     def reason(self) -> str:
@@ -94,9 +88,9 @@ class Progress:
         completed: the actor's ``completed`` before the probe. The probe's own success is not one of a request.
         """
         with self._lock:
-            self._crashes = min(self._crashes, self._limit - 1)
+            self._crashes = min(self._crashes, self.limit - 1)
             if self.failed_launches or self.completed - completed <= 1:
-                self.failed_launches = self._limit - 1
+                self.failed_launches = self.limit - 1
 
     def discount(self, completed: int, failed_launches: int) -> None:
         """A probe of an actor that does not fail succeeded: its success does not end a row of failed requests.
@@ -111,4 +105,4 @@ class Progress:
         if self.failing:
             # Kept as text: the error itself holds the request that it answered, with its arrays.
             self._last = f"{type(error).__name__}: {error}"
-            self._on_failing()
+            self.on_failing()

@@ -8,6 +8,7 @@ import math
 import threading
 from collections.abc import Callable, Generator
 from contextvars import Context, copy_context
+from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar
 
 from gpu_actors.errors import AsyncioNeeded, RequestCancelled, WouldBlock
@@ -123,6 +124,7 @@ class Reply(Local, Generic[T]):
         future. Added elsewhere, it is called on the thread that answers the request, or on this one if the reply is
         done, and must be short; what it raises is logged.
         """
+        context = copy_context() if context is None else context
         self._call.when_done(DoneCallback(self, function, asyncio._get_running_loop(), context))
 
     def remove_done_callback(self, function: Callable[[Self], object]) -> int:
@@ -136,40 +138,32 @@ class Reply(Local, Generic[T]):
         return f"<Reply #{call.number} {call.state.name.lower()} of {type(call.message).__name__}{hint}>"
 
 
+@dataclass(slots=True, eq=False)
 class DoneCallback:
     """What `Reply.add_done_callback` was given. Calling it twice calls the function once."""
 
-    __slots__ = ("_began", "_context", "_loop", "_reply", "function")
-
-    def __init__(
-        self,
-        reply: Reply[Any],
-        function: Callable[[Any], object],
-        loop: asyncio.AbstractEventLoop | None,
-        context: Context | None,
-    ) -> None:
-        self.function: Callable[[Any], object] = function
-        self._reply = reply
-        self._loop = loop
-        self._context = context if context is not None else copy_context()
-        self._began = False
+    reply: Reply[Any]
+    function: Callable[[Any], object]
+    loop: asyncio.AbstractEventLoop | None
+    context: Context
+    _began: bool = False
 
     def __call__(self, call: Call[Any]) -> None:
-        if self._loop is None:
+        if self.loop is None:
             try:
-                self._context.run(self._run)
+                self.context.run(self._run)
             except Exception:
                 logger.exception("a callback of a reply raised")
             return
         try:
-            self._loop.call_soon_threadsafe(self._run, context=self._context)
+            self.loop.call_soon_threadsafe(self._run, context=self.context)
         except RuntimeError:
             return  # the loop was closed meanwhile
 
     def _run(self) -> None:
         if not self._began:
             self._began = True
-            self.function(self._reply)
+            self.function(self.reply)
 
 
 def need_asyncio(call: str) -> None:

@@ -11,6 +11,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from gpu_actors.clock import Clock
 
@@ -25,14 +26,12 @@ _LONGEST_SLEEP = 3600.0
 _FEW_DEAD = 256
 
 
+@dataclass(slots=True, eq=False)
 class Timer:
     """A callback that is due at a time. `cancel` keeps it from running, if it has not begun."""
 
-    __slots__ = ("_callback", "_owner")
-
-    def __init__(self, owner: Timers, callback: Callable[[], None]) -> None:
-        self._owner = owner
-        self._callback: Callable[[], None] | None = callback
+    _owner: Timers
+    _callback: Callable[[], None] | None
 
     def cancel(self) -> None:
         if self._callback is not None:
@@ -52,9 +51,8 @@ class Timer:
 class Timers:
     """Runs callbacks at their times, one after the other, on one thread. Callbacks must be short."""
 
-    def __init__(self, clock: Clock, name: str = "gpu-actors-timers") -> None:
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._name = name
         self._condition = threading.Condition()
         self._heap: list[tuple[float, int, Timer]] = []
         self._numbers = itertools.count()
@@ -72,7 +70,7 @@ class Timers:
             if self._cancelled > max(_FEW_DEAD, len(self._heap) // 2):
                 self._sweep()
             if self._thread is None:
-                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                thread = threading.Thread(target=self._run, name="gpu-actors-timers", daemon=True)
                 thread.start()  # which may raise, and then the next timer tries again
                 self._thread = thread
             first = not self._heap or when < self._heap[0][0]

@@ -16,6 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import Context
+from dataclasses import dataclass
 from typing import Any
 
 __all__ = ["Outbox", "Waiter", "WakePipe"]
@@ -39,7 +40,8 @@ class WakePipe:
     def __init__(self) -> None:
         self._reader, self._writer = os.pipe()
         # The pipe stays open when the interpreter exits: a daemon thread may still sleep here.
-        weakref.finalize(self, _close, self._reader, self._writer).atexit = False
+        for descriptor in (self._reader, self._writer):
+            weakref.finalize(self, os.close, descriptor).atexit = False
 
     def wait(self) -> None:
         """Sleep until the next `wake`."""
@@ -49,6 +51,7 @@ class WakePipe:
         os.write(self._writer, b"\0")
 
 
+@dataclass(slots=True, eq=False)
 class Waiter:
     """Awaited by one task, once: ``yield waiter``. All but ``loop`` is for the loop's own thread.
 
@@ -58,16 +61,12 @@ class Waiter:
     there.
     """
 
-    __slots__ = ("_asyncio_future_blocking", "_context", "_error", "_over", "_step", "loop")
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        # This attribute tells a task that it is given something to wait for.
-        self._asyncio_future_blocking = True
-        self.loop: asyncio.AbstractEventLoop = loop
-        self._over = False
-        self._error: asyncio.CancelledError | None = None
-        self._step: Step | None = None
-        self._context: Context | None = None
+    loop: asyncio.AbstractEventLoop
+    _asyncio_future_blocking: bool = True  # which tells a task that it is given something to wait for
+    _over: bool = False
+    _error: asyncio.CancelledError | None = None
+    _step: Step | None = None
+    _context: Context | None = None
 
     def wake(self) -> None:
         """Let the task go on. Raises what a task may end its loop with."""
@@ -130,11 +129,6 @@ class Outbox:
         except BaseException:  # Ctrl-C: a waiter that is woken twice takes no notice
             _wake_all(waiters)
             raise
-
-
-def _close(*descriptors: int) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
 
 
 def _wake_all(waiters: Sequence[Waiter]) -> None:

@@ -97,11 +97,8 @@ def test_tiles_are_those_that_hold_a_visible_key(variant):
         problem = problem_of(case, case.operands())
         key = key_of(problem, variant.arch)
         rows = np.full(len(case.batch.k), problem.seqlen_q) if case.rows is None else np.array(case.rows)
-        load, tile, block = (
-            workload(problem, key, case.batch.lengths, rows),
-            decode_tile(key).tile.block_n,
-            key.row_tile,
-        )
+        load, block = workload(problem, key, case.batch.lengths, rows), key.row_tile
+        tile = decode_tile(key).tile.block_n
         counts = load.tiles.reshape(len(rows), -1)
         for index, length in enumerate(case.batch.lengths):
             for part in range(counts.shape[1]):

@@ -22,7 +22,6 @@ __all__ = [
     "AppendKey",
     "AppendLayout",
     "AppendProblem",
-    "Cut",
     "Rope",
     "append_geometry",
     "append_key",
@@ -223,7 +222,7 @@ def _shared_bytes(key: AppendKey) -> int:
     return _MAX_ROWS * (_PLACE_BYTES + key.rotary_dim // 2 * _ROTATION_BYTES)
 
 
-class Cut(NamedTuple):
+class _Cut(NamedTuple):
     """How a launch's rows are dealt out: see the fields of these names in kernels_cu/append/params.cuh."""
 
     block_rows: int
@@ -231,14 +230,14 @@ class Cut(NamedTuple):
     part_units: int
 
 
-def cut_rows(key: AppendKey, problem: AppendProblem) -> Cut:
+def cut_rows(key: AppendKey, problem: AppendProblem) -> _Cut:
     """How the rows of a problem are dealt out to thread blocks."""
     units_of = _units(key)
     row_units = problem.heads_kv * (units_of.k + units_of.v) + problem.heads_q * units_of.q
     block_rows = max(1, min(_MAX_ROWS, _BLOCK_UNITS // row_units, problem.total // _FULL_GPU))
     units = block_rows * row_units
     parts = -(-units // _BLOCK_UNITS)
-    return Cut(block_rows, parts, -(-units // (parts * _WARP)) * _WARP)
+    return _Cut(block_rows, parts, -(-units // (parts * _WARP)) * _WARP)
 
 
 def append_geometry(key: AppendKey, problem: AppendProblem) -> LaunchGeometry:

@@ -8,16 +8,7 @@ from types import MappingProxyType
 
 from gpu_actors.devices.interface import ScratchSpec
 from gpu_actors.kernels.backward.params import pack_backward
-from gpu_actors.kernels.backward.variant import (
-    FINISH,
-    MAIN,
-    NAMES,
-    PREPARE,
-    backward_macros,
-    backward_threads,
-    dq_floats,
-    keys_of,
-)
+from gpu_actors.kernels.backward.variant import NAMES, backward_macros, backward_threads, dq_floats, keys_of
 from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.program import Pack, Part, Program, Target, flat_grid
 from gpu_actors.kernels.tiles import shared_bytes_of, tile_of
@@ -91,8 +82,9 @@ def _scratch(
     return scratch
 
 
+_PREPARE, _MAIN, _FINISH = NAMES
 BACKWARD_MMA = KernelFamily(
-    MAIN,
+    _MAIN,
     "computes the gradients of every option of dense and varlen batches on tensor cores, with mma.sync",
     backward_program,
     backward_macros,
@@ -100,7 +92,7 @@ BACKWARD_MMA = KernelFamily(
     "backward",
     ("dense", "varlen"),
     ("float16", "float32", "bfloat16"),
-    companions=(PREPARE, FINISH),
+    companions=(_PREPARE, _FINISH),
     score_mods=True,
     positions=True,
 )

@@ -14,19 +14,9 @@ from gpu_actors.kernels.support import ELEMENTS, capability
 from gpu_actors.kernels.tiles import tile_of
 from gpu_actors.problem import DispatchKey
 
-__all__ = [
-    "FINISH",
-    "MAIN",
-    "NAMES",
-    "PREPARE",
-    "backward_macros",
-    "backward_threads",
-    "dq_floats",
-    "gradient_macros",
-    "keys_of",
-]
+__all__ = ["NAMES", "backward_macros", "backward_threads", "dq_floats", "gradient_macros", "keys_of"]
 
-NAMES = PREPARE, MAIN, FINISH = "backward_prepare", "backward_mma", "backward_finish"
+NAMES = "backward_prepare", "backward_mma", "backward_finish"
 
 _PREPARE_THREADS = 128
 _WARP = 32
@@ -62,7 +52,7 @@ def backward_macros(key: DispatchKey) -> Macros:
 
 def backward_threads(key: DispatchKey) -> int:
     """The threads of a block of one of the three kernels."""
-    return _PREPARE_THREADS if key.kernel == PREPARE else tile_of(keys_of(key, NAMES)[1]).warps * _WARP
+    return _PREPARE_THREADS if key.kernel == NAMES[0] else tile_of(keys_of(key, NAMES)[1]).warps * _WARP
 
 
 def dq_floats(key: DispatchKey) -> int:

@@ -11,10 +11,7 @@ from gpu_actors.kernels.hopper_backward.params import pack_sm90_backward
 from gpu_actors.kernels.hopper_backward.variant import (
     BOUNDS,
     CONSUMERS,
-    FINISH,
-    MAIN,
     NAMES,
-    PREPARE,
     sm90_backward_macros,
     sm90_backward_refuses,
     sm90_backward_threads,
@@ -35,8 +32,9 @@ def sm90_backward_program(problem: AttentionProblem, key: DispatchKey, target: T
     return gradient_program(problem, key, NAMES, sm90_backward_threads, pack, sm90_dq_floats(key), turns, own)
 
 
+_PREPARE, _MAIN, _FINISH = NAMES
 BACKWARD_SM90 = KernelFamily(
-    MAIN,
+    _MAIN,
     "computes gradients of 16-bit batches on Hopper with TMA and wgmma",
     sm90_backward_program,
     sm90_backward_macros,
@@ -45,7 +43,7 @@ BACKWARD_SM90 = KernelFamily(
     ("dense", "varlen"),
     ("float16", "bfloat16"),
     refuses=sm90_backward_refuses,
-    companions=(PREPARE, FINISH),
+    companions=(_PREPARE, _FINISH),
     score_mods=True,
     positions=True,
     tma=True,

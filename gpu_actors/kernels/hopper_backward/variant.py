@@ -16,17 +16,14 @@ from gpu_actors.problem import AttentionProblem, DispatchKey
 __all__ = [
     "BOUNDS",
     "CONSUMERS",
-    "FINISH",
-    "MAIN",
     "NAMES",
-    "PREPARE",
     "sm90_backward_macros",
     "sm90_backward_refuses",
     "sm90_backward_threads",
     "sm90_dq_floats",
 ]
 
-NAMES = PREPARE, MAIN, FINISH = "backward_prepare_sm90", "backward_sm90", "backward_finish_sm90"
+NAMES = _PREPARE, _MAIN, _FINISH = "backward_prepare_sm90", "backward_sm90", "backward_finish_sm90"
 
 CONSUMERS = 2
 """Warpgroups of a block that multiply."""
@@ -41,17 +38,17 @@ _PREPARE_THREADS, _WARPGROUP = 128, 128
 def sm90_backward_refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
     """Why backward_sm90 does not take a problem, or None. What TMA asks of strides is in `hopper.params`."""
     if capability(arch) != 90:
-        return Unsupported("arch", arch, f"{MAIN} is written for Hopper's wgmma", "sm_90a")
+        return Unsupported("arch", arch, f"{_MAIN} is written for Hopper's wgmma", "sm_90a")
     if problem.bias is not None and (problem.score_mod is not None or problem.capped):
-        reason = f"{MAIN} has no place for the gradient of a bias beside the derivative of a score"
+        reason = f"{_MAIN} has no place for the gradient of a bias beside the derivative of a score"
         return Unsupported("bias", problem.bias[0], reason)
     if problem.total_q == 0 or problem.total_k == 0:
-        return Unsupported("seqlen_k", 0, f"{MAIN} moves rows and keys by TMA, which there must be", 1)
+        return Unsupported("seqlen_k", 0, f"{_MAIN} moves rows and keys by TMA, which there must be", 1)
     widest = max(problem.head_dim, problem.head_dim_v)
     if widest % 8 == 0 and _WIDEST < widest <= MAX_HEAD_DIM:
-        reason = f"{MAIN} holds dK and dV of 64 keys in registers, up to {_WIDEST} columns"
+        reason = f"{_MAIN} holds dK and dV of 64 keys in registers, up to {_WIDEST} columns"
         return Unsupported("head_dim", widest, reason, _WIDEST)
-    return folded_factor_refusal(problem, MAIN)
+    return folded_factor_refusal(problem, _MAIN)
 
 
 def sm90_backward_macros(key: DispatchKey) -> Macros:
@@ -62,9 +59,9 @@ def sm90_backward_macros(key: DispatchKey) -> Macros:
 
 def sm90_backward_threads(key: DispatchKey) -> int:
     """The threads of a block of one of the three kernels."""
-    if key.kernel == PREPARE:
+    if key.kernel == _PREPARE:
         return _PREPARE_THREADS
-    return _WARPGROUP * (CONSUMERS if key.kernel == FINISH else CONSUMERS + 1)
+    return _WARPGROUP * (CONSUMERS if key.kernel == _FINISH else CONSUMERS + 1)
 
 
 def sm90_dq_floats(key: DispatchKey) -> int:
