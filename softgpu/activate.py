@@ -8,6 +8,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
+import shlex
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -42,6 +43,7 @@ def activate() -> None:
         raise RuntimeError("CuPy is imported already, with NVIDIA's runtime")
     # CuPy's own kernels must be compiled here, or it would not be seen what they are made of.
     os.environ.setdefault("CUPY_CACHE_IN_MEMORY", "1")
+    os.environ["SOFTGPU_LINES"] = shlex.join([sys.executable, "-I", str(Path(__file__).with_name("lines.py"))])
     driver().softgpu_set_finder(_finder)
     sys.meta_path.insert(0, _Finder())
 

@@ -73,7 +73,7 @@ class Images:
             text = _CUPYS.sub('#include "softgpu/cupy.cuh"', source.source)
             text = _DYNAMIC_SHARED.sub(r"\1* \2 = reinterpret_cast<\1*>(::emulation::dynamic_shared());", text)
             module = build_module(text, macros, headers, entries=source.entry_points, name=source.name)
-            lines = [str(module.path)]
+            lines = [f"{module.path}\t{source.name}"]
             for entry in source.entry_points:
                 sizes = parameter_sizes(cubin.data, entry) or ()
                 resources = cubin.resources[entry]

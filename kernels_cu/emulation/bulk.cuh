@@ -12,8 +12,10 @@ namespace emulation {
 // The destination is poisoned at once; the data lands when nothing else can run (late), at once, or at random.
 inline void deliver(const InFlight& load);
 
-inline void send(const InFlight& load) {
+inline void send(InFlight& load) {
   Block& block = *self().block;
+  load.fiber = &self();
+  load.issued = load.fiber->statement;
   if (block.request->delivery == Delivery::eager) deliver(load);
   else block.in_flight.push(load);
 }
@@ -58,6 +60,7 @@ inline void land_bulk(const InFlight& load) { async_write(load.shared, load.sour
 // Shared memory is read at issue and must not change until wait_group.read; global memory changes at the wait (late),
 // at the commit (eager), or either way.
 inline void start_store(BulkStore& store, const char* operation) {
+  store.issued = self().statement;
   store.snapshot = static_cast<char*>(malloc(store.bytes));
   for (uint32_t at = 0; at < store.bytes; at += 16)
     async_read(swizzled(store.shared + at, store.map.swizzle), store.snapshot + at, 16, operation);
@@ -101,19 +104,23 @@ inline void write_tensor(const BulkStore& store);
 
 inline void finish_write(BulkStore& store) {
   if (store.written) return;
+  blame(*self().block, -1, store.issued);
   if (store.map.rank) write_tensor(store);
   else write_global(store.map.base, store.snapshot, store.bytes, store);
+  blame_running(*self().block);
   store.written = true;
 }
 
 inline void finish_read(BulkStore& store) {
   if (store.read) return;
+  blame(*self().block, -1, store.issued);
   for (uint32_t at = 0; at < store.bytes; at += 16) {
     uint32_t address = swizzled(store.shared + at, store.map.swizzle);
     if (memcmp(shared_pointer(address, 16, "bulk store"), store.snapshot + at, 16))
       fail(kind::race,
            "shared address 0x%x changed while a bulk or tensor store was reading it (before wait_group.read)", address);
   }
+  blame_running(*self().block);
   store.read = true;
 }
 

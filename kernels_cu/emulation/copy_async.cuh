@@ -33,7 +33,8 @@ inline void issue_copy(uint32_t destination, const void* source, int bytes, int 
   memset(poison, POISON, sizeof poison);
   generic_store(destination, poison, bytes, "cp.async", fiber.linear);
   CopyAsync& copy = fiber.copies.pending.push({destination, static_cast<const char*>(source),
-                                               static_cast<uint32_t>(bytes), static_cast<uint32_t>(valid), false});
+                                               static_cast<uint32_t>(bytes), static_cast<uint32_t>(valid), false,
+                                               fiber.statement});
   fiber.copies.issued++;
   Delivery delivery = block.request->delivery;
   if (delivery == Delivery::eager || (delivery == Delivery::random && block.random.one_in(2))) land(fiber, copy);
@@ -75,6 +76,7 @@ inline void issue_copy_arrival(uint32_t barrier, bool increment) {
   arrival.mbarrier = barrier;
   arrival.fiber = &fiber;
   arrival.copies = fiber.copies.issued;
+  arrival.issued = fiber.statement;
   if (block.request->delivery == Delivery::eager) land_and_arrive(arrival);
   else block.in_flight.push(arrival);
 }

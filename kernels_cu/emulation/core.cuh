@@ -1,6 +1,7 @@
 // Ground floor of the emulation: C headers only (no C++ runtime is linked), a growable list, random numbers, limits.
 #pragma once
 
+#include <execinfo.h>
 #include <float.h>
 #include <limits.h>
 #include <math.h>
@@ -31,6 +32,7 @@ constexpr size_t STACK_GUARD = 4096;              // inaccessible bytes at the l
 constexpr uint32_t MAX_SHARED_BYTES = 232448;     // 227 KiB, what a block may ask for on sm_90
 constexpr uint32_t SHARED_BASE = 1024;            // 32-bit address of the first dynamic byte (sm_90 reserves 1 KiB)
 constexpr uint32_t STATIC_SHARED_BASE = 0x40000;  // 32-bit address of the first static __shared__ byte
+constexpr uint32_t MAX_FRAMES = 24;                // calls that a fault remembers
 constexpr uint8_t POISON = 0xFF;                  // bytes that are a NaN in every floating-point format, and -1
 constexpr uint8_t CANARY = 0xC5;  // fills what lies around dynamic shared memory and is checked at the end
 

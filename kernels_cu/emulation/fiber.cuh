@@ -60,17 +60,53 @@ inline void prepare_context(Fiber& fiber, void (*main)()) {
   abort();
 }
 
+// The object file that this is linked into: symbols of the linker.
+extern "C" __attribute__((visibility("hidden"))) const char __ehdr_start[];
+extern "C" __attribute__((visibility("hidden"))) const char _end[];
+
+inline uint64_t offset_in_module(const void* code) {
+  const char* at = static_cast<const char*>(code);
+  return at >= __ehdr_start && at < _end ? uint64_t(at - __ehdr_start) : 0;
+}
+
+// Notes the calls on the stack in use. interrupted: the instruction that a signal interrupted, whose frames come after
+// those of the handler; else null. A kernel that has overwritten its stack leaves what was found until then: nothing.
+inline void note_calls(Worker& worker, const void* interrupted) {
+  Fault& fault = worker.fault;
+  void* found[MAX_FRAMES + 16];
+  volatile int count = 0;
+  worker.unwinding = 1;
+  if (sigsetjmp(worker.unwound, 1) == 0) count = backtrace(found, MAX_FRAMES + 16);
+  worker.unwinding = 0;
+  int first = 0;
+  if (interrupted) {
+    fault.frames[fault.frame_count++] = offset_in_module(static_cast<const char*>(interrupted) + 1);
+    while (first < count && found[first++] != interrupted) {}
+  }
+  for (int i = first; i < count && fault.frame_count < MAX_FRAMES; i++)
+    if (const uint64_t offset = offset_in_module(found[i])) fault.frames[fault.frame_count++] = offset;
+}
+
+// What follows is done for another thread, whose statement `issued` began it; or the running thread's (-1) own work is
+// about a statement of before.
+inline void blame(Block& block, int thread, const void* issued) { block.worker->blamed = {thread, issued}; }
+inline void blame_running(Block& block) { block.worker->blamed = {-1, nullptr}; }
+
 inline void describe_fault(Worker& worker, const char* what, const Fiber* fiber, const char* format,
-                           va_list arguments) {
+                           va_list arguments, const void* interrupted = nullptr) {
   Fault& fault = worker.fault;
   snprintf(fault.kind, sizeof fault.kind, "%s", what);
   fault.block[0] = worker.block->index.x;
   fault.block[1] = worker.block->index.y;
   fault.block[2] = worker.block->index.z;
-  fault.thread = fiber ? fiber->linear : -1;
+  const Blamed& blamed = worker.blamed;
+  fault.thread = blamed.thread >= 0 ? blamed.thread : fiber ? fiber->linear : -1;
   fault.buffer = -1;
   fault.address = 0;
+  fault.frame_count = 0;
+  fault.issued = blamed.issued ? offset_in_module(blamed.issued) : 0;
   vsnprintf(fault.text, sizeof fault.text, format, arguments);
+  if (fiber && fault.thread == fiber->linear) note_calls(worker, interrupted);
   worker.failed = true;
 }
 

@@ -55,6 +55,8 @@ inline Launch* start_launch(Request& request, void (*call)(void*, void* const*),
   pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
   pthread_cond_init(&launch->done, &attributes);
   pthread_condattr_destroy(&attributes);
+  void* loaded;
+  backtrace(&loaded, 1);  // loads what unwinds stacks, which a signal handler may not
   active_launch = launch;
   signal_actions.install();
   for (uint32_t i = 0; i < launch->worker_count; i++) {

@@ -23,15 +23,27 @@ inline void hold(uint16_t (&m)[8][8], int l, bool transposed, uint32_t bits) {
   (transposed ? m[j + 1][i] : m[i][j + 1]) = static_cast<uint16_t>(bits >> 16);
 }
 
+// What follows is done for that lane of the warp.
+inline void blame_lane(int lane) {
+  const Fiber& fiber = self();
+  if (lane == fiber.lane) return blame_running(*fiber.block);
+  const Fiber& other = *fiber.block->fiber[fiber.warp * 32 + lane];
+  blame(*fiber.block, other.linear, other.statement);
+}
+
 __attribute__((noinline)) inline void load_matrices(const char* operation, uint32_t* r, int count, uint32_t row,
                                                     bool transposed) {
   MatrixAccess mine{row, r, nullptr};
   collective(operation, ~0u, mine, [&](MatrixAccess** lane) {
     for (int i = 0; i < count; i++) {
       uint16_t m[8][8];
-      for (int k = 0; k < 8; k++) memcpy(m[k], shared_pointer(lane[8 * i + k]->row, 16, operation, 16), 16);
+      for (int k = 0; k < 8; k++) {
+        blame_lane(8 * i + k);
+        memcpy(m[k], shared_pointer(lane[8 * i + k]->row, 16, operation, 16), 16);
+      }
       for (int l = 0; l < 32; l++) lane[l]->load[i] = held_by(m, l, transposed);
     }
+    blame_running(*self().block);
   });
 }
 
@@ -44,8 +56,12 @@ __attribute__((noinline)) inline void store_matrices(const char* operation, cons
     for (int i = 0; i < count; i++) {
       uint16_t m[8][8];
       for (int l = 0; l < 32; l++) hold(m, l, transposed, lane[l]->store[i]);
-      for (int k = 0; k < 8; k++) generic_store(lane[8 * i + k]->row, m[k], 16, operation, first + 8 * i + k);
+      for (int k = 0; k < 8; k++) {
+        blame_lane(8 * i + k);
+        generic_store(lane[8 * i + k]->row, m[k], 16, operation, first + 8 * i + k);
+      }
     }
+    blame_running(*self().block);
   });
 }
 

@@ -102,6 +102,8 @@ inline int describe_wait(const Block& block, const Fiber& f, char* text, size_t 
 
 // No thread can run and nothing is on its way: says who waits for what.
 [[noreturn]] inline void fail_deadlock(Block& block) {
+  for (int i = block.threads - 1; self().state == FiberState::done && i >= 0; i--)
+    if (block.fiber[i]->state == FiberState::blocked) blame(block, i, block.fiber[i]->statement);
   char text[1400];
   int n = 0, room = sizeof text;
   bool told[MAX_THREADS] = {};

@@ -36,6 +36,7 @@ struct CopyAsync {
   const char* source;
   uint32_t bytes, source_bytes;
   bool landed;
+  const void* issued;  // Fiber::statement
 };
 struct CopyAsyncState {
   List<CopyAsync> pending;  // number `finished` onwards
@@ -50,6 +51,7 @@ struct BulkStore {
   uint32_t shared, bytes;
   bool reduce, read, written;
   char* snapshot;  // what shared memory held at issue, in shared-memory order
+  const void* issued;  // Fiber::statement
 };
 struct BulkStoreState {
   List<BulkStore> stores;  // committed ones first
@@ -66,6 +68,7 @@ struct InFlight {
   const char* source;
   Fiber* fiber;
   uint64_t copies;
+  const void* issued;  // Fiber::statement
 };
 
 enum class FiberState : uint8_t { ready, blocked, done };
@@ -82,6 +85,7 @@ struct Fiber {
   uint64_t seen;
   const char* waits_for;
   int64_t waits_on;  // barrier number or mbarrier address, -1 where there is none
+  const void* statement;  // where the last asm statement returns to
   CopyAsyncState copies;
   BulkStoreState bulk;
 };
@@ -130,6 +134,7 @@ struct WgmmaOperation {
   float* accumulator;
   const uint32_t* a[32];
   uint32_t a_value[32][4];
+  const void* issued;  // Fiber::statement
 };
 // Registers that wgmma reads, as the last wgmma.fence saw them
 struct FencedRegisters {
@@ -165,6 +170,10 @@ struct Fault {
   int32_t thread;  // -1: no single thread
   int32_t buffer;  // index in the launch's buffers, -1: none
   uint64_t address;
+  // Offsets in the module: what follows each call that led to the fault, innermost first, and what follows the
+  // instruction whose copy, store or product it is about (0: none).
+  uint32_t frame_count;
+  uint64_t frames[MAX_FRAMES], issued;
   char text[1600];
 };
 
@@ -202,6 +211,12 @@ struct Request {
 
 struct Launch;
 
+// Whom a fault is blamed on: another than the running thread, where that thread acts for it. thread -1: the running one.
+struct Blamed {
+  int thread;
+  const void* issued;  // Fiber::statement, null: the running thread's own calls tell
+};
+
 struct Worker {
   Launch* launch;
   const Arena* arena;
@@ -212,6 +227,9 @@ struct Worker {
   uint32_t number;
   volatile sig_atomic_t running;  // inside a block, so that a signal may end it
   volatile sig_atomic_t expired;  // the time limit has passed
+  volatile sig_atomic_t unwinding;  // reads a stack that the kernel may have overwritten
+  sigjmp_buf unwound;               // out of that
+  Blamed blamed;
   bool failed;
   uint64_t place;  // of its block, in the order in which blocks start
   uint64_t switches;

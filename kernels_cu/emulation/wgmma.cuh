@@ -213,6 +213,7 @@ __attribute__((noinline)) inline void issue_wgmma(WgmmaOperation op, WgmmaArgume
   op.a_descriptor = lane[0]->a_descriptor;
   op.b_descriptor = lane[0]->b_descriptor;
   op.accumulator = lane[0]->d;
+  op.issued = self().statement;
   check_uniform(block, warp, lane, op);
   if (!state.fenced) fail(kind::race, "wgmma without wgmma_fence since the last wgmma_wait<0>");
   float* d[32];
@@ -240,15 +241,21 @@ __attribute__((noinline)) inline void issue_wgmma(WgmmaOperation op, WgmmaArgume
 }
 
 inline void retire_wgmma(WgmmaState& state, const WgmmaOperation& op) {
+  blame(*self().block, -1, op.issued);
   if (hash_operands(op, self().warp, nullptr, nullptr) != op.hash)
-    fail(kind::race, "wgmma: an operand in shared memory changed while in flight (before wgmma_wait)");
+    fail(kind::race,
+         "wgmma: an operand in shared memory changed while in flight (before wgmma_wait): %s 0x%x",
+         op.a_in_registers ? "B at shared address" : "A, or B at shared address",
+         uint32_t(op.b_descriptor & 0x3FFF) << 4);
   for (int l = 0; op.a_in_registers && l < 32; l++)
     if (memcmp(op.a[l], op.a_value[l], 16))
       fail(kind::race, "wgmma: the A registers of lane %d changed while in flight (before wgmma_wait)", l);
   Accumulator& accumulator = *find_accumulator(state, op.accumulator);
-  if (--accumulator.uses) return;
-  finish_accumulator(accumulator);
-  state.accumulators.erase(uint32_t(&accumulator - state.accumulators.items));
+  if (--accumulator.uses == 0) {
+    finish_accumulator(accumulator);
+    state.accumulators.erase(uint32_t(&accumulator - state.accumulators.items));
+  }
+  blame_running(*self().block);
 }
 
 inline WgmmaState& this_wgmma() { return self().block->warp[self().warp].wgmma; }

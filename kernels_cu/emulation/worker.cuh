@@ -4,6 +4,7 @@
 #pragma once
 
 #include <link.h>
+#include <ucontext.h>
 
 #include "emulation/delivery.cuh"
 
@@ -100,6 +101,7 @@ inline void start_block(Block& block, uint64_t number) {
   block.warp_count = (block.threads + 31) / 32;
   block.current = nullptr;
   block.votes = 0;
+  blame_running(block);
   block.mbarrier_count = 0;
   block.mbarrier_init_unfenced = false;
   memset(block.barrier, 0, sizeof block.barrier);
@@ -130,7 +132,7 @@ inline void run_block(Worker& worker, uint64_t number) {
 }
 
 // ---- signals: a bad address or a loop that never gives way ends the block, not the process
-inline void on_signal(int signal, siginfo_t* info, void*);
+inline void on_signal(int signal, siginfo_t* info, void* context);
 
 struct SignalActions {
   static constexpr int COUNT = 5;
@@ -140,7 +142,7 @@ struct SignalActions {
   void install() {
     struct sigaction action{};
     action.sa_sigaction = on_signal;
-    action.sa_flags = SA_SIGINFO | SA_ONSTACK;
+    action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;  // reading a broken stack faults inside the handler
     for (int i = 0; i < COUNT; i++) sigaction(signals[i], &action, &before[i]);
   }
   void restore() {
@@ -149,42 +151,56 @@ struct SignalActions {
 };
 inline SignalActions signal_actions;
 
-__attribute__((format(printf, 3, 4))) inline void report_signal(Worker& worker, const char* what, const char* format,
-                                                                ...) {
+// The instruction that a signal interrupted, null where that is not known.
+inline const void* interrupted_by_signal(const void* context) {
+  [[maybe_unused]] const auto& registers = static_cast<const ucontext_t*>(context)->uc_mcontext;
+#if defined(__x86_64__)
+  return reinterpret_cast<const void*>(registers.gregs[REG_RIP]);
+#elif defined(__aarch64__)
+  return reinterpret_cast<const void*>(registers.pc);
+#else
+  return nullptr;
+#endif
+}
+
+__attribute__((format(printf, 4, 5))) inline void report_signal(Worker& worker, const void* context, const char* what,
+                                                                const char* format, ...) {
   va_list arguments;
   va_start(arguments, format);
-  describe_fault(worker, what, worker.block->current, format, arguments);
+  blame_running(*worker.block);
+  describe_fault(worker, what, worker.block->current, format, arguments, interrupted_by_signal(context));
   va_end(arguments);
 }
 
-inline void report_address(Worker& worker, const char* address) {
+inline void report_address(Worker& worker, const void* context, const char* address) {
   const Fiber* fiber = worker.block->current;
   const Arena& arena = *worker.arena;
   constexpr ptrdiff_t NEAR = 16 << 20;
   if (fiber && address >= fiber->stack && address < fiber->stack + STACK_GUARD) {
-    report_signal(worker, kind::stack_overflow, "the thread's stack of %zu bytes is full", STACK_BYTES);
+    report_signal(worker, context, kind::stack_overflow, "the thread's stack of %zu bytes is full", STACK_BYTES);
   } else if (address > arena.shared_begin - NEAR && address < arena.shared_end + NEAR) {
-    report_signal(worker, kind::out_of_bounds, "access at byte %td of %u bytes of dynamic shared memory",
+    report_signal(worker, context, kind::out_of_bounds, "access at byte %td of %u bytes of dynamic shared memory",
                   address - worker.block->shared, worker.block->shared_bytes);
   } else {
-    report_signal(worker, kind::out_of_bounds, "access");
+    report_signal(worker, context, kind::out_of_bounds, "access");
     worker.fault.address = reinterpret_cast<uintptr_t>(address);
   }
 }
 
-inline void on_signal(int signal, siginfo_t* info, void*) {
+inline void on_signal(int signal, siginfo_t* info, void* context) {
   Launch* launch = active_launch;
   for (uint32_t i = 0; launch && i < launch->worker_count; i++) {
     Worker& worker = launch->worker[i];
     if (!worker.running || !pthread_equal(worker.thread, pthread_self())) continue;
+    if (worker.unwinding) siglongjmp(worker.unwound, 1);
     if (signal == SIGVTALRM)
-      report_signal(worker, kind::time_limit,
+      report_signal(worker, context, kind::time_limit,
                     "the launch ran longer than its %g s in a loop that waits for nothing known",
                     launch->request->limit_seconds);
-    else if (signal == SIGFPE) report_signal(worker, kind::trap, "integer division by zero");
+    else if (signal == SIGFPE) report_signal(worker, context, kind::trap, "integer division by zero");
     else if (signal == SIGILL)
-      report_signal(worker, kind::trap, "the compiler found this path to be undefined (a trap instruction)");
-    else report_address(worker, static_cast<const char*>(info->si_addr));
+      report_signal(worker, context, kind::trap, "the compiler found this path to be undefined (a trap instruction)");
+    else report_address(worker, context, static_cast<const char*>(info->si_addr));
     siglongjmp(worker.escape, 1);
   }
   if (signal != SIGVTALRM) signal_actions.restore();  // not ours: what was installed before shall see it

@@ -42,7 +42,7 @@ std::string take_finding() {
 }
 
 std::string format(const char* text, ...) {
-  char room[2048];
+  char room[4096];
   std::va_list arguments;
   va_start(arguments, text);
   std::vsnprintf(room, sizeof room, text, arguments);

@@ -1,6 +1,8 @@
 #include "launch.h"
 
 #include <atomic>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 
 #include "finding.h"
@@ -60,10 +62,33 @@ Status status_of(const std::string& kind) {
   return launch_failed;
 }
 
-std::string describe(const Launch& launch, const LaunchReply& reply) {
+std::string quoted(const std::string& text) {
+  std::string all = "'";
+  for (const char c : text) all += c == '\'' ? "'\\''" : std::string(1, c);
+  return all + "'";
+}
+
+// Where the thread was, by lines.py: " at FILE:LINE ...". Waits for a process, so nothing is locked.
+std::string place_of(const Launch& launch, const LaunchReply& reply) {
+  const char* lines = std::getenv("SOFTGPU_LINES");
+  if (!lines || (!reply.frame_count && !reply.issued)) return {};
+  std::string command = lines;
+  command += " " + quoted(launch.library) + " " + quoted(launch.source) + " " + std::to_string(reply.issued);
+  for (std::uint32_t i = 0; i < reply.frame_count; i++) command += " " + std::to_string(reply.frames[i]);
+  std::string printed;
+  if (FILE* pipe = popen(command.c_str(), "re")) {
+    char part[256];
+    while (const std::size_t bytes = std::fread(part, 1, sizeof part, pipe)) printed.append(part, bytes);
+    pclose(pipe);
+  }
+  return printed;
+}
+
+std::string describe(const Launch& launch, const LaunchReply& reply, const std::string& place) {
   std::string where = format("block (%u, %u, %u)", reply.block[0], reply.block[1], reply.block[2]);
   if (reply.thread >= 0)
     where += format(" thread %d (warp %d lane %d)", reply.thread, reply.thread / 32, reply.thread % 32);
+  where += place;
   std::string text = format("%s in %s, %s: %s", reply.kind, launch.entry.c_str(), where.c_str(), reply.text);
   if (!reply.address) return text;
   text += format(" at address 0x%llx", static_cast<unsigned long long>(reply.address));
@@ -82,6 +107,7 @@ Step launch_step(const Function& function, const std::uint32_t grid[3], const st
   Launch launch;
   launch.library = function.kernel.library;
   launch.entry = function.kernel.name;
+  launch.source = function.kernel.source;
   std::memcpy(launch.grid, grid, sizeof launch.grid);
   std::memcpy(launch.block, block, sizeof launch.block);
   launch.shared_bytes = shared_bytes;
@@ -106,9 +132,10 @@ Step launch_step(const Function& function, const std::uint32_t grid[3], const st
     const std::uint64_t seed = settings().seed ? settings().seed * 1000003 + number : 0;
     if (strikes(faults.launch)) return static_cast<Status>(faults.launch_status.load());
     const Outcome outcome = run(device, file, span, launch, blocks, seed);
+    const std::string place = outcome.reply.failed ? place_of(launch, outcome.reply) : "";
     Held held(state_lock);
     if (outcome.reply.failed) {
-      report(describe(launch, outcome.reply));
+      report(describe(launch, outcome.reply, place));
       return status_of(outcome.reply.kind);
     }
     for (const TouchedRange& touched : outcome.touched) add_accesses(touched, pointed, accesses);

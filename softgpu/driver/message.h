@@ -24,6 +24,9 @@ struct LaunchReply {
   std::uint32_t block[3];
   std::int32_t thread;
   std::uint64_t address;
+  // As in emulation::Fault.
+  std::uint32_t frame_count;
+  std::uint64_t frames[24], issued;
   char text[1600];
   std::uint32_t range_count;
 };

@@ -36,6 +36,9 @@ Status parse(const char* answer, Module& module) {
   std::istringstream lines(answer);
   std::string library;
   std::getline(lines, library);
+  const std::size_t tab = library.find('\t');
+  const std::string source = tab == std::string::npos ? "" : library.substr(tab + 1);
+  library.resize(std::min(tab, library.size()));
   if (library.rfind("error ", 0) == 0) {
     std::string what;
     std::getline(lines, what);
@@ -46,6 +49,7 @@ Status parse(const char* answer, Module& module) {
     std::istringstream words(line);
     Kernel kernel;
     kernel.library = library;
+    kernel.source = source;
     words >> kernel.name >> kernel.registers >> kernel.static_shared_bytes;
     for (std::uint64_t bytes; words >> bytes;) kernel.argument_sizes.push_back(bytes);
     module.kernels.push_back(kernel);

@@ -13,6 +13,7 @@ namespace softgpu {
 
 struct Kernel {
   std::string library, name;
+  std::string source;            // what findings call its file
   int registers = 0;             // a thread
   int static_shared_bytes = 0;   // a block
   std::vector<std::uint64_t> argument_sizes;
@@ -32,8 +33,8 @@ struct Module {
   std::map<std::string, std::unique_ptr<Function>> functions;
 };
 
-// Finds what an image was made from: called with its bytes, answers with lines of text. First the library's path, then
-// for each kernel: name, registers, static shared bytes, sizes of the arguments. Or "error STATUS", and a line that says
+// Finds what an image was made from: called with its bytes, answers with lines of text. First the library's path, a
+// tab and what its source is called, then for each kernel: name, registers, static shared bytes, sizes of the arguments. Or "error STATUS", and a line that says
 // what is wrong. The text must live until the thread's next call.
 using Finder = const char* (*)(const void* image, std::uint64_t bytes);
 void set_finder(Finder finder);

@@ -12,7 +12,7 @@
 namespace softgpu {
 
 struct Launch {
-  std::string library, entry;
+  std::string library, entry, source;
   std::uint32_t grid[3], block[3], shared_bytes;
   std::vector<std::uint64_t> argument_sizes;
   std::vector<char> arguments;  // one behind the other

@@ -40,7 +40,8 @@ def test_an_access_out_of_bounds_is_found_and_ends_the_device(in_a_process: Any,
     ended = in_a_process(KERNELS + what)
     lines = ended.stdout.splitlines()
     assert lines[:4] == ["700"] * 4, ended.stdout + ended.stderr
-    assert lines[4].startswith("out_of_bounds in store, block (0, 0, 0) thread 5 (warp 0 lane 5)")
+    assert lines[4].startswith("out_of_bounds in store, block (0, 0, 0) thread 5 (warp 0 lane 5) at cupy.cu:2: ")
+    assert " at address 0x" in lines[4]
     assert words in lines[4]
 
 

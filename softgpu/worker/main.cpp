@@ -149,6 +149,10 @@ void run(const softgpu::LaunchMessage& message, softgpu::LaunchReply& reply, std
   std::memcpy(reply.block, fault->block, sizeof reply.block);
   reply.thread = fault->thread;
   reply.address = fault->address;
+  reply.frame_count = fault->frame_count;
+  static_assert(sizeof reply.frames == sizeof fault->frames);
+  std::memcpy(reply.frames, fault->frames, sizeof reply.frames);
+  reply.issued = fault->issued;
   std::memcpy(reply.text, fault->text, sizeof reply.text);
 }
 

@@ -75,7 +75,7 @@ void on_fault(int number, siginfo_t* info, void* context) {
 void catch_faults() {
   struct sigaction action{};
   action.sa_sigaction = on_fault;
-  action.sa_flags = SA_SIGINFO | SA_ONSTACK;
+  action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;  // as the emulation's
   for (const int number : {SIGSEGV, SIGBUS}) real_sigaction(number, &action, nullptr);
 }
 

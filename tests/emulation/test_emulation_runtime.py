@@ -57,7 +57,7 @@ def module(module_cache: Path) -> EmulatedModule:
     return build_module(SOURCE, cache_dir=module_cache)
 
 
-@pytest.mark.parametrize("name", ["MAX_THREADS", "STACK_BYTES", "STACK_GUARD", "MAX_SHARED_BYTES"])
+@pytest.mark.parametrize("name", ["MAX_THREADS", "STACK_BYTES", "STACK_GUARD", "MAX_SHARED_BYTES", "MAX_FRAMES"])
 def test_python_and_the_emulation_have_the_same_limits(name: str) -> None:
     value = re.search(rf"constexpr \w+ {name} = (\d+)u?(?: << (\d+))?;", asset_text("emulation/core.cuh"))
     assert value is not None

@@ -23,6 +23,8 @@ GEOMETRY = {  # entry: threads, bytes of shared memory, floats of in, floats of 
     "stores": (64, 512, 64, 64),
     "products": (128, 4352, 1, 4096),
     "late_blocks": (64, 1024, 64, 640),
+    "rows": (32, 512, 32, 32),
+    "smashed": (32, 0, 32, 32),
 }
 ORDERS = [
     (d, s, seed)
@@ -91,7 +93,7 @@ REPORTED = [  # entry, bug, kind, what the text says, buffer
     ("exchanges", 10, "barrier", "barriers 0 to 15", None),
     ("exchanges", 11, "barrier", "100 threads is no multiple of 32", None),
     ("exchanges", 12, "deadlock", "Exited: 4", None),
-    ("copies", 3, "leftover", "cp.async that it has not waited for", None),
+    ("copies", 3, "leftover", "cp.async that it has not waited for, to shared address 0x4c0", None),
     ("copies", 5, "leftover", "cp.async that it has not waited for", None),
     ("loads", 1, "mbarrier", "holds no live mbarrier", None),
     ("loads", 2, "deadlock", "1 of 2 arrivals pending", None),
@@ -115,7 +117,7 @@ REPORTED = [  # entry, bug, kind, what the text says, buffer
     ("stores", 5, "out_of_bounds", "bulk store: 512 bytes at byte 0 of buffer 'out' (256 bytes)", "out"),
     ("stores", 6, "leftover", "not committed", None),
     ("stores", 7, "race", "changed while a bulk or tensor store was reading it", None),
-    ("stores", 8, "leftover", "may still read shared memory", None),
+    ("stores", 8, "leftover", "may still read shared address 0x400", None),
     ("products", 1, "unfenced", "wgmma", None),
     ("products", 2, "divergence", "different operands", None),
     ("products", 3, "race", "without wgmma_fence", None),
@@ -143,6 +145,73 @@ def test_the_bug_is_reported_by_its_kind(
     assert (fault.kind, fault.buffer, fault.entry) == (kind, buffer, entry), fault
     assert text in fault.text
     assert isinstance(fault, LaunchError)
+
+
+TEXT = (Path(__file__).parent / "kernels" / "seeded_bugs.cu").read_text().splitlines()
+
+# entry, bug, what begins the line that the fault names, the wrapper's file, and the line of what was issued before
+NAMED = [
+    ("accesses", 1, "if (bug == 1) out[64]", None, None),
+    ("accesses", 2, "if (bug == 2) mine[t]", None, None),
+    ("accesses", 6, "if (bug == 6) mine[1 << 14]", None, None),
+    ("accesses", 7, "if (bug == 7) ptx::store_shared(base + 512", "ptx/memory.cuh", None),
+    ("accesses", 8, "if (bug == 8) ptx::store_shared(base + 2", "ptx/memory.cuh", None),
+    ("accesses", 9, "if (bug == 9) ptx::cp_async<16>", "ptx/copy_async.cuh", None),
+    ("accesses", 12, "if (bug == 12) __trap()", None, None),
+    ("accesses", 13, "if (bug == 13) mine[t]", None, None),
+    ("accesses", 14, "if (bug == 14) ptx::shared_address", "ptx/memory.cuh", None),
+    ("exchanges", 5, "if (bug == 5 && warp == 1) ptx::barrier_sync", "ptx/barrier.cuh", None),
+    ("exchanges", 7, "if (bug == 7) sum = __shfl_sync", None, None),
+    ("copies", 3, "if (i < 8) ptx::cp_async<4>", "ptx/copy_async.cuh", None),
+    ("copies", 5, "if (bug == 5) ptx::cp_async<4>", "ptx/copy_async.cuh", None),
+    ("loads", 1, "if (bug != 12) ptx::mbarrier_wait(full", "ptx/mbarrier.cuh", None),
+    ("loads", 4, "ptx::bulk_load(base + 128 * s, in", "ptx/bulk.cuh", None),
+    ("loads", 11, "ptx::bulk_load(base, in, 128", "ptx/bulk.cuh", None),
+    ("stores", 1, "ptx::bulk_store(out, base", "ptx/bulk.cuh", None),
+    ("stores", 6, "ptx::bulk_store(out, base", "ptx/bulk.cuh", None),
+    ("stores", 7, "if (bug != 8) ptx::bulk_wait_read", "ptx/bulk.cuh", "ptx::bulk_store(out, base"),
+    ("products", 1, "ptx::wgmma_rs<64, Element::f16>(d, registers", "ptx/wgmma.cuh", None),
+    ("products", 4, "ptx::wgmma_ss<64, Element::f16>(d, bug == 4", "ptx/wgmma.cuh", None),
+    ("products", 7, "ptx::wgmma_wait<0>();", "ptx/wgmma.cuh", "ptx::wgmma_ss<64, Element::f16>(d, bug == 4"),
+    ("products", 8, "ptx::wgmma_wait<0>();", "ptx/wgmma.cuh", "ptx::wgmma_rs<64, Element::f16>(d, registers"),
+    ("products", 14, "ptx::wgmma_ss<64, Element::f16>(d, a, b, true)", "ptx/wgmma.cuh", None),
+]
+
+
+def line_of(text: str) -> str:
+    (number,) = (i for i, line in enumerate(TEXT, 1) if line.strip().startswith(text))
+    return f"seeded_bugs.cu:{number}"
+
+
+@pytest.mark.parametrize(("entry", "bug", "text", "wrapper", "issued"), NAMED)
+def test_the_fault_names_the_line_of_the_kernel_and_of_the_wrapper(
+    module: EmulatedModule, entry: str, bug: int, text: str, wrapper: str | None, issued: str | None
+) -> None:
+    with pytest.raises(EmulationFault) as caught:
+        launch(module, entry, bug)
+    fault = caught.value
+    assert fault.lines[0] == line_of(text), fault
+    assert [line.split(":")[0] for line in fault.lines[1:2]] == ([wrapper] if wrapper else []), fault
+    assert f"(warp {fault.thread // 32} lane {fault.thread % 32}) at {fault.lines[0]}" in str(fault)
+    if issued is not None:
+        assert fault.issued[0] == line_of(issued), fault
+
+
+@pytest.mark.parametrize("thread", [3, 17])
+def test_a_fault_that_another_thread_finds_names_the_thread_that_caused_it(module: EmulatedModule, thread: int) -> None:
+    with pytest.raises(EmulationFault) as caught:
+        launch(module, "rows", thread)
+    assert caught.value.thread == thread, caught.value
+    assert caught.value.lines[0] == line_of("ptx::ldmatrix_x4"), caught.value
+    assert caught.value.lines[1].startswith("ptx/matrix.cuh:"), caught.value
+
+
+def test_a_stack_that_the_kernel_has_overwritten_is_no_harm(module: EmulatedModule) -> None:
+    with pytest.raises(EmulationFault) as caught:
+        launch(module, "smashed", 1)
+    assert "at byte 4194304 of buffer 'out'" in caught.value.text
+    assert caught.value.lines[0] == line_of("out[count > 4")
+    launch(module, "smashed", 0)
 
 
 WRONG = [  # entry, bug: these show as wrong numbers (or as a fault) in some orders only

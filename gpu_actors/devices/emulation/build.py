@@ -21,9 +21,11 @@ from gpu_actors.devices.emulation.toolchain import Toolchain, cpu_identity
 from gpu_actors.devices.emulation.unit import CompilerFailed, definitions, headers_of, run_compiler, write_headers
 from gpu_actors.errors import CompileError, InvalidRequest
 
-__all__ = ["build_module", "find_entries"]
+__all__ = ["SOURCE", "build_module", "find_entries"]
 
-_SOURCE = "gpu_actors_source.cu"
+SOURCE = "gpu_actors_source.cu"
+"""What compilers call the file of a kernel, whatever its name."""
+
 _log = logging.getLogger(__name__)
 
 # What the generated unit includes around the source.
@@ -73,7 +75,7 @@ def build_module(
     )
     cache = ModuleCache(cache_dir)
     module = cache.load(wanted.key) or cache.build(wanted.key, wanted.compile)
-    return EmulatedModule(module.library, names, module.build_seconds, {_SOURCE: name})
+    return EmulatedModule(module.library, names, module.build_seconds, {SOURCE: name})
 
 
 def find_entries(source: str) -> tuple[str, ...]:
@@ -133,7 +135,7 @@ class _Build:
             try:
                 self._run_compiler(work, kept)
             except (CompilerFailed, UnknownAsm) as refusal:
-                line, log = self._bad_line(str(refusal)), str(refusal).replace(_SOURCE, self.name)
+                line, log = self._bad_line(str(refusal)), str(refusal).replace(SOURCE, self.name)
                 raise CompileError(f"{self.name} does not compile for the CPU:\n{log[:4000]}", log, line) from None
             seconds = time.perf_counter() - start
             _log.debug("emulation: compiled %s in %.2f s", self.name, seconds)
@@ -142,8 +144,8 @@ class _Build:
     def _write_files(self, work: Path) -> None:
         exports = "".join(f"GPU_ACTORS_ENTRY({entry})\n" for entry in self.entries)
         before, after = (f'#include "{header}"\n' for header in _OWN_HEADERS)
-        (work / "unit.cpp").write_text(f'{before}#include "{_SOURCE}"\n{after}{exports}', encoding="utf-8")
-        (work / _SOURCE).write_text(f'#line 1 "{_SOURCE}"\n{self.source}', encoding="utf-8")
+        (work / "unit.cpp").write_text(f'{before}#include "{SOURCE}"\n{after}{exports}', encoding="utf-8")
+        (work / SOURCE).write_text(f'#line 1 "{SOURCE}"\n{self.source}', encoding="utf-8")
         write_headers(self.headers, work / "include")
 
     def _run_compiler(self, work: Path, kept: Path) -> None:
@@ -154,10 +156,11 @@ class _Build:
             text = scattered(text, self.toolchain.fused_places)
         (work / "captured.cpp").write_text(captured(text), encoding="utf-8")
         leaner = self.toolchain.leaner_flags if _TENSOR_CORES.search(text) else ()
-        run_compiler(self.toolchain, [*leaner, "captured.cpp", "executor.o", "-o", "module.so"], work, kept, self.name)
+        options = [*leaner, "-g1", f"-fdebug-prefix-map={work}=."]  # line tables, for what a fault names
+        run_compiler(self.toolchain, [*options, "captured.cpp", "executor.o", "-o", "module.so"], work, kept, self.name)
 
     def _bad_line(self, log: str) -> str | None:
-        match = re.search(rf"{re.escape(_SOURCE)}:(\d+):(?:\d+:)? (?:fatal )?(?:error|an asm statement)", log)
+        match = re.search(rf"{re.escape(SOURCE)}:(\d+):(?:\d+:)? (?:fatal )?(?:error|an asm statement)", log)
         lines = self.source.splitlines()
         return lines[int(match[1]) - 1].strip() if match and 0 < int(match[1]) <= len(lines) else None
 

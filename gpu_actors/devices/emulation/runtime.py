@@ -12,6 +12,7 @@ from typing import get_args
 
 from gpu_actors.devices.emulation.memory import PAGE, EmulatedBuffer, round_up
 from gpu_actors.devices.emulation.memory import Mapping as PageMapping
+from gpu_actors.devices.emulation.source_lines import describe_lines, fault_lines
 from gpu_actors.errors import InvalidRequest, LaunchError
 from gpu_actors.options import Arithmetic, Delivery, Schedule
 
@@ -24,6 +25,7 @@ _STACK_BYTES = 256 << 10
 _STACK_GUARD = 4096
 _MAX_SHARED_BYTES = 232448
 _SHARED_WINDOW = round_up(_MAX_SHARED_BYTES + 2048, PAGE)  # with the canaries before and after
+_MAX_FRAMES = 24
 _ARGUMENT_ALIGNMENT = 64  # of a tensor map
 
 
@@ -44,6 +46,10 @@ class EmulationFault(LaunchError):
         assembly                   an asm statement is not known, does other than it says, or gets wrong operands
     entry: the kernel. block: (x, y, z). thread: linear index in the block, or None. buffer: the name of the buffer at
     fault, or None. text: what happened.
+    lines: "file:line" of where the thread was, the kernel's own line first and that of the instruction's wrapper last.
+    issued: the same of the copy, store or product that the fault is about, if it was issued before. Where the thread is
+    at its end, or another acts for it, lines are the same. Both are empty where no thread is known, or addr2line (GNU
+    binutils) is not installed.
     """
 
     def __init__(
@@ -54,19 +60,24 @@ class EmulationFault(LaunchError):
         block: tuple[int, int, int] = (0, 0, 0),
         thread: int | None = None,
         buffer: str | None = None,
+        lines: tuple[str, ...] = (),
+        issued: tuple[str, ...] = (),
     ) -> None:
-        super().__init__(kind, text, entry, block, thread, buffer)
+        super().__init__(kind, text, entry, block, thread, buffer, lines, issued)
         self.kind = kind
         self.text = text
         self.entry = entry
         self.block = block
         self.thread = thread
         self.buffer = buffer
+        self.lines = lines
+        self.issued = issued
 
     def __str__(self) -> str:
         where = f"block {self.block}"
         if self.thread is not None:
             where += f" thread {self.thread} (warp {self.thread // 32} lane {self.thread % 32})"
+        where += describe_lines(self.lines, self.issued)
         return f"{self.kind} in {self.entry}, {where}: {self.text}"
 
 
@@ -77,6 +88,9 @@ class _Fault(ctypes.Structure):
         ("thread", ctypes.c_int32),
         ("buffer", ctypes.c_int32),
         ("address", ctypes.c_uint64),
+        ("frame_count", ctypes.c_uint32),
+        ("frames", ctypes.c_uint64 * _MAX_FRAMES),
+        ("issued", ctypes.c_uint64),
         ("text", ctypes.c_char * 1600),
     ]
 
@@ -215,7 +229,7 @@ class EmulatedModule:
             failed = function(ctypes.byref(request))
         self.switches = request.switches
         if failed:
-            raise _describe(entry, fault, buffers, self._names)
+            raise self._describe(entry, fault, buffers)
         for buffer in buffers:
             if (where := buffer.stray_write()) is not None:
                 text = f"a thread wrote to buffer {buffer.name!r} {where} ({buffer.nbytes} bytes)"
@@ -229,6 +243,17 @@ class EmulatedModule:
         sizes = (ctypes.c_uint64 * tell(None))()
         tell(sizes)
         return tuple(sizes)
+
+    def _describe(self, entry: str, fault: _Fault, buffers: Sequence[EmulatedBuffer]) -> EmulationFault:
+        text, name = fault.text.decode(errors="replace"), None
+        for compiled, wanted in self._names.items():
+            text = text.replace(compiled, wanted)
+        if fault.address:
+            text, name = _locate(text, fault.address, buffers)
+        x, y, z = fault.block
+        thread = None if fault.thread < 0 else fault.thread
+        lines, issued = fault_lines(self.path, fault.frames[: fault.frame_count], fault.issued, self._names)
+        return EmulationFault(fault.kind.decode(), text, entry, (x, y, z), thread, name, lines, issued)
 
     def _function(self, entry: str) -> ctypes._NamedFuncPointer:
         if entry not in self.entries:
@@ -272,17 +297,6 @@ def _choice(field: str, value: str, choices: tuple[str, ...]) -> int:
     if value not in choices:
         raise InvalidRequest(field, value, "give one of " + ", ".join(choices))
     return choices.index(value)
-
-
-def _describe(entry: str, fault: _Fault, buffers: Sequence[EmulatedBuffer], names: Mapping[str, str]) -> EmulationFault:
-    text, name = fault.text.decode(errors="replace"), None
-    for compiled, wanted in names.items():
-        text = text.replace(compiled, wanted)
-    if fault.address:
-        text, name = _locate(text, fault.address, buffers)
-    x, y, z = fault.block
-    thread = None if fault.thread < 0 else fault.thread
-    return EmulationFault(fault.kind.decode(), text, entry, (x, y, z), thread, name)
 
 
 def _locate(text: str, address: int, buffers: Sequence[EmulatedBuffer]) -> tuple[str, str | None]:

@@ -16,6 +16,7 @@ __attribute__((noinline)) inline Program* first_program(Statement& statement) {
 void execute(Statement& statement, const void* const* operands) {
   const Program* program = __atomic_load_n(&statement.program, __ATOMIC_ACQUIRE);
   if (!program) program = first_program(statement);
+  self().statement = __builtin_return_address(0);
   Frame frame;
   frame.operand = operands;
   run(*program, frame);

@@ -217,3 +217,23 @@ extern "C" __global__ void late_blocks(const float* in, float* out, int bug) {
   if (bug && blockIdx.x >= 5 && threadIdx.x == blockIdx.x) ptx::store_shared(4, 0);
   out[blockIdx.x * 64 + threadIdx.x] = in[threadIdx.x];
 }
+
+// ---- lane `bug` gives a row's address behind shared memory
+extern "C" __global__ void rows(const float* in, float* out, int bug) {
+  DYNAMIC_SHARED(shared);
+  const int t = threadIdx.x;
+  const uint32_t base = ptx::shared_address(shared);
+  for (int i = 0; i < 4; i++) ptx::store_shared_f32(base + 16 * t + 4 * i, in[t]);
+  __syncwarp();
+  uint32_t r[4];
+  ptx::ldmatrix_x4(r, base + 16 * t + (bug && t == bug ? 4096 : 0));
+  out[t] = __uint_as_float(r[0]);
+}
+
+// ---- a thread overwrites what lies on its stack behind an array, and then faults
+static __device__ __noinline__ void overwrite(const float* in, float* out, volatile int count) {
+  volatile float here[4];
+  for (int i = 0; i < count; i++) here[i] = in[1] * 1e30f;
+  out[count > 4 ? 1 << 20 : threadIdx.x] = here[3];
+}
+extern "C" __global__ void smashed(const float* in, float* out, int bug) { overwrite(in, out, bug ? 20 : 4); }
