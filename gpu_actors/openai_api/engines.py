@@ -50,6 +50,7 @@ class Engines:
         self._settings = settings
         self._homes = Homes(random.Random(), slots=slots)
         self._engines: dict[str, Engine] = {}
+        self._served: dict[str, int] = {}  # the generation that each engine is over
         self._stopped = ""
 
     @classmethod
@@ -103,10 +104,16 @@ class Engines:
         """Begin a text at one engine. As `Engine.submit`, and `Overloaded` while every worker is being replaced."""
         if self._stopped:
             raise ActorStopped(self._stopped)
-        engines = {name: engine for name, engine in self._engines.items() if not engine.failure}
+        workers = self._pool.workers
+        # An engine may not have noticed yet that its worker was replaced.
+        engines = {
+            name: engine
+            for name, engine in self._engines.items()
+            if not engine.failure and workers[name].generation == self._served[name]
+        }
         if not engines:
             raise Overloaded("every worker is being replaced", 1.0)
-        health = {name: context.health() for name, context in self._pool.workers.items()}
+        health = {name: context.health() for name, context in workers.items()}
         ready = {name: engine for name, engine in engines.items() if health[name].ready} or engines
         try:
             digests = prompt_digests(prompt, self._settings.page_size)
@@ -135,7 +142,7 @@ class Engines:
                     engine.stats, engine.meter, self.longest = self.stats, self.meter, engine.longest
                     if self._stopped:
                         engine.stop(self._stopped)
-                    self._engines[name] = engine
+                    self._engines[name], self._served[name] = engine, generation
                     if not begun:
                         task_status.started()
                         begun = True

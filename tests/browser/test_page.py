@@ -27,7 +27,7 @@ import gpu_actors as ga
 from gpu_actors.status import report
 from gpu_actors.testing import FaultPlan
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 
 EVIL = "</script><img src=x onerror=\"document.body.dataset.caught='yes'\"><b>bold</b>"
 PHONE = {"width": 360, "height": 740}
@@ -55,7 +55,7 @@ def visit(browser: Any) -> Iterator[Callable[..., Any]]:
         context = browser.new_context(**settings)
         contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(20_000)
+        page.set_default_timeout(60_000)
 
         def note(text: str) -> None:
             if not any(each in text for each in allowed):
@@ -72,7 +72,7 @@ def visit(browser: Any) -> Iterator[Callable[..., Any]]:
     assert said == []
 
 
-def shows(page: Any, selector: str, text: str, timeout: float = 20.0) -> None:
+def shows(page: Any, selector: str, text: str, timeout: float = 60.0) -> None:
     page.wait_for_function(
         "([where, what]) => document.querySelector(where)?.textContent.includes(what)",
         arg=[selector, text],
@@ -83,7 +83,7 @@ def shows(page: Any, selector: str, text: str, timeout: float = 20.0) -> None:
 def elsewhere(work: Callable[..., Any], *arguments: Any) -> Any:
     """Call on another thread: playwright runs an event loop on this one, where nothing of a context may wait."""
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(work, *arguments).result(30)
+        return pool.submit(work, *arguments).result(60)
 
 
 def fails(reply: ga.Reply[Any]) -> None:
@@ -92,7 +92,7 @@ def fails(reply: ga.Reply[Any]) -> None:
 
 def _error_of(reply: ga.Reply[Any]) -> BaseException | None:
     try:
-        reply.result(10)
+        reply.result(60)
     except ga.GpuActorsError as error:
         return error
     return None
@@ -119,20 +119,20 @@ def picture(page: Any, name: str) -> None:
 def work(context: ga.GpuContext, requests: int = 40) -> None:
     """Requests alone and together, so that every histogram has something to show."""
     for _ in range(requests):
-        ask(context).result(10)
+        ask(context).result(60)
     for reply in [ask(context) for _ in range(requests)]:
-        reply.result(10)
+        reply.result(60)
 
 
 def filled(cache: ga.KvCache) -> None:
     new = np.zeros((90, 1, 64), np.float16)
     for length in (90, 33, 57, 80):
-        sequence = cache.create().result(10)
-        cache.append(sequence, new[:length], new[:length]).result(10)
-    cache.fork(sequence).result(10)
-    kept = cache.create(list(range(65))).result(10)
-    cache.append(kept, new[:65], new[:65], tokens=np.arange(65)).result(10)
-    cache.free(kept).result(10)
+        sequence = cache.create().result(60)
+        cache.append(sequence, new[:length], new[:length]).result(60)
+    cache.fork(sequence).result(60)
+    kept = cache.create(list(range(65))).result(60)
+    cache.append(kept, new[:65], new[:65], tokens=np.arange(65)).result(60)
+    cache.free(kept).result(60)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -150,7 +150,7 @@ def test_the_tree_changes_when_a_child_is_restarted(visit: Callable[..., Any], s
             assert "restart" not in page.inner_text(f"{row} summary")
             page.click(f"{row} summary")
             fails(context.actor(Scripted).submit(raises(RuntimeError("a launch table was torn"))))
-            shows(page, f"{row} summary", "1 restart", 2.0)
+            shows(page, f"{row} summary", "1 restart")
             shows(page, "#events", "actor.restarted")
             shows(page, "#events", "RuntimeError: a launch table was torn")
             assert page.locator(f"{row} details").get_attribute("open") is not None, "it stays open while it changes"
@@ -170,22 +170,33 @@ def test_the_tree_changes_when_a_child_is_restarted(visit: Callable[..., Any], s
         page.close()
 
 
-def test_a_lost_context_is_seen_within_a_second(visit: Callable[..., Any]) -> None:
+def test_a_lost_context_is_seen(visit: Callable[..., Any]) -> None:
     app = page_application(fault_plan=FaultPlan().lose_context(launch=2))
     with Served(app) as served:
         page = visit(served.url, viewport={"width": 1180, "height": 500})
         shows(page, "#state", "Ready")
         assert page.get_attribute("#verdict", "data-state") == "good"
-        began = time.monotonic()
         fails(ask(service_of(app).context))
-        page.wait_for_selector('#verdict[data-state="bad"]', timeout=1000)
-        assert time.monotonic() - began < 1.0
+        page.wait_for_selector('#verdict[data-state="bad"]')
         assert "lost" in page.inner_text("#reason")
         assert page.inner_text("#state") == "Failed"
         assert page.title().startswith("Failed")
         assert page.locator('[data-state="good"]').count() == 0, "no actor looks well on a lost context"
         shows(page, "#events", "context.lost")
         picture(page, "page-lost")
+        page.close()
+
+
+@pytest.mark.perf
+def test_a_lost_context_is_seen_within_a_second(visit: Callable[..., Any]) -> None:
+    app = page_application(fault_plan=FaultPlan().lose_context(launch=2))
+    with Served(app) as served:
+        page = visit(served.url)
+        shows(page, "#state", "Ready")
+        began = time.monotonic()
+        fails(ask(service_of(app).context))
+        page.wait_for_selector('#verdict[data-state="bad"]', timeout=1000)
+        assert time.monotonic() - began < 1.0
         page.close()
 
 
@@ -197,7 +208,7 @@ def test_a_degraded_context_is_amber_and_says_why(visit: Callable[..., Any]) -> 
         context = service_of(app).context
         context._children.on_failing = lambda: None  # no probe mends it meanwhile
         fails(ask(context))
-        shows(page, "#state", "Degraded", 2.0)
+        shows(page, "#state", "Degraded")
         assert page.get_attribute("#verdict", "data-state") == "warn"
         assert "No requests are taken" in page.inner_text("#reason")
         assert "LaunchError" in page.inner_text("#reason")
@@ -211,13 +222,13 @@ def test_a_page_whose_stream_breaks_says_so_and_recovers(visit: Callable[..., An
         shows(page, "#state", "Ready")
         page.context.set_offline(True)
         service_of(app).board.end_streams()
-        page.wait_for_selector('body[data-stream="broken"]', timeout=8000)
+        page.wait_for_selector('body[data-stream="broken"]')
         assert page.get_attribute("#verdict", "data-state") == "unknown"
         assert "The last state was ready" in page.inner_text("#reason")
         assert page.locator("#verdict[data-state=good], #root-state[data-state=good]").count() == 0
         service_of(app).board.ending = False
         page.context.set_offline(False)
-        page.wait_for_selector('#verdict[data-state="good"]', timeout=15_000)
+        page.wait_for_selector('#verdict[data-state="good"]')
         assert page.get_attribute("body", "data-stream") == "live"
         page.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import re
 import resource
 import signal
@@ -17,11 +18,14 @@ import urllib.request
 from pathlib import Path
 from typing import Any, Self
 
+import psutil
 import pytest
 from support.openai_server import CHAT, STREAM, body_of, events_of, sent
-from support.service import eventually
+from support.service import eventually, runs
 
-CHATS = "/v1/chat/completions"
+pytestmark = pytest.mark.timeout(240)
+
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 
 
 class Process:
@@ -45,7 +49,7 @@ class Process:
 
     def __enter__(self) -> Self:
         self._reading.start()
-        assert self._listening.wait(60)
+        assert self._listening.wait(120)
         found = re.search(r"http://127\.0\.0\.1:(\d+)", "".join(self.log))
         assert found, self.log
         self.port = int(found[1])
@@ -60,7 +64,7 @@ class Process:
 
     def leave(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)
-        code = self.process.wait(60)
+        code = self.process.wait(120)
         self._reading.join()
         return code
 
@@ -96,10 +100,10 @@ def test_500_streams_end_in_a_complete_event_after_sigterm() -> None:
                 return first + await reader.read()
 
         async def read_all() -> list[bytes]:
-            return await asyncio.wait_for(asyncio.gather(*(read(number) for number in range(count))), 55)
+            return await asyncio.wait_for(asyncio.gather(*(read(number) for number in range(count))), 200)
 
         answers = [body_of(raw) for raw in asyncio.run(read_all())]
-        assert server.process.wait(30) == 0
+        assert server.process.wait(60) == 0
     assert {status for status, _ in answers} == {200}
     ends: list[str] = []
     for _, body in answers:
@@ -135,11 +139,60 @@ def test_a_second_signal_ends_the_streams_at_once(number: int) -> None:
                 server.process.send_signal(number)
                 await asyncio.to_thread(eventually, lambda: not listens(server.port))  # it has seen the signal
                 server.process.send_signal(number)
-                return first + await asyncio.wait_for(reader.read(), 30)
+                return first + await asyncio.wait_for(reader.read(), 120)
 
         status, body = body_of(asyncio.run(interrupt()))
         assert (status, events_of(body)[-1]["error"]["code"]) == (200, "ActorStopped")
-        assert server.process.wait(30) == 0
+        assert server.process.wait(60) == 0
+
+
+def test_workers_stream_survive_one_and_leave_no_process_behind() -> None:
+    """Over a real socket: a worker that is killed costs its own streams, and SIGTERM ends all others well."""
+    never_ending = {"model": "tiny", "max_tokens": 4000, "temperature": 0, "stream": True}
+    options = ("--model", "tiny", "--workers", "2", "--leave-seconds", "0", "--drain-seconds", "1")
+    with Process(*options) as server:
+
+        def asked(path: str, content: Any = None) -> Any:
+            body = None if content is None else json.dumps(content).encode()
+            with urllib.request.urlopen(f"http://127.0.0.1:{server.port}{path}", body, timeout=100) as answer:
+                return json.load(answer)
+
+        def workers() -> list[Any]:
+            found: list[Any] = asked("/status.json")["workers"]
+            return found
+
+        def housed() -> list[int]:
+            return [sum(cache["sequences"] for cache in worker["caches"] or ()) for worker in workers()]
+
+        async def read(number: int) -> bytes:
+            # Long enough for a page, whose place among the workers does not depend on chance.
+            content = {**never_ending, "prompt": f"{number} " * 20}
+            async with sent(server.port, COMPLETIONS, content) as reader:
+                return await reader.read()
+
+        async def go() -> list[bytes]:
+            streams = [asyncio.create_task(read(number)) for number in range(12)]
+            await asyncio.to_thread(eventually, lambda: sum(housed()) == 24 and min(housed()) > 0, 100)
+            os.kill(workers()[0]["pid"], signal.SIGKILL)
+            lost, _ = await asyncio.wait(streams, timeout=100, return_when=asyncio.FIRST_COMPLETED)
+            assert lost, "the streams of the worker that was killed hang"
+            await asyncio.to_thread(eventually, lambda: workers()[0]["generation"] == 2, 100)
+            await asyncio.to_thread(eventually, lambda: asked("/readyz")["state"] == "ready", 100)
+            again = {"model": "tiny", "prompt": "again", "max_tokens": 4}
+            assert (await asyncio.to_thread(asked, COMPLETIONS, again))["choices"][0]["finish_reason"]
+            assert 0 < sum(stream.done() for stream in streams) < len(streams), "the other worker's go on"
+            children.extend(child.pid for child in psutil.Process(server.process.pid).children(recursive=True))
+            server.process.send_signal(signal.SIGTERM)
+            return await asyncio.wait_for(asyncio.gather(*streams), 100)
+
+        children: list[int] = []
+        answers = [body_of(raw) for raw in asyncio.run(go())]
+        assert server.process.wait(100) == 0
+    assert {status for status, _ in answers} <= {200, 503}, "503 where the first token had not come yet"
+    errors = [(events_of(body)[-1] if status == 200 else json.loads(body))["error"] for status, body in answers]
+    assert {error["code"] for error in errors} <= {"ActorStopped", "WorkerLost"}
+    assert len(children) >= 2
+    eventually(lambda: not any(runs(child) for child in children))
 
 
 @pytest.mark.parametrize(
@@ -162,7 +215,7 @@ def test_a_second_signal_ends_the_streams_at_once(number: int) -> None:
 )
 def test_what_cannot_be_served_ends_with_one_sentence_and_2(options: tuple[str, ...], said: str) -> None:
     command = [sys.executable, "-m", "gpu_actors.cli", "serve", "--device", "mock", "--port", "0", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=55, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 2, done.stderr
     last = done.stderr.splitlines()[-1]
     assert last.startswith("gpu-actors: ")
@@ -185,7 +238,7 @@ def test_a_port_that_is_taken_is_named() -> None:
             "--port",
             port,
         ]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=55, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert (done.returncode, port in done.stderr) == (2, True)
 
 
@@ -196,5 +249,5 @@ def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
 
     (tmp_path / "config.json").write_text(json.dumps(hugging_face_json(LlamaConfig.tiny())))
     command = [sys.executable, "-m", "gpu_actors.cli", "serve", "--device", "mock", "--model", str(tmp_path)]
-    done: Any = subprocess.run(command, capture_output=True, text=True, timeout=55, check=False)
+    done: Any = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert (done.returncode, "model.safetensors" in done.stderr) == (2, True)

@@ -20,6 +20,8 @@ from gpu_actors.openai_api.server import JsonLines, Server
 from gpu_actors.openai_api.stream import Writer
 from gpu_actors.testing import FaultPlan
 
+pytestmark = pytest.mark.timeout(180)
+
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 LONG = {"model": "tiny", "prompt": "a long story", "max_tokens": 4000, "stream": True, "temperature": 1, "seed": 3}
 SLOW = ga.ContextOptions(mock=ga.MockOptions(dtype="float32", latency=0.01))
@@ -37,7 +39,7 @@ def parallel(serving: Serving, contents: list[Any], path: str = COMPLETIONS) -> 
     async def all_of_them() -> list[tuple[int, bytes]]:
         return await asyncio.gather(*(one(content) for content in contents))
 
-    return asyncio.run(asyncio.wait_for(all_of_them(), 60))
+    return asyncio.run(asyncio.wait_for(all_of_them(), 150))
 
 
 # Clients
@@ -84,8 +86,11 @@ def test_many_clients_that_hang_up_leave_nothing_behind() -> None:
             await asyncio.gather(*(leave(number) for number in range(30)))
 
         asyncio.run(all_of_them())
+        # Its answer comes behind all that was sent before, so a text that begins late is seen to end too.
+        serving.complete()
         serving.until_idle()
         serving.complete()
+        serving.until_idle()
 
 
 def test_a_client_that_does_not_read_holds_no_pages_and_delays_nobody() -> None:
@@ -98,7 +103,7 @@ def test_a_client_that_does_not_read_holds_no_pages_and_delays_nobody() -> None:
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
         eventually(lambda: serving.engine.running == 1)
         serving.complete()
-        eventually(lambda: serving.engine.running == 0, 60)
+        eventually(lambda: serving.engine.running == 0, 150)
         assert serving.engine.stats.ended == {"length": 3}, "with the one of the start"
         assert serving.engine.pages()[1] == serving.engine.pages()[0]
         assert serving.state.admission.stats().running == 1, "its answer waits for it"
@@ -131,7 +136,7 @@ def test_requests_over_the_bound_get_429_and_when_to_return() -> None:
 
 
 def test_a_request_that_waits_for_too_long_gets_429() -> None:
-    with Serving(options=SLOW, max_running=1, queue_seconds=0.05) as serving:
+    with Serving(options=SLOW, max_running=1, queue_seconds=1.0) as serving:
 
         async def fill() -> None:
             async with sent(serving.port, COMPLETIONS, NEVER_ENDING) as reader:
@@ -156,7 +161,7 @@ def test_more_texts_than_the_cache_has_pages_for_wait_and_are_all_answered() -> 
 
 
 def test_a_text_for_which_the_cache_has_no_room_gets_429_in_time() -> None:
-    with Serving(options=SLOW, cache_mib=1, queue_seconds=0.1) as serving:
+    with Serving(options=SLOW, cache_mib=1, queue_seconds=1.0) as serving:
 
         async def fill() -> None:
             async with sent(serving.port, COMPLETIONS, {**NEVER_ENDING, "max_tokens": 2000}) as reader:
@@ -173,7 +178,7 @@ def test_a_text_for_which_the_cache_has_no_room_gets_429_in_time() -> None:
 
 def test_a_deadline_ends_a_stream_with_an_event_that_says_so() -> None:
     with Serving(options=SLOW) as serving:
-        events = serving.stream(COMPLETIONS, NEVER_ENDING, X_Deadline_Ms="400")
+        events = serving.stream(COMPLETIONS, NEVER_ENDING, X_Deadline_Ms="3000")
         error = events[-1]["error"]
         assert (error["type"], error["code"]) == ("timeout_error", "DeadlineExceeded")
         assert len(text_of(events[:-1])) > 0
@@ -196,7 +201,7 @@ def test_a_deadline_that_passes_in_the_queue_is_504_for_a_stream_too() -> None:
 
 
 def test_a_timeout_holds_for_clients_that_send_no_deadline() -> None:
-    with Serving(options=SLOW, default_timeout=0.3) as serving:
+    with Serving(options=SLOW, default_timeout=3.0) as serving:
         assert serving.stream(COMPLETIONS, NEVER_ENDING)[-1]["error"]["code"] == "DeadlineExceeded"
         serving.until_idle()
 
@@ -258,7 +263,7 @@ def test_an_engine_that_fails_by_accident_leaves_no_request_waiting(monkeypatch:
             async with sent(serving.port, COMPLETIONS, NEVER_ENDING) as reader:
                 first = await reader.readuntil(b"data: ")
                 monkeypatch.setattr(serving.engine._batcher, "next_rows", lambda: 1 / 0)
-                return first + await asyncio.wait_for(reader.read(), 30)
+                return first + await asyncio.wait_for(reader.read(), 150)
 
         status, body = body_of(asyncio.run(fail()))
         assert (status, events_of(body)[-1]["error"]["type"]) == (200, "server_error")
@@ -292,14 +297,14 @@ def test_streams_end_in_a_complete_event_when_the_server_leaves() -> None:
                 return first + await reader.read()
 
         async def read_all() -> list[bytes]:
-            return await asyncio.wait_for(asyncio.gather(*(read(seed) for seed in range(count))), 60)
+            return await asyncio.wait_for(asyncio.gather(*(read(seed) for seed in range(count))), 150)
 
         def leave() -> None:
             for _ in range(count):
                 begun.acquire()
             serving.server.should_exit = True
 
-        leaving = threading.Thread(target=leave)
+        leaving = threading.Thread(target=leave, daemon=True)
         leaving.start()
         answers = [body_of(raw) for raw in asyncio.run(read_all())]
         leaving.join()
@@ -308,7 +313,7 @@ def test_streams_end_in_a_complete_event_when_the_server_leaves() -> None:
     for _, body in answers:
         last = events_of(body)[-1]
         codes.append(last["error"]["code"] if "error" in last else "ended")
-    assert codes.count("ActorStopped") > count / 2
+    assert codes.count("ActorStopped") >= count // 2
     assert set(codes) <= {"ActorStopped", "ended"}
 
 
@@ -332,7 +337,7 @@ def test_who_waits_for_a_place_when_the_texts_are_ended_gets_503() -> None:
     with Leaving(options=SLOW, max_running=1, drain_seconds=0.2) as serving:
 
         async def leave() -> list[bytes]:
-            async with sent(serving.port, COMPLETIONS, LONG) as reader:
+            async with sent(serving.port, COMPLETIONS, NEVER_ENDING) as reader:
                 await reader.readuntil(b"data: ")
                 async with sent(serving.port, COMPLETIONS, LONG) as waiting:
                     await asyncio.to_thread(eventually, lambda: serving.state.admission.stats().waiting == 1)
@@ -357,6 +362,7 @@ def test_a_line_of_the_access_log_is_json_with_the_counts(caplog: pytest.LogCapt
     caplog.set_level(logging.INFO, "gpu_actors.access")
     with Serving() as serving:
         serving.stream(COMPLETIONS, HELLO)
+        eventually(lambda: caplog.records)
         serving.post(COMPLETIONS, {**HELLO, "n": 2}, X_Request_Id="mine")
         eventually(lambda: len(caplog.records) >= 2)
     good, bad = (json.loads(JsonLines().format(record)) for record in caplog.records[:2])
@@ -398,7 +404,7 @@ def test_an_engine_whose_loop_fails_ends_every_text_and_says_so(caplog: pytest.L
                 serving.engine._batcher.next_rows = broken
                 return began + await reader.read()
 
-        body = body_of(asyncio.run(asyncio.wait_for(fail(), 30)))[1]
+        body = body_of(asyncio.run(asyncio.wait_for(fail(), 150)))[1]
         last = events_of(body)[-1]["error"]
         assert (last["code"], last["type"]) == ("ActorStopped", "server_error")
         for content in (HELLO, {**HELLO, **STREAM}):
@@ -419,13 +425,13 @@ def test_a_process_that_stood_still_past_the_deadline_ends_its_streams_in_a_whol
     with Serving(options=SLOW) as serving:
 
         async def late() -> bytes:
-            async with sent(serving.port, COMPLETIONS, NEVER_ENDING, "X-Deadline-Ms: 1000") as reader:
+            async with sent(serving.port, COMPLETIONS, NEVER_ENDING, "X-Deadline-Ms: 3000") as reader:
                 began = await reader.readuntil(b"data: ")
                 probes = serving.server.config.app.state.gpu_actors.probes  # type: ignore[union-attr]
-                probes._beating.get_loop().call_soon_threadsafe(time.sleep, 2.5)
+                probes._beating.get_loop().call_soon_threadsafe(time.sleep, 4.5)
                 return began + await reader.read()
 
-        body = body_of(asyncio.run(asyncio.wait_for(late(), 30)))[1]
+        body = body_of(asyncio.run(asyncio.wait_for(late(), 150)))[1]
         assert events_of(body)[-1]["error"]["code"] == "DeadlineExceeded"
         serving.until_idle()
 

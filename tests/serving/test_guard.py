@@ -198,8 +198,8 @@ def test_a_deadline_that_passes_cancels_the_handler(served: Served, handlers: Ha
     for path, method in (("/sleeps", "GET"), ("/sleeps", "POST"), ("/unread", "POST")):
         handlers.cancelled.clear()
         start = time.monotonic()
-        reply = served.ask(path, method, headers={"X-Deadline-Ms": "150"})
-        assert time.monotonic() - start >= 0.148
+        reply = served.ask(path, method, headers={"X-Deadline-Ms": "1500"})
+        assert time.monotonic() - start >= 1.498
         assert (reply.status, reply.error) == (504, "DeadlineExceeded")
         assert handlers.cancelled.is_set()
 
@@ -211,7 +211,7 @@ def test_a_deadline_that_passes_before_the_handler_has_read_is_not_the_clients_f
     app = handlers.app()
     app.add_middleware(Guard, bodies=Bodies(max_bytes=1 << 20))
     with Served(app) as served:
-        reply = served.ask("/unread", "POST", body=b"x" * 500_000, headers={"X-Deadline-Ms": "300"})
+        reply = served.ask("/unread", "POST", body=b"x" * 500_000, headers={"X-Deadline-Ms": "1500"})
     assert (reply.status, reply.error) == (504, "DeadlineExceeded")
     assert handlers.cancelled.is_set()
 
@@ -229,7 +229,7 @@ def test_a_default_deadline_holds_where_the_client_names_none(handlers: Handlers
 
 
 def test_a_deadline_breaks_a_stream_off(served: Served, handlers: Handlers) -> None:
-    with served.raw("GET /stream HTTP/1.1", "Host: x", "X-Deadline-Ms: 300") as client:
+    with served.raw("GET /stream HTTP/1.1", "Host: x", "X-Deadline-Ms: 1500") as client:
         got = until_closed(client)
     assert b"5\r\nfirst\r\n" in got
     assert not got.endswith(b"0\r\n\r\n")
@@ -250,10 +250,10 @@ def test_a_deadline_ends_an_answer_that_the_client_does_not_read(handlers: Handl
 
     app = Starlette(routes=[Route("/", large, methods=["POST"])])
     app.add_middleware(Guard, bodies=bodies)
-    lines = ("POST / HTTP/1.1", "Host: x", "X-Deadline-Ms: 500", "Content-Length: 4")
+    lines = ("POST / HTTP/1.1", "Host: x", "X-Deadline-Ms: 2000", "Content-Length: 4")
     with Served(app) as served, served.raw(*lines, body=b"four"):
         eventually(handlers.finished.is_set)
-        eventually(lambda: bodies.held_bytes == 0, 10.0)
+        eventually(lambda: bodies.held_bytes == 0)
 
 
 @pytest.mark.parametrize("value", ["9" * 60_000, "1e400", "\xb2", "0x10", "-1", "300001", " ", "12345678901234"])
@@ -357,11 +357,11 @@ def test_a_handler_that_reads_late_makes_no_body_slow(bodies: Bodies) -> None:
     """A body larger than what is read ahead waits for its handler, which is not the client's fault."""
 
     async def late(request: Request) -> Response:
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(2.5)
         return PlainTextResponse(str(len(await request.body())))
 
     app = Starlette(routes=[Route("/", late, methods=["POST"])])
-    app.add_middleware(Guard, bodies=Bodies(seconds=0.5, max_bytes=1 << 20))
+    app.add_middleware(Guard, bodies=Bodies(seconds=1.5, max_bytes=1 << 20))
     with Served(app) as served:
         assert served.ask("/", "POST", body=b"x" * 500_000).body == b"500000"
 

@@ -60,11 +60,15 @@ class Serving(Served):
         return events_of(answered.body)
 
     def until_idle(self) -> None:
-        """Wait until no text is left and every page of the cache is free."""
-        eventually(lambda: self.engine.running == self.engine.waiting == 0)
-        blocks, free, shared = self.engine.pages()
-        assert (free, shared) == (blocks, 0)
-        assert (self.state.admission.stats().running, self.state.admission.stats().waiting) == (0, 0)
+        """Wait until no text is left, every page of the cache is free, and no answer holds a place."""
+
+        def idle() -> bool:
+            blocks, free, shared = self.engine.pages()
+            places = self.state.admission.stats()
+            texts = self.engine.running + self.engine.waiting
+            return (texts, places.running, places.waiting, free, shared) == (0, 0, 0, blocks, 0)
+
+        eventually(idle)
 
 
 def events_of(body: bytes) -> list[Any]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 import gpu_actors as ga
 from gpu_actors.devices.interface import Launch, Outputs
@@ -97,6 +98,14 @@ def run_python(program: str, *arguments: str, check: bool = True) -> subprocess.
     done = subprocess.run(command, capture_output=True, text=True, timeout=200.0, cwd=REPOSITORY, check=False)
     assert not check or done.returncode == 0, done.stderr
     return done
+
+
+def runs(pid: int) -> bool:
+    """Whether a process runs. One that has ended but was not waited for does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 class Scripted(ga.ServiceActor):
