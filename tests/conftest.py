@@ -19,7 +19,9 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """What ``-n auto`` means: a worker for each core that this process may use.
+    """What ``-n auto`` means: one worker more than this process may use cores.
+
+    About a quarter of a run waits for processes, sockets and timers, and one worker a core would leave the core idle.
 
     No workers, so one process, where tests share a GPU or a browser or compare times, and for the tests of one file:
     workers take longer to start than they save. A sweep is spread, also that of one file.
@@ -27,7 +29,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     marks = config.option.markexpr
     if marks in ("gpu", "perf", "browser") or (marks != "sweep" and _names_one_file(config)):
         return 0
-    return None if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else len(os.sched_getaffinity(0))
+    return None if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else len(os.sched_getaffinity(0)) + 1
 
 
 def _names_one_file(config: pytest.Config) -> bool:

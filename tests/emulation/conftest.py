@@ -2,15 +2,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import platformdirs
 import pytest
 from kernel_runs import ORDERS, Runner, cuda_runner, emulated_runner
 
+from gpu_actors.devices.emulation.module_cache import ModuleCache
+
 
 @pytest.fixture(scope="session")
-def module_cache(shared_folder: Path) -> Path:
-    """A cold cache of emulated modules, shared by all processes of a run."""
-    folder = shared_folder / "emulated-modules"
-    folder.mkdir(mode=0o700, exist_ok=True)
+def module_cache() -> Path:
+    """The cache of all emulated modules, so that the executor, and zig's own parts, are built once for all tests."""
+    folder = Path(platformdirs.user_cache_dir("gpu-actors")).absolute() / "emulated"
+    ModuleCache(folder)  # makes it
     return folder
 
 

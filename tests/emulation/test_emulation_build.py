@@ -17,6 +17,8 @@ import pytest
 
 from gpu_actors.devices.emulation import EmulatedBuffer, EmulatedModule, Toolchain, build_module, toolchain
 from gpu_actors.devices.emulation.build import find_entries
+from gpu_actors.devices.emulation.executor import Executor
+from gpu_actors.devices.emulation.module_cache import ModuleCache
 from gpu_actors.devices.emulation.unit import run_compiler
 from gpu_actors.errors import CompileError, GpuActorsError, InvalidRequest
 from gpu_actors.extras import install_hint
@@ -40,9 +42,11 @@ def outcome(module: EmulatedModule) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache with the module in it."""
+def built(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> Path:
+    """A cache with the module in it, and with the executor that all tests share."""
     folder = tmp_path_factory.mktemp("built") / "cache"
+    executor = Executor.of(Toolchain.find(), {}, {})
+    ModuleCache(folder, ".o").build(executor.key, lambda kept: (executor.object_in(module_cache), 0.0))
     build(folder)
     return folder
 
@@ -196,14 +200,26 @@ extern "C" __global__ void differences(const float* in, float* out) {
 """
 
 
-@pytest.mark.parametrize("name", [None, "zig"])
-def test_products_are_fused_where_that_is_asked_for_and_allowed(cache: Path, name: str | None) -> None:
+LEAN = FUSED.replace("ptx/types.cuh", "ptx.cuh")  # with the wrappers of tensor cores
+
+
+@pytest.mark.parametrize(
+    ("name", "source"), [(None, FUSED), (None, LEAN), ("zig", FUSED)], ids=["None", "tensor cores", "zig"]
+)
+def test_products_are_fused_where_that_is_asked_for_and_allowed(
+    cache: Path, module_cache: Path, name: str | None, source: str
+) -> None:
+    found = Toolchain.find(name)
+    # The executor, and the parts of its own that zig builds, come from the cache of all tests.
+    Executor.of(found, {}, {}).object_in(module_cache)
+    (module_cache / "zig").mkdir(exist_ok=True)
+    (cache / "zig").symlink_to(module_cache / "zig")
     factor = np.float32(1 + 2**-12)
     given = EmulatedBuffer.of(np.array([factor, factor, factor * factor] * 4, np.float32), "in")
     out = EmulatedBuffer(16, "out")
     params = [struct.pack("<Q", place.address) for place in (given, out)]
     for contraction in (False, True):  # in one cache: neither is taken for the other
-        module = build_module(FUSED, toolchain=replace(Toolchain.find(name), contraction=contraction), cache_dir=cache)
+        module = build_module(source, toolchain=replace(found, contraction=contraction), cache_dir=cache)
         module.launch("differences", 1, 1, 0, params, [given, out])
         assert out.view(np.float32).tolist() == [2**-24 * contraction, 0, 0, 0]
 
@@ -265,14 +281,14 @@ extern "C" __global__ void k(float* out) { out[0] = 1; }
 
 
 @pytest.mark.parametrize(
-    ("source", "contraction", "lean"),
-    [(MULTIPLIES, False, True), (MULTIPLIES, True, False), (SOURCE, False, False)],
+    ("source", "contraction", "level"),
+    [(MULTIPLIES, False, "-Og"), (MULTIPLIES, True, "-O1"), (SOURCE, False, "-O2")],
     ids=["tensor cores", "tensor cores, fused", "arithmetic of its own"],
 )
 def test_only_a_kernel_that_leaves_its_arithmetic_to_tensor_cores_is_hardly_optimised(
-    source: str, contraction: bool, lean: bool, cache: Path, monkeypatch: pytest.MonkeyPatch
+    source: str, contraction: bool, level: str, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its arithmetic is the executor's. g++ fuses products only where it optimises."""
+    """Its arithmetic is the executor's. g++ fuses no products at -Og."""
     options: list[str] = []
 
     def compiled(toolchain: Toolchain, arguments: list[str], *rest: Any) -> None:
@@ -283,5 +299,5 @@ def test_only_a_kernel_that_leaves_its_arithmetic_to_tensor_cores_is_hardly_opti
     monkeypatch.setattr("gpu_actors.devices.emulation.build.run_compiler", compiled)
     found = replace(Toolchain.find(), contraction=contraction)
     build_module(source, {"AMOUNT": "14"}, {"amount.cuh": HEADER}, found, cache)
-    level = "-Og" if lean and found.name == "g++" else "-O2"
-    assert [option for option in options if option.startswith("-O")][-1] == level
+    expected = level if found.name == "g++" else "-O2"
+    assert [option for option in options if option.startswith("-O")][-1] == expected

@@ -157,7 +157,14 @@ class TestWarming:
 
     def test_a_warmed_cache_serves_where_nothing_may_be_compiled(self, tmp_path):
         def usual(key: Any) -> bool:
-            return isinstance(key, PageCopyKey) or (key.dtype, key.head_dim) == ("bfloat16", 128)
+            """Of pages of the request's own dtype."""
+            facts = ("layout", "dtype", "head_dim", "descales")
+            return isinstance(key, PageCopyKey) or [getattr(key, fact) for fact in facts] == [
+                "paged",
+                "bfloat16",
+                128,
+                False,
+            ]
 
         decode = [key for key in standard_variants("sm_90a") if key.kernel.startswith("decode")]
         keys = [key for key in (*decode, *kv_variants("sm_90a")) if usual(key)]

@@ -1,4 +1,4 @@
-"""How pytest spreads the tests: over all cores by default, and not at all where they share a GPU or compare times."""
+"""How pytest spreads the tests: one worker more than cores, or none where they share a GPU or compare times."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 from support.service import REPOSITORY
 
 ONE, OTHER = "tests/project/test_test_names.py", "tests/project/test_imports.py"
-CORES = len(os.sched_getaffinity(0))
+WORKERS = len(os.sched_getaffinity(0)) + 1
 DEFAULT = "not gpu and not sweep and not perf and not browser"
 
 
 @pytest.mark.timeout(180)  # three processes start and collect
-def test_the_default_run_has_a_worker_for_each_core() -> None:
+def test_the_default_run_has_one_worker_more_than_cores() -> None:
     """The workers are started and have collected when they find that no test is picked."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "no_test_of_this_name", ONE, OTHER]
@@ -25,17 +25,17 @@ def test_the_default_run_has_a_worker_for_each_core() -> None:
         command, capture_output=True, text=True, cwd=REPOSITORY, timeout=170, check=False, env=inherited
     )
     assert done.returncode == 5, done.stdout + done.stderr  # no tests were collected
-    assert f"created: {CORES}/{CORES} workers" in done.stdout
+    assert f"created: {WORKERS}/{WORKERS} workers" in done.stdout
 
 
 @pytest.mark.parametrize(
     ("marks", "named", "workers"),
     [
-        (DEFAULT, ["tests"], CORES),
-        (DEFAULT, [ONE, OTHER], CORES),
+        (DEFAULT, ["tests"], WORKERS),
+        (DEFAULT, [ONE, OTHER], WORKERS),
         (DEFAULT, [ONE], 0),
         (DEFAULT, [f"{ONE}::one", f"{ONE}::other"], 0),
-        ("sweep", [ONE], CORES),
+        ("sweep", [ONE], WORKERS),
         ("perf", ["tests"], 0),
         ("gpu", ["tests"], 0),
         ("browser", ["tests"], 0),

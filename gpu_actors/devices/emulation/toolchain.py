@@ -84,9 +84,11 @@ class Toolchain:
         """Options to add for a kernel that leaves its arithmetic to instructions of tensor cores.
 
         The executor computes them, so what optimising the kernel saves is a few percent of a launch; it is half of the
-        compile. g++ fuses products only when it optimises.
+        compile. g++ fuses products in a pass of the expensive optimisations, which -Og has not.
         """
-        return ("-Og",) if self.name == "g++" and not self.contraction else ()
+        if self.name != "g++":
+            return ()
+        return ("-O1", "-fexpensive-optimizations", "-fno-tree-vectorize") if self.contraction else ("-Og",)
 
     def _contraction_flags(self) -> tuple[str, ...]:
         if self.fused_places is None or not self.contraction:

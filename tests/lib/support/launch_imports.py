@@ -132,7 +132,11 @@ def main() -> int:
         ctx.health()
         ctx.stats()
         after("health and stats")
-        if spec == "emulated":  # with nothing built
+        if spec == "emulated":  # with nothing built but the executor, which takes seconds
+            from gpu_actors.devices.emulation import Toolchain
+            from gpu_actors.devices.emulation.executor import Executor
+
+            Executor.of(Toolchain.find(), {}, {}).object_in(None)
             with ga.open_context(spec, ga.ContextOptions(cache_dir=cubins)) as cold:
                 requests(cold)["forward"]().result(120)
             after("build")
