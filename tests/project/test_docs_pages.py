@@ -11,6 +11,8 @@ import pytest
 from support.docs import PAGES
 from support.service import REPOSITORY
 
+from gpu_actors import errors
+
 WIDTH = 130
 
 
@@ -114,3 +116,11 @@ def test_an_example_stands_near_the_top_of_the_page(page: Path) -> None:
     lines = page.read_text(encoding="utf-8").splitlines()
     first = next((number for number, line in enumerate(lines) if line.startswith(("```python", "```sh"))), len(lines))
     assert first < 10
+
+
+def test_every_error_is_told_with_what_to_do() -> None:
+    """Each public error has a row of the table, and the row all three columns."""
+    rows = [line.split("|") for line in (REPOSITORY / "docs/errors.md").read_text().splitlines() if line[:3] == "| `"]
+    told = {name for row in rows for name in re.findall(r"`(\w+)`", row[1].partition("(")[0])}
+    assert all(row[2].strip() and row[3].strip() for row in rows)
+    assert told == set(errors.__all__) - {"GpuActorsError", "RequestError"}
