@@ -129,7 +129,8 @@ inline int describe_wait(const Block& block, const Fiber& f, char* text, size_t 
 inline void give_way(Block& block) {
   check_time(block);
   for (;;) {
-    if (block.request->delivery == Delivery::random && !block.in_flight.empty() && block.random.one_in(16))
+    if (block.request->delivery == Delivery::random && block.delivery_odds && !block.in_flight.empty() &&
+        block.random.one_in(block.delivery_odds))
       deliver_one(block);
     if (Fiber* next = pick(block)) {
       next->state = FiberState::ready;

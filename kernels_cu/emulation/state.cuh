@@ -258,6 +258,7 @@ struct Block {
   List<WgmmaIssue> issues[MAX_WARPS / 4];
   // scheduling
   Random random;
+  uint32_t delivery_odds;  // of delivery random: one load in so many switches, 0: only where no thread can run
   uint16_t thread_order[MAX_THREADS], warp_order[MAX_WARPS];
   int position;
   uint64_t deliveries;

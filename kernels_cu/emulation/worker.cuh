@@ -113,6 +113,8 @@ inline void start_block(Block& block, uint64_t number) {
   block.random.seed(request.seed, number);
   shuffle_order(block.random, block.thread_order, block.threads, request.seed);
   shuffle_order(block.random, block.warp_order, block.warp_count, request.seed);
+  constexpr uint32_t ODDS[] = {16, 256, 0};
+  block.delivery_odds = ODDS[block.random.below(3)];
   block.position = block.threads - 1;
   start_shared(block);
   start_threads(block);

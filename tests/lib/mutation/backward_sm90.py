@@ -35,6 +35,7 @@ LAUNCHES = (
     ("late", "lane", 1),
     ("eager", "greedy", 1),
     ("late", "random", 3),
+    ("random", "greedy", 0),
 )
 LIMIT_SECONDS = 20.0
 
@@ -68,12 +69,14 @@ PROBES: dict[str, dict[str, Any]] = {
     "negative": {"seqlens": (200, 300)},
     "neighbours": {"seqlens": (300, 310), "varlen": True, "batch": 2},
     "large": {"seqlens": (150, 200)},
+    "opposite": {"seqlens": (150, 2)},
     "cap": {"seqlens": (150, 200), "kind": "peaked", "always": ("softcap",)},
     "alibi": {"seqlens": (150, 200), "always": ("alibi",)},
     "bias": {"seqlens": (150, 200), "always": ("bias", "causal")},
+    "nonfinite bias": {"seqlens": (150, 200), "always": ("bias", "causal")},
     "dropout": {"seqlens": (150, 200), "heads": (2, 1), "always": ("dropout",)},
     "turns": {"seqlens": (200, 700)},
-    "turns bias": {"seqlens": (100, 200), "batch": 2, "heads": (4, 2), "always": ("bias",)},
+    "turns bias": {"seqlens": (100, 200), "batch": 4, "heads": (4, 4), "always": ("bias",)},
 }  # fmt: skip
 _OPTIONS: dict[str, dict[str, Any]] = {"window": {"window_size": (150, 30), "sink_tokens": 5}}
 
@@ -88,12 +91,21 @@ def case_of(name: str) -> BackwardCase:
         case.forward.v[...] *= 20
         case.forward.q[...] *= np.float16(0.01)
         case = answered(case, case.options)
+    if name == "opposite":  # so is dP of the two keys: delta is 0, and dS is beyond float16
+        case.dout[...] *= 1000
+        case.forward.v[:, 1] = -case.forward.v[:, 0]
+        case.forward.v[...] *= 20
+        case.forward.q[...] *= np.float16(0.01)
+        case.forward.k[...] *= np.float16(0.1)
+        case = answered(case, case.options)
     if name == "negative":  # scores so low that the weight of a key past the end is infinite
         case.forward.q[...] += 4
         case.forward.k[...] -= 4
         case = answered(case, case.options)
     if name in _OPTIONS:
         case = answered(case, {**case.options, **_OPTIONS[name]})
+    if name == "nonfinite bias":
+        case.dout[0, 60, :, 3] = np.nan
     if name == "nonfinite":
         case.dout[0, 240, :, 3] = np.nan
     if name == "nonfinite q":
@@ -149,6 +161,8 @@ def run_probe(name: str) -> None:
     operands |= {option: poisoned.options[option] for option in OPERANDS if option in poisoned.options}
     for delivery, schedule, seed in LAUNCHES:
         launch = {"delivery": delivery, "schedule": schedule, "seed": seed, "limit_seconds": LIMIT_SECONDS}
+        if name == "turns bias":  # more blocks at a time than cores, so that the system's clock mixes them
+            launch["threads"] = 8
         seeds = {"dropout_seed": case.options.get("dropout_seed", 0)}
         gradients = emulated_backward.run(problem, operands, kernel=KERNEL, **seeds, **launch)
         if name == "neighbours":

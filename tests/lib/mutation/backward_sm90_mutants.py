@@ -82,7 +82,11 @@ DEFECTS = (
         "    multiply_gradients",
     ),
     _bug(
-        "keys are not waited for", "consumer", "    ptx::mbarrier_wait(shared.keys_full(), keys_parity);\n", "", "wide"
+        "keys are not waited for",
+        "consumer",
+        "    ptx::mbarrier_wait(shared.keys_full(), keys_parity);\n",
+        "",
+        "narrow",
     ),
     _bug(
         "weights are multiplied without a fence",
@@ -149,11 +153,12 @@ DEFECTS = (
         "      sync_consumers();\n",
         "neighbours",
     ),
+    # Without the barrier behind it nothing changes: a warp reads its own 16 rows of A, and dS waits for all consumers.
     _bug(
-        "cleared keys are not waited for",
+        "cleared keys are multiplied unfenced",
         "consumer",
         "      ptx::fence_proxy_async();\n      sync_consumers();\n",
-        "      ptx::fence_proxy_async();\n",
+        "      sync_consumers();\n",
         "neighbours",
     ),
     _bug(
@@ -411,7 +416,7 @@ OPTIONS = (
         "main",
         "  if (HIDES_ROWS && hidden.masked) apply_mask(dp",
         "  if (false) apply_mask(dp",
-        "bias",
+        "nonfinite bias",
     ),
     _bug("dbias takes no turns", "main", "      begin_turn(dbias_turns, turn);\n", "", "turns bias"),
     _bug(
@@ -457,8 +462,8 @@ RANGE = (
         "x - ptx::as_float(delta[e % 2])",
     ),
     _bug("dK keeps dS's factor", "main", " * power_of_two(-keys.ds_exponent));", ");"),
-    _prepare("values have no part in the bound of dS", "+ LARGEST_VALUE, norm)", "+ LARGEST_DOUT, 0.0f)", "large"),
-    _prepare("dO has no part in the bound of dS", "raise_bound(bounds + LARGEST_DOUT, norm);", "", "large"),
+    _prepare("values have no part in the bound of dS", "+ LARGEST_VALUE, norm)", "+ LARGEST_DOUT, 0.0f)", "opposite"),
+    _prepare("dO has no part in the bound of dS", "raise_bound(bounds + LARGEST_DOUT, norm);", "", "opposite"),
     _finish("dQ keeps dS's factor", " * power_of_two(-ds_exponent(params, at.sequence, kv_head))", ""),
 )
 
