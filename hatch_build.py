@@ -1,4 +1,4 @@
-"""README as an index page shows it, away from the files that it links to, and the project's addresses.
+"""README as an index page shows it, away from the files that it links to; the project's addresses; a wheel's kernels.
 
 GPU_ACTORS_HOME: at build time, the address of the published repository, such as https://example.org/owner/gpu_actors.
 With it, links lead there. Without it, no address is known, and links become the names of files.
@@ -11,9 +11,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
-__all__ = ["IndexPage", "for_index_page", "project_urls"]
+__all__ = ["IndexPage", "Kernels", "for_index_page", "project_urls"]
 
 _RELATIVE_LINK = re.compile(r"\[([^\]]+)\]\((?![a-z]+:|#)([^)\s]+)\)")
 
@@ -27,6 +28,15 @@ class IndexPage(MetadataHookInterface):
         metadata["readme"] = {"content-type": "text/markdown", "text": for_index_page(text, home)}
         if home:
             metadata["urls"] = project_urls(home)
+
+
+class Kernels(BuildHookInterface[Any]):
+    """Puts the kernels' sources into the package of a wheel, without the pages beside them."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        sources = Path(self.root) / "kernels_cu"
+        for path in sorted(sources.rglob("*.cu*")):
+            build_data["force_include"][str(path)] = f"gpu_actors/kernels_cu/{path.relative_to(sources).as_posix()}"
 
 
 def for_index_page(text: str, home: str) -> str:

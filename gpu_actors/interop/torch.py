@@ -23,10 +23,11 @@ from torch.overrides import TorchFunctionMode
 
 from gpu_actors.context import GpuContext, open_contexts
 from gpu_actors.errors import ActorStopped, InvalidRequest, Unsupported, WouldBlock
+from gpu_actors.interop.flex import flex_attention
 from gpu_actors.validation.fields import expect, flag, integer, one_of, real, window
 from gpu_actors.validation.forward import check_seed
 
-__all__ = ["Attention", "attention", "routed", "scaled_dot_product_attention"]
+__all__ = ["Attention", "attention", "flex_attention", "routed", "scaled_dot_product_attention"]
 
 # An operator takes tensors, numbers and strings, so a context goes by its number.
 _OPERANDS = {

@@ -24,16 +24,18 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel, masking_utils
+from transformers.generation.continuous_batching import PagedAttentionCache
 
 from gpu_actors.context import GpuContext
 from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.interop.torch import attention
 
-__all__ = ["register"]
+__all__ = ["continuous_batching", "register"]
 
 
 def register(context: GpuContext, name: str = "gpu_actors", *, model: PreTrainedModel | None = None) -> str:
@@ -49,25 +51,59 @@ def register(context: GpuContext, name: str = "gpu_actors", *, model: PreTrained
     not returned.
 
     A forward pass blocks the calling thread, so it must not run on the thread of a running event loop: it raises
-    `WouldBlock` there. It raises `ActorStopped` once the context is closed, `Unsupported` for a paged cache of
-    Transformers' own, and what `gpu_actors.interop.torch.attention` raises. Raises InvalidRequest itself for a context
-    or name that is none.
+    `WouldBlock` there. It raises `ActorStopped` once the context is closed, and what
+    `gpu_actors.interop.torch.attention` raises. Raises InvalidRequest itself for a context or name that is none.
     """
     if not isinstance(context, GpuContext):
         raise InvalidRequest("context", type(context).__name__, "must be a GpuContext, as open_context gives it")
     if not isinstance(name, str) or not name or "|" in name:
         raise InvalidRequest("name", name, "must be a name without '|', which Transformers reads as a prefix")
-    if model is not None and not isinstance(model, PreTrainedModel):
-        raise InvalidRequest("model", type(model).__name__, "must be a PreTrainedModel of Transformers")
-    parts = () if model is None else [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-    for part in parts:
-        if not part._can_set_attn_implementation():
-            raise Unsupported("model", type(part).__name__, _OWN_ATTENTION)
+    if model is not None:
+        _check_switched(context, model)
     AttentionInterface.register(name, functools.partial(_attend, context))
     masking_utils.AttentionMaskInterface.register(name, _mask)
     if model is not None:
         model.set_attn_implementation(name)
     return name
+
+
+@contextmanager
+def continuous_batching(context: GpuContext, model: PreTrainedModel) -> Iterator[None]:
+    """While entered, the model's continuous batching (``generate_batch``) computes attention through a context.
+
+    Transformers keeps its paged cache. It writes the new keys there and gathers those of each sequence; the context
+    attends to them as packed sequences, without a mask. Windows, softcap and sinks work as with `register`. For
+    continuous batching Transformers takes its own implementations and those that are named after flash-attn, which it
+    imports when a model is switched to them. The model is therefore switched here, to the name "gpu_actors_flash".
+
+    Leave it once the model generates nothing more; the model then has its own implementation again. Transformers'
+    thread computes, so an error of the context is the ``error`` of each request that it concerns. Raises
+    `InvalidRequest` for what is no context or model, and `Unsupported` as `register`.
+    """
+    _check_switched(context, model)
+    former = {id(part): part.config._attn_implementation for part in _parts_of(model)}
+    name = register(context, "gpu_actors_flash")
+    try:
+        for part in _parts_of(model):
+            part.config._attn_implementation = name
+        yield
+    finally:
+        for part in _parts_of(model):
+            part.config._attn_implementation = former[id(part)]
+
+
+def _check_switched(context: object, model: object) -> None:
+    if not isinstance(context, GpuContext):
+        raise InvalidRequest("context", type(context).__name__, "must be a GpuContext, as open_context gives it")
+    if not isinstance(model, PreTrainedModel):
+        raise InvalidRequest("model", type(model).__name__, "must be a PreTrainedModel of Transformers")
+    for part in _parts_of(model):
+        if not part._can_set_attn_implementation():
+            raise Unsupported("model", type(part).__name__, _OWN_ATTENTION)
+
+
+def _parts_of(model: PreTrainedModel) -> list[Any]:
+    return [part for part in model.modules() if isinstance(part, PreTrainedModel)]
 
 
 _OWN_ATTENTION = "computes attention in code of its own, which asks no attention implementation of Transformers"
@@ -115,12 +151,19 @@ def _attend(
     max_length_q: int | None = None,
     max_length_k: int | None = None,
     cache: Any = None,
-    **_: Any,
+    **rest: Any,
 ) -> tuple[torch.Tensor, None]:
     """query (batch, heads, rows, dim), key, value (batch, kv_heads, keys, dim) -> (batch, rows, heads, dim), None."""
     if cache is not None:
-        reason = "continuous batching brings a cache of its own, which is not read here"
-        raise Unsupported("cache", type(cache).__name__, reason, "a dynamic or static cache")
+        if not isinstance(cache, PagedAttentionCache):
+            raise Unsupported("cache", type(cache).__name__, "is no paged cache of Transformers", "PagedAttentionCache")
+        # It writes the new keys, and gives those of each sequence one after the other.
+        given = {"cu_seq_lens_k": cu_seq_lens_k, "max_length_k": max_length_k, **rest}
+        key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=given)
+        if given.get("block_table") is not None:
+            reason = "is for flash-attn's own kernels"
+            raise Unsupported("block_table", "a table", reason, "max_blocks_per_request=0")
+        cu_seq_lens_k, max_length_k, is_causal = given["cu_seq_lens_k"], given["max_length_k"], True
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     attention_mask, reach = _read(attention_mask, sliding_window)

@@ -47,6 +47,9 @@ HEAVY = (*EXTRAS, "typer", "click", "rich", "filelock", "platformdirs")
 # Modules that exist for one extra and are imported by whoever has it.
 FOR_AN_EXTRA = (
     "devices/cuda/cupy_api",
+    "interop/flex",
+    "interop/flex_ops",
+    "interop/jax",
     "interop/torch",
     "interop/transformers",
     "metrics",

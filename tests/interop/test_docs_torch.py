@@ -1,4 +1,4 @@
-"""The examples of docs/training.md and docs/transformers.md that need torch run as they stand."""
+"""The examples of docs/training.md, docs/transformers.md and docs/jax.md that need torch or JAX run as they stand."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ def run_page(page: str) -> dict[str, Any]:
 def test_the_example_of_torch_gives_gradients() -> None:
     names = run_page("docs/training.md")
     assert all(tensor.grad.abs().sum() > 0 for tensor in (names["q"], names["k"], names["v"]))
+    assert names["slopes"].grad.abs().sum() > 0
 
 
 def test_the_example_of_transformers_generates() -> None:
@@ -30,3 +31,10 @@ def test_the_example_of_transformers_generates() -> None:
     names = run_page("docs/transformers.md")
     assert names["texts"].shape == (1, 7)
     assert names["ctx"].stats()["flash_attn"].completed > 0
+    assert [len(result.generated_tokens) for result in names["results"].values()] == [2, 2]
+
+
+def test_the_example_of_jax_gives_gradients() -> None:
+    pytest.importorskip("jax", reason="the page is about JAX")
+    names = run_page("docs/jax.md")
+    assert all(abs(gradient).sum() > 0 for gradient in names["gradients"])

@@ -1,6 +1,7 @@
 """Every Python example of README and docs runs as it stands: page by page, from the top, with no names but its own.
 
-An example that needs more than the extras bring says so in its first line, "# needs torch"; tests/interop runs those.
+An example that needs more than the tests' extra brings says so in its first line, "# needs torch" or "# needs jax";
+tests/interop runs those.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ ELSEWHERE = {
     "docs/decoding.md": "tests/project/test_docs_decoding.py",
     "docs/graphs.md": "tests/project/test_docs_graphs.py",
 }
-INTEROP = {"docs/training.md", "docs/transformers.md"}
+INTEROP = {"docs/jax.md", "docs/training.md", "docs/transformers.md"}
 
 
 def name(page: Path) -> str:
@@ -62,4 +63,4 @@ def test_examples_that_need_torch_are_marked_and_run_elsewhere() -> None:
     assert all(f'"{page}"' in run for page in INTEROP)
     for page in PAGES:
         for source in sources(page):
-            assert not re.search(r"^(?:import|from) (?:torch|transformers)\b", source, re.M), name(page)
+            assert not re.search(r"^(?:import|from) (?:torch|transformers|jax)\b", source, re.M), name(page)

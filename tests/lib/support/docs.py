@@ -31,8 +31,8 @@ def examples(page: Path) -> list[str]:
 
 
 def wants_torch(source: str) -> bool:
-    """Whether an example says that it is for programs with torch, which none of the extras brings."""
-    return source.startswith("# needs torch")
+    """Whether an example says that it is for programs with torch or JAX, which the tests' extra does not bring."""
+    return source.startswith(("# needs torch", "# needs jax"))
 
 
 def run_example(source: str, names: dict[str, Any], label: str) -> None:

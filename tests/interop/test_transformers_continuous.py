@@ -1,0 +1,109 @@
+"""Transformers' continuous batching over its paged cache, with a context's attention: the tokens are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import gpu_actors as ga
+
+torch = pytest.importorskip("torch", reason="Transformers' models are torch's")
+transformers = pytest.importorskip("transformers", reason="its continuous batching is what is tested")
+bridge = pytest.importorskip("gpu_actors.interop.transformers")
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+MODELS = {
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),
+    "windows": lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES, sliding_window=4)),
+    "both": lambda: transformers.Qwen2ForCausalLM(
+        transformers.Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=4, max_window_layers=1)
+    ),
+}
+SHARED = [7, 3, 9, 9, 1, 4, 4, 2]
+PROMPTS = [[5, 6, 7, 8, 9], [11, 12], [*SHARED, *SHARED, 3], [*SHARED, *SHARED, 8, 8]]
+
+
+@pytest.fixture(scope="module")
+def ctx() -> Iterator[ga.GpuContext]:
+    with ga.open_context("mock") as ctx:
+        yield ctx
+
+
+def generated(model: Any) -> dict[str, Any]:
+    """The requests' results. 24 tokens a batch: prompts are cut, and prefill and decoding share forward passes."""
+    found = model.generate_batch(
+        PROMPTS,
+        generation_config=transformers.GenerationConfig(
+            max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0
+        ),
+        continuous_batching_config=transformers.ContinuousBatchingConfig(
+            num_blocks=16, page_size=8, max_batch_tokens=24
+        ),
+        progress_bar=False,
+    )
+    assert len(found) == len(PROMPTS)
+    return {name: (result.generated_tokens, result.error) for name, result in found.items()}
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_tokens_are_those_of_transformers_own_implementations(ctx: ga.GpuContext, family: str) -> None:
+    torch.manual_seed(0)
+    model = MODELS[family]().eval()
+    model.set_attn_implementation("eager")
+    expected = generated(model)
+    assert all(len(tokens) == 6 and error is None for tokens, error in expected.values())
+    before = ctx.stats()["flash_attn"].completed
+    with bridge.continuous_batching(ctx, model):
+        assert generated(model) == expected
+    passes = ctx.stats()["flash_attn"].completed - before
+    assert passes >= 2 * 6  # layers and steps
+    model.set_attn_implementation("sdpa")
+    assert generated(model) == expected
+    assert ctx.stats()["flash_attn"].completed == before + passes
+
+
+def test_the_model_has_its_own_implementation_again(ctx: ga.GpuContext) -> None:
+    model = MODELS["llama"]()
+    model.set_attn_implementation("eager")
+
+    def fail() -> None:
+        with bridge.continuous_batching(ctx, model):
+            assert model.config._attn_implementation == "gpu_actors_flash"
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert model.config._attn_implementation == "eager"
+    assert model.model.config._attn_implementation == "eager"
+
+
+def test_an_error_of_the_context_is_the_error_of_its_requests() -> None:
+    torch.manual_seed(0)
+    model = MODELS["llama"]().eval()
+    with ga.open_context("mock") as closed:
+        pass
+    with bridge.continuous_batching(closed, model):
+        found = generated(model)
+    assert all("is not open in this process" in error for _, error in found.values())
+
+
+def test_what_is_no_context_or_model_and_a_cache_of_another_kind_are_refused(ctx: ga.GpuContext) -> None:
+    with pytest.raises(ga.InvalidRequest, match="GpuContext"), bridge.continuous_batching("mock", MODELS["llama"]()):
+        pass
+    with pytest.raises(ga.InvalidRequest, match="PreTrainedModel"), bridge.continuous_batching(ctx, torch.nn.ReLU()):
+        pass
+    query = torch.ones(1, 2, 3, 4)
+    bridge.register(ctx, "paged_test")
+    attend = transformers.AttentionInterface()["paged_test"]
+    with pytest.raises(ga.Unsupported, match="no paged cache"):
+        attend(torch.nn.Module(), query, query, query, None, cache=object())
