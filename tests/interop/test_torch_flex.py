@@ -92,6 +92,10 @@ def nothing_early(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return (q_idx > 4) & (kv_idx < q_idx - 2 * h)
 
 
+def shifted(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return q_idx >= kv_idx - h
+
+
 def soft_cap(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return 2 * torch.tanh(score / 2)
 
@@ -129,6 +133,7 @@ MASKS = [
     prefix,
     dilated,
     nothing_early,
+    shifted,
     flex.and_masks(causal, window, document),
     flex.or_masks(prefix, causal),
     flex.and_masks(flex.or_masks(prefix, causal), document),
