@@ -189,15 +189,19 @@ def test_a_lost_context_is_seen(visit: Callable[..., Any]) -> None:
 
 @pytest.mark.perf
 def test_a_lost_context_is_seen_within_a_second(visit: Callable[..., Any]) -> None:
-    app = page_application(fault_plan=FaultPlan().lose_context(launch=2))
-    with Served(app) as served:
-        page = visit(served.url)
-        shows(page, "#state", "Ready")
-        began = time.monotonic()
-        fails(ask(service_of(app).context))
-        page.wait_for_selector('#verdict[data-state="bad"]', timeout=1000)
-        assert time.monotonic() - began < 1.0
-        page.close()
+    """At the median of three contexts."""
+    seconds = []
+    for _ in range(3):
+        app = page_application(fault_plan=FaultPlan().lose_context(launch=2))
+        with Served(app) as served:
+            page = visit(served.url)
+            shows(page, "#state", "Ready")
+            began = time.monotonic()
+            fails(ask(service_of(app).context))
+            page.wait_for_selector('#verdict[data-state="bad"]')
+            seconds.append(time.monotonic() - began)
+            page.close()
+    assert sorted(seconds)[1] < 1.0, seconds
 
 
 def test_a_degraded_context_is_amber_and_says_why(visit: Callable[..., Any]) -> None:
