@@ -98,10 +98,10 @@ class CacheFolder:
         """The entries whose names begin with ``prefix``, the newest first."""
         try:
             with self._opened() as folder:
-                found = sorted(_listing(folder, self.suffix), key=lambda entry: entry[1].st_mtime_ns, reverse=True)
+                found = _listing(folder, self.suffix, prefix)
         except FileNotFoundError:
             return []
-        return [name for name, _ in found if name.startswith(prefix)]
+        return [name for name, _ in sorted(found, key=lambda entry: entry[1].st_mtime_ns, reverse=True)]
 
     def publish(self, name: str, data: bytes) -> None:
         """Writes an entry so that readers find it whole or not at all, whenever this process dies."""
@@ -232,11 +232,11 @@ class CacheFolder:
             os.close(handle)  # swept between its creation and its lock
 
 
-def _listing(folder: int, suffix: str) -> list[tuple[str, os.stat_result]]:
+def _listing(folder: int, suffix: str, prefix: str = "") -> list[tuple[str, os.stat_result]]:
     found = []
     with os.scandir(folder) as files:
         for file in files:
-            if file.name.endswith(suffix):
+            if file.name.endswith(suffix) and file.name.startswith(prefix):
                 with contextlib.suppress(FileNotFoundError):
                     found.append((file.name, file.stat(follow_symlinks=False)))
     return found

@@ -63,6 +63,7 @@ class TestDisksThatFail:
             "from gpu_actors.compiling.cubin_cache import CubinCache\n"
             "logging.basicConfig(stream=sys.stdout, format='%(message)s')\n"
             "shared = CubinCache(sys.argv[1], toolchain=s.fake_toolchain)\n"
+            "sys.dont_write_bytecode = True  # cut off, it would be read by the next process\n"
             "resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))\n"
             "shared.get_or_compile(s.kernel(), s.ARCH, s.CountingCompiler())\n"
             "print(shared.peek(s.kernel(), s.ARCH) is not None)\n"

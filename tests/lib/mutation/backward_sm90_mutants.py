@@ -153,14 +153,6 @@ DEFECTS = (
         "      sync_consumers();\n",
         "neighbours",
     ),
-    # Without the barrier behind it nothing changes: a warp reads its own 16 rows of A, and dS waits for all consumers.
-    _bug(
-        "cleared keys are multiplied unfenced",
-        "consumer",
-        "      ptx::fence_proxy_async();\n      sync_consumers();\n",
-        "      sync_consumers();\n",
-        "neighbours",
-    ),
     _bug(
         "cleared rows are multiplied unfenced",
         "main",
