@@ -284,7 +284,7 @@ async def test_leaving_an_async_context_is_bounded_too(caplog: pytest.LogCapture
 
 @pytest.mark.usefixtures("patient_closing")
 async def test_the_loop_runs_on_while_a_context_opens_and_closes() -> None:
-    """Or nobody would open the gates that opening, draining and closing wait for."""
+    """The loop itself opens the gates that opening, draining and closing wait for."""
     opening, launched, closing = Gate(), Gate(), Gate()
     closed: list[bool] = []
 
@@ -400,7 +400,7 @@ def test_several_launches_that_never_end_are_waited_for_together(monkeypatch: py
             cell.stream._work.put(None)  # type: ignore[attr-defined]
 
 
-# Launches that nobody waits for
+# Launches without a waiter
 
 
 @pytest.mark.usefixtures("patient_closing")

@@ -37,14 +37,14 @@ PROMISED = set(
     """.split()  # noqa: SIM905
 )
 
-# Importing the package must not import any of these; whoever needs one imports it where it is used.
+# Importing the package must not import any of these: a module that needs one imports it where it is used.
 EXTRAS = (
     *("cupy", "cupy_backends", "torch", "jax", "triton", "tokenizers", "safetensors", "transformers"),
     *("starlette", "fastapi", "uvicorn", "httpx", "uvloop", "prometheus_client", "opentelemetry"),
     *("ziglang", "cuda", "nvidia", "hypothesis", "pytest", "scipy"),
 )
 HEAVY = (*EXTRAS, "typer", "click", "rich", "filelock", "platformdirs")
-# Modules that exist for one extra and are imported by whoever has it.
+# Modules that exist for one extra and are imported where it is installed.
 FOR_AN_EXTRA = (
     "devices/cuda/cupy_api",
     "interop/flex",

@@ -101,7 +101,7 @@ class Service(RuleBasedStateMachine):
             restart=ga.RestartPolicy(strategy=strategy, max_restarts=restarts, backoff=0.0),
             mailbox_capacity=CAPACITY,
             max_in_flight=IN_FLIGHT,
-            degraded_after=10**6,  # a probe would be a request that nobody here has made
+            degraded_after=10**6,  # a probe would be a request that this test has not made
             hang_timeout=1e6,
             drain_timeout=0.0,
         )
