@@ -10,22 +10,28 @@ import zipfile
 from email import message_from_bytes
 from email.message import Message
 from pathlib import Path
+from typing import Any
 
 import pytest
+from support.modules import module_at
 from support.service import REPOSITORY
 
 BUDGET = 1_000_000
 
 _COMPILE = """
+import hashlib
+
 from gpu_actors.compiling.assets import asset_root
 from gpu_actors.compiling.compiler import Compiler
 from gpu_actors.kernels.variants import kernel_source, standard_variants
 
 key = standard_variants("sm_80")[0]
 cubin = Compiler().compile(kernel_source(key), "sm_80")
-print(asset_root(), cubin.arch, len(cubin.data) > 1000)
+print(asset_root(), cubin.arch, hashlib.sha256(cubin.data).hexdigest())
 """
 
+
+hatch_build: Any = module_at(REPOSITORY / "hatch_build.py")
 
 HOME = "https://example.org/owner/gpu_actors"
 
@@ -99,13 +105,49 @@ def test_the_wheel_holds_no_kernel_that_only_tests_launch(wheel: Path) -> None:
     assert not of_tests & {path.name for path in kernels}
 
 
-def test_a_kernel_compiles_from_an_installed_wheel(wheel: Path, tmp_path: Path) -> None:
+def compiled_from(package: Path, work: Path) -> tuple[Path, str, str]:
+    """Where the package in that folder finds its kernels, for which architecture it compiles one, and its digest."""
+    done = subprocess.run(
+        [sys.executable, "-c", _COMPILE],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=work,
+        env=os.environ | {"PYTHONPATH": str(package)},
+    )
+    assert done.returncode == 0, done.stderr
+    root, arch, digest = done.stdout.split()
+    return Path(root), arch, digest
+
+
+def test_a_wheel_compiles_the_same_machine_code_as_the_repository(wheel: Path, tmp_path: Path) -> None:
     installed = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(installed)
-    environment = os.environ | {"PYTHONPATH": str(installed)}
-    done = subprocess.run(
-        [sys.executable, "-c", _COMPILE], capture_output=True, text=True, check=False, cwd=tmp_path, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [str(installed / "gpu_actors" / "kernels_cu"), "sm_80", "True"]
+    root, arch, digest = compiled_from(installed, tmp_path)
+    assert (root, arch) == (installed / "gpu_actors" / "kernels_cu", "sm_80")
+    assert (REPOSITORY / "kernels_cu", arch, digest) == compiled_from(REPOSITORY, tmp_path)
+
+
+def test_the_lines_of_a_wheel_s_kernels_keep_their_numbers(wheel: Path) -> None:
+    kernels = sorted((REPOSITORY / "kernels_cu").rglob("*.cu*"))
+    with zipfile.ZipFile(wheel) as archive:
+        for path in kernels:
+            shipped = archive.read(f"gpu_actors/kernels_cu/{path.relative_to(REPOSITORY / 'kernels_cu')}").decode()
+            for written, line in zip(path.read_text().split("\n"), shipped.split("\n"), strict=True):
+                assert written.startswith(line), path
+
+
+@pytest.mark.parametrize(
+    ("source", "kept"),
+    [
+        ("int a;  // why\nint b;", "int a;\nint b;"),
+        ("int a; /* one\ntwo */ int b;", "int a;\n int b;"),
+        ("int/**/a;", "int a;"),
+        ('print("// %s /* \\" */"); // why', 'print("// %s /* \\" */");'),
+        ('asm(R"(\n// one\n/* " */)"); // why', 'asm(R"(\n// one\n/* " */)");'),
+        ("a / b * c /* / */ // */", "a / b * c"),
+    ],
+)
+def test_comments_leave_a_source_and_what_looks_like_them_stays(source: str, kept: str) -> None:
+    assert hatch_build.without_comments(source) == kept
