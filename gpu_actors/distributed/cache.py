@@ -56,9 +56,12 @@ class _Shard:
     """The cache of one worker's generation, and the task that opens it."""
 
     context: GpuContext
-    generation: int
     cache: KvCache
     opening: asyncio.Task[KvCache]
+
+    def serves(self, context: GpuContext) -> bool:
+        """Whether it is the cache of the context as that is now. A cache that has not begun to open will be."""
+        return self.context is context and self.cache._generation in (0, context.generation)
 
 
 class PooledKvCache(Local):
@@ -201,14 +204,13 @@ class PooledKvCache(Local):
         """The cache of a worker's generation, opened once."""
         context, name = member.context, member.name
         shard = self._shards.get(name)
-        if shard is None or shard.context is not context or shard.generation != context.generation:
+        if shard is None or not shard.serves(context):
             if shard is not None:
                 self._homes.forget(name)
             spec = self._spec
             cache = context.kv_cache(**{each.name: getattr(spec, each.name) for each in dataclasses.fields(spec)})
-            generation = context.generation
             opening = asyncio.create_task(cache.__aenter__())
-            shard = self._shards[name] = _Shard(context, generation, cache, opening)
+            shard = self._shards[name] = _Shard(context, cache, opening)
             opening.add_done_callback(functools.partial(self._opened, name, shard))
         await asyncio.shield(shard.opening)
         return shard

@@ -109,9 +109,8 @@ class Dispatch(Local):
         Raises `InvalidRequest` for a name that no worker has.
         """
         member = self._member(name)
-        member.leaving = True
+        member.leavers += 1
         self.homes.ring.remove(name)
-        self.homes.forget(name)
         loop = asyncio.get_running_loop()
         news = asyncio.Event()
 
@@ -129,12 +128,15 @@ class Dispatch(Local):
         except TimeoutError:
             pass
         except BaseException:
-            member.leaving = False
-            self.homes.ring.add(name)
+            member.leavers -= 1
+            if not member.leaving and self._members.get(name) is member:
+                self.homes.ring.add(name)
             raise
         finally:
             member.forget_watcher(look)
-        self._members.pop(name, None)
+        if self._members.get(name) is member:  # and not another one that has its name by now
+            del self._members[name]
+            self.homes.forget(name)
         if member.owned:
             await member.context.aclose()
 
@@ -186,7 +188,7 @@ class Dispatch(Local):
         self._closed = True
         members = list(self._members.values())
         for member in members:
-            member.leaving = True
+            member.leavers += 1
         await asyncio.gather(*(member.context.aclose() for member in members if member.owned))
 
     # Inside

@@ -37,7 +37,7 @@ class Member:
         self.name = name
         self.context = context
         self.owned = owned
-        self.leaving: bool = False
+        self.leavers: int = 0  # tasks that take it out of the pool
         self.outstanding: int = 0
         self.requests: int = 0
         self._sequences: dict[int, int] = {}  # by the generation that has them
@@ -50,6 +50,11 @@ class Member:
     def sequences(self) -> int:
         """Sequences that live in the generation there is now."""
         return self._sequences.get(self.context.generation, 0)
+
+    @property
+    def leaving(self) -> bool:
+        """Whether it gets nothing new."""
+        return self.leavers > 0
 
     @property
     def idle(self) -> bool:

@@ -296,6 +296,50 @@ async def test_a_removal_that_cannot_wait_and_one_that_is_cancelled(out: np.ndar
             cache.length(seq)
 
 
+async def test_a_removal_that_is_cancelled_keeps_the_prefixes() -> None:
+    async with (
+        in_process(3) as pool,
+        pool.kv_cache(num_blocks=64, page_size=8, kv_heads=2, head_dim=16, dtype="float32") as cache,
+    ):
+        prompts = [[number] * 20 for number in range(12)]
+        seqs = [await cache.create(prompt) for prompt in prompts]
+        for seq, prompt in zip(seqs, prompts, strict=True):
+            await cache.append(seq, *np.zeros((2, 16, 2, 16), np.float32), tokens=prompt[:16])
+        victim = seqs[0].worker
+        removals = [asyncio.create_task(pool.remove(victim)) for _ in range(2)]
+        await asyncio.sleep(0)
+        elsewhere = await cache.create(prompts[0])
+        assert elsewhere.worker != victim
+        await cache.free(elsewhere)
+        for removing in removals:
+            assert pool.stats().workers[victim].leaving
+            removing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await removing
+        assert not pool.stats().workers[victim].leaving
+        for seq, prompt in zip(seqs[1:], prompts[1:], strict=True):
+            again = await cache.create(prompt)
+            assert (again.worker, again.cached) == (seq.worker, 16)
+
+
+async def test_two_removals_of_a_worker_end_together() -> None:
+    async with in_process(2) as pool, ga.open_context("mock") as mine:
+        name = pool.add(mine)
+        held = pool.member(name)
+        assert held is not None
+        held.housed(mine.generation, 1)
+        first, second = (asyncio.create_task(pool.remove(name)) for _ in range(2))
+        await asyncio.sleep(0)
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        assert pool.stats().workers[name].leaving  # the second one still waits
+        held.housed(mine.generation, -1)
+        await second
+        assert name not in pool.workers
+        assert set(pool.homes.ring.from_place_of(b"any")) == {"worker-1", "worker-2"}
+
+
 async def test_a_pool_that_cannot_open_leaves_nothing_open() -> None:
     before = len(psutil.Process().children(recursive=True))
     with pytest.raises(ga.InvalidRequest):

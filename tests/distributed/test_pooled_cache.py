@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
@@ -198,3 +199,28 @@ async def test_a_cache_whose_context_is_lost_in_process_is_opened_again() -> Non
             with pytest.raises(ga.WorkerLost) as caught:
                 await cache.append(seq, rows(1), rows(1), expect_length=2)
             assert caught.value.happened == "unknown"
+
+
+async def test_a_cache_that_opens_in_a_later_generation_serves_that_one() -> None:
+    """The worker ends between the decision to open a cache there and the opening."""
+    options = ga.ContextOptions(restart=QUICK)
+    async with open_pool("mock", workers=1, options=options, workplace=InProcess) as pool:
+        context = pool.workers["worker-1"]
+        assert isinstance(context, RemoteContext)
+        cache = pool.kv_cache(**SPEC)
+        cache._entered = True  # without the caches that entering opens
+        creating = asyncio.create_task(cache.create())
+        while not cache._shards:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        connection = context._generations.connection
+        assert connection is not None
+        connection.kill()
+        while context.generation == 1:  # this thread holds the loop, so the cache has not begun to open
+            time.sleep(0.001)  # noqa: ASYNC251
+        first = await creating
+        assert first.generation == 2
+        second, length = await asyncio.gather(cache.create(), cache.append(first, rows(3), rows(3)).wait())
+        assert length == 3
+        assert first.handle.cache == second.handle.cache
+        assert cache.length(first) == 3
+        await cache.__aexit__(None, None, None)
