@@ -7,7 +7,8 @@ async with open_pool("mock", workers=4) as pool:
 
 pool: requests without state. dispatch: the workers, and what is repeated elsewhere. cache: sequences with a
 home. members: one worker's account. routing: who gets what. budget: how much is repeated.
-heads: one request over several workers by heads. keys: one sequence over several workers.
+heads: one request over several workers by heads. context_parallel: the same by rows. parts: what both share.
+keys: one sequence over several workers.
 
 Imports from other rooms: arrays, isolation, kv, remote, runtime, validation.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 from gpu_actors.distributed.budget import RetryBudget
 from gpu_actors.distributed.cache import PooledKvCache, PooledSequence
+from gpu_actors.distributed.context_parallel import context_split, context_split_backward, zigzag
 from gpu_actors.distributed.dispatch import PoolStats
 from gpu_actors.distributed.heads import head_split, head_split_backward
 from gpu_actors.distributed.keys import ShardedKvCache, ShardedSequence
@@ -37,9 +39,12 @@ __all__ = [
     "ShardedKvCache",
     "ShardedSequence",
     "WorkerStats",
+    "context_split",
+    "context_split_backward",
     "head_split",
     "head_split_backward",
     "less_loaded_of_two",
     "open_pool",
     "prefix_digests",
+    "zigzag",
 ]

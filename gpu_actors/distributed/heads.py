@@ -5,17 +5,15 @@ Heads do not meet in attention, so nothing is merged: the answer has the bits of
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from gpu_actors.arrays.adopt import Adopted, adopt, check_device, restore
-from gpu_actors.distributed.members import Member
+from gpu_actors.arrays.adopt import Adopted, restore
+from gpu_actors.distributed.parts import Spread, all_of, host_operands
 from gpu_actors.distributed.pool import ContextPool
-from gpu_actors.distributed.routing import less_loaded_of_two
 from gpu_actors.errors import Unsupported
 from gpu_actors.requests import AttentionGradients, AttentionOutput, FlashBackward, FlashForward
 from gpu_actors.validation.fields import describe, expect, integer
@@ -52,7 +50,7 @@ async def head_split(
     expect(type(request) is FlashForward, "request", show(request), "must be a FlashForward")
     if request.out is not None:
         raise Unsupported("out", describe(request.out), "parts cannot write into one array; copy the result")
-    given = _operands(request)
+    given = host_operands(request, (*_OF_Q, *_OF_K))
     return _joined(await _answers(pool, request, given, parts, timeout), given)
 
 
@@ -61,7 +59,7 @@ async def head_split_backward(
 ) -> AttentionGradients:
     """`head_split` for gradients. Those of a bias that all heads share are summed over the parts."""
     expect(type(request) is FlashBackward, "request", show(request), "must be a FlashBackward")
-    given = _operands(request)
+    given = host_operands(request, (*_OF_Q, *_OF_K))
     return _joined_gradients(await _answers(pool, request, given, parts, timeout), given)
 
 
@@ -76,38 +74,13 @@ async def _answers(
     if request.dropout_p:
         reason = "random numbers go by the number of the head, which a part does not know"
         raise Unsupported("dropout_p", request.dropout_p, reason, 0.0)
-    taken: set[str] = set()
+    spread = Spread(pool.dice)
 
-    def choose(members: Mapping[str, Member]) -> Member:
-        loads = {name: member.outstanding for name, member in members.items()}
-        free = {name: load for name, load in loads.items() if name not in taken}
-        name = less_loaded_of_two(free or loads, pool.dice)
-        taken.add(name)
-        return members[name]
-
-    def ask(part: FlashForward) -> Coroutine[Any, Any, Any]:
-        return pool.ask(lambda ctx: ctx.flash_attn.submit(part), timeout=timeout, choose=choose)
+    def ask(index: int, part: FlashForward) -> Coroutine[Any, Any, Any]:
+        return pool.ask(lambda ctx: ctx.flash_attn.submit(part), timeout=timeout, choose=spread.choice(index))
 
     split = [_part(request, given, (heads, heads_kv), (index, count)) for index in range(count)]
-    tasks = [asyncio.ensure_future(ask(part)) for part in split]
-    try:
-        return list(await asyncio.gather(*tasks))
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
-
-
-def _operands(request: FlashForward) -> dict[str, Adopted]:
-    """The operands with heads that a request has, as arrays of NumPy."""
-    found: dict[str, Adopted] = {}
-    for name in (*_OF_Q, *_OF_K):
-        array = getattr(request, name, None)
-        if array is not None:
-            found[name] = adopt(array, name)
-            check_device(found[name], name, "cpu")
-    return found
+    return await all_of([ask(index, part) for index, part in enumerate(split)])
 
 
 def _heads(given: Mapping[str, Adopted]) -> tuple[int, int]:

@@ -22,6 +22,7 @@ import numpy as np
 
 from gpu_actors.arrays.adopt import adopt, check_device, name_of
 from gpu_actors.distributed.members import Member
+from gpu_actors.distributed.parts import all_of
 from gpu_actors.distributed.pool import ContextPool
 from gpu_actors.errors import ContextLost, GpuActorsError, InvalidRequest, StaleBuffer, Unsupported
 from gpu_actors.kv.requests import AttendCache, KvSequence
@@ -211,7 +212,7 @@ class ShardedKvCache(Local):
             if new is not None and len(query):
                 asking.append(self._new(query, *new, causal, asked, timeout))
             partials = [empty((*query.shape[:-1], self._dim_v), dtype=name_of(query.dtype))]
-            partials += await _all(asking)
+            partials += await all_of(asking)
             merged = merge(partials, sinks=sinks)
             if new is not None:
                 await self._append(seq, *new)
@@ -351,15 +352,3 @@ def _refuse(others: dict[str, Any]) -> None:
         if name in _NOT_TAKEN:
             reason = "is not taken by a cache over several workers"
         raise Unsupported(name, given if isinstance(given, int | tuple) else describe(given), reason, default)
-
-
-async def _all(asking: list[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Their results; where one fails, the others are cancelled."""
-    tasks = [asyncio.ensure_future(one) for one in asking]
-    try:
-        return list(await asyncio.gather(*tasks))
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise

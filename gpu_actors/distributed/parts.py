@@ -1,0 +1,61 @@
+"""Parts of one request: which worker gets each, and their answers together."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+from gpu_actors.arrays.adopt import Adopted, adopt, check_device
+from gpu_actors.distributed.members import Member
+from gpu_actors.distributed.routing import less_loaded_of_two
+
+__all__ = ["Spread", "all_of", "host_operands"]
+
+T = TypeVar("T")
+
+
+class Spread:
+    """Gives each part of a request a worker that has no other part, while there is one."""
+
+    def __init__(self, dice: random.Random) -> None:
+        self._dice = dice
+        self._workers: dict[int, str] = {}
+
+    def choice(self, part: int) -> Callable[[Mapping[str, Member]], Member]:
+        """Chooses for requests of this part: the worker that it has, while that may get requests."""
+
+        def choose(members: Mapping[str, Member]) -> Member:
+            name = self._workers.get(part)
+            if name is None or name not in members:
+                taken = self._workers.values()
+                free = {name: member for name, member in members.items() if name not in taken} or members
+                name = less_loaded_of_two({each: member.outstanding for each, member in free.items()}, self._dice)
+                self._workers[part] = name
+            return members[name]
+
+        return choose
+
+
+async def all_of(asking: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Their results, in order. If one fails, the others are cancelled, and the failure is raised when they ended."""
+    tasks = [asyncio.ensure_future(one) for one in asking]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+def host_operands(request: Any, names: Sequence[str]) -> dict[str, Adopted]:
+    """The operands of these names that a request has, as arrays of NumPy. Raises `InvalidRequest` for one on a GPU."""
+    found: dict[str, Adopted] = {}
+    for name in names:
+        array = getattr(request, name, None)
+        if array is not None:
+            found[name] = adopt(array, name)
+            check_device(found[name], name, "cpu")
+    return found

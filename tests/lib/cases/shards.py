@@ -1,0 +1,85 @@
+"""Requests over several workers, whatever their channel is: checks that take a pool and compare with one context."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+import gpu_actors as ga
+from gpu_actors.distributed import ContextPool, context_split, context_split_backward
+
+ROWS, HEADS, KV_HEADS, DIM, DIM_V = 22, 4, 2, 8, 6
+
+
+def arrays(shape: tuple[int, ...], seed: int = 0, dtype: Any = np.float32) -> Any:
+    return np.random.default_rng((seed, *shape)).standard_normal(shape).astype(dtype)
+
+
+def operands(rows: int = ROWS, keys: int = ROWS, batch: int = 2, dtype: Any = np.float32) -> dict[str, Any]:
+    shapes = {"q": (rows, HEADS, DIM), "k": (keys, KV_HEADS, DIM), "v": (keys, KV_HEADS, DIM_V)}
+    return {name: arrays((batch, *shape), seed, dtype) for seed, (name, shape) in enumerate(shapes.items())}
+
+
+SINKS, SLOPES = arrays((HEADS,), 3), np.abs(arrays((HEADS,), 4))
+BIAS = {"bias": arrays((1, HEADS, ROWS, ROWS), 5)}
+CONTEXT: dict[str, dict[str, Any]] = {
+    "full": operands(),
+    "causal": {**operands(), "causal": True},
+    "causal, bfloat16": {**operands(dtype=ml_dtypes.bfloat16), "causal": True},
+    "causal, float64": {**operands(dtype=np.float64), "causal": True, "sinks": SINKS},
+    "fewer rows": {**operands(9, 30), "causal": True, "sinks": SINKS},
+    "more rows": {**operands(30, 9), "causal": True},
+    "more rows, top left": {**operands(30, 9), "causal": True, "alignment": "top_left", "window_size": (4, 0)},
+    "more rows, window": {**operands(30, 9), "window_size": (3, 2), "sink_tokens": 2},
+    "window": {**operands(), "window_size": (3, 2)},
+    "right window": {**operands(), "window_size": (-1, 1)},
+    "causal window": {**operands(), "causal": True, "window_size": (4, 0)},
+    "sink tokens": {**operands(), "causal": True, "window_size": (4, 0), "sink_tokens": 3},
+    "sinks": {**operands(), "causal": True, "sinks": SINKS},
+    "slopes": {**operands(), "causal": True, "alibi_slopes": SLOPES},
+    "slopes both ways": {**operands(9, 30), "alibi_slopes": SLOPES},
+    "bias and sinks": {**operands(), "causal": True, "sinks": SINKS, **BIAS, "softcap": 2.0},
+    "a bias for all": {**operands(), "bias": arrays((2, 1, ROWS, ROWS), 6)},
+    "dropout": {**operands(), "causal": True, "dropout_p": 0.3, "dropout_seed": 9},
+    "dropout, fewer rows": {**operands(9, 30), "dropout_p": 0.3, "dropout_seed": 9},
+    "positions": {
+        **operands(), "causal": True, "window_size": (9, 0), "dropout_p": 0.2,
+        "q_positions": np.array([[30, 2], [4, 1]], np.int32), "k_positions": np.array([[1, 3], [0, 2]], np.int32),
+    },
+    "a first position": {**operands(), "causal": True, "q_positions": np.array([3, 0], np.int32)},
+    "few rows": {**operands(3, 5), "causal": True},
+    "one row": {**operands(1, 40), "causal": True},
+}  # fmt: skip
+# What the whole is allowed to differ by: the order of float32 sums, and one more rounding of each block's gradients.
+_FAR = {"float32": 2e-6, "float64": 1e-13, "bfloat16": 2.0**-6}
+
+
+def close(found: Any, wanted: Any, name: str = "") -> None:
+    """Equal but for roundings. Both None where one is."""
+    assert (found is None) == (wanted is None), name
+    if wanted is None:
+        return
+    assert found.dtype == wanted.dtype, name
+    assert found.shape == wanted.shape, name
+    far = _FAR[wanted.dtype.name]
+    scale = max(1.0, float(np.abs(np.nan_to_num(wanted.astype(np.float64), neginf=0)).max(initial=0)))
+    np.testing.assert_allclose(
+        found.astype(np.float64), wanted.astype(np.float64), rtol=0, atol=far * scale, err_msg=name
+    )
+
+
+async def check_context_split(pool: ContextPool, ctx: ga.GpuContext, name: str, parts: int) -> None:
+    """A forward request and its gradients, split by rows, are those of one context."""
+    given = CONTEXT[name]
+    whole = await ctx.flash_attn.submit(ga.FlashForward(**given, return_lse=True))
+    found = await context_split(pool, ga.FlashForward(**given, return_lse=True), parts=parts)
+    close(found.out, whole.out, "out")
+    close(found.lse, whole.lse, "lse")
+    dout = arrays(whole.out.shape, 9, whole.out.dtype)
+    request = ga.FlashBackward(**given, out=whole.out, lse=whole.lse, dout=dout)
+    wanted = await ctx.flash_attn.submit(request)
+    gradients = await context_split_backward(pool, request, parts=parts)
+    for field in ("dq", "dk", "dv", "dbias", "dsinks"):
+        close(getattr(gradients, field), getattr(wanted, field), field)
