@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from gpu_actors.validation.fields import flag, integer, one_of, window
 
-__all__ = ["MASK_OPTIONS", "Alignment", "KeyMask", "KeyRanges", "MaskKind", "MaskOptions"]
+__all__ = ["MASK_OPTIONS", "Alignment", "KeyMask", "KeyRanges", "MaskKind", "MaskOptions", "mask_options"]
 
 Alignment: TypeAlias = Literal["bottom_right", "top_left"]
 MaskKind: TypeAlias = Literal["full", "causal", "window", "causal_window"]
@@ -118,6 +118,11 @@ class KeyMask:
         """(R, 1): the key that lies on each row's diagonal."""
         offset = seqlen_k - seqlen_q if self.alignment == "bottom_right" else 0
         return rows[:, None] + offset
+
+
+def mask_options(window_size: tuple[int, int], sinks: int, causal: bool = False) -> MaskOptions:
+    """A mask's options as requests take them. sinks: the first keys that stay visible."""
+    return {"causal": causal, "window_size": window_size, "sink_tokens": sinks}
 
 
 MASK_OPTIONS: tuple[str, ...] = tuple(field.name for field in dataclasses.fields(KeyMask))

@@ -8,7 +8,7 @@ async with open_pool("mock", workers=4) as pool:
 pool: requests without state. dispatch: the workers, and what is repeated elsewhere. cache: sequences with a
 home. members: one worker's account. routing: who gets what. budget: how much is repeated.
 heads: one request over several workers by heads. context_parallel: the same by rows. parts: what both share.
-keys: one sequence over several workers.
+keys: one sequence over several workers; key_split: which worker has which keys.
 
 Imports from other rooms: arrays, isolation, kv, remote, runtime, validation.
 """
@@ -20,6 +20,7 @@ from gpu_actors.distributed.cache import PooledKvCache, PooledSequence
 from gpu_actors.distributed.context_parallel import context_split, context_split_backward, zigzag
 from gpu_actors.distributed.dispatch import PoolStats
 from gpu_actors.distributed.heads import head_split, head_split_backward
+from gpu_actors.distributed.key_split import KeySplit
 from gpu_actors.distributed.keys import ShardedKvCache, ShardedSequence
 from gpu_actors.distributed.members import Member, WorkerStats
 from gpu_actors.distributed.pool import ContextPool, open_pool
@@ -30,6 +31,7 @@ __all__ = [
     "ContextPool",
     "Directory",
     "Homes",
+    "KeySplit",
     "Member",
     "PoolStats",
     "PooledKvCache",

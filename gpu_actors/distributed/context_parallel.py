@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gpu_actors.arrays.adopt import restore
-from gpu_actors.distributed.parts import Spread, all_of, host_operands
+from gpu_actors.distributed.parts import SLOPES, Spread, all_of, host_operands
 from gpu_actors.distributed.pool import ContextPool
 from gpu_actors.errors import Unsupported
 from gpu_actors.key_mask import MASK_OPTIONS, KeyMask
-from gpu_actors.requests import AttentionGradients, AttentionOutput, CacheOptions, FlashBackward, FlashForward
+from gpu_actors.requests import AttentionGradients, AttentionOutput, FlashBackward, FlashForward
 from gpu_actors.validation.fields import describe, expect, integer
 from gpu_actors.values import show
 
@@ -31,7 +31,6 @@ __all__ = ["context_split", "context_split_backward", "zigzag"]
 _ROWS = {"q": 1, "dout": 1, "out": 1, "lse": 2, "bias": 2}
 _KEYS = {"k": 1, "v": 1, "bias": 3}
 _PLACES = ("q_positions", "k_positions")
-_SLOPES = next(each.name for each in dataclasses.fields(CacheOptions) if each.name.startswith("alibi"))
 
 
 def zigzag(rows: int, parts: int) -> list[tuple[slice, slice]]:
@@ -125,7 +124,7 @@ class _Split:
             places, batch = self.array(name), len(self.array("q"))
             sound = places.dtype == np.int32 and places.shape in ((batch,), (batch, 2))
             expect(sound, name, describe(places), f"must be int32, ({batch},) or ({batch}, 2)")
-        diagonal = self._mask.mask != "full" or getattr(request, _SLOPES) is not None
+        diagonal = self._mask.mask != "full" or getattr(request, SLOPES) is not None
         self._offset = self._keys - self._rows if diagonal and self._mask.alignment == "bottom_right" else 0
         if request.dropout_p and diagonal and self._offset and not self._placed:
             reason = f"its random numbers count rows and keys from 0, and the diagonal begins at key {self._offset}"

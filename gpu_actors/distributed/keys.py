@@ -1,10 +1,10 @@
 """ShardedKvCache: sequences whose keys lie on several workers, and their attention, merged.
 
-    old keys: not causal, on every worker that has some ──┐
-    new rows among themselves: one causal forward ────────┴──> merge ──> append the new rows to their owners
+    old keys: on every worker that has some ──────────┐
+    new rows among themselves: one forward request ───┴──> merge ──> append the new rows to their owners
 
-All old keys come before the new rows, so no worker has to know the place of a key in the sequence. What needs that
-place is refused. The merge is `gpu_actors.partial.merge`.
+`gpu_actors.distributed.key_split` says which keys of a worker a row sees; the worker itself does not know the places of
+its keys. The merge is `gpu_actors.partial.merge`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from typing import Any, Self
 import numpy as np
 
 from gpu_actors.arrays.adopt import adopt, check_device, name_of
+from gpu_actors.distributed.key_split import KeySplit, RowsAsked
 from gpu_actors.distributed.members import Member
-from gpu_actors.distributed.parts import all_of
+from gpu_actors.distributed.parts import SLOPES, all_of
 from gpu_actors.distributed.pool import ContextPool
 from gpu_actors.errors import ContextLost, GpuActorsError, InvalidRequest, StaleBuffer, Unsupported
+from gpu_actors.key_mask import MASK_OPTIONS, KeyMask, mask_options
 from gpu_actors.kv.requests import AttendCache, KvSequence
 from gpu_actors.kv_cache import KvCache
 from gpu_actors.partial import Partial, empty, merge
@@ -48,6 +50,8 @@ class ShardedSequence:
     length: int
     _cache: ShardedKvCache = field(repr=False)
     _handles: list[KvSequence] = field(repr=False)
+    # The first keys of a worker as a sequence of their own, by worker and how many they are.
+    _prefixes: dict[tuple[int, int], KvSequence] = field(default_factory=dict, repr=False)
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
     _lost: str = field(default="", repr=False)
     _freed: bool = field(default=False, repr=False)
@@ -121,6 +125,11 @@ class ShardedKvCache(Local):
             await cache.__aexit__(None, None, None)
 
     @property
+    def split(self) -> KeySplit:
+        """Which worker has which keys."""
+        return KeySplit(len(self._caches), self.interleave)
+
+    @property
     def workers(self) -> list[str]:
         """The workers' names, in the order in which they get rows."""
         return [member.name for member in self._members]
@@ -147,6 +156,7 @@ class ShardedKvCache(Local):
             self._known(seq)
             seq._freed = True
             freeing = [cache.free(handle) for cache, handle in zip(self._caches, seq._handles, strict=True)]
+            freeing += [self._caches[rank].free(prefix) for (rank, _), prefix in seq._prefixes.items()]
             for reply in freeing:
                 with contextlib.suppress(ContextLost, StaleBuffer):  # with its rows
                     await reply
@@ -180,17 +190,17 @@ class ShardedKvCache(Local):
     ) -> AttentionOutput:
         """Attention of q, the last rows of a sequence, to all of it; k and v are appended then, where given.
 
-        q: (rows, heads_q, head_dim). k, v: the same rows', as for `append`; None for a row that is in the cache.
+        q: (rows, heads_q, head_dim). k, v: the same rows', as for `append`; None for rows that are in the cache.
         causal, sinks, return_lse: as in `FlashForward`. timeout: seconds for the attention.
-        options: of `AttendCache`. Those of a single score, its scale and its soft cap, are taken, others only at their
-            defaults.
+        options: of `AttendCache`: scale, soft cap, window, the first keys that stay visible, and ALiBi's slopes,
+            (heads_q,). Others are taken at their defaults only.
         The answer is rounded once more than one context's: by half a unit in the last place for each worker's part.
 
-        Raises `Unsupported` for what needs the places of keys, which no worker knows: windows, their first keys, ALiBi,
-        tree masks, rope, and several causal rows without their k and v. Raises what `append` raises, and then nothing
-        is written.
+        Raises `Unsupported` for tree masks, rope and other options, and for ALiBi where neighbouring keys of a worker
+        are not equally far apart (``interleave=1`` makes them so) or keys come after a row. Raises what `append`
+        raises, and then nothing is written.
         """
-        _refuse({name: given for name, given in options.items() if name not in _OF_A_SCORE})
+        _refuse({name: given for name, given in options.items() if name not in _TAKEN})
         self._known(seq)
         query = self._query(q)
         new = None
@@ -198,45 +208,104 @@ class ShardedKvCache(Local):
             new = self._rows(k, v)
             rows = new[0].shape[0]
             expect(rows == query.shape[0], "k", describe(new[0]), f"must have q's rows, {query.shape[0]}")
-        elif causal and query.shape[0] > 1:
-            reason = "several rows of the cache see different keys, and no worker knows its keys' places: give k and v"
-            raise Unsupported("q", describe(query), reason)
+        mask = KeyMask(causal=causal, **{name: given for name, given in options.items() if name in MASK_OPTIONS})
         asked = {**{name: given for name, given in options.items() if name in _OF_A_SCORE}, "return_lse": True}
+        slopes = self._slopes(options.get(SLOPES), query)
         async with seq._lock:
             self._known(seq)
-            asking: list[Coroutine[Any, Any, Any]] = [
-                self._old(seq, rank, query, {**asked, "timeout": timeout})
-                for rank, length in enumerate(self._lengths(seq.length))
-                if length
-            ]
-            if new is not None and len(query):
-                asking.append(self._new(query, *new, causal, asked, timeout))
-            partials = [empty((*query.shape[:-1], self._dim_v), dtype=name_of(query.dtype))]
-            partials += await all_of(asking)
-            merged = merge(partials, sinks=sinks)
+            merged = await self._attend(seq, query, new, mask, slopes, sinks, {**asked, "timeout": timeout})
             if new is not None:
                 await self._append(seq, *new)
         return AttentionOutput(merged.out, merged.lse if return_lse else None)
 
     # Inside
 
-    async def _old(self, seq: ShardedSequence, rank: int, q: Any, options: dict[str, Any]) -> Partial:
-        reply = self._caches[rank].attend(q[None], seq._handles[rank], causal=False, **options)
-        self._members[rank].began(reply)
+    async def _attend(
+        self, seq: ShardedSequence, q: Any, new: Any, mask: KeyMask, slopes: Any, sinks: Any, options: dict[str, Any]
+    ) -> Partial:
+        length, count = seq.length, len(q)
+        begin = length if new is not None else length - count
+        positions = np.arange(begin, begin + count)
+        step = 1
+        if slopes is not None:
+            step = self.split.step(length)
+            if not step:
+                reason = "the keys of a worker are not equally far apart: interleave=1 makes them so"
+                raise Unsupported(SLOPES, f"interleave={self.interleave}", reason, None)
+            if new is None and not mask.causal and count > 1:
+                raise Unsupported(SLOPES, describe(slopes), "keys after a row are not on its one side", None)
+        asking: list[Coroutine[Any, Any, Any]] = []
+        for rank in range(len(self._caches)):
+            parts = self.split.asked(rank, positions, length, mask, slopes is not None)
+            if parts:
+                distances = None if slopes is None else _Distances(slopes, step, positions)
+                asking.append(self._old(seq, rank, q, parts, distances, options))
+        if new is not None and count:
+            among = mask_options(mask.window_size, max(0, getattr(mask, MASK_OPTIONS[-1]) - length), mask.causal)
+            asking.append(self._new(q, new, {**options, **among, SLOPES: slopes}))
+        partials = [empty((*q.shape[:-1], self._dim_v), dtype=name_of(q.dtype))]
+        merged = merge(partials + await all_of(asking), sinks=sinks)
+        return Partial(merged.out, merged.lse.astype(np.float32))
+
+    async def _old(
+        self,
+        seq: ShardedSequence,
+        rank: int,
+        q: Any,
+        parts: list[RowsAsked],
+        distances: _Distances | None,
+        options: dict[str, Any],
+    ) -> Partial:
+        """What rows see of the keys of one worker."""
+        found = empty((*q.shape[:-1], self._dim_v), dtype=name_of(q.dtype))
+        found = Partial(found.out, found.lse.astype(np.float64))
+        cache, replies = self._caches[rank], []
         try:
-            found = await reply
+            handles = [await self._prefix(seq, rank, part.keys) for part in parts]
+            for part, handle in zip(parts, handles, strict=True):
+                rows = q[part.rows]
+                query, seqs = (rows[:, None], [handle] * len(rows)) if part.apart else (rows[None], [handle])
+                asked = {**options, **mask_options((part.reach, -1), part.sinks)}
+                if distances is not None:
+                    asked[SLOPES] = distances.slopes * np.float32(distances.step)
+                replies.append(cache.attend(query, seqs, **asked))
+                self._members[rank].began(replies[-1])
+            for part, reply in zip(parts, replies, strict=True):
+                answer = await reply
+                found.out[part.rows] = answer.out.reshape(-1, *found.out.shape[1:])
+                lse = answer.lse[:, :, 0].T if part.apart else answer.lse[0]
+                if distances is not None:
+                    key = self.split.position(rank, part.keys - 1)
+                    lse = lse - distances.behind(part.rows, key)
+                found.lse[:, part.rows] = lse
         except GpuActorsError as error:
             self._note_loss(seq, error)
             raise
-        return Partial(found.out[0], found.lse[0])
+        finally:
+            for reply in replies:
+                reply.cancel()
+        return found
 
-    async def _new(
-        self, q: Any, k: Any, v: Any, causal: bool, options: dict[str, Any], timeout: float | None
-    ) -> Partial:
-        found = await self._pool.ask(
-            lambda ctx: ctx.flash_attn.forward(q[None], k[None], v[None], causal=causal, **options), timeout=timeout
-        )
-        return Partial(found.out[0], found.lse[0])
+    async def _prefix(self, seq: ShardedSequence, rank: int, keys: int) -> KvSequence:
+        """The sequence of a worker that has its first so many keys."""
+        if keys == self.split.before(rank, seq.length):
+            return seq._handles[rank]
+        prefix = seq._prefixes.get((rank, keys))
+        if prefix is None:
+            prefix = await self._caches[rank].fork(seq._handles[rank])
+            try:
+                await self._caches[rank].truncate(prefix, keys)
+            except BaseException:
+                self._caches[rank].free(prefix)
+                raise
+            seq._prefixes[rank, keys] = prefix
+        return prefix
+
+    async def _new(self, q: Any, new: Any, options: dict[str, Any]) -> Partial:
+        timeout = options.pop("timeout")
+        q, k, v = (array[None] for array in (q, *new))
+        found = await self._pool.ask(lambda ctx: ctx.flash_attn.forward(q, k, v, **options), timeout=timeout)
+        return Partial(found.out[0], found.lse[0].astype(np.float64))
 
     async def _append(self, seq: ShardedSequence, k: Any, v: Any) -> int:
         writing = asyncio.ensure_future(self._write(seq, k, v))
@@ -259,11 +328,13 @@ class ShardedKvCache(Local):
     async def _write(self, seq: ShardedSequence, k: Any, v: Any) -> int:
         begin: int = seq.length
         end: int = begin + k.shape[0]
-        owners = (np.arange(begin, end) // self.interleave) % len(self._caches)
-        before = self._lengths(begin)
+        owners = self.split.owners(begin, end)
+        before = self.split.lengths(begin)
         replies = {}
         for rank in np.unique(owners).tolist():
             mine = owners == rank
+            for key in [key for key in seq._prefixes if key[0] == rank]:  # or they would cost the write a page
+                self._caches[rank].free(seq._prefixes.pop(key))
             options = {"expect_length": before[rank]}
             replies[rank] = self._caches[rank].append(seq._handles[rank], k[mine], v[mine], **options)
             self._members[rank].began(replies[rank])
@@ -289,12 +360,6 @@ class ShardedKvCache(Local):
     def _note_loss(self, seq: ShardedSequence, error: GpuActorsError, always: bool = False) -> None:
         if always or isinstance(error, ContextLost | StaleBuffer):
             seq._lost = f"a worker that had rows of the sequence is lost: {error}"
-
-    def _lengths(self, length: int) -> list[int]:
-        """Rows of each worker, of a sequence of this length."""
-        workers, run = len(self._caches), self.interleave
-        whole, rest = divmod(length, run * workers)
-        return [whole * run + min(run, max(0, rest - rank * run)) for rank in range(workers)]
 
     def _check(self) -> None:
         if self._state == "new":
@@ -324,6 +389,16 @@ class ShardedKvCache(Local):
         expect(len(found[0]) == len(found[1]), "v", describe(found[1]), f"must have k's rows, {len(found[0])}")
         return found[0], found[1]
 
+    def _slopes(self, slopes: Any, q: Any) -> Any:
+        if slopes is None:
+            return None
+        adopted = adopt(slopes, SLOPES)
+        check_device(adopted, SLOPES, "cpu")
+        host: Any = adopted.array
+        sound = host.shape == q.shape[1:2] and name_of(host.dtype) == "float32"
+        expect(sound, SLOPES, describe(host), f"must be ({q.shape[1]},) float32")
+        return host
+
     def _query(self, q: Any) -> Any:
         adopted = adopt(q, "q")
         check_device(adopted, "q", "cpu")
@@ -334,9 +409,22 @@ class ShardedKvCache(Local):
         return host
 
 
+@dataclass(frozen=True, slots=True)
+class _Distances:
+    """What ALiBi takes off the scores of rows. step: how far neighbouring keys of a worker are apart."""
+
+    slopes: Any
+    step: int
+    positions: Any
+
+    def behind(self, rows: slice, key: int) -> Any:
+        """(heads, rows): what every score of these rows loses besides, if the last key is at position ``key``."""
+        return self.slopes.astype(np.float64)[:, None] * (self.positions[rows] - key)
+
+
 # The floats among the options change each score by itself.
 _OF_A_SCORE = tuple(each.name for each in dataclasses.fields(CacheOptions) if "float" in str(each.type))
-_NOT_TAKEN = ("out", "num_splits", "tokens", "cu_seqlens_q", "max_seqlen_q", "expect_length")
+_TAKEN = (*_OF_A_SCORE, *(name for name in MASK_OPTIONS if name != "alignment"), SLOPES)
 
 
 def _refuse(others: dict[str, Any]) -> None:
@@ -348,7 +436,5 @@ def _refuse(others: dict[str, Any]) -> None:
         default = options[name]
         if given is default or (isinstance(given, int | tuple) and given == default):
             continue
-        reason = "goes by the places of keys in the whole sequence, which no worker knows"
-        if name in _NOT_TAKEN:
-            reason = "is not taken by a cache over several workers"
+        reason = "is not taken by a cache over several workers"
         raise Unsupported(name, given if isinstance(given, int | tuple) else describe(given), reason, default)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
@@ -10,10 +11,14 @@ from typing import Any, TypeVar
 from gpu_actors.arrays.adopt import Adopted, adopt, check_device
 from gpu_actors.distributed.members import Member
 from gpu_actors.distributed.routing import less_loaded_of_two
+from gpu_actors.requests import CacheOptions
 
-__all__ = ["Spread", "all_of", "host_operands"]
+__all__ = ["SLOPES", "Spread", "all_of", "host_operands"]
 
 T = TypeVar("T")
+
+SLOPES: str = next(each.name for each in dataclasses.fields(CacheOptions) if each.name.startswith("alibi"))
+"""The option that makes scores go by the distance of a key."""
 
 
 class Spread:

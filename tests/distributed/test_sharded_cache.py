@@ -11,6 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from cases import shards
 
 import gpu_actors as ga
 from gpu_actors.distributed import ContextPool, ShardedKvCache, open_pool
@@ -41,10 +42,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "softcap and scale": {"softcap": 3.0, "softmax_scale": 0.4},
     "sinks": {"sinks": rows(1, 4, seed=7)[0, :, 0].copy()},
     "not causal": {"causal": False},
+    "window": {"window_size": (9, 0)},
+    "own key alone": {"window_size": (0, 0)},
+    "window, not causal": {"causal": False, "window_size": (4, 3)},
+    "right window": {"causal": False, "window_size": (-1, 0)},
+    "window and first keys": {"window_size": (6, -1), "sink_tokens": 3, "sinks": rows(1, 4, seed=7)[0, :, 0].copy()},
+    "first keys over workers": {"window_size": (2, 0), "sink_tokens": 14},
 }
+SLOPES = np.array([0.5, 0.25, 0.3, 0.0625], np.float32)
 
 
-@pytest.mark.parametrize("interleave", [1, 5, 8])
+@pytest.mark.parametrize("interleave", [1, 5])
 @pytest.mark.parametrize("name", OPTIONS)
 async def test_decode_and_chunks_equal_one_cache(pool: ContextPool, name: str, interleave: int) -> None:
     options = OPTIONS[name]
@@ -61,16 +69,45 @@ async def test_decode_and_chunks_equal_one_cache(pool: ContextPool, name: str, i
             np.testing.assert_allclose(found.out, wanted.out[0], rtol=2e-6, atol=2e-6)
             np.testing.assert_allclose(found.lse, wanted.lse[0], rtol=2e-6, atol=2e-6)
         assert seq.length == own.length(mine) == 43
-        # A row that is in the cache already, and rows that see all of it.
-        q = rows(1, 4, 99)
-        found = await cache.attend(q, seq, **options)
-        wanted = await own.attend(q[None], mine, **options)
-        np.testing.assert_allclose(found.out, wanted.out[0], rtol=2e-6, atol=2e-6)
-        assert found.lse is None
+        # Rows that are in the cache already.
+        for count in (1, 5):
+            q = rows(count, 4, 98)
+            found = await cache.attend(q, seq, **options)
+            wanted = await own.attend(q[None], mine, **options)
+            np.testing.assert_allclose(found.out, wanted.out[0], rtol=2e-6, atol=2e-6)
+            assert found.lse is None
+        assert await cache.append(seq, rows(9), rows(9)) == 52
+        await cache.free(seq)
+        stats = [one.stats() for one in cache._caches]
+        assert [(one.sequences, one.free_blocks) for one in stats] == [(0, SPEC["num_blocks"])] * len(stats)
+
+
+@pytest.mark.parametrize("interleave", [1, 64])
+@pytest.mark.parametrize("options", [{}, {"window_size": (9, 0), "sink_tokens": 2}], ids=str)
+async def test_slopes_go_by_the_distance_in_the_whole(
+    pool: ContextPool, options: dict[str, Any], interleave: int
+) -> None:
+    options = {**options, "alibi_slopes": SLOPES}
+    async with (
+        ga.open_context("mock") as ctx,
+        ctx.kv_cache(**SPEC) as own,
+        ShardedKvCache(pool, **SPEC, interleave=interleave) as cache,
+    ):
+        seq, mine = await cache.create(), await own.create()
+        for step, count in enumerate((13, 1, 6, 20, 1)):
+            q, k, v = rows(count, 4, step), rows(count, 2, step), rows(count, 2, step + 50)
+            found = await cache.attend(q, seq, k=k, v=v, return_lse=True, **options)
+            wanted = await own.attend(q[None], mine, k=k[None], v=v[None], return_lse=True, **options)
+            np.testing.assert_allclose(found.out, wanted.out[0], rtol=4e-6, atol=4e-6)
+            np.testing.assert_allclose(found.lse, wanted.lse[0], rtol=4e-6, atol=4e-6)
+            assert found.lse.dtype == np.float32
         q = rows(5, 4, 98)
-        found = await cache.attend(q, seq, **{**options, "causal": False})
-        wanted = await own.attend(q[None], mine, **{**options, "causal": False})
-        np.testing.assert_allclose(found.out, wanted.out[0], rtol=2e-6, atol=2e-6)
+        found, wanted = await cache.attend(q, seq, **options), await own.attend(q[None], mine, **options)
+        np.testing.assert_allclose(found.out, wanted.out[0], rtol=4e-6, atol=4e-6)
+
+
+async def test_it_equals_one_cache_over_each_channel(pool_of_three: ContextPool, whole: ga.GpuContext) -> None:
+    await shards.check_sharded_cache(pool_of_three, whole)
 
 
 async def test_rows_lie_where_they_belong(pool: ContextPool, workers: int) -> None:
@@ -92,9 +129,13 @@ async def test_an_empty_sequence_and_no_rows(pool: ContextPool) -> None:
         found = await cache.attend(rows(1, 4), seq, return_lse=True)
         np.testing.assert_array_equal(found.out, np.zeros((1, 4, 16), np.float32))
         assert np.isneginf(found.lse).all()
+        await cache.append(seq, rows(2), rows(2))
+        found = await cache.attend(rows(3, 4), seq, return_lse=True)  # the first one has no key of its own
+        assert np.isneginf(found.lse[:, 0]).all()
+        assert np.isfinite(found.lse[:, 1:]).all()
         found = await cache.attend(rows(0, 4), seq, k=rows(0), v=rows(0))
         assert found.out.shape == (0, 4, 16)
-        assert seq.length == 0
+        assert seq.length == 2
 
 
 async def test_bfloat16_rounds_a_part_once_more() -> None:
@@ -199,20 +240,25 @@ async def test_what_is_refused() -> None:
         await cache.append(seq, rows(9), rows(9))
         q, k = rows(3, 4), rows(3)
         for field, options in (
-            ("window_size", {"window_size": (4, 0)}),
-            ("sink_tokens", {"sink_tokens": 2}),
-            ("alibi_slopes", {"alibi_slopes": np.ones(4, np.float32)}),
             ("tree_mask", {"tree_mask": np.ones((1, 3), np.uint64)}),
+            ("expect_length", {"expect_length": 9}),
+            ("num_splits", {"num_splits": 2}),
         ):
-            with pytest.raises(ga.Unsupported, match="places of keys") as refused:
+            with pytest.raises(ga.Unsupported, match="several workers") as refused:
                 await cache.attend(q, seq, k=k, v=k, **options)  # type: ignore[arg-type]
             assert refused.value.field == field
-        with pytest.raises(ga.Unsupported, match="several workers"):
-            await cache.attend(q, seq, k=k, v=k, expect_length=9)
         with pytest.raises(TypeError, match="windows"):
             await cache.attend(q, seq, k=k, v=k, windows=3)
-        with pytest.raises(ga.Unsupported, match="give k and v"):
-            await cache.attend(q, seq)
+        await cache.append(seq, rows(9), rows(9))
+        with pytest.raises(ga.Unsupported, match="interleave=1") as refused:
+            await cache.attend(q, seq, k=k, v=k, alibi_slopes=SLOPES)
+        assert refused.value.field == "alibi_slopes"
+        async with ShardedKvCache(pool, **SPEC, interleave=1) as striped:
+            other = await striped.create()
+            await striped.append(other, rows(9), rows(9))
+            with pytest.raises(ga.Unsupported, match="keys after a row") as refused:
+                await striped.attend(q, other, causal=False, alibi_slopes=SLOPES)
+            assert refused.value.field == "alibi_slopes"
         with pytest.raises(ga.Unsupported, match="unchanged"):
             ShardedKvCache(pool, **{**SPEC, "dtype": "float8_e4m3fn"})
         for field, ask in (
@@ -224,6 +270,9 @@ async def test_what_is_refused() -> None:
             ("q", cache.attend(q[:, 0], seq, k=k, v=k)),
             ("seq", cache.append(3, k, k)),  # type: ignore[arg-type]
             ("softcap", cache.attend(q, seq, k=k, v=k, softcap=-1.0)),
+            ("window_size", cache.attend(q, seq, k=k, v=k, window_size=(-2, 0))),
+            ("sink_tokens", cache.attend(q, seq, k=k, v=k, sink_tokens=-1)),
+            ("alibi_slopes", cache.attend(q, seq, k=k, v=k, alibi_slopes=SLOPES[:3])),
         ):
             with pytest.raises(ga.InvalidRequest) as wrong:
                 await ask
@@ -232,7 +281,7 @@ async def test_what_is_refused() -> None:
             ShardedKvCache(3, **SPEC)  # type: ignore[arg-type]
         with pytest.raises(ga.InvalidRequest, match="entered first"):
             await ShardedKvCache(pool, **SPEC).create()
-        assert seq.length == 9
+        assert seq.length == 18
         await cache.free(seq)
         with pytest.raises(ga.InvalidRequest, match="freed"):
             await cache.append(seq, k, k)

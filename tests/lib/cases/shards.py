@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 import gpu_actors as ga
-from gpu_actors.distributed import ContextPool, context_split, context_split_backward
+from gpu_actors.distributed import ContextPool, ShardedKvCache, context_split, context_split_backward
 
 ROWS, HEADS, KV_HEADS, DIM, DIM_V = 22, 4, 2, 8, 6
 
@@ -83,3 +83,21 @@ async def check_context_split(pool: ContextPool, ctx: ga.GpuContext, name: str, 
     gradients = await context_split_backward(pool, request, parts=parts)
     for field in ("dq", "dk", "dv", "dbias", "dsinks"):
         close(getattr(gradients, field), getattr(wanted, field), field)
+
+
+async def check_sharded_cache(pool: ContextPool, ctx: ga.GpuContext) -> None:
+    """Chunks and single rows over keys in short runs, with a window and first keys, are those of one cache."""
+    spec: dict[str, Any] = {
+        "num_blocks": 16, "page_size": 8, "kv_heads": KV_HEADS, "head_dim": DIM, "head_dim_v": DIM_V,
+        "dtype": "float32",
+    }  # fmt: skip
+    options: dict[str, Any] = {"window_size": (7, 0), "sink_tokens": 5, "sinks": SINKS, "return_lse": True}
+    async with ctx.kv_cache(**spec) as own, ShardedKvCache(pool, **spec, interleave=3) as cache:
+        seq, mine = await cache.create(), await own.create()
+        for count in (11, 1, 1, 7, 1):
+            given = {name: array[0] for name, array in operands(count, count, 1).items()}
+            q, new = given.pop("q"), {name: array[None] for name, array in given.items()}
+            found = await cache.attend(q, seq, **given, **options)
+            wanted = await own.attend(q[None], mine, **new, **options)
+            close(found.out, wanted.out[0], "out")
+            close(found.lse, wanted.lse[0], "lse")
