@@ -10,7 +10,8 @@ suite      check, then time: kernel, peers, service  operands   the arrays and r
 recorder   launches as the service makes them      arrays     random and poisoned arrays
 timing     events in turns, quantiles              checks     slices against the oracle
 clock      the events of a CUDA stream             peers      other libraries
-ceilings   product and copy of the same run        report, plot, model, sass
+ceilings   product and copy of the same run        report, plot
+model      estimates without a GPU                 counts, sass  what machine code does
 
 Imports from other rooms: arrays, compiling, devices, kernels, reference, runtime, testing.
 """
@@ -28,7 +29,7 @@ from gpu_actors._version import __version__
 __all__ = ["PARTS", "environment"]
 
 _TIMED = ("arrays", "cases", "ceilings", "checks", "clock", "operands", "peers", "recorder", "stage", "suite", "timing")
-PARTS = frozenset((*_TIMED, "gradient_checks", "model", "plot", "report", "sass"))
+PARTS = frozenset((*_TIMED, "counts", "gradient_checks", "model", "plot", "report", "sass"))
 """The modules here that are not suites."""
 
 _LIBRARIES = ("numpy", "pykka", "anyio", "uvloop", "cupy-cuda13x", "nvidia-cuda-nvrtc")

@@ -15,22 +15,16 @@ architectures it does not.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import ml_dtypes
-import numpy as np
-
 from gpu_actors.bench.cases import Case, Kind, backward_cases, decode_cases, forward_cases
-from gpu_actors.bench.sass import find_disassembler, main_loop
-from gpu_actors.compiling.compiler import Compiler
+from gpu_actors.bench.counts import count_case, key_of
+from gpu_actors.bench.sass import find_disassembler
 from gpu_actors.context import GpuContext, open_context
 from gpu_actors.devices.select import DEFAULT_ARCH
 from gpu_actors.errors import GpuActorsError, Unsupported
-from gpu_actors.kernels.variants import kernel_source
 from gpu_actors.options import ContextOptions
-from gpu_actors.problem import DispatchKey
-from gpu_actors.requests import FlashBackward, FlashForward, PagedForward
 
 __all__ = ["COLUMNS", "MACHINES", "Machine", "estimate", "estimate_suite", "table"]
 
@@ -138,45 +132,10 @@ def table(found: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
 def _counted(case: Case, context: GpuContext) -> tuple[str | None, float | None, str | None]:
     """(kernel, instructions a pair, why there is no kernel)."""
     try:
-        key = context.flash_attn.inspect_key(_request(replace(case, batch=1)))
-        source = kernel_source(key)
+        key = key_of(case, context)
     except GpuActorsError as error:
         return None, None, str(error)
-    if case.kind != "forward":  # whose loops have no shape that is counted here: not worth a compile
+    if find_disassembler() is None or case.kind != "forward":
         return key.kernel, None, None
-    loop = main_loop(Compiler().compile(source, key.arch).data)
-    macros = {name: int(value) for name, value in source.macros.items() if str(value).isdigit()}
-    shape = [macros.get(name) for name in ("BLOCK_M", "BLOCK_N", "WARPS")]
-    if loop is None or None in shape:
-        return key.kernel, None, None
-    rows, keys, warps = (value for value in shape if value is not None)
-    if loop.warpgroups:
-        warps = rows // 16  # the others load, and run another loop
-    return key.kernel, loop.executed(_products(key, rows, keys, warps)) * warps / (rows * keys), None
-
-
-def _products(key: DispatchKey, rows: int, keys: int, warps: int) -> int:
-    """mma.m16n8k16 instructions of a warp and key tile. wgmma multiplies more at once and leaves no inner loop."""
-    return -(-rows // (16 * warps)) * (keys // 8 * -(-key.head_dim // 16) + key.head_dim_v // 8 * (keys // 16))
-
-
-def _request(case: Case) -> FlashForward | FlashBackward | PagedForward:
-    """A request of the case's shapes; its arrays are never touched, and so take no memory."""
-
-    def array(*shape: int, dtype: str = case.dtype) -> Any:
-        return np.empty(shape, getattr(ml_dtypes, dtype, dtype))
-
-    q, kv = case.q_shape, case.kv_shape
-    if case.kind == "decode":
-        pool = (case.pages, case.page_size, case.kv_heads, case.head_dim)
-        table = np.zeros((1, case.pages), np.int32)
-        lengths = np.full(1, case.keys, np.int32)
-        return PagedForward(
-            q=array(*q), k_cache=array(*pool), v_cache=array(*pool), block_table=table, cache_seqlens=lengths
-        )
-    options = case.options()
-    if case.kind == "backward":
-        lse = array(case.batch, case.heads, case.rows, dtype="float32")
-        more = {"out": array(*q), "dout": array(*q), "lse": lse, "deterministic": case.deterministic}
-        return FlashBackward(array(*q), array(*kv), array(*kv), **options, **more)
-    return FlashForward(array(*q), array(*kv), array(*kv), **options)
+    counts = count_case(key, case.kind)
+    return key.kernel, None if counts is None else counts.a_thousand / 1000, None

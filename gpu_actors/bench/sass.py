@@ -1,48 +1,95 @@
-"""Counts the instructions of a cubin's main loop, where NVIDIA's disassembler is installed."""
+"""Counts what a warp does in an iteration of a kernel's main loop, from its machine code.
+
+NVIDIA's disassembler prints the code; it needs no GPU. Bytes and multiply-adds follow from the instructions' names,
+which the CUDA Binary Utilities describe.
+"""
 
 from __future__ import annotations
 
+import collections
 import importlib.util
 import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Loop", "disassemble", "find_disassembler", "loops", "main_loop"]
+__all__ = ["Step", "disassemble", "find_disassembler", "main_step", "steps"]
 
 _LABEL = re.compile(r"^\s*(\.L_\w+):")
-_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][A-Z0-9_.]*)(.*)")
+_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(@!?\w+\s+)?([A-Z][A-Zx0-9_.]*)\s*(.*?)\s*;")
 _TARGET = re.compile(r"`\((\.L_\w+)\)")
-_TENSOR = ("HMMA", "HGMMA", "QGMMA", "IMMA", "QMMA")
+_GROUP_PRODUCT = re.compile(r"[A-Z]GMMA\.64x(\d+)x(\d+)")
+_PRODUCTS = {"HMMA.16816": 16 * 8 * 16, "HMMA.1688": 16 * 8 * 8, "QMMA.16832": 16 * 8 * 32, "IMMA.16832": 16 * 8 * 32}
+_FIRST_WAIT, _LAST_WAIT = "gsb0, 0x1", "gsb0, 0x0"
+_SHORT = 8  # instructions that a branch passes by at most where it waits for nothing
+# Half as many a clock as multiply-adds: CUDA C++ Programming Guide, "Arithmetic Instructions".
+_CONVERSIONS = ("F2FP", "F2F", "F2I", "I2F", "PRMT")
+_CHOICES = ("FMNMX", "FSEL", "FSETP", "IMNMX", "ISETP", "PLOP3", "SEL", "VIMNMX")
+_HALF_RATE = frozenset((*_CONVERSIONS, *_CHOICES, "IADD3", "IABS", "LEA", "LOP3", "SHF", "VIADD"))
 
 
-class Loop(NamedTuple):
-    """instructions: a warp's, from the label to the branch back, each counted once. tensor: matrix products among them.
+class _Line(NamedTuple):
+    """An instruction. target: the index that a branch leads to, or None."""
 
-    special: those of the MUFU. inner: the loop inside that has products, where there is one. warpgroups: whether the
-    products are those of whole warpgroups. skipped: instructions of the largest part without products and exponentials
-    that a branch passes by; such a loop of warpgroups keeps its mask there.
-    """
-
-    instructions: int
-    tensor: int
-    special: int
-    inner: Loop | None = None
-    warpgroups: bool = False
-    skipped: int = 0
+    name: str
+    operands: str
+    conditional: bool
+    target: int | None
 
     @property
-    def unmasked(self) -> int:
-        """The instructions of an iteration without a mask."""
-        return self.instructions - self.skipped if self.warpgroups else self.instructions
+    def opcode(self) -> str:
+        return self.name.partition(".")[0]
 
-    def executed(self, products: int) -> int:
-        """The instructions of an iteration that makes so many products: what is missing comes from the inner loop."""
-        if self.inner is None or products <= self.tensor:
-            return self.unmasked
-        return self.unmasked + round((products - self.tensor) / self.inner.tensor * self.inner.instructions)
+    @property
+    def product(self) -> bool:
+        return self.opcode in ("HMMA", "HGMMA", "QGMMA", "IGMMA", "IMMA", "QMMA")
+
+
+class Step(NamedTuple):
+    """What one warp does in one iteration.
+
+    opcodes: instructions by name without suffixes. products: multiply-adds, a warp's share where a warpgroup makes
+    them. shared: bytes that it moves into and out of shared memory, likewise. half_rate: instructions that take twice
+    an issue slot in their unit. masks: instructions that a branch passes by where nothing is hidden, which are not in
+    the other counts. overlapped: exponentials between the wait for the first products and that for all of them, 0
+    without warpgroups. inner: one round of each loop inside that multiplies, where there is one.
+    """
+
+    opcodes: collections.Counter[str]
+    products: float
+    shared: float
+    half_rate: int
+    masks: int = 0
+    overlapped: int = 0
+    inner: Step | None = None
+
+    @property
+    def instructions(self) -> int:
+        return self.opcodes.total()
+
+    @property
+    def special(self) -> int:
+        """Those of the special function unit."""
+        return self.opcodes["MUFU"]
+
+    def making(self, products: float) -> Step:
+        """The same step with as many more rounds of its inner loops as make so many multiply-adds."""
+        if self.inner is None or products <= self.products:
+            return self
+        rounds = (products - self.products) / self.inner.products
+        opcodes = self.opcodes.copy()
+        for name, count in self.inner.opcodes.items():
+            opcodes[name] += round(rounds * count)
+        shared = self.shared + rounds * self.inner.shared
+        return self._replace(
+            opcodes=opcodes,
+            products=products,
+            shared=shared,
+            half_rate=self.half_rate + round(rounds * self.inner.half_rate),
+        )
 
 
 def find_disassembler() -> Path | None:
@@ -69,63 +116,126 @@ def disassemble(cubin: bytes, *options: str) -> str:
     return done.stdout
 
 
-def main_loop(cubin: bytes) -> Loop | None:
-    """The loop over key tiles that makes do with the fewest instructions a product: the one without masks.
+def main_step(text: str, products: float) -> Step | None:
+    """Of a kernel's disassembly: the loop with the most multiply-adds up to so many, and of those the shortest.
 
-    None without a disassembler that knows the architecture, or for a kernel that has no loop with both products and
-    exponentials.
+    products: of a warp and step. What loops inside make of them is in the step, with as many rounds as that takes. None
+    for a kernel without such a loop that has exponentials, too.
     """
-    try:
-        text = disassemble(cubin)
-    except (FileNotFoundError, subprocess.CalledProcessError):
-        return None
-    found = [loop for loop in loops(text) if loop.tensor and loop.special]
-    return min(found, key=lambda loop: loop.unmasked / loop.tensor, default=None)
+    found = [step for step in steps(text) if step.products <= products]
+    best = max(found, key=lambda step: (step.products, -step.instructions), default=None)
+    return None if best is None else best.making(products)
 
 
-def loops(text: str) -> list[Loop]:
-    """Of a disassembly: every loop that holds no other with exponentials in it."""
+def steps(text: str) -> list[Step]:
+    """Of a kernel's disassembly: every loop with products and exponentials."""
+    lines = _lines(text)
+    # Waits that spin lie behind the kernel's end, and jump back into the loops without a condition.
+    spans = [
+        (line.target, end + 1)
+        for end, line in enumerate(lines)
+        if line.target is not None
+        and line.target <= end
+        and (line.conditional or not any(each.opcode == "EXIT" for each in lines[line.target : end]))
+        and any(each.product for each in lines[line.target : end])
+    ]
+    found = []
+    for span in dict.fromkeys(spans):
+        within = [other for other in spans if _inside(other, span)]
+        outermost = [_step(lines, other) for other in within if not any(_inside(other, third) for third in within)]
+        step = _step(lines, span)
+        found.append(step._replace(inner=_together(outermost)) if outermost else step)
+    return [step for step in found if step.special]
+
+
+def _together(rounds: Sequence[Step]) -> Step:
+    """One round of each."""
+    return Step(
+        sum((one.opcodes for one in rounds), collections.Counter()),
+        sum(one.products for one in rounds),
+        sum(one.shared for one in rounds),
+        sum(one.half_rate for one in rounds),
+    )
+
+
+def _inside(span: tuple[int, int], outer: tuple[int, int]) -> bool:
+    return span != outer and outer[0] <= span[0] and span[1] <= outer[1]
+
+
+def _lines(text: str) -> list[_Line]:
     labels: dict[str, int] = {}
-    names: list[str] = []
-    spans: list[tuple[int, int]] = []
-    ahead: list[tuple[int, str]] = []  # branches to labels that come later
+    found: list[tuple[str, str, bool, str | None]] = []
     for line in text.splitlines():
         if label := _LABEL.match(line):
-            labels[label[1]] = len(names)
+            labels[label[1]] = len(found)
         elif instruction := _INSTRUCTION.match(line):
-            name, rest = instruction.groups()
-            target = _TARGET.search(rest)
-            if name.startswith("BRA") and target:
-                if target[1] in labels:
-                    spans.append((labels[target[1]], len(names) + 1))
-                else:
-                    ahead.append((len(names) + 1, target[1]))
-            names.append(name)
+            predicate, name, operands = instruction.groups()
+            target = _TARGET.search(operands) if name.startswith("BRA") else None
+            # A branch may name its predicate as an operand, too.
+            conditional = predicate is not None or operands.startswith(("P", "UP", "!"))
+            found.append((name, operands, conditional, target[1] if target else None))
+    return [_Line(*line[:3], labels.get(line[3]) if line[3] else None) for line in found]
 
-    passed = [(start, labels[name]) for start, name in ahead if name in labels]
 
-    def inside(outer: tuple[int, int]) -> list[tuple[int, int]]:
-        return [span for span in spans if span != outer and outer[0] <= span[0] and span[1] <= outer[1]]
+def _step(lines: Sequence[_Line], span: tuple[int, int]) -> Step:
+    kept, masks = _kept(lines, span)
+    opcodes = collections.Counter(line.opcode for line in kept)
+    return Step(
+        opcodes,
+        sum(_products(line) for line in kept),
+        sum(_shared(line) for line in kept),
+        sum(line.opcode in _HALF_RATE for line in kept),
+        masks,
+        _overlapped(kept),
+    )
 
-    def count(span: tuple[int, int], prefixes: str | tuple[str, ...]) -> int:
-        return sum(name.startswith(prefixes) for name in names[slice(*span)])
 
-    def loop(span: tuple[int, int], inner: Loop | None = None) -> Loop:
-        groups = count(span, ("HGMMA", "QGMMA")) > 0
-        skipped = [
-            end - start
-            for start, end in passed
-            if span[0] <= start and end < span[1] and not count((start, end), (*_TENSOR, "MUFU"))
-        ]
-        return Loop(
-            span[1] - span[0], count(span, _TENSOR), count(span, "MUFU"), inner, groups, max(skipped, default=0)
-        )
+def _kept(lines: Sequence[_Line], span: tuple[int, int]) -> tuple[list[_Line], int]:
+    """The instructions of an iteration without a mask, and how many others there are.
 
-    found: list[Loop] = []
-    for span in spans:
-        within = inside(span)
-        if any(count(other, "MUFU") for other in within):
-            continue
-        products = [loop(other) for other in within if count(other, _TENSOR)]
-        found.append(loop(span, max(products, key=lambda one: one.tensor, default=None)))
-    return found
+    A mask is what a branch passes by: no products and no exponentials, and more than a few instructions.
+    """
+    kept: list[_Line] = []
+    at, masks = span[0], 0
+    while at < span[1]:
+        line = lines[at]
+        kept.append(line)
+        at += 1
+        if line.conditional and line.target is not None and at < line.target < span[1]:
+            passed = lines[at : line.target]
+            if len(passed) > _SHORT and not any(each.product or each.opcode == "MUFU" for each in passed):
+                masks += len(passed)
+                at = line.target
+    return kept, masks
+
+
+def _overlapped(kept: Sequence[_Line]) -> int:
+    """Exponentials after the first wait that leaves products running, up to the next that leaves none."""
+    count, running = 0, False
+    for line in kept:
+        if line.opcode == "WARPGROUP" and _FIRST_WAIT in line.operands:
+            running = True
+        elif line.opcode == "WARPGROUP" and _LAST_WAIT in line.operands:
+            running = False
+        elif line.opcode == "MUFU":
+            count += running
+    return count
+
+
+def _products(line: _Line) -> float:
+    if group := _GROUP_PRODUCT.match(line.name):
+        return 64 * int(group[1]) * int(group[2]) / 4
+    return next((count for name, count in _PRODUCTS.items() if line.name.startswith(name)), 0)
+
+
+def _shared(line: _Line) -> float:
+    if group := _GROUP_PRODUCT.match(line.name):
+        # 32 bytes of each column of B, and of each of A's 64 rows where a descriptor stands for both operands.
+        both = line.operands.partition(",")[2].lstrip().startswith("gdesc")
+        return 32 * (int(group[1]) + 64 * both) / 4
+    if line.opcode in ("LDSM", "STSM"):
+        return 128 * (int(line.name[-1]) if line.name[-2] == "." else 1)
+    if line.opcode in ("LDS", "STS"):
+        width = next((int(part) for part in line.name.split(".") if part in ("64", "128")), 32)
+        return 32 * width / 8
+    return 0
