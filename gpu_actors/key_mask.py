@@ -28,6 +28,7 @@ class MaskOptions(TypedDict, total=False):
     alignment: Alignment
     window_size: tuple[int, int]
     sink_tokens: int
+    attention_chunk: int
 
 
 class KeyRanges(NamedTuple):
@@ -46,6 +47,8 @@ class KeyMask:
     alignment: "bottom_right" puts the last row on the last key, "top_left" the first row on the first key.
     window_size: (left, right), inclusive, in keys from the row's own; -1 is unbounded.
     sink_tokens: the first n keys stay visible whatever the window; causal still hides them.
+    attention_chunk: n > 0 cuts the keys into chunks of n, from key 0 on: a row sees the chunk of its own key alone, as
+        far as its window reaches. Sink tokens stay visible. 0: no chunks.
 
     Raises `InvalidRequest` for an option of another type or out of range.
     """
@@ -54,20 +57,23 @@ class KeyMask:
     alignment: Alignment = "bottom_right"
     window_size: tuple[int, int] = (-1, -1)
     sink_tokens: int = 0
+    attention_chunk: int = 0
 
     def __post_init__(self) -> None:
         flag("causal", self.causal)
         one_of("alignment", self.alignment, ("bottom_right", "top_left"), 'must be "bottom_right" or "top_left"')
         object.__setattr__(self, "window_size", window(self.window_size))
         object.__setattr__(self, "sink_tokens", integer("sink_tokens", self.sink_tokens, 0))
+        object.__setattr__(self, "attention_chunk", integer("attention_chunk", self.attention_chunk, 0))
 
     @property
     def mask(self) -> MaskKind:
         """The mask's kind, which decides the loops a kernel needs."""
         left, right = self.window_size
+        chunked = self.attention_chunk > 0
         if self.causal:
-            return "causal_window" if left >= 0 else "causal"
-        return "window" if left >= 0 or right >= 0 else "full"
+            return "causal_window" if left >= 0 or chunked else "causal"
+        return "window" if left >= 0 or right >= 0 or chunked else "full"
 
     def visible_keys(self, rows: npt.NDArray[Any], seqlen_q: int, seqlen_k: int) -> npt.NDArray[np.bool_] | None:
         """Which keys of a sequence each of its rows sees: bool (R, seqlen_k), or None where every row sees every key.
@@ -81,12 +87,12 @@ class KeyMask:
         """As `visible_keys`, of keys at these positions (K,) and rows whose own positions are ``diagonal`` (R, 1)."""
         if self.mask == "full":
             return None
-        left, right = self.window_size
+        first, last = self._reach(diagonal)
         visible = np.ones((diagonal.size, keys.size), dtype=np.bool_)
-        if left >= 0:
-            visible &= keys >= diagonal - left
-        if right >= 0:
-            visible &= keys <= diagonal + right
+        if first is not None:
+            visible &= keys >= first
+        if last is not None:
+            visible &= keys <= last
         visible |= keys < self.sink_tokens
         if self.causal:
             visible &= keys <= diagonal
@@ -103,16 +109,28 @@ class KeyMask:
 
         offset: of each sequence, the key on the diagonal of its row 0. The arrays are broadcast with each other.
         """
-        left, right = self.window_size
         last = np.minimum(row_end + offset, seqlen_k) if self.causal else np.broadcast_to(seqlen_k, row_end.shape)
         first = sinks = np.zeros((1, 1), np.int64)
         if self.mask in ("window", "causal_window"):
             sinks = np.clip(last, 0, self.sink_tokens)
-            if not self.causal and right >= 0:
-                last = np.minimum(row_end + offset + right, last)
-            if left >= 0:
-                first = np.maximum(0, row_begin + offset - left)
+            greatest = self._reach(row_end - 1 + offset)[1]
+            if not self.causal and greatest is not None:
+                last = np.minimum(greatest + 1, last)
+            least = self._reach(row_begin + offset)[0]
+            if least is not None:
+                first = np.maximum(0, least)
         return KeyRanges(sinks, first, last)
+
+    def _reach(self, own: npt.NDArray[Any]) -> tuple[npt.NDArray[Any] | None, npt.NDArray[Any] | None]:
+        """The first and the last key of the window and the chunk of rows whose own keys these are; None: unbounded."""
+        left, right = self.window_size
+        first, last = own - left if left >= 0 else None, own + right if right >= 0 else None
+        if self.attention_chunk:
+            chunk = own - own % self.attention_chunk
+            end = chunk + self.attention_chunk - 1
+            first = chunk if first is None else np.maximum(first, chunk)
+            last = end if last is None else np.minimum(last, end)
+        return first, last
 
     def _diagonal(self, rows: npt.NDArray[Any], seqlen_q: int, seqlen_k: int) -> npt.NDArray[Any]:
         """(R, 1): the key that lies on each row's diagonal."""

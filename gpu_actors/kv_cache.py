@@ -233,6 +233,7 @@ class KvCache(Local):
         rope_cos: Array | None = None,
         rope_sin: Array | None = None,
         expect_length: int | Sequence[int] | None = None,
+        attention_chunk: int = 0,
         deadline: float | None = None,
         timeout: float | None = None,
         priority: int = 0,
@@ -266,6 +267,7 @@ class KvCache(Local):
             rope_cos=rope_cos,
             rope_sin=rope_sin,
             expect_length=expect_length,
+            attention_chunk=attention_chunk,
         )
         return self._submit(message, deadline, timeout, priority, seqs)
 

@@ -179,6 +179,7 @@ class DispatchKey(StableText):
     score_mod: ScoreMod | None = None
     row_tile: int = 0
     positions: bool = False
+    attention_chunk: bool = False
 
     @property
     def causal(self) -> bool:

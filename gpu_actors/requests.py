@@ -59,6 +59,8 @@ class FlashForward:
         Causal, windows, sink tokens, ALiBi and dropout mean positions, and a row's own key is the one at its position.
         0 <= first, 1 <= step, and all positions are below 2^30.
     dropout_first_head, dropout_heads: what dropout takes for the number of the first head, of how many; None: q's own.
+    attention_chunk: n > 0 cuts the keys into chunks of n, from the first key or position 0 on: a row sees the chunk of
+        its own key alone, as far as its window reaches. sink_tokens stay visible.
     """
 
     __repr__ = brief
@@ -92,6 +94,7 @@ class FlashForward:
     k_positions: Array | None = None
     dropout_first_head: int = 0
     dropout_heads: int | None = None
+    attention_chunk: int = 0
 
 
 @dataclass(slots=True, kw_only=True, eq=False, repr=False)
@@ -120,6 +123,7 @@ class CacheOptions:
     num_splits: int = 0
     return_lse: bool = False
     out: Array | None = None
+    attention_chunk: int = 0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -144,7 +148,8 @@ class PagedForward(CacheOptions):
         number gives bitwise the same result alone and in any batch.
     chunk_index, num_chunks: which chunk of a prefill this is; checked and not used, because ``cache_seqlens`` says it
         too.
-    window_size, softmax_scale, softcap, alibi_slopes, sinks, sink_tokens, return_lse, out: as in `FlashForward`.
+    window_size, softmax_scale, softcap, alibi_slopes, sinks, sink_tokens, return_lse, out, attention_chunk: as in
+        `FlashForward`.
     """
 
     __repr__ = brief

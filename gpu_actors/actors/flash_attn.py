@@ -77,6 +77,7 @@ class FlashAttnHandle(ActorHandle):
         k_positions: Array | None = None,
         dropout_first_head: int = 0,
         dropout_heads: int | None = None,
+        attention_chunk: int = 0,
         deadline: float | None = None,
         timeout: float | None = None,
         priority: int = 0,
@@ -86,7 +87,7 @@ class FlashAttnHandle(ActorHandle):
         deadline, timeout, priority: as in `ActorHandle.submit`. The reply gives an `AttentionOutput`, or raises one of
         `gpu_actors.errors`. Do not change the arrays before it is done.
         """
-        # Arguments go by position, in the order of the fields: passing 28 by name takes as long as an empty request.
+        # Arguments go by position, in the order of the fields: passing 29 by name takes as long as an empty request.
         request = FlashForward(
             q,
             k,
@@ -116,6 +117,7 @@ class FlashAttnHandle(ActorHandle):
             k_positions,
             dropout_first_head,
             dropout_heads,
+            attention_chunk,
         )
         planner: AttentionPlanner = self._cell.shared
         return Reply(self.send(request, deadline, timeout, priority, planner.recall(request)))
@@ -149,6 +151,7 @@ class FlashAttnHandle(ActorHandle):
         k_positions: Array | None = None,
         dropout_first_head: int = 0,
         dropout_heads: int | None = None,
+        attention_chunk: int = 0,
         deterministic: bool = False,
         deadline: float | None = None,
         timeout: float | None = None,
@@ -192,6 +195,7 @@ class FlashAttnHandle(ActorHandle):
         num_chunks: int = 1,
         return_lse: bool = False,
         out: Array | None = None,
+        attention_chunk: int = 0,
         deadline: float | None = None,
         timeout: float | None = None,
         priority: int = 0,
@@ -221,6 +225,7 @@ class FlashAttnHandle(ActorHandle):
         num_splits: int = 0,
         return_lse: bool = False,
         out: Array | None = None,
+        attention_chunk: int = 0,
         deadline: float | None = None,
         timeout: float | None = None,
         priority: int = 0,

@@ -26,7 +26,7 @@ def mask_macros(key: DispatchKey) -> Macros:
     """The macros of kernels_cu/common/mask.cuh."""
     # Sink tokens are exempt from a window, and only from that.
     sinks = key.sink_tokens and key.sliding_window
-    return flags(CAUSAL=key.causal, WINDOW=key.sliding_window, SINK_TOKENS=sinks)
+    return flags(CAUSAL=key.causal, WINDOW=key.sliding_window, SINK_TOKENS=sinks, CHUNKED=key.attention_chunk)
 
 
 def score_macros(key: DispatchKey) -> Macros:

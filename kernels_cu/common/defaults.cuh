@@ -17,6 +17,9 @@
 #ifndef SINK_TOKENS
 #define SINK_TOKENS 0
 #endif
+#ifndef CHUNKED  // a row sees the keys of its own key's chunk alone; WINDOW is 1 then
+#define CHUNKED 0
+#endif
 #ifndef TOP_LEFT  // the diagonal starts at key 0 instead of ending at the last key
 #define TOP_LEFT 0
 #endif

@@ -6,7 +6,8 @@
 //   row 2      s s . . . w w d r r . .          r  `right` keys after it (WINDOW; else all)
 //                                               s  the first `sink_tokens` keys (SINK_TOKENS)
 //
-// CAUSAL hides what lies right of the diagonal, sink tokens included. Bounds are inclusive; unbounded ones are at
+// CAUSAL hides what lies right of the diagonal, sink tokens included. CHUNKED ends w and r at the edges of the chunk of d,
+// keys [n * chunk, (n + 1) * chunk). Bounds are inclusive; unbounded ones are at
 // least as large as any sequence. Lengths stay below 2^30, so that no sum here leaves 32 bits.
 #pragma once
 
@@ -41,6 +42,39 @@ struct SeenColumns {
 DEVICE int at_least(int low, int x) { return x < low ? low : x; }
 DEVICE int at_most(int high, int x) { return x > high ? high : x; }
 
+// How far a row sees to both sides of its own key: a window, and the edges of the own key's chunk.
+struct Reach {
+  int left, right, chunk;
+
+  __device__ __forceinline__ int chunk_begin(int own) const {
+    const int past = own % chunk;
+    return own - (past < 0 ? past + chunk : past);
+  }
+  // The first key, where own keys and it are counted from `origin`.
+  __device__ __forceinline__ int first(int own, int origin = 0) const {
+    return CHUNKED ? at_least(chunk_begin(own + origin) - origin, own - left) : own - left;
+  }
+  // One past the last key of the row whose own key is own_end - 1.
+  __device__ __forceinline__ int end(int own_end) const {
+    return CHUNKED ? at_most(chunk_begin(own_end - 1) + chunk, own_end + right) : own_end + right;
+  }
+  __device__ __forceinline__ bool has(int own, int key) const {
+    if (CHUNKED) return key >= first(own) && (CAUSAL || key < end(own + 1));
+    return key - own >= -left && (CAUSAL || key - own <= right);
+  }
+  // Of the rows that see a key, the first one's own key; one past that of the last, where the key is key_end - 1.
+  __device__ __forceinline__ int first_own(int key) const {
+    return CHUNKED ? at_least(chunk_begin(key), key - right) : key - right;
+  }
+  __device__ __forceinline__ int end_own(int key_end) const {
+    return CHUNKED ? at_most(chunk_begin(key_end - 1) + chunk, key_end + left) : key_end + left;
+  }
+};
+
+DEVICE Reach reach_of(const Params& params) {
+  return {params.window_left, params.window_right, params.attention_chunk};
+}
+
 // [0, sinks) and [begin, end): keys that at least one of some rows sees. No other key is read, whatever tile it falls
 // into.
 struct SeenKeys {
@@ -64,7 +98,7 @@ struct Mask {
   static constexpr int diagonal = 0;  // for kernels to hand on; here nothing is measured from it
 
   int seqlen_k;
-  int left, right;
+  Reach reach;
   int sink_tokens;
   Positions positions;
 
@@ -73,7 +107,7 @@ struct Mask {
     const int own = positions.row(row), position = positions.key(key);
     if (CAUSAL && position > own) return false;
     if (!WINDOW) return true;
-    return (position >= own - left && (CAUSAL || position <= own + right)) || (SINK_TOKENS && position < sink_tokens);
+    return reach.has(own, position) || (SINK_TOKENS && position < sink_tokens);
   }
 
   __device__ __forceinline__ bool all_visible(int row_begin, int row_end, int key_begin, int key_end) const {
@@ -81,7 +115,8 @@ struct Mask {
     const int first_row = positions.row(row_begin), last_key = positions.key(key_end - 1);
     if (CAUSAL && last_key > first_row) return false;
     if (!WINDOW) return true;
-    return positions.key(key_begin) >= positions.row(row_end - 1) - left && (CAUSAL || last_key <= first_row + right);
+    return positions.key(key_begin) >= reach.first(positions.row(row_end - 1)) &&
+           (CAUSAL || last_key < reach.end(first_row + 1));
   }
 
   // Keys at a position or before it.
@@ -91,8 +126,8 @@ struct Mask {
     const int own = positions.row(row);
     int end = CAUSAL ? keys_up_to(own) : seqlen_k;
     const int sinks = WINDOW && SINK_TOKENS ? at_most(end, keys_up_to(sink_tokens - 1)) : 0;
-    if (WINDOW && !CAUSAL) end = at_most(end, keys_up_to(own + right));
-    const int begin = WINDOW ? keys_up_to(own - left - 1) : 0;
+    if (WINDOW && !CAUSAL) end = at_most(end, keys_up_to(reach.end(own + 1) - 1));
+    const int begin = WINDOW ? keys_up_to(reach.first(own) - 1) : 0;
     return {sinks - origin, begin - origin, end - origin};
   }
 
@@ -102,8 +137,8 @@ struct Mask {
     sinks = first = 0;
     last = CAUSAL ? keys_up_to(last_row) : seqlen_k;
     if (WINDOW && SINK_TOKENS) sinks = at_most(last, keys_up_to(sink_tokens - 1));
-    if (WINDOW && !CAUSAL) last = at_most(last, keys_up_to(last_row + right));
-    if (WINDOW) first = keys_up_to(positions.row(row_begin) - left - 1);
+    if (WINDOW && !CAUSAL) last = at_most(last, keys_up_to(reach.end(last_row + 1) - 1));
+    if (WINDOW) first = keys_up_to(reach.first(positions.row(row_begin)) - 1);
   }
 
   template <int TILE>
@@ -121,14 +156,14 @@ struct Mask {
     const bool sinks = SINK_TOKENS && first_key < sink_tokens;
     SeenRows seen{0, seqlen_q};
     if (CAUSAL) seen.begin = positions.rows.up_to(first_key - 1, seqlen_q);
-    if (WINDOW && !CAUSAL && !sinks) seen.begin = positions.rows.up_to(first_key - right - 1, seqlen_q);
-    if (WINDOW && !sinks) seen.end = positions.rows.up_to(last_key + left, seqlen_q);
+    if (WINDOW && !CAUSAL && !sinks) seen.begin = positions.rows.up_to(reach.first_own(first_key) - 1, seqlen_q);
+    if (WINDOW && !sinks) seen.end = positions.rows.up_to(reach.end_own(last_key + 1) - 1, seqlen_q);
     return seen;
   }
 };
 
 DEVICE Mask make_mask(const Params& params, int, int seqlen_k, int sequence) {
-  return {seqlen_k, params.window_left, params.window_right, params.sink_tokens, positions_of(params, sequence)};
+  return {seqlen_k, reach_of(params), params.sink_tokens, positions_of(params, sequence)};
 }
 
 DEVICE SeenKeys seen_keys(const Mask& mask, int row_begin, int row_end) {
@@ -140,15 +175,15 @@ DEVICE SeenKeys seen_keys(const Mask& mask, int row_begin, int row_end) {
 struct Mask {
   int seqlen_k;
   int diagonal;
-  int left, right;
+  Reach reach;
   int sink_tokens;
 
   __device__ __forceinline__ bool visible(int row, int key) const {
-    const int offset = key - (row + diagonal);
+    const int own = row + diagonal;
     if (key >= seqlen_k) return false;
-    if (CAUSAL && offset > 0) return false;
+    if (CAUSAL && key - own > 0) return false;
     if (!WINDOW) return true;
-    return (offset >= -left && (CAUSAL || offset <= right)) || (SINK_TOKENS && key < sink_tokens);
+    return reach.has(own, key) || (SINK_TOKENS && key < sink_tokens);
   }
 
   // Whether each row of [row_begin, row_end) sees each key of [key_begin, key_end), sink tokens left aside.
@@ -156,7 +191,7 @@ struct Mask {
     if (key_end > seqlen_k) return false;
     if (CAUSAL && key_end - 1 > row_begin + diagonal) return false;
     if (!WINDOW) return true;
-    return key_begin >= row_end - 1 + diagonal - left && (CAUSAL || key_end - 1 <= row_begin + diagonal + right);
+    return key_begin >= reach.first(row_end - 1 + diagonal) && (CAUSAL || key_end - 1 <= reach.end(row_begin + diagonal + 1) - 1);
   }
 
   // The keys that a row sees, counted from key `origin`. Far cheaper than `visible` where one row meets many keys.
@@ -165,8 +200,8 @@ struct Mask {
     int end = seqlen_k - origin;
     if (CAUSAL) end = at_most(own + 1, end);
     const int sinks = at_most(sink_tokens - origin, end);
-    if (WINDOW && !CAUSAL) end = at_most(own + right + 1, end);
-    return {sinks, own - left, end};
+    if (WINDOW && !CAUSAL) end = at_most(CHUNKED ? reach.end(own + 1 + origin) - origin : own + reach.right + 1, end);
+    return {sinks, reach.first(own, origin), end};
   }
 
   // The tiles of TILE keys that hold a key which one of the rows [row_begin, row_end) sees. No other is visible.
@@ -175,8 +210,8 @@ struct Mask {
     int first = 0, last = seqlen_k;  // keys [first, last)
     if (CAUSAL) last = at_most(row_end + diagonal, last);
     int sinks = WINDOW && SINK_TOKENS ? at_least(0, at_most(last, sink_tokens)) : 0;
-    if (WINDOW && !CAUSAL) last = at_most(row_end + diagonal + right, last);
-    if (WINDOW) first = at_least(0, row_begin + diagonal - left);
+    if (WINDOW && !CAUSAL) last = at_most(reach.end(row_end + diagonal), last);
+    if (WINDOW) first = at_least(0, reach.first(row_begin + diagonal));
     sinks = (sinks + TILE - 1) / TILE;
     const int begin = at_least(sinks, first / TILE);
     const int end = first < last ? (last + TILE - 1) / TILE : 0;
@@ -188,23 +223,23 @@ struct Mask {
     const bool sinks = SINK_TOKENS && key_begin < sink_tokens;
     SeenRows seen{0, seqlen_q};
     if (CAUSAL) seen.begin = at_least(0, key_begin - diagonal);
-    if (WINDOW && !CAUSAL && !sinks) seen.begin = at_least(0, key_begin - diagonal - right);
-    if (WINDOW && !sinks) seen.end = at_most(seqlen_q, key_end - diagonal + left);
+    if (WINDOW && !CAUSAL && !sinks) seen.begin = at_least(0, reach.first_own(key_begin) - diagonal);
+    if (WINDOW && !sinks) seen.end = at_most(seqlen_q, reach.end_own(key_end) - diagonal);
     return seen;
   }
 };
 
 DEVICE Mask make_mask(const Params& params, int seqlen_q, int seqlen_k, int) {
   const int diagonal = TOP_LEFT ? 0 : seqlen_k - seqlen_q;
-  return {seqlen_k, diagonal, params.window_left, params.window_right, params.sink_tokens};
+  return {seqlen_k, diagonal, reach_of(params), params.sink_tokens};
 }
 
 DEVICE SeenKeys seen_keys(const Mask& mask, int row_begin, int row_end) {
   SeenKeys keys{0, 0, mask.seqlen_k};
   if (CAUSAL) keys.end = at_most(row_end + mask.diagonal, keys.end);
   if (WINDOW && SINK_TOKENS) keys.sinks = at_most(keys.end, mask.sink_tokens);
-  if (WINDOW && !CAUSAL) keys.end = at_most(row_end + mask.diagonal + mask.right, keys.end);
-  if (WINDOW) keys.begin = at_least(0, row_begin + mask.diagonal - mask.left);
+  if (WINDOW && !CAUSAL) keys.end = at_most(mask.reach.end(row_end + mask.diagonal), keys.end);
+  if (WINDOW) keys.begin = at_least(0, mask.reach.first(row_begin + mask.diagonal));
   return keys;
 }
 #endif

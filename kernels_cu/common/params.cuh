@@ -59,6 +59,7 @@ struct Params {  // pointers to operands that the variant does not use are null
   int32_t k_position_words;
   int32_t dropout_first_head;  // the first head's number among dropout_heads
   int32_t dropout_heads;
+  int32_t attention_chunk;  // keys of a chunk
   const int32_t* q_positions;  // null: from 0 on, one apart
   const int32_t* k_positions;
 };

@@ -35,17 +35,19 @@ DEVICE void add_piece(Output& o, const Sums& sums, const float (&correction)[2],
 DEVICE int keys_seen_by_all(const Work& work) {
   const Mask& mask = work.mask;
 #if POSITIONS
-  return mask.keys_up_to(mask.positions.row(work.row_begin) + (CAUSAL ? 0 : mask.right));
+  const int own = mask.positions.row(work.row_begin);
+  return mask.keys_up_to(CAUSAL ? own : mask.reach.end(own + 1) - 1);
 #else
-  return work.row_begin + mask.diagonal + 1 + (CAUSAL ? 0 : mask.right);
+  const int own_end = work.row_begin + mask.diagonal + 1;
+  return CAUSAL ? own_end : mask.reach.end(own_end);
 #endif
 }
 DEVICE int keys_hidden_from_some(const Work& work) {
   const Mask& mask = work.mask;
 #if POSITIONS
-  return mask.keys_up_to(mask.positions.row(work.row_end() - 1) - mask.left - 1);
+  return mask.keys_up_to(mask.reach.first(mask.positions.row(work.row_end() - 1)) - 1);
 #else
-  return at_least(0, work.row_end() - 1 + mask.diagonal - mask.left);
+  return at_least(0, mask.reach.first(work.row_end() - 1 + mask.diagonal));
 #endif
 }
 

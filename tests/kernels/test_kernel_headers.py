@@ -176,6 +176,6 @@ def mask_cases(mask: dict[str, Any], alignment: str) -> tuple[Any, list[tuple[li
             seen = np.ones((len(rows), seqlen_k), bool) if visible is None else visible
             columns = np.flatnonzero(seen.any(axis=0))
             tile = seen[:, key_begin : key_begin + 8]
-            cases.append((seqlen_k, diagonal, left, right, tokens, rows[0], rows[-1] + 1, key_begin, key_begin + 8))
+            cases.append((seqlen_k, diagonal, left, right, 0, tokens, rows[0], rows[-1] + 1, key_begin, key_begin + 8))
             expected.append((sorted(set((columns // 8).tolist())), tile.shape[1] == 8 and bool(tile.all())))
-    return np.array(cases, "i4," * 8 + "i4"), expected
+    return np.array(cases, "i4," * 9 + "i4"), expected

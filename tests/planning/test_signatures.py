@@ -50,6 +50,7 @@ SCALARS = {
     "softmax_scale": (0.5, 1, 1.0, True),
     "softcap": (2.0, 2, 3.0, True, 1),
     "sink_tokens": (1, True, 2, 1.0),
+    "attention_chunk": (1, True, 2, 1.0),
     "return_lse": (True, 1, 1.0),
 }
 
@@ -190,6 +191,7 @@ MERGED: dict[str, tuple[Any, ...]] = {
     "alibi_slopes": (SLOPES, SLOPES.copy(), SLOPES[None]),
     "sinks": (SLOPES, SLOPES.copy()),
     "sink_tokens": (1, 2),
+    "attention_chunk": (1, 2),
     "tree_mask": (np.ones((1, 2), np.uint64),),
     "num_splits": (1, 2),
     "return_lse": (True,),

@@ -65,6 +65,7 @@ def problem_of(q: Any, k: Any, v: Any, *, compute: str | None = None, **options:
         alibi=None if slopes is None else "heads" if slopes.ndim == 1 else "batch",
         sinks="sinks" in options,
         sink_tokens=options.get("sink_tokens", 0),
+        attention_chunk=options.get("attention_chunk", 0),
         bias=None if bias is None else (bias.dtype.name, len(bias) < batch, bias.shape[1] < q.shape[-2]),
         dropout_p=options.get("dropout_p", 0.0),
         descales=any(f"{name}_descale" in options for name in "qkv"),

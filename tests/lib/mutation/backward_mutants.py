@@ -132,7 +132,13 @@ MASK_MUTANTS = (
         "at_least(0, key_begin - diagonal + 64);",
         "causal",
     ),
-    _mma("a window's last rows are skipped", _MASK, "key_end - diagonal + left)", "key_end - diagonal)", "window"),
+    _mma(
+        "a window's last rows are skipped",
+        _MASK,
+        "reach.end_own(key_end) - diagonal",
+        "key_end - diagonal",
+        "window",
+    ),
     _mma(
         "sink tokens are seen by the window's rows alone",
         _MASK,

@@ -138,8 +138,8 @@ DECODE_MUTANTS = (
     _decode(
         "the diagonal is one key off",
         "common/mask.cuh",
-        "if (CAUSAL && offset > 0)",
-        "if (CAUSAL && offset > 1)",
+        "if (CAUSAL && key - own > 0)",
+        "if (CAUSAL && key - own > 1)",
         "rows",
     ),
     _decode(

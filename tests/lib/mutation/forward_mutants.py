@@ -61,8 +61,8 @@ DEFECTS = (
     _mma(
         "causal by tile only",
         _MASK,
-        "if (CAUSAL && offset > 0) return false;",
-        "if (CAUSAL && offset > BLOCK_N) return false;",
+        "if (CAUSAL && key - own > 0) return false;",
+        "if (CAUSAL && key - own > BLOCK_N) return false;",
         "causal",
     ),
     _mma("keys past the end are seen", _MASK, "if (key >= seqlen_k) return false;", "", "batch"),
@@ -180,9 +180,15 @@ MMA_MUTANTS = (
         "varlen",
     ),
     # Masks
-    _mma("the diagonal is one key off", _MASK, "if (CAUSAL && offset > 0)", "if (CAUSAL && offset > 1)", "causal"),
     _mma(
-        "the window's left bound is one key off", _MASK, "return (offset >= -left", "return (offset > -left", "window"
+        "the diagonal is one key off", _MASK, "if (CAUSAL && key - own > 0)", "if (CAUSAL && key - own > 1)", "causal"
+    ),
+    _mma(
+        "the window's left bound is one key off",
+        _MASK,
+        "key - own >= -left",
+        "key - own > -left",
+        "window",
     ),
     _mma("sink tokens are forgotten", _MASK, "|| (SINK_TOKENS && key < sink_tokens)", "", "window"),
     _mma(

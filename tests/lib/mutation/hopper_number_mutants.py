@@ -65,15 +65,15 @@ SOFTMAX = (
     _bug(
         "the right edge is hidden",
         "mask",
-        "at_most(own + right + 1, end)",
-        "at_most(own + right, end)",
+        "own + reach.right + 1, end)",
+        "own + reach.right, end)",
         "window",
     ),
     _bug(
         "the left edge is hidden",
         "mask",
-        "return {sinks, own - left, end};",
-        "return {sinks, own - left + 1, end};",
+        "return {sinks, reach.first(own, origin), end};",
+        "return {sinks, reach.first(own, origin) + 1, end};",
         "window",
     ),
     _bug("sink tokens are hidden", "mask", "seen = seen || column < sinks;", ";", "window"),
@@ -87,8 +87,8 @@ SOFTMAX = (
     _bug(
         "tiles on the diagonal have no mask",
         "consumer",
-        "return work.row_begin + mask.diagonal + 1",
-        "return work.row_begin + mask.diagonal + 1 + BLOCK_N",
+        "const int own_end = work.row_begin + mask.diagonal + 1;",
+        "const int own_end = work.row_begin + mask.diagonal + 1 + BLOCK_N;",
         "causal",
     ),
     _bug(
@@ -108,8 +108,8 @@ SOFTMAX = (
     _bug(
         "under a causal mask the window's right edge counts",
         "consumer",
-        "(CAUSAL ? 0 : mask.right)",
-        "mask.right",
+        "CAUSAL ? own_end : mask.reach.end(own_end)",
+        "mask.reach.end(own_end)",
         "right edge",
     ),
     _bug(
