@@ -35,6 +35,8 @@ class Arena:
     A block is free again once it has been given as often as it was taken and held.
     """
 
+    shared: bool = True
+
     def __init__(self, fd: int | None = None, size: int | None = None) -> None:
         if fd is None:
             fd = os.memfd_create("gpu_actors", os.MFD_CLOEXEC)

@@ -3,8 +3,9 @@
 A record is pickled with protocol 5. Arrays are left out of the pickle and described beside it, each by its *place*:
 
     inline     a small array, whose bytes travel along
-    block      bytes of the arena that the sender writes: copied there, or there already (`Arena.empty`)
-    argument   the receiver's own array, which came with the request that this record answers
+    block      bytes of the memory that the sender writes: copied there, or there already (`Arena.empty`)
+    argument   the receiver's own array, which came with the request that this record answers; with its bytes, unless
+               both sides see the memory in which the sender had it
     same       an array that this record has at an earlier place
 
 An array keeps its shape, dtype and strides, so that a request is answered and refused as in one process. A view with
@@ -20,13 +21,13 @@ import operator
 import pickle
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from gpu_actors.arrays.adopt import adopt, check_device, dtype_of, name_of
 from gpu_actors.errors import GpuActorsError, InvalidRequest
-from gpu_actors.isolation.arena import Arena, Host
+from gpu_actors.isolation.arena import Host
 from gpu_actors.isolation.records import Answer, Ask, Counts
 from gpu_actors.kv.requests import AppendRows, AttendCache, KvSequence
 from gpu_actors.mha import MhaBackward, MhaForward, MhaOutput
@@ -40,7 +41,7 @@ from gpu_actors.requests import (
     PagedForward,
 )
 
-__all__ = ["INLINE", "Argument", "Packed", "pack", "unpack"]
+__all__ = ["INLINE", "Argument", "Memory", "Packed", "pack", "unpack"]
 
 INLINE = 8192
 """Bytes up to which an array travels with its record."""
@@ -70,6 +71,28 @@ _IN_RECORD, _IN_BLOCK, _ARGUMENT, _SAME = range(4)
 _MARK = pickle.PickleBuffer(bytearray())
 
 
+class Memory(Protocol):
+    """Where the arrays of records lie, as an `Arena` has them. shared: both sides see what either of them writes."""
+
+    @property
+    def shared(self) -> bool: ...
+
+    @property
+    def address(self) -> int: ...
+
+    def find(self, address: int) -> int | None: ...
+
+    def take(self, nbytes: int) -> int: ...
+
+    def room(self, start: int) -> int: ...
+
+    def hold(self, start: int) -> None: ...
+
+    def give(self, start: int) -> None: ...
+
+    def memory(self, start: int, nbytes: int) -> Host: ...
+
+
 class Argument(NamedTuple):
     """An array of a request. own: the caller's object. array: the same memory as an ndarray. sent: the bytes of its
     block where it was copied, which the other side may write."""
@@ -88,7 +111,7 @@ class Packed(NamedTuple):
     blocks: list[int]
 
 
-def pack(record: Any, arena: Arena, known: Sequence[Argument] = (), returned: Sequence[int] = ()) -> Packed:
+def pack(record: Any, arena: Memory, known: Sequence[Argument] = (), returned: Sequence[int] = ()) -> Packed:
     """A record as bytes. known: arrays that the other side has. returned: blocks of the other side's, given back.
 
     Raises `InvalidRequest` for what cannot cross.
@@ -111,7 +134,7 @@ def pack(record: Any, arena: Arena, known: Sequence[Argument] = (), returned: Se
 def unpack(
     places: bytes,
     body: bytes,
-    arena: Arena,
+    arena: Memory,
     given_back: Callable[[int], object],
     own: Sequence[Argument],
     copies: bool = False,
@@ -144,7 +167,7 @@ def unpack(
 
 
 class _Packer(pickle.Pickler):
-    def __init__(self, arena: Arena, known: Sequence[Argument]) -> None:
+    def __init__(self, arena: Memory, known: Sequence[Argument]) -> None:
         self.file = io.BytesIO()
         # operator.not_ of a buffer is False, which leaves it out of the pickle.
         super().__init__(self.file, 5, buffer_callback=operator.not_)
@@ -214,8 +237,8 @@ class _Packer(pickle.Pickler):
             if index is None:
                 self.arguments.append(self.arguments[earlier])
         elif index is not None:
-            small = array.nbytes <= INLINE
-            self.places.append((_ARGUMENT, index, array.tobytes() if small else None))
+            carried = array.nbytes <= INLINE or not self._arena.shared
+            self.places.append((_ARGUMENT, index, array.tobytes() if carried else None))
         else:
             self._place(own, array)
         return _itself, (_MARK,)

@@ -39,7 +39,7 @@ PROMISED = set(
 
 # Importing the package must not import any of these: a module that needs one imports it where it is used.
 EXTRAS = (
-    *("cupy", "cupy_backends", "torch", "jax", "triton", "tokenizers", "safetensors", "transformers"),
+    *("cupy", "cupy_backends", "torch", "jax", "ray", "triton", "tokenizers", "safetensors", "transformers"),
     *("starlette", "fastapi", "uvicorn", "httpx", "uvloop", "prometheus_client", "opentelemetry"),
     *("ziglang", "cuda", "nvidia", "hypothesis", "pytest", "scipy"),
 )
@@ -50,6 +50,11 @@ FOR_AN_EXTRA = (
     "interop/flex",
     "interop/flex_ops",
     "interop/jax",
+    "interop/ray/__init__",
+    "interop/ray/channel",
+    "interop/ray/pool",
+    "interop/ray/worker",
+    "interop/ray/workers",
     "interop/torch",
     "interop/transformers",
     "metrics",

@@ -1,7 +1,7 @@
 """Every Python example of README and docs runs as it stands: page by page, from the top, with no names but its own.
 
-An example that needs more than the tests' extra brings says so in its first line, "# needs torch" or "# needs jax";
-tests/interop runs those.
+An example that needs more than the tests' extra brings says so in its first line, "# needs torch", "# needs jax" or
+"# needs ray"; tests/interop and tests/ray run those.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ ELSEWHERE = {
     "docs/decoding.md": "tests/project/test_docs_decoding.py",
     "docs/graphs.md": "tests/project/test_docs_graphs.py",
 }
-INTEROP = {"docs/jax.md", "docs/training.md", "docs/transformers.md"}
+INTEROP = {
+    "docs/jax.md": "tests/interop/test_docs_torch.py",
+    "docs/ray.md": "tests/ray/test_ray_docs.py",
+    "docs/training.md": "tests/interop/test_docs_torch.py",
+    "docs/transformers.md": "tests/interop/test_docs_torch.py",
+}
 
 
 def name(page: Path) -> str:
@@ -58,9 +63,8 @@ def test_pages_say_which_commands_need_a_clone() -> None:
 
 def test_examples_that_need_torch_are_marked_and_run_elsewhere() -> None:
     marked = {name(page) for page in PAGES if any(map(wants_torch, examples(page)))}
-    assert marked == INTEROP
-    run = (REPOSITORY / "tests" / "interop" / "test_docs_torch.py").read_text(encoding="utf-8")
-    assert all(f'"{page}"' in run for page in INTEROP)
+    assert marked == set(INTEROP)
+    assert all(f'"{page}"' in (REPOSITORY / run).read_text(encoding="utf-8") for page, run in INTEROP.items())
     for page in PAGES:
         for source in sources(page):
-            assert not re.search(r"^(?:import|from) (?:torch|transformers|jax)\b", source, re.M), name(page)
+            assert not re.search(r"^(?:import|from) (?:torch|transformers|jax|ray)\b", source, re.M), name(page)

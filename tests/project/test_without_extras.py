@@ -17,7 +17,7 @@ PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 OPTIONAL = (
     "rich", "typer", "click", "cupy", "cupy_backends", "nvidia", "safetensors", "tokenizers", "threadpoolctl",
     "starlette", "fastapi", "uvicorn", "uvloop", "matplotlib", "opentelemetry", "prometheus_client", "ziglang",
-    "psutil", "torch", "transformers", "jax", "httpx", "pytest", "pydantic", "jinja2", "openai",
+    "psutil", "torch", "transformers", "jax", "ray", "httpx", "pytest", "pydantic", "jinja2", "openai",
 )  # fmt: skip
 
 EXAMPLES = ("generate.py", "inference_server.py", "train_char_model.py")

@@ -31,8 +31,8 @@ def examples(page: Path) -> list[str]:
 
 
 def wants_torch(source: str) -> bool:
-    """Whether an example says that it is for programs with torch or JAX, which the tests' extra does not bring."""
-    return source.startswith(("# needs torch", "# needs jax"))
+    """Whether an example says that it is for programs with torch, JAX or Ray, which the tests' extra does not bring."""
+    return source.startswith(("# needs torch", "# needs jax", "# needs ray"))
 
 
 def run_example(source: str, names: dict[str, Any], label: str) -> None:

@@ -1,0 +1,15 @@
+"""Workers in Ray actors, and contexts behind Ray Serve. Ray is the engine: it places, starts and watches processes.
+
+async with ray_pool(2, num_gpus=1) as pool:  # a ContextPool
+    reply = await pool.ask(lambda ctx: ctx.flash_attn.forward(q, k, v))
+
+channel: records as calls. worker: the actor. workers: `start_worker`, the workplace of `open_remote`. pool: `ray_pool`.
+Needs ray (the extra "ray").
+"""
+
+from __future__ import annotations
+
+from gpu_actors.interop.ray.pool import ray_pool
+from gpu_actors.interop.ray.workers import RayActor, StartTimeout, start_worker
+
+__all__ = ["RayActor", "StartTimeout", "ray_pool", "start_worker"]

@@ -1,0 +1,222 @@
+"""Records as arguments and results of calls to a Ray actor.
+
+Ray carries a parcel as it carries any value: small ones in the call, large ones through its object store. Pickling is
+this package's own, so that a request that cannot be read has an answer of its own and its call does not fail.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+import ray.cloudpickle
+
+from gpu_actors.errors import GpuActorsError
+from gpu_actors.isolation.arena import Host
+from gpu_actors.isolation.packing import Argument, pack, unpack
+from gpu_actors.isolation.pipe import Unreadable
+from gpu_actors.isolation.records import Ask
+
+__all__ = ["BATCH", "Crate", "Parcel", "Parcels", "RayChannel", "fill", "first_line"]
+
+BATCH = 32 << 20
+"""Bytes of parcels from which on no more go into one call."""
+
+# Calls with records that have not returned: a worker that takes nothing more has to be noticed here.
+_CALLS = 4
+
+_SPAN = 1 << 44  # addresses of one block
+
+
+class Parcel(NamedTuple):
+    """A record as it travels. about: the request that it makes or answers. blocks: its arrays, as bytes."""
+
+    sequence: int
+    about: int
+    places: bytes
+    body: bytes
+    blocks: tuple[Host, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.places) + len(self.body) + sum(block.nbytes for block in self.blocks)
+
+
+class Crate:
+    """The memory of one record's arrays, which is copied to the other side. A `gpu_actors.isolation.packing.Memory`.
+
+    blocks: those that came. What Ray's object store holds is read-only, and copied before it is used.
+    """
+
+    shared = False
+    address = 0
+
+    def __init__(self, blocks: Iterable[Host] = ()) -> None:
+        self.blocks: list[Host] = list(blocks)
+
+    def find(self, _: int) -> None:
+        return None
+
+    def take(self, nbytes: int) -> int:
+        self.blocks.append(np.empty(max(nbytes, 1), np.uint8))
+        return (len(self.blocks) - 1) * _SPAN
+
+    def room(self, start: int) -> int:
+        return self.blocks[start // _SPAN].nbytes
+
+    def hold(self, start: int) -> None:
+        raise AssertionError(start)
+
+    def give(self, _: int) -> None:
+        """A block goes with its last array."""
+
+    def memory(self, start: int, nbytes: int) -> Host:
+        block = self.blocks[start // _SPAN]
+        return (block if block.flags.writeable else block.copy())[start % _SPAN :][:nbytes]
+
+
+class Parcels:
+    """Packs and unpacks the records of one side. asks: whether this side makes the requests."""
+
+    def __init__(self, asks: bool) -> None:
+        self._asks = asks
+        self._requests: dict[int, list[Argument]] = {}
+
+    def pack(self, record: Any, about: int = 0) -> Parcel:
+        """Raises `InvalidRequest` for what cannot cross."""
+        known = () if self._asks else self._requests.pop(about, ())
+        crate = Crate()
+        packed = pack(_by_value(record) if type(record) is Ask else record, crate, known)
+        if self._asks and packed.arguments:
+            self._requests[about] = [argument._replace(sent=None) for argument in packed.arguments]
+        return Parcel(0, about, packed.places, packed.body, tuple(crate.blocks))
+
+    def unpack(self, parcel: Parcel) -> Any:
+        """The record, or `Unreadable`."""
+        about = parcel.about
+        own = self._requests.pop(about, ()) if self._asks else ()
+        try:
+            record, arguments, _ = unpack(
+                parcel.places, parcel.body, Crate(parcel.blocks), _nothing, own, copies=self._asks
+            )
+        except BaseException as error:
+            kept = error if isinstance(error, GpuActorsError) else GpuActorsError(f"cannot be read: {error!r}")
+            return Unreadable(about, kept)
+        if arguments and not self._asks:
+            self._requests[about] = arguments
+        return record
+
+    def forget(self, about: int) -> None:
+        self._requests.pop(about, None)
+
+
+class RayChannel(Parcels):
+    """The program's end: `gpu_actors.remote.Channel` over calls of ``actor.post``. Parcels that wait go together.
+
+    failed: called once, on any thread, with the error of a call that failed.
+    """
+
+    def __init__(self, actor: Any, failed: Callable[[BaseException], None]) -> None:
+        super().__init__(asks=True)
+        self._actor = actor
+        self._failed = failed
+        self._queue: queue.SimpleQueue[Parcel | None] = queue.SimpleQueue()
+        self._free = threading.Semaphore(_CALLS)
+        self._closed = False
+        threading.Thread(target=self._send, name="gpu-actors-ray-send", daemon=True).start()
+
+    def post(self, sequence: int, parcel: Parcel) -> None:
+        if not self._closed:
+            self._queue.put(parcel._replace(sequence=sequence))
+
+    @property
+    def waiting(self) -> int:
+        return self._queue.qsize()
+
+    def close(self) -> None:
+        """Send nothing more."""
+        self._closed = True
+        self._queue.put(None)
+        self._free.release()
+        self._requests.clear()
+
+    def _send(self) -> None:
+        while (first := self._queue.get()) is not None:
+            self._free.acquire()
+            batch = [tuple(parcel) for parcel in self._batch(first)]
+            if self._closed:
+                return
+            try:
+                call = self._actor.post.remote(batch)
+            except Exception as error:
+                self._failed(error)
+                return
+            call.future().add_done_callback(self._posted)
+
+    def _batch(self, first: Parcel) -> list[Parcel]:
+        batch, size = [first], first.nbytes
+        with contextlib.suppress(queue.Empty):
+            while size < BATCH and (parcel := self._queue.get_nowait()) is not None:
+                batch.append(parcel)
+                size += parcel.nbytes
+        return batch
+
+    def _posted(self, call: Any) -> None:
+        self._free.release()
+        error = call.exception()
+        if error is not None:
+            self._failed(error)
+
+
+def fill(waiting: Any) -> list[Parcel]:
+    """Parcels for one call, taken from the left of a deque that has some."""
+    batch, size = [], 0
+    while waiting and size < BATCH:
+        parcel = waiting.popleft()
+        batch.append(parcel)
+        size += parcel.nbytes
+    return batch
+
+
+def first_line(error: BaseException) -> str:
+    """What Ray says, without its traceback."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _by_value(ask: Ask) -> Ask:
+    """Functions that a worker cannot import travel by value, as Ray sends its own."""
+    if ask.actor or ask.message[0] != "run":
+        return ask
+    name, function, arguments = ask.message
+    if not _is_importable(function):
+        function = _ByValue(ray.cloudpickle.dumps(function))
+    return ask._replace(message=(name, function, arguments))
+
+
+def _is_importable(function: Any) -> bool:
+    module = getattr(function, "__module__", None)
+    name = getattr(function, "__qualname__", None)
+    if module == "__main__" or name is None:
+        return False
+    found: Any = sys.modules.get(module or "")
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found is function
+
+
+class _ByValue:
+    def __init__(self, pickled: bytes) -> None:
+        self._pickled = pickled
+
+    def __reduce__(self) -> Any:
+        return ray.cloudpickle.loads, (self._pickled,)
+
+
+def _nothing(_: int) -> None:
+    return

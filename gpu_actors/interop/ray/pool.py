@@ -1,0 +1,121 @@
+"""ray_pool: a ContextPool whose workers are Ray actors in one placement group."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from gpu_actors.distributed.budget import RetryBudget
+from gpu_actors.distributed.pool import ContextPool, open_pool
+from gpu_actors.interop.ray.workers import RayActor, check_connected, resources_for, start_timeout
+from gpu_actors.opening import to_the_end
+from gpu_actors.options import ContextOptions
+from gpu_actors.validation.fields import expect, integer, real
+
+__all__ = ["ray_pool"]
+
+# Seconds after which one that waits for the cluster looks whether it is cancelled.
+_LOOK = 0.5
+
+
+class ray_pool(open_pool):
+    """Open a pool of workers in Ray actors: ``async with ray_pool(2, num_gpus=1) as pool`` gives a `ContextPool`.
+
+    num_workers: how many, each in a bundle of one placement group. device: of each worker.
+    num_gpus, num_cpus: that Ray reserves for each. None is one GPU, and none for "mock" and "emulated".
+    strategy: of the placement group: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD".
+    start_timeout: seconds for the group to be placed, and then for each worker to start; at most 300.
+    actor_options: further options of Ray's ``.options(...)`` for the actors.
+    The other arguments are those of `open_pool`.
+
+    A worker that ends is followed by another actor in its bundle. Leaving closes the workers and removes the group.
+    Entering raises what `open_pool` raises; `StartTimeout`, with what was asked and what the cluster has; and
+    `GpuActorsError` where Ray is not initialised. Then neither a worker nor the group stays.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        *,
+        device: str = "auto",
+        num_gpus: float | None = None,
+        num_cpus: float = 1,
+        strategy: str = "PACK",
+        start_timeout: float = 60.0,
+        options: ContextOptions | None = None,
+        actor_options: Mapping[str, Any] | None = None,
+        retries: int = 2,
+        budget: RetryBudget | None = None,
+        slots: int = 64,
+        bound: float = 1.25,
+        seed: int | None = None,
+    ) -> None:
+        self._count = integer("num_workers", num_workers, 1)
+        self._strategy = strategy
+        self._asked = resources_for(device, num_gpus, num_cpus)
+        expect(bool(self._asked), "num_cpus", num_cpus, "must not be 0 without a GPU: the group would be empty")
+        self._timeout = real("start_timeout", start_timeout)
+        self._more = dict(actor_options or {})
+        self._group: PlacementGroup | None = None
+        bundles = itertools.count()
+
+        def workplace() -> RayActor:
+            bundle = next(bundles)
+            return RayActor(self._asked, start_timeout, lambda: self._placed(bundle))
+
+        super().__init__(
+            device,
+            workers=self._count,
+            options=options,
+            workplace=workplace,
+            retries=retries,
+            budget=budget,
+            slots=slots,
+            bound=bound,
+            seed=seed,
+        )
+
+    async def __aenter__(self) -> ContextPool:
+        check_connected()
+        self._group = placement_group([self._asked] * self._count, strategy=self._strategy)
+        try:
+            await self._wait_for_group(self._group)
+            return await super().__aenter__()
+        except BaseException:
+            await to_the_end(self._remove())
+            raise
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            await super().__aexit__(kind, error, traceback)
+        finally:
+            await to_the_end(self._remove())
+
+    async def _wait_for_group(self, group: PlacementGroup) -> None:
+        end = time.monotonic() + self._timeout
+        while True:
+            left = end - time.monotonic()
+            if await asyncio.to_thread(group.wait, min(_LOOK, max(0.0, left))):
+                return
+            if left <= 0:
+                raise start_timeout(self._asked, self._count, self._timeout)
+
+    async def _remove(self) -> None:
+        group, self._group = self._group, None
+        if group is not None and ray.is_initialized():
+            await asyncio.to_thread(remove_placement_group, group)
+
+    def _placed(self, bundle: int) -> dict[str, Any]:
+        assert self._group is not None
+        where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+        return {"scheduling_strategy": where, **self._more}

@@ -1,0 +1,64 @@
+"""The conformance suites of remote and isolated contexts, over a Ray channel."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fakes.saboteur import Failing, Saboteur
+
+import gpu_actors as ga
+from gpu_actors.remote import RemoteContext, Workplace
+
+pytest.importorskip("ray")
+
+from gpu_actors.interop.ray import RayActor, start_worker
+
+FIXTURES = {"remote", "workplace", "isolated"}
+OF_A_CHILD_PROCESS = "test_a_cancelled_forward_is_answered_at_once_and_an_append_has_a_true_answer"  # opens its own
+
+
+def _adopt(name: str) -> None:
+    """Take over the tests that use one of this module's fixtures."""
+    for test, function in vars(importlib.import_module(name)).items():
+        if not test.startswith("test_") or test == OF_A_CHILD_PROCESS:
+            continue
+        if FIXTURES & set(inspect.signature(function).parameters):
+            assert test not in globals()
+            globals()[test] = function
+
+
+_adopt("test_remote_conformance")
+_adopt("test_isolation_conformance")
+
+
+@pytest.fixture
+def workplace(cluster: Any) -> Workplace:
+    return RayActor({})
+
+
+@pytest.fixture(scope="module")
+def remote(cluster: Any) -> Iterator[RemoteContext]:
+    with start_worker("mock", num_cpus=0, name="here") as ctx:
+        yield ctx
+
+
+@pytest.fixture(scope="module")
+def isolated(cluster: Any) -> Iterator[ga.GpuContext]:
+    with start_worker("mock", ga.ContextOptions(actors=(Saboteur, Failing)), num_cpus=0) as ctx:
+        yield ctx
+
+
+@pytest.fixture(scope="module")
+def direct() -> Iterator[ga.GpuContext]:
+    with ga.open_context("mock", ga.ContextOptions(actors=(Saboteur, Failing))) as ctx:
+        yield ctx
+
+
+def test_both_suites_are_run() -> None:
+    adopted = {name for name in globals() if name.startswith("test_")}
+    assert {"test_an_out_is_the_callers_own_array", "test_equal_errors", "test_draining_waits_for_functions"} <= adopted
+    assert len(adopted) >= 19
