@@ -21,8 +21,10 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import sys
 import time
+from pathlib import Path
 
 from gpu_actors._version import __version__
 
@@ -32,7 +34,7 @@ _TIMED = ("arrays", "cases", "ceilings", "checks", "clock", "operands", "peers",
 PARTS = frozenset((*_TIMED, "counts", "gradient_checks", "model", "plot", "report", "sass"))
 """The modules here that are not suites."""
 
-_LIBRARIES = ("numpy", "pykka", "anyio", "uvloop", "cupy-cuda13x", "nvidia-cuda-nvrtc")
+_LIBRARIES = ("numpy", "pykka", "anyio", "uvloop", "cupy-cuda13x", "nvidia-cuda-nvrtc", "uvicorn", "starlette")
 
 
 def environment() -> dict[str, object]:
@@ -42,10 +44,21 @@ def environment() -> dict[str, object]:
         "gpu_actors": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
+        "cpu": _cpu(),
         "cpus": os.cpu_count(),
         "load": [round(value, 2) for value in os.getloadavg()] if sys.platform != "win32" else None,
         **{name: _version(name) for name in _LIBRARIES},
     }
+
+
+def _cpu() -> str:
+    """What the system calls the processor."""
+    try:
+        told = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.processor()
+    found = re.search(r"^model name\s*: (.*)$", told, re.MULTILINE)
+    return found[1] if found else platform.processor()
 
 
 def _version(name: str) -> str | None:

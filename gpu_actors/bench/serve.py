@@ -6,7 +6,9 @@
 Starts the server with its tiny model on loopback, and that many clients for each number of connections. A client sends
 its next request for a stream as soon as the last one has ended, or once Retry-After has passed. With ``--think`` it
 first pauses for a random time of that mean. Each stream is held against what it says of itself: its events are whole,
-all of one id that no other stream has, as many tokens as its usage counts, and [DONE] last. Clients and server share
+all of one id that no other stream has, as many tokens as its usage counts, and [DONE] last. Each request has a
+``--deadline``: one whose turn does not come by then must be answered with 429 or 504. The server's own histogram says
+how long the others waited, and a first event after the deadline counts as late. Clients and server share
 this machine's CPUs, and the tiny model's arithmetic is nothing: the figures compare loads of one run with each other,
 and show what is lost. They say nothing of a GPU.
 """
@@ -16,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import random
 import re
@@ -33,11 +36,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gpu_actors.bench import environment
+
 __all__ = ["Load", "main", "measure", "run", "serving"]
 
 _CONNECTIONS = (1, 16, 256, 1024)
 _TOKENS = 16
-_PATIENCE_MS = 60_000
+_DEADLINE = 60.0
+_DOUBLED = "events of another stream"
 _STARTED = re.compile(r"http://127\.0\.0\.1:(\d+)")
 
 
@@ -45,12 +51,19 @@ _STARTED = re.compile(r"http://127\.0\.0\.1:(\d+)")
 class Load:
     """What clients saw. Times are in seconds: of streams that were answered with 200.
 
-    faults: streams that were not what they said of themselves. memory: MiB of the server, at ten times and
-    each minute.
+    requests: that were sent. answered: those whose whole answer came. late: streams whose first event came after the
+    deadline. faults: streams that were not what they said of themselves. queue: texts that the server let in within
+    each bound of seconds, by its own histogram; None where it has no metrics. memory: MiB of the server, at ten times
+    and each minute.
     """
 
     connections: int
+    deadline: float = _DEADLINE
     seconds: float = 0.0
+    requests: int = 0
+    answered: int = 0
+    late: int = 0
+    queue: dict[float, int] | None = None
     tokens: int = 0
     statuses: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
@@ -63,6 +76,13 @@ class Load:
     def figures(self) -> dict[str, Any]:
         """For people and JSON."""
         return {
+            "requests": self.requests,
+            "lost": self.requests - self.answered,
+            "doubled": self.faults.count(_DOUBLED),
+            "late": self.late,
+            "deadline_s": self.deadline,
+            "queue_median_at_most_s": _bound(self.queue, 0.5),
+            "queue_p99_at_most_s": _bound(self.queue, 0.99),
             "streams": len(self.whole),
             "statuses": dict(self.statuses),
             "errors": dict(self.errors),
@@ -84,8 +104,8 @@ def run(device: str = "mock", quick: bool = False) -> dict[str, Any]:
         return _figures(port, pid, connections, seconds)
 
 
-def _figures(port: int, pid: int, connections: Sequence[int], seconds: float, think: float = 0.0) -> dict[str, Any]:
-    loads = [asyncio.run(measure(port, count, seconds, pid=pid, think=think)) for count in connections]
+def _figures(port: int, pid: int, connections: Sequence[int], seconds: float, **how: float) -> dict[str, Any]:
+    loads = [asyncio.run(measure(port, count, seconds, pid=pid, **how)) for count in connections]
     return {"tokens_a_stream": _TOKENS, "loads": {str(load.connections): load.figures() for load in loads}}
 
 
@@ -114,13 +134,22 @@ def serving(device: str = "mock", *options: str, log_file: Path | None = None) -
                 process.kill()
 
 
-async def measure(port: int, connections: int, seconds: float, *, pid: int | None = None, think: float = 0.0) -> Load:
+async def measure(
+    port: int,
+    connections: int,
+    seconds: float,
+    *,
+    pid: int | None = None,
+    think: float = 0.0,
+    deadline: float = _DEADLINE,
+) -> Load:
     """Load a server of the tiny model from so many connections.
 
     pid: whose memory to note. think: mean seconds for which a client pauses before each request; each pause is drawn
-    from 0 to twice that.
+    from 0 to twice that. deadline: seconds that each request names as its own.
     """
-    load = Load(connections)
+    load = Load(connections, deadline)
+    before = await _queue(port)
     start = time.monotonic()
     clients = [
         asyncio.create_task(_client(port, number, load, start + seconds, think)) for number in range(connections)
@@ -128,6 +157,8 @@ async def measure(port: int, connections: int, seconds: float, *, pid: int | Non
     noting = asyncio.create_task(_note_memory(pid, load, seconds)) if pid is not None else None
     await asyncio.gather(*clients)
     load.seconds = time.monotonic() - start
+    after = await _queue(port)
+    load.queue = None if after is None else {bound: n - (before or {}).get(bound, 0) for bound, n in after.items()}
     if noting is not None:
         noting.cancel()
     return load
@@ -157,14 +188,16 @@ async def _client(port: int, number: int, load: Load, until: float, think: float
                     "stream_options": {"include_usage": True},
                 }
             ).encode()
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Deadline-Ms: {_PATIENCE_MS}\r\n"
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Deadline-Ms: {load.deadline * 1e3:.0f}\r\n"
             writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            load.requests += 1
             began = time.monotonic()
             try:
-                wait = await asyncio.wait_for(_read(reader, load, began, len(prompt) + 1), 2 * _PATIENCE_MS / 1e3)
+                wait = await asyncio.wait_for(_read(reader, load, began, len(prompt) + 1), load.deadline + _DEADLINE)
             except TimeoutError:
                 load.faults.append("an answer that did not end")
                 return
+            load.answered += 1
             await asyncio.sleep(wait)
     except (ConnectionError, asyncio.IncompleteReadError):
         load.faults.append("a connection was lost")
@@ -187,6 +220,7 @@ async def _read(reader: asyncio.StreamReader, load: Load, began: float, prompt_t
     while size := int(await reader.readuntil(b"\r\n"), 16):
         if not first:
             first = time.monotonic() - began
+            load.late += first > load.deadline
         body += await reader.readexactly(size)
         await reader.readexactly(2)
     await reader.readexactly(2)
@@ -210,7 +244,7 @@ def _fault(body: bytes, load: Load, prompt_tokens: int) -> str:
         return ""
     names = {event["id"] for event in events}
     if len(names) != 1 or names & load.names:
-        return "events of another stream"
+        return _DOUBLED
     load.names |= names
     usage, reason = events[-1]["usage"], events[-2]["choices"][0]["finish_reason"]
     load.tokens += usage["completion_tokens"]
@@ -219,6 +253,16 @@ def _fault(body: bytes, load: Load, prompt_tokens: int) -> str:
     if reason == "length" and usage["completion_tokens"] != _TOKENS:
         return f"{usage['completion_tokens']} tokens"
     return ""
+
+
+async def _queue(port: int) -> dict[float, int] | None:
+    """How many texts have been let in within each bound of seconds since the server's start."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    shown = (await reader.read()).decode()
+    writer.close()
+    found = re.findall(r'^gpu_actors_text_queue_seconds_bucket\{le="([^"]+)"\} (\S+)$', shown, re.MULTILINE)
+    return {float(bound): int(float(count)) for bound, count in found} or None
 
 
 async def _note_memory(pid: int, load: Load, seconds: float) -> None:
@@ -230,6 +274,13 @@ async def _note_memory(pid: int, load: Load, seconds: float) -> None:
 def _resident_mib(pid: int) -> float:
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+
+
+def _bound(counts: dict[float, int] | None, share: float) -> float | None:
+    """The least bound that this share of all is within. None where nothing was counted, or it is above all bounds."""
+    reach = share * max((counts or {}).values(), default=0)
+    found = min((bound for bound, count in (counts or {}).items() if reach and count >= reach), default=math.inf)
+    return None if math.isinf(found) else found
 
 
 def _at(values: list[float], share: float) -> float | None:
@@ -246,14 +297,16 @@ def main() -> None:
     parser.add_argument("--connections", type=int, nargs="+", default=_CONNECTIONS)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--think", type=float, default=0.0, help="mean seconds of a client's pause before a request")
+    parser.add_argument("--deadline", type=float, default=_DEADLINE, help="seconds that each request names")
     parser.add_argument("--log-file", type=Path, help="keep the server's log there")
     # Everything else is the server's.
     arguments, options = parser.parse_known_args()
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with serving(arguments.device, *options, log_file=arguments.log_file) as (port, pid):
-        found = _figures(port, pid, arguments.connections, arguments.seconds, arguments.think)
-    sys.stdout.write(json.dumps(found, indent=2) + "\n")
+        how = {"think": arguments.think, "deadline": arguments.deadline}
+        found = _figures(port, pid, arguments.connections, arguments.seconds, **how)
+    sys.stdout.write(json.dumps({"environment": environment()} | found, indent=2) + "\n")
 
 
 if __name__ == "__main__":

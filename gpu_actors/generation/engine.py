@@ -11,6 +11,7 @@ did takes the pages of that beginning and computes only the rest.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -140,8 +141,18 @@ class Engine:
         stats = self._cache.stats()
         return stats.blocks, stats.free_blocks, stats.shared_blocks
 
-    def submit(self, prompt: Sequence[int], *, max_new_tokens: int, sampling: Sampling | None = None) -> Generation:
+    def submit(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_new_tokens: int,
+        sampling: Sampling | None = None,
+        asked: float | None = None,
+    ) -> Generation:
         """Begin a text. prompt: its tokens, at least one. sampling: None takes the likeliest token every time.
+
+        asked: when it was asked for, in ``time.monotonic()`` seconds, if it has waited elsewhere before: its times
+        count from then. None: now.
 
         Raises `InvalidRequest` for a text that can never be generated, and `ActorStopped` after `stop`.
         """
@@ -157,7 +168,13 @@ class Engine:
         expect(pages <= settings.blocks, "prompt", length, reason)
         text = Text(tokens, pages)
         generation = Generation(
-            text, max_new_tokens, sampling or Sampling(), config.stop_tokens, self.meter, on_cancel=self._ring
+            text,
+            max_new_tokens,
+            sampling or Sampling(),
+            config.stop_tokens,
+            self.meter,
+            time.monotonic() if asked is None else asked,
+            on_cancel=self._ring,
         )
         self._generations[text] = generation
         self._batcher.add(text)

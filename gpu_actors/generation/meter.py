@@ -12,8 +12,8 @@ _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 class EngineMeter:
     """Histograms of one engine, for the thread of its loop.
 
-    queue: seconds from a text's submission until it is let in. first: until its first token. between: seconds between
-    two of its tokens. rows, texts: of a step.
+    queue: seconds from when a text was asked for until it is let in. first: until its first token. between: seconds
+    between two of its tokens. rows, texts: of a step.
     """
 
     def __init__(self) -> None:

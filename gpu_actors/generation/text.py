@@ -22,8 +22,8 @@ class Generation:
 
     prompt: its tokens. made: the tokens so far. scores: of each, where the sampling asks for them. logits: of each,
     float32 (vocab,), where the engine keeps them. reason: why it ended: "stop" (the model's end of text), "length",
-    "cancelled" or "error"; "" until then. cached: rows of the prompt that other texts had computed already. submitted,
-    begun, first: ``time.monotonic()`` when it was submitted, was let in, and had its first token; None before.
+    "cancelled" or "error"; "" until then. cached: rows of the prompt that other texts had computed already. asked,
+    begun, first: ``time.monotonic()`` when it was asked for, was let in, and had its first token; None before.
 
     Iterating raises the `GpuActorsError` that ended it, if one did. Any number of tasks of the engine's loop may wait
     for one text.
@@ -36,6 +36,7 @@ class Generation:
         sampling: Sampling,
         stop_tokens: Sequence[int],
         meter: EngineMeter,
+        asked: float,
         on_cancel: Callable[[], None],
     ) -> None:
         self.prompt = tuple(text.tokens)
@@ -43,7 +44,7 @@ class Generation:
         self.scores: list[TokenScores] = []
         self.logits: list[NDArray[np.float32]] = []
         self.reason = ""
-        self.submitted = time.monotonic()
+        self.asked = asked
         self.begun: float | None = None
         self.first: float | None = None
         self._text = text
@@ -99,7 +100,7 @@ class Generation:
     def begin(self) -> None:
         """It has been let in."""
         self.begun = time.monotonic()
-        self._meter.queue.observe(self.begun - self.submitted)
+        self._meter.queue.observe(self.begun - self.asked)
         self._tell()
 
     def draw(self, logits: NDArray[np.float32]) -> tuple[int, TokenScores | None]:
@@ -113,7 +114,7 @@ class Generation:
         now = time.monotonic()
         if self._last is None:
             self.first = now
-            self._meter.first.observe(now - self.submitted)
+            self._meter.first.observe(now - self.asked)
         else:
             self._meter.between.observe(now - self._last)
         self._last = now

@@ -71,7 +71,7 @@ class _Work:
         async with admission.place(exchange.deadline):
             prompt = await anyio.to_thread.run_sync(_tokenized, self.generator, self.asked, limiter=self.state.readers)
             new = _new_tokens(self.asked, len(prompt), engine.longest, self.state.settings.default_max_tokens)
-            generation = engine.submit(prompt, max_new_tokens=new, sampling=self.sampling)
+            generation = engine.submit(prompt, max_new_tokens=new, sampling=self.sampling, asked=exchange.started)
             config = self.generator.config
             telling = Telling(generation, self.generator.tokenizer, self.asked.stop, config.stop_tokens)
             try:
@@ -92,8 +92,9 @@ class _Work:
                     "completion_tokens": usage.completion_tokens,
                     "finish": telling.finish or "none",
                 }
-                if generation.first is not None:
-                    exchange.notes["first_token_ms"] = round((generation.first - generation.submitted) * 1e3, 1)
+                for name, at in (("queue_ms", generation.begun), ("first_token_ms", generation.first)):
+                    if at is not None:
+                        exchange.notes[name] = round((at - exchange.started) * 1e3, 1)
 
     @asynccontextmanager
     async def in_time(self) -> AsyncIterator[None]:

@@ -100,7 +100,14 @@ class Engines:
         blocks, free, shared = (sum(column) for column in zip((0, 0, 0), *found, strict=True))
         return blocks, free, shared
 
-    def submit(self, prompt: Sequence[int], *, max_new_tokens: int, sampling: Sampling | None = None) -> Generation:
+    def submit(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_new_tokens: int,
+        sampling: Sampling | None = None,
+        asked: float | None = None,
+    ) -> Generation:
         """Begin a text at one engine. As `Engine.submit`, and `Overloaded` while every worker is being replaced."""
         if self._stopped:
             raise ActorStopped(self._stopped)
@@ -121,7 +128,7 @@ class Engines:
             digests = []  # the engine says what is wrong
         loads = {name: float(engine.running + engine.waiting) for name, engine in ready.items()}
         return ready[self._homes.choose(digests, loads)].submit(
-            prompt, max_new_tokens=max_new_tokens, sampling=sampling
+            prompt, max_new_tokens=max_new_tokens, sampling=sampling, asked=asked
         )
 
     def stop(self, why: str) -> None:

@@ -101,9 +101,9 @@ class Guard:
 class Exchange:
     """One request and its answer. Found in the ASGI scope under ``gpu_actors.exchange``.
 
-    deadline: absolute ``time.monotonic()`` seconds, or None. request_id: of the answer's X-Request-Id. path: of the
-    request. quiet: whether the answer is worth no line of the log at level INFO. notes: what a handler wants that line
-    to say too, by name.
+    started, deadline: absolute ``time.monotonic()`` seconds; no deadline is None. request_id: of the answer's
+    X-Request-Id. path: of the request. quiet: whether the answer is worth no line of the log at level INFO. notes: what
+    a handler wants that line to say too, by name.
     """
 
     def __init__(self, guard: Guard, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
@@ -116,7 +116,7 @@ class Exchange:
         self._scope = scope
         self._receive = receive
         self._send = send
-        self._start = time.monotonic()
+        self.started: float = time.monotonic()
         self._run = anyio.CancelScope()
         self._ahead: deque[Message] = deque()
         self._ahead_bytes = self._held_bytes = 0
@@ -156,7 +156,7 @@ class Exchange:
         if announced.isdigit():
             guard.bodies.check(int(announced[:20]))
         if timeout is not None:
-            self.deadline = self._start + timeout
+            self.deadline = self.started + timeout
             self._run.deadline = anyio.current_time() + timeout
         watcher = asyncio.create_task(self._watch())
         try:
@@ -301,7 +301,7 @@ class Exchange:
             return  # the server's own answer, or a task that was cancelled
         if self._gone and not self._answered:
             self.notes["gone"] = True
-        milliseconds = (time.monotonic() - self._start) * 1e3
+        milliseconds = (time.monotonic() - self.started) * 1e3
         # /metrics counts refusals; a log line for each would be a large part of their cost.
         level = logging.DEBUG if self.quiet or status == 429 else logging.INFO
         if access.isEnabledFor(level):

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from typing import Any
 
 import pytest
 from support.cli import Run
 from support.openai_server import Serving
 
-from gpu_actors.bench.serve import Load, _fault, measure, serving
+import gpu_actors as ga
+from gpu_actors.bench.serve import Load, _bound, _fault, measure, serving
 
 
 def test_the_suite_loads_a_server_and_loses_nothing(run: Run) -> None:
     code, out, _ = run("bench", "serve", "--device", "mock", "--quick", "--json")
     assert code == 0
-    loads = json.loads(out)["loads"]
+    figures = json.loads(out)
+    assert all(figures["environment"][name] for name in ("date", "cpu", "cpus", "python", "uvicorn", "starlette"))
+    loads = figures["loads"]
     assert loads.keys() == {"1", "16"}
     for load in loads.values():
         assert (load["faults"], load["errors"], load["statuses"].keys()) == (0, {}, {"200"})
+        assert load["requests"] == load["statuses"]["200"]
+        assert (load["lost"], load["doubled"], load["late"], load["deadline_s"]) == (0, 0, 0, 60.0)
+        assert 0 < load["queue_median_at_most_s"] <= load["queue_p99_at_most_s"] <= load["deadline_s"]
         assert load["streams"] == load["statuses"]["200"] > 0
         assert load["first_token_median_s"] <= load["stream_median_s"] <= load["stream_p99_s"]
 
@@ -34,6 +41,28 @@ def test_every_client_of_many_gets_its_own_answers() -> None:
     assert load.statuses["429"] > 0
     assert len(load.whole) == load.statuses["200"] == len(load.names)
     assert load.errors == {}
+
+
+def test_no_text_is_let_in_after_its_deadline() -> None:
+    """Without a deadline each would wait for the seven others before it, six seconds at least."""
+    slow = ga.ContextOptions(mock=ga.MockOptions(dtype="float32", latency=0.03))
+    with Serving(options=slow, max_running=1, queue_seconds=600) as server:
+        load = asyncio.run(measure(server.port, 8, 2.0, deadline=1.0))
+        server.until_idle()
+    assert load.faults == []
+    assert load.requests == load.answered == load.statuses.total()
+    assert load.statuses.keys() <= {"200", "504"}
+    assert load.statuses["504"] > 0
+    assert load.queue is not None
+    assert load.queue[math.inf] == load.queue[2.5] > 0
+
+
+def test_quantiles_are_bounds_that_hold_for_so_many() -> None:
+    counts = {0.1: 49, 1.0: 98, 10.0: 99, math.inf: 100}
+    assert (_bound(counts, 0.49), _bound(counts, 0.5), _bound(counts, 0.99)) == (0.1, 1.0, 10.0)
+    assert _bound(counts, 1.0) is None, "above all bounds"
+    assert _bound({0.1: 0, math.inf: 0}, 0.5) is None
+    assert _bound(None, 0.5) is None
 
 
 def test_clients_that_think_ask_less_often() -> None:

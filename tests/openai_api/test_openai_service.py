@@ -135,6 +135,24 @@ def test_requests_over_the_bound_get_429_and_when_to_return() -> None:
         serving.complete()
 
 
+def test_the_time_in_front_of_the_engine_counts_as_time_in_the_queue() -> None:
+    with Serving(options=SLOW, max_running=1, queue_seconds=600) as serving:
+
+        async def wait() -> None:
+            async with sent(serving.port, COMPLETIONS, NEVER_ENDING) as reader:
+                await reader.readuntil(b"data: ")
+                before = serving.engine.meter.queue.total
+                waiting = asyncio.create_task(asyncio.to_thread(serving.complete))
+                await asyncio.to_thread(eventually, lambda: serving.state.admission.stats().waiting == 1)
+                await asyncio.sleep(0.3)
+                assert serving.engine.meter.queue.total == before
+            await waiting
+            assert serving.engine.meter.queue.total >= before + 0.3
+            assert serving.engine.meter.first.total >= before + 0.3
+
+        asyncio.run(wait())
+
+
 def test_a_request_that_waits_for_too_long_gets_429() -> None:
     with Serving(options=SLOW, max_running=1, queue_seconds=1.0) as serving:
 
@@ -368,7 +386,7 @@ def test_a_line_of_the_access_log_is_json_with_the_counts(caplog: pytest.LogCapt
     good, bad = (json.loads(JsonLines().format(record)) for record in caplog.records[:2])
     assert (good["status"], good["model"], good["path"], good["method"]) == (200, "tiny", COMPLETIONS, "POST")
     assert (good["prompt_tokens"], good["completion_tokens"], good["finish"]) == (6, 8, "length")
-    assert 0 < good["first_token_ms"] <= good["milliseconds"]
+    assert 0 < good["queue_ms"] <= good["first_token_ms"] <= good["milliseconds"]
     assert (bad["status"], bad["error"], bad["request_id"]) == (400, "Unsupported", "mine")
     assert "hello" not in json.dumps([good, bad]), "no text of a client is logged"
     assert (
