@@ -27,8 +27,8 @@ class MaskOptions(TypedDict, total=False):
     causal: bool
     alignment: Alignment
     window_size: tuple[int, int]
-    sink_tokens: int
     attention_chunk: int
+    sink_tokens: int
 
 
 class KeyRanges(NamedTuple):
@@ -56,8 +56,8 @@ class KeyMask:
     causal: bool = False
     alignment: Alignment = "bottom_right"
     window_size: tuple[int, int] = (-1, -1)
-    sink_tokens: int = 0
     attention_chunk: int = 0
+    sink_tokens: int = 0
 
     def __post_init__(self) -> None:
         flag("causal", self.causal)
