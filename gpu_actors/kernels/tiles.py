@@ -251,7 +251,8 @@ def _backward_mma_bytes(tile: Tile, dtype: str, head_dim: int, head_dim_v: int) 
     split = sharing > 1 and tile.block_m % (16 * sharing) == 0
     rows = mma_row(head_dim, dtype) + mma_row(head_dim_v, dtype)
     queries, scores = tile.block_m * (rows + 8), tile.block_n * mma_row(tile.block_m, dtype)
-    return tile.block_n * rows + tile.stages * queries + (2 if split else 1) * scores
+    factor = 16 if dtype == "float16" else 0  # of dS
+    return tile.block_n * rows + tile.stages * queries + (2 if split else 1) * scores + factor
 
 
 def _backward_sm90_bytes(tile: Tile, dtype: str, head_dim: int, head_dim_v: int) -> int:

@@ -7,6 +7,7 @@
 //   dq of 16 rows       row g  | 2t, 2t + 1 | .. 8 further ..     lane 4g + t holds values 0 and 1 of every four there,
 //                       g + 8  | 2t, 2t + 1 | .. 8 further ..     and values 2 and 3 here
 //   dsinks of a head    the parts of all its blocks, in one order
+#include "backward/bounds.cuh"
 #include "backward/finish.cuh"
 #include "mma/shares.cuh"
 #include "mma/store.cuh"
@@ -21,7 +22,8 @@ DEVICE void finish_rows(const BackwardParams& params, const RowPlace& at, int ti
   const QueryColumns columns{warp / ROW_WARPS};
   const int64_t slot = first_slot(params.forward, at.sequence, tile) + at.head;
   const float* const sums = params.dq_sums + slot * DQ_FLOATS + threadIdx.x * REDUCE_WIDTH;
-  const float scale = float(params.forward.softmax_scale);
+  const int kv_head = at.head / (params.forward.heads_q / params.forward.heads_kv);
+  const float scale = float(params.forward.softmax_scale) * power_of_two(-ds_exponent(params, at.sequence, kv_head));
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const int row = first_row + 8 * half;

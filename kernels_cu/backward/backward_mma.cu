@@ -206,6 +206,7 @@ DEVICE void inner_pass(KeyGradient& dk, ValueGradient& dv, const Work& work, con
   if constexpr (BIAS) {
     if (masked) apply_mask(dp, work, n);
     add_to_dbias(dp, work, n);
+    if constexpr (DS_BITS) scale_ds(dp, work);
   }
   if constexpr (GRADIENT_NEEDS_DOT) differentiate_score(dp, dot, work, score, n);
   if (masked) apply_mask(dp, work, n);  // 0 times a NaN is none
@@ -347,7 +348,8 @@ DEVICE void outer_step(const WithScoreMod<BackwardParams>& params, const KeyPlac
       else if (n == -1) prepare_keys(work);
     }
   }
-  store<KeyColumns>(params.dk, params.dk_strides, dk, work, float(forward.softmax_scale));
+  store<KeyColumns>(params.dk, params.dk_strides, dk, work,
+                    float(forward.softmax_scale) * power_of_two(-ring.ds_exponent()));
   store<ValueColumns>(params.dv, params.dv_strides, dv, work, DROPOUT ? float(forward.dropout_scale) : 1.0f);
 }
 
@@ -356,6 +358,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   DYNAMIC_SHARED(shared);
   const int parts = (params.forward.seqlen_k + BLOCK_N - 1) / BLOCK_N;
   const KeyPlace at = locate_keys(params.forward, parts, block_number(params, ptx::shared_address(shared)));
+  if constexpr (DS_BITS) keep_ds_exponent(ptx::shared_address(shared), ds_exponent(params, at.sequence, at.kv_head));
   // A part is one tile, unless a sequence is longer than the caller said. Its tiles are neighbours, so that a block waits
   // for none of a higher number.
   const int tiles = (at.seqlen_k + BLOCK_N - 1) / BLOCK_N, share = (tiles + parts - 1) / parts;

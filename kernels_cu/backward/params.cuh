@@ -27,7 +27,7 @@ struct BackwardParams {  // pointers to what the variant does not use are null
   int32_t* dbias_turns;
   float* dsinks_parts;  // of each head, query tile and sequence
   int32_t* tickets;     // how many blocks of backward_mma have drawn their number, where DETERMINISTIC
-  int32_t* ds_bounds;   // of each sequence and KV head, where DS_BOUNDS: the bits of three floats (backward/bounds.cuh)
+  int32_t* ds_bounds;   // of each sequence and KV head, where DS_BITS: the bits of three floats (backward/bounds.cuh)
   Strides dout_strides;
   Strides dlse_strides;
   Strides dq_strides;

@@ -70,7 +70,7 @@ DEVICE void raise_by_values(const BackwardParams& params, const RowPlace& at, in
   for (int first = at.tile * AT_ONCE; first < seqlen_k; first += tiles * AT_ONCE) {
     const int key = first + int(threadIdx.x) / LANES;
     const float norm = row_norm(rows, key < seqlen_k ? key : seqlen_k - 1, lane);
-    if (lane == 0) raise_bound(ds_bounds_of(params, at.sequence, kv_head) + LARGEST_VALUE, norm);
+    if (lane == 0) raise_bound(ds_bounds_of(params, at.sequence, kv_head) + LARGEST_VALUE, sqrtf(norm));
   }
 }
 
@@ -106,7 +106,7 @@ DEVICE void prepare_rows(const BackwardParams& params) {
   if constexpr (SINKS) sink = sink_logit(forward, at.head);
 
   int32_t* bounds = nullptr;
-  if constexpr (DS_BOUNDS) {
+  if constexpr (DS_BITS) {
     bounds = ds_bounds_of(params, at.sequence, at.head / (forward.heads_q / forward.heads_kv));
     raise_by_values(params, at, tiles, lane);
   }
@@ -123,7 +123,7 @@ DEVICE void prepare_rows(const BackwardParams& params) {
       // Whole warps take part in a sum over lanes, so rows that have none go along with the last row that may be read.
       const float sum = row_delta(douts, outs, row < at.seqlen_q ? row : at.seqlen_q - 1, lane);
       float norm = 0.0f;
-      if constexpr (DS_BOUNDS) norm = row_norm(douts, row < at.seqlen_q ? row : at.seqlen_q - 1, lane);
+      if constexpr (DS_BITS) norm = row_norm(douts, row < at.seqlen_q ? row : at.seqlen_q - 1, lane);
       if (lse != -INFINITY) {
         delta = sum;
         if (params.dlse != nullptr) {
@@ -131,8 +131,8 @@ DEVICE void prepare_rows(const BackwardParams& params) {
         }
         if (SINKS && lane == 0 && sink != -INFINITY) dsink -= exp_of(sink - lse) * delta;
       }
-      if (DS_BOUNDS && lane == 0 && lse != -INFINITY) {
-        raise_bound(bounds + LARGEST_DOUT, norm);
+      if (DS_BITS && lane == 0 && lse != -INFINITY) {
+        raise_bound(bounds + LARGEST_DOUT, sqrtf(norm));
         raise_bound(bounds + LARGEST_DELTA, fabsf(delta));
       }
       if (lane == 0) {

@@ -1,6 +1,7 @@
 // What one block of backward/backward_mma.cu works on, and how its operands reach shared memory.
 #pragma once
 
+#include "backward/bounds.cuh"
 #include "backward/keys.cuh"
 #include "mma/shares.cuh"
 #include "mma/nonfinite.cuh"
@@ -28,9 +29,16 @@ static_assert(KEY_ROWS * 16 * KEY_WARPS == BLOCK_N, "BLOCK_N must be a multiple 
 static_assert(WARPS % (BLOCK_M / 16) == 0 && BLOCK_M % 16 == 0, "16 rows of dQ have the same number of warps each");
 static_assert(!ROUNDED || COMPUTE_BITS <= 11, "tf32 has 11 significant bits");
 static_assert(!DESCALES, "descales are for 8-bit inputs");
+constexpr int EXPONENT_BYTES = DS_BITS ? 16 : 0;  // of which an int is used
 constexpr int LAYOUT_BYTES =
-    KTile::BYTES + VTile::BYTES + STAGES * STAGE_BYTES + (SPLIT ? 2 : 1) * ScoreTile::BYTES;
+    KTile::BYTES + VTile::BYTES + STAGES * STAGE_BYTES + (SPLIT ? 2 : 1) * ScoreTile::BYTES + EXPONENT_BYTES;
 static_assert(SHARED_BYTES == LAYOUT_BYTES, "the launch must provide what K, V, the stages of Q and dO, and the scores take");
+
+// log2 of the factor of dS, which is read again each time: kept in a register, it makes some variants spill. Every thread
+// writes it, so that none has to wait for it.
+DEVICE void keep_ds_exponent(uint32_t shared, int exponent) {
+  ptx::store_shared(shared + LAYOUT_BYTES - EXPONENT_BYTES, uint32_t(exponent));
+}
 
 // One tile of keys against every query tile that sees one of them, head by head: steps 0, 1, .. of the ring.
 struct Ring {
@@ -53,6 +61,11 @@ struct Ring {
     return {shared + KTile::BYTES + VTile::BYTES + STAGES * STAGE_BYTES};
   }
   __device__ __forceinline__ ScoreTile p_tile() const { return {ds_tile().base + ScoreTile::BYTES}; }
+
+  // log2 of the factor of dS.
+  __device__ __forceinline__ int ds_exponent() const {
+    return DS_BITS ? int(ptx::load_shared(shared + LAYOUT_BYTES - EXPONENT_BYTES)) : 0;
+  }
 
   __device__ __forceinline__ int head(int n) const { return at.kv_head * heads + n / tiles; }
   __device__ __forceinline__ int tile(int n) const { return rows.begin / BLOCK_M + n % tiles; }

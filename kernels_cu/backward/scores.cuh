@@ -173,9 +173,11 @@ DEVICE int32_t* dbias_turns_of(const Work& work, int n, int& turn) {
   return params.dbias_turns + row * key_tiles + work.key_begin / BLOCK_N;
 }
 
-// Line 14, dS = P (dP - D): dP to the gradient of the scores.
+// Line 14, dS = P (dP - D): dP to the gradient of the scores, times a factor where
+// DS_BITS; dbias takes it without one.
 DEVICE void compute_ds(Scores& dp, const Scores& p, const uint32_t (&kept)[KEY_ROWS], const Work& work, int n) {
   const float kept_scale = DROPOUT ? float(work.ring.params.forward.dropout_scale) : 1.0f;
+  const float factor = power_of_two(work.ring.ds_exponent());
 #pragma unroll
   for (int block = 0; block < QUERY_BLOCKS; block++) {
     uint32_t delta[2];
@@ -186,7 +188,8 @@ DEVICE void compute_ds(Scores& dp, const Scores& p, const uint32_t (&kept)[KEY_R
       for (int e = 0; e < 4; e++) {
         float& x = dp[r][block][e];
         if constexpr (DROPOUT) x = kept[r] >> (4 * block + e) & 1 ? x * kept_scale : 0.0f;
-        x = p[r][block][e] * (x - ptx::as_float(delta[e % 2]));
+        const float d = ptx::as_float(delta[e % 2]);
+        x = p[r][block][e] * (DS_BITS && !BIAS ? x * factor - d * factor : x - d);
       }
     }
   }
@@ -215,4 +218,11 @@ DEVICE void differentiate_score(Scores& ds, const Scores& dot, const Work& work,
   change_scores(ds, work, n, [&](float x, int r, int block, int e, int row, int key) {
     return score_gradient(score, dot[r][block][e], x, row, key);
   });
+}
+
+// What compute_ds leaves to be done after dbias.
+DEVICE void scale_ds(Scores& ds, const Work& work) {
+  const float factor = power_of_two(work.ring.ds_exponent());
+#pragma unroll
+  for (int i = 0; i < KEY_ROWS * QUERY_BLOCKS * 4; i++) ds[i / 4 / QUERY_BLOCKS][i / 4 % QUERY_BLOCKS][i % 4] *= factor;
 }

@@ -61,8 +61,8 @@
 #ifndef DETERMINISTIC  // sums over blocks are taken in one order
 #define DETERMINISTIC 0
 #endif
-#ifndef DS_BOUNDS  // dS is scaled, by what bounds it, to the range of its type
-#define DS_BOUNDS 0
+#ifndef DS_BITS  // dS is scaled so that what bounds it lies between 2^DS_BITS and twice that; 0: dS is not scaled
+#define DS_BITS 0
 #endif
 #ifndef REDUCE_WIDTH  // floats that one reduction to global memory takes: 4 from sm_90 on
 #define REDUCE_WIDTH 1

@@ -186,7 +186,7 @@ DEVICE void compute_p_with_options(Weights& p, Scores& s, const Score<float>& sc
   }
 }
 
-// Line 14, dS = P (dP - D), times a factor where DS_BOUNDS.
+// Line 14, dS = P (dP - D), times a factor where DS_BITS.
 DEVICE void compute_ds(Scores& dp, const Scores& p, const Kept& kept, uint32_t deltas, float kept_scale, float factor) {
 #pragma unroll
   for (int block = 0; block < BLOCK_M / 8; block++) {
@@ -196,7 +196,7 @@ DEVICE void compute_ds(Scores& dp, const Scores& p, const Kept& kept, uint32_t d
     for (int e = 0; e < 4; e++) {
       float& x = dp[4 * block + e];
       if constexpr (DROPOUT) x = kept[block / 8] >> (block % 8 * 4 + e) & 1 ? x * kept_scale : 0.0f;
-      const float difference = DS_BOUNDS ? x * factor - ptx::as_float(delta[e % 2]) * factor : x - ptx::as_float(delta[e % 2]);
+      const float difference = DS_BITS ? x * factor - ptx::as_float(delta[e % 2]) * factor : x - ptx::as_float(delta[e % 2]);
       x = p[4 * block + e] * difference;
     }
   }
@@ -210,7 +210,7 @@ DEVICE void add_to_dbias(const Scores& ds, const BackwardParams& params, const W
 #pragma unroll
   for (int i = 0; i < BLOCK_M / 2; i++) {
     const int query = i / 4 * 8 + i % 2 + lane_id() % 4 * 2;
-    if (ds[i] != 0.0f) ptx::reduce_add(dbias + query * strides.row + keys.of(i / 2 % 2), DS_BOUNDS ? ds[i] * factor : ds[i]);
+    if (ds[i] != 0.0f) ptx::reduce_add(dbias + query * strides.row + keys.of(i / 2 % 2), DS_BITS ? ds[i] * factor : ds[i]);
   }
 }
 

@@ -17,7 +17,18 @@ from cases.score_mod_gradients import (
     check_gradients,
     expected_gradients,
 )
-from cases.score_mods import FIRST, MODIFICATIONS, OUT, STATS, case_of, expected, forward_graph
+from cases.score_mods import (
+    FIRST,
+    MODIFICATIONS,
+    OUT,
+    STATS,
+    Modification,
+    Q,
+    case_of,
+    expected,
+    forward_graph,
+    no_extras,
+)
 from emulated.contraction import arithmetic
 
 import gpu_actors as ga
@@ -120,6 +131,17 @@ def test_kernels_differentiate_every_score_modification(emulated: ga.GpuContext,
     graph = backward_graph(case)
     assert emulated.cudnn.inspect_plan(graph).key.kernel == "backward_sm90"
     check_gradients(case, arrays, emulated.cudnn.execute(graph, arrays).result(60.0))
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_80", marks=pytest.mark.sweep)])
+def test_float16_has_room_for_a_steep_derivative(arch: str) -> None:
+    """dS is scaled towards the end of float16's range by a bound that no derivative is part of: 128 times it fits."""
+    steep = Modification(lambda graph, s, tensor: s * 128.0, lambda s, extras: s * 128.0, no_extras)
+    case = case_of("checkerboard")._replace(modification=steep)
+    case.arrays[Q] /= np.float16(128.0)
+    arrays = backward_arrays(case)
+    with ga.open_context("emulated", ga.ContextOptions(arch=arch)) as ctx:
+        check_gradients(case, arrays, ctx.cudnn.execute(backward_graph(case), arrays).result(60.0))
 
 
 @pytest.mark.sweep

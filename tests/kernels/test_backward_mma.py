@@ -12,6 +12,7 @@ from emulated.gradients import (
     case_of,
     check,
     check_empty_sequences,
+    check_float16_range,
     check_lse_gradient,
     check_padded_views,
     check_sequences_longer_than_said,
@@ -182,6 +183,12 @@ class TestEdges:
 
     def test_the_gradient_of_the_lse_is_taken_off_delta(self):
         check_lse_gradient(LAUNCH)
+
+
+@pytest.mark.parametrize(("of_dout", "of_v"), [(3000.0, 20.0), (1e-4, 1.0)])
+def test_float16_scores_keep_gradients_beyond_and_below_their_range(of_dout, of_v):
+    """dS reaches 10^5, where float16 ends at 65,504; or 10^-6, where it keeps few bits."""
+    check_float16_range(LAUNCH, of_dout, of_v, causal=True)
 
 
 class TestAddressing:

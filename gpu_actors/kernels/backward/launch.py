@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 
 from gpu_actors.devices.interface import ScratchSpec
 from gpu_actors.kernels.backward.params import pack_backward
@@ -15,6 +14,8 @@ from gpu_actors.kernels.tiles import shared_bytes_of, tile_of
 from gpu_actors.problem import AttentionProblem, DispatchKey
 
 __all__ = ["BACKWARD_MMA", "gradient_program"]
+
+_BOUNDS = 3  # that kernels_cu/backward/bounds.cuh keeps of each sequence and KV head
 
 
 def backward_program(problem: AttentionProblem, key: DispatchKey, target: Target) -> Program:
@@ -31,12 +32,11 @@ def gradient_program(
     pack: Pack,
     floats: int,
     shares: tuple[int, ...] = (),
-    own: Mapping[str, ScratchSpec] = MappingProxyType({}),
 ) -> Program:
     """The kernels of these names: over rows, over tiles of keys (that of ``key``), and over rows again.
 
-    pack: for the kernel of ``key``. floats: of dQ that a slot holds. shares: turns that a slot has, beside one. own:
-    further scratch memory. Raises Unsupported where a grid cannot hold the blocks.
+    pack: for the kernel of ``key``. floats: of dQ that a slot holds. shares: turns that a slot has, beside one.
+    Raises Unsupported where a grid cannot hold the blocks.
     """
     tile, outer = tile_of(key), functools.partial(pack_backward, problem, False)
     row_blocks = -(-problem.seqlen_q // tile.block_m) * problem.heads_q
@@ -49,7 +49,7 @@ def gradient_program(
     # The sums of a float bias' gradient are taken in the gradient itself, which then has to start as zeros.
     summed_in_place = problem.bias is not None and problem.bias[0] == "float32"
     zeroed = frozenset({"dbias"} if summed_in_place else ())
-    return Program(tuple(parts), {**_scratch(key, problem, floats, shares), **own}, zeroed)
+    return Program(tuple(parts), _scratch(key, problem, floats, shares), zeroed)
 
 
 def _scratch(
@@ -66,6 +66,8 @@ def _scratch(
         "statistics": ScratchSpec((slots, 2, tile.block_m), "float32"),
         "dq_sums": ScratchSpec((slots, floats), "float32", zero=True),
     }
+    if problem.dtype == "float16":
+        scratch["ds_bounds"] = ScratchSpec((problem.batch, problem.heads_kv, _BOUNDS), "int32", zero=True)
     if problem.sinks:
         scratch["dsinks_parts"] = ScratchSpec((problem.heads_q, problem.batch, row_tiles), "float32")
     if key.deterministic:

@@ -20,10 +20,11 @@ NAMES = "backward_prepare", "backward_mma", "backward_finish"
 
 _PREPARE_THREADS = 128
 _WARP = 32
+_DS_BITS, _DS_BITS_OF_MODS = 14, 7  # of 15 that float16 has, and with room for derivatives up to 256
 _FIRST_VECTOR_REDUCTION = 90  # compute capability from which four floats are added to global memory at once
 
 # The macros of the outer kernels. Options that they do not read would only make more variants.
-_COMMON = ("BLOCK_M", "ELEMENT", "KV_ELEMENT", "OUT_ELEMENT", "VARLEN", "SINKS")
+_COMMON = ("BLOCK_M", "ELEMENT", "KV_ELEMENT", "OUT_ELEMENT", "VARLEN", "SINKS", "DS_BITS")
 _PREPARE = (*_COMMON, "HEAD_DIM_V", "COMPUTE_BITS", "TIES_AWAY")
 _FINISH = (*_COMMON, "HEAD_DIM", "WARPS", "BIAS_ELEMENT")
 
@@ -37,6 +38,8 @@ def gradient_macros(key: DispatchKey, names: Sequence[str], own: Macros) -> Macr
     """The macros of the kernel before, in or after the products that a key names. own: of those but the first."""
     prepare, main, finish = keys_of(key, names)
     macros = {name: value for name, value in forward_macros(main).items() if name != "LSE"}
+    if key.dtype == "float16":  # bf16 and what floats are rounded to have float's range
+        macros["DS_BITS"] = _DS_BITS if key.score_mod is None else _DS_BITS_OF_MODS
     if key == prepare:
         return {name: macros[name] for name in _PREPARE if name in macros} | {"HEAD_DIM": key.head_dim_v}
     if key == finish:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import functools
 
-from gpu_actors.devices.interface import ScratchSpec
 from gpu_actors.kernels.backward.launch import gradient_program
 from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.hopper_backward.params import pack_sm90_backward
 from gpu_actors.kernels.hopper_backward.variant import (
-    BOUNDS,
     CONSUMERS,
     NAMES,
     sm90_backward_macros,
@@ -26,10 +24,8 @@ __all__ = ["BACKWARD_SM90"]
 def sm90_backward_program(problem: AttentionProblem, key: DispatchKey, target: Target) -> Program:
     """The three kernels of ``key``. Raises Unsupported where a grid cannot hold their blocks."""
     pack = functools.partial(pack_sm90_backward, problem, key, target.encode)
-    bounds = ScratchSpec((problem.batch, problem.heads_kv, BOUNDS), "int32", zero=True)
-    own = {"ds_bounds": bounds} if problem.dtype == "float16" else {}
     turns = (CONSUMERS,)  # one for each one's share of a slot
-    return gradient_program(problem, key, NAMES, sm90_backward_threads, pack, sm90_dq_floats(key), turns, own)
+    return gradient_program(problem, key, NAMES, sm90_backward_threads, pack, sm90_dq_floats(key), turns)
 
 
 _PREPARE, _MAIN, _FINISH = NAMES

@@ -8,13 +8,12 @@ from __future__ import annotations
 from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.backward.variant import gradient_macros, keys_of
 from gpu_actors.kernels.hopper.variant import folded_factor_refusal
-from gpu_actors.kernels.macros import Macros, flags
+from gpu_actors.kernels.macros import Macros
 from gpu_actors.kernels.support import MAX_HEAD_DIM, capability
 from gpu_actors.kernels.tiles import padded_backward_dim, tile_of
 from gpu_actors.problem import AttentionProblem, DispatchKey
 
 __all__ = [
-    "BOUNDS",
     "CONSUMERS",
     "NAMES",
     "sm90_backward_macros",
@@ -27,9 +26,6 @@ NAMES = _PREPARE, _MAIN, _FINISH = "backward_prepare_sm90", "backward_sm90", "ba
 
 CONSUMERS = 2
 """Warpgroups of a block that multiply."""
-
-BOUNDS = 3
-"""What kernels_cu/backward/bounds.cuh keeps of each sequence and KV head."""
 
 _WIDEST = 128  # head dim
 _PREPARE_THREADS, _WARPGROUP = 128, 128
@@ -53,8 +49,7 @@ def sm90_backward_refuses(problem: AttentionProblem, arch: str) -> Unsupported |
 
 def sm90_backward_macros(key: DispatchKey) -> Macros:
     """The macros of kernels_cu/hopper_backward/layout.cuh, or of one of the outer kernels."""
-    # bf16 has float's range.
-    return gradient_macros(key, NAMES, {"DQ_FLOATS": sm90_dq_floats(key)}) | flags(DS_BOUNDS=key.dtype == "float16")
+    return gradient_macros(key, NAMES, {"DQ_FLOATS": sm90_dq_floats(key)})
 
 
 def sm90_backward_threads(key: DispatchKey) -> int:

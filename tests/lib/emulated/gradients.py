@@ -22,6 +22,7 @@ __all__ = [
     "case_of",
     "check",
     "check_empty_sequences",
+    "check_float16_range",
     "check_lse_gradient",
     "check_padded_views",
     "check_sequences_longer_than_said",
@@ -89,6 +90,13 @@ def check_sequences_longer_than_said(launch: dict[str, Any], rows: int) -> None:
     for name in ("dk", "dv"):
         np.testing.assert_array_equal(getattr(whole, name), getattr(short, name))
     check_gradients(short, *arrays, out=operands["out"], lse=operands["lse"], causal=True, **ends)
+
+
+def check_float16_range(launch: dict[str, Any], of_dout: float, of_v: float, **options: Any) -> None:
+    """Gradients from a dO and a V of these standard deviations, whose dS may be beyond or below what float16 keeps."""
+    dout, q, k, v = operands_of(150, 150)
+    dout, v = ((x.astype(float) * factor).astype(np.float16) for x, factor in ((dout, of_dout), (v, of_v)))
+    check(launch, dout, q * np.float16(0.01), k * np.float16(0.01), v, **options)
 
 
 def check_lse_gradient(launch: dict[str, Any]) -> None:

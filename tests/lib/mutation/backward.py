@@ -9,6 +9,7 @@ it does not repeat its bits, or when the emulation finds fault with it.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from mutation.run import kernel_and_name, probes_of, run_mutants
 from gpu_actors.compiling.assets import kernel_file
 from gpu_actors.compiling.source import KernelSource
 from gpu_actors.devices.emulation import EmulatedModule, build_module
+from gpu_actors.reference import attention_forward
 from gpu_actors.testing import check_gradients, random_backward
 from gpu_actors.testing.backward_problems import BackwardCase, poison_unseen_backward
 
@@ -48,6 +50,8 @@ _ALL = ("dropout", "sinks", "bias", "alibi", "softcap")
 PROBES: dict[str, dict[str, Any]] = {
     "plain": {"seqlens": (210, 150)},
     "late": {"seqlens": (70, 150)},
+    "large": {"seqlens": (70, 150)},
+    "opposite": {"seqlens": (70, 2)},
     "batch": {"seqlens": (150, 200), "batch": 2},
     "causal": {"seqlens": (290, 290), "always": ("causal",)},
     "edge": {"seqlens": (150, 212), "always": ("causal",)},  # tiles with one hidden pair
@@ -97,12 +101,34 @@ def case_of(name: str) -> BackwardCase:
         case.options["bias"] = np.ascontiguousarray(case.options["bias"][:1, :1])
     if name == "options":  # of the type that backward_finish turns sums into
         case.options["bias"] = case.options["bias"].astype(np.float16)
+    if name in ("large", "opposite"):
+        case = beyond_float16(case, name)
     if name in ("nonfinite", "nonfinite bias"):
         case.dout[0, 100, :, 3] = np.nan
     if name == "nonfinite key":
         case.forward.k[0, 100, :, 3] = np.nan
         case.lse[0, :, 100:], case.out[0, 100:] = np.nan, np.nan
     return case
+
+
+def answered(case: BackwardCase, options: dict[str, Any]) -> BackwardCase:
+    """The case with these options, and with what the forward answers to them."""
+    result = attention_forward(*case.forward.inputs, **options)
+    out, lse = result.out.astype(case.out.dtype), result.lse.astype(np.float32)
+    return dataclasses.replace(case, forward=dataclasses.replace(case.forward, options=options), out=out, lse=lse)
+
+
+def beyond_float16(case: BackwardCase, name: str) -> BackwardCase:
+    """The case with a dS that float16 does not hold."""
+    case.forward.q[...] *= np.float16(0.01)
+    if name == "large":
+        case.dout[...] *= 3000
+    else:  # V of the two keys is opposite: so is their dP, and delta is 0
+        case.dout[...] *= 1000
+        case.forward.v[:, 1] = -case.forward.v[:, 0]
+        case.forward.k[...] *= np.float16(0.1)
+    case.forward.v[...] *= 20
+    return answered(case, case.options)
 
 
 def run_probe(name: str) -> None:

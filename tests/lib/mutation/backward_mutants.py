@@ -240,6 +240,18 @@ SCORE_MUTANTS = (
     ),
 )
 
+RANGE_MUTANTS = (
+    _mma("dS has no factor", _SCORES, "x * factor - d * factor", "x - d", "large"),
+    _mma("dS has no factor beside a bias", _MMA, "    if constexpr (DS_BITS) scale_ds(dp, work);\n", "", "options"),
+    _mma("dbias takes dS with its factor", _SCORES, "DS_BITS && !BIAS ? x", "DS_BITS ? x", "options"),
+    _mma("dK keeps dS's factor", _MMA, " * power_of_two(-ring.ds_exponent()));", ");", "large"),
+    _prepare(
+        "values have no part in the bound of dS", "+ LARGEST_VALUE, sqrtf(norm))", "+ LARGEST_DOUT, 0.0f)", "opposite"
+    ),
+    _prepare("dO has no part in the bound of dS", "raise_bound(bounds + LARGEST_DOUT, sqrtf(norm));", "", "opposite"),
+    _finish("dQ keeps dS's factor", " * power_of_two(-ds_exponent(params, at.sequence, kv_head))", "", "large"),
+)
+
 PRODUCT_MUTANTS = (
     _mma(
         "scores are not waited for",
@@ -247,7 +259,7 @@ PRODUCT_MUTANTS = (
         "__syncthreads();  // all scores are in shared memory, and all of dbias is added",
         "",
     ),
-    _mma("dK is not scaled", _MMA, "dk, work, float(forward.softmax_scale)", "dk, work, 1.0f"),
+    _mma("dK is not scaled", _MMA, "float(forward.softmax_scale) * power_of_two", "power_of_two"),
     _mma(
         "dV of what was kept is not scaled up",
         _MMA,
@@ -361,6 +373,7 @@ MUTANTS = (
     *RING_MUTANTS,
     *MASK_MUTANTS,
     *SCORE_MUTANTS,
+    *RANGE_MUTANTS,
     *PRODUCT_MUTANTS,
     *ORDER_MUTANTS,
 )

@@ -17,12 +17,11 @@ from typing import Any
 import numpy as np
 from emulated import backward as emulated_backward
 from emulated.forward import OPERANDS
-from mutation.backward import seeded, told
+from mutation.backward import answered, beyond_float16, seeded, told
 from mutation.backward_sm90_mutants import MUTANTS
 from mutation.forward_mutants import Mutant
 from mutation.run import kernel_and_name, probes_of, run_mutants
 
-from gpu_actors.reference import attention_forward
 from gpu_actors.testing import check_gradients, random_backward
 from gpu_actors.testing.backward_problems import BackwardCase, poison_unseen_backward
 
@@ -86,18 +85,8 @@ def case_of(name: str) -> BackwardCase:
     if name == "turns bias":  # shared by every sequence and head
         shared = np.ascontiguousarray(case.options["bias"][:1, :1]).astype(np.float32)
         case = answered(case, {**case.options, "bias": shared})
-    if name == "large":  # dS beyond float16
-        case.dout[...] *= 3000
-        case.forward.v[...] *= 20
-        case.forward.q[...] *= np.float16(0.01)
-        case = answered(case, case.options)
-    if name == "opposite":  # so is dP of the two keys: delta is 0, and dS is beyond float16
-        case.dout[...] *= 1000
-        case.forward.v[:, 1] = -case.forward.v[:, 0]
-        case.forward.v[...] *= 20
-        case.forward.q[...] *= np.float16(0.01)
-        case.forward.k[...] *= np.float16(0.1)
-        case = answered(case, case.options)
+    if name in ("large", "opposite"):
+        case = beyond_float16(case, name)
     if name == "negative":  # scores so low that the weight of a key past the end is infinite
         case.forward.q[...] += 4
         case.forward.k[...] -= 4
@@ -118,13 +107,6 @@ def case_of(name: str) -> BackwardCase:
         case.forward.v[0, 140, :, 3] = np.nan
         case.out[0, 140:, :, 3] = np.nan
     return case
-
-
-def answered(case: BackwardCase, options: dict[str, Any]) -> BackwardCase:
-    """The case with these options, and with what the forward answers to them."""
-    result = attention_forward(*case.forward.inputs, **options)
-    out, lse = result.out.astype(case.out.dtype), result.lse.astype(np.float32)
-    return dataclasses.replace(case, forward=dataclasses.replace(case.forward, options=options), out=out, lse=lse)
 
 
 def with_neighbours(case: BackwardCase) -> dict[str, Any]:

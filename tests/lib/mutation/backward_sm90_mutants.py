@@ -454,8 +454,10 @@ RANGE = (
         "x - ptx::as_float(delta[e % 2])",
     ),
     _bug("dK keeps dS's factor", "main", " * power_of_two(-keys.ds_exponent));", ");"),
-    _prepare("values have no part in the bound of dS", "+ LARGEST_VALUE, norm)", "+ LARGEST_DOUT, 0.0f)", "opposite"),
-    _prepare("dO has no part in the bound of dS", "raise_bound(bounds + LARGEST_DOUT, norm);", "", "opposite"),
+    _prepare(
+        "values have no part in the bound of dS", "+ LARGEST_VALUE, sqrtf(norm))", "+ LARGEST_DOUT, 0.0f)", "opposite"
+    ),
+    _prepare("dO has no part in the bound of dS", "raise_bound(bounds + LARGEST_DOUT, sqrtf(norm));", "", "opposite"),
     _finish("dQ keeps dS's factor", " * power_of_two(-ds_exponent(params, at.sequence, kv_head))", ""),
 )
 
