@@ -46,6 +46,7 @@ from gpu_actors.kernels.append.variant import Rope
 from gpu_actors.kernels.tiles import FlashAttentionConfig
 from gpu_actors.kv.requests import AppendRows, AttendCache, KvCacheSpec, KvSequence
 from gpu_actors.kv.sequences import KvCacheStats
+from gpu_actors.kv.transfer import SequencePages
 from gpu_actors.kv_cache import KvCache
 from gpu_actors.mha import AttentionParams, Mask, MhaBackward, MhaForward, MhaOutput
 from gpu_actors.options import ContextOptions, EmulationOptions, MockOptions, RestartPolicy
@@ -140,6 +141,7 @@ __all__ = [
     "RequestError",
     "RestartPolicy",
     "Rope",
+    "SequencePages",
     "ServiceActor",
     "StaleBuffer",
     "StreamedTrace",

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from gpu_actors.validation.fields import flag, integer, one_of, window
 
-__all__ = ["MASK_OPTIONS", "Alignment", "KeyMask", "KeyRanges", "MaskKind", "MaskOptions", "mask_options"]
+__all__ = ["MASK_OPTIONS", "SINKS", "Alignment", "KeyMask", "KeyRanges", "MaskKind", "MaskOptions", "mask_options"]
 
 Alignment: TypeAlias = Literal["bottom_right", "top_left"]
 MaskKind: TypeAlias = Literal["full", "causal", "window", "causal_window"]
@@ -145,3 +145,6 @@ def mask_options(window_size: tuple[int, int], sinks: int, causal: bool = False)
 
 MASK_OPTIONS: tuple[str, ...] = tuple(field.name for field in dataclasses.fields(KeyMask))
 """The names of the fields of `KeyMask`."""
+
+SINKS: str = "sink_tokens"
+"""The name of the option that keeps the first keys visible, for modules that pass options on."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import anyio
 
@@ -21,8 +21,10 @@ from gpu_actors.kv.requests import (
     AttendCache,
     CloseCache,
     CreateSequence,
+    ExportSequence,
     ForkSequence,
     FreeSequence,
+    ImportSequence,
     KvCacheSpec,
     KvSequence,
     OpenCache,
@@ -38,10 +40,13 @@ from gpu_actors.runtime.reply import Reply, need_asyncio
 if TYPE_CHECKING:
     from gpu_actors.actors.kv_store import CacheStore, OpenedCache
     from gpu_actors.kernels.append.variant import Rope
+    from gpu_actors.kv.transfer import SequencePages
     from gpu_actors.runtime.children import Children
     from gpu_actors.runtime.handle import ActorHandle
 
 __all__ = ["KvCache", "OpensKvCaches"]
+
+T = TypeVar("T")
 
 
 class KvCache(Local):
@@ -168,6 +173,50 @@ class KvCache(Local):
     ) -> Reply[None]:
         """Forget a sequence, as soon as what was asked about it before has ended."""
         return self._submit(FreeSequence(self._number, seq), deadline, timeout, priority, seq)
+
+    # Sequences that move
+
+    def export_pages(
+        self,
+        seq: KvSequence,
+        *,
+        deadline: float | None = None,
+        timeout: float | None = None,
+        priority: int = 0,
+    ) -> Reply[SequencePages]:
+        """Read the pages of a sequence, for `import_pages` of another cache, anywhere.
+
+        The sequence stays, and what is appended to it later is not in these pages. A lease holds them as they are until
+        `release`, or until the cache is closed. If no task receives the pages, the lease ends.
+        """
+        return _Begun(self._submit(ExportSequence(self._number, seq), deadline, timeout, priority, seq), self)
+
+    def import_pages(
+        self,
+        pages: SequencePages,
+        *,
+        deadline: float | None = None,
+        timeout: float | None = None,
+        priority: int = 0,
+    ) -> Reply[KvSequence]:
+        """Begin a sequence with exported pages. It has the same rows, and the same prefixes where tokens are known.
+
+        Pages whose prefix this cache knows already are shared, and not written again: ``cached`` says how many rows.
+        The reply raises `InvalidRequest`, naming the field, where the cache has another layout, dtype or descales, and
+        for a page that is not what its digest says; `CacheFull` without room. Then nothing has changed.
+        """
+        return _Begun(self._submit(ImportSequence(self._number, pages), deadline, timeout, priority), self)
+
+    def release(
+        self,
+        pages: SequencePages,
+        *,
+        deadline: float | None = None,
+        timeout: float | None = None,
+        priority: int = 0,
+    ) -> Reply[None]:
+        """End the lease of exported pages. The sequence itself stays."""
+        return self.free(pages.lease, deadline=deadline, timeout=timeout, priority=priority)
 
     # Rows
 
@@ -310,9 +359,10 @@ class KvCache(Local):
         closing._call.when_done(_closed)
         return closing
 
-    def _free_unknown(self, beginning: Call[KvSequence]) -> None:
+    def _free_unknown(self, beginning: Call[Any]) -> None:
         if beginning.error is None:
-            self.free(beginning.answer())
+            begun = beginning.answer()
+            self.free(getattr(begun, "lease", begun))
 
     def _find(self) -> OpenedCache:
         store = cast("CacheStore", self._handle._cell.shared)
@@ -345,28 +395,28 @@ class KvCache(Local):
         return None
 
 
-class _Begun(Reply[KvSequence]):
-    """The reply that gives a new sequence. If it is dropped before a task has taken the sequence, that is freed.
+class _Begun(Reply[T]):
+    """The reply that gives a new sequence, or a lease. If it is dropped before a task has taken that, it is freed.
 
     A task may be cancelled while its answer is on the way.
     """
 
     __slots__ = ("_cache", "_taken")
 
-    def __init__(self, reply: Reply[KvSequence], cache: KvCache) -> None:
+    def __init__(self, reply: Reply[T], cache: KvCache) -> None:
         super().__init__(reply._call)
         self._cache = cache
         self._taken = False
 
-    def __await__(self) -> Generator[Any, None, KvSequence]:
-        seq = yield from super().__await__()
+    def __await__(self) -> Generator[Any, None, T]:
+        begun = yield from super().__await__()
         self._taken = True
-        return seq
+        return begun
 
-    def result(self, timeout: float | None = None) -> KvSequence:
-        seq = super().result(timeout)
+    def result(self, timeout: float | None = None) -> T:
+        begun = super().result(timeout)
         self._taken = True
-        return seq
+        return begun
 
     def __del__(self) -> None:
         if not self._taken:

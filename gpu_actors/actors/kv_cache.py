@@ -16,6 +16,7 @@ import numpy as np
 
 from gpu_actors.actors.coalescing import Coalescer, Finished, Flush
 from gpu_actors.actors.kv_launch import add_rows, append_launch
+from gpu_actors.actors.kv_moving import Moving
 from gpu_actors.actors.kv_store import CacheStore, KvWork, OpenedCache
 from gpu_actors.arrays.adopt import Adopted
 from gpu_actors.arrays.adoption import adopt_request
@@ -30,8 +31,10 @@ from gpu_actors.kv.requests import (
     AttendCache,
     CloseCache,
     CreateSequence,
+    ExportSequence,
     ForkSequence,
     FreeSequence,
+    ImportSequence,
     KvSequence,
     OpenCache,
     TruncateSequence,
@@ -57,7 +60,8 @@ _OPTIONS = tuple(
 )
 
 
-_MESSAGES = (AppendRows, AttendCache, CloseCache, CreateSequence, ForkSequence, FreeSequence, TruncateSequence)
+_CHANGES = (CloseCache, CreateSequence, ExportSequence, ForkSequence, FreeSequence, ImportSequence, TruncateSequence)
+_MESSAGES = (AppendRows, AttendCache, *_CHANGES)
 
 
 class KvCacheActor(ServiceActor):
@@ -75,6 +79,7 @@ class KvCacheActor(ServiceActor):
     def open(self) -> None:
         self._store: CacheStore = self.cell.shared
         self._coalescer = _KvCoalescer(self, self._store)
+        self._moving = Moving(self, self._store)
         self._store.order.look_again()
 
     def on_message(self, message: Any) -> None:
@@ -114,7 +119,7 @@ class KvCacheActor(ServiceActor):
     # Sequences
 
     def _change(self, call: Call[Any], cache: OpenedCache, message: Any) -> None:
-        """Answer what takes no launch."""
+        """Answer what shares no launch."""
         if isinstance(message, CreateSequence):
             with reading(message):
                 digests = () if message.tokens is None else prompt_digests(message.tokens, cache.pool.page_size)
@@ -122,12 +127,17 @@ class KvCacheActor(ServiceActor):
                 self._answer_with(call, cache, cache.tables.create(digests))
             return
         with reading(message):
-            table = None if isinstance(message, CloseCache) else cache.table(message.seq)
+            table = None if isinstance(message, CloseCache | ImportSequence) else cache.table(message.seq)
         # Pages whose rows are still on their way are not shared, cut off or given back.
         if self._coalescer.held_up or (table is not None and table.users):
             self._store.order.hold(call)
             if self._coalescer.held_up:
                 self._store.order.look_again()  # which gives it back to the mailbox, where all wait for a launch to end
+            return
+        if isinstance(message, ExportSequence | ImportSequence) and not self._moving.has_kernel(call):
+            return
+        if isinstance(message, ImportSequence):
+            self._moving.take_in(call, cache, message)
             return
         if isinstance(message, TruncateSequence) and table is not None:
             with reading(message):
@@ -136,6 +146,9 @@ class KvCacheActor(ServiceActor):
             return
         if table is None:
             self._store.forget(message.cache)
+        elif isinstance(message, ExportSequence):
+            self._moving.export(call, cache, table)
+            return
         elif isinstance(message, ForkSequence):
             self._answer_with(call, cache, cache.tables.fork(table))
             return

@@ -9,6 +9,7 @@ pool: requests without state. dispatch: the workers, and what is repeated elsewh
 home. members: one worker's account. routing: who gets what. budget: how much is repeated.
 heads: one request over several workers by heads. context_parallel: the same by rows. parts: what both share.
 keys: one sequence over several workers; key_split: which worker has which keys.
+moving: a sequence from one cache to another.
 
 Imports from other rooms: arrays, isolation, kv, remote, runtime, validation.
 """
@@ -23,6 +24,7 @@ from gpu_actors.distributed.heads import head_split, head_split_backward
 from gpu_actors.distributed.key_split import KeySplit
 from gpu_actors.distributed.keys import ShardedKvCache, ShardedSequence
 from gpu_actors.distributed.members import Member, WorkerStats
+from gpu_actors.distributed.moving import copy_sequence, exported_pages, move_sequence
 from gpu_actors.distributed.pool import ContextPool, open_pool
 from gpu_actors.distributed.routing import Directory, Homes, Ring, less_loaded_of_two
 from gpu_actors.kv.prefix import prompt_digests as prefix_digests
@@ -43,9 +45,12 @@ __all__ = [
     "WorkerStats",
     "context_split",
     "context_split_backward",
+    "copy_sequence",
+    "exported_pages",
     "head_split",
     "head_split_backward",
     "less_loaded_of_two",
+    "move_sequence",
     "open_pool",
     "prefix_digests",
     "zigzag",

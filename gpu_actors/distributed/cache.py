@@ -13,6 +13,7 @@ from typing import Any, Self, TypeVar
 
 from gpu_actors.distributed.dispatch import Dispatch
 from gpu_actors.distributed.members import Member
+from gpu_actors.distributed.moving import copy_sequence
 from gpu_actors.errors import GpuActorsError, InvalidRequest, StaleBuffer, Unsupported
 from gpu_actors.gpu_context import GpuContext
 from gpu_actors.kv.prefix import prompt_digests
@@ -130,6 +131,33 @@ class PooledKvCache(Local):
         reply = cache.fork(seq.handle, timeout=timeout)
         member.began(reply)
         return self._housed(member, await reply)
+
+    async def move(
+        self, seq: PooledSequence, worker: str | None = None, *, timeout: float | None = None
+    ) -> PooledSequence:
+        """Give a sequence another home, with its rows and prefixes: to decode where it was not prefilled, or before its
+        home is removed. ``seq`` is freed then.
+
+        worker: the new home; None: one of the others, as for a sequence without tokens. timeout: seconds for reading
+        the pages and writing them.
+        If it raises, the sequence is where it was. Rows that are appended meanwhile do not move.
+        Raises `InvalidRequest` for a worker that takes no new sequence, `CacheFull`, and `WorkerLost` of either worker.
+        """
+        member, source = self._home(seq)
+        others = {name: one for name, one in self._pool.candidates().items() if name != member.name}
+        if worker is None:
+            expect(bool(others), "worker", None, "must be another worker that takes sequences: there is none")
+            worker = self._homes.choose([], {name: one.sequences for name, one in others.items()})
+        expect(worker in others, "worker", worker, f"must be one of {', '.join(others) or 'no other worker'}")
+        home = others[worker]
+        shard = await self._shard(home)
+
+        def asked(cache: KvCache, reply: Reply[Any]) -> None:
+            (member if cache is source else home).began(reply)
+
+        handle = await copy_sequence(source, seq.handle, shard.cache, timeout=timeout, asked=asked)
+        self.free(seq)
+        return self._housed(home, handle)
 
     def truncate(self, seq: PooledSequence, length: int, **options: Any) -> Reply[None]:
         """Keep the first ``length`` rows. As `KvCache.truncate`."""

@@ -20,7 +20,7 @@ from gpu_actors.arrays.adopt import restore
 from gpu_actors.distributed.parts import SLOPES, Spread, all_of, host_operands
 from gpu_actors.distributed.pool import ContextPool
 from gpu_actors.errors import Unsupported
-from gpu_actors.key_mask import MASK_OPTIONS, KeyMask
+from gpu_actors.key_mask import MASK_OPTIONS, SINKS, KeyMask
 from gpu_actors.requests import AttentionGradients, AttentionOutput, FlashBackward, FlashForward
 from gpu_actors.validation.fields import describe, expect, integer
 from gpu_actors.values import show
@@ -133,7 +133,8 @@ class _Split:
             raise Unsupported("dropout_p", request.dropout_p, reason, 0.0)
         # The keys of a causal block end on its diagonal, where its last row lies without positions as well.
         ends_there = self._mask.causal and self._keys >= self._rows + self._offset
-        self._counts = bool(self._placed or request.dropout_p or (diagonal and not ends_there))
+        chunked = request.attention_chunk > 0
+        self._counts = bool(self._placed or request.dropout_p or chunked or (diagonal and not ends_there))
         cut = [
             _Block(part, rows, self._seen(rows))
             for part, pair in enumerate(zigzag(self._rows, parts))
@@ -198,9 +199,10 @@ class _Split:
             places = {"alignment": "bottom_right"}
             if not self._counts:
                 return places
-            begin = dict(zip(_PLACES, (max(0, self._offset), max(0, -self._offset)), strict=True))
-            name, sinks = MASK_OPTIONS[-1], getattr(self._mask, MASK_OPTIONS[-1])
-            places[name] = sinks and sinks + begin["k_positions"]  # the first keys stand there
+            chunk, sinks = max(1, self._mask.attention_chunk), getattr(self._mask, SINKS)
+            first_key = -(min(0, self._offset) // chunk) * chunk  # chunks begin at multiples, so the first one must
+            begin = {"q_positions": first_key + self._offset, "k_positions": first_key}
+            places[SINKS] = sinks and sinks + first_key
         batch = self.array("q").shape[0]
         for name, cut in zip(_PLACES, (block.rows, block.keys), strict=True):
             first = np.array(self.array(name) if name in self._given else np.full(batch, begin[name]), np.int32)

@@ -26,7 +26,7 @@ from gpu_actors.distributed.members import Member
 from gpu_actors.distributed.parts import SLOPES, all_of
 from gpu_actors.distributed.pool import ContextPool
 from gpu_actors.errors import ContextLost, GpuActorsError, InvalidRequest, StaleBuffer, Unsupported
-from gpu_actors.key_mask import MASK_OPTIONS, KeyMask, mask_options
+from gpu_actors.key_mask import MASK_OPTIONS, SINKS, KeyMask, mask_options
 from gpu_actors.kv.requests import AttendCache, KvSequence
 from gpu_actors.kv_cache import KvCache
 from gpu_actors.partial import Partial, empty, merge
@@ -192,8 +192,8 @@ class ShardedKvCache(Local):
 
         q: (rows, heads_q, head_dim). k, v: the same rows', as for `append`; None for rows that are in the cache.
         causal, sinks, return_lse: as in `FlashForward`. timeout: seconds for the attention.
-        options: of `AttendCache`: scale, soft cap, window, the first keys that stay visible, and ALiBi's slopes,
-            (heads_q,). Others are taken at their defaults only.
+        options: of `AttendCache`: scale, soft cap, window, chunks, the first keys that stay visible, and ALiBi's
+            slopes, (heads_q,). Others are taken at their defaults only.
         The answer is rounded once more than one context's: by half a unit in the last place for each worker's part.
 
         Raises `Unsupported` for tree masks, rope and other options, and for ALiBi where neighbouring keys of a worker
@@ -241,8 +241,13 @@ class ShardedKvCache(Local):
                 distances = None if slopes is None else _Distances(slopes, step, positions)
                 asking.append(self._old(seq, rank, q, parts, distances, options))
         if new is not None and count:
-            among = mask_options(mask.window_size, max(0, getattr(mask, MASK_OPTIONS[-1]) - length), mask.causal)
-            asking.append(self._new(q, new, {**options, **among, SLOPES: slopes}))
+            sinks_left = max(0, getattr(mask, SINKS) - length)
+            among: dict[str, Any] = {**mask_options(mask.window_size, sinks_left, mask.causal), SLOPES: slopes}
+            if mask.attention_chunk:  # chunks begin at keys of the whole sequence
+                first = np.array([length], np.int32)
+                among |= {SINKS: getattr(mask, SINKS), "q_positions": first, "k_positions": first}
+                among["attention_chunk"] = mask.attention_chunk
+            asking.append(self._new(q, new, {**options, **among}))
         partials = [empty((*q.shape[:-1], self._dim_v), dtype=name_of(q.dtype))]
         merged = merge(partials + await all_of(asking), sinks=sinks)
         return Partial(merged.out, merged.lse.astype(np.float32))

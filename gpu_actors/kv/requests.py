@@ -19,8 +19,10 @@ __all__ = [
     "CacheMessage",
     "CloseCache",
     "CreateSequence",
+    "ExportSequence",
     "ForkSequence",
     "FreeSequence",
+    "ImportSequence",
     "KvCacheSpec",
     "KvSequence",
     "OpenCache",
@@ -115,6 +117,22 @@ class FreeSequence:
     seq: Any
 
 
+@dataclass(slots=True, eq=False)
+class ExportSequence:
+    """Read the pages of a sequence, and hold them by a lease. Answered with `SequencePages`."""
+
+    cache: int
+    seq: Any
+
+
+@dataclass(slots=True, eq=False)
+class ImportSequence:
+    """Begin a sequence with exported ``pages``, `SequencePages`. Answered with its `KvSequence`."""
+
+    cache: int
+    pages: Any
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class AppendRows:
     """Write new rows behind those of one or several sequences.
@@ -184,4 +202,14 @@ class AttendCache(CacheOptions):
     expect_length: Any = None
 
 
-CacheMessage = CloseCache | CreateSequence | ForkSequence | TruncateSequence | FreeSequence | AppendRows | AttendCache
+CacheMessage = (
+    CloseCache
+    | CreateSequence
+    | ForkSequence
+    | TruncateSequence
+    | FreeSequence
+    | ExportSequence
+    | ImportSequence
+    | AppendRows
+    | AttendCache
+)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpu_actors.errors import InvalidRequest
+from gpu_actors.errors import CacheFull, InvalidRequest
 from gpu_actors.kv.pages import PagePool
 from gpu_actors.kv.prefix import PrefixIndex, Tokens, extend_digests
 
@@ -157,10 +157,33 @@ class CacheTables:
     def free(self, table: PageTable) -> None:
         """Forget a sequence. Its pages go back, the last first, so that prefixes are given up from their end."""
         with self._lock:
-            del self._tables[table.number]
+            if self._tables.pop(table.number, None) is None:
+                return  # two threads may find that no one has got to know it
             for page in reversed(table.pages):
                 self._pool.release(page)
             table.pages = []
+
+    def adopt(self, length: int, digests: Sequence[bytes], tail: Sequence[int]) -> Write:
+        """A new sequence of ``length`` rows, which begins with the pages that are known for ``digests``, and has room
+        for the others. tail: the known tokens behind those of the digests.
+
+        Nothing may be done with it before `commit`, or `free` in its place. Raises `CacheFull`, and then nothing has
+        changed.
+        """
+        with self._lock:
+            pages = self._prefixes.find(digests)
+            for page in pages:
+                self._pool.retain(page)
+            try:
+                taken = self._pool.take(-(-length // self.page_size) - len(pages))
+            except CacheFull:
+                for page in reversed(pages):
+                    self._pool.release(page)
+                raise
+            self._hits += len(pages)
+            table = self._add([*pages, *taken], length)
+            table.digests, table.named, table.tail = list(digests), len(pages), list(tail)
+            return Write(table, length, len(pages), len(pages) * self.page_size, [])
 
     def truncate(self, table: PageTable, length: int) -> None:
         """Keep the first ``length`` rows."""
@@ -207,7 +230,8 @@ class CacheTables:
             for write in writes:
                 if write.copy is not None:
                     self._pool.release(write.copy.source)
-                self._name_pages(write)
+                if self._tables.get(write.table.number) is write.table:  # and not one whose import was given up
+                    self._name_pages(write)
 
     def undo(self, writes: Sequence[Write]) -> None:
         """These are not carried out. Later writes to the same sequences must have been undone."""

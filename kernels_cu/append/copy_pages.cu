@@ -1,11 +1,12 @@
-// Copies whole pages within the pools of K and V: copy on write, before a sequence writes to a page that it shares.
+// Copies whole pages of K and V from one pool to another. Within one pool this is copy on write, before a sequence writes
+// to a page that it shares. To and from a pool of a sequence's own pages it is how sequences leave a cache and come in.
 //
 //   pairs     | source, destination | source, destination | ...
 //   block     pair 0, part 0 | pair 0, part 1 | ... | pair 1, part 0 | ...      a part is PART_BYTES of the K page, or of
 //                                                                              the V page behind it
 //
-// A page that is a destination must be no source and no other pair's destination: pairs are copied in any order. Pairs
-// with a page outside the pool are left out, so a list may be padded with -1.
+// Within one pool a destination must be no source. No page is the destination of two pairs: pairs are copied in any
+// order. Pairs with a page outside its pool are left out, so a list may be padded with -1.
 #include "ptx/memory.cuh"
 
 #if !defined(WARPS) || !defined(PART_BYTES)
@@ -16,14 +17,19 @@ constexpr int THREADS = WARPS * 32;
 static_assert(PART_BYTES % (THREADS * 16) == 0, "a part is whole rounds of 16 bytes a thread");
 
 struct Params {  // strides and sizes of pages in bytes
-  void* k_cache;
-  void* v_cache;
+  const void* k_source;
+  const void* v_source;
+  void* k_target;
+  void* v_target;
   const int32_t* pairs;
-  int64_t k_stride;
-  int64_t v_stride;
+  int64_t k_source_stride;
+  int64_t v_source_stride;
+  int64_t k_target_stride;
+  int64_t v_target_stride;
   int64_t k_bytes;
   int64_t v_bytes;
-  int32_t num_blocks;
+  int32_t source_blocks;
+  int32_t target_blocks;
   int32_t k_parts;
   int32_t v_parts;
 };
@@ -48,10 +54,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) copy_pages(const __grid_co
   const int parts = params.k_parts + params.v_parts;
   const int pair = int(blockIdx.x) / parts, part = int(blockIdx.x) % parts;
   const int source = params.pairs[2 * pair], destination = params.pairs[2 * pair + 1];
-  if (source < 0 || source >= params.num_blocks || destination < 0 || destination >= params.num_blocks) return;
+  if (source < 0 || source >= params.source_blocks) return;
+  if (destination < 0 || destination >= params.target_blocks) return;
   const bool is_k = part < params.k_parts;
-  const uint64_t pool = reinterpret_cast<uint64_t>(is_k ? params.k_cache : params.v_cache);
-  const int64_t stride = is_k ? params.k_stride : params.v_stride;
-  copy_part(pool + source * stride, pool + destination * stride, is_k ? params.k_bytes : params.v_bytes,
+  const uint64_t from = reinterpret_cast<uint64_t>(is_k ? params.k_source : params.v_source);
+  const uint64_t to = reinterpret_cast<uint64_t>(is_k ? params.k_target : params.v_target);
+  const int64_t from_stride = is_k ? params.k_source_stride : params.v_source_stride;
+  const int64_t to_stride = is_k ? params.k_target_stride : params.v_target_stride;
+  copy_part(from + source * from_stride, to + destination * to_stride, is_k ? params.k_bytes : params.v_bytes,
             int64_t(is_k ? part : part - params.k_parts) * PART_BYTES);
 }

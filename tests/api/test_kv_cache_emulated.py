@@ -47,6 +47,10 @@ def steps(device: str, dtype: str, kv_dtype: str, rope: ga.Rope | None) -> list[
             done.append((q, result, [contents(cache, seq) for seq in seqs]))
         assert cache.stats().shared_blocks == 1
         wait(cache.append(seqs[:1], rows(1, 2, HEADS), rows(1, 2, HEADS), rope=rope))
+        pages = wait(cache.export_pages(seqs[0]))
+        seqs += [wait(cache.import_pages(pages)), pages.lease]
+        for here, there in zip(contents(cache, seqs[0]), contents(cache, seqs[-2]), strict=True):
+            np.testing.assert_array_equal(here.view(np.uint8), there.view(np.uint8))
         for seq in seqs:
             wait(cache.free(seq))
         eventually(lambda: cache.stats().free_blocks == 16)

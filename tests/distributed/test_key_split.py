@@ -36,6 +36,7 @@ def test_rows_are_asked_for_the_keys_that_they_see() -> None:
             causal=dice.random() < 0.6,
             window_size=(dice.choice((-1, 0, 1, 5, 20)), dice.choice((-1, 0, 3))),
             sink_tokens=dice.choice((0, 0, 1, 4, 30)),
+            attention_chunk=dice.choice((0, 0, 3, 16)),
         )
         positions = np.arange(begin, begin + count)
         seen = mask.visible_positions(positions[:, None], np.arange(length))

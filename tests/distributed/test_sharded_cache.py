@@ -47,6 +47,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "window, not causal": {"causal": False, "window_size": (4, 3)},
     "right window": {"causal": False, "window_size": (-1, 0)},
     "window and first keys": {"window_size": (6, -1), "sink_tokens": 3, "sinks": rows(1, 4, seed=7)[0, :, 0].copy()},
+    "chunks": {"attention_chunk": 12, "sink_tokens": 2},
     "first keys over workers": {"window_size": (2, 0), "sink_tokens": 14},
 }
 SLOPES = np.array([0.5, 0.25, 0.3, 0.0625], np.float32)

@@ -194,6 +194,18 @@ class TestPageCopies:
         for name, got, want in zip("kv", copied, wanted, strict=True):
             same_bits(name, got, want, AppendCase(new=(), before=()))
 
+    @pytest.mark.parametrize("leaving", [False, True])
+    def test_pages_leave_a_pool_and_come_in(self, leaving):
+        k, v = (pool((12, 8, 3, dim), "float16", dim) for dim in (32, 5))
+        pages = tuple(pool((6, 8, 3, dim), "float16", dim + 1) for dim in (32, 5))
+        pairs = np.array([(7, 2), (0, 0), (11, 5), (12, 1), (-1, 3), (4, 6)], np.int32)
+        pairs = pairs if leaving else pairs[:, ::-1].copy()
+        found = run_copy(k, v, pairs, pages=pages, leaving=leaving, schedule="random", seed=1)
+        wanted = [one.copy() for one in (pages if leaving else (k, v))]
+        for got, want, source in zip(found, wanted, (k, v) if leaving else pages, strict=True):
+            want[pairs[:3, 1]] = source[pairs[:3, 0]]
+            same_bits("page", got, want, AppendCase(new=(), before=()))
+
     def test_pages_larger_than_a_part_are_copied_whole(self):
         k = pool((3, 64, 4, 100), "float16", 0)
         copied, _ = run_copy(k, k, [(2, 0)])

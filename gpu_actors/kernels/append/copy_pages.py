@@ -1,4 +1,4 @@
-"""The kernel that copies pages within a KV cache's pools: its key, macros, grid and parameters.
+"""The kernel that copies pages within a KV cache's pools, into them and out of them: its key, grid and parameters.
 
 The pool is an `AppendProblem`, of which only the shape and dtype of the cache count.
 """
@@ -43,26 +43,40 @@ def page_copy_geometry(pairs: int, pool: AppendProblem) -> LaunchGeometry:
     return flat_grid(blocks, _WARPS * _WARP, 0, "pairs", pairs)
 
 
-def pack_page_copy(pairs: int, pool: AppendProblem, buffers: Mapping[str, Buffer]) -> bytes:
+def pack_page_copy(
+    pairs: int, pool: AppendProblem, buffers: Mapping[str, Buffer], source: str = "cache", target: str = "cache"
+) -> bytes:
     """The parameters of a launch that copies ``pairs`` pages of a cache.
 
-    buffers: k_cache, v_cache, whose pages are contiguous in themselves; page_pairs int32 (pairs, 2) of (source,
-    destination), no destination among the sources or twice. Raises InvalidRequest for what is not as described.
+    buffers: k_cache, v_cache, whose pages are contiguous in themselves, and where ``source`` or ``target`` is "pages"
+        k_pages, v_pages (pairs, ...), likewise; page_pairs int32 (pairs, 2) of (source, destination), no
+        destination twice, nor among the sources of the same pool.
+    Raises InvalidRequest for what is not as described.
     """
     itemsize = ELEMENTS[pool.cache_dtype].itemsize
-    pools = {side: buffers[f"{side}_cache"] for side in "kv" if f"{side}_cache" in buffers}
-    strides = {f"{side}_stride": cache.strides[0] * itemsize for side, cache in pools.items()}
-    return _binder(pairs, pool).pack(buffers, strides)
+    found = {
+        f"{side}_{role}": buffers[f"{side}_{name}"]
+        for role, name in (("source", source), ("target", target))
+        for side in "kv"
+        if f"{side}_{name}" in buffers
+    }
+    more = {f"{name}_stride": buffer.strides[0] * itemsize for name, buffer in found.items()}
+    # A list of pages has one for each pair; the pool has its own number.
+    blocks = tuple(pool.num_blocks if name == "cache" else pairs for name in (source, target))
+    return _binder(pairs, pool, (source, target), blocks).pack(buffers, more)
 
 
 @functools.lru_cache(maxsize=256)
-def _binder(pairs: int, pool: AppendProblem) -> Binder:
+def _binder(pairs: int, pool: AppendProblem, names: tuple[str, str], blocks: tuple[int, ...]) -> Binder:
     layout, axes = struct_layout("Params", "append/copy_pages.cu"), ("", ".", ".", ".")
-    outer = (pool.num_blocks, pool.page_size, pool.heads_kv)
     operands = [layout.operand("page_pairs", "..", (pairs, 2), "int32", field="pairs")]
-    scalars = layout.named(pool)
-    for side, dim, size in zip("kv", (pool.head_dim, pool.head_dim_v), _page_bytes(pool), strict=True):
-        operands.append(layout.operand(f"{side}_cache", axes, (*outer, dim), pool.cache_dtype))
+    scalars: dict[str, int] = {}
+    for role, name, count in zip(("source", "target"), names, blocks, strict=True):
+        scalars[f"{role}_blocks"] = count
+        for side, dim in zip("kv", (pool.head_dim, pool.head_dim_v), strict=True):
+            shape = (count, pool.page_size, pool.heads_kv, dim)
+            operands.append(layout.operand(f"{side}_{name}", axes, shape, pool.cache_dtype, field=f"{side}_{role}"))
+    for side, size in zip("kv", _page_bytes(pool), strict=True):
         scalars |= {f"{side}_bytes": size, f"{side}_parts": _parts(size)}
     return Binder.of(layout, operands, scalars)
 

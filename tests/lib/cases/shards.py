@@ -6,6 +6,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from support.service import comes_true
 
 import gpu_actors as ga
 from gpu_actors.distributed import ContextPool, ShardedKvCache, context_split, context_split_backward
@@ -37,6 +38,9 @@ CONTEXT: dict[str, dict[str, Any]] = {
     "right window": {**operands(), "window_size": (-1, 1)},
     "causal window": {**operands(), "causal": True, "window_size": (4, 0)},
     "sink tokens": {**operands(), "causal": True, "window_size": (4, 0), "sink_tokens": 3},
+    "chunks": {**operands(), "causal": True, "attention_chunk": 5, "sink_tokens": 1},
+    "chunks, more rows": {**operands(30, 9), "attention_chunk": 4, "sink_tokens": 2},
+    "chunks, fewer rows": {**operands(9, 30), "attention_chunk": 4, "causal": True},
     "sinks": {**operands(), "causal": True, "sinks": SINKS},
     "slopes": {**operands(), "causal": True, "alibi_slopes": SLOPES},
     "slopes both ways": {**operands(9, 30), "alibi_slopes": SLOPES},
@@ -101,3 +105,40 @@ async def check_sharded_cache(pool: ContextPool, ctx: ga.GpuContext) -> None:
             wanted = await own.attend(q[None], mine, **new, **options)
             close(found.out, wanted.out[0], "out")
             close(found.lse, wanted.lse[0], "lse")
+
+
+async def check_move(pool: ContextPool, ctx: ga.GpuContext, dtype: str = "bfloat16") -> None:
+    """A sequence that is prefilled at one worker and moved to another goes on with the bits of one that stayed."""
+    spec: dict[str, Any] = {
+        "num_blocks": 16, "page_size": 8, "kv_heads": KV_HEADS, "head_dim": DIM, "head_dim_v": DIM_V, "dtype": dtype,
+    }  # fmt: skip
+    if dtype.startswith("float8"):
+        spec |= {"k_descale": np.array([0.5, 2.0], np.float32), "v_descale": np.array([0.25, 1.0], np.float32)}
+    prompt = list(range(21))
+    given = {name: array[0] for name, array in operands(22, 22, 1, ml_dtypes.bfloat16).items()}
+    async with ctx.kv_cache(**spec) as own, pool.kv_cache(**spec) as cache:
+        seq, mine = await cache.create(prompt), await own.create(prompt)
+        for one, at in ((cache, seq), (own, mine)):
+            await one.append(at, given["k"][:21], given["v"][:21], tokens=prompt)  # type: ignore[attr-defined]
+        moved = await cache.move(seq)
+        assert moved.worker != seq.worker
+        new = {name: array[None, 21:] for name, array in given.items()}
+        found = await cache.attend(new["q"], [moved], k=new["k"], v=new["v"], expect_length=[21])
+        wanted = await own.attend(new["q"], [mine], k=new["k"], v=new["v"])
+        np.testing.assert_array_equal(found.out, wanted.out)
+        twin = await cache.create(prompt)  # which goes where the pages of its beginning are
+        assert twin.cached == 16
+        for one in (moved, twin):
+            await cache.free(one)
+        await held(cache, 0)
+
+
+async def held(cache: Any, sequences: int) -> None:
+    """All workers of a pooled cache together have so many sequences, once what has been asked for took effect."""
+
+    def counts() -> tuple[int, ...]:
+        return tuple(stats.sequences for stats in cache.stats().values())
+
+    await comes_true(lambda: sum(counts()) == sequences)
+    if not sequences:
+        await comes_true(lambda: all(stats.free_blocks == stats.blocks for stats in cache.stats().values()))

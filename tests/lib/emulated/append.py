@@ -311,8 +311,16 @@ def buffer_of(array: Any, address: int) -> Buffer:
     return Buffer(address, array.shape, strides, array.dtype.name)
 
 
-def run_copy(k_cache: Any, v_cache: Any, pairs: Any, **launch: Any) -> tuple[Any, Any]:
-    """The pools after the page copies."""
+def run_copy(
+    k_cache: Any,
+    v_cache: Any,
+    pairs: Any,
+    *,
+    pages: tuple[Any, Any] | None = None,
+    leaving: bool = False,
+    **launch: Any,
+) -> tuple[Any, Any]:
+    """The pools after page copies within them, or from ``pages``. leaving: the pages, after copies to them."""
     blocks, page_size, heads, dim = k_cache.shape
     dtype = k_cache.dtype.name
     pool = AppendProblem(
@@ -320,6 +328,10 @@ def run_copy(k_cache: Any, v_cache: Any, pairs: Any, **launch: Any) -> tuple[Any
         cache_dtype=dtype, page_size=page_size, num_blocks=blocks,
     )  # fmt: skip
     arrays = {"k_cache": k_cache, "v_cache": v_cache, "page_pairs": np.asarray(pairs, np.int32).reshape(-1, 2)}
+    names = ("cache", "cache")
+    if pages is not None:
+        arrays |= {"k_pages": pages[0], "v_pages": pages[1]}
+        names = ("cache", "pages") if leaving else ("pages", "cache")
     memory = {name: EmulatedBuffer.of(array, name) for name, array in arrays.items()}
     buffers = {name: buffer_of(array, memory[name].address) for name, array in arrays.items()}
     geometry = page_copy_geometry(len(pairs), pool)
@@ -329,8 +341,9 @@ def run_copy(k_cache: Any, v_cache: Any, pairs: Any, **launch: Any) -> tuple[Any
             geometry.grid,
             geometry.block,
             geometry.shared_bytes,
-            pack_page_copy(len(pairs), pool, buffers),
+            pack_page_copy(len(pairs), pool, buffers, *names),
             list(memory.values()),
             **{"arithmetic": contraction.arithmetic(), **launch},
         )
-    return tuple(memory[name].view(a.dtype, a.shape) for name, a in (("k_cache", k_cache), ("v_cache", v_cache)))
+    changed = [f"{side}_{names[1]}" for side in "kv"]
+    return tuple(memory[name].view(arrays[name].dtype, arrays[name].shape) for name in changed)

@@ -82,6 +82,14 @@ def run_probe(name: str, schedule: str, seed: int) -> None:
         copy_pages(*wanted, pairs[:2])
         for got, want in zip(run_copy(k, v, pairs, schedule=schedule, seed=seed), wanted, strict=True):
             same_bits("page", got, want, _MIXED)
+        others = [one[:3].copy() for one in (k, v)]
+        leaving = [(8, 1), (0, 2), (7, 3)]
+        for got, kept, source in zip(
+            run_copy(k, v, leaving, pages=tuple(others), leaving=True), others, (k, v), strict=True
+        ):
+            want = kept.copy()
+            want[[1, 2]] = source[[8, 0]]
+            same_bits("page", got, want, _MIXED)
     else:
         raise LookupError(name)
 

@@ -142,10 +142,12 @@ MUTANTS = (
     # Pages
     _copy(
         "pages swap roles",
-        "pool + source * stride, pool + destination * stride",
-        "pool + destination * stride, pool + source * stride",
+        "from + source * from_stride, to + destination * to_stride",
+        "to + destination * to_stride, from + source * from_stride",
     ),
-    _copy("V's pages are K's", "is_k ? params.k_cache : params.v_cache", "params.k_cache"),
+    _copy("V's pages are K's", "is_k ? params.k_source : params.v_source", "params.k_source"),
+    _copy("V's pages go to K", "is_k ? params.k_target : params.v_target", "params.k_target"),
+    _copy("pages leave by the cache's number", "destination >= params.target_blocks", "false"),
     _copy(
         "a page's end is left out",
         "whole = begin + (end - begin) / 16 * 16;",

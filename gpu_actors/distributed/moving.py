@@ -1,0 +1,86 @@
+"""move_sequence: a sequence goes from one cache to another, in this process or between any two workers.
+
+    source    export: pages and a lease ──> │                          │ ──> free the sequence, end the lease
+    target                                  │ import: all or nothing ──┘
+
+The source keeps the sequence until the target has said that it has it. So at every step that fails, one of the two has
+the sequence: the source before the import is answered, the target after.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from gpu_actors.kv.requests import KvSequence
+from gpu_actors.kv.transfer import SequencePages
+from gpu_actors.kv_cache import KvCache
+from gpu_actors.runtime.reply import Reply, need_asyncio
+from gpu_actors.validation.fields import real
+
+__all__ = ["copy_sequence", "exported_pages", "move_sequence"]
+
+
+@contextlib.asynccontextmanager
+async def exported_pages(
+    cache: KvCache, seq: KvSequence, *, timeout: float | None = None
+) -> AsyncIterator[SequencePages]:
+    """The pages of a sequence, whose lease ends with the block: ``async with exported_pages(cache, seq) as pages``.
+
+    Raises what `KvCache.export_pages` raises.
+    """
+    async with _leased(cache, cache.export_pages(seq, timeout=timeout)) as pages:
+        yield pages
+
+
+async def copy_sequence(
+    source: KvCache,
+    seq: KvSequence,
+    target: KvCache,
+    *,
+    timeout: float | None = None,
+    asked: Callable[[KvCache, Reply[Any]], None] | None = None,
+) -> KvSequence:
+    """Begin a sequence of ``target`` with the rows of one of ``source``, which stays: prefill here, decode there.
+
+    source, target: of the same layout, dtype and descales. timeout: seconds for both steps together. asked: called with
+    each request and its cache.
+    Raises what `KvCache.export_pages` and `KvCache.import_pages` raise; then the target has nothing new.
+    """
+    need_asyncio("copy_sequence()")
+    end = math.inf
+    if timeout is not None:
+        end = time.monotonic() + real("timeout", timeout, "a finite number of seconds, or None")
+    exporting = source.export_pages(seq, timeout=timeout)
+    if asked is not None:
+        asked(source, exporting)
+    async with _leased(source, exporting) as pages:
+        importing = target.import_pages(pages, timeout=None if end == math.inf else max(0.0, end - time.monotonic()))
+        if asked is not None:
+            asked(target, importing)
+        return await importing
+
+
+async def move_sequence(
+    source: KvCache, seq: KvSequence, target: KvCache, *, timeout: float | None = None
+) -> KvSequence:
+    """`copy_sequence`, after which the source forgets its sequence.
+
+    If it raises, the source has the sequence as before. Rows that are appended at the source meanwhile do not move.
+    """
+    moved = await copy_sequence(source, seq, target, timeout=timeout)
+    # Without an await, so that a cancelled task finds the sequence at one of the two. A lost source has none to free.
+    source.free(seq)
+    return moved
+
+
+@contextlib.asynccontextmanager
+async def _leased(cache: KvCache, exporting: Reply[SequencePages]) -> AsyncIterator[SequencePages]:
+    pages = await exporting
+    try:
+        yield pages
+    finally:
+        cache.release(pages)  # it takes effect behind what has been asked for, whether or not this task goes on

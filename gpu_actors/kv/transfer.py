@@ -1,0 +1,198 @@
+"""A sequence on its way from one cache to another: its pages, and the launches that read and write them.
+
+    export    pages of the pool ──copy──> pages of their own, on the host     the sequence stays, and a lease holds them
+    import    pages of their own ──copy──> pages of another pool              wholly, or without a trace
+
+Pages are copied as they are, so a sequence has the same bits at its new home, fp8 elements included.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gpu_actors.arrays.adopt import dtype_of, name_of
+from gpu_actors.devices.interface import Kernel, Launch, Outputs, OutputSpec, Step
+from gpu_actors.kernels.append.copy_pages import pack_page_copy, page_copy_geometry
+from gpu_actors.kernels.append.variant import AppendProblem
+from gpu_actors.kv.requests import KvSequence
+from gpu_actors.requests import Array
+from gpu_actors.validation.fields import describe, expect
+from gpu_actors.values import brief, show
+
+__all__ = [
+    "SequencePages",
+    "check_pages",
+    "export_launch",
+    "exported",
+    "import_launch",
+    "no_pages",
+    "page_checks",
+]
+
+_LAYOUT = ("page_size", "kv_heads", "head_dim", "head_dim_v", "dtype")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SequencePages:
+    """A sequence that has been exported, as `KvCache.export_pages` gives it. It can be pickled and sent anywhere.
+
+    lease: a sequence of the source, which holds the pages there until it is freed (`KvCache.release`).
+    length: rows. pages: their ids in the source's pool, in order.
+    page_size, kv_heads, head_dim, head_dim_v, dtype: the layout of a page, as in `KvCacheSpec`.
+    k, v: (pages, page_size, kv_heads, head_dim) and (..., head_dim_v), in the pool's dtype; behind the last row 0.
+    k_descale, v_descale: fp32 (kv_heads,), of an fp8 pool that has them.
+    checks: of each page, a digest of its bytes (BLAKE2b, 16 bytes).
+    digests: the names of the whole pages whose tokens are known (`prefix_digests`). tail: the known tokens behind them.
+    """
+
+    __repr__ = brief
+
+    lease: KvSequence
+    length: int
+    pages: tuple[int, ...]
+    page_size: int
+    kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    dtype: str
+    k: Array
+    v: Array
+    checks: tuple[bytes, ...]
+    k_descale: Array | None = None
+    v_descale: Array | None = None
+    digests: tuple[bytes, ...] = ()
+    tail: tuple[int, ...] = ()
+
+
+def page_checks(k: Any, v: Any) -> tuple[bytes, ...]:
+    """A digest of each page's bytes."""
+    checks = []
+    for pages in zip(k, v, strict=True):
+        check = hashlib.blake2b(digest_size=16)
+        for page in pages:
+            check.update(np.ascontiguousarray(page).view(np.uint8).data)
+        checks.append(check.digest())
+    return tuple(checks)
+
+
+def check_pages(given: Any, pool: AppendProblem, descales: Mapping[str, Any]) -> None:
+    """Check that pages fit a pool and are what they were when they left. Raises `InvalidRequest`."""
+    expect(isinstance(given, SequencePages), "pages", show(given), "must be SequencePages, as export_pages() gives")
+    sizes = (pool.page_size, pool.heads_kv, pool.head_dim, pool.head_dim_v, pool.cache_dtype)
+    for name, own in zip(_LAYOUT, sizes, strict=True):
+        other = getattr(given, name)
+        expect(type(other) is type(own) and other == own, name, show(other), f"must be that of the cache, {own}")
+    count = _pages(given.length, pool.page_size) if type(given.length) is int and given.length >= 0 else -1
+    expect(count >= 0, "length", show(given.length), "must be a number of rows")
+    for name, dim in (("k", pool.head_dim), ("v", pool.head_dim_v)):
+        array, shape = getattr(given, name), (count, pool.page_size, pool.heads_kv, dim)
+        sound = isinstance(array, np.ndarray) and array.shape == shape and name_of(array.dtype) == pool.cache_dtype
+        expect(sound, name, describe(array), f"must be {pool.cache_dtype} {shape}, on the host")
+    for name in ("k_descale", "v_descale"):
+        own, other = descales.get(name), getattr(given, name)
+        same = (own is None) == (other is None) and (own is None or np.array_equal(own, other))
+        expect(same, name, describe(other), f"must be that of the cache, {describe(own)}")
+    whole = given.length // pool.page_size
+    known = len(given.digests) * pool.page_size + len(given.tail)
+    sound = len(given.digests) <= whole and known <= given.length and len(given.tail) < pool.page_size
+    expect(sound, "digests", len(given.digests), f"must be of whole pages, of which there are {whole}")
+    found = page_checks(given.k, given.v)
+    expect(len(given.checks) == count, "checks", len(given.checks), f"must be one a page, {count}")
+    for index, (check, wanted) in enumerate(zip(found, given.checks, strict=True)):
+        expect(
+            check == wanted, f"checks[{index}]", show(wanted), "is not that of the page, which has changed on its way"
+        )
+
+
+def export_launch(
+    pool: AppendProblem, pools: tuple[Any, Any], pages: Sequence[int], kernels: Sequence[Kernel]
+) -> Launch:
+    """Copies these pages of a pool into k_pages and v_pages on the host. pools: of K and V."""
+    count = len(pages)
+    outputs = {
+        f"{side}_pages": OutputSpec((count, pool.page_size, pool.heads_kv, dim), pool.cache_dtype)
+        for side, dim in zip("kv", (pool.head_dim, pool.head_dim_v), strict=True)
+    }
+    # The pairs come first: outputs lie where the first input does, on the host.
+    inputs = {"page_pairs": np.array([(page, index) for index, page in enumerate(pages)], np.int32)}
+    inputs |= {"k_cache": pools[0], "v_cache": pools[1]}
+    return Launch(None, inputs, outputs, _read, _steps(pool, count, kernels, "cache", "pages"))
+
+
+def import_launch(
+    pool: AppendProblem, pools: tuple[Any, Any], given: tuple[Any, Any], pages: Sequence[int], kernels: Sequence[Kernel]
+) -> Launch:
+    """Copies ``given`` pages of K and V to these pages of a pool. pools: of K and V."""
+    inputs = {"page_pairs": np.array([(index, page) for index, page in enumerate(pages)], np.int32)}
+    inputs |= {"k_cache": pools[0], "v_cache": pools[1]}
+    inputs |= {name: np.ascontiguousarray(one) for name, one in zip(("k_pages", "v_pages"), given, strict=True)}
+    steps = _steps(pool, len(pages), kernels, "pages", "cache")
+    return Launch(None, inputs, {}, _write, steps, updates=("k_cache", "v_cache"))
+
+
+def exported(
+    lease: KvSequence,
+    pool: AppendProblem,
+    descales: Mapping[str, Any],
+    pages: Sequence[int],
+    outputs: Outputs,
+    digests: Sequence[bytes],
+    tail: Sequence[int],
+    length: int,
+) -> SequencePages:
+    """The record of what `export_launch` has read."""
+    k, v = (outputs[name] for name in ("k_pages", "v_pages"))
+    rest = length % pool.page_size
+    if rest:  # rows that were never written hold what the page held before
+        for array in (k, v):
+            array[-1, rest:].view(np.uint8)[...] = 0
+    return SequencePages(
+        lease=lease,
+        length=length,
+        pages=tuple(pages),
+        page_size=pool.page_size,
+        kv_heads=pool.heads_kv,
+        head_dim=pool.head_dim,
+        head_dim_v=pool.head_dim_v,
+        dtype=pool.cache_dtype,
+        k=k,
+        v=v,
+        checks=page_checks(k, v),
+        digests=tuple(digests),
+        tail=tuple(tail),
+        **descales,
+    )
+
+
+def no_pages(pool: AppendProblem) -> Outputs:
+    """What `export_launch` would read of no pages."""
+    dtype: Any = dtype_of(pool.cache_dtype)
+    dims = (("k_pages", pool.head_dim), ("v_pages", pool.head_dim_v))
+    return {name: np.zeros((0, pool.page_size, pool.heads_kv, dim), dtype) for name, dim in dims}
+
+
+def _pages(length: int, page_size: int) -> int:
+    return -(-length // page_size)
+
+
+def _steps(pool: AppendProblem, count: int, kernels: Sequence[Kernel], source: str, target: str) -> tuple[Step, ...]:
+    pack = functools.partial(pack_page_copy, count, pool, source=source, target=target)
+    return tuple(Step(kernel, page_copy_geometry(count, pool), pack) for kernel in kernels)
+
+
+def _read(inputs: Mapping[str, Any]) -> Outputs:
+    pages = inputs["page_pairs"][:, 0]
+    return {"k_pages": inputs["k_cache"][pages], "v_pages": inputs["v_cache"][pages]}
+
+
+def _write(inputs: Mapping[str, Any]) -> Outputs:
+    pages = inputs["page_pairs"][:, 1]
+    for side in "kv":
+        inputs[f"{side}_cache"][pages] = inputs[f"{side}_pages"]
+    return {}

@@ -1,0 +1,214 @@
+"""Sequences that move between workers. Where a step fails, one of the two has the sequence, and nothing is leaked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import shards
+from support.service import comes_true
+
+import gpu_actors as ga
+from gpu_actors.distributed import (
+    ContextPool,
+    PooledKvCache,
+    PooledSequence,
+    copy_sequence,
+    exported_pages,
+    move_sequence,
+    open_pool,
+)
+from gpu_actors.remote import InProcess, RemoteContext
+
+SPEC: dict[str, Any] = {"num_blocks": 8, "page_size": 8, "kv_heads": 2, "head_dim": 16, "dtype": "float32"}
+QUICK = ga.RestartPolicy(max_restarts=1000, backoff=0.0)
+ROWS = np.random.default_rng(0).standard_normal((20, 2, 16)).astype(np.float32)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+async def test_prefill_here_and_decode_there(pool_of_three: ContextPool, whole: ga.GpuContext, dtype: str) -> None:
+    await shards.check_move(pool_of_three, whole, dtype)
+
+
+class Two:
+    """A cache over two workers, and a sequence at the first one. Each launch takes ``latency`` seconds."""
+
+    def __init__(self, pool: ContextPool, cache: PooledKvCache, seq: PooledSequence) -> None:
+        self.pool = pool
+        self.cache = cache
+        self.seq = seq
+        self.other = next(name for name in pool.workers if name != seq.worker)
+
+    def lose(self, name: str) -> None:
+        context = self.pool.workers[name]
+        assert isinstance(context, RemoteContext)
+        connection = context._generations.connection
+        assert connection is not None
+        connection.kill()
+
+    async def busy(self, name: str, requests: int) -> None:
+        """A worker has got so many requests in all."""
+        await comes_true(lambda: self.pool.stats().workers[name].requests >= requests)
+
+    def requests(self, name: str) -> int:
+        return self.pool.stats().workers[name].requests
+
+
+@pytest.fixture
+async def two() -> AsyncIterator[Two]:
+    options = ga.ContextOptions(restart=QUICK, mock=ga.MockOptions(latency=0.2), drain_timeout=1.0)
+    async with (
+        open_pool("mock", workers=2, options=options, workplace=InProcess, seed=0) as pool,
+        pool.kv_cache(**SPEC) as cache,
+    ):
+        seq = await cache.create()
+        await cache.append(seq, ROWS, ROWS)
+        yield Two(pool, cache, seq)
+
+
+async def stays(two: Two) -> None:
+    """The sequence is where it was, with its rows, and alone."""
+    assert two.cache.length(two.seq) == 20
+    await shards.held(two.cache, 1)
+    assert await two.cache.append(two.seq, ROWS[:1], ROWS[:1], expect_length=20) == 21
+    await two.cache.free(two.seq)
+    await shards.held(two.cache, 0)
+
+
+async def test_rows_and_counts_move(two: Two) -> None:
+    moved = await two.cache.move(two.seq, two.other)
+    assert moved.worker == two.other
+    assert two.cache.length(moved) == 20
+    await shards.held(two.cache, 1)
+    with pytest.raises(ga.InvalidRequest, match="freed"):
+        await two.cache.append(two.seq, ROWS, ROWS)
+    workers = two.pool.stats().workers
+    await comes_true(lambda: two.pool.stats().workers[two.seq.worker].sequences == 0)
+    assert workers[two.other].sequences == 1
+    back = await two.cache.move(moved)
+    assert back.worker == two.seq.worker
+    await two.pool.remove(two.other)
+    with pytest.raises(ga.InvalidRequest, match="another worker"):
+        await two.cache.move(back)
+
+
+async def test_a_sequence_leaves_a_worker_that_is_removed(two: Two) -> None:
+    removing = asyncio.create_task(two.pool.remove(two.seq.worker))
+    await asyncio.sleep(0)
+    with pytest.raises(ga.InvalidRequest, match="must be one of"):
+        await two.cache.move(two.seq, two.seq.worker)
+    moved = await two.cache.move(two.seq)
+    await removing
+    assert await two.cache.append(moved, ROWS[:1], ROWS[:1], expect_length=20) == 21
+
+
+async def test_no_room_at_the_target(two: Two) -> None:
+    filler = await two.cache.create()
+    while filler.worker != two.other:
+        filler = await two.cache.create()
+    await two.cache.append(filler, *(np.zeros((48, 2, 16), np.float32),) * 2)
+    with pytest.raises(ga.CacheFull):
+        await two.cache.move(two.seq, two.other)
+    assert two.cache.length(two.seq) == 20
+
+
+async def test_the_target_is_lost_before_and_while_it_takes_the_pages(two: Two) -> None:
+    for step in ("export", "import"):
+        before = two.requests(two.other)
+        moving = asyncio.create_task(two.cache.move(two.seq, two.other))
+        if step == "import":
+            await two.busy(two.other, before + 1)
+        else:
+            await two.busy(two.seq.worker, two.requests(two.seq.worker) + 1)
+        two.lose(two.other)
+        with pytest.raises((ga.WorkerLost, ga.StaleBuffer)):
+            await moving
+        assert two.cache.length(two.seq) == 20
+        await comes_true(lambda: two.pool.workers[two.other].health().ready)
+        await (await two.cache._shard(two.pool.member(two.other))).opening  # type: ignore[arg-type]
+    await stays(two)
+
+
+async def test_the_source_is_lost_while_it_reads_the_pages(two: Two) -> None:
+    moving = asyncio.create_task(two.cache.move(two.seq, two.other))
+    await two.busy(two.seq.worker, two.requests(two.seq.worker) + 1)
+    two.lose(two.seq.worker)
+    with pytest.raises(ga.WorkerLost) as caught:
+        await moving
+    assert caught.value.worker == two.seq.worker
+    with pytest.raises(ga.StaleBuffer):
+        await two.cache.append(two.seq, ROWS, ROWS)
+    await shards.held(two.cache, 0)
+
+
+async def test_the_source_is_lost_while_the_target_takes_the_pages(two: Two) -> None:
+    before = two.requests(two.other)
+    moving = asyncio.create_task(two.cache.move(two.seq, two.other))
+    await two.busy(two.other, before + 1)
+    two.lose(two.seq.worker)
+    moved = await moving
+    assert await two.cache.append(moved, ROWS[:1], ROWS[:1], expect_length=20) == 21
+    await two.cache.free(moved)
+    await shards.held(two.cache, 0)
+
+
+@pytest.mark.parametrize("step", ["export", "import"])
+@pytest.mark.parametrize("way", ["cancel", "timeout"])
+async def test_a_move_that_is_given_up(two: Two, step: str, way: str) -> None:
+    timeout = None if way == "cancel" else {"export": 0.1, "import": 0.3}[step]
+    before = two.requests(two.other)
+    moving = asyncio.create_task(two.cache.move(two.seq, two.other, timeout=timeout))
+    if way == "cancel":
+        if step == "import":
+            await two.busy(two.other, before + 1)
+        else:
+            await two.busy(two.seq.worker, two.requests(two.seq.worker) + 1)
+        moving.cancel()
+    with pytest.raises(asyncio.CancelledError if way == "cancel" else ga.DeadlineExceeded):
+        await moving
+    await stays(two)
+
+
+async def _between_contexts(
+    use: Callable[[ga.KvCache, ga.KvSequence, ga.KvCache], Awaitable[None]], **changed: Any
+) -> None:
+    async with (
+        ga.open_context("mock") as one,
+        ga.open_context("mock") as other,
+        one.kv_cache(**SPEC) as source,
+        other.kv_cache(**{**SPEC, **changed}) as target,
+    ):
+        seq = await source.create()
+        await source.append(seq, ROWS, ROWS)
+        await use(source, seq, target)
+
+
+async def test_caches_of_one_process_move_sequences_too() -> None:
+    async def use(source: ga.KvCache, seq: ga.KvSequence, target: ga.KvCache) -> None:
+        twin = await copy_sequence(source, seq, target)
+        moved = await move_sequence(source, seq, target, timeout=30.0)
+        assert target.length(twin) == target.length(moved) == 20
+        await comes_true(lambda: source.stats().free_blocks == 8)
+        async with exported_pages(target, moved) as pages:
+            assert target.stats().sequences == 3
+            assert pages.length == 20
+        await comes_true(lambda: target.stats().sequences == 2)
+
+    await _between_contexts(use)
+
+
+async def test_another_layout_is_refused_by_name() -> None:
+    async def use(source: ga.KvCache, seq: ga.KvSequence, target: ga.KvCache) -> None:
+        with pytest.raises(ga.InvalidRequest) as refused:
+            await move_sequence(source, seq, target)
+        assert refused.value.field == "page_size"
+        assert source.length(seq) == 20
+        assert target.stats().sequences == 0
+        await comes_true(lambda: source.stats().sequences == 1)
+        with pytest.raises(ga.InvalidRequest, match="finite number"):
+            await copy_sequence(source, seq, target, timeout=float("nan"))
+
+    await _between_contexts(use, page_size=16)
