@@ -1,39 +1,76 @@
-"""A roofline estimate of a GPU suite, from counts alone. It is a model: it contains no measurement.
+"""Estimates of a GPU suite from counts of machine code. They are a model's: they contain no measurement of ours.
 
-The time of a case is the longest of the times of its parts, each with the machine to itself:
+Each part of a case has a time of its own, as if it had the machine to itself:
 
-    products    FLOPs / the dense rate of the tensor cores, or of the CUDA cores for a kernel that uses those
-    exponent    one exp2 a pair / 16 a clock and multiprocessor
-    issue       warp instructions of the kernel's main loop, counted in its machine code / 4 a clock and multiprocessor
-    memory      bytes of the operands, each once / the memory's bandwidth
+    products    multiply-adds of the tiles / the dense rate of the tensor cores
+    exponent    special functions / 16 a clock and multiprocessor
+    issue       instructions of the warps that multiply / 4 a clock and multiprocessor
+    shared      bytes into and out of shared memory / 128 a clock and multiprocessor
+    memory      bytes of the operands, each once, and of passes before and after / the memory's bandwidth
 
-Rates are the vendor's data sheets', at their boost clock. Waits, poor overlap and the ends of a grid are not in
-it, so it is an upper bound of the speed. mma.sync is taken to reach the full tensor rate, which on some
-architectures it does not.
+The first four are those of the multiprocessor with the most work, where tiles go to whichever is free, and of tiles
+without a mask. Rates are data sheets', at the clock of their peak rates.
+
+On sm_90a the estimate is a sum of products, issue, and clocks for each tile of rows, with the weights that fit other
+libraries' published figures best (`FITS`; docs/reports/model.md). Its error is that of figures that the weights were
+fitted without. Elsewhere it is the longest part, an upper bound of the speed, and has no error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gpu_actors.bench.cases import Case, Kind, backward_cases, decode_cases, forward_cases
-from gpu_actors.bench.counts import count_case, key_of
+from gpu_actors.bench.counts import Counts, count_case, key_of
 from gpu_actors.bench.sass import find_disassembler
 from gpu_actors.context import GpuContext, open_context
 from gpu_actors.devices.select import DEFAULT_ARCH
 from gpu_actors.errors import GpuActorsError, Unsupported
 from gpu_actors.options import ContextOptions
 
-__all__ = ["COLUMNS", "MACHINES", "Machine", "estimate", "estimate_suite", "table"]
+__all__ = ["COLUMNS", "FITS", "MACHINES", "Fit", "Machine", "busiest", "estimate", "estimate_suite", "table", "terms"]
 
-COLUMNS = ("case", "kernel", "products ms", "exponent ms", "issue ms", "memory ms", "bound by", "at most")
+COLUMNS = (
+    *("case", "kernel", "products ms", "exponent ms", "issue ms", "shared ms", "memory ms"),
+    *("bound by", "model", "error, worst"),
+)
 
 _CASES = {"forward": forward_cases, "backward": backward_cases, "decode": decode_cases}
 _EXPONENTIALS = 16  # a clock and multiprocessor: CUDA C++ Programming Guide, "Arithmetic Instructions"
 _SCHEDULERS = 4
+_SHARED_BYTES = 128
+_L2_BYTES = 50e6  # H100's and H200's
+_EDGE = 1.5  # steps that a tile's beginning and end are counted as, where tiles are dealt out
 _ON_CUDA_CORES = ("forward_simple",)
+_FLOAT8 = "float8"
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Weights of `terms`. error: the mean of points left out of the fit one by one, and the worst; shares of the time.
+
+    series: the mean where all lengths of a head dim and mask are left out at once. points: how many were fitted.
+    """
+
+    weights: dict[str, float]
+    error: float
+    worst: float
+    series: float
+    points: int
+
+
+# What `scripts/model` finds; a test compares.
+_FORWARD = {"products": 1.066, "issue": 1.005, "output": 0.1353, "edge": 2965.0}
+FITS = {
+    "forward": Fit(_FORWARD, error=0.027, worst=0.083, series=0.034, points=25),
+    "float8": Fit(_FORWARD, error=0.121, worst=0.295, series=0.121, points=0),
+    "backward": Fit({"products": 1.228, "issue": 1.307, "tiles": 6097.0}, 0.015, 0.033, 0.151, 10),
+    "decode": Fit({"launch": 6350.0, "cold": 0.5776, "memory": 1.087}, 0.054, 0.394, 0.0, 12),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +107,8 @@ def estimate_suite(kind: Kind, arch: str | None = None, quick: bool = False) -> 
     if machine is None:
         raise Unsupported("arch", arch, f"data sheets are kept for {', '.join(MACHINES)}", DEFAULT_ARCH)
     with open_context("mock", ContextOptions(arch=arch)) as context:
-        rows = [estimate(case, machine, *_counted(case, context)) for case in _CASES[kind](quick)]
+        count = functools.cache(functools.partial(count_case, kind=kind))
+        rows = [estimate(case, machine, *_counted(case, context, count)) for case in _CASES[kind](quick)]
     return {
         "suite": kind,
         "kind": "model",
@@ -86,38 +124,131 @@ def estimate_suite(kind: Kind, arch: str | None = None, quick: bool = False) -> 
 
 
 def estimate(
-    case: Case,
-    machine: Machine,
-    kernel: str | None = None,
-    instructions: float | None = None,
-    reason: str | None = None,
+    case: Case, machine: Machine, kernel: str | None = None, counts: Counts | None = None, reason: str | None = None
 ) -> dict[str, Any]:
-    """One case. instructions: the main loop's, of all warps, a pair of row and key; None where not counted."""
-    rate = machine.multiprocessors * machine.clock
-    pairs = case.pairs * case.heads
-    flops = machine.flops * (machine.fp8 if case.dtype.startswith("float8") else 1)
+    """One case. counts: of the kernel's machine code, None where there are none: then nothing is fitted."""
+    flops = machine.flops * (machine.fp8 if case.dtype.startswith(_FLOAT8) else 1)
     if kernel in _ON_CUDA_CORES:
         flops = machine.fp32
+    rate = machine.multiprocessors * machine.clock
     parts: dict[str, float | None] = {
         "products": case.flops / flops / rate,
-        "exponent": pairs / _EXPONENTIALS / rate,
-        "issue": None if instructions is None else pairs * instructions / _SCHEDULERS / rate,
+        "exponent": case.pairs * case.heads / _EXPONENTIALS / rate,
+        "issue": None,
+        "shared": None,
         "memory": case.bytes / machine.bandwidth,
     }
+    clocks = None if counts is None else terms(case, counts, machine)
+    if clocks is not None:
+        parts = {name: clocks[name] / machine.clock for name in parts}
     known = {name: seconds for name, seconds in parts.items() if seconds is not None}
     bound = max(known, key=lambda name: known[name])
     seconds = known[bound]
+    fit = FITS[_fit_of(case)] if clocks is not None and kernel in _FITTED else None
+    if fit is not None and clocks is not None:
+        seconds = max(seconds, _fitted(fit, clocks) / machine.clock)
     return {
         "case": case.record(),
         "kernel": kernel,
         "reason": reason,
-        "instructions_a_pair": instructions,
         "parts_ms": {name: None if part is None else part * 1e3 for name, part in parts.items()},
         "bound": bound,
         "model_ms": seconds * 1e3,
         "model_tflops": case.flops / seconds / 1e12,
         "model_gbs": case.bytes / seconds / 1e9,
+        "error": None if fit is None else fit.error,
+        "worst_error": None if fit is None else fit.worst,
     }
+
+
+_FITTED = ("forward_sm90", "backward_sm90", "decode_mma")
+
+
+def _fit_of(case: Case) -> str:
+    return "float8" if case.kind == "forward" and case.dtype.startswith(_FLOAT8) else case.kind
+
+
+def _fitted(fit: Fit, clocks: Mapping[str, float]) -> float:
+    return sum(weight * clocks[name] for name, weight in fit.weights.items()) + clocks["passes"]
+
+
+def terms(case: Case, counts: Counts, machine: Machine) -> dict[str, float]:
+    """Clocks of the parts of a case, and what a fit weighs beside them.
+
+    tiles: of rows (of a backward pass: of keys), on the multiprocessor with most work; output: their elements; edge:
+    those that a mask cuts; launch: 1; cold: memory's clocks up to the bytes that the L2 cache holds; passes: memory's
+    clocks before and after the kernel.
+    """
+    flops = machine.flops * (machine.fp8 if case.dtype.startswith(_FLOAT8) else 1)
+    if case.kind == "decode":
+        tiles, steps = 1.0, _decode_steps(case, counts, machine)
+    else:
+        tiles, steps = busiest(_steps(case, counts), case.batch * case.heads, machine.multiprocessors)
+    to_clocks = machine.clock / machine.bandwidth
+    passes = _passes(case) * to_clocks
+    held = counts.keys if case.kind == "backward" else counts.rows
+    return {
+        "products": steps * counts.products / (flops / 2),
+        "exponent": steps * counts.warps * counts.special * 32 / _EXPONENTIALS,
+        "issue": steps * counts.warps * counts.instructions / _SCHEDULERS,
+        "shared": steps * (counts.warps * counts.shared + counts.loaded) / _SHARED_BYTES,
+        "memory": case.bytes * to_clocks + passes,
+        "tiles": tiles,
+        "output": tiles * held * case.head_dim,
+        "edge": tiles * (case.causal or case.window is not None),
+        "launch": 1.0,
+        "cold": min(case.bytes, _L2_BYTES) * to_clocks,
+        "passes": passes,
+    }
+
+
+def busiest(steps: Sequence[int], copies: int, processors: int) -> tuple[float, float]:
+    """(tiles, steps) of the processor that is done last, where the next longest tile goes to whichever is free.
+
+    steps: of each tile of a head and sequence. copies: heads times sequences.
+    """
+    if len(set(steps)) == 1:
+        rounds = -(-len(steps) * copies // processors)
+        return rounds, rounds * steps[0]
+    heap = [(0.0, 0, 0)] * processors
+    for each in sorted(steps, reverse=True):
+        for _ in range(copies):
+            time, tiles, done = heap[0]
+            heapq.heapreplace(heap, (time + each + _EDGE, tiles + 1, done + each))
+    return max(heap)[1:]
+
+
+def _steps(case: Case, counts: Counts) -> list[int]:
+    """Of each tile of one head and sequence: the tiles of the other operand that it sees any of."""
+    past = case.keys - case.rows
+    left = case.keys if case.window is None else case.window
+    found = []
+    if case.kind == "backward":
+        for start in range(0, case.keys, counts.keys):
+            first = max(0, start - past) if case.causal else 0
+            found.append(-(-(case.rows - first) // counts.rows))
+        return found
+    for start in range(0, case.rows, counts.rows):
+        end = min(case.rows, start + counts.rows)
+        last = min(case.keys, end + past) if case.causal or case.window is not None else case.keys
+        first = max(0, start + past - left)
+        found.append(max(1, -(-last // counts.keys) - first // counts.keys))
+    return found
+
+
+def _decode_steps(case: Case, counts: Counts, machine: Machine) -> float:
+    packed = -(-case.rows * case.heads // case.kv_heads // counts.rows)
+    return case.batch * case.kv_heads * packed * -(-case.keys // counts.keys) / machine.multiprocessors
+
+
+def _passes(case: Case) -> float:
+    """Bytes that other kernels of the launch move: for gradients delta and a dQ of floats; for e4m3 a transposed V."""
+    elements = case.batch * case.heads * case.rows * case.head_dim
+    if case.kind == "backward":
+        return 14.0 * elements  # o and dout are read, dq is cleared, read as floats and written
+    if case.kind == "forward" and case.dtype.startswith(_FLOAT8):
+        return 2.0 * case.batch * case.kv_heads * case.keys * case.head_dim
+    return 0.0
 
 
 def table(found: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
@@ -125,17 +256,17 @@ def table(found: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
     for row in found["rows"]:
         parts = ["-" if part is None else f"{part:.4f}" for part in row["parts_ms"].values()]
         decode = row["case"]["kind"] == "decode"
-        most = f"{row['model_gbs']:.0f} GB/s" if decode else f"{row['model_tflops']:.0f} TFLOP/s"
-        yield (row["case"]["name"], row["kernel"] or f"none: {row['reason']}", *parts, row["bound"], most)
+        speed = f"{row['model_gbs']:.0f} GB/s" if decode else f"{row['model_tflops']:.0f} TFLOP/s"
+        known = row["error"] is not None
+        error = f"{row['error']:.1%}, {row['worst_error']:.0%}" if known else "not fitted"
+        kernel = row["kernel"] or f"none: {row['reason']}"
+        yield (row["case"]["name"], kernel, *parts, row["bound"], speed if known else f"at most {speed}", error)
 
 
-def _counted(case: Case, context: GpuContext) -> tuple[str | None, float | None, str | None]:
-    """(kernel, instructions a pair, why there is no kernel)."""
+def _counted(case: Case, context: GpuContext, count: Any) -> tuple[str | None, Counts | None, str | None]:
+    """(kernel, its counts, why there is no kernel)."""
     try:
         key = key_of(case, context)
     except GpuActorsError as error:
         return None, None, str(error)
-    if find_disassembler() is None or case.kind != "forward":
-        return key.kernel, None, None
-    counts = count_case(key, case.kind)
-    return key.kernel, None if counts is None else counts.a_thousand / 1000, None
+    return key.kernel, None if find_disassembler() is None else count(key), None
