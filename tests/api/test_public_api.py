@@ -53,6 +53,8 @@ FOR_AN_EXTRA = (
     "interop/ray/__init__",
     "interop/ray/channel",
     "interop/ray/pool",
+    "interop/ray/router",
+    "interop/ray/serve",
     "interop/ray/worker",
     "interop/ray/workers",
     "interop/torch",

@@ -56,6 +56,8 @@ def cluster() -> Iterator[Any]:
 
 
 def _start(ray: Any, folder: str) -> threading.Event:
+    # Of all of Ray's processes, Serve's controller included.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     end = time.monotonic() + LIMIT
     reason = "it did not return"
     told: queue.Queue[str | None] = queue.Queue()
@@ -69,7 +71,6 @@ def _start(ray: Any, folder: str) -> threading.Event:
                 object_store_memory=256 << 20,
                 logging_level="error",
                 log_to_driver=False,
-                runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join((str(HERE.parent / "lib"), *sys.path))}},
                 _temp_dir=folder,
             )
         except Exception as error:  # a raylet aborts on a very busy machine
