@@ -17,6 +17,15 @@ from gpu_actors.clock import SYSTEM_CLOCK
 from gpu_actors.errors import GpuActorsError, InvalidRequest
 from gpu_actors.graph.graph import OperationGraph
 from gpu_actors.graph.match import match_attention
+from gpu_actors.kv.requests import (
+    CloseCache,
+    CreateSequence,
+    ExportSequence,
+    ForkSequence,
+    FreeSequence,
+    ImportSequence,
+    OpenCache,
+)
 from gpu_actors.naming import by_argument
 from gpu_actors.options import ContextOptions
 from gpu_actors.partial import MergePartials, adopt_partials
@@ -24,7 +33,7 @@ from gpu_actors.planning.cached import adopt_cache_request
 from gpu_actors.requests import BatchedDecode, PagedForward
 from gpu_actors.values import show
 
-__all__ = ["check_options", "harmless", "outbound", "sendable_error"]
+__all__ = ["check_options", "harmless", "outbound", "sendable_error", "undoing"]
 
 Restore = Callable[[Any], Any]
 
@@ -63,6 +72,18 @@ def harmless(message: Any) -> bool:
     if kind in ("FlashForward", "PagedForward", "BatchedDecode"):
         return message.out is None
     return kind in ("FlashBackward", "MhaForward", "MhaBackward", "MergePartials", "ExecuteGraph", "Compile", "Warm")
+
+
+def undoing(message: Any, made: Any) -> Any:
+    """The message that gives back what a request has made, or None where that is nothing but its answer."""
+    match message:
+        case OpenCache():
+            return CloseCache(made)
+        case CreateSequence() | ForkSequence() | ImportSequence():
+            return FreeSequence(message.cache, made)
+        case ExportSequence():
+            return FreeSequence(message.cache, made.lease)
+    return None
 
 
 def outbound(message: Any, notes: CallerNotes | None) -> tuple[Any, Restore | None]:

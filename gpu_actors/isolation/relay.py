@@ -28,7 +28,7 @@ from gpu_actors.errors import (
     StaleBuffer,
 )
 from gpu_actors.isolation.channel import Channel, Link
-from gpu_actors.isolation.crossing import harmless, outbound
+from gpu_actors.isolation.crossing import harmless, outbound, undoing
 from gpu_actors.isolation.questions import PATIENCE
 from gpu_actors.isolation.records import Answer, Ask, Cancel, Counts, Forget, KernelMade
 from gpu_actors.isolation.worker import KernelRef
@@ -153,6 +153,7 @@ class Relay:
         self._numbers = itertools.count(1)
         self._asked: dict[int, _Pending] = {}
         self._numbered: dict[Call[Any], int] = {}
+        self._given_up: dict[int, Call[Any]] = {}  # answered here before the worker's answer has come
         self._waiting: deque[tuple[str, Call[Any]]] = deque()
         self._notes: deque[Any] = deque()
         self._link: Link | None = None
@@ -166,19 +167,21 @@ class Relay:
     # The program's side
 
     def submit(self, actor: str, call: Call[Any]) -> None:
-        """Send a request, or have it wait for a worker. Raises `Overloaded`, and `InvalidRequest` for what cannot
-        cross."""
+        """Send a request, or have it wait for a worker. Raises `Overloaded` (not for what frees memory, as in
+        `Mailbox`), and `InvalidRequest` for what cannot cross."""
+        bounded = not getattr(type(call.message), "frees_memory", False)
         with self._lock:
             if self._over is not None:
                 raise self._over()
             link = self._link
             if link is None or self._waiting or self._here.sending:
-                if self._waits() >= self._capacity:
+                if bounded and self._waits() >= self._capacity:
                     raise Overloaded(f"{actor}: {self._capacity} requests wait for the context's process", 1.0)
                 self._waiting.append((actor, call))
                 self._wake()
                 return
-        if self._channel is not None and self._channel.waiting >= self._capacity:
+        channel = self._channel
+        if bounded and channel is not None and channel.waiting >= self._capacity:
             raise Overloaded(f"{actor}: the context's process takes no requests at the moment", 1.0)
         self._here.sending = True
         try:
@@ -221,7 +224,11 @@ class Relay:
     def forget(self, call: Call[Any]) -> None:
         """A request is answered: by the worker, or here, which the worker is told."""
         number = self._numbered.pop(call, None)
-        if number is None or self._asked.pop(number, None) is None:
+        if number is None:
+            return
+        self._given_up[number] = call  # before the answer may find that no one waits for it
+        if self._asked.pop(number, None) is None:
+            self._given_up.pop(number, None)
             return
         if self._channel is not None:
             self._channel.forget(number)
@@ -266,7 +273,7 @@ class Relay:
         with self._lock:
             self._link = self._channel = None
             asked, self._asked = self._asked, {}
-            self._numbered = {}
+            self._numbered, self._given_up = {}, {}
         outbox = Outbox()
         for pending in asked.values():
             pending.call.fail(reason(True), outbox)
@@ -289,6 +296,7 @@ class Relay:
         """The worker has answered. An answer to what is answered already is dropped."""
         pending = self._asked.pop(answer.number, None)
         if pending is None:
+            self._give_back(self._given_up.pop(answer.number, None), answer.value)
             return
         call = pending.call
         self._numbered.pop(call, None)
@@ -301,7 +309,8 @@ class Relay:
                 value = value if pending.finish is None else pending.finish(value)
             except Exception as failure:
                 error = failure if isinstance(failure, GpuActorsError) else GpuActorsError(repr(failure))
-        call.settle(value, error, outbox)
+        if not call.settle(value, error, outbox):
+            self._give_back(call, value)
 
     def unreadable(self, number: int, error: BaseException, outbox: Outbox | None = None) -> None:
         """An answer that cannot be unpacked here."""
@@ -345,6 +354,15 @@ class Relay:
             self._asked.pop(number, None)
             raise
         return True
+
+    def _give_back(self, call: Call[Any] | None, value: Any) -> None:
+        """An answer has come too late. What the worker has made for it is given back, for no one else knows of it."""
+        if type(value) is KernelMade:
+            self._tell(Forget(value.number))
+        undo = None if call is None or value is None else undoing(call.message, value)
+        if undo is not None:
+            mailbox: Any = call and call.mailbox
+            self._tell(Ask(next(self._numbers), mailbox.name, undo, None, 0))
 
     def _made(self, made: KernelMade) -> CompiledKernel:
         there = RemoteKernel(made.number, self._generation)

@@ -73,7 +73,8 @@ class Load:
             np.testing.assert_allclose(found.out, (length - 1) / 2, rtol=1e-4)
 
 
-async def _run(requests: int, every: int, workers: int = 4) -> None:
+async def _run(requests: int, every: int, workers: int = 4) -> str:
+    """Gives the account as a line."""
     dice = random.Random(7)
     here = psutil.Process()
     async with open_pool("mock", workers=workers, options=OPTIONS, seed=7, retries=4) as pool:
@@ -118,6 +119,10 @@ async def _run(requests: int, every: int, workers: int = 4) -> None:
         pids = [context.pid for context in pool.workers.values() if isinstance(context, RemoteContext)]
         await comes_true(lambda: len(here.children(recursive=True)) <= workers + 1)
     assert not [pid for pid in pids if pid is not None and _runs(pid)]
+    return (
+        f"{load.answered} requests without state answered, {stats.repeated} of them again elsewhere; "
+        f"{load.appended} rows appended, {load.told} times told that a sequence is lost; {len(killed)} workers killed"
+    )
 
 
 def _runs(pid: int) -> bool:
@@ -134,7 +139,7 @@ async def test_a_death_every_200_requests() -> None:
 @pytest.mark.sweep
 @pytest.mark.timeout(3600)
 async def test_a_death_every_2000_requests_of_200000() -> None:
-    await _run(200_000, 2000)
+    print(await _run(200_000, 2000))  # noqa: T201  for the reports
 
 
 async def test_pools_leave_nothing_behind() -> None:
