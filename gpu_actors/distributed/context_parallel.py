@@ -119,8 +119,6 @@ class _Split:
                     sound = array.ndim == 4 - (name == "lse") and array.shape[axis] == extent
                     expect(sound, name, describe(array), f"must have {kind}, {extent}, on axis {axis}")
         self._mask = KeyMask(**{name: getattr(request, name) for name in MASK_OPTIONS})
-        if self._mask.attention_chunk:
-            raise Unsupported("attention_chunk", self._mask.attention_chunk, "blocks of keys begin inside chunks", 0)
         self._placed = [name for name in _PLACES if name in self._given]
         for name in self._placed:
             places, batch = self.array(name), len(self.array("q"))

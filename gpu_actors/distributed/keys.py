@@ -429,7 +429,7 @@ class _Distances:
 
 # The floats among the options change each score by itself.
 _OF_A_SCORE = tuple(each.name for each in dataclasses.fields(CacheOptions) if "float" in str(each.type))
-_TAKEN = (*_OF_A_SCORE, *(name for name in MASK_OPTIONS if name not in ("alignment", "attention_chunk")), SLOPES)
+_TAKEN = (*_OF_A_SCORE, *(name for name in MASK_OPTIONS if name != "alignment"), SLOPES)
 
 
 def _refuse(others: dict[str, Any]) -> None:

@@ -114,7 +114,6 @@ async def test_what_is_refused(pool: ContextPool) -> None:
     ends = np.array([0, 22], np.int32)
     for given, field in (
         (request(cu_seqlens_q=ends, cu_seqlens_k=ends), "cu_seqlens_q"),
-        (request(causal=True, attention_chunk=8), "attention_chunk"),
         (request(out=shards.arrays((2, 22, 4, 6))), "out"),
         (request(**shards.operands(9, 30), causal=True, dropout_p=0.5), "dropout_p"),
     ):

@@ -244,7 +244,6 @@ async def test_what_is_refused() -> None:
             ("tree_mask", {"tree_mask": np.ones((1, 3), np.uint64)}),
             ("expect_length", {"expect_length": 9}),
             ("num_splits", {"num_splits": 2}),
-            ("attention_chunk", {"attention_chunk": 8}),
         ):
             with pytest.raises(ga.Unsupported, match="several workers") as refused:
                 await cache.attend(q, seq, k=k, v=k, **options)  # type: ignore[arg-type]

@@ -144,6 +144,7 @@ def test_a_full_channel_takes_what_frees_memory(workplace: Holding) -> None:
             ctx.flash_attn.forward(q, q, q).result(30.0)
         freeing = [cache.free(seq) for seq in seqs]
         workplace.there.let_go()
-        for reply in (*asked, *freeing):
+        replies: list[ga.Reply[Any]] = [*asked, *freeing]
+        for reply in replies:
             reply.result(30.0)
         assert cache.stats().sequences == 0
