@@ -4,6 +4,7 @@ forward, backward, decode    a GPU's kernels and the service around them, throug
 bridge, compile, imports,    these need no GPU
 isolation
 serve                        loads `gpu-actors serve`, on any device
+fleet                        simulates 1 to 1,000 workers: fleet_model is the simulation, fleet_plot draws it
 
 stage      opens the device and runs a suite       cases      what is measured, its work and traffic
 suite      check, then time: kernel, peers, service  operands   the arrays and requests of a case
@@ -13,7 +14,7 @@ clock      the events of a CUDA stream             peers      other libraries
 ceilings   product and copy of the same run        report, plot
 model      estimates without a GPU                 counts, sass  what machine code does
 
-Imports from other rooms: arrays, compiling, devices, kernels, reference, runtime, testing.
+Imports from other rooms: arrays, compiling, devices, distributed, kernels, reference, runtime, testing.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from gpu_actors._version import __version__
 __all__ = ["PARTS", "environment"]
 
 _TIMED = ("arrays", "cases", "ceilings", "checks", "clock", "operands", "peers", "recorder", "stage", "suite", "timing")
-PARTS = frozenset((*_TIMED, "counts", "gradient_checks", "model", "plot", "report", "sass"))
+PARTS = frozenset(
+    (*_TIMED, "counts", "fleet_model", "fleet_plot", "gradient_checks", "model", "plot", "report", "sass")
+)
 """The modules here that are not suites."""
 
 _LIBRARIES = ("numpy", "pykka", "anyio", "uvloop", "cupy-cuda13x", "nvidia-cuda-nvrtc", "uvicorn", "starlette")

@@ -34,7 +34,9 @@ def bench(
     ] = False,
     arch: Annotated[str | None, typer.Option("--arch", help="For --model: sm_80, sm_89 or sm_90a.")] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Also write the JSON to this file.")] = None,
-    plot: Annotated[Path | None, typer.Option("--plot", help="Also draw a GPU suite's figures into this PNG.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Also draw the figures of a GPU suite (PNG) or of fleet (SVG).")
+    ] = None,
 ) -> None:
     """Measure this machine: run a benchmark suite and print its figures."""
     suites = _suites()
@@ -101,14 +103,24 @@ def _show(suite: str, figures: Mapping[str, Any]) -> None:
 
         title = f"MODEL of {suite} on {figures['machine']['name']}: {figures['note']}"
         write_table(model.COLUMNS, model.table(figures), title=title)
+    elif kind == "simulation":
+        from gpu_actors.bench import fleet
+
+        write_table(fleet.COLUMNS, fleet.table(figures), title=f"SIMULATED {suite}: {figures['note']}")
     else:
         write_table(("figure", "value"), _flat(figures), title=suite)
 
 
 def _draw(suite: str, figures: Mapping[str, Any], path: Path) -> None:
-    if figures.get("kind") != "measurement":
-        raise InvalidRequest("plot", str(path), f"must be left out: only measurements of a GPU are drawn, not {suite}")
-    from gpu_actors.bench.plot import draw
+    kind = figures.get("kind")
+    if kind == "simulation":
+        from gpu_actors.bench.fleet_plot import draw
+    elif kind == "measurement":
+        from gpu_actors.bench.plot import draw
+    else:
+        raise InvalidRequest(
+            "plot", str(path), f"must be left out: only measurements of a GPU and fleet are drawn, not {suite}"
+        )
 
     draw(figures, path)
 

@@ -165,6 +165,15 @@ class Dispatch(Local):
         """What `ask` and caches of the pool have in common. choose: of the members that may get a request, by name.
         make: makes it. may_repeat: whether it may be made again, though it may have been carried out."""
         need_asyncio("a request to a pool")
+        return await self._attempt(choose, make, may_repeat)
+
+    async def _attempt(
+        self,
+        choose: Callable[[Mapping[str, Member]], Member],
+        make: Callable[[Member], Awaitable[T]],
+        may_repeat: Callable[[GpuActorsError, Member], bool],
+    ) -> T:
+        # It awaits nothing but `make`, so the simulation of `gpu_actors.bench.fleet` runs it without an event loop.
         self.budget.request()
         tried: set[str] = set()
         for left in range(self.retries, -1, -1):

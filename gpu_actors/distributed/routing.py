@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import hashlib
 import random
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 
 __all__ = ["Directory", "Homes", "Ring", "less_loaded_of_two"]
 
@@ -66,17 +67,19 @@ class Ring:
         self._places: list[tuple[bytes, str]] = []
 
     def add(self, worker: str) -> None:
-        for point in range(self._points):
-            insort(self._places, (_hash(f"{worker}/{point}".encode()), worker))
+        places = [(_hash(f"{worker}/{point}".encode()), worker) for point in range(self._points)]
+        self._places = sorted(self._places + places)
 
     def remove(self, worker: str) -> None:
         self._places = [place for place in self._places if place[1] != worker]
 
     def from_place_of(self, key: bytes) -> Iterator[str]:
         """Every worker once, in the order in which the circle has them behind the key."""
-        start = bisect_left(self._places, (_hash(key), ""))
+        places = self._places  # never changed in place, so that a worker may come or go meanwhile
+        start = bisect_left(places, (_hash(key), ""))
         seen: set[str] = set()
-        for _, worker in (*self._places[start:], *self._places[:start]):
+        for at in chain(range(start, len(places)), range(start)):
+            worker = places[at][1]
             if worker not in seen:
                 seen.add(worker)
                 yield worker
@@ -108,7 +111,7 @@ class Homes:
         if digests:
             known = self.directory.find(digests)
             placed = self.ring.from_place_of(digests[0])
-            chosen = next((name for name in (*known, *placed) if loads.get(name, limit) < limit), None)
+            chosen = next((name for name in chain(known, placed) if loads.get(name, limit) < limit), None)
         if chosen is None:
             chosen = less_loaded_of_two(loads, self._dice)
         self.directory.note(digests, chosen)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 
@@ -111,3 +112,38 @@ def test_a_budget_is_spent_and_earned() -> None:
     for wrong in (-1, float("nan"), "x"):
         with pytest.raises(ga.InvalidRequest):
             RetryBudget(ratio=wrong)  # type: ignore[arg-type]
+
+
+def test_a_known_prefix_takes_no_walk_round_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a thousand workers the walk takes milliseconds."""
+    homes = Homes(random.Random(0))
+    names = [f"worker-{number}" for number in range(50)]
+    for name in names:
+        homes.ring.add(name)
+    loads = dict.fromkeys(names, 0.0)
+    home = homes.choose(digests(1), loads)
+    walked: list[str] = []
+    whole = Ring.from_place_of
+
+    def walks(ring: Ring, key: bytes) -> Iterator[str]:
+        for name in whole(ring, key):
+            walked.append(name)
+            yield name
+
+    monkeypatch.setattr(Ring, "from_place_of", walks)
+    assert homes.choose(digests(1), loads) == home
+    assert walked == []
+    other = homes.choose(digests(2), loads)
+    assert walked == [other]
+
+
+def test_a_walk_round_the_ring_goes_on_while_a_worker_comes_or_goes() -> None:
+    ring = Ring()
+    for name in "abc":
+        ring.add(name)
+    walk = ring.from_place_of(b"any")
+    first = next(walk)
+    ring.add("d")
+    ring.remove(first)
+    assert sorted([first, *walk]) == list("abc")
+    assert first not in list(ring.from_place_of(b"any"))

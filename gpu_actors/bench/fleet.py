@@ -1,0 +1,177 @@
+"""What many workers would do, SIMULATED: ``gpu-actors bench fleet --plot fleet.svg``. Nothing of it is measured.
+
+The suite is a study: rows of figures from 1 to 1,000 workers. Each row holds the settings that differ from the
+defaults, so ``python -m gpu_actors.bench.fleet --workers 125 --policy two`` runs one of them, or any other, alone. The
+same settings and costs give the same figures. fleet_costs.json says which costs are assumed, published or measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from gpu_actors.errors import GpuActorsError
+from gpu_actors.extras import missing
+
+__all__ = ["COLUMNS", "STUDY", "main", "measure", "run", "table"]
+
+COLUMNS = ("group", "settings", "requests", "first p50 ms", "first p99 ms", "hit", "busiest worker", "router", "lost")
+
+_CELL = 125
+_CELLS = {"workers": 1000, "cells": 8}
+_LOADED = {"workers": _CELL, "work": "forwards", "policy": "two", "rate": 80.0, "seconds": 12.0, "warm": 4.0}
+_BIG = {"directory": 1 << 20}
+_DEATH = _BIG | {"kill_at": 60.0}
+
+# By the question that a group of rows answers.
+STUDY: Mapping[str, tuple[Mapping[str, Any], ...]] = {
+    "scale": (
+        {"workers": 1},
+        {"workers": 8},
+        {"workers": 32},
+        {"workers": _CELL},
+        _BIG | {"workers": _CELL},
+        _BIG | {"workers": 1000},
+        _BIG | {"workers": 1000, "routers": 8},
+        _BIG | _CELLS,
+    ),
+    "policy": tuple(_BIG | {"workers": _CELL, "policy": policy} for policy in ("random", "two", "ring", "home")),
+    "directory": tuple({"workers": _CELL, "directory": 1 << bits} for bits in (12, 14, 16, 17, 18, 20)),
+    "prefixes": tuple(
+        _BIG | {"workers": _CELL, "zipf": zipf, "slots": slots} for slots in (64, 8) for zipf in (0.0, 1.0, 2.0)
+    ),
+    "stale turns": tuple(
+        _BIG | {"workers": _CELL, "routers": 4, "sticky": sticky, "stale": stale}
+        for sticky in (True, False)
+        for stale in (0.0, 1.0, 10.0)
+    ),
+    "stale forwards": (
+        *(_LOADED | {"routers": 4, "stale": stale} for stale in (0.0, 0.01, 0.1, 1.0)),
+        _LOADED | {"policy": "random"},
+    ),
+    "death": (
+        _DEATH | {"workers": 8, "kill": 1},
+        _DEATH | {"workers": _CELL, "kill": 8},
+        _DEATH | {"workers": _CELL, "kill": 60},
+        _DEATH | {"workers": _CELL, "kill": 60, "repeat": 0.0, "burst_repeat": 64.0},
+        _DEATH | _CELLS | {"kill": 8},
+        _DEATH | _CELLS | {"kill": _CELL},
+    ),
+}
+
+
+def run(quick: bool = False) -> dict[str, Any]:
+    """The rows of the study. quick: only those of at most 8 workers."""
+    model = _model()
+    costs = model.load_costs()
+    rows = []
+    for group, runs in STUDY.items():
+        for given in runs:
+            if quick and given["workers"] > 8:
+                continue
+            fleet = model.Fleet(model.Settings(**given), costs)
+            fleet.run()
+            row = {"group": group, "settings": dict(given), **fleet.figures()}
+            rows.append(row | ({"timeline": fleet.timeline()} if "kill" in given else {}))
+    return {
+        "kind": "simulation",
+        "note": "a simulation with costs that are mostly assumed; nothing here is a measurement of a fleet",
+        "costs": {**costs._asdict()},
+        "rows": rows,
+    }
+
+
+def table(found: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
+    """Of what `run` gave, one row each."""
+    for row in found["rows"]:
+        settings = " ".join(f"{name}={value}" for name, value in row["settings"].items())
+        first = row["first_ms"] or {"p50": None, "p99": None}
+        busy = row["worker_busy"]["most"], row["router_busy"]
+        yield row["group"], settings, row["requests"], first["p50"], first["p99"], row["hit"], *busy, row["lost"]
+
+
+def measure(sizes: tuple[int, ...] = (1, 8, 32, 125, 1000), choices: int = 300) -> dict[str, Any]:
+    """What a choice of a home takes of this machine's CPU, in microseconds: medians of the thread's own time.
+
+    router_us: by the number of workers, what `PooledKvCache.create` does before it asks one: candidates, loads, the
+    directory or the ring. Half of the prompts, of 64 pages, are new. router_look_us: a look at one worker's health,
+    which a router repeats for each worker after 20 ms.
+    """
+    from gpu_actors.context import open_context
+    from gpu_actors.distributed import ContextPool
+
+    found = {}
+    with open_context("mock") as context:
+        looks = [_cpu_us(context.health) for _ in range(choices)]
+        for workers in sizes:
+            pool = ContextPool({f"worker-{number}": context for number in range(workers)}, seed=0)
+            for member in pool.candidates().values():
+                member._looked = math.inf  # looks are counted apart
+            dice = random.Random(0)
+            taken = []
+            for number in range(choices):
+                prompt = number if number % 2 else dice.randrange(number + 1)
+                taken.append(_cpu_us(partial(_choose, pool, [b"%d/%d" % (prompt, page) for page in range(64)])))
+            found[str(workers)] = round(statistics.median(taken), 1)
+    return {"router_us": found, "router_look_us": round(statistics.median(looks), 1)}
+
+
+def _choose(pool: Any, digests: list[bytes]) -> None:
+    members = pool.candidates()
+    pool.homes.choose(digests, {name: member.sequences for name, member in members.items()})
+
+
+def _cpu_us(call: Callable[[], object]) -> float:
+    began = time.thread_time()
+    call()
+    return (time.thread_time() - began) * 1e6
+
+
+def _model() -> ModuleType:
+    try:
+        from gpu_actors.bench import fleet_model
+    except ImportError as error:
+        raise GpuActorsError(f"nothing can be simulated: {missing(error, 'bench')}") from error
+    return fleet_model
+
+
+def main(arguments: list[str] | None = None) -> int:
+    model = _model()
+    parser = argparse.ArgumentParser(prog="python -m gpu_actors.bench.fleet", description=__doc__)
+    parser.add_argument("--costs", type=Path, help="a JSON like gpu_actors/bench/fleet_costs.json")
+    parser.add_argument("--measure", action="store_true", help="measure the choices of a router here")
+    defaults = model.Settings()
+    for field in dataclasses.fields(defaults):
+        default = getattr(defaults, field.name)
+        kind: Callable[[str], Any] = _truth if isinstance(default, bool) else type(default)
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=default, help=f"{default}")
+    given = vars(parser.parse_args(arguments))
+    costs, measured = given.pop("costs"), given.pop("measure")
+    if measured:
+        found: Mapping[str, Any] = measure()
+    else:
+        settings = model.Settings(**given)
+        figures = model.simulate(settings, model.load_costs(costs.read_text(encoding="utf-8") if costs else None))
+        found = {"kind": "simulation", "settings": model.changed(settings), **figures}
+    json.dump(found, sys.stdout, indent=2)
+    sys.stdout.write("\n")
+    return 0
+
+
+def _truth(text: str) -> bool:
+    return {"yes": True, "no": False}[text]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
