@@ -1,6 +1,7 @@
 """Packing: records as bytes, and their arrays in shared memory.
 
-A record is pickled with protocol 5. Arrays are left out of the pickle and described beside it, each by its *place*:
+A record of plain values and arrays is marshalled, which takes half of a pickle's time; any other record is pickled
+with protocol 5. Arrays are left out of either and described beside it, each by its *place*:
 
     inline     a small array, whose bytes travel along
     block      bytes of the memory that the sender writes: copied there, or there already (`Arena.empty`)
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from gpu_actors import errors
 from gpu_actors.arrays.adopt import adopt, check_device, dtype_of, name_of
 from gpu_actors.errors import GpuActorsError, InvalidRequest
 from gpu_actors.isolation.arena import Host
@@ -63,6 +65,9 @@ _KINDS: tuple[type, ...] = (
 _CODES = {kind: index + 1 for index, kind in enumerate(_KINDS)}
 _PLAIN = frozenset((str, int, float, bool, bytes, type(None)))
 _FLAT = _PLAIN | {np.ndarray, KvSequence}
+_LISTS = frozenset((tuple, list))
+_TOLD = _PLAIN | _LISTS | {np.ndarray}
+_ERRORS = {name: getattr(errors, name) for name in errors.__all__}
 
 _ALIGNED = 64  # bytes: a cache line
 
@@ -103,7 +108,8 @@ class Argument(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """places: marshalled. body: pickled. arguments: the arrays, in the order of their places. blocks: held for it."""
+    """places: marshalled, with the record if the body is empty. body: the record, pickled. arguments: the arrays, in
+    the order of their places. blocks: held for it."""
 
     places: bytes
     body: bytes
@@ -118,7 +124,7 @@ def pack(record: Any, arena: Memory, known: Sequence[Argument] = (), returned: S
     """
     packer = _Packer(arena, known)
     try:
-        packer.dump((list(returned), *packer.spelled(record)))
+        places, body = packer.packed(record, list(returned))
     except BaseException as error:
         for start in packer.blocks:
             arena.give(start)
@@ -128,7 +134,7 @@ def pack(record: Any, arena: Memory, known: Sequence[Argument] = (), returned: S
             raise InvalidRequest("arrays", "too large", f"must fit into shared memory: {error}") from error
         reason = f"cannot cross to another process: {error}"
         raise InvalidRequest("message", type(error).__name__, reason) from error
-    return Packed(marshal.dumps(packer.places), packer.file.getvalue(), packer.arguments, packer.blocks)
+    return Packed(places, body, packer.arguments, packer.blocks)
 
 
 def unpack(
@@ -146,7 +152,12 @@ def unpack(
     """
     memories: dict[int, Host] = {}
     arrays: list[Any] = []
-    for place in marshal.loads(places):
+    told: Any = None
+    returned: list[int]
+    placed = marshal.loads(places)
+    if not body:
+        placed, returned, told = placed
+    for place in placed:
         kind = place[0]
         if kind == _IN_BLOCK:
             start, room = place[4], place[7]
@@ -162,15 +173,16 @@ def unpack(
     if copies:
         for start in memories:
             given_back(start)
-    returned, *spelled = pickle.loads(body, buffers=arrays)
-    return _read(spelled), [Argument(array, array) for array in arrays], returned
+    if body:
+        returned, *spelled = pickle.loads(body, buffers=arrays)
+        record = _read(spelled)
+    else:
+        record = _heard(told, arrays)
+    return record, [Argument(array, array) for array in arrays], returned
 
 
-class _Packer(pickle.Pickler):
+class _Packer:
     def __init__(self, arena: Memory, known: Sequence[Argument]) -> None:
-        self.file = io.BytesIO()
-        # operator.not_ of a buffer is False, which leaves it out of the pickle.
-        super().__init__(self.file, 5, buffer_callback=operator.not_)
         self.places: list[Any] = []
         self.arguments: list[Argument] = []
         self.blocks: list[int] = []
@@ -181,7 +193,61 @@ class _Packer(pickle.Pickler):
         # The block for the arrays that are copied, how much of it is left, and how much the next one shall have.
         self._current = self._left = self._foreseen = 0
 
-    def spelled(self, record: Any) -> tuple[Any, ...]:
+    def packed(self, record: Any, returned: list[int]) -> tuple[bytes, bytes]:
+        """The two parts of a `Packed`."""
+        told = self._told(record)
+        if told is not None:
+            return marshal.dumps((self.places, returned, told)), b""
+        file = io.BytesIO()
+        _Pickler(file, self._leave_out).dump((returned, *self._spelled(record)))
+        return marshal.dumps(self.places), file.getvalue()
+
+    def _told(self, record: Any) -> tuple[Any, ...] | None:
+        """A request or an answer as `marshal` takes it, or None."""
+        if type(record) is Ask:
+            number, actor, message, left, priority = record
+            if not (type(actor) is str and type(left) in _PLAIN and type(priority) is int):
+                return None
+            content = self._emptied(message)
+            return None if content is None else (0, number, actor, content, left, priority)
+        if type(record) is not Answer or record.health is not None:
+            return None
+        number, value, error, counts, _ = record
+        failure = None
+        if error is not None:
+            if _ERRORS.get(type(error).__name__) is not type(error) or not _is_plain(error):
+                return None
+            failure = type(error).__name__, error.args, vars(error)
+        content = (0, value, []) if type(value) in _PLAIN else self._emptied(value)
+        return None if content is None else (1, number, content, failure, None if counts is None else tuple(counts))
+
+    def _emptied(self, given: Any) -> tuple[int, Any, list[int]] | None:
+        """The code of its kind, its fields without their arrays, and which of them are arrays. None if that is not all
+        there is to it."""
+        code = _CODES.get(type(given))
+        if code is None:
+            return None
+        values = list(given if isinstance(given, tuple) else _values(given))
+        kinds = list(map(type, values))
+        if not _TOLD.issuperset(kinds):
+            return None
+        at = [index for index, kind in enumerate(kinds) if kind is np.ndarray]
+        nbytes = 0
+        for index in at:
+            if values[index].dtype.hasobject:
+                return None
+            nbytes += values[index].nbytes + _ALIGNED
+        for index, kind in enumerate(kinds):
+            if kind in _LISTS and not all(type(part) in _PLAIN for part in values[index]):
+                return None
+        # One block for all of them, which costs a fraction of one for each.
+        self._foreseen = nbytes
+        for index in at:
+            self._leave_out(values[index], values[index])
+            values[index] = None
+        return code, values, at
+
+    def _spelled(self, record: Any) -> tuple[Any, ...]:
         """A record as a tuple of plain values, where it is a request or an answer: pickling a class costs more than
         all of its fields."""
         if type(record) is Ask:
@@ -197,37 +263,13 @@ class _Packer(pickle.Pickler):
         code = _CODES.get(type(given))
         if code is None:
             return 0, given
-        values = given if isinstance(given, tuple) else [getattr(given, name) for name in _fields(type(given)) or ()]
+        values = given if isinstance(given, tuple) else list(_values(given))
         if not all(map(_is_flat, values)):  # arrays within a value would take the places of those behind it
             return 0, given
         # One block for all of them, which costs a fraction of one for each.
         self._foreseen = sum([value.nbytes + _ALIGNED for value in values if type(value) is np.ndarray])
         for_pickle = [self._leave_out(value, value)[1][0] if type(value) is np.ndarray else value for value in values]
         return code, for_pickle
-
-    def reducer_override(self, given: Any) -> Any:
-        kind = type(given)
-        if kind is np.ndarray:
-            return NotImplemented if given.dtype.hasobject else self._leave_out(given, given)
-        if isinstance(given, type):
-            return NotImplemented
-        if kind.__module__.startswith("gpu_actors."):
-            if isinstance(given, GpuActorsError):
-                return _reduced(given)
-            if isinstance(given, Local):
-                reason = f"a {kind.__name__} belongs to the process that made it"
-                raise InvalidRequest("message", kind.__name__, reason)
-            names = _fields(kind)
-            if names is not None:
-                return _rebuilt, (kind, tuple([getattr(given, name) for name in names]))
-            return NotImplemented
-        if isinstance(given, np.ndarray) or (hasattr(kind, "__dlpack__") and hasattr(kind, "__dlpack_device__")):
-            adopted = adopt(given, "array")
-            check_device(adopted, "array", "cpu")
-            return self._leave_out(given, adopted.array)
-        if hasattr(kind, "__cuda_array_interface__"):
-            raise InvalidRequest("array", kind.__name__, "must lie on the host: memory of a device cannot cross")
-        return NotImplemented
 
     def _leave_out(self, own: Any, array: Any) -> Any:
         earlier = self._places_of.setdefault(id(own), len(self.places))
@@ -284,6 +326,39 @@ class _Packer(pickle.Pickler):
 
     def _block(self, code: Any, array: Host, start: int, first: int) -> Any:
         return _IN_BLOCK, code, array.shape, array.strides, start, first, array.flags.writeable, self._arena.room(start)
+
+
+class _Pickler(pickle.Pickler):
+    """leave_out: takes an array's place and gives what is pickled instead."""
+
+    def __init__(self, file: io.BytesIO, leave_out: Callable[[Any, Any], Any]) -> None:
+        # operator.not_ of a buffer is False, which leaves it out of the pickle.
+        super().__init__(file, 5, buffer_callback=operator.not_)
+        self._leave_out = leave_out
+
+    def reducer_override(self, given: Any) -> Any:
+        kind = type(given)
+        if kind is np.ndarray:
+            return NotImplemented if given.dtype.hasobject else self._leave_out(given, given)
+        if isinstance(given, type):
+            return NotImplemented
+        if kind.__module__.startswith("gpu_actors."):
+            if isinstance(given, GpuActorsError):
+                return _reduced(given)
+            if isinstance(given, Local):
+                reason = f"a {kind.__name__} belongs to the process that made it"
+                raise InvalidRequest("message", kind.__name__, reason)
+            names = _fields(kind)
+            if names is not None:
+                return _rebuilt, (kind, tuple(_values(given)))
+            return NotImplemented
+        if isinstance(given, np.ndarray) or (hasattr(kind, "__dlpack__") and hasattr(kind, "__dlpack_device__")):
+            adopted = adopt(given, "array")
+            check_device(adopted, "array", "cpu")
+            return self._leave_out(given, adopted.array)
+        if hasattr(kind, "__cuda_array_interface__"):
+            raise InvalidRequest("array", kind.__name__, "must lie on the host: memory of a device cannot cross")
+        return NotImplemented
 
 
 # Places
@@ -366,6 +441,23 @@ def _read(spelled: Sequence[Any]) -> Any:
     return rest[0]
 
 
+def _heard(told: Any, arrays: Sequence[Any]) -> Any:
+    """What `_Packer._told` told. arrays: in the order of their places."""
+    if told[0] == 0:
+        _, number, actor, content, left, priority = told
+        return Ask(number, actor, _filled(content, arrays), left, priority)
+    _, number, content, failure, counts = told
+    error = None if failure is None else _error(_ERRORS[failure[0]], failure[1], failure[2])
+    return Answer(number, _filled(content, arrays), error, None if counts is None else Counts(*counts), None)
+
+
+def _filled(content: Any, arrays: Sequence[Any]) -> Any:
+    code, values, at = content
+    for index, array in zip(at, arrays, strict=True):
+        values[index] = array
+    return _gathered((code, values))
+
+
 def _gathered(spread: Any) -> Any:
     code, given = spread
     if not code:
@@ -382,6 +474,8 @@ def _itself(array: Any) -> Any:
 
 
 _FIELDS: dict[type, tuple[str, ...] | None] = {}
+_READERS: dict[type, Callable[[Any], Sequence[Any]]] = {}
+_WRITERS: dict[type, list[Callable[[Any, Any], None]]] = {}
 
 
 def _fields(kind: type) -> tuple[str, ...] | None:
@@ -400,15 +494,20 @@ def _is_flat(value: Any) -> bool:
     kind = type(value)
     if kind in _FLAT:
         return True
-    return kind in (tuple, list) and all(type(part) in _FLAT and type(part) is not np.ndarray for part in value)
+    return kind in _LISTS and all(type(part) in _FLAT and type(part) is not np.ndarray for part in value)
 
 
 def _reduced(error: GpuActorsError) -> Any:
     """How an error of plain fields is pickled, without a trial of each field."""
-    plain = all(type(value) in _PLAIN for value in (*error.args, *vars(error).values()))
-    if error.__cause__ is not None or not plain:
+    if not _is_plain(error):
         return NotImplemented
     return _error, (type(error), error.args, vars(error))
+
+
+def _is_plain(error: BaseException) -> bool:
+    if error.__cause__ is not None:
+        return False
+    return all(type(value) in _PLAIN for value in (*error.args, *vars(error).values()))
 
 
 def _error(kind: type[GpuActorsError], args: tuple[Any, ...], fields: dict[str, Any]) -> GpuActorsError:
@@ -418,8 +517,27 @@ def _error(kind: type[GpuActorsError], args: tuple[Any, ...], fields: dict[str, 
     return made
 
 
+def _values(given: Any) -> Sequence[Any]:
+    """The fields of a message of `_fields`, or nothing."""
+    kind = type(given)
+    if kind not in _READERS:
+        names = _fields(kind) or ()
+        # attrgetter gives one name's value bare.
+        _READERS[kind] = operator.attrgetter(*names) if len(names) > 1 else _each(names)
+    found: Sequence[Any] = _READERS[kind](given)
+    return found
+
+
+def _each(names: Sequence[str]) -> Callable[[Any], Sequence[Any]]:
+    return lambda given: [getattr(given, name) for name in names]
+
+
 def _rebuilt(kind: type, values: Sequence[Any]) -> Any:
+    writers = _WRITERS.get(kind)
+    if writers is None:
+        # Those of the slots: the class may be frozen.
+        writers = _WRITERS[kind] = [getattr(kind, name).__set__ for name in _fields(kind) or ()]
     made: Any = object.__new__(kind)
-    for name, value in zip(_FIELDS.get(kind) or _fields(kind) or (), values, strict=True):
-        object.__setattr__(made, name, value)
+    for write, value in zip(writers, values, strict=True):
+        write(made, value)
     return made
