@@ -72,8 +72,8 @@ class Costs(NamedTuple):
 
 
 def load_costs(text: str | None = None) -> Costs:
-    """The costs in the text of a JSON, by default the package's own: each is a ``value``, its ``kind`` (assumed, measured or
-    published) and its ``source``. Raises `InvalidRequest` for a cost that is missing or lacks one of these."""
+    """The costs in the text of a JSON, by default the package's own: each is a ``value``, its ``kind`` (assumed,
+    measured or published) and its ``source``. Raises `InvalidRequest` for one that is missing or lacks any of these."""
     if text is None:
         text = (resources.files(__package__) / "fleet_costs.json").read_text(encoding="utf-8")
     given = json.loads(text)

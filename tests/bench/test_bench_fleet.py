@@ -112,6 +112,8 @@ def test_old_loads_make_two_choices_worse() -> None:
     times = [mean_time(queue(0.8, stale=stale, **given)) / FORWARD for stale in (0.0, 0.02, 1.0)]
     assert times[0] < 0.9 * times[1] < 0.6 * times[2]
     assert times[0] == pytest.approx(of_two(0.8), rel=0.1)
+    # Each router counts what it sent itself, which keeps it better than by lot.
+    assert times[2] < 0.8 * mmc(0.8, 1)
 
 
 # Turns of sessions
@@ -167,6 +169,20 @@ def test_a_death_costs_repetitions_and_tokens_but_no_answer_within_the_budget() 
     assert len(spent.lost) + len(spent.turns) == spent.made
     assert spent.figures()["repeated"] == 1
     assert len(spent.lost) >= spent.figures()["interrupted"] - 1 > 0
+
+
+def test_a_death_takes_the_cache_along() -> None:
+    at_once = load_costs()._replace(restart_s=0.02)
+    given: dict[str, Any] = {"workers": 8, "seconds": 40.0, "warm": 20.0}
+    calm, killed = (simulate(Settings(**given, kill=kill, kill_at=20.0), at_once) for kill in (0, 8))
+    assert killed["recomputed_a_turn"] > 2 * calm["recomputed_a_turn"]
+
+
+def test_a_router_repeats_nothing_on_the_worker_that_failed_where_another_is_up() -> None:
+    run = Fleet(Settings(workers=3), load_costs())
+    (router,) = run.cells[0].routers
+    assert list(router.candidates({"0-1"})) == ["0-0", "0-2"]
+    assert list(router.candidates({"0-0", "0-1", "0-2"})) == ["0-0", "0-1", "0-2"]
 
 
 def test_without_a_worker_requests_wait_for_it_and_other_cells_take_over() -> None:
