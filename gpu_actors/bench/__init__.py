@@ -4,7 +4,7 @@ forward, backward, decode    a GPU's kernels and the service around them, throug
 bridge, compile, imports,    these need no GPU
 isolation
 serve                        loads `gpu-actors serve`, on any device
-fleet                        simulates 1 to 1,000 workers: fleet_model is the simulation, fleet_plot draws it
+fleet                        simulates 1 to 1,000 workers: fleet_costs, fleet_model, fleet_plot
 
 stage      opens the device and runs a suite       cases      what is measured, its work and traffic
 suite      check, then time: kernel, peers, service  operands   the arrays and requests of a case
@@ -32,9 +32,8 @@ from gpu_actors._version import __version__
 __all__ = ["PARTS", "environment"]
 
 _TIMED = ("arrays", "cases", "ceilings", "checks", "clock", "operands", "peers", "recorder", "stage", "suite", "timing")
-PARTS = frozenset(
-    (*_TIMED, "counts", "fleet_model", "fleet_plot", "gradient_checks", "model", "plot", "report", "sass")
-)
+_FLEET = ("fleet_costs", "fleet_model", "fleet_plot")
+PARTS = frozenset((*_TIMED, *_FLEET, "counts", "gradient_checks", "model", "plot", "report", "sass"))
 """The modules here that are not suites."""
 
 _LIBRARIES = ("numpy", "pykka", "anyio", "uvloop", "cupy-cuda13x", "nvidia-cuda-nvrtc", "uvicorn", "starlette")

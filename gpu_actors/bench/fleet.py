@@ -21,6 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from gpu_actors.bench.fleet_costs import load_costs
 from gpu_actors.errors import GpuActorsError
 from gpu_actors.extras import missing
 
@@ -74,7 +75,7 @@ STUDY: Mapping[str, tuple[Mapping[str, Any], ...]] = {
 def run(quick: bool = False) -> dict[str, Any]:
     """The rows of the study. quick: only those of at most 8 workers."""
     model = _model()
-    costs = model.load_costs()
+    costs = load_costs()
     rows = []
     for group, runs in STUDY.items():
         for given in runs:
@@ -162,7 +163,7 @@ def main(arguments: list[str] | None = None) -> int:
         found: Mapping[str, Any] = measure()
     else:
         settings = model.Settings(**given)
-        figures = model.simulate(settings, model.load_costs(costs.read_text(encoding="utf-8") if costs else None))
+        figures = model.simulate(settings, load_costs(costs.read_text(encoding="utf-8") if costs else None))
         found = {"kind": "simulation", "settings": model.changed(settings), **figures}
     json.dump(found, sys.stdout, indent=2)
     sys.stdout.write("\n")

@@ -15,76 +15,27 @@ is the M/M/c queue of the textbooks.
 from __future__ import annotations
 
 import heapq
-import json
 import math
 import random
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from importlib import resources
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import simpy
 
+from gpu_actors.bench.fleet_costs import Costs, load_costs
 from gpu_actors.distributed.budget import RetryBudget
 from gpu_actors.distributed.dispatch import Dispatch
-from gpu_actors.distributed.members import _LOOK, Member
+from gpu_actors.distributed.members import Member
 from gpu_actors.distributed.routing import Directory, Homes, Ring, less_loaded_of_two
 from gpu_actors.errors import GpuActorsError, InvalidRequest, WorkerLost
 
-__all__ = ["Costs", "Fleet", "Policy", "Settings", "changed", "load_costs", "simulate"]
+__all__ = ["Fleet", "Policy", "Settings", "changed", "simulate"]
 
 Policy: TypeAlias = Literal["random", "two", "ring", "home"]
-
-_KINDS = ("assumed", "measured", "published")
-
-
-class Costs(NamedTuple):
-    """What things take, in seconds and tokens. router_us: microseconds of one choice, by the number of workers."""
-
-    prefill_tokens_s: float
-    step_s: float
-    step_each_s: float
-    forward_s: float
-    cache_tokens: int
-    notice_s: float
-    restart_s: float
-    deaths_a_gpu_day: float
-    router_us: Mapping[int, float]
-    router_look_us: float
-
-    def choice(self, workers: int) -> float:
-        """Seconds of a router's CPU for one choice: a line between the sizes that are known, and flat outside.
-
-        The looks at each worker's health, every `_LOOK` seconds, leave it only a part of the CPU, here a tenth at
-        least.
-        """
-        sizes = sorted(self.router_us)
-        if not sizes:
-            return 0.0
-        at = bisect_left(sizes, workers)
-        low, high = sizes[max(at - 1, 0)], sizes[min(at, len(sizes) - 1)]
-        share = min(max((workers - low) / (high - low), 0.0), 1.0) if high > low else 0.0
-        alone = self.router_us[low] + share * (self.router_us[high] - self.router_us[low])
-        return alone * 1e-6 / max(0.1, 1.0 - workers * self.router_look_us * 1e-6 / _LOOK)
-
-
-def load_costs(text: str | None = None) -> Costs:
-    """The costs in the text of a JSON, by default the package's own: each is a ``value``, its ``kind`` (assumed,
-    measured or published) and its ``source``. Raises `InvalidRequest` for one that is missing or lacks any of these."""
-    if text is None:
-        text = (resources.files(__package__) / "fleet_costs.json").read_text(encoding="utf-8")
-    given = json.loads(text)
-    values: dict[str, Any] = {}
-    for name in Costs._fields:
-        cost = given.get(name, {})
-        if cost.get("kind") not in _KINDS or not cost.get("source") or "value" not in cost:
-            raise InvalidRequest("costs", name, f"must have a value, a source and a kind: {', '.join(_KINDS)}")
-        values[name] = cost["value"]
-    values["router_us"] = {int(workers): float(value) for workers, value in values["router_us"].items()}
-    return Costs(**values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

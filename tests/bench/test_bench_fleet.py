@@ -17,7 +17,8 @@ from support.service import REPOSITORY
 import gpu_actors as ga
 from gpu_actors.bench import fleet as suite
 from gpu_actors.bench import fleet_plot as suite_plot
-from gpu_actors.bench.fleet_model import Costs, Fleet, Settings, changed, load_costs, simulate
+from gpu_actors.bench.fleet_costs import Costs, load_costs
+from gpu_actors.bench.fleet_model import Fleet, Settings, changed, simulate
 from gpu_actors.distributed import RetryBudget, open_pool
 from gpu_actors.remote import InProcess
 
