@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
 import numpy as np
 import numpy.typing as npt
 
-from gpu_actors.validation.fields import flag, integer, one_of, window
+from gpu_actors.validation.fields import FURTHEST, flag, integer, one_of, window
 
 __all__ = ["MASK_OPTIONS", "SINKS", "Alignment", "KeyMask", "KeyRanges", "MaskKind", "MaskOptions", "mask_options"]
 
@@ -64,7 +64,7 @@ class KeyMask:
         one_of("alignment", self.alignment, ("bottom_right", "top_left"), 'must be "bottom_right" or "top_left"')
         object.__setattr__(self, "window_size", window(self.window_size))
         object.__setattr__(self, "sink_tokens", integer("sink_tokens", self.sink_tokens, 0))
-        object.__setattr__(self, "attention_chunk", integer("attention_chunk", self.attention_chunk, 0))
+        object.__setattr__(self, "attention_chunk", min(integer("attention_chunk", self.attention_chunk, 0), FURTHEST))
 
     @property
     def mask(self) -> MaskKind:
@@ -99,8 +99,8 @@ class KeyMask:
         return visible
 
     def key_distance(self, rows: npt.NDArray[Any], seqlen_q: int, seqlen_k: int) -> npt.NDArray[Any]:
-        """(R, seqlen_k): how far each key is from a row's diagonal, what ALiBi's slopes multiply (arXiv 2108.12409)."""
-        return np.abs(self._diagonal(rows, seqlen_q, seqlen_k) - np.arange(seqlen_k))
+        """(R, seqlen_k): how far each key is before a row's diagonal, which ALiBi multiplies (arXiv 2108.12409)."""
+        return self._diagonal(rows, seqlen_q, seqlen_k) - np.arange(seqlen_k)
 
     def key_ranges(
         self, row_begin: npt.NDArray[Any], row_end: npt.NDArray[Any], offset: npt.NDArray[Any], seqlen_k: Any

@@ -283,6 +283,7 @@ class KvCache(Local):
         rope_sin: Array | None = None,
         expect_length: int | Sequence[int] | None = None,
         attention_chunk: int = 0,
+        out_dtype: str | None = None,
         deadline: float | None = None,
         timeout: float | None = None,
         priority: int = 0,
@@ -317,6 +318,7 @@ class KvCache(Local):
             rope_sin=rope_sin,
             expect_length=expect_length,
             attention_chunk=attention_chunk,
+            out_dtype=out_dtype,
         )
         return self._submit(message, deadline, timeout, priority, seqs)
 

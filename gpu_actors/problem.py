@@ -29,8 +29,8 @@ class AttentionProblem(KeyMask):
     ``total_k`` the rows of all sequences together. dtypes are NumPy names (``bfloat16``, ``float8_e4m3fn`` and
     ``float8_e5m2`` as ml_dtypes spells them). The mask's options are those of `KeyMask`.
 
-    bias: None, or (dtype, broadcast over batch, broadcast over heads).
-    alibi: None, "heads" for slopes (heads_q,) or "batch" for (batch, heads_q).
+    bias: None, or (dtype, broadcast over batch, broadcast over heads); bool hides keys. bias_row: one row is all rows'.
+    alibi: None, "heads" for slopes (heads_q,) or "batch" for (batch, heads_q). alibi_signed: distances have a sign.
     deterministic: whether backward gives bitwise the same gradients every time.
     score_mod: what an operation graph does to the scaled scores before softcap, ALiBi and bias, or None.
 
@@ -78,6 +78,8 @@ class AttentionProblem(KeyMask):
     k_positions: Literal[0, 1, 2] = 0
     dropout_first_head: int = 0
     dropout_heads: int = 0
+    bias_row: bool = False
+    alibi_signed: bool = False
 
     @property
     def positions(self) -> bool:
@@ -115,6 +117,18 @@ class AttentionProblem(KeyMask):
         if self.total_q == 0:
             return True
         return self.total_k == 0 and not self.decoding and (self.direction == "backward" or not self.return_lse)
+
+    @property
+    def dbias(self) -> bool:
+        """Whether its bias has a gradient."""
+        return self.bias is not None and self.bias[0] != "bool"
+
+    @property
+    def bias_shape(self) -> tuple[int, ...]:
+        """Of its bias, where it has one."""
+        _, one_batch, one_head = self.bias or ("", True, True)
+        rows = 1 if self.bias_row else self.seqlen_q
+        return 1 if one_batch else self.batch, 1 if one_head else self.heads_q, rows, self.seqlen_k
 
     @property
     def capped(self) -> bool:
@@ -180,6 +194,7 @@ class DispatchKey(StableText):
     row_tile: int = 0
     positions: bool = False
     attention_chunk: bool = False
+    alibi_signed: bool = False
 
     @property
     def causal(self) -> bool:

@@ -44,9 +44,11 @@ class FlashForward:
     window_size: (left, right), inclusive, in keys from the row's own; -1 is unbounded.
     softmax_scale: default 1/sqrt(head_dim). softcap: c > 0 turns scores s into c*tanh(s/c).
     alibi_slopes: fp32 (heads_q,) or (batch, heads_q); adds -slope*|i + seqlen_k - seqlen_q - j|.
+    alibi_signed: without the bars: keys after the row's own gain what keys before it lose. The same for causal rows.
     sinks: fp32 or q's dtype, (heads_q,): a logit a head that joins the softmax's denominator and has no value.
     sink_tokens: the first n keys stay visible whatever the window; causal still hides them.
-    bias: q's dtype or fp32, (batch or 1, heads_q or 1, seqlen_q, seqlen_k), added to the scaled scores. Dense only.
+    bias: (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k). q's dtype or fp32: added to the scaled scores. bool: a
+        mask, whose keys count where it is True; it has no gradient, and keys and values must be finite. Dense only.
     dropout_p, dropout_seed: Philox4x32-10 dropout of the probabilities, the same for the same seed on every device.
     cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,), rising from 0 to the total.
     max_seqlen_q, max_seqlen_k: the longest sequence; found from cu_seqlens on the host where not given.
@@ -54,6 +56,8 @@ class FlashForward:
     compute: for fp32 inputs, what the products are taken in: "f32" (default), "tf32", "f16" or "bf16".
     return_lse: also give the fp32 natural-log LSE, (batch, heads_q, seqlen_q) or (heads_q, total_q).
     out: where to write the output; shaped like q with v's head_dim.
+    out_dtype: "float32" gives the output unrounded, as partials that are merged later want it; None: q's dtype, or
+        bfloat16 for fp8. Sinks are fp32 then. Backward takes out and dout in q's dtype.
     q_positions, k_positions: int32 (batch,) or (batch, 2): where the rows, or keys, of each sequence stand in a larger
         problem, of which this is a part: row i at first, or first + i * step. None beside the other: from 0, one apart.
         Causal, windows, sink tokens, ALiBi and dropout mean positions, and a row's own key is the one at its position.
@@ -64,7 +68,7 @@ class FlashForward:
     """
 
     __repr__ = brief
-    argument_names: ClassVar[Mapping[str, str]] = {"dtype": "q", "kv_dtype": "k", "out_dtype": "out"}
+    argument_names: ClassVar[Mapping[str, str]] = {"dtype": "q", "kv_dtype": "k"}
 
     q: Array
     k: Array
@@ -95,6 +99,8 @@ class FlashForward:
     dropout_first_head: int = 0
     dropout_heads: int | None = None
     attention_chunk: int = 0
+    alibi_signed: bool = False
+    out_dtype: str | None = None
 
 
 @dataclass(slots=True, kw_only=True, eq=False, repr=False)
@@ -124,6 +130,7 @@ class CacheOptions:
     return_lse: bool = False
     out: Array | None = None
     attention_chunk: int = 0
+    out_dtype: str | None = None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -148,12 +155,12 @@ class PagedForward(CacheOptions):
         number gives bitwise the same result alone and in any batch.
     chunk_index, num_chunks: which chunk of a prefill this is; checked and not used, because ``cache_seqlens`` says it
         too.
-    window_size, softmax_scale, softcap, alibi_slopes, sinks, sink_tokens, return_lse, out, attention_chunk: as in
-        `FlashForward`.
+    window_size, softmax_scale, softcap, alibi_slopes, sinks, sink_tokens, return_lse, out, attention_chunk,
+        out_dtype: as in `FlashForward`.
     """
 
     __repr__ = brief
-    argument_names: ClassVar[Mapping[str, str]] = {"dtype": "q", "kv_dtype": "k_cache", "out_dtype": "out"}
+    argument_names: ClassVar[Mapping[str, str]] = {"dtype": "q", "kv_dtype": "k_cache"}
 
     q: Array
     k_cache: Array
@@ -184,7 +191,7 @@ class BatchedDecode(CacheOptions):
     """
 
     __repr__ = brief
-    argument_names: ClassVar[Mapping[str, str]] = {"dtype": "q", "kv_dtype": "k_caches", "out_dtype": "out"}
+    argument_names: ClassVar[Mapping[str, str]] = {"dtype": "q", "kv_dtype": "k_caches"}
 
     q: Array
     k_caches: Sequence[Array] | Array

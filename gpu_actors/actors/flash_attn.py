@@ -78,6 +78,8 @@ class FlashAttnHandle(ActorHandle):
         dropout_first_head: int = 0,
         dropout_heads: int | None = None,
         attention_chunk: int = 0,
+        alibi_signed: bool = False,
+        out_dtype: str | None = None,
         deadline: float | None = None,
         timeout: float | None = None,
         priority: int = 0,
@@ -87,7 +89,7 @@ class FlashAttnHandle(ActorHandle):
         deadline, timeout, priority: as in `ActorHandle.submit`. The reply gives an `AttentionOutput`, or raises one of
         `gpu_actors.errors`. Do not change the arrays before it is done.
         """
-        # Arguments go by position, in the order of the fields: passing 29 by name takes as long as an empty request.
+        # Arguments go by position, in the order of the fields: passing 31 by name takes as long as an empty request.
         request = FlashForward(
             q,
             k,
@@ -118,6 +120,8 @@ class FlashAttnHandle(ActorHandle):
             dropout_first_head,
             dropout_heads,
             attention_chunk,
+            alibi_signed,
+            out_dtype,
         )
         planner: AttentionPlanner = self._cell.shared
         return Reply(self.send(request, deadline, timeout, priority, planner.recall(request)))
@@ -152,6 +156,7 @@ class FlashAttnHandle(ActorHandle):
         dropout_first_head: int = 0,
         dropout_heads: int | None = None,
         attention_chunk: int = 0,
+        alibi_signed: bool = False,
         deterministic: bool = False,
         deadline: float | None = None,
         timeout: float | None = None,
@@ -196,6 +201,7 @@ class FlashAttnHandle(ActorHandle):
         return_lse: bool = False,
         out: Array | None = None,
         attention_chunk: int = 0,
+        out_dtype: str | None = None,
         deadline: float | None = None,
         timeout: float | None = None,
         priority: int = 0,
@@ -226,6 +232,7 @@ class FlashAttnHandle(ActorHandle):
         return_lse: bool = False,
         out: Array | None = None,
         attention_chunk: int = 0,
+        out_dtype: str | None = None,
         deadline: float | None = None,
         timeout: float | None = None,
         priority: int = 0,

@@ -14,6 +14,7 @@ from gpu_actors.kernels.support import ELEMENTS
 from gpu_actors.mha import AttentionParams, Mask
 from gpu_actors.problem import AttentionProblem
 from gpu_actors.requests import FlashBackward, FlashForward
+from gpu_actors.validation.fields import describe, expect
 
 __all__ = ["MhaUid", "TensorLayout", "mha_backward_graph", "mha_forward_graph", "request_graph"]
 
@@ -115,7 +116,15 @@ def _strides(layouts: Mapping[MhaUid, TensorLayout], uid: MhaUid) -> tuple[int, 
 
 
 def request_graph(request: FlashForward, problem: AttentionProblem) -> OperationGraph:
-    """The graph of an adopted and validated request in FlashAttention's layout, whose axes change places."""
+    """The graph of an adopted and validated request in FlashAttention's layout, whose axes change places.
+
+    Raises `InvalidRequest` for a mask in place of a bias, and for a bias of one row, which a graph says by nodes.
+    """
+    if request.bias is not None:
+        plain = problem.dbias and not problem.bias_row
+        expect(
+            plain, "bias", describe(request.bias), "must hold numbers, of all rows; flash_attn takes masks and one row"
+        )
     params = AttentionParams(
         batch=problem.batch,
         seq_q=problem.seqlen_q,

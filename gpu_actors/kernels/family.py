@@ -36,8 +36,9 @@ class KernelFamily:
     companions: kernels that are launched with it, under keys that differ in the name alone.
     num_splits, persistent: as in DispatchKey. row_tile: likewise, from a problem; None where it is 0.
     score_mods: whether it includes common/score.cuh, and so the score modification of a graph; companions do not.
-    positions: whether rows, keys and heads may stand in a larger problem. tma: whether it loads by TMA, which not all
-    strides suit (`kernels.hopper.params.tma_refusal`).
+    positions: whether rows, keys and heads may stand in a larger problem. lacks: further fields of a problem that it
+    does not know. tma: whether it loads by TMA, which not all strides suit
+    (`kernels.hopper.params.tma_refusal`).
     """
 
     name: str
@@ -58,6 +59,7 @@ class KernelFamily:
     score_mods: bool = False
     tma: bool = False
     positions: bool = False
+    lacks: tuple[str, ...] = ()
 
     def refusal(self, problem: AttentionProblem, arch: str) -> Unsupported | None:
         """Why the kernel does not take a problem on an architecture, or None."""
@@ -71,6 +73,9 @@ class KernelFamily:
         if rows_apart and problem.deterministic and self.direction == "backward":
             reason = "blocks take turns by ranges of rows, and between rows that stand apart a window may see none"
             return Unsupported("deterministic", True, reason, False)
+        for name in self.lacks:
+            if value := getattr(problem, name):
+                return Unsupported(name, value, f"{self.name} has no code for it")
         if self.direction not in (None, problem.direction):
             reason = f"{self.name} computes {'no gradients' if self.direction == 'forward' else 'gradients alone'}"
             return Unsupported("direction", problem.direction, reason, self.direction)

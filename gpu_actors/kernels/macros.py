@@ -31,7 +31,8 @@ def mask_macros(key: DispatchKey) -> Macros:
 
 def score_macros(key: DispatchKey) -> Macros:
     """The options of a score that every kernel has, and whether there is an LSE."""
-    return flags(SOFTCAP=key.softcap, ALIBI=key.alibi, SINKS=key.sinks, DESCALES=key.descales, LSE=key.lse)
+    alibi = flags(ALIBI=key.alibi, ALIBI_SIGNED=key.alibi_signed)
+    return alibi | flags(SOFTCAP=key.softcap, SINKS=key.sinks, DESCALES=key.descales, LSE=key.lse)
 
 
 def tile_macros(key: DispatchKey, tile: Tile, shared_bytes: int) -> Macros:
@@ -55,7 +56,9 @@ def forward_macros(key: DispatchKey) -> Macros:
     # The alignment matters where a mask or ALiBi measures from the diagonal.
     top_left = key.alignment == "top_left" and (key.mask != "full" or key.alibi)
     macros |= flags(VARLEN=key.varlen, TOP_LEFT=top_left, DROPOUT=key.dropout, POSITIONS=key.positions)
-    if key.bias is not None:
+    if key.bias == "bool":
+        macros |= {"BIAS_ELEMENT": "uint8_t", "BIAS_HIDES": 1}
+    elif key.bias is not None:
         macros["BIAS_ELEMENT"] = ELEMENTS[key.bias].c_type
     if key.dtype == "float32" and key.compute in _COMPUTE_BITS:
         macros["COMPUTE_BITS"] = _COMPUTE_BITS[key.compute]

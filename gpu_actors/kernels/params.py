@@ -47,7 +47,7 @@ _STRUCT = re.compile(r"struct (\w+) \{[^\n]*\n(.*?)\n\};", re.S)
 _FIELD = re.compile(r"(?:const )?(\w+)(\*?) (\w+);(?:\s*//.*)?")
 _AXES = {"b": "batch", "r": "row", "h": "head"}
 
-ITEMSIZES = {"int32": 4, "uint64": 8} | {name: element.itemsize for name, element in ELEMENTS.items()}
+ITEMSIZES = {"bool": 1, "int32": 4, "uint64": 8} | {name: element.itemsize for name, element in ELEMENTS.items()}
 """Bytes of an element, by its dtype."""
 
 
@@ -255,7 +255,7 @@ def pack_forward(problem: AttentionProblem, buffers: Mapping[str, Buffer], *, dr
         q (batch, seqlen_q, heads_q, head_dim), k and v alike, out (batch, seqlen_q, heads_q, head_dim_v), or packed
         (total, heads, dim) where varlen, with cu_seqlens_q and cu_seqlens_k int32 (batch + 1,); any outer strides.
         lse float32 (batch, heads_q, seqlen_q), or (heads_q, total_q), where return_lse.
-        bias (batch or 1, heads_q or 1, seqlen_q, seqlen_k); alibi_slopes float32 (heads_q,) or (batch, heads_q);
+        bias (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k); alibi_slopes float32 (heads_q,) or (batch, heads_q);
         sinks (heads_q,) float32 or of the output's dtype; q_descale, k_descale, v_descale float32 (batch, heads_kv),
         of which some may be missing. Only what the problem asks for is looked at.
     dropout_seed: 0 <= seed < 2^64.
@@ -323,9 +323,7 @@ def forward_operands(problem: AttentionProblem, layout: ParamsLayout, prefix: st
     if p.return_lse:
         yield operand("lse", "hr" if packed else "bhr", p.lse_shape, "float32")
     if p.bias is not None:
-        dtype, one_batch, one_head = p.bias
-        outer = (1 if one_batch else p.batch, 1 if one_head else p.heads_q)
-        yield operand("bias", "bhr.", (*outer, p.seqlen_q, p.seqlen_k), dtype)
+        yield operand("bias", "bhr.", p.bias_shape, p.bias[0])
     if p.alibi == "heads":
         yield operand("alibi_slopes", "h", (p.heads_q,), "float32")
     elif p.alibi == "batch":

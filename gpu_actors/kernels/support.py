@@ -138,7 +138,7 @@ def refusals(problem: AttentionProblem, arch: str) -> Iterator[tuple[str, Unsupp
         elif p.decoding:
             reason = f"a cache holds q's dtype ({p.dtype}), or fp8 under a 16-bit q"
         yield "kv_dtype.mixed", Unsupported("kv_dtype", p.kv_dtype, reason, p.dtype)
-    if p.out_dtype != q.out:
+    if p.out_dtype != q.out and (p.out_dtype != "float32" or p.dtype == "float64" or p.direction == "backward"):
         reason = f"the output of {p.dtype} inputs is {q.out}"
         yield "out_dtype.fixed", Unsupported("out_dtype", p.out_dtype, reason, q.out)
     if p.compute not in q.computes:
@@ -160,8 +160,12 @@ def refusals(problem: AttentionProblem, arch: str) -> Iterator[tuple[str, Unsupp
     if p.bias is not None and p.layout != "dense":
         reason = f"a bias is a dense (seqlen_q, seqlen_k) matrix, and the layout is {p.layout}"
         yield "bias.layout", Unsupported("bias", p.bias[0], reason)
-    if p.bias is not None and p.bias[0] not in (p.dtype, "float32"):
-        yield "bias.dtype", Unsupported("bias", p.bias[0], f"a bias has q's dtype, {p.dtype}, or float32", "float32")
+    if p.bias is not None and p.bias[0] not in (p.dtype, "float32", "bool"):
+        reason = f"a bias has q's dtype, {p.dtype}, or float32, and a mask is bool"
+        yield "bias.dtype", Unsupported("bias", p.bias[0], reason, "float32")
+    if p.bias_row and p.dbias and p.deterministic:
+        reason = "rows that share a bias add to its gradient in any order"
+        yield "bias.row", Unsupported("deterministic", True, reason, False)
     if p.descales and not (q.fp8 or kv.fp8):
         reason = f"descales are for fp8 inputs, and q is {p.dtype}"
         yield "descales.dtype", Unsupported("q_descale", "an array", reason)

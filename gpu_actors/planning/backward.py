@@ -59,7 +59,7 @@ def backward_plan(request: FlashBackward, device: Device, accumulate: Accumulate
     outputs = {
         name: OutputSpec(tuple(array.shape), array.dtype.name, zero=name in zeroed)
         for name in _NAMES
-        if (array := getattr(request, name[1:])) is not None
+        if (array := getattr(request, name[1:])) is not None and (name != "dbias" or problem.dbias)
     }
     return Plan(problem, key, program, outputs, accumulate)
 

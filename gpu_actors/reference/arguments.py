@@ -6,6 +6,7 @@ layout, (batch, heads_kv, gqa_ratio, rows, dim), in which GQA is a broadcast.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -64,8 +65,10 @@ class AttentionOptions(MaskOptions, total=False):
 
     softmax_scale: 1 / sqrt(dim) by default. softcap: c of c * tanh(s / c), 0 for none.
     alibi_slopes: (heads,) or (batch, heads); a key at distance d from the diagonal loses slope * d.
+    alibi_signed: d is below 0 right of the diagonal.
     sinks: (heads,) logits that join the softmax's denominator and the LSE.
-    bias: (batch or 1, heads or 1, seqlen_q, seqlen_k), added before the mask; dense only.
+    bias: (batch or 1, heads or 1, seqlen_q or 1, seqlen_k), added before the mask, or bool, True where keys count.
+        Dense only.
     dropout_p, dropout_seed: probabilities whose Philox draw (`gpu_actors.philox`) falls below p are zeroed,
         the others scaled by 1 / (1 - p); the LSE does not change.
     cu_seqlens_q, cu_seqlens_k: integers (batch + 1,), the bounds of packed sequences.
@@ -87,6 +90,7 @@ class AttentionOptions(MaskOptions, total=False):
     k_positions: Array | None
     dropout_first_head: int
     dropout_heads: int
+    alibi_signed: bool
 
 
 class ForwardOptions(AttentionOptions, total=False):
@@ -130,6 +134,7 @@ class Arguments(KeyMask):
     k_positions: Array | None = None
     dropout_first_head: int = 0
     dropout_heads: int = 0
+    alibi_signed: bool = False
 
     def __post_init__(self) -> None:
         KeyMask.__post_init__(self)
@@ -150,7 +155,7 @@ class Arguments(KeyMask):
             if self.varlen:
                 raise InvalidRequest("bias", _describe(self.bias), "a varlen batch takes no bias: its rows are ragged")
             rows = (self.q.shape[1], self.k.shape[1])
-            _check_shape("bias", self.bias, *((b, h, *rows) for b in (1, batch) for h in (1, heads)))
+            _check_shape("bias", self.bias, *itertools.product((1, batch), (1, heads), (1, rows[0]), rows[1:]))
 
     @property
     def varlen(self) -> bool:

@@ -250,7 +250,7 @@ class GradientSums:
             np.zeros(array.shape, dtype) for array in (arguments.q, arguments.k, arguments.v)
         )
         bias, sinks = arguments.bias, arguments.sinks
-        self._dbias = None if bias is None else np.zeros(bias.shape, dtype)
+        self._dbias = None if bias is None or bias.dtype == np.bool_ else np.zeros(bias.shape, dtype)
         self._dsinks = None if sinks is None else np.zeros(np.shape(sinks), dtype)
 
     def add(
@@ -281,8 +281,8 @@ class GradientSums:
         arguments, piece = self._arguments, tile.operands.piece
         if self._dbias is not None:
             share = dbias.reshape(dbias.shape[0], arguments.heads, *dbias.shape[3:])
-            axes = tuple(axis for axis in (0, 1) if self._dbias.shape[axis] == 1)
-            rows = piece.batched(self._dbias)[:, :, tile.rows]
+            axes = tuple(axis for axis in (0, 1, 2) if self._dbias.shape[axis] == 1)
+            rows = piece.batched(self._dbias)[:, :, tile.rows if self._dbias.shape[2] > 1 else slice(None)]
             rows += share.sum(axis=axes, keepdims=True)
         if self._dsinks is not None and tile.operands.sinks is not None:
             sinks = tile.operands.sinks

@@ -122,10 +122,14 @@ def mask_scores(
     if operands.alibi is not None:
         distance = arguments.key_distance(rows, piece.seqlen_q, piece.seqlen_k)
         if arguments.positioned:
-            distance = np.abs(own[:, None] - keys)
+            distance = own[:, None] - keys
+        if not arguments.alibi_signed:
+            distance = np.abs(distance)
         scores = step(scores - step(operands.alibi * distance.astype(scores.dtype)))
     if operands.bias is not None:
-        scores = step(scores + operands.bias[..., tile, :].astype(scores.dtype))
+        bias = operands.bias if operands.bias.shape[-2] == 1 else operands.bias[..., tile, :]
+        hides = bias.dtype == np.bool_
+        scores = np.where(bias, scores, -np.inf) if hides else step(scores + bias.astype(scores.dtype))
     if arguments.positioned:
         visible = arguments.visible_positions(own[:, None], keys)
     else:

@@ -19,6 +19,7 @@ def backward_problem(request: FlashBackward) -> AttentionProblem:
     if dtype in FP8:
         reason = "fp8 gradients would be lost in rounding; backward takes 16-bit and wider inputs"
         raise Unsupported("q", dtype, reason, "bfloat16")
+    expect(request.out_dtype is None, "out_dtype", request.out_dtype, "must be None: backward takes out in q's dtype")
     problem = forward_problem(request)
     shape = tuple(int(extent) for extent in request.q.shape[:-1])
     output = ((*shape, problem.head_dim_v),)

@@ -76,9 +76,14 @@ def dtype_of(field: str, array: Any) -> str:
     return name
 
 
-def output_dtype(dtype: str) -> str:
-    """The dtype of the output of inputs of a dtype: their own, and bfloat16 for fp8."""
-    return "bfloat16" if dtype in FP8 else dtype
+def output_dtype(dtype: str, asked: object = None) -> str:
+    """The dtype of the output of inputs of a dtype: what was asked for, else their own, and bfloat16 for fp8."""
+    own = "bfloat16" if dtype in FP8 else dtype
+    if asked is None:
+        return own
+    choices = (own,) if dtype == "float64" else (own, "float32")
+    one_of("out_dtype", asked, choices, f"must be None or {' or '.join(dict.fromkeys(choices))} for {dtype} inputs")
+    return str(asked)
 
 
 def integer(field: str, value: object, low: int, high: int | None = None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -67,7 +68,7 @@ def forward_problem(request: FlashForward) -> AttentionProblem:
     shape = _varlen_shape(request) if varlen else _dense_shape(request)
     heads_ratio(shape.heads_q, shape.heads_kv, "k", request.k)
     dtype = _common_dtype(request)
-    out_dtype = output_dtype(dtype)
+    out_dtype = output_dtype(dtype, request.out_dtype)
     _check_out_shape(request, shape, out_dtype)
     return AttentionProblem(
         **shape._asdict(),
@@ -76,7 +77,8 @@ def forward_problem(request: FlashForward) -> AttentionProblem:
         out_dtype=out_dtype,
         compute=_compute(request.compute, dtype),
         **score_options(request, shape.batch, shape.heads_q, shape.head_dim, out_dtype),
-        bias=_bias(request, shape, dtype, varlen),
+        **_bias(request, shape, dtype, varlen),
+        alibi_signed=_alibi_signed(request),
         dropout_p=_dropout(request),
         descales=check_descales(request, {"q": dtype, "k": dtype, "v": dtype}, (shape.batch, shape.heads_kv)),
         **_places(request, shape),
@@ -182,10 +184,6 @@ _MOST_SEQUENCES = 1 << 24  # bounds are looked at one by one, and a broadcast ar
 _CU_SEQLENS = (
     f"must be an int32 array (batch + 1,) with batch <= {_MOST_SEQUENCES}, rising from 0 to the number of rows"
 )
-_BOOL_BIAS = (
-    "is added to the scores, and a bool mask is not: give 0 where a key counts and -inf where it is hidden, or say "
-    "which keys count by causal, window_size or cu_seqlens"
-)
 _POSITIONS = 1 << 30
 _MOST_HEADS = 1 << 24
 _DENSE = "batch, seqlen, heads, head_dim"
@@ -269,21 +267,23 @@ def _compute(value: object, dtype: str) -> str:
     return str(value)
 
 
-def _bias(request: FlashForward, shape: Sizes, dtype: str, varlen: bool) -> tuple[str, bool, bool] | None:
+def _alibi_signed(request: FlashForward) -> bool:
+    """Whether the sign of a distance counts: not where all distances have the same."""
+    signed = flag("alibi_signed", request.alibi_signed)
+    return signed and request.alibi_slopes is not None and not request.causal
+
+
+def _bias(request: FlashForward, shape: Sizes, dtype: str, varlen: bool) -> dict[str, Any]:
     if request.bias is None:
-        return None
+        return {}
     expect(not varlen, "bias", describe(request.bias), "goes with the dense layout only; use cu_seqlens or bias")
-    expect(dtype_name(request.bias) != "bool", "bias", describe(request.bias), _BOOL_BIAS)
-    rows, keys = shape.seqlen_q, shape.seqlen_k
-    shapes = tuple(
-        (batch, heads, rows, keys)
-        for batch in dict.fromkeys((shape.batch, 1))
-        for heads in dict.fromkeys((shape.heads_q, 1))
-    )
-    given = optional_array("bias", request.bias, shapes, (dtype, "float32"))
+    axes = ((shape.batch, 1), (shape.heads_q, 1), (shape.seqlen_q, 1), (shape.seqlen_k,))
+    shapes = tuple(dict.fromkeys(itertools.product(*axes)))
+    given = optional_array("bias", request.bias, shapes, (dtype, "float32", "bool"))
     assert given is not None
     kind = str(request.bias.dtype).removeprefix("torch.")
-    return kind, given[0] == 1 and shape.batch > 1, given[1] == 1 and shape.heads_q > 1
+    bias = kind, given[0] == 1 and shape.batch > 1, given[1] == 1 and shape.heads_q > 1
+    return {"bias": bias, "bias_row": given[2] == 1 and shape.seqlen_q > 1}
 
 
 def _dropout(request: FlashForward) -> float:

@@ -92,7 +92,7 @@ def _problem(
     tree: bool,
 ) -> AttentionProblem:
     dtype, kv_dtype = _dtypes(request.q, caches)
-    out_dtype = output_dtype(dtype)
+    out_dtype = output_dtype(dtype, request.out_dtype)
     if request.out is not None:
         wanted = (*map(int, request.q.shape[:-1]), sizes.head_dim_v)
         optional_array("out", request.out, (wanted,), (out_dtype,))

@@ -203,7 +203,7 @@ DEVICE void inner_pass(KeyGradient& dk, ValueGradient& dv, const Work& work, con
 
   multiply_queries(dp, ring.v_tile(), do_tile, warp);  // line 13, dP^T = V dO^T
   compute_ds(dp, p, kept, work, n);
-  if constexpr (BIAS) {
+  if constexpr (BIAS_GRADIENT) {
     if (masked) apply_mask(dp, work, n);
     add_to_dbias(dp, work, n);
     if constexpr (DS_BITS) scale_ds(dp, work);
@@ -224,7 +224,7 @@ DEVICE void inner_step(KeyGradient& dk, ValueGradient& dv, Work& work, int n, bo
   const Score<float> score = work.score(ring.head(n));
   int32_t* dbias_turns = nullptr;
   int turn = 0;
-  if constexpr (BIAS && DETERMINISTIC) {
+  if constexpr (BIAS_GRADIENT && DETERMINISTIC) {
     dbias_turns = dbias_turns_of(work, n, turn);
     begin_turn(dbias_turns, turn);
   }
@@ -236,7 +236,7 @@ DEVICE void inner_step(KeyGradient& dk, ValueGradient& dv, Work& work, int n, bo
   }
   work.warp.first_query = first_query;
   __syncthreads();  // all scores are in shared memory, and all of dbias is added
-  if constexpr (BIAS && DETERMINISTIC) end_turn(dbias_turns, turn);
+  if constexpr (BIAS_GRADIENT && DETERMINISTIC) end_turn(dbias_turns, turn);
   if constexpr (SPLIT) {
     const Scores none{};
     add_queries<ValueColumns, BLOCK_M>(dv, none, ring.p_tile(), ring.do_tile(n), work.warp);  // line 12

@@ -32,6 +32,9 @@
 #ifndef ALIBI
 #define ALIBI 0
 #endif
+#ifndef ALIBI_SIGNED  // keys after a row's own gain what keys before it lose
+#define ALIBI_SIGNED 0
+#endif
 #ifndef SINKS
 #define SINKS 0
 #endif
@@ -41,6 +44,10 @@
 #define BIAS 0
 #define BIAS_ELEMENT float
 #endif
+#ifndef BIAS_HIDES  // the bias is a mask of bytes: keys whose byte is 0 are hidden
+#define BIAS_HIDES 0
+#endif
+#define BIAS_GRADIENT (BIAS && !BIAS_HIDES)
 #ifndef DROPOUT
 #define DROPOUT 0
 #endif

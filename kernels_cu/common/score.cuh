@@ -8,6 +8,15 @@
 
 using LaunchParams = WithScoreMod<Params>;
 
+DEVICE int alibi_distance(int before) { return ALIBI_SIGNED ? before : abs(before); }
+
+// A score with its element of the bias.
+template <class Real, class Element>
+DEVICE Real biased(Real score, Element bias) {
+  if constexpr (BIAS_HIDES) return bias ? score : Real(-INFINITY);
+  else return score + Real(to_real(bias));
+}
+
 template <class Real>
 struct Score {
   Real scale;                // softmax_scale, times q's and k's descales
@@ -26,11 +35,11 @@ struct Score {
     if constexpr (SCORE_MOD) score = mod(score, row, key);
     if constexpr (SOFTCAP) score = softcap * tanh_of(score / softcap);
 #if POSITIONS
-    if constexpr (ALIBI) score -= slope * Real(abs(positions.row(row) - positions.key(key)));
+    if constexpr (ALIBI) score -= slope * Real(alibi_distance(positions.row(row) - positions.key(key)));
 #else
-    if constexpr (ALIBI) score -= slope * Real(abs(row + diagonal - key));
+    if constexpr (ALIBI) score -= slope * Real(alibi_distance(row + diagonal - key));
 #endif
-    if constexpr (BIAS) score += Real(to_real(bias[row * bias_row_stride + key]));
+    if constexpr (BIAS) score = biased(score, bias[row * bias_row_stride + key]);
     return score;
   }
 };

@@ -154,7 +154,7 @@ DEVICE void write_broken(const DecodeParams& params, const Entry& entry, int kv_
   for (int64_t index = threadIdx.x; index < all; index += THREADS) {
     const int packed = entry.packed_begin + int(index / HEAD_DIM_V), column = int(index % HEAD_DIM_V);
     const OutputRow to = output_row(params, entry, kv_head, packed);
-    to.out[column].bits = 0x7fff;  // NaN in both 16-bit formats
+    store_nan(to.out[column]);
     if (LSE && column == 0) *to.lse = ptx::as_float(0x7fffffffu);
   }
 }

@@ -30,11 +30,11 @@ DEVICE uint32_t pack_outputs(half_t, float low, float high) { return ptx::pack_h
 DEVICE uint32_t pack_outputs(bfloat16_t, float low, float high) { return ptx::pack_bfloat16(low, high); }
 
 // Stores COUNT neighbours, wide where their place allows it.
-template <int COUNT>
-DEVICE void store_neighbours(OUT_ELEMENT* out, const float (&values)[COUNT]) {
+template <class Half, int COUNT>
+DEVICE void store_neighbours(Half* out, const float (&values)[COUNT]) {
   uint32_t words[COUNT / 2];
 #pragma unroll
-  for (int w = 0; w < COUNT / 2; w++) words[w] = pack_outputs(OUT_ELEMENT(), values[2 * w], values[2 * w + 1]);
+  for (int w = 0; w < COUNT / 2; w++) words[w] = pack_outputs(Half(), values[2 * w], values[2 * w + 1]);
   if (reinterpret_cast<uint64_t>(out) % (2 * COUNT) == 0) {
     if constexpr (COUNT == 8) ptx::store_global_v4(out, words);
     else *reinterpret_cast<uint64_t*>(out) = uint64_t(words[1]) << 32 | words[0];
@@ -43,3 +43,25 @@ DEVICE void store_neighbours(OUT_ELEMENT* out, const float (&values)[COUNT]) {
     for (int i = 0; i < COUNT; i++) out[i].bits = uint16_t(words[i / 2] >> (i % 2 * 16));
   }
 }
+
+template <int COUNT>
+DEVICE void store_neighbours(float* out, const float (&values)[COUNT]) {
+  const bool wide = reinterpret_cast<uint64_t>(out) % 16 == 0;
+#pragma unroll
+  for (int i = 0; i < COUNT; i += 4) {
+    const uint32_t words[4] = {ptx::as_bits(values[i]), ptx::as_bits(values[i + 1]), ptx::as_bits(values[i + 2]),
+                               ptx::as_bits(values[i + 3])};
+    if (wide) {
+      ptx::store_global_v4(out + i, words);
+    } else {
+#pragma unroll
+      for (int k = 0; k < 4; k++) out[i + k] = values[i + k];
+    }
+  }
+}
+
+template <class Half>
+DEVICE void store_nan(Half& out) {
+  out.bits = 0x7fff;  // in both 16-bit formats
+}
+DEVICE void store_nan(float& out) { out = ptx::as_float(0x7fffffffu); }

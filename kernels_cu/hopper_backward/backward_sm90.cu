@@ -167,7 +167,7 @@ __device__ __forceinline__ void Consumer::inner_step(KeyGradient& dk, ValueGradi
   if (HIDES_ROWS && hidden.masked) apply_mask(dp, work, keys, row_begin);
   int32_t* dbias_turns = nullptr;
   int turn = 0;
-  if constexpr (BIAS) {
+  if constexpr (BIAS_GRADIENT) {
     if constexpr (DETERMINISTIC) {
       dbias_turns = dbias_turns_of(all.params, work, step, turn);
       begin_turn(dbias_turns, turn);
@@ -178,7 +178,7 @@ __device__ __forceinline__ void Consumer::inner_step(KeyGradient& dk, ValueGradi
   store_ds(shared.ds(ds_half), ds, number);
   ptx::fence_proxy_async();
   sync_consumers();  // dS of both is there; and both are done with the last but one
-  if constexpr (BIAS && DETERMINISTIC) end_turn(dbias_turns, turn);
+  if constexpr (BIAS_GRADIENT && DETERMINISTIC) end_turn(dbias_turns, turn);
 
   QueryGradient dq;
   ptx::pin_registers(dk);

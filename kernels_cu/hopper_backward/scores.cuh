@@ -107,7 +107,7 @@ DEVICE float score_of(const Score<float>& score, float scaled, int row, int key,
   }
   x = capped_score(score, x, derivative);
   if constexpr (ALIBI) x -= score.slope * fabsf(distance);
-  if constexpr (BIAS) x += to_real(score.bias[row * score.bias_row_stride + key]);
+  if constexpr (BIAS) x = biased(x, score.bias[row * score.bias_row_stride + key]);
   return x;
 }
 

@@ -48,7 +48,7 @@ BAD_KEYS: list[tuple[str, DispatchKey]] = [
         "layout": (None, "sparse", "paged", ["dense"]),
         "dtype": (None, "int8", np.float16, ["float16"], np.ones(2)),
         "kv_dtype": (None, "int8", "float16"),
-        "out_dtype": (None, "int8", "float32"),
+        "out_dtype": (None, "int8", "float64"),
         "compute": (None, "x", "tf32", ["bf16"]),
         "head_dim": (None, "64", 0, -1, 257, 64.0, True, np.ones(1)),
         "head_dim_v": (None, "64", 0, 1 << 40),

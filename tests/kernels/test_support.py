@@ -76,6 +76,14 @@ REFUSED = {
         "varlen",
     ),
     "bias.dtype": (problem(bias=("float16", True, False)), "sm_90a", "bias", "float16", "float32", "bfloat16"),
+    "bias.row": (
+        problem(direction="backward", bias=("float32", True, False), bias_row=True, deterministic=True),
+        "sm_90a",
+        "deterministic",
+        True,
+        False,
+        "any order",
+    ),
     "descales.dtype": (problem(descales=True), "sm_90a", "q_descale", "an array", None, "fp8"),
     "float.range": (problem(softmax_scale=-1e38), "sm_90a", "softmax_scale", -1e38, -1e36, "fp32"),
 }

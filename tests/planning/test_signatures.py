@@ -51,6 +51,7 @@ SCALARS = {
     "softcap": (2.0, 2, 3.0, True, 1),
     "sink_tokens": (1, True, 2, 1.0),
     "attention_chunk": (1, True, 2, 1.0),
+    "out_dtype": ("float32", "float64"),
     "return_lse": (True, 1, 1.0),
 }
 
@@ -75,6 +76,7 @@ FORWARD: Mapping[str, tuple[Any, ...]] = {
     "k_positions": (PLACES, longer(PLACES[:, None], 1), longer(PLACES)),
     "dropout_first_head": (1, True, 1.0),
     "dropout_heads": (8, 8.0, True, 9),
+    "alibi_signed": (True, 1, 1.0),
 }
 BACKWARD = {
     **FORWARD,
@@ -192,6 +194,7 @@ MERGED: dict[str, tuple[Any, ...]] = {
     "sinks": (SLOPES, SLOPES.copy()),
     "sink_tokens": (1, 2),
     "attention_chunk": (1, 2),
+    "out_dtype": ("float32",),
     "tree_mask": (np.ones((1, 2), np.uint64),),
     "num_splits": (1, 2),
     "return_lse": (True,),

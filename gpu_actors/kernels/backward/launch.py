@@ -73,14 +73,12 @@ def _scratch(
     if key.deterministic:
         scratch["dq_turns"] = ScratchSpec((slots, *shares), "int32", zero=True)
         scratch["tickets"] = ScratchSpec((1,), "int32", zero=True)
-    if problem.bias is not None:
-        dtype, one_batch, one_head = problem.bias
-        heads = (1 if one_batch else problem.batch, 1 if one_head else problem.heads_q)
-        if dtype != "float32":
-            scratch["dbias_sums"] = ScratchSpec((*heads, problem.seqlen_q, problem.seqlen_k), "float32", zero=True)
+    if problem.dbias:
+        if key.bias != "float32":
+            scratch["dbias_sums"] = ScratchSpec(problem.bias_shape, "float32", zero=True)
         if key.deterministic:
             key_tiles = -(-problem.seqlen_k // tile.block_n)
-            scratch["dbias_turns"] = ScratchSpec((*heads, row_tiles, key_tiles), "int32", zero=True)
+            scratch["dbias_turns"] = ScratchSpec((*problem.bias_shape[:2], row_tiles, key_tiles), "int32", zero=True)
     return scratch
 
 

@@ -76,7 +76,7 @@ def _operands(problem: AttentionProblem, layout: ParamsLayout) -> Iterator[Opera
     yield operand("dlse", lse_axes, shapes["lse"].shape, "float32", optional=True)
     for name in ("q", "k", "v"):
         yield operand(f"d{name}", axes, shapes[name].shape, *shapes[name].dtypes)
-    if problem.bias is not None:
-        yield operand("dbias", "bhr.", shapes["bias"].shape, problem.bias[0])
+    if problem.dbias:
+        yield operand("dbias", "bhr.", shapes["bias"].shape, *shapes["bias"].dtypes)
     if problem.sinks:
         yield operand("dsinks", ".", shapes["sinks"].shape, *shapes["sinks"].dtypes)

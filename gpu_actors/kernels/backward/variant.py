@@ -43,6 +43,8 @@ def gradient_macros(key: DispatchKey, names: Sequence[str], own: Macros) -> Macr
     if key == prepare:
         return {name: macros[name] for name in _PREPARE if name in macros} | {"HEAD_DIM": key.head_dim_v}
     if key == finish:
+        if key.bias == "bool":
+            del macros["BIAS_ELEMENT"]  # a mask has no gradient
         return {name: macros[name] for name in _FINISH if name in macros} | {"HEAD_DIM_V": key.head_dim} | own
     return macros | own | {"STAGES": tile_of(main).stages} | ({"DETERMINISTIC": 1} if key.deterministic else {})
 

@@ -44,5 +44,6 @@ FORWARD_SM90 = KernelFamily(
     companions=(TRANSPOSE,),
     persistent=True,
     positions=True,
+    lacks=("alibi_signed",),
     tma=True,
 )

@@ -52,6 +52,9 @@ def sm90_refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
         return Unsupported("arch", arch, "forward_sm90 is written for Hopper's wgmma", "sm_90a")
     if problem.bias is not None:
         return Unsupported("bias", problem.bias[0], "forward_sm90 adds no bias; forward_mma does")
+    if problem.out_dtype == "float32":
+        reason = "forward_sm90 stores outputs of 16 bits; other kernels round none"
+        return Unsupported("out_dtype", problem.out_dtype, reason, ELEMENTS[problem.dtype].out)
     if problem.dropout_p:
         return Unsupported("dropout_p", problem.dropout_p, "forward_sm90 drops nothing; forward_mma does", 0.0)
     return _cache_refusal(problem) or _shape_refusal(problem) or folded_factor_refusal(problem, "forward_sm90")

@@ -116,7 +116,7 @@ DENSE = {
     ),
     "sinks' shape": Case(dense(sinks=array(2)), "sinks", "float32[2]", "shape (4,)"),
     "bias' shape": Case(
-        dense(bias=array(2, 4, 4, 5)), "bias", "float32[2, 4, 4, 5]", "shape (2, 4, 4, 6) or (2, 1, 4, 6) or"
+        dense(bias=array(2, 4, 4, 5)), "bias", "float32[2, 4, 4, 5]", "shape (2, 4, 4, 6) or (2, 4, 1, 6) or"
     ),
     "bias' dtype": Case(
         dense(bias=array(1, 1, 4, 6, dtype=np.float16)), "bias", "float16[1, 1, 4, 6]", "an array of float32"
