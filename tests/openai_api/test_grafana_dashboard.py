@@ -1,4 +1,7 @@
-"""The dashboard in docs/grafana.json asks for metrics that a server has, and leaves none of them out."""
+"""The dashboard in docs/grafana.json and the alerts in docs/operate.md ask for metrics that a server has.
+
+The dashboard leaves none of them out.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,17 @@ import re
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 from support.openai_server import Serving
-from support.service import REPOSITORY
+from support.service import NO_COMPUTE, REPOSITORY
+
+import gpu_actors as ga
+from gpu_actors.metrics import WorkersCollector
 
 DASHBOARD = json.loads((REPOSITORY / "docs" / "grafana.json").read_text(encoding="utf-8"))
 PANELS: list[Any] = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+OPERATE = (REPOSITORY / "docs" / "operate.md").read_text(encoding="utf-8")
+ALERTS: dict[str, str] = dict(re.findall(r"^ +- alert: (\w+)\n +expr: (.+)$", OPERATE, re.M))
 EXPRESSIONS = [target["expr"] for panel in PANELS for target in panel["targets"]]
 
 # Only where the device says it, or of no use as a curve: requests_total is the same at the other end.
@@ -27,23 +36,86 @@ def samples() -> dict[str, set[str]]:
         assert state.models.encoder is not None
         with serving.raw("GET /metrics HTTP/1.0") as client:
             text = b"".join(iter(lambda: client.recv(1 << 16), b"")).decode()
+    return labels_of(text)
+
+
+@pytest.fixture(scope="module")
+def known(samples: dict[str, set[str]]) -> dict[str, set[str]]:
+    """What may be asked for: the labels of the samples, those of workers, and what Prometheus adds."""
+    with ga.open_context("mock", ga.ContextOptions(mock=NO_COMPUTE)) as context:
+        registry = CollectorRegistry()
+        registry.register(WorkersCollector({"worker-1": context}))
+        workers = labels_of(generate_latest(registry).decode())
+    assert all("worker" in labels for labels in workers.values())
+    # Errors have a sample only once there was one.
+    found = {**samples, "gpu_actors_request_errors_total": {"actor", "error"}}
+    of_workers = {*workers, "gpu_actors_request_errors_total"}
+    return {
+        name: labels | {"instance"} | ({"worker"} if name in of_workers else set()) for name, labels in found.items()
+    }
+
+
+def labels_of(text: str) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for name, labels in re.findall(r"^(gpu_actors_\w+)(?:\{(.*)\})? ", text, re.M):
         found.setdefault(name, set()).update(re.findall(r'(\w+)="', labels))
     return found
 
 
-def test_every_expression_names_metrics_and_labels_that_exist(samples: dict[str, set[str]]) -> None:
-    # Errors have a sample only once there was one.
-    known = samples | {"gpu_actors_request_errors_total": {"actor", "error"}}
+def check(expression: str, known: dict[str, set[str]]) -> None:
+    """Each metric is there, and has the labels by which it is chosen and summed."""
+    names = re.findall(r"gpu_actors_\w+", expression)
+    assert names, expression
+    assert set(names) <= known.keys(), expression
+    for name, matchers in re.findall(r"(gpu_actors_\w+)\{(.*?)\}", expression):
+        for label in re.findall(r"(\w+)=", matchers):
+            assert label in known[name], (label, expression)
+    for labels in re.findall(r"by \(([^)]*)\)", expression):
+        for label in labels.split(", "):
+            assert all(label in known[name] for name in names), (label, expression)
+    assert expression.count("(") == expression.count(")")
+
+
+def test_every_expression_names_metrics_and_labels_that_exist(known: dict[str, set[str]]) -> None:
     for expression in EXPRESSIONS:
-        names = re.findall(r"gpu_actors_\w+", expression)
-        assert names, expression
-        assert set(names) <= known.keys(), expression
-        for labels in re.findall(r"by \(([^)]*)\)", expression):
-            for label in labels.split(", "):
-                assert all(label in known[name] for name in names), (label, expression)
-        assert expression.count("(") == expression.count(")")
+        check(expression, known)
+
+
+def test_every_metric_is_of_the_chosen_instances_and_workers(known: dict[str, set[str]]) -> None:
+    variables = {variable["name"]: variable for variable in DASHBOARD["templating"]["list"]}
+    assert variables.keys() == {"datasource", "instance", "worker"}
+    for name in ("instance", "worker"):
+        assert variables[name]["allValue"] == ".*", "a context of no pool has no worker, which .* matches"
+        assert variables[name]["query"].startswith("label_values(gpu_actors_ready")
+    for expression in EXPRESSIONS:
+        for name, matchers in re.findall(r"(gpu_actors_\w+)(?:\{(.*?)\})?", expression):
+            wanted = ['instance=~"$instance"', *(['worker=~"$worker"'] if "worker" in known[name] else [])]
+            assert matchers == ", ".join(wanted), expression
+
+
+def test_workers_are_compared_by_outcome_queue_latency_and_batch() -> None:
+    asked = [expression for expression in EXPRESSIONS if re.search(r"by \([^)]*\bworker\b", expression)]
+    shown = {name for expression in asked for name in re.findall(r"gpu_actors_(\w+)", expression)}
+    assert shown == {
+        "requests_total",
+        "requests_waiting",
+        "launches_in_flight",
+        "request_seconds_bucket",
+        "request_queue_seconds_bucket",
+        "launch_requests_sum",
+        "launch_requests_count",
+    }
+
+
+def test_every_alert_asks_for_what_exists_and_is_explained(known: dict[str, set[str]]) -> None:
+    rows = re.findall(r"^\| ([A-Z]\w+(?:, [A-Z]\w+)*) \|", OPERATE, re.M)
+    explained = {name for row in rows for name in row.split(", ")}
+    assert len(ALERTS) == OPERATE.count("- alert: ") > 5
+    assert ALERTS.keys() == explained
+    for alert in ALERTS.values():
+        check(alert, known)
+        for error in re.findall(r'error=~"([^"]+)"', alert):
+            assert all(hasattr(ga, name) for name in error.split("|")), error
 
 
 def test_no_metric_is_left_out(samples: dict[str, set[str]]) -> None:

@@ -16,7 +16,9 @@ from support.service import REPOSITORY
 
 ELSEWHERE = {
     "docs/decoding.md": "tests/project/test_docs_decoding.py",
+    "docs/errors.md": "tests/project/test_docs_pages.py",
     "docs/graphs.md": "tests/project/test_docs_graphs.py",
+    "docs/kernel_guide.md": "tests/project/test_docs_kernel_guide.py",
 }
 INTEROP = {
     "docs/jax.md": "tests/interop/test_docs_torch.py",

@@ -6,9 +6,10 @@ import importlib.util
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
-from support.docs import PAGES
+from support.docs import PAGES, examples, run_example
 from support.service import REPOSITORY
 
 from gpu_actors import errors
@@ -116,6 +117,14 @@ def test_an_example_stands_near_the_top_of_the_page(page: Path) -> None:
     lines = page.read_text(encoding="utf-8").splitlines()
     first = next((number for number, line in enumerate(lines) if line.startswith(("```python", "```sh"))), len(lines))
     assert first < 10
+
+
+def test_the_examples_of_the_page_on_errors_meet_every_error() -> None:
+    names: dict[str, Any] = {}
+    for number, source in enumerate(examples(REPOSITORY / "docs/errors.md"), 1):
+        run_example(source, names, f"docs/errors.md, example {number}")
+    assert set(names["met"]) == set(errors.__all__) - {"GpuActorsError", "RequestError"}
+    assert len(names["met"]) == len(set(names["met"]))
 
 
 def test_every_error_is_told_with_what_to_do() -> None:
