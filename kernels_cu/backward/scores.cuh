@@ -189,7 +189,7 @@ DEVICE void compute_ds(Scores& dp, const Scores& p, const uint32_t (&kept)[KEY_R
         float& x = dp[r][block][e];
         if constexpr (DROPOUT) x = kept[r] >> (4 * block + e) & 1 ? x * kept_scale : 0.0f;
         const float d = ptx::as_float(delta[e % 2]);
-        x = p[r][block][e] * (DS_BITS && !BIAS ? x * factor - d * factor : x - d);
+        x = p[r][block][e] * (DS_BITS && !BIAS_GRADIENT ? x * factor - d * factor : x - d);
       }
     }
   }

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from emulated.mask_probe import built_with_bug, module_of
 from support.gate import code_faults, code_of, register_limit, with_bug
 
 import gpu_actors as ga
 from gpu_actors.compiling.source import KernelSource
-from gpu_actors.devices.emulation import EmulationFault
+from gpu_actors.devices.emulation import EmulatedBuffer, EmulationFault
 from gpu_actors.kernels import variants
 from gpu_actors.kernels.dispatch import dispatch_key, program_of
 from gpu_actors.kernels.keys import check_key
@@ -132,7 +134,7 @@ def test_what_is_refused() -> None:
     refused: list[tuple[Any, str]] = [
         (ga.FlashForward(q, k, v, out_dtype="bfloat16"), "out_dtype"),
         (ga.FlashForward(*(x.astype(np.float64) for x in (q, k, v)), out_dtype="float32"), "out_dtype"),
-        (ga.FlashForward(q, k, v, out_dtype="float32", out=np.empty_like(q)), "out"),
+        (ga.FlashForward(q, k, v, out_dtype="float32", out=np.empty_like(q)), "stores"),
         (ga.FlashForward(q, k, v, out_dtype="float32", sinks=np.zeros(4, np.float16)), "sinks"),
         (ga.FlashBackward(q=q, k=k, v=v, out=q, dout=dout, lse=lse, out_dtype="float32"), "out_dtype"),
         (ga.FlashBackward(q=q, k=k, v=v, out=q, dout=dout, lse=lse, bias=ROW, deterministic=True), "deterministic"),
@@ -183,10 +185,9 @@ def wide_outputs(ctx: ga.GpuContext) -> None:
     answer = ctx.flash_attn.forward(q, k, v, causal=True, **options).result(300)
     assert answer.out.dtype == np.float32
     check_output(answer.out, answer.lse, q, k, v, causal=True)
-    shifted = np.empty(2 * 3 * 4 * 64 + 1, np.float32)[1:].reshape(2, 3, 4, 64)
-    for splits, lengths, out in ((1, [80, 0], None), (3, [80, 17], None), (3, [90, 90], shifted)):
+    for splits, lengths in ((1, [80, 0]), (3, [80, 17])):
         counts = np.array(lengths, np.int32)
-        given = {**options, "cache_seqlens": counts, "num_splits": splits, "out": out}
+        given = {**options, "cache_seqlens": counts, "num_splits": splits}
         found = ctx.flash_attn.paged_forward(q[:, :3], k, v, **given).result(300)
         assert found.out.dtype == np.float32
         for n, length in enumerate(lengths):
@@ -219,6 +220,42 @@ def test_the_variants_pass_the_gate(arch: str) -> None:
         check_key(dispatch_key(problem, arch))
 
 
+STORES = """
+#include "decode/output.cuh"
+struct Arguments { float* out; int begin; };
+template <int COUNT>
+DEVICE void store_from(float* out, float first) {
+  float values[COUNT];
+  for (int i = 0; i < COUNT; i++) values[i] = first + i;
+  store_neighbours(out, values);
+}
+extern "C" __global__ void stores(const __grid_constant__ Arguments a) {
+  store_from<8>(a.out + a.begin, 1.0009765625f);
+  store_from<4>(a.out + a.begin + 8, 9.0009765625f);
+  store_nan(a.out[a.begin + 12]);
+}
+"""
+
+
+def stores(build: Any = module_of) -> None:
+    """Raise AssertionError where neighbours are not stored as they are, wherever the first one lies."""
+    problem = example_problem("bfloat16", 64, layout="cache", seqlen_q=1, total_q=1, out_dtype="float32")
+    source = kernel_source(dispatch_key(problem, "sm_80"))
+    module = build(KernelSource("probe.cu", STORES, ("stores",), source.headers, source.macros))
+    for begin in range(5):
+        result = EmulatedBuffer.of(np.zeros(20, np.float32), "out")
+        module.launch("stores", 1, 1, 0, struct.pack("<Qi4x", result.address, begin), [result])
+        found = result.view(np.float32, (20,))
+        wanted = np.zeros(20, np.float32)
+        wanted[begin : begin + 12] = np.arange(12, dtype=np.float32) + np.float32(1.0009765625)
+        wanted[begin + 12] = np.nan
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_floats_are_stored_wherever_they_lie() -> None:
+    stores()
+
+
 # Seeded bugs
 
 SCORE, OUTPUT, SUMS = "common/score.cuh", "decode/output.cuh", "backward/scores.cuh"
@@ -248,7 +285,13 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
         "dbias + row * (strides.row + 1)",
         "bias of one row",
     ),
-    "rows past the end add to it": (SUMS, "if (mine && ds", "if (ds", "bias of one row"),
+    "its gradient is that of every other key": (
+        SUMS,
+        "work.key(r, e / 2), ds",
+        "work.key(r, 0), ds",
+        "bias of one row",
+    ),
+    "a broken sequence has output 0": (OUTPUT, "as_float(0x7fffffffu)", "as_float(0u)", "stores"),
     "its sums are not rounded": (
         "backward/finish.cuh",
         "n < params.dbias_size",
@@ -263,18 +306,33 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
         "row - key",
         "signed ALiBi of a shard",
     ),
-    "floats are stored as pairs": (OUTPUT, "i += 4", "i += 8", "out"),
-    "all places are taken for wide": (OUTPUT, "reinterpret_cast<uint64_t>(out) % 16 == 0;", "true;", "out"),
-    "the first neighbour is the second": (OUTPUT, "{ptx::as_bits(values[i]),", "{ptx::as_bits(values[i + 1]),", "out"),
-    "the last neighbour is the third": (OUTPUT, "ptx::as_bits(values[i + 3])}", "ptx::as_bits(values[i + 2])}", "out"),
-    "wide stores begin at the first": (OUTPUT, "store_global_v4(out + i, words)", "store_global_v4(out, words)", "out"),
-    "narrow stores begin at the first": (OUTPUT, "out[i + k] = values", "out[k] = values", "out"),
-    "narrow stores leave one out": (OUTPUT, "k < 4; k++) out[i + k]", "k < 3; k++) out[i + k]", "out"),
+    "floats are stored as pairs": (OUTPUT, "i += 4", "i += 8", "stores"),
+    "all places are taken for wide": (OUTPUT, "reinterpret_cast<uint64_t>(out) % 16 == 0;", "true;", "stores"),
+    "the first neighbour is the second": (
+        OUTPUT,
+        "{ptx::as_bits(values[i]),",
+        "{ptx::as_bits(values[i + 1]),",
+        "stores",
+    ),
+    "the last neighbour is the third": (
+        OUTPUT,
+        "ptx::as_bits(values[i + 3])}",
+        "ptx::as_bits(values[i + 2])}",
+        "stores",
+    ),
+    "wide stores begin at the first": (
+        OUTPUT,
+        "store_global_v4(out + i, words)",
+        "store_global_v4(out, words)",
+        "stores",
+    ),
+    "narrow stores begin at the first": (OUTPUT, "out[i + k] = values", "out[k] = values", "stores"),
+    "narrow stores leave one out": (OUTPUT, "k < 4; k++) out[i + k]", "k < 3; k++) out[i + k]", "stores"),
     "a neighbour is cut to the bits of a half": (
         OUTPUT,
         "as_bits(values[i + 2])",
         "as_bits(values[i + 2]) & 0xffffe000u",
-        "out",
+        "stores",
     ),
 }
 
@@ -284,6 +342,10 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_seeded_bug_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, old, new, options = MUTANTS[name]
+    if options == "stores":
+        with pytest.raises((AssertionError, EmulationFault)):
+            stores(built_with_bug(file, old, new, tmp_path))
+        return
     sound = variants.asset_source
 
     def seeded(*args: Any, **given: Any) -> KernelSource:
@@ -295,7 +357,7 @@ def test_a_seeded_bug_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.M
     try:
         with ga.open_context("emulated", ga.ContextOptions(arch="sm_80", cache_dir=str(tmp_path))) as ctx:
             with pytest.raises((AssertionError, EmulationFault, ga.GpuActorsError)) as caught:
-                wide_outputs(ctx) if options == "out" else run(ctx, OPTIONS[options])
+                run(ctx, OPTIONS[options])
             assert not isinstance(caught.value, ga.RequestError | ga.CompileError)
     finally:
         kernel_source.cache_clear()
