@@ -492,6 +492,8 @@ def _fields(kind: type) -> tuple[str, ...] | None:
 def _is_flat(value: Any) -> bool:
     """Whether no array lies within a value, which may be one itself."""
     kind = type(value)
+    if kind is np.ndarray:
+        return not value.dtype.hasobject
     if kind in _FLAT:
         return True
     return kind in _LISTS and all(type(part) in _FLAT and type(part) is not np.ndarray for part in value)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import gc
 import os
 import random
@@ -178,6 +180,92 @@ def test_errors_and_plain_messages_cross_whole() -> None:
     for plain in (rope, ga.KvSequence(1, 2, 3), ga.Mask.causal(), ga.AttentionParams(1, 2, 3, 4, 2, 16)):
         assert sent((plain,), arena)[0] == (plain,)
     assert AttentionProblem is not None
+
+
+class Urgent(enum.IntEnum):
+    SOON = 3
+
+
+class Elsewhere(ga.LaunchError):
+    pass
+
+
+def fields(message: Any) -> list[Any]:
+    return [getattr(message, field.name) for field in dataclasses.fields(message)]
+
+
+def test_a_plain_request_is_marshalled_whole() -> None:
+    arena = Arena(size=1 << 22)
+    small, large = np.arange(8.0), np.arange(65536.0)
+    message = ga.FlashForward(small, large, small, window_size=(3, -1), softmax_scale=0.125, causal=True)
+    got, (packed, arguments), _ = sent(Ask(7, "flash_attn", message, None, 2), arena)
+    assert packed.body == b""
+    assert (got.number, got.actor, got.left, got.priority) == (7, "flash_attn", None, 2)
+    assert len(arguments) == 3
+    for there, here in zip(fields(got.message), fields(message), strict=True):
+        assert type(there) is type(here)
+        assert np.array_equal(there, here)
+    assert got.message.q is got.message.v
+    three = ga.FlashForward(large, large + 1, large + 2)
+    assert len(pack(Ask(8, "flash_attn", three, None, 0), arena).blocks) == 1
+    assert sent(Ask(7, "", message, 1.5, 0), arena)[0].left == 1.5
+    _, _, returned = unpack(*pack(Ask(7, "", message, 1.5, 0), arena, (), [4096, 8192])[:2], arena, int, ())
+    assert returned == [4096, 8192]
+
+
+def test_a_plain_answer_is_marshalled_whole() -> None:
+    arena = Arena(size=1 << 22)
+    out = ga.AttentionOutput(np.arange(6.0), None, *(None,) * (len(ga.AttentionOutput._fields) - 2))
+    got, (packed, _), _ = sent(Answer(9, out, None, Counts(1, 2, 3, 4), None), arena)
+    assert packed.body == b""
+    assert (got.number, got.error, got.counts, got.health) == (9, None, Counts(1, 2, 3, 4), None)
+    assert type(got.counts) is Counts
+    assert type(got.value) is ga.AttentionOutput
+    assert got.value.out.tolist() == out.out.tolist()
+    for value in (None, 3, 2.5, True, "text", b"bytes"):
+        got, (packed, _), _ = sent(Answer(9, value, None, None, None), arena)
+        assert (packed.body, got.value, type(got.value), got.counts) == (b"", value, type(value), None)
+    lost = ga.WorkerLost("it ended", 3, "worker-2", "no")
+    got, (packed, _), _ = sent(Answer(9, None, lost, None, None), arena)
+    assert (packed.body, type(got.error), vars(got.error), str(got.error)) == (
+        b"",
+        ga.WorkerLost,
+        vars(lost),
+        str(lost),
+    )
+
+
+def test_what_marshal_cannot_take_is_pickled() -> None:
+    arena = Arena(size=1 << 22)
+    x = np.arange(8.0)
+    message = ga.FlashForward(x, x, x)
+    caused = ga.LaunchError("it failed")
+    caused.__cause__ = ValueError("deep")
+    objects = np.array([{"a": 1}, None], object)
+    sequence = ga.KvSequence(1, 2, 3)
+    with ga.open_context("mock") as ctx:
+        health = ctx.health()
+    for record in (
+        Ask(1, "flash_attn", message, np.float64(2.5), 0),
+        Ask(1, "flash_attn", message, None, Urgent.SOON),
+        Ask(1, "flash_attn", ga.FlashForward(x, x, x, softmax_scale=np.float32(0.5)), None, 0),
+        Ask(1, "flash_attn", ga.FlashForward(x, objects, x), None, 0),
+        Ask(1, "kv_cache", (sequence, x), None, 0),
+        Answer(1, sequence, None, None, None),
+        Answer(1, None, caused, None, None),
+        Answer(1, None, Elsewhere("of another module"), None, None),
+        Answer(1, None, ValueError("not ours"), None, None),
+        Answer(1, None, None, None, health),
+    ):
+        got, (packed, _), _ = sent(record, arena)
+        assert packed.body
+        assert type(got) is type(record)
+        for there, here in zip(got, record, strict=True):
+            assert type(there) is type(here)
+    got, (packed, _), _ = sent(Ask(1, "flash_attn", ga.FlashForward(x, objects, x), None, 0), arena)
+    assert not any(argument.array.dtype.hasobject for argument in packed.arguments)  # addresses mean nothing there
+    assert got.message.k.tolist() == objects.tolist()
+    assert sent(Answer(1, None, caused, None, None), arena)[0].error.__cause__.args == ("deep",)
 
 
 def test_blocks_are_taken_given_and_joined_again() -> None:
