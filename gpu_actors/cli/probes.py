@@ -194,6 +194,16 @@ def _devices() -> Check:
     return Check("devices", "ok" if found else "missing", "; ".join(found) or "no CUDA device")
 
 
+@_probe("mps")
+def _mps() -> Check:
+    # Where NVIDIA's daemon has its pipes, unless it is told another folder.
+    folder = os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps"
+    if not os.path.exists(os.path.join(folder, "control")):
+        return Check("mps", "ok", "no MPS daemon: a fault of one process ends no other; they share a GPU's memory")
+    detail = f"an MPS daemon at {folder}: a fault of one process ends every process on its GPU"
+    return Check("mps", "missing", detail, 'for isolation="process" and several workers a GPU, end the daemon')
+
+
 @_probe("nvrtc")
 def _nvrtc() -> Check:
     from gpu_actors.compiling.toolchain import adoption, find_toolchain, supported_archs

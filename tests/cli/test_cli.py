@@ -122,6 +122,19 @@ def test_a_probe_that_raises_is_a_line_of_the_report(run: Run, monkeypatch: pyte
     assert (code, found["state"], found["detail"]) == (0, "problem", "OSError: the disk is on fire")
 
 
+def test_doctor_says_that_an_mps_daemon_voids_isolation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found() -> probes.Check:
+        return next(check for check in probes.run_probes() if check.name == "mps")
+
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    assert (found().state, found().hint) == ("ok", "")
+    assert "share a GPU's memory" in found().detail
+    (tmp_path / "control").touch()
+    assert found().state == "missing"
+    assert "ends every process on its GPU" in found().detail
+    assert 'isolation="process"' in found().hint
+
+
 def test_doctor_refuses_to_praise_a_cache_that_others_can_write(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
