@@ -25,15 +25,22 @@ struct Pieces {
   __device__ __forceinline__ int slot(int piece) const { return piece == 0 ? first : second + (piece - 1) * step; }
 };
 
+// How many ranges from `first` on begin inside the item. Each lane looks at one, so a warp waits once for 32 of them.
+DEVICE int ranges_inside(const DecodeParams& params, const Position& item, int first) {
+  const int lane = threadIdx.x % 32;
+  for (int before = 0;; before += 32) {
+    const int range = first + before + lane;
+    const bool inside = range < params.ranges && position(params, range).same_item(item);
+    const uint32_t outside = ~__ballot_sync(~0u, inside);
+    if (outside != 0) return before + __ffs(int(outside)) - 1;
+  }
+}
+
 DEVICE Pieces pieces_at_boundary(const DecodeParams& params, int boundary) {
   const Position at = position(params, boundary), before = position(params, boundary - 1);
   Pieces pieces{at, 0, 2 * boundary - 1, 2 * boundary, 2};
   if (at.tile == 0 || (before.same_item(at) && before.tile > 0)) return pieces;
-  pieces.count = 2;
-  while (boundary + pieces.count - 1 < params.ranges &&
-         position(params, boundary + pieces.count - 1).same_item(at)) {
-    pieces.count++;
-  }
+  pieces.count = 2 + ranges_inside(params, at, boundary + 1);
   return pieces;
 }
 

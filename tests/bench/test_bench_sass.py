@@ -56,6 +56,7 @@ def test_a_loop_inside_counts_with_as_many_rounds_as_its_products_take() -> None
 GROUPS = """\
 .L_x_3:
         /*0010*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], RZ, !UPT ;
+.L_x_7:
         /*0020*/                   HGMMA.64x64x16.F32.BF16 R88, R20, gdesc[UR8], R88, gsb0 ;
         /*0030*/                   WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
         /*0040*/              @!P0 BRA `(.L_x_4) ;
@@ -72,7 +73,7 @@ GROUPS = """\
         /*01c0*/                   EXIT ;
 .L_x_6:
         /*01d0*/                   SYNCS.PHASECHK.TRANS64 P1, [R0], R3 ;
-        /*01e0*/               @P1 BRA `(.L_x_4) ;
+        /*01e0*/                   BRA `(.L_x_7) ;
 """
 
 
@@ -99,10 +100,23 @@ def test_what_a_warpgroup_does_is_shared_by_its_four_warps() -> None:
 
 
 def test_a_wait_behind_the_end_that_jumps_back_makes_no_loop() -> None:
-    text = _masked(12).replace("@P1 BRA", "BRA")
+    text = _masked(12)
     assert len(steps(text)) == 1
-    forward_end = text.replace("        /*01c0*/                   EXIT ;\n", "")
-    assert len(steps(forward_end)) == 1  # without products of its own, it is none either
+    assert (
+        len(steps(text.replace("                   EXIT ;", "                   NOP ;"))) == 2
+    )  # without an end it does
+
+
+def test_the_shortest_of_the_loops_with_the_tiles_products_is_the_main_one() -> None:
+    def loop(label: str, products: int, more: int) -> str:
+        lines = ["HMMA.16816.F32 R8, R4, R6, R8"] * products + ["MUFU.EX2 R9, R9"] + ["FADD R9, R9, R9"] * more
+        code = "".join(f"        /*0010*/                   {line} ;\n" for line in lines)
+        return f".L_{label}:\n{code}        /*0020*/              @!P0 BRA `(.L_{label}) ;\n"
+
+    text = loop("masked", 4, 30) + loop("main", 4, 10) + loop("first", 2, 0) + loop("both", 8, 0)
+    found = main_step(text, 4 * MMA)
+    assert found is not None
+    assert (found.products, found.instructions) == (4 * MMA, 4 + 1 + 10 + 1)
 
 
 def test_the_products_and_bytes_of_a_tile_follow_from_its_shape() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from cases.cached_batches import random_batch
 from cases.decode import VARIANTS, Variant, draw
-from emulated.decode import DecodeCase, check, check_results, problem_of, run
+from emulated.decode import DecodeCase, check, check_results, key_of, problem_of, run
 from emulated.far_pages import check_far_pages
 from mutation import decode as decode_mutation
 from mutation.decode_mutants import DECODE_DEFECTS
@@ -18,6 +18,8 @@ from mutation.decode_mutants import DECODE_DEFECTS
 from gpu_actors.devices.emulation import EmulationFault
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.kernels.decode.params import pack_pointers
+from gpu_actors.kernels.decode.schedule import split_decode
+from gpu_actors.kernels.decode.variant import ranges_of
 from gpu_actors.testing.problems import POISON_PAGE
 
 DELIVERIES = ("late", "eager", "random")
@@ -285,6 +287,15 @@ def run_in_place(case: DecodeCase, operands: dict[str, Any], name: str, view: An
 
 def test_pages_further_apart_than_32_bits_count():
     check_far_pages()
+
+
+def test_an_item_may_have_more_pieces_than_a_warp_has_lanes():
+    case = decode_mutation.PROBES["many pieces"]()
+    key = key_of(problem_of(case, case.operands()), "sm_80")
+    ranges = ranges_of(key, decode_mutation.MULTIPROCESSORS["many pieces"])
+    schedule = split_decode(problem_of(case, case.operands()), key, ranges, case.batch.lengths, None)
+    assert (schedule.positions[:, 0] == 0).sum() > 33
+    decode_mutation.check_probe("many pieces")
 
 
 @pytest.mark.parametrize("mutant", DECODE_DEFECTS[:2], ids=lambda mutant: mutant.name)

@@ -120,8 +120,28 @@ def test_tiles_are_those_that_hold_a_visible_key(variant):
 def test_ranges_are_not_cut_smaller_than_it_is_worth():
     case = DecodeCase(random_batch(0, (64 * 11,), heads=(1, 1), dim=64, dtype="float16"), options={"causal": True})
     _, key, schedule = planned(case, 100)
-    assert min_units(key) == 4
-    assert (plan.loads(schedule) > 0).sum() == (11 + ITEM_UNITS) // 4
+    assert min_units(key) == 2
+    assert (plan.loads(schedule) > 0).sum() == (11 + ITEM_UNITS) // 2
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
+def test_no_range_is_as_short_as_the_beginning_of_an_item(kv_dtype):
+    lengths = np.full(1, 2048, np.int32)
+    problem = dataclasses.replace(plan.problem_of(lengths), kv_dtype=kv_dtype)
+    key = key_of(problem, "sm_90a")
+    schedule = split_decode(problem, key, ranges_of(key, 132), lengths, None)
+    assert min_units(key) >= 2
+    used = schedule.positions[schedule.positions[:, 0] < 1][:, 1:3]
+    assert len(np.unique(used, axis=0)) == len(used) > 1, "no two ranges begin at one place"
+
+
+def test_a_short_sequence_alone_keeps_nearly_all_multiprocessors_busy():
+    lengths = np.full(1, 2048, np.int32)
+    problem = plan.problem_of(lengths)
+    assert (problem.heads_q, problem.heads_kv, problem.head_dim) == (64, 8, 128)
+    key = key_of(problem, "sm_90a")
+    schedule = split_decode(problem, key, ranges_of(key, 132), lengths, None)
+    assert (plan.loads(schedule) > 0).sum() >= 0.9 * 132
 
 
 @pytest.mark.parametrize("name", plan.batches())

@@ -18,7 +18,8 @@ __all__ = ["ITEM_UNITS", "Schedule", "Workload", "before", "min_units", "split_d
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 
-_MIN_KEYS = 256  # of a range: fewer are not worth the block that reads them
+_MIN_KEYS = 128  # of a range: docs/kernels_decode.md weighs a smaller one against the merge of more pieces
+_MIN_UNITS = 2  # of a range: one alone may be an item's beginning, without keys
 ITEM_UNITS = 1  # what beginning an item is counted as, in tiles of keys
 
 
@@ -74,7 +75,7 @@ def split_decode(
 
 def min_units(key: DispatchKey) -> int:
     """The fewest units of a range, while there are enough for that."""
-    return _MIN_KEYS // decode_tile(key).tile.block_n
+    return max(_MIN_UNITS, _MIN_KEYS // decode_tile(key).tile.block_n)
 
 
 def workload(

@@ -84,10 +84,11 @@ PROBES: dict[str, Callable[[], DecodeCase]] = {
     "cache": lambda: DecodeCase(batch_of(300, 70, 9), "cache", options=CAUSAL),
     "pointers": lambda: DecodeCase(batch_of(300, 70, 9), "pointers"),
     "long": lambda: DecodeCase(rising(batch_of(2000, heads=(2, 1))), options=CAUSAL),
+    "many pieces": lambda: DecodeCase(rising(batch_of(4700, heads=(2, 1))), options=CAUSAL),
     "sinks": lambda: DecodeCase(batch_of(700, 90), options={**CAUSAL, **SINKS}),
     "pinned": lambda: DecodeCase(rising(batch_of(300, 5, 700)), options={**CAUSAL, "num_splits": 3}),
 }
-MULTIPROCESSORS = {"long": 4}
+MULTIPROCESSORS = {"long": 4, "many pieces": 18}  # more pieces than a warp has lanes
 
 
 def many() -> DecodeCase:

@@ -223,9 +223,23 @@ DECODE_MUTANTS = (
     _decode(
         "a merge leaves out the last piece",
         _COMBINE,
-        "position(params, boundary + pieces.count - 1).same_item(at)",
-        "position(params, boundary + pieces.count).same_item(at)",
+        "2 + ranges_inside(",
+        "1 + ranges_inside(",
         "long",
+    ),
+    _decode(
+        "a merge takes the next item's first piece for its own",
+        _COMBINE,
+        "__ffs(int(outside)) - 1",
+        "__ffs(int(outside))",
+        "long",
+    ),
+    _decode(
+        "pieces past a warp's lanes are counted from none",
+        _COMBINE,
+        "return before + __ffs",
+        "return __ffs",
+        "many pieces",
     ),
     _decode(
         "every boundary of an item merges it", _COMBINE, "(before.same_item(at) && before.tile > 0)", "false", "long"
