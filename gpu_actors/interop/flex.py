@@ -25,6 +25,7 @@ from gpu_actors.context import GpuContext
 from gpu_actors.errors import InvalidRequest, Unsupported, WouldBlock
 from gpu_actors.graph.graph import OperationGraph
 from gpu_actors.graph.tensor import GraphTensor
+from gpu_actors.interop.flex_cache import cached
 from gpu_actors.interop.flex_ops import Lowering
 from gpu_actors.mha import Mask
 from gpu_actors.validation.fields import expect, flag, real
@@ -65,9 +66,10 @@ def flex_attention(
     score_mod: ``(score, b, h, q_idx, kv_idx)`` to the score; block_mask: a BlockMask, whose ``mask_mod`` is taken, or a
     ``mask_mod(b, h, q_idx, kv_idx)`` itself, True for keys that are seen. scale: None takes 1 / sqrt(E).
 
-    Both functions are traced at each call. They may read captured tensors at indices that do not depend on the score:
-    all axes in one ``[]``, as in ``slopes[h]`` or ``ids[b, q_idx]``. What is read is written out along the axes that
-    its indices depend on. Differentiable once, backwards, by query, key, value and captured tensors.
+    Both functions are traced at their first call, and again once a number, a tensor or a function that they read has
+    changed. They may read captured tensors at indices that do not depend on the score: all axes in one ``[]``, as in
+    ``slopes[h]`` or ``ids[b, q_idx]``. What is read is written out along the axes that its indices depend on.
+    Differentiable once, backwards, by query, key, value and captured tensors.
 
     Returns (batch, heads, L, Ev); with ``return_lse`` also the natural LSE (batch, heads, L), float32, which has no
     gradient; with ``return_aux`` an ``AuxOutput`` in its place. A row that sees no key is 0, its LSE -inf.
@@ -156,13 +158,21 @@ def _mask_of(block_mask: Any, scores: tuple[int, ...]) -> ScoreMod | None:
 
 
 class _Places(TorchDispatchMode):  # type: ignore[misc]
-    """Notes at each traced operation the line of the caller's code that asked for it."""
+    """Notes at each traced operation the line of the caller's code that asked for it.
+
+    folded: whether an operation was computed now, because it reads captured tensors alone.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folded: bool = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         mode = get_proxy_mode()
         before = len(mode.tracer.graph.nodes)
         found = func(*args, **(kwargs or {}))
         added = len(mode.tracer.graph.nodes) - before
+        self.folded |= not added
         place = _caller()
         for node, _ in zip(reversed(mode.tracer.graph.nodes), range(added), strict=False):
             node.meta["place"] = place
@@ -181,12 +191,25 @@ def _caller() -> str:
 
 def _traced(name: str, function: ScoreMod, query: torch.Tensor, *, with_score: bool) -> torch.fx.GraphModule:
     """The operations of a score_mod or mask_mod on scalars. Raises Unsupported where it cannot be traced."""
+    wide = query.dtype == torch.float64
+    traced: torch.fx.GraphModule = cached(
+        function, (wide, query.device, with_score), lambda: _trace(name, function, query, with_score=with_score)
+    )
+    return traced
+
+
+def _trace(
+    name: str, function: ScoreMod, query: torch.Tensor, *, with_score: bool
+) -> tuple[torch.fx.GraphModule, bool]:
+    """The operations, and whether they hold for as long as what the function reads is the same."""
     kind = torch.float64 if query.dtype == torch.float64 else torch.float32
     indices = [torch.zeros((), dtype=torch.int32, device=query.device) for _ in range(4)]
     given = [torch.zeros((), dtype=kind, device=query.device), *indices] if with_score else indices
 
+    places = _Places()
+
     def placed(*values: Any) -> Any:
-        with _Places():
+        with places:
             return function(*values)
 
     try:
@@ -201,7 +224,7 @@ def _traced(name: str, function: ScoreMod, query: torch.Tensor, *, with_score: b
         reason = f"cannot be traced: {type(error).__name__}: {shown[0] if shown else ''}"
         raise Unsupported(name, place, reason, "operations on tensors") from error
     traced.graph.eliminate_dead_code()
-    return traced
+    return traced, not places.folded
 
 
 def _place_of(error: BaseException) -> str:

@@ -379,3 +379,132 @@ def test_second_derivatives_and_a_closed_context_are_refused() -> None:
             first.sum().backward()
     with pytest.raises(ga.ActorStopped):
         interop.flex_attention(q, k, v, context=ctx)
+
+
+# Traces that are kept
+
+WINDOW = 3
+
+
+@pytest.fixture
+def traces(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the functions that were traced, in order."""
+    from gpu_actors.interop import flex as ours
+
+    found: list[str] = []
+    trace = ours._trace
+
+    def counted(name: str, *arguments: Any, **options: Any) -> Any:
+        found.append(name)
+        return trace(name, *arguments, **options)
+
+    monkeypatch.setattr(ours, "_trace", counted)
+    return found
+
+
+def agrees_with(ctx: ga.GpuContext, score_mod: Mod | None, mask_mod: Mod | None = None) -> None:
+    q, k, v = operands(grad=False)
+    out = interop.flex_attention(q, k, v, score_mod, mask_mod, context=ctx)
+    torch.testing.assert_close(out, explicit(q, k, v, score_mod, mask_mod)[0])
+
+
+def test_a_function_is_traced_once(ctx: ga.GpuContext, traces: list[str]) -> None:
+    slopes = drawn(HEADS, grad=False)
+
+    def score_mod(score: Any, b: Any, h: Any, row: Any, key: Any) -> Any:
+        return score + slopes[h] * (key - row)
+
+    def mask_mod(b: Any, h: Any, row: Any, key: Any) -> Any:
+        return row >= key
+
+    for _ in range(3):
+        agrees_with(ctx, score_mod, mask_mod)
+    assert traces == ["score_mod", "mask_mod"]
+    q, k, v = operands(torch.float32, grad=False)
+    interop.flex_attention(q, k, v, score_mod, context=ctx)
+    assert traces == ["score_mod", "mask_mod", "score_mod"], "scores of another dtype are traced on their own"
+
+
+def test_what_a_function_reads_is_what_it_is_now(ctx: ga.GpuContext, traces: list[str]) -> None:
+    """A number, another tensor in its place, a tensor that is written, also where it is read before the trace."""
+    slopes, factor, limit = drawn(HEADS, grad=False), 2.0, torch.tensor(5)
+
+    def score_mod(score: Any, b: Any, h: Any, row: Any, key: Any) -> Any:
+        return score * factor + slopes[h]
+
+    def folded(score: Any, b: Any, h: Any, row: Any, key: Any) -> Any:
+        return score + (slopes * 2)[h]
+
+    def mask_mod(b: Any, h: Any, row: Any, key: Any) -> Any:
+        return (key - row < int(limit)) & (row + WINDOW > 0)
+
+    def all_agree() -> None:
+        for mod in (score_mod, folded):
+            agrees_with(ctx, mod, mask_mod)
+
+    all_agree()
+    factor = 0.5
+    all_agree()
+    slopes.mul_(3)
+    all_agree()
+    slopes.data.mul_(0.5)  # which leaves no sign
+    all_agree()
+    slopes = drawn(HEADS, seed=9, grad=False)
+    all_agree()
+    limit.fill_(2)
+    all_agree()
+    limit.data.fill_(4)
+    all_agree()
+    count = len(traces)
+    agrees_with(ctx, score_mod)
+    assert len(traces) == count, "what has not changed is kept"
+
+
+def test_a_global_that_a_function_within_reads_counts(
+    ctx: ga.GpuContext, traces: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def near(row: Any, key: Any) -> Any:
+        return (row - key).abs() <= WINDOW
+
+    def mask_mod(b: Any, h: Any, row: Any, key: Any) -> Any:
+        return near(row, key)
+
+    agrees_with(ctx, None, mask_mod)
+    agrees_with(ctx, None, mask_mod)
+    assert traces == ["mask_mod"]
+    monkeypatch.setitem(globals(), "WINDOW", 1)
+    agrees_with(ctx, None, mask_mod)
+    assert traces == ["mask_mod"] * 2
+
+
+def test_a_function_that_reads_an_object_is_traced_each_time(ctx: ga.GpuContext, traces: list[str]) -> None:
+    class Settings:
+        factor = 2.0
+
+    settings = Settings()
+
+    def score_mod(score: Any, b: Any, h: Any, row: Any, key: Any) -> Any:
+        return score * settings.factor
+
+    agrees_with(ctx, score_mod)
+    settings.factor = 3.0
+    agrees_with(ctx, score_mod)
+    assert traces == ["score_mod"] * 2
+
+
+def test_a_trace_lasts_no_longer_than_its_function(ctx: ga.GpuContext) -> None:
+    import gc
+    import weakref
+
+    from gpu_actors.interop import flex_cache
+
+    def made() -> tuple[Mod, Any]:
+        slopes = drawn(HEADS, grad=False)
+        return (lambda score, b, h, row, key: score + slopes[h]), weakref.ref(slopes)
+
+    score_mod, slopes = made()
+    agrees_with(ctx, score_mod)
+    assert score_mod in flex_cache._known
+    del score_mod
+    gc.collect()
+    assert slopes() is None
