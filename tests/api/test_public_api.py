@@ -138,6 +138,7 @@ def defines_something(path: Path) -> bool:
     return any(not isinstance(node, ast.Expr | ast.Assign) for node in body)
 
 
+@pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")  # in Ray Serve
 @pytest.mark.parametrize("name", MODULES)
 def test_every_module_says_what_it_offers(name: str) -> None:
     module = importable(name)

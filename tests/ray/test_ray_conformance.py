@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from fakes.saboteur import Failing, Saboteur
+from support.adopting import adopt
 
 import gpu_actors as ga
 from gpu_actors.remote import RemoteContext, Workplace
@@ -18,21 +17,11 @@ pytest.importorskip("ray")
 from gpu_actors.interop.ray import RayActor, start_worker
 
 FIXTURES = {"remote", "workplace", "isolated"}
-OF_A_CHILD_PROCESS = "test_a_cancelled_forward_is_answered_at_once_and_an_append_has_a_true_answer"  # opens its own
+OF_A_CHILD_PROCESS = ["test_a_cancelled_forward_is_answered_at_once_and_an_append_has_a_true_answer"]  # opens its own
 
 
-def _adopt(name: str) -> None:
-    """Take over the tests that use one of this module's fixtures."""
-    for test, function in vars(importlib.import_module(name)).items():
-        if not test.startswith("test_") or test == OF_A_CHILD_PROCESS:
-            continue
-        if FIXTURES & set(inspect.signature(function).parameters):
-            assert test not in globals()
-            globals()[test] = function
-
-
-_adopt("test_remote_conformance")
-_adopt("test_isolation_conformance")
+adopt("test_remote_conformance", FIXTURES, globals())
+adopt("test_isolation_conformance", FIXTURES, globals(), OF_A_CHILD_PROCESS)
 
 
 @pytest.fixture
