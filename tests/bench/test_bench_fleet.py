@@ -174,7 +174,7 @@ def test_a_death_costs_repetitions_and_tokens_but_no_answer_within_the_budget() 
 
 def test_a_death_takes_the_cache_along() -> None:
     at_once = load_costs()._replace(restart_s=0.02)
-    given: dict[str, Any] = {"workers": 8, "seconds": 40.0, "warm": 20.0}
+    given: dict[str, Any] = {"workers": 8, "policy": "ring", "seconds": 40.0, "warm": 20.0}
     calm, killed = (simulate(Settings(**given, kill=kill, kill_at=20.0), at_once) for kill in (0, 8))
     assert killed["recomputed_a_turn"] > 2 * calm["recomputed_a_turn"]
 
