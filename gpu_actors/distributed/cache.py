@@ -20,6 +20,7 @@ from gpu_actors.kv.prefix import prompt_digests
 from gpu_actors.kv.requests import KvCacheSpec, KvSequence
 from gpu_actors.kv.sequences import KvCacheStats
 from gpu_actors.kv_cache import KvCache
+from gpu_actors.opening import to_the_end
 from gpu_actors.process import Local
 from gpu_actors.remote.context import RemoteContext
 from gpu_actors.requests import Array, AttentionOutput
@@ -94,14 +95,14 @@ class PooledKvCache(Local):
             for member in self._pool.candidates().values():
                 await self._shard(member)
         except BaseException:
-            await self._leave()
+            await to_the_end(self._leave())
             raise
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        await self._leave()
+        await to_the_end(self._leave())
 
     # Sequences
 
@@ -277,10 +278,13 @@ class PooledKvCache(Local):
     async def _leave(self) -> None:
         self._left = True
         shards, self._shards = list(self._shards.values()), {}
-        for shard in shards:
+
+        async def close(shard: _Shard) -> None:
             await asyncio.wait([shard.opening])
             if not shard.opening.cancelled() and shard.opening.exception() is None:
                 await shard.cache.__aexit__(None, None, None)
+
+        await asyncio.gather(*(close(shard) for shard in shards))
 
 
 def _handles(seqs: Any) -> Any:

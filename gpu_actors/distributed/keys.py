@@ -29,6 +29,7 @@ from gpu_actors.errors import ContextLost, GpuActorsError, InvalidRequest, Stale
 from gpu_actors.key_mask import MASK_OPTIONS, SINKS, KeyMask, mask_options
 from gpu_actors.kv.requests import AttendCache, KvSequence
 from gpu_actors.kv_cache import KvCache
+from gpu_actors.opening import to_the_end
 from gpu_actors.partial import Partial, empty, merge
 from gpu_actors.process import Local
 from gpu_actors.requests import Array, AttentionOutput, CacheOptions
@@ -121,8 +122,7 @@ class ShardedKvCache(Local):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._state = "closed"
-        for cache in self._caches:
-            await cache.__aexit__(None, None, None)
+        await to_the_end(self._close())
 
     @property
     def split(self) -> KeySplit:
@@ -219,6 +219,9 @@ class ShardedKvCache(Local):
         return AttentionOutput(merged.out, merged.lse if return_lse else None)
 
     # Inside
+
+    async def _close(self) -> None:
+        await asyncio.gather(*(cache.__aexit__(None, None, None) for cache in self._caches))
 
     async def _attend(
         self, seq: ShardedSequence, q: Any, new: Any, mask: KeyMask, slopes: Any, sinks: Any, options: dict[str, Any]

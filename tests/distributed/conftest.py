@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager
-from typing import Any
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 
 import gpu_actors as ga
-from gpu_actors.distributed import ContextPool, open_pool
-from gpu_actors.remote import ChildProcess, InProcess
+from gpu_actors.distributed import ContextPool
+from gpu_actors.remote import ChildProcess, InProcess, RemoteContext, Workplace, open_remote
 
-CHANNELS: dict[str, Callable[..., AbstractAsyncContextManager[ContextPool]]] = {
-    "direct": lambda **options: open_pool("mock", workplace=InProcess, seed=0, **options),
-    "process": lambda **options: open_pool("mock", workplace=ChildProcess, seed=0, **options),
-}
-"""Each opens a pool of so many ``workers`` on the mock device. A channel of another package joins by one more entry."""
+CHANNELS: dict[str, Callable[[], Workplace]] = {"direct": InProcess, "process": ChildProcess}
+"""Where a worker runs. Ray actors join in tests/ray/test_ray_shards.py, with the same cases."""
 
 
-@pytest.fixture(params=CHANNELS)
-async def pool_of_three(request: pytest.FixtureRequest) -> AsyncIterator[ContextPool]:
-    """Three workers over each channel."""
-    options: dict[str, Any] = {"workers": 3}
-    async with CHANNELS[request.param](**options) as pool:
-        yield pool
+@pytest.fixture(scope="module", params=CHANNELS)
+def three_workers(request: pytest.FixtureRequest) -> Iterator[dict[str, RemoteContext]]:
+    """Three contexts over each channel. For tests that do them no harm."""
+    with contextlib.ExitStack() as stack:
+        names = ("one", "two", "three")
+        workplace = CHANNELS[request.param]
+        yield {name: stack.enter_context(open_remote("mock", workplace=workplace(), name=name)) for name in names}
+
+
+@pytest.fixture
+def pool_of_three(three_workers: dict[str, RemoteContext]) -> ContextPool:
+    """A pool over them."""
+    return ContextPool(three_workers, seed=0)
 
 
 @pytest.fixture

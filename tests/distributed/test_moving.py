@@ -28,11 +28,6 @@ QUICK = ga.RestartPolicy(max_restarts=1000, backoff=0.0)
 ROWS = np.random.default_rng(0).standard_normal((20, 2, 16)).astype(np.float32)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
-async def test_prefill_here_and_decode_there(pool_of_three: ContextPool, whole: ga.GpuContext, dtype: str) -> None:
-    await shards.check_move(pool_of_three, whole, dtype)
-
-
 class Two:
     """A cache over two workers, and a sequence at the first one. Each launch takes ``latency`` seconds."""
 

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 from fakes import beside
+from support.service import comes_true
 
 import gpu_actors as ga
-from gpu_actors.distributed import ContextPool, PooledKvCache, open_pool
+from gpu_actors.distributed import ContextPool, PooledKvCache, ShardedKvCache, open_pool
 from gpu_actors.remote import InProcess, RemoteContext
 from gpu_actors.testing import FaultPlan
 
@@ -199,6 +200,28 @@ async def test_a_cache_whose_context_is_lost_in_process_is_opened_again() -> Non
             with pytest.raises(ga.WorkerLost) as caught:
                 await cache.append(seq, rows(1), rows(1), expect_length=2)
             assert caught.value.happened == "unknown"
+
+
+@pytest.mark.parametrize("kind", ["pooled", "sharded"])
+async def test_leaving_that_is_cancelled_closes_every_workers_cache(kind: str) -> None:
+    options = ga.ContextOptions(mock=ga.MockOptions(latency=0.3))
+    async with open_pool("mock", workers=3, options=options, workplace=InProcess) as pool:
+        cache: Any = pool.kv_cache(**SPEC) if kind == "pooled" else ShardedKvCache(pool, **SPEC, interleave=8)
+        entered = await cache.__aenter__()
+        if kind == "pooled":
+            appending = [cache.append(await cache.create(), rows(8), rows(8)) for _ in range(9)]
+        else:
+            appending = [asyncio.create_task(cache.append(await cache.create(), rows(24), rows(24)))]
+            await comes_true(lambda: all(worker.outstanding for worker in pool.stats().workers.values()))
+        leaving = asyncio.create_task(entered.__aexit__(None, None, None))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        await asyncio.gather(*(one.wait() if kind == "pooled" else one for one in appending), return_exceptions=True)
+        for context in pool.workers.values():
+            look = context._children.cells["kv_cache"].shared.look
+            await comes_true(lambda look=look: not look())
 
 
 async def test_a_cache_that_opens_in_a_later_generation_serves_that_one() -> None:

@@ -65,6 +65,18 @@ def cached(ctx: ga.GpuContext) -> Any:
         return length, cache.length(seq), cache.length(fork), cache.stats().shared_blocks, out
 
 
+def moved(ctx: ga.GpuContext) -> Any:
+    with ctx.kv_cache(**SPEC) as cache, ctx.kv_cache(**SPEC) as other:
+        seq = cache.create().result(30.0)
+        rows = arrays((500, 2, 16))  # more than travels along with its record
+        cache.append(seq, rows, rows).result(30.0)
+        pages = cache.export_pages(seq).result(30.0)
+        there = other.import_pages(pages).result(30.0)
+        cache.release(pages).result(30.0)
+        again = other.export_pages(there).result(30.0)
+        return pages.pages, pages.k, again.k, again.checks, other.length(there), cache.stats().sequences
+
+
 def outcome(ask: Ask, ctx: ga.GpuContext) -> Any:
     try:
         return ask(ctx)
@@ -92,7 +104,7 @@ def same(one: Any, other: Any) -> None:
         assert one == other
 
 
-@pytest.mark.parametrize("ask", [forward, backward, mha, refused, late, cached], ids=lambda ask: ask.__name__)
+@pytest.mark.parametrize("ask", [forward, backward, mha, refused, late, cached, moved], ids=lambda ask: ask.__name__)
 def test_it_answers_as_a_context_of_this_process(remote: RemoteContext, ask: Ask) -> None:
     with ga.open_context("mock") as ctx:
         same(outcome(ask, remote), outcome(ask, ctx))

@@ -18,8 +18,10 @@ def arrays(shape: tuple[int, ...], seed: int = 0, dtype: Any = np.float32) -> An
     return np.random.default_rng((seed, *shape)).standard_normal(shape).astype(dtype)
 
 
-def operands(rows: int = ROWS, keys: int = ROWS, batch: int = 2, dtype: Any = np.float32) -> dict[str, Any]:
-    shapes = {"q": (rows, HEADS, DIM), "k": (keys, KV_HEADS, DIM), "v": (keys, KV_HEADS, DIM_V)}
+def operands(
+    rows: int = ROWS, keys: int = ROWS, batch: int = 2, dtype: Any = np.float32, dims: tuple[int, int] = (DIM, DIM_V)
+) -> dict[str, Any]:
+    shapes = {"q": (rows, HEADS, dims[0]), "k": (keys, KV_HEADS, dims[0]), "v": (keys, KV_HEADS, dims[1])}
     return {name: arrays((batch, *shape), seed, dtype) for seed, (name, shape) in enumerate(shapes.items())}
 
 
@@ -53,11 +55,15 @@ CONTEXT: dict[str, dict[str, Any]] = {
         "q_positions": np.array([[30, 2], [4, 1]], np.int32), "k_positions": np.array([[1, 3], [0, 2]], np.int32),
     },
     "a first position": {**operands(), "causal": True, "q_positions": np.array([3, 0], np.int32)},
+    "float16": {
+        **{name: arrays((1, ROWS, heads, 32), 2, np.float16) for name, heads in (("q", 4), ("k", 2), ("v", 2))},
+        "causal": True, "sinks": SINKS,
+    },
     "few rows": {**operands(3, 5), "causal": True},
     "one row": {**operands(1, 40), "causal": True},
 }  # fmt: skip
 # What the whole is allowed to differ by: the order of float32 sums, and one more rounding of each block's gradients.
-_FAR = {"float32": 2e-6, "float64": 1e-13, "bfloat16": 2.0**-6}
+_FAR = {"float32": 2e-6, "float64": 1e-13, "float16": 2.0**-9, "bfloat16": 2.0**-6}
 
 
 def close(found: Any, wanted: Any, name: str = "") -> None:
@@ -89,17 +95,25 @@ async def check_context_split(pool: ContextPool, ctx: ga.GpuContext, name: str, 
         close(getattr(gradients, field), getattr(wanted, field), field)
 
 
-async def check_sharded_cache(pool: ContextPool, ctx: ga.GpuContext) -> None:
+async def check_contexts(pool: ContextPool, ctx: ga.GpuContext) -> None:
+    """`check_context_split` of some requests, over three parts."""
+    for name in ("bias and sinks", "causal window", "dropout"):
+        await check_context_split(pool, ctx, name, 3)
+
+
+async def check_sharded_cache(
+    pool: ContextPool, ctx: ga.GpuContext, dtype: str = "float32", dims: tuple[int, int] = (DIM, DIM_V)
+) -> None:
     """Chunks and single rows over keys in short runs, with a window and first keys, are those of one cache."""
     spec: dict[str, Any] = {
-        "num_blocks": 16, "page_size": 8, "kv_heads": KV_HEADS, "head_dim": DIM, "head_dim_v": DIM_V,
-        "dtype": "float32",
+        "num_blocks": 16, "page_size": 8, "kv_heads": KV_HEADS, "head_dim": dims[0], "head_dim_v": dims[1],
+        "dtype": dtype,
     }  # fmt: skip
     options: dict[str, Any] = {"window_size": (7, 0), "sink_tokens": 5, "sinks": SINKS, "return_lse": True}
     async with ctx.kv_cache(**spec) as own, ShardedKvCache(pool, **spec, interleave=3) as cache:
         seq, mine = await cache.create(), await own.create()
         for count in (11, 1, 1, 7, 1):
-            given = {name: array[0] for name, array in operands(count, count, 1).items()}
+            given = {name: array[0] for name, array in operands(count, count, 1, np.dtype(dtype), dims).items()}
             q, new = given.pop("q"), {name: array[None] for name, array in given.items()}
             found = await cache.attend(q, seq, **given, **options)
             wanted = await own.attend(q[None], mine, **new, **options)
@@ -107,15 +121,18 @@ async def check_sharded_cache(pool: ContextPool, ctx: ga.GpuContext) -> None:
             close(found.lse, wanted.lse[0], "lse")
 
 
-async def check_move(pool: ContextPool, ctx: ga.GpuContext, dtype: str = "bfloat16") -> None:
+async def check_move(
+    pool: ContextPool, ctx: ga.GpuContext, dtype: str = "bfloat16", dims: tuple[int, int] = (DIM, DIM_V)
+) -> None:
     """A sequence that is prefilled at one worker and moved to another goes on with the bits of one that stayed."""
     spec: dict[str, Any] = {
-        "num_blocks": 16, "page_size": 8, "kv_heads": KV_HEADS, "head_dim": DIM, "head_dim_v": DIM_V, "dtype": dtype,
+        "num_blocks": 16, "page_size": 8, "kv_heads": KV_HEADS, "head_dim": dims[0], "head_dim_v": dims[1],
+        "dtype": dtype,
     }  # fmt: skip
     if dtype.startswith("float8"):
         spec |= {"k_descale": np.array([0.5, 2.0], np.float32), "v_descale": np.array([0.25, 1.0], np.float32)}
     prompt = list(range(21))
-    given = {name: array[0] for name, array in operands(22, 22, 1, ml_dtypes.bfloat16).items()}
+    given = {name: array[0] for name, array in operands(22, 22, 1, ml_dtypes.bfloat16, dims).items()}
     async with ctx.kv_cache(**spec) as own, pool.kv_cache(**spec) as cache:
         seq, mine = await cache.create(prompt), await own.create(prompt)
         for one, at in ((cache, seq), (own, mine)):

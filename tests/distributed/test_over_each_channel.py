@@ -1,0 +1,32 @@
+"""Requests over several workers equal one context's, whatever the channel of the workers is."""
+
+from __future__ import annotations
+
+import pytest
+from cases import shards
+
+import gpu_actors as ga
+from gpu_actors.distributed import ContextPool
+
+
+async def test_attention_by_rows(pool_of_three: ContextPool, whole: ga.GpuContext) -> None:
+    await shards.check_contexts(pool_of_three, whole)
+
+
+async def test_a_sharded_cache(pool_of_three: ContextPool, whole: ga.GpuContext) -> None:
+    await shards.check_sharded_cache(pool_of_three, whole)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+async def test_prefill_here_and_decode_there(pool_of_three: ContextPool, whole: ga.GpuContext, dtype: str) -> None:
+    await shards.check_move(pool_of_three, whole, dtype)
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(1800)
+async def test_all_of_it_on_the_emulated_device() -> None:
+    async with ga.open_context("emulated") as one, ga.open_context("emulated") as other:
+        pool = ContextPool({"one": one, "other": other}, seed=0)
+        await shards.check_context_split(pool, one, "float16", 2)
+        await shards.check_sharded_cache(pool, one, "float16", (64, 64))
+        await shards.check_move(pool, one, "bfloat16", (64, 64))
