@@ -1,10 +1,7 @@
 """context_split: one request of attention over several workers, each with some of the rows (context parallel).
 
 Each worker gets the keys that its rows see, as after an all-gather of K and V, so every row is attended to in one place
-and nothing is merged. The rows are dealt out in a zig-zag, because under a causal mask late rows see most keys:
-
-    block   0  1  2  3  4  5        of 3 parts: as Zhu Zilin's ring-flash-attention deals them out
-    part    0  1  2  2  1  0
+and nothing is merged. The rows are dealt out in a zig-zag, because under a causal mask late rows see most keys.
 """
 
 from __future__ import annotations
@@ -74,8 +71,8 @@ async def context_split_backward(
     """`context_split` for gradients.
 
     Blocks of rows share keys, so dk, dv and dsinks are sums over the blocks, in the order of rows, in float32 or
-    float64, and rounded once more than one context's: by half a unit in the last place for each block. dq and dbias
-    belong to one block each.
+    float64, and rounded once more than one context's: by half a unit in the last place for each block. So is the
+    gradient of a bias that all rows share. dq and other gradients of a bias belong to one block each.
     """
     expect(type(request) is FlashBackward, "request", show(request), "must be a FlashBackward")
     split = _Split(request, parts)
@@ -84,9 +81,7 @@ async def context_split_backward(
     found += [split.summed(name, [getattr(answer, f"d{name}") for answer in answers]) for name in ("k", "v")]
     dbias = dsinks = None
     if answers[0].dbias is not None:
-        dbias = np.zeros(split.array("bias").shape, answers[0].dbias.dtype)
-        for block, answer in zip(split.blocks, answers, strict=True):
-            dbias[:, :, block.rows, block.keys] = answer.dbias
+        dbias = split.summed("bias", [answer.dbias for answer in answers])
     if answers[0].dsinks is not None:
         dsinks = np.sum([answer.dsinks for answer in answers], axis=0, dtype=answers[0].dsinks.dtype)
     return AttentionGradients(*(None if one is None else split.restored(one) for one in (*found, dbias, dsinks)))
@@ -112,7 +107,11 @@ class _Split:
             array = self._given[name].array if name in self._given else None
             expect(getattr(array, "ndim", 0) == 4, name, describe(array), "must be (batch, rows, heads, head_dim)")
         self._rows, self._keys = self.array("q").shape[1], self.array("k").shape[1]
-        for axes, extent, kind in ((_ROWS, self._rows, "q's rows"), (_KEYS, self._keys, "k's keys")):
+        bias = self.array("bias") if "bias" in self._given else None
+        self._axes = dict(_ROWS)
+        if bias is not None and bias.ndim == 4 and bias.shape[_ROWS["bias"]] == 1:
+            del self._axes["bias"]  # one row for all
+        for axes, extent, kind in ((self._axes, self._rows, "q's rows"), (_KEYS, self._keys, "k's keys")):
             for name, axis in axes.items():
                 if name in self._given:
                     array = self.array(name)
@@ -151,11 +150,15 @@ class _Split:
         return restore(array, self._given["q"])
 
     def summed(self, name: str, parts: Sequence[Any]) -> Any:
-        """The gradients of keys or values, from those of each block."""
+        """The gradients of keys, values or the bias, from those of each block."""
         given = self.array(name)
         total = np.zeros(given.shape, np.float64 if given.dtype == np.float64 else np.float32)
         for block, part in zip(self.blocks, parts, strict=True):
-            total[:, block.keys] += part
+            cut = [slice(None)] * given.ndim
+            cut[_KEYS[name]] = block.keys
+            if name in self._axes:
+                cut[self._axes[name]] = block.rows
+            total[tuple(cut)] += part
         return total.astype(parts[0].dtype)
 
     async def ask(self, pool: ContextPool, timeout: float | None) -> list[Any]:
@@ -180,7 +183,7 @@ class _Split:
 
     def _part(self, block: _Block) -> FlashForward:
         changed: dict[str, Any] = {}
-        for axes, cut in ((_ROWS, block.rows), (_KEYS, block.keys)):
+        for axes, cut in ((self._axes, block.rows), (_KEYS, block.keys)):
             for name, axis in axes.items():
                 if name in self._given:
                     array = changed.get(name, self.array(name))

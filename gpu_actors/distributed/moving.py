@@ -1,8 +1,5 @@
 """move_sequence: a sequence goes from one cache to another, in this process or between any two workers.
 
-    source    export: pages and a lease ──> │                          │ ──> free the sequence, end the lease
-    target                                  │ import: all or nothing ──┘
-
 The source keeps the sequence until the target has said that it has it. So at every step that fails, one of the two has
 the sequence: the source before the import is answered, the target after.
 """
@@ -83,4 +80,4 @@ async def _leased(cache: KvCache, exporting: Reply[SequencePages]) -> AsyncItera
     try:
         yield pages
     finally:
-        cache.release(pages)  # it takes effect behind what has been asked for, whether or not this task goes on
+        cache.release(pages)

@@ -1,8 +1,5 @@
 """A sequence on its way from one cache to another: its pages, and the launches that read and write them.
 
-    export    pages of the pool ──copy──> pages of their own, on the host     the sequence stays, and a lease holds them
-    import    pages of their own ──copy──> pages of another pool              wholly, or without a trace
-
 Pages are copied as they are, so a sequence has the same bits at its new home, fp8 elements included.
 """
 

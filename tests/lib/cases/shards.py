@@ -48,6 +48,9 @@ CONTEXT: dict[str, dict[str, Any]] = {
     "slopes both ways": {**operands(9, 30), "alibi_slopes": SLOPES},
     "bias and sinks": {**operands(), "causal": True, "sinks": SINKS, **BIAS, "softcap": 2.0},
     "a bias for all": {**operands(), "bias": arrays((2, 1, ROWS, ROWS), 6)},
+    "a bias of one row": {**operands(), "causal": True, "bias": arrays((1, HEADS, 1, ROWS), 7)},
+    "a mask": {**operands(), "bias": arrays((2, 1, ROWS, ROWS), 8) > -1.0},
+    "signed slopes": {**operands(), "alibi_slopes": SLOPES, "alibi_signed": True},
     "dropout": {**operands(), "causal": True, "dropout_p": 0.3, "dropout_seed": 9},
     "dropout, fewer rows": {**operands(9, 30), "dropout_p": 0.3, "dropout_seed": 9},
     "positions": {
