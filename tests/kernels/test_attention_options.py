@@ -134,7 +134,7 @@ def test_what_is_refused() -> None:
     refused: list[tuple[Any, str]] = [
         (ga.FlashForward(q, k, v, out_dtype="bfloat16"), "out_dtype"),
         (ga.FlashForward(*(x.astype(np.float64) for x in (q, k, v)), out_dtype="float32"), "out_dtype"),
-        (ga.FlashForward(q, k, v, out_dtype="float32", out=np.empty_like(q)), "stores"),
+        (ga.FlashForward(q, k, v, out_dtype="float32", out=np.empty_like(q)), "out"),
         (ga.FlashForward(q, k, v, out_dtype="float32", sinks=np.zeros(4, np.float16)), "sinks"),
         (ga.FlashBackward(q=q, k=k, v=v, out=q, dout=dout, lse=lse, out_dtype="float32"), "out_dtype"),
         (ga.FlashBackward(q=q, k=k, v=v, out=q, dout=dout, lse=lse, bias=ROW, deterministic=True), "deterministic"),

@@ -243,7 +243,7 @@ SCORE_MUTANTS = (
 RANGE_MUTANTS = (
     _mma("dS has no factor", _SCORES, "x * factor - d * factor", "x - d", "large"),
     _mma("dS has no factor beside a bias", _MMA, "    if constexpr (DS_BITS) scale_ds(dp, work);\n", "", "options"),
-    _mma("dbias takes dS with its factor", _SCORES, "DS_BITS && !BIAS ? x", "DS_BITS ? x", "options"),
+    _mma("dbias takes dS with its factor", _SCORES, "DS_BITS && !BIAS_GRADIENT ? x", "DS_BITS ? x", "options"),
     _mma("dK keeps dS's factor", _MMA, " * power_of_two(-ring.ds_exponent()));", ");", "large"),
     _prepare(
         "values have no part in the bound of dS", "+ LARGEST_VALUE, sqrtf(norm))", "+ LARGEST_DOUT, 0.0f)", "opposite"
