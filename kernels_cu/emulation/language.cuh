@@ -9,7 +9,12 @@
 #define __host__
 #define __constant__ static const
 #define __shared__ static thread_local
+// What is not inlined is compiled once. The compiler fuses no product with a sum in another function.
+#ifdef GPU_ACTORS_CONTRACTION
 #define __forceinline__ inline __attribute__((always_inline))
+#else
+#define __forceinline__ inline
+#endif
 #define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
 #define __grid_constant__

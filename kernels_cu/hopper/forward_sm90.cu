@@ -17,6 +17,7 @@
 // One block a multiprocessor stays for the whole launch and takes tiles of rows as it gets done (hopper/schedule.cuh).
 // This file is the outline: run, load, attend and the steps of the main loop. What they call is in hopper/producer.cuh and
 // hopper/consumer.cuh. docs/hopper.md says what each barrier is for.
+#define PTX_WGMMA_STEP (BLOCK_N % 32 ? 16 : 32)  // head dims are padded to multiples of 32
 #include "hopper/consumer.cuh"
 #include "hopper/producer.cuh"
 

@@ -23,6 +23,7 @@
 // dQ has as many parts as there are key tiles, which are added by bulk reductions in the order of accumulators
 // (hopper_backward/backward_finish_sm90.cu puts them in rows). DETERMINISTIC adds them in the order of the keys, as
 // backward_mma does: a sender waits for its turn at each query tile, and blocks draw their numbers as they start.
+#define PTX_WGMMA_STEP 32
 #include "hopper_backward/consumer.cuh"
 #include "hopper_backward/producer.cuh"
 

@@ -6,10 +6,10 @@
 namespace ptx {
 
 // Waits until `threads` threads (a multiple of 32) have arrived at barrier `id`, this one included.
-DEVICE void barrier_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+WRAPPER void barrier_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
 // Counts this thread as arrived and goes on.
-DEVICE void barrier_arrive(int id, int threads) {
+WRAPPER void barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 

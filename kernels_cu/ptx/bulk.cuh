@@ -15,7 +15,7 @@ enum class CachePolicy : uint64_t {
 };
 
 // Global to shared memory; `bytes` are counted off the mbarrier's announced bytes as they land.
-DEVICE void bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier,
+WRAPPER void bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier,
                       CachePolicy policy = CachePolicy::evict_normal) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
@@ -24,39 +24,39 @@ DEVICE void bulk_load(uint32_t destination, const void* source, uint32_t bytes, 
       : "memory");
 }
 
-DEVICE void bulk_store(void* destination, uint32_t source, uint32_t bytes) {
+WRAPPER void bulk_store(void* destination, uint32_t source, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination), "r"(source), "r"(bytes)
                : "memory");
 }
 
 // destination[i] += source[i], each addition atomic.
-DEVICE void bulk_reduce_add_f32(float* destination, uint32_t source, uint32_t bytes) {
+WRAPPER void bulk_reduce_add_f32(float* destination, uint32_t source, uint32_t bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(destination),
                "r"(source), "r"(bytes)
                : "memory");
 }
-DEVICE void bulk_reduce_add_f16(void* destination, uint32_t source, uint32_t bytes) {
+WRAPPER void bulk_reduce_add_f16(void* destination, uint32_t source, uint32_t bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.noftz.f16 [%0], [%1], %2;" ::"l"(destination),
                "r"(source), "r"(bytes)
                : "memory");
 }
-DEVICE void bulk_reduce_add_bf16(void* destination, uint32_t source, uint32_t bytes) {
+WRAPPER void bulk_reduce_add_bf16(void* destination, uint32_t source, uint32_t bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.noftz.bf16 [%0], [%1], %2;" ::"l"(destination),
                "r"(source), "r"(bytes)
                : "memory");
 }
 
 // This thread's stores and reductions since the last commit become a group.
-DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+WRAPPER void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // Waits until all but the latest PENDING groups have read their shared memory, which may then be written again.
 template <int PENDING>
-DEVICE void bulk_wait_read() {
+WRAPPER void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 // Waits until all but the latest PENDING groups are done: their writes are visible to this thread.
 template <int PENDING>
-DEVICE void bulk_wait() {
+WRAPPER void bulk_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 

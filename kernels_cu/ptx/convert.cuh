@@ -6,16 +6,16 @@
 
 namespace ptx {
 
-DEVICE float as_float(uint32_t bits) { return __uint_as_float(bits); }
-DEVICE uint32_t as_bits(float value) { return __float_as_uint(value); }
+WRAPPER float as_float(uint32_t bits) { return __uint_as_float(bits); }
+WRAPPER uint32_t as_bits(float value) { return __float_as_uint(value); }
 
-DEVICE float half_to_float(uint16_t bits) {
+WRAPPER float half_to_float(uint16_t bits) {
   float value;
   asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
   return value;
 }
 
-DEVICE uint16_t float_to_half(float value) {
+WRAPPER uint16_t float_to_half(float value) {
   uint16_t bits;
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
   return bits;

@@ -8,12 +8,12 @@ namespace ptx {
 
 // This thread's writes to shared memory become visible to TMA and wgmma. Every writing thread executes it, then a
 // barrier.
-DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+WRAPPER void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // The same for writes to global memory that a bulk or tensor copy will read.
-DEVICE void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+WRAPPER void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // mbarrier.init of this thread becomes visible to the async proxy.
-DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+WRAPPER void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 }  // namespace ptx

@@ -6,12 +6,12 @@
 namespace ptx {
 
 // Waits until the kernels that this launch depends on have ended and their writes are visible.
-DEVICE void griddepcontrol_wait() {
+WRAPPER void griddepcontrol_wait() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 // Lets the next kernel be scheduled; its griddepcontrol_wait still waits for the end of this one.
-DEVICE void griddepcontrol_launch_dependents() {
+WRAPPER void griddepcontrol_launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 

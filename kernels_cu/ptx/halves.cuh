@@ -5,14 +5,14 @@
 
 namespace ptx {
 
-DEVICE uint32_t multiply_halves(uint32_t a, uint32_t b) {
+WRAPPER uint32_t multiply_halves(uint32_t a, uint32_t b) {
   uint32_t product;
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
   return product;
 }
 
 // There is no plain product before sm_90; adding -0 changes nothing, signed zeros included.
-DEVICE uint32_t multiply_bfloat16s(uint32_t a, uint32_t b) {
+WRAPPER uint32_t multiply_bfloat16s(uint32_t a, uint32_t b) {
   uint32_t product;
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(0x80008000u));
   return product;

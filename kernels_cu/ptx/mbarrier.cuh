@@ -11,28 +11,28 @@ namespace ptx {
 
 // One thread initialises it for `count` arrivals a phase; then fence_mbarrier_init() and a barrier before others use
 // it.
-DEVICE void mbarrier_init(uint32_t barrier, int count) {
+WRAPPER void mbarrier_init(uint32_t barrier, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 // Ends its life: the memory may be used for something else.
-DEVICE void mbarrier_invalidate(uint32_t barrier) {
+WRAPPER void mbarrier_invalidate(uint32_t barrier) {
   asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-DEVICE void mbarrier_arrive(uint32_t barrier) {
+WRAPPER void mbarrier_arrive(uint32_t barrier) {
   asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared::cta.b64 state, [%0];\n}" ::"r"(barrier) : "memory");
 }
 // Announces `bytes` more bytes for this phase and arrives. sm_90.
-DEVICE void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
+WRAPPER void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 // Announces bytes without arriving. sm_90.
-DEVICE void mbarrier_expect_tx(uint32_t barrier, uint32_t bytes) {
+WRAPPER void mbarrier_expect_tx(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
 // Whether the phase of this parity has ended; may wait a while before it says no. sm_90.
-DEVICE bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
+WRAPPER bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
   uint32_t passed;
   asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
                : "=r"(passed)
@@ -41,7 +41,7 @@ DEVICE bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
   return passed != 0;
 }
 // Waits until the phase of this parity has ended. sm_90.
-DEVICE void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+WRAPPER void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n.reg .pred p;\nWAIT_%=:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra WAIT_%=;\n}" ::"r"(
           barrier),

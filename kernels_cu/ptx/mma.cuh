@@ -23,19 +23,19 @@ namespace ptx {
 
 // E: Element::f16 or Element::bf16, of a and b
 template <Element E>
-DEVICE void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+WRAPPER void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   static_assert(E == Element::f16 || E == Element::bf16, "16-bit elements");
   if constexpr (E == Element::f16) PTX_MMA("m16n8k16.row.col.f32.f16.f16.f32");
   else PTX_MMA("m16n8k16.row.col.f32.bf16.bf16.f32");
 }
 
-DEVICE void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+WRAPPER void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   PTX_MMA("m16n8k8.row.col.f32.tf32.tf32.f32");
 }
 
 // E: Element::e4m3 or Element::e5m2. sm_89.
 template <Element E>
-DEVICE void mma_m16n8k32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+WRAPPER void mma_m16n8k32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   static_assert(E == Element::e4m3 || E == Element::e5m2, "8-bit elements");
   if constexpr (E == Element::e4m3) PTX_MMA("m16n8k32.row.col.f32.e4m3.e4m3.f32");
   else PTX_MMA("m16n8k32.row.col.f32.e5m2.e5m2.f32");

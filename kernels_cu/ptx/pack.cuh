@@ -6,13 +6,13 @@
 
 namespace ptx {
 
-DEVICE uint32_t pack_half(float low, float high) {
+WRAPPER uint32_t pack_half(float low, float high) {
   uint32_t word;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
   return word;
 }
 
-DEVICE uint32_t pack_bfloat16(float low, float high) {
+WRAPPER uint32_t pack_bfloat16(float low, float high) {
   uint32_t word;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
   return word;

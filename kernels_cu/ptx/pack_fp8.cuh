@@ -6,7 +6,7 @@
 
 namespace ptx {
 
-DEVICE uint32_t pack_e4m3(float a, float b, float c, float d) {
+WRAPPER uint32_t pack_e4m3(float a, float b, float c, float d) {
   uint32_t word;
   asm("{\n.reg .b16 low, high;\n"
       "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"

@@ -8,13 +8,13 @@ namespace ptx {
 
 // The warpgroup keeps COUNT registers a thread (24 to 256, a multiple of 8) and gives the rest away.
 template <int COUNT>
-DEVICE void setmaxnreg_dec() {
+WRAPPER void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
 // Waits until the warpgroup can have COUNT registers a thread.
 template <int COUNT>
-DEVICE void setmaxnreg_inc() {
+WRAPPER void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 

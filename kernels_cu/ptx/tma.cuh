@@ -9,38 +9,38 @@
 namespace ptx {
 
 // Brings the map itself near, before its first use.
-DEVICE void tma_prefetch_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+WRAPPER void tma_prefetch_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
 // ---- loads: global to shared memory, counted on the mbarrier
 #define PTX_TENSOR_LOAD(rank, coordinates) \
   "cp.async.bulk.tensor." rank             \
   ".shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, " coordinates "], [%2], %3;"
 
-DEVICE void tma_load(uint32_t destination, const TensorMap* map, uint32_t barrier, int c0,
+WRAPPER void tma_load(uint32_t destination, const TensorMap* map, uint32_t barrier, int c0,
                      CachePolicy policy = CachePolicy::evict_normal) {
   asm volatile(PTX_TENSOR_LOAD("1d", "{%4}")::"r"(destination), "l"(map), "r"(barrier),
                "l"(static_cast<uint64_t>(policy)), "r"(c0)
                : "memory");
 }
-DEVICE void tma_load(uint32_t destination, const TensorMap* map, uint32_t barrier, int c0, int c1,
+WRAPPER void tma_load(uint32_t destination, const TensorMap* map, uint32_t barrier, int c0, int c1,
                      CachePolicy policy = CachePolicy::evict_normal) {
   asm volatile(PTX_TENSOR_LOAD("2d", "{%4, %5}")::"r"(destination), "l"(map), "r"(barrier),
                "l"(static_cast<uint64_t>(policy)), "r"(c0), "r"(c1)
                : "memory");
 }
-DEVICE void tma_load(uint32_t destination, const TensorMap* map, uint32_t barrier, int c0, int c1, int c2,
+WRAPPER void tma_load(uint32_t destination, const TensorMap* map, uint32_t barrier, int c0, int c1, int c2,
                      CachePolicy policy = CachePolicy::evict_normal) {
   asm volatile(PTX_TENSOR_LOAD("3d", "{%4, %5, %6}")::"r"(destination), "l"(map), "r"(barrier),
                "l"(static_cast<uint64_t>(policy)), "r"(c0), "r"(c1), "r"(c2)
                : "memory");
 }
-DEVICE void tma_load(uint32_t destination, const TensorMap* map, uint32_t barrier, int c0, int c1, int c2, int c3,
+WRAPPER void tma_load(uint32_t destination, const TensorMap* map, uint32_t barrier, int c0, int c1, int c2, int c3,
                      CachePolicy policy = CachePolicy::evict_normal) {
   asm volatile(PTX_TENSOR_LOAD("4d", "{%4, %5, %6, %7}")::"r"(destination), "l"(map), "r"(barrier),
                "l"(static_cast<uint64_t>(policy)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
                : "memory");
 }
-DEVICE void tma_load(uint32_t destination, const TensorMap* map, uint32_t barrier, int c0, int c1, int c2, int c3,
+WRAPPER void tma_load(uint32_t destination, const TensorMap* map, uint32_t barrier, int c0, int c1, int c2, int c3,
                      int c4, CachePolicy policy = CachePolicy::evict_normal) {
   asm volatile(PTX_TENSOR_LOAD("5d", "{%4, %5, %6, %7, %8}")::"r"(destination), "l"(map), "r"(barrier),
                "l"(static_cast<uint64_t>(policy)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
@@ -52,20 +52,20 @@ DEVICE void tma_load(uint32_t destination, const TensorMap* map, uint32_t barrie
 #define PTX_TENSOR_STORE(rank, coordinates) \
   "cp.async.bulk.tensor." rank ".global.shared::cta.tile.bulk_group [%0, " coordinates "], [%1];"
 
-DEVICE void tma_store(const TensorMap* map, uint32_t source, int c0) {
+WRAPPER void tma_store(const TensorMap* map, uint32_t source, int c0) {
   asm volatile(PTX_TENSOR_STORE("1d", "{%2}")::"l"(map), "r"(source), "r"(c0) : "memory");
 }
-DEVICE void tma_store(const TensorMap* map, uint32_t source, int c0, int c1) {
+WRAPPER void tma_store(const TensorMap* map, uint32_t source, int c0, int c1) {
   asm volatile(PTX_TENSOR_STORE("2d", "{%2, %3}")::"l"(map), "r"(source), "r"(c0), "r"(c1) : "memory");
 }
-DEVICE void tma_store(const TensorMap* map, uint32_t source, int c0, int c1, int c2) {
+WRAPPER void tma_store(const TensorMap* map, uint32_t source, int c0, int c1, int c2) {
   asm volatile(PTX_TENSOR_STORE("3d", "{%2, %3, %4}")::"l"(map), "r"(source), "r"(c0), "r"(c1), "r"(c2) : "memory");
 }
-DEVICE void tma_store(const TensorMap* map, uint32_t source, int c0, int c1, int c2, int c3) {
+WRAPPER void tma_store(const TensorMap* map, uint32_t source, int c0, int c1, int c2, int c3) {
   asm volatile(PTX_TENSOR_STORE("4d", "{%2, %3, %4, %5}")::"l"(map), "r"(source), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
                : "memory");
 }
-DEVICE void tma_store(const TensorMap* map, uint32_t source, int c0, int c1, int c2, int c3, int c4) {
+WRAPPER void tma_store(const TensorMap* map, uint32_t source, int c0, int c1, int c2, int c3, int c4) {
   asm volatile(PTX_TENSOR_STORE("5d", "{%2, %3, %4, %5, %6}")::"l"(map), "r"(source), "r"(c0), "r"(c1), "r"(c2),
                "r"(c3), "r"(c4)
                : "memory");
@@ -76,20 +76,20 @@ DEVICE void tma_store(const TensorMap* map, uint32_t source, int c0, int c1, int
 #define PTX_TENSOR_REDUCE(rank, coordinates) \
   "cp.reduce.async.bulk.tensor." rank ".global.shared::cta.add.tile.bulk_group [%0, " coordinates "], [%1];"
 
-DEVICE void tma_reduce_add(const TensorMap* map, uint32_t source, int c0) {
+WRAPPER void tma_reduce_add(const TensorMap* map, uint32_t source, int c0) {
   asm volatile(PTX_TENSOR_REDUCE("1d", "{%2}")::"l"(map), "r"(source), "r"(c0) : "memory");
 }
-DEVICE void tma_reduce_add(const TensorMap* map, uint32_t source, int c0, int c1) {
+WRAPPER void tma_reduce_add(const TensorMap* map, uint32_t source, int c0, int c1) {
   asm volatile(PTX_TENSOR_REDUCE("2d", "{%2, %3}")::"l"(map), "r"(source), "r"(c0), "r"(c1) : "memory");
 }
-DEVICE void tma_reduce_add(const TensorMap* map, uint32_t source, int c0, int c1, int c2) {
+WRAPPER void tma_reduce_add(const TensorMap* map, uint32_t source, int c0, int c1, int c2) {
   asm volatile(PTX_TENSOR_REDUCE("3d", "{%2, %3, %4}")::"l"(map), "r"(source), "r"(c0), "r"(c1), "r"(c2) : "memory");
 }
-DEVICE void tma_reduce_add(const TensorMap* map, uint32_t source, int c0, int c1, int c2, int c3) {
+WRAPPER void tma_reduce_add(const TensorMap* map, uint32_t source, int c0, int c1, int c2, int c3) {
   asm volatile(PTX_TENSOR_REDUCE("4d", "{%2, %3, %4, %5}")::"l"(map), "r"(source), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
                : "memory");
 }
-DEVICE void tma_reduce_add(const TensorMap* map, uint32_t source, int c0, int c1, int c2, int c3, int c4) {
+WRAPPER void tma_reduce_add(const TensorMap* map, uint32_t source, int c0, int c1, int c2, int c3, int c4) {
   asm volatile(PTX_TENSOR_REDUCE("5d", "{%2, %3, %4, %5, %6}")::"l"(map), "r"(source), "r"(c0), "r"(c1), "r"(c2),
                "r"(c3), "r"(c4)
                : "memory");

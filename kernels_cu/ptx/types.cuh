@@ -30,6 +30,12 @@ typedef unsigned long uint64_t;
 
 // Every helper function of a kernel: inlined, private to its file.
 #define DEVICE static __device__ __forceinline__
+// A wrapper of an instruction. The emulated device inlines these alone, so that a fault names the line behind them.
+#ifdef GPU_ACTORS_EMULATED
+#define WRAPPER static inline __attribute__((always_inline))
+#else
+#define WRAPPER DEVICE
+#endif
 
 namespace ptx {
 

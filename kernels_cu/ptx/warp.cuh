@@ -6,7 +6,7 @@
 namespace ptx {
 
 // True in one lane of a fully active warp. sm_90.
-DEVICE bool elect_one() {
+WRAPPER bool elect_one() {
   uint32_t elected;
   asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(elected)::"memory");
   return elected != 0;
@@ -14,6 +14,6 @@ DEVICE bool elect_one() {
 
 // Lane 0's value, which the compiler then knows to be the same in the whole warp: branches on it cost no divergence
 // code.
-DEVICE int warp_uniform(int value) { return __shfl_sync(~0u, value, 0); }
+WRAPPER int warp_uniform(int value) { return __shfl_sync(~0u, value, 0); }
 
 }  // namespace ptx

@@ -10,6 +10,11 @@
 #include "ptx/types.cuh"
 #include "ptx/wgmma_sizes.cuh"
 
+// A kernel that multiplies by multiples of 16 or 32 alone says so before its first include, and compiles faster.
+#ifndef PTX_WGMMA_STEP
+#define PTX_WGMMA_STEP 8
+#endif
+
 namespace ptx {
 
 // How rows of 16-byte units are permuted in shared memory; the numbers of the descriptor.
@@ -23,7 +28,7 @@ enum class Swizzle : uint32_t { none = 0, b128 = 1, b64 = 2, b32 = 3 };
 // Without swizzle, 8 x 16-byte core matrices: LEADING along k and STRIDE along m or n, in both orders.
 // A step of bytes along K-major rows adds bytes / 16 to the descriptor.
 template <Swizzle S, uint32_t LEADING, uint32_t STRIDE>
-DEVICE uint64_t matrix_descriptor(uint32_t shared) {
+WRAPPER uint64_t matrix_descriptor(uint32_t shared) {
   static_assert(LEADING % 16 == 0 && STRIDE % 16 == 0 && LEADING < 1u << 18 && STRIDE < 1u << 18,
                 "multiples of 16 below 2^18");
   const uint32_t low = (shared & 0x3FFFF) >> 4 | (LEADING >> 4) << 16;
@@ -32,28 +37,28 @@ DEVICE uint64_t matrix_descriptor(uint32_t shared) {
 }
 
 // Before the first wgmma, and after every write to registers that a wgmma will read.
-DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+WRAPPER void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 // The wgmma since the last commit become a group.
-DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+WRAPPER void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // Waits until at most PENDING of the latest groups are unfinished.
 template <int PENDING>
-DEVICE void wgmma_wait() {
+WRAPPER void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
 // Pins registers to this place: the compiler moves no read above it and no write below it. After waits.
 template <int N>
-DEVICE void pin_registers(float (&r)[N]) {
+WRAPPER void pin_registers(float (&r)[N]) {
 #pragma unroll
   for (int i = 0; i < N; i++) asm volatile("" : "+f"(r[i])::"memory");
 }
 template <int N>
-DEVICE void pin_registers(uint32_t (&r)[N]) {
+WRAPPER void pin_registers(uint32_t (&r)[N]) {
 #pragma unroll
   for (int i = 0; i < N; i++) asm volatile("" : "+r"(r[i])::"memory");
 }
 template <int M, int N>
-DEVICE void pin_registers(uint32_t (&r)[M][N]) {
+WRAPPER void pin_registers(uint32_t (&r)[M][N]) {
 #pragma unroll
   for (int i = 0; i < M; i++) pin_registers(r[i]);
 }
@@ -76,7 +81,7 @@ struct WgmmaSize {};
 
 #define PTX_WGMMA_SIZE(n, o0, o1, o2, o3, o4, o5, o6)                                                               \
   template <Element E, int TRANS_A, int TRANS_B>                                                                    \
-  DEVICE void wgmma_ss_sized(WgmmaSize<n>, float (&d)[n / 2], uint64_t a, uint64_t b, int accumulate) {             \
+  WRAPPER void wgmma_ss_sized(WgmmaSize<n>, float (&d)[n / 2], uint64_t a, uint64_t b, int accumulate) {             \
     if constexpr (E == Element::f16)                                                                                \
       PTX_WGMMA_SS(n, "k16.f32.f16.f16", ", %" #o3 ", %" #o4, o0, o1, o2, "n"(TRANS_A), "n"(TRANS_B));              \
     else if constexpr (E == Element::bf16)                                                                          \
@@ -85,7 +90,7 @@ struct WgmmaSize {};
     else PTX_WGMMA_SS(n, "k32.f32.e5m2.e5m2", "", o0, o1, o2);                                                      \
   }                                                                                                                 \
   template <Element E, int TRANS_B>                                                                                 \
-  DEVICE void wgmma_rs_sized(WgmmaSize<n>, float (&d)[n / 2], const uint32_t (&a)[4], uint64_t b, int accumulate) { \
+  WRAPPER void wgmma_rs_sized(WgmmaSize<n>, float (&d)[n / 2], const uint32_t (&a)[4], uint64_t b, int accumulate) { \
     if constexpr (E == Element::f16)                                                                                \
       PTX_WGMMA_RS(n, "k16.f32.f16.f16", ", %" #o6, o0, o1, o2, o3, o4, o5, "n"(TRANS_B));                          \
     else if constexpr (E == Element::bf16)                                                                          \
@@ -93,26 +98,32 @@ struct WgmmaSize {};
     else if constexpr (E == Element::e4m3) PTX_WGMMA_RS(n, "k32.f32.e4m3.e4m3", "", o0, o1, o2, o3, o4, o5);        \
     else PTX_WGMMA_RS(n, "k32.f32.e5m2.e5m2", "", o0, o1, o2, o3, o4, o5);                                          \
   }
-PTX_WGMMA_SIZES(PTX_WGMMA_SIZE)
+PTX_WGMMA_SIZES_OF_32(PTX_WGMMA_SIZE)
+#if PTX_WGMMA_STEP <= 16
+PTX_WGMMA_SIZES_OF_16(PTX_WGMMA_SIZE)
+#endif
+#if PTX_WGMMA_STEP <= 8
+PTX_WGMMA_SIZES_OF_8(PTX_WGMMA_SIZE)
+#endif
 #undef PTX_WGMMA_SIZE
 
 template <int N, Element E, bool TRANS_A, bool TRANS_B>
-DEVICE constexpr bool wgmma_exists() {
-  return N % 8 == 0 && N >= 8 && N <= 256 && E != Element::tf32 &&
+WRAPPER constexpr bool wgmma_exists() {
+  return N % PTX_WGMMA_STEP == 0 && N >= 8 && N <= 256 && E != Element::tf32 &&
          (E == Element::f16 || E == Element::bf16 || (!TRANS_A && !TRANS_B));
 }
 
 // d = a b, plus d where accumulate: a 64 x K, b K x N, both by descriptor. TRANS_A, TRANS_B: that operand is MN-major
 // (16-bit elements only).
 template <int N, Element E, bool TRANS_A = false, bool TRANS_B = false>
-DEVICE void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {
+WRAPPER void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {
   static_assert(wgmma_exists<N, E, TRANS_A, TRANS_B>(), "no such wgmma");
   wgmma_ss_sized<E, TRANS_A, TRANS_B>(WgmmaSize<N>{}, d, a, b, accumulate);
 }
 
 // The same with a in registers, laid out like the A fragment of mma (ptx/mma.cuh) for the warp's 16 rows.
 template <int N, Element E, bool TRANS_B = false>
-DEVICE void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+WRAPPER void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
   static_assert(wgmma_exists<N, E, false, TRANS_B>(), "no such wgmma");
   wgmma_rs_sized<E, TRANS_B>(WgmmaSize<N>{}, d, a, b, accumulate);
 }

@@ -37,7 +37,7 @@ def bodies(text: list[str], name: str) -> list[range]:
     """The lines of each function of this name that holds an asm statement or one of the headers' macros for them."""
     found = []
     for start, line in enumerate(text, 1):
-        if f" {name}(" in line and line.startswith(("DEVICE", "inline")):
+        if f" {name}(" in line and line.startswith(("WRAPPER", "inline")):
             end = next(i for i, last in enumerate(text[start - 1 :], start) if last[:1] == "}" or last[-1:] == "}")
             if any(word in "".join(text[start - 1 : end]) for word in ("asm", "PTX_", "_sized")):
                 found.append(range(start, end + 1))

@@ -20,7 +20,7 @@ def wrappers() -> dict[str, str]:
     found: dict[str, str] = {}
     for path in sorted((asset_root() / "ptx").glob("*.cuh")):
         text = path.read_text()
-        starts = list(re.finditer(r"^(?:DEVICE|inline) [\w:<>* ]*?\b(\w+)\(", text, re.M))
+        starts = list(re.finditer(r"^(?:WRAPPER|inline) [\w:<>* ]*?\b(\w+)\(", text, re.M))
         macros = re.findall(r"#define (\w+)(?:\([^)]*\))?[^\n]*\\\n(?:[^\n]*\\\n)*?[^\n]*asm", text)
         for start, end in itertools.zip_longest(starts, starts[1:]):
             body = text[start.start() : end.start() if end else len(text)]

@@ -28,8 +28,8 @@ def _tensors() -> list[Mutant]:
             ),
             (
                 "tma_store: operands exchanged",
-                '.tile.bulk_group [%0, " coordinates "], [%1];"\n\nDEVICE void tma_store',
-                '.tile.bulk_group [%1, " coordinates "], [%0];"\n\nDEVICE void tma_store',
+                '.tile.bulk_group [%0, " coordinates "], [%1];"\n\nWRAPPER void tma_store',
+                '.tile.bulk_group [%1, " coordinates "], [%0];"\n\nWRAPPER void tma_store',
             ),
             (
                 "tma_store: adds",

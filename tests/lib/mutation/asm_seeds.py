@@ -14,7 +14,7 @@ __all__ = ["NOT_VOLATILE", "NO_CLOBBER", "faults_in", "faults_of"]
 def _function(file: str, name: str, nth: int) -> str:
     """The text of the nth function of this name that holds asm."""
     text = (asset_root() / "ptx" / file).read_text()
-    pattern = rf"^DEVICE [\w:<>* ]*\b{name}\([^{{]*\) \{{(?: [^\n]*\}}$|.*?^\}}$)"
+    pattern = rf"^WRAPPER [\w:<>* ]*\b{name}\([^{{]*\) \{{(?: [^\n]*\}}$|.*?^\}}$)"
     found = [match[0] for match in re.finditer(pattern, text, re.M | re.S)]
     return [body for body in found if "asm" in body][nth]
 
