@@ -1,9 +1,8 @@
 """Captures the inline-asm statements of a preprocessed kernel, and makes each a call that a CPU can run.
 
-A statement keeps its meaning as CUDA C++ gives it: a template, operands with their constraints, clobbers, and whether
-it is volatile. Host compilers know neither the template's instructions nor the constraints, so the statement becomes a
-call of ``emulation::execute`` (kernels_cu/emulation/assembly) with the addresses of its operands. ``__asm__`` is left
-alone: it is how host code spells asm of its own.
+Host compilers know neither a statement's instructions nor its constraints, so it becomes a call of
+``emulation::execute`` (kernels_cu/emulation/assembly) with the addresses of its operands. ``__asm__`` is left alone: it
+is how host code spells asm of its own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The executor: what every emulated module has in common, built once and linked to each.
 
-It runs grids and executes asm statements (kernels_cu/emulation/executor.cuh). Whether a kernel's products are fused
-into sums does not touch it: what an instruction computes is not the compiler's to choose.
+It runs grids and executes asm statements. Whether a kernel's products are fused into sums does not touch it.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _UNIT = '#include "ptx/types.cuh"\n#include "emulation/executor.cuh"\n'
 _PREFIX = "GPU_ACTORS_"  # of macros that choose how the emulation itself is built
 _log = logging.getLogger(__name__)
 
-# Executors that this process has built or read: a few hundred kilobytes each, and one or two of them.
+# Executors that this process has built or read.
 _objects: dict[str, bytes] = {}
 
 

@@ -19,9 +19,8 @@ from gpu_actors.extras import install_hint
 
 __all__ = ["Toolchain", "cpu_identity"]
 
-# Plain IEEE arithmetic, no reassociation. Headers of the C++ library are half of a small kernel's compile, and CUDA C++
-# has none of them. Shared objects of one process share no symbols (hidden, no unique ones), and
-# _FORTIFY_SOURCE would object to leaving a fiber by longjmp.
+# Plain IEEE arithmetic, no reassociation. No headers of the C++ library: CUDA C++ has none. Shared objects of a process
+# share no symbols, and _FORTIFY_SOURCE would object to leaving a fiber by longjmp.
 _FLAGS = (
     "-std=c++17",
     "-nostdinc++",
@@ -43,8 +42,7 @@ _FLAGS = (
     "-DGPU_ACTORS_EMULATED=1",
     "-w",
 )
-# By `contraction`. The macro makes a processor that cannot do it a compile error: compilers then leave products alone
-# without a word.
+# By `contraction`. The macro makes a processor that cannot do it a compile error.
 _CONTRACTION_FLAGS = {
     False: ("-ffp-contract=off",),
     True: ("-ffp-contract=fast", "-DGPU_ACTORS_CONTRACTION=1"),
@@ -52,8 +50,7 @@ _CONTRACTION_FLAGS = {
 _EXTRA_FLAGS = {
     "g++": ("-fno-gnu-unique",),
     "clang++": (),
-    # Without -nostdlib++ zig first builds the whole of libc++, which takes a minute; nothing here needs it. Its
-    # undefined-behaviour traps are off because kernels shift and alias as CUDA allows.
+    # Without -nostdlib++ zig builds libc++ first. Kernels shift and alias as CUDA allows.
     "zig": ("-nostdlib++", "-fno-sanitize=undefined"),
 }
 
@@ -83,8 +80,7 @@ class Toolchain:
     def leaner_flags(self) -> tuple[str, ...]:
         """Options to add for a kernel that leaves its arithmetic to instructions of tensor cores.
 
-        The executor computes them, so what optimising the kernel saves is a few percent of a launch; it is half of the
-        compile. g++ fuses products in a pass of the expensive optimisations, which -Og has not.
+        The executor computes them. g++ fuses products in a pass of the expensive optimisations, which -Og has not.
         """
         if self.name != "g++":
             return ()
