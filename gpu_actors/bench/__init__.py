@@ -54,7 +54,6 @@ def environment() -> dict[str, object]:
 
 
 def _cpu() -> str:
-    """What the system calls the processor."""
     try:
         told = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

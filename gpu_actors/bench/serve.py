@@ -256,7 +256,6 @@ def _fault(body: bytes, load: Load, prompt_tokens: int) -> str:
 
 
 async def _queue(port: int) -> dict[float, int] | None:
-    """How many texts have been let in within each bound of seconds since the server's start."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
     shown = (await reader.read()).decode()
@@ -277,7 +276,6 @@ def _resident_mib(pid: int) -> float:
 
 
 def _bound(counts: dict[float, int] | None, share: float) -> float | None:
-    """The least bound that this share of all is within. None where nothing was counted, or it is above all bounds."""
     reach = share * max((counts or {}).values(), default=0)
     found = min((bound for bound, count in (counts or {}).items() if reach and count >= reach), default=math.inf)
     return None if math.isinf(found) else found

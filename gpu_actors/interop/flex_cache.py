@@ -26,9 +26,7 @@ class _Opaque(Exception):
 def cached(function: Callable[..., Any], kind: Any, trace: Callable[[], tuple[Any, bool]]) -> Any:
     """What ``trace()`` gave for a function, its captured values and ``kind``, or what it gives now.
 
-    trace: also says whether it may be kept. A function is known by its identity; it is traced again once something
-    that it reads has changed: a number, another tensor, or what a tensor holds. One that reads what cannot be compared,
-    such as an object of a class of the caller's, is traced at each call.
+    trace: also says whether it may be kept. What cannot be compared is traced at each call.
     """
     held: list[Any] = []
     try:
@@ -47,7 +45,6 @@ def cached(function: Callable[..., Any], kind: Any, trace: Callable[[], tuple[An
 
 
 def _read(value: Any, held: list[Any], above: tuple[Any, ...]) -> Iterator[Any]:
-    """All that a value says, as what can be compared."""
     if isinstance(value, torch.Tensor):
         held.append(value)
         yield (id(value), value._version, tuple(value.shape), value.dtype, value.device)
@@ -69,7 +66,6 @@ def _read(value: Any, held: list[Any], above: tuple[Any, ...]) -> Iterator[Any]:
 
 
 def _fixed(value: Any) -> bool:
-    """Whether a value is a module, class or function that stands for the same thing at each call."""
     if isinstance(value, types.ModuleType):
         home = value.__name__
     elif isinstance(value, types.BuiltinFunctionType | type) or (
@@ -94,6 +90,5 @@ def _read_function(function: types.FunctionType, held: list[Any], above: tuple[A
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """The global names that code may read, and those of attributes, also in functions within."""
     inner = [const for const in code.co_consts if isinstance(const, types.CodeType)]
     return set(code.co_names).union(*map(_names, inner))

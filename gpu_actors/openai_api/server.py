@@ -33,6 +33,9 @@ logger: logging.Logger = logging.getLogger("gpu_actors")
 _LAST_EVENTS = 5.0
 """Seconds for the last events of streams to go out, before their connections are closed."""
 
+_LONGEST_HEAD = 64 << 10
+"""Bytes of headers that have not ended."""
+
 _KEEP_ALIVE = 75
 """Seconds for which an idle connection stays open: longer than clients and proxies keep theirs, because a request that
 meets the server's own end of a connection is lost."""
@@ -81,6 +84,7 @@ class Server(uvicorn.Server):
             log_config=None,
             access_log=False,  # the guard logs each request
             lifespan="on",
+            http=_bounded_protocol(),
             ws="none",
             timeout_keep_alive=_KEEP_ALIVE,
             timeout_graceful_shutdown=int(drain + _LAST_EVENTS) + 1,
@@ -133,6 +137,36 @@ class Server(uvicorn.Server):
         generator = self._state.models.generator
         if generator is not None:
             generator.engine.stop("the server is stopping")
+
+
+def _bounded_protocol() -> Any:
+    """httptools' protocol with a bound on headers, which h11 has itself."""
+    try:
+        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+    except ModuleNotFoundError:
+        return "h11"
+
+    class Bounded(HttpToolsProtocol):
+        head = -1  # bytes of headers; -1 between those
+
+        def on_message_begin(self) -> None:
+            self.head = 0
+            super().on_message_begin()
+
+        def on_headers_complete(self) -> None:
+            self.head = -1
+            super().on_headers_complete()
+
+        def data_received(self, data: bytes) -> None:
+            if self.transport.is_closing():
+                return
+            super().data_received(data)
+            if self.head >= 0:
+                self.head += len(data)
+            if self.head > _LONGEST_HEAD and not self.transport.is_closing():
+                self.send_400_response("The headers are too long.")
+
+    return Bounded
 
 
 class JsonLines(logging.Formatter):

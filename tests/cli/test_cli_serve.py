@@ -121,7 +121,14 @@ def test_500_streams_end_in_a_complete_event_after_sigterm() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_it_ends_well_by_either_signal(number: int) -> None:
+    """And before that, it ends a connection whose headers do not end."""
     with Process("--model", "tiny", "--leave-seconds", "0", "--log", "text") as server:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=100) as client:
+            client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nX-Long: ")
+            with contextlib.suppress(ConnectionError):  # reset once it has answered
+                for _ in range(1 << 10):
+                    client.sendall(b"a" * (1 << 14))
+                raise AssertionError("16 MiB of a header were taken")
         assert server.leave(number) == 0
     assert any(line.startswith("INFO gpu_actors serving tiny (generation) on http://") for line in server.log)
 
