@@ -173,10 +173,11 @@ def test_a_death_costs_repetitions_and_tokens_but_no_answer_within_the_budget() 
 
 
 def test_a_death_takes_the_cache_along() -> None:
-    at_once = load_costs()._replace(restart_s=0.02)
-    given: dict[str, Any] = {"workers": 8, "policy": "ring", "seconds": 40.0, "warm": 20.0}
-    calm, killed = (simulate(Settings(**given, kill=kill, kill_at=20.0), at_once) for kill in (0, 8))
-    assert killed["recomputed_a_turn"] > 2 * calm["recomputed_a_turn"]
+    worker = Fleet(Settings(workers=3), load_costs()).cells[0].workers["0-0"]
+    worker.keep([b"one", b"two"])
+    assert worker.known([b"one", b"two", b"three"]) == 2
+    worker.die()
+    assert worker.known([b"one"]) == 0
 
 
 def test_a_router_repeats_nothing_on_the_worker_that_failed_where_another_is_up() -> None:
