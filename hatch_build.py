@@ -1,6 +1,6 @@
 """README as an index page shows it, away from the files that it links to; the project's addresses; a wheel's kernels.
 
-A wheel's kernels have no comments, which are a quarter of their size; their lines keep their numbers.
+A wheel's kernels have no comments, a quarter of their size, and no indentation; their lines keep their numbers.
 
 GPU_ACTORS_HOME: at build time, the address of the published repository, such as https://example.org/owner/gpu_actors.
 With it, links lead there. Without it, no address is known, and links become the names of files.
@@ -19,10 +19,10 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 __all__ = ["IndexPage", "Kernels", "for_index_page", "project_urls", "without_comments"]
 
-# A string comes first, so that what looks like a comment inside of it stays.
+# A string comes first, so that what looks like a comment or an indentation inside of it stays.
 _STRING_OR_COMMENT = re.compile(
-    r"""(?P<string>R"\(.*?\)"|"(?:\\.|[^"\\\n])*")|//[^\n]*|/\*.*?\*/""",
-    re.DOTALL,
+    r"""(?P<string>R"\(.*?\)"|"(?:\\.|[^"\\\n])*")|//[^\n]*|/\*.*?\*/|^[ \t]+""",
+    re.DOTALL | re.MULTILINE,
 )
 _RELATIVE_LINK = re.compile(r"\[([^\]]+)\]\((?![a-z]+:|#)([^)\s]+)\)")
 
@@ -39,7 +39,7 @@ class IndexPage(MetadataHookInterface):
 
 
 class Kernels(BuildHookInterface[Any]):
-    """Puts the kernels' sources into the package of a wheel, without their comments and the pages beside them."""
+    """Puts the kernels' sources into the package of a wheel, but not their comments and the pages beside them."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         sources = Path(self.root) / "kernels_cu"
@@ -56,7 +56,7 @@ class Kernels(BuildHookInterface[Any]):
 
 
 def without_comments(source: str) -> str:
-    """CUDA C++ without its comments and the spaces before them. Each line keeps its number."""
+    """CUDA C++ without its comments, the spaces before them and its indentation. Each line keeps its number."""
 
     def kept(match: re.Match[str]) -> str:
         return match["string"] or " " * (match[0].startswith("/*")) + "\n" * match[0].count("\n")
