@@ -21,6 +21,7 @@ __all__ = [
     "FlashAttentionConfig",
     "Tile",
     "arch_class",
+    "backward_warp_tile",
     "mma_row",
     "output_over_q",
     "padded_backward_dim",
@@ -112,8 +113,8 @@ TILES = (
     # Backward on Hopper: two consumers of 64 keys each, beside a producer of four warps; block_m query rows pass by.
     _backward_sm90(Tile(128, 128, 2, 12), _HALVES, 64, scale_only=True),
     _backward_sm90(Tile(64, 128, 2, 12), _HALVES, 128),
-    # Backward: block_n keys stay, block_m query rows pass by. 16 keys a warp, with dK and dV of 128 columns, fill its
-    # registers; wider heads give half of the columns to a second warp.
+    # Backward: block_n keys stay, block_m query rows pass by. 16 keys a warp with dK and dV of 128 columns, or 32 with
+    # half of the columns, fill its registers; wider heads give half of the columns to a second warp.
     _backward(Tile(64, 128, 2, 8), dtypes=_HALVES, head_dim=128, scale_only=True),
     _backward(Tile(32, 128, 2, 8), dtypes=_HALVES, head_dim=128),
     _backward(Tile(32, 64, 2, 4), dtypes=_HALVES, head_dim=128),
@@ -242,12 +243,17 @@ def _sm90_bytes_with(tile: Tile, dtype: str, head_dim: int, head_dim_v: int, ove
     return values + 8 * barriers + 16
 
 
+def backward_warp_tile(tile: Tile, dtype: str, head_dim: int, head_dim_v: int) -> int:
+    """Keys, and rows of dQ, that a warp of backward_mma takes: 32 where they are many and registers suffice."""
+    return 32 if tile.block_m == 64 and dtype == "bfloat16" and head_dim == head_dim_v == 128 else 16
+
+
 def _backward_mma_bytes(tile: Tile, dtype: str, head_dim: int, head_dim_v: int) -> int:
     """K, V, `stages` tiles of Q and dO with two floats a row, and the scores: twice where warps share a head's columns.
 
     As laid out in kernels_cu/backward/ring.cuh, which asserts it.
     """
-    sharing = max(1, tile.warps * 16 // tile.block_n)
+    sharing = max(1, tile.warps * backward_warp_tile(tile, dtype, head_dim, head_dim_v) // tile.block_n)
     split = sharing > 1 and tile.block_m % (16 * sharing) == 0
     rows = mma_row(head_dim, dtype) + mma_row(head_dim_v, dtype)
     queries, scores = tile.block_m * (rows + 8), tile.block_n * mma_row(tile.block_m, dtype)

@@ -13,19 +13,19 @@
 #include "mma/store.cuh"
 
 constexpr int THREADS = WARPS * 32;
-constexpr int ROW_WARPS = BLOCK_M / 16;
+constexpr int DQ_ROWS = WARP_TILE / 16, ROW_WARPS = BLOCK_M / WARP_TILE;
 using QueryColumns = Columns<Tile<8, HEAD_DIM, ELEMENT>, HEAD_DIM, WARPS / ROW_WARPS>;
-static_assert(DQ_FLOATS == 2 * QueryColumns::PAIRS * 4 * THREADS, "the scratch of a slot is what a block adds");
+static_assert(DQ_FLOATS == 2 * QueryColumns::PAIRS * 4 * DQ_ROWS * THREADS, "the scratch of a slot is what a block adds");
 
 DEVICE void finish_rows(const BackwardParams& params, const RowPlace& at, int tile) {
-  const int warp = int(threadIdx.x) / 32, first_row = tile * BLOCK_M + warp % ROW_WARPS * 16 + lane_id() / 4;
+  const int warp = int(threadIdx.x) / 32, first_row = tile * BLOCK_M + warp % ROW_WARPS * WARP_TILE + lane_id() / 4;
   const QueryColumns columns{warp / ROW_WARPS};
   const int64_t slot = first_slot(params.forward, at.sequence, tile) + at.head;
   const float* const sums = params.dq_sums + slot * DQ_FLOATS + threadIdx.x * REDUCE_WIDTH;
   const int kv_head = at.head / (params.forward.heads_q / params.forward.heads_kv);
   const float scale = float(params.forward.softmax_scale) * power_of_two(-ds_exponent(params, at.sequence, kv_head));
 #pragma unroll
-  for (int half = 0; half < 2; half++) {
+  for (int half = 0; half < 2 * DQ_ROWS; half++) {
     const int row = first_row + 8 * half;
     if (row >= at.seqlen_q) continue;
     const auto dq = element_of<OUT_ELEMENT>(params.dq, params.dq_strides, at.sequence, at.q_start + row, at.head);
@@ -36,7 +36,7 @@ DEVICE void finish_rows(const BackwardParams& params, const RowPlace& at, int ti
       float pair[2];
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        const int value = 4 * block + 2 * half + i;
+        const int value = 4 * DQ_ROWS * block + 2 * half + i;
         pair[i] = sums[value / REDUCE_WIDTH * (REDUCE_WIDTH * THREADS) + value % REDUCE_WIDTH] * scale;
       }
       const int column = columns.column(block / 2) + block % 2 * 8 + lane_id() % 4 * 2;

@@ -18,9 +18,10 @@
 //    | dS^T (P^T)    |<-------- dS^T;     barrier;  dS (A, transposed) x K = 16 rows of dQ, added to global memory
 //    +---------------+
 //
-// Where a head is wide, COLUMN_WARPS warps share 16 keys: each computes the scores of its part of the queries, passes
-// them on through shared memory, and keeps its part of the columns of dK and dV. If the queries are too few to share
-// (SPLIT is false), each computes them all.
+// A warp takes WARP_TILE keys and rows of dQ: 16, or 32 where there are many queries and heads are wide, which reads each
+// operand half as often. Where a head is wide, COLUMN_WARPS warps share the same keys: each computes the scores of its part
+// of the queries, passes them on through shared memory, and keeps its part of the columns of dK and dV. If the queries are
+// too few to share (SPLIT is false), each computes them all.
 //
 // dQ has as many parts as there are key tiles. They are added atomically, each lane's values side by side, in the order
 // of accumulators (backward/backward_finish.cu puts them in rows). DETERMINISTIC adds them in the order of the keys: a block waits
@@ -32,16 +33,19 @@
 #include "backward/params.cuh"
 #include "backward/scores.cuh"
 #include "mma/store.cuh"
+#include "ptx/wgmma.cuh"
 
-using QueryColumns = Columns<KTile, HEAD_DIM, WARPS / (BLOCK_M / 16)>;
-static_assert(DQ_FLOATS == 2 * QueryColumns::PAIRS * 4 * THREADS, "the scratch of a slot is what its block adds");
+constexpr int DQ_ROWS = WARP_TILE / 16, ROW_WARPS = BLOCK_M / WARP_TILE;  // of 16 rows of dQ a warp; warps side by side
+using QueryColumns = Columns<KTile, HEAD_DIM, WARPS / ROW_WARPS>;
+static_assert(DQ_ROWS == 1 || sizeof(ELEMENT) == 2, "scores of floats are read 16 rows at a time");
+static_assert(DQ_FLOATS == 2 * QueryColumns::PAIRS * 4 * DQ_ROWS * THREADS, "the scratch of a slot is what its block adds");
 
 // s += keys x queries: 16 * KEY_ROWS rows of a tile of keys times the queries of a pass.
 template <class Keys, class Queries>
 DEVICE void multiply_queries(Scores& s, const Keys& keys, const Queries& queries, const WarpPlace& warp) {
   const LaneAddress key_lane = lane_of_a(keys, warp.first_key);
   const LaneAddress query_lane = moved(lane_of_b(queries), 0, warp.first_query * Queries::PITCH);
-  multiply_rows<Keys, Queries, 1>(s, key_lane, query_lane);
+  multiply_rows<Keys, Queries, KEY_ROWS == 2 && ROOMY ? 4 : 1>(s, key_lane, query_lane);
 }
 
 // sum += weights x rows of a tile of queries, for the warp's columns. The weights are the warp's scores of COUNT queries
@@ -56,7 +60,7 @@ DEVICE void add_queries(float (&sum)[PAIRS][KEY_ROWS][4], const Scores& weights,
   if constexpr (SPLIT) {
     scores = sizeof(ELEMENT) == 2 ? lane_of_a(shared, warp.first_key) : lane_of_scores(shared, warp.first_key, 0);
   }
-#pragma unroll SPLIT ? 1 : COUNT / Products::KEYS
+#pragma unroll SPLIT && KEY_ROWS == 1 ? 1 : COUNT / Products::KEYS
   for (int step = 0; step < COUNT / Products::KEYS; step++) {
     uint32_t a[KEY_ROWS][4];
 #pragma unroll
@@ -73,20 +77,20 @@ DEVICE void add_queries(float (&sum)[PAIRS][KEY_ROWS][4], const Scores& weights,
 }
 
 // Line 12, dV += P^T dO: at once or, where scores are shared, later.
-DEVICE void add_to_dv(ValueGradient& dv, const Scores& weights, const Work& work, int n) {
+DEVICE void add_to_dv(ValueGradient& dv, const Scores& weights, const Work& work, const Step& now) {
   const Ring& ring = work.ring;
   if constexpr (SPLIT) {
     const LaneAddress lane = lane_of_scores(ring.p_tile(), work.warp.first_key, work.warp.first_query);
 #pragma unroll
     for (int r = 0; r < KEY_ROWS; r++) store_scores<Products, ScoreTile>(lane, weights[r], 16 * r);
   } else {
-    add_queries<ValueColumns, PASS>(dv, weights, ring.p_tile(), ring.do_tile(n), work.warp);
+    add_queries<ValueColumns, PASS>(dv, weights, ring.p_tile(), ring.do_tile(now), work.warp);
   }
 }
 
-// Line 15, dQ += dS K, from the dS of all warps: 16 rows and some columns a warp. It is added in global memory.
-DEVICE void add_to_dq(const Work& work, int n) {
-  constexpr int ROW_WARPS = BLOCK_M / 16, MOST = ACCUMULATORS <= 96 || ROOMY ? 4 : 2;
+// Line 15, dQ += dS K, from the dS of all warps: WARP_TILE rows and some columns a warp. It is added in global memory.
+DEVICE void add_to_dq(const Work& work, const Step& now) {
+  constexpr int MOST = ACCUMULATORS <= 96 || ROOMY ? 4 : 2;
   constexpr int AT_ONCE = QueryColumns::PAIRS < MOST ? QueryColumns::PAIRS : MOST;
   static_assert(AT_ONCE % QueryColumns::PAIRS_A_PART == 0 || QueryColumns::PAIRS_A_PART % AT_ONCE == 0,
                 "a pass begins at a part or divides it");
@@ -97,21 +101,24 @@ DEVICE void add_to_dq(const Work& work, int n) {
   const ScoreTile shared = work.ring.ds_tile();
   const LaneAddress key_lane = columns.lane(Products::lane_of_values(keys));
   constexpr int ROW_CHUNKS = 16 / ScoreTile::CHUNK, FACTOR = ScoreTile::FACTOR;
-  const int chunk = warp % ROW_WARPS * ROW_CHUNKS;
-  const LaneAddress ds_lane = moved(Products::lane_of_values(shared), chunk % FACTOR, chunk / FACTOR * FACTOR * 16);
+  const int chunk = warp % ROW_WARPS * DQ_ROWS * ROW_CHUNKS;
+  const LaneAddress ds_lane = moved(lane_of_scores_transposed<Products>(shared), chunk % FACTOR, chunk / FACTOR * FACTOR * 16);
   const BackwardParams& params = work.ring.params;
-  const int64_t slot = work.ring.slot(n);
+  const int64_t slot = work.ring.slot(now);
   int turn = 0;
   float* const sums = params.dq_sums + slot * DQ_FLOATS + threadIdx.x * REDUCE_WIDTH;
   // A few columns at a time, which is what registers are left for.
 #pragma unroll 1
   for (int first = 0; first < QueryColumns::PAIRS; first += AT_ONCE) {
-    float dq[2 * AT_ONCE][1][4] = {};
+    float dq[2 * AT_ONCE][DQ_ROWS][4] = {};
     const LaneAddress columns_lane = QueryColumns::advanced(key_lane, first);
-#pragma unroll 2
+#pragma unroll KEY_ROWS == 1 || (VARLEN && REDUCE_WIDTH == 4) ? 2 : 4
     for (int step = 0; step < BLOCK_N / Products::KEYS; step++) {
-      uint32_t a[1][4];
-      load_scores_transposed<Products, ScoreTile>(a[0], ds_lane, step);
+      uint32_t a[DQ_ROWS][4];
+#pragma unroll
+      for (int r = 0; r < DQ_ROWS; r++) {
+        load_scores_transposed<Products, ScoreTile>(a[r], ds_lane, step, r * ROW_CHUNKS);
+      }
 #pragma unroll
       for (int pair = 0; pair < AT_ONCE; pair++) {
         if (!EVEN && first + pair >= QueryColumns::PAIRS) break;
@@ -120,7 +127,7 @@ DEVICE void add_to_dq(const Work& work, int n) {
       }
     }
     if (DETERMINISTIC && first == 0) {
-      const int row_begin = work.ring.tile(n) * BLOCK_M;
+      const int row_begin = now.tile * BLOCK_M;
       const int row_end = at_most(work.ring.at.seqlen_q, row_begin + BLOCK_M);
       turn = work.mask.tiles<BLOCK_N>(row_begin, row_end).before(work.key_begin / BLOCK_N);
       begin_turn(params.dq_turns + slot, turn);
@@ -128,12 +135,15 @@ DEVICE void add_to_dq(const Work& work, int n) {
 #pragma unroll
     for (int block = 0; block < 2 * AT_ONCE; block++) {
       if ((!EVEN && first + block / 2 >= QueryColumns::PAIRS) || columns.blocks(first + block / 2) <= block % 2) continue;
-      float* const to = sums + (2 * first + block) * (4 * THREADS);
-      if constexpr (REDUCE_WIDTH == 4) {
-        ptx::reduce_add_v4(to, dq[block][0]);
-      } else {
 #pragma unroll
-        for (int e = 0; e < 4; e++) ptx::reduce_add(to + e * THREADS, dq[block][0][e]);
+      for (int r = 0; r < DQ_ROWS; r++) {
+        float* const to = sums + ((2 * first + block) * DQ_ROWS + r) * (4 * THREADS);
+        if constexpr (REDUCE_WIDTH == 4) {
+          ptx::reduce_add_v4(to, dq[block][r]);
+        } else {
+#pragma unroll
+          for (int e = 0; e < 4; e++) ptx::reduce_add(to + e * THREADS, dq[block][r][e]);
+        }
       }
     }
   }
@@ -141,11 +151,11 @@ DEVICE void add_to_dq(const Work& work, int n) {
 }
 
 // Gives the nonfinite values of dO, which its product left out, to the keys that are seen by their rows.
-DEVICE void add_nonfinite(ValueGradient& dv, const Work& work, int n) {
+DEVICE void add_nonfinite(ValueGradient& dv, const Work& work, const Step& now) {
   const ValueColumns columns{work.warp.column_warp};
-  const Dropout dropout = work.dropout(work.ring.head(n));
-  const RowSource<ELEMENT> dout = work.ring.dout(n);
-  const int first = work.ring.tile(n) * BLOCK_M;
+  const Dropout dropout = work.dropout(now.head);
+  const RowSource<ELEMENT> dout = work.ring.dout(now);
+  const int first = now.tile * BLOCK_M;
 #pragma unroll 1
   for (int row = first; row < first + BLOCK_M; row++) {
     if (!work.ring.rows.has(row)) continue;
@@ -173,12 +183,12 @@ DEVICE void add_nonfinite(ValueGradient& dv, const Work& work, int n) {
 
 // Lines 10 to 14 for the queries of a pass, and line 16 where scores are not shared. dS^T goes to shared memory, and P^T
 // after dropout if it is shared.
-DEVICE void inner_pass(KeyGradient& dk, ValueGradient& dv, const Work& work, const Score<float>& score, int n,
+DEVICE void inner_pass(KeyGradient& dk, ValueGradient& dv, const Work& work, const Score<float>& score, const Step& now,
                           bool masked) {
   const Ring& ring = work.ring;
   const WarpPlace& warp = work.warp;
-  const QTile q_tile = ring.q_tile(n);
-  const DoTile do_tile = ring.do_tile(n);
+  const QTile q_tile = ring.q_tile(now);
+  const DoTile do_tile = ring.do_tile(now);
   const LaneAddress ds_lane = lane_of_scores(ring.ds_tile(), warp.first_key, warp.first_query);
 
   Scores p, dot, dp = {};
@@ -189,27 +199,27 @@ DEVICE void inner_pass(KeyGradient& dk, ValueGradient& dv, const Work& work, con
   }
   multiply_queries(p, ring.k_tile(), q_tile, warp);  // line 10, S^T = K Q^T
   if constexpr (GRADIENT_NEEDS_DOT) copy_scores(dot, p);
-  compute_p(p, work, score, n);
-  if (masked) apply_mask(p, work, n);
+  compute_p(p, work, score, now);
+  if (masked) apply_mask(p, work, now);
   uint32_t kept[KEY_ROWS] = {};
   if constexpr (DROPOUT) {
     Scores weights;
     copy_scores(weights, p);
-    drop(weights, kept, work, n);
-    add_to_dv(dv, weights, work, n);
+    drop(weights, kept, work, now);
+    add_to_dv(dv, weights, work, now);
   } else {
-    add_to_dv(dv, p, work, n);
+    add_to_dv(dv, p, work, now);
   }
 
   multiply_queries(dp, ring.v_tile(), do_tile, warp);  // line 13, dP^T = V dO^T
-  compute_ds(dp, p, kept, work, n);
+  compute_ds(dp, p, kept, work, now);
   if constexpr (BIAS_GRADIENT) {
-    if (masked) apply_mask(dp, work, n);
-    add_to_dbias(dp, work, n);
+    if (masked) apply_mask(dp, work, now);
+    add_to_dbias(dp, work, now);
     if constexpr (DS_BITS) scale_ds(dp, work);
   }
-  if constexpr (GRADIENT_NEEDS_DOT) differentiate_score(dp, dot, work, score, n);
-  if (masked) apply_mask(dp, work, n);  // 0 times a NaN is none
+  if constexpr (GRADIENT_NEEDS_DOT) differentiate_score(dp, dot, work, score, now);
+  if (masked) apply_mask(dp, work, now);  // 0 times a NaN is none
   if (SPLIT || warp.column_warp == 0) {
 #pragma unroll
     for (int r = 0; r < KEY_ROWS; r++) store_scores<Products, ScoreTile>(ds_lane, dp[r], 16 * r);
@@ -219,31 +229,31 @@ DEVICE void inner_pass(KeyGradient& dk, ValueGradient& dv, const Work& work, con
 
 // Lines 9 to 16 for one tile of queries. masked: whether the tile may have hidden pairs; nonfinite: whether dO has values
 // that its product leaves out. Both are the same for all threads.
-DEVICE void inner_step(KeyGradient& dk, ValueGradient& dv, Work& work, int n, bool masked, bool nonfinite) {
+DEVICE void inner_step(KeyGradient& dk, ValueGradient& dv, Work& work, const Step& now, bool masked, bool nonfinite) {
   const Ring& ring = work.ring;
-  const Score<float> score = work.score(ring.head(n));
+  const Score<float> score = work.score(now.head);
   int32_t* dbias_turns = nullptr;
   int turn = 0;
   if constexpr (BIAS_GRADIENT && DETERMINISTIC) {
-    dbias_turns = dbias_turns_of(work, n, turn);
+    dbias_turns = dbias_turns_of(work, now, turn);
     begin_turn(dbias_turns, turn);
   }
   const int first_query = work.warp.first_query;
 #pragma unroll 1
   for (int pass = 0; pass < PASSES; pass++) {
     work.warp.first_query = first_query + pass * PASS;
-    inner_pass(dk, dv, work, score, n, masked);
+    inner_pass(dk, dv, work, score, now, masked);
   }
   work.warp.first_query = first_query;
   __syncthreads();  // all scores are in shared memory, and all of dbias is added
   if constexpr (BIAS_GRADIENT && DETERMINISTIC) end_turn(dbias_turns, turn);
   if constexpr (SPLIT) {
     const Scores none{};
-    add_queries<ValueColumns, BLOCK_M>(dv, none, ring.p_tile(), ring.do_tile(n), work.warp);  // line 12
-    add_queries<KeyColumns, BLOCK_M>(dk, none, ring.ds_tile(), ring.q_tile(n), work.warp);    // line 16
+    add_queries<ValueColumns, BLOCK_M>(dv, none, ring.p_tile(), ring.do_tile(now), work.warp);  // line 12
+    add_queries<KeyColumns, BLOCK_M>(dk, none, ring.ds_tile(), ring.q_tile(now), work.warp);    // line 16
   }
-  if (nonfinite) add_nonfinite(dv, work, n);
-  add_to_dq(work, n);
+  if (nonfinite) add_nonfinite(dv, work, now);
+  add_to_dq(work, now);
 }
 
 // A key that holds a NaN or an infinity: 0 times it is NaN. Its scores get that NaN, and it leaves the tile, where the
@@ -301,11 +311,13 @@ DEVICE void store(void* operand, const Strides& strides, const float (&sum)[PAIR
                   float factor) {
   const KeyPlace& at = work.ring.at;
   const Share columns{work.warp.column_warp};
+  uint32_t place[2] = {uint32_t(at.sequence), uint32_t(at.kv_head)};
+  ptx::pin_registers(place);  // else ptxas computes addresses before the loop, which has no registers to keep them
 #pragma unroll
   for (int i = 0; i < 2 * KEY_ROWS; i++) {
     const int key = work.key(i / 2, i % 2);
     if (key >= at.seqlen_k) continue;
-    OUT_ELEMENT* const row = element_of<OUT_ELEMENT>(operand, strides, at.sequence, at.k_start + key, at.kv_head);
+    OUT_ELEMENT* const row = element_of<OUT_ELEMENT>(operand, strides, int(place[0]), at.k_start + key, int(place[1]));
     const bool whole = stores_pairs(row);
 #pragma unroll
     for (int block = 0; block < PAIRS; block++) {
@@ -325,7 +337,7 @@ DEVICE void outer_step(const WithScoreMod<BackwardParams>& params, const KeyPlac
   const SeenRows rows = mask.rows(at.seqlen_q, key_begin, key_end);
   const int heads = forward.heads_q / forward.heads_kv;
   const int tiles = rows.begin < rows.end ? (rows.end + BLOCK_M - 1) / BLOCK_M - rows.begin / BLOCK_M : 0;
-  const Ring ring{params, at, rows, heads, tiles, heads * tiles, shared};
+  const Ring ring{params, at, rows, heads, rows.begin / BLOCK_M, tiles, heads * tiles, shared};
   Work work{ring, params, warp_place(), mask, key_begin, {}};
 
   KeyGradient dk = {};
@@ -338,14 +350,14 @@ DEVICE void outer_step(const WithScoreMod<BackwardParams>& params, const KeyPlac
     }
     // What fills the first stages is the loop itself: another copy of that code would only take time to compile.
 #pragma unroll 1
-    for (int n = 1 - STAGES; n < ring.count; n++) {
-      const int row_begin = ring.tile(n) * BLOCK_M, row_end = at_most(at.seqlen_q, row_begin + BLOCK_M);
+    for (Step now = ring.before_first(); now.number < ring.count; now = ring.next(now)) {
+      const int row_begin = now.tile * BLOCK_M, row_end = at_most(at.seqlen_q, row_begin + BLOCK_M);
       // What a modification or its derivative makes of the zeros past the last row may be no number: they are hidden, too.
       const bool masked = !mask.all_visible(row_begin, row_end, key_begin, key_begin + BLOCK_N) ||
                           (SCORE_MOD && row_begin + BLOCK_M > at.seqlen_q);
-      const bool nonfinite = ring.advance(n, masked);
-      if (n >= 0) inner_step(dk, dv, work, n, masked, nonfinite);
-      else if (n == -1) prepare_keys(work);
+      const bool nonfinite = ring.advance(now, masked);
+      if (now.number >= 0) inner_step(dk, dv, work, now, masked, nonfinite);
+      else prepare_keys(work);
     }
   }
   store<KeyColumns>(params.dk, params.dk_strides, dk, work,

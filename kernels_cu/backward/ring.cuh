@@ -8,7 +8,7 @@
 #include "common/mask.cuh"
 
 constexpr int THREADS = WARPS * 32;
-constexpr int KEY_WARPS = WARPS < BLOCK_N / 16 ? WARPS : BLOCK_N / 16;
+constexpr int KEY_WARPS = WARPS < BLOCK_N / WARP_TILE ? WARPS : BLOCK_N / WARP_TILE;
 constexpr int COLUMN_WARPS = WARPS / KEY_WARPS;
 constexpr int KEY_ROWS = BLOCK_N / (16 * KEY_WARPS);  // of 16 keys, a warp
 constexpr bool SPLIT = COLUMN_WARPS > 1 && BLOCK_M % (16 * COLUMN_WARPS) == 0;
@@ -26,7 +26,7 @@ constexpr int STAGE_BYTES = QTile::BYTES + DoTile::BYTES + STATISTICS_BYTES;
 
 static_assert(KEY_WARPS * COLUMN_WARPS == WARPS, "every warp has its keys and columns");
 static_assert(KEY_ROWS * 16 * KEY_WARPS == BLOCK_N, "BLOCK_N must be a multiple of 16 keys a warp");
-static_assert(WARPS % (BLOCK_M / 16) == 0 && BLOCK_M % 16 == 0, "16 rows of dQ have the same number of warps each");
+static_assert(WARPS % (BLOCK_M / WARP_TILE) == 0 && BLOCK_M % WARP_TILE == 0, "rows of dQ have the same number of warps each");
 static_assert(!ROUNDED || COMPUTE_BITS <= 11, "tf32 has 11 significant bits");
 static_assert(!DESCALES, "descales are for 8-bit inputs");
 constexpr int EXPONENT_BYTES = DS_BITS ? 16 : 0;  // of which an int is used
@@ -40,23 +40,31 @@ DEVICE void keep_ds_exponent(uint32_t shared, int exponent) {
   ptx::store_shared(shared + LAYOUT_BYTES - EXPONENT_BYTES, uint32_t(exponent));
 }
 
+static_assert(STAGES <= 2, "a step fills its own stage or that of the next");
+
+// Where the ring is: the number of the step, and which query head and tile of queries it takes.
+struct Step {
+  int number, head, tile;
+};
+
 // One tile of keys against every query tile that sees one of them, head by head: steps 0, 1, .. of the ring.
 struct Ring {
   const BackwardParams& params;
   const KeyPlace& at;
   SeenRows rows;
   int heads;         // query heads of the KV head
+  int first_tile;    // of queries
   int tiles, count;  // query tiles of a head, and steps
   uint32_t shared;
 
   __device__ __forceinline__ KTile k_tile() const { return {shared}; }
   __device__ __forceinline__ VTile v_tile() const { return {shared + KTile::BYTES}; }
-  __device__ __forceinline__ QTile q_tile(int n) const {
-    return {shared + KTile::BYTES + VTile::BYTES + n % STAGES * STAGE_BYTES};
+  __device__ __forceinline__ QTile q_tile(const Step& now) const {
+    return {shared + KTile::BYTES + VTile::BYTES + (now.number & (STAGES - 1)) * STAGE_BYTES};
   }
-  __device__ __forceinline__ DoTile do_tile(int n) const { return {q_tile(n).base + QTile::BYTES}; }
+  __device__ __forceinline__ DoTile do_tile(const Step& now) const { return {q_tile(now).base + QTile::BYTES}; }
   // BLOCK_M times lse, in base 2, and then BLOCK_M times delta.
-  __device__ __forceinline__ uint32_t statistics(int n) const { return do_tile(n).base + DoTile::BYTES; }
+  __device__ __forceinline__ uint32_t statistics(const Step& now) const { return do_tile(now).base + DoTile::BYTES; }
   __device__ __forceinline__ ScoreTile ds_tile() const {
     return {shared + KTile::BYTES + VTile::BYTES + STAGES * STAGE_BYTES};
   }
@@ -67,28 +75,34 @@ struct Ring {
     return DS_BITS ? int(ptx::load_shared(shared + LAYOUT_BYTES - EXPONENT_BYTES)) : 0;
   }
 
-  __device__ __forceinline__ int head(int n) const { return at.kv_head * heads + n / tiles; }
-  __device__ __forceinline__ int tile(int n) const { return rows.begin / BLOCK_M + n % tiles; }
-  __device__ __forceinline__ int64_t slot(int n) const {
-    return first_slot(params.forward, at.sequence, tile(n)) + head(n);
+  // The step that only fills: before the first where there are two stages.
+  __device__ __forceinline__ Step before_first() const {
+    return {1 - STAGES, at.kv_head * heads, first_tile - (STAGES > 1)};
+  }
+  __device__ __forceinline__ Step next(const Step& now) const {
+    const bool whole = now.tile + 1 == first_tile + tiles;
+    return {now.number + 1, now.head + whole, whole ? first_tile : now.tile + 1};
+  }
+  __device__ __forceinline__ int64_t slot(const Step& now) const {
+    return first_slot(params.forward, at.sequence, now.tile) + now.head;
   }
 
-  __device__ __forceinline__ RowSource<ELEMENT> source(const void* operand, const Strides& strides, int n) const {
-    const int64_t row = at.q_start + tile(n) * BLOCK_M;
-    return row_source(element_of<const ELEMENT>(operand, strides, at.sequence, row, head(n)), strides.row);
+  __device__ __forceinline__ RowSource<ELEMENT> source(const void* operand, const Strides& strides, const Step& now) const {
+    const int64_t row = at.q_start + now.tile * BLOCK_M;
+    return row_source(element_of<const ELEMENT>(operand, strides, at.sequence, row, now.head), strides.row);
   }
-  __device__ __forceinline__ RowSource<ELEMENT> dout(int n) const { return source(params.dout, params.dout_strides, n); }
+  __device__ __forceinline__ RowSource<ELEMENT> dout(const Step& now) const { return source(params.dout, params.dout_strides, now); }
 
   // Starts filling the step's stage. Past the last step the group is empty, which keeps the count of groups in step.
   // Rows that see none of the keys are not read.
-  __device__ __forceinline__ void fill(int n) const {
-    if (n < count) {
-      const int first = tile(n) * BLOCK_M;
+  __device__ __forceinline__ void fill(const Step& now) const {
+    if (now.number < count) {
+      const int first = now.tile * BLOCK_M;
       const auto seen = [&](int row) { return rows.has(first + row); };
-      copy_rows<THREADS>(q_tile(n), source(params.forward.q, params.forward.q_strides, n), seen);
-      copy_rows<THREADS>(do_tile(n), dout(n), seen);
+      copy_rows<THREADS>(q_tile(now), source(params.forward.q, params.forward.q_strides, now), seen);
+      copy_rows<THREADS>(do_tile(now), dout(now), seen);
       for (int chunk = threadIdx.x; chunk < STATISTICS_BYTES / 16; chunk += THREADS) {
-        ptx::cp_async<16>(statistics(n) + chunk * 16, params.statistics + slot(n) * (2 * BLOCK_M) + chunk * 4);
+        ptx::cp_async<16>(statistics(now) + chunk * 16, params.statistics + slot(now) * (2 * BLOCK_M) + chunk * 4);
       }
     }
     ptx::cp_async_commit();
@@ -109,25 +123,25 @@ struct Ring {
   // Waits for the step's stage and refills the one that the step before was in; steps before the first only fill. In a
   // tile with a mask, nonfinite values are taken out of what is multiplied by the zeros of hidden pairs; true where dO had
   // one.
-  __device__ __forceinline__ bool advance(int n, bool masked) const {
+  __device__ __forceinline__ bool advance(const Step& now, bool masked) const {
     if constexpr (STAGES == 1) {
-      if (n > 0) __syncthreads();  // all have left the stage
-      fill(n);
+      if (now.number > 0) __syncthreads();  // all have left the stage
+      fill(now);
     }
-    const bool nonfinite = n >= 0 && receive(n, masked);
-    if constexpr (STAGES > 1) fill(n + STAGES - 1);
+    const bool nonfinite = now.number >= 0 && receive(now, masked);
+    if constexpr (STAGES > 1) fill(next(now));
     return nonfinite;
   }
 
-  __device__ __forceinline__ bool receive(int n, bool masked) const {
+  __device__ __forceinline__ bool receive(const Step& now, bool masked) const {
     ptx::cp_async_wait<STAGES == 1 ? 0 : STAGES - 2>();
     if constexpr (ROUNDED) {
-      round_rows<COMPUTE_BITS, THREADS>(q_tile(n));
-      round_rows<COMPUTE_BITS, THREADS>(do_tile(n));
+      round_rows<COMPUTE_BITS, THREADS>(q_tile(now));
+      round_rows<COMPUTE_BITS, THREADS>(do_tile(now));
     }
     if (HIDES && masked) {
-      clear_nonfinite<ELEMENT, THREADS>(q_tile(n));  // its row's LSE is NaN
-      return __syncthreads_or(clear_nonfinite<ELEMENT, THREADS>(do_tile(n)));
+      clear_nonfinite<ELEMENT, THREADS>(q_tile(now));  // its row's LSE is NaN
+      return __syncthreads_or(clear_nonfinite<ELEMENT, THREADS>(do_tile(now)));
     }
     __syncthreads();
     return false;

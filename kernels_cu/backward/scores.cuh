@@ -57,8 +57,8 @@ struct Work {
 
   __device__ __forceinline__ int key(int row, int half) const { return key_begin + warp.key(row, half); }
   // Rows past the end are treated as the last row, so that they read no bias of their own; their weights are 0.
-  __device__ __forceinline__ int row(int n, int block, int i) const {
-    return at_most(ring.at.seqlen_q - 1, ring.tile(n) * BLOCK_M + warp.query(block, i));
+  __device__ __forceinline__ int row(const Step& now, int block, int i) const {
+    return at_most(ring.at.seqlen_q - 1, now.tile * BLOCK_M + warp.query(block, i));
   }
   __device__ __forceinline__ Score<float> score(int head) const {
     const KeyPlace& at = ring.at;
@@ -93,8 +93,8 @@ DEVICE void end_turn(int32_t* turns, int turn) {
 }
 
 // Puts zeros in the place of what hidden pairs have. A key is seen by rows of one range.
-DEVICE void apply_mask(Scores& s, const Work& work, int n) {
-  const int first_row = work.ring.tile(n) * BLOCK_M + work.warp.query(0, 0);
+DEVICE void apply_mask(Scores& s, const Work& work, const Step& now) {
+  const int first_row = now.tile * BLOCK_M + work.warp.query(0, 0);
 #pragma unroll
   for (int i = 0; i < 2 * KEY_ROWS; i++) {
     const int key = work.key(i / 2, i % 2);
@@ -111,7 +111,7 @@ DEVICE void apply_mask(Scores& s, const Work& work, int n) {
 // Replaces each score by what change(score, r, block, e, row, key) makes of it. Keys past the end, of which no operand
 // tells anything, stay as they are: they are hidden.
 template <class Change>
-DEVICE void change_scores(Scores& s, const Work& work, int n, Change change) {
+DEVICE void change_scores(Scores& s, const Work& work, const Step& now, Change change) {
 #pragma unroll
   for (int i = 0; i < 2 * KEY_ROWS; i++) {
     const int key = work.key(i / 2, i % 2);
@@ -120,21 +120,21 @@ DEVICE void change_scores(Scores& s, const Work& work, int n, Change change) {
     for (int j = 0; j < 2 * QUERY_BLOCKS; j++) {
       const int block = j / 2, e = i % 2 * 2 + j % 2;
       float& x = s[i / 2][block][e];
-      x = change(x, i / 2, block, e, work.row(n, block, j % 2), key);
+      x = change(x, i / 2, block, e, work.row(now, block, j % 2), key);
     }
   }
 }
 
 // Line 11 of algorithm 2, P = exp(S - L): products to weights 2^(score - lse).
-DEVICE void compute_p(Scores& s, const Work& work, const Score<float>& score, int n) {
+DEVICE void compute_p(Scores& s, const Work& work, const Score<float>& score, const Step& now) {
   const float to_log2 = (SCALE_ONLY ? score.scale : 1.0f) * LOG2_E;
   if constexpr (!SCALE_ONLY) {
-    change_scores(s, work, n, [&](float x, int, int, int, int row, int key) { return score(x, row, key); });
+    change_scores(s, work, now, [&](float x, int, int, int, int row, int key) { return score(x, row, key); });
   }
 #pragma unroll
   for (int block = 0; block < QUERY_BLOCKS; block++) {
     uint32_t lse[2];
-    ptx::load_shared_v2(lse, work.ring.statistics(n) + work.warp.query(block, 0) * 4);
+    ptx::load_shared_v2(lse, work.ring.statistics(now) + work.warp.query(block, 0) * 4);
 #pragma unroll
     for (int r = 0; r < KEY_ROWS; r++) {
 #pragma unroll
@@ -147,9 +147,9 @@ DEVICE void compute_p(Scores& s, const Work& work, const Score<float>& score, in
 }
 
 // Drops weights, and says which were kept: bit 4 * block + e of a row. A NaN times 0 is one still.
-DEVICE void drop(Scores& weights, uint32_t (&kept)[KEY_ROWS], const Work& work, int n) {
-  const Dropout dropout = work.dropout(work.ring.head(n));
-  const int first_row = work.ring.tile(n) * BLOCK_M + work.warp.first_query;
+DEVICE void drop(Scores& weights, uint32_t (&kept)[KEY_ROWS], const Work& work, const Step& now) {
+  const Dropout dropout = work.dropout(now.head);
+  const int first_row = now.tile * BLOCK_M + work.warp.first_query;
 #pragma unroll
   for (int r = 0; r < KEY_ROWS; r++) {
     kept[r] = kept_probabilities<QUERY_BLOCKS>(dropout, first_row, work.key_begin + work.warp.first_key + 16 * r);
@@ -161,27 +161,27 @@ DEVICE void drop(Scores& weights, uint32_t (&kept)[KEY_ROWS], const Work& work, 
 }
 
 // Where the turns of a tile of dbias are counted, and this block's: sequences and heads that share it, one by one.
-DEVICE int32_t* dbias_turns_of(const Work& work, int n, int& turn) {
+DEVICE int32_t* dbias_turns_of(const Work& work, const Step& now, int& turn) {
   const BackwardParams& params = work.ring.params;
   const Strides& strides = params.dbias_strides;
-  const int sequence = work.ring.at.sequence, head = work.ring.head(n), heads = params.forward.heads_q;
+  const int sequence = work.ring.at.sequence, head = now.head, heads = params.forward.heads_q;
   const bool one_batch = strides.batch == 0, one_head = strides.head == 0;
   turn = (one_batch ? sequence : 0) * (one_head ? heads : 1) + (one_head ? head : 0);
   const int64_t matrix = int64_t(one_batch ? 0 : sequence) * (one_head ? 1 : heads) + (one_head ? 0 : head);
   const int key_tiles = (work.ring.at.seqlen_k + BLOCK_N - 1) / BLOCK_N;
-  const int64_t row = matrix * row_tiles_of(work.ring.at.seqlen_q) + work.ring.tile(n);
+  const int64_t row = matrix * row_tiles_of(work.ring.at.seqlen_q) + now.tile;
   return params.dbias_turns + row * key_tiles + work.key_begin / BLOCK_N;
 }
 
 // Line 14, dS = P (dP - D): dP to the gradient of the scores, times a factor where
 // DS_BITS; dbias takes it without one.
-DEVICE void compute_ds(Scores& dp, const Scores& p, const uint32_t (&kept)[KEY_ROWS], const Work& work, int n) {
+DEVICE void compute_ds(Scores& dp, const Scores& p, const uint32_t (&kept)[KEY_ROWS], const Work& work, const Step& now) {
   const float kept_scale = DROPOUT ? float(work.ring.params.forward.dropout_scale) : 1.0f;
   const float factor = power_of_two(work.ring.ds_exponent());
 #pragma unroll
   for (int block = 0; block < QUERY_BLOCKS; block++) {
     uint32_t delta[2];
-    ptx::load_shared_v2(delta, work.ring.statistics(n) + (BLOCK_M + work.warp.query(block, 0)) * 4);
+    ptx::load_shared_v2(delta, work.ring.statistics(now) + (BLOCK_M + work.warp.query(block, 0)) * 4);
 #pragma unroll
     for (int r = 0; r < KEY_ROWS; r++) {
 #pragma unroll
@@ -197,16 +197,16 @@ DEVICE void compute_ds(Scores& dp, const Scores& p, const uint32_t (&kept)[KEY_R
 
 // Adds gradients of scores to dbias: none of hidden pairs, whose zeros have no place there if the key is past the end.
 // A row past the end, which passes as the last one, and scores that several warps compute are added once.
-DEVICE void add_to_dbias(const Scores& ds, const Work& work, int n) {
+DEVICE void add_to_dbias(const Scores& ds, const Work& work, const Step& now) {
   const BackwardParams& params = work.ring.params;
   const Strides& strides = params.dbias_strides;
-  float* const dbias = element_of<float>(params.dbias_sums, strides, work.ring.at.sequence, 0, work.ring.head(n));
+  float* const dbias = element_of<float>(params.dbias_sums, strides, work.ring.at.sequence, 0, now.head);
   if (!SPLIT && work.warp.column_warp != 0) return;
 #pragma unroll
   for (int i = 0; i < KEY_ROWS * QUERY_BLOCKS * 4; i++) {
     const int r = i / 4 / QUERY_BLOCKS, block = i / 4 % QUERY_BLOCKS, e = i % 4;
-    const int row = work.row(n, block, e % 2);
-    const bool mine = work.ring.tile(n) * BLOCK_M + work.warp.query(block, e % 2) == row;
+    const int row = work.row(now, block, e % 2);
+    const bool mine = now.tile * BLOCK_M + work.warp.query(block, e % 2) == row;
     if (mine && ds[r][block][e] != 0.0f) {
       ptx::reduce_add(dbias + row * strides.row + work.key(r, e / 2), ds[r][block][e]);
     }
@@ -214,8 +214,8 @@ DEVICE void add_to_dbias(const Scores& ds, const Work& work, int n) {
 }
 
 // Gradients of scores to dS, those of the dot products without the scale.
-DEVICE void differentiate_score(Scores& ds, const Scores& dot, const Work& work, const Score<float>& score, int n) {
-  change_scores(ds, work, n, [&](float x, int r, int block, int e, int row, int key) {
+DEVICE void differentiate_score(Scores& ds, const Scores& dot, const Work& work, const Score<float>& score, const Step& now) {
+  change_scores(ds, work, now, [&](float x, int r, int block, int e, int row, int key) {
     return score_gradient(score, dot[r][block][e], x, row, key);
   });
 }

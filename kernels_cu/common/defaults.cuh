@@ -71,6 +71,9 @@
 #ifndef DS_BITS  // dS is scaled so that what bounds it lies between 2^DS_BITS and twice that; 0: dS is not scaled
 #define DS_BITS 0
 #endif
+#ifndef WARP_TILE  // keys, and rows of dQ, that a warp of backward_mma takes: 16 or, with operands read half as often, 32
+#define WARP_TILE 16
+#endif
 #ifndef REDUCE_WIDTH  // floats that one reduction to global memory takes: 4 from sm_90 on
 #define REDUCE_WIDTH 1
 #endif

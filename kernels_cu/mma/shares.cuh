@@ -98,14 +98,22 @@ DEVICE void load_scores(uint32_t (&a)[4], const LaneAddress& lane, int first_key
   }
 }
 
-// The A operand of a step over keys: 16 queries, from the same tile transposed. Transposed, an A operand is two B
-// operands. The lane is that of `Products::lane_of_values`, moved to the queries.
+// The A operand of a step over keys: 16 queries, so many chunks on, from the same tile transposed. Of floats it is two B
+// operands, without chunks. The lane is that of `lane_of_scores_transposed`, moved to the queries.
 template <class Products, class Tile>
-DEVICE void load_scores_transposed(uint32_t (&a)[4], const LaneAddress& lane, int step) {
-  uint32_t b[4];
-  Products::template values<Tile>(b, lane, step, 0, 2);
-  a[0] = b[0];
-  a[1] = b[2];
-  a[2] = b[1];
-  a[3] = b[3];
+DEVICE LaneAddress lane_of_scores_transposed(const Tile& tile) {
+  return sizeof(ELEMENT) == 2 ? lane_of_b(tile) : Products::lane_of_values(tile);
+}
+template <class Products, class Tile>
+DEVICE void load_scores_transposed(uint32_t (&a)[4], const LaneAddress& lane, int step, int chunks) {
+  if constexpr (sizeof(ELEMENT) == 2) {
+    ptx::ldmatrix_x4_trans(a, lane.at<Tile>(step * Products::KEYS, chunks));
+  } else {
+    uint32_t b[4];
+    Products::template values<Tile>(b, lane, step, 0, 2);
+    a[0] = b[0];
+    a[1] = b[2];
+    a[2] = b[1];
+    a[3] = b[3];
+  }
 }

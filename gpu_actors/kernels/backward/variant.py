@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from gpu_actors.kernels.macros import Macros, forward_macros
 from gpu_actors.kernels.support import ELEMENTS, capability
-from gpu_actors.kernels.tiles import tile_of
+from gpu_actors.kernels.tiles import backward_warp_tile, tile_of
 from gpu_actors.problem import DispatchKey
 
 __all__ = ["NAMES", "backward_macros", "backward_threads", "dq_floats", "gradient_macros", "keys_of"]
@@ -52,7 +52,9 @@ def gradient_macros(key: DispatchKey, names: Sequence[str], own: Macros) -> Macr
 def backward_macros(key: DispatchKey) -> Macros:
     """The macros of kernels_cu/backward/params.cuh, for any of the three kernels."""
     width = 4 if capability(key.arch) >= _FIRST_VECTOR_REDUCTION else 1
-    return gradient_macros(key, NAMES, {"DQ_FLOATS": dq_floats(key), "REDUCE_WIDTH": width})
+    return gradient_macros(
+        key, NAMES, {"DQ_FLOATS": dq_floats(key), "REDUCE_WIDTH": width, "WARP_TILE": _warp_tile(key)}
+    )
 
 
 def backward_threads(key: DispatchKey) -> int:
@@ -72,8 +74,13 @@ def dq_floats(key: DispatchKey) -> int:
     pair = 16 // chunk
     group = max(factor, pair)
     pairs_a_group = group // pair
-    sharing = tile.warps // (tile.block_m // 16)
+    rows = _warp_tile(key)
+    sharing = tile.warps // (tile.block_m // rows)
     parts = pairs_a_group if sharing % pairs_a_group == 0 else 2 if sharing % 2 == 0 else 1
     groups = -(-chunks // group)
     pairs = -(-groups // (sharing // parts)) * (pairs_a_group // parts)
-    return 2 * pairs * 4 * tile.warps * _WARP
+    return 2 * pairs * 4 * (rows // 16) * tile.warps * _WARP
+
+
+def _warp_tile(key: DispatchKey) -> int:
+    return backward_warp_tile(tile_of(keys_of(key, NAMES)[1]), key.dtype, key.head_dim, key.head_dim_v)

@@ -50,6 +50,7 @@ _ALL = ("dropout", "sinks", "bias", "alibi", "softcap")
 PROBES: dict[str, dict[str, Any]] = {
     "plain": {"seqlens": (210, 150)},
     "late": {"seqlens": (70, 150)},
+    "pairs": {"dtype": "bfloat16", "head_dim": 128, "seqlens": (150, 200)},  # of 16 keys and 16 rows of dQ a warp
     "large": {"seqlens": (70, 150)},
     "opposite": {"seqlens": (70, 2)},
     "batch": {"seqlens": (150, 200), "batch": 2},
@@ -74,7 +75,7 @@ PROBES: dict[str, dict[str, Any]] = {
     "turns window": {**_FLOATS, "seqlens": (350, 350), "always": ("window",), "alignment": "top_left"},
     "turns bias": {**_FLOATS, "seqlens": (40, 150), "batch": 3, "always": ("bias",)},
 }
-ARCHS = {"late": "sm_90a"}
+ARCHS = {"late": "sm_90a", "pairs": "sm_80"}
 
 
 @contextmanager

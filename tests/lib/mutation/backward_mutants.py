@@ -45,7 +45,7 @@ FINISH_MUTANTS = (
     _finish("dQ is not scaled", "% REDUCE_WIDTH] * scale;", "% REDUCE_WIDTH];"),
     _finish("rows g + 8 are rows g", "const int row = first_row + 8 * half;", "const int row = first_row;"),
     _finish("rows past the end are stored", "    if (row >= at.seqlen_q) continue;\n", ""),
-    _finish("dQ's second pair of rows is its first", "4 * block + 2 * half + i", "4 * block + i"),
+    _finish("dQ's second pair of rows is its first", "block + 2 * half + i", "block + i"),
     _finish(
         "sums of lanes are read in another width",
         "value / REDUCE_WIDTH * (REDUCE_WIDTH * THREADS)",
@@ -74,27 +74,31 @@ RING_MUTANTS = (
     _mma(
         "a stage is refilled one step early",
         _RING,
-        "(STAGES > 1) fill(n + STAGES - 1)",
-        "(STAGES > 1) fill(n + STAGES - (n < 0))",
+        "(STAGES > 1) fill(next(now))",
+        "(STAGES > 1) fill(now.number < 0 ? next(now) : next(next(now)))",
     ),
     _mma(
         "the only stage is refilled at once",
         _RING,
-        "if (n > 0) __syncthreads();  // all have left the stage",
+        "if (now.number > 0) __syncthreads();  // all have left the stage",
         "",
         "wide",
     ),
-    _mma("keys stay as they came", _MMA, "      else if (n == -1) prepare_keys(work);\n", "", "nonfinite key"),
-    _mma("dO has Q's stage", _RING, "{q_tile(n).base + QTile::BYTES}", "{q_tile(n).base}"),
+    _mma("keys stay as they came", _MMA, "      else prepare_keys(work);\n", "", "nonfinite key"),
+    _mma("dO has Q's stage", _RING, "{q_tile(now).base + QTile::BYTES}", "{q_tile(now).base}"),
     _mma(
-        "statistics of every step are the first's", _RING, "params.statistics + slot(n)", "params.statistics + slot(0)"
+        "statistics of every step are the first's",
+        _RING,
+        "params.statistics + slot(now)",
+        "params.statistics + slot({0, now.head, first_tile})",
     ),
-    _mma("heads of a group are all the first", _RING, "at.kv_head * heads + n / tiles", "at.kv_head * heads"),
+    _mma("a head goes on past its last tile", _RING, "whole ? first_tile : now.tile + 1", "now.tile + 1"),
+    _mma("heads of a group are all the first", _RING, "now.head + whole", "now.head"),
     _mma(
         "query heads are dealt out in turn",
         _RING,
-        "at.kv_head * heads + n / tiles",
-        "n / tiles * params.forward.heads_kv + at.kv_head",
+        "{1 - STAGES, at.kv_head * heads,",
+        "{1 - STAGES, at.kv_head,",
         "gqa",
     ),
     _mma(
@@ -108,7 +112,7 @@ RING_MUTANTS = (
     _mma(
         "nonfinite values stay in a tile with a mask",
         _RING,
-        "clear_nonfinite<ELEMENT, THREADS>(do_tile(n))",
+        "clear_nonfinite<ELEMENT, THREADS>(do_tile(now))",
         "false",
         "nonfinite",
     ),
@@ -147,19 +151,19 @@ MASK_MUTANTS = (
         "window",
     ),
     _mma("the diagonal is one key off", _SCORES, "if (query < begin ||", "if (query + 1 < begin ||", "causal"),
-    _mma("hidden pairs keep their weights", _MMA, "  if (masked) apply_mask(p, work, n);\n", "", "causal"),
+    _mma("hidden pairs keep their weights", _MMA, "  if (masked) apply_mask(p, work, now);\n", "", "causal"),
     _mma("unmasked tiles are masked instead", _MMA, "if (masked) apply_mask(p", "if (!masked) apply_mask(p", "causal"),
     _mma(
         "hidden pairs keep their dS",
         _MMA,
-        "  if (masked) apply_mask(dp, work, n);  // 0 times a NaN is none\n",
+        "  if (masked) apply_mask(dp, work, now);  // 0 times a NaN is none\n",
         "",
         "nonfinite",
     ),
     _mma(
         "hidden pairs reach dbias",
         _MMA,
-        "    if (masked) apply_mask(dp, work, n);\n    add_to",
+        "    if (masked) apply_mask(dp, work, now);\n    add_to",
         "    add_to",
         "nonfinite bias",
     ),
@@ -226,9 +230,9 @@ SCORE_MUTANTS = (
     _mma(
         "dbias has the softcap's derivative",
         _MMA,
-        "    add_to_dbias(dp, work, n);\n",
-        "    if constexpr (GRADIENT_NEEDS_DOT) differentiate_score(dp, dot, work, score, n);\n"
-        "    add_to_dbias(dp, work, n);\n",
+        "    add_to_dbias(dp, work, now);\n",
+        "    if constexpr (GRADIENT_NEEDS_DOT) differentiate_score(dp, dot, work, score, now);\n"
+        "    add_to_dbias(dp, work, now);\n",
         "options",
     ),
     _mma(
@@ -269,7 +273,7 @@ PRODUCT_MUTANTS = (
     ),
     _mma("keys past the end are stored", _MMA, "    if (key >= at.seqlen_k) continue;\n", ""),
     _mma("passes start at the first query", _MMA, "first_query + pass * PASS;", "first_query;", "passes"),
-    _mma("dQ's rows are the first 16", _MMA, "warp % ROW_WARPS * ROW_CHUNKS", "0"),
+    _mma("dQ's rows are the first 16", _MMA, "warp % ROW_WARPS * DQ_ROWS * ROW_CHUNKS", "0"),
     _mma(
         "later columns of dQ start at the first",
         _SHARES,
@@ -278,7 +282,18 @@ PRODUCT_MUTANTS = (
         "wide dq",
     ),
     _mma("warps share columns", _SHARES, "warp % PARTS * PAIRS_A_PART * PAIR, warp", "0, warp", "wide"),
-    _mma("transposed scores swap places", _SHARES, "a[1] = b[2];\n  a[2] = b[1];", "a[1] = b[1];\n  a[2] = b[2];"),
+    _mma("transposed scores swap places", _SHARES, "sizeof(ELEMENT) == 2 ? lane_of_b(tile)", "false ? lane_of_b(tile)"),
+    _mma(
+        "transposed scores of floats swap places",
+        _SHARES,
+        "a[1] = b[2];\n    a[2] = b[1];",
+        "a[1] = b[1];\n    a[2] = b[2];",
+        "float",
+    ),
+    _mma("rows 16 and on of dQ are its first", _MMA, "step, r * ROW_CHUNKS", "step, 0", "pairs"),
+    _mma("rows 16 and on of dQ are added to its first", _MMA, "* DQ_ROWS + r) * (4", "* DQ_ROWS) * (4", "pairs"),
+    _finish("rows 16 and on of dQ are left out", "half < 2 * DQ_ROWS;", "half < 2;", "pairs"),
+    _finish("rows 16 and on of dQ are another column's", "4 * DQ_ROWS * block", "4 * block", "pairs"),
     _mma(
         "scores are stored a block further on",
         _SHARES,
@@ -309,8 +324,8 @@ PRODUCT_MUTANTS = (
     _mma(
         "dQ is stored instead of added",
         _MMA,
-        "ptx::reduce_add(to + e * THREADS, dq[block][0][e])",
-        "to[e * THREADS] = dq[block][0][e]",
+        "ptx::reduce_add(to + e * THREADS, dq[block][r][e])",
+        "to[e * THREADS] = dq[block][r][e]",
     ),
 )
 
