@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 
 from gpu_actors.distributed.budget import RetryBudget
 from gpu_actors.distributed.members import Member, WorkerStats
-from gpu_actors.distributed.routing import Homes
+from gpu_actors.distributed.routing import DIRECTORY, Homes
 from gpu_actors.errors import (
     ActorFailed,
     ActorStopped,
@@ -57,13 +57,15 @@ class Dispatch(Local):
         budget: RetryBudget | None = None,
         slots: int = 64,
         bound: float = 1.25,
+        directory: int = DIRECTORY,
         seed: int | None = None,
     ) -> None:
         self.retries: int = integer("retries", retries, 0)
         self.budget: RetryBudget = budget if budget is not None else RetryBudget()
         expect(real("bound", bound) >= 1.0, "bound", bound, "must be a number >= 1")
         self.dice: random.Random = random.Random(seed)
-        self.homes: Homes = Homes(self.dice, bound, integer("slots", slots, 1))
+        kept = integer("directory", directory, 0)
+        self.homes: Homes = Homes(self.dice, bound, integer("slots", slots, 1), kept)
         self._members: dict[str, Member] = {}
         self._repeated = 0
         self._lock = threading.Lock()

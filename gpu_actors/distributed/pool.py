@@ -14,7 +14,7 @@ from gpu_actors.distributed.budget import RetryBudget
 from gpu_actors.distributed.cache import PooledKvCache
 from gpu_actors.distributed.dispatch import Dispatch
 from gpu_actors.distributed.members import Member
-from gpu_actors.distributed.routing import less_loaded_of_two
+from gpu_actors.distributed.routing import DIRECTORY, less_loaded_of_two
 from gpu_actors.errors import DeadlineExceeded, GpuActorsError
 from gpu_actors.gpu_context import GpuContext
 from gpu_actors.isolation.crossing import harmless
@@ -44,6 +44,8 @@ class ContextPool(Dispatch):
     contexts: `GpuContext` of this process, isolated or remote ones, by name. The pool closes none of these.
     retries: how often one request may be repeated. budget: how many may be, over all requests.
     slots: sequences that a worker is good for. bound: how far above the mean of all it may be loaded with sequences.
+    directory: pages of prompts whose worker the pool remembers, those that were used last. Give it room for all pages
+    of all sequences (0.15 KiB each): a smaller directory sends sequences with the same beginning to one worker.
     seed: of the dice.
 
     Safe to share between tasks of an event loop; requests may be made on several loops.
@@ -155,6 +157,7 @@ class open_pool(Local):
         budget: RetryBudget | None = None,
         slots: int = 64,
         bound: float = 1.25,
+        directory: int = DIRECTORY,
         seed: int | None = None,
     ) -> None:
         listed = [devices] if isinstance(devices, str) else list(devices)
@@ -164,7 +167,9 @@ class open_pool(Local):
             open_remote(device, options, workplace=workplace(), name=f"worker-{number}")
             for number, device in enumerate((one for one in listed for _ in range(count)), 1)
         ]
-        self._pool = ContextPool(retries=retries, budget=budget, slots=slots, bound=bound, seed=seed)
+        self._pool = ContextPool(
+            retries=retries, budget=budget, slots=slots, bound=bound, directory=directory, seed=seed
+        )
         self._pool._names = itertools.count(len(self._openings) + 1)
 
     async def __aenter__(self) -> ContextPool:

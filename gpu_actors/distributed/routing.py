@@ -20,6 +20,9 @@ from itertools import chain
 
 __all__ = ["Directory", "Homes", "Ring", "less_loaded_of_two"]
 
+# Digests, of 0.15 KiB each.
+DIRECTORY = 1 << 16
+
 
 def less_loaded_of_two(loads: Mapping[str, float], dice: random.Random) -> str:
     """One of the workers. loads: of each, at least one."""
@@ -31,7 +34,7 @@ def less_loaded_of_two(loads: Mapping[str, float], dice: random.Random) -> str:
 class Directory:
     """Which worker has the pages of a prefix. Keeps the ``capacity`` digests that were used last."""
 
-    def __init__(self, capacity: int = 1 << 16) -> None:
+    def __init__(self, capacity: int = DIRECTORY) -> None:
         self._capacity = capacity
         self._workers: OrderedDict[bytes, str] = OrderedDict()
 
@@ -89,11 +92,11 @@ class Homes:
     """Gives new sequences a home.
 
     bound: how far above the mean of all workers one may be loaded. slots: sequences that a worker is good for; below
-    half of them it always takes more, because a bound by a small mean is noise.
+    half of them it always takes more, because a bound by a small mean is noise. directory: digests that are kept.
     """
 
-    def __init__(self, dice: random.Random, bound: float = 1.25, slots: int = 64) -> None:
-        self.directory = Directory()
+    def __init__(self, dice: random.Random, bound: float = 1.25, slots: int = 64, directory: int = DIRECTORY) -> None:
+        self.directory = Directory(directory)
         self.ring = Ring()
         self._dice = dice
         self._bound = bound

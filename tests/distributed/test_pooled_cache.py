@@ -74,6 +74,19 @@ async def test_a_prompt_goes_where_its_beginning_is(cache: PooledKvCache, pool: 
     assert not any(worker.sequences for worker in pool.stats().workers.values())
 
 
+async def test_a_pool_remembers_as_many_pages_as_its_directory_has_room_for() -> None:
+    async with (
+        open_pool("mock", workers=2, workplace=InProcess, directory=3) as pool,
+        pool.kv_cache(**SPEC) as cache,
+    ):
+        for prompt in range(4):
+            seq = await cache.create([prompt] * 16)
+            await cache.append(seq, rows(16), rows(16), tokens=[prompt] * 16)
+        assert len(pool.homes.directory) == 3
+    with pytest.raises(ga.InvalidRequest, match=r"directory.*-1"):
+        open_pool("mock", directory=-1)
+
+
 async def test_a_loaded_home_gets_no_more(cache: PooledKvCache, pool: ContextPool) -> None:
     seqs = [await cache.create([1] * 20) for _ in range(24)]
     counts = Counter(seq.worker for seq in seqs)

@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from gpu_actors.distributed.budget import RetryBudget
 from gpu_actors.distributed.pool import ContextPool, open_pool
+from gpu_actors.distributed.routing import DIRECTORY
 from gpu_actors.interop.ray.workers import RayActor, check_connected, resources_for, start_timeout
 from gpu_actors.opening import to_the_end
 from gpu_actors.options import ContextOptions
@@ -56,6 +57,7 @@ class ray_pool(open_pool):
         budget: RetryBudget | None = None,
         slots: int = 64,
         bound: float = 1.25,
+        directory: int = DIRECTORY,
         seed: int | None = None,
     ) -> None:
         self._count = integer("num_workers", num_workers, 1)
@@ -80,6 +82,7 @@ class ray_pool(open_pool):
             budget=budget,
             slots=slots,
             bound=bound,
+            directory=directory,
             seed=seed,
         )
 
