@@ -32,7 +32,7 @@ try:
     from gpu_actors.embedding import Embedder, Passage, Tokenizer, find_weights, rank, read_passages
     from gpu_actors.interop.ray import ray_pool
 except ModuleNotFoundError as error:
-    raise SystemExit(missing(error, "ray" if error.name == "ray" else "demo")) from None
+    raise SystemExit(missing(error, "ray" if (error.name or "").partition(".")[0] == "ray" else "demo")) from None
 
 __all__ = ["Generated", "embed", "generate", "main"]
 

@@ -13,7 +13,7 @@ from support.service import ask
 
 import gpu_actors as ga
 from gpu_actors import otel_metrics
-from gpu_actors.metrics import ContextCollector
+from gpu_actors.metrics import ContextCollector, WorkersCollector
 from gpu_actors.openai_api.collector import ServerCollector
 from gpu_actors.otel_metrics import OtelMetrics
 
@@ -63,6 +63,22 @@ def test_every_sample_of_prometheus_is_exported(reader: InMemoryMetricReader) ->
             point.value for point in points["gpu_actors_request_seconds_count"] if dict(point.attributes) == labels
         ]
         assert count == 3
+    provider.shutdown()
+
+
+def test_each_worker_s_points_carry_its_name(reader: InMemoryMetricReader) -> None:
+    provider = MeterProvider([reader])
+    with ga.open_context("mock") as one, ga.open_context("mock") as other:
+        OtelMetrics(WorkersCollector({"worker-1": one, "worker-2": other}), provider)
+        for ctx in (one, other, other):
+            ask(ctx).result(30)
+        labels = {"actor": "flash_attn", "outcome": "completed"}
+        found = {
+            point.attributes["worker"]: point.value
+            for point in exported(reader)["gpu_actors_requests"]
+            if labels.items() <= dict(point.attributes).items()
+        }
+        assert found == {"worker-1": 1, "worker-2": 2}
     provider.shutdown()
 
 

@@ -1,7 +1,7 @@
 """Every Python example of README and docs runs as it stands: page by page, from the top, with no names but its own.
 
 An example that needs more than the tests' extra brings says so in its first line, "# needs torch", "# needs jax" or
-"# needs ray"; tests/interop and tests/ray run those.
+"# needs ray"; tests/interop and tests/on_ray run those.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ELSEWHERE = {
 }
 INTEROP = {
     "docs/jax.md": "tests/interop/test_docs_torch.py",
-    "docs/ray.md": "tests/ray/test_ray_docs.py",
+    "docs/ray.md": "tests/on_ray/test_ray_docs.py",
     "docs/training.md": "tests/interop/test_docs_torch.py",
     "docs/transformers.md": "tests/interop/test_docs_torch.py",
 }

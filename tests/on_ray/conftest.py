@@ -1,6 +1,6 @@
 """One Ray cluster on this machine for the tests of this folder, and the conformance suites of the other channels.
 
-Run by its own command, ``python -m pytest tests/ray -n 0``, where Ray is installed.
+Run by its own command, ``python -m pytest tests/on_ray -n 0``, where Ray is installed.
 """
 
 from __future__ import annotations
