@@ -140,7 +140,11 @@ async def _rates(kinds: dict[str, Ask], crowd: int, rounds: int) -> dict[str, fl
 
 def main() -> int:
     """The command."""
-    sys.stdout.write(json.dumps({"environment": environment(), **run()}, indent=2) + "\n")
+    try:
+        found = run()
+    except GpuActorsError as error:
+        raise SystemExit(str(error)) from None
+    sys.stdout.write(json.dumps({"environment": environment(), **found}, indent=2) + "\n")
     return 0
 
 

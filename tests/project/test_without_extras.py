@@ -20,7 +20,13 @@ OPTIONAL = (
     "psutil", "torch", "transformers", "jax", "ray", "httpx", "pytest", "pydantic", "jinja2", "openai",
 )  # fmt: skip
 
-EXAMPLES = ("generate.py", "inference_server.py", "train_char_model.py")
+EXAMPLES = {
+    "channel_costs.py": "ray",
+    "generate.py": "demo",
+    "inference_server.py": "demo",
+    "ray_cluster.py": "ray",
+    "train_char_model.py": "demo",
+}
 
 FORWARD = """
 import asyncio, numpy as np, gpu_actors as ga
@@ -68,7 +74,8 @@ def test_an_example_without_its_extra_ends_in_a_sentence(example: str) -> None:
     code = f"import runpy; sys.path.insert(0, 'examples'); runpy.run_path('examples/{example}', run_name='__main__')"
     done = run_bare(code)
     assert (done.returncode, done.stdout) == (1, "")
-    assert re.fullmatch(r'\w+ is not installed: pip install -e "\.\[demo\]"\n', done.stderr), done.stderr
+    expected = rf'\w+ is not installed: pip install -e "\.\[{EXAMPLES[example]}\]"\n'
+    assert re.fullmatch(expected, done.stderr), done.stderr
 
 
 def test_an_application_without_starlette_is_told_the_extra() -> None:
