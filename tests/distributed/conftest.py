@@ -12,7 +12,7 @@ from gpu_actors.distributed import ContextPool
 from gpu_actors.remote import ChildProcess, InProcess, RemoteContext, Workplace, open_remote
 
 CHANNELS: dict[str, Callable[[], Workplace]] = {"direct": InProcess, "process": ChildProcess}
-"""Where a worker runs. Ray actors join in tests/on_ray/test_ray_shards.py, with the same cases."""
+"""Where a worker runs. Ray actors join in tests/on_ray/test_ray_sharded.py, with the same cases."""
 
 
 @pytest.fixture(scope="module", params=CHANNELS)

@@ -29,12 +29,10 @@ SUITES = ("remote", "isolation", "distributed")
 for name in SUITES:
     sys.path.append(str(HERE.parent / name))
 pytest.register_assert_rewrite(
-    "test_context_split",
     "test_head_split",
     "test_isolation_conformance",
-    "test_moving",
+    "test_over_each_channel",
     "test_remote_conformance",
-    "test_sharded_cache",
 )
 
 

@@ -18,8 +18,7 @@ pytest.importorskip("ray")
 
 from gpu_actors.interop.ray import ray_pool
 
-for suite in ("test_context_split", "test_sharded_cache", "test_moving"):
-    adopt(suite, {"pool_of_three"}, globals())
+adopt("test_over_each_channel", {"pool_of_three"}, globals())
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +45,6 @@ async def test_heads_have_the_bits_of_one_context(pool_of_three: ContextPool, wh
             np.testing.assert_array_equal(found.lse, wanted.lse)
 
 
-def test_three_suites_are_run() -> None:
-    adopted = {name for name in globals() if name.startswith("test_")}
-    assert {"test_it_equals_one_context_over_each_channel", "test_it_equals_one_cache_over_each_channel"} <= adopted
-    assert "test_prefill_here_and_decode_there" in adopted
+def test_the_suite_of_all_channels_is_run() -> None:
+    adopted = {"test_attention_by_rows", "test_a_sharded_cache", "test_prefill_here_and_decode_there"}
+    assert adopted <= set(globals())
