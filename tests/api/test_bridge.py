@@ -349,7 +349,7 @@ def test_an_empty_request_is_cheaper_than_a_thread_of_the_loops_pool(loop: str, 
             measure = bridge._latencies(kinds, 300) if crowd == 1 else bridge._throughputs(kinds, crowd, 2048)
             return 1.0 / run(loop, measure)["ratio"]
 
-    below(1.0, share, tries=5)
+    below(1.0, share)
 
 
 def test_an_actor_answers_a_repeated_request_within_few_calls() -> None:
