@@ -158,7 +158,7 @@ class CacheTables:
         """Forget a sequence. Its pages go back, the last first, so that prefixes are given up from their end."""
         with self._lock:
             if self._tables.pop(table.number, None) is None:
-                return  # two threads may find that no one has got to know it
+                return  # freed already, perhaps by another thread
             for page in reversed(table.pages):
                 self._pool.release(page)
             table.pages = []

@@ -48,7 +48,7 @@ def wrong_requests(cache: ga.KvCache, seq: ga.KvSequence, other: ga.KvSequence) 
         "positions without rope": (cache.append(seq, k, v, positions=np.zeros(2, np.int32)), "positions"),
         "positions": (cache.append(seq, k, v, rope=rope, positions=np.zeros(3, np.int32)), "positions"),
         "tables": (cache.append(seq, k, v, rope=ga.Rope(dim=8, table_rows=4)), "rope_cos"),
-        "tables that nobody asked for": (
+        "tables that were not asked for": (
             cache.append(seq, k, v, rope=rope, rope_cos=np.zeros((4, 4), "f4")),
             "rope_cos",
         ),

@@ -306,7 +306,7 @@ class TestWithoutACompiler:
         for _ in range(2):  # the second stands for the next process
             shared = cache(tmp_path, toolchain=Promised())
             assert shared.get_or_compile(kernel(1), ARCH, compile)
-            assert shared.peek(kernel(1), ARCH) is None, "nobody has asked for its new key"
+            assert shared.peek(kernel(1), ARCH) is None, "its new key was not asked for yet"
             assert shared.get(kernel(1), ARCH) == shared.peek(kernel(1), ARCH)
         assert len(compile.calls) == 1
         loaded = cache(tmp_path, toolchain=lambda load=False: Toolchain("13.2", ()))
