@@ -20,6 +20,8 @@
 // A piece that holds all keys of its item writes the output; others write a normalised O and its LSE to a slot, and
 // decode/decode_combine.cu merges these. Sums run in an order that follows from the piece alone.
 #include "decode/merge.cuh"
+#include "decode/pieces.cuh"
+#include "decode/rows.cuh"
 #include "decode/source.cuh"
 #include "mma/nonfinite.cuh"
 #include "mma/softmax_tile.cuh"
@@ -42,11 +44,6 @@ static_assert(SHARED_BYTES == LAYOUT_BYTES, "the launch must provide what Q and 
 
 using Scores = float[1][KEY_BLOCKS][4];
 using Output = float[COLUMN_BLOCKS][1][4];
-
-// Tiles `first` to `last` of an item.
-struct Piece {
-  int first, last;
-};
 
 // The ring of key and value tiles. Tile n is the n-th of those that the entry's rows see.
 struct Ring {
@@ -103,56 +100,6 @@ struct Ring {
     fill(n + STAGES - 1);
   }
 };
-
-// The two rows that a lane owns, what turns their products into weights, and the keys of its warp.
-struct Rows {
-  Score<float> score[2];
-  Mask mask;
-  uint64_t tree[2];  // new keys that the row sees
-  int row[2];
-  float to_log2;
-  int first_key;  // of the warp, in a tile
-
-  __device__ __forceinline__ bool visible(int half, int key) const {
-    if (!mask.visible(row[half], key)) return false;
-    if constexpr (TREE) {
-      const int fresh = key - mask.diagonal;
-      return fresh < 0 || (tree[half] >> fresh & 1) != 0;
-    }
-    return true;
-  }
-};
-
-// Rows past the end are treated as the last one, so that they read nothing of their own. They are never stored.
-DEVICE Rows rows_of(const DecodeParams& params, const Entry& entry, int kv_head) {
-  const Params& attention = params.attention;
-  const int warp = int(threadIdx.x) / 32, ratio = heads_a_group(params);
-  Rows rows;
-  rows.mask = entry.mask;
-  rows.first_key = warp % KEY_WARPS * WARP_KEYS;
-  const int first = entry.packed_begin + warp / KEY_WARPS * 16 + lane_id() / 4;
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
-    const int packed = at_most(entry.packed_end - 1, first + 8 * half);
-    const int head = kv_head * ratio + packed % ratio;
-    rows.row[half] = packed / ratio;
-    rows.score[half] = make_score<float>(attention, entry.sequence, head, kv_head, entry.mask.diagonal);
-    rows.tree[half] = 0;
-    if constexpr (TREE) {
-      const int64_t row = entry.lengths.q_start + rows.row[half];
-      rows.tree[half] = *element_of<const uint64_t>(params.tree_mask, params.tree_mask_strides, entry.sequence, row, 0);
-    }
-  }
-  rows.to_log2 = (SCALE_ONLY ? rows.score[0].scale : 1.0f) * LOG2_E;
-  return rows;
-}
-
-// Whether each row of the entry sees each key of a tile.
-DEVICE bool all_visible(const Entry& entry, int key_begin) {
-  const int key_end = key_begin + BLOCK_N;
-  if (TREE && key_end > entry.mask.diagonal) return false;
-  return entry.mask.all_visible(entry.row_begin, entry.row_end, key_begin, key_end);
-}
 
 // Copies the entry's packed rows, and zeros past the last one and past head_dim.
 DEVICE void copy_queries(const DecodeParams& params, const Entry& entry, int kv_head, const QTile& tile) {
@@ -254,9 +201,9 @@ DEVICE void add_nonfinite(const MergeArea& area, const Rows& rows, const Ring& r
 DEVICE void attend(const DecodeParams& params, const Entry& entry, int kv_head, const Piece& piece, int slot,
                    uint32_t shared) {
   const QTile q_tile{shared};
-  const Rows rows = rows_of(params, entry, kv_head);
   const SeenKeys keys = seen_keys(entry.mask, entry.row_begin, entry.row_end);
   const int warp = int(threadIdx.x) / 32, first_row = warp / KEY_WARPS * 16, key_warp = warp % KEY_WARPS;
+  const Rows rows = rows_of(params, entry, kv_head, first_row + lane_id() / 4, key_warp * WARP_KEYS);
   const CacheSource source = cache_source(params, entry.sequence, kv_head);
   Ring ring{source, keys, entry.tiles, piece.last, shared + QTile::BYTES, {}, {}, 0};
 
@@ -285,42 +232,15 @@ DEVICE void attend(const DecodeParams& params, const Entry& entry, int kv_head, 
   write_rows(params, entry, kv_head, slot, area);
 }
 
-// Where the rest of an item from `at` on is cut for the first time: at the next piece, or where the range ends.
-DEVICE int piece_end(const DecodeParams& params, const Position& at, const Position& end, int count) {
-  if (params.splits == 0) return at.same_item(end) ? end.tile : count;
-  const int pieces = pieces_of(params, count);
-  return count == 0 ? 0 : piece_begin(piece_from(at.tile, pieces, count) + 1, pieces, count);
-}
-
-// The slot of a piece that is not all of its item.
-DEVICE int slot_of(const DecodeParams& params, const Position& at, int count) {
-  if (params.splits == 0) return 2 * int(blockIdx.x) + (at.tile == 0);
-  const int item = at.entry * params.attention.heads_kv + at.head;
-  return item * params.splits + piece_from(at.tile, pieces_of(params, count), count);
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_mma(const __grid_constant__ DecodeParams params) {
   DYNAMIC_SHARED(shared);
-  Position at = position(params, blockIdx.x);
-  const Position end = position(params, blockIdx.x + 1);
-  while (at.before(end)) {
-    const Entry entry = entry_of(params, at.entry);
-    if (!entry.exists()) {  // nor does any later entry of the sequence
-      at = {(entry.sequence + 1) * params.row_tiles, 0, 0};
-      continue;
-    }
-    const int count = entry.tiles.count(), last = piece_end(params, at, end, count);
-    if (entry.lengths.broken) {
-      const bool last_entry = at.entry % params.row_tiles == params.row_tiles - 1;
-      const int64_t all = int64_t(entry.lengths.rows) * heads_a_group(params);
-      write_broken(params, entry, at.head, last_entry ? all : entry.packed_end);
-    } else {
-      const bool whole = at.tile == 0 && last == count;
-      attend(params, entry, at.head, {at.tile, last}, whole ? -1 : slot_of(params, at, count),
-             ptx::shared_address(shared));
-      __syncthreads();  // all have left the area that the next piece overwrites
-    }
-    if (last == count) at = next_item(params, at);
-    else at.tile = last;
-  }
+  for_each_piece(
+      params,
+      [&](const Entry& entry, int kv_head, const Piece& piece, int slot) {
+        attend(params, entry, kv_head, piece, slot, ptx::shared_address(shared));
+        __syncthreads();  // all have left the area that the next piece overwrites
+      },
+      [&](const Entry& entry, int kv_head, int64_t packed_end) {
+        write_broken<THREADS>(params, entry, kv_head, packed_end);
+      });
 }

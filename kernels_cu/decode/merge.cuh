@@ -146,15 +146,3 @@ DEVICE void write_rows(const DecodeParams& params, const Entry& entry, int kv_he
     if (LSE && column == 0) *to.lse = result.lse;
   }
 }
-
-// Rows whose lengths contradict what the launch was prepared for are answered with NaN. packed_end: where the rows to
-// be written end.
-DEVICE void write_broken(const DecodeParams& params, const Entry& entry, int kv_head, int64_t packed_end) {
-  const int64_t all = (packed_end - entry.packed_begin) * HEAD_DIM_V;
-  for (int64_t index = threadIdx.x; index < all; index += THREADS) {
-    const int packed = entry.packed_begin + int(index / HEAD_DIM_V), column = int(index % HEAD_DIM_V);
-    const OutputRow to = output_row(params, entry, kv_head, packed);
-    store_nan(to.out[column]);
-    if (LSE && column == 0) *to.lse = ptx::as_float(0x7fffffffu);
-  }
-}

@@ -65,3 +65,16 @@ DEVICE void store_nan(Half& out) {
   out.bits = 0x7fff;  // in both 16-bit formats
 }
 DEVICE void store_nan(float& out) { out = ptx::as_float(0x7fffffffu); }
+
+// Rows whose lengths contradict what the launch was prepared for are answered with NaN. packed_end: where the rows to
+// be written end. WRITERS: threads that call it, the block's first.
+template <int WRITERS>
+DEVICE void write_broken(const DecodeParams& params, const Entry& entry, int kv_head, int64_t packed_end) {
+  const int64_t all = (packed_end - entry.packed_begin) * HEAD_DIM_V;
+  for (int64_t index = threadIdx.x; index < all; index += WRITERS) {
+    const int packed = entry.packed_begin + int(index / HEAD_DIM_V), column = int(index % HEAD_DIM_V);
+    const OutputRow to = output_row(params, entry, kv_head, packed);
+    store_nan(to.out[column]);
+    if (LSE && column == 0) *to.lse = ptx::as_float(0x7fffffffu);
+  }
+}

@@ -14,6 +14,7 @@ def _decode(name: str, file: str, old: str, new: str, *probes: str) -> Mutant:
 _MMA, _PLAN, _COMBINE = "decode/decode_mma.cu", "decode/decode_plan.cu", "decode/decode_combine.cu"
 _UNITS, _SOURCE, _FRAGMENTS = "decode/plan.cuh", "decode/source.cuh", "decode/fragments.cuh"
 _MERGE, _OUTPUT = "decode/merge.cuh", "decode/output.cuh"
+_ROWS, _PIECES = "decode/rows.cuh", "decode/pieces.cuh"
 
 # What kernels over caches have shipped with.
 DECODE_DEFECTS = (
@@ -67,7 +68,7 @@ DECODE_MUTANTS = (
         "      __syncthreads();  // all have left the area that the next piece overwrites\n",
         "",
     ),
-    _decode("warps multiply the same keys", _MMA, "warp % KEY_WARPS * WARP_KEYS", "0 * WARP_KEYS"),
+    _decode("warps multiply the same keys", _MMA, "key_warp * WARP_KEYS);", "0 * WARP_KEYS);"),
     _decode(
         "V of another warp's keys is multiplied",
         _MMA,
@@ -113,12 +114,12 @@ DECODE_MUTANTS = (
     # Rows
     _decode(
         "heads and rows are packed the other way round",
-        _MMA,
+        _ROWS,
         "rows.row[half] = packed / ratio;",
         "rows.row[half] = packed % entry.lengths.rows;",
         "rows",
     ),
-    _decode("the second half of 16 rows has the first's mask", _MMA, "first + 8 * half);", "first);", "rows"),
+    _decode("the second half of 16 rows has the first's mask", _ROWS, "first + 8 * half);", "first);", "rows"),
     _decode(
         "packed rows of Q repeat",
         _MMA,
@@ -144,15 +145,15 @@ DECODE_MUTANTS = (
     ),
     _decode(
         "new keys of the tree are all seen",
-        _MMA,
+        _ROWS,
         "return fresh < 0 || (tree[half] >> fresh & 1) != 0;",
         "return true;",
         "tree",
     ),
-    _decode("old keys need a bit of the tree", _MMA, "return fresh < 0 || (tree", "return (tree", "tree"),
+    _decode("old keys need a bit of the tree", _ROWS, "return fresh < 0 || (tree", "return (tree", "tree"),
     _decode(
         "a tile with new keys passes as unmasked",
-        _MMA,
+        _ROWS,
         "  if (TREE && key_end > entry.mask.diagonal) return false;\n",
         "",
         "tree",
@@ -245,7 +246,11 @@ DECODE_MUTANTS = (
         "every boundary of an item merges it", _COMBINE, "(before.same_item(at) && before.tile > 0)", "false", "long"
     ),
     _decode(
-        "a range's two ends share a slot", _MMA, "2 * int(blockIdx.x) + (at.tile == 0)", "2 * int(blockIdx.x)", "long"
+        "a range's two ends share a slot",
+        _PIECES,
+        "2 * int(blockIdx.x) + (at.tile == 0)",
+        "2 * int(blockIdx.x)",
+        "long",
     ),
     _decode(
         "partial sums are not divided", _MERGE, "sums.l == 0.0f ? 0.0f : ptx::rcp(sums.l) * out_scale;", "out_scale;"
@@ -262,14 +267,14 @@ DECODE_MUTANTS = (
     ),
     _decode(
         "pieces of pinned items share a slot",
-        _MMA,
+        _PIECES,
         "return item * params.splits + piece_from",
         "return item * params.splits + 0 * piece_from",
         "pinned",
     ),
     _decode(
         "a pinned piece ends with its range",
-        _MMA,
+        _PIECES,
         "return count == 0 ? 0 : piece_begin(piece_from(at.tile, pieces, count) + 1, pieces, count);",
         "return at.same_item(end) ? end.tile : count;",
         "pinned",
