@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -39,17 +40,22 @@ class IndexPage(MetadataHookInterface):
 
 
 class Kernels(BuildHookInterface[Any]):
-    """Puts the kernels' sources into the package of a wheel, but not their comments and the pages beside them."""
+    """Puts the kernels' sources into the package of a wheel, but not their comments and the pages beside them.
+
+    They are one archive that does not compress: the wheel then compresses them as one text, to two thirds of what they
+    take one by one.
+    """
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         sources = Path(self.root) / "kernels_cu"
         self._folder = tempfile.TemporaryDirectory()
-        for path in sorted(sources.rglob("*.cu*")):
-            name = path.relative_to(sources)
-            copy = Path(self._folder.name) / name
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.write_text(without_comments(path.read_text(encoding="utf-8")), encoding="utf-8")
-            build_data["force_include"][str(copy)] = f"gpu_actors/kernels_cu/{name.as_posix()}"
+        archive = Path(self._folder.name) / "kernels_cu.zip"
+        with zipfile.ZipFile(archive, "w", zipfile.ZIP_STORED) as written:
+            for path in sorted(sources.rglob("*.cu*")):
+                # An entry without a date: the same sources make the same wheel.
+                entry = zipfile.ZipInfo(path.relative_to(sources).as_posix())
+                written.writestr(entry, without_comments(path.read_text(encoding="utf-8")))
+        build_data["force_include"][str(archive)] = f"gpu_actors/{archive.name}"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         self._folder.cleanup()

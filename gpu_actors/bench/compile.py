@@ -15,12 +15,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
-from gpu_actors.compiling.assets import asset_root
 from gpu_actors.compiling.compiler import Compiler
 from gpu_actors.compiling.cubin_cache import CubinCache
 from gpu_actors.compiling.source import KernelSource
 from gpu_actors.compiling.toolchain import find_toolchain, load_nvrtc
+from gpu_actors.devices.emulation.unit import write_headers
 from gpu_actors.problem import DispatchKey
 
 __all__ = ["beside_cupy", "main", "measure", "run"]
@@ -98,23 +99,25 @@ def beside_cupy(arch: str = "sm_90a", times: int = 5) -> dict[str, object]:
     for key in standard_variants(arch):
         if key.direction == "forward" and (key.dtype, key.head_dim, key.mask) == ("bfloat16", 128, "causal"):
             chosen.setdefault(key.kernel, key)
-    found: dict[str, object] = {}
-    for kernel, key in chosen.items():
-        source = kernel_source(key)
+    return {kernel: _beside_cupy(kernel_source(key), arch, times) for kernel, key in chosen.items()}
+
+
+def _beside_cupy(source: KernelSource, arch: str, times: int) -> dict[str, object]:
+    with tempfile.TemporaryDirectory() as headers:
+        write_headers(source.headers, Path(headers))
+        through_cupy = functools.partial(_through_cupy, source, Path(headers))
         ways: dict[str, Callable[[], object]] = {
             "ours_s": functools.partial(Compiler().compile, source, arch),
-            "cupy_s": functools.partial(_through_cupy, source, arch.rstrip("af")),
+            "cupy_s": functools.partial(through_cupy, arch.rstrip("af")),
         }
         try:
             ways["cupy_s"]()
         except Exception as error:
             refusal = f"{type(error).__name__}: {_first_error(str(error))}"
-            ways["cupy_exact_arch_s"] = functools.partial(_through_cupy, source, arch)
+            ways["cupy_exact_arch_s"] = functools.partial(through_cupy, arch)
             del ways["cupy_s"]
-            found[kernel] = {"cupy_s": refusal} | _in_turns(ways, times)
-        else:
-            found[kernel] = _in_turns(ways, times)
-    return found
+            return {"cupy_s": refusal} | _in_turns(ways, times)
+        return _in_turns(ways, times)
 
 
 def _in_turns(ways: dict[str, Callable[[], object]], times: int) -> dict[str, object]:
@@ -125,16 +128,17 @@ def _in_turns(ways: dict[str, Callable[[], object]], times: int) -> dict[str, ob
     return {name: _short(seconds) for name, seconds in taken.items()}
 
 
-def _through_cupy(source: KernelSource, arch: str) -> object:
+def _through_cupy(source: KernelSource, headers: Path, arch: str) -> object:
     """What RawModule(code=..., options=...) does once it knows its device: its own program and options.
 
-    RawModule itself asks the driver for the device, so it cannot be timed without a GPU.
+    headers: the folder of the source's headers. RawModule itself asks the driver for the device, so it cannot be timed
+    without a GPU.
     """
     from cupy.cuda import compiler
 
     toolchain = find_toolchain()
     assert toolchain is not None
-    folders = (asset_root(), *toolchain.include_dirs)
+    folders = (headers, *toolchain.include_dirs)
     options = ("-std=c++17", *(f"-D{name}={value}" for name, value in source.macros.items()))
     options += tuple(f"-I{folder}" for folder in folders)
     options += ("-ftz=true", f"-arch={arch}", "--device-as-default-execution-space")

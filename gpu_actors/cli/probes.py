@@ -236,12 +236,12 @@ def _headers() -> Check:
 
 @_probe("kernels")
 def _kernels() -> Check:
-    from gpu_actors.compiling.assets import asset_root
+    from gpu_actors.compiling.assets import asset_root, asset_texts
 
-    root = asset_root()
-    sources = len(list(root.rglob("*.cu")))
-    headers = len(list(root.rglob("*.cuh")))
-    return Check("kernels", "ok" if sources else "problem", f"{root}: {sources} .cu, {headers} .cuh")
+    names = asset_texts()
+    sources = sum(name.endswith(".cu") for name in names)
+    shown = f"{asset_root()}: {sources} .cu, {len(names) - sources} .cuh"
+    return Check("kernels", "ok" if sources else "problem", shown)
 
 
 @_probe("cubin cache")

@@ -2,47 +2,56 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from gpu_actors.compiling.headers import Header, follow_includes, leaves_closure
+from gpu_actors.compiling.headers import Header, follow_includes
 from gpu_actors.compiling.source import KernelSource, MacroValue
 from gpu_actors.errors import GpuActorsError, InvalidRequest
 
-__all__ = ["asset_headers", "asset_root", "asset_source", "asset_text", "completed_headers"]
+__all__ = ["asset_headers", "asset_root", "asset_source", "asset_text", "asset_texts", "completed_headers"]
 
 
 @functools.cache
 def asset_root() -> Path:
-    """The folder ``kernels_cu``. Raises GpuActorsError where the installation lacks it."""
+    """A checkout's folder ``kernels_cu``, or the archive of a wheel. Raises GpuActorsError where neither is there."""
     package = Path(__file__).resolve().parent.parent
-    candidates = (package / "kernels_cu", package.parent / "kernels_cu")  # a wheel, a checkout
-    for folder in candidates:
-        if folder.is_dir():
-            return folder
-    places = " or ".join(map(str, candidates))
-    raise GpuActorsError(f"the package's CUDA sources are missing: no folder {places}; reinstall gpu-actors")
+    places = (package / "kernels_cu.zip", package.parent / "kernels_cu")
+    for place in places:
+        if place.exists():
+            return place
+    missing = " and no ".join(map(str, places))
+    raise GpuActorsError(f"the package's CUDA sources are missing: there is no {missing}; reinstall gpu-actors")
 
 
 @functools.cache
-def asset_text(name: str) -> str:
-    """The text of ``kernels_cu/<name>``, read once a process. Raises InvalidRequest where there is none."""
+def asset_texts() -> dict[str, str]:
+    """All sources and headers by their names, relative to ``kernels_cu``, read once a process."""
     root = asset_root()
-    path = (root / name).resolve()
-    if not path.is_relative_to(root) or not path.is_file():
-        have = ", ".join(sorted(str(p.relative_to(root)) for p in root.rglob("*.cu")))
+    if root.is_file():
+        with zipfile.ZipFile(root) as archive:
+            return {name: archive.read(name).decode() for name in archive.namelist()}
+    paths = sorted(root.rglob("*.cu*"))
+    return {path.relative_to(root).as_posix(): path.read_text(encoding="utf-8") for path in paths}
+
+
+def asset_text(name: str) -> str:
+    """The text of ``kernels_cu/<name>``. Raises InvalidRequest where there is none."""
+    found = asset_texts().get(name)
+    if found is None:
+        have = ", ".join(name for name in asset_texts() if name.endswith(".cu"))
         raise InvalidRequest("name", name, f"no such file in kernels_cu, which has {have or 'no .cu file'}")
-    return path.read_text(encoding="utf-8")
+    return found
 
 
 @functools.cache
 def kernel_file(kernel: str) -> str:
     """The file of a kernel of the package, relative to ``kernels_cu``. Raises InvalidRequest where there is none."""
-    root = asset_root()
-    for path in root.glob(f"*/{kernel}.cu"):
-        return path.relative_to(root).as_posix()
+    for name in asset_texts():
+        if name.endswith(f"/{kernel}.cu"):
+            return name
     raise InvalidRequest("kernel", kernel, f"kernels_cu has no file {kernel}.cu")
 
 
@@ -54,10 +63,8 @@ def asset_headers(source: str) -> dict[str, str]:
     """
 
     def lookup(name: str, _place: str) -> Header | None:
-        with contextlib.suppress(OSError):  # as where a name is longer than any file's
-            if not leaves_closure(name) and (asset_root() / name).is_file():
-                return Header(asset_text(name), name)
-        return None
+        text = asset_texts().get(name)
+        return None if text is None else Header(text, name)
 
     return follow_includes(source, lookup)[0]
 

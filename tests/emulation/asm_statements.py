@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from kernel_runs import emulated_module
+from support.service import KERNELS_CU
 
-from gpu_actors.compiling.assets import asset_root
 from gpu_actors.devices.emulation import Toolchain
 from gpu_actors.devices.emulation.assembly import AsmStatement, statements
 
@@ -29,14 +29,14 @@ def expanded(text: str, changed: Mapping[str, str] | None = None) -> str:
             path.write_text(header)
         unit = Path(folder, "unit.cpp")
         unit.write_text(text)
-        command = [*toolchain.command, *toolchain.flags, f"-I{folder}", f"-I{asset_root()}", "-E", str(unit)]
+        command = [*toolchain.command, *toolchain.flags, f"-I{folder}", f"-I{KERNELS_CU}", "-E", str(unit)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return done.stdout.replace(f"{folder}/", "").replace(f"{asset_root()}/", "")
+    return done.stdout.replace(f"{folder}/", "").replace(f"{KERNELS_CU}/", "")
 
 
 def wrapper_statements(changed: Mapping[str, str] | None = None) -> tuple[AsmStatement, ...]:
     """Every asm statement of kernels_cu/ptx, those of macros in each of their uses."""
-    headers = sorted(path.name for path in (asset_root() / "ptx").glob("*.cuh"))
+    headers = sorted(path.name for path in (KERNELS_CU / "ptx").glob("*.cuh"))
     text = "".join(f'#include "ptx/{name}"\n' for name in headers)
     return statements(expanded(text, changed))
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from asm_statements import Judge, expanded, judge_in, wrapper_statements
+from support.service import KERNELS_CU
 from test_conformance_complete import wrappers
 
-from gpu_actors.compiling.assets import asset_root
 from gpu_actors.devices.emulation.assembly import AsmStatement, UnknownAsm, captured, statements
 
 
@@ -49,7 +49,7 @@ def test_no_wrapper_is_missing_among_the_captured_statements() -> None:
     for s in wrapper_statements():
         lines.setdefault(s.file, set()).add(s.line)
     for name, file in wrappers().items():
-        found = bodies((asset_root() / "ptx" / file).read_text().splitlines(), name)
+        found = bodies((KERNELS_CU / "ptx" / file).read_text().splitlines(), name)
         assert found, name
         for body in found:
             assert lines[f"ptx/{file}"] & set(body), (name, body)

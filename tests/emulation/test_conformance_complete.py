@@ -11,14 +11,13 @@ import cupy
 import numpy as np
 import pytest
 from kernel_runs import KERNELS, KernelRun, launch_on_cuda, pointers
-
-from gpu_actors.compiling.assets import asset_root
+from support.service import KERNELS_CU
 
 
 def wrappers() -> dict[str, str]:
     """The functions of kernels_cu/ptx that hold an asm statement, or a macro that does, with the file they are in."""
     found: dict[str, str] = {}
-    for path in sorted((asset_root() / "ptx").glob("*.cuh")):
+    for path in sorted((KERNELS_CU / "ptx").glob("*.cuh")):
         text = path.read_text()
         starts = list(re.finditer(r"^(?:WRAPPER|inline) [\w:<>* ]*?\b(\w+)\(", text, re.M))
         macros = re.findall(r"#define (\w+)(?:\([^)]*\))?[^\n]*\\\n(?:[^\n]*\\\n)*?[^\n]*asm", text)

@@ -42,8 +42,8 @@ from second_reading import (
     registers_of,
     store_case,
 )
+from support.service import KERNELS_CU
 
-from gpu_actors.compiling.assets import asset_root
 from gpu_actors.devices.emulation import EmulatedModule, EmulationFault, build_module
 
 pytestmark = pytest.mark.timeout(300)  # the first test of a process builds the module of all
@@ -137,7 +137,7 @@ def module(module_cache: Path) -> EmulatedModule:
         headers |= found
     texts.append('extern "C" __global__ void choose_fault(int fault) { emulation::seeded_fault = fault; }')
     for name in (*HEADERS, "emulation/core.cuh"):
-        headers[name] = with_faults(name, (asset_root() / name).read_text())
+        headers[name] = with_faults(name, (KERNELS_CU / name).read_text())
     return build_module("\n".join(texts), MACROS, headers, None, module_cache, name="seeded_faults.cu")
 
 

@@ -12,15 +12,16 @@ import test_backward_sm90_gate
 import test_decode_gate
 import test_static_gate
 import test_static_gate_sm90
+from support.service import KERNELS_CU
 
-from gpu_actors.compiling.assets import asset_root, asset_text
+from gpu_actors.compiling.assets import asset_text
 from gpu_actors.compiling.source import KernelSource
 from gpu_actors.devices.emulation.toolchain import Toolchain
 from gpu_actors.kernels.merge.merge import merge_variants
 from gpu_actors.kernels.variants import kernel_source, kv_variants, standard_variants, usual_backward_keys
 
 ROOT = Path(__file__).resolve().parents[2]
-KERNELS = sorted(path for path in asset_root().glob("*/*.cu") if path.parent.name != "emulation")
+KERNELS = sorted(path for path in KERNELS_CU.glob("*/*.cu") if path.parent.name != "emulation")
 
 
 def sources() -> list[KernelSource]:

@@ -8,8 +8,7 @@ from mutation import forward_mutants as mutants
 from mutation import hopper_fp8_mutants as sm90_fp8_mutants
 from mutation import hopper_mutants as sm90_mutants
 from mutation.forward_mutants import Mutant
-
-from gpu_actors.compiling.assets import asset_root
+from support.service import KERNELS_CU
 
 LISTS: dict[str, tuple[Mutant, ...]] = {
     "forward": mutants.MUTANTS,
@@ -26,6 +25,6 @@ LISTS: dict[str, tuple[Mutant, ...]] = {
 @pytest.mark.parametrize("kernels", LISTS)
 def test_every_bug_changes_the_text_that_it_names(kernels: str) -> None:
     found = LISTS[kernels]
-    lost = [bug.name for bug in found if bug.old not in (asset_root() / bug.file).read_text() or bug.old == bug.new]
+    lost = [bug.name for bug in found if bug.old not in (KERNELS_CU / bug.file).read_text() or bug.old == bug.new]
     assert lost == []
     assert len({(bug.kernel, bug.name) for bug in found}) == len(found)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from support.modules import module_at
-from support.service import REPOSITORY
+from support.service import KERNELS_CU, REPOSITORY
 
 BUDGET = 1_000_000
 
@@ -48,6 +48,16 @@ def metadata_of(wheel: Path) -> Message:
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         return message_from_bytes(archive.read(name))
+
+
+def sources_of(wheel: Path) -> dict[str, str]:
+    """The texts of the kernels' sources in a wheel, by name."""
+    with (
+        zipfile.ZipFile(wheel) as archive,
+        archive.open("gpu_actors/kernels_cu.zip") as inner,
+        zipfile.ZipFile(inner) as sources,
+    ):
+        return {name: sources.read(name).decode() for name in sources.namelist()}
 
 
 def targets(page: str) -> list[str]:
@@ -86,17 +96,14 @@ def test_the_wheel_is_within_its_budget(wheel: Path) -> None:
 def test_the_wheel_holds_every_source_and_header_and_the_typing_marker(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    kernels = REPOSITORY / "kernels_cu"
-    sources = {f"gpu_actors/kernels_cu/{path.relative_to(kernels)}" for path in kernels.rglob("*.cu*")}
-    assert sources <= names
+    assert set(sources_of(wheel)) == {path.relative_to(KERNELS_CU).as_posix() for path in KERNELS_CU.rglob("*.cu*")}
     assert "gpu_actors/py.typed" in names
     assert {f"gpu_actors/status/page/{name}" for name in ("index.html", "page.css", "page.mjs")} <= names
     assert not [name for name in names if name.startswith(("tests/", "examples/"))]
 
 
 def test_the_wheel_holds_no_kernel_that_only_tests_launch(wheel: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        kernels = [Path(name) for name in archive.namelist() if name.endswith(".cu")]
+    kernels = [Path(name) for name in sources_of(wheel) if name.endswith(".cu")]
     families = {folder.name for folder in (REPOSITORY / "gpu_actors" / "kernels").iterdir()}
     assert kernels
     assert [path for path in kernels if path.parent.name not in families] == []
@@ -125,17 +132,14 @@ def test_a_wheel_compiles_the_same_machine_code_as_the_repository(wheel: Path, t
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(installed)
     root, arch, digest = compiled_from(installed, tmp_path)
-    assert (root, arch) == (installed / "gpu_actors" / "kernels_cu", "sm_80")
-    assert (REPOSITORY / "kernels_cu", arch, digest) == compiled_from(REPOSITORY, tmp_path)
+    assert (root, arch) == (installed / "gpu_actors" / "kernels_cu.zip", "sm_80")
+    assert (KERNELS_CU, arch, digest) == compiled_from(REPOSITORY, tmp_path)
 
 
 def test_the_lines_of_a_wheel_s_kernels_keep_their_numbers(wheel: Path) -> None:
-    kernels = sorted((REPOSITORY / "kernels_cu").rglob("*.cu*"))
-    with zipfile.ZipFile(wheel) as archive:
-        for path in kernels:
-            shipped = archive.read(f"gpu_actors/kernels_cu/{path.relative_to(REPOSITORY / 'kernels_cu')}").decode()
-            for written, line in zip(path.read_text().split("\n"), shipped.split("\n"), strict=True):
-                assert written.lstrip().startswith(line.lstrip()), path
+    for name, shipped in sources_of(wheel).items():
+        for written, line in zip((KERNELS_CU / name).read_text().split("\n"), shipped.split("\n"), strict=True):
+            assert written.lstrip().startswith(line.lstrip()), name
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from gpu_actors.compiling.assets import asset_root
+from gpu_actors.compiling.assets import asset_texts
 from gpu_actors.compiling.headers import include_closure
 from gpu_actors.devices.emulation.toolchain import Toolchain
 
@@ -46,11 +46,10 @@ def _find_header(headers: Path | Mapping[str, str], name: str) -> str | None:
         return None  # as NVRTC, which knows headers by one spelling
     if isinstance(headers, Mapping) and name in headers:
         return headers[name]
-    folders = (headers, asset_root()) if isinstance(headers, Path) else (asset_root(),)
-    for folder in folders:
+    if isinstance(headers, Path):
         with contextlib.suppress(OSError):
-            return (folder / name).read_text(encoding="utf-8")
-    return None
+            return (headers / name).read_text(encoding="utf-8")
+    return asset_texts().get(name)
 
 
 def write_headers(headers: Mapping[str, str], folder: Path) -> None:

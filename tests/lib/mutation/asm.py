@@ -25,8 +25,8 @@ from kernel_runs import ORDERS, KernelRun, Results, Runner, launch_emulated, rea
 from mutation.asm_mutants import MUTANTS
 from mutation.forward_mutants import Mutant
 from mutation.run import kernel_and_name, probes_of, run_mutants
+from support.service import KERNELS_CU
 
-from gpu_actors.compiling.assets import asset_root
 from gpu_actors.devices.emulation import EmulationFault, build_module
 from gpu_actors.devices.emulation.assembly import UnknownAsm
 from gpu_actors.errors import CompileError
@@ -125,7 +125,7 @@ def seeded_runner(changed: Mapping[str, str], cache: Path) -> Runner:
 
 def changed_by(mutant: Mutant) -> dict[str, str]:
     """The header with the fault, by its name."""
-    text = (asset_root() / mutant.file).read_text()
+    text = (KERNELS_CU / mutant.file).read_text()
     if mutant.old not in text:
         raise LookupError(f"{mutant.name}: {mutant.file} has no {mutant.old!r}")
     return {mutant.file: text.replace(mutant.old, mutant.new)}

@@ -5,15 +5,14 @@ from __future__ import annotations
 import re
 
 from mutation.forward_mutants import Mutant
-
-from gpu_actors.compiling.assets import asset_root
+from support.service import KERNELS_CU
 
 __all__ = ["NOT_VOLATILE", "NO_CLOBBER", "faults_in", "faults_of"]
 
 
 def _function(file: str, name: str, nth: int) -> str:
     """The text of the nth function of this name that holds asm."""
-    text = (asset_root() / "ptx" / file).read_text()
+    text = (KERNELS_CU / "ptx" / file).read_text()
     pattern = rf"^WRAPPER [\w:<>* ]*\b{name}\([^{{]*\) \{{(?: [^\n]*\}}$|.*?^\}}$)"
     found = [match[0] for match in re.finditer(pattern, text, re.M | re.S)]
     return [body for body in found if "asm" in body][nth]

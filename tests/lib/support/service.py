@@ -22,6 +22,7 @@ import gpu_actors as ga
 from gpu_actors.devices.interface import Launch, Outputs
 
 REPOSITORY = Path(ga.__file__).parents[1]
+KERNELS_CU = REPOSITORY / "kernels_cu"
 NO_COMPUTE = ga.MockOptions(compute=False)
 AT_ONCE = 30.0
 """Seconds. Whatever takes less has not waited for something that would take a minute, on however slow a machine."""
