@@ -11,6 +11,7 @@ did takes the pages of that beginning and computes only the rest.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -148,11 +149,13 @@ class Engine:
         max_new_tokens: int,
         sampling: Sampling | None = None,
         asked: float | None = None,
+        deadline: float | None = None,
     ) -> Generation:
         """Begin a text. prompt: its tokens, at least one. sampling: None takes the likeliest token every time.
 
         asked: when it was asked for, in ``time.monotonic()`` seconds, if it has waited elsewhere before: its times
-        count from then. None: now.
+        count from then. None: now. deadline: on the same clock; a text that has not been let in by then ends with
+        `DeadlineExceeded`, and no row of it is computed.
 
         Raises `InvalidRequest` for a text that can never be generated, and `ActorStopped` after `stop`.
         """
@@ -174,6 +177,7 @@ class Engine:
             config.stop_tokens,
             self.meter,
             time.monotonic() if asked is None else asked,
+            math.inf if deadline is None else deadline,
             on_cancel=self._ring,
         )
         self._generations[text] = generation
@@ -233,9 +237,9 @@ class Engine:
 
     async def _begin(self, text: Text) -> None:
         layers = self._model.config.layers
-        self._generations[text].begin()
         prompts = [self._names(np.array(text.tokens), layer) for layer in range(layers)]
         try:
+            self._generations[text].begin()
             begun = [self._cache.create(prompt if self._settings.share_prefixes else None) for prompt in prompts]
             for reply in begun:
                 text.sequences.append(await reply)

@@ -9,7 +9,7 @@ import anyio
 import numpy as np
 from numpy.typing import NDArray
 
-from gpu_actors.errors import GpuActorsError
+from gpu_actors.errors import DeadlineExceeded, GpuActorsError
 from gpu_actors.generation.batch import Text
 from gpu_actors.generation.meter import EngineMeter
 from gpu_actors.generation.sampling import Sampler, Sampling, TokenScores
@@ -24,6 +24,7 @@ class Generation:
     float32 (vocab,), where the engine keeps them. reason: why it ended: "stop" (the model's end of text), "length",
     "cancelled" or "error"; "" until then. cached: rows of the prompt that other texts had computed already. asked,
     begun, first: ``time.monotonic()`` when it was asked for, was let in, and had its first token; None before.
+    deadline: on the same clock; the text is not let in from then on.
 
     Iterating raises the `GpuActorsError` that ended it, if one did. Any number of tasks of the engine's loop may wait
     for one text.
@@ -37,6 +38,7 @@ class Generation:
         stop_tokens: Sequence[int],
         meter: EngineMeter,
         asked: float,
+        deadline: float,
         on_cancel: Callable[[], None],
     ) -> None:
         self.prompt = tuple(text.tokens)
@@ -45,6 +47,7 @@ class Generation:
         self.logits: list[NDArray[np.float32]] = []
         self.reason = ""
         self.asked = asked
+        self.deadline = deadline
         self.begun: float | None = None
         self.first: float | None = None
         self._text = text
@@ -98,8 +101,11 @@ class Generation:
     # For the engine
 
     def begin(self) -> None:
-        """It has been let in."""
-        self.begun = time.monotonic()
+        """Let it in. Raises `DeadlineExceeded` where that is too late."""
+        now = time.monotonic()
+        if now >= self.deadline:
+            raise DeadlineExceeded("the deadline passed in the queue")
+        self.begun = now
         self._meter.queue.observe(self.begun - self.asked)
         self._tell()
 

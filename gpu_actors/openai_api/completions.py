@@ -71,7 +71,9 @@ class _Work:
         async with admission.place(exchange.deadline):
             prompt = await anyio.to_thread.run_sync(_tokenized, self.generator, self.asked, limiter=self.state.readers)
             new = _new_tokens(self.asked, len(prompt), engine.longest, self.state.settings.default_max_tokens)
-            generation = engine.submit(prompt, max_new_tokens=new, sampling=self.sampling, asked=exchange.started)
+            generation = engine.submit(
+                prompt, max_new_tokens=new, sampling=self.sampling, asked=exchange.started, deadline=exchange.deadline
+            )
             config = self.generator.config
             telling = Telling(generation, self.generator.tokenizer, self.asked.stop, config.stop_tokens)
             try:

@@ -107,6 +107,7 @@ class Engines:
         max_new_tokens: int,
         sampling: Sampling | None = None,
         asked: float | None = None,
+        deadline: float | None = None,
     ) -> Generation:
         """Begin a text at one engine. As `Engine.submit`, and `Overloaded` while every worker is being replaced."""
         if self._stopped:
@@ -128,7 +129,7 @@ class Engines:
             digests = []  # the engine says what is wrong
         loads = {name: float(engine.running + engine.waiting) for name, engine in ready.items()}
         return ready[self._homes.choose(digests, loads)].submit(
-            prompt, max_new_tokens=max_new_tokens, sampling=sampling, asked=asked
+            prompt, max_new_tokens=max_new_tokens, sampling=sampling, asked=asked, deadline=deadline
         )
 
     def stop(self, why: str) -> None:

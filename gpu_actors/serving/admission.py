@@ -75,8 +75,9 @@ class Admission:
     async def place(self, deadline: float | None = None) -> AsyncIterator[None]:
         """Hold a place. A task that is cancelled while it waits leaves the queue.
 
-        deadline: absolute ``time.monotonic()`` seconds. Raises `DeadlineExceeded` if it passes in the queue, and
-        `Overloaded`, with seconds after which to retry, if the queue is full or ``queue_seconds`` pass;
+        deadline: absolute ``time.monotonic()`` seconds. Raises `DeadlineExceeded` if it passes in the queue;
+        `Overloaded`, with seconds after which to retry, if the queue is full, if ``queue_seconds`` pass, or at once if
+        those who wait already will take longer than the deadline allows, by the measured service time; and
         `InvalidRequest` for a deadline that is not a finite number.
         """
         if deadline is not None:
@@ -114,11 +115,18 @@ class Admission:
     def _service_seconds(self) -> float:
         return _FIRST_GUESS if self._service is None else self._service
 
+    @property
+    def _wait_ahead(self) -> float:
+        """Seconds that those who wait already will take, as far as measured: less than a new request waits itself."""
+        return 0.0 if self._service is None else len(self._queue) * self._service / self.places
+
     async def _enter(self, deadline: float | None) -> None:
         if self._running < self.places and not self._queue:
             self._running += 1
         elif len(self._queue) >= self.max_waiting:
             raise self._refusal("is full")
+        elif deadline is not None and (wait := self._wait_ahead) > deadline - time.monotonic():
+            raise self._refusal(f"takes about {wait:.3g} s, longer than the deadline allows")
         else:
             await self._wait(deadline)
         self._admitted += 1

@@ -140,6 +140,40 @@ async def test_a_wait_ends_by_its_own_bound_and_by_the_deadline() -> None:
     assert crowd.entered == [0]
 
 
+async def test_a_request_whose_turn_would_come_after_its_deadline_is_refused_at_once() -> None:
+    clock = MockClock()
+    crowd = Crowd(Admission(2, queue_seconds=600, clock=clock))
+    await measured(crowd, clock, 40.0)
+    tasks = [await crowd.join(number) for number in range(5)]
+    with pytest.raises(ga.Overloaded, match="the queue takes about 60 s, longer than the deadline allows") as caught:
+        await crowd._hold(5, time.monotonic() + 59)
+    assert caught.value.retry_after == 60.0
+    tasks.append(await crowd.join(6, time.monotonic() + 300))
+    stats = crowd.admission.stats()
+    assert (stats.running, stats.waiting, stats.refused) == (2, 4, 1)
+    await all_leave(crowd, tasks)
+
+
+async def test_nothing_is_foretold_from_a_guess_or_to_the_first_in_the_queue() -> None:
+    clock = MockClock()
+    crowd = Crowd(Admission(1, queue_seconds=600, clock=clock))
+    # The guess of 1 s a request would make 38 s for the last one.
+    tasks = [await crowd.join(number, time.monotonic() + 30) for number in range(40)]
+    assert crowd.admission.stats().waiting == 39
+    await all_leave(crowd, tasks)
+    await measured(crowd, clock, 1e6)
+    tasks = [await crowd.join(number, time.monotonic() + 30) for number in range(2)]
+    assert crowd.admission.stats().waiting == 1
+    await all_leave(crowd, tasks)
+    assert crowd.admission.stats().refused == 0
+
+
+async def all_leave(crowd: Crowd, tasks: list[asyncio.Task[None]]) -> None:
+    for event in crowd.let_go.values():
+        event.set()
+    await asyncio.gather(*tasks)
+
+
 async def test_a_waiter_that_is_cancelled_leaves_the_queue() -> None:
     crowd = Crowd(Admission(1, queue_seconds=600))
     holder, gone, last = [await crowd.join(number) for number in range(3)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from typing import Any
 
 import anyio
@@ -124,6 +125,17 @@ class TestBatching:
                 one.cancel()
             assert one.reason == "cancelled"
             assert len(await other.tokens()) == 40 or other.reason == "stop"
+
+    async def test_a_text_whose_deadline_passes_in_the_queue_is_never_begun(self):
+        async with ga.open_context("mock") as ctx, Engine.open(ctx, tiny(), Settings(blocks=64)) as engine:
+            late = engine.submit([1, 2, 3], max_new_tokens=4, deadline=time.monotonic())
+            in_time = engine.submit([4, 5], max_new_tokens=4, deadline=time.monotonic() + 600)
+            with pytest.raises(ga.DeadlineExceeded, match="passed in the queue"):
+                await late.tokens()
+            assert len(await in_time.tokens()) == 4 or in_time.reason == "stop"
+            assert (late.begun, late.made, late.reason) == (None, [], "error")
+            assert sum(engine.meter.queue.counts()) == 1
+            assert engine._cache.stats().sequences <= 2
 
     async def test_leaving_ends_what_has_not_ended(self):
         async with ga.open_context("mock") as ctx:
