@@ -1,0 +1,237 @@
+"""A worker dies, stops or exits at each step of a move: one of the two has the sequence, and nothing is left behind.
+
+`fakes.move_steps` notes the steps of a real move. `SOURCE` and `TARGET` are what it notes today. A step that is new to
+the protocol fails `test_every_step_of_a_move_is_known` until it is listed, and the sweep tries it from then on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from cases import shards
+from fakes.move_steps import MoveSteps
+from support.service import comes_true
+
+import gpu_actors as ga
+from gpu_actors.distributed import ContextPool, PooledKvCache, PooledSequence
+from gpu_actors.remote import ChildProcess, RemoteContext, open_remote
+
+SPEC: dict[str, Any] = {"num_blocks": 8, "page_size": 8, "kv_heads": 2, "head_dim": 16, "dtype": "float32"}
+OPTIONS = ga.ContextOptions(
+    actors=(MoveSteps,), hang_timeout=1.5, restart=ga.RestartPolicy(max_restarts=10**6, backoff=0.0)
+)
+ROWS = np.random.default_rng(0).standard_normal((20, 2, 16)).astype(np.float32)
+WAYS = ("SIGKILL", "os._exit", "SIGSTOP")
+_ANSWER = ("answer packed {}", "answer half sent {}", "answer sent {}")
+
+
+def _answer(number: int) -> tuple[str, ...]:
+    return tuple(step.format(number) for step in _ANSWER)
+
+
+SOURCE = (
+    "ExportSequence asked 1", "Moving.has_kernel 1", "Moving.export 1", "CacheTables.fork 1", "Moving._kernels 1",
+    "export_launch 1", "_steps 1", "_read 1", "exported 1", "page_checks 1", "ExportSequence done 1", *_answer(1),
+    "_free_unknown 1", "FreeSequence asked 1", "CacheTables.free 1", "FreeSequence done 1", *_answer(2),
+    "FreeSequence asked 2", "CacheTables.free 2", "FreeSequence done 2", *_answer(3),
+)  # fmt: skip
+TARGET = (
+    "ImportSequence asked 1", "Moving.has_kernel 1", "Moving.take_in 1", "check_pages 1", "_pages 1", "page_checks 1",
+    "CacheTables.adopt 1", "Moving._kernels 1", "import_launch 1", "_steps 1", "_write 1", "CacheTables.commit 1",
+    "ImportSequence done 1", *_answer(1), "_free_unknown 1",
+)  # fmt: skip
+STEPS = [("source", step) for step in SOURCE] + [("target", step) for step in TARGET]
+# One of each kind for the default run.
+SAMPLE = [
+    ("source", "answer half sent 1", "SIGKILL"),
+    ("source", "CacheTables.free 1", "os._exit"),
+    ("target", "CacheTables.commit 1", "SIGKILL"),
+]
+ALL = [(side, step, way) for side, step in STEPS for way in WAYS]
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[dict[str, RemoteContext]]:
+    with contextlib.ExitStack() as stack:
+        yield {
+            name: stack.enter_context(open_remote("mock", OPTIONS, workplace=ChildProcess(), name=name))
+            for name in ("one", "two")
+        }
+
+
+class Move:
+    """A sequence of 20 rows at the source, which may move to the target."""
+
+    def __init__(self, pool: ContextPool, cache: PooledKvCache, seq: PooledSequence) -> None:
+        self.pool = pool
+        self.cache = cache
+        self.seq = seq
+        self.names = {"source": seq.worker, "target": next(name for name in pool.workers if name != seq.worker)}
+
+    def worker(self, side: str) -> RemoteContext:
+        context = self.pool.workers[self.names[side]]
+        assert isinstance(context, RemoteContext)
+        return context
+
+    async def tell(self, side: str, *message: Any) -> Any:
+        return await self.worker(side).actor(MoveSteps).submit(message)
+
+    async def has_rows(self, seq: PooledSequence) -> None:
+        """The 20 rows, as they were written, to which another can be appended."""
+        q = np.zeros((1, 1, 2, 16), np.float32)
+        found = await self.cache.attend(q, seq, causal=False, expect_length=20)
+        np.testing.assert_allclose(found.out[0, 0], ROWS.mean(0), atol=1e-6)
+        assert await self.cache.append(seq, ROWS[:1], ROWS[:1], expect_length=20) == 21
+
+    async def dies(self, side: str, step: str, way: str) -> None:
+        """Move the sequence, while a worker dies at a step. Whatever follows, it is at one of the two, or lost."""
+        victim = self.worker(side)
+        generation = victim.generation
+        await self.tell(side, "trap", step, way)
+        error: ga.WorkerLost | None = None
+        moved = self.seq
+        try:
+            moved = await self.cache.move(self.seq, self.names["target"])
+        except ga.WorkerLost as lost:
+            error = lost
+        assert error is None or (error.worker, error.generation) == (self.names[side], generation)
+        steps = {"source": SOURCE, "target": TARGET}[side]
+        answered = steps.index(step) - steps.index("answer sent 1")
+        racing = answered == 0 or step == "_free_unknown 1"  # the answer may reach the program, or not
+        assert racing or (error is None) == (answered > 0)
+        await comes_true(lambda: victim.generation > generation and victim.health().ready)
+        if self.names[side] == moved.worker:
+            with pytest.raises((ga.WorkerLost, ga.StaleBuffer)):
+                await self.cache.append(moved, ROWS[:1], ROWS[:1])
+        else:
+            await self.has_rows(moved)
+            await self.cache.free(moved)
+        await shards.held(self.cache, 0)
+        await comes_true(lambda: not any(one.outstanding for one in self.pool.stats().workers.values()))
+        assert not any(one.sequences for one in self.pool.stats().workers.values())
+
+
+@contextlib.asynccontextmanager
+async def moving(workers: dict[str, RemoteContext]) -> Any:
+    pool = ContextPool(workers, seed=0)
+    async with pool.kv_cache(**SPEC) as cache:
+        seq = await cache.create()
+        await cache.append(seq, ROWS, ROWS)
+        yield Move(pool, cache, seq)
+
+
+async def test_every_step_of_a_move_is_known(workers: dict[str, RemoteContext]) -> None:
+    async with moving(workers) as move:
+        for side in move.names:
+            await move.tell(side, "note")
+        moved = await move.cache.move(move.seq)
+        for side, steps in (("source", SOURCE), ("target", TARGET)):
+            noted: list[str] = []
+            while len(noted) < len(steps):  # what is answered is noted a moment later
+                noted = await move.tell(side, "noted")
+            assert sorted(noted) == sorted(steps)
+        await move.has_rows(moved)
+
+
+@pytest.mark.parametrize(("side", "step", "way"), SAMPLE)
+async def test_a_death_in_a_move(workers: dict[str, RemoteContext], side: str, step: str, way: str) -> None:
+    async with moving(workers) as move:
+        await move.dies(side, step, way)
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("side", "step", "way"), ALL)
+async def test_a_death_at_each_step_of_a_move(
+    workers: dict[str, RemoteContext], side: str, step: str, way: str
+) -> None:
+    async with moving(workers) as move:
+        await move.dies(side, step, way)
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(1800)
+async def test_fifty_generations_of_moves_leave_nothing_behind(workers: dict[str, RemoteContext]) -> None:
+    here = psutil.Process()
+    resident = 0
+
+    def left() -> tuple[int, int, int]:
+        gc.collect()  # a mapping has a descriptor, until it is collected
+        return here.num_fds(), here.num_threads(), len(here.children(recursive=True))
+
+    before = left()
+    for turn in range(50):
+        (side, step), way = STEPS[turn * 7 % len(STEPS)], WAYS[turn % 5 % 3]
+        async with moving(workers) as move:
+            await move.dies(side, step, way)
+        if turn == 4:
+            before, resident = left(), here.memory_info().rss
+
+    def none_more() -> bool:
+        return all(now <= then for now, then in zip(left(), before, strict=True))
+
+    await comes_true(none_more)
+    assert here.memory_info().rss - resident < 16 << 20
+    for worker in workers.values():
+        assert worker._generations.workplace.arena.used() == 0  # type: ignore[attr-defined]
+
+
+_PROGRAM = """
+import asyncio, os, sys
+import numpy as np
+import gpu_actors as ga
+from gpu_actors.distributed import open_pool
+from fakes.move_steps import MoveSteps
+
+async def main(side, step):
+    options = ga.ContextOptions(actors=(MoveSteps,), hang_timeout=100.0)
+    spec = dict(num_blocks=8, page_size=8, kv_heads=2, head_dim=16, dtype="float32")
+    async with open_pool("mock", workers=2, options=options) as pool, pool.kv_cache(**spec) as cache:
+        seq = await cache.create()
+        rows = np.zeros((20, 2, 16), np.float32)
+        await cache.append(seq, rows, rows)
+        target = next(name for name in pool.workers if name != seq.worker)
+        print(*(worker.pid for worker in pool.workers.values()), flush=True)
+        sys.stdin.readline()
+        victim = pool.workers[seq.worker if side == "source" else target]
+        await victim.actor(MoveSteps).submit(("trap", step, os.getpid()))
+        await cache.move(seq, target)
+        await asyncio.sleep(1000)
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("side", "step"), STEPS)
+def test_no_worker_outlives_a_program_that_is_killed_in_a_move(tmp_path: Path, side: str, step: str) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(_PROGRAM)
+    path = os.pathsep.join([str(Path(__file__).parents[1] / "lib"), str(Path(__file__).parents[2])])
+    command = [sys.executable, str(program), side, step]
+    run = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}
+    )
+    assert run.stdin is not None
+    assert run.stdout is not None
+    pids = [int(pid) for pid in run.stdout.readline().split()]
+    family = [psutil.Process(pid) for pid in pids] + psutil.Process(run.pid).children()
+    run.stdin.write(b"\n")
+    run.stdin.close()
+    assert run.wait(60.0) == -9
+    run.stdout.close()
+    gone, alive = psutil.wait_procs(family, timeout=30.0)
+    assert not alive
+    assert len(gone) == len(set(family)) >= 3
