@@ -11,6 +11,32 @@ import pytest
 from gpu_actors.runtime.waking import WakePipe
 
 
+@pytest.fixture(params=["eventfd", "pipe"], autouse=True)
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What the wake-ups go through: a system without eventfd has pipes."""
+    if request.param == "pipe":
+        monkeypatch.delattr(os, "eventfd", raising=False)
+    elif not hasattr(os, "eventfd"):
+        pytest.skip("this system has no eventfd")
+    kind: str = request.param
+    return kind
+
+
+def test_it_takes_one_descriptor_where_there_is_an_eventfd(kind: str) -> None:
+    pipe = WakePipe()
+    assert (pipe._reader == pipe._writer) is (kind == "eventfd")
+
+
+def test_wake_ups_before_the_wait_end_one_wait_alone() -> None:
+    pipe = WakePipe()
+    for _ in range(3):
+        pipe.wake()
+    pipe.wait()
+    os.set_blocking(pipe._reader, False)
+    with pytest.raises(BlockingIOError):
+        pipe.wait()
+
+
 def test_a_ring_before_the_wait_is_not_lost() -> None:
     pipe = WakePipe()
     pipe.wake()
