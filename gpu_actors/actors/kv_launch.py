@@ -122,7 +122,7 @@ def _oracle(rows: NewRows, attend: Any, inputs: Mapping[str, Any]) -> Outputs:
 
     if "page_pairs" in inputs:
         copy_pages(inputs["k_cache"], inputs["v_cache"], inputs["page_pairs"])
-    angles = None if rows.rope is None else _cos_sin(rows, inputs)
+    angles = None if rows.rope is None else rows.angles(inputs["cache_seqlens"])
     append_rows(
         inputs["k"],
         inputs["v"],
@@ -144,21 +144,3 @@ def _oracle(rows: NewRows, attend: Any, inputs: Mapping[str, Any]) -> Outputs:
         inputs = {**inputs, "q": rotated.reshape(q.shape)}
     outputs: Outputs = attend(inputs)
     return outputs
-
-
-def _cos_sin(rows: NewRows, inputs: Mapping[str, Any]) -> tuple[Any, Any]:
-    """(total, pairs) of the angles that the rows are rotated by."""
-    from gpu_actors.reference.rope import rope_angles
-
-    assert rows.rope is not None
-    if rows.positions is not None:
-        positions = rows.positions
-    else:
-        starts = inputs["cache_seqlens"] - rows.counts
-        positions = np.concatenate(
-            [np.arange(start, start + count) for start, count in zip(starts, rows.counts, strict=True)]
-        )
-    if rows.rope.table_rows:
-        return rows.rope_cos[positions], rows.rope_sin[positions]
-    angles = rope_angles(positions, np.array(rows.rope.frequencies))
-    return np.cos(angles), np.sin(angles)

@@ -68,6 +68,17 @@ class KeySplit(NamedTuple):
             return 1
         return self.workers if self.run == 1 else 0
 
+    def tree(self, worker: int, begin: int, sees: Any) -> Any:
+        """uint64 (rows,): the tree mask of a worker's own last ``rows`` keys.
+
+        sees: bool (rows, rows), which of the keys at ``begin`` and after each row sees. Every key before them is seen.
+        """
+        count = len(sees)
+        mine = np.flatnonzero(self.owners(begin, begin + count) == worker)
+        bits = np.uint64(1) << np.arange(count, dtype=np.uint64)
+        found = np.full(count, bits[: count - len(mine)].sum(dtype=np.uint64), np.uint64)
+        return found + np.where(sees[:, mine], bits[count - len(mine) :], np.uint64(0)).sum(axis=1, dtype=np.uint64)
+
     def asked(self, worker: int, positions: _Ints, length: int, mask: KeyMask, one_by_one: bool) -> list[RowsAsked]:
         """The requests to a worker for rows at ``positions``, which follow each other, and the first ``length`` keys.
 

@@ -20,12 +20,14 @@ from typing import Any, Self
 
 import numpy as np
 
-from gpu_actors.arrays.adopt import adopt, check_device, name_of
+from gpu_actors.arrays.adopt import name_of
 from gpu_actors.distributed.key_split import KeySplit, RowsAsked
 from gpu_actors.distributed.members import Member
 from gpu_actors.distributed.parts import SLOPES, all_of
 from gpu_actors.distributed.pool import ContextPool
+from gpu_actors.distributed.shard_rows import ROTATION, among_themselves, on_host, settled, tree_of
 from gpu_actors.errors import ContextLost, GpuActorsError, InvalidRequest, StaleBuffer, Unsupported
+from gpu_actors.kernels.append.variant import AppendProblem, Rope
 from gpu_actors.key_mask import MASK_OPTIONS, SINKS, KeyMask, mask_options
 from gpu_actors.kv.requests import AttendCache, KvSequence
 from gpu_actors.kv_cache import KvCache
@@ -39,7 +41,8 @@ from gpu_actors.values import show
 
 __all__ = ["ShardedKvCache", "ShardedSequence"]
 
-_DTYPES = ("float16", "bfloat16", "float32", "float64")
+_FP8 = ("float8_e4m3fn", "float8_e5m2")
+_HALVES = ("float16", "bfloat16")
 _NUMBERS = itertools.count(1)
 
 
@@ -65,7 +68,8 @@ class ShardedKvCache(Local):
     it with ``async with`` on one event loop; it uses the workers that the pool has then.
 
     pool: a pool with at least one worker. interleave: rows in a row on one worker; None: ``page_size``.
-    num_blocks: pages of each worker. The other arguments are those of `KvCacheSpec`, without fp8.
+    num_blocks: pages of each worker. The other arguments are those of `KvCacheSpec`. k_descale, v_descale lie on the
+    host.
 
     Requests on a sequence take effect one after the other. Each takes effect wholly or leaves no trace, unless a worker
     is lost: then the sequence is lost with it, which raises `WorkerLost` first and `StaleBuffer` ever after.
@@ -81,14 +85,15 @@ class ShardedKvCache(Local):
         head_dim: int,
         head_dim_v: int | None = None,
         dtype: str = "bfloat16",
+        k_descale: Array | None = None,
+        v_descale: Array | None = None,
         interleave: int | None = None,
     ) -> None:
         expect(isinstance(pool, ContextPool), "pool", show(pool), "must be a ContextPool")
-        if dtype not in _DTYPES:
-            reason = "new rows attend to each other before they are written, so the cache must hold them unchanged"
-            raise Unsupported("dtype", dtype, reason, "bfloat16")
         self._pool = pool
         self._dtype = dtype
+        given = (("k_descale", k_descale), ("v_descale", v_descale))
+        self._descales = {name: on_host(name, factors) for name, factors in given if factors is not None}
         self._dim_v = head_dim if head_dim_v is None else head_dim_v
         self._kv_heads = kv_heads
         self.interleave: int = integer("interleave", page_size if interleave is None else interleave, 1)
@@ -99,7 +104,12 @@ class ShardedKvCache(Local):
             "head_dim": head_dim,
             "head_dim_v": head_dim_v,
             "dtype": dtype,
+            **self._descales,
         }
+        self._layout = AppendProblem(
+            layout="paged", batch=1, total=1, rows=1, heads_kv=kv_heads, head_dim=head_dim, head_dim_v=self._dim_v,
+            dtype=dtype, cache_dtype=dtype, page_size=page_size, num_blocks=num_blocks, max_blocks=1,
+        )  # fmt: skip
         self._members: list[Member] = []
         self._caches: list[KvCache] = []
         self._state = "new"
@@ -163,17 +173,31 @@ class ShardedKvCache(Local):
 
     # Rows
 
-    async def append(self, seq: ShardedSequence, k: Array, v: Array) -> int:
-        """Write rows behind those of a sequence. k: (rows, kv_heads, head_dim), v likewise, in the cache's dtype.
+    async def append(
+        self,
+        seq: ShardedSequence,
+        k: Array,
+        v: Array,
+        *,
+        rope: Rope | None = None,
+        positions: Array | None = None,
+        rope_cos: Array | None = None,
+        rope_sin: Array | None = None,
+    ) -> int:
+        """Write rows behind those of a sequence. k: (rows, kv_heads, head_dim), v likewise, in the cache's dtype; for
+        an fp8 cache in float16, bfloat16 or its own dtype.
 
+        rope, positions, rope_cos, rope_sin: as in `AppendRows`. Rows are rotated and quantised before they are sent.
         Gives the new length. Raises `InvalidRequest`, `CacheFull`, and then nothing is written. If the task is
         cancelled while rows are written, they are written all the same.
         """
         self._known(seq)
         rows = self._rows(k, v)
+        rotation = dict(zip(ROTATION, (rope, positions, rope_cos, rope_sin), strict=True))
         async with seq._lock:
             self._known(seq)
-            return await self._append(seq, *rows)
+            new_k, new_v, _ = settled(self._layout, self._descales, *rows, None, seq.length, rotation)
+            return await self._append(seq, new_k, new_v)
 
     async def attend(
         self,
@@ -184,21 +208,30 @@ class ShardedKvCache(Local):
         v: Array | None = None,
         causal: bool = True,
         sinks: Array | None = None,
+        tree_mask: Array | None = None,
+        rope: Rope | None = None,
+        positions: Array | None = None,
+        rope_cos: Array | None = None,
+        rope_sin: Array | None = None,
         return_lse: bool = False,
         timeout: float | None = None,
         **options: Any,
     ) -> AttentionOutput:
         """Attention of q, the last rows of a sequence, to all of it; k and v are appended then, where given.
 
-        q: (rows, heads_q, head_dim). k, v: the same rows', as for `append`; None for rows that are in the cache.
+        q: (rows, heads_q, head_dim), in the cache's dtype, or float16 or bfloat16 over fp8. k, v: the same rows', as
+            for `append`; None for rows that are in the cache.
         causal, sinks, return_lse: as in `FlashForward`. timeout: seconds for the attention.
+        tree_mask: in place of causal, as in `PagedForward`: uint64 (rows,) or bool (rows, rows).
+        rope, positions, rope_cos, rope_sin: as in `AttendCache`; they rotate q too.
         options: of `AttendCache`: scale, soft cap, window, chunks, the first keys that stay visible, and ALiBi's
             slopes, (heads_q,). Others are taken at their defaults only.
         The answer is rounded once more than one context's: by half a unit in the last place for each worker's part.
 
-        Raises `Unsupported` for tree masks, rope and other options, and for ALiBi where neighbouring keys of a worker
-        are not equally far apart (``interleave=1`` makes them so) or keys come after a row. Raises what `append`
-        raises, and then nothing is written.
+        Raises `Unsupported` for other options; for ALiBi where neighbouring keys of a worker are not equally far apart
+        (``interleave=1`` makes them so) or keys come after a row; and for a tree mask without k and v beside a window,
+        chunks or ALiBi, because a worker that has some keys of the tree does not know their places. Raises what
+        `append` raises, and then nothing is written.
         """
         _refuse({name: given for name, given in options.items() if name not in _TAKEN})
         self._known(seq)
@@ -208,12 +241,21 @@ class ShardedKvCache(Local):
             new = self._rows(k, v)
             rows = new[0].shape[0]
             expect(rows == query.shape[0], "k", describe(new[0]), f"must have q's rows, {query.shape[0]}")
-        mask = KeyMask(causal=causal, **{name: given for name, given in options.items() if name in MASK_OPTIONS})
+        rotation = dict(zip(ROTATION, (rope, positions, rope_cos, rope_sin), strict=True))
+        if new is None:
+            for name, given in rotation.items():
+                expect(given is None, name, show(given), "goes with k and v: rows in the cache have been rotated")
+        tree = None if tree_mask is None else tree_of(tree_mask, len(query))
+        masking = {name: given for name, given in options.items() if name in MASK_OPTIONS}
+        mask = KeyMask(causal=causal and tree is None, **masking)
         asked = {**{name: given for name, given in options.items() if name in _OF_A_SCORE}, "return_lse": True}
         slopes = self._slopes(options.get(SLOPES), query)
         async with seq._lock:
             self._known(seq)
-            merged = await self._attend(seq, query, new, mask, slopes, sinks, {**asked, "timeout": timeout})
+            if new is not None:
+                settling = settled(self._layout, self._descales, *new, query, seq.length, rotation)
+                new, query = settling[:2], settling[2]
+            merged = await self._attend(seq, query, new, mask, slopes, tree, sinks, {**asked, "timeout": timeout})
             if new is not None:
                 await self._append(seq, *new)
         return AttentionOutput(merged.out, merged.lse if return_lse else None)
@@ -224,11 +266,23 @@ class ShardedKvCache(Local):
         await asyncio.gather(*(cache.__aexit__(None, None, None) for cache in self._caches))
 
     async def _attend(
-        self, seq: ShardedSequence, q: Any, new: Any, mask: KeyMask, slopes: Any, sinks: Any, options: dict[str, Any]
+        self,
+        seq: ShardedSequence,
+        q: Any,
+        new: Any,
+        mask: KeyMask,
+        slopes: Any,
+        tree: Any,
+        sinks: Any,
+        options: dict[str, Any],
     ) -> Partial:
         length, count = seq.length, len(q)
         begin = length if new is not None else length - count
         positions = np.arange(begin, begin + count)
+        within = tree if new is None else None  # a tree whose keys lie on the workers
+        if within is not None and (mask.mask != "full" or slopes is not None):
+            reason = "a worker does not know the places of its keys of the tree: give k and v, or no window and slopes"
+            raise Unsupported("tree_mask", describe(within), reason, None)
         step = 1
         if slopes is not None:
             step = self.split.step(length)
@@ -242,7 +296,8 @@ class ShardedKvCache(Local):
             parts = self.split.asked(rank, positions, length, mask, slopes is not None)
             if parts:
                 distances = None if slopes is None else _Distances(slopes, step, positions)
-                asking.append(self._old(seq, rank, q, parts, distances, options))
+                own = {} if within is None else {"tree_mask": self.split.tree(rank, begin, within)[None]}
+                asking.append(self._old(seq, rank, q, parts, distances, {**options, **own}))
         if new is not None and count:
             sinks_left = max(0, getattr(mask, SINKS) - length)
             among: dict[str, Any] = {**mask_options(mask.window_size, sinks_left, mask.causal), SLOPES: slopes}
@@ -250,9 +305,11 @@ class ShardedKvCache(Local):
                 first = np.array([length], np.int32)
                 among |= {SINKS: getattr(mask, SINKS), "q_positions": first, "k_positions": first}
                 among["attention_chunk"] = mask.attention_chunk
+            if tree is not None:
+                among["bias"] = tree[None, None]
             asking.append(self._new(q, new, {**options, **among}))
         partials = [empty((*q.shape[:-1], self._dim_v), dtype=name_of(q.dtype))]
-        merged = merge(partials + await all_of(asking), sinks=sinks)
+        merged = merge(partials + await all_of(asking), sinks=sinks, out_dtype=name_of(q.dtype))
         return Partial(merged.out, merged.lse.astype(np.float32))
 
     async def _old(
@@ -311,7 +368,7 @@ class ShardedKvCache(Local):
 
     async def _new(self, q: Any, new: Any, options: dict[str, Any]) -> Partial:
         timeout = options.pop("timeout")
-        q, k, v = (array[None] for array in (q, *new))
+        q, k, v = (array[None] for array in among_themselves(self._descales, q, *new))
         found = await self._pool.ask(lambda ctx: ctx.flash_attn.forward(q, k, v, **options), timeout=timeout)
         return Partial(found.out[0], found.lse[0].astype(np.float64))
 
@@ -384,14 +441,13 @@ class ShardedKvCache(Local):
             raise StaleBuffer(seq._lost)
 
     def _rows(self, k: Any, v: Any) -> tuple[Any, Any]:
+        dtypes = (self._dtype, *_HALVES) if self._dtype in _FP8 else (self._dtype,)
         found = []
         for name, array, dim in (("k", k, self._spec["head_dim"]), ("v", v, self._dim_v)):
             expect(array is not None, name, None, "must be given: rows have keys and values")
-            adopted = adopt(array, name)
-            check_device(adopted, name, "cpu")
-            host: Any = adopted.array
-            wanted = f"must be (rows, {self._kv_heads}, {dim}) {self._dtype}"
-            sound = host.ndim == 3 and host.shape[1:] == (self._kv_heads, dim) and name_of(host.dtype) == self._dtype
+            host = on_host(name, array)
+            wanted = f"must be (rows, {self._kv_heads}, {dim}) {' or '.join(dtypes)}"
+            sound = host.ndim == 3 and host.shape[1:] == (self._kv_heads, dim) and name_of(host.dtype) in dtypes
             expect(sound, name, describe(host), wanted)
             found.append(host)
         expect(len(found[0]) == len(found[1]), "v", describe(found[1]), f"must have k's rows, {len(found[0])}")
@@ -400,20 +456,16 @@ class ShardedKvCache(Local):
     def _slopes(self, slopes: Any, q: Any) -> Any:
         if slopes is None:
             return None
-        adopted = adopt(slopes, SLOPES)
-        check_device(adopted, SLOPES, "cpu")
-        host: Any = adopted.array
+        host = on_host(SLOPES, slopes)
         sound = host.shape == q.shape[1:2] and name_of(host.dtype) == "float32"
         expect(sound, SLOPES, describe(host), f"must be ({q.shape[1]},) float32")
         return host
 
     def _query(self, q: Any) -> Any:
-        adopted = adopt(q, "q")
-        check_device(adopted, "q", "cpu")
-        host: Any = adopted.array
-        dim = self._spec["head_dim"]
-        sound = host.ndim == 3 and host.shape[-1] == dim and name_of(host.dtype) == self._dtype
-        expect(sound, "q", describe(host), f"must be (rows, heads_q, {dim}) {self._dtype}")
+        host, dim = on_host("q", q), self._spec["head_dim"]
+        dtypes = _HALVES if self._dtype in _FP8 else (self._dtype,)
+        sound = host.ndim == 3 and host.shape[-1] == dim and name_of(host.dtype) in dtypes
+        expect(sound, "q", describe(host), f"must be (rows, heads_q, {dim}) {' or '.join(dtypes)}")
         return host
 
 

@@ -68,6 +68,23 @@ class NewRows:
                 reason = f"must lie in the rope's tables: 0 to {rope.table_rows - 1}"
                 expect(0 <= position < rope.table_rows, "positions", position, reason)
 
+    def angles(self, lengths: Any) -> tuple[Any, Any]:
+        """Cosines and sines that the rows are rotated by, (total, pairs) each. lengths: with these rows."""
+        # Only a mock device and keys over several workers compute here, so only their programs pay for the import.
+        from gpu_actors.reference.rope import rope_angles
+
+        rope, positions = self.rope, self.positions
+        assert rope is not None
+        if positions is None:
+            starts = lengths - self.counts
+            positions = np.concatenate(
+                [np.arange(start, start + count) for start, count in zip(starts, self.counts, strict=True)]
+            )
+        if rope.table_rows:
+            return self.rope_cos[positions], self.rope_sin[positions]
+        radians = rope_angles(positions, np.array(rope.frequencies))
+        return np.cos(radians), np.sin(radians)
+
     def problem(self, pool: AppendProblem, max_blocks: int = 1, heads_q: int = 0) -> AppendProblem:
         """The append of these rows. pool: as in `OpenedCache`."""
         dtype = self.k.dtype.name

@@ -15,6 +15,7 @@ async def test_attention_by_rows(pool_of_three: ContextPool, whole: ga.GpuContex
 
 async def test_a_sharded_cache(pool_of_three: ContextPool, whole: ga.GpuContext) -> None:
     await shards.check_sharded_cache(pool_of_three, whole)
+    await shards.check_shard_rows(pool_of_three, whole)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
@@ -29,4 +30,5 @@ async def test_all_of_it_on_the_emulated_device() -> None:
         pool = ContextPool({"one": one, "other": other}, seed=0)
         await shards.check_context_split(pool, one, "float16", 2)
         await shards.check_sharded_cache(pool, one, "float16", (64, 64))
+        await shards.check_shard_rows(pool, one, (64, 64))
         await shards.check_move(pool, one, "bfloat16", (64, 64))

@@ -236,7 +236,6 @@ async def test_what_is_refused() -> None:
         await cache.append(seq, rows(9), rows(9))
         q, k = rows(3, 4), rows(3)
         for field, options in (
-            ("tree_mask", {"tree_mask": np.ones((1, 3), np.uint64)}),
             ("expect_length", {"expect_length": 9}),
             ("num_splits", {"num_splits": 2}),
         ):
@@ -255,8 +254,6 @@ async def test_what_is_refused() -> None:
             with pytest.raises(ga.Unsupported, match="keys after a row") as refused:
                 await striped.attend(q, other, causal=False, alibi_slopes=SLOPES)
             assert refused.value.field == "alibi_slopes"
-        with pytest.raises(ga.Unsupported, match="unchanged"):
-            ShardedKvCache(pool, **{**SPEC, "dtype": "float8_e4m3fn"})
         for field, ask in (
             ("v", cache.attend(q, seq, k=k)),
             ("k", cache.attend(q, seq, k=rows(2), v=rows(2))),

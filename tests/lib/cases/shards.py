@@ -9,6 +9,7 @@ import numpy as np
 from support.service import comes_true
 
 import gpu_actors as ga
+from gpu_actors import Rope
 from gpu_actors.distributed import ContextPool, ShardedKvCache, context_split, context_split_backward
 
 ROWS, HEADS, KV_HEADS, DIM, DIM_V = 22, 4, 2, 8, 6
@@ -122,6 +123,30 @@ async def check_sharded_cache(
             wanted = await own.attend(q[None], mine, **new, **options)
             close(found.out, wanted.out[0], "out")
             close(found.lse, wanted.lse[0], "lse")
+
+
+async def check_shard_rows(pool: ContextPool, ctx: ga.GpuContext, dims: tuple[int, int] = (DIM, DIM_V)) -> None:
+    """Rotated rows of an fp8 cache, and trees among them and among cached rows, are those of one cache."""
+    spec: dict[str, Any] = {
+        "num_blocks": 16, "page_size": 8, "kv_heads": KV_HEADS, "head_dim": dims[0], "head_dim_v": dims[1],
+        "dtype": "float8_e4m3fn", "k_descale": np.array([0.02, 0.7], np.float32),
+        "v_descale": np.array([0.3, 0.011], np.float32),
+    }  # fmt: skip
+    rope = Rope(dim=8)
+    async with ctx.kv_cache(**spec) as own, ShardedKvCache(pool, **spec, interleave=3) as cache:
+        seq, mine = await cache.create(), await own.create()
+        for count in (9, 1, 5):
+            given = {name: array[0] for name, array in operands(count, count, 1, ml_dtypes.bfloat16, dims).items()}
+            tree = np.tri(count, dtype=np.bool_) & (np.arange(count) % 2 == np.arange(count)[:, None] % 2)
+            q, new = given.pop("q"), {name: array[None] for name, array in given.items()}
+            found = await cache.attend(q, seq, **given, rope=rope, tree_mask=tree, return_lse=True)
+            wanted = await own.attend(q[None], mine, **new, rope=rope, tree_mask=tree[None], return_lse=True)
+            close(found.out, wanted.out[0], "out")
+            close(found.lse, wanted.lse[0], "lse")
+            found = await cache.attend(q, seq, tree_mask=tree, return_lse=True)
+            wanted = await own.attend(q[None], mine, tree_mask=tree[None], return_lse=True)
+            close(found.out, wanted.out[0], "out of cached rows")
+            close(found.lse, wanted.lse[0], "lse of cached rows")
 
 
 async def check_move(

@@ -1,0 +1,90 @@
+"""New rows of a sequence whose keys lie on several workers, as its caches hold them.
+
+A worker does not know the places of its keys in the whole sequence. So rows are rotated and quantised before they are
+dealt out, with the arithmetic of the reference: in float64, rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from gpu_actors.arrays.adopt import adopt, check_device, name_of
+from gpu_actors.errors import Unsupported
+from gpu_actors.kernels.append.variant import AppendProblem
+from gpu_actors.kv.requests import AppendRows
+from gpu_actors.planning.append_rows import new_rows
+from gpu_actors.planning.cached import tree_bits
+from gpu_actors.reference.append import cast_saturating
+from gpu_actors.reference.rope import apply_rope
+from gpu_actors.validation.fields import describe, expect
+from gpu_actors.validation.paged import MAX_TREE_ROWS
+
+__all__ = ["ROTATION", "among_themselves", "on_host", "settled", "tree_of"]
+
+ROTATION: tuple[str, ...] = ("rope", "positions", "rope_cos", "rope_sin")
+"""The options of an append that rotate its rows."""
+
+
+def on_host(name: str, array: Any) -> Any:
+    """An array of any library as NumPy's. Raises `InvalidRequest` for one on a GPU."""
+    adopted = adopt(array, name)
+    check_device(adopted, name, "cpu")
+    return adopted.array
+
+
+def settled(
+    pool: AppendProblem, descales: Mapping[str, Any], k: Any, v: Any, q: Any, begin: int, rotation: Mapping[str, Any]
+) -> tuple[Any, Any, Any]:
+    """k and v as elements of the cache, and q as it meets them. All are (rows, heads, dim).
+
+    pool: of the caches. descales: k_descale and v_descale, (kv_heads,), where there are some. q: or None. begin: the
+    place of the first row in the whole sequence. rotation: `ROTATION` by name.
+    Raises what one cache raises for the rotation of its rows.
+    """
+    given = {name: one if one is None or name == "rope" else on_host(name, one) for name, one in rotation.items()}
+    rows = new_rows(AppendRows(cache=0, seqs=None, k=k, v=v, **given), pool, None)
+    if rows.rope is not None:
+        expect(rows.rope.dim <= pool.head_dim, "rope.dim", rows.rope.dim, f"must be head_dim at most, {pool.head_dim}")
+        if name_of(k.dtype) == pool.cache_dtype and pool.cache_dtype.startswith("float8"):
+            raise Unsupported("dtype", pool.cache_dtype, "rows that are fp8 already cannot be rotated", "bfloat16")
+        lengths = np.array([begin + len(k)])
+        rows.check_reach(lengths)
+        angles = rows.angles(lengths)
+        k = apply_rope(k, *angles, interleaved=rows.rope.interleaved)
+        if q is not None:
+            q = apply_rope(q, *angles, interleaved=rows.rope.interleaved).astype(q.dtype)
+    dtype: Any = pool.cache_dtype
+    found = [cast_saturating(one, dtype, _factors(descales, side)) for side, one in (("k", k), ("v", v))]
+    return found[0], found[1], q
+
+
+def among_themselves(descales: Mapping[str, Any], q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+    """The operands of a dense forward among new rows. fp8 elements are widened to float32, and q with them."""
+    if not name_of(k.dtype).startswith("float8"):
+        return q, k, v
+    wide = [one.astype(np.float32) * _factors(descales, side) for side, one in (("k", k), ("v", v))]
+    return q.astype(np.float32), wide[0], wide[1]
+
+
+def tree_of(mask: Any, rows: int) -> Any:
+    """bool (rows, rows): which of the last rows each of them sees.
+
+    mask: uint64 or int64 (rows,), bit j for row j, or bool (rows, rows). Raises `InvalidRequest` and `Unsupported`.
+    """
+    host = on_host("tree_mask", mask)
+    if rows > MAX_TREE_ROWS:
+        raise Unsupported("tree_mask", rows, f"a tree mask has {MAX_TREE_ROWS} rows at most", MAX_TREE_ROWS)
+    if name_of(host.dtype) == "bool":
+        expect(host.shape == (rows, rows), "tree_mask", describe(host), f"must be ({rows}, {rows}) bool")
+        return host
+    sound = name_of(host.dtype) in ("uint64", "int64") and host.shape == (rows,)
+    expect(sound, "tree_mask", describe(host), f"must be ({rows},) uint64, or ({rows}, {rows}) bool")
+    return tree_bits(host)[:, None] >> np.arange(rows, dtype=np.uint64) & np.uint64(1) != 0
+
+
+def _factors(descales: Mapping[str, Any], side: str) -> Any:
+    found = descales.get(f"{side}_descale")
+    return np.float32(1.0) if found is None else found[:, None]
