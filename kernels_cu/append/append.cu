@@ -17,6 +17,8 @@
 #include "ptx/math.cuh"
 #include "common/vector_rows.cuh"
 
+LITTLE_ARITHMETIC
+
 constexpr int THREADS = WARPS * 32;
 constexpr int PAIRS = ROTARY_DIM / 2;
 static_assert(ROTARY_DIM % 2 == 0 && ROTARY_DIM <= HEAD_DIM, "pairs of columns are rotated");

@@ -9,6 +9,8 @@
 // order. Pairs with a page outside its pool are left out, so a list may be padded with -1.
 #include "ptx/memory.cuh"
 
+LITTLE_ARITHMETIC
+
 #if !defined(WARPS) || !defined(PART_BYTES)
 #error "WARPS and PART_BYTES must be given"
 #endif

@@ -12,6 +12,8 @@
 #include "mma/shares.cuh"
 #include "mma/store.cuh"
 
+LITTLE_ARITHMETIC
+
 constexpr int THREADS = WARPS * 32;
 constexpr int DQ_ROWS = WARP_TILE / 16, ROW_WARPS = BLOCK_M / WARP_TILE;
 using QueryColumns = Columns<Tile<8, HEAD_DIM, ELEMENT>, HEAD_DIM, WARPS / ROW_WARPS>;

@@ -12,6 +12,8 @@
 //   blockIdx.y   ROWS of its packed rows; a thread has four neighbouring elements of one
 #include "decode/output.cuh"
 
+LITTLE_ARITHMETIC
+
 constexpr int THREADS = 32 * WARPS;
 constexpr int ROWS = 4;
 

@@ -9,6 +9,8 @@
 //   ranges     0, THREADS ..  1, ..             2, ..       position of unit range * all / ranges: params.plan
 #include "decode/plan.cuh"
 
+LITTLE_ARITHMETIC
+
 constexpr int THREADS = 32 * WARPS;
 
 // Moves a position on to where the next piece begins.

@@ -11,6 +11,8 @@
 #include "ptx/memory.cuh"
 #include "hopper/transposed_v.cuh"
 
+LITTLE_ARITHMETIC
+
 #if !defined(HEAD_DIM_V) || !defined(BLOCK_N) || !defined(VARLEN) || !defined(SHARED_BYTES)
 #error "HEAD_DIM_V, BLOCK_N, VARLEN and SHARED_BYTES must be given"
 #endif

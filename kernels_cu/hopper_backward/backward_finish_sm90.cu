@@ -11,6 +11,8 @@
 #include "backward/finish.cuh"
 #include "mma/store.cuh"
 
+LITTLE_ARITHMETIC
+
 constexpr int WARPGROUP = 128, CONSUMERS = 2, THREADS = CONSUMERS * WARPGROUP;
 constexpr bool OWN_ROWS = BLOCK_M == 64 * CONSUMERS;
 constexpr int CONSUMER_FLOATS = DQ_FLOATS / CONSUMERS, COLUMNS = CONSUMER_FLOATS / 64;

@@ -11,6 +11,8 @@
 #include "common/vector_rows.cuh"
 #include "ptx/math.cuh"
 
+LITTLE_ARITHMETIC
+
 #if !defined(WARPS) || !defined(ELEMENT) || !defined(OUT_ELEMENT) || !defined(LSE_ELEMENT)
 #error "WARPS, ELEMENT, OUT_ELEMENT and LSE_ELEMENT must be given"
 #endif

@@ -282,13 +282,18 @@ extern "C" __global__ void k(float* out) { out[0] = 1; }
 
 @pytest.mark.parametrize(
     ("source", "contraction", "level"),
-    [(MULTIPLIES, False, "-Og"), (MULTIPLIES, True, "-O1"), (SOURCE, False, "-O2")],
-    ids=["tensor cores", "tensor cores, fused", "arithmetic of its own"],
+    [
+        (MULTIPLIES, False, "-Og"),
+        (MULTIPLIES, True, "-O1"),
+        (SOURCE + "LITTLE_ARITHMETIC\n", False, "-Og"),
+        (SOURCE, False, "-O2"),
+    ],
+    ids=["tensor cores", "tensor cores, fused", "little", "arithmetic of its own"],
 )
-def test_only_a_kernel_that_leaves_its_arithmetic_to_tensor_cores_is_hardly_optimised(
+def test_only_a_kernel_of_little_arithmetic_of_its_own_is_hardly_optimised(
     source: str, contraction: bool, level: str, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its arithmetic is the executor's. g++ fuses no products at -Og."""
+    """That of tensor cores is the executor's. g++ fuses no products at -Og."""
     options: list[str] = []
 
     def compiled(toolchain: Toolchain, arguments: list[str], *rest: Any) -> None:

@@ -35,7 +35,8 @@ _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _EXTERN = re.compile(r'\bextern\s+"C"(?=\s+__global__)')
 _LAUNCH_BOUNDS = re.compile(r"__launch_bounds__\s*\(")
 _ENTRY = re.compile(r"\s*__global__\s+void\s+(\w+)\s*\(")
-_TENSOR_CORES = re.compile(r"\b(?:wg)?mma(?:\.mma_async)?\.sync\b")
+# Instructions of tensor cores, which the executor computes, or LITTLE_ARITHMETIC of ptx/types.cuh.
+_LITTLE_ARITHMETIC = re.compile(r"\b(?:wg)?mma(?:\.mma_async)?\.sync\b|^#pragma gpu_actors little_arithmetic$", re.M)
 
 
 def build_module(
@@ -155,7 +156,7 @@ class _Build:
         if self.toolchain.fused_places is not None:
             text = scattered(text, self.toolchain.fused_places)
         (work / "captured.cpp").write_text(captured(text), encoding="utf-8")
-        leaner = self.toolchain.leaner_flags if _TENSOR_CORES.search(text) else ()
+        leaner = self.toolchain.leaner_flags if _LITTLE_ARITHMETIC.search(text) else ()
         options = [*leaner, "-g1", f"-fdebug-prefix-map={work}=."]  # line tables, for what a fault names
         run_compiler(self.toolchain, [*options, "captured.cpp", "executor.o", "-o", "module.so"], work, kept, self.name)
 

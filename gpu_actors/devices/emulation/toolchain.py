@@ -48,7 +48,7 @@ _CONTRACTION_FLAGS = {
     True: ("-ffp-contract=fast", "-DGPU_ACTORS_CONTRACTION=1"),
 }
 _EXTRA_FLAGS = {
-    "g++": ("-fno-gnu-unique",),
+    "g++": ("-fno-gnu-unique", "-fno-tree-slp-vectorize"),  # vectors of straight code cost more than they save
     "clang++": (),
     # Without -nostdlib++ zig builds libc++ first. Kernels shift and alias as CUDA allows.
     "zig": ("-nostdlib++", "-fno-sanitize=undefined"),
@@ -78,9 +78,9 @@ class Toolchain:
 
     @property
     def leaner_flags(self) -> tuple[str, ...]:
-        """Options to add for a kernel that leaves its arithmetic to instructions of tensor cores.
+        """Options to add for a kernel whose own arithmetic is little, as where tensor cores multiply.
 
-        The executor computes them. g++ fuses products in a pass of the expensive optimisations, which -Og has not.
+        The executor computes that. g++ fuses products in a pass of the expensive optimisations, which -Og has not.
         """
         if self.name != "g++":
             return ()
