@@ -14,6 +14,7 @@ from gpu_actors.bench.sass import Step, disassemble, main_step
 from gpu_actors.compiling.compiler import Compiler
 from gpu_actors.context import GpuContext
 from gpu_actors.kernels.decode.variant import DECODE, decode_tile
+from gpu_actors.kernels.hopper_decode import variant as hopper_decode
 from gpu_actors.kernels.support import ELEMENTS
 from gpu_actors.kernels.tiles import Tile, tile_of
 from gpu_actors.kernels.variants import kernel_source
@@ -104,7 +105,7 @@ def count_case(key: DispatchKey, kind: str) -> Counts | None:
     None for a kernel without a loop that has products and exponentials. Raises FileNotFoundError without a
     disassembler.
     """
-    tile: Tile = decode_tile(key).tile if key.kernel == DECODE else tile_of(key)
+    tile = _tile_of(key)
     hopper = key.kernel.endswith("_sm90")
     warps = tile.warps - 4 if hopper else tile.warps  # the others load
     size = (tile.block_m, tile.block_n)
@@ -113,9 +114,17 @@ def count_case(key: DispatchKey, kind: str) -> Counts | None:
     step = main_step(disassemble(cubin.data), block_products(kind, size, dims) / warps)
     if step is None:
         return None
-    item = ELEMENTS[key.kv_dtype if key.kernel == DECODE else key.dtype].itemsize
+    item = ELEMENTS[key.kv_dtype if kind == "decode" else key.dtype].itemsize
     loaded = loaded_bytes(kind, size, dims, item, bulk=hopper)
     return counts_of(key.kernel, size, warps, loaded, step, cubin.resources[key.kernel].registers)
+
+
+def _tile_of(key: DispatchKey) -> Tile:
+    if key.kernel == DECODE:
+        return decode_tile(key).tile
+    if key.kernel == hopper_decode.NAME:
+        return hopper_decode.sm90_decode_tile(key).tile
+    return tile_of(key)
 
 
 def _request(case: Case) -> FlashForward | FlashBackward | PagedForward:

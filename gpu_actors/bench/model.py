@@ -161,7 +161,7 @@ def estimate(
     }
 
 
-_FITTED = ("forward_sm90", "backward_sm90", "decode_mma")
+_FITTED = ("forward_sm90", "backward_sm90", "decode_mma", "decode_sm90")
 
 
 def _fit_of(case: Case) -> str:

@@ -18,6 +18,7 @@ from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.forward.launch import FORWARD_MMA, FORWARD_SIMPLE
 from gpu_actors.kernels.hopper.launch import FORWARD_SM90
 from gpu_actors.kernels.hopper_backward.launch import BACKWARD_SM90
+from gpu_actors.kernels.hopper_decode.launch import DECODE_SM90
 from gpu_actors.kernels.program import ANYWHERE, Program, Target
 from gpu_actors.kernels.support import find_unsupported
 from gpu_actors.problem import FLAGS, AttentionProblem, DispatchKey
@@ -43,7 +44,7 @@ class Verdict(NamedTuple):
     reason: str
 
 
-FAMILIES = (FORWARD_SM90, FORWARD_MMA, FORWARD_SIMPLE, DECODE_MMA, BACKWARD_SM90, BACKWARD_MMA)
+FAMILIES = (FORWARD_SM90, FORWARD_MMA, FORWARD_SIMPLE, DECODE_SM90, DECODE_MMA, BACKWARD_SM90, BACKWARD_MMA)
 
 # The families for operands that TMA cannot move.
 WITHOUT_TMA = tuple(family for family in FAMILIES if not family.tma)

@@ -134,6 +134,10 @@
 #define BLOCK_M 128
 #define BLOCK_N 64
 #define WARPS 12
+#elif defined(GPU_ACTORS_EDITOR_HOPPER_DECODE)
+#define BLOCK_M 64
+#define BLOCK_N 64
+#define WARPS 8
 #else
 #define BLOCK_M 64  // rows a tile
 #define BLOCK_N 64  // keys a tile

@@ -54,20 +54,20 @@ class TestDispatch:
         assert dispatch_key(problem, "sm_80").kernel == "decode_mma"
 
     @pytest.mark.parametrize(
-        ("changes", "reason"),
+        ("changes", "kernel", "reason"),
         [
-            ({"seqlen_q": 63}, "64 rows at a time"),
-            ({"page_size": 48}, "divide"),
-            ({"page_size": 96, "head_dim": 256, "head_dim_v": 256}, "64 keys at a time"),
-            ({"tree_mask": True, "causal": False}, "tree"),
-            ({"num_splits": 4}, "split"),
-            ({"num_splits": 1, "varlen_q": True}, "same bits"),
-            ({"kv_dtype": "float8_e4m3fn"}, "one type"),
+            ({"seqlen_q": 63}, "decode_sm90", "64 rows at a time"),
+            ({"page_size": 48}, "decode_sm90", "divide"),
+            ({"page_size": 96, "head_dim": 256, "head_dim_v": 256}, "decode_mma", "64 keys at a time"),
+            ({"tree_mask": True, "causal": False}, "decode_sm90", "tree"),
+            ({"num_splits": 4}, "decode_mma", "split"),
+            ({"num_splits": 1, "varlen_q": True}, "decode_mma", "same bits"),
+            ({"kv_dtype": "float8_e4m3fn"}, "decode_mma", "one type"),
         ],
     )
-    def test_others_go_to_the_kernel_that_decodes(self, changes: dict[str, Any], reason: str) -> None:
+    def test_others_go_to_the_kernels_that_decode(self, changes: dict[str, Any], kernel: str, reason: str) -> None:
         problem = dataclasses.replace(self.BASE, **changes)
-        assert dispatch_key(problem, "sm_90a").kernel == "decode_mma"
+        assert dispatch_key(problem, "sm_90a").kernel == kernel
         verdict = explain(problem, "sm_90a")[0]
         assert (verdict.family, verdict.taken) == (KERNEL, False)
         assert reason in verdict.reason

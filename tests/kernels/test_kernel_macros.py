@@ -10,6 +10,7 @@ import pytest
 import test_backward_gate
 import test_backward_sm90_gate
 import test_decode_gate
+import test_decode_sm90_gate
 import test_static_gate
 import test_static_gate_sm90
 from support.service import KERNELS_CU
@@ -34,6 +35,7 @@ def sources() -> list[KernelSource]:
     found = [*map(kernel_source, keys), *map(kernel_source, kv_variants("sm_80"))]
     found += map(kernel_source, merge_variants("sm_80"))
     found += map(test_backward_sm90_gate.source_of, test_backward_sm90_gate.VARIANTS)
+    found += map(test_decode_sm90_gate.source_of, test_decode_sm90_gate.VARIANTS)
     return [*found, *map(test_static_gate_sm90.source_of, test_static_gate_sm90.VARIANTS)]
 
 

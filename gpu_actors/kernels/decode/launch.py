@@ -37,20 +37,30 @@ from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.program import Part, Program, Target
 from gpu_actors.problem import AttentionProblem, DispatchKey
 
-__all__ = ["DECODE_MMA"]
+__all__ = ["DECODE_MMA", "UNKNOWN_MULTIPROCESSORS", "split_program"]
 
-_UNKNOWN_MULTIPROCESSORS = 4  # of an emulated device: a few ranges show every way of splitting
+UNKNOWN_MULTIPROCESSORS = 4
+"""Of an emulated device: a few ranges show every way of splitting."""
 
 
 def decode_program(problem: AttentionProblem, key: DispatchKey, target: Target) -> Program:
     """The kernels of ``key``, which names decode_mma. Raises Unsupported as `decode_tile` does."""
-    ranges = ranges_of(key, target.multiprocessors or _UNKNOWN_MULTIPROCESSORS)
-    keys = decode_keys(problem, key, target.lengths_on_host)
+    ranges = ranges_of(key, target.multiprocessors or UNKNOWN_MULTIPROCESSORS)
     pack = functools.partial(pack_decode, problem, key, ranges)
+    return split_program(problem, Part(key, step_geometry(key, problem, ranges), pack), ranges, target.lengths_on_host)
+
+
+def split_program(problem: AttentionProblem, main: Part, ranges: int, lengths_on_host: bool) -> Program:
+    """A kernel that attends ranges of the work, with what splits the work before it and merges pieces behind it.
+
+    main: of a grid of ``ranges`` blocks.
+    """
+    keys = decode_keys(problem, main.key, lengths_on_host)
+    pack = functools.partial(pack_decode, problem, main.key, ranges)
     return Program(
-        tuple(Part(part, step_geometry(part, problem, ranges), pack) for part in keys),
-        _scratch(problem, key, keys, ranges),
-        split=functools.partial(_split, problem, key, ranges) if target.lengths_on_host else None,
+        tuple(main if part == main.key else Part(part, step_geometry(part, problem, ranges), pack) for part in keys),
+        _scratch(problem, main.key, keys, ranges),
+        split=functools.partial(_split, problem, main.key, ranges) if lengths_on_host else None,
     )
 
 
@@ -73,9 +83,9 @@ def _scratch(
     kernels = {part.kernel for part in keys}
     if PLAN in kernels:
         specs["plan"] = ScratchSpec((ranges + 1, 4), "int32")
-        specs["sums"] = ScratchSpec((problem.batch * row_tiles(problem),), "int64")
+        specs["sums"] = ScratchSpec((problem.batch * row_tiles(problem, key.row_tile),), "int64")
     if COMBINE in kernels:
-        pieces = items_of(problem) * problem.num_splits or 2 * ranges
+        pieces = items_of(problem, key.row_tile) * problem.num_splits or 2 * ranges
         rows = (pieces, key.row_tile)
         specs["partial_out"] = ScratchSpec((*rows, problem.head_dim_v), "float32")
         specs["partial_lse"] = ScratchSpec(rows, "float32")
@@ -93,5 +103,5 @@ DECODE_MMA = KernelFamily(
     refuses=decode_refuses,
     companions=(PLAN, COMBINE),
     row_tile=row_tile_of,
-    row_tiles=ROW_TILES,
+    row_tiles=(*ROW_TILES, 128),  # the last one for the split and the merge of decode_sm90
 )

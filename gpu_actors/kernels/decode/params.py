@@ -59,7 +59,7 @@ def pack_decode(
     """
     more = launch_values(problem, buffers, prefix=_ATTENTION) | {"ranges": ranges, "min_units": min_units(key)}
     more |= {name: buffers[name].address for name in _SCRATCH if name in buffers}
-    packed = _binder(problem).pack(buffers, more)
+    packed = _binder(problem, key.row_tile).pack(buffers, more)
     if problem.layout != "pointers":
         for name in ("k_cache", "v_cache"):
             _check_chunks(name, buffers[name], (0, 1, 2))
@@ -84,12 +84,12 @@ def pack_pointers(problem: AttentionProblem, side: str, buffers: Mapping[str, Bu
 
 
 @functools.lru_cache(maxsize=1024)
-def _binder(problem: AttentionProblem) -> Binder:
+def _binder(problem: AttentionProblem, row_tile: int) -> Binder:
     layout = decode_layout()
     scalars = forward_scalars(problem, _ATTENTION) | {
         "batch": problem.batch,
         "capacity": problem.seqlen_k,
-        "row_tiles": row_tiles(problem),
+        "row_tiles": row_tiles(problem, row_tile),
         "splits": problem.num_splits,
         "item_units": ITEM_UNITS,
     }

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from gpu_actors.kernels.decode.variant import decode_tile, row_tile_of, row_tiles
+from gpu_actors.kernels.decode.variant import decode_tile, row_tiles
 from gpu_actors.problem import AttentionProblem, DispatchKey
 
 __all__ = ["ITEM_UNITS", "Schedule", "Workload", "before", "min_units", "split_decode"]
@@ -83,7 +83,7 @@ def workload(
 ) -> Workload:
     """The key tiles that each entry's rows see."""
     tile = decode_tile(key).tile.block_n
-    block_m, tiles_of_rows, ratio = row_tile_of(problem), row_tiles(problem), problem.gqa_ratio
+    block_m, tiles_of_rows, ratio = key.row_tile, row_tiles(problem, key.row_tile), problem.gqa_ratio
     keys = lengths.astype(np.int64)[:, None]
     rows = np.full_like(keys, problem.seqlen_q) if rows is None else rows.astype(np.int64)[:, None]
     packed = np.arange(tiles_of_rows, dtype=np.int64) * block_m

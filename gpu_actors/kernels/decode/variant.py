@@ -28,8 +28,12 @@ __all__ = [
     "decode_refuses",
     "decode_threads",
     "decode_tile",
+    "items_of",
+    "packed_rows",
     "ranges_of",
     "row_tile_of",
+    "row_tiles",
+    "split_macros",
     "step_geometry",
     "usual_decode_problems",
 ]
@@ -54,13 +58,18 @@ class DecodeTile(NamedTuple):
     shared_bytes: int
 
 
-def row_tile_of(problem: AttentionProblem) -> int:
-    """The packed rows (query heads a KV head, times new rows) that a block takes.
+def packed_rows(problem: AttentionProblem) -> int:
+    """The rows by which kernel and tile are chosen: query heads a KV head, times new rows.
 
     Where the splits are pinned, a sequence must be computed alike whatever rows others in the batch have: then the
     heads alone decide.
     """
-    rows = problem.gqa_ratio * (1 if problem.num_splits else problem.seqlen_q)
+    return problem.gqa_ratio * (1 if problem.num_splits else problem.seqlen_q)
+
+
+def row_tile_of(problem: AttentionProblem) -> int:
+    """The packed rows that a block takes."""
+    rows = packed_rows(problem)
     return next((tile for tile in ROW_TILES if rows <= tile), ROW_TILES[-1])
 
 
@@ -74,10 +83,10 @@ def decode_tile(key: DispatchKey) -> DecodeTile:
     widest, narrow = max(key.head_dim, key.head_dim_v), ELEMENTS[key.kv_dtype].fp8
     # Work that is done once a tile and warp costs relatively more where a tile has half the bytes.
     sizes: tuple[int, ...] = (128, 64, 32) if narrow and key.row_tile == 16 and widest <= 128 else (64, 32)
-    if key.row_tile == 64 and widest > 192:
+    if key.row_tile >= 64 and widest > 192:
         sizes = (32,)  # a warp has all keys of a tile, and registers for no more of them beside O
     for block_n in sizes:
-        warps = 2 if block_n == 32 and key.row_tile == 16 else 4
+        warps = 2 if block_n == 32 and key.row_tile == 16 else max(4, key.row_tile // 16)
         for blocks in (2, 1):
             room = min(limit, whole // blocks - 1024)
             tile = _deepest(key, block_n, warps, blocks, room)
@@ -105,24 +114,24 @@ def decode_refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
     if problem.dtype not in ("float16", "bfloat16"):
         reason = "tensor cores multiply 16-bit queries here; the cache may hold fp8 under them"
         return Unsupported("dtype", problem.dtype, reason, "bfloat16")
-    if items_of(problem) * max(1, problem.num_splits) > _MAX_ITEMS:
+    if items_of(problem, row_tile_of(problem)) * max(1, problem.num_splits) > _MAX_ITEMS:
         return Unsupported("batch", problem.batch, f"decode_mma counts {_MAX_ITEMS} pieces of work at most")
     return scale_refusal(problem)
 
 
-def row_tiles(problem: AttentionProblem) -> int:
-    """Tiles of packed rows of the longest sequence."""
-    return -(-problem.seqlen_q * problem.gqa_ratio // row_tile_of(problem))
+def row_tiles(problem: AttentionProblem, row_tile: int) -> int:
+    """Tiles of packed rows of the longest sequence. row_tile: of the key."""
+    return -(-problem.seqlen_q * problem.gqa_ratio // row_tile)
 
 
-def items_of(problem: AttentionProblem) -> int:
+def items_of(problem: AttentionProblem, row_tile: int) -> int:
     """Tiles of packed rows times KV heads, in all."""
-    return problem.batch * row_tiles(problem) * problem.heads_kv
+    return problem.batch * row_tiles(problem, row_tile) * problem.heads_kv
 
 
 def decode_keys(problem: AttentionProblem, key: DispatchKey, planned: bool) -> tuple[DispatchKey, ...]:
-    """The kernels of a launch in order. key: of decode_mma. planned: whether the host splits the work."""
-    names = [DECODE] if planned else [PLAN, DECODE]
+    """The kernels of a launch in order. key: of the one that attends. planned: whether the host splits the work."""
+    names = [key.kernel] if planned else [PLAN, key.kernel]
     if problem.num_splits != 1:
         names.append(COMBINE)
     return tuple(key if name == key.kernel else dataclasses.replace(key, kernel=name) for name in names)
@@ -139,7 +148,7 @@ def step_geometry(key: DispatchKey, problem: AttentionProblem, ranges: int) -> L
         return LaunchGeometry((1, 1, 1), (decode_threads(key), 1, 1), 0)
     if key.kernel == DECODE:
         return LaunchGeometry((ranges, 1, 1), (decode_threads(key), 1, 1), decode_tile(key).shared_bytes)
-    merged = items_of(problem) if problem.num_splits else ranges - 1
+    merged = items_of(problem, key.row_tile) if problem.num_splits else ranges - 1
     return LaunchGeometry((merged, key.row_tile // _COMBINE_ROWS, 1), (decode_threads(key), 1, 1), 0)
 
 
@@ -166,7 +175,7 @@ def decode_macros(key: DispatchKey) -> Macros:
     Options that a kernel does not read keep one value, so that they make no further variants.
     """
     tile, _, shared_bytes = decode_tile(key)
-    work = flags(VARLEN=key.varlen_q, POINTERS=key.layout == "pointers") | mask_macros(key)
+    work = split_macros(key)
     if key.kernel == DECODE:
         options = flags(PAGED=key.paged, TREE=key.tree_mask) | score_macros(key)
         return tile_macros(key, tile, shared_bytes) | work | options | {"STAGES": tile.stages}
@@ -178,6 +187,11 @@ def decode_macros(key: DispatchKey) -> Macros:
     if key.kernel == PLAN:
         return macros | {"WARPS": _PLAN_WARPS}
     return macros | flags(SINKS=key.sinks, LSE=key.lse) | {"WARPS": _COMBINE_WARPS}
+
+
+def split_macros(key: DispatchKey) -> Macros:
+    """What every kernel is compiled for that counts tiles of keys."""
+    return flags(VARLEN=key.varlen_q, POINTERS=key.layout == "pointers") | mask_macros(key)
 
 
 def decode_threads(key: DispatchKey) -> int:

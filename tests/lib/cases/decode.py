@@ -10,7 +10,7 @@ from emulated.decode import DecodeCase
 
 from gpu_actors.testing.problems import cast
 
-__all__ = ["VARIANTS", "Variant", "draw"]
+__all__ = ["SM90_VARIANTS", "VARIANTS", "Variant", "draw"]
 
 PAGE_SIZES = (8, 16, 24, 64, 128, 256)
 KINDS = ("gaussian", "rising", "peaked")
@@ -19,6 +19,11 @@ PACKED = {
     16: ((1, 1), (4, 1), (16, 1), (8, 2), (1, 16), (3, 5), (5, 3)),
     32: ((4, 8), (16, 2), (1, 32), (3, 7), (1, 17)),
     64: ((8, 8), (1, 64), (16, 4), (6, 11), (2, 64)),
+}
+# The same of decode_sm90's tiles, from 16 rows on.
+SM90_PACKED = {
+    64: ((8, 2), (4, 8), (8, 8), (6, 3), (1, 64), (16, 4), (20, 1)),
+    128: ((8, 16), (16, 8), (6, 11), (2, 64), (5, 40), (1, 100)),
 }
 
 
@@ -58,10 +63,25 @@ VARIANTS = (
 )
 
 
+# Of decode_sm90: every way to lay out boxes, both tiles of rows, every option.
+SM90_VARIANTS = (
+    Variant("sm_90a", "paged", BF16, BF16, 128, 128, 64, False, ("causal",)),
+    Variant("sm_90a", "paged", F16, F16, 64, 64, 128, True, ("causal", "window", "sink_tokens", "sinks")),
+    Variant("sm_90a", "cache", BF16, BF16, 40, 72, 64, True, ("tree", "softcap")),
+    Variant("sm_90a", "paged", BF16, BF16, 128, 64, 128, False, ()),
+    Variant("sm_90a", "cache", F16, F16, 96, 128, 128, False, ("window", "alibi")),
+    Variant("sm_90a", "paged", F16, F16, 80, 80, 64, False, ("causal", "chunk", "sink_tokens")),
+    Variant("sm_90a", "paged", BF16, BF16, 64, 96, 64, False, ("causal", "softcap", "alibi", "sinks")),
+    Variant("sm_90a", "paged", F16, F16, 32, 32, 128, False, ("window", "sink_tokens")),
+)
+
+
 def draw(variant: Variant, seed: int, longest: int = 2000) -> DecodeCase:
     """A random problem of the variant; the same for the same seed. longest: keys of a sequence."""
-    rng = np.random.default_rng([seed, VARIANTS.index(variant)])
-    choices = [pair for pair in PACKED[variant.packed] if variant.layout != "pointers" or pair[1] == 1]
+    hopper = variant in SM90_VARIANTS
+    rng = np.random.default_rng([seed, (*VARIANTS, *SM90_VARIANTS).index(variant)])
+    packed = SM90_PACKED if hopper else PACKED
+    choices = [pair for pair in packed[variant.packed] if variant.layout != "pointers" or pair[1] == 1]
     ratio, rows = choices[rng.integers(len(choices))]
     heads_kv, count = int(rng.integers(1, 4)), int(rng.integers(1, 7))
     lengths = [_length(rng, rows, longest) for _ in range(count)]
@@ -83,6 +103,8 @@ def draw(variant: Variant, seed: int, longest: int = 2000) -> DecodeCase:
     )
     if case.rows is not None:
         rng.shuffle(case.rows)
+    if hopper and (ratio < 16 or variant.packed > 64):
+        case.options["num_splits"] = 0  # pinned, the heads alone would choose another kernel or tile
     return case
 
 
@@ -118,5 +140,7 @@ def _options(rng: np.random.Generator, variant: Variant, count: int, heads: int,
             name: rng.uniform(0.25, 2.0, (count, heads_kv)).astype(np.float32) for name in ("k_descale", "v_descale")
         },
     }
+    if "chunk" in variant.options:
+        drawn["chunk"] = {"attention_chunk": int(rng.integers(1, 300))}
     options = {name: value for option in variant.options for name, value in drawn.get(option, {}).items()}
     return options | {"num_splits": int(rng.choice((0, 0, 1, 3, 7)))}

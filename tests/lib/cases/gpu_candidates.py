@@ -190,6 +190,7 @@ CANDIDATES = (
     Candidate("decode", _decode((1, 64, 300, 1000))),
     Candidate("decode many keys", _decode((5000, 3))),
     Candidate("decode several rows", _decode((40, 300, 1000), rows=5)),
+    Candidate("decode 160 packed rows", _decode((60, 300, 1000), rows=40)),
     Candidate("prefill a chunk", _decode((200, 400), rows=100)),
     Candidate("decode of small pages", _decode((17, 250), page=16, dim=64, dtype="float16")),
     Candidate("decode of arrays", _decode((1, 64, 300, 1000), page=None)),

@@ -130,6 +130,7 @@ def problem_of(case: DecodeCase, operands: dict[str, Any]) -> AttentionProblem:
         alibi=None if slopes is None else "heads" if slopes.ndim == 1 else "batch",
         sinks="sinks" in options,
         sink_tokens=options.get("sink_tokens", 0),
+        attention_chunk=options.get("attention_chunk", 0),
         descales="k_descale" in options or "v_descale" in options,
         return_lse=True,
         page_size=case.page_size if case.layout == "paged" else 0,
@@ -149,9 +150,9 @@ def outputs_of(problem: AttentionProblem, operands: dict[str, Any]) -> dict[str,
     }
 
 
-def key_of(problem: AttentionProblem, arch: str) -> DispatchKey:
-    """The key of decode_mma, whichever kernel the problem would be dispatched to."""
-    return dispatch_key(problem, arch, tuple(family for family in FAMILIES if family.name == DECODE))
+def key_of(problem: AttentionProblem, arch: str, kernel: str = DECODE) -> DispatchKey:
+    """The key of that kernel, whichever the problem would be dispatched to."""
+    return dispatch_key(problem, arch, tuple(family for family in FAMILIES if family.name == kernel))
 
 
 def kernel_of(source: KernelSource) -> Kernel:
@@ -159,8 +160,8 @@ def kernel_of(source: KernelSource) -> Kernel:
 
 
 @functools.cache
-def device_of(**emulation: Any) -> EmulatedDevice:
-    return EmulatedDevice("sm_80", EmulationOptions(**emulation), ContextOptions())
+def device_of(arch: str = "sm_80", **emulation: Any) -> EmulatedDevice:
+    return EmulatedDevice(arch, EmulationOptions(**emulation), ContextOptions())
 
 
 def run(
@@ -171,19 +172,21 @@ def run(
     planned: bool = True,
     operands: dict[str, Any] | None = None,
     problem: AttentionProblem | None = None,
+    kernel: str = DECODE,
     **emulation: Any,
 ) -> tuple[Any, Any]:
-    """(out, lse) of the kernels. operands, problem: in place of the case's own."""
+    """(out, lse) of the kernels. operands, problem: in place of the case's own. kernel: the one that attends."""
     operands = case.operands() if operands is None else operands
     problem = problem_of(case, operands) if problem is None else problem
-    key = key_of(problem, arch)
-    program = program_of(problem, key, Target(multiprocessors, lengths_on_host=planned))
+    key = key_of(problem, arch, kernel)
+    device = device_of(arch, **{"arithmetic": contraction.arithmetic(), **emulation})
+    program = program_of(problem, key, Target(multiprocessors, device.encode_tensor_map, lengths_on_host=planned))
     inputs = operands
     if program.split is not None:
         inputs = operands | program.split(operands["cache_seqlens"], operands.get("cu_seqlens_q"))
     outputs = outputs_of(problem, operands)
     steps = program.steps(tuple(kernel_of(kernel_source(part)) for part in program.keys), NO_VALUES)
-    stream: Any = device_of(**{"arithmetic": contraction.arithmetic(), **emulation}).open_stream("test")
+    stream: Any = device.open_stream("test")
     results = stream.run(Launch(key, inputs, outputs, lambda _: {}, steps, program.scratch))
     return results["out"], results["lse"]
 

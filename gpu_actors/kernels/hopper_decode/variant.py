@@ -1,0 +1,84 @@
+"""What decode_sm90 takes, its tile and its macros.
+
+The split and the merge are decode_mma's kernels, under keys that differ in ``kernel`` alone.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from gpu_actors.errors import Unsupported
+from gpu_actors.kernels.decode.variant import DecodeTile, decode_refuses, decode_tile, packed_rows, split_macros
+from gpu_actors.kernels.macros import Macros, flags, score_macros, tile_macros
+from gpu_actors.kernels.occupancy import shared_mem_limit
+from gpu_actors.kernels.support import ELEMENTS, MAX_HEAD_DIM, capability
+from gpu_actors.kernels.tiles import Tile, padded_head_dim
+from gpu_actors.problem import AttentionProblem, DispatchKey
+
+__all__ = [
+    "NAME",
+    "SM90_ROW_TILES",
+    "sm90_decode_macros",
+    "sm90_decode_refuses",
+    "sm90_decode_threads",
+    "sm90_decode_tile",
+    "sm90_row_tile",
+]
+
+NAME = "decode_sm90"
+SM90_ROW_TILES = (64, 128)
+"""Packed rows of a block: of one or two warpgroups."""
+
+_FEWEST_ROWS = 16
+_WIDEST = 128  # head dim
+_BARRIERS, _FOUND = 16, 16  # bytes of a stage's, and of the word behind them
+_WARP = 32
+
+
+def sm90_decode_refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
+    """Why decode_sm90 does not take a problem over a cache, or None. What TMA asks of strides is in `hopper.params`."""
+    if capability(arch) != 90:
+        return Unsupported("arch", arch, f"{NAME} is written for Hopper's wgmma", "sm_90a")
+    if problem.kv_dtype != problem.dtype:
+        reason = f"{NAME} multiplies operands of one type; decode_mma widens 8-bit caches"
+        return Unsupported("kv_dtype", problem.kv_dtype, reason, problem.dtype)
+    if packed_rows(problem) < _FEWEST_ROWS:
+        which = "num_splits" if problem.num_splits else "seqlen_q"
+        rows = "heads a KV head" if problem.num_splits else "rows times heads a KV head"
+        reason = f"{NAME} is for {_FEWEST_ROWS} {rows} and more; with fewer, decode_mma reads keys as often"
+        return Unsupported(which, getattr(problem, which), reason)
+    widest = max(problem.head_dim, problem.head_dim_v)
+    if widest % 8 == 0 and _WIDEST < widest <= MAX_HEAD_DIM:
+        reason = f"{NAME} holds 64 rows of Q and of the output in registers, up to {_WIDEST} columns"
+        return Unsupported("head_dim", widest, reason, _WIDEST)
+    if problem.total_k == 0:
+        return Unsupported("seqlen_k", 0, f"{NAME} moves keys by TMA, which there must be", 1)
+    return decode_refuses(problem, arch)
+
+
+def sm90_row_tile(problem: AttentionProblem) -> int:
+    """The packed rows that a block takes."""
+    return SM90_ROW_TILES[packed_rows(problem) > SM90_ROW_TILES[0]]
+
+
+@functools.lru_cache(maxsize=1024)
+def sm90_decode_tile(key: DispatchKey) -> DecodeTile:
+    """One block a multiprocessor, with as many stages as fit. Tiles of keys are those of the split and the merge."""
+    block_n = decode_tile(key).tile.block_n
+    row = sum(padded_head_dim(dim) * ELEMENTS[key.dtype].itemsize for dim in (key.head_dim, key.head_dim_v))
+    stage = block_n * row + _BARRIERS
+    stages = (shared_mem_limit(90) - _FOUND) // stage
+    warps = key.row_tile // 16 + 4
+    return DecodeTile(Tile(key.row_tile, block_n, stages, warps), 1, stages * stage + _FOUND)
+
+
+def sm90_decode_macros(key: DispatchKey) -> Macros:
+    """The macros of kernels_cu/hopper_decode/layout.cuh."""
+    tile, _, shared_bytes = sm90_decode_tile(key)
+    options = flags(PAGED=key.paged, TREE=key.tree_mask) | score_macros(key)
+    return tile_macros(key, tile, shared_bytes) | split_macros(key) | options | {"STAGES": tile.stages}
+
+
+def sm90_decode_threads(key: DispatchKey) -> int:
+    """The threads of a block: warpgroups that multiply, and one that loads."""
+    return sm90_decode_tile(key).tile.warps * _WARP

@@ -1,0 +1,54 @@
+// The end of a piece: what a lane has summed of its two rows goes to the output or to a slot of the partial results.
+#pragma once
+
+#include "decode/pieces.cuh"
+#include "hopper_decode/softmax.cuh"
+
+template <class Half>
+DEVICE void store_pair(Half* to, float low, float high) {
+  const uint32_t word = pack_outputs(Half(), low, high);
+  if (reinterpret_cast<uint64_t>(to) % 4 == 0) {
+    *reinterpret_cast<uint32_t*>(to) = word;
+  } else {
+    to[0].bits = uint16_t(word);
+    to[1].bits = uint16_t(word >> 16);
+  }
+}
+DEVICE void store_pair(float* to, float low, float high) {
+  to[0] = low;
+  to[1] = high;
+}
+
+// Columns 8j + 2t and the next, t = lane % 4. factor: of all, 0 for a row without weights.
+template <class Element>
+DEVICE void store_row(Element* to, const Output& o, int half, float factor) {
+#pragma unroll
+  for (int j = 0; j < HEAD_DIM_V / 8; j++) {
+    const float low = o[4 * j + 2 * half], high = o[4 * j + 2 * half + 1];
+    store_pair(to + 8 * j + lane_id() % 4 * 2, factor == 0.0f ? 0.0f : low * factor, factor == 0.0f ? 0.0f : high * factor);
+  }
+}
+
+// first: the lane's first packed row of the tile. slot: of the partial results, or -1 for the output.
+DEVICE void store_rows(const DecodeParams& params, const Entry& entry, int kv_head, int slot, int first, const Output& o,
+                       const SoftmaxRow (&softmax)[2]) {
+  const float sums[2] = {sum_over_quad(softmax[0].l), sum_over_quad(softmax[1].l)};
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int row = first + 8 * half, packed = entry.packed_begin + row;
+    const float l = sums[half], base = softmax[half].base;
+    if (packed >= entry.packed_end) continue;
+    if (slot >= 0) {
+      const int64_t place = int64_t(slot) * BLOCK_M + row;
+      store_row(params.partial_out + place * HEAD_DIM_V, o, half, l == 0.0f ? 0.0f : ptx::rcp(l));
+      if (lane_id() % 4 == 0) params.partial_lse[place] = l == 0.0f ? -INFINITY : base + ptx::lg2(l);
+      continue;
+    }
+    const OutputRow to = output_row(params, entry, kv_head, packed);
+    float sink = -INFINITY;
+    if constexpr (SINKS) sink = sink_logit(params.attention, to.head);
+    const RowResult result = finish_sum(l, l == 0.0f ? 0.0f : base, sink);
+    store_row(to.out, o, half, result.factor);
+    if (LSE && lane_id() % 4 == 0) *to.lse = result.lse;
+  }
+}
