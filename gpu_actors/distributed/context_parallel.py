@@ -1,5 +1,8 @@
 """context_split: one request of attention over several workers, each with some of the rows (context parallel).
 
+    2 parts       sequence 0          sequence 1
+                  0 0 1 1 1 1 0 0     0 1 1 0            a request a block: 4 requests, each with rows of both
+
 Each worker gets the keys that its rows see, as after an all-gather of K and V, so every row is attended to in one place
 and nothing is merged. The rows are dealt out in a zig-zag, because under a causal mask late rows see most keys.
 """
@@ -20,13 +23,15 @@ from gpu_actors.errors import Unsupported
 from gpu_actors.key_mask import MASK_OPTIONS, SINKS, KeyMask
 from gpu_actors.requests import AttentionGradients, AttentionOutput, FlashBackward, FlashForward
 from gpu_actors.validation.fields import describe, expect, integer
+from gpu_actors.validation.forward import check_cu_seqlens, sequences
 from gpu_actors.values import show
 
 __all__ = ["context_split", "context_split_backward", "zigzag"]
 
-# The axes of rows and of keys in operands.
+# The axes of rows and of keys in dense operands. Packed ones have one axis less, and no bias.
 _ROWS = {"q": 1, "dout": 1, "out": 1, "lse": 2, "bias": 2}
 _KEYS = {"k": 1, "v": 1, "bias": 3}
+_ENDS = {"cu_seqlens_q": "max_seqlen_q", "cu_seqlens_k": "max_seqlen_k"}
 _PLACES = ("q_positions", "k_positions")
 
 
@@ -46,22 +51,22 @@ async def context_split(
 ) -> AttentionOutput:
     """Answer a forward request by ``parts`` workers of a pool, each with its share of the rows, as `zigzag` says.
 
-    request: dense, over arrays on the host. Each block of rows is a request with the keys that it sees: none after its
+    request: over arrays on the host. Each block of rows is a request with the keys that it sees: none after its
     last row under a causal mask, none before its window. Slopes, sinks, descales and dropout go with it unchanged, and
-    of the bias its rows and keys.
+    of the bias its rows and keys. Of a varlen request every sequence is cut by itself, and a block has its rows of all.
     parts: each goes to a worker that has none yet, while there is one. A lost worker's requests are repeated as
     `ContextPool.ask` does. timeout: seconds for each block.
 
-    Raises `InvalidRequest` for operands whose rows do not agree; `Unsupported` for varlen requests, for an ``out``, and
-    for dropout where q and k differ in length and the mask or ALiBi goes by the diagonal; and what the pool raises.
+    Raises `InvalidRequest` for operands whose rows do not agree; `Unsupported` for an ``out``, and for dropout where q
+    and k of a sequence differ in length and the mask or ALiBi goes by the diagonal; and what the pool raises.
     """
     expect(type(request) is FlashForward, "request", show(request), "must be a FlashForward")
     if request.out is not None:
         raise Unsupported("out", describe(request.out), "parts cannot write into one array; copy the result")
     split = _Split(request, parts)
     answers = await split.ask(pool, timeout)
-    out = np.concatenate([answer.out for answer in answers], axis=1)
-    lse = None if answers[0].lse is None else np.concatenate([answer.lse for answer in answers], axis=2)
+    out = split.joined("out", [answer.out for answer in answers])
+    lse = None if answers[0].lse is None else split.joined("lse", [answer.lse for answer in answers])
     return AttentionOutput(split.restored(out), None if lse is None else split.restored(lse))
 
 
@@ -77,7 +82,7 @@ async def context_split_backward(
     expect(type(request) is FlashBackward, "request", show(request), "must be a FlashBackward")
     split = _Split(request, parts)
     answers = await split.ask(pool, timeout)
-    found: list[Any] = [np.concatenate([answer.dq for answer in answers], axis=1)]
+    found: list[Any] = [split.joined("q", [answer.dq for answer in answers])]
     found += [split.summed(name, [getattr(answer, f"d{name}") for answer in answers]) for name in ("k", "v")]
     dbias = dsinks = None
     if answers[0].dbias is not None:
@@ -87,60 +92,86 @@ async def context_split_backward(
     return AttentionGradients(*(None if one is None else split.restored(one) for one in (*found, dbias, dsinks)))
 
 
+class _Line(NamedTuple):
+    """Rows and keys that are cut as one: those of a packed sequence, or of all sequences of a dense request.
+
+    rows, keys: how many. first_row, first_key: where they begin in the operands. offset: the key of row 0.
+    """
+
+    rows: int
+    keys: int
+    first_row: int
+    first_key: int
+    offset: int
+
+
 class _Block(NamedTuple):
+    """rows, keys: of each line, counted in it."""
+
     part: int
-    rows: slice
-    keys: slice
+    rows: list[slice]
+    keys: list[slice]
 
 
 class _Split:
     """A request cut into blocks of rows, in their order, each with its keys."""
 
     def __init__(self, request: FlashForward, parts: int) -> None:
-        for name in ("cu_seqlens_q", "cu_seqlens_k"):
-            given = getattr(request, name)
-            if given is not None:
-                raise Unsupported(name, describe(given), "one long sequence is split, and not several packed ones")
         self._request = request
-        self._given = host_operands(request, (*dict.fromkeys((*_ROWS, *_KEYS)), *_PLACES))
+        self._packed = any(getattr(request, name) is not None for name in _ENDS)
+        self._given = host_operands(request, (*dict.fromkeys((*_ROWS, *_KEYS)), *_PLACES, *_ENDS))
+        dims = 3 if self._packed else 4
         for name in ("q", "k", "v"):
             array = self._given[name].array if name in self._given else None
-            expect(getattr(array, "ndim", 0) == 4, name, describe(array), "must be (batch, rows, heads, head_dim)")
-        self._rows, self._keys = self.array("q").shape[1], self.array("k").shape[1]
+            shape = "(total, heads, head_dim)" if self._packed else "(batch, rows, heads, head_dim)"
+            expect(getattr(array, "ndim", 0) == dims, name, describe(array), f"must be {shape}")
         bias = self.array("bias") if "bias" in self._given else None
-        self._axes = dict(_ROWS)
+        expect(bias is None or not self._packed, "bias", describe(bias), "goes with the dense layout only")
+        self._axes = {name: axis - self._packed for name, axis in _ROWS.items()}
+        self._key_axes = {name: axis - self._packed for name, axis in _KEYS.items()}
+        rows, keys = (self.array(name).shape[1 - self._packed] for name in ("q", "k"))
         if bias is not None and bias.ndim == 4 and bias.shape[_ROWS["bias"]] == 1:
             del self._axes["bias"]  # one row for all
-        for axes, extent, kind in ((self._axes, self._rows, "q's rows"), (_KEYS, self._keys, "k's keys")):
+        for axes, extent, kind in ((self._axes, rows, "q's rows"), (self._key_axes, keys, "k's keys")):
             for name, axis in axes.items():
                 if name in self._given:
                     array = self.array(name)
-                    sound = array.ndim == 4 - (name == "lse") and array.shape[axis] == extent
+                    sound = array.ndim == dims - (name == "lse") and array.shape[axis] == extent
                     expect(sound, name, describe(array), f"must have {kind}, {extent}, on axis {axis}")
+        ends = [self._ends(name, extent) for name, extent in zip(_ENDS, (rows, keys), strict=True)]
+        self._batch = len(ends[0]) - 1 if self._packed else len(self.array("q"))
+        expect(len(ends[1]) == len(ends[0]), "cu_seqlens_k", len(ends[1]) - 1, f"must have {self._batch} sequences")
         self._mask = KeyMask(**{name: getattr(request, name) for name in MASK_OPTIONS})
         self._placed = [name for name in _PLACES if name in self._given]
         for name in self._placed:
-            places, batch = self.array(name), len(self.array("q"))
-            sound = places.dtype == np.int32 and places.shape in ((batch,), (batch, 2))
-            expect(sound, name, describe(places), f"must be int32, ({batch},) or ({batch}, 2)")
+            places = self.array(name)
+            sound = places.dtype == np.int32 and places.shape in ((self._batch,), (self._batch, 2))
+            expect(sound, name, describe(places), f"must be int32, ({self._batch},) or ({self._batch}, 2)")
         diagonal = self._mask.mask != "full" or getattr(request, SLOPES) is not None
-        self._offset = self._keys - self._rows if diagonal and self._mask.alignment == "bottom_right" else 0
-        if request.dropout_p and diagonal and self._offset and not self._placed:
-            reason = f"its random numbers count rows and keys from 0, and the diagonal begins at key {self._offset}"
+        shifted = diagonal and self._mask.alignment == "bottom_right"
+        self._lines = [
+            _Line(row_end - row, key_end - key, row, key, (key_end - key - row_end + row) * shifted)
+            for (row, row_end), (key, key_end) in zip(*map(itertools.pairwise, ends), strict=True)
+        ]
+        offsets = [line.offset for line in self._lines if line.offset]
+        if request.dropout_p and offsets and not self._placed:
+            reason = f"its random numbers count rows and keys from 0, and the diagonal begins at key {offsets[0]}"
             raise Unsupported("dropout_p", request.dropout_p, reason, 0.0)
         # The keys of a causal block end on its diagonal, where its last row lies without positions as well.
-        ends_there = self._mask.causal and self._keys >= self._rows + self._offset
+        ends_there = self._mask.causal and all(line.keys >= line.rows + line.offset for line in self._lines)
         chunked = request.attention_chunk > 0
         self._counts = bool(self._placed or request.dropout_p or chunked or (diagonal and not ends_there))
-        cut = [
-            _Block(part, rows, self._seen(rows))
-            for part, pair in enumerate(zigzag(self._rows, parts))
-            for rows in pair
-            if rows.start < rows.stop
-        ]
-        self.blocks: list[_Block] = sorted(cut, key=lambda block: block.rows.start)
-        if not cut:  # without rows the request is answered all the same
-            self.blocks = [_Block(0, slice(0, 0), slice(0, self._keys))]
+        parts = integer("parts", parts, 1)
+        dealt = [zigzag(line.rows, parts) for line in self._lines]
+        self.blocks: list[_Block] = []
+        for block in range(2 * parts):
+            part = min(block, 2 * parts - 1 - block)
+            cut = [pairs[part][block >= parts] for pairs in dealt]
+            if any(one.start < one.stop for one in cut):
+                self.blocks.append(_Block(part, cut, self._seen(cut)))
+        if not self.blocks:  # without rows the request is answered all the same
+            whole = [slice(0, line.keys) for line in self._lines]
+            self.blocks = [_Block(0, [slice(0, 0)] * len(whole), whole)]
 
     def array(self, name: str) -> Any:
         return self._given[name].array
@@ -149,15 +180,25 @@ class _Split:
         """An array of the answer in q's kind."""
         return restore(array, self._given["q"])
 
+    def joined(self, name: str, parts: Sequence[Any]) -> Any:
+        """An answer of all rows, from those of each block. name: of the operand whose axis of rows it has."""
+        axis = self._axes[name]
+        shape = list(parts[0].shape)
+        shape[axis] = self.array("q").shape[self._axes["q"]]
+        whole = np.empty(shape, parts[0].dtype)
+        for block, part in zip(self.blocks, parts, strict=True):
+            whole[(*(slice(None),) * axis, self._rows_of(block))] = part
+        return whole
+
     def summed(self, name: str, parts: Sequence[Any]) -> Any:
         """The gradients of keys, values or the bias, from those of each block."""
         given = self.array(name)
         total = np.zeros(given.shape, np.float64 if given.dtype == np.float64 else np.float32)
         for block, part in zip(self.blocks, parts, strict=True):
-            cut = [slice(None)] * given.ndim
-            cut[_KEYS[name]] = block.keys
+            cut: list[Any] = [slice(None)] * given.ndim
+            cut[self._key_axes[name]] = self._keys_of(block)
             if name in self._axes:
-                cut[self._axes[name]] = block.rows
+                cut[self._axes[name]] = self._rows_of(block)
             total[tuple(cut)] += part
         return total.astype(parts[0].dtype)
 
@@ -171,43 +212,76 @@ class _Split:
 
         return await all_of([ask(block) for block in self.blocks])
 
-    def _seen(self, rows: slice) -> slice:
-        """The keys that rows see, from the first to the last."""
+    def _ends(self, name: str, total: int) -> list[int]:
+        """Where the lines begin and end, in rows or keys of the operands."""
+        if not self._packed:
+            return [0, total]
+        ends = self._given[name].array if name in self._given else None
+        sequences(name, ends)
+        check_cu_seqlens(name, ends, total, total)
+        found: list[int] = ends.tolist()  # type: ignore[union-attr]
+        return found
+
+    def _seen(self, cut: list[slice]) -> list[slice]:
+        """The keys that rows see, from the first to the last, of each line."""
         if self._placed:
-            return slice(0, self._keys)
-        bounds = [np.array([[edge]], np.int64) for edge in (rows.start, rows.stop, self._offset)]
-        ranges = self._mask.key_ranges(bounds[0], bounds[1], bounds[2], self._keys)
-        sinks, first, last = (int(np.clip(edge, 0, self._keys).flat[0]) for edge in ranges)
-        first, last = 0 if sinks else first, max(last, sinks)
-        return slice(min(first, last), last)
+            return [slice(0, line.keys) for line in self._lines]
+        found = []
+        for line, rows in zip(self._lines, cut, strict=True):
+            bounds = [np.array([[edge]], np.int64) for edge in (rows.start, rows.stop, line.offset)]
+            ranges = self._mask.key_ranges(bounds[0], bounds[1], bounds[2], line.keys)
+            sinks, first, last = (int(np.clip(edge, 0, line.keys).flat[0]) for edge in ranges)
+            first, last = 0 if sinks else first, max(last, sinks)
+            found.append(slice(min(first, last), last if rows.start < rows.stop else min(first, last)))
+        return found
+
+    def _rows_of(self, block: _Block) -> Any:
+        return self._index([line.first_row for line in self._lines], block.rows)
+
+    def _keys_of(self, block: _Block) -> Any:
+        return self._index([line.first_key for line in self._lines], block.keys)
+
+    def _index(self, firsts: Sequence[int], cut: Sequence[slice]) -> Any:
+        """What picks the cut of each line out of an operand."""
+        if not self._packed:
+            return cut[0]
+        places = [np.arange(first + one.start, first + one.stop) for first, one in zip(firsts, cut, strict=True)]
+        return np.concatenate([np.zeros(0, np.int64), *places])
 
     def _part(self, block: _Block) -> FlashForward:
         changed: dict[str, Any] = {}
-        for axes, cut in ((self._axes, block.rows), (_KEYS, block.keys)):
+        for axes, cut in ((self._axes, self._rows_of(block)), (self._key_axes, self._keys_of(block))):
             for name, axis in axes.items():
                 if name in self._given:
                     array = changed.get(name, self.array(name))
                     changed[name] = array[(*(slice(None),) * axis, cut)]
         changed = {name: np.ascontiguousarray(array) for name, array in changed.items()}
+        if self._packed:
+            for (ends, longest_of), cuts in zip(_ENDS.items(), (block.rows, block.keys), strict=True):
+                lengths = [one.stop - one.start for one in cuts]
+                changed |= {ends: np.cumsum([0, *lengths], dtype=np.int32), longest_of: None}
         return dataclasses.replace(self._request, **changed, **self._places(block))
 
     def _places(self, block: _Block) -> Mapping[str, Any]:
         """Where the rows and keys of a block stand in the whole, for what goes by that."""
+        count = self._batch if not self._packed else 1  # sequences of a line
         if self._placed:
-            begin = dict.fromkeys(_PLACES, 0)
+            begin = dict.fromkeys(_PLACES, np.zeros(self._batch, np.int32))
             places: dict[str, Any] = {}
         else:
             places = {"alignment": "bottom_right"}
             if not self._counts:
                 return places
             chunk, sinks = max(1, self._mask.attention_chunk), getattr(self._mask, SINKS)
-            first_key = -(min(0, self._offset) // chunk) * chunk  # chunks begin at multiples, so the first one must
-            begin = {"q_positions": first_key + self._offset, "k_positions": first_key}
-            places[SINKS] = sinks and sinks + first_key
-        batch = self.array("q").shape[0]
+            offsets = np.repeat(np.array([line.offset for line in self._lines], np.int32), count)
+            # Chunks begin at multiples, so the first one must.
+            first_key = -(offsets.min(initial=0) // chunk) * chunk
+            begin = {"q_positions": first_key + offsets, "k_positions": np.full_like(offsets, first_key)}
+            places[SINKS] = sinks and sinks + int(first_key)
         for name, cut in zip(_PLACES, (block.rows, block.keys), strict=True):
-            first = np.array(self.array(name) if name in self._given else np.full(batch, begin[name]), np.int32)
+            first = np.array(self.array(name) if name in self._given else begin[name], np.int32)
             step = first[:, 1] if first.ndim == 2 else 1
-            first.reshape(batch, -1)[:, 0] += cut.start * step
+            starts = np.repeat(np.array([one.start for one in cut], np.int32), count)
+            first.reshape(self._batch, -1)[:, 0] += starts * step
             places[name] = first
         return places

@@ -85,9 +85,25 @@ async def test_workers_get_the_keys_that_their_rows_see(pool: ContextPool) -> No
     ]
 
 
+async def test_each_packed_sequence_is_cut_by_itself(pool: ContextPool) -> None:
+    recorder = Recorder(pool)
+    request = ga.FlashForward(**shards.packed((8, 8), (4, 20), (0, 3)), causal=True)
+    await context_split(recorder, request, parts=2)  # type: ignore[arg-type]
+    ends = [[one.cu_seqlens_q.tolist(), one.cu_seqlens_k.tolist()] for one in recorder.requests]
+    assert sorted(ends) == [
+        [[0, 2, 3, 3], [0, keys, keys + 16 + keys // 2, keys + 16 + keys // 2]] for keys in (2, 4, 6, 8)
+    ]
+    assert sorted(recorder.homes.values()) == [2, 2]
+
+
 async def test_no_rows_and_no_keys(pool: ContextPool, whole: ga.GpuContext) -> None:
     for rows, keys in ((0, 5), (5, 0), (0, 0)):
         request = ga.FlashForward(**shards.operands(rows, keys), causal=True, return_lse=True)
+        found, wanted = await context_split(pool, request, parts=2), await whole.flash_attn.submit(request)
+        np.testing.assert_array_equal(found.out, wanted.out)
+        np.testing.assert_array_equal(found.lse, wanted.lse)
+    for lengths in (((0, 5),), ((5, 0), (0, 0)), ((0, 0),)):
+        request = ga.FlashForward(**shards.packed(*lengths), causal=True, return_lse=True)
         found, wanted = await context_split(pool, request, parts=2), await whole.flash_attn.submit(request)
         np.testing.assert_array_equal(found.out, wanted.out)
         np.testing.assert_array_equal(found.lse, wanted.lse)
@@ -106,9 +122,11 @@ async def test_what_is_refused(pool: ContextPool) -> None:
     def request(kind: Any = ga.FlashForward, **changed: Any) -> Any:
         return kind(**{**shards.operands(), **changed})
 
-    ends = np.array([0, 22], np.int32)
+    def varlen(**changed: Any) -> Any:
+        return request(**{**shards.packed((9, 9), (5, 12)), **changed})
+
     for given, field in (
-        (request(cu_seqlens_q=ends, cu_seqlens_k=ends), "cu_seqlens_q"),
+        (request(**shards.packed((9, 9), (5, 12)), causal=True, dropout_p=0.5), "dropout_p"),
         (request(out=shards.arrays((2, 22, 4, 6))), "out"),
         (request(**shards.operands(9, 30), causal=True, dropout_p=0.5), "dropout_p"),
     ):
@@ -124,6 +142,16 @@ async def test_what_is_refused(pool: ContextPool) -> None:
         (request(k_positions=shards.arrays((2,))), 2, "k_positions"),
         (request(softcap=-1.0), 2, "softcap"),
         ("q", 2, "request"),
+        (varlen(), 0, "parts"),
+        (varlen(q=shards.arrays((2, 22, 4, 8))), 2, "q"),
+        (varlen(v=shards.arrays((20, 2, 6))), 2, "v"),
+        (varlen(cu_seqlens_k=None), 2, "cu_seqlens_k"),
+        (varlen(cu_seqlens_q=np.array([0, 9, 13], np.int32)), 2, "cu_seqlens_q"),
+        (varlen(cu_seqlens_q=np.array([0, 15, 14], np.int32)), 2, "cu_seqlens_q"),
+        (varlen(cu_seqlens_q=np.array([0, 9, 14], np.int64)), 2, "cu_seqlens_q"),
+        (varlen(cu_seqlens_k=np.array([0, 9, 20, 21], np.int32)), 2, "cu_seqlens_k"),
+        (varlen(bias=shards.arrays((2, 4, 9, 12))), 2, "bias"),
+        (varlen(q_positions=np.zeros(3, np.int32)), 2, "q_positions"),
     ):
         with pytest.raises(ga.InvalidRequest) as wrong:
             await context_split(pool, given, parts=parts)

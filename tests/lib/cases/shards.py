@@ -26,6 +26,13 @@ def operands(
     return {name: arrays((batch, *shape), seed, dtype) for seed, (name, shape) in enumerate(shapes.items())}
 
 
+def packed(*lengths: tuple[int, int], dtype: Any = np.float32) -> dict[str, Any]:
+    """Operands of a varlen request. lengths: rows and keys of each sequence."""
+    ends = [np.cumsum([0, *side], dtype=np.int32) for side in zip(*lengths, strict=True)]
+    given = {name: array[0] for name, array in operands(int(ends[0][-1]), int(ends[1][-1]), 1, dtype).items()}
+    return {**given, "cu_seqlens_q": ends[0], "cu_seqlens_k": ends[1]}
+
+
 SINKS, SLOPES = arrays((HEADS,), 3), np.abs(arrays((HEADS,), 4))
 BIAS = {"bias": arrays((1, HEADS, ROWS, ROWS), 5)}
 CONTEXT: dict[str, dict[str, Any]] = {
@@ -65,6 +72,19 @@ CONTEXT: dict[str, dict[str, Any]] = {
     },
     "few rows": {**operands(3, 5), "causal": True},
     "one row": {**operands(1, 40), "causal": True},
+    "varlen": packed(*(RAGGED := ((9, 9), (0, 4), (13, 13), (1, 1), (5, 30), (21, 6), (4, 0)))),
+    "varlen, causal": {**packed(*RAGGED), "causal": True, "sinks": SINKS, "max_seqlen_q": 40, "max_seqlen_k": 40},
+    "varlen, causal, float64": {**packed(*RAGGED, dtype=np.float64), "causal": True, "sinks": SINKS, "softcap": 2.0},
+    "varlen, top left": {**packed(*RAGGED), "causal": True, "alignment": "top_left", "window_size": (4, 0)},
+    "varlen, window": {**packed(*RAGGED), "window_size": (3, 2), "sink_tokens": 2},
+    "varlen, chunks": {**packed(*RAGGED), "causal": True, "attention_chunk": 4, "sink_tokens": 1},
+    "varlen, slopes": {**packed(*RAGGED), "alibi_slopes": np.abs(arrays((len(RAGGED), HEADS), 4))},
+    "varlen, dropout": {**packed((9, 9), (14, 14), (2, 2)), "causal": True, "dropout_p": 0.3, "dropout_seed": 9},
+    "varlen, dropout of all": {**packed(*RAGGED), "dropout_p": 0.3, "dropout_seed": 9},
+    "varlen, positions": {
+        **packed((9, 9), (5, 12)), "causal": True, "window_size": (9, 0), "dropout_p": 0.2,
+        "q_positions": np.array([[30, 2], [4, 1]], np.int32), "k_positions": np.array([[1, 3], [0, 2]], np.int32),
+    },
 }  # fmt: skip
 # What the whole is allowed to differ by: the order of float32 sums, and one more rounding of each block's gradients.
 _FAR = {"float32": 2e-6, "float64": 1e-13, "float16": 2.0**-9, "bfloat16": 2.0**-6}
@@ -101,7 +121,7 @@ async def check_context_split(pool: ContextPool, ctx: ga.GpuContext, name: str, 
 
 async def check_contexts(pool: ContextPool, ctx: ga.GpuContext) -> None:
     """`check_context_split` of some requests, over three parts."""
-    for name in ("bias and sinks", "causal window", "dropout"):
+    for name in ("bias and sinks", "causal window", "dropout", "varlen, causal"):
         await check_context_split(pool, ctx, name, 3)
 
 
