@@ -20,9 +20,10 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from gpu_actors.bench import environment
+from gpu_actors.bench.isolation import uncomputed
 from gpu_actors.context import GpuContext
 from gpu_actors.distributed import ContextPool, open_pool
-from gpu_actors.errors import GpuActorsError, MockModeError
+from gpu_actors.errors import GpuActorsError
 from gpu_actors.extras import missing
 from gpu_actors.options import ContextOptions, MockOptions
 from gpu_actors.remote import ChildProcess, InProcess
@@ -87,25 +88,11 @@ async def _measure(calls: int, rounds: int, crowd: int, workers: tuple[int, ...]
 
 
 def _forward(ctx: GpuContext, q: Any, k: Any, v: Any) -> Ask:
-    async def ask() -> None:
-        try:
-            await ctx.flash_attn.forward(q, k, v)
-        except MockModeError:
-            return
-        raise AssertionError("a mock device that computes nothing has answered")
-
-    return ask
+    return uncomputed(lambda: ctx.flash_attn.forward(q, k, v))
 
 
 def _pooled(pool: ContextPool, row: Any) -> Ask:
-    async def ask() -> None:
-        try:
-            await pool.ask(lambda ctx: ctx.flash_attn.forward(row, row, row))
-        except MockModeError:
-            return
-        raise AssertionError("a mock device that computes nothing has answered")
-
-    return ask
+    return uncomputed(lambda: pool.ask(lambda ctx: ctx.flash_attn.forward(row, row, row)))
 
 
 async def _quantiles(kinds: dict[str, Ask], calls: int, rounds: int) -> dict[str, dict[str, float]]:

@@ -129,17 +129,17 @@ class GpuContext(Local, OpensKvCaches, CompilesKernels):
 
         timeout: seconds (None: no limit) after which the reply raises `DeadlineExceeded`. Draining is not undone.
         """
-        return self._drain(timeout, launches=True)
-
-    def _drain(self, timeout: float | None, launches: bool) -> Reply[None]:
-        children = self._children
-        drained: Call[None] = Call("drain", Mailbox("drain", 1, 1))
         if timeout is not None and timeout != math.inf:
             try:
                 timeout = real("timeout", timeout, "a finite number of seconds, or None")
             except InvalidRequest as error:
-                drained.fail(error)
-                return Reply(drained)
+                refused: Call[None] = Call("drain", Mailbox("drain", 1, 1))
+                refused.fail(error)
+                return Reply(refused)
+        return self._drain(timeout, launches=True)
+
+    def _drain(self, timeout: float | None, launches: bool) -> Reply[None]:
+        children = self._children
         children.draining = True
         cells = list(children.cells.values())
         if children.lost is None and children.failure is None and not self._stopped:
@@ -147,13 +147,7 @@ class GpuContext(Local, OpensKvCaches, CompilesKernels):
                 # A request that waits for a kernel still needs the NvrtcActor.
                 admit = Prepare if cell.actor_type is NvrtcActor else None
                 cell.mailbox.close(lambda: ActorStopped("the context is draining"), admit)
-        if timeout is not None:
-            late = DeadlineExceeded(f"not drained within {timeout} s")
-
-            def give_up() -> None:
-                drained.fail(late)
-
-            drained.timer = children.timers.after(timeout, give_up)
+        drained = self._drained_by(timeout)
         waiting = [cell.mailbox for cell in reversed(cells)]
 
         def wait_for(index: int) -> None:
@@ -164,6 +158,18 @@ class GpuContext(Local, OpensKvCaches, CompilesKernels):
 
         wait_for(0)
         return Reply(drained)
+
+    def _drained_by(self, timeout: float | None) -> Call[None]:
+        """A call that is late after so many seconds."""
+        drained: Call[None] = Call("drain", Mailbox("drain", 1, 1))
+        if timeout is not None and timeout != math.inf:
+            late = DeadlineExceeded(f"not drained within {timeout} s")
+
+            def give_up() -> None:
+                drained.fail(late)
+
+            drained.timer = self._children.timers.after(timeout, give_up)
+        return drained
 
     async def aclose(self) -> None:
         """Wait until every request made so far is answered, at most ``drain_timeout`` seconds, then `close`.

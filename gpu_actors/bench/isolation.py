@@ -24,7 +24,7 @@ from gpu_actors.errors import ContextLost, MockModeError
 from gpu_actors.options import ContextOptions, MockOptions, RestartPolicy
 from gpu_actors.runtime.reply import Reply
 
-__all__ = ["run"]
+__all__ = ["run", "uncomputed"]
 
 Ask: TypeAlias = Callable[[], Awaitable[float | None]]
 
@@ -78,15 +78,24 @@ def _echo(pipe: Any) -> None:
         return
 
 
-def _forward(ctx: GpuContext, q: Any, k: Any, v: Any) -> Ask:
+def uncomputed(request: Callable[[], Awaitable[Any]]) -> Callable[[], Awaitable[None]]:
+    """Makes a request of a mock device that computes nothing, and takes its refusal for the answer.
+
+    Raises AssertionError for any other answer.
+    """
+
     async def ask() -> None:
         try:
-            await ctx.flash_attn.forward(q, k, v)
+            await request()
         except MockModeError:
             return
         raise AssertionError("a mock device that computes nothing has answered")
 
     return ask
+
+
+def _forward(ctx: GpuContext, q: Any, k: Any, v: Any) -> Ask:
+    return uncomputed(lambda: ctx.flash_attn.forward(q, k, v))
 
 
 def _through(echo: Any, *arrays: Any) -> Ask:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from gpu_actors.distributed.budget import RetryBudget
 from gpu_actors.distributed.cache import PooledKvCache, PooledSequence
 from gpu_actors.distributed.context_parallel import context_split, context_split_backward, zigzag
-from gpu_actors.distributed.dispatch import PoolStats
+from gpu_actors.distributed.dispatch import PoolOptions, PoolStats
 from gpu_actors.distributed.heads import head_split, head_split_backward
 from gpu_actors.distributed.key_split import KeySplit
 from gpu_actors.distributed.keys import ShardedKvCache, ShardedSequence
@@ -35,6 +35,7 @@ __all__ = [
     "Homes",
     "KeySplit",
     "Member",
+    "PoolOptions",
     "PoolStats",
     "PooledKvCache",
     "PooledSequence",

@@ -8,7 +8,7 @@ import itertools
 import random
 import threading
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypedDict, TypeVar
 
 from gpu_actors.distributed.budget import RetryBudget
 from gpu_actors.distributed.members import Member, WorkerStats
@@ -30,7 +30,7 @@ from gpu_actors.runtime.reply import need_asyncio
 from gpu_actors.validation.fields import expect, integer, real
 from gpu_actors.values import show
 
-__all__ = ["Dispatch", "PoolStats"]
+__all__ = ["Dispatch", "PoolOptions", "PoolStats"]
 
 T = TypeVar("T")
 
@@ -44,6 +44,17 @@ class PoolStats(NamedTuple):
     workers: Mapping[str, WorkerStats]
     repeated: int
     retries_left: float
+
+
+class PoolOptions(TypedDict, total=False):
+    """Keyword arguments of `ContextPool`, which `open_pool` and `ray_pool` take too."""
+
+    retries: int
+    budget: RetryBudget | None
+    slots: int
+    bound: float
+    directory: int
+    seed: int | None
 
 
 class Dispatch(Local):

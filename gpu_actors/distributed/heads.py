@@ -40,12 +40,12 @@ async def head_split(
     """Answer a forward request by ``parts`` workers of a pool, each with its share of the heads.
 
     request: over arrays on the host. Each part has heads_kv / parts heads of k and v and the heads of q that read them,
-    with their slopes, sinks, bias and descales.
+    with their slopes, sinks, bias and descales. Dropout counts the heads of the whole.
     parts: divides heads_kv. A part goes to a worker that has none yet, while there is one; a lost worker's part is
     repeated as `ContextPool.ask` does. timeout: seconds for each part.
 
     Raises `InvalidRequest` for operands whose heads do not agree, `Unsupported` for ``parts`` that do not divide
-    heads_kv, for dropout, whose random numbers go by the head's number, and for an ``out``; and what the pool raises.
+    heads_kv and for an ``out``; and what the pool raises.
     """
     expect(type(request) is FlashForward, "request", show(request), "must be a FlashForward")
     if request.out is not None:
@@ -71,9 +71,6 @@ async def _answers(
     if heads_kv % count:
         nearest = max(number for number in range(1, count) if heads_kv % number == 0)
         raise Unsupported("parts", parts, f"must divide heads_kv, {heads_kv}", nearest)
-    if request.dropout_p:
-        reason = "random numbers go by the number of the head, which a part does not know"
-        raise Unsupported("dropout_p", request.dropout_p, reason, 0.0)
     spread = Spread(pool.dice)
 
     def ask(index: int, part: FlashForward) -> Coroutine[Any, Any, Any]:
@@ -113,6 +110,9 @@ def _part(
             extent = array.shape[axis] if array.ndim >= -axis else None
             expect(extent == heads, name, describe(array), f"must have {heads} heads on axis {axis}")
             changed[name] = np.ascontiguousarray(array.take(range(index * each, (index + 1) * each), axis=axis))
+    if request.dropout_p:  # its random numbers go by the number of the head
+        changed["dropout_first_head"] = request.dropout_first_head + index * (counts[0] // parts)
+        changed["dropout_heads"] = counts[0] if request.dropout_heads is None else request.dropout_heads
     return dataclasses.replace(request, **changed)
 
 

@@ -8,13 +8,12 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
-from gpu_actors.distributed.budget import RetryBudget
 from gpu_actors.distributed.cache import PooledKvCache
-from gpu_actors.distributed.dispatch import Dispatch
+from gpu_actors.distributed.dispatch import Dispatch, PoolOptions
 from gpu_actors.distributed.members import Member
-from gpu_actors.distributed.routing import DIRECTORY, less_loaded_of_two
+from gpu_actors.distributed.routing import less_loaded_of_two
 from gpu_actors.errors import DeadlineExceeded, GpuActorsError
 from gpu_actors.gpu_context import GpuContext
 from gpu_actors.isolation.crossing import harmless
@@ -141,7 +140,7 @@ class open_pool(Local):
 
     devices: as for `open_context`; a list opens ``workers`` on each, so ["cuda:0", "cuda:1"] is one worker a GPU.
     workers: of each device. options: as for `open_remote`. workplace: makes where each worker runs.
-    The other arguments are those of `ContextPool`.
+    others: retries, budget, slots, bound, directory and seed, as for `ContextPool`.
 
     The workers open at once. Entering raises what `open_context` raises, and then none stays open; leaving closes them.
     """
@@ -153,12 +152,7 @@ class open_pool(Local):
         workers: int = 1,
         options: ContextOptions | None = None,
         workplace: Callable[[], Workplace] = ChildProcess,
-        retries: int = 2,
-        budget: RetryBudget | None = None,
-        slots: int = 64,
-        bound: float = 1.25,
-        directory: int = DIRECTORY,
-        seed: int | None = None,
+        **others: Unpack[PoolOptions],
     ) -> None:
         listed = [devices] if isinstance(devices, str) else list(devices)
         expect(bool(listed), "devices", devices, "must name at least one device")
@@ -167,9 +161,7 @@ class open_pool(Local):
             open_remote(device, options, workplace=workplace(), name=f"worker-{number}")
             for number, device in enumerate((one for one in listed for _ in range(count)), 1)
         ]
-        self._pool = ContextPool(
-            retries=retries, budget=budget, slots=slots, bound=bound, directory=directory, seed=seed
-        )
+        self._pool = ContextPool(**others)
         self._pool._names = itertools.count(len(self._openings) + 1)
 
     async def __aenter__(self) -> ContextPool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import time
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, TypeVar, cast, overload
@@ -21,7 +20,6 @@ from gpu_actors.isolation.workplace import Workplace
 from gpu_actors.kv_cache import KvCache
 from gpu_actors.options import ContextOptions
 from gpu_actors.runtime.call import Call
-from gpu_actors.runtime.mailbox import Mailbox
 from gpu_actors.runtime.reply import Reply
 from gpu_actors.validation.fields import expect, real
 from gpu_actors.values import show
@@ -112,13 +110,6 @@ class RemoteContext(IsolatedContext):
 
     def _drain(self, timeout: float | None, launches: bool) -> Reply[None]:
         """Functions go first: they may make requests."""
-        drained: Call[None] = Call("drain", Mailbox("drain", 1, 1))
-        if timeout is not None and timeout != math.inf:
-            try:
-                timeout = real("timeout", timeout, "a finite number of seconds, or None")
-            except InvalidRequest as error:
-                drained.fail(error)
-                return Reply(drained)
         self._children.draining = True
         self._runs.close(_draining)
         began = time.monotonic()
@@ -131,12 +122,7 @@ class RemoteContext(IsolatedContext):
         def over(call: Call[None]) -> None:
             drained.settle(None, call.error, None)
 
-        if timeout is not None and timeout != math.inf:
-
-            def give_up() -> None:
-                drained.fail(DeadlineExceeded(f"not drained within {timeout} s"))
-
-            drained.timer = self._children.timers.after(timeout, give_up)
+        drained = self._drained_by(timeout)
         self._runs.when_idle(then, launches=False)
         return Reply(drained)
 

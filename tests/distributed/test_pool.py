@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import signal
 import time
@@ -15,7 +16,7 @@ import pytest
 from fakes import beside
 
 import gpu_actors as ga
-from gpu_actors.distributed import ContextPool, RetryBudget, open_pool
+from gpu_actors.distributed import ContextPool, PoolOptions, RetryBudget, open_pool
 from gpu_actors.remote import InProcess, RemoteContext
 from gpu_actors.testing import FaultPlan
 
@@ -359,3 +360,13 @@ async def test_a_pool_that_cannot_open_leaves_nothing_open() -> None:
     with pytest.raises(asyncio.CancelledError):
         await opening
     await until(lambda: len(psutil.Process().children(recursive=True)) <= before + 1)  # the zygote
+
+
+def test_open_pool_takes_what_a_pool_takes() -> None:
+    taken = inspect.signature(ContextPool).parameters.keys() - {"contexts"}
+    assert set(PoolOptions.__annotations__) == taken
+    with pytest.raises(TypeError, match="slot'"):
+        open_pool("mock", slot=3)  # type: ignore[call-arg]
+    with pytest.raises(ga.InvalidRequest, match="bound"):
+        open_pool("mock", bound=0.5)
+    assert open_pool("mock", retries=7, workplace=InProcess)._pool.retries == 7

@@ -7,15 +7,14 @@ import itertools
 import time
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from gpu_actors.distributed.budget import RetryBudget
+from gpu_actors.distributed.dispatch import PoolOptions
 from gpu_actors.distributed.pool import ContextPool, open_pool
-from gpu_actors.distributed.routing import DIRECTORY
 from gpu_actors.interop.ray.workers import RayActor, check_connected, resources_for, start_timeout
 from gpu_actors.opening import to_the_end
 from gpu_actors.options import ContextOptions
@@ -35,7 +34,7 @@ class ray_pool(open_pool):
     strategy: of the placement group: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD".
     start_timeout: seconds for the group to be placed, and then for each worker to start; at most 300.
     actor_options: further options of Ray's ``.options(...)`` for the actors.
-    The other arguments are those of `open_pool`.
+    others: those of `open_pool`.
 
     A worker that ends is followed by another actor in its bundle. Leaving closes the workers and removes the group.
     Entering raises what `open_pool` raises; `StartTimeout`, with what was asked and what the cluster has; and
@@ -53,12 +52,7 @@ class ray_pool(open_pool):
         start_timeout: float = 60.0,
         options: ContextOptions | None = None,
         actor_options: Mapping[str, Any] | None = None,
-        retries: int = 2,
-        budget: RetryBudget | None = None,
-        slots: int = 64,
-        bound: float = 1.25,
-        directory: int = DIRECTORY,
-        seed: int | None = None,
+        **others: Unpack[PoolOptions],
     ) -> None:
         self._count = integer("num_workers", num_workers, 1)
         self._strategy = strategy
@@ -73,18 +67,7 @@ class ray_pool(open_pool):
             bundle = next(bundles)
             return RayActor(self._asked, start_timeout, lambda: self._placed(bundle))
 
-        super().__init__(
-            device,
-            workers=self._count,
-            options=options,
-            workplace=workplace,
-            retries=retries,
-            budget=budget,
-            slots=slots,
-            bound=bound,
-            directory=directory,
-            seed=seed,
-        )
+        super().__init__(device, workers=self._count, options=options, workplace=workplace, **others)
 
     async def __aenter__(self) -> ContextPool:
         check_connected()
