@@ -284,6 +284,8 @@ class KvCache(Local):
         expect_length: int | Sequence[int] | None = None,
         attention_chunk: int = 0,
         out_dtype: str | None = None,
+        q_positions: Array | None = None,
+        k_positions: Array | None = None,
         deadline: float | None = None,
         timeout: float | None = None,
         priority: int = 0,
@@ -319,6 +321,8 @@ class KvCache(Local):
             expect_length=expect_length,
             attention_chunk=attention_chunk,
             out_dtype=out_dtype,
+            q_positions=q_positions,
+            k_positions=k_positions,
         )
         return self._submit(message, deadline, timeout, priority, seqs)
 

@@ -131,6 +131,8 @@ class CacheOptions:
     out: Array | None = None
     attention_chunk: int = 0
     out_dtype: str | None = None
+    q_positions: Array | None = None
+    k_positions: Array | None = None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -155,6 +157,10 @@ class PagedForward(CacheOptions):
         number gives bitwise the same result alone and in any batch.
     chunk_index, num_chunks: which chunk of a prefill this is; checked and not used, because ``cache_seqlens`` says it
         too.
+    q_positions, k_positions: int32 (batch,) or (batch, 2): where each sequence's new rows, or its keys from the first
+        one on, stand in a larger problem: at first + i * step. Causal, windows, sink tokens, chunks and ALiBi then mean
+        positions. Without q_positions the rows stand where the sequence's last keys do, without k_positions the keys
+        are at 0, 1, .. Bounds are those of `FlashForward`. A tree mask still names keys by their place in the cache.
     window_size, softmax_scale, softcap, alibi_slopes, sinks, sink_tokens, return_lse, out, attention_chunk,
         out_dtype: as in `FlashForward`.
     """

@@ -40,7 +40,7 @@ from gpu_actors.kv.requests import (
     TruncateSequence,
 )
 from gpu_actors.kv.sequences import PageTable
-from gpu_actors.planning.append_rows import NewRows, new_rows
+from gpu_actors.planning.append_rows import NewRows, new_rows, place_rows
 from gpu_actors.planning.cached import check_operands
 from gpu_actors.planning.merging import merge_key
 from gpu_actors.requests import PagedForward
@@ -205,6 +205,7 @@ class KvCacheActor(ServiceActor):
         plan = self._store.decoding.plan(request)
         check_operands(plan, request)
         if rows is not None:
+            place_rows(rows, message)
             self._check_rows(cache, request, rows)
             if rows.counts.any():
                 _check_once(tables)

@@ -172,7 +172,8 @@ class AttendCache(CacheOptions):
     q: (batch, rows, heads_q, head_dim), or (total_q, heads_q, head_dim) with ``cu_seqlens_q``.
     k, v: the same rows' keys and values, (batch, rows, kv_heads, dim) or (total_q, kv_heads, dim); None where they are
         in the cache already.
-    rope: goes with k and v, and rotates q too; tokens, positions, rope_cos and rope_sin as for `AppendRows`.
+    rope: goes with k and v, and rotates q too; tokens, positions, rope_cos and rope_sin as for `AppendRows`. Without
+        ``positions`` rows are rotated by their q_positions where those are given, which lie on the host then.
     expect_length: as for `AppendRows`, a list of lengths, or one for one sequence.
     Other options as in `PagedForward`.
     """

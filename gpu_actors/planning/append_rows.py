@@ -16,8 +16,9 @@ from gpu_actors.kv.prefix import Tokens, token_ids
 from gpu_actors.kv.requests import AppendRows, AttendCache
 from gpu_actors.planning.merging import ends_of, join, joining_kind, memory_of
 from gpu_actors.validation.fields import describe, dtype_of, expect, optional_array, shape_of
+from gpu_actors.validation.forward import steps_of
 
-__all__ = ["NewRows", "counts_of", "merge_rows", "new_rows", "pack_rows"]
+__all__ = ["NewRows", "counts_of", "merge_rows", "new_rows", "pack_rows", "place_rows"]
 
 _AXES = "batch, rows, kv_heads, head_dim"
 
@@ -172,6 +173,21 @@ def _add_rotation(rows: NewRows, message: AppendRows | AttendCache) -> None:
         expect(array is not None, name, None, f"must be a float32 array of shape {wanted}: the rope takes tables")
         optional_array(name, array, (wanted,), ("float32",))
     rows.positions, rows.rope_cos, rows.rope_sin = (given[name] for name in names)
+
+
+def place_rows(rows: NewRows, message: AttendCache) -> None:
+    """Have a rope rotate rows by their q_positions, which have been checked, where the message gives no others.
+
+    Raises `InvalidRequest`.
+    """
+    places: Any = message.q_positions
+    if rows.rope is None or rows.positions is not None or (places is None and message.k_positions is None):
+        return
+    reason = "must be a NumPy array where a rope rotates rows that have positions, or give their positions"
+    expect(isinstance(places, np.ndarray), "q_positions", None if places is None else describe(places), reason)
+    first, step = steps_of(places)
+    index = np.arange(len(rows.k)) - np.repeat(rows.ends[:-1], rows.counts)
+    rows.positions = (np.repeat(first, rows.counts) + index * np.repeat(step, rows.counts)).astype(np.int32)
 
 
 def pack_rows(field: str, array: Any) -> Any:

@@ -1,7 +1,7 @@
 """Requests over caches: what their plan depends on, how it is made, and how a request is bound to it.
 
 `PagedForward` and `BatchedDecode` become launches with the same operands: q, cache_seqlens, where they are given
-cu_seqlens_q, alibi_slopes, sinks, tree_mask (uint64 bits) and the descales, and by layout
+cu_seqlens_q, alibi_slopes, sinks, tree_mask (uint64 bits), the descales, q_positions and k_positions, and by layout
 
     paged     k_cache, v_cache (num_blocks, page_size, heads_kv, dim) and block_table
     cache     k_cache, v_cache (batch, capacity, heads_kv, dim)
@@ -32,7 +32,7 @@ from gpu_actors.validation.fields import describe, expect, integer
 from gpu_actors.validation.forward import check_cu_seqlens
 from gpu_actors.validation.lengths import check_block_table, check_lengths
 from gpu_actors.validation.overlap import check_output_memory
-from gpu_actors.validation.paged import decode_problem, paged_problem
+from gpu_actors.validation.paged import check_cache_positions, decode_problem, own_positions, paged_problem
 
 __all__ = [
     "CacheRequest",
@@ -48,7 +48,7 @@ __all__ = [
 
 CacheRequest: TypeAlias = PagedForward | BatchedDecode
 
-_OPTIONAL = ("alibi_slopes", "sinks", "q_descale", "k_descale", "v_descale")
+_OPTIONAL = ("alibi_slopes", "sinks", "q_descale", "k_descale", "v_descale", "q_positions", "k_positions")
 _PAGED = ("q", "k_cache", "v_cache", "block_table", "cache_seqlens", "cu_seqlens_q", "tree_mask", *_OPTIONAL, "out")
 _DECODE = ("q", "seq_lens", *_OPTIONAL, "out")
 _PLANS = 4096
@@ -118,6 +118,8 @@ def check_cached(plan: Plan, request: CacheRequest) -> None:
 def check_operands(plan: Plan, request: CacheRequest) -> None:
     """`check_cached` but for lengths and block tables, which a KvCache makes itself. Raises `InvalidRequest`."""
     problem = plan.problem
+    if request.q_positions is not None or request.k_positions is not None:
+        check_cache_positions(problem, request)
     if isinstance(request, PagedForward):
         if request.cu_seqlens_q is not None:
             check_cu_seqlens("cu_seqlens_q", request.cu_seqlens_q, problem.total_q, problem.seqlen_q)
@@ -230,10 +232,16 @@ def _oracle(problem: AttentionProblem, accumulate: Accumulate, inputs: Mapping[s
         k, v = ([inputs[f"{side}_cache.{index}"] for index in range(problem.batch)] for side in "kv")
         cache = gather_caches(k, v, lengths)
     names = ("cu_seqlens_q", "tree_mask", *_OPTIONAL)
+    given = {name: inputs[name] for name in names if name in inputs}
+    if "k_positions" in given and "q_positions" not in given:
+        ends = inputs.get("cu_seqlens_q")
+        rows = problem.seqlen_q if ends is None else np.diff(ends)
+        own = own_positions(given["k_positions"], lengths.astype(np.int64), rows)
+        given["q_positions"] = np.stack(own, axis=1)
     reference = paged_attention_forward(
         inputs["q"],
         cache,
-        **{name: inputs[name] for name in names if name in inputs},
+        **given,
         **oracle_options(problem, accumulate),
     )
     return {"out": reference.out, "lse": reference.lse}

@@ -33,7 +33,7 @@ __all__ = [
 
 # Of every sequence or every row; of the others there is one for the whole launch.
 _ROWS = ("q", "tree_mask")
-_SEQUENCES = ("cache_seqlens", "seq_lens", "q_descale", "k_descale", "v_descale")
+_SEQUENCES = ("cache_seqlens", "seq_lens", "q_descale", "k_descale", "v_descale", "q_positions", "k_positions")
 
 
 def merge_key(plan: Plan, request: CacheRequest) -> Hashable | None:

@@ -19,7 +19,7 @@ from gpu_actors.requests import BatchedDecode, PagedForward
 __all__ = ["bucket", "pad_batch", "pad_request", "pad_rows", "recordable"]
 
 _MOST_ROWS = 8  # of a step of decoding, drafts included; a prefill is as long as it is
-_ONES = ("k_descale", "v_descale", "q_descale")
+_ONES = ("k_descale", "v_descale", "q_descale", "q_positions", "k_positions")
 _ZEROS = ("tree_mask", "alibi_slopes")
 
 

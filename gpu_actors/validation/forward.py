@@ -34,10 +34,14 @@ __all__ = [
     "check_descales",
     "check_positions",
     "check_seed",
+    "check_steps",
     "forward_problem",
+    "lengths_of",
     "longest",
+    "position_words",
     "score_options",
     "sequences",
+    "steps_of",
 ]
 
 
@@ -157,22 +161,33 @@ def check_cu_seqlens(field: str, cu_seqlens: Any, total: int, max_seqlen: int) -
 
 def check_positions(problem: AttentionProblem, request: FlashForward) -> None:
     """Check positions on the host. Those on a device are the kernel's care. Raises `InvalidRequest`."""
-    sides = (
-        ("q_positions", request.q_positions, request.cu_seqlens_q, problem.seqlen_q),
-        ("k_positions", request.k_positions, request.cu_seqlens_k, problem.seqlen_k),
-    )
-    for field, array, ends, longest_length in sides:
-        if not isinstance(array, np.ndarray) or not array.size:
-            continue
-        given = array.astype(np.int64).reshape(problem.batch, -1)
-        first, step = given[:, 0], given[:, 1] if given.shape[1] == 2 else np.ones(problem.batch, np.int64)
-        lengths: Any = longest_length
-        if ends is not None:
-            lengths = np.diff(ends.astype(np.int64)) if isinstance(ends, np.ndarray) else 1
-        expect(int(first.min()) >= 0, field, int(first.min()), "must begin at 0 or later")
-        expect(int(step.min()) >= 1, field, int(step.min()), "must have steps of at least 1")
-        last = int((first + np.maximum(lengths - 1, 0) * step).max())
-        expect(last < _POSITIONS, field, last, f"must end below {_POSITIONS}")
+    for side, longest_length in (("q", problem.seqlen_q), ("k", problem.seqlen_k)):
+        lengths = lengths_of(getattr(request, f"cu_seqlens_{side}"), longest_length)
+        check_steps(f"{side}_positions", getattr(request, f"{side}_positions"), lengths)
+
+
+def lengths_of(ends: Any, length: int) -> Any:
+    """The lengths that cu_seqlens say; 1 for those on a device, and ``length`` without any."""
+    if ends is None:
+        return length
+    return np.diff(ends.astype(np.int64)) if isinstance(ends, np.ndarray) else 1
+
+
+def check_steps(field: str, array: Any, lengths: Any) -> None:
+    """Check the positions of so many rows or keys a sequence, where they lie on the host. Raises `InvalidRequest`."""
+    if not isinstance(array, np.ndarray) or not array.size:
+        return
+    first, step = steps_of(array)
+    expect(int(first.min()) >= 0, field, int(first.min()), "must begin at 0 or later")
+    expect(int(step.min()) >= 1, field, int(step.min()), "must have steps of at least 1")
+    last = int((first + np.maximum(lengths - 1, 0) * step).max())
+    expect(last < _POSITIONS, field, last, f"must end below {_POSITIONS}")
+
+
+def steps_of(positions: Any) -> tuple[Any, Any]:
+    """The first position and the step of each sequence, int64 (batch,), of positions on the host."""
+    given = positions.astype(np.int64).reshape(len(positions), -1)
+    return given[:, 0], given[:, 1] if given.shape[1] == 2 else np.ones(len(given), np.int64)
 
 
 def check_seed(seed: object) -> None:
@@ -293,13 +308,18 @@ def _dropout(request: FlashForward) -> float:
     return probability
 
 
+def position_words(request: Any, batch: int) -> dict[str, Any]:
+    """The fields of a problem for the q_positions and k_positions of a request."""
+    words = {}
+    for field in ("q_positions", "k_positions"):
+        given = optional_array(field, getattr(request, field), ((batch,), (batch, 2)), ("int32",))
+        words[field] = 0 if given is None else len(given)
+    return words
+
+
 def _places(request: FlashForward, shape: Sizes) -> dict[str, Any]:
     """The fields of a problem that say where its rows, keys and heads stand in a larger one."""
-    places: dict[str, Any] = {}
-    for field in ("q_positions", "k_positions"):
-        shapes = ((shape.batch,), (shape.batch, 2))
-        given = optional_array(field, getattr(request, field), shapes, ("int32",))
-        places[field] = 0 if given is None else len(given)
+    places: dict[str, Any] = position_words(request, shape.batch)
     if (places["q_positions"] or places["k_positions"]) and request.alignment == "top_left":
         reason = "must be left out: positions say which key is a row's own"
         raise InvalidRequest("alignment", request.alignment, reason)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.problem import AttentionProblem
 from gpu_actors.requests import BatchedDecode, PagedForward
@@ -20,13 +22,32 @@ from gpu_actors.validation.fields import (
     output_dtype,
     shape_of,
 )
-from gpu_actors.validation.forward import Sizes, check_descales, longest, score_options, sequences
+from gpu_actors.validation.forward import (
+    Sizes,
+    check_descales,
+    check_steps,
+    lengths_of,
+    longest,
+    position_words,
+    score_options,
+    sequences,
+    steps_of,
+)
 
-__all__ = ["MAX_SPLITS", "MAX_TREE_ROWS", "check_page_size", "decode_problem", "paged_problem"]
+__all__ = [
+    "MAX_SPLITS",
+    "MAX_TREE_ROWS",
+    "check_cache_positions",
+    "check_page_size",
+    "decode_problem",
+    "own_positions",
+    "paged_problem",
+]
 
 MAX_TREE_ROWS = 64
 MAX_SPLITS = 256  # more than any device has use for, and partial results take memory
 
+_LEAST = 1 << 30
 _PAGES = "num_blocks, page_size, heads_kv, head_dim"
 _DENSE = "batch, capacity, heads_kv, head_dim"
 _POINTERS = "heads_kv, max_seq, head_dim"
@@ -106,7 +127,34 @@ def _problem(
         descales=check_descales(request, {"q": dtype, "k": kv_dtype, "v": kv_dtype}, (sizes.batch, sizes.heads_kv)),
         tree_mask=tree,
         num_splits=integer("num_splits", request.num_splits, 0, MAX_SPLITS),
+        **position_words(request, sizes.batch),
     )
+
+
+def check_cache_positions(problem: AttentionProblem, request: PagedForward | BatchedDecode) -> None:
+    """Check what lies on the host of the positions of rows and keys. Raises `InvalidRequest`."""
+    keys: Any
+    if isinstance(request, PagedForward):
+        keys, rows = request.cache_seqlens, lengths_of(request.cu_seqlens_q, problem.seqlen_q)
+    else:
+        keys, rows = request.seq_lens, 1
+    keys = keys.astype(np.int64) if isinstance(keys, np.ndarray) else None
+    check_steps("q_positions", request.q_positions, rows)
+    check_steps("k_positions", request.k_positions, 1 if keys is None else keys)
+    if request.q_positions is None and keys is not None and isinstance(request.k_positions, np.ndarray):
+        first = own_positions(request.k_positions, keys, rows)[0]
+        least = int(first.min(initial=0))
+        reason = f"must leave the rows that no key stands for, which are more than the keys, above -{_LEAST}"
+        expect(least > -_LEAST, "k_positions", least, reason)
+
+
+def own_positions(k_positions: Any, keys: Any, rows: Any) -> tuple[Any, Any]:
+    """The first position and the step of rows that stand where the last keys of their sequence do, int64 (batch,).
+
+    All on the host. Rows before the first key continue its steps, below 0 too.
+    """
+    first, step = steps_of(k_positions)
+    return first + (keys - rows) * step, step
 
 
 def _paged_sizes(request: PagedForward) -> Sizes:

@@ -55,6 +55,10 @@ struct Entry {
   KeyTiles tiles;
 
   __device__ __forceinline__ bool exists() const { return packed_begin < packed_end; }
+  // The key of the first new row.
+  __device__ __forceinline__ int first_new() const {
+    return POSITIONS ? lengths.keys - lengths.rows : mask.diagonal;
+  }
 };
 
 DEVICE Entry entry_of(const DecodeParams& params, int index) {
@@ -68,6 +72,12 @@ DEVICE Entry entry_of(const DecodeParams& params, int index) {
   entry.row_begin = entry.packed_begin / ratio;
   entry.row_end = (entry.packed_end + ratio - 1) / ratio;
   entry.mask = make_mask(params.attention, entry.lengths.rows, entry.lengths.keys, entry.sequence);
+#if POSITIONS
+  if (params.attention.q_positions == nullptr) {
+    const Steps& keys = entry.mask.positions.keys;
+    entry.mask.positions.rows = {keys.at(entry.first_new()), keys.step};
+  }
+#endif
   entry.tiles = entry.mask.tiles<BLOCK_N>(entry.row_begin, entry.row_end);
   return entry;
 }

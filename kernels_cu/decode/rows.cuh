@@ -12,11 +12,17 @@ struct Rows {
   int row[2];
   float to_log2;
   int first_key;  // of the warp, in a tile
+#if POSITIONS
+  int first_new_key;
+  __device__ __forceinline__ int first_new() const { return first_new_key; }
+#else
+  __device__ __forceinline__ int first_new() const { return mask.diagonal; }
+#endif
 
   __device__ __forceinline__ bool visible(int half, int key) const {
     if (!mask.visible(row[half], key)) return false;
     if constexpr (TREE) {
-      const int fresh = key - mask.diagonal;
+      const int fresh = key - first_new();
       return fresh < 0 || (tree[half] >> fresh & 1) != 0;
     }
     return true;
@@ -31,12 +37,18 @@ DEVICE Rows rows_of(const DecodeParams& params, const Entry& entry, int kv_head,
   Rows rows;
   rows.mask = entry.mask;
   rows.first_key = first_key;
+#if POSITIONS
+  rows.first_new_key = entry.first_new();
+#endif
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const int packed = at_most(entry.packed_end - 1, entry.packed_begin + first + 8 * half);
     const int head = kv_head * ratio + packed % ratio;
     rows.row[half] = packed / ratio;
     rows.score[half] = make_score<float>(attention, entry.sequence, head, kv_head, entry.mask.diagonal);
+#if POSITIONS
+    rows.score[half].positions = entry.mask.positions;
+#endif
     rows.tree[half] = 0;
     if constexpr (TREE) {
       const int64_t row = entry.lengths.q_start + rows.row[half];
@@ -50,6 +62,6 @@ DEVICE Rows rows_of(const DecodeParams& params, const Entry& entry, int kv_head,
 // Whether each row of the entry sees each key of a tile.
 DEVICE bool all_visible(const Entry& entry, int key_begin) {
   const int key_end = key_begin + BLOCK_N;
-  if (TREE && key_end > entry.mask.diagonal) return false;
+  if (TREE && key_end > entry.first_new()) return false;
   return entry.mask.all_visible(entry.row_begin, entry.row_end, key_begin, key_end);
 }

@@ -104,6 +104,8 @@ PAGED = {
     "chunk_index": (1, True),
     "num_chunks": (2, True, 1.0),
     "out": FORWARD["out"],
+    "q_positions": FORWARD["q_positions"],
+    "k_positions": FORWARD["k_positions"],
 }
 CACHES = [np.zeros((2, 9, 16), np.float16) for _ in range(2)]
 DECODE = {
@@ -115,6 +117,8 @@ DECODE = {
     "seq_lens": (longer(LENGTHS), LENGTHS.astype(np.uint32)),
     "num_splits": PAGED["num_splits"],
     "out": (np.empty_like(Q[:, 0]), wider(Q[:, 0])),
+    "q_positions": FORWARD["q_positions"],
+    "k_positions": FORWARD["k_positions"],
 }
 # What a launch is given each time, and no plan depends on.
 DATA = {ga.FlashForward: {"dropout_seed"}, ga.FlashBackward: {"dropout_seed"}}
@@ -198,6 +202,8 @@ MERGED: dict[str, tuple[Any, ...]] = {
     "tree_mask": (np.ones((1, 2), np.uint64),),
     "num_splits": (1, 2),
     "return_lse": (True,),
+    "q_positions": (PLACES[:1], np.ones((1, 2), np.int32)),
+    "k_positions": (PLACES[:1], np.ones((1, 2), np.int32)),
 }
 # Of every sequence or row: put one behind the other, whatever they are.
 SIDE_BY_SIDE = {"block_table", "cache_seqlens", "cu_seqlens_q", "max_seqlen_q", "chunk_index", "num_chunks"}

@@ -1,7 +1,7 @@
 """What a request over a cache launches: its kernels, the memory they share, and the split of the work.
 
     split on the host         decode_mma -> decode_combine       lengths are NumPy arrays
-    split on the device       decode_plan -> decode_mma -> decode_combine
+    split on the device       decode_plan -> decode_mma -> decode_combine     with positions too
 
 Grids and scratch memory depend on shapes alone and on no length, so that a recorded launch serves every step of a
 sequence. With one split pinned there is nothing to combine.
@@ -47,7 +47,8 @@ def decode_program(problem: AttentionProblem, key: DispatchKey, target: Target) 
     """The kernels of ``key``, which names decode_mma. Raises Unsupported as `decode_tile` does."""
     ranges = ranges_of(key, target.multiprocessors or UNKNOWN_MULTIPROCESSORS)
     pack = functools.partial(pack_decode, problem, key, ranges)
-    return split_program(problem, Part(key, step_geometry(key, problem, ranges), pack), ranges, target.lengths_on_host)
+    planned = target.lengths_on_host and not problem.positions  # the host knows no positions
+    return split_program(problem, Part(key, step_geometry(key, problem, ranges), pack), ranges, planned)
 
 
 def split_program(problem: AttentionProblem, main: Part, ranges: int, lengths_on_host: bool) -> Program:
@@ -104,4 +105,5 @@ DECODE_MMA = KernelFamily(
     companions=(PLAN, COMBINE),
     row_tile=row_tile_of,
     row_tiles=(*ROW_TILES, 128),  # the last one for the split and the merge of decode_sm90
+    positions=True,
 )

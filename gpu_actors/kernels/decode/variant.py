@@ -191,7 +191,8 @@ def decode_macros(key: DispatchKey) -> Macros:
 
 def split_macros(key: DispatchKey) -> Macros:
     """What every kernel is compiled for that counts tiles of keys."""
-    return flags(VARLEN=key.varlen_q, POINTERS=key.layout == "pointers") | mask_macros(key)
+    work = flags(VARLEN=key.varlen_q, POINTERS=key.layout == "pointers", POSITIONS=key.positions)
+    return work | mask_macros(key)
 
 
 def decode_threads(key: DispatchKey) -> int:

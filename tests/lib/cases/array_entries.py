@@ -102,6 +102,7 @@ ENTRIES: dict[str, Entry] = {
             **POOL,
             **TABLE,
             **OPTIONAL,
+            **PLACES,
             "tree_mask": np.array([[[1, 0], [1, 1]]] * 2, bool),
         },
         lambda ctx, x: ctx.flash_attn.paged_forward(**x),
@@ -119,7 +120,7 @@ ENTRIES: dict[str, Entry] = {
     ),
     "decode": Entry(
         ga.BatchedDecode,
-        {"q": normal(2, 4, 16), **CACHES, "seq_lens": ints(5, 12), **OPTIONAL},
+        {"q": normal(2, 4, 16), **CACHES, "seq_lens": ints(5, 12), **OPTIONAL, **PLACES},
         lambda ctx, x: ctx.flash_attn.decode(**x),
     ),
     "decode of lists": Entry(
@@ -138,7 +139,7 @@ ENTRIES: dict[str, Entry] = {
     ),
     "attend": Entry(
         AttendCache,
-        {"q": normal(6, 4, 16), **ROWS, "cu_seqlens_q": ints(0, 3, 6), **ROTATION, **OPTIONAL},
+        {"q": normal(6, 4, 16), **ROWS, "cu_seqlens_q": ints(0, 3, 6), **ROTATION, **OPTIONAL, **PLACES},
         lambda ctx, x: kv_reply(ctx, x, "attend"),
     ),
     "mha_forward": Entry(MhaForward, HEADS_FIRST, lambda ctx, x: ctx.cudnn.mha_forward(MHA, **x, return_stats=True)),

@@ -24,8 +24,10 @@ from gpu_actors.kernels.variants import kernel_source
 from gpu_actors.options import ContextOptions, EmulationOptions
 from gpu_actors.problem import AttentionProblem, DispatchKey
 from gpu_actors.testing.tolerance import check_output
+from gpu_actors.validation.paged import own_positions
 
-ARRAYS = ("alibi_slopes", "sinks", "k_descale", "v_descale")
+POSITIONS = ("q_positions", "k_positions")
+ARRAYS = ("alibi_slopes", "sinks", "k_descale", "v_descale", *POSITIONS)
 
 
 @dataclass
@@ -67,8 +69,8 @@ class DecodeCase:
         """The same request with one of its sequences."""
         batch = Batch(self.batch.q[index : index + 1], [self.batch.k[index]], [self.batch.v[index]])
         options = dict(self.options)
-        for name in ("alibi_slopes", "k_descale", "v_descale"):
-            if name in options and options[name].ndim == 2:
+        for name in ("alibi_slopes", "k_descale", "v_descale", *POSITIONS):
+            if name in options and (options[name].ndim == 2 or name in POSITIONS):
                 options[name] = options[name][index : index + 1]
         rows = None if self.rows is None else [self.rows[index]]
         tree = None if self.tree is None else self.tree[index : index + 1]
@@ -137,6 +139,7 @@ def problem_of(case: DecodeCase, operands: dict[str, Any]) -> AttentionProblem:
         varlen_q=case.rows is not None,
         tree_mask=case.tree is not None,
         num_splits=options.get("num_splits", 0),
+        **{name: options[name].ndim for name in POSITIONS if name in options},
     )
 
 
@@ -218,6 +221,9 @@ def check_results(case: DecodeCase, out: Any, lse: Any) -> float:
     if case.rows is None:
         out, lse = out.reshape(len(q), *out.shape[2:]), lse.swapaxes(0, 1).reshape(lse.shape[1], -1)
     options = {name: value for name, value in case.options.items() if name != "num_splits"}
+    if "k_positions" in options and "q_positions" not in options:
+        own = own_positions(options["k_positions"], case.batch.lengths.astype(np.int64), np.diff(case.ends))
+        options["q_positions"] = np.stack(own, axis=1)
     if case.tree is not None:
         options["tree_mask"] = case.tree_mask.reshape(-1)
     return check_output(out, lse, q, k, v, cu_seqlens_q=case.ends, cu_seqlens_k=ends_k, repro=repr_of(case), **options)

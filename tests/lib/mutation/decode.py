@@ -8,6 +8,7 @@ As mutation.py does for the forward kernels; a bug in a header is in each of the
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -67,6 +68,17 @@ def tree_case() -> DecodeCase:
     return DecodeCase(batch, tree=np.stack([tree_bits(random_tree(rng, 9)) for _ in batch.k]))
 
 
+def placed(case: DecodeCase | None = None, **positions: list[list[int]]) -> DecodeCase:
+    """A case whose rows and keys have positions; without one of another kind, under every mask and ALiBi."""
+    if case is None:
+        masks = {"causal": True, "window_size": (90, 0), "sink_tokens": 200, "alibi_slopes": SLOPES}
+        case = DecodeCase(batch_of(300, 9, 130, rows=5), options=masks)
+    return dataclasses.replace(
+        case, options=case.options | {name: np.array(steps, np.int32) for name, steps in positions.items()}
+    )
+
+
+SLOPES = np.array([0.03, 0.1, 0.01, 0.0], np.float32)
 FP8 = {"kv_dtype": "float8_e4m3fn"}
 CAUSAL = {"causal": True}
 SINKS = {"sinks": np.array([1.0, 3.0, -1.0, 2.0], np.float32)}
@@ -86,6 +98,11 @@ PROBES: dict[str, Callable[[], DecodeCase]] = {
     "long": lambda: DecodeCase(rising(batch_of(2000, heads=(2, 1))), options=CAUSAL),
     "many pieces": lambda: DecodeCase(rising(batch_of(4700, heads=(2, 1))), options=CAUSAL),
     "sinks": lambda: DecodeCase(batch_of(700, 90), options={**CAUSAL, **SINKS}),
+    "placed": lambda: placed(q_positions=[[500, 3], [9, 1], [70, 2]], k_positions=[[1, 4], [0, 1], [3, 2]]),
+    "last keys": lambda: placed(k_positions=[[40, 2], [0, 1], [7, 3]]),
+    "placed tree": lambda: placed(
+        dataclasses.replace(tree_case(), options={"alibi_slopes": SLOPES}), k_positions=[[40, 2], [0, 1], [7, 3]]
+    ),
     "pinned": lambda: DecodeCase(rising(batch_of(300, 5, 700)), options={**CAUSAL, "num_splits": 3}),
 }
 MULTIPROCESSORS = {"long": 4, "many pieces": 18}  # more pieces than a warp has lanes

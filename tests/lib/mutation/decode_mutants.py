@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mutation.forward_mutants import FUSED_CORRECTION, Mutant
 
-__all__ = ["DECODE_DEFECTS", "DECODE_MUTANTS"]
+__all__ = ["DECODE_DEFECTS", "DECODE_MUTANTS", "POSITION_DEFECTS"]
 
 
 def _decode(name: str, file: str, old: str, new: str, *probes: str) -> Mutant:
@@ -14,6 +14,7 @@ def _decode(name: str, file: str, old: str, new: str, *probes: str) -> Mutant:
 _MMA, _PLAN, _COMBINE = "decode/decode_mma.cu", "decode/decode_plan.cu", "decode/decode_combine.cu"
 _UNITS, _SOURCE, _FRAGMENTS = "decode/plan.cuh", "decode/source.cuh", "decode/fragments.cuh"
 _MERGE, _OUTPUT = "decode/merge.cuh", "decode/output.cuh"
+_STEPS, _MASK = "common/positions.cuh", "common/mask.cuh"
 _ROWS, _PIECES = "decode/rows.cuh", "decode/pieces.cuh"
 
 # What kernels over caches have shipped with.
@@ -51,8 +52,64 @@ DECODE_DEFECTS = (
     _decode("a length beyond the capacity is believed", _UNITS, "sequence.keys > params.capacity ||", "", "broken"),
 )
 
+# Rows and keys that stand in a larger problem.
+POSITION_DEFECTS = (
+    _decode("rows stand at the first keys", _UNITS, "keys.at(entry.first_new())", "keys.at(0)", "last keys"),
+    _decode("rows at the last keys have no step", _UNITS, ", keys.step};", ", 1};", "last keys"),
+    _decode("rows stand from 0 on", _UNITS, "params.attention.q_positions == nullptr", "false", "last keys"),
+    _decode("positions of rows are overruled", _UNITS, "params.attention.q_positions == nullptr", "true", "placed"),
+    _decode(
+        "positions are those of the first sequence",
+        _UNITS,
+        "lengths.keys, entry.sequence)",
+        "lengths.keys, 0)",
+        "placed",
+    ),
+    _decode(
+        "distances are those of the request alone",
+        _ROWS,
+        "    rows.score[half].positions = entry.mask.positions;\n",
+        "",
+        "last keys",
+    ),
+    _decode("new keys are all keys", _UNITS, "? lengths.keys - lengths.rows :", "? 0 :", "last keys"),
+    _decode("the tree names all keys", _ROWS, "first_new_key = entry.first_new()", "first_new_key = 0", "placed tree"),
+    _decode(
+        "the tree is left out in whole tiles",
+        _ROWS,
+        "  if (TREE && key_end > entry.first_new()) return false;\n",
+        "",
+        "placed tree",
+    ),
+    _decode("a step is 1", _STEPS, "uint32_t(index) * uint32_t(step)", "uint32_t(index)", "placed"),
+    _decode("a first position is 0", _STEPS, "uint32_t(first) + ", "", "placed"),
+    _decode("counts leave out the position itself", _STEPS, "/ step + 1", "/ step", "placed"),
+    _decode(
+        "sink tokens are indices",
+        _MASK,
+        "SINK_TOKENS && position < sink_tokens",
+        "SINK_TOKENS && key < sink_tokens",
+        "placed",
+    ),
+    _decode(
+        "the last row speaks for all",
+        _MASK,
+        "first_row = positions.row(row_begin)",
+        "first_row = positions.row(row_end - 1)",
+        "placed",
+    ),
+    _decode(
+        "tiles end with the first row",
+        _MASK,
+        "last_row = positions.row(row_end - 1)",
+        "last_row = positions.row(row_begin)",
+        "placed",
+    ),
+)
+
 DECODE_MUTANTS = (
     *DECODE_DEFECTS,
+    *POSITION_DEFECTS,
     # The ring
     _decode("a tile is not waited for", _MMA, "ptx::cp_async_wait<STAGES - 2>();", "ptx::cp_async_wait<STAGES - 1>();"),
     _decode("the barrier of a tile is dropped", _MMA, "    } else {\n      __syncthreads();\n    }", "    }"),
@@ -154,7 +211,7 @@ DECODE_MUTANTS = (
     _decode(
         "a tile with new keys passes as unmasked",
         _ROWS,
-        "  if (TREE && key_end > entry.mask.diagonal) return false;\n",
+        "  if (TREE && key_end > entry.first_new()) return false;\n",
         "",
         "tree",
     ),

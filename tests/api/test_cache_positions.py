@@ -1,0 +1,355 @@
+"""Rows and keys of caches that stand in a larger problem: shards of a cache give what the whole gives."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gpu_actors as ga
+from gpu_actors.partial import Partial, merge
+from gpu_actors.reference import Gathered, attention_forward, paged_attention_forward
+from gpu_actors.reference.rope import apply_rope, rope_angles
+
+KEYS, ROWS, HEADS, KV_HEADS, DIM, PAGE = 30, 3, 4, 2, 8, 8
+LENGTHS = (30, 17)
+SLOPES = np.array([0.3, 0.1, 0.6, 0.2], np.float32)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "full": {"causal": False},
+    "causal": {},
+    "window": {"causal": False, "window_size": (5, 3)},
+    "causal window": {"window_size": (7, -1)},
+    "sink tokens": {"window_size": (3, 0), "sink_tokens": 10},
+    "alibi": {"alibi_slopes": SLOPES},
+    "chunks": {"attention_chunk": 7, "sink_tokens": 2},
+    "all": {"window_size": (9, 0), "sink_tokens": 3, "alibi_slopes": SLOPES, "softcap": 3.0},
+}
+
+
+@pytest.fixture(scope="module")
+def ctx() -> Iterator[ga.GpuContext]:
+    with ga.open_context("mock") as ctx:
+        yield ctx
+        assert ctx.flash_attn.restarts == 0
+
+
+def places(*steps: tuple[int, int]) -> np.ndarray:
+    return np.array(steps, np.int32)
+
+
+def operands(seed: int = 0) -> tuple[np.ndarray, list[np.ndarray], list[np.ndarray]]:
+    """q (batch, rows, heads, dim), and the keys and the values of each sequence, (length, heads_kv, dim)."""
+    rng = np.random.default_rng(seed)
+    q = rng.standard_normal((len(LENGTHS), ROWS, HEADS, DIM))
+    k, v = ([rng.standard_normal((length, KV_HEADS, DIM)) for length in LENGTHS] for _ in range(2))
+    return q, k, v
+
+
+def pages(sequences: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """A pool with a sequence's keys in its pages, NaN in what they leave, and the table."""
+    width = max(1, max(-(-len(keys) // PAGE) for keys in sequences))
+    pool = np.full((width * len(sequences), PAGE, *sequences[0].shape[1:]), np.nan)
+    table = np.arange(len(pool), dtype=np.int32).reshape(len(sequences), width)
+    for keys, own in zip(sequences, table, strict=True):
+        flat = np.full((width * PAGE, *keys.shape[1:]), np.nan)
+        flat[: len(keys)] = keys
+        pool[own] = flat.reshape(width, PAGE, *keys.shape[1:])
+    return pool, table
+
+
+def ask(
+    ctx: ga.GpuContext, layout: str, q: Any, k: list[np.ndarray], v: list[np.ndarray], **options: Any
+) -> ga.AttentionOutput:
+    """The answer of a request over a cache of this layout."""
+    lengths = np.array([len(keys) for keys in k], np.int32)
+    options = {**options, "return_lse": True, "cache_seqlens": lengths}
+    if layout == "paged":
+        (k_pool, table), (v_pool, _) = pages(k), pages(v)
+        return ctx.flash_attn.paged_forward(q, k_pool, v_pool, block_table=table, **options).result(60)
+    caches = [np.full((len(k), max(1, int(lengths.max())), KV_HEADS, DIM), np.nan) for _ in range(2)]
+    for cache, sequences in zip(caches, (k, v), strict=True):
+        for index, keys in enumerate(sequences):
+            cache[index, : len(keys)] = keys
+    if layout == "cache":
+        return ctx.flash_attn.paged_forward(q, *caches, **options).result(60)
+    del options["cache_seqlens"]
+    options.pop("causal", None)
+    caches = [np.ascontiguousarray(cache.swapaxes(1, 2)) for cache in caches]
+    answer = ctx.flash_attn.decode(q[:, 0], *caches, lengths, **options).result(60)
+    return ga.AttentionOutput(answer.out[:, None], answer.lse[..., None])
+
+
+def whole(q: Any, k: list[np.ndarray], v: list[np.ndarray], index: int, **options: Any) -> Any:
+    options = {"causal": True, **options}
+    return attention_forward(q[index : index + 1], k[index][None], v[index][None], **options)
+
+
+def shards_of(length: int, shards: int, interleaved: bool) -> list[tuple[slice, tuple[int, int]]]:
+    if interleaved:
+        return [(slice(shard, None, shards), (shard, shards)) for shard in range(shards)]
+    edges = [length * shard // shards for shard in range(shards + 1)]
+    return [(slice(first, end), (first, 1)) for first, end in itertools.pairwise(edges)]
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("layout", ["paged", "cache", "pointers"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_shards_of_a_cache_give_the_whole(ctx: ga.GpuContext, name: str, layout: str, interleaved: bool) -> None:
+    q, k, v = operands()
+    if layout == "pointers":
+        q = q[:, :1]
+        if not OPTIONS[name].get("causal", True):
+            return  # one new row: nothing comes after it
+    rows = q.shape[1]
+    own = places(*((length - rows, 1) for length in LENGTHS))
+    partials = []
+    for shard in range(4):
+        cuts = [shards_of(length, 4, interleaved)[shard] for length in LENGTHS]
+        mine = [[array[cut] for array, (cut, _) in zip(arrays, cuts, strict=True)] for arrays in (k, v)]
+        at = {"q_positions": own, "k_positions": places(*(steps for _, steps in cuts))}
+        answer = ask(ctx, layout, q, *mine, **at, **OPTIONS[name])
+        partials.append(Partial(answer.out, answer.lse))
+    merged = merge(partials)
+    for index in range(len(LENGTHS)):
+        wanted = whole(q, k, v, index, **OPTIONS[name])
+        np.testing.assert_allclose(merged.out[index], wanted.out[0], atol=1e-6)
+        np.testing.assert_allclose(merged.lse[index], wanted.lse[0], atol=1e-6)
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_any_cut_of_a_cache_gives_the_whole_in_float64(data: st.DataObject) -> None:
+    """Contiguous shards of any length, empty ones too, and keys dealt out by any step, merged in any grouping."""
+    name = data.draw(st.sampled_from(list(OPTIONS)))
+    options = {"causal": True, **OPTIONS[name]}
+    q, k, v = operands(data.draw(st.integers(0, 99)))
+    length, rows = LENGTHS[0], data.draw(st.integers(1, ROWS))
+    if data.draw(st.booleans()):
+        edges = sorted(data.draw(st.lists(st.integers(0, length), max_size=4)))
+        edges = [0, *edges, length]
+        cuts = [(slice(first, end), (first, 1)) for first, end in itertools.pairwise(edges)]
+    else:
+        cuts = shards_of(length, data.draw(st.integers(1, 5)), True)
+    own = places((length - rows, 1))
+    partials = []
+    for cut, steps in cuts:
+        keys, values = k[0][cut], v[0][cut]
+        cache = Gathered(keys, values, np.array([0, len(keys)], np.int32))
+        part = paged_attention_forward(
+            q[:1, :rows], cache, q_positions=own, k_positions=places(steps), **options
+        )  # fmt: skip
+        partials.append(Partial(part.out, part.lse))
+    split = data.draw(st.integers(0, len(partials) - 1))
+    grouped = merge([merge(partials[: split + 1]), *partials[split + 1 :]])
+    wanted = whole(q[:, :rows], k, v, 0, **OPTIONS[name])
+    for merged in (merge(partials), grouped):
+        np.testing.assert_allclose(merged.out, wanted.out, atol=1e-12)
+        np.testing.assert_allclose(merged.lse, wanted.lse, atol=1e-12)
+
+
+@pytest.mark.parametrize("layout", ["paged", "cache", "pointers"])
+def test_rows_without_positions_stand_where_the_last_keys_do(ctx: ga.GpuContext, layout: str) -> None:
+    """A cache whose first keys were dropped: chunks and sink tokens still begin where the whole sequence did."""
+    q, k, v = operands()
+    if layout == "pointers":
+        q = q[:, :1]
+    at = places((100, 2), (5, 3))
+    options: dict[str, Any] = {"attention_chunk": 12, "sink_tokens": 20, "alibi_slopes": SLOPES}
+    answer = ask(ctx, layout, q, k, v, k_positions=at, **options)
+    rows = q.shape[1]
+    last = places(*((first + (n - rows) * step, step) for (first, step), n in zip(at.tolist(), LENGTHS, strict=True)))
+    both = ask(ctx, layout, q, k, v, k_positions=at, q_positions=last, **options)
+    np.testing.assert_array_equal(answer.out, both.out)
+    for index in range(2):
+        wanted = whole(
+            q, k, v, index, q_positions=last[index : index + 1], k_positions=at[index : index + 1], **options
+        )
+        np.testing.assert_allclose(answer.out[index], wanted.out[0], atol=1e-12)
+    plain = ask(ctx, layout, q, k, v, **options)
+    assert np.abs(plain.out - answer.out).max() > 1e-3
+
+
+def test_more_rows_than_keys_stand_before_the_first_key(ctx: ga.GpuContext) -> None:
+    q, k, v = operands()
+    k, v = ([keys[:1] for keys in arrays] for arrays in (k, v))
+    answer = ask(ctx, "paged", q, k, v, k_positions=places((0, 1), (4, 6)))
+    assert np.isneginf(answer.lse[:, :, :2]).all()
+    assert np.isfinite(answer.lse[:, :, 2]).all()
+    assert not answer.out[:, :2].any()
+
+
+def test_keys_without_positions_are_at_the_beginning(ctx: ga.GpuContext) -> None:
+    q, k, v = operands()
+    at = places((9, 2), (3, 1))
+    one = ask(ctx, "paged", q, k, v, q_positions=at)
+    both = ask(ctx, "paged", q, k, v, q_positions=at, k_positions=np.zeros(2, np.int32))
+    np.testing.assert_array_equal(one.out, both.out)
+
+
+def test_packed_rows_have_positions_of_their_sequence(ctx: ga.GpuContext) -> None:
+    q, k, v = operands()
+    (k_pool, table), (v_pool, _) = pages(k), pages(v)
+    at = {"q_positions": places((40, 2), (7, 1)), "k_positions": places((20, 1), (1, 2))}
+    options: dict[str, Any] = {"window_size": (9, 0), "alibi_slopes": SLOPES}
+    packed = np.concatenate([q[0, :1], q[1]])
+    answer = ctx.flash_attn.paged_forward(
+        packed, k_pool, v_pool, block_table=table, cache_seqlens=np.array(LENGTHS, np.int32),
+        cu_seqlens_q=np.array([0, 1, 4], np.int32), **at, **options,
+    ).result(60)  # fmt: skip
+    for index, rows in enumerate([slice(0, 1), slice(1, 4)]):
+        own = {name: array[index : index + 1] for name, array in at.items()}
+        wanted = whole(packed[None, rows], [k[index]], [v[index]], 0, **own, **options)
+        np.testing.assert_allclose(answer.out[rows], wanted.out[0], atol=1e-12)
+
+
+def test_requests_that_share_a_launch_keep_their_positions() -> None:
+    """Also where the batch is padded to a power of two, and beside requests that say no steps."""
+    q, k, v = operands()
+    at = [places((40 + 3 * index, 1 + index)) for index in range(3)]
+    with ga.open_context("mock") as ctx:
+        replies = []
+        for steps in (*at, at[0][:, 0].copy()):
+            (k_pool, table), (v_pool, _) = pages(k[:1]), pages(v[:1])
+            replies.append(
+                ctx.flash_attn.paged_forward(
+                    q[:1],
+                    k_pool,
+                    v_pool,
+                    block_table=table,
+                    cache_seqlens=np.array(LENGTHS[:1], np.int32),
+                    q_positions=steps,
+                    alibi_slopes=SLOPES,
+                )
+            )
+        for steps, reply in zip((*at, at[0]), replies, strict=True):
+            wanted = whole(q, k, v, 0, q_positions=steps, alibi_slopes=SLOPES)
+            np.testing.assert_allclose(reply.result(60).out[0], wanted.out[0], atol=1e-12)
+
+
+def narrow_operands() -> tuple[np.ndarray, list[np.ndarray], list[np.ndarray]]:
+    """The same in float32, the widest dtype of a cache's new rows."""
+    q, k, v = operands()
+    return q.astype(np.float32), *([keys.astype(np.float32) for keys in arrays] for arrays in (k, v))  # type: ignore[return-value]
+
+
+def test_a_cache_attends_appends_and_rotates_by_global_positions() -> None:
+    """A rope over shards: new rows are rotated by where they stand in the whole, on whichever shard they are."""
+    q, k, v = narrow_operands()
+    rope = ga.Rope(dim=DIM)
+    length = LENGTHS[0]
+    angles = rope_angles(np.arange(length), np.array(rope.frequencies))
+    rotated = apply_rope(k[0], np.cos(angles), np.sin(angles))
+    rows = apply_rope(q[0], *(part(angles[-ROWS:]) for part in (np.cos, np.sin)))
+    wanted = whole(rows[None], [rotated], v, 0, window_size=(11, 0), sink_tokens=2)
+    rows = rows.astype(np.float32)
+    partials = []
+    shared: dict[str, Any] = {"num_blocks": 8, "page_size": PAGE, "kv_heads": KV_HEADS, "head_dim": DIM}
+    with ga.open_context("mock") as ctx:
+        for shard in range(2):
+            with ctx.kv_cache(**shared, dtype="float32") as cache:
+                seq = cache.create().result(60)
+                mine = np.arange(shard, length, 2, dtype=np.int32)
+                cache.append(seq, k[0][mine], v[0][mine], rope=rope, positions=mine).result(60)
+                reply = cache.attend(
+                    rows[None], [seq], q_positions=places((length - ROWS, 1)), k_positions=places((shard, 2)),
+                    window_size=(11, 0), sink_tokens=2, return_lse=True,
+                )  # fmt: skip
+                partials.append(Partial(*reply.result(60)))
+        merged = merge(partials)
+        np.testing.assert_allclose(merged.out, wanted.out, atol=1e-5)
+        with ctx.kv_cache(**shared, dtype="float32") as cache:
+            seq = cache.create().result(60)
+            cache.append(seq, k[0][:-ROWS], v[0][:-ROWS], rope=rope).result(60)
+            at = np.array([length - ROWS], np.int32)
+            alone = cache.attend(
+                q[:1], [seq], k=k[0][None, -ROWS:], v=v[0][None, -ROWS:], rope=rope, q_positions=at,
+                window_size=(11, 0), sink_tokens=2,
+            ).result(60)  # fmt: skip
+            np.testing.assert_allclose(alone.out, wanted.out, atol=1e-5)
+            again = cache.attend(
+                rows[None], [seq], q_positions=at + 100, k_positions=at * 0 + 100, window_size=(11, 0)
+            ).result(60)  # fmt: skip
+            plain = whole(rows[None], [rotated], v, 0, window_size=(11, 0))
+            np.testing.assert_allclose(again.out, plain.out, atol=1e-5)
+
+
+def test_a_rope_turns_rows_by_where_they_stand_and_not_by_where_they_lie() -> None:
+    q, k, v = narrow_operands()
+    rope = ga.Rope(dim=DIM)
+    at = places((50, 3))
+    angles = rope_angles(50 + 3 * np.arange(ROWS), np.array(rope.frequencies))
+    turned = [apply_rope(array, np.cos(angles), np.sin(angles)) for array in (q[0], k[0][:ROWS])]
+    wanted = whole(turned[0][None], [turned[1]], [v[0][:ROWS]], 0)
+    with (
+        ga.open_context("mock") as ctx,
+        ctx.kv_cache(num_blocks=4, page_size=PAGE, kv_heads=KV_HEADS, head_dim=DIM, dtype="float32") as cache,
+    ):
+        new: dict[str, Any] = {"k": k[0][None, :ROWS], "v": v[0][None, :ROWS], "rope": rope}
+        seq = cache.create().result(60)
+        answer = cache.attend(q[:1], [seq], q_positions=at, k_positions=at, **new).result(60)
+        np.testing.assert_allclose(answer.out, wanted.out, atol=1e-5)
+        with pytest.raises(ga.InvalidRequest) as caught:
+            cache.attend(q[:1], [seq], k_positions=at, **new).result(60)
+        assert caught.value.field == "q_positions"
+        assert cache.length(seq) == ROWS
+        rows = np.array([7, 9, 8], np.int32)
+        seq = cache.create().result(60)
+        answer = cache.attend(q[:1], [seq], q_positions=at, k_positions=at, positions=rows, **new).result(60)
+        angles = rope_angles(rows, np.array(rope.frequencies))
+        turned = [apply_rope(array, np.cos(angles), np.sin(angles)) for array in (q[0], k[0][:ROWS])]
+        np.testing.assert_allclose(answer.out, whole(turned[0][None], [turned[1]], [v[0][:ROWS]], 0).out, atol=1e-5)
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "shape": ({"q_positions": np.zeros(3, np.int32)}, "q_positions"),
+    "dtype": ({"k_positions": np.zeros(2, np.int64)}, "k_positions"),
+    "before 0": ({"q_positions": places((0, 1), (-1, 1))}, "q_positions"),
+    "no step": ({"k_positions": places((0, 1), (0, 0))}, "k_positions"),
+    "too far": ({"k_positions": places(((1 << 30) - 29, 1), (0, 1))}, "k_positions"),
+    "rows too far": ({"q_positions": places((0, 1), ((1 << 30) - 2, 1))}, "q_positions"),
+    "too far by steps": ({"q_positions": places((0, 1 << 29), (0, 1))}, "q_positions"),
+}
+
+
+@pytest.mark.parametrize("layout", ["paged", "cache"])
+@pytest.mark.parametrize("name", BAD)
+def test_a_refusal_names_the_argument(ctx: ga.GpuContext, name: str, layout: str) -> None:
+    options, field = BAD[name]
+    with pytest.raises(ga.InvalidRequest) as caught:
+        ask(ctx, layout, *operands(), **options)
+    assert caught.value.field == field
+
+
+def test_rows_far_before_the_first_key_are_refused(ctx: ga.GpuContext) -> None:
+    q, k, v = operands()
+    k, v = ([keys[:1] for keys in arrays] for arrays in (k, v))
+    with pytest.raises(ga.InvalidRequest) as caught:
+        ask(ctx, "paged", q, k, v, k_positions=places((0, 1 << 29), (0, 1)))
+    assert (caught.value.field, caught.value.value) == ("k_positions", -(1 << 30))
+
+
+def test_the_last_positions_that_may_be_are_taken(ctx: ga.GpuContext) -> None:
+    q, k, v = operands()
+    first = (1 << 30) - KEYS
+    at = {"k_positions": places((first, 1), (first, 1)), "q_positions": places((first + KEYS - ROWS, 1), (0, 1))}
+    answer = ask(ctx, "paged", q, k, v, **at)
+    np.testing.assert_allclose(answer.out[0], whole(q, k, v, 0).out[0], atol=1e-12)
+
+
+def test_positions_choose_a_variant_of_their_own(ctx: ga.GpuContext) -> None:
+    q, k, v = operands()
+    q, k, v = q.astype(np.float16)[..., [0] * 64], *([keys[..., [0] * 64] for keys in arrays] for arrays in (k, v))
+    (k_pool, table), (v_pool, _) = (map(np.asarray, pages(arrays)) for arrays in (k, v))
+    request = ga.PagedForward(
+        q=q, k_cache=k_pool.astype(np.float16), v_cache=v_pool.astype(np.float16), block_table=table,
+        cache_seqlens=np.array(LENGTHS, np.int32),
+    )  # fmt: skip
+    assert not ctx.flash_attn.inspect_key(request).positions
+    request.k_positions = np.zeros(2, np.int32)
+    key = ctx.flash_attn.inspect_key(request)
+    assert (key.kernel, key.positions) == ("decode_mma", True)
