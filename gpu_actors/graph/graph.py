@@ -162,6 +162,18 @@ class OperationGraph:
         """The square root."""
         return self._add("sqrt", (a,))
 
+    def sin(self, a: Operand) -> GraphTensor:
+        """The sine of radians. As float32 within 4e-7 for |a| below 2^24, where larger ones are whole numbers."""
+        return self._add("sin", (a,))
+
+    def cos(self, a: Operand) -> GraphTensor:
+        """The cosine of radians, as exact as `sin`."""
+        return self._add("cos", (a,))
+
+    def tan(self, a: Operand) -> GraphTensor:
+        """The tangent of radians, sin(a) / cos(a)."""
+        return self._add("tan", (a,))
+
     def tanh(self, a: Operand) -> GraphTensor:
         """The hyperbolic tangent, as in soft caps."""
         return self._add("tanh", (a,))

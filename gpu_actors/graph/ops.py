@@ -21,7 +21,7 @@ ARITHMETIC = ("add", "sub", "mul", "div", "max", "min", "mod", "floordiv")
 COMPARISONS = ("gt", "ge", "lt", "le", "eq", "ne")
 LOGIC = ("logical_and", "logical_or")
 _SAME_KIND = ("neg", "abs")  # of integers, integers
-UNARY = (*_SAME_KIND, "exp", "log", "sqrt", "tanh", "sigmoid", "gelu", "floor", "logical_not")
+UNARY = (*_SAME_KIND, "exp", "log", "sqrt", "sin", "cos", "tan", "tanh", "sigmoid", "gelu", "floor", "logical_not")
 POINTWISE = (*UNARY, *ARITHMETIC, *COMPARISONS, *LOGIC, "select", "index", "mask")
 REDUCTIONS = ("sum", "mean", "max", "min")
 

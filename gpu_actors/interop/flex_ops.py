@@ -345,7 +345,8 @@ _OPERATIONS: Mapping[Any, Callable[..., Any]] = {
         for overload in ("Tensor", "Scalar")
     },
     **{
-        getattr(aten, op).default: _plain(op) for op in ("neg", "abs", "exp", "log", "sqrt", "tanh", "sigmoid", "floor")
+        getattr(aten, op).default: _plain(op)
+        for op in ("neg", "abs", "exp", "log", "sqrt", "sin", "cos", "tan", "tanh", "sigmoid", "floor")
     },
     aten.remainder.Scalar_Tensor: _plain("mod"),
     aten.rsub.Scalar: _reversed("sub"),

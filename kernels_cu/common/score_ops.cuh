@@ -6,6 +6,23 @@
 
 DEVICE float sqrt_of(float x) { return sqrtf(x); }
 DEVICE double sqrt_of(double x) { return sqrt(x); }
+
+// Angles in half turns, within [-1, 1]: 2 pi as the sum of two floats is taken off (Cody and Waite, "Software Manual for the
+// Elementary Functions", 1980), exactly up to 2^24. The library's own functions keep a table on the stack for larger ones.
+DEVICE float half_turns(float x) {
+  const float turns = rintf(x * 0.15915494f);
+  return fmaf(turns, 1.7484555e-7f, fmaf(turns, -6.2831855f, x)) * 0.31830989f;
+}
+DEVICE float sin_of(float x) { return sinpi_of(half_turns(x)); }
+DEVICE double sin_of(double x) { return sin(x); }
+DEVICE float cos_of(float x) { return cospi_of(half_turns(x)); }
+DEVICE double cos_of(double x) { return cos(x); }
+DEVICE float tan_of(float x) {
+  const float turns = half_turns(x);
+  return sinpi_of(turns) / cospi_of(turns);
+}
+DEVICE double tan_of(double x) { return tan(x); }
+
 DEVICE float floor_of(float x) { return floorf(x); }
 DEVICE double floor_of(double x) { return floor(x); }
 DEVICE float erf_of(float x) { return erff(x); }

@@ -120,11 +120,15 @@ def hides(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return torch.where(q_idx >= kv_idx, score, -float("inf"))
 
 
+def turned(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return torch.sin(score) + torch.cos(score * (q_idx - kv_idx)) - torch.tan(0.5 * torch.tanh(score) + h)
+
+
 def no_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return -0.125 * (q_idx - kv_idx).abs()
 
 
-MODS = [None, soft_cap, alibi, relative, bias, by_parity, hides, no_score]
+MODS = [None, soft_cap, alibi, relative, bias, by_parity, hides, turned, no_score]
 MASKS = [
     None,
     causal,
@@ -255,8 +259,8 @@ def test_views_and_one_sequence_of_keys_for_all_queries(ctx: ga.GpuContext) -> N
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
-def sine(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-    return score + torch.sin(score)
+def error_function(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score + torch.erf(score)
 
 
 def bits(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -288,7 +292,7 @@ def fails(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 @pytest.mark.parametrize(
     ("mod", "operation", "reason"),
     [
-        (sine, "aten.sin", "is no operation of a graph"),
+        (error_function, "aten.erf", "is no operation of a graph"),
         (bits, "aten.bitwise_and", "bits of integers"),
         (by_score, "aten.index", "depends on the score"),
         (in_steps, "aten.index", "all axes in one"),

@@ -89,3 +89,16 @@ def test_the_compiler_lays_the_parameters_out_as_they_are_packed() -> None:
         for field in layout.fields
     ]
     Compiler().compile(dataclasses.replace(source, source=source.source + "\n".join(checks)))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("arch", ARCHS)
+def test_angles_need_no_table_in_local_memory(arch: str) -> None:
+    """CUDA's own sinf keeps one on the stack for large arguments."""
+    graph = ga.OperationGraph()
+    q, k, v = (graph.tensor(uid=uid, dims=(1, 2, 256, 64), dtype="float16") for uid in (1, 2, 3))
+    scores = graph.matmul(q, graph.transpose(k))
+    scores = graph.sin(scores) + graph.cos(scores * 0.5) - graph.tan(scores * 0.1)
+    graph.output(graph.matmul(graph.softmax(scores), v), uid=4, dtype="float16")
+    key = dispatch_key(match_attention(graph).problem, arch)
+    assert code_faults(code_of(kernel_source(key), key.kernel), register_limit(32)) == []

@@ -55,6 +55,24 @@ MUTANTS = (
     _op("the sign is of the other side", "Real(x > 0) - Real(x < 0)", "Real(x < 0) - Real(x > 0)"),
     _op("max is min", "return a >= b ||", "return a <= b ||"),
     _op("min is max", "return a <= b ||", "return a >= b ||"),
+    _op("the sine of doubles is a cosine", "{ return sin(x); }", "{ return cos(x); }"),
+    _op("the cosine of doubles is a sine", "{ return cos(x); }", "{ return sin(x); }"),
+    _op("the tangent of doubles is a cotangent", "{ return tan(x); }", "{ return 1.0 / tan(x); }"),
+    _op("the sine is a cosine", "float x) { return sinpi_of(", "float x) { return cospi_of(", "angles"),
+    _op("the cosine is a sine", "float x) { return cospi_of(", "float x) { return sinpi_of(", "angles"),
+    _op(
+        "the tangent is a cotangent", "sinpi_of(turns) / cospi_of(turns)", "cospi_of(turns) / sinpi_of(turns)", "angles"
+    ),
+    _op("turns are rounded down", "rintf(x *", "floorf(0.75f + x *", "angles"),
+    _op(
+        "2 pi has 24 bits",
+        "fmaf(turns, 1.7484555e-7f, fmaf(turns, -6.2831855f, x))",
+        "fmaf(turns, -6.2831855f, x)",
+        "angles",
+    ),
+    _op("the rest of 2 pi has the other sign", "1.7484555e-7f", "-1.7484555e-7f", "angles"),
+    _op("half turns are turns", "0.31830989f", "0.15915494f", "angles"),
+    _op("angles are not reduced", "const float turns = rintf(x * 0.15915494f);", "const float turns = 0;", "angles"),
     _op("max prefers numbers", "a >= b || a != a", "a >= b || b != b", "nan"),
     _op("min prefers numbers", "a <= b || a != a", "a <= b || b != b", "nan"),
     # What is generated
