@@ -1,5 +1,5 @@
 // Infinities and NaN among the values of tiles that not all rows see whole: mma/nonfinite.cuh says what is done about them.
-// What lies in such a tile and is seen by no row at all becomes zeros, too: TMA brings whole pages.
+// TMA brings whole parts of pages, so they may be of keys that no row sees at all.
 #pragma once
 
 #include "decode/source.cuh"
@@ -14,17 +14,16 @@ DEVICE bool clear_values(uint32_t tile, const SeenKeys& keys, int first_key) {
 #pragma unroll 2
   for (int n = threadIdx.x; n < BLOCK_N * UNITS; n += CONSUMER_THREADS) {
     const uint32_t address = VBoxes::place(tile, n / UNITS, n % UNITS);
-    const bool seen = keys.has(first_key + n / UNITS);
     uint32_t words[4], all = 0;
     ptx::load_shared_v4(words, address);
 #pragma unroll
     for (int w = 0; w < 4; w++) {
-      const uint32_t cleared = seen ? nonfinite_bits(ELEMENT(), words[w]) : ~0u;
-      words[w] &= ~cleared;
-      all |= cleared;
+      const uint32_t nonfinite = nonfinite_bits(ELEMENT(), words[w]);
+      words[w] &= ~nonfinite;
+      all |= nonfinite;
     }
     if (all != 0) ptx::store_shared_v4(address, words);
-    found |= seen && all != 0;
+    found |= all != 0 && keys.has(first_key + n / UNITS);
   }
   return found;
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,11 @@ from cases.cached_batches import random_batch, random_tree, tree_bits
 from cases.decode import SM90_VARIANTS, Variant, draw
 from emulated import decode as emulated_decode
 from emulated.decode import DecodeCase, check_results, problem_of
+from mutation import decode_sm90 as sm90_mutation
+from mutation.decode_sm90_mutants import DEFECTS
+from mutation.forward_mutants import Mutant
 
+from gpu_actors.devices.emulation import EmulationFault
 from gpu_actors.kernels.decode.variant import decode_tile
 from gpu_actors.kernels.dispatch import dispatch_key, explain
 from gpu_actors.kernels.hopper_decode.params import part_of
@@ -155,6 +160,16 @@ class TestEdges:
     @pytest.mark.parametrize("chunk", [1, 17, 64, 150])
     def test_chunks(self, chunk: int) -> None:
         check(plain((300, 70, 9), rows=9, attention_chunk=chunk))
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [pytest.param(bug, marks=[] if n == 1 else pytest.mark.sweep) for n, bug in enumerate(DEFECTS)],
+    ids=lambda bug: bug.name,
+)
+def test_what_barriers_and_fences_are_there_against_is_caught(mutant: Mutant, tmp_path: Path) -> None:
+    with pytest.raises((AssertionError, EmulationFault)):
+        sm90_mutation.run_probes(mutant, mutant.probes, tmp_path)
 
 
 def key_of(case: DecodeCase) -> Any:

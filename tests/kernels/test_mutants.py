@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from mutation import append_mutants, asm_mutants, backward_mutants, backward_sm90_mutants, decode_mutants
+from mutation import (
+    append_mutants,
+    asm_mutants,
+    backward_mutants,
+    backward_sm90_mutants,
+    decode_mutants,
+    decode_sm90_mutants,
+)
 from mutation import forward_mutants as mutants
 from mutation import hopper_fp8_mutants as sm90_fp8_mutants
 from mutation import hopper_mutants as sm90_mutants
@@ -15,6 +22,7 @@ LISTS: dict[str, tuple[Mutant, ...]] = {
     "backward": backward_mutants.MUTANTS,
     "backward_sm90": backward_sm90_mutants.MUTANTS,
     "decode": decode_mutants.DECODE_MUTANTS,
+    "decode_sm90": decode_sm90_mutants.MUTANTS,
     "append": append_mutants.MUTANTS,
     "asm": asm_mutants.MUTANTS,
     "hopper": sm90_mutants.MUTANTS,
