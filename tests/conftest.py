@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -37,6 +38,20 @@ def _names_one_file(config: pytest.Config) -> bool:
     return len(named) == 1 and Path(*named).is_file()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Where Python may write no bytecode beside its sources, workers and what they start share it in a folder.
+
+    Else each would compile every module, and rewrite the assertions of every test, for itself.
+    """
+    if sys.dont_write_bytecode and getattr(config.option, "tx", None):
+        folder = tempfile.TemporaryDirectory(prefix="gpu-actors-bytecode-")
+        patch = pytest.MonkeyPatch()
+        patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+        patch.setenv("PYTHONPYCACHEPREFIX", folder.name)
+        config.add_cleanup(patch.undo)
+        config.add_cleanup(folder.cleanup)
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Hide the tests themselves from the garbage collector: half a million objects, through which it would walk."""
@@ -49,11 +64,31 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
 
 
+class _FromAnotherFile(pytest.Dir):
+    """A folder that each worker begins to read at another place."""
+
+    def collect(self) -> list[pytest.Item | pytest.Collector]:
+        nodes = list(super().collect())
+        worker = self.config.workerinput  # type: ignore[attr-defined]
+        first = len(nodes) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
+        return nodes[first:] + nodes[:first]
+
+
+def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    """Workers start at once, and each would rewrite the assertions of every file: so most are found rewritten."""
+    if not hasattr(parent.config, "workerinput"):
+        return None
+    return _FromAnotherFile.from_parent(parent, path=path)
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what needs a GPU unless ``-m`` names it, so that ``-m sweep`` runs where there is none.
 
     Sweeps, and tests that compile for a GPU, get five minutes a test where they state no limit of their own.
     """
+    if hasattr(config, "workerinput"):  # in one order, wherever each has begun
+        items.sort(key=lambda item: item.path)
     if "gpu" not in config.option.markexpr:
         on_a_gpu = [item for item in items if item.get_closest_marker("gpu")]
         config.hook.pytest_deselected(items=on_a_gpu)
@@ -85,7 +120,7 @@ def _cache_folder(shared_folder: Path) -> Iterator[Path]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _bytecode(shared_folder: Path) -> Iterator[None]:
-    """Where Python may write no bytecode beside its sources, processes that tests start share it in a folder."""
+    """As `pytest_configure`, for the processes that tests start where there are no workers."""
     with pytest.MonkeyPatch.context() as patch:
         if sys.dont_write_bytecode:
             patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)

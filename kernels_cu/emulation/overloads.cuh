@@ -6,6 +6,15 @@
 #include <math.h>
 #include <stdlib.h>
 
+#ifndef _GNU_SOURCE  // which declares what CUDA C++ has beyond the standard, and much else
+extern "C" {
+void sincos(double, double*, double*);
+void sincosf(float, float*, float*);
+double exp10(double);
+float exp10f(float);
+}
+#endif
+
 // Programs that do read the C++ library's headers have its overloads.
 #if !defined(_GLIBCXX_MATH_H) && !defined(_LIBCPP_MATH_H)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -74,8 +73,8 @@ def emulated_kernels(device: Device) -> list[Kernel]:
 
 
 @pytest.fixture
-def emulated(tmp_path: Path) -> Iterator[EmulatedDevice]:
-    device = EmulatedDevice("sm_80", EmulationOptions(), ContextOptions(cache_dir=str(tmp_path)))
+def emulated() -> Iterator[EmulatedDevice]:
+    device = EmulatedDevice("sm_80", EmulationOptions(), ContextOptions())
     yield device
     device.close()
 

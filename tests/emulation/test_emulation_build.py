@@ -250,16 +250,22 @@ extern "C" __global__ void each(double* out) {
   *at++ = fmax(x, 1);
   *at++ = fma(x, x, x);
   *at++ = lround(2.5f);
+  double sine, cosine;
+  sincos(0.0, &sine, &cosine);
+  *at++ = sine + cosine + exp10(2.0);
+  float sine_f, cosine_f;
+  sincosf(0.0f, &sine_f, &cosine_f);
+  *at++ = sine_f + cosine_f + exp10f(1.0f);
   *at++ = isnan(n) + 2 * isnan(x) + 4 * isinf(x / 0.0f) + 8 * isfinite(x) + 16 * signbit(x);
 }
 """
 
 
 def test_functions_of_c_have_the_overloads_that_cuda_has(cache: Path) -> None:
-    out = EmulatedBuffer(19 * 8, "out")
+    out = EmulatedBuffer(21 * 8, "out")
     module = build_module(OVERLOADS, cache_dir=cache)
     module.launch("each", 1, 1, 0, struct.pack("<Q", out.address), [out])
-    assert out.view(np.float64).tolist() == [1] * 9 + [2.5, 3, 5e9, 2.25, 2, 0.125, 1, 3.75, 3, 28]
+    assert out.view(np.float64).tolist() == [1] * 9 + [2.5, 3, 5e9, 2.25, 2, 0.125, 1, 3.75, 3, 101, 11, 28]
 
 
 def test_a_build_that_takes_its_time_is_in_the_log(

@@ -65,7 +65,8 @@ class Executor:
             work = Path(scratch)
             (work / "unit.cpp").write_text(_UNIT, encoding="utf-8")
             write_headers(self.headers, work / "include")
-            options = [*definitions(self.macros), f"-I{work / 'include'}", "-c", "unit.cpp", "-o", "executor.o"]
+            options = [*definitions(self.macros), "-D_GNU_SOURCE", f"-I{work / 'include'}"]
+            options += ["-c", "unit.cpp", "-o", "executor.o"]
             start = time.perf_counter()
             try:
                 run_compiler(self.toolchain, options, work, kept, "the emulated device's executor")
