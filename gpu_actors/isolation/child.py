@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import socket
+import threading
 from typing import Any
 
 from gpu_actors.isolation.arena import Arena
 from gpu_actors.isolation.context_worker import ContextWorker
 from gpu_actors.isolation.pipe import PipeChannel
+from gpu_actors.isolation.records import Ask
 from gpu_actors.isolation.workplace import Order
+from gpu_actors.runtime.mailbox import Mailbox
+from gpu_actors.runtime.waking import WakePipe
 
-__all__ = ["main"]
+__all__ = ["ReadingPipe", "main"]
 
 _IDLE = 3600.0
 
@@ -29,9 +34,40 @@ def main(descriptors: list[int], order: bytes) -> None:
     def received(sequence: int, record: Any) -> None:
         worker.received(sequence, record)
 
-    channel = PipeChannel(socket.socket(fileno=descriptors[0]), False, answers, requests, received)
+    channel = PipeChannel(socket.socket(fileno=descriptors[0]), False, answers, requests, received, _is_for_an_actor)
+    Mailbox.make_pipe = functools.partial(ReadingPipe, channel)
     worker = ContextWorker(channel)
     worker.open(Order(*pickle.loads(order)))
     channel.serve(lambda: -1.0 if worker.ended else _IDLE)
     # Nothing that still hangs here may keep the process: the driver takes back what it had.
     os._exit(0)
+
+
+class ReadingPipe(WakePipe):
+    """By which an actor sleeps that was the last to have a request: it reads the channel itself, meanwhile.
+
+    So the next request wakes the thread that answers it, and no other. What comes for others, it hands on.
+    """
+
+    __slots__ = ("_due", "_substitute")
+
+    def __init__(self, channel: PipeChannel) -> None:
+        super().__init__()
+        self._substitute = channel.substitute(self._reader)
+        self._due = False  # woken since it last slept
+
+    def wait(self) -> None:
+        due, self._due = self._due, False
+        if not due or not self._substitute.read():
+            super().wait()
+
+    def wake(self) -> None:
+        self._due = True
+        # What it receives for itself need not wake it: it looks for work next.
+        if self._substitute.receives != threading.get_ident():
+            super().wake()
+
+
+def _is_for_an_actor(record: Any) -> bool:
+    # A question about the context may wait for an actor, and `Stop` does: not on the thread of one.
+    return type(record) is Ask and bool(record.actor)

@@ -56,6 +56,8 @@ class Mailbox:
     unfinished; while so many are, the mailbox is ``saturated`` and `take` gives nothing out.
     """
 
+    make_pipe: Callable[[], WakePipe] = WakePipe  # a process may have its actors sleep in another way
+
     def __init__(self, name: str, capacity: int, max_in_flight: int) -> None:
         self.name = name
         self.capacity = capacity
@@ -199,9 +201,7 @@ class Mailbox:
         Empty where a flush was asked for (`ask_flush`) and no call waits.
         """
         while True:
-            if self._pipe is None:
-                self._pipe = WakePipe()
-            pipe = self._pipe
+            pipe = self._pipe = self._pipe or self.make_pipe()
             with self.lock:
                 # Set before the look for work, so that a call which arrives after that wakes the thread.
                 self._asleep = True
@@ -357,8 +357,7 @@ class Mailbox:
 
     def _wake(self) -> None:
         # Called without the lock, which the woken thread takes first.
-        pipe = self._pipe
-        if pipe is not None:
+        if (pipe := self._pipe) is not None:
             pipe.wake()
 
     def _compact(self) -> None:

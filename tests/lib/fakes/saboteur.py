@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +25,10 @@ def _send(number: int) -> None:
 
 
 class Saboteur(ServiceActor):
-    """Takes ("echo", value), ("raise", error), ("sleep", seconds), ("now", way) and ("trap", step, way)."""
+    """Takes ("echo", value), ("raise", error), ("sleep", seconds), ("now", way) and ("trap", step, way).
+
+    After ("note receivers",), ("received here",) tells whether its own thread received it.
+    """
 
     label = "saboteur"
 
@@ -47,6 +51,11 @@ class Saboteur(ServiceActor):
             raise given[0]
         elif kind == "fill":
             given[0][...] = 7
+        elif kind == "note receivers":
+            self._receivers: list[int] = []
+            _before_asked(lambda *_: self._receivers.append(threading.get_ident()))
+        elif kind == "received here":
+            given = [self._receivers[-1] == threading.get_ident()]
         call.resolve(given[0] if given else None, self.outbox)
 
 
@@ -75,7 +84,7 @@ def _trap(step: str, harm: Callable[[], object]) -> None:
     if step == "read":
         _before(PipeChannel, "_record", lambda *_: harm())
     elif step == "asked":
-        _before(Worker, "_asked", lambda *_: harm())
+        _before_asked(lambda *_: harm())
     elif step == "answered":
         _before(Worker, "_done", lambda self, number, cell, call: cell.name == "flash_attn" and harm())
     elif step == "packed":
@@ -100,6 +109,12 @@ def _trap(step: str, harm: Callable[[], object]) -> None:
         _before(Worker, "close", lambda *_: harm())
     else:
         raise AssertionError(step, Answer)
+
+
+def _before_asked(first: Callable[..., object]) -> None:
+    from gpu_actors.isolation.worker import Worker
+
+    _before(Worker, "_asked", first)
 
 
 def _before(owner: type, name: str, first: Callable[..., object]) -> None:
