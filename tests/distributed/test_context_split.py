@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from cases import shards
@@ -30,6 +31,15 @@ async def test_it_equals_one_context(pool: ContextPool, whole: ga.GpuContext, pa
         except BaseException as error:
             error.add_note(name)
             raise
+
+
+async def test_fp8_operands_equal_one_context(pool: ContextPool, whole: ga.GpuContext) -> None:
+    factors = np.abs(shards.arrays((2, 2), 5)) + np.float32(0.2)
+    given = shards.operands(dtype=ml_dtypes.float8_e4m3fn)
+    request = ga.FlashForward(**given, causal=True, k_descale=factors, v_descale=factors[::-1].copy(), return_lse=True)
+    found, wanted = await context_split(pool, request, parts=3), await whole.flash_attn.submit(request)
+    shards.close(found.out, wanted.out, "out")
+    shards.close(found.lse, wanted.lse, "lse")
 
 
 @pytest.mark.parametrize(("rows", "parts"), [(0, 1), (1, 3), (7, 2), (64, 4), (1000, 7)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from mutation import (
     append_mutants,
@@ -10,12 +12,14 @@ from mutation import (
     backward_sm90_mutants,
     decode_mutants,
     decode_sm90_mutants,
+    host_mutants,
+    workers_mutants,
 )
 from mutation import forward_mutants as mutants
 from mutation import hopper_fp8_mutants as sm90_fp8_mutants
 from mutation import hopper_mutants as sm90_mutants
 from mutation.forward_mutants import Mutant
-from support.service import KERNELS_CU
+from support.service import KERNELS_CU, REPOSITORY
 
 LISTS: dict[str, tuple[Mutant, ...]] = {
     "forward": mutants.MUTANTS,
@@ -34,5 +38,12 @@ LISTS: dict[str, tuple[Mutant, ...]] = {
 def test_every_bug_changes_the_text_that_it_names(kernels: str) -> None:
     found = LISTS[kernels]
     lost = [bug.name for bug in found if bug.old not in (KERNELS_CU / bug.file).read_text() or bug.old == bug.new]
+    assert lost == []
+    assert len({(bug.kernel, bug.name) for bug in found}) == len(found)
+
+
+@pytest.mark.parametrize("found", [host_mutants.MUTANTS, workers_mutants.MUTANTS], ids=["host", "workers"])
+def test_every_fault_changes_the_module_that_it_names(found: Sequence[Mutant]) -> None:
+    lost = [bug.name for bug in found if bug.old not in (REPOSITORY / bug.file).read_text() or bug.old == bug.new]
     assert lost == []
     assert len({(bug.kernel, bug.name) for bug in found}) == len(found)

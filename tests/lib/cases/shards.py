@@ -1,4 +1,22 @@
-"""Requests over several workers, whatever their channel is: checks that take a pool and compare with one context."""
+"""Requests over several workers, whatever their channel is: checks that take a pool and compare with one context.
+
+What shows that several workers equal one context, by feature. "Channels" is test_over_each_channel.py, over threads,
+child processes and, in tests/on_ray, Ray actors; its sweep runs all of it on the emulated device.
+
+    causal decode and chunks, any interleave   test_sharded_cache, "plain"; channels
+    causal prefill by blocks                   test_context_split, "causal"; channels
+    windows of one row and of several          test_sharded_cache, "window", "window, not causal"; channels
+    first keys                                 test_sharded_cache, "window and first keys", "first keys over workers"
+    ALiBi of one row and of several            test_sharded_cache, test_slopes_go_by_the_distance_in_the_whole
+    learned sinks, once                        test_sharded_cache, "sinks"; channels
+    softcap                                    test_sharded_cache, "softcap and scale"
+    bias                                       CONTEXT, "bias and sinks"; channels
+    dropout                                    CONTEXT, "dropout"; test_head_split, "dropout"; channels
+    gradients with dsinks and dbias            CONTEXT, "bias and sinks"; check_heads; channels
+    heads                                      test_head_split; channels
+    fp8, rope, trees                           test_shard_rows; channels
+    varlen                                     CONTEXT, "varlen, ..."; channels
+"""
 
 from __future__ import annotations
 
@@ -10,7 +28,14 @@ from support.service import comes_true
 
 import gpu_actors as ga
 from gpu_actors import Rope
-from gpu_actors.distributed import ContextPool, ShardedKvCache, context_split, context_split_backward
+from gpu_actors.distributed import (
+    ContextPool,
+    ShardedKvCache,
+    context_split,
+    context_split_backward,
+    head_split,
+    head_split_backward,
+)
 
 ROWS, HEADS, KV_HEADS, DIM, DIM_V = 22, 4, 2, 8, 6
 
@@ -123,6 +148,21 @@ async def check_contexts(pool: ContextPool, ctx: ga.GpuContext) -> None:
     """`check_context_split` of some requests, over three parts."""
     for name in ("bias and sinks", "causal window", "dropout", "varlen, causal"):
         await check_context_split(pool, ctx, name, 3)
+
+
+async def check_heads(pool: ContextPool, ctx: ga.GpuContext, dims: tuple[int, int] = (DIM, DIM_V)) -> None:
+    """A forward request and its gradients, split by heads, have the bits of one context's."""
+    given = {**operands(dims=dims), **BIAS, "sinks": SINKS, "causal": True, "dropout_p": 0.3, "dropout_seed": 4}
+    whole = await ctx.flash_attn.submit(ga.FlashForward(**given, return_lse=True))
+    found = await head_split(pool, ga.FlashForward(**given, return_lse=True), parts=2)
+    request = ga.FlashBackward(**given, out=whole.out, lse=whole.lse, dout=arrays(whole.out.shape, 9))
+    wanted = await ctx.flash_attn.submit(request)
+    gradients = await head_split_backward(pool, request, parts=2)
+    for name, one, other in (
+        *((name, getattr(found, name), getattr(whole, name)) for name in ("out", "lse")),
+        *((name, getattr(gradients, name), getattr(wanted, name)) for name in ("dq", "dk", "dv", "dbias", "dsinks")),
+    ):
+        np.testing.assert_array_equal(one, other, err_msg=name)
 
 
 async def check_sharded_cache(

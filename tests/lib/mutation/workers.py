@@ -1,0 +1,72 @@
+"""Seeds faults into what several workers share, one at a time, and says which test on mock devices catches each.
+
+scripts/mutants workers             every mutant, two to ten seconds each; writes docs/reports/mutation_workers.md
+scripts/mutants workers NAME...     only these, and writes nothing
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mutation.forward_mutants import Mutant
+from mutation.run import kernel_and_name, probes_of, run_mutants
+from mutation.workers_mutants import MUTANTS, PROBES
+
+__all__ = ["main"]
+
+ROOT = Path(__file__).resolve().parents[3]
+REPORT = ROOT / "docs" / "reports" / "mutation_workers.md"
+SECONDS = 60  # of a test, before it counts as hung
+_OPTIONS = ("-n", "0", "-x", "-q", "--tb=line", "-p", "no:cacheprovider", "--timeout", str(SECONDS))
+
+
+def run_tests(probes: Sequence[str], mutant: Mutant | None = None) -> None:
+    """Raises AssertionError with the test that caught the mutant."""
+    nodes = list(dict.fromkeys(node for probe in probes for node in PROBES[probe]))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests" / "lib"), "PYTHONDONTWRITEBYTECODE": "1"}
+    if mutant is not None:
+        environment["HOST_MUTANT"] = json.dumps([mutant.file, mutant.old, mutant.new])
+    program = "import sys, mutation.host_seed, pytest; sys.exit(pytest.main(sys.argv[1:]))"
+    command = [sys.executable, "-c", program, *_OPTIONS, *nodes]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    said = run.stdout + run.stderr
+    if "LookupError" in said or run.returncode not in (0, 1):
+        raise RuntimeError(said[-3000:])
+    if run.returncode:
+        found = re.search(r"^(?:FAILED|ERROR) \S+::(\w+)", said, re.M)
+        raise AssertionError(found[1].removeprefix("test_").replace("_", " ") if found else "a test fails")
+
+
+def check_clean(chosen: Sequence[Mutant], cache: Path) -> None:
+    try:
+        run_tests(probes_of(chosen))
+    except AssertionError as error:
+        raise RuntimeError("the probes do not pass without a fault") from error
+
+
+def run_probes(mutant: Mutant, cache: Path) -> None:
+    run_tests(mutant.probes, mutant)
+
+
+def main(names: list[str]) -> int:
+    return run_mutants(MUTANTS, names, check_clean, run_probes, kernel_and_name, REPORT, _REPORT, str)
+
+
+_REPORT = """# Mutation run of several workers
+
+`scripts/mutants workers` seeds each of these faults into the code that moves sequences, and splits requests and caches
+over workers. It runs the tests of its probes on mock devices. The last column names the test that fails. {caught}.
+
+| module | fault | probes | caught by |
+|---|---|---|---|
+{rows}
+"""
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,229 @@
+"""Faults to seed into what several workers share; workers.py runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mutation.forward_mutants import Mutant
+
+__all__ = ["MUTANTS", "PROBES"]
+
+PROBES: Mapping[str, tuple[str, ...]] = {
+    "moves": ("tests/distributed/test_moving.py", "tests/api/test_kv_cache_moving.py"),
+    "prefill here": (
+        "tests/distributed/test_over_each_channel.py::test_prefill_here_and_decode_there[direct-bfloat16]",
+        "tests/distributed/test_over_each_channel.py::test_prefill_here_and_decode_there[direct-float8_e4m3fn]",
+    ),
+    "rows": ("tests/distributed/test_context_split.py",),
+    "heads": ("tests/distributed/test_head_split.py",),
+    "keys": ("tests/distributed/test_key_split.py", "tests/distributed/test_sharded_cache.py"),
+    "shard rows": ("tests/distributed/test_shard_rows.py",),
+}
+
+
+def _faults(file: str, probe: str, *faults: tuple[str, str, str]) -> list[Mutant]:
+    """faults: name, old text, new text."""
+    module = file.rpartition("/")[2]
+    return [Mutant(name, module, f"gpu_actors/{file}.py", old, new, (probe,)) for name, old, new in faults]
+
+
+MUTANTS: tuple[Mutant, ...] = (
+    *_faults(
+        "distributed/moving",
+        "moves",
+        ("a lease that never ends", "        cache.release(pages)\n", "        pass\n"),
+        ("the source keeps its sequence", "    source.free(seq)\n", "    pass\n"),
+        ("the whole deadline for the second step", "max(0.0, end - time.monotonic())", "timeout"),
+    ),
+    *_faults(
+        "distributed/cache",
+        "moves",
+        (
+            "a moved sequence stays at its home",
+            "        self.free(seq)\n        return self._housed(home, handle)",
+            "        return self._housed(home, handle)",
+        ),
+        (
+            "requests are counted at the other worker",
+            "(member if cache is source else home)",
+            "(home if cache is source else member)",
+        ),
+        (
+            "the new home is not counted",
+            "        return self._housed(home, handle)\n",
+            "        return PooledSequence(home.name, handle)\n",
+        ),
+        (
+            "any worker is taken for a home",
+            "self._pool.candidates().items() if name != member.name}",
+            "self._pool.candidates().items()}",
+        ),
+    ),
+    *_faults(
+        "actors/kv_moving",
+        "moves",
+        ("what is refused is kept", "    if call.error is not None:\n        cache.tables.free(table)", "    return"),
+        ("a lease that is the sequence", "lease = cache.tables.fork(table)", "lease = table"),
+        ("pages are not checked", "            check_pages(given, cache.pool, cache.descales)\n", "            pass\n"),
+    ),
+    *_faults(
+        "actors/kv_moving",
+        "prefill here",
+        ("prefixes are not named", "            cache.tables.commit([write])\n", ""),
+    ),
+    *_faults(
+        "actors/kv_moving",
+        "moves",
+        (
+            "known pages are sent to others' places",
+            "(given.k[first:], given.v[first:])",
+            "(given.k[::-1][first:], given.v[::-1][first:])",
+        ),
+    ),
+    *_faults(
+        "kv/transfer",
+        "moves",
+        (
+            "a digest of K alone",
+            "        for page in pages:\n            check.update",
+            "        for page in pages[:1]:\n            check.update",
+        ),
+        ("rows that were never written leave", "    if rest:  #", "    if False:  #"),
+        ("descales are not compared", "(own is None or np.array_equal(own, other))", "True"),
+        (
+            "pages are read in another order",
+            "[(page, index) for index, page in enumerate(pages)]",
+            "[(page, index) for index, page in enumerate(pages[::-1])]",
+        ),
+    ),
+    *_faults(
+        "kv/sequences",
+        "moves",
+        (
+            "a full cache keeps what it found",
+            "                    self._pool.release(page)\n                raise\n",
+            "                    pass\n                raise\n",
+        ),
+    ),
+    *_faults(
+        "distributed/key_split",
+        "keys",
+        (
+            "keys of the worker before",
+            "np.clip(rest - worker * self.run, 0, self.run)",
+            "np.clip(rest - (worker - 1) * self.run, 0, self.run)",
+        ),
+        (
+            "a place in the wrong turn",
+            "(whole * self.workers + worker) * self.run + rest",
+            "(whole * self.workers + worker) * self.run",
+        ),
+        (
+            "a window one key too far",
+            "keys - 1 - begin, int(sinks[rows.start]), True",
+            "keys - begin, int(sinks[rows.start]), True",
+        ),
+    ),
+    *_faults(
+        "distributed/key_split",
+        "shard rows",
+        ("keys before a tree are hidden", "bits[: count - len(mine)].sum", "bits[:0].sum"),
+        (
+            "a tree's keys lie first",
+            "np.where(sees[:, mine], bits[count - len(mine) :]",
+            "np.where(sees[:, mine], bits[: len(mine)]",
+        ),
+    ),
+    *_faults(
+        "distributed/shard_rows",
+        "shard rows",
+        (
+            "q is not rotated",
+            "        if q is not None:\n            q = apply_rope",
+            "        if q is None:\n            q = apply_rope",
+        ),
+        ("rotated by the place in the request", "lengths = np.array([begin + len(k)])", "lengths = np.array([len(k)])"),
+        ("tables' end is not checked", "        rows.check_reach(lengths)\n", ""),
+        (
+            "pairs are taken for halves",
+            "k = apply_rope(k, *angles, interleaved=rows.rope.interleaved)",
+            "k = apply_rope(k, *angles)",
+        ),
+        (
+            "new rows attend without descales",
+            "one.astype(np.float32) * _factors(descales, side)",
+            "one.astype(np.float32)",
+        ),
+        ("V has K's descale", '    found = descales.get(f"{side}_descale")', '    found = descales.get("k_descale")'),
+        (
+            "a tree of bits is turned",
+            "tree_bits(host)[:, None] >> np.arange(rows, dtype=np.uint64)",
+            "tree_bits(host) >> np.arange(rows, dtype=np.uint64)[:, None]",
+        ),
+    ),
+    *_faults(
+        "distributed/keys",
+        "shard rows",
+        ("causal beside a tree", "causal=causal and tree is None", "causal=causal"),
+        ("a tree among new rows is dropped", "            if tree is not None:\n", "            if False:\n"),
+        ("a tree among cached rows is dropped", "own = {} if within is None else", "own = {} if True else"),
+        (
+            "a window beside a tree of cached rows",
+            'if within is not None and (mask.mask != "full" or slopes is not None):',
+            "if False:",
+        ),
+    ),
+    *_faults(
+        "distributed/keys",
+        "keys",
+        ("rows of other workers stay", "            for rank in written:\n", "            for rank in written[:0]:\n"),
+        ("slopes of the whole's distances", "distances.slopes * np.float32(distances.step)", "distances.slopes"),
+        ("the distance to the last key is left out", "lse = lse - distances.behind(part.rows, key)", "pass"),
+        (
+            "first keys among the new rows",
+            "sinks_left = max(0, getattr(mask, SINKS) - length)",
+            "sinks_left = getattr(mask, SINKS)",
+        ),
+        ("a cancelled append is left alone", "await asyncio.shield(writing)", "await writing"),
+        (
+            "a lost worker goes unnoticed",
+            "        if always or isinstance(error, ContextLost | StaleBuffer):",
+            "        if False:",
+        ),
+    ),
+    *_faults(
+        "distributed/context_parallel",
+        "rows",
+        ("each sequence begins at key 0", "(key_end - key - row_end + row) * shifted", "0"),
+        (
+            "rows of all sequences at the first",
+            "np.arange(first + one.start, first + one.stop)",
+            "np.arange(one.start, one.stop)",
+        ),
+        ("steps between positions are left out", "+= starts * step", "+= starts"),
+        ("the last block's gradient alone", "total[tuple(cut)] += part", "total[tuple(cut)] = part"),
+        ("late rows at one part", "self.blocks.append(_Block(part, cut,", "self.blocks.append(_Block(block // 2, cut,"),
+        (
+            "chunks begin at the block's first key",
+            "first_key = -(offsets.min(initial=0) // chunk) * chunk",
+            "first_key = -offsets.min(initial=0)",
+        ),
+        ("dropout by the place in the block", "request.dropout_p or chunked", "chunked"),
+        (
+            "positions of the first sequence for all",
+            'begin = {"q_positions": first_key + offsets',
+            'begin = {"q_positions": first_key + offsets[:1].repeat(len(offsets))',
+        ),
+    ),
+    *_faults(
+        "distributed/heads",
+        "heads",
+        ("dropout of the first heads", " + index * (counts[0] // parts)", ""),
+        (
+            "dropout of a part's own heads",
+            "counts[0] if request.dropout_heads is None else request.dropout_heads",
+            "None",
+        ),
+        ("heads of the first part", "range(index * each, (index + 1) * each)", "range(each)"),
+    ),
+)
