@@ -90,6 +90,7 @@ class ShardedKvCache(Local):
         interleave: int | None = None,
     ) -> None:
         expect(isinstance(pool, ContextPool), "pool", show(pool), "must be a ContextPool")
+        expect(isinstance(dtype, str), "dtype", show(dtype), "must be the name of a dtype")
         self._pool = pool
         self._dtype = dtype
         given = (("k_descale", k_descale), ("v_descale", v_descale))

@@ -9,9 +9,13 @@ import pytest
 
 import gpu_actors as ga
 from gpu_actors.distributed import ContextPool
-from gpu_actors.remote import ChildProcess, InProcess, RemoteContext, Workplace, open_remote
+from gpu_actors.remote import ChildProcess, Faults, Faulty, InProcess, RemoteContext, Workplace, open_remote
 
-CHANNELS: dict[str, Callable[[], Workplace]] = {"direct": InProcess, "process": ChildProcess}
+CHANNELS: dict[str, Callable[[], Workplace]] = {
+    "direct": InProcess,
+    "process": ChildProcess,
+    "faulty": lambda: Faulty(Faults(seed=3)),
+}
 """Where a worker runs. Ray actors join in tests/on_ray/test_ray_sharded.py, with the same cases."""
 
 

@@ -62,17 +62,24 @@ class Recorder:
         self.dice = pool.dice
         self.requests: list[ga.FlashForward] = []
         self.homes: Counter[str] = Counter()
+        self.keys: Counter[str] = Counter()
         self._pool = pool
 
     async def ask(self, request: Any, *, timeout: float | None, choose: Any) -> Any:
+        home = ""
+
         def noted(members: Any) -> Any:
+            nonlocal home
             member = choose(members)
-            self.homes[member.name] += 1
+            home = member.name
+            self.homes[home] += 1
             return member
 
         def submitted(ctx: ga.GpuContext) -> Any:
             reply = request(ctx)
-            self.requests.append(reply._call.message)
+            message = reply._call.message
+            self.requests.append(message)
+            self.keys[home] += message.k.shape[-3]
             return reply
 
         return await self._pool.ask(submitted, timeout=timeout, choose=noted)
@@ -84,6 +91,8 @@ async def test_workers_get_the_keys_that_their_rows_see(pool: ContextPool) -> No
         request = ga.FlashForward(**shards.operands(48, 48), **options)
         await context_split(recorder, request, parts=3)  # type: ignore[arg-type]
         assert sorted(recorder.homes.values()) == [2, 2, 2]
+        if options == {"causal": True}:
+            assert list(recorder.keys.values()) == [56, 56, 56]
         return sorted((one.q.shape[1], one.k.shape[1]) for one in recorder.requests)
 
     assert await lengths() == [(8, 48)] * 6
@@ -104,6 +113,7 @@ async def test_each_packed_sequence_is_cut_by_itself(pool: ContextPool) -> None:
         [[0, 2, 3, 3], [0, keys, keys + 16 + keys // 2, keys + 16 + keys // 2]] for keys in (2, 4, 6, 8)
     ]
     assert sorted(recorder.homes.values()) == [2, 2]
+    assert list(recorder.keys.values()) == [47, 47]
 
 
 async def test_no_rows_and_no_keys(pool: ContextPool, whole: ga.GpuContext) -> None:

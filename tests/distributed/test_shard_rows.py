@@ -207,5 +207,8 @@ async def test_what_is_refused(pool: ContextPool) -> None:
         assert (seq.length, other.length) == (3, 0)
     with pytest.raises(ga.InvalidRequest):
         await ShardedKvCache(pool, **fp8, k_descale=np.zeros(2, np.float32)).__aenter__()
-    with pytest.raises(ga.Unsupported):
-        await ShardedKvCache(pool, **{**SPEC, "dtype": "int8"}).__aenter__()
+    with pytest.raises(ga.InvalidRequest, match="name of a dtype"):
+        ShardedKvCache(pool, **{**SPEC, "dtype": np.float32})
+    for dtype in ("int8", "float64"):
+        with pytest.raises(ga.Unsupported):
+            await ShardedKvCache(pool, **{**SPEC, "dtype": dtype}).__aenter__()
