@@ -19,7 +19,10 @@ CHANNELS: dict[str, Callable[[], Workplace]] = {
 """Where a worker runs. Ray actors join in tests/on_ray/test_ray_sharded.py, with the same cases."""
 
 
-@pytest.fixture(scope="module", params=CHANNELS)
+_PARAMS = [pytest.param(name, marks=pytest.mark.sweep if name == "faulty" else ()) for name in CHANNELS]
+
+
+@pytest.fixture(scope="module", params=_PARAMS)
 def three_workers(request: pytest.FixtureRequest) -> Iterator[dict[str, RemoteContext]]:
     """Three contexts over each channel. For tests that do them no harm."""
     with contextlib.ExitStack() as stack:

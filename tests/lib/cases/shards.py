@@ -51,10 +51,10 @@ def operands(
     return {name: arrays((batch, *shape), seed, dtype) for seed, (name, shape) in enumerate(shapes.items())}
 
 
-def packed(*lengths: tuple[int, int], dtype: Any = np.float32) -> dict[str, Any]:
+def packed(*lengths: tuple[int, int], dtype: Any = np.float32, dims: tuple[int, int] = (DIM, DIM_V)) -> dict[str, Any]:
     """Operands of a varlen request. lengths: rows and keys of each sequence."""
     ends = [np.cumsum([0, *side], dtype=np.int32) for side in zip(*lengths, strict=True)]
-    given = {name: array[0] for name, array in operands(int(ends[0][-1]), int(ends[1][-1]), 1, dtype).items()}
+    given = {name: array[0] for name, array in operands(int(ends[0][-1]), int(ends[1][-1]), 1, dtype, dims).items()}
     return {**given, "cu_seqlens_q": ends[0], "cu_seqlens_k": ends[1]}
 
 
@@ -95,6 +95,9 @@ CONTEXT: dict[str, dict[str, Any]] = {
         **{name: arrays((1, ROWS, heads, 32), 2, np.float16) for name, heads in (("q", 4), ("k", 2), ("v", 2))},
         "causal": True, "sinks": SINKS,
     },
+    "float16, bias": {
+        **operands(batch=1, dtype=np.float16, dims=(32, 32)), "causal": True, "sinks": SINKS, **BIAS, "dropout_p": 0.2,
+    },
     "few rows": {**operands(3, 5), "causal": True},
     "one row": {**operands(1, 40), "causal": True},
     "varlen": packed(*(RAGGED := ((9, 9), (0, 4), (13, 13), (1, 1), (5, 30), (21, 6), (4, 0)))),
@@ -106,6 +109,9 @@ CONTEXT: dict[str, dict[str, Any]] = {
     "varlen, slopes": {**packed(*RAGGED), "alibi_slopes": np.abs(arrays((len(RAGGED), HEADS), 4))},
     "varlen, dropout": {**packed((9, 9), (14, 14), (2, 2)), "causal": True, "dropout_p": 0.3, "dropout_seed": 9},
     "varlen, dropout of all": {**packed(*RAGGED), "dropout_p": 0.3, "dropout_seed": 9},
+    "varlen, float16": {
+        **packed((9, 9), (0, 4), (5, 12), dtype=np.float16, dims=(32, 32)), "causal": True, "sinks": SINKS,
+    },
     "varlen, positions": {
         **packed((9, 9), (5, 12)), "causal": True, "window_size": (9, 0), "dropout_p": 0.2,
         "q_positions": np.array([[30, 2], [4, 1]], np.int32), "k_positions": np.array([[1, 3], [0, 2]], np.int32),
@@ -150,12 +156,12 @@ async def check_contexts(pool: ContextPool, ctx: ga.GpuContext) -> None:
         await check_context_split(pool, ctx, name, 3)
 
 
-async def check_heads(pool: ContextPool, ctx: ga.GpuContext, dims: tuple[int, int] = (DIM, DIM_V)) -> None:
+async def check_heads(pool: ContextPool, ctx: ga.GpuContext, name: str = "bias and sinks") -> None:
     """A forward request and its gradients, split by heads, have the bits of one context's."""
-    given = {**operands(dims=dims), **BIAS, "sinks": SINKS, "causal": True, "dropout_p": 0.3, "dropout_seed": 4}
+    given = {**CONTEXT[name], "dropout_p": 0.3, "dropout_seed": 4}
     whole = await ctx.flash_attn.submit(ga.FlashForward(**given, return_lse=True))
     found = await head_split(pool, ga.FlashForward(**given, return_lse=True), parts=2)
-    request = ga.FlashBackward(**given, out=whole.out, lse=whole.lse, dout=arrays(whole.out.shape, 9))
+    request = ga.FlashBackward(**given, out=whole.out, lse=whole.lse, dout=arrays(whole.out.shape, 9, whole.out.dtype))
     wanted = await ctx.flash_attn.submit(request)
     gradients = await head_split_backward(pool, request, parts=2)
     for name, one, other in (

@@ -42,7 +42,7 @@ def run_tests(probes: Sequence[str], mutant: Mutant | None = None, limit: float 
     server = _server()
     assert server.stdin is not None
     assert server.stdout is not None
-    server.stdin.write(json.dumps({**run, "nodes": nodes, "seconds": SECONDS, "limit": limit}) + "\n")
+    server.stdin.write(json.dumps({**run, "nodes": nodes, "marks": "gpu", "seconds": SECONDS, "limit": limit}) + "\n")
     server.stdin.flush()
     code, said = json.loads(server.stdout.readline())
     if code is None:

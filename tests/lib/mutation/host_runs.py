@@ -1,7 +1,7 @@
 """Runs tests with a fault in one module of the package, each time in a child of a process that has imported the rest.
 
-Reads a line of JSON for each run from standard input: file, old, new, nodes, seconds, limit. Answers each with a line:
-the exit code, None where the time was over, and what pytest has said.
+Reads a line of JSON for each run from standard input: file, old, new, nodes, seconds, limit, and marks, which pytest's
+-m takes. Answers each with a line: the exit code, None where the time was over, and what pytest has said.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import cupy  # noqa: F401
 import pytest
 
-_OPTIONS = ("-n", "0", "-x", "-q", "-m", "gpu", "--tb=short", "-p", "no:cacheprovider", "-p", "no:randomly")
+_OPTIONS = ("-n", "0", "-x", "-q", "--tb=short", "-p", "no:cacheprovider", "-p", "no:randomly")
 
 
 def child(run: dict[str, Any], output: int) -> NoReturn:
@@ -31,7 +31,9 @@ def child(run: dict[str, Any], output: int) -> NoReturn:
     os.environ["HOST_MUTANT"] = json.dumps([run["file"], run["old"], run["new"]])
     os.environ["SOFTGPU_PRELOAD"] = "mutation.host_seed"
     importlib.import_module("mutation.host_seed")
-    code: Sequence[str] | int = pytest.main([*_OPTIONS, "--timeout", str(run["seconds"]), *run["nodes"]])
+    code: Sequence[str] | int = pytest.main(
+        [*_OPTIONS, "-m", run["marks"], "--timeout", str(run["seconds"]), *run["nodes"]]
+    )
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(int(code))  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ scripts/mutants workers NAME...     only these, and writes nothing
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -23,29 +24,40 @@ __all__ = ["main"]
 ROOT = Path(__file__).resolve().parents[3]
 REPORT = ROOT / "docs" / "reports" / "mutation_workers.md"
 SECONDS = 60  # of a test, before it counts as hung
-_OPTIONS = ("-n", "0", "-x", "-q", "--tb=line", "-p", "no:cacheprovider", "--timeout", str(SECONDS))
 
 
-def run_tests(probes: Sequence[str], mutant: Mutant | None = None) -> None:
+@functools.cache
+def _server() -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests" / "lib")}
+    command = [sys.executable, "-m", "mutation.host_runs"]
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
+    )
+
+
+def run_tests(probes: Sequence[str], mutant: Mutant | None = None, limit: float = 5 * SECONDS) -> None:
     """Raises AssertionError with the test that caught the mutant."""
     nodes = list(dict.fromkeys(node for probe in probes for node in PROBES[probe]))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests" / "lib"), "PYTHONDONTWRITEBYTECODE": "1"}
-    if mutant is not None:
-        environment["HOST_MUTANT"] = json.dumps([mutant.file, mutant.old, mutant.new])
-    program = "import sys, mutation.host_seed, pytest; sys.exit(pytest.main(sys.argv[1:]))"
-    command = [sys.executable, "-c", program, *_OPTIONS, *nodes]
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    said = run.stdout + run.stderr
-    if "LookupError" in said or run.returncode not in (0, 1):
+    run = {"file": "none", "old": "", "new": ""} if mutant is None else mutant._asdict()
+    server = _server()
+    assert server.stdin is not None
+    assert server.stdout is not None
+    run |= {"nodes": nodes, "marks": "not sweep", "seconds": SECONDS, "limit": limit}
+    server.stdin.write(json.dumps(run) + "\n")
+    server.stdin.flush()
+    code, said = json.loads(server.stdout.readline())
+    if code is None:
+        raise AssertionError("hangs")
+    if "LookupError" in said or code not in (0, 1):
         raise RuntimeError(said[-3000:])
-    if run.returncode:
+    if code:
         found = re.search(r"^(?:FAILED|ERROR) \S+::(\w+)", said, re.M)
         raise AssertionError(found[1].removeprefix("test_").replace("_", " ") if found else "a test fails")
 
 
 def check_clean(chosen: Sequence[Mutant], cache: Path) -> None:
     try:
-        run_tests(probes_of(chosen))
+        run_tests(probes_of(chosen), limit=900.0)
     except AssertionError as error:
         raise RuntimeError("the probes do not pass without a fault") from error
 

@@ -10,10 +10,6 @@ __all__ = ["MUTANTS", "PROBES"]
 
 PROBES: Mapping[str, tuple[str, ...]] = {
     "moves": ("tests/distributed/test_moving.py", "tests/api/test_kv_cache_moving.py"),
-    "prefill here": (
-        "tests/distributed/test_over_each_channel.py::test_prefill_here_and_decode_there[direct-bfloat16]",
-        "tests/distributed/test_over_each_channel.py::test_prefill_here_and_decode_there[direct-float8_e4m3fn]",
-    ),
     "rows": ("tests/distributed/test_context_split.py",),
     "heads": ("tests/distributed/test_head_split.py",),
     "keys": ("tests/distributed/test_key_split.py", "tests/distributed/test_sharded_cache.py"),
@@ -65,15 +61,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("what is refused is kept", "    if call.error is not None:\n        cache.tables.free(table)", "    return"),
         ("a lease that is the sequence", "lease = cache.tables.fork(table)", "lease = table"),
         ("pages are not checked", "            check_pages(given, cache.pool, cache.descales)\n", "            pass\n"),
-    ),
-    *_faults(
-        "actors/kv_moving",
-        "prefill here",
         ("prefixes are not named", "            cache.tables.commit([write])\n", ""),
-    ),
-    *_faults(
-        "actors/kv_moving",
-        "moves",
         (
             "known pages are sent to others' places",
             "(given.k[first:], given.v[first:])",
