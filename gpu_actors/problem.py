@@ -209,7 +209,12 @@ class DispatchKey(StableText):
     @property
     def scale_only(self) -> bool:
         """Whether nothing but the scale stands between a product and its score."""
-        return not (self.softcap or self.alibi or self.bias or self.dropout or self.score_mod)
+        return self.plain and not (self.softcap or self.alibi)
+
+    @property
+    def plain(self) -> bool:
+        """Whether weights need neither a bias nor dropout nor a score modification."""
+        return not (self.bias or self.dropout or self.score_mod)
 
     @property
     def varlen(self) -> bool:

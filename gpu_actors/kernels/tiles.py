@@ -44,8 +44,9 @@ class Tile(NamedTuple):
 class _TileRow(NamedTuple):
     """Which problems a tile is for. None matches everything; head_dim is the largest one it is for.
 
-    scale_only: whether nothing but the scale may stand between product and score. blocks: how many at a time must fit
-    into the shared memory of a multiprocessor. layouts: as in AttentionProblem.
+    scale_only: whether nothing but the scale may stand between product and score. plain: whether no bias, dropout or
+    score modification may, which need registers. blocks: how many at a time must fit into the shared memory of a
+    multiprocessor. layouts: as in AttentionProblem.
     """
 
     kernel: str
@@ -54,6 +55,7 @@ class _TileRow(NamedTuple):
     head_dim: int = 256
     masks: tuple[MaskKind, ...] | None = None
     scale_only: bool = False
+    plain: bool = False
     blocks: int = 1
     layouts: tuple[Layout, ...] | None = None
     direction: Direction = "forward"
@@ -83,10 +85,11 @@ TILES = (
     _sm90(Tile(128, 128, 2, 12), _HALVES, 64),  # 160 registers do not suffice
     _sm90(Tile(128, 128, 2, 12), _HALVES, 96),
     _sm90(Tile(128, 176, 2, 12), _HALVES, 128, ("full",), scale_only=True, layouts=_NO_CACHES),
-    _sm90(Tile(128, 128, 2, 12), _HALVES, 128),
+    _sm90(Tile(128, 128, 2, 12), _HALVES, 128, plain=True),
+    _sm90(Tile(128, 96, 2, 12), _HALVES, 128),
     _sm90(Tile(128, 64, 2, 12), _HALVES, layouts=_CACHES),
     _sm90(Tile(128, 112, 2, 12), _HALVES, 192, scale_only=True),
-    _sm90(Tile(128, 80, 2, 12), _HALVES, 192),
+    _sm90(Tile(128, 80, 2, 12), _HALVES, 192, plain=True),
     _sm90(Tile(128, 80, 2, 12), _HALVES, 256, scale_only=True),
     _sm90(Tile(128, 64, 2, 12), _HALVES, 256),
     # 8-bit elements, with V transposed: keys, too, come in boxes of 64 or 128 bytes. Tensor cores keep 13 fraction
@@ -95,7 +98,8 @@ TILES = (
     # 1.7% of it, however many tiles there are, where the largest product of each step has factors of 2^-6 or more, the
     # least normal number. Products of more than 2^-6 of the largest number lose nothing.
     _sm90(Tile(192, 128, 2, 16), _E4M3, 64, scale_only=True),
-    _sm90(Tile(128, 128, 2, 12), _E4M3, 192),
+    _sm90(Tile(128, 128, 2, 12), _E4M3, 192, plain=True),
+    _sm90(Tile(128, 64, 2, 12), _E4M3, 192),
     _sm90(Tile(128, 128, 2, 12), _E4M3, 256, scale_only=True),
     _sm90(Tile(128, 64, 2, 12), _E4M3, 256),
     # 32 rows a warp read half as much of K and V from shared memory as 16 do; up to dim 128, with nothing but the scale
@@ -149,8 +153,9 @@ def tile_for(
     mask: MaskKind,
     scale_only: bool = True,
     layout: Layout = "dense",
+    plain: bool = True,
 ) -> Tile:
-    """The tile of a kernel for a problem. head_dim: the larger of q's and v's. scale_only, layout: as in `_TileRow`.
+    """The tile of a kernel for a problem. head_dim: the larger of q's and v's. Further ones: as in `_TileRow`.
 
     Raises Unsupported where the table has no row for it.
     """
@@ -163,6 +168,7 @@ def tile_for(
             and head_dim <= row.head_dim
             and (row.masks is None or mask in row.masks)
             and (scale_only or not row.scale_only)
+            and (plain or not row.plain)
             and (row.layouts is None or layout in row.layouts)
             and row.blocks * shared_mem_bytes(kernel, row.tile, dtype, head_dim, head_dim) <= limit
         ):
@@ -175,7 +181,8 @@ def tile_for(
 def tile_of(key: DispatchKey) -> Tile:
     """The tile that a key's kernel is compiled for."""
     widest = max(key.head_dim, key.head_dim_v)
-    return tile_for(key.kernel, key.direction, key.arch, key.dtype, widest, key.mask, key.scale_only, key.layout)
+    fields = (key.kernel, key.direction, key.arch, key.dtype, widest, key.mask, key.scale_only, key.layout)
+    return tile_for(*fields, plain=key.plain)
 
 
 def shared_bytes_of(key: DispatchKey) -> int:

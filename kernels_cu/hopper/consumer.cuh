@@ -103,7 +103,7 @@ struct Consumer {
     ptx::wgmma_wait<0>();
     ptx::pin_registers(r.s);
     release_keys();
-    score(r.s, rows, first_key);
+    score<true>(r.s, rows, first_key);
     apply_mask(r.s, rows, first_key);
     float unused[2];
     softmax_tile<true>(r.s, r.softmax, unused, rows.to_log2);

@@ -105,7 +105,8 @@ __device__ __forceinline__ void Consumer::attend(const Work& work) {
     return;
   }
   const int first_row = work.row_begin + number * ROWS + threadIdx.x % WARPGROUP / 32 * 16 + lane_id() / 4;
-  const Rows rows = rows_of(all.params, work.mask, work.sequence, work.head, work.kv_head, first_row);
+  const Rows rows =
+      rows_of(all.params, work.mask, work.sequence, work.head, work.kv_head, first_row, work.seqlen_q - 1);
   Registers r;
 #pragma unroll
   for (int i = 0; i < DIM_V / 2; i++) r.o[i] = 0.0f;
@@ -156,7 +157,7 @@ __device__ __forceinline__ void Consumer::mainloop_step(Registers& r, const Rows
   ptx::wgmma_wait<1>();
   ptx::pin_registers(r.s);
   release_keys();
-  score(r.s, rows, first_key);
+  score<false>(r.s, rows, first_key);
   // A branch that all threads take alike, and one loop: with one more for masks, a compile takes half as long again.
   if ((CAUSAL || WINDOW) && masked) apply_mask(r.s, rows, first_key);
   float correction[2];
@@ -190,7 +191,7 @@ __device__ __forceinline__ void Consumer::mainloop_step_apart(Registers& r, cons
   ptx::wgmma_wait<0>();
   ptx::pin_registers(r.s);
   release_keys();
-  score(r.s, rows, first_key);
+  score<false>(r.s, rows, first_key);
   if ((CAUSAL || WINDOW) && masked) apply_mask(r.s, rows, first_key);
   softmax_tile<false>(r.s, r.softmax, r.correction, rows.to_log2);
   pack(r.p, r.s);

@@ -22,8 +22,10 @@ DEVICE bool has_nonfinite(const Output& o) {
 }
 
 // A nonfinite value counts whole, whatever the weight of a key that the row sees: the weight is positive, if it is no
-// NaN.
-DEVICE void add_value(float& sum, float weight, float value) { sum += is_nonfinite(value) ? value : weight * value; }
+// NaN. `zero`: the weight is 0, of which a product with it is NaN.
+DEVICE void add_value(float& sum, bool zero, float weight, float value) {
+  sum += is_nonfinite(value) && !zero ? value : weight * value;
+}
 
 struct NonfiniteRow {
   int half;        // which of the thread's two rows
@@ -62,10 +64,12 @@ DEVICE void attend_key_by_key(const Sm90Params& all, const Work& work, const Row
       const KeyPlace at = place_of_key(all.schedule, work, key);
       const auto k = element_of<const ELEMENT>(params.k, params.k_strides, at.batch, at.row, work.kv_head);
       const auto v = element_of<const ELEMENT>(params.v, params.v_strides, at.batch, at.row, work.kv_head);
-      const float weight = ptx::ex2(score(dot_of_quad(q, k), row, key) * LOG2_E - nonfinite.base);
+      const float modified = score(dot_of_quad(q, k), row, key);
+      const float weight = ptx::ex2(modified * LOG2_E - nonfinite.base);
+      const bool hidden = SCORE_MOD && modified == -INFINITY;  // unlike a weight that rounds to 0
       if (unit >= UNITS) continue;
 #pragma unroll
-      for (int i = 0; i < 8; i++) add_value(sum[i], weight, to_real(v[unit * 8 + i]));
+      for (int i = 0; i < 8; i++) add_value(sum[i], hidden, weight, to_real(v[unit * 8 + i]));
     }
     if (unit >= UNITS) continue;
     const float factor = nonfinite.factor * nonfinite.scale;

@@ -35,7 +35,7 @@ struct Sm90Params {
   Schedule schedule;
 };
 static_assert(sizeof(ptx::TensorMap) == 128 && alignof(ptx::TensorMap) == 64, "as the driver encodes it");
-static_assert(sizeof(LaunchParams) == sizeof(Params) && sizeof(Params) % 8 == 0, "the schedule follows without a gap");
+static_assert(sizeof(LaunchParams) % 8 == 0, "the schedule follows without a gap");
 
 DEVICE int divide(int n, const Divider& by) {
   return by.multiplier == 0 ? n : static_cast<int>(__umulhi(static_cast<uint32_t>(n), by.multiplier) >> by.shift);

@@ -7,7 +7,8 @@
 // order, too (hopper/transposed_v.cuh).
 //
 // Weights are 2^(s * to_log2 - base): one multiply-add and one ex2. to_log2 carries the scale, so that s are plain
-// products, less ALiBi's share of them; with softcap, s are scores in base 2 and to_log2 is 1.
+// products, less ALiBi's share of them; with softcap, s are scores in base 2 and to_log2 is 1. A score modification takes
+// scaled products, so that s are scores behind it.
 #pragma once
 
 #include "common/mask.cuh"
@@ -32,6 +33,9 @@ struct Rows {
   float softcap;      // in base 2
   float slope;        // in the unit of s
   bool negated;       // s are to be products of -q: a negative descale would turn maxima into minima
+  float scale;        // of products, where a modification takes them scaled
+  int last_row;       // of the sequence: rows past it read what a modification reads for this one
+  ScoreMod mod;
 
   __device__ __forceinline__ int row(int half) const { return first + 8 * half; }
 };
@@ -55,12 +59,17 @@ DEVICE float usable_magnitude(float scale) {
   return magnitude < LEAST_SCALE ? LEAST_SCALE : magnitude <= GREATEST_SCALE ? magnitude : INFINITY;
 }
 
-DEVICE Rows rows_of(const Params& params, const Mask& mask, int sequence, int head, int kv_head, int first) {
+DEVICE Rows rows_of(const LaunchParams& params, const Mask& mask, int sequence, int head, int kv_head, int first,
+                    int last_row) {
+  constexpr bool FOLDED = DESCALES && !SOFTCAP && !SCORE_MOD;  // descales are in to_log2
   float scale = scale_of(params, sequence, kv_head);
-  const bool negated = DESCALES && !SOFTCAP && scale < 0.0f;
-  if (DESCALES && !SOFTCAP) scale = usable_magnitude(scale);
+  const bool negated = FOLDED && scale < 0.0f;
+  if (FOLDED) scale = usable_magnitude(scale);
   if (DESCALES && SOFTCAP && !(fabsf(scale) <= GREATEST_SCALE)) scale = NAN;  // which tanh would make finite
-  Rows rows{mask, first, SOFTCAP ? 1.0f : scale * LOG2_E, 0.0f, 0.0f, 0.0f, negated};
+  const float product_scale = scale;
+  if (SCORE_MOD) scale = 1.0f;  // of what the modification leaves
+  Rows rows{mask, first, SOFTCAP ? 1.0f : scale * LOG2_E, 0.0f, 0.0f, 0.0f, negated, product_scale, last_row, {}};
+  if constexpr (SCORE_MOD) rows.mod = bind_score_mod(params.score_params(), sequence, head);
   if constexpr (SOFTCAP) {
     rows.softcap = static_cast<float>(params.softcap) * LOG2_E;
     rows.to_exponent = scale / static_cast<float>(params.softcap) * (2.0f * LOG2_E);
@@ -72,8 +81,28 @@ DEVICE Rows rows_of(const Params& params, const Mask& mask, int sequence, int he
   return rows;
 }
 
-// Softcap and ALiBi. tanh x = 1 - 2 / (1 + e^2x): to about 1e-7 absolute, and without a branch.
+// The modification of scaled products. What it computes of a key serves both rows.
+// LAST: of the last tile, whose keys may end before it does; those past the end are scored as the last one, and hidden.
+template <bool LAST>
+DEVICE void modify(Scores& s, const Rows& rows, int first_key) {
+  uint32_t row[2] = {uint32_t(at_most(rows.last_row, rows.row(0))), uint32_t(at_most(rows.last_row, rows.row(1)))};
+  ptx::pin_registers(row);  // or ptxas keeps for all tiles what follows from a row, and spills
+#pragma unroll
+  for (int i = 0; i < BLOCK_N / 4; i++) {
+    int key = first_key + lane_id() % 4 * 2 + i / 2 * 8 + i % 2;
+    if (LAST) key = at_most(rows.mask.seqlen_k - 1, key);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      float& x = s[i / 2 * 4 + 2 * half + i % 2];
+      x = rows.mod(x * rows.scale, int(row[half]), key);
+    }
+  }
+}
+
+// The modification, softcap and ALiBi. tanh x = 1 - 2 / (1 + e^2x): to about 1e-7 absolute, and without a branch.
+template <bool LAST>
 DEVICE void score(Scores& s, const Rows& rows, int first_key) {
+  if constexpr (SCORE_MOD) modify<LAST>(s, rows, first_key);
 #pragma unroll
   for (int half = 0; half < 2 && (SOFTCAP || ALIBI); half++) {
     // As a float: exact up to 2^24 keys away, and no conversion for each key.
@@ -91,7 +120,10 @@ DEVICE void score(Scores& s, const Rows& rows, int first_key) {
       if constexpr (SOFTCAP) {
         x = rows.softcap - 2.0f * rows.softcap * ptx::rcp(1.0f + ptx::ex2(x * rows.to_exponent));
       }
-      if constexpr (ALIBI) x -= rows.slope * fabsf(diagonal - static_cast<float>(i / 2 * 8 + i % 2) * step);
+      if constexpr (ALIBI) {
+        const float distance = diagonal - static_cast<float>(i / 2 * 8 + i % 2) * step;
+        x -= rows.slope * (ALIBI_SIGNED ? distance : fabsf(distance));
+      }
     }
   }
 }

@@ -48,23 +48,28 @@ def mock() -> Iterator[ga.GpuContext]:
 
 
 @pytest.fixture(scope="module")
-def contexts() -> Iterator[Callable[[Arithmetic], ga.GpuContext]]:
-    opened: dict[Arithmetic, ga.GpuContext] = {}
+def contexts() -> Iterator[Callable[..., ga.GpuContext]]:
+    opened: dict[tuple[Arithmetic, str], ga.GpuContext] = {}
     with contextlib.ExitStack() as stack:
 
-        def context_with(arithmetic: Arithmetic) -> ga.GpuContext:
-            if arithmetic not in opened:
-                options = ga.ContextOptions(emulation=ga.EmulationOptions(arithmetic=arithmetic))
-                opened[arithmetic] = stack.enter_context(ga.open_context("emulated", options))
-            return opened[arithmetic]
+        def context_with(arithmetic: Arithmetic, arch: str = "sm_90a") -> ga.GpuContext:
+            if (arithmetic, arch) not in opened:
+                options = ga.ContextOptions(arch=arch, emulation=ga.EmulationOptions(arithmetic=arithmetic))
+                opened[arithmetic, arch] = stack.enter_context(ga.open_context("emulated", options))
+            return opened[arithmetic, arch]
 
         yield context_with
         assert all(ctx.cudnn.restarts == 0 for ctx in opened.values())
 
 
 @pytest.fixture
-def emulated(contexts: Callable[[Arithmetic], ga.GpuContext]) -> ga.GpuContext:
+def emulated(contexts: Callable[..., ga.GpuContext]) -> ga.GpuContext:
     return contexts(arithmetic())
+
+
+@pytest.fixture
+def emulated_sm80(contexts: Callable[..., ga.GpuContext]) -> ga.GpuContext:
+    return contexts(arithmetic(), "sm_80")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -108,20 +113,23 @@ SAMPLE = ("document mask", "tanh gating")
 
 
 @pytest.mark.parametrize("name", [n if n in SAMPLE else pytest.param(n, marks=pytest.mark.sweep) for n in NAMES])
-def test_kernels_compute_every_score_modification(emulated: ga.GpuContext, name: str) -> None:
-    """float16 on tensor cores."""
+def test_kernels_compute_every_score_modification(emulated_sm80: ga.GpuContext, name: str) -> None:
+    """float16 on tensor cores. Of forward_sm90: tests/kernels/test_forward_sm90_score_mods.py."""
     case = case_of(name)
     graph = forward_graph(case)
-    assert emulated.cudnn.inspect_plan(graph).key.kernel == "forward_mma"
-    check_forward(case, emulated.cudnn.execute(graph, case.arrays).result(60.0))
+    assert emulated_sm80.cudnn.inspect_plan(graph).key.kernel == "forward_mma"
+    check_forward(case, emulated_sm80.cudnn.execute(graph, case.arrays).result(60.0))
 
 
 @pytest.mark.sweep
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", NAMES)
-def test_the_kernels_compute_them_whatever_the_inputs(emulated: ga.GpuContext, name: str, seed: int) -> None:
+def test_the_kernels_compute_them_whatever_the_inputs(
+    contexts: Callable[..., ga.GpuContext], name: str, seed: int, arch: str
+) -> None:
     case = case_of(name, "bfloat16", seed, std=(1.0, 4.0, 10.0)[seed])
-    check_forward(case, emulated.cudnn.execute(forward_graph(case), case.arrays).result(60.0))
+    check_forward(case, contexts(arithmetic(), arch).cudnn.execute(forward_graph(case), case.arrays).result(60.0))
 
 
 @pytest.mark.parametrize("name", [n if n == "tanh gating" else pytest.param(n, marks=pytest.mark.sweep) for n in NAMES])

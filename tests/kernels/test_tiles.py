@@ -50,16 +50,23 @@ def test_the_plain_kernel_has_a_tile_for_everything():
 def test_each_row_of_the_table_is_reached():
     kernels = {row.kernel for row in TILES}
     dims = range(16, 257, 16)
-    queries = itertools.product(kernels, ARCHS, ELEMENTS, dims, MASKS, (True, False), LAYOUTS)
+    queries = itertools.product(kernels, ARCHS, ELEMENTS, dims, MASKS, (True, False), LAYOUTS, (True, False))
     tiles = {id(tile_or_none(*query)) for query in queries}
     assert [row for row in TILES if id(row.tile) not in tiles] == []
 
 
 def tile_or_none(
-    kernel: str, arch: str, dtype: str, dim: int, mask: MaskKind, scale_only: bool = True, layout: Layout = "dense"
+    kernel: str,
+    arch: str,
+    dtype: str,
+    dim: int,
+    mask: MaskKind,
+    scale_only: bool = True,
+    layout: Layout = "dense",
+    plain: bool = True,
 ) -> Tile | None:
     try:
-        return tile_for(kernel, DIRECTIONS[kernel], arch, dtype, dim, mask, scale_only, layout)
+        return tile_for(kernel, DIRECTIONS[kernel], arch, dtype, dim, mask, scale_only, layout, plain)
     except Unsupported:
         return None
 

@@ -43,7 +43,7 @@ FORWARD_SM90 = KernelFamily(
     refuses=sm90_refuses,
     companions=(TRANSPOSE,),
     persistent=True,
+    score_mods=True,
     positions=True,
-    lacks=("alibi_signed",),
     tma=True,
 )

@@ -126,10 +126,13 @@ def check_gradients(case: Case, arrays: dict[int, Any], found: dict[int, Any]) -
         assert (error <= bound).all(), f"gradient {uid}: {(error / bound).max():.2f} times the bound"
 
 
-def check_forward(case: Case, found: dict[int, Any]) -> None:
-    """The field's rule of `gpu_actors.testing.tolerance`, a row at a time, against the formula."""
+def check_forward(case: Case, found: dict[int, Any], mask: ga.Mask | None = None) -> None:
+    """The field's rule of `gpu_actors.testing.tolerance`, a row at a time, against the formula.
+
+    mask: of the graph, which the formula knows, too.
+    """
     wanted = expected(case)
-    low = record(forward_graph(case), case.arrays, step=rounder(case.dtype)).values
+    low = record(forward_graph(case, mask), case.arrays, step=rounder(case.dtype)).values
     bound = row_bound(wanted.out, low[OUT], case.dtype, 3.0)
     bound = np.maximum(bound, ROUNDOFF[case.dtype] * (wanted.magnitude + np.abs(wanted.out)))
     error = np.abs(found[OUT].astype(np.float64) - wanted.out)

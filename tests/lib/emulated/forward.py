@@ -69,6 +69,7 @@ def problem_of(q: Any, k: Any, v: Any, *, compute: str | None = None, **options:
         bias=None if bias is None else (bias.dtype.name, len(bias) < batch, bias.shape[1] < q.shape[-2]),
         dropout_p=options.get("dropout_p", 0.0),
         descales=any(f"{name}_descale" in options for name in "qkv"),
+        alibi_signed=options.get("alibi_signed", False),
         return_lse=True,
     )
 
@@ -108,12 +109,14 @@ def run(
     arch: str = "sm_90a",
     kernel: str = "forward_simple",
     dropout_seed: int = 0,
+    score_scalars: tuple[float, ...] = (),
     multiprocessors: int | None = None,
     **launch: Any,
 ) -> tuple[Any, Any]:
     """(out, lse) of a kernel. Outputs start as NaN.
 
-    operands: arrays or Strided views by name; ``out`` may be among them. launch: arguments of EmulatedModule.launch.
+    operands: arrays or Strided views by name; ``out`` may be among them. score_scalars: of the problem's score
+    modification. launch: arguments of EmulatedModule.launch.
     """
     key = key_of(problem, arch, kernel)
     rows = (problem.total_q,) if problem.layout == "varlen" else (problem.batch, problem.seqlen_q)
@@ -140,7 +143,7 @@ def run(
             part.geometry.grid,
             part.geometry.block,
             part.geometry.shared_bytes,
-            part.pack(buffers, Values(dropout_seed)),
+            part.pack(buffers, Values(dropout_seed, score_scalars)),
             list(memory.values()),
             **{"arithmetic": contraction.arithmetic(), **launch},
         )

@@ -14,8 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases.score_mods import MODIFICATIONS
 from cases.steady_scores import check_steady
 from emulated import forward as emulated_forward
+from emulated.modified import check_modified, check_modified_nonfinite, modified_case
 from mutation.forward import seeded
 from mutation.forward_mutants import Mutant
 from mutation.hopper_mutants import MUTANTS
@@ -38,7 +40,8 @@ LAUNCHES = (
 )
 
 # Problems by name: more tiles of keys than stages and more tiles of rows than the two blocks, rows and keys that end
-# inside a tile. "neighbours" is `check_neighbours`, "steady" `check_steady`.
+# inside a tile. "neighbours" is `check_neighbours`, "steady" `check_steady`; those of `cases.score_mods` and
+# "nonfinite, modified" are score modifications.
 _SHAPE: dict[str, Any] = {
     "dtype": "float16",
     "head_dim": 64,
@@ -67,6 +70,7 @@ PROBES: dict[str, dict[str, Any]] = {
     "over q varlen": {"head_dim": 256, "seqlens": (300, 300), "varlen": True, "batch": 5, "always": ("causal",)},
     "alibi": {"seqlens": (200, 300), "always": ("alibi",)},
     "softcap": {"seqlens": (200, 300), "always": ("softcap",)},
+    "signed alibi": {"seqlens": (200, 300), "always": ("alibi",)},
     "nonfinite": {"seqlens": (200, 200), "always": ("causal",)},
 }  # fmt: skip
 # Bytes that L2 is taken to hold: ten of twelve heads a section; one.
@@ -76,6 +80,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "window": {"window_size": (150, 30), "sink_tokens": 5},
     "sink tokens": {"window_size": (40, 200), "sink_tokens": 140},
     "right edge": {"window_size": (500, 300)},
+    "signed alibi": {"alibi_signed": True},
 }
 
 
@@ -95,6 +100,13 @@ def run_probe(name: str, delivery: Any, schedule: Any, seed: int) -> None:
         return
     if name == "steady":
         check_steady(KERNEL, delivery=delivery, schedule=schedule, seed=seed)
+        return
+    if name in MODIFICATIONS:
+        modified = modified_case(name, "float16", seed, 64, 150, 300, causal=False)
+        check_modified(modified, causal=False, kernel=KERNEL, delivery=delivery, schedule=schedule, seed=seed)
+        return
+    if name == "nonfinite, modified":
+        check_modified_nonfinite(KERNEL, delivery=delivery, schedule=schedule, seed=seed)
         return
     case = case_of(name)
     problem = emulated_forward.problem_of(*case.inputs, **case.options)

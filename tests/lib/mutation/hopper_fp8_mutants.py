@@ -79,7 +79,7 @@ _DESCALES = (
         "work.sequence, work.head / 2);\n}",
         "batch",
     ),
-    _bug("a negative descale does not negate", "softmax", "SOFTCAP && scale < 0.0f", "SOFTCAP && false", "negative"),
+    _bug("a negative descale does not negate", "softmax", "FOLDED && scale < 0.0f", "FOLDED && false", "negative"),
     _bug(
         "maxima of negative products",
         "softmax",

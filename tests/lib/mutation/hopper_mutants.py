@@ -1,9 +1,13 @@
-"""Bugs to seed into forward_sm90; `mutation.hopper` runs them. Those of its numbers are in `hopper_number_mutants`."""
+"""Bugs to seed into forward_sm90; `mutation.hopper` runs them.
+
+Those of its numbers are in `hopper_number_mutants`, those of its options in `hopper_option_mutants`.
+"""
 
 from __future__ import annotations
 
 from mutation.forward_mutants import Mutant
 from mutation.hopper_number_mutants import NUMBERS
+from mutation.hopper_option_mutants import OPTIONS
 
 __all__ = ["DEFECTS", "MUTANTS"]
 
@@ -292,4 +296,4 @@ OUTPUT = (
     _bug("mended rows stop at the first columns", "nonfinite", "- lane_id() % 4 < UNITS", "< 4", "nonfinite"),
 )
 
-MUTANTS = (*DEFECTS, *PIPELINE, *SCHEDULE, *OUTPUT, *NUMBERS)
+MUTANTS = (*DEFECTS, *PIPELINE, *SCHEDULE, *OUTPUT, *NUMBERS, *OPTIONS)
