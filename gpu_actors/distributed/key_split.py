@@ -79,11 +79,10 @@ class KeySplit(NamedTuple):
         found = np.full(count, bits[: count - len(mine)].sum(dtype=np.uint64), np.uint64)
         return found + np.where(sees[:, mine], bits[count - len(mine) :], np.uint64(0)).sum(axis=1, dtype=np.uint64)
 
-    def asked(self, worker: int, positions: _Ints, length: int, mask: KeyMask, one_by_one: bool) -> list[RowsAsked]:
+    def asked(self, worker: int, positions: _Ints, length: int, mask: KeyMask) -> list[RowsAsked]:
         """The requests to a worker for rows at ``positions``, which follow each other, and the first ``length`` keys.
 
-        mask: of the whole problem. one_by_one: every row must lie on the last key that it sees. Rows that see no key of
-        the worker are in no request.
+        mask: of the whole problem. Rows that see no key of the worker are in no request.
         """
         sinks, first, last = self._bounds(worker, positions, length, mask)
         asked: list[RowsAsked] = []
@@ -91,7 +90,7 @@ class KeySplit(NamedTuple):
         while index < count:
             end = index + 1
             step = 0
-            if end < count and first[index] and not one_by_one:
+            if end < count and first[index]:
                 step = int(first[end] - first[index] == 1)
             while (
                 end < count
@@ -105,7 +104,7 @@ class KeySplit(NamedTuple):
             if not keys:
                 continue
             if not begin:
-                asked.append(RowsAsked(rows, keys, -1, 0, one_by_one))
+                asked.append(RowsAsked(rows, keys, -1, 0, False))
             elif step:
                 asked.append(RowsAsked(rows, keys, keys - (end - rows.start) - begin, int(sinks[rows.start]), False))
             else:

@@ -3,8 +3,9 @@
     old keys: on every worker that has some ──────────┐
     new rows among themselves: one forward request ───┴──> merge ──> append the new rows to their owners
 
-`gpu_actors.distributed.key_split` says which keys of a worker a row sees; the worker itself does not know the places of
-its keys. The merge is `gpu_actors.partial.merge`.
+`gpu_actors.distributed.key_split` says which keys of a worker a row sees. Where a worker's keys are equally far apart,
+and the rows would take several requests or have slopes, it is told where rows and keys stand instead (`k_positions`).
+The merge is `gpu_actors.partial.merge`.
 """
 
 from __future__ import annotations
@@ -230,7 +231,7 @@ class ShardedKvCache(Local):
         The answer is rounded once more than one context's: by half a unit in the last place for each worker's part.
 
         Raises `Unsupported` for other options; for ALiBi where neighbouring keys of a worker are not equally far apart
-        (``interleave=1`` makes them so) or keys come after a row; and for a tree mask without k and v beside a window,
+        (``interleave=1`` makes them so); and for a tree mask without k and v beside a window,
         chunks or ALiBi, because a worker that has some keys of the tree does not know their places. Raises what
         `append` raises, and then nothing is written.
         """
@@ -284,21 +285,26 @@ class ShardedKvCache(Local):
         if within is not None and (mask.mask != "full" or slopes is not None):
             reason = "a worker does not know the places of its keys of the tree: give k and v, or no window and slopes"
             raise Unsupported("tree_mask", describe(within), reason, None)
-        step = 1
-        if slopes is not None:
-            step = self.split.step(length)
-            if not step:
-                reason = "the keys of a worker are not equally far apart: interleave=1 makes them so"
-                raise Unsupported(SLOPES, f"interleave={self.interleave}", reason, None)
-            if new is None and not mask.causal and count > 1:
-                raise Unsupported(SLOPES, describe(slopes), "keys after a row are not on its one side", None)
+        step = self.split.step(length)
+        if slopes is not None and not step:
+            reason = "the keys of a worker are not equally far apart: interleave=1 makes them so"
+            raise Unsupported(SLOPES, f"interleave={self.interleave}", reason, None)
+        early = max(0, -begin)  # rows before the first key
+        if slopes is not None and early and not mask.causal:
+            raise Unsupported(SLOPES, describe(slopes), f"{early} rows come before the first key and see it", None)
         asking: list[Coroutine[Any, Any, Any]] = []
         for rank in range(len(self._caches)):
-            parts = self.split.asked(rank, positions, length, mask, slopes is not None)
-            if parts:
-                distances = None if slopes is None else _Distances(slopes, step, positions)
-                own = {} if within is None else {"tree_mask": self.split.tree(rank, begin, within)[None]}
-                asking.append(self._old(seq, rank, q, parts, distances, {**options, **own}))
+            parts = self.split.asked(rank, positions, length, mask)
+            if not parts:
+                continue
+            own: dict[str, Any] = {} if within is None else {"tree_mask": self.split.tree(rank, begin, within)[None]}
+            placed = step and (mask.causal or not early)
+            if placed and (slopes is not None or len(parts) > 1 or parts[0].apart):
+                parts = [RowsAsked(slice(early, count), self.split.before(rank, length), -1, 0, False)]
+                keys = np.array([[self.split.position(rank, 0), step]], np.int32)
+                own = {name: getattr(mask, name) for name in _MASKS} | {SLOPES: slopes}
+                own |= {"q_positions": np.array([begin + early], np.int32), "k_positions": keys}
+            asking.append(self._old(seq, rank, q, parts, options, own))
         if new is not None and count:
             sinks_left = max(0, getattr(mask, SINKS) - length)
             among: dict[str, Any] = {**mask_options(mask.window_size, sinks_left, mask.causal), SLOPES: slopes}
@@ -319,10 +325,10 @@ class ShardedKvCache(Local):
         rank: int,
         q: Any,
         parts: list[RowsAsked],
-        distances: _Distances | None,
         options: dict[str, Any],
+        own: dict[str, Any],
     ) -> Partial:
-        """What rows see of the keys of one worker."""
+        """What rows see of the keys of one worker. own: its options, which overrule those of a part."""
         found = empty((*q.shape[:-1], self._dim_v), dtype=name_of(q.dtype))
         found = Partial(found.out, found.lse.astype(np.float64))
         cache, replies = self._caches[rank], []
@@ -331,19 +337,13 @@ class ShardedKvCache(Local):
             for part, handle in zip(parts, handles, strict=True):
                 rows = q[part.rows]
                 query, seqs = (rows[:, None], [handle] * len(rows)) if part.apart else (rows[None], [handle])
-                asked = {**options, **mask_options((part.reach, -1), part.sinks)}
-                if distances is not None:
-                    asked[SLOPES] = distances.slopes * np.float32(distances.step)
+                asked = {**options, **mask_options((part.reach, -1), part.sinks), **own}
                 replies.append(cache.attend(query, seqs, **asked))
                 self._members[rank].began(replies[-1])
             for part, reply in zip(parts, replies, strict=True):
                 answer = await reply
                 found.out[part.rows] = answer.out.reshape(-1, *found.out.shape[1:])
-                lse = answer.lse[:, :, 0].T if part.apart else answer.lse[0]
-                if distances is not None:
-                    key = self.split.position(rank, part.keys - 1)
-                    lse = lse - distances.behind(part.rows, key)
-                found.lse[:, part.rows] = lse
+                found.lse[:, part.rows] = answer.lse[:, :, 0].T if part.apart else answer.lse[0]
         except GpuActorsError as error:
             self._note_loss(seq, error)
             raise
@@ -470,22 +470,10 @@ class ShardedKvCache(Local):
         return host
 
 
-@dataclass(frozen=True, slots=True)
-class _Distances:
-    """What ALiBi takes off the scores of rows. step: how far neighbouring keys of a worker are apart."""
-
-    slopes: Any
-    step: int
-    positions: Any
-
-    def behind(self, rows: slice, key: int) -> Any:
-        """(heads, rows): what every score of these rows loses besides, if the last key is at position ``key``."""
-        return self.slopes.astype(np.float64)[:, None] * (self.positions[rows] - key)
-
-
 # The floats among the options change each score by itself.
 _OF_A_SCORE = tuple(each.name for each in dataclasses.fields(CacheOptions) if "float" in str(each.type))
-_TAKEN = (*_OF_A_SCORE, *(name for name in MASK_OPTIONS if name != "alignment"), SLOPES)
+_MASKS = tuple(name for name in MASK_OPTIONS if name != "alignment")
+_TAKEN = (*_OF_A_SCORE, *_MASKS, SLOPES)
 
 
 def _refuse(others: dict[str, Any]) -> None:

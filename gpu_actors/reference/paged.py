@@ -38,7 +38,7 @@ def gather_pages(k_cache: Array, v_cache: Array, block_table: Array, cache_seqle
         [sequence(pool, table, length) for table, length in zip(block_table, lengths, strict=True)]
         for pool in (k_cache, v_cache)
     )
-    return _packed(k, v, lengths, (k_cache[0], v_cache[0]))
+    return _packed(k, v, lengths, (k_cache.reshape(-1, *k_cache.shape[2:]), v_cache.reshape(-1, *v_cache.shape[2:])))
 
 
 def gather_cache(k_cache: Array, v_cache: Array, cache_seqlens: Array) -> Gathered:

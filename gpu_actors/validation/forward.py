@@ -186,8 +186,8 @@ def check_steps(field: str, array: Any, lengths: Any) -> None:
 
 def steps_of(positions: Any) -> tuple[Any, Any]:
     """The first position and the step of each sequence, int64 (batch,), of positions on the host."""
-    given = positions.astype(np.int64).reshape(len(positions), -1)
-    return given[:, 0], given[:, 1] if given.shape[1] == 2 else np.ones(len(given), np.int64)
+    given = positions.astype(np.int64)
+    return (given, np.ones_like(given)) if given.ndim == 1 else (given[:, 0], given[:, 1])
 
 
 def check_seed(seed: object) -> None:

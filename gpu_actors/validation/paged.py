@@ -78,7 +78,6 @@ def decode_problem(request: BatchedDecode) -> AttentionProblem:
     k, shape_k = _one_of_the_caches("k_caches", request.k_caches, request.q)
     v, shape_v = _one_of_the_caches("v_caches", request.v_caches, request.q)
     heads_kv, max_seq, head_dim_k = shape_k
-    expect(max_seq >= 1, "k_caches", shape_k, "must have room for at least one key")
     expect(shape_v[:2] == shape_k[:2], "v_caches", shape_v, f"must have k_caches' heads and max_seq, {shape_k[:2]}")
     sizes = Sizes(
         layout="pointers",
@@ -162,8 +161,6 @@ def _paged_sizes(request: PagedForward) -> Sizes:
     axes = _PAGES if paged else _DENSE
     blocks, page_size, heads_kv, head_dim_k = shape_of("k_cache", request.k_cache, axes)
     blocks_v, page_v, heads_v, head_dim_v = shape_of("v_cache", request.v_cache, axes)
-    if paged:
-        expect(blocks >= 1, "k_cache", describe(request.k_cache), "must have at least one page: the pool is empty")
     same = (blocks_v, page_v, heads_v) == (blocks, page_size, heads_kv)
     agree = "must have k_cache's blocks, page_size and heads" if paged else "must have k_cache's batch, rows and heads"
     expect(same, "v_cache", describe(request.v_cache), agree)
@@ -172,12 +169,11 @@ def _paged_sizes(request: PagedForward) -> Sizes:
     batch, seqlen_q, total_q, heads_q, head_dim = _query_shape(request)
     if paged:
         table = shape_of("block_table", request.block_table, "batch, max_blocks")
-        expect(table[0] == batch and table[1] >= 1, "block_table", table, f"must have {batch} rows and >= 1 column")
+        expect(table[0] == batch, "block_table", table, f"must have {batch} rows")
         optional_array("block_table", request.block_table, (table,), ("int32",))
         seqlen_k = table[1] * page_size
     else:
         expect(blocks == batch, "k_cache", describe(request.k_cache), f"must have q's batch, {batch}")
-        expect(page_size >= 1, "k_cache", describe(request.k_cache), "must have room for at least one key")
         seqlen_k, page_size = page_size, 0
     sizes = Sizes(
         layout="paged" if paged else "cache",

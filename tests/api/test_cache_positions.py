@@ -13,6 +13,9 @@ from hypothesis import strategies as st
 
 import gpu_actors as ga
 from gpu_actors.partial import Partial, merge
+from gpu_actors.planning.merging import merge as merge_requests
+from gpu_actors.planning.merging import merge_key
+from gpu_actors.planning.padding import pad_request
 from gpu_actors.reference import Gathered, attention_forward, paged_attention_forward
 from gpu_actors.reference.rope import apply_rope, rope_angles
 
@@ -208,27 +211,74 @@ def test_packed_rows_have_positions_of_their_sequence(ctx: ga.GpuContext) -> Non
 
 
 def test_requests_that_share_a_launch_keep_their_positions() -> None:
-    """Also where the batch is padded to a power of two, and beside requests that say no steps."""
+    """Also where the batch is padded to a power of two, whose further sequences have steps that divide."""
     q, k, v = operands()
+    (k_pool, table), (v_pool, _) = pages(k), pages(v)
     at = [places((40 + 3 * index, 1 + index)) for index in range(3)]
+    requests = [
+        ga.PagedForward(
+            q=q[:1],
+            k_cache=k_pool,
+            v_cache=v_pool,
+            block_table=table[:1],
+            cache_seqlens=np.array(LENGTHS[:1], np.int32),
+            q_positions=steps,
+            k_positions=steps + 1,
+        )
+        for steps in at
+    ]
+    merged = merge_requests(requests)
+    np.testing.assert_array_equal(merged.q_positions, np.concatenate(at))
+    np.testing.assert_array_equal(merged.k_positions, np.concatenate(at) + 1)
+    padded = pad_request(merged)
+    for positions in (padded.q_positions, padded.k_positions):
+        assert positions.shape == (4, 2)
+        assert positions[3].min() >= 1
     with ga.open_context("mock") as ctx:
-        replies = []
-        for steps in (*at, at[0][:, 0].copy()):
-            (k_pool, table), (v_pool, _) = pages(k[:1]), pages(v[:1])
-            replies.append(
-                ctx.flash_attn.paged_forward(
-                    q[:1],
-                    k_pool,
-                    v_pool,
-                    block_table=table,
-                    cache_seqlens=np.array(LENGTHS[:1], np.int32),
-                    q_positions=steps,
-                    alibi_slopes=SLOPES,
-                )
+        decoding = ctx._children.cells["flash_attn"].shared.decoding
+        keys = [merge_key(decoding.plan(request), request) for request in requests]
+        assert keys[0] is not None
+        assert keys == keys[:1] * 3
+        replies = [
+            ctx.flash_attn.paged_forward(
+                q[:1],
+                k_pool,
+                v_pool,
+                block_table=table[:1],
+                cache_seqlens=np.array(LENGTHS[:1], np.int32),
+                q_positions=steps,
+                alibi_slopes=SLOPES,
             )
-        for steps, reply in zip((*at, at[0]), replies, strict=True):
+            for steps in at
+        ]
+        for steps, reply in zip(at, replies, strict=True):
             wanted = whole(q, k, v, 0, q_positions=steps, alibi_slopes=SLOPES)
             np.testing.assert_allclose(reply.result(60).out[0], wanted.out[0], atol=1e-12)
+
+
+def test_each_sequence_is_rotated_from_its_own_position() -> None:
+    """Beside keys that were rotated before: new rows alone would not show where they are turned from."""
+    q, k, v = narrow_operands()
+    rope, at = ga.Rope(dim=DIM), places((50, 3), (7, 1))
+    before = (at[:, :1] + at[:, 1:] * np.arange(ROWS)).astype(np.int32)
+    after = at + places((3 * ROWS, 0), (ROWS, 0))
+    old, new = (
+        [np.stack([keys[part] for keys in arrays]) for arrays in (k, v)]
+        for part in (slice(0, ROWS), slice(ROWS, 2 * ROWS))
+    )
+    with (
+        ga.open_context("mock") as ctx,
+        ctx.kv_cache(num_blocks=4, page_size=PAGE, kv_heads=KV_HEADS, head_dim=DIM, dtype="float32") as cache,
+    ):
+        seqs = [cache.create().result(60) for _ in LENGTHS]
+        cache.append(seqs, *old, rope=rope, positions=before.ravel()).result(60)
+        answer = cache.attend(q, seqs, k=new[0], v=new[1], rope=rope, q_positions=after, k_positions=at).result(60)
+    for index, (first, step) in enumerate(at.tolist()):
+        angles = rope_angles(first + step * np.arange(2 * ROWS), np.array(rope.frequencies))
+        keys = apply_rope(k[index][: 2 * ROWS], np.cos(angles), np.sin(angles))
+        rows = apply_rope(q[index], np.cos(angles[ROWS:]), np.sin(angles[ROWS:]))
+        wanted = whole(rows[None], [keys], [v[index][: 2 * ROWS]], 0)
+        np.testing.assert_allclose(answer.out[index], wanted.out[0], atol=1e-5)
 
 
 def narrow_operands() -> tuple[np.ndarray, list[np.ndarray], list[np.ndarray]]:

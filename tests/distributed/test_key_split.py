@@ -41,13 +41,11 @@ def test_rows_are_asked_for_the_keys_that_they_see() -> None:
         positions = np.arange(begin, begin + count)
         seen = mask.visible_positions(positions[:, None], np.arange(length))
         seen = np.ones((count, length), bool) if seen is None else seen
-        one_by_one = dice.random() < 0.3
         for worker in range(split.workers):
             wanted = seen[:, split.owners(0, length) == worker]
             found = np.zeros_like(wanted)
-            for asked in split.asked(worker, positions, length, mask, one_by_one):
+            for asked in split.asked(worker, positions, length, mask):
                 rows = np.arange(count)[asked.rows]
-                assert asked.apart or not one_by_one
                 assert not found[rows].any()
                 # What a cache of so many keys shows such a request (`KeyMask`, at the bottom right).
                 there = KeyMask(window_size=(asked.reach, -1), sink_tokens=asked.sinks)
@@ -61,8 +59,8 @@ def test_rows_are_asked_for_the_keys_that_they_see() -> None:
 
 def test_rows_of_a_window_that_moves_within_a_run_share_a_request() -> None:
     mask = KeyMask(causal=True, window_size=(100, 0))
-    asked = KeySplit(2, 16).asked(0, np.arange(640, 640 + 128), 640, mask, False)
+    asked = KeySplit(2, 16).asked(0, np.arange(640, 640 + 128), 640, mask)
     assert len(asked) <= 10
-    assert KeySplit(2, 16).asked(0, np.arange(640, 768), 640, KeyMask(causal=True), False) == [
+    assert KeySplit(2, 16).asked(0, np.arange(640, 768), 640, KeyMask(causal=True)) == [
         (slice(0, 128), 320, -1, 0, False)
     ]

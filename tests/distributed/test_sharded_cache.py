@@ -106,6 +106,23 @@ async def test_slopes_go_by_the_distance_in_the_whole(
         np.testing.assert_allclose(found.out, wanted.out[0], rtol=4e-6, atol=4e-6)
 
 
+async def test_workers_of_single_rows_answer_a_window_at_once(pool: ContextPool) -> None:
+    """Rows of a window see different keys of such a worker, which knows the positions and needs no copy of its keys."""
+    options: dict[str, Any] = {"window_size": (9, 2), "sink_tokens": 2, "causal": False}
+    async with (
+        ga.open_context("mock") as ctx,
+        ctx.kv_cache(**SPEC) as own,
+        ShardedKvCache(pool, **SPEC, interleave=1) as cache,
+    ):
+        seq, mine = await cache.create(), await own.create()
+        k, v, q = rows(40, 2, 1), rows(40, 2, 2), rows(13, 4, 3)
+        await cache.append(seq, k, v)
+        await own.append(mine, k, v)
+        found, wanted = await cache.attend(q, seq, **options), await own.attend(q[None], mine, **options)
+        np.testing.assert_allclose(found.out, wanted.out[0], rtol=4e-6, atol=4e-6)
+        assert not seq._prefixes
+
+
 async def test_rows_lie_where_they_belong(pool: ContextPool, workers: int) -> None:
     async with ShardedKvCache(pool, **SPEC, interleave=4) as cache:
         seq = await cache.create()
@@ -250,9 +267,15 @@ async def test_what_is_refused() -> None:
         assert refused.value.field == "alibi_slopes"
         async with ShardedKvCache(pool, **SPEC, interleave=1) as striped:
             other = await striped.create()
-            await striped.append(other, rows(9), rows(9))
-            with pytest.raises(ga.Unsupported, match="keys after a row") as refused:
-                await striped.attend(q, other, causal=False, alibi_slopes=SLOPES)
+            kept = rows(9)
+            await striped.append(other, kept, kept)
+            mine = await striped.attend(q, other, causal=False, alibi_slopes=SLOPES)
+            wanted = await cache._pool.ask(
+                lambda ctx: ctx.flash_attn.forward(q[None], kept[None], kept[None], alibi_slopes=SLOPES), timeout=60
+            )
+            np.testing.assert_allclose(mine.out, wanted.out[0], rtol=4e-6, atol=4e-6)
+            with pytest.raises(ga.Unsupported, match="2 rows come before") as refused:
+                await striped.attend(rows(11, 4), other, causal=False, alibi_slopes=SLOPES)
             assert refused.value.field == "alibi_slopes"
         for field, ask in (
             ("v", cache.attend(q, seq, k=k)),

@@ -33,9 +33,9 @@ def decode(**changes: Any) -> ga.BatchedDecode:
 PAGED = {
     "empty pool": Case(
         paged(k_cache=array(0, 16, 2, 8), v_cache=array(0, 16, 2, 8)),
-        "k_cache",
-        "float32[0, 16, 2, 8]",
-        "must have at least one page: the pool is empty",
+        "block_table",
+        0,
+        "must lie in the pool: 0 to -1",
     ),
     "pages of 12": unsupported(
         paged(k_cache=array(6, 12, 2, 8), v_cache=array(6, 12, 2, 8)), "page_size", 12, "a multiple of 8 rows", 16
@@ -65,7 +65,7 @@ PAGED = {
     "table's dtype": Case(
         paged(block_table=np.zeros((2, 2), np.int64)), "block_table", "int64[2, 2]", "an array of int32"
     ),
-    "table's columns": Case(paged(block_table=np.zeros((2, 0), np.int32)), "block_table", (2, 0), ">= 1 column"),
+    "table's columns": Case(paged(block_table=np.zeros((2, 0), np.int32)), "cache_seqlens", 30, "room for, 0"),
     "no lengths": Case(paged(cache_seqlens=None), "cache_seqlens", None, "must be an int32 array (batch,)"),
     "lengths of another batch": Case(paged(cache_seqlens=ints(1, 2, 3)), "cache_seqlens", "int32[3]", "shape (2,)"),
     "too many rows": Case(
@@ -146,9 +146,7 @@ CACHED = {
         "float32[3, 32, 2, 8]",
         "must have q's batch, 2",
     ),
-    "no room": Case(
-        cached(k_cache=array(2, 0, 2, 8), v_cache=array(2, 0, 2, 8)), "k_cache", "float32[2, 0, 2, 8]", "room"
-    ),
+    "no room": Case(cached(k_cache=array(2, 0, 2, 8), v_cache=array(2, 0, 2, 8)), "cache_seqlens", 30, "room for, 0"),
     "v_cache's rows": Case(
         cached(v_cache=array(2, 31, 2, 8)), "v_cache", "float32[2, 31, 2, 8]", "k_cache's batch, rows and heads"
     ),
@@ -186,9 +184,7 @@ DECODE = {
     ),
     "heads": Case(decode(q=array(2, 5, 8)), "k_caches", "float32[2, 32, 8]", "of which q's 5 must be a whole"),
     "head_dim": Case(decode(q=array(2, 4, 16)), "k_caches", "float32[2, 32, 8]", "must have q's head_dim, 16"),
-    "no room": Case(
-        decode(k_caches=array(2, 2, 0, 8), v_caches=array(2, 2, 0, 8)), "k_caches", (2, 0, 8), "at least one key"
-    ),
+    "no room": Case(decode(k_caches=array(2, 2, 0, 8), v_caches=array(2, 2, 0, 8)), "seq_lens", 30, "room for, 0"),
     "longer than max_seq": Case(decode(seq_lens=ints(20, 33)), "seq_lens", 33, "room for, 32"),
     "a length beyond 31 bits": Case(
         decode(seq_lens=ints(20, (1 << 32) - 1, dtype=np.uint32)), "seq_lens", (1 << 32) - 1, "room for, 32"

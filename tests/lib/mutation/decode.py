@@ -71,7 +71,7 @@ def tree_case() -> DecodeCase:
 def placed(case: DecodeCase | None = None, **positions: list[list[int]]) -> DecodeCase:
     """A case whose rows and keys have positions; without one of another kind, under every mask and ALiBi."""
     if case is None:
-        masks = {"causal": True, "window_size": (90, 0), "sink_tokens": 200, "alibi_slopes": SLOPES}
+        masks = {"causal": True, "window_size": (300, 0), "sink_tokens": 200, "alibi_slopes": SLOPES}
         case = DecodeCase(batch_of(300, 9, 130, rows=5), options=masks)
     return dataclasses.replace(
         case, options=case.options | {name: np.array(steps, np.int32) for name, steps in positions.items()}

@@ -154,7 +154,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "shard rows",
         ("causal beside a tree", "causal=causal and tree is None", "causal=causal"),
         ("a tree among new rows is dropped", "            if tree is not None:\n", "            if False:\n"),
-        ("a tree among cached rows is dropped", "own = {} if within is None else", "own = {} if True else"),
+        ("a tree among cached rows is dropped", "= {} if within is None else", "= {} if True else"),
         (
             "a window beside a tree of cached rows",
             'if within is not None and (mask.mask != "full" or slopes is not None):',
@@ -165,8 +165,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "distributed/keys",
         "keys",
         ("rows of other workers stay", "            for rank in written:\n", "            for rank in written[:0]:\n"),
-        ("slopes of the whole's distances", "distances.slopes * np.float32(distances.step)", "distances.slopes"),
-        ("the distance to the last key is left out", "lse = lse - distances.behind(part.rows, key)", "pass"),
+        ("keys of a worker are one apart", "self.split.position(rank, 0), step", "self.split.position(rank, 0), 1"),
+        ("keys of every worker begin at 0", "self.split.position(rank, 0), step", "0, step"),
+        ("rows begin at the first key", "np.array([begin + early], np.int32)", "np.array([early], np.int32)"),
+        ("a worker with positions has no mask", "for name in _MASKS} |", "for name in ()} |"),
+        ("rows before the first key are asked for", "slice(early, count)", "slice(0, count)"),
         (
             "first keys among the new rows",
             "sinks_left = max(0, getattr(mask, SINKS) - length)",
