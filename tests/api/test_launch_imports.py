@@ -50,7 +50,7 @@ with ga.open_context("mock") as ctx:
 """
 
 
-@pytest.mark.timeout(180)  # the emulated device builds a dozen kernels in a new cache, some 20 seconds
+@pytest.mark.timeout(180)  # the emulated device builds its executor in a new cache
 @pytest.mark.parametrize("how", ["plain", "recorded"])
 @pytest.mark.parametrize("device", ["mock", "emulated", "cuda"])
 def test_no_request_imports_a_module(device: str, how: str, tmp_path: Path) -> None:

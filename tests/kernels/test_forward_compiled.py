@@ -19,7 +19,7 @@ from gpu_actors.problem import DispatchKey
 class TestCompiled:
     """NVRTC, without a GPU: registers as wide as they come, nothing spilled, nothing serialised."""
 
-    ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
+    ARCHS = ("sm_86", "sm_89", "sm_100a", "sm_120a")  # sm_80 and sm_90a compile these options among all of them
     EVERYTHING = {
         "causal": True,
         "window_size": (9, 9),
@@ -67,12 +67,12 @@ class TestCompiled:
             assert cubin.notes == (), key
 
     @pytest.mark.parametrize("arch", [arch for arch in ARCHS if arch in supported_archs()])
-    def test_every_dtype_compiles_for_every_architecture(self, arch):
+    def test_every_dtype_compiles_for_every_other_architecture(self, arch):
         self.assert_clean([self.key(dtype, arch, causal=True, return_lse=True) for dtype in ELEMENTS])
 
-    @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-    def test_every_dtype_compiles_with_every_option_at_once(self, arch):
-        options = {**self.EVERYTHING, "bias": ("float32", True, True)}
+    @pytest.mark.parametrize(("arch", "head_dim"), [("sm_80", 256), ("sm_90a", 128)])
+    def test_every_dtype_compiles_with_every_option_at_once(self, arch, head_dim):
+        options = {**self.EVERYTHING, "bias": ("float32", True, True), "head_dim": head_dim, "head_dim_v": head_dim}
         keys = [
             self.key(dtype, arch, dropout_p=0.0 if element.fp8 else 0.1, descales=element.fp8, **options)
             for dtype, element in ELEMENTS.items()
@@ -86,7 +86,3 @@ class TestCompiled:
     @pytest.mark.parametrize("part", range(2))
     def test_each_option_and_head_dim_compiles_alone(self, part):
         self.assert_clean([self.key("bfloat16", "sm_90a", **changes) for changes in self.SPREAD[part::2]])
-
-    def test_the_widest_rows_of_every_dtype_compile(self):
-        dims = {"head_dim": 256, "head_dim_v": 256}
-        self.assert_clean([self.key(dtype, "sm_80", **dims, **self.EVERYTHING) for dtype in ELEMENTS])

@@ -20,6 +20,7 @@ import gpu_actors as ga
 from gpu_actors.devices import select
 
 KERNEL = 'extern "C" __global__ void k(int* p) { p[threadIdx.x] = 1; }\n'
+OWN = 'extern "C" __global__ void k(float* x) { x[threadIdx.x] += 1.0f; }'
 
 
 def pretend_cuda() -> None:
@@ -50,6 +51,28 @@ def pretend_cuda() -> None:
     select._open = lambda spec, options: CudaDevice(0, options, api=cuda)  # type: ignore[assignment]
     device.caller_streams = lambda index: None  # type: ignore[assignment]
     Compiler.compile = compile  # type: ignore[method-assign]
+
+
+def build_few() -> None:
+    """The emulated device builds the first kernel and OWN; others do nothing. One code builds and launches them all."""
+    from gpu_actors.devices.emulation import device
+
+    class Idle:
+        def parameter_bytes(self, entry: str) -> None:
+            return None
+
+        def launch(self, *_: Any, **__: Any) -> None:
+            pass
+
+    build = device.build_module
+    first: list[Any] = []
+
+    def build_first(source: str, macros: Any, *rest: Any, **given: Any) -> Any:
+        first.append((source, macros))
+        wanted = (source, macros) == first[0] or source == OWN
+        return build(source, macros, *rest, **given) if wanted else Idle()
+
+    device.build_module = build_first  # type: ignore[assignment]
 
 
 def normal(*shape: int) -> Any:
@@ -102,8 +125,7 @@ def use_cache(ctx: ga.GpuContext) -> None:
 
 
 def own_kernel(ctx: ga.GpuContext) -> None:
-    source = 'extern "C" __global__ void k(float* x) { x[threadIdx.x] += 1.0f; }'
-    kernel = ctx.kernel(source, "k").result(120)
+    kernel = ctx.kernel(OWN, "k").result(120)
     kernel.launch(grid=1, block=32, args=(np.zeros(32, np.float32),)).result(60)
 
 
@@ -111,6 +133,8 @@ def main() -> int:
     spec, cubins, how = sys.argv[1:]
     if spec == "cuda":
         pretend_cuda()
+    if spec == "emulated":
+        build_few()
     os.environ["GPU_ACTORS_CACHE_DIR"] = cubins
     with ga.open_context(spec, ga.ContextOptions(record_launches=how == "recorded")) as ctx:
         before = set(sys.modules)
