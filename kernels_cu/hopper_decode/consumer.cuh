@@ -11,7 +11,7 @@ struct Consumer {
   const Sm90DecodeParams& all;
   Shared shared;
   int number;
-  Ring<STAGES> ring{0, 0};
+  Ring<DEPTH> ring{0, 0};
 
   // The outline, which decode_sm90.cu defines.
   __device__ __forceinline__ void attend(const Entry& entry, int kv_head, const Piece& piece, int slot);

@@ -12,22 +12,31 @@
 //    +-------------------------------------------------+      +------------------------------------+
 //
 // Memory sets the time, so the stages hold as much as fits (hopper_decode/layout.cuh), and nothing overlaps within a
-// warpgroup. Both warpgroups multiply the same stages.
+// warpgroup. Both warpgroups multiply the same stages. Over an 8-bit cache a warpgroup between producer and consumers widens
+// each tile once (hopper_decode/widener.cuh).
 #define PTX_WGMMA_STEP 32  // head dims are padded to multiples of it
 #include "hopper_decode/consumer.cuh"
 #include "hopper_decode/producer.cuh"
+#include "hopper_decode/widener.cuh"
 
 constexpr int THREADS = 32 * WARPS;
-// Of two consumers; a single one has what it needs.
-constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = 224;
-static_assert((PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS) * WARPGROUP <= 65536, "registers there are");
+constexpr int LOADER = WARPS / 4 - 1;  // the last warpgroup
+// Where there are more than two warpgroups; fewer have what they need.
+constexpr bool FULL_HOUSE = NARROW && CONSUMERS == 2;
+constexpr int PRODUCER_REGISTERS = FULL_HOUSE ? 40 : 56, WIDENER_REGISTERS = 64, CONSUMER_REGISTERS = FULL_HOUSE ? 200 : 224;
+static_assert((PRODUCER_REGISTERS + NARROW * WIDENER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS) * WARPGROUP <= 65536,
+              "registers there are");
 
-// `full` barriers take one arrival, the producer's, and the bytes that it announces; `empty` ones an arrival of each
-// warp that reads.
+// `full` barriers take one arrival, the producer's, and the bytes that it announces, or one of each warp that widens;
+// `empty` ones an arrival of each warp that reads.
 DEVICE void start_barriers(const Shared& shared) {
-  for (int i = 0; i < STAGES; i++) {
-    ptx::mbarrier_init(shared.full(i), 1);
+  for (int i = 0; i < DEPTH; i++) {
+    ptx::mbarrier_init(shared.full(i), NARROW ? 4 : 1);
     ptx::mbarrier_init(shared.empty(i), 4 * CONSUMERS);
+  }
+  for (int i = 0; i < STAGES && NARROW; i++) {
+    ptx::mbarrier_init(shared.arrived(i), 1);
+    ptx::mbarrier_init(shared.taken(i), 4);
   }
   ptx::store_shared(shared.found(), 0);
   ptx::fence_mbarrier_init();
@@ -95,16 +104,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_sm90(const __gri
   if (threadIdx.x == 0) start_barriers(shared);
   __syncthreads();
   const int warpgroup = ptx::warp_uniform(threadIdx.x / WARPGROUP);
-  if (warpgroup == CONSUMERS) {
-    if constexpr (CONSUMERS == 2) ptx::setmaxnreg_dec<PRODUCER_REGISTERS>();
-    if (ptx::warp_uniform(threadIdx.x / 32) != 4 * CONSUMERS) return;
+  if (warpgroup == LOADER) {
+    if constexpr (LOADER > 1) ptx::setmaxnreg_dec<PRODUCER_REGISTERS>();
+    if (ptx::warp_uniform(threadIdx.x / 32) != 4 * LOADER) return;
     Producer producer{all, shared};
     for_each_piece(
         all.params,
         [&](const Entry& entry, int kv_head, const Piece& piece, int) { producer.load(entry, kv_head, piece); },
         [](const Entry&, int, int64_t) {});
+  } else if (NARROW && warpgroup == CONSUMERS) {
+    if constexpr (NARROW) ptx::setmaxnreg_dec<WIDENER_REGISTERS>();
+    Widener widener{shared};
+    for_each_piece(
+        all.params, [&](const Entry&, int, const Piece& piece, int) { if constexpr (NARROW) widener.widen_tiles(piece); },
+        [](const Entry&, int, int64_t) {});
   } else {
-    if constexpr (CONSUMERS == 2) ptx::setmaxnreg_inc<CONSUMER_REGISTERS>();
+    if constexpr (LOADER > 1) ptx::setmaxnreg_inc<CONSUMER_REGISTERS>();
     Consumer consumer{all, shared, warpgroup};
     for_each_piece(
         all.params,

@@ -56,16 +56,16 @@ struct Producer {
           mine = find(source, keys, entry.sequence, entry.tiles.at(tile) * BLOCK_N + lane % parts * size, size);
         }
       }
-      const uint32_t full = shared.full(ring.stage);
-      ptx::mbarrier_wait(shared.empty(ring.stage), ring.parity);
+      const uint32_t full = shared.arrived(ring.stage);
+      ptx::mbarrier_wait(shared.taken(ring.stage), ring.parity);
       __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive_expect_tx(full, STAGE_BYTES);
+      if (lane == 0) ptx::mbarrier_arrive_expect_tx(full, ARRIVING_BYTES);
 #pragma unroll 1
       for (int p = 0; p < parts; p++) {
         const Place at{__shfl_sync(~0u, mine.batch, turn * parts + p), __shfl_sync(~0u, mine.row, turn * parts + p)};
         if (lane != 0) continue;
-        load_part<KBoxes>(&all.k, shared.k(ring.stage), full, p * size, kv_head, at);
-        load_part<VBoxes>(&all.v, shared.v(ring.stage), full, p * size, kv_head, at);
+        load_part<ArrivingK>(&all.k, shared.arriving_k(ring.stage), full, p * size, kv_head, at);
+        load_part<ArrivingV>(&all.v, shared.arriving_v(ring.stage), full, p * size, kv_head, at);
       }
       ring.advance();
     }

@@ -19,19 +19,24 @@ DEVICE void store_pair(float* to, float low, float high) {
   to[1] = high;
 }
 
-// Columns 8j + 2t and the next, t = lane % 4. factor: of all, 0 for a row without weights.
+// Columns 8j + 2t and the next, t = lane % 4. weighted: whether the row has weights, else it is 0. factor: of all.
 template <class Element>
-DEVICE void store_row(Element* to, const Output& o, int half, float factor) {
+DEVICE void store_row(Element* to, const Output& o, int half, bool weighted, float factor) {
 #pragma unroll
   for (int j = 0; j < HEAD_DIM_V / 8; j++) {
     const float low = o[4 * j + 2 * half], high = o[4 * j + 2 * half + 1];
-    store_pair(to + 8 * j + lane_id() % 4 * 2, factor == 0.0f ? 0.0f : low * factor, factor == 0.0f ? 0.0f : high * factor);
+    store_pair(to + 8 * j + lane_id() % 4 * 2, weighted ? low * factor : 0.0f, weighted ? high * factor : 0.0f);
   }
 }
 
 // first: the lane's first packed row of the tile. slot: of the partial results, or -1 for the output.
 DEVICE void store_rows(const DecodeParams& params, const Entry& entry, int kv_head, int slot, int first, const Output& o,
                        const SoftmaxRow (&softmax)[2]) {
+  const Params& attention = params.attention;
+  float out_scale = 1.0f;
+  if constexpr (DESCALES) {
+    out_scale = descale(attention.v_descale, attention.v_descale_strides, entry.sequence, kv_head);
+  }
   const float sums[2] = {sum_over_quad(softmax[0].l), sum_over_quad(softmax[1].l)};
 #pragma unroll
   for (int half = 0; half < 2; half++) {
@@ -40,15 +45,15 @@ DEVICE void store_rows(const DecodeParams& params, const Entry& entry, int kv_he
     if (packed >= entry.packed_end) continue;
     if (slot >= 0) {
       const int64_t place = int64_t(slot) * BLOCK_M + row;
-      store_row(params.partial_out + place * HEAD_DIM_V, o, half, l == 0.0f ? 0.0f : ptx::rcp(l));
+      store_row(params.partial_out + place * HEAD_DIM_V, o, half, l != 0.0f, ptx::rcp(l) * out_scale);
       if (lane_id() % 4 == 0) params.partial_lse[place] = l == 0.0f ? -INFINITY : base + ptx::lg2(l);
       continue;
     }
     const OutputRow to = output_row(params, entry, kv_head, packed);
     float sink = -INFINITY;
-    if constexpr (SINKS) sink = sink_logit(params.attention, to.head);
+    if constexpr (SINKS) sink = sink_logit(attention, to.head);
     const RowResult result = finish_sum(l, l == 0.0f ? 0.0f : base, sink);
-    store_row(to.out, o, half, result.factor);
+    store_row(to.out, o, half, result.factor != 0.0f, result.factor * out_scale);
     if (LSE && lane_id() % 4 == 0) *to.lse = result.lse;
   }
 }

@@ -62,7 +62,7 @@ class TestDispatch:
             ({"tree_mask": True, "causal": False}, "decode_sm90", "tree"),
             ({"num_splits": 4}, "decode_mma", "split"),
             ({"num_splits": 1, "varlen_q": True}, "decode_mma", "same bits"),
-            ({"kv_dtype": "float8_e4m3fn"}, "decode_mma", "one type"),
+            ({"kv_dtype": "float8_e4m3fn"}, "decode_sm90", "one type"),
         ],
     )
     def test_others_go_to_the_kernels_that_decode(self, changes: dict[str, Any], kernel: str, reason: str) -> None:

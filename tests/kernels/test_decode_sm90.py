@@ -73,10 +73,11 @@ class TestSameBits:
     def test_in_every_delivery_and_schedule(self, rows: int) -> None:
         """1,500 keys on one multiprocessor are more tiles than there are stages, so that each stage is refilled."""
         case = plain((1500, 0, 70), rows=rows)
-        first = run(case, multiprocessors=1)
+        launch: dict[str, Any] = {"multiprocessors": 1, "arithmetic": "nearest"}  # a sweep's own errs by the seed
+        first = run(case, **launch)
         check_results(case, *first)
         for seed, (delivery, schedule) in enumerate(LAUNCHES):
-            same(run(case, multiprocessors=1, delivery=delivery, schedule=schedule, seed=seed), first)
+            same(run(case, delivery=delivery, schedule=schedule, seed=seed, **launch), first)
 
     def test_more_tiles_than_stages_in_two_orders(self) -> None:
         case = plain((600, 0, 70))
@@ -105,6 +106,19 @@ class TestEdges:
         check_results(case, out, lse)
         assert (out[0, :5] == 0).all()
         assert np.isneginf(lse[0, :, :5]).all()
+
+    def test_an_8_bit_cache_is_widened_exactly_and_its_nonfinite_values_stay_with_their_rows(self) -> None:
+        """Values of all bytes; of the last keys, which some rows do not see, one is NaN."""
+        batch = random_batch(1, (300, 256), rows=8, heads=(4, 2), dim=128, dtype="bfloat16", kv_dtype="float8_e4m3fn")
+        numbers = np.array([byte for byte in range(256) if byte & 0x7F != 0x7F], np.uint8)
+        batch.v[1] = np.resize(numbers, batch.v[1].shape).view(batch.v[1].dtype)
+        batch.v[0][297, :, 3] = np.nan
+        scales = np.array([[[0.5, -1.0], [2.0, 0.0]], [[1.0, -2.0], [0.25, 3.0]]], np.float32)
+        case = DecodeCase(batch, options={"causal": True, "k_descale": scales[0], "v_descale": scales[1]})
+        out, lse = run(case, delivery="eager", schedule="random", seed=2)
+        check_results(case, out, lse)
+        assert np.isfinite(out[0, :5]).all()
+        assert np.isnan(out[0, 5:, :, 3]).all()
 
     @pytest.mark.sweep
     @pytest.mark.timeout(600)
@@ -187,6 +201,8 @@ class TestDispatch:
             ({"seqlen_q": 33}, 128),
             ({"page_size": 24, "seqlen_k": 720}, 64),
             ({"layout": "cache", "page_size": 0, "head_dim": 128, "head_dim_v": 40}, 64),
+            ({"kv_dtype": "float8_e4m3fn", "descales": True}, 64),
+            ({"kv_dtype": "float8_e5m2", "seqlen_q": 40}, 128),
         ],
     )
     def test_it_takes_sixteen_packed_rows_and_more(self, changes: dict[str, Any], row_tile: int) -> None:
@@ -199,7 +215,6 @@ class TestDispatch:
         [
             ({"seqlen_q": 7}, "16 rows times heads"),
             ({"num_splits": 2}, "16 heads a KV head"),
-            ({"kv_dtype": "float8_e4m3fn"}, "one type"),
             ({"head_dim": 136}, "in registers"),
             ({"head_dim_v": 256}, "in registers"),
             ({"layout": "pointers", "page_size": 0}, "computes cache, paged"),
@@ -222,12 +237,15 @@ def test_copies_bring_what_pages_and_tiles_share(page_size: int, part: int) -> N
     assert part_of(page_size, 64) == part
 
 
-@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (96, 40)])
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (128, 64)])
 @pytest.mark.parametrize("row_tile", [64, 128])
-def test_128_kib_are_on_their_way_while_a_stage_is_multiplied(dims: tuple[int, int], row_tile: int) -> None:
-    key = dataclasses.replace(key_of(plain()), head_dim=dims[0], head_dim_v=dims[1], row_tile=row_tile)
-    tile, blocks, shared = sm90_decode_tile(key)
-    stage = (shared - 16) // tile.stages - 16
+@pytest.mark.parametrize(("kv_dtype", "itemsize"), [("bfloat16", 2), ("float8_e4m3fn", 1)])
+def test_128_kib_are_on_their_way_while_a_stage_is_multiplied(
+    dims: tuple[int, int], row_tile: int, kv_dtype: str, itemsize: int
+) -> None:
+    given: dict[str, Any] = {"head_dim": dims[0], "head_dim_v": dims[1], "row_tile": row_tile, "kv_dtype": kv_dtype}
+    tile, blocks, shared = sm90_decode_tile(dataclasses.replace(key_of(plain()), **given))
+    stage = tile.block_n * sum(dims) * itemsize
     assert blocks == 1
     assert (tile.stages - 1) * stage >= 128 << 10
     assert shared <= 232448

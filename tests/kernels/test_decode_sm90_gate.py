@@ -32,9 +32,9 @@ H200 = MACHINES["sm_90a"]
 SHARED_LIMIT = 232_448
 SHARED_BYTES_A_CLOCK = 128
 INSTRUCTIONS = 250  # of a step without a mask, where only the scale stands between product and score
-SHARED = 0.5  # of the time that memory takes
+SHARED, SHARED_WIDENED = 0.5, 1.25  # of the time that memory takes: 16-bit caches, and 8-bit ones
 IN_FLIGHT = 128 << 10  # bytes that are on their way while a stage is multiplied
-LAUNCH_REGISTERS = {8: 255, 12: 168}  # by warps: what 65,536 leave for each thread, in steps of 8
+LAUNCH_REGISTERS = {8: 255, 12: 168, 16: 128}  # by warps: what 65,536 leave for each thread, in steps of 8
 
 BASE = dataclasses.replace(problem_of(np.full(4, 100, np.int32)), return_lse=True)
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -49,20 +49,24 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "cache": {"layout": "cache", "page_size": 0},
 }
 PLAIN = ("paged", "paged full", "paged varlen", "cache")
-# (dtype, head_dim, head_dim_v)
+# (dtype, the cache's, head_dim, head_dim_v)
 SHAPES = (
-    ("bfloat16", 128, 128),
-    ("float16", 128, 128),
-    ("bfloat16", 64, 64),
-    ("float16", 96, 96),
-    ("bfloat16", 40, 72),
-    ("float16", 64, 128),
+    ("bfloat16", "bfloat16", 128, 128),
+    ("float16", "float16", 128, 128),
+    ("bfloat16", "bfloat16", 64, 64),
+    ("float16", "float16", 96, 96),
+    ("bfloat16", "bfloat16", 40, 72),
+    ("float16", "float16", 64, 128),
+    ("bfloat16", "float8_e4m3fn", 128, 128),
+    ("float16", "float8_e4m3fn", 64, 64),
+    ("bfloat16", "float8_e5m2", 128, 64),
 )
 FEW = ("paged", "paged window sinks")
 
 
 class Variant(NamedTuple):
     dtype: str
+    kv_dtype: str
     dim: int
     dim_v: int
     rows: int
@@ -70,7 +74,8 @@ class Variant(NamedTuple):
 
     def __str__(self) -> str:
         dims = str(self.dim) if self.dim == self.dim_v else f"{self.dim}/{self.dim_v}"
-        return f"{self.dtype} {dims}, {self.rows} rows, {self.option}"
+        over = "" if self.kv_dtype == self.dtype else f" over {self.kv_dtype}"
+        return f"{self.dtype}{over} {dims}, {self.rows} rows, {self.option}"
 
 
 VARIANTS = tuple(
@@ -79,7 +84,7 @@ VARIANTS = tuple(
     for rows in (64, 128)
     for option in (OPTIONS if n == 0 else FEW)
 )
-SAMPLE = (Variant("bfloat16", 128, 128, 128, "paged"),)
+SAMPLE = (Variant("bfloat16", "bfloat16", 128, 128, 128, "paged"),)
 
 
 class Finding(NamedTuple):
@@ -98,7 +103,12 @@ class Finding(NamedTuple):
 
     @property
     def dims(self) -> tuple[int, int]:
-        return padded_head_dim(self.variant.dim), padded_head_dim(self.variant.dim_v)
+        kv_dtype = self.variant.kv_dtype
+        return padded_head_dim(self.variant.dim, kv_dtype), padded_head_dim(self.variant.dim_v, kv_dtype)
+
+    @property
+    def widened(self) -> bool:
+        return self.variant.kv_dtype != self.variant.dtype
 
     @property
     def products(self) -> int:
@@ -107,7 +117,8 @@ class Finding(NamedTuple):
 
     @property
     def stage(self) -> int:
-        return self.macros["BLOCK_N"] * sum(self.dims) * 2
+        """Bytes of keys and values as they arrive."""
+        return self.macros["BLOCK_N"] * sum(self.dims) * (1 if self.widened else 2)
 
     @property
     def in_flight(self) -> int:
@@ -115,18 +126,22 @@ class Finding(NamedTuple):
 
     @property
     def shared(self) -> float:
-        """Time of shared memory over that of memory: a stage arrives, and each consumer reads it."""
-        consumers = self.macros["BLOCK_M"] // 64
-        read = self.macros["BLOCK_N"] * (self.variant.dim + self.variant.dim_v) * 2
-        memory = read * H200.multiprocessors * H200.clock / H200.bandwidth
-        return self.stage * (1 + consumers) / SHARED_BYTES_A_CLOCK / memory
+        """Time of shared memory over that of memory: a stage arrives, and each consumer reads it.
+
+        8 bits are read once more, and what they are widened to is twice as long.
+        """
+        consumers, columns = self.macros["BLOCK_M"] // 64, self.variant.dim + self.variant.dim_v
+        memory = self.stage * columns / sum(self.dims) * H200.multiprocessors * H200.clock / H200.bandwidth
+        moved = 2 + 2 * (1 + consumers) if self.widened else 1 + consumers
+        return self.stage * moved / SHARED_BYTES_A_CLOCK / memory
 
 
 @functools.cache
 def source_of(variant: Variant) -> KernelSource:
     given: dict[str, Any] = {
         "dtype": variant.dtype,
-        "kv_dtype": variant.dtype,
+        "kv_dtype": variant.kv_dtype,
+        "descales": variant.kv_dtype != variant.dtype,
         "out_dtype": variant.dtype,
         "head_dim": variant.dim,
         "head_dim_v": variant.dim_v,
@@ -154,15 +169,15 @@ def examine(variant: Variant) -> Finding:
 def faults(found: Finding) -> list[str]:
     """What the gate holds against a variant."""
     plain, exact = found.variant.option in PLAIN, (found.variant.dim, found.variant.dim_v) == found.dims
-    instructions = found.step.total()
+    instructions, shared = found.step.total(), SHARED_WIDENED if found.widened else SHARED
     return code_faults(found.code, LAUNCH_REGISTERS[found.macros["WARPS"]]) + wrong(
         {
             f"{found.macros['SHARED_BYTES']} bytes of shared memory": found.macros["SHARED_BYTES"] > SHARED_LIMIT,
             f"{found.in_flight} bytes in flight": found.in_flight < IN_FLIGHT,
             f"{found.step['HGMMA']} instead of {found.products} HGMMA a step": found.step["HGMMA"] != found.products,
             "operands read by hand": any(found.step[name] for name in ("LDSM", "LDS", "LDG")),
-            f"{instructions} instructions a step": plain and instructions > INSTRUCTIONS,
-            f"shared memory takes {found.shared:.0%} of memory's time": exact and found.shared > SHARED,
+            f"{instructions} instructions a step": plain and not found.widened and instructions > INSTRUCTIONS,
+            f"shared memory takes {found.shared:.0%} of memory's time": exact and found.shared > shared,
         }
     )
 
@@ -220,13 +235,14 @@ A variant passes with
 - nothing spilled, no stack, no access to local memory, no C75xx note (wgmma serialised);
 - as many products (HGMMA) in a step of the main loop as the tile has, and no load beside them;
 - at least 128 KiB on their way to a multiprocessor while a stage is multiplied;
-- with the scale alone between product and score, at most 250 instructions a step and warp;
-- at head dims that fill their boxes, at most 50% of memory's time in shared memory.
+- over 16-bit caches, with the scale alone between product and score, at most 250 instructions a step and warp;
+- at head dims that fill their boxes, at most 50% of memory's time in shared memory, or 125% over 8-bit caches, which
+  are widened there.
 
 Instructions are of a step without a mask, and what masks add. Shared memory is a count, no measurement: the bytes that
-arrive by TMA and that each warpgroup's products read, at 128 bytes a clock, over the time in which an H200's memory
-brings the same keys (4.8 TB/s). Seconds are of processor time for a cold compile, on the machine that wrote this. None
-of it is a time on a GPU.
+arrive by TMA, that are widened, and that each warpgroup's products read, at 128 bytes a clock, over the time in which
+an H200's memory brings the same keys (4.8 TB/s). Seconds are of processor time for a cold compile, on the machine that
+wrote this. None of it is a time on a GPU.
 
 | variant | registers | bytes a block | stages | KiB in flight | instructions | products | shared | seconds | verdict |
 |---|---|---|---|---|---|---|---|---|---|

@@ -34,7 +34,7 @@ def sm90_decode_program(problem: AttentionProblem, key: DispatchKey, target: Tar
 
 DECODE_SM90 = KernelFamily(
     NAME,
-    "computes 16 packed rows and more over 16-bit caches on Hopper with TMA and wgmma, splitting the keys",
+    "computes 16 packed rows and more over caches on Hopper with TMA and wgmma, splitting the keys",
     sm90_decode_program,
     sm90_decode_macros,
     sm90_decode_threads,

@@ -40,5 +40,8 @@ def pack_sm90_decode(
     params = pack_decode(problem, key, ranges, buffers, values)
     part = part_of(problem.page_size, sm90_decode_tile(key).tile.block_n)
     dims = {"k_cache": problem.head_dim, "v_cache": problem.head_dim_v}
-    maps = (rows_map(name, buffers[name], padded_head_dim(dim), part, encode) for name, dim in dims.items())
+    maps = (
+        rows_map(name, buffers[name], padded_head_dim(dim, problem.kv_dtype), part, encode)
+        for name, dim in dims.items()
+    )
     return pad_to_maps(b"".join((*maps, params)))

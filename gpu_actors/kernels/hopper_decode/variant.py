@@ -32,6 +32,7 @@ SM90_ROW_TILES = (64, 128)
 _FEWEST_ROWS = 16
 _WIDEST = 128  # head dim
 _BARRIERS, _FOUND = 16, 16  # bytes of a stage's, and of the word behind them
+_WIDENED = 2  # stages that hold widened keys and values
 _WARP = 32
 
 
@@ -39,9 +40,6 @@ def sm90_decode_refuses(problem: AttentionProblem, arch: str) -> Unsupported | N
     """Why decode_sm90 does not take a problem over a cache, or None. What TMA asks of strides is in `hopper.params`."""
     if capability(arch) != 90:
         return Unsupported("arch", arch, f"{NAME} is written for Hopper's wgmma", "sm_90a")
-    if problem.kv_dtype != problem.dtype:
-        reason = f"{NAME} multiplies operands of one type; decode_mma widens 8-bit caches"
-        return Unsupported("kv_dtype", problem.kv_dtype, reason, problem.dtype)
     if packed_rows(problem) < _FEWEST_ROWS:
         which = "num_splits" if problem.num_splits else "seqlen_q"
         rows = "heads a KV head" if problem.num_splits else "rows times heads a KV head"
@@ -64,12 +62,13 @@ def sm90_row_tile(problem: AttentionProblem) -> int:
 @functools.lru_cache(maxsize=1024)
 def sm90_decode_tile(key: DispatchKey) -> DecodeTile:
     """One block a multiprocessor, with as many stages as fit. Tiles of keys are those of the split and the merge."""
-    block_n = decode_tile(key).tile.block_n
-    row = sum(padded_head_dim(dim) * ELEMENTS[key.dtype].itemsize for dim in (key.head_dim, key.head_dim_v))
-    stage = block_n * row + _BARRIERS
-    stages = (shared_mem_limit(90) - _FOUND) // stage
-    warps = key.row_tile // 16 + 4
-    return DecodeTile(Tile(key.row_tile, block_n, stages, warps), 1, stages * stage + _FOUND)
+    block_n, narrow = decode_tile(key).tile.block_n, ELEMENTS[key.kv_dtype].fp8
+    columns = sum(padded_head_dim(dim, key.kv_dtype) for dim in (key.head_dim, key.head_dim_v))
+    stage = block_n * columns * ELEMENTS[key.kv_dtype].itemsize + _BARRIERS
+    widened = _WIDENED * (block_n * columns * ELEMENTS[key.dtype].itemsize + _BARRIERS) if narrow else 0
+    stages = (shared_mem_limit(90) - _FOUND - widened) // stage
+    warps = key.row_tile // 16 + (8 if narrow else 4)
+    return DecodeTile(Tile(key.row_tile, block_n, stages, warps), 1, stages * stage + widened + _FOUND)
 
 
 def sm90_decode_macros(key: DispatchKey) -> Macros:
@@ -80,5 +79,5 @@ def sm90_decode_macros(key: DispatchKey) -> Macros:
 
 
 def sm90_decode_threads(key: DispatchKey) -> int:
-    """The threads of a block: warpgroups that multiply, and one that loads."""
+    """The threads of a block: warpgroups that multiply, one that widens an 8-bit cache, and one that loads."""
     return sm90_decode_tile(key).tile.warps * _WARP

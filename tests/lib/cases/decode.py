@@ -73,6 +73,10 @@ SM90_VARIANTS = (
     Variant("sm_90a", "paged", F16, F16, 80, 80, 64, False, ("causal", "chunk", "sink_tokens")),
     Variant("sm_90a", "paged", BF16, BF16, 64, 96, 64, False, ("causal", "softcap", "alibi", "sinks")),
     Variant("sm_90a", "paged", F16, F16, 32, 32, 128, False, ("window", "sink_tokens")),
+    Variant("sm_90a", "paged", BF16, E4M3, 128, 128, 64, False, ("causal", "descales")),
+    Variant("sm_90a", "paged", F16, E4M3, 64, 96, 128, True, ("causal", "window", "sink_tokens", "descales", "sinks")),
+    Variant("sm_90a", "cache", BF16, E5M2, 80, 128, 128, False, ("descales", "softcap")),
+    Variant("sm_90a", "paged", F16, E5M2, 64, 64, 64, False, ("tree",)),
 )
 
 

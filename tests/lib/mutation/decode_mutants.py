@@ -15,7 +15,7 @@ _MMA, _PLAN, _COMBINE = "decode/decode_mma.cu", "decode/decode_plan.cu", "decode
 _UNITS, _SOURCE, _FRAGMENTS = "decode/plan.cuh", "decode/source.cuh", "decode/fragments.cuh"
 _MERGE, _OUTPUT = "decode/merge.cuh", "decode/output.cuh"
 _STEPS, _MASK = "common/positions.cuh", "common/mask.cuh"
-_ROWS, _PIECES = "decode/rows.cuh", "decode/pieces.cuh"
+_ROWS, _PIECES, _WIDEN = "decode/rows.cuh", "decode/pieces.cuh", "decode/widen.cuh"
 
 # What kernels over caches have shipped with.
 DECODE_DEFECTS = (
@@ -233,12 +233,12 @@ DECODE_MUTANTS = (
     # 8-bit values
     _decode(
         "what is no number is widened to one",
-        _FRAGMENTS,
+        _WIDEN,
         "  if (Widen::REST == 0 || (carried & 0x80808080u) == 0) return;",
         "  return;",
         "nonfinite8",
     ),
-    _decode("subnormals lose their place", _FRAGMENTS, "0x5c005c00u", "0x58005800u", "fp8"),
+    _decode("subnormals lose their place", _WIDEN, "0x5c005c00u", "0x58005800u", "fp8"),
     _decode(
         "even and odd columns of V swap",
         _FRAGMENTS,

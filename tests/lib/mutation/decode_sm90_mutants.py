@@ -25,7 +25,7 @@ DEFECTS = (
     _bug(
         "a stage is filled before it is free",
         "producer",
-        "      ptx::mbarrier_wait(shared.empty(ring.stage), ring.parity);\n",
+        "      ptx::mbarrier_wait(shared.taken(ring.stage), ring.parity);\n",
         "",
         "long",
     ),
@@ -71,7 +71,7 @@ MUTANTS = (
         "shared.empty(i), 4);",
         "two",
     ),
-    _bug("V's bytes are not announced", "producer", "(full, STAGE_BYTES)", "(full, KBoxes::BYTES)"),
+    _bug("V's bytes are not announced", "producer", "(full, ARRIVING_BYTES)", "(full, ArrivingK::BYTES)"),
     _bug("a ring does not go round", "consumer", "    ring.advance();\n", ""),
     _bug("V lies over K", "layout", "return k(stage) + KBoxes::BYTES;", "return k(stage);"),
     _bug(
@@ -127,7 +127,7 @@ MUTANTS = (
     _bug(
         "every sequence has the first one's cache", "producer", "return {sequence, key};", "return {0, key};", "cache"
     ),
-    _bug("values are keys", "producer", "load_part<VBoxes>(&all.v", "load_part<VBoxes>(&all.k"),
+    _bug("values are keys", "producer", "load_part<ArrivingV>(&all.v", "load_part<ArrivingV>(&all.k"),
     _bug("every box is a tile's first", "producer", "box * Tile::WIDTH, at.row", "0, at.row"),
     _bug("every part goes to a tile's beginning", "producer", " + first * Tile::LINE", ""),
     _bug("the KV head is left out", "producer", "at.row, head, at.batch", "at.row, 0, at.batch"),
@@ -188,15 +188,49 @@ MUTANTS = (
         "n < BLOCK_N / 2 * UNITS;",
         "nonfinite",
     ),
+    # 8-bit caches
+    _bug(
+        "what has not arrived is widened",
+        "widener",
+        "      ptx::mbarrier_wait(shared.arrived(from.stage), from.parity);\n",
+        "",
+        "fp8",
+    ),
+    _bug(
+        "what is multiplied is widened over",
+        "widener",
+        "      ptx::mbarrier_wait(shared.empty(to.stage), to.parity);\n",
+        "",
+        "fp8",
+    ),
+    _bug("what is widened is multiplied unfenced", "widener", "      ptx::fence_proxy_async();\n", "", "fp8"),
+    _bug("a warp's first lane speaks for all", "widener", "      __syncwarp();\n", "", "fp8"),
+    _bug("one warp's widening counts for four", "main", "NARROW ? 4 : 1);", "1);", "fp8"),
+    _bug(
+        "a stage of 8 bits is free when one warp is done", "main", "shared.taken(i), 4);", "shared.taken(i), 1);", "fp8"
+    ),
+    _bug(
+        "V is not widened",
+        "widener",
+        "      widen_tile<ArrivingV, VBoxes>(shared.arriving_v(from.stage), shared.v(to.stage));\n",
+        "",
+        "fp8",
+    ),
+    _bug("elements of a word change places", "widener", "0x5410", "0x1054", "fp8"),
+    _bug("the last elements of a word are its first", "widener", "0x7632", "0x5410", "fp8"),
+    _bug("two rows of eight are one", "widener", "lane_id() / 4 % 2 * 5", "lane_id() / 4 % 2 * 0", "fp8"),
+    _bug("the second group of a row is the first", "widener", "n % GROUPS * 4 +", "0 * 4 +", "fp8"),
+    _bug("widened units lie on each other", "widener", "row, 2 * unit + 1)", "row, 2 * unit)", "fp8"),
+    _bug("V's descale is forgotten", "store", "    out_scale = descale(", "    descale(", "fp8"),
     # The end of a piece
-    _bug("partial sums are not divided", "store", "l == 0.0f ? 0.0f : ptx::rcp(l));", "1.0f);"),
+    _bug("partial sums are not divided", "store", "ptx::rcp(l) * out_scale", "out_scale"),
     _bug("a partial LSE is natural", "store", "base + ptx::lg2(l);", "(base + ptx::lg2(l)) / LOG2_E;"),
     _bug("slots have 64 rows", "store", "int64_t(slot) * BLOCK_M + row", "int64_t(slot) * ROWS + row", "two"),
     _bug("rows past the end are written", "store", "    if (packed >= entry.packed_end) continue;\n", ""),
     _bug(
         "the learned sink is left out",
         "store",
-        "    if constexpr (SINKS) sink = sink_logit(params.attention, to.head);\n",
+        "    if constexpr (SINKS) sink = sink_logit(attention, to.head);\n",
         "",
         "sinks",
     ),
