@@ -16,10 +16,14 @@ SCORE_HEADER = "common/score_mod.cuh"
 
 
 class ScoreTensor(NamedTuple):
-    """A tensor that is read at (batch, head, row, key). axes: those of "bhrk" that it is not broadcast along."""
+    """A tensor that is read at (batch, head, row, key). axes: those of "bhrk" that it is not broadcast along.
+
+    blocks: of a list of a block mask, in place of "bhrk"; it has one axis for each: R of blocks of rows, K of keys.
+    """
 
     dtype: str
     axes: str
+    blocks: str = ""
 
 
 class ScoreScalar(NamedTuple):
@@ -32,13 +36,15 @@ class ScoreScalar(NamedTuple):
 class ScoreMod:
     """header: takes the place of kernels_cu/common/score_mod.cuh. tensors, scalars: what a launch passes, in order.
 
-    real: "float" or "double", what scores are computed in.
+    real: "float" or "double", what scores are computed in. block_size: None, or rows and keys of a block of its block
+    mask, whose lists are the last tensors.
     """
 
     header: str = field(repr=False)
     tensors: tuple[ScoreTensor, ...] = ()
     scalars: tuple[ScoreScalar, ...] = ()
     real: str = "float"
+    block_size: tuple[int, int] | None = None
 
     @property
     def digest(self) -> str:

@@ -16,6 +16,7 @@ from gpu_actors.kernels.dispatch import FAMILIES
 from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.support import example_problem, find_unsupported
 from gpu_actors.requests import FlashForward, PagedForward
+from gpu_actors.score_mod import ScoreMod
 
 ARCHS = ("sm_80", "sm_90a")
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -35,6 +36,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "`dropout_p`": {"dropout_p": 0.1},
     "`q_positions`, `k_positions`": {"q_positions": 2, "k_positions": 2},
     '`out_dtype="float32"`': {"out_dtype": "float32"},
+    "a graph's `score_mod`": {"score_mod": ScoreMod("")},
+    "a graph's `block_mask`": {"score_mod": ScoreMod("", block_size=(128, 128))},
     "`return_lse`": {"return_lse": True},
     "`deterministic`": {"deterministic": True},
     "`tree_mask`": {"tree_mask": True},

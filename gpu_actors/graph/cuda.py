@@ -65,22 +65,29 @@ def score_mod(
     tensors: Sequence[ScoreTensor],
     scalars: Sequence[ScoreScalar],
     real: str,
+    block_size: tuple[int, int] | None = None,
 ) -> ScoreMod:
     """The modification for an expression of the leaf ``score``.
 
     tensors, scalars: the operands of its leaves of these names, by slot. real: "float", or "double" for float64 scores.
+    block_size: of a block mask, whose lists are the last tensors.
     """
-    members = _members(tensors)
+    read = [tensor for tensor in tensors if not tensor.blocks]
+    members = _members(read)
     header = _HEADER.format(
+        block_mask=int(block_size is not None),
         real=real,
         parameters="".join(f"  {line}\n" for line in _parameters(tensors, scalars, real)),
         members="".join(f"  {line}\n" for line in members),
-        binding="".join(f"  {line}\n" for line in _binding(tensors)),
+        binding="".join(f"  {line}\n" for line in _binding(read)),
         body=_body(root, tensors, real),
         gradient=_body(derivative(root, score), tensors, real),
         holder=_HOLDER if tensors or scalars else _EMPTY_HOLDER,
     )
-    return ScoreMod(header, tuple(tensors), tuple(scalars), real)
+    if block_size is None:
+        return ScoreMod(header, tuple(tensors), tuple(scalars), real)
+    header += _block_lists(tensors, len(read), block_size)
+    return ScoreMod(header, tuple(tensors), tuple(scalars), real, block_size)
 
 
 def _parameters(tensors: Sequence[ScoreTensor], scalars: Sequence[ScoreScalar], real: str) -> Iterable[str]:
@@ -99,6 +106,23 @@ def _binding(tensors: Sequence[ScoreTensor]) -> Iterable[str]:
     for n, tensor in enumerate(tensors):
         outer = "".join(f" + {_INDICES['bh'.index(axis)]} * given.t{n}_{axis}" for axis in tensor.axes if axis in "bh")
         yield f"mod.t{n} = static_cast<const {_C_TYPES[tensor.dtype]}*>(given.t{n}){outer};"
+
+
+def _block_lists(tensors: Sequence[ScoreTensor], first: int, block_size: tuple[int, int]) -> str:
+    """The lists of a block mask from tensor ``first`` on: counts and indices, and those of full blocks."""
+
+    def place(n: int) -> str:
+        names = {"b": "batch", "h": "head", "R": "block", "K": "block"}
+        outer = tensors[n].blocks[:3]
+        steps = "".join(f" + {names[axis]} * given.t{n}_{axis}" for axis in outer if axis in tensors[n].axes)
+        return f"static_cast<const int32_t*>(given.t{n}){steps}"
+
+    lists = [
+        f"{{{place(n + 1)}, given.t{n + 1}_{tensors[n + 1].blocks[3]}, *({place(n)})}}"
+        for n in range(first, len(tensors), 2)
+    ]
+    full = lists[1] if len(lists) == 2 else "{nullptr, 0, 0}"
+    return _BLOCKS.format(rows=block_size[0], keys=block_size[1], partial=lists[0], full=full)
 
 
 def _body(root: Expression, tensors: Sequence[ScoreTensor], real: str) -> str:
@@ -139,6 +163,7 @@ _HEADER = """\
 #include "common/score_ops.cuh"
 
 #define SCORE_MOD 1
+#define BLOCK_MASK {block_mask}
 
 struct ScoreParams {{
 {parameters}}};
@@ -165,6 +190,16 @@ DEVICE ScoreMod bind_score_mod(const ScoreParams& given, int batch, int head) {{
 template <class Params>
 struct WithScoreMod : Params {{
 {holder}}};
+"""
+_BLOCKS = """
+#define BLOCK_MASK_ROWS {rows}
+#define BLOCK_MASK_KEYS {keys}
+
+#include "common/block_list.cuh"
+
+DEVICE BlockList bind_block_list(const ScoreParams& given, int batch, int head, int block) {{
+  return {{{partial}, {full}}};
+}}
 """
 _HOLDER = """\
   ScoreParams score;

@@ -10,7 +10,8 @@ A graph holds no data and may be executed any number of times, by any context.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -39,6 +40,7 @@ class OperationGraph:
         self.tensors: dict[int, GraphTensor] = {}
         self.nodes: list[Node] = []
         self._own_uids = 0
+        self._removed = 0  # nodes, whose numbers are not given again
         self._order: Order | None = None
         self._signature: str | None = None
 
@@ -245,6 +247,67 @@ class OperationGraph:
             return scores
         return self._add("mask", (scores,), kind=mask.kind, width=mask.width, alignment=alignment)
 
+    def mask_mod(self, scores: GraphTensor, visible: Callable[..., GraphTensor]) -> GraphTensor:
+        """The scores of pairs become -inf where ``visible(b, h, q_idx, kv_idx)`` does not hold.
+
+        visible: takes the int32 indices along the four axes of ``scores`` and returns a bool tensor of the graph.
+        Raises InvalidRequest where it returns anything else, and for scores that have not four dims.
+        """
+        expect(callable(visible), "mask_mod", visible, "must be a function of (b, h, q_idx, kv_idx)")
+        expect(len(scores.dims) == 4, "mask_mod", scores.dims, "masks scores of four dims, (batch, heads, rows, keys)")
+        indices = [self.index(scores, axis) for axis in range(4)]
+        seen = visible(*indices)
+        is_bool = isinstance(seen, GraphTensor) and seen.dtype == "bool"
+        expect(is_bool, "mask_mod", seen, "must return a bool tensor of the graph, as comparisons do")
+        hidden = self.select(seen, scores, -math.inf)
+        read = {uid for node in self.nodes for uid in node.inputs}
+        unread = {index.uid for index in indices} - read  # which a sound graph does not have
+        self.nodes = [node for node in self.nodes if unread.isdisjoint(node.outputs)]
+        self._removed += len(unread)
+        for uid in unread:
+            del self.tensors[uid]
+        return hidden
+
+    def block_mask(
+        self,
+        scores: GraphTensor,
+        kv_num_blocks: GraphTensor,
+        kv_indices: GraphTensor,
+        full_kv_num_blocks: GraphTensor | None = None,
+        full_kv_indices: GraphTensor | None = None,
+        q_num_blocks: GraphTensor | None = None,
+        q_indices: GraphTensor | None = None,
+        full_q_num_blocks: GraphTensor | None = None,
+        full_q_indices: GraphTensor | None = None,
+        *,
+        block_size: tuple[int, int] = (128, 128),
+    ) -> GraphTensor:
+        """The scores outside of listed blocks of keys become -inf: the lists of torch's ``BlockMask``, under its names.
+
+        Right before the softmax, or before a `mask`, kernels neither load nor multiply blocks that are not listed.
+        The lists hide nothing inside of a block: `mask_mod` does, and it is applied in full blocks, too.
+
+        block_size: rows and keys of a block. With R = ceil(rows / block_size[0]) and C = ceil(keys / block_size[1]),
+        kv_num_blocks: int32 (1 or batch, 1 or heads, R), how many entries of kv_indices, int32 (.., R, C), count.
+        full_kv_*: likewise, further blocks; each block is listed once. q_*, full_q_*: the transposed lists, (.., C) and
+        (.., C, R), which kernels of gradients walk along. An index outside of its axis is not checked.
+        Raises InvalidRequest for a list without its counts, and for another dtype or shape.
+        """
+        pairs = (
+            ("kv_indices", kv_num_blocks, kv_indices),
+            ("full_kv_indices", full_kv_num_blocks, full_kv_indices),
+            ("q_indices", q_num_blocks, q_indices),
+            ("full_q_indices", full_q_num_blocks, full_q_indices),
+        )
+        for name, counts, indices in pairs:
+            expect((counts is None) == (indices is None), name, indices, "must come with its counts, and they with it")
+        transposed = q_num_blocks is not None
+        fits = not transposed or (full_q_indices is None) == (full_kv_indices is None)
+        expect(fits, "full_q_indices", full_q_indices, "must be given where full_kv_indices and q_indices are")
+        expect(transposed or full_q_indices is None, "full_q_indices", full_q_indices, "must come beside q_indices")
+        lists = [tensor for _, counts, indices in pairs for tensor in (counts, indices) if tensor is not None]
+        return self._add("block_mask", (scores, *lists), block_size=tuple(block_size), transposed=transposed)
+
     def reduction(self, a: GraphTensor, kind: str, axes: int | Sequence[int] = -1) -> GraphTensor:
         """The "sum", "mean", "max" or "min" over axes, which stay with dim 1."""
         chosen = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
@@ -354,7 +417,7 @@ class OperationGraph:
     def _add_many(
         self, op: str, operands: Sequence[Operand], writes: int, *, seed: int = 0, **attributes: Any
     ) -> tuple[GraphTensor, ...]:
-        name = f"{op}_{len(self.nodes)}"
+        name = f"{op}_{len(self.nodes) + self._removed}"
         read = tuple(self._operand(name, operand) for operand in operands)
         uids = tuple(range(self._own_uids - 1, self._own_uids - writes - 1, -1))
         self._own_uids -= writes

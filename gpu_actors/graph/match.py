@@ -108,18 +108,23 @@ class _Matcher:
         if node.op != "softmax":
             refuse(node, "probabilities must come from a softmax, or from the dropout behind it", "softmax")
         softmax = self._take(node)
-        mask = None
+        mask = block_mask = None
         scores = softmax.inputs[0]
-        if (before := self._order.writers.get(scores)) is not None and before.op == "mask":
-            mask = self._take(before)
+        while (before := self._order.writers.get(scores)) is not None and before.op in ("mask", "block_mask"):
+            if before.op == "mask" and mask is None:
+                mask = self._take(before)
+            elif before.op == "block_mask" and block_mask is None:
+                block_mask = self._take(before)
+            else:
+                break
             scores = before.inputs[0]
         dot = self._dot(softmax, scores)
         bias, scores = self._bias(scores, dot)
         scale, scaled = self._scale(dot)
         modification = None
-        if scores != scaled:
+        if scores != scaled or block_mask is not None:
             inputs = ScoreInputs(self._graph, scaled, self._tensor(dot.outputs[0]).dims)
-            modification = inputs.modification(scores)
+            modification = inputs.modification(scores, block_mask, gradients=self._wrt is not None)
             self._used |= inputs.nodes
         stats = softmax.outputs[1] if len(softmax.outputs) == 2 else None
         q, k = self._view(dot, dot.inputs[0], "q"), self._view(dot, dot.inputs[1], "k")

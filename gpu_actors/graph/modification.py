@@ -44,8 +44,11 @@ class ScoreInputs:
         self._known: dict[int, Expression] = {score: self._score}
         self.nodes: set[str] = set()
 
-    def modification(self, root: int) -> Modification:
-        """The expression between the product and the tensor ``root``. Raises Unsupported, naming the node."""
+    def modification(self, root: int, block_mask: Node | None = None, *, gradients: bool = False) -> Modification:
+        """The expression between the product and the tensor ``root``, and the lists of a block mask behind it.
+
+        gradients: whether kernels want the lists of rows. Raises Unsupported, naming the node.
+        """
         needed = self._needed(root)
         for node in self._order.nodes:
             if node.name in needed:
@@ -54,8 +57,11 @@ class ScoreInputs:
         scalars = tuple(scalar for _, _, scalar in self._scalars)
         real_type = "double" if self._in_double(root) else "float"
         expression = real(f"tensor {root}", self._known[root])
+        size = None if block_mask is None else block_mask["block_size"]
+        if block_mask is not None:
+            self._lists(block_mask, gradients)
         tensors = tuple(self._tensors.values())
-        mod = score_mod(expression, self._score, tensors, scalars, real_type)
+        mod = score_mod(expression, self._score, tensors, scalars, real_type, size)
         return Modification(mod, tuple(self._tensors), tuple((uid, value) for uid, value, _ in self._scalars))
 
     def _in_double(self, root: int) -> bool:
@@ -119,6 +125,29 @@ class ScoreInputs:
         slot = len(self._tensors)
         self._tensors[tensor.uid] = ScoreTensor(tensor.dtype, axes)
         return leaf("tensor", "int" if tensor.dtype == "int32" else "bool" if tensor.dtype == "bool" else "real", slot)
+
+    def _lists(self, node: Node, gradients: bool) -> None:
+        """Add the lists that kernels walk along."""
+        lists = node.inputs[1:]
+        if node["transposed"]:
+            half = len(lists) // 2
+            lists = lists[half:] if gradients else lists[:half]
+        elif gradients:
+            reason = "kernels of gradients walk along the lists of rows"
+            raise Unsupported(node.name, node.op, reason, "q_num_blocks and q_indices")
+        if len(self._tensors) + len(lists) > MAX_TENSORS or any(uid in self._tensors for uid in lists):
+            reason = (
+                f"kernels take {MAX_TENSORS} tensors of a modification, lists included, and read lists as such alone"
+            )
+            raise Unsupported(node.name, node.op, reason, MAX_TENSORS)
+        if len(set(lists)) != len(lists):
+            raise Unsupported(node.name, node.op, "kernels read each list under a uid of its own", "one uid a list")
+        for n, uid in enumerate(lists):
+            axes = "bhKR" if gradients else "bhRK"
+            axes = axes if n % 2 else axes[:3]
+            dims = self._graph.tensors[uid].dims
+            kept = "".join(axis for axis, extent in zip(axes, dims, strict=True) if extent > 1 or axis in "RK")
+            self._tensors[uid] = ScoreTensor("int32", kept, axes)
 
     def _index(self, node: Node) -> Expression:
         like = self._graph.tensors[node.inputs[0]]

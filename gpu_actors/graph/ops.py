@@ -162,6 +162,32 @@ def _mask(node: Node, tensors: Sequence[GraphTensor]) -> list[Written]:
     return [Written(tensors[0].dims, _float(node, tensors))]
 
 
+def _block_mask(node: Node, tensors: Sequence[GraphTensor]) -> list[Written]:
+    _arity(node, tensors, len(tensors))
+    dims = tensors[0].dims
+    if len(dims) != 4:
+        raise _mismatch(node, tensors[:1], "must begin with scores (batch, heads, rows, keys)")
+    size, transposed = node["block_size"], flag(f"{node.name} transposed", node["transposed"])
+    sound = isinstance(size, tuple) and len(size) == 2 and all(type(extent) is int and extent > 0 for extent in size)
+    expect(sound, node.name, size, "block_size must be two positive ints, rows and keys of a block")
+    sets = len(tensors[1:]) // (4 if transposed else 2)
+    expect(
+        sets in (1, 2) and len(tensors) == 1 + sets * (4 if transposed else 2),
+        node.name,
+        len(tensors),
+        "must read scores, and counts and indices of the lists",
+    )
+    blocks = tuple(-(-extent // step) for extent, step in zip(dims[2:], size, strict=True))
+    for n, tensor in enumerate(tensors[1:]):
+        along = blocks if n < 2 * sets else blocks[::-1]
+        wanted = along[:1] if n % 2 == 0 else along
+        outer = len(tensor.dims) >= 2 and tensor.dims[0] in (1, dims[0]) and tensor.dims[1] in (1, dims[1])
+        if tensor.dtype != "int32" or not outer or tensor.dims[2:] != wanted or tensor.by_value:
+            reason = f"must have lists of int32 (1 or {dims[0]}, 1 or {dims[1]}, {', '.join(map(str, wanted))})"
+            raise _mismatch(node, [tensor], reason)
+    return [Written(dims, _float(node, tensors[:1]))]
+
+
 def _transpose(node: Node, tensors: Sequence[GraphTensor]) -> list[Written]:
     _arity(node, tensors, 1)
     dims = tensors[0].dims
@@ -242,6 +268,7 @@ def _gradient(node: Node, tensors: Sequence[GraphTensor]) -> list[Written]:
 _ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     "index": ("axis",),
     "mask": ("kind", "width", "alignment"),
+    "block_mask": ("block_size", "transposed"),
     "reduction": ("kind", "axes"),
     "dropout": ("probability",),
     "gradient": ("wrt", "forward", "deterministic"),
@@ -256,6 +283,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "select": _select,
     "index": _index,
     "mask": _mask,
+    "block_mask": _block_mask,
     "transpose": _transpose,
     "matmul": _matmul,
     "reduction": _reduction,

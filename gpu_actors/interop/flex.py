@@ -44,6 +44,10 @@ _DTYPES = {
 }
 _Q, _K, _V, _OUT, _STATS, _DOUT = range(6)
 _CAPTURED, _GRADIENTS = 100, 200  # uids of the first of each
+_BLOCK = 128  # kernels walk along blocks of multiples of it
+_LISTS = tuple(
+    f"{full}{axis}_{what}" for axis in ("kv", "q") for full in ("", "full_") for what in ("num_blocks", "indices")
+)
 
 
 def flex_attention(
@@ -63,8 +67,10 @@ def flex_attention(
 
     query: (batch, heads, L, E); key: (batch, heads_kv, S, E); value: (batch, heads_kv, S, Ev), of one dtype, float16,
     bfloat16, float32 or float64. With ``enable_gqa`` heads_kv divides heads, else it is equal.
-    score_mod: ``(score, b, h, q_idx, kv_idx)`` to the score; block_mask: a BlockMask, whose ``mask_mod`` is taken, or a
-    ``mask_mod(b, h, q_idx, kv_idx)`` itself, True for keys that are seen. scale: None takes 1 / sqrt(E).
+    score_mod: ``(score, b, h, q_idx, kv_idx)`` to the score; block_mask: a BlockMask, or a
+    ``mask_mod(b, h, q_idx, kv_idx)``, True for keys that are seen. Of a BlockMask the ``mask_mod`` is taken, in full
+    blocks, too, and its lists where blocks are multiples of 128 rows and keys: kernels skip what is not listed.
+    scale: None takes 1 / sqrt(E).
 
     Both functions are traced at their first call, and again once a number, a tensor or a function that they read has
     changed. They may read captured tensors at indices that do not depend on the score: all axes in one ``[]``, as in
@@ -100,6 +106,8 @@ def flex_attention(
         None if mask_mod is None else _traced("mask_mod", mask_mod, query, with_score=False),
         scale,
         given,
+        _lists_of(block_mask, (*query.shape[:3], key.shape[2])),
+        tuple(getattr(block_mask, "BLOCK_SIZE", (_BLOCK, _BLOCK))),
     )
     out, lse = _Flex.apply(context, program, *given, *program.captured)
     if return_aux is not None:
@@ -147,11 +155,22 @@ def _mask_of(block_mask: Any, scores: tuple[int, ...]) -> ScoreMod | None:
         raise InvalidRequest("block_mask", (rows, keys), f"must be made for {scores[2:]} rows and keys")
     for name, made, given in (("batch", batch, scores[0]), ("heads", heads, scores[1])):
         expect(made in (1, given), "block_mask", made, f"must be made for 1 or {given} in its {name}")
-    if block_mask.mask_mod is noop_mask and block_mask.sparsity() > 0:
+    if block_mask.mask_mod is noop_mask and block_mask.sparsity() > 0 and not _lists_of(block_mask, scores):
         reason = "hides blocks without a mask_mod that says which keys they hold"
         raise Unsupported("block_mask", "BlockMask", reason, "create_block_mask")
     mask_mod: ScoreMod = block_mask.mask_mod
     return None if mask_mod is noop_mask else mask_mod
+
+
+def _lists_of(block_mask: Any, scores: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """The lists of a BlockMask that kernels walk along, by the names that graphs give them. Empty where they do not."""
+    if not isinstance(block_mask, BlockMask) or block_mask.q_indices is None:
+        return {}
+    blocks = tuple(-(-extent // step) for extent, step in zip(scores[2:], block_mask.BLOCK_SIZE, strict=True))
+    if any(size % _BLOCK for size in block_mask.BLOCK_SIZE) or block_mask.kv_indices.shape[2:] != blocks:
+        return {}
+    found = {name: getattr(block_mask, name) for name in _LISTS}
+    return {name: tensor.to(torch.int32) for name, tensor in found.items() if tensor is not None}
 
 
 # Tracing
@@ -245,9 +264,18 @@ def _place_of(error: BaseException) -> str:
 class _Program:
     """What a call computes. captured: what score_mod and mask_mod read, of four axes, in the order of their uids."""
 
-    def __init__(self, score_mod: Any, mask_mod: Any, scale: float, operands: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        score_mod: Any,
+        mask_mod: Any,
+        scale: float,
+        operands: Sequence[torch.Tensor],
+        lists: dict[str, torch.Tensor],
+        block_size: tuple[int, int],
+    ) -> None:
         self._functions = {"score_mod": score_mod, "mask_mod": mask_mod}
         self._scale = scale
+        self._lists, self._block_size = lists, block_size
         self._device = operands[0].device
         self._scores = (*operands[0].shape[:3], operands[1].shape[2])
         self._places: dict[tuple[str, str], int] = {}
@@ -304,18 +332,23 @@ class _Program:
                     seen = condition if seen is True else seen & condition
             if seen is not True:
                 scores = graph.select(seen, scores, -math.inf)
+        if self._lists:
+            lists = {name: self._read(graph, ("block_mask", name), t.contiguous) for name, t in self._lists.items()}
+            scores = graph.block_mask(scores, **lists, block_size=self._block_size)
         if causal:
             scores = graph.mask(scores, Mask.causal())
         return scores, v
 
+    def _read(self, graph: OperationGraph, place: tuple[str, str], make: Callable[[], torch.Tensor]) -> GraphTensor:
+        number = self._places.get(place)
+        if number is None:
+            number = self._places[place] = len(self.captured)
+            self.captured.append(_laid_out(make()))
+        return graph.tensors.get(_CAPTURED + number) or _declared(graph, number + 3, self.captured[number])
+
     def _lowering(self, name: str, graph: OperationGraph, inputs: tuple[GraphTensor, ...]) -> Lowering:
         def read(place: str, make: Callable[[], torch.Tensor]) -> GraphTensor:
-            number = self._places.get((name, place))
-            if number is None:
-                number = self._places[name, place] = len(self.captured)
-                self.captured.append(_laid_out(make()))
-            uid = _CAPTURED + number
-            return graph.tensors.get(uid) or _declared(graph, number + 3, self.captured[number])
+            return self._read(graph, (name, place), make)
 
         return Lowering(name, self._functions[name], graph, inputs, self._scores, self._device, read)
 

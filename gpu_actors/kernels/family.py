@@ -20,6 +20,7 @@ MakeProgram: TypeAlias = Callable[[AttentionProblem, DispatchKey, Target], Progr
 
 _POSITIONS = ("q_positions", "k_positions", "dropout_first_head", "dropout_heads")
 _LEAST_DIM, _GREATEST_DIM = 32, 256
+_BLOCK_MASK = 128  # rows, or keys, that every tile but one of 48 keys divides
 _CHUNK = 16  # bytes; rows of a dtype of more than 16 bits are multiples of 8 elements all the same
 
 
@@ -36,6 +37,7 @@ class KernelFamily:
     companions: kernels that are launched with it, under keys that differ in the name alone.
     num_splits, persistent: as in DispatchKey. row_tile: likewise, from a problem; None where it is 0.
     score_mods: whether it includes common/score.cuh, and so the score modification of a graph; companions do not.
+    block_masks: whether it walks along the lists of a block mask, which divide into its tiles.
     positions: whether rows, keys and heads may stand in a larger problem. lacks: further fields of a problem that it
     does not know. tma: whether it loads by TMA, which not all strides suit
     (`kernels.hopper.params.tma_refusal`).
@@ -57,6 +59,7 @@ class KernelFamily:
     row_tile: Callable[[AttentionProblem], int] | None = None
     row_tiles: tuple[int, ...] = (0,)
     score_mods: bool = False
+    block_masks: bool = False
     tma: bool = False
     positions: bool = False
     lacks: tuple[str, ...] = ()
@@ -65,6 +68,15 @@ class KernelFamily:
         """Why the kernel does not take a problem on an architecture, or None."""
         if problem.score_mod is not None and not self.score_mods:
             return Unsupported("score_mod", str(problem.score_mod), f"{self.name} has no place for score modifications")
+        if problem.score_mod is not None and (size := problem.score_mod.block_size) is not None:
+            if not self.block_masks:
+                return Unsupported("block_mask", size, f"{self.name} walks along no lists of blocks")
+            if size[0] % _BLOCK_MASK or size[1] % _BLOCK_MASK:
+                reason = f"{self.name} divides blocks into its tiles: they must be multiples of {_BLOCK_MASK}"
+                return Unsupported("block_mask", size, reason, (_BLOCK_MASK, _BLOCK_MASK))
+            if problem.deterministic:
+                reason = "blocks take turns in the order of keys, and lists have an order of their own"
+                return Unsupported("deterministic", True, reason, False)
         if problem.positions and not self.positions:
             field = next(name for name in _POSITIONS if getattr(problem, name))
             reason = f"{self.name} counts rows, keys and heads from the beginning of their sequence"

@@ -41,10 +41,14 @@ def pack_score(problem: AttentionProblem, buffers: Mapping[str, Buffer], scalars
 
 @functools.lru_cache(maxsize=1024)
 def _binder(problem: AttentionProblem, mod: ScoreMod, layout: ParamsLayout) -> Binder:
-    extents = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
+    lengths = (problem.seqlen_q, problem.seqlen_k)
+    extents = dict(zip(_AXES, (problem.batch, problem.heads_q, *lengths), strict=True))
+    if mod.block_size is not None:
+        extents |= {axis: -(-n // step) for axis, n, step in zip("RK", lengths, mod.block_size, strict=True)}
     operands = []
     for n, tensor in enumerate(mod.tensors):
-        wanted = tuple(extent if axis in tensor.axes else 1 for axis, extent in zip(_AXES, extents, strict=True))
-        strides = [f"t{n}_{axis}" if axis in tensor.axes else "" for axis in _AXES]
+        axes = tensor.blocks or _AXES
+        wanted = tuple(extents[axis] if axis in tensor.axes else 1 for axis in axes)
+        strides = [f"t{n}_{axis}" if axis in tensor.axes else "" for axis in axes]
         operands.append(layout.operand(mod.tensor_name(n), strides, wanted, tensor.dtype, field=f"t{n}"))
     return Binder.of(layout, operands)

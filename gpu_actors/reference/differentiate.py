@@ -13,7 +13,7 @@ from typing import TypeAlias
 import numpy as np
 
 from gpu_actors.graph.ops import POINTWISE, Node
-from gpu_actors.reference.tape import Array, Tape, erf, keep_factors, seen_product, visible_of
+from gpu_actors.reference.tape import Array, Tape, erf, keep_factors, listed_of, seen_product, visible_of
 
 __all__ = ["gradients"]
 
@@ -131,6 +131,11 @@ def _mask(tape: Tape, node: Node, written: list[Array | None], scores: Array) ->
     return (np.where(visible_of(node, scores.shape), np.asarray(written[0]), 0.0),)
 
 
+def _block_mask(tape: Tape, node: Node, written: list[Array | None], scores: Array, *lists: Array) -> Found:
+    gradient = np.where(listed_of(node, scores.shape, lists), np.asarray(written[0]), 0.0)
+    return gradient, *(None for _ in lists)
+
+
 def _select(tape: Tape, node: Node, written: list[Array | None], condition: Array, a: Array, b: Array) -> Found:
     gradient = np.asarray(written[0])
     return None, np.where(condition, gradient, 0.0), np.where(condition, 0.0, gradient)
@@ -162,6 +167,7 @@ _RULES: dict[str, Callable[..., Found]] = {
     "softmax": _softmax,
     "dropout": _dropout,
     "mask": _mask,
+    "block_mask": _block_mask,
     "select": _select,
     "reduction": _reduction,
     "add": _two(lambda g, a, b: (g, g)),

@@ -16,7 +16,7 @@ from gpu_actors.graph.ops import Node
 from gpu_actors.graph.scalars import INT32_MAX
 from gpu_actors.graph.tensor import FLOATS
 from gpu_actors.reference.differentiate import gradients
-from gpu_actors.reference.tape import Array, Tape, erf, keep_factors, seen_product, visible_of
+from gpu_actors.reference.tape import Array, Tape, erf, keep_factors, listed_of, seen_product, visible_of
 from gpu_actors.validation.fields import expect
 
 if TYPE_CHECKING:
@@ -113,6 +113,10 @@ def _mask(tape: Tape, node: Node, scores: Array) -> Array:
     return np.where(visible, scores, -np.inf)
 
 
+def _block_mask(tape: Tape, node: Node, scores: Array, *lists: Array) -> Array:
+    return np.where(listed_of(node, scores.shape, lists), scores, -np.inf)
+
+
 def _softmax(tape: Tape, node: Node, scores: Array) -> tuple[Array, ...]:
     top = scores.max(axis=-1, keepdims=True)
     top = np.where(np.isneginf(top), 0, top).astype(scores.dtype)
@@ -181,6 +185,7 @@ _RULES: dict[str, Callable[..., Any]] = {
     "softmax": _softmax,
     "dropout": _dropout,
     "mask": _mask,
+    "block_mask": _block_mask,
     "reduction": _reduction,
     "index": _index,
     "select": lambda tape, node, condition, a, b: np.where(condition, *_alike(tape, (a, b))),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -18,7 +18,7 @@ from gpu_actors.philox import dropout_keep
 if TYPE_CHECKING:
     from gpu_actors.graph.graph import OperationGraph
 
-__all__ = ["Array", "Tape", "erf", "keep_factors", "seen_product", "visible_of"]
+__all__ = ["Array", "Tape", "erf", "keep_factors", "listed_of", "seen_product", "visible_of"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -57,6 +57,20 @@ def visible_of(node: Node, shape: tuple[int, ...]) -> Array:
     visible = seen.visible_keys(np.arange(rows), rows, keys)
     assert visible is not None  # graphs hold no mask that hides nothing
     return visible
+
+
+def listed_of(node: Node, shape: tuple[int, ...], lists: Sequence[Array]) -> Array:
+    """(batch, heads, rows, keys): which scores a block mask keeps. lists: counts and indices, as its node reads."""
+    rows, keys = node["block_size"]
+    blocks = tuple(-(-extent // step) for extent, step in zip(shape[2:], (rows, keys), strict=True))
+    listed = np.zeros((*shape[:2], *blocks), bool)
+    ways = 2 if len(lists) == (8 if node["transposed"] else 4) else 1
+    for counts, indices in zip(lists[: 2 * ways : 2], lists[1 : 2 * ways : 2], strict=True):
+        counts = np.broadcast_to(counts, (*shape[:2], blocks[0]))
+        indices = np.broadcast_to(indices, (*shape[:2], *blocks))
+        for place in np.ndindex(counts.shape):
+            listed[place][indices[place][: counts[place]]] = True
+    return listed.repeat(rows, axis=2).repeat(keys, axis=3)[:, :, : shape[2], : shape[3]]
 
 
 def seen_product(a: Array, b: Array, visible: Array | None) -> Array:

@@ -337,7 +337,12 @@ DEVICE void outer_step(const WithScoreMod<BackwardParams>& params, const KeyPlac
   const SeenRows rows = mask.rows(at.seqlen_q, key_begin, key_end);
   const int heads = forward.heads_q / forward.heads_kv;
   const int tiles = rows.begin < rows.end ? (rows.end + BLOCK_M - 1) / BLOCK_M - rows.begin / BLOCK_M : 0;
+#if BLOCK_MASK
+  Ring ring{params, at, rows, heads, 0, tiles, 0, shared, params.score_params(), key_begin};
+  for (int head = at.kv_head * heads; head < (at.kv_head + 1) * heads; head++) ring.count += ring.listed(head).count();
+#else
   const Ring ring{params, at, rows, heads, rows.begin / BLOCK_M, tiles, heads * tiles, shared};
+#endif
   Work work{ring, params, warp_place(), mask, key_begin, {}};
 
   KeyGradient dk = {};
@@ -356,8 +361,8 @@ DEVICE void outer_step(const WithScoreMod<BackwardParams>& params, const KeyPlac
       const bool masked = !mask.all_visible(row_begin, row_end, key_begin, key_begin + BLOCK_N) ||
                           (SCORE_MOD && row_begin + BLOCK_M > at.seqlen_q);
       const bool nonfinite = ring.advance(now, masked);
-      if (now.number >= 0) inner_step(dk, dv, work, now, masked, nonfinite);
-      else prepare_keys(work);
+      if (BLOCK_MASK ? ring.works(now) : now.number >= 0) inner_step(dk, dv, work, now, masked, nonfinite);
+      else if (!BLOCK_MASK || now.number < 0) prepare_keys(work);
     }
   }
   store<KeyColumns>(params.dk, params.dk_strides, dk, work,

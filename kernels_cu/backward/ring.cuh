@@ -6,6 +6,7 @@
 #include "mma/shares.cuh"
 #include "mma/nonfinite.cuh"
 #include "common/mask.cuh"
+#include "common/score_mod.cuh"
 
 constexpr int THREADS = WARPS * 32;
 constexpr int KEY_WARPS = WARPS < BLOCK_N / WARP_TILE ? WARPS : BLOCK_N / WARP_TILE;
@@ -43,6 +44,11 @@ DEVICE void keep_ds_exponent(uint32_t shared, int exponent) {
 static_assert(STAGES <= 2, "a step fills its own stage or that of the next");
 
 // Where the ring is: the number of the step, and which query head and tile of queries it takes.
+#if BLOCK_MASK
+static_assert(BLOCK_MASK_ROWS % BLOCK_M == 0 && BLOCK_MASK_KEYS % BLOCK_N == 0, "blocks of a mask are whole tiles");
+using Tiles = ListedTiles<BLOCK_MASK_ROWS / BLOCK_M>;
+#endif
+
 struct Step {
   int number, head, tile;
 };
@@ -56,6 +62,10 @@ struct Ring {
   int first_tile;    // of queries
   int tiles, count;  // query tiles of a head, and steps
   uint32_t shared;
+#if BLOCK_MASK
+  const ScoreParams& scores;
+  int key_begin;
+#endif
 
   __device__ __forceinline__ KTile k_tile() const { return {shared}; }
   __device__ __forceinline__ VTile v_tile() const { return {shared + KTile::BYTES}; }
@@ -76,12 +86,35 @@ struct Ring {
   }
 
   // The step that only fills: before the first where there are two stages.
+#if BLOCK_MASK
+  __device__ __forceinline__ Tiles listed(int head) const {
+    return {bind_block_list(scores, at.sequence, head, key_begin / BLOCK_MASK_KEYS)};
+  }
+  __device__ __forceinline__ Step before_first() const {
+    const Step none{-1, 0, 0};
+    return STAGES > 1 ? none : next(none);
+  }
+  __device__ __forceinline__ Step next(const Step& now) const {
+    int place = now.number + 1, head = at.kv_head * heads;
+    if (place >= count) return {place, 0, 0};
+    for (;; head++) {
+      const Tiles tiles = listed(head);
+      if (place < tiles.count()) return {now.number + 1, head, tiles.at(place)};
+      place -= tiles.count();
+    }
+  }
+#else
   __device__ __forceinline__ Step before_first() const {
     return {1 - STAGES, at.kv_head * heads, first_tile - (STAGES > 1)};
   }
   __device__ __forceinline__ Step next(const Step& now) const {
     const bool whole = now.tile + 1 == first_tile + tiles;
     return {now.number + 1, now.head + whole, whole ? first_tile : now.tile + 1};
+  }
+#endif
+  // Whether the step has queries: a list's last block may end behind the sequence.
+  __device__ __forceinline__ bool works(const Step& now) const {
+    return now.number >= 0 && (!BLOCK_MASK || now.tile * BLOCK_M < at.seqlen_q);
   }
   __device__ __forceinline__ int64_t slot(const Step& now) const {
     return first_slot(params.forward, at.sequence, now.tile) + now.head;
@@ -96,7 +129,7 @@ struct Ring {
   // Starts filling the step's stage. Past the last step the group is empty, which keeps the count of groups in step.
   // Rows that see none of the keys are not read.
   __device__ __forceinline__ void fill(const Step& now) const {
-    if (now.number < count) {
+    if (now.number < count && (!BLOCK_MASK || now.tile * BLOCK_M < at.seqlen_q)) {
       const int first = now.tile * BLOCK_M;
       const auto seen = [&](int row) { return rows.has(first + row); };
       copy_rows<THREADS>(q_tile(now), source(params.forward.q, params.forward.q_strides, now), seen);

@@ -7,6 +7,7 @@
 #include "common/types.cuh"
 
 #define SCORE_MOD 0
+#define BLOCK_MASK 0
 
 struct ScoreParams {};
 

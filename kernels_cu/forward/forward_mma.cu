@@ -24,7 +24,7 @@
 #include "mma/softmax_tile.cuh"
 #include "mma/nonfinite.cuh"
 #include "mma/store.cuh"
-#include "common/block_tile.cuh"
+#include "common/key_tiles.cuh"
 
 constexpr int THREADS = WARPS * 32;
 constexpr int ROW_BLOCKS = BLOCK_M / (16 * WARPS);  // of 16 rows, a warp
@@ -52,7 +52,7 @@ using Softmax = SoftmaxRow[ROW_BLOCKS][2];  // of rows g and g + 8 of each 16
 struct Ring {
   RowSource<KV_ELEMENT> k, v;
   SeenKeys keys;
-  KeyTiles tiles;
+  Tiles tiles;
   uint32_t base;
 
   __device__ __forceinline__ KTile k_tile(int n) const {
@@ -60,9 +60,12 @@ struct Ring {
   }
   __device__ __forceinline__ VTile v_tile(int n) const { return {k_tile(n).base + KTile::BYTES}; }
 
+  // Whether a tile has keys that a row may see: those of a listed block may all lie behind the sequence or the diagonal.
+  __device__ __forceinline__ bool works(int n) const { return !BLOCK_MASK || tiles.at(n) * BLOCK_N < keys.end; }
+
   // Starts filling the tile's stage. Past the last tile the group is empty, which keeps the count of groups in step.
   __device__ __forceinline__ void fill(int n) const {
-    if (n < tiles.count()) {
+    if (n < tiles.count() && works(n)) {
       const int first = tiles.at(n) * BLOCK_N;
       const auto seen = [&](int row) { return keys.has(first + row); };
       copy_rows<THREADS>(k_tile(n), RowSource<KV_ELEMENT>{k.rows + first * k.stride, k.stride, k.aligned}, seen);
@@ -197,7 +200,7 @@ DEVICE void attend(const LaunchParams& params, const BlockTile& at, uint32_t sha
   const Dropout dropout = make_dropout(params, at.sequence, at.head);
   const Rows rows{score, mask, dropout, (SCALE_ONLY ? score.scale : 1.0f) * LOG2_E, at.row_begin + first_row, row_end};
 
-  const KeyTiles tiles = mask.tiles<BLOCK_N>(at.row_begin, row_end);
+  const Tiles tiles = key_tiles(params, at, mask, row_end);
   const SeenKeys keys = seen_keys(mask, at.row_begin, row_end);
   const QTile q_tile{shared};
   const Ring ring{row_source(k, k_strides.row), row_source(v, v_strides.row), keys, tiles, shared + QTile::BYTES};
@@ -220,6 +223,7 @@ DEVICE void attend(const LaunchParams& params, const BlockTile& at, uint32_t sha
   for (int n = 0; n < count;) {
     for (; n < count && !unmasked(n); n++) {
       nonfinite |= ring.advance<true>(n, q_tile);
+      if (!ring.works(n)) continue;
       attend_tile<true>(o, softmax, rows, q_lane, ring, n);
     }
     for (; n < count && unmasked(n); n++) {

@@ -14,7 +14,7 @@
 #include "common/params.cuh"
 #include "common/mask.cuh"
 #include "common/philox.cuh"
-#include "common/block_tile.cuh"
+#include "common/key_tiles.cuh"
 #include "ptx/math.cuh"
 #include "common/score.cuh"
 
@@ -136,8 +136,9 @@ DEVICE void attend(const LaunchParams& params, const BlockTile& at, Real* q_tile
   }
 
   load_tile<BLOCK_M, HEAD_DIM>(q_tile, q, q_strides.row, row_end - at.row_begin);
-  const KeyTiles tiles = mask.tiles<BLOCK_N>(at.row_begin, row_end);
+  const Tiles tiles = key_tiles(params, at, mask, row_end);
   for (int n = 0; n < tiles.count(); n++) {
+    if (BLOCK_MASK && tiles.at(n) * BLOCK_N >= at.seqlen_k) continue;
     const int key_begin = tiles.at(n) * BLOCK_N, keys = at_most(at.seqlen_k - key_begin, BLOCK_N);
     const bool unmasked = mask.all_visible(at.row_begin, row_end, key_begin, key_begin + BLOCK_N);
 

@@ -92,6 +92,32 @@ def test_the_compiler_lays_the_parameters_out_as_they_are_packed() -> None:
 
 
 @pytest.mark.sweep
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_block_masks_spill_nothing(arch: str, dim: int) -> None:
+    rows = {"q_num_blocks": (1, 1, 2), "q_indices": (1, 1, 2, 2)}
+    for forward in (True, False):
+        graph = ga.OperationGraph()
+        q, k, v = (graph.tensor(uid=uid, dims=(1, 2, 256, dim), dtype="float16") for uid in (1, 2, 3))
+        lists = {name.replace("q", "kv", 1): dims for name, dims in rows.items()} | rows
+        listed = {
+            name: graph.tensor(uid=10 + n, dims=dims, dtype="int32") for n, (name, dims) in enumerate(lists.items())
+        }
+        scores = graph.mask_mod(graph.matmul(q, graph.transpose(k)), lambda b, h, row, key: abs(row - key) < 9)
+        out = graph.matmul(graph.softmax(graph.block_mask(scores, **listed)), v)
+        if forward:
+            graph.output(out, uid=4, dtype="float16")
+        else:
+            given, dout = (graph.tensor(uid=uid, dims=out.dims, dtype="float16") for uid in (4, 6))
+            stats = graph.tensor(uid=5, dims=(1, 2, 256, 1), dtype="float32")
+            for uid, gradient in zip((7, 8, 9), graph.gradient(out, dout, (q, k, v), (given, stats)), strict=True):
+                graph.output(gradient, uid=uid, dtype="float16")
+        key = dispatch_key(match_attention(graph).problem, arch)
+        assert key.kernel == ("forward_mma" if forward else "backward_mma")
+        assert code_faults(code_of(kernel_source(key), key.kernel), register_limit(32)) == []
+
+
+@pytest.mark.sweep
 @pytest.mark.parametrize("arch", ARCHS)
 def test_angles_need_no_table_in_local_memory(arch: str) -> None:
     """CUDA's own sinf keeps one on the stack for large arguments."""

@@ -6,11 +6,12 @@ import functools
 from collections.abc import Callable, Sequence
 
 from gpu_actors.devices.interface import ScratchSpec
+from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.backward.params import pack_backward
 from gpu_actors.kernels.backward.variant import NAMES, backward_macros, backward_threads, dq_floats, keys_of
 from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.program import Pack, Part, Program, Target, flat_grid
-from gpu_actors.kernels.tiles import shared_bytes_of, tile_of
+from gpu_actors.kernels.tiles import shared_bytes_of, tile_for, tile_of
 from gpu_actors.problem import AttentionProblem, DispatchKey
 
 __all__ = ["BACKWARD_MMA", "gradient_program"]
@@ -82,6 +83,19 @@ def _scratch(
     return scratch
 
 
+def _refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
+    """A block of keys that a tile of keys does not divide, which one has 48 of."""
+    size = None if problem.score_mod is None else problem.score_mod.block_size
+    if size is None:
+        return None
+    widest = max(problem.head_dim, problem.head_dim_v)
+    keys = tile_for(_MAIN, "backward", arch, problem.dtype, widest, problem.mask, False, problem.layout).block_n
+    if size[1] % keys == 0:
+        return None
+    wanted = size[1] * keys
+    return Unsupported("block_mask", size, f"{_MAIN} has tiles of {keys} keys here", (size[0], wanted))
+
+
 _PREPARE, _MAIN, _FINISH = NAMES
 BACKWARD_MMA = KernelFamily(
     _MAIN,
@@ -94,5 +108,7 @@ BACKWARD_MMA = KernelFamily(
     ("float16", "float32", "bfloat16"),
     companions=(_PREPARE, _FINISH),
     score_mods=True,
+    block_masks=True,
+    refuses=_refuses,
     positions=True,
 )

@@ -56,6 +56,7 @@ FORWARD_MMA = KernelFamily(
     ("float16", "float32", "bfloat16"),
     refuses=lambda problem, arch: scale_refusal(problem),
     score_mods=True,
+    block_masks=True,
     positions=True,
 )
 FORWARD_SIMPLE = KernelFamily(
@@ -68,5 +69,6 @@ FORWARD_SIMPLE = KernelFamily(
     _LAYOUTS,
     tensor_cores=False,
     score_mods=True,
+    block_masks=True,
     positions=True,
 )

@@ -84,7 +84,13 @@ RING_MUTANTS = (
         "",
         "wide",
     ),
-    _mma("keys stay as they came", _MMA, "      else prepare_keys(work);\n", "", "nonfinite key"),
+    _mma(
+        "keys stay as they came",
+        _MMA,
+        "      else if (!BLOCK_MASK || now.number < 0) prepare_keys(work);\n",
+        "",
+        "nonfinite key",
+    ),
     _mma("dO has Q's stage", _RING, "{q_tile(now).base + QTile::BYTES}", "{q_tile(now).base}"),
     _mma(
         "statistics of every step are the first's",

@@ -1,0 +1,392 @@
+"""Block masks of graphs: what is not listed is hidden, and kernels neither load nor multiply it."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from mutation.block_mask_mutants import MUTANTS, BlockMutant
+
+import gpu_actors as ga
+from gpu_actors.compiling.source import KernelSource
+from gpu_actors.devices.emulation import EmulationFault
+from gpu_actors.graph.match import match_attention
+from gpu_actors.kernels import variants
+from gpu_actors.kernels.dispatch import dispatch_key, explain
+from gpu_actors.reference.graph import evaluate_graph
+
+BATCH, HEADS, HEADS_KV, ROWS, KEYS, DIM = 2, 4, 2, 300, 520, 32
+BLOCK = 128
+R, C = -(-ROWS // BLOCK), -(-KEYS // BLOCK)
+Q, K, V, OUT, STATS, DOUT, DQ, DK, DV, LISTS = 1, 2, 3, 4, 5, 6, 11, 12, 13, 20
+
+# (batch, heads, blocks of rows, blocks of keys): 0 hidden, 1 partial, 2 full. The first rows of head 1 see nothing.
+rng = np.random.default_rng(3)
+KINDS = rng.integers(0, 3, (BATCH, HEADS, R, C))
+KINDS[:, 1, 0] = 0
+KINDS[0, :2, :, 2] = 0  # keys that the first KV head's rows do not see
+
+
+def ordered(listed: Any, rng: np.random.Generator) -> tuple[Any, Any]:
+    """torch's counts and indices, in any order, with what is no index behind them."""
+    counts = listed.sum(-1).astype(np.int32)
+    indices = np.full(listed.shape, 2147480000, np.int32)
+    for place in np.ndindex(counts.shape):
+        indices[place][: counts[place]] = rng.permutation(np.flatnonzero(listed[place]))
+    return counts, indices
+
+
+def lists_of(kinds: Any, full: bool = True) -> list[Any]:
+    rng = np.random.default_rng(4)
+    found: list[Any] = []
+    for turned in (kinds, kinds.swapaxes(2, 3)):
+        for listed in (turned == 1, turned == 2) if full else (turned > 0,):
+            found += ordered(listed, rng)
+    return found
+
+
+def declared(graph: ga.OperationGraph, lists: list[Any]) -> dict[str, ga.GraphTensor]:
+    names = [
+        full + name for full in ("", "full_")[: max(1, len(lists) // 4)] for name in ("kv_num_blocks", "kv_indices")
+    ]
+    names += [name.replace("kv", "q") for name in names]
+    return {
+        name: graph.tensor(uid=LISTS + n, dims=array.shape, dtype="int32")
+        for n, (name, array) in enumerate(zip(names, lists, strict=False))
+    }
+
+
+def near(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return abs(q - kv) * (1 + h) < 400 + 50 * b
+
+
+def scores_of(graph: ga.OperationGraph, lists: list[Any], causal: bool, modified: bool, dtype: str) -> Any:
+    q = graph.tensor(uid=Q, dims=(BATCH, HEADS, ROWS, DIM), dtype=dtype)
+    k, v = (graph.tensor(uid=uid, dims=(BATCH, HEADS_KV, KEYS, DIM), dtype=dtype) for uid in (K, V))
+    scores = graph.matmul(q, graph.transpose(k)) * 0.2
+    if modified:
+        scores = graph.mask_mod(graph.tanh(scores) * 2.0, near)
+    scores = graph.block_mask(scores, **declared(graph, lists), block_size=(BLOCK, BLOCK))
+    if causal:
+        scores = graph.mask(scores, ga.Mask.causal(), "bottom_right")
+    return (q, k, v), scores
+
+
+def forward_graph(
+    lists: list[Any], causal: bool = False, modified: bool = True, dtype: str = "float16"
+) -> ga.OperationGraph:
+    graph = ga.OperationGraph()
+    (_, _, v), scores = scores_of(graph, lists, causal, modified, dtype)
+    weights, stats = graph.softmax_with_stats(scores)
+    graph.output(graph.matmul(weights, v), uid=OUT, dtype=dtype)
+    graph.output(stats, uid=STATS, dtype="float32")
+    return graph
+
+
+def backward_graph(
+    lists: list[Any], causal: bool = False, modified: bool = True, dtype: str = "float16", deterministic: bool = False
+) -> ga.OperationGraph:
+    graph = ga.OperationGraph()
+    operands, scores = scores_of(graph, lists, causal, modified, dtype)
+    out = graph.matmul(graph.softmax(scores), operands[2])
+    given, dout = (graph.tensor(uid=uid, dims=out.dims, dtype=dtype) for uid in (OUT, DOUT))
+    stats = graph.tensor(uid=STATS, dims=(*out.dims[:3], 1), dtype="float32")
+    found = graph.gradient(out, dout, operands, (given, stats), deterministic=deterministic)
+    for uid, gradient in zip((DQ, DK, DV), found, strict=True):
+        graph.output(gradient, uid=uid, dtype=dtype)
+    return graph
+
+
+def arrays_of(lists: list[Any], dtype: str = "float16") -> dict[int, Any]:
+    rng = np.random.default_rng(0)
+    arrays: dict[int, Any] = {Q: rng.standard_normal((BATCH, HEADS, ROWS, DIM)).astype(dtype)}
+    arrays |= {uid: rng.standard_normal((BATCH, HEADS_KV, KEYS, DIM)).astype(dtype) for uid in (K, V)}
+    return arrays | {LISTS + n: array for n, array in enumerate(lists)}
+
+
+def explicit(arrays: dict[int, Any], kinds: Any, causal: bool, modified: bool) -> tuple[Any, Any]:
+    """Output and LSE in float64, from the formula alone."""
+    q, k, v = (arrays[uid].astype(np.float64) for uid in (Q, K, V))
+    k, v = (np.repeat(array, HEADS // HEADS_KV, axis=1) for array in (k, v))
+    scores = 0.2 * q @ k.swapaxes(-1, -2)
+    seen = (kinds > 0).repeat(BLOCK, 2).repeat(BLOCK, 3)[:, :, :ROWS, :KEYS]
+    i, j = np.arange(ROWS)[:, None], np.arange(KEYS)[None, :]
+    if modified:
+        scores = np.tanh(scores) * 2
+        b, h = np.arange(BATCH)[:, None, None, None], np.arange(HEADS)[:, None, None]
+        seen = seen & (abs(i - j) * (1 + h) < 400 + 50 * b)
+    if causal:
+        seen = seen & (j <= i + KEYS - ROWS)
+    exponentials = np.where(seen, np.exp(scores), 0)
+    total = exponentials.sum(-1, keepdims=True)
+    with np.errstate(divide="ignore"):
+        return exponentials / np.where(total == 0, 1, total) @ v, np.log(total)
+
+
+def backward_arrays(lists: list[Any], causal: bool, modified: bool, kinds: Any = KINDS) -> dict[int, Any]:
+    arrays = arrays_of(lists)
+    out, lse = explicit(arrays, kinds, causal, modified)
+    dout = np.random.default_rng(1).standard_normal(out.shape).astype(np.float16)
+    return arrays | {OUT: out.astype(np.float16), STATS: lse.astype(np.float32), DOUT: dout}
+
+
+@pytest.fixture(scope="module")
+def emulated() -> Any:
+    with ga.open_context("emulated", ga.ContextOptions(arch="sm_80")) as ctx:
+        yield ctx
+
+
+@pytest.mark.parametrize("full", [True, False])
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_oracle_hides_what_is_not_listed(causal: bool, full: bool) -> None:
+    lists = lists_of(KINDS, full)
+    arrays = arrays_of(lists)
+    found = evaluate_graph(forward_graph(lists, causal), arrays)
+    out, lse = explicit(arrays, KINDS, causal, modified=True)
+    np.testing.assert_allclose(found[OUT], out, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(found[STATS], lse, rtol=1e-12, atol=1e-12)
+    assert np.isneginf(lse).any()
+    assert not out[np.isneginf(lse[..., 0])].any()
+
+
+KINDS_OF_CASES = [
+    (True, True, True),
+    pytest.param(False, False, False, marks=pytest.mark.sweep),
+    pytest.param(False, True, True, marks=pytest.mark.sweep),
+]
+
+
+def poisoned(arrays: dict[int, Any]) -> dict[int, Any]:
+    """The same, with NaN where no listed block is: keys that a KV head's rows do not see."""
+    arrays = dict(arrays)
+    for uid in (K, V):
+        arrays[uid] = arrays[uid].copy()
+        arrays[uid][0, 0, 2 * BLOCK : 3 * BLOCK] = np.nan
+    return arrays
+
+
+def check_forward(ctx: ga.GpuContext, causal: bool, modified: bool, full: bool) -> None:
+    lists = lists_of(KINDS, full)
+    arrays = arrays_of(lists)
+    graph = forward_graph(lists, causal, modified)
+    assert ctx.cudnn.inspect_plan(graph).key.kernel == "forward_mma"
+    found = ctx.cudnn.execute(graph, poisoned(arrays)).result(100.0)
+    out, lse = explicit(arrays, KINDS, causal, modified)
+    np.testing.assert_allclose(found[OUT].astype(np.float64), out, atol=4e-3)
+    np.testing.assert_allclose(found[STATS], lse, atol=1e-3)
+
+
+def check_backward(ctx: ga.GpuContext, causal: bool, modified: bool, full: bool) -> None:
+    lists = lists_of(KINDS, full)
+    arrays = backward_arrays(lists, causal, modified)
+    graph = backward_graph(lists, causal, modified)
+    assert ctx.cudnn.inspect_plan(graph).key.kernel == "backward_mma"
+    given = dict(arrays)
+    for uid in (Q, DOUT):  # what no key sees: the first rows of a head, and keys of one KV head
+        given[uid] = arrays[uid].copy()
+        given[uid][:, 1, :BLOCK] = np.nan
+    found = ctx.cudnn.execute(graph, poisoned(given)).result(100.0)
+    wanted = evaluate_graph(graph, arrays)
+    for uid in (DQ, DK, DV):
+        np.testing.assert_allclose(found[uid].astype(np.float64), wanted[uid], atol=8e-3, rtol=8e-3)
+
+
+@pytest.mark.parametrize(("causal", "modified", "full"), KINDS_OF_CASES)
+def test_kernels_attend_to_listed_blocks(emulated: ga.GpuContext, causal: bool, modified: bool, full: bool) -> None:
+    check_forward(emulated, causal, modified, full)
+
+
+@pytest.mark.parametrize(("causal", "modified", "full"), KINDS_OF_CASES)
+def test_kernels_differentiate_listed_blocks(emulated: ga.GpuContext, causal: bool, modified: bool, full: bool) -> None:
+    check_backward(emulated, causal, modified, full)
+
+
+@pytest.mark.sweep
+def test_cuda_cores_attend_to_listed_blocks(emulated: ga.GpuContext) -> None:
+    lists = lists_of(KINDS)
+    arrays = arrays_of(lists, "float64")
+    graph = forward_graph(lists, causal=True, dtype="float64")
+    assert emulated.cudnn.inspect_plan(graph).key.kernel == "forward_simple"
+    found = emulated.cudnn.execute(graph, poisoned(arrays)).result(100.0)
+    out, _ = explicit(arrays, KINDS, causal=True, modified=True)
+    np.testing.assert_allclose(found[OUT], out, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dim", [64, 256])
+def test_every_tile_divides_blocks(emulated: ga.GpuContext, dtype: str, dim: int) -> None:
+    """On the architecture with the least shared memory, too, but for gradients of one tile of 48 keys."""
+    lists = lists_of(KINDS)
+    for arch in ("sm_80", "sm_86", "sm_90a"):
+        graph = forward_graph(lists)
+        problem = dataclasses.replace(match_attention(graph).problem, head_dim=dim, head_dim_v=dim)
+        compute = "tf32" if dtype == "float32" else "bf16"
+        problem = dataclasses.replace(problem, dtype=dtype, kv_dtype=dtype, out_dtype=dtype, compute=compute)
+        key = dispatch_key(problem, arch)
+        assert key.kernel == "forward_mma"
+        macros = variants.kernel_source(key).macros
+        assert BLOCK % int(macros["BLOCK_M"]) == BLOCK % int(macros["BLOCK_N"]) == 0
+
+
+def counting(patch: pytest.MonkeyPatch, file: str, place: str) -> ctypes.c_longlong:
+    """A count that the emulated kernels raise, thread 0 of each block, where a line of their source stands."""
+    count = ctypes.c_longlong(0)
+    patch.setenv("COUNT_AT", str(ctypes.addressof(count)))
+    raised = 'if (threadIdx.x == 0) __atomic_fetch_add((long long*)strtoull(getenv("COUNT_AT"), nullptr, 10), 1, 0);'
+
+    def counted(name: str, text: str) -> str:
+        return text.replace(place, raised + place) if name == file else text
+
+    def changed(key: Any) -> KernelSource:
+        source = kernel_source(key)
+        headers = {name: counted(name, text) for name, text in source.headers.items()}
+        return dataclasses.replace(source, source=counted("", source.source), headers=headers)
+
+    kernel_source = variants.kernel_source
+    patch.setattr("gpu_actors.actors.nvrtc.kernel_source", changed)
+    return count
+
+
+FORWARD_LOAD = "copy_rows<THREADS>(k_tile(n),"
+FORWARD_PRODUCT = "multiply_rows<QTile, KTile, 2>(s, q,"
+BACKWARD_LOAD = "copy_rows<THREADS>(q_tile(now),"
+BACKWARD_PRODUCT = "multiply_queries(p, ring.k_tile(), q_tile, warp);  // line 10"
+
+
+@pytest.mark.parametrize(
+    ("file", "place"),
+    [
+        ("", FORWARD_LOAD),
+        pytest.param("", FORWARD_PRODUCT, marks=pytest.mark.sweep),
+        pytest.param("backward/ring.cuh", BACKWARD_LOAD, marks=pytest.mark.sweep),
+        pytest.param("", BACKWARD_PRODUCT, marks=pytest.mark.sweep),
+    ],
+    ids=["forward loads", "forward products", "backward loads", "backward products"],
+)
+def test_hidden_tiles_are_neither_loaded_nor_multiplied(file: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many tiles as the listed blocks have, less those behind the last row or key."""
+    count = counting(monkeypatch, file, place)
+    backward = place in (BACKWARD_LOAD, BACKWARD_PRODUCT)
+    lists = lists_of(KINDS)
+    graph = backward_graph(lists, modified=False) if backward else forward_graph(lists, modified=False)
+    arrays = backward_arrays(lists, False, False) if backward else arrays_of(lists)
+    with ga.open_context("emulated", ga.ContextOptions(arch="sm_80")) as ctx:
+        key = ctx.cudnn.inspect_plan(graph).key
+        ctx.cudnn.execute(graph, arrays).result(100.0)
+    macros = variants.kernel_source(key).macros
+    rows, keys = int(macros["BLOCK_M"]), int(macros["BLOCK_N"])
+    starts = [np.arange(0, extent, step) for extent, step in ((ROWS, rows), (KEYS, keys))]
+    seen = (KINDS > 0)[:, :, starts[0] // BLOCK][:, :, :, starts[1] // BLOCK]
+    assert count.value == seen.sum()
+    assert seen.sum() < 0.7 * seen.size
+
+
+# What is refused
+
+
+def test_a_mask_mod_need_not_read_every_index() -> None:
+    graph = ga.OperationGraph()
+    scores = graph.tensor(uid=1, dims=(1, 2, 8, 8), dtype="float32")
+    seen = graph.mask_mod(scores, lambda b, h, q, kv: kv < 3)
+    graph.output(graph.mask_mod(seen, lambda b, h, q, kv: h < q), uid=2)
+    assert len({node.name for node in graph.nodes}) == len(graph.nodes)
+    given = np.random.default_rng(0).standard_normal((1, 2, 8, 8)).astype(np.float32)
+    wanted = np.where((np.arange(8) < 3) & (np.arange(8)[:, None] > np.arange(2)[:, None, None]), given, -np.inf)
+    np.testing.assert_array_equal(evaluate_graph(graph, {1: given})[2], wanted)
+
+
+def test_a_mask_mod_is_a_function_that_gives_a_bool() -> None:
+    graph = ga.OperationGraph()
+    scores = graph.tensor(uid=1, dims=(1, 2, 8, 8), dtype="float32")
+    with pytest.raises(ga.InvalidRequest, match="must return a bool"):
+        graph.mask_mod(scores, lambda b, h, q, kv: q - kv)
+    with pytest.raises(ga.InvalidRequest, match="must be a function"):
+        graph.mask_mod(scores, 3)  # type: ignore[arg-type]
+    with pytest.raises(ga.InvalidRequest, match="four dims"):
+        graph.mask_mod(graph.tensor(uid=2, dims=(8, 8), dtype="float32"), near)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"kv_indices": None}, "kv_indices"),
+        ({"full_kv_num_blocks": None}, "full_kv_indices"),
+        ({"full_q_num_blocks": None, "full_q_indices": None}, "full_q_indices"),
+        ({"q_num_blocks": None, "q_indices": None}, "full_q_indices"),
+        ({"block_size": (64, 128)}, "block_mask_2"),
+        ({"block_size": (0, 128)}, "block_mask_2"),
+    ],
+    ids=str,
+)
+def test_lists_that_do_not_fit_are_refused(change: dict[str, Any], field: str) -> None:
+    lists = lists_of(KINDS)
+    graph = ga.OperationGraph()
+    q = graph.tensor(uid=Q, dims=(BATCH, HEADS, ROWS, DIM), dtype="float16")
+    k = graph.tensor(uid=K, dims=(BATCH, HEADS_KV, KEYS, DIM), dtype="float16")
+    scores = graph.matmul(q, graph.transpose(k))
+    with pytest.raises(ga.InvalidRequest) as caught:
+        graph.block_mask(scores, **(declared(graph, lists) | change))
+    assert caught.value.field == field
+
+
+def test_kernels_say_what_they_do_not_take() -> None:
+    """Hopper's own kernels leave block masks to those of mma.sync, and gradients need lists of rows."""
+    lists = lists_of(KINDS)
+    forward = match_attention(forward_graph(lists)).problem
+    assert dispatch_key(forward, "sm_90a").kernel == "forward_mma"
+    reason = explain(forward, "sm_90a")[0].reason
+    assert "block_mask" in reason or "score modifications" in reason
+    backward = match_attention(backward_graph(lists)).problem
+    assert dispatch_key(backward, "sm_90a").kernel == "backward_mma"
+    with pytest.raises(ga.Unsupported, match="order of their own"):
+        dispatch_key(match_attention(backward_graph(lists, deterministic=True)).problem, "sm_80")
+    with pytest.raises(ga.Unsupported, match="q_num_blocks and q_indices"):
+        match_attention(backward_graph(lists_of(KINDS, full=False)[:2]))
+    assert forward.score_mod is not None
+    small = dataclasses.replace(forward.score_mod, block_size=(64, 128))
+    with pytest.raises(ga.Unsupported, match="multiples of 128"):
+        dispatch_key(dataclasses.replace(forward, score_mod=small), "sm_80")
+    wide = dataclasses.replace(backward, head_dim=256, head_dim_v=256)
+    with pytest.raises(ga.Unsupported, match="tiles of 48 keys"):
+        dispatch_key(wide, "sm_86")
+
+
+# Seeded bugs
+
+CHECKS = {"forward": check_forward, "backward": check_backward}
+SAMPLE = ("tiles of a block repeat the first",)
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [m if m.name in SAMPLE else pytest.param(m, marks=pytest.mark.sweep) for m in MUTANTS],
+    ids=lambda mutant: mutant.name,
+)
+def test_a_bug_in_block_masks_is_caught(mutant: BlockMutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str] = []
+
+    def seeded(name: str, text: str) -> str:
+        if name != mutant.file or mutant.old not in text:
+            return text
+        found.append(name)
+        return text.replace(mutant.old, mutant.new)
+
+    def changed(key: Any) -> KernelSource:
+        source = kernel_source(key)
+        headers = {name: seeded(name, text) for name, text in source.headers.items()}
+        return dataclasses.replace(source, source=seeded("", source.source), headers=headers)
+
+    kernel_source = variants.kernel_source
+    monkeypatch.setattr("gpu_actors.actors.nvrtc.kernel_source", changed)
+    caught = False
+    try:
+        with ga.open_context("emulated", ga.ContextOptions(arch="sm_80")) as ctx:
+            CHECKS[mutant.probe](ctx, False, False, True)
+    except (AssertionError, EmulationFault, ga.LaunchError):
+        caught = True
+    assert found, f"{mutant.file} has no {mutant.old!r}"
+    assert caught
