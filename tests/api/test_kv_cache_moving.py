@@ -110,6 +110,18 @@ def _changed(pages: SequencePages, **changes: Any) -> SequencePages:
     return dataclasses.replace(pages, **changes)
 
 
+def test_rows_of_another_sequence_do_not_leave_with_a_page(contexts: tuple[ga.GpuContext, ga.GpuContext]) -> None:
+    with contexts[0].kv_cache(**SPEC, dtype="bfloat16") as cache:
+        for length in (8 * 16, 5):  # the first one writes every row there is
+            seq = cache.create().result(30.0)
+            cache.append(seq, *rows(length, 1)).result(30.0)
+            pages = cache.export_pages(seq).result(30.0)
+            behind = [array.view(np.uint16)[-1, 5:].any() for array in (pages.k, pages.v)]
+            assert behind == [length > 5] * 2
+            cache.release(pages).result(30.0)
+            cache.free(seq).result(30.0)
+
+
 def test_what_does_not_fit_is_refused_and_leaves_no_trace(contexts: tuple[ga.GpuContext, ga.GpuContext]) -> None:
     spec = {**SPEC, **KINDS["float8_e4m3fn"]}
     with contexts[0].kv_cache(**spec) as source, contexts[1].kv_cache(**spec) as target:
@@ -118,8 +130,11 @@ def test_what_does_not_fit_is_refused_and_leaves_no_trace(contexts: tuple[ga.Gpu
         pages = source.export_pages(seq).result(30.0)
         broken = pages.k.copy()
         broken.view(np.uint8)[1, 3, 0, 5] ^= 1
+        value = pages.v.copy()
+        value.view(np.uint8)[2, 1, 1, 3] ^= 1
         for field, given in (
             ("checks[1]", _changed(pages, k=broken)),
+            ("checks[2]", _changed(pages, v=value)),
             ("checks[0]", _changed(pages, checks=(bytes(16), *pages.checks[1:]))),
             ("checks", _changed(pages, checks=pages.checks[1:])),
             ("page_size", _changed(pages, page_size=16)),
