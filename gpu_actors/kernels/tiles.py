@@ -24,9 +24,10 @@ __all__ = [
     "backward_warp_tile",
     "mma_row",
     "output_over_q",
-    "padded_backward_dim",
+    "padded_backward_dims",
     "padded_head_dim",
     "shared_mem_bytes",
+    "shares_keys",
     "tile_for",
     "value_pieces",
 ]
@@ -117,6 +118,9 @@ TILES = (
     # Backward on Hopper: two consumers of 64 keys each, beside a producer of four warps; block_m query rows pass by.
     _backward_sm90(Tile(128, 128, 2, 12), _HALVES, 64, scale_only=True),
     _backward_sm90(Tile(64, 128, 2, 12), _HALVES, 128),
+    # Wider heads: both consumers share 64 keys. Two tiles of Q beside one of dO fit up to 192, one of each above.
+    _backward_sm90(Tile(128, 64, 2, 12), _HALVES, 192),
+    _backward_sm90(Tile(128, 64, 1, 12), _HALVES),
     # Backward: block_n keys stay, block_m query rows pass by. 16 keys a warp with dK and dV of 128 columns, or 32 with
     # half of the columns, fill its registers; wider heads give half of the columns to a second warp.
     _backward(Tile(64, 128, 2, 8), dtypes=_HALVES, head_dim=128, scale_only=True),
@@ -219,9 +223,18 @@ def padded_head_dim(dim: int, dtype: str = "bfloat16") -> int:
     return next(padded for padded in dims if dim <= padded)
 
 
-def padded_backward_dim(tile: Tile) -> int:
+def shares_keys(tile: Tile) -> bool:
+    """Whether both consumers of backward_sm90 multiply the same 64 keys, each with half of a head's columns."""
+    return tile.block_n == 64
+
+
+def padded_backward_dims(tile: Tile, head_dim: int, head_dim_v: int) -> tuple[int, int]:
     """What backward_sm90 rounds both head dims up to: kernels_cu/hopper_backward/layout.cuh."""
-    return 64 if tile.block_m == 128 else 128
+    if not shares_keys(tile):
+        return (64, 64) if tile.block_m == 128 else (128, 128)
+    if max(head_dim, head_dim_v) > 192:
+        return 256, 256
+    return 192, 128 if head_dim_v <= 128 else 192
 
 
 def value_pieces(tile: Tile, dtype: str, head_dim_v: int) -> int:
@@ -269,14 +282,17 @@ def _backward_mma_bytes(tile: Tile, dtype: str, head_dim: int, head_dim_v: int) 
 
 
 def _backward_sm90_bytes(tile: Tile, dtype: str, head_dim: int, head_dim_v: int) -> int:
-    """K, V, stages of Q and dO with two floats a row, two tiles of dS, a tile of dQ in float, mbarriers, a number.
+    """K, V, stages of Q and dO with a float a row, two tiles of scores, a tile of dQ in float, mbarriers, a number.
 
-    As laid out in kernels_cu/hopper_backward/layout.cuh, which asserts it.
+    Consumers that share keys have one stage of dO and no tile of dQ. As laid out in
+    kernels_cu/hopper_backward/layout.cuh, which asserts it.
     """
-    dim, itemsize = padded_backward_dim(tile), ELEMENTS[dtype].itemsize
-    keys, rows = tile.block_n * 2 * dim * itemsize, tile.stages * tile.block_m * (2 * dim * itemsize + 8)
-    scores, sums = 2 * tile.block_m * tile.block_n * itemsize, tile.block_m * dim * 4
-    return keys + rows + scores + sums + 8 * (2 + 4 * tile.stages) + 8
+    (dim, dim_v), itemsize = padded_backward_dims(tile, head_dim, head_dim_v), ELEMENTS[dtype].itemsize
+    stages, stages_v = tile.stages, 1 if shares_keys(tile) else tile.stages
+    keys = tile.block_n * (dim + dim_v) * itemsize
+    rows = tile.block_m * (stages * (dim * itemsize + 4) + stages_v * (dim_v * itemsize + 4))
+    scores, sums = 2 * tile.block_m * tile.block_n * itemsize, 0 if shares_keys(tile) else tile.block_m * dim * 4
+    return keys + rows + scores + sums + 8 * (2 + 2 * stages + 2 * stages_v) + 8
 
 
 _SHARED_BYTES = {

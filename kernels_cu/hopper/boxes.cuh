@@ -28,16 +28,16 @@ constexpr int padded_dim(int dim) {
   return dim <= 64 ? 64 : dim <= 96 && !FP8 ? 96 : dim <= 128 ? 128 : dim <= 192 ? 192 : 256;
 }
 
-// A tile in boxes.
-template <int TILE_ROWS, int COLUMNS, class Element = ELEMENT>
+// A tile in boxes. SHARE: columns that a product takes, which are whole boxes.
+template <int TILE_ROWS, int COLUMNS, class Element = ELEMENT, int SHARE = COLUMNS>
 struct Boxes {
   static constexpr int ITEM = sizeof(Element), UNIT = 16 / ITEM;                      // bytes; columns
-  static constexpr int WIDTH = (COLUMNS * ITEM % 128 == 0 ? 128 : 64) / ITEM;  // columns of a box
+  static constexpr int WIDTH = (SHARE * ITEM % 128 == 0 ? 128 : 64) / ITEM;  // columns of a box
   static constexpr int COUNT = COLUMNS / WIDTH;
   static constexpr uint32_t LINE = ITEM * WIDTH, BOX_BYTES = TILE_ROWS * LINE, BYTES = COUNT * BOX_BYTES;
   static constexpr uint32_t EIGHT_LINES = 8 * LINE;
   static constexpr ptx::Swizzle SWIZZLE = LINE == 128 ? ptx::Swizzle::b128 : ptx::Swizzle::b64;
-  static_assert(COLUMNS % WIDTH == 0, "columns fill whole boxes");
+  static_assert(COLUMNS % WIDTH == 0 && SHARE % WIDTH == 0, "columns fill whole boxes");
   static_assert(BOX_BYTES % EIGHT_LINES == 0, "boxes start where the swizzle starts");
 
   // wgmma descriptors: of the rows (columns are multiplied and summed), and of the columns (rows are).

@@ -30,8 +30,6 @@
 constexpr int THREADS = WARPS * 32;
 constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 
-static_assert(STAGES >= 2, "the next rows land while these are multiplied");
-
 // `full` barriers take one arrival, the producer's, and the bytes that it announces; `empty` ones an arrival of each
 // warp that reads.
 DEVICE void start_barriers(const Shared& shared) {
@@ -41,6 +39,8 @@ DEVICE void start_barriers(const Shared& shared) {
   for (int i = 0; i < STAGES; i++) {
     ptx::mbarrier_init(shared.q_full(i), 1);
     ptx::mbarrier_init(shared.q_empty(i), READERS);
+  }
+  for (int i = 0; i < DO_STAGES; i++) {
     ptx::mbarrier_init(shared.dout_full(i), 1);
     ptx::mbarrier_init(shared.dout_empty(i), READERS);
   }
@@ -99,9 +99,9 @@ __device__ __forceinline__ void Consumer::attend(const Work& work) {
     step.advance(work);
   }
   sync_consumers();  // both are done with K
-  store<KBoxes, HEAD_DIM>(params.dk, params.dk_strides, dk, work, shared.k(),
+  store<KBoxes, HEAD_DIM, OWN_COLUMNS>(params.dk, params.dk_strides, dk, work, shared.k(),
                           float(params.forward.softmax_scale) * power_of_two(-keys.ds_exponent));
-  store<VBoxes, HEAD_DIM_V>(params.dv, params.dv_strides, dv, work, shared.v(),
+  store<VBoxes, HEAD_DIM_V, OWN_COLUMNS_V>(params.dv, params.dv_strides, dv, work, shared.v(),
                             DROPOUT ? float(params.forward.dropout_scale) : 1.0f);
   if constexpr (VARLEN) {
     ptx::fence_proxy_async();  // TMA may bring the next keys there
@@ -113,21 +113,23 @@ __device__ __forceinline__ void Consumer::attend(const Work& work) {
 // Lines 10 to 16 for one tile of queries.
 __device__ __forceinline__ void Consumer::inner_step(KeyGradient& dk, ValueGradient& dv, const Work& work,
                                                      const Keys& keys) {
-  const int stage = step.ring.stage, row_begin = step.tile * BLOCK_M;
-  const uint32_t parity = step.ring.parity;
-  const Hidden hidden = hidden_pairs(work, row_begin, work.key_begin + number * KEYS);
+  const int stage = step.ring.stage, dout_stage = step.dout_stage();
+  const uint32_t parity = step.ring.parity, dout_parity = step.dout_parity();
+  const int tile_begin = step.tile * BLOCK_M, row_begin = tile_begin + first_query();
+  const uint32_t lses = shared.lse(stage) + first_query() * 4, deltas = shared.delta(dout_stage) + first_query() * 4;
+  const Hidden hidden = hidden_pairs(work, tile_begin, row_begin, work.key_begin + first_key());
   bool nonfinite = false;
   Kept kept = {};
   if constexpr (DROPOUT) {  // before the products, which need the registers
-    const int first_key = work.key_begin + number * KEYS + thread() / 32 * 16;  // of the warp's 16
-    draw_kept(kept, all.params, work, step.head, row_begin, first_key);
+    const int first = work.key_begin + first_key() + thread() / 32 * 16;  // of the warp's 16 keys
+    draw_kept(kept, all.params, work, step.head, row_begin, first);
   }
   ptx::mbarrier_wait(shared.q_full(stage), parity);
   if (HIDES && hidden.block) {
-    ptx::mbarrier_wait(shared.dout_full(stage), parity);
+    ptx::mbarrier_wait(shared.dout_full(dout_stage), dout_parity);
     clear_tile(shared.q(stage), QBoxes::BYTES);
-    clear_tile(shared.dout(stage), DoBoxes::BYTES);
-    nonfinite = finds_nonfinite(shared.delta(stage));
+    clear_tile(shared.dout(dout_stage), DoBoxes::BYTES);
+    nonfinite = finds_nonfinite(shared.delta(dout_stage));
     ptx::fence_proxy_async();
     sync_consumers();
   }
@@ -135,24 +137,31 @@ __device__ __forceinline__ void Consumer::inner_step(KeyGradient& dk, ValueGradi
   ptx::wgmma_fence();
   multiply_queries(s);
   if constexpr (!DP_LATER) {
-    ptx::mbarrier_wait(shared.dout_full(stage), parity);
+    ptx::mbarrier_wait(shared.dout_full(dout_stage), dout_parity);
     multiply_gradients(dp);
   }
 
   ptx::wgmma_wait<DP_LATER ? 0 : 1>();
   ptx::pin_registers(s);
   Weights p, ds;
+  const uint32_t kept_products = shared.dq(number) + thread() * 16;
+  if constexpr (KEEPS_PRODUCTS) keep_products(kept_products, s);
   if constexpr (WITH_OPTIONS) {
     const Score<float> scores = scores_of(all.params, work, step.head);
-    compute_p_with_options(p, s, scores, kept, work, keys, shared.lse(stage), row_begin, hidden.masked);
+    compute_p_with_options(p, s, kept, {scores, work, keys, lses, kept_products, row_begin, hidden.masked});
   } else {
-    compute_p(s, keys, shared.lse(stage));
+    compute_p(s, keys, lses);
     if (hidden.masked) apply_mask(s, work, keys, row_begin);
     pack(p, s);
   }
+  if constexpr (SHARED_KEYS) {
+    store_ds(shared.p(), p, number);
+    ptx::fence_proxy_async();
+    sync_consumers();  // P of both is there; and both are done with the last dS
+  }
   ptx::pin_registers(dv);
   ptx::pin_registers(p);
-  if constexpr (DP_LATER) ptx::mbarrier_wait(shared.dout_full(stage), parity);
+  if constexpr (DP_LATER) ptx::mbarrier_wait(shared.dout_full(dout_stage), dout_parity);
   ptx::wgmma_fence();
   if constexpr (DP_LATER) multiply_gradients(dp);
   add_to_dv(dv, p);
@@ -163,9 +172,12 @@ __device__ __forceinline__ void Consumer::inner_step(KeyGradient& dk, ValueGradi
     ptx::pin_registers(dv);
     ptx::pin_registers(p);
   }
-  compute_ds(dp, s, kept, shared.delta(stage), DROPOUT ? float(all.params.forward.dropout_scale) : 1.0f,
-             power_of_two(keys.ds_exponent));
-  if (HIDES_ROWS && hidden.masked) apply_mask(dp, work, keys, row_begin);
+  const DsTerms terms{kept, deltas, DROPOUT ? float(all.params.forward.dropout_scale) : 1.0f,
+                      power_of_two(keys.ds_exponent)};
+  if constexpr (!KEEPS_PRODUCTS) {
+    compute_ds(dp, s, terms);
+    if (HIDES_ROWS && hidden.masked) apply_mask(dp, work, keys, row_begin);
+  }
   int32_t* dbias_turns = nullptr;
   int turn = 0;
   if constexpr (BIAS_GRADIENT) {
@@ -173,12 +185,23 @@ __device__ __forceinline__ void Consumer::inner_step(KeyGradient& dk, ValueGradi
       dbias_turns = dbias_turns_of(all.params, work, step, turn);
       begin_turn(dbias_turns, turn);
     }
-    add_to_dbias(dp, all.params, work, keys, step.head, row_begin, power_of_two(-keys.ds_exponent));
+    if constexpr (KEEPS_PRODUCTS) {
+      const Score<float> scores = scores_of(all.params, work, step.head);
+      const WeightTerms again{scores, work, keys, lses, kept_products, row_begin, hidden.masked};
+      compute_ds_of_products(dp, terms, again, all.params, step.head);
+    } else {
+      add_to_dbias(dp, all.params, work, keys, step.head, row_begin, power_of_two(-keys.ds_exponent));
+    }
   }
   pack(ds, dp);
+  if constexpr (SHARED_KEYS) {
+    ptx::wgmma_wait<0>();
+    ptx::pin_registers(dv);
+  }
   store_ds(shared.ds(ds_half), ds, number);
   ptx::fence_proxy_async();
-  sync_consumers();  // dS of both is there; and both are done with the last but one
+  sync_consumers();  // dS of both is there; and both are done with the last but one, or with P
+  if constexpr (SHARED_KEYS) release(shared.dout_empty(dout_stage));
   if constexpr (BIAS_GRADIENT && DETERMINISTIC) end_turn(dbias_turns, turn);
 
   QueryGradient dq;
@@ -187,20 +210,30 @@ __device__ __forceinline__ void Consumer::inner_step(KeyGradient& dk, ValueGradi
   ptx::wgmma_fence();
   multiply_keys(dq);
   add_to_dk(dk, ds);
-  ds_half ^= 1;
+  if constexpr (!SHARED_KEYS) ds_half ^= 1;
   ptx::wgmma_wait<1>();
-  if constexpr (!DV_FIRST) {
+  if constexpr (!DV_FIRST && !SHARED_KEYS) {
     ptx::pin_registers(dv);
     ptx::pin_registers(p);
   }
   ptx::pin_registers(dq);
-  release(shared.dout_empty(stage));
-  pass_dq(dq);
+  if constexpr (!SHARED_KEYS) release(shared.dout_empty(dout_stage));
+  if constexpr (SENDS_DQ) pass_dq(dq);
+  else add_dq(dq, work);
+#pragma unroll
+  for (int piece = 1; piece < DQ_PIECES; piece++) {
+    ptx::pin_registers(dq);
+    ptx::wgmma_fence();
+    multiply_keys(dq, piece);
+    ptx::wgmma_wait<0>();
+    ptx::pin_registers(dq);
+    add_dq(dq, work, piece);
+  }
   ptx::wgmma_wait<0>();
   ptx::pin_registers(dk);
   ptx::pin_registers(ds);
   release(shared.q_empty(stage));
-  if (HIDES && nonfinite) add_nonfinite(dv, all.params, work, keys, step);
+  if (HIDES && nonfinite) add_nonfinite(dv, all.params, work, keys, step, first_column(OWN_COLUMNS_V));
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_sm90(const __grid_constant__ Sm90BackwardParams all) {
@@ -216,7 +249,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_sm90(const __g
     if (warp == 0) {
       Producer producer{all, shared, lane_id() == 0};
       for_each_key_tile(all.params, number, [&](const Work& work) { producer.load(work); });
-    } else if (warp <= CONSUMERS) {
+    } else if (SENDS_DQ && warp <= CONSUMERS) {
       Sender sender{all, shared, warp - 1, lane_id() == 0};
       for_each_key_tile(all.params, number, [&](const Work& work) { sender.send(work); });
     }

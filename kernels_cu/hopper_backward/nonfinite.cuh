@@ -10,8 +10,8 @@
 
 DEVICE bool is_nonfinite(float x) { return x - x != 0.0f; }
 
-// Puts zeros in the place of NaN and infinities among 16 bytes. True if there were any.
-DEVICE bool clear_unit(uint32_t address) {
+// Puts zeros in the place of NaN and infinities among 16 bytes, where `clears`. True if there were any.
+DEVICE bool clear_unit(uint32_t address, bool clears = true) {
   uint32_t words[4], all = 0;
   ptx::load_shared_v4(words, address);
 #pragma unroll
@@ -20,7 +20,7 @@ DEVICE bool clear_unit(uint32_t address) {
     words[i] &= ~nonfinite;
     all |= nonfinite;
   }
-  if (all != 0) ptx::store_shared_v4(address, words);
+  if (clears && all != 0) ptx::store_shared_v4(address, words);
   return all != 0;
 }
 
@@ -30,15 +30,22 @@ DEVICE void clear_tile(uint32_t tile, uint32_t bytes) {
   for (uint32_t at = (fresh_thread() - WARPGROUP) * 16; at < bytes; at += CONSUMERS * WARPGROUP * 16) clear_unit(tile + at);
 }
 
-// Of the thread's two keys; the four lanes of a quad share their columns. `key`: the first one's row in the tile.
+// Of the thread's two keys; the four lanes of a quad share their columns. `key`: the first one's row in the tile. Consumers
+// that share keys have all found them before one of them clears them.
 DEVICE void set_keys_aside(Keys& keys, uint32_t tile, int key) {
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     bool found = false;
 #pragma unroll 1
-    for (int unit = lane_id() % 4; unit < DIM / 8; unit += 4) found |= clear_unit(KBoxes::place(tile, key + 8 * half, unit));
+    for (int unit = lane_id() % 4; unit < DIM / 8; unit += 4) {
+      found |= clear_unit(KBoxes::place(tile, key + 8 * half, unit), !SHARED_KEYS);
+    }
     const uint32_t lanes = __ballot_sync(ALL_LANES, found) >> lane_id() / 4 * 4 & 15;
     if (lanes != 0) keys.factor[half] = NAN;
+  }
+  if constexpr (SHARED_KEYS) {
+    sync_consumers();
+    clear_tile(tile, KBoxes::BYTES);
   }
 }
 
@@ -51,9 +58,9 @@ DEVICE bool finds_nonfinite(uint32_t deltas) {
 }
 
 // Gives the nonfinite values of dO, which its product left out, to the keys that are seen by their rows.
-DEVICE void add_nonfinite(float (&dv)[DIM_V / 2], const BackwardParams& params, const Work& work, const Keys& keys,
-                          const Step& step) {
-  const int first = step.tile * BLOCK_M, column = fresh_thread() % 4 * 2;
+DEVICE void add_nonfinite(float (&dv)[OWN_COLUMNS_V / 2], const BackwardParams& params, const Work& work, const Keys& keys,
+                          const Step& step, int first_column) {
+  const int first = step.tile * BLOCK_M, column = first_column + fresh_thread() % 4 * 2;
   const Params& forward = params.forward;
   const uint32_t sequence_head = uint32_t(work.at.sequence * forward.heads_q + step.head);
   const Dropout dropout{forward.dropout_seed, forward.dropout_threshold, sequence_head};
@@ -66,8 +73,8 @@ DEVICE void add_nonfinite(float (&dv)[DIM_V / 2], const BackwardParams& params, 
     const auto values = element_of<const ELEMENT>(params.dout, params.dout_strides, work.at.sequence,
                                                   work.at.q_start + row, step.head) + column;
 #pragma unroll
-    for (int i = 0; i < DIM_V / 4; i++) {
-      if (i / 2 * 8 >= HEAD_DIM_V) break;
+    for (int i = 0; i < OWN_COLUMNS_V / 4; i++) {
+      if (first_column + i / 2 * 8 >= HEAD_DIM_V) break;
       float value[1] = {to_real(values[i / 2 * 8 + i % 2])};
       ptx::pin_registers(value);  // one after the other: registers are short, and this is rare
       if (!is_nonfinite(value[0])) continue;

@@ -1,4 +1,5 @@
-// The warpgroup of backward_sm90 that multiplies nothing: one warp loads, and one a consumer sends dQ to global memory.
+// The warpgroup of backward_sm90 that multiplies nothing: one warp loads, and where SENDS_DQ one a consumer sends dQ to
+// global memory.
 //
 // All lanes of a warp wait, one acts; between the two stands a __syncwarp(), because a lane that looks late can find the
 // barrier two phases further on, and would wait for ever.
@@ -11,7 +12,7 @@ struct Producer {
   const Sm90BackwardParams& all;
   Shared shared;
   bool leader;
-  Step step{0, 0, {0, 1}};
+  Step step{0, 0, {0, 1}, {0, 1}};
   uint32_t keys_parity = 1;
 
   // The outline, which backward_sm90.cu defines.
@@ -42,8 +43,8 @@ struct Producer {
   // A tile of queries with its lse, or of dO with its delta.
   template <class Tile>
   __device__ __forceinline__ void load_rows(const Work& work, const ptx::TensorMap* map, uint32_t place, uint32_t full,
-                                            uint32_t empty, uint32_t statistics, int which) {
-    ptx::mbarrier_wait(empty, step.ring.parity);
+                                            uint32_t empty, uint32_t parity, uint32_t statistics, int which) {
+    ptx::mbarrier_wait(empty, parity);
     __syncwarp();
     if (!leader) return;
     ptx::mbarrier_arrive_expect_tx(full, Tile::BYTES + ROW_BYTES);
@@ -54,12 +55,13 @@ struct Producer {
   }
   __device__ __forceinline__ void load_queries(const Work& work) {
     const int stage = step.ring.stage;
-    load_rows<QBoxes>(work, &all.q, shared.q(stage), shared.q_full(stage), shared.q_empty(stage), shared.lse(stage), 0);
+    load_rows<QBoxes>(work, &all.q, shared.q(stage), shared.q_full(stage), shared.q_empty(stage), step.ring.parity,
+                      shared.lse(stage), 0);
   }
   __device__ __forceinline__ void load_gradients(const Work& work) {
-    const int stage = step.ring.stage;
+    const int stage = step.dout_stage();
     load_rows<DoBoxes>(work, &all.dout, shared.dout(stage), shared.dout_full(stage), shared.dout_empty(stage),
-                       shared.delta(stage), 1);
+                       step.dout_parity(), shared.delta(stage), 1);
   }
 };
 
@@ -69,7 +71,7 @@ struct Sender {
   Shared shared;
   int consumer;
   bool leader;
-  Step step{0, 0, {0, 0}};
+  Step step{0, 0, {0, 0}, {0, 0}};
 
   // The outline, which backward_sm90.cu defines.
   __device__ __forceinline__ void send(const Work& work);
@@ -77,17 +79,12 @@ struct Sender {
   __device__ __forceinline__ int32_t* turns(int64_t slot) const {
     return all.params.dq_turns + slot * CONSUMERS + consumer;
   }
-  // How many tiles of keys add to the rows before this one.
-  __device__ __forceinline__ int turn(const Work& work) const {
-    const int row_begin = step.tile * BLOCK_M, row_end = at_most(work.at.seqlen_q, row_begin + BLOCK_M);
-    return work.mask.tiles<BLOCK_N>(row_begin, row_end).before(work.key_begin / BLOCK_N);
-  }
 
   // By the leader alone.
   __device__ __forceinline__ void add(const Work& work, int64_t slot) {
     float* const sums = all.params.dq_sums + slot * DQ_FLOATS + consumer * (DQ_BYTES / 4);
     if constexpr (DETERMINISTIC) {
-      const int mine = turn(work);
+      const int mine = dq_turn(work, step);
       while (ptx::load_acquire(turns(slot)) != mine) {
       }
       ptx::fence_proxy_async_global();  // what others added comes before what this one adds

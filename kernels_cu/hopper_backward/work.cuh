@@ -34,10 +34,14 @@ DEVICE Work work_of(const BackwardParams& params, const KeyPlace& at, int key_ti
   return work;
 }
 
-// Where a role is among the steps: which head and tile of queries, and which stage of the rings they are in.
+// Where a role is among the steps: which head and tile of queries, and which stage of the rings Q and dO are in.
 struct Step {
   int head, tile;
   Ring<STAGES> ring;
+  Ring<DO_STAGES> own_dout_ring;  // where it is not Q's
+
+  __device__ __forceinline__ int dout_stage() const { return DO_STAGES == STAGES ? ring.stage : own_dout_ring.stage; }
+  __device__ __forceinline__ uint32_t dout_parity() const { return DO_STAGES == STAGES ? ring.parity : own_dout_ring.parity; }
 
   __device__ __forceinline__ void advance(const Work& work) {
     if (++tile == work.end_tile) {
@@ -45,6 +49,7 @@ struct Step {
       head++;
     }
     ring.advance();
+    own_dout_ring.advance();
   }
   __device__ __forceinline__ void restart(const Work& work) {
     head = work.first_head;
@@ -54,6 +59,12 @@ struct Step {
 
 DEVICE int64_t slot_of(const BackwardParams& params, const Work& work, const Step& step) {
   return first_slot(params.forward, work.at.sequence, step.tile) + step.head;
+}
+
+// How many tiles of keys add to the rows of dQ before this one.
+DEVICE int dq_turn(const Work& work, const Step& step) {
+  const int row_begin = step.tile * BLOCK_M, row_end = at_most(work.at.seqlen_q, row_begin + BLOCK_M);
+  return work.mask.tiles<BLOCK_N>(row_begin, row_end).before(work.key_begin / BLOCK_N);
 }
 
 // Calls `visit` for each tile of keys of the block. It is one, unless a sequence is longer than the caller said. Tiles of

@@ -52,8 +52,20 @@ SWEEPS = (
     Sweep("bfloat16", 64, None, "causal window sink_tokens softcap alibi dropout sinks", varlen=True, top_left=True),
     Sweep("float16", 96, None, "window dropout", deterministic=True),
     Sweep("bfloat16", 128, None, "bias dropout window sink_tokens", deterministic=True),
+    Sweep("bfloat16", 128, None, "causal bias softcap", deterministic=True),
+    Sweep("float16", 72, None, "window bias softcap alibi dropout"),
+    Sweep("bfloat16", 256, None, "causal", deterministic=True),
+    Sweep("float16", 256, 200, ""),
+    Sweep("float16", 192, 128, "causal window sink_tokens sinks", varlen=True, top_left=True),
+    Sweep("bfloat16", 192, 128, "softcap alibi", deterministic=True),
+    Sweep("bfloat16", 160, 192, "scale", varlen=True),
+    Sweep("float16", 192, None, "bias dropout causal", deterministic=True),
+    Sweep("bfloat16", 256, None, "causal window sink_tokens softcap alibi dropout sinks", varlen=True, top_left=True),
+    Sweep("float16", 256, None, "bias alibi window", deterministic=True),
+    Sweep("bfloat16", 64, 136, "dropout causal"),
 )
 USUAL = [sweep for sweep in SWEEPS if sweep.usual]
+WIDE = next(sweep for sweep in SWEEPS if sweep.head_dim == 256)
 SHAPES = ((1, 1), (33, 95), (70, 31), (113, 203), (130, 7), (400, 300))
 
 
@@ -71,6 +83,11 @@ def check_sweep(sweep: Sweep, shapes: tuple[tuple[int, int], ...]) -> None:
 @pytest.mark.parametrize("sweep", USUAL, ids=str)
 def test_it_agrees_with_the_oracle_whatever_the_schedule_and_the_delivery(sweep):
     check_sweep(sweep, SHAPES)
+
+
+@pytest.mark.timeout(180)
+def test_consumers_that_share_keys_agree_with_the_oracle():
+    check_sweep(WIDE, ((200, 100),))
 
 
 @pytest.mark.timeout(180)
@@ -232,10 +249,12 @@ BASE = dataclasses.replace(problem_of(Q, KV, KV), direction="backward")
 
 
 class TestDispatch:
-    @pytest.mark.parametrize("dim", [32, 40, 64, 96, 128])
+    @pytest.mark.parametrize(
+        "dims", [(32, 32), (40, 40), (64, 64), (96, 128), (128, 128), (192, 128), (136, 192), (256, 256)]
+    )
     @pytest.mark.parametrize("layout", ["dense", "varlen"])
-    def test_it_takes_16_bit_gradients_on_hopper(self, dim, layout):
-        problem = dataclasses.replace(BASE, head_dim=dim, head_dim_v=dim, layout=layout)
+    def test_it_takes_16_bit_gradients_on_hopper(self, dims, layout):
+        problem = dataclasses.replace(BASE, head_dim=dims[0], head_dim_v=dims[1], layout=layout)
         assert dispatch_key(problem, "sm_90a").kernel == KERNEL
 
     @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_100a", "sm_120a"])
@@ -245,8 +264,9 @@ class TestDispatch:
     @pytest.mark.parametrize(
         ("changes", "reason"),
         [
-            ({"bias": ("float16", False, False), "softcap": 20.0}, "beside the derivative"),
-            ({"head_dim": 192}, "up to 128 columns"),
+            ({"bias": ("float16", False, False), "softcap": 20.0, "head_dim": 136}, "beside a derivative"),
+            ({"bias": ("float16", False, False), "dropout_p": 0.1, "head_dim_v": 200}, "spill"),
+            ({"bias": ("float16", False, False), "dropout_p": 0.1}, "spill"),
             ({"head_dim": 36}, "multiples of 8"),
             ({"softmax_scale": 2.0**-40}, "in fp32"),
         ],

@@ -22,6 +22,8 @@ from support.hopper_sass import instructions_of, opcodes, step_of
 from gpu_actors.compiling.compiler import Compiler
 from gpu_actors.compiling.source import KernelSource
 from gpu_actors.kernels.hopper_backward.launch import BACKWARD_SM90
+from gpu_actors.kernels.hopper_backward.variant import sm90_backward_refuses
+from gpu_actors.kernels.tiles import Tile, padded_backward_dims, shares_keys
 from gpu_actors.kernels.variants import kernel_source
 
 KERNEL = "backward_sm90"
@@ -34,6 +36,7 @@ REGISTERS = 168  # what 65,536 leave for each of 384 threads at launch, in steps
 CONSUMER_WARPS = 8
 INSTRUCTIONS = 520  # of a step without a mask, where only the scale stands between product and score
 ISSUE = 0.45  # of the issue slots while the tensor cores multiply: two warps share a scheduler
+SHARED = 1.10  # of the clocks of the products
 MOVES = 4  # from vector to uniform registers
 SECONDS = 1.0  # that a cold compile may take
 
@@ -48,6 +51,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dropout": {"causal": True, "dropout_p": 0.1, "layout": "varlen"},
     "bias": {"causal": True, "bias": ("bfloat16", False, True), "deterministic": True},
     "bias dropout": {"bias": ("float32", True, True), "dropout_p": 0.1, "causal": True, "deterministic": True},
+    "bias softcap": {"bias": ("bfloat16", False, True), "softcap": 20.0, "causal": True, "deterministic": True},
+    "every gradient": {
+        "causal": True,
+        "window_size": (9, 0),
+        "alibi": "heads",
+        "softcap": 20.0,
+        "dropout_p": 0.1,
+        "bias": ("float32", True, True),
+    },
     "everything": {
         "causal": True,
         "window_size": (9, 0),
@@ -60,18 +72,30 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
 }
 PLAIN = ("full", "causal", "causal varlen", "window sinks", "deterministic")
-SHAPES = (
-    ("bfloat16", 128, 128),
-    ("bfloat16", 64, 64),
-    ("float16", 128, 128),
-    ("float16", 64, 64),
-    ("bfloat16", 96, 96),
-)
+WHOLE = (("bfloat16", 128, 128), ("bfloat16", 64, 64), ("bfloat16", 256, 256), ("bfloat16", 192, 128))
+SOME = (("float16", 128, 128), ("float16", 64, 64), ("float16", 192, 192), ("float16", 256, 256), ("bfloat16", 96, 96))
 FEW = ("full", "causal")
+MOST = (*FEW, "deterministic", "everything")
+
+
+def wanted(shape: tuple[str, int, int], option: str) -> bool:
+    """Whether the page has the variant, which the kernel then takes."""
+    if shape in SOME:
+        return option in (MOST if max(shape[1:]) > 128 else FEW)
+    return backward_sm90_takes(shape, option)
+
+
+def backward_sm90_takes(shape: tuple[str, int, int], option: str) -> bool:
+    return sm90_backward_refuses(problem_of(*shape, option), "sm_90a") is None
+
+
+def problem_of(dtype: str, dim: int, dim_v: int, option: str) -> Any:
+    q, v = (np.zeros((1, 64, 2, width), ml_dtype(dtype)) for width in (dim, dim_v))
+    return dataclasses.replace(backward_problem_of(q, q, v), **OPTIONS[option])
 
 
 VARIANTS = tuple(
-    WgmmaVariant(*shape, option) for n, shape in enumerate(SHAPES) for option in (OPTIONS if n < 2 else FEW)
+    WgmmaVariant(*shape, option) for shape in (*WHOLE, *SOME) for option in OPTIONS if wanted(shape, option)
 )
 SAMPLE = (WgmmaVariant("bfloat16", 128, 128, "full"), WgmmaVariant("bfloat16", 64, 64, "causal"))
 
@@ -92,8 +116,13 @@ class Finding(NamedTuple):
     seconds: float
 
     @property
-    def dim(self) -> int:
-        return 64 if self.macros["BLOCK_M"] == 128 else 128
+    def tile(self) -> Tile:
+        return Tile(*(self.macros[name] for name in ("BLOCK_M", "BLOCK_N", "STAGES", "WARPS")))
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Columns of Q and K, and of V and dO, as they are multiplied."""
+        return padded_backward_dims(self.tile, self.variant.dim, self.variant.dim_v)
 
     @property
     def plain(self) -> bool:
@@ -101,9 +130,19 @@ class Finding(NamedTuple):
         return self.variant.option in PLAIN
 
     @property
+    def pieces(self) -> int:
+        """Of dQ's columns, which a consumer multiplies one after the other."""
+        if not shares_keys(self.tile):
+            return 1
+        if not self.plain:
+            return self.dims[0] // 64
+        return 2 if self.dims[0] == 256 else 1
+
+    @property
     def products(self) -> int:
         """HGMMA of a step: S and dP, dV and dK, dQ."""
-        return (2 * self.dim + 2 * self.macros["BLOCK_M"] + self.macros["BLOCK_N"]) // 16
+        m, n = self.tile[:2]
+        return (sum(self.dims) + 2 * m + self.pieces * n) // 16
 
     @property
     def instructions(self) -> int:
@@ -111,7 +150,8 @@ class Finding(NamedTuple):
 
     @property
     def tensor_clocks(self) -> float:
-        return self.macros["BLOCK_M"] * self.macros["BLOCK_N"] * 5 * self.dim / PRODUCTS_A_CLOCK
+        dim, dim_v = self.dims
+        return self.tile.block_m * self.tile.block_n * (3 * dim + 2 * dim_v) / PRODUCTS_A_CLOCK
 
     @property
     def issue(self) -> float:
@@ -119,18 +159,38 @@ class Finding(NamedTuple):
         return self.instructions * (CONSUMER_WARPS // 4) / self.tensor_clocks
 
     @property
+    def sends(self) -> bool:
+        """Whether dQ goes through shared memory on its way to global memory."""
+        waits = not self.plain or "DETERMINISTIC" in self.macros
+        return waits and not shares_keys(self.tile) and not self.keeps
+
+    @property
+    def keeps(self) -> bool:
+        """Whether products stay in shared memory for a second computation of the weights."""
+        return "bias" in OPTIONS[self.variant.option] and "softcap" in OPTIONS[self.variant.option]
+
+    @property
     def shared_clocks(self) -> float:
         """Bytes that a step moves into and out of shared memory, over what that can move in a clock.
 
         A product reads A (64 rows, where it is in shared memory) and B (its columns) of 32 bytes a step of its sum, in
-        each consumer. Beside them: Q, dO and statistics arrive; dS is written; dQ is written and read; each warp loads
-        the statistics of all rows.
+        each consumer. Beside them: Q, dO and statistics arrive; dS is written, and P where keys are shared; dQ leaves
+        registers, and where it is sent is read again; each warp loads the statistics of the rows of its scores.
         """
-        m, n, dim = self.macros["BLOCK_M"], self.macros["BLOCK_N"], self.dim
-        dq_columns = dim if m == 128 else dim // 2
-        operands = 2 * (dim // 16) * (64 + m) + 2 * (m // 16) * dim + (n // 16) * (64 + dq_columns)
-        moved = m * (2 * dim * 2 + 8) + m * n * 2 + 2 * m * dim * 4 + CONSUMER_WARPS * m * 8
-        return (2 * 32 * operands + moved) / SHARED_BYTES_A_CLOCK
+        (m, n), (dim, dim_v) = self.tile[:2], self.dims
+        consumers = CONSUMER_WARPS // 4
+        if shares_keys(self.tile):
+            own = sum(self.dims) // consumers
+            operands = (dim + dim_v) // 16 * (64 + m // consumers) + m // 16 * (2 * 64 + own)
+            operands += n // 16 * (self.pieces * 64 + dim)
+            written, loads = 2 * m * n * 2, CONSUMER_WARPS * m // consumers * 8
+        else:
+            dq_columns = dim if m == 128 else dim // 2
+            operands = (dim + dim_v) // 16 * (64 + m) + m // 16 * (dim + dim_v) + n // 16 * (64 + dq_columns)
+            written, loads = m * n * 2, CONSUMER_WARPS * m * 8
+        moved = m * ((dim + dim_v) * 2 + 8) + written + (2 if self.sends else 1) * m * dim * 4 + loads
+        moved += 3 * m * n * 4 if self.keeps else 0
+        return (consumers * 32 * operands + moved) / SHARED_BYTES_A_CLOCK
 
     @property
     def shared(self) -> float:
@@ -139,9 +199,7 @@ class Finding(NamedTuple):
 
 @functools.cache
 def source_of(variant: WgmmaVariant) -> KernelSource:
-    q, v = (np.zeros((1, 64, 2, width), ml_dtype(variant.dtype)) for width in (variant.dim, variant.dim_v))
-    problem = dataclasses.replace(backward_problem_of(q, q, v), **OPTIONS[variant.option])
-    return kernel_source(key_of(problem, "sm_90a", KERNEL))
+    return kernel_source(key_of(problem_of(*variant), "sm_90a", KERNEL))
 
 
 @functools.cache
@@ -176,7 +234,7 @@ def in_order(step: list[str]) -> bool:
 
 def faults(found: Finding) -> list[str]:
     """What the gate holds against a variant."""
-    limited = found.plain and found.dim == 128
+    limited = found.plain and found.dims == (128, 128)
     return code_faults(found.code, REGISTERS) + wrong(
         {
             f"{found.macros['SHARED_BYTES']} bytes of shared memory": found.macros["SHARED_BYTES"] > SHARED_LIMIT,
@@ -185,6 +243,7 @@ def faults(found: Finding) -> list[str]:
             f"{found.step['R2UR']} moves to uniform registers": found.plain and found.step["R2UR"] > MOVES,
             f"{found.instructions} instructions a step": limited and found.instructions > INSTRUCTIONS,
             f"{found.issue:.0%} of issue slots": limited and found.issue > ISSUE,
+            f"{found.shared:.0%} of shared memory": limited and not found.sends and found.shared > SHARED,
         }
     )
 
@@ -261,7 +320,8 @@ A variant passes with
   where the scale stands alone between product and weight: with options dP is multiplied later, for registers are short;
 - with the scale alone, no more than four moves from vector to uniform registers;
 - with the scale alone at head dim 128, at most 520 instructions a step and warp,
-  which take at most 45% of the issue slots while the tensor cores multiply.
+  which take at most 45% of the issue slots while the tensor cores multiply; and where dQ is not sent, at most 110% of
+  these clocks of shared memory.
 
 Instructions are of a step without a mask, and what masks add. Slots are instructions times two, because two warps share
 a scheduler, over the clocks of the step's products. Shared memory is a count, no measurement: the bytes that products

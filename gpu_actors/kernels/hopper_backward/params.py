@@ -11,7 +11,7 @@ from gpu_actors.devices.interface import Buffer
 from gpu_actors.kernels.backward.params import pack_backward
 from gpu_actors.kernels.hopper.params import pad_to_maps, rows_map
 from gpu_actors.kernels.program import EncodeTensorMap, Values
-from gpu_actors.kernels.tiles import padded_backward_dim, tile_of
+from gpu_actors.kernels.tiles import padded_backward_dims, shares_keys, tile_of
 from gpu_actors.problem import AttentionProblem, DispatchKey
 
 __all__ = ["pack_sm90_backward"]
@@ -32,11 +32,12 @@ def pack_sm90_backward(
     assert encode is not None, "a launch by TMA is packed for a device"
     params = pack_backward(problem, True, buffers, values)
     tile = tile_of(key)
-    dim = padded_backward_dim(tile)
+    dim, dim_v = padded_backward_dims(tile, key.head_dim, key.head_dim_v)
+    share = 2 if shares_keys(tile) else 1  # of the columns of Q and dO, which a consumer multiplies
     maps = (
-        rows_map("q", buffers["q"], dim, tile.block_m, encode),
+        rows_map("q", buffers["q"], dim // share, tile.block_m, encode),
         rows_map("k", buffers["k"], dim, tile.block_n, encode),
-        rows_map("v", buffers["v"], dim, tile.block_n, encode),
-        rows_map("dout", buffers["dout"], dim, tile.block_m, encode),
+        rows_map("v", buffers["v"], dim_v, tile.block_n, encode),
+        rows_map("dout", buffers["dout"], dim_v // share, tile.block_m, encode),
     )
     return pad_to_maps(b"".join((*maps, params)))

@@ -9,8 +9,8 @@ from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.backward.variant import gradient_macros, keys_of
 from gpu_actors.kernels.hopper.variant import folded_factor_refusal
 from gpu_actors.kernels.macros import Macros
-from gpu_actors.kernels.support import MAX_HEAD_DIM, capability
-from gpu_actors.kernels.tiles import padded_backward_dim, tile_of
+from gpu_actors.kernels.support import capability
+from gpu_actors.kernels.tiles import padded_backward_dims, tile_of
 from gpu_actors.problem import AttentionProblem, DispatchKey
 
 __all__ = [
@@ -27,7 +27,7 @@ NAMES = _PREPARE, _MAIN, _FINISH = "backward_prepare_sm90", "backward_sm90", "ba
 CONSUMERS = 2
 """Warpgroups of a block that multiply."""
 
-_WIDEST = 128  # head dim
+_NARROW, _MIDDLE = 128, 192  # head dims of each kind of tile
 _PREPARE_THREADS, _WARPGROUP = 128, 128
 
 
@@ -35,15 +35,16 @@ def sm90_backward_refuses(problem: AttentionProblem, arch: str) -> Unsupported |
     """Why backward_sm90 does not take a problem, or None. What TMA asks of strides is in `hopper.params`."""
     if capability(arch) != 90:
         return Unsupported("arch", arch, f"{_MAIN} is written for Hopper's wgmma", "sm_90a")
-    if problem.bias is not None and (problem.score_mod is not None or problem.capped):
-        reason = f"{_MAIN} has no place for the gradient of a bias beside the derivative of a score"
-        return Unsupported("bias", problem.bias[0], reason)
+    widest = max(problem.head_dim, problem.head_dim_v)
+    derived = problem.score_mod is not None or problem.capped
+    if problem.dbias and derived and widest > _NARROW:
+        reason = f"{_MAIN} keeps products where dQ has no place above {_NARROW} columns, for a bias beside a derivative"
+        return Unsupported("head_dim", widest, reason, _NARROW)
+    if problem.dbias and problem.dropout_p > 0.0 and not derived and not _NARROW < widest <= _MIDDLE:
+        reason = f"{_MAIN} would spill a register for a bias with gradient beside dropout at this head dim"
+        return Unsupported("head_dim", widest, reason, _MIDDLE)
     if problem.total_q == 0 or problem.total_k == 0:
         return Unsupported("seqlen_k", 0, f"{_MAIN} moves rows and keys by TMA, which there must be", 1)
-    widest = max(problem.head_dim, problem.head_dim_v)
-    if widest % 8 == 0 and _WIDEST < widest <= MAX_HEAD_DIM:
-        reason = f"{_MAIN} holds dK and dV of 64 keys in registers, up to {_WIDEST} columns"
-        return Unsupported("head_dim", widest, reason, _WIDEST)
     return folded_factor_refusal(problem, _MAIN)
 
 
@@ -62,4 +63,4 @@ def sm90_backward_threads(key: DispatchKey) -> int:
 def sm90_dq_floats(key: DispatchKey) -> int:
     """Floats of dQ that a slot holds: a tile's rows, padded to the columns that are multiplied."""
     tile = tile_of(keys_of(key, NAMES)[1])
-    return tile.block_m * padded_backward_dim(tile)
+    return tile.block_m * padded_backward_dims(tile, key.head_dim, key.head_dim_v)[0]

@@ -74,6 +74,14 @@ PROBES: dict[str, dict[str, Any]] = {
     "bias": {"seqlens": (150, 200), "always": ("bias", "causal")},
     "nonfinite bias": {"seqlens": (150, 200), "always": ("bias", "causal")},
     "dropout": {"seqlens": (150, 200), "heads": (2, 1), "always": ("dropout",)},
+    "shared": {"dtype": "bfloat16", "head_dim": 256, "seqlens": (400, 150)},
+    "shared causal": {"dtype": "bfloat16", "head_dim": 256, "seqlens": (300, 200), "always": ("causal",)},
+    "shared mixed": {"dtype": "bfloat16", "head_dim": 192, "head_dim_v": 128, "seqlens": (500, 100), "heads": (2, 1)},
+    "shared narrow": {"head_dim": 136, "head_dim_v": 200, "seqlens": (200, 100)},
+    "shared nonfinite": {"dtype": "bfloat16", "head_dim": 256, "seqlens": (300, 200), "always": ("causal",)},
+    "shared turns": {"dtype": "bfloat16", "head_dim": 256, "seqlens": (150, 400)},
+    "cap bias": {"seqlens": (150, 200), "kind": "peaked", "always": ("bias", "softcap", "causal")},
+    "nonfinite cap bias": {"seqlens": (150, 200), "always": ("bias", "softcap", "causal")},
     "turns": {"seqlens": (200, 700)},
     "turns bias": {"seqlens": (100, 200), "batch": 4, "heads": (4, 4), "always": ("bias",)},
 }  # fmt: skip
@@ -93,8 +101,12 @@ def case_of(name: str) -> BackwardCase:
         case = answered(case, case.options)
     if name in _OPTIONS:
         case = answered(case, {**case.options, **_OPTIONS[name]})
-    if name == "nonfinite bias":
+    if name in ("nonfinite bias", "nonfinite cap bias"):
         case.dout[0, 60, :, 3] = np.nan
+    if name == "shared nonfinite":
+        case.dout[0, 150, :, 200] = np.nan
+        case.forward.k[0, 100, :, 3] = np.nan
+        case.lse[0, :, 200:], case.out[0, 200:] = np.nan, np.nan
     if name == "nonfinite":
         case.dout[0, 240, :, 3] = np.nan
     if name == "nonfinite q":
@@ -133,7 +145,7 @@ def run_probe(name: str) -> None:
     """Raise AssertionError or EmulationFault where a probe shows a difference."""
     case = case_of(name)
     poisoned = poison_unseen_backward(case)
-    deterministic, first = name.startswith("turns"), None
+    deterministic, first = "turns" in name, None
     problem = emulated_backward.backward_problem_of(
         *poisoned.forward.inputs, deterministic=deterministic, **poisoned.options
     )

@@ -61,24 +61,24 @@ DEFECTS = (
     _bug(
         "dQ leaves before it is multiplied",
         "main",
-        "  ptx::wgmma_wait<1>();\n  if constexpr (!DV_FIRST) {",
-        "  if constexpr (!DV_FIRST) {",
+        "  ptx::wgmma_wait<1>();\n  if constexpr (!DV_FIRST && !SHARED_KEYS) {",
+        "  if constexpr (!DV_FIRST && !SHARED_KEYS) {",
     ),
     _bug(
         "consumers do not wait for each other's dS",
         "main",
-        "  sync_consumers();  // dS of both is there; and both are done with the last but one\n",
+        "  sync_consumers();  // dS of both is there; and both are done with the last but one, or with P\n",
         "",
     ),
     _bug("dS has one place", "consumer", "shared.ds(ds_half) + first_row", "shared.ds(0) + first_row"),
-    _bug("dS's places take no turns", "main", "  ds_half ^= 1;\n", ""),
+    _bug("dS's places take no turns", "main", "  if constexpr (!SHARED_KEYS) ds_half ^= 1;\n", ""),
     _bug(
         "Q is not waited for", "main", "  ptx::mbarrier_wait(shared.q_full(stage), parity);\n  if (HIDES", "  if (HIDES"
     ),
     _bug(
         "dO is not waited for",
         "main",
-        "    ptx::mbarrier_wait(shared.dout_full(stage), parity);\n    multiply_gradients",
+        "    ptx::mbarrier_wait(shared.dout_full(dout_stage), dout_parity);\n    multiply_gradients",
         "    multiply_gradients",
     ),
     _bug(
@@ -119,14 +119,14 @@ DEFECTS = (
     _bug(
         "the producer does not wait for a free stage",
         "producer",
-        "    ptx::mbarrier_wait(empty, step.ring.parity);\n",
+        "    ptx::mbarrier_wait(empty, parity);\n",
         "",
     ),
     _bug(
         "lanes of the producer drift apart",
         "producer",
-        "    ptx::mbarrier_wait(empty, step.ring.parity);\n    __syncwarp();\n",
-        "    ptx::mbarrier_wait(empty, step.ring.parity);\n",
+        "    ptx::mbarrier_wait(empty, parity);\n    __syncwarp();\n",
+        "    ptx::mbarrier_wait(empty, parity);\n",
     ),
     _bug("bytes of the statistics are not announced", "producer", "Tile::BYTES + ROW_BYTES)", "Tile::BYTES)"),
     _bug("barriers start unfenced", "main", "  ptx::fence_mbarrier_init();\n", ""),
@@ -167,11 +167,11 @@ NUMBERS = (
     _bug("the lse is added", "scores", "keys.factor[e / 2] - ptx", "keys.factor[e / 2] + ptx"),
     _bug("the lse is another query's", "scores", "ptx::as_float(lse[e % 2])", "ptx::as_float(lse[e / 2])"),
     _bug("delta is another query's", "scores", "ptx::as_float(delta[e % 2])", "ptx::as_float(delta[e / 2])"),
-    _bug("delta is left out", "scores", ": x - ptx::as_float(delta[e % 2]);", ": x;", "wide"),
+    _bug("delta is left out", "scores", ": x - d;", ": x;", "wide"),
     _bug("statistics are of the first block of queries", "scores", "lses + block * 32 +", "lses +"),
-    _bug("dS is not weighed", "scores", "x = p[4 * block + e] * difference;", "x = difference;"),
+    _bug("dS is not weighed", "scores", "x = p[e] * difference;", "x = difference;"),
     _bug("dS is stored untransposed", "scores", "ptx::stmatrix_x4_trans", "ptx::stmatrix_x4"),
-    _bug("dS of both consumers has one place", "scores", "consumer * (KEYS / 8) + ", ""),
+    _bug("dS of both consumers has one place", "scores", "SHARED_KEYS ? 0 : consumer * (KEYS / 8)", "0"),
     _bug("dS of a warp's halves is exchanged", "scores", "lane_id() / 8 % 2;", "(1 - lane_id() / 8 % 2);"),
     _bug(
         "dS of query blocks is exchanged",
@@ -182,20 +182,20 @@ NUMBERS = (
     _bug(
         "each consumer has the first keys",
         "consumer",
-        "KBoxes::rows(shared.k() + number * KEYS * KBoxes::LINE)",
+        "KBoxes::rows(shared.k() + first_key() * KBoxes::LINE)",
         "KBoxes::rows(shared.k())",
     ),
     _bug(
         "each consumer has the first values",
         "consumer",
-        "VBoxes::rows(shared.v() + number * KEYS * VBoxes::LINE)",
+        "VBoxes::rows(shared.v() + first_key() * VBoxes::LINE)",
         "VBoxes::rows(shared.v())",
     ),
     _bug("dQ has the first rows twice", "consumer", "first_row = OWN_ROWS ? number * 64 : 0", "first_row = 0"),
     _bug(
         "dQ has the first columns twice",
         "consumer",
-        "first_box = OWN_ROWS ? 0 : number * (DQ_COLUMNS / KBoxes::WIDTH)",
+        "first_box = (OWN_ROWS ? piece : number) * (DQ_PIECE / KBoxes::WIDTH)",
         "first_box = 0",
         "wide",
     ),
@@ -235,8 +235,8 @@ NUMBERS = (
     _bug(
         "half of the zeros are stored",
         "consumer",
-        "n < KEYS * (WIDTH / 8); n += WARPGROUP",
-        "n < KEYS * (WIDTH / 8); n += 2 * WARPGROUP",
+        "n < BLOCK_N / CONSUMERS * (WIDTH / 8); n += WARPGROUP",
+        "n < BLOCK_N / CONSUMERS * (WIDTH / 8); n += 2 * WARPGROUP",
         "unseen",
     ),
     _bug("the second head of a group is the first", "work", "      head++;\n", "", "gqa"),
@@ -259,8 +259,8 @@ NUMBERS = (
     _bug(
         "the lse is delta",
         "producer",
-        "shared.q_empty(stage), shared.lse(stage), 0);",
-        "shared.q_empty(stage), shared.lse(stage), 1);",
+        "                      shared.lse(stage), 0);",
+        "                      shared.lse(stage), 1);",
     ),
     _bug("statistics are of the first head", "work", "step.tile) + step.head;", "step.tile);", "gqa"),
 )
@@ -299,28 +299,28 @@ MASKS = (
     _bug(
         "keys past the end are seen",
         "scores",
-        "key < work.at.seqlen_k ? rows.begin - first_row : BLOCK_M",
+        "key < work.at.seqlen_k ? rows.begin - first_row : QUERIES",
         "rows.begin - first_row",
         "negative",
     ),
     _bug(
         "only the consumer's tile decides what is cleared",
         "scores",
-        "(VARLEN && past_end) || !work.mask.all_visible(row_begin, row_end, work.key_begin, key_end)",
+        "(VARLEN && tile_past_end) || !work.mask.all_visible(tile_begin, tile_end, work.key_begin, key_end)",
         "false",
         "nonfinite",
     ),
     _bug(
         "rows past a sequence's end stay",
         "scores",
-        "(VARLEN || WITH_OPTIONS) && row_begin + BLOCK_M > work.at.seqlen_q",
+        "(VARLEN || WITH_OPTIONS) && row_begin + QUERIES > work.at.seqlen_q",
         "false",
         "neighbours",
     ),
     _bug(
         "nonfinite gradients of outputs are lost",
         "main",
-        "  if (HIDES && nonfinite) add_nonfinite(dv, all.params, work, keys, step);\n",
+        "  if (HIDES && nonfinite) add_nonfinite(dv, all.params, work, keys, step, first_column(OWN_COLUMNS_V));\n",
         "",
         "nonfinite",
     ),
@@ -328,8 +328,8 @@ MASKS = (
     _bug(
         "half of dO is cleared",
         "main",
-        "shared.dout(stage), DoBoxes::BYTES",
-        "shared.dout(stage), DoBoxes::BYTES / 2",
+        "shared.dout(dout_stage), DoBoxes::BYTES",
+        "shared.dout(dout_stage), DoBoxes::BYTES / 2",
         "nonfinite",
     ),
     _bug("Q is not cleared", "main", "    clear_tile(shared.q(stage), QBoxes::BYTES);\n", "", "nonfinite q"),
@@ -371,12 +371,12 @@ TURNS = (
 OPTIONS = (
     _bug("a cap has no derivative", "gradient", "  derivative *= 4.0f * r * (1.0f - r);\n", "", "cap"),
     _bug("a cap is twice as wide", "gradient", "- 2.0f * score.softcap * r", "- score.softcap * r", "cap"),
-    _bug("weights have no derivative", "scores", "if constexpr (GRADIENT_NEEDS_DOT) x *= derivative;", "", "cap"),
+    _bug("weights have no derivative", "scores", "GRADIENT_NEEDS_DOT ? x * derivatives[e] : x;", "x;", "cap"),
     _bug(
         "weights of dV have a derivative",
         "scores",
-        "      weights[e] = x;\n",
-        "      x *= derivative, weights[e] = x;\n",
+        "      weights[e] = hidden[e] ? 0.0f : x;\n",
+        "      weights[e] = hidden[e] ? 0.0f : x * derivative;\n",
         "cap",
     ),
     _bug("ALiBi knows no distance after the diagonal", "scores", "fabsf(distance)", "distance", "alibi"),
@@ -422,11 +422,11 @@ OPTIONS = (
     _bug(
         "gradients of dropped weights stay",
         "scores",
-        "& 1 ? x * kept_scale : 0.0f",
-        "& 1 ? x * kept_scale : x",
+        "& 1 ? x * terms.kept_scale : 0.0f",
+        "& 1 ? x * terms.kept_scale : x",
         "dropout",
     ),
-    _bug("kept gradients are not scaled", "scores", "? x * kept_scale :", "? x :", "dropout"),
+    _bug("kept gradients are not scaled", "scores", "? x * terms.kept_scale :", "? x :", "dropout"),
     _bug(
         "all blocks of queries drop alike",
         "scores",
@@ -441,17 +441,15 @@ OPTIONS = (
         "draw_kept(kept, all.params, work, work.first_head",
         "dropout",
     ),
-    _bug(
-        "all warps drop alike", "main", "number * KEYS + thread() / 32 * 16;  // of", "number * KEYS;  // of", "dropout"
-    ),
+    _bug("all warps drop alike", "main", "first_key() + thread() / 32 * 16;  // of", "first_key();  // of", "dropout"),
 )
 
 RANGE = (
     _bug(
         "dS has no factor",
         "scores",
-        "x * factor - ptx::as_float(delta[e % 2]) * factor",
-        "x - ptx::as_float(delta[e % 2])",
+        "x * terms.factor - d * terms.factor",
+        "x - d",
     ),
     _bug("dK keeps dS's factor", "main", " * power_of_two(-keys.ds_exponent));", ");"),
     _prepare(
@@ -475,4 +473,162 @@ OUTER = (
     _finish("consumers have the same rows", "(OWN_ROWS ? 64 * consumer : 0)", "0"),
 )
 
-MUTANTS = (*DEFECTS, *NUMBERS, *MASKS, *TURNS, *OPTIONS, *RANGE, *OUTER)
+# Of consumers that share their keys.
+SHARED = (
+    _bug("P is multiplied unfenced", "main", "p, number);\n    ptx::fence_proxy_async();\n", "p, number);\n", "shared"),
+    _bug(
+        "consumers do not wait for each other's P",
+        "main",
+        "    sync_consumers();  // P of both is there; and both are done with the last dS\n",
+        "",
+        "shared",
+    ),
+    _bug(
+        "each consumer has the first queries",
+        "consumer",
+        " + first_query() * QBoxes::LINE",
+        "",
+        "shared",
+    ),
+    _bug("each consumer has the first gradients of rows", "consumer", " + first_query() * DoBoxes::LINE", "", "shared"),
+    _bug(
+        "each consumer has the first columns of dK and dV",
+        "consumer",
+        "first_column(OWN) / Tile::WIDTH * Tile::BOX_BYTES",
+        "0 * Tile::BOX_BYTES",
+        "shared",
+    ),
+    _bug("both halves of P have one place", "scores", "SHARED_KEYS ? consumer * QUERIES : 0", "0", "shared"),
+    _bug(
+        "half of the queries are summed",
+        "consumer",
+        "n < BLOCK_M / STEP; n++) {",
+        "n < BLOCK_M / STEP / 2; n++) {",
+        "shared",
+    ),
+    _bug(
+        "both halves of the rows have the first lse",
+        "main",
+        "shared.lse(stage) + first_query() * 4",
+        "shared.lse(stage)",
+        "shared",
+    ),
+    _bug(
+        "both halves of the rows have the first delta",
+        "main",
+        "shared.delta(dout_stage) + first_query() * 4",
+        "shared.delta(dout_stage)",
+        "shared",
+    ),
+    _bug(
+        "both halves of the rows are masked as the first",
+        "main",
+        "row_begin = tile_begin + first_query();",
+        "row_begin = tile_begin;",
+        "shared causal",
+    ),
+    _bug(
+        "the pieces of dQ are the first", "consumer", "(OWN_ROWS ? piece : number)", "(OWN_ROWS ? 0 : number)", "shared"
+    ),
+    _bug("the pieces of dQ are added to the first", "consumer", " + piece * (64 * DQ_PIECE)", "", "shared"),
+    _bug(
+        "the last pieces of dQ are not multiplied",
+        "main",
+        "piece < DQ_PIECES; piece++",
+        "piece < DQ_PIECES - 1; piece++",
+        "shared",
+    ),
+    _bug(
+        "a piece of dQ is added before it is multiplied",
+        "main",
+        "    multiply_keys(dq, piece);\n    ptx::wgmma_wait<0>();\n",
+        "    multiply_keys(dq, piece);\n",
+        "shared",
+    ),
+    _bug("dO has the stage of Q", "work", "DO_STAGES == STAGES ? ring.parity", "true ? ring.parity", "shared mixed"),
+    _bug(
+        "dO is released before dV is done",
+        "main",
+        "    ptx::wgmma_wait<0>();\n    ptx::pin_registers(dv);\n  }\n  store_ds",
+        "  }\n  store_ds",
+        "shared mixed",
+    ),
+    _bug(
+        "a consumer stores the first columns",
+        "consumer",
+        "const int first_unit = first_column(OWN) / 8;",
+        "const int first_unit = 0;",
+        "shared mixed",
+    ),
+    _bug(
+        "columns past the end of dK are stored",
+        "consumer",
+        "      if (SHARED_KEYS && unit >= WIDTH / 8) continue;\n",
+        "",
+        "shared narrow",
+    ),
+    _bug(
+        "dQ is added without a turn",
+        "consumer",
+        "          while (ptx::load_acquire(turns) != turn) {\n          }\n",
+        "",
+        "shared turns",
+    ),
+    _bug("consumers share a turn at dQ", "consumer", "slot * CONSUMERS + number;", "slot * CONSUMERS;", "shared turns"),
+    _bug(
+        "a turn at dQ begins with its last piece",
+        "consumer",
+        "      if (piece == 0) {\n        if (thread",
+        "      if (piece == DQ_PIECES - 1) {\n        if (thread",
+        "shared turns",
+    ),
+    _bug(
+        "a turn at dQ never ends",
+        "consumer",
+        "ptx::store_release(turns, turn + 1);\n      }\n    }\n  }\n\n  // Hands",
+        "ptx::store_release(turns, turn);\n      }\n    }\n  }\n\n  // Hands",
+        "shared turns",
+    ),
+)
+
+# Of products that are kept for a second computation of the weights, where a bias stands beside a derivative.
+AGAIN = (
+    _bug(
+        "kept products are the first block's",
+        "scores",
+        "load_shared_v4(again, kept_products + block * (16 * WARPGROUP))",
+        "load_shared_v4(again, kept_products)",
+        "cap bias",
+    ),
+    _bug(
+        "kept products of threads have one place",
+        "main",
+        "shared.dq(number) + thread() * 16;",
+        "shared.dq(number);",
+        "cap bias",
+    ),
+    _bug(
+        "consumers keep products in one place",
+        "main",
+        "kept_products = shared.dq(number)",
+        "kept_products = shared.dq(0)",
+        "cap bias",
+    ),
+    _bug(
+        "dbias has the derivative",
+        "scores",
+        "      if (hidden[e]) x = 0.0f;\n",
+        "      x = hidden[e] ? 0.0f : x * derivatives[e];\n",
+        "cap bias",
+    ),
+    _bug(
+        "dS has no derivative beside dbias",
+        "scores",
+        "x = hidden[e] ? 0.0f : x * derivatives[e];",
+        "x = hidden[e] ? 0.0f : x;",
+        "cap bias",
+    ),
+    _bug("dbias of hidden pairs is added", "scores", "      if (hidden[e]) x = 0.0f;\n", "", "nonfinite cap bias"),
+)
+
+MUTANTS = (*DEFECTS, *NUMBERS, *MASKS, *TURNS, *OPTIONS, *RANGE, *OUTER, *SHARED, *AGAIN)
