@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.kernels.backward.launch import BACKWARD_MMA
+from gpu_actors.kernels.backward.simple import BACKWARD_SIMPLE
 from gpu_actors.kernels.decode.launch import DECODE_MMA
 from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.forward.launch import FORWARD_MMA, FORWARD_SIMPLE
@@ -44,7 +45,16 @@ class Verdict(NamedTuple):
     reason: str
 
 
-FAMILIES = (FORWARD_SM90, FORWARD_MMA, FORWARD_SIMPLE, DECODE_SM90, DECODE_MMA, BACKWARD_SM90, BACKWARD_MMA)
+FAMILIES = (
+    FORWARD_SM90,
+    FORWARD_MMA,
+    FORWARD_SIMPLE,
+    DECODE_SM90,
+    DECODE_MMA,
+    BACKWARD_SM90,
+    BACKWARD_MMA,
+    BACKWARD_SIMPLE,
+)
 
 # The families for operands that TMA cannot move.
 WITHOUT_TMA = tuple(family for family in FAMILIES if not family.tma)

@@ -76,6 +76,7 @@ _mma = functools.partial(_TileRow, "forward_mma")
 _backward = functools.partial(_TileRow, "backward_mma", direction="backward")
 _backward_sm90 = functools.partial(_TileRow, "backward_sm90", direction="backward", arch_classes=("sm_90",))
 _simple = functools.partial(_TileRow, "forward_simple")
+_backward_simple = functools.partial(_TileRow, "backward_simple", direction="backward")
 
 # The first row that matches counts, of those whose tiles fit into the architecture's shared memory.
 TILES = (
@@ -138,6 +139,9 @@ TILES = (
     # 32 rows of 256 doubles, twice, are more than the 99 KiB of the smallest architectures.
     _simple(Tile(16, 16, 1, 4), dtypes=("float64",)),
     _simple(Tile(32, 32, 1, 4)),
+    _backward_simple(Tile(32, 32, 1, 4), head_dim=128),
+    _backward_simple(Tile(16, 16, 1, 4)),
+    _backward_simple(Tile(8, 16, 1, 4)),
 )
 
 
@@ -203,6 +207,13 @@ def _simple_bytes(tile: Tile, dtype: str, head_dim: int, head_dim_v: int) -> int
     """Tiles of Q, of K or V, and of P, all in the dtype that sums are kept in; rows of an odd length."""
     pitch = max(head_dim, head_dim_v) | 1
     values = (tile.block_m + tile.block_n) * pitch + tile.block_m * tile.block_n
+    return values * (8 if dtype == "float64" else 4)
+
+
+def _backward_simple_bytes(tile: Tile, dtype: str, head_dim: int, head_dim_v: int) -> int:
+    """Two tiles of each side and two of their pairs, as those of `_simple_bytes`."""
+    pitch = max(head_dim, head_dim_v) | 1
+    values = 2 * ((tile.block_m + tile.block_n) * pitch + tile.block_m * tile.block_n)
     return values * (8 if dtype == "float64" else 4)
 
 
@@ -298,6 +309,7 @@ def _backward_sm90_bytes(tile: Tile, dtype: str, head_dim: int, head_dim_v: int)
 _SHARED_BYTES = {
     "forward_mma": _mma_bytes,
     "forward_simple": _simple_bytes,
+    "backward_simple": _backward_simple_bytes,
     "forward_sm90": _sm90_bytes,
     "backward_mma": _backward_mma_bytes,
     "backward_sm90": _backward_sm90_bytes,

@@ -23,9 +23,8 @@ DEVICE int block_number(const BackwardParams& params, uint32_t shared) {
   return number;
 }
 
-DEVICE KeyPlace locate_keys(const Params& params, int parts, int block) {
-  const int sequence_head = block / parts, sequence = sequence_head / params.heads_kv;
-  KeyPlace at{sequence, sequence_head % params.heads_kv, block % parts, params.seqlen_q, params.seqlen_k, 0, 0};
+DEVICE KeyPlace place_keys(const Params& params, int sequence, int kv_head, int part) {
+  KeyPlace at{sequence, kv_head, part, params.seqlen_q, params.seqlen_k, 0, 0};
   if constexpr (VARLEN) {
     at.q_start = params.cu_seqlens_q[sequence];
     at.k_start = params.cu_seqlens_k[sequence];
@@ -33,4 +32,9 @@ DEVICE KeyPlace locate_keys(const Params& params, int parts, int block) {
     at.seqlen_k = int(params.cu_seqlens_k[sequence + 1] - at.k_start);
   }
   return at;
+}
+
+DEVICE KeyPlace locate_keys(const Params& params, int parts, int block) {
+  const int sequence_head = block / parts;
+  return place_keys(params, sequence_head / params.heads_kv, sequence_head % params.heads_kv, block % parts);
 }

@@ -36,7 +36,10 @@ struct BackwardParams {  // pointers to what the variant does not use are null
   Strides dbias_strides;
   int64_t dbias_size;
   int32_t batch;
+  int32_t pass;  // of backward_simple
 };
+
+enum Pass { QUERY_PASS, KEY_PASS, OPTION_PASS };  // of backward_simple, in the order of its launches
 
 DEVICE int row_tiles_of(int seqlen_q) { return (seqlen_q + BLOCK_M - 1) / BLOCK_M; }
 

@@ -15,46 +15,13 @@
 #include "common/mask.cuh"
 #include "common/philox.cuh"
 #include "common/key_tiles.cuh"
-#include "ptx/math.cuh"
+#include "common/half_warps.cuh"
 #include "common/score.cuh"
 
-using Real = Accumulator<ELEMENT>;
-
-constexpr int THREADS = WARPS * 32;
-constexpr int LANES = 16;
-constexpr int ROWS = BLOCK_M / (THREADS / LANES);
-constexpr int KEYS = BLOCK_N / LANES;
 constexpr int COLUMNS = (HEAD_DIM_V + LANES - 1) / LANES;
-// An odd pitch puts the same column of neighbouring rows into different banks.
-constexpr int PITCH = (HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V) | 1;
-static_assert(ROWS * (THREADS / LANES) == BLOCK_M, "BLOCK_M must be a multiple of the half-warps of a block");
-static_assert(KEYS * LANES == BLOCK_N, "BLOCK_N must be a multiple of 16");
 constexpr int LAYOUT_BYTES = ((BLOCK_M + BLOCK_N) * PITCH + BLOCK_M * BLOCK_N) * sizeof(Real);
 static_assert(SHARED_BYTES == LAYOUT_BYTES,
               "the launch must provide what the tiles of Q, of K or V, and of P take");
-
-// What P holds for a key that its row does not see. Such a key is skipped: 0 * NaN would let a masked NaN into O.
-constexpr Real HIDDEN = -1;
-
-// `count` rows of WIDTH columns into shared memory, and zeros up to ROW_LIMIT rows.
-template <int ROW_LIMIT, int WIDTH, class Element>
-DEVICE void load_tile(Real* tile, const Element* rows, int64_t row_stride, int count) {
-  for (int n = threadIdx.x; n < ROW_LIMIT * WIDTH; n += THREADS) {
-    const int row = n / WIDTH, column = n % WIDTH;
-    const Real loaded = row < count ? Real(to_real(rows[row * row_stride + column])) : Real(0);
-    tile[row * PITCH + column] = round_operand<COMPUTE_BITS>(loaded);
-  }
-}
-
-// Over the 16 lanes that share rows.
-DEVICE Real max_over_lanes(Real x) {
-  for (int step = LANES / 2; step > 0; step /= 2) x = max_of(x, __shfl_xor_sync(0xffffffffu, x, step));
-  return x;
-}
-DEVICE Real sum_over_lanes(Real x) {
-  for (int step = LANES / 2; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
-  return x;
-}
 
 struct Rows {  // the state of a half-warp's rows in one of its lanes
   Real m[ROWS];           // running maximum of the scores, the same in all lanes
@@ -73,21 +40,6 @@ struct Rows {  // the state of a half-warp's rows in one of its lanes
     return base;
   }
 };
-
-DEVICE void dot_products(Real (&dot)[ROWS][KEYS], const Real* q_rows, const Real* k_rows) {
-#pragma unroll 4
-  for (int column = 0; column < HEAD_DIM; column++) {
-    Real k[KEYS];
-#pragma unroll
-    for (int c = 0; c < KEYS; c++) k[c] = k_rows[c * LANES * PITCH + column];
-#pragma unroll
-    for (int r = 0; r < ROWS; r++) {
-      const Real q = q_rows[r * PITCH + column];
-#pragma unroll
-      for (int c = 0; c < KEYS; c++) dot[r][c] += q * k[c];
-    }
-  }
-}
 
 DEVICE void add_values(Rows& rows, const Real* p_rows, const Real* v_tile, int lane, int keys) {
   for (int key = 0; key < keys; key++) {
@@ -146,7 +98,7 @@ DEVICE void attend(const LaunchParams& params, const BlockTile& at, Real* q_tile
     load_tile<BLOCK_N, HEAD_DIM>(kv_tile, k + key_begin * k_strides.row, k_strides.row, keys);
     __syncthreads();
     Real scores[ROWS][KEYS] = {};
-    dot_products(scores, q_tile + first_row * PITCH, kv_tile + lane * PITCH);
+    dot_products<HEAD_DIM>(scores, q_tile + first_row * PITCH, kv_tile + lane * PITCH);
 
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {

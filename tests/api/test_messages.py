@@ -49,9 +49,6 @@ def decode(dim: int, cache: Any = BF16) -> ga.AttentionProblem:
 @pytest.mark.parametrize(
     ("problem", "nearest"),
     [
-        (backward(59), 64),
-        (backward(57), 64),
-        (backward(7), 32),
         (decode(59), 64),
         (decode(59, ml_dtypes.float8_e4m3fn), 64),
         (decode(50, ml_dtypes.float8_e4m3fn), 64),
@@ -77,7 +74,7 @@ def test_no_family_names_a_smaller_head_dim_while_there_is_a_larger_one(dim: int
     ("problem", "words"),
     [
         (forward(576), "head dims from 1 to 256"),
-        (backward(576), "backward_mma copies rows of bfloat16 in whole chunks: multiples of 8 from 32 to 256"),
+        (backward(576), "head dims from 1 to 256"),
         (decode(576), "decode_mma copies rows of bfloat16 in whole chunks: multiples of 8 from 32 to 256"),
         (decode(576, ml_dtypes.float8_e4m3fn), "rows of float8_e4m3fn in whole chunks: multiples of 16 from 32 to 256"),
     ],

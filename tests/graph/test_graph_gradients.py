@@ -26,10 +26,10 @@ def emulated() -> Iterator[ga.GpuContext]:
         assert ctx.cudnn.restarts == 0
 
 
-def arrays_of() -> dict[int, Any]:
+def arrays_of(dtype: str = "float16") -> dict[int, Any]:
     rng = np.random.default_rng(0)
     shapes = {Q: ROWS, K: KEYS, V: KEYS, DOUT: ROWS, BIAS: BIAS_DIMS}
-    return {uid: rng.standard_normal(shape).astype(np.float16) for uid, shape in shapes.items()}
+    return {uid: rng.standard_normal(shape).astype(dtype) for uid, shape in shapes.items()}
 
 
 def scores_of(graph: ga.OperationGraph, q: Any, k: Any, bias: Any) -> ga.GraphTensor:
@@ -39,13 +39,13 @@ def scores_of(graph: ga.OperationGraph, q: Any, k: Any, bias: Any) -> ga.GraphTe
 
 def forward(arrays: dict[int, Any]) -> dict[int, Any]:
     """What forward gives, rounded as it would be."""
-    graph = ga.OperationGraph()
-    q, k, v, bias = (graph.tensor(uid=n, dims=arrays[n].shape, dtype="float16") for n in (Q, K, V, BIAS))
+    graph, dtype = ga.OperationGraph(), arrays[Q].dtype.name
+    q, k, v, bias = (graph.tensor(uid=n, dims=arrays[n].shape, dtype=dtype) for n in (Q, K, V, BIAS))
     weights, stats = graph.softmax_with_stats(scores_of(graph, q, k, bias))
-    graph.output(graph.matmul(graph.dropout(weights, 0.25, 5), v), uid=OUT, dtype="float16")
+    graph.output(graph.matmul(graph.dropout(weights, 0.25, 5), v), uid=OUT, dtype=dtype)
     graph.output(stats, uid=STATS)
     found = evaluate_graph(graph, arrays)
-    return arrays | {OUT: found[OUT].astype(np.float16), STATS: found[STATS].astype(np.float32)}
+    return arrays | {OUT: found[OUT].astype(dtype), STATS: found[STATS].astype(np.float32)}
 
 
 def backward_graph(
@@ -63,7 +63,7 @@ def backward_graph(
     again, by = graph.matmul(weights, v), [graph.tensors[uid] for uid in wrt]
     gradients = graph.gradient(again, dout, by, (out, stats), deterministic=deterministic)
     for uid, gradient in zip(wrt, gradients, strict=True):
-        graph.output(gradient, uid=10 + uid, dtype="float16", strides=laid.get(10 + uid))
+        graph.output(gradient, uid=10 + uid, dtype=arrays[uid].dtype.name, strides=laid.get(10 + uid))
     return graph
 
 
@@ -88,6 +88,17 @@ def test_any_of_the_gradients_may_be_asked_for(emulated: ga.GpuContext, wrt: tup
     assert match.problem.direction == "backward"
     assert (match.bias == BIAS) == (BIAS in wrt), "a bias without a gradient is compiled in"
     check(graph, arrays, emulated.cudnn.execute(graph, arrays).result(60.0))
+
+
+@pytest.mark.parametrize(("dtype", "error"), [("float32", 1e-5), ("float64", 2e-6)])  # by an LSE of float32
+def test_gradients_in_full_precision_come_from_cuda_cores(emulated: ga.GpuContext, dtype: str, error: float) -> None:
+    arrays = forward(arrays_of(dtype))
+    graph = backward_graph(arrays, (Q, K, V, BIAS))
+    assert emulated.cudnn.inspect_plan(graph).key.kernel == "backward_simple"
+    found, wanted = emulated.cudnn.execute(graph, arrays).result(60.0), evaluate_graph(graph, arrays)
+    for uid, gradient in wanted.items():
+        assert found[uid].dtype.name == dtype
+        np.testing.assert_allclose(found[uid], gradient, atol=error, rtol=error, err_msg=str(uid))
 
 
 def test_gradients_lie_as_the_graph_says(emulated: ga.GpuContext) -> None:
@@ -198,18 +209,12 @@ def wide_gradient(g: ga.OperationGraph) -> None:
     g.output(g.gradient(out, dout, (q,), (given, stats_of(g)))[0], uid=11, dtype="float32")
 
 
-def in_fp32(g: ga.OperationGraph) -> None:
-    (q, _, _, given, dout), out = attention(g, "float32")
-    g.output(g.gradient(out, dout, (q,), (given, stats_of(g)))[0], uid=11)
-
-
 UNSUPPORTED: dict[str, tuple[Callable[[ga.OperationGraph], None], str, str]] = {
     "without what forward gave": (without_forward, "gradient_5", "read what forward gave"),
     "by a tensor of the modification": (by_a_table, "gradient_5", "only of q, k, v and a plainly added bias"),
     "forward and backward at once": (forward_too, "matmul_4", "keep tensor 12 on chip"),
     "of what is computed": (recomputed, "exp_5", "so it must be an input"),
     "in another dtype": (wide_gradient, "tensor 11", "must be float16"),
-    "in full fp32": (in_fp32, "compute", "no float32 products"),
 }
 
 

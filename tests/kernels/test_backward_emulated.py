@@ -61,15 +61,13 @@ def test_the_key_names_the_kernel_and_whether_it_is_deterministic(ctx: ga.GpuCon
     assert (key.kernel, key.direction, key.deterministic) == ("backward_mma", "backward", True)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "field", "nearest"), [(np.float32, "compute", "tf32"), (np.float64, "q", "bfloat16")]
-)
-def test_precisions_that_no_kernel_has_are_refused(ctx: ga.GpuContext, dtype: type, field: str, nearest: str) -> None:
-    arrays = [np.zeros((1, 8, 2, 32), dtype) for _ in range(5)]
-    reply = ctx.flash_attn.backward(*arrays, np.zeros((1, 2, 8), np.float32))
-    with pytest.raises(ga.Unsupported) as refused:
-        reply.result(10.0)
-    assert (refused.value.field, refused.value.nearest) == (field, nearest)
+def test_what_tensor_cores_do_not_multiply_goes_to_cuda_cores(ctx: ga.GpuContext) -> None:
+    for dtype in (np.float32, np.float64):
+        arrays = [np.zeros((1, 8, 2, 20), dtype) for _ in range(5)]
+        request = ga.FlashBackward(
+            **dict(zip(("q", "k", "v", "out", "dout"), arrays, strict=True)), lse=np.zeros((1, 2, 8), np.float32)
+        )
+        assert ctx.flash_attn.inspect_key(request).kernel == "backward_simple"
 
 
 def test_a_row_that_is_nan_reaches_its_keys_whatever_was_dropped(ctx: ga.GpuContext) -> None:

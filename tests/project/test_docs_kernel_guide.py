@@ -40,10 +40,9 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     imported, families = DISPATCH.strip().split("\n\n")
     dispatch = home / "gpu_actors/kernels/dispatch.py"
     before = dispatch.read_text(encoding="utf-8")
-    (line,) = re.findall(r"^FAMILIES = \(.*\)$", before, re.M)
-    one_line = re.sub(r"\s+", " ", families).replace("( ", "(").replace(", )", ")")
-    assert one_line == line.replace("(", "(FORWARD_ROWS, ", 1), "the page shows FAMILIES as it is, with one more"
-    dispatch.write_text(before.replace(line, f"{imported}\n\n{families}"), encoding="utf-8")
+    (found,) = re.findall(r"^FAMILIES = \([^)]*\)$", before, re.M)
+    assert families == found.replace("(", "(\n    FORWARD_ROWS,", 1), "the page shows FAMILIES as it is, with one more"
+    dispatch.write_text(before.replace(found, f"{imported}\n\n{families}"), encoding="utf-8")
     return home
 
 

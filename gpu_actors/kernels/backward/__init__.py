@@ -1,1 +1,1 @@
-"""The kernels of gradients: backward_prepare, backward_mma and backward_finish."""
+"""The kernels of gradients: backward_mma with those before and after it, and backward_simple."""

@@ -14,7 +14,7 @@ from gpu_actors.kernels.program import Pack, Part, Program, Target, flat_grid
 from gpu_actors.kernels.tiles import shared_bytes_of, tile_for, tile_of
 from gpu_actors.problem import AttentionProblem, DispatchKey
 
-__all__ = ["BACKWARD_MMA", "gradient_program"]
+__all__ = ["BACKWARD_MMA", "gradient_program", "query_slots"]
 
 _BOUNDS = 3  # that kernels_cu/backward/bounds.cuh keeps of each sequence and KV head
 
@@ -53,16 +53,19 @@ def gradient_program(
     return Program(tuple(parts), _scratch(key, problem, floats, shares), zeroed)
 
 
+def query_slots(problem: AttentionProblem, block_m: int) -> int:
+    """How many slots of so many query rows there are: see kernels_cu/backward/params.cuh."""
+    if problem.layout == "varlen":
+        return (problem.total_q // block_m + problem.batch) * problem.heads_q
+    return problem.batch * -(-problem.seqlen_q // block_m) * problem.heads_q
+
+
 def _scratch(
     key: DispatchKey, problem: AttentionProblem, floats: int, shares: tuple[int, ...]
 ) -> dict[str, ScratchSpec]:
-    """What the kernels hand to each other; see kernels_cu/backward/params.cuh for the layout of slots."""
-    tile = tile_of(key)
+    """What the kernels hand to each other."""
+    tile, slots = tile_of(key), query_slots(problem, tile_of(key).block_m)
     row_tiles = -(-problem.seqlen_q // tile.block_m)
-    tiles = problem.batch * row_tiles
-    if problem.layout == "varlen":
-        tiles = problem.total_q // tile.block_m + problem.batch
-    slots = tiles * problem.heads_q
     scratch = {
         "statistics": ScratchSpec((slots, 2, tile.block_m), "float32"),
         "dq_sums": ScratchSpec((slots, floats), "float32", zero=True),

@@ -32,10 +32,13 @@ _FORWARD = "forward."
 _SCRATCH = ("statistics", "dq_sums", "dq_turns", "dbias_sums", "dbias_turns", "dsinks_parts", "tickets", "ds_bounds")
 
 
-def pack_backward(problem: AttentionProblem, scored: bool, buffers: Mapping[str, Buffer], values: Values) -> bytes:
-    """The parameters of one of the three kernels.
+def pack_backward(
+    problem: AttentionProblem, scored: bool, buffers: Mapping[str, Buffer], values: Values, number: int = 0
+) -> bytes:
+    """The parameters of one of the kernels of a gradient.
 
-    scored: of backward_mma, those of the problem's score modification included; the others know no scores.
+    scored: those of the problem's score modification included, which the kernels before and after the products do not
+        know. number: of the pass, for backward_simple.
     buffers: the forward's operands, out and lse as `pack_forward` describes them, and by name: dout like out; dq, dk
         and dv like q, k and v; dbias like bias, without gaps; dsinks like sinks; dlse like lse, or missing; the scratch
         of `backward_scratch`. Only what the problem asks for is looked at.
@@ -45,7 +48,7 @@ def pack_backward(problem: AttentionProblem, scored: bool, buffers: Mapping[str,
     more |= {name: buffers[name].address for name in _SCRATCH if name in buffers}
     if problem.bias is not None and problem.bias[0] == "float32" and "dbias" in buffers:
         more["dbias_sums"] = buffers["dbias"].address
-    packed = _binder(problem).pack(buffers, more)
+    packed = _binder(problem).pack(buffers, more | {"pass": number})
     if problem.sinks and buffers["dsinks"].dtype != buffers["sinks"].dtype:
         raise InvalidRequest("dsinks", buffers["dsinks"].dtype, f"has the sinks' dtype, {buffers['sinks'].dtype}")
     return packed + pack_score(problem, buffers, values.score_scalars) if scored else packed

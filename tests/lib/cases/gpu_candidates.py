@@ -183,6 +183,7 @@ CANDIDATES = (
     ),
     Candidate("backward of wide heads", _backward(10, dtype="bfloat16", head_dim=256, varlen=False)),
     Candidate("backward varlen", _backward(7, dtype="bfloat16", head_dim=64, varlen=True, always=("causal",))),
+    Candidate("backward float32", _backward(11, dtype="float32", head_dim=64, varlen=False, always=("causal",))),
     Candidate(
         "backward deterministic",
         _backward(8, deterministic=True, dtype="bfloat16", head_dim=128, varlen=False, always=("causal",)),

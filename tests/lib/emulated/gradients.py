@@ -19,6 +19,7 @@ from gpu_actors.testing import check_gradients, random_backward
 from gpu_actors.testing.backward_problems import BackwardCase
 
 __all__ = [
+    "answered",
     "case_of",
     "check",
     "check_empty_sequences",
@@ -45,6 +46,13 @@ def case_of(sweep: Sweep, seed: int, seqlens: tuple[int, int], **choices: Any) -
         alignment=sweep.alignment,
         **choices,
     )
+
+
+def answered(case: BackwardCase, options: dict[str, Any]) -> BackwardCase:
+    """The case with these options, and with what the forward answers to them."""
+    result = attention_forward(*case.forward.inputs, **options)
+    out, lse = result.out.astype(case.out.dtype), result.lse.astype(np.float32)
+    return dataclasses.replace(case, forward=dataclasses.replace(case.forward, options=options), out=out, lse=lse)
 
 
 def problem_and_operands(dout: Any, q: Any, k: Any, v: Any, **options: Any) -> tuple[Any, dict[str, Any]]:

@@ -9,7 +9,6 @@ it does not repeat its bits, or when the emulation finds fault with it.
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from emulated import backward as emulated_backward
+from emulated.gradients import answered
 from mutation.backward_mutants import MUTANTS
 from mutation.forward import mutated
 from mutation.forward_mutants import Mutant
@@ -27,7 +27,6 @@ from mutation.run import kernel_and_name, probes_of, run_mutants
 from gpu_actors.compiling.assets import kernel_file
 from gpu_actors.compiling.source import KernelSource
 from gpu_actors.devices.emulation import EmulatedModule, build_module
-from gpu_actors.reference import attention_forward
 from gpu_actors.testing import check_gradients, random_backward
 from gpu_actors.testing.backward_problems import BackwardCase, poison_unseen_backward
 
@@ -46,6 +45,7 @@ _SHAPE: dict[str, Any] = {
     "features": (),
 }
 _FLOATS: dict[str, Any] = {"dtype": "float32", "head_dim": 64}
+_PLAIN: dict[str, Any] = {"dtype": "float32", "head_dim": 20}
 _ALL = ("dropout", "sinks", "bias", "alibi", "softcap")
 PROBES: dict[str, dict[str, Any]] = {
     "plain": {"seqlens": (210, 150)},
@@ -74,8 +74,26 @@ PROBES: dict[str, dict[str, Any]] = {
     "turns": {**_FLOATS, "seqlens": (90, 610)},
     "turns window": {**_FLOATS, "seqlens": (350, 350), "always": ("window",), "alignment": "top_left"},
     "turns bias": {**_FLOATS, "seqlens": (40, 150), "batch": 3, "always": ("bias",)},
+    # Of backward_simple.
+    "simple": {**_PLAIN, "seqlens": (70, 90)},
+    "simple causal": {**_PLAIN, "seqlens": (70, 90), "always": ("causal",)},
+    "simple varlen": {**_PLAIN, "seqlens": (70, 90), "varlen": True, "batch": 3, "always": ("causal",)},
+    "simple window": {**_PLAIN, "seqlens": (133, 150), "always": ("window", "sink_tokens"), "alignment": "top_left"},
+    "simple options": {**_PLAIN, "seqlens": (40, 50), "batch": 2, "kind": "peaked", "always": _ALL},
+    "simple gqa": {**_PLAIN, "seqlens": (40, 50), "heads": (4, 2)},
+    "simple few": {**_PLAIN, "seqlens": (90, 20), "always": ("causal",)},
+    "simple double": {**_PLAIN, "dtype": "float64", "seqlens": (40, 50), "always": ("softcap",)},
+    "simple nonfinite": {**_PLAIN, "seqlens": (70, 70), "always": ("causal",)},
 }
 ARCHS = {"late": "sm_90a", "pairs": "sm_80"}
+
+
+def kernel_of(probe: str) -> str:
+    return "backward_simple" if probe.startswith("simple") else "backward_mma"
+
+
+def compute_of(probe: str, dtype: str) -> str | None:
+    return "tf32" if dtype == "float32" and kernel_of(probe) == "backward_mma" else None
 
 
 @contextmanager
@@ -96,7 +114,7 @@ def seeded(mutant: Mutant | None, cache: Path) -> Iterator[None]:
 
 def case_of(name: str) -> BackwardCase:
     choices = {**_SHAPE, **PROBES[name]}
-    compute = "tf32" if choices["dtype"] == "float32" else None
+    compute = compute_of(name, choices["dtype"])
     case = random_backward(len(name), compute=compute, **choices)
     if name == "turns bias":  # shared by every sequence and head
         case.options["bias"] = np.ascontiguousarray(case.options["bias"][:1, :1])
@@ -106,17 +124,12 @@ def case_of(name: str) -> BackwardCase:
         case = beyond_float16(case, name)
     if name in ("nonfinite", "nonfinite bias"):
         case.dout[0, 100, :, 3] = np.nan
+    if name == "simple nonfinite":
+        case.dout[0, 40, :, 3] = np.nan
     if name == "nonfinite key":
         case.forward.k[0, 100, :, 3] = np.nan
         case.lse[0, :, 100:], case.out[0, 100:] = np.nan, np.nan
     return case
-
-
-def answered(case: BackwardCase, options: dict[str, Any]) -> BackwardCase:
-    """The case with these options, and with what the forward answers to them."""
-    result = attention_forward(*case.forward.inputs, **options)
-    out, lse = result.out.astype(case.out.dtype), result.lse.astype(np.float32)
-    return dataclasses.replace(case, forward=dataclasses.replace(case.forward, options=options), out=out, lse=lse)
 
 
 def beyond_float16(case: BackwardCase, name: str) -> BackwardCase:
@@ -135,7 +148,7 @@ def beyond_float16(case: BackwardCase, name: str) -> BackwardCase:
 def run_probe(name: str) -> None:
     """Raise AssertionError or EmulationFault where a probe shows a difference."""
     case = case_of(name)
-    compute = "tf32" if case.dout.dtype == np.float32 else None
+    compute = compute_of(name, case.dout.dtype.name)
     poisoned = poison_unseen_backward(case)
     deterministic, first = name.startswith("turns"), None
     for delivery, schedule, seed in LAUNCHES * (3 if deterministic else 1):
@@ -144,6 +157,7 @@ def run_probe(name: str) -> None:
             compute=compute,
             deterministic=deterministic,
             arch=ARCHS.get(name, "sm_86"),
+            kernel=kernel_of(name),
             delivery=delivery,
             schedule=schedule,
             seed=seed,

@@ -22,6 +22,10 @@ def _finish(name: str, old: str, new: str, *probes: str, file: str = "backward/b
     return Mutant(name, "backward_finish", file, old, new, probes or ("plain",))
 
 
+def _simple(name: str, old: str, new: str, *probes: str) -> Mutant:
+    return Mutant(name, "backward_simple", "backward/backward_simple.cu", old, new, probes or ("simple",))
+
+
 PREPARE_MUTANTS = (
     _prepare("delta is a lane's, not the row's", "sum += __shfl_xor_sync(ALL_LANES, sum, step)", "sum += 0.0f"),
     _prepare("the lse stays natural", "lse * LOG2_E;", "lse;"),
@@ -388,6 +392,65 @@ ORDER_MUTANTS = (
     ),
 )
 
+SIMPLE_MUTANTS = (
+    _simple("delta is of dout alone", "sum += dout[column] * Real(to_real(out[column]))", "sum += dout[column]"),
+    _simple("delta is a lane's", "  sum = sum_over_lanes(sum);\n", ""),
+    _simple("delta lies in the slot of the tile before", "row / BLOCK_M) + head", "row / BLOCK_M / 2) + head"),
+    _simple("the queries are still read", "    __syncthreads();  // all have read the queries before\n", ""),
+    _simple("the keys are still read", "    __syncthreads();  // all have read the keys before\n", ""),
+    _simple(
+        "the queries have not come",
+        "row_begin);\n      __syncthreads();\n      differentiate<KEY_PASS>",
+        "row_begin);\n      differentiate<KEY_PASS>",
+    ),
+    _simple("the pairs are not waited for", "  __syncwarp();  // a half-warp reads its own rows alone\n", ""),
+    _simple("hidden pairs count", "      if (tiles.weights[place] == HIDDEN) continue;\n", "", "simple causal"),
+    _simple("a hidden NaN comes through", "weight = HIDDEN;", "weight = 0, gradient = 0;", "simple nonfinite"),
+    _simple("rows past the end are seen", "row >= head.seqlen_q || ", "", "simple"),
+    _simple(
+        "dropout does not reach dV", "weight = kept ? p * dropout_scale : Real(0);", "weight = p;", "simple options"
+    ),
+    _simple("dropped pairs are not scaled", "kept ? gradient * dropout_scale", "kept ? gradient", "simple options"),
+    _simple("dbias is that of the dot product", "PASS == OPTION_PASS ? dscore : ", "", "simple options"),
+    _simple(
+        "dS forgets the softcap", "score_gradient(head.score, product, dscore, row, key)", "dscore", "simple double"
+    ),
+    _simple("a group has one head", "member < group", "member < 1", "simple gqa"),
+    _simple("the heads of groups are mixed", "at.kv_head * group + member)", "at.kv_head + member)", "simple gqa"),
+    _simple("dK is not scaled", "dk, Real(params.forward.softmax_scale)", "dk, Real(1)"),
+    _simple("dQ is not scaled", "dq, head.score.scale", "dq, Real(1)"),
+    _simple("dV is of dS", "(dv, tiles, tiles.weights", "(dv, tiles, tiles.gradients"),
+    _simple("the first query tile is left out", "row_begin = seen.begin / BLOCK_N * BLOCK_N", "row_begin = BLOCK_N"),
+    _simple("keys past the end are stored", "key_end - key_begin, dk", "BLOCK_M, dk"),
+    _simple("a last column is left out", "if (column < WIDTH) rows", "if (column < WIDTH - 1) rows"),
+    _simple("the sink's gradient has the wrong sign", "sum -= exp_of", "sum += exp_of", "simple options"),
+    _simple(
+        "one sequence has sinks",
+        "sequence < params.batch; sequence++) {\n    const KeyPlace",
+        "sequence < 1; sequence++) {\n    const KeyPlace",
+        "simple options",
+    ),
+    _simple("a part of a block's sum is lost", "thread < THREADS; thread++", "thread < 32; thread++", "simple options"),
+    _simple(
+        "a packed sequence begins at the batch's rows",
+        "sequence, q_start + row, head);\n    const auto dout",
+        "sequence, row, head);\n    const auto dout",
+        "simple varlen",
+    ),
+    _simple(
+        "the second block of a bias writes the first rows",
+        "row = part * BLOCK_M + first + r",
+        "row = first + r",
+        "simple options",
+    ),
+    _simple(
+        "a bias' later keys are those of the first tile",
+        "head.load_keys<BLOCK_N>(tiles.other, key_begin);\n        for",
+        "head.load_keys<BLOCK_N>(tiles.other, 0);\n        for",
+        "simple options",
+    ),
+)
+
 MUTANTS = (
     *PREPARE_MUTANTS,
     *FINISH_MUTANTS,
@@ -397,4 +460,5 @@ MUTANTS = (
     *RANGE_MUTANTS,
     *PRODUCT_MUTANTS,
     *ORDER_MUTANTS,
+    *SIMPLE_MUTANTS,
 )
