@@ -91,12 +91,14 @@ def dispatch_key(problem: AttentionProblem, arch: str, families: tuple[KernelFam
     """
     _check_support(problem, arch, families)
     refusal: Unsupported | None = None
+    meant = False  # whether that is of a family for problems of this kind
     for family in families:
         found = family.refusal(problem, arch)
         if found is None:
             return _key(family, problem, arch)
-        if refusal is None or found.field not in _OTHER_KINDS or refusal.field in _OTHER_KINDS:
-            refusal = found
+        own = found.field not in _OTHER_KINDS and (found.field != "block_mask" or family.block_masks)
+        if own or not meant:
+            refusal, meant = found, own
     raise refusal or Unsupported("families", families, "there is no kernel to choose from")
 
 

@@ -51,8 +51,8 @@ def test_no_text_is_let_in_after_its_deadline() -> None:
         server.until_idle()
     assert load.faults == []
     assert load.requests == load.answered == load.statuses.total()
-    assert load.statuses.keys() <= {"200", "504"}
-    assert load.statuses["504"] > 0
+    assert load.statuses.keys() <= {"200", "429", "504"}
+    assert load.statuses["429"] + load.statuses["504"] > 0
     assert load.queue is not None
     assert load.queue[math.inf] == load.queue[2.5] > 0
 

@@ -30,6 +30,7 @@ from gpu_actors.kernels.support import ELEMENTS
 from gpu_actors.kernels.tiles import TILES, padded_head_dim, tile_of, value_pieces
 from gpu_actors.kernels.variants import kernel_source
 from gpu_actors.problem import AttentionProblem
+from gpu_actors.score_mod import ScoreMod
 
 pytestmark = pytest.mark.timeout(300)  # the first test of a process builds the module of all
 
@@ -91,6 +92,8 @@ def problems() -> Iterator[tuple[str, AttentionProblem]]:
             for (causal, window), softcap in itertools.product(masks, (0.0, 30.0)):
                 made = problem_of(q, k, v, causal=causal, window_size=window, softcap=softcap)
                 yield f"{dtype} {dim},{dim_v} {made.mask} softcap {softcap}", made
+            # A modification takes smaller tiles, whatever it is.
+            yield f"{dtype} {dim},{dim_v} modified", dataclasses.replace(made, score_mod=ScoreMod(""))
             if dtype == "float8_e4m3fn":
                 continue
             cached = dataclasses.replace(problem_of(q, k, v), seqlen_k=512, total_k=1024)

@@ -183,6 +183,10 @@ CANDIDATES = (
     ),
     Candidate("backward of wide heads", _backward(10, dtype="bfloat16", head_dim=256, varlen=False)),
     Candidate("backward varlen", _backward(7, dtype="bfloat16", head_dim=64, varlen=True, always=("causal",))),
+    Candidate(
+        "backward with a bias and dropout",
+        _backward(12, dtype="bfloat16", head_dim=64, varlen=False, always=("bias", "dropout")),
+    ),
     Candidate("backward float32", _backward(11, dtype="float32", head_dim=64, varlen=False, always=("causal",))),
     Candidate(
         "backward deterministic",
