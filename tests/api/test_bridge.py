@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -338,18 +340,33 @@ def test_the_bridge_benchmark_measures_both_sides_in_one_run() -> None:
 @pytest.mark.parametrize("crowd", [1, 256])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_an_empty_request_is_cheaper_than_a_thread_of_the_loops_pool(loop: str, crowd: int) -> None:
-    """Alone and in a crowd. Each try has threads of its own, for the system may put them on a core that others use.
+    """In a crowd, and alone on one core, by a quarter at least.
 
-    Where the threads land changes one try's ratio from 0.2 to 5, and alone on uvloop the two cost about the same.
+    Alone on two cores, both cost little more than two wake-ups of a sleeping core, whatever the code between them does:
+    where the threads land then changes a try's ratio from 0.2 to 5. Each try has threads of its own.
     """
 
     def share() -> float:
-        with ga.open_context("mock", ga.ContextOptions(mock=NO_COMPUTE)) as ctx:
+        with (
+            one_core() if crowd == 1 else contextlib.nullcontext(),
+            ga.open_context("mock", ga.ContextOptions(mock=NO_COMPUTE)) as ctx,
+        ):
             kinds = {"service": bridge._request(ctx), "to_thread": bridge._to_thread}
             measure = bridge._latencies(kinds, 300) if crowd == 1 else bridge._throughputs(kinds, crowd, 2048)
             return 1.0 / run(loop, measure)["ratio"]
 
-    below(1.0, share)
+    below(0.75 if crowd == 1 else 1.0, share)
+
+
+@contextlib.contextmanager
+def one_core() -> Iterator[None]:
+    """Keep this thread, and the threads that it starts, on one core."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 def test_an_actor_answers_a_repeated_request_within_few_calls() -> None:
