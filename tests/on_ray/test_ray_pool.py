@@ -6,6 +6,7 @@ import asyncio
 import gc
 import importlib
 import os
+import queue
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,9 @@ from gpu_actors.remote import RemoteContext
 ray = pytest.importorskip("ray")
 
 from gpu_actors.interop.ray import RayActor, StartTimeout, ray_pool, start_worker  # noqa: E402
+from gpu_actors.interop.ray.channel import Parcels  # noqa: E402
+from gpu_actors.interop.ray.worker import Place  # noqa: E402
+from gpu_actors.interop.ray.workers import _Connection  # noqa: E402
 
 SPEC: dict[str, Any] = {"num_blocks": 64, "page_size": 8, "kv_heads": 1, "head_dim": 8, "dtype": "float32"}
 QUICK = ga.RestartPolicy(max_restarts=1000, backoff=0.0)
@@ -160,6 +164,20 @@ def test_a_pool_that_is_not_waited_for_leaves_nothing() -> None:
 def test_a_device_that_cannot_be_opened_is_an_error_of_its_own() -> None:
     with pytest.raises(ga.GpuActorsError, match=r"cuda:7|CUDA"), start_worker("cuda:7", num_gpus=0, num_cpus=0):
         pass
+
+
+def test_the_last_records_are_taken_though_the_word_of_the_end_overtakes_them() -> None:
+    """Ray keeps no order between the two calls that wait for records."""
+    connection = _Connection.__new__(_Connection)
+    connection._place, connection._fetching = Place(1, "here", "node", ()), 2
+    connection.channel = Parcels(asks=True)  # type: ignore[assignment]
+    taken: list[Any] = []
+    connection._received = lambda sequence, record: taken.append(record)
+    connection._inbox = queue.SimpleQueue()
+    for arrived in (None, [tuple(Parcels(asks=False).pack("the last"))]):
+        connection._inbox.put(arrived)
+    connection.serve(lambda: 1.0)
+    assert taken == ["the last"]
 
 
 def test_an_actor_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

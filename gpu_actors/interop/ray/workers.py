@@ -149,11 +149,13 @@ class _Connection:
         self._actor: Any = made.remote(tuple(order))
         self.channel: RayChannel = RayChannel(self._actor, self._inbox.put)
         self._hear(self._actor.place.remote())
+        self._fetching = 0
         for _ in range(_FETCHES):
-            self._hear(self._actor.fetch.remote())
+            self._fetch()
 
     def serve(self, tick: Callable[[], float]) -> None:
-        while True:
+        ended = False
+        while not ended or self._fetching:
             seconds = tick()
             if seconds < 0:
                 return
@@ -173,12 +175,15 @@ class _Connection:
             if isinstance(arrived, Place):
                 self._started(arrived)
                 continue
+            self._fetching -= 1
             if arrived is None:
-                return
+                ended = True  # the other call may still bring the last records: Ray keeps no order between two
+                continue
             if not ray.is_initialized():
                 self.name = "its Ray actor (Ray was shut down)"
                 return
-            self._hear(self._actor.fetch.remote())
+            if not ended:
+                self._fetch()
             for parcel in arrived:
                 whole = Parcel(*parcel)
                 self._received(whole.sequence, self.channel.unpack(whole))
@@ -219,6 +224,10 @@ class _Connection:
         if self._pidfd is not None:
             with contextlib.suppress(OSError):
                 os.close(self._pidfd)
+
+    def _fetch(self) -> None:
+        self._fetching += 1
+        self._hear(self._actor.fetch.remote())
 
     def _hear(self, call: Any) -> None:
         call.future().add_done_callback(self._told)
