@@ -14,6 +14,7 @@ import numpy as np
 import psutil
 import pytest
 from fakes import beside
+from support.service import suspend
 
 import gpu_actors as ga
 from gpu_actors.distributed import ContextPool, PoolOptions, RetryBudget, open_pool
@@ -93,7 +94,7 @@ async def test_a_worker_killed_with_64_in_flight_costs_no_answer(out: np.ndarray
         async with pool.kv_cache(num_blocks=64, page_size=8, kv_heads=2, head_dim=16, dtype="float32") as cache:
             seqs = [await cache.create([number] * 20) for number in range(16)]
             victim = "worker-1"
-            os.kill(pid_of(pool, victim), signal.SIGSTOP)  # so that it answers none of what it gets
+            suspend(pid_of(pool, victim))  # so that it answers none of what it gets
             asking = [asyncio.create_task(pool.ask(forward)) for _ in range(256)]
             appends = [cache.append(seq, ROWS[0], ROWS[0]) for seq in seqs]
             await until(lambda: pool.stats().workers[victim].outstanding >= 64)
@@ -166,7 +167,7 @@ async def test_a_worker_that_hangs_is_answered_for_by_another(out: np.ndarray[An
     options = ga.ContextOptions(restart=QUICK, hang_timeout=1.0)
     async with open_pool("mock", workers=2, options=options, seed=3) as pool:
         await pool.ask(forward)
-        os.kill(pid_of(pool, "worker-1"), signal.SIGSTOP)
+        suspend(pid_of(pool, "worker-1"))
         began = time.monotonic()
         found = await asyncio.gather(*(pool.ask(forward) for _ in range(20)))
         assert time.monotonic() - began < 15.0

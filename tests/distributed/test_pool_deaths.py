@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from support.service import comes_true
+from support.service import comes_true, suspend
 
 import gpu_actors as ga
 from gpu_actors.distributed import ContextPool, PooledKvCache, PooledSequence, open_pool
@@ -148,7 +148,7 @@ async def _dies_as_it_takes_a_sequence(pool: ContextPool, cache: PooledKvCache, 
     victim = pool.workers[target]
     assert isinstance(victim, RemoteContext)
     pid = victim.pid or 0
-    os.kill(pid, signal.SIGSTOP)
+    suspend(pid)
     before = pool.stats().workers[target].requests
     moving = asyncio.create_task(cache.move(seq, target))
     await comes_true(lambda: pool.stats().workers[target].requests > before)

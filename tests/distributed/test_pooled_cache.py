@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fakes import beside
-from support.service import comes_true
+from support.service import comes_true, suspend
 
 import gpu_actors as ga
 from gpu_actors.distributed import ContextPool, PooledKvCache, ShardedKvCache, open_pool
@@ -190,7 +190,7 @@ async def test_a_sequence_is_begun_elsewhere_when_its_home_is_lost_meanwhile() -
         home = (await cache.create([5] * 20)).worker
         context = pool.workers[home]
         assert isinstance(context, RemoteContext)
-        os.kill(context.pid or 0, signal.SIGSTOP)
+        suspend(context.pid or 0)
         creating = [asyncio.create_task(cache.create([5] * 20)) for _ in range(8)]
         await asyncio.sleep(0.1)
         os.kill(context.pid or 0, signal.SIGKILL)

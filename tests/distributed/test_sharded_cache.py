@@ -11,6 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from support.service import suspend
 
 import gpu_actors as ga
 from gpu_actors.distributed import ContextPool, ShardedKvCache, open_pool
@@ -228,7 +229,7 @@ async def test_a_lost_worker_takes_the_sequence_along() -> None:
         assert cache.workers == ["worker-1", "worker-2"]
         victim = pool.workers["worker-2"]
         assert isinstance(victim, RemoteContext)
-        os.kill(victim.pid or 0, signal.SIGSTOP)
+        suspend(victim.pid or 0)
         attending = asyncio.create_task(cache.attend(rows(1, 4), seq, k=rows(1), v=rows(1)))
         await asyncio.sleep(0.2)
         os.kill(victim.pid or 0, signal.SIGKILL)

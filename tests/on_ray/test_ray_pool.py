@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 from fakes import beside
-from support.service import comes_true, eventually
+from support.service import comes_true, eventually, suspend
 
 import gpu_actors as ga
 from gpu_actors.distributed import ContextPool
@@ -67,7 +67,7 @@ async def test_a_worker_that_is_killed_costs_no_request_and_every_sequence_is_to
         there = [seq for seq in seqs if seq.worker == "worker-1"]
         assert 2 <= len(there) < 16
         victim = pool.workers["worker-1"]
-        os.kill(pid(victim), signal.SIGSTOP)  # so that it answers none of these
+        suspend(pid(victim))  # so that it answers none of these
         asked = [asyncio.ensure_future(_stateless(pool, number)) for number in range(64)]
         appended = {seq: cache.append(seq, row, row, expect_length=1) for seq in seqs if seq is not there[0]}
         await comes_true(lambda: pool.stats().workers["worker-1"].outstanding >= 20 + len(there) - 1)
@@ -102,7 +102,7 @@ def test_a_worker_that_stops_is_told_and_ended() -> None:
     options = ga.ContextOptions(restart=QUICK, hang_timeout=2.0)
     with start_worker("mock", options, num_cpus=0, name="w") as ctx:
         stopped = pid(ctx)
-        os.kill(stopped, signal.SIGSTOP)
+        suspend(stopped)
         with pytest.raises(ga.WorkerLost, match="has not answered for 2 s"):
             ctx.run(beside.describe).result(60.0)
         assert ctx.run(beside.describe).result(60.0)[1] == 2

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -45,6 +47,16 @@ def eventually(holds: Callable[[], object], timeout: float = 30.0) -> None:
     while not holds():
         assert time.monotonic() < end, f"did not come true within {timeout} s"
         time.sleep(0.001)
+
+
+def suspend(pid: int) -> None:
+    """Send SIGSTOP, and wait until no thread of the process runs: until then one may answer what it is sent."""
+
+    def stopped(thread: Path) -> bool:
+        return (thread / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+    os.kill(pid, signal.SIGSTOP)
+    eventually(lambda: all(map(stopped, Path(f"/proc/{pid}/task").iterdir())))
 
 
 def eventually_freed(*references: Callable[[], object]) -> None:
