@@ -255,6 +255,7 @@ DEVICE void differentiate_sink(const BackwardLaunch& params, int head, Real* sha
   else static_cast<OUT_ELEMENT*>(params.dsinks)[head] = from_real(Rounded<OUT_ELEMENT>(), sum);
 }
 
+#if BIAS_GRADIENT
 // The gradient of BLOCK_M rows of a bias, or of its one row: summed over the sequences, heads and rows that share it.
 // Strides of 0 tell what they share.
 DEVICE void differentiate_bias(const BackwardLaunch& params, int block, const Tiles& tiles) {
@@ -304,6 +305,7 @@ DEVICE void differentiate_bias(const BackwardLaunch& params, int block, const Ti
     }
   }
 }
+#endif
 
 DEVICE void option_pass(const BackwardLaunch& params, const Tiles& tiles) {
   int block = blockIdx.x;
@@ -311,7 +313,9 @@ DEVICE void option_pass(const BackwardLaunch& params, const Tiles& tiles) {
     if (block < params.forward.heads_q) return differentiate_sink(params, block, tiles.weights);
     block -= params.forward.heads_q;
   }
-  if constexpr (BIAS_GRADIENT) differentiate_bias(params, block, tiles);
+#if BIAS_GRADIENT
+  differentiate_bias(params, block, tiles);
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_simple(const __grid_constant__ BackwardLaunch params) {

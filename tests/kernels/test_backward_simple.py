@@ -81,6 +81,16 @@ def test_a_bias_that_sequences_heads_or_rows_share_gets_the_sum_of_theirs() -> N
             check_gradients(gradients, *each.arguments, out=each.out, lse=each.lse, **each.options)
 
 
+def test_a_mask_hides_keys_and_has_no_gradient() -> None:
+    case = case_of(SWEEPS[0], 9, (40, 50), batch=2, heads=(2, 1))
+    mask = np.random.default_rng(0).random((2, 1, 40, 50)) > 0.4
+    each = answered(case, {"causal": True, "bias": mask})
+    with ga.open_context("emulated", ga.ContextOptions(arch="sm_80")) as ctx:
+        gradients = ctx.flash_attn.backward(*each.inputs, **each.options).result(60.0)
+    assert gradients.dbias is None
+    check_gradients(gradients, *each.arguments, out=each.out, lse=each.lse, **each.options)
+
+
 def test_every_schedule_gives_the_same_bits() -> None:
     case = case_of(SWEEPS[0], 5, (70, 90), batch=2, heads=(4, 2))
     given: dict[str, Any] = {"arch": SWEEPS[0].arch, "kernel": "backward_simple", "arithmetic": "nearest"}
