@@ -117,7 +117,7 @@ def statuses_of_the_toolkit() -> dict[int, tuple[str, str]]:
 
 
 def test_the_sticky_statuses_are_those_after_which_a_process_must_end() -> None:
-    """Of the others the header says nothing: the context is gone, memory or a link is broken, or nobody knows."""
+    """Of the others the header says nothing: the context is gone, memory or a link is broken, or the cause unknown."""
     stated = statuses_of_the_toolkit()
     must_end = {status for status, (_, said) in stated.items() if "process must be terminated and relaunched" in said}
     assert must_end >= {700, 719}

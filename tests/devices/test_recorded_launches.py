@@ -1,4 +1,4 @@
-"""Steps of decoding are recorded once and replayed, and nobody can tell from the answers."""
+"""Steps of decoding are recorded once and replayed, and the answers are the same."""
 
 from __future__ import annotations
 

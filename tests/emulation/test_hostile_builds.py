@@ -1,4 +1,4 @@
-"""What the emulated device builds and loads is what was asked for, whoever else can write where."""
+"""What the emulated device builds and loads is what was asked for, wherever other users can write."""
 
 from __future__ import annotations
 
