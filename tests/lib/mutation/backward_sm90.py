@@ -79,6 +79,7 @@ PROBES: dict[str, dict[str, Any]] = {
     "shared mixed": {"dtype": "bfloat16", "head_dim": 192, "head_dim_v": 128, "seqlens": (500, 100), "heads": (2, 1)},
     "shared narrow": {"head_dim": 136, "head_dim_v": 200, "seqlens": (200, 100)},
     "shared nonfinite": {"dtype": "bfloat16", "head_dim": 256, "seqlens": (300, 200), "always": ("causal",)},
+    "shared nonfinite key": {"dtype": "bfloat16", "head_dim": 256, "seqlens": (300, 200), "always": ("causal",)},
     "shared turns": {"dtype": "bfloat16", "head_dim": 256, "seqlens": (150, 400)},
     "cap bias": {"seqlens": (150, 200), "kind": "peaked", "always": ("bias", "softcap", "causal")},
     "nonfinite cap bias": {"seqlens": (150, 200), "always": ("bias", "softcap", "causal")},
@@ -105,6 +106,7 @@ def case_of(name: str) -> BackwardCase:
         case.dout[0, 60, :, 3] = np.nan
     if name == "shared nonfinite":
         case.dout[0, 150, :, 200] = np.nan
+    if name == "shared nonfinite key":
         case.forward.k[0, 100, :, 3] = np.nan
         case.lse[0, :, 200:], case.out[0, 200:] = np.nan, np.nan
     if name == "nonfinite":

@@ -327,6 +327,20 @@ MASKS = (
         "",
         "nonfinite",
     ),
+    _bug(
+        "nonfinite gradients reach the first columns twice",
+        "main",
+        "work, keys, step, first_column(OWN_COLUMNS_V));",
+        "work, keys, step, 0);",
+        "shared nonfinite",
+    ),
+    _bug(
+        "a shared key's NaN stays in the tile",
+        "nonfinite",
+        "    clear_tile(tile, KBoxes::BYTES);\n",
+        "",
+        "shared nonfinite key",
+    ),
     _bug("nonfinite gradients reach keys that are hidden", "nonfinite", "if (seen[half]) dv", "dv", "nonfinite"),
     _bug(
         "half of dO is cleared",
