@@ -91,6 +91,22 @@ def test_a_mask_hides_keys_and_has_no_gradient() -> None:
     check_gradients(gradients, *each.arguments, out=each.out, lse=each.lse, **each.options)
 
 
+def test_positions_chunks_signed_slopes_and_dropout_mean_the_same_pairs_as_in_the_oracle() -> None:
+    options: dict[str, Any] = {
+        "attention_chunk": 16,
+        "alibi_slopes": np.array([-0.2, 0.1, 0.3, 0.05], np.float32),
+        "alibi_signed": True,
+        "dropout_p": 0.3,
+        "dropout_seed": 5,
+        "q_positions": np.array([[3, 2], [20, 3]], np.int32),
+        "k_positions": np.array([[0, 2], [2, 1]], np.int32),
+    }
+    case = answered(case_of(SWEEPS[0], 9, (37, 45), batch=2, heads=(4, 2)), options)
+    with ga.open_context("emulated", ga.ContextOptions(arch="sm_80")) as ctx:
+        gradients = ctx.flash_attn.backward(*case.inputs, **case.options).result(60.0)
+    check_gradients(gradients, *case.arguments, out=case.out, lse=case.lse, **case.options)
+
+
 def test_every_schedule_gives_the_same_bits() -> None:
     case = case_of(SWEEPS[0], 5, (70, 90), batch=2, heads=(4, 2))
     given: dict[str, Any] = {"arch": SWEEPS[0].arch, "kernel": "backward_simple", "arithmetic": "nearest"}
