@@ -50,7 +50,7 @@ from gpu_actors.kv.transfer import SequencePages
 from gpu_actors.kv_cache import KvCache
 from gpu_actors.mha import AttentionParams, Mask, MhaBackward, MhaForward, MhaOutput
 from gpu_actors.options import ContextOptions, EmulationOptions, MockOptions, RestartPolicy
-from gpu_actors.partial import MergePartials
+from gpu_actors.partial import MergeBackward, MergePartials
 from gpu_actors.planning.graph_plan import GraphPlan
 from gpu_actors.problem import AttentionProblem, DispatchKey
 from gpu_actors.requests import (
@@ -122,6 +122,7 @@ __all__ = [
     "KvSequence",
     "LaunchError",
     "Mask",
+    "MergeBackward",
     "MergePartials",
     "MhaBackward",
     "MhaForward",

@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -32,6 +32,7 @@ from gpu_actors.validation.fields import describe, expect, one_of
 from gpu_actors.values import brief
 
 __all__ = [
+    "MergeBackward",
     "MergeGradients",
     "MergePartials",
     "Partial",
@@ -40,7 +41,9 @@ __all__ = [
     "merge",
     "merge_gradients",
     "merged_dtypes",
+    "merged_lse_dtype",
     "oracle_merge",
+    "oracle_merge_gradients",
 ]
 
 _Host: TypeAlias = "np.ndarray[Any, Any]"
@@ -95,6 +98,26 @@ class MergePartials:
     partials: Sequence[Any]
     sinks: Array | None = None
     out_dtype: str | None = None
+
+
+@dataclass(slots=True, eq=False)
+class MergeBackward:
+    """The gradients of a merge on the device, by every out, every lse and the sinks.
+
+    partials, sinks: those of the `MergePartials`. dout: the gradient of the merged out, in its shape and dtype. dlse:
+        that of the merged lse, in its shape and dtype; None: zero.
+
+    The answer is a `MergeGradients`, dsinks in float32. Sums are float32, or float64 where an operand is, in the order
+    of the list, and each gradient is rounded once. A row with lse = -inf in a partial is not read there: its gradients
+    are 0. Partials of 16 bits under a dout of float64 raise `Unsupported`.
+    """
+
+    __repr__ = brief
+
+    partials: Sequence[Any]
+    dout: Array
+    dlse: Array | None = None
+    sinks: Array | None = None
 
 
 def empty(shape: tuple[int, ...], *, dtype: str = "float32") -> Partial:
@@ -154,32 +177,17 @@ def merge_gradients(
     terms = _read(partials)
     sink = _read_sinks(sinks, terms[0])
     into_out = _read_like(dout, "dout", terms[0].out.shape, _OUT_DTYPES)
-    into_lse = np.zeros(into_out.shape[:-1])
-    if dlse is not None:
-        into_lse = np.swapaxes(_read_like(dlse, "dlse", terms[0].lse.shape, _LSE_DTYPES), -1, -2)
-    merged = _weigh(terms, sink)
-    # What every score loses for each unit of weight: dout . out, less what the lse gains.
-    taken = np.sum(into_out * merged.out, axis=-1) - into_lse
-    gradients = []
-    for term in terms:
-        share = merged.share(term.logits())
-        seen = share != 0
-        own = np.sum(np.where(seen[..., None], into_out * term.out.astype(np.float64), 0), axis=-1)
-        into_logits = np.where(seen, share * (own - taken), 0)
-        gradient = np.where(seen[..., None], share[..., None] * into_out, 0)
-        gradients.append(
-            Partial(
-                _restored(gradient, name_of(term.out.dtype), term),
-                _restored(np.swapaxes(into_logits, -1, -2), name_of(term.lse.dtype), term),
-            )
+    into_lse = None if dlse is None else _read_like(dlse, "dlse", terms[0].lse.shape, _LSE_DTYPES)
+    found = _differentiate(terms, into_out, into_lse, sink)
+    gradients = [
+        Partial(
+            _restored(gradient.out, name_of(term.out.dtype), term),
+            _restored(gradient.lse, name_of(term.lse.dtype), term),
         )
-    if sink is None:
-        return MergeGradients(tuple(gradients))
-    share = merged.share(sink)
-    into_sinks = np.where(share != 0, -share * taken, 0)
-    return MergeGradients(
-        tuple(gradients), _restored(into_sinks.reshape(-1, sink.size).sum(axis=0), "float32", terms[0])
-    )
+        for term, gradient in zip(terms, found.partials, strict=True)
+    ]
+    dsinks = None if sink is None else _restored(found.dsinks, "float32", terms[0])
+    return MergeGradients(tuple(gradients), dsinks)
 
 
 class _Term(NamedTuple):
@@ -233,9 +241,34 @@ def _weigh(terms: Sequence[_Term], sink: _Host | None) -> _Merged:
     return _Merged(out, lse, top, total)
 
 
-def adopt_partials(
-    message: MergePartials, device: str, notes: CallerNotes | None = None
-) -> tuple[MergePartials, Adopted]:
+def _differentiate(
+    terms: Sequence[_Term], into_out: _Host, into_lse: _Host | None, sink: _Host | None
+) -> MergeGradients:
+    """The gradients in float64. into_out, into_lse: of the merged out and lse, in float64."""
+    merged = _weigh(terms, sink)
+    # What every score loses for each unit of weight: dout . out, less what the lse gains.
+    taken = np.sum(into_out * merged.out, axis=-1)
+    if into_lse is not None:
+        taken = taken - np.swapaxes(into_lse, -1, -2)
+    gradients = []
+    for term in terms:
+        share = merged.share(term.logits())
+        seen = share != 0
+        own = np.sum(np.where(seen[..., None], into_out * term.out.astype(np.float64), 0), axis=-1)
+        into_logits = np.where(seen, share * (own - taken), 0)
+        gradient = np.where(seen[..., None], share[..., None] * into_out, 0)
+        gradients.append(Partial(gradient, np.swapaxes(into_logits, -1, -2)))
+    if sink is None:
+        return MergeGradients(tuple(gradients))
+    share = merged.share(sink)
+    into_sinks = np.where(share != 0, -share * taken, 0)
+    return MergeGradients(tuple(gradients), into_sinks.reshape(-1, sink.size).sum(axis=0))
+
+
+_Message = TypeVar("_Message", bound=MergePartials | MergeBackward)
+
+
+def adopt_partials(message: _Message, device: str, notes: CallerNotes | None = None) -> tuple[_Message, Adopted]:
     """The message over arrays that this package can read, and what the first out was.
 
     device, notes: as for `gpu_actors.arrays.adoption.adopt_request`. Raises `InvalidRequest` as `merge` does.
@@ -257,7 +290,13 @@ def adopt_partials(
         sinks = _adopted(message.sinks, "sinks", dtypes, device, notes).array
         expect(sinks.shape == out.shape[-2:-1], "sinks", describe(sinks), f"must have the shape {out.shape[-2:-1]}")
     adopted = [Partial(term.out, term.lse) for term in terms]
-    return dataclasses.replace(message, partials=adopted, sinks=sinks), first.template
+    changes: dict[str, Any] = {"partials": adopted, "sinks": sinks}
+    if isinstance(message, MergeBackward):
+        changes["dout"] = _adopted_like(message.dout, "dout", out.shape, _OUT_DTYPES, device, notes)
+        if message.dlse is not None:
+            dtypes = (merged_lse_dtype(adopted[0], name_of(changes["dout"].dtype)),)
+            changes["dlse"] = _adopted_like(message.dlse, "dlse", first.lse.shape, dtypes, device, notes)
+    return dataclasses.replace(message, **changes), first.template
 
 
 def merged_dtypes(message: MergePartials) -> tuple[str, str]:
@@ -270,8 +309,12 @@ def merged_dtypes(message: MergePartials) -> tuple[str, str]:
     if own == "float64" and dtype not in ("float32", "float64"):
         reason = "sums in float64 would be rounded twice on their way to 16 bits"
         raise Unsupported("out_dtype", dtype, reason, "float32")
-    wide = "float64" in (dtype, name_of(first.lse.dtype))
-    return dtype, "float64" if wide else "float32"
+    return dtype, merged_lse_dtype(first, dtype)
+
+
+def merged_lse_dtype(first: Partial, out_dtype: str) -> str:
+    """The dtype of the merged lse. first: of the adopted partials, which all have its dtypes."""
+    return "float64" if "float64" in (out_dtype, name_of(first.lse.dtype)) else "float32"
 
 
 def oracle_merge(partials: Sequence[Partial], sinks: _Host | None) -> Partial:
@@ -279,6 +322,15 @@ def oracle_merge(partials: Sequence[Partial], sinks: _Host | None) -> Partial:
     terms = [_Term(partial.out, partial.lse, Adopted(partial.out, "numpy", "cpu", None)) for partial in partials]
     merged = _weigh(terms, None if sinks is None else sinks.astype(np.float64))
     return Partial(merged.out, np.swapaxes(merged.lse, -1, -2))
+
+
+def oracle_merge_gradients(
+    partials: Sequence[Partial], dout: _Host, dlse: _Host | None, sinks: _Host | None
+) -> MergeGradients:
+    """`merge_gradients` of arrays on the host, in float64: what kernels are compared with."""
+    terms = [_Term(partial.out, partial.lse, Adopted(partial.out, "numpy", "cpu", None)) for partial in partials]
+    wide = [None if array is None else array.astype(np.float64) for array in (dlse, sinks)]
+    return _differentiate(terms, dout.astype(np.float64), *wide)
 
 
 def _read(
@@ -313,9 +365,20 @@ def _read_sinks(sinks: Array | None, term: _Term) -> _Host | None:
 
 def _read_like(array: Array, field: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> _Host:
     """An array of the caller's that must have a shape, in float64."""
-    host = _adopted(array, field, dtypes).array
-    expect(host.shape == shape, field, describe(host), f"must have the shape {shape}")
-    return host.astype(np.float64)  # type: ignore[union-attr]
+    return _adopted_like(array, field, shape, dtypes).astype(np.float64)  # type: ignore[no-any-return]
+
+
+def _adopted_like(
+    array: Array,
+    field: str,
+    shape: tuple[int, ...],
+    dtypes: tuple[str, ...],
+    device: str = "cpu",
+    notes: CallerNotes | None = None,
+) -> Any:
+    adopted = _adopted(array, field, dtypes, device, notes).array
+    expect(adopted.shape == shape, field, describe(adopted), f"must have the shape {shape}")
+    return adopted
 
 
 def _adopted(

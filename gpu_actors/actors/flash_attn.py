@@ -11,12 +11,12 @@ from gpu_actors.arrays.adoption import adopt_request
 from gpu_actors.devices.interface import DeviceInfo
 from gpu_actors.errors import RequestError
 from gpu_actors.naming import by_argument
-from gpu_actors.partial import MergePartials, Partial, adopt_partials
+from gpu_actors.partial import MergeBackward, MergeGradients, MergePartials, Partial, adopt_partials
 from gpu_actors.planning.backward import attention_gradients, pose_backward
 from gpu_actors.planning.cached import adopt_cache_request, check_cached, pose_cached
 from gpu_actors.planning.forward import attention_output, is_plain, pose_forward
 from gpu_actors.planning.merging import merge_key
-from gpu_actors.planning.partials import bind_merge, merge_plan
+from gpu_actors.planning.partials import bind_merge, bind_merge_gradients, merge_gradients_answer, merge_plan
 from gpu_actors.planning.plan import PlanCacheStats
 from gpu_actors.planning.planner import AttentionPlanner
 from gpu_actors.problem import DispatchKey
@@ -263,6 +263,23 @@ class FlashAttnHandle(ActorHandle):
         """
         return self._submit(MergePartials, locals())
 
+    def merge_backward(
+        self,
+        partials: Sequence[Partial | AttentionOutput],
+        dout: Array,
+        dlse: Array | None = None,
+        *,
+        sinks: Array | None = None,
+        deadline: float | None = None,
+        timeout: float | None = None,
+        priority: int = 0,
+    ) -> Reply[MergeGradients]:
+        """The gradients of a merge by each out, each lse and the sinks. The arguments are those of `MergeBackward`.
+
+        `gpu_actors.partial.merge_gradients` is the same on the host, for arrays of any dtypes.
+        """
+        return self._submit(MergeBackward, locals())
+
     def inspect_key(self, request: FlashForward | FlashBackward | PagedForward | BatchedDecode) -> DispatchKey:
         """The dispatch key of a request. Validates it and launches nothing.
 
@@ -285,7 +302,14 @@ class FlashAttnActor(ServiceActor):
 
     label: ClassVar[str] = "flash_attn"
     handle_type: ClassVar[type[ActorHandle]] = FlashAttnHandle
-    takes: ClassVar[tuple[type, ...]] = (FlashForward, FlashBackward, PagedForward, BatchedDecode, MergePartials)
+    takes: ClassVar[tuple[type, ...]] = (
+        FlashForward,
+        FlashBackward,
+        PagedForward,
+        BatchedDecode,
+        MergePartials,
+        MergeBackward,
+    )
     vital: ClassVar[bool] = True
 
     @classmethod
@@ -327,7 +351,7 @@ class FlashAttnActor(ServiceActor):
         if isinstance(message, PagedForward | BatchedDecode):
             self._decode(call, message)
             return
-        if isinstance(message, MergePartials):
+        if isinstance(message, MergePartials | MergeBackward):
             self._merge(call, message)
             return
         raise self.refusal(message)
@@ -342,16 +366,20 @@ class FlashAttnActor(ServiceActor):
             work = Work(call=call, request=request, plan=plan, template=template, result=message.out, kernels=kernels)
             self._coalescer.add(work, merge_key(plan, request))
 
-    def _merge(self, call: Call[Any], message: MergePartials) -> None:
+    def _merge(self, call: Call[Any], message: MergePartials | MergeBackward) -> None:
         planner = self._planner
         with reading(message):
             request, template = adopt_partials(message, planner.device_name, call.caller_notes)
             plan = merge_plan(request, planner.device)
         kernels = planner.kernels_of(call, plan.keys)
-        if kernels is not None and call.claim():
-            self.launch(
-                (call,), bind_merge(plan, request, kernels), functools.partial(attention_output, template, None)
-            )
+        if kernels is None or not call.claim():
+            return
+        if isinstance(request, MergeBackward):
+            answer: Finish = functools.partial(merge_gradients_answer, len(request.partials), template)
+            self.launch((call,), bind_merge_gradients(plan, request, kernels), answer)
+        else:
+            finish: Finish = functools.partial(attention_output, template, None)
+            self.launch((call,), bind_merge(plan, request, kernels), finish)
 
 
 def _key_of(request: object, info: DeviceInfo) -> DispatchKey:

@@ -28,7 +28,7 @@ from gpu_actors.kv.requests import (
 )
 from gpu_actors.naming import by_argument
 from gpu_actors.options import ContextOptions
-from gpu_actors.partial import MergePartials, adopt_partials
+from gpu_actors.partial import MergeBackward, MergePartials, adopt_partials
 from gpu_actors.planning.cached import adopt_cache_request
 from gpu_actors.requests import BatchedDecode, PagedForward
 from gpu_actors.values import show
@@ -71,7 +71,8 @@ def harmless(message: Any) -> bool:
     kind = type(message).__name__
     if kind in ("FlashForward", "PagedForward", "BatchedDecode"):
         return message.out is None
-    return kind in ("FlashBackward", "MhaForward", "MhaBackward", "MergePartials", "ExecuteGraph", "Compile", "Warm")
+    own = ("FlashBackward", "MhaForward", "MhaBackward", "MergePartials", "MergeBackward", "ExecuteGraph")
+    return kind in (*own, "Compile", "Warm")
 
 
 def undoing(message: Any, made: Any) -> Any:
@@ -101,7 +102,7 @@ def outbound(message: Any, notes: CallerNotes | None) -> tuple[Any, Restore | No
     try:
         if isinstance(message, PagedForward | BatchedDecode):
             adopted, template = adopt_cache_request(message, "cpu", notes)
-        elif isinstance(message, MergePartials):
+        elif isinstance(message, MergePartials | MergeBackward):
             adopted, template = adopt_partials(message, "cpu", notes)
         else:
             adopted, template = adopt_request(message, "cpu", notes)
@@ -148,6 +149,9 @@ def _first(graph: OperationGraph) -> Any:
 
 
 def _restored(array: Any, template: Adopted | None) -> Any:
+    if isinstance(array, tuple):
+        parts = [_restored(part, template) for part in array]
+        return type(array)(*parts) if hasattr(array, "_replace") else tuple(parts)
     return array if template is None or not isinstance(array, np.ndarray) else restore(array, template)
 
 

@@ -11,6 +11,7 @@ from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.kernels.append.copy_pages import PageCopyKey
 from gpu_actors.kernels.append.variant import AppendKey, AppendLayout, AppendProblem, Rope, append_key
 from gpu_actors.kernels.dispatch import family_of
+from gpu_actors.kernels.merge.gradients import MergeGradientKey, check_merge_gradient_key
 from gpu_actors.kernels.merge.merge import MergeKey, check_merge_key
 from gpu_actors.kernels.support import check_support
 from gpu_actors.kernels.variants import KernelKey
@@ -45,6 +46,8 @@ def check_key(key: object) -> KernelKey:
         return _check_append(key)
     if isinstance(key, MergeKey):
         return check_merge_key(key)
+    if isinstance(key, MergeGradientKey):
+        return check_merge_gradient_key(key)
     if not isinstance(key, DispatchKey):
         raise InvalidRequest("key", key, "must be a DispatchKey, as inspect_key gives")
     _check_domains(key, _CHOICES, _NAMES if key.bias is None else (*_NAMES, "bias"), _COUNTS, FLAGS)

@@ -16,6 +16,7 @@ from gpu_actors.kernels.append.copy_pages import PageCopyKey
 from gpu_actors.kernels.append.variant import AppendKey, AppendProblem, Rope, append_key
 from gpu_actors.kernels.decode.variant import usual_decode_problems
 from gpu_actors.kernels.dispatch import dispatch_key, family_of, program_of
+from gpu_actors.kernels.merge.gradients import MergeGradientKey
 from gpu_actors.kernels.merge.merge import MergeKey
 from gpu_actors.kernels.program import ANYWHERE, Target
 from gpu_actors.kernels.support import ELEMENTS, FIRST_FP8_CAPABILITY, capability, example_problem
@@ -34,7 +35,7 @@ __all__ = [
     "usual_backward_keys",
 ]
 
-KernelKey: TypeAlias = DispatchKey | AppendKey | PageCopyKey | MergeKey
+KernelKey: TypeAlias = DispatchKey | AppendKey | PageCopyKey | MergeKey | MergeGradientKey
 """What a kernel is compiled and kept under."""
 
 _WARP = 32

@@ -1,4 +1,4 @@
-"""Merges of partials: from an adopted `MergePartials` to its problem, its kernel and its launch."""
+"""Merges of partials and their gradients: from an adopted message to its problem, its kernels and its launch."""
 
 from __future__ import annotations
 
@@ -6,8 +6,17 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from gpu_actors.arrays.adopt import name_of
+from gpu_actors.arrays.adopt import Adopted, name_of, restore
 from gpu_actors.devices.interface import Device, Kernel, Launch, Outputs, OutputSpec, ScratchSpec, Step, zero_launch
+from gpu_actors.kernels.merge.gradients import (
+    GRADIENT_TERM_FIELDS,
+    MergeGradientKey,
+    merge_gradient_geometry,
+    merge_gradient_keys,
+    pack_gradient_terms,
+    pack_merge_gradients,
+    sums_dtype,
+)
 from gpu_actors.kernels.merge.merge import (
     TERM_FIELDS,
     MergeKey,
@@ -17,27 +26,36 @@ from gpu_actors.kernels.merge.merge import (
     pack_merge,
     pack_terms,
 )
-from gpu_actors.partial import MergePartials, Partial, merged_dtypes, oracle_merge
+from gpu_actors.partial import (
+    MergeBackward,
+    MergeGradients,
+    MergePartials,
+    Partial,
+    merged_dtypes,
+    merged_lse_dtype,
+    oracle_merge,
+    oracle_merge_gradients,
+)
 
-__all__ = ["MergePlan", "bind_merge", "merge_plan"]
+__all__ = ["MergePlan", "bind_merge", "bind_merge_gradients", "merge_gradients_answer", "merge_plan"]
 
 
 class MergePlan(NamedTuple):
-    """keys: of the kernels that `bind_merge` takes; none where there is nothing to merge."""
+    """keys: of the kernels that a launch takes; none where there is nothing to merge."""
 
     problem: MergeProblem
-    key: MergeKey
-
-    @property
-    def keys(self) -> tuple[MergeKey, ...]:
-        return (self.key,) if self.problem.results else ()
+    keys: tuple[MergeKey, ...] | tuple[MergeGradientKey, ...]
 
 
-def merge_plan(message: MergePartials, device: Device) -> MergePlan:
+def merge_plan(message: MergePartials | MergeBackward, device: Device) -> MergePlan:
     """The plan of an adopted message. Raises `InvalidRequest` and `Unsupported`."""
     first = message.partials[0]
     *batch, rows, heads, columns = map(int, first.out.shape)
-    out_dtype, out_lse_dtype = merged_dtypes(message)
+    if isinstance(message, MergeBackward):
+        out_dtype = name_of(message.dout.dtype)
+        out_lse_dtype = merged_lse_dtype(first, out_dtype)
+    else:
+        out_dtype, out_lse_dtype = merged_dtypes(message)
     problem = MergeProblem(
         count=len(message.partials),
         batch=batch[0] if batch else 0,
@@ -50,19 +68,21 @@ def merge_plan(message: MergePartials, device: Device) -> MergePlan:
         out_lse_dtype=out_lse_dtype,
         sinks=None if message.sinks is None else name_of(message.sinks.dtype),
     )
-    merge_geometry(problem)
-    return MergePlan(problem, merge_key(problem, device.info.arch))
+    keys: tuple[MergeKey, ...] | tuple[MergeGradientKey, ...]
+    if isinstance(message, MergeBackward):
+        keys = merge_gradient_keys(problem, device.info.arch)
+        merge_gradient_geometry(problem, keys[0])
+    else:
+        keys = (merge_key(problem, device.info.arch),)
+        merge_geometry(problem)
+    return MergePlan(problem, keys if problem.results else ())
 
 
 def bind_merge(plan: MergePlan, message: MergePartials, kernels: Sequence[Kernel]) -> Launch:
     """A launch of a plan on the arrays of an adopted message. kernels: of the plan's key, or none."""
     problem = plan.problem
     first = message.partials[0]
-    inputs: dict[str, Any] = {}
-    for index, partial in enumerate(message.partials):
-        inputs[f"out.{index}"], inputs[f"lse.{index}"] = partial.out, partial.lse
-    if message.sinks is not None:
-        inputs["sinks"] = message.sinks
+    inputs = _inputs(message)
     outputs = {
         "out": OutputSpec(tuple(first.out.shape), problem.out_dtype),
         "lse": OutputSpec(tuple(first.lse.shape), problem.out_lse_dtype),
@@ -75,6 +95,61 @@ def bind_merge(plan: MergePlan, message: MergePartials, kernels: Sequence[Kernel
     return Launch(None, inputs, outputs, oracle, tuple(steps), {"terms": terms} if steps else {})
 
 
+def bind_merge_gradients(plan: MergePlan, message: MergeBackward, kernels: Sequence[Kernel]) -> Launch:
+    """As `bind_merge`, with outputs dout.N and dlse.N of partial N, and dsinks."""
+    problem = plan.problem
+    inputs = _inputs(message) | {"dout": message.dout}
+    if message.dlse is not None:
+        inputs["dlse"] = message.dlse
+    outputs = {}
+    for index, partial in enumerate(message.partials):
+        outputs[f"dout.{index}"] = OutputSpec(tuple(partial.out.shape), problem.dtype)
+        outputs[f"dlse.{index}"] = OutputSpec(tuple(partial.lse.shape), problem.lse_dtype)
+    if message.sinks is not None:
+        outputs["dsinks"] = OutputSpec((problem.heads,), "float32")
+    if not problem.results:
+        return zero_launch(None, message.dout, outputs)
+    oracle = functools.partial(_gradients_oracle, problem.count)
+    if not kernels:
+        return Launch(None, inputs, outputs, oracle)
+    fill = functools.partial(pack_gradient_terms, problem)
+    scratch = {"terms": ScratchSpec((problem.count, GRADIENT_TERM_FIELDS), "uint64", contents=fill)}
+    if message.sinks is not None:
+        parts = (problem.heads, problem.results // problem.heads)
+        scratch["sink_parts"] = ScratchSpec(parts, sums_dtype(problem))
+    pack = functools.partial(pack_merge_gradients, problem)
+    grids = [merge_gradient_geometry(problem, key) for key in plan.keys if isinstance(key, MergeGradientKey)]
+    steps = tuple(Step(kernel, grid, pack) for kernel, grid in zip(kernels, grids, strict=True))
+    return Launch(None, inputs, outputs, oracle, steps, scratch)
+
+
+def merge_gradients_answer(count: int, template: Adopted, outputs: Outputs) -> Sequence[MergeGradients]:
+    """The answer to one `MergeBackward` of so many partials, in the kind of the first out."""
+    restored = {name: restore(array, template) for name, array in outputs.items()}
+    partials = [Partial(restored[f"dout.{n}"], restored[f"dlse.{n}"]) for n in range(count)]
+    return (MergeGradients(tuple(partials), restored.get("dsinks")),)
+
+
+def _inputs(message: MergePartials | MergeBackward) -> dict[str, Any]:
+    inputs: dict[str, Any] = {} if message.sinks is None else {"sinks": message.sinks}
+    for index, partial in enumerate(message.partials):
+        inputs[f"out.{index}"], inputs[f"lse.{index}"] = partial.out, partial.lse
+    return inputs
+
+
+def _partials(count: int, inputs: Mapping[str, Any]) -> list[Partial]:
+    return [Partial(inputs[f"out.{n}"], inputs[f"lse.{n}"]) for n in range(count)]
+
+
 def _oracle(count: int, inputs: Mapping[str, Any]) -> Outputs:
-    merged = oracle_merge([Partial(inputs[f"out.{n}"], inputs[f"lse.{n}"]) for n in range(count)], inputs.get("sinks"))
+    merged = oracle_merge(_partials(count, inputs), inputs.get("sinks"))
     return {"out": merged.out, "lse": merged.lse}
+
+
+def _gradients_oracle(count: int, inputs: Mapping[str, Any]) -> Outputs:
+    dout, dlse, sinks = inputs["dout"], inputs.get("dlse"), inputs.get("sinks")
+    found = oracle_merge_gradients(_partials(count, inputs), dout, dlse, sinks)
+    outputs = {} if sinks is None else {"dsinks": found.dsinks}
+    for index, partial in enumerate(found.partials):
+        outputs[f"dout.{index}"], outputs[f"dlse.{index}"] = partial.out, partial.lse
+    return outputs

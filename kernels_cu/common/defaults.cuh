@@ -120,6 +120,11 @@
 #define PAGE_SIZE 0
 #endif
 
+// Of merge_gradients.
+#ifndef SUM_SINKS  // the second launch, which sums the rows of each sink
+#define SUM_SINKS 0
+#endif
+
 // ---- sizes and types, for an editor
 #ifdef GPU_ACTORS_EDITOR
 #define HEAD_DIM 64
@@ -158,7 +163,7 @@
 #define K_UNITS 8
 #define V_UNITS 8
 #define Q_UNITS 8
-// Of merge: the type of the partials' LSE.
+// Of merge and merge_gradients: the type of the partials' LSE.
 #define LSE_ELEMENT float
 // Of copy_pages: bytes of a page that a block copies.
 #define PART_BYTES 16384

@@ -12,7 +12,7 @@ from fakes.cuda import FakeCuda
 from fakes.tensor import DeviceTensor, HostTensor
 
 import gpu_actors as ga
-from gpu_actors.partial import Partial, empty, merge
+from gpu_actors.partial import MergeGradients, Partial, empty, merge, merge_gradients
 
 HEADS, KV_HEADS, DIM = 4, 2, 32
 SINKS = np.array([0.5, -1.0, 2.0, 0.0], np.float32)
@@ -68,6 +68,66 @@ def test_it_answers_as_the_merge_on_the_host_does(ctx: ga.GpuContext) -> None:
     assert merged.lse.dtype == np.float64
     np.testing.assert_allclose(merged.out, wanted.out, atol=1e-14)
     np.testing.assert_allclose(merged.lse, wanted.lse, atol=1e-14)
+
+
+def into(dtype: Any = np.float32) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(7)
+    return rng.standard_normal((1, 3, HEADS, 8)).astype(dtype), rng.standard_normal((1, HEADS, 3)).astype("f4")
+
+
+def test_its_gradient_is_that_of_the_merge_on_the_host(ctx: ga.GpuContext) -> None:
+    given = partials(3)
+    given[1].lse[0, 2, 1] = -np.inf
+    given[1].out[0, 1, 2] = np.nan
+    dout, dlse = into()
+    found = ctx.flash_attn.merge_backward(given, dout, dlse, sinks=SINKS).result(200)
+    wanted = merge_gradients(given, dout, dlse, sinks=SINKS)
+    assert isinstance(found, MergeGradients)
+    assert isinstance(found.partials[2], Partial)
+    assert not found.partials[1].out[0, 1, 2].any()
+    for mine, theirs in zip(found.partials, wanted.partials, strict=True):
+        assert (mine.out.dtype, mine.lse.dtype) == (np.float32, np.float32)
+        np.testing.assert_allclose(mine.out, theirs.out, rtol=2e-6, atol=1e-7)
+        np.testing.assert_allclose(mine.lse, theirs.lse, rtol=2e-6, atol=2e-6)
+    np.testing.assert_allclose(found.dsinks, wanted.dsinks, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 2, 8), (2, 0, 2, 8), (0, 2, 8), (2, 3, 0, 8)])
+def test_nothing_has_an_empty_gradient(mock: ga.GpuContext, shape: tuple[int, ...]) -> None:
+    found = mock.flash_attn.merge_backward([empty(shape)] * 2, np.zeros(shape, "f4")).result(60)
+    assert [part.out.shape for part in found.partials] == [shape] * 2
+    assert found.dsinks is None
+
+
+def test_a_library_gets_gradients_of_its_own(ctx: ga.GpuContext) -> None:
+    torch = pytest.importorskip("torch")
+    given = [Partial(torch.from_numpy(out), torch.from_numpy(lse)) for out, lse in partials()]
+    dout, dlse = map(torch.from_numpy, into())
+    found = ctx.flash_attn.merge_backward(given, dout, dlse).result(200)
+    wanted = merge_gradients(partials(), *into())
+    for mine, theirs in zip(found.partials, wanted.partials, strict=True):
+        assert isinstance(mine.out, torch.Tensor)
+        assert isinstance(mine.lse, torch.Tensor)
+        np.testing.assert_allclose(mine.lse.numpy(), theirs.lse, atol=2e-6)
+
+
+def wrong_gradients() -> Iterator[tuple[str, Any, Any, Any, str, type[ga.RequestError]]]:
+    dout, dlse = into()
+    half = partials(dtype=ml_dtypes.bfloat16)
+    yield "no partial", [], dout, None, "partials", ga.InvalidRequest
+    yield "shape", partials(), dout[:, :2], None, "dout", ga.InvalidRequest
+    yield "dtype", partials(), dout.astype("i4"), None, "dout", ga.InvalidRequest
+    yield "lse shape", partials(), dout, dlse[..., :2], "dlse", ga.InvalidRequest
+    yield "lse dtype", partials(), dout, dlse.astype("f8"), "dlse", ga.InvalidRequest
+    yield "rounded twice", half, dout.astype("f8"), None, "dout", ga.Unsupported
+
+
+@pytest.mark.parametrize("case", list(wrong_gradients()), ids=lambda case: case[0])
+def test_a_refusal_of_a_gradient_names_the_argument(ctx: ga.GpuContext, case: Any) -> None:
+    _, given, dout, dlse, field, kind = case
+    with pytest.raises(kind) as caught:
+        ctx.flash_attn.merge_backward(given, dout, dlse).result(60)
+    assert caught.value.field == field
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 2, 8), (2, 0, 2, 8), (0, 2, 8), (2, 3, 0, 8)])
@@ -134,3 +194,5 @@ def test_a_message_is_taken_too(mock: ga.GpuContext) -> None:
     assert "MergePartials(" in repr(message)
     merged = mock.flash_attn.submit(message).result(60)
     assert merged.out.dtype == np.float16
+    gradients = mock.flash_attn.submit(ga.MergeBackward(partials(), *into(), SINKS)).result(60)
+    np.testing.assert_array_equal(gradients.dsinks, merge_gradients(partials(), *into(), sinks=SINKS).dsinks)

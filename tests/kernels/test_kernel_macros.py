@@ -18,6 +18,7 @@ from support.service import KERNELS_CU
 from gpu_actors.compiling.assets import asset_text
 from gpu_actors.compiling.source import KernelSource
 from gpu_actors.devices.emulation.toolchain import Toolchain
+from gpu_actors.kernels.merge.gradients import MergeGradientKey
 from gpu_actors.kernels.merge.merge import merge_variants
 from gpu_actors.kernels.variants import kernel_source, kv_variants, standard_variants, usual_backward_keys
 
@@ -34,6 +35,8 @@ def sources() -> list[KernelSource]:
     keys += [*standard_variants("sm_90a"), *usual_backward_keys("sm_80")]
     found = [*map(kernel_source, keys), *map(kernel_source, kv_variants("sm_80"))]
     found += map(kernel_source, merge_variants("sm_80"))
+    dtypes = {"dtype": "float32", "lse_dtype": "float32", "out_dtype": "float32"}
+    found.append(kernel_source(MergeGradientKey(arch="sm_80", sinks=True, sum_sinks=True, **dtypes)))
     found += map(test_backward_sm90_gate.source_of, test_backward_sm90_gate.VARIANTS)
     found += map(test_decode_sm90_gate.source_of, test_decode_sm90_gate.VARIANTS)
     return [*found, *map(test_static_gate_sm90.source_of, test_static_gate_sm90.VARIANTS)]

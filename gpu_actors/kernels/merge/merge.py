@@ -19,12 +19,14 @@ __all__ = [
     "TERM_FIELDS",
     "MergeKey",
     "MergeProblem",
+    "check_merge_fields",
     "check_merge_key",
     "merge_geometry",
     "merge_key",
     "merge_variants",
     "pack_merge",
     "pack_terms",
+    "result_operands",
 ]
 
 _WARPS, _WARP = 4, 32
@@ -99,14 +101,19 @@ def check_merge_key(key: MergeKey) -> MergeKey:
 
     Raises InvalidRequest and Unsupported, naming the field.
     """
-    check_capability(key.arch)
-    for field, dtypes in (("dtype", _DTYPES), ("out_dtype", _DTYPES), ("lse_dtype", _LSE_DTYPES)):
-        one_of(field, getattr(key, field), dtypes, f"must be one of {', '.join(dtypes)}")
-    flag("sinks", key.sinks)
+    check_merge_fields(key)
     if key.dtype == "float64" and ELEMENTS[key.out_dtype].itemsize == 2:
         reason = "sums in float64 would be rounded twice on their way to 16 bits"
         raise Unsupported("out_dtype", key.out_dtype, reason, "float32")
     return key
+
+
+def check_merge_fields(key: MergeKey) -> None:
+    """Raise InvalidRequest and Unsupported for a field outside its domain."""
+    check_capability(key.arch)
+    for field, dtypes in (("dtype", _DTYPES), ("out_dtype", _DTYPES), ("lse_dtype", _LSE_DTYPES)):
+        one_of(field, getattr(key, field), dtypes, f"must be one of {', '.join(dtypes)}")
+    flag("sinks", key.sinks)
 
 
 def merge_variants(arch: str) -> list[MergeKey]:
@@ -134,10 +141,10 @@ def pack_terms(problem: MergeProblem, buffers: Mapping[str, Buffer]) -> bytes:
 
     buffers: out.N and lse.N of dtype and lse_dtype. Raises InvalidRequest for one that is not as described.
     """
-    layout = struct_layout("Term", "merge/merge.cu")
+    layout = struct_layout("Term", "merge/terms.cuh")
     table = []
     for index in range(problem.count):
-        operands = _results(problem, layout, problem.dtype, problem.lse_dtype, f".{index}")
+        operands = result_operands(problem, layout, problem.dtype, problem.lse_dtype, f".{index}")
         table.append(Binder.of(layout, operands).pack(buffers))
     return b"".join(table)
 
@@ -153,16 +160,19 @@ def pack_merge(problem: MergeProblem, buffers: Mapping[str, Buffer]) -> bytes:
 
 @functools.lru_cache(maxsize=256)
 def _binder(p: MergeProblem) -> Binder:
-    layout = struct_layout("Params", "merge/merge.cu")
-    operands = [*_results(p, layout, p.out_dtype, p.out_lse_dtype)]
+    layout = struct_layout("Params", "merge/terms.cuh", "merge/merge.cu")
+    operands = [*result_operands(p, layout, p.out_dtype, p.out_lse_dtype)]
     operands.append(layout.operand("terms", "..", (p.count, TERM_FIELDS), "uint64"))
     if p.sinks is not None:
         operands.append(layout.operand("sinks", ("sinks_stride",), (p.heads,), p.sinks))
     return Binder.of(layout, operands, layout.named(p) | {"sinks_are_float": int(p.sinks == "float32")})
 
 
-def _results(p: MergeProblem, layout: ParamsLayout, dtype: str, lse_dtype: str, suffix: str = "") -> Iterator[Operand]:
+def result_operands(
+    p: MergeProblem, layout: ParamsLayout, dtype: str, lse_dtype: str, suffix: str = "", prefix: str = ""
+) -> Iterator[Operand]:
+    """out and lse, with the suffix, as the struct's fields of these names after the prefix."""
     outer, axes = ((p.batch,), "b") if p.batch else ((), "")
     out, lse = (*outer, p.rows, p.heads, p.columns), (*outer, p.heads, p.rows)
-    yield layout.operand(f"out{suffix}", f"{axes}rh.", out, dtype, field="out")
-    yield layout.operand(f"lse{suffix}", f"{axes}hr", lse, lse_dtype, field="lse")
+    yield layout.operand(f"out{suffix}", f"{axes}rh.", out, dtype, prefix=prefix, field="out")
+    yield layout.operand(f"lse{suffix}", f"{axes}hr", lse, lse_dtype, prefix=prefix, field="lse")

@@ -11,6 +11,14 @@ from emulated.append import buffer_of, dtype_of
 
 from gpu_actors.compiling.source import KernelSource
 from gpu_actors.devices.emulation import EmulatedBuffer, EmulatedModule, build_module
+from gpu_actors.kernels.merge.gradients import (
+    GRADIENT_TERM_FIELDS,
+    merge_gradient_geometry,
+    merge_gradient_keys,
+    pack_gradient_terms,
+    pack_merge_gradients,
+    sums_dtype,
+)
 from gpu_actors.kernels.merge.merge import (
     TERM_FIELDS,
     MergeProblem,
@@ -20,9 +28,9 @@ from gpu_actors.kernels.merge.merge import (
     pack_terms,
 )
 from gpu_actors.kernels.variants import kernel_source
-from gpu_actors.partial import Partial
+from gpu_actors.partial import MergeGradients, Partial
 
-__all__ = ["merge_problem", "run_merge"]
+__all__ = ["merge_problem", "run_merge", "run_merge_gradients"]
 
 
 @functools.cache
@@ -48,6 +56,18 @@ def merge_problem(partials: Sequence[Partial], sinks: Any = None, out_dtype: str
     )
 
 
+def placed(arrays: dict[str, Any]) -> tuple[dict[str, EmulatedBuffer], dict[str, Any]]:
+    """Every array but the table of terms in the emulated device's memory, and where it lies."""
+    memory: dict[str, EmulatedBuffer] = {}
+    buffers: dict[str, Any] = {}
+    for name, array in arrays.items():
+        if name != "terms":
+            root = array if array.flags.c_contiguous else array.T if array.base is None else array.base
+            memory[name] = EmulatedBuffer.of(root, name)
+            buffers[name] = buffer_of(array, memory[name].address + array.ctypes.data - root.ctypes.data)
+    return memory, buffers
+
+
 def run_merge(
     partials: Sequence[Partial], sinks: Any = None, out_dtype: str | None = None, build: Any = module_of, **launch: Any
 ) -> Partial:
@@ -63,12 +83,7 @@ def run_merge(
         arrays |= {f"out.{index}": partial.out, f"lse.{index}": partial.lse}
     if sinks is not None:
         arrays["sinks"] = sinks
-    memory, buffers = {}, {}
-    for name, array in arrays.items():
-        if name != "terms":
-            root = array if array.flags.c_contiguous else array.T if array.base is None else array.base
-            memory[name] = EmulatedBuffer.of(root, name)
-            buffers[name] = buffer_of(array, memory[name].address + array.ctypes.data - root.ctypes.data)
+    memory, buffers = placed(arrays)
     table = np.frombuffer(pack_terms(problem, buffers), np.uint64).reshape(problem.count, TERM_FIELDS)
     memory["terms"] = EmulatedBuffer.of(table, "terms")
     buffers["terms"] = buffer_of(table, memory["terms"].address)
@@ -77,3 +92,34 @@ def run_merge(
     packed = pack_merge(problem, buffers)
     module.launch("merge", geometry.grid, geometry.block, 0, packed, list(memory.values()), **launch)
     return Partial(*(memory[name].view(arrays[name].dtype, arrays[name].shape) for name in ("out", "lse")))
+
+
+def run_merge_gradients(
+    partials: Sequence[Partial], dout: Any, dlse: Any = None, sinks: Any = None, build: Any = module_of, **launch: Any
+) -> MergeGradients:
+    """The gradients of a merge, which begin as NaN. The arguments are those of `run_merge`, and its gradients."""
+    problem = merge_problem(partials, sinks, dout.dtype.name)
+    arrays: dict[str, Any] = {"dout": dout} if dlse is None else {"dout": dout, "dlse": dlse}
+    for index, (out, lse) in enumerate(partials):
+        arrays |= {f"out.{index}": out, f"lse.{index}": lse}
+        arrays |= {f"dout.{index}": np.full(out.shape, np.nan, out.dtype)}
+        arrays |= {f"dlse.{index}": np.full(lse.shape, np.nan, lse.dtype)}
+    if sinks is not None:
+        parts = (problem.heads, problem.results // problem.heads)
+        arrays |= {"sinks": sinks, "dsinks": np.full(sinks.shape, np.nan, np.float32)}
+        arrays |= {"sink_parts": np.full(parts, np.nan, sums_dtype(problem))}
+    memory, buffers = placed(arrays)
+    table = np.frombuffer(pack_gradient_terms(problem, buffers), np.uint64).reshape(-1, GRADIENT_TERM_FIELDS)
+    memory["terms"] = EmulatedBuffer.of(table, "terms")
+    buffers["terms"] = buffer_of(table, memory["terms"].address)
+    packed = pack_merge_gradients(problem, buffers)
+    for key in merge_gradient_keys(problem, "sm_90a"):
+        geometry = merge_gradient_geometry(problem, key)
+        module = build(kernel_source(key))
+        module.launch(key.kernel, geometry.grid, geometry.block, 0, packed, list(memory.values()), **launch)
+
+    def result(name: str) -> Any:
+        return memory[name].view(arrays[name].dtype, arrays[name].shape)
+
+    found = [Partial(result(f"dout.{n}"), result(f"dlse.{n}")) for n in range(problem.count)]
+    return MergeGradients(tuple(found), None if sinks is None else result("dsinks"))
