@@ -43,6 +43,7 @@ from gpu_actors.graph.graph import OperationGraph
 from gpu_actors.graph.tensor import GraphTensor
 from gpu_actors.health import Health
 from gpu_actors.kernels.append.variant import Rope
+from gpu_actors.kernels.option_table import Explanation
 from gpu_actors.kernels.tiles import FlashAttentionConfig
 from gpu_actors.kv.requests import AppendRows, AttendCache, KvCacheSpec, KvSequence
 from gpu_actors.kv.sequences import KvCacheStats
@@ -100,6 +101,7 @@ __all__ = [
     "DispatchKey",
     "EmulationOptions",
     "ExecuteGraph",
+    "Explanation",
     "FlashAttentionConfig",
     "FlashAttnActor",
     "FlashAttnHandle",

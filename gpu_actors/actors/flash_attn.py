@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, TypeVar
 
 from gpu_actors.actors.coalescing import Coalescer, Flush, Work
 from gpu_actors.arrays.adoption import adopt_request
 from gpu_actors.devices.interface import DeviceInfo
 from gpu_actors.errors import RequestError
+from gpu_actors.kernels.option_table import Explanation
 from gpu_actors.naming import by_argument
 from gpu_actors.partial import MergeBackward, MergeGradients, MergePartials, Partial, adopt_partials
-from gpu_actors.planning.backward import attention_gradients, pose_backward
-from gpu_actors.planning.cached import adopt_cache_request, check_cached, pose_cached
-from gpu_actors.planning.forward import attention_output, is_plain, pose_forward
+from gpu_actors.planning.backward import attention_gradients
+from gpu_actors.planning.cached import adopt_cache_request, check_cached
+from gpu_actors.planning.explanation import explain_request, key_of
+from gpu_actors.planning.forward import attention_output, is_plain
 from gpu_actors.planning.merging import merge_key
 from gpu_actors.planning.partials import bind_merge, bind_merge_gradients, merge_gradients_answer, merge_plan
 from gpu_actors.planning.plan import PlanCacheStats
@@ -37,6 +39,8 @@ from gpu_actors.runtime.handle import ActorHandle
 from gpu_actors.runtime.reply import Reply
 
 __all__ = ["FlashAttnActor", "FlashAttnHandle"]
+
+_Found = TypeVar("_Found")
 
 _host_output: Finish = functools.partial(attention_output, None, None)
 
@@ -285,9 +289,22 @@ class FlashAttnHandle(ActorHandle):
 
         Raises `InvalidRequest` and `Unsupported` itself, for there is no reply.
         """
+        return self._inspect(key_of, request)
+
+    def explain(self, request: FlashForward | FlashBackward | PagedForward | BatchedDecode) -> Explanation:
+        """Why a request has the kernel that `inspect_key` names, or none. Validates it and launches nothing.
+
+        str() of it prints each kernel's answer, and the rows of docs/reports/options.md for the request's options on
+        this context's architecture. Raises `InvalidRequest` itself; what no kernel takes is explained.
+        """
+        return self._inspect(explain_request, request)
+
+    def _inspect(self, look: Callable[[Any, DeviceInfo], _Found], request: object) -> _Found:
+        if not isinstance(request, FlashForward | PagedForward | BatchedDecode):
+            raise FlashAttnActor.refusal(request)
         try:
             with reading(request):
-                return _key_of(request, self._cell.environment.device.info)
+                return look(request, self._cell.environment.device.info)
         except RequestError as error:
             raise by_argument(error, request) from error.__cause__
 
@@ -380,12 +397,3 @@ class FlashAttnActor(ServiceActor):
         else:
             finish: Finish = functools.partial(attention_output, template, None)
             self.launch((call,), bind_merge(plan, request, kernels), finish)
-
-
-def _key_of(request: object, info: DeviceInfo) -> DispatchKey:
-    if isinstance(request, PagedForward | BatchedDecode):
-        return pose_cached(adopt_cache_request(request, info.device_name)[0], info)[1]
-    if not isinstance(request, FlashForward):
-        raise FlashAttnActor.refusal(request)
-    adopted, _ = adopt_request(request, info.device_name)
-    return pose_backward(adopted, info)[1] if isinstance(adopted, FlashBackward) else pose_forward(adopted, info)[1]

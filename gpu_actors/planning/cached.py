@@ -39,6 +39,7 @@ __all__ = [
     "Decoding",
     "adopt_cache_request",
     "bind_cached",
+    "cached_problem",
     "check_cached",
     "check_operands",
     "decoding_output",
@@ -142,18 +143,19 @@ def bind_cached(plan: Plan, request: CacheRequest, kernels: tuple[Kernel, ...] =
 
 def pose_cached(request: CacheRequest, info: DeviceInfo) -> tuple[AttentionProblem, DispatchKey]:
     """Validate an adopted request and pick its kernels. Raises `InvalidRequest` and `Unsupported`."""
-    problem = _problem(request)
+    problem = cached_problem(request)
     tiles = ("q", "k_cache", "v_cache", "out") if isinstance(request, PagedForward) else ()
     return problem, key_for(problem, info, request, tiles)
 
 
-def _problem(request: CacheRequest) -> AttentionProblem:
+def cached_problem(request: CacheRequest) -> AttentionProblem:
+    """The validated problem of an adopted request. Raises `InvalidRequest`."""
     return paged_problem(request) if isinstance(request, PagedForward) else decode_problem(request)
 
 
 def _cached_plan(request: CacheRequest, device: Device, accumulate: Accumulate, key: DispatchKey | None = None) -> Plan:
     """The plan of an adopted request, with the kernels of ``key`` where that is given. Raises as `pose_cached`."""
-    problem, key = pose_cached(request, device.info) if key is None else (_problem(request), key)
+    problem, key = pose_cached(request, device.info) if key is None else (cached_problem(request), key)
     rows = request.q.shape[:-1] if isinstance(request, PagedForward) else (problem.batch, 1, problem.heads_q)
     program = program_for(problem, key, device, lengths_on_host(request))
     return Plan(problem, key, program, attention_outputs(problem, rows), accumulate)

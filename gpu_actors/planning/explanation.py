@@ -1,0 +1,50 @@
+"""Which kernel answers a request, and why, without a launch."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from gpu_actors.arrays.adoption import adopt_request
+from gpu_actors.devices.interface import DeviceInfo
+from gpu_actors.errors import Unsupported
+from gpu_actors.kernels.option_table import Explanation, explain_problem
+from gpu_actors.planning.backward import pose_backward
+from gpu_actors.planning.cached import adopt_cache_request, cached_problem, pose_cached
+from gpu_actors.planning.forward import pose_forward
+from gpu_actors.problem import DispatchKey
+from gpu_actors.requests import BatchedDecode, FlashBackward, FlashForward, PagedForward
+from gpu_actors.validation.backward import backward_problem
+from gpu_actors.validation.forward import forward_problem
+
+__all__ = ["explain_request", "key_of"]
+
+Request: TypeAlias = FlashForward | FlashBackward | PagedForward | BatchedDecode
+
+
+def key_of(request: Request, info: DeviceInfo) -> DispatchKey:
+    """The dispatch key of a caller's request. Raises `InvalidRequest` and `Unsupported`."""
+    adopted = _adopted(request, info)
+    if isinstance(adopted, PagedForward | BatchedDecode):
+        return pose_cached(adopted, info)[1]
+    return pose_backward(adopted, info)[1] if isinstance(adopted, FlashBackward) else pose_forward(adopted, info)[1]
+
+
+def explain_request(request: Request, info: DeviceInfo) -> Explanation:
+    """Why a caller's request has the kernel that it has, or none. Raises `InvalidRequest`."""
+    adopted = _adopted(request, info)
+    if isinstance(adopted, PagedForward | BatchedDecode):
+        problem = cached_problem(adopted)
+    else:
+        problem = backward_problem(adopted) if isinstance(adopted, FlashBackward) else forward_problem(adopted)
+    key: DispatchKey | None = None
+    try:
+        key = key_of(adopted, info)
+    except Unsupported:
+        key = None
+    return explain_problem(problem, info.arch, key)
+
+
+def _adopted(request: Request, info: DeviceInfo) -> Request:
+    if isinstance(request, PagedForward | BatchedDecode):
+        return adopt_cache_request(request, info.device_name)[0]
+    return adopt_request(request, info.device_name)[0]
