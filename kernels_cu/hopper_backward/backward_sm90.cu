@@ -178,12 +178,11 @@ __device__ __forceinline__ void Consumer::inner_step(KeyGradient& dk, ValueGradi
     compute_ds(dp, s, terms);
     if (HIDES_ROWS && hidden.masked) apply_mask(dp, work, keys, row_begin);
   }
-  int32_t* dbias_turns = nullptr;
-  int turn = 0;
   if constexpr (BIAS_GRADIENT) {
     if constexpr (DETERMINISTIC) {
-      dbias_turns = dbias_turns_of(all.params, work, step, turn);
-      begin_turn(dbias_turns, turn);
+      int turn;
+      int32_t* const turns = dbias_turns_of(all.params, work, step, turn);
+      begin_turn(turns, turn);
     }
     if constexpr (KEEPS_PRODUCTS) {
       const Score<float> scores = scores_of(all.params, work, step.head);
@@ -202,7 +201,11 @@ __device__ __forceinline__ void Consumer::inner_step(KeyGradient& dk, ValueGradi
   ptx::fence_proxy_async();
   sync_consumers();  // dS of both is there; and both are done with the last but one, or with P
   if constexpr (SHARED_KEYS) release(shared.dout_empty(dout_stage));
-  if constexpr (BIAS_GRADIENT && DETERMINISTIC) end_turn(dbias_turns, turn);
+  if constexpr (BIAS_GRADIENT && DETERMINISTIC) {
+    int turn;
+    int32_t* const turns = dbias_turns_of(all.params, work, step, turn);
+    end_turn(turns, turn);
+  }
 
   QueryGradient dq;
   ptx::pin_registers(dk);

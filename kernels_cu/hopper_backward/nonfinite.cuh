@@ -64,12 +64,18 @@ DEVICE void add_nonfinite(float (&dv)[OWN_COLUMNS_V / 2], const BackwardParams& 
   const Params& forward = params.forward;
   const uint32_t sequence_head = uint32_t(work.at.sequence * forward.heads_q + step.head);
   const Dropout dropout{forward.dropout_seed, forward.dropout_threshold, sequence_head};
+  Keys drawn = keys;
+  if constexpr (FEWEST_REGISTERS) {  // nothing of the draws is computed ahead
+    uint32_t key[1] = {uint32_t(keys.key)};
+    ptx::pin_registers(key);
+    drawn.key = int(key[0]);
+  }
 #pragma unroll 1
   for (int row = first; row < at_most(work.at.seqlen_q, first + BLOCK_M); row++) {
     const bool seen[2] = {work.mask.visible(row, keys.of(0)), work.mask.visible(row, keys.of(1))};
     float weight[2] = {1.0f, 1.0f};  // as far as it matters: none or a positive one
 #pragma unroll
-    for (int half = 0; half < 2 && DROPOUT; half++) weight[half] = dropout.keeps(row, keys.of(half)) ? 1.0f : 0.0f;
+    for (int half = 0; half < 2 && DROPOUT; half++) weight[half] = dropout.keeps(row, drawn.of(half)) ? 1.0f : 0.0f;
     const auto values = element_of<const ELEMENT>(params.dout, params.dout_strides, work.at.sequence,
                                                   work.at.q_start + row, step.head) + column;
 #pragma unroll

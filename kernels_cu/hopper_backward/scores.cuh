@@ -30,6 +30,9 @@ constexpr bool HIDES_ROWS = HIDES || WITH_OPTIONS;
 constexpr bool DP_LATER = WITH_OPTIONS;
 constexpr bool DV_FIRST = (BIAS && DROPOUT) || KEEPS_PRODUCTS;  // and that dV is done before dS is computed
 
+// No register is left then for an index that is computed ahead of its use.
+constexpr bool FEWEST_REGISTERS = BIAS_GRADIENT && DROPOUT && (DETERMINISTIC || KEEPS_PRODUCTS);
+
 // A thread's two keys, key and key + 8.
 struct Keys {
   int key;
@@ -285,15 +288,19 @@ DEVICE void compute_ds_of_products(Scores& dp, const DsTerms& terms, const Weigh
   for_each_weight(dp, weight_terms, differentiate);
 }
 
-// Where the turns of a tile of dbias are counted, and this block's: sequences and heads that share it, one by one.
+// Where the turns of a tile of dbias are counted, and this block's: sequences and heads that share it, one by one. Computed
+// anew by each call: registers would not last to keep it.
 DEVICE int32_t* dbias_turns_of(const BackwardParams& params, const Work& work, const Step& step, int& turn) {
+  uint32_t fresh[2] = {uint32_t(step.head), uint32_t(step.tile)};
+  ptx::pin_registers(fresh);
+  const int head = int(fresh[0]), tile = int(fresh[1]);
   const Strides& strides = params.dbias_strides;
   const int sequence = work.at.sequence, heads = params.forward.heads_q;
   const bool one_batch = strides.batch == 0, one_head = strides.head == 0;
-  turn = (one_batch ? sequence : 0) * (one_head ? heads : 1) + (one_head ? step.head : 0);
-  const int64_t matrix = int64_t(one_batch ? 0 : sequence) * (one_head ? 1 : heads) + (one_head ? 0 : step.head);
+  turn = (one_batch ? sequence : 0) * (one_head ? heads : 1) + (one_head ? head : 0);
+  const int64_t matrix = int64_t(one_batch ? 0 : sequence) * (one_head ? 1 : heads) + (one_head ? 0 : head);
   const int key_tiles = (work.at.seqlen_k + BLOCK_N - 1) / BLOCK_N;
-  return params.dbias_turns + (matrix * row_tiles_of(work.at.seqlen_q) + step.tile) * key_tiles + work.key_begin / BLOCK_N;
+  return params.dbias_turns + (matrix * row_tiles_of(work.at.seqlen_q) + tile) * key_tiles + work.key_begin / BLOCK_N;
 }
 
 DEVICE void pack(Weights& to, const Scores& from) {
@@ -304,8 +311,14 @@ DEVICE void pack(Weights& to, const Scores& from) {
 // A consumer's dS^T, or P^T, to a tile [query][key]. Rows of dS are the A operand of dQ; where SHARED_KEYS, columns of both
 // are those of dK and dV.
 DEVICE void store_ds(uint32_t tile, const Weights& ds, int consumer) {
-  const int query = (SHARED_KEYS ? consumer * QUERIES : 0) + lane_id() / 16 * 8 + lane_id() % 8;
-  const int unit = (SHARED_KEYS ? 0 : consumer * (KEYS / 8)) + threadIdx.x % WARPGROUP / 32 * 2 + lane_id() / 8 % 2;
+  int lane = lane_id(), warp = threadIdx.x % WARPGROUP / 32;
+  if constexpr (FEWEST_REGISTERS) {
+    const int thread = fresh_thread();
+    lane = thread % 32;
+    warp = thread % WARPGROUP / 32;
+  }
+  const int query = (SHARED_KEYS ? consumer * QUERIES : 0) + lane / 16 * 8 + lane % 8;
+  const int unit = (SHARED_KEYS ? 0 : consumer * (KEYS / 8)) + warp * 2 + lane / 8 % 2;
 #pragma unroll
   for (int i = 0; i < QUERIES / 16; i++) ptx::stmatrix_x4_trans(DsBoxes::place(tile, 16 * i + query, unit), ds[i]);
 }

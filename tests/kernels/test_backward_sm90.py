@@ -265,8 +265,6 @@ class TestDispatch:
         ("changes", "reason"),
         [
             ({"bias": ("float16", False, False), "softcap": 20.0, "head_dim": 136}, "beside a derivative"),
-            ({"bias": ("float16", False, False), "dropout_p": 0.1, "head_dim_v": 200}, "spill"),
-            ({"bias": ("float16", False, False), "dropout_p": 0.1}, "spill"),
             ({"head_dim": 36}, "multiples of 8"),
             ({"softmax_scale": 2.0**-40}, "in fp32"),
         ],

@@ -27,7 +27,7 @@ NAMES = _PREPARE, _MAIN, _FINISH = "backward_prepare_sm90", "backward_sm90", "ba
 CONSUMERS = 2
 """Warpgroups of a block that multiply."""
 
-_NARROW, _MIDDLE = 128, 192  # head dims of each kind of tile
+_NARROW = 128
 _PREPARE_THREADS, _WARPGROUP = 128, 128
 
 
@@ -40,9 +40,6 @@ def sm90_backward_refuses(problem: AttentionProblem, arch: str) -> Unsupported |
     if problem.dbias and derived and widest > _NARROW:
         reason = f"{_MAIN} keeps products where dQ has no place above {_NARROW} columns, for a bias beside a derivative"
         return Unsupported("head_dim", widest, reason, _NARROW)
-    if problem.dbias and problem.dropout_p > 0.0 and not derived and not _NARROW < widest <= _MIDDLE:
-        reason = f"{_MAIN} would spill a register for a bias with gradient beside dropout at this head dim"
-        return Unsupported("head_dim", widest, reason, _MIDDLE)
     if problem.total_q == 0 or problem.total_k == 0:
         return Unsupported("seqlen_k", 0, f"{_MAIN} moves rows and keys by TMA, which there must be", 1)
     return folded_factor_refusal(problem, _MAIN)

@@ -50,6 +50,7 @@ _SHAPE: dict[str, Any] = {
 }
 PROBES: dict[str, dict[str, Any]] = {
     "plain": {"seqlens": (500, 300)},
+    "sent": {"seqlens": (500, 300), "always": ("softcap",)},  # options send dQ through shared memory
     "wide": {"dtype": "bfloat16", "head_dim": 128, "seqlens": (300, 200)},
     "narrow": {"head_dim": 40, "seqlens": (200, 200)},
     "gqa": {"seqlens": (200, 200), "heads": (4, 2), "batch": 2},

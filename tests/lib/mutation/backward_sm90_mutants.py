@@ -108,17 +108,23 @@ DEFECTS = (
         "consumer",
         "    ptx::fence_proxy_async();\n    ptx::barrier_arrive",
         "    ptx::barrier_arrive",
+        "sent",
     ),
     _bug(
-        "dQ's place is written before it is free", "consumer", "    ptx::barrier_sync(dq_empty(number), SENDING);\n", ""
+        "dQ's place is written before it is free",
+        "consumer",
+        "    ptx::barrier_sync(dq_empty(number), SENDING);\n",
+        "",
+        "sent",
     ),
     _bug(
         "dQ's place is free before it was read",
         "producer",
         "      ptx::bulk_commit();\n      ptx::bulk_wait_read<0>();\n",
         "      ptx::bulk_commit();\n",
+        "sent",
     ),
-    _bug("a sender does not wait for dQ", "main", "    ptx::barrier_sync(dq_full(consumer), SENDING);\n", ""),
+    _bug("a sender does not wait for dQ", "main", "    ptx::barrier_sync(dq_full(consumer), SENDING);\n", "", "sent"),
     _bug(
         "the producer does not wait for a free stage",
         "producer",
@@ -175,12 +181,12 @@ NUMBERS = (
     _bug("dS is not weighed", "scores", "x = p[e] * difference;", "x = difference;"),
     _bug("dS is stored untransposed", "scores", "ptx::stmatrix_x4_trans", "ptx::stmatrix_x4"),
     _bug("dS of both consumers has one place", "scores", "SHARED_KEYS ? 0 : consumer * (KEYS / 8)", "0"),
-    _bug("dS of a warp's halves is exchanged", "scores", "lane_id() / 8 % 2;", "(1 - lane_id() / 8 % 2);"),
+    _bug("dS of a warp's halves is exchanged", "scores", "lane / 8 % 2;", "(1 - lane / 8 % 2);"),
     _bug(
         "dS of query blocks is exchanged",
         "scores",
-        "lane_id() / 16 * 8 + lane_id() % 8",
-        "(1 - lane_id() / 16) * 8 + lane_id() % 8",
+        "lane / 16 * 8 + lane % 8",
+        "(1 - lane / 16) * 8 + lane % 8",
     ),
     _bug(
         "each consumer has the first keys",
@@ -208,6 +214,7 @@ NUMBERS = (
         "consumer",
         "(i * WARPGROUP + thread()) * 16",
         "(i * WARPGROUP + (thread() ^ 1)) * 16",
+        "sent",
     ),
     _bug(
         "dK is not scaled",
@@ -427,11 +434,11 @@ OPTIONS = (
         "  if (false) apply_mask(dp",
         "nonfinite bias",
     ),
-    _bug("dbias takes no turns", "main", "      begin_turn(dbias_turns, turn);\n", "", "turns bias"),
+    _bug("dbias takes no turns", "main", "      begin_turn(turns, turn);\n", "", "turns bias"),
     _bug(
         "heads take the same turn at dbias",
         "scores",
-        "(one_head ? step.head : 0);\n  const int64_t",
+        "(one_head ? head : 0);\n  const int64_t",
         "0;\n  const int64_t",
         "turns bias",
     ),
@@ -644,6 +651,14 @@ AGAIN = (
         "x = hidden[e] ? 0.0f : x * derivatives[e];",
         "x = hidden[e] ? 0.0f : x;",
         "cap bias",
+    ),
+    _bug("tiles of dbias share their turns", "scores", " + tile) * key_tiles", ") * key_tiles", "turns bias"),
+    _bug(
+        "heads of dbias share a turn",
+        "scores",
+        "+ (one_head ? head : 0);\n  const int64_t matrix",
+        "+ 0;\n  const int64_t matrix",
+        "turns bias",
     ),
     _bug("dbias of hidden pairs is added", "scores", "      if (hidden[e]) x = 0.0f;\n", "", "nonfinite cap bias"),
 )
