@@ -38,6 +38,7 @@ from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.children import Children
 from gpu_actors.runtime.handle import ActorHandle
 from gpu_actors.runtime.mailbox import ActorStats, Mailbox
+from gpu_actors.runtime.pykka_base import ActorDeadError
 from gpu_actors.runtime.reply import Reply, need_asyncio
 from gpu_actors.validation.fields import real
 
@@ -260,12 +261,12 @@ class _Root:
         """Have ``done`` set when it has closed."""
         try:
             self._ref.tell(Run(lambda actor: actor.begin_stop(done)))
-        except Exception:  # it has stopped already, so there is nothing left to wait for
+        except ActorDeadError:  # it has stopped already, so there is nothing left to wait for
             done.set()
 
     def kill(self) -> None:
         """Have it leave children behind that do not stop."""
-        with contextlib.suppress(Exception):  # it has stopped already
+        with contextlib.suppress(ActorDeadError):  # it has stopped already
             self._ref.tell(Run(ContextActor.give_up))
 
 

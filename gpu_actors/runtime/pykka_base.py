@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
 import pykka
-from pykka import ActorRef
+from pykka import ActorDeadError, ActorRef
 
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.mailbox import Mailbox
 
-__all__ = ["ActorRef", "MailboxActor", "ThreadActor", "raise_exception"]
+__all__ = ["ActorDeadError", "ActorRef", "MailboxActor", "ThreadActor", "raise_exception"]
 
 
 class ThreadActor(pykka.ThreadingActor):
