@@ -325,8 +325,10 @@ A variant passes with
 
 Instructions are of a step without a mask, and what masks add. Slots are instructions times two, because two warps share
 a scheduler, over the clocks of the step's products. Shared memory is a count, no measurement: the bytes that products
-read, that arrive by TMA, and that dS, dQ and the statistics take, at 128 bytes a clock, over the same clocks. Seconds
-are of processor time for a cold compile, on the machine that wrote this. None of it is a time on a GPU.
+read, that arrive by TMA, and that dS, dQ and the statistics take, at 128 bytes a clock, over the same clocks.
+Statistics that several lanes of a warp read count once here. [The page beside other libraries](peers_sass.md) counts
+them once a lane for every library, so its shares are higher. Seconds are of processor time for a cold compile, on the
+machine that wrote this. None of it is a time on a GPU.
 
 | variant | tile | bytes a block | instructions a step | products | slots | shared memory | seconds | verdict |
 |---|---|---|---|---|---|---|---|---|
