@@ -39,6 +39,8 @@ _OPERANDS = {
     "bias": "Tensor?",
     "cu_seqlens_q": "Tensor?",
     "cu_seqlens_k": "Tensor?",
+    "q_positions": "Tensor?",
+    "k_positions": "Tensor?",
 }
 _SCALARS = {
     "causal": "bool",
@@ -48,6 +50,8 @@ _SCALARS = {
     "softmax_scale": "float?",
     "softcap": "float",
     "sink_tokens": "SymInt",
+    "attention_chunk": "SymInt",
+    "alibi_signed": "bool",
     "dropout_p": "float",
     "dropout_seed": "SymInt",
     "max_seqlen_q": "SymInt?",
@@ -75,6 +79,8 @@ def attention(
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     sink_tokens: int = 0,
+    attention_chunk: int = 0,
+    alibi_signed: bool = False,
     bias: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int = 0,
@@ -82,6 +88,8 @@ def attention(
     cu_seqlens_k: torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    q_positions: torch.Tensor | None = None,
+    k_positions: torch.Tensor | None = None,
     compute: str | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
@@ -107,13 +115,15 @@ def attention(
     if not torch.compiler.is_compiling():
         _check(context, causal, alignment, window_size, softmax_scale, softcap, sink_tokens, dropout_p, compute)
         check_seed(dropout_seed)
+        integer("attention_chunk", attention_chunk, 0)
+        flag("alibi_signed", alibi_signed)
         flag("deterministic", deterministic)
         flag("return_lse", return_lse)
         for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
             if longest is not None:
                 integer(name, longest, 1)
     else:
-        _check_traced(causal, window_size, dropout_seed, deterministic)
+        _check_traced(causal, window_size, dropout_seed, alibi_signed, deterministic)
     _check_not_dual(q=q, k=k, v=v, bias=bias, sinks=sinks)
     if alibi_slopes is not None and alibi_slopes.requires_grad and torch.is_grad_enabled():
         raise Unsupported("alibi_slopes", "a tensor that requires grad", "ALiBi's slopes have no gradient", "detached")
@@ -127,6 +137,8 @@ def attention(
         bias,
         cu_seqlens_q,
         cu_seqlens_k,
+        q_positions,
+        k_positions,
         causal,
         alignment,
         window_size[0],
@@ -134,6 +146,8 @@ def attention(
         softmax_scale,
         softcap,
         sink_tokens,
+        attention_chunk,
+        alibi_signed,
         dropout_p,
         # Operators have signed integers.
         dropout_seed if dropout_seed < 1 << 63 else dropout_seed - (1 << 64),
@@ -188,9 +202,12 @@ def _check(
         one_of("compute", compute, ("f64", "f32", "tf32", "f16", "bf16", "fp8"), "must be the name of a precision")
 
 
-def _check_traced(causal: object, window_size: object, dropout_seed: int, deterministic: object) -> None:
+def _check_traced(
+    causal: object, window_size: object, dropout_seed: int, alibi_signed: object, deterministic: object
+) -> None:
     """What a compiled call would lose before the service sees it; the rest is checked there. Numbers may be symbols."""
     flag("causal", causal)
+    flag("alibi_signed", alibi_signed)
     flag("deterministic", deterministic)
     if not 0 <= dropout_seed < 1 << 64:
         check_seed(dropout_seed)

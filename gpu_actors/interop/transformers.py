@@ -9,10 +9,11 @@ causal or sliding window:
     None                       nothing: every key counts
     int32 (keys, batch, 1, 1)  which keys count, and that there are no others behind them: padding, or a static cache's
                                end. 0 for a hidden key, 1 for one that counts; -1 - n for one that counts where rows see
-                               no further than n keys
+                               no further than n keys, 1 + n where they see those of their own chunk of n
     bool (batch, 1, q, k)      anything else, written out and given to the kernels as a bias
 
-A window comes with its mask because only some models tell attention of it, and not all of those count as the mask does.
+A window or a chunk comes with its mask because only some models tell attention of it, and not all of those count as the
+mask does.
 All masks have four axes, by which Transformers knows one that is ready: `generate` hands in masks that it asked for
 before. Keys come first, so that a model that computes with masks itself, as with one that is written out, fails loudly.
 
@@ -166,11 +167,12 @@ def _attend(
         cu_seq_lens_k, max_length_k, is_causal = given["cu_seq_lens_k"], given["max_length_k"], True
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    attention_mask, reach = _read(attention_mask, sliding_window)
+    attention_mask, reach, chunk = _read(attention_mask, sliding_window)
     options: dict[str, Any] = {
         "context": context,
         "softmax_scale": scaling,
         "softcap": softcap or 0.0,
+        "attention_chunk": chunk,
         # Each layer and step draws a seed from torch's own generator, so that torch.manual_seed repeats a run.
         **({"dropout_p": dropout, "dropout_seed": int(torch.randint(1 << 62, ()))} if dropout else {}),
         **({} if s_aux is None else {"sinks": s_aux.float()}),
@@ -197,17 +199,18 @@ def _attend(
     return attention(q, _rows(k), _rows(v), **options), None
 
 
-def _read(mask: torch.Tensor | None, sliding_window: int | None) -> tuple[torch.Tensor | None, int | None]:
-    """The mask, bool (batch, keys) where it says which keys count, and how far a row sees: None for all the way.
+def _read(mask: torch.Tensor | None, sliding_window: int | None) -> tuple[torch.Tensor | None, int | None, int]:
+    """The mask, bool (batch, keys) where it says which keys count, how far a row sees, and the keys of a chunk.
 
-    Of a window that the mask does not know the model may tell, whose ``sliding_window`` counts the row's own key.
+    None for a row that sees all the way, 0 for no chunks. Of a window that the mask does not know the model may tell,
+    whose ``sliding_window`` counts the row's own key.
     """
     reach = None if sliding_window is None else sliding_window - 1
     if mask is None or mask.ndim != 4 or mask.dtype != torch.int32:
-        return mask, reach
+        return mask, reach, 0
     columns = mask[:, :, 0, 0].T
-    least = int(columns.min())
-    return columns != 0, reach if least >= 0 else -1 - least
+    least, most = int(columns.min()), int(columns.max())
+    return columns != 0, reach if least >= 0 else -1 - least, max(0, most - 1)
 
 
 def _pattern(causal: bool, reach: int | None) -> dict[str, Any]:
@@ -306,10 +309,28 @@ def _added(mask: torch.Tensor, bias: torch.Tensor | None, rows: int, dtype: torc
 
 
 class _Known(NamedTuple):
-    """A pattern that kernels know. causal: rows see no later keys. reach: how far they see, None for all the way."""
+    """A pattern that kernels know.
+
+    causal: rows see no later keys. reach: how far they see, None for all the way. chunk: keys of a chunk, of which rows
+    see their own alone, 0 for none. begins: the hidden keys (batch,) before the first chunk of each sequence.
+    """
 
     causal: bool
     reach: int | None = None
+    chunk: int = 0
+    begins: torch.Tensor | None = None
+
+    @property
+    def value(self) -> int:
+        """What the mask has for a key that counts."""
+        return 1 + self.chunk if self.reach is None else -1 - self.reach
+
+    def holds_without(self, columns: torch.Tensor) -> bool:
+        """Whether rows see the same keys once those that do not count, in a mask (batch, keys), are left out."""
+        if self.reach is None and not self.chunk:
+            return True
+        leading = columns.int().cumsum(1).eq(0).sum(1)
+        return not _has_holes(columns) and (self.begins is None or torch.equal(self.begins.long(), leading))
 
 
 def _mask(
@@ -338,12 +359,12 @@ def _mask(
             columns = torch.ones(batch_size, keys, dtype=torch.bool, device=device)
         else:
             columns = attention_mask[:, kv_offset : kv_offset + keys].bool()
-        # A window would reach further without the hidden keys between.
-        if columns.shape[1] == keys and not (known.reach is not None and _has_holes(columns)):
-            if known.reach is None and keys == kv_length and columns.all():
+        # A window would reach further without the hidden keys between, and chunks would begin elsewhere.
+        moved = known.chunk > 0 and kv_offset > 0
+        if columns.shape[1] == keys and not moved and known.holds_without(columns):
+            if known.value == 1 and keys == kv_length and columns.all():
                 return None
-            value = 1 if known.reach is None else -1 - known.reach
-            return (columns.T.to(torch.int32) * value)[:, :, None, None]
+            return (columns.T.to(torch.int32) * known.value)[:, :, None, None]
     options = {**given, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     written: torch.Tensor = masking_utils.sdpa_mask(
         batch_size=batch_size,
@@ -377,14 +398,18 @@ def _recognise(mask_function: Callable[..., Any]) -> _Known | None:
     if len(parts) != 2:
         return None
     overlay = getattr(parts[0], "__qualname__", "").split(".")[0]
-    width = inspect.getclosurevars(parts[0]).nonlocals.get("sliding_window")
-    if not isinstance(width, int) or not 1 <= width < 1 << 31:
+    causal = parts[1] is masking_utils.causal_mask_function
+    closed_over = inspect.getclosurevars(parts[0]).nonlocals
+    length = closed_over.get("chunk_size" if overlay == "chunked_overlay" else "sliding_window")
+    if not isinstance(length, int) or not 1 <= length < (1 << 31) - 1:
         return None
-    if overlay == "sliding_window_overlay" and parts[1] is masking_utils.causal_mask_function:
-        return _Known(causal=True, reach=width - 1)
+    if overlay == "chunked_overlay" and causal:
+        return _Known(causal=True, chunk=length, begins=closed_over.get("left_padding"))
+    if overlay == "sliding_window_overlay" and causal:
+        return _Known(causal=True, reach=length - 1)
     bidirectional = parts[1] is masking_utils.bidirectional_mask_function
     if overlay == "sliding_window_bidirectional_overlay" and bidirectional:
-        return _Known(causal=False, reach=width)  # which counts no row's own key
+        return _Known(causal=False, reach=length)  # which counts no row's own key
     return None
 
 

@@ -54,6 +54,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 1.5},
     "alibi": {"alibi_slopes": torch.tensor([0.5, 0.25])},
     "dropout": {"dropout_p": 0.3, "dropout_seed": (1 << 64) - 5},
+    "chunks": {"causal": True, "attention_chunk": 2},
+    "signed alibi": {"alibi_slopes": torch.tensor([0.5, 0.25]), "alibi_signed": True},
+    "positions": {
+        "causal": True,
+        "window_size": (3, 0),
+        "q_positions": torch.tensor([[1, 2], [0, 1]], dtype=torch.int32),
+        "k_positions": torch.tensor([[0, 2], [3, 1]], dtype=torch.int32),
+    },
     "deterministic": {"deterministic": True},
     "together": {
         "causal": True,
@@ -252,7 +260,14 @@ def test_a_compiled_function_refuses_tangents_too(ctx: ga.GpuContext, traced: st
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("dropout_seed", -1), ("dropout_seed", 1 << 64), ("causal", 2), ("window_size", (1, 1, 5)), ("deterministic", 1)],
+    [
+        ("dropout_seed", -1),
+        ("dropout_seed", 1 << 64),
+        ("causal", 2),
+        ("window_size", (1, 1, 5)),
+        ("alibi_signed", 1),
+        ("deterministic", 1),
+    ],
 )
 def test_a_compiled_function_refuses_what_its_operator_would_lose(ctx: ga.GpuContext, name: str, value: Any) -> None:
     q, k, v = operands(grad=False)
@@ -344,8 +359,8 @@ def test_an_exported_module_says_that_its_context_is_closed() -> None:
 @pytest.mark.parametrize("given", [{}, {"bias": (1, 2, 3, 4), "sinks": (2,)}])
 def test_torchs_own_check_of_operators(ctx: ga.GpuContext, given: dict[str, tuple[int, ...]]) -> None:
     extra = {name: drawn(*shape, seed=7) for name, shape in given.items()}
-    scalars = (True, "bottom_right", -1, -1, None, 0.0, 0, 0.0, 0, None, None, None, False, ctx.number)
-    tensors = (*operands(), None, extra.get("sinks"), extra.get("bias"), None, None)
+    scalars = (True, "bottom_right", -1, -1, None, 0.0, 0, 0, False, 0.0, 0, None, None, None, False, ctx.number)
+    tensors = (*operands(), None, extra.get("sinks"), extra.get("bias"), None, None, None, None)
     torch.library.opcheck(torch.ops.gpu_actors.attention, (*tensors, *scalars))
 
 
@@ -411,6 +426,11 @@ def test_what_is_wrong_is_refused_by_name(ctx: ga.GpuContext) -> None:
         ("softmax_scale", {"softmax_scale": "1"}),
         ("softcap", {"softcap": -1.0}),
         ("sink_tokens", {"sink_tokens": 1.0}),
+        ("attention_chunk", {"attention_chunk": -1}),
+        ("attention_chunk", {"attention_chunk": True}),
+        ("alibi_signed", {"alibi_signed": 1}),
+        ("q_positions", {"q_positions": torch.zeros(3, dtype=torch.int32)}),
+        ("k_positions", {"k_positions": torch.zeros(2)}),
         ("dropout_p", {"dropout_p": 1.0}),
         ("dropout_seed", {"dropout_seed": -1}),
         ("dropout_seed", {"dropout_seed": 1 << 64}),

@@ -16,6 +16,7 @@ from gpu_actors.actors.flash_attn import FlashAttnHandle
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 bridge = pytest.importorskip("gpu_actors.interop.transformers")
+routed = pytest.importorskip("gpu_actors.interop.torch").routed
 
 SIZES = {
     "vocab_size": 50,
@@ -34,6 +35,28 @@ MODELS: dict[str, Any] = {
     ),
     "gpt_oss": lambda: transformers.GptOssConfig(
         **SIZES, head_dim=8, sliding_window=4, num_local_experts=2, num_experts_per_tok=1
+    ),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(
+        **SIZES | {"num_key_value_heads": 4},
+        q_lora_rank=16,
+        kv_lora_rank=8,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=20,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        moe_intermediate_size=16,
+        first_k_dense_replace=1,
+    ),
+    "llama4_text": lambda: transformers.Llama4TextConfig(
+        **SIZES,
+        head_dim=8,
+        attention_chunk_size=4,
+        num_local_experts=2,
+        intermediate_size_mlp=48,
+        no_rope_layers=[1, 0],
     ),
 }
 
@@ -146,20 +169,71 @@ def test_keys_are_given_without_repeating_them_for_every_head(ctx, monkeypatch):
     assert set(shapes) == {((2, 5, 4, 12), (2, 5, 2, 12), (2, 5, 2, 12))}
 
 
-def test_windows_and_padding_are_given_as_such_and_not_written_out(ctx, monkeypatch):
-    options_seen = []
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The options of each request from now on."""
+    seen: list[dict[str, Any]] = []
     send = FlashAttnHandle.forward
 
     def watch(self: Any, *operands: Any, **options: Any) -> Any:
-        options_seen.append(options)
+        seen.append(options)
         return send(self, *operands, **options)
 
     monkeypatch.setattr(FlashAttnHandle, "forward", watch)
+    return seen
+
+
+def test_windows_and_padding_are_given_as_such_and_not_written_out(ctx, asked):
     both(ctx, model_of(MODELS["mistral"]()), lambda model: model(tokens(3, 9), attention_mask=LEFT).logits)
-    for options in options_seen:
+    for options in asked:
         assert options["bias"] is None
         assert options["window_size"] == (3, 0)
         assert options["cu_seqlens_q"].tolist() == [0, 9, 13, 21]
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+def test_chunks_are_given_as_such_and_not_written_out(ctx, asked, padding):
+    model = model_of(MODELS["llama4_text"]())
+    both(ctx, model, lambda model: model(tokens(3, 9), attention_mask=MASKS[padding]).logits)
+    assert [(options["attention_chunk"], options["bias"], options["causal"]) for options in asked] == [
+        (4, None, True),
+        (0, None, True),
+    ]
+
+
+def test_chunks_with_hidden_keys_in_between_are_written_out(ctx, asked):
+    """A chunk would reach further without them."""
+    model = model_of(MODELS["llama4_text"]())
+    logits_agree(ctx, model, MASKS["holes"])
+    assert asked[0]["attention_chunk"] == 0
+    assert asked[0]["bias"] is not None
+
+
+FALCONS = {
+    "alibi": {"alibi": True, "multi_query": True},
+    "rope": {"alibi": False, "multi_query": True},
+    "groups": {"alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2},
+}
+
+
+@pytest.mark.parametrize("padding", MASKS)
+@pytest.mark.parametrize("kind", FALCONS)
+def test_a_model_that_calls_torchs_own_function_is_routed(ctx, kind, padding):
+    """Falcon computes with torch's function in code of its own, ALiBi as a mask of floats included."""
+    sizes = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    eager = model_of(transformers.FalconConfig(**sizes, **FALCONS[kind]))
+    config = transformers.FalconConfig(**sizes, **FALCONS[kind])
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    model.load_state_dict(eager.state_dict())
+    ids, mask = tokens(3, 9), MASKS[padding]
+    before = ctx.stats()["flash_attn"].completed
+    with torch.no_grad(), routed(ctx, model):
+        got = model(ids, attention_mask=mask).logits
+    assert ctx.stats()["flash_attn"].completed == before + 2
+    with torch.no_grad():
+        wanted = eager(ids, attention_mask=mask).logits
+    kept = torch.ones(3, 9, dtype=torch.bool) if mask is None else mask.bool()
+    same(got[kept], wanted[kept])
 
 
 WINDOWED: dict[str, Any] = {
