@@ -141,8 +141,8 @@ class PagedForward(CacheOptions):
 
     q: (batch, rows, heads_q, head_dim), or (total_q, heads_q, head_dim) with ``cu_seqlens_q``: the last rows of each
         sequence, whose keys and values are in the cache already.
-    k_cache, v_cache: with ``block_table`` pages (num_blocks, page_size, heads_kv, head_dim), page_size a multiple of
-        8; without it a dense cache (batch, capacity, heads_kv, head_dim). q's dtype, or fp8 under a 16-bit q.
+    k_cache, v_cache: with ``block_table`` pages (num_blocks, page_size, heads_kv, head_dim), page_size at least
+        1; without it a dense cache (batch, capacity, heads_kv, head_dim). q's dtype, or fp8 under a 16-bit q.
     block_table: int32 (batch, max_blocks), the pages of each sequence in order; entries past a sequence's last page
         are never read.
     cache_seqlens: int32 (batch,), keys of each sequence, the new ones included. A sequence may have none. An int is the

@@ -32,7 +32,6 @@ from gpu_actors.process import incarnation
 from gpu_actors.requests import PagedForward
 from gpu_actors.runtime.cell import ActorCell
 from gpu_actors.validation.fields import FP8, describe, dtype_of, expect, integer, optional_array
-from gpu_actors.validation.paged import check_page_size
 
 __all__ = ["CacheLook", "CacheStore", "KvWork", "OpenedCache"]
 
@@ -292,7 +291,6 @@ def _checked(spec: object, arch: str, place: str, notes: CallerNotes | None) -> 
     spec = adopt_request(spec, place, notes)[0]
     blocks = integer("num_blocks", spec.num_blocks, 1, (1 << 31) - 1)
     page_size = integer("page_size", spec.page_size, 1)
-    check_page_size(page_size)
     heads = integer("kv_heads", spec.kv_heads, 1)
     dim = integer("head_dim", spec.head_dim, 1)
     dim_v = dim if spec.head_dim_v is None else integer("head_dim_v", spec.head_dim_v, 1)

@@ -34,7 +34,7 @@ __all__ = [
 class KvCacheSpec:
     """A paged pool: K (num_blocks, page_size, kv_heads, head_dim) and V with head_dim_v of its own.
 
-    page_size: keys a page, a multiple of 8. dtype: float16, bfloat16, float32, float8_e4m3fn or float8_e5m2.
+    page_size: keys a page, at least 1. dtype: float16, bfloat16, float32, float8_e4m3fn or float8_e5m2.
     k_descale, v_descale: fp32 (kv_heads,), positive: the factors of an fp8 pool's elements.
     """
 

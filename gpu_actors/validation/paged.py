@@ -38,7 +38,6 @@ __all__ = [
     "MAX_SPLITS",
     "MAX_TREE_ROWS",
     "check_cache_positions",
-    "check_page_size",
     "decode_problem",
     "own_positions",
     "paged_problem",
@@ -95,13 +94,6 @@ def decode_problem(request: BatchedDecode) -> AttentionProblem:
     expect(request.seq_lens is not None, "seq_lens", None, "must be an int32 or uint32 array (batch,)")
     optional_array("seq_lens", request.seq_lens, ((batch,),), ("int32", "uint32"))
     return _problem(request, sizes, (("k_caches", k), ("v_caches", v)), False, False)
-
-
-def check_page_size(page_size: int) -> None:
-    """Raise `Unsupported` unless kernels read pages of that many keys."""
-    if page_size < 8 or page_size % 8:
-        nearest = max(8, 8 * round(page_size / 8))
-        raise Unsupported("page_size", page_size, "pages hold a multiple of 8 rows", nearest)
 
 
 def _problem(
@@ -165,7 +157,7 @@ def _paged_sizes(request: PagedForward) -> Sizes:
     agree = "must have k_cache's blocks, page_size and heads" if paged else "must have k_cache's batch, rows and heads"
     expect(same, "v_cache", describe(request.v_cache), agree)
     if paged:
-        check_page_size(page_size)
+        expect(page_size >= 1, "page_size", page_size, "pages of k_cache must hold a key at least")
     batch, seqlen_q, total_q, heads_q, head_dim = _query_shape(request)
     if paged:
         table = shape_of("block_table", request.block_table, "batch, max_blocks")

@@ -82,6 +82,9 @@
 #ifndef PAGED  // keys and values lie in pages of a pool, found by a block table
 #define PAGED 0
 #endif
+#ifndef SINGLE  // pages hold one key each
+#define SINGLE 0
+#endif
 #ifndef POINTERS  // each sequence has a cache of its own, found by its address
 #define POINTERS 0
 #endif

@@ -35,6 +35,7 @@ struct Pages {
   int shift, size;
 
   __device__ __forceinline__ PagePlace place(int key) const {
+    if constexpr (SINGLE) return {key, 0};  // no factor of 32 bits divides by 1
     const int index = int(__umulhi(uint32_t(key), factor) >> shift);
     return {index, key - index * size};
   }

@@ -64,7 +64,7 @@ def test_every_sequence_sees_its_own_keys_and_nothing_else(
     check(batch, {"causal": True} | options, result)
 
 
-@pytest.mark.parametrize("page_size", [8, 16, 64, 128, 256])
+@pytest.mark.parametrize("page_size", [1, 2, 3, 5, 8, 12, 16, 64, 128, 256])
 def test_pages_of_any_size_give_the_same_answer(ctx: ga.GpuContext, page_size: int) -> None:
     batch = random_batch(2, (300, 0, 64, 257), rows=2, heads=(8, 1))
     check(batch, {"causal": True}, ask_paged(ctx, batch, page_size))

@@ -15,14 +15,16 @@ from gpu_actors.testing.tolerance import forward_bounds
 
 HEADS, DIM = 2, 64
 DESCALES = {"k_descale": np.array([0.05, 0.02], np.float32), "v_descale": np.array([0.03, 0.1], np.float32)}
-CASES: dict[str, tuple[str, str, ga.Rope | None]] = {
-    "float16": ("float16", "float16", None),
-    "rotated": ("float16", "float16", ga.Rope(dim=32)),
-    "quantised": ("bfloat16", "float8_e4m3fn", ga.Rope(dim=64, interleaved=True)),
+# Of the new rows, of the cache, keys a page, rotation.
+CASES: dict[str, tuple[str, str, int, ga.Rope | None]] = {
+    "float16": ("float16", "float16", 3, None),
+    "rotated": ("float16", "float16", 8, ga.Rope(dim=32)),
+    "quantised": ("bfloat16", "float8_e4m3fn", 8, ga.Rope(dim=64, interleaved=True)),
+    "single": ("float16", "float16", 1, None),
 }
 
 
-def steps(device: str, dtype: str, kv_dtype: str, rope: ga.Rope | None) -> list[tuple[Any, Any, list[Any]]]:
+def steps(device: str, dtype: str, kv_dtype: str, page: int, rope: ga.Rope | None) -> list[tuple[Any, Any, list[Any]]]:
     """(q, result, the rows of each sequence then) of a prefill of three sequences and a step, with a fork between."""
     rng = np.random.default_rng(1)
 
@@ -33,7 +35,9 @@ def steps(device: str, dtype: str, kv_dtype: str, rope: ga.Rope | None) -> list[
     scales = DESCALES if kv_dtype.startswith("float8") else {}
     with (
         ga.open_context(device) as ctx,
-        ctx.kv_cache(num_blocks=16, page_size=8, kv_heads=HEADS, head_dim=DIM, dtype=kv_dtype, **scales) as cache,
+        ctx.kv_cache(
+            num_blocks=128 // page, page_size=page, kv_heads=HEADS, head_dim=DIM, dtype=kv_dtype, **scales
+        ) as cache,
     ):
         seqs = wait(cache.create(), cache.create(), cache.create())
         counts = (13, 0, 3)
@@ -45,7 +49,7 @@ def steps(device: str, dtype: str, kv_dtype: str, rope: ga.Rope | None) -> list[
             new = rows(4, count, HEADS), rows(4, count, HEADS)
             result = wait(cache.attend(q, seqs, k=new[0], v=new[1], return_lse=True, rope=rope))
             done.append((q, result, [contents(cache, seq) for seq in seqs]))
-        assert cache.stats().shared_blocks == 1
+        assert cache.stats().shared_blocks == 13 // page
         wait(cache.append(seqs[:1], rows(1, 2, HEADS), rows(1, 2, HEADS), rope=rope))
         pages = wait(cache.export_pages(seqs[0]))
         seqs += [wait(cache.import_pages(pages)), pages.lease]
@@ -53,15 +57,18 @@ def steps(device: str, dtype: str, kv_dtype: str, rope: ga.Rope | None) -> list[
             np.testing.assert_array_equal(here.view(np.uint8), there.view(np.uint8))
         for seq in seqs:
             wait(cache.free(seq))
-        eventually(lambda: cache.stats().free_blocks == 16)
+        eventually(lambda: cache.stats().free_blocks == 128 // page)
         assert ctx.stats()["kv_cache"].failed == 0
     return done
 
 
-@pytest.mark.parametrize("name", ["float16", "rotated", pytest.param("quantised", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize(
+    "name", ["float16", "rotated", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("quantised", "single"))]
+)
 def test_kernels_and_oracle_keep_the_same_cache_and_give_the_same_answers(name: str) -> None:
-    dtype, kv_dtype, rope = CASES[name]
-    for one, other in zip(steps("emulated", dtype, kv_dtype, rope), steps("mock", dtype, kv_dtype, rope), strict=True):
+    dtype, kv_dtype = CASES[name][:2]
+    rope = CASES[name][3]
+    for one, other in zip(steps("emulated", *CASES[name]), steps("mock", *CASES[name]), strict=True):
         (q, result, kept), (_, wanted, expected) = one, other
         for index, (held, right) in enumerate(zip(kept, expected, strict=True)):
             for side, found in zip(right, held, strict=True):

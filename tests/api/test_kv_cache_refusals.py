@@ -100,7 +100,9 @@ def test_what_is_wrong_is_refused_by_name_and_changes_nothing() -> None:
     ("changes", "field"),
     [
         ({"num_blocks": 0}, "num_blocks"),
-        ({"page_size": 12}, "page_size"),
+        ({"page_size": 0}, "page_size"),
+        ({"page_size": -1}, "page_size"),
+        ({"page_size": True}, "page_size"),
         ({"page_size": "8"}, "page_size"),
         ({"kv_heads": 0}, "kv_heads"),
         ({"head_dim": 512}, "head_dim"),

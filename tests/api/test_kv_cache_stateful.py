@@ -31,7 +31,8 @@ from gpu_actors.reference import attention_forward
 from gpu_actors.runtime.actor import ServiceActor
 from gpu_actors.testing import FaultPlan
 
-PAGE, HEADS, DIM = 8, 2, 4
+HEADS, DIM = 2, 4
+PAGES = (1, 3, 8)  # keys a page
 GROUP = 2  # query heads a KV head
 
 operations = Counter[str]()
@@ -86,12 +87,13 @@ class Caching(RuleBasedStateMachine):
     @initialize(
         seed=st.integers(0, 2**32 - 1),
         blocks=st.sampled_from([6, 12, 40]),
+        page=st.sampled_from(PAGES),
         largest=st.sampled_from([1, 3, 64]),
         flying=st.sampled_from([1, 3, 8]),
     )
-    def open(self, seed: int, blocks: int, largest: int, flying: int) -> None:
+    def open(self, seed: int, blocks: int, page: int, largest: int, flying: int) -> None:
         global refused_share
-        self.rng = np.random.default_rng(seed)
+        self.rng, self.page = np.random.default_rng(seed), page
         refusing.seed(seed)
         refused_share = refusing.choice([0.0, 0.0, 0.2])
         plan = failing_launches(seed)
@@ -100,7 +102,7 @@ class Caching(RuleBasedStateMachine):
         )
         self.ctx = self.opener.__enter__()
         self.cache = self.ctx.kv_cache(
-            num_blocks=blocks, page_size=PAGE, kv_heads=HEADS, head_dim=DIM, dtype="float32"
+            num_blocks=blocks * 8 // page, page_size=page, kv_heads=HEADS, head_dim=DIM, dtype="float32"
         ).__enter__()
         self.rows: dict[ga.KvSequence, Rows] = {}
         self.burst: list[Asked] = []
@@ -130,7 +132,7 @@ class Caching(RuleBasedStateMachine):
         k, v = self.rng.standard_normal((2, *shape)).astype(np.float32)
         return k, v
 
-    @rule(length=st.integers(0, 3 * PAGE), shared=st.booleans())
+    @rule(length=st.integers(0, 24), shared=st.booleans())
     def create(self, length: int, shared: bool) -> None:
         """With a prompt out of few, whose rows follow from the tokens, or with none."""
         self.settle()
@@ -142,7 +144,7 @@ class Caching(RuleBasedStateMachine):
         operations["create"] += 1
         outcomes["found a prefix"] += seq.cached > 0
         k, v = prompt_rows(tokens if tokens is not None else np.arange(0))
-        assert seq.cached % PAGE == 0
+        assert seq.cached % self.page == 0
         assert seq.cached == 0 or (tokens is not None and seq.cached < len(tokens))
         self.rows[seq] = Rows(k[: seq.cached], v[: seq.cached], tokens)
         self.lengths[seq] = seq.cached
@@ -324,7 +326,7 @@ class Caching(RuleBasedStateMachine):
             table = tables.find(seq.number)
             assert (table.length, table.users) == (len(rows), 0)
             assert self.cache.length(seq) == len(rows)
-            assert len(table.pages) == -(-len(rows) // PAGE)
+            assert len(table.pages) == -(-len(rows) // self.page)
             for side, wanted in ((self.opened.k_pool, rows.k), (self.opened.v_pool, rows.v)):
                 found = side[table.pages].reshape(-1, HEADS, DIM)[: len(rows)]
                 assert np.array_equal(found, wanted)

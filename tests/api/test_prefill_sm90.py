@@ -58,6 +58,8 @@ class TestDispatch:
         [
             ({"seqlen_q": 63}, "decode_sm90", "64 rows at a time"),
             ({"page_size": 48}, "decode_sm90", "divide"),
+            ({"page_size": 4}, "decode_mma", "multiple of 8 keys"),
+            ({"page_size": 1}, "decode_mma", "multiple of 8 keys"),
             ({"page_size": 96, "head_dim": 256, "head_dim_v": 256}, "decode_mma", "64 keys at a time"),
             ({"tree_mask": True, "causal": False}, "decode_sm90", "tree"),
             ({"num_splits": 4}, "decode_mma", "split"),

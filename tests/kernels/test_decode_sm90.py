@@ -218,6 +218,8 @@ class TestDispatch:
             ({"head_dim": 136}, "in registers"),
             ({"head_dim_v": 256}, "in registers"),
             ({"layout": "pointers", "page_size": 0}, "computes cache, paged"),
+            ({"page_size": 1}, "multiple of 8 keys"),
+            ({"page_size": 12}, "multiple of 8 keys"),
         ],
     )
     def test_others_stay_with_decode_mma(self, changes: dict[str, Any], reason: str) -> None:

@@ -177,7 +177,7 @@ def decode_macros(key: DispatchKey) -> Macros:
     tile, _, shared_bytes = decode_tile(key)
     work = split_macros(key)
     if key.kernel == DECODE:
-        options = flags(PAGED=key.paged, TREE=key.tree_mask) | score_macros(key)
+        options = flags(PAGED=key.paged, SINGLE=key.page_size == 1, TREE=key.tree_mask) | score_macros(key)
         return tile_macros(key, tile, shared_bytes) | work | options | {"STAGES": tile.stages}
     unseen: dict[str, Any] = dict.fromkeys(("dtype", "kv_dtype", "out_dtype"), "float16")
     unseen |= dict.fromkeys(("head_dim", "head_dim_v"), 64)

@@ -25,6 +25,7 @@ from gpu_actors.problem import AttentionProblem, DispatchKey
 __all__ = [
     "MULTIPROCESSORS",
     "ROWS",
+    "SWIZZLE_ROWS",
     "Sections",
     "folded_factor_refusal",
     "sections_of",
@@ -36,6 +37,9 @@ __all__ = [
 
 ROWS = 64
 """The rows of a consumer, and of its boxes of queries and outputs."""
+
+SWIZZLE_ROWS = 8
+"""The rows after which TMA's swizzle repeats: boxes of a page begin at multiples of them."""
 
 MULTIPROCESSORS = 132
 """The multiprocessors of an H100 or H200 (SXM), assumed where a device does not say how many it has."""
@@ -81,6 +85,9 @@ def _cache_refusal(problem: AttentionProblem) -> Unsupported | None:
             "forward_sm90 takes a sequence or leaves it by the rows of others, and pinned splits promise the same bits"
         )
         return Unsupported("num_splits", problem.num_splits, reason, 0)
+    if problem.page_size % SWIZZLE_ROWS:
+        reason = f"forward_sm90 brings pages of a multiple of {SWIZZLE_ROWS} keys; decode_mma brings others row by row"
+        return Unsupported("page_size", problem.page_size, reason, SWIZZLE_ROWS)
     keys = _CACHE_KEYS if max(problem.head_dim, problem.head_dim_v) <= 128 else _WIDE_CACHE_KEYS
     if problem.page_size and keys % problem.page_size and problem.page_size % keys:
         reason = f"forward_sm90 brings {keys} keys at a time, which pages divide or are multiples of"

@@ -9,6 +9,7 @@ import functools
 
 from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.decode.variant import DecodeTile, decode_refuses, decode_tile, packed_rows, split_macros
+from gpu_actors.kernels.hopper.variant import SWIZZLE_ROWS
 from gpu_actors.kernels.macros import Macros, flags, score_macros, tile_macros
 from gpu_actors.kernels.occupancy import shared_mem_limit
 from gpu_actors.kernels.support import ELEMENTS, MAX_HEAD_DIM, capability
@@ -49,6 +50,9 @@ def sm90_decode_refuses(problem: AttentionProblem, arch: str) -> Unsupported | N
     if widest % 8 == 0 and _WIDEST < widest <= MAX_HEAD_DIM:
         reason = f"{NAME} holds 64 rows of Q and of the output in registers, up to {_WIDEST} columns"
         return Unsupported("head_dim", widest, reason, _WIDEST)
+    if problem.page_size % SWIZZLE_ROWS:
+        reason = f"{NAME} brings pages of a multiple of {SWIZZLE_ROWS} keys; decode_mma brings others row by row"
+        return Unsupported("page_size", problem.page_size, reason, SWIZZLE_ROWS)
     if problem.total_k == 0:
         return Unsupported("seqlen_k", 0, f"{NAME} moves keys by TMA, which there must be", 1)
     return decode_refuses(problem, arch)

@@ -37,14 +37,8 @@ PAGED = {
         0,
         "must lie in the pool: 0 to -1",
     ),
-    "pages of 12": unsupported(
-        paged(k_cache=array(6, 12, 2, 8), v_cache=array(6, 12, 2, 8)), "page_size", 12, "a multiple of 8 rows", 16
-    ),
-    "pages of 4": unsupported(
-        paged(k_cache=array(6, 4, 2, 8), v_cache=array(6, 4, 2, 8)), "page_size", 4, "a multiple of 8 rows", 8
-    ),
-    "pages of 1": unsupported(
-        paged(k_cache=array(6, 1, 2, 8), v_cache=array(6, 1, 2, 8)), "page_size", 1, "a multiple of 8 rows", 8
+    "pages of nothing": Case(
+        paged(k_cache=array(6, 0, 2, 8), v_cache=array(6, 0, 2, 8)), "page_size", 0, "hold a key at least"
     ),
     "the pool's head_dim": Case(
         paged(k_cache=array(6, 16, 2, 16)), "k_cache", "float32[6, 16, 2, 16]", "must have q's head_dim, 8"

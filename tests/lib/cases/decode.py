@@ -12,7 +12,7 @@ from gpu_actors.testing.problems import cast
 
 __all__ = ["SM90_VARIANTS", "VARIANTS", "Variant", "draw"]
 
-PAGE_SIZES = (8, 16, 24, 64, 128, 256)
+PAGE_SIZES = (2, 3, 5, 8, 16, 24, 64, 128, 256)
 KINDS = ("gaussian", "rising", "peaked")
 # (query heads a KV head, new rows) that fill a tile of so many packed rows.
 PACKED = {
@@ -47,11 +47,11 @@ class Variant(NamedTuple):
 
 
 F16, BF16, E4M3, E5M2 = "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"
-# Every source, every format, every tile of rows, every option; sizes vary below.
+# Every source, every format, every tile of rows, every option; sizes vary below. single: pages of one key.
 VARIANTS = (
     Variant("sm_80", "paged", F16, F16, 64, 64, 16, False, ("causal",)),
     Variant("sm_90a", "paged", BF16, BF16, 128, 128, 64, False, ("causal", "window", "sink_tokens")),
-    Variant("sm_86", "paged", BF16, BF16, 256, 256, 16, True, ("causal", "sinks")),
+    Variant("sm_86", "paged", BF16, BF16, 256, 256, 16, True, ("causal", "sinks", "single")),
     Variant("sm_80", "paged", F16, E4M3, 80, 80, 16, False, ("causal", "descales")),
     Variant("sm_90a", "paged", BF16, E5M2, 64, 128, 64, True, ("causal", "descales", "softcap")),
     Variant("sm_89", "cache", BF16, E4M3, 128, 128, 32, False, ("tree",)),
@@ -100,7 +100,7 @@ def draw(variant: Variant, seed: int, longest: int = 2000) -> DecodeCase:
     case = DecodeCase(
         batch,
         variant.layout,
-        int(rng.choice(PAGE_SIZES)),
+        1 if "single" in variant.options else int(rng.choice(PAGE_SIZES[3:] if hopper else PAGE_SIZES)),
         [int(n) for n in rng.integers(0, rows + 1, count - 1)] + [rows] if variant.varlen else None,
         np.stack([tree_bits(random_tree(rng, rows)) for _ in lengths]) if "tree" in variant.options else None,
         _options(rng, variant, count, ratio * heads_kv, heads_kv),

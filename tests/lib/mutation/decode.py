@@ -94,6 +94,12 @@ PROBES: dict[str, Callable[[], DecodeCase]] = {
     "fp8": lambda: with_scales(batch_of(300, 70, **FP8)),
     "unequal": lambda: DecodeCase(batch_of(300, 70, dim_v=64), options=CAUSAL),
     "cache": lambda: DecodeCase(batch_of(300, 70, 9), "cache", options=CAUSAL),
+    "single": lambda: DecodeCase(batch_of(300, 0, 70, 9), page_size=1, options=CAUSAL),
+    "twelves": lambda: DecodeCase(batch_of(300, 0, 70, 9), page_size=12, options=CAUSAL),
+    "threes": lambda: DecodeCase(batch_of(300, 0, 70, 9), page_size=3, options=CAUSAL),
+    "threes nonfinite": lambda: DecodeCase(
+        with_nan(batch_of(300, 70, rows=5, heads=(6, 2)), 298), page_size=3, options=CAUSAL
+    ),
     "pointers": lambda: DecodeCase(batch_of(300, 70, 9), "pointers"),
     "long": lambda: DecodeCase(rising(batch_of(2000, heads=(2, 1))), options=CAUSAL),
     "many pieces": lambda: DecodeCase(rising(batch_of(4700, heads=(2, 1))), options=CAUSAL),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mutation.forward_mutants import FUSED_CORRECTION, Mutant
 
-__all__ = ["DECODE_DEFECTS", "DECODE_MUTANTS", "POSITION_DEFECTS"]
+__all__ = ["DECODE_DEFECTS", "DECODE_MUTANTS", "PAGE_DEFECTS", "POSITION_DEFECTS"]
 
 
 def _decode(name: str, file: str, old: str, new: str, *probes: str) -> Mutant:
@@ -107,8 +107,61 @@ POSITION_DEFECTS = (
     ),
 )
 
+_SINGLE = "if constexpr (SINGLE) return {key, 0};"
+
+# Pages that hold no multiple of 8 keys, so that a tile's rows lie anywhere in them.
+PAGE_DEFECTS = (
+    _decode("pages of one key are divided by a factor", _SOURCE, _SINGLE, "", "single"),
+    _decode("pages of one key hold the next one", _SOURCE, _SINGLE, _SINGLE.replace("{key", "{key + 1"), "single"),
+    _decode("the first key's page is the second", _SOURCE, _SINGLE, _SINGLE.replace("{key", "{key + !key"), "single"),
+    _decode("one page has all keys", _SOURCE, _SINGLE, _SINGLE.replace("{key, 0", "{0, key"), "single"),
+    _decode("every page holds one key", _SOURCE, "if constexpr (SINGLE)", "if constexpr (PAGED)", "threes"),
+    _decode(
+        "rows that are copied lie in pages of 8", _SOURCE, "row[i] = place.row;", "row[i] = place.row & 7;", "twelves"
+    ),
+    _decode("a page's rows are counted in pairs", _SOURCE, "row[i] = place.row;", "row[i] = place.row & ~1;", "threes"),
+    _decode(
+        "neighbouring rows share a page",
+        _SOURCE,
+        "page[i] = table[place.index];",
+        "page[i] = table[pages.place(key & ~1).index];",
+        "threes",
+        "single",
+    ),
+    _decode(
+        "eight rows share a page",
+        _SOURCE,
+        "page[i] = table[place.index];",
+        "page[i] = table[pages.place(key & ~7).index];",
+        "threes",
+        "single",
+    ),
+    _decode(
+        "a value that is no number is looked up in its neighbour's page",
+        _SOURCE,
+        "return v.at(table[place.index], place.row);",
+        "return v.at(table[pages.place(key & ~7).index], place.row);",
+        "threes nonfinite",
+    ),
+    _decode(
+        "a value that is no number is looked up in the first row",
+        _SOURCE,
+        "return v.at(table[place.index], place.row);",
+        "return v.at(table[place.index], 0);",
+        "threes nonfinite",
+    ),
+    _decode(
+        "pages are divided by the power of two below their size",
+        _SOURCE,
+        "int(__umulhi(uint32_t(key), factor) >> shift)",
+        "int(uint32_t(key) >> (31 - __clz(size)))",
+        "threes",
+    ),
+)
+
 DECODE_MUTANTS = (
     *DECODE_DEFECTS,
+    *PAGE_DEFECTS,
     *POSITION_DEFECTS,
     # The ring
     _decode("a tile is not waited for", _MMA, "ptx::cp_async_wait<STAGES - 2>();", "ptx::cp_async_wait<STAGES - 1>();"),
