@@ -227,8 +227,8 @@ def _probabilities(
     arguments: Arguments, operands: Operands, given: _Given, rows: Array, step: Step
 ) -> tuple[Array, Array | None, Array | None, Array]:
     """(probabilities, the softcap's derivative or None, who is visible or None, lse)."""
-    capped = capped_scores(arguments, operands, rows, step)
-    slope = step(1 - np.square(capped / arguments.softcap)) if arguments.softcap else None
+    capped, shares = capped_scores(arguments, operands, rows, step)
+    slope = None if shares is None else _slope_of_tanh(shares, capped / arguments.softcap, step)
     scores, visible = mask_scores(arguments, operands, rows, capped, step)
     if given.lse is None:
         weights, total, lse = exponentials(scores, operands.sinks)
@@ -239,6 +239,15 @@ def _probabilities(
     if visible is not None:
         probabilities = np.where(visible, probabilities, 0)
     return step(probabilities), slope, visible, lse
+
+
+def _slope_of_tanh(x: Array, tanh: Array, step: Step) -> Array:
+    """1 - tanh^2. Rounded steps take it of the rounded tanh, as a framework does; exact ones keep what that cancels."""
+    if step is not identity:
+        return step(1 - np.square(tanh))
+    decay = np.exp(-2 * np.abs(x))
+    slope: Array = 4 * decay / np.square(1 + decay)
+    return slope
 
 
 class GradientSums:

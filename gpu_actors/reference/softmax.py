@@ -103,14 +103,20 @@ def masked_scores(arguments: Arguments, operands: Operands, rows: Array, step: S
 
     Scale, softcap c * tanh(s / c), ALiBi and bias, mask, in this order.
     """
-    return mask_scores(arguments, operands, rows, capped_scores(arguments, operands, rows, step), step)
+    return mask_scores(arguments, operands, rows, capped_scores(arguments, operands, rows, step)[0], step)
 
 
-def capped_scores(arguments: Arguments, operands: Operands, rows: Array, step: Step) -> Array:
-    """Scaled scores of a tile of rows after the softcap, before anything is added to them."""
+def capped_scores(arguments: Arguments, operands: Operands, rows: Array, step: Step) -> tuple[Array, Array | None]:
+    """Scaled scores of a tile of rows after the softcap, before anything is added to them, and what tanh was taken of.
+
+    The second is None without a softcap.
+    """
     tile, cap = slice(int(rows[0]), int(rows[-1]) + 1), arguments.softcap
     scores = step(operands.q[..., tile, :] @ operands.k.swapaxes(-1, -2))
-    return step(step(np.tanh(step(scores / cap))) * cap) if cap else scores
+    if not cap:
+        return scores, None
+    shares = step(scores / cap)
+    return step(step(np.tanh(shares)) * cap), shares
 
 
 def mask_scores(

@@ -21,7 +21,8 @@ which for float32 and float64 is all there is, u = 2^-24 or 2^-53:
 
 with c = 4 sqrt(n) + 16 for n terms (Higham and Mary, SISC 2019), e = 4 (|lse| + 17) + 2 sqrt(dim) scale |q||k| the
 relative error of a probability, B = |dO||V|, and E = sum_j A (c + e) (B + d) + c d what a row's delta may be off by.
-float64 is doubled, because the oracle makes the same errors. Rounding the gradient itself comes on top.
+float64 is doubled, because the oracle makes the same errors. A softcap's factor g may be off by 4 u, for a tanh that is
+itself rounded: W g + 4 |dbias| + 4 u W stands for W in dq and dk. Rounding the gradient itself comes on top.
 """
 
 from __future__ import annotations
@@ -154,11 +155,11 @@ def _rounding(arguments: Arguments, incoming: Incoming, dtype: str) -> Reference
     work = np.dtype(np.float64)
     single, narrow = GradientSums(arguments, work), GradientSums(arguments, work)
     with np.errstate(all="ignore"):
+        wide = 2.0 * UNIT_ROUNDOFF["float64"] if dtype == "float64" else UNIT_ROUNDOFF["float32"]
         for tile in gradient_tiles(arguments, incoming, work, identity):
-            _add(single, arguments, tile, *_accumulation(arguments, tile), slack=4.0)
+            _add(single, arguments, tile, *_accumulation(arguments, tile), slack=4.0, unit=wide)
             if dtype not in ("float32", "float64"):
                 _add(narrow, arguments, tile, *_narrow(tile, dtype, incoming.out is not None), slack=0.0)
-        wide = 2.0 * UNIT_ROUNDOFF["float64"] if dtype == "float64" else UNIT_ROUNDOFF["float32"]
         pairs = (single.gradients(), wide), (narrow.gradients(), UNIT_ROUNDOFF[dtype])
 
         def total(name: str) -> Any:
@@ -175,11 +176,16 @@ def _add(
     weights: Array,
     delta: Array,
     slack: float,
+    unit: float = 0.0,
 ) -> None:
-    """slack: units that the softcap's factor is off by where it is near 0, for a tanh that is itself rounded."""
+    """slack: units that the softcap's factor is off by where it is near 0, for a tanh that is itself rounded.
+
+    unit: what the bound is multiplied by later. The errors of that factor and of the gradient multiply, which counts
+    where both are near 0, as for a row that sees one key.
+    """
     before = scores
     if tile.slope is not None:
-        scores = scores * np.abs(tile.slope) + slack * np.abs(tile.dbias)
+        scores = scores * (np.abs(tile.slope) + slack * unit) + slack * np.abs(tile.dbias)
     q, k, dout = (np.abs(array) for array in (tile.q, tile.operands.k, tile.dout))
     sums.add(tile, scores, weights, q, k, dout, scale=abs(arguments.scale))
     sums.add_reduced(tile, before, -delta)

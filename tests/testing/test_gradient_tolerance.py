@@ -200,3 +200,18 @@ def test_bounds_are_shaped_like_the_gradients() -> None:
     assert bounds.dk.shape == case.forward.k.shape
     assert bounds.dbias is not None
     assert bounds.dbias.shape == case.options["bias"].shape
+
+
+@pytest.mark.parametrize(("off", "passes"), [(1e-12, True), (1e-9, False)])
+def test_a_row_of_one_key_may_be_off_by_the_errors_of_two_factors_that_are_0(off: float, passes: bool) -> None:
+    """Its dS is 0, and so is the slope of a softcap that is reached. Kernels compute neither exactly."""
+    q, k, v = np.full((1, 1, 1, 4), 8.0, np.float32), np.full((1, 1, 1, 4), 8.0, np.float32), np.ones((1, 1, 1, 4))
+    arguments, options = (np.ones_like(q), q, k, v.astype(np.float32)), {"softcap": 1.0}
+    gradients = attention_backward(*arguments, **options)
+    assert not gradients.dq.any()
+    shifted = dataclasses.replace(gradients, dq=gradients.dq + off)
+    if passes:
+        check_gradients(shifted, *arguments, **options)
+    else:
+        with pytest.raises(AssertionError, match="dq is wrong"):
+            check_gradients(shifted, *arguments, **options)

@@ -137,7 +137,7 @@ def test_the_check_refuses_one_element_that_is_slightly_off(name: str) -> None:
 
 
 BUGS = {
-    "the softcap's factor is left out": ("np.square(capped / arguments.softcap)", "0 * capped"),
+    "the softcap's factor is left out": ("4 * decay / np.square(1 + decay)", "1 + 0 * decay"),
     "dropout is left out of dP": ("dprobabilities * factors", "dprobabilities * 1"),
     "dropout is left out of dV": ("step(probabilities * factors)", "step(probabilities * 1)"),
     "delta is left out": ("dprobabilities - delta", "dprobabilities - 0"),
@@ -347,3 +347,14 @@ def test_results_of_another_shape_are_refused_by_name(field: str) -> None:
     with pytest.raises(InvalidRequest) as refusal:
         attention_backward(given.pop("dout"), q, k, v, **given)
     assert refusal.value.field == field
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_slope_of_a_softcap_that_is_reached_is_not_rounded_to_0(sign: int) -> None:
+    """tanh(25) is 1 in float64. Its derivative, 1 / cosh(25)^2 = 4 / (e^25 + e^-25)^2, is 7.7e-22."""
+    q, k = np.full((1, 1, 1, 1), 5.0), np.full((1, 2, 1, 1), sign * 5.0)
+    v, dout = np.array([1.0, -1.0]).reshape(1, 2, 1, 1), np.ones((1, 1, 1, 1))
+    found = attention_backward(dout, q, k, v, softmax_scale=1.0, softcap=1.0)
+    # Both weights are 1/2 and dP is +-1, so dS is +-1/2 times the slope, and dK that times q.
+    slope = 4.0 / (math.exp(25.0) + math.exp(-25.0)) ** 2
+    np.testing.assert_allclose(found.dk.ravel(), [2.5 * slope, -2.5 * slope], rtol=1e-12)
