@@ -13,9 +13,7 @@ inline Rendezvous& find_rendezvous(Warp& warp, uint32_t mask, const char* operat
   fail(kind::divergence, "%s: more than %d different masks are waiting in this warp", operation, RENDEZVOUS);
 }
 
-// Waits for every lane of mask; the last one calls compute(arguments), arguments[lane] being that lane's argument.
-template <class Argument, class Compute>
-inline void collective(const char* operation, uint32_t mask, Argument& argument, Compute&& compute) {
+Rendezvous* join(const char* operation, uint32_t mask, void* argument) {
   Fiber& fiber = self();
   Warp& warp = fiber.block->warp[fiber.warp];
   uint32_t bit = 1u << fiber.lane;
@@ -28,15 +26,16 @@ inline void collective(const char* operation, uint32_t mask, Argument& argument,
     fail(kind::divergence, "the warp diverged: this lane is at %s while other lanes of mask 0x%x wait at %s", operation,
          mask, r.operation);
   }
-  r.argument[fiber.lane] = &argument;
+  r.argument[fiber.lane] = argument;
   r.arrived |= bit;
-  if (r.arrived == (mask & warp.lanes)) {
-    compute(reinterpret_cast<Argument**>(r.argument));
-    r.arrived = 0;
-    r.generation++;
-  } else {
-    wait_for(fiber, &r.generation, r.generation, operation);
-  }
+  if (r.arrived == (mask & warp.lanes)) return &r;
+  wait_for(fiber, &r.generation, r.generation, operation);
+  return nullptr;
+}
+
+void leave(Rendezvous& rendezvous) {
+  rendezvous.arrived = 0;
+  rendezvous.generation++;
 }
 
 // A collective that only brings the whole warp together (".sync.aligned").
@@ -63,8 +62,7 @@ inline void release_if_complete(Block& block, int number) {
   }
 }
 
-// bar.sync / bar.arrive. threads: how many arrivals complete the barrier, -1: all live threads (__syncthreads).
-inline void arrive_at_barrier(int number, int threads, bool wait) {
+void arrive_at_barrier(int number, int threads, bool wait) {
   Fiber& fiber = self();
   Block& block = *fiber.block;
   if (number < 0 || number > 15) fail(kind::barrier, "barrier %d: a block has barriers 0 to 15", number);
@@ -79,6 +77,26 @@ inline void arrive_at_barrier(int number, int threads, bool wait) {
   uint64_t generation = b.generation;
   release_if_complete(block, number);
   if (wait && b.generation == generation) wait_for(fiber, &b.generation, generation, "barrier", number);
+}
+
+int count_votes(bool vote) {
+  Block& block = *self().block;
+  arrive_at_barrier(0, -1, true);
+  block.votes += vote;
+  arrive_at_barrier(0, -1, true);
+  int votes = block.votes;
+  arrive_at_barrier(0, -1, true);
+  block.votes = 0;
+  return votes;
+}
+
+// 2 GHz. A loop over it gives way: on a GPU all threads of a block wait at once.
+long long read_clock() {
+  timespec t{0, 20000};
+  if (self().linear == 0) nanosleep(&t, nullptr);
+  poll();
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return 2 * (t.tv_sec * 1000000000ll + t.tv_nsec);
 }
 
 }  // namespace emulation

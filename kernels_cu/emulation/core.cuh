@@ -1,21 +1,12 @@
 // Ground floor of the emulation: C headers only (no C++ runtime is linked), a growable list, random numbers, limits.
+// Every kernel's own unit reads this, so it includes little: system.cuh is for the executor.
 #pragma once
 
-#include <execinfo.h>
 #include <float.h>
 #include <limits.h>
 #include <math.h>
-#include <pthread.h>
-#include <sched.h>
-#include <setjmp.h>
-#include <signal.h>
-#include <stdarg.h>
 #include <stddef.h>
 #include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <time.h>
 
 #include "emulation/overloads.cuh"
 
@@ -75,18 +66,18 @@ struct List {
   T& push(const T& value) {
     if (size == capacity) {
       capacity = capacity ? 2 * capacity : 8;
-      items = static_cast<T*>(realloc(items, capacity * sizeof(T)));
-      if (!items) abort();
+      items = static_cast<T*>(__builtin_realloc(items, capacity * sizeof(T)));
+      if (!items) __builtin_abort();
     }
     items[size] = value;
     return items[size++];
   }
   void erase(uint32_t at, uint32_t count = 1) {
-    memmove(items + at, items + at + count, (size - at - count) * sizeof(T));
+    __builtin_memmove(items + at, items + at + count, (size - at - count) * sizeof(T));
     size -= count;
   }
   void release() {
-    free(items);
+    __builtin_free(items);
     items = nullptr;
     size = capacity = 0;
   }

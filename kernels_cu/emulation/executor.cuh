@@ -2,5 +2,6 @@
 #pragma once
 
 #include "emulation/assembly/execute.cuh"
+#include "emulation/deviation.cuh"
 #include "emulation/grid.cuh"
 #include "emulation/switch.cuh"

@@ -3,7 +3,8 @@
 // -DGPU_ACTORS_UCONTEXT, use ucontext.
 #pragma once
 
-#include "emulation/state.cuh"
+#include "emulation/calls.cuh"
+#include "emulation/system.cuh"
 
 #if !defined(__x86_64__) && !defined(GPU_ACTORS_UCONTEXT)
 #define GPU_ACTORS_UCONTEXT
@@ -14,10 +15,34 @@
 
 namespace emulation {
 
-// The fiber that runs here: its record lies at the top of the stack in use.
-__attribute__((always_inline)) inline Fiber& self() {
-  return *fiber_on(reinterpret_cast<uintptr_t>(__builtin_frame_address(0)) & ~(STACK_BYTES - 1));
-}
+struct Launch;
+
+// Whom a fault is blamed on: another than the running thread, where that thread acts for it. thread -1: the running one.
+struct Blamed {
+  int thread;
+  const void* issued;  // Fiber::statement, null: the running thread's own calls tell
+};
+
+struct Worker {
+  Launch* launch;
+  const Arena* arena;
+  Block* block;
+  void* stack_pointer;  // of the worker itself while a fiber runs
+  sigjmp_buf escape;    // out of the signal handler
+  pthread_t thread;
+  uint32_t number;
+  volatile sig_atomic_t running;  // inside a block, so that a signal may end it
+  volatile sig_atomic_t expired;  // the time limit has passed
+  volatile sig_atomic_t unwinding;  // reads a stack that the kernel may have overwritten
+  sigjmp_buf unwound;               // out of that
+  Blamed blamed;
+  bool failed;
+  uint64_t place;  // of its block, in the order in which blocks start
+  uint64_t switches;
+  char* static_begin;  // this thread's copy of the static __shared__ variables
+  char* static_end;
+  Fault fault;
+};
 
 #ifdef GPU_ACTORS_UCONTEXT
 struct Context {
@@ -111,8 +136,7 @@ inline void describe_fault(Worker& worker, const char* what, const Fiber* fiber,
 }
 
 // Reports a fault of the running thread and ends the launch.
-[[noreturn]] __attribute__((format(printf, 2, 3), noinline)) inline void fail(const char* what, const char* format,
-                                                                              ...) {
+[[noreturn]] void fail(const char* what, const char* format, ...) {
   Fiber& fiber = self();
   va_list arguments;
   va_start(arguments, format);

@@ -6,6 +6,19 @@
 
 namespace emulation {
 
+// A fault of the launch as a whole.
+__attribute__((format(printf, 3, 4))) inline int refuse(Request& request, const char* what, const char* format, ...) {
+  Fault& fault = *request.fault;
+  memset(&fault, 0, sizeof fault);
+  fault.thread = fault.buffer = -1;
+  snprintf(fault.kind, sizeof fault.kind, "%s", what);
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(fault.text, sizeof fault.text, format, arguments);
+  va_end(arguments);
+  return 1;
+}
+
 inline timespec after(double seconds) {
   timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
@@ -84,7 +97,15 @@ inline const Worker* join_workers(Launch& launch) {
   return failed;
 }
 
-int launch(Request& request, void (*call)(void*, void* const*), void* kernel) {
+int launch(Request& request, uint64_t count, const uint64_t* bytes, void (*call)(void*, void* const*), void* kernel) {
+  if (request.argument_count != count)
+    return refuse(request, kind::argument, "%u arguments for a kernel that takes %llu", request.argument_count,
+                  static_cast<unsigned long long>(count));
+  for (uint32_t i = 0; i < count; i++) {
+    const unsigned long long given = request.argument_bytes[i], taken = bytes[i];
+    if (given != taken)
+      return refuse(request, kind::argument, "argument %u has %llu bytes, the kernel takes %llu", i, given, taken);
+  }
   Launch* launch = start_launch(request, call, kernel);
   const bool in_time = supervise(*launch);
   const Worker* failed = join_workers(*launch);

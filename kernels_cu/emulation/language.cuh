@@ -2,7 +2,7 @@
 // Kernels compile unchanged; the wrappers in ptx/ bring the rest.
 #pragma once
 
-#include "emulation/collective.cuh"
+#include "emulation/calls.cuh"
 
 #define __global__
 #define __device__
@@ -74,14 +74,7 @@ inline void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 [[noreturn]] inline void __trap() { emulation::fail(emulation::kind::trap, "__trap()"); }
 inline void __nanosleep(unsigned) { emulation::poll(); }
 
-// A clock of 2 GHz. A loop over it gives way: on a GPU all threads of a block wait at once.
-inline long long clock64() {
-  timespec t{0, 20000};
-  if (emulation::self().linear == 0) nanosleep(&t, nullptr);
-  emulation::poll();
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return 2 * (t.tv_sec * 1000000000ll + t.tv_nsec);
-}
+inline long long clock64() { return emulation::read_clock(); }
 
 namespace emulation {
 
@@ -175,18 +168,6 @@ inline T __reduce_min_sync(unsigned mask, T v) {
 }
 
 // ---- votes of the whole block
-namespace emulation {
-inline int count_votes(bool vote) {
-  Block& block = *self().block;
-  __syncthreads();
-  block.votes += vote;
-  __syncthreads();
-  int votes = block.votes;
-  __syncthreads();
-  block.votes = 0;
-  return votes;
-}
-}  // namespace emulation
 inline int __syncthreads_count(int p) { return emulation::count_votes(p != 0); }
 inline int __syncthreads_or(int p) { return emulation::count_votes(p != 0) != 0; }
 inline int __syncthreads_and(int p) { return emulation::count_votes(p == 0) == 0; }

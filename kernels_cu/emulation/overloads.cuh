@@ -4,7 +4,29 @@
 #pragma once
 
 #include <math.h>
-#include <stdlib.h>
+#include <stddef.h>
+
+// What CUDA C++ has of C's library, as its headers declare it: they are much to parse.
+#ifdef __THROW
+#define EMULATED_C __THROW
+#else
+#define EMULATED_C
+#endif
+extern "C" {
+int abs(int) EMULATED_C;
+long labs(long) EMULATED_C;
+long long llabs(long long) EMULATED_C;
+void* memcpy(void*, const void*, size_t) EMULATED_C;
+void* memmove(void*, const void*, size_t) EMULATED_C;
+void* memset(void*, int, size_t) EMULATED_C;
+int memcmp(const void*, const void*, size_t) EMULATED_C;
+size_t strlen(const char*) EMULATED_C;
+void* malloc(size_t) EMULATED_C;
+void free(void*) EMULATED_C;
+long clock() EMULATED_C;
+int printf(const char*, ...);
+}
+#undef EMULATED_C
 
 #ifndef _GNU_SOURCE  // which declares what CUDA C++ has beyond the standard, and much else
 extern "C" {

@@ -152,8 +152,7 @@ inline void wait_for(Fiber& fiber, const uint64_t* gate, uint64_t seen, const ch
   give_way(*fiber.block);
 }
 
-// One round of a loop that polls memory: everything else, other blocks included, gets a turn.
-inline void poll() {
+void poll() {
   Fiber& fiber = self();
   Block& block = *fiber.block;
   check_time(block);

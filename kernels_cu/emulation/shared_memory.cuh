@@ -62,8 +62,6 @@ inline uint32_t shared_address_of(const void* pointer) {
   fail(kind::argument, "shared_address: the pointer is not into shared memory");
 }
 
-inline unsigned char* dynamic_shared() { return reinterpret_cast<unsigned char*>(self().block->shared); }
-
 // The async proxy's view. Static shared variables have one view only: TMA and wgmma have no business there.
 inline char* async_pointer(uint32_t address, uint32_t bytes, const char* what) {
   char* generic = shared_pointer(address, bytes, what);

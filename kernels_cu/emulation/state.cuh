@@ -15,6 +15,7 @@ namespace emulation {
 
 struct Block;
 struct Fiber;
+struct Worker;  // fiber.cuh
 
 // The emulation's own fields inside the 128 opaque bytes of a tensor map; tensor_map.py writes the same struct.
 struct TensorMapFields {
@@ -207,35 +208,6 @@ struct Request {
   const Arena* arenas;
   Fault* fault;
   uint64_t switches;
-};
-
-struct Launch;
-
-// Whom a fault is blamed on: another than the running thread, where that thread acts for it. thread -1: the running one.
-struct Blamed {
-  int thread;
-  const void* issued;  // Fiber::statement, null: the running thread's own calls tell
-};
-
-struct Worker {
-  Launch* launch;
-  const Arena* arena;
-  Block* block;
-  void* stack_pointer;  // of the worker itself while a fiber runs
-  sigjmp_buf escape;    // out of the signal handler
-  pthread_t thread;
-  uint32_t number;
-  volatile sig_atomic_t running;  // inside a block, so that a signal may end it
-  volatile sig_atomic_t expired;  // the time limit has passed
-  volatile sig_atomic_t unwinding;  // reads a stack that the kernel may have overwritten
-  sigjmp_buf unwound;               // out of that
-  Blamed blamed;
-  bool failed;
-  uint64_t place;  // of its block, in the order in which blocks start
-  uint64_t switches;
-  char* static_begin;  // this thread's copy of the static __shared__ variables
-  char* static_end;
-  Fault fault;
 };
 
 struct Block {

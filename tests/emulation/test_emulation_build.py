@@ -268,6 +268,53 @@ def test_functions_of_c_have_the_overloads_that_cuda_has(cache: Path) -> None:
     assert out.view(np.float64).tolist() == [1] * 9 + [2.5, 3, 5e9, 2.25, 2, 0.125, 1, 3.75, 3, 101, 11, 28]
 
 
+LIBRARY = """
+#include "ptx/types.cuh"
+extern "C" __global__ void each(long long* out) {
+  char from[8] = "abcdefg", to[8];
+  memcpy(to, from, 8);
+  memmove(to + 1, to, 3);
+  memset(to + 5, 'z', 2);
+  void* memory = malloc(16);
+  *out++ = memory != nullptr;
+  free(memory);
+  *out++ = memcmp(to, "aabcezz", 8);
+  *out++ = strlen(to);
+  *out++ = labs(-7) + llabs(-8);
+  const long long before = clock64();
+  *out++ = clock64() > before && clock() >= 0;
+  if (out == nullptr) printf("%d\\n", to[0]);
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "headers", ["", "#include <stdio.h>\n#include <stdlib.h>\n#include <string.h>\n#include <time.h>\n"]
+)
+def test_functions_of_c_that_cuda_has_need_no_header_and_bear_one(cache: Path, headers: str) -> None:
+    out = EmulatedBuffer(5 * 8, "out")
+    build_module(headers + LIBRARY, cache_dir=cache).launch("each", 1, 1, 0, struct.pack("<Q", out.address), [out])
+    assert out.view(np.int64).tolist() == [1, 0, 7, 15, 1]
+
+
+def test_a_kernels_own_unit_reads_no_header_of_threads_and_signals(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would be a third of what a small kernel is parsed with: the executor has what needs them."""
+    read: list[str] = []
+
+    def compiled(toolchain: Toolchain, arguments: list[str], work: Path, *rest: Any) -> None:
+        run_compiler(toolchain, arguments, work, *rest)
+        if "-E" in arguments:
+            read.append((work / "expanded.cpp").read_text(encoding="utf-8"))
+
+    monkeypatch.setattr("gpu_actors.devices.emulation.build.run_compiler", compiled)
+    build_module(LIBRARY + "// anew\n", cache_dir=cache)
+    (text,) = read
+    assert "memcpy" in text
+    assert not re.findall(r"\b(?:pthread_create|sigaction|fprintf|backtrace|swapcontext)\b", text)
+
+
 def test_a_build_that_takes_its_time_is_in_the_log(
     cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "emulation/assembly/statement.cuh"
+#include "emulation/system.cuh"
 
 namespace emulation {
 
