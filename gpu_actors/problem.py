@@ -214,7 +214,12 @@ class DispatchKey(StableText):
     @property
     def plain(self) -> bool:
         """Whether weights need neither a bias nor dropout nor a score modification."""
-        return not (self.bias or self.dropout or self.score_mod)
+        return self.bare and not self.score_mod
+
+    @property
+    def bare(self) -> bool:
+        """Whether weights need neither a bias nor dropout."""
+        return not (self.bias or self.dropout)
 
     @property
     def varlen(self) -> bool:

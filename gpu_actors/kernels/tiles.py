@@ -46,8 +46,8 @@ class _TileRow(NamedTuple):
     """Which problems a tile is for. None matches everything; head_dim is the largest one it is for.
 
     scale_only: whether nothing but the scale may stand between product and score. plain: whether no bias, dropout or
-    score modification may, which need registers. blocks: how many at a time must fit into the shared memory of a
-    multiprocessor. layouts: as in AttentionProblem.
+    score modification may, which need registers. bare: whether no bias or dropout may, which need more. blocks: how
+    many at a time must fit into the shared memory of a multiprocessor. layouts: as in AttentionProblem.
     """
 
     kernel: str
@@ -57,6 +57,7 @@ class _TileRow(NamedTuple):
     masks: tuple[MaskKind, ...] | None = None
     scale_only: bool = False
     plain: bool = False
+    bare: bool = False
     blocks: int = 1
     layouts: tuple[Layout, ...] | None = None
     direction: Direction = "forward"
@@ -85,15 +86,17 @@ TILES = (
     # Pages divide a tile of 128 or 64 keys, or are multiples of it.
     _sm90(Tile(192, 128, 2, 16), _HALVES, 64, scale_only=True),
     _sm90(Tile(128, 128, 2, 12), _HALVES, 64),  # 160 registers do not suffice
-    _sm90(Tile(128, 128, 2, 12), _HALVES, 96),
+    _sm90(Tile(128, 128, 2, 12), _HALVES, 96, bare=True),
     _sm90(Tile(128, 176, 2, 12), _HALVES, 128, ("full",), scale_only=True, layouts=_NO_CACHES),
     _sm90(Tile(128, 128, 2, 12), _HALVES, 128, plain=True),
     _sm90(Tile(128, 96, 2, 12), _HALVES, 128),
     _sm90(Tile(128, 64, 2, 12), _HALVES, layouts=_CACHES),
     _sm90(Tile(128, 112, 2, 12), _HALVES, 192, scale_only=True),
     _sm90(Tile(128, 80, 2, 12), _HALVES, 192, plain=True),
+    _sm90(Tile(128, 64, 2, 12), _HALVES, 192),
     _sm90(Tile(128, 80, 2, 12), _HALVES, 256, scale_only=True),
-    _sm90(Tile(128, 64, 2, 12), _HALVES, 256),
+    _sm90(Tile(128, 64, 2, 12), _HALVES, 256, bare=True),
+    _sm90(Tile(128, 48, 2, 12), _HALVES, 256),
     # 8-bit elements, with V transposed: keys, too, come in boxes of 64 or 128 bytes. Tensor cores keep 13 fraction
     # bits of a sum, so that they sum the keys of one tile alone. Each of its block_n / 32 steps cuts off 34 numbers (32
     # products, what was summed before, the sum) by less than 2^-13 of the tile's sum P|V|. With 128 keys that is below
@@ -162,6 +165,7 @@ def tile_for(
     scale_only: bool = True,
     layout: Layout = "dense",
     plain: bool = True,
+    bare: bool = True,
 ) -> Tile:
     """The tile of a kernel for a problem. head_dim: the larger of q's and v's. Further ones: as in `_TileRow`.
 
@@ -177,6 +181,7 @@ def tile_for(
             and (row.masks is None or mask in row.masks)
             and (scale_only or not row.scale_only)
             and (plain or not row.plain)
+            and (bare or not row.bare)
             and (row.layouts is None or layout in row.layouts)
             and row.blocks * shared_mem_bytes(kernel, row.tile, dtype, head_dim, head_dim) <= limit
         ):
@@ -190,7 +195,7 @@ def tile_of(key: DispatchKey) -> Tile:
     """The tile that a key's kernel is compiled for."""
     widest = max(key.head_dim, key.head_dim_v)
     fields = (key.kernel, key.direction, key.arch, key.dtype, widest, key.mask, key.scale_only, key.layout)
-    return tile_for(*fields, plain=key.plain)
+    return tile_for(*fields, plain=key.plain, bare=key.bare)
 
 
 def shared_bytes_of(key: DispatchKey) -> int:

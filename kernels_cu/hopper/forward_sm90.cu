@@ -27,7 +27,7 @@ constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 240 : 160;
 
 static_assert(sizeof(ELEMENT) == sizeof(KV_ELEMENT) && sizeof(ELEMENT) <= 2, "products are of 16 or 8 bits");
 static_assert(STAGES >= 2, "the keys of the next tile land while those of this one are multiplied");
-static_assert(!BIAS && !DROPOUT, "forward_mma has these options");
+static_assert(!DROPOUT || !FP8, "weights of 8 bits are not dropped");
 static_assert((PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS) * WARPGROUP <= 65536, "registers there are");
 
 // `full` barriers take one arrival, the producer's, and the bytes that it announces; `empty` ones an arrival of each
@@ -154,14 +154,19 @@ __device__ __forceinline__ void Consumer::mainloop_step(Registers& r, const Rows
   else multiply_values(r.o, r.p);
   if (PINGPONG) pingpong_pass();
 
+  Kept kept;
+  if constexpr (DROPOUT) draw_kept(kept, rows, first_key);
+  BiasTile bias;
+  if constexpr (BIAS) load_bias<false>(bias, rows, first_key);
   ptx::wgmma_wait<1>();
   ptx::pin_registers(r.s);
   release_keys();
-  score<false>(r.s, rows, first_key);
+  score<false>(r.s, rows, bias, first_key);
   // A branch that all threads take alike, and one loop: with one more for masks, a compile takes half as long again.
   if ((CAUSAL || WINDOW) && masked) apply_mask(r.s, rows, first_key);
   float correction[2];
   softmax_tile<false>(r.s, r.softmax, correction, rows.to_log2);
+  if constexpr (DROPOUT) drop_weights(r.s, kept);
 
   // The next step needs these keys. Waiting here, and not where they are used, ends the basic block: without that,
   // ptxas moves the wait for O above the exponentials, and the softmax no longer runs beside the product.
@@ -188,10 +193,12 @@ __device__ __forceinline__ void Consumer::mainloop_step_apart(Registers& r, cons
   wait_for_keys();
   ptx::wgmma_fence();
   multiply_keys(r.s);
+  BiasTile bias;
+  if constexpr (BIAS) load_bias<false>(bias, rows, first_key);
   ptx::wgmma_wait<0>();
   ptx::pin_registers(r.s);
   release_keys();
-  score<false>(r.s, rows, first_key);
+  score<false>(r.s, rows, bias, first_key);
   if ((CAUSAL || WINDOW) && masked) apply_mask(r.s, rows, first_key);
   softmax_tile<false>(r.s, r.softmax, r.correction, rows.to_log2);
   pack(r.p, r.s);

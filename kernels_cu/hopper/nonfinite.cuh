@@ -65,8 +65,9 @@ DEVICE void attend_key_by_key(const Sm90Params& all, const Work& work, const Row
       const auto k = element_of<const ELEMENT>(params.k, params.k_strides, at.batch, at.row, work.kv_head);
       const auto v = element_of<const ELEMENT>(params.v, params.v_strides, at.batch, at.row, work.kv_head);
       const float modified = score(dot_of_quad(q, k), row, key);
-      const float weight = ptx::ex2(modified * LOG2_E - nonfinite.base);
-      const bool hidden = SCORE_MOD && modified == -INFINITY;  // unlike a weight that rounds to 0
+      const bool kept = !DROPOUT || rows.dropout.keeps(row, key);
+      const float weight = kept ? ptx::ex2(modified * LOG2_E - nonfinite.base) : 0.0f;
+      const bool hidden = !kept || ((SCORE_MOD || BIAS) && modified == -INFINITY);  // unlike a weight that rounds to 0
       if (unit >= UNITS) continue;
 #pragma unroll
       for (int i = 0; i < 8; i++) add_value(sum[i], hidden, weight, to_real(v[unit * 8 + i]));

@@ -24,6 +24,9 @@ using Output = float[DIM_V / 2];
 // unused, and those below 2^-10 would be 0.
 constexpr float WEIGHT_EXPONENT = FP8 ? 8.0f : 0.0f;
 
+// Whether the softmax is given scores in natural units: to_log2 does not carry the scale then.
+constexpr bool SCALED = SCORE_MOD || (BIAS && !BIAS_HIDES && !SOFTCAP);
+
 // A thread's two rows, and what makes scores of their products.
 struct Rows {
   Mask mask;
@@ -33,9 +36,12 @@ struct Rows {
   float softcap;      // in base 2
   float slope;        // in the unit of s
   bool negated;       // s are to be products of -q: a negative descale would turn maxima into minima
-  float scale;        // of products, where a modification takes them scaled
-  int last_row;       // of the sequence: rows past it read what a modification reads for this one
+  float scale;        // of products, where SCALED
+  int last_row;       // of the sequence: rows past it read what is read for this one
   ScoreMod mod;
+  Dropout dropout;
+  const BIAS_ELEMENT* bias[2];  // of each row
+  bool bias_in_pairs;           // whether two neighbours can be read at once
 
   __device__ __forceinline__ int row(int half) const { return first + 8 * half; }
 };
@@ -61,18 +67,29 @@ DEVICE float usable_magnitude(float scale) {
 
 DEVICE Rows rows_of(const LaunchParams& params, const Mask& mask, int sequence, int head, int kv_head, int first,
                     int last_row) {
-  constexpr bool FOLDED = DESCALES && !SOFTCAP && !SCORE_MOD;  // descales are in to_log2
+  constexpr bool FOLDED = DESCALES && !SOFTCAP && !SCALED;  // descales are in to_log2
   float scale = scale_of(params, sequence, kv_head);
   const bool negated = FOLDED && scale < 0.0f;
   if (FOLDED) scale = usable_magnitude(scale);
   if (DESCALES && SOFTCAP && !(fabsf(scale) <= GREATEST_SCALE)) scale = NAN;  // which tanh would make finite
   const float product_scale = scale;
-  if (SCORE_MOD) scale = 1.0f;  // of what the modification leaves
-  Rows rows{mask, first, SOFTCAP ? 1.0f : scale * LOG2_E, 0.0f, 0.0f, 0.0f, negated, product_scale, last_row, {}};
+  if (SCALED) scale = 1.0f;  // of what `score` makes of them
+  Rows rows{mask, first, SOFTCAP ? 1.0f : scale * LOG2_E, 0.0f, 0.0f, 0.0f, negated, product_scale, last_row, {},
+            make_dropout(params, sequence, head), {}};
   if constexpr (SCORE_MOD) rows.mod = bind_score_mod(params.score_params(), sequence, head);
   if constexpr (SOFTCAP) {
     rows.softcap = static_cast<float>(params.softcap) * LOG2_E;
     rows.to_exponent = scale / static_cast<float>(params.softcap) * (2.0f * LOG2_E);
+  }
+  if constexpr (BIAS) {
+    const Strides& strides = params.bias_strides;
+    rows.bias_in_pairs = reinterpret_cast<uint64_t>(params.bias) % (2 * sizeof(BIAS_ELEMENT)) == 0 &&
+                         (strides.batch | strides.row | strides.head) % 2 == 0;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int row = at_most(last_row, rows.row(half));
+      rows.bias[half] = element_of<const BIAS_ELEMENT>(params.bias, strides, sequence, row, head);
+    }
   }
   if constexpr (ALIBI) {
     const float slope = *element_of<const float>(params.alibi_slopes, params.alibi_slopes_strides, sequence, 0, head);
@@ -99,10 +116,48 @@ DEVICE void modify(Scores& s, const Rows& rows, int first_key) {
   }
 }
 
-// The modification, softcap and ALiBi. tanh x = 1 - 2 / (1 + e^2x): to about 1e-7 absolute, and without a branch.
+// A thread's part of a tile of the bias. Read before the scores are there, so that memory answers while the tensor cores
+// multiply.
+struct alignas(2 * sizeof(BIAS_ELEMENT)) BiasPair {  // of neighbouring keys
+  BIAS_ELEMENT of[2];
+};
+using BiasTile = BiasPair[BIAS ? BLOCK_N / 8 : 1][2];
+
 template <bool LAST>
-DEVICE void score(Scores& s, const Rows& rows, int first_key) {
+DEVICE void load_bias(BiasTile& tile, const Rows& rows, int first_key) {
+  const int first = first_key + lane_id() % 4 * 2;
+  if (!LAST && rows.bias_in_pairs) {
+#pragma unroll
+    for (int i = 0; i < BLOCK_N / 4; i++) {
+      tile[i / 2][i % 2] = *reinterpret_cast<const BiasPair*>(rows.bias[i % 2] + first + i / 2 * 8);
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < BLOCK_N / 2; i++) {
+    const int key = first + i / 4 * 8 + i % 2;
+    tile[i / 4][i / 2 % 2].of[i % 2] = rows.bias[i / 2 % 2][LAST ? at_most(rows.mask.seqlen_k - 1, key) : key];
+  }
+}
+
+// In base 2 where softcap has made the scores so.
+template <class Element>
+DEVICE float with_bias(float score, Element bias) {
+  if constexpr (BIAS_HIDES) return biased(score, bias);
+  else return score + to_real(bias) * (SOFTCAP ? LOG2_E : 1.0f);
+}
+
+DEVICE void add_bias(Scores& s, const BiasTile& tile) {
+#pragma unroll
+  for (int i = 0; i < BLOCK_N / 2; i++) s[i] = with_bias(s[i], tile[i / 4][i / 2 % 2].of[i % 2]);
+}
+
+// The modification, softcap, ALiBi and bias. tanh x = 1 - 2 / (1 + e^2x): to about 1e-7 absolute, and without a branch.
+template <bool LAST>
+DEVICE void score(Scores& s, const Rows& rows, const BiasTile& bias, int first_key) {
   if constexpr (SCORE_MOD) modify<LAST>(s, rows, first_key);
+#pragma unroll
+  for (int i = 0; i < BLOCK_N / 2 && SCALED && !SCORE_MOD; i++) s[i] *= rows.scale;
 #pragma unroll
   for (int half = 0; half < 2 && (SOFTCAP || ALIBI); half++) {
     // As a float: exact up to 2^24 keys away, and no conversion for each key.
@@ -126,6 +181,7 @@ DEVICE void score(Scores& s, const Rows& rows, int first_key) {
       }
     }
   }
+  if constexpr (BIAS) add_bias(s, bias);
 }
 
 // Puts -inf in the place of scores whose key the row does not see.
@@ -160,6 +216,34 @@ DEVICE void softmax_tile(Scores& s, SoftmaxRow (&softmax)[2], float (&correction
       sum[i % 2] = i < 2 ? x : sum[i % 2] + x;
     }
     row.l = FIRST ? sum[0] + sum[1] : row.l + (sum[0] + sum[1]);
+  }
+}
+
+// A bit for each of the thread's weights that dropout keeps: 4 * block + e, of 64 keys a word.
+using Kept = uint32_t[(BLOCK_N + 63) / 64];
+
+// Draws need no scores. Rolled, and eight bits a turn: Philox's ten rounds are some seventy instructions.
+DEVICE void draw_kept(Kept& kept, const Rows& rows, int first_key) {
+#pragma unroll
+  for (int i = 0; i < (BLOCK_N + 63) / 64; i++) {
+    uint32_t bits = 0;
+#pragma unroll 1
+    for (int block = 0; block < (BLOCK_N - 64 * i < 64 ? BLOCK_N / 8 - 8 * i : 8); block += 2) {
+#pragma unroll
+      for (int next = 0; next < 2; next++) {
+        const int key = first_key + 64 * i + 8 * (block + next) + lane_id() % 4 * 2;
+        bits |= kept_in_block(rows.dropout, rows.row(0), rows.row(1), key) << 4 * (block + next);
+      }
+    }
+    kept[i] = bits;
+  }
+}
+
+// Sums are of all weights; dropped ones have no value.
+DEVICE void drop_weights(Scores& s, const Kept& kept) {
+#pragma unroll
+  for (int i = 0; i < BLOCK_N / 2; i++) {
+    if (!(kept[i / 32] >> i % 32 & 1)) s[i] = 0.0f;
   }
 }
 

@@ -94,6 +94,7 @@ DEVICE void send_output(const Sm90Params& all, const Work& work, const Shared& s
 }
 
 DEVICE float scale_of_values(const Params& params, const Work& work) {
+  if constexpr (DROPOUT) return static_cast<float>(params.dropout_scale);
   if constexpr (!DESCALES) return 1.0f;
   return descale(params.v_descale, params.v_descale_strides, work.sequence, work.kv_head);
 }

@@ -92,6 +92,29 @@ DEVICE void drop(const Dropout& dropout, float (&p)[BLOCKS][4], int row, int row
 #endif
 }
 
+// The same draws for one block, as bits: the thread's weights e of block `key`, 0 and 1 of `row`, 2 and 3 of `row_below`.
+// key: the thread's first one.
+DEVICE uint32_t kept_in_block(const Dropout& dropout, int row, int row_below, int key) {
+  uint32_t kept = 0;
+#if POSITIONS
+#pragma unroll 1
+  for (int i = 0; i < 4; i++) kept |= uint32_t(dropout.keeps(i < 2 ? row : row_below, key + i % 2)) << i;
+#else
+  const bool odd = threadIdx.x % 2;
+  const PhiloxWords drawn = dropout.draws(odd ? row_below : row, key / 4);
+  const uint32_t* const word = drawn.word;
+  const uint32_t own[2] = {odd ? word[2] : word[0], odd ? word[3] : word[1]};
+  const uint32_t got[2] = {__shfl_xor_sync(ALL_LANES, odd ? word[0] : word[2], 1),
+                           __shfl_xor_sync(ALL_LANES, odd ? word[1] : word[3], 1)};
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    kept |= uint32_t((odd ? got[i] : own[i]) >= dropout.threshold) << i;
+    kept |= uint32_t((odd ? own[i] : got[i]) >= dropout.threshold) << (2 + i);
+  }
+#endif
+  return kept;
+}
+
 struct RowResult {
   float factor;  // of the row's O
   float lse;

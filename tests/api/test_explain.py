@@ -36,17 +36,17 @@ def explained(request: Any, arch: str = "sm_90a", device: str = "mock") -> Any:
 
 
 def test_it_names_the_kernel_and_why_each_other_one_was_not_taken() -> None:
-    found = explained(forward(dropout_p=0.1))
+    found = explained(forward(out_dtype="float32"))
     assert found.key.kernel == "forward_mma"
     assert [verdict.family for verdict in found.verdicts] == [family.name for family in FAMILIES]
     assert [verdict.family for verdict in found.verdicts if verdict.taken] == ["forward_mma"]
-    assert "drops nothing" in found.verdicts[0].reason
+    assert "outputs of 16 bits" in found.verdicts[0].reason
 
 
 def test_the_rows_are_those_of_the_request_for_kernels_of_its_kind() -> None:
-    found = explained(forward(dropout_p=0.1, softcap=30.0))
+    found = explained(forward(out_dtype="float32", softcap=30.0))
     cells = [(cell.option, cell.family) for cell in found.options]
-    assert cells == [(option, family) for option in ("`softcap`", "`dropout_p`") for family in DENSE]
+    assert cells == [(option, family) for option in ("`softcap`", '`out_dtype="float32"`') for family in DENSE]
     assert [cell.taken for cell in found.options] == [True, True, True, False, True, True]
     assert {cell.arch for cell in found.options} == {"sm_90a"}
 

@@ -38,8 +38,16 @@ SWEEPS = (
     Sweep("bfloat16", 256, None, ""),
     Sweep("float16", 256, 72, "window sink_tokens sinks alibi softcap", varlen=True),
     Sweep("bfloat16", 32, 200, "causal window alibi"),
+    Sweep("float16", 64, None, "causal dropout bias"),
+    Sweep("bfloat16", 128, None, "dropout alibi", varlen=True),
+    Sweep("bfloat16", 96, None, "bias softcap window"),
+    Sweep("float16", 192, None, "bias alibi dropout causal"),
+    Sweep("bfloat16", 256, None, "dropout window sinks scale", top_left=True),
+    Sweep("float16", 256, None, "bias sink_tokens window softcap sinks"),
+    Sweep("float16", 40, None, "bias"),
 )
 SAMPLE = SWEEPS[1:4]
+BOTH = SWEEPS[15]
 SHAPES = ((1, 1), (33, 95), (70, 31), (113, 203), (130, 7), (200, 600))
 
 
@@ -58,6 +66,10 @@ def check_sweep(sweep: Sweep, shapes: tuple[tuple[int, int], ...], launches: int
 @pytest.mark.parametrize("sweep", SAMPLE, ids=str)
 def test_it_agrees_with_the_oracle_whatever_the_schedule_and_the_delivery(sweep):
     check_sweep(sweep, SHAPES)
+
+
+def test_it_drops_and_adds_a_bias():
+    check_sweep(BOTH, SHAPES[3:4])
 
 
 @pytest.mark.usefixtures("fused")

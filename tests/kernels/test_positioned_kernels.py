@@ -90,8 +90,7 @@ def test_forward_and_its_gradients_on_tensor_cores(options: str) -> None:
     "options", [pytest.param(name, marks=() if name == "no dropout" else pytest.mark.sweep) for name in HOPPER_OPTIONS]
 )
 def test_forward_and_its_gradients_on_hopper(options: str) -> None:
-    kernel = "forward_mma" if "dropout_p" in HOPPER_OPTIONS[options] else "forward_sm90"
-    run_kernel("sm_90a", ml_dtypes.bfloat16, HOPPER_OPTIONS[options], kernel, backward=True, dim=64)
+    run_kernel("sm_90a", ml_dtypes.bfloat16, HOPPER_OPTIONS[options], "forward_sm90", backward=True, dim=64)
 
 
 @pytest.mark.timeout(600)

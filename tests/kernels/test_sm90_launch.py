@@ -24,17 +24,19 @@ from gpu_actors.devices.emulation import build_module
 from gpu_actors.devices.interface import Buffer, TensorMap
 from gpu_actors.kernels.dispatch import FAMILIES, dispatch_key, explain, program_of
 from gpu_actors.kernels.hopper.params import COUNTER, pack_sm90, schedule_layout, tma_refusal
-from gpu_actors.kernels.hopper.variant import sections_of
+from gpu_actors.kernels.hopper.variant import sections_of, sm90_refuses
 from gpu_actors.kernels.params import divider, forward_layout
 from gpu_actors.kernels.program import Target
 from gpu_actors.kernels.tiles import tile_of
 from gpu_actors.kernels.variants import kernel_source
+from gpu_actors.score_mod import ScoreMod
 from gpu_actors.testing.tolerance import check_output
 
 KERNEL = "forward_sm90"
 Q = np.zeros((2, 200, 4, 64), np.float16)
 KV = np.zeros((2, 300, 2, 64), np.float16)
 BASE = problem_of(Q, KV, KV)
+BIAS = ("float32", True, False)
 
 
 class TestDispatch:
@@ -53,8 +55,6 @@ class TestDispatch:
     @pytest.mark.parametrize(
         ("changes", "reason"),
         [
-            ({"bias": ("float16", False, False)}, "forward_mma does"),
-            ({"dropout_p": 0.1}, "forward_mma does"),
             ({"head_dim": 36}, "multiples of 8"),
             ({"softmax_scale": 2.0**-40}, "in fp32"),
             ({"softcap": 5000.0}, "in fp32"),
@@ -66,6 +66,55 @@ class TestDispatch:
         verdict = explain(problem, "sm_90a")[0]
         assert (verdict.family, verdict.taken) == (KERNEL, False)
         assert reason in verdict.reason
+
+    @pytest.mark.parametrize("bias", ["float16", "float32", "bool"])
+    def test_it_takes_dropout_and_a_bias_of_dense_batches(self, bias):
+        problem = dataclasses.replace(BASE, bias=(bias, False, True), dropout_p=0.1)
+        assert dispatch_key(problem, "sm_90a").kernel == KERNEL
+        refusal = sm90_refuses(dataclasses.replace(problem, layout="varlen"), "sm_90a")
+        assert refusal is not None
+        assert (refusal.field, "dense batches" in refusal.reason) == ("bias", True)
+
+    @pytest.mark.parametrize(
+        ("changes", "field", "reason"),
+        [
+            ({"bias": BIAS, "score_mod": ScoreMod("")}, "bias", "score modification"),
+            ({"dropout_p": 0.1, "score_mod": ScoreMod("")}, "dropout_p", "score modification"),
+            ({"bias": BIAS, "k_positions": 2}, "bias", "positions"),
+            ({"dropout_p": 0.1, "q_positions": 1, "head_dim": 200}, "dropout_p", "192"),
+            ({"bias": BIAS, "dropout_p": 0.1, "head_dim_v": 256}, "bias", "192"),
+        ],
+    )
+    def test_options_that_would_spill_together_go_to_mma_sync(self, changes, field, reason):
+        problem = dataclasses.replace(BASE, **changes)
+        assert dispatch_key(problem, "sm_90a").kernel == "forward_mma"
+        refusal = sm90_refuses(problem, "sm_90a")
+        assert refusal is not None
+        assert (refusal.field, reason in refusal.reason) == (field, True)
+
+    @pytest.mark.parametrize(("dim", "changes", "refused"), [
+        (128, {"window_size": (9, 0)}, True), (80, {"attention_chunk": 8, "causal": True}, True),
+        (128, {"causal": True}, False), (64, {"window_size": (9, 0)}, False), (192, {"window_size": (9, 0)}, False),
+        (128, {"window_size": (9, 0), "bias": ("bool", True, False)}, False),
+    ])  # fmt: skip
+    def test_a_wide_bias_beside_a_window_in_8_bits_goes_elsewhere(self, dim, changes, refused):
+        dtypes = {"dtype": "float8_e4m3fn", "kv_dtype": "float8_e4m3fn", "out_dtype": "bfloat16", "compute": "fp8"}
+        problem = dataclasses.replace(BASE, head_dim=dim, head_dim_v=dim, bias=BIAS, descales=True, **dtypes)
+        problem = dataclasses.replace(problem, **changes)
+        assert dispatch_key(problem, "sm_90a").kernel == ("forward_simple" if refused else KERNEL)
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"dropout_p": 0.1, "q_positions": 2, "head_dim": 192},
+            {"bias": BIAS, "dropout_p": 0.1, "head_dim": 192},
+            {"bias": BIAS, "head_dim": 256},
+            {"dropout_p": 0.1, "head_dim": 256},
+            {"score_mod": ScoreMod(""), "k_positions": 2, "head_dim": 256},
+        ],
+    )
+    def test_each_of_them_alone_stays(self, changes):
+        assert dispatch_key(dataclasses.replace(BASE, **changes), "sm_90a").kernel == KERNEL
 
     def test_float32_and_fp8_go_elsewhere(self):
         wide = dataclasses.replace(BASE, dtype="float32", kv_dtype="float32", out_dtype="float32", compute="tf32")

@@ -68,7 +68,27 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "alibi": "heads",
         "softcap": 20.0,
     },
+    "bias": {"bias": ("bfloat16", False, False)},
+    "wide bias": {"causal": True, "bias": ("float32", True, False)},
+    "bool bias": {"bias": ("bool", False, True)},
+    "dropout": {"causal": True, "dropout_p": 0.1, "layout": "varlen"},
+    "dropout, places": {"dropout_p": 0.1, "q_positions": 2, "k_positions": 2},
+    "everything dense": {
+        "causal": True,
+        "window_size": (9, 0),
+        "sink_tokens": 4,
+        "sinks": True,
+        "alibi": "heads",
+        "softcap": 20.0,
+        "bias": ("float32", False, False),
+        "dropout_p": 0.1,
+    },
 }
+OPTIONS["everything biased"] = {**OPTIONS["everything dense"], "dropout_p": 0.0}
+OPTIONS["everything dropped"] = {**OPTIONS["everything"], "dropout_p": 0.1}
+# Philox multiplies by constants that lie in uniform registers.
+DRAWS = ("dropout", "dropout, places", "everything dense", "everything dropped")
+LOADS = ("bias", "wide bias", "bool bias", "everything biased")
 # Score modifications of cases.score_mods: one that reads memory, one that divides integers, one with special functions.
 MODIFIED = ("document mask", "natten 2d", "tanh gating")
 SHAPES = (
@@ -90,15 +110,17 @@ SHAPES = (
     ("float8_e4m3fn", 192, 192),
 )
 FEW = ("causal", "everything")
-FEW_FP8 = ("full", "causal", "window sinks", "everything")
+FEW_FP8 = ("full", "causal", "window sinks", "everything", "wide bias", "bool bias")
 SECONDS = 1.0  # that a cold compile may take
 
 
-# Every option with every padded head dim in bf16, a few with the rest.
+# Every option with every padded head dim in bf16, a few with the rest. Above head dim 192 a bias and dropout are two.
+TWO = ("everything biased", "everything dropped")
 VARIANTS = tuple(
     WgmmaVariant(*shape, option)
     for n, shape in enumerate(SHAPES)
     for option in ((*OPTIONS, *MODIFIED) if n < 6 else FEW_FP8 if ELEMENTS[shape[0]].fp8 else FEW)
+    if option not in (("everything dense", "dropout, places") if shape[1] > 192 else TWO)
 )
 SAMPLE = (
     WgmmaVariant("bfloat16", 128, 128, "causal"),
@@ -211,7 +233,7 @@ def faults(found: Finding) -> list[str]:
     """What the gate holds against a variant."""
     loops = found.loops
     expected, opcode = 2 * found.products, "QGMMA" if is_fp8(found.variant) else "HGMMA"
-    plain = found.variant.option not in ("alibi", "softcap", "everything", *MODIFIED)
+    plain = found.variant.option not in ("alibi", "softcap", "everything", *DRAWS, *LOADS, *MODIFIED)
     modified = found.variant.option in MODIFIED
     # What a modification computes of rows and keys alone may run before S is there.
     late = sum(loop.after["MUFU"] + (0 if modified else loop.before["MUFU"]) for loop in loops)
@@ -241,7 +263,9 @@ def may_be_alone(found: Finding) -> bool:
 
 
 def too_many_moves(found: Finding) -> bool:
-    most = MOVES[found.compiler] + (4 if found.variant.option in MODIFIED else 0)
+    most = MOVES[found.compiler] + (
+        4 if found.variant.option in MODIFIED else 8 if found.variant.option in DRAWS else 0
+    )
     return any(loop.count("R2UR") > most for loop in found.loops)
 
 

@@ -50,7 +50,8 @@ def test_the_plain_kernel_has_a_tile_for_everything():
 def test_each_row_of_the_table_is_reached():
     kernels = {row.kernel for row in TILES}
     dims = range(16, 257, 16)
-    queries = itertools.product(kernels, ARCHS, ELEMENTS, dims, MASKS, (True, False), LAYOUTS, (True, False))
+    flags = (True, False)
+    queries = itertools.product(kernels, ARCHS, ELEMENTS, dims, MASKS, flags, LAYOUTS, flags, flags)
     tiles = {id(tile_or_none(*query)) for query in queries}
     assert [row for row in TILES if id(row.tile) not in tiles] == []
 
@@ -64,9 +65,10 @@ def tile_or_none(
     scale_only: bool = True,
     layout: Layout = "dense",
     plain: bool = True,
+    bare: bool = True,
 ) -> Tile | None:
     try:
-        return tile_for(kernel, DIRECTIONS[kernel], arch, dtype, dim, mask, scale_only, layout, plain)
+        return tile_for(kernel, DIRECTIONS[kernel], arch, dtype, dim, mask, scale_only, layout, plain, bare)
     except Unsupported:
         return None
 

@@ -86,7 +86,8 @@ def pack_sm90(
     encode: the device's own tensor maps. Raises InvalidRequest as pack_forward does, and for what TMA cannot move.
     """
     assert encode is not None, "a launch by TMA is packed for a device"
-    params = pack_forward(problem, buffers) + pack_score(problem, buffers, values.score_scalars)
+    params = pack_forward(problem, buffers, dropout_seed=values.dropout_seed)
+    params += pack_score(problem, buffers, values.score_scalars)
     k, v = ("k_cache", "v_cache") if problem.decoding else ("k", "v")
     tile = tile_of(key)
     keys = min(tile.block_n, problem.page_size or tile.block_n)

@@ -54,14 +54,32 @@ def sm90_refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
     """Why forward_sm90 does not take a problem, or None. What its operands' strides must be is in `sm90_arguments`."""
     if capability(arch) != 90:
         return Unsupported("arch", arch, "forward_sm90 is written for Hopper's wgmma", "sm_90a")
-    if problem.bias is not None:
-        return Unsupported("bias", problem.bias[0], "forward_sm90 adds no bias; forward_mma does")
+    if problem.bias is not None and problem.layout != "dense":
+        return Unsupported("bias", problem.bias[0], "forward_sm90 finds a bias by rows and keys of dense batches")
     if problem.out_dtype == "float32":
         reason = "forward_sm90 stores outputs of 16 bits; other kernels round none"
         return Unsupported("out_dtype", problem.out_dtype, reason, ELEMENTS[problem.dtype].out)
-    if problem.dropout_p:
-        return Unsupported("dropout_p", problem.dropout_p, "forward_sm90 drops nothing; forward_mma does", 0.0)
-    return _cache_refusal(problem) or _shape_refusal(problem) or folded_factor_refusal(problem, "forward_sm90")
+    refusal = _cache_refusal(problem) or _shape_refusal(problem) or _register_refusal(problem)
+    return refusal or folded_factor_refusal(problem, "forward_sm90")
+
+
+def _register_refusal(problem: AttentionProblem) -> Unsupported | None:
+    """Why options are left to other kernels that would spill registers together."""
+    biased, dropped = problem.bias is not None, problem.dropout_p > 0.0
+    dim = max(problem.head_dim, problem.head_dim_v)
+    wide, summed_apart = dim > 192, ELEMENTS[problem.dtype].fp8 and 64 < dim <= 128
+    windowed = problem.sliding_window or problem.attention_chunk > 0
+    field, value = ("dropout_p", problem.dropout_p) if problem.bias is None else ("bias", problem.bias[0])
+    for together, reason in (
+        (problem.score_mod and (biased or dropped), "a score modification beside a bias or dropout"),
+        (problem.positions and biased, "positions of rows or keys beside a bias"),
+        (problem.positions and dropped and wide, "positions beside dropout above head dim 192"),
+        (biased and dropped and wide, "a bias beside dropout above head dim 192"),
+        (summed_apart and windowed and value == "float32", "a bias in float32 beside a window in 8 bits"),
+    ):
+        if together:
+            return Unsupported(field, value, f"forward_sm90 has no registers for {reason}; other kernels do")
+    return None
 
 
 def _cache_refusal(problem: AttentionProblem) -> Unsupported | None:

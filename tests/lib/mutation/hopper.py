@@ -71,6 +71,12 @@ PROBES: dict[str, dict[str, Any]] = {
     "alibi": {"seqlens": (200, 300), "always": ("alibi",)},
     "softcap": {"seqlens": (200, 300), "always": ("softcap",)},
     "signed alibi": {"seqlens": (200, 300), "always": ("alibi",)},
+    "dropout": {"seqlens": (200, 300), "batch": 2, "always": ("dropout",)},
+    "nonfinite, dropped": {"seqlens": (200, 200), "always": ("causal", "dropout")},
+    "bias": {"seqlens": (200, 300), "batch": 2, "always": ("bias",)},
+    "odd bias": {"seqlens": (200, 301), "always": ("bias",)},
+    "capped bias": {"seqlens": (200, 300), "always": ("bias", "softcap")},
+    "mask": {"seqlens": (200, 300), "always": ("bias",)},
     "nonfinite": {"seqlens": (200, 200), "always": ("causal",)},
 }  # fmt: skip
 # Bytes that L2 is taken to hold: ten of twelve heads a section; one.
@@ -88,8 +94,10 @@ def case_of(name: str) -> ForwardCase:
     case = random_forward(len(name), **{**_SHAPE, **PROBES[name]})
     case = dataclasses.replace(case, options={**case.options, **_OPTIONS.get(name, {})})
     case = poison_unseen(case)
-    if name == "nonfinite":
-        case.v[0, 100, :, 3::59] = np.nan
+    if name in ("nonfinite", "nonfinite, dropped"):
+        case.v[0, 100, :, 3::59] = np.nan if name == "nonfinite" else np.inf
+    if name == "mask":
+        case.options["bias"] = case.options["bias"] > -0.5
     return case
 
 
@@ -122,6 +130,7 @@ def run_probe(name: str, delivery: Any, schedule: Any, seed: int) -> None:
             problem,
             operands,
             kernel=KERNEL,
+            dropout_seed=case.options.get("dropout_seed", 0),
             multiprocessors=2,
             delivery=delivery,
             schedule=schedule,

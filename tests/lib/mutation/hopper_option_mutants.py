@@ -8,7 +8,8 @@ __all__ = ["OPTIONS"]
 
 
 def _bug(name: str, file: str, old: str, new: str, *probes: str) -> Mutant:
-    file = "hopper/forward_sm90.cu" if file == "forward" else f"hopper/{file}.cuh"
+    elsewhere = {"rows": "mma/softmax.cuh", "forward": "hopper/forward_sm90.cu"}
+    file = elsewhere.get(file, f"hopper/{file}.cuh")
     return Mutant(name, "forward_sm90", file, old, new, probes)
 
 
@@ -98,7 +99,7 @@ MODIFICATIONS = (
     _bug(
         "what it leaves is scaled again",
         "softmax",
-        "  if (SCORE_MOD) scale = 1.0f;  // of what the modification leaves\n",
+        "  if (SCALED) scale = 1.0f;  // of what `score` makes of them\n",
         "",
         "soft cap",
     ),
@@ -133,8 +134,8 @@ MODIFICATIONS = (
     _bug(
         "the mask comes before the modification",
         "consumer",
-        "    score<true>(r.s, rows, first_key);\n    apply_mask(r.s, rows, first_key);",
-        "    apply_mask(r.s, rows, first_key);\n    score<true>(r.s, rows, first_key);",
+        "    score<true>(r.s, rows, bias, first_key);\n    apply_mask(r.s, rows, first_key);",
+        "    apply_mask(r.s, rows, first_key);\n    score<true>(r.s, rows, bias, first_key);",
         GATES,
     ),
     _bug(
@@ -160,4 +161,193 @@ MODIFICATIONS = (
     ),
 )
 
-OPTIONS = MODIFICATIONS
+_SOFTMAX = "softmax_tile<false>(r.s, r.softmax, correction, rows.to_log2);"
+_DROP = "if constexpr (DROPOUT) drop_weights(r.s, kept);"
+DROPOUT = (
+    _bug(
+        "sums lack what is dropped",
+        "forward",
+        f"  {_SOFTMAX}\n  {_DROP}\n",
+        f"  {_DROP}\n  {_SOFTMAX}\n",
+        "dropout",
+    ),
+    _bug(
+        "the first tile drops nothing",
+        "consumer",
+        "    if constexpr (DROPOUT) drop_weights(r.s, kept);\n",
+        "",
+        "dropout",
+    ),
+    _bug("further tiles drop nothing", "forward", "  if constexpr (DROPOUT) drop_weights(r.s, kept);\n", "", "dropout"),
+    _bug(
+        "what is kept is not scaled",
+        "store",
+        "  if constexpr (DROPOUT) return static_cast<float>(params.dropout_scale);\n",
+        "",
+        "dropout",
+    ),
+    _bug(
+        "the other ones are dropped",
+        "softmax",
+        "if (!(kept[i / 32] >> i % 32 & 1)) s[i] = 0.0f;",
+        "if (kept[i / 32] >> i % 32 & 1) s[i] = 0.0f;",
+        "dropout",
+    ),
+    _bug("the second word is the first", "softmax", "kept[i / 32] >> i % 32", "kept[0] >> i % 32", "dropout"),
+    _bug(
+        "every tile draws for key 0 on",
+        "softmax",
+        "const int key = first_key + 64 * i + 8 * (block + next)",
+        "const int key = 64 * i + 8 * (block + next)",
+        "dropout",
+    ),
+    _bug(
+        "both words draw for the same keys",
+        "softmax",
+        "first_key + 64 * i + 8 * (block + next)",
+        "first_key + 8 * (block + next)",
+        "dropout",
+    ),
+    _bug(
+        "every other block is drawn twice",
+        "softmax",
+        "8 * (block + next) + lane_id() % 4 * 2;\n        bits",
+        "8 * block + lane_id() % 4 * 2;\n        bits",
+        "dropout",
+    ),
+    _bug("bits of two blocks mix", "softmax", "<< 4 * (block + next);", "<< 4 * block + next;", "dropout"),
+    _bug(
+        "the rows below are the rows",
+        "softmax",
+        "rows.row(0), rows.row(1), key)",
+        "rows.row(0), rows.row(0), key)",
+        "dropout",
+    ),
+    _bug(
+        "heads draw alike",
+        "softmax",
+        "make_dropout(params, sequence, head)",
+        "make_dropout(params, sequence, 0)",
+        "dropout",
+    ),
+    _bug(
+        "sequences draw alike",
+        "softmax",
+        "make_dropout(params, sequence, head)",
+        "make_dropout(params, 0, head)",
+        "dropout",
+    ),
+    _bug(
+        "odd lanes keep the even ones' words",
+        "rows",
+        "const uint32_t own[2] = {odd ? word[2] : word[0], odd ? word[3] : word[1]};",
+        "const uint32_t own[2] = {word[0], word[1]};",
+        "dropout",
+    ),
+    _bug(
+        "halves are not handed over",
+        "rows",
+        "kept |= uint32_t((odd ? own[i] : got[i]) >=",
+        "kept |= uint32_t(own[i] >=",
+        "dropout",
+    ),
+    _bug(
+        "mended rows drop nothing",
+        "nonfinite",
+        "!DROPOUT || rows.dropout.keeps(row, key)",
+        "true",
+        "nonfinite, dropped",
+    ),
+)
+
+BIAS = (
+    _bug(
+        "rows past the end read a bias",
+        "softmax",
+        "const int row = at_most(last_row, rows.row(half));",
+        "const int row = rows.row(half);",
+        "bias",
+    ),
+    _bug(
+        "keys past the end read a bias",
+        "softmax",
+        "LAST ? at_most(rows.mask.seqlen_k - 1, key) : key];",
+        "key];",
+        "bias",
+    ),
+    _bug(
+        "a bias in pairs is read by the last tile",
+        "softmax",
+        "if (!LAST && rows.bias_in_pairs)",
+        "if (rows.bias_in_pairs)",
+        "bias",
+    ),
+    _bug(
+        "pairs are read wherever they lie",
+        "softmax",
+        "rows.bias_in_pairs = reinterpret_cast",
+        "rows.bias_in_pairs = true || reinterpret_cast",
+        "odd bias",
+    ),
+    _bug(
+        "the second row reads the first's",
+        "softmax",
+        "(rows.bias[i % 2] + first + i / 2 * 8)",
+        "(rows.bias[0] + first + i / 2 * 8)",
+        "bias",
+    ),
+    _bug("pairs are four keys apart", "softmax", "+ first + i / 2 * 8)", "+ first + i / 2 * 4)", "bias"),
+    _bug(
+        "single keys are four apart",
+        "softmax",
+        "const int key = first + i / 4 * 8 + i % 2;",
+        "const int key = first + i / 4 * 4 + i % 2;",
+        "odd bias",
+    ),
+    _bug("neighbours share a bias", "softmax", ".of[i % 2]);", ".of[0]);", "bias"),
+    _bug(
+        "rows change biases",
+        "softmax",
+        "tile[i / 4][i / 2 % 2].of[i % 2]);",
+        "tile[i / 4][1 - i / 2 % 2].of[i % 2]);",
+        "bias",
+    ),
+    _bug(
+        "biased products are not scaled",
+        "softmax",
+        "i < BLOCK_N / 2 && SCALED && !SCORE_MOD; i++) s[i] *= rows.scale;",
+        "i < 0; i++) s[i] *= rows.scale;",
+        "bias",
+    ),
+    _bug(
+        "a bias is scaled with the score",
+        "softmax",
+        "  if (SCALED) scale = 1.0f;",
+        "  if (SCORE_MOD) scale = 1.0f;",
+        "bias",
+    ),
+    _bug("a bias is in base 2", "softmax", "to_real(bias) * (SOFTCAP ? LOG2_E : 1.0f)", "to_real(bias)", "capped bias"),
+    _bug(
+        "the last tile has no bias",
+        "consumer",
+        "    if constexpr (BIAS) load_bias<true>(bias, rows, first_key);\n",
+        "    if constexpr (BIAS) load_bias<true>(bias, rows, 0);\n",
+        "bias",
+    ),
+    _bug(
+        "a bias of the first head",
+        "softmax",
+        "params.bias, strides, sequence, row, head)",
+        "params.bias, strides, sequence, row, 0)",
+        "bias",
+    ),
+    _bug(
+        "a mask adds",
+        "softmax",
+        "if constexpr (BIAS_HIDES) return biased(score, bias);",
+        "if constexpr (BIAS_HIDES) return score + float(bias);",
+        "mask",
+    ),
+)
+
+OPTIONS = (*MODIFICATIONS, *DROPOUT, *BIAS)
