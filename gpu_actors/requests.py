@@ -65,6 +65,11 @@ class FlashForward:
     dropout_first_head, dropout_heads: what dropout takes for the number of the first head, of how many; None: q's own.
     attention_chunk: n > 0 cuts the keys into chunks of n, from the first key or position 0 on: a row sees the chunk of
         its own key alone, as far as its window reaches. sink_tokens stay visible.
+    seqused_q, seqused_k: int32 (batch,), on the host: how many rows, or keys, of each sequence of a dense batch count;
+        the others are padding, whatever lies there. Causal and windows mean the lengths that count. Outputs and
+        gradients of padding are 0, as is the output of a row without keys, and its LSE is -inf, or its sink. Sequences
+        must follow each other without gaps. No bias. Dropout counts sequence b as the packed batch would, as 3b.
+        Gradients of sinks read dout of padding rows where it lies on a device: it must be finite.
     """
 
     __repr__ = brief
@@ -101,6 +106,8 @@ class FlashForward:
     attention_chunk: int = 0
     alibi_signed: bool = False
     out_dtype: str | None = None
+    seqused_q: Array | None = None
+    seqused_k: Array | None = None
 
 
 @dataclass(slots=True, kw_only=True, eq=False, repr=False)

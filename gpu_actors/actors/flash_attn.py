@@ -16,8 +16,9 @@ from gpu_actors.partial import MergeBackward, MergeGradients, MergePartials, Par
 from gpu_actors.planning.backward import attention_gradients
 from gpu_actors.planning.cached import adopt_cache_request, check_cached
 from gpu_actors.planning.explanation import explain_request, key_of
-from gpu_actors.planning.forward import attention_output, is_plain
+from gpu_actors.planning.forward import attention_output, is_padded, is_plain
 from gpu_actors.planning.merging import merge_key
+from gpu_actors.planning.padded import packed, padded_answer
 from gpu_actors.planning.partials import bind_merge, bind_merge_gradients, merge_gradients_answer, merge_plan
 from gpu_actors.planning.plan import PlanCacheStats
 from gpu_actors.planning.planner import AttentionPlanner
@@ -84,6 +85,8 @@ class FlashAttnHandle(ActorHandle):
         attention_chunk: int = 0,
         alibi_signed: bool = False,
         out_dtype: str | None = None,
+        seqused_q: Array | None = None,
+        seqused_k: Array | None = None,
         deadline: float | None = None,
         timeout: float | None = None,
         priority: int = 0,
@@ -93,7 +96,7 @@ class FlashAttnHandle(ActorHandle):
         deadline, timeout, priority: as in `ActorHandle.submit`. The reply gives an `AttentionOutput`, or raises one of
         `gpu_actors.errors`. Do not change the arrays before it is done.
         """
-        # Arguments go by position, in the order of the fields: passing 31 by name takes as long as an empty request.
+        # Arguments go by position, in the order of the fields: passing 33 by name takes as long as an empty request.
         request = FlashForward(
             q,
             k,
@@ -126,6 +129,8 @@ class FlashAttnHandle(ActorHandle):
             attention_chunk,
             alibi_signed,
             out_dtype,
+            seqused_q,
+            seqused_k,
         )
         planner: AttentionPlanner = self._cell.shared
         return Reply(self.send(request, deadline, timeout, priority, planner.recall(request)))
@@ -161,6 +166,8 @@ class FlashAttnHandle(ActorHandle):
         dropout_heads: int | None = None,
         attention_chunk: int = 0,
         alibi_signed: bool = False,
+        seqused_q: Array | None = None,
+        seqused_k: Array | None = None,
         deterministic: bool = False,
         deadline: float | None = None,
         timeout: float | None = None,
@@ -363,6 +370,10 @@ class FlashAttnActor(ServiceActor):
             finish: Finish = functools.partial(attention_output, template, message.out)
             if isinstance(message, FlashBackward):
                 finish = functools.partial(attention_gradients, template)
+            if is_padded(request):
+                with reading(message):
+                    dense, request = request, packed(request)
+                finish = padded_answer(dense, finish)
             planner.answer(self, call, request, plain, finish)
             return
         if isinstance(message, PagedForward | BatchedDecode):

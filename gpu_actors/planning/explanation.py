@@ -10,7 +10,8 @@ from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.option_table import Explanation, explain_problem
 from gpu_actors.planning.backward import pose_backward
 from gpu_actors.planning.cached import adopt_cache_request, cached_problem, pose_cached
-from gpu_actors.planning.forward import pose_forward
+from gpu_actors.planning.forward import is_padded, pose_forward
+from gpu_actors.planning.padded import packed
 from gpu_actors.problem import DispatchKey
 from gpu_actors.requests import BatchedDecode, FlashBackward, FlashForward, PagedForward
 from gpu_actors.validation.backward import backward_problem
@@ -47,4 +48,5 @@ def explain_request(request: Request, info: DeviceInfo) -> Explanation:
 def _adopted(request: Request, info: DeviceInfo) -> Request:
     if isinstance(request, PagedForward | BatchedDecode):
         return adopt_cache_request(request, info.device_name)[0]
-    return adopt_request(request, info.device_name)[0]
+    adopted = adopt_request(request, info.device_name)[0]
+    return packed(adopted) if is_padded(adopted) else adopted

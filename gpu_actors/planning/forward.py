@@ -28,6 +28,7 @@ __all__ = [
     "bound_inputs",
     "forward_plan",
     "forward_signature",
+    "is_padded",
     "is_plain",
     "oracle",
     "oracle_options",
@@ -45,6 +46,8 @@ _OPTIONAL = (
     "v_descale",
     "q_positions",
     "k_positions",
+    "seqused_q",
+    "seqused_k",
 )
 # The scalars that decide a plan. dropout_seed decides none, and the longest sequences may have to be found first.
 _DECIDING = [name for name in scalars_of(FlashForward) if name != "dropout_seed" and not name.startswith("max_seqlen")]
@@ -91,6 +94,11 @@ def is_plain(request: FlashForward) -> bool:
     )
 
 
+def is_padded(request: FlashForward) -> bool:
+    """Whether sequences of a request end before its rows or keys do."""
+    return request.seqused_q is not None or request.seqused_k is not None
+
+
 def _has_no_options(request: FlashForward) -> bool:
     """True where no operand but q, k, v and out is given. Written out because every request passes here."""
     return (
@@ -106,6 +114,8 @@ def _has_no_options(request: FlashForward) -> bool:
         and request.v_descale is None
         and request.q_positions is None
         and request.k_positions is None
+        and request.seqused_q is None
+        and request.seqused_k is None
     )
 
 

@@ -77,6 +77,8 @@ FORWARD: Mapping[str, tuple[Any, ...]] = {
     "dropout_first_head": (1, True, 1.0),
     "dropout_heads": (8, 8.0, True, 9),
     "alibi_signed": (True, 1, 1.0),
+    "seqused_q": (PLACES, longer(PLACES)),
+    "seqused_k": (PLACES, longer(PLACES)),
 }
 BACKWARD = {
     **FORWARD,

@@ -14,6 +14,7 @@ PROBES: Mapping[str, tuple[str, ...]] = {
     "heads": ("tests/distributed/test_head_split.py",),
     "keys": ("tests/distributed/test_key_split.py", "tests/distributed/test_sharded_cache.py"),
     "shard rows": ("tests/distributed/test_shard_rows.py",),
+    "padded": ("tests/api/test_padded_batches.py",),
 }
 
 
@@ -23,7 +24,46 @@ def _faults(file: str, probe: str, *faults: tuple[str, str, str]) -> list[Mutant
     return [Mutant(name, module, f"gpu_actors/{file}.py", old, new, (probe,)) for name, old, new in faults]
 
 
+# Batches that are packed by seqused_q and seqused_k.
+PADDED: tuple[Mutant, ...] = (
+    *_faults(
+        "planning/padded",
+        "padded",
+        ("rows of padding see the next keys", "_ends(keys, none, spare_keys)", "_ends(keys, spare_keys, none)"),
+        ("keys of padding are the sequence's", "_ends(keys, none, spare_keys)", "_ends(keys + spare_keys, none, none)"),
+        ("rows of padding are the sequence's", "_ends(rows, spare_rows, none)", "_ends(rows + spare_rows, none, none)"),
+        ("sequences end where the first does", "used.astype(np.int64)", "np.full_like(used, used[0], np.int64)"),
+        ("rows are cut by the keys", '_used("seqused_q", request.seqused_q,', '_used("seqused_q", request.seqused_k,'),
+        (
+            "slopes are those of other sequences",
+            "np.repeat(array, _PARTS, axis=0)",
+            "np.tile(array, (_PARTS, 1))[:, :]",
+        ),
+        ("padding has positions of its sequence", "[part::_PARTS] = (0, 1)", "[part::_PARTS] += (0, 0)"),
+        ("a sequence has positions of padding", "for part in range(1, _PARTS)", "for part in range(_PARTS)"),
+        ("one position has a step of 0", "np.ones_like(changes[name])", "np.zeros_like(changes[name])"),
+        ("sinks read dout of padding", 'changes["dout"] = np.where(counts', "np.where(counts"),
+        ("sinks lose dout of the last row", "< rows[:, None])", "< rows[:, None] - 1)"),
+        ("the lse is of another head", "lse.transpose(1, 0, 2).reshape(heads", "lse.reshape(heads"),
+        (
+            "the lse is not turned back",
+            "lse.transpose(1, 0, 2)\n    return finish",
+            'lse.reshape(batch, -1, lengths["out"])\n    return finish',
+        ),
+        ("an output with gaps is a copy", "and not (writes and not follows)", ""),
+        (
+            "gaps on a device are passed over",
+            "batch <= 1 or length <= 1 or outer == length * row\n    if",
+            "True\n    if",
+        ),
+        ("one row too many counts", "most <= length, field", "most <= length + 1, field"),
+        ("packed batches may be padded", "ends is None or given is None, field", "True, field"),
+        ("a bias is packed", "if problem.bias is not None:", "if False:"),
+    ),
+)
+
 MUTANTS: tuple[Mutant, ...] = (
+    *PADDED,
     *_faults(
         "distributed/moving",
         "moves",

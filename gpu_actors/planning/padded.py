@@ -1,0 +1,158 @@
+"""Dense batches whose sequences end before their rows and keys do: as packed ones, without a copy.
+
+A sequence of the dense batch becomes three packed ones, so that each row and each key belongs to one of them:
+
+    sequence     3b                3b + 1             3b + 2
+    rows         those that count  those of padding   none
+    keys         those that count  none               those of padding
+
+Padding rows see no key, and padding keys are seen by no row: outputs and gradients there are 0, and what lies there is
+multiplied with nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from gpu_actors.arrays.adoption import array_fields
+from gpu_actors.arrays.device_array import DeviceArray
+from gpu_actors.devices.interface import Outputs
+from gpu_actors.errors import Unsupported
+from gpu_actors.requests import FlashBackward, FlashForward
+from gpu_actors.runtime.completion import Finish
+from gpu_actors.validation.backward import backward_problem
+from gpu_actors.validation.fields import describe, expect, optional_array
+from gpu_actors.validation.forward import forward_problem
+
+__all__ = ["packed", "padded_answer"]
+
+Request = TypeVar("Request", bound=FlashForward)
+
+_PARTS = 3
+_ROWS, _KEYS = ("q", "out", "dout"), ("k", "v")
+_PLACES, _FACTORS = "_positions", ("_descale", "_slopes")  # of a sequence; the latter where they have its axis
+
+
+def packed(request: Request) -> Request:
+    """An adopted request whose ``seqused_q`` or ``seqused_k`` is given, as one with cu_seqlens.
+
+    Raises `InvalidRequest` and `Unsupported`, as the request without them and for what is only theirs.
+    """
+    for side in "qk":
+        ends, field = getattr(request, f"cu_seqlens_{side}"), f"seqused_{side}"
+        given = getattr(request, field)
+        reason = "goes with dense batches only: cu_seqlens say where packed sequences end"
+        expect(ends is None or given is None, field, None if given is None else describe(given), reason)
+    dense = dataclasses.replace(request, seqused_q=None, seqused_k=None)
+    problem = backward_problem(dense) if isinstance(dense, FlashBackward) else forward_problem(dense)
+    if problem.bias is not None:
+        raise Unsupported("bias", problem.bias[0], "a bias is of whole rows and keys: hide padding with a bool one")
+    rows = _used("seqused_q", request.seqused_q, problem.batch, problem.seqlen_q)
+    keys = _used("seqused_k", request.seqused_k, problem.batch, problem.seqlen_k)
+    spare_rows, spare_keys, none = problem.seqlen_q - rows, problem.seqlen_k - keys, np.zeros_like(rows)
+    changes: dict[str, Any] = {
+        "cu_seqlens_q": _ends(rows, spare_rows, none),
+        "cu_seqlens_k": _ends(keys, none, spare_keys),
+        "max_seqlen_q": problem.seqlen_q,
+        "max_seqlen_k": problem.seqlen_k,
+    }
+    for name in (*_ROWS, *_KEYS):
+        if (array := getattr(dense, name, None)) is not None:
+            changes[name] = _flat(name, array, writes=name == "out" and not isinstance(dense, FlashBackward))
+    kind: type = type(dense)
+    for name in array_fields(kind):
+        array = getattr(dense, name)
+        if array is None or not (name.endswith(_PLACES) or (name.endswith(_FACTORS) and array.ndim == 2)):
+            continue
+        changes[name] = _each(array, name)
+        if name.endswith(_PLACES):
+            if array.ndim == 1:
+                changes[name] = np.stack([changes[name], np.ones_like(changes[name])], axis=1)
+            for part in range(1, _PARTS):  # padding stands nowhere, and so not beyond what a position can be
+                changes[name][part::_PARTS] = (0, 1)
+    if isinstance(dense, FlashBackward):
+        changes["lse"] = _flat_lse(dense.lse)
+        if dense.sinks is not None and isinstance(changes["dout"], np.ndarray):
+            # A row that sees its sink alone has a term in the sink's gradient: 0 times what is in the padding.
+            counts = (np.arange(problem.seqlen_q) < rows[:, None]).reshape(-1)
+            changes["dout"] = np.where(counts[:, None, None], changes["dout"], changes["dout"].dtype.type(0))
+    return dataclasses.replace(dense, **changes)
+
+
+def padded_answer(request: FlashForward, finish: Finish) -> Finish:
+    """What finishes the answer to a packed request, for the dense one that it was."""
+    lengths = {"out": request.q, "dq": request.q, "dk": request.k, "dv": request.v}
+    return functools.partial(_answer, len(request.q), {name: array.shape[1] for name, array in lengths.items()}, finish)
+
+
+def _answer(batch: int, lengths: dict[str, int], finish: Finish, outputs: Outputs) -> Sequence[Any]:
+    found = dict(outputs)
+    for name, length in lengths.items():
+        if found.get(name) is not None:
+            found[name] = _cut(found[name], 0, batch, length)
+    if found.get("lse") is not None:
+        lse = _cut(found["lse"], 1, batch, lengths["out"])
+        found["lse"] = lse.transpose(1, 0, 2)
+    return finish(found)
+
+
+def _used(field: str, used: Any, batch: int, length: int) -> Any:
+    """How many count of each sequence, int64 (batch,)."""
+    if used is None:
+        return np.full(batch, length, np.int64)
+    optional_array(field, used, ((batch,),), ("int32",))
+    expect(isinstance(used, np.ndarray), field, describe(used), "must lie on the host, where sequences are cut")
+    least, most = int(used.min(initial=0)), int(used.max(initial=0))
+    expect(least >= 0, field, least, "must not be negative")
+    expect(most <= length, field, most, f"must be at most the rows that a sequence has, {length}")
+    return used.astype(np.int64)
+
+
+def _ends(*lengths: Any) -> Any:
+    return np.concatenate([[0], np.cumsum(np.stack(lengths, axis=1))]).astype(np.int32)
+
+
+def _each(array: Any, field: str) -> Any:
+    """A row for each packed sequence in place of one for each dense one."""
+    expect(isinstance(array, np.ndarray), field, describe(array), "must lie on the host beside seqused_q or seqused_k")
+    return np.repeat(array, _PARTS, axis=0)
+
+
+def _flat(field: str, array: Any, writes: bool) -> Any:
+    """(batch, rows, heads, dim) as (batch * rows, heads, dim)."""
+    batch, length, heads, dim = array.shape
+    shape = (batch * length, heads, dim)
+    outer, row, *inner = array.strides
+    follows = batch <= 1 or length <= 1 or outer == length * row
+    if isinstance(array, np.ndarray) and not (writes and not follows):
+        return array.reshape(shape)
+    reason = "must have sequences that follow each other without gaps beside seqused_q or seqused_k"
+    expect(follows, field, f"{describe(array)} of strides {array.strides}", reason)
+    return dataclasses.replace(array, shape=shape, strides=(outer if length <= 1 else row, *inner), source=None)
+
+
+def _flat_lse(lse: Any) -> Any:
+    """(batch, heads, rows) as (heads, batch * rows)."""
+    batch, heads, length = lse.shape
+    if isinstance(lse, np.ndarray):
+        return lse.transpose(1, 0, 2).reshape(heads, batch * length)
+    outer, head, row = lse.strides
+    follows = batch <= 1 or length <= 1 or outer == length * row
+    expect(follows, "lse", f"{describe(lse)} of strides {lse.strides}", "must be as forward gives it beside seqused_q")
+    strides = (head, outer if length <= 1 else row)
+    return dataclasses.replace(lse, shape=(heads, batch * length), strides=strides, source=None)
+
+
+def _cut(array: Any, axis: int, batch: int, length: int) -> Any:
+    """The axis of packed rows as two: sequences and rows."""
+    shape = (*array.shape[:axis], batch, length, *array.shape[axis + 1 :])
+    if not isinstance(array, DeviceArray):
+        return array.reshape(shape)
+    row = array.strides[axis]
+    strides = (*array.strides[:axis], length * row, *array.strides[axis:])
+    return dataclasses.replace(array, shape=shape, strides=strides, source=None)
