@@ -96,6 +96,8 @@ def problems() -> Iterator[tuple[str, AttentionProblem]]:
             yield f"{dtype} {dim},{dim_v} modified", dataclasses.replace(made, score_mod=ScoreMod(""))
             if dtype == "float8_e4m3fn":
                 continue
+            # Dropout and biases take smaller ones yet.
+            yield f"{dtype} {dim},{dim_v} dropped", dataclasses.replace(made, dropout_p=0.1)
             cached = dataclasses.replace(problem_of(q, k, v), seqlen_k=512, total_k=1024)
             yield f"{dtype} {dim},{dim_v} cache", dataclasses.replace(cached, layout="cache")
             for page in (16, 64, 256):

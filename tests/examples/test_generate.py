@@ -73,7 +73,7 @@ def test_a_model_of_ones_own(capsys, tmp_path: Path):
         (["--model", "/nowhere"], "config.json"),
         (["--blocks", "1"], "pages"),
         (["--device", "tpu"], "device"),
-        (["--page-size", "7"], "page_size"),
+        (["--page-size", "0"], "page_size"),
         (["--max-new-tokens", "0"], "max_new_tokens"),
     ],
 )

@@ -183,7 +183,7 @@ REFUSALS: dict[str, Ask] = {
     "freed sequence": freed,
     "closed cache": closed_cache,
     "not entered": lambda ctx: ctx.kv_cache(**CACHE).create().result(30.0),
-    "spec": lambda ctx: ctx.kv_cache(**{**CACHE, "page_size": 7}).__enter__(),
+    "spec": lambda ctx: ctx.kv_cache(**{**CACHE, "page_size": 0}).__enter__(),
     "kernel source": lambda ctx: ctx.kernel("int x;", "missing").result(30.0),
     "kernel on mock": lambda ctx: (
         ctx.kernel('extern "C" __global__ void k(float* x) {}', "k").result(30.0).launch(1, 1, [arrays((4,))])

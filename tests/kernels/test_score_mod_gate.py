@@ -39,7 +39,7 @@ VARIANTS = tuple(itertools.product(MODIFICATIONS, ARCHS, DTYPES, MASKS))
 def source_of(name: str, arch: str, dim: int, mask: str) -> KernelSource:
     problem = match_attention(forward_graph(case_of(name, DTYPES[dim], dim=dim), MASKS[mask])).problem
     key = dispatch_key(problem, arch)
-    assert key.kernel == ("forward_sm90" if arch == "sm_90a" and problem.bias is None else "forward_mma")
+    assert key.kernel == ("forward_sm90" if arch == "sm_90a" else "forward_mma")
     return kernel_source(key)
 
 

@@ -187,6 +187,10 @@ CANDIDATES = (
         "backward with a bias and dropout",
         _backward(12, dtype="bfloat16", head_dim=64, varlen=False, always=("bias", "dropout")),
     ),
+    Candidate(
+        "backward with a bias and a softcap of wide heads",
+        _backward(13, dtype="bfloat16", head_dim=192, varlen=False, always=("bias", "softcap")),
+    ),
     Candidate("backward float32", _backward(11, dtype="float32", head_dim=64, varlen=False, always=("causal",))),
     Candidate(
         "backward deterministic",
