@@ -40,6 +40,8 @@ class AttentionProblem(KeyMask):
     sequence's length comes with the data.
     varlen_q: the rows of the sequences are packed, as in "varlen". tree_mask: see `PagedForward`; causal is False then.
     num_splits: how many ranges the keys of a sequence are cut into; 0: the planner decides.
+    cache_batch_idx, cache_leftpad: see `PagedForward`; of a "cache" with an index total_k says how many sequences it
+    holds. own_layouts: the arrays of "pointers" have capacities and strides of their own.
 
     q_positions, k_positions: numbers a sequence that say where its rows, or keys, stand: none, its first position, or
     that and the step. dropout_first_head, dropout_heads: of the heads that dropout counts; 0 heads: those of q.
@@ -80,6 +82,9 @@ class AttentionProblem(KeyMask):
     dropout_heads: int = 0
     bias_row: bool = False
     alibi_signed: bool = False
+    cache_batch_idx: bool = False
+    cache_leftpad: bool = False
+    own_layouts: bool = False
 
     @property
     def positions(self) -> bool:
@@ -195,6 +200,9 @@ class DispatchKey(StableText):
     positions: bool = False
     attention_chunk: bool = False
     alibi_signed: bool = False
+    cache_batch_idx: bool = False
+    cache_leftpad: bool = False
+    own_layouts: bool = False
 
     @property
     def causal(self) -> bool:

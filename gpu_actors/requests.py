@@ -154,6 +154,10 @@ class PagedForward(CacheOptions):
         are never read.
     cache_seqlens: int32 (batch,), keys of each sequence, the new ones included. A sequence may have none. An int is the
         length of all of them.
+    cache_batch_idx: int32 (batch,), with a dense cache of any number of sequences: which of them each of q's has.
+        Several may have the same.
+    cache_leftpad: int32 (batch,): how many rows of each sequence in the cache lie before its first key. They are not
+        read, cache_seqlens counts them, and everything else counts keys behind them.
     cu_seqlens_q, max_seqlen_q: as in `FlashForward`.
     causal: keys after the row's own are hidden, the last row lying on the last key.
     tree_mask: who sees whom among the new rows, in place of causal: row i sees every key that was there before, and new
@@ -189,6 +193,8 @@ class PagedForward(CacheOptions):
     v_descale: Array | None = None
     chunk_index: int = 0
     num_chunks: int = 1
+    cache_batch_idx: Array | None = None
+    cache_leftpad: Array | None = None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -196,8 +202,8 @@ class BatchedDecode(CacheOptions):
     """Attention of one new row a sequence to a cache array a sequence.
 
     q: (batch, heads_q, head_dim); so is the output, and the LSE is (batch, heads_q).
-    k_caches, v_caches: a list of one array (heads_kv, max_seq, head_dim) a sequence, all alike in shape, dtype and
-        strides, or one array (batch, heads_kv, max_seq, head_dim). The row's own key and value are in them already.
+    k_caches, v_caches: a list of one array (heads_kv, max_seq, head_dim) a sequence, each with a max_seq and strides of
+        its own, or one array (batch, heads_kv, max_seq, head_dim). The row's own key and value are in them already.
     seq_lens: int32 or uint32 (batch,), keys of each sequence, the new one included. A sequence may have none. An int is
         the length of all of them.
     Other options as in `PagedForward`.

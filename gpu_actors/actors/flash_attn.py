@@ -193,6 +193,8 @@ class FlashAttnHandle(ActorHandle):
         *,
         cache_seqlens: Array | int,
         block_table: Array | None = None,
+        cache_batch_idx: Array | None = None,
+        cache_leftpad: Array | None = None,
         cu_seqlens_q: Array | None = None,
         max_seqlen_q: int | None = None,
         causal: bool = True,

@@ -22,7 +22,7 @@ __all__ = ["OPTIONS", "Explanation", "OptionCell", "explain_problem", "option_ce
 
 # Fields that ask for nothing by themselves, or that another row asks for.
 _NO_ROWS: tuple[str, ...] = ("descales", "page_size", "varlen_q", "bias_row", "dropout_first_head", "dropout_heads")
-_NO_ROWS += ("q_positions", "k_positions")
+_NO_ROWS += ("q_positions", "k_positions", "own_layouts")
 
 
 def _rows_of_fields() -> dict[str, dict[str, Any]]:
@@ -48,6 +48,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "`bias`": {"bias": ("bfloat16", False, False)},
     "`bias`, one row": {"bias": ("bfloat16", False, False), "bias_row": True},
     "`bias`, a mask": {"bias": ("bool", False, False)},
+    "`decode` over arrays of several layouts": {"layout": "pointers", "own_layouts": True},
     "`q_positions`, `k_positions`": {"q_positions": 2, "k_positions": 2},
     '`out_dtype="float32"`': {"out_dtype": "float32"},
     "a graph's `score_mod`": {"score_mod": ScoreMod("")},
@@ -69,6 +70,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(_OPTIONS)
 
 # Of one direction or one kind of layout alone.
 _ONLY = {"deterministic": "backward", "return_lse": "forward", "tree_mask": "cache", "num_splits": "cache"}
+_ONLY |= dict.fromkeys(("cache_batch_idx", "cache_leftpad", "own_layouts"), "cache")
 _WHERE = {"backward": "without gradients", "cache": "of dense and packed batches"}
 _OF_BATCHES = (
     {field.name for field in dataclasses.fields(FlashForward)}

@@ -344,4 +344,4 @@ def key_rows(p: AttentionProblem) -> tuple[tuple[int, ...], str]:
         return (p.total_k,), "rh."
     if p.layout == "paged":
         return (p.total_k // p.page_size, p.page_size), "brh."
-    return (p.batch, p.seqlen_k), "brh."
+    return (p.total_k // p.seqlen_k if p.cache_batch_idx else p.batch, p.seqlen_k), "brh."

@@ -3,8 +3,8 @@
 `PagedForward` and `BatchedDecode` become launches with the same operands: q, cache_seqlens, where they are given
 cu_seqlens_q, alibi_slopes, sinks, tree_mask (uint64 bits), the descales, q_positions and k_positions, and by layout
 
-    paged     k_cache, v_cache (num_blocks, page_size, heads_kv, dim) and block_table
-    cache     k_cache, v_cache (batch, capacity, heads_kv, dim)
+    paged     k_cache, v_cache (num_blocks, page_size, heads_kv, dim), block_table and perhaps cache_leftpad
+    cache     k_cache, v_cache (batch, capacity, heads_kv, dim), perhaps cache_batch_idx and cache_leftpad
     pointers  k_cache.0, v_cache.0, k_cache.1, ... (heads_kv, max_seq, dim), one a sequence; q (batch, 1, heads, dim)
 
 Outputs are out, shaped like q, and lse, (batch, heads, rows) or (heads, total_q).
@@ -30,7 +30,7 @@ from gpu_actors.problem import AttentionProblem, DispatchKey
 from gpu_actors.requests import AttentionOutput, BatchedDecode, PagedForward, scalars_of
 from gpu_actors.validation.fields import describe, expect, integer
 from gpu_actors.validation.forward import check_cu_seqlens
-from gpu_actors.validation.lengths import check_block_table, check_lengths
+from gpu_actors.validation.lengths import check_batch_idx, check_block_table, check_leftpad, check_lengths
 from gpu_actors.validation.overlap import check_output_memory
 from gpu_actors.validation.paged import check_cache_positions, decode_problem, own_positions, paged_problem
 
@@ -50,7 +50,8 @@ __all__ = [
 CacheRequest: TypeAlias = PagedForward | BatchedDecode
 
 _OPTIONAL = ("alibi_slopes", "sinks", "q_descale", "k_descale", "v_descale", "q_positions", "k_positions")
-_PAGED = ("q", "k_cache", "v_cache", "block_table", "cache_seqlens", "cu_seqlens_q", "tree_mask", *_OPTIONAL, "out")
+_PAGED = ("k_cache", "v_cache", "block_table", "cache_seqlens", "cu_seqlens_q", "cache_batch_idx", "cache_leftpad")
+_PAGED_ARRAYS = ("q", *_PAGED, "tree_mask", *_OPTIONAL, "out")
 _DECODE = ("q", "seq_lens", *_OPTIONAL, "out")
 _PLANS = 4096
 _MAX_LENGTH = (1 << 31) - 1
@@ -83,7 +84,7 @@ def signature(request: CacheRequest) -> Hashable:
     scalars = tuple(getattr(request, name) for name in (_PAGED_SCALARS if paged else _SCALARS))
     # Equal is not alike: 1 == True == 1.0, and what validation refuses must not find the plan of what it accepts.
     kinds = tuple(map(type, scalars)) + tuple(map(type, request.window_size))
-    arrays = tuple(_described(getattr(request, name)) for name in (_PAGED if paged else _DECODE))
+    arrays = tuple(_described(getattr(request, name)) for name in (_PAGED_ARRAYS if paged else _DECODE))
     if not isinstance(request, PagedForward):
         caches = _caches_described(request.k_caches), _caches_described(request.v_caches)
         return scalars, kinds, arrays, caches, lengths_on_host(request)
@@ -107,12 +108,15 @@ def check_cached(plan: Plan, request: CacheRequest) -> None:
     """Check what depends on the data of an adopted request. Raises `InvalidRequest`."""
     problem = plan.problem
     if isinstance(request, PagedForward):
-        check_lengths("cache_seqlens", request.cache_seqlens, problem.seqlen_k)
+        lengths, blocks, padding = request.cache_seqlens, request.k_cache.shape[0], request.cache_leftpad
+        check_lengths("cache_seqlens", lengths, problem.seqlen_k)
+        check_leftpad(padding, lengths, problem.seqlen_k)
+        check_batch_idx(request.cache_batch_idx, blocks)
         if request.block_table is not None:
-            blocks = request.k_cache.shape[0]
-            check_block_table(request.block_table, request.cache_seqlens, problem.page_size, blocks)
+            check_block_table(request.block_table, lengths, problem.page_size, blocks, padding)
     else:
-        check_lengths("seq_lens", request.seq_lens, problem.seqlen_k)
+        capacities = [cache.shape[1] for cache in request.k_caches] if problem.own_layouts else problem.seqlen_k
+        check_lengths("seq_lens", request.seq_lens, capacities)
     check_operands(plan, request)
 
 
@@ -188,7 +192,7 @@ def operands(request: CacheRequest) -> dict[str, Any]:
     """The launch's inputs by name, as the module says. Raises `InvalidRequest` for what lies where it cannot."""
     inputs: dict[str, Any] = {}
     if isinstance(request, PagedForward):
-        for name in ("q", "k_cache", "v_cache", "block_table", "cache_seqlens", "cu_seqlens_q"):
+        for name in ("q", *_PAGED):
             if getattr(request, name) is not None:
                 inputs[name] = getattr(request, name)
         if request.tree_mask is not None:
@@ -225,11 +229,12 @@ def _oracle(problem: AttentionProblem, accumulate: Accumulate, inputs: Mapping[s
     # Only a mock device computes here, so only its programs pay for the import.
     from gpu_actors.reference import gather_cache, gather_caches, gather_pages, paged_attention_forward
 
-    lengths = inputs["cache_seqlens"]
+    lengths, padding = inputs["cache_seqlens"], inputs.get("cache_leftpad")
     if problem.layout == "paged":
-        cache = gather_pages(inputs["k_cache"], inputs["v_cache"], inputs["block_table"], lengths)
+        cache = gather_pages(inputs["k_cache"], inputs["v_cache"], inputs["block_table"], lengths, padding)
     elif problem.layout == "cache":
-        cache = gather_cache(inputs["k_cache"], inputs["v_cache"], lengths)
+        places = inputs.get("cache_batch_idx")
+        cache = gather_cache(inputs["k_cache"], inputs["v_cache"], lengths, padding, places)
     else:
         k, v = ([inputs[f"{side}_cache.{index}"] for index in range(problem.batch)] for side in "kv")
         cache = gather_caches(k, v, lengths)
@@ -238,7 +243,7 @@ def _oracle(problem: AttentionProblem, accumulate: Accumulate, inputs: Mapping[s
     if "k_positions" in given and "q_positions" not in given:
         ends = inputs.get("cu_seqlens_q")
         rows = problem.seqlen_q if ends is None else np.diff(ends)
-        own = own_positions(given["k_positions"], lengths.astype(np.int64), rows)
+        own = own_positions(given["k_positions"], np.diff(cache.cu_seqlens_k).astype(np.int64), rows)
         given["q_positions"] = np.stack(own, axis=1)
     reference = paged_attention_forward(
         inputs["q"],

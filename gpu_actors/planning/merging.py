@@ -33,17 +33,26 @@ __all__ = [
 
 # Of every sequence or every row; of the others there is one for the whole launch.
 _ROWS = ("q", "tree_mask")
-_SEQUENCES = ("cache_seqlens", "seq_lens", "q_descale", "k_descale", "v_descale", "q_positions", "k_positions")
+_SEQUENCES = (
+    "cache_seqlens",
+    "cache_leftpad",
+    "seq_lens",
+    "q_descale",
+    "k_descale",
+    "v_descale",
+    "q_positions",
+    "k_positions",
+)
 
 
 def merge_key(plan: Plan, request: CacheRequest) -> Hashable | None:
     """Requests with equal keys may share a launch. None: the request needs a launch of its own.
 
     That is so for results that go into the caller's array, for operands on a device with gaps or with cu_seqlens_q,
-    and for a dense cache, which would have to be copied next to others.
+    for a dense cache, which would have to be copied next to others, and for arrays that are laid out in several ways.
     """
     problem = plan.problem
-    if request.out is not None or problem.layout == "cache" or plan.vacuous:
+    if request.out is not None or problem.layout == "cache" or problem.own_layouts or plan.vacuous:
         return None
     slopes = request.alibi_slopes
     if isinstance(getattr(request, "cu_seqlens_q", None), DeviceArray):

@@ -20,7 +20,7 @@ __all__ = ["bucket", "pad_batch", "pad_request", "pad_rows", "recordable"]
 
 _MOST_ROWS = 8  # of a step of decoding, drafts included; a prefill is as long as it is
 _ONES = ("k_descale", "v_descale", "q_descale", "q_positions", "k_positions")
-_ZEROS = ("tree_mask", "alibi_slopes")
+_ZEROS = ("tree_mask", "alibi_slopes", "cache_leftpad")
 
 
 def bucket(count: int) -> int:
@@ -30,7 +30,7 @@ def bucket(count: int) -> int:
 
 def recordable(request: CacheRequest, rows: NewRows | None = None) -> bool:
     """Whether it is worth recording the launch: it has a few rows of each sequence, all on the host."""
-    names = ("q", "cache_seqlens", "seq_lens", "block_table", "tree_mask", "alibi_slopes", "sinks", *_ONES)
+    names = ("q", "cache_seqlens", "seq_lens", "block_table", "sinks", *_ONES, *_ZEROS)
     if any(isinstance(getattr(request, name, None), DeviceArray | Joined) for name in names) or request.out is not None:
         return False
     if rows is not None and (not rows.rows or not isinstance(rows.k, np.ndarray) or rows.rope_cos is not None):

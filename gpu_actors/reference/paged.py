@@ -25,26 +25,47 @@ class Gathered(NamedTuple):
     cu_seqlens_k: Array
 
 
-def gather_pages(k_cache: Array, v_cache: Array, block_table: Array, cache_seqlens: Array) -> Gathered:
-    """The sequences of pools (num_blocks, page_size, heads_kv, dim), by block_table (batch, max_blocks)."""
+def gather_pages(
+    k_cache: Array, v_cache: Array, block_table: Array, cache_seqlens: Array, cache_leftpad: Array | None = None
+) -> Gathered:
+    """The sequences of pools (num_blocks, page_size, heads_kv, dim), by block_table (batch, max_blocks).
+
+    cache_leftpad: rows before each sequence's first key, which cache_seqlens counts.
+    """
     page_size = k_cache.shape[1]
 
-    def sequence(pool: Array, table: Array, length: int) -> Array:
-        pages = table[: -(-length // page_size)]
-        return pool[pages].reshape(-1, *pool.shape[2:])[:length]
+    def sequence(pool: Array, table: Array, first: int, last: int) -> Array:
+        before = first // page_size
+        pages = table[before : -(-last // page_size)]
+        return pool[pages].reshape(-1, *pool.shape[2:])[first - before * page_size : last - before * page_size]
 
-    lengths = [int(length) for length in cache_seqlens]
+    bounds = _bounds(cache_seqlens, cache_leftpad)
     k, v = (
-        [sequence(pool, table, length) for table, length in zip(block_table, lengths, strict=True)]
+        [sequence(pool, table, *bound) for table, bound in zip(block_table, bounds, strict=True)]
         for pool in (k_cache, v_cache)
     )
+    lengths = [last - first for first, last in bounds]
     return _packed(k, v, lengths, (k_cache.reshape(-1, *k_cache.shape[2:]), v_cache.reshape(-1, *v_cache.shape[2:])))
 
 
-def gather_cache(k_cache: Array, v_cache: Array, cache_seqlens: Array) -> Gathered:
-    """The sequences of a dense cache (batch, capacity, heads_kv, dim)."""
-    lengths = [int(length) for length in cache_seqlens]
-    k, v = ([cache[:length] for cache, length in zip(caches, lengths, strict=True)] for caches in (k_cache, v_cache))
+def gather_cache(
+    k_cache: Array,
+    v_cache: Array,
+    cache_seqlens: Array,
+    cache_leftpad: Array | None = None,
+    cache_batch_idx: Array | None = None,
+) -> Gathered:
+    """The sequences of a dense cache (sequences, capacity, heads_kv, dim), all in order without cache_batch_idx.
+
+    cache_leftpad: as for `gather_pages`.
+    """
+    bounds = _bounds(cache_seqlens, cache_leftpad)
+    places = range(len(bounds)) if cache_batch_idx is None else cache_batch_idx
+    k, v = (
+        [caches[place][first:last] for place, (first, last) in zip(places, bounds, strict=True)]
+        for caches in (k_cache, v_cache)
+    )
+    lengths = [last - first for first, last in bounds]
     return _packed(k, v, lengths, (k_cache.reshape(-1, *k_cache.shape[2:]), v_cache.reshape(-1, *v_cache.shape[2:])))
 
 
@@ -56,6 +77,12 @@ def gather_caches(k_caches: Sequence[Array], v_caches: Sequence[Array], seq_lens
         for caches in (k_caches, v_caches)
     )
     return _packed(k, v, lengths, (k[0], v[0]))
+
+
+def _bounds(lengths: Array, leftpad: Array | None) -> list[tuple[int, int]]:
+    """Where each sequence's keys begin and end among its rows."""
+    firsts = np.zeros(len(lengths), int) if leftpad is None else leftpad
+    return [(int(first), int(last)) for first, last in zip(firsts, lengths, strict=True)]
 
 
 def _packed(k: list[Array], v: list[Array], lengths: list[int], like: tuple[Array, Array]) -> Gathered:

@@ -5,30 +5,61 @@ What lies on a device is not read here, which would wait for it: kernels hold le
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from gpu_actors.validation.fields import expect
 
-__all__ = ["check_block_table", "check_lengths"]
+__all__ = ["check_batch_idx", "check_block_table", "check_leftpad", "check_lengths"]
 
 
-def check_lengths(field: str, lengths: Any, capacity: int) -> None:
-    """Raise `InvalidRequest` unless each length lies in [0, capacity]."""
+def check_lengths(field: str, lengths: Any, capacity: int | Sequence[int]) -> None:
+    """Raise `InvalidRequest` unless each length lies in [0, capacity]. capacity: of each sequence, or of all."""
     if not isinstance(lengths, np.ndarray):
         return
-    least, most = int(lengths.min(initial=0)), int(lengths.max(initial=0))
+    least = int(lengths.min(initial=0))
     expect(least >= 0, field, least, "must not be negative")
-    expect(most <= capacity, field, most, f"must be at most the keys that a sequence has room for, {capacity}")
+    room = np.broadcast_to(np.asarray(capacity, np.int64), lengths.shape)
+    if lengths.size:
+        worst = int(np.argmax(lengths - room))
+        most, limit = int(lengths[worst]), int(room[worst])
+        expect(most <= limit, field, most, f"must be at most the keys that a sequence has room for, {limit}")
 
 
-def check_block_table(block_table: Any, lengths: Any, page_size: int, blocks: int) -> None:
-    """Raise `InvalidRequest` unless each page that a sequence's length reaches lies in a pool of ``blocks`` pages."""
+def check_leftpad(leftpad: Any, lengths: Any, capacity: int) -> None:
+    """Raise `InvalidRequest` unless each sequence's padding lies in [0, its length]."""
+    if not isinstance(leftpad, np.ndarray):
+        return
+    least = int(leftpad.min(initial=0))
+    expect(least >= 0, "cache_leftpad", least, "must not be negative")
+    most = lengths if isinstance(lengths, np.ndarray) else np.full(leftpad.shape, capacity)
+    for index in np.flatnonzero(leftpad > most)[:1]:
+        reason = f"must be at most the sequence's rows in the cache, {int(most[index])}"
+        expect(False, "cache_leftpad", int(leftpad[index]), reason)
+
+
+def check_batch_idx(places: Any, sequences: int) -> None:
+    """Raise `InvalidRequest` unless each index names one of the cache's sequences."""
+    if not isinstance(places, np.ndarray):
+        return
+    for place in places[(places < 0) | (places >= sequences)][:1]:
+        expect(False, "cache_batch_idx", int(place), f"must name a sequence of the cache: 0 to {sequences - 1}")
+
+
+def check_block_table(block_table: Any, lengths: Any, page_size: int, blocks: int, leftpad: Any = None) -> None:
+    """Raise `InvalidRequest` unless each page that a sequence's keys reach lies in a pool of ``blocks`` pages.
+
+    leftpad: rows before each sequence's first key, whose pages are not read.
+    """
     if not isinstance(block_table, np.ndarray) or not isinstance(lengths, np.ndarray):
         return
     pages = -(-lengths.astype(np.int64) // page_size)
-    used = np.arange(block_table.shape[1]) < pages[:, None]
+    columns = np.arange(block_table.shape[1])
+    used = columns < pages[:, None]
+    if isinstance(leftpad, np.ndarray):
+        used &= columns >= leftpad[:, None] // page_size
     wrong = used & ((block_table < 0) | (block_table >= blocks))
     if wrong.any():
         sequence, column = (int(index) for index in np.argwhere(wrong)[0])

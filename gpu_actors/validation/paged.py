@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu_actors.errors import InvalidRequest, Unsupported
+from gpu_actors.errors import Unsupported
 from gpu_actors.problem import AttentionProblem
 from gpu_actors.requests import BatchedDecode, PagedForward
 from gpu_actors.validation.fields import (
@@ -47,6 +47,7 @@ MAX_TREE_ROWS = 64
 MAX_SPLITS = 256  # more than any device has use for, and partial results take memory
 
 _LEAST = 1 << 30
+_OF_THE_CACHE = ("cache_batch_idx", "cache_leftpad")
 _PAGES = "num_blocks, page_size, heads_kv, head_dim"
 _DENSE = "batch, capacity, heads_kv, head_dim"
 _POINTERS = "heads_kv, max_seq, head_dim"
@@ -65,6 +66,8 @@ def paged_problem(request: PagedForward) -> AttentionProblem:
     chunks = integer("num_chunks", request.num_chunks, 1)
     integer("chunk_index", request.chunk_index, 0, chunks - 1)
     caches = (("k_cache", request.k_cache), ("v_cache", request.v_cache))
+    for name in _OF_THE_CACHE:
+        optional_array(name, getattr(request, name), ((sizes.batch,),), ("int32",))
     tree = _tree_mask(request.tree_mask, sizes, request.q)
     # A tree mask takes the place of causal among the new rows.
     causal = flag("causal", request.causal) and not tree
@@ -74,10 +77,14 @@ def paged_problem(request: PagedForward) -> AttentionProblem:
 def decode_problem(request: BatchedDecode) -> AttentionProblem:
     """The problem that a request poses. Raises as `paged_problem`."""
     batch, heads_q, head_dim = shape_of("q", request.q, "batch, heads, head_dim")
-    k, shape_k = _one_of_the_caches("k_caches", request.k_caches, request.q)
-    v, shape_v = _one_of_the_caches("v_caches", request.v_caches, request.q)
-    heads_kv, max_seq, head_dim_k = shape_k
-    expect(shape_v[:2] == shape_k[:2], "v_caches", shape_v, f"must have k_caches' heads and max_seq, {shape_k[:2]}")
+    k, shapes_k, own_k = _caches("k_caches", request.k_caches, request.q)
+    v, shapes_v, own_v = _caches("v_caches", request.v_caches, request.q)
+    listed = isinstance(request.v_caches, list | tuple)
+    for index, (shape_k, shape_v) in enumerate(zip(shapes_k, shapes_v, strict=True)):
+        agree = f"must have k_caches' heads and max_seq, {shape_k[:2]}"
+        expect(shape_v[:2] == shape_k[:2], f"v_caches[{index}]" if listed else "v_caches", shape_v, agree)
+    heads_kv, _, head_dim_k = shapes_k[0]
+    max_seq = max(shape[1] for shape in shapes_k)
     sizes = Sizes(
         layout="pointers",
         batch=batch,
@@ -88,12 +95,12 @@ def decode_problem(request: BatchedDecode) -> AttentionProblem:
         heads_q=heads_q,
         heads_kv=heads_kv,
         head_dim=head_dim,
-        head_dim_v=shape_v[2],
+        head_dim_v=shapes_v[0][2],
     )
     _check_heads_and_dims(sizes, head_dim_k, "k_caches", k)
     expect(request.seq_lens is not None, "seq_lens", None, "must be an int32 or uint32 array (batch,)")
     optional_array("seq_lens", request.seq_lens, ((batch,),), ("int32", "uint32"))
-    return _problem(request, sizes, (("k_caches", k), ("v_caches", v)), False, False)
+    return _problem(request, sizes, (("k_caches", k), ("v_caches", v)), False, False, own_k or own_v)
 
 
 def _problem(
@@ -102,12 +109,14 @@ def _problem(
     caches: tuple[tuple[str, Any], tuple[str, Any]],
     causal: bool,
     tree: bool,
+    own_layouts: bool = False,
 ) -> AttentionProblem:
     dtype, kv_dtype = _dtypes(request.q, caches)
     out_dtype = output_dtype(dtype, request.out_dtype)
     if request.out is not None:
         wanted = (*map(int, request.q.shape[:-1]), sizes.head_dim_v)
         optional_array("out", request.out, (wanted,), (out_dtype,))
+    of_the_cache: dict[str, Any] = {name: getattr(request, name, None) is not None for name in _OF_THE_CACHE}
     return AttentionProblem(
         **sizes._asdict(),
         dtype=dtype,
@@ -118,6 +127,8 @@ def _problem(
         descales=check_descales(request, {"q": dtype, "k": kv_dtype, "v": kv_dtype}, (sizes.batch, sizes.heads_kv)),
         tree_mask=tree,
         num_splits=integer("num_splits", request.num_splits, 0, MAX_SPLITS),
+        **of_the_cache,
+        own_layouts=own_layouts,
         **position_words(request, sizes.batch),
     )
 
@@ -127,6 +138,9 @@ def check_cache_positions(problem: AttentionProblem, request: PagedForward | Bat
     keys: Any
     if isinstance(request, PagedForward):
         keys, rows = request.cache_seqlens, lengths_of(request.cu_seqlens_q, problem.seqlen_q)
+        if request.cache_leftpad is not None:
+            both = isinstance(keys, np.ndarray) and isinstance(request.cache_leftpad, np.ndarray)
+            keys = keys - request.cache_leftpad if both else None
     else:
         keys, rows = request.seq_lens, 1
     keys = keys.astype(np.int64) if isinstance(keys, np.ndarray) else None
@@ -160,12 +174,22 @@ def _paged_sizes(request: PagedForward) -> Sizes:
         expect(page_size >= 1, "page_size", page_size, "pages of k_cache must hold a key at least")
     batch, seqlen_q, total_q, heads_q, head_dim = _query_shape(request)
     if paged:
+        given = request.cache_batch_idx
+        reason = "goes with a dense cache: a block_table says which pages a sequence has"
+        expect(given is None, "cache_batch_idx", None if given is None else describe(given), reason)
         table = shape_of("block_table", request.block_table, "batch, max_blocks")
         expect(table[0] == batch, "block_table", table, f"must have {batch} rows")
         optional_array("block_table", request.block_table, (table,), ("int32",))
         seqlen_k = table[1] * page_size
     else:
-        expect(blocks == batch, "k_cache", describe(request.k_cache), f"must have q's batch, {batch}")
+        chosen = request.cache_batch_idx is not None
+        expect(chosen or blocks == batch, "k_cache", describe(request.k_cache), f"must have q's batch, {batch}")
+        expect(
+            page_size > 0 or not chosen,
+            "k_cache",
+            describe(request.k_cache),
+            "must have room for a key beside cache_batch_idx",
+        )
         seqlen_k, page_size = page_size, 0
     sizes = Sizes(
         layout="paged" if paged else "cache",
@@ -208,30 +232,29 @@ def _check_heads_and_dims(sizes: Sizes, head_dim_k: int, field: str, cache: Any)
     expect(sizes.head_dim_v >= 1, field.replace("k_", "v_"), sizes.head_dim_v, "must have head_dim >= 1")
 
 
-def _one_of_the_caches(field: str, caches: Any, q: Any) -> tuple[Any, tuple[int, ...]]:
-    """(an array with the caches' dtype, the shape of each). All of a list must be alike; of none, they are like q."""
+def _caches(field: str, caches: Any, q: Any) -> tuple[Any, list[tuple[int, ...]], bool]:
+    """(an array with the caches' dtype, the shapes of all, whether they differ in capacity or strides).
+
+    All of a list must have the first's heads, head_dim and dtype; of none, they are like q. One array stands for alike
+    ones, of which one shape is given.
+    """
     batch, heads, head_dim = q.shape
     if not isinstance(caches, list | tuple):
         shape = shape_of(field, caches, f"batch, {_POINTERS}")
         expect(shape[0] == batch, field, describe(caches), f"must have a cache for each of {batch} sequences")
-        return caches, shape[1:]
+        return caches, [shape[1:]] * max(1, batch), False
     expect(len(caches) == batch, field, len(caches), f"must be as many caches as q has sequences, {batch}")
     if not caches:
-        return q, (heads, 1, head_dim)
+        return q, [(heads, 1, head_dim)], False
     first = caches[0]
-    shape = shape_of(f"{field}[0]", first, _POINTERS)
-    kind = (first.shape, first.dtype, getattr(first, "strides", None))
-    for index, cache in enumerate(caches):
-        own = (getattr(cache, "shape", None), getattr(cache, "dtype", None), getattr(cache, "strides", None))
-        if own != kind:
-            # Strides are named where shape and dtype are alike.
-            given, wanted = (
-                f"{describe(one)} of strides {one.strides}" if own[:2] == kind[:2] else describe(one)
-                for one in (cache, first)
-            )
-            reason = f"must have the shape, dtype and strides of {field}[0], {wanted}"
-            raise InvalidRequest(f"{field}[{index}]", given, reason)
-    return first, shape
+    shapes = [shape_of(f"{field}[{index}]", cache, _POINTERS) for index, cache in enumerate(caches)]
+    kind = (shapes[0][0], shapes[0][2], first.dtype)
+    for index, (cache, shape) in enumerate(zip(caches, shapes, strict=True)):
+        alike = (shape[0], shape[2], cache.dtype) == kind
+        reason = f"must have the heads, head_dim and dtype of {field}[0], {describe(first)}"
+        expect(alike, f"{field}[{index}]", describe(cache), reason)
+    own = any((cache.shape, cache.strides) != (first.shape, first.strides) for cache in caches)
+    return first, shapes, own
 
 
 def _dtypes(q: Any, caches: tuple[tuple[str, Any], tuple[str, Any]]) -> tuple[str, str]:

@@ -88,6 +88,15 @@
 #ifndef POINTERS  // each sequence has a cache of its own, found by its address
 #define POINTERS 0
 #endif
+#ifndef OWN_LAYOUTS  // the arrays of POINTERS have capacities and strides of their own
+#define OWN_LAYOUTS 0
+#endif
+#ifndef BATCH_IDX  // an index says which of a dense cache's sequences each sequence has
+#define BATCH_IDX 0
+#endif
+#ifndef LEFTPAD  // the keys of a sequence begin behind some that are padding
+#define LEFTPAD 0
+#endif
 #ifndef TREE  // a bit mask a row says which of the new keys it sees
 #define TREE 0
 #endif

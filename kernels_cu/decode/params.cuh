@@ -10,6 +10,11 @@
 
 #include "common/params.cuh"
 
+// Of one sequence's arrays; strides in elements.
+struct CacheLayout {
+  int64_t k_head, k_row, v_head, v_row, capacity;
+};
+
 struct DecodeParams {
   Params attention;
   const int32_t* seq_lens;  // keys of each sequence, those of the new rows included
@@ -33,4 +38,8 @@ struct DecodeParams {
   int32_t splits;  // pieces of every item, or 0 where pieces end with the ranges
   int32_t min_units;  // of a range
   int32_t item_units;  // that beginning an item is counted as
+  int32_t cache_sequences;  // of the cache, where BATCH_IDX
+  const int32_t* cache_batch_idx;  // BATCH_IDX
+  const int32_t* cache_leftpad;  // LEFTPAD: seq_lens count what lies before the keys, too
+  const CacheLayout* cache_layouts;  // OWN_LAYOUTS: of each sequence
 };

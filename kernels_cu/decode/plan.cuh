@@ -35,7 +35,17 @@ DEVICE Sequence sequence_of(const DecodeParams& params, int index) {
     sequence.q_start = params.attention.cu_seqlens_q[index];
     sequence.rows = int(params.attention.cu_seqlens_q[index + 1] - sequence.q_start);
   }
-  sequence.broken = sequence.keys < 0 || sequence.keys > params.capacity || sequence.rows > params.attention.seqlen_q;
+  const int capacity = OWN_LAYOUTS ? int(params.cache_layouts[index].capacity) : params.capacity;
+  sequence.broken = sequence.keys < 0 || sequence.keys > capacity || sequence.rows > params.attention.seqlen_q;
+  if constexpr (BATCH_IDX) {
+    const int place = params.cache_batch_idx[index];
+    sequence.broken |= place < 0 || place >= params.cache_sequences;
+  }
+  if constexpr (LEFTPAD) {
+    const int padding = params.cache_leftpad[index];
+    sequence.broken |= padding < 0 || padding > sequence.keys;
+    if (!sequence.broken) sequence.keys -= padding;
+  }
   if constexpr (POINTERS) {
     // cp.async takes addresses that are multiples of 16 bytes.
     if (sequence.keys > 0) sequence.broken |= (params.k_ptrs[index] | params.v_ptrs[index]) % 16 != 0;

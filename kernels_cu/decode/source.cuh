@@ -2,7 +2,9 @@
 //
 //   PAGED      key -> page block_table[sequence][key / page_size], row key % page_size of it
 //   POINTERS   key -> row `key` of the cache at k_ptrs[sequence]
-//   otherwise  key -> row `key` of the sequence's part of one cache
+//   otherwise  key -> row `key` of the sequence's part of one cache, of part cache_batch_idx[sequence] where BATCH_IDX
+//
+// With LEFTPAD the first key is stored behind cache_leftpad[sequence] others.
 //
 // A thread copies the same few rows of every tile. It looks their pages up one tile ahead, so that the copies do not
 // wait for the table, and once for all chunks of K and V.
@@ -33,8 +35,17 @@ struct PagePlace {
 struct Pages {
   uint32_t factor;
   int shift, size;
+#if LEFTPAD
+  int padding;
+  __device__ __forceinline__ int stored(int key) const { return key + padding; }
+#else
+  __device__ __forceinline__ int stored(int key) const { return key; }
+#endif
 
   __device__ __forceinline__ PagePlace place(int key) const {
+#if LEFTPAD
+    key = stored(key);
+#endif
     if constexpr (SINGLE) return {key, 0};  // no factor of 32 bits divides by 1
     const int index = int(__umulhi(uint32_t(key), factor) >> shift);
     return {index, key - index * size};
@@ -57,7 +68,7 @@ struct Lookup {
       const int in_tile = Mine::row() + i * Mine::ROWS_AT_ONCE, key = first + in_tile;
       const bool read = in_tile < Tile::ROWS && keys.has(key);
       page[i] = 0;
-      row[i] = read ? key : -1;
+      row[i] = read ? pages.stored(key) : -1;
       if (PAGED && read) {
         const PagePlace place = pages.place(key);
         page[i] = table[place.index];
@@ -92,7 +103,7 @@ struct CacheSource {
 
   // The row of V that holds a key's value.
   __device__ __forceinline__ const KV_ELEMENT* value(int key) const {
-    if (!PAGED) return v.at(0, key);
+    if (!PAGED) return v.at(0, pages.stored(key));
     const PagePlace place = pages.place(key);
     return v.at(table[place.index], place.row);
   }
@@ -107,8 +118,19 @@ DEVICE CacheRows cache_rows(const void* pool, const uint64_t* pointers, const St
 
 DEVICE CacheSource cache_source(const DecodeParams& params, int sequence, int head) {
   const Params& attention = params.attention;
-  return {cache_rows(attention.k, params.k_ptrs, attention.k_strides, sequence, head),
-          cache_rows(attention.v, params.v_ptrs, attention.v_strides, sequence, head),
+#if OWN_LAYOUTS
+  const CacheLayout& own = params.cache_layouts[sequence];
+  const Strides k{0, own.k_row, own.k_head}, v{0, own.v_row, own.v_head};
+#else
+  const Strides &k = attention.k_strides, &v = attention.v_strides;
+#endif
+  const int place = BATCH_IDX ? params.cache_batch_idx[sequence] : sequence;
+  return {cache_rows(attention.k, params.k_ptrs, k, place, head),
+          cache_rows(attention.v, params.v_ptrs, v, place, head),
           PAGED ? params.block_table + sequence * params.table_stride : nullptr,
-          {params.page_factor, params.page_shift, params.page_size}};
+          {params.page_factor, params.page_shift, params.page_size
+#if LEFTPAD
+           , params.cache_leftpad[sequence]
+#endif
+          }};
 }

@@ -27,6 +27,8 @@ def ask(ctx: ga.GpuContext, case: DecodeCase) -> ga.AttentionOutput:
             operands["v_cache"],
             block_table=operands.get("block_table"),
             cache_seqlens=operands["cache_seqlens"],
+            cache_leftpad=operands.get("cache_leftpad"),
+            cache_batch_idx=operands.get("cache_batch_idx"),
             cu_seqlens_q=operands.get("cu_seqlens_q"),
             tree_mask=case.tree_mask,
             return_lse=True,

@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 from cases.cached_batches import OPTIONS, Batch, random_batch, random_tree, tree_bits, with_arrays
+from emulated.decode import DecodeCase
 
 import gpu_actors as ga
 from gpu_actors.reference import attention_forward
 
 LENGTHS = (0, 1, 7, 16, 33)
+PLACED = np.array([[3, 2], [0, 1], [9, 1], [4, 3]], np.int32)
 
 
 @pytest.fixture(scope="module")
@@ -209,3 +211,64 @@ def test_the_key_says_where_keys_and_values_lie(ctx: ga.GpuContext) -> None:
     arrays = dict(zip(("k_caches", "v_caches"), batch.arrays(), strict=True))
     key = ctx.flash_attn.inspect_key(ga.BatchedDecode(q=batch.q[:, 0], **arrays, seq_lens=batch.lengths))
     assert (key.layout, key.mask, key.gqa_ratio) == ("pointers", "full", 2)
+
+
+@pytest.mark.parametrize("page_size", [None, 1, 5, 16])
+@pytest.mark.parametrize("options", [{}, {"window_size": (7, -1), "sink_tokens": 2}, {"k_positions": PLACED}], ids=str)
+def test_keys_begin_behind_their_padding(ctx: ga.GpuContext, page_size: int | None, options: dict[str, Any]) -> None:
+    """Padding and the pages that hold nothing else are not read."""
+    batch = random_batch(5, (30, 0, 7, 64), rows=2)
+    case = DecodeCase(batch, "cache" if page_size is None else "paged", page_size or 0, leftpad=[3, 5, 0, 40])
+    operands = case.operands()
+    result = ctx.flash_attn.paged_forward(**operands, **options, return_lse=True).result(10.0)
+    wanted = ask_paged(ctx, batch, **options)
+    for found, right in zip(result, wanted, strict=True):
+        np.testing.assert_array_equal(found, right)
+    assert ctx.flash_attn.inspect_key(ga.PagedForward(**operands)).cache_leftpad
+
+
+def test_a_cache_has_sequences_for_other_requests(ctx: ga.GpuContext) -> None:
+    """Two of a request's sequences may be the same one of the cache, as draws from one prompt are."""
+    batch = random_batch(6, (30, 9, 7), rows=1)
+    case = DecodeCase(batch, "cache", leftpad=[2, 0, 5], places=[4, 0, 2])
+    operands = case.operands()
+    result = ctx.flash_attn.paged_forward(**operands).result(10.0)
+    np.testing.assert_array_equal(result.out, ask_paged(ctx, batch).out)
+    both = np.array([0, 0, 2], np.int32)
+    lengths = operands["cache_seqlens"][[1, 1, 2]]
+    changed = {"cache_seqlens": lengths, "cache_batch_idx": both, "cache_leftpad": operands["cache_leftpad"][[1, 1, 2]]}
+    result = ctx.flash_attn.paged_forward(**{**operands, **changed}).result(10.0)
+    again = ask_paged(ctx, Batch(batch.q, [batch.k[1], *batch.k[1:]], [batch.v[1], *batch.v[1:]]))
+    np.testing.assert_array_equal(result.out, again.out)
+
+
+def test_requests_behind_padding_share_a_launch() -> None:
+    batch = random_batch(7, (30, 9), rows=1)
+    cases = [DecodeCase(batch, page_size=5, leftpad=[n, 3 * n]) for n in range(4)]
+    pool = [case.operands() for case in cases]
+    k, v = (np.concatenate([operands[name] for operands in pool]) for name in ("k_cache", "v_cache"))
+    starts = np.cumsum([0, *(len(operands["k_cache"]) for operands in pool)])
+    with ga.open_context("mock", ga.ContextOptions(coalesce_delay_us=200_000, record_launches=True)) as ctx:
+        replies = []
+        for operands, start in zip(pool, starts[:-1], strict=True):
+            table = np.where(operands["block_table"] < len(k), operands["block_table"] + start, -1).astype(np.int32)
+            replies.append(
+                ctx.flash_attn.paged_forward(**{**operands, "k_cache": k, "v_cache": v, "block_table": table})
+            )
+        answers = [reply.result(10.0).out for reply in replies]
+        wanted = ask_paged(ctx, batch).out
+        assert ctx.stats()["flash_attn"].launched < 5
+    for answer in answers:
+        np.testing.assert_array_equal(answer, wanted)
+
+
+def test_arrays_have_capacities_and_strides_of_their_own(ctx: ga.GpuContext) -> None:
+    batch = random_batch(8, (30, 1, 7, 64), rows=1)
+    case = DecodeCase(batch, "pointers", own=True)
+    operands = case.operands()
+    k, v = ([operands[f"{side}_cache.{index}"] for index in range(4)] for side in "kv")
+    assert len({array.shape for array in k}) == 4
+    result = ctx.flash_attn.decode(batch.q[:, 0], k, v, batch.lengths).result(10.0)
+    np.testing.assert_array_equal(result.out, ask_paged(ctx, batch).out[:, 0])
+    request = ga.BatchedDecode(q=batch.q[:, 0], k_caches=k, v_caches=v, seq_lens=batch.lengths)
+    assert ctx.flash_attn.inspect_key(request).own_layouts

@@ -108,6 +108,8 @@ PAGED = {
     "out": FORWARD["out"],
     "q_positions": FORWARD["q_positions"],
     "k_positions": FORWARD["k_positions"],
+    "cache_batch_idx": (PLACES, longer(PLACES)),
+    "cache_leftpad": (PLACES, longer(PLACES)),
 }
 CACHES = [np.zeros((2, 9, 16), np.float16) for _ in range(2)]
 DECODE = {
@@ -206,6 +208,7 @@ MERGED: dict[str, tuple[Any, ...]] = {
     "return_lse": (True,),
     "q_positions": (PLACES[:1], np.ones((1, 2), np.int32)),
     "k_positions": (PLACES[:1], np.ones((1, 2), np.int32)),
+    "cache_leftpad": (PLACES[:1],),
 }
 # Of every sequence or row: put one behind the other, whatever they are.
 SIDE_BY_SIDE = {"block_table", "cache_seqlens", "cu_seqlens_q", "max_seqlen_q", "chunk_index", "num_chunks"}
@@ -226,7 +229,10 @@ NEW_ROWS: dict[str, tuple[Any, ...]] = {
 def test_a_launch_is_shared_by_what_is_the_same_in_every_field_only() -> None:
     names = {field.name for field in dataclasses.fields(ga.PagedForward)}
     descales = {"q_descale", "k_descale", "v_descale"}
-    assert names == MERGED.keys() | SIDE_BY_SIDE | descales | {"out"}
+    assert names == MERGED.keys() | SIDE_BY_SIDE | descales | {
+        "out",
+        "cache_batch_idx",
+    }  # the last makes a launch of its own
     base = ga.PagedForward(q=Q[:1, :2], k_cache=POOL, v_cache=POOL, block_table=TABLE[:1], cache_seqlens=LENGTHS[:1])
     narrow = POOL.astype(ml_dtypes.float8_e4m3fn)
     fp8 = dataclasses.replace(base, k_cache=narrow, v_cache=narrow)

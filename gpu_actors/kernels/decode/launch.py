@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from gpu_actors.devices.interface import ScratchSpec
-from gpu_actors.kernels.decode.params import pack_decode, pack_pointers
+from gpu_actors.kernels.decode.params import pack_cache_layouts, pack_decode, pack_pointers
 from gpu_actors.kernels.decode.schedule import split_decode
 from gpu_actors.kernels.decode.variant import (
     COMBINE,
@@ -47,7 +47,7 @@ def decode_program(problem: AttentionProblem, key: DispatchKey, target: Target) 
     """The kernels of ``key``, which names decode_mma. Raises Unsupported as `decode_tile` does."""
     ranges = ranges_of(key, target.multiprocessors or UNKNOWN_MULTIPROCESSORS)
     pack = functools.partial(pack_decode, problem, key, ranges)
-    planned = target.lengths_on_host and not problem.positions  # the host knows no positions
+    planned = target.lengths_on_host and not (problem.positions or problem.cache_leftpad)  # the host knows neither
     return split_program(problem, Part(key, step_geometry(key, problem, ranges), pack), ranges, planned)
 
 
@@ -81,6 +81,9 @@ def _scratch(
         for side in "kv":
             contents = functools.partial(pack_pointers, problem, f"{side}_cache")
             specs[f"{side}_ptrs"] = ScratchSpec((problem.batch,), "uint64", contents=contents)
+    if problem.own_layouts:
+        contents = functools.partial(pack_cache_layouts, problem)
+        specs["cache_layouts"] = ScratchSpec((problem.batch, 5), "int64", contents=contents)
     kernels = {part.kernel for part in keys}
     if PLAN in kernels:
         specs["plan"] = ScratchSpec((ranges + 1, 4), "int32")

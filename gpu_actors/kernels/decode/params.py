@@ -28,10 +28,10 @@ from gpu_actors.kernels.params import (
 from gpu_actors.kernels.program import NO_VALUES, Values
 from gpu_actors.problem import AttentionProblem, DispatchKey
 
-__all__ = ["decode_layout", "pack_decode", "pack_pointers"]
+__all__ = ["decode_layout", "pack_cache_layouts", "pack_decode", "pack_pointers"]
 
 _ATTENTION = "attention."
-_SCRATCH = ("plan", "sums", "partial_out", "partial_lse")
+_SCRATCH = ("plan", "sums", "partial_out", "partial_lse", "cache_layouts")
 _CHUNK = 16  # bytes that a cp.async copies, and a multiple of which its addresses are
 
 
@@ -69,18 +69,38 @@ def pack_decode(
 def pack_pointers(problem: AttentionProblem, side: str, buffers: Mapping[str, Buffer]) -> bytes:
     """The addresses of a batch's cache arrays, uint64 (batch,). side: "k_cache" or "v_cache".
 
-    Raises InvalidRequest for one that is not as the first, or does not begin at a multiple of 16 bytes.
+    Raises InvalidRequest for one that is not as the first, unless they have layouts of their own, or does not begin at
+    a multiple of 16 bytes.
     """
     first = buffers[f"{side}.0"]
     addresses = []
     for index in range(problem.batch):
         name = f"{side}.{index}"
         buffer = buffers[name]
-        if (buffer.shape, buffer.strides, buffer.dtype) != (first.shape, first.strides, first.dtype):
+        alike = (buffer.shape, buffer.strides, buffer.dtype) == (first.shape, first.strides, first.dtype)
+        if not (alike or problem.own_layouts):
             raise InvalidRequest(name, f"{buffer.shape}, {buffer.strides}", f"must be laid out as {side}.0")
         _check_chunks(name, buffer, (0, 1))
         addresses.append(buffer.address)
     return struct.pack(f"<{len(addresses)}Q", *addresses)
+
+
+def pack_cache_layouts(problem: AttentionProblem, buffers: Mapping[str, Buffer]) -> bytes:
+    """The strides and capacities of a batch's cache arrays: CacheLayout of kernels_cu/decode/params.cuh, (batch,).
+
+    Raises InvalidRequest for an array of another shape or dtype, or whose last axis has gaps.
+    """
+    packed = []
+    for index in range(problem.batch):
+        k, v = (buffers[f"{side}_cache.{index}"] for side in "kv")
+        for name, one, dim in (("k", k, problem.head_dim), ("v", v, problem.head_dim_v)):
+            wanted = (problem.heads_kv, k.shape[1], dim)
+            if one.shape != wanted or one.dtype != problem.kv_dtype or (dim > 1 and one.strides[2] != 1):
+                given = f"{one.dtype}{list(one.shape)}, strides {one.strides}"
+                reason = f"must be {problem.kv_dtype} of shape {wanted}, the last axis contiguous"
+                raise InvalidRequest(f"{name}_cache.{index}", given, reason)
+        packed.append(struct.pack("<5q", *k.strides[:2], *v.strides[:2], k.shape[1]))
+    return b"".join(packed)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -93,6 +113,8 @@ def _binder(problem: AttentionProblem, row_tile: int) -> Binder:
         "splits": problem.num_splits,
         "item_units": ITEM_UNITS,
     }
+    if problem.cache_batch_idx:
+        scalars["cache_sequences"] = problem.total_k // problem.seqlen_k
     if problem.page_size:
         factor, shift = divider(problem.page_size)
         scalars |= {"page_size": problem.page_size, "page_factor": factor, "page_shift": shift}
@@ -103,6 +125,9 @@ def _operands(p: AttentionProblem, layout: ParamsLayout) -> Iterator[Operand]:
     yield from forward_operands(p, layout, _ATTENTION)
     operand = layout.operand
     yield operand("cache_seqlens", ".", (p.batch,), "int32", field="seq_lens")
+    for name in ("cache_batch_idx", "cache_leftpad"):
+        if getattr(p, name):
+            yield operand(name, ".", (p.batch,), "int32")
     if p.tree_mask:
         shape = (p.total_q,) if p.varlen_q else (p.batch, p.seqlen_q)
         yield operand("tree_mask", "r" if p.varlen_q else "br", shape, "uint64")
@@ -111,7 +136,8 @@ def _operands(p: AttentionProblem, layout: ParamsLayout) -> Iterator[Operand]:
     if p.layout == "pointers":
         for side, dim in (("k", p.head_dim), ("v", p.head_dim_v)):
             axes = (f"{_ATTENTION}{side}_strides.head", f"{_ATTENTION}{side}_strides.row", ".")
-            yield operand(f"{side}_cache.0", axes, (p.heads_kv, p.seqlen_k, dim), p.kv_dtype, field="")
+            if not p.own_layouts:
+                yield operand(f"{side}_cache.0", axes, (p.heads_kv, p.seqlen_k, dim), p.kv_dtype, field="")
             yield operand(f"{side}_ptrs", ".", (p.batch,), "uint64")
 
 

@@ -192,6 +192,7 @@ def decode_macros(key: DispatchKey) -> Macros:
 def split_macros(key: DispatchKey) -> Macros:
     """What every kernel is compiled for that counts tiles of keys."""
     work = flags(VARLEN=key.varlen_q, POINTERS=key.layout == "pointers", POSITIONS=key.positions)
+    work |= flags(OWN_LAYOUTS=key.own_layouts, BATCH_IDX=key.cache_batch_idx, LEFTPAD=key.cache_leftpad)
     return work | mask_macros(key)
 
 

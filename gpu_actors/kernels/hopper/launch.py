@@ -46,4 +46,5 @@ FORWARD_SM90 = KernelFamily(
     score_mods=True,
     positions=True,
     tma=True,
+    lacks=("cache_batch_idx", "cache_leftpad"),
 )

@@ -37,6 +37,12 @@ PAGED = {
         0,
         "must lie in the pool: 0 to -1",
     ),
+    "places of pages": Case(
+        paged(cache_batch_idx=ints(0, 1)), "cache_batch_idx", "int32[2]", "goes with a dense cache"
+    ),
+    "more padding than keys": Case(
+        paged(cache_leftpad=ints(21, 0)), "cache_leftpad", 21, "at most the sequence's rows in the cache, 20"
+    ),
     "pages of nothing": Case(
         paged(k_cache=array(6, 0, 2, 8), v_cache=array(6, 0, 2, 8)), "page_size", 0, "hold a key at least"
     ),
@@ -134,6 +140,23 @@ PAGED = {
 }
 
 CACHED = {
+    "a place below 0": Case(cached(cache_batch_idx=ints(0, -1)), "cache_batch_idx", -1, "of the cache: 0 to 1"),
+    "a place past the cache": Case(cached(cache_batch_idx=ints(2, 0)), "cache_batch_idx", 2, "of the cache: 0 to 1"),
+    "places of another batch": Case(cached(cache_batch_idx=ints(0)), "cache_batch_idx", "int32[1]", "shape (2,)"),
+    "places in 64 bits": Case(
+        cached(cache_batch_idx=ints(0, 1, dtype=np.int64)), "cache_batch_idx", "int64[2]", "array of int32"
+    ),
+    "places in a cache without room": Case(
+        cached(k_cache=array(2, 0, 2, 8), v_cache=array(2, 0, 2, 8), cache_batch_idx=ints(0, 1)),
+        "k_cache",
+        "float32[2, 0, 2, 8]",
+        "room for a key beside cache_batch_idx",
+    ),
+    "padding below 0": Case(cached(cache_leftpad=ints(0, -3)), "cache_leftpad", -3, "must not be negative"),
+    "more padding than rows": Case(
+        cached(cache_leftpad=ints(0, 31)), "cache_leftpad", 31, "at most the sequence's rows in the cache, 30"
+    ),
+    "padding of another batch": Case(cached(cache_leftpad=ints(0, 1, 2)), "cache_leftpad", "int32[3]", "shape (2,)"),
     "another batch": Case(
         cached(k_cache=array(3, 32, 2, 8), v_cache=array(3, 32, 2, 8)),
         "k_cache",
@@ -156,17 +179,29 @@ CACHED = {
 DECODE = {
     "rows": Case(decode(q=array(2, 1, 4, 8)), "q", "float32[2, 1, 4, 8]", "3 axes (batch, heads, head_dim)"),
     "too few caches": Case(decode(k_caches=[array(2, 32, 8)]), "k_caches", 1, "as many caches as q has sequences, 2"),
-    "caches of two lengths": Case(
+    "v_caches of another length": Case(
         decode(v_caches=[array(2, 32, 8), array(2, 31, 8)]),
         "v_caches[1]",
-        "float32[2, 31, 8]",
-        "shape, dtype and strides of v_caches[0], float32[2, 32, 8]",
+        (2, 31, 8),
+        "must have k_caches' heads and max_seq, (2, 32)",
     ),
-    "caches of two orders": Case(
-        decode(v_caches=[array(2, 32, 8), np.asfortranarray(array(2, 32, 8))]),
-        "v_caches[1]",
-        "float32[2, 32, 8] of strides (4, 8, 256)",
-        "shape, dtype and strides of v_caches[0], float32[2, 32, 8] of strides (1024, 32, 4)",
+    "caches of two dims": Case(
+        decode(k_caches=[array(2, 32, 8), array(2, 32, 16)]),
+        "k_caches[1]",
+        "float32[2, 32, 16]",
+        "heads, head_dim and dtype of k_caches[0], float32[2, 32, 8]",
+    ),
+    "caches of two dtypes": Case(
+        decode(k_caches=[array(2, 32, 8), array(2, 32, 8, dtype=BF16)]),
+        "k_caches[1]",
+        "bfloat16[2, 32, 8]",
+        "heads, head_dim and dtype of k_caches[0], float32[2, 32, 8]",
+    ),
+    "longer than its own array": Case(
+        decode(**{name: [array(2, 19, 8), array(2, 32, 8)] for name in ("k_caches", "v_caches")}),
+        "seq_lens",
+        20,
+        "room for, 19",
     ),
     "one array for another batch": Case(
         decode(k_caches=array(3, 2, 32, 8)), "k_caches", "float32[3, 2, 32, 8]", "for each of 2 sequences"

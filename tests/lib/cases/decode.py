@@ -53,13 +53,13 @@ VARIANTS = (
     Variant("sm_90a", "paged", BF16, BF16, 128, 128, 64, False, ("causal", "window", "sink_tokens")),
     Variant("sm_86", "paged", BF16, BF16, 256, 256, 16, True, ("causal", "sinks", "single")),
     Variant("sm_80", "paged", F16, E4M3, 80, 80, 16, False, ("causal", "descales")),
-    Variant("sm_90a", "paged", BF16, E5M2, 64, 128, 64, True, ("causal", "descales", "softcap")),
+    Variant("sm_90a", "paged", BF16, E5M2, 64, 128, 64, True, ("causal", "descales", "softcap", "leftpad")),
     Variant("sm_89", "cache", BF16, E4M3, 128, 128, 32, False, ("tree",)),
-    Variant("sm_80", "cache", F16, E5M2, 256, 256, 16, False, ()),
+    Variant("sm_80", "cache", F16, E5M2, 256, 256, 16, False, ("leftpad", "places")),
     Variant("sm_80", "cache", F16, F16, 80, 80, 32, True, ("window", "sink_tokens", "alibi")),
     Variant("sm_86", "cache", BF16, BF16, 40, 72, 64, False, ("tree", "softcap", "sinks")),
     Variant("sm_80", "pointers", F16, F16, 128, 128, 16, False, ("sinks", "alibi")),
-    Variant("sm_86", "pointers", BF16, E4M3, 96, 96, 16, False, ("window", "sink_tokens", "descales")),
+    Variant("sm_86", "pointers", BF16, E4M3, 96, 96, 16, False, ("window", "sink_tokens", "descales", "own")),
 )
 
 
@@ -107,6 +107,11 @@ def draw(variant: Variant, seed: int, longest: int = 2000) -> DecodeCase:
     )
     if case.rows is not None:
         rng.shuffle(case.rows)
+    if "leftpad" in variant.options:
+        case.leftpad = [int(padding) for padding in rng.integers(0, 100, count) * rng.integers(0, 2, count)]
+    if "places" in variant.options:
+        case.places = rng.permutation(count + 3)[:count].tolist()
+    case.own = "own" in variant.options
     if hopper and (ratio < 16 or variant.packed > 64):
         case.options["num_splits"] = 0  # pinned, the heads alone would choose another kernel or tile
     return case

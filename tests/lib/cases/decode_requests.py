@@ -30,6 +30,7 @@ def request_of(case: DecodeCase, move: Move = lambda array: array) -> ga.PagedFo
             q=operands["q"][:, 0], k_caches=k, v_caches=v, seq_lens=lengths, return_lse=True, **options
         )
     named = ("q", "k_cache", "v_cache", "block_table", "cache_seqlens", "cu_seqlens_q", "tree_mask")
+    named += ("cache_leftpad", "cache_batch_idx")
     given = {name: operands.get(name) for name in named}
     longest = {} if case.rows is None else {"max_seqlen_q": case.batch.q.shape[1]}
     return ga.PagedForward(**given, **longest, return_lse=True, **{"causal": False, **options})

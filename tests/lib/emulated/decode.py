@@ -23,6 +23,7 @@ from gpu_actors.kernels.support import ELEMENTS
 from gpu_actors.kernels.variants import kernel_source
 from gpu_actors.options import ContextOptions, EmulationOptions
 from gpu_actors.problem import AttentionProblem, DispatchKey
+from gpu_actors.testing.problems import POISON_PAGE, nan_filled
 from gpu_actors.testing.tolerance import check_output
 from gpu_actors.validation.paged import own_positions
 
@@ -36,6 +37,8 @@ class DecodeCase:
 
     layout: "paged", "cache" or "pointers". rows: new rows of each sequence, the last of q's; None where all are q's.
     tree: uint64 (batch, rows of q). options: as of the oracle, and num_splits.
+    leftpad: rows before each sequence's keys. places: of each sequence in a cache of more. own: the arrays of
+    "pointers" have capacities and strides of their own.
     """
 
     batch: Batch
@@ -44,6 +47,9 @@ class DecodeCase:
     rows: list[int] | None = None
     tree: Any = None
     options: dict[str, Any] = field(default_factory=dict)
+    leftpad: list[int] | None = None
+    places: list[int] | None = None
+    own: bool = False
 
     @functools.cached_property
     def packed_rows(self) -> Any:
@@ -74,26 +80,70 @@ class DecodeCase:
                 options[name] = options[name][index : index + 1]
         rows = None if self.rows is None else [self.rows[index]]
         tree = None if self.tree is None else self.tree[index : index + 1]
-        return replace(self, batch=batch, rows=rows, tree=tree, options=options)
+        leftpad = None if self.leftpad is None else self.leftpad[index : index + 1]
+        places = None if self.places is None else [0]
+        return replace(self, batch=batch, rows=rows, tree=tree, options=options, leftpad=leftpad, places=places)
+
+    @property
+    def stored(self) -> Batch:
+        """The sequences as the cache has them, behind their padding of NaN."""
+        if self.leftpad is None:
+            return self.batch
+        k, v = (
+            [
+                np.concatenate([nan_filled((count, *rows.shape[1:]), rows.dtype.name), rows])
+                for count, rows in zip(self.leftpad, side, strict=True)
+            ]
+            for side in (self.batch.k, self.batch.v)
+        )
+        return Batch(self.batch.q, k, v)
 
     def operands(self) -> dict[str, Any]:
         """What a request of this layout hands to the kernels, by name."""
         arrays = {name: self.options[name] for name in ARRAYS if name in self.options}
-        arrays |= {"q": self.q, "cache_seqlens": self.batch.lengths}
+        stored = self.stored
+        arrays |= {"q": self.q, "cache_seqlens": stored.lengths}
+        for name, values in (("cache_leftpad", self.leftpad), ("cache_batch_idx", self.places)):
+            if values is not None:
+                arrays[name] = np.array(values, np.int32)
         if self.rows is not None:
             arrays["cu_seqlens_q"] = self.ends
         if self.tree is not None:
             arrays["tree_mask"] = self.tree_mask
         if self.layout == "paged":
-            pages = self.batch.pages(self.page_size, len(self.batch.k))
+            pages = stored.pages(self.page_size, len(stored.k))
+            for index, count in enumerate(self.leftpad or ()):
+                pages.block_table[index, : count // self.page_size] = POISON_PAGE
             return arrays | {"k_cache": pages.k, "v_cache": pages.v, "block_table": pages.block_table}
         if self.layout == "cache":
-            k, v = self.batch.dense()
+            k, v = stored.dense()
+            if self.places is not None:
+                more = max(self.places, default=0) + 2
+                wide = [nan_filled((more, *one.shape[1:]), one.dtype.name) for one in (k, v)]
+                for one, cache in zip((k, v), wide, strict=True):
+                    cache[self.places] = one
+                k, v = wide
             return arrays | {"k_cache": k, "v_cache": v}
         k, v = self.batch.arrays()
+        if self.own:
+            sides = enumerate((self.batch.k, self.batch.v))
+            k, v = ([_laid_out(one.swapaxes(0, 1), n, side) for n, one in enumerate(rows)] for side, rows in sides)
         for index in range(len(k)):
             arrays |= {f"k_cache.{index}": k[index], f"v_cache.{index}": v[index]}
         return arrays
+
+
+def _laid_out(array: Any, index: int, side: int) -> Any:
+    """An array (heads, rows, dim) in device memory, with more rows the later it comes, and strides of its own."""
+    number, more = index + side, 1 + index * 3 // 2
+    heads, rows, dim = array.shape
+    room = rows + more
+    wide = (room + 2, heads + 1, dim) if number % 2 else (heads, room, dim + 16 * (number % 3))
+    memory = device_of().allocate(wide, array.dtype.name)
+    memory[...] = np.nan
+    view = memory[:room, :heads].swapaxes(0, 1) if number % 2 else memory[..., :dim]
+    view[:, :rows] = array
+    return view
 
 
 def problem_of(case: DecodeCase, operands: dict[str, Any]) -> AttentionProblem:
@@ -105,10 +155,11 @@ def problem_of(case: DecodeCase, operands: dict[str, Any]) -> AttentionProblem:
         capacity, total = operands["block_table"].shape[1] * case.page_size, len(k) * case.page_size
     elif case.layout == "cache":
         k, v = operands["k_cache"], operands["v_cache"]
-        capacity, total = k.shape[1], batch * k.shape[1]
+        capacity, total = k.shape[1], len(k) * k.shape[1]
     else:
         k, v = (operands[f"{side}_cache.0"].swapaxes(0, 1) for side in "kv")
-        capacity, total = len(k), batch * len(k)
+        capacity = max(operands[f"k_cache.{index}"].shape[1] for index in range(batch))
+        total = batch * capacity
     slopes = options.get("alibi_slopes")
     return AttentionProblem(
         layout=case.layout,  # type: ignore[arg-type]
@@ -139,6 +190,9 @@ def problem_of(case: DecodeCase, operands: dict[str, Any]) -> AttentionProblem:
         varlen_q=case.rows is not None,
         tree_mask=case.tree is not None,
         num_splits=options.get("num_splits", 0),
+        cache_leftpad=case.leftpad is not None,
+        cache_batch_idx=case.places is not None,
+        own_layouts=case.own,
         **{name: options[name].ndim for name in POSITIONS if name in options},
     )
 

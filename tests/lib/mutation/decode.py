@@ -94,6 +94,13 @@ PROBES: dict[str, Callable[[], DecodeCase]] = {
     "fp8": lambda: with_scales(batch_of(300, 70, **FP8)),
     "unequal": lambda: DecodeCase(batch_of(300, 70, dim_v=64), options=CAUSAL),
     "cache": lambda: DecodeCase(batch_of(300, 70, 9), "cache", options=CAUSAL),
+    "leftpad": lambda: DecodeCase(batch_of(300, 0, 70, 9), "cache", options=CAUSAL, leftpad=[5, 70, 0, 130]),
+    "leftpad nonfinite": lambda: DecodeCase(
+        with_nan(batch_of(300, 70, rows=5, heads=(6, 2)), 298), "cache", options=CAUSAL, leftpad=[3, 7]
+    ),
+    "leftpad pages": lambda: DecodeCase(batch_of(300, 0, 70, 9), options=CAUSAL, leftpad=[5, 70, 0, 130]),
+    "places": lambda: DecodeCase(batch_of(300, 0, 70, 9), "cache", options=CAUSAL, places=[4, 0, 2, 1]),
+    "own": lambda: DecodeCase(batch_of(300, 0, 70, 9, 130), "pointers", own=True),
     "single": lambda: DecodeCase(batch_of(300, 0, 70, 9), page_size=1, options=CAUSAL),
     "twelves": lambda: DecodeCase(batch_of(300, 0, 70, 9), page_size=12, options=CAUSAL),
     "threes": lambda: DecodeCase(batch_of(300, 0, 70, 9), page_size=3, options=CAUSAL),
@@ -143,6 +150,18 @@ def check_probe(name: str, **launch: Any) -> None:
         operands = case.operands() | {"cache_seqlens": np.array([300, 0, 1 << 20, 700], np.int32)}
         out, _ = run(case, operands=operands, planned=False, **launch)
         assert np.isnan(out[2]).all(), "out differs"
+    elif name.startswith("broken "):
+        kind, field, value = name.split()[1:]
+        case = PROBES[kind]()
+        good, operands = run(case, planned=False, **launch), case.operands()
+        operands[field][2] = int(value)
+        for name in operands.keys() & {"k_cache.2", "v_cache.2"}:  # numbers, so that reading them does not show
+            operands[name][...] = np.nan_to_num(operands[name])
+        out, lse = run(case, operands=operands, planned=False, **launch)
+        assert np.isnan(out[2]).all(), "out differs"
+        for found, right in ((out, good[0]), (lse, good[1])):
+            # Ranges may begin elsewhere.
+            np.testing.assert_allclose(np.delete(found, 2, 0), np.delete(right, 2, 0), atol=1e-2)
     else:
         case = PROBES[name]()
         check_results(case, *run(case, multiprocessors=MULTIPROCESSORS.get(name, 2), **launch))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mutation.forward_mutants import FUSED_CORRECTION, Mutant
 
-__all__ = ["DECODE_DEFECTS", "DECODE_MUTANTS", "PAGE_DEFECTS", "POSITION_DEFECTS"]
+__all__ = ["DECODE_DEFECTS", "DECODE_MUTANTS", "PAGE_DEFECTS", "PLACE_DEFECTS", "POSITION_DEFECTS"]
 
 
 def _decode(name: str, file: str, old: str, new: str, *probes: str) -> Mutant:
@@ -49,7 +49,7 @@ DECODE_DEFECTS = (
         "const bool read = in_tile < Tile::ROWS && keys.has(key);",
         "const bool read = in_tile < Tile::ROWS;",
     ),
-    _decode("a length beyond the capacity is believed", _UNITS, "sequence.keys > params.capacity ||", "", "broken"),
+    _decode("a length beyond the capacity is believed", _UNITS, "sequence.keys > capacity ||", "", "broken"),
 )
 
 # Rows and keys that stand in a larger problem.
@@ -159,8 +159,77 @@ PAGE_DEFECTS = (
     ),
 )
 
+_PADDING = "broken leftpad cache_leftpad"
+_PLACE = "broken places cache_batch_idx"
+_ROOM = "broken own cache_seqlens 75"
+
+# Keys behind padding, sequences at places of a larger cache, arrays of several layouts.
+PLACE_DEFECTS = (
+    _decode("padding is read", _SOURCE, "return key + padding;", "return key;", "leftpad"),
+    _decode("rows are copied from the padding", _SOURCE, "read ? pages.stored(key) : -1", "read ? key : -1", "leftpad"),
+    _decode("pages are counted with the padding", _SOURCE, "    key = stored(key);\n", "", "leftpad pages"),
+    _decode(
+        "values are read from the padding", _SOURCE, "v.at(0, pages.stored(key))", "v.at(0, key)", "leftpad nonfinite"
+    ),
+    _decode(
+        "every sequence has the first one's padding",
+        _SOURCE,
+        ", params.cache_leftpad[sequence]",
+        ", params.cache_leftpad[0]",
+        "leftpad",
+    ),
+    _decode("padding counts as keys", _UNITS, "if (!sequence.broken) sequence.keys -= padding;", "", "leftpad"),
+    _decode("padding takes one key", _UNITS, "sequence.keys -= padding;", "sequence.keys -= padding + 1;", "leftpad"),
+    _decode(
+        "every sequence is as much shorter as the first",
+        _UNITS,
+        "padding = params.cache_leftpad[index];",
+        "padding = params.cache_leftpad[0];",
+        "leftpad",
+    ),
+    _decode("more padding than rows is believed", _UNITS, " || padding > sequence.keys;", ";", f"{_PADDING} 71"),
+    _decode("padding below 0 is believed", _UNITS, "padding < 0 || ", "", f"{_PADDING} -1"),
+    _decode(
+        "padding mends what is broken", _UNITS, "|= padding < 0", "= padding < 0", "broken leftpad cache_seqlens 1000"
+    ),
+    _decode("every sequence is the first of the cache", _SOURCE, "? params.cache_batch_idx[sequence]", "? 0", "places"),
+    _decode("places are not looked up", _SOURCE, "place = BATCH_IDX ?", "place = false ?", "places"),
+    _decode(
+        "every sequence has the first one's place",
+        _SOURCE,
+        "params.cache_batch_idx[sequence]",
+        "params.cache_batch_idx[0]",
+        "places",
+    ),
+    _decode("places are those of the next sequence", _SOURCE, "idx[sequence]", "idx[sequence ^ 1]", "places"),
+    _decode(
+        "keys lie where the sequence does", _SOURCE, "params.k_ptrs, k, place", "params.k_ptrs, k, sequence", "places"
+    ),
+    _decode(
+        "values lie where the sequence does", _SOURCE, "params.v_ptrs, v, place", "params.v_ptrs, v, sequence", "places"
+    ),
+    _decode("a place below 0 is believed", _UNITS, "place < 0 || ", "", f"{_PLACE} -1"),
+    _decode("a place past the cache is believed", _UNITS, " || place >= params.cache_sequences", "", f"{_PLACE} 6"),
+    _decode("a cache has a place too many", _UNITS, "place >= params", "place > params", f"{_PLACE} 6"),
+    _decode("a place mends what is broken", _UNITS, "|= place < 0", "= place < 0", "broken places cache_seqlens -5"),
+    _decode("all are as broken as the first", _UNITS, "cache_batch_idx[index]", "cache_batch_idx[0]", f"{_PLACE} 6"),
+    _decode("arrays are laid out as the first", _SOURCE, "cache_layouts[sequence]", "cache_layouts[0]", "own"),
+    _decode(
+        "arrays are laid out as the next", _SOURCE, "cache_layouts[sequence]", "cache_layouts[sequence ^ 1]", "own"
+    ),
+    _decode("keys have the values' rows", _SOURCE, "k{0, own.k_row", "k{0, own.v_row", "own"),
+    _decode("values have the keys' rows", _SOURCE, "v{0, own.v_row", "v{0, own.k_row", "own"),
+    _decode("keys have the values' heads", _SOURCE, "own.k_row, own.k_head", "own.k_row, own.v_head", "own"),
+    _decode("values have the keys' heads", _SOURCE, "own.v_row, own.v_head", "own.v_row, own.k_head", "own"),
+    _decode("heads follow each other as rows do", _SOURCE, "own.k_row, own.k_head", "own.k_row, own.k_row", "own"),
+    _decode("rows of values follow each other", _SOURCE, "v{0, own.v_row", "v{0, HEAD_DIM_V", "own"),
+    _decode("every array has the largest capacity", _UNITS, "capacity = OWN_LAYOUTS ?", "capacity = false ?", _ROOM),
+    _decode("every array has the first one's capacity", _UNITS, "[index].capacity", "[0].capacity", _ROOM),
+)
+
 DECODE_MUTANTS = (
     *DECODE_DEFECTS,
+    *PLACE_DEFECTS,
     *PAGE_DEFECTS,
     *POSITION_DEFECTS,
     # The ring
@@ -196,8 +265,8 @@ DECODE_MUTANTS = (
     _decode(
         "V's pages are strided as K's",
         _SOURCE,
-        "cache_rows(attention.v, params.v_ptrs, attention.v_strides",
-        "cache_rows(attention.v, params.v_ptrs, attention.k_strides",
+        "cache_rows(attention.v, params.v_ptrs, v,",
+        "cache_rows(attention.v, params.v_ptrs, k,",
         "unequal",
     ),
     _decode(
