@@ -112,7 +112,9 @@ def disassemble(cubin: bytes, *options: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        done = subprocess.run([tool, *options, "-c", path], capture_output=True, text=True, check=True, timeout=120)
+        done = subprocess.run(
+            [tool, *options, "-c", "-ndf", path], capture_output=True, text=True, check=True, timeout=120
+        )
     return done.stdout
 
 

@@ -57,6 +57,7 @@ DENSE = {"q": normal(2, 3, 4, 16), "k": normal(2, 5, 2, 16, seed=1), "v": normal
 PACKED = {"q": normal(6, 4, 16), "k": normal(8, 2, 16, seed=1), "v": normal(8, 2, 16, seed=2)}
 OPTIONAL = {"alibi_slopes": np.abs(normal(4)), "sinks": normal(4, seed=3)}
 PLACES = {"q_positions": ints(3, 1), "k_positions": ints(0, 2)}
+USED = {"seqused_q": ints(3, 1), "seqused_k": ints(2, 5)}
 BIAS = normal(2, 4, 3, 5, seed=4)
 POOL = {"k_cache": normal(8, 8, 2, 16, seed=1), "v_cache": normal(8, 8, 2, 16, seed=2)}
 TABLE = {"block_table": ints(3, 1, 4, 2).reshape(2, 2), "cache_seqlens": ints(9, 12)}
@@ -81,6 +82,18 @@ ENTRIES: dict[str, Entry] = {
         ga.FlashForward,
         {**PACKED, "cu_seqlens_q": ints(0, 2, 6), "cu_seqlens_k": ints(0, 3, 8)},
         lambda ctx, x: ctx.flash_attn.forward(**x, max_seqlen_q=4, max_seqlen_k=5),
+    ),
+    "padded": Entry(ga.FlashForward, {**DENSE, **USED}, lambda ctx, x: ctx.flash_attn.forward(**x)),
+    "backward of padded": Entry(
+        ga.FlashBackward,
+        {
+            **DENSE,
+            **USED,
+            "out": normal(2, 3, 4, 16, seed=5),
+            "dout": normal(2, 3, 4, 16, seed=6),
+            "lse": normal(2, 4, 3, seed=7),
+        },
+        lambda ctx, x: ctx.flash_attn.backward(**x),
     ),
     "backward": Entry(
         ga.FlashBackward,
@@ -114,6 +127,8 @@ ENTRIES: dict[str, Entry] = {
             "k_cache": normal(2, 8, 2, 16, seed=1),
             "v_cache": normal(2, 8, 2, 16, seed=2),
             "cache_seqlens": ints(4, 6),
+            "cache_batch_idx": ints(1, 0),
+            "cache_leftpad": ints(2, 1),
             "cu_seqlens_q": ints(0, 1, 3),
         },
         lambda ctx, x: ctx.flash_attn.paged_forward(**x, max_seqlen_q=2),
