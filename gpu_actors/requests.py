@@ -48,7 +48,9 @@ class FlashForward:
     sinks: fp32 or q's dtype, (heads_q,): a logit a head that joins the softmax's denominator and has no value.
     sink_tokens: the first n keys stay visible whatever the window; causal still hides them.
     bias: (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k). q's dtype or fp32: added to the scaled scores. bool: a
-        mask, whose keys count where it is True; it has no gradient, and keys and values must be finite. Dense only.
+        mask, whose keys count where it is True; it has no gradient, and keys and values must be finite. With
+        ``cu_seqlens`` the last two are at least the longest sequence's rows and keys: element (r, j) belongs to row r
+        and key j of the sequence, from its own first ones on, and what is past its end is not read.
     dropout_p, dropout_seed: Philox4x32-10 dropout of the probabilities, the same for the same seed on every device.
     cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,), rising from 0 to the total.
     max_seqlen_q, max_seqlen_k: the longest sequence; found from cu_seqlens on the host where not given.

@@ -21,6 +21,7 @@ __all__ = [
     "FIRST_FP8_CAPABILITY",
     "MAX_HEAD_DIM",
     "Element",
+    "bias_turns_refusal",
     "capability",
     "check_capability",
     "check_support",
@@ -105,6 +106,16 @@ def scale_refusal(problem: AttentionProblem) -> Unsupported | None:
     return Unsupported("softmax_scale", problem.softmax_scale, reason, SMALLEST_SCALE)
 
 
+def bias_turns_refusal(problem: AttentionProblem) -> Unsupported | None:
+    """Why a kernel whose blocks take turns at the gradient of a bias does not take a problem, or None."""
+    p = problem
+    own_tiles = p.layout == "varlen" or p.q_positions or p.k_positions
+    if not (p.deterministic and p.dbias and p.bias and p.bias[1] and own_tiles):
+        return None
+    reason = "sequences take turns at each tile of a bias that they share, and those of other lengths lack some tiles"
+    return Unsupported("deterministic", True, reason, False)
+
+
 def example_problem(dtype: str, head_dim: int, **fields: Any) -> AttentionProblem:
     """A problem of one sequence of 1024 rows and keys and one head, as requests of the dtype are by default.
 
@@ -157,8 +168,8 @@ def refusals(problem: AttentionProblem, arch: str) -> Iterator[tuple[str, Unsupp
     if p.dropout_p and (q.fp8 or kv.fp8):
         reason = "fp8 attention is for inference and has no dropout"
         yield "dropout.fp8", Unsupported("dropout_p", p.dropout_p, reason, 0.0)
-    if p.bias is not None and p.layout != "dense":
-        reason = f"a bias is a dense (seqlen_q, seqlen_k) matrix, and the layout is {p.layout}"
+    if p.bias is not None and p.decoding:
+        reason = f"a bias is added to the scores of dense and packed batches, and the layout is {p.layout}"
         yield "bias.layout", Unsupported("bias", p.bias[0], reason)
     if p.bias is not None and p.bias[0] not in (p.dtype, "float32", "bool"):
         reason = f"a bias has q's dtype, {p.dtype}, or float32, and a mask is bool"

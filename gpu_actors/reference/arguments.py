@@ -68,7 +68,7 @@ class AttentionOptions(MaskOptions, total=False):
     alibi_signed: d is below 0 right of the diagonal.
     sinks: (heads,) logits that join the softmax's denominator and the LSE.
     bias: (batch or 1, heads or 1, seqlen_q or 1, seqlen_k), added before the mask, or bool, True where keys count.
-        Dense only.
+        Of packed sequences row r and key j of each are those of its own, and the longest may have fewer of both.
     dropout_p, dropout_seed: probabilities whose Philox draw (`gpu_actors.philox`) falls below p are zeroed,
         the others scaled by 1 / (1 - p); the LSE does not change.
     cu_seqlens_q, cu_seqlens_k: integers (batch + 1,), the bounds of packed sequences.
@@ -152,10 +152,8 @@ class Arguments(KeyMask):
         for name in ("q_positions", "k_positions"):
             _check_shape(name, getattr(self, name), (batch,), (batch, 2))
         if self.bias is not None:
-            if self.varlen:
-                raise InvalidRequest("bias", _describe(self.bias), "a varlen batch takes no bias: its rows are ragged")
-            rows = (self.q.shape[1], self.k.shape[1])
-            _check_shape("bias", self.bias, *itertools.product((1, batch), (1, heads), (1, rows[0]), rows[1:]))
+            rows, keys = (self.q.shape[1], self.k.shape[1]) if not self.varlen else self._longest(self.bias)
+            _check_shape("bias", self.bias, *itertools.product((1, batch), (1, heads), (1, rows), (keys,)))
 
     @property
     def varlen(self) -> bool:
@@ -219,6 +217,15 @@ class Arguments(KeyMask):
                 seqlen_q=rows.stop - rows.start,
                 seqlen_k=keys.stop - keys.start,
             )
+
+    def _longest(self, bias: Array) -> tuple[int, int]:
+        """The rows and keys that a bias of packed sequences must have: its own, where the longest sequence fits."""
+        least = [
+            int(np.diff(np.asarray(ends).astype(np.int64)).max(initial=0))
+            for ends in (self.cu_seqlens_q, self.cu_seqlens_k)
+        ]
+        own = bias.shape[2:] if bias.ndim == 4 else (0, 0)
+        return max(least[0], own[0]), max(least[1], own[1])
 
     def _check_layout(self) -> None:
         dims = 3 if self.varlen else 4

@@ -292,6 +292,7 @@ class GradientSums:
             share = dbias.reshape(dbias.shape[0], arguments.heads, *dbias.shape[3:])
             axes = tuple(axis for axis in (0, 1, 2) if self._dbias.shape[axis] == 1)
             rows = piece.batched(self._dbias)[:, :, tile.rows if self._dbias.shape[2] > 1 else slice(None)]
+            rows = rows[..., : piece.seqlen_k]
             rows += share.sum(axis=axes, keepdims=True)
         if self._dsinks is not None and tile.operands.sinks is not None:
             sinks = tile.operands.sinks

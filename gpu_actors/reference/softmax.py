@@ -81,7 +81,7 @@ class Operands:
         if sinks is not None:
             sinks = arguments.split_heads(np.asarray(sinks), 0).astype(dtype)[..., None, None]
         if bias is not None:
-            bias = piece.batched(bias)
+            bias = piece.batched(bias)[:, :, : piece.seqlen_q, : piece.seqlen_k]
             bias = bias[:, :, None] if bias.shape[1] == 1 else arguments.split_heads(bias, 1)
         return cls(piece, step(q), step(k), Values.split(step(v)), alibi, sinks, bias)
 

@@ -81,7 +81,7 @@ def forward_problem(request: FlashForward) -> AttentionProblem:
         out_dtype=out_dtype,
         compute=_compute(request.compute, dtype),
         **score_options(request, shape.batch, shape.heads_q, shape.head_dim, out_dtype),
-        **_bias(request, shape, dtype, varlen),
+        **_bias(request, shape, dtype),
         alibi_signed=_alibi_signed(request),
         dropout_p=_dropout(request),
         descales=check_descales(request, {"q": dtype, "k": dtype, "v": dtype}, (shape.batch, shape.heads_kv)),
@@ -234,6 +234,10 @@ def _varlen_shape(request: FlashForward) -> Sizes:
     _check_total("k", total_k, batch, seqlen_k)
     # No sequence is longer than all of them together, and the grid follows from the longest.
     seqlen_q, seqlen_k = (max(1, min(most, total)) for most, total in ((seqlen_q, total_q), (seqlen_k, total_k)))
+    bias = tuple(getattr(request.bias, "shape", ()))
+    if len(bias) == 4:
+        # A bias has rows and keys for the longest sequence, or more: the problem is as large as its matrix.
+        seqlen_q, seqlen_k = max(seqlen_q, int(bias[2])), max(seqlen_k, int(bias[3]))
     return Sizes("varlen", batch, seqlen_q, seqlen_k, total_q, total_k, heads_q, heads_kv, head_dim, head_dim_v)
 
 
@@ -288,10 +292,9 @@ def _alibi_signed(request: FlashForward) -> bool:
     return signed and request.alibi_slopes is not None and not request.causal
 
 
-def _bias(request: FlashForward, shape: Sizes, dtype: str, varlen: bool) -> dict[str, Any]:
+def _bias(request: FlashForward, shape: Sizes, dtype: str) -> dict[str, Any]:
     if request.bias is None:
         return {}
-    expect(not varlen, "bias", describe(request.bias), "goes with the dense layout only; use cu_seqlens or bias")
     axes = ((shape.batch, 1), (shape.heads_q, 1), (shape.seqlen_q, 1), (shape.seqlen_k,))
     shapes = tuple(dict.fromkeys(itertools.product(*axes)))
     given = optional_array("bias", request.bias, shapes, (dtype, "float32", "bool"))

@@ -168,8 +168,8 @@ DEVICE int32_t* dbias_turns_of(const Work& work, const Step& now, int& turn) {
   const bool one_batch = strides.batch == 0, one_head = strides.head == 0;
   turn = (one_batch ? sequence : 0) * (one_head ? heads : 1) + (one_head ? head : 0);
   const int64_t matrix = int64_t(one_batch ? 0 : sequence) * (one_head ? 1 : heads) + (one_head ? 0 : head);
-  const int key_tiles = (work.ring.at.seqlen_k + BLOCK_N - 1) / BLOCK_N;
-  const int64_t row = matrix * row_tiles_of(work.ring.at.seqlen_q) + now.tile;
+  const int key_tiles = (params.forward.seqlen_k + BLOCK_N - 1) / BLOCK_N;
+  const int64_t row = matrix * row_tiles_of(params.forward.seqlen_q) + now.tile;
   return params.dbias_turns + row * key_tiles + work.key_begin / BLOCK_N;
 }
 

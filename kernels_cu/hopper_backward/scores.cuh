@@ -299,8 +299,9 @@ DEVICE int32_t* dbias_turns_of(const BackwardParams& params, const Work& work, c
   const bool one_batch = strides.batch == 0, one_head = strides.head == 0;
   turn = (one_batch ? sequence : 0) * (one_head ? heads : 1) + (one_head ? head : 0);
   const int64_t matrix = int64_t(one_batch ? 0 : sequence) * (one_head ? 1 : heads) + (one_head ? 0 : head);
-  const int key_tiles = (work.at.seqlen_k + BLOCK_N - 1) / BLOCK_N;
-  return params.dbias_turns + (matrix * row_tiles_of(work.at.seqlen_q) + tile) * key_tiles + work.key_begin / BLOCK_N;
+  const int key_tiles = (params.forward.seqlen_k + BLOCK_N - 1) / BLOCK_N;
+  const int row_tiles = row_tiles_of(params.forward.seqlen_q);
+  return params.dbias_turns + (matrix * row_tiles + tile) * key_tiles + work.key_begin / BLOCK_N;
 }
 
 DEVICE void pack(Weights& to, const Scores& from) {

@@ -68,12 +68,12 @@ REFUSED = {
     "seqlen.range": (problem(seqlen_k=1 << 30), "sm_90a", "seqlen_k", 1 << 30, (1 << 30) - 1, "2^30"),
     "dropout.fp8": (problem("float8_e4m3fn", dropout_p=0.1), "sm_90a", "dropout_p", 0.1, 0.0, "inference"),
     "bias.layout": (
-        problem(layout="varlen", bias=("bfloat16", False, False)),
+        problem(layout="paged", bias=("bfloat16", False, False)),
         "sm_90a",
         "bias",
         "bfloat16",
         None,
-        "varlen",
+        "paged",
     ),
     "bias.dtype": (problem(bias=("float16", True, False)), "sm_90a", "bias", "float16", "float32", "bfloat16"),
     "bias.row": (
@@ -95,7 +95,7 @@ def test_each_refusal_has_a_case():
 
 
 def test_refusals_come_in_one_order_and_go_on_after_the_first():
-    given = problem(head_dim=0, seqlen_k=1 << 30, bias=("int8", True, True), layout="varlen")
+    given = problem(head_dim=0, seqlen_k=1 << 30, bias=("int8", True, True), layout="paged")
     found = [code for code, _ in refusals(given, "sm_80")]
     assert found == ["head_dim.range", "seqlen.range", "bias.layout", "bias.dtype"]
 

@@ -363,7 +363,7 @@ def dense_arguments(**changes: Any) -> dict[str, Any]:
         ("cu_seqlens_q", varlen_arguments(cu_seqlens_q=np.array([1, 2, 6]))),
         ("cu_seqlens_q", varlen_arguments(cu_seqlens_q=np.array([0, 4, 2]))),
         ("cu_seqlens_q", varlen_arguments(cu_seqlens_q=np.array([0.0, 2.0, 6.0]))),
-        ("bias", varlen_arguments(bias=np.zeros((2, 2, 4, 4)))),
+        ("bias", varlen_arguments(bias=np.zeros((2, 2, 3, 4)))),
     ],
 )
 def test_arguments_that_contradict_each_other_are_refused_by_name(field: str, arguments: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from gpu_actors.kernels.backward.params import pack_backward
 from gpu_actors.kernels.backward.variant import NAMES, backward_macros, backward_threads, dq_floats, keys_of
 from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.program import Pack, Part, Program, Target, flat_grid
+from gpu_actors.kernels.support import bias_turns_refusal
 from gpu_actors.kernels.tiles import shared_bytes_of, tile_for, tile_of
 from gpu_actors.problem import AttentionProblem, DispatchKey
 
@@ -87,10 +88,10 @@ def _scratch(
 
 
 def _refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
-    """A block of keys that a tile of keys does not divide, which one has 48 of."""
+    """A block of keys that a tile of keys does not divide, which one has 48 of, and turns that are never taken."""
     size = None if problem.score_mod is None else problem.score_mod.block_size
     if size is None:
-        return None
+        return bias_turns_refusal(problem)
     widest = max(problem.head_dim, problem.head_dim_v)
     keys = tile_for(_MAIN, "backward", arch, problem.dtype, widest, problem.mask, False, problem.layout).block_n
     if size[1] % keys == 0:

@@ -9,7 +9,7 @@ from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.backward.variant import gradient_macros, keys_of
 from gpu_actors.kernels.hopper.variant import folded_factor_refusal
 from gpu_actors.kernels.macros import Macros
-from gpu_actors.kernels.support import capability
+from gpu_actors.kernels.support import bias_turns_refusal, capability
 from gpu_actors.kernels.tiles import padded_backward_dims, tile_of
 from gpu_actors.problem import AttentionProblem, DispatchKey
 
@@ -42,7 +42,7 @@ def sm90_backward_refuses(problem: AttentionProblem, arch: str) -> Unsupported |
         return Unsupported("head_dim", widest, reason, _NARROW)
     if problem.total_q == 0 or problem.total_k == 0:
         return Unsupported("seqlen_k", 0, f"{_MAIN} moves rows and keys by TMA, which there must be", 1)
-    return folded_factor_refusal(problem, _MAIN)
+    return bias_turns_refusal(problem) or folded_factor_refusal(problem, _MAIN)
 
 
 def sm90_backward_macros(key: DispatchKey) -> Macros:

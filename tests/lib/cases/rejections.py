@@ -186,7 +186,10 @@ VARLEN = {
     "negative max_seqlen": Case(varlen(max_seqlen_k=-1), "max_seqlen_k", -1, "must be an int >= 0"),
     "more rows than fit": Case(varlen(max_seqlen_k=2), "k", 6, "more rows than batch * max_seqlen_k = 4 can hold"),
     "v's rows": Case(varlen(v=array(5, 2, 8)), "v", "float32[5, 2, 8]", "must have k's rows, 6"),
-    "bias": Case(varlen(bias=array(1, 1, 3, 4)), "bias", "float32[1, 1, 3, 4]", "dense layout only"),
+    "bias of fewer rows": Case(varlen(bias=array(1, 1, 2, 4)), "bias", "float32[1, 1, 2, 4]", "shape (2, 4, 3, 4)"),
+    "bias of fewer keys": Case(varlen(bias=array(1, 1, 3, 3)), "bias", "float32[1, 1, 3, 3]", "(1, 1, 1, 4)"),
+    "bias of another batch": Case(varlen(bias=array(3, 1, 3, 4)), "bias", "float32[3, 1, 3, 4]", "(1, 4, 1, 4)"),
+    "bias of three axes": Case(varlen(bias=array(4, 3, 4)), "bias", "float32[4, 3, 4]", "shape (2, 4, 3, 4)"),
     "alibi of another batch": Case(
         varlen(alibi_slopes=array(3, 4)), "alibi_slopes", "float32[3, 4]", "shape (4,) or (2, 4)"
     ),

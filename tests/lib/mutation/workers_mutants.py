@@ -15,6 +15,7 @@ PROBES: Mapping[str, tuple[str, ...]] = {
     "keys": ("tests/distributed/test_key_split.py", "tests/distributed/test_sharded_cache.py"),
     "shard rows": ("tests/distributed/test_shard_rows.py",),
     "padded": ("tests/api/test_padded_batches.py",),
+    "bias": ("tests/api/test_packed_bias.py",),
 }
 
 
@@ -62,8 +63,56 @@ PADDED: tuple[Mutant, ...] = (
     ),
 )
 
+# Biases and masks of packed sequences.
+BIAS: tuple[Mutant, ...] = (
+    *_faults(
+        "reference/softmax",
+        "bias",
+        (
+            "the oracle reads past a sequence's keys",
+            ", : piece.seqlen_q, : piece.seqlen_k]",
+            ", : piece.seqlen_q, -piece.seqlen_k :]",
+        ),
+        ("the oracle reads another sequence's", "piece.batched(bias)", "piece.batched(bias[::-1])"),
+    ),
+    *_faults(
+        "reference/backward",
+        "bias",
+        ("gradients lie at the end of a row", "rows[..., : piece.seqlen_k]", "rows[..., -piece.seqlen_k :]"),
+    ),
+    *_faults(
+        "reference/arguments",
+        "bias",
+        ("no bias is wider than the longest", "max(least[1], own[1])", "least[1]"),
+        ("no bias is longer than the longest", "max(least[0], own[0])", "least[0]"),
+    ),
+    *_faults(
+        "validation/forward",
+        "bias",
+        ("no room is left for rows", "max(seqlen_q, int(bias[2]))", "seqlen_q"),
+        ("no room is left for keys", "max(seqlen_k, int(bias[3]))", "seqlen_k"),
+    ),
+    *_faults(
+        "kernels/support",
+        "bias",
+        ("sequences of a packed batch take turns", 'p.layout == "varlen" or ', ""),
+        ("none takes turns", "p.bias and p.bias[1] and own_tiles", "own_tiles"),
+    ),
+    *_faults(
+        "kernels/backward/launch",
+        "bias",
+        ("turns that are never taken", "return bias_turns_refusal(problem)", "return None"),
+    ),
+    *_faults(
+        "kernels/hopper_backward/variant",
+        "bias",
+        ("turns that are never taken", "bias_turns_refusal(problem) or ", ""),
+    ),
+)
+
 MUTANTS: tuple[Mutant, ...] = (
     *PADDED,
+    *BIAS,
     *_faults(
         "distributed/moving",
         "moves",

@@ -1,0 +1,44 @@
+"""Bugs to seed into biases of packed sequences and caches; tests/api/test_packed_bias.py runs them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["MUTANTS", "BiasMutant"]
+
+
+class BiasMutant(NamedTuple):
+    """A bug. old: text of ``file`` that is replaced by ``new``. probe: the bias that must show it."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    probe: str = "own"
+
+
+_SCORE, _SUMS = "common/score.cuh", "backward/scores.cuh"
+_BIAS, _DBIAS = "params.bias_strides, sequence, 0, head", "strides, work.ring.at.sequence, 0, now.head"
+
+MUTANTS = (
+    BiasMutant("all sequences read the first's", _SCORE, _BIAS, "params.bias_strides, 0, 0, head"),
+    BiasMutant("all heads read the first's", _SCORE, _BIAS, "params.bias_strides, sequence, 0, 0", "of heads"),
+    BiasMutant(
+        "rows are counted through the batch",
+        _SCORE,
+        _BIAS,
+        "params.bias_strides, sequence, params.cu_seqlens_q[sequence], head",
+    ),
+    BiasMutant(
+        "keys are counted through the batch",
+        _SCORE,
+        f"(params.bias, {_BIAS});",
+        f"(params.bias, {_BIAS}) + params.cu_seqlens_k[sequence];",
+    ),
+    BiasMutant("rows of one are many", _SCORE, "row * bias_row_stride", "row * (bias_row_stride + 1)", "one row"),
+    BiasMutant("a key is one off", _SCORE, "* bias_row_stride + key]", "* bias_row_stride + key + 1]"),
+    BiasMutant("gradients go to the first sequence", _SUMS, _DBIAS, "strides, 0, 0, now.head"),
+    BiasMutant("gradients go to the first head", _SUMS, _DBIAS, "strides, work.ring.at.sequence, 0, 0"),
+    BiasMutant("gradients go to one row", _SUMS, "dbias + row * strides.row", "dbias + 0 * strides.row"),
+    BiasMutant("gradients go to every other key", _SUMS, "work.key(r, e / 2), ds", "work.key(r, 0), ds"),
+)
