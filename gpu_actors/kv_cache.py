@@ -286,6 +286,8 @@ class KvCache(Local):
         out_dtype: str | None = None,
         q_positions: Array | None = None,
         k_positions: Array | None = None,
+        cu_seqlens_k_new: Array | None = None,
+        positions_q: Array | None = None,
         deadline: float | None = None,
         timeout: float | None = None,
         priority: int = 0,
@@ -323,6 +325,8 @@ class KvCache(Local):
             out_dtype=out_dtype,
             q_positions=q_positions,
             k_positions=k_positions,
+            cu_seqlens_k_new=cu_seqlens_k_new,
+            positions_q=positions_q,
         )
         return self._submit(message, deadline, timeout, priority, seqs)
 

@@ -40,7 +40,7 @@ from gpu_actors.kv.requests import (
     TruncateSequence,
 )
 from gpu_actors.kv.sequences import PageTable
-from gpu_actors.planning.append_rows import NewRows, new_rows, place_rows
+from gpu_actors.planning.append_rows import NewRows, new_rows, place_rows, turn_apart
 from gpu_actors.planning.cached import check_operands
 from gpu_actors.planning.merging import merge_key
 from gpu_actors.requests import PagedForward
@@ -186,7 +186,7 @@ class KvCacheActor(ServiceActor):
         elif message.rope is not None:
             raise InvalidRequest("rope", message.rope, "goes with k and v: rows in the cache have been rotated")
         else:
-            for name in ("tokens", "positions", "rope_cos", "rope_sin"):
+            for name in ("tokens", "positions", "rope_cos", "rope_sin", "positions_q", "cu_seqlens_k_new"):
                 expect(getattr(message, name) is None, name, describe(getattr(message, name)), "goes with k and v")
         shape: tuple[int, ...] = getattr(message.q, "shape", ())
         if message.cu_seqlens_q is None and len(shape) == 4:
@@ -205,11 +205,12 @@ class KvCacheActor(ServiceActor):
         plan = self._store.decoding.plan(request)
         check_operands(plan, request)
         if rows is not None:
+            turn_apart(rows, message, request.q)
             place_rows(rows, message)
             self._check_rows(cache, request, rows)
             if rows.counts.any():
                 _check_once(tables)
-            else:
+            elif rows.turned is None:
                 rows = None  # nothing to append, and so nothing to launch either
         work = KvWork(call=call, cache=cache, tables=tables, request=request, plan=plan, rows=rows, template=template)
         work.expected = _expected(message)
@@ -221,13 +222,12 @@ class KvCacheActor(ServiceActor):
 
     def _check_rows(self, cache: OpenedCache, request: PagedForward, rows: NewRows) -> None:
         q = request.q
-        if request.cu_seqlens_q is None:
-            expect(q.shape[1] == rows.rows, "k", describe(rows.k), f"must have q's rows, {q.shape[1]} a sequence")
         if rows.rope is not None:
             expect(
                 q.dtype == rows.k.dtype, "q", describe(q), f"must have k's dtype, {rows.k.dtype}, to be rotated with it"
             )
-        _check_append(rows.problem(cache.pool, 1, q.shape[-2]), self._store.arch)
+        for problem in rows.problems(cache.pool, q.shape[-2]):
+            _check_append(problem, self._store.arch)
 
     def _has_kernels(self, work: KvWork) -> bool:
         """Give a request its kernels. False where they are being compiled: the call is parked, and comes back."""
@@ -237,8 +237,9 @@ class KvCacheActor(ServiceActor):
         attending = len(keys)
         if work.rows is not None:
             heads_q = 0 if work.request is None else work.request.q.shape[-2]
-            problem = work.rows.problem(work.cache.pool, 1, heads_q)
-            keys += (append_key(problem, self._store.arch), PageCopyKey(arch=self._store.arch))
+            problems = work.rows.problems(work.cache.pool, heads_q)
+            keys += tuple(append_key(problem, self._store.arch) for problem in problems)
+            keys += (PageCopyKey(arch=self._store.arch),)
         kernels = self._store.kernels_of(work.call, keys)
         if kernels is None:
             self._store.order.block(work.call)

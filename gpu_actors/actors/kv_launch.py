@@ -23,7 +23,7 @@ from gpu_actors.kernels.append.copy_pages import pack_page_copy, page_copy_geome
 from gpu_actors.kernels.append.params import pack_append
 from gpu_actors.kernels.append.variant import AppendProblem, append_geometry, append_key
 from gpu_actors.planning.append_rows import NewRows, merge_rows, pack_rows
-from gpu_actors.planning.merging import merge_tables
+from gpu_actors.planning.merging import ends_of, merge_tables
 from gpu_actors.planning.padding import pad_rows
 
 __all__ = ["add_rows", "append_launch"]
@@ -50,10 +50,12 @@ def add_rows(launch: Launch, group: Sequence[KvWork], arch: str) -> Launch:
     copies = [write.copy for work in group for write in work.writes if write.copy is not None]
     inputs = {**cache.descales_of(len(rows.counts)), **launch.inputs, "k": rows.k, "v": rows.v}
     if not rows.rows:
-        inputs["cu_seqlens_q"] = rows.ends
-    for name in ("positions", "rope_cos", "rope_sin"):
+        inputs["cu_seqlens_new"] = rows.ends
+    for name in ("positions", "turned_positions", "rope_cos", "rope_sin"):
         if getattr(rows, name) is not None:
             inputs[name] = getattr(rows, name)
+    if rows.turned is not None and not rows.turned_rows:
+        inputs["cu_seqlens_q"] = ends_of(rows.turned)
     if copies:
         inputs["page_pairs"] = np.array([(copy.source, copy.destination) for copy in copies], np.int32)
     scratch = dict(launch.scratch)
@@ -80,17 +82,20 @@ def _steps(
     arch: str,
     kernels: tuple[Kernel, ...],
 ) -> tuple[Step, ...]:
-    appends, copies = kernels
+    *appends, copies = kernels
     heads_q = inputs["q"].shape[-2] if "q" in inputs else 0
-    problem = rows.problem(pool, inputs["block_table"].shape[1], heads_q)
-    key = append_key(problem, arch)
-    pack = functools.partial(_pack_packed, functools.partial(pack_append, key, problem))
-    steps = [Step(appends, append_geometry(key, problem), pack)]
+    problems = rows.problems(pool, heads_q, inputs["block_table"].shape[1])
+    steps: list[Step] = []
+    for kernel, problem, arrange in zip(appends, problems, (_pack_packed, _pack_turned)[: len(problems)], strict=True):
+        if problem.total:
+            key = append_key(problem, arch)
+            pack = functools.partial(arrange, functools.partial(pack_append, key, problem))
+            steps.append(Step(kernel, append_geometry(key, problem), pack))
     if "page_pairs" in inputs:
         copied = len(inputs["page_pairs"]), pool
         steps.insert(0, Step(copies, page_copy_geometry(*copied), functools.partial(pack_page_copy, *copied)))
     for step in launch.steps:
-        rotated = problem.heads_q > 0
+        rotated = any(problem.heads_q for problem in problems)
         steps.append(step._replace(pack=functools.partial(_pack_rotated, step.pack)) if rotated else step)
     return tuple(steps)
 
@@ -98,6 +103,21 @@ def _steps(
 def _pack_packed(pack: StepPack, buffers: Mapping[str, Buffer]) -> Params:
     """For the append kernel, which takes packed rows of q."""
     changed = {name: _packed(buffers[name]) for name in ("q", "q_rotated") if name in buffers}
+    if "cu_seqlens_new" in buffers:
+        changed["cu_seqlens_q"] = buffers["cu_seqlens_new"]
+    return pack({**buffers, **changed})
+
+
+def _pack_turned(pack: StepPack, buffers: Mapping[str, Buffer]) -> Params:
+    """For the append kernel that rotates q and has no rows to append."""
+    changed = {name: _packed(buffers[name]) for name in ("q", "q_rotated")}
+    total = changed["q"].shape[0]
+    for name in ("k", "v", "k_cache", "v_cache"):
+        *outer, _, dim = buffers[name].shape
+        shape = (*(outer if len(outer) == 2 else (total,)), 0, dim)
+        changed[name] = dataclasses.replace(buffers[name], shape=shape, strides=(0,) * (len(shape) - 1) + (1,))
+    if "turned_positions" in buffers:
+        changed["positions"] = buffers["turned_positions"]
     return pack({**buffers, **changed})
 
 
@@ -140,6 +160,8 @@ def _oracle(rows: NewRows, attend: Any, inputs: Mapping[str, Any]) -> Outputs:
         q = inputs["q"]
         packed = q if q.ndim == 3 else pack_rows("q", q)
         assert rows.rope is not None
+        if rows.turned is not None:
+            angles = rows.angles(inputs["cache_seqlens"], of_q=True)
         rotated = apply_rope(packed, *angles, interleaved=rows.rope.interleaved).astype(q.dtype)
         inputs = {**inputs, "q": rotated.reshape(q.shape)}
     outputs: Outputs = attend(inputs)

@@ -170,10 +170,13 @@ class AttendCache(CacheOptions):
 
     seqs: a list of `KvSequence`, or one, which is a batch of one.
     q: (batch, rows, heads_q, head_dim), or (total_q, heads_q, head_dim) with ``cu_seqlens_q``.
-    k, v: the same rows' keys and values, (batch, rows, kv_heads, dim) or (total_q, kv_heads, dim); None where they are
-        in the cache already.
+    k, v: new rows' keys and values, (batch, new_rows, kv_heads, dim), or (total, kv_heads, dim) with q's
+        ``cu_seqlens_q`` or with ends of their own, ``cu_seqlens_k_new``; None where they are in the cache already. q
+        may have more rows of a sequence than are new, or fewer: its rows are the last ones that the sequence has then.
     rope: goes with k and v, and rotates q too; tokens, positions, rope_cos and rope_sin as for `AppendRows`. Without
         ``positions`` rows are rotated by their q_positions where those are given, which lie on the host then.
+    positions_q: int32 (total_q,), what q's rows are rotated by. None: the new rows' positions where q has those rows,
+        else q_positions, else where the rows stand, which are the last ones of their sequence.
     expect_length: as for `AppendRows`, a list of lengths, or one for one sequence.
     Other options as in `PagedForward`.
     """
@@ -201,6 +204,8 @@ class AttendCache(CacheOptions):
     rope_cos: Array | None = None
     rope_sin: Array | None = None
     expect_length: Any = None
+    cu_seqlens_k_new: Array | None = None
+    positions_q: Array | None = None
 
 
 CacheMessage = (

@@ -18,7 +18,7 @@ from gpu_actors.planning.merging import ends_of, join, joining_kind, memory_of
 from gpu_actors.validation.fields import describe, dtype_of, expect, optional_array, shape_of
 from gpu_actors.validation.forward import steps_of
 
-__all__ = ["NewRows", "counts_of", "merge_rows", "new_rows", "pack_rows", "place_rows"]
+__all__ = ["NewRows", "counts_of", "merge_rows", "new_rows", "pack_rows", "place_rows", "turn_apart"]
 
 _AXES = "batch, rows, kv_heads, head_dim"
 
@@ -29,6 +29,8 @@ class NewRows:
 
     counts: rows of each sequence, int32 (batch,). rows: their number a sequence if it is the same for all, else 0.
     tokens: of each sequence, or None if they are not known.
+    turned: the rows of q of each sequence, where they are rotated apart from these, being others or at positions of
+    their own; turned_rows and turned_positions are as rows and positions.
     """
 
     k: Any
@@ -40,6 +42,9 @@ class NewRows:
     rope_cos: Any = None
     rope_sin: Any = None
     tokens: list[Tokens] | None = None
+    turned: Any = None
+    turned_rows: int = 0
+    turned_positions: Any = None
 
     @property
     def ends(self) -> Any:
@@ -49,38 +54,48 @@ class NewRows:
     @property
     def merge_key(self) -> Hashable | None:
         """Rows with equal keys may go into one launch. None: they cannot be joined with others."""
-        kinds = [joining_kind(array) for array in (self.k, self.v, self.positions)]
+        kinds = [joining_kind(array) for array in (self.k, self.v, self.positions, self.turned_positions)]
         if "apart" in kinds:
             return None
         tables = (memory_of(self.rope_cos), memory_of(self.rope_sin))
-        return self.k.dtype, self.rows, self.rope, tables, *kinds
+        apart = self.turned is not None, self.turned_rows
+        return self.k.dtype, self.rows, self.rope, tables, apart, *kinds
 
     def check_reach(self, lengths: Any) -> None:
         """Raise `InvalidRequest` where a row lies beyond the tables of its rotation. lengths: with these rows."""
         rope = self.rope
-        if rope is None or not rope.table_rows or not self.counts.any():
+        if rope is None or not rope.table_rows:
             return
-        if self.positions is None:
-            longest = int(lengths[self.counts > 0].max())
-            reason = f"must reach to the last row of each sequence, which makes {longest} rows"
-            expect(longest <= rope.table_rows, "rope.table_rows", rope.table_rows, reason)
-        elif isinstance(self.positions, np.ndarray):
-            for position in (int(self.positions.min()), int(self.positions.max())):
-                reason = f"must lie in the rope's tables: 0 to {rope.table_rows - 1}"
-                expect(0 <= position < rope.table_rows, "positions", position, reason)
+        rotated = [("positions", self.counts, self.positions), ("positions_q", self.turned, self.turned_positions)]
+        for field, counts, positions in rotated:
+            if counts is None or not counts.any():
+                continue
+            if positions is None:
+                longest = int(lengths[counts > 0].max())
+                reason = f"must reach to the last row of each sequence, which makes {longest} rows"
+                expect(longest <= rope.table_rows, "rope.table_rows", rope.table_rows, reason)
+                first = int((lengths - counts)[counts > 0].min())
+                expect(first >= 0, field, first, "must be given where q has more rows than there are keys")
+            elif isinstance(positions, np.ndarray):
+                for position in (int(positions.min()), int(positions.max())):
+                    reason = f"must lie in the rope's tables: 0 to {rope.table_rows - 1}"
+                    expect(0 <= position < rope.table_rows, field, position, reason)
 
-    def angles(self, lengths: Any) -> tuple[Any, Any]:
-        """Cosines and sines that the rows are rotated by, (total, pairs) each. lengths: with these rows."""
+    def angles(self, lengths: Any, of_q: bool = False) -> tuple[Any, Any]:
+        """Cosines and sines that the rows are rotated by, (total, pairs) each. lengths: with these rows.
+
+        of_q: those of q, where they are rotated apart.
+        """
         # Only a mock device and keys over several workers compute here, so only their programs pay for the import.
         from gpu_actors.reference.rope import rope_angles
 
-        rope, positions = self.rope, self.positions
+        counts, positions = (self.turned, self.turned_positions) if of_q else (self.counts, self.positions)
+        rope = self.rope
         assert rope is not None
         if positions is None:
-            starts = lengths - self.counts
-            positions = np.concatenate(
-                [np.arange(start, start + count) for start, count in zip(starts, self.counts, strict=True)]
-            )
+            starts = lengths - counts
+            ranges = [np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
+            positions = np.concatenate(ranges)
         if rope.table_rows:
             return self.rope_cos[positions], self.rope_sin[positions]
         radians = rope_angles(positions, np.array(rope.frequencies))
@@ -98,9 +113,30 @@ class NewRows:
             max_blocks=max_blocks,
             rope=self.rope,
             positions=self.positions is not None,
-            heads_q=heads_q if self.rope is not None else 0,
+            heads_q=heads_q if self.rope is not None and self.turned is None else 0,
             descales=pool.descales and dtype != pool.cache_dtype,
         )
+
+    def turning(self, pool: AppendProblem, max_blocks: int, heads_q: int) -> AppendProblem:
+        """The rotation of q apart from these rows: an append of nothing."""
+        return dataclasses.replace(
+            pool,
+            batch=len(self.turned),
+            total=int(self.turned.sum()),
+            rows=self.turned_rows,
+            heads_kv=0,
+            dtype=self.k.dtype.name,
+            max_blocks=max_blocks,
+            rope=self.rope,
+            positions=self.turned_positions is not None,
+            heads_q=heads_q,
+            descales=False,
+        )
+
+    def problems(self, pool: AppendProblem, heads_q: int, max_blocks: int = 1) -> list[AppendProblem]:
+        """The appends of a launch: that of these rows, and where q is rotated apart, that."""
+        own = [self.problem(pool, max_blocks, heads_q)]
+        return own if self.turned is None else [*own, self.turning(pool, max_blocks, heads_q)]
 
 
 def counts_of(field: str, ends: Any, batch: int) -> Any:
@@ -122,8 +158,15 @@ def new_rows(message: AppendRows | AttendCache, pool: AppendProblem, batch: int 
     """
     k: Any = message.k
     v: Any = message.v
-    ends_field = "cu_seqlens" if isinstance(message, AppendRows) else "cu_seqlens_q"
+    if isinstance(message, AppendRows):
+        ends_field = "cu_seqlens"
+    elif message.cu_seqlens_k_new is not None:
+        ends_field = "cu_seqlens_k_new"
+    else:
+        ends_field = "cu_seqlens_q"
     ends = getattr(message, ends_field)
+    if ends_field == "cu_seqlens_q" and len(getattr(k, "shape", ())) == 4:
+        ends = None  # as many new rows a sequence, whatever rows q has
     expect(k is not None and v is not None, "k" if k is None else "v", None, "must be given: rows have keys and values")
     leading: tuple[int, ...]
     alone = batch is None
@@ -183,11 +226,43 @@ def place_rows(rows: NewRows, message: AttendCache) -> None:
     places: Any = message.q_positions
     if rows.rope is None or rows.positions is not None or (places is None and message.k_positions is None):
         return
+    if rows.turned is not None:
+        reason = "must be given where a rope rotates rows that have positions, and q has other rows"
+        raise InvalidRequest("positions", None, reason)
+    rows.positions = _placed(places, rows.counts)
+
+
+def turn_apart(rows: NewRows, message: AttendCache, q: Any) -> None:
+    """Have a rope rotate q apart from the new rows, where it has others or positions of its own.
+
+    q: adopted. Raises `InvalidRequest`.
+    """
+    given: Any = message.positions_q
+    if rows.rope is None:
+        expect(given is None, "positions_q", None if given is None else describe(given), "goes with a rope only")
+        return
+    if message.cu_seqlens_q is None:
+        counts = np.full(len(rows.counts), q.shape[1], np.int32)
+    elif message.cu_seqlens_k_new is None and not rows.rows:
+        counts = rows.counts
+    else:
+        counts = counts_of("cu_seqlens_q", message.cu_seqlens_q, len(rows.counts))
+    if given is None and np.array_equal(counts, rows.counts):
+        return
+    optional_array("positions_q", given, ((int(counts.sum()),),), ("int32",))
+    rows.turned, rows.turned_positions = counts, given
+    rows.turned_rows = q.shape[1] if message.cu_seqlens_q is None else 0
+    if given is None and message.q_positions is not None:
+        rows.turned_positions = _placed(message.q_positions, counts)
+
+
+def _placed(places: Any, counts: Any) -> Any:
+    """The positions of packed rows, int32 (total,), by those of their sequences. Raises `InvalidRequest`."""
     reason = "must be a NumPy array where a rope rotates rows that have positions, or give their positions"
     expect(isinstance(places, np.ndarray), "q_positions", None if places is None else describe(places), reason)
     first, step = steps_of(places)
-    index = np.arange(len(rows.k)) - np.repeat(rows.ends[:-1], rows.counts)
-    rows.positions = (np.repeat(first, rows.counts) + index * np.repeat(step, rows.counts)).astype(np.int32)
+    index = np.arange(int(counts.sum())) - np.repeat(ends_of(counts)[:-1], counts)
+    return (np.repeat(first, counts) + index * np.repeat(step, counts)).astype(np.int32)
 
 
 def pack_rows(field: str, array: Any) -> Any:
@@ -212,7 +287,6 @@ def merge_rows(parts: Sequence[NewRows]) -> NewRows:
     if len(parts) == 1:
         return parts[0]
     names = ["k", "v", "counts"]
-    if parts[0].positions is not None:
-        names.append("positions")
+    names += [name for name in ("positions", "turned", "turned_positions") if getattr(parts[0], name) is not None]
     changes: dict[str, Any] = {name: join([getattr(part, name) for part in parts]) for name in names}
     return dataclasses.replace(parts[0], **changes)

@@ -35,6 +35,8 @@ def recordable(request: CacheRequest, rows: NewRows | None = None) -> bool:
         return False
     if rows is not None and (not rows.rows or not isinstance(rows.k, np.ndarray) or rows.rope_cos is not None):
         return False
+    if rows is not None and rows.turned is not None:
+        return False
     if isinstance(request, BatchedDecode):
         return False  # caches of the caller's, which may be elsewhere the next time
     if request.block_table is None or request.cu_seqlens_q is not None:

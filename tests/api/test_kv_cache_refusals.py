@@ -41,7 +41,6 @@ def wrong_requests(cache: ga.KvCache, seq: ga.KvSequence, other: ga.KvSequence) 
         "bounds of one": (cache.append(seq, k, v, cu_seqlens=two), "cu_seqlens"),
         "bounds that fall": (cache.append([seq], k, v, cu_seqlens=two[::-1].copy()), "cu_seqlens"),
         "bounds of another batch": (cache.append([seq], k, v, cu_seqlens=np.array([0, 1, 2], np.int32)), "cu_seqlens"),
-        "more rows than q": (cache.attend(q[:, :1], seq, k=kb, v=vb), "k"),
         "rope without rows": (cache.attend(q, seq, rope=rope), "rope"),
         "rope": (cache.append(seq, k, v, rope=3), "rope"),
         "rope's dim": (cache.append(seq, k, v, rope=ga.Rope(dim=32)), "rope.dim"),

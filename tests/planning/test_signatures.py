@@ -221,6 +221,9 @@ NEW_ROWS: dict[str, tuple[Any, ...]] = {
     "rope": (ga.Rope(dim=8), ga.Rope(dim=8, base=5.0), ga.Rope(dim=8, inv_freq=(1.0, 2.0, 3.0, 4.0)),
              ga.Rope(dim=8, interleaved=True), ga.Rope(dim=8, table_rows=9)),
     "positions": (np.zeros(2, np.int32),),
+    "turned": (COUNTS,),
+    "turned_rows": (3,),
+    "turned_positions": (np.zeros(2, np.int32),),
     "rope_cos": (TABLES, TABLES.copy()),
     "rope_sin": (TABLES, TABLES.copy()),
 }  # fmt: skip

@@ -16,6 +16,7 @@ PROBES: Mapping[str, tuple[str, ...]] = {
     "shard rows": ("tests/distributed/test_shard_rows.py",),
     "padded": ("tests/api/test_padded_batches.py",),
     "bias": ("tests/api/test_packed_bias.py",),
+    "apart": ("tests/api/test_rows_apart.py", "tests/planning/test_signatures.py"),
 }
 
 
@@ -110,9 +111,93 @@ BIAS: tuple[Mutant, ...] = (
     ),
 )
 
+# Rows of q that are rotated apart from new rows.
+APART: tuple[Mutant, ...] = (
+    *_faults(
+        "planning/append_rows",
+        "apart",
+        (
+            "q is rotated as the new rows",
+            "(self.turned, self.turned_positions) if of_q else",
+            "(self.counts, self.positions) if of_q else",
+        ),
+        ("q is rotated twice", "self.rope is not None and self.turned is None else 0", "self.rope is not None else 0"),
+        ("every row of q is a sequence's own", "            rows=self.turned_rows,\n", "            rows=1,\n"),
+        (
+            "positions of q are those of new rows",
+            "positions=self.turned_positions is not None",
+            "positions=self.positions is not None",
+        ),
+        (
+            "launches share rows of other counts",
+            "        apart = self.turned is not None, self.turned_rows\n",
+            "        apart = None\n",
+        ),
+        (
+            "new rows are cut by q's ends",
+            '    elif message.cu_seqlens_k_new is not None:\n        ends_field = "cu_seqlens_k_new"\n',
+            "",
+        ),
+        ("dense new rows are cut by q's ends", '    if ends_field == "cu_seqlens_q" and len(', "    if False and len("),
+        (
+            "positions of q are passed over",
+            "    if given is None and np.array_equal(counts, rows.counts):",
+            "    if np.array_equal(counts, rows.counts):",
+        ),
+        (
+            "positions of q need no rope",
+            '        expect(given is None, "positions_q", None if',
+            '        expect(True, "positions_q", None if',
+        ),
+        (
+            "positions of q may be of any length",
+            '    optional_array("positions_q", given, ((int(counts.sum()),),), ("int32",))\n',
+            "",
+        ),
+        (
+            "tables may be too short for q",
+            '("positions_q", self.turned, self.turned_positions)]',
+            '("positions_q", None, None)]',
+        ),
+        (
+            "new rows stand where q does",
+            '    if rows.turned is not None:\n        reason = "must be given where',
+            '    if False:\n        reason = "must be given where',
+        ),
+    ),
+    *_faults(
+        "actors/kv_launch",
+        "apart",
+        (
+            "q is cut by the new rows' ends",
+            '        inputs["cu_seqlens_new"] = rows.ends',
+            '        inputs["cu_seqlens_q"] = rows.ends',
+        ),
+        (
+            "the oracle rotates q as the new rows",
+            "        if rows.turned is not None:\n            angles",
+            "        if False:\n            angles",
+        ),
+        (
+            "the kernel rotates q as many rows as are new",
+            "zip(appends, problems, (",
+            "zip(appends, problems[:1] * len(problems), (",
+        ),
+        ("attention reads q as it came", "any(problem.heads_q for problem in problems)", "problems[0].heads_q > 0"),
+        ("the rotation of q writes keys", "(total,)), 0, dim)", "(total,)), 1, dim)"),
+    ),
+    *_faults(
+        "actors/kv_cache",
+        "apart",
+        ("nothing new, and nothing is rotated", "            elif rows.turned is None:\n", "            else:\n"),
+        ("q is never rotated apart", "            turn_apart(rows, message, request.q)\n", ""),
+    ),
+)
+
 MUTANTS: tuple[Mutant, ...] = (
     *PADDED,
     *BIAS,
+    *APART,
     *_faults(
         "distributed/moving",
         "moves",
