@@ -156,7 +156,10 @@ class PooledKvCache(Local):
         def asked(cache: KvCache, reply: Reply[Any]) -> None:
             (member if cache is source else home).began(reply)
 
-        handle = await copy_sequence(source, seq.handle, shard.cache, timeout=timeout, asked=asked)
+        def arrived(digests: tuple[bytes, ...]) -> None:
+            self._homes.directory.note(digests, home.name)
+
+        handle = await copy_sequence(source, seq.handle, shard.cache, timeout=timeout, asked=asked, arrived=arrived)
         self.free(seq)
         return self._housed(home, handle)
 

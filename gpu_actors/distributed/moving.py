@@ -40,11 +40,12 @@ async def copy_sequence(
     *,
     timeout: float | None = None,
     asked: Callable[[KvCache, Reply[Any]], None] | None = None,
+    arrived: Callable[[tuple[bytes, ...]], None] | None = None,
 ) -> KvSequence:
     """Begin a sequence of ``target`` with the rows of one of ``source``, which stays: prefill here, decode there.
 
     source, target: of the same layout, dtype and descales. timeout: seconds for both steps together. asked: called with
-    each request and its cache.
+    each request and its cache. arrived: called with the digests of the pages once the target has them.
     Raises what `KvCache.export_pages` and `KvCache.import_pages` raise; then the target has nothing new.
     """
     need_asyncio("copy_sequence()")
@@ -58,7 +59,10 @@ async def copy_sequence(
         importing = target.import_pages(pages, timeout=None if end == math.inf else max(0.0, end - time.monotonic()))
         if asked is not None:
             asked(target, importing)
-        return await importing
+        moved = await importing
+    if arrived is not None:
+        arrived(pages.digests)
+    return moved
 
 
 async def move_sequence(

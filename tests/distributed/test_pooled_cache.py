@@ -74,6 +74,21 @@ async def test_a_prompt_goes_where_its_beginning_is(cache: PooledKvCache, pool: 
     assert not any(worker.sequences for worker in pool.stats().workers.values())
 
 
+async def test_a_prompt_follows_a_sequence_that_began_as_it_does(cache: PooledKvCache, pool: ContextPool) -> None:
+    first = await cache.create([7] * 17)
+    await cache.append(first, rows(16), rows(16), tokens=[7] * 16)
+    others = sorted(set(pool.stats().workers) - {first.worker})
+    for name, tokens in zip(others, ((8, 9), (10, 11)), strict=True):
+        moved = await cache.move(first, name)
+        for token in tokens:  # while the old home is there, and after it
+            again = await cache.create([7] * 16 + [token] * 24)
+            assert (again.worker, again.cached) == (name, 16)
+            await cache.free(again)
+            if first.worker in pool.stats().workers:
+                await pool.remove(first.worker)
+        first = moved
+
+
 async def test_a_pool_remembers_as_many_pages_as_its_directory_has_room_for() -> None:
     async with (
         open_pool("mock", workers=2, workplace=InProcess, directory=3) as pool,
