@@ -12,14 +12,14 @@ from gpu_actors.kernels.program import Program, Target
 from gpu_actors.kernels.support import ELEMENTS
 from gpu_actors.problem import AttentionProblem, Direction, DispatchKey, Layout
 
-__all__ = ["KernelFamily"]
+__all__ = ["GREATEST_DIM", "KernelFamily"]
 
 Refuses: TypeAlias = Callable[[AttentionProblem, str], Unsupported | None]
 MakeProgram: TypeAlias = Callable[[AttentionProblem, DispatchKey, Target], Program]
 
 
 _POSITIONS = ("q_positions", "k_positions", "dropout_first_head", "dropout_heads")
-_LEAST_DIM, _GREATEST_DIM = 32, 256
+GREATEST_DIM = 256  # of kernels that multiply on tensor cores
 _BLOCK_MASK = 128  # rows, or keys, that every tile but one of 48 keys divides
 _CHUNK = 16  # bytes; rows of a dtype of more than 16 bits are multiples of 8 elements all the same
 
@@ -100,7 +100,8 @@ class KernelFamily:
         """The nearest head dim is the next one up, for rows can be padded and cannot be shortened."""
         if problem.compute == "f32":
             return Unsupported("compute", problem.compute, "tensor cores have no float32 products", "tf32")
-        dims = range(_LEAST_DIM, _GREATEST_DIM + 1, _CHUNK if ELEMENTS[problem.kv_dtype].fp8 else _CHUNK // 2)
+        chunk = _CHUNK if ELEMENTS[problem.kv_dtype].fp8 else _CHUNK // 2
+        dims = range(chunk, GREATEST_DIM + 1, chunk)
         for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
             if dim not in dims:
                 reason = f"{self.name} copies rows of {problem.kv_dtype} in whole chunks: multiples of {dims.step} from"

@@ -31,7 +31,7 @@ __all__ = [
     "scale_refusal",
 ]
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 _MAX_SEQLEN = (1 << 30) - 1  # kernels add two row indices and a window bound in 32 bits
 SMALLEST_SCALE = 2.0**-100  # of kernels that take maxima before they scale
 FIRST_CAPABILITY = 80

@@ -142,9 +142,13 @@ TILES = (
     # 32 rows of 256 doubles, twice, are more than the 99 KiB of the smallest architectures.
     _simple(Tile(16, 16, 1, 4), dtypes=("float64",)),
     _simple(Tile(32, 32, 1, 4)),
+    _simple(Tile(8, 16, 1, 4), dtypes=("float64",), head_dim=512),
+    _simple(Tile(16, 16, 1, 4), head_dim=512),
     _backward_simple(Tile(32, 32, 1, 4), head_dim=128),
     _backward_simple(Tile(16, 16, 1, 4)),
     _backward_simple(Tile(8, 16, 1, 4)),
+    _backward_simple(Tile(8, 16, 1, 4), head_dim=512),
+    _backward_simple(Tile(4, 16, 1, 2), head_dim=512),  # float64, of compute capability 8.0
 )
 
 

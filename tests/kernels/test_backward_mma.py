@@ -249,7 +249,7 @@ class TestDispatch:
         ("changes", "field", "nearest", "reason"),
         [
             ({"head_dim": 36}, "head_dim", 40, "multiples of 8"),
-            ({"head_dim_v": 24}, "head_dim_v", 32, "from 32 to 256"),
+            ({"head_dim_v": 4}, "head_dim_v", 8, "from 8 to 256"),
             (all_of("float32", "f32"), "compute", "tf32", "no float32"),
             (all_of("float64", "f64"), "dtype", "bfloat16", "float16, float32, bfloat16"),
         ],

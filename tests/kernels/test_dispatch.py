@@ -72,7 +72,7 @@ class TestKeys:
 
     def test_an_unsupported_problem_has_no_key(self):
         with pytest.raises(Unsupported) as refused:
-            simple_key(problem(head_dim=300))
+            simple_key(problem(head_dim=600))
         assert refused.value.field == "head_dim"
 
     @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ class TestKeys:
         assert dispatch_key(problem(direction="backward"), "sm_90a", families).kernel == "reference"
         assert dispatch_key(BASE, "sm_90a", families).kernel == "forward_simple"
         with pytest.raises(Unsupported):
-            dispatch_key(problem(head_dim=300), "sm_90a", families)
+            dispatch_key(problem(head_dim=600), "sm_90a", families)
 
     def test_without_families_there_is_no_kernel(self):
         with pytest.raises(Unsupported, match="no kernel"):
@@ -125,9 +125,9 @@ class TestExplain:
         assert dispatch_key(BASE, "sm_90a", families).kernel == "forward_simple"
 
     def test_of_an_unsupported_problem_it_gives_the_reason_of_the_check(self):
-        (verdict,) = explain(problem(head_dim=300), "sm_90a", SIMPLE)
+        (verdict,) = explain(problem(head_dim=600), "sm_90a", SIMPLE)
         assert not verdict.taken
-        assert "head_dim=300" in verdict.reason
+        assert "head_dim=600" in verdict.reason
 
 
 class TestSources:

@@ -225,7 +225,7 @@ class TestDispatch:
         ("changes", "reason"),
         [
             ({"head_dim": 36}, "multiples of 8"),
-            ({"head_dim_v": 24}, "from 32 to 256"),
+            ({"head_dim_v": 4}, "from 8 to 256"),
             ({"softmax_scale": 0.0}, "positive scale"),
             ({"softmax_scale": -1.0}, "positive scale"),
         ],

@@ -64,7 +64,7 @@ REFUSED = {
         "float8_e5m2",
     ),
     "compute.mode": (problem("float16", compute="f32"), "sm_80", "compute", "f32", "f16", "float32"),
-    "head_dim.range": (problem(head_dim=257), "sm_90a", "head_dim", 257, 256, "256"),
+    "head_dim.range": (problem(head_dim=513), "sm_90a", "head_dim", 513, 512, "512"),
     "seqlen.range": (problem(seqlen_k=1 << 30), "sm_90a", "seqlen_k", 1 << 30, (1 << 30) - 1, "2^30"),
     "dropout.fp8": (problem("float8_e4m3fn", dropout_p=0.1), "sm_90a", "dropout_p", 0.1, 0.0, "inference"),
     "bias.layout": (
@@ -181,18 +181,18 @@ def test_float32_inputs_choose_their_precision(compute):
     assert find_unsupported(problem("float32", compute=compute), "sm_80") is None
 
 
-@pytest.mark.parametrize("dim", [0, 257, 512])
+@pytest.mark.parametrize("dim", [0, 513, 576])
 @pytest.mark.parametrize("field", ["head_dim", "head_dim_v"])
 def test_head_dims_outside_the_range_are_refused_by_name(field, dim):
     with pytest.raises(Unsupported) as refused:
         check_support(problem(**{field: dim}), "sm_90a")
     assert refused.value.field == field
-    assert refused.value.nearest == (1 if dim == 0 else 256)
+    assert refused.value.nearest == (1 if dim == 0 else 512)
 
 
-@pytest.mark.parametrize("dim", [1, 40, 256])
+@pytest.mark.parametrize("dim", [1, 40, 512])
 def test_every_head_dim_in_the_range_is_accepted(dim):
-    assert find_unsupported(problem(head_dim=dim, head_dim_v=257 - dim), "sm_80") is None
+    assert find_unsupported(problem(head_dim=dim, head_dim_v=513 - dim), "sm_80") is None
 
 
 def test_an_arch_without_its_suffix_is_refused_with_the_exact_one():

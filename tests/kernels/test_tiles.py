@@ -35,7 +35,7 @@ DIRECTIONS = {row.kernel: row.direction for row in TILES}
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_tile_fits_the_shared_memory_of_every_architecture(kernel, arch):
     limit = shared_mem_limit(int("".join(filter(str.isdigit, arch))))
-    for dtype, dim, mask in itertools.product(ELEMENTS, range(1, 257), MASKS):
+    for dtype, dim, mask in itertools.product(ELEMENTS, range(1, 513), MASKS):
         tile = tile_or_none(kernel, arch, dtype, dim, mask)
         if tile is not None:
             used = shared_mem_bytes(kernel, tile, dtype, dim, dim)
@@ -43,13 +43,13 @@ def test_every_tile_fits_the_shared_memory_of_every_architecture(kernel, arch):
 
 
 def test_the_plain_kernel_has_a_tile_for_everything():
-    for arch, dtype, dim, mask in itertools.product(ARCHS, ELEMENTS, range(1, 257), MASKS):
+    for arch, dtype, dim, mask in itertools.product(ARCHS, ELEMENTS, range(1, 513), MASKS):
         assert tile_or_none("forward_simple", arch, dtype, dim, mask), (arch, dtype, dim, mask)
 
 
 def test_each_row_of_the_table_is_reached():
     kernels = {row.kernel for row in TILES}
-    dims = range(16, 257, 16)
+    dims = (*range(16, 257, 16), 512)
     flags = (True, False)
     queries = itertools.product(kernels, ARCHS, ELEMENTS, dims, MASKS, flags, LAYOUTS, flags, flags)
     tiles = {id(tile_or_none(*query)) for query in queries}
@@ -81,8 +81,8 @@ def test_doubles_of_long_rows_get_smaller_tiles():
 
 def test_a_problem_outside_the_table_is_refused():
     with pytest.raises(Unsupported) as refused:
-        tile_for("forward_simple", "forward", "sm_80", "float16", 257, "full")
-    assert (refused.value.field, refused.value.nearest) == ("head_dim", 256)
+        tile_for("forward_simple", "forward", "sm_80", "float16", 513, "full")
+    assert (refused.value.field, refused.value.nearest) == ("head_dim", 512)
     with pytest.raises(Unsupported, match="backward"):
         tile_for("forward_simple", "backward", "sm_80", "float16", 64, "full")
 

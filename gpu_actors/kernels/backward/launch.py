@@ -9,7 +9,7 @@ from gpu_actors.devices.interface import ScratchSpec
 from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.backward.params import pack_backward
 from gpu_actors.kernels.backward.variant import NAMES, backward_macros, backward_threads, dq_floats, keys_of
-from gpu_actors.kernels.family import KernelFamily
+from gpu_actors.kernels.family import GREATEST_DIM, KernelFamily
 from gpu_actors.kernels.program import Pack, Part, Program, Target, flat_grid
 from gpu_actors.kernels.support import bias_turns_refusal
 from gpu_actors.kernels.tiles import shared_bytes_of, tile_for, tile_of
@@ -92,7 +92,7 @@ def _refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
     size = None if problem.score_mod is None else problem.score_mod.block_size
     if size is None:
         return bias_turns_refusal(problem)
-    widest = max(problem.head_dim, problem.head_dim_v)
+    widest = min(max(problem.head_dim, problem.head_dim_v), GREATEST_DIM)  # wider ones are refused anyway
     keys = tile_for(_MAIN, "backward", arch, problem.dtype, widest, problem.mask, False, problem.layout).block_n
     if size[1] % keys == 0:
         return None

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 
 from gpu_actors.devices.interface import ScratchSpec
+from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.backward.launch import query_slots
 from gpu_actors.kernels.backward.params import pack_backward
 from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.macros import Macros, forward_macros
 from gpu_actors.kernels.program import Part, Program, Target, flat_grid
-from gpu_actors.kernels.tiles import shared_bytes_of, tile_of
+from gpu_actors.kernels.support import MAX_HEAD_DIM
+from gpu_actors.kernels.tiles import shared_bytes_of, tile_for, tile_of
 from gpu_actors.problem import AttentionProblem, DispatchKey
 
 __all__ = ["BACKWARD_SIMPLE"]
@@ -47,6 +49,19 @@ def simple_backward_program(problem: AttentionProblem, key: DispatchKey, target:
     return Program(tuple(parts), {"statistics": ScratchSpec((slots, tile.block_m), dtype)})
 
 
+def _refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
+    """Rows that do not fit into shared memory: of more than 256 columns of float64 below 163 KiB."""
+    widest = max(problem.head_dim, problem.head_dim_v)
+    if widest > MAX_HEAD_DIM:  # on any architecture
+        return None
+    try:
+        tile_for("backward_simple", "backward", arch, problem.dtype, widest, problem.mask)
+    except Unsupported:
+        reason = f"tiles of rows of {problem.dtype} do not fit into shared memory on {arch}"
+        return Unsupported("head_dim", widest, reason, 256)
+    return None
+
+
 BACKWARD_SIMPLE = KernelFamily(
     "backward_simple",
     "computes the gradients of every option of dense and varlen batches on CUDA cores",
@@ -56,6 +71,7 @@ BACKWARD_SIMPLE = KernelFamily(
     "backward",
     ("dense", "varlen"),
     tensor_cores=False,
+    refuses=_refuses,
     score_mods=True,
     positions=True,
 )

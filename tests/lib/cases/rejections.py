@@ -151,11 +151,11 @@ DENSE = {
         "must have one of the dtypes",
         "float64",
     ),
-    "head_dim beyond 256": unsupported(
-        dense(q=array(2, 4, 4, 264), k=array(2, 6, 2, 264)), "head_dim", 264, "head dims from 1 to 256", 256
+    "head_dim beyond 512": unsupported(
+        dense(q=array(2, 4, 4, 520), k=array(2, 6, 2, 520)), "head_dim", 520, "head dims from 1 to 512", 512
     ),
-    "head_dim_v beyond 256": unsupported(
-        dense(v=array(2, 6, 2, 300)), "head_dim_v", 300, "head dims from 1 to 256", 256
+    "head_dim_v beyond 512": unsupported(
+        dense(v=array(2, 6, 2, 600)), "head_dim_v", 600, "head dims from 1 to 512", 512
     ),
     "fp8 with dropout": unsupported(fp8(dropout_p=0.1), "dropout_p", 0.1, "inference and has no dropout", 0.0),
     "fp8 descales of the wrong heads": Case(
