@@ -50,6 +50,15 @@ MODELS: dict[str, Any] = {
         moe_intermediate_size=16,
         first_k_dense_replace=1,
     ),
+    "gemma4_text": lambda: transformers.Gemma4TextConfig(
+        **SIZES,
+        head_dim=16,
+        global_head_dim=512,
+        sliding_window=4,
+        layer_types=["sliding_attention", "full_attention"],
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=50,
+    ),
     "llama4_text": lambda: transformers.Llama4TextConfig(
         **SIZES,
         head_dim=8,
