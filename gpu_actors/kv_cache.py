@@ -288,6 +288,7 @@ class KvCache(Local):
         k_positions: Array | None = None,
         cu_seqlens_k_new: Array | None = None,
         positions_q: Array | None = None,
+        bias: Array | None = None,
         deadline: float | None = None,
         timeout: float | None = None,
         priority: int = 0,
@@ -327,6 +328,7 @@ class KvCache(Local):
             k_positions=k_positions,
             cu_seqlens_k_new=cu_seqlens_k_new,
             positions_q=positions_q,
+            bias=bias,
         )
         return self._submit(message, deadline, timeout, priority, seqs)
 

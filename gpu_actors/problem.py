@@ -30,6 +30,7 @@ class AttentionProblem(KeyMask):
     ``float8_e5m2`` as ml_dtypes spells them). The mask's options are those of `KeyMask`.
 
     bias: None, or (dtype, broadcast over batch, broadcast over heads); bool hides keys. bias_row: one row is all rows'.
+    bias_keys: over caches, keys that the bias has; 0: as many as a sequence can have.
     alibi: None, "heads" for slopes (heads_q,) or "batch" for (batch, heads_q). alibi_signed: distances have a sign.
     deterministic: whether backward gives bitwise the same gradients every time.
     score_mod: what an operation graph does to the scaled scores before softcap, ALiBi and bias, or None.
@@ -81,6 +82,7 @@ class AttentionProblem(KeyMask):
     dropout_first_head: int = 0
     dropout_heads: int = 0
     bias_row: bool = False
+    bias_keys: int = 0
     alibi_signed: bool = False
     cache_batch_idx: bool = False
     cache_leftpad: bool = False
@@ -133,7 +135,8 @@ class AttentionProblem(KeyMask):
         """Of its bias, where it has one."""
         _, one_batch, one_head = self.bias or ("", True, True)
         rows = 1 if self.bias_row else self.seqlen_q
-        return 1 if one_batch else self.batch, 1 if one_head else self.heads_q, rows, self.seqlen_k
+        keys = self.bias_keys or self.seqlen_k
+        return 1 if one_batch else self.batch, 1 if one_head else self.heads_q, rows, keys
 
     @property
     def capped(self) -> bool:

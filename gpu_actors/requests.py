@@ -70,8 +70,9 @@ class FlashForward:
     seqused_q, seqused_k: int32 (batch,), on the host: how many rows, or keys, of each sequence of a dense batch count;
         the others are padding, whatever lies there. Causal and windows mean the lengths that count. Outputs and
         gradients of padding are 0, as is the output of a row without keys, and its LSE is -inf, or its sink. Sequences
-        must follow each other without gaps. No bias. Dropout counts sequence b as the packed batch would, as 3b.
-        Gradients of sinks read dout of padding rows where it lies on a device: it must be finite.
+        must follow each other without gaps, and a bias that they do not share lies on the host. Dropout counts
+        sequence b as the packed batch would, as 3b. Gradients of sinks read dout of padding rows where it lies on a
+        device: it must be finite.
     """
 
     __repr__ = brief
@@ -142,6 +143,7 @@ class CacheOptions:
     out_dtype: str | None = None
     q_positions: Array | None = None
     k_positions: Array | None = None
+    bias: Array | None = None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -174,6 +176,9 @@ class PagedForward(CacheOptions):
         one on, stand in a larger problem: at first + i * step. Causal, windows, sink tokens, chunks and ALiBi then mean
         positions. Without q_positions the rows stand where the sequence's last keys do, without k_positions the keys
         are at 0, 1, .. Bounds are those of `FlashForward`. A tree mask still names keys by their place in the cache.
+    bias: (batch or 1, heads_q or 1, rows or 1, keys), as in `FlashForward`, bool too: element (r, j) belongs to new row
+        r and key j of the sequence. At least as many rows and keys as the longest sequence has; where lengths lie on
+        the device, all the keys that a sequence can have. What is past a sequence's end is not read.
     window_size, softmax_scale, softcap, alibi_slopes, sinks, sink_tokens, return_lse, out, attention_chunk,
         out_dtype: as in `FlashForward`.
     """
@@ -208,6 +213,7 @@ class BatchedDecode(CacheOptions):
         its own, or one array (batch, heads_kv, max_seq, head_dim). The row's own key and value are in them already.
     seq_lens: int32 or uint32 (batch,), keys of each sequence, the new one included. A sequence may have none. An int is
         the length of all of them.
+    bias: (batch or 1, heads_q or 1, keys), as in `PagedForward` for one row.
     Other options as in `PagedForward`.
     """
 

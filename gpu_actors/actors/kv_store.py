@@ -32,6 +32,7 @@ from gpu_actors.process import incarnation
 from gpu_actors.requests import PagedForward
 from gpu_actors.runtime.cell import ActorCell
 from gpu_actors.validation.fields import FP8, describe, dtype_of, expect, integer, optional_array
+from gpu_actors.validation.paged import check_bias
 
 __all__ = ["CacheLook", "CacheStore", "KvWork", "OpenedCache"]
 
@@ -167,6 +168,10 @@ class OpenedCache:
         if rows is not None:
             counts = rows.counts.tolist()
             rows.check_reach(np.array(lengths, np.int32) + rows.counts)
+        if work.plan is not None and work.request is not None and work.plan.problem.bias_keys:
+            own = np.array(lengths, np.int32) + (0 if rows is None else rows.counts)
+            check_bias(work.plan.problem, dataclasses.replace(work.request, cache_seqlens=own))
+        if rows is not None:
             tokens: Sequence[Tokens | None] = rows.tokens or [None] * len(tables)
             growing = [one for one in zip(tables, counts, tokens, strict=True) if one[1]]
             work.writes = self.tables.reserve(*zip(*growing, strict=True)) if growing else []

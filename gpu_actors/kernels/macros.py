@@ -35,6 +35,13 @@ def score_macros(key: DispatchKey) -> Macros:
     return alibi | flags(SOFTCAP=key.softcap, SINKS=key.sinks, DESCALES=key.descales, LSE=key.lse)
 
 
+def bias_macros(key: DispatchKey) -> Macros:
+    """What is added to a score, or hides it."""
+    if key.bias == "bool":
+        return {"BIAS_ELEMENT": "uint8_t", "BIAS_HIDES": 1}
+    return {} if key.bias is None else {"BIAS_ELEMENT": ELEMENTS[key.bias].c_type}
+
+
 def tile_macros(key: DispatchKey, tile: Tile, shared_bytes: int) -> Macros:
     """The sizes and types of a block's operands."""
     return {
@@ -56,10 +63,7 @@ def forward_macros(key: DispatchKey) -> Macros:
     # The alignment matters where a mask or ALiBi measures from the diagonal.
     top_left = key.alignment == "top_left" and (key.mask != "full" or key.alibi)
     macros |= flags(VARLEN=key.varlen, TOP_LEFT=top_left, DROPOUT=key.dropout, POSITIONS=key.positions)
-    if key.bias == "bool":
-        macros |= {"BIAS_ELEMENT": "uint8_t", "BIAS_HIDES": 1}
-    elif key.bias is not None:
-        macros["BIAS_ELEMENT"] = ELEMENTS[key.bias].c_type
+    macros |= bias_macros(key)
     if key.dtype == "float32" and key.compute in _COMPUTE_BITS:
         macros["COMPUTE_BITS"] = _COMPUTE_BITS[key.compute]
         if key.compute == "tf32":

@@ -21,8 +21,16 @@ from gpu_actors.score_mod import ScoreMod
 __all__ = ["OPTIONS", "Explanation", "OptionCell", "explain_problem", "option_cell", "options_of"]
 
 # Fields that ask for nothing by themselves, or that another row asks for.
-_NO_ROWS: tuple[str, ...] = ("descales", "page_size", "varlen_q", "bias_row", "dropout_first_head", "dropout_heads")
-_NO_ROWS += ("q_positions", "k_positions", "own_layouts")
+_NO_ROWS: tuple[str, ...] = (
+    "descales",
+    "page_size",
+    "varlen_q",
+    "bias_row",
+    "bias_keys",
+    "dropout_first_head",
+    "dropout_heads",
+)
+_NO_ROWS += ("q_positions", "k_positions", "own_layouts", "bias_keys")
 
 
 def _rows_of_fields() -> dict[str, dict[str, Any]]:

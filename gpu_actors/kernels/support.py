@@ -168,9 +168,6 @@ def refusals(problem: AttentionProblem, arch: str) -> Iterator[tuple[str, Unsupp
     if p.dropout_p and (q.fp8 or kv.fp8):
         reason = "fp8 attention is for inference and has no dropout"
         yield "dropout.fp8", Unsupported("dropout_p", p.dropout_p, reason, 0.0)
-    if p.bias is not None and p.decoding:
-        reason = f"a bias is added to the scores of dense and packed batches, and the layout is {p.layout}"
-        yield "bias.layout", Unsupported("bias", p.bias[0], reason)
     if p.bias is not None and p.bias[0] not in (p.dtype, "float32", "bool"):
         reason = f"a bias has q's dtype, {p.dtype}, or float32, and a mask is bool"
         yield "bias.dtype", Unsupported("bias", p.bias[0], reason, "float32")

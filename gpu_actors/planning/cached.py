@@ -32,7 +32,7 @@ from gpu_actors.validation.fields import describe, expect, integer
 from gpu_actors.validation.forward import check_cu_seqlens
 from gpu_actors.validation.lengths import check_batch_idx, check_block_table, check_leftpad, check_lengths
 from gpu_actors.validation.overlap import check_output_memory
-from gpu_actors.validation.paged import check_cache_positions, decode_problem, own_positions, paged_problem
+from gpu_actors.validation.paged import check_bias, check_cache_positions, decode_problem, own_positions, paged_problem
 
 __all__ = [
     "CacheRequest",
@@ -49,7 +49,7 @@ __all__ = [
 
 CacheRequest: TypeAlias = PagedForward | BatchedDecode
 
-_OPTIONAL = ("alibi_slopes", "sinks", "q_descale", "k_descale", "v_descale", "q_positions", "k_positions")
+_OPTIONAL = ("alibi_slopes", "sinks", "q_descale", "k_descale", "v_descale", "q_positions", "k_positions", "bias")
 _PAGED = ("k_cache", "v_cache", "block_table", "cache_seqlens", "cu_seqlens_q", "cache_batch_idx", "cache_leftpad")
 _PAGED_ARRAYS = ("q", *_PAGED, "tree_mask", *_OPTIONAL, "out")
 _DECODE = ("q", "seq_lens", *_OPTIONAL, "out")
@@ -123,6 +123,8 @@ def check_cached(plan: Plan, request: CacheRequest) -> None:
 def check_operands(plan: Plan, request: CacheRequest) -> None:
     """`check_cached` but for lengths and block tables, which a KvCache makes itself. Raises `InvalidRequest`."""
     problem = plan.problem
+    if problem.bias_keys:
+        check_bias(problem, request)
     if request.q_positions is not None or request.k_positions is not None:
         check_cache_positions(problem, request)
     if isinstance(request, PagedForward):
@@ -205,6 +207,8 @@ def operands(request: CacheRequest) -> dict[str, Any]:
     for name in _OPTIONAL:
         if getattr(request, name) is not None:
             inputs[name] = getattr(request, name)
+    if request.bias is not None and not isinstance(request, PagedForward):
+        inputs["bias"] = request.bias[:, :, None]
     return inputs
 
 

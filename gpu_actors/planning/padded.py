@@ -22,7 +22,6 @@ import numpy as np
 from gpu_actors.arrays.adoption import array_fields
 from gpu_actors.arrays.device_array import DeviceArray
 from gpu_actors.devices.interface import Outputs
-from gpu_actors.errors import Unsupported
 from gpu_actors.requests import FlashBackward, FlashForward
 from gpu_actors.runtime.completion import Finish
 from gpu_actors.validation.backward import backward_problem
@@ -41,7 +40,8 @@ _PLACES, _FACTORS = "_positions", ("_descale", "_slopes")  # of a sequence; the 
 def packed(request: Request) -> Request:
     """An adopted request whose ``seqused_q`` or ``seqused_k`` is given, as one with cu_seqlens.
 
-    Raises `InvalidRequest` and `Unsupported`, as the request without them and for what is only theirs.
+    Raises `InvalidRequest` and `Unsupported`, as the request without them and for what is only theirs. A bias that the
+    sequences do not share is copied, for each of the packed ones has a matrix; no pair reads those of padding.
     """
     for side in "qk":
         ends, field = getattr(request, f"cu_seqlens_{side}"), f"seqused_{side}"
@@ -50,8 +50,6 @@ def packed(request: Request) -> Request:
         expect(ends is None or given is None, field, None if given is None else describe(given), reason)
     dense = dataclasses.replace(request, seqused_q=None, seqused_k=None)
     problem = backward_problem(dense) if isinstance(dense, FlashBackward) else forward_problem(dense)
-    if problem.bias is not None:
-        raise Unsupported("bias", problem.bias[0], "a bias is of whole rows and keys: hide padding with a bool one")
     rows = _used("seqused_q", request.seqused_q, problem.batch, problem.seqlen_q)
     keys = _used("seqused_k", request.seqused_k, problem.batch, problem.seqlen_k)
     spare_rows, spare_keys, none = problem.seqlen_q - rows, problem.seqlen_k - keys, np.zeros_like(rows)
@@ -75,6 +73,8 @@ def packed(request: Request) -> Request:
                 changes[name] = np.stack([changes[name], np.ones_like(changes[name])], axis=1)
             for part in range(1, _PARTS):  # padding stands nowhere, and so not beyond what a position can be
                 changes[name][part::_PARTS] = (0, 1)
+    if dense.bias is not None and len(dense.bias) > 1:
+        changes["bias"] = _each(dense.bias, "bias")
     if isinstance(dense, FlashBackward):
         changes["lse"] = _flat_lse(dense.lse)
         if dense.sinks is not None and isinstance(changes["dout"], np.ndarray):
@@ -98,6 +98,8 @@ def _answer(batch: int, lengths: dict[str, int], finish: Finish, outputs: Output
     if found.get("lse") is not None:
         lse = _cut(found["lse"], 1, batch, lengths["out"])
         found["lse"] = lse.transpose(1, 0, 2)
+    if (dbias := found.get("dbias")) is not None and len(dbias) > 1:
+        found["dbias"] = _cut(dbias, 0, batch, _PARTS)[:, 0]
     return finish(found)
 
 

@@ -33,6 +33,8 @@ def recordable(request: CacheRequest, rows: NewRows | None = None) -> bool:
     names = ("q", "cache_seqlens", "seq_lens", "block_table", "sinks", *_ONES, *_ZEROS)
     if any(isinstance(getattr(request, name, None), DeviceArray | Joined) for name in names) or request.out is not None:
         return False
+    if request.bias is not None:
+        return False  # its shape changes with the longest sequence
     if rows is not None and (not rows.rows or not isinstance(rows.k, np.ndarray) or rows.rope_cos is not None):
         return False
     if rows is not None and rows.turned is not None:

@@ -30,6 +30,7 @@ from gpu_actors.validation.fields import (
 
 __all__ = [
     "Sizes",
+    "bias_fields",
     "check_cu_seqlens",
     "check_descales",
     "check_positions",
@@ -81,7 +82,7 @@ def forward_problem(request: FlashForward) -> AttentionProblem:
         out_dtype=out_dtype,
         compute=_compute(request.compute, dtype),
         **score_options(request, shape.batch, shape.heads_q, shape.head_dim, out_dtype),
-        **_bias(request, shape, dtype),
+        **bias_fields(request.bias, shape, dtype),
         alibi_signed=_alibi_signed(request),
         dropout_p=_dropout(request),
         descales=check_descales(request, {"q": dtype, "k": dtype, "v": dtype}, (shape.batch, shape.heads_kv)),
@@ -292,16 +293,21 @@ def _alibi_signed(request: FlashForward) -> bool:
     return signed and request.alibi_slopes is not None and not request.causal
 
 
-def _bias(request: FlashForward, shape: Sizes, dtype: str) -> dict[str, Any]:
-    if request.bias is None:
+def bias_fields(bias: Any, shape: Sizes, dtype: str, keys: int | None = None, one_row: bool = False) -> dict[str, Any]:
+    """The fields of a problem for its bias. keys: that it must have; None: seqlen_k. one_row: it has no axis of rows.
+
+    Raises `InvalidRequest`.
+    """
+    if bias is None:
         return {}
-    axes = ((shape.batch, 1), (shape.heads_q, 1), (shape.seqlen_q, 1), (shape.seqlen_k,))
+    rows = () if one_row else ((shape.seqlen_q, 1),)
+    axes = ((shape.batch, 1), (shape.heads_q, 1), *rows, (shape.seqlen_k if keys is None else keys,))
     shapes = tuple(dict.fromkeys(itertools.product(*axes)))
-    given = optional_array("bias", request.bias, shapes, (dtype, "float32", "bool"))
+    given = optional_array("bias", bias, shapes, (dtype, "float32", "bool"))
     assert given is not None
-    kind = str(request.bias.dtype).removeprefix("torch.")
-    bias = kind, given[0] == 1 and shape.batch > 1, given[1] == 1 and shape.heads_q > 1
-    return {"bias": bias, "bias_row": given[2] == 1 and shape.seqlen_q > 1}
+    kind = str(bias.dtype).removeprefix("torch.")
+    broadcast = kind, given[0] == 1 and shape.batch > 1, given[1] == 1 and shape.heads_q > 1
+    return {"bias": broadcast, "bias_row": not one_row and given[2] == 1 and shape.seqlen_q > 1}
 
 
 def _dropout(request: FlashForward) -> float:

@@ -24,6 +24,7 @@ from gpu_actors.validation.fields import (
 )
 from gpu_actors.validation.forward import (
     Sizes,
+    bias_fields,
     check_descales,
     check_steps,
     lengths_of,
@@ -37,6 +38,7 @@ from gpu_actors.validation.forward import (
 __all__ = [
     "MAX_SPLITS",
     "MAX_TREE_ROWS",
+    "check_bias",
     "check_cache_positions",
     "decode_problem",
     "own_positions",
@@ -111,6 +113,9 @@ def _problem(
     tree: bool,
     own_layouts: bool = False,
 ) -> AttentionProblem:
+    matrix = tuple(getattr(request.bias, "shape", ()))
+    if sizes.varlen_q and len(matrix) == 4:  # a bias has rows for the longest sequence, or more
+        sizes = sizes._replace(seqlen_q=max(sizes.seqlen_q, int(matrix[2])))
     dtype, kv_dtype = _dtypes(request.q, caches)
     out_dtype = output_dtype(dtype, request.out_dtype)
     if request.out is not None:
@@ -125,12 +130,38 @@ def _problem(
         compute={"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}.get(dtype, "fp8"),
         **{**score_options(request, sizes.batch, sizes.heads_q, sizes.head_dim, out_dtype), "causal": causal},
         descales=check_descales(request, {"q": dtype, "k": kv_dtype, "v": kv_dtype}, (sizes.batch, sizes.heads_kv)),
+        **_bias(request, sizes, dtype),
         tree_mask=tree,
         num_splits=integer("num_splits", request.num_splits, 0, MAX_SPLITS),
         **of_the_cache,
         own_layouts=own_layouts,
         **position_words(request, sizes.batch),
     )
+
+
+def _bias(request: PagedForward | BatchedDecode, sizes: Sizes, dtype: str) -> dict[str, Any]:
+    if request.bias is None:
+        return {}
+    shape = tuple(getattr(request.bias, "shape", ()))
+    # The lengths of sequences are data: `check_bias` holds them against its keys.
+    keys = int(shape[-1]) if shape and shape[-1] >= 1 else sizes.seqlen_k
+    fields = bias_fields(request.bias, sizes, dtype, keys, one_row=isinstance(request, BatchedDecode))
+    return {**fields, "bias_keys": keys}
+
+
+def check_bias(problem: AttentionProblem, request: PagedForward | BatchedDecode) -> None:
+    """Check that a bias has an element for each key. Raises `InvalidRequest`."""
+    paged = isinstance(request, PagedForward)
+    lengths: Any = request.cache_seqlens if isinstance(request, PagedForward) else request.seq_lens
+    padding = getattr(request, "cache_leftpad", None)
+    longest_one = problem.seqlen_k
+    if isinstance(lengths, np.ndarray) and (padding is None or isinstance(padding, np.ndarray)):
+        longest_one = int((lengths.astype(np.int64) - (0 if padding is None else padding)).max(initial=0))
+    reason = f"must have at least the keys of the longest sequence, {longest_one}"
+    if not isinstance(lengths, np.ndarray):
+        field = "cache_seqlens" if paged else "seq_lens"
+        reason = f"must have all {longest_one} keys that a sequence can have where {field} lies on the device"
+    expect(problem.bias_keys >= longest_one, "bias", describe(request.bias), reason)
 
 
 def check_cache_positions(problem: AttentionProblem, request: PagedForward | BatchedDecode) -> None:

@@ -158,7 +158,10 @@ DEVICE void attend_tile(Output& o, SoftmaxRow (&softmax)[2], const Rows& rows, c
   const VTile v_tile = ring.v_tile(n);
   multiply_keys(s, q, lane_of_b(k_tile, rows.first_key));
   if constexpr (!SCALE_ONLY) {
-    for_each_score(s, key_begin, [&](float& x, int half, int key) { x = rows.score[half](x, rows.row[half], key); });
+    for_each_score(s, key_begin, [&](float& x, int half, int key) {
+      if (BIAS && masked && !rows.visible(half, key)) return;  // which the bias may have no element for
+      x = rows.score[half](x, rows.row[half], key);
+    });
   }
   if (masked) {
     for_each_score(s, key_begin, [&](float& x, int half, int key) { x = rows.visible(half, key) ? x : -INFINITY; });

@@ -16,6 +16,7 @@ from gpu_actors.planning.padded import packed
 
 SLOPES = np.array([0.1, 0.4, 0.02, 0.3], np.float32)
 EACH = np.random.default_rng(1).uniform(0.01, 0.5, (4, 4)).astype(np.float32)
+BIAS = np.random.default_rng(2).standard_normal((4, 4, 70, 90)).astype(np.float32)
 OPTIONS: dict[str, dict[str, Any]] = {
     "none": {},
     "causal": {"causal": True},
@@ -24,6 +25,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "alibi of heads": {"alibi_slopes": SLOPES, "causal": True},
     "alibi of sequences": {"alibi_slopes": EACH},
     "sinks": {"sinks": SLOPES, "causal": True},
+    "bias of sequences": {"bias": BIAS, "causal": True},
+    "bias of heads": {"bias": BIAS[:1]},
+    "bias of one row": {"bias": BIAS[:, :1, :1], "softcap": 3.0},
+    "bias and sinks": {"bias": BIAS[:1, :1], "sinks": SLOPES},
+    "mask": {"bias": BIAS < 0.5},
     "chunks": {"attention_chunk": 16, "causal": True},
     "softcap": {"softcap": 3.0, "softmax_scale": 0.2},
     "positions": {
@@ -97,7 +103,7 @@ def _request(**changes: Any) -> Any:
         ({"seqused_q": np.array([3], np.int32)}, "seqused_q", r"shape \(2,\)"),
         ({"seqused_q": np.array([3, 5], np.int64)}, "seqused_q", "int32"),
         ({"seqused_q": 5}, "seqused_q", "must be an array"),
-        ({"bias": np.zeros((1, 1, 5, 5), np.float32)}, "bias", "hide padding with a bool one"),
+        ({"bias": np.zeros((1, 1, 3, 5), np.float32)}, "bias", r"shape \(2, 2, 5, 5\)"),
         ({"k": np.zeros((3, 5, 2, 16), np.float32)}, "k", "q.s batch, 2"),
         ({"softcap": -1.0}, "softcap", "must be >= 0"),
     ],
@@ -143,6 +149,9 @@ EMULATED = {
     "long": PaddedCase((300, 5, 0), (0, 700, 129), (300, 700), dtype="bfloat16", options={"softcap": 5.0}),
     "fp32": PaddedCase(dims=(16, 16), options={"causal": True, "sinks": SLOPES}),
     "placed": PaddedCase(dtype="float16", options=OPTIONS["positions"]),
+    "biased": PaddedCase(dtype="float16", options=OPTIONS["bias of sequences"]),
+    "biased by one": PaddedCase(dtype="bfloat16", options={"bias": BIAS[:1, :1]}),
+    "masked": PaddedCase(dtype="float16", options=OPTIONS["mask"]),
 }
 
 

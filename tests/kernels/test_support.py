@@ -67,14 +67,6 @@ REFUSED = {
     "head_dim.range": (problem(head_dim=513), "sm_90a", "head_dim", 513, 512, "512"),
     "seqlen.range": (problem(seqlen_k=1 << 30), "sm_90a", "seqlen_k", 1 << 30, (1 << 30) - 1, "2^30"),
     "dropout.fp8": (problem("float8_e4m3fn", dropout_p=0.1), "sm_90a", "dropout_p", 0.1, 0.0, "inference"),
-    "bias.layout": (
-        problem(layout="paged", bias=("bfloat16", False, False)),
-        "sm_90a",
-        "bias",
-        "bfloat16",
-        None,
-        "paged",
-    ),
     "bias.dtype": (problem(bias=("float16", True, False)), "sm_90a", "bias", "float16", "float32", "bfloat16"),
     "bias.row": (
         problem(direction="backward", bias=("float32", True, False), bias_row=True, deterministic=True),
@@ -97,7 +89,7 @@ def test_each_refusal_has_a_case():
 def test_refusals_come_in_one_order_and_go_on_after_the_first():
     given = problem(head_dim=0, seqlen_k=1 << 30, bias=("int8", True, True), layout="paged")
     found = [code for code, _ in refusals(given, "sm_80")]
-    assert found == ["head_dim.range", "seqlen.range", "bias.layout", "bias.dtype"]
+    assert found == ["head_dim.range", "seqlen.range", "bias.dtype"]
 
 
 @pytest.mark.parametrize("code", REFUSED)
@@ -114,9 +106,7 @@ def test_a_refusal_names_field_value_reason_and_nearest(code):
     assert len(error.reason.split()) >= 5, "a reason is a sentence"
 
 
-@pytest.mark.parametrize(
-    "code", [code for code in REFUSED if code not in ("arch.known", "bias.layout", "descales.dtype")]
-)
+@pytest.mark.parametrize("code", [code for code in REFUSED if code not in ("arch.known", "descales.dtype")])
 def test_the_nearest_value_is_accepted(code):
     given, arch, field, _, nearest, _ = REFUSED[code]
     changes = {field: nearest}

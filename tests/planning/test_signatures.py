@@ -110,6 +110,7 @@ PAGED = {
     "k_positions": FORWARD["k_positions"],
     "cache_batch_idx": (PLACES, longer(PLACES)),
     "cache_leftpad": (PLACES, longer(PLACES)),
+    "bias": FORWARD["bias"],
 }
 CACHES = [np.zeros((2, 9, 16), np.float16) for _ in range(2)]
 DECODE = {
@@ -123,6 +124,7 @@ DECODE = {
     "out": (np.empty_like(Q[:, 0]), wider(Q[:, 0])),
     "q_positions": FORWARD["q_positions"],
     "k_positions": FORWARD["k_positions"],
+    "bias": (np.zeros((2, 4, 7), np.float16), np.zeros((1, 4, 7), np.float16), np.zeros((2, 4, 9), np.float16)),
 }
 # What a launch is given each time, and no plan depends on.
 DATA = {ga.FlashForward: {"dropout_seed"}, ga.FlashBackward: {"dropout_seed"}}
@@ -235,7 +237,8 @@ def test_a_launch_is_shared_by_what_is_the_same_in_every_field_only() -> None:
     assert names == MERGED.keys() | SIDE_BY_SIDE | descales | {
         "out",
         "cache_batch_idx",
-    }  # the last makes a launch of its own
+        "bias",
+    }  # the last three make a launch of their own
     base = ga.PagedForward(q=Q[:1, :2], k_cache=POOL, v_cache=POOL, block_table=TABLE[:1], cache_seqlens=LENGTHS[:1])
     narrow = POOL.astype(ml_dtypes.float8_e4m3fn)
     fp8 = dataclasses.replace(base, k_cache=narrow, v_cache=narrow)

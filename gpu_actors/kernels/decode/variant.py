@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from gpu_actors.devices.interface import LaunchGeometry
 from gpu_actors.errors import Unsupported
-from gpu_actors.kernels.macros import Macros, flags, mask_macros, score_macros, tile_macros
+from gpu_actors.kernels.macros import Macros, bias_macros, flags, mask_macros, score_macros, tile_macros
 from gpu_actors.kernels.occupancy import shared_a_multiprocessor, shared_mem_limit
 from gpu_actors.kernels.support import ELEMENTS, FIRST_FP8_CAPABILITY, capability, example_problem, scale_refusal
 from gpu_actors.kernels.tiles import Tile, mma_row
@@ -178,7 +178,7 @@ def decode_macros(key: DispatchKey) -> Macros:
     work = split_macros(key)
     if key.kernel == DECODE:
         options = flags(PAGED=key.paged, SINGLE=key.page_size == 1, TREE=key.tree_mask) | score_macros(key)
-        return tile_macros(key, tile, shared_bytes) | work | options | {"STAGES": tile.stages}
+        return tile_macros(key, tile, shared_bytes) | work | options | bias_macros(key) | {"STAGES": tile.stages}
     unseen: dict[str, Any] = dict.fromkeys(("dtype", "kv_dtype", "out_dtype"), "float16")
     unseen |= dict.fromkeys(("head_dim", "head_dim_v"), 64)
     if key.kernel == COMBINE:

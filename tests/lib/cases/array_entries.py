@@ -117,6 +117,7 @@ ENTRIES: dict[str, Entry] = {
             **OPTIONAL,
             **PLACES,
             "tree_mask": np.array([[[1, 0], [1, 1]]] * 2, bool),
+            "bias": normal(2, 4, 2, 12, seed=4),
         },
         lambda ctx, x: ctx.flash_attn.paged_forward(**x),
     ),
@@ -135,7 +136,14 @@ ENTRIES: dict[str, Entry] = {
     ),
     "decode": Entry(
         ga.BatchedDecode,
-        {"q": normal(2, 4, 16), **CACHES, "seq_lens": ints(5, 12), **OPTIONAL, **PLACES},
+        {
+            "q": normal(2, 4, 16),
+            **CACHES,
+            "seq_lens": ints(5, 12),
+            **OPTIONAL,
+            **PLACES,
+            "bias": BIAS[:, :, 0].repeat(3, -1),
+        },
         lambda ctx, x: ctx.flash_attn.decode(**x),
     ),
     "decode of lists": Entry(
@@ -154,7 +162,19 @@ ENTRIES: dict[str, Entry] = {
     ),
     "attend": Entry(
         AttendCache,
-        {"q": normal(6, 4, 16), **ROWS, "cu_seqlens_q": ints(0, 3, 6), **ROTATION, **OPTIONAL, **PLACES},
+        {"q": normal(6, 4, 16), **ROWS, "cu_seqlens_q": ints(0, 3, 6), **ROTATION, **OPTIONAL, **PLACES, "bias": BIAS},
+        lambda ctx, x: kv_reply(ctx, x, "attend"),
+    ),
+    "attend of fewer rows": Entry(
+        AttendCache,
+        {
+            "q": normal(4, 4, 16),
+            **ROWS,
+            "cu_seqlens_q": ints(0, 1, 4),
+            "cu_seqlens_k_new": ints(0, 3, 6),
+            "positions_q": ints(2, 5, 6, 7),
+            **ROTATION,
+        },
         lambda ctx, x: kv_reply(ctx, x, "attend"),
     ),
     "mha_forward": Entry(MhaForward, HEADS_FIRST, lambda ctx, x: ctx.cudnn.mha_forward(MHA, **x, return_stats=True)),

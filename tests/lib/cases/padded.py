@@ -71,11 +71,16 @@ def check_padded(ctx: ga.GpuContext, case: PaddedCase, seed: int = 0) -> None:
             assert getattr(gradients, name).shape == arrays[name[1]].shape
     sinks = case.options.get("sinks")
     dsinks = None if sinks is None else np.zeros(len(sinks))
+    bias = case.options.get("bias")
+    dbias = None if bias is None or bias.dtype == np.bool_ else np.zeros(bias.shape)
     for b, (r, n) in enumerate(zip(rows, keys, strict=True)):
         options = dict(case.options)
         for name, value in case.options.items():
             if name in _EACH or (name == "alibi_slopes" and value.ndim == 2):
                 options[name] = value[b : b + 1]
+        if bias is not None:
+            corner = slice(b, b + 1) if len(bias) > 1 else slice(1), slice(None), slice(r), slice(n)
+            options["bias"] = bias[corner]
         part = (q[b : b + 1, :r], k[b : b + 1, :n], v[b : b + 1, :n])
         assert (result.out[b, r:] == 0).all(), "padding"
         left = result.lse[b, :, r:]
@@ -90,13 +95,27 @@ def check_padded(ctx: ga.GpuContext, case: PaddedCase, seed: int = 0) -> None:
         cut = ga.AttentionGradients(
             gradients.dq[b : b + 1, :r], gradients.dk[b : b + 1, :n], gradients.dv[b : b + 1, :n]
         )
-        if sinks is not None:
+        if dsinks is not None or (dbias is not None and r and n):
             from gpu_actors.reference import attention_backward
 
             own = attention_backward(dout[b : b + 1, :r], *part, **options)
-            dsinks = dsinks + own.dsinks
-            cut = cut._replace(dsinks=own.dsinks.astype(np.float32))  # the sum over sequences is compared below
+            if dsinks is not None:
+                dsinks = dsinks + own.dsinks
+                cut = cut._replace(dsinks=own.dsinks.astype(np.float32))  # the sum over sequences is compared below
+            if dbias is not None:
+                dbias[corner] += own.dbias
+                shared = own.dbias.astype(bias.dtype)
+                cut = cut._replace(dbias=shared if len(bias) == 1 else gradients.dbias[corner])
+        elif dbias is not None:
+            continue  # no pair
         out, lse = result.out[b : b + 1, :r], result.lse[b : b + 1, :, :r]
         check_gradients(cut, dout[b : b + 1, :r], *part, out=out, lse=lse, repro=str(case), **options)
+    if gradients is not None and dbias is not None:
+        np.testing.assert_allclose(gradients.dbias, dbias, rtol=2e-2, atol=2e-2)
+        if len(bias) > 1:
+            past = np.ones(bias.shape, bool)
+            for b, (r, n) in enumerate(zip(rows, keys, strict=True)):
+                past[b, :, :r, : n if r else 0] = False
+            assert not gradients.dbias[past].any(), "dbias of padding"
     if gradients is not None and sinks is not None:
         np.testing.assert_allclose(gradients.dsinks, dsinks, rtol=2e-2, atol=2e-2)

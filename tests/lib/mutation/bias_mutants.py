@@ -42,3 +42,62 @@ MUTANTS = (
     BiasMutant("gradients go to one row", _SUMS, "dbias + row * strides.row", "dbias + 0 * strides.row"),
     BiasMutant("gradients go to every other key", _SUMS, "work.key(r, e / 2), ds", "work.key(r, 0), ds"),
 )
+
+_ROWS, _MMA = "decode/rows.cuh", "decode/decode_mma.cu"
+_CACHED = "make_score<float>(attention, entry.sequence, head, kv_head"
+
+CACHE_MUTANTS = (
+    BiasMutant(
+        "new rows of all sequences read the first's",
+        _ROWS,
+        _CACHED,
+        _CACHED.replace("entry.sequence", "0"),
+        "paged, own",
+    ),
+    BiasMutant("heads read their KV head's", _ROWS, _CACHED, _CACHED.replace(" head,", " kv_head,"), "paged, own"),
+    BiasMutant(
+        "a packed row is a row", _ROWS, "rows.row[half] = packed / ratio;", "rows.row[half] = packed;", "paged, own"
+    ),
+    BiasMutant("all rows are the first", _MMA, "(x, rows.row[half], key);", "(x, 0, key);", "paged, own"),
+    BiasMutant(
+        "keys count from the tile",
+        _MMA,
+        "(x, rows.row[half], key);",
+        "(x, rows.row[half], key - key_begin);",
+        "cache, own",
+    ),
+    BiasMutant(
+        "a key's bias is that of its neighbour",
+        _MMA,
+        "(x, rows.row[half], key);",
+        "(x, rows.row[half], key ^ 1);",
+        "pointers, own",
+    ),
+    BiasMutant(
+        "rows read each other's", _MMA, "(x, rows.row[half], key);", "(x, rows.row[1 - half], key);", "paged, own"
+    ),
+    BiasMutant(
+        "a bias is read past the keys",
+        _MMA,
+        "BIAS && masked && !rows.visible(half, key)",
+        "false",
+        "paged, own, float16, bool",
+    ),
+    BiasMutant(
+        "a masked tile has no bias", _MMA, "BIAS && masked && !rows.visible(half, key)", "BIAS && masked", "cache, own"
+    ),
+    BiasMutant(
+        "a mask hides nothing of a cache",
+        _SCORE,
+        "return bias ? score : Real(-INFINITY);",
+        "return score;",
+        "paged, own, float16, bool",
+    ),
+    BiasMutant(
+        "one row of a bias is many",
+        _SCORE,
+        "row * bias_row_stride",
+        "row * (bias_row_stride + 1)",
+        "packed, of one row",
+    ),
+)

@@ -16,6 +16,7 @@ PROBES: Mapping[str, tuple[str, ...]] = {
     "shard rows": ("tests/distributed/test_shard_rows.py",),
     "padded": ("tests/api/test_padded_batches.py",),
     "bias": ("tests/api/test_packed_bias.py",),
+    "cached bias": ("tests/api/test_cached_bias.py", "tests/planning/test_signatures.py"),
     "apart": ("tests/api/test_rows_apart.py", "tests/planning/test_signatures.py"),
 }
 
@@ -49,8 +50,8 @@ PADDED: tuple[Mutant, ...] = (
         ("the lse is of another head", "lse.transpose(1, 0, 2).reshape(heads", "lse.reshape(heads"),
         (
             "the lse is not turned back",
-            "lse.transpose(1, 0, 2)\n    return finish",
-            'lse.reshape(batch, -1, lengths["out"])\n    return finish',
+            '["lse"] = lse.transpose(1, 0, 2)',
+            '["lse"] = lse.reshape(batch, -1, lengths["out"])',
         ),
         ("an output with gaps is a copy", "and not (writes and not follows)", ""),
         (
@@ -60,7 +61,10 @@ PADDED: tuple[Mutant, ...] = (
         ),
         ("one row too many counts", "most <= length, field", "most <= length + 1, field"),
         ("packed batches may be padded", "ends is None or given is None, field", "True, field"),
-        ("a bias is packed", "if problem.bias is not None:", "if False:"),
+        ("sequences have the bias of others", "and len(dense.bias) > 1:", "and False:"),
+        ("gradients of a bias are those of padding", "batch, _PARTS)[:, 0]", "batch, _PARTS)[:, 1]"),
+        ("gradients of a bias are those of packed ones", "and len(dbias) > 1:", "and False:"),
+        ("gradients of a bias are not summed", "and len(dbias) > 1:", "and len(dbias) == 1:"),
     ),
 )
 
@@ -103,6 +107,40 @@ BIAS: tuple[Mutant, ...] = (
         "kernels/backward/launch",
         "bias",
         ("turns that are never taken", "return bias_turns_refusal(problem)", "return None"),
+    ),
+    *_faults(
+        "validation/paged",
+        "cached bias",
+        ("a bias may end before the keys", "problem.bias_keys >= longest_one", "True"),
+        ("a bias is one key short", "problem.bias_keys >= longest_one", "problem.bias_keys + 1 >= longest_one"),
+        ("lengths on the device are not feared", "longest_one = problem.seqlen_k", "longest_one = 0"),
+        ("a bias has all keys there are", '"bias_keys": keys}', '"bias_keys": 0}'),
+        ("one row has an axis of rows", "one_row=isinstance(request, BatchedDecode)", "one_row=False"),
+    ),
+    *_faults(
+        "planning/cached",
+        "cached bias",
+        ("a launch has no bias", '"q_positions", "k_positions", "bias")', '"q_positions", "k_positions")'),
+        ("the bias of one row has no axis of rows", "request.bias[:, :, None]", "request.bias"),
+    ),
+    *_faults(
+        "actors/kv_store",
+        "cached bias",
+        (
+            "rows that wait are not counted",
+            "(0 if rows is None else rows.counts)\n            check_bias",
+            "0\n            check_bias",
+        ),
+        (
+            "a launch may outgrow its bias",
+            "check_bias(work.plan.problem, dataclasses",
+            "dataclasses.replace(work.request); (dataclasses",
+        ),
+    ),
+    *_faults(
+        "kernels/hopper_decode/launch",
+        "cached bias",
+        ("wgmma takes a bias", '"cache_leftpad", "bias")', '"cache_leftpad")'),
     ),
     *_faults(
         "kernels/hopper_backward/variant",
