@@ -39,6 +39,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "paged alibi": {"alibi": "batch"},
     "pointers": {"layout": "pointers", "page_size": 0, "causal": False},
     "cache": {"layout": "cache", "page_size": 0},
+    "paged single": {"page_size": 1},
+    "paged leftpad": {"cache_leftpad": True},
+    "cache places": {"layout": "cache", "page_size": 0, "cache_batch_idx": True, "cache_leftpad": True},
+    "pointers apart": {"layout": "pointers", "page_size": 0, "causal": False, "own_layouts": True},
 }
 FEW = ((16, "paged"), (64, "paged window sinks"), (16, "pointers"))
 FP8 = "float8_e4m3fn"
