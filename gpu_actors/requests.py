@@ -39,6 +39,9 @@ class FlashForward:
     bfloat16 for fp8. There may be no sequences, rows or keys. A row without keys has output 0 and LSE -inf, or its
     sink.
 
+    Of dense batches q, or k and v, may have a batch of 1 that stands for each sequence, without a copy. Gradients need
+    whole batches: that of a shared operand is the sum over the sequences.
+
     causal: keys after the row's own are hidden; ``alignment`` "bottom_right" puts the last row on the last key,
         "top_left" the first on the first.
     window_size: (left, right), inclusive, in keys from the row's own; -1 is unbounded.

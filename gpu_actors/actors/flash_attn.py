@@ -16,7 +16,7 @@ from gpu_actors.partial import MergeBackward, MergeGradients, MergePartials, Par
 from gpu_actors.planning.backward import attention_gradients
 from gpu_actors.planning.cached import adopt_cache_request, check_cached
 from gpu_actors.planning.explanation import explain_request, key_of
-from gpu_actors.planning.forward import attention_output, is_padded, is_plain
+from gpu_actors.planning.forward import attention_output, broadcast_batch, is_padded, is_plain
 from gpu_actors.planning.merging import merge_key
 from gpu_actors.planning.padded import packed, padded_answer
 from gpu_actors.planning.partials import bind_merge, bind_merge_gradients, merge_gradients_answer, merge_plan
@@ -374,6 +374,8 @@ class FlashAttnActor(ServiceActor):
             finish: Finish = functools.partial(attention_output, template, message.out)
             if isinstance(message, FlashBackward):
                 finish = functools.partial(attention_gradients, template)
+            with reading(message):
+                request = broadcast_batch(request)
             if is_padded(request):
                 with reading(message):
                     dense, request = request, packed(request)

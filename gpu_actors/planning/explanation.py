@@ -10,7 +10,7 @@ from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.option_table import Explanation, explain_problem
 from gpu_actors.planning.backward import pose_backward
 from gpu_actors.planning.cached import adopt_cache_request, cached_problem, pose_cached
-from gpu_actors.planning.forward import is_padded, pose_forward
+from gpu_actors.planning.forward import broadcast_batch, is_padded, pose_forward
 from gpu_actors.planning.padded import packed
 from gpu_actors.problem import DispatchKey
 from gpu_actors.requests import BatchedDecode, FlashBackward, FlashForward, PagedForward
@@ -48,5 +48,5 @@ def explain_request(request: Request, info: DeviceInfo) -> Explanation:
 def _adopted(request: Request, info: DeviceInfo) -> Request:
     if isinstance(request, PagedForward | BatchedDecode):
         return adopt_cache_request(request, info.device_name)[0]
-    adopted = adopt_request(request, info.device_name)[0]
+    adopted = broadcast_batch(adopt_request(request, info.device_name)[0])
     return packed(adopted) if is_padded(adopted) else adopted

@@ -6,6 +6,7 @@ bound. Shared by the actors that answer attention requests. `gradients` has the 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
@@ -26,6 +27,7 @@ __all__ = [
     "attention_output",
     "bind_forward",
     "bound_inputs",
+    "broadcast_batch",
     "forward_plan",
     "forward_signature",
     "is_padded",
@@ -97,6 +99,27 @@ def is_plain(request: FlashForward) -> bool:
 def is_padded(request: FlashForward) -> bool:
     """Whether sequences of a request end before its rows or keys do."""
     return request.seqused_q is not None or request.seqused_k is not None
+
+
+def broadcast_batch(request: FlashForward) -> FlashForward:
+    """An adopted request whose q, k or v of one sequence stands for that of every sequence: strides of 0, no copy.
+
+    Forward and dense alone: others, and batches that differ otherwise, are left for validation to refuse.
+    """
+    shapes: dict[str, Any] = {name: getattr(getattr(request, name), "shape", ()) for name in ("q", "k", "v")}
+    batches = {shape[0] for shape in shapes.values() if len(shape) == 4}
+    if len(batches) != 2 or 1 not in batches or type(request) is not FlashForward:
+        return request
+    batch = max(batches)
+    narrow = {name: getattr(request, name) for name, shape in shapes.items() if shape[:1] == (1,)}
+    return dataclasses.replace(request, **{name: _repeated(array, batch) for name, array in narrow.items()})
+
+
+def _repeated(array: Any, batch: int) -> Any:
+    shape = (batch, *array.shape[1:])
+    if isinstance(array, np.ndarray):
+        return np.broadcast_to(array, shape)
+    return dataclasses.replace(array, shape=shape, strides=(0, *array.strides[1:]), source=None)
 
 
 def _has_no_options(request: FlashForward) -> bool:

@@ -90,10 +90,10 @@ def test_a_head_dim_beyond_all_kernels_is_refused_with_the_limits_of_those_for_i
 
 
 def test_an_array_of_another_library_is_not_called_an_ndarray(ctx: ga.GpuContext) -> None:
-    q, k = HostTensor(zeros(1, 2, 1, 8, dtype=np.float32)), HostTensor(zeros(2, 2, 1, 8, dtype=np.float32))
+    q, k = HostTensor(zeros(3, 2, 1, 8, dtype=np.float32)), HostTensor(zeros(2, 2, 1, 8, dtype=np.float32))
     with pytest.raises(ga.InvalidRequest) as caught:
         ctx.flash_attn.forward(q, k, k).result(60)
-    assert str(caught.value) == "k='float32[2, 2, 1, 8]': must have q's batch, 1"
+    assert str(caught.value) == "k='float32[2, 2, 1, 8]': must have q's batch, 3"
 
 
 def test_a_mask_in_place_of_a_bias_is_sent_to_flash_attn(ctx: ga.GpuContext) -> None:

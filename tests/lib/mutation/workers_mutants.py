@@ -16,6 +16,7 @@ PROBES: Mapping[str, tuple[str, ...]] = {
     "shard rows": ("tests/distributed/test_shard_rows.py",),
     "padded": ("tests/api/test_padded_batches.py",),
     "bias": ("tests/api/test_packed_bias.py",),
+    "one batch": ("tests/api/test_one_batch.py",),
     "cached bias": ("tests/api/test_cached_bias.py", "tests/planning/test_signatures.py"),
     "apart": ("tests/api/test_rows_apart.py", "tests/planning/test_signatures.py"),
 }
@@ -65,6 +66,32 @@ PADDED: tuple[Mutant, ...] = (
         ("gradients of a bias are those of padding", "batch, _PARTS)[:, 0]", "batch, _PARTS)[:, 1]"),
         ("gradients of a bias are those of packed ones", "and len(dbias) > 1:", "and False:"),
         ("gradients of a bias are not summed", "and len(dbias) > 1:", "and len(dbias) == 1:"),
+    ),
+)
+
+# Operands of one sequence that stand for all.
+ONE_BATCH: tuple[Mutant, ...] = (
+    *_faults(
+        "planning/forward",
+        "one batch",
+        ("one stands for itself", "len(batches) != 2 or", "True or"),
+        ("two stand for three", "or 1 not in batches or", "or"),
+        ("gradients are of one sequence", "or type(request) is not FlashForward", ""),
+        ("the least batch counts", "batch = max(batches)", "batch = min(batches)"),
+        ("all are taken for one", "if shape[:1] == (1,)}", "}"),
+        ("operands are copied", "return np.broadcast_to(array, shape)", "return np.repeat(array, batch, axis=0)"),
+        ("sequences lie behind each other", "strides=(0, *array.strides[1:])", "strides=array.strides"),
+        ("a device has one sequence", "array, shape=shape, strides=(0", "array, strides=(0"),
+    ),
+    *_faults(
+        "actors/flash_attn",
+        "one batch",
+        ("an actor takes whole batches", "request = broadcast_batch(request)", "pass"),
+    ),
+    *_faults(
+        "planning/explanation",
+        "one batch",
+        ("keys are of whole batches", "adopted = broadcast_batch(adopt_request(", "adopted = (adopt_request("),
     ),
 )
 
@@ -235,6 +262,7 @@ APART: tuple[Mutant, ...] = (
 MUTANTS: tuple[Mutant, ...] = (
     *PADDED,
     *BIAS,
+    *ONE_BATCH,
     *APART,
     *_faults(
         "distributed/moving",
