@@ -49,7 +49,10 @@ def test_nothing_is_copied() -> None:
     k = broadcast_batch(ga.FlashForward(**given)).k
     assert (k.shape, k.strides[0], np.shares_memory(k, given["k"])) == ((3, 40, 2, 64), 0, True)
     array = DeviceArray(1 << 20, (1, 40, 2, 64), (10240, 256, 128, 2), np.dtype(np.float16), 0)
-    on_device = broadcast_batch(ga.FlashForward(**{**given, "k": array})).k
+    q = DeviceArray(1 << 21, (3, 33, 4, 64), (16896, 512, 128, 2), np.dtype(np.float16), 0)
+    request = broadcast_batch(ga.FlashForward(q, array, given["v"]))
+    assert request.q is q, "which has every sequence"
+    on_device = request.k
     assert (on_device.address, on_device.shape, on_device.strides) == (1 << 20, (3, 40, 2, 64), (0, 256, 128, 2))
 
 

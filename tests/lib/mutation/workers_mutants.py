@@ -75,7 +75,11 @@ ONE_BATCH: tuple[Mutant, ...] = (
         "planning/forward",
         "one batch",
         ("one stands for itself", "len(batches) != 2 or", "True or"),
-        ("two stand for three", "or 1 not in batches or", "or"),
+        (
+            "rows never stand for others",
+            'for name in ("q", "k", "v")}\n    batches',
+            'for name in ("k", "v")}\n    batches',
+        ),
         ("gradients are of one sequence", "or type(request) is not FlashForward", ""),
         ("the least batch counts", "batch = max(batches)", "batch = min(batches)"),
         ("all are taken for one", "if shape[:1] == (1,)}", "}"),
