@@ -44,6 +44,8 @@ class AttentionProblem(KeyMask):
     cache_batch_idx, cache_leftpad: see `PagedForward`; of a "cache" with an index total_k says how many sequences it
     holds. own_layouts: the arrays of "pointers" have capacities and strides of their own.
 
+    latent: whether values are the first head_dim_v columns of keys, in one cache.
+
     q_positions, k_positions: numbers a sequence that say where its rows, or keys, stand: none, its first position, or
     that and the step. dropout_first_head, dropout_heads: of the heads that dropout counts; 0 heads: those of q.
     """
@@ -87,6 +89,7 @@ class AttentionProblem(KeyMask):
     cache_batch_idx: bool = False
     cache_leftpad: bool = False
     own_layouts: bool = False
+    latent: bool = False
 
     @property
     def positions(self) -> bool:
@@ -206,6 +209,7 @@ class DispatchKey(StableText):
     cache_batch_idx: bool = False
     cache_leftpad: bool = False
     own_layouts: bool = False
+    latent: bool = False
 
     @property
     def causal(self) -> bool:

@@ -157,6 +157,10 @@ class PagedForward(CacheOptions):
         sequence, whose keys and values are in the cache already.
     k_cache, v_cache: with ``block_table`` pages (num_blocks, page_size, heads_kv, head_dim), page_size at least
         1; without it a dense cache (batch, capacity, heads_kv, head_dim). q's dtype, or fp8 under a 16-bit q.
+    latent_dim: in place of v_cache: values are the first so many columns of k_cache, which is read once for both, as in
+        multi-head latent attention with absorbed projections (DeepSeek-V2, arXiv 2405.04434): k_cache holds latents and
+        rotated keys side by side, (512 + 64) there, and head_dim may be up to 576. softmax_scale must be given then: it
+        follows from the heads before absorption, 1 / sqrt(128 + 64) there. k_descale is that of the whole cache.
     block_table: int32 (batch, max_blocks), the pages of each sequence in order; entries past a sequence's last page
         are never read.
     cache_seqlens: int32 (batch,), keys of each sequence, the new ones included. A sequence may have none. An int is the
@@ -191,7 +195,8 @@ class PagedForward(CacheOptions):
 
     q: Array
     k_cache: Array
-    v_cache: Array
+    v_cache: Array | None = None
+    latent_dim: int = 0
     block_table: Array | None = None
     cache_seqlens: Array
     cu_seqlens_q: Array | None = None

@@ -187,7 +187,7 @@ class Coalescer(Generic[W]):
         launch = bind_cached(plan, merged, first.kernels)
         if recording is not None:
             launch.recording = (*recording, plan.key, plan.problem)
-            launch.recording_keeps = ("k_cache", "v_cache")
+            launch.recording_keeps = tuple(name for name in ("k_cache", "v_cache") if name in launch.inputs)
 
         def finish(outputs: Outputs) -> Sequence[Any]:
             shares = split_outputs(requests, outputs)

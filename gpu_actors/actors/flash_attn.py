@@ -14,6 +14,7 @@ from gpu_actors.kernels.option_table import Explanation
 from gpu_actors.naming import by_argument
 from gpu_actors.partial import MergeBackward, MergeGradients, MergePartials, Partial, adopt_partials
 from gpu_actors.planning.backward import attention_gradients
+from gpu_actors.planning.beside import beside
 from gpu_actors.planning.cached import adopt_cache_request, check_cached
 from gpu_actors.planning.explanation import explain_request, key_of
 from gpu_actors.planning.forward import attention_output, broadcast_batch, is_padded, is_plain
@@ -38,6 +39,7 @@ from gpu_actors.runtime.cell import ActorCell
 from gpu_actors.runtime.completion import Finish
 from gpu_actors.runtime.handle import ActorHandle
 from gpu_actors.runtime.reply import Reply
+from gpu_actors.validation.fields import shape_of
 
 __all__ = ["FlashAttnActor", "FlashAttnHandle"]
 
@@ -189,9 +191,10 @@ class FlashAttnHandle(ActorHandle):
         self,
         q: Array,
         k_cache: Array,
-        v_cache: Array,
+        v_cache: Array | None = None,
         *,
         cache_seqlens: Array | int,
+        latent_dim: int = 0,
         block_table: Array | None = None,
         cache_batch_idx: Array | None = None,
         cache_leftpad: Array | None = None,
@@ -227,6 +230,42 @@ class FlashAttnHandle(ActorHandle):
         The arguments are those of `PagedForward`; deadline, timeout and priority as in `ActorHandle.submit`.
         """
         return self._submit(PagedForward, locals())
+
+    def mla_decode(
+        self,
+        q_nope: Array,
+        q_pe: Array,
+        latent_cache: Array,
+        *,
+        cache_seqlens: Array | int,
+        softmax_scale: float,
+        block_table: Array | None = None,
+        cu_seqlens_q: Array | None = None,
+        max_seqlen_q: int | None = None,
+        causal: bool = True,
+        tree_mask: Array | None = None,
+        k_descale: Array | None = None,
+        num_splits: int = 0,
+        return_lse: bool = False,
+        out: Array | None = None,
+        deadline: float | None = None,
+        timeout: float | None = None,
+        priority: int = 0,
+    ) -> Reply[AttentionOutput]:
+        """Multi-head latent attention of new rows with absorbed projections: `paged_forward` over one cache.
+
+        q_nope: (batch, rows, heads, latent), queries times the keys' up-projection; q_pe: their rotated part (batch,
+        rows, heads, rotary); or both (total_q, heads, ..) with cu_seqlens_q. latent_cache: pages (num_blocks,
+        page_size, 1, latent + rotary), or without block_table (batch, capacity, 1, latent + rotary). The output has
+        latent columns, for the values' up-projection. Further arguments: those of `PagedForward`. Raises
+        `InvalidRequest` where q_nope and q_pe do not belong together. DeepSeek-V2 (arXiv 2405.04434), section 2.1.
+        """
+        given = locals()
+        del given["q_nope"], given["q_pe"], given["latent_cache"]
+        axes = "batch, rows, heads, latent" if cu_seqlens_q is None else "total, heads, latent"
+        latent = shape_of("q_nope", q_nope, axes)[-1]
+        query = beside("q_pe", q_nope, q_pe)
+        return self._submit(PagedForward, given | {"q": query, "k_cache": latent_cache, "latent_dim": latent})
 
     def decode(
         self,

@@ -9,7 +9,7 @@ from typing import TypeAlias
 from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.macros import Macros
 from gpu_actors.kernels.program import Program, Target
-from gpu_actors.kernels.support import ELEMENTS
+from gpu_actors.kernels.support import ELEMENTS, LATENT_DIM
 from gpu_actors.problem import AttentionProblem, Direction, DispatchKey, Layout
 
 __all__ = ["GREATEST_DIM", "KernelFamily"]
@@ -39,8 +39,8 @@ class KernelFamily:
     score_mods: whether it includes common/score.cuh, and so the score modification of a graph; companions do not.
     block_masks: whether it walks along the lists of a block mask, which divide into its tiles.
     positions: whether rows, keys and heads may stand in a larger problem. lacks: further fields of a problem that it
-    does not know. tma: whether it loads by TMA, which not all strides suit
-    (`kernels.hopper.params.tma_refusal`).
+    does not know. greatest_dim: of heads on tensor cores, but for a latent cache's. tma: whether it loads by TMA, which
+    not all strides suit (`kernels.hopper.params.tma_refusal`).
     """
 
     name: str
@@ -63,6 +63,7 @@ class KernelFamily:
     tma: bool = False
     positions: bool = False
     lacks: tuple[str, ...] = ()
+    greatest_dim: int = GREATEST_DIM
 
     def refusal(self, problem: AttentionProblem, arch: str) -> Unsupported | None:
         """Why the kernel does not take a problem on an architecture, or None."""
@@ -101,7 +102,8 @@ class KernelFamily:
         if problem.compute == "f32":
             return Unsupported("compute", problem.compute, "tensor cores have no float32 products", "tf32")
         chunk = _CHUNK if ELEMENTS[problem.kv_dtype].fp8 else _CHUNK // 2
-        dims = range(chunk, GREATEST_DIM + 1, chunk)
+        greatest = LATENT_DIM if problem.latent else self.greatest_dim
+        dims = range(chunk, greatest + 1, chunk)
         for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
             if dim not in dims:
                 reason = f"{self.name} copies rows of {problem.kv_dtype} in whole chunks: multiples of {dims.step} from"

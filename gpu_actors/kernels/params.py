@@ -314,6 +314,9 @@ def forward_operands(problem: AttentionProblem, layout: ParamsLayout, prefix: st
     yield operand("out", axes, (*rows, p.heads_q, p.head_dim_v), p.out_dtype)
     for side, dim in (("k", p.head_dim), ("v", p.head_dim_v)) if p.layout != "pointers" else ():
         keys, axes = key_rows(p)
+        if p.latent:  # values lie where keys do
+            yield operand("k_cache", axes, (*keys, p.heads_kv, p.head_dim), p.kv_dtype, field=side)
+            continue
         name = f"{side}_cache" if p.decoding else side
         yield operand(name, axes, (*keys, p.heads_kv, dim), p.kv_dtype, field=side)
     if packed:

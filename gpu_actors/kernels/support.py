@@ -19,6 +19,7 @@ from gpu_actors.problem import AttentionProblem
 __all__ = [
     "ELEMENTS",
     "FIRST_FP8_CAPABILITY",
+    "LATENT_DIM",
     "MAX_HEAD_DIM",
     "Element",
     "bias_turns_refusal",
@@ -32,6 +33,7 @@ __all__ = [
 ]
 
 MAX_HEAD_DIM = 512
+LATENT_DIM = 576  # of keys that hold a latent of 512 columns and a rotated part of 64
 _MAX_SEQLEN = (1 << 30) - 1  # kernels add two row indices and a window bound in 32 bits
 SMALLEST_SCALE = 2.0**-100  # of kernels that take maxima before they scale
 FIRST_CAPABILITY = 80
@@ -158,9 +160,10 @@ def refusals(problem: AttentionProblem, arch: str) -> Iterator[tuple[str, Unsupp
             reason = f"{p.dtype} inputs are multiplied in one of {', '.join(q.computes)}"
         yield "compute.mode", Unsupported("compute", p.compute, reason, q.computes[0])
     for field, dim in (("head_dim", p.head_dim), ("head_dim_v", p.head_dim_v)):
-        if not 1 <= dim <= MAX_HEAD_DIM:
-            reason = f"the kernels keep whole rows on chip, and take head dims from 1 to {MAX_HEAD_DIM}"
-            yield "head_dim.range", Unsupported(field, dim, reason, min(max(dim, 1), MAX_HEAD_DIM))
+        greatest = LATENT_DIM if p.latent and field == "head_dim" else MAX_HEAD_DIM
+        if not 1 <= dim <= greatest:
+            reason = f"the kernels keep whole rows on chip, and take head dims from 1 to {greatest}"
+            yield "head_dim.range", Unsupported(field, dim, reason, min(max(dim, 1), greatest))
     for field, length in (("seqlen_q", p.seqlen_q), ("seqlen_k", p.seqlen_k)):
         if length > _MAX_SEQLEN:
             reason = "one sequence holds fewer than 2^30 rows"

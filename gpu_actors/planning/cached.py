@@ -150,7 +150,9 @@ def bind_cached(plan: Plan, request: CacheRequest, kernels: tuple[Kernel, ...] =
 def pose_cached(request: CacheRequest, info: DeviceInfo) -> tuple[AttentionProblem, DispatchKey]:
     """Validate an adopted request and pick its kernels. Raises `InvalidRequest` and `Unsupported`."""
     problem = cached_problem(request)
-    tiles = ("q", "k_cache", "v_cache", "out") if isinstance(request, PagedForward) else ()
+    tiles: tuple[str, ...] = ()
+    if isinstance(request, PagedForward):
+        tiles = ("q", "k_cache", "out") if problem.latent else ("q", "k_cache", "v_cache", "out")
     return problem, key_for(problem, info, request, tiles)
 
 
@@ -209,6 +211,8 @@ def operands(request: CacheRequest) -> dict[str, Any]:
             inputs[name] = getattr(request, name)
     if request.bias is not None and not isinstance(request, PagedForward):
         inputs["bias"] = request.bias[:, :, None]
+    if isinstance(request, PagedForward) and request.latent_dim and request.k_descale is not None:
+        inputs["v_descale"] = request.k_descale
     return inputs
 
 
@@ -234,6 +238,8 @@ def _oracle(problem: AttentionProblem, accumulate: Accumulate, inputs: Mapping[s
     from gpu_actors.reference import gather_cache, gather_caches, gather_pages, paged_attention_forward
 
     lengths, padding = inputs["cache_seqlens"], inputs.get("cache_leftpad")
+    if problem.latent:
+        inputs = {**inputs, "v_cache": inputs["k_cache"][..., : problem.head_dim_v]}
     if problem.layout == "paged":
         cache = gather_pages(inputs["k_cache"], inputs["v_cache"], inputs["block_table"], lengths, padding)
     elif problem.layout == "cache":

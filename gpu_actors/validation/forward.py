@@ -61,6 +61,7 @@ class Sizes(NamedTuple):
     head_dim_v: int
     page_size: int = 0
     varlen_q: bool = False
+    latent: bool = False
 
 
 def forward_problem(request: FlashForward) -> AttentionProblem:

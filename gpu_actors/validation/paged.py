@@ -67,7 +67,7 @@ def paged_problem(request: PagedForward) -> AttentionProblem:
     optional_array("cache_seqlens", request.cache_seqlens, ((sizes.batch,),), ("int32",))
     chunks = integer("num_chunks", request.num_chunks, 1)
     integer("chunk_index", request.chunk_index, 0, chunks - 1)
-    caches = (("k_cache", request.k_cache), ("v_cache", request.v_cache))
+    caches = (("k_cache", request.k_cache), ("v_cache", request.k_cache if sizes.latent else request.v_cache))
     for name in _OF_THE_CACHE:
         optional_array(name, getattr(request, name), ((sizes.batch,),), ("int32",))
     tree = _tree_mask(request.tree_mask, sizes, request.q)
@@ -197,7 +197,13 @@ def _paged_sizes(request: PagedForward) -> Sizes:
     paged = request.block_table is not None
     axes = _PAGES if paged else _DENSE
     blocks, page_size, heads_kv, head_dim_k = shape_of("k_cache", request.k_cache, axes)
-    blocks_v, page_v, heads_v, head_dim_v = shape_of("v_cache", request.v_cache, axes)
+    values = request.v_cache
+    latent = integer("latent_dim", request.latent_dim, 0)
+    if latent:
+        _check_latent(request, head_dim_k)
+        values = request.k_cache
+    blocks_v, page_v, heads_v, head_dim_v = shape_of("v_cache", values, axes)
+    head_dim_v = latent or head_dim_v
     same = (blocks_v, page_v, heads_v) == (blocks, page_size, heads_kv)
     agree = "must have k_cache's blocks, page_size and heads" if paged else "must have k_cache's batch, rows and heads"
     expect(same, "v_cache", describe(request.v_cache), agree)
@@ -234,10 +240,22 @@ def _paged_sizes(request: PagedForward) -> Sizes:
         head_dim=head_dim,
         head_dim_v=head_dim_v,
         page_size=page_size,
+        latent=latent > 0,
         varlen_q=request.cu_seqlens_q is not None,
     )
     _check_heads_and_dims(sizes, head_dim_k, "k_cache", request.k_cache)
     return sizes
+
+
+def _check_latent(request: PagedForward, head_dim: int) -> None:
+    """A cache whose first columns are values. Raises `InvalidRequest`."""
+    latent = request.latent_dim
+    expect(request.v_cache is None, "v_cache", describe(request.v_cache), "and latent_dim both say what values are")
+    expect(latent <= head_dim, "latent_dim", latent, f"must be at most k_cache's head_dim, {head_dim}")
+    given = request.v_descale is None
+    expect(given, "v_descale", describe(request.v_descale), "goes with v_cache: k_descale is a latent cache's")
+    reason = "must be given for a latent cache: it follows from the heads before absorption"
+    expect(request.softmax_scale is not None, "softmax_scale", None, reason)
 
 
 def _query_shape(request: PagedForward) -> tuple[int, int, int, int, int]:

@@ -97,6 +97,12 @@
 #ifndef LEFTPAD  // the keys of a sequence begin behind some that are padding
 #define LEFTPAD 0
 #endif
+#ifndef VALUE_WARPS  // warps that share a row's columns of V, each multiplying all of its keys for itself
+#define VALUE_WARPS 1
+#endif
+#ifndef LATENT  // values are the first columns of keys, and are read with them
+#define LATENT 0
+#endif
 #ifndef TREE  // a bit mask a row says which of the new keys it sees
 #define TREE 0
 #endif

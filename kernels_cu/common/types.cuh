@@ -20,6 +20,17 @@ struct e5m2_t {
   uint8_t bits;
 };
 
+template <bool FIRST, class A, class B>
+struct ChoiceOf {
+  using type = A;
+};
+template <class A, class B>
+struct ChoiceOf<false, A, B> {
+  using type = B;
+};
+template <bool FIRST, class A, class B>
+using Choice = typename ChoiceOf<FIRST, A, B>::type;
+
 template <class Element>
 struct AccumulatorOf {
   using type = float;

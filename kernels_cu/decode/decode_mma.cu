@@ -32,15 +32,26 @@ constexpr int KEY_BLOCKS = WARP_KEYS / 8;
 constexpr int STEPS = (HEAD_DIM + 16 * KEY_STEPS - 1) / (16 * KEY_STEPS) * KEY_STEPS;
 using QTile = Tile<BLOCK_M, 16 * STEPS, ELEMENT>;
 using KTile = Tile<BLOCK_N, HEAD_DIM, KV_ELEMENT>;
-using VTile = Tile<BLOCK_N, HEAD_DIM_V, KV_ELEMENT>;
-constexpr int RING_BYTES = STAGES * (KTile::BYTES + VTile::BYTES);
+// Columns of V that fill up the warps' shares are zeros, and are not stored.
+struct PaddedValues : Tile<BLOCK_N, VALUE_COLUMNS, KV_ELEMENT> {
+  static constexpr int USED = HEAD_DIM_V / CHUNK;
+};
+using VTile = Choice<LATENT, KTile, Choice<VALUE_COLUMNS == HEAD_DIM_V, Tile<BLOCK_N, HEAD_DIM_V, KV_ELEMENT>, PaddedValues>>;
+constexpr int STAGE_BYTES = KTile::BYTES + (LATENT ? 0 : VTile::BYTES);
+constexpr int RING_BYTES = STAGES * STAGE_BYTES;
 
 static_assert(WARP_KEYS % 16 == 0, "a warp multiplies 16 keys at a time");
 static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM_V % 8 == 0, "head dims must be multiples of 8");
 static_assert(!NARROW || (HEAD_DIM % 16 == 0 && HEAD_DIM_V % 16 == 0), "rows of 8-bit floats are chunks of 16");
 static_assert(STAGES >= 2, "one stage is multiplied while another is filled");
-constexpr int LAYOUT_BYTES = QTile::BYTES + (RING_BYTES > MergeArea::BYTES ? RING_BYTES : MergeArea::BYTES);
+// The merge uses the ring's place again, and Q's, too, where rows are so wide that they would not fit beside it.
+constexpr bool OVER_Q = VALUE_WARPS > 1;
+constexpr int MERGE_BYTES = MergeArea::BYTES + (OVER_Q ? 0 : QTile::BYTES);
+constexpr int LAYOUT_BYTES = QTile::BYTES + RING_BYTES > MERGE_BYTES ? QTile::BYTES + RING_BYTES : MERGE_BYTES;
 static_assert(SHARED_BYTES == LAYOUT_BYTES, "the launch must provide what Q and the ring take, which the merge uses again");
+static_assert(!LATENT || HEAD_DIM_V <= HEAD_DIM, "values are columns of keys");
+static_assert(!LATENT || VALUE_WARPS == 1 || WARP_COLUMNS / KV_CHUNK % KTile::FACTOR == 0, "warps begin where chunks are spread alike");
+static_assert(!LATENT || VALUE_COLUMNS == HEAD_DIM_V, "columns beyond values are keys");
 
 using Scores = float[1][KEY_BLOCKS][4];
 using Output = float[COLUMN_BLOCKS][1][4];
@@ -57,12 +68,12 @@ struct Ring {
   int nonfinite;  // whether any have been taken out
 
   // Rows of V are copied by the threads that copy those of K where both tiles are laid out alike.
-  static constexpr bool ALIKE = KTile::FACTOR == VTile::FACTOR;
+  static constexpr bool ALIKE = LATENT || KTile::FACTOR == VTile::FACTOR;
 
   __device__ __forceinline__ KTile k_tile(int n) const {
-    return {base + n % STAGES * (KTile::BYTES + VTile::BYTES)};
+    return {base + n % STAGES * STAGE_BYTES};
   }
-  __device__ __forceinline__ VTile v_tile(int n) const { return {k_tile(n).base + KTile::BYTES}; }
+  __device__ __forceinline__ VTile v_tile(int n) const { return {k_tile(n).base + (LATENT ? 0 : KTile::BYTES)}; }
 
   __device__ __forceinline__ void look_up(int n) {
     if (n >= last) return;
@@ -76,7 +87,9 @@ struct Ring {
   __device__ __forceinline__ void fill(int n) {
     if (n < last) {
       k_next.copy(k_tile(n), source.k);
-      if constexpr (ALIKE) {
+      if constexpr (LATENT) {
+        // came with the keys
+      } else if constexpr (ALIKE) {
         Lookup<VTile, THREADS> same;
 #pragma unroll
         for (int i = 0; i < same.ROWS; i++) same.page[i] = k_next.page[i], same.row[i] = k_next.row[i];
@@ -92,7 +105,7 @@ struct Ring {
   // Waits for tile n and refills the stage that tile n - 1 was in. In a tile with a mask, nonfinite values are taken out.
   __device__ __forceinline__ void advance(int n, bool masked) {
     ptx::cp_async_wait<STAGES - 2>();
-    if (masked) {
+    if (masked && !LATENT) {
       nonfinite |= __syncthreads_or(clear_nonfinite<KV_ELEMENT, THREADS>(v_tile(n)));
     } else {
       __syncthreads();
@@ -150,8 +163,9 @@ DEVICE void for_each_score(Scores& s, int key_begin, Visit visit) {
   }
 }
 
-DEVICE void attend_tile(Output& o, SoftmaxRow (&softmax)[2], const Rows& rows, const LaneAddress& q, const Ring& ring,
-                        int n, bool masked) {
+// first_chunk: of the columns that the warp sums.
+DEVICE void attend_tile(Output& o, SoftmaxRow (&softmax)[2], const Rows& rows, const LaneAddress& q, Ring& ring, int n,
+                        bool masked, int first_chunk) {
   const int key_begin = ring.tiles.at(n) * BLOCK_N + rows.first_key;
   Scores s = {};
   const KTile k_tile = ring.k_tile(n);
@@ -166,19 +180,26 @@ DEVICE void attend_tile(Output& o, SoftmaxRow (&softmax)[2], const Rows& rows, c
   if (masked) {
     for_each_score(s, key_begin, [&](float& x, int half, int key) { x = rows.visible(half, key) ? x : -INFINITY; });
   }
+  // Where values are keys, nonfinite ones leave once all scores know of them.
+  if (LATENT && masked) {
+    __syncthreads();
+    ring.nonfinite |= __syncthreads_or(clear_nonfinite<KV_ELEMENT, THREADS>(k_tile));
+  }
   float correction[2];
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     correction[half] = softmax_tile(s[0], softmax[half], rows.to_log2, half, [](float x, int) { return x; });
   }
   rescale(o, 0, correction);
-  multiply_values(o, s, Products::lane_of_values(v_tile, rows.first_key));
+  LaneAddress values = Products::lane_of_values(v_tile, rows.first_key);
+  if constexpr (VALUE_WARPS > 1) values.row += first_chunk * 16;
+  multiply_values(o, s, values);
 }
 
 // Gives the nonfinite values of a tile, which its product left out, to the rows that see them: a lane adds to those sums
 // in the area that it has left there itself. first_row, key_warp: as in leave.
 DEVICE void add_nonfinite(const MergeArea& area, const Rows& rows, const Ring& ring, int tile_begin, int first_row,
-                        int key_warp) {
+                        int key_warp, int first_column) {
 #pragma unroll 1
   for (int i = 0; i < WARP_KEYS; i++) {
     const int key = tile_begin + rows.first_key + i;
@@ -187,7 +208,8 @@ DEVICE void add_nonfinite(const MergeArea& area, const Rows& rows, const Ring& r
     const KV_ELEMENT* const values = ring.source.value(key);
 #pragma unroll 1
     for (int c = 0; c < 2 * COLUMN_BLOCKS; c++) {
-      const int column = column_of(c / 2, c % 2);
+      const int column = first_column + column_of(c / 2, c % 2);
+      if (VALUE_COLUMNS != HEAD_DIM_V && column >= HEAD_DIM_V) continue;
       const float value = to_real(values[column]);
       if (value - value == 0.0f) continue;
 #pragma unroll
@@ -205,7 +227,8 @@ DEVICE void attend(const DecodeParams& params, const Entry& entry, int kv_head, 
                    uint32_t shared) {
   const QTile q_tile{shared};
   const SeenKeys keys = seen_keys(entry.mask, entry.row_begin, entry.row_end);
-  const int warp = int(threadIdx.x) / 32, first_row = warp / KEY_WARPS * 16, key_warp = warp % KEY_WARPS;
+  const int warp = int(threadIdx.x) / 32 / VALUE_WARPS, first_row = warp / KEY_WARPS * 16, key_warp = warp % KEY_WARPS;
+  const int first_column = int(threadIdx.x) / 32 % VALUE_WARPS * WARP_COLUMNS;
   const Rows rows = rows_of(params, entry, kv_head, first_row + lane_id() / 4, key_warp * WARP_KEYS);
   const CacheSource source = cache_source(params, entry.sequence, kv_head);
   Ring ring{source, keys, entry.tiles, piece.last, shared + QTile::BYTES, {}, {}, 0};
@@ -223,13 +246,13 @@ DEVICE void attend(const DecodeParams& params, const Entry& entry, int kv_head, 
   for (int n = piece.first; n < piece.last; n++) {
     const bool mask = masked(n);
     ring.advance(n, mask);
-    attend_tile(o, softmax, rows, q_lane, ring, n, mask);
+    attend_tile(o, softmax, rows, q_lane, ring, n, mask, first_column / KV_CHUNK);
   }
-  const MergeArea area{ring.base};
+  const MergeArea area{OVER_Q ? shared : ring.base};
   __syncthreads();  // all have left the ring
-  leave(area, o, softmax, first_row, key_warp);
+  leave(area, o, softmax, first_row, key_warp, first_column);
   for (int n = piece.first; ring.nonfinite && n < piece.last; n++) {
-    if (masked(n)) add_nonfinite(area, rows, ring, ring.tiles.at(n) * BLOCK_N, first_row, key_warp);
+    if (masked(n)) add_nonfinite(area, rows, ring, ring.tiles.at(n) * BLOCK_N, first_row, key_warp, first_column);
   }
   __syncthreads();
   write_rows(params, entry, kv_head, slot, area);

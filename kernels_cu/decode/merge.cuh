@@ -15,15 +15,22 @@
 #include "decode/output.cuh"
 
 constexpr int THREADS = 32 * WARPS;
+constexpr int KV_CHUNK = 16 / sizeof(KV_ELEMENT);
 constexpr int ROW_WARPS = BLOCK_M / 16;
-constexpr int KEY_WARPS = WARPS / ROW_WARPS;
-constexpr int COLUMN_BLOCKS = HEAD_DIM_V / 8;
-static_assert(ROW_WARPS * 16 == BLOCK_M && KEY_WARPS * ROW_WARPS == WARPS, "warps share rows and keys evenly");
+constexpr int KEY_WARPS = WARPS / ROW_WARPS / VALUE_WARPS;
+// Warps that share columns begin where the chunks of a tile's rows are spread alike.
+constexpr int VALUE_COLUMNS = VALUE_WARPS == 1 ? HEAD_DIM_V
+                                                : (HEAD_DIM_V + VALUE_WARPS * 8 * KV_CHUNK - 1) /
+                                                      (VALUE_WARPS * 8 * KV_CHUNK) * (VALUE_WARPS * 8 * KV_CHUNK);
+constexpr int WARP_COLUMNS = VALUE_COLUMNS / VALUE_WARPS;
+constexpr int COLUMN_BLOCKS = WARP_COLUMNS / 8;
+static_assert(ROW_WARPS * 16 == BLOCK_M && KEY_WARPS * ROW_WARPS * VALUE_WARPS == WARPS,
+              "warps share rows, keys and columns evenly");
 
 struct MergeArea {
-  static constexpr int PITCH = HEAD_DIM_V + 8;
-  static constexpr int STATS = WARPS * 16 * PITCH * 4;
-  static constexpr int BYTES = STATS + WARPS * 16 * 8;
+  static constexpr int PITCH = VALUE_COLUMNS + 8;
+  static constexpr int STATS = WARPS / VALUE_WARPS * 16 * PITCH * 4;
+  static constexpr int BYTES = STATS + WARPS / VALUE_WARPS * 16 * 8;
 
   uint32_t base;
 
@@ -37,9 +44,9 @@ struct MergeArea {
   }
 };
 
-// Leaves a warp's sums in the area. first_row: of its 16.
+// Leaves a warp's sums in the area. first_row: of its 16. first_column: of those that it shares with others.
 DEVICE void leave(const MergeArea& area, const float (&o)[COLUMN_BLOCKS][1][4], const SoftmaxRow (&softmax)[2],
-                  int first_row, int key_warp) {
+                  int first_row, int key_warp, int first_column) {
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const int row = first_row + 8 * half + lane_id() / 4;
@@ -51,12 +58,13 @@ DEVICE void leave(const MergeArea& area, const float (&o)[COLUMN_BLOCKS][1][4], 
         const float(&odd)[4] = o[c + 1][0];
         const uint32_t words[4] = {ptx::as_bits(even[2 * half]), ptx::as_bits(odd[2 * half]),
                                    ptx::as_bits(even[2 * half + 1]), ptx::as_bits(odd[2 * half + 1])};
-        ptx::store_shared_v4(area.at(row, key_warp, column_of(c, 0)), words);
+        ptx::store_shared_v4(area.at(row, key_warp, first_column + column_of(c, 0)), words);
       } else {
         const uint32_t words[2] = {ptx::as_bits(o[c][0][2 * half]), ptx::as_bits(o[c][0][2 * half + 1])};
-        ptx::store_shared_v2(area.at(row, key_warp, column_of(c, 0)), words);
+        ptx::store_shared_v2(area.at(row, key_warp, first_column + column_of(c, 0)), words);
       }
     }
+    if (VALUE_WARPS > 1 && first_column != 0) continue;  // the others have the same sum
     const uint32_t words[2] = {ptx::as_bits(softmax[half].base), ptx::as_bits(sum_over_quad(softmax[half].l))};
     if (lane_id() % 4 == 0) ptx::store_shared_v2(area.stats(row, key_warp), words);
   }

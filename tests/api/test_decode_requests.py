@@ -136,7 +136,7 @@ class TestRefusals:
                 batch.q, pages.k, pages.v, block_table=pages.block_table, cache_seqlens=pages.cache_seqlens
             ).result(30)
         assert (refused.value.field, refused.value.value, refused.value.nearest) == ("head_dim", dim, nearest)
-        assert re.search(r"multiples of (8|16) from (8|16) to 256$", refused.value.reason)
+        assert re.search(r"multiples of (8|16) from (8|16) to 512$", refused.value.reason)
 
     def test_a_length_past_the_table_is_refused_before_anything_runs(self, emulated):
         case = case_of(1, causal=True)

@@ -94,6 +94,10 @@ CACHED: tuple[tuple[str, str, str, int, int, int, tuple[int, int], str, dict[str
     ("sm_80", "bfloat16", "bfloat16", 8, 8, 1, (4, 2), "paged", {"causal": True}),
     ("sm_80", "float16", "float16", 24, 8, 3, (6, 2), "cache", {"window_size": (9, -1), "sink_tokens": 2}),
     ("sm_80", "bfloat16", "float8_e4m3fn", 16, 16, 5, (8, 1), "pointers", {"softcap": 5.0}),
+    ("sm_86", "bfloat16", "bfloat16", 512, 512, 1, (4, 2), "paged", {"causal": True}),
+    ("sm_80", "float16", "float16", 512, 264, 6, (6, 1), "cache", {"window_size": (20, -1), "sink_tokens": 2}),
+    ("sm_80", "bfloat16", "float8_e4m3fn", 272, 48, 2, (4, 2), "paged", {"softcap": 5.0}),
+    ("sm_80", "bfloat16", "float8_e5m2", 512, 512, 3, (16, 1), "pointers", {"causal": True}),
     ("sm_90a", "bfloat16", "bfloat16", 8, 24, 5, (8, 1), "paged", {"causal": True}),
     ("sm_90a", "float16", "float8_e4m3fn", 16, 16, 20, (1, 1), "cache", {"causal": True}),
 )
@@ -108,9 +112,9 @@ def test_decode_agrees_with_the_oracle(cached: tuple[Any, ...]) -> None:
     for index, lengths in enumerate(([1, 40, 0], [203], [64, 17, 300])):
         given = {"dim": dim, "dim_v": dim_v, "dtype": dtype, "kv_dtype": kv_dtype}
         batch = random_batch(index, lengths, rows=rows, heads=heads, **given)
-        case = DecodeCase(batch, layout, (16, 5 if arch == "sm_80" else 8, 64)[index], options=options)
+        case = DecodeCase(batch, layout, (16, 8 if arch == "sm_90a" else 5, 64)[index], options=options)
         delivery, schedule = launch_of(index).values()
-        kernel = "decode_mma" if arch == "sm_80" else "decode_sm90"
+        kernel = "decode_sm90" if arch == "sm_90a" else "decode_mma"
         check(case, arch=arch, kernel=kernel, seed=index, delivery=delivery, schedule=schedule)
 
 

@@ -35,6 +35,7 @@ from gpu_actors.kernels.decode.variant import (
 )
 from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.program import Part, Program, Target
+from gpu_actors.kernels.support import MAX_HEAD_DIM
 from gpu_actors.problem import AttentionProblem, DispatchKey
 
 __all__ = ["DECODE_MMA", "UNKNOWN_MULTIPROCESSORS", "split_program"]
@@ -109,4 +110,5 @@ DECODE_MMA = KernelFamily(
     row_tile=row_tile_of,
     row_tiles=(*ROW_TILES, 128),  # the last one for the split and the merge of decode_sm90
     positions=True,
+    greatest_dim=MAX_HEAD_DIM,
 )

@@ -61,7 +61,7 @@ def pack_decode(
     more |= {name: buffers[name].address for name in _SCRATCH if name in buffers}
     packed = _binder(problem, key.row_tile).pack(buffers, more)
     if problem.layout != "pointers":
-        for name in ("k_cache", "v_cache"):
+        for name in ("k_cache",) if problem.latent else ("k_cache", "v_cache"):
             _check_chunks(name, buffers[name], (0, 1, 2))
     return packed
 

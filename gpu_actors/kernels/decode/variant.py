@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from gpu_actors.devices.interface import LaunchGeometry
 from gpu_actors.errors import Unsupported
+from gpu_actors.kernels.family import GREATEST_DIM
 from gpu_actors.kernels.macros import Macros, bias_macros, flags, mask_macros, score_macros, tile_macros
 from gpu_actors.kernels.occupancy import shared_a_multiprocessor, shared_mem_limit
 from gpu_actors.kernels.support import ELEMENTS, FIRST_FP8_CAPABILITY, capability, example_problem, scale_refusal
@@ -40,6 +41,7 @@ __all__ = [
 
 PLAN, DECODE, COMBINE = "decode_plan", "decode_mma", "decode_combine"
 ROW_TILES = (16, 32, 64)
+WIDE_ROW_TILES = (16, 32)  # more do not fit into shared memory beside keys of over 256 columns
 
 _MAX_ITEMS = (1 << 31) - 1
 _WARP = 32
@@ -70,7 +72,8 @@ def packed_rows(problem: AttentionProblem) -> int:
 def row_tile_of(problem: AttentionProblem) -> int:
     """The packed rows that a block takes."""
     rows = packed_rows(problem)
-    return next((tile for tile in ROW_TILES if rows <= tile), ROW_TILES[-1])
+    sizes = ROW_TILES if max(problem.head_dim, problem.head_dim_v) <= GREATEST_DIM else WIDE_ROW_TILES
+    return next((tile for tile in sizes if rows <= tile), sizes[-1])
 
 
 @functools.lru_cache(maxsize=1024)
@@ -83,6 +86,8 @@ def decode_tile(key: DispatchKey) -> DecodeTile:
     widest, narrow = max(key.head_dim, key.head_dim_v), ELEMENTS[key.kv_dtype].fp8
     # Work that is done once a tile and warp costs relatively more where a tile has half the bytes.
     sizes: tuple[int, ...] = (128, 64, 32) if narrow and key.row_tile == 16 and widest <= 128 else (64, 32)
+    if widest > GREATEST_DIM:
+        return _wide_tile(key, limit, whole)
     if key.row_tile >= 64 and widest > 192:
         sizes = (32,)  # a warp has all keys of a tile, and registers for no more of them beside O
     for block_n in sizes:
@@ -95,15 +100,33 @@ def decode_tile(key: DispatchKey) -> DecodeTile:
     raise Unsupported("head_dim", key.head_dim, f"its tiles do not fit into shared memory on {key.arch}", 128)
 
 
+def _wide_tile(key: DispatchKey, limit: int, whole: int) -> DecodeTile:
+    """The tile of rows of more columns than a warp's registers sum: `VALUE_WARPS` share them."""
+    for block_n in (32, 16):
+        key_warps = block_n // 16 if key.row_tile == 16 else 1
+        tile = _deepest(key, block_n, value_warps(key) * key.row_tile // 16 * key_warps, 1, min(limit, whole - 1024))
+        if tile is not None:
+            return tile
+    raise Unsupported("head_dim", key.head_dim, f"its tiles do not fit into shared memory on {key.arch}", GREATEST_DIM)
+
+
+def value_warps(key: DispatchKey) -> int:
+    """Warps that share a row's columns of V."""
+    return 1 if max(key.head_dim, key.head_dim_v) <= GREATEST_DIM else 2
+
+
 def _deepest(key: DispatchKey, block_n: int, warps: int, blocks: int, room: int) -> DecodeTile | None:
     """The tile with as many stages as the bytes in flight call for and ``room`` holds; None below two."""
-    k_row, v_row = (mma_row(dim, key.kv_dtype) for dim in (key.head_dim, key.head_dim_v))
-    stage = block_n * (k_row + v_row)
+    k_row, chunk = mma_row(key.head_dim, key.kv_dtype), 16 // ELEMENTS[key.kv_dtype].itemsize
+    sharing = value_warps(key)
+    columns = key.head_dim_v if sharing == 1 else -(-key.head_dim_v // (16 * chunk)) * 16 * chunk
+    v_row = mma_row(columns, key.kv_dtype)
+    stage = block_n * (k_row + (0 if key.latent else v_row))
     queries = key.row_tile * k_row * 2 // ELEMENTS[key.kv_dtype].itemsize
-    merge = warps * 16 * ((key.head_dim_v + 8) * 4 + 8)
+    merge = warps // sharing * 16 * ((columns + 8) * 4 + 8)
     wanted = 1 + -(-_BYTES_IN_FLIGHT // (blocks * stage))
     stages = min(max(2, wanted), (room - queries) // stage)
-    shared = queries + max(stages * stage, merge)
+    shared = max(queries + stages * stage, merge + (queries if sharing == 1 else 0))
     if stages < 2 or shared > room:
         return None
     return DecodeTile(Tile(key.row_tile, block_n, stages, warps), blocks, shared)
@@ -114,6 +137,10 @@ def decode_refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
     if problem.dtype not in ("float16", "bfloat16"):
         reason = "tensor cores multiply 16-bit queries here; the cache may hold fp8 under them"
         return Unsupported("dtype", problem.dtype, reason, "bfloat16")
+    shared = 2 * 8 * 16 // ELEMENTS[problem.kv_dtype].itemsize  # columns of whole chunks of two warps
+    if problem.latent and problem.head_dim > GREATEST_DIM and problem.head_dim_v % shared:
+        reason = f"two warps share the values of a latent cache of {problem.kv_dtype} by multiples of {shared} columns"
+        return Unsupported("head_dim_v", problem.head_dim_v, reason, -(-problem.head_dim_v // shared) * shared)
     if items_of(problem, row_tile_of(problem)) * max(1, problem.num_splits) > _MAX_ITEMS:
         return Unsupported("batch", problem.batch, f"decode_mma counts {_MAX_ITEMS} pieces of work at most")
     return scale_refusal(problem)
@@ -177,8 +204,9 @@ def decode_macros(key: DispatchKey) -> Macros:
     tile, _, shared_bytes = decode_tile(key)
     work = split_macros(key)
     if key.kernel == DECODE:
-        options = flags(PAGED=key.paged, SINGLE=key.page_size == 1, TREE=key.tree_mask) | score_macros(key)
-        return tile_macros(key, tile, shared_bytes) | work | options | bias_macros(key) | {"STAGES": tile.stages}
+        options = flags(PAGED=key.paged, SINGLE=key.page_size == 1, TREE=key.tree_mask, LATENT=key.latent)
+        options |= score_macros(key) | bias_macros(key) | _sharing(key)
+        return tile_macros(key, tile, shared_bytes) | work | options | {"STAGES": tile.stages}
     unseen: dict[str, Any] = dict.fromkeys(("dtype", "kv_dtype", "out_dtype"), "float16")
     unseen |= dict.fromkeys(("head_dim", "head_dim_v"), 64)
     if key.kernel == COMBINE:
@@ -187,6 +215,10 @@ def decode_macros(key: DispatchKey) -> Macros:
     if key.kernel == PLAN:
         return macros | {"WARPS": _PLAN_WARPS}
     return macros | flags(SINKS=key.sinks, LSE=key.lse) | {"WARPS": _COMBINE_WARPS}
+
+
+def _sharing(key: DispatchKey) -> Macros:
+    return {} if value_warps(key) == 1 else {"VALUE_WARPS": value_warps(key)}
 
 
 def split_macros(key: DispatchKey) -> Macros:

@@ -45,5 +45,5 @@ DECODE_SM90 = KernelFamily(
     row_tile=sm90_row_tile,
     row_tiles=SM90_ROW_TILES,
     tma=True,
-    lacks=("cache_batch_idx", "cache_leftpad", "bias"),
+    lacks=("latent", "cache_batch_idx", "cache_leftpad", "bias"),
 )

@@ -36,6 +36,7 @@ class DecodeCase:
     """A batch, where its keys and values lie, and the options of the request.
 
     layout: "paged", "cache" or "pointers". rows: new rows of each sequence, the last of q's; None where all are q's.
+    latent: values are the first columns of keys.
     tree: uint64 (batch, rows of q). options: as of the oracle, and num_splits.
     leftpad: rows before each sequence's keys. places: of each sequence in a cache of more. own: the arrays of
     "pointers" have capacities and strides of their own.
@@ -50,6 +51,7 @@ class DecodeCase:
     leftpad: list[int] | None = None
     places: list[int] | None = None
     own: bool = False
+    latent: bool = False
 
     @functools.cached_property
     def packed_rows(self) -> Any:
@@ -114,7 +116,8 @@ class DecodeCase:
             pages = stored.pages(self.page_size, len(stored.k))
             for index, count in enumerate(self.leftpad or ()):
                 pages.block_table[index, : count // self.page_size] = POISON_PAGE
-            return arrays | {"k_cache": pages.k, "v_cache": pages.v, "block_table": pages.block_table}
+            arrays |= {"k_cache": pages.k, "block_table": pages.block_table}
+            return arrays if self.latent else arrays | {"v_cache": pages.v}
         if self.layout == "cache":
             k, v = stored.dense()
             if self.places is not None:
@@ -123,7 +126,7 @@ class DecodeCase:
                 for one, cache in zip((k, v), wide, strict=True):
                     cache[self.places] = one
                 k, v = wide
-            return arrays | {"k_cache": k, "v_cache": v}
+            return arrays | ({"k_cache": k} if self.latent else {"k_cache": k, "v_cache": v})
         k, v = self.batch.arrays()
         if self.own:
             sides = enumerate((self.batch.k, self.batch.v))
@@ -151,13 +154,13 @@ def problem_of(case: DecodeCase, operands: dict[str, Any]) -> AttentionProblem:
     q, options = operands["q"], case.options
     element, batch = ELEMENTS[q.dtype.name], len(case.batch.k)
     if case.layout == "paged":
-        k, v = operands["k_cache"], operands["v_cache"]
+        k = operands["k_cache"]
         capacity, total = operands["block_table"].shape[1] * case.page_size, len(k) * case.page_size
     elif case.layout == "cache":
-        k, v = operands["k_cache"], operands["v_cache"]
+        k = operands["k_cache"]
         capacity, total = k.shape[1], len(k) * k.shape[1]
     else:
-        k, v = (operands[f"{side}_cache.0"].swapaxes(0, 1) for side in "kv")
+        k = operands["k_cache.0"].swapaxes(0, 1)
         capacity = max(operands[f"k_cache.{index}"].shape[1] for index in range(batch))
         total = batch * capacity
     slopes = options.get("alibi_slopes")
@@ -171,7 +174,8 @@ def problem_of(case: DecodeCase, operands: dict[str, Any]) -> AttentionProblem:
         heads_q=q.shape[-2],
         heads_kv=k.shape[-2],
         head_dim=q.shape[-1],
-        head_dim_v=v.shape[-1],
+        head_dim_v=case.batch.v[0].shape[-1],
+        latent=case.latent,
         dtype=q.dtype.name,
         kv_dtype=k.dtype.name,
         out_dtype=element.out,

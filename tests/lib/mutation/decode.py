@@ -57,9 +57,18 @@ def with_scales(batch: Batch) -> DecodeCase:
     return DecodeCase(batch, options={"causal": True, "k_descale": scales[0], "v_descale": scales[1]})
 
 
-def with_nan(batch: Batch, key: int) -> Batch:
-    batch.v[0][key, :, 3] = np.nan
+def with_nan(batch: Batch, key: int, column: int = 3) -> Batch:
+    batch.v[0][key, :, column] = np.nan
     return batch
+
+
+def latent(batch: Batch, nan: int | None = None) -> DecodeCase:
+    """Values are the first columns of keys. nan: a column of keys that some rows do not see, which is NaN there."""
+    for keys in batch.k if nan is not None else ():
+        keys[-3, :, nan] = np.nan
+    columns = 512 if batch.q.shape[-1] == 576 else 16
+    batch.v = [np.ascontiguousarray(keys[..., :columns]) for keys in batch.k]
+    return DecodeCase(batch, latent=True, options=CAUSAL)
 
 
 def tree_case() -> DecodeCase:
@@ -117,6 +126,18 @@ PROBES: dict[str, Callable[[], DecodeCase]] = {
         dataclasses.replace(tree_case(), options={"alibi_slopes": SLOPES}), k_positions=[[40, 2], [0, 1], [7, 3]]
     ),
     "pinned": lambda: DecodeCase(rising(batch_of(300, 5, 700)), options={**CAUSAL, "num_splits": 3}),
+}
+PROBES |= {
+    "wide": lambda: DecodeCase(rising(batch_of(70, 0, 33, dim=288, dim_v=512)), options=CAUSAL),
+    "padded": lambda: DecodeCase(batch_of(70, 33, dim=288, dim_v=328), options=CAUSAL),
+    "wide NaN": lambda: DecodeCase(
+        with_nan(batch_of(70, rows=5, heads=(6, 2), dim=288, dim_v=512), 67, 300), options=CAUSAL
+    ),
+    "latent": lambda: latent(rising(batch_of(300, 0, 70, heads=(6, 1)))),
+    "latent wide": lambda: latent(batch_of(70, 33, heads=(6, 1), dim=576, dim_v=512)),
+    "latent wide8": lambda: latent(batch_of(70, 33, heads=(6, 1), dim=576, dim_v=512, **FP8)),
+    "latent key": lambda: latent(batch_of(70, 95, rows=5, heads=(6, 1)), nan=30),
+    "latent NaN": lambda: latent(batch_of(70, 95, rows=5, heads=(6, 1)), nan=3),
 }
 MULTIPROCESSORS = {"long": 4, "many pieces": 18}  # more pieces than a warp has lanes
 

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from mutation.forward_mutants import FUSED_CORRECTION, Mutant
 
-__all__ = ["DECODE_DEFECTS", "DECODE_MUTANTS", "PAGE_DEFECTS", "PLACE_DEFECTS", "POSITION_DEFECTS"]
+__all__ = [
+    "DECODE_DEFECTS",
+    "DECODE_MUTANTS",
+    "LATENT_DEFECTS",
+    "PAGE_DEFECTS",
+    "PLACE_DEFECTS",
+    "POSITION_DEFECTS",
+    "WIDE_DEFECTS",
+]
 
 
 def _decode(name: str, file: str, old: str, new: str, *probes: str) -> Mutant:
@@ -14,6 +22,7 @@ def _decode(name: str, file: str, old: str, new: str, *probes: str) -> Mutant:
 _MMA, _PLAN, _COMBINE = "decode/decode_mma.cu", "decode/decode_plan.cu", "decode/decode_combine.cu"
 _UNITS, _SOURCE, _FRAGMENTS = "decode/plan.cuh", "decode/source.cuh", "decode/fragments.cuh"
 _MERGE, _OUTPUT = "decode/merge.cuh", "decode/output.cuh"
+_HALF = "return {base + n % STAGES * STAGE_BYTES / 2};"
 _STEPS, _MASK = "common/positions.cuh", "common/mask.cuh"
 _ROWS, _PIECES, _WIDEN = "decode/rows.cuh", "decode/pieces.cuh", "decode/widen.cuh"
 
@@ -227,9 +236,47 @@ PLACE_DEFECTS = (
     _decode("every array has the first one's capacity", _UNITS, "[index].capacity", "[0].capacity", _ROOM),
 )
 
+# Heads of more than 256 columns, which two warps share.
+WIDE_DEFECTS = (
+    _decode("both warps sum the first columns", _MMA, "values.row += first_chunk * 16;", "", "wide"),
+    _decode("the second warp begins late", _MMA, "first_chunk * 16;", "(first_chunk + !!first_chunk) * 16;", "wide"),
+    _decode("the second warp begins half way", _MMA, "first_chunk * 16;", "first_chunk * 8;", "wide"),
+    _decode("both leave the first", _MERGE, "key_warp, first_column + column_of", "key_warp, column_of", "wide"),
+    _decode("a sum is not left", _MERGE, " && first_column != 0) continue;", ") continue;", "wide"),
+    _decode("all columns are the first warp's", _MMA, "% VALUE_WARPS * WARP_COLUMNS", "% VALUE_WARPS * 0", "wide"),
+    _decode("warps of columns are warps of keys", _MMA, "/ 32 / VALUE_WARPS, first_row", "/ 32, first_row", "wide"),
+    _decode("too little is copied", _MMA, "USED = HEAD_DIM_V / CHUNK", "USED = HEAD_DIM_V / CHUNK - 1", "padded"),
+    _decode("left rows are as long as V's", _MERGE, "PITCH = VALUE_COLUMNS + 8", "PITCH = HEAD_DIM_V - 8", "padded"),
+    _decode("NaN goes to the first", _MMA, "column = first_column + column_of", "column = column_of", "wide NaN"),
+)
+
+# Caches whose first columns are values.
+_CLEAR = "if (LATENT && masked) {"
+LATENT_DEFECTS = (
+    _decode("values lie behind keys", _MMA, "(LATENT ? 0 : KTile::BYTES)", "KTile::BYTES", "latent"),
+    _decode("values begin a chunk late", _MMA, "(LATENT ? 0 : KTile::BYTES)", "(LATENT ? 16 : KTile::BYTES)", "latent"),
+    _decode("nonfinite keys leave before the scores", _MMA, "if (masked && !LATENT) {", "if (masked) {", "latent key"),
+    _decode("nonfinite latents stay", _MMA, _CLEAR, "if (false) {", "latent NaN"),
+    _decode("nonfinite latents leave other tiles", _MMA, _CLEAR, "if (LATENT && !masked) {", "latent NaN"),
+    _decode(
+        "nonfinite latents leave early",
+        _MMA,
+        _CLEAR + "\n    __syncthreads();",
+        _CLEAR,
+        "latent key",
+    ),
+    _decode("latents share their first columns", _MMA, "values.row += first_chunk * 16;", "", "latent wide"),
+    _decode("half of a latent begins early", _MMA, "first_chunk * 16;", "first_chunk * 8;", "latent wide8"),
+    _decode("latents begin at the last columns", _MMA, "first_chunk * 16;", "(first_chunk + 8) * 16;", "latent wide"),
+    _decode("key warps of a latent weigh alike", _MERGE, "ptx::ex2(bases[w] - sums.base)", "1.0f", "latent"),
+    _decode("a stage of latents is half as long", _MMA, "return {base + n % STAGES * STAGE_BYTES};", _HALF, "latent"),
+)
+
 DECODE_MUTANTS = (
     *DECODE_DEFECTS,
     *PLACE_DEFECTS,
+    *WIDE_DEFECTS,
+    *LATENT_DEFECTS,
     *PAGE_DEFECTS,
     *POSITION_DEFECTS,
     # The ring
