@@ -43,10 +43,12 @@ STUDY: Mapping[str, tuple[Mapping[str, Any], ...]] = {
         {"workers": 32},
         {"workers": _CELL},
         _BIG | {"workers": _CELL},
+        _BIG | {"workers": 740},
         _BIG | {"workers": 1000},
         _BIG | {"workers": 1000, "routers": 8},
         _BIG | _CELLS,
     ),
+    "seeds": tuple(_BIG | {"workers": _CELL, "seed": seed} for seed in (1, 2, 3)),
     "policy": tuple(_BIG | {"workers": _CELL, "policy": policy} for policy in ("random", "two", "ring", "home")),
     "directory": tuple({"workers": _CELL, "directory": 1 << bits} for bits in (12, 14, 16, 17, 18, 20)),
     "prefixes": tuple(
