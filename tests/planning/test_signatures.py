@@ -108,6 +108,7 @@ PAGED = {
     "out": FORWARD["out"],
     "q_positions": FORWARD["q_positions"],
     "k_positions": FORWARD["k_positions"],
+    "latent_dim": (8, 8.0, True, 16),
     "cache_batch_idx": (PLACES, longer(PLACES)),
     "cache_leftpad": (PLACES, longer(PLACES)),
     "bias": FORWARD["bias"],
@@ -235,6 +236,7 @@ def test_a_launch_is_shared_by_what_is_the_same_in_every_field_only() -> None:
     names = {field.name for field in dataclasses.fields(ga.PagedForward)}
     descales = {"q_descale", "k_descale", "v_descale"}
     assert names == MERGED.keys() | SIDE_BY_SIDE | descales | {
+        "latent_dim",
         "out",
         "cache_batch_idx",
         "bias",
@@ -246,6 +248,8 @@ def test_a_launch_is_shared_by_what_is_the_same_in_every_field_only() -> None:
     requests = [base, *(dataclasses.replace(base, **{name: value}) for name in MERGED for value in MERGED[name])]
     requests += [fp8, dataclasses.replace(fp8, k_descale=one), dataclasses.replace(fp8, v_descale=one)]
     requests += [dataclasses.replace(fp8, k_descale=one, v_descale=one)]
+    latent = dataclasses.replace(base, v_cache=None, softmax_scale=0.5)
+    requests += [dataclasses.replace(latent, latent_dim=dim) for dim in (8, 16)]
     requests += [dataclasses.replace(base, q=Q[0, :2], cu_seqlens_q=np.array([0, 2], np.int32))]
     with ga.open_context("mock") as ctx:
         decoding = ctx._children.cells["flash_attn"].shared.decoding
