@@ -50,7 +50,7 @@ BAD_KEYS: list[tuple[str, DispatchKey]] = [
         "kv_dtype": (None, "int8", "float16"),
         "out_dtype": (None, "int8", "float64"),
         "compute": (None, "x", "tf32", ["bf16"]),
-        "head_dim": (None, "64", 0, -1, 257, 64.0, True, np.ones(1)),
+        "head_dim": (None, "64", 0, -1, 513, 64.0, True, np.ones(1)),
         "head_dim_v": (None, "64", 0, 1 << 40),
         "mask": (None, "x", ["full"]),
         "alignment": (None, "left"),

@@ -104,7 +104,7 @@ def test_what_is_wrong_is_refused_by_name_and_changes_nothing() -> None:
         ({"page_size": True}, "page_size"),
         ({"page_size": "8"}, "page_size"),
         ({"kv_heads": 0}, "kv_heads"),
-        ({"head_dim": 512}, "head_dim"),
+        ({"head_dim": 513}, "head_dim"),
         ({"head_dim_v": 0}, "head_dim_v"),
         ({"dtype": "int8"}, "dtype"),
         ({"dtype": None}, "dtype"),
