@@ -68,7 +68,7 @@ PROBES: dict[str, dict[str, Any]] = {
     "narrow": {"head_dim": 96, "seqlens": (130, 300)},
     "over q": {"head_dim": 128, "seqlens": (300, 500)},
     "over q varlen": {"head_dim": 256, "seqlens": (300, 300), "varlen": True, "batch": 5, "always": ("causal",)},
-    "alibi": {"seqlens": (200, 300), "always": ("alibi",)},
+    "plain alibi": {"seqlens": (200, 300), "always": ("alibi",)},
     "softcap": {"seqlens": (200, 300), "always": ("softcap",)},
     "signed alibi": {"seqlens": (200, 300), "always": ("alibi",)},
     "dropout": {"seqlens": (200, 300), "batch": 2, "always": ("dropout",)},
@@ -79,6 +79,7 @@ PROBES: dict[str, dict[str, Any]] = {
     "mask": {"seqlens": (200, 300), "always": ("bias",)},
     "nonfinite": {"seqlens": (200, 200), "always": ("causal",)},
 }  # fmt: skip
+assert not PROBES.keys() & MODIFICATIONS.keys(), "a probe of that name would be another problem"
 # Bytes that L2 is taken to hold: ten of twelve heads a section; one.
 SECTIONS = {"sections": 5 * 70 * 256, "empty over q": 1}
 # Windows that end inside tiles, whatever is drawn.

@@ -117,14 +117,14 @@ SOFTMAX = (
         "softmax",
         "slope * LOG2_E : slope / scale",
         "slope * LOG2_E : slope",
-        "alibi",
+        "plain alibi",
     ),
     _bug(
         "ALiBi counts from key 0",
         "softmax",
         "rows.row(half) + rows.mask.diagonal - first_key",
         "rows.row(half) - first_key",
-        "alibi",
+        "plain alibi",
     ),
     _bug(
         "softcap caps twice as high",

@@ -283,13 +283,6 @@ BIAS = (
         "bias",
     ),
     _bug(
-        "pairs are read wherever they lie",
-        "softmax",
-        "rows.bias_in_pairs = reinterpret_cast",
-        "rows.bias_in_pairs = true || reinterpret_cast",
-        "odd bias",
-    ),
-    _bug(
         "the second row reads the first's",
         "softmax",
         "(rows.bias[i % 2] + first + i / 2 * 8)",
