@@ -185,8 +185,10 @@ def _add(
     """
     before = scores
     if tile.slope is not None:
-        scores = scores * (np.abs(tile.slope) + slack * unit) + slack * np.abs(tile.dbias)
-    q, k, dout = (np.abs(array) for array in (tile.q, tile.operands.k, tile.dout))
+        scores = scores * (np.abs(_seen(tile, tile.slope)) + slack * unit) + slack * np.abs(tile.dbias)
+    # Rows and keys of hidden pairs may be NaN, and have no part in the sums.
+    operands = (tile.q, tile.operands.k, tile.dout)
+    q, k, dout = (np.where(np.isfinite(array), np.abs(array), 0.0) for array in operands)
     sums.add(tile, scores, weights, q, k, dout, scale=abs(arguments.scale))
     sums.add_reduced(tile, before, -delta)
 
@@ -205,11 +207,16 @@ def _accumulation(arguments: Arguments, tile: GradientTile) -> tuple[Array, Arra
     terms = 4.0 * max(rows * arguments.gqa_ratio, keys, dim, dim_v) ** 0.5 + 16.0
     q_length, k_length = (np.linalg.norm(array, axis=-1, keepdims=True) for array in (tile.q, tile.operands.k))
     lse = np.where(np.isfinite(tile.lse), np.abs(tile.lse), 0.0) + LOG_NEGLIGIBLE
-    relative = terms + 4.0 * lse + 2.0 * dim**0.5 * q_length * k_length.swapaxes(-1, -2)
+    relative = _seen(tile, terms + 4.0 * lse + 2.0 * dim**0.5 * q_length * k_length.swapaxes(-1, -2))
     products = np.abs(tile.dout) @ np.abs(tile.operands.values.finite.swapaxes(-1, -2))
     out = np.abs(tile.dout * tile.out).sum(axis=-1, keepdims=True)
     delta = (tile.weights * relative * (products + out)).sum(axis=-1, keepdims=True) + terms * out
     kept = np.maximum(1.0, 1.0 / (1.0 - arguments.dropout_p))
-    spread = relative * np.abs(tile.dprobabilities - tile.delta) + terms * kept * products + delta
+    spread = _seen(tile, relative * np.abs(tile.dprobabilities - tile.delta) + terms * kept * products + delta)
     of_sink = relative.max(axis=-1, keepdims=True, initial=terms)
     return tile.probabilities * spread, tile.weights * relative, of_sink * np.abs(tile.delta) + delta
+
+
+def _seen(tile: GradientTile, pairs: Array) -> Array:
+    """0 for hidden pairs, whose keys may be NaN."""
+    return pairs if tile.visible is None else np.where(tile.visible, pairs, 0.0)
