@@ -36,7 +36,7 @@ def test_a_request_comes_back_right_and_nothing_is_left(cuda: FakeCuda, monkeypa
 
 def test_bhsd_operands_reach_the_kernel_by_their_strides(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = operands()
-    params = ga.AttentionParams(2, 24, 40, 4, 2, 16)
+    params = ga.AttentionParams(2, 24, 40, 4, 2, 12)
     with service(cuda, monkeypatch) as ctx:
         turned = [np.ascontiguousarray(array.transpose(0, 2, 1, 3)) for array in (q, k, v)]
         out = ctx.cudnn.mha_forward(params, *turned).result(20).out
