@@ -48,9 +48,10 @@ class Arena:
         self.address: int = np.frombuffer(self._map, np.uint8, 1).__array_interface__["data"][0]
         self._blocks: dict[int, list[int]] = {}  # by their start: size, holds
         self._starts: list[int] = []
-        self._free: list[tuple[int, int]] = [(0, self.size)]
+        self._free = _Spans()
+        self._free.add(0, self.size)
         self._dropped: deque[int] = deque()  # by finalizers, which may run where this thread holds the lock
-        self._resident = 0  # bytes of free pages that may still be in memory
+        self._warm = _Spans()  # free pages that may still be in memory
 
     @property
     def fd(self) -> int:
@@ -73,16 +74,13 @@ class Arena:
         self._clear()
         room = _page_up(max(nbytes, 1))
         with self._lock:
-            for index, (begin, end) in enumerate(self._free):
-                if end - begin >= room:
-                    if end - begin == room:
-                        del self._free[index]
-                    else:
-                        self._free[index] = (begin + room, end)
-                    self._resident = max(0, self._resident - room)
-                    self._blocks[begin] = [room, 1]
-                    insort(self._starts, begin)
-                    return begin
+            begin = self._free.first(room)
+            if begin is not None:
+                self._free.remove(begin, begin + room)
+                self._warm.remove(begin, begin + room)
+                self._blocks[begin] = [room, 1]
+                insort(self._starts, begin)
+                return begin
         raise MemoryError(f"no room for {nbytes} bytes in {self.size} bytes of shared memory")
 
     def room(self, start: int) -> int:
@@ -146,18 +144,50 @@ class Arena:
             self.give(self._dropped.popleft())
 
     def _release(self, begin: int, end: int) -> None:
-        self._resident += end - begin
-        index = bisect_right(self._free, (begin, end))
-        # Punched before it is joined with its neighbours, which have had their turn.
-        if self._resident > _KEPT:
+        if self._warm.total + end - begin > _KEPT:
             self._map.madvise(mmap.MADV_REMOVE, begin, end - begin)
-            self._resident -= end - begin
-        if index < len(self._free) and self._free[index][0] == end:
-            end = self._free.pop(index)[1]
-        if index > 0 and self._free[index - 1][1] == begin:
-            begin = self._free.pop(index - 1)[0]
+        else:
+            self._warm.add(begin, end)
+        self._free.add(begin, end)
+
+
+class _Spans:
+    """Spans of bytes that do not overlap, in order. total: bytes in all of them."""
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[int, int]] = []
+        self.total: int = 0
+
+    def first(self, nbytes: int) -> int | None:
+        """Where the first span of so many bytes begins."""
+        return next((begin for begin, end in self._spans if end - begin >= nbytes), None)
+
+    def add(self, begin: int, end: int) -> None:
+        """One more span, which overlaps with none. It is joined with its neighbours."""
+        self.total += end - begin
+        spans = self._spans
+        index = bisect_right(spans, (begin, end))
+        if index < len(spans) and spans[index][0] == end:
+            end = spans.pop(index)[1]
+        if index > 0 and spans[index - 1][1] == begin:
             index -= 1
-        self._free.insert(index, (begin, end))
+            begin = spans.pop(index)[0]
+        spans.insert(index, (begin, end))
+
+    def remove(self, begin: int, end: int) -> None:
+        """Take out what there is of a span."""
+        spans = self._spans
+        first = bisect_right(spans, (begin, begin))
+        if first > 0 and spans[first - 1][1] > begin:
+            first -= 1
+        last = first
+        left: list[tuple[int, int]] = []
+        while last < len(spans) and spans[last][0] < end:
+            low, high = spans[last]
+            self.total -= min(high, end) - max(low, begin)
+            left += [span for span in ((low, min(high, begin)), (max(low, end), high)) if span[0] < span[1]]
+            last += 1
+        spans[first:last] = left
 
 
 def _page_up(nbytes: int) -> int:

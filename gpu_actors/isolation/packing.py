@@ -108,8 +108,8 @@ class Argument(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """places: marshalled, with the record if the body is empty. body: the record, pickled. arguments: the arrays, in
-    the order of their places. blocks: held for it."""
+    """places: marshalled, with the blocks that it gives back, and with the record if the body is empty. body: the
+    record, pickled. arguments: the arrays, in the order of their places. blocks: held for it."""
 
     places: bytes
     body: bytes
@@ -144,41 +144,40 @@ def unpack(
     given_back: Callable[[int], object],
     own: Sequence[Argument],
     copies: bool = False,
-) -> tuple[Any, list[Argument], list[int]]:
-    """A record from its bytes, its arrays, and the blocks of this side's that it gives back.
+    came_back: Callable[[list[int]], object] = lambda _: None,
+) -> tuple[Any, list[Argument]]:
+    """A record from its bytes, and its arrays. Blocks of either side go back even where the record cannot be read.
 
-    arena: the other side's. own: what its arguments are here. copies: arrays are copied out of their blocks, which are
-    given back at once; otherwise they lie in them, and a block is given back with the last array over it.
+    arena: the other side's. given_back: called with each of its blocks that this side uses no more. own: what its
+    arguments are here. copies: arrays are copied out of their blocks, which are given back at once; otherwise they lie
+    in them, and a block is given back with the last array over it. came_back: called with the blocks of this side's
+    that the record gives back.
     """
-    memories: dict[int, Host] = {}
+    placed, returned, told = marshal.loads(places)
+    came_back(returned)
     arrays: list[Any] = []
-    told: Any = None
-    returned: list[int]
-    placed = marshal.loads(places)
-    if not body:
-        placed, returned, told = placed
-    for place in placed:
-        kind = place[0]
-        if kind == _IN_BLOCK:
-            start, room = place[4], place[7]
-            memory = memories.get(start)
-            if memory is None:
-                memories[start] = memory = arena.memory(start, room)
-                if not copies:
-                    weakref.finalize(memory, given_back, start).atexit = False
-            array = _over(memory, place)
-            arrays.append(np.array(array, order="K") if copies else array)
-        else:
-            arrays.append(arrays[place[1]] if kind == _SAME else _array(place, own))
-    if copies:
-        for start in memories:
+    waiting = {place[4]: place[7] for place in placed if place[0] == _IN_BLOCK}  # bytes by start, of blocks held here
+    memories: dict[int, Host] = {}
+    try:
+        for place in placed:
+            kind = place[0]
+            if kind == _IN_BLOCK:
+                start = place[4]
+                memory = memories.get(start)
+                if memory is None:
+                    memories[start] = memory = arena.memory(start, waiting[start])
+                    if not copies:
+                        weakref.finalize(memory, given_back, start).atexit = False
+                        del waiting[start]
+                array = _over(memory, place)
+                arrays.append(np.array(array, order="K") if copies else array)
+            else:
+                arrays.append(arrays[place[1]] if kind == _SAME else _array(place, own))
+    finally:
+        for start in waiting:
             given_back(start)
-    if body:
-        returned, *spelled = pickle.loads(body, buffers=arrays)
-        record = _read(spelled)
-    else:
-        record = _heard(told, arrays)
-    return record, [Argument(array, array) for array in arrays], returned
+    record = _read(pickle.loads(body, buffers=arrays)) if body else _heard(told, arrays)
+    return record, [Argument(array, array) for array in arrays]
 
 
 class _Packer:
@@ -199,8 +198,8 @@ class _Packer:
         if told is not None:
             return marshal.dumps((self.places, returned, told)), b""
         file = io.BytesIO()
-        _Pickler(file, self._leave_out).dump((returned, *self._spelled(record)))
-        return marshal.dumps(self.places), file.getvalue()
+        _Pickler(file, self._leave_out).dump(self._spelled(record))
+        return marshal.dumps((self.places, returned, None)), file.getvalue()
 
     def _told(self, record: Any) -> tuple[Any, ...] | None:
         """A request or an answer as `marshal` takes it, or None."""

@@ -306,11 +306,12 @@ class PipeChannel:
     def _record(self, places: bytes, body: bytes, about: int) -> Any:
         try:
             own: Sequence[Argument] = self._requests.pop(about, ()) if self._asks else ()
-            record, arguments, returned = unpack(places, body, self._theirs, self._returned.append, own, self._asks)
+            record, arguments = unpack(
+                places, body, self._theirs, self._returned.append, own, self._asks, self._take_back
+            )
         except BaseException as error:
             kept = error if isinstance(error, GpuActorsError) else GpuActorsError(f"cannot be read: {error!r}")
             return Unreadable(about, kept)
-        self._take_back(returned)
         if arguments and not self._asks:
             self._requests[about] = arguments
         return record

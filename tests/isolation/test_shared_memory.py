@@ -7,6 +7,7 @@ import enum
 import gc
 import os
 import random
+import socket
 import threading
 from typing import Any
 
@@ -17,7 +18,8 @@ import pytest
 import gpu_actors as ga
 from gpu_actors.isolation.arena import Arena
 from gpu_actors.isolation.packing import INLINE, Argument, pack, unpack
-from gpu_actors.isolation.records import Answer, Ask, Counts
+from gpu_actors.isolation.pipe import PipeChannel, Unreadable
+from gpu_actors.isolation.records import Answer, Ask, Counts, Ping
 from gpu_actors.problem import AttentionProblem
 
 FORMS: dict[str, Any] = {
@@ -37,7 +39,7 @@ def sent(record: Any, arena: Arena, known: list[Argument] | None = None, own: An
     """A record on the other side, with what it brought, and the blocks that came back."""
     packed = pack(record, arena, known or ())
     returned: list[int] = []
-    found, arguments, _ = unpack(packed.places, packed.body, arena, returned.append, own)
+    found, arguments = unpack(packed.places, packed.body, arena, returned.append, own)
     return found, (packed, arguments), returned
 
 
@@ -109,17 +111,17 @@ def test_an_answer_writes_into_the_array_that_was_given_for_it(size: int, where:
     }[where]()
     ask = Ask(1, "flash_attn", ga.FlashForward(q, q, q, out=out), None, 0)
     packed = pack(ask, requests)
-    there, arguments, _ = unpack(packed.places, packed.body, requests, lambda _: None, ())
+    there, arguments = unpack(packed.places, packed.body, requests, lambda _: None, ())
     there.message.out[...] = 3.0
     answer = Answer(1, ga.AttentionOutput(there.message.out, there.message.q), None, Counts(1, 1, 0, 0), None)
     back = pack(answer, answers, arguments)
     assert not back.blocks  # nothing is copied into the arena of the answers
-    got, _, _ = unpack(back.places, back.body, answers, print, packed.arguments, True)
+    got, _ = unpack(back.places, back.body, answers, print, packed.arguments, True)
     assert got.value.out is out
     assert got.value.lse is q
     assert np.all(out == 3.0)
     assert np.all(q == 1.0)
-    late, _, _ = unpack(back.places, back.body, answers, print, (), True)  # after it was given up
+    late, _ = unpack(back.places, back.body, answers, print, (), True)  # after it was given up
     assert late.value.out is None
 
 
@@ -127,10 +129,84 @@ def test_a_result_is_copied_out_before_its_block_goes_back() -> None:
     arena = Arena(size=1 << 22)
     packed = pack(Answer(1, np.full(10000, 4.0), None, None, None), arena)
     seen: list[int] = []
-    got, _, _ = unpack(packed.places, packed.body, arena, seen.append, (), True)
+    got, _ = unpack(packed.places, packed.body, arena, seen.append, (), True)
     arena.memory(packed.blocks[0], 80000)[...] = 0
     assert seen == packed.blocks
     assert np.all(got.value == 4.0)
+
+
+class Unknown:
+    def __reduce__(self) -> Any:
+        return int, ("not a number",)
+
+
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("beside", [None, Unknown()], ids=["too large to copy", "cannot be made"])
+def test_a_record_that_cannot_be_read_gives_all_blocks_back(beside: Any, copies: bool) -> None:
+    arena = Arena(size=1 << 24)
+    one = arena.empty(10000)
+    wide = np.broadcast_to(one[:1], (1 << 60,)) if beside is None else one  # more than can be copied
+    packed = pack((np.ones(10000), wide, np.ones(20000), beside), arena, (), [4096, 8192])
+    seen: list[int] = []
+    returned: list[int] = []
+
+    def read() -> Any:
+        return unpack(packed.places, packed.body, arena, seen.append, (), copies, returned.extend)
+
+    if beside is None and not copies:
+        read()
+    else:
+        with pytest.raises(MemoryError if beside is None else ValueError):
+            read()
+    gc.collect()
+    assert returned == [4096, 8192]
+    assert sorted(seen) == sorted(packed.blocks)
+    assert len(packed.blocks) == 3
+
+
+def test_an_answer_that_cannot_be_read_frees_its_blocks_and_those_of_its_request() -> None:
+    requests, answers = Arena(size=1 << 24), Arena(size=1 << 24)
+    asked: list[Any] = []
+    answered: list[Any] = []
+    here, there = socket.socketpair()
+    program = PipeChannel(here, True, requests, answers, lambda _, record: answered.append(record))
+    worker = PipeChannel(there, False, answers, requests, lambda _, record: asked.append(record))
+    program.post(1, program.pack(Ask(1, "flash_attn", (np.ones(10000),), None, 0), 1))
+    worker.take_in()
+    worker.forget(1)
+    asked.clear()
+    gc.collect()
+    worker.post(1, worker.pack(Answer(1, (np.ones(10000), Unknown()), None, None, None), 1))
+    program.take_in()
+    assert isinstance(answered.pop(), Unreadable)
+    assert requests.used() == 0
+    program.post(2, program.pack(Ping()))
+    worker.take_in()
+    assert answers.used() == 0
+    program.close()
+    worker.close()
+
+
+def test_free_memory_that_stays_resident_is_bounded() -> None:
+    arena = Arena(size=1 << 30)
+    draw = random.Random(7)
+    held: list[int] = []
+    mib = 1 << 20
+    for _ in range(300):
+        if held and draw.random() < 0.5:
+            arena.give(held.pop(draw.randrange(len(held))))
+        else:
+            nbytes = draw.choice((1, 3, 10, 30, 50)) * mib
+            if arena.used() + nbytes <= 300 * mib:
+                start = arena.take(nbytes)
+                arena.memory(start, nbytes)[::4096] = 1
+                held.append(start)
+        resident = os.fstat(arena.fd).st_blocks * 512
+        assert resident <= arena.used() + 64 * mib
+    for start in held:
+        arena.give(start)
+    assert os.fstat(arena.fd).st_blocks * 512 > 0  # some of it is kept for the next blocks
+    arena.unmap()
 
 
 class Local:
@@ -209,7 +285,9 @@ def test_a_plain_request_is_marshalled_whole() -> None:
     three = ga.FlashForward(large, large + 1, large + 2)
     assert len(pack(Ask(8, "flash_attn", three, None, 0), arena).blocks) == 1
     assert sent(Ask(7, "", message, 1.5, 0), arena)[0].left == 1.5
-    _, _, returned = unpack(*pack(Ask(7, "", message, 1.5, 0), arena, (), [4096, 8192])[:2], arena, int, ())
+    returned: list[int] = []
+    packed = pack(Ask(7, "", message, 1.5, 0), arena, (), [4096, 8192])
+    unpack(packed.places, packed.body, arena, int, (), came_back=returned.extend)
     assert returned == [4096, 8192]
 
 
@@ -288,8 +366,8 @@ def test_blocks_are_taken_given_and_joined_again() -> None:
         arena.memory(start, size)[...] = turn % 251
     for start in blocks:
         arena.give(start)
-    assert arena._free == [(0, 1 << 20)]
     arena.give(4096)  # what is no block is none
+    assert arena.take(1 << 20) == 0  # all of it, in one piece
 
 
 def test_a_block_is_free_after_its_last_user() -> None:

@@ -101,9 +101,8 @@ class Parcels:
         about = parcel.about
         own = self._requests.pop(about, ()) if self._asks else ()
         try:
-            record, arguments, _ = unpack(
-                parcel.places, parcel.body, Crate(parcel.blocks), _nothing, own, copies=self._asks
-            )
+            crate = Crate(parcel.blocks)
+            record, arguments = unpack(parcel.places, parcel.body, crate, _nothing, own, copies=self._asks)
         except BaseException as error:
             kept = error if isinstance(error, GpuActorsError) else GpuActorsError(f"cannot be read: {error!r}")
             return Unreadable(about, kept)
