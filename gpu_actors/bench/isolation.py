@@ -16,6 +16,7 @@ import signal
 import statistics
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -190,7 +191,7 @@ def _deaths(ctx: GpuContext, deaths: int) -> dict[str, float]:
     told, again = [], []
     for _ in range(deaths):
         process = ctx.pid  # type: ignore[attr-defined]
-        os.kill(process, signal.SIGSTOP)
+        _suspend(process)
         replies = [ctx.flash_attn.forward(row, row, row) for _ in range(64)]
         began = time.perf_counter()
         os.kill(process, signal.SIGKILL)
@@ -204,6 +205,14 @@ def _deaths(ctx: GpuContext, deaths: int) -> dict[str, float]:
         "all_told_median": round(statistics.median(told) * 1e3, 2),
         "next_answer_median": round(statistics.median(again) * 1e3, 1),
     }
+
+
+def _suspend(process: int) -> None:
+    """Send SIGSTOP, and wait until no thread of the process runs: until then one may answer what it is sent."""
+    os.kill(process, signal.SIGSTOP)
+    threads = Path(f"/proc/{process}/task")
+    while any((thread / "stat").read_text().rpartition(")")[2].split()[0] != "T" for thread in threads.iterdir()):
+        time.sleep(0.001)
 
 
 def _error(reply: Reply[Any]) -> BaseException | None:
