@@ -15,6 +15,7 @@ from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.kernels.backward.launch import BACKWARD_MMA
 from gpu_actors.kernels.backward.simple import BACKWARD_SIMPLE
 from gpu_actors.kernels.decode.launch import DECODE_MMA
+from gpu_actors.kernels.decode.simple import DECODE_SIMPLE
 from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.forward.launch import FORWARD_MMA, FORWARD_SIMPLE
 from gpu_actors.kernels.hopper.launch import FORWARD_SM90
@@ -51,6 +52,7 @@ FAMILIES = (
     FORWARD_SIMPLE,
     DECODE_SM90,
     DECODE_MMA,
+    DECODE_SIMPLE,
     BACKWARD_SM90,
     BACKWARD_MMA,
     BACKWARD_SIMPLE,
@@ -121,10 +123,10 @@ def answering_key(
 ) -> DispatchKey:
     """The key that answers a problem on a device. families: to choose from. Raises as `dispatch_key`.
 
-    A device that runs no kernels refuses what no kernel does, but for caches and for gradients: those it gives in every
-    precision, for programs whose gradients are to be checked in float64.
+    A device that runs no kernels refuses what no kernel does, but for gradients: those it gives in every precision, for
+    programs whose gradients are to be checked in float64.
     """
-    if runs_kernels or (problem.direction == "forward" and not problem.decoding):
+    if runs_kernels or problem.direction == "forward":
         return dispatch_key(problem, arch, families)
     return dispatch_key(problem, arch, (*families, REFERENCE))
 

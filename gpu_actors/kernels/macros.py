@@ -8,7 +8,16 @@ from gpu_actors.kernels.support import ELEMENTS
 from gpu_actors.kernels.tiles import Tile, shared_bytes_of, tile_of
 from gpu_actors.problem import DispatchKey
 
-__all__ = ["Macros", "flags", "forward_macros", "mask_macros", "score_macros", "tile_macros"]
+__all__ = [
+    "Macros",
+    "bias_macros",
+    "compute_macros",
+    "flags",
+    "forward_macros",
+    "mask_macros",
+    "score_macros",
+    "tile_macros",
+]
 
 Macros: TypeAlias = dict[str, str | int]
 
@@ -63,10 +72,12 @@ def forward_macros(key: DispatchKey) -> Macros:
     # The alignment matters where a mask or ALiBi measures from the diagonal.
     top_left = key.alignment == "top_left" and (key.mask != "full" or key.alibi)
     macros |= flags(VARLEN=key.varlen, TOP_LEFT=top_left, DROPOUT=key.dropout, POSITIONS=key.positions)
-    macros |= bias_macros(key)
-    if key.dtype == "float32" and key.compute in _COMPUTE_BITS:
-        macros["COMPUTE_BITS"] = _COMPUTE_BITS[key.compute]
-        if key.compute == "tf32":
-            # The conversion instruction rounds ties away from 0; f16 and bf16 round to even.
-            macros["TIES_AWAY"] = 1
-    return macros
+    return macros | bias_macros(key) | compute_macros(key)
+
+
+def compute_macros(key: DispatchKey) -> Macros:
+    """The precision that operands are rounded to, where a float32 request computes in less."""
+    if key.dtype != "float32" or key.compute not in _COMPUTE_BITS:
+        return {}
+    # The conversion instruction rounds ties away from 0; f16 and bf16 round to even.
+    return {"COMPUTE_BITS": _COMPUTE_BITS[key.compute]} | flags(TIES_AWAY=key.compute == "tf32")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from gpu_actors.kernels.dispatch import FAMILIES, REFERENCE, WITHOUT_TMA, Verdict, explain, family_of
 from gpu_actors.kernels.family import KernelFamily
-from gpu_actors.kernels.support import example_problem, find_unsupported
+from gpu_actors.kernels.support import ELEMENTS, example_problem, find_unsupported
 from gpu_actors.key_mask import KeyMask
 from gpu_actors.problem import AttentionProblem, DispatchKey
 from gpu_actors.requests import FlashForward, PagedForward
@@ -184,7 +184,9 @@ def _refusal(fields: Mapping[str, Any], family: KernelFamily, arch: str) -> str 
     for name, kind in _ONLY.items():
         if name in fields and kind not in (family.direction or "forward", "cache" if cached else "dense"):
             return f"there is no such option {'with gradients' if kind == 'forward' else _WHERE[kind]}"
-    if cached and fields.keys() & _OF_BATCHES:
+    dtype = fields.get("dtype", "bfloat16")
+    asked = {name for name in fields if name != "compute" or fields[name] != ELEMENTS[dtype].computes[0]}
+    if cached and asked & _OF_BATCHES:
         return "requests over caches have no such option"
     usual: dict[str, Any] = {"direction": family.direction or "forward"}
     if cached:

@@ -318,6 +318,7 @@ def _backward_sm90_bytes(tile: Tile, dtype: str, head_dim: int, head_dim_v: int)
 _SHARED_BYTES = {
     "forward_mma": _mma_bytes,
     "forward_simple": _simple_bytes,
+    "decode_simple": _simple_bytes,
     "backward_simple": _backward_simple_bytes,
     "forward_sm90": _sm90_bytes,
     "backward_mma": _backward_mma_bytes,

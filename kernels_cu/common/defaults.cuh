@@ -97,6 +97,9 @@
 #ifndef LEFTPAD  // the keys of a sequence begin behind some that are padding
 #define LEFTPAD 0
 #endif
+#ifndef CACHE_ALIGNMENT  // bytes, at multiples of which rows of caches begin
+#define CACHE_ALIGNMENT 16
+#endif
 #ifndef VALUE_WARPS  // warps that share a row's columns of V, each multiplying all of its keys for itself
 #define VALUE_WARPS 1
 #endif

@@ -7,8 +7,9 @@
 #include "ptx/pack.cuh"
 
 // acc + weight * value. What is no number or infinite counts whole, however small its weight.
-DEVICE float add_weighted(float acc, float weight, float value) {
-  return value - value == 0.0f ? acc + weight * value : acc + value;
+template <class Real>
+DEVICE Real add_weighted(Real acc, Real weight, Real value) {
+  return value - value == 0 ? acc + weight * value : acc + value;
 }
 
 // Where a packed row of an entry lies in the output.
@@ -65,6 +66,7 @@ DEVICE void store_nan(Half& out) {
   out.bits = 0x7fff;  // in both 16-bit formats
 }
 DEVICE void store_nan(float& out) { out = ptx::as_float(0x7fffffffu); }
+DEVICE void store_nan(double& out) { out = ptx::as_float(0x7fffffffu); }
 
 // Rows whose lengths contradict what the launch was prepared for are answered with NaN. packed_end: where the rows to
 // be written end. WRITERS: threads that call it, the block's first.

@@ -3,7 +3,7 @@
 //
 // In `attention`, k and v are the pools or caches themselves: their `batch` stride is that of a page where PAGED, of a
 // sequence otherwise, and `row` and `head` are within it. Where POINTERS, k and v are null. Rows begin at multiples of
-// 16 bytes, and no stride of theirs is negative.
+// CACHE_ALIGNMENT bytes, and no stride of theirs is negative.
 //
 // gpu_actors/kernels/decode/params.py reads the struct from this text: one field a line, of a type that it knows.
 #pragma once
@@ -24,8 +24,8 @@ struct DecodeParams {
   const uint64_t* tree_mask;  // TREE: bit j of a row's word is the j-th new key
   int32_t* plan;  // ranges + 1 positions of 4 words, see decode/plan.cuh
   int64_t* sums;  // of the plan kernel: units before each entry
-  float* partial_out;  // (slots, BLOCK_M, HEAD_DIM_V)
-  float* partial_lse;  // (slots, BLOCK_M), in base 2
+  float* partial_out;  // (slots, BLOCK_M, HEAD_DIM_V); of decode_simple Reals, like partial_lse
+  float* partial_lse;  // (slots, BLOCK_M), in base 2; of decode_simple natural
   int64_t table_stride;
   Strides tree_mask_strides;
   int32_t batch;

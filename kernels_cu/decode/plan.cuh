@@ -47,8 +47,8 @@ DEVICE Sequence sequence_of(const DecodeParams& params, int index) {
     if (!sequence.broken) sequence.keys -= padding;
   }
   if constexpr (POINTERS) {
-    // cp.async takes addresses that are multiples of 16 bytes.
-    if (sequence.keys > 0) sequence.broken |= (params.k_ptrs[index] | params.v_ptrs[index]) % 16 != 0;
+    // cp.async takes addresses that are multiples of 16 bytes, and loads of an element those of its size.
+    if (sequence.keys > 0) sequence.broken |= (params.k_ptrs[index] | params.v_ptrs[index]) % CACHE_ALIGNMENT != 0;
   }
   if (sequence.broken) sequence.keys = 0;
   return sequence;

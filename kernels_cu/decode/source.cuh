@@ -13,10 +13,10 @@
 #include "decode/plan.cuh"
 #include "mma/tile.cuh"
 
-// Where rows of K or of V lie. Strides are in chunks of 16 bytes: then 32 bits hold them, and a product is one
-// instruction.
+// Where rows of K or of V lie. Strides are in chunks of CACHE_ALIGNMENT bytes: then 32 bits hold them, and a product is
+// one instruction.
 struct CacheRows {
-  static constexpr int CHUNK = 16 / sizeof(KV_ELEMENT);
+  static constexpr int CHUNK = CACHE_ALIGNMENT / sizeof(KV_ELEMENT);
 
   const KV_ELEMENT* base;  // of the KV head: in page 0 where PAGED
   uint32_t page_stride, row_stride;
@@ -101,12 +101,13 @@ struct CacheSource {
   const int32_t* table;
   Pages pages;
 
-  // The row of V that holds a key's value.
-  __device__ __forceinline__ const KV_ELEMENT* value(int key) const {
-    if (!PAGED) return v.at(0, pages.stored(key));
+  // The row of K or of V that a key has.
+  __device__ __forceinline__ const KV_ELEMENT* row(const CacheRows& rows, int key) const {
+    if (!PAGED) return rows.at(0, pages.stored(key));
     const PagePlace place = pages.place(key);
-    return v.at(table[place.index], place.row);
+    return rows.at(table[place.index], place.row);
   }
+  __device__ __forceinline__ const KV_ELEMENT* value(int key) const { return row(v, key); }
 };
 
 DEVICE CacheRows cache_rows(const void* pool, const uint64_t* pointers, const Strides& strides, int sequence,

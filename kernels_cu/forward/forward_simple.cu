@@ -15,49 +15,12 @@
 #include "common/mask.cuh"
 #include "common/philox.cuh"
 #include "common/key_tiles.cuh"
-#include "common/half_warps.cuh"
+#include "common/weighted_rows.cuh"
 #include "common/score.cuh"
 
-constexpr int COLUMNS = (HEAD_DIM_V + LANES - 1) / LANES;
 constexpr int LAYOUT_BYTES = ((BLOCK_M + BLOCK_N) * PITCH + BLOCK_M * BLOCK_N) * sizeof(Real);
 static_assert(SHARED_BYTES == LAYOUT_BYTES,
               "the launch must provide what the tiles of Q, of K or V, and of P take");
-
-struct Rows {  // the state of a half-warp's rows in one of its lanes
-  Real m[ROWS];           // running maximum of the scores, the same in all lanes
-  Real l[ROWS];           // running sum of exp(score - m) over this lane's keys
-  Real o[ROWS][COLUMNS];  // running sum of exp(score - m) * v for this lane's columns
-
-  // The scores that follow are relative to the new maximum: what was summed before is scaled down to it.
-  __device__ __forceinline__ Real raise_maximum(int r, Real maximum) {
-    maximum = max_of(m[r], max_over_lanes(maximum));
-    const Real base = maximum == -INFINITY ? Real(0) : maximum;
-    const Real correction = exp_of(m[r] - base);
-    m[r] = maximum;
-    l[r] *= correction;
-#pragma unroll
-    for (int c = 0; c < COLUMNS; c++) o[r][c] *= correction;
-    return base;
-  }
-};
-
-DEVICE void add_values(Rows& rows, const Real* p_rows, const Real* v_tile, int lane, int keys) {
-  for (int key = 0; key < keys; key++) {
-    Real v[COLUMNS];
-#pragma unroll
-    for (int c = 0; c < COLUMNS; c++) {
-      const int column = c * LANES + lane;
-      v[c] = column < HEAD_DIM_V ? v_tile[key * PITCH + column] : Real(0);
-    }
-#pragma unroll
-    for (int r = 0; r < ROWS; r++) {
-      const Real p = p_rows[r * BLOCK_N + key];
-      if (p == HIDDEN) continue;
-#pragma unroll
-      for (int c = 0; c < COLUMNS; c++) rows.o[r][c] += p * v[c];
-    }
-  }
-}
 
 // The rows from at.row_begin on, at most BLOCK_M of them, against all keys that they see.
 DEVICE void attend(const LaunchParams& params, const BlockTile& at, Real* q_tile) {
@@ -78,7 +41,7 @@ DEVICE void attend(const LaunchParams& params, const BlockTile& at, Real* q_tile
   // to O. One of -inf is none: the first score above it takes the sum to 0.
   Real sink = -INFINITY;
   if constexpr (SINKS) sink = sink_logit(params, at.head);
-  Rows rows;
+  WeightedRows rows;
 #pragma unroll
   for (int r = 0; r < ROWS; r++) {
     rows.m[r] = sink;

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -116,27 +115,30 @@ def test_requests_that_wait_together_share_a_launch_and_its_kernels():
 
 
 class TestRefusals:
-    def test_what_the_kernel_does_not_take_is_refused_with_its_reason(self, emulated):
-        batch = random_batch(0, LENGTHS, dim=64, dtype="float32")
-        pages = batch.pages(16)
-        arguments: dict[str, Any] = {"block_table": pages.block_table, "cache_seqlens": pages.cache_seqlens}
-        with pytest.raises(ga.Unsupported, match="16-bit queries") as refused:
-            emulated.flash_attn.paged_forward(batch.q, pages.k, pages.v, **arguments).result(30)
-        assert refused.value.field == "q"
-        half = (x.astype(np.float16) for x in (batch.q, pages.k, pages.v))
-        with pytest.raises(ga.Unsupported, match="positive scale"):
-            emulated.flash_attn.paged_forward(*half, softmax_scale=-1.0, **arguments).result(30)
-
-    @pytest.mark.parametrize(("dim", "kv_dtype", "nearest"), [(20, "float16", 24), (72, "float8_e4m3fn", 80)])
-    def test_head_dims_it_cannot_copy_name_the_nearest_that_it_can(self, emulated, dim, kv_dtype, nearest):
-        batch = random_batch(0, LENGTHS, dim=dim, dtype="float16", kv_dtype=kv_dtype)
-        pages = batch.pages(16)
-        with pytest.raises(ga.Unsupported) as refused:
-            emulated.flash_attn.paged_forward(
-                batch.q, pages.k, pages.v, block_table=pages.block_table, cache_seqlens=pages.cache_seqlens
-            ).result(30)
-        assert (refused.value.field, refused.value.value, refused.value.nearest) == ("head_dim", dim, nearest)
-        assert re.search(r"multiples of (8|16) from (8|16) to 512$", refused.value.reason)
+    def test_what_tensor_cores_do_not_take_goes_to_cuda_cores_with_the_reason(self, emulated):
+        for changes, words in (
+            ({"dtype": "float32"}, "16-bit queries"),
+            ({"dtype": "float64"}, "16-bit queries"),
+            ({"scale": -1.0}, "positive scale"),
+            ({"dim": 20}, "nearest supported: 24"),
+            ({"dim": 72, "kv_dtype": "float8_e4m3fn"}, "multiples of 16 from 16 to 512 (nearest supported: 80)"),
+        ):
+            given: dict[str, Any] = {"dim": 64, "dtype": "float16", **changes}
+            scale = given.pop("scale", None)
+            batch = random_batch(0, LENGTHS, **given)
+            pages = batch.pages(16)
+            request = ga.PagedForward(
+                q=batch.q,
+                k_cache=pages.k,
+                v_cache=pages.v,
+                block_table=pages.block_table,
+                cache_seqlens=pages.cache_seqlens,
+                softmax_scale=scale,
+            )
+            found = emulated.flash_attn.explain(request)
+            assert found.key is not None
+            assert found.key.kernel == "decode_simple"
+            assert words in next(verdict.reason for verdict in found.verdicts if verdict.family == "decode_mma")
 
     def test_a_length_past_the_table_is_refused_before_anything_runs(self, emulated):
         case = case_of(1, causal=True)

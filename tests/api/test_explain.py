@@ -73,8 +73,8 @@ def test_what_no_kernel_takes_is_explained() -> None:
 
 
 def test_what_numpy_answers_says_so() -> None:
-    q, cache = zeros(1, 2, 1, 64, dtype=np.float64), zeros(1, 16, 1, 64, dtype=np.float64)
-    found = explained(ga.PagedForward(q=q, k_cache=cache, v_cache=cache, cache_seqlens=16))
+    x, lse = zeros(1, 2, 1, 512, dtype=np.float64), zeros(1, 1, 2, dtype=np.float32)
+    found = explained(ga.FlashBackward(x, x, x, out=x, dout=x, lse=lse), "sm_86")  # which has too little shared memory
     assert found.key.kernel == REFERENCE.name
     assert found.verdicts[-1] == (REFERENCE.name, True, REFERENCE.reason)
 

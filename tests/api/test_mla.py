@@ -138,14 +138,17 @@ def test_parts_of_q_that_do_not_belong_together_are_refused(mock: ga.GpuContext,
     assert refused.value.field == "q_pe"
 
 
-def test_a_wide_latent_whose_warps_cannot_share_it_names_the_nearest() -> None:
-    with ga.open_context("emulated", ga.ContextOptions(arch="sm_80")) as ctx:
-        cache, lengths = np.zeros((1, 4, 1, 576), BF16), np.array([3], np.int32)
-        with pytest.raises(ga.Unsupported, match="multiples of 128") as refused:
-            ctx.flash_attn.paged_forward(
-                np.zeros((1, 1, 6, 576), BF16), cache, latent_dim=500, cache_seqlens=lengths, softmax_scale=0.2
-            ).result(30.0)
-    assert (refused.value.field, refused.value.value, refused.value.nearest) == ("head_dim_v", 500, 512)
+def test_a_wide_latent_whose_warps_cannot_share_it_goes_to_cuda_cores(mock: ga.GpuContext) -> None:
+    cache, lengths = np.zeros((1, 4, 1, 576), BF16), np.array([3], np.int32)
+    request = ga.PagedForward(
+        q=np.zeros((1, 1, 6, 576), BF16), k_cache=cache, latent_dim=500, cache_seqlens=lengths, softmax_scale=0.2
+    )
+    found = mock.flash_attn.explain(request)
+    assert found.key is not None
+    assert found.key.kernel == "decode_simple"
+    reasons = {verdict.family: verdict.reason for verdict in found.verdicts}
+    assert "multiples of 128" in reasons["decode_mma"]
+    assert "nearest supported: 512" in reasons["decode_mma"]
 
 
 @pytest.mark.sweep

@@ -20,6 +20,7 @@ from support.gate import ARCHS, REPORTS, Code, code_faults, code_of, register_li
 
 from gpu_actors.bench.plan import problem_of
 from gpu_actors.compiling.compiler import Compiler
+from gpu_actors.kernels.decode.simple import SIMPLE, SIMPLE_COMBINE
 from gpu_actors.kernels.decode.variant import COMBINE, DECODE, PLAN, decode_tile
 from gpu_actors.kernels.occupancy import occupancy, shared_a_multiprocessor
 from gpu_actors.kernels.support import ELEMENTS
@@ -59,6 +60,27 @@ SHAPES = (
     ("bfloat16", "bfloat16", 192, 128),
     ("float16", "float16", 40, 40),
 )
+# Of decode_simple, with the rows of its tiles: every dtype, the widest heads, and head dims of no whole chunks.
+ALL_SCORES: dict[str, Any] = {"causal": True, "softcap": 20.0, "alibi": "batch", "bias": ("float32", False, False)}
+ALL_SCORES |= {"window_size": (9, -1), "sink_tokens": 4, "sinks": True}
+SIMPLE_OPTIONS: dict[str, dict[str, Any]] = {
+    **OPTIONS,
+    "paged scores": ALL_SCORES,
+    "float64 scores": {**ALL_SCORES, "bias": ("float64", False, False)},
+    "latent": {"latent": True, "layout": "cache", "page_size": 0},
+}
+SIMPLE_SHAPES = (
+    (("float32", "float32", 128, 128), (8, 32), "paged scores"),
+    (("float32", "float32", 512, 512), (8, 16), "paged scores"),
+    (("float64", "float64", 128, 128), (8, 16), "float64 scores"),
+    (("float64", "float64", 256, 256), (8, 16), "float64 scores"),
+    (("float64", "float64", 512, 512), (8,), "float64 scores"),
+    (("float32", "float32", 20, 20), (8, 32), "pointers apart"),
+    (("bfloat16", "bfloat16", 20, 20), (8, 32), "paged tree"),
+    (("float16", FP8, 36, 36), (8,), "paged single"),
+    (("float32", "float32", 576, 512), (8, 16), "latent"),
+    (("float64", "float64", 576, 512), (4,), "latent"),
+)
 
 
 class Variant(NamedTuple):
@@ -78,16 +100,19 @@ class Variant(NamedTuple):
 def variants(arch: str) -> list[Variant]:
     """Every option with the usual head dim, a few with the others, each tile of rows; the merge and the split. Of the
     architectures between, which have the instructions of these two, the most demanding."""
+    simple = [Variant(arch, shape, rows, option, SIMPLE) for shape, tiles, option in SIMPLE_SHAPES for rows in tiles]
+    simple += [Variant(arch, shape, tiles[0], option, SIMPLE_COMBINE) for shape, tiles, option in SIMPLE_SHAPES[:3]]
     if arch not in ("sm_80", "sm_90a"):
         usual = [Variant(arch, SHAPES[0], rows, option) for option in ("paged", "pointers") for rows in (16, 64)]
         others = [Variant(arch, shape, 64, "paged window sinks") for shape in SHAPES]
-        return [*usual, *others, Variant(arch, SHAPES[7], 16, "pointers"), Variant(arch, SHAPES[6], 16, "pointers")]
+        more = [Variant(arch, SHAPES[n], 16, "pointers") for n in (7, 6)]
+        return [*usual, *others, *more, *simple]
     usual = [Variant(arch, SHAPES[0], rows, option) for option in OPTIONS for rows in (16, 64)]
     usual.append(Variant(arch, SHAPES[0], 32, "paged"))
     others = [Variant(arch, shape, rows, option) for shape in SHAPES[1:] for rows, option in FEW]
     merges = [Variant(arch, shape, 16, option, COMBINE) for shape in SHAPES[:4:3] for _, option in FEW]
     plans = [Variant(arch, SHAPES[0], 16, option, PLAN) for option in ("paged", "paged varlen", "paged window sinks")]
-    return [*usual, *others, *merges, *plans]
+    return [*usual, *others, *merges, *plans, *simple]
 
 
 # Checked by every test run; the rest is the sweep's.
@@ -114,7 +139,7 @@ class Finding(NamedTuple):
 
 def key_of(variant: Variant) -> DispatchKey:
     dtype, kv_dtype, dim, dim_v = variant.shape
-    fp8 = ELEMENTS[kv_dtype].fp8
+    fp8, simple = ELEMENTS[kv_dtype].fp8, variant.kernel in (SIMPLE, SIMPLE_COMBINE)
     given = {
         "dtype": dtype,
         "kv_dtype": kv_dtype,
@@ -123,10 +148,10 @@ def key_of(variant: Variant) -> DispatchKey:
         "head_dim": dim,
         "head_dim_v": dim_v,
         "descales": fp8,
-        "heads_q": 8 * variant.rows,
+        "heads_q": BASE.heads_kv * variant.rows,
     }
-    problem = dataclasses.replace(BASE, **(given | OPTIONS[variant.option]))  # type: ignore[arg-type]
-    key = emulated_decode.key_of(problem, variant.arch)
+    problem = dataclasses.replace(BASE, **(given | SIMPLE_OPTIONS[variant.option]))  # type: ignore[arg-type]
+    key = emulated_decode.key_of(problem, variant.arch, SIMPLE if simple else DECODE)
     assert key.row_tile == variant.rows
     return dataclasses.replace(key, kernel=variant.kernel)
 
@@ -201,6 +226,12 @@ def test_a_sample_of_the_variants_passes_the_gate(arch):
     sample = [v for v in variants(arch) if (v.shape, v.rows, v.option) in SAMPLE[arch] and v.kernel == DECODE]
     assert len(sample) == len(SAMPLE[arch])
     assert {str(variant): faults(variant) for variant in sample if faults(variant)} == {}
+
+
+def test_decode_simple_and_its_merge_pass_the_gate():
+    for kernel, shape in ((SIMPLE, SIMPLE_SHAPES[4][0]), (SIMPLE_COMBINE, SIMPLE_SHAPES[2][0])):
+        variant = next(v for v in variants("sm_86") if (v.kernel, v.shape) == (kernel, shape))
+        assert faults(variant) == []
 
 
 def test_plan_and_merge_pass_the_gate():

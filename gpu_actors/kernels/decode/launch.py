@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from gpu_actors.devices.interface import ScratchSpec
-from gpu_actors.kernels.decode.params import pack_cache_layouts, pack_decode, pack_pointers
+from gpu_actors.kernels.decode.params import CHUNK, pack_cache_layouts, pack_decode, pack_pointers
 from gpu_actors.kernels.decode.schedule import split_decode
 from gpu_actors.kernels.decode.variant import (
     COMBINE,
@@ -38,7 +38,7 @@ from gpu_actors.kernels.program import Part, Program, Target
 from gpu_actors.kernels.support import MAX_HEAD_DIM
 from gpu_actors.problem import AttentionProblem, DispatchKey
 
-__all__ = ["DECODE_MMA", "UNKNOWN_MULTIPROCESSORS", "split_program"]
+__all__ = ["DECODE_MMA", "UNKNOWN_MULTIPROCESSORS", "cache_tables", "split_program"]
 
 UNKNOWN_MULTIPROCESSORS = 4
 """Of an emulated device: a few ranges show every way of splitting."""
@@ -74,17 +74,23 @@ def _split(
     return {"plan": split_decode(problem, key, ranges, cache_seqlens, rows).positions}
 
 
-def _scratch(
-    problem: AttentionProblem, key: DispatchKey, keys: Sequence[DispatchKey], ranges: int
-) -> dict[str, ScratchSpec]:
+def cache_tables(problem: AttentionProblem, alignment: int = CHUNK) -> dict[str, ScratchSpec]:
+    """Where the arrays of "pointers" lie, and how. alignment: as of `pack_pointers`."""
     specs = {}
     if problem.layout == "pointers":
         for side in "kv":
-            contents = functools.partial(pack_pointers, problem, f"{side}_cache")
+            contents = functools.partial(pack_pointers, problem, f"{side}_cache", alignment)
             specs[f"{side}_ptrs"] = ScratchSpec((problem.batch,), "uint64", contents=contents)
     if problem.own_layouts:
         contents = functools.partial(pack_cache_layouts, problem)
         specs["cache_layouts"] = ScratchSpec((problem.batch, 5), "int64", contents=contents)
+    return specs
+
+
+def _scratch(
+    problem: AttentionProblem, key: DispatchKey, keys: Sequence[DispatchKey], ranges: int
+) -> dict[str, ScratchSpec]:
+    specs = cache_tables(problem)
     kernels = {part.kernel for part in keys}
     if PLAN in kernels:
         specs["plan"] = ScratchSpec((ranges + 1, 4), "int32")

@@ -28,11 +28,12 @@ from gpu_actors.kernels.params import (
 from gpu_actors.kernels.program import NO_VALUES, Values
 from gpu_actors.problem import AttentionProblem, DispatchKey
 
-__all__ = ["decode_layout", "pack_cache_layouts", "pack_decode", "pack_pointers"]
+__all__ = ["CHUNK", "decode_layout", "pack_cache_layouts", "pack_decode", "pack_pointers", "pack_split"]
 
 _ATTENTION = "attention."
 _SCRATCH = ("plan", "sums", "partial_out", "partial_lse", "cache_layouts")
-_CHUNK = 16  # bytes that a cp.async copies, and a multiple of which its addresses are
+CHUNK = 16
+"""Bytes that a cp.async copies, and a multiple of which its addresses are."""
 
 
 decode_layout = functools.partial(struct_layout, "DecodeParams", "common/params.cuh", "decode/params.cuh")
@@ -57,20 +58,44 @@ def pack_decode(
     Raises InvalidRequest for an operand that is missing or not as described. Rows of caches must begin at multiples of
     16 bytes.
     """
-    more = launch_values(problem, buffers, prefix=_ATTENTION) | {"ranges": ranges, "min_units": min_units(key)}
-    more |= {name: buffers[name].address for name in _SCRATCH if name in buffers}
-    packed = _binder(problem, key.row_tile).pack(buffers, more)
-    if problem.layout != "pointers":
-        for name in ("k_cache",) if problem.latent else ("k_cache", "v_cache"):
-            _check_chunks(name, buffers[name], (0, 1, 2))
+    ranged = {"ranges": ranges, "min_units": min_units(key)}
+    packed = _pack(problem, key.row_tile, problem.num_splits, buffers, ranged)
+    _check_rows(problem, buffers, CHUNK)
     return packed
 
 
-def pack_pointers(problem: AttentionProblem, side: str, buffers: Mapping[str, Buffer]) -> bytes:
+def pack_split(
+    problem: AttentionProblem, key: DispatchKey, splits: int, buffers: Mapping[str, Buffer], values: Values = NO_VALUES
+) -> bytes:
+    """The parameters of the kernels that cut every item into pieces of equal length: of decode_simple and its merge.
+
+    splits: the most pieces of an item. buffers: as of `pack_decode`; partial_out and partial_lse are float64 where q
+    is. Rows of caches may begin anywhere. Raises as `pack_decode`.
+    """
+    packed = _pack(problem, key.row_tile, splits, buffers, {})
+    _check_rows(problem, buffers, ITEMSIZES[problem.kv_dtype])
+    return packed
+
+
+def _pack(
+    problem: AttentionProblem, row_tile: int, splits: int, buffers: Mapping[str, Buffer], more: Mapping[str, int]
+) -> bytes:
+    scratch = {name: buffers[name].address for name in _SCRATCH if name in buffers}
+    own = launch_values(problem, buffers, prefix=_ATTENTION)
+    return _binder(problem, row_tile, splits).pack(buffers, {**own, **more, **scratch})
+
+
+def _check_rows(problem: AttentionProblem, buffers: Mapping[str, Buffer], alignment: int) -> None:
+    if problem.layout != "pointers":
+        for name in ("k_cache",) if problem.latent else ("k_cache", "v_cache"):
+            _check_alignment(name, buffers[name], (0, 1, 2), alignment)
+
+
+def pack_pointers(problem: AttentionProblem, side: str, alignment: int, buffers: Mapping[str, Buffer]) -> bytes:
     """The addresses of a batch's cache arrays, uint64 (batch,). side: "k_cache" or "v_cache".
 
-    Raises InvalidRequest for one that is not as the first, unless they have layouts of their own, or does not begin at
-    a multiple of 16 bytes.
+    alignment: bytes, at multiples of which rows begin. Raises InvalidRequest for an array that is not as the first,
+    unless they have layouts of their own, or whose rows begin elsewhere.
     """
     first = buffers[f"{side}.0"]
     addresses = []
@@ -80,7 +105,7 @@ def pack_pointers(problem: AttentionProblem, side: str, buffers: Mapping[str, Bu
         alike = (buffer.shape, buffer.strides, buffer.dtype) == (first.shape, first.strides, first.dtype)
         if not (alike or problem.own_layouts):
             raise InvalidRequest(name, f"{buffer.shape}, {buffer.strides}", f"must be laid out as {side}.0")
-        _check_chunks(name, buffer, (0, 1))
+        _check_alignment(name, buffer, (0, 1), alignment)
         addresses.append(buffer.address)
     return struct.pack(f"<{len(addresses)}Q", *addresses)
 
@@ -104,13 +129,13 @@ def pack_cache_layouts(problem: AttentionProblem, buffers: Mapping[str, Buffer])
 
 
 @functools.lru_cache(maxsize=1024)
-def _binder(problem: AttentionProblem, row_tile: int) -> Binder:
+def _binder(problem: AttentionProblem, row_tile: int, splits: int) -> Binder:
     layout = decode_layout()
     scalars = forward_scalars(problem, _ATTENTION) | {
         "batch": problem.batch,
         "capacity": problem.seqlen_k,
         "row_tiles": row_tiles(problem, row_tile),
-        "splits": problem.num_splits,
+        "splits": splits,
         "item_units": ITEM_UNITS,
     }
     if problem.cache_batch_idx:
@@ -141,11 +166,11 @@ def _operands(p: AttentionProblem, layout: ParamsLayout) -> Iterator[Operand]:
             yield operand(f"{side}_ptrs", ".", (p.batch,), "uint64")
 
 
-def _check_chunks(name: str, cache: Buffer, axes: tuple[int, ...]) -> None:
-    """Raise InvalidRequest unless every row of a cache begins at a multiple of 16 bytes, within 2^31 of them."""
+def _check_alignment(name: str, cache: Buffer, axes: tuple[int, ...], alignment: int) -> None:
+    """Raise InvalidRequest unless every row of a cache begins at a multiple of so many bytes, within 2^31 of them."""
     strides = [cache.strides[axis] * ITEMSIZES[cache.dtype] for axis in axes if cache.shape[axis] > 1]
     given = f"address {cache.address:#x}, strides {cache.strides}"
-    if cache.address % _CHUNK or any(stride % _CHUNK for stride in strides):
-        raise InvalidRequest(name, given, f"rows of a cache must begin at multiples of {_CHUNK} bytes")
-    if not all(0 <= stride < _CHUNK << 31 for stride in strides):
-        raise InvalidRequest(name, given, f"strides of a cache must be from 0 to {_CHUNK << 31} bytes")
+    if cache.address % alignment or any(stride % alignment for stride in strides):
+        raise InvalidRequest(name, given, f"rows of a cache must begin at multiples of {alignment} bytes")
+    if not all(0 <= stride < alignment << 31 for stride in strides):
+        raise InvalidRequest(name, given, f"strides of a cache must be from 0 to {alignment << 31} bytes")

@@ -10,7 +10,7 @@ from emulated.decode import DecodeCase
 
 from gpu_actors.testing.problems import cast
 
-__all__ = ["SM90_VARIANTS", "VARIANTS", "Variant", "draw"]
+__all__ = ["SIMPLE_VARIANTS", "SM90_VARIANTS", "VARIANTS", "Variant", "draw"]
 
 PAGE_SIZES = (2, 3, 5, 8, 16, 24, 64, 128, 256)
 KINDS = ("gaussian", "rising", "peaked")
@@ -24,6 +24,11 @@ PACKED = {
 SM90_PACKED = {
     64: ((8, 2), (4, 8), (8, 8), (6, 3), (1, 64), (16, 4), (20, 1)),
     128: ((8, 16), (16, 8), (6, 11), (2, 64), (5, 40), (1, 100)),
+}
+# The same of decode_simple: up to 8 rows, and more.
+SIMPLE_PACKED = {
+    8: ((1, 1), (4, 1), (8, 1), (2, 3), (1, 8)),
+    32: ((4, 8), (16, 2), (1, 32), (3, 7), (6, 11)),
 }
 
 
@@ -47,6 +52,7 @@ class Variant(NamedTuple):
 
 
 F16, BF16, E4M3, E5M2 = "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"
+F32, F64 = "float32", "float64"
 # Every source, every format, every tile of rows, every option; sizes vary below. single: pages of one key.
 VARIANTS = (
     Variant("sm_80", "paged", F16, F16, 64, 64, 16, False, ("causal",)),
@@ -79,12 +85,31 @@ SM90_VARIANTS = (
     Variant("sm_90a", "paged", F16, E5M2, 64, 64, 64, False, ("tree",)),
 )
 
+# Of decode_simple: every dtype, layout and tile, head dims that are no whole chunks, every option.
+SIMPLE_VARIANTS = (
+    Variant("sm_80", "paged", F32, F32, 64, 64, 8, False, ("causal",)),
+    Variant("sm_86", "paged", F64, F64, 20, 36, 8, False, ("causal", "sinks", "single")),
+    Variant("sm_80", "cache", F32, F32, 5, 3, 32, True, ("window", "sink_tokens", "alibi", "leftpad", "places")),
+    Variant("sm_90a", "paged", F16, F16, 20, 20, 32, False, ("tree", "sinks")),
+    Variant("sm_90a", "paged", F32, F32, 128, 128, 32, True, ("causal", "window", "sink_tokens", "leftpad")),
+    Variant("sm_80", "cache", F64, F64, 512, 512, 8, False, ("tree", "softcap")),
+    Variant("sm_86", "pointers", F32, F32, 40, 40, 8, False, ("sinks", "alibi", "own")),
+    Variant("sm_80", "pointers", F64, F64, 7, 9, 8, False, ("softcap", "own")),
+    Variant("sm_80", "paged", BF16, E4M3, 36, 36, 8, False, ("causal", "descales")),
+    Variant("sm_90a", "cache", E4M3, E4M3, 24, 64, 32, True, ("causal", "descales")),
+    Variant("sm_90a", "paged", E5M2, E5M2, 33, 33, 8, False, ("causal", "sinks")),
+    Variant("sm_86", "cache", F32, F32, 256, 256, 32, False, ("causal", "chunk", "softcap")),
+    Variant("sm_120a", "paged", F64, F64, 256, 256, 32, True, ("causal", "window", "alibi")),
+    Variant("sm_86", "paged", F32, F32, 512, 300, 32, False, ("causal", "single")),
+    Variant("sm_80", "cache", BF16, BF16, 1, 1, 32, False, ("causal", "alibi")),
+)
+
 
 def draw(variant: Variant, seed: int, longest: int = 2000) -> DecodeCase:
     """A random problem of the variant; the same for the same seed. longest: keys of a sequence."""
     hopper = variant in SM90_VARIANTS
-    rng = np.random.default_rng([seed, (*VARIANTS, *SM90_VARIANTS).index(variant)])
-    packed = SM90_PACKED if hopper else PACKED
+    rng = np.random.default_rng([seed, (*VARIANTS, *SM90_VARIANTS, *SIMPLE_VARIANTS).index(variant)])
+    packed = SM90_PACKED if hopper else SIMPLE_PACKED if variant in SIMPLE_VARIANTS else PACKED
     choices = [pair for pair in packed[variant.packed] if variant.layout != "pointers" or pair[1] == 1]
     ratio, rows = choices[rng.integers(len(choices))]
     heads_kv, count = int(rng.integers(1, 4)), int(rng.integers(1, 7))

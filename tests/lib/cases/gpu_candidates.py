@@ -203,6 +203,11 @@ CANDIDATES = (
     Candidate("prefill a chunk", _decode((200, 400), rows=100)),
     Candidate("decode of small pages", _decode((17, 250), page=16, dim=64, dtype="float16")),
     Candidate("decode of arrays", _decode((1, 64, 300, 1000), page=None)),
+    *(
+        Candidate(f"decode {dtype} {dim}", _decode((1, 64, 300, 1000), rows=3, dim=dim, page=16, dtype=dtype))
+        for dtype, dim in (("float32", 128), ("float64", 64), ("float16", 20))
+    ),
+    Candidate("decode of float32 arrays", _decode((1, 64, 300), page=None, dim=40, dtype="float32")),
     Candidate("decode in a window", _decode((300, 1000), window_size=(100, -1))),
 )
 

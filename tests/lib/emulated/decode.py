@@ -234,9 +234,13 @@ def run(
     operands: dict[str, Any] | None = None,
     problem: AttentionProblem | None = None,
     kernel: str = DECODE,
+    zero: bool = False,
     **emulation: Any,
 ) -> tuple[Any, Any]:
-    """(out, lse) of the kernels. operands, problem: in place of the case's own. kernel: the one that attends."""
+    """(out, lse) of the kernels. operands, problem: in place of the case's own. kernel: the one that attends.
+
+    zero: whether the output begins as 0; else it begins as NaN.
+    """
     operands = case.operands() if operands is None else operands
     problem = problem_of(case, operands) if problem is None else problem
     key = key_of(problem, arch, kernel)
@@ -246,6 +250,7 @@ def run(
     if program.split is not None:
         inputs = operands | program.split(operands["cache_seqlens"], operands.get("cu_seqlens_q"))
     outputs = outputs_of(problem, operands)
+    outputs["out"] = replace(outputs["out"], zero=zero)
     steps = program.steps(tuple(kernel_of(kernel_source(part)) for part in program.keys), NO_VALUES)
     stream: Any = device.open_stream("test")
     results = stream.run(Launch(key, inputs, outputs, lambda _: {}, steps, program.scratch))

@@ -148,15 +148,15 @@ PAGE_DEFECTS = (
     _decode(
         "a value that is no number is looked up in its neighbour's page",
         _SOURCE,
-        "return v.at(table[place.index], place.row);",
-        "return v.at(table[pages.place(key & ~7).index], place.row);",
+        "return rows.at(table[place.index], place.row);",
+        "return rows.at(table[pages.place(key & ~7).index], place.row);",
         "threes nonfinite",
     ),
     _decode(
         "a value that is no number is looked up in the first row",
         _SOURCE,
-        "return v.at(table[place.index], place.row);",
-        "return v.at(table[place.index], 0);",
+        "return rows.at(table[place.index], place.row);",
+        "return rows.at(table[place.index], 0);",
         "threes nonfinite",
     ),
     _decode(
@@ -178,7 +178,11 @@ PLACE_DEFECTS = (
     _decode("rows are copied from the padding", _SOURCE, "read ? pages.stored(key) : -1", "read ? key : -1", "leftpad"),
     _decode("pages are counted with the padding", _SOURCE, "    key = stored(key);\n", "", "leftpad pages"),
     _decode(
-        "values are read from the padding", _SOURCE, "v.at(0, pages.stored(key))", "v.at(0, key)", "leftpad nonfinite"
+        "values are read from the padding",
+        _SOURCE,
+        "rows.at(0, pages.stored(key))",
+        "rows.at(0, key)",
+        "leftpad nonfinite",
     ),
     _decode(
         "every sequence has the first one's padding",

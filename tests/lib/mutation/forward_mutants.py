@@ -26,6 +26,10 @@ def _simple(name: str, old: str, new: str, *probes: str) -> Mutant:
     return Mutant(name, "forward_simple", "forward/forward_simple.cu", old, new, probes or ("plain",))
 
 
+def _rows(name: str, old: str, new: str, *probes: str) -> Mutant:
+    return _simple(name, old, new, *probes)._replace(file="common/weighted_rows.cuh")
+
+
 _MMA, _TILE, _FRAGMENTS = "forward/forward_mma.cu", "mma/tile.cuh", "mma/fragments.cuh"
 _PRODUCTS, _SOFTMAX_TILE = "mma/products.cuh", "mma/softmax_tile.cuh"
 _BLOCK_TILE, _SOFTMAX, _NONFINITE, _MASK = (
@@ -285,15 +289,13 @@ SIMPLE_MUTANTS = (
         "plain",
     ),
     _simple("V is read before it has come", "keys);\n    __syncthreads();\n    add_values", "keys);\n    add_values"),
-    _simple("the accumulator is never rescaled", "rows.o", "rows.o", "plain")._replace(
-        old="o[r][c] *= correction;", new=";"
-    ),
-    _simple("the sum is never rescaled", "    l[r] *= correction;\n", ""),
-    _simple("the correction is always 1", "exp_of(m[r] - base)", "exp_of(base - base)"),
-    _simple("the maximum is a lane's", "max_of(m[r], max_over_lanes(maximum))", "max_of(m[r], maximum)"),
+    _rows("the accumulator is never rescaled", "o[r][c] *= correction;", ";"),
+    _rows("the sum is never rescaled", "    l[r] *= correction;\n", ""),
+    _rows("the correction is always 1", "exp_of(m[r] - base)", "exp_of(base - base)"),
+    _rows("the maximum is a lane's", "max_of(m[r], max_over_lanes(maximum))", "max_of(m[r], maximum)"),
     _simple("the sum is a lane's", "sum_over_lanes(rows.l[r])", "rows.l[r]"),
-    _simple("P is read from the next row", "p_rows[r * BLOCK_N + key]", "p_rows[(r ^ 1) * BLOCK_N + key]"),
-    _simple("hidden keys count as weights", "      if (p == HIDDEN) continue;\n", "", "causal"),
+    _rows("P is read from the next row", "p_rows[r * BLOCK_N + key]", "p_rows[(r ^ 1) * BLOCK_N + key]"),
+    _rows("hidden keys count as weights", "      if (p == HIDDEN) continue;\n", "", "causal"),
     _simple("the stride of V is K's of one tile", "v + key_begin * v_strides.row", "v + key_begin"),
     _simple("rows past the end are stored", "    if (row >= row_end) continue;\n", ""),
     _simple("keys past the end are loaded", "at_most(at.seqlen_k - key_begin, BLOCK_N)", "BLOCK_N"),
