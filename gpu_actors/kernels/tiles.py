@@ -43,7 +43,8 @@ class Tile(NamedTuple):
 
 
 class _TileRow(NamedTuple):
-    """Which problems a tile is for. None matches everything; head_dim is the largest one it is for.
+    """Which problems a tile is for. None matches everything; head_dim is the largest one it is for, and head_dim_v
+    that of v where it has a bound of its own.
 
     scale_only: whether nothing but the scale may stand between product and score. plain: whether no bias, dropout or
     score modification may, which need registers. bare: whether no bias or dropout may, which need more. blocks: how
@@ -62,6 +63,7 @@ class _TileRow(NamedTuple):
     layouts: tuple[Layout, ...] | None = None
     direction: Direction = "forward"
     arch_classes: tuple[str, ...] | None = None
+    head_dim_v: int | None = None
 
 
 _HALVES = ("float16", "bfloat16")
@@ -91,6 +93,7 @@ TILES = (
     _sm90(Tile(128, 128, 2, 12), _HALVES, 128, plain=True),
     _sm90(Tile(128, 96, 2, 12), _HALVES, 128),
     _sm90(Tile(128, 64, 2, 12), _HALVES, layouts=_CACHES),
+    _sm90(Tile(128, 128, 2, 12), _HALVES, 192, scale_only=True, head_dim_v=128),
     _sm90(Tile(128, 112, 2, 12), _HALVES, 192, scale_only=True),
     _sm90(Tile(128, 80, 2, 12), _HALVES, 192, plain=True),
     _sm90(Tile(128, 64, 2, 12), _HALVES, 192),
@@ -99,10 +102,12 @@ TILES = (
     _sm90(Tile(128, 48, 2, 12), _HALVES, 256),
     # 8-bit elements, with V transposed: keys, too, come in boxes of 64 or 128 bytes. Tensor cores keep 13 fraction
     # bits of a sum, so that they sum the keys of one tile alone. Each of its block_n / 32 steps cuts off 34 numbers (32
-    # products, what was summed before, the sum) by less than 2^-13 of the tile's sum P|V|. With 128 keys that is below
-    # 1.7% of it, however many tiles there are, where the largest product of each step has factors of 2^-6 or more, the
-    # least normal number. Products of more than 2^-6 of the largest number lose nothing.
+    # products, what was summed before, the sum) by less than 2^-13 of the tile's sum P|V|. With 256 keys that is below
+    # 3.4% of it, with 128 below 1.7%, however many tiles there are, where the largest product of each step has factors
+    # of 2^-6 or more, the least normal number. Products of more than 2^-6 of the largest number lose nothing. Under a
+    # mask, registers do not hold the scores of 256 keys.
     _sm90(Tile(192, 128, 2, 16), _E4M3, 64, scale_only=True),
+    _sm90(Tile(128, 256, 2, 12), _E4M3, 128, ("full",), scale_only=True),
     _sm90(Tile(128, 128, 2, 12), _E4M3, 192, plain=True),
     _sm90(Tile(128, 64, 2, 12), _E4M3, 192),
     _sm90(Tile(128, 128, 2, 12), _E4M3, 256, scale_only=True),
@@ -170,24 +175,28 @@ def tile_for(
     layout: Layout = "dense",
     plain: bool = True,
     bare: bool = True,
+    head_dim_v: int | None = None,
 ) -> Tile:
-    """The tile of a kernel for a problem. head_dim: the larger of q's and v's. Further ones: as in `_TileRow`.
+    """The tile of a kernel for a problem. head_dim: the larger of q's and v's. head_dim_v: of v, by default the same.
+    Further ones: as in `_TileRow`.
 
     Raises Unsupported where the table has no row for it.
     """
     generation, limit = arch_class(arch), shared_mem_limit(capability(arch))
+    dim_v = head_dim if head_dim_v is None else head_dim_v
     for row in TILES:
         if (
             (row.kernel, row.direction) == (kernel, direction)
             and (row.arch_classes is None or generation in row.arch_classes)
             and (row.dtypes is None or dtype in row.dtypes)
             and head_dim <= row.head_dim
+            and (row.head_dim_v is None or dim_v <= row.head_dim_v)
             and (row.masks is None or mask in row.masks)
             and (scale_only or not row.scale_only)
             and (plain or not row.plain)
             and (bare or not row.bare)
             and (row.layouts is None or layout in row.layouts)
-            and row.blocks * shared_mem_bytes(kernel, row.tile, dtype, head_dim, head_dim) <= limit
+            and row.blocks * shared_mem_bytes(kernel, row.tile, dtype, head_dim, row.head_dim_v or head_dim) <= limit
         ):
             return row.tile
     largest = max((row.head_dim for row in TILES if row.kernel == kernel), default=None)
@@ -199,7 +208,7 @@ def tile_of(key: DispatchKey) -> Tile:
     """The tile that a key's kernel is compiled for."""
     widest = max(key.head_dim, key.head_dim_v)
     fields = (key.kernel, key.direction, key.arch, key.dtype, widest, key.mask, key.scale_only, key.layout)
-    return tile_for(*fields, plain=key.plain, bare=key.bare)
+    return tile_for(*fields, plain=key.plain, bare=key.bare, head_dim_v=key.head_dim_v)
 
 
 def shared_bytes_of(key: DispatchKey) -> int:

@@ -16,7 +16,7 @@
 // Tensor cores keep about 14 bits of a sum of 8-bit products, so that each tile's P V is summed from 0, PIECE columns at
 // a time, and added to O in fp32. Where registers do not hold a piece beside the scores, it is multiplied before them.
 constexpr int PIECE = DIM_V / PIECES;
-constexpr bool VALUES_FIRST = FP8 && (DIM > 128 || DIM_V > 128 || CONSUMERS == 3);
+constexpr bool VALUES_FIRST = FP8 && (DIM > 128 || DIM_V > 128 || CONSUMERS == 3 || BLOCK_N > 128);
 using Sums = float[PIECE / 2];
 
 constexpr bool PINGPONG = DIM_V <= 128 && !VALUES_FIRST;  // wider ones have little softmax to hide

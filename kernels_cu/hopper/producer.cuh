@@ -54,9 +54,12 @@ struct Producer {
     __syncwarp();
     if (!leader) return;
     ptx::mbarrier_arrive_expect_tx(full, VBoxes::BYTES);
-    static_assert(!FP8 || VBoxes::COUNT == 1, "the keys of a tile fill one box");
-    ptx::tma_load(place, &all.v, full, work.values_start + work.keys.at(n) * BLOCK_N, 0, work.kv_head,
-                  VARLEN ? 0 : work.sequence, ptx::CachePolicy::evict_last);
+    const int first = work.values_start + work.keys.at(n) * BLOCK_N;
+#pragma unroll
+    for (int box = 0; box < VBoxes::COUNT; box++) {
+      ptx::tma_load(place + box * VBoxes::BOX_BYTES, &all.v, full, first + box * VBoxes::WIDTH, 0, work.kv_head,
+                    VARLEN ? 0 : work.sequence, ptx::CachePolicy::evict_last);
+    }
   }
 
   // The n-th of the tiles that the rows see.

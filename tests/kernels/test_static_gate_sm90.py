@@ -259,7 +259,7 @@ def faults(found: Finding) -> list[str]:
 def may_be_alone(found: Finding) -> bool:
     """Where registers hold a tile's scores or its sums of 8-bit products, and not both."""
     widest = max(padded_head_dim(dim, found.variant.dtype) for dim in (found.variant.dim, found.variant.dim_v))
-    return is_fp8(found.variant) and (widest > 128 or found.macros["WARPS"] == 16)
+    return is_fp8(found.variant) and (widest > 128 or found.macros["WARPS"] == 16 or found.macros["BLOCK_N"] > 128)
 
 
 def too_many_moves(found: Finding) -> bool:
@@ -374,8 +374,9 @@ A variant passes with
 - as many products (HGMMA, QGMMA of 8 bits) as the tile has, once in the loop and once outside it;
 - every special function of a loop between the waits for S and for O, where the tensor cores still multiply; a score
   modification may compute what follows from rows and keys alone before them. Or, of 8 bits at head dim 64 with three
-  consumers and above 128, after all waits, beside other consumers' products only: there registers hold the scores of a
-  tile or its sums and not both, and the instructions of an iteration are no more than the clocks of those products;
+  consumers, with 256 keys a tile and above head dim 128, after all waits, beside other consumers' products only: there
+  registers hold the scores of a tile or its sums and not both, and the instructions of an iteration are no more than
+  the clocks of those products;
 - no more moves from vector to uniform registers in a loop than four by NVRTC, sixteen by nvcc; four more with a score
   modification, whose divisions by numbers move their reciprocals;
 - where some tiles need a mask, a branch that passes it by in the others;

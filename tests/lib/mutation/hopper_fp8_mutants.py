@@ -114,7 +114,17 @@ _DESCALES = (
 )
 
 _LOADS = (
-    _bug("V is that of a query head", "producer", "BLOCK_N, 0, work.kv_head,", "BLOCK_N, 0, work.head / 2,", "batch"),
+    _bug("V is that of a query head", "producer", "WIDTH, 0, work.kv_head,", "WIDTH, 0, work.head / 2,", "batch"),
+    _bug(
+        "the second box of V has the first one's keys", "producer", "first + box * VBoxes::WIDTH", "first", "wide tile"
+    ),
+    _bug(
+        "the boxes of V change places",
+        "producer",
+        "place + box * VBoxes::BOX_BYTES, &all.v",
+        "place + (VBoxes::COUNT - 1 - box) * VBoxes::BOX_BYTES, &all.v",
+        "wide tile",
+    ),
     _bug(
         "V is that of the first sequence",
         "producer",
@@ -158,7 +168,7 @@ SUMMED_IN_TENSOR_CORES = _bug("all tiles are summed in the tensor cores", "consu
 
 _SUMS = (
     SUMMED_IN_TENSOR_CORES,
-    _bug("a sum starts from the last one", "consumer", _STEP, _STEP.replace("n > 0", "true")),
+    _bug("a sum starts from the last one", "consumer", _STEP, _STEP.replace("n > 0", "true"), "wide head"),
     _bug("a tile's sums are the last step's", "consumer", _STEP, _STEP.replace("n > 0", "false")),
     _bug("O is not rescaled", "consumer", "fmaf(x, correction[i / 2 % 2], sums[i])", "x + sums[i]", "wide tile"),
     _bug("O's rows change corrections", "consumer", "fmaf(x, correction[i / 2 % 2]", "fmaf(x, correction[i % 2]"),
@@ -167,7 +177,7 @@ _SUMS = (
         "forward",
         "add_piece(r.o, sums, r.correction, 0);",
         "add_piece(r.o, sums, correction, 0);",
-        "wide tile",
+        "beside",
     ),
     _bug(
         "every piece is added to the first",
