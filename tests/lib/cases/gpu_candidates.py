@@ -133,6 +133,30 @@ def _decode(
     return make
 
 
+def _latent(lengths: tuple[int, ...], *, rows: int = 1, heads: int = 16, page: int = 64) -> Callable[[], Asked]:
+    """Over a latent cache of DeepSeek's dims: the first 512 columns of a key are its value."""
+
+    def make() -> Asked:
+        rng = np.random.default_rng(len(lengths) + rows)
+        q = cast(rng.standard_normal((len(lengths), rows, heads, 576)), "bfloat16")
+        k = [cast(rng.standard_normal((n, 1, 576)), "bfloat16") for n in lengths]
+        pool = paginate(rng, k, k, page)
+        named = {"block_table": pool.block_table, "cache_seqlens": pool.cache_seqlens}
+        request = ga.PagedForward(q=q, k_cache=pool.k, v_cache=None, latent_dim=512, softmax_scale=0.07, **named)
+
+        def check(result: Any, kernel: str) -> None:
+            ends = {"cu_seqlens_q": len(lengths) * [rows], "cu_seqlens_k": lengths}
+            packed = {name: np.cumsum([0, *steps]).astype(np.int32) for name, steps in ends.items()}
+            keys = np.concatenate(k)
+            inputs = (q.reshape(-1, heads, 576), keys, keys[..., :512])
+            out = np.asarray(result.out).reshape(-1, heads, 512)
+            check_output(out, None, *inputs, causal=True, softmax_scale=0.07, **packed)
+
+        return Asked(request, check)
+
+    return make
+
+
 def _padded(sequences: list[Any]) -> list[Any]:
     """Every sequence as long as the longest and three more, filled up with NaN."""
     longest = max(map(len, sequences)) + 3
@@ -154,15 +178,21 @@ CANDIDATES = (
         for compute in ("f32", "tf32", "f16", "bf16")
     ),
     *(
-        Candidate(f"forward {dtype} {dim}", _forward(4, dtype=dtype, head_dim=dim, always=always), FIRST_FP8_CAPABILITY)
+        Candidate(
+            f"forward {dtype} {dim}{' causal' * ('causal' in always)}",
+            _forward(4, dtype=dtype, head_dim=dim, always=always),
+            FIRST_FP8_CAPABILITY,
+        )
         for dtype in ("float8_e4m3fn", "float8_e5m2")
-        for dim, always in ((64, ()), (128, ("causal", "descales")))
+        for dim, always in ((64, ()), (128, ("descales",)), (128, ("causal", "descales")))
     ),
     Candidate(
         "forward float8_e4m3fn grouped",
         _forward(4, dtype="float8_e4m3fn", head_dim=64, heads=(4, 2)),
         FIRST_FP8_CAPABILITY,
     ),
+    Candidate("forward 192/128", _forward(14, dtype="bfloat16", head_dim=192, head_dim_v=128, always=("causal",))),
+    Candidate("forward 512", _forward(15, dtype="bfloat16", head_dim=512, varlen=False)),
     Candidate("forward float64", _forward(5, dtype="float64", head_dim=40)),
     *(
         Candidate(f"forward with {option}", _forward(6, dtype="bfloat16", head_dim=128, varlen=False, always=(option,)))
@@ -202,6 +232,11 @@ CANDIDATES = (
     Candidate("decode 160 packed rows", _decode((60, 300, 1000), rows=40)),
     Candidate("prefill a chunk", _decode((200, 400), rows=100)),
     Candidate("decode of small pages", _decode((17, 250), page=16, dim=64, dtype="float16")),
+    Candidate("decode of single keys", _decode((17, 250), page=1)),
+    Candidate("decode of pages of 5 keys", _decode((40, 300), rows=5, page=5, dim=64)),
+    Candidate("decode 512", _decode((40, 300), dim=512)),
+    Candidate("decode of a latent cache", _latent((40, 0, 300))),
+    Candidate("decode several rows of a latent cache", _latent((40, 300), rows=3, heads=6, page=16)),
     Candidate("decode of arrays", _decode((1, 64, 300, 1000), page=None)),
     *(
         Candidate(f"decode {dtype} {dim}", _decode((1, 64, 300, 1000), rows=3, dim=dim, page=16, dtype=dtype))
