@@ -14,8 +14,10 @@ the probabilities P after dropout, and everything summed over rows or keys as th
 for 16 bits, u = 2^-8 or 2^-11:   A' = A + t,   W = |dS| + P d + t,   D = p d,   d = sum_d |dO||O|
 
 which are the roundings of P, of dS and of O (the kernel is given a rounded one; where ``out`` is given that is no error
-and d is 0). t is what float16 loses below its normal numbers, 2^-14, and 0 for bfloat16. To it comes the accumulation,
-which for float32 and float64 is all there is, u = 2^-24 or 2^-53:
+and d is 0). t is what is lost below the normal numbers: float16 keeps subnormals, so t = 2^-14. bfloat16 reaches as far
+down as float32, where the special function unit's exponentials end (PTX, ex2.approx.ftz): a probability below 2^-126
+may count as 0, so t = 2^-126 / u in A', and t (1 + |dP - delta|) stands for t in W. To it comes the accumulation, which
+for float32 and float64 is all there is, u = 2^-24 or 2^-53:
 
     A' = A (c + e),   W = P ((c + e) |dP - delta| + c B + E),   D = p ((c + e) |delta| + E)
 
@@ -57,6 +59,7 @@ _LEAST = {
     "float32": 2.0**-150,
     "float64": 0.0,
 }  # half of the subnormals' step
+_TINY = {"float16": 2.0**-14, "bfloat16": 2.0**-126 / UNIT_ROUNDOFF["bfloat16"], "tf32": 0.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,8 +199,9 @@ def _add(
 def _narrow(tile: GradientTile, dtype: str, out_given: bool) -> tuple[Array, Array, Array]:
     """(W, A', d) of 16-bit kernels."""
     out = np.zeros_like(tile.delta) if out_given else np.abs(tile.dout * tile.out).sum(axis=-1, keepdims=True)
-    tiny = (1.0 if tile.visible is None else tile.visible) * (2.0**-14 if dtype == "float16" else 0.0)
-    return np.abs(tile.dbias) + tile.probabilities * out + tiny, np.abs(tile.weights) + tiny, out
+    tiny = _seen(tile, np.full_like(tile.probabilities, _TINY[dtype]))
+    lost = tiny if dtype == "float16" else tiny * (1.0 + np.abs(_seen(tile, tile.dprobabilities - tile.delta)))
+    return np.abs(tile.dbias) + tile.probabilities * out + lost, np.abs(tile.weights) + tiny, out
 
 
 def _accumulation(arguments: Arguments, tile: GradientTile) -> tuple[Array, Array, Array]:
