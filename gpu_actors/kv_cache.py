@@ -289,6 +289,7 @@ class KvCache(Local):
         cu_seqlens_k_new: Array | None = None,
         positions_q: Array | None = None,
         bias: Array | None = None,
+        q_descale: Array | None = None,
         deadline: float | None = None,
         timeout: float | None = None,
         priority: int = 0,
@@ -329,6 +330,7 @@ class KvCache(Local):
             cu_seqlens_k_new=cu_seqlens_k_new,
             positions_q=positions_q,
             bias=bias,
+            q_descale=q_descale,
         )
         return self._submit(message, deadline, timeout, priority, seqs)
 

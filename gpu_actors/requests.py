@@ -156,7 +156,7 @@ class PagedForward(CacheOptions):
     q: (batch, rows, heads_q, head_dim), or (total_q, heads_q, head_dim) with ``cu_seqlens_q``: the last rows of each
         sequence, whose keys and values are in the cache already.
     k_cache, v_cache: with ``block_table`` pages (num_blocks, page_size, heads_kv, head_dim), page_size at least
-        1; without it a dense cache (batch, capacity, heads_kv, head_dim). q's dtype, or fp8 under a 16-bit q.
+        1; without it a dense cache (batch, capacity, heads_kv, head_dim). q's dtype, fp8 too, or fp8 under a 16-bit q.
     latent_dim: in place of v_cache: values are the first so many columns of k_cache, which is read once for both, as in
         multi-head latent attention with absorbed projections (DeepSeek-V2, arXiv 2405.04434): k_cache holds latents and
         rotated keys side by side, (512 + 64) there, and head_dim may be up to 576. softmax_scale must be given then: it

@@ -204,7 +204,7 @@ def _fp8_refusals(p: AttentionProblem, arch: str) -> Iterator[tuple[str, Unsuppo
     if p.direction != "forward":
         reason = "fp8 gradients would be lost in rounding; backward takes 16-bit and wider inputs"
         yield "fp8.backward", Unsupported(field, getattr(p, field), reason, nearest)
-    # The values of a cache under a wider q are widened before they are multiplied.
-    if capability(arch) < FIRST_FP8_CAPABILITY and not (p.decoding and field == "kv_dtype"):
+    # Over a cache all 8-bit values are widened before they are multiplied.
+    if capability(arch) < FIRST_FP8_CAPABILITY and not p.decoding:
         reason = f"fp8 attention needs sm_90a or newer, and {arch} is older"
         yield "fp8.arch", Unsupported(field, getattr(p, field), reason, nearest)

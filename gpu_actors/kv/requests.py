@@ -178,6 +178,7 @@ class AttendCache(CacheOptions):
     positions_q: int32 (total_q,), what q's rows are rotated by. None: the new rows' positions where q has those rows,
         else q_positions, else where the rows stand, which are the last ones of their sequence.
     expect_length: as for `AppendRows`, a list of lengths, or one for one sequence.
+    q_descale: fp32 (batch, kv_heads), of an fp8 q, which has the dtype of its fp8 cache and is not rotated.
     Other options as in `PagedForward`.
     """
 
@@ -206,6 +207,7 @@ class AttendCache(CacheOptions):
     expect_length: Any = None
     cu_seqlens_k_new: Array | None = None
     positions_q: Array | None = None
+    q_descale: Array | None = None
 
 
 CacheMessage = (

@@ -103,6 +103,9 @@
 #ifndef VALUE_WARPS  // warps that share a row's columns of V, each multiplying all of its keys for itself
 #define VALUE_WARPS 1
 #endif
+#ifndef Q_ELEMENT  // q's type where it is not ELEMENT, to which it is widened then
+#define Q_ELEMENT ELEMENT
+#endif
 #ifndef LATENT  // values are the first columns of keys, and are read with them
 #define LATENT 0
 #endif
@@ -169,7 +172,7 @@
 #define BLOCK_N 64  // keys a tile
 #define WARPS 4     // of a block
 #endif
-#define ELEMENT half_t      // of q
+#define ELEMENT half_t      // of q, or what it is widened to
 #define KV_ELEMENT half_t   // of k and v
 #define OUT_ELEMENT half_t  // of the output, or of gradients
 // Of a block, in bytes: what the kernel lays out.

@@ -124,17 +124,19 @@ DEVICE void copy_queries(const DecodeParams& params, const Entry& entry, int kv_
     const int row = index / GROUPS, chunk = index % GROUPS * KEY_STEPS, packed = entry.packed_begin + row;
     const bool exists = packed < entry.packed_end;
     const int from = exists ? packed : entry.packed_begin, head = kv_head * ratio + from % ratio;
-    const ELEMENT* const elements = element_of<const ELEMENT>(attention.q, attention.q_strides, entry.sequence,
-                                                              entry.lengths.q_start + from / ratio, head);
+    const Q_ELEMENT* const elements = element_of<const Q_ELEMENT>(attention.q, attention.q_strides, entry.sequence,
+                                                                  entry.lengths.q_start + from / ratio, head);
     uint32_t words[2][4] = {};
+    constexpr int LOADS = NARROW_Q ? 1 : KEY_STEPS;  // of 16 bytes
 #pragma unroll
-    for (int i = 0; i < KEY_STEPS; i++) {
+    for (int i = 0; i < LOADS; i++) {
       if (!exists || (chunk + i) * 8 >= HEAD_DIM) continue;
-      const ELEMENT* const eight = elements + (chunk + i) * 8;
-      if (reinterpret_cast<uint64_t>(eight) % 16 == 0) ptx::load_global_v4(words[i], eight);
-      else gather(words[i], eight);
+      const Q_ELEMENT* const some = elements + (chunk + i) * 8;
+      if (reinterpret_cast<uint64_t>(some) % 16 == 0) ptx::load_global_v4(words[i], some);
+      else gather(words[i], some);
     }
-    if constexpr (NARROW) shuffled(words[0], words[1]);
+    if constexpr (NARROW_Q) widen_query(words[0], words[1]);
+    else if constexpr (NARROW) shuffled(words[0], words[1]);
 #pragma unroll
     for (int i = 0; i < KEY_STEPS; i++) {
       const LaneAddress to = tile.lane(row, chunk + i);

@@ -25,6 +25,14 @@ DEVICE void shuffled(uint32_t (&low)[4], uint32_t (&high)[4]) {
   }
 }
 
+// The same of a row of 8-bit floats, the sixteen bytes of `low`: widening takes their even and their odd elements apart.
+DEVICE void widen_query(uint32_t (&low)[4], uint32_t (&high)[4]) {
+  uint32_t wide[4][2];
+  widen(wide, low);
+#pragma unroll
+  for (int t = 0; t < 4; t++) low[t] = wide[t][0], high[t] = wide[t][1];
+}
+
 // The element of a row of O that a lane's d[i] and d[i + 2] of column block `block` are.
 DEVICE int column_of(int block, int i) {
   const int t = lane_id() % 4;

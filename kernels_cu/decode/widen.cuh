@@ -1,10 +1,11 @@
-// 8-bit floats of a cache, widened exactly to the type of q.
+// 8-bit floats of a cache, and of q over one, widened exactly to the type in which they are multiplied.
 #pragma once
 
 #include "common/params.cuh"
 #include "ptx/halves.cuh"
 
 constexpr bool NARROW = sizeof(KV_ELEMENT) == 1;
+constexpr bool NARROW_Q = sizeof(Q_ELEMENT) == 1;
 
 template <class Element>
 constexpr bool WIDE_IS_HALF = false;
@@ -28,6 +29,12 @@ struct WideningOf<e4m3_t, bfloat16_t> : Widening<4, 0x7b807b80u, 0x01010101u, 8>
 template <>
 struct WideningOf<e5m2_t, bfloat16_t> : Widening<3, 0x77807780u, 0x04040404u, 8> {};  // 2^112
 using Widen = WideningOf<KV_ELEMENT, ELEMENT>;
+
+template <class One, class Other>
+constexpr bool SAME = false;
+template <class One>
+constexpr bool SAME<One, One> = true;
+static_assert(SAME<Q_ELEMENT, Choice<NARROW_Q, KV_ELEMENT, ELEMENT>>, "8-bit queries have the type of keys");
 
 // The even or the odd bytes of a word, widened; what is no number comes out as one.
 template <int ODD>
@@ -64,3 +71,6 @@ DEVICE void widen(uint32_t (&wide)[4][2], const uint32_t (&words)[4]) {
     wide[w][1] |= nonfinite_exponents<1>(words[w]);
   }
 }
+
+// Two 8-bit floats, in the lower bytes of the two halves of a word.
+DEVICE uint32_t widen_pair(uint32_t pair) { return widen_numbers<0>(pair) | nonfinite_exponents<0>(pair); }

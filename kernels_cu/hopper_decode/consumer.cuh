@@ -30,8 +30,8 @@ struct Consumer {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const int packed = at_most(entry.packed_end - 1, entry.packed_begin + first_row() + 8 * half);
-      const ELEMENT* const row =
-          element_of<const ELEMENT>(attention.q, attention.q_strides, entry.sequence,
+      const Q_ELEMENT* const row =
+          element_of<const Q_ELEMENT>(attention.q, attention.q_strides, entry.sequence,
                                     entry.lengths.q_start + packed / ratio, kv_head * ratio + packed % ratio) +
           lane_id() % 4 * 2;
       const bool wide = reinterpret_cast<uint64_t>(row) % 4 == 0;
@@ -39,6 +39,7 @@ struct Consumer {
       for (int block = 0; block < DIM / 8; block++) {
         uint32_t& word = q[block / 2][half + block % 2 * 2];
         if (block * 8 >= HEAD_DIM) word = 0;
+        else if (NARROW_Q) word = widen_pair(row[block * 8].bits | uint32_t(row[block * 8 + 1].bits) << 16);
         else if (wide) word = *reinterpret_cast<const uint32_t*>(row + block * 8);
         else word = row[block * 8].bits | uint32_t(row[block * 8 + 1].bits) << 16;
       }

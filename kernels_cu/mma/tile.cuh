@@ -72,8 +72,14 @@ DEVICE void gather(uint32_t (&words)[4], const Element* elements) {
   constexpr int PER_WORD = 4 / sizeof(Element);
 #pragma unroll
   for (int w = 0; w < 4; w++) {
-    if constexpr (PER_WORD == 1) words[w] = ptx::as_bits(elements[w]);
-    else words[w] = elements[2 * w].bits | uint32_t(elements[2 * w + 1].bits) << 16;
+    if constexpr (PER_WORD == 1) {
+      words[w] = ptx::as_bits(elements[w]);
+    } else if constexpr (PER_WORD == 4) {
+      words[w] = elements[4 * w].bits | uint32_t(elements[4 * w + 1].bits) << 8 |
+                 uint32_t(elements[4 * w + 2].bits) << 16 | uint32_t(elements[4 * w + 3].bits) << 24;
+    } else {
+      words[w] = elements[2 * w].bits | uint32_t(elements[2 * w + 1].bits) << 16;
+    }
   }
 }
 

@@ -12,6 +12,7 @@ from support.kv_cache import DIM, HEADS, PAGE, Rows, attention, contents, holds,
 from support.service import eventually
 
 import gpu_actors as ga
+from gpu_actors.testing import reference
 
 
 def test_attention_sees_what_was_appended() -> None:
@@ -100,6 +101,25 @@ def test_fp8_pools_quantise_what_comes_and_descale_what_is_read() -> None:
         ]
         result = wait(cache.attend(q, seq))
         np.testing.assert_allclose(result.out[0].astype(float), attention(q[0], *read), rtol=2**-8, atol=2**-9)
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2])
+def test_fp8_queries_attend_to_an_fp8_pool(dtype: Any) -> None:
+    rows = Rows(7)
+    with opened(dtype=dtype) as (_, cache):
+        seqs = wait(cache.create(), cache.create())
+        k, v = ((array * 2).astype(dtype) for array in rows.new(2, 9))
+        q, scale = rows.q(2, 3).astype(dtype), np.array([[0.5, 2.0], [1.0, -0.25]], np.float32)
+        result = wait(cache.attend(q, seqs, k=k, v=v, q_descale=scale, causal=False))
+        assert result.out.dtype.name == "bfloat16"
+        for index in range(2):
+            scaled = q[index].astype(np.float64) * np.repeat(scale[index], 2)[:, None]
+            kept = (x[index : index + 1].astype(np.float64) for x in (k, v))
+            wanted = reference.attention_forward(scaled[None], *kept).out[0]
+            np.testing.assert_allclose(result.out[index].astype(float), wanted, rtol=2**-8, atol=2**-9)
+        turned = cache.attend(q, seqs, k=k, v=v, rope=ga.Rope(dim=8))
+        with pytest.raises(ga.Unsupported, match="fp8 already cannot be rotated"):
+            wait(turned)
 
 
 @pytest.mark.parametrize("how", ["places", "positions", "tables"])

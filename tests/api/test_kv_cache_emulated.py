@@ -21,6 +21,7 @@ CASES: dict[str, tuple[str, str, int, ga.Rope | None]] = {
     "rotated": ("float16", "float16", 8, ga.Rope(dim=32)),
     "quantised": ("bfloat16", "float8_e4m3fn", 8, ga.Rope(dim=64, interleaved=True)),
     "single": ("float16", "float16", 1, None),
+    "eight": ("float8_e4m3fn", "float8_e4m3fn", 8, None),
 }
 
 
@@ -63,7 +64,8 @@ def steps(device: str, dtype: str, kv_dtype: str, page: int, rope: ga.Rope | Non
 
 
 @pytest.mark.parametrize(
-    "name", ["float16", "rotated", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("quantised", "single"))]
+    "name",
+    ["float16", "rotated", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("quantised", "single", "eight"))],
 )
 def test_kernels_and_oracle_keep_the_same_cache_and_give_the_same_answers(name: str) -> None:
     dtype, kv_dtype = CASES[name][:2]

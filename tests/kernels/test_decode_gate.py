@@ -59,6 +59,9 @@ SHAPES = (
     ("bfloat16", "bfloat16", 80, 80),
     ("bfloat16", "bfloat16", 192, 128),
     ("float16", "float16", 40, 40),
+    (FP8, FP8, 128, 128),
+    (FP8, FP8, 256, 256),
+    ("float8_e5m2", "float8_e5m2", 64, 64),
 )
 # Of decode_simple, with the rows of its tiles: every dtype, the widest heads, and head dims of no whole chunks.
 ALL_SCORES: dict[str, Any] = {"causal": True, "softcap": 20.0, "alibi": "batch", "bias": ("float32", False, False)}
@@ -143,7 +146,7 @@ def key_of(variant: Variant) -> DispatchKey:
     given = {
         "dtype": dtype,
         "kv_dtype": kv_dtype,
-        "out_dtype": dtype,
+        "out_dtype": ELEMENTS[dtype].out,
         "compute": ELEMENTS[dtype].computes[0],
         "head_dim": dim,
         "head_dim_v": dim_v,

@@ -60,6 +60,8 @@ SHAPES = (
     ("bfloat16", "float8_e4m3fn", 128, 128),
     ("float16", "float8_e4m3fn", 64, 64),
     ("bfloat16", "float8_e5m2", 128, 64),
+    ("float8_e4m3fn", "float8_e4m3fn", 128, 128),
+    ("float8_e5m2", "float8_e5m2", 64, 64),
 )
 FEW = ("paged", "paged window sinks")
 
@@ -108,7 +110,7 @@ class Finding(NamedTuple):
 
     @property
     def widened(self) -> bool:
-        return self.variant.kv_dtype != self.variant.dtype
+        return ELEMENTS[self.variant.kv_dtype].fp8
 
     @property
     def products(self) -> int:
@@ -141,8 +143,8 @@ def source_of(variant: Variant) -> KernelSource:
     given: dict[str, Any] = {
         "dtype": variant.dtype,
         "kv_dtype": variant.kv_dtype,
-        "descales": variant.kv_dtype != variant.dtype,
-        "out_dtype": variant.dtype,
+        "descales": ELEMENTS[variant.kv_dtype].fp8,
+        "out_dtype": ELEMENTS[variant.dtype].out,
         "head_dim": variant.dim,
         "head_dim_v": variant.dim_v,
         "compute": ELEMENTS[variant.dtype].computes[0],

@@ -144,6 +144,12 @@ def test_fp8_is_refused_before_hopper_and_accepted_from_there_on(arch, dtype):
         assert find_unsupported(problem(dtype, descales=True), newer) is None
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_fp8_over_a_cache_is_widened_and_needs_no_hopper(dtype):
+    given = problem(dtype, descales=True, layout="cache")
+    assert [find_unsupported(given, arch) for arch in ("sm_80", "sm_89", "sm_90a")] == [None] * 3
+
+
 @pytest.mark.parametrize(
     ("direction", "arch", "code"), [("forward", "sm_80", "fp8.arch"), ("backward", "sm_90a", "fp8.backward")]
 )

@@ -31,6 +31,7 @@ __all__ = [
     "decode_tile",
     "items_of",
     "packed_rows",
+    "query_macros",
     "ranges_of",
     "row_tile_of",
     "row_tiles",
@@ -134,8 +135,8 @@ def _deepest(key: DispatchKey, block_n: int, warps: int, blocks: int, room: int)
 
 def decode_refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
     """Why decode_mma does not take a problem over a cache, or None."""
-    if problem.dtype not in ("float16", "bfloat16"):
-        reason = "tensor cores multiply 16-bit queries here; the cache may hold fp8 under them"
+    if ELEMENTS[problem.dtype].itemsize > 2:
+        reason = "tensor cores multiply 16-bit queries here, or 8-bit ones over a cache of their dtype"
         return Unsupported("dtype", problem.dtype, reason, "bfloat16")
     shared = 2 * 8 * 16 // ELEMENTS[problem.kv_dtype].itemsize  # columns of whole chunks of two warps
     if problem.latent and problem.head_dim > GREATEST_DIM and problem.head_dim_v % shared:
@@ -206,7 +207,7 @@ def decode_macros(key: DispatchKey) -> Macros:
     if key.kernel == DECODE:
         options = flags(PAGED=key.paged, SINGLE=key.page_size == 1, TREE=key.tree_mask, LATENT=key.latent)
         options |= score_macros(key) | bias_macros(key) | _sharing(key)
-        return tile_macros(key, tile, shared_bytes) | work | options | {"STAGES": tile.stages}
+        return tile_macros(key, tile, shared_bytes) | query_macros(key) | work | options | {"STAGES": tile.stages}
     unseen: dict[str, Any] = dict.fromkeys(("dtype", "kv_dtype", "out_dtype"), "float16")
     unseen |= dict.fromkeys(("head_dim", "head_dim_v"), 64)
     if key.kernel == COMBINE:
@@ -215,6 +216,12 @@ def decode_macros(key: DispatchKey) -> Macros:
     if key.kernel == PLAN:
         return macros | {"WARPS": _PLAN_WARPS}
     return macros | flags(SINKS=key.sinks, LSE=key.lse) | {"WARPS": _COMBINE_WARPS}
+
+
+def query_macros(key: DispatchKey) -> Macros:
+    """Of 8-bit queries, that they are widened to halves, as keys and values are: exactly, and in the fewest steps."""
+    element = ELEMENTS[key.dtype]
+    return {"Q_ELEMENT": element.c_type, "ELEMENT": ELEMENTS["float16"].c_type} if element.fp8 else {}
 
 
 def _sharing(key: DispatchKey) -> Macros:

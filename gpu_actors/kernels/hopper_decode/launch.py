@@ -40,7 +40,7 @@ DECODE_SM90 = KernelFamily(
     sm90_decode_threads,
     "forward",
     ("cache", "paged"),
-    ("float16", "bfloat16"),
+    ("float8_e5m2", "float8_e4m3fn", "float16", "bfloat16"),
     refuses=sm90_decode_refuses,
     row_tile=sm90_row_tile,
     row_tiles=SM90_ROW_TILES,

@@ -8,7 +8,14 @@ from __future__ import annotations
 import functools
 
 from gpu_actors.errors import Unsupported
-from gpu_actors.kernels.decode.variant import DecodeTile, decode_refuses, decode_tile, packed_rows, split_macros
+from gpu_actors.kernels.decode.variant import (
+    DecodeTile,
+    decode_refuses,
+    decode_tile,
+    packed_rows,
+    query_macros,
+    split_macros,
+)
 from gpu_actors.kernels.hopper.variant import SWIZZLE_ROWS
 from gpu_actors.kernels.macros import Macros, flags, score_macros, tile_macros
 from gpu_actors.kernels.occupancy import shared_mem_limit
@@ -34,6 +41,7 @@ _FEWEST_ROWS = 16
 _WIDEST = 128  # head dim
 _BARRIERS, _FOUND = 16, 16  # bytes of a stage's, and of the word behind them
 _WIDENED = 2  # stages that hold widened keys and values
+_WIDE = 2  # bytes of an element there
 _WARP = 32
 
 
@@ -69,7 +77,7 @@ def sm90_decode_tile(key: DispatchKey) -> DecodeTile:
     block_n, narrow = decode_tile(key).tile.block_n, ELEMENTS[key.kv_dtype].fp8
     columns = sum(padded_head_dim(dim, key.kv_dtype) for dim in (key.head_dim, key.head_dim_v))
     stage = block_n * columns * ELEMENTS[key.kv_dtype].itemsize + _BARRIERS
-    widened = _WIDENED * (block_n * columns * ELEMENTS[key.dtype].itemsize + _BARRIERS) if narrow else 0
+    widened = _WIDENED * (block_n * columns * _WIDE + _BARRIERS) if narrow else 0
     stages = (shared_mem_limit(90) - _FOUND - widened) // stage
     warps = key.row_tile // 16 + (8 if narrow else 4)
     return DecodeTile(Tile(key.row_tile, block_n, stages, warps), 1, stages * stage + widened + _FOUND)
@@ -79,7 +87,8 @@ def sm90_decode_macros(key: DispatchKey) -> Macros:
     """The macros of kernels_cu/hopper_decode/layout.cuh."""
     tile, _, shared_bytes = sm90_decode_tile(key)
     options = flags(PAGED=key.paged, TREE=key.tree_mask) | score_macros(key)
-    return tile_macros(key, tile, shared_bytes) | split_macros(key) | options | {"STAGES": tile.stages}
+    macros = tile_macros(key, tile, shared_bytes) | query_macros(key)
+    return macros | split_macros(key) | options | {"STAGES": tile.stages}
 
 
 def sm90_decode_threads(key: DispatchKey) -> int:

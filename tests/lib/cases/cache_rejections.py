@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from cases.rejections import BF16, F8, Case, array, ints, unsupported
+from cases.rejections import BF16, F8, F8_WIDE, Case, array, ints, unsupported
 
 import gpu_actors as ga
 
@@ -124,6 +124,17 @@ PAGED = {
         "float8_e4m3fn",
         "a cache holds q's dtype, float32",
         "float32",
+    ),
+    "pages of another fp8 than q": unsupported(
+        paged(
+            q=array(2, 1, 4, 8, dtype=F8),
+            k_cache=array(6, 16, 2, 8, dtype=F8_WIDE),
+            v_cache=array(6, 16, 2, 8, dtype=F8_WIDE),
+        ),
+        "k_cache",
+        "float8_e5m2",
+        "a cache holds q's dtype, float8_e4m3fn",
+        "float8_e4m3fn",
     ),
     "a tree of 65": unsupported(
         paged(q=array(2, 65, 4, 8), tree_mask=array(2, 65, dtype=np.uint64)), "tree_mask", 65, "64 at most", 64

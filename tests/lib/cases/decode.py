@@ -66,6 +66,9 @@ VARIANTS = (
     Variant("sm_86", "cache", BF16, BF16, 40, 72, 64, False, ("tree", "softcap", "sinks")),
     Variant("sm_80", "pointers", F16, F16, 128, 128, 16, False, ("sinks", "alibi")),
     Variant("sm_86", "pointers", BF16, E4M3, 96, 96, 16, False, ("window", "sink_tokens", "descales", "own")),
+    Variant("sm_80", "paged", E4M3, E4M3, 80, 80, 16, True, ("causal", "descales")),
+    Variant("sm_90a", "cache", E5M2, E5M2, 64, 128, 32, False, ("tree", "descales", "softcap")),
+    Variant("sm_86", "pointers", E4M3, E4M3, 288, 512, 16, False, ("descales", "sinks")),
 )
 
 
@@ -83,6 +86,8 @@ SM90_VARIANTS = (
     Variant("sm_90a", "paged", F16, E4M3, 64, 96, 128, True, ("causal", "window", "sink_tokens", "descales", "sinks")),
     Variant("sm_90a", "cache", BF16, E5M2, 80, 128, 128, False, ("descales", "softcap")),
     Variant("sm_90a", "paged", F16, E5M2, 64, 64, 64, False, ("tree",)),
+    Variant("sm_90a", "paged", E4M3, E4M3, 128, 64, 64, True, ("causal", "descales")),
+    Variant("sm_90a", "cache", E5M2, E5M2, 80, 96, 128, False, ("descales", "window")),
 )
 
 # Of decode_simple: every dtype, layout and tile, head dims that are no whole chunks, every option.
@@ -171,7 +176,8 @@ def _options(rng: np.random.Generator, variant: Variant, count: int, heads: int,
         "alibi": {"alibi_slopes": rng.uniform(0.01, 0.5, (count, heads)).astype(np.float32)},
         "sinks": {"sinks": rng.standard_normal(heads).astype(np.float32) * 3},
         "descales": {
-            name: rng.uniform(0.25, 2.0, (count, heads_kv)).astype(np.float32) for name in ("k_descale", "v_descale")
+            name: rng.uniform(0.25, 2.0, (count, heads_kv)).astype(np.float32)
+            for name in (*(("q_descale",) if variant.dtype in (E4M3, E5M2) else ()), "k_descale", "v_descale")
         },
     }
     if "chunk" in variant.options:

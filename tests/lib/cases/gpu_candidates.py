@@ -243,6 +243,11 @@ CANDIDATES = (
         for dtype, dim in (("float32", 128), ("float64", 64), ("float16", 20))
     ),
     Candidate("decode of float32 arrays", _decode((1, 64, 300), page=None, dim=40, dtype="float32")),
+    *(
+        Candidate(f"decode of {dtype}{' and many rows' * (rows > 1)}", _decode((40, 300, 1000), rows=rows, dtype=dtype))
+        for dtype in ("float8_e4m3fn", "float8_e5m2")
+        for rows in (1, 5)
+    ),
     Candidate("decode in a window", _decode((300, 1000), window_size=(100, -1))),
 )
 

@@ -27,8 +27,9 @@ from gpu_actors.testing.problems import POISON_PAGE, nan_filled
 from gpu_actors.testing.tolerance import check_output
 from gpu_actors.validation.paged import own_positions
 
+DESCALES = ("q_descale", "k_descale", "v_descale")
 POSITIONS = ("q_positions", "k_positions")
-ARRAYS = ("alibi_slopes", "sinks", "k_descale", "v_descale", *POSITIONS)
+ARRAYS = ("alibi_slopes", "sinks", *DESCALES, *POSITIONS)
 
 
 @dataclass
@@ -77,7 +78,7 @@ class DecodeCase:
         """The same request with one of its sequences."""
         batch = Batch(self.batch.q[index : index + 1], [self.batch.k[index]], [self.batch.v[index]])
         options = dict(self.options)
-        for name in ("alibi_slopes", "k_descale", "v_descale", *POSITIONS):
+        for name in ("alibi_slopes", *DESCALES, *POSITIONS):
             if name in options and (options[name].ndim == 2 or name in POSITIONS):
                 options[name] = options[name][index : index + 1]
         rows = None if self.rows is None else [self.rows[index]]
@@ -188,7 +189,7 @@ def problem_of(case: DecodeCase, operands: dict[str, Any]) -> AttentionProblem:
         sinks="sinks" in options,
         sink_tokens=options.get("sink_tokens", 0),
         attention_chunk=options.get("attention_chunk", 0),
-        descales="k_descale" in options or "v_descale" in options,
+        descales=any(name in options for name in DESCALES),
         return_lse=True,
         page_size=case.page_size if case.layout == "paged" else 0,
         varlen_q=case.rows is not None,

@@ -57,6 +57,16 @@ def with_scales(batch: Batch) -> DecodeCase:
     return DecodeCase(batch, options={"causal": True, "k_descale": scales[0], "v_descale": scales[1]})
 
 
+def narrow(batch: Batch, nan: bool = False) -> DecodeCase:
+    """q and the cache in e4m3, under descales of all three. nan: a column of q's first row is no number."""
+    case = with_scales(batch)
+    if nan:
+        batch.q[0, 0, 0, 5] = np.nan
+    scales = np.random.default_rng(6).uniform(0.5, 2.0, case.options["k_descale"].shape).astype(np.float32)
+    case.options["q_descale"] = scales * np.where(np.arange(len(scales))[:, None] == 1, -1, 1).astype(np.float32)
+    return case
+
+
 def with_nan(batch: Batch, key: int, column: int = 3) -> Batch:
     batch.v[0][key, :, column] = np.nan
     return batch
@@ -89,6 +99,7 @@ def placed(case: DecodeCase | None = None, **positions: list[list[int]]) -> Deco
 
 SLOPES = np.array([0.03, 0.1, 0.01, 0.0], np.float32)
 FP8 = {"kv_dtype": "float8_e4m3fn"}
+FP8_Q = {"dtype": "float8_e4m3fn"}
 CAUSAL = {"causal": True}
 SINKS = {"sinks": np.array([1.0, 3.0, -1.0, 2.0], np.float32)}
 # Problems by name. Most have more key tiles than the ring has stages, and keys that end inside a tile.
@@ -101,6 +112,9 @@ PROBES: dict[str, Callable[[], DecodeCase]] = {
     "nonfinite8": lambda: with_scales(with_nan(batch_of(300, 70, **FP8), 40)),
     "masked8": lambda: with_scales(with_nan(batch_of(300, 70, rows=5, heads=(6, 2), **FP8), 297)),
     "fp8": lambda: with_scales(batch_of(300, 70, **FP8)),
+    "fp8 q": lambda: narrow(batch_of(300, 70, rows=2, **FP8_Q)),
+    "fp8 q NaN": lambda: narrow(batch_of(300, 70, rows=2, **FP8_Q), nan=True),
+    "fp8 q odd": lambda: narrow(batch_of(300, 70, rows=2, **FP8_Q)),
     "unequal": lambda: DecodeCase(batch_of(300, 70, dim_v=64), options=CAUSAL),
     "cache": lambda: DecodeCase(batch_of(300, 70, 9), "cache", options=CAUSAL),
     "leftpad": lambda: DecodeCase(batch_of(300, 0, 70, 9), "cache", options=CAUSAL, leftpad=[5, 70, 0, 130]),
@@ -183,6 +197,14 @@ def check_probe(name: str, **launch: Any) -> None:
         for found, right in ((out, good[0]), (lse, good[1])):
             # Ranges may begin elsewhere.
             np.testing.assert_allclose(np.delete(found, 2, 0), np.delete(right, 2, 0), atol=1e-2)
+    elif name == "fp8 q odd":
+        case = PROBES[name]()
+        operands = case.operands()
+        q = operands["q"]
+        wide = emulated_decode.device_of().allocate((*q.shape[:-1], q.shape[-1] + 1), q.dtype.name)
+        operands["q"] = wide[..., 1:]  # whose rows begin anywhere
+        operands["q"][...] = q
+        check_results(case, *run(case, operands=operands, multiprocessors=2, **launch))
     else:
         case = PROBES[name]()
         check_results(case, *run(case, multiprocessors=MULTIPROCESSORS.get(name, 2), **launch))

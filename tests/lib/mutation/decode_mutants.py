@@ -420,7 +420,7 @@ DECODE_MUTANTS = (
         "fp8",
     ),
     _decode(
-        "Q keeps its columns in order", _MMA, "    if constexpr (NARROW) shuffled(words[0], words[1]);\n", "", "fp8"
+        "Q keeps its columns in order", _MMA, "else if constexpr (NARROW) shuffled(words[0], words[1]);", "", "fp8"
     ),
     _decode(
         "nonfinite values of 8-bit caches go to a neighbour",
@@ -428,6 +428,63 @@ DECODE_MUTANTS = (
         "return NARROW ? 16 * (block / 2) + 4 * t + 2 * i + block % 2 : 8 * block + 2 * t + i;",
         "return NARROW ? 16 * (block / 2) + 4 * t + i + block % 2 : 8 * block + 2 * t + i;",
         "masked8",
+    ),
+    # 8-bit queries
+    _decode(
+        "even and odd elements of 8-bit queries swap",
+        _FRAGMENTS,
+        "low[t] = wide[t][0], high[t] = wide[t][1];",
+        "low[t] = wide[t][1], high[t] = wide[t][0];",
+        "fp8 q",
+    ),
+    _decode(
+        "8-bit queries are taken for halves",
+        _MMA,
+        "if constexpr (NARROW_Q) widen_query",
+        "if constexpr (NARROW_Q) shuffled",
+        "fp8 q",
+    ),
+    _decode(
+        "8-bit queries are copied as twice as many",
+        _MMA,
+        "LOADS = NARROW_Q ? 1 : KEY_STEPS",
+        "LOADS = KEY_STEPS",
+        "fp8 q",
+    ),
+    _decode(
+        "only the first columns of 8-bit queries count",
+        _MMA,
+        "elements + (chunk + i) * 8;",
+        "elements + i * 8;",
+        "fp8 q",
+    ),
+    _decode(
+        "a byte of 8-bit queries is its neighbour",
+        "mma/tile.cuh",
+        "elements[4 * w + 3].bits) << 24",
+        "elements[4 * w + 2].bits) << 24",
+        "fp8 q odd",
+    ),
+    _decode(
+        "8-bit queries lie at multiples of 16 bytes",
+        _MMA,
+        "reinterpret_cast<uint64_t>(some) % 16 == 0",
+        "true",
+        "fp8 q odd",
+    ),
+    _decode(
+        "a query that is no number is widened to one",
+        _WIDEN,
+        "  if (Widen::REST == 0 || (carried & 0x80808080u) == 0) return;",
+        "  return;",
+        "fp8 q NaN",
+    ),
+    _decode(
+        "q's descale is forgotten",
+        "common/score.cuh",
+        "    scale *= descale(params.q_descale, params.q_descale_strides, sequence, kv_head);\n",
+        "",
+        "fp8 q",
     ),
     _decode("V's descale is forgotten", _MERGE, "out_scale = descale(", "descale(", "fp8"),
     _decode("a product of maxima is taken before a negative descale", "mma/softmax.cuh", " && !DESCALES;", ";", "fp8"),

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from emulated.decode import DecodeCase, check_results, run
-from mutation.decode import batch_of, rising, seeded, tree_case, with_nan, with_scales
+from mutation.decode import batch_of, narrow, rising, seeded, tree_case, with_nan, with_scales
 from mutation.decode_sm90_mutants import MUTANTS
 from mutation.forward_mutants import Mutant
 from mutation.run import kernel_and_name, probes_of, run_mutants
@@ -65,6 +65,8 @@ PROBES: dict[str, Callable[[], DecodeCase]] = {
         wide(170, 90), options={**CAUSAL, "sinks": np.array([1.0, 3.0, -1.0, 2.0], np.float32)}
     ),
     "fp8": lambda: with_scales(wide(300, 70, 1000, kv_dtype="float8_e4m3fn")),
+    "fp8 q": lambda: narrow(wide(300, 70, dtype="float8_e4m3fn")),
+    "fp8 q NaN": lambda: narrow(wide(300, 70, dtype="float8_e4m3fn"), nan=True),
     "nonfinite": lambda: DecodeCase(with_nan(wide(300, 70), 297), options=CAUSAL),
     "nonfinite two": lambda: DecodeCase(with_nan(wide(300, 70, rows=40), 290), options=CAUSAL),
 }

@@ -9,6 +9,7 @@ __all__ = ["DEFECTS", "MUTANTS"]
 
 def _bug(name: str, file: str, old: str, new: str, *probes: str) -> Mutant:
     path = {"main": "hopper_decode/decode_sm90.cu", "boxes": "hopper/boxes.cuh", "rows": "decode/rows.cuh"}
+    path |= {"widen": "decode/widen.cuh", "score": "common/score.cuh"}
     return Mutant(name, "decode_sm90", path.get(file, f"hopper_decode/{file}.cuh"), old, new, probes or ("plain",))
 
 
@@ -221,6 +222,42 @@ MUTANTS = (
     _bug("two rows of eight are one", "widener", "lane_id() / 4 % 2 * 5", "lane_id() / 4 % 2 * 0", "fp8"),
     _bug("the second group of a row is the first", "widener", "n % GROUPS * 4 +", "0 * 4 +", "fp8"),
     _bug("widened units lie on each other", "widener", "row, 2 * unit + 1)", "row, 2 * unit)", "fp8"),
+    _bug("8-bit queries are taken for halves", "consumer", "word = widen_pair(", "word = (", "fp8 q"),
+    _bug(
+        "both of two 8-bit queries are the second",
+        "consumer",
+        "widen_pair(row[block * 8].bits",
+        "widen_pair(row[block * 8 + 1].bits",
+        "fp8 q",
+    ),
+    _bug(
+        "the second of two 8-bit queries is odd",
+        "consumer",
+        "uint32_t(row[block * 8 + 1].bits) << 16);\n        else if",
+        "uint32_t(row[block * 8 + 1].bits) << 24);\n        else if",
+        "fp8 q",
+    ),
+    _bug(
+        "8-bit queries are widened from other bytes",
+        "widen",
+        "return widen_numbers<0>(pair)",
+        "return widen_numbers<1>(pair)",
+        "fp8 q",
+    ),
+    _bug(
+        "a query that is no number is widened to one",
+        "widen",
+        "widen_numbers<0>(pair) | nonfinite_exponents<0>(pair)",
+        "widen_numbers<0>(pair)",
+        "fp8 q NaN",
+    ),
+    _bug(
+        "q's descale is forgotten",
+        "score",
+        "    scale *= descale(params.q_descale, params.q_descale_strides, sequence, kv_head);\n",
+        "",
+        "fp8 q",
+    ),
     _bug("V's descale is forgotten", "store", "    out_scale = descale(", "    descale(", "fp8"),
     # The end of a piece
     _bug("partial sums are not divided", "store", "ptx::rcp(l) * out_scale", "out_scale"),
