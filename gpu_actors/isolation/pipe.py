@@ -35,6 +35,13 @@ class Unreadable(NamedTuple):
     about: int
     error: BaseException
 
+    @classmethod
+    def of(cls, about: int, error: BaseException) -> Unreadable:
+        """error: of unpacking. Its frames hold the record's memory, so they do not go along."""
+        if isinstance(error, GpuActorsError):
+            return cls(about, error.with_traceback(None))
+        return cls(about, GpuActorsError(f"cannot be read: {error!r}"))
+
 
 class _Parcel(NamedTuple):
     about: int
@@ -310,8 +317,7 @@ class PipeChannel:
                 places, body, self._theirs, self._returned.append, own, self._asks, self._take_back
             )
         except BaseException as error:
-            kept = error if isinstance(error, GpuActorsError) else GpuActorsError(f"cannot be read: {error!r}")
-            return Unreadable(about, kept)
+            return Unreadable.of(about, error)
         if arguments and not self._asks:
             self._requests[about] = arguments
         return record

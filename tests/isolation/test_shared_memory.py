@@ -187,6 +187,32 @@ def test_an_answer_that_cannot_be_read_frees_its_blocks_and_those_of_its_request
     worker.close()
 
 
+def refuse() -> None:
+    raise ga.InvalidRequest("message", 3, "must be another")
+
+
+class Refusing:
+    def __reduce__(self) -> Any:
+        return refuse, ()
+
+
+def test_the_error_of_a_request_that_cannot_be_read_holds_no_block() -> None:
+    requests, answers = Arena(size=1 << 24), Arena(size=1 << 24)
+    asked: list[Any] = []
+    here, there = socket.socketpair()
+    program = PipeChannel(here, True, requests, answers, lambda *_: None)
+    worker = PipeChannel(there, False, answers, requests, lambda _, record: asked.append(record))
+    program.post(1, program.pack(Ask(1, "flash_attn", (np.ones(10000), Refusing()), None, 0), 1))
+    worker.take_in()
+    assert isinstance(asked[0].error, ga.InvalidRequest)
+    gc.collect()
+    worker.post(1, worker.pack(Answer(1, None, asked[0].error, None, None), 1))
+    program.take_in()
+    assert requests.used() == 0
+    program.close()
+    worker.close()
+
+
 def test_free_memory_that_stays_resident_is_bounded() -> None:
     arena = Arena(size=1 << 30)
     draw = random.Random(7)

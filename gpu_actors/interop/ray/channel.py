@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import ray.cloudpickle
 
-from gpu_actors.errors import GpuActorsError
 from gpu_actors.isolation.arena import Host
 from gpu_actors.isolation.packing import Argument, pack, unpack
 from gpu_actors.isolation.pipe import Unreadable
@@ -104,8 +103,7 @@ class Parcels:
             crate = Crate(parcel.blocks)
             record, arguments = unpack(parcel.places, parcel.body, crate, _nothing, own, copies=self._asks)
         except BaseException as error:
-            kept = error if isinstance(error, GpuActorsError) else GpuActorsError(f"cannot be read: {error!r}")
-            return Unreadable(about, kept)
+            return Unreadable.of(about, error)
         if arguments and not self._asks:
             self._requests[about] = arguments
         return record
