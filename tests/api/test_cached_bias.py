@@ -230,6 +230,11 @@ EMULATED = (
     ("pointers", "of heads", "bfloat16", "bool"),
     ("attend", "own", "float16", "float32"),
     ("attend", "of all", "float16", "float32"),
+    ("paged", "own", "float32", "float32"),
+    ("packed", "of one row", "float64", "float64"),
+    ("cache", "of sequences", "float32", "bool"),
+    ("pointers", "own", "float64", "float32"),
+    ("attend", "of heads", "float32", "float32"),
 )
 
 

@@ -45,6 +45,8 @@ MUTANTS = (
 
 _ROWS, _MMA = "decode/rows.cuh", "decode/decode_mma.cu"
 _CACHED = "make_score<float>(attention, entry.sequence, head, kv_head"
+_SIMPLE, _FLOATS = "decode/decode_simple.cu", "paged, own, float32"
+_SCORED = "packed[r].score(scores[r][c], packed[r].row, key)"
 
 CACHE_MUTANTS = (
     BiasMutant(
@@ -99,5 +101,30 @@ CACHE_MUTANTS = (
         "row * bias_row_stride",
         "row * (bias_row_stride + 1)",
         "packed, of one row",
+    ),
+    BiasMutant("all packed rows are the first", _SIMPLE, _SCORED, _SCORED.replace("packed[r].row", "0"), _FLOATS),
+    BiasMutant(
+        "keys of floats count from the tile", _SIMPLE, _SCORED, _SCORED.replace("key)", "key - key_begin)"), _FLOATS
+    ),
+    BiasMutant(
+        "heads of floats read their KV head's",
+        _SIMPLE,
+        "entry.sequence, kv_head * ratio + packed % ratio, kv_head, entry",
+        "entry.sequence, kv_head, kv_head, entry",
+        _FLOATS,
+    ),
+    BiasMutant(
+        "new rows of floats read the first sequence's",
+        _SIMPLE,
+        "make_score<Real>(attention, entry.sequence",
+        "make_score<Real>(attention, 0",
+        _FLOATS,
+    ),
+    BiasMutant(
+        "a bias of floats is read past the keys",
+        _SIMPLE,
+        f"shown[c] ? {_SCORED} : -INFINITY",
+        f"{_SCORED} + (shown[c] ? 0 : -INFINITY)",
+        _FLOATS,
     ),
 )
