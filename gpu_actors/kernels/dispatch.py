@@ -28,6 +28,7 @@ from gpu_actors.problem import FLAGS, AttentionProblem, DispatchKey
 __all__ = [
     "FAMILIES",
     "REFERENCE",
+    "WITHOUT_CHUNKS",
     "WITHOUT_TMA",
     "Verdict",
     "answering_key",
@@ -60,6 +61,8 @@ FAMILIES = (
 
 # The families for operands that TMA cannot move.
 WITHOUT_TMA = tuple(family for family in FAMILIES if not family.tma)
+# The families for caches whose rows begin between multiples of 16 bytes.
+WITHOUT_CHUNKS = tuple(family for family in WITHOUT_TMA if not family.chunks)
 
 
 def _computed_elsewhere(*_: object) -> Any:

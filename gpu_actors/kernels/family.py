@@ -40,7 +40,8 @@ class KernelFamily:
     block_masks: whether it walks along the lists of a block mask, which divide into its tiles.
     positions: whether rows, keys and heads may stand in a larger problem. lacks: further fields of a problem that it
     does not know. greatest_dim: of heads on tensor cores, but for a latent cache's. tma: whether it loads by TMA, which
-    not all strides suit (`kernels.hopper.params.tma_refusal`).
+    not all strides suit (`kernels.hopper.params.tma_refusal`). chunks: whether it copies rows of caches in chunks of
+    16 bytes, at multiples of which they must begin then; loads by TMA do.
     """
 
     name: str
@@ -61,6 +62,7 @@ class KernelFamily:
     score_mods: bool = False
     block_masks: bool = False
     tma: bool = False
+    chunks: bool = False
     positions: bool = False
     lacks: tuple[str, ...] = ()
     greatest_dim: int = GREATEST_DIM

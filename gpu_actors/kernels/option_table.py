@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from gpu_actors.kernels.dispatch import FAMILIES, REFERENCE, WITHOUT_TMA, Verdict, explain, family_of
+from gpu_actors.kernels.dispatch import FAMILIES, REFERENCE, WITHOUT_CHUNKS, WITHOUT_TMA, Verdict, explain, family_of
 from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.support import ELEMENTS, example_problem, find_unsupported
 from gpu_actors.key_mask import KeyMask
@@ -129,12 +129,19 @@ def explain_problem(problem: AttentionProblem, arch: str, key: DispatchKey | Non
     if key is not None and key.kernel == REFERENCE.name:
         verdicts.append(Verdict(REFERENCE.name, True, REFERENCE.reason))
     elif key is not None and Verdict(key.kernel, True, family_of(key).reason) not in verdicts:
-        moved = "TMA cannot move operands that lie as these do"
-        others = iter(explain(problem, arch, WITHOUT_TMA))
-        verdicts = [Verdict(family.name, False, moved) if family.tma else next(others) for family in FAMILIES]
+        verdicts = _moved(problem, arch, WITHOUT_TMA)
+        if not any(verdict.taken and verdict.family == key.kernel for verdict in verdicts):
+            verdicts = _moved(problem, arch, WITHOUT_CHUNKS)
     kinds = [family for family in FAMILIES if _is_of_kind(family, problem)]
     cells = [option_cell(name, family, arch) for name in options_of(problem) for family in kinds]
     return Explanation(key, tuple(verdicts), tuple(cells))
+
+
+def _moved(problem: AttentionProblem, arch: str, families: tuple[KernelFamily, ...]) -> list[Verdict]:
+    """The verdicts of all families where operands lie so that only these can follow them."""
+    others = iter(explain(problem, arch, families))
+    why = {True: "TMA cannot move operands that lie as these do", False: "rows of the cache begin between its chunks"}
+    return [next(others) if family in families else Verdict(family.name, False, why[family.tma]) for family in FAMILIES]
 
 
 def options_of(problem: AttentionProblem) -> list[str]:

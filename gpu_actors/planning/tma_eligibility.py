@@ -12,12 +12,15 @@ from typing import Any
 
 from gpu_actors.arrays.device_array import DeviceArray, element_strides
 from gpu_actors.devices.interface import DeviceInfo
-from gpu_actors.kernels.dispatch import FAMILIES, WITHOUT_TMA, answering_key
+from gpu_actors.kernels.decode.params import rows_refusal
+from gpu_actors.kernels.dispatch import FAMILIES, WITHOUT_CHUNKS, WITHOUT_TMA, answering_key
 from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.hopper.params import TMA_ALIGNMENT, tma_refusal
 from gpu_actors.problem import AttentionProblem, DispatchKey
 
 __all__ = ["alignments", "eligible_families", "key_for"]
+
+_CACHES = ("k_cache", "v_cache")
 
 logger: logging.Logger = logging.getLogger("gpu_actors")
 
@@ -39,10 +42,20 @@ def key_for(problem: AttentionProblem, info: DeviceInfo, request: object, names:
 
 def eligible_families(operands: Mapping[str, Any]) -> tuple[KernelFamily, ...]:
     """The kernels to choose from for adopted operands that are loaded and stored in tiles, by name."""
+    families: tuple[KernelFamily, ...] = FAMILIES
     for name, array in operands.items():
-        if isinstance(array, DeviceArray):
-            refusal = tma_refusal(name, array.shape, element_strides(array), array.address, array.dtype.itemsize)
-            if refusal is not None:
-                logger.info("a request goes to a kernel that does without TMA: %s", refusal)
-                return WITHOUT_TMA
-    return FAMILIES
+        if not isinstance(array, DeviceArray):
+            continue
+        refusal = tma_refusal(name, array.shape, element_strides(array), array.address, array.dtype.itemsize)
+        if refusal is None:
+            continue
+        logger.info("a request goes to a kernel that does without TMA: %s", refusal)
+        if name in _CACHES and rows_refusal(array.address, _strides(array)):
+            return WITHOUT_CHUNKS
+        families = WITHOUT_TMA
+    return families
+
+
+def _strides(cache: DeviceArray) -> list[int]:
+    """Of the axes of rows that there are several along, in bytes."""
+    return [stride for extent, stride in zip(cache.shape[:-1], cache.strides, strict=False) if extent > 1]

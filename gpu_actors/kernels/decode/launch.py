@@ -117,4 +117,5 @@ DECODE_MMA = KernelFamily(
     row_tiles=(*ROW_TILES, 128),  # the last one for the split and the merge of decode_sm90
     positions=True,
     greatest_dim=MAX_HEAD_DIM,
+    chunks=True,
 )

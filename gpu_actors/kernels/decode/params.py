@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from gpu_actors.devices.interface import Buffer
 from gpu_actors.errors import InvalidRequest
@@ -28,7 +28,7 @@ from gpu_actors.kernels.params import (
 from gpu_actors.kernels.program import NO_VALUES, Values
 from gpu_actors.problem import AttentionProblem, DispatchKey
 
-__all__ = ["CHUNK", "decode_layout", "pack_cache_layouts", "pack_decode", "pack_pointers", "pack_split"]
+__all__ = ["CHUNK", "decode_layout", "pack_cache_layouts", "pack_decode", "pack_pointers", "pack_split", "rows_refusal"]
 
 _ATTENTION = "attention."
 _SCRATCH = ("plan", "sums", "partial_out", "partial_lse", "cache_layouts")
@@ -167,10 +167,19 @@ def _operands(p: AttentionProblem, layout: ParamsLayout) -> Iterator[Operand]:
 
 
 def _check_alignment(name: str, cache: Buffer, axes: tuple[int, ...], alignment: int) -> None:
-    """Raise InvalidRequest unless every row of a cache begins at a multiple of so many bytes, within 2^31 of them."""
     strides = [cache.strides[axis] * ITEMSIZES[cache.dtype] for axis in axes if cache.shape[axis] > 1]
-    given = f"address {cache.address:#x}, strides {cache.strides}"
-    if cache.address % alignment or any(stride % alignment for stride in strides):
-        raise InvalidRequest(name, given, f"rows of a cache must begin at multiples of {alignment} bytes")
+    reason = rows_refusal(cache.address, strides, alignment)
+    if reason is not None:
+        raise InvalidRequest(name, f"address {cache.address:#x}, strides {cache.strides}", reason)
+
+
+def rows_refusal(address: int, strides: Sequence[int], alignment: int = CHUNK) -> str | None:
+    """Why a kernel cannot follow the rows of a cache, or None.
+
+    strides: in bytes, of the axes of more than one. alignment: bytes, at multiples of which rows must begin.
+    """
+    if address % alignment or any(stride % alignment for stride in strides):
+        return f"rows of a cache must begin at multiples of {alignment} bytes"
     if not all(0 <= stride < alignment << 31 for stride in strides):
-        raise InvalidRequest(name, given, f"strides of a cache must be from 0 to {alignment << 31} bytes")
+        return f"strides of a cache must be from 0 to {alignment << 31} bytes"
+    return None
