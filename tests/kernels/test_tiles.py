@@ -42,6 +42,13 @@ def test_every_tile_fits_the_shared_memory_of_every_architecture(kernel, arch):
             assert used <= limit, (dtype, dim, mask, tile, used)
 
 
+@pytest.mark.parametrize("dim_v", [8, 64, 128, 136, 192])
+def test_tiles_of_narrower_values_fit_too(dim_v):
+    for dtype, dim, mask in itertools.product(("float16", "bfloat16"), range(8, 257, 8), MASKS):
+        tile = tile_or_none("forward_sm90", "sm_90a", dtype, max(dim, dim_v), mask, dim_v=dim_v)
+        assert shared_mem_bytes("forward_sm90", tile, dtype, dim, dim_v) <= shared_mem_limit(90), (dtype, dim, mask)
+
+
 def test_the_plain_kernel_has_a_tile_for_everything():
     for arch, dtype, dim, mask in itertools.product(ARCHS, ELEMENTS, range(1, 513), MASKS):
         assert tile_or_none("forward_simple", arch, dtype, dim, mask), (arch, dtype, dim, mask)
@@ -53,6 +60,7 @@ def test_each_row_of_the_table_is_reached():
     flags = (True, False)
     queries = itertools.product(kernels, ARCHS, ELEMENTS, dims, MASKS, flags, LAYOUTS, flags, flags)
     tiles = {id(tile_or_none(*query)) for query in queries}
+    tiles.add(id(tile_or_none("forward_sm90", "sm_90a", "bfloat16", 192, "full", dim_v=128)))
     assert [row for row in TILES if id(row.tile) not in tiles] == []
 
 
@@ -66,9 +74,10 @@ def tile_or_none(
     layout: Layout = "dense",
     plain: bool = True,
     bare: bool = True,
+    dim_v: int | None = None,
 ) -> Tile | None:
     try:
-        return tile_for(kernel, DIRECTIONS[kernel], arch, dtype, dim, mask, scale_only, layout, plain, bare)
+        return tile_for(kernel, DIRECTIONS[kernel], arch, dtype, dim, mask, scale_only, layout, plain, bare, dim_v)
     except Unsupported:
         return None
 
