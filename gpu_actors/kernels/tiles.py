@@ -72,7 +72,7 @@ _CACHES: tuple[Layout, ...] = ("paged", "cache")
 _NO_CACHES: tuple[Layout, ...] = ("dense", "varlen")
 _NO_WINDOW: tuple[MaskKind, ...] = ("full", "causal")
 
-_E4M3 = ("float8_e4m3fn",)
+_EIGHTS = ("float8_e4m3fn", "float8_e5m2")
 
 _sm90 = functools.partial(_TileRow, "forward_sm90", arch_classes=("sm_90",))
 _mma = functools.partial(_TileRow, "forward_mma")
@@ -106,12 +106,12 @@ TILES = (
     # 3.4% of it, with 128 below 1.7%, however many tiles there are, where the largest product of each step has factors
     # of 2^-6 or more, the least normal number. Products of more than 2^-6 of the largest number lose nothing. Under a
     # mask, registers do not hold the scores of 256 keys.
-    _sm90(Tile(192, 128, 2, 16), _E4M3, 64, scale_only=True),
-    _sm90(Tile(128, 256, 2, 12), _E4M3, 128, ("full",), scale_only=True),
-    _sm90(Tile(128, 128, 2, 12), _E4M3, 192, plain=True),
-    _sm90(Tile(128, 64, 2, 12), _E4M3, 192),
-    _sm90(Tile(128, 128, 2, 12), _E4M3, 256, scale_only=True),
-    _sm90(Tile(128, 64, 2, 12), _E4M3, 256),
+    _sm90(Tile(192, 128, 2, 16), _EIGHTS, 64, scale_only=True),
+    _sm90(Tile(128, 256, 2, 12), _EIGHTS, 128, ("full",), scale_only=True),
+    _sm90(Tile(128, 128, 2, 12), _EIGHTS, 192, plain=True),
+    _sm90(Tile(128, 64, 2, 12), _EIGHTS, 192),
+    _sm90(Tile(128, 128, 2, 12), _EIGHTS, 256, scale_only=True),
+    _sm90(Tile(128, 64, 2, 12), _EIGHTS, 256),
     # 32 rows a warp read half as much of K and V from shared memory as 16 do; up to dim 128, with nothing but the scale
     # between product and score and no window, registers hold them. Four such warps leave room for a second block.
     _mma(Tile(128, 64, 3, 4), dtypes=_HALVES, head_dim=64, masks=_NO_WINDOW, scale_only=True, blocks=2),

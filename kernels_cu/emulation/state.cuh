@@ -129,7 +129,7 @@ struct Accumulator {
 };
 struct WgmmaOperation {
   int n;
-  int element;
+  int element, b_element;
   bool a_in_registers, a_transposed, b_transposed;
   uint64_t a_descriptor, b_descriptor, hash;
   float* accumulator;

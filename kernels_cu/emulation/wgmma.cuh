@@ -145,18 +145,19 @@ inline void finish_accumulator(const Accumulator& a) {
 }
 
 // ---- the product: 16 x n += 16 x k times (n x k) transposed
-inline void multiply(Element e, const float* a, const uint8_t* b_bytes, int n, float* value, bool accumulate) {
+inline void multiply(Element e, const float* a, Element of_b, const uint8_t* b_bytes, int n, float* value,
+                     bool accumulate) {
   const int k = 32 / element_bytes(e);
   float b[32 * 256], row[32];
   for (int j = 0; j < n; j++) {
-    decode(e, b_bytes + 32 * j, k, row);
+    decode(of_b, b_bytes + 32 * j, k, row);
     for (int x = 0; x < k; x++) b[x * n + j] = row[x];
   }
   if (element_bytes(e) == 1) {
     if (!accumulate) memset(value, 0, sizeof(float) * 16 * n);
     int a_exponents[16 * 32], b_exponents[32 * 256];
     exponents_of(e, a, 16 * k, a_exponents);
-    exponents_of(e, b, k * n, b_exponents);
+    exponents_of(of_b, b, k * n, b_exponents);
     const Factors rows{a, a_exponents}, columns{b, b_exponents};
     for (int j = 0; j < n; j += 8)
       for (int i = 0; i < 16; i++) add_truncated<8>(rows.from(i * k), columns.from(j), n, k, value + i * n + j);
@@ -166,7 +167,7 @@ inline void multiply(Element e, const float* a, const uint8_t* b_bytes, int n, f
     if (!accumulate) memset(value, 0, sizeof(float) * 16 * n);
     int a_exponents[16 * 16], b_exponents[16 * 256];
     exponents_of(e, a, 16 * k, a_exponents);
-    exponents_of(e, b, k * n, b_exponents);
+    exponents_of(of_b, b, k * n, b_exponents);
     const Factors rows{a, a_exponents}, columns{b, b_exponents};
     for (int j = 0; j < n; j += 8)
       for (int i = 0; i < 16; i++) add_cut_off<8>(rows.from(i * k), columns.from(j), n, k, 25, value + i * n + j);
@@ -235,7 +236,7 @@ __attribute__((noinline)) inline void issue_wgmma(WgmmaOperation op, WgmmaArgume
     check_fenced(state, reinterpret_cast<const uint32_t* const*>(d), words, "accumulator");
   if (!accumulator) accumulator = &start_accumulator(state, d, op.n);
   if (accumulator->n != op.n) fail(kind::race, "wgmma: an accumulator in flight is used with another shape");
-  multiply(e, a, b_bytes, op.n, accumulator->value, lane[0]->accumulate);
+  multiply(e, a, Element(op.b_element), b_bytes, op.n, accumulator->value, lane[0]->accumulate);
   accumulator->uses++;
   state.operations.push(op);
 }

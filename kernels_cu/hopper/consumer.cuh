@@ -157,7 +157,7 @@ struct Consumer {
     const uint64_t v = VBoxes::rows(shared.v(values.stage) + piece * PIECE * VBoxes::LINE);
 #pragma unroll
     for (int n = 0; n < BLOCK_N / STEP; n++) {
-      ptx::wgmma_rs<PIECE, OPERAND>(sums, r.p[n], v + VBoxes::column_step(n), n > 0);
+      ptx::wgmma_rs<PIECE, WEIGHT, false, OPERAND>(sums, r.p[n], v + VBoxes::column_step(n), n > 0);
     }
     ptx::wgmma_commit();
   }

@@ -24,4 +24,10 @@ struct FormatOf<e4m3_t> {
     return ptx::pack_e4m3(a, b, c, d);
   }
 };
+// Weights are e4m3, too, beside which tensor cores take e5m2: their third fraction bit costs nothing.
+template <>
+struct FormatOf<e5m2_t> : FormatOf<e4m3_t> {
+  static constexpr ptx::Element ELEMENT_OF = ptx::Element::e5m2;
+};
 constexpr ptx::Element OPERAND = FormatOf<ELEMENT>::ELEMENT_OF;
+constexpr ptx::Element WEIGHT = OPERAND == ptx::Element::e5m2 ? ptx::Element::e4m3 : OPERAND;

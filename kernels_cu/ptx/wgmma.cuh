@@ -89,12 +89,14 @@ struct WgmmaSize {};
     else if constexpr (E == Element::e4m3) PTX_WGMMA_SS(n, "k32.f32.e4m3.e4m3", "", o0, o1, o2);                    \
     else PTX_WGMMA_SS(n, "k32.f32.e5m2.e5m2", "", o0, o1, o2);                                                      \
   }                                                                                                                 \
-  template <Element E, int TRANS_B>                                                                                 \
+  template <Element E, int TRANS_B, Element B>                                                                      \
   WRAPPER void wgmma_rs_sized(WgmmaSize<n>, float (&d)[n / 2], const uint32_t (&a)[4], uint64_t b, int accumulate) { \
     if constexpr (E == Element::f16)                                                                                \
       PTX_WGMMA_RS(n, "k16.f32.f16.f16", ", %" #o6, o0, o1, o2, o3, o4, o5, "n"(TRANS_B));                          \
     else if constexpr (E == Element::bf16)                                                                          \
       PTX_WGMMA_RS(n, "k16.f32.bf16.bf16", ", %" #o6, o0, o1, o2, o3, o4, o5, "n"(TRANS_B));                        \
+    else if constexpr (E == Element::e4m3 && B == Element::e5m2)                                                    \
+      PTX_WGMMA_RS(n, "k32.f32.e4m3.e5m2", "", o0, o1, o2, o3, o4, o5);                                             \
     else if constexpr (E == Element::e4m3) PTX_WGMMA_RS(n, "k32.f32.e4m3.e4m3", "", o0, o1, o2, o3, o4, o5);        \
     else PTX_WGMMA_RS(n, "k32.f32.e5m2.e5m2", "", o0, o1, o2, o3, o4, o5);                                          \
   }
@@ -121,11 +123,13 @@ WRAPPER void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate
   wgmma_ss_sized<E, TRANS_A, TRANS_B>(WgmmaSize<N>{}, d, a, b, accumulate);
 }
 
-// The same with a in registers, laid out like the A fragment of mma (ptx/mma.cuh) for the warp's 16 rows.
-template <int N, Element E, bool TRANS_B = false>
+// The same with a in registers, laid out like the A fragment of mma (ptx/mma.cuh) for the warp's 16 rows. B: of b, where
+// it is not a's: e5m2 beside e4m3.
+template <int N, Element E, bool TRANS_B = false, Element B = E>
 WRAPPER void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
   static_assert(wgmma_exists<N, E, false, TRANS_B>(), "no such wgmma");
-  wgmma_rs_sized<E, TRANS_B>(WgmmaSize<N>{}, d, a, b, accumulate);
+  static_assert(B == E || (E == Element::e4m3 && B == Element::e5m2), "no such pair of elements here");
+  wgmma_rs_sized<E, TRANS_B, B>(WgmmaSize<N>{}, d, a, b, accumulate);
 }
 
 }  // namespace ptx

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import struct
 from pathlib import Path
@@ -151,6 +152,46 @@ def test_emulated_sums_of_8_bit_products_lose_their_low_bits(module_cache: Path,
     for entry in ("multiply_shared", "multiply_registers"):
         for result in emulated_runner(module_cache)(product.run(entry, EVERY_KIND)):
             result.check(d=wanted)
+
+
+MIXED = [Variant("e4m3", 72)]
+
+
+def mixed(variant: Variant) -> Product:
+    """A of e4m3, B of e5m2."""
+    product = Product(variant)
+    product.b = small_values(np.random.default_rng(2), product.b.shape, "e5m2")
+    product.placed_b = place(product.b, "128B", False)
+    product.d = product.c + product.a.astype(np.float32) @ product.b.astype(np.float32).T
+    return product
+
+
+def run_mixed(product: Product) -> KernelRun:
+    run = product.run("multiply_mixed", MIXED)
+    return dataclasses.replace(run, macros={**run.macros, "WGMMA_MIXED": "1"})
+
+
+@pytest.mark.parametrize("variant", MIXED, ids=str)
+def test_e5m2_goes_with_e4m3_in_registers(runner: Runner, variant: Variant) -> None:
+    product = mixed(variant)
+    for result in runner(run_mixed(product)):
+        result.check(d=product.d)
+
+
+def test_emulated_sums_of_mixed_products_have_the_exponents_of_their_own_formats(module_cache: Path) -> None:
+    """e5m2 numbers of 2^-14 and more are normal, beside e4m3 ones of 2^-6 and more."""
+    product = mixed(MIXED[0])
+    rng = np.random.default_rng(3)
+    a, b = (rng.standard_normal(x.shape) * 2.0 ** rng.integers(-12, -3, x.shape) for x in (product.a, product.b))
+    product.a, product.b = a.astype(product.a.dtype), b.astype(product.b.dtype)
+    product.c[...] = 0
+    product.placed_a, product.placed_b = place(product.a, "128B", False), place(product.b, "128B", False)
+    wanted = product.c
+    for step in (slice(0, 32), slice(32, 64)):
+        factors = (x[:, step].astype(np.float64) for x in (product.a, product.b))
+        wanted = hopper_fp8(*factors, wanted, FORMATS["e4m3"], FORMATS["e5m2"])
+    for result in emulated_runner(module_cache)(run_mixed(product)):
+        result.check(d=wanted)
 
 
 def test_sums_of_8_bit_products_keep_infinities_and_nans(runner: Runner) -> None:

@@ -108,6 +108,9 @@ SHAPES = (
     ("float8_e4m3fn", 256, 256),
     ("float8_e4m3fn", 192, 96),
     ("float8_e4m3fn", 192, 192),
+    ("float8_e5m2", 64, 64),
+    ("float8_e5m2", 128, 128),
+    ("float8_e5m2", 256, 256),
 )
 FEW = ("causal", "everything")
 FEW_FP8 = ("full", "causal", "window sinks", "everything", "wide bias", "bool bias")

@@ -33,13 +33,13 @@ def sm90_program(problem: AttentionProblem, key: DispatchKey, target: Target) ->
 
 FORWARD_SM90 = KernelFamily(
     "forward_sm90",
-    "computes 16-bit and e4m3 batches, and many new rows over caches, on Hopper with TMA and wgmma",
+    "computes 16-bit and 8-bit batches, and many new rows over caches, on Hopper with TMA and wgmma",
     sm90_program,
     sm90_macros,
     sm90_threads,
     "forward",
     ("dense", "varlen", "cache", "paged"),
-    ("float16", "float8_e4m3fn", "bfloat16"),
+    ("float16", "float8_e5m2", "float8_e4m3fn", "bfloat16"),
     refuses=sm90_refuses,
     companions=(TRANSPOSE,),
     persistent=True,

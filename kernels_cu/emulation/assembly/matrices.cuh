@@ -124,9 +124,10 @@ inline void read_mma(Parser& p) {
   p.means(multiply_warp, kind->name, int(kind->element), in_place ? IN_PLACE : 0);
 }
 
-// ---- wgmma.mma_async.sync.aligned.m64nNkK.f32.type.type d, a, b, scale-d, 1, 1 {, transpositions}
+// ---- wgmma.mma_async.sync.aligned.m64nNkK.f32.type.type d, a, b, scale-d, 1, 1 {, transpositions} (9.7.15.5.2)
+// The types are those of A and of B, which may differ among the 8-bit floats.
 // number: N. The slots: N / 2 accumulators, A (4 registers or a descriptor), B's descriptor, scale-d, and constants.
-constexpr int A_IN_REGISTERS = 1, TAKES_TRANSPOSITIONS = 2, ELEMENT_SHIFT = 4;
+constexpr int A_IN_REGISTERS = 1, TAKES_TRANSPOSITIONS = 2, ELEMENT_SHIFT = 4, B_ELEMENT_SHIFT = 8;
 
 inline void* needed_array_of(const Frame& f, const Slot* slot, int count, const char* what) {
   void* const array = array_of(f, slot, count);
@@ -140,7 +141,8 @@ inline void multiply_warpgroup(const Instruction& i, Frame& f) {
   const Slot* b = a + (in_registers ? 4 : 1);
   WgmmaOperation op{};
   op.n = i.number;
-  op.element = i.flags >> ELEMENT_SHIFT;
+  op.element = i.flags >> ELEMENT_SHIFT & 15;
+  op.b_element = i.flags >> B_ELEMENT_SHIFT;
   op.a_in_registers = in_registers;
   if (i.flags & TAKES_TRANSPOSITIONS) {
     op.a_transposed = !in_registers && value_of<int>(f, b[4]);
@@ -179,10 +181,13 @@ inline void read_wgmma_mma(Parser& p) {
   for (const Kind& candidate : kinds)
     if (!kind && !strcmp(candidate.k, k) && p.is(candidate.type)) kind = &candidate;
   if (!kind) p.refuse("%s: '%s' is not known where the type of A stands", p.opcode, p.modifier);
-  p.need(kind->type);
+  const Kind* b_kind = nullptr;
+  for (const Kind& candidate : kinds)
+    if (!b_kind && !strcmp(k, "k32") && !strcmp(candidate.k, k) && p.is(candidate.type)) b_kind = &candidate;
+  if (!b_kind) p.need(kind->type), b_kind = kind;
   p.reads_and_writes_list(n / 2, F32, "accumulator");
   const bool in_registers = p.taken < p.argument_count && p.arguments[p.taken].kind == Argument::list;
-  int flags = int(kind->element) << ELEMENT_SHIFT;
+  int flags = int(kind->element) << ELEMENT_SHIFT | int(b_kind->element) << B_ELEMENT_SHIFT;
   if (in_registers) {
     flags |= A_IN_REGISTERS;
     p.reads_list(4, B32, "A registers");

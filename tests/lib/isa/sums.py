@@ -33,10 +33,14 @@ def _split(
 
 
 def hopper_fp8(
-    a: npt.NDArray[np.float64], b: npt.NDArray[np.float64], c: npt.NDArray[np.float32], form: formats.Format
+    a: npt.NDArray[np.float64],
+    b: npt.NDArray[np.float64],
+    c: npt.NDArray[np.float32],
+    form: formats.Format,
+    b_form: formats.Format | None = None,
 ) -> npt.NDArray[np.float32]:
     """`cut_off` for the 32 products of one instruction of Hopper."""
-    return cut_off(a, b, c, form, FRACTION_BITS, FRACTION_BITS)
+    return cut_off(a, b, c, form, FRACTION_BITS, FRACTION_BITS, b_form)
 
 
 def cut_off(
@@ -46,6 +50,7 @@ def cut_off(
     form: formats.Format,
     term_bits: int,
     result_bits: int,
+    b_form: formats.Format | None = None,
 ) -> npt.NDArray[np.float32]:
     """c + a b^T for the products that are one sum.
 
@@ -56,6 +61,7 @@ def cut_off(
         a: (m, k), b: (n, k), values of `form`, float64.
         c: accumulators, float32 (m, n).
         form: of a and b.
+        b_form: of b, where that is another.
         term_bits: fraction bits below the largest exponent that a term keeps.
         result_bits: fraction bits of the result.
 
@@ -68,7 +74,7 @@ def cut_off(
     if not (np.isfinite(a).all() and np.isfinite(b).all() and np.isfinite(c).all()):
         raise ValueError("the model covers finite values only")
     a_significand, a_exponent = _split(a, form.least_exponent)
-    b_significand, b_exponent = _split(b, form.least_exponent)
+    b_significand, b_exponent = _split(b, (b_form or form).least_exponent)
     c_significand, c_exponent = _split(c.astype(np.float64), -126)
     significands = np.concatenate(
         [a_significand[:, None, :] * b_significand[None, :, :], c_significand[..., None]], axis=2

@@ -1,4 +1,4 @@
-"""Seeds bugs into what forward_sm90 has for e4m3, and shows that the comparison with the oracle catches each.
+"""Seeds bugs into what forward_sm90 has for 8-bit floats, and shows that the comparison with the oracle catches each.
 
 scripts/mutants hopper_fp8            every mutant, some eight seconds each; writes docs/reports/mutation_hopper_fp8.md
 scripts/mutants hopper_fp8 NAME...    only these, and writes nothing
@@ -57,6 +57,8 @@ PROBES: dict[str, dict[str, Any]] = {
     "beside": {"head_dim": 128, "seqlens": (130, 500), "always": _CAUSAL},
     "wide head": {"head_dim": 256, "seqlens": (130, 500), "always": ("descales",), "kind": "rising"},
     "faint": {"seqlens": (70, 601), "heads": (1, 1)},
+    "e5m2": {"dtype": "float8_e5m2", "seqlens": (130, 300), "always": _CAUSAL},
+    "e5m2 faint": {"dtype": "float8_e5m2", "seqlens": (70, 601), "heads": (1, 1)},
     "nonfinite": {"seqlens": (200, 200), "always": _CAUSAL},
     "negative": {"seqlens": (300, 300), "always": _CAUSAL},
     "zero": {"seqlens": (150, 200), "always": _CAUSAL},
@@ -70,11 +72,11 @@ def case_of(name: str) -> ForwardCase:
     case = poison_unseen(random_forward(len(name), **{**_SHAPE, **PROBES[name]}))
     if name == "nonfinite":
         case.v[0, 100, :, 3] = np.nan
-    if name == "faint":  # one key of the largest weight, and many that e4m3 would round to 0
+    if name in ("faint", "e5m2 faint"):  # one key of the largest weight, and many that e4m3 would round to 0
         arrays = {part: np.zeros(array.shape) for part, array in zip("qkv", case.inputs, strict=True)}
         arrays["q"][..., 0], arrays["k"][:, 0, :, 0], arrays["v"][:, 1:] = 8.0, 7.0, 1.0
         scale = {"softmax_scale": 0.125}
-        cast = {part: array.astype(ml_dtypes.float8_e4m3fn) for part, array in arrays.items()}
+        cast = {part: array.astype(case.q.dtype) for part, array in arrays.items()}
         return dataclasses.replace(case, **cast, options={**case.options, **scale})
     if name in _Q_DESCALE:
         value = np.full_like(case.options["q_descale"], _Q_DESCALE[name])

@@ -8,7 +8,7 @@ __all__ = ["DEFECTS", "MUTANTS"]
 
 
 def _bug(name: str, file: str, old: str, new: str, *probes: str) -> Mutant:
-    elsewhere = {"rows": "mma/softmax.cuh", "forward": "hopper/forward_sm90.cu"}
+    elsewhere = {"rows": "mma/softmax.cuh", "forward": "hopper/forward_sm90.cu", "ptx": "ptx/wgmma.cuh"}
     file = elsewhere.get(file, f"hopper/{file}.cuh")
     return Mutant(name, "forward_sm90", file, old, new, probes or ("causal",))
 
@@ -113,6 +113,34 @@ _DESCALES = (
     _bug("softcap keeps an infinite scale", "softmax", "scale = NAN;", ";", "capped"),
 )
 
+_E5M2 = (
+    _bug(
+        "weights beside e5m2 are taken for e5m2",
+        "format",
+        "OPERAND == ptx::Element::e5m2 ? ptx::Element::e4m3 : OPERAND",
+        "OPERAND",
+        "e5m2",
+    ),
+    _bug(
+        "e5m2 values are taken for e4m3",
+        "consumer",
+        "wgmma_rs<PIECE, WEIGHT, false, OPERAND>",
+        "wgmma_rs<PIECE, WEIGHT>",
+        "e5m2",
+    ),
+    _bug("e5m2 keys are taken for e4m3", "consumer", "wgmma_ss<BLOCK_N, OPERAND>", "wgmma_ss<BLOCK_N, WEIGHT>", "e5m2"),
+    _bug(
+        "all e5m2 is taken for e4m3",
+        "format",
+        "ELEMENT_OF = ptx::Element::e5m2",
+        "ELEMENT_OF = ptx::Element::e4m3",
+        "e5m2",
+    ),
+    _bug("the types of a product change places", "ptx", "k32.f32.e4m3.e5m2", "k32.f32.e5m2.e4m3", "e5m2"),
+    _bug("the wrapper forgets the type of B", "ptx", "k32.f32.e4m3.e5m2", "k32.f32.e4m3.e4m3", "e5m2"),
+    _bug("weights beside e5m2 lack their exponent", "softmax", "FP8 ? 8.0f : 0.0f", "0.0f", "e5m2 faint"),
+)
+
 _LOADS = (
     _bug("V is that of a query head", "producer", "WIDTH, 0, work.kv_head,", "WIDTH, 0, work.head / 2,", "batch"),
     _bug(
@@ -151,7 +179,7 @@ _LOADS = (
     _bug("boxes are twice as wide", "boxes", "n * STEP % WIDTH * ITEM) / 16", "n * STEP % WIDTH * 2) / 16"),
 )
 
-_STEP = "ptx::wgmma_rs<PIECE, OPERAND>(sums, r.p[n], v + VBoxes::column_step(n), n > 0);"
+_STEP = "ptx::wgmma_rs<PIECE, WEIGHT, false, OPERAND>(sums, r.p[n], v + VBoxes::column_step(n), n > 0);"
 
 # Where the sums of the tiles before are, what is added to a tile's is O whole.
 _ADD_TO_ALL = f"""if (n == 0) {{
@@ -231,4 +259,4 @@ _TRANSPOSITION = (
     ),
 )
 
-MUTANTS = (*DEFECTS, *_WEIGHTS, *_DESCALES, *_LOADS, *_SUMS, *_TRANSPOSITION)
+MUTANTS = (*DEFECTS, *_WEIGHTS, *_DESCALES, *_E5M2, *_LOADS, *_SUMS, *_TRANSPOSITION)

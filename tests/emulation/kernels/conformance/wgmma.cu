@@ -34,7 +34,7 @@ DEVICE void exchange(const Operands& p, float (&d)[N / 2], bool load) {
 }
 
 // d = c + two K steps of a b
-template <Element E, bool TRANS_A, bool TRANS_B, int N, bool REGISTERS>
+template <Element E, bool TRANS_A, bool TRANS_B, int N, bool REGISTERS, Element B = E>
 DEVICE void multiply(const Operands& p, uint64_t base) {
   float d[N / 2];
   uint32_t a[2][4];
@@ -45,7 +45,7 @@ DEVICE void multiply(const Operands& p, uint64_t base) {
 #pragma unroll
   for (int k = 0; k < 2; k++) {
     const uint64_t b = p.b + base + k * p.b_step;
-    if constexpr (REGISTERS) ptx::wgmma_rs<N, E, TRANS_B>(d, a[k], b, true);
+    if constexpr (REGISTERS) ptx::wgmma_rs<N, E, TRANS_B, B>(d, a[k], b, true);
     else ptx::wgmma_ss<N, E, TRANS_A, TRANS_B>(d, p.a + base + k * p.a_step, b, true);
   }
   ptx::wgmma_commit();
@@ -77,6 +77,17 @@ extern "C" __global__ void __launch_bounds__(128) multiply_registers(const __gri
 #define CASE(number_, element, trans_a, trans_b, n) \
   if (p.number == number_) multiply<Element::element, trans_a, trans_b, n, true>(p, base);
   WGMMA_CASES
+#undef CASE
+}
+
+// The cases' A in registers, and a B of e5m2: where WGMMA_MIXED.
+extern "C" __global__ void __launch_bounds__(128) multiply_mixed(const __grid_constant__ Operands p) {
+  const uint64_t base = place_image(p);
+#define CASE(number_, element, trans_a, trans_b, n) \
+  if (p.number == number_) multiply<Element::element, trans_a, trans_b, n, true, Element::e5m2>(p, base);
+#ifdef WGMMA_MIXED
+  WGMMA_CASES
+#endif
 #undef CASE
 }
 
