@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpu_actors.errors import InvalidRequest
+from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.key_mask import MASK_OPTIONS
 from gpu_actors.problem import AttentionProblem, Layout
 from gpu_actors.requests import BatchedDecode, FlashForward, PagedForward
@@ -116,7 +116,10 @@ def score_options(
 def check_descales(
     request: FlashForward | PagedForward | BatchedDecode, dtypes: dict[str, str], shape: tuple[int, int]
 ) -> bool:
-    """Whether descales are given. dtypes: of the operands, by name. shape: (batch, heads_kv)."""
+    """Whether descales are given. dtypes: of the operands, by name. shape: (batch, heads_kv).
+
+    Raises `Unsupported` for factors that differ between the rows of a sequence.
+    """
     given = False
     for side, dtype in dtypes.items():
         field = f"{side}_descale"
@@ -124,6 +127,9 @@ def check_descales(
         if array is None:
             continue
         expect(dtype in FP8, field, describe(array), f"goes with fp8 inputs only, and {side} is {dtype}")
+        if len(getattr(array, "shape", ())) > len(shape):
+            reason = "a sequence has one factor a KV head, and none of a row or a block of rows: (batch, heads_kv)"
+            raise Unsupported(field, describe(array), reason, f"float32[{shape[0]}, {shape[1]}]")
         optional_array(field, array, (shape,), ("float32",))
         given = True
     return given

@@ -125,6 +125,18 @@ PAGED = {
         "a cache holds q's dtype, float32",
         "float32",
     ),
+    "descales by block of keys": unsupported(
+        paged(
+            q=array(2, 1, 4, 8, dtype=BF16),
+            k_cache=array(6, 16, 2, 8, dtype=F8),
+            v_cache=array(6, 16, 2, 8, dtype=F8),
+            v_descale=array(6, 16, 2),
+        ),
+        "v_descale",
+        "float32[6, 16, 2]",
+        "a sequence has one factor a KV head",
+        "float32[2, 2]",
+    ),
     "pages of another fp8 than q": unsupported(
         paged(
             q=array(2, 1, 4, 8, dtype=F8),

@@ -161,6 +161,13 @@ DENSE = {
     "fp8 descales of the wrong heads": Case(
         fp8(k_descale=array(2, 3)), "k_descale", "float32[2, 3]", "must be an array of float32, shape (2, 2)"
     ),
+    "fp8 descales by row": unsupported(
+        fp8(k_descale=array(2, 2, 4)),
+        "k_descale",
+        "float32[2, 2, 4]",
+        "none of a row or a block of rows: (batch, heads_kv)",
+        "float32[2, 2]",
+    ),
     "mixed fp8": Case(fp8(k=array(2, 4, 2, 8, dtype=F8_WIDE)), "k", "float8_e5m2", "must have q's dtype"),
     "fp8 output in fp8": Case(
         fp8(out=array(2, 4, 2, 8, dtype=F8)), "out", "float8_e4m3fn[2, 4, 2, 8]", "an array of bfloat16"
