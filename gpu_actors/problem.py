@@ -46,6 +46,8 @@ class AttentionProblem(KeyMask):
 
     latent: whether values are the first head_dim_v columns of keys, in one cache.
 
+    score_max, score_sum_exp: outputs of a row, its largest score and the sum of exp(score - largest) over its keys.
+
     q_positions, k_positions: numbers a sequence that say where its rows, or keys, stand: none, its first position, or
     that and the step. dropout_first_head, dropout_heads: of the heads that dropout counts; 0 heads: those of q.
     """
@@ -90,6 +92,13 @@ class AttentionProblem(KeyMask):
     cache_leftpad: bool = False
     own_layouts: bool = False
     latent: bool = False
+    score_max: bool = False
+    score_sum_exp: bool = False
+
+    @property
+    def row_stats(self) -> bool:
+        """Whether a row's largest score, or the sum of exponentials relative to it, is an output."""
+        return self.score_max or self.score_sum_exp
 
     @property
     def positions(self) -> bool:
@@ -122,11 +131,15 @@ class AttentionProblem(KeyMask):
         """Whether every element of the answer is 0 whatever the data, so that no kernel is needed.
 
         Without rows there is no output, and keys have no gradient; without keys outputs and gradients are 0, and the
-        LSE is not.
+        LSE and the largest score are not.
         """
         if self.total_q == 0:
             return True
-        return self.total_k == 0 and not self.decoding and (self.direction == "backward" or not self.return_lse)
+        return (
+            self.total_k == 0
+            and not self.decoding
+            and (self.direction == "backward" or not (self.return_lse or self.row_stats))
+        )
 
     @property
     def dbias(self) -> bool:
@@ -210,6 +223,7 @@ class DispatchKey(StableText):
     cache_leftpad: bool = False
     own_layouts: bool = False
     latent: bool = False
+    row_stats: bool = False
 
     @property
     def causal(self) -> bool:

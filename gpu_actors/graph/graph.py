@@ -322,6 +322,17 @@ class OperationGraph:
         weights, stats = self._add_many("softmax", (scores,), 2)
         return weights, stats
 
+    def softmax_with_rows(self, scores: GraphTensor, *rows: str) -> tuple[GraphTensor, ...]:
+        """`softmax`, and of each row what ``rows`` names, in that order, with dim 1 in the last axis.
+
+        rows: different ones of "stats", the natural log-sum-exp; "score_max", the largest score; and "score_sum_exp",
+        the sum of exp(score - score_max). So stats = score_max + log(score_sum_exp). Scores are those that the softmax
+        is given, and dropout comes behind it. Where every score is -inf they are -inf, -inf and 0; a score of NaN or
+        +inf makes all three NaN. Raises InvalidRequest for another name, or one that is named twice.
+        """
+        attributes: dict[str, Any] = {} if rows in ((), ("stats",)) else {"rows": rows}
+        return self._add_many("softmax", (scores,), 1 + len(rows), **attributes)
+
     def dropout(self, weights: GraphTensor, probability: float, seed: int | GraphTensor = 0) -> GraphTensor:
         """Philox4x32-10 dropout of (batch, heads, rows, keys), as `FlashForward` has it; kept weights are scaled up.
 
@@ -365,8 +376,9 @@ class OperationGraph:
     ) -> Node:
         """Add an operation between tensors by their uids, in any order, as a program that generates graphs does.
 
-        attributes: axis of an index; kind, width and alignment of a mask; kind and axes of a reduction; probability
-        and seed of a dropout; wrt and forward (uids) and deterministic of a gradient. `validate` checks the rest.
+        attributes: axis of an index; rows of a softmax; kind, width and alignment of a mask; kind and axes of a
+        reduction; probability and seed of a dropout; wrt and forward (uids) and deterministic of a gradient. `validate`
+        checks the rest.
         """
         called = name or f"{op}_{len(self.nodes)}"
         expect(isinstance(called, str), "name", name, "must be a str")

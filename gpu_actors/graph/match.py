@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from gpu_actors.errors import Unsupported
 from gpu_actors.graph.modification import Modification, ScoreInputs
-from gpu_actors.graph.ops import POINTWISE, Node
+from gpu_actors.graph.ops import POINTWISE, Node, row_stats
 from gpu_actors.graph.tensor import GraphTensor
 from gpu_actors.kernels.support import ELEMENTS
 from gpu_actors.mha import Mask
@@ -45,7 +45,10 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AttentionMatch:
-    """Attention in a graph, by uids. problem: its problem. seed: the index of the dropout among the nodes."""
+    """Attention in a graph, by uids. problem: its problem. seed: the index of the dropout among the nodes.
+
+    rows: outputs of one number a row, by the name of each in the problem's launch: "lse", "score_max", "score_sum_exp".
+    """
 
     problem: AttentionProblem
     q: View
@@ -55,7 +58,7 @@ class AttentionMatch:
     modification: Modification | None
     dropout: int | None
     out: int
-    stats: int | None
+    rows: dict[str, int]
     gradients: Gradients | None = None
 
 
@@ -79,7 +82,7 @@ class _Matcher:
         gradient = next((node for node in self._order.nodes if node.op == "gradient"), None)
         if gradient is None:
             found = self._forward(self._product())
-            self._check_whole({found.out, *(() if found.stats is None else (found.stats,))})
+            self._check_whole({found.out, *found.rows.values()})
             self._check_outputs(found)
             return found
         found = self._backward(gradient)
@@ -126,7 +129,9 @@ class _Matcher:
             inputs = ScoreInputs(self._graph, scaled, self._tensor(dot.outputs[0]).dims)
             modification = inputs.modification(scores, block_mask, gradients=self._wrt is not None)
             self._used |= inputs.nodes
-        stats = softmax.outputs[1] if len(softmax.outputs) == 2 else None
+        rows = dict(zip(row_stats(softmax), softmax.outputs[1:], strict=True))
+        if "stats" in rows:
+            rows["lse"] = rows.pop("stats")
         q, k = self._view(dot, dot.inputs[0], "q"), self._view(dot, dot.inputs[1], "k")
         k = k._replace(transposed=not k.transposed)
         problem = self._problem(dot, product, q, k, v)
@@ -136,11 +141,13 @@ class _Matcher:
             **_mask_fields(mask),
             bias=None if bias is None else self._bias_field(problem, bias),
             dropout_p=0.0 if dropout is None else dropout["probability"],
-            return_lse=stats is not None,
+            return_lse="lse" in rows,
+            score_max="score_max" in rows,
+            score_sum_exp="score_sum_exp" in rows,
             score_mod=None if modification is None else modification.mod,
         )
         place = None if dropout is None else self._order.nodes.index(dropout)
-        return AttentionMatch(problem, q, k, v, bias, modification, place, product.outputs[0], stats)
+        return AttentionMatch(problem, q, k, v, bias, modification, place, product.outputs[0], rows)
 
     def _backward(self, gradient: Node) -> AttentionMatch:
         self._take(gradient)
@@ -168,7 +175,8 @@ class _Matcher:
             wanted = found.problem.dtype if name != "bias" or found.bias is None else self._tensor(found.bias).dtype
             self._check_dtype(uid, wanted, f"the gradient of {name}")
         deterministic = ("deterministic", True) in gradient.attributes
-        backward: dict[str, Any] = {"direction": "backward", "return_lse": False, "deterministic": deterministic}
+        rows = dict.fromkeys(("return_lse", "score_max", "score_sum_exp"), False)
+        backward: dict[str, Any] = {"direction": "backward", "deterministic": deterministic, **rows}
         problem = dataclasses.replace(found.problem, **backward)
         out, stats = gradient["forward"]
         return dataclasses.replace(found, problem=problem, gradients=Gradients(dout, out, stats, written))
@@ -296,8 +304,9 @@ class _Matcher:
 
     def _check_outputs(self, found: AttentionMatch) -> None:
         self._check_dtype(found.out, found.problem.out_dtype, "the output")
-        if found.stats is not None and not self._tensor(found.stats).virtual:
-            self._check_dtype(found.stats, "float32", "the stats")
+        for name, uid in found.rows.items():
+            if not self._tensor(uid).virtual:
+                self._check_dtype(uid, "float32", "the stats" if name == "lse" else name)
 
     def _check_read_once(self, gradient: Node, found: AttentionMatch) -> None:
         """A tensor in several places has the sum of their gradients, and kernels give that of each place apart."""

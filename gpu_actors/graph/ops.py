@@ -15,7 +15,19 @@ from gpu_actors.graph.tensor import GraphTensor
 from gpu_actors.mha import Mask
 from gpu_actors.validation.fields import expect, flag, one_of, real
 
-__all__ = ["ARITHMETIC", "COMPARISONS", "LOGIC", "OPERATIONS", "POINTWISE", "REDUCTIONS", "UNARY", "Node", "infer"]
+__all__ = [
+    "ARITHMETIC",
+    "COMPARISONS",
+    "LOGIC",
+    "OPERATIONS",
+    "POINTWISE",
+    "REDUCTIONS",
+    "ROW_STATS",
+    "UNARY",
+    "Node",
+    "infer",
+    "row_stats",
+]
 
 ARITHMETIC = ("add", "sub", "mul", "div", "max", "min", "mod", "floordiv")
 COMPARISONS = ("gt", "ge", "lt", "le", "eq", "ne")
@@ -24,6 +36,7 @@ _SAME_KIND = ("neg", "abs")  # of integers, integers
 UNARY = (*_SAME_KIND, "exp", "log", "sqrt", "sin", "cos", "tan", "tanh", "sigmoid", "gelu", "floor", "logical_not")
 POINTWISE = (*UNARY, *ARITHMETIC, *COMPARISONS, *LOGIC, "select", "index", "mask")
 REDUCTIONS = ("sum", "mean", "max", "min")
+ROW_STATS = ("stats", "score_max", "score_sum_exp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,10 +239,20 @@ def _reduction(node: Node, tensors: Sequence[GraphTensor]) -> list[Written]:
     return [Written(dims, _float(node, tensors))]
 
 
+def row_stats(node: Node) -> tuple[str, ...]:
+    """What a softmax writes behind its weights, of `ROW_STATS` and in that node's order."""
+    default = ("stats",) if len(node.outputs) == 2 else ()
+    named: tuple[str, ...] = dict(node.attributes).get("rows", default)
+    return named
+
+
 def _softmax(node: Node, tensors: Sequence[GraphTensor]) -> list[Written]:
-    _arity(node, tensors, 1, len(node.outputs) if len(node.outputs) in (1, 2) else 1)
+    rows = row_stats(node)
+    sound = isinstance(rows, tuple) and all(isinstance(name, str) and name in ROW_STATS for name in rows)
+    expect(sound and len(set(rows)) == len(rows), node.name, rows, f"rows must be different ones of {ROW_STATS}")
+    _arity(node, tensors, 1, 1 + len(rows))
     dims, dtype = tensors[0].dims, _float(node, tensors)
-    return [Written(dims, dtype), Written((*dims[:-1], 1), dtype)][: len(node.outputs)]
+    return [Written(dims, dtype), *(Written((*dims[:-1], 1), dtype) for _ in rows)]
 
 
 def _dropout(node: Node, tensors: Sequence[GraphTensor]) -> list[Written]:
@@ -270,6 +293,7 @@ _ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     "mask": ("kind", "width", "alignment"),
     "block_mask": ("block_size", "transposed"),
     "reduction": ("kind", "axes"),
+    "softmax": ("rows",),
     "dropout": ("probability",),
     "gradient": ("wrt", "forward", "deterministic"),
 }

@@ -79,6 +79,7 @@ REFERENCE = KernelFamily(
     tensor_cores=False,
     score_mods=True,
     positions=True,
+    row_stats=True,
 )
 
 _BY_KERNEL = {kernel: family for family in FAMILIES for kernel in (family.name, *family.companions)}

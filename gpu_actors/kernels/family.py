@@ -38,10 +38,11 @@ class KernelFamily:
     num_splits, persistent: as in DispatchKey. row_tile: likewise, from a problem; None where it is 0.
     score_mods: whether it includes common/score.cuh, and so the score modification of a graph; companions do not.
     block_masks: whether it walks along the lists of a block mask, which divide into its tiles.
-    positions: whether rows, keys and heads may stand in a larger problem. lacks: further fields of a problem that it
-    does not know. greatest_dim: of heads on tensor cores, but for a latent cache's. tma: whether it loads by TMA, which
-    not all strides suit (`kernels.hopper.params.tma_refusal`). chunks: whether it copies rows of caches in chunks of
-    16 bytes, at multiples of which they must begin then; loads by TMA do.
+    positions: whether rows, keys and heads may stand in a larger problem. row_stats: whether it stores a row's largest
+    score and the sum of its exponentials. lacks: further fields of a problem that it does not know. greatest_dim: of
+    heads on tensor cores, but for a latent cache's. tma: whether it loads by TMA, which not all strides suit
+    (`kernels.hopper.params.tma_refusal`). chunks: whether it copies rows of caches in chunks of 16 bytes, at multiples
+    of which they must begin then; loads by TMA do.
     """
 
     name: str
@@ -64,6 +65,7 @@ class KernelFamily:
     tma: bool = False
     chunks: bool = False
     positions: bool = False
+    row_stats: bool = False
     lacks: tuple[str, ...] = ()
     greatest_dim: int = GREATEST_DIM
 
@@ -97,6 +99,9 @@ class KernelFamily:
         for name, known in (("layout", self.layouts), ("dtype", self.dtypes)):
             if known is not None and (value := getattr(problem, name)) not in known:
                 return Unsupported(name, value, f"{self.name} computes {', '.join(known)}", known[-1])
+        if problem.row_stats and not self.row_stats:
+            field = "score_max" if problem.score_max else "score_sum_exp"
+            return Unsupported(field, True, f"{self.name} stores no stats of rows but the LSE", False)
         return self.refuses(problem, arch) or (self._chunk_refusal(problem) if self.tensor_cores else None)
 
     def _chunk_refusal(self, problem: AttentionProblem) -> Unsupported | None:

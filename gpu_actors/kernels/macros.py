@@ -72,6 +72,7 @@ def forward_macros(key: DispatchKey) -> Macros:
     # The alignment matters where a mask or ALiBi measures from the diagonal.
     top_left = key.alignment == "top_left" and (key.mask != "full" or key.alibi)
     macros |= flags(VARLEN=key.varlen, TOP_LEFT=top_left, DROPOUT=key.dropout, POSITIONS=key.positions)
+    macros |= flags(ROW_STATS=key.row_stats)
     return macros | bias_macros(key) | compute_macros(key)
 
 

@@ -78,6 +78,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(_OPTIONS)
 
 # Of one direction or one kind of layout alone.
 _ONLY = {"deterministic": "backward", "return_lse": "forward", "tree_mask": "cache", "num_splits": "cache"}
+_ONLY |= dict.fromkeys(("score_max", "score_sum_exp"), "forward")
 _ONLY |= dict.fromkeys(("cache_batch_idx", "cache_leftpad", "own_layouts", "latent"), "cache")
 _WHERE = {"backward": "without gradients", "cache": "of dense and packed batches"}
 _OF_BATCHES = (

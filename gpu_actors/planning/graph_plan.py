@@ -214,9 +214,7 @@ def _names(match: AttentionMatch) -> dict[int, tuple[str, tuple[int, ...]]]:
         operands = _kernel_inputs(match)
         return {uid: (f"d{name}", operands[name][1]) for name, uid in match.gradients.written.items()}
     names: dict[int, tuple[str, tuple[int, ...]]] = {match.out: ("out", _ROWS_FIRST)}
-    if match.stats is not None:
-        names[match.stats] = ("lse", _STATS)
-    return names
+    return names | {uid: (name, _STATS) for name, uid in match.rows.items()}
 
 
 def _kernel_inputs(match: AttentionMatch) -> dict[str, tuple[int, tuple[int, ...]]]:

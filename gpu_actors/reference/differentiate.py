@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from gpu_actors.graph.ops import POINTWISE, Node
+from gpu_actors.graph.ops import POINTWISE, Node, row_stats
 from gpu_actors.reference.tape import Array, Tape, erf, keep_factors, listed_of, seen_product, visible_of
 
 __all__ = ["gradients"]
@@ -118,8 +118,18 @@ def _softmax(tape: Tape, node: Node, written: list[Array | None], scores: Array)
     total = np.zeros_like(weights)
     if written[0] is not None:
         total += weights * (written[0] - (weights * written[0]).sum(axis=-1, keepdims=True))
-    if len(written) == 2 and written[1] is not None:
-        total += weights * written[1]
+    into = dict(zip(row_stats(node), written[1:], strict=True))
+    uids = dict(zip(row_stats(node), node.outputs[1:], strict=True))
+    if (gradient := into.get("stats")) is not None:
+        total += weights * gradient
+    into_max = into.get("score_max")
+    if (gradient := into.get("score_sum_exp")) is not None:
+        moved = gradient * tape.values[uids["score_sum_exp"]]
+        total += weights * moved
+        into_max = -moved if into_max is None else into_max - moved
+    if into_max is not None:
+        chosen = (scores == scores.max(axis=-1, keepdims=True)) & ~np.isneginf(scores)
+        total += chosen * (into_max / np.maximum(1, chosen.sum(axis=-1, keepdims=True)))
     return (total,)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from gpu_actors.graph.ops import Node
+from gpu_actors.graph.ops import Node, row_stats
 from gpu_actors.graph.scalars import INT32_MAX
 from gpu_actors.graph.tensor import FLOATS
 from gpu_actors.reference.differentiate import gradients
@@ -118,16 +118,20 @@ def _block_mask(tape: Tape, node: Node, scores: Array, *lists: Array) -> Array:
 
 
 def _softmax(tape: Tape, node: Node, scores: Array) -> tuple[Array, ...]:
-    top = scores.max(axis=-1, keepdims=True)
-    top = np.where(np.isneginf(top), 0, top).astype(scores.dtype)
+    largest = scores.max(axis=-1, keepdims=True)
+    top = np.where(np.isneginf(largest), 0, largest).astype(scores.dtype)
     weights = np.exp(tape.step(scores - top))
     total = weights.sum(axis=-1, keepdims=True)
     weights = weights / np.where(total == 0, 1, total)
     visible = tape.masked.get(node.inputs[0])
     if visible is not None:  # a row that sees a NaN is NaN, and has yet no weight for what it does not see
         weights = np.where(visible, weights, 0)
-    results = weights, top + np.log(total)
-    return results[: len(node.outputs)]
+    rows = {
+        "stats": top + np.log(total),
+        "score_max": np.where(np.isnan(total), total, largest),
+        "score_sum_exp": total,
+    }
+    return weights, *(rows[name] for name in row_stats(node))
 
 
 def _dropout(tape: Tape, node: Node, weights: Array, *seed: Array) -> Array:

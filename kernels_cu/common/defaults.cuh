@@ -57,6 +57,9 @@
 #ifndef LSE
 #define LSE 0
 #endif
+#ifndef ROW_STATS  // of each row the largest score and the sum of exponentials relative to it are stored, beside the LSE
+#define ROW_STATS 0
+#endif
 #ifndef COMPUTE_BITS  // significant bits of q, k and v as operands: 24 keeps float whole
 #define COMPUTE_BITS 24
 #endif

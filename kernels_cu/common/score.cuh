@@ -3,10 +3,11 @@
 #pragma once
 
 #include "common/positions.cuh"
+#include "common/row_stats.cuh"
 #include "ptx/math.cuh"
 #include "common/score_mod.cuh"
 
-using LaunchParams = WithScoreMod<Params>;
+using LaunchParams = WithScoreMod<ForwardParams<ROW_STATS>::Type>;
 
 DEVICE int alibi_distance(int before) { return ALIBI_SIGNED ? before : abs(before); }
 

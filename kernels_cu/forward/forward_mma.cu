@@ -161,7 +161,8 @@ DEVICE void add_nonfinite(Output& o, const Rows& rows, const Ring& ring, int key
   }
 }
 
-DEVICE void store(const Params& params, const BlockTile& at, const Rows& rows, const Output& o, const Softmax& softmax) {
+DEVICE void store(const LaunchParams& params, const BlockTile& at, const Rows& rows, const Output& o,
+                  const Softmax& softmax) {
   float sink = -INFINITY;
   if constexpr (SINKS) sink = sink_logit(params, at.head);
   const float out_scale = DROPOUT ? float(params.dropout_scale) : 1.0f;
@@ -183,6 +184,9 @@ DEVICE void store(const Params& params, const BlockTile& at, const Rows& rows, c
       }
       if (LSE && lane_id() % 4 == 0) {
         *element_of<float>(params.lse, params.lse_strides, at.sequence, at.q_start + row, at.head) = result.lse;
+      }
+      if (ROW_STATS && lane_id() % 4 == 0) {
+        store_row_stats(params, at.sequence, at.q_start + row, at.head, result.largest, result.sum);
       }
     }
   }

@@ -112,6 +112,11 @@ DEVICE void attend(const LaunchParams& params, const BlockTile& at, Real* q_tile
       const auto lse = element_of<float>(params.lse, params.lse_strides, at.sequence, at.q_start + row, at.head);
       *lse = l == 0 ? -INFINITY : float(rows.m[r] + log_of(l));
     }
+    if (ROW_STATS && lane == 0) {
+      // A sink of -inf that no score came behind has been counted.
+      const Real sum = l == l && rows.m[r] == -INFINITY ? Real(0) : l;
+      store_row_stats(params, at.sequence, at.q_start + row, at.head, float(rows.m[r]), float(sum));
+    }
   }
 }
 

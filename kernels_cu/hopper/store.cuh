@@ -16,10 +16,13 @@ DEVICE float sink_of(const Params& params, int head) {
   else return -INFINITY;
 }
 
-DEVICE void store_lse(const Params& params, const Work& work, int row, float lse) {
-  if constexpr (!LSE) return;
+// The LSE of a row, and what it is made of.
+DEVICE void store_stats(const LaunchParams& params, const Work& work, int row, const RowResult& result) {
+  if constexpr (!LSE && !ROW_STATS) return;
   if (row < work.seqlen_q) {
-    *element_of<float>(params.lse, params.lse_strides, work.sequence, work.q_start + row, work.head) = lse;
+    const int64_t at = work.q_start + row;
+    if (LSE) *element_of<float>(params.lse, params.lse_strides, work.sequence, at, work.head) = result.lse;
+    store_row_stats(params, work.sequence, at, work.head, result.largest, result.sum);
   }
 }
 
@@ -35,12 +38,15 @@ DEVICE void store_unit(const Params& params, const Work& work, int first_row, in
 
 // Rows that see no key: O = 0, and as LSE the learned sink. Not through shared memory: such a tile takes no Q, so with
 // O_OVER_Q the next tile's Q may be landing where O would be.
-DEVICE void store_nothing(const Params& params, const Work& work, int consumer) {
+DEVICE void store_nothing(const LaunchParams& params, const Work& work, int consumer) {
   const int thread = threadIdx.x % WARPGROUP, first_row = work.row_begin + consumer * ROWS;
   const uint32_t zeros[4] = {0, 0, 0, 0};
 #pragma unroll 1
   for (int n = thread; n < ROWS * DIM_V / 8; n += WARPGROUP) store_unit(params, work, first_row, n, zeros);
-  if (thread < ROWS) store_lse(params, work, first_row + thread, sink_of(params, work.head));
+  if (thread < ROWS) {
+    const float sink = sink_of(params, work.head);
+    store_stats(params, work, first_row + thread, {0.0f, sink, sink, sink == -INFINITY ? 0.0f : 1.0f});
+  }
 }
 
 // scale: of all values, beside the rows' own factors.
@@ -102,10 +108,10 @@ DEVICE float scale_of_values(const Params& params, const Work& work) {
 DEVICE void store(const Sm90Params& all, const Work& work, const Shared& shared, int consumer, const Rows& rows,
                   const SoftmaxRow (&softmax)[2], const Output& o) {
   const float sink = sink_of(all.params, work.head);
-  const RowResult results[2] = {finish(softmax[0], sink), finish(softmax[1], sink)};
+  const RowResult results[2] = {finish(softmax[0], sink, WEIGHT_EXPONENT), finish(softmax[1], sink, WEIGHT_EXPONENT)};
   if (lane_id() % 4 == 0) {
-    store_lse(all.params, work, rows.row(0), results[0].lse);
-    store_lse(all.params, work, rows.row(1), results[1].lse);
+    store_stats(all.params, work, rows.row(0), results[0]);
+    store_stats(all.params, work, rows.row(1), results[1]);
   }
   if (!VARLEN && !O_OVER_Q) {  // the last tile's output has left this place
     if (threadIdx.x % WARPGROUP == 0) ptx::bulk_wait_read<0>();

@@ -118,15 +118,17 @@ DEVICE uint32_t kept_in_block(const Dropout& dropout, int row, int row_below, in
 struct RowResult {
   float factor;  // of the row's O
   float lse;
+  float largest, sum;  // lse = largest + log(sum), see common/row_stats.cuh
 };
 
 // What comes of a sum l of weights relative to 2^base: the learned sink (a key without a value, in natural units) is
-// taken in, then the logarithm.
-DEVICE RowResult finish_sum(float l, float base, float sink) {
-  float correction = 1.0f;
+// taken in, then the logarithm. exponent: in base 2, of the largest weight.
+DEVICE RowResult finish_sum(float l, float base, float sink, float exponent = 0.0f) {
+  float correction = 1.0f, largest = base + exponent;
   if constexpr (SINKS) {
     const float sink_base = __fmul_rn(sink, LOG2_E);
-    if (l == 0.0f) base = -INFINITY;
+    if (l == 0.0f) base = largest = -INFINITY;
+    largest = max_of(largest, sink_base);
     const float top = max_of(base, sink_base);
     if (top != -INFINITY) {
       correction = ptx::ex2(base - top);
@@ -134,10 +136,13 @@ DEVICE RowResult finish_sum(float l, float base, float sink) {
       base = top;
     }
   }
-  if (l == 0.0f) return {0.0f, -INFINITY};
+  if (l == 0.0f) return {0.0f, -INFINITY, -INFINITY, 0.0f};
+  const float sum = exponent == 0.0f ? l : l * ptx::ex2(base - largest);
   // The largest weight is 1, so l is no subnormal; a full division would be a call that costs registers.
-  return {correction * ptx::rcp(l), (base + ptx::lg2(l)) * (1.0f / LOG2_E)};
+  return {correction * ptx::rcp(l), (base + ptx::lg2(l)) * (1.0f / LOG2_E), largest * (1.0f / LOG2_E), sum};
 }
 
-// The end of a row whose sums lie in the quad.
-DEVICE RowResult finish(const SoftmaxRow& row, float sink) { return finish_sum(sum_over_quad(row.l), row.base, sink); }
+// The end of a row whose sums lie in the quad. exponent: as `raise` was given it.
+DEVICE RowResult finish(const SoftmaxRow& row, float sink, float exponent = 0.0f) {
+  return finish_sum(sum_over_quad(row.l), row.base, sink, exponent);
+}

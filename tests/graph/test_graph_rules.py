@@ -94,7 +94,7 @@ ATTRIBUTES: dict[str, tuple[str, dict[str, Any], str]] = {
     "gradients by what is not read": ("gradient", {"wrt": (3,), "forward": ()}, "must read"),
     "gradients by a number": ("gradient", {"wrt": 3, "forward": ()}, "wrt must be a tuple"),
     "determinism that is no flag": ("gradient", {"wrt": (), "forward": (), "deterministic": 1}, "True or False"),
-    "an attribute of nothing": ("softmax", {"axis": 2}, "is no attribute of softmax: it takes none"),
+    "an attribute of nothing": ("tanh", {"axis": 2}, "is no attribute of tanh: it takes none"),
     "a misspelt attribute": (
         "gradient",
         {"wrt": (), "forward": (), "determinstic": True},

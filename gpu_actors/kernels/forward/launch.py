@@ -10,6 +10,7 @@ from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.macros import Macros, forward_macros
 from gpu_actors.kernels.params import pack_forward
 from gpu_actors.kernels.program import Part, Program, Target, Values, flat_grid
+from gpu_actors.kernels.row_stats import pack_row_stats
 from gpu_actors.kernels.score_params import pack_score
 from gpu_actors.kernels.support import scale_refusal
 from gpu_actors.kernels.tiles import shared_bytes_of, tile_of
@@ -40,7 +41,7 @@ def forward_program(problem: AttentionProblem, key: DispatchKey, target: Target)
 
 def _pack(problem: AttentionProblem, buffers: Mapping[str, Buffer], values: Values) -> bytes:
     packed = pack_forward(problem, buffers, dropout_seed=values.dropout_seed)
-    return packed + pack_score(problem, buffers, values.score_scalars)
+    return packed + pack_row_stats(problem, buffers) + pack_score(problem, buffers, values.score_scalars)
 
 
 _LAYOUTS: tuple[Layout, ...] = ("dense", "varlen")
@@ -58,6 +59,7 @@ FORWARD_MMA = KernelFamily(
     score_mods=True,
     block_masks=True,
     positions=True,
+    row_stats=True,
 )
 FORWARD_SIMPLE = KernelFamily(
     "forward_simple",
@@ -71,4 +73,5 @@ FORWARD_SIMPLE = KernelFamily(
     score_mods=True,
     block_masks=True,
     positions=True,
+    row_stats=True,
 )

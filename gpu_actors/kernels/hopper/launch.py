@@ -45,6 +45,7 @@ FORWARD_SM90 = KernelFamily(
     persistent=True,
     score_mods=True,
     positions=True,
+    row_stats=True,
     tma=True,
     lacks=("cache_batch_idx", "cache_leftpad"),
 )

@@ -1,7 +1,7 @@
-"""Packs a launch of forward_sm90: tensor maps, the parameters of every forward kernel, what a score modification reads,
-and the schedule.
+"""Packs a launch of forward_sm90: tensor maps, the parameters of every forward kernel, where the stats of rows go, what
+a score modification reads, and the schedule.
 
-    struct Sm90Params of kernels_cu/hopper/params.cuh:    q, k, v, out | Params | ScoreParams | Schedule
+    struct Sm90Params of kernels_cu/hopper/params.cuh:    q, k, v, out | Params | RowStats | ScoreParams | Schedule
 
 TMA asks more of an operand than a kernel that reads through pointers: `tma_refusal` says what.
 """
@@ -17,6 +17,7 @@ from gpu_actors.kernels.hopper.transpose_v import TRANSPOSED, main_key, position
 from gpu_actors.kernels.hopper.variant import ROWS, Sections, sections_of
 from gpu_actors.kernels.params import Binder, divider, key_rows, pack_forward, struct_layout
 from gpu_actors.kernels.program import NO_VALUES, EncodeTensorMap, Values
+from gpu_actors.kernels.row_stats import pack_row_stats
 from gpu_actors.kernels.score_params import pack_score
 from gpu_actors.kernels.support import ELEMENTS
 from gpu_actors.kernels.tiles import Tile, padded_head_dim, tile_of
@@ -87,7 +88,7 @@ def pack_sm90(
     """
     assert encode is not None, "a launch by TMA is packed for a device"
     params = pack_forward(problem, buffers, dropout_seed=values.dropout_seed)
-    params += pack_score(problem, buffers, values.score_scalars)
+    params += pack_row_stats(problem, buffers) + pack_score(problem, buffers, values.score_scalars)
     k, v = ("k_cache", "v_cache") if problem.decoding else ("k", "v")
     tile = tile_of(key)
     keys = min(tile.block_n, problem.page_size or tile.block_n)

@@ -127,8 +127,8 @@ def run(
 ) -> tuple[Any, Any]:
     """(out, lse) of a kernel. Outputs start as NaN.
 
-    operands: arrays or Strided views by name; ``out`` may be among them. score_scalars: of the problem's score
-    modification. launch: arguments of EmulatedModule.launch.
+    operands: arrays or Strided views by name; ``out`` may be among them, and score_max and score_sum_exp, which are
+    filled. score_scalars: of the problem's score modification. launch: arguments of EmulatedModule.launch.
     """
     key = key_of(problem, arch, kernel)
     rows = (problem.total_q,) if problem.layout == "varlen" else (problem.batch, problem.seqlen_q)
@@ -161,7 +161,7 @@ def run(
         )
     if COUNTER in memory:
         assert not memory[COUNTER].array.any(), "the counter is ready for the next launch"
-    for name in outputs:
+    for name in {*outputs, "score_max", "score_sum_exp"} & strided.keys():
         given = strided[name]
         given.base.reshape(-1).view(np.uint8)[:] = memory[name].array
     return strided["out"].array, strided["lse"].array

@@ -1,0 +1,116 @@
+"""Bugs to seed into what kernels store of rows; tests/graph/test_row_stats.py runs them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["MUTANTS", "RowMutant"]
+
+
+class RowMutant(NamedTuple):
+    """A bug. old: text of `file` that is replaced by `new`. probe: what must show it."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    probe: str = "mma"
+
+
+_STATS, _SOFTMAX, _HOPPER = "common/row_stats.cuh", "mma/softmax.cuh", "hopper/store.cuh"
+_MMA, _SIMPLE = "forward/forward_mma.cu", "forward/forward_simple.cu"
+
+MUTANTS = (
+    RowMutant("rows that see no key have a sum of 1", _SOFTMAX, "-INFINITY, 0.0f};", "-INFINITY, 1.0f};"),
+    RowMutant("rows that see no key have a maximum of 0", _SOFTMAX, "-INFINITY, 0.0f};", "0.0f, 0.0f};"),
+    RowMutant("the maximum is in base 2", _SOFTMAX, "largest * (1.0f / LOG2_E), sum", "largest, sum"),
+    RowMutant(
+        "the sum is the reciprocal that O takes", _SOFTMAX, "(1.0f / LOG2_E), sum};", "(1.0f / LOG2_E), ptx::rcp(l)};"
+    ),
+    RowMutant(
+        "the sum is one lane's", _SOFTMAX, "finish_sum(sum_over_quad(row.l), row", "finish_sum(4.0f * row.l, row"
+    ),
+    RowMutant("a NaN leaves the maximum of the others", _STATS, "sum == sum ? largest : sum", "largest", "nan"),
+    RowMutant(
+        "sums go where maxima go",
+        _STATS,
+        "to.score_sum_exp, to.score_sum_exp_strides",
+        "to.score_max, to.score_max_strides",
+    ),
+    RowMutant("maxima lie as sums do", _STATS, "to.score_max_strides", "to.score_sum_exp_strides"),
+    RowMutant("sequences share their stats", _STATS, "sequence, row, head) = sum;", "0, row, head) = sum;"),
+    RowMutant(
+        "heads share their KV head's stats",
+        _MMA,
+        "at.q_start + row, at.head, result.largest",
+        "at.q_start + row, at.kv_head, result.largest",
+    ),
+    RowMutant(
+        "every row is the tile's first half",
+        _MMA,
+        "at.q_start + row, at.head, result.largest",
+        "at.q_start + (row & ~8), at.head, result.largest",
+    ),
+    RowMutant(
+        "CUDA cores store one lane's sum",
+        _SIMPLE,
+        "float(rows.m[r]), float(sum)",
+        "float(rows.m[r]), float(rows.l[r])",
+        "simple",
+    ),
+    RowMutant(
+        "CUDA cores store rounded sums for maxima",
+        _SIMPLE,
+        "float(rows.m[r]), float(sum)",
+        "float(sum), float(rows.m[r])",
+        "simple",
+    ),
+    RowMutant(
+        "tiles without keys store nothing",
+        _HOPPER,
+        "store_stats(params, work, first_row + thread, {",
+        "if (LSE && ROW_STATS < 0) store_stats(params, work, first_row + thread, {",
+        "sm90",
+    ),
+    RowMutant(
+        "Hopper's second rows have the first ones' stats",
+        _HOPPER,
+        "rows.row(1), results[1])",
+        "rows.row(1), results[0])",
+        "sm90",
+    ),
+    RowMutant(
+        "the sum keeps the weights' exponent",
+        _SOFTMAX,
+        "exponent == 0.0f ? l : l * ptx::ex2(base - largest)",
+        "l",
+        "fp8",
+    ),
+    RowMutant(
+        "the maximum lacks the weights' exponent", _SOFTMAX, "largest = base + exponent;", "largest = base;", "fp8"
+    ),
+    RowMutant("CUDA cores count a sink of -inf", _SIMPLE, "? Real(0) : l", "? l : l", "sinks, simple"),
+    RowMutant("a sink is no score", _SOFTMAX, "largest = max_of(largest, sink_base);", "", "sinks"),
+    RowMutant(
+        "a sink below the scores is the maximum",
+        _SOFTMAX,
+        "largest = max_of(largest, sink_base);",
+        "largest = sink_base;",
+        "sinks",
+    ),
+    RowMutant(
+        "a sink of no key counts twice",
+        _HOPPER,
+        "sink == -INFINITY ? 0.0f : 1.0f",
+        "sink == -INFINITY ? 0.0f : 2.0f",
+        "sinks, sm90",
+    ),
+    RowMutant("a sink of -inf is a key", _HOPPER, "sink == -INFINITY ? 0.0f : 1.0f", "1.0f", "sinks, sm90"),
+    RowMutant(
+        "8-bit sums count the sink at the weights' scale",
+        _SOFTMAX,
+        "l * ptx::ex2(base - largest)",
+        "l * ptx::ex2(-exponent)",
+        "sinks, fp8",
+    ),
+)
