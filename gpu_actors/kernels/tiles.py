@@ -23,7 +23,7 @@ __all__ = [
     "arch_class",
     "backward_warp_tile",
     "mma_row",
-    "output_over_q",
+    "output_is_direct",
     "padded_backward_dims",
     "padded_head_dim",
     "shared_mem_bytes",
@@ -84,7 +84,7 @@ _backward_simple = functools.partial(_TileRow, "backward_simple", direction="bac
 # The first row that matches counts, of those whose tiles fit into the architecture's shared memory.
 TILES = (
     # Consumers of 64 rows each, of four warps, beside a producer of four. Where the output does not fit beside two
-    # stages of K and V, it takes Q's place.
+    # stages of K and V, it leaves from registers.
     # Pages divide a tile of 128 or 64 keys, or are multiples of it.
     _sm90(Tile(192, 128, 2, 16), _HALVES, 64, scale_only=True),
     _sm90(Tile(128, 128, 2, 12), _HALVES, 64),  # 160 registers do not suffice
@@ -273,21 +273,21 @@ def value_pieces(tile: Tile, dtype: str, head_dim_v: int) -> int:
     return {64: 1, 128: 1, 192: 2, 256: 256 // tile.block_n}[padded_head_dim(head_dim_v, dtype)]
 
 
-def output_over_q(tile: Tile, dtype: str, head_dim: int, head_dim_v: int) -> bool:
-    """Whether forward_sm90 has no room for an output tile beside Q, and puts it in Q's place."""
-    return _sm90_bytes_with(tile, dtype, head_dim, head_dim_v, over_q=False) > shared_mem_limit(90)
+def output_is_direct(tile: Tile, dtype: str, head_dim: int, head_dim_v: int) -> bool:
+    """Whether forward_sm90 has no room for an output tile, and stores the output from registers."""
+    return _sm90_bytes_with(tile, dtype, head_dim, head_dim_v, direct=False) > shared_mem_limit(90)
 
 
 def _sm90_bytes(tile: Tile, dtype: str, head_dim: int, head_dim_v: int) -> int:
-    return _sm90_bytes_with(tile, dtype, head_dim, head_dim_v, output_over_q(tile, dtype, head_dim, head_dim_v))
+    return _sm90_bytes_with(tile, dtype, head_dim, head_dim_v, output_is_direct(tile, dtype, head_dim, head_dim_v))
 
 
-def _sm90_bytes_with(tile: Tile, dtype: str, head_dim: int, head_dim_v: int, over_q: bool) -> int:
-    """Tiles of Q and of O or their common place, stages of K and V, mbarriers, two slots for tile indices."""
+def _sm90_bytes_with(tile: Tile, dtype: str, head_dim: int, head_dim_v: int, direct: bool) -> int:
+    """Tiles of Q, and of O unless it is stored directly, stages of K and V, mbarriers, two slots for tile indices."""
     itemsize, out_itemsize = ELEMENTS[dtype].itemsize, ELEMENTS[ELEMENTS[dtype].out].itemsize
     q, v = (padded_head_dim(dim, dtype) * itemsize for dim in (head_dim, head_dim_v))
     out = padded_head_dim(head_dim_v, dtype) * out_itemsize
-    values = tile.block_m * (max(q, out) if over_q else q + out) + tile.stages * tile.block_n * (q + v)
+    values = tile.block_m * (q if direct else q + out) + tile.stages * tile.block_n * (q + v)
     barriers = 2 * (tile.block_m // 64) + 4 * tile.stages + 4
     return values + 8 * barriers + 16
 

@@ -134,8 +134,8 @@
 #endif
 
 // Of hopper.
-#ifndef O_OVER_Q  // the output leaves through Q's place, which saves shared memory and costs some overlap
-#define O_OVER_Q 0
+#ifndef O_DIRECT  // the output leaves from registers, for shared memory has no room for it
+#define O_DIRECT 0
 #endif
 #ifndef PIECES  // of V's columns that are summed one after the other, each apart from O
 #define PIECES 1

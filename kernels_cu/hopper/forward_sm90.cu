@@ -113,10 +113,9 @@ __device__ __forceinline__ void Consumer::attend(const Work& work) {
   r.correction[0] = r.correction[1] = 1.0f;
   first_scores(r, work, rows);
   mainloop(r, work, rows);
-  if (!O_OVER_Q) release(shared.q_empty(number));
+  release(shared.q_empty(number));
   last_values(r);
   store(all, work, shared, number, rows, r.softmax, r.o);
-  if (O_OVER_Q) release(shared.q_empty(number));
 }
 
 // The other tiles of keys, from the last to the first.

@@ -3,7 +3,7 @@
 // Operands lie in the boxes of hopper/boxes.cuh.
 //
 //     Q of each warpgroup | K, STAGES tiles | V, STAGES tiles | O of each warpgroup | mbarriers | tile indices
-//          ^ the place of O as well, where O_OVER_Q
+//                                                               ^ not where O_DIRECT
 #pragma once
 
 #include "hopper/boxes.cuh"
@@ -39,11 +39,9 @@ struct ValueBoxes<true> {
 };
 using VBoxes = ValueBoxes<FP8>::type;
 
-constexpr uint32_t Q_BYTES = O_OVER_Q && OBoxes::BYTES > QBoxes::BYTES ? OBoxes::BYTES : QBoxes::BYTES;
-constexpr uint32_t K_AT = CONSUMERS * Q_BYTES, V_AT = K_AT + STAGES * KBoxes::BYTES;
-constexpr uint32_t V_END = V_AT + STAGES * VBoxes::BYTES;
-constexpr uint32_t O_AT = O_OVER_Q ? 0 : V_END, O_BYTES = O_OVER_Q ? Q_BYTES : OBoxes::BYTES;
-constexpr uint32_t BARRIERS_AT = O_OVER_Q ? V_END : V_END + CONSUMERS * O_BYTES;
+constexpr uint32_t K_AT = CONSUMERS * QBoxes::BYTES, V_AT = K_AT + STAGES * KBoxes::BYTES;
+constexpr uint32_t O_AT = V_AT + STAGES * VBoxes::BYTES;
+constexpr uint32_t BARRIERS_AT = O_AT + (O_DIRECT ? 0 : CONSUMERS * OBoxes::BYTES);
 
 constexpr int SLOTS = 2;  // tile indices on their way from the producer to the consumers
 constexpr int BARRIERS = 2 * CONSUMERS + 4 * STAGES + 2 * SLOTS;
@@ -60,10 +58,10 @@ static_assert(SHARED_BYTES <= 232448, "a block has at most 227 KiB of shared mem
 struct Shared {
   uint32_t base;
 
-  __device__ __forceinline__ uint32_t q(int consumer) const { return base + consumer * Q_BYTES; }
+  __device__ __forceinline__ uint32_t q(int consumer) const { return base + consumer * QBoxes::BYTES; }
   __device__ __forceinline__ uint32_t k(int stage) const { return base + K_AT + stage * KBoxes::BYTES; }
   __device__ __forceinline__ uint32_t v(int stage) const { return base + V_AT + stage * VBoxes::BYTES; }
-  __device__ __forceinline__ uint32_t o(int consumer) const { return base + O_AT + consumer * O_BYTES; }
+  __device__ __forceinline__ uint32_t o(int consumer) const { return base + O_AT + consumer * OBoxes::BYTES; }
   __device__ __forceinline__ uint32_t tile(int slot) const { return base + TILES_AT + 8 * slot; }
 
   __device__ __forceinline__ uint32_t q_full(int consumer) const { return barrier(consumer); }

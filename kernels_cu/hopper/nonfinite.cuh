@@ -2,12 +2,12 @@
 //
 // A row's weight of a key that it does not see is 0, and 0 * NaN is NaN. Such rows show: their output is not finite.
 // The quad that finds one computes that row again, key by key from global memory, in which hidden keys have no part,
-// and writes it over the one that lies in shared memory, ready to leave. That is slow, and happens only where a value
-// of the sequence is infinite or NaN; the main loop knows nothing of it. Its loops are rolled: compiling it costs
-// little.
+// and writes it over the one that lies in shared memory, ready to leave, or has left already (O_DIRECT). That is slow,
+// and happens only where a value of the sequence is infinite or NaN; the main loop knows nothing of it. Its loops are
+// rolled: compiling it costs little.
 #pragma once
 
-#include "hopper/schedule.cuh"
+#include "hopper/output.cuh"
 #include "hopper/softmax.cuh"
 
 DEVICE bool is_nonfinite(float x) { return x - x != 0.0f; }
@@ -32,7 +32,7 @@ struct NonfiniteRow {
   float base;      // what its weights are relative to
   float factor;    // of its sums
   float scale;     // of all values
-  uint32_t place;  // of the consumer's output in shared memory
+  uint32_t place;  // of the consumer's output in shared memory, unless O_DIRECT
 };
 
 // Each lane of the quad multiplies a quarter of the columns of Q and K.
@@ -79,16 +79,17 @@ DEVICE void attend_key_by_key(const Sm90Params& all, const Work& work, const Row
     for (int i = 0; i < 4; i++) {
       words[i] = FormatOf<OUT_ELEMENT>::pack(sum[2 * i] * factor, sum[2 * i + 1] * factor);
     }
-    ptx::store_shared_v4(OBoxes::place(nonfinite.place, (row - work.row_begin) % ROWS, unit), words);
+    if constexpr (O_DIRECT) store_unit(params, work, row, unit, words);
+    else ptx::store_shared_v4(OBoxes::place(nonfinite.place, (row - work.row_begin) % ROWS, unit), words);
   }
 }
 
-// Puts right what nonfinite values have done to the thread's rows, whose pieces `o` are in shared memory already.
+// Puts right what nonfinite values have done to the thread's rows, whose pieces `o` are in shared memory or have left.
 DEVICE void mend_nonfinite(const Sm90Params& all, const Work& work, const Rows& rows, const SoftmaxRow (&softmax)[2],
                          const Output& o, const float (&factor)[2], float scale, uint32_t place) {
   const uint32_t found[2] = {__ballot_sync(ALL_LANES, has_nonfinite<0>(o)), __ballot_sync(ALL_LANES, has_nonfinite<1>(o))};
   if ((found[0] | found[1]) == 0) return;
-  __syncwarp();  // other lanes wrote these rows there
+  __syncwarp();  // other lanes wrote these rows, and what is written later stays
 #pragma unroll 1
   for (int half = 0; half < 2; half++) {
     if (((half == 0 ? found[0] : found[1]) >> lane_id() / 4 * 4 & 15) == 0) continue;

@@ -1,8 +1,9 @@
-// The end of a tile: its rows are divided by their sums and leave through shared memory, its LSE goes out directly.
+// The end of a tile: its rows are divided by their sums and leave, and its LSE goes out.
 //
 //     registers --stmatrix--> boxes in shared memory --TMA--> out           dense: TMA writes no row past the end
-//                                        \--16 bytes a thread, row by row--> out      VARLEN: there the next sequence
-//                                                                                   begins, which TMA would overwrite
+//         |                              \--16 bytes a thread, row by row--> out      VARLEN: there the next sequence
+//         |                                                                          begins, which TMA would overwrite
+//         \--quads exchange columns, 16 bytes a thread--> out              O_DIRECT: no room in shared memory
 #pragma once
 
 #include "hopper/nonfinite.cuh"
@@ -26,59 +27,75 @@ DEVICE void store_stats(const LaunchParams& params, const Work& work, int row, c
   }
 }
 
-// The n-th 16 bytes of a consumer's output, unless they lie past the end of the sequence or of the row.
-DEVICE void store_unit(const Params& params, const Work& work, int first_row, int n, const uint32_t (&bits)[4]) {
-  constexpr int UNITS = DIM_V / 8;
-  const int row = first_row + n / UNITS, column = n % UNITS * 8;
-  if (row >= work.seqlen_q || column >= HEAD_DIM_V) return;
-  const int64_t at = work.q_start + static_cast<int64_t>(row);
-  const auto out = element_of<OUT_ELEMENT>(params.out, params.out_strides, work.sequence, at, work.head);
-  ptx::store_global_v4(out + column, bits);
-}
-
-// Rows that see no key: O = 0, and as LSE the learned sink. Not through shared memory: such a tile takes no Q, so with
-// O_OVER_Q the next tile's Q may be landing where O would be.
+// Rows that see no key: O = 0, and as LSE the learned sink.
 DEVICE void store_nothing(const LaunchParams& params, const Work& work, int consumer) {
+  constexpr int UNITS = DIM_V / 8;
   const int thread = threadIdx.x % WARPGROUP, first_row = work.row_begin + consumer * ROWS;
   const uint32_t zeros[4] = {0, 0, 0, 0};
 #pragma unroll 1
-  for (int n = thread; n < ROWS * DIM_V / 8; n += WARPGROUP) store_unit(params, work, first_row, n, zeros);
+  for (int n = thread; n < ROWS * UNITS; n += WARPGROUP) store_unit(params, work, first_row + n / UNITS, n % UNITS, zeros);
   if (thread < ROWS) {
     const float sink = sink_of(params, work.head);
     store_stats(params, work, first_row + thread, {0.0f, sink, sink, sink == -INFINITY ? 0.0f : 1.0f});
   }
 }
 
-// scale: of all values, beside the rows' own factors.
+// Two neighbouring columns of the output: those that the thread holds of the n-th eight, of one of its rows. `factor` is
+// that row's, and `scale` that of all values. A row without weights is 0, whatever the values of keys that it does not
+// see.
+DEVICE uint32_t output_pair(const Output& o, int n, int half, float factor, float scale) {
+  const float low = o[4 * n + 2 * half], high = o[4 * n + 2 * half + 1];
+  return factor == 0.0f ? 0 : FormatOf<OUT_ELEMENT>::pack(low * (factor * scale), high * (factor * scale));
+}
+
 DEVICE void put_output(uint32_t place, const Output& o, const float (&factor)[2], float scale) {
   const int row = threadIdx.x % WARPGROUP / 32 * 16 + lane_id() % 16;  // whose 16 bytes this lane names
 #pragma unroll
   for (int block = 0; block < DIM_V / 8; block += 2) {
     uint32_t words[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      // A row without weights is 0, whatever the values of keys that it does not see.
-      const float f = factor[i % 2];
-      const float low = o[4 * block + 2 * i], high = o[4 * block + 2 * i + 1];
-      words[i] = f == 0.0f ? 0 : FormatOf<OUT_ELEMENT>::pack(low * (f * scale), high * (f * scale));
-    }
+    for (int i = 0; i < 4; i++) words[i] = output_pair(o, block + i / 2, i % 2, factor[i % 2], scale);
     ptx::stmatrix_x4(OBoxes::place(place, row, block + lane_id() / 16), words);
   }
 }
 
-// What lies in shared memory goes to `out`, and then its place is free again: at once where O has Q's place, else by
-// the next call, which waits for it first.
+// A lane holds two columns of each eight. Of two neighbouring eights, the even lanes of a quad get the first one's words
+// from the odd lanes, and those the second one's: then each has four columns of one, and a quad stores 32 bytes at once,
+// which memory takes whole. Nothing waits for a store of registers.
+DEVICE void store_registers(const Params& params, const Work& work, const Rows& rows, const Output& o,
+                            const float (&factor)[2], float scale) {
+  const bool odd = lane_id() & 1, upper = lane_id() & 2;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int row = rows.row(half);
+    const auto first_out = reinterpret_cast<uint64_t>(output_row(params, work, row) + 8 * odd + 4 * upper);
+    uint32_t address[2] = {uint32_t(first_out), uint32_t(first_out >> 32)};
+    ptx::pin_registers(address);  // or ptxas computes it again for each store
+    const auto out = reinterpret_cast<OUT_ELEMENT*>(uint64_t(address[1]) << 32 | address[0]);
+#pragma unroll
+    for (int n = 0; n < DIM_V / 8; n += 2) {
+      const uint32_t first = output_pair(o, n, half, factor[half], scale);
+      const uint32_t second = output_pair(o, n + 1, half, factor[half], scale);
+      const uint32_t got = __shfl_xor_sync(ALL_LANES, odd ? first : second, 1);
+      const uint64_t low = odd ? got : first, high = odd ? second : got;
+      if (row < work.seqlen_q && 8 * (n + odd) < HEAD_DIM_V) *reinterpret_cast<uint64_t*>(out + 8 * n) = high << 32 | low;
+    }
+  }
+}
+
+// What lies in shared memory goes to `out`. Its place is free again after the next call's wait.
 DEVICE void send_output(const Sm90Params& all, const Work& work, const Shared& shared, int consumer) {
+  constexpr int UNITS = DIM_V / 8;
   const int thread = threadIdx.x % WARPGROUP, first_row = work.row_begin + consumer * ROWS;
   const uint32_t place = shared.o(consumer);
   if constexpr (VARLEN) {
     sync_consumer(consumer);
 #pragma unroll 4
-    for (int i = 0; i < ROWS * DIM_V / 8 / WARPGROUP; i++) {
+    for (int i = 0; i < ROWS * UNITS / WARPGROUP; i++) {
       const int n = i * WARPGROUP + thread;
       uint32_t bits[4];
-      ptx::load_shared_v4(bits, OBoxes::place(place, n / (DIM_V / 8), n % (DIM_V / 8)));
-      store_unit(all.params, work, first_row, n, bits);
+      ptx::load_shared_v4(bits, OBoxes::place(place, n / UNITS, n % UNITS));
+      store_unit(all.params, work, first_row + n / UNITS, n % UNITS, bits);
     }
     sync_consumer(consumer);
     return;
@@ -94,9 +111,7 @@ DEVICE void send_output(const Sm90Params& all, const Work& work, const Shared& s
       }
     }
     ptx::bulk_commit();
-    if (O_OVER_Q) ptx::bulk_wait_read<0>();
   }
-  if (O_OVER_Q) sync_consumer(consumer);
 }
 
 DEVICE float scale_of_values(const Params& params, const Work& work) {
@@ -113,13 +128,18 @@ DEVICE void store(const Sm90Params& all, const Work& work, const Shared& shared,
     store_stats(all.params, work, rows.row(0), results[0]);
     store_stats(all.params, work, rows.row(1), results[1]);
   }
-  if (!VARLEN && !O_OVER_Q) {  // the last tile's output has left this place
+  const float factor[2] = {results[0].factor, results[1].factor}, scale = scale_of_values(all.params, work);
+  if constexpr (O_DIRECT) {
+    store_registers(all.params, work, rows, o, factor, scale);
+    mend_nonfinite(all, work, rows, softmax, o, factor, scale, 0);
+    __syncwarp();  // without it ptxas takes the ring's stage for the lanes' own, and moves each descriptor over
+    return;
+  }
+  if constexpr (!VARLEN) {  // the last tile's output has left this place
     if (threadIdx.x % WARPGROUP == 0) ptx::bulk_wait_read<0>();
     sync_consumer(consumer);
   }
-  const float factor[2] = {results[0].factor, results[1].factor}, scale = scale_of_values(all.params, work);
   put_output(shared.o(consumer), o, factor, scale);
   mend_nonfinite(all, work, rows, softmax, o, factor, scale, shared.o(consumer));
-  if (VARLEN && O_OVER_Q) ptx::fence_proxy_async();  // TMA brings the next Q there
   send_output(all, work, shared, consumer);
 }

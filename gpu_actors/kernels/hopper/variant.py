@@ -19,7 +19,7 @@ from gpu_actors.kernels.hopper.transpose_v import (
 )
 from gpu_actors.kernels.macros import Macros, forward_macros
 from gpu_actors.kernels.support import ELEMENTS, capability
-from gpu_actors.kernels.tiles import Tile, output_over_q, shared_bytes_of, tile_of, value_pieces
+from gpu_actors.kernels.tiles import Tile, output_is_direct, shared_bytes_of, tile_of, value_pieces
 from gpu_actors.problem import AttentionProblem, DispatchKey
 
 __all__ = [
@@ -145,8 +145,8 @@ def sm90_macros(key: DispatchKey) -> Macros:
     if key.decoding:
         macros |= {"CACHE_LENGTHS": 1} | ({"VARLEN": 1} if key.varlen_q else {})
         macros |= {"PAGE_SIZE": key.page_size} if key.paged else {}
-    if output_over_q(tile, key.dtype, key.head_dim, key.head_dim_v):
-        macros["O_OVER_Q"] = 1
+    if output_is_direct(tile, key.dtype, key.head_dim, key.head_dim_v):
+        macros["O_DIRECT"] = 1
     if (pieces := value_pieces(tile, key.dtype, key.head_dim_v)) > 1:
         macros["PIECES"] = pieces
     return macros

@@ -35,7 +35,10 @@ DECODE_DEFECTS = (
         "ptx::ex2(base - finite)",
     ),
     _decode(
-        "a sequence without keys divides by 0", "mma/softmax.cuh", "  if (l == 0.0f) return {0.0f, -INFINITY};\n", ""
+        "a sequence without keys divides by 0",
+        "mma/softmax.cuh",
+        "  if (l == 0.0f) return {0.0f, -INFINITY, -INFINITY, 0.0f};\n",
+        "",
     ),
     _decode(
         "pieces are merged without their weights",

@@ -234,8 +234,14 @@ MMA_MUTANTS = (
         "base",
         "few",
     ),
-    _mma("an empty sum is divided by", _SOFTMAX, "  if (l == 0.0f) return {0.0f, -INFINITY};\n", "", "few"),
-    _mma("the LSE is in base 2", _SOFTMAX, " * (1.0f / LOG2_E)};", "};"),
+    _mma(
+        "an empty sum is divided by",
+        _SOFTMAX,
+        "  if (l == 0.0f) return {0.0f, -INFINITY, -INFINITY, 0.0f};\n",
+        "",
+        "few",
+    ),
+    _mma("the LSE is in base 2", _SOFTMAX, "ptx::lg2(l)) * (1.0f / LOG2_E), largest", "ptx::lg2(l)), largest"),
     _mma(
         "the sink is not in the sum", _SOFTMAX, "l * correction + ptx::ex2(sink_base - top)", "l * correction", "sinks"
     ),

@@ -71,7 +71,12 @@ _DESCALES = (
         "  scale *= descale(params.k_descale, params.k_descale_strides, sequence, kv_head);\n",
         "",
     ),
-    _bug("v's descale is forgotten", "store", "low * (f * scale), high * (f * scale)", "low * f, high * f"),
+    _bug(
+        "v's descale is forgotten",
+        "store",
+        "low * (factor * scale), high * (factor * scale)",
+        "low * factor, high * factor",
+    ),
     _bug(
         "v's descale is that of a query head",
         "store",

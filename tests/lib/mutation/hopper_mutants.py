@@ -229,43 +229,72 @@ OUTPUT = (
         "  ptx::fence_proxy_async();\n",
     ),
     _bug("a block ends before its stores", "forward", "  if (threadIdx.x % WARPGROUP == 0) ptx::bulk_wait<0>();\n", ""),
-    _bug("Q lands where O still leaves", "store", "    if (O_OVER_Q) ptx::bulk_wait_read<0>();\n", "", "over q"),
     _bug(
-        "Q may come before O has gone",
+        "Q is overwritten before its last product",
         "forward",
-        "if (!O_OVER_Q) release(shared.q_empty(number));",
-        "release(shared.q_empty(number));",
-        "over q",
+        "  mainloop(r, work, rows);\n  release(shared.q_empty(number));\n",
+        "  release(shared.q_empty(number));\n  mainloop(r, work, rows);\n",
+        "direct",
+    ),
+    _bug("each lane sends what it keeps", "store", "odd ? first : second, 1)", "odd ? second : first, 1)", "direct"),
+    _bug(
+        "words go to the other pair of lanes", "store", "odd ? first : second, 1)", "odd ? first : second, 2)", "direct"
+    ),
+    _bug("words lie in the order of their arrival", "store", "high = odd ? second : got", "high = got", "direct"),
+    _bug("a lane stores its own words alone", "store", "low = odd ? got : first", "low = first", "direct"),
+    _bug("both pairs of a quad store the same columns", "store", " + 8 * odd + 4 * upper);", " + 8 * odd);", "direct"),
+    _bug(
+        "neighbouring eights change places", "store", " + 8 * odd + 4 * upper);", " + 8 * !odd + 4 * upper);", "direct"
+    ),
+    _bug("the stores stop at the first columns", "store", "(out + 8 * n)", "(out + 8 * (n % 4))", "direct"),
+    _bug("the second row is stored over the first", "store", "row = rows.row(half);", "row = rows.row(0);", "direct"),
+    _bug(
+        "the second row has the first one's factor",
+        "store",
+        "o, n, half, factor[half]",
+        "o, n, half, factor[0]",
+        "direct",
+    ),
+    _bug(
+        "the first row's columns are stored twice", "store", "o, n + 1, half, factor", "o, n + 1, 0, factor", "direct"
+    ),
+    _bug(
+        "rows past the end are stored from registers",
+        "store",
+        "if (row < work.seqlen_q && 8 * (n + odd) < HEAD_DIM_V) *",
+        "if (8 * (n + odd) < HEAD_DIM_V) *",
+        "direct varlen",
+    ),
+    _bug(
+        "columns past the head dim are stored from registers",
+        "store",
+        "if (row < work.seqlen_q && 8 * (n + odd) < HEAD_DIM_V) *",
+        "if (row < work.seqlen_q) *",
+        "direct narrow",
+    ),
+    _bug(
+        "NaN of hidden keys spreads in registers",
+        "store",
+        "    mend_nonfinite(all, work, rows, softmax, o, factor, scale, 0);\n",
+        "",
+        "direct nonfinite",
+    ),
+    _bug(
+        "a mended row is stored 8 rows off",
+        "nonfinite",
+        "store_unit(params, work, row, unit, words)",
+        "store_unit(params, work, row + 8, unit, words)",
+        "direct nonfinite",
     ),
     _bug(
         "rows of the next sequence are overwritten",
-        "store",
-        "if (row >= work.seqlen_q || column >= HEAD_DIM_V) return;",
-        "if (column >= HEAD_DIM_V) return;",
+        "output",
+        "if (row >= work.seqlen_q || 8 * unit >= HEAD_DIM_V) return;",
+        "if (8 * unit >= HEAD_DIM_V) return;",
         "varlen",
     ),
-    _bug(
-        "packed outputs over Q are not fenced",
-        "store",
-        "  if (VARLEN && O_OVER_Q) ptx::fence_proxy_async();  // TMA brings the next Q there\n",
-        "",
-        "over q varlen",
-    ),
-    _bug(
-        "an empty tile's zeros go through Q",
-        "store",
-        "  const uint32_t zeros[4] = {0, 0, 0, 0};\n#pragma unroll 1\n  for (int n = thread; n < ROWS * DIM_V / 8",
-        (
-            "  const uint32_t zeros[4] = {0, 0, 0, 0};\n"
-            "  ptx::store_shared_v4(0x400 + O_AT + consumer * O_BYTES + thread * 16, zeros);\n"
-            "  ptx::fence_proxy_async();\n"
-            "#pragma unroll 1\n"
-            "  for (int n = thread; n < ROWS * DIM_V / 8"
-        ),
-        "empty over q",
-    ),
     _bug("rows without keys are not written", "forward", "    store_nothing(all.params, work, number);\n", "", "few"),
-    _bug("the LSE lacks the sum", "store", "results[0].lse", "results[0].factor"),
+    _bug("the LSE lacks the sum", "store", "rows.row(0), results[0]);", "rows.row(0), {0.0f, results[0].factor});"),
     _bug(
         "NaN of hidden keys spreads",
         "store",
