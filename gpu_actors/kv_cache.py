@@ -32,10 +32,12 @@ from gpu_actors.kv.requests import (
 )
 from gpu_actors.kv.sequences import KvCacheStats
 from gpu_actors.loop import refuse_on_loop
+from gpu_actors.planning.beside import beside
 from gpu_actors.process import Local
 from gpu_actors.requests import Array, AttentionOutput
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.reply import Reply, need_asyncio
+from gpu_actors.validation.fields import describe, expect
 
 if TYPE_CHECKING:
     from gpu_actors.actors.kv_store import CacheStore, OpenedCache
@@ -223,9 +225,11 @@ class KvCache(Local):
     def append(
         self,
         seqs: KvSequence | Sequence[KvSequence],
-        k: Array,
-        v: Array,
+        k: Array | None = None,
+        v: Array | None = None,
         *,
+        c_kv: Array | None = None,
+        k_pe: Array | None = None,
         cu_seqlens: Array | None = None,
         tokens: Any = None,
         rope: Rope | None = None,
@@ -246,6 +250,8 @@ class KvCache(Local):
             seqs=seqs,
             k=k,
             v=v,
+            c_kv=c_kv,
+            k_pe=k_pe,
             cu_seqlens=cu_seqlens,
             tokens=tokens,
             rope=rope,
@@ -261,8 +267,11 @@ class KvCache(Local):
         q: Array,
         seqs: KvSequence | Sequence[KvSequence],
         *,
+        q_pe: Array | None = None,
         k: Array | None = None,
         v: Array | None = None,
+        c_kv: Array | None = None,
+        k_pe: Array | None = None,
         cu_seqlens_q: Array | None = None,
         max_seqlen_q: int | None = None,
         causal: bool = True,
@@ -296,14 +305,21 @@ class KvCache(Local):
     ) -> Reply[AttentionOutput]:
         """Attention of q, the last rows of each sequence, to the sequences; k and v are appended first where given.
 
-        The arguments are those of `AttendCache`. The reply raises `CacheFull`, and then nothing is written.
+        The arguments are those of `AttendCache`. q_pe: of a latent cache, the rotated columns of q, which has the
+        others then; raises `InvalidRequest` where the two do not belong together. The reply raises `CacheFull`, and
+        then nothing is written.
         """
+        if q_pe is not None:
+            expect(bool(self._spec.latent_dim), "q_pe", describe(q_pe), "goes with a latent cache")
+            q = beside("q_pe", q, q_pe)
         message = AttendCache(
             cache=self._number,
             seqs=seqs,
             q=q,
             k=k,
             v=v,
+            c_kv=c_kv,
+            k_pe=k_pe,
             cu_seqlens_q=cu_seqlens_q,
             max_seqlen_q=max_seqlen_q,
             causal=causal,
@@ -458,6 +474,7 @@ class OpensKvCaches:
         dtype: Any = "bfloat16",
         k_descale: Array | None = None,
         v_descale: Array | None = None,
+        latent_dim: int = 0,
     ) -> KvCache:
         """A paged KV cache on this context's device. The arguments are those of `KvCacheSpec`.
 
@@ -473,5 +490,6 @@ class OpensKvCaches:
             dtype=dtype,
             k_descale=k_descale,
             v_descale=v_descale,
+            latent_dim=latent_dim,
         )
         return KvCache(self._children, self._children.handle(KvCacheActor), spec)

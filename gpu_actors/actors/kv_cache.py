@@ -40,7 +40,7 @@ from gpu_actors.kv.requests import (
     TruncateSequence,
 )
 from gpu_actors.kv.sequences import PageTable
-from gpu_actors.planning.append_rows import NewRows, new_rows, place_rows, turn_apart
+from gpu_actors.planning.append_rows import NEW_ROWS, NewRows, new_rows, place_rows, turn_apart
 from gpu_actors.planning.cached import check_operands
 from gpu_actors.planning.merging import merge_key
 from gpu_actors.requests import PagedForward
@@ -181,7 +181,7 @@ class KvCacheActor(ServiceActor):
     ) -> tuple[KvWork, Hashable]:
         _, tables = cache.tables_of(message.seqs)
         rows = None
-        if message.k is not None or message.v is not None:
+        if any(getattr(message, name) is not None for name in NEW_ROWS):
             rows = new_rows(message, cache.pool, len(tables))
         elif message.rope is not None:
             raise InvalidRequest("rope", message.rope, "goes with k and v: rows in the cache have been rotated")
@@ -195,7 +195,7 @@ class KvCacheActor(ServiceActor):
         if len(ends) == 1:
             expect(len(tables) == ends[0] - 1, "seqs", len(tables), f"must name cu_seqlens_q's, {ends[0] - 1}")
         if shape:
-            dim = cache.pool.head_dim
+            dim = cache.k_pool.shape[-1]
             expect(shape[-1] == dim, "q", describe(message.q), f"must have the cache's head_dim, {dim}")
         # As many as there are now; requests that wait for their launch may add to them before this one's.
         lengths = np.array([table.length for table in tables], np.int32)
@@ -223,6 +223,9 @@ class KvCacheActor(ServiceActor):
     def _check_rows(self, cache: OpenedCache, request: PagedForward, rows: NewRows) -> None:
         q = request.q
         if rows.rope is not None:
+            if cache.pool.latent:
+                reason = "a launch rotates whole heads of q, and a latent cache has rotated columns behind others"
+                raise Unsupported("rope", rows.rope, f"{reason}: rotate q_pe and k_pe before", None)
             expect(
                 q.dtype == rows.k.dtype, "q", describe(q), f"must have k's dtype, {rows.k.dtype}, to be rotated with it"
             )
@@ -316,7 +319,7 @@ def _check_append(problem: AppendProblem, arch: str) -> None:
     except Unsupported as error:
         if error.field != "dtype":
             raise
-        raise Unsupported("k", *error.args[1:]) from None
+        raise Unsupported("k_pe" if problem.latent else "k", *error.args[1:]) from None
 
 
 def _check_once(tables: Sequence[PageTable]) -> None:

@@ -33,8 +33,7 @@ def append_launch(group: Sequence[KvWork]) -> Launch:
     """The operands of a launch that only appends; `add_rows` says what it does."""
     cache = group[0].cache
     inputs = {
-        "k_cache": cache.k_pool,
-        "v_cache": cache.v_pool,
+        **cache.pools,
         "block_table": merge_tables([work.table for work in group]),
         "cache_seqlens": np.concatenate([work.lengths for work in group]),
     }
@@ -65,8 +64,8 @@ def add_rows(launch: Launch, group: Sequence[KvWork], arch: str) -> Launch:
     return dataclasses.replace(
         launch,
         inputs=inputs,
-        oracle=functools.partial(_oracle, rows, launch.oracle),
-        updates=("k_cache", "v_cache"),
+        oracle=functools.partial(_oracle, rows, cache.pool, launch.oracle),
+        updates=tuple(cache.pools),
         scratch=scratch,
         # The append kernel depends on the shapes and on these two.
         recording=None if launch.recording is None else (launch.recording, rows.rope, rows.k.dtype),
@@ -135,26 +134,29 @@ def _packed(buffer: Buffer) -> Buffer:
     )
 
 
-def _oracle(rows: NewRows, attend: Any, inputs: Mapping[str, Any]) -> Outputs:
+def _oracle(rows: NewRows, pool: AppendProblem, attend: Any, inputs: Mapping[str, Any]) -> Outputs:
     # Only a mock device computes here, so only its programs pay for the import.
     from gpu_actors.reference.append import append_rows, copy_pages
     from gpu_actors.reference.rope import apply_rope
 
+    caches = [inputs[name] for name in ("k_cache", "v_cache") if name in inputs]
     if "page_pairs" in inputs:
-        copy_pages(inputs["k_cache"], inputs["v_cache"], inputs["page_pairs"])
+        copy_pages(caches, inputs["page_pairs"])
+    if pool.latent:
+        caches = [caches[0][..., pool.head_dim_v :], caches[0][..., : pool.head_dim_v]]
     angles = None if rows.rope is None else rows.angles(inputs["cache_seqlens"])
     append_rows(
         inputs["k"],
         inputs["v"],
-        inputs["k_cache"],
-        inputs["v_cache"],
+        caches[0],
+        caches[1],
         rows.ends,
         inputs["cache_seqlens"],
         block_table=inputs["block_table"],
         rope=angles,
         interleaved=rows.rope is not None and rows.rope.interleaved,
         k_descale=inputs.get("k_descale"),
-        v_descale=inputs.get("v_descale"),
+        v_descale=inputs.get("k_descale" if pool.latent else "v_descale"),
     )
     if angles is not None and "q" in inputs:
         q = inputs["q"]

@@ -48,7 +48,7 @@ class Moving:
         if not pages:
             call.resolve(record(no_pages(cache.pool)), self._actor.outbox)
             return
-        launch = export_launch(cache.pool, (cache.k_pool, cache.v_pool), pages, self._kernels(call) or ())
+        launch = export_launch(cache.pool, cache.pools, pages, self._kernels(call) or ())
         self._actor.launch((call,), launch, lambda outputs: (record(outputs),))
 
     def take_in(self, call: Call[Any], cache: OpenedCache, message: ImportSequence) -> None:
@@ -70,9 +70,8 @@ class Moving:
         if first == len(pages):
             call.resolve(finish({})[0], self._actor.outbox)
             return
-        pools = (cache.k_pool, cache.v_pool)
-        parts = (given.k[first:], given.v[first:])
-        launch = import_launch(cache.pool, pools, parts, pages[first:], self._kernels(call) or ())
+        parts = [one[first:] for one in (given.k, given.v) if one is not None]
+        launch = import_launch(cache.pool, cache.pools, parts, pages[first:], self._kernels(call) or ())
         self._actor.launch((call,), launch, finish)
 
     def _kernels(self, call: Call[Any]) -> Any:

@@ -80,7 +80,7 @@ class OpenedCache:
     """One cache: its pool on the device, its tables, and its launches in flight.
 
     pool: what all appends to it have in common, as one of one row. descales: "k_descale" and "v_descale", fp32
-    (kv_heads,), where the pool has some.
+    (kv_heads,), where the pool has some. A latent cache has k_pool alone.
     """
 
     number: int
@@ -94,6 +94,12 @@ class OpenedCache:
     # Held from a launch's reservation until it counts as in flight: one that fails meanwhile must find it.
     _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
     _in_flight: list[list[KvWork]] = field(init=False, default_factory=list)
+
+    @property
+    def pools(self) -> dict[str, Any]:
+        """The pools by the names that launches have for them."""
+        pools = {"k_cache": self.k_pool}
+        return pools if self.v_pool is None else {**pools, "v_cache": self.v_pool}
 
     def sequence(self, table: PageTable) -> KvSequence:
         """The caller's record of a new sequence."""
@@ -131,6 +137,7 @@ class OpenedCache:
             q=q,
             k_cache=self.k_pool,
             v_cache=self.v_pool,
+            latent_dim=self.pool.head_dim_v if self.pool.latent else 0,
             block_table=table,
             cache_seqlens=lengths,
             **self.descales_of(batch),
@@ -244,13 +251,13 @@ class CacheStore(Workbench):
         pool, descales = _checked(spec, self.arch, self.device_name, notes)
         allocate = self.device.allocate
         pages = (pool.num_blocks, pool.page_size, pool.heads_kv)
-        if math.prod(pages) * max(pool.head_dim, pool.head_dim_v) > _MOST_ELEMENTS:
-            raise OutOfDeviceMemory(f"no memory can be addressed that holds {pages} rows of {pool.head_dim} elements")
-        k_pool, v_pool = (allocate((*pages, dim), pool.cache_dtype) for dim in (pool.head_dim, pool.head_dim_v))
+        if math.prod(pages) * max(pool.sides.values()) > _MOST_ELEMENTS:
+            raise OutOfDeviceMemory(f"no memory can be addressed that holds {pages} rows of {pool.sides['k']} elements")
+        pools = {side: allocate((*pages, dim), pool.cache_dtype) for side, dim in pool.sides.items()}
         tables = CacheTables(pool.num_blocks, pool.page_size)
         number = self._newest = next(_NUMBERS)
         generation = self._cell.environment.generation
-        self._caches[number] = OpenedCache(number, pool, k_pool, v_pool, descales, tables, generation)
+        self._caches[number] = OpenedCache(number, pool, pools["k"], pools.get("v"), descales, tables, generation)
         return number
 
     def forget(self, number: int) -> None:
@@ -268,9 +275,8 @@ class CacheStore(Workbench):
         for number, cache in list(self._caches.items()):
             pages = page_map(*cache.tables.look())
             pool, stats = cache.pool, cache.tables.stats()
-            found.append(
-                CacheLook(number, pool.page_size, pool.heads_kv, pool.head_dim, pool.cache_dtype, stats, pages)
-            )
+            sizes = pool.page_size, pool.heads_kv, pool.sides["k"]
+            found.append(CacheLook(number, *sizes, pool.cache_dtype, stats, pages))
         return found
 
     def after_fork(self, reason: Callable[[], GpuActorsError]) -> None:
@@ -299,6 +305,12 @@ def _checked(spec: object, arch: str, place: str, notes: CallerNotes | None) -> 
     heads = integer("kv_heads", spec.kv_heads, 1)
     dim = integer("head_dim", spec.head_dim, 1)
     dim_v = dim if spec.head_dim_v is None else integer("head_dim_v", spec.head_dim_v, 1)
+    latent = integer("latent_dim", spec.latent_dim, 0, dim - 1)
+    if latent:
+        expect(spec.head_dim_v is None, "head_dim_v", spec.head_dim_v, "and latent_dim both say what values are")
+        factors = spec.v_descale
+        expect(factors is None, "v_descale", describe(factors), "goes with V: k_descale is a latent cache's")
+        dim, dim_v = dim - latent, latent
     dtype = _dtype_name(spec.dtype)
     descales: dict[str, Any] = {}
     for name in ("k_descale", "v_descale"):
@@ -312,7 +324,7 @@ def _checked(spec: object, arch: str, place: str, notes: CallerNotes | None) -> 
         descales[name] = factors.copy()
     pool = AppendProblem(
         layout="paged", batch=1, total=1, rows=1, heads_kv=heads, head_dim=dim, head_dim_v=dim_v, dtype=dtype,
-        cache_dtype=dtype, page_size=page_size, num_blocks=blocks, max_blocks=1,
+        cache_dtype=dtype, page_size=page_size, num_blocks=blocks, max_blocks=1, latent=latent > 0,
     )  # fmt: skip
     append_key(pool, arch)
     return dataclasses.replace(pool, descales=bool(descales)), descales

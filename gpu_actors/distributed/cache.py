@@ -181,7 +181,13 @@ class PooledKvCache(Local):
 
     # Rows
 
-    def append(self, seqs: PooledSequence | Sequence[PooledSequence], k: Array, v: Array, **options: Any) -> Reply[Any]:
+    def append(
+        self,
+        seqs: PooledSequence | Sequence[PooledSequence],
+        k: Array | None = None,
+        v: Array | None = None,
+        **options: Any,
+    ) -> Reply[Any]:
         """Write rows behind those of sequences with one home. The arguments are those of `KvCache.append`."""
         return self._ask(seqs, lambda cache, handles: cache.append(handles, k, v, **options))
 

@@ -70,7 +70,7 @@ class ShardedKvCache(Local):
 
     pool: a pool with at least one worker. interleave: rows in a row on one worker; None: ``page_size``.
     num_blocks: pages of each worker. The other arguments are those of `KvCacheSpec`. k_descale, v_descale lie on the
-    host.
+    host. latent_dim raises `Unsupported`: a `PooledKvCache` holds latents.
 
     Requests on a sequence take effect one after the other. Each takes effect wholly or leaves no trace, unless a worker
     is lost: then the sequence is lost with it, which raises `WorkerLost` first and `StaleBuffer` ever after.
@@ -88,9 +88,13 @@ class ShardedKvCache(Local):
         dtype: str = "bfloat16",
         k_descale: Array | None = None,
         v_descale: Array | None = None,
+        latent_dim: int = 0,
         interleave: int | None = None,
     ) -> None:
         expect(isinstance(pool, ContextPool), "pool", show(pool), "must be a ContextPool")
+        if latent_dim != 0:
+            reason = "new rows attend to each other in a forward request, which takes no latents: use a PooledKvCache"
+            raise Unsupported("latent_dim", latent_dim, reason, 0)
         expect(isinstance(dtype, str), "dtype", show(dtype), "must be the name of a dtype")
         self._pool = pool
         self._dtype = dtype

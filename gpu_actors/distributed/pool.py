@@ -100,6 +100,7 @@ class ContextPool(Dispatch):
         dtype: Any = "bfloat16",
         k_descale: Array | None = None,
         v_descale: Array | None = None,
+        latent_dim: int = 0,
     ) -> PooledKvCache:
         """A paged KV cache on every worker, whose sequences each have a home. The arguments are those of `KvCacheSpec`,
         of each worker's cache. Enter it with ``async with``."""
@@ -112,6 +113,7 @@ class ContextPool(Dispatch):
             dtype=dtype,
             k_descale=k_descale,
             v_descale=v_descale,
+            latent_dim=latent_dim,
         )
         return PooledKvCache(self, spec)
 

@@ -36,6 +36,9 @@ class KvCacheSpec:
 
     page_size: keys a page, at least 1. dtype: float16, bfloat16, float32, float8_e4m3fn or float8_e5m2.
     k_descale, v_descale: fp32 (kv_heads,), positive: the factors of an fp8 pool's elements.
+    latent_dim: in place of V and head_dim_v: values are the first so many columns of keys, as in `PagedForward`. The
+        rows of a DeepSeek-V3 layer have kv_heads=1, head_dim=512 + 64 and latent_dim=512. k_descale is that of whole
+        rows then, and there is no v_descale.
     """
 
     num_blocks: int
@@ -46,6 +49,7 @@ class KvCacheSpec:
     dtype: Any = "bfloat16"
     k_descale: Array | None = None
     v_descale: Array | None = None
+    latent_dim: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +143,8 @@ class AppendRows:
 
     seqs: a `KvSequence` with k (rows, kv_heads, head_dim) and v (rows, kv_heads, head_dim_v), or a list of them, each
         once, with (batch, rows, ...), or (total, ...) and ``cu_seqlens``.
+    c_kv, k_pe: in place of k and v for a latent cache: the latents (rows, kv_heads, latent_dim) and the rotated keys
+        (rows, kv_heads, head_dim - latent_dim), or with the first axes that k has for a list. A rope rotates k_pe.
     tokens: ids, one a row, shaped like k's first axes. The keys and values of a row must follow from its token and all
         tokens before it. A sequence created for a prompt with the same beginning shares whole pages of such rows.
     rope: rotates K by each row's place in its sequence, or by ``positions``, int32, one a row. rope_cos, rope_sin: fp32
@@ -153,8 +159,8 @@ class AppendRows:
 
     cache: int
     seqs: Any
-    k: Array
-    v: Array
+    k: Array | None = None
+    v: Array | None = None
     cu_seqlens: Array | None = None
     tokens: Any = None
     rope: Rope | None = None
@@ -162,6 +168,8 @@ class AppendRows:
     rope_cos: Array | None = None
     rope_sin: Array | None = None
     expect_length: Any = None
+    c_kv: Array | None = None
+    k_pe: Array | None = None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -173,6 +181,8 @@ class AttendCache(CacheOptions):
     k, v: new rows' keys and values, (batch, new_rows, kv_heads, dim), or (total, kv_heads, dim) with q's
         ``cu_seqlens_q`` or with ends of their own, ``cu_seqlens_k_new``; None where they are in the cache already. q
         may have more rows of a sequence than are new, or fewer: its rows are the last ones that the sequence has then.
+    c_kv, k_pe: in place of k and v for a latent cache, as for `AppendRows`. q is what absorption makes of the queries,
+        latent_dim columns, beside their rotated part. softmax_scale must be given; rope must not.
     rope: goes with k and v, and rotates q too; tokens, positions, rope_cos and rope_sin as for `AppendRows`. Without
         ``positions`` rows are rotated by their q_positions where those are given, which lie on the host then.
     positions_q: int32 (total_q,), what q's rows are rotated by. None: the new rows' positions where q has those rows,
@@ -208,6 +218,8 @@ class AttendCache(CacheOptions):
     cu_seqlens_k_new: Array | None = None
     positions_q: Array | None = None
     q_descale: Array | None = None
+    c_kv: Array | None = None
+    k_pe: Array | None = None
 
 
 CacheMessage = (

@@ -32,7 +32,7 @@ __all__ = [
     "page_checks",
 ]
 
-_LAYOUT = ("page_size", "kv_heads", "head_dim", "head_dim_v", "dtype")
+_LAYOUT = ("page_size", "kv_heads", "head_dim", "head_dim_v", "dtype", "latent_dim")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -41,8 +41,9 @@ class SequencePages:
 
     lease: a sequence of the source, which holds the pages there until it is freed (`KvCache.release`).
     length: rows. pages: their ids in the source's pool, in order.
-    page_size, kv_heads, head_dim, head_dim_v, dtype: the layout of a page, as in `KvCacheSpec`.
-    k, v: (pages, page_size, kv_heads, head_dim) and (..., head_dim_v), in the pool's dtype; behind the last row 0.
+    page_size, kv_heads, head_dim, head_dim_v, dtype, latent_dim: the layout of a page, as in `KvCacheSpec`.
+    k, v: (pages, page_size, kv_heads, head_dim) and (..., head_dim_v), in the pool's dtype; behind the last row 0. Of a
+        latent cache k has whole rows, and v is None.
     k_descale, v_descale: fp32 (kv_heads,), of an fp8 pool that has them.
     checks: of each page, a digest of its bytes (BLAKE2b, 16 bytes).
     digests: the names of the whole pages whose tokens are known (`prefix_digests`). tail: the known tokens behind them.
@@ -59,18 +60,19 @@ class SequencePages:
     head_dim_v: int
     dtype: str
     k: Array
-    v: Array
+    v: Array | None
     checks: tuple[bytes, ...]
     k_descale: Array | None = None
     v_descale: Array | None = None
     digests: tuple[bytes, ...] = ()
     tail: tuple[int, ...] = ()
+    latent_dim: int = 0
 
 
-def page_checks(k: Any, v: Any) -> tuple[bytes, ...]:
-    """A digest of each page's bytes."""
+def page_checks(*pools: Any) -> tuple[bytes, ...]:
+    """A digest of each page's bytes. pools: the pages of K, and those of V where there are some."""
     checks = []
-    for pages in zip(k, v, strict=True):
+    for pages in zip(*pools, strict=True):
         check = hashlib.blake2b(digest_size=16)
         for page in pages:
             check.update(np.ascontiguousarray(page).view(np.uint8).data)
@@ -81,13 +83,13 @@ def page_checks(k: Any, v: Any) -> tuple[bytes, ...]:
 def check_pages(given: Any, pool: AppendProblem, descales: Mapping[str, Any]) -> None:
     """Check that pages fit a pool and are what they were when they left. Raises `InvalidRequest`."""
     expect(isinstance(given, SequencePages), "pages", show(given), "must be SequencePages, as export_pages() gives")
-    sizes = (pool.page_size, pool.heads_kv, pool.head_dim, pool.head_dim_v, pool.cache_dtype)
-    for name, own in zip(_LAYOUT, sizes, strict=True):
+    for name, own in zip(_LAYOUT, _layout(pool), strict=True):
         other = getattr(given, name)
         expect(type(other) is type(own) and other == own, name, show(other), f"must be that of the cache, {own}")
     count = _pages(given.length, pool.page_size) if type(given.length) is int and given.length >= 0 else -1
     expect(count >= 0, "length", show(given.length), "must be a number of rows")
-    for name, dim in (("k", pool.head_dim), ("v", pool.head_dim_v)):
+    expect(not pool.latent or given.v is None, "v", describe(given.v), "must be None: a latent cache has no V")
+    for name, dim in pool.sides.items():
         array, shape = getattr(given, name), (count, pool.page_size, pool.heads_kv, dim)
         sound = isinstance(array, np.ndarray) and array.shape == shape and name_of(array.dtype) == pool.cache_dtype
         expect(sound, name, describe(array), f"must be {pool.cache_dtype} {shape}, on the host")
@@ -99,7 +101,7 @@ def check_pages(given: Any, pool: AppendProblem, descales: Mapping[str, Any]) ->
     known = len(given.digests) * pool.page_size + len(given.tail)
     sound = len(given.digests) <= whole and known <= given.length and len(given.tail) < pool.page_size
     expect(sound, "digests", len(given.digests), f"must be of whole pages, of which there are {whole}")
-    found = page_checks(given.k, given.v)
+    found = page_checks(*(getattr(given, name) for name in pool.sides))
     expect(len(given.checks) == count, "checks", len(given.checks), f"must be one a page, {count}")
     for index, (check, wanted) in enumerate(zip(found, given.checks, strict=True)):
         expect(
@@ -108,29 +110,27 @@ def check_pages(given: Any, pool: AppendProblem, descales: Mapping[str, Any]) ->
 
 
 def export_launch(
-    pool: AppendProblem, pools: tuple[Any, Any], pages: Sequence[int], kernels: Sequence[Kernel]
+    pool: AppendProblem, pools: Mapping[str, Any], pages: Sequence[int], kernels: Sequence[Kernel]
 ) -> Launch:
-    """Copies these pages of a pool into k_pages and v_pages on the host. pools: of K and V."""
+    """Copies these pages of a pool into k_pages and v_pages on the host. pools: k_cache, and v_cache where it is."""
     count = len(pages)
     outputs = {
         f"{side}_pages": OutputSpec((count, pool.page_size, pool.heads_kv, dim), pool.cache_dtype)
-        for side, dim in zip("kv", (pool.head_dim, pool.head_dim_v), strict=True)
+        for side, dim in pool.sides.items()
     }
     # The pairs come first: outputs lie where the first input does, on the host.
-    inputs = {"page_pairs": np.array([(page, index) for index, page in enumerate(pages)], np.int32)}
-    inputs |= {"k_cache": pools[0], "v_cache": pools[1]}
+    inputs = {"page_pairs": np.array([(page, index) for index, page in enumerate(pages)], np.int32), **pools}
     return Launch(None, inputs, outputs, _read, _steps(pool, count, kernels, "cache", "pages"))
 
 
 def import_launch(
-    pool: AppendProblem, pools: tuple[Any, Any], given: tuple[Any, Any], pages: Sequence[int], kernels: Sequence[Kernel]
+    pool: AppendProblem, pools: Mapping[str, Any], given: Sequence[Any], pages: Sequence[int], kernels: Sequence[Kernel]
 ) -> Launch:
-    """Copies ``given`` pages of K and V to these pages of a pool. pools: of K and V."""
-    inputs = {"page_pairs": np.array([(index, page) for index, page in enumerate(pages)], np.int32)}
-    inputs |= {"k_cache": pools[0], "v_cache": pools[1]}
-    inputs |= {name: np.ascontiguousarray(one) for name, one in zip(("k_pages", "v_pages"), given, strict=True)}
+    """Copies ``given`` pages, of K and perhaps V, to these pages of a pool. pools: as in `export_launch`."""
+    inputs = {"page_pairs": np.array([(index, page) for index, page in enumerate(pages)], np.int32), **pools}
+    inputs |= {f"{side}_pages": np.ascontiguousarray(one) for side, one in zip(pool.sides, given, strict=True)}
     steps = _steps(pool, len(pages), kernels, "pages", "cache")
-    return Launch(None, inputs, {}, _write, steps, updates=("k_cache", "v_cache"))
+    return Launch(None, inputs, {}, _write, steps, updates=tuple(pools))
 
 
 def exported(
@@ -144,23 +144,19 @@ def exported(
     length: int,
 ) -> SequencePages:
     """The record of what `export_launch` has read."""
-    k, v = (outputs[name] for name in ("k_pages", "v_pages"))
+    arrays = {side: outputs[f"{side}_pages"] for side in pool.sides}
     rest = length % pool.page_size
     if rest:  # rows that were never written hold what the page held before
-        for array in (k, v):
+        for array in arrays.values():
             array[-1, rest:].view(np.uint8)[...] = 0
     return SequencePages(
         lease=lease,
         length=length,
         pages=tuple(pages),
-        page_size=pool.page_size,
-        kv_heads=pool.heads_kv,
-        head_dim=pool.head_dim,
-        head_dim_v=pool.head_dim_v,
-        dtype=pool.cache_dtype,
-        k=k,
-        v=v,
-        checks=page_checks(k, v),
+        **dict(zip(_LAYOUT, _layout(pool), strict=True)),
+        k=arrays["k"],
+        v=arrays.get("v"),
+        checks=page_checks(*arrays.values()),
         digests=tuple(digests),
         tail=tuple(tail),
         **descales,
@@ -170,8 +166,15 @@ def exported(
 def no_pages(pool: AppendProblem) -> Outputs:
     """What `export_launch` would read of no pages."""
     dtype: Any = dtype_of(pool.cache_dtype)
-    dims = (("k_pages", pool.head_dim), ("v_pages", pool.head_dim_v))
-    return {name: np.zeros((0, pool.page_size, pool.heads_kv, dim), dtype) for name, dim in dims}
+    return {
+        f"{side}_pages": np.zeros((0, pool.page_size, pool.heads_kv, dim), dtype) for side, dim in pool.sides.items()
+    }
+
+
+def _layout(pool: AppendProblem) -> tuple[Any, ...]:
+    """The values of `_LAYOUT`."""
+    latent = pool.head_dim_v if pool.latent else 0
+    return pool.page_size, pool.heads_kv, pool.sides["k"], pool.head_dim_v, pool.cache_dtype, latent
 
 
 def _pages(length: int, page_size: int) -> int:
@@ -185,11 +188,12 @@ def _steps(pool: AppendProblem, count: int, kernels: Sequence[Kernel], source: s
 
 def _read(inputs: Mapping[str, Any]) -> Outputs:
     pages = inputs["page_pairs"][:, 0]
-    return {"k_pages": inputs["k_cache"][pages], "v_pages": inputs["v_cache"][pages]}
+    return {f"{side}_pages": inputs[f"{side}_cache"][pages] for side in "kv" if f"{side}_cache" in inputs}
 
 
 def _write(inputs: Mapping[str, Any]) -> Outputs:
     pages = inputs["page_pairs"][:, 1]
     for side in "kv":
-        inputs[f"{side}_cache"][pages] = inputs[f"{side}_pages"]
+        if f"{side}_cache" in inputs:
+            inputs[f"{side}_cache"][pages] = inputs[f"{side}_pages"]
     return {}

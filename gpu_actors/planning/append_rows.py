@@ -18,15 +18,20 @@ from gpu_actors.planning.merging import ends_of, join, joining_kind, memory_of
 from gpu_actors.validation.fields import describe, dtype_of, expect, optional_array, shape_of
 from gpu_actors.validation.forward import steps_of
 
-__all__ = ["NewRows", "counts_of", "merge_rows", "new_rows", "pack_rows", "place_rows", "turn_apart"]
+__all__ = ["NEW_ROWS", "NewRows", "counts_of", "merge_rows", "new_rows", "pack_rows", "place_rows", "turn_apart"]
 
 _AXES = "batch, rows, kv_heads, head_dim"
+_WHOLE, _LATENT = ("k", "v"), ("k_pe", "c_kv")
+
+NEW_ROWS = (*_WHOLE, *_LATENT)
+"""The fields of a message that new rows come in, by the kind of the cache."""
 
 
 @dataclass(slots=True, eq=False)
 class NewRows:
     """Rows of several sequences, packed: k (total, kv_heads, head_dim), v (total, kv_heads, head_dim_v).
 
+    Of a latent cache k is k_pe and v is c_kv, as in `AppendProblem`.
     counts: rows of each sequence, int32 (batch,). rows: their number a sequence if it is the same for all, else 0.
     tokens: of each sequence, or None if they are not known.
     turned: the rows of q of each sequence, where they are rotated apart from these, being others or at positions of
@@ -156,8 +161,14 @@ def new_rows(message: AppendRows | AttendCache, pool: AppendProblem, batch: int 
 
     Raises `InvalidRequest` and `Unsupported`.
     """
-    k: Any = message.k
-    v: Any = message.v
+    names, others = (_LATENT, _WHOLE) if pool.latent else (_WHOLE, _LATENT)
+    for name in others:
+        given: Any = getattr(message, name)
+        kind = "whose keys and values lie apart" if pool.latent else "of latents (latent_dim)"
+        expect(given is None, name, describe(given), f"goes with a cache {kind}: this one takes {' and '.join(names)}")
+    k: Any
+    v: Any
+    k, v = (getattr(message, name) for name in names)
     if isinstance(message, AppendRows):
         ends_field = "cu_seqlens"
     elif message.cu_seqlens_k_new is not None:
@@ -167,26 +178,27 @@ def new_rows(message: AppendRows | AttendCache, pool: AppendProblem, batch: int 
     ends = getattr(message, ends_field)
     if ends_field == "cu_seqlens_q" and len(getattr(k, "shape", ())) == 4:
         ends = None  # as many new rows a sequence, whatever rows q has
-    expect(k is not None and v is not None, "k" if k is None else "v", None, "must be given: rows have keys and values")
+    missing = names[0] if k is None else names[1]
+    expect(k is not None and v is not None, missing, None, f"must be given: rows have {' and '.join(names)}")
     leading: tuple[int, ...]
     alone = batch is None
     if batch is None:
         expect(ends is None, ends_field, describe(ends), "goes with a list of sequences only")
-        shape_of("k", k, "rows, kv_heads, head_dim")
-        shape_of("v", v, "rows, kv_heads, head_dim_v")
+        shape_of(names[0], k, "rows, kv_heads, head_dim")
+        shape_of(names[1], v, "rows, kv_heads, head_dim_v")
         k, v, batch = k[None], v[None], 1
     if ends is None:
-        leading = shape_of("k", k, _AXES)[:2]
-        expect(leading[0] == batch, "k", describe(k), f"must have the rows of {batch} sequences")
+        leading = shape_of(names[0], k, _AXES)[:2]
+        expect(leading[0] == batch, names[0], describe(k), f"must have the rows of {batch} sequences")
         counts = np.full(batch, leading[1], np.int32)
     else:
         counts = counts_of(ends_field, ends, batch)
         leading = (int(ends[-1]),)
-    for name, array, dim in (("k", k, pool.head_dim), ("v", v, pool.head_dim_v)):
+    for name, array, dim in zip(names, (k, v), (pool.head_dim, pool.head_dim_v), strict=True):
         wanted = (*leading, pool.heads_kv, dim)
-        optional_array(name, array, (wanted,), (dtype_of("k", k),))
+        optional_array(name, array, (wanted,), (dtype_of(names[0], k),))
     if ends is None:
-        k, v = pack_rows("k", k), pack_rows("v", v)
+        k, v = pack_rows(names[0], k), pack_rows(names[1], v)
     rows = 0 if ends is not None else leading[1]
     made = NewRows(k, v, counts, rows, message.rope)
     if message.tokens is not None:

@@ -83,11 +83,11 @@ def append_rows(
                 target[...] = cast_saturating(rows[row], target.dtype, factor)
 
 
-def copy_pages(k_cache: Array, v_cache: Array, pairs: Array) -> None:
-    """Copy pages within the pools, in place. pairs: (n, 2) of (source, destination)."""
+def copy_pages(caches: Sequence[Array], pairs: Array) -> None:
+    """Copy pages within each of the pools, in place. pairs: (n, 2) of (source, destination)."""
     for source, destination in np.asarray(pairs).tolist():
-        k_cache[destination] = k_cache[source]
-        v_cache[destination] = v_cache[source]
+        for cache in caches:
+            cache[destination] = cache[source]
 
 
 def _row_of(cache: Any, block_table: Array | None, sequence: int, place: int) -> Array | None:

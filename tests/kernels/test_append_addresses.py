@@ -190,7 +190,7 @@ class TestPageCopies:
         pairs = np.array([(3, 7), (3, 0), (5, 11), (-1, 2), (4, -1), (12, 1)], np.int32)
         copied = run_copy(k, v, pairs, schedule="random", seed=1)
         wanted = [k.copy(), v.copy()]
-        copy_pages(*wanted, pairs[:3])
+        copy_pages(wanted, pairs[:3])
         for name, got, want in zip("kv", copied, wanted, strict=True):
             same_bits(name, got, want, AppendCase(new=(), before=()))
 

@@ -51,6 +51,7 @@ OTHERS = {
     "dense": {"layout": "dense", "max_seq": 9},
     "256": {"head_dim": 256, "head_dim_v": 256, "rope": Rope(dim=256)},
     "80": {"head_dim": 80, "head_dim_v": 96},
+    "latent": {"head_dim": 64, "head_dim_v": 512, "rope": Rope(dim=64, interleaved=True), "latent": True},
     "fp8": {"dtype": "float8_e4m3fn", "cache_dtype": "float8_e4m3fn"},
 }
 VARIANTS: dict[str, dict[str, Any]] = {

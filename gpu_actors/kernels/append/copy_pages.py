@@ -49,8 +49,8 @@ def pack_page_copy(
     """The parameters of a launch that copies ``pairs`` pages of a cache.
 
     buffers: k_cache, v_cache, whose pages are contiguous in themselves, and where ``source`` or ``target`` is "pages"
-        k_pages, v_pages (pairs, ...), likewise; page_pairs int32 (pairs, 2) of (source, destination), no
-        destination twice, nor among the sources of the same pool.
+        k_pages, v_pages (pairs, ...), likewise; those of K alone for a latent cache; page_pairs int32 (pairs, 2) of
+        (source, destination), no destination twice, nor among the sources of the same pool.
     Raises InvalidRequest for what is not as described.
     """
     itemsize = ELEMENTS[pool.cache_dtype].itemsize
@@ -73,7 +73,7 @@ def _binder(pairs: int, pool: AppendProblem, names: tuple[str, str], blocks: tup
     scalars: dict[str, int] = {}
     for role, name, count in zip(("source", "target"), names, blocks, strict=True):
         scalars[f"{role}_blocks"] = count
-        for side, dim in zip("kv", (pool.head_dim, pool.head_dim_v), strict=True):
+        for side, dim in pool.sides.items():
             shape = (count, pool.page_size, pool.heads_kv, dim)
             operands.append(layout.operand(f"{side}_{name}", axes, shape, pool.cache_dtype, field=f"{side}_{role}"))
     for side, size in zip("kv", _page_bytes(pool), strict=True):
@@ -84,7 +84,7 @@ def _binder(pairs: int, pool: AppendProblem, names: tuple[str, str], blocks: tup
 def _page_bytes(pool: AppendProblem) -> tuple[int, int]:
     """The bytes of a page of K, and of V."""
     rows = pool.page_size * pool.heads_kv * ELEMENTS[pool.cache_dtype].itemsize
-    return rows * pool.head_dim, rows * pool.head_dim_v
+    return rows * pool.sides["k"], rows * pool.sides.get("v", 0)
 
 
 def _parts(size: int) -> int:

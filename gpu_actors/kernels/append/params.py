@@ -5,14 +5,16 @@ The struct is declared once, in kernels_cu/append/params.cuh, and read from ther
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import struct
 from collections.abc import Iterator, Mapping
 
 from gpu_actors.devices.interface import Buffer
+from gpu_actors.errors import InvalidRequest
 from gpu_actors.kernels.append.variant import AppendKey, AppendProblem, Rope, cut_rows
-from gpu_actors.kernels.params import Binder, Operand, ParamsLayout, struct_layout
+from gpu_actors.kernels.params import ITEMSIZES, Binder, Operand, ParamsLayout, struct_layout
 
 __all__ = ["append_layout", "pack_append"]
 
@@ -28,16 +30,31 @@ def pack_append(key: AppendKey, problem: AppendProblem, buffers: Mapping[str, Bu
         cu_seqlens_q int32 (batch + 1,) of the new rows, where ``rows`` is 0; rows past its end are no sequence's.
         cache_seqlens int32 (batch,): keys of each sequence, the new ones included.
         k_cache, v_cache of cache_dtype, as the layout says; with "pointers" k_pointers, v_pointers uint64 (batch,).
+            Of a latent cache k_cache alone, and k_descale, which is that of v too.
         block_table int32 (batch, max_blocks), where paged.
         positions int32 (total,); rope_cos, rope_sin float32 (table_rows, rope.dim / 2), where asked for.
         q, q_rotated (total, heads_q, head_dim) of dtype, where heads_q > 0: the latter is an output.
         k_descale, v_descale float32 (batch, heads_kv), positive; one of them may be missing.
     Raises InvalidRequest for an operand that is missing or not as described.
     """
-    packed = _binder(key, problem).pack(buffers)
+    packed = _binder(key, problem).pack(_columns(problem, buffers) if problem.latent else buffers)
     if problem.rope is not None and not problem.rope.table_rows:
         packed += struct.pack(f"<{problem.rope.dim // 2}Q", *_steps(problem.rope))
     return packed
+
+
+def _columns(problem: AppendProblem, buffers: Mapping[str, Buffer]) -> dict[str, Buffer]:
+    """The one cache as two: of its first columns, which are v's, and of those behind them."""
+    cache, found = buffers["k_cache"], dict(buffers)
+    if cache.shape[-1] != problem.sides["k"]:
+        reason = f"must have {problem.sides['k']} columns: {problem.head_dim_v} of v, and k's behind them"
+        raise InvalidRequest("k_cache", f"{cache.dtype}{list(cache.shape)}", reason)
+    for name, first, dim in (("v_cache", 0, problem.head_dim_v), ("k_cache", problem.head_dim_v, problem.head_dim)):
+        address = cache.address + first * ITEMSIZES[cache.dtype]
+        found[name] = dataclasses.replace(cache, address=address, shape=(*cache.shape[:-1], dim))
+    if "k_descale" in buffers:
+        found["v_descale"] = buffers["k_descale"]
+    return found
 
 
 @functools.lru_cache(maxsize=64)

@@ -15,7 +15,7 @@ from gpu_actors.devices.interface import LaunchGeometry
 from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.kernels.macros import Macros, flags
 from gpu_actors.kernels.program import flat_grid
-from gpu_actors.kernels.support import ELEMENTS, MAX_HEAD_DIM, check_capability
+from gpu_actors.kernels.support import ELEMENTS, LATENT_DIM, MAX_HEAD_DIM, check_capability
 from gpu_actors.values import StableText
 
 __all__ = [
@@ -87,6 +87,8 @@ class AppendProblem:
     page_size, num_blocks, max_blocks: of paged caches. max_seq: of the others.
     rope: rotates K, and q where heads_q > 0. positions: of the rotation, given a row; else the row's place in its
         sequence. descales: the fp8 cache has some.
+    latent: of multi-head latent attention: a row of the one cache has the head_dim_v columns of v, the latent, and
+        behind them the head_dim columns of k, which are rotated.
     """
 
     layout: AppendLayout
@@ -106,6 +108,14 @@ class AppendProblem:
     positions: bool = False
     heads_q: int = 0
     descales: bool = False
+    latent: bool = False
+
+    @property
+    def sides(self) -> dict[str, int]:
+        """The caches that there are, "k" and perhaps "v", and the columns of a row of each."""
+        if self.latent:
+            return {"k": self.head_dim_v + self.head_dim}
+        return {"k": self.head_dim, "v": self.head_dim_v}
 
     @property
     def capacity(self) -> int:
@@ -181,9 +191,12 @@ def append_key(problem: AppendProblem, arch: str) -> AppendKey:
         if not fp8 and key.cache_dtype not in _CONVERTS[key.dtype]:
             reason = f"rows of {key.dtype} go to a cache of {', '.join(_CONVERTS[key.dtype])} or fp8"
             raise Unsupported("cache_dtype", key.cache_dtype, reason, key.dtype)
-    for field, dim in (("head_dim", key.head_dim), ("head_dim_v", key.head_dim_v)):
+    for field, dim in (("head_dim", key.head_dim), ("latent_dim" if problem.latent else "head_dim_v", key.head_dim_v)):
         if not 1 <= dim <= MAX_HEAD_DIM:
             raise Unsupported(field, dim, f"the append kernel takes rows of 1 to {MAX_HEAD_DIM} columns", MAX_HEAD_DIM)
+    if problem.latent and problem.sides["k"] > LATENT_DIM:
+        reason = f"rows of a latent cache have up to {LATENT_DIM} columns"
+        raise Unsupported("head_dim", problem.sides["k"], reason, LATENT_DIM)
     if key.rotary_dim > key.head_dim:
         reason = f"at most head_dim columns can be rotated, {key.head_dim}"
         raise Unsupported("rope.dim", key.rotary_dim, reason, key.head_dim // 2 * 2)

@@ -79,7 +79,7 @@ def run_probe(name: str, schedule: str, seed: int) -> None:
         )
         pairs = [(8, 2), (3, 0), (-1, 5), (9, 6)]
         wanted = [k.copy(), v.copy()]
-        copy_pages(*wanted, pairs[:2])
+        copy_pages(wanted, pairs[:2])
         for got, want in zip(run_copy(k, v, pairs, schedule=schedule, seed=seed), wanted, strict=True):
             same_bits("page", got, want, _MIXED)
         others = [one[:3].copy() for one in (k, v)]

@@ -18,6 +18,7 @@ PROBES: Mapping[str, tuple[str, ...]] = {
     "bias": ("tests/api/test_packed_bias.py",),
     "one batch": ("tests/api/test_one_batch.py",),
     "cached bias": ("tests/api/test_cached_bias.py", "tests/planning/test_signatures.py"),
+    "latent": ("tests/api/test_kv_cache_latent.py",),
     "apart": ("tests/api/test_rows_apart.py", "tests/planning/test_signatures.py"),
 }
 
@@ -263,8 +264,102 @@ APART: tuple[Mutant, ...] = (
     ),
 )
 
+# Caches of latents.
+LATENT: tuple[Mutant, ...] = (
+    *_faults(
+        "kernels/append/params",
+        "latent",
+        ("rotated keys overwrite the latent", '("k_cache", problem.head_dim_v,', '("k_cache", 0,'),
+        ("columns are counted as bytes", "first * ITEMSIZES[cache.dtype]", "first"),
+        ("latents are quantised without a factor", '["v_descale"] = buffers["k_descale"]', '["v"] = buffers["v"]'),
+    ),
+    *_faults(
+        "kernels/append/copy_pages",
+        "latent",
+        ("a copy has no rotated keys", 'rows * pool.sides["k"]', "rows * pool.head_dim_v"),
+    ),
+    *_faults(
+        "kernels/append/variant",
+        "latent",
+        ("rows are wider than attention reads", '["k"] > LATENT_DIM', '["k"] > 2 * LATENT_DIM'),
+        ("a refusal names no field of the cache", '"latent_dim" if problem.latent else "head_dim_v"', '"head_dim_v"'),
+    ),
+    *_faults(
+        "actors/kv_launch",
+        "latent",
+        (
+            "the oracle exchanges the columns",
+            "pool.head_dim_v :], caches[0][..., : pool.head_dim_v]",
+            "pool.head_dim :], caches[0][..., : pool.head_dim]",
+        ),
+        ("the oracle quantises latents without a factor", '"k_descale" if pool.latent else "v_descale"', '"v_descale"'),
+    ),
+    *_faults(
+        "actors/kv_store",
+        "latent",
+        (
+            "values are as many columns as are rotated",
+            "latent_dim=self.pool.head_dim_v if",
+            "latent_dim=self.pool.head_dim if",
+        ),
+        ("the parts exchange their sizes", "dim, dim_v = dim - latent, latent", "dim, dim_v = latent, dim - latent"),
+        ("nothing need be rotated", "spec.latent_dim, 0, dim - 1)", "spec.latent_dim, 0, dim)"),
+        (
+            "values are said twice",
+            'expect(spec.head_dim_v is None, "head_dim_v"',
+            'expect(True, "head_dim_v"',
+        ),
+        (
+            "values have a factor that is not read",
+            'expect(factors is None, "v_descale"',
+            'expect(True, "v_descale"',
+        ),
+    ),
+    *_faults(
+        "actors/kv_cache",
+        "latent",
+        ("q is rotated in its first columns", "            if cache.pool.latent:\n", "            if False:\n"),
+        ("a refused dtype is k's", '"k_pe" if problem.latent else "k"', '"k"'),
+    ),
+    *_faults(
+        "actors/kv_moving",
+        "latent",
+        ("known pages come again", "[one[first:] for one", "[one[: len(one) - first] for one"),
+    ),
+    *_faults(
+        "planning/append_rows",
+        "latent",
+        ("the parts change places", '("k_pe", "c_kv")', '("c_kv", "k_pe")'),
+        ("rows of another cache are passed over", "    for name in others:\n", "    for name in ():\n"),
+    ),
+    *_faults(
+        "kv/transfer",
+        "latent",
+        ("pages do not say that they are latents", "latent = pool.head_dim_v if pool.latent else 0", "latent = 0"),
+        ("values beside latents are passed over", "not pool.latent or given.v is None", "True"),
+    ),
+    *_faults(
+        "kv_cache",
+        "latent",
+        ("q_pe goes before q", 'beside("q_pe", q, q_pe)', 'beside("q_pe", q_pe, q)'),
+        ("q_pe is joined for any cache", "expect(bool(self._spec.latent_dim),", "expect(True,"),
+        ("a cache forgets its latents", "            latent_dim=latent_dim,\n", ""),
+    ),
+    *_faults(
+        "distributed/pool",
+        "latent",
+        ("workers forget the latents", "            latent_dim=latent_dim,\n", ""),
+    ),
+    *_faults(
+        "distributed/keys",
+        "latent",
+        ("latents are dealt out", "if latent_dim != 0:", "if latent_dim < 0:"),
+    ),
+)
+
 MUTANTS: tuple[Mutant, ...] = (
     *PADDED,
+    *LATENT,
     *BIAS,
     *ONE_BATCH,
     *APART,
@@ -308,8 +403,8 @@ MUTANTS: tuple[Mutant, ...] = (
         ("prefixes are not named", "            cache.tables.commit([write])\n", ""),
         (
             "known pages are sent to others' places",
-            "(given.k[first:], given.v[first:])",
-            "(given.k[::-1][first:], given.v[::-1][first:])",
+            "[one[first:] for one",
+            "[one[::-1][first:] for one",
         ),
     ),
     *_faults(
