@@ -46,7 +46,8 @@ class AttentionProblem(KeyMask):
 
     latent: whether values are the first head_dim_v columns of keys, in one cache.
 
-    score_max, score_sum_exp: outputs of a row, its largest score and the sum of exp(score - largest) over its keys.
+    lse_dtype: of the LSE that forward gives, or backward reads. score_max, score_sum_exp: outputs of a row, its largest
+    score and the sum of exp(score - largest) over its keys.
 
     q_positions, k_positions: numbers a sequence that say where its rows, or keys, stand: none, its first position, or
     that and the step. dropout_first_head, dropout_heads: of the heads that dropout counts; 0 heads: those of q.
@@ -94,6 +95,12 @@ class AttentionProblem(KeyMask):
     latent: bool = False
     score_max: bool = False
     score_sum_exp: bool = False
+    lse_dtype: str = "float32"
+
+    @property
+    def wide_lse(self) -> bool:
+        """Whether the LSE that forward gives, or backward reads, has more than 32 bits."""
+        return self.lse_dtype == "float64"
 
     @property
     def row_stats(self) -> bool:
@@ -224,6 +231,7 @@ class DispatchKey(StableText):
     own_layouts: bool = False
     latent: bool = False
     row_stats: bool = False
+    wide_lse: bool = False
 
     @property
     def causal(self) -> bool:

@@ -59,7 +59,8 @@ class FlashForward:
     max_seqlen_q, max_seqlen_k: the longest sequence; found from cu_seqlens on the host where not given.
     q_descale, k_descale, v_descale: fp32 (batch, heads_kv), multiply fp8 inputs.
     compute: for fp32 inputs, what the products are taken in: "f32" (default), "tf32", "f16" or "bf16".
-    return_lse: also give the fp32 natural-log LSE, (batch, heads_q, seqlen_q) or (heads_q, total_q).
+    return_lse: also give the natural-log LSE, (batch, heads_q, seqlen_q) or (heads_q, total_q).
+    lse_dtype: of the LSE: "float32", or "float64" for float64 inputs, whose partials then merge in float64.
     out: where to write the output; shaped like q with v's head_dim.
     out_dtype: "float32" gives the output unrounded, as partials that are merged later want it; None: q's dtype, or
         bfloat16 for fp8. Sinks are fp32 then. Backward takes out and dout in q's dtype.
@@ -114,13 +115,15 @@ class FlashForward:
     out_dtype: str | None = None
     seqused_q: Array | None = None
     seqused_k: Array | None = None
+    lse_dtype: str = "float32"
 
 
 @dataclass(slots=True, kw_only=True, eq=False, repr=False)
 class FlashBackward(FlashForward):
     """Attention backward: the gradients of `FlashForward` at the same options.
 
-    dout: as the output. lse: fp32, as `FlashForward` returns it. ``out`` is the forward's output, read here.
+    dout: as the output. lse: as `FlashForward` returns it: fp32, or float64 of float64 inputs. ``out`` is the forward's
+    output, read here. lse_dtype is left: lse has its own.
     deterministic: give bitwise the same gradients every time.
     """
 

@@ -89,6 +89,7 @@ class FlashAttnHandle(ActorHandle):
         out_dtype: str | None = None,
         seqused_q: Array | None = None,
         seqused_k: Array | None = None,
+        lse_dtype: str = "float32",
         deadline: float | None = None,
         timeout: float | None = None,
         priority: int = 0,
@@ -98,7 +99,7 @@ class FlashAttnHandle(ActorHandle):
         deadline, timeout, priority: as in `ActorHandle.submit`. The reply gives an `AttentionOutput`, or raises one of
         `gpu_actors.errors`. Do not change the arrays before it is done.
         """
-        # Arguments go by position, in the order of the fields: passing 33 by name takes as long as an empty request.
+        # Arguments go by position, in the order of the fields: passing 34 by name takes as long as an empty request.
         request = FlashForward(
             q,
             k,
@@ -133,6 +134,7 @@ class FlashAttnHandle(ActorHandle):
             out_dtype,
             seqused_q,
             seqused_k,
+            lse_dtype,
         )
         planner: AttentionPlanner = self._cell.shared
         return Reply(self.send(request, deadline, timeout, priority, planner.recall(request)))

@@ -142,6 +142,7 @@ class _Matcher:
             bias=None if bias is None else self._bias_field(problem, bias),
             dropout_p=0.0 if dropout is None else dropout["probability"],
             return_lse="lse" in rows,
+            lse_dtype=self._lse_dtype(rows.get("lse"), problem.dtype),
             score_max="score_max" in rows,
             score_sum_exp="score_sum_exp" in rows,
             score_mod=None if modification is None else modification.mod,
@@ -168,7 +169,8 @@ class _Matcher:
             if uid in self._order.writers:
                 refuse(self._order.writers[uid], f"kernels read tensor {uid}, so it must be an input", "an input")
         written = {names[uid]: out for uid, out in zip(gradient["wrt"], gradient.outputs, strict=True)}
-        dtypes = {"dout": found.problem.dtype, "out": found.problem.dtype, "stats": "float32"}
+        lse_dtype = self._lse_dtype(gradient["forward"][1], found.problem.dtype)
+        dtypes = {"dout": found.problem.dtype, "out": found.problem.dtype, "stats": lse_dtype}
         for (name, dtype), uid in zip(dtypes.items(), given, strict=True):
             self._check_dtype(uid, dtype, name)
         for uid, name in zip(gradient.outputs, (names[uid] for uid in gradient["wrt"]), strict=True):
@@ -176,7 +178,8 @@ class _Matcher:
             self._check_dtype(uid, wanted, f"the gradient of {name}")
         deterministic = ("deterministic", True) in gradient.attributes
         rows = dict.fromkeys(("return_lse", "score_max", "score_sum_exp"), False)
-        backward: dict[str, Any] = {"direction": "backward", "deterministic": deterministic, **rows}
+        backward: dict[str, Any] = {"direction": "backward", "deterministic": deterministic, "lse_dtype": lse_dtype}
+        backward |= rows
         problem = dataclasses.replace(found.problem, **backward)
         out, stats = gradient["forward"]
         return dataclasses.replace(found, problem=problem, gradients=Gradients(dout, out, stats, written))
@@ -306,7 +309,8 @@ class _Matcher:
         self._check_dtype(found.out, found.problem.out_dtype, "the output")
         for name, uid in found.rows.items():
             if not self._tensor(uid).virtual:
-                self._check_dtype(uid, "float32", "the stats" if name == "lse" else name)
+                wanted = found.problem.lse_dtype if name == "lse" else "float32"
+                self._check_dtype(uid, wanted, "the stats" if name == "lse" else name)
 
     def _check_read_once(self, gradient: Node, found: AttentionMatch) -> None:
         """A tensor in several places has the sum of their gradients, and kernels give that of each place apart."""
@@ -316,6 +320,11 @@ class _Matcher:
             if read.count(uid) > 1:
                 reason = f"tensor {uid} is read in {read.count(uid)} places, and kernels give the gradient of one: "
                 refuse(gradient, f"{reason}name the array by another uid in each, and add their gradients", "one place")
+
+    def _lse_dtype(self, stats: int | None, dtype: str) -> str:
+        """That of the stats where inputs of ``dtype`` can have it, else the usual one."""
+        wide = stats is not None and dtype == self._tensor(stats).dtype == "float64"
+        return "float64" if wide else "float32"
 
     def _check_dtype(self, uid: int, wanted: str, name: str) -> None:
         tensor = self._tensor(uid)

@@ -123,5 +123,7 @@ def _problem(key: DispatchKey) -> AttentionProblem:
         bias=None if key.bias is None else (key.bias, False, False),
         dropout_p=0.5 if key.dropout else 0.0,
         return_lse=key.lse,
+        lse_dtype="float64" if key.wide_lse else "float32",
+        score_max=key.row_stats,
         q_positions=1 if key.positions else 0,
     )

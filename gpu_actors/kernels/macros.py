@@ -72,7 +72,7 @@ def forward_macros(key: DispatchKey) -> Macros:
     # The alignment matters where a mask or ALiBi measures from the diagonal.
     top_left = key.alignment == "top_left" and (key.mask != "full" or key.alibi)
     macros |= flags(VARLEN=key.varlen, TOP_LEFT=top_left, DROPOUT=key.dropout, POSITIONS=key.positions)
-    macros |= flags(ROW_STATS=key.row_stats)
+    macros |= flags(ROW_STATS=key.row_stats, WIDE_LSE=key.wide_lse)
     return macros | bias_macros(key) | compute_macros(key)
 
 

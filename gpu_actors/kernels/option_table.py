@@ -65,6 +65,10 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32", "kv_dtype": "float32", "out_dtype": "float32", "compute": "f32"},
     'float32, `compute="tf32"`': {"dtype": "float32", "kv_dtype": "float32", "out_dtype": "float32", "compute": "tf32"},
     "float64": {"dtype": "float64", "kv_dtype": "float64", "out_dtype": "float64", "compute": "f64"},
+    'float64, `lse_dtype="float64"`': {
+        **dict.fromkeys(("dtype", "kv_dtype", "out_dtype", "lse_dtype"), "float64"),
+        "compute": "f64",
+    },
     "float8_e4m3fn": {"dtype": "float8_e4m3fn", "kv_dtype": "float8_e4m3fn", "compute": "fp8", "descales": True},
     "float8_e5m2": {"dtype": "float8_e5m2", "kv_dtype": "float8_e5m2", "compute": "fp8", "descales": True},
     "a cache in float8_e4m3fn": {"kv_dtype": "float8_e4m3fn", "descales": True},

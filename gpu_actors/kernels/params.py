@@ -254,7 +254,7 @@ def pack_forward(problem: AttentionProblem, buffers: Mapping[str, Buffer], *, dr
     buffers: by name, of shapes as in `AttentionProblem`:
         q (batch, seqlen_q, heads_q, head_dim), k and v alike, out (batch, seqlen_q, heads_q, head_dim_v), or packed
         (total, heads, dim) where varlen, with cu_seqlens_q and cu_seqlens_k int32 (batch + 1,); any outer strides.
-        lse float32 (batch, heads_q, seqlen_q), or (heads_q, total_q), where return_lse.
+        lse of ``lse_dtype`` (batch, heads_q, seqlen_q), or (heads_q, total_q), where return_lse.
         bias (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k); alibi_slopes float32 (heads_q,) or (batch, heads_q);
         sinks (heads_q,) float32 or of the output's dtype; q_descale, k_descale, v_descale float32 (batch, heads_kv),
         of which some may be missing. Only what the problem asks for is looked at.
@@ -324,7 +324,7 @@ def forward_operands(problem: AttentionProblem, layout: ParamsLayout, prefix: st
     if varlen:
         yield operand("cu_seqlens_k", ".", (p.batch + 1,), "int32")
     if p.return_lse:
-        yield operand("lse", "hr" if packed else "bhr", p.lse_shape, "float32")
+        yield operand("lse", "hr" if packed else "bhr", p.lse_shape, p.lse_dtype)
     if p.bias is not None:
         yield operand("bias", "bhr.", p.bias_shape, p.bias[0])
     if p.alibi == "heads":

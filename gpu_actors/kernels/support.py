@@ -159,6 +159,9 @@ def refusals(problem: AttentionProblem, arch: str) -> Iterator[tuple[str, Unsupp
         if len(q.computes) > 1:
             reason = f"{p.dtype} inputs are multiplied in one of {', '.join(q.computes)}"
         yield "compute.mode", Unsupported("compute", p.compute, reason, q.computes[0])
+    if p.wide_lse and p.dtype != "float64":
+        reason = f"scores of {p.dtype} inputs are float32, and a wider LSE would hold no more of them"
+        yield "lse_dtype.wide", Unsupported("lse_dtype", p.lse_dtype, reason, "float32")
     for field, dim in (("head_dim", p.head_dim), ("head_dim_v", p.head_dim_v)):
         greatest = LATENT_DIM if p.latent and field == "head_dim" else MAX_HEAD_DIM
         if not 1 <= dim <= greatest:

@@ -83,7 +83,7 @@ def attention_outputs(problem: AttentionProblem, rows: Sequence[int]) -> dict[st
     """What a forward launch makes. rows: the shape of out but for its last axis."""
     outputs = {"out": OutputSpec((*rows, problem.head_dim_v), problem.out_dtype)}
     if problem.return_lse:
-        outputs["lse"] = OutputSpec(problem.lse_shape, "float32")
+        outputs["lse"] = OutputSpec(problem.lse_shape, problem.lse_dtype)
     return outputs
 
 

@@ -7,7 +7,7 @@ import dataclasses
 from gpu_actors.errors import Unsupported
 from gpu_actors.problem import AttentionProblem
 from gpu_actors.requests import FlashBackward
-from gpu_actors.validation.fields import FP8, describe, dtype_of, expect, flag, optional_array
+from gpu_actors.validation.fields import FP8, describe, dtype_of, expect, flag, one_of, optional_array
 from gpu_actors.validation.forward import forward_problem
 
 __all__ = ["backward_problem"]
@@ -20,6 +20,7 @@ def backward_problem(request: FlashBackward) -> AttentionProblem:
         reason = "fp8 gradients would be lost in rounding; backward takes 16-bit and wider inputs"
         raise Unsupported("q", dtype, reason, "bfloat16")
     expect(request.out_dtype is None, "out_dtype", request.out_dtype, "must be None: backward takes out in q's dtype")
+    one_of("lse_dtype", request.lse_dtype, ("float32",), "must be left: lse has its own dtype here")
     problem = forward_problem(request)
     shape = tuple(int(extent) for extent in request.q.shape[:-1])
     output = ((*shape, problem.head_dim_v),)
@@ -33,10 +34,12 @@ def backward_problem(request: FlashBackward) -> AttentionProblem:
     lse_shape = tuple(int(extent) for extent in getattr(request.lse, "shape", ()))
     given, needed = 4 * _count(lse_shape), 4 * _count(lse)
     expect(given >= needed, "lse", describe(request.lse), f"holds {given} bytes where {needed} are needed")
-    optional_array("lse", request.lse, (lse,), ("float32",))
+    wide = ("float64",) if dtype == "float64" else ()
+    optional_array("lse", request.lse, (lse,), ("float32", *wide))
     expect(not problem.return_lse, "return_lse", request.return_lse, "must be False: backward gives gradients alone")
     deterministic = flag("deterministic", request.deterministic)
-    return dataclasses.replace(problem, direction="backward", deterministic=deterministic)
+    lse_dtype = dtype_of("lse", request.lse)
+    return dataclasses.replace(problem, direction="backward", deterministic=deterministic, lse_dtype=lse_dtype)
 
 
 def _count(shape: tuple[int, ...]) -> int:

@@ -84,6 +84,7 @@ def forward_problem(request: FlashForward) -> AttentionProblem:
         compute=_compute(request.compute, dtype),
         **score_options(request, shape.batch, shape.heads_q, shape.head_dim, out_dtype),
         **bias_fields(request.bias, shape, dtype),
+        lse_dtype=_lse_dtype(request),
         alibi_signed=_alibi_signed(request),
         dropout_p=_dropout(request),
         descales=check_descales(request, {"q": dtype, "k": dtype, "v": dtype}, (shape.batch, shape.heads_kv)),
@@ -292,6 +293,13 @@ def _compute(value: object, dtype: str) -> str:
     choices = ("f32", "tf32", "f16", "bf16") if dtype == "float32" else (own,)
     one_of("compute", value, choices, f"{dtype} inputs can be computed in {' or '.join(choices)}")
     return str(value)
+
+
+def _lse_dtype(request: FlashForward) -> str:
+    dtype = request.lse_dtype
+    one_of("lse_dtype", dtype, ("float32", "float64"), 'must be "float32", or "float64" for float64 inputs')
+    expect(dtype == "float32" or request.return_lse is True, "lse_dtype", dtype, "goes with return_lse=True")
+    return dtype
 
 
 def _alibi_signed(request: FlashForward) -> bool:

@@ -52,7 +52,7 @@ struct Head {
 
   __device__ __forceinline__ Real lse(int row) const {
     const Params& p = params.forward;
-    return *element_of<const float>(p.lse, p.lse_strides, sequence, q_start + row, head);
+    return *element_of<const LseElement>(p.lse, p.lse_strides, sequence, q_start + row, head);
   }
   // Written by the first pass for the others.
   __device__ __forceinline__ Real& delta(int row) const {

@@ -57,6 +57,9 @@
 #ifndef LSE
 #define LSE 0
 #endif
+#ifndef WIDE_LSE  // the LSE is double, of double inputs
+#define WIDE_LSE 0
+#endif
 #ifndef ROW_STATS  // of each row the largest score and the sum of exponentials relative to it are stored, beside the LSE
 #define ROW_STATS 0
 #endif

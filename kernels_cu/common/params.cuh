@@ -22,7 +22,7 @@ struct Params {  // pointers to operands that the variant does not use are null
   const void* k;
   const void* v;
   void* out;
-  float* lse;
+  void* lse;  // LseElement
   const void* bias;
   const float* alibi_slopes;
   const void* sinks;  // float or OUT_ELEMENT, see sinks_are_float
@@ -63,6 +63,16 @@ struct Params {  // pointers to operands that the variant does not use are null
   const int32_t* q_positions;  // null: from 0 on, one apart
   const int32_t* k_positions;
 };
+
+template <bool WIDE>
+struct LseOf {
+  using Type = float;
+};
+template <>
+struct LseOf<true> {
+  using Type = double;
+};
+using LseElement = LseOf<WIDE_LSE>::Type;
 
 // An operand's element, or the first one of its row. Packed tensors have no batch stride: `row` is then among all.
 template <class Element, class Pointer>

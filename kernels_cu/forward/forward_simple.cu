@@ -109,8 +109,8 @@ DEVICE void attend(const LaunchParams& params, const BlockTile& at, Real* q_tile
       if (column < HEAD_DIM_V) out[column] = from_real(Rounded<OUT_ELEMENT>(), value);
     }
     if (LSE && lane == 0) {
-      const auto lse = element_of<float>(params.lse, params.lse_strides, at.sequence, at.q_start + row, at.head);
-      *lse = l == 0 ? -INFINITY : float(rows.m[r] + log_of(l));
+      const auto lse = element_of<LseElement>(params.lse, params.lse_strides, at.sequence, at.q_start + row, at.head);
+      *lse = l == 0 ? -INFINITY : LseElement(rows.m[r] + log_of(l));
     }
     if (ROW_STATS && lane == 0) {
       // A sink of -inf that no score came behind has been counted.

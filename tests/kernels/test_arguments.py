@@ -73,7 +73,8 @@ def compile_both(offset: int = 0) -> None:
     source = kernel_source(dispatch_key(DENSE, "sm_80"))
     text = (
         f'#include "common/params.cuh"\n{assertions(offset)}\n'
-        'extern "C" __global__ void probe(const __grid_constant__ Params params) { *params.lse = params.softcap; }\n'
+        'extern "C" __global__ void probe(const __grid_constant__ Params params) {\n'
+        "  *static_cast<float*>(params.lse) = params.softcap;\n}\n"
     )
     probe = dataclasses.replace(source, name="probe.cu", source=text, entry_points=("probe",))
     errors = []

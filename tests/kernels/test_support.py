@@ -64,6 +64,7 @@ REFUSED = {
         "float8_e5m2",
     ),
     "compute.mode": (problem("float16", compute="f32"), "sm_80", "compute", "f32", "f16", "float32"),
+    "lse_dtype.wide": (problem(lse_dtype="float64"), "sm_90a", "lse_dtype", "float64", "float32", "hold no more"),
     "head_dim.range": (problem(head_dim=513), "sm_90a", "head_dim", 513, 512, "512"),
     "seqlen.range": (problem(seqlen_k=1 << 30), "sm_90a", "seqlen_k", 1 << 30, (1 << 30) - 1, "2^30"),
     "dropout.fp8": (problem("float8_e4m3fn", dropout_p=0.1), "sm_90a", "dropout_p", 0.1, 0.0, "inference"),

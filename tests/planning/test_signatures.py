@@ -77,6 +77,7 @@ FORWARD: Mapping[str, tuple[Any, ...]] = {
     "dropout_first_head": (1, True, 1.0),
     "dropout_heads": (8, 8.0, True, 9),
     "alibi_signed": (True, 1, 1.0),
+    "lse_dtype": ("float64", "float16"),
     "seqused_q": (PLACES, longer(PLACES)),
     "seqused_k": (PLACES, longer(PLACES)),
 }
