@@ -117,7 +117,7 @@ class Memory:
         cls, context: ga.GpuContext, settings: Settings, attention: ServiceAttention, rows: int
     ) -> AsyncIterator[Memory]:
         """Room for a text of that many characters."""
-        size = {"kv_heads": settings.heads_kv, "head_dim": settings.head_dim, "page_size": PAGE}
+        size: dict[str, Any] = {"kv_heads": settings.heads_kv, "head_dim": settings.head_dim, "page_size": PAGE}
         dtype = np.dtype(attention.dtype or np.float32).name
         async with AsyncExitStack() as stack:
             caches = []

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast
 
 import anyio
 
@@ -475,6 +475,7 @@ class OpensKvCaches:
         k_descale: Array | None = None,
         v_descale: Array | None = None,
         latent_dim: int = 0,
+        cascade: bool | Literal["auto"] = "auto",
     ) -> KvCache:
         """A paged KV cache on this context's device. The arguments are those of `KvCacheSpec`.
 
@@ -491,5 +492,6 @@ class OpensKvCaches:
             k_descale=k_descale,
             v_descale=v_descale,
             latent_dim=latent_dim,
+            cascade=cascade,
         )
         return KvCache(self._children, self._children.handle(KvCacheActor), spec)

@@ -179,14 +179,14 @@ class Coalescer(Generic[W]):
         assert first.plan is not None
         recording = first.recording() if self._records else None
         if len(group) == 1 and recording is None:
-            return bind_cached(first.plan, first.request, first.kernels), lambda outputs: (first.answer(outputs),)
+            return self.bind(group, first.plan, first.request, False), lambda outputs: (first.answer(outputs),)
         merged = merge(requests) if len(group) > 1 else first.request
         if recording is not None and isinstance(merged, PagedForward):
             merged = pad_request(merged)
         plan = self._decoding.plan(merged, first.plan.key)
-        launch = bind_cached(plan, merged, first.kernels)
+        launch = self.bind(group, plan, merged, recording is not None)
         if recording is not None:
-            launch.recording = (*recording, plan.key, plan.problem)
+            launch.recording = (*recording, plan.key, plan.problem, launch.recording)
             launch.recording_keeps = tuple(name for name in ("k_cache", "v_cache") if name in launch.inputs)
 
         def finish(outputs: Outputs) -> Sequence[Any]:
@@ -194,6 +194,11 @@ class Coalescer(Generic[W]):
             return [work.answer(share) for work, share in zip(group, shares, strict=True)]
 
         return launch, finish
+
+    def bind(self, group: list[W], plan: Plan, request: CacheRequest, padded: bool) -> Launch:
+        """A launch of a group's plan on the arrays of their merged request. padded: as launches that are recorded are;
+        ``recording`` then names what else it depends on."""
+        return bind_cached(plan, request, group[0].kernels)
 
     def refused(self, group: list[W]) -> None:
         """The launch of a group that was begun was not made."""

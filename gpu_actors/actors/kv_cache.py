@@ -41,8 +41,9 @@ from gpu_actors.kv.requests import (
 )
 from gpu_actors.kv.sequences import PageTable
 from gpu_actors.planning.append_rows import NEW_ROWS, NewRows, new_rows, place_rows, turn_apart
-from gpu_actors.planning.cached import check_operands
+from gpu_actors.planning.cached import CacheRequest, check_operands
 from gpu_actors.planning.merging import merge_key
+from gpu_actors.planning.plan import Plan
 from gpu_actors.requests import PagedForward
 from gpu_actors.runtime.actor import ServiceActor, reading
 from gpu_actors.runtime.call import Call
@@ -213,6 +214,8 @@ class KvCacheActor(ServiceActor):
             elif rows.turned is None:
                 rows = None  # nothing to append, and so nothing to launch either
         work = KvWork(call=call, cache=cache, tables=tables, request=request, plan=plan, rows=rows, template=template)
+        if cache.cascade and (again := cache.tables.most_shared(tables)):
+            work.cascade = self._store.cascader.keys(plan, request, again, cache.cascade is True)
         work.expected = _expected(message)
         work.result = call.message.out  # the caller's own array, where it gave one, and not what was adopted
         shared = merge_key(plan, request)
@@ -238,6 +241,9 @@ class KvCacheActor(ServiceActor):
             return True
         keys: tuple[KernelKey, ...] = () if work.plan is None else work.plan.keys
         attending = len(keys)
+        if work.cascade is not None:
+            keys += work.cascade.all
+        cascading = len(keys)
         if work.rows is not None:
             heads_q = 0 if work.request is None else work.request.q.shape[-2]
             problems = work.rows.problems(work.cache.pool, heads_q)
@@ -247,7 +253,8 @@ class KvCacheActor(ServiceActor):
         if kernels is None:
             self._store.order.block(work.call)
             return False
-        work.kernels, work.appending = kernels[:attending], kernels[attending:]
+        work.kernels, work.cascading = kernels[:attending], kernels[attending:cascading]
+        work.appending = kernels[cascading:]
         return True
 
 
@@ -270,7 +277,10 @@ class _KvCoalescer(Coalescer[KvWork]):
                     work.plan = self._decoding.plan(request, work.plan.key)
 
     def assemble(self, group: list[KvWork]) -> tuple[Launch, Finished]:
-        first = group[0]
+        first, begun = group[0], group
+        if any(work.cascade is not None for work in begun):
+            # Sequences with the same first pages become neighbours.
+            group = sorted(begun, key=lambda work: work.table[:1].tobytes())
         launch: Launch
         answers: Finished
         if first.request is None:
@@ -281,12 +291,24 @@ class _KvCoalescer(Coalescer[KvWork]):
             launch = add_rows(launch, group, self._store.arch)
 
         def finish(outputs: Outputs) -> Sequence[Any]:
-            results = answers(outputs)
-            first.cache.succeeded(group)
+            results = dict(zip(map(id, group), answers(outputs), strict=True))
+            first.cache.succeeded(begun)
             self._store.order.look_again()
-            return results
+            return [results[id(work)] for work in begun]
 
         return launch, finish
+
+    def bind(self, group: list[KvWork], plan: Plan, request: CacheRequest, padded: bool) -> Launch:
+        able = next((work for work in group if work.cascade is not None), None)
+        if able is not None and able.cascade is not None and isinstance(request, PagedForward):
+            forced = able.cache.cascade is True
+            found = self._store.cascader.bind(plan, request, able.cascade, able.cascading, forced, padded)
+            if found is not None:
+                environment = self._actor.cell.environment
+                if environment.trace.active():
+                    environment.trace.emit("launch.cascade", actor=self._actor.cell.name, **found[1]._asdict())
+                return found[0]
+        return super().bind(group, plan, request, padded)
 
     def refused(self, group: list[KvWork]) -> None:
         if group:

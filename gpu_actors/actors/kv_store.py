@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from gpu_actors.kv.prefix import Tokens
 from gpu_actors.kv.requests import KvCacheSpec, KvSequence
 from gpu_actors.kv.sequences import CacheTables, KvCacheStats, PageTable, Write, block_table
 from gpu_actors.planning.append_rows import NewRows
+from gpu_actors.planning.cascade import CascadeKeys, Cascader
 from gpu_actors.planning.padding import recordable
 from gpu_actors.planning.planner import Workbench
 from gpu_actors.process import incarnation
@@ -47,7 +48,8 @@ class KvWork(Work):
     """A request on a cache that waits for its launch, or is in flight.
 
     request, plan: None where it only appends. rows: new ones, or None. expected: what the lengths before it must be, or
-    None. appending: the kernels that append and that copy pages, or none. single: the sequence was not in a list.
+    None. appending: the kernels that append and that copy pages, or none. cascade, cascading: what a launch as a
+    cascade takes, where it may be one, and its kernels. single: the sequence was not in a list.
     table, lengths, writes: since `OpenedCache.begin`. lost: a launch that it builds on has failed.
     """
 
@@ -57,6 +59,8 @@ class KvWork(Work):
     rows: NewRows | None = None
     expected: list[int] | None = None
     appending: tuple[Kernel, ...] = ()
+    cascade: CascadeKeys | None = None
+    cascading: tuple[Kernel, ...] = ()
     single: bool = False
     table: Any = None
     lengths: Any = None
@@ -80,7 +84,7 @@ class OpenedCache:
     """One cache: its pool on the device, its tables, and its launches in flight.
 
     pool: what all appends to it have in common, as one of one row. descales: "k_descale" and "v_descale", fp32
-    (kv_heads,), where the pool has some. A latent cache has k_pool alone.
+    (kv_heads,), where the pool has some. A latent cache has k_pool alone. cascade: as in `KvCacheSpec`.
     """
 
     number: int
@@ -90,6 +94,7 @@ class OpenedCache:
     descales: Mapping[str, Any]
     tables: CacheTables
     generation: int
+    cascade: bool | Literal["auto"] = "auto"
     incarnation: bytes = field(default_factory=incarnation)
     # Held from a launch's reservation until it counts as in flight: one that fails meanwhile must find it.
     _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
@@ -241,6 +246,7 @@ class CacheStore(Workbench):
         self._newest = 0
         self.arch: str = self.device.info.arch
         self.order: KvOrder = KvOrder(cell)
+        self.cascader: Cascader = Cascader(self.device, self.accumulate)
         self._left: Callable[[], GpuActorsError] | None = None
 
     def open(self, spec: object, notes: CallerNotes | None) -> int:
@@ -257,7 +263,8 @@ class CacheStore(Workbench):
         tables = CacheTables(pool.num_blocks, pool.page_size)
         number = self._newest = next(_NUMBERS)
         generation = self._cell.environment.generation
-        self._caches[number] = OpenedCache(number, pool, pools["k"], pools.get("v"), descales, tables, generation)
+        own = (pools["k"], pools.get("v"), descales, tables, generation, spec.cascade)  # type: ignore[attr-defined]
+        self._caches[number] = OpenedCache(number, pool, *own)
         return number
 
     def forget(self, number: int) -> None:
@@ -312,6 +319,9 @@ def _checked(spec: object, arch: str, place: str, notes: CallerNotes | None) -> 
         expect(factors is None, "v_descale", describe(factors), "goes with V: k_descale is a latent cache's")
         dim, dim_v = dim - latent, latent
     dtype = _dtype_name(spec.dtype)
+    cascade = spec.cascade
+    known = isinstance(cascade, bool) or (isinstance(cascade, str) and cascade == "auto")
+    expect(known, "cascade", cascade, 'must be "auto", True or False')
     descales: dict[str, Any] = {}
     for name in ("k_descale", "v_descale"):
         factors = getattr(spec, name)

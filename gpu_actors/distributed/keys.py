@@ -17,7 +17,7 @@ import itertools
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 
@@ -90,6 +90,7 @@ class ShardedKvCache(Local):
         v_descale: Array | None = None,
         latent_dim: int = 0,
         interleave: int | None = None,
+        cascade: bool | Literal["auto"] = "auto",
     ) -> None:
         expect(isinstance(pool, ContextPool), "pool", show(pool), "must be a ContextPool")
         if latent_dim != 0:
@@ -111,6 +112,7 @@ class ShardedKvCache(Local):
             "head_dim_v": head_dim_v,
             "dtype": dtype,
             **self._descales,
+            "cascade": cascade,
         }
         self._layout = AppendProblem(
             layout="paged", batch=1, total=1, rows=1, heads_kv=kv_heads, head_dim=head_dim, head_dim_v=self._dim_v,

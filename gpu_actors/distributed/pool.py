@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, TypeVar, Unpack
+from typing import Any, Literal, TypeVar, Unpack
 
 from gpu_actors.distributed.cache import PooledKvCache
 from gpu_actors.distributed.dispatch import Dispatch, PoolOptions
@@ -101,6 +101,7 @@ class ContextPool(Dispatch):
         k_descale: Array | None = None,
         v_descale: Array | None = None,
         latent_dim: int = 0,
+        cascade: bool | Literal["auto"] = "auto",
     ) -> PooledKvCache:
         """A paged KV cache on every worker, whose sequences each have a home. The arguments are those of `KvCacheSpec`,
         of each worker's cache. Enter it with ``async with``."""
@@ -114,6 +115,7 @@ class ContextPool(Dispatch):
             k_descale=k_descale,
             v_descale=v_descale,
             latent_dim=latent_dim,
+            cascade=cascade,
         )
         return PooledKvCache(self, spec)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from gpu_actors.process import incarnation
 from gpu_actors.requests import Array, CacheOptions
@@ -39,6 +39,8 @@ class KvCacheSpec:
     latent_dim: in place of V and head_dim_v: values are the first so many columns of keys, as in `PagedForward`. The
         rows of a DeepSeek-V3 layer have kv_heads=1, head_dim=512 + 64 and latent_dim=512. k_descale is that of whole
         rows then, and there is no v_descale.
+    cascade: whether a launch reads pages that neighbours in its batch share once for all of them. "auto": where a model
+        says that this pays. True: wherever it is exact. False: nowhere.
     """
 
     num_blocks: int
@@ -50,6 +52,7 @@ class KvCacheSpec:
     k_descale: Array | None = None
     v_descale: Array | None = None
     latent_dim: int = 0
+    cascade: bool | Literal["auto"] = "auto"
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,6 +93,7 @@ class CacheTables:
         self._tables: dict[int, PageTable] = {}
         self._next = 1
         self._hits = self._evicted = 0
+        self._sharing = False  # whether a page ever was shared
 
     def stats(self) -> KvCacheStats:
         with self._lock:
@@ -128,10 +129,24 @@ class CacheTables:
             for page in pages:
                 self._pool.retain(page)
             self._hits += len(pages)
+            self._sharing |= bool(pages)
             table = self._add(pages, len(pages) * self.page_size)
             table.digests = list(digests[: len(pages)])
             table.named = len(pages)
             return table
+
+    def most_shared(self, tables: Sequence[PageTable]) -> int:
+        """At most so many pages are read again for sequences that share them with these."""
+        found: dict[int, int] = {}
+        if not self._sharing:
+            return 0
+        with self._lock:
+            for table in tables:
+                if table.pages:
+                    first = table.pages[0]  # which no page behind it has more references than
+                    others = (self._pool.references(first) - 1) * len(table.pages)
+                    found[first] = max(found.get(first, 0), others)
+        return sum(found.values())
 
     def enter(self, tables: Sequence[PageTable]) -> None:
         """A request uses these sequences until `leave`."""
@@ -150,6 +165,7 @@ class CacheTables:
         with self._lock:
             for page in table.pages:
                 self._pool.retain(page)
+            self._sharing = True
             child = self._add(list(table.pages), table.length)
             child.digests, child.named, child.tail = list(table.digests), table.named, list(table.tail)
             return child
@@ -181,6 +197,7 @@ class CacheTables:
                     self._pool.release(page)
                 raise
             self._hits += len(pages)
+            self._sharing |= bool(pages)
             table = self._add([*pages, *taken], length)
             table.digests, table.named, table.tail = list(digests), len(pages), list(tail)
             return Write(table, length, len(pages), len(pages) * self.page_size, [])

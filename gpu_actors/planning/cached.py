@@ -23,10 +23,9 @@ import numpy as np
 from gpu_actors.arrays.adopt import Adopted, CallerNotes
 from gpu_actors.arrays.adoption import adopt_request
 from gpu_actors.devices.interface import Device, DeviceInfo, Kernel, Launch, Outputs
-from gpu_actors.kernels.dispatch import answering_key
 from gpu_actors.planning.forward import attention_output, oracle_options
 from gpu_actors.planning.plan import Accumulate, Plan, PlanCache, attention_outputs, program_for
-from gpu_actors.planning.tma_eligibility import alignments, array_families, between_chunks, key_for
+from gpu_actors.planning.tma_eligibility import alignments, key_for
 from gpu_actors.problem import AttentionProblem, DispatchKey
 from gpu_actors.requests import AttentionOutput, BatchedDecode, PagedForward, scalars_of
 from gpu_actors.validation.fields import describe, expect, integer
@@ -40,6 +39,7 @@ __all__ = [
     "Decoding",
     "adopt_cache_request",
     "bind_cached",
+    "cached_oracle",
     "cached_problem",
     "check_cached",
     "check_operands",
@@ -88,7 +88,7 @@ def signature(request: CacheRequest) -> Hashable:
     arrays = tuple(_described(getattr(request, name)) for name in (_PAGED_ARRAYS if paged else _DECODE))
     if not isinstance(request, PagedForward):
         caches = _caches_described(request.k_caches), _caches_described(request.v_caches)
-        return scalars, kinds, arrays, caches, between_chunks(_caches(request)), lengths_on_host(request)
+        return scalars, kinds, arrays, caches, lengths_on_host(request)
     arrays = (*arrays, alignments(request.q, request.k_cache, request.v_cache, request.out), lengths_on_host(request))
     if request.cu_seqlens_q is None or request.max_seqlen_q is not None:
         return scalars, kinds, arrays
@@ -103,11 +103,6 @@ def _described(array: Any) -> Hashable:
 def _caches_described(caches: Any) -> Hashable:
     # Every array of a list: that they are alike is what validation found out, and only of these.
     return tuple(map(_described, caches)) if isinstance(caches, list) else _described(caches)
-
-
-def _caches(request: BatchedDecode) -> tuple[Any, ...]:
-    lists = request.k_caches, request.v_caches
-    return tuple(array for caches in lists for array in (caches if isinstance(caches, list) else [caches]))
 
 
 def check_cached(plan: Plan, request: CacheRequest) -> None:
@@ -149,16 +144,16 @@ def bind_cached(plan: Plan, request: CacheRequest, kernels: tuple[Kernel, ...] =
     """
     out = request.out
     into = out if out is None or isinstance(request, PagedForward) else out[:, None]
-    oracle = functools.partial(_oracle, plan.problem, plan.accumulate)
+    oracle = functools.partial(cached_oracle, plan.problem, plan.accumulate)
     return plan.launch(operands(request), oracle, kernels, into=into)
 
 
 def pose_cached(request: CacheRequest, info: DeviceInfo) -> tuple[AttentionProblem, DispatchKey]:
     """Validate an adopted request and pick its kernels. Raises `InvalidRequest` and `Unsupported`."""
     problem = cached_problem(request)
-    if not isinstance(request, PagedForward):
-        return problem, answering_key(problem, info.arch, info.runs_kernels, array_families(_caches(request)))
-    tiles = ("q", "k_cache", "out") if problem.latent else ("q", "k_cache", "v_cache", "out")
+    tiles: tuple[str, ...] = ()
+    if isinstance(request, PagedForward):
+        tiles = ("q", "k_cache", "out") if problem.latent else ("q", "k_cache", "v_cache", "out")
     return problem, key_for(problem, info, request, tiles)
 
 
@@ -239,7 +234,8 @@ def tree_bits(mask: Any) -> Any:
     return np.where(mask, weights, np.uint64(0)).sum(axis=-1, dtype=np.uint64)
 
 
-def _oracle(problem: AttentionProblem, accumulate: Accumulate, inputs: Mapping[str, Any]) -> Outputs:
+def cached_oracle(problem: AttentionProblem, accumulate: Accumulate, inputs: Mapping[str, Any]) -> Outputs:
+    """What the kernels of a problem over a cache are compared with."""
     # Only a mock device computes here, so only its programs pay for the import.
     from gpu_actors.reference import gather_cache, gather_caches, gather_pages, paged_attention_forward
 

@@ -12,14 +12,14 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from mutation.forward_mutants import Mutant
 from mutation.run import kernel_and_name, probes_of, run_mutants
 from mutation.workers_mutants import MUTANTS, PROBES
 
-__all__ = ["main"]
+__all__ = ["checks_of", "main", "run_tests"]
 
 ROOT = Path(__file__).resolve().parents[3]
 REPORT = ROOT / "docs" / "reports" / "mutation_workers.md"
@@ -35,14 +35,13 @@ def _server() -> subprocess.Popen[str]:
     )
 
 
-def run_tests(probes: Sequence[str], mutant: Mutant | None = None, limit: float = 5 * SECONDS) -> None:
+def run_tests(nodes: Sequence[str], mutant: Mutant | None = None, limit: float = 5 * SECONDS) -> None:
     """Raises AssertionError with the test that caught the mutant."""
-    nodes = list(dict.fromkeys(node for probe in probes for node in PROBES[probe]))
     run = {"file": "none", "old": "", "new": ""} if mutant is None else mutant._asdict()
     server = _server()
     assert server.stdin is not None
     assert server.stdout is not None
-    run |= {"nodes": nodes, "marks": "not sweep", "seconds": SECONDS, "limit": limit}
+    run |= {"nodes": list(dict.fromkeys(nodes)), "marks": "not sweep", "seconds": SECONDS, "limit": limit}
     server.stdin.write(json.dumps(run) + "\n")
     server.stdin.flush()
     code, said = json.loads(server.stdout.readline())
@@ -55,19 +54,25 @@ def run_tests(probes: Sequence[str], mutant: Mutant | None = None, limit: float 
         raise AssertionError(found[1].removeprefix("test_").replace("_", " ") if found else "a test fails")
 
 
-def check_clean(chosen: Sequence[Mutant], cache: Path) -> None:
-    try:
-        run_tests(probes_of(chosen), limit=900.0)
-    except AssertionError as error:
-        raise RuntimeError("the probes do not pass without a fault") from error
+def checks_of(
+    table: Mapping[str, tuple[str, ...]],
+) -> tuple[Callable[[Sequence[Mutant], Path], None], Callable[[Mutant, Path], None]]:
+    """The ``check_clean`` and ``run_probes`` of `run_mutants`. table: the tests of each probe."""
 
+    def check_clean(chosen: Sequence[Mutant], cache: Path) -> None:
+        try:
+            run_tests([node for probe in probes_of(chosen) for node in table[probe]], limit=900.0)
+        except AssertionError as error:
+            raise RuntimeError("the probes do not pass without a fault") from error
 
-def run_probes(mutant: Mutant, cache: Path) -> None:
-    run_tests(mutant.probes, mutant)
+    def run_probes(mutant: Mutant, cache: Path) -> None:
+        run_tests([node for probe in mutant.probes for node in table[probe]], mutant)
+
+    return check_clean, run_probes
 
 
 def main(names: list[str]) -> int:
-    return run_mutants(MUTANTS, names, check_clean, run_probes, kernel_and_name, REPORT, _REPORT, str)
+    return run_mutants(MUTANTS, names, *checks_of(PROBES), kernel_and_name, REPORT, _REPORT, str)
 
 
 _REPORT = """# Mutation run of several workers

@@ -1,0 +1,365 @@
+"""Cascade attention over a KvCache: pages that neighbours in a batch share are read once for all of them.
+
+The rows of a group's sequences are packed as the rows of one sequence over the prefix that they share. All of them see
+all of it, so nothing is masked there. Each sequence's own keys are its tail. The two partial results of a row, in
+float32, are merged and rounded once:
+
+    q of a group, packed ──> prefix, once ──> prefix.out, prefix.lse ──┐
+    q of each sequence ────> its own tail ──> tail.out, tail.lse ──────┴──merge──> out, lse
+
+The idea is FlashInfer's: Ye et al., "Cascade Inference: Memory Bandwidth Efficient Shared Prefix Batch Decoding",
+2024, https://flashinfer.ai/2024/02/02/cascade-inference.html, there of one prefix for a whole batch too. The merge is
+`gpu_actors.partial`'s. Learned sinks go to the tails, of which each row has one, and so they count once.
+
+Operands beside those of `gpu_actors.planning.cached`, for each of the two parts under "prefix." and "tail.":
+block_table, cache_seqlens, out, lse and the scratch of its kernels; and "prefix.cu_seqlens_q".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gpu_actors.devices.interface import Buffer, Device, Kernel, Launch, Outputs, Params, ScratchSpec, Step, StepPack
+from gpu_actors.errors import Unsupported
+from gpu_actors.kernels.decode.variant import DECODE
+from gpu_actors.kernels.dispatch import answering_key
+from gpu_actors.kernels.family import KernelFamily
+from gpu_actors.kernels.hopper_decode.variant import NAME as DECODE_SM90
+from gpu_actors.kernels.merge.merge import (
+    TERM_FIELDS,
+    MergeKey,
+    MergeProblem,
+    merge_geometry,
+    merge_key,
+    pack_merge,
+    pack_terms,
+)
+from gpu_actors.kernels.params import ITEMSIZES
+from gpu_actors.kernels.program import NO_VALUES, Program
+from gpu_actors.kernels.variants import KernelKey
+from gpu_actors.kv.sharing import SharedPrefixes, shared_prefixes
+from gpu_actors.partial import Partial, oracle_merge
+from gpu_actors.planning.cached import cached_oracle, operands
+from gpu_actors.planning.padding import bucket
+from gpu_actors.planning.plan import Accumulate, Plan, PlanCache, program_for
+from gpu_actors.planning.tma_eligibility import eligible_families
+from gpu_actors.problem import AttentionProblem, DispatchKey
+from gpu_actors.requests import PagedForward
+
+__all__ = ["LAUNCH_BYTES", "CascadeKeys", "Cascader", "Cascading", "prefix_problem", "tail_problem"]
+
+LAUNCH_BYTES = 16 << 20
+"""What a step more of a launch costs, in bytes of memory traffic.
+
+The fit of docs/reports/model.md counts a launch of decoding as 6,350 clocks, in which an H200 reads so many.
+"""
+
+_KERNELS = (DECODE, DECODE_SM90)  # whose launches have the same kernels whatever their sizes
+_PLANS = 4096
+_STEPS = 2  # more than without a cascade: the prefix, and the merge
+_FLOAT = "float32"
+_MANY_ROWS = 128  # of a packed group, for the largest tile of rows: then one kernel serves groups of any size
+_PARTS = _PREFIX, _TAIL = "prefix.", "tail."
+
+
+class CascadeKeys(NamedTuple):
+    """What a cascade launches: the kernels of each part, and the merge."""
+
+    prefix: tuple[DispatchKey, ...]
+    tail: tuple[DispatchKey, ...]
+    merge: MergeKey
+
+    @property
+    def all(self) -> tuple[KernelKey, ...]:
+        """In the order in which `Cascader.bind` takes their kernels."""
+        return (*self.prefix, *self.tail, self.merge)
+
+
+class Cascading(NamedTuple):
+    """What a launch with a cascade does. groups: that share a prefix. sequences: in them.
+
+    prefix_keys: of all groups' prefixes together. saved_bytes: of keys and values that are not read again.
+    """
+
+    groups: int
+    sequences: int
+    prefix_keys: int
+    saved_bytes: int
+
+
+class Cascader:
+    """Decides which launches over a KvCache are cascades, and makes them. Used by one actor's thread."""
+
+    def __init__(self, device: Device, accumulate: Accumulate) -> None:
+        self._device = device
+        self._accumulate = accumulate
+        self._programs: PlanCache[Program | None] = PlanCache(_PLANS)
+        self._keys: PlanCache[CascadeKeys | None] = PlanCache(_PLANS)
+
+    def keys(self, plan: Plan, request: PagedForward, most_pages: int, forced: bool) -> CascadeKeys | None:
+        """The kernels that a cascade of such requests would take, or None where there is none to gain from or none
+        would be exact.
+
+        most_pages: that could be saved by sharing. forced: whatever the model says.
+        """
+        p = plan.problem
+        if not _exact(plan, request) or (not forced and most_pages * _page_bytes(p) < _STEPS * LAUNCH_BYTES):
+            return None
+        families = eligible_families({name: getattr(request, name) for name in ("q", "k_cache", "v_cache")})
+        keys = self._keys.of(lambda: (p, families), lambda: self._find_keys(p, families))
+        # Where the rows of one sequence fill a tile, those of several read the prefix as often together.
+        fills = keys is not None and p.gqa_ratio * p.seqlen_q >= keys.prefix[0].row_tile
+        return None if fills and not forced else keys
+
+    def _find_keys(self, p: AttentionProblem, families: tuple[KernelFamily, ...]) -> CascadeKeys | None:
+        parts = prefix_problem(p, 1, _MANY_ROWS, _MANY_ROWS, p.seqlen_k), tail_problem(p, p.seqlen_k)
+        info = self._device.info
+        found: list[tuple[DispatchKey, ...]] = []
+        try:
+            for part in parts:
+                key = answering_key(part, info.arch, info.runs_kernels, families)
+                program = program_for(part, key, self._device)
+                if key.kernel not in _KERNELS or program is None:
+                    return None
+                found.append(program.keys)
+            return CascadeKeys(found[0], found[1], merge_key(_merge_problem(p), info.arch))
+        except Unsupported:
+            return None
+
+    def bind(
+        self,
+        plan: Plan,
+        request: PagedForward,
+        keys: CascadeKeys,
+        kernels: Sequence[Kernel],
+        forced: bool,
+        padded: bool,
+    ) -> tuple[Launch, Cascading] | None:
+        """A launch on the arrays of a request, or None where a cascade does not pay.
+
+        kernels: of `CascadeKeys.all`, or none. padded: to few shapes, for launches that are recorded.
+        """
+        table, lengths, ends = request.block_table, request.cache_seqlens, request.cu_seqlens_q
+        p = plan.problem
+        if not isinstance(table, np.ndarray) or not (ends is None or isinstance(ends, np.ndarray)) or plan.vacuous:
+            return None
+        rows = np.full(p.batch, p.seqlen_q) if ends is None else np.diff(ends).astype(np.int64)
+        # Every row of a sequence sees all keys before the first row's own.
+        found = shared_prefixes(table, np.maximum(0, lengths.astype(np.int64) - rows) // p.page_size)
+        if found is None or not _packed_in_place(request.q):
+            return None
+        gain = _gain(p, found, rows, keys)
+        traffic = 16 * p.total_q * p.heads_q * p.head_dim_v  # two floats of each element, written and read
+        if not forced and gain.saved_bytes < _STEPS * LAUNCH_BYTES + traffic:
+            return None
+        inputs = _inputs(p, request, found, rows, bucket if padded else int)
+        table, longest = inputs["prefix.block_table"], int(np.diff(inputs["prefix.cu_seqlens_q"]).max())
+        longest = bucket(longest) if padded else longest
+        prefix = prefix_problem(p, len(table), longest, p.total_q, table.shape[1] * p.page_size)
+        tail = tail_problem(p, inputs["tail.block_table"].shape[1] * p.page_size)
+        merged = _merge_problem(p)
+        scratch = {
+            "prefix.out": ScratchSpec((p.total_q, p.heads_q, p.head_dim_v), _FLOAT),
+            "prefix.lse": ScratchSpec((p.heads_q, p.total_q), _FLOAT),
+            "tail.out": ScratchSpec(plan.outputs["out"].shape, _FLOAT),
+            "tail.lse": ScratchSpec(p.lse_shape, _FLOAT),
+        }
+        steps: list[Step] = []
+        try:
+            geometry = merge_geometry(merged)
+            for name, part, own in ((_PREFIX, prefix, keys.prefix), (_TAIL, tail, keys.tail)):
+                program = self._program(part, own)
+                if program is None or not kernels:
+                    continue
+                if program.split is not None:
+                    counts = inputs.get(f"{name}cu_seqlens_q", ends)
+                    split = program.split(inputs[f"{name}cache_seqlens"], counts)
+                    inputs |= {f"{name}{local}": array for local, array in split.items()}
+                scratch |= {f"{name}{local}": spec for local, spec in program.scratch.items()}
+                made = program.steps(kernels[len(steps) : len(steps) + len(own)], NO_VALUES)
+                pack = functools.partial(_pack_part, name, len(table))
+                steps += [step._replace(pack=functools.partial(pack, step.pack)) for step in made]
+        except Unsupported:
+            return None
+        if steps:
+            if not p.return_lse:
+                scratch["lse"] = ScratchSpec(p.lse_shape, _FLOAT)
+            contents = functools.partial(_pack_terms, merged)
+            scratch["terms"] = ScratchSpec((2, TERM_FIELDS), "uint64", contents=contents)
+            steps.append(Step(kernels[-1], geometry, functools.partial(pack_merge, merged)))
+        outputs = plan.outputs
+        if request.out is not None:
+            outputs = {**outputs, "out": dataclasses.replace(outputs["out"], into=request.out)}
+        oracle = functools.partial(_oracle, prefix, tail, self._accumulate)
+        launch = Launch(plan.key, inputs, outputs, oracle, tuple(steps), scratch if steps else {})
+        launch.recording = (prefix, tail, keys) if padded else None
+        return launch, gain
+
+    def _program(self, problem: AttentionProblem, keys: tuple[DispatchKey, ...]) -> Program | None:
+        main = next(key for key in keys if key.kernel in _KERNELS)
+        return self._programs.of(lambda: (problem, main), lambda: program_for(problem, main, self._device))
+
+
+def _exact(plan: Plan, request: PagedForward) -> bool:
+    """Whether every row sees all keys before its sequence's rows, each scored alike wherever it stands."""
+    p = plan.problem
+    hidden = p.mask not in ("full", "causal") or p.bias is not None
+    placed = p.alibi is not None or p.positions or p.cache_leftpad or request.q_descale is not None
+    # Pinned splits promise the same bits alone and in any batch, and a cascade follows from the batch.
+    other = p.layout != "paged" or p.latent or p.num_splits or plan.key.kernel not in _KERNELS
+    return not (hidden or placed or other)
+
+
+def _gain(p: AttentionProblem, found: SharedPrefixes, rows: Any, keys: CascadeKeys) -> Cascading:
+    ratio, tiles = p.gqa_ratio, [part[0].row_tile for part in (keys.tail, keys.prefix)]
+    sizes = np.diff(found.ends)
+    # A tile of packed rows reads all keys that it sees.
+    alone = np.add.reduceat(-(-rows * ratio // tiles[0]), found.ends[:-1])
+    together = -(-np.add.reduceat(rows, found.ends[:-1]) * ratio // tiles[1])
+    saved = int(((alone - together) * found.pages).sum())
+    shared = found.pages > 0
+    return Cascading(
+        int(shared.sum()),
+        int(sizes[shared].sum()),
+        int(found.pages.sum()) * p.page_size,
+        saved * _page_bytes(p),
+    )
+
+
+def _page_bytes(p: AttentionProblem) -> int:
+    return p.page_size * p.heads_kv * (p.head_dim + p.head_dim_v) * ITEMSIZES[p.kv_dtype]
+
+
+# Problems
+
+
+def prefix_problem(p: AttentionProblem, groups: int, longest: int, total: int, capacity: int) -> AttentionProblem:
+    """The rows of groups, each over the prefix that it shares. longest, total: rows. capacity: keys."""
+    sizes: dict[str, Any] = {"batch": groups, "seqlen_q": longest, "total_q": total, "seqlen_k": capacity}
+    return dataclasses.replace(
+        p, **sizes, varlen_q=True, causal=False, tree_mask=False, sinks=False, return_lse=True, out_dtype=_FLOAT
+    )
+
+
+def tail_problem(p: AttentionProblem, capacity: int) -> AttentionProblem:
+    """The rows of sequences, each over its own keys. capacity: of those."""
+    return dataclasses.replace(p, seqlen_k=capacity, return_lse=True, out_dtype=_FLOAT)
+
+
+def _merge_problem(p: AttentionProblem) -> MergeProblem:
+    return MergeProblem(
+        count=2,
+        batch=0 if p.varlen_q else p.batch,
+        rows=p.total_q if p.varlen_q else p.seqlen_q,
+        heads=p.heads_q,
+        columns=p.head_dim_v,
+        dtype=_FLOAT,
+        lse_dtype=_FLOAT,
+        out_dtype=p.out_dtype,
+        out_lse_dtype=_FLOAT,
+    )
+
+
+# Operands
+
+
+def _packed_in_place(q: Any) -> bool:
+    """Whether all rows of q are as far from each other as two of one sequence."""
+    if q.ndim == 3 or isinstance(q, np.ndarray):
+        return True  # rows on the host are put next to each other
+    batch, rows = q.shape[:2]
+    return bool(batch == 1 or rows == 1 or q.strides[0] == rows * q.strides[1])
+
+
+def _inputs(
+    p: AttentionProblem, request: PagedForward, found: SharedPrefixes, rows: Any, size: Callable[[int], int]
+) -> dict[str, Any]:
+    """The operands of a launch. size: what a number of sequences or of columns is padded to."""
+    table: Any = request.block_table
+    sizes, pages = np.diff(found.ends), found.pages
+    own = np.repeat(pages, sizes)
+    held = -(-request.cache_seqlens.astype(np.int64) // p.page_size) - own
+    inputs = operands(request)
+    if isinstance(request.q, np.ndarray):
+        inputs["q"] = np.ascontiguousarray(request.q)
+    groups, columns = size(len(pages)), size(int(pages.max()))
+    prefix = np.full((groups, columns), -1, np.int32)
+    kept = np.arange(columns) < pages[:, None]
+    width = min(columns, table.shape[1])
+    prefix[: len(pages), :width] = np.where(kept[:, :width], table[found.ends[:-1], :width], -1)
+    tail = np.full((p.batch, size(max(1, int(held.max())))), -1, np.int32)
+    at = own[:, None] + np.arange(tail.shape[1])
+    kept = np.arange(tail.shape[1]) < held[:, None]
+    tail[kept] = np.take_along_axis(table, np.minimum(at, table.shape[1] - 1), axis=1)[kept]
+    lengths = np.zeros(groups, np.int32)
+    lengths[: len(pages)] = pages * p.page_size
+    ends = np.full(groups + 1, p.total_q, np.int32)
+    ends[: len(pages) + 1] = np.concatenate([[0], np.cumsum(rows)])[found.ends]
+    return inputs | {
+        "prefix.block_table": prefix,
+        "prefix.cache_seqlens": lengths,
+        "prefix.cu_seqlens_q": ends,
+        "tail.block_table": tail,
+        "tail.cache_seqlens": (request.cache_seqlens - own * p.page_size).astype(np.int32),
+    }
+
+
+def _pack_part(name: str, groups: int, pack: StepPack, buffers: Mapping[str, Buffer]) -> Params:
+    """For a kernel of one part, which takes its operands by their own names."""
+    own = {key.removeprefix(name): buffer for key, buffer in buffers.items() if key.startswith(name)}
+    if name == _PREFIX:
+        own["q"] = _flat(buffers["q"])
+        for factor in ("k_descale", "v_descale"):
+            if factor in buffers:  # the pool's, so all sequences have the same
+                one = buffers[factor]
+                own[factor] = dataclasses.replace(one, shape=(groups, *one.shape[1:]))
+    return pack({**buffers, **own})
+
+
+def _pack_terms(problem: MergeProblem, buffers: Mapping[str, Buffer]) -> bytes:
+    out, lse = buffers["prefix.out"], buffers["prefix.lse"]
+    if problem.batch:  # packed rows, by sequence
+        b, r = problem.batch, problem.rows
+        (row, *inner), (head, one) = out.strides, lse.strides
+        out = dataclasses.replace(out, shape=(b, r, *out.shape[1:]), strides=(r * row, row, *inner))
+        lse = dataclasses.replace(lse, shape=(b, lse.shape[0], r), strides=(r * one, head, one))
+    tail = {"out.1": buffers["tail.out"], "lse.1": buffers["tail.lse"]}
+    return pack_terms(problem, {"out.0": out, "lse.0": lse, **tail})
+
+
+def _flat(q: Buffer) -> Buffer:
+    """q with the rows of all sequences along one axis."""
+    if len(q.shape) == 3:
+        return q
+    (batch, rows, *shape), (stride, row, *strides) = q.shape, q.strides
+    return dataclasses.replace(q, shape=(batch * rows, *shape), strides=(stride if rows == 1 else row, *strides))
+
+
+def _oracle(
+    prefix: AttentionProblem, tail: AttentionProblem, accumulate: Accumulate, inputs: Mapping[str, Any]
+) -> Outputs:
+    q = inputs["q"]
+    shared = {key: array for key, array in inputs.items() if not key.startswith(_PARTS)}
+    groups = prefix.batch
+    own = {name: inputs[name][:groups] for name in ("k_descale", "v_descale") if name in inputs}
+    own |= {"q": q.reshape(-1, *q.shape[-2:])}
+    found = []
+    for name, problem, changes in ((_PREFIX, prefix, own), (_TAIL, tail, {})):
+        part = {key.removeprefix(name): array for key, array in inputs.items() if key.startswith(name)}
+        given = {**shared, **changes, **part}
+        for option, asked in (("sinks", problem.sinks), ("tree_mask", problem.tree_mask)):
+            if not asked:
+                given.pop(option, None)
+        outputs = cached_oracle(problem, accumulate, given)
+        found.append(Partial(outputs["out"], outputs["lse"]))
+    if q.ndim == 4:
+        (batch, rows, heads, _), (out, lse) = q.shape, found[0]
+        by_sequence = np.moveaxis(lse.reshape(heads, batch, rows), 0, 1)
+        found[0] = Partial(out.reshape(batch, rows, heads, -1), by_sequence)
+    merged = oracle_merge(found, None)
+    return {"out": merged.out, "lse": merged.lse}

@@ -1,0 +1,332 @@
+"""Sequences of a KvCache that share pages attend to them once, with the same answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from cases.cascades import CASES, KV_HEADS, Batch, Case, run
+from support.kv_cache import contents, outcome, wait
+from support.service import eventually
+
+import gpu_actors as ga
+from gpu_actors.planning import cascade as cascading
+from gpu_actors.runtime.actor import ServiceActor
+from gpu_actors.testing import FaultPlan
+
+EMULATED = {
+    "sm_80": ("sinks, softcap and rows", "rows in shared pages"),
+    "sm_90a": ("decode",),
+}
+SWEPT = [
+    pytest.param(arch, name, marks=() if name in EMULATED[arch] else pytest.mark.sweep)
+    for arch in EMULATED
+    for name in CASES
+]
+
+
+def right(seen: Any) -> None:
+    for index, ((out, lse), (wanted, wanted_lse, bound)) in enumerate(zip(seen.results, seen.wanted, strict=True)):
+        error = np.abs(out.astype(np.float64) - wanted)
+        assert (error <= bound).all(), (index, error.max())
+        np.testing.assert_allclose(lse, wanted_lse, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_oracle_answers_a_cascade_as_it_answers_without(name: str) -> None:
+    seen, without = run(CASES[name], "mock"), run(CASES[name], "mock", cascade=False)
+    assert len(seen.events) == 2
+    assert without.events == []
+    if seen.wanted:
+        right(seen)
+    for (out, lse), (wanted, wanted_lse) in zip(seen.results, without.results, strict=True):
+        assert out.dtype == wanted.dtype
+        # One rounding each, of numbers that differ in their last bits of float64.
+        np.testing.assert_allclose(out.astype(np.float64), wanted.astype(np.float64), rtol=8e-3, atol=1e-6)
+        np.testing.assert_allclose(lse, wanted_lse, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("arch", "name"), SWEPT)
+def test_kernels_answer_a_cascade_right_and_choose_as_mock_does(arch: str, name: str) -> None:
+    seen, mock = run(CASES[name], "emulated", arch=arch), run(CASES[name], "mock", arch=arch)
+    assert seen.events == mock.events
+    assert all("merge" in kernels for kernels in seen.kernels[-2:])
+    if seen.wanted:
+        right(seen)
+        return
+    for (out, lse), (wanted, wanted_lse) in zip(seen.results, mock.results, strict=True):
+        np.testing.assert_allclose(out.astype(np.float64), wanted.astype(np.float64), atol=4e-3)
+        np.testing.assert_allclose(lse, wanted_lse, atol=2e-3)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("arch", EMULATED)
+@pytest.mark.parametrize("delivery", ["late", "eager", "random"])
+@pytest.mark.parametrize("contraction", [True, False])
+def test_cascades_are_right_however_data_arrives(arch: str, delivery: Any, contraction: bool) -> None:
+    emulation = ga.EmulationOptions(delivery=delivery, schedule="random", seed=3, contraction=contraction)
+    right(run(CASES["sinks, softcap and rows"], "emulated", arch=arch, emulation=emulation))
+
+
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    made: list[Any] = []
+    launch = ServiceActor.launch
+
+    def noted(self: Any, calls: Any, one: Any, *arguments: Any, **how: Any) -> None:
+        made.append(one)
+        launch(self, calls, one, *arguments, **how)
+
+    monkeypatch.setattr(ServiceActor, "launch", noted)
+    return made
+
+
+def test_a_shared_page_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the tables of a launch: each page is in one of them once, and saved_bytes counts those that are not."""
+    made = launches(monkeypatch)
+    case = CASES["decode"]
+    (event, _) = run(case, "mock").events
+    inputs = made[-1].inputs
+    page = 8 * KV_HEADS * 2 * case.dim * 2  # bytes of K and V
+
+    def pages(part: str) -> list[int]:
+        table, lengths = inputs[f"{part}block_table"], inputs[f"{part}cache_seqlens"]
+        return [
+            number for row, length in zip(table, lengths, strict=True) for number in row[: -(-length // 8)].tolist()
+        ]
+
+    once, before = [*pages("prefix."), *pages("tail.")], pages("")
+    assert len(set(once)) == len(once)
+    assert set(once) == set(before)
+    assert (len(before) - len(once)) * page == event["saved_bytes"]
+    # Ten pages of four sequences and five of two: a prefix of 83 rows has ten whole pages, and one of 41 five.
+    assert (len(before) - len(once), event["prefix_keys"]) == (10 * 3 + 5, 8 * 15)
+    assert (event["groups"], event["sequences"]) == (2, 6)
+
+
+UNCHOSEN: dict[str, dict[str, Any]] = {
+    "a window": {"window_size": (12, 0)},
+    "sink tokens": {"window_size": (12, 0), "sink_tokens": 4},
+    "chunks": {"attention_chunk": 32},
+    "alibi": {"alibi_slopes": np.full(8, 0.1, np.float32)},
+    "a bias": {"bias": np.zeros((1, 1, 1, 128), np.float16)},
+    "pinned splits": {"num_splits": 2},
+    "positions": {"q_positions": np.arange(7, dtype=np.int32) + 100},
+}
+
+
+@pytest.mark.parametrize("name", UNCHOSEN)
+def test_what_no_cascade_is_exact_for_is_launched_without(name: str) -> None:
+    case = Case(options=UNCHOSEN[name])
+    seen, without = run(case, "mock"), run(case, "mock", cascade=False)
+    assert seen.events == []
+    for (out, lse), (wanted, wanted_lse) in zip(seen.results, without.results, strict=True):
+        np.testing.assert_array_equal(out, wanted)
+        np.testing.assert_array_equal(lse, wanted_lse)
+
+
+@pytest.mark.parametrize(
+    "case", [Case(groups=((20, (0,)), (30, (0,)))), Case(groups=((7, (0, 0)),)), Case(dtype="float32")]
+)
+def test_without_a_whole_shared_page_or_tensor_cores_there_is_no_cascade(case: Case) -> None:
+    assert run(case, "mock").events == []
+
+
+def test_queries_with_factors_of_their_own_are_attended_without() -> None:
+    case = Case(dtype="float8_e4m3fn", kv_dtype="float8_e4m3fn", options={"q_descale": np.ones((7, 2), np.float32)})
+    assert run(case, "mock").events == []
+    assert len(run(Case(dtype="float8_e4m3fn", kv_dtype="float8_e4m3fn"), "mock").events) == 2
+
+
+def test_the_model_decides_where_nothing_else_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES["sixteen of eight heads"]
+    (event, _) = run(case, "mock").events
+    traffic = 16 * 16 * KV_HEADS * case.ratio * case.dim
+    assert run(case, "mock", cascade="auto").events == [], "64 keys are not worth two more launches"
+    monkeypatch.setattr(cascading, "LAUNCH_BYTES", (event["saved_bytes"] - traffic) // 2)
+    assert run(case, "mock", cascade="auto", steps=1).events == [event]
+    monkeypatch.setattr(cascading, "LAUNCH_BYTES", (event["saved_bytes"] - traffic) // 2 + 1)
+    assert run(case, "mock", cascade="auto", steps=1).events == []
+    monkeypatch.setattr(cascading, "LAUNCH_BYTES", 0)
+    asked: list[Any] = []
+    keys = cascading.Cascader.keys
+
+    def noted(*arguments: Any) -> Any:
+        asked.append(keys(*arguments))
+        return asked[-1]
+
+    monkeypatch.setattr(cascading.Cascader, "keys", noted)
+    assert run(CASES["sixteen of 128 rows"], "mock", cascade="auto").events == [], "each has a tile of its own"
+    assert asked == [None, None], "and no kernel is compiled for that"
+
+
+def test_sixteen_sequences_of_a_long_prompt_are_worth_it() -> None:
+    case = Case(groups=((1300, (0,) * 16),), ratio=8, page=64, dim=128, dtype="bfloat16")
+    spec = {**case.spec, "kv_heads": 8, "num_blocks": 64}
+    events: list[Any] = []
+    rng = np.random.default_rng(0)
+    options = ga.ContextOptions(on_event=events.append)
+
+    def rows(*shape: int) -> Any:
+        return rng.standard_normal((*shape, 128), np.float32).astype(case.rows_dtype)
+
+    with ga.open_context("mock", options) as ctx, ctx.kv_cache(**spec) as cache:
+        first = wait(cache.create())
+        wait(cache.append(first, rows(1300, 8), rows(1300, 8)))
+        seqs = [first, *(wait(cache.fork(first)) for _ in range(15))]
+        wait(cache.attend(rows(16, 1, 8), seqs, k=rows(16, 1, 8), v=rows(16, 1, 8)))
+    (event,) = [event for event in events if event.name == "launch.cascade"]
+    assert event.fields["saved_bytes"] == 15 * 1280 * 8 * 2 * 128 * 2
+
+
+@pytest.mark.parametrize("value", ["always", 1, None, 0])
+def test_another_choice_is_refused(value: Any) -> None:
+    with (
+        ga.open_context("mock") as ctx,
+        pytest.raises(ga.InvalidRequest, match='"auto", True or False') as refusal,
+        ctx.kv_cache(**CASES["decode"].spec, cascade=value),
+    ):
+        raise AssertionError
+    assert refusal.value.field == "cascade"
+
+
+def test_prompts_that_begin_with_the_same_tokens_are_a_cascade() -> None:
+    case, events = CASES["decode"], []
+    with (
+        ga.open_context("mock", ga.ContextOptions(on_event=events.append)) as ctx,
+        ctx.kv_cache(**case.spec, cascade=True) as cache,
+    ):
+        batch = Batch(case, cache)
+        tokens = list(range(50))
+        batch.seqs = []
+        for _ in range(3):
+            seq = wait(cache.create(tokens))
+            k, v = batch.new(50 - seq.cached)
+            wait(cache.append(seq, k, v, tokens=tokens[seq.cached :]))
+            batch.seqs.append(seq)
+        case = batch.case = Case(rows=1, groups=((50, (0,) * 3),))
+        asked = batch.request()
+        result = wait(cache.attend(seqs=batch.seqs, **asked))
+        for (out, _), (wanted, _, bound) in zip(batch.shares(result), batch.wanted(asked), strict=True):
+            assert (np.abs(out.astype(np.float64) - wanted) <= bound).all()
+    (event,) = [event.fields for event in events if event.name == "launch.cascade"]
+    assert (event["sequences"], event["prefix_keys"]) == (3, 48)
+
+
+# Requests of one sequence each that share a launch
+
+
+def apart(batch: Batch, cache: ga.KvCache, order: list[int]) -> list[tuple[int, Any, Any]]:
+    """A request of each sequence, in this order: (sequence, what was asked, its reply)."""
+    asked = batch.request()
+    replies = []
+    for index in order:
+        own = {name: array[index : index + 1] for name, array in asked.items() if name in ("q", "k", "v")}
+        replies.append((index, own, cache.attend(seqs=[batch.seqs[index]], return_lse=True, **own)))
+    return replies
+
+
+@pytest.mark.parametrize("device", ["mock", "emulated"])
+def test_requests_that_share_a_launch_become_neighbours_and_get_their_own_answers(device: str) -> None:
+    case = Case(groups=((83, (0, 0, 3, 9)), (41, (0, 7))))
+    events: list[Any] = []
+    options = ga.ContextOptions(arch="sm_80", on_event=events.append, coalesce_delay_us=2e5)
+    with ga.open_context(device, options) as ctx, ctx.kv_cache(**case.spec, cascade=True) as cache:
+        batch = Batch(case, cache)
+        replies = apart(batch, cache, [3, 4, 0, 5, 2, 1])
+        results = [(index, own, wait(reply)) for index, own, reply in replies]
+        wanted = batch.wanted(
+            {"q": np.concatenate([own["q"] for _, own, _ in sorted(results, key=lambda one: one[0])])}
+        )
+        for index, _, result in results:
+            error = np.abs(result.out[0].astype(np.float64) - wanted[index][0])
+            assert (error <= wanted[index][2]).all(), index
+            np.testing.assert_allclose(result.lse[0], wanted[index][1], atol=1e-3)
+    (event,) = [dict(event.fields) for event in events if event.name == "launch.cascade"]
+    assert (event["groups"], event["sequences"]) == (2, 6)
+
+
+def test_a_member_that_is_cancelled_or_refused_leaves_the_others_their_cascade() -> None:
+    case = Case(groups=((83, (0,) * 5),))
+    events: list[Any] = []
+    options = ga.ContextOptions(on_event=events.append, coalesce_delay_us=2e5)
+    with ga.open_context("mock", options) as ctx, ctx.kv_cache(**case.spec, cascade=True) as cache:
+        batch = Batch(case, cache)
+        asked = batch.request()
+        replies = []
+        for index, seq in enumerate(batch.seqs):
+            own = {name: asked[name][index : index + 1] for name in ("q", "k", "v")}
+            expected = [84] if index == 3 else [83]
+            replies.append(cache.attend(seqs=[seq], return_lse=True, expect_length=expected, **own))
+        assert replies[1].cancel()
+        found = [outcome(reply) for reply in replies]
+        assert [type(one).__name__ for one in found] == [
+            "AttentionOutput", "RequestCancelled", "AttentionOutput", "InvalidRequest", "AttentionOutput",
+        ]  # fmt: skip
+        lengths = [cache.length(seq) for seq in batch.seqs]
+        assert lengths == [84, 83, 84, 83, 84]
+        for index in (0, 2, 4):
+            one = Batch.__new__(Batch)
+            one.case, one.cache, one.seqs = case, cache, [batch.seqs[index]]
+            ((out, lse, bound),) = one.wanted({"q": asked["q"][index : index + 1]})
+            assert (np.abs(found[index].out[0].astype(np.float64) - out) <= bound).all()
+            np.testing.assert_allclose(found[index].lse[0], lse, atol=1e-3)
+    (event,) = [dict(event.fields) for event in events if event.name == "launch.cascade"]
+    assert event["sequences"] == 3
+
+
+def test_a_cascade_that_fails_leaves_no_trace_and_the_next_one_is_right() -> None:
+    case = CASES["decode"]
+    appends = 3 + 3  # launches before the first attention: of prefixes, and of the further rows of three members
+    options = ga.ContextOptions(fault_plan=FaultPlan().fail(appends + 1))
+    with ga.open_context("mock", options) as ctx, ctx.kv_cache(**case.spec, cascade=True) as cache:
+        batch = Batch(case, cache)
+        assert ctx.stats()["kv_cache"].launched == appends
+        before = cache.stats(), [contents(cache, seq) for seq in batch.seqs]
+        asked = batch.request()
+        assert isinstance(outcome(cache.attend(seqs=batch.seqs, **asked)), ga.LaunchError)
+        eventually(lambda: cache.stats() == before[0])
+        for (k, v), seq in zip(before[1], batch.seqs, strict=True):
+            np.testing.assert_array_equal(contents(cache, seq)[0], k)
+            np.testing.assert_array_equal(contents(cache, seq)[1], v)
+        result = wait(cache.attend(seqs=batch.seqs, **asked))
+        for (out, lse), (wanted, wanted_lse, bound) in zip(batch.shares(result), batch.wanted(asked), strict=True):
+            assert (np.abs(out.astype(np.float64) - wanted) <= bound).all()
+            np.testing.assert_allclose(lse, wanted_lse, atol=1e-3)
+
+
+@pytest.mark.parametrize("device", ["mock", "emulated"])
+def test_recorded_cascades_are_replayed_over_new_operands(device: str) -> None:
+    """Two batches of two groups each, of three sequences and one, and of two and two: no record is taken for both.
+
+    Their tables have the same padded shapes, also where the sequence alone begins another page.
+    """
+    case = Case(groups=((80, (0, 0, 0)), (47, (0,)), (80, (0, 0)), (40, (35, 0))))
+    options = ga.ContextOptions(arch="sm_80", record_launches=True)
+    with ga.open_context(device, options) as ctx, ctx.kv_cache(**case.spec, cascade=True) as cache:
+        batch = Batch(case, cache)
+        halves = batch.seqs[:4], batch.seqs[4:]
+        for half in (1, 0, 0, 1):
+            batch.seqs = halves[half]
+            asked = batch.request()
+            result = wait(cache.attend(seqs=batch.seqs, **asked))
+            for (out, lse), (wanted, wanted_lse, bound) in zip(batch.shares(result), batch.wanted(asked), strict=True):
+                assert (np.abs(out.astype(np.float64) - wanted) <= bound).all()
+                np.testing.assert_allclose(lse, wanted_lse, atol=1e-3)
+        stats = ctx.actor(ga.KvCacheActor).recording_stats()
+    assert (stats.recorded, stats.replayed) == (2, 2)
+
+
+def test_results_go_into_the_callers_array_and_without_lse() -> None:
+    case = CASES["decode"]
+    with (
+        ga.open_context("emulated", ga.ContextOptions(arch="sm_80")) as ctx,
+        ctx.kv_cache(**case.spec, cascade=True) as cache,
+    ):
+        batch = Batch(case, cache)
+        asked = batch.request() | {"return_lse": False}
+        out = np.full(asked["q"].shape, np.nan, np.float16)
+        result = wait(cache.attend(seqs=batch.seqs, out=out, **asked))
+        assert result.lse is None
+        for found, (wanted, _, bound) in zip(out, batch.wanted(asked), strict=True):
+            assert (np.abs(found.astype(np.float64) - wanted) <= bound).all()
