@@ -62,6 +62,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "q_positions": torch.tensor([[1, 2], [0, 1]], dtype=torch.int32),
         "k_positions": torch.tensor([[0, 2], [3, 1]], dtype=torch.int32),
     },
+    "padded": {
+        "causal": True,
+        "seqused_q": torch.tensor([2, 3], dtype=torch.int32),
+        "seqused_k": torch.tensor([4, 1], dtype=torch.int32),
+    },
     "deterministic": {"deterministic": True},
     "together": {
         "causal": True,
@@ -360,7 +365,7 @@ def test_an_exported_module_says_that_its_context_is_closed() -> None:
 def test_torchs_own_check_of_operators(ctx: ga.GpuContext, given: dict[str, tuple[int, ...]]) -> None:
     extra = {name: drawn(*shape, seed=7) for name, shape in given.items()}
     scalars = (True, "bottom_right", -1, -1, None, 0.0, 0, 0, False, 0.0, 0, None, None, None, False, ctx.number)
-    tensors = (*operands(), None, extra.get("sinks"), extra.get("bias"), None, None, None, None)
+    tensors = (*operands(), None, extra.get("sinks"), extra.get("bias"), *[None] * 6)
     torch.library.opcheck(torch.ops.gpu_actors.attention, (*tensors, *scalars))
 
 
@@ -430,6 +435,7 @@ def test_what_is_wrong_is_refused_by_name(ctx: ga.GpuContext) -> None:
         ("attention_chunk", {"attention_chunk": True}),
         ("alibi_signed", {"alibi_signed": 1}),
         ("q_positions", {"q_positions": torch.zeros(3, dtype=torch.int32)}),
+        ("seqused_k", {"seqused_k": torch.tensor([5, 1], dtype=torch.int32)}),
         ("k_positions", {"k_positions": torch.zeros(2)}),
         ("dropout_p", {"dropout_p": 1.0}),
         ("dropout_seed", {"dropout_seed": -1}),
