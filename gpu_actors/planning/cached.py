@@ -23,9 +23,10 @@ import numpy as np
 from gpu_actors.arrays.adopt import Adopted, CallerNotes
 from gpu_actors.arrays.adoption import adopt_request
 from gpu_actors.devices.interface import Device, DeviceInfo, Kernel, Launch, Outputs
+from gpu_actors.kernels.dispatch import answering_key
 from gpu_actors.planning.forward import attention_output, oracle_options
 from gpu_actors.planning.plan import Accumulate, Plan, PlanCache, attention_outputs, program_for
-from gpu_actors.planning.tma_eligibility import alignments, key_for
+from gpu_actors.planning.tma_eligibility import alignments, array_families, between_chunks, key_for
 from gpu_actors.problem import AttentionProblem, DispatchKey
 from gpu_actors.requests import AttentionOutput, BatchedDecode, PagedForward, scalars_of
 from gpu_actors.validation.fields import describe, expect, integer
@@ -88,7 +89,7 @@ def signature(request: CacheRequest) -> Hashable:
     arrays = tuple(_described(getattr(request, name)) for name in (_PAGED_ARRAYS if paged else _DECODE))
     if not isinstance(request, PagedForward):
         caches = _caches_described(request.k_caches), _caches_described(request.v_caches)
-        return scalars, kinds, arrays, caches, lengths_on_host(request)
+        return scalars, kinds, arrays, caches, between_chunks(_caches(request)), lengths_on_host(request)
     arrays = (*arrays, alignments(request.q, request.k_cache, request.v_cache, request.out), lengths_on_host(request))
     if request.cu_seqlens_q is None or request.max_seqlen_q is not None:
         return scalars, kinds, arrays
@@ -103,6 +104,11 @@ def _described(array: Any) -> Hashable:
 def _caches_described(caches: Any) -> Hashable:
     # Every array of a list: that they are alike is what validation found out, and only of these.
     return tuple(map(_described, caches)) if isinstance(caches, list) else _described(caches)
+
+
+def _caches(request: BatchedDecode) -> tuple[Any, ...]:
+    lists = request.k_caches, request.v_caches
+    return tuple(array for caches in lists for array in (caches if isinstance(caches, list) else [caches]))
 
 
 def check_cached(plan: Plan, request: CacheRequest) -> None:
@@ -151,9 +157,9 @@ def bind_cached(plan: Plan, request: CacheRequest, kernels: tuple[Kernel, ...] =
 def pose_cached(request: CacheRequest, info: DeviceInfo) -> tuple[AttentionProblem, DispatchKey]:
     """Validate an adopted request and pick its kernels. Raises `InvalidRequest` and `Unsupported`."""
     problem = cached_problem(request)
-    tiles: tuple[str, ...] = ()
-    if isinstance(request, PagedForward):
-        tiles = ("q", "k_cache", "out") if problem.latent else ("q", "k_cache", "v_cache", "out")
+    if not isinstance(request, PagedForward):
+        return problem, answering_key(problem, info.arch, info.runs_kernels, array_families(_caches(request)))
+    tiles = ("q", "k_cache", "out") if problem.latent else ("q", "k_cache", "v_cache", "out")
     return problem, key_for(problem, info, request, tiles)
 
 

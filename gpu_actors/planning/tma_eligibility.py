@@ -7,18 +7,18 @@ that loads by TMA cannot follow all strides and addresses.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from gpu_actors.arrays.device_array import DeviceArray, element_strides
 from gpu_actors.devices.interface import DeviceInfo
-from gpu_actors.kernels.decode.params import rows_refusal
+from gpu_actors.kernels.decode.params import CHUNK, rows_refusal
 from gpu_actors.kernels.dispatch import FAMILIES, WITHOUT_CHUNKS, WITHOUT_TMA, answering_key
 from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.hopper.params import TMA_ALIGNMENT, tma_refusal
 from gpu_actors.problem import AttentionProblem, DispatchKey
 
-__all__ = ["alignments", "eligible_families", "key_for"]
+__all__ = ["alignments", "array_families", "between_chunks", "eligible_families", "key_for"]
 
 _CACHES = ("k_cache", "v_cache")
 
@@ -54,6 +54,18 @@ def eligible_families(operands: Mapping[str, Any]) -> tuple[KernelFamily, ...]:
             return WITHOUT_CHUNKS
         families = WITHOUT_TMA
     return families
+
+
+def array_families(caches: Iterable[Any]) -> tuple[KernelFamily, ...]:
+    """The kernels to choose from for the adopted arrays of a `decode` request, which no kernel loads by TMA."""
+    on_device = [array for array in caches if isinstance(array, DeviceArray)]
+    refused = any(rows_refusal(array.address, _strides(array)) for array in on_device)
+    return WITHOUT_CHUNKS if refused else FAMILIES
+
+
+def between_chunks(caches: Iterable[Any]) -> bool:
+    """What decides, beside shapes and strides, `array_families`. For signatures."""
+    return any(isinstance(array, DeviceArray) and array.address % CHUNK for array in caches)
 
 
 def _strides(cache: DeviceArray) -> list[int]:

@@ -22,6 +22,19 @@ def request_of(address: int = 1 << 20, row: int = ROW, dim: int = DIM) -> ga.Pag
     return ga.PagedForward(q=q, k_cache=cache, v_cache=cache, cache_seqlens=np.array([100], np.int32))
 
 
+def decode_of(offset: int = 0, head: int = 128 * 128, arrays: int = 3) -> ga.BatchedDecode:
+    """offset: of the last array's address. head: stride of its heads in bytes."""
+
+    def cache(index: int) -> DeviceArray:
+        last = index == arrays - 1
+        strides = (head if last else 128 * 128, 128, 2)
+        return DeviceArray((1 << 20) + (index << 16) + (offset if last else 0), (HEADS, 128, DIM), strides, BF16, 0)
+
+    caches = [cache(index) for index in range(arrays)]
+    lengths = np.full(arrays, 100, np.int32)
+    return ga.BatchedDecode(q=np.zeros((arrays, HEADS, DIM), BF16), k_caches=caches, v_caches=caches, seq_lens=lengths)
+
+
 def info_of(arch: str) -> DeviceInfo:
     with ga.open_context("mock", ga.ContextOptions(arch=arch)) as ctx:
         return ctx.info
@@ -49,3 +62,21 @@ def test_rows_between_chunks_go_to_the_kernel_that_loads_elements(arch: str) -> 
 def test_requests_whose_rows_begin_elsewhere_share_no_plan() -> None:
     assert signature(request_of()) != signature(request_of((1 << 20) + 2))
     assert signature(request_of()) == signature(request_of(1 << 21))
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_one_array_between_chunks_sends_the_whole_list_elsewhere(arch: str) -> None:
+    info = info_of(arch)
+    for request, kernel in (
+        (decode_of(), "decode_mma"),
+        (decode_of(16), "decode_mma"),
+        (decode_of(2), "decode_simple"),
+        (decode_of(head=128 * 128 + 6), "decode_simple"),
+        (decode_of(head=128 * 128 + 16), "decode_mma"),
+    ):
+        assert pose_cached(request, info)[1].kernel == kernel, request.k_caches[-1]
+
+
+def test_lists_whose_last_array_begins_elsewhere_share_no_plan() -> None:
+    assert signature(decode_of()) != signature(decode_of(2))
+    assert signature(decode_of()) == signature(decode_of(1 << 14))
