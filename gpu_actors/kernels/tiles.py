@@ -176,9 +176,10 @@ def tile_for(
     plain: bool = True,
     bare: bool = True,
     head_dim_v: int | None = None,
+    block_size: tuple[int, int] | None = None,
 ) -> Tile:
     """The tile of a kernel for a problem. head_dim: the larger of q's and v's. head_dim_v: of v, by default the same.
-    Further ones: as in `_TileRow`.
+    block_size: rows and keys of a block of a block mask, which the tile divides. Further ones: as in `_TileRow`.
 
     Raises Unsupported where the table has no row for it.
     """
@@ -196,6 +197,7 @@ def tile_for(
             and (plain or not row.plain)
             and (bare or not row.bare)
             and (row.layouts is None or layout in row.layouts)
+            and (block_size is None or _divides(row.tile, block_size))
             and row.blocks * shared_mem_bytes(kernel, row.tile, dtype, head_dim, row.head_dim_v or head_dim) <= limit
         ):
             return row.tile
@@ -208,7 +210,13 @@ def tile_of(key: DispatchKey) -> Tile:
     """The tile that a key's kernel is compiled for."""
     widest = max(key.head_dim, key.head_dim_v)
     fields = (key.kernel, key.direction, key.arch, key.dtype, widest, key.mask, key.scale_only, key.layout)
-    return tile_for(*fields, plain=key.plain, bare=key.bare, head_dim_v=key.head_dim_v)
+    block_size = None if key.score_mod is None else key.score_mod.block_size
+    return tile_for(*fields, plain=key.plain, bare=key.bare, head_dim_v=key.head_dim_v, block_size=block_size)
+
+
+def _divides(tile: Tile, block_size: tuple[int, int]) -> bool:
+    """Whether the blocks of a block mask are whole tiles."""
+    return block_size[0] % tile.block_m == 0 and block_size[1] % tile.block_n == 0
 
 
 def shared_bytes_of(key: DispatchKey) -> int:

@@ -1,20 +1,20 @@
-// The tiles of keys that a block of forward_mma or forward_simple multiplies.
+// The tiles of keys that a tile of rows is multiplied with.
 #pragma once
 
-#include "common/block_tile.cuh"
+#include "common/mask.cuh"
 #include "common/score.cuh"
 
 #if BLOCK_MASK
 static_assert(BLOCK_MASK_ROWS % BLOCK_M == 0 && BLOCK_MASK_KEYS % BLOCK_N == 0, "blocks of a mask are whole tiles");
 using Tiles = ListedTiles<BLOCK_MASK_KEYS / BLOCK_N>;
 
-DEVICE Tiles key_tiles(const LaunchParams& params, const BlockTile& at, const Mask&, int) {
-  return {bind_block_list(params.score_params(), at.sequence, at.head, at.row_begin / BLOCK_MASK_ROWS)};
+DEVICE Tiles key_tiles(const LaunchParams& params, const Mask&, int sequence, int head, int row_begin, int) {
+  return {bind_block_list(params.score_params(), sequence, head, row_begin / BLOCK_MASK_ROWS)};
 }
 #else
 using Tiles = KeyTiles;
 
-DEVICE Tiles key_tiles(const LaunchParams&, const BlockTile& at, const Mask& mask, int row_end) {
-  return mask.tiles<BLOCK_N>(at.row_begin, row_end);
+DEVICE Tiles key_tiles(const LaunchParams&, const Mask& mask, int, int, int row_begin, int row_end) {
+  return mask.tiles<BLOCK_N>(row_begin, row_end);
 }
 #endif

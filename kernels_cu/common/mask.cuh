@@ -83,6 +83,9 @@ struct SeenKeys {
   __device__ __forceinline__ bool has(int key) const {
     return (key >= begin && key < end) || (WINDOW && SINK_TOKENS && key < sinks);
   }
+  __device__ __forceinline__ bool has_any(int key_begin, int key_end) const {
+    return (key_end > begin && key_begin < end) || (WINDOW && SINK_TOKENS && key_begin < sinks);
+  }
 };
 
 #if POSITIONS

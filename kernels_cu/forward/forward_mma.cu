@@ -24,6 +24,7 @@
 #include "mma/softmax_tile.cuh"
 #include "mma/nonfinite.cuh"
 #include "mma/store.cuh"
+#include "common/block_tile.cuh"
 #include "common/key_tiles.cuh"
 
 constexpr int THREADS = WARPS * 32;
@@ -204,7 +205,7 @@ DEVICE void attend(const LaunchParams& params, const BlockTile& at, uint32_t sha
   const Dropout dropout = make_dropout(params, at.sequence, at.head);
   const Rows rows{score, mask, dropout, (SCALE_ONLY ? score.scale : 1.0f) * LOG2_E, at.row_begin + first_row, row_end};
 
-  const Tiles tiles = key_tiles(params, at, mask, row_end);
+  const Tiles tiles = key_tiles(params, mask, at.sequence, at.head, at.row_begin, row_end);
   const SeenKeys keys = seen_keys(mask, at.row_begin, row_end);
   const QTile q_tile{shared};
   const Ring ring{row_source(k, k_strides.row), row_source(v, v_strides.row), keys, tiles, shared + QTile::BYTES};

@@ -14,6 +14,7 @@
 #include "common/params.cuh"
 #include "common/mask.cuh"
 #include "common/philox.cuh"
+#include "common/block_tile.cuh"
 #include "common/key_tiles.cuh"
 #include "common/weighted_rows.cuh"
 #include "common/score.cuh"
@@ -51,7 +52,7 @@ DEVICE void attend(const LaunchParams& params, const BlockTile& at, Real* q_tile
   }
 
   load_tile<BLOCK_M, HEAD_DIM>(q_tile, q, q_strides.row, row_end - at.row_begin);
-  const Tiles tiles = key_tiles(params, at, mask, row_end);
+  const Tiles tiles = key_tiles(params, mask, at.sequence, at.head, at.row_begin, row_end);
   for (int n = 0; n < tiles.count(); n++) {
     if (BLOCK_MASK && tiles.at(n) * BLOCK_N >= at.seqlen_k) continue;
     const int key_begin = tiles.at(n) * BLOCK_N, keys = at_most(at.seqlen_k - key_begin, BLOCK_N);

@@ -51,6 +51,17 @@ DEVICE int keys_hidden_from_some(const Work& work) {
 #endif
 }
 
+#if BLOCK_MASK
+// Lists have an order of their own: each tile is asked for itself.
+constexpr bool MASKS = true;
+
+DEVICE void find_whole_tiles(uint32_t (&)[2], const Work&) {}
+DEVICE bool needs_mask(const uint32_t (&)[2], const Work& work, int, int first_key) {
+  return !work.mask.all_visible(work.row_begin, work.row_end(), first_key, first_key + BLOCK_N);
+}
+#else
+constexpr bool MASKS = CAUSAL || WINDOW;  // of other tiles than the last one
+
 // The tiles [whole[0], whole[1]) that all rows see whole. Of the others, those that the diagonal or the window's right
 // edge crosses come last in the sequence, those of its left edge and of the sink tokens first.
 DEVICE void find_whole_tiles(uint32_t (&whole)[2], const Work& work) {
@@ -65,7 +76,12 @@ DEVICE void find_whole_tiles(uint32_t (&whole)[2], const Work& work) {
     const int hidden = keys_hidden_from_some(work);
     whole[0] = at_least(tiles.sinks, (hidden + BLOCK_N - 1) / BLOCK_N - tiles.begin + tiles.sinks);
   }
+  ptx::pin_registers(whole);  // or ptxas computes them again in each step
 }
+DEVICE bool needs_mask(const uint32_t (&whole)[2], const Work&, int n, int) {
+  return (WINDOW && n < int(whole[0])) || n >= int(whole[1]);
+}
+#endif
 
 // What a consumer keeps in registers for a tile of rows.
 struct Registers {
@@ -88,12 +104,12 @@ struct Consumer {
   __device__ __forceinline__ void run();
   __device__ __forceinline__ void attend(const Work& work);
   __device__ __forceinline__ void mainloop(Registers& r, const Work& work, const Rows& rows);
-  __device__ __forceinline__ void mainloop_step(Registers& r, const Rows& rows, int n, int first_key, bool masked);
+  __device__ __forceinline__ void mainloop_step(Registers& r, const Rows& rows, bool more, int first_key, bool masked);
   __device__ __forceinline__ void mainloop_step_apart(Registers& r, const Rows& rows, int first_key, bool masked);
 
   // The last tile of keys: its scores and weights, with nothing to multiply beside them.
   __device__ __forceinline__ void first_scores(Registers& r, const Work& work, const Rows& rows) {
-    const int last = work.keys.count() - 1, first_key = work.keys.at(last) * BLOCK_N;
+    const int last = work.last_tile(), first_key = work.first_key(last);
     ptx::mbarrier_wait(shared.q_full(number), q_parity);
     q_parity ^= 1;
     if (DESCALES && rows.negated) negate_queries();
@@ -114,7 +130,7 @@ struct Consumer {
     if constexpr (DROPOUT) drop_weights(r.s, kept);
     pack(r.p, r.s);
     if (PACKED_VALUES || CACHE_LENGTHS) clear_values_past(work.mask.seqlen_k - first_key);
-    if (!VALUES_FIRST && last > 0) wait_for_keys();
+    if (!VALUES_FIRST && work.tile_before(last) >= 0) wait_for_keys();
   }
 
   // The values of the first tile, whose weights are left.

@@ -59,7 +59,7 @@ __device__ __forceinline__ void Producer::run() {
   while (source.announce(shared, all.schedule, leader)) {
     const int drawn = source.draw(all.schedule, leader);
     Work work = work_of(all.params, all.schedule, source.tile);
-    for_each_row_tile(all.schedule, work, [&](const Work& rows) {
+    for_each_row_tile(all, work, [&](const Work& rows) {
       if (rows.sees_keys()) load(rows);
     });
     source.take(drawn);
@@ -68,15 +68,16 @@ __device__ __forceinline__ void Producer::run() {
 
 // Keys come from the last tile to the first. The consumers need K one tile ahead of V.
 __device__ __forceinline__ void Producer::load(const Work& work) {
-  int n = work.keys.count() - 1;
+  int n = work.last_tile();
   load_keys(work, n);
   load_queries(work);
 #pragma unroll 1
-  for (; n > 0; n--) {
-    load_keys(work, n - 1);
+  for (int next = work.tile_before(n); next >= 0; next = work.tile_before(n)) {
+    load_keys(work, next);
     load_values(work, n);
+    n = next;
   }
-  load_values(work, 0);
+  load_values(work, n);
 }
 
 // ---- a consumer: one warpgroup, 64 rows of each tile
@@ -92,7 +93,7 @@ __device__ __forceinline__ void Consumer::run() {
   if (PINGPONG && number == CONSUMERS - 1) pingpong_pass();
   for (int tile = tiles.next(shared); tile != TileSource::NO_TILE; tile = tiles.next(shared)) {
     Work work = work_of(all.params, all.schedule, tile);
-    for_each_row_tile(all.schedule, work, [&](const Work& rows) { attend(rows); });
+    for_each_row_tile(all, work, [&](const Work& rows) { attend(rows); });
   }
   if (PINGPONG && number == 0) pingpong_wait();  // passed on by the last one; no other waits
   if (threadIdx.x % WARPGROUP == 0) ptx::bulk_wait<0>();
@@ -122,20 +123,20 @@ __device__ __forceinline__ void Consumer::attend(const Work& work) {
 __device__ __forceinline__ void Consumer::mainloop(Registers& r, const Work& work, const Rows& rows) {
   uint32_t whole[2];
   find_whole_tiles(whole, work);
-  ptx::pin_registers(whole);  // or ptxas computes them again in each step
 #pragma unroll 1
-  for (int n = work.keys.count() - 2; n >= 0; n--) {
-    const int first_key = work.keys.at(n) * BLOCK_N;
-    const bool masked = (WINDOW && n < int(whole[0])) || n >= int(whole[1]);
+  for (int n = work.tile_before(work.last_tile()), next; n >= 0; n = next) {
+    next = work.tile_before(n);
+    const int first_key = work.first_key(n);
+    const bool masked = needs_mask(whole, work, n, first_key);
     if constexpr (VALUES_FIRST) mainloop_step_apart(r, rows, first_key, masked);
-    else mainloop_step(r, rows, n, first_key, masked);
+    else mainloop_step(r, rows, next >= 0, first_key, masked);
   }
 }
 
 // Intra-warpgroup overlap: the scores and weights of tile n, while the tensor cores multiply the weights of tile n + 1
 // with its values. A consumer issues its products in its turn of the ping-pong, so that its softmax runs beside the
 // products of another.
-__device__ __forceinline__ void Consumer::mainloop_step(Registers& r, const Rows& rows, int n, int first_key,
+__device__ __forceinline__ void Consumer::mainloop_step(Registers& r, const Rows& rows, bool more, int first_key,
                                                          bool masked) {
   if (PINGPONG) pingpong_wait();
   ptx::pin_registers(r.o);
@@ -160,9 +161,9 @@ __device__ __forceinline__ void Consumer::mainloop_step(Registers& r, const Rows
   ptx::wgmma_wait<1>();
   ptx::pin_registers(r.s);
   release_keys();
-  score<false>(r.s, rows, bias, first_key);
+  score<BLOCK_MASK>(r.s, rows, bias, first_key);
   // A branch that all threads take alike, and one loop: with one more for masks, a compile takes half as long again.
-  if ((CAUSAL || WINDOW) && masked) apply_mask(r.s, rows, first_key);
+  if (MASKS && masked) apply_mask(r.s, rows, first_key);
   float correction[2];
   softmax_tile<false>(r.s, r.softmax, correction, rows.to_log2);
   if constexpr (DROPOUT) drop_weights(r.s, kept);
@@ -170,7 +171,7 @@ __device__ __forceinline__ void Consumer::mainloop_step(Registers& r, const Rows
   // The next step needs these keys. Waiting here, and not where they are used, ends the basic block: without that,
   // ptxas moves the wait for O above the exponentials, and the softmax no longer runs beside the product.
   ptx::pin_registers(r.s);
-  if (n > 0) wait_for_keys();
+  if (more) wait_for_keys();
   ptx::wgmma_wait<0>();
   ptx::pin_registers(r.o);
   ptx::pin_registers(r.p);
@@ -197,8 +198,8 @@ __device__ __forceinline__ void Consumer::mainloop_step_apart(Registers& r, cons
   ptx::wgmma_wait<0>();
   ptx::pin_registers(r.s);
   release_keys();
-  score<false>(r.s, rows, bias, first_key);
-  if ((CAUSAL || WINDOW) && masked) apply_mask(r.s, rows, first_key);
+  score<BLOCK_MASK>(r.s, rows, bias, first_key);
+  if (MASKS && masked) apply_mask(r.s, rows, first_key);
   softmax_tile<false>(r.s, r.softmax, r.correction, rows.to_log2);
   pack(r.p, r.s);
 }

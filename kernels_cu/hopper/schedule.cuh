@@ -12,7 +12,7 @@
 // for the next launch.
 #pragma once
 
-#include "common/mask.cuh"
+#include "common/key_tiles.cuh"
 #include "hopper/layout.cuh"
 #include "hopper/params.cuh"
 #include "hopper/transposed_v.cuh"
@@ -25,20 +25,42 @@ struct Work {
   int q_start, k_start;  // rows before the sequence's first, in packed tensors
   int values_start;      // the same among transposed values, where FP8
   Mask mask;
-  KeyTiles keys;
+  Tiles keys;
 
   // Rows of the tile, as far as the sequence has any.
   __device__ __forceinline__ int row_end() const { return at_most(seqlen_q, row_begin + BLOCK_M); }
   __device__ __forceinline__ bool exists() const { return row_begin < seqlen_q; }
-  __device__ __forceinline__ bool sees_keys() const { return keys.count() > 0; }
+  __device__ __forceinline__ bool sees_keys() const { return last_tile() >= 0; }
 
-  __device__ __forceinline__ void move_to(int row) {
+  // Tiles are taken from the last one to the first: their places in `keys`, -1 where there is none.
+  __device__ __forceinline__ int last_tile() const { return tile_before(keys.count()); }
+  __device__ __forceinline__ int tile_before(int n) const {
+    n--;
+#if BLOCK_MASK
+    const SeenKeys seen = seen_keys(mask, row_begin, row_end());
+    while (n >= 0 && !seen.has_any(first_key(n), first_key(n) + BLOCK_N)) n--;
+#endif
+    return n;
+  }
+  // The lists of a block mask lie in memory: of what is read there the compiler does not know that all lanes read it.
+  __device__ __forceinline__ int first_key(int n) const {
+    return (BLOCK_MASK ? ptx::warp_uniform(keys.at(n)) : keys.at(n)) * BLOCK_N;
+  }
+
+  __device__ __forceinline__ void move_to(const LaunchParams& params, int row) {
     row_begin = row;
-    keys = mask.tiles<BLOCK_N>(row, row_end());
+    keys = key_tiles(params, mask, sequence, head, row, row_end());
+#if BLOCK_MASK
+    // ptxas has registers for two lists, and spills where it knows that one of them is empty.
+    const uint64_t full = reinterpret_cast<uint64_t>(keys.list.full.indices);
+    uint32_t words[2] = {static_cast<uint32_t>(full), static_cast<uint32_t>(full >> 32)};
+    ptx::pin_registers(words);
+    keys.list.full.indices = reinterpret_cast<const int32_t*>(static_cast<uint64_t>(words[1]) << 32 | words[0]);
+#endif
   }
 };
 
-DEVICE Work work_of(const Params& params, const Schedule& schedule, int tile) {
+DEVICE Work work_of(const LaunchParams& params, const Schedule& schedule, int tile) {
   const int section = divide(tile, schedule.section_tiles), first_head = section * schedule.section_heads;
   const int within = tile - section * static_cast<int>(schedule.section_tiles.divisor);
   const bool shortened = first_head + schedule.section_heads > schedule.all_heads;
@@ -64,7 +86,7 @@ DEVICE Work work_of(const Params& params, const Schedule& schedule, int tile) {
   }
   if constexpr (CACHE_LENGTHS) seqlen_k = schedule.cache_seqlens[work.sequence];
   work.mask = make_mask(params, work.seqlen_q, seqlen_k, work.sequence);
-  work.move_to((CAUSAL || WINDOW ? schedule.row_tiles - 1 - row_tile : row_tile) * BLOCK_M);
+  work.move_to(params, (CAUSAL || WINDOW ? schedule.row_tiles - 1 - row_tile : row_tile) * BLOCK_M);
   return work;
 }
 
@@ -86,11 +108,11 @@ DEVICE KeyPlace place_of_key(const Schedule& schedule, const Work& work, int key
 // Calls `attend` for the tile's rows; more than once only if a sequence is longer than the caller said, which lengths
 // on the device cannot be checked for before.
 template <class Attend>
-DEVICE void for_each_row_tile(const Schedule& schedule, Work& work, Attend&& attend) {
+DEVICE void for_each_row_tile(const Sm90Params& all, Work& work, Attend&& attend) {
   while (work.exists()) {
     attend(work);
     if (!VARLEN) break;
-    work.move_to(work.row_begin + schedule.row_tiles * BLOCK_M);
+    work.move_to(all.params, work.row_begin + all.schedule.row_tiles * BLOCK_M);
   }
 }
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
+import sys
 from typing import Any
 
 import numpy as np
 import pytest
-from mutation.block_mask_mutants import MUTANTS, BlockMutant
+from emulated.forward import ml_dtype
+from mutation.block_mask_mutants import HOPPER_MUTANTS, MUTANTS, BlockMutant
 
 import gpu_actors as ga
+from gpu_actors.actors import nvrtc
 from gpu_actors.compiling.source import KernelSource
 from gpu_actors.devices.emulation import EmulationFault
 from gpu_actors.graph.match import match_attention
@@ -21,7 +25,7 @@ from gpu_actors.reference.graph import evaluate_graph
 BATCH, HEADS, HEADS_KV, ROWS, KEYS, DIM = 2, 4, 2, 300, 520, 32
 BLOCK = 128
 R, C = -(-ROWS // BLOCK), -(-KEYS // BLOCK)
-Q, K, V, OUT, STATS, DOUT, DQ, DK, DV, LISTS = 1, 2, 3, 4, 5, 6, 11, 12, 13, 20
+Q, K, V, OUT, STATS, DOUT, DQ, DK, DV, LISTS, SHIFTS = 1, 2, 3, 4, 5, 6, 11, 12, 13, 20, 30
 
 # (batch, heads, blocks of rows, blocks of keys): 0 hidden, 1 partial, 2 full. The first rows of head 1 see nothing.
 rng = np.random.default_rng(3)
@@ -63,12 +67,15 @@ def near(b: Any, h: Any, q: Any, kv: Any) -> Any:
     return abs(q - kv) * (1 + h) < 400 + 50 * b
 
 
-def scores_of(graph: ga.OperationGraph, lists: list[Any], causal: bool, modified: bool, dtype: str) -> Any:
+def scores_of(graph: ga.OperationGraph, lists: list[Any], causal: bool, modified: bool | str, dtype: str) -> Any:
+    """modified: by no function, by one of indices, or "keys" for one that reads a number of each key."""
     q = graph.tensor(uid=Q, dims=(BATCH, HEADS, ROWS, DIM), dtype=dtype)
     k, v = (graph.tensor(uid=uid, dims=(BATCH, HEADS_KV, KEYS, DIM), dtype=dtype) for uid in (K, V))
     scores = graph.matmul(q, graph.transpose(k)) * 0.2
     if modified:
         scores = graph.mask_mod(graph.tanh(scores) * 2.0, near)
+    if modified == "keys":
+        scores = scores + graph.tensor(uid=SHIFTS, dims=(1, 1, 1, KEYS), dtype="float32")
     scores = graph.block_mask(scores, **declared(graph, lists), block_size=(BLOCK, BLOCK))
     if causal:
         scores = graph.mask(scores, ga.Mask.causal(), "bottom_right")
@@ -76,12 +83,12 @@ def scores_of(graph: ga.OperationGraph, lists: list[Any], causal: bool, modified
 
 
 def forward_graph(
-    lists: list[Any], causal: bool = False, modified: bool = True, dtype: str = "float16"
+    lists: list[Any], causal: bool = False, modified: bool | str = True, dtype: str = "float16"
 ) -> ga.OperationGraph:
     graph = ga.OperationGraph()
     (_, _, v), scores = scores_of(graph, lists, causal, modified, dtype)
     weights, stats = graph.softmax_with_stats(scores)
-    graph.output(graph.matmul(weights, v), uid=OUT, dtype=dtype)
+    graph.output(graph.matmul(weights, v), uid=OUT, dtype="bfloat16" if dtype.startswith("float8") else dtype)
     graph.output(stats, uid=STATS, dtype="float32")
     return graph
 
@@ -102,12 +109,12 @@ def backward_graph(
 
 def arrays_of(lists: list[Any], dtype: str = "float16") -> dict[int, Any]:
     rng = np.random.default_rng(0)
-    arrays: dict[int, Any] = {Q: rng.standard_normal((BATCH, HEADS, ROWS, DIM)).astype(dtype)}
-    arrays |= {uid: rng.standard_normal((BATCH, HEADS_KV, KEYS, DIM)).astype(dtype) for uid in (K, V)}
+    arrays: dict[int, Any] = {Q: rng.standard_normal((BATCH, HEADS, ROWS, DIM)).astype(ml_dtype(dtype))}
+    arrays |= {uid: rng.standard_normal((BATCH, HEADS_KV, KEYS, DIM)).astype(ml_dtype(dtype)) for uid in (K, V)}
     return arrays | {LISTS + n: array for n, array in enumerate(lists)}
 
 
-def explicit(arrays: dict[int, Any], kinds: Any, causal: bool, modified: bool) -> tuple[Any, Any]:
+def explicit(arrays: dict[int, Any], kinds: Any, causal: bool, modified: bool | str) -> tuple[Any, Any]:
     """Output and LSE in float64, from the formula alone."""
     q, k, v = (arrays[uid].astype(np.float64) for uid in (Q, K, V))
     k, v = (np.repeat(array, HEADS // HEADS_KV, axis=1) for array in (k, v))
@@ -115,7 +122,7 @@ def explicit(arrays: dict[int, Any], kinds: Any, causal: bool, modified: bool) -
     seen = (kinds > 0).repeat(BLOCK, 2).repeat(BLOCK, 3)[:, :, :ROWS, :KEYS]
     i, j = np.arange(ROWS)[:, None], np.arange(KEYS)[None, :]
     if modified:
-        scores = np.tanh(scores) * 2
+        scores = np.tanh(scores) * 2 + (arrays[SHIFTS] if modified == "keys" else 0)
         b, h = np.arange(BATCH)[:, None, None, None], np.arange(HEADS)[:, None, None]
         seen = seen & (abs(i - j) * (1 + h) < 400 + 50 * b)
     if causal:
@@ -139,6 +146,20 @@ def emulated() -> Any:
         yield ctx
 
 
+@pytest.fixture(scope="module")
+def hopper() -> Any:
+    with few_blocks(), ga.open_context("emulated", ga.ContextOptions(arch="sm_90a")) as ctx:
+        yield ctx
+
+
+@contextlib.contextmanager
+def few_blocks() -> Any:
+    """A persistent block takes several tiles of rows, some of which see nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gpu_actors.kernels.hopper.variant.MULTIPROCESSORS", 3)
+        yield
+
+
 @pytest.mark.parametrize("full", [True, False])
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_oracle_hides_what_is_not_listed(causal: bool, full: bool) -> None:
@@ -150,6 +171,24 @@ def test_the_oracle_hides_what_is_not_listed(causal: bool, full: bool) -> None:
     np.testing.assert_allclose(found[STATS], lse, rtol=1e-12, atol=1e-12)
     assert np.isneginf(lse).any()
     assert not out[np.isneginf(lse[..., 0])].any()
+
+
+NOT_HIDDEN = 2 * BLOCK - 1  # a key beside those that no row of KV head 0 sees
+
+
+def check_nonfinite(ctx: ga.GpuContext) -> None:
+    """A value that is not finite reaches the rows that see its key, and no others."""
+    lists = lists_of(KINDS)
+    arrays = arrays_of(lists)
+    graph = forward_graph(lists, modified=False)
+    wanted, _ = explicit(arrays, KINDS, False, False)
+    given = poisoned(arrays)
+    given[V][:, :, NOT_HIDDEN, 3] = np.nan
+    found = ctx.cudnn.execute(graph, given).result(100.0)[OUT].astype(np.float64)
+    seen = (KINDS[:, :, :, NOT_HIDDEN // BLOCK] > 0).repeat(BLOCK, 2)[:, :, :ROWS]
+    wanted[..., 3][seen] = np.nan
+    assert 0.2 < seen.mean() < 0.8
+    np.testing.assert_allclose(found, wanted, atol=4e-3)
 
 
 KINDS_OF_CASES = [
@@ -168,14 +207,26 @@ def poisoned(arrays: dict[int, Any]) -> dict[int, Any]:
     return arrays
 
 
-def check_forward(ctx: ga.GpuContext, causal: bool, modified: bool, full: bool) -> None:
+WITHIN = {"float16": 4e-3, "bfloat16": 2e-2, "float8_e4m3fn": 8e-2, "float8_e5m2": 8e-2}
+
+
+def check_forward(
+    ctx: ga.GpuContext,
+    causal: bool,
+    modified: bool | str,
+    full: bool,
+    kernel: str = "forward_mma",
+    dtype: str = "float16",
+) -> None:
     lists = lists_of(KINDS, full)
-    arrays = arrays_of(lists)
-    graph = forward_graph(lists, causal, modified)
-    assert ctx.cudnn.inspect_plan(graph).key.kernel == "forward_mma"
+    arrays = arrays_of(lists, dtype)
+    if modified == "keys":
+        arrays[SHIFTS] = np.random.default_rng(2).standard_normal((1, 1, 1, KEYS)).astype(np.float32)
+    graph = forward_graph(lists, causal, modified, dtype)
+    assert ctx.cudnn.inspect_plan(graph).key.kernel == kernel
     found = ctx.cudnn.execute(graph, poisoned(arrays)).result(100.0)
     out, lse = explicit(arrays, KINDS, causal, modified)
-    np.testing.assert_allclose(found[OUT].astype(np.float64), out, atol=4e-3)
+    np.testing.assert_allclose(found[OUT].astype(np.float64), out, atol=WITHIN[dtype])
     np.testing.assert_allclose(found[STATS], lse, atol=1e-3)
 
 
@@ -197,6 +248,59 @@ def check_backward(ctx: ga.GpuContext, causal: bool, modified: bool, full: bool)
 @pytest.mark.parametrize(("causal", "modified", "full"), KINDS_OF_CASES)
 def test_kernels_attend_to_listed_blocks(emulated: ga.GpuContext, causal: bool, modified: bool, full: bool) -> None:
     check_forward(emulated, causal, modified, full)
+
+
+@pytest.mark.parametrize(("causal", "modified", "full"), KINDS_OF_CASES)
+def test_hopper_attends_to_listed_blocks(hopper: ga.GpuContext, causal: bool, modified: bool, full: bool) -> None:
+    check_forward(hopper, causal, modified, full, "forward_sm90")
+
+
+def test_hopper_reads_tensors_of_keys_up_to_the_last_key(hopper: ga.GpuContext) -> None:
+    """The last key lies inside a tile, which a list may name anywhere."""
+    check_forward(hopper, False, "keys", True, "forward_sm90")
+
+
+def test_nonfinite_values_reach_the_rows_that_see_them(hopper: ga.GpuContext) -> None:
+    check_nonfinite(hopper)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("modified", [True, "keys"], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "dim"),
+    [
+        ("float16", 64),
+        ("bfloat16", 96),
+        ("bfloat16", 128),
+        ("float16", 192),
+        ("bfloat16", 256),
+        ("float8_e4m3fn", 64),
+        ("float8_e5m2", 128),
+        ("float8_e4m3fn", 256),
+    ],
+)
+def test_every_tile_of_hopper(
+    dtype: str, dim: int, causal: bool, modified: bool | str, hopper: ga.GpuContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "DIM", dim)
+    check_forward(hopper, causal, modified, True, "forward_sm90", dtype)
+
+
+HOPPER_LAUNCHES = [("eager", "lane", True), ("random", "random", False), ("late", "round_robin", True)]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("modified", [True, False, "keys"], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("delivery", "schedule", "fused"), HOPPER_LAUNCHES)
+def test_hopper_in_every_delivery(
+    delivery: Any, schedule: Any, fused: bool, causal: bool, modified: bool | str
+) -> None:
+    emulation = ga.EmulationOptions(delivery=delivery, schedule=schedule, seed=7, contraction=fused)
+    options = ga.ContextOptions(arch="sm_90a", emulation=emulation)
+    with few_blocks(), ga.open_context("emulated", options) as ctx:
+        check_forward(ctx, causal, modified, True, "forward_sm90")
 
 
 @pytest.mark.parametrize(("causal", "modified", "full"), KINDS_OF_CASES)
@@ -227,31 +331,30 @@ def test_every_tile_divides_blocks(emulated: ga.GpuContext, dtype: str, dim: int
         compute = "tf32" if dtype == "float32" else "bf16"
         problem = dataclasses.replace(problem, dtype=dtype, kv_dtype=dtype, out_dtype=dtype, compute=compute)
         key = dispatch_key(problem, arch)
-        assert key.kernel == "forward_mma"
+        assert key.kernel == ("forward_sm90" if arch == "sm_90a" and dtype == "bfloat16" else "forward_mma")
         macros = variants.kernel_source(key).macros
         assert BLOCK % int(macros["BLOCK_M"]) == BLOCK % int(macros["BLOCK_N"]) == 0
 
 
-def counting(patch: pytest.MonkeyPatch, file: str, place: str) -> ctypes.c_longlong:
-    """A count that the emulated kernels raise, thread 0 of each block, where a line of their source stands."""
+def counting(patch: pytest.MonkeyPatch, file: str, place: str, thread: int = 0) -> ctypes.c_longlong:
+    """A count that the emulated kernels raise, one thread of each block, where a line of their source stands."""
     count = ctypes.c_longlong(0)
     patch.setenv("COUNT_AT", str(ctypes.addressof(count)))
     # A kernel's unit of the emulated device includes nothing of C's library.
-    raised = """if (threadIdx.x == 0) {
-      char* variable(const char*) __asm__("getenv");
-      unsigned long long number(const char*, char**, int) __asm__("strtoull");
-      __atomic_fetch_add((long long*)number(variable("COUNT_AT"), nullptr, 10), 1, 0);
-    }"""
+    declared = 'char* variable_named(const char*) __asm__("getenv");\n'
+    declared += 'unsigned long long number_in(const char*, char**, int) __asm__("strtoull");\n'
+    added = '__atomic_fetch_add((long long*)number_in(variable_named("COUNT_AT"), nullptr, 10), 1, 0);'
+    raised = f"if (threadIdx.x == {thread}) {{ {added} }} "
 
     def counted(name: str, text: str) -> str:
-        return text.replace(place, raised + place) if name == file else text
+        return declared + text.replace(place, raised + place) if name == file else text
 
     def changed(key: Any) -> KernelSource:
         source = kernel_source(key)
         headers = {name: counted(name, text) for name, text in source.headers.items()}
         return dataclasses.replace(source, source=counted("", source.source), headers=headers)
 
-    kernel_source = variants.kernel_source
+    kernel_source = nvrtc.kernel_source  # a seeded one, perhaps
     patch.setattr("gpu_actors.actors.nvrtc.kernel_source", changed)
     return count
 
@@ -288,6 +391,41 @@ def test_hidden_tiles_are_neither_loaded_nor_multiplied(file: str, place: str, m
     seen = (KINDS > 0)[:, :, starts[0] // BLOCK][:, :, :, starts[1] // BLOCK]
     assert count.value == seen.sum()
     assert seen.sum() < 0.7 * seen.size
+
+
+HOPPER_LOAD = "ptx::mbarrier_arrive_expect_tx(full, Tile::BYTES);"
+HOPPER_PRODUCT = "const uint64_t q = QBoxes::rows(shared.q(number)), k = "
+
+
+def check_counted(
+    patch: pytest.MonkeyPatch, ctx: ga.GpuContext, causal: bool, loads: bool, modified: bool = False
+) -> None:
+    """forward_sm90 loads keys and values of the listed tiles whose keys some row sees, and multiplies these."""
+    file, place = ("producer", HOPPER_LOAD) if loads else ("consumer", HOPPER_PRODUCT)
+    count = counting(patch, f"hopper/{file}.cuh", place, 0 if loads else 128)
+    lists = lists_of(KINDS)
+    graph = forward_graph(lists, causal, modified)
+    key = ctx.cudnn.inspect_plan(graph).key
+    ctx.cudnn.execute(graph, arrays_of(lists)).result(100.0)
+    macros = variants.kernel_source(key).macros
+    rows, keys = (np.arange(0, n, int(macros[side])) for n, side in ((ROWS, "BLOCK_M"), (KEYS, "BLOCK_N")))
+    seen = (KINDS > 0)[:, :, rows // BLOCK][:, :, :, keys // BLOCK]
+    assert 0 < seen.sum() < 0.7 * seen.size
+    if causal:
+        last_rows = np.minimum(rows + int(macros["BLOCK_M"]), ROWS) - 1
+        seen = seen & (keys <= last_rows[:, None] + KEYS - ROWS)
+    assert count.value == (2 if loads else 1) * seen.sum()
+
+
+@pytest.mark.parametrize(
+    ("causal", "loads"),
+    [(True, True), *(pytest.param(*case, marks=pytest.mark.sweep) for case in ((True, False), (False, True)))],
+)
+def test_hopper_neither_loads_nor_multiplies_hidden_tiles(
+    causal: bool, loads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with few_blocks(), ga.open_context("emulated", ga.ContextOptions(arch="sm_90a")) as ctx:
+        check_counted(monkeypatch, ctx, causal, loads)
 
 
 # What is refused
@@ -339,14 +477,13 @@ def test_lists_that_do_not_fit_are_refused(change: dict[str, Any], field: str) -
 
 
 def test_kernels_say_what_they_do_not_take() -> None:
-    """Hopper's own kernels leave block masks to those of mma.sync, and gradients need lists of rows."""
+    """Hopper's own kernel of gradients leaves block masks to that of mma.sync, and gradients need lists of rows."""
     lists = lists_of(KINDS)
     forward = match_attention(forward_graph(lists)).problem
-    assert dispatch_key(forward, "sm_90a").kernel == "forward_mma"
-    reason = explain(forward, "sm_90a")[0].reason
-    assert "block_mask" in reason or "score modifications" in reason
     backward = match_attention(backward_graph(lists)).problem
     assert dispatch_key(backward, "sm_90a").kernel == "backward_mma"
+    reasons = {verdict.family: verdict.reason for verdict in explain(backward, "sm_90a")}
+    assert "score modifications" in reasons["backward_sm90"] or "no lists of blocks" in reasons["backward_sm90"]
     with pytest.raises(ga.Unsupported, match="order of their own"):
         dispatch_key(match_attention(backward_graph(lists, deterministic=True)).problem, "sm_80")
     with pytest.raises(ga.Unsupported, match="q_num_blocks and q_indices"):
@@ -362,13 +499,21 @@ def test_kernels_say_what_they_do_not_take() -> None:
 
 # Seeded bugs
 
-CHECKS = {"forward": check_forward, "backward": check_backward}
-SAMPLE = ("tiles of a block repeat the first",)
+CHECKS: dict[str, Any] = {
+    "forward": lambda ctx, _: check_forward(ctx, False, False, True),
+    "backward": lambda ctx, _: check_backward(ctx, False, False, True),
+    "hopper": lambda ctx, _: check_forward(ctx, False, True, True, "forward_sm90"),
+    "hopper, causal": lambda ctx, _: check_forward(ctx, True, True, True, "forward_sm90"),
+    "hopper, keys": lambda ctx, _: check_forward(ctx, False, "keys", True, "forward_sm90"),
+    "hopper, nonfinite": lambda ctx, _: check_nonfinite(ctx),
+    "hopper, loads": lambda ctx, patch: check_counted(patch, ctx, True, True),
+}
+SAMPLE = ("tiles of a block repeat the first", "a block of rows takes the list of the first")
 
 
 @pytest.mark.parametrize(
     "mutant",
-    [m if m.name in SAMPLE else pytest.param(m, marks=pytest.mark.sweep) for m in MUTANTS],
+    [m if m.name in SAMPLE else pytest.param(m, marks=pytest.mark.sweep) for m in MUTANTS + HOPPER_MUTANTS],
     ids=lambda mutant: mutant.name,
 )
 def test_a_bug_in_block_masks_is_caught(mutant: BlockMutant, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,8 +534,9 @@ def test_a_bug_in_block_masks_is_caught(mutant: BlockMutant, monkeypatch: pytest
     monkeypatch.setattr("gpu_actors.actors.nvrtc.kernel_source", changed)
     caught = False
     try:
-        with ga.open_context("emulated", ga.ContextOptions(arch="sm_80")) as ctx:
-            CHECKS[mutant.probe](ctx, False, False, True)
+        arch = "sm_90a" if mutant.probe.startswith("hopper") else "sm_80"
+        with few_blocks(), ga.open_context("emulated", ga.ContextOptions(arch=arch)) as ctx:
+            CHECKS[mutant.probe](ctx, monkeypatch)
     except (AssertionError, EmulationFault, ga.LaunchError):
         caught = True
     assert found, f"{mutant.file} has no {mutant.old!r}"

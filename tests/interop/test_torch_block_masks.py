@@ -179,6 +179,19 @@ def test_kernels_walk_along_the_lists_of_a_block_mask(emulated: ga.GpuContext, m
         torch.testing.assert_close(again, out.detach(), rtol=0, atol=0)
 
 
+def test_hopper_walks_along_the_lists_of_a_block_mask() -> None:
+    q, k, v = long_operands(torch.bfloat16, 32)
+    k.data[:, :, 256:] = v.data[:, :, 256:] = torch.nan
+    with ga.open_context("emulated", ga.ContextOptions(arch="sm_90a")) as ctx:
+        out = interop.flex_attention(q, k, v, None, block_mask_of(sliding), enable_gqa=True, context=ctx)
+    k, v = (x.detach().nan_to_num() for x in (k, v))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        given = (x.detach().double() for x in (q, k, v))
+        wanted = flex.flex_attention(*given, None, block_mask_of(sliding), enable_gqa=True)
+    torch.testing.assert_close(out.double(), wanted, rtol=2e-2, atol=2e-2)
+
+
 def test_lists_without_a_mask_mod_are_taken(ctx: ga.GpuContext) -> None:
     q, k, v = long_operands()
     made = block_mask_of(checkered)

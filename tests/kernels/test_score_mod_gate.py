@@ -21,6 +21,7 @@ from gpu_actors.graph.match import match_attention
 from gpu_actors.kernels.dispatch import dispatch_key
 from gpu_actors.kernels.params import forward_layout
 from gpu_actors.kernels.score_params import score_layout
+from gpu_actors.kernels.tiles import tile_of
 from gpu_actors.kernels.variants import kernel_source
 
 ARCHS = ("sm_80", "sm_90a")
@@ -113,8 +114,52 @@ def test_block_masks_spill_nothing(arch: str, dim: int) -> None:
             for uid, gradient in zip((7, 8, 9), graph.gradient(out, dout, (q, k, v), (given, stats)), strict=True):
                 graph.output(gradient, uid=uid, dtype="float16")
         key = dispatch_key(match_attention(graph).problem, arch)
-        assert key.kernel == ("forward_mma" if forward else "backward_mma")
+        forward_kernel = "forward_sm90" if arch == "sm_90a" else "forward_mma"
+        assert key.kernel == (forward_kernel if forward else "backward_mma")
         assert code_faults(code_of(kernel_source(key), key.kernel), register_limit(32)) == []
+
+
+DOCUMENTS = ((2, 1, 256, 1), (2, 1, 1, 256))
+LISTS = {
+    full + name: dims
+    for full in ("", "full_")
+    for name, dims in {"kv_num_blocks": (2, 4, 2), "kv_indices": (2, 4, 2, 2)}.items()
+}
+DISTANCES = {"none": ga.Mask.none(), "causal": ga.Mask.causal(), "window": ga.Mask.sliding_window(9)}
+BLOCK_SHAPES = [(64, "float16"), (96, "bfloat16"), (128, "bfloat16"), (192, "bfloat16"), (256, "float16")]
+BLOCK_SHAPES += [(dim, "float8_e4m3fn") for dim in (64, 128, 192, 256)]
+BLOCK_VARIANTS = tuple(itertools.product(BLOCK_SHAPES, DISTANCES, ("nothing", "indices", "documents")))
+BLOCK_SAMPLE = {((128, "bfloat16"), "causal", "documents")}
+
+
+@pytest.mark.parametrize(
+    ("shape", "mask", "modified"),
+    [v if v in BLOCK_SAMPLE else pytest.param(*v, marks=pytest.mark.sweep) for v in BLOCK_VARIANTS],
+    ids=str,
+)
+def test_hopper_keeps_lists_in_registers(shape: tuple[int, str], mask: str, modified: str) -> None:
+    dim, dtype = shape
+    graph = ga.OperationGraph()
+    q, k, v = (graph.tensor(uid=uid, dims=(2, 4, 256, dim), dtype=dtype) for uid in (1, 2, 3))
+    scores = graph.matmul(q, graph.transpose(k)) * 0.125
+    if modified == "indices":
+        scores = graph.mask_mod(scores, lambda b, h, row, key: abs(row - key) < 9)
+    if modified == "documents":
+        rows, keys = (graph.tensor(uid=50 + n, dims=d, dtype="int32") for n, d in enumerate(DOCUMENTS))
+        scores = graph.select(graph.eq(rows, keys), scores, float("-inf"))
+    lists = {name: graph.tensor(uid=10 + n, dims=d, dtype="int32") for n, (name, d) in enumerate(LISTS.items())}
+    scores = graph.block_mask(scores, **lists)
+    scores = scores if mask == "none" else graph.mask(scores, DISTANCES[mask])
+    weights, stats = graph.softmax_with_stats(scores)
+    out = "bfloat16" if dtype.startswith("float8") else dtype
+    graph.output(graph.matmul(weights, v), uid=4, dtype=out)
+    graph.output(stats, uid=5, dtype="float32")
+    key = dispatch_key(match_attention(graph).problem, "sm_90a")
+    source = kernel_source(key)
+    assert key.kernel == "forward_sm90"
+    found = code_of(source, key.kernel)
+    assert code_faults(found, register_limit(32)) == []
+    assert found.resources.registers == 65536 // (tile_of(key).warps * 32) // 8 * 8
 
 
 @pytest.mark.sweep

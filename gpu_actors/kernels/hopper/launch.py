@@ -44,6 +44,7 @@ FORWARD_SM90 = KernelFamily(
     companions=(TRANSPOSE,),
     persistent=True,
     score_mods=True,
+    block_masks=True,
     positions=True,
     row_stats=True,
     tma=True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["MUTANTS", "BlockMutant"]
+__all__ = ["HOPPER_MUTANTS", "MUTANTS", "BlockMutant"]
 
 
 class BlockMutant(NamedTuple):
@@ -29,9 +29,16 @@ MUTANTS = (
     BlockMutant("a block has one tile", _LIST, "list.count() * BLOCK_TILES", "list.count()"),
     BlockMutant("tiles of a block repeat the first", _LIST, " + n % BLOCK_TILES", ""),
     BlockMutant("blocks are as far apart as tiles", _LIST, ") * BLOCK_TILES + n", ") + n"),
-    BlockMutant("all rows read the first block's list", _TILES, "at.row_begin / BLOCK_MASK_ROWS", "0"),
-    BlockMutant("heads read their KV head's list", _TILES, "at.sequence, at.head", "at.sequence, at.kv_head"),
-    BlockMutant("sequences read the first's list", _TILES, "at.sequence, at.head", "0, at.head"),
+    BlockMutant("all rows read the first block's list", _TILES, "row_begin / BLOCK_MASK_ROWS", "0"),
+    BlockMutant(
+        "heads read their KV head's list",
+        "",
+        "at.sequence, at.head, at.row_begin",
+        "at.sequence, at.kv_head, at.row_begin",
+    ),
+    BlockMutant(
+        "sequences read the first's list", "", "at.sequence, at.head, at.row_begin", "0, at.head, at.row_begin"
+    ),
     BlockMutant("counts are those of the first head", "common/score_mod.cuh", "head * given.t1_h", "0 * given.t1_h"),
     BlockMutant("counts of full blocks are the partial ones'", "common/score_mod.cuh", "(given.t2)", "(given.t0)"),
     BlockMutant("all keys read the first block's list", _RING, "key_begin / BLOCK_MASK_KEYS", "0", _BACK),
@@ -61,5 +68,113 @@ MUTANTS = (
         "now.number >= 0 && (!BLOCK_MASK || now.tile * BLOCK_M < at.seqlen_q)",
         "now.number >= 0",
         _BACK,
+    ),
+)
+
+_KERNEL, _SCHEDULE, _CONSUMER, _NONFINITE = "", "hopper/schedule.cuh", "hopper/consumer.cuh", "hopper/nonfinite.cuh"
+_HOPPER = "hopper"
+
+HOPPER_MUTANTS = (
+    BlockMutant("a block of rows takes the list of the first", _TILES, "row_begin / BLOCK_MASK_ROWS", "0", _HOPPER),
+    BlockMutant(
+        "Hopper leaves full blocks out", _LIST, "return partial.count + full.count;", "return partial.count;", _HOPPER
+    ),
+    BlockMutant(
+        "heads take their KV head's list",
+        _SCHEDULE,
+        "mask, sequence, head, row",
+        "mask, sequence, kv_head, row",
+        _HOPPER,
+    ),
+    BlockMutant(
+        "sequences take the first's list", _SCHEDULE, "mask, sequence, head, row", "mask, 0, head, row", _HOPPER
+    ),
+    BlockMutant(
+        "values come from the next tile",
+        _KERNEL,
+        "load_values(work, n);\n    n = next;",
+        "load_values(work, next);\n    n = next;",
+        _HOPPER,
+    ),
+    BlockMutant("keys are loaded twice", _KERNEL, "load_keys(work, next);", "load_keys(work, n);", _HOPPER),
+    BlockMutant(
+        "hidden tiles are loaded",
+        _SCHEDULE,
+        "while (n >= 0 && !seen",
+        "while (n >= 0 && false && !seen",
+        "hopper, loads",
+    ),
+    BlockMutant(
+        "tiles behind the diagonal are loaded",
+        _SCHEDULE,
+        "seen_keys(mask, row_begin, row_end())",
+        "SeenKeys{0, 0, mask.seqlen_k}",
+        "hopper, loads",
+    ),
+    BlockMutant(
+        "the last listed tile is left out",
+        _SCHEDULE,
+        "return tile_before(keys.count());",
+        "return tile_before(keys.count() - 1);",
+        _HOPPER,
+    ),
+    BlockMutant(
+        "the first listed tile is left out",
+        _SCHEDULE,
+        "return n;\n  }\n  // The lists",
+        "return n > 0 ? n : -1;\n  }\n  // The lists",
+        _HOPPER,
+    ),
+    BlockMutant(
+        "rows without tiles load one",
+        _SCHEDULE,
+        "return last_tile() >= 0;",
+        "return keys.count() >= 0;",
+        "hopper, loads",
+    ),
+    BlockMutant(
+        "the last tile is numbered by its place",
+        _CONSUMER,
+        "first_key = work.first_key(last);",
+        "first_key = last * BLOCK_N;",
+        "hopper, keys",
+    ),
+    BlockMutant(
+        "further tiles are numbered by their place",
+        _KERNEL,
+        "const int first_key = work.first_key(n);",
+        "const int first_key = n * BLOCK_N;",
+        "hopper, keys",
+    ),
+    BlockMutant(
+        "keys behind the last one count",
+        _CONSUMER,
+        "constexpr bool MASKS = true;",
+        "constexpr bool MASKS = false;",
+        _HOPPER,
+    ),
+    BlockMutant(
+        "the diagonal is that of the last row",
+        _CONSUMER,
+        "all_visible(work.row_begin, work",
+        "all_visible(work.row_end() - 1, work",
+        "hopper, causal",
+    ),
+    BlockMutant(
+        "tensors of keys are read behind their end", _KERNEL, "score<BLOCK_MASK>", "score<false>", "hopper, keys"
+    ),
+    BlockMutant(
+        "consumers wait for keys once too often",
+        _KERNEL,
+        "mainloop_step(r, rows, next >= 0,",
+        "mainloop_step(r, rows, true,",
+        _HOPPER,
+    ),
+    BlockMutant(
+        "nonfinite values are looked for in other tiles",
+        _NONFINITE,
+        "work.keys.at(n / BLOCK_N) * BLOCK_N",
+        "n / BLOCK_N * BLOCK_N",
+        "hopper, nonfinite",
     ),
 )

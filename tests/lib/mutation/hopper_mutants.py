@@ -71,11 +71,16 @@ PIPELINE = (
     _bug(
         "O is rescaled before it is done",
         "forward",
-        "  if (n > 0) wait_for_keys();\n  ptx::wgmma_wait<0>();",
-        "  rescale(r.o, r.correction);\n  if (n > 0) wait_for_keys();\n  ptx::wgmma_wait<0>();",
+        "  if (more) wait_for_keys();\n  ptx::wgmma_wait<0>();",
+        "  rescale(r.o, r.correction);\n  if (more) wait_for_keys();\n  ptx::wgmma_wait<0>();",
     ),
-    _bug("the next keys are not waited for", "forward", "  if (n > 0) wait_for_keys();\n", ""),
-    _bug("the second keys are not waited for", "consumer", "    if (!VALUES_FIRST && last > 0) wait_for_keys();\n", ""),
+    _bug("the next keys are not waited for", "forward", "  if (more) wait_for_keys();\n", ""),
+    _bug(
+        "the second keys are not waited for",
+        "consumer",
+        "    if (!VALUES_FIRST && work.tile_before(last) >= 0) wait_for_keys();\n",
+        "",
+    ),
     _bug(
         "values are not waited for",
         "forward",
@@ -114,8 +119,8 @@ PIPELINE = (
     _bug(
         "K and V change places",
         "forward",
-        "load_keys(work, n - 1);\n    load_values(work, n);",
-        "load_keys(work, n - 1);\n    load_values(work, n - 1);",
+        "load_keys(work, next);\n    load_values(work, n);",
+        "load_keys(work, next);\n    load_values(work, next);",
     ),
     _bug(
         "no fence before PV, after the early rescale",

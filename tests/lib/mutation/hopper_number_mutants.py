@@ -99,12 +99,12 @@ SOFTMAX = (
         "window",
     ),
     _bug(
-        "the first tile that all rows see is one late", "forward", "n >= int(whole[1])", "n > int(whole[1])", "causal"
+        "the first tile that all rows see is one late", "consumer", "n >= int(whole[1])", "n > int(whole[1])", "causal"
     ),
     _bug(
-        "the last tile of the left edge has no mask", "forward", "n < int(whole[0])", "n + 1 < int(whole[0])", "window"
+        "the last tile of the left edge has no mask", "consumer", "n < int(whole[0])", "n + 1 < int(whole[0])", "window"
     ),
-    _bug("tiles have a mask where they need none", "forward", "n >= int(whole[1])", "n < int(whole[1])", "causal"),
+    _bug("tiles have a mask where they need none", "consumer", "n >= int(whole[1])", "n < int(whole[1])", "causal"),
     _bug(
         "under a causal mask the window's right edge counts",
         "consumer",
