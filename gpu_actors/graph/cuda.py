@@ -109,7 +109,10 @@ def _binding(tensors: Sequence[ScoreTensor]) -> Iterable[str]:
 
 
 def _block_lists(tensors: Sequence[ScoreTensor], first: int, block_size: tuple[int, int]) -> str:
-    """The lists of a block mask from tensor ``first`` on: counts and indices, and those of full blocks."""
+    """The lists of a block mask from tensor ``first`` on: counts and indices, and those of full blocks.
+
+    The first ones are those that the kernel walks along. Gradients that take turns read those of keys, too.
+    """
 
     def place(n: int) -> str:
         names = {"b": "batch", "h": "head", "R": "block", "K": "block"}
@@ -117,12 +120,14 @@ def _block_lists(tensors: Sequence[ScoreTensor], first: int, block_size: tuple[i
         steps = "".join(f" + {names[axis]} * given.t{n}_{axis}" for axis in outer if axis in tensors[n].axes)
         return f"static_cast<const int32_t*>(given.t{n}){steps}"
 
-    lists = [
-        f"{{{place(n + 1)}, given.t{n + 1}_{tensors[n + 1].blocks[3]}, *({place(n)})}}"
-        for n in range(first, len(tensors), 2)
-    ]
-    full = lists[1] if len(lists) == 2 else "{nullptr, 0, 0}"
-    return _BLOCKS.format(rows=block_size[0], keys=block_size[1], partial=lists[0], full=full)
+    lists: dict[str, list[str]] = {}
+    for n in range(first, len(tensors), 2):
+        indices = f"{{{place(n + 1)}, given.t{n + 1}_{tensors[n + 1].blocks[3]}, *({place(n)})}}"
+        lists.setdefault(tensors[n + 1].blocks, []).append(indices)
+    written = _BLOCKS.format(rows=block_size[0], keys=block_size[1])
+    for name, (partial, *full) in zip(("block", "key"), lists.values(), strict=False):
+        written += _LIST.format(name=name, partial=partial, full=full[0] if full else "{nullptr, 0, 0}")
+    return written
 
 
 def _body(root: Expression, tensors: Sequence[ScoreTensor], real: str) -> str:
@@ -196,8 +201,9 @@ _BLOCKS = """
 #define BLOCK_MASK_KEYS {keys}
 
 #include "common/block_list.cuh"
-
-DEVICE BlockList bind_block_list(const ScoreParams& given, int batch, int head, int block) {{
+"""
+_LIST = """
+DEVICE BlockList bind_{name}_list(const ScoreParams& given, int batch, int head, int block) {{
   return {{{partial}, {full}}};
 }}
 """

@@ -290,7 +290,8 @@ class OperationGraph:
         block_size: rows and keys of a block. With R = ceil(rows / block_size[0]) and C = ceil(keys / block_size[1]),
         kv_num_blocks: int32 (1 or batch, 1 or heads, R), how many entries of kv_indices, int32 (.., R, C), count.
         full_kv_*: likewise, further blocks; each block is listed once. q_*, full_q_*: the transposed lists, (.., C) and
-        (.., C, R), which kernels of gradients walk along. An index outside of its axis is not checked.
+        (.., C, R), which kernels of gradients walk along. Deterministic ones read both: a launch never ends whose
+        two lists name other blocks. An index outside of its axis is not checked.
         Raises InvalidRequest for a list without its counts, and for another dtype or shape.
         """
         pairs = (

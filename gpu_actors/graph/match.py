@@ -77,6 +77,7 @@ class _Matcher:
         self._order = graph.order()
         self._used: set[str] = set()
         self._wrt: set[int] | None = None
+        self._deterministic = False
 
     def match(self) -> AttentionMatch:
         gradient = next((node for node in self._order.nodes if node.op == "gradient"), None)
@@ -127,7 +128,9 @@ class _Matcher:
         modification = None
         if scores != scaled or block_mask is not None:
             inputs = ScoreInputs(self._graph, scaled, self._tensor(dot.outputs[0]).dims)
-            modification = inputs.modification(scores, block_mask, gradients=self._wrt is not None)
+            modification = inputs.modification(
+                scores, block_mask, gradients=self._wrt is not None, deterministic=self._deterministic
+            )
             self._used |= inputs.nodes
         rows = dict(zip(row_stats(softmax), softmax.outputs[1:], strict=True))
         if "stats" in rows:
@@ -153,6 +156,7 @@ class _Matcher:
     def _backward(self, gradient: Node) -> AttentionMatch:
         self._take(gradient)
         self._wrt = set(gradient["wrt"])
+        self._deterministic = ("deterministic", True) in gradient.attributes
         output, dout = gradient.inputs[:2]
         found = self._forward(self._writer(gradient, output, "gradients are of attention's output"))
         names = {found.q.uid: "q", found.k.uid: "k", found.v.uid: "v"}
@@ -176,9 +180,12 @@ class _Matcher:
         for uid, name in zip(gradient.outputs, (names[uid] for uid in gradient["wrt"]), strict=True):
             wanted = found.problem.dtype if name != "bias" or found.bias is None else self._tensor(found.bias).dtype
             self._check_dtype(uid, wanted, f"the gradient of {name}")
-        deterministic = ("deterministic", True) in gradient.attributes
         rows = dict.fromkeys(("return_lse", "score_max", "score_sum_exp"), False)
-        backward: dict[str, Any] = {"direction": "backward", "deterministic": deterministic, "lse_dtype": lse_dtype}
+        backward: dict[str, Any] = {
+            "direction": "backward",
+            "deterministic": self._deterministic,
+            "lse_dtype": lse_dtype,
+        }
         backward |= rows
         problem = dataclasses.replace(found.problem, **backward)
         out, stats = gradient["forward"]

@@ -44,10 +44,13 @@ class ScoreInputs:
         self._known: dict[int, Expression] = {score: self._score}
         self.nodes: set[str] = set()
 
-    def modification(self, root: int, block_mask: Node | None = None, *, gradients: bool = False) -> Modification:
+    def modification(
+        self, root: int, block_mask: Node | None = None, *, gradients: bool = False, deterministic: bool = False
+    ) -> Modification:
         """The expression between the product and the tensor ``root``, and the lists of a block mask behind it.
 
-        gradients: whether kernels want the lists of rows. Raises Unsupported, naming the node.
+        gradients: whether kernels want the lists of rows. deterministic: those of keys, too. Raises Unsupported, naming
+        the node.
         """
         needed = self._needed(root)
         for node in self._order.nodes:
@@ -59,7 +62,7 @@ class ScoreInputs:
         expression = real(f"tensor {root}", self._known[root])
         size = None if block_mask is None else block_mask["block_size"]
         if block_mask is not None:
-            self._lists(block_mask, gradients)
+            self._lists(block_mask, gradients, deterministic)
         tensors = tuple(self._tensors.values())
         mod = score_mod(expression, self._score, tensors, scalars, real_type, size)
         return Modification(mod, tuple(self._tensors), tuple((uid, value) for uid, value, _ in self._scalars))
@@ -126,12 +129,14 @@ class ScoreInputs:
         self._tensors[tensor.uid] = ScoreTensor(tensor.dtype, axes)
         return leaf("tensor", "int" if tensor.dtype == "int32" else "bool" if tensor.dtype == "bool" else "real", slot)
 
-    def _lists(self, node: Node, gradients: bool) -> None:
+    def _lists(self, node: Node, gradients: bool, deterministic: bool) -> None:
         """Add the lists that kernels walk along."""
         lists = node.inputs[1:]
+        half = 0
         if node["transposed"]:
             half = len(lists) // 2
-            lists = lists[half:] if gradients else lists[:half]
+            of_keys, of_rows = lists[:half], lists[half:]
+            lists = (*of_rows, *(of_keys if deterministic else ())) if gradients else of_keys
         elif gradients:
             reason = "kernels of gradients walk along the lists of rows"
             raise Unsupported(node.name, node.op, reason, "q_num_blocks and q_indices")
@@ -143,7 +148,7 @@ class ScoreInputs:
         if len(set(lists)) != len(lists):
             raise Unsupported(node.name, node.op, "kernels read each list under a uid of its own", "one uid a list")
         for n, uid in enumerate(lists):
-            axes = "bhKR" if gradients else "bhRK"
+            axes = "bhKR" if gradients and n < half else "bhRK"
             axes = axes if n % 2 else axes[:3]
             dims = self._graph.tensors[uid].dims
             kept = "".join(axis for axis, extent in zip(axes, dims, strict=True) if extent > 1 or axis in "RK")

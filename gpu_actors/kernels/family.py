@@ -79,9 +79,6 @@ class KernelFamily:
             if size[0] % _BLOCK_MASK or size[1] % _BLOCK_MASK:
                 reason = f"{self.name} divides blocks into its tiles: they must be multiples of {_BLOCK_MASK}"
                 return Unsupported("block_mask", size, reason, (_BLOCK_MASK, _BLOCK_MASK))
-            if problem.deterministic:
-                reason = "blocks take turns in the order of keys, and lists have an order of their own"
-                return Unsupported("deterministic", True, reason, False)
         if problem.positions and not self.positions:
             field = next(name for name in _POSITIONS if getattr(problem, name))
             reason = f"{self.name} counts rows, keys and heads from the beginning of their sequence"

@@ -127,9 +127,13 @@ DEVICE void add_to_dq(const Work& work, const Step& now) {
       }
     }
     if (DETERMINISTIC && first == 0) {
+#if BLOCK_MASK && DETERMINISTIC
+      turn = work.ring.turn(now);
+#else
       const int row_begin = now.tile * BLOCK_M;
       const int row_end = at_most(work.ring.at.seqlen_q, row_begin + BLOCK_M);
       turn = work.mask.tiles<BLOCK_N>(row_begin, row_end).before(work.key_begin / BLOCK_N);
+#endif
       begin_turn(params.dq_turns + slot, turn);
     }
 #pragma unroll

@@ -90,6 +90,21 @@ struct Ring {
   __device__ __forceinline__ Tiles listed(int head) const {
     return {bind_block_list(scores, at.sequence, head, key_begin / BLOCK_MASK_KEYS)};
   }
+#if DETERMINISTIC
+  // How many tiles of keys that the step's rows list come before this one: what warp 0 gets is right.
+  __device__ __forceinline__ int turn(const Step& now) const {
+    const BlockList keys = bind_key_list(scores, at.sequence, now.head, now.tile * BLOCK_M / BLOCK_MASK_ROWS);
+    const int block = key_begin / BLOCK_MASK_KEYS;
+    int before = 0;
+    if (threadIdx.x < 32) {
+#pragma unroll 1
+      for (int n = lane_id(); n < keys.count(); n += 32) before += keys.at(n) < block;
+#pragma unroll
+      for (int apart = 16; apart > 0; apart /= 2) before += __shfl_xor_sync(~0u, before, apart);
+    }
+    return before * (BLOCK_MASK_KEYS / BLOCK_N) + key_begin % BLOCK_MASK_KEYS / BLOCK_N;
+  }
+#endif
   __device__ __forceinline__ Step before_first() const {
     const Step none{-1, 0, 0};
     return STAGES > 1 ? none : next(none);

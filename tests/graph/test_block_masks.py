@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from emulated.forward import ml_dtype
-from mutation.block_mask_mutants import HOPPER_MUTANTS, MUTANTS, BlockMutant
+from mutation.block_mask_mutants import HOPPER_MUTANTS, MUTANTS, TURN_MUTANTS, BlockMutant
 
 import gpu_actors as ga
 from gpu_actors.actors import nvrtc
@@ -43,8 +43,8 @@ def ordered(listed: Any, rng: np.random.Generator) -> tuple[Any, Any]:
     return counts, indices
 
 
-def lists_of(kinds: Any, full: bool = True) -> list[Any]:
-    rng = np.random.default_rng(4)
+def lists_of(kinds: Any, full: bool = True, seed: int = 4) -> list[Any]:
+    rng = np.random.default_rng(seed)
     found: list[Any] = []
     for turned in (kinds, kinds.swapaxes(2, 3)):
         for listed in (turned == 1, turned == 2) if full else (turned > 0,):
@@ -189,6 +189,54 @@ def check_nonfinite(ctx: ga.GpuContext) -> None:
     wanted[..., 3][seen] = np.nan
     assert 0.2 < seen.mean() < 0.8
     np.testing.assert_allclose(found, wanted, atol=4e-3)
+
+
+DETERMINISTIC_LAUNCHES: tuple[dict[str, Any], ...] = (
+    {"delivery": "late", "schedule": "greedy", "seed": 0},
+    {"delivery": "random", "schedule": "random", "seed": 5},
+    {"delivery": "eager", "schedule": "round_robin", "seed": 9},
+)
+
+
+def check_deterministic(
+    patch: pytest.MonkeyPatch, causal: bool, dim: int, arch: str = "sm_80", hang: float | None = None
+) -> None:
+    """Gradients have the same bits in every order of blocks, and dQ has them in every order of the lists, too.
+
+    From head dim 136 on a block of keys has two tiles.
+    """
+    patch.setattr(sys.modules[__name__], "DIM", dim)
+    lists = lists_of(KINDS)
+    graph = backward_graph(lists, causal, deterministic=True)
+    arrays = backward_arrays(lists, causal, True)
+    wanted = evaluate_graph(graph, arrays)
+    answers = []
+    for number, launch in enumerate(DETERMINISTIC_LAUNCHES):
+        given = dict(arrays)
+        if number == 2:
+            given |= {LISTS + n: array for n, array in enumerate(lists_of(KINDS, seed=11))}
+        options = ga.ContextOptions(arch=arch, emulation=ga.EmulationOptions(**launch), hang_timeout=hang)
+        with ga.open_context("emulated", options) as ctx:
+            assert ctx.cudnn.inspect_plan(graph).key.kernel == "backward_mma"
+            answers.append(ctx.cudnn.execute(graph, given).result(100.0))
+    for uid in (DQ, DK, DV):
+        np.testing.assert_allclose(answers[0][uid].astype(np.float64), wanted[uid], atol=8e-3, rtol=8e-3)
+        np.testing.assert_array_equal(answers[1][uid], answers[0][uid])
+    np.testing.assert_array_equal(answers[2][DQ], answers[0][DQ])
+
+
+@pytest.mark.parametrize(
+    ("causal", "dim", "arch"),
+    [
+        (False, 32, "sm_80"),
+        *(
+            pytest.param(*case, marks=pytest.mark.sweep)
+            for case in ((True, 136, "sm_80"), (False, 136, "sm_80"), (True, 64, "sm_90a"), (False, 256, "sm_90a"))
+        ),
+    ],
+)
+def test_blocks_take_turns_at_listed_rows(causal: bool, dim: int, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_deterministic(monkeypatch, causal, dim, arch)
 
 
 KINDS_OF_CASES = [
@@ -484,8 +532,9 @@ def test_kernels_say_what_they_do_not_take() -> None:
     assert dispatch_key(backward, "sm_90a").kernel == "backward_mma"
     reasons = {verdict.family: verdict.reason for verdict in explain(backward, "sm_90a")}
     assert "score modifications" in reasons["backward_sm90"] or "no lists of blocks" in reasons["backward_sm90"]
-    with pytest.raises(ga.Unsupported, match="order of their own"):
-        dispatch_key(match_attention(backward_graph(lists, deterministic=True)).problem, "sm_80")
+    biased = dataclasses.replace(backward, deterministic=True, bias=("float16", False, False))
+    with pytest.raises(ga.Unsupported, match="turns at a bias"):
+        dispatch_key(biased, "sm_80")
     with pytest.raises(ga.Unsupported, match="q_num_blocks and q_indices"):
         match_attention(backward_graph(lists_of(KINDS, full=False)[:2]))
     assert forward.score_mod is not None
@@ -502,18 +551,21 @@ def test_kernels_say_what_they_do_not_take() -> None:
 CHECKS: dict[str, Any] = {
     "forward": lambda ctx, _: check_forward(ctx, False, False, True),
     "backward": lambda ctx, _: check_backward(ctx, False, False, True),
+    "turns": lambda _, patch: check_deterministic(patch, False, 32, hang=5.0),
+    "turns, wide": lambda _, patch: check_deterministic(patch, False, 136, hang=10.0),
     "hopper": lambda ctx, _: check_forward(ctx, False, True, True, "forward_sm90"),
     "hopper, causal": lambda ctx, _: check_forward(ctx, True, True, True, "forward_sm90"),
     "hopper, keys": lambda ctx, _: check_forward(ctx, False, "keys", True, "forward_sm90"),
     "hopper, nonfinite": lambda ctx, _: check_nonfinite(ctx),
     "hopper, loads": lambda ctx, patch: check_counted(patch, ctx, True, True),
 }
+ALL = MUTANTS + HOPPER_MUTANTS + TURN_MUTANTS
 SAMPLE = ("tiles of a block repeat the first", "a block of rows takes the list of the first")
 
 
 @pytest.mark.parametrize(
     "mutant",
-    [m if m.name in SAMPLE else pytest.param(m, marks=pytest.mark.sweep) for m in MUTANTS + HOPPER_MUTANTS],
+    [m if m.name in SAMPLE else pytest.param(m, marks=pytest.mark.sweep) for m in ALL],
     ids=lambda mutant: mutant.name,
 )
 def test_a_bug_in_block_masks_is_caught(mutant: BlockMutant, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,11 +93,11 @@ def test_the_compiler_lays_the_parameters_out_as_they_are_packed() -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("arch", ARCHS)
 def test_block_masks_spill_nothing(arch: str, dim: int) -> None:
     rows = {"q_num_blocks": (1, 1, 2), "q_indices": (1, 1, 2, 2)}
-    for forward in (True, False):
+    for forward, deterministic in ((True, False), (False, False), (False, True)):
         graph = ga.OperationGraph()
         q, k, v = (graph.tensor(uid=uid, dims=(1, 2, 256, dim), dtype="float16") for uid in (1, 2, 3))
         lists = {name.replace("q", "kv", 1): dims for name, dims in rows.items()} | rows
@@ -111,7 +111,8 @@ def test_block_masks_spill_nothing(arch: str, dim: int) -> None:
         else:
             given, dout = (graph.tensor(uid=uid, dims=out.dims, dtype="float16") for uid in (4, 6))
             stats = graph.tensor(uid=5, dims=(1, 2, 256, 1), dtype="float32")
-            for uid, gradient in zip((7, 8, 9), graph.gradient(out, dout, (q, k, v), (given, stats)), strict=True):
+            found = graph.gradient(out, dout, (q, k, v), (given, stats), deterministic=deterministic)
+            for uid, gradient in zip((7, 8, 9), found, strict=True):
                 graph.output(gradient, uid=uid, dtype="float16")
         key = dispatch_key(match_attention(graph).problem, arch)
         forward_kernel = "forward_sm90" if arch == "sm_90a" else "forward_mma"

@@ -92,6 +92,9 @@ def _refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
     size = None if problem.score_mod is None else problem.score_mod.block_size
     if size is None:
         return bias_turns_refusal(problem)
+    if problem.deterministic and problem.dbias:
+        reason = "blocks take turns at a bias by batch and head, and each head has lists of its own"
+        return Unsupported("deterministic", True, reason, False)
     widest = min(max(problem.head_dim, problem.head_dim_v), GREATEST_DIM)  # wider ones are refused anyway
     keys = tile_for(_MAIN, "backward", arch, problem.dtype, widest, problem.mask, False, problem.layout).block_n
     if size[1] % keys == 0:

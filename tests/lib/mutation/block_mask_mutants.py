@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["HOPPER_MUTANTS", "MUTANTS", "BlockMutant"]
+__all__ = ["HOPPER_MUTANTS", "MUTANTS", "TURN_MUTANTS", "BlockMutant"]
 
 
 class BlockMutant(NamedTuple):
@@ -176,5 +176,55 @@ HOPPER_MUTANTS = (
         "work.keys.at(n / BLOCK_N) * BLOCK_N",
         "n / BLOCK_N * BLOCK_N",
         "hopper, nonfinite",
+    ),
+)
+
+_TURNS = "turns"
+
+TURN_MUTANTS = (
+    BlockMutant("blocks take no turns", _KERNEL, "      begin_turn(params.dq_turns + slot, turn);\n", "", _TURNS),
+    BlockMutant("a tile waits for itself", _RING, "keys.at(n) < block", "keys.at(n) <= block", _TURNS),
+    BlockMutant("a tile waits for those behind it", _RING, "keys.at(n) < block", "keys.at(n) > block", _TURNS),
+    BlockMutant("blocks have one turn", _RING, "before * (BLOCK_MASK_KEYS / BLOCK_N)", "before", "turns, wide"),
+    BlockMutant(
+        "tiles of a block share a turn", _RING, " + key_begin % BLOCK_MASK_KEYS / BLOCK_N;", ";", "turns, wide"
+    ),
+    BlockMutant(
+        "turns are of the KV head",
+        _RING,
+        "at.sequence, now.head, now.tile",
+        "at.sequence, at.kv_head, now.tile",
+        _TURNS,
+    ),
+    BlockMutant(
+        "turns are of the first sequence", _RING, "at.sequence, now.head, now.tile", "0, now.head, now.tile", _TURNS
+    ),
+    BlockMutant(
+        "turns are of the first block of rows",
+        _RING,
+        "now.tile * BLOCK_M / BLOCK_MASK_ROWS);\n    const int block",
+        "0);\n    const int block",
+        _TURNS,
+    ),
+    BlockMutant(
+        "turns are of the tile's number",
+        _RING,
+        "now.tile * BLOCK_M / BLOCK_MASK_ROWS);\n    const int block",
+        "now.tile);\n    const int block",
+        _TURNS,
+    ),
+    BlockMutant("lanes do not share what they count", _RING, "apart > 0", "apart > 1", _TURNS),
+    BlockMutant(
+        "the first listed block is not counted", _RING, "n = lane_id(); n < keys", "n = lane_id() + 1; n < keys", _TURNS
+    ),
+    BlockMutant(
+        "full blocks take no turns", _RING, "n < keys.count(); n += 32", "n < keys.partial.count; n += 32", _TURNS
+    ),
+    BlockMutant(
+        "counts of full blocks of keys are the partial ones'",
+        "common/score_mod.cuh",
+        "(given.t6)",
+        "(given.t4)",
+        _TURNS,
     ),
 )
