@@ -1,7 +1,7 @@
 """head_split: one request of attention over several workers, each with some of the heads (tensor parallel).
 
 Heads do not meet in attention, so nothing is merged: the answer has the bits of one context's, if one kernel computes
-both (docs/distributed.md).
+both and splits no keys (docs/distributed.md).
 """
 
 from __future__ import annotations

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TypeAlias
 
 from gpu_actors.arrays.adoption import adopt_request
 from gpu_actors.devices.interface import DeviceInfo
 from gpu_actors.errors import Unsupported
+from gpu_actors.kernels.dispatch import FAMILIES, Verdict
 from gpu_actors.kernels.option_table import Explanation, explain_problem
+from gpu_actors.kernels.packing import Packing, as_cache
 from gpu_actors.planning.backward import pose_backward
 from gpu_actors.planning.cached import adopt_cache_request, cached_problem, pose_cached
-from gpu_actors.planning.forward import broadcast_batch, is_padded, pose_forward
+from gpu_actors.planning.forward import broadcast_batch, is_padded, pose_forward, weigh_forward
 from gpu_actors.planning.padded import packed
-from gpu_actors.problem import DispatchKey
+from gpu_actors.problem import AttentionProblem, DispatchKey
 from gpu_actors.requests import BatchedDecode, FlashBackward, FlashForward, PagedForward
 from gpu_actors.validation.backward import backward_problem
 from gpu_actors.validation.forward import forward_problem
@@ -37,12 +40,28 @@ def explain_request(request: Request, info: DeviceInfo) -> Explanation:
         problem = cached_problem(adopted)
     else:
         problem = backward_problem(adopted) if isinstance(adopted, FlashBackward) else forward_problem(adopted)
-    key: DispatchKey | None = None
     try:
-        key = key_of(adopted, info)
+        if not isinstance(adopted, FlashBackward | PagedForward | BatchedDecode):
+            _, key, packing = weigh_forward(adopted, info)
+            return _explain_forward(problem, key, packing)
+        return explain_problem(problem, info.arch, key_of(adopted, info))
     except Unsupported:
-        key = None
-    return explain_problem(problem, info.arch, key)
+        return explain_problem(problem, info.arch, None)
+
+
+def _explain_forward(problem: AttentionProblem, key: DispatchKey, packing: Packing | None) -> Explanation:
+    """As `explain_problem`. Kernels that a model leaves out say what it has found."""
+    if packing is None:
+        return explain_problem(problem, key.arch, key)
+    posed, chosen = (as_cache(problem), packing.key) if packing.pays else (problem, key)
+    found = explain_problem(posed, key.arch, chosen)
+    others = {
+        family.name
+        for family in FAMILIES
+        if family.direction == "forward" and ("dense" in (family.layouts or ())) == packing.pays
+    }
+    verdicts = (Verdict(v.family, False, packing.reason) if v.family in others else v for v in found.verdicts)
+    return dataclasses.replace(found, verdicts=tuple(verdicts))
 
 
 def _adopted(request: Request, info: DeviceInfo) -> Request:

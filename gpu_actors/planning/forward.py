@@ -15,9 +15,11 @@ import numpy as np
 
 from gpu_actors.arrays.adopt import Adopted, restore
 from gpu_actors.devices.interface import Device, DeviceInfo, Kernel, Launch, Outputs
+from gpu_actors.kernels.dispatch import answering_key
+from gpu_actors.kernels.packing import Packing, packing_of
 from gpu_actors.kernels.program import NO_VALUES, Values
 from gpu_actors.planning.plan import Accumulate, Plan, attention_outputs, program_for
-from gpu_actors.planning.tma_eligibility import alignments, key_for
+from gpu_actors.planning.tma_eligibility import alignments, eligible_families
 from gpu_actors.problem import AttentionProblem, DispatchKey
 from gpu_actors.requests import AttentionOutput, FlashForward, scalars_of
 from gpu_actors.validation.forward import check_cu_seqlens, check_positions, check_seed, forward_problem, longest
@@ -35,6 +37,7 @@ __all__ = [
     "oracle",
     "oracle_options",
     "pose_forward",
+    "weigh_forward",
 ]
 
 _OPTIONAL = (
@@ -201,8 +204,26 @@ def bound_inputs(problem: AttentionProblem, request: FlashForward) -> dict[str, 
 
 def pose_forward(request: FlashForward, info: DeviceInfo) -> tuple[AttentionProblem, DispatchKey]:
     """Validate an adopted request and pick its kernel. Raises `InvalidRequest` and `Unsupported`."""
+    problem, key, packing = weigh_forward(request, info)
+    return problem, packing.key if packing is not None and packing.pays else key
+
+
+def weigh_forward(request: FlashForward, info: DeviceInfo) -> tuple[AttentionProblem, DispatchKey, Packing | None]:
+    """The problem, the kernel that takes it by tiles of a head's rows, and what packing its rows comes to.
+
+    Raises as `pose_forward`.
+    """
     problem = forward_problem(request)
-    return problem, key_for(problem, info, request, ("q", "k", "v", "out"))
+    families = eligible_families({"q": request.q, "k": request.k, "v": request.v, "out": request.out})
+    key = answering_key(problem, info.arch, info.runs_kernels, families)
+    if any(map(_stands_for_several, (request.q, request.k, request.v))):
+        return problem, key, None
+    return problem, key, packing_of(problem, key, families, info.multiprocessors)
+
+
+def _stands_for_several(array: Any) -> bool:
+    """Whether sequences share one in memory, as `broadcast_batch` makes it."""
+    return bool(array.shape[0] > 1 and array.strides[0] == 0)
 
 
 def forward_plan(request: FlashForward, device: Device, accumulate: Accumulate) -> Plan:

@@ -10,6 +10,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 from gpu_actors.devices.interface import Device, Kernel, Launch, Outputs, OutputSpec, zero_launch
 from gpu_actors.kernels.dispatch import REFERENCE, program_of
+from gpu_actors.kernels.packing import packed_program
 from gpu_actors.kernels.program import NO_VALUES, Program, Target, Values
 from gpu_actors.problem import AttentionProblem, DispatchKey
 
@@ -76,7 +77,9 @@ def program_for(
     """What a device launches for a problem, or None where it launches nothing. Raises Unsupported as `program_of`."""
     if key.kernel == REFERENCE.name or problem.vacuous:
         return None
-    return program_of(problem, key, Target(device.info.multiprocessors, device.encode_tensor_map, lengths_on_host))
+    target = Target(device.info.multiprocessors, device.encode_tensor_map, lengths_on_host)
+    make = packed_program if key.decoding and not problem.decoding else program_of
+    return make(problem, key, target)
 
 
 def attention_outputs(problem: AttentionProblem, rows: Sequence[int]) -> dict[str, OutputSpec]:

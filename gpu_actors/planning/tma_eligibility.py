@@ -20,7 +20,7 @@ from gpu_actors.problem import AttentionProblem, DispatchKey
 
 __all__ = ["alignments", "array_families", "between_chunks", "eligible_families", "key_for"]
 
-_CACHES = ("k_cache", "v_cache")
+_CACHES = ("k_cache", "v_cache", "k", "v")  # rows of a dense batch may be packed as over a cache
 
 logger: logging.Logger = logging.getLogger("gpu_actors")
 

@@ -50,7 +50,7 @@ class Candidate:
 
 def _forward(seed: int, compute: str | None = None, **choices: Any) -> Callable[[], Asked]:
     def make() -> Asked:
-        case = poison_unseen(random_forward(seed, seqlens=_SEQLENS, kind="gaussian", **{"features": (), **choices}))
+        case = poison_unseen(random_forward(seed, kind="gaussian", **{"seqlens": _SEQLENS, "features": (), **choices}))
         more = {} if compute is None else {"compute": compute}
         request = ga.FlashForward(*case.inputs, **case.options, **more, return_lse=True)
         low = "float8_e4m3fn" if case.q.dtype.itemsize == 1 else None
@@ -193,6 +193,15 @@ CANDIDATES = (
     ),
     Candidate("forward 192/128", _forward(14, dtype="bfloat16", head_dim=192, head_dim_v=128, always=("causal",))),
     Candidate("forward 512", _forward(15, dtype="bfloat16", head_dim=512, varlen=False)),
+    *(
+        Candidate(
+            f"forward of {rows} rows{' causal' * bool(always)}",
+            _forward(
+                16, dtype="bfloat16", head_dim=128, varlen=False, heads=(8, 2), seqlens=(rows, 3001), always=always
+            ),
+        )
+        for rows, always in ((1, ()), (20, ("causal",)))
+    ),
     Candidate("forward float64", _forward(5, dtype="float64", head_dim=40)),
     *(
         Candidate(f"forward with {option}", _forward(6, dtype="bfloat16", head_dim=128, varlen=False, always=(option,)))

@@ -77,9 +77,9 @@ def main(names: list[str]) -> int:
 
 _REPORT = """# Mutation run of several workers
 
-`scripts/mutants workers` seeds each of these faults into the code that moves sequences, and splits requests and caches
-over workers, and that keeps latents in caches. It runs the tests of its probes on mock devices. The last column
-names the test that fails.
+`scripts/mutants workers` seeds each of these faults into the code that moves sequences, splits requests and caches over
+workers, keeps latents in caches, and packs rows of dense batches. It runs the tests of its probes, on mock devices
+but for packed rows. The last column names the test that fails.
 {caught}.
 
 | module | fault | probes | caught by |

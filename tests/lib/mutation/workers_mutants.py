@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mutation.forward_mutants import Mutant
+from mutation.packing_mutants import PACKING
 
 __all__ = ["MUTANTS", "PROBES"]
 
@@ -19,6 +20,7 @@ PROBES: Mapping[str, tuple[str, ...]] = {
     "one batch": ("tests/api/test_one_batch.py",),
     "cached bias": ("tests/api/test_cached_bias.py", "tests/planning/test_signatures.py"),
     "latent": ("tests/api/test_kv_cache_latent.py",),
+    "few rows": ("tests/kernels/test_packing.py", "tests/api/test_few_rows.py"),
     "apart": ("tests/api/test_rows_apart.py", "tests/planning/test_signatures.py"),
 }
 
@@ -363,6 +365,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *BIAS,
     *ONE_BATCH,
     *APART,
+    *PACKING,
     *_faults(
         "distributed/moving",
         "moves",

@@ -1,0 +1,180 @@
+"""Dense requests of few rows end to end: rows of a group packed, keys split, and the answer that tiles would give."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gpu_actors as ga
+from gpu_actors.arrays.device_array import DeviceArray
+from gpu_actors.planning.forward import broadcast_batch, pose_forward, weigh_forward
+from gpu_actors.testing import check_output
+from gpu_actors.testing.backward_problems import random_backward
+from gpu_actors.testing.gradients import check_gradients
+
+OPTIONS: dict[str, Any] = {"causal": True, "window_size": (900, -1), "sink_tokens": 2}
+
+
+@pytest.fixture(scope="module", params=["sm_80", "sm_90a"])
+def emulated(request: pytest.FixtureRequest) -> Iterator[ga.GpuContext]:
+    with ga.open_context("emulated", ga.ContextOptions(arch=request.param)) as ctx:
+        yield ctx
+
+
+@pytest.fixture(scope="module")
+def mock() -> Iterator[ga.GpuContext]:
+    with ga.open_context("mock", ga.ContextOptions(arch="sm_90a")) as ctx:
+        yield ctx
+
+
+def arrays(rows: int, keys: int, heads: tuple[int, int] = (8, 1), batch: int = 1, dim: int = 64) -> list[np.ndarray]:
+    rng = np.random.default_rng(rows)
+    shapes = ((batch, rows, heads[0], dim), (batch, keys, heads[1], dim), (batch, keys, heads[1], dim))
+    return [rng.standard_normal(shape).astype(np.float16) for shape in shapes]
+
+
+def test_packed_rows_have_the_answer_of_the_oracle(emulated: ga.GpuContext) -> None:
+    operands = arrays(5, 1101)
+    key = emulated.flash_attn.inspect_key(ga.FlashForward(*operands, **OPTIONS))
+    assert key.kernel == ("decode_sm90" if key.arch == "sm_90a" else "decode_mma")
+    for _ in range(2):  # the second finds the plan of the first
+        result = emulated.flash_attn.forward(*operands, **OPTIONS, return_lse=True).result(120)
+        assert (result.out.shape, result.out.dtype) == ((1, 5, 8, 64), np.float16)
+        assert (result.lse.shape, result.lse.dtype) == ((1, 8, 5), np.float32)
+        check_output(result.out, result.lse, *operands, **OPTIONS)
+
+
+def test_packed_rows_go_into_the_callers_array(emulated: ga.GpuContext) -> None:
+    operands = arrays(5, 1101)
+    wide = np.full((1, 8, 5, 64), np.nan, np.float16)
+    out = wide.swapaxes(1, 2)
+    result = emulated.flash_attn.forward(*operands, **OPTIONS, return_lse=True, out=out).result(120)
+    assert result.out is out
+    check_output(out, result.lse, *operands, **OPTIONS)
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("option", ["one row of a bias", "a mask", "chunks", "float32"])
+def test_an_option_means_the_same(emulated: ga.GpuContext, option: str) -> None:
+    q, k, v = arrays(7, 1301, batch=2)
+    rng = np.random.default_rng(1)
+    options: dict[str, Any] = {
+        "one row of a bias": {"bias": rng.standard_normal((2, 1, 1, 1301)).astype(np.float32)},
+        "a mask": {"bias": rng.random((1, 8, 7, 1301)) < 0.5},
+        "chunks": {"causal": True, "attention_chunk": 1299},
+        "float32": {"causal": True, "out_dtype": "float32"},
+    }[option]
+    request = ga.FlashForward(q, k, v, return_lse=True, **options)
+    assert emulated.flash_attn.inspect_key(request).layout == "cache"
+    result = emulated.flash_attn.submit(request).result(120)
+    if option == "float32":
+        assert result.out.dtype == np.float32
+        result = result._replace(out=result.out.astype(np.float16))
+        options.pop("out_dtype")
+    check_output(result.out, result.lse, q, k, v, **options)
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(600)
+def test_gradients_take_the_lse_of_packed_rows(emulated: ga.GpuContext) -> None:
+    case = random_backward(3, dtype="float16", varlen=False, seqlens=(5, 1300), heads=(8, 2), head_dim=64, features=())
+    dout, q, k, v, _, _ = case.inputs
+    request = ga.FlashForward(q, k, v, causal=True, return_lse=True)
+    assert emulated.flash_attn.inspect_key(request).layout == "cache"
+    out, lse = emulated.flash_attn.submit(request).result(120)
+    found = emulated.flash_attn.backward(dout, q, k, v, out, lse, causal=True).result(300)
+    check_gradients(found, dout, q, k, v, out=out, lse=lse, causal=True)
+
+
+def test_heads_before_rows_are_packed_as_they_lie(mock: ga.GpuContext) -> None:
+    """What cuDNN's messages come to."""
+    operands = [np.ascontiguousarray(array.swapaxes(1, 2)).swapaxes(1, 2) for array in arrays(5, 1101)]
+    assert mock.flash_attn.inspect_key(ga.FlashForward(*operands)).kernel == "decode_sm90"
+
+
+def test_a_mock_device_answers_by_the_oracle(mock: ga.GpuContext) -> None:
+    operands = arrays(5, 1101)
+    result = mock.flash_attn.forward(*operands, **OPTIONS, return_lse=True).result(60)
+    check_output(result.out, result.lse, *operands, **OPTIONS)
+
+
+@pytest.mark.parametrize("shared", ["q", "k", "v"])
+def test_one_sequence_that_stands_for_all_stays_in_tiles(mock: ga.GpuContext, shared: str) -> None:
+    operands = dict(zip("qkv", arrays(5, 1101, batch=3), strict=True))
+    assert mock.flash_attn.inspect_key(ga.FlashForward(**operands)).layout == "cache"
+    one = ga.FlashForward(**{**operands, shared: operands[shared][:1]})
+    assert mock.flash_attn.inspect_key(one).kernel == "forward_sm90"
+    assert weigh_forward(broadcast_batch(one), mock.info)[2] is None
+    alone = ga.FlashForward(**{name: array[:1] for name, array in operands.items()})
+    assert mock.flash_attn.inspect_key(alone).layout == "cache", "one sequence stands for itself"
+
+
+def on_device(array: np.ndarray, address: int, gap: int = 0) -> DeviceArray:
+    """gap: bytes behind each row."""
+    _, rows, heads, dim = array.shape
+    row = heads * dim * 2 + gap
+    return DeviceArray(address, array.shape, (rows * row, row, dim * 2, 2), array.dtype, 0)
+
+
+@pytest.mark.parametrize(
+    ("address", "gap", "kernel"),
+    [
+        (1 << 20, 0, "decode_sm90"),
+        (1 << 20, 16, "decode_sm90"),
+        ((1 << 20) + 2, 0, "forward_mma"),
+        (1 << 20, 8, "forward_mma"),
+    ],
+)
+def test_where_keys_lie_on_the_device_decides(mock: ga.GpuContext, address: int, gap: int, kernel: str) -> None:
+    """Copies in chunks of 16 bytes need rows that begin at multiples of them."""
+    q, k, v = arrays(5, 1101)
+    for moved in ("k", "v"):
+        places = {"k": (1 << 22, 0), "v": (1 << 24, 0), moved: (address, gap)}
+        request = ga.FlashForward(on_device(q, 1 << 26), on_device(k, *places["k"]), on_device(v, *places["v"]))
+        assert pose_forward(request, mock.info)[1].kernel == kernel
+
+
+def test_a_batch_of_one_may_have_any_stride(mock: ga.GpuContext) -> None:
+    q, k, v = (on_device(array, 1 << 22 + 2 * n) for n, array in enumerate(arrays(5, 1101)))
+    k, v = (dataclasses.replace(array, strides=(0, *array.strides[1:])) for array in (k, v))
+    assert pose_forward(ga.FlashForward(q, k, v), mock.info)[1].kernel == "decode_sm90"
+
+
+def test_the_devices_multiprocessors_decide(mock: ga.GpuContext) -> None:
+    request = ga.FlashForward(*arrays(16, 1024, heads=(8, 8), dim=128))
+    for count, kernel in ((None, "decode_sm90"), (132, "decode_sm90"), (4, "forward_sm90")):
+        info = dataclasses.replace(mock.info, multiprocessors=count)
+        assert pose_forward(request, info)[1].kernel == kernel
+
+
+def test_queries_that_tma_cannot_move_are_packed_without_it(mock: ga.GpuContext) -> None:
+    q, k, v = arrays(5, 1101)
+    request = ga.FlashForward(on_device(q, (1 << 26) + 2), on_device(k, 1 << 22), on_device(v, 1 << 24))
+    assert pose_forward(request, mock.info)[1].kernel == "decode_mma"
+
+
+def test_explain_has_the_figures_of_what_is_taken_and_of_what_is_not(mock: ga.GpuContext) -> None:
+    packed = mock.flash_attn.explain(ga.FlashForward(*arrays(5, 1101), **OPTIONS))
+    verdicts = {verdict.family: verdict for verdict in packed.verdicts}
+    assert packed.key == mock.flash_attn.inspect_key(ga.FlashForward(*arrays(5, 1101), **OPTIONS))
+    assert [name for name, verdict in verdicts.items() if verdict.taken] == ["decode_sm90"]
+    for name in ("forward_sm90", "forward_mma", "forward_simple"):
+        assert "clocks packed by decode_sm90" in verdicts[name].reason
+        assert "in tiles of forward_sm90" in verdicts[name].reason
+    assert "comes first" in verdicts["decode_mma"].reason
+    assert {"decode_sm90", "decode_mma"} <= {cell.family for cell in packed.options}
+
+    tiled = mock.flash_attn.explain(ga.FlashForward(*arrays(5, 101)))
+    assert tiled.key == mock.flash_attn.inspect_key(ga.FlashForward(*arrays(5, 101)))
+    verdicts = {verdict.family: verdict for verdict in tiled.verdicts}
+    assert [name for name, verdict in verdicts.items() if verdict.taken] == ["forward_sm90"]
+    for name in ("decode_sm90", "decode_mma", "decode_simple"):
+        assert verdicts[name].reason.endswith("rows are packed where that saves a quarter")
+
+    many = mock.flash_attn.explain(ga.FlashForward(*arrays(64, 1101)))
+    assert not any("by the model" in verdict.reason for verdict in many.verdicts)

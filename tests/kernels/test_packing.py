@@ -1,0 +1,359 @@
+"""Dense requests of few rows, whose rows are packed as over a cache: the choice, and the answers of the kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from emulated import contraction
+from emulated.decode import device_of, kernel_of
+from emulated.forward import problem_of
+from emulated.sweeps import LAUNCHES
+
+from gpu_actors.devices.interface import Launch, OutputSpec
+from gpu_actors.kernels.dispatch import FAMILIES, WITHOUT_CHUNKS, WITHOUT_TMA, dispatch_key
+from gpu_actors.kernels.packing import (
+    Packing,
+    as_cache,
+    clocks_of_ranges,
+    clocks_of_tiles,
+    packed_program,
+    packing_of,
+)
+from gpu_actors.kernels.program import NO_VALUES, Target
+from gpu_actors.kernels.support import example_problem
+from gpu_actors.kernels.variants import kernel_source
+from gpu_actors.problem import AttentionProblem
+from gpu_actors.score_mod import ScoreMod
+from gpu_actors.testing.problems import FEATURES, ForwardCase, poison_unseen, random_forward
+from gpu_actors.testing.tolerance import check_output
+
+ARCHES = ("sm_80", "sm_90a")
+SHARED = tuple(set(FEATURES) - {"dropout"})
+
+
+def dense(
+    rows: int = 1,
+    keys: int = 4096,
+    *,
+    batch: int = 1,
+    heads: tuple[int, int] = (8, 1),
+    dim: int = 128,
+    dtype: str = "bfloat16",
+    **fields: Any,
+) -> AttentionProblem:
+    sizes = {"seqlen_q": rows, "seqlen_k": keys, "total_q": batch * rows, "total_k": batch * keys}
+    return example_problem(dtype, dim, batch=batch, heads_q=heads[0], heads_kv=heads[1], **sizes | fields)
+
+
+def weighed(problem: AttentionProblem, arch: str = "sm_90a", **more: Any) -> Packing | None:
+    return packing_of(problem, dispatch_key(problem, arch), more.pop("families", FAMILIES), **more)
+
+
+# The choice
+
+# What of a problem, the kernel and the packed rows of its tile; None: it stays in tiles of one head's rows.
+CHOICES: list[tuple[str, dict[str, Any], tuple[str, int] | None]] = [
+    ("sm_90a", {}, ("decode_mma", 16)),
+    ("sm_80", {}, ("decode_mma", 16)),
+    ("sm_90a", {"rows": 4}, ("decode_sm90", 64)),
+    ("sm_80", {"rows": 4}, ("decode_mma", 32)),
+    ("sm_90a", {"rows": 63}, ("decode_sm90", 128)),
+    ("sm_80", {"rows": 63}, ("decode_mma", 64)),
+    ("sm_90a", {"rows": 64}, None),
+    ("sm_90a", {"keys": 256}, None),
+    ("sm_80", {"keys": 256}, None),
+    ("sm_80", {"keys": 512}, ("decode_mma", 16)),
+    # One head a group: the keys of few heads are split, those of many are not.
+    ("sm_90a", {"rows": 32, "heads": (32, 32)}, ("decode_sm90", 64)),
+    ("sm_80", {"rows": 32, "heads": (32, 32)}, ("decode_mma", 32)),
+    ("sm_90a", {"rows": 32, "heads": (32, 32), "batch": 64}, None),
+    ("sm_80", {"rows": 1, "heads": (32, 32), "batch": 64}, None),
+    # Many heads a group: fewer tiles read the same keys.
+    ("sm_90a", {"heads": (32, 2), "batch": 64}, ("decode_sm90", 64)),
+    ("sm_80", {"heads": (32, 2), "batch": 64}, ("decode_mma", 16)),
+    # A window leaves too few keys.
+    ("sm_90a", {"window_size": (200, 0)}, None),
+    ("sm_90a", {"dim": 256}, ("decode_mma", 16)),
+    ("sm_90a", {"dim": 64, "rows": 8, "causal": True}, ("decode_sm90", 64)),
+    ("sm_90a", {"dtype": "float16", "out_dtype": "float32"}, ("decode_mma", 16)),
+    ("sm_90a", {"dtype": "float8_e4m3fn"}, ("decode_mma", 16)),
+    ("sm_90a", {"dtype": "float8_e5m2", "rows": 4, "descales": True}, ("decode_sm90", 64)),
+    ("sm_90a", {"bias": ("bool", True, True), "rows": 4}, ("decode_mma", 32)),
+]
+
+
+@pytest.mark.parametrize(("arch", "fields", "wanted"), CHOICES, ids=str)
+def test_rows_are_packed_where_the_model_saves_a_quarter(arch, fields, wanted):
+    found = weighed(dense(**fields), arch)
+    assert found is None or found.reason
+    assert ((found.key.kernel, found.key.row_tile) if found is not None and found.pays else None) == wanted, found
+
+
+LEFT: list[dict[str, Any]] = [
+    {"dropout_p": 0.1},
+    {"score_mod": ScoreMod("")},
+    {"alibi": "heads", "alibi_signed": True},
+    {"q_positions": 1},
+    {"k_positions": 2},
+    {"dropout_heads": 16, "dropout_p": 0.1},
+    {"score_max": True},
+    {"causal": True, "alignment": "top_left"},
+    {"alibi": "batch", "alignment": "top_left"},
+    {"attention_chunk": 64, "alignment": "top_left"},
+    {"layout": "varlen"},
+    {"rows": 0},
+    {"keys": 0, "return_lse": True},
+    {"batch": 0},
+    {"dtype": "float32"},
+    {"dtype": "float32", "compute": "tf32"},
+    {"dim": 20},
+    {"softmax_scale": -1.0},
+]
+
+
+@pytest.mark.parametrize("fields", LEFT, ids=str)
+@pytest.mark.parametrize("arch", ARCHES)
+def test_what_packed_rows_do_not_have_stays_where_it_is(arch, fields):
+    assert weighed(dense(**fields), arch) is None
+
+
+@pytest.mark.parametrize("option", ["alignment", "window_size", "softcap", "sinks", "sink_tokens", "alibi", "bias"])
+def test_options_that_both_have_are_packed(option):
+    fields = {
+        "alignment": {"alignment": "top_left"},  # of a request that measures nothing from the diagonal
+        "window_size": {"window_size": (3000, 5)},
+        "softcap": {"softcap": 20.0},
+        "sinks": {"sinks": True},
+        "sink_tokens": {"window_size": (3000, 5), "sink_tokens": 3},
+        "alibi": {"alibi": "batch"},
+        "bias": {"bias": ("bfloat16", False, True)},
+    }[option]
+    for arch in ARCHES:
+        found = weighed(dense(rows=3, **fields), arch)
+        assert found is not None
+        assert found.pays
+        assert found.key.layout == "cache"
+        assert found.key.alignment == "bottom_right"
+
+
+def test_operands_that_tma_cannot_move_leave_the_kernels_that_need_it():
+    assert weighed(dense(rows=4), families=WITHOUT_TMA).key.kernel == "decode_mma"
+    assert weighed(dense(rows=4), families=WITHOUT_CHUNKS) is None, "decode_simple is for what tensor cores do not take"
+
+
+def test_a_gradient_and_a_request_over_a_cache_are_left_alone():
+    backward = dense(direction="backward")
+    assert packing_of(backward, dispatch_key(backward, "sm_90a"), FAMILIES) is None
+    cached = as_cache(dense())
+    assert packing_of(cached, dispatch_key(cached, "sm_90a"), FAMILIES) is None
+
+
+# The model, by hand
+
+
+def figures(problem: AttentionProblem, arch: str, multiprocessors: int) -> tuple[int, int]:
+    tiled, cached = dispatch_key(problem, arch), as_cache(problem)
+    packed = dispatch_key(cached, arch)
+    return clocks_of_tiles(problem, tiled, multiprocessors), clocks_of_ranges(cached, packed, multiprocessors)
+
+
+def test_eight_heads_over_one_are_a_tile_each_or_one_item():
+    # Eight tiles in one round. A key has 512 bytes; 128 rows are multiplied by it in 128 * 256 / 2048 = 16 clocks.
+    tiled = 4096 * 16
+    # 64 tiles of keys and a beginning make 65 units in 32 ranges of up to 3; a key takes 512 / 64 = 8 clocks.
+    # 33 pieces are merged: 4 + 3 + 9 waits, and 33 pieces of 16 rows written and read, 64 bytes a clock.
+    packed = 3 * 64 * 8 + 4000 + 270 * 16 + 2 * 33 * 16 * 128 * 4 // (132 * 64)
+    assert figures(dense(), "sm_90a", 132) == (tiled, packed)
+
+
+def test_more_tiles_than_multiprocessors_take_several_rounds():
+    # 256 tiles on 100 multiprocessors are three rounds of 16 clocks a key.
+    tiled, _ = figures(dense(batch=32), "sm_90a", 100)
+    assert tiled == 3 * 4096 * 16
+
+
+def test_a_multiprocessor_has_one_range_of_decode_sm90():
+    # 8 items of 64 tiles and a beginning: 520 units in 132 ranges of up to 4, 8 clocks a key; memory takes longer.
+    _, packed = figures(dense(rows=8, heads=(64, 8)), "sm_90a", 132)
+    memory = 8 * 4096 * 512 / (132 * 16)
+    assert memory > 4 * 64 * 8
+    # 18 pieces an item.
+    assert packed == round(memory + 4000 + 270 * (4 + 2 + 5) + 2 * 140 * 64 * 128 * 4 // (132 * 64))
+
+
+def test_mma_reads_keys_from_shared_memory_once_a_warp():
+    # Four warps of 32 rows and the copy make 5 * 512 / 128 = 20 clocks; the products 128 * 256 / 1024 = 32 are longer.
+    # Of 64 packed rows, four warps: 20 clocks a key, in 65 units over 32 ranges.
+    tiled, packed = figures(dense(rows=8), "sm_80", 108)
+    assert tiled == 4096 * 32
+    assert packed == 3 * 64 * 20 + 4000 + 270 * 16 + 2 * 33 * 64 * 128 * 4 // (108 * 64)
+
+
+def test_memory_is_a_floor_for_both():
+    # 64 * 32 heads of 4096 keys of 512 bytes, 16 bytes a clock and multiprocessor; 16 rounds of tiles are shorter.
+    problem = dense(heads=(32, 32), batch=64)
+    floor = 64 * 32 * 4096 * 512 / (132 * 16)
+    tiled, packed = figures(problem, "sm_90a", 132)
+    assert tiled == round(max(floor, 16 * 4096 * 16))
+    assert floor + 4000 < packed < 1.01 * floor + 10_000
+
+
+def test_a_window_leaves_the_keys_that_some_row_sees():
+    # Rows 0..3 lie on keys 4092..4095: from key 3092 on, and the first 8.
+    problem = dense(rows=4, window_size=(1000, 0), sink_tokens=8)
+    assert figures(problem, "sm_90a", 132)[0] == (1004 + 8) * 16
+    causal = dense(rows=8, keys=5, causal=True)
+    assert figures(causal, "sm_90a", 132)[0] == 5 * 16
+
+
+def test_eight_bit_values_are_transposed_first_or_widened():
+    # A key has 256 bytes: 128 rows * 256 columns / 4096 = 8 clocks. V is read and written: its half of memory's time.
+    problem = dense(rows=8, dtype="float8_e4m3fn")
+    tiled, packed = figures(problem, "sm_90a", 132)
+    assert tiled == round(4096 * 8 + 4000 + 2 * 4096 * 256 / (132 * 16) / 2)
+    # 64 rows of one warpgroup: six passes of 256 bytes, 128 a clock, are 12 clocks a key.
+    assert packed == 3 * 64 * 12 + 4000 + 270 * 16 + 2 * 33 * 64 * 128 * 4 // (132 * 64)
+    # decode_mma's warp widens 32 bytes a clock. 32 tiles of 128 keys and a beginning are 16 ranges of up to 3 units.
+    _, few = figures(dense(dtype="float8_e4m3fn"), "sm_90a", 132)
+    assert few == 3 * 128 * 8 + 4000 + 270 * (4 + 2 + 5) + 2 * 17 * 16 * 128 * 4 // (132 * 64)
+
+
+def test_a_device_with_fewer_multiprocessors_may_keep_its_tiles():
+    problem = dense(rows=16, heads=(8, 8), keys=1024)
+    assert weighed(problem).pays
+    assert not weighed(problem, multiprocessors=4).pays
+
+
+def test_a_device_of_unknown_size_is_that_of_the_data_sheet():
+    for arch, count in (("sm_80", 108), ("sm_90a", 132)):
+        assert weighed(dense(batch=20), arch) == weighed(dense(batch=20), arch, multiprocessors=count)
+
+
+def test_what_is_found_is_a_sentence_with_both_figures():
+    found = weighed(dense())
+    assert found.reason == (
+        f"by the model, rows that fill little of a tile take {found.packed} clocks packed by decode_mma, "
+        f"{found.tiled} in tiles of forward_sm90"
+    )
+    assert weighed(dense(keys=256)).reason.endswith("; rows are packed where that saves a quarter")
+
+
+def test_a_quarter_is_what_it_takes():
+    key = dispatch_key(as_cache(dense()), "sm_90a")
+    assert Packing("forward_sm90", key, 4000, 3000).pays
+    assert not Packing("forward_sm90", key, 4000, 3001).pays
+
+
+# The kernels
+
+
+def run(case: ForwardCase, arch: str, *, multiprocessors: int = 3, **emulation: Any) -> tuple[Any, Any, str]:
+    """(out, lse, kernel), whatever the model says."""
+    options = {name: value for name, value in case.options.items() if name != "dropout_seed"}
+    problem = problem_of(*case.inputs, **options)
+    found = weighed(problem, arch)
+    assert found is not None
+    device = device_of(arch, **{"arithmetic": contraction.arithmetic(), **emulation})
+    program = packed_program(problem, found.key, Target(multiprocessors, device.encode_tensor_map))
+    arrays = {name: value for name, value in options.items() if isinstance(value, np.ndarray)}
+    inputs = dict(zip("qkv", case.inputs, strict=True)) | arrays
+    outputs = {
+        "out": OutputSpec((*case.q.shape[:-1], problem.head_dim_v), problem.out_dtype),
+        "lse": OutputSpec(problem.lse_shape, "float32"),
+    }
+    steps = program.steps(tuple(kernel_of(kernel_source(part)) for part in program.keys), NO_VALUES)
+    stream: Any = device.open_stream("test")
+    results = stream.run(Launch(found.key, inputs, outputs, lambda _: {}, steps, program.scratch))
+    return results["out"], results["lse"], found.key.kernel
+
+
+def check(case: ForwardCase, arch: str, **launch: Any) -> str:
+    out, lse, kernel = run(case, arch, **launch)
+    check_output(out, lse, *case.inputs, repro=case.repro, **case.options)
+    return kernel
+
+
+def few_rows(seed: int, features: Any = (), always: Any = (), **choices: Any) -> ForwardCase:
+    """A dense case of 1 to 63 rows and 1 to 16 heads a KV head, in lengths that no tile divides."""
+    rng = np.random.default_rng([seed, 7])
+    group, heads_kv = int(rng.integers(1, 17)), int(rng.integers(1, 3))
+    rows = int(rng.integers(1, 64 if seed % 2 else 9))
+    given = {
+        "dtype": ("float16", "bfloat16")[seed % 2],
+        "varlen": False,
+        "seqlens": (rows, int(rng.integers(1, 400))),
+        "heads": (group * heads_kv, heads_kv),
+        "head_dim": 64,
+    }
+    return poison_unseen(random_forward(seed, features=features, always=always, **given | choices))
+
+
+VARIANT = ("causal", "window", "sink_tokens")  # options of the one that the default run compiles
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_a_sample_agrees_with_the_oracle(arch):
+    for seed in range(4):
+        delivery, schedule = LAUNCHES[seed * 5 % len(LAUNCHES)]
+        case = few_rows(2 * seed + 1, always=VARIANT)
+        check(case, arch, multiprocessors=1 + seed, delivery=delivery, schedule=schedule, seed=seed)
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_rows_before_the_first_key_see_nothing(arch):
+    for rows, keys in ((40, 3), (33, 1)):
+        case = few_rows(1, always=VARIANT, seqlens=(rows, keys), heads=(4, 2))
+        out, lse, _ = run(case, arch)
+        check_output(out, lse, *case.inputs, **case.options)
+        assert (out[:, : rows - keys] == 0).all()
+        assert np.isneginf(lse[:, :, : rows - keys]).all()
+        assert np.isfinite(lse[:, :, rows - keys :]).all()
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_keys_and_values_are_read_where_they_lie(arch):
+    """Heads before rows, gaps between sequences, and values apart from keys."""
+    case = few_rows(5, always=VARIANT, seqlens=(9, 300), heads=(8, 2), batch=2)
+    memory = device_of(arch, arithmetic=contraction.arithmetic()).allocate((2, 3, 2, 310, 64), "bfloat16")
+    memory[...] = np.nan
+    views = []
+    for side, array in enumerate((case.k, case.v)):
+        view = memory[side, :2, :, 4:304].swapaxes(1, 2)
+        view[...] = array
+        views.append(view)
+    moved = dataclasses.replace(case, k=views[0], v=views[1])
+    for one, other in zip(run(moved, arch)[:2], run(case, arch)[:2], strict=True):
+        np.testing.assert_array_equal(one, other)
+    check(moved, arch)
+
+
+@pytest.mark.sweep
+@pytest.mark.usefixtures("fused_or_not")
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("arch", ARCHES)
+def test_every_option_of_both_agrees_with_the_oracle(arch):
+    """Each dtype and input kind; head dims beside 64; every option that packed rows have, drawn."""
+    kernels = set()
+    for seed in range(60):
+        delivery, schedule = LAUNCHES[seed % len(LAUNCHES)]
+        choices: dict[str, Any] = {"head_dim": (64, 128, 40, 96, 256)[seed % 5], "features": SHARED}
+        if arch == "sm_90a" and seed % 4 == 3:
+            eighths = {"dtype": ("float8_e4m3fn", "float8_e5m2")[seed // 4 % 2], "head_dim": (64, 128)[seed // 8 % 2]}
+            choices = eighths | {"features": tuple(set(SHARED) - {"bias"})}  # which leaves some to forward_simple
+        case = few_rows(seed, **choices)
+        kernels.add(check(case, arch, multiprocessors=1 + seed % 5, delivery=delivery, schedule=schedule, seed=seed))
+    assert kernels == ({"decode_mma", "decode_sm90"} if arch == "sm_90a" else {"decode_mma"})
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("arch", ARCHES)
+def test_the_grid_of_groups_rows_and_masks_agrees_with_the_oracle(arch):
+    masks = ((), ("causal",), ("causal", "window"), ("window", "sink_tokens"))
+    for seed, (group, rows, always) in enumerate(itertools.product((1, 2, 3, 6, 8, 16), (1, 2, 17, 63), masks)):
+        keys = (1, 63, 130, 517)[seed % 4]
+        check(few_rows(seed | 1, always=always, heads=(group, 1), seqlens=(rows, keys)), arch, seed=seed)
