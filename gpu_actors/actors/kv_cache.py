@@ -42,6 +42,7 @@ from gpu_actors.kv.requests import (
 from gpu_actors.kv.sequences import PageTable
 from gpu_actors.planning.append_rows import NEW_ROWS, NewRows, new_rows, place_rows, turn_apart
 from gpu_actors.planning.cached import CacheRequest, check_operands
+from gpu_actors.planning.cascade import CascadeKeys, Cascading
 from gpu_actors.planning.merging import merge_key
 from gpu_actors.planning.plan import Plan
 from gpu_actors.requests import PagedForward
@@ -241,7 +242,7 @@ class KvCacheActor(ServiceActor):
             return True
         keys: tuple[KernelKey, ...] = () if work.plan is None else work.plan.keys
         attending = len(keys)
-        if work.cascade is not None:
+        if isinstance(work.cascade, CascadeKeys):
             keys += work.cascade.all
         cascading = len(keys)
         if work.rows is not None:
@@ -278,7 +279,7 @@ class _KvCoalescer(Coalescer[KvWork]):
 
     def assemble(self, group: list[KvWork]) -> tuple[Launch, Finished]:
         first, begun = group[0], group
-        if any(work.cascade is not None for work in begun):
+        if any(isinstance(work.cascade, CascadeKeys) for work in begun):
             # Sequences with the same first pages become neighbours.
             group = sorted(begun, key=lambda work: work.table[:1].tobytes())
         launch: Launch
@@ -299,16 +300,19 @@ class _KvCoalescer(Coalescer[KvWork]):
         return launch, finish
 
     def bind(self, group: list[KvWork], plan: Plan, request: CacheRequest, padded: bool) -> Launch:
-        able = next((work for work in group if work.cascade is not None), None)
-        if able is not None and able.cascade is not None and isinstance(request, PagedForward):
-            forced = able.cache.cascade is True
-            found = self._store.cascader.bind(plan, request, able.cascade, able.cascading, forced, padded)
-            if found is not None:
-                environment = self._actor.cell.environment
-                if environment.trace.active():
-                    environment.trace.emit("launch.cascade", actor=self._actor.cell.name, **found[1]._asdict())
-                return found[0]
-        return super().bind(group, plan, request, padded)
+        launch, chosen = None, None
+        for work in group:
+            if isinstance(work.cascade, str):
+                chosen = Cascading(False, work.cascade)
+            elif work.cascade is not None and isinstance(request, PagedForward):
+                forced = work.cache.cascade is True
+                cascader = self._store.cascader
+                launch, chosen = cascader.bind(plan, request, work.cascade, work.cascading, forced, padded)
+                break
+        trace = self._actor.cell.environment.trace
+        if chosen is not None and trace.active():
+            trace.emit("launch.cascade", actor=self._actor.cell.name, **chosen._asdict())
+        return super().bind(group, plan, request, padded) if launch is None else launch
 
     def refused(self, group: list[KvWork]) -> None:
         if group:

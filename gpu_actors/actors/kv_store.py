@@ -49,7 +49,7 @@ class KvWork(Work):
 
     request, plan: None where it only appends. rows: new ones, or None. expected: what the lengths before it must be, or
     None. appending: the kernels that append and that copy pages, or none. cascade, cascading: what a launch as a
-    cascade takes, where it may be one, and its kernels. single: the sequence was not in a list.
+    cascade takes, or why there is none, and its kernels. single: the sequence was not in a list.
     table, lengths, writes: since `OpenedCache.begin`. lost: a launch that it builds on has failed.
     """
 
@@ -59,7 +59,7 @@ class KvWork(Work):
     rows: NewRows | None = None
     expected: list[int] | None = None
     appending: tuple[Kernel, ...] = ()
-    cascade: CascadeKeys | None = None
+    cascade: CascadeKeys | str | None = None
     cascading: tuple[Kernel, ...] = ()
     single: bool = False
     table: Any = None

@@ -24,7 +24,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpu_actors.devices.interface import Buffer, Device, Kernel, Launch, Outputs, Params, ScratchSpec, Step, StepPack
+from gpu_actors.devices.interface import (
+    Buffer,
+    Device,
+    Kernel,
+    Launch,
+    LaunchGeometry,
+    Outputs,
+    Params,
+    ScratchSpec,
+    Step,
+    StepPack,
+)
 from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.decode.variant import DECODE
 from gpu_actors.kernels.dispatch import answering_key
@@ -40,7 +51,7 @@ from gpu_actors.kernels.merge.merge import (
     pack_terms,
 )
 from gpu_actors.kernels.params import ITEMSIZES
-from gpu_actors.kernels.program import NO_VALUES, Program
+from gpu_actors.kernels.program import NO_VALUES, Pack, Program
 from gpu_actors.kernels.variants import KernelKey
 from gpu_actors.kv.sharing import SharedPrefixes, shared_prefixes
 from gpu_actors.partial import Partial, oracle_merge
@@ -81,15 +92,17 @@ class CascadeKeys(NamedTuple):
 
 
 class Cascading(NamedTuple):
-    """What a launch with a cascade does. groups: that share a prefix. sequences: in them.
+    """Whether a launch is a cascade, and why. reason: a sentence. groups: that share a prefix. sequences: in them.
 
     prefix_keys: of all groups' prefixes together. saved_bytes: of keys and values that are not read again.
     """
 
-    groups: int
-    sequences: int
-    prefix_keys: int
-    saved_bytes: int
+    taken: bool
+    reason: str
+    groups: int = 0
+    sequences: int = 0
+    prefix_keys: int = 0
+    saved_bytes: int = 0
 
 
 class Cascader:
@@ -98,23 +111,27 @@ class Cascader:
     def __init__(self, device: Device, accumulate: Accumulate) -> None:
         self._device = device
         self._accumulate = accumulate
-        self._programs: PlanCache[Program | None] = PlanCache(_PLANS)
+        self._parts: PlanCache[_Parts | None] = PlanCache(_PLANS)
         self._keys: PlanCache[CascadeKeys | None] = PlanCache(_PLANS)
 
-    def keys(self, plan: Plan, request: PagedForward, most_pages: int, forced: bool) -> CascadeKeys | None:
-        """The kernels that a cascade of such requests would take, or None where there is none to gain from or none
-        would be exact.
+    def keys(self, plan: Plan, request: PagedForward, most_pages: int, forced: bool) -> CascadeKeys | str:
+        """The kernels that a cascade of such requests would take, or why there is none.
 
         most_pages: that could be saved by sharing. forced: whatever the model says.
         """
         p = plan.problem
-        if not _exact(plan, request) or (not forced and most_pages * _page_bytes(p) < _STEPS * LAUNCH_BYTES):
-            return None
+        reason = _refusal(plan, request)
+        if reason is not None:
+            return reason
+        if not forced and most_pages * _page_bytes(p) < _STEPS * LAUNCH_BYTES:
+            return f"at most {most_pages * _page_bytes(p)} bytes could be saved, and {_STEPS} steps more cost more"
         families = eligible_families({name: getattr(request, name) for name in ("q", "k_cache", "v_cache")})
         keys = self._keys.of(lambda: (p, families), lambda: self._find_keys(p, families))
-        # Where the rows of one sequence fill a tile, those of several read the prefix as often together.
-        fills = keys is not None and p.gqa_ratio * p.seqlen_q >= keys.prefix[0].row_tile
-        return None if fills and not forced else keys
+        if keys is None:
+            return "no kernels give its two parts in float32"
+        if not forced and p.gqa_ratio * p.seqlen_q >= keys.prefix[0].row_tile:
+            return "the rows of one sequence fill a tile, so that several read a prefix as often together"
+        return keys
 
     def _find_keys(self, p: AttentionProblem, families: tuple[KernelFamily, ...]) -> CascadeKeys | None:
         parts = prefix_problem(p, 1, _MANY_ROWS, _MANY_ROWS, p.seqlen_k), tail_problem(p, p.seqlen_k)
@@ -139,80 +156,111 @@ class Cascader:
         kernels: Sequence[Kernel],
         forced: bool,
         padded: bool,
-    ) -> tuple[Launch, Cascading] | None:
-        """A launch on the arrays of a request, or None where a cascade does not pay.
+    ) -> tuple[Launch | None, Cascading]:
+        """A launch on the arrays of a request, or None where a cascade does not pay, and why.
 
         kernels: of `CascadeKeys.all`, or none. padded: to few shapes, for launches that are recorded.
         """
         table, lengths, ends = request.block_table, request.cache_seqlens, request.cu_seqlens_q
         p = plan.problem
         if not isinstance(table, np.ndarray) or not (ends is None or isinstance(ends, np.ndarray)) or plan.vacuous:
-            return None
+            return None, Cascading(False, "how many rows a sequence has is known on the device alone")
+        if not _packed_in_place(request.q):
+            return None, Cascading(False, "the rows of q do not lie evenly")
         rows = np.full(p.batch, p.seqlen_q) if ends is None else np.diff(ends).astype(np.int64)
         # Every row of a sequence sees all keys before the first row's own.
         found = shared_prefixes(table, np.maximum(0, lengths.astype(np.int64) - rows) // p.page_size)
-        if found is None or not _packed_in_place(request.q):
-            return None
+        if found is None:
+            return None, Cascading(False, "no neighbours begin with a whole page in common")
         gain = _gain(p, found, rows, keys)
         traffic = 16 * p.total_q * p.heads_q * p.head_dim_v  # two floats of each element, written and read
-        if not forced and gain.saved_bytes < _STEPS * LAUNCH_BYTES + traffic:
-            return None
+        cost = _STEPS * LAUNCH_BYTES + traffic
+        if not forced and gain.saved_bytes < cost:
+            reason = f"{_STEPS} steps more and their results cost {cost} bytes"
+            return None, gain._replace(taken=False, reason=reason)
         inputs = _inputs(p, request, found, rows, bucket if padded else int)
         table, longest = inputs["prefix.block_table"], int(np.diff(inputs["prefix.cu_seqlens_q"]).max())
-        longest = bucket(longest) if padded else longest
-        prefix = prefix_problem(p, len(table), longest, p.total_q, table.shape[1] * p.page_size)
-        tail = tail_problem(p, inputs["tail.block_table"].shape[1] * p.page_size)
-        merged = _merge_problem(p)
-        scratch = {
-            "prefix.out": ScratchSpec((p.total_q, p.heads_q, p.head_dim_v), _FLOAT),
-            "prefix.lse": ScratchSpec((p.heads_q, p.total_q), _FLOAT),
-            "tail.out": ScratchSpec(plan.outputs["out"].shape, _FLOAT),
-            "tail.lse": ScratchSpec(p.lse_shape, _FLOAT),
-        }
-        steps: list[Step] = []
-        try:
-            geometry = merge_geometry(merged)
-            for name, part, own in ((_PREFIX, prefix, keys.prefix), (_TAIL, tail, keys.tail)):
-                program = self._program(part, own)
-                if program is None or not kernels:
-                    continue
+        shapes = (*table.shape, bucket(longest) if padded else longest, inputs["tail.block_table"].shape[1])
+        made = self._parts.of(lambda: (p, keys, shapes), lambda: _parts(p, keys, shapes, self._device))
+        if made is None:
+            return None, gain._replace(taken=False, reason="its grids have no room for so many rows")
+        if kernels:
+            for name, program in ((_PREFIX, made.prefix), (_TAIL, made.tail)):
                 if program.split is not None:
                     counts = inputs.get(f"{name}cu_seqlens_q", ends)
                     split = program.split(inputs[f"{name}cache_seqlens"], counts)
                     inputs |= {f"{name}{local}": array for local, array in split.items()}
-                scratch |= {f"{name}{local}": spec for local, spec in program.scratch.items()}
-                made = program.steps(kernels[len(steps) : len(steps) + len(own)], NO_VALUES)
-                pack = functools.partial(_pack_part, name, len(table))
-                steps += [step._replace(pack=functools.partial(pack, step.pack)) for step in made]
-        except Unsupported:
-            return None
-        if steps:
-            if not p.return_lse:
-                scratch["lse"] = ScratchSpec(p.lse_shape, _FLOAT)
-            contents = functools.partial(_pack_terms, merged)
-            scratch["terms"] = ScratchSpec((2, TERM_FIELDS), "uint64", contents=contents)
-            steps.append(Step(kernels[-1], geometry, functools.partial(pack_merge, merged)))
+        steps = [Step(kernel, *work) for kernel, work in zip(kernels, made.steps, strict=bool(kernels))]
         outputs = plan.outputs
         if request.out is not None:
             outputs = {**outputs, "out": dataclasses.replace(outputs["out"], into=request.out)}
-        oracle = functools.partial(_oracle, prefix, tail, self._accumulate)
-        launch = Launch(plan.key, inputs, outputs, oracle, tuple(steps), scratch if steps else {})
-        launch.recording = (prefix, tail, keys) if padded else None
+        oracle = functools.partial(_oracle, made.problems, self._accumulate)
+        launch = Launch(plan.key, inputs, outputs, oracle, tuple(steps), made.scratch if steps else {})
+        launch.recording = (shapes, keys) if padded else None
         return launch, gain
 
-    def _program(self, problem: AttentionProblem, keys: tuple[DispatchKey, ...]) -> Program | None:
-        main = next(key for key in keys if key.kernel in _KERNELS)
-        return self._programs.of(lambda: (problem, main), lambda: program_for(problem, main, self._device))
+
+class _Parts(NamedTuple):
+    """What launches of the same shapes have in common. steps: their grids and what packs their parameters."""
+
+    problems: tuple[AttentionProblem, AttentionProblem]
+    prefix: Program
+    tail: Program
+    scratch: dict[str, ScratchSpec]
+    steps: list[tuple[LaunchGeometry, StepPack]]
 
 
-def _exact(plan: Plan, request: PagedForward) -> bool:
-    """Whether every row sees all keys before its sequence's rows, each scored alike wherever it stands."""
+def _parts(p: AttentionProblem, keys: CascadeKeys, shapes: tuple[int, int, int, int], device: Device) -> _Parts | None:
+    """shapes: groups, pages of the longest prefix, packed rows of the largest group, pages of the longest tail."""
+    groups, columns, longest, tail_columns = shapes
+    prefix = prefix_problem(p, groups, longest, p.total_q, columns * p.page_size)
+    problems = prefix, tail_problem(p, tail_columns * p.page_size)
+    merged = _merge_problem(p)
+    scratch = {
+        "prefix.out": ScratchSpec((p.total_q, p.heads_q, p.head_dim_v), _FLOAT),
+        "prefix.lse": ScratchSpec((p.heads_q, p.total_q), _FLOAT),
+        "tail.out": ScratchSpec(
+            (*((p.total_q,) if p.varlen_q else (p.batch, p.seqlen_q)), p.heads_q, p.head_dim_v), _FLOAT
+        ),
+        "tail.lse": ScratchSpec(p.lse_shape, _FLOAT),
+    }
+    programs: list[Program] = []
+    steps: list[tuple[LaunchGeometry, StepPack]] = []
+    try:
+        geometry = merge_geometry(merged)
+        for name, problem, own in zip(_PARTS, problems, keys[:2], strict=True):
+            program = program_for(problem, next(key for key in own if key.kernel in _KERNELS), device)
+            assert program is not None, "a cascade has rows"
+            programs.append(program)
+            scratch |= {f"{name}{local}": spec for local, spec in program.scratch.items()}
+            for part in program.parts:
+                pack = functools.partial(_pack_part, name, groups, part.pack)
+                steps.append((part.geometry, pack))
+    except Unsupported:
+        return None
+    if not p.return_lse:
+        scratch["lse"] = ScratchSpec(p.lse_shape, _FLOAT)
+    scratch["terms"] = ScratchSpec((2, TERM_FIELDS), "uint64", contents=functools.partial(_pack_terms, merged))
+    steps.append((geometry, functools.partial(pack_merge, merged)))
+    return _Parts(problems, programs[0], programs[1], scratch, steps)
+
+
+def _refusal(plan: Plan, request: PagedForward) -> str | None:
+    """Why a cascade would not be exact, or None: its rows would see other keys, or score them otherwise."""
     p = plan.problem
-    hidden = p.mask not in ("full", "causal") or p.bias is not None
-    placed = p.alibi is not None or p.positions or p.cache_leftpad or request.q_descale is not None
-    # Pinned splits promise the same bits alone and in any batch, and a cascade follows from the batch.
-    other = p.layout != "paged" or p.latent or p.num_splits or plan.key.kernel not in _KERNELS
-    return not (hidden or placed or other)
+    if p.mask not in ("full", "causal"):
+        return "a row does not see all keys before its sequence's rows"
+    if p.bias is not None:
+        return "a bias has rows and keys of one sequence"
+    if p.alibi is not None or p.positions or p.cache_leftpad:
+        return "scores depend on where rows and keys stand"
+    if request.q_descale is not None:
+        return "each sequence's queries have a factor of their own"
+    if p.num_splits:
+        return "num_splits promises the same bits alone and in any batch"
+    if p.layout != "paged" or plan.key.kernel not in _KERNELS:
+        return f"{plan.key.kernel} is none of {', '.join(_KERNELS)}"
+    return None
 
 
 def _gain(p: AttentionProblem, found: SharedPrefixes, rows: Any, keys: CascadeKeys) -> Cascading:
@@ -224,6 +272,8 @@ def _gain(p: AttentionProblem, found: SharedPrefixes, rows: Any, keys: CascadeKe
     saved = int(((alone - together) * found.pages).sum())
     shared = found.pages > 0
     return Cascading(
+        True,
+        "a prefix is read once for all that share it",
         int(shared.sum()),
         int(sizes[shared].sum()),
         int(found.pages.sum()) * p.page_size,
@@ -232,7 +282,8 @@ def _gain(p: AttentionProblem, found: SharedPrefixes, rows: Any, keys: CascadeKe
 
 
 def _page_bytes(p: AttentionProblem) -> int:
-    return p.page_size * p.heads_kv * (p.head_dim + p.head_dim_v) * ITEMSIZES[p.kv_dtype]
+    columns = p.head_dim + (0 if p.latent else p.head_dim_v)
+    return p.page_size * p.heads_kv * columns * ITEMSIZES[p.kv_dtype]
 
 
 # Problems
@@ -309,7 +360,7 @@ def _inputs(
     }
 
 
-def _pack_part(name: str, groups: int, pack: StepPack, buffers: Mapping[str, Buffer]) -> Params:
+def _pack_part(name: str, groups: int, pack: Pack, buffers: Mapping[str, Buffer]) -> Params:
     """For a kernel of one part, which takes its operands by their own names."""
     own = {key.removeprefix(name): buffer for key, buffer in buffers.items() if key.startswith(name)}
     if name == _PREFIX:
@@ -318,7 +369,7 @@ def _pack_part(name: str, groups: int, pack: StepPack, buffers: Mapping[str, Buf
             if factor in buffers:  # the pool's, so all sequences have the same
                 one = buffers[factor]
                 own[factor] = dataclasses.replace(one, shape=(groups, *one.shape[1:]))
-    return pack({**buffers, **own})
+    return pack({**buffers, **own}, NO_VALUES)
 
 
 def _pack_terms(problem: MergeProblem, buffers: Mapping[str, Buffer]) -> bytes:
@@ -341,9 +392,9 @@ def _flat(q: Buffer) -> Buffer:
 
 
 def _oracle(
-    prefix: AttentionProblem, tail: AttentionProblem, accumulate: Accumulate, inputs: Mapping[str, Any]
+    problems: tuple[AttentionProblem, AttentionProblem], accumulate: Accumulate, inputs: Mapping[str, Any]
 ) -> Outputs:
-    q = inputs["q"]
+    q, (prefix, tail) = inputs["q"], problems
     shared = {key: array for key, array in inputs.items() if not key.startswith(_PARTS)}
     groups = prefix.batch
     own = {name: inputs[name][:groups] for name in ("k_descale", "v_descale") if name in inputs}

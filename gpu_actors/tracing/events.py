@@ -3,8 +3,8 @@
     request.accepted    a request entered an actor's mailbox          fields: actor, request, message
     request.compiling   it waits for a kernel variant                 + key
     request.launched    it was handed to the device                   + key, kernel (names, or "oracle" on mock)
-    launch.cascade      a launch over a KvCache reads shared          fields: actor, groups, sequences, prefix_keys,
-                        prefixes once                                 saved_bytes
+    launch.cascade      sequences of a launch over a KvCache share    fields: actor, taken, reason, groups, sequences,
+                        pages: whether they are read once             prefix_keys, saved_bytes
     request.completed   it was answered with a result
     request.failed      it was answered with an error                 + error
     compile.started     NVRTC starts on a variant                     fields: variant, arch

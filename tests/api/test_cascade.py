@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from cases.cascades import CASES, KV_HEADS, Batch, Case, run
@@ -12,8 +13,10 @@ from support.service import eventually
 
 import gpu_actors as ga
 from gpu_actors.planning import cascade as cascading
+from gpu_actors.reference import attention_forward
 from gpu_actors.runtime.actor import ServiceActor
 from gpu_actors.testing import FaultPlan
+from gpu_actors.testing.tolerance import forward_bounds
 
 EMULATED = {
     "sm_80": ("sinks, softcap and rows", "rows in shared pages"),
@@ -104,37 +107,47 @@ def test_a_shared_page_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (event["groups"], event["sequences"]) == (2, 6)
 
 
-UNCHOSEN: dict[str, dict[str, Any]] = {
-    "a window": {"window_size": (12, 0)},
-    "sink tokens": {"window_size": (12, 0), "sink_tokens": 4},
-    "chunks": {"attention_chunk": 32},
-    "alibi": {"alibi_slopes": np.full(8, 0.1, np.float32)},
-    "a bias": {"bias": np.zeros((1, 1, 1, 128), np.float16)},
-    "pinned splits": {"num_splits": 2},
-    "positions": {"q_positions": np.arange(7, dtype=np.int32) + 100},
+UNCHOSEN: dict[str, tuple[dict[str, Any], str]] = {
+    "a window": ({"window_size": (12, 0)}, "does not see all keys"),
+    "sink tokens": ({"window_size": (12, 0), "sink_tokens": 4}, "does not see all keys"),
+    "chunks": ({"attention_chunk": 32}, "does not see all keys"),
+    "alibi": ({"alibi_slopes": np.full(8, 0.1, np.float32)}, "where rows and keys stand"),
+    "a bias": ({"bias": np.zeros((1, 1, 1, 128), np.float16)}, "a bias has rows and keys"),
+    "pinned splits": ({"num_splits": 2}, "the same bits"),
+    "positions": ({"q_positions": np.arange(7, dtype=np.int32) + 100}, "where rows and keys stand"),
 }
 
 
 @pytest.mark.parametrize("name", UNCHOSEN)
 def test_what_no_cascade_is_exact_for_is_launched_without(name: str) -> None:
-    case = Case(options=UNCHOSEN[name])
+    options, reason = UNCHOSEN[name]
+    case = Case(options=options)
     seen, without = run(case, "mock"), run(case, "mock", cascade=False)
-    assert seen.events == []
+    assert (seen.events, without.reasons) == ([], [])
+    assert len(seen.reasons) == 2
+    assert all(reason in told for told in seen.reasons)
     for (out, lse), (wanted, wanted_lse) in zip(seen.results, without.results, strict=True):
         np.testing.assert_array_equal(out, wanted)
         np.testing.assert_array_equal(lse, wanted_lse)
 
 
 @pytest.mark.parametrize(
-    "case", [Case(groups=((20, (0,)), (30, (0,)))), Case(groups=((7, (0, 0)),)), Case(dtype="float32")]
+    ("case", "reasons"),
+    [
+        (Case(groups=((20, (0,)), (30, (0,)))), []),
+        (Case(groups=((7, (0, 0)),)), ["no neighbours begin with a whole page in common"]),
+        (Case(dtype="float32"), ["decode_simple is none of decode_mma, decode_sm90"] * 2),
+    ],
 )
-def test_without_a_whole_shared_page_or_tensor_cores_there_is_no_cascade(case: Case) -> None:
-    assert run(case, "mock").events == []
+def test_without_a_whole_shared_page_or_tensor_cores_there_is_no_cascade(case: Case, reasons: list[str]) -> None:
+    seen = run(case, "mock")
+    assert (seen.events, seen.reasons) == ([], reasons)
 
 
 def test_queries_with_factors_of_their_own_are_attended_without() -> None:
     case = Case(dtype="float8_e4m3fn", kv_dtype="float8_e4m3fn", options={"q_descale": np.ones((7, 2), np.float32)})
-    assert run(case, "mock").events == []
+    seen = run(case, "mock")
+    assert (seen.events, seen.reasons) == ([], ["each sequence's queries have a factor of their own"] * 2)
     assert len(run(Case(dtype="float8_e4m3fn", kv_dtype="float8_e4m3fn"), "mock").events) == 2
 
 
@@ -142,11 +155,17 @@ def test_the_model_decides_where_nothing_else_is_said(monkeypatch: pytest.Monkey
     case = CASES["sixteen of eight heads"]
     (event, _) = run(case, "mock").events
     traffic = 16 * 16 * KV_HEADS * case.ratio * case.dim
-    assert run(case, "mock", cascade="auto").events == [], "64 keys are not worth two more launches"
+    seen = run(case, "mock", cascade="auto")
+    assert seen.events == [], "64 keys are not worth two more launches"
+    assert "could be saved, and 2 steps more cost more" in seen.reasons[0]
     monkeypatch.setattr(cascading, "LAUNCH_BYTES", (event["saved_bytes"] - traffic) // 2)
     assert run(case, "mock", cascade="auto", steps=1).events == [event]
     monkeypatch.setattr(cascading, "LAUNCH_BYTES", (event["saved_bytes"] - traffic) // 2 + 1)
-    assert run(case, "mock", cascade="auto", steps=1).events == []
+    seen = run(case, "mock", cascade="auto", steps=1)
+    assert (seen.events, seen.reasons) == (
+        [],
+        [f"2 steps more and their results cost {event['saved_bytes'] + 2} bytes"],
+    )
     monkeypatch.setattr(cascading, "LAUNCH_BYTES", 0)
     asked: list[Any] = []
     keys = cascading.Cascader.keys
@@ -157,7 +176,7 @@ def test_the_model_decides_where_nothing_else_is_said(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(cascading.Cascader, "keys", noted)
     assert run(CASES["sixteen of 128 rows"], "mock", cascade="auto").events == [], "each has a tile of its own"
-    assert asked == [None, None], "and no kernel is compiled for that"
+    assert all("fill a tile" in reason for reason in asked), "and no kernel is compiled for that"
 
 
 def test_sixteen_sequences_of_a_long_prompt_are_worth_it() -> None:
@@ -177,6 +196,55 @@ def test_sixteen_sequences_of_a_long_prompt_are_worth_it() -> None:
         wait(cache.attend(rows(16, 1, 8), seqs, k=rows(16, 1, 8), v=rows(16, 1, 8)))
     (event,) = [event for event in events if event.name == "launch.cascade"]
     assert event.fields["saved_bytes"] == 15 * 1280 * 8 * 2 * 128 * 2
+
+
+@pytest.mark.parametrize(
+    ("device", "arch", "dims", "dtype"),
+    [
+        ("mock", "sm_90a", (48, 16), "bfloat16"),
+        ("mock", "sm_80", (512, 64), "float8_e4m3fn"),
+        pytest.param("emulated", "sm_80", (48, 16), "bfloat16", marks=pytest.mark.sweep),
+        pytest.param("emulated", "sm_80", (512, 64), "bfloat16", marks=pytest.mark.sweep),
+        pytest.param("emulated", "sm_90a", (512, 64), "float8_e4m3fn", marks=pytest.mark.sweep),
+    ],
+)
+def test_latents_that_sequences_share_are_read_once(device: str, arch: str, dims: Any, dtype: str) -> None:
+    """A page of a latent cache has no values apart, which what is saved does not count either."""
+    (latent, rotary), page, scale, rng = dims, 8, 0.1, np.random.default_rng(0)
+    events: list[Any] = []
+    descales = {"k_descale": np.array([0.05], np.float32)} if dtype.startswith("float8") else {}
+
+    def rows(*shape: int) -> Any:
+        return rng.standard_normal(shape).astype(np.float32).astype(ml_dtypes.bfloat16)
+
+    def new(*shape: int) -> Any:
+        return {"c_kv": rows(*shape, 1, latent), "k_pe": rows(*shape, 1, rotary)}
+
+    spec = {"num_blocks": 40, "page_size": page, "kv_heads": 1, "head_dim": latent + rotary, "latent_dim": latent}
+    with (
+        ga.open_context(device, ga.ContextOptions(arch=arch, on_event=events.append)) as ctx,
+        ctx.kv_cache(**spec, dtype=dtype, **descales, cascade=True) as cache,
+    ):
+        first = wait(cache.create())
+        wait(cache.append(first, **new(61)))
+        seqs = [first, *(wait(cache.fork(first)) for _ in range(3))]
+        q, q_pe = rows(4, 1, 6, latent), rows(4, 1, 6, rotary)
+        how = {"softmax_scale": scale, "return_lse": True}
+        result = wait(cache.attend(q, seqs, q_pe=q_pe, **new(4, 1), **how))
+        pool = cache._find()
+        for index, seq in enumerate(seqs):
+            k = pool.k_pool[pool.table(seq).pages].reshape(1, -1, 1, latent + rotary)[:, :62].astype(np.float64)
+            k *= descales.get("k_descale", 1.0)
+            whole = np.concatenate([q[index : index + 1], q_pe[index : index + 1]], axis=-1)
+            options = {"softmax_scale": scale, "with_magnitude": True}
+            right = attention_forward(whole.astype(np.float64), k, k[..., :latent], **options)
+            rounded = k.astype(ml_dtypes.bfloat16)
+            bound = forward_bounds(whole, rounded, rounded[..., :latent], reference=right, softmax_scale=scale)
+            assert (np.abs(result.out[index].astype(np.float64) - right.out[0]) <= bound.out[0]).all()
+            np.testing.assert_allclose(result.lse[index], right.lse[0], atol=1e-3)
+    (event,) = [event.fields for event in events if event.name == "launch.cascade"]
+    assert event["prefix_keys"] == 56
+    assert event["saved_bytes"] == 3 * 56 * (latent + rotary) * (1 if descales else 2)
 
 
 @pytest.mark.parametrize("value", ["always", 1, None, 0])

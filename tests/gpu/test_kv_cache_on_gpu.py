@@ -5,6 +5,7 @@ GPU_ACTORS_TEST_DEVICE=emulated runs the same on the CPU.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -115,6 +116,53 @@ def test_a_row_that_sees_itself_alone_gives_back_its_value(context: Any, oracle:
         if setup.cache_dtype is None:
             np.testing.assert_array_equal(out, v)
     assert found[0].tobytes() == found[1].tobytes()
+
+
+def cascaded(setup: Setup, ctx: ga.GpuContext, place: Any = lambda array: array) -> list[Any]:
+    """Outputs and LSE of steps of a batch whose sequences share pages in two groups. place: where operands lie."""
+    rng = np.random.default_rng(2)
+
+    def rows(*shape: int) -> Any:
+        return rng.standard_normal((*shape, setup.head_dim)).astype(np.float32).astype(setup.rows_dtype)
+
+    found = []
+    with setup.open(ctx) as cache:
+        seqs: list[Any] = []
+        for length, members in ((70, 3), (21, 1), (35, 2)):
+            first = cache.create().result(60)
+            cache.append(first, rows(length, 2), rows(length, 2), rope=setup.rope).result(60)
+            seqs += [first, *(cache.fork(first).result(60) for _ in range(members - 1))]
+        for count in (1, 3, 1, 1):
+            q, k, v = (place(rows(6, count, heads)) for heads in (8, 2, 2))
+            result = cache.attend(q, seqs, k=k, v=v, rope=setup.rope, return_lse=True).result(120)
+            found += [np.asarray(getattr(side, "get", lambda side=side: side)(), np.float32) for side in result]
+    return found
+
+
+@pytest.mark.parametrize("where", ["host", "device", "recorded"])
+@pytest.mark.parametrize("name", SETUPS)
+def test_pages_that_sequences_share_are_read_once_with_the_oracles_answers(
+    context: Any, oracle: Any, name: str, where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    from conftest import DEVICE  # type: ignore[attr-defined]  # of this folder
+
+    caplog.set_level("DEBUG", "gpu_actors.trace")
+    setup = dataclasses.replace(SETUPS[name], options={**SETUPS[name].options, "cascade": True})
+    if where == "device":
+        cupy = pytest.importorskip("cupy")
+        if DEVICE != "cuda" or setup.dtype != "float16":
+            pytest.skip("arrays of CuPy lie on a GPU, and it has no bfloat16")
+        got = cascaded(setup, context, cupy.asarray)
+    elif where == "recorded":
+        with ga.open_context(DEVICE, ga.ContextOptions(record_launches=True)) as ctx:
+            got = cascaded(setup, ctx)
+            assert ctx.actor(ga.KvCacheActor).recording_stats().replayed >= 1
+    else:
+        got = cascaded(setup, context)
+    told = [record.fields for record in caplog.records if record.event == "launch.cascade"]  # type: ignore[attr-defined]
+    assert [one["taken"] for one in told] == [True] * 4
+    for one, wanted in zip(got, cascaded(setup, oracle), strict=True):
+        np.testing.assert_allclose(one, wanted, rtol=0, atol=CLOSE[setup.dtype])
 
 
 async def test_generated_texts_have_the_plain_models_logits() -> None:

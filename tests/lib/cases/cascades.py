@@ -85,11 +85,13 @@ CASES = {
 
 @dataclass(frozen=True)
 class Seen:
-    """What a run gave. bounds: (out, what it may err by) of each sequence's rows. events: of launches as cascades."""
+    """What a run gave. wanted: (out, lse, what out may err by) of each sequence's rows. events: of launches that are
+    cascades. reasons: of those that are none, where pages are shared."""
 
     results: list[Any]
     wanted: list[tuple[Any, Any, Any]]
     events: list[dict[str, Any]]
+    reasons: list[str]
     kernels: list[str]
 
 
@@ -185,5 +187,6 @@ def run(case: Case, device: str, cascade: Any = True, steps: int = 2, **options:
             if "rope" not in asked:
                 wanted += batch.wanted(asked)
         assert ctx.stats()["kv_cache"].failed == 0
-    chosen = [dict(event.fields) for event in events if event.name == "launch.cascade"]
-    return Seen(results, wanted, chosen, [e.fields["kernel"] for e in events if e.name == "request.launched"])
+    told = [dict(event.fields) for event in events if event.name == "launch.cascade"]
+    chosen, reasons = [one for one in told if one["taken"]], [one["reason"] for one in told if not one["taken"]]
+    return Seen(results, wanted, chosen, reasons, [e.fields["kernel"] for e in events if e.name == "request.launched"])

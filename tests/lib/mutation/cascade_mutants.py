@@ -23,6 +23,7 @@ PROBES: Mapping[str, tuple[str, ...]] = {
         f"{_FILE}requests_that_share_a_launch_become_neighbours_and_get_their_own_answers",
         f"{_FILE}a_member_that_is_cancelled_or_refused_leaves_the_others_their_cascade",
     ),
+    "latents": (f"{_FILE}latents_that_sequences_share_are_read_once",),
     "recorded": (f"{_FILE}recorded_cascades_are_replayed_over_new_operands",),
     "out": (f"{_FILE}results_go_into_the_callers_array_and_without_lse",),
     "groups": ("tests/planning/test_shared_prefixes.py",),
@@ -39,7 +40,7 @@ _OWN = "own[:, None] + np.arange"
 _ENDS = "np.concatenate([[0], np.cumsum(rows)])[found.ends]"
 _PREFIX_TABLE = "table[found.ends[:-1], :width]"
 _LSE = "lse.reshape(heads, batch, rows), 0, 1"
-_KERNELS = "kernels[len(steps) : len(steps) + len(own)]"
+_KERNELS = "zip(kernels, made.steps,"
 _BUFFERS = "key.removeprefix(name): buffer for key, buffer in buffers.items() if key.startswith(name)"
 _OUTPUTS = '{**outputs, "out": dataclasses.replace(outputs["out"], into=request.out)}'
 _SCRATCH_LSE = 'scratch["lse"] = ScratchSpec(p.lse_shape, _FLOAT)'
@@ -72,21 +73,33 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         ("tails weigh as prefixes", _TAIL, '"out.1": buffers["tail.out"], "lse.1": lse', "kernels"),
         ("prefixes are merged twice", _TAIL, '"out.1": out, "lse.1": lse', "kernels"),
-        ("the prefix's kernels run for both parts", _KERNELS, "kernels[: len(own)]", "kernels"),
+        (
+            "the prefix's kernels run for both parts",
+            _KERNELS,
+            "zip((*kernels[:2], *kernels[:2], kernels[-1]), made.steps,",
+            "kernels",
+        ),
         ("both parts take the operands of one", _BUFFERS, _BUFFERS.replace("name", "_TAIL"), "kernels"),
         ("without an lse there is no place for it", _SCRATCH_LSE, "pass", "out"),
         ("the caller's array is not filled", _OUTPUTS, "outputs", "out"),
-        ("windows are attended as if there were none", 'p.mask not in ("full", "causal") or ', "", "choice"),
+        ("windows are attended as if there were none", 'if p.mask not in ("full", "causal"):', "if False:", "choice"),
         ("distances of ALiBi are the group's", "p.alibi is not None or ", "", "choice"),
         ("positions are the group's", "p.positions or ", "", "choice"),
         ("queries take the first sequence's factor", "request.q_descale is not None", "False", "choice"),
-        ("pinned splits follow the batch", "p.num_splits or ", "", "choice"),
-        ("a bias is the first sequence's", " or p.bias is not None", "", "choice"),
+        ("pinned splits follow the batch", "if p.num_splits:", "if False:", "choice"),
+        ("a bias is the first sequence's", "if p.bias is not None:", "if False:", "choice"),
         ("every reading is saved", "(alone - together)", "alone", "model"),
+        (
+            "latents have values apart",
+            "p.head_dim + (0 if p.latent else p.head_dim_v)",
+            "p.head_dim + p.head_dim_v",
+            "latents",
+        ),
         ("one step more", "_STEPS = 2", "_STEPS = 1", "model"),
+        ("all that is shared is told as taken", "gain._replace(taken=False, reason=reason)", "gain", "model"),
         ("merges cost nothing", "LAUNCH_BYTES + traffic", "LAUNCH_BYTES", "model"),
-        ("rows that fill a tile are worth it", "return None if fills and not forced else keys", "return keys", "model"),
-        ("records of other groups are taken", "(prefix, tail, keys) if padded", "(keys,) if padded", "recorded"),
+        ("rows that fill a tile are worth it", "if not forced and p.gqa_ratio", "if forced and p.gqa_ratio", "model"),
+        ("records of other groups are taken", "(shapes, keys) if padded", "(keys,) if padded", "recorded"),
         ("records are made for each length", "bucket if padded else int", "int", "recorded"),
     ),
     *_faults(
@@ -103,6 +116,6 @@ MUTANTS: tuple[Mutant, ...] = (
         ("neighbours stay as they came", "sorted(begun, key=lambda work: work.table[:1].tobytes())", "begun", "apart"),
         ("another group has succeeded", "first.cache.succeeded(begun)", "first.cache.succeeded(group)", "apart"),
         ("the append's kernels run the cascade", "kernels[attending:cascading]", "kernels[cascading:]", "kernels"),
-        ("True is auto", "forced = able.cache.cascade is True", "forced = False", "oracle"),
+        ("True is auto", "forced = work.cache.cascade is True", "forced = False", "oracle"),
     ),
 )
