@@ -66,11 +66,12 @@ def score_mod(
     scalars: Sequence[ScoreScalar],
     real: str,
     block_size: tuple[int, int] | None = None,
+    shown: Expression | None = None,
 ) -> ScoreMod:
     """The modification for an expression of the leaf ``score``.
 
     tensors, scalars: the operands of its leaves of these names, by slot. real: "float", or "double" for float64 scores.
-    block_size: of a block mask, whose lists are the last tensors.
+    block_size: of a block mask, whose lists are the last tensors. shown: the expression in its full blocks.
     """
     read = [tensor for tensor in tensors if not tensor.blocks]
     members = _members(read)
@@ -81,12 +82,13 @@ def score_mod(
         members="".join(f"  {line}\n" for line in members),
         binding="".join(f"  {line}\n" for line in _binding(read)),
         body=_body(root, tensors, real),
+        shown="" if shown is None or shown is root else _SHOWN.format(real=real, body=_body(shown, tensors, real)),
         gradient=_body(derivative(root, score), tensors, real),
         holder=_HOLDER if tensors or scalars else _EMPTY_HOLDER,
     )
     if block_size is None:
         return ScoreMod(header, tuple(tensors), tuple(scalars), real)
-    header += _block_lists(tensors, len(read), block_size)
+    header += _block_lists(tensors, len(read), block_size, shows=shown not in (None, root))
     return ScoreMod(header, tuple(tensors), tuple(scalars), real, block_size)
 
 
@@ -108,7 +110,7 @@ def _binding(tensors: Sequence[ScoreTensor]) -> Iterable[str]:
         yield f"mod.t{n} = static_cast<const {_C_TYPES[tensor.dtype]}*>(given.t{n}){outer};"
 
 
-def _block_lists(tensors: Sequence[ScoreTensor], first: int, block_size: tuple[int, int]) -> str:
+def _block_lists(tensors: Sequence[ScoreTensor], first: int, block_size: tuple[int, int], shows: bool) -> str:
     """The lists of a block mask from tensor ``first`` on: counts and indices, and those of full blocks.
 
     The first ones are those that the kernel walks along. Gradients that take turns read those of keys, too.
@@ -124,7 +126,7 @@ def _block_lists(tensors: Sequence[ScoreTensor], first: int, block_size: tuple[i
     for n in range(first, len(tensors), 2):
         indices = f"{{{place(n + 1)}, given.t{n + 1}_{tensors[n + 1].blocks[3]}, *({place(n)})}}"
         lists.setdefault(tensors[n + 1].blocks, []).append(indices)
-    written = _BLOCKS.format(rows=block_size[0], keys=block_size[1])
+    written = _BLOCKS.format(rows=block_size[0], keys=block_size[1], shows=int(shows))
     for name, (partial, *full) in zip(("block", "key"), lists.values(), strict=False):
         written += _LIST.format(name=name, partial=partial, full=full[0] if full else "{nullptr, 0, 0}")
     return written
@@ -182,7 +184,7 @@ struct ScoreMod {{
 
   __device__ __forceinline__ {real} gradient({real} score, {real} dscore, int row, int key) const {{
 {gradient}  }}
-}};
+{shown}}};
 
 DEVICE ScoreMod bind_score_mod(const ScoreParams& given, int batch, int head) {{
   ScoreMod mod;
@@ -196,9 +198,16 @@ template <class Params>
 struct WithScoreMod : Params {{
 {holder}}};
 """
+_SHOWN = """\
+
+  // In full blocks, whose keys are all shown.
+  __device__ __forceinline__ {real} shown({real} score, int row, int key) const {{
+{body}  }}
+"""
 _BLOCKS = """
 #define BLOCK_MASK_ROWS {rows}
 #define BLOCK_MASK_KEYS {keys}
+#define BLOCK_MASK_SHOWS {shows}
 
 #include "common/block_list.cuh"
 """

@@ -285,7 +285,8 @@ class OperationGraph:
         """The scores outside of listed blocks of keys become -inf: the lists of torch's ``BlockMask``, under its names.
 
         Right before the softmax, or before a `mask`, kernels neither load nor multiply blocks that are not listed.
-        The lists hide nothing inside of a block: `mask_mod` does, and it is applied in full blocks, too.
+        The lists hide nothing inside of a block: a `mask_mod` before does. It must show every key of full blocks, where
+        kernels may leave it out.
 
         block_size: rows and keys of a block. With R = ceil(rows / block_size[0]) and C = ceil(keys / block_size[1]),
         kv_num_blocks: int32 (1 or batch, 1 or heads, R), how many entries of kv_indices, int32 (.., R, C), count.

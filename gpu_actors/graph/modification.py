@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from gpu_actors.errors import Unsupported
 from gpu_actors.graph.cuda import score_mod
-from gpu_actors.graph.expression import Expression, combine, leaf, real
+from gpu_actors.graph.expression import Expression, combine, in_order, leaf, real
 from gpu_actors.graph.ops import Node
 from gpu_actors.graph.tensor import GraphTensor
 from gpu_actors.mha import Mask
@@ -64,8 +64,21 @@ class ScoreInputs:
         if block_mask is not None:
             self._lists(block_mask, gradients, deterministic)
         tensors = tuple(self._tensors.values())
-        mod = score_mod(expression, self._score, tensors, scalars, real_type, size)
+        shown = None
+        if block_mask is not None and len(block_mask.inputs) > (5 if block_mask["transposed"] else 3):
+            shown = self._shown(expression)  # there are lists of full blocks
+        mod = score_mod(expression, self._score, tensors, scalars, real_type, size, shown)
         return Modification(mod, tuple(self._tensors), tuple((uid, value) for uid, value, _ in self._scalars))
+
+    def _shown(self, root: Expression) -> Expression:
+        """What is left in full blocks, where masks show every key: of `select` with -inf, what it selects."""
+        while root.op == "select":
+            condition, shown, hidden = root.args
+            number = self._scalars[hidden.slot][1] if hidden.op == "scalar" else 0.0
+            if number != float("-inf") or any(part is self._score for part in in_order((condition,))):
+                break
+            root = shown
+        return root
 
     def _in_double(self, root: int) -> bool:
         """Whether anything on the way to ``root`` is float64: a comparison of such numbers leaves no trace in it."""

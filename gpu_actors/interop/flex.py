@@ -68,8 +68,9 @@ def flex_attention(
     query: (batch, heads, L, E); key: (batch, heads_kv, S, E); value: (batch, heads_kv, S, Ev), of one dtype, float16,
     bfloat16, float32 or float64. With ``enable_gqa`` heads_kv divides heads, else it is equal.
     score_mod: ``(score, b, h, q_idx, kv_idx)`` to the score; block_mask: a BlockMask, or a
-    ``mask_mod(b, h, q_idx, kv_idx)``, True for keys that are seen. Of a BlockMask the ``mask_mod`` is taken, in full
-    blocks, too, and its lists where blocks are multiples of 128 rows and keys: kernels skip what is not listed.
+    ``mask_mod(b, h, q_idx, kv_idx)``, True for keys that are seen. Of a BlockMask the ``mask_mod`` is taken, and
+    its lists where blocks are multiples of 128 rows and keys: kernels skip what is not listed, and Hopper's forward
+    kernel the ``mask_mod`` in full blocks.
     scale: None takes 1 / sqrt(E).
 
     Both functions are traced at their first call, and again once a number, a tensor or a function that they read has

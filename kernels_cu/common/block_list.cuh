@@ -31,4 +31,5 @@ struct ListedTiles {
 
   __device__ __forceinline__ int count() const { return list.count() * BLOCK_TILES; }
   __device__ __forceinline__ int at(int n) const { return list.at(n / BLOCK_TILES) * BLOCK_TILES + n % BLOCK_TILES; }
+  __device__ __forceinline__ bool is_full(int n) const { return n / BLOCK_TILES >= list.partial.count; }
 };

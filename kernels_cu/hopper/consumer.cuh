@@ -104,8 +104,8 @@ struct Consumer {
   __device__ __forceinline__ void run();
   __device__ __forceinline__ void attend(const Work& work);
   __device__ __forceinline__ void mainloop(Registers& r, const Work& work, const Rows& rows);
-  __device__ __forceinline__ void mainloop_step(Registers& r, const Rows& rows, bool more, int first_key, bool masked);
-  __device__ __forceinline__ void mainloop_step_apart(Registers& r, const Rows& rows, int first_key, bool masked);
+  __device__ __forceinline__ void mainloop_step(Registers& r, const Rows& rows, bool more, int first_key, bool masked, bool full);
+  __device__ __forceinline__ void mainloop_step_apart(Registers& r, const Rows& rows, int first_key, bool masked, bool full);
 
   // The last tile of keys: its scores and weights, with nothing to multiply beside them.
   __device__ __forceinline__ void first_scores(Registers& r, const Work& work, const Rows& rows) {
@@ -123,7 +123,7 @@ struct Consumer {
     ptx::wgmma_wait<0>();
     ptx::pin_registers(r.s);
     release_keys();
-    score<true>(r.s, rows, bias, first_key);
+    score<true>(r.s, rows, bias, first_key, work.is_full(last));
     apply_mask(r.s, rows, first_key);
     float unused[2];
     softmax_tile<true>(r.s, r.softmax, unused, rows.to_log2);

@@ -128,8 +128,8 @@ __device__ __forceinline__ void Consumer::mainloop(Registers& r, const Work& wor
     next = work.tile_before(n);
     const int first_key = work.first_key(n);
     const bool masked = needs_mask(whole, work, n, first_key);
-    if constexpr (VALUES_FIRST) mainloop_step_apart(r, rows, first_key, masked);
-    else mainloop_step(r, rows, next >= 0, first_key, masked);
+    if constexpr (VALUES_FIRST) mainloop_step_apart(r, rows, first_key, masked, work.is_full(n));
+    else mainloop_step(r, rows, next >= 0, first_key, masked, work.is_full(n));
   }
 }
 
@@ -137,7 +137,7 @@ __device__ __forceinline__ void Consumer::mainloop(Registers& r, const Work& wor
 // with its values. A consumer issues its products in its turn of the ping-pong, so that its softmax runs beside the
 // products of another.
 __device__ __forceinline__ void Consumer::mainloop_step(Registers& r, const Rows& rows, bool more, int first_key,
-                                                         bool masked) {
+                                                         bool masked, bool full) {
   if (PINGPONG) pingpong_wait();
   ptx::pin_registers(r.o);
   ptx::pin_registers(r.p);
@@ -161,7 +161,7 @@ __device__ __forceinline__ void Consumer::mainloop_step(Registers& r, const Rows
   ptx::wgmma_wait<1>();
   ptx::pin_registers(r.s);
   release_keys();
-  score<BLOCK_MASK>(r.s, rows, bias, first_key);
+  score<BLOCK_MASK>(r.s, rows, bias, first_key, full);
   // A branch that all threads take alike, and one loop: with one more for masks, a compile takes half as long again.
   if (MASKS && masked) apply_mask(r.s, rows, first_key);
   float correction[2];
@@ -188,7 +188,8 @@ __device__ __forceinline__ void Consumer::mainloop_step(Registers& r, const Rows
 
 // Where registers hold either scores or sums: first the values of tile n + 1, then the scores of tile n. The softmax runs
 // beside other consumers' products only.
-__device__ __forceinline__ void Consumer::mainloop_step_apart(Registers& r, const Rows& rows, int first_key, bool masked) {
+__device__ __forceinline__ void Consumer::mainloop_step_apart(Registers& r, const Rows& rows, int first_key, bool masked,
+                                                               bool full) {
   add_values(r);
   wait_for_keys();
   ptx::wgmma_fence();
@@ -198,7 +199,7 @@ __device__ __forceinline__ void Consumer::mainloop_step_apart(Registers& r, cons
   ptx::wgmma_wait<0>();
   ptx::pin_registers(r.s);
   release_keys();
-  score<BLOCK_MASK>(r.s, rows, bias, first_key);
+  score<BLOCK_MASK>(r.s, rows, bias, first_key, full);
   if (MASKS && masked) apply_mask(r.s, rows, first_key);
   softmax_tile<false>(r.s, r.softmax, r.correction, rows.to_log2);
   pack(r.p, r.s);

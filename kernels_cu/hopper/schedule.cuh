@@ -47,6 +47,12 @@ struct Work {
     return (BLOCK_MASK ? ptx::warp_uniform(keys.at(n)) : keys.at(n)) * BLOCK_N;
   }
 
+#if BLOCK_MASK
+  __device__ __forceinline__ bool is_full(int n) const { return keys.is_full(n); }
+#else
+  __device__ __forceinline__ bool is_full(int) const { return false; }
+#endif
+
   __device__ __forceinline__ void move_to(const LaunchParams& params, int row) {
     row_begin = row;
     keys = key_tiles(params, mask, sequence, head, row, row_end());

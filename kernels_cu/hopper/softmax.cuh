@@ -100,10 +100,22 @@ DEVICE Rows rows_of(const LaunchParams& params, const Mask& mask, int sequence, 
 
 // The modification of scaled products. What it computes of a key serves both rows.
 // LAST: of the last tile, whose keys may end before it does; those past the end are scored as the last one, and hidden.
+// full: of a tile in a full block of a block mask, whose keys the function that masks shows.
 template <bool LAST>
-DEVICE void modify(Scores& s, const Rows& rows, int first_key) {
+DEVICE void modify(Scores& s, const Rows& rows, int first_key, bool full) {
   uint32_t row[2] = {uint32_t(at_most(rows.last_row, rows.row(0))), uint32_t(at_most(rows.last_row, rows.row(1)))};
   ptx::pin_registers(row);  // or ptxas keeps for all tiles what follows from a row, and spills
+#if BLOCK_MASK_SHOWS
+  if (full) {
+#pragma unroll
+    for (int i = 0; i < BLOCK_N / 2; i++) {
+      int key = first_key + lane_id() % 4 * 2 + i / 4 * 8 + i % 2;
+      if (LAST) key = at_most(rows.mask.seqlen_k - 1, key);
+      s[i] = rows.mod.shown(s[i] * rows.scale, int(row[i / 2 % 2]), key);
+    }
+    return;
+  }
+#endif
 #pragma unroll
   for (int i = 0; i < BLOCK_N / 4; i++) {
     int key = first_key + lane_id() % 4 * 2 + i / 2 * 8 + i % 2;
@@ -154,8 +166,8 @@ DEVICE void add_bias(Scores& s, const BiasTile& tile) {
 
 // The modification, softcap, ALiBi and bias. tanh x = 1 - 2 / (1 + e^2x): to about 1e-7 absolute, and without a branch.
 template <bool LAST>
-DEVICE void score(Scores& s, const Rows& rows, const BiasTile& bias, int first_key) {
-  if constexpr (SCORE_MOD) modify<LAST>(s, rows, first_key);
+DEVICE void score(Scores& s, const Rows& rows, const BiasTile& bias, int first_key, bool full = false) {
+  if constexpr (SCORE_MOD) modify<LAST>(s, rows, first_key, full);
 #pragma unroll
   for (int i = 0; i < BLOCK_N / 2 && SCALED && !SCORE_MOD; i++) s[i] *= rows.scale;
 #pragma unroll

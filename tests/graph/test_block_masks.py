@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from emulated.forward import ml_dtype
-from mutation.block_mask_mutants import HOPPER_MUTANTS, MUTANTS, TURN_MUTANTS, BlockMutant
+from mutation.block_mask_mutants import HOPPER_MUTANTS, MUTANTS, SHOWN_MUTANTS, TURN_MUTANTS, BlockMutant
 
 import gpu_actors as ga
 from gpu_actors.actors import nvrtc
@@ -32,6 +32,22 @@ rng = np.random.default_rng(3)
 KINDS = rng.integers(0, 3, (BATCH, HEADS, R, C))
 KINDS[:, 1, 0] = 0
 KINDS[0, :2, :, 2] = 0  # keys that the first KV head's rows do not see
+
+
+def near(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return abs(q - kv) * (1 + h) < 900 + 100 * b
+
+
+def shows_all(b: int, h: int, row: int, column: int) -> bool:
+    """Whether `near` shows every key of a block, of which the first and the last pair are furthest apart."""
+    corners = ((row * BLOCK, column * BLOCK + BLOCK - 1), (row * BLOCK + BLOCK - 1, column * BLOCK))
+    return all(near(b, h, q, kv) for q, kv in corners)
+
+
+for place in np.ndindex(KINDS.shape):
+    if KINDS[place] == 2 and not shows_all(*place):
+        KINDS[place] = 1
+assert (KINDS == 2).sum() > 10
 
 
 def ordered(listed: Any, rng: np.random.Generator) -> tuple[Any, Any]:
@@ -61,10 +77,6 @@ def declared(graph: ga.OperationGraph, lists: list[Any]) -> dict[str, ga.GraphTe
         name: graph.tensor(uid=LISTS + n, dims=array.shape, dtype="int32")
         for n, (name, array) in enumerate(zip(names, lists, strict=False))
     }
-
-
-def near(b: Any, h: Any, q: Any, kv: Any) -> Any:
-    return abs(q - kv) * (1 + h) < 400 + 50 * b
 
 
 def scores_of(graph: ga.OperationGraph, lists: list[Any], causal: bool, modified: bool | str, dtype: str) -> Any:
@@ -124,7 +136,7 @@ def explicit(arrays: dict[int, Any], kinds: Any, causal: bool, modified: bool | 
     if modified:
         scores = np.tanh(scores) * 2 + (arrays[SHIFTS] if modified == "keys" else 0)
         b, h = np.arange(BATCH)[:, None, None, None], np.arange(HEADS)[:, None, None]
-        seen = seen & (abs(i - j) * (1 + h) < 400 + 50 * b)
+        seen = seen & (abs(i - j) * (1 + h) < 900 + 100 * b)
     if causal:
         seen = seen & (j <= i + KEYS - ROWS)
     exponentials = np.where(seen, np.exp(scores), 0)
@@ -333,6 +345,58 @@ def test_every_tile_of_hopper(
 ) -> None:
     monkeypatch.setattr(sys.modules[__name__], "DIM", dim)
     check_forward(hopper, causal, modified, True, "forward_sm90", dtype)
+
+
+def sparse(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return (q + kv) % 3 < 1
+
+
+def check_shown(ctx: ga.GpuContext, patch: pytest.MonkeyPatch, dim: int = 128) -> None:
+    """In full blocks a mask is not computed: one that hides keys of theirs does so in the other blocks alone."""
+    patch.setattr(sys.modules[__name__], "DIM", dim)
+    lists = lists_of(KINDS)
+    graph = ga.OperationGraph()
+    q = graph.tensor(uid=Q, dims=(BATCH, HEADS, ROWS, dim), dtype="float16")
+    k, v = (graph.tensor(uid=uid, dims=(BATCH, HEADS_KV, KEYS, dim), dtype="float16") for uid in (K, V))
+    scores = graph.matmul(q, graph.transpose(k)) * 0.05
+    distance = graph.index(scores, 3) - graph.index(scores, 2)
+    scores = scores + distance * 0.01 + graph.tensor(uid=SHIFTS, dims=(1, 1, 1, KEYS), dtype="float32")
+    scores = graph.mask_mod(graph.mask_mod(scores, sparse), lambda b, h, row, key: abs(key - row - 3) > 0)
+    scores = graph.block_mask(scores, **declared(graph, lists), block_size=(BLOCK, BLOCK))
+    graph.output(graph.matmul(graph.softmax(scores), v), uid=OUT, dtype="float16")
+    arrays = arrays_of(lists)
+    arrays[SHIFTS] = np.random.default_rng(2).standard_normal((1, 1, 1, KEYS)).astype(np.float32)
+    found = ctx.cudnn.execute(graph, arrays).result(100.0)[OUT]
+    rows, keys = np.arange(ROWS)[:, None], np.arange(KEYS)[None, :]
+    kinds = KINDS.repeat(BLOCK, 2).repeat(BLOCK, 3)[:, :, :ROWS, :KEYS]
+    seen = (kinds == 2) | ((kinds == 1) & ((rows + keys) % 3 == 0) & (keys != rows + 3))
+    q, k, v = (arrays[uid].astype(np.float64) for uid in (Q, K, V))
+    k, v = (np.repeat(array, HEADS // HEADS_KV, axis=1) for array in (k, v))
+    weights = np.where(seen, np.exp(0.05 * q @ k.swapaxes(-1, -2) + (keys - rows) * 0.01 + arrays[SHIFTS]), 0)
+    total = weights.sum(-1, keepdims=True)
+    np.testing.assert_allclose(found.astype(np.float64), weights / np.where(total == 0, 1, total) @ v, atol=4e-3)
+
+
+def test_hopper_computes_no_mask_in_full_blocks(hopper: ga.GpuContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_shown(hopper, monkeypatch)
+
+
+def test_a_mask_that_depends_on_the_score_is_computed_in_full_blocks() -> None:
+    lists = lists_of(KINDS)
+    for dependent in (False, True):
+        graph = ga.OperationGraph()
+        q, k = (
+            graph.tensor(uid=uid, dims=(BATCH, HEADS, n, DIM), dtype="float16") for uid, n in ((Q, ROWS), (K, KEYS))
+        )
+        scores = graph.matmul(q, graph.transpose(k))
+        shown = scores > 0.0 if dependent else graph.index(scores, 2) > 5
+        scores = graph.select(shown, scores, float("-inf"))
+        scores = graph.block_mask(scores, **declared(graph, lists), block_size=(BLOCK, BLOCK))
+        v = graph.tensor(uid=V, dims=k.dims, dtype="float16")
+        graph.output(graph.matmul(graph.softmax(scores), v), uid=OUT, dtype="float16")
+        mod = match_attention(graph).problem.score_mod
+        assert mod is not None
+        assert f"#define BLOCK_MASK_SHOWS {int(not dependent)}" in mod.header
 
 
 HOPPER_LAUNCHES = [("eager", "lane", True), ("random", "random", False), ("late", "round_robin", True)]
@@ -555,11 +619,12 @@ CHECKS: dict[str, Any] = {
     "turns, wide": lambda _, patch: check_deterministic(patch, False, 136, hang=10.0),
     "hopper": lambda ctx, _: check_forward(ctx, False, True, True, "forward_sm90"),
     "hopper, causal": lambda ctx, _: check_forward(ctx, True, True, True, "forward_sm90"),
+    "hopper, shown": lambda ctx, patch: check_shown(ctx, patch),
     "hopper, keys": lambda ctx, _: check_forward(ctx, False, "keys", True, "forward_sm90"),
     "hopper, nonfinite": lambda ctx, _: check_nonfinite(ctx),
     "hopper, loads": lambda ctx, patch: check_counted(patch, ctx, True, True),
 }
-ALL = MUTANTS + HOPPER_MUTANTS + TURN_MUTANTS
+ALL = MUTANTS + HOPPER_MUTANTS + TURN_MUTANTS + SHOWN_MUTANTS
 SAMPLE = ("tiles of a block repeat the first", "a block of rows takes the list of the first")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["HOPPER_MUTANTS", "MUTANTS", "TURN_MUTANTS", "BlockMutant"]
+__all__ = ["HOPPER_MUTANTS", "MUTANTS", "SHOWN_MUTANTS", "TURN_MUTANTS", "BlockMutant"]
 
 
 class BlockMutant(NamedTuple):
@@ -227,4 +227,51 @@ TURN_MUTANTS = (
         "(given.t4)",
         _TURNS,
     ),
+)
+
+_SOFTMAX, _SHOWN = "hopper/softmax.cuh", "hopper, shown"
+
+SHOWN_MUTANTS = (
+    BlockMutant(
+        "the last partial block counts as full", _LIST, "n / BLOCK_TILES >= list", "n / BLOCK_TILES + 1 >= list", _SHOWN
+    ),
+    BlockMutant(
+        "the first full block counts as partial",
+        _LIST,
+        "BLOCK_TILES >= list.partial",
+        "BLOCK_TILES > list.partial",
+        _SHOWN,
+    ),
+    BlockMutant("tiles are counted as blocks", _LIST, "n / BLOCK_TILES >= list", "n >= list", _SHOWN),
+    BlockMutant("no block is full", _LIST, "n / BLOCK_TILES >= list.partial.count", "false", _SHOWN),
+    BlockMutant("every block is full", _LIST, "n / BLOCK_TILES >= list.partial.count", "true", _SHOWN),
+    BlockMutant(
+        "the last tile has the mask", _CONSUMER, "first_key, work.is_full(last));", "first_key, false);", _SHOWN
+    ),
+    BlockMutant(
+        "a tile is as full as the next one",
+        _KERNEL,
+        "masked, work.is_full(n));",
+        "masked, work.is_full(next));",
+        _SHOWN,
+    ),
+    BlockMutant("shown products are not scaled", _SOFTMAX, "shown(s[i] * rows.scale", "shown(s[i]", _SHOWN),
+    BlockMutant(
+        "shown scores are of the first row", _SOFTMAX, "int(row[i / 2 % 2]), key)", "int(row[0]), key)", _SHOWN
+    ),
+    BlockMutant(
+        "shown keys are eight apart too early",
+        _SOFTMAX,
+        "i / 4 * 8 + i % 2;\n      if (LAST)",
+        "i / 2 * 8 + i % 2;\n      if (LAST)",
+        _SHOWN,
+    ),
+    BlockMutant(
+        "neighbours are one shown key",
+        _SOFTMAX,
+        "i / 4 * 8 + i % 2;\n      if (LAST)",
+        "i / 4 * 8;\n      if (LAST)",
+        _SHOWN,
+    ),
+    BlockMutant("shown scores are masked after all", _SOFTMAX, "    return;\n  }\n#endif", "  }\n#endif", _SHOWN),
 )

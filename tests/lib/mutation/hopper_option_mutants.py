@@ -134,8 +134,8 @@ MODIFICATIONS = (
     _bug(
         "the mask comes before the modification",
         "consumer",
-        "    score<true>(r.s, rows, bias, first_key);\n    apply_mask(r.s, rows, first_key);",
-        "    apply_mask(r.s, rows, first_key);\n    score<true>(r.s, rows, bias, first_key);",
+        "    score<true>(r.s, rows, bias, first_key, work.is_full(last));\n    apply_mask(r.s, rows, first_key);",
+        "    apply_mask(r.s, rows, first_key);\n    score<true>(r.s, rows, bias, first_key, work.is_full(last));",
         GATES,
     ),
     _bug(
