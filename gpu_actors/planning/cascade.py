@@ -256,6 +256,9 @@ def _refusal(plan: Plan, request: PagedForward) -> str | None:
         return "scores depend on where rows and keys stand"
     if request.q_descale is not None:
         return "each sequence's queries have a factor of their own"
+    # Kernels take sinks in float32 or in the output's dtype, which is float32 for the parts of a cascade.
+    if not isinstance(request.sinks, np.ndarray) and getattr(request.sinks, "dtype", _FLOAT) != _FLOAT:
+        return "its sinks lie on the device in another dtype than float32"
     if p.num_splits:
         return "num_splits promises the same bits alone and in any batch"
     if p.layout != "paged" or plan.key.kernel not in _KERNELS:
@@ -338,6 +341,8 @@ def _inputs(
     inputs = operands(request)
     if isinstance(request.q, np.ndarray):
         inputs["q"] = np.ascontiguousarray(request.q)
+    if isinstance(request.sinks, np.ndarray):
+        inputs["sinks"] = request.sinks.astype(_FLOAT)
     groups, columns = size(len(pages)), size(int(pages.max()))
     prefix = np.full((groups, columns), -1, np.int32)
     kept = np.arange(columns) < pages[:, None]

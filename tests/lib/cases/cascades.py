@@ -57,6 +57,10 @@ def sinks(rng: Any, _: int, heads: int, __: int) -> Any:
     return rng.standard_normal(heads).astype(np.float32) + 2
 
 
+def half_sinks(rng: Any, sequences: int, heads: int, rows: int) -> Any:
+    return sinks(rng, sequences, heads, rows).astype(np.float16)
+
+
 def tree(rng: Any, sequences: int, _: int, rows: int) -> Any:
     return np.tril(rng.random((sequences, rows, rows)) < 0.5) | np.eye(rows, dtype=bool)
 
@@ -65,6 +69,7 @@ SIXTEEN = ((64, (0,) * 16),)
 CASES = {
     "decode": Case(),
     "sinks, softcap and rows": Case(rows=3, options={"softcap": 5.0, "sinks": sinks}),
+    "sinks in q's dtype": Case(groups=((20, (0, 0)),), options={"sinks": half_sinks}),
     "packed rows": Case(rows=(1, 4, 2, 1, 3, 1, 2), options={"softcap": 3.0}),
     "two of one head": Case(groups=((16, (0, 0)),), ratio=1),
     "sixteen of eight heads": Case(groups=SIXTEEN, ratio=8, page=16),
