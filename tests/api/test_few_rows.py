@@ -81,6 +81,20 @@ def test_an_option_means_the_same(emulated: ga.GpuContext, option: str) -> None:
 
 @pytest.mark.sweep
 @pytest.mark.timeout(600)
+def test_messages_of_cudnn_are_packed_too(emulated: ga.GpuContext) -> None:
+    """Heads come before rows, and nothing is measured from the diagonal."""
+    operands = arrays(3, 1203, heads=(6, 2), batch=2)
+    params = ga.AttentionParams(batch=2, seq_q=3, seq_kv=1203, heads_q=6, heads_kv=2, head_dim=64)
+    heads_first = [np.ascontiguousarray(array.swapaxes(1, 2)) for array in operands]
+    launched = emulated.flash_attn.inspect_key(ga.FlashForward(*operands, alignment="top_left", return_lse=True))
+    assert (launched.layout, launched.alignment) == ("cache", "bottom_right")
+    for _ in range(2):
+        found = emulated.cudnn.mha_forward(params, *heads_first, return_stats=True).result(120)
+        check_output(found.out.swapaxes(1, 2), found.stats[..., 0], *operands)
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(600)
 def test_gradients_take_the_lse_of_packed_rows(emulated: ga.GpuContext) -> None:
     case = random_backward(3, dtype="float16", varlen=False, seqlens=(5, 1300), heads=(8, 2), head_dim=64, features=())
     dout, q, k, v, _, _ = case.inputs
