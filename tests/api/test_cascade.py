@@ -398,3 +398,66 @@ def test_results_go_into_the_callers_array_and_without_lse() -> None:
         assert result.lse is None
         for found, (wanted, _, bound) in zip(out, batch.wanted(asked), strict=True):
             assert (np.abs(found.astype(np.float64) - wanted) <= bound).all()
+
+
+# Random programs
+
+
+def program(seed: int, device: str, cascade: bool) -> tuple[list[Any], int]:
+    """The results of random appends, forks, truncations and requests, and how many launches were cascades."""
+    rng, events, results = np.random.default_rng(seed), [], []
+    page, ratio, packed, recorded = (int(rng.choice(some)) for some in ((1, 3, 4, 8), (1, 4), (0, 1), (0, 1)))
+    spec = {"num_blocks": 500, "page_size": page, "kv_heads": KV_HEADS, "head_dim": 32, "dtype": "float16"}
+
+    def rows(*shape: int) -> Any:
+        return rng.standard_normal((*shape, 32)).astype(np.float16)
+
+    options = ga.ContextOptions(arch="sm_80", on_event=events.append, record_launches=bool(recorded))
+    with ga.open_context(device, options) as ctx, ctx.kv_cache(**spec, cascade=cascade) as cache:
+        seqs = [wait(cache.create())]
+        wait(cache.append(seqs[0], rows(30, KV_HEADS), rows(30, KV_HEADS)))
+        for _ in range(14):
+            one, what = int(rng.integers(len(seqs))), int(rng.integers(8))
+            if what < 3 and len(seqs) < 8:
+                seqs.insert(int(rng.integers(len(seqs) + 1)), wait(cache.fork(seqs[one])))
+            elif what == 3:
+                wait(cache.truncate(seqs[one], int(rng.integers(cache.length(seqs[one]) + 1))))
+            elif what == 4:
+                count = int(rng.integers(1, 12))
+                wait(cache.append(seqs[one], rows(count, KV_HEADS), rows(count, KV_HEADS)))
+            else:
+                chosen = np.sort(rng.choice(len(seqs), int(rng.integers(1, len(seqs) + 1)), replace=False)).tolist()
+                counts = rng.integers(0, 4, len(chosen)) if packed else np.full(len(chosen), int(rng.integers(1, 4)))
+                shape = (int(counts.sum()),) if packed else (len(chosen), int(counts[0]))
+                asked: dict[str, Any] = {"softcap": float(rng.choice([0.0, 4.0])), "causal": bool(rng.integers(3))}
+                if packed:
+                    asked["cu_seqlens_q"] = np.cumsum([0, *counts], dtype=np.int32)
+                if rng.integers(2):
+                    asked |= {"k": rows(*shape, KV_HEADS), "v": rows(*shape, KV_HEADS)}
+                if rng.integers(2):
+                    asked["sinks"] = rng.standard_normal(KV_HEADS * ratio).astype(np.float32)
+                q = rows(*shape, KV_HEADS * ratio)
+                if q.size:
+                    results.append(wait(cache.attend(q, [seqs[i] for i in chosen], return_lse=True, **asked)))
+    return results, sum(event.name == "launch.cascade" and event.fields["taken"] for event in events)
+
+
+@pytest.mark.parametrize(
+    ("device", "seeds"),
+    [
+        ("mock", range(8)),
+        pytest.param("mock", range(8, 200), marks=pytest.mark.sweep),
+        pytest.param("emulated", range(24), marks=pytest.mark.sweep),
+    ],
+)
+def test_random_programs_have_the_same_answers_with_and_without(device: str, seeds: range) -> None:
+    taken = 0
+    for seed in seeds:
+        (results, cascades), (wanted, none) = (program(seed, device, cascade) for cascade in (True, False))
+        taken += cascades
+        assert none == 0
+        for one, other in zip(results, wanted, strict=True):
+            # Both were rounded to float16, and on the emulated device from sums in float32.
+            np.testing.assert_allclose(one.out.astype(np.float64), other.out.astype(np.float64), rtol=2e-3, atol=2e-3)
+            np.testing.assert_allclose(one.lse, other.lse, rtol=1e-5, atol=1e-3)
+    assert taken > len(seeds) / 2
