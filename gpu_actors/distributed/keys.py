@@ -37,12 +37,11 @@ from gpu_actors.partial import Partial, empty, merge
 from gpu_actors.process import Local
 from gpu_actors.requests import Array, AttentionOutput, CacheOptions
 from gpu_actors.runtime.reply import need_asyncio
-from gpu_actors.validation.fields import describe, expect, integer
+from gpu_actors.validation.fields import FP8, describe, expect, integer, optional_array, output_dtype
 from gpu_actors.values import show
 
 __all__ = ["ShardedKvCache", "ShardedSequence"]
 
-_FP8 = ("float8_e4m3fn", "float8_e5m2")
 _HALVES = ("float16", "bfloat16")
 _NUMBERS = itertools.count(1)
 
@@ -221,14 +220,16 @@ class ShardedKvCache(Local):
         positions: Array | None = None,
         rope_cos: Array | None = None,
         rope_sin: Array | None = None,
+        q_descale: Array | None = None,
         return_lse: bool = False,
         timeout: float | None = None,
         **options: Any,
     ) -> AttentionOutput:
         """Attention of q, the last rows of a sequence, to all of it; k and v are appended then, where given.
 
-        q: (rows, heads_q, head_dim), in the cache's dtype, or float16 or bfloat16 over fp8. k, v: the same rows', as
-            for `append`; None for rows that are in the cache.
+        q: (rows, heads_q, head_dim), in the cache's dtype, or float16 or bfloat16 over fp8. The output has its dtype,
+            bfloat16 for fp8. k, v: the same rows', as for `append`; None for rows that are in the cache.
+        q_descale: fp32 (kv_heads,), of an fp8 q, which is not rotated.
         causal, sinks, return_lse: as in `FlashForward`. timeout: seconds for the attention.
         tree_mask: in place of causal, as in `PagedForward`: uint64 (rows,) or bool (rows, rows).
         rope, positions, rope_cos, rope_sin: as in `AttendCache`; they rotate q too.
@@ -244,6 +245,7 @@ class ShardedKvCache(Local):
         _refuse({name: given for name, given in options.items() if name not in _TAKEN})
         self._known(seq)
         query = self._query(q)
+        factors = self._query_factors(q_descale, query)
         new = None
         if k is not None or v is not None:
             new = self._rows(k, v)
@@ -257,6 +259,7 @@ class ShardedKvCache(Local):
         masking = {name: given for name, given in options.items() if name in MASK_OPTIONS}
         mask = KeyMask(causal=causal and tree is None, **masking)
         asked = {**{name: given for name, given in options.items() if name in _OF_A_SCORE}, "return_lse": True}
+        asked |= {} if factors is None else {"q_descale": factors}
         slopes = self._slopes(options.get(SLOPES), query)
         async with seq._lock:
             self._known(seq)
@@ -321,8 +324,9 @@ class ShardedKvCache(Local):
             if tree is not None:
                 among["bias"] = tree[None, None]
             asking.append(self._new(q, new, {**options, **among}))
-        partials = [empty((*q.shape[:-1], self._dim_v), dtype=name_of(q.dtype))]
-        merged = merge(partials + await all_of(asking), sinks=sinks, out_dtype=name_of(q.dtype))
+        dtype = output_dtype(name_of(q.dtype))
+        partials = [empty((*q.shape[:-1], self._dim_v), dtype=dtype)]
+        merged = merge(partials + await all_of(asking), sinks=sinks, out_dtype=dtype)
         return Partial(merged.out, merged.lse.astype(np.float32))
 
     async def _old(
@@ -335,7 +339,7 @@ class ShardedKvCache(Local):
         own: dict[str, Any],
     ) -> Partial:
         """What rows see of the keys of one worker. own: its options, which overrule those of a part."""
-        found = empty((*q.shape[:-1], self._dim_v), dtype=name_of(q.dtype))
+        found = empty((*q.shape[:-1], self._dim_v), dtype=output_dtype(name_of(q.dtype)))
         found = Partial(found.out, found.lse.astype(np.float64))
         cache, replies = self._caches[rank], []
         try:
@@ -344,6 +348,8 @@ class ShardedKvCache(Local):
                 rows = q[part.rows]
                 query, seqs = (rows[:, None], [handle] * len(rows)) if part.apart else (rows[None], [handle])
                 asked = {**options, **mask_options((part.reach, -1), part.sinks), **own}
+                if "q_descale" in options:
+                    asked["q_descale"] = np.tile(options["q_descale"], (len(seqs), 1))
                 replies.append(cache.attend(query, seqs, **asked))
                 self._members[rank].began(replies[-1])
             for part, reply in zip(parts, replies, strict=True):
@@ -375,7 +381,8 @@ class ShardedKvCache(Local):
 
     async def _new(self, q: Any, new: Any, options: dict[str, Any]) -> Partial:
         timeout = options.pop("timeout")
-        q, k, v = (array[None] for array in among_themselves(self._descales, q, *new))
+        factors = {**self._descales, "q_descale": options.pop("q_descale", None)}
+        q, k, v = (array[None] for array in among_themselves(factors, q, *new))
         found = await self._pool.ask(lambda ctx: ctx.flash_attn.forward(q, k, v, **options), timeout=timeout)
         return Partial(found.out[0], found.lse[0].astype(np.float64))
 
@@ -448,7 +455,7 @@ class ShardedKvCache(Local):
             raise StaleBuffer(seq._lost)
 
     def _rows(self, k: Any, v: Any) -> tuple[Any, Any]:
-        dtypes = (self._dtype, *_HALVES) if self._dtype in _FP8 else (self._dtype,)
+        dtypes = (self._dtype, *_HALVES) if self._dtype in FP8 else (self._dtype,)
         found = []
         for name, array, dim in (("k", k, self._spec["head_dim"]), ("v", v, self._dim_v)):
             expect(array is not None, name, None, "must be given: rows have keys and values")
@@ -470,9 +477,17 @@ class ShardedKvCache(Local):
 
     def _query(self, q: Any) -> Any:
         host, dim = on_host("q", q), self._spec["head_dim"]
-        dtypes = _HALVES if self._dtype in _FP8 else (self._dtype,)
+        dtypes = (*_HALVES, self._dtype) if self._dtype in FP8 else (self._dtype,)
         sound = host.ndim == 3 and host.shape[-1] == dim and name_of(host.dtype) in dtypes
         expect(sound, "q", describe(host), f"must be (rows, heads_q, {dim}) {' or '.join(dtypes)}")
+        return host
+
+    def _query_factors(self, factors: Any, q: Any) -> Any:
+        if factors is None:
+            return None
+        host, dtype = on_host("q_descale", factors), name_of(q.dtype)
+        expect(dtype in FP8, "q_descale", describe(host), f"goes with fp8 inputs only, and q is {dtype}")
+        optional_array("q_descale", host, ((self._kv_heads,),), ("float32",))
         return host
 
 

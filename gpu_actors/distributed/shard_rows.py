@@ -19,7 +19,7 @@ from gpu_actors.planning.append_rows import new_rows
 from gpu_actors.planning.cached import tree_bits
 from gpu_actors.reference.append import cast_saturating
 from gpu_actors.reference.rope import apply_rope
-from gpu_actors.validation.fields import describe, expect
+from gpu_actors.validation.fields import FP8, describe, expect
 from gpu_actors.validation.paged import MAX_TREE_ROWS
 
 __all__ = ["ROTATION", "among_themselves", "on_host", "settled", "tree_of"]
@@ -48,13 +48,15 @@ def settled(
     rows = new_rows(AppendRows(cache=0, seqs=None, k=k, v=v, **given), pool, None)
     if rows.rope is not None:
         expect(rows.rope.dim <= pool.head_dim, "rope.dim", rows.rope.dim, f"must be head_dim at most, {pool.head_dim}")
-        if name_of(k.dtype) == pool.cache_dtype and pool.cache_dtype.startswith("float8"):
+        if name_of(k.dtype) == pool.cache_dtype and pool.cache_dtype in FP8:
             raise Unsupported("dtype", pool.cache_dtype, "rows that are fp8 already cannot be rotated", "bfloat16")
         lengths = np.array([begin + len(k)])
         rows.check_reach(lengths)
         angles = rows.angles(lengths)
         k = apply_rope(k, *angles, interleaved=rows.rope.interleaved)
         if q is not None:
+            reason = f"must have 16 bits or more to be rotated with k, {name_of(k.dtype)}"
+            expect(name_of(q.dtype) not in FP8, "q", describe(q), reason)
             q = apply_rope(q, *angles, interleaved=rows.rope.interleaved).astype(q.dtype)
     dtype: Any = pool.cache_dtype
     found = [cast_saturating(one, dtype, _factors(descales, side)) for side, one in (("k", k), ("v", v))]
@@ -62,11 +64,16 @@ def settled(
 
 
 def among_themselves(descales: Mapping[str, Any], q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
-    """The operands of a dense forward among new rows. fp8 elements are widened to float32, and q with them."""
-    if not name_of(k.dtype).startswith("float8"):
+    """The operands of a dense forward among new rows. fp8 elements are widened to float32, and q with them.
+
+    descales: k_descale, v_descale and, of an fp8 q, q_descale, (kv_heads,), where there are some.
+    """
+    if name_of(k.dtype) not in FP8:
         return q, k, v
     wide = [one.astype(np.float32) * _factors(descales, side) for side, one in (("k", k), ("v", v))]
-    return q.astype(np.float32), wide[0], wide[1]
+    factors = descales.get("q_descale")
+    own = np.float32(1.0) if factors is None else np.repeat(factors, q.shape[-2] // len(factors))[:, None]
+    return q.astype(np.float32) * own, wide[0], wide[1]
 
 
 def tree_of(mask: Any, rows: int) -> Any:

@@ -134,6 +134,29 @@ async def test_an_fp8_cache_equals_one_of_its_own(pool: ContextPool, name: str, 
     await equal(pool, FP8[name], {**SPEC, "dtype": dtype, **DESCALES}, element, scale=2.0)
 
 
+@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2])
+@pytest.mark.parametrize("interleave", [1, 5])
+async def test_fp8_queries_have_factors_of_their_own(pool: ContextPool, interleave: int, dtype: Any) -> None:
+    spec = {**SPEC, "dtype": dtype.__name__, **DESCALES}
+    factors = np.array([0.25, 3.0], np.float32)
+    async with (
+        ga.open_context("mock") as ctx,
+        ctx.kv_cache(**spec) as own,
+        ShardedKvCache(pool, **spec, interleave=interleave) as cache,
+    ):
+        seq, mine = await cache.create(), await own.create()
+        for count, given, new_dtype in (
+            (9, factors, dtype), (1, factors, np.float16), (6, None, np.float16), (4, factors, np.float16),
+        ):  # fmt: skip
+            q, k, v = (rows(count, heads, count + heads, kind) for heads, kind in ((4, dtype), *[(2, new_dtype)] * 2))
+            options = {"window_size": (7, 0), "sink_tokens": 3, "return_lse": True}
+            found = await cache.attend(q, seq, k=k, v=v, q_descale=given, **options)
+            theirs = None if given is None else given[None]
+            near(found, await own.attend(q[None], mine, k=k[None], v=v[None], q_descale=theirs, **options), 2.0)
+            found = await cache.attend(q[:1], seq, q_descale=given, return_lse=True)
+            near(found, await own.attend(q[None, :1], mine, q_descale=theirs, return_lse=True), 2.0)
+
+
 async def test_rows_lie_in_the_cache_as_one_cache_has_them(pool: ContextPool) -> None:
     """The bits of rotated and quantised rows, rows that are fp8 already included."""
     spec = {**SPEC, "dtype": "float8_e4m3fn", **DESCALES}
@@ -172,8 +195,10 @@ async def test_what_is_refused(pool: ContextPool) -> None:
     halves = rows(3, 2, dtype=np.float16)
     q, k = rows(3, 4), rows(3)
     rope = Rope(dim=16)
+    e5m2, one = rows(3, 4, dtype=ml_dtypes.float8_e5m2), np.ones(2, np.float32)
     async with ShardedKvCache(pool, **SPEC) as cache, ShardedKvCache(pool, **fp8) as small:
         seq, other = await cache.create(), await small.create()
+        empty = await cache.create()
         await cache.append(seq, k, k)
         seen = tree(3)
         for field, error, ask in (
@@ -189,6 +214,12 @@ async def test_what_is_refused(pool: ContextPool) -> None:
             ("positions", ga.InvalidRequest, cache.append(seq, k, k, positions=np.zeros(3, np.int32))),
             ("positions", ga.InvalidRequest, cache.append(seq, k, k, rope=rope, positions=np.zeros(2, np.int32))),
             ("rope", ga.InvalidRequest, cache.append(seq, k, k, rope=3)),  # type: ignore[arg-type]
+            ("q_descale", ga.InvalidRequest, cache.attend(q, seq, q_descale=one)),
+            ("q_descale", ga.InvalidRequest, cache.attend(q, empty, k=k, v=k, q_descale=one)),
+            ("q_descale", ga.InvalidRequest, small.attend(e5m2, other, q_descale=one[None])),
+            ("q_descale", ga.InvalidRequest, small.attend(e5m2, other, q_descale=one.astype(np.float16))),
+            ("q", ga.InvalidRequest, small.attend(rows(3, 4, dtype=ml_dtypes.float8_e4m3fn), other)),
+            ("q", ga.InvalidRequest, small.attend(e5m2, other, k=halves, v=halves, rope=rope)),
             ("rope.dim", ga.InvalidRequest, cache.append(seq, k, k, rope=Rope(dim=18))),
             ("rope_cos", ga.InvalidRequest, cache.append(seq, k, k, rope=Rope(dim=8, table_rows=64))),
             (

@@ -359,9 +359,36 @@ LATENT: tuple[Mutant, ...] = (
     ),
 )
 
+# 8-bit queries over caches of several workers.
+QUERIES: tuple[Mutant, ...] = (
+    *_faults(
+        "distributed/shard_rows",
+        "shard rows",
+        ("q among new rows has no factor", "q.astype(np.float32) * own", "q.astype(np.float32)"),
+        (
+            "heads of q have other heads' factors",
+            "np.repeat(factors, q.shape[-2] // len(factors))",
+            "np.tile(factors, q.shape[-2] // len(factors))",
+        ),
+        ("an 8-bit q is rotated", "name_of(q.dtype) not in FP8", "True"),
+    ),
+    *_faults(
+        "distributed/keys",
+        "shard rows",
+        ("q over old keys has no factor", 'if "q_descale" in options:', "if False:"),
+        ("q of 16 bits has a factor", "expect(dtype in FP8,", "expect(True,"),
+        (
+            "partials are as narrow as q",
+            "_dim_v), dtype=output_dtype(name_of(q.dtype)))",
+            "_dim_v), dtype=name_of(q.dtype))",
+        ),
+    ),
+)
+
 MUTANTS: tuple[Mutant, ...] = (
     *PADDED,
     *LATENT,
+    *QUERIES,
     *BIAS,
     *ONE_BATCH,
     *APART,
