@@ -344,5 +344,5 @@ def _dtype_name(dtype: Any) -> str:
     """The name of a dtype, which is given by name or as a dtype of NumPy, ml_dtypes or torch."""
     name = str(dtype).removeprefix("torch.")
     with contextlib.suppress(Exception):  # a foreign object may raise anything; its text is checked below
-        name = np.dtype(dtype).name
+        name = name if dtype is None else np.dtype(dtype).name  # None would be float64 to NumPy
     return dtype_of("dtype", SimpleNamespace(dtype=name))

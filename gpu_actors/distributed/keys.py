@@ -69,7 +69,7 @@ class ShardedKvCache(Local):
 
     pool: a pool with at least one worker. interleave: rows in a row on one worker; None: ``page_size``.
     num_blocks: pages of each worker. The other arguments are those of `KvCacheSpec`. k_descale, v_descale lie on the
-    host. latent_dim raises `Unsupported`: a `PooledKvCache` holds latents.
+    host. latent_dim and float64 raise `Unsupported`: a `PooledKvCache` takes both.
 
     Requests on a sequence take effect one after the other. Each takes effect wholly or leaves no trace, unless a worker
     is lost: then the sequence is lost with it, which raises `WorkerLost` first and `StaleBuffer` ever after.
@@ -95,6 +95,9 @@ class ShardedKvCache(Local):
         if latent_dim != 0:
             reason = "new rows attend to each other in a forward request, which takes no latents: use a PooledKvCache"
             raise Unsupported("latent_dim", latent_dim, reason, 0)
+        if dtype == "float64":
+            reason = "the answers of workers are merged by their LSE, which is fp32: use a PooledKvCache"
+            raise Unsupported("dtype", dtype, reason, "float32")
         expect(isinstance(dtype, str), "dtype", show(dtype), "must be the name of a dtype")
         self._pool = pool
         self._dtype = dtype

@@ -34,7 +34,8 @@ __all__ = [
 class KvCacheSpec:
     """A paged pool: K (num_blocks, page_size, kv_heads, head_dim) and V with head_dim_v of its own.
 
-    page_size: keys a page, at least 1. dtype: float16, bfloat16, float32, float8_e4m3fn or float8_e5m2.
+    page_size: keys a page, at least 1. dtype: float16, bfloat16, float32, float64, float8_e4m3fn or
+        float8_e5m2. Rows of float64 are not rotated.
     k_descale, v_descale: fp32 (kv_heads,), positive: the factors of an fp8 pool's elements.
     latent_dim: in place of V and head_dim_v: values are the first so many columns of keys, as in `PagedForward`. The
         rows of a DeepSeek-V3 layer have kv_heads=1, head_dim=512 + 64 and latent_dim=512. k_descale is that of whole

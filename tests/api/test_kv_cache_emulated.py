@@ -21,6 +21,7 @@ CASES: dict[str, tuple[str, str, int, ga.Rope | None]] = {
     "rotated": ("float16", "float16", 8, ga.Rope(dim=32)),
     "quantised": ("bfloat16", "float8_e4m3fn", 8, ga.Rope(dim=64, interleaved=True)),
     "single": ("float16", "float16", 1, None),
+    "double": ("float64", "float64", 5, None),
     "eight": ("float8_e4m3fn", "float8_e4m3fn", 8, None),
 }
 
@@ -65,7 +66,12 @@ def steps(device: str, dtype: str, kv_dtype: str, page: int, rope: ga.Rope | Non
 
 @pytest.mark.parametrize(
     "name",
-    ["float16", "rotated", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("quantised", "single", "eight"))],
+    [
+        "float16",
+        "rotated",
+        "double",
+        *(pytest.param(name, marks=pytest.mark.sweep) for name in ("quantised", "single", "eight")),
+    ],
 )
 def test_kernels_and_oracle_keep_the_same_cache_and_give_the_same_answers(name: str) -> None:
     dtype, kv_dtype = CASES[name][:2]
@@ -75,10 +81,10 @@ def test_kernels_and_oracle_keep_the_same_cache_and_give_the_same_answers(name: 
         for index, (held, right) in enumerate(zip(kept, expected, strict=True)):
             for side, found in zip(right, held, strict=True):
                 # Rotated keys may be rounded the other way in their last bit.
-                error = np.abs(side.astype(np.float32) - found.astype(np.float32))
-                unit = {"float16": 2.0**-10, "float8_e4m3fn": 2.0**-3}[kv_dtype]
-                assert (error <= (unit if rope else 0) * np.abs(side.astype(np.float32))).all()
-            k, v = (side.astype(np.float32) for side in right)
+                error = np.abs(side.astype(np.float64) - found.astype(np.float64))
+                unit = {"float16": 2.0**-10, "float8_e4m3fn": 2.0**-3, "float64": 0.0}[kv_dtype]
+                assert (error <= (unit if rope else 0) * np.abs(side.astype(np.float64))).all()
+            k, v = (side.astype(np.float64) for side in right)
             if kv_dtype != dtype:
                 k, v = k * DESCALES["k_descale"][:, None], v * DESCALES["v_descale"][:, None]
             k, v = (side.astype(q.dtype)[None] for side in (k, v))

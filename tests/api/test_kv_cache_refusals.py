@@ -108,7 +108,6 @@ def test_what_is_wrong_is_refused_by_name_and_changes_nothing() -> None:
         ({"head_dim_v": 0}, "head_dim_v"),
         ({"dtype": "int8"}, "dtype"),
         ({"dtype": None}, "dtype"),
-        ({"dtype": "float64"}, "dtype"),
         ({"k_descale": np.ones(2, np.float32)}, "k_descale"),
         ({"dtype": "float8_e4m3fn", "k_descale": np.ones(3, np.float32)}, "k_descale"),
         ({"dtype": "float8_e4m3fn", "v_descale": np.zeros(2, np.float32)}, "v_descale"),

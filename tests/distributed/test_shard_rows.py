@@ -190,6 +190,12 @@ def test_a_tree_of_a_workers_own_keys() -> None:
     assert KeySplit(2, 64).tree(1, 0, np.eye(64, dtype=np.bool_)).tolist() == [2**64 - 1] * 64
 
 
+def test_double_precision_that_a_merge_would_lose_is_refused(pool: ContextPool) -> None:
+    with pytest.raises(ga.Unsupported, match="fp32: use a PooledKvCache") as refused:
+        ShardedKvCache(pool, **{**SPEC, "dtype": "float64"})
+    assert refused.value.field == "dtype"
+
+
 async def test_what_is_refused(pool: ContextPool) -> None:
     fp8 = {**SPEC, "dtype": "float8_e5m2"}
     halves = rows(3, 2, dtype=np.float16)

@@ -23,6 +23,9 @@ CASES = {
     "copy float32, odd columns": AppendCase(
         new=NEW, before=BEFORE, dtype="float32", cache_dtype="float32", head_dim=5, head_dim_v=3, layout="dense"
     ),
+    "copy float64, odd columns": AppendCase(
+        new=NEW, before=BEFORE, dtype="float64", cache_dtype="float64", head_dim=16, head_dim_v=7
+    ),
     "copy fp8": AppendCase(new=NEW, before=BEFORE, dtype=FP8[0], cache_dtype=FP8[0], layout="pointers"),
     "narrow": AppendCase(new=NEW, before=BEFORE, dtype="float32", cache_dtype="bfloat16", head_dim=20),
     "e4m3": AppendCase(new=NEW, before=BEFORE, cache_dtype=FP8[0], descales=True, head_dim=64, scale=30),

@@ -51,6 +51,7 @@ OTHERS = {
     "dense": {"layout": "dense", "max_seq": 9},
     "256": {"head_dim": 256, "head_dim_v": 256, "rope": Rope(dim=256)},
     "80": {"head_dim": 80, "head_dim_v": 96},
+    "float64": {"dtype": "float64", "cache_dtype": "float64"},
     "latent": {"head_dim": 64, "head_dim_v": 512, "rope": Rope(dim=64, interleaved=True), "latent": True},
     "fp8": {"dtype": "float8_e4m3fn", "cache_dtype": "float8_e4m3fn"},
 }
@@ -101,7 +102,9 @@ class TestSupport:
     @pytest.mark.parametrize(
         ("field", "changes"),
         [
-            ("dtype", {"dtype": "float64", "cache_dtype": "float64"}),
+            ("dtype", {"dtype": "float64", "cache_dtype": "float64", "rope": Rope(dim=8)}),
+            ("dtype", {"dtype": "float64", "cache_dtype": "float32"}),
+            ("cache_dtype", {"dtype": "float32", "cache_dtype": "float64"}),
             ("dtype", {"dtype": "int8"}),
             ("dtype", {"dtype": "float8_e4m3fn", "cache_dtype": "float8_e5m2"}),
             ("cache_dtype", {"cache_dtype": "float16"}),

@@ -185,9 +185,9 @@ def append_key(problem: AppendProblem, arch: str) -> AppendKey:
         query=problem.heads_q > 0,
     )
     fp8 = key.cache_dtype in ELEMENTS and ELEMENTS[key.cache_dtype].fp8
-    if key.dtype != key.cache_dtype or key.dtype not in ELEMENTS or ELEMENTS[key.dtype].itemsize > 4:
+    if key.dtype != key.cache_dtype or key.dtype not in ELEMENTS:
         if key.dtype not in _CONVERTS:
-            raise Unsupported("dtype", key.dtype, "new rows are fp16, bf16, fp32, or of the cache's fp8", "bfloat16")
+            raise Unsupported("dtype", key.dtype, "new rows are fp16, bf16, fp32, or as those of the cache", "bfloat16")
         if not fp8 and key.cache_dtype not in _CONVERTS[key.dtype]:
             reason = f"rows of {key.dtype} go to a cache of {', '.join(_CONVERTS[key.dtype])} or fp8"
             raise Unsupported("cache_dtype", key.cache_dtype, reason, key.dtype)
@@ -200,8 +200,8 @@ def append_key(problem: AppendProblem, arch: str) -> AppendKey:
     if key.rotary_dim > key.head_dim:
         reason = f"at most head_dim columns can be rotated, {key.head_dim}"
         raise Unsupported("rope.dim", key.rotary_dim, reason, key.head_dim // 2 * 2)
-    if key.rotary_dim and ELEMENTS[key.dtype].fp8:
-        raise Unsupported("dtype", key.dtype, "rows that are fp8 already cannot be rotated", "bfloat16")
+    if key.rotary_dim and ELEMENTS[key.dtype].itemsize not in (2, 4):
+        raise Unsupported("dtype", key.dtype, "rows that are fp8 already cannot be rotated, nor fp64 ones", "float32")
     if key.descales and (not fp8 or key.dtype == key.cache_dtype):
         reason = "descales are for rows that are quantised to fp8 here"
         raise Unsupported("cache_dtype", key.cache_dtype, reason, "float8_e4m3fn")

@@ -496,8 +496,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "shard rows",
         (
             "q is not rotated",
-            "        if q is not None:\n            q = apply_rope",
-            "        if q is None:\n            q = apply_rope",
+            "            q = apply_rope",
+            "            _ = apply_rope",
         ),
         ("rotated by the place in the request", "lengths = np.array([begin + len(k)])", "lengths = np.array([len(k)])"),
         ("tables' end is not checked", "        rows.check_reach(lengths)\n", ""),
