@@ -286,7 +286,7 @@ def test_every_variant_passes_the_gate(compiler):
 
 SEEDS = {
     # As the comment in `mainloop_step` says: without the wait between, ptxas waits for O before the exponentials.
-    "overlap": ("hopper/forward_sm90.cu", "if (n > 0) wait_for_keys();\n  ptx::wgmma_wait<0>", "ptx::wgmma_wait<0>"),
+    "overlap": ("hopper/forward_sm90.cu", "if (more) wait_for_keys();\n  ptx::wgmma_wait<0>", "ptx::wgmma_wait<0>"),
     "C75": ("hopper/forward_sm90.cu", "  ptx::wgmma_fence();  // without it, ptxas puts one in (C7519)\n", ""),
     # A tile index that might differ between lanes, as far as the compiler knows.
     "uniform": ("hopper/schedule.cuh", "int tile = ptx::warp_uniform(", "int tile = int(threadIdx.x >> 20) + ("),

@@ -16,8 +16,10 @@ from gpu_actors.mha import MhaBackward, MhaForward
 __all__ = ["ENTRIES", "PAGES", "Entry", "graph_reply", "kv_reply"]
 
 PAGES: dict[str, Any] = {"num_blocks": 8, "page_size": 8, "kv_heads": 2, "head_dim": 16, "dtype": "float32"}
+LATENT_PAGES = {**PAGES, "kv_heads": 1, "head_dim": 24, "latent_dim": 16}
 MHA = ga.AttentionParams(batch=2, seq_q=3, seq_kv=5, heads_q=4, heads_kv=2, head_dim=16)
 ROPE = ga.Rope(dim=16, table_rows=32)
+LATENT_ROPE = ga.Rope(dim=8, table_rows=32)
 
 Ask = Callable[[ga.GpuContext, Mapping[str, Any]], ga.Reply[Any]]
 
@@ -38,13 +40,13 @@ def ints(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
 
-def kv_reply(ctx: ga.GpuContext, arrays: Mapping[str, Any], ask: str) -> ga.Reply[Any]:
-    """The reply of a cache's ``append`` or ``attend`` of two sequences of three rows."""
-    with ctx.kv_cache(**PAGES) as cache:
+def kv_reply(ctx: ga.GpuContext, arrays: Mapping[str, Any], ask: str, **options: Any) -> ga.Reply[Any]:
+    """The reply of a cache's ``append`` or ``attend`` of two sequences of three rows. options: by default a rope."""
+    with ctx.kv_cache(**(LATENT_PAGES if "c_kv" in arrays else PAGES)) as cache:
         seqs = [cache.create().result(), cache.create().result()]
         rest = dict(arrays)
-        first = (rest.pop("q"), seqs) if ask == "attend" else (seqs, rest.pop("k"), rest.pop("v"))
-        reply = getattr(cache, ask)(*first, **rest, rope=ROPE)
+        first = (rest.pop("q"), seqs) if ask == "attend" else (seqs,)
+        reply = getattr(cache, ask)(*first, **rest, **(options or {"rope": ROPE}))
         reply._call.wait(60)
         return reply
 
@@ -65,11 +67,14 @@ CACHES = {f"{side}_caches": normal(2, 2, 12, 16, seed=seed) for seed, side in en
 HEADS_FIRST = {name: np.ascontiguousarray(array.transpose(0, 2, 1, 3)) for name, array in DENSE.items()}
 GRADIENTS = {"o": normal(2, 4, 3, 16, seed=5), "do": normal(2, 4, 3, 16, seed=6), "stats": normal(2, 4, 3, 1, seed=7)}
 ROWS = {"k": normal(6, 2, 16, seed=1), "v": normal(6, 2, 16, seed=2)}
+LATENTS = {"c_kv": normal(6, 1, 16, seed=1), "k_pe": normal(6, 1, 8, seed=2), "cu_seqlens": ints(0, 3, 6)}
 ROTATION = {
     "positions": ints(0, 1, 2, 5, 6, 7),
     "rope_cos": normal(32, 8, seed=8),
     "rope_sin": normal(32, 8, seed=9),
 }
+
+LATENT_ROTATION = {**ROTATION, "rope_cos": normal(32, 4, seed=8), "rope_sin": normal(32, 4, seed=9)}
 
 ENTRIES: dict[str, Entry] = {
     "forward": Entry(ga.FlashForward, DENSE, lambda ctx, x: ctx.flash_attn.forward(**x, return_lse=True)),
@@ -176,6 +181,14 @@ ENTRIES: dict[str, Entry] = {
             **ROTATION,
         },
         lambda ctx, x: kv_reply(ctx, x, "attend"),
+    ),
+    "append of latents": Entry(
+        AppendRows, {**LATENTS, **LATENT_ROTATION}, lambda ctx, x: kv_reply(ctx, x, "append", rope=LATENT_ROPE)
+    ),
+    "attend to latents": Entry(
+        AttendCache,
+        {"q": normal(6, 4, 24), "cu_seqlens_q": ints(0, 3, 6), **{name: LATENTS[name] for name in ("c_kv", "k_pe")}},
+        lambda ctx, x: kv_reply(ctx, x, "attend", softmax_scale=0.2),
     ),
     "mha_forward": Entry(MhaForward, HEADS_FIRST, lambda ctx, x: ctx.cudnn.mha_forward(MHA, **x, return_stats=True)),
     "mha_forward with bias": Entry(
