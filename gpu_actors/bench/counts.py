@@ -86,9 +86,12 @@ def block_products(kind: str, tile: tuple[int, int], dims: tuple[int, int]) -> i
 def loaded_bytes(kind: str, tile: tuple[int, int], dims: tuple[int, int], item: int, bulk: bool) -> int:
     """Bytes that copies move in a step: keys and values; of a backward pass queries, their gradient and statistics.
 
+    Values of 8 bits are also read and written again by the warps that transpose them, which are not counted otherwise.
     bulk: whether dQ leaves shared memory as floats, by a copy that adds.
     """
     rows, keys = tile
+    if kind == "forward" and item == 1:
+        return keys * (sum(dims) + 2 * dims[1])
     if kind != "backward":
         return keys * sum(dims) * item
     return rows * (sum(dims) * item + 8 + 4 * dims[0] * bulk)

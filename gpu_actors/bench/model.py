@@ -242,13 +242,10 @@ def _decode_steps(case: Case, counts: Counts, machine: Machine) -> float:
 
 
 def _passes(case: Case) -> float:
-    """Bytes that other kernels of the launch move: for gradients delta and a dQ of floats; for e4m3 a transposed V."""
+    """Bytes that other kernels of the launch move: for gradients delta and a dQ of floats."""
     elements = case.batch * case.heads * case.rows * case.head_dim
-    if case.kind == "backward":
-        return 14.0 * elements  # o and dout are read, dq is cleared, read as floats and written
-    if case.kind == "forward" and case.dtype.startswith(_FLOAT8):
-        return 2.0 * case.batch * case.kv_heads * case.keys * case.head_dim
-    return 0.0
+    # o and dout are read, dq is cleared, read as floats and written
+    return 14.0 * elements if case.kind == "backward" else 0.0
 
 
 def table(found: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:

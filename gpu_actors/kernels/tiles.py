@@ -291,13 +291,17 @@ def _sm90_bytes(tile: Tile, dtype: str, head_dim: int, head_dim_v: int) -> int:
 
 
 def _sm90_bytes_with(tile: Tile, dtype: str, head_dim: int, head_dim_v: int, direct: bool) -> int:
-    """Tiles of Q, and of O unless it is stored directly, stages of K and V, mbarriers, two slots for tile indices."""
+    """Tiles of Q, and of O unless it is stored directly, stages of K and V, mbarriers, two slots for tile indices.
+
+    Of 8 bits also a tile of V as it arrives, its two mbarriers and a word about it.
+    """
     itemsize, out_itemsize = ELEMENTS[dtype].itemsize, ELEMENTS[ELEMENTS[dtype].out].itemsize
     q, v = (padded_head_dim(dim, dtype) * itemsize for dim in (head_dim, head_dim_v))
     out = padded_head_dim(head_dim_v, dtype) * out_itemsize
     values = tile.block_m * (q if direct else q + out) + tile.stages * tile.block_n * (q + v)
     barriers = 2 * (tile.block_m // 64) + 4 * tile.stages + 4
-    return values + 8 * barriers + 16
+    arriving = tile.block_n * v + 24 if ELEMENTS[dtype].fp8 else 0
+    return values + 8 * barriers + 16 + arriving
 
 
 def backward_warp_tile(tile: Tile, dtype: str, head_dim: int, head_dim_v: int) -> int:

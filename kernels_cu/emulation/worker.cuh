@@ -108,7 +108,7 @@ inline void start_block(Block& block, uint64_t number) {
   memset(block.warp, 0, sizeof block.warp);
   const int most = 65536 / (32 * block.warp_count) / 8 * 8;  // of a thread, if it is the only block of a multiprocessor
   for (int i = 0; i < block.warp_count; i++) block.warp[i].registers = lower(most, 255);
-  block.free_registers = 65536 - 32 * block.warp_count * lower(most, 255);
+  block.free_registers = 0;  // what a launch leaves over is not the block's
   block.registers_given = 0;
   block.random.seed(request.seed, number);
   shuffle_order(block.random, block.thread_order, block.threads, request.seed);

@@ -17,8 +17,8 @@ constexpr int WARPGROUP = 128;  // threads
 
 DEVICE int lane_id() { return threadIdx.x % 32; }
 
-// Products of 8-bit elements want both operands along the summed dimension, so that V comes transposed
-// (hopper/transpose_v.cu).
+// Products of 8-bit elements want both operands along the summed dimension, so that V is transposed
+// (hopper/transposer.cuh).
 constexpr bool FP8 = sizeof(ELEMENT) == 1;
 constexpr int STEP = 32 / sizeof(ELEMENT);  // what a product sums at a time: 32 bytes of its operands
 
@@ -58,6 +58,11 @@ struct Boxes {
     constexpr int UNITS = WIDTH / UNIT;
     const int spread = row % 8 / (8 / UNITS);
     return base + unit / UNITS * BOX_BYTES + row * LINE + (unit % UNITS ^ spread) * 16;
+  }
+  // `units` further in the row than a place in the first box, whose unit has none of their bits.
+  static __device__ __forceinline__ uint32_t along(uint32_t place, int units) {
+    constexpr int UNITS = WIDTH / UNIT;
+    return (place ^ units % UNITS * 16) + units / UNITS * BOX_BYTES;
   }
 };
 

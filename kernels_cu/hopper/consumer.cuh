@@ -129,7 +129,7 @@ struct Consumer {
     softmax_tile<true>(r.s, r.softmax, unused, rows.to_log2);
     if constexpr (DROPOUT) drop_weights(r.s, kept);
     pack(r.p, r.s);
-    if (PACKED_VALUES || CACHE_LENGTHS) clear_values_past(work.mask.seqlen_k - first_key);
+    if (OTHERS_FOLLOW && !FP8) clear_values_past(work.mask.seqlen_k - first_key);
     if (!VALUES_FIRST && work.tile_before(last) >= 0) wait_for_keys();
   }
 

@@ -11,8 +11,9 @@
 //    +----------------------+        +------------------------------------------------------+
 //      24 or 32 registers              240 registers (two consumers) or 160 (three)
 //
-// Of 8-bit elements V comes transposed, by hopper/transpose_v.cu, which runs before; weights are packed at 2^8 times their
-// size (section 3.3 there scales by blocks, here by heads); and P V of each tile is summed apart, then added to O.
+// Of 8-bit elements the other warps of warpgroup 0 transpose V (hopper/transposer.cuh), as section 3.3 has it; weights are
+// packed at 2^8 times their size (section 3.3 there scales by blocks, here by heads); and P V of each tile is summed apart,
+// then added to O.
 //
 // One block a multiprocessor stays for the whole launch and takes tiles of rows as it gets done (hopper/schedule.cuh).
 // This file is the outline: run, load, attend and the steps of the main loop. What they call is in hopper/producer.cuh and
@@ -20,6 +21,7 @@
 #define PTX_WGMMA_STEP (BLOCK_N % 32 ? 16 : 32)  // head dims are padded to multiples of 32
 #include "hopper/consumer.cuh"
 #include "hopper/producer.cuh"
+#include "hopper/transposer.cuh"
 
 constexpr int THREADS = WARPS * 32;
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 24 : 32;
@@ -28,7 +30,8 @@ constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 240 : 160;
 static_assert(sizeof(ELEMENT) == sizeof(KV_ELEMENT) && sizeof(ELEMENT) <= 2, "products are of 16 or 8 bits");
 static_assert(STAGES >= 2, "the keys of the next tile land while those of this one are multiplied");
 static_assert(!DROPOUT || !FP8, "weights of 8 bits are not dropped");
-static_assert((PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS) * WARPGROUP <= 65536, "registers there are");
+static_assert((PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS) * WARPGROUP <= 65536 / THREADS / 8 * 8 * THREADS,
+              "a launch gives a thread a multiple of 8, and more than it gives there is not");
 
 // `full` barriers take one arrival, the producer's, and the bytes that it announces; `empty` ones an arrival of each
 // warp that reads.
@@ -41,12 +44,16 @@ DEVICE void start_barriers(const Shared& shared) {
   for (int i = 0; i < STAGES; i++) {
     ptx::mbarrier_init(shared.k_full(i), 1);
     ptx::mbarrier_init(shared.k_empty(i), READERS);
-    ptx::mbarrier_init(shared.v_full(i), 1);
+    ptx::mbarrier_init(shared.v_full(i), FP8 ? TRANSPOSERS : 1);
     ptx::mbarrier_init(shared.v_empty(i), READERS);
   }
   for (int i = 0; i < SLOTS; i++) {
     ptx::mbarrier_init(shared.tile_full(i), 1);
     ptx::mbarrier_init(shared.tile_empty(i), READERS);
+  }
+  if constexpr (FP8) {
+    ptx::mbarrier_init(shared.v_arrived(), 1);
+    ptx::mbarrier_init(shared.v_taken(), TRANSPOSERS);
   }
   ptx::fence_mbarrier_init();
 }
@@ -64,6 +71,7 @@ __device__ __forceinline__ void Producer::run() {
     });
     source.take(drawn);
   }
+  if constexpr (FP8) end_values();
 }
 
 // Keys come from the last tile to the first. The consumers need K one tile ahead of V.
@@ -213,7 +221,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward_sm90(const __gr
   const int warpgroup = ptx::warp_uniform(threadIdx.x / WARPGROUP);
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<PRODUCER_REGISTERS>();
-    if (ptx::warp_uniform(threadIdx.x / 32) == 0) Producer{all, shared, lane_id() == 0}.run();
+    const int warp = ptx::warp_uniform(threadIdx.x / 32);
+    if (warp == 0) Producer{all, shared, lane_id() == 0}.run();
+    else if constexpr (FP8) Transposer{shared, warp - 1}.run();
   } else {
     ptx::setmaxnreg_inc<CONSUMER_REGISTERS>();
     Consumer{all, shared, warpgroup - 1}.run();

@@ -11,7 +11,8 @@ struct Producer {
   const Sm90Params& all;
   Shared shared;
   bool leader;
-  Ring<STAGES> keys{0, 1}, values{0, 1};
+  Ring<STAGES> keys{0, 1};
+  Ring<FP8 ? 1 : STAGES> values{0, 1};
   uint32_t q_parity = 1;
 
   // The outline, which forward_sm90.cu defines.
@@ -41,25 +42,26 @@ struct Producer {
     keys.advance();
   }
   __device__ __forceinline__ void load_values(const Work& work, int n) {
-    const int stage = values.stage;
-    const uint32_t full = shared.v_full(stage), empty = shared.v_empty(stage);
-    if constexpr (FP8) load_transposed(work, n, shared.v(stage), full, empty);
-    else load_tile<VBoxes>(work, n, &all.v, shared.v(stage), full, empty, values.parity);
+    if constexpr (FP8) {
+      // The transposers clear what lies behind the sequence's own keys.
+      if (tell_transposers(at_least(0, work.mask.seqlen_k - work.keys.at(n) * BLOCK_N))) {
+        bring<ArrivingV>(work, n, &all.v, shared.arriving_v(), shared.v_arrived());
+      }
+    } else {
+      const int stage = values.stage;
+      load_tile<VBoxes>(work, n, &all.v, shared.v(stage), shared.v_full(stage), shared.v_empty(stage), values.parity);
+    }
     values.advance();
   }
-  // A row of every column of V, zeros behind the sequence's last key.
-  __device__ __forceinline__ void load_transposed(const Work& work, int n, uint32_t place, uint32_t full,
-                                                  uint32_t empty) {
-    ptx::mbarrier_wait(empty, values.parity);
+  // Of the next tile of V; false in lanes that do not act.
+  __device__ __forceinline__ bool tell_transposers(int own_keys) {
+    ptx::mbarrier_wait(shared.v_taken(), values.parity);
     __syncwarp();
-    if (!leader) return;
-    ptx::mbarrier_arrive_expect_tx(full, VBoxes::BYTES);
-    const int first = work.values_start + work.keys.at(n) * BLOCK_N;
-#pragma unroll
-    for (int box = 0; box < VBoxes::COUNT; box++) {
-      ptx::tma_load(place + box * VBoxes::BOX_BYTES, &all.v, full, first + box * VBoxes::WIDTH, 0, work.kv_head,
-                    VARLEN ? 0 : work.sequence, ptx::CachePolicy::evict_last);
-    }
+    if (leader) ptx::store_shared(shared.own_keys(), static_cast<uint32_t>(own_keys));
+    return leader;
+  }
+  __device__ __forceinline__ void end_values() {
+    if (tell_transposers(NO_VALUES)) ptx::mbarrier_arrive(shared.v_arrived());
   }
 
   // The n-th of the tiles that the rows see.
@@ -69,6 +71,11 @@ struct Producer {
     ptx::mbarrier_wait(empty, parity);
     __syncwarp();
     if (!leader) return;
+    bring<Tile>(work, n, map, place, full);
+  }
+  template <class Tile>
+  __device__ __forceinline__ void bring(const Work& work, int n, const ptx::TensorMap* map, uint32_t place,
+                                        uint32_t full) {
     ptx::mbarrier_arrive_expect_tx(full, Tile::BYTES);
 #pragma unroll
     for (int part = 0; part < BLOCK_N; part += PART) {

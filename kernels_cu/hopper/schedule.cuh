@@ -15,7 +15,6 @@
 #include "common/key_tiles.cuh"
 #include "hopper/layout.cuh"
 #include "hopper/params.cuh"
-#include "hopper/transposed_v.cuh"
 
 // A tile of rows of one head of one sequence, and the keys that they see.
 struct Work {
@@ -23,7 +22,6 @@ struct Work {
   int seqlen_q;
   int row_begin;
   int q_start, k_start;  // rows before the sequence's first, in packed tensors
-  int values_start;      // the same among transposed values, where FP8
   Mask mask;
   Tiles keys;
 
@@ -78,7 +76,7 @@ DEVICE Work work_of(const LaunchParams& params, const Schedule& schedule, int ti
   work.sequence = divide(sequence_head, schedule.heads);
   work.head = sequence_head - work.sequence * params.heads_q;
   work.kv_head = divide(work.head, schedule.head_group);
-  work.q_start = work.k_start = work.values_start = 0;
+  work.q_start = work.k_start = 0;
   work.seqlen_q = params.seqlen_q;
   int seqlen_k = params.seqlen_k;
   if constexpr (VARLEN) {
@@ -88,7 +86,6 @@ DEVICE Work work_of(const LaunchParams& params, const Schedule& schedule, int ti
   if constexpr (PACKED_KEYS) {
     work.k_start = params.cu_seqlens_k[work.sequence];
     seqlen_k = params.cu_seqlens_k[work.sequence + 1] - work.k_start;
-    if (FP8) work.values_start = values_start<BLOCK_N>(work.k_start, work.sequence);
   }
   if constexpr (CACHE_LENGTHS) seqlen_k = schedule.cache_seqlens[work.sequence];
   work.mask = make_mask(params, work.seqlen_q, seqlen_k, work.sequence);

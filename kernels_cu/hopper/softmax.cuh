@@ -4,7 +4,7 @@
 // mma/softmax.cuh). Scores packed to 16 bits are the A fragments of P V without any shuffle (ptx/wgmma.cuh).
 //
 // 8-bit scores in the order of their registers are A fragments whose keys are in another order; V has its keys in that
-// order, too (hopper/transposed_v.cuh).
+// order, too (hopper/transposer.cuh).
 //
 // Weights are 2^(s * to_log2 - base): one multiply-add and one ex2. to_log2 carries the scale, so that s are plain
 // products, less ALiBi's share of them; with softcap, s are scores in base 2 and to_log2 is 1. A score modification takes

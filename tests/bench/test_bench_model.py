@@ -61,7 +61,7 @@ def test_a_multiprocessors_clocks_follow_from_the_counts_of_a_step() -> None:
     assert (found["tiles"], found["edge"], found["output"], found["passes"]) == (16, 0, 16 * 128 * 128, 0)
     eight = dataclasses.replace(CASE, dtype="float8_e4m3fn")
     assert model.terms(eight, COUNTS, H200)["products"] == found["products"] / 2
-    assert model.terms(eight, COUNTS, H200)["passes"] == pytest.approx(2 * 2 * 8192 * 2048 / 4.8e12 * 1.83e9)
+    assert model.terms(eight, COUNTS, H200)["passes"] == 0
 
 
 def test_a_kernel_that_was_fitted_has_an_error_and_is_no_faster_than_its_longest_part() -> None:

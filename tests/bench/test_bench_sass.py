@@ -123,6 +123,7 @@ def test_the_products_and_bytes_of_a_tile_follow_from_its_shape() -> None:
     assert block_products("forward", (128, 176), (128, 128)) == 128 * 176 * 256
     assert block_products("backward", (64, 128), (192, 128)) == 64 * 128 * (3 * 192 + 2 * 128)
     assert loaded_bytes("forward", (128, 176), (192, 128), 2, bulk=True) == 176 * 320 * 2
+    assert loaded_bytes("forward", (128, 256), (192, 128), 1, bulk=True) == 256 * (320 + 2 * 128)
     assert loaded_bytes("backward", (64, 128), (128, 128), 2, bulk=False) == 64 * (512 + 8)
     assert loaded_bytes("backward", (64, 128), (128, 128), 2, bulk=True) == 64 * (512 + 8 + 512)
 

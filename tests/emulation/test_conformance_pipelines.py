@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 from kernel_runs import KernelRun, Runner, pointers
 
+from gpu_actors.compiling.assets import asset_headers
+from gpu_actors.devices.emulation import EmulationFault, build_module
+
 FILE = "conformance/pipelines.cu"
 
 
@@ -70,6 +73,25 @@ def test_specialised_warps_elect_one_lane_each(runner: Runner) -> None:
     sums = 3 * np.array([192, 384, 576, evens, 192, 384, 576, odds], np.float32)
     for result in runner(run):
         result.check(elected=np.array([36]), sums=sums, lanes=np.array([3 * 12 * 496]))
+
+
+GIVES = """
+#include "ptx.cuh"
+extern "C" __global__ void __launch_bounds__(384, 1) gives(int kept) {
+  if (threadIdx.x >= 128) ptx::setmaxnreg_inc<240>();
+  else if (kept == 24) ptx::setmaxnreg_dec<24>();
+  else ptx::setmaxnreg_dec<32>();
+}
+"""
+
+
+def test_warps_share_the_registers_of_the_launch_and_no_others() -> None:
+    """384 threads start with 168 each, which leaves 1,024. A warpgroup of 32 beside two of 240 would need them."""
+    module = build_module(GIVES, {}, asset_headers(GIVES))
+    module.launch("gives", 1, 384, 0, struct.pack("<i", 24), [])
+    with pytest.raises(EmulationFault, match=r"setmaxnreg\.inc") as fault:
+        module.launch("gives", 1, 384, 0, struct.pack("<i", 32), [])
+    assert fault.value.kind == "deadlock"
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 3])

@@ -25,7 +25,6 @@ from kernel_runs import KernelRun, emulated_module, launch_emulated, pointer
 from gpu_actors.devices.emulation import EmulatedModule
 from gpu_actors.devices.interface import Buffer, TensorMap
 from gpu_actors.kernels.hopper.params import COUNTER, pack_sm90
-from gpu_actors.kernels.hopper.transpose_v import transpose_v_scratch
 from gpu_actors.kernels.support import ELEMENTS
 from gpu_actors.kernels.tiles import TILES, padded_head_dim, tile_of, value_pieces
 from gpu_actors.kernels.variants import kernel_source
@@ -70,12 +69,16 @@ class Numbers:
 
 
 class Variant(NamedTuple):
-    """A problem's tiles, and the tensor maps that its launch passes: q, k, v and out."""
+    """A problem's tiles, and the tensor maps that its launch passes: q, k, v and out.
+
+    arriving: v as TMA brings it, which 8-bit products do not take.
+    """
 
     name: str
     q: Boxed
     k: Boxed
     v: Boxed
+    arriving: Boxed
     out: Boxed
     keys_of_a_copy: int
     pieces: int
@@ -109,14 +112,13 @@ def contiguous(shape: tuple[int, ...], dtype: str) -> Buffer:
     return Buffer(1 << 20, shape, tuple(strides), dtype)
 
 
-def buffers_of(problem: AttentionProblem, scratch: dict[str, Buffer]) -> dict[str, Buffer]:
+def buffers_of(problem: AttentionProblem) -> dict[str, Buffer]:
     p = problem
     made = {
         "q": contiguous((p.batch, p.seqlen_q, p.heads_q, p.head_dim), p.dtype),
         "out": contiguous((p.batch, p.seqlen_q, p.heads_q, p.head_dim_v), p.out_dtype),
         "lse": contiguous((p.batch, p.heads_q, p.seqlen_q), "float32"),
         COUNTER: contiguous((1,), "int32"),
-        **scratch,
     }
     if not p.decoding:
         made["k"] = contiguous((p.batch, p.seqlen_k, p.heads_kv, p.head_dim), p.dtype)
@@ -145,32 +147,30 @@ def variants() -> tuple[Variant, ...]:
         key = key_of(problem, "sm_90a", KERNEL)
         tile = tile_of(key)
         fp8 = ELEMENTS[problem.dtype].fp8
-        specs = transpose_v_scratch(problem, tile) if fp8 else {}
-        scratch = {n: contiguous(tuple(spec.shape), spec.dtype) for n, spec in specs.items()}
         taken: list[TensorMap] = []
 
         def encode(given: TensorMap, taken: list[TensorMap] = taken) -> bytes:
             taken.append(given)
             return bytes(128)
 
-        pack_sm90(problem, key, encode, buffers_of(problem, scratch))
+        pack_sm90(problem, key, encode, buffers_of(problem))
         by_box = [decoded(given) for given in taken]
         assert len(by_box) == 4
-        v_map, *others = by_box  # pack_sm90 encodes values first
         dim, dim_v = (padded_head_dim(d, problem.dtype) for d in (problem.head_dim, problem.head_dim_v))
-        value_rows = Boxed(dim_v, tile.block_n, problem.dtype) if fp8 else Boxed(tile.block_n, dim_v, problem.dtype)
+        arriving = Boxed(tile.block_n, dim_v, problem.dtype)
         made = Variant(
             name,
             Boxed(64, dim, problem.dtype),
             Boxed(tile.block_n, dim, problem.dtype),
-            value_rows,
+            Boxed(dim_v, tile.block_n, problem.dtype) if fp8 else arriving,
+            arriving,
             Boxed(64, dim_v, problem.out_dtype),
             min(tile.block_n, problem.page_size or tile.block_n),
             value_pieces(tile, problem.dtype, problem.head_dim_v),
-            (others[0], others[1], v_map, others[2]),
+            tuple(by_box),
         )
         shapes = tuple((m.size, m.box, m.mode) for m in made.maps)
-        found.setdefault((made[1:7], shapes), made)
+        found.setdefault((made[1:8], shapes), made)
     return tuple(found.values())
 
 
@@ -181,7 +181,7 @@ Ask = Callable[[Variant, Boxed], Numbers]
 @pytest.fixture(scope="module")
 def numbers(module_cache: Path) -> Ask:
     """What the kernel's code says of a variant's tile. There are two modules, for the width of operands is global."""
-    tiles = sorted({boxed for variant in VARIANTS for boxed in variant[1:5]})
+    tiles = sorted({boxed for variant in VARIANTS for boxed in variant[1:6]})
     calls = " ".join(f"CASE({i}, {t.rows}, {t.columns}, {TYPES[t.dtype]})" for i, t in enumerate(tiles))
 
     @functools.cache
@@ -254,14 +254,15 @@ def test_wgmma_finds_each_element_where_tma_puts_it(variant: Variant, numbers: A
         for n in range(boxed.columns // step):
             found = read(said.rows, said.column_steps[n], "k", boxed.rows, size)
             assert (found == at[:, n * step : (n + 1) * step]).all(), (boxed, n)
-    boxed, given, said = variant.v, variant.maps[2], numbers(variant, variant.v)
+    boxed, said, arriving = variant.v, numbers(variant, variant.v), numbers(variant, variant.arriving)
+    at = landed(variant.maps[2], variant.arriving, arriving, variant.keys_of_a_copy)
+    assert (arriving.places == at[:, :: 16 // size]).all(), "ldmatrix finds its lines"
     if size == 2:
-        at = landed(given, boxed, said, variant.keys_of_a_copy)
         for n in range(boxed.rows // step):
             found = read(said.columns, said.row_steps[n], "mn", boxed.columns, size)
             assert (found == at[n * step : (n + 1) * step].T).all(), (boxed, n)
         return
-    at = landed(given, boxed, said, boxed.rows)
+    at = (said.places[..., None] + np.arange(16)).reshape(boxed.rows, boxed.columns)  # as stmatrix writes them
     piece = boxed.rows // variant.pieces
     for number, n in itertools.product(range(variant.pieces), range(boxed.columns // step)):
         descriptor = wgmma.Descriptor.decoded(said.rows).moved(number * piece * said.line).encoded()

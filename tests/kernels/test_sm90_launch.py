@@ -199,7 +199,7 @@ def cuda(launched: list[str]) -> FakeCuda:
     def kernel(name: str) -> Any:
         return lambda memory, params, geometry: launched.append(name)
 
-    return FakeCuda({name: kernel(name) for name in ("forward_mma", "forward_simple", "transpose_v", KERNEL)})
+    return FakeCuda({name: kernel(name) for name in ("forward_mma", "forward_simple", KERNEL)})
 
 
 class TestDeviceArrays:
@@ -258,9 +258,8 @@ class TestDeviceArrays:
             arrays[uid] = DeviceArray(block.address + offset, (1, 2, 40, 64), strides, numpy_dtype, 0, owner=block)
         with service(cuda, monkeypatch) as ctx:
             ctx.cudnn.execute(graph, arrays).result(20)
-        by_tiles = [KERNEL] if dtype == "bfloat16" else ["transpose_v", KERNEL]
-        without = ["forward_mma"] if dtype == "bfloat16" else ["forward_simple"]
-        assert launched == (without if offset else by_tiles)
+        without = "forward_mma" if dtype == "bfloat16" else "forward_simple"
+        assert launched == [without if offset else KERNEL]
 
 
 class TestDriver:

@@ -1,1 +1,1 @@
-"""The kernels of sm_90a: forward_sm90, and transpose_v before it."""
+"""The forward kernel of sm_90a: forward_sm90."""

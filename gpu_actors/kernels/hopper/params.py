@@ -13,21 +13,19 @@ from collections.abc import Mapping, Sequence
 
 from gpu_actors.devices.interface import Buffer, TensorMap
 from gpu_actors.errors import InvalidRequest, Unsupported
-from gpu_actors.kernels.hopper.transpose_v import TRANSPOSED, main_key, positions_of, transpose_v_scratch
 from gpu_actors.kernels.hopper.variant import ROWS, Sections, sections_of
-from gpu_actors.kernels.params import Binder, divider, key_rows, pack_forward, struct_layout
+from gpu_actors.kernels.params import Binder, divider, pack_forward, struct_layout
 from gpu_actors.kernels.program import NO_VALUES, EncodeTensorMap, Values
 from gpu_actors.kernels.row_stats import pack_row_stats
 from gpu_actors.kernels.score_params import pack_score
 from gpu_actors.kernels.support import ELEMENTS
-from gpu_actors.kernels.tiles import Tile, padded_head_dim, tile_of
+from gpu_actors.kernels.tiles import padded_head_dim, tile_of
 from gpu_actors.problem import AttentionProblem, DispatchKey
 
 __all__ = [
     "COUNTER",
     "TMA_ALIGNMENT",
     "pack_sm90",
-    "pack_transpose_v",
     "pad_to_maps",
     "rows_map",
     "schedule_layout",
@@ -80,8 +78,7 @@ def pack_sm90(
 ) -> bytes:
     """The parameters of a launch.
 
-    buffers: as `gpu_actors.kernels.params.pack_forward` wants them, and the scratch memory `COUNTER`. Of 8-bit
-        floats, those of `gpu_actors.kernels.hopper.transpose_v`, too. Over a cache,
+    buffers: as `gpu_actors.kernels.params.pack_forward` wants them, and the scratch memory `COUNTER`. Over a cache,
         k_cache and v_cache (blocks, page_size, heads_kv, dim) or (batch, capacity, heads_kv, dim), cache_seqlens int32
         (batch,) and, for pages, block_table int32 (batch, pages) whose rows are contiguous.
     encode: the device's own tensor maps. Raises InvalidRequest as pack_forward does, and for what TMA cannot move.
@@ -93,14 +90,10 @@ def pack_sm90(
     tile = tile_of(key)
     keys = min(tile.block_n, problem.page_size or tile.block_n)
     dim, dim_v = (padded_head_dim(dim, problem.dtype) for dim in (problem.head_dim, problem.head_dim_v))
-    if ELEMENTS[problem.dtype].fp8:
-        v_map = rows_map("v", _as_rows(buffers[TRANSPOSED]), tile.block_n, dim_v, encode)
-    else:
-        v_map = rows_map(v, buffers[v], dim_v, keys, encode)
     maps = (
         rows_map("q", buffers["q"], dim, ROWS, encode),
         rows_map(k, buffers[k], dim, keys, encode),
-        v_map,
+        rows_map(v, buffers[v], dim_v, keys, encode),
         rows_map("out", buffers["out"], dim_v, ROWS, encode),
     )
     schedule = _schedule_binder(problem, sections_of(problem, tile)).pack(buffers)
@@ -110,41 +103,6 @@ def pack_sm90(
 def pad_to_maps(packed: bytes) -> bytes:
     """The bytes of a struct whose tensor maps decide its alignment."""
     return packed.ljust(-(-len(packed) // _ALIGNMENT) * _ALIGNMENT, b"\0")
-
-
-def pack_transpose_v(
-    problem: AttentionProblem, key: DispatchKey, buffers: Mapping[str, Buffer], values: Values = NO_VALUES
-) -> bytes:
-    """The parameters of transpose_v: struct ValuesParams of its file.
-
-    buffers: v as for `pack_sm90`, cu_seqlens_k where varlen, and the scratch memory `TRANSPOSED`. Raises InvalidRequest
-    where rows of v do not start at multiples of 16 bytes.
-    """
-    packed = _transpose_v_binder(problem, tile_of(main_key(key))).pack(buffers)
-    _check_tma("v", buffers["v"])
-    return packed
-
-
-@functools.lru_cache(maxsize=1024)
-def _transpose_v_binder(problem: AttentionProblem, tile: Tile) -> Binder:
-    layout, varlen = struct_layout("ValuesParams", "hopper/transpose_v.cu"), problem.layout == "varlen"
-    outer, _ = key_rows(problem)
-    axes = ("row_stride", "head_stride", ".") if varlen else ("batch_stride", "row_stride", "head_stride", ".")
-    scratch = transpose_v_scratch(problem, tile)[TRANSPOSED]
-    operands = [
-        layout.operand("v", axes, (*outer, problem.heads_kv, problem.head_dim_v), problem.kv_dtype),
-        layout.operand(TRANSPOSED, "....", scratch.shape, scratch.dtype, field="transposed"),
-    ]
-    if varlen:
-        operands.append(layout.operand("cu_seqlens_k", ".", (problem.batch + 1,), "int32"))
-    tiles = positions_of(problem, tile.block_n) // tile.block_n
-    return Binder.of(layout, operands, layout.named(problem) | {"tiles": tiles})
-
-
-def _as_rows(transposed: Buffer) -> Buffer:
-    """(batch, heads, dim, positions) as (batch, dim, heads, positions): the rows are columns of V."""
-    shape, strides = (tuple(values[axis] for axis in (0, 2, 1, 3)) for values in (transposed.shape, transposed.strides))
-    return Buffer(transposed.address, shape, strides, transposed.dtype)
 
 
 def _check_tma(name: str, buffer: Buffer) -> None:

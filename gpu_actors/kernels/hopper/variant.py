@@ -10,13 +10,6 @@ from typing import NamedTuple
 
 from gpu_actors.devices.interface import LaunchGeometry
 from gpu_actors.errors import Unsupported
-from gpu_actors.kernels.hopper.transpose_v import (
-    TRANSPOSE,
-    main_key,
-    transpose_v_geometry,
-    transpose_v_macros,
-    transpose_v_refusal,
-)
 from gpu_actors.kernels.macros import Macros, forward_macros
 from gpu_actors.kernels.support import ELEMENTS, capability
 from gpu_actors.kernels.tiles import Tile, output_is_direct, shared_bytes_of, tile_of, value_pieces
@@ -87,7 +80,12 @@ def _cache_refusal(problem: AttentionProblem) -> Unsupported | None:
     if not problem.decoding:
         return None
     if ELEMENTS[problem.dtype].fp8:
-        return Unsupported("dtype", problem.dtype, "forward_sm90 transposes 8-bit values, but no cache", "bfloat16")
+        return Unsupported(
+            "dtype",
+            problem.dtype,
+            "forward_sm90 takes 8-bit operands of dense and packed requests, and no cache of them",
+            "bfloat16",
+        )
     if problem.kv_dtype != problem.dtype:
         return Unsupported("kv_dtype", problem.kv_dtype, "forward_sm90 multiplies operands of one type", problem.dtype)
     if problem.seqlen_q < ROWS:
@@ -119,8 +117,6 @@ def _shape_refusal(problem: AttentionProblem) -> Unsupported | None:
     if problem.batch * problem.heads_q * -(-problem.seqlen_q // ROWS) > _MAX_TILES:
         reason = "forward_sm90 numbers its tiles of rows in 31 bits"
         return Unsupported("batch", problem.batch, reason, 1)
-    if ELEMENTS[problem.dtype].fp8:
-        return transpose_v_refusal(problem)
     return None
 
 
@@ -137,10 +133,8 @@ def folded_factor_refusal(problem: AttentionProblem, kernel: str) -> Unsupported
 
 
 def sm90_macros(key: DispatchKey) -> Macros:
-    """The macros of kernels_cu/hopper/layout.cuh, or of transpose_v where the key names that."""
-    tile = tile_of(main_key(key))
-    if key.kernel == TRANSPOSE:
-        return transpose_v_macros(key, tile)
+    """The macros of kernels_cu/hopper/layout.cuh."""
+    tile = tile_of(key)
     macros = forward_macros(key) | {"STAGES": tile.stages}
     if key.decoding:
         macros |= {"CACHE_LENGTHS": 1} | ({"VARLEN": 1} if key.varlen_q else {})
@@ -153,17 +147,13 @@ def sm90_macros(key: DispatchKey) -> Macros:
 
 
 def sm90_threads(key: DispatchKey) -> int:
-    """The threads of a block of forward_sm90, or of transpose_v where the key names that."""
-    tile = tile_of(main_key(key))
-    return tile.block_n if key.kernel == TRANSPOSE else tile.warps * 32
+    """The threads of a block of forward_sm90."""
+    return tile_of(key).warps * 32
 
 
 def sm90_geometry(key: DispatchKey, problem: AttentionProblem, multiprocessors: int | None) -> LaunchGeometry:
-    """One block a multiprocessor, and no more than there are tiles; of transpose_v, what its values need."""
-    tile = tile_of(main_key(key))
-    if key.kernel == TRANSPOSE:
-        return transpose_v_geometry(problem, tile)
-    blocks = min(sections_of(problem, tile).tiles, multiprocessors or MULTIPROCESSORS)
+    """One block a multiprocessor, and no more than there are tiles."""
+    blocks = min(sections_of(problem, tile_of(key)).tiles, multiprocessors or MULTIPROCESSORS)
     return LaunchGeometry((blocks, 1, 1), (sm90_threads(key), 1, 1), shared_bytes_of(key))
 
 

@@ -1,4 +1,4 @@
-"""Bugs to seed into what forward_sm90 has for e4m3 alone, and into transpose_v; `mutation.hopper_fp8` runs them."""
+"""Bugs to seed into what forward_sm90 has for 8-bit floats alone; `mutation.hopper_fp8` runs them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,9 @@ def _bug(name: str, file: str, old: str, new: str, *probes: str) -> Mutant:
     return Mutant(name, "forward_sm90", file, old, new, probes or ("causal",))
 
 
-def _transpose_v(name: str, old: str, new: str, *probes: str, file: str = "hopper/transpose_v.cu") -> Mutant:
-    return Mutant(name, "transpose_v", file, old, new, probes or ("causal",))
-
-
-def _order(name: str, new: str) -> Mutant:
-    old = "return (key & ~15) | (key & 6) << 1 | (key & 8) >> 2 | (key & 1);"
-    return _transpose_v(name, old, f"return {new};", file="hopper/transposed_v.cuh")
-
-
 # The default test run seeds these.
 DEFECTS = (
-    _order("keys keep their order", "key"),
+    _bug("ldmatrix does not transpose", "transposer", "ldmatrix_x4_trans(", "ldmatrix_x4("),
     _bug(
         "negated queries are not fenced",
         "consumer",
@@ -147,39 +138,30 @@ _E5M2 = (
 )
 
 _LOADS = (
-    _bug("V is that of a query head", "producer", "WIDTH, 0, work.kv_head,", "WIDTH, 0, work.head / 2,", "batch"),
     _bug(
-        "the second box of V has the first one's keys", "producer", "first + box * VBoxes::WIDTH", "first", "wide tile"
+        "V overwrites the tile before it", "producer", "    ptx::mbarrier_wait(shared.v_taken(), values.parity);\n", ""
     ),
-    _bug(
-        "the boxes of V change places",
-        "producer",
-        "place + box * VBoxes::BOX_BYTES, &all.v",
-        "place + (VBoxes::COUNT - 1 - box) * VBoxes::BOX_BYTES, &all.v",
-        "wide tile",
-    ),
-    _bug(
-        "V is that of the first sequence",
-        "producer",
-        "VARLEN ? 0 : work.sequence, ptx::CachePolicy::evict_last",
-        "0, ptx::CachePolicy::evict_last",
-        "batch",
-    ),
-    _bug("V overwrites a stage", "producer", "    ptx::mbarrier_wait(empty, values.parity);\n", ""),
     _bug(
         "lanes of the producer drift a phase apart",
         "producer",
-        "    __syncwarp();\n    if (!leader) return;",
-        "    if (!leader) return;",
+        "    __syncwarp();\n    if (leader) ptx::store_shared",
+        "    if (leader) ptx::store_shared",
     ),
     _bug(
-        "V comes from where a packed sequence starts",
-        "schedule",
-        "work.values_start = values_start<BLOCK_N>(work.k_start, work.sequence)",
-        "work.values_start = work.k_start",
-        "varlen",
+        "every tile of V has the first one's own keys",
+        "producer",
+        "work.mask.seqlen_k - work.keys.at(n) * BLOCK_N",
+        "work.mask.seqlen_k",
+        "neighbours",
     ),
-    _bug("sequences share tiles", "transposed_v", "sequence * (TILE - 1)", "sequence", "varlen"),
+    _bug("transposers are not told of the end", "forward", "  if constexpr (FP8) end_values();\n", ""),
+    _bug(
+        "V is free after one of its transposers",
+        "forward",
+        "mbarrier_init(shared.v_taken(), TRANSPOSERS)",
+        "mbarrier_init(shared.v_taken(), 1)",
+    ),
+    _bug("V is whole after one of its transposers", "forward", "FP8 ? TRANSPOSERS : 1", "1"),
     _bug("V's step is one of rows", "consumer", "r.p[n], v + VBoxes::column_step", "r.p[n], v + VBoxes::row_step"),
     _bug("boxes are twice as wide", "boxes", "n * STEP % WIDTH * ITEM) / 16", "n * STEP % WIDTH * 2) / 16"),
 )
@@ -241,26 +223,83 @@ _SUMS = (
 )
 
 _TRANSPOSITION = (
-    _order("keys are shifted by one place", "(key & ~15) | (((key & 6) << 1 | (key & 8) >> 2 | (key & 1)) + 1 & 15)"),
-    _order("keys are in the order of 16-bit fragments", "(key & ~31) | (key & 7) << 2 | (key & 24) >> 3"),
-    _transpose_v("what lies behind the last key is loaded", "if (key < keys.count) ptx", "ptx", "varlen", "neighbours"),
-    _transpose_v("the last key is not loaded", "if (key < keys.count) ptx", "if (key < keys.count - 1) ptx", "odd"),
-    _transpose_v("columns go out before they are there", "  __syncthreads();\n", "", "transposed"),
-    _transpose_v(
-        "heads write to one place", "int64_t(sequence_head) * HEAD_DIM_V", "int64_t(batch) * HEAD_DIM_V", "batch"
+    _bug("keys keep their order", "transposer", "? 0x6420 : 0x7531", "? 0x4260 : 0x5371"),
+    _bug("columns of a pair change places", "transposer", "? 0x6420 : 0x7531", "? 0x7531 : 0x6420"),
+    _bug("a pair has one column twice", "transposer", "second = first ^ 0x1111", "second = first"),
+    _bug("quads name the lines of others", "transposer", "(lane / 4 ^ lane / 8) & 1", "lane / 8 & 1"),
+    _bug("keys of a box change places", "transposer", "VBoxes::along(to, key / 16)", "VBoxes::along(to, key / 16 ^ 2)"),
+    _bug(
+        "matrices of 16 keys change places",
+        "transposer",
+        "words[half] = __byte_perm(pairs[half], pairs[half + 1], first)",
+        "words[half] = __byte_perm(pairs[2 - half], pairs[3 - half], first)",
     ),
-    _transpose_v("every head is the first", " + head * params.head_stride", "", "batch"),
-    _transpose_v("every sequence is the first", "keys.batch * params.batch_stride +", "", "batch"),
-    _transpose_v("bytes of a word are reversed", "i % 4 * 8 &", "(3 - i % 4) * 8 &"),
-    _transpose_v("columns past 64 are the first", "row + first_column + unit * 16", "row + unit * 16", "wide tile"),
-    _transpose_v(
-        "a sequence is the one before it", "<= tile * BLOCK_N) low", "< tile * BLOCK_N) low", "transposed varlen"
+    _bug("all keys are the first 32", "transposer", "from + key * ArrivingV::LINE", "from", "wide tile"),
+    _bug("later boxes are the first", "boxes", " + units / UNITS * BOX_BYTES;", ";", "wide head"),
+    _bug(
+        "a unit is left out",
+        "transposer",
+        "unit < DIM_V / 16; unit += TRANSPOSERS) {\n      const",
+        "unit < DIM_V / 16 - 1; unit += TRANSPOSERS) {\n      const",
+        "unmended",
     ),
-    _transpose_v(
-        "a sequence's later tiles are its first",
-        "{0, int64_t(start) + before, params",
-        "{0, int64_t(start), params",
+    _bug(
+        "tiles go to one stage",
+        "transposer",
+        "shared.arriving_v(), shared.v(stage)",
+        "shared.arriving_v(), shared.v(0)",
+    ),
+    _bug(
+        "V is transposed before it is there", "transposer", "      ptx::mbarrier_wait(shared.v_arrived(), stage);\n", ""
+    ),
+    _bug(
+        "transposed values are overwritten",
+        "transposer",
+        "      ptx::mbarrier_wait(shared.v_empty(stage), (tile >> 1 & 1) ^ 1);\n",
+        "",
+    ),
+    _bug("stages change parity with each tile", "transposer", "(tile >> 1 & 1) ^ 1", "(tile & 1) ^ 1"),
+    _bug("transposed values are not fenced", "transposer", "      ptx::fence_proxy_async();\n", ""),
+    _bug(
+        "a lane arrives before its warp has stored",
+        "transposer",
+        "      __syncwarp();\n      if (lane_id() == 0)",
+        "      if (lane_id() == 0)",
+    ),
+    _bug(
+        "V is free before it is transposed",
+        "transposer",
+        "      transpose(shared.arriving_v()",
+        "      if (lane_id() == 0) ptx::mbarrier_arrive(shared.v_taken());\n      transpose(shared.arriving_v()",
+    ),
+    _bug(
+        "what lies behind the last key stays",
+        "transposer",
+        "      if (OTHERS_FOLLOW && own_keys < BLOCK_N) clear_past(own_keys);\n",
+        "",
         "varlen",
+        "neighbours",
+    ),
+    _bug(
+        "the last key is cleared",
+        "transposer",
+        "int key = own_keys + lane_id()",
+        "int key = own_keys - 1 + lane_id()",
+        "varlen",
+    ),
+    _bug(
+        "the first key behind stays",
+        "transposer",
+        "int key = own_keys + lane_id()",
+        "int key = own_keys + 1 + lane_id()",
+        "neighbours",
+    ),
+    _bug(
+        "32 keys are cleared",
+        "transposer",
+        "key < BLOCK_N; key += 32",
+        "key < own_keys + 32 && key < BLOCK_N; key += 32",
+        "neighbours",
     ),
 )
 

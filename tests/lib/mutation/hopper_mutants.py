@@ -36,7 +36,7 @@ DEFECTS = (
     _bug(
         "values behind a sequence are multiplied",
         "consumer",
-        "if (PACKED_VALUES || CACHE_LENGTHS) clear_values_past",
+        "if (OTHERS_FOLLOW && !FP8) clear_values_past",
         "if (0) clear_values_past",
         "neighbours",
     ),

@@ -377,7 +377,8 @@ _PARAMS = [
         ),
         ("a box of other rows", "itemsize, rows, 1, 1)", "itemsize, max(1, rows // 2), 1, 1)", "hopper"),
         ("always the narrow swizzle", '"128B" if wide else "64B"', '"64B"', "hopper"),
-        ("v's map over k", "v_map = rows_map(v, buffers[v]", "v_map = rows_map(v, buffers[k]", "hopper"),
+        ("v's map over k", "rows_map(v, buffers[v]", "rows_map(v, buffers[k]", "hopper"),
+        ("boxes of values turned", "buffers[v], dim_v, keys, encode", "buffers[v], keys, dim_v, encode", "hopper fp8"),
         ("the output's map over q", 'rows_map("out", buffers["out"]', 'rows_map("out", buffers["q"]', "hopper"),
         ("groups of one head", '"head_group": problem.gqa_ratio', '"head_group": 1', "hopper"),
         (
@@ -386,7 +387,6 @@ _PARAMS = [
             'layout.named(sections) | {"tiles": sections.row_tiles, ',
             "hopper",
         ),
-        ("transposed values of one head", '{"tiles": tiles}', '{"tiles": tiles, "heads_kv": 1}', "hopper fp8"),
     ),
     *_faults(
         "hopper",
