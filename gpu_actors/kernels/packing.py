@@ -123,12 +123,12 @@ def clocks_of_tiles(problem: AttentionProblem, key: DispatchKey, multiprocessors
     tiles = problem.batch * problem.heads_q * -(-problem.seqlen_q // tile.block_m)
     hopper = key.kernel == FORWARD_SM90.name
     readers = tile.block_m // ROWS if hopper else tile.warps
-    clocks = _clocks_a_key(problem, tile.block_m, 1 + readers, _WGMMA if hopper else _MMA)
+    passes: float = 1 + readers
+    if ELEMENTS[problem.dtype].fp8:  # V is read and written once more, transposed
+        passes += 2 * problem.head_dim_v / _columns(problem)
+    clocks = _clocks_a_key(problem, tile.block_m, passes, _WGMMA if hopper else _MMA)
     busiest = -(-tiles // multiprocessors) * _seen(problem) * clocks
-    first = 0.0
-    if ELEMENTS[problem.dtype].fp8:  # V is read and written once more by the kernel before, transposed
-        first = _START + 2 * _memory(problem, multiprocessors) * problem.head_dim_v / _columns(problem)
-    return round(max(busiest, _memory(problem, multiprocessors)) + first)
+    return round(max(busiest, _memory(problem, multiprocessors)))
 
 
 def clocks_of_ranges(cached: AttentionProblem, key: DispatchKey, multiprocessors: int) -> int:
@@ -169,7 +169,7 @@ def _bytes_a_key(problem: AttentionProblem) -> int:
     return _columns(problem) * ELEMENTS[problem.kv_dtype].itemsize
 
 
-def _clocks_a_key(problem: AttentionProblem, rows: int, passes: int, products: int) -> float:
+def _clocks_a_key(problem: AttentionProblem, rows: int, passes: float, products: int) -> float:
     """Clocks of a tile of so many rows for one key: from L2, through shared memory ``passes`` times, and multiplied."""
     own, doubled = _bytes_a_key(problem), 2 if products == _WGMMA and not problem.decoding else 1
     rate = products * (doubled if ELEMENTS[problem.dtype].fp8 else 1)

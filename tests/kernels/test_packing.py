@@ -210,11 +210,14 @@ def test_a_window_leaves_the_keys_that_some_row_sees():
     assert figures(causal, "sm_90a", 132)[0] == 5 * 16
 
 
-def test_eight_bit_values_are_transposed_first_or_widened():
-    # A key has 256 bytes: 128 rows * 256 columns / 4096 = 8 clocks. V is read and written: its half of memory's time.
+def test_eight_bit_values_are_transposed_or_widened():
+    # A key has 256 bytes: 128 rows * 256 columns / 4096 = 8 clocks.
     problem = dense(rows=8, dtype="float8_e4m3fn")
     tiled, packed = figures(problem, "sm_90a", 132)
-    assert tiled == round(4096 * 8 + 4000 + 2 * 4096 * 256 / (132 * 16) / 2)
+    assert tiled == 4096 * 8
+    # 320 bytes pass three times, and 256 of them twice more: 128 a clock, while products take 10 clocks.
+    wide = dense(rows=8, dim=64, dtype="float8_e4m3fn", head_dim_v=256)
+    assert figures(wide, "sm_90a", 132)[0] == 4096 * (320 * 3 + 256 * 2) / 128
     # 64 rows of one warpgroup: six passes of 256 bytes, 128 a clock, are 12 clocks a key.
     assert packed == 3 * 64 * 12 + 4000 + 270 * 16 + 2 * 33 * 64 * 128 * 4 // (132 * 64)
     # decode_mma's warp widens 32 bytes a clock. 32 tiles of 128 keys and a beginning are 16 ranges of up to 3 units.
