@@ -49,6 +49,9 @@ class AttentionProblem(KeyMask):
     lse_dtype: of the LSE that forward gives, or backward reads. score_max, score_sum_exp: outputs of a row, its largest
     score and the sum of exp(score - largest) over its keys.
 
+    summed: those of "q", "k" and "v" whose sequences are one and the same, so that backward gives the sum of their
+    gradients, as "kv".
+
     q_positions, k_positions: numbers a sequence that say where its rows, or keys, stand: none, its first position, or
     that and the step. dropout_first_head, dropout_heads: of the heads that dropout counts; 0 heads: those of q.
     """
@@ -96,6 +99,7 @@ class AttentionProblem(KeyMask):
     score_max: bool = False
     score_sum_exp: bool = False
     lse_dtype: str = "float32"
+    summed: str = ""
 
     @property
     def wide_lse(self) -> bool:
@@ -232,6 +236,7 @@ class DispatchKey(StableText):
     latent: bool = False
     row_stats: bool = False
     wide_lse: bool = False
+    summed: str = ""
 
     @property
     def causal(self) -> bool:

@@ -39,8 +39,9 @@ class FlashForward:
     bfloat16 for fp8. There may be no sequences, rows or keys. A row without keys has output 0 and LSE -inf, or its
     sink.
 
-    Of dense batches q, or k and v, may have a batch of 1 that stands for each sequence, without a copy. Gradients need
-    whole batches: that of a shared operand is the sum over the sequences.
+    Of dense batches q, or k and v, may have a batch of 1 that stands for each sequence, without a copy. Its gradient
+    has a batch of 1, too: the sum over the sequences in fp32 (fp64 of float64 inputs), in their order, rounded once.
+    Meanwhile the device keeps each sequence's part unrounded. Gradients of padded sequences need whole batches.
 
     causal: keys after the row's own are hidden; ``alignment`` "bottom_right" puts the last row on the last key,
         "top_left" the first on the first.

@@ -25,6 +25,7 @@ __all__ = ["check_key"]
 _CHOICES = {"direction": Direction, "layout": Layout, "mask": MaskKind, "alignment": Alignment}
 _NAMES = ("kernel", "dtype", "kv_dtype", "out_dtype", "compute")
 _COUNTS = {"head_dim": 1, "head_dim_v": 1, "gqa_ratio": 1, "page_size": 0, "num_splits": 1, "row_tile": 0}
+_SUMMED = ("", "q", "k", "v", "qk", "qv", "kv")
 _SEQLEN = 128
 _DEFAULTS: dict[str, Any] = {
     field.name: field.default
@@ -53,6 +54,9 @@ def check_key(key: object) -> KernelKey:
     _check_domains(key, _CHOICES, _NAMES if key.bias is None else (*_NAMES, "bias"), _COUNTS, FLAGS)
     if key.score_mod is not None and not isinstance(key.score_mod, ScoreMod):
         raise InvalidRequest("score_mod", key.score_mod, "must be a ScoreMod, as a graph's plan has it, or None")
+    one_of("summed", key.summed, _SUMMED, f"must be one of {', '.join(map(repr, _SUMMED))}")
+    if key.summed and key.direction == "forward":
+        raise Unsupported("summed", key.summed, "forward gives no gradients to add up", "")
     family = family_of(key)
     problem = _problem(key)
     check_support(problem, key.arch)

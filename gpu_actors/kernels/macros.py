@@ -73,6 +73,7 @@ def forward_macros(key: DispatchKey) -> Macros:
     top_left = key.alignment == "top_left" and (key.mask != "full" or key.alibi)
     macros |= flags(VARLEN=key.varlen, TOP_LEFT=top_left, DROPOUT=key.dropout, POSITIONS=key.positions)
     macros |= flags(ROW_STATS=key.row_stats, WIDE_LSE=key.wide_lse)
+    macros |= {f"SUMMED_{name.upper()}": 1 for name in key.summed}
     return macros | bias_macros(key) | compute_macros(key)
 
 

@@ -58,6 +58,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "`bias`, a mask": {"bias": ("bool", False, False)},
     "`decode` over arrays of several layouts": {"layout": "pointers", "own_layouts": True},
     "`q_positions`, `k_positions`": {"q_positions": 2, "k_positions": 2},
+    "gradients of one `k` and `v` for a batch": {"summed": "kv"},
     '`out_dtype="float32"`': {"out_dtype": "float32"},
     "a graph's `score_mod`": {"score_mod": ScoreMod("")},
     "a graph's `block_mask`": {"score_mod": ScoreMod("", block_size=(128, 128))},
@@ -81,7 +82,13 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(_OPTIONS)
 """Every row of the table: the fields of an `AttentionProblem` that ask for the option."""
 
 # Of one direction or one kind of layout alone.
-_ONLY = {"deterministic": "backward", "return_lse": "forward", "tree_mask": "cache", "num_splits": "cache"}
+_ONLY = {
+    "deterministic": "backward",
+    "summed": "backward",
+    "return_lse": "forward",
+    "tree_mask": "cache",
+    "num_splits": "cache",
+}
 _ONLY |= dict.fromkeys(("score_max", "score_sum_exp"), "forward")
 _ONLY |= dict.fromkeys(("cache_batch_idx", "cache_leftpad", "own_layouts", "latent"), "cache")
 _WHERE = {"backward": "without gradients", "cache": "of dense and packed batches"}

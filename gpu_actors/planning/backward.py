@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 from gpu_actors.arrays.adopt import Adopted, restore
 from gpu_actors.devices.interface import Device, DeviceInfo, Kernel, Launch, Outputs, OutputSpec
 from gpu_actors.kernels.program import Values
-from gpu_actors.planning.forward import bound_inputs, forward_signature, oracle
+from gpu_actors.planning.forward import SharedBackward, bound_inputs, forward_signature, oracle
 from gpu_actors.planning.plan import Accumulate, Plan, program_for
 from gpu_actors.planning.tma_eligibility import alignments, key_for
 from gpu_actors.problem import AttentionProblem, DispatchKey
@@ -16,7 +18,15 @@ from gpu_actors.requests import AttentionGradients, FlashBackward
 from gpu_actors.validation.backward import backward_problem
 from gpu_actors.validation.forward import check_seed
 
-__all__ = ["attention_gradients", "backward_plan", "backward_signature", "bind_backward", "pose_backward"]
+__all__ = [
+    "attention_gradients",
+    "backward_plan",
+    "backward_signature",
+    "bind_backward",
+    "gradient_problem",
+    "pose_backward",
+    "summed_of",
+]
 
 _NAMES = ("dq", "dk", "dv", "dbias", "dsinks")
 
@@ -30,6 +40,7 @@ def backward_signature(request: FlashBackward, plain: bool) -> Hashable:
         (dout.shape, dout.strides, dout.dtype),
         (lse.shape, lse.strides, lse.dtype),
         alignments(dout),
+        summed_of(request),
         request.deterministic,
         type(request.deterministic),
     )
@@ -45,9 +56,19 @@ def bind_backward(plan: Plan, request: FlashBackward, kernels: Sequence[Kernel])
     return plan.launch(inputs, functools.partial(_oracle, plan.problem, plan.accumulate, seed), kernels, Values(seed))
 
 
+def summed_of(request: FlashBackward) -> str:
+    """The operands that its sequences share, as "kv"."""
+    return request.summed if isinstance(request, SharedBackward) else ""
+
+
+def gradient_problem(request: FlashBackward) -> AttentionProblem:
+    """The problem of an adopted request. Raises as `backward_problem`."""
+    return dataclasses.replace(backward_problem(request), summed=summed_of(request))
+
+
 def pose_backward(request: FlashBackward, info: DeviceInfo) -> tuple[AttentionProblem, DispatchKey]:
     """Validate an adopted request and pick its kernels. Raises `InvalidRequest` and `Unsupported`."""
-    problem = backward_problem(request)
+    problem = gradient_problem(request)
     return problem, key_for(problem, info, request, ("q", "k", "v", "dout"))
 
 
@@ -57,7 +78,11 @@ def backward_plan(request: FlashBackward, device: Device, accumulate: Accumulate
     program = program_for(problem, key, device)
     zeroed = frozenset() if program is None else program.zeroed
     outputs = {
-        name: OutputSpec(tuple(array.shape), array.dtype.name, zero=name in zeroed)
+        name: OutputSpec(
+            (1, *array.shape[1:]) if name[1:] in problem.summed else tuple(array.shape),
+            array.dtype.name,
+            zero=name in zeroed,
+        )
         for name in _NAMES
         if (array := getattr(request, name[1:])) is not None and (name != "dbias" or problem.dbias)
     }
@@ -72,4 +97,8 @@ def attention_gradients(template: Adopted | None, outputs: Outputs) -> Sequence[
     return (AttentionGradients(*found),)
 
 
-_oracle = functools.partial(oracle, "attention_backward", _NAMES)
+def _oracle(problem: AttentionProblem, accumulate: Accumulate, dropout_seed: int, inputs: Mapping[str, Any]) -> Outputs:
+    found = dict(oracle("attention_backward", _NAMES, problem, accumulate, dropout_seed, inputs))
+    for name in problem.summed:
+        found[f"d{name}"] = found[f"d{name}"].sum(axis=0, keepdims=True)
+    return found

@@ -11,13 +11,12 @@ from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.dispatch import FAMILIES, Verdict
 from gpu_actors.kernels.option_table import Explanation, explain_problem
 from gpu_actors.kernels.packing import Packing, as_cache
-from gpu_actors.planning.backward import pose_backward
+from gpu_actors.planning.backward import gradient_problem, pose_backward
 from gpu_actors.planning.cached import adopt_cache_request, cached_problem, pose_cached
 from gpu_actors.planning.forward import broadcast_batch, is_padded, pose_forward, weigh_forward
 from gpu_actors.planning.padded import packed
 from gpu_actors.problem import AttentionProblem, DispatchKey
 from gpu_actors.requests import BatchedDecode, FlashBackward, FlashForward, PagedForward
-from gpu_actors.validation.backward import backward_problem
 from gpu_actors.validation.forward import forward_problem
 
 __all__ = ["explain_request", "key_of"]
@@ -39,7 +38,7 @@ def explain_request(request: Request, info: DeviceInfo) -> Explanation:
     if isinstance(adopted, PagedForward | BatchedDecode):
         problem = cached_problem(adopted)
     else:
-        problem = backward_problem(adopted) if isinstance(adopted, FlashBackward) else forward_problem(adopted)
+        problem = gradient_problem(adopted) if isinstance(adopted, FlashBackward) else forward_problem(adopted)
     try:
         if not isinstance(adopted, FlashBackward | PagedForward | BatchedDecode):
             _, key, packing = weigh_forward(adopted, info)

@@ -15,17 +15,19 @@ import numpy as np
 
 from gpu_actors.arrays.adopt import Adopted, restore
 from gpu_actors.devices.interface import Device, DeviceInfo, Kernel, Launch, Outputs
+from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.dispatch import answering_key
 from gpu_actors.kernels.packing import Packing, packing_of
 from gpu_actors.kernels.program import NO_VALUES, Values
 from gpu_actors.planning.plan import Accumulate, Plan, attention_outputs, program_for
 from gpu_actors.planning.tma_eligibility import alignments, eligible_families
 from gpu_actors.problem import AttentionProblem, DispatchKey
-from gpu_actors.requests import AttentionOutput, FlashForward, scalars_of
+from gpu_actors.requests import AttentionOutput, FlashBackward, FlashForward, scalars_of
 from gpu_actors.validation.forward import check_cu_seqlens, check_positions, check_seed, forward_problem, longest
 from gpu_actors.validation.overlap import check_output_memory
 
 __all__ = [
+    "SharedBackward",
     "attention_output",
     "bind_forward",
     "bound_inputs",
@@ -107,15 +109,30 @@ def is_padded(request: FlashForward) -> bool:
 def broadcast_batch(request: FlashForward) -> FlashForward:
     """An adopted request whose q, k or v of one sequence stands for that of every sequence: strides of 0, no copy.
 
-    Forward and dense alone: others, and batches that differ otherwise, are left for validation to refuse.
+    Dense alone: others, and batches that differ otherwise, are left for validation to refuse. A `FlashBackward` becomes
+    a `SharedBackward`. Raises `Unsupported` for one of padded sequences.
     """
     shapes: dict[str, Any] = {name: getattr(getattr(request, name), "shape", ()) for name in ("q", "k", "v")}
     batches = {shape[0] for shape in shapes.values() if len(shape) == 4}
-    if len(batches) != 2 or 1 not in batches or type(request) is not FlashForward:
+    if len(batches) != 2 or 1 not in batches:
         return request
     batch = max(batches)
     narrow = {name: getattr(request, name) for name, shape in shapes.items() if shape[:1] == (1,)}
-    return dataclasses.replace(request, **{name: _repeated(array, batch) for name, array in narrow.items()})
+    whole = {name: _repeated(array, batch) for name, array in narrow.items()}
+    if not isinstance(request, FlashBackward):
+        return dataclasses.replace(request, **whole)
+    if is_padded(request):
+        reason = "gradients of an operand that padded sequences share are not added up: repeat it for each"
+        raise Unsupported(next(iter(narrow)), "a batch of 1", reason, f"a batch of {batch}")
+    given = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
+    return SharedBackward(**given | whole, summed="".join(narrow))
+
+
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False, repr=False)
+class SharedBackward(FlashBackward):
+    """A backward request whose operands of one sequence stand for those of all. summed: their names, as "kv"."""
+
+    summed: str = ""
 
 
 def _repeated(array: Any, batch: int) -> Any:

@@ -30,7 +30,7 @@ DEVICE void finish_rows(const BackwardParams& params, const RowPlace& at, int ti
   for (int half = 0; half < 2 * DQ_ROWS; half++) {
     const int row = first_row + 8 * half;
     if (row >= at.seqlen_q) continue;
-    const auto dq = element_of<OUT_ELEMENT>(params.dq, params.dq_strides, at.sequence, at.q_start + row, at.head);
+    const auto dq = element_of<Gradient<SUMMED_Q>>(params.dq, params.dq_strides, at.sequence, at.q_start + row, at.head);
     const bool whole = stores_pairs(dq);
 #pragma unroll
     for (int block = 0; block < 2 * QueryColumns::PAIRS; block++) {

@@ -310,7 +310,7 @@ DEVICE void store_two(Element* out, float low, float high, bool whole) {
   }
 }
 
-template <class Share, int PAIRS>
+template <class Share, class Element, int PAIRS>
 DEVICE void store(void* operand, const Strides& strides, const float (&sum)[PAIRS][KEY_ROWS][4], const Work& work,
                   float factor) {
   const KeyPlace& at = work.ring.at;
@@ -321,7 +321,7 @@ DEVICE void store(void* operand, const Strides& strides, const float (&sum)[PAIR
   for (int i = 0; i < 2 * KEY_ROWS; i++) {
     const int key = work.key(i / 2, i % 2);
     if (key >= at.seqlen_k) continue;
-    OUT_ELEMENT* const row = element_of<OUT_ELEMENT>(operand, strides, int(place[0]), at.k_start + key, int(place[1]));
+    Element* const row = element_of<Element>(operand, strides, int(place[0]), at.k_start + key, int(place[1]));
     const bool whole = stores_pairs(row);
 #pragma unroll
     for (int block = 0; block < PAIRS; block++) {
@@ -369,9 +369,10 @@ DEVICE void outer_step(const WithScoreMod<BackwardParams>& params, const KeyPlac
       else if (!BLOCK_MASK || now.number < 0) prepare_keys(work);
     }
   }
-  store<KeyColumns>(params.dk, params.dk_strides, dk, work,
-                    float(forward.softmax_scale) * power_of_two(-ring.ds_exponent()));
-  store<ValueColumns>(params.dv, params.dv_strides, dv, work, DROPOUT ? float(forward.dropout_scale) : 1.0f);
+  store<KeyColumns, Gradient<SUMMED_K>>(params.dk, params.dk_strides, dk, work,
+                                        float(forward.softmax_scale) * power_of_two(-ring.ds_exponent()));
+  store<ValueColumns, Gradient<SUMMED_V>>(params.dv, params.dv_strides, dv, work,
+                                          DROPOUT ? float(forward.dropout_scale) : 1.0f);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)

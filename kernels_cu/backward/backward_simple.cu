@@ -198,7 +198,7 @@ DEVICE void query_pass(const Head& head, const Tiles& tiles, int row_begin) {
     add_rows<HEAD_DIM>(dq, tiles, tiles.gradients, tiles.other[0]);
   }
   const BackwardParams& params = head.params;
-  const auto rows = element_of<ELEMENT>(params.dq, params.dq_strides, head.sequence, head.q_start + row_begin, head.head);
+  const auto rows = element_of<Gradient<SUMMED_Q>>(params.dq, params.dq_strides, head.sequence, head.q_start + row_begin, head.head);
   store_rows<HEAD_DIM>(rows, params.dq_strides.row, row_end - row_begin, dq, head.score.scale);
 }
 
@@ -220,8 +220,8 @@ DEVICE void key_pass(const BackwardLaunch& params, const KeyPlace& at, const Til
     }
   }
   const int64_t start = at.k_start + key_begin;
-  const auto k_rows = element_of<KV_ELEMENT>(params.dk, params.dk_strides, at.sequence, start, at.kv_head);
-  const auto v_rows = element_of<KV_ELEMENT>(params.dv, params.dv_strides, at.sequence, start, at.kv_head);
+  const auto k_rows = element_of<Gradient<SUMMED_K>>(params.dk, params.dk_strides, at.sequence, start, at.kv_head);
+  const auto v_rows = element_of<Gradient<SUMMED_V>>(params.dv, params.dv_strides, at.sequence, start, at.kv_head);
   store_rows<HEAD_DIM>(k_rows, params.dk_strides.row, key_end - key_begin, dk, Real(params.forward.softmax_scale));
   store_rows<HEAD_DIM_V>(v_rows, params.dv_strides.row, key_end - key_begin, dv, Real(1));
 }

@@ -39,6 +39,10 @@ struct BackwardParams {  // pointers to what the variant does not use are null
   int32_t pass;  // of backward_simple
 };
 
+// What a gradient is stored as: unrounded, where backward_sum adds up those of the sequences that share an operand.
+template <bool SUMMED>
+using Gradient = Choice<SUMMED, Accumulator<ELEMENT>, OUT_ELEMENT>;
+
 enum Pass { QUERY_PASS, KEY_PASS, OPTION_PASS };  // of backward_simple, in the order of its launches
 
 DEVICE int row_tiles_of(int seqlen_q) { return (seqlen_q + BLOCK_M - 1) / BLOCK_M; }

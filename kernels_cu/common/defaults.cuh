@@ -74,6 +74,15 @@
 #ifndef DETERMINISTIC  // sums over blocks are taken in one order
 #define DETERMINISTIC 0
 #endif
+#ifndef SUMMED_Q  // sequences share q, and backward_sum adds their dQ up, which are stored unrounded; SUMMED_K, .. likewise
+#define SUMMED_Q 0
+#endif
+#ifndef SUMMED_K
+#define SUMMED_K 0
+#endif
+#ifndef SUMMED_V
+#define SUMMED_V 0
+#endif
 #ifndef DS_BITS  // dS is scaled so that what bounds it lies between 2^DS_BITS and twice that; 0: dS is not scaled
 #define DS_BITS 0
 #endif

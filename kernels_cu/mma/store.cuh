@@ -4,11 +4,12 @@
 #include "common/params.cuh"
 
 // Two neighbouring elements of a row, in one store where the row's place allows it.
-DEVICE void store_pair(OUT_ELEMENT* out, float low, float high, bool whole) {
-  struct alignas(2 * sizeof(OUT_ELEMENT)) Pair {
-    OUT_ELEMENT low, high;
+template <class Element>
+DEVICE void store_pair(Element* out, float low, float high, bool whole) {
+  struct alignas(2 * sizeof(Element)) Pair {
+    Element low, high;
   };
-  const Pair pair{from_real(Rounded<OUT_ELEMENT>(), low), from_real(Rounded<OUT_ELEMENT>(), high)};
+  const Pair pair{from_real(Rounded<Element>(), low), from_real(Rounded<Element>(), high)};
   if (whole) {
     *reinterpret_cast<Pair*>(out) = pair;
   } else {
@@ -18,6 +19,7 @@ DEVICE void store_pair(OUT_ELEMENT* out, float low, float high, bool whole) {
 }
 
 // Whether pairs at this element and at even distances from it may be stored at once.
-DEVICE bool stores_pairs(const OUT_ELEMENT* out) {
-  return reinterpret_cast<uint64_t>(out) % (2 * sizeof(OUT_ELEMENT)) == 0;
+template <class Element>
+DEVICE bool stores_pairs(const Element* out) {
+  return reinterpret_cast<uint64_t>(out) % (2 * sizeof(Element)) == 0;
 }

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from gpu_actors.devices.interface import ScratchSpec
 from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.backward.params import pack_backward
+from gpu_actors.kernels.backward.shared import sum_parts, sum_scratch
 from gpu_actors.kernels.backward.variant import NAMES, backward_macros, backward_threads, dq_floats, keys_of
 from gpu_actors.kernels.family import GREATEST_DIM, KernelFamily
 from gpu_actors.kernels.program import Pack, Part, Program, Target, flat_grid
@@ -51,7 +52,8 @@ def gradient_program(
     # The sums of a float bias' gradient are taken in the gradient itself, which then has to start as zeros.
     summed_in_place = problem.bias is not None and problem.bias[0] == "float32"
     zeroed = frozenset({"dbias"} if summed_in_place else ())
-    return Program(tuple(parts), _scratch(key, problem, floats, shares), zeroed)
+    scratch = _scratch(key, problem, floats, shares) | sum_scratch(problem)
+    return Program((*parts, *sum_parts(problem, key)), scratch, zeroed)
 
 
 def query_slots(problem: AttentionProblem, block_m: int) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 
 from gpu_actors.devices.interface import Buffer
 from gpu_actors.errors import InvalidRequest
+from gpu_actors.kernels.backward.shared import part_dtype
 from gpu_actors.kernels.params import (
     Binder,
     Operand,
@@ -40,8 +41,9 @@ def pack_backward(
     scored: those of the problem's score modification included, which the kernels before and after the products do not
         know. number: of the pass, for backward_simple.
     buffers: the forward's operands, out and lse as `pack_forward` describes them, and by name: dout like out; dq, dk
-        and dv like q, k and v; dbias like bias, without gaps; dsinks like sinks; dlse like lse, or missing; the scratch
-        of `backward_scratch`. Only what the problem asks for is looked at.
+        and dv like q, k and v, or in the place of those that sequences share what `sum_scratch` gives; dbias like bias,
+        without gaps; dsinks like sinks; dlse like lse, or missing; the scratch of `backward_scratch`. Only what the
+        problem asks for is looked at.
     Raises InvalidRequest for an operand that is missing or not as described, and for a seed that is none.
     """
     more = launch_values(problem, buffers, values.dropout_seed, _FORWARD)
@@ -78,7 +80,10 @@ def _operands(problem: AttentionProblem, layout: ParamsLayout) -> Iterator[Opera
     yield operand("dout", axes, shapes["out"].shape, problem.out_dtype)
     yield operand("dlse", lse_axes, shapes["lse"].shape, "float32", optional=True)
     for name in ("q", "k", "v"):
-        yield operand(f"d{name}", axes, shapes[name].shape, *shapes[name].dtypes)
+        if name in problem.summed:
+            yield operand(f"d{name}_parts", axes, shapes[name].shape, part_dtype(problem), field=f"d{name}")
+        else:
+            yield operand(f"d{name}", axes, shapes[name].shape, *shapes[name].dtypes)
     if problem.dbias:
         yield operand("dbias", "bhr.", shapes["bias"].shape, *shapes["bias"].dtypes)
     if problem.sinks:

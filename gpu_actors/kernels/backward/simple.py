@@ -8,6 +8,7 @@ from gpu_actors.devices.interface import ScratchSpec
 from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.backward.launch import query_slots
 from gpu_actors.kernels.backward.params import pack_backward
+from gpu_actors.kernels.backward.shared import SUM, SUM_THREADS, sum_macros, sum_parts, sum_scratch
 from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.macros import Macros, forward_macros
 from gpu_actors.kernels.program import Part, Program, Target, flat_grid
@@ -21,12 +22,16 @@ _WARP = 32
 
 
 def simple_backward_macros(key: DispatchKey) -> Macros:
-    """The forward macros, but for the LSE's, which gradients read anyway."""
+    """The forward macros, but for the LSE's, which gradients read anyway; of backward_sum, its own."""
+    if key.kernel == SUM:
+        return sum_macros(key)
     return {name: value for name, value in forward_macros(key).items() if name != "LSE"}
 
 
 def simple_backward_threads(key: DispatchKey) -> int:
     """The threads of a block."""
+    if key.kernel == SUM:
+        return SUM_THREADS
     return tile_of(key).warps * _WARP
 
 
@@ -46,7 +51,8 @@ def simple_backward_program(problem: AttentionProblem, key: DispatchKey, target:
         parts.append(Part(key, geometry, functools.partial(pack_backward, problem, True, number=number)))
     dtype = "float64" if key.dtype == "float64" else "float32"
     slots = query_slots(problem, tile.block_m)
-    return Program(tuple(parts), {"statistics": ScratchSpec((slots, tile.block_m), dtype)})
+    scratch = {"statistics": ScratchSpec((slots, tile.block_m), dtype)} | sum_scratch(problem)
+    return Program((*parts, *sum_parts(problem, key)), scratch)
 
 
 def _refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
@@ -71,6 +77,7 @@ BACKWARD_SIMPLE = KernelFamily(
     "backward",
     ("dense", "varlen"),
     tensor_cores=False,
+    companions=(SUM,),  # also behind backward_mma: this family takes what that takes, and float64
     refuses=_refuses,
     score_mods=True,
     positions=True,

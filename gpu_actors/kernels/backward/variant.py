@@ -26,7 +26,7 @@ _FIRST_VECTOR_REDUCTION = 90  # compute capability from which four floats are ad
 # The macros of the outer kernels. Options that they do not read would only make more variants.
 _COMMON = ("BLOCK_M", "ELEMENT", "KV_ELEMENT", "OUT_ELEMENT", "VARLEN", "SINKS", "DS_BITS")
 _PREPARE = (*_COMMON, "HEAD_DIM_V", "COMPUTE_BITS", "TIES_AWAY")
-_FINISH = (*_COMMON, "HEAD_DIM", "WARPS", "BIAS_ELEMENT")
+_FINISH = (*_COMMON, "HEAD_DIM", "WARPS", "BIAS_ELEMENT", "SUMMED_Q")
 
 
 def keys_of(key: DispatchKey, names: Sequence[str]) -> tuple[DispatchKey, ...]:

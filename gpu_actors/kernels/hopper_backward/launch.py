@@ -42,6 +42,6 @@ BACKWARD_SM90 = KernelFamily(
     companions=(_PREPARE, _FINISH),
     score_mods=True,
     positions=True,
-    lacks=("alibi_signed",),
+    lacks=("alibi_signed", "summed"),
     tma=True,
 )

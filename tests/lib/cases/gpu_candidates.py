@@ -14,6 +14,7 @@ import numpy as np
 
 import gpu_actors as ga
 from gpu_actors.kernels.support import FIRST_FP8_CAPABILITY, capability
+from gpu_actors.reference import attention_backward, attention_forward
 from gpu_actors.testing.backward_problems import poison_unseen_backward, random_backward
 from gpu_actors.testing.gradients import check_gradients
 from gpu_actors.testing.problems import cast, paginate, poison_unseen, random_forward
@@ -87,6 +88,26 @@ def _backward(seed: int, deterministic: bool = False, **choices: Any) -> Callabl
         return Asked(request, check)
 
     return make
+
+
+def _shared_backward() -> Asked:
+    """k and v of one sequence for three, whose gradients are sums."""
+    rng = np.random.default_rng(21)
+    q, dout = (cast(rng.standard_normal((3, 200, 4, 64)), "bfloat16") for _ in range(2))
+    k, v = (cast(rng.standard_normal((1, 300, 2, 64)), "bfloat16") for _ in range(2))
+    whole = {"q": q, "k": np.repeat(k, 3, axis=0), "v": np.repeat(v, 3, axis=0), "causal": True}
+    given = attention_forward(**whole)
+    out, lse = given.out.astype(q.dtype), given.lse.astype(np.float32)
+    wanted = attention_backward(dout, **whole, out=out, lse=lse)
+
+    def check(result: Any, kernel: str) -> None:
+        sums = (wanted.dq, wanted.dk.sum(axis=0, keepdims=True), wanted.dv.sum(axis=0, keepdims=True))
+        for gradient, exact in zip(result[:3], sums, strict=True):
+            assert gradient.shape == exact.shape
+            error = np.abs(np.asarray(gradient, np.float64) - exact).max()
+            assert error < 2.0**-4 * np.abs(exact).max()
+
+    return Asked(ga.FlashBackward(q, k, v, dout=dout, out=out, lse=lse, causal=True), check)
 
 
 def _decode(
@@ -221,6 +242,7 @@ CANDIDATES = (
         for option in ("bias", "window", "sinks", "softcap", "alibi", "dropout")
     ),
     Candidate("backward of wide heads", _backward(10, dtype="bfloat16", head_dim=256, varlen=False)),
+    Candidate("backward of one k and v for a batch", _shared_backward),
     Candidate("backward varlen", _backward(7, dtype="bfloat16", head_dim=64, varlen=True, always=("causal",))),
     Candidate(
         "backward with a bias and dropout",

@@ -1,0 +1,77 @@
+"""The gradients of q, k or v that the sequences of a batch share: a kernel behind the others adds theirs up.
+
+The others store theirs unrounded, (batch, rows, heads, dim), in scratch memory of this name for ``dk``: "dk_parts".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+
+from gpu_actors.devices.interface import Buffer, ScratchSpec
+from gpu_actors.kernels.macros import Macros
+from gpu_actors.kernels.params import Binder, struct_layout
+from gpu_actors.kernels.program import Part, Values, flat_grid
+from gpu_actors.kernels.support import ELEMENTS
+from gpu_actors.problem import AttentionProblem, DispatchKey
+
+__all__ = ["SUM", "SUM_THREADS", "part_dtype", "part_shapes", "sum_macros", "sum_parts", "sum_scratch"]
+
+SUM = "backward_sum"
+"""The kernel."""
+
+SUM_THREADS = 256
+"""Of a block: an element each."""
+
+
+def part_dtype(problem: AttentionProblem) -> str:
+    """What the gradients of sequences are stored as before they are added up."""
+    return "float64" if problem.dtype == "float64" else "float32"
+
+
+def part_shapes(problem: AttentionProblem) -> dict[str, tuple[int, ...]]:
+    """(batch, rows, heads, dim) of each shared operand, by "q", "k" and "v"."""
+    p = problem
+    shapes = {
+        "q": (p.batch, p.seqlen_q, p.heads_q, p.head_dim),
+        "k": (p.batch, p.seqlen_k, p.heads_kv, p.head_dim),
+        "v": (p.batch, p.seqlen_k, p.heads_kv, p.head_dim_v),
+    }
+    return {name: shapes[name] for name in p.summed}
+
+
+def sum_macros(key: DispatchKey) -> Macros:
+    """What the kernel is compiled for."""
+    return {"ELEMENT": ELEMENTS[key.dtype].c_type}
+
+
+def sum_scratch(problem: AttentionProblem) -> dict[str, ScratchSpec]:
+    """The memory that the other kernels fill."""
+    return {f"d{name}_parts": ScratchSpec(shape, part_dtype(problem)) for name, shape in part_shapes(problem).items()}
+
+
+def sum_parts(problem: AttentionProblem, key: DispatchKey) -> tuple[Part, ...]:
+    """A launch for each shared operand, behind the others. Raises Unsupported as `flat_grid`."""
+    own, parts = dataclasses.replace(key, kernel=SUM), []
+    for name, (_, *shape) in part_shapes(problem).items():
+        blocks = -(-math.prod(shape) // SUM_THREADS)
+        geometry = flat_grid(blocks, SUM_THREADS, 0, f"d{name}", shape[0])
+        parts.append(Part(own, geometry, functools.partial(_pack, problem, name)))
+    return tuple(parts)
+
+
+def _pack(problem: AttentionProblem, name: str, buffers: Mapping[str, Buffer], values: Values) -> bytes:
+    return _binder(problem, name).pack(buffers)
+
+
+@functools.lru_cache(maxsize=256)
+def _binder(problem: AttentionProblem, name: str) -> Binder:
+    layout = struct_layout("SumParams", "backward/backward_sum.cu")
+    batch, *shape = part_shapes(problem)[name]
+    operands = (
+        layout.operand(f"d{name}_parts", "....", (batch, *shape), part_dtype(problem), field="parts"),
+        layout.operand(f"d{name}", "....", (1, *shape), problem.dtype, field="sum"),
+    )
+    return Binder.of(layout, operands, {"size": math.prod(shape), "batch": batch})

@@ -1,0 +1,362 @@
+"""Gradients of a q, k or v that every sequence of a batch shares: sums over the batch, rounded once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from emulated import backward as emulated_backward
+from emulated.contraction import arithmetic, fused_products, like_hardware
+from mutation.shared_gradient_mutants import MUTANTS, SharedMutant
+from support.gate import code_faults, code_of, register_limit
+
+import gpu_actors as ga
+from gpu_actors.compiling.assets import kernel_file
+from gpu_actors.compiling.source import KernelSource
+from gpu_actors.devices.emulation import EmulationFault
+from gpu_actors.kernels import variants
+from gpu_actors.kernels.backward.shared import SUM
+from gpu_actors.kernels.dispatch import FAMILIES, dispatch_key, program_of
+from gpu_actors.kernels.keys import check_key
+from gpu_actors.kernels.support import example_problem
+from gpu_actors.reference import attention_backward, attention_forward
+from gpu_actors.reference.low_precision import rounder
+from gpu_actors.testing.backward_problems import poison_unseen_backward, random_backward
+from gpu_actors.testing.gradients import gradient_bounds
+from gpu_actors.testing.tolerance import COMPUTE, UNIT_ROUNDOFF, compare
+
+BATCH, ROWS, KEYS, HEADS, HEADS_KV, DIM, DIM_V = 3, 70, 150, 4, 2, 32, 40
+SUMMED = ("q", "k", "v", "kv", "qv", "qk")
+LAUNCHES = (("late", "greedy", 0), ("eager", "lane", 1), ("random", "random", 2))
+Operands = dict[str, Any]
+
+
+def kind_of(dtype: str) -> Any:
+    return np.dtype(getattr(ml_dtypes, dtype, dtype))
+
+
+def operands(summed: str, dtype: str = "float16", **options: Any) -> Operands:
+    """q, k, v and dout, those that are shared of one sequence; out and lse as forward gives them."""
+    rng = np.random.default_rng(3)
+    shapes = {
+        "q": (ROWS, HEADS, DIM),
+        "k": (KEYS, HEADS_KV, DIM),
+        "v": (KEYS, HEADS_KV, DIM_V),
+        "dout": (ROWS, HEADS, DIM_V),
+    }
+    given = {
+        name: rng.standard_normal((1 if name in summed else BATCH, *shape)).astype(kind_of(dtype))
+        for name, shape in shapes.items()
+    }
+    whole = {name: given[name] for name in "qkv"} | repeated({name: given[name] for name in "qkv"})
+    found = attention_forward(**whole, **options)
+    return given | {"out": found.out.astype(kind_of(dtype)), "lse": found.lse.astype(np.float32)}
+
+
+def repeated(given: Mapping[str, Any]) -> Operands:
+    """The same with a copy of a shared operand for each sequence."""
+    return {
+        name: np.repeat(array, BATCH, axis=0) if len(array) == 1 and name in "qkv" else array
+        for name, array in given.items()
+    }
+
+
+def expected(given: Operands, summed: str, **options: Any) -> Operands:
+    """In float64, from the oracle's gradients of a batch without sharing."""
+    found = attention_backward(**repeated(given), **options)
+    wanted: Operands = {f"d{name}": np.asarray(getattr(found, f"d{name}"), np.float64) for name in "qkv"}
+    for name in summed:
+        wanted[f"d{name}"] = wanted[f"d{name}"].sum(axis=0, keepdims=True)
+    return wanted
+
+
+def check(found: Any, given: Operands, summed: str, compute: str | None = None, **options: Any) -> float:
+    """The tolerance rule's bound of each sequence's part, added up, and the roundings of their sum."""
+    whole = repeated({name: given[name] for name in ("q", "k", "v", "dout")})
+    if compute is not None:
+        step = rounder(COMPUTE[compute])
+        whole = {name: step(array) for name, array in whole.items()}
+    options |= {"out": given["out"], "lse": given["lse"]}
+    exact = attention_backward(**whole, **options)
+    bounds = gradient_bounds(**whole, reference=exact, compute=compute, **options)
+    worst = 0.0
+    for name in ("dq", "dk", "dv", "dbias", "dsinks"):
+        got, wanted, bound = (getattr(each, name) for each in (found, exact, bounds))
+        assert (got is None) == (wanted is None), name
+        if got is None:
+            continue
+        own = given[name[1:]] if name[1:] in given else options[name[1:]]
+        assert (got.shape, got.dtype) == (own.shape, own.dtype)
+        if name[1:] in summed:
+            adding = "float64" if got.dtype == np.float64 else "float32"
+            size = BATCH * UNIT_ROUNDOFF[adding] * np.abs(wanted).sum(axis=0, keepdims=True)
+            wanted = wanted.sum(axis=0, keepdims=True)
+            bound = np.broadcast_to(bound, whole[name[1:]].shape).sum(axis=0, keepdims=True) + size
+        rounding = UNIT_ROUNDOFF[got.dtype.name] * np.abs(wanted) + (2.0**-24 if got.dtype == np.float16 else 0.0)
+        worst = max(worst, compare(name, np.asarray(got), wanted, bound + rounding, f"{summed} {sorted(options)}"))
+    return worst
+
+
+def answered(ctx: ga.GpuContext, given: Operands, **options: Any) -> Any:
+    return ctx.flash_attn.backward(**given, **options).result(200)
+
+
+def opened(arch: str) -> Any:
+    emulation = ga.EmulationOptions(arithmetic=arithmetic())
+    return ga.open_context("emulated", ga.ContextOptions(arch=arch, emulation=emulation))
+
+
+@pytest.mark.parametrize("summed", SUMMED)
+def test_the_mock_device_adds_them_up(summed: str) -> None:
+    given = operands(summed, causal=True)
+    with ga.open_context("mock") as ctx:
+        for _ in range(2):  # the second finds the plan of the first
+            found = answered(ctx, given, causal=True)
+            for name, wanted in expected(given, summed, causal=True).items():
+                np.testing.assert_array_equal(getattr(found, name), wanted.astype(np.float16), err_msg=name)
+        whole = answered(ctx, repeated(given), causal=True)
+        assert whole.dk.shape == (BATCH, KEYS, HEADS_KV, DIM), "the same arrays by themselves are not shared"
+
+
+def test_a_batch_that_repeats_an_array_has_a_gradient_for_each() -> None:
+    """As NumPy's broadcast_to makes it: its strides are those that a shared operand gets."""
+    given = operands("k")
+    given["k"] = np.broadcast_to(given["k"], (BATCH, *given["k"].shape[1:]))
+    with ga.open_context("mock") as ctx:
+        found = answered(ctx, given)
+        shared = answered(ctx, {**given, "k": given["k"][:1]})
+    assert (found.dk.shape[0], shared.dk.shape[0]) == (BATCH, 1)
+
+
+KERNELS = (
+    ("backward_mma", "sm_80", "float16", "kv", {"causal": True}),
+    ("backward_mma", "sm_90a", "bfloat16", "q", {}),
+    ("backward_simple", "sm_80", "float64", "qv", {"window_size": (40, 3)}),
+)
+MORE = (
+    ("backward_mma", "sm_80", "bfloat16", "qk", {"softcap": 5.0}),
+    ("backward_mma", "sm_80", "float32", "v", {"compute": "tf32", "causal": True}),
+    ("backward_simple", "sm_80", "float32", "kv", {}),
+    ("backward_simple", "sm_90a", "float32", "q", {"causal": True}),
+    ("backward_mma", "sm_90a", "float16", "k", {"deterministic": True}),
+)
+
+
+def check_kernels(kernel: str, arch: str, dtype: str, summed: str, options: Mapping[str, Any]) -> None:
+    math = {name: value for name, value in options.items() if name not in ("compute", "deterministic")}
+    given = operands(summed, dtype, **math)
+    with opened(arch) as ctx:
+        request = ga.FlashBackward(**given, **options)
+        assert ctx.flash_attn.inspect_key(request).kernel == kernel
+        found = answered(ctx, given, **options)
+    check(found, given, summed, options.get("compute"), **math)
+
+
+SWEPT = [pytest.param(case, marks=pytest.mark.sweep) for case in (KERNELS[1], *MORE)]
+
+
+@pytest.mark.parametrize("case", [KERNELS[0], KERNELS[2], *SWEPT], ids=str)
+def test_kernels_add_them_up(case: tuple[Any, ...]) -> None:
+    check_kernels(*case)
+
+
+def check_random(seed: int) -> None:
+    """Options as the seed draws them. NaN fills keys and values that no row sees, and rows that see none."""
+    dtype = ("float16", "bfloat16", "float32", "float64")[seed // 2 % 4]
+    rng, arch = np.random.default_rng((seed, 1)), ("sm_80", "sm_90a")[seed % 2]
+    dims, heads = [(32, 40), (64, 64), (40, 24), (128, 64)][rng.integers(4)], [(4, 2), (2, 2), (4, 1)][rng.integers(3)]
+    lengths = int(rng.integers(1, 90)), int(rng.integers(1, 140))
+    case = random_backward(
+        seed, dtype=dtype, varlen=False, batch=BATCH, heads=heads, head_dim=dims[0], head_dim_v=dims[1], seqlens=lengths
+    )
+    summed = SUMMED[rng.integers(6)]
+    given: Operands = {name: getattr(case.forward, name)[: 1 if name in summed else BATCH] for name in "qkv"}
+    whole = repeated(given)
+    result = attention_forward(**whole, **case.options)
+    given |= {"dout": case.dout, "out": result.out.astype(kind_of(dtype)), "lse": result.lse.astype(np.float32)}
+    forward = dataclasses.replace(case.forward, **whole)
+    hidden = poison_unseen_backward(dataclasses.replace(case, forward=forward, out=given["out"], lse=given["lse"]))
+    poisoned = {"dout": hidden.dout, "out": hidden.out, "lse": hidden.lse}
+    for name in "qkv":
+        array = getattr(hidden.forward, name)
+        unread = np.isnan(array).all(axis=0, keepdims=True)
+        poisoned[name] = np.where(unread, array[:1], given[name]) if name in summed else array
+    with opened(arch) as ctx:
+        found = answered(ctx, poisoned, deterministic=seed % 3 == 0, **case.options)
+    check(found, given, summed, **case.options)
+
+
+@pytest.mark.parametrize("seed", [3, *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(4, 40))])
+def test_every_option_goes_with_them(seed: int) -> None:
+    check_random(seed)
+
+
+def check_schedules(kernel: str, summed: str, dtype: str = "float16") -> None:
+    """The sum of what a batch without sharing gives in float32, to half a unit: each schedule and delivery."""
+    given = operands(summed, dtype)
+    whole = {name: np.broadcast_to(given[name], (BATCH, *given[name].shape[1:])) for name in "qkv"}
+    problem = emulated_backward.backward_problem_of(*(whole[name] for name in "qkv"))
+    problem = dataclasses.replace(problem, summed=summed)
+    views = {name: emulated_backward.Strided(array, given[name]) for name, array in whole.items() if name in summed}
+    sums = {f"d{name}": np.full(given[name].shape, np.nan, given[name].dtype) for name in summed}
+    arrays = {**given, **views, **sums}
+    for delivery, schedule, seed in LAUNCHES:
+        launch = {"delivery": delivery, "schedule": schedule, "seed": seed}
+        found = emulated_backward.run(problem, arrays, arch="sm_80", kernel=kernel, **launch)
+        check(found, given, summed)
+
+
+SCHEDULED = (("backward_mma", "kv"), ("backward_simple", "q"))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "summed"), [SCHEDULED[1], *(pytest.param(*case, marks=pytest.mark.sweep) for case in SCHEDULED[:1])]
+)
+def test_they_do_so_in_every_schedule(kernel: str, summed: str) -> None:
+    check_schedules(kernel, summed)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("kernel", "summed"), SCHEDULED)
+def test_they_do_so_with_products_fused_and_the_hardwares_errors(kernel: str, summed: str) -> None:
+    with fused_products(), like_hardware():
+        check_schedules(kernel, summed)
+
+
+def check_one_rounding(arch: str = "sm_80") -> None:
+    """Parts that cancel but for less than a unit of one of them, and parts beyond float16's range."""
+    rng = np.random.default_rng(0)
+    rows, keys = 16, 1
+    q = rng.standard_normal((2, rows, 1, 32)).astype(np.float16)
+    k, v = (rng.standard_normal((1, keys, 1, 32)).astype(np.float16) for _ in range(2))
+    dout = np.zeros((2, rows, 1, 32), np.float16)
+    # dv is the sum of dout over rows, as each row sees the one key alone.
+    dout[0, :, 0, 0], dout[1, :, 0, 0] = 60000.0, -60000.0
+    dout[0, 0, 0, 1], dout[1, 0, 0, 1] = 2048.0, -2048.0
+    dout[0, 1, 0, 1] = 0.5
+    dout[:, 0, 0, 2] = 1.0
+    dout[:, 1, 0, 2] = 2.0**-11  # half a unit of 1 each, rounded to even
+    dout[1, 2, 0, 2] = 2.0**-12
+    out = np.repeat(np.repeat(v, rows, axis=1), 2, axis=0)
+    lse = np.einsum("bihd,kjhd->bhi", q.astype(float), k.astype(float)).astype(np.float32) * np.float32(32**-0.5)
+    with opened(arch) as ctx:
+        found = ctx.flash_attn.backward(dout, q, k, v, out, lse).result(100)
+    assert found.dv.shape == (1, 1, 1, 32)
+    np.testing.assert_array_equal(found.dv[0, 0, 0, :3].astype(float), [0.0, 0.5, 2.0 + 2.0**-9])
+
+
+def test_a_sum_is_rounded_once() -> None:
+    check_one_rounding()
+
+
+# What is asked for
+
+
+def test_hoppers_own_kernel_leaves_them_to_mma() -> None:
+    problem = example_problem("bfloat16", 128, direction="backward", batch=2, total_q=2048, total_k=2048, summed="kv")
+    key = dispatch_key(problem, "sm_90a")
+    assert (key.kernel, key.summed) == ("backward_mma", "kv")
+    hopper = next(family for family in FAMILIES if family.name == "backward_sm90")
+    assert hopper.refusal(problem, "sm_90a").field == "summed"
+    program = program_of(problem, key)
+    assert [part.key.kernel for part in program.parts][-2:] == [SUM, SUM]
+    assert {"dk_parts", "dv_parts"} < program.scratch.keys()
+    assert program.scratch["dk_parts"].dtype == "float32"
+    assert len({variants.kernel_source(part.key) for part in program.parts[-2:]}) == 1
+
+
+def test_keys_of_sums_can_be_compiled_ahead() -> None:
+    for dtype in ("bfloat16", "float64"):
+        compute = "f64" if dtype == "float64" else "bf16"
+        problem = example_problem(dtype, 64, direction="backward", batch=2, summed="q", compute=compute)
+        for part in program_of(problem, dispatch_key(problem, "sm_80")).parts:
+            assert check_key(part.key) == part.key
+    wrong = dataclasses.replace(dispatch_key(problem, "sm_80"), summed="vk")
+    with pytest.raises(ga.InvalidRequest) as caught:
+        check_key(wrong)
+    assert caught.value.field == "summed"
+    forward = dispatch_key(example_problem("bfloat16", 64), "sm_80")
+    with pytest.raises(ga.Unsupported, match="forward gives no gradients"):
+        check_key(dataclasses.replace(forward, summed="k"))
+
+
+def test_padded_sequences_need_whole_batches() -> None:
+    given = operands("kv")
+    used = np.array([5, 70, 0], np.int32)
+    with ga.open_context("mock") as ctx, pytest.raises(ga.Unsupported, match="repeat it for each") as caught:
+        answered(ctx, given, seqused_q=used)
+    assert (caught.value.field, caught.value.nearest) == ("k", "a batch of 3")
+
+
+def test_batches_that_are_not_one_are_refused() -> None:
+    given = operands("")
+    given["k"] = given["k"][:2]
+    with ga.open_context("mock") as ctx, pytest.raises(ga.InvalidRequest, match="must have q's batch, 3") as caught:
+        answered(ctx, given)
+    assert caught.value.field == "k"
+
+
+def test_plans_of_shared_and_whole_batches_differ() -> None:
+    with ga.open_context("mock") as ctx:
+        keys = {
+            ctx.flash_attn.inspect_key(ga.FlashBackward(**given))
+            for given in (operands("k"), operands("kv"), operands("q"), operands(""))
+        }
+    assert sorted(key.summed for key in keys) == ["", "k", "kv", "q"]
+
+
+GATED = [
+    (arch, dtype, dim, summed)
+    for arch in ("sm_80", "sm_90a")
+    for dtype in ("float16", "bfloat16")
+    for dim in (64, 128, 192, 256)
+    for summed in ("q", "kv")
+]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("variant", GATED, ids=str)
+def test_nothing_is_spilled(variant: tuple[str, str, int, str]) -> None:
+    arch, dtype, dim, summed = variant
+    problem = example_problem(dtype, dim, direction="backward", causal=True, summed=summed)
+    for part in program_of(problem, dispatch_key(problem, arch)).parts:
+        limit = register_limit(part.geometry.block[0])
+        assert code_faults(code_of(variants.kernel_source(part.key), part.key.kernel), limit) == []
+
+
+# Seeded bugs
+
+PROBES: dict[str, Callable[[], None]] = {
+    "mma kv": lambda: check_kernels(*KERNELS[0]),
+    "mma q": lambda: check_kernels(*KERNELS[1]),
+    "simple": lambda: check_kernels(*KERNELS[2]),
+    "simple kv": lambda: check_kernels(*MORE[2]),
+    "rounding": check_one_rounding,
+}
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_bug_in_shared_gradients_is_caught(mutant: SharedMutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str] = []
+
+    def seeded(name: str, text: str) -> str:
+        if name != mutant.file or mutant.old not in text:
+            return text
+        found.append(name)
+        return text.replace(mutant.old, mutant.new)
+
+    def changed(key: Any) -> KernelSource:
+        source = kernel_source(key)
+        headers = {name: seeded(name, text) for name, text in source.headers.items()}
+        return dataclasses.replace(source, source=seeded(kernel_file(key.kernel), source.source), headers=headers)
+
+    kernel_source = variants.kernel_source
+    monkeypatch.setattr("gpu_actors.actors.nvrtc.kernel_source", changed)
+    with pytest.raises((AssertionError, EmulationFault, ga.GpuActorsError)):
+        PROBES[mutant.probe]()
+    assert found, f"{mutant.file} has no {mutant.old!r}"
