@@ -43,6 +43,8 @@ def _check_host(out: np.ndarray[Any, Any], name: str, array: np.ndarray[Any, Any
 
 def _lies_apart(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
     """True if each axis steps over all that the shorter steps reach: then no two positions are the same."""
+    if 0 in shape:
+        return True  # NumPy gives empty arrays strides of 0
     reach = itemsize
     steps = sorted((abs(stride), extent) for stride, extent in zip(strides, shape, strict=True) if extent > 1)
     for stride, extent in steps:

@@ -108,6 +108,14 @@ def test_rows_without_keys_need_no_kernel_where_no_lse_is_asked_for(asker: Asker
     assert not grids
 
 
+@pytest.mark.parametrize("rows", [(0, 4), (2, 0)])
+def test_an_output_may_be_given_that_has_no_elements(asker: Asker, rows: tuple[int, int]) -> None:
+    """NumPy gives such an array strides of 0, as it gives a broadcast one."""
+    q, k = asker.ones(*rows, HEADS, DIM), asker.ones(rows[0], 4, HEADS, DIM)
+    out = np.empty_like(q)
+    assert asker.ctx.flash_attn.forward(q, k, k, out=out).result(120).out is out
+
+
 @pytest.mark.parametrize(
     "longest", [{}, {"max_seqlen_q": 0, "max_seqlen_k": 4}, {"max_seqlen_q": 3, "max_seqlen_k": 4}]
 )
