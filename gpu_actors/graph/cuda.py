@@ -82,13 +82,13 @@ def score_mod(
         members="".join(f"  {line}\n" for line in members),
         binding="".join(f"  {line}\n" for line in _binding(read)),
         body=_body(root, tensors, real),
-        shown="" if shown is None or shown is root else _SHOWN.format(real=real, body=_body(shown, tensors, real)),
+        shown="" if shown is None else _SHOWN.format(real=real, body=_body(shown, tensors, real)),
         gradient=_body(derivative(root, score), tensors, real),
         holder=_HOLDER if tensors or scalars else _EMPTY_HOLDER,
     )
     if block_size is None:
         return ScoreMod(header, tuple(tensors), tuple(scalars), real)
-    header += _block_lists(tensors, len(read), block_size, shows=shown not in (None, root))
+    header += _block_lists(tensors, len(read), block_size, shows=shown is not None)
     return ScoreMod(header, tuple(tensors), tuple(scalars), real, block_size)
 
 

@@ -259,7 +259,7 @@ class OperationGraph:
         seen = visible(*indices)
         is_bool = isinstance(seen, GraphTensor) and seen.dtype == "bool"
         expect(is_bool, "mask_mod", seen, "must return a bool tensor of the graph, as comparisons do")
-        hidden = self.select(seen, scores, -math.inf)
+        hidden = self._add("select", (seen, scores, -math.inf), mask_mod=True)
         read = {uid for node in self.nodes for uid in node.inputs}
         unread = {index.uid for index in indices} - read  # which a sound graph does not have
         self.nodes = [node for node in self.nodes if unread.isdisjoint(node.outputs)]
@@ -378,9 +378,9 @@ class OperationGraph:
     ) -> Node:
         """Add an operation between tensors by their uids, in any order, as a program that generates graphs does.
 
-        attributes: axis of an index; rows of a softmax; kind, width and alignment of a mask; kind and axes of a
-        reduction; probability and seed of a dropout; wrt and forward (uids) and deterministic of a gradient. `validate`
-        checks the rest.
+        attributes: axis of an index; mask_mod of a select; rows of a softmax; kind, width and alignment of a mask; kind
+        and axes of a reduction; probability and seed of a dropout; wrt and forward (uids) and deterministic of a
+        gradient. `validate` checks the rest.
         """
         called = name or f"{op}_{len(self.nodes)}"
         expect(isinstance(called, str), "name", name, "must be a str")

@@ -66,16 +66,19 @@ class ScoreInputs:
         tensors = tuple(self._tensors.values())
         shown = None
         if block_mask is not None and len(block_mask.inputs) > (5 if block_mask["transposed"] else 3):
-            shown = self._shown(expression)  # there are lists of full blocks
+            kept = self._shown(root)  # there are lists of full blocks
+            shown = None if kept == root else real(f"tensor {kept}", self._known[kept])
         mod = score_mod(expression, self._score, tensors, scalars, real_type, size, shown)
         return Modification(mod, tuple(self._tensors), tuple((uid, value) for uid, value, _ in self._scalars))
 
-    def _shown(self, root: Expression) -> Expression:
-        """What is left in full blocks, where masks show every key: of `select` with -inf, what it selects."""
-        while root.op == "select":
-            condition, shown, hidden = root.args
-            number = self._scalars[hidden.slot][1] if hidden.op == "scalar" else 0.0
-            if number != float("-inf") or any(part is self._score for part in in_order((condition,))):
+    def _shown(self, root: int) -> int:
+        """What full blocks leave of ``root``, where each `mask_mod` right before the lists shows every key.
+
+        Any other `select` with -inf, as a score_mod may end with, hides keys in these blocks too.
+        """
+        while (node := self._order.writers.get(root)) is not None and ("mask_mod", True) in node.attributes:
+            condition, shown, _ = node.inputs
+            if any(part is self._score for part in in_order((self._known[condition],))):
                 break
             root = shown
         return root

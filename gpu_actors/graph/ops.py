@@ -6,6 +6,7 @@ them is); on integers it stays int32, but for division. Comparisons and logic gi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -154,6 +155,9 @@ def _select(node: Node, tensors: Sequence[GraphTensor]) -> list[Written]:
     _arity(node, tensors, 3)
     if tensors[0].dtype != "bool":
         raise _mismatch(node, tensors, "must begin with the condition, a bool")
+    if flag(f"{node.name} mask_mod", dict(node.attributes).get("mask_mod", False)):
+        hidden = tensors[2].value
+        expect(tensors[2].by_value and hidden == -math.inf, node.name, hidden, "a mask_mod must hide by -inf")
     return [Written(broadcast(node, tensors), _number(node, tensors[1:]))]
 
 
@@ -290,6 +294,7 @@ def _gradient(node: Node, tensors: Sequence[GraphTensor]) -> list[Written]:
 # What decides a result beside the operands. A node that names another would be misunderstood.
 _ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     "index": ("axis",),
+    "select": ("mask_mod",),
     "mask": ("kind", "width", "alignment"),
     "block_mask": ("block_size", "transposed"),
     "reduction": ("kind", "axes"),

@@ -332,7 +332,7 @@ class _Program:
                 else:
                     seen = condition if seen is True else seen & condition
             if seen is not True:
-                scores = graph.select(seen, scores, -math.inf)
+                scores = graph.mask_mod(scores, lambda *_: seen)
         if self._lists:
             lists = {name: self._read(graph, ("block_mask", name), t.contiguous) for name, t in self._lists.items()}
             scores = graph.block_mask(scores, **lists, block_size=self._block_size)

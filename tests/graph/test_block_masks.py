@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import math
 import sys
 from typing import Any
 
@@ -390,13 +391,40 @@ def test_a_mask_that_depends_on_the_score_is_computed_in_full_blocks() -> None:
         )
         scores = graph.matmul(q, graph.transpose(k))
         shown = scores > 0.0 if dependent else graph.index(scores, 2) > 5
-        scores = graph.select(shown, scores, float("-inf"))
+        scores = graph.mask_mod(scores, lambda *_, shown=shown: shown)
         scores = graph.block_mask(scores, **declared(graph, lists), block_size=(BLOCK, BLOCK))
         v = graph.tensor(uid=V, dims=k.dims, dtype="float16")
         graph.output(graph.matmul(graph.softmax(scores), v), uid=OUT, dtype="float16")
         mod = match_attention(graph).problem.score_mod
         assert mod is not None
         assert f"#define BLOCK_MASK_SHOWS {int(not dependent)}" in mod.header
+
+
+def test_what_a_score_mod_hides_is_hidden_in_full_blocks_too(hopper: ga.GpuContext) -> None:
+    """Only mask_mods right before the lists promise to show every key of full blocks."""
+    lists = lists_of(np.full_like(KINDS, 2))
+    graph = ga.OperationGraph()
+    q = graph.tensor(uid=Q, dims=(BATCH, HEADS, ROWS, DIM), dtype="float16")
+    k, v = (graph.tensor(uid=uid, dims=(BATCH, HEADS_KV, KEYS, DIM), dtype="float16") for uid in (K, V))
+    scores = graph.matmul(q, graph.transpose(k)) * 0.2
+    scores = graph.select(graph.index(scores, 3) > 40, scores, -math.inf)
+    scores = graph.mask_mod(graph.mask(scores, ga.Mask.causal()), lambda b, h, q, kv: q >= 0)
+    scores = graph.block_mask(scores, **declared(graph, lists), block_size=(BLOCK, BLOCK))
+    graph.output(graph.matmul(graph.softmax(scores), v), uid=OUT, dtype="float16")
+    assert hopper.cudnn.inspect_plan(graph).key.kernel == "forward_sm90"
+    arrays = arrays_of(lists)
+    found = hopper.cudnn.execute(graph, arrays).result(100.0)[OUT]
+    np.testing.assert_allclose(found.astype(np.float64), evaluate_graph(graph, arrays)[OUT], atol=4e-3)
+
+
+def test_only_a_select_of_minus_infinity_is_a_mask_mod() -> None:
+    graph = ga.OperationGraph()
+    q = graph.tensor(uid=Q, dims=(1, 1, 4, 8), dtype="float16")
+    condition = graph.index(q, 2) > 1
+    zero, out = graph.scalar(uid=9, value=0.0), graph.tensor(uid=OUT, dims=q.dims, dtype="float16")
+    graph.node("select", [condition.uid, q.uid, zero.uid], [out.uid], mask_mod=True)
+    with pytest.raises(ga.InvalidRequest, match="must hide by -inf"):
+        graph.validate()
 
 
 HOPPER_LAUNCHES = [("eager", "lane", True), ("random", "random", False), ("late", "round_robin", True)]
