@@ -139,7 +139,8 @@ class _Split:
                     sound = array.ndim == dims - (name == "lse") and array.shape[axis] == extent
                     expect(sound, name, describe(array), f"must have {kind}, {extent}, on axis {axis}")
         ends = [self._ends(name, extent) for name, extent in zip(_ENDS, (rows, keys), strict=True)]
-        self._batch = len(ends[0]) - 1 if self._packed else len(self.array("q"))
+        together = (len(self.array(name)) for name in ("q", "k", "v"))  # 1 where all sequences share it
+        self._batch = len(ends[0]) - 1 if self._packed else max(together)
         expect(len(ends[1]) == len(ends[0]), "cu_seqlens_k", len(ends[1]) - 1, f"must have {self._batch} sequences")
         self._mask = KeyMask(**{name: getattr(request, name) for name in MASK_OPTIONS})
         self._placed = [name for name in _PLACES if name in self._given]

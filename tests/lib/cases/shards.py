@@ -98,6 +98,10 @@ CONTEXT: dict[str, dict[str, Any]] = {
     "float16, bias": {
         **operands(batch=1, dtype=np.float16, dims=(32, 32)), "causal": True, "sinks": SINKS, **BIAS, "dropout_p": 0.2,
     },
+    "one q for all": {**operands(), "q": arrays((1, ROWS, HEADS, DIM), 9), "window_size": (3, 2)},
+    "one k and v for all": {
+        **operands(1, 40, batch=1), "q": arrays((2, 1, HEADS, DIM), 9), "causal": True, "alibi_slopes": SLOPES,
+    },
     "few rows": {**operands(3, 5), "causal": True},
     "one row": {**operands(1, 40), "causal": True},
     "varlen": packed(*(RAGGED := ((9, 9), (0, 4), (13, 13), (1, 1), (5, 30), (21, 6), (4, 0)))),
