@@ -17,7 +17,7 @@ from gpu_actors.kernels.backward.simple import BACKWARD_SIMPLE
 from gpu_actors.kernels.decode.launch import DECODE_MMA
 from gpu_actors.kernels.decode.simple import DECODE_SIMPLE
 from gpu_actors.kernels.family import KernelFamily
-from gpu_actors.kernels.forward.launch import FORWARD_MMA, FORWARD_SIMPLE
+from gpu_actors.kernels.forward.launch import FORWARD_MMA, FORWARD_SIMPLE, FORWARD_WIDE
 from gpu_actors.kernels.hopper.launch import FORWARD_SM90
 from gpu_actors.kernels.hopper_backward.launch import BACKWARD_SM90
 from gpu_actors.kernels.hopper_decode.launch import DECODE_SM90
@@ -50,6 +50,7 @@ class Verdict(NamedTuple):
 FAMILIES = (
     FORWARD_SM90,
     FORWARD_MMA,
+    FORWARD_WIDE,
     FORWARD_SIMPLE,
     DECODE_SM90,
     DECODE_MMA,

@@ -76,6 +76,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "head dim 40": {"head_dim": 40, "head_dim_v": 40},
     "head dim 20": {"head_dim": 20, "head_dim_v": 20},
     "head dim 256": {"head_dim": 256, "head_dim_v": 256},
+    "head dim 512": {"head_dim": 512, "head_dim_v": 512},
 }
 
 OPTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(_OPTIONS)

@@ -76,6 +76,7 @@ _EIGHTS = ("float8_e4m3fn", "float8_e5m2")
 
 _sm90 = functools.partial(_TileRow, "forward_sm90", arch_classes=("sm_90",))
 _mma = functools.partial(_TileRow, "forward_mma")
+_wide = functools.partial(_TileRow, "forward_wide", dtypes=_HALVES, head_dim=512)
 _backward = functools.partial(_TileRow, "backward_mma", direction="backward")
 _backward_sm90 = functools.partial(_TileRow, "backward_sm90", direction="backward", arch_classes=("sm_90",))
 _simple = functools.partial(_TileRow, "forward_simple")
@@ -124,6 +125,15 @@ TILES = (
     _mma(Tile(64, 32, 2, 4), dtypes=_FLOATS, head_dim=192),
     _mma(Tile(64, 16, 2, 4), dtypes=_FLOATS),
     _mma(Tile(32, 16, 2, 2), dtypes=_FLOATS),
+    # Two warps share 16 rows, for which one has no registers above 256 columns. Above 384, registers do not hold the
+    # places of a second stage either, and above 448 no window beside the scores of 32 keys. Blocks of a mask divide
+    # into 64 or 32 rows.
+    _wide(Tile(64, 32, 2, 8), head_dim=384),
+    _wide(Tile(64, 32, 1, 8), head_dim=448),
+    _wide(Tile(64, 32, 1, 8), masks=_NO_WINDOW),
+    _wide(Tile(64, 16, 1, 8)),
+    _wide(Tile(48, 16, 1, 6), plain=True),
+    _wide(Tile(32, 16, 1, 4)),
     # Backward on Hopper: two consumers of 64 keys each, beside a producer of four warps; block_m query rows pass by.
     _backward_sm90(Tile(128, 128, 2, 12), _HALVES, 64, scale_only=True),
     _backward_sm90(Tile(64, 128, 2, 12), _HALVES, 128),
@@ -249,6 +259,13 @@ def _mma_bytes(tile: Tile, dtype: str, head_dim: int, head_dim_v: int) -> int:
     return (tile.block_m + keys) * mma_row(head_dim, dtype) + keys * mma_row(head_dim_v, dtype)
 
 
+def _wide_bytes(tile: Tile, dtype: str, head_dim: int, head_dim_v: int) -> int:
+    """The tile of Q, `stages` tiles of K and V, all of whole groups of 64 columns, and the scores of warps in float."""
+    row, row_v = (-(-dim // 64) * 64 * ELEMENTS[dtype].itemsize for dim in (head_dim, head_dim_v))
+    keys = tile.stages * tile.block_n
+    return (tile.block_m + keys) * row + keys * row_v + tile.warps * 16 * tile.block_n * 4
+
+
 def mma_row(dim: int, dtype: str) -> int:
     """Bytes of a row in shared memory, padded to 32 bytes, one step of an mma."""
     return -(-dim * ELEMENTS[dtype].itemsize // 32) * 32
@@ -338,6 +355,7 @@ def _backward_sm90_bytes(tile: Tile, dtype: str, head_dim: int, head_dim_v: int)
 
 _SHARED_BYTES = {
     "forward_mma": _mma_bytes,
+    "forward_wide": _wide_bytes,
     "forward_simple": _simple_bytes,
     "decode_simple": _simple_bytes,
     "backward_simple": _backward_simple_bytes,

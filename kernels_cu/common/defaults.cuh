@@ -182,6 +182,10 @@
 #define BLOCK_M 64
 #define BLOCK_N 64
 #define WARPS 8
+#elif defined(GPU_ACTORS_EDITOR_WIDE)
+#define BLOCK_M 64
+#define BLOCK_N 32
+#define WARPS 8
 #else
 #define BLOCK_M 64  // rows a tile
 #define BLOCK_N 64  // keys a tile

@@ -28,7 +28,7 @@ struct Columns {
   static constexpr int PAIRS_A_PART = PAIRS_A_GROUP / PARTS;
   static constexpr int PAIRS = (GROUPS + STRIDE - 1) / STRIDE * PAIRS_A_PART;
   // Whether every pair of every warp is two blocks of columns that exist.
-  static constexpr bool WHOLE = GROUPS % STRIDE == 0 && WIDTH % 16 == 0 && GROUPS * GROUP == Tile::CHUNKS;
+  static constexpr bool WHOLE = GROUPS % STRIDE == 0 && WIDTH % 16 == 0 && GROUPS * GROUP * Tile::CHUNK == WIDTH;
   static_assert(PARTS * PAIRS_A_PART == PAIRS_A_GROUP && PARTS * STRIDE == WARPS_SHARING, "parts are equal");
 
   int warp;

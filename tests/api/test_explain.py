@@ -15,7 +15,7 @@ from gpu_actors.kernels.dispatch import FAMILIES, REFERENCE, answering_key, disp
 from gpu_actors.kernels.option_table import OPTIONS, explain_problem, option_cell, options_of
 from gpu_actors.kernels.support import example_problem
 
-DENSE = ["forward_sm90", "forward_mma", "forward_simple"]
+DENSE = ["forward_sm90", "forward_mma", "forward_wide", "forward_simple"]
 
 
 def zeros(*shape: int, dtype: Any = ml_dtypes.bfloat16) -> np.ndarray:
@@ -47,7 +47,7 @@ def test_the_rows_are_those_of_the_request_for_kernels_of_its_kind() -> None:
     found = explained(forward(out_dtype="float32", softcap=30.0))
     cells = [(cell.option, cell.family) for cell in found.options]
     assert cells == [(option, family) for option in ("`softcap`", '`out_dtype="float32"`') for family in DENSE]
-    assert [cell.taken for cell in found.options] == [True, True, True, False, True, True]
+    assert [cell.taken for cell in found.options] == [True, True, True, True, False, True, True, True]
     assert {cell.arch for cell in found.options} == {"sm_90a"}
 
 

@@ -15,8 +15,8 @@ import gpu_actors as ga
 # Cells of each head dim and mask that the emulated device answers.
 EACH: dict[Kind, int] = {"forward": 3, "backward": 2, "decode": 4}
 KERNELS: dict[tuple[Kind, str], set[str]] = {
-    ("forward", "sm_80"): {"forward_mma", "forward_simple"},
-    ("forward", "sm_90a"): {"forward_sm90", "forward_simple"},
+    ("forward", "sm_80"): {"forward_mma", "forward_wide"},
+    ("forward", "sm_90a"): {"forward_sm90", "forward_wide"},
     ("backward", "sm_80"): {"backward_mma", "backward_simple"},
     ("backward", "sm_90a"): {"backward_sm90", "backward_simple"},
     ("decode", "sm_80"): {"decode_mma"},

@@ -311,6 +311,14 @@ def test_kernels_attend_to_listed_blocks(emulated: ga.GpuContext, causal: bool, 
     check_forward(emulated, causal, modified, full)
 
 
+@pytest.mark.sweep
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86"])
+def test_heads_of_512_columns_attend_to_listed_blocks(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "DIM", 512)
+    with ga.open_context("emulated", ga.ContextOptions(arch=arch)) as ctx:
+        check_forward(ctx, causal=True, modified=True, full=True, kernel="forward_wide")
+
+
 @pytest.mark.parametrize(("causal", "modified", "full"), KINDS_OF_CASES)
 def test_hopper_attends_to_listed_blocks(hopper: ga.GpuContext, causal: bool, modified: bool, full: bool) -> None:
     check_forward(hopper, causal, modified, full, "forward_sm90")

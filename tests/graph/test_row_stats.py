@@ -216,7 +216,7 @@ def test_what_is_asked_for_decides_the_signature_and_stats_alone_are_as_before()
 def test_tables_say_which_kernels_store_them() -> None:
     for option in ("`score_max`", "`score_sum_exp`"):
         taken = {family.name for family in FAMILIES if option_cell(option, family, "sm_90a").taken}
-        assert taken == {"forward_sm90", "forward_mma", "forward_simple"}
+        assert taken == {"forward_sm90", "forward_mma", "forward_wide", "forward_simple"}
     decode = next(family for family in FAMILIES if family.name == "decode_mma")
     assert "no stats of rows but the LSE" in option_cell("`score_sum_exp`", decode, "sm_80").reason
 
@@ -258,6 +258,13 @@ MORE = (
 def test_kernels_store_them(case: tuple[Any, ...]) -> None:
     arch, dtype, kernel, modified, causal = case
     check_kernels(arch, dtype, kernel, modified, causal)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a"])
+def test_kernels_of_wide_heads_store_them(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "DIM", 264)
+    check_kernels(arch, "bfloat16", "forward_wide")
 
 
 @pytest.mark.parametrize("name", ["score_max", pytest.param("score_sum_exp", marks=pytest.mark.sweep)])
@@ -304,11 +311,19 @@ def check_sinks(kernel: str, dtype: str) -> None:
         np.testing.assert_allclose(arrays["score_sum_exp"], total, rtol=limit)
 
 
-SINKS = (("forward_mma", "float16"), ("forward_simple", "float32"), ("forward_sm90", "float8_e4m3fn"))
+SINKS = (
+    *(("forward_mma", "float16"), ("forward_wide", "bfloat16")),
+    *(("forward_simple", "float32"), ("forward_sm90", "float8_e4m3fn")),
+)
 
 
 @pytest.mark.parametrize(
-    ("kernel", "dtype"), [("forward_sm90", "float16"), *(pytest.param(*c, marks=pytest.mark.sweep) for c in SINKS)]
+    ("kernel", "dtype"),
+    [
+        ("forward_sm90", "float16"),
+        ("forward_wide", "float16"),
+        *(pytest.param(*c, marks=pytest.mark.sweep) for c in SINKS),
+    ],
 )
 def test_a_sink_counts_as_a_key(kernel: str, dtype: str) -> None:
     check_sinks(kernel, dtype)
@@ -336,7 +351,7 @@ def test_the_compiler_lays_their_parameters_out_as_they_are_packed() -> None:
     Compiler().compile(dataclasses.replace(source, source=source.source + "\n".join(checks)))
 
 
-DIMS = (("float16", 64), ("bfloat16", 128), ("float16", 192), ("bfloat16", 256), ("float32", 64))
+DIMS = (("float16", 64), ("bfloat16", 128), ("float16", 192), ("bfloat16", 256), ("bfloat16", 512), ("float32", 64))
 GATE_OPTIONS: tuple[dict[str, Any], ...] = ({}, {"causal": True}, {"window_size": (64, 0)}, {"dropout_p": 0.1})
 MORE_GATED = [
     *((arch, *dtype, options) for arch in ("sm_80", "sm_90a") for dtype in DIMS for options in GATE_OPTIONS),
@@ -374,6 +389,7 @@ PROBES: dict[str, Callable[[], None]] = {
     "simple": lambda: check_kernels(*CASES[2]),
     "fp8": lambda: check_kernels(*MORE[3]),
     "sinks": lambda: check_sinks("forward_mma", "float16"),
+    "sinks, wide": lambda: check_sinks("forward_wide", "bfloat16"),
     "sinks, simple": lambda: check_sinks("forward_simple", "float32"),
     "sinks, sm90": lambda: check_sinks("forward_sm90", "float16"),
     "sinks, fp8": lambda: check_sinks("forward_sm90", "float8_e4m3fn"),

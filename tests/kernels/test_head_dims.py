@@ -71,8 +71,8 @@ def test_gradients_agree_with_the_oracle(kind: str, sweep: Sweep) -> None:
 
 
 def test_heads_of_512_columns_have_kernels_both_ways_and_wider_ones_are_refused_by_name() -> None:
-    for direction, kernel in (("forward", "forward_simple"), ("backward", "backward_simple")):
-        for dtype in ("bfloat16", "float32"):
+    for direction, kernels in (("forward", ("forward_wide", "forward_simple")), ("backward", ("backward_simple",) * 2)):
+        for dtype, kernel in zip(("bfloat16", "float32"), kernels, strict=True):
             for arch in ("sm_80", "sm_86", "sm_90a"):
                 assert dispatch_key(example_problem(dtype, 512, direction=direction), arch).kernel == kernel
         with pytest.raises(ga.Unsupported, match="from 1 to 512") as refused:

@@ -12,6 +12,7 @@ from mutation import (
     backward_sm90_mutants,
     decode_mutants,
     decode_sm90_mutants,
+    forward_wide_mutants,
     host_mutants,
     workers_mutants,
 )
@@ -23,6 +24,7 @@ from support.service import KERNELS_CU, REPOSITORY
 
 LISTS: dict[str, tuple[Mutant, ...]] = {
     "forward": mutants.MUTANTS,
+    "forward_wide": forward_wide_mutants.MUTANTS,
     "backward": backward_mutants.MUTANTS,
     "backward_sm90": backward_sm90_mutants.MUTANTS,
     "decode": decode_mutants.DECODE_MUTANTS,

@@ -1,4 +1,4 @@
-"""How forward_mma and forward_simple are compiled, and what they launch: one kernel."""
+"""How forward_mma, forward_wide and forward_simple are compiled, and what they launch: one kernel."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from gpu_actors.kernels.params import pack_forward
 from gpu_actors.kernels.program import Part, Program, Target, Values, flat_grid
 from gpu_actors.kernels.row_stats import pack_row_stats
 from gpu_actors.kernels.score_params import pack_score
-from gpu_actors.kernels.support import scale_refusal
+from gpu_actors.kernels.support import MAX_HEAD_DIM, scale_refusal
 from gpu_actors.kernels.tiles import shared_bytes_of, tile_of
 from gpu_actors.problem import AttentionProblem, DispatchKey, Layout
 
-__all__ = ["FORWARD_MMA", "FORWARD_SIMPLE"]
+__all__ = ["FORWARD_MMA", "FORWARD_SIMPLE", "FORWARD_WIDE"]
 
 
 _WARP = 32
@@ -60,6 +60,22 @@ FORWARD_MMA = KernelFamily(
     block_masks=True,
     positions=True,
     row_stats=True,
+)
+FORWARD_WIDE = KernelFamily(
+    "forward_wide",
+    "computes every forward option of dense and varlen batches of wide heads on tensor cores, with mma.sync",
+    forward_program,
+    mma_macros,
+    forward_threads,
+    "forward",
+    _LAYOUTS,
+    ("float16", "bfloat16"),
+    refuses=lambda problem, arch: scale_refusal(problem),
+    score_mods=True,
+    block_masks=True,
+    positions=True,
+    row_stats=True,
+    greatest_dim=MAX_HEAD_DIM,
 )
 FORWARD_SIMPLE = KernelFamily(
     "forward_simple",

@@ -223,6 +223,7 @@ CANDIDATES = (
         )
         for rows, always in ((1, ()), (20, ("causal",)))
     ),
+    Candidate("forward 320/264", _forward(17, dtype="float16", head_dim=320, head_dim_v=264, always=("causal",))),
     Candidate("forward float64", _forward(5, dtype="float64", head_dim=40)),
     *(
         Candidate(f"forward with {option}", _forward(6, dtype="bfloat16", head_dim=128, varlen=False, always=(option,)))

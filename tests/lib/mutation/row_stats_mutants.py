@@ -18,7 +18,7 @@ class RowMutant(NamedTuple):
 
 
 _STATS, _SOFTMAX, _HOPPER = "common/row_stats.cuh", "mma/softmax.cuh", "hopper/store.cuh"
-_MMA, _SIMPLE = "forward/forward_mma.cu", "forward/forward_simple.cu"
+_MMA, _WIDE, _SIMPLE = "forward/forward_mma.cu", "forward/forward_wide.cu", "forward/forward_simple.cu"
 
 MUTANTS = (
     RowMutant("rows that see no key have a sum of 1", _SOFTMAX, "-INFINITY, 0.0f};", "-INFINITY, 1.0f};"),
@@ -50,6 +50,20 @@ MUTANTS = (
         _MMA,
         "at.q_start + row, at.head, result.largest",
         "at.q_start + (row & ~8), at.head, result.largest",
+    ),
+    RowMutant(
+        "heads of two warps share their KV head's stats",
+        _WIDE,
+        "at.q_start + row, at.head, result.largest",
+        "at.q_start + row, at.kv_head, result.largest",
+        "sinks, wide",
+    ),
+    RowMutant(
+        "neither of two warps stores them",
+        _WIDE,
+        "ROW_STATS && columns.warp == 0 &&",
+        "ROW_STATS && columns.warp == 2 &&",
+        "sinks, wide",
     ),
     RowMutant(
         "CUDA cores store one lane's sum",
