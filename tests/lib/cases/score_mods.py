@@ -11,7 +11,7 @@ import gpu_actors as ga
 
 BATCH, HEADS, HEADS_KV, ROWS, KEYS, DIM = 2, 4, 2, 40, 56, 32
 SCALE = 0.25
-GRID = (5, 8)  # of 40 positions, where rows and keys are places in an image
+WIDTH = 8  # of an image, whose places rows and keys are
 Q, K, V, OUT, STATS, DOUT, FIRST = 1, 2, 3, 4, 5, 6, 20
 
 Array = Any
@@ -179,13 +179,12 @@ def local_global_formula(s, extras):
 
 def natten_graph(g, s, tensor):
     i, j = g.index(s, 2), g.index(s, 3)
-    width = GRID[1]
-    near = (abs(i // width - j // width) <= 1) & (abs(i % width - j % width) <= 2)
+    near = (abs(i // WIDTH - j // WIDTH) <= 1) & (abs(i % WIDTH - j % WIDTH) <= 2)
     return g.select(near, s, -np.inf)
 
 
 def natten_formula(s, extras):
-    (y, x), (v, u) = (np.unravel_index(index, GRID) for index in places(s))
+    (y, x), (v, u) = (divmod(index, WIDTH) for index in places(s))
     return np.where((np.abs(y - v) <= 1) & (np.abs(x - u) <= 2), s, -np.inf)
 
 

@@ -25,9 +25,7 @@ CAUSAL = ga.Mask.causal()
 
 @contextlib.contextmanager
 def _sized(rows: int, keys: int) -> Iterator[None]:
-    width = 8
-    grid = (-(-max(rows, keys) // width), width)
-    with mock.patch.multiple(score_mods, ROWS=rows, KEYS=keys, GRID=grid):
+    with mock.patch.multiple(score_mods, ROWS=rows, KEYS=keys):
         yield
 
 
