@@ -311,7 +311,7 @@ class KvCache(Local):
         """
         if q_pe is not None:
             expect(bool(self._spec.latent_dim), "q_pe", describe(q_pe), "goes with a latent cache")
-            q = beside("q_pe", q, q_pe)
+            q = beside(("q", "q_pe"), q, q_pe)
         message = AttendCache(
             cache=self._number,
             seqs=seqs,

@@ -266,7 +266,7 @@ class FlashAttnHandle(ActorHandle):
         del given["q_nope"], given["q_pe"], given["latent_cache"]
         axes = "batch, rows, heads, latent" if cu_seqlens_q is None else "total, heads, latent"
         latent = shape_of("q_nope", q_nope, axes)[-1]
-        query = beside("q_pe", q_nope, q_pe)
+        query = beside(("q_nope", "q_pe"), q_nope, q_pe)
         return self._submit(PagedForward, given | {"q": query, "k_cache": latent_cache, "latent_dim": latent})
 
     def decode(

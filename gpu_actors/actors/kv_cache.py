@@ -21,7 +21,7 @@ from gpu_actors.actors.kv_store import CacheStore, KvWork, OpenedCache
 from gpu_actors.arrays.adopt import Adopted
 from gpu_actors.arrays.adoption import adopt_request
 from gpu_actors.devices.interface import Launch, Outputs
-from gpu_actors.errors import InvalidRequest, Unsupported
+from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.append.copy_pages import PageCopyKey
 from gpu_actors.kernels.append.variant import AppendProblem, append_key
 from gpu_actors.kernels.variants import KernelKey
@@ -183,13 +183,16 @@ class KvCacheActor(ServiceActor):
     ) -> tuple[KvWork, Hashable]:
         _, tables = cache.tables_of(message.seqs)
         rows = None
+        if message.rope is not None and cache.pool.latent:
+            reason = "a launch rotates whole heads of q, and a latent cache has rotated columns behind others"
+            raise Unsupported("rope", message.rope, f"{reason}: rotate q_pe and k_pe before", None)
         if any(getattr(message, name) is not None for name in NEW_ROWS):
             rows = new_rows(message, cache.pool, len(tables))
-        elif message.rope is not None:
-            raise InvalidRequest("rope", message.rope, "goes with k and v: rows in the cache have been rotated")
         else:
+            with_rows = "goes with c_kv and k_pe" if cache.pool.latent else "goes with k and v"
+            expect(message.rope is None, "rope", message.rope, f"{with_rows}: rows in the cache have been rotated")
             for name in ("tokens", "positions", "rope_cos", "rope_sin", "positions_q", "cu_seqlens_k_new"):
-                expect(getattr(message, name) is None, name, describe(getattr(message, name)), "goes with k and v")
+                expect(getattr(message, name) is None, name, describe(getattr(message, name)), with_rows)
         shape: tuple[int, ...] = getattr(message.q, "shape", ())
         if message.cu_seqlens_q is None and len(shape) == 4:
             expect(len(tables) == shape[0], "seqs", len(tables), f"must name q's sequences, {shape[0]}")
@@ -227,9 +230,6 @@ class KvCacheActor(ServiceActor):
     def _check_rows(self, cache: OpenedCache, request: PagedForward, rows: NewRows) -> None:
         q = request.q
         if rows.rope is not None:
-            if cache.pool.latent:
-                reason = "a launch rotates whole heads of q, and a latent cache has rotated columns behind others"
-                raise Unsupported("rope", rows.rope, f"{reason}: rotate q_pe and k_pe before", None)
             expect(
                 q.dtype == rows.k.dtype, "q", describe(q), f"must have k's dtype, {rows.k.dtype}, to be rotated with it"
             )

@@ -483,6 +483,8 @@ class ShardedKvCache(Local):
         dtypes = (*_HALVES, self._dtype) if self._dtype in FP8 else (self._dtype,)
         sound = host.ndim == 3 and host.shape[-1] == dim and name_of(host.dtype) in dtypes
         expect(sound, "q", describe(host), f"must be (rows, heads_q, {dim}) {' or '.join(dtypes)}")
+        whole = host.shape[1] > 0 and host.shape[1] % self._kv_heads == 0
+        expect(whole, "q", describe(host), f"must have the cache's {self._kv_heads} heads or a multiple of them")
         return host
 
     def _query_factors(self, factors: Any, q: Any) -> Any:

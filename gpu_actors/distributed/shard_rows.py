@@ -52,11 +52,12 @@ def settled(
             raise Unsupported("dtype", pool.cache_dtype, "rows that are fp8 already cannot be rotated", "bfloat16")
         lengths = np.array([begin + len(k)])
         rows.check_reach(lengths)
-        angles = rows.angles(lengths)
-        k = apply_rope(k, *angles, interleaved=rows.rope.interleaved)
         if q is not None:
             reason = f"must have 16 bits or more to be rotated with k, {name_of(k.dtype)}"
             expect(name_of(q.dtype) not in FP8, "q", describe(q), reason)
+        angles = rows.angles(lengths)
+        k = apply_rope(k, *angles, interleaved=rows.rope.interleaved)
+        if q is not None:
             q = apply_rope(q, *angles, interleaved=rows.rope.interleaved).astype(q.dtype)
     dtype: Any = pool.cache_dtype
     found = [cast_saturating(one, dtype, _factors(descales, side)) for side, one in (("k", k), ("v", v))]

@@ -8,21 +8,22 @@ from typing import Any
 import numpy as np
 
 from gpu_actors.errors import InvalidRequest
+from gpu_actors.validation.fields import describe, expect
 
 __all__ = ["beside"]
 
 
-def beside(field: str, left: Any, right: Any) -> Any:
-    """Both along the last axis, left first. field: of the right one.
+def beside(fields: tuple[str, str], left: Any, right: Any) -> Any:
+    """Both along the last axis, left first. fields: their names.
 
     NumPy, torch and libraries of the array API standard (CuPy, JAX) join their own arrays, in the caller's stream.
     Raises `InvalidRequest` for arrays that do not belong together, and for those of other libraries.
     """
-    shape, dtype = getattr(right, "shape", ()), getattr(right, "dtype", None)
-    given = f"{dtype}{list(shape)}"
-    if (type(right), dtype, tuple(shape[:-1])) != (type(left), left.dtype, tuple(left.shape[:-1])):
-        wanted = f"must be as the other part, {left.dtype}{list(left.shape)}, but for the last axis"
-        raise InvalidRequest(field, given, wanted)
+    for field, array in zip(fields, (left, right), strict=True):
+        sound = hasattr(array, "dtype") and len(getattr(array, "shape", ())) > 0
+        expect(sound, field, describe(array), "must be an array, to be joined along its last axis")
+    alike = (type(right), right.dtype, tuple(right.shape[:-1])) == (type(left), left.dtype, tuple(left.shape[:-1]))
+    expect(alike, fields[1], describe(right), f"must be as the other part, {describe(left)}, but for the last axis")
     if isinstance(left, np.ndarray):
         return np.concatenate((left, right), axis=-1)
     torch = sys.modules.get("torch")
@@ -30,4 +31,5 @@ def beside(field: str, left: Any, right: Any) -> Any:
         return torch.cat((left, right), dim=-1)
     if hasattr(left, "__array_namespace__"):
         return left.__array_namespace__().concat((left, right), axis=-1)
-    raise InvalidRequest(field, given, "is of a library that joins no arrays: give paged_forward both in one")
+    reason = "is of a library that joins no arrays: give paged_forward both in one"
+    raise InvalidRequest(fields[1], describe(right), reason)

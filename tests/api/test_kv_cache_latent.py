@@ -271,7 +271,10 @@ def test_a_contradiction_in_the_layout_is_refused_by_name(
         ({"q": QUERY["q"], **PARTS, "softmax_scale": SCALE}, "q", "head_dim, 32"),
         ({"q": QUERY["q"], "q_pe": QUERY["q_pe"][..., :3, :], "softmax_scale": SCALE}, "q_pe", "other part"),
         ({**QUERY, **PARTS, "softmax_scale": SCALE, "rope": ga.Rope(dim=8)}, "rope", "rotate q_pe and k_pe before"),
-        ({**QUERY, "softmax_scale": SCALE, "tokens": [1]}, "tokens", "goes with k and v"),
+        ({**QUERY, "softmax_scale": SCALE, "rope": ga.Rope(dim=8)}, "rope", "rotate q_pe and k_pe before"),
+        ({**QUERY, "softmax_scale": SCALE, "tokens": [1]}, "tokens", "goes with c_kv and k_pe"),
+        ({**QUERY, "softmax_scale": SCALE, "q": [1.0]}, "q", "must be an array"),
+        ({**QUERY, "softmax_scale": SCALE, "q_pe": QUERY["q_pe"][0, 0, 0, 0]}, "q_pe", "must be an array"),
     ],
     ids=lambda value: "",
 )

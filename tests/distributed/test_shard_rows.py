@@ -226,6 +226,8 @@ async def test_what_is_refused(pool: ContextPool) -> None:
             ("q_descale", ga.InvalidRequest, small.attend(e5m2, other, q_descale=one.astype(np.float16))),
             ("q", ga.InvalidRequest, small.attend(rows(3, 4, dtype=ml_dtypes.float8_e4m3fn), other)),
             ("q", ga.InvalidRequest, small.attend(e5m2, other, k=halves, v=halves, rope=rope)),
+            ("q", ga.InvalidRequest, small.attend(e5m2[:, :3], other, k=e5m2[:, :2], v=e5m2[:, :2], q_descale=one)),
+            ("q", ga.InvalidRequest, small.attend(e5m2[:, :0], other, q_descale=one)),
             ("rope.dim", ga.InvalidRequest, cache.append(seq, k, k, rope=Rope(dim=18))),
             ("rope_cos", ga.InvalidRequest, cache.append(seq, k, k, rope=Rope(dim=8, table_rows=64))),
             (

@@ -358,7 +358,7 @@ LATENT: tuple[Mutant, ...] = (
     *_faults(
         "actors/kv_cache",
         "latent",
-        ("q is rotated in its first columns", "            if cache.pool.latent:\n", "            if False:\n"),
+        ("q is rotated in its first columns", "None and cache.pool.latent:", "None and False:"),
         ("a refused dtype is k's", '"k_pe" if problem.latent else "k"', '"k"'),
     ),
     *_faults(
@@ -381,7 +381,7 @@ LATENT: tuple[Mutant, ...] = (
     *_faults(
         "kv_cache",
         "latent",
-        ("q_pe goes before q", 'beside("q_pe", q, q_pe)', 'beside("q_pe", q_pe, q)'),
+        ("q_pe goes before q", 'beside(("q", "q_pe"), q, q_pe)', 'beside(("q", "q_pe"), q_pe, q)'),
         ("q_pe is joined for any cache", "expect(bool(self._spec.latent_dim),", "expect(True,"),
         ("a cache forgets its latents", "            latent_dim=latent_dim,\n", ""),
     ),
