@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from gpu_actors.arrays.adopt import Adopted, AnyArray, CallerNotes, element_strides
 from gpu_actors.arrays.adoption import take_in
 from gpu_actors.errors import InvalidRequest
+from gpu_actors.graph.lists import check_lists
 from gpu_actors.graph.scalars import checked_scalar
 from gpu_actors.graph.tensor import GraphTensor, packed_strides
 from gpu_actors.validation.fields import describe
@@ -51,6 +52,8 @@ def adopt_given(graph: OperationGraph, given: object, device: str, notes: Caller
         if adopted.kind != "numpy":
             foreign[uid] = adopted
         arrays[uid] = adopted.array
+    if any(node.op == "block_mask" for node in order.nodes):
+        check_lists(order.nodes, arrays)
     return Given(arrays, numbers, foreign)
 
 

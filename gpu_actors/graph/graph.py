@@ -292,7 +292,7 @@ class OperationGraph:
         kv_num_blocks: int32 (1 or batch, 1 or heads, R), how many entries of kv_indices, int32 (.., R, C), count.
         full_kv_*: likewise, further blocks; each block is listed once. q_*, full_q_*: the transposed lists, (.., C) and
         (.., C, R), which kernels of gradients walk along. Deterministic ones read both: a launch never ends whose
-        two lists name other blocks. An index outside of its axis is not checked.
+        two lists name other blocks, so those on the host are checked. Else an index outside of its axis is not.
         Raises InvalidRequest for a list without its counts, and for another dtype or shape.
         """
         pairs = (

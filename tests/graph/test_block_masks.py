@@ -435,6 +435,31 @@ def test_only_a_select_of_minus_infinity_is_a_mask_mod() -> None:
         graph.validate()
 
 
+@pytest.mark.parametrize("fault", ["a block less", "a block more", "a block twice", "no block"])
+@pytest.mark.parametrize("full", [True, False])
+def test_lists_that_would_wait_for_ever_are_refused(fault: str, full: bool) -> None:
+    lists = lists_of(KINDS, full)
+    counts, indices = (array.copy() for array in lists[len(lists) // 2 :][:2])
+    place = next(place for place in np.ndindex(counts.shape) if 2 <= counts[place] < R)
+    if fault == "a block less":
+        counts[place] -= 1
+    elif fault == "a block more":
+        others = {*range(R)} - {int(index) for index in indices[place][: counts[place]]}
+        indices[place][counts[place]] = min(others)
+        counts[place] += 1
+    else:
+        indices[place][0] = indices[place][1] if fault == "a block twice" else R
+    wrong = [*lists[: len(lists) // 2], counts, indices, *lists[len(lists) // 2 + 2 :]]
+    with ga.open_context("mock") as ctx:
+        graph = backward_graph(lists, deterministic=True)
+        ctx.cudnn.execute(graph, backward_arrays(lists, False, True)).result(100.0)
+        with pytest.raises(ga.InvalidRequest, match="wait by both") as refused:
+            ctx.cudnn.execute(graph, backward_arrays(lists, False, True) | dict(enumerate(wrong, LISTS))).result(100.0)
+        assert refused.value.field == f"tensor {LISTS + len(lists) // 2 + 1}"
+        given = backward_arrays(lists, False, True) | dict(enumerate(wrong[: len(lists) // 2], LISTS))
+        ctx.cudnn.execute(backward_graph(lists), given).result(100.0)
+
+
 HOPPER_LAUNCHES = [("eager", "lane", True), ("random", "random", False), ("late", "round_robin", True)]
 
 

@@ -1,0 +1,52 @@
+"""Checks the two lists of a block mask against each other: deterministic gradients find their turns by both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from gpu_actors.errors import InvalidRequest
+from gpu_actors.graph.ops import Node
+from gpu_actors.validation.fields import describe
+
+__all__ = ["check_lists"]
+
+
+def check_lists(nodes: Sequence[Node], arrays: Mapping[int, Any]) -> None:
+    """Raise InvalidRequest for lists of keys and of rows that differ, where they decide how long a launch waits.
+
+    Lists on a device are not read.
+    """
+    if not any(("deterministic", True) in node.attributes for node in nodes):
+        return
+    for node in nodes:
+        if node.op != "block_mask" or not node["transposed"]:
+            continue
+        uids = node.inputs[1:]
+        half = len(uids) // 2
+        lists = [arrays.get(uid) for uid in uids]
+        if not all(isinstance(array, np.ndarray) for array in lists):
+            continue
+        of_keys, of_rows = _listed(lists[:half]), _listed(lists[half:])
+        alike = of_keys is not None and of_rows is not None and (of_keys == of_rows.swapaxes(-1, -2)).all()
+        if not alike or (of_keys > 1).any():
+            reason = f"must name the blocks of tensor {uids[1]} the other way round, each once"
+            given = describe(lists[half + 1])
+            raise InvalidRequest(f"tensor {uids[half + 1]}", given, f"{reason}: deterministic gradients wait by both")
+
+
+def _listed(lists: Sequence[Any]) -> Any:
+    """How often each block is listed, (1 or batch, 1 or heads, blocks, blocks), or None where an index is none."""
+    total: Any = 0
+    for counts, indices in zip(lists[::2], lists[1::2], strict=True):
+        length = indices.shape[-1]
+        counted = np.arange(length) < counts[..., None]
+        counted, indices = np.broadcast_arrays(counted, indices)
+        if (counted & ((indices < 0) | (indices >= length))).any() or (counts > length).any():
+            return None
+        found = np.zeros((*indices.shape[:-1], length + 1), np.int32)
+        np.add.at(found, (*np.indices(indices.shape, sparse=True)[:-1], np.where(counted, indices, length)), 1)
+        total = total + found[..., :-1]
+    return total
