@@ -11,6 +11,7 @@ from gpu_actors.actors.flash_attn import FlashAttnActor, FlashAttnHandle
 from gpu_actors.actors.kernels import KernelActor
 from gpu_actors.actors.kv_cache import KvCacheActor
 from gpu_actors.actors.nvrtc import NvrtcActor, NvrtcHandle, WarmedVariant
+from gpu_actors.block_mask import BlockMask
 from gpu_actors.compiled_kernel import CompiledKernel
 from gpu_actors.compiling.signature import KernelParameter
 from gpu_actors.compiling.source import Cubin, KernelResources, KernelSource
@@ -84,6 +85,7 @@ __all__ = [
     "AttentionParams",
     "AttentionProblem",
     "BatchedDecode",
+    "BlockMask",
     "CacheFull",
     "CacheOptions",
     "Call",

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
+from gpu_actors.block_mask import BlockMask
 from gpu_actors.values import brief
 
 __all__ = [
@@ -78,6 +79,8 @@ class FlashForward:
         must follow each other without gaps, and a bias that they do not share lies on the host. Dropout counts
         sequence b as the packed batch would, as 3b. Gradients of sinks read dout of padding rows where it lies on a
         device: it must be finite.
+    block_mask: a `BlockMask`: what it does not list is hidden, beside what causal and windows hide, and kernels neither
+        load nor multiply it. It goes without softcap, bias, positions and seqused.
     """
 
     __repr__ = brief
@@ -117,6 +120,7 @@ class FlashForward:
     seqused_q: Array | None = None
     seqused_k: Array | None = None
     lse_dtype: str = "float32"
+    block_mask: BlockMask | None = None
 
 
 @dataclass(slots=True, kw_only=True, eq=False, repr=False)

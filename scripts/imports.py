@@ -20,7 +20,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("extras",),
     ("errors",),
     ("process", "naming", "loop", "temporary"),
-    ("validation.fields", "philox", "score_mod"),
+    ("validation.fields", "philox", "score_mod", "block_mask"),
     ("key_mask",),
     ("problem", "rope", "launch"),
     ("fault_plan",),

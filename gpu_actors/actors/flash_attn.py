@@ -8,6 +8,7 @@ from typing import Any, ClassVar, TypeVar
 
 from gpu_actors.actors.coalescing import Coalescer, Flush, Work
 from gpu_actors.arrays.adoption import adopt_request
+from gpu_actors.block_mask import BlockMask
 from gpu_actors.devices.interface import DeviceInfo
 from gpu_actors.errors import RequestError
 from gpu_actors.kernels.option_table import Explanation
@@ -90,6 +91,7 @@ class FlashAttnHandle(ActorHandle):
         seqused_q: Array | None = None,
         seqused_k: Array | None = None,
         lse_dtype: str = "float32",
+        block_mask: BlockMask | None = None,
         deadline: float | None = None,
         timeout: float | None = None,
         priority: int = 0,
@@ -99,7 +101,7 @@ class FlashAttnHandle(ActorHandle):
         deadline, timeout, priority: as in `ActorHandle.submit`. The reply gives an `AttentionOutput`, or raises one of
         `gpu_actors.errors`. Do not change the arrays before it is done.
         """
-        # Arguments go by position, in the order of the fields: passing 34 by name takes as long as an empty request.
+        # Arguments go by position, in the order of the fields: passing 35 by name takes as long as an empty request.
         request = FlashForward(
             q,
             k,
@@ -135,6 +137,7 @@ class FlashAttnHandle(ActorHandle):
             seqused_q,
             seqused_k,
             lse_dtype,
+            block_mask,
         )
         planner: AttentionPlanner = self._cell.shared
         return Reply(self.send(request, deadline, timeout, priority, planner.recall(request)))
@@ -172,6 +175,7 @@ class FlashAttnHandle(ActorHandle):
         alibi_signed: bool = False,
         seqused_q: Array | None = None,
         seqused_k: Array | None = None,
+        block_mask: BlockMask | None = None,
         deterministic: bool = False,
         deadline: float | None = None,
         timeout: float | None = None,

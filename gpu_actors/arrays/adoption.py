@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from gpu_actors.arrays.adopt import Adopted, CallerNotes, adopt, check_device
+from gpu_actors.block_mask import LISTS, BlockMask
 
 __all__ = ["adopt_request", "array_fields", "take_in"]
 
@@ -49,9 +50,20 @@ def adopt_request(message: Message, device: str, notes: CallerNotes | None = Non
         changes[name] = adopted.array
         if name == "q":
             template = adopted
+    mask = getattr(message, "block_mask", None)
+    if isinstance(mask, BlockMask):
+        changes["block_mask"] = _adopted_mask(mask, device, notes)
     if not changes:
         return message, template
     return dataclasses.replace(message, **changes), template  # type: ignore[type-var]
+
+
+def _adopted_mask(mask: BlockMask, device: str, notes: CallerNotes | None) -> BlockMask:
+    changes: dict[str, Any] = {}
+    for name in LISTS:
+        if (array := getattr(mask, name)) is not None:
+            changes[name] = take_in(array, f"block_mask.{name}", device, notes).array
+    return dataclasses.replace(mask, **changes)
 
 
 def take_in(array: Any, field: str, device: str, notes: CallerNotes | None = None) -> Adopted:

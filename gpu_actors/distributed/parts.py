@@ -11,7 +11,9 @@ from typing import Any, TypeVar
 from gpu_actors.arrays.adopt import Adopted, adopt, check_device
 from gpu_actors.distributed.members import Member
 from gpu_actors.distributed.routing import less_loaded_of_two
+from gpu_actors.errors import Unsupported
 from gpu_actors.requests import CacheOptions
+from gpu_actors.values import show
 
 __all__ = ["SLOPES", "Spread", "all_of", "host_operands"]
 
@@ -56,7 +58,13 @@ async def all_of(asking: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def host_operands(request: Any, names: Sequence[str]) -> dict[str, Adopted]:
-    """The operands of these names that a request has, as arrays of NumPy. Raises `InvalidRequest` for one on a GPU."""
+    """The operands of these names that a request has, as arrays of NumPy.
+
+    Raises `InvalidRequest` for one on a GPU, and `Unsupported` for a block mask.
+    """
+    if (mask := getattr(request, "block_mask", None)) is not None:
+        reason = "its lists number the blocks and heads of one request: a part would have others"
+        raise Unsupported("block_mask", show(mask), reason, None)
     found: dict[str, Adopted] = {}
     for name in names:
         array = getattr(request, name, None)

@@ -32,7 +32,7 @@ __all__ = ["attention", "typed_errors"]
 _RANKS = {"q": 4, "k": 4, "v": 4, "bias": 4, "sinks": 1, "seed": 1, "out": 4, "lse": 3, "dout": 4}
 _GRADIENTS = ("q", "k", "v", "bias", "sinks")
 _Arrays = dict[str, Any]
-_ELSEWHERE = re.compile(r"q|k|v|bias|out|return_lse|dropout_(?!p$).*|cu_.*|max_.*|.*_descale|.*_positions")
+_ELSEWHERE = re.compile(r"q|k|v|bias|out|return_lse|dropout_(?!p$).*|cu_.*|max_.*|.*_descale|.*_positions|block_mask")
 _OPTIONS = {field.name for field in dataclasses.fields(FlashForward) if not _ELSEWHERE.fullmatch(field.name)}
 
 

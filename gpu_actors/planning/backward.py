@@ -10,6 +10,7 @@ from typing import Any
 from gpu_actors.arrays.adopt import Adopted, restore
 from gpu_actors.devices.interface import Device, DeviceInfo, Kernel, Launch, Outputs, OutputSpec
 from gpu_actors.kernels.program import Values
+from gpu_actors.planning.block_masks import masked, masked_problem, planned_mask
 from gpu_actors.planning.forward import SharedBackward, bound_inputs, forward_signature, oracle
 from gpu_actors.planning.plan import Accumulate, Plan, program_for
 from gpu_actors.planning.tma_eligibility import alignments, key_for
@@ -53,7 +54,11 @@ def bind_backward(plan: Plan, request: FlashBackward, kernels: Sequence[Kernel])
     seed = request.dropout_seed
     if type(seed) is not int or seed:
         check_seed(seed)
-    return plan.launch(inputs, functools.partial(_oracle, plan.problem, plan.accumulate, seed), kernels, Values(seed))
+    oracle = functools.partial(_oracle, plan.problem, plan.accumulate, seed)
+    if request.block_mask is None:
+        return plan.launch(inputs, oracle, kernels, Values(seed))
+    bound = masked(plan, request, oracle)
+    return plan.launch({**inputs, **bound.inputs}, bound.oracle, kernels, bound.values)
 
 
 def summed_of(request: FlashBackward) -> str:
@@ -63,7 +68,8 @@ def summed_of(request: FlashBackward) -> str:
 
 def gradient_problem(request: FlashBackward) -> AttentionProblem:
     """The problem of an adopted request. Raises as `backward_problem`."""
-    return dataclasses.replace(backward_problem(request), summed=summed_of(request))
+    problem = dataclasses.replace(backward_problem(request), summed=summed_of(request))
+    return masked_problem(request, problem)
 
 
 def pose_backward(request: FlashBackward, info: DeviceInfo) -> tuple[AttentionProblem, DispatchKey]:
@@ -86,7 +92,7 @@ def backward_plan(request: FlashBackward, device: Device, accumulate: Accumulate
         for name in _NAMES
         if (array := getattr(request, name[1:])) is not None and (name != "dbias" or problem.dbias)
     }
-    return Plan(problem, key, program, outputs, accumulate)
+    return Plan(problem, key, program, outputs, accumulate, planned_mask(request, problem))
 
 
 def attention_gradients(template: Adopted | None, outputs: Outputs) -> Sequence[AttentionGradients]:

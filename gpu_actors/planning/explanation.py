@@ -12,6 +12,7 @@ from gpu_actors.kernels.dispatch import FAMILIES, Verdict
 from gpu_actors.kernels.option_table import Explanation, explain_problem
 from gpu_actors.kernels.packing import Packing, as_cache
 from gpu_actors.planning.backward import gradient_problem, pose_backward
+from gpu_actors.planning.block_masks import masked_problem
 from gpu_actors.planning.cached import adopt_cache_request, cached_problem, pose_cached
 from gpu_actors.planning.forward import broadcast_batch, is_padded, pose_forward, weigh_forward
 from gpu_actors.planning.padded import packed
@@ -37,8 +38,10 @@ def explain_request(request: Request, info: DeviceInfo) -> Explanation:
     adopted = _adopted(request, info)
     if isinstance(adopted, PagedForward | BatchedDecode):
         problem = cached_problem(adopted)
+    elif isinstance(adopted, FlashBackward):
+        problem = gradient_problem(adopted)
     else:
-        problem = gradient_problem(adopted) if isinstance(adopted, FlashBackward) else forward_problem(adopted)
+        problem = masked_problem(adopted, forward_problem(adopted))
     try:
         if not isinstance(adopted, FlashBackward | PagedForward | BatchedDecode):
             _, key, packing = weigh_forward(adopted, info)

@@ -19,6 +19,7 @@ from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.dispatch import answering_key
 from gpu_actors.kernels.packing import Packing, packing_of
 from gpu_actors.kernels.program import NO_VALUES, Values
+from gpu_actors.planning.block_masks import mask_signature, masked, masked_problem, planned_mask
 from gpu_actors.planning.plan import Accumulate, Plan, attention_outputs, program_for
 from gpu_actors.planning.tma_eligibility import alignments, eligible_families
 from gpu_actors.problem import AttentionProblem, DispatchKey
@@ -56,8 +57,10 @@ _OPTIONAL = (
     "seqused_q",
     "seqused_k",
 )
-# The scalars that decide a plan. dropout_seed decides none, and the longest sequences may have to be found first.
-_DECIDING = [name for name in scalars_of(FlashForward) if name != "dropout_seed" and not name.startswith("max_seqlen")]
+# The scalars that decide a plan. dropout_seed decides none, the longest sequences may have to be found first, and of a
+# block mask not all decides.
+_UNSAID = ("dropout_seed", "max_seqlen_q", "max_seqlen_k", "block_mask")
+_DECIDING = [name for name in scalars_of(FlashForward) if name not in _UNSAID]
 _NUMBERS = [name for name in _DECIDING if str(FlashForward.__annotations__[name]).startswith(("bool", "int", "float"))]
 # Their values, and the types of numbers: 1 == True == 1.0, and a value that validation refuses must not find the plan
 # of one that it accepts. Compiled from their names, for a loop takes a third of the time that finding a plan may take.
@@ -159,6 +162,7 @@ def _has_no_options(request: FlashForward) -> bool:
         and request.k_positions is None
         and request.seqused_q is None
         and request.seqused_k is None
+        and request.block_mask is None
     )
 
 
@@ -181,7 +185,7 @@ def _optional_signature(request: FlashForward) -> Hashable:
         longest_k = longest("cu_seqlens_k", request.cu_seqlens_k)
     arrays = (getattr(request, name) for name in _OPTIONAL)
     described = tuple(None if array is None else (array.shape, array.strides, array.dtype) for array in arrays)
-    return longest_q, longest_k, kinds, described
+    return longest_q, longest_k, kinds, described, mask_signature(request.block_mask)
 
 
 def bind_forward(plan: Plan, request: FlashForward, plain: bool, kernels: Sequence[Kernel]) -> Launch:
@@ -194,6 +198,10 @@ def bind_forward(plan: Plan, request: FlashForward, plain: bool, kernels: Sequen
     if request.out is not None:
         check_output_memory(request.out, inputs)
     seed = request.dropout_seed
+    if request.block_mask is not None:
+        check_seed(seed)
+        bound = masked(plan, request, functools.partial(_oracle, problem, plan.accumulate, seed))
+        return plan.launch({**inputs, **bound.inputs}, bound.oracle, kernels, bound.values, request.out)
     if type(seed) is not int or seed:
         check_seed(seed)
         oracle = functools.partial(_oracle, problem, plan.accumulate, seed)
@@ -230,7 +238,7 @@ def weigh_forward(request: FlashForward, info: DeviceInfo) -> tuple[AttentionPro
 
     Raises as `pose_forward`.
     """
-    problem = forward_problem(request)
+    problem = masked_problem(request, forward_problem(request))
     families = eligible_families({"q": request.q, "k": request.k, "v": request.v, "out": request.out})
     key = answering_key(problem, info.arch, info.runs_kernels, families)
     if any(map(_stands_for_several, (request.q, request.k, request.v))):
@@ -247,7 +255,8 @@ def forward_plan(request: FlashForward, device: Device, accumulate: Accumulate) 
     """The plan of an adopted request. Raises as `pose_forward`."""
     problem, key = pose_forward(request, device.info)
     outputs = attention_outputs(problem, request.q.shape[:-1])
-    return Plan(problem, key, program_for(problem, key, device), outputs, accumulate)
+    mask = planned_mask(request, problem)
+    return Plan(problem, key, program_for(problem, key, device), outputs, accumulate, mask)
 
 
 def attention_output(template: Adopted | None, result: Any, outputs: Outputs) -> Sequence[AttentionOutput]:

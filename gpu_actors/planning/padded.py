@@ -22,11 +22,13 @@ import numpy as np
 from gpu_actors.arrays.adoption import array_fields
 from gpu_actors.arrays.device_array import DeviceArray
 from gpu_actors.devices.interface import Outputs
+from gpu_actors.errors import Unsupported
 from gpu_actors.requests import FlashBackward, FlashForward
 from gpu_actors.runtime.completion import Finish
 from gpu_actors.validation.backward import backward_problem
 from gpu_actors.validation.fields import describe, expect, optional_array
 from gpu_actors.validation.forward import forward_problem
+from gpu_actors.values import show
 
 __all__ = ["packed", "padded_answer"]
 
@@ -48,6 +50,9 @@ def packed(request: Request) -> Request:
         given = getattr(request, field)
         reason = "goes with dense batches only: cu_seqlens say where packed sequences end"
         expect(ends is None or given is None, field, None if given is None else describe(given), reason)
+    if request.block_mask is not None:
+        reason = "lists of blocks are not cut where padding is: give packed sequences and cu_seqlens"
+        raise Unsupported("block_mask", show(request.block_mask), reason, "cu_seqlens_q")
     dense = dataclasses.replace(request, seqused_q=None, seqused_k=None)
     problem = backward_problem(dense) if isinstance(dense, FlashBackward) else forward_problem(dense)
     rows = _used("seqused_q", request.seqused_q, problem.batch, problem.seqlen_q)

@@ -13,14 +13,36 @@ from gpu_actors.kernels.dispatch import REFERENCE, program_of
 from gpu_actors.kernels.packing import packed_program
 from gpu_actors.kernels.program import NO_VALUES, Program, Target, Values
 from gpu_actors.problem import AttentionProblem, DispatchKey
+from gpu_actors.score_mod import ScoreMod
 
-__all__ = ["Accumulate", "Plan", "PlanCache", "PlanCacheStats", "Planned", "attention_outputs", "program_for"]
+__all__ = [
+    "Accumulate",
+    "Oracle",
+    "Plan",
+    "PlanCache",
+    "PlanCacheStats",
+    "Planned",
+    "PlannedMask",
+    "attention_outputs",
+    "program_for",
+]
 
 P = TypeVar("P")
 
 Accumulate: TypeAlias = Literal["float64", "float32"]
 
-Oracle = Callable[[Mapping[str, Any]], Outputs]
+Oracle: TypeAlias = Callable[[Mapping[str, Any]], Outputs]
+
+
+class PlannedMask(NamedTuple):
+    """A block mask as kernels take it. lists: names of those that a launch reads, in the order of its tensors.
+
+    numbers: those of its mask_mod, in the order of the modification's scalars.
+    """
+
+    mod: ScoreMod
+    lists: tuple[str, ...]
+    numbers: tuple[float, ...]
 
 
 @dataclass(slots=True)
@@ -30,7 +52,7 @@ class Plan:
     program: None where the NumPy oracle answers, which sums in ``accumulate``, and where every answer is 0.
     outputs: what a launch makes when the caller gives no ``out``.
     vacuous: of the problem, asked once for all requests. undropped: the oracle of those without a seed, once one came.
-    keys: of the kernels that `launch` takes, in that order.
+    keys: of the kernels that `launch` takes, in that order. block_mask: of the request, or None.
     """
 
     problem: AttentionProblem
@@ -38,6 +60,7 @@ class Plan:
     program: Program | None
     outputs: Mapping[str, OutputSpec]
     accumulate: Accumulate
+    block_mask: PlannedMask | None = None
     vacuous: bool = field(init=False)
     keys: tuple[DispatchKey, ...] = field(init=False)
     undropped: Oracle | None = field(init=False, default=None)

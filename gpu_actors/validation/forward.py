@@ -27,10 +27,12 @@ from gpu_actors.validation.fields import (
     real,
     shape_of,
 )
+from gpu_actors.values import show
 
 __all__ = [
     "Sizes",
     "bias_fields",
+    "check_beside_blocks",
     "check_cu_seqlens",
     "check_descales",
     "check_positions",
@@ -70,6 +72,7 @@ def forward_problem(request: FlashForward) -> AttentionProblem:
     Reads shapes, dtypes and options, not data: `check_cu_seqlens` looks at the sequence bounds of each request.
     Raises `InvalidRequest` and, for a dtype that attention is not defined on, `Unsupported`.
     """
+    check_beside_blocks(request)
     varlen = request.cu_seqlens_q is not None or request.cu_seqlens_k is not None
     shape = _varlen_shape(request) if varlen else _dense_shape(request)
     heads_ratio(shape.heads_q, shape.heads_kv, "k", request.k)
@@ -90,6 +93,23 @@ def forward_problem(request: FlashForward) -> AttentionProblem:
         descales=check_descales(request, {"q": dtype, "k": dtype, "v": dtype}, (shape.batch, shape.heads_kv)),
         **_places(request, shape),
     )
+
+
+# Options that no kernel has beside a block mask: what they are where they are left, and why.
+_BESIDE_BLOCKS: dict[str, tuple[Any, str]] = {
+    "softcap": (0.0, "a cap would make hidden scores finite"),
+    "bias": (None, "a block mask hides by lists, and a bias by its values: say both in mask_mod"),
+    "q_positions": (None, "lists count rows and keys from the first one of a sequence"),
+    "k_positions": (None, "lists count rows and keys from the first one of a sequence"),
+}
+
+
+def check_beside_blocks(request: FlashForward) -> None:
+    """Raise `Unsupported` for options that no kernel has beside a block mask."""
+    for name, (absent, reason) in _BESIDE_BLOCKS.items() if request.block_mask is not None else ():
+        value = getattr(request, name)
+        if value is not absent and (absent is None or value != absent):
+            raise Unsupported(name, show(value), reason, absent)
 
 
 def score_options(

@@ -88,6 +88,7 @@ struct Ring {
   // The step that only fills: before the first where there are two stages.
 #if BLOCK_MASK
   __device__ __forceinline__ Tiles listed(int head) const {
+    if (VARLEN && key_begin >= params.forward.seqlen_k) return {};  // lists end with the longest sequence that was said
     return {bind_block_list(scores, at.sequence, head, key_begin / BLOCK_MASK_KEYS)};
   }
 #if DETERMINISTIC

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import math
 import sys
@@ -13,11 +12,10 @@ import numpy as np
 import pytest
 from emulated.forward import ml_dtype
 from mutation.block_mask_mutants import HOPPER_MUTANTS, MUTANTS, SHOWN_MUTANTS, TURN_MUTANTS, BlockMutant
+from mutation.block_masks import assert_caught
+from support.counting import counting
 
 import gpu_actors as ga
-from gpu_actors.actors import nvrtc
-from gpu_actors.compiling.source import KernelSource
-from gpu_actors.devices.emulation import EmulationFault
 from gpu_actors.graph.match import match_attention
 from gpu_actors.kernels import variants
 from gpu_actors.kernels.dispatch import dispatch_key, explain
@@ -509,29 +507,6 @@ def test_every_tile_divides_blocks(emulated: ga.GpuContext, dtype: str, dim: int
         assert BLOCK % int(macros["BLOCK_M"]) == BLOCK % int(macros["BLOCK_N"]) == 0
 
 
-def counting(patch: pytest.MonkeyPatch, file: str, place: str, thread: int = 0) -> ctypes.c_longlong:
-    """A count that the emulated kernels raise, one thread of each block, where a line of their source stands."""
-    count = ctypes.c_longlong(0)
-    patch.setenv("COUNT_AT", str(ctypes.addressof(count)))
-    # A kernel's unit of the emulated device includes nothing of C's library.
-    declared = 'char* variable_named(const char*) __asm__("getenv");\n'
-    declared += 'unsigned long long number_in(const char*, char**, int) __asm__("strtoull");\n'
-    added = '__atomic_fetch_add((long long*)number_in(variable_named("COUNT_AT"), nullptr, 10), 1, 0);'
-    raised = f"if (threadIdx.x == {thread}) {{ {added} }} "
-
-    def counted(name: str, text: str) -> str:
-        return declared + text.replace(place, raised + place) if name == file else text
-
-    def changed(key: Any) -> KernelSource:
-        source = kernel_source(key)
-        headers = {name: counted(name, text) for name, text in source.headers.items()}
-        return dataclasses.replace(source, source=counted("", source.source), headers=headers)
-
-    kernel_source = nvrtc.kernel_source  # a seeded one, perhaps
-    patch.setattr("gpu_actors.actors.nvrtc.kernel_source", changed)
-    return count
-
-
 FORWARD_LOAD = "copy_rows<THREADS>(k_tile(n),"
 FORWARD_PRODUCT = "multiply_rows<QTile, KTile, 2>(s, q,"
 BACKWARD_LOAD = "copy_rows<THREADS>(q_tile(now),"
@@ -695,27 +670,5 @@ SAMPLE = ("tiles of a block repeat the first", "a block of rows takes the list o
     ids=lambda mutant: mutant.name,
 )
 def test_a_bug_in_block_masks_is_caught(mutant: BlockMutant, monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[str] = []
-
-    def seeded(name: str, text: str) -> str:
-        if name != mutant.file or mutant.old not in text:
-            return text
-        found.append(name)
-        return text.replace(mutant.old, mutant.new)
-
-    def changed(key: Any) -> KernelSource:
-        source = kernel_source(key)
-        headers = {name: seeded(name, text) for name, text in source.headers.items()}
-        return dataclasses.replace(source, source=seeded("", source.source), headers=headers)
-
-    kernel_source = variants.kernel_source
-    monkeypatch.setattr("gpu_actors.actors.nvrtc.kernel_source", changed)
-    caught = False
-    try:
-        arch = "sm_90a" if mutant.probe.startswith("hopper") else "sm_80"
-        with few_blocks(), ga.open_context("emulated", ga.ContextOptions(arch=arch)) as ctx:
-            CHECKS[mutant.probe](ctx, monkeypatch)
-    except (AssertionError, EmulationFault, ga.LaunchError):
-        caught = True
-    assert found, f"{mutant.file} has no {mutant.old!r}"
-    assert caught
+    with few_blocks():
+        assert_caught(mutant, CHECKS, monkeypatch)

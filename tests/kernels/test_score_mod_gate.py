@@ -9,6 +9,8 @@ import dataclasses
 import itertools
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import pytest
 from cases.score_mod_gradients import backward_graph
 from cases.score_mods import MODIFICATIONS, case_of, forward_graph
@@ -23,6 +25,8 @@ from gpu_actors.kernels.params import forward_layout
 from gpu_actors.kernels.score_params import score_layout
 from gpu_actors.kernels.tiles import tile_of
 from gpu_actors.kernels.variants import kernel_source
+from gpu_actors.planning.block_masks import masked_problem
+from gpu_actors.validation.forward import forward_problem
 
 ARCHS = ("sm_80", "sm_90a")
 DTYPES = {64: "float16", 128: "bfloat16", 256: "float16"}
@@ -118,6 +122,34 @@ def test_block_masks_spill_nothing(arch: str, dim: int) -> None:
         forward_kernel = "forward_sm90" if arch == "sm_90a" else "forward_mma"
         assert key.kernel == (forward_kernel if forward else "backward_mma")
         assert code_faults(code_of(kernel_source(key), key.kernel), register_limit(32)) == []
+
+
+PACKED_VARIANTS = tuple(
+    itertools.product(ARCHS, (64, 96, 128, 192, 256), ("none", "causal", "window"), ("forward", "backward", "turns"))
+)
+PACKED_SAMPLE = {("sm_90a", 128, "causal", "forward")}
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [v if v in PACKED_SAMPLE else pytest.param(v, marks=pytest.mark.sweep) for v in PACKED_VARIANTS],
+    ids=lambda variant: " ".join(map(str, variant)),
+)
+def test_block_masks_of_packed_sequences_spill_nothing(variant: tuple[Any, ...]) -> None:
+    arch, dim, mask, part = variant
+    lists = dict(LISTS) | {name.replace("kv", "q"): dims for name, dims in LISTS.items()}
+    blocks = {name: np.zeros(dims, np.int32) for name, dims in lists.items()}
+    x, ends = np.zeros((512, 4, dim), ml_dtypes.bfloat16), np.array([0, 256, 512], np.int32)
+    request = ga.FlashForward(x, x, x, cu_seqlens_q=ends, cu_seqlens_k=ends)
+    request.causal, request.window_size = mask == "causal", (9, 9) if mask == "window" else (-1, -1)
+    request.block_mask = ga.BlockMask(**blocks, mask_mod=lambda b, h, row, key: abs(row - key) < 9)
+    problem = forward_problem(request)
+    if part != "forward":
+        problem = dataclasses.replace(problem, direction="backward", deterministic=part == "turns")
+    key = dispatch_key(masked_problem(request, problem), arch)
+    forward_kernel = "forward_sm90" if arch == "sm_90a" else "forward_mma"
+    assert key.kernel == (forward_kernel if part == "forward" else "backward_mma")
+    assert code_faults(code_of(kernel_source(key), key.kernel), register_limit(32)) == []
 
 
 DOCUMENTS = ((2, 1, 256, 1), (2, 1, 1, 256))

@@ -38,6 +38,16 @@ DESCALES = np.ones((2, 2), np.float32)
 LSE = np.zeros((2, 4, 4), np.float32)
 PLACES = np.zeros(2, np.int32)
 
+BLOCKS = (np.zeros((1, 1, 1), np.int32), np.zeros((1, 1, 1, 1), np.int32))
+MASKS = (
+    ga.BlockMask(*BLOCKS),
+    ga.BlockMask(*(longer(blocks, 1) for blocks in BLOCKS)),
+    ga.BlockMask(*BLOCKS, *BLOCKS),
+    ga.BlockMask(*BLOCKS, block_size=(256, 128)),
+    ga.BlockMask(*BLOCKS, mask_mod=lambda b, h, q, kv: q > kv),
+    ga.BlockMask(*BLOCKS, mask_mod=lambda b, h, q, kv: q < kv),
+)
+
 ARRAYS = {
     "alibi_slopes": (SLOPES, np.ones((2, 4), np.float32)),
     "sinks": (SLOPES, SLOPES.astype(np.float16)),
@@ -80,6 +90,7 @@ FORWARD: Mapping[str, tuple[Any, ...]] = {
     "lse_dtype": ("float64", "float16"),
     "seqused_q": (PLACES, longer(PLACES)),
     "seqused_k": (PLACES, longer(PLACES)),
+    "block_mask": MASKS,
 }
 BACKWARD = {
     **FORWARD,

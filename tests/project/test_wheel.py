@@ -16,7 +16,7 @@ import pytest
 from support.modules import module_at
 from support.service import KERNELS_CU, REPOSITORY
 
-BUDGET = 1_030_000
+BUDGET = 1_040_000
 
 _COMPILE = """
 import hashlib

@@ -1,10 +1,10 @@
-"""Bugs to seed into block masks; tests/graph/test_block_masks.py runs them."""
+"""Bugs to seed into block masks; tests/graph/test_block_masks.py and test_packed_block_masks.py run them."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["HOPPER_MUTANTS", "MUTANTS", "SHOWN_MUTANTS", "TURN_MUTANTS", "BlockMutant"]
+__all__ = ["HOPPER_MUTANTS", "MUTANTS", "PACKED_MUTANTS", "SHOWN_MUTANTS", "TURN_MUTANTS", "BlockMutant"]
 
 
 class BlockMutant(NamedTuple):
@@ -274,4 +274,94 @@ SHOWN_MUTANTS = (
         _SHOWN,
     ),
     BlockMutant("shown scores are masked after all", _SOFTMAX, "    return;\n  }\n#endif", "  }\n#endif", _SHOWN),
+)
+
+_FROM_THE_FIRST = "(params.cu_seqlens_q[sequence] + row_begin) / BLOCK_MASK_ROWS"
+
+PACKED_MUTANTS = (
+    BlockMutant(
+        "rows are counted from the first sequence", _TILES, "row_begin / BLOCK_MASK_ROWS", _FROM_THE_FIRST, "packed"
+    ),
+    BlockMutant("lists are the first sequence's", "", "at.sequence, at.head, at.row", "0, at.head, at.row", "packed"),
+    BlockMutant(
+        "tiles behind the longest sequence are loaded",
+        "",
+        "* BLOCK_N < keys.end",
+        "* BLOCK_N < 1 << 30",
+        "packed, loads",
+    ),
+    BlockMutant("tiles behind the sequence are loaded", "", "* BLOCK_N < keys.end", "* BLOCK_N < 520", "packed, loads"),
+    BlockMutant(
+        "rows behind the lists read on", _TILES, "row_begin >= params.seqlen_q", "row_begin < 0", "packed, longer"
+    ),
+    BlockMutant(
+        "the last block of rows is behind the lists",
+        _TILES,
+        "row_begin >= params.seqlen_q",
+        "row_begin + BLOCK_M >= params.seqlen_q",
+        "packed",
+    ),
+    BlockMutant(
+        "Hopper counts rows from the first sequence",
+        _TILES,
+        "row_begin / BLOCK_MASK_ROWS",
+        _FROM_THE_FIRST,
+        "packed, hopper",
+    ),
+    BlockMutant(
+        "Hopper reads the first sequence's lists",
+        _SCHEDULE,
+        "mask, sequence, head, row",
+        "mask, 0, head, row",
+        "packed, hopper",
+    ),
+    BlockMutant(
+        "Hopper reads behind the lists",
+        _TILES,
+        "row_begin >= params.seqlen_q",
+        "row_begin < 0",
+        "packed, hopper longer",
+    ),
+    BlockMutant(
+        "Hopper loads tiles behind the sequence",
+        _SCHEDULE,
+        "while (n >= 0 && !seen",
+        "while (n >= 0 && false && !seen",
+        "packed, hopper loads",
+    ),
+    BlockMutant(
+        "gradients count keys from the first sequence",
+        _RING,
+        "at.sequence, head, key_begin / BLOCK_MASK_KEYS",
+        "at.sequence, head, (int(at.k_start) + key_begin) / BLOCK_MASK_KEYS",
+        "packed, backward",
+    ),
+    BlockMutant(
+        "gradients read the lists of the first sequence",
+        _RING,
+        "at.sequence, head, key",
+        "0, head, key",
+        "packed, backward",
+    ),
+    BlockMutant(
+        "gradients read behind the lists",
+        _RING,
+        "key_begin >= params.forward.seqlen_k",
+        "key_begin < 0",
+        "packed, backward longer",
+    ),
+    BlockMutant(
+        "gradients load rows of the next sequence",
+        _RING,
+        "now.number < count && (!BLOCK_MASK || now.tile * BLOCK_M < at.seqlen_q)",
+        "now.number < count",
+        "packed, backward loads",
+    ),
+    BlockMutant(
+        "turns are counted in the lists of the first sequence",
+        _RING,
+        "at.sequence, now.head, now.tile",
+        "0, now.head, now.tile",
+        "packed, turns",
+    ),
 )

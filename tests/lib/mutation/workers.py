@@ -78,8 +78,8 @@ def main(names: list[str]) -> int:
 _REPORT = """# Mutation run of several workers
 
 `scripts/mutants workers` seeds each of these faults into the code that moves sequences, splits requests and caches over
-workers, keeps latents in caches, and packs rows of dense batches. It runs the tests of its probes, on mock devices
-but for packed rows. The last column names the test that fails.
+workers, keeps latents in caches, packs rows of dense batches and takes block masks. It runs the tests of its probes, on
+mock devices but for packed rows and dropout beside block masks. The last column names the test that fails.
 {caught}.
 
 | module | fault | probes | caught by |

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mutation.forward_mutants import Mutant
+from mutation.packed_mask_mutants import PACKED_MASKS
 from mutation.packing_mutants import PACKING
 
 __all__ = ["MUTANTS", "PROBES"]
@@ -22,6 +23,8 @@ PROBES: Mapping[str, tuple[str, ...]] = {
     "cached bias": ("tests/api/test_cached_bias.py", "tests/planning/test_signatures.py"),
     "latent": ("tests/api/test_kv_cache_latent.py",),
     "few rows": ("tests/kernels/test_packing.py", "tests/api/test_few_rows.py"),
+    "masks": ("tests/planning/test_block_mask_requests.py", "tests/planning/test_signatures.py"),
+    "masked kernels": ("tests/kernels/test_packed_block_masks.py::test_dropout_keeps_its_seed",),
     "apart": ("tests/api/test_rows_apart.py", "tests/planning/test_signatures.py"),
 }
 
@@ -430,6 +433,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *BIAS,
     *ONE_BATCH,
     *APART,
+    *PACKED_MASKS,
     *PACKING,
     *_faults(
         "distributed/moving",

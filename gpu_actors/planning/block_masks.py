@@ -1,0 +1,197 @@
+"""Block masks of requests: the modification that kernels compile, the lists that a launch reads, and what NumPy does.
+
+A mask becomes the score modification of a graph with the problem's sequences, rows and keys. Kernels count those from
+the beginning of a sequence in every layout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gpu_actors.block_mask import LISTS, BlockMask
+from gpu_actors.devices.interface import Outputs
+from gpu_actors.errors import InvalidRequest
+from gpu_actors.graph.graph import OperationGraph
+from gpu_actors.graph.modification import ScoreInputs
+from gpu_actors.graph.ops import Node
+from gpu_actors.graph.tensor import GraphTensor
+from gpu_actors.kernels.program import Values
+from gpu_actors.planning.plan import Oracle, Plan, PlannedMask
+from gpu_actors.problem import AttentionProblem
+from gpu_actors.requests import FlashForward
+from gpu_actors.score_mod import ScoreMod
+from gpu_actors.validation.fields import describe, expect
+from gpu_actors.values import show
+
+__all__ = ["mask_signature", "masked", "masked_problem", "planned_mask"]
+
+_SCORES, _MASKED, _FIRST = 1, 2, 10  # uids
+
+
+def masked_problem(request: FlashForward, problem: AttentionProblem) -> AttentionProblem:
+    """The problem of an adopted request with its block mask. Raises `InvalidRequest` and `Unsupported`."""
+    planned = planned_mask(request, problem)
+    return problem if planned is None else dataclasses.replace(problem, score_mod=planned.mod)
+
+
+def planned_mask(request: FlashForward, problem: AttentionProblem) -> PlannedMask | None:
+    """What kernels make of a request's block mask; None where it has none, or has no rows or keys.
+
+    Raises `InvalidRequest` for lists that do not fit, and `Unsupported` for a mask_mod that no kernel computes.
+    """
+    mask = request.block_mask
+    if mask is None:
+        return None
+    expect(isinstance(mask, BlockMask), "block_mask", show(mask), "must be a BlockMask")
+    gradients = problem.direction == "backward"
+    _check(mask, problem, gradients)
+    if not (problem.batch and problem.seqlen_q and problem.seqlen_k):
+        return None
+    graph, root, node = _graph(mask, problem)
+    inputs = ScoreInputs(graph, _SCORES, graph.tensors[_SCORES].dims)
+    found = inputs.modification(root, node, gradients=gradients, deterministic=problem.deterministic)
+    given = [name for name in LISTS if getattr(mask, name) is not None]
+    return PlannedMask(
+        found.mod, tuple(given[uid - _FIRST] for uid in found.tensors), tuple(value for _, value in found.scalars)
+    )
+
+
+def mask_signature(mask: BlockMask | None) -> Hashable:
+    """What of a block mask decides a plan. Its numbers are not read."""
+    if mask is None:
+        return None
+    arrays = (getattr(mask, name) for name in LISTS)
+    described = tuple(None if array is None else (array.shape, array.strides, array.dtype) for array in arrays)
+    return described, mask.block_size, mask.mask_mod
+
+
+class Masked(NamedTuple):
+    """What a block mask adds to a launch. inputs: the lists that it reads, by their names in it."""
+
+    inputs: dict[str, Any]
+    values: Values
+    oracle: Oracle
+
+
+def masked(plan: Plan, request: FlashForward, oracle: Oracle) -> Masked:
+    """What the block mask of an adopted request adds to a launch of its plan. oracle: of the request without it.
+
+    Raises `InvalidRequest` for numbers that name no block.
+    """
+    mask, problem, planned = request.block_mask, plan.problem, plan.block_mask
+    values = Values(request.dropout_seed)
+    if mask is None or planned is None:
+        return Masked({}, values, oracle)
+    shapes = _shapes(mask, problem)
+    _check_numbers(mask, {name: shapes[name] for name in planned.lists})
+    lists = {ScoreMod.tensor_name(n): _cut(getattr(mask, name), shapes[name]) for n, name in enumerate(planned.lists)}
+
+    def answer(inputs: Mapping[str, Any]) -> Outputs:
+        given = {name: array for name, array in inputs.items() if name not in lists}
+        return oracle({**given, "bias": _visible(mask, problem)})
+
+    return Masked(lists, Values(request.dropout_seed, planned.numbers), answer)
+
+
+def _visible(mask: BlockMask, problem: AttentionProblem) -> Any:
+    """bool (batch, heads, rows, keys)."""
+    # Imported here because only programs on a mock device compute in NumPy.
+    from gpu_actors.reference.graph import evaluate_graph
+
+    shapes = _shapes(mask, problem)
+    graph, _, _ = _graph(mask, problem)
+    given = [name for name in LISTS if getattr(mask, name) is not None]
+    arrays = {_FIRST + n: _cut(getattr(mask, name), shapes[name]) for n, name in enumerate(given)}
+    arrays[_SCORES] = np.zeros(graph.tensors[_SCORES].dims, problem.dtype if problem.dtype == "float64" else "float32")
+    return np.isfinite(evaluate_graph(graph, arrays)[_MASKED])
+
+
+def _graph(mask: BlockMask, problem: AttentionProblem) -> tuple[OperationGraph, int, Node]:
+    """The mask as a graph over scores, the uid of what its node of lists reads, and that node."""
+    graph = OperationGraph()
+    dims = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
+    dtype = "float64" if problem.dtype == "float64" else "float32"
+    scores = graph.tensor(uid=_SCORES, dims=dims, dtype=dtype)
+    root = scores if mask.mask_mod is None else graph.mask_mod(scores, mask.mask_mod)
+    lists: dict[str, GraphTensor] = {}
+    shapes = _shapes(mask, problem)
+    for name in LISTS:
+        if getattr(mask, name) is not None:
+            lists[name] = graph.tensor(uid=_FIRST + len(lists), dims=shapes[name], dtype="int32")
+    masked = graph.block_mask(root, **lists, block_size=mask.block_size)
+    node = graph.nodes[-1]
+    graph.output(masked, uid=_MASKED)
+    return graph, root.uid, next(n for n in graph.order().nodes if n.name == node.name)
+
+
+def _shapes(mask: BlockMask, problem: AttentionProblem) -> dict[str, tuple[int, ...]]:
+    """The shape of each list that is read."""
+    rows, keys = (-(-n // step) for n, step in zip((problem.seqlen_q, problem.seqlen_k), mask.block_size, strict=True))
+    shapes = {}
+    for name in LISTS:
+        if (array := getattr(mask, name)) is not None:
+            along = (keys, rows) if name.removeprefix("full_").startswith("q") else (rows, keys)
+            shapes[name] = (*array.shape[:2], *(along if name.endswith("indices") else along[:1]))
+    return shapes
+
+
+def _check(mask: BlockMask, problem: AttentionProblem, gradients: bool) -> None:
+    size = mask.block_size
+    sound = isinstance(size, tuple) and len(size) == 2 and all(type(extent) is int and extent > 0 for extent in size)
+    expect(sound, "block_mask", size, "block_size must be two positive ints, rows and keys of a block")
+    given = {name: getattr(mask, name) for name in LISTS}
+    if mask.mask_mod is not None:
+        expect(callable(mask.mask_mod), "block_mask", mask.mask_mod, "mask_mod must be a function, or None")
+    for name in LISTS[::2]:
+        indices = name.replace("num_blocks", "indices")
+        paired = (given[name] is None) == (given[indices] is None)
+        expect(paired, "block_mask", name, f"must have {name} and {indices}, or neither")
+    expect(given["kv_indices"] is not None, "block_mask", None, "must have kv_num_blocks and kv_indices")
+    transposed = given["q_indices"] is not None
+    if gradients and not transposed:
+        reason = "must have q_num_blocks and q_indices: kernels of gradients walk along the lists of rows"
+        raise InvalidRequest("block_mask", None, reason)
+    alike = (given["full_q_indices"] is not None) == (transposed and given["full_kv_indices"] is not None)
+    expect(alike, "block_mask", "full_q_indices", "must have full_q_indices where it has full_kv_indices and q_indices")
+    for name, array in given.items():
+        if array is None:
+            continue
+        dims = 4 if name.endswith("indices") else 3
+        shape = tuple(getattr(array, "shape", ()))
+        outer = f"(1 or {problem.batch}, 1 or {problem.heads_q}, {'..' if dims == 3 else '.., ..'})"
+        sound = len(shape) == dims and shape[0] in (1, problem.batch) and shape[1] in (1, problem.heads_q)
+        sound = sound and str(array.dtype) == "int32"
+        expect(sound, "block_mask", describe(array), f"{name} must be int32 {outer}")
+    for name, shape in _shapes(mask, problem).items():
+        least = all(own >= extent for own, extent in zip(given[name].shape, shape, strict=True))
+        expect(least, "block_mask", describe(given[name]), f"{name} must be at least {shape}")
+
+
+def _check_numbers(mask: BlockMask, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Check lists on the host. Those on a device are the caller's care."""
+    for name in LISTS[::2]:
+        indices = name.replace("num_blocks", "indices")
+        if name not in shapes or not isinstance(getattr(mask, name), np.ndarray):
+            continue
+        counts, blocks = _cut(getattr(mask, name), shapes[name]), shapes[indices][-1]
+        least, most = int(counts.min(initial=0)), int(counts.max(initial=0))
+        expect(least >= 0 and most <= blocks, "block_mask", (least, most), f"{name} must be from 0 to {blocks}")
+        listed = getattr(mask, indices)
+        if isinstance(listed, np.ndarray):
+            listed = _cut(listed, shapes[indices])
+            counted = np.arange(blocks) < counts[..., None]
+            outside = (counted & ((listed < 0) | (listed >= blocks))).any()
+            expect(not outside, "block_mask", indices, f"must name blocks from 0 to {blocks - 1}")
+
+
+def _cut(array: Any, shape: tuple[int, ...]) -> Any:
+    """The beginning of a list along its last axes."""
+    if tuple(array.shape) == shape:
+        return array
+    if isinstance(array, np.ndarray):
+        return array[tuple(slice(extent) for extent in shape)]
+    return dataclasses.replace(array, shape=shape, source=None)

@@ -1,0 +1,272 @@
+"""Kernels walk along the lists of packed sequences: each has its own, and what they hide is not even loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from cases.packed_block_masks import (
+    BATCH,
+    BLOCK,
+    KEYS,
+    KINDS,
+    PACKED,
+    ROWS,
+    arrays_of,
+    explicit,
+    mask_of,
+    near,
+    poisoned,
+)
+from mutation.block_mask_mutants import PACKED_MUTANTS, BlockMutant
+from mutation.block_masks import assert_caught
+from support.counting import counting
+
+import gpu_actors as ga
+from gpu_actors.kernels import variants
+
+
+@pytest.fixture(scope="module")
+def emulated() -> Any:
+    with ga.open_context("emulated", ga.ContextOptions(arch="sm_80")) as ctx:
+        yield ctx
+
+
+@pytest.fixture(scope="module")
+def hopper() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gpu_actors.kernels.hopper.variant.MULTIPROCESSORS", 3)
+        with ga.open_context("emulated", ga.ContextOptions(arch="sm_90a")) as ctx:
+            yield ctx
+
+
+WITHIN = {"float16": 4e-3, "bfloat16": 2e-2, "float8_e4m3fn": 8e-2, "float8_e5m2": 8e-2, "float64": 1e-12}
+
+
+def check_forward(
+    ctx: ga.GpuContext, causal: bool, modified: bool, full: bool, kernel: str, dtype: str = "float16"
+) -> None:
+    arrays = arrays_of(dtype)
+    mask = mask_of(full=full, mask_mod=near if modified else None)
+    options: dict[str, Any] = {**PACKED, "causal": causal, "block_mask": mask, "return_lse": True}
+    given = poisoned(arrays)
+    assert ctx.flash_attn.inspect_key(ga.FlashForward(**given, **options)).kernel == kernel
+    found = ctx.flash_attn.forward(**given, **options).result(100.0)
+    out, lse = explicit(arrays, causal, modified)
+    np.testing.assert_allclose(found.out.astype(np.float64), out, atol=WITHIN[dtype])
+    np.testing.assert_allclose(found.lse, lse, atol=4e-3 if dtype.startswith("float8") else 1e-3)
+
+
+KINDS_OF_CASES = [
+    (True, True, True),
+    pytest.param(False, False, False, marks=pytest.mark.sweep),
+    pytest.param(False, True, True, marks=pytest.mark.sweep),
+]
+
+
+@pytest.mark.parametrize(("causal", "modified", "full"), KINDS_OF_CASES)
+def test_packed_sequences_have_lists_of_their_own(
+    emulated: ga.GpuContext, causal: bool, modified: bool, full: bool
+) -> None:
+    check_forward(emulated, causal, modified, full, "forward_mma")
+
+
+@pytest.mark.parametrize(("causal", "modified", "full"), KINDS_OF_CASES)
+def test_packed_sequences_have_lists_of_their_own_on_hopper(
+    hopper: ga.GpuContext, causal: bool, modified: bool, full: bool
+) -> None:
+    check_forward(hopper, causal, modified, full, "forward_sm90")
+
+
+def check_backward(ctx: ga.GpuContext, causal: bool, modified: bool, full: bool) -> None:
+    arrays = arrays_of()
+    out, lse = explicit(arrays, causal, modified)
+    dout = np.random.default_rng(1).standard_normal(out.shape).astype(np.float16)
+    given: dict[str, Any] = {**arrays, "out": out.astype(np.float16), "dout": dout, "lse": lse.astype(np.float32)}
+    mask = mask_of(full=full, mask_mod=near if modified else None)
+    options: dict[str, Any] = {**PACKED, "causal": causal, "block_mask": mask}
+    with ga.open_context("mock") as mock:
+        wanted = mock.flash_attn.backward(**given, **options).result(100.0)
+    for name in ("q", "dout"):  # what no key sees: the first rows of a head
+        given[name] = given[name].copy()
+        given[name][:BLOCK, 1] = np.nan
+    assert ctx.flash_attn.inspect_key(ga.FlashBackward(**given, **options)).kernel == "backward_mma"
+    found = ctx.flash_attn.backward(**poisoned(given), **options).result(100.0)
+    for name in ("dq", "dk", "dv"):
+        expected = getattr(wanted, name).astype(np.float64)
+        np.testing.assert_allclose(getattr(found, name).astype(np.float64), expected, atol=8e-3, rtol=8e-3)
+
+
+@pytest.mark.parametrize(("causal", "modified", "full"), KINDS_OF_CASES)
+def test_gradients_of_packed_sequences(emulated: ga.GpuContext, causal: bool, modified: bool, full: bool) -> None:
+    check_backward(emulated, causal, modified, full)
+
+
+def check_deterministic(hang: float | None = None) -> None:
+    """Gradients have the same bits in every order of blocks."""
+    arrays = arrays_of()
+    out, lse = explicit(arrays, True, True)
+    dout = np.random.default_rng(1).standard_normal(out.shape).astype(np.float16)
+    given: dict[str, Any] = {**arrays, "out": out.astype(np.float16), "dout": dout, "lse": lse.astype(np.float32)}
+    options: dict[str, Any] = {**PACKED, "causal": True, "block_mask": mask_of(), "deterministic": True}
+    with ga.open_context("mock") as mock:
+        wanted = mock.flash_attn.backward(**given, **options).result(100.0)
+    answers = []
+    for launch in (
+        ga.EmulationOptions(delivery="late", schedule="greedy", seed=0),
+        ga.EmulationOptions(delivery="random", schedule="random", seed=5, contraction=False),
+    ):
+        with ga.open_context("emulated", ga.ContextOptions(arch="sm_80", emulation=launch, hang_timeout=hang)) as ctx:
+            answers.append(ctx.flash_attn.backward(**given, **options).result(100.0))
+    for name in ("dq", "dk", "dv"):
+        expected = getattr(wanted, name).astype(np.float64)
+        np.testing.assert_allclose(getattr(answers[0], name).astype(np.float64), expected, atol=8e-3, rtol=8e-3)
+        np.testing.assert_array_equal(getattr(answers[1], name), getattr(answers[0], name))
+
+
+@pytest.mark.sweep
+def test_blocks_of_packed_sequences_take_turns() -> None:
+    check_deterministic()
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("delivery", "schedule", "fused"),
+    [("eager", "lane", True), ("random", "random", False), ("late", "round_robin", True)],
+)
+@pytest.mark.parametrize(("arch", "kernel"), [("sm_80", "forward_mma"), ("sm_90a", "forward_sm90")])
+def test_packed_sequences_in_every_delivery(
+    arch: str, kernel: str, delivery: Any, schedule: Any, fused: bool, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpu_actors.kernels.hopper.variant.MULTIPROCESSORS", 3)
+    emulation = ga.EmulationOptions(delivery=delivery, schedule=schedule, seed=7, contraction=fused)
+    with ga.open_context("emulated", ga.ContextOptions(arch=arch, emulation=emulation)) as ctx:
+        check_forward(ctx, causal, True, True, kernel)
+        if arch == "sm_80":
+            check_backward(ctx, causal, True, True)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize(
+    ("dtype", "dim"),
+    [("float16", 64), ("bfloat16", 96), ("bfloat16", 128), ("float16", 256), ("float64", 32), ("float8_e4m3fn", 128)],
+)
+def test_every_tile_of_packed_sequences(arch: str, dtype: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if arch == "sm_80" and dtype.startswith("float8"):
+        pytest.skip("Hopper alone multiplies 8-bit floats in forward_sm90")
+    monkeypatch.setattr("cases.packed_block_masks.DIM", dim)
+    kernel = "forward_sm90" if arch == "sm_90a" else "forward_mma"
+    with ga.open_context("emulated", ga.ContextOptions(arch=arch)) as ctx:
+        check_forward(ctx, True, True, True, "forward_simple" if dtype == "float64" else kernel, dtype)
+
+
+COUNTED: tuple[tuple[str, str, str, int, int], ...] = (
+    ("sm_80", "", "copy_rows<THREADS>(k_tile(n),", 0, 1),
+    ("sm_90a", "hopper/producer.cuh", "ptx::mbarrier_arrive_expect_tx(full, Tile::BYTES);", 0, 2),
+    ("sm_80", "", "multiply_rows<QTile, KTile, 2>(s, q,", 0, 1),
+    ("sm_90a", "hopper/consumer.cuh", "const uint64_t q = QBoxes::rows(shared.q(number)), k = ", 128, 1),
+    ("backward", "backward/ring.cuh", "copy_rows<THREADS>(q_tile(now),", 0, 1),
+    ("backward", "", "multiply_queries(p, ring.k_tile(), q_tile, warp);  // line 10", 0, 1),
+)
+
+
+def check_counted(patch: pytest.MonkeyPatch, arch: str, file: str, place: str, thread: int, times: int) -> None:
+    """As many tiles as the listed blocks have, less those behind the last row or key of each sequence."""
+    count = counting(patch, file, place, thread)
+    arrays = arrays_of()
+    options: dict[str, Any] = {**PACKED, "block_mask": mask_of(mask_mod=None)}
+    with ga.open_context("emulated", ga.ContextOptions(arch="sm_80" if arch == "backward" else arch)) as ctx:
+        if arch == "backward":
+            out, lse = explicit(arrays, False, False)
+            given = {**arrays, "out": out.astype(np.float16), "lse": lse.astype(np.float32)}
+            request: Any = ga.FlashBackward(**given, dout=given["out"], **options)
+        else:
+            request = ga.FlashForward(**arrays, **options)
+        key = ctx.flash_attn.inspect_key(request)
+        ctx.flash_attn.submit(request).result(100.0)
+    macros = variants.kernel_source(key).macros
+    seen = 0
+    for n in range(BATCH):
+        rows, keys = np.arange(0, ROWS[n], int(macros["BLOCK_M"])), np.arange(0, KEYS[n], int(macros["BLOCK_N"]))
+        seen += (KINDS[n] > 0)[:, rows // BLOCK][:, :, keys // BLOCK].sum()
+    assert count.value == times * seen > 0
+
+
+@pytest.mark.parametrize(
+    "counted",
+    [case if n < 2 else pytest.param(case, marks=pytest.mark.sweep) for n, case in enumerate(COUNTED)],
+    ids=lambda case: f"{case[0]} {case[2][:24]}",
+)
+def test_hidden_tiles_are_neither_loaded_nor_multiplied(
+    counted: tuple[str, str, str, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_counted(monkeypatch, *counted)
+
+
+def check_longer_than_said(ctx: ga.GpuContext, patch: pytest.MonkeyPatch, kernel: str) -> None:
+    """Lists end with the longest sequence that was said. What lengths on a device have behind that is hidden."""
+    patch.setattr("gpu_actors.planning.forward.check_cu_seqlens", lambda *_: None)
+    arrays = arrays_of()
+    said = {"max_seqlen_q": 2 * BLOCK, "max_seqlen_k": 4 * BLOCK}
+    kinds = KINDS.copy()
+    kinds[:, :, 2:] = kinds[:, :, :, 4:] = 0
+    mask = mask_of(kinds[:, :, :2, :4])
+    out, lse = explicit(arrays, False, True, kinds)
+    if kernel != "backward_mma":
+        found = ctx.flash_attn.forward(**arrays, **PACKED, **said, block_mask=mask, return_lse=True).result(100.0)
+        np.testing.assert_allclose(found.out.astype(np.float64), out, atol=4e-3)
+        np.testing.assert_allclose(found.lse, lse, atol=1e-3)
+        return
+    given = {"out": out.astype(np.float16), "lse": lse.astype(np.float32), "dout": out.astype(np.float16)}
+    gradients = ctx.flash_attn.backward(**arrays, **given, **PACKED, **said, block_mask=mask).result(100.0)
+    with ga.open_context("mock") as mock:
+        wanted = mock.flash_attn.backward(**arrays, **given, **PACKED, block_mask=mask_of(kinds)).result(100.0)
+    for name in ("dq", "dk", "dv"):
+        expected = getattr(wanted, name).astype(np.float64)
+        np.testing.assert_allclose(getattr(gradients, name).astype(np.float64), expected, atol=8e-3, rtol=8e-3)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("kernel", ["forward_mma", "forward_sm90", "backward_mma"])
+def test_what_no_list_can_name_is_hidden(
+    kernel: str, emulated: ga.GpuContext, hopper: ga.GpuContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_longer_than_said(hopper if kernel == "forward_sm90" else emulated, monkeypatch, kernel)
+
+
+def test_dropout_keeps_its_seed(emulated: ga.GpuContext) -> None:
+    arrays = arrays_of()
+    options: dict[str, Any] = {**PACKED, "block_mask": mask_of(), "dropout_p": 0.5}
+    with ga.open_context("mock") as mock:
+        first, other = (
+            mock.flash_attn.forward(**arrays, **options, dropout_seed=seed).result(100.0) for seed in (7, 8)
+        )
+    found = emulated.flash_attn.forward(**arrays, **options, dropout_seed=7).result(100.0)
+    np.testing.assert_allclose(found.out.astype(np.float64), first.out.astype(np.float64), atol=8e-3)
+    assert abs(first.out.astype(np.float64) - other.out).max() > 0.1
+
+
+# Seeded bugs
+
+CHECKS: dict[str, Any] = {
+    "packed": lambda ctx, patch: check_forward(ctx, False, False, True, "forward_mma"),
+    "packed, hopper": lambda ctx, patch: check_forward(ctx, False, True, True, "forward_sm90"),
+    "packed, backward": lambda ctx, patch: check_backward(ctx, False, False, True),
+    "packed, turns": lambda ctx, patch: check_deterministic(hang=5.0),
+    "packed, loads": lambda ctx, patch: check_counted(patch, *COUNTED[0]),
+    "packed, hopper loads": lambda ctx, patch: check_counted(patch, *COUNTED[1]),
+    "packed, backward loads": lambda ctx, patch: check_counted(patch, *COUNTED[4]),
+    "packed, longer": lambda ctx, patch: check_longer_than_said(ctx, patch, "forward_mma"),
+    "packed, hopper longer": lambda ctx, patch: check_longer_than_said(ctx, patch, "forward_sm90"),
+    "packed, backward longer": lambda ctx, patch: check_longer_than_said(ctx, patch, "backward_mma"),
+}
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("mutant", PACKED_MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_bug_is_caught(mutant: BlockMutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpu_actors.kernels.hopper.variant.MULTIPROCESSORS", 3)
+    assert_caught(mutant, CHECKS, monkeypatch)

@@ -1,0 +1,37 @@
+"""How often emulated kernels come by a line of their source."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from typing import Any
+
+import pytest
+
+from gpu_actors.actors import nvrtc
+from gpu_actors.compiling.source import KernelSource
+
+__all__ = ["counting"]
+
+
+def counting(patch: pytest.MonkeyPatch, file: str, place: str, thread: int = 0) -> ctypes.c_longlong:
+    """A count that the emulated kernels raise, one thread of each block, where a line of their source stands."""
+    count = ctypes.c_longlong(0)
+    patch.setenv("COUNT_AT", str(ctypes.addressof(count)))
+    # A kernel's unit of the emulated device includes nothing of C's library.
+    declared = 'char* variable_named(const char*) __asm__("getenv");\n'
+    declared += 'unsigned long long number_in(const char*, char**, int) __asm__("strtoull");\n'
+    added = '__atomic_fetch_add((long long*)number_in(variable_named("COUNT_AT"), nullptr, 10), 1, 0);'
+    raised = f"if (threadIdx.x == {thread}) {{ {added} }} "
+
+    def counted(name: str, text: str) -> str:
+        return declared + text.replace(place, raised + place) if name == file else text
+
+    def changed(key: Any) -> KernelSource:
+        source = kernel_source(key)
+        headers = {name: counted(name, text) for name, text in source.headers.items()}
+        return dataclasses.replace(source, source=counted("", source.source), headers=headers)
+
+    kernel_source = nvrtc.kernel_source  # a seeded one, perhaps
+    patch.setattr("gpu_actors.actors.nvrtc.kernel_source", changed)
+    return count
