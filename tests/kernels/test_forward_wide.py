@@ -82,13 +82,16 @@ def test_every_head_dim_agrees_with_the_oracle(dim: int) -> None:
 
 @pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.sweep), "sm_86"])
 def test_every_delivery_and_schedule_gives_the_same_bits(arch: str) -> None:
-    """90 keys are more tiles than the rings have stages, so that every stage is refilled."""
+    """90 keys are more tiles than the rings have stages, so that every stage is refilled.
+
+    With the errors of hardware, which a sweep has, bits would differ with the seed as well.
+    """
     case = case_of(Sweep("float16", 512, 272, "causal"), 0, 2, (20, 90))
     problem = problem_of(*case.inputs, **case.options)
     operands = dict(zip("qkv", case.inputs, strict=True))
     assert_same_bits(
         [
-            run(problem, operands, kernel=KERNEL, arch=arch, seed=seed, **launch_of(seed))
+            run(problem, operands, kernel=KERNEL, arch=arch, seed=seed, arithmetic="nearest", **launch_of(seed))
             for seed in range(len(LAUNCHES))
         ]
     )
