@@ -181,7 +181,7 @@ def new_rows(message: AppendRows | AttendCache, pool: AppendProblem, batch: int 
     missing = names[0] if k is None else names[1]
     expect(k is not None and v is not None, missing, None, f"must be given: rows have {' and '.join(names)}")
     leading: tuple[int, ...]
-    alone = batch is None
+    alone, given = batch is None, (k, v)
     if batch is None:
         expect(ends is None, ends_field, describe(ends), "goes with a list of sequences only")
         shape_of(names[0], k, "rows, kv_heads, head_dim")
@@ -194,8 +194,8 @@ def new_rows(message: AppendRows | AttendCache, pool: AppendProblem, batch: int 
     else:
         counts = counts_of(ends_field, ends, batch)
         leading = (int(ends[-1]),)
-    for name, array, dim in zip(names, (k, v), (pool.head_dim, pool.head_dim_v), strict=True):
-        wanted = (*leading, pool.heads_kv, dim)
+    for name, array, dim in zip(names, given, (pool.head_dim, pool.head_dim_v), strict=True):
+        wanted = (*(leading[1:] if alone else leading), pool.heads_kv, dim)
         optional_array(name, array, (wanted,), (dtype_of(names[0], k),))
     if ends is None:
         k, v = pack_rows(names[0], k), pack_rows(names[1], v)

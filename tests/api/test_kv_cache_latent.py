@@ -303,6 +303,10 @@ def test_appended_rows_are_refused_by_their_own_names(mock: ga.GpuContext) -> No
         for error, field in refusals:
             assert isinstance(error, REFUSALS), (error, field)
             assert error.field == field
+        # As the caller gave them, without an axis of sequences.
+        rows = one["c_kv"].shape[0]
+        with pytest.raises(ga.InvalidRequest, match=rf"k_pe='bfloat16\[{rows}, 1, 24\]'.*shape \({rows}, 1, 8\)"):
+            cache.append(seq, c_kv=one["k_pe"], k_pe=one["c_kv"]).result(30.0)
         with pytest.raises(ga.InvalidRequest, match="goes with a latent cache"):
             apart.attend(QUERY["q"], [other], q_pe=QUERY["q_pe"])
 
