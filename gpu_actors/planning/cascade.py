@@ -163,7 +163,7 @@ class Cascader:
         """
         table, lengths, ends = request.block_table, request.cache_seqlens, request.cu_seqlens_q
         p = plan.problem
-        if not isinstance(table, np.ndarray) or not (ends is None or isinstance(ends, np.ndarray)) or plan.vacuous:
+        if not isinstance(table, np.ndarray) or not (ends is None or isinstance(ends, np.ndarray)):
             return None, Cascading(False, "how many rows a sequence has is known on the device alone")
         if not _packed_in_place(request.q):
             return None, Cascading(False, "the rows of q do not lie evenly")
@@ -248,6 +248,8 @@ def _parts(p: AttentionProblem, keys: CascadeKeys, shapes: tuple[int, int, int, 
 def _refusal(plan: Plan, request: PagedForward) -> str | None:
     """Why a cascade would not be exact, or None: its rows would see other keys, or score them otherwise."""
     p = plan.problem
+    if plan.vacuous:
+        return "there are no rows"
     if p.mask not in ("full", "causal"):
         return "a row does not see all keys before its sequence's rows"
     if p.bias is not None:

@@ -144,6 +144,11 @@ def test_without_a_whole_shared_page_or_tensor_cores_there_is_no_cascade(case: C
     assert (seen.events, seen.reasons) == ([], reasons)
 
 
+def test_a_request_without_rows_says_so() -> None:
+    seen = run(Case(rows=(0,) * 7, new=False), "mock")
+    assert (seen.events, seen.reasons) == ([], ["there are no rows"] * 2)
+
+
 def test_queries_with_factors_of_their_own_are_attended_without() -> None:
     case = Case(dtype="float8_e4m3fn", kv_dtype="float8_e4m3fn", options={"q_descale": np.ones((7, 2), np.float32)})
     seen = run(case, "mock")
