@@ -27,7 +27,8 @@ class BlockMask:
         first key. What is listed behind the end of a sequence is passed over.
     full_kv_num_blocks, full_kv_indices: likewise, further blocks, in which ``mask_mod`` shows every key.
     q_num_blocks, q_indices, full_q_num_blocks, full_q_indices: the transposed lists, (.., C) and (.., C, R), which
-        gradients read. Deterministic ones read both: a launch never ends whose lists name different blocks.
+        gradients read. Deterministic ones read both: a launch never ends whose lists name different blocks, so those on
+        the host are checked.
     block_size: rows and keys of a block, multiples of 128.
     mask_mod: ``(b, h, q_idx, kv_idx)`` to the bool tensor of `OperationGraph.mask_mod`: which keys of listed blocks
         count. It is called when a request is planned, and must give the same each time. None: all of them count.

@@ -194,6 +194,8 @@ class PagedForward(CacheOptions):
     bias: (batch or 1, heads_q or 1, rows or 1, keys), as in `FlashForward`, bool too: element (r, j) belongs to new row
         r and key j of the sequence. At least as many rows and keys as the longest sequence has; where lengths lie on
         the device, all the keys that a sequence can have. What is past a sequence's end is not read.
+    block_mask: a `BlockMask`, as in `FlashForward`: rows are counted from the first new one, keys from the first in the
+        cache, and C is that of the most keys that a sequence can have. On Hopper, for 64 new rows and more.
     window_size, softmax_scale, softcap, alibi_slopes, sinks, sink_tokens, return_lse, out, attention_chunk,
         out_dtype: as in `FlashForward`.
     """
@@ -218,6 +220,7 @@ class PagedForward(CacheOptions):
     num_chunks: int = 1
     cache_batch_idx: Array | None = None
     cache_leftpad: Array | None = None
+    block_mask: BlockMask | None = None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

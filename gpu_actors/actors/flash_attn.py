@@ -227,6 +227,7 @@ class FlashAttnHandle(ActorHandle):
         q_positions: Array | None = None,
         k_positions: Array | None = None,
         bias: Array | None = None,
+        block_mask: BlockMask | None = None,
         deadline: float | None = None,
         timeout: float | None = None,
         priority: int = 0,

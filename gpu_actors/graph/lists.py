@@ -11,7 +11,7 @@ from gpu_actors.errors import InvalidRequest
 from gpu_actors.graph.ops import Node
 from gpu_actors.validation.fields import describe
 
-__all__ = ["check_lists"]
+__all__ = ["agree", "check_lists"]
 
 
 def check_lists(nodes: Sequence[Node], arrays: Mapping[int, Any]) -> None:
@@ -29,12 +29,16 @@ def check_lists(nodes: Sequence[Node], arrays: Mapping[int, Any]) -> None:
         lists = [arrays.get(uid) for uid in uids]
         if not all(isinstance(array, np.ndarray) for array in lists):
             continue
-        of_keys, of_rows = _listed(lists[:half]), _listed(lists[half:])
-        alike = of_keys is not None and of_rows is not None and (of_keys == of_rows.swapaxes(-1, -2)).all()
-        if not alike or (of_keys > 1).any():
+        if not agree(lists[:half], lists[half:]):
             reason = f"must name the blocks of tensor {uids[1]} the other way round, each once"
             given = describe(lists[half + 1])
             raise InvalidRequest(f"tensor {uids[half + 1]}", given, f"{reason}: deterministic gradients wait by both")
+
+
+def agree(of_keys: Sequence[Any], of_rows: Sequence[Any]) -> bool:
+    """Whether lists on the host, counts and indices in turn, name the same blocks from both sides, each once."""
+    keys, rows = _listed(of_keys), _listed(of_rows)
+    return keys is not None and rows is not None and bool((keys == rows.swapaxes(-1, -2)).all() and (keys < 2).all())
 
 
 def _listed(lists: Sequence[Any]) -> Any:

@@ -71,14 +71,14 @@ class KernelFamily:
 
     def refusal(self, problem: AttentionProblem, arch: str) -> Unsupported | None:
         """Why the kernel does not take a problem on an architecture, or None."""
+        size = None if problem.score_mod is None else problem.score_mod.block_size
+        if size is not None and not self.block_masks:
+            return Unsupported("block_mask", size, f"{self.name} walks along no lists of blocks")
         if problem.score_mod is not None and not self.score_mods:
             return Unsupported("score_mod", str(problem.score_mod), f"{self.name} has no place for score modifications")
-        if problem.score_mod is not None and (size := problem.score_mod.block_size) is not None:
-            if not self.block_masks:
-                return Unsupported("block_mask", size, f"{self.name} walks along no lists of blocks")
-            if size[0] % _BLOCK_MASK or size[1] % _BLOCK_MASK:
-                reason = f"{self.name} divides blocks into its tiles: they must be multiples of {_BLOCK_MASK}"
-                return Unsupported("block_mask", size, reason, (_BLOCK_MASK, _BLOCK_MASK))
+        if size is not None and (size[0] % _BLOCK_MASK or size[1] % _BLOCK_MASK):
+            reason = f"{self.name} divides blocks into its tiles: they must be multiples of {_BLOCK_MASK}"
+            return Unsupported("block_mask", size, reason, (_BLOCK_MASK, _BLOCK_MASK))
         if problem.positions and not self.positions:
             field = next(name for name in _POSITIONS if getattr(problem, name))
             reason = f"{self.name} counts rows, keys and heads from the beginning of their sequence"

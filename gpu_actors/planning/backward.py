@@ -57,7 +57,7 @@ def bind_backward(plan: Plan, request: FlashBackward, kernels: Sequence[Kernel])
     oracle = functools.partial(_oracle, plan.problem, plan.accumulate, seed)
     if request.block_mask is None:
         return plan.launch(inputs, oracle, kernels, Values(seed))
-    bound = masked(plan, request, oracle)
+    bound = masked(plan, request.block_mask, oracle, seed)
     return plan.launch({**inputs, **bound.inputs}, bound.oracle, kernels, bound.values)
 
 

@@ -7,7 +7,7 @@ the beginning of a sequence in every layout.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,13 +16,14 @@ from gpu_actors.block_mask import LISTS, BlockMask
 from gpu_actors.devices.interface import Outputs
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.graph.graph import OperationGraph
+from gpu_actors.graph.lists import agree
 from gpu_actors.graph.modification import ScoreInputs
 from gpu_actors.graph.ops import Node
 from gpu_actors.graph.tensor import GraphTensor
 from gpu_actors.kernels.program import Values
 from gpu_actors.planning.plan import Oracle, Plan, PlannedMask
 from gpu_actors.problem import AttentionProblem
-from gpu_actors.requests import FlashForward
+from gpu_actors.requests import FlashForward, PagedForward
 from gpu_actors.score_mod import ScoreMod
 from gpu_actors.validation.fields import describe, expect
 from gpu_actors.values import show
@@ -32,13 +33,13 @@ __all__ = ["mask_signature", "masked", "masked_problem", "planned_mask"]
 _SCORES, _MASKED, _FIRST = 1, 2, 10  # uids
 
 
-def masked_problem(request: FlashForward, problem: AttentionProblem) -> AttentionProblem:
+def masked_problem(request: FlashForward | PagedForward, problem: AttentionProblem) -> AttentionProblem:
     """The problem of an adopted request with its block mask. Raises `InvalidRequest` and `Unsupported`."""
     planned = planned_mask(request, problem)
     return problem if planned is None else dataclasses.replace(problem, score_mod=planned.mod)
 
 
-def planned_mask(request: FlashForward, problem: AttentionProblem) -> PlannedMask | None:
+def planned_mask(request: FlashForward | PagedForward, problem: AttentionProblem) -> PlannedMask | None:
     """What kernels make of a request's block mask; None where it has none, or has no rows or keys.
 
     Raises `InvalidRequest` for lists that do not fit, and `Unsupported` for a mask_mod that no kernel computes.
@@ -77,24 +78,25 @@ class Masked(NamedTuple):
     oracle: Oracle
 
 
-def masked(plan: Plan, request: FlashForward, oracle: Oracle) -> Masked:
-    """What the block mask of an adopted request adds to a launch of its plan. oracle: of the request without it.
+def masked(plan: Plan, mask: BlockMask | None, oracle: Oracle, seed: int = 0) -> Masked:
+    """What an adopted block mask adds to a launch of its plan. oracle: of the request without it. seed: of dropout.
 
     Raises `InvalidRequest` for numbers that name no block.
     """
-    mask, problem, planned = request.block_mask, plan.problem, plan.block_mask
-    values = Values(request.dropout_seed)
+    problem, planned = plan.problem, plan.block_mask
     if mask is None or planned is None:
-        return Masked({}, values, oracle)
+        return Masked({}, Values(seed), oracle)
     shapes = _shapes(mask, problem)
     _check_numbers(mask, {name: shapes[name] for name in planned.lists})
+    if problem.deterministic:
+        _check_turns([_cut(getattr(mask, name), shapes[name]) for name in LISTS if name in shapes])
     lists = {ScoreMod.tensor_name(n): _cut(getattr(mask, name), shapes[name]) for n, name in enumerate(planned.lists)}
 
     def answer(inputs: Mapping[str, Any]) -> Outputs:
         given = {name: array for name, array in inputs.items() if name not in lists}
         return oracle({**given, "bias": _visible(mask, problem)})
 
-    return Masked(lists, Values(request.dropout_seed, planned.numbers), answer)
+    return Masked(lists, Values(seed, planned.numbers), answer)
 
 
 def _visible(mask: BlockMask, problem: AttentionProblem) -> Any:
@@ -186,6 +188,14 @@ def _check_numbers(mask: BlockMask, shapes: Mapping[str, tuple[int, ...]]) -> No
             counted = np.arange(blocks) < counts[..., None]
             outside = (counted & ((listed < 0) | (listed >= blocks))).any()
             expect(not outside, "block_mask", indices, f"must name blocks from 0 to {blocks - 1}")
+
+
+def _check_turns(lists: Sequence[Any]) -> None:
+    """Check that lists on the host name the same blocks: deterministic gradients wait by both."""
+    half = len(lists) // 2
+    if all(isinstance(array, np.ndarray) for array in lists) and not agree(lists[:half], lists[half:]):
+        reason = "q_indices must name the blocks of kv_indices the other way round, each once"
+        raise InvalidRequest("block_mask", "q_indices", f"{reason}: deterministic gradients wait by both")
 
 
 def _cut(array: Any, shape: tuple[int, ...]) -> Any:

@@ -24,6 +24,7 @@ from gpu_actors.arrays.adopt import Adopted, CallerNotes
 from gpu_actors.arrays.adoption import adopt_request
 from gpu_actors.devices.interface import Device, DeviceInfo, Kernel, Launch, Outputs
 from gpu_actors.kernels.dispatch import answering_key
+from gpu_actors.planning.block_masks import mask_signature, masked, masked_problem, planned_mask
 from gpu_actors.planning.forward import attention_output, oracle_options
 from gpu_actors.planning.plan import Accumulate, Plan, PlanCache, attention_outputs, program_for
 from gpu_actors.planning.tma_eligibility import alignments, array_families, between_chunks, key_for
@@ -58,7 +59,7 @@ _DECODE = ("q", "seq_lens", *_OPTIONAL, "out")
 _PLANS = 4096
 _MAX_LENGTH = (1 << 31) - 1
 _SCALARS = scalars_of(BatchedDecode)
-_PAGED_SCALARS = scalars_of(PagedForward)
+_PAGED_SCALARS = tuple(name for name in scalars_of(PagedForward) if name != "block_mask")
 
 
 def adopt_cache_request(
@@ -90,7 +91,9 @@ def signature(request: CacheRequest) -> Hashable:
     if not isinstance(request, PagedForward):
         caches = _caches_described(request.k_caches), _caches_described(request.v_caches)
         return scalars, kinds, arrays, caches, between_chunks(_caches(request)), lengths_on_host(request)
-    arrays = (*arrays, alignments(request.q, request.k_cache, request.v_cache, request.out), lengths_on_host(request))
+    mask = None if request.block_mask is None else mask_signature(request.block_mask)
+    apart = alignments(request.q, request.k_cache, request.v_cache, request.out)
+    arrays = (*arrays, apart, lengths_on_host(request), mask)
     if request.cu_seqlens_q is None or request.max_seqlen_q is not None:
         return scalars, kinds, arrays
     # The longest sequence shapes the grid, so it belongs to the plan even where it has to be looked up.
@@ -151,7 +154,11 @@ def bind_cached(plan: Plan, request: CacheRequest, kernels: tuple[Kernel, ...] =
     out = request.out
     into = out if out is None or isinstance(request, PagedForward) else out[:, None]
     oracle = functools.partial(cached_oracle, plan.problem, plan.accumulate)
-    return plan.launch(operands(request), oracle, kernels, into=into)
+    mask = request.block_mask if isinstance(request, PagedForward) else None
+    if mask is None:
+        return plan.launch(operands(request), oracle, kernels, into=into)
+    bound = masked(plan, mask, oracle)
+    return plan.launch({**operands(request), **bound.inputs}, bound.oracle, kernels, bound.values, into)
 
 
 def pose_cached(request: CacheRequest, info: DeviceInfo) -> tuple[AttentionProblem, DispatchKey]:
@@ -165,7 +172,9 @@ def pose_cached(request: CacheRequest, info: DeviceInfo) -> tuple[AttentionProbl
 
 def cached_problem(request: CacheRequest) -> AttentionProblem:
     """The validated problem of an adopted request. Raises `InvalidRequest`."""
-    return paged_problem(request) if isinstance(request, PagedForward) else decode_problem(request)
+    if not isinstance(request, PagedForward):
+        return decode_problem(request)
+    return masked_problem(request, paged_problem(request))
 
 
 def _cached_plan(request: CacheRequest, device: Device, accumulate: Accumulate, key: DispatchKey | None = None) -> Plan:
@@ -173,7 +182,8 @@ def _cached_plan(request: CacheRequest, device: Device, accumulate: Accumulate, 
     problem, key = pose_cached(request, device.info) if key is None else (cached_problem(request), key)
     rows = request.q.shape[:-1] if isinstance(request, PagedForward) else (problem.batch, 1, problem.heads_q)
     program = program_for(problem, key, device, lengths_on_host(request))
-    return Plan(problem, key, program, attention_outputs(problem, rows), accumulate)
+    mask = planned_mask(request, problem) if isinstance(request, PagedForward) else None
+    return Plan(problem, key, program, attention_outputs(problem, rows), accumulate, mask)
 
 
 def lengths_on_host(request: CacheRequest) -> bool:

@@ -200,7 +200,7 @@ def bind_forward(plan: Plan, request: FlashForward, plain: bool, kernels: Sequen
     seed = request.dropout_seed
     if request.block_mask is not None:
         check_seed(seed)
-        bound = masked(plan, request, functools.partial(_oracle, problem, plan.accumulate, seed))
+        bound = masked(plan, request.block_mask, functools.partial(_oracle, problem, plan.accumulate, seed), seed)
         return plan.launch({**inputs, **bound.inputs}, bound.oracle, kernels, bound.values, request.out)
     if type(seed) is not int or seed:
         check_seed(seed)

@@ -54,7 +54,7 @@ def merge_key(plan: Plan, request: CacheRequest) -> Hashable | None:
     problem = plan.problem
     if request.out is not None or problem.layout == "cache" or problem.own_layouts or plan.vacuous:
         return None
-    if request.bias is not None:
+    if request.bias is not None or getattr(request, "block_mask", None) is not None:
         return None  # they would be joined along keys, too
     slopes = request.alibi_slopes
     if isinstance(getattr(request, "cu_seqlens_q", None), DeviceArray):

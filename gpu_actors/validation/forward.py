@@ -104,7 +104,7 @@ _BESIDE_BLOCKS: dict[str, tuple[Any, str]] = {
 }
 
 
-def check_beside_blocks(request: FlashForward) -> None:
+def check_beside_blocks(request: FlashForward | PagedForward) -> None:
     """Raise `Unsupported` for options that no kernel has beside a block mask."""
     for name, (absent, reason) in _BESIDE_BLOCKS.items() if request.block_mask is not None else ():
         value = getattr(request, name)

@@ -25,6 +25,7 @@ from gpu_actors.validation.fields import (
 from gpu_actors.validation.forward import (
     Sizes,
     bias_fields,
+    check_beside_blocks,
     check_descales,
     check_steps,
     lengths_of,
@@ -62,6 +63,7 @@ def paged_problem(request: PagedForward) -> AttentionProblem:
     Reads shapes, dtypes and options, not data: `check_lengths` and `check_block_table` look at each request's own.
     Raises `InvalidRequest` and `Unsupported`.
     """
+    check_beside_blocks(request)
     sizes = _paged_sizes(request)
     expect(request.cache_seqlens is not None, "cache_seqlens", None, "must be an int32 array (batch,)")
     optional_array("cache_seqlens", request.cache_seqlens, ((sizes.batch,),), ("int32",))

@@ -152,7 +152,15 @@ def test_packed_sequences_in_every_delivery(
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize(
     ("dtype", "dim"),
-    [("float16", 64), ("bfloat16", 96), ("bfloat16", 128), ("float16", 256), ("float64", 32), ("float8_e4m3fn", 128)],
+    [
+        ("float16", 64),
+        ("bfloat16", 96),
+        ("bfloat16", 128),
+        ("float16", 256),
+        ("bfloat16", 320),
+        ("float64", 32),
+        ("float8_e4m3fn", 128),
+    ],
 )
 def test_every_tile_of_packed_sequences(arch: str, dtype: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if arch == "sm_80" and dtype.startswith("float8"):
@@ -160,7 +168,8 @@ def test_every_tile_of_packed_sequences(arch: str, dtype: str, dim: int, monkeyp
     monkeypatch.setattr("cases.packed_block_masks.DIM", dim)
     kernel = "forward_sm90" if arch == "sm_90a" else "forward_mma"
     with ga.open_context("emulated", ga.ContextOptions(arch=arch)) as ctx:
-        check_forward(ctx, True, True, True, "forward_simple" if dtype == "float64" else kernel, dtype)
+        kernel = "forward_simple" if dtype == "float64" else "forward_wide" if dim > 256 else kernel
+        check_forward(ctx, True, True, True, kernel, dtype)
 
 
 COUNTED: tuple[tuple[str, str, str, int, int], ...] = (

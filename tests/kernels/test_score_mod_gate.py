@@ -26,6 +26,7 @@ from gpu_actors.kernels.score_params import score_layout
 from gpu_actors.kernels.tiles import tile_of
 from gpu_actors.kernels.variants import kernel_source
 from gpu_actors.planning.block_masks import masked_problem
+from gpu_actors.planning.cached import cached_problem
 from gpu_actors.validation.forward import forward_problem
 
 ARCHS = ("sm_80", "sm_90a")
@@ -149,6 +150,34 @@ def test_block_masks_of_packed_sequences_spill_nothing(variant: tuple[Any, ...])
     key = dispatch_key(masked_problem(request, problem), arch)
     forward_kernel = "forward_sm90" if arch == "sm_90a" else "forward_mma"
     assert key.kernel == (forward_kernel if part == "forward" else "backward_mma")
+    assert code_faults(code_of(kernel_source(key), key.kernel), register_limit(32)) == []
+
+
+PAGED_VARIANTS = tuple(
+    itertools.product((64, 96, 128, 192, 256), (0, 16, 128), ("none", "causal", "window"), (False, True))
+)
+PAGED_SAMPLE = {(128, 16, "causal", True)}
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [v if v in PAGED_SAMPLE else pytest.param(v, marks=pytest.mark.sweep) for v in PAGED_VARIANTS],
+    ids=lambda variant: " ".join(map(str, variant)),
+)
+def test_block_masks_over_caches_spill_nothing(variant: tuple[Any, ...]) -> None:
+    dim, page_size, mask, packed = variant
+    blocks = {name: np.zeros(dims, np.int32) for name, dims in LISTS.items()}
+    q = np.zeros((512, 4, dim) if packed else (2, 256, 4, dim), ml_dtypes.bfloat16)
+    cache = np.zeros((2 * 256 // (page_size or 256), page_size or 256, 4, dim), q.dtype)
+    request = ga.PagedForward(q=q, k_cache=cache, v_cache=cache, cache_seqlens=np.full(2, 256, np.int32))
+    if page_size:
+        request.block_table = np.zeros((2, 256 // page_size), np.int32)
+    if packed:
+        request.cu_seqlens_q = np.array([0, 256, 512], np.int32)
+    request.causal, request.window_size = mask == "causal", (9, 9) if mask == "window" else (-1, -1)
+    request.block_mask = ga.BlockMask(**blocks, mask_mod=lambda b, h, row, key: abs(row - key) < 9)
+    key = dispatch_key(cached_problem(request), "sm_90a")
+    assert key.kernel == "forward_sm90"
     assert code_faults(code_of(kernel_source(key), key.kernel), register_limit(32)) == []
 
 

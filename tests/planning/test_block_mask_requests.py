@@ -135,6 +135,16 @@ def test_gradients_want_the_lists_of_rows() -> None:
         ctx.flash_attn.submit(request).result(100.0)
 
 
+def test_deterministic_gradients_want_lists_that_agree() -> None:
+    q, k = np.zeros((2, 300, 4, 32), np.float16), np.zeros((2, 520, 2, 32), np.float16)
+    mask = changed(q_num_blocks=np.zeros((1, HEADS, C), np.int32))
+    request = ga.FlashBackward(
+        q, k, k, out=q, dout=q, lse=np.zeros((2, 4, 300), np.float32), block_mask=mask, deterministic=True
+    )
+    with ga.open_context("mock") as ctx, pytest.raises(ga.InvalidRequest, match="the other way round"):
+        ctx.flash_attn.submit(request).result(100.0)
+
+
 def test_gradients_walk_along_the_lists_of_rows() -> None:
     """Those that take turns read the lists of keys, too."""
     request = dense(block_mask=changed())

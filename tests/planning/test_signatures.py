@@ -123,6 +123,7 @@ PAGED = {
     "latent_dim": (8, 8.0, True, 16),
     "cache_batch_idx": (PLACES, longer(PLACES)),
     "cache_leftpad": (PLACES, longer(PLACES)),
+    "block_mask": MASKS,
     "bias": FORWARD["bias"],
 }
 CACHES = [np.zeros((2, 9, 16), np.float16) for _ in range(2)]
@@ -252,7 +253,8 @@ def test_a_launch_is_shared_by_what_is_the_same_in_every_field_only() -> None:
         "out",
         "cache_batch_idx",
         "bias",
-    }  # the last three make a launch of their own
+        "block_mask",
+    }  # the last four make a launch of their own
     base = ga.PagedForward(q=Q[:1, :2], k_cache=POOL, v_cache=POOL, block_table=TABLE[:1], cache_seqlens=LENGTHS[:1])
     narrow = POOL.astype(ml_dtypes.float8_e4m3fn)
     fp8 = dataclasses.replace(base, k_cache=narrow, v_cache=narrow)

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["HOPPER_MUTANTS", "MUTANTS", "PACKED_MUTANTS", "SHOWN_MUTANTS", "TURN_MUTANTS", "BlockMutant"]
+__all__ = [
+    "HOPPER_MUTANTS",
+    "MUTANTS",
+    "PACKED_MUTANTS",
+    "PAGED_MUTANTS",
+    "SHOWN_MUTANTS",
+    "TURN_MUTANTS",
+    "BlockMutant",
+]
 
 
 class BlockMutant(NamedTuple):
@@ -363,5 +371,77 @@ PACKED_MUTANTS = (
         "at.sequence, now.head, now.tile",
         "0, now.head, now.tile",
         "packed, turns",
+    ),
+)
+
+_PAGES = "pages, hopper"
+
+PAGED_MUTANTS = (
+    BlockMutant("a cache's rows take the lists of the first block", _TILES, "row_begin / BLOCK_MASK_ROWS", "0", _PAGES),
+    BlockMutant(
+        "a cache's sequences take the lists of the first",
+        _SCHEDULE,
+        "mask, sequence, head, row",
+        "mask, 0, head, row",
+        _PAGES,
+    ),
+    BlockMutant(
+        "heads over a cache take the lists of their KV head",
+        _SCHEDULE,
+        "mask, sequence, head, row",
+        "mask, sequence, kv_head, row",
+        _PAGES,
+    ),
+    BlockMutant("pages are found by the place in the list", _SCHEDULE, "ptx::warp_uniform(keys.at(n))", "n", _PAGES),
+    BlockMutant(
+        "pages are those of the first sequence",
+        _SCHEDULE,
+        "work.sequence * schedule.block_table_stride",
+        "0 * schedule.block_table_stride",
+        _PAGES,
+    ),
+    BlockMutant("blocks are numbers of pages", _SCHEDULE, "pages[key / PAGE_SIZE]", "key / PAGE_SIZE", _PAGES),
+    BlockMutant(
+        "hidden pages are loaded",
+        _SCHEDULE,
+        "while (n >= 0 && !seen",
+        "while (n >= 0 && false && !seen",
+        "pages, hopper loads",
+    ),
+    BlockMutant(
+        "the last listed block of a cache is left out",
+        _SCHEDULE,
+        "return tile_before(keys.count());",
+        "return tile_before(keys.count() - 1);",
+        _PAGES,
+    ),
+    BlockMutant(
+        "values of a cache come from the next tile",
+        _KERNEL,
+        "load_values(work, n);\n    n = next;",
+        "load_values(work, next);\n    n = next;",
+        _PAGES,
+    ),
+    BlockMutant("keys of a cache are loaded twice", _KERNEL, "load_keys(work, next);", "load_keys(work, n);", _PAGES),
+    BlockMutant(
+        "full blocks of a cache are left out",
+        _LIST,
+        "return partial.count + full.count;",
+        "return partial.count;",
+        _PAGES,
+    ),
+    BlockMutant(
+        "keys behind a cache's end count",
+        _CONSUMER,
+        "constexpr bool MASKS = true;",
+        "constexpr bool MASKS = false;",
+        _PAGES,
+    ),
+    BlockMutant(
+        "rows behind the lists of a cache are read",
+        _TILES,
+        "row_begin >= params.seqlen_q",
+        "row_begin < 0",
+        _PAGES,
     ),
 )

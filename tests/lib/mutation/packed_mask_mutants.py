@@ -8,6 +8,7 @@ __all__ = ["PACKED_MASKS"]
 
 _PROBES = ("masks",)
 _KERNELS = ("masked kernels",)
+_PAGES = ("masked pages",)
 
 
 def _faults(file: str, *faults: tuple[str, str, str], probes: tuple[str, ...] = _PROBES) -> tuple[Mutant, ...]:
@@ -41,12 +42,13 @@ PACKED_MASKS: tuple[Mutant, ...] = (
         ("lists of gradients are not missed", "if gradients and not transposed", "if False"),
         ("lists of another dtype are let pass", 'str(array.dtype) == "int32"', 'str(array.dtype) != ""'),
         ("lists that are too short are let pass", "own >= extent for", "own >= 0 for"),
+        ("lists that differ are waited by", "and not agree(lists[:half], lists[half:])", "and False"),
         ("lists without keys are read", "and problem.seqlen_k):", "):"),
     ),
     *_faults(
         "planning/block_masks",
-        ("numbers of mask_mod are lost", "Values(request.dropout_seed, planned.numbers)", "values"),
-        ("dropout loses its seed", "Values(request.dropout_seed, planned.numbers)", "Values(0, planned.numbers)"),
+        ("numbers of mask_mod are lost", "Values(seed, planned.numbers)", "Values(seed)"),
+        ("dropout loses its seed", "Values(seed, planned.numbers)", "Values(0, planned.numbers)"),
         probes=_KERNELS,
     ),
     *_faults(
@@ -58,5 +60,31 @@ PACKED_MASKS: tuple[Mutant, ...] = (
     *_faults(
         "planning/explanation",
         ("explained without its mask", "masked_problem(adopted, forward", "(lambda _, p: p)(adopted, forward"),
+    ),
+    *_faults(
+        "planning/cached",
+        ("plans over caches forget the mask", "else mask_signature(request.block_mask)", "else ()"),
+        (
+            "a cache is planned without its mask",
+            "masked_problem(request, paged_problem(request))",
+            "paged_problem(request)",
+        ),
+        ("a launch over a cache reads no lists", "    if mask is None:\n", "    if True:\n"),
+        probes=_PAGES,
+    ),
+    *_faults(
+        "planning/merging",
+        ("masks are joined", ' or getattr(request, "block_mask", None) is not None', ""),
+        probes=_PAGES,
+    ),
+    *_faults(
+        "validation/paged",
+        ("a cap over a cache is let pass", "    check_beside_blocks(request)\n", ""),
+        probes=_PAGES,
+    ),
+    *_faults(
+        "kernels/family",
+        ("decoding reads a mask as a modification", "if size is not None and not self.block_masks:", "if False:"),
+        probes=_PAGES,
     ),
 )

@@ -24,6 +24,7 @@ PROBES: Mapping[str, tuple[str, ...]] = {
     "latent": ("tests/api/test_kv_cache_latent.py",),
     "few rows": ("tests/kernels/test_packing.py", "tests/api/test_few_rows.py"),
     "masks": ("tests/planning/test_block_mask_requests.py", "tests/planning/test_signatures.py"),
+    "masked pages": ("tests/kernels/test_paged_block_masks.py", "tests/planning/test_signatures.py"),
     "masked kernels": ("tests/kernels/test_packed_block_masks.py::test_dropout_keeps_its_seed",),
     "apart": ("tests/api/test_rows_apart.py", "tests/planning/test_signatures.py"),
 }

@@ -1,0 +1,192 @@
+"""Block masks over caches: lists name keys of a sequence, wherever its pages lie, and hidden pages are not loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from cases.packed_block_masks import (
+    BATCH,
+    BLOCK,
+    HEADS_KV,
+    KEYS,
+    KINDS,
+    ROWS,
+    arrays_of,
+    ends,
+    explicit,
+    mask_of,
+    near,
+    poisoned,
+)
+from mutation.block_mask_mutants import PAGED_MUTANTS, BlockMutant
+from mutation.block_masks import assert_caught
+from support.counting import counting
+
+import gpu_actors as ga
+from gpu_actors.kernels import variants
+from gpu_actors.planning.merging import merge_key
+
+MOST = 640  # keys that a sequence can have
+
+
+@pytest.fixture(scope="module")
+def hopper() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gpu_actors.kernels.hopper.variant.MULTIPROCESSORS", 3)
+        with ga.open_context("emulated", ga.ContextOptions(arch="sm_90a")) as ctx:
+            yield ctx
+
+
+def caches_of(arrays: dict[str, Any], page_size: int) -> dict[str, Any]:
+    """The keys and values in pages of a shuffled pool, or in a dense cache; NaN where no key lies."""
+    dim = arrays["k"].shape[-1]
+    lengths = np.array(KEYS, np.int32)
+    found: dict[str, Any] = {"q": arrays["q"], "cu_seqlens_q": ends(ROWS), "cache_seqlens": lengths}
+    pages = MOST // (page_size or MOST)
+    table = np.random.default_rng(5).permutation(BATCH * pages).reshape(BATCH, pages).astype(np.int32)
+    if not page_size:
+        table = np.arange(BATCH, dtype=np.int32)[:, None]
+    for name in "kv":
+        pool = np.full((BATCH * pages, page_size or MOST, HEADS_KV, dim), np.nan, arrays[name].dtype)
+        for n, start in enumerate(ends(KEYS)[:-1]):
+            whole = np.full((MOST, HEADS_KV, dim), np.nan, pool.dtype)
+            whole[: KEYS[n]] = arrays[name][start : start + KEYS[n]]
+            pool[table[n]] = whole.reshape(pages, -1, HEADS_KV, dim)
+        found[f"{name}_cache"] = pool
+    return found | ({"block_table": table} if page_size else {})
+
+
+def check(ctx: ga.GpuContext, page_size: int, causal: bool, modified: bool, dtype: str = "float16") -> None:
+    arrays = arrays_of(dtype)
+    mask = mask_of(mask_mod=near if modified else None)
+    options: dict[str, Any] = {"softmax_scale": 0.2, "causal": causal, "block_mask": mask, "return_lse": True}
+    given = caches_of(poisoned(arrays), page_size)
+    assert ctx.flash_attn.inspect_key(ga.PagedForward(**given, **options)).kernel == "forward_sm90"
+    found = ctx.flash_attn.paged_forward(**given, **options).result(100.0)
+    out, lse = explicit(arrays, causal, modified)
+    np.testing.assert_allclose(found.out.astype(np.float64), out, atol=4e-3 if dtype == "float16" else 2e-2)
+    np.testing.assert_allclose(found.lse, lse, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("page_size", "causal", "modified"),
+    [
+        (16, True, True),
+        *(
+            pytest.param(*case, marks=pytest.mark.sweep)
+            for case in ((64, False, False), (128, True, True), (640, False, True), (8, True, False), (0, False, True))
+        ),
+    ],
+)
+def test_lists_name_keys_wherever_their_pages_lie(
+    hopper: ga.GpuContext, page_size: int, causal: bool, modified: bool
+) -> None:
+    check(hopper, page_size, causal, modified)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("page_size", [64, 0])
+def test_every_tile_over_caches(
+    hopper: ga.GpuContext, page_size: int, dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cases.packed_block_masks.DIM", dim)
+    check(hopper, page_size, True, True, "bfloat16")
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("delivery", "schedule", "fused"),
+    [("eager", "lane", True), ("random", "random", False), ("late", "round_robin", True)],
+)
+def test_pages_in_every_delivery(delivery: Any, schedule: Any, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpu_actors.kernels.hopper.variant.MULTIPROCESSORS", 3)
+    emulation = ga.EmulationOptions(delivery=delivery, schedule=schedule, seed=7, contraction=fused)
+    with ga.open_context("emulated", ga.ContextOptions(arch="sm_90a", emulation=emulation)) as ctx:
+        check(ctx, 64, True, True)
+
+
+def test_the_oracle_hides_what_is_not_listed_in_pages() -> None:
+    arrays = arrays_of()
+    with ga.open_context("mock") as ctx:
+        found = ctx.flash_attn.paged_forward(
+            **caches_of(arrays, 16), softmax_scale=0.2, block_mask=mask_of(), return_lse=True
+        ).result(100.0)
+    out, lse = explicit(arrays, True, modified=True)
+    np.testing.assert_allclose(found.out.astype(np.float64), out, atol=1e-3)
+    np.testing.assert_allclose(found.lse, lse, rtol=1e-5)
+
+
+LOADS = ("hopper/producer.cuh", "ptx::mbarrier_arrive_expect_tx(full, Tile::BYTES);", 0, 2)
+PRODUCTS = ("hopper/consumer.cuh", "const uint64_t q = QBoxes::rows(shared.q(number)), k = ", 128, 1)
+
+
+def check_counted(patch: pytest.MonkeyPatch, file: str, place: str, thread: int, times: int) -> None:
+    """As many tiles as the listed blocks have, less those behind the last row or key of each sequence."""
+    count = counting(patch, file, place, thread)
+    request = ga.PagedForward(**caches_of(arrays_of(), 64), causal=False, block_mask=mask_of(mask_mod=None))
+    with ga.open_context("emulated", ga.ContextOptions(arch="sm_90a")) as ctx:
+        key = ctx.flash_attn.inspect_key(request)
+        ctx.flash_attn.submit(request).result(100.0)
+    macros = variants.kernel_source(key).macros
+    seen = 0
+    for n in range(BATCH):
+        rows, keys = np.arange(0, ROWS[n], int(macros["BLOCK_M"])), np.arange(0, KEYS[n], int(macros["BLOCK_N"]))
+        seen += (KINDS[n] > 0)[:, rows // BLOCK][:, :, keys // BLOCK].sum()
+    assert count.value == times * seen > 0
+
+
+@pytest.mark.parametrize("place", [LOADS, pytest.param(PRODUCTS, marks=pytest.mark.sweep)], ids=["loads", "products"])
+def test_hidden_pages_are_neither_loaded_nor_multiplied(
+    place: tuple[str, str, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_counted(monkeypatch, *place)
+
+
+def test_requests_with_block_masks_do_not_share_a_launch() -> None:
+    """Each has lists of its own sequences."""
+    given = caches_of(arrays_of(), 16)
+    with ga.open_context("mock") as ctx:
+        decoding = ctx._children.cells["flash_attn"].shared.decoding
+        keys = []
+        for mask in (mask_of(), None):
+            request = ga.PagedForward(**given, block_mask=mask)
+            keys.append(merge_key(decoding.plan(request), request))
+    assert keys[0] is None is not keys[1]
+
+
+@pytest.mark.parametrize(
+    ("arch", "change", "field"),
+    [
+        ("sm_80", {}, "arch"),
+        ("sm_90a", {"q": np.zeros((BATCH, 63, 4, 32), np.float16), "cu_seqlens_q": None}, "seqlen_q"),
+        ("sm_90a", {"softcap": 3.0}, "softcap"),
+        ("sm_90a", {"bias": np.zeros((1, 1, 300, MOST), np.float16)}, "bias"),
+        ("sm_90a", {"k_positions": np.zeros(BATCH, np.int32)}, "k_positions"),
+        ("sm_90a", {"cache_leftpad": np.zeros(BATCH, np.int32)}, "cache_leftpad"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_no_kernel_takes_is_refused(arch: str, change: dict[str, Any], field: str) -> None:
+    request = ga.PagedForward(**{**caches_of(arrays_of(), 16), "block_mask": mask_of(), **change})
+    with ga.open_context("emulated", ga.ContextOptions(arch=arch)) as ctx, pytest.raises(ga.Unsupported) as caught:
+        ctx.flash_attn.inspect_key(request)
+    assert caught.value.field == field
+
+
+# Seeded bugs
+
+CHECKS: dict[str, Any] = {
+    "pages, hopper": lambda ctx, patch: check(ctx, 16, False, True),
+    "pages, hopper causal": lambda ctx, patch: check(ctx, 16, True, True),
+    "pages, hopper loads": lambda ctx, patch: check_counted(patch, *LOADS),
+}
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("mutant", PAGED_MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_bug_over_pages_is_caught(mutant: BlockMutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpu_actors.kernels.hopper.variant.MULTIPROCESSORS", 3)
+    assert_caught(mutant, CHECKS, monkeypatch)
