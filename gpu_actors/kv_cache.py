@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast
 import anyio
 
 from gpu_actors.actors.kv_cache import KvCacheActor
+from gpu_actors.block_mask import BlockMask
 from gpu_actors.errors import GpuActorsError, InvalidRequest, StaleBuffer
 from gpu_actors.kv.requests import (
     AppendRows,
@@ -299,6 +300,7 @@ class KvCache(Local):
         positions_q: Array | None = None,
         bias: Array | None = None,
         q_descale: Array | None = None,
+        block_mask: BlockMask | None = None,
         deadline: float | None = None,
         timeout: float | None = None,
         priority: int = 0,
@@ -347,6 +349,7 @@ class KvCache(Local):
             positions_q=positions_q,
             bias=bias,
             q_descale=q_descale,
+            block_mask=block_mask,
         )
         return self._submit(message, deadline, timeout, priority, seqs)
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from gpu_actors.block_mask import BlockMask
 from gpu_actors.process import incarnation
 from gpu_actors.requests import Array, CacheOptions
 from gpu_actors.values import brief
@@ -224,6 +225,7 @@ class AttendCache(CacheOptions):
     q_descale: Array | None = None
     c_kv: Array | None = None
     k_pe: Array | None = None
+    block_mask: BlockMask | None = None
 
 
 CacheMessage = (

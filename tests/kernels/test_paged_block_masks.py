@@ -157,6 +157,38 @@ def test_requests_with_block_masks_do_not_share_a_launch() -> None:
     assert keys[0] is None is not keys[1]
 
 
+def test_a_kv_cache_takes_lists_of_its_sequences(hopper: ga.GpuContext) -> None:
+    """Rows are appended and attend in one launch. Lists may be larger than the sequences are by now."""
+    arrays = arrays_of()
+    chosen = [n for n in range(BATCH) if ROWS[n]]
+    kinds = KINDS[chosen]
+    wide = np.pad(kinds, ((0, 0), (0, 0), (0, 1), (0, 3)))
+    options: dict[str, Any] = {"softmax_scale": 0.2, "causal": True, "return_lse": True}
+    with hopper.kv_cache(num_blocks=90, page_size=16, kv_heads=HEADS_KV, head_dim=32, dtype="float16") as cache:
+        seqs = [cache.create().result(100.0) for _ in chosen]
+        pieces = [slice(ends(KEYS)[n], ends(KEYS)[n + 1]) for n in chosen]
+        for seq, piece in zip(seqs, pieces, strict=True):
+            before = slice(piece.start, piece.stop - 5)
+            cache.append([seq], arrays["k"][None, before], arrays["v"][None, before]).result(100.0)
+        new = np.concatenate([np.arange(piece.stop - 5, piece.stop) for piece in pieces])
+        found = cache.attend(
+            arrays["q"],
+            seqs,
+            k=arrays["k"][new],
+            v=arrays["v"][new],
+            cu_seqlens_q=ends([ROWS[n] for n in chosen]),
+            cu_seqlens_k_new=ends([5] * len(chosen)),
+            block_mask=mask_of(wide, mask_mod=lambda b, h, q, kv: abs(q - kv) * (1 + h) < 900),
+            **options,
+        ).result(100.0)
+        plain = cache.attend(arrays["q"], seqs, cu_seqlens_q=ends([ROWS[n] for n in chosen]), **options).result(100.0)
+    h = np.arange(4)[:, None, None]
+    out, lse = explicit(arrays, True, lambda q, kv: abs(q - kv) * (1 + h) < 900)
+    np.testing.assert_allclose(found.out.astype(np.float64), out, atol=4e-3)
+    np.testing.assert_allclose(found.lse, lse, atol=1e-3)
+    assert abs(plain.out - found.out).max() > 0.1
+
+
 @pytest.mark.parametrize(
     ("arch", "change", "field"),
     [

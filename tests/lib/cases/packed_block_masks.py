@@ -95,17 +95,17 @@ def pieces() -> Any:
         yield n, slice(ends(ROWS)[n], ends(ROWS)[n] + rows), slice(ends(KEYS)[n], ends(KEYS)[n] + keys)
 
 
-def seen_by(sequence: int, kinds: Any, causal: bool, modified: bool) -> Any:
+def seen_by(sequence: int, kinds: Any, causal: bool, modified: Any) -> Any:
     """bool (heads, rows, keys)."""
     rows, keys = ROWS[sequence], KEYS[sequence]
     seen = (kinds[sequence] > 0).repeat(BLOCK, 1).repeat(BLOCK, 2)[:, :rows, :keys]
     i, j = np.arange(rows)[:, None], np.arange(keys)[None, :]
     if modified:
-        seen = seen & near(sequence, np.arange(HEADS)[:, None, None], i, j)
+        seen = seen & (modified(i, j) if callable(modified) else near(sequence, np.arange(HEADS)[:, None, None], i, j))
     return seen & (j <= i + keys - rows) if causal else seen
 
 
-def explicit(arrays: dict[str, Any], causal: bool, modified: bool, kinds: Any = KINDS) -> tuple[Any, Any]:
+def explicit(arrays: dict[str, Any], causal: bool, modified: Any, kinds: Any = KINDS) -> tuple[Any, Any]:
     """Output and LSE in float64, from the formula alone."""
     q, k, v = (arrays[name].astype(np.float64) for name in "qkv")
     out, lse = np.zeros(q.shape), np.full((HEADS, len(q)), -np.inf)

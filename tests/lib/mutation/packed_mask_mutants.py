@@ -73,6 +73,11 @@ PACKED_MASKS: tuple[Mutant, ...] = (
         probes=_PAGES,
     ),
     *_faults(
+        "kv_cache",
+        ("a KvCache drops the mask", "block_mask=block_mask", "block_mask=None"),
+        probes=_PAGES,
+    ),
+    *_faults(
         "planning/merging",
         ("masks are joined", ' or getattr(request, "block_mask", None) is not None', ""),
         probes=_PAGES,
