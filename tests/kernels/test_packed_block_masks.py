@@ -258,6 +258,28 @@ def test_dropout_keeps_its_seed(emulated: ga.GpuContext) -> None:
     assert abs(first.out.astype(np.float64) - other.out).max() > 0.1
 
 
+@pytest.mark.parametrize(
+    "summed", ["kv", *(pytest.param(names, marks=pytest.mark.sweep) for names in ("k", "q", "qv"))]
+)
+def test_gradients_of_operands_that_a_batch_shares(emulated: ga.GpuContext, summed: str) -> None:
+    rng = np.random.default_rng(2)
+    shapes = {"q": (2, 130, 4, 32), "k": (2, 260, 2, 32), "v": (2, 260, 2, 32)}
+    given = {
+        name: rng.standard_normal((1 if name in summed else 2, *shape[1:])).astype(np.float16)
+        for name, shape in shapes.items()
+    }
+    options: dict[str, Any] = {"block_mask": mask_of(KINDS[:2, :, :2, :3]), "causal": True}
+    dout = rng.standard_normal(shapes["q"]).astype(np.float16)
+    with ga.open_context("mock") as mock:
+        forward = mock.flash_attn.forward(**given, **options, return_lse=True).result(100.0)
+        given |= {"dout": dout, "out": forward.out, "lse": forward.lse}
+        wanted = mock.flash_attn.backward(**given, **options).result(100.0)
+    found = emulated.flash_attn.backward(**given, **options).result(100.0)
+    for name in ("dq", "dk", "dv"):
+        expected = getattr(wanted, name).astype(np.float64)
+        np.testing.assert_allclose(getattr(found, name).astype(np.float64), expected, atol=8e-3, rtol=8e-3)
+
+
 # Seeded bugs
 
 CHECKS: dict[str, Any] = {

@@ -54,7 +54,8 @@ def sum_scratch(problem: AttentionProblem) -> dict[str, ScratchSpec]:
 
 def sum_parts(problem: AttentionProblem, key: DispatchKey) -> tuple[Part, ...]:
     """A launch for each shared operand, behind the others. Raises Unsupported as `flat_grid`."""
-    own, parts = dataclasses.replace(key, kernel=SUM), []
+    # It reads no scores, and a family that walks along no lists has it, too.
+    own, parts = dataclasses.replace(key, kernel=SUM, score_mod=None), []
     for name, (_, *shape) in part_shapes(problem).items():
         blocks = -(-math.prod(shape) // SUM_THREADS)
         geometry = flat_grid(blocks, SUM_THREADS, 0, f"d{name}", shape[0])
