@@ -10,6 +10,7 @@ import pytest
 from cases.packed_block_masks import BLOCK, HEADS, KINDS, PACKED, C, R, arrays_of, explicit, mask_of, near
 
 import gpu_actors as ga
+from gpu_actors.distributed.parts import host_operands
 from gpu_actors.planning.block_masks import planned_mask
 from gpu_actors.validation.forward import forward_problem
 
@@ -123,6 +124,12 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], error: type[Excep
     request = dense(**{"block_mask": changed(), **options})
     with ga.open_context("mock") as ctx, pytest.raises(error, match=said):
         ctx.flash_attn.submit(request).result(100.0)
+
+
+def test_parts_of_a_request_have_no_block_mask() -> None:
+    """As head_split and context_split make them."""
+    with pytest.raises(ga.Unsupported, match="blocks and heads of one request"):
+        host_operands(dense(block_mask=changed()), ("q", "k"))
 
 
 def test_gradients_want_the_lists_of_rows() -> None:
