@@ -24,7 +24,7 @@ class BlockMask:
 
     kv_num_blocks, kv_indices: int32 (batch or 1, heads_q or 1, R) and (.., R, C), or larger: of each block of rows how
         many blocks of keys it sees, and their numbers. They are the sequence's own, counted from its first row and its
-        first key. What is listed behind the end of a sequence is passed over.
+        first key, from 0 to C - 1, each listed once. What is listed behind the end of a sequence is passed over.
     full_kv_num_blocks, full_kv_indices: likewise, further blocks, in which ``mask_mod`` shows every key.
     q_num_blocks, q_indices, full_q_num_blocks, full_q_indices: the transposed lists, (.., C) and (.., C, R), which
         gradients read. Deterministic ones read both: a launch never ends whose lists name different blocks, so those on

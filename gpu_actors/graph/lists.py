@@ -11,7 +11,7 @@ from gpu_actors.errors import InvalidRequest
 from gpu_actors.graph.ops import Node
 from gpu_actors.validation.fields import describe
 
-__all__ = ["agree", "check_lists"]
+__all__ = ["agree", "check_lists", "times_listed"]
 
 
 def check_lists(nodes: Sequence[Node], arrays: Mapping[int, Any]) -> None:
@@ -37,11 +37,11 @@ def check_lists(nodes: Sequence[Node], arrays: Mapping[int, Any]) -> None:
 
 def agree(of_keys: Sequence[Any], of_rows: Sequence[Any]) -> bool:
     """Whether lists on the host, counts and indices in turn, name the same blocks from both sides, each once."""
-    keys, rows = _listed(of_keys), _listed(of_rows)
+    keys, rows = times_listed(of_keys), times_listed(of_rows)
     return keys is not None and rows is not None and bool((keys == rows.swapaxes(-1, -2)).all() and (keys < 2).all())
 
 
-def _listed(lists: Sequence[Any]) -> Any:
+def times_listed(lists: Sequence[Any]) -> Any:
     """How often each block is listed, (1 or batch, 1 or heads, blocks, blocks), or None where an index is none."""
     total: Any = 0
     for counts, indices in zip(lists[::2], lists[1::2], strict=True):

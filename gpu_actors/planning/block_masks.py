@@ -7,16 +7,16 @@ the beginning of a sequence in every layout.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from gpu_actors.block_mask import LISTS, BlockMask
 from gpu_actors.devices.interface import Outputs
-from gpu_actors.errors import InvalidRequest
+from gpu_actors.errors import GpuActorsError, InvalidRequest
 from gpu_actors.graph.graph import OperationGraph
-from gpu_actors.graph.lists import agree
+from gpu_actors.graph.lists import agree, times_listed
 from gpu_actors.graph.modification import ScoreInputs
 from gpu_actors.graph.ops import Node
 from gpu_actors.graph.tensor import GraphTensor
@@ -67,7 +67,8 @@ def mask_signature(mask: BlockMask | None) -> Hashable:
         return None
     arrays = (getattr(mask, name) for name in LISTS)
     described = tuple(None if array is None else (array.shape, array.strides, array.dtype) for array in arrays)
-    return described, mask.block_size, mask.mask_mod
+    # 128 == 128.0, and a size that is refused must not find the plan of one that is accepted.
+    return described, mask.block_size, tuple(map(type, mask.block_size)), mask.mask_mod
 
 
 class Masked(NamedTuple):
@@ -90,6 +91,7 @@ def masked(plan: Plan, mask: BlockMask | None, oracle: Oracle, seed: int = 0) ->
     _check_numbers(mask, {name: shapes[name] for name in planned.lists})
     if problem.deterministic:
         _check_turns([_cut(getattr(mask, name), shapes[name]) for name in LISTS if name in shapes])
+    _check_once(mask, {name: shapes[name] for name in planned.lists})
     lists = {ScoreMod.tensor_name(n): _cut(getattr(mask, name), shapes[name]) for n, name in enumerate(planned.lists)}
 
     def answer(inputs: Mapping[str, Any]) -> Outputs:
@@ -118,7 +120,7 @@ def _graph(mask: BlockMask, problem: AttentionProblem) -> tuple[OperationGraph, 
     dims = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
     dtype = "float64" if problem.dtype == "float64" else "float32"
     scores = graph.tensor(uid=_SCORES, dims=dims, dtype=dtype)
-    root = scores if mask.mask_mod is None else graph.mask_mod(scores, mask.mask_mod)
+    root = scores if mask.mask_mod is None else _modified(graph, scores, mask.mask_mod)
     lists: dict[str, GraphTensor] = {}
     shapes = _shapes(mask, problem)
     for name in LISTS:
@@ -128,6 +130,16 @@ def _graph(mask: BlockMask, problem: AttentionProblem) -> tuple[OperationGraph, 
     node = graph.nodes[-1]
     graph.output(masked, uid=_MASKED)
     return graph, root.uid, next(n for n in graph.order().nodes if n.name == node.name)
+
+
+def _modified(graph: OperationGraph, scores: GraphTensor, mask_mod: Callable[..., Any]) -> GraphTensor:
+    try:
+        return graph.mask_mod(scores, mask_mod)
+    except GpuActorsError:
+        raise
+    except Exception as error:
+        error.__traceback__ = None  # it holds this frame, and so what is planned
+        raise InvalidRequest("block_mask", show(mask_mod), f"mask_mod raised {show(error)}") from error
 
 
 def _shapes(mask: BlockMask, problem: AttentionProblem) -> dict[str, tuple[int, ...]]:
@@ -187,7 +199,20 @@ def _check_numbers(mask: BlockMask, shapes: Mapping[str, tuple[int, ...]]) -> No
             listed = _cut(listed, shapes[indices])
             counted = np.arange(blocks) < counts[..., None]
             outside = (counted & ((listed < 0) | (listed >= blocks))).any()
-            expect(not outside, "block_mask", indices, f"must name blocks from 0 to {blocks - 1}")
+            reason = f"must name blocks from 0 to {blocks - 1}, those of the longest sequence"
+            expect(not outside, "block_mask", indices, reason)
+
+
+def _check_once(mask: BlockMask, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Check that lists on the host name no block of a row or column twice: kernels would count its keys twice."""
+    for side in ("kv", "q"):
+        names = [name for name in shapes if name.removeprefix("full_").startswith(side)]
+        arrays = [_cut(getattr(mask, name), shapes[name]) for name in names]
+        if not names or not all(isinstance(array, np.ndarray) for array in arrays):
+            continue
+        found = times_listed(arrays)
+        twice = found is not None and (found > 1).any()
+        expect(not twice, "block_mask", " and ".join(names[1::2]), "must name each block once")
 
 
 def _check_turns(lists: Sequence[Any]) -> None:

@@ -85,6 +85,27 @@ def changed(**lists: Any) -> ga.BlockMask:
     return dataclasses.replace(mask_of(KINDS[:1]), **lists)
 
 
+@pytest.mark.parametrize("size", [(128.0, 128.0), (np.int64(128), 128)])
+def test_a_size_that_is_refused_finds_no_plan_of_one_that_equals_it(size: Any) -> None:
+    with ga.open_context("mock") as ctx:
+        ctx.flash_attn.submit(dense(block_mask=changed())).result(100.0)
+        with pytest.raises(ga.InvalidRequest, match="two positive ints"):
+            ctx.flash_attn.submit(dense(block_mask=changed(block_size=size))).result(100.0)
+
+
+def twice(full: bool) -> ga.BlockMask:
+    """The first two blocks of keys, of which one is listed twice."""
+    counts, indices = np.full((1, 1, R), 2, np.int32), np.zeros((1, 1, R, C), np.int32)
+    indices[..., 1] = 1
+    if full:
+        return ga.BlockMask(counts, indices, counts[:1] - 1, indices[:1])
+    return ga.BlockMask(counts, np.zeros_like(indices))
+
+
+def raises(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    raise ValueError("no mask today")
+
+
 COUNTS = np.full((1, HEADS, R), C, np.int32)
 
 
@@ -107,12 +128,15 @@ COUNTS = np.full((1, HEADS, R), C, np.int32)
         (
             {"block_mask": changed(kv_num_blocks=COUNTS, kv_indices=np.full((1, HEADS, R, C), 5, np.int32))},
             ga.InvalidRequest,
-            "must name blocks from 0 to 4",
+            "must name blocks from 0 to 4, those of the longest",
         ),
         ({"block_mask": changed(block_size=(0, 128))}, ga.InvalidRequest, "two positive ints"),
         ({"block_mask": changed(block_size=(64, 128))}, ga.InvalidRequest, r"at least \(1, 4, 5\)"),
         ({"block_mask": changed(mask_mod=3)}, ga.InvalidRequest, "must be a function"),
         ({"block_mask": changed(mask_mod=lambda b, h, q, kv: q)}, ga.InvalidRequest, "must return a bool"),
+        ({"block_mask": changed(mask_mod=raises)}, ga.InvalidRequest, "block_mask=.*raises.*no mask today"),
+        ({"block_mask": twice(False)}, ga.InvalidRequest, "kv_indices.*each block once"),
+        ({"block_mask": twice(True)}, ga.InvalidRequest, "kv_indices and full_kv_indices.*each block once"),
         ({"softcap": 3.0}, ga.Unsupported, "hidden scores finite"),
         ({"bias": np.zeros((1, 1, 300, 520), np.float16)}, ga.Unsupported, "say both in mask_mod"),
         ({"q_positions": np.zeros(2, np.int32)}, ga.Unsupported, "from the first one of a sequence"),

@@ -15,7 +15,7 @@ counts: Any = module_at(ROOT / "scripts" / "counts.py")
 MOST = {"sink_tokens": 11, "softcap": 23, "alibi_slopes": 18}
 
 # A new capability may raise it, and docs/reports/house.md with it.
-MOST_LINES = 16043
+MOST_LINES = 16068
 
 
 @pytest.mark.parametrize("option", counts.OPTIONS)
