@@ -31,7 +31,8 @@ class BlockMask:
         the host are checked.
     block_size: rows and keys of a block, multiples of 128.
     mask_mod: ``(b, h, q_idx, kv_idx)`` to the bool tensor of `OperationGraph.mask_mod`: which keys of listed blocks
-        count. It is called when a request is planned, and must give the same each time. None: all of them count.
+        count. It is called when a request is planned, and must give the same each time. A device in another process
+        finds it by its name, so there it is a function of a module, and no lambda. None: all of them count.
     """
 
     kv_num_blocks: Array
