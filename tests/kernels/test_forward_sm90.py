@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cases.forward_edges import BatchInvariance, Edges
 from emulated.far_tensors import check_far
-from emulated.forward import OPERANDS, Strided, check_case, gaussian, key_of, problem_of, run
+from emulated.forward import OPERANDS, Strided, check_case, gaussian, key_of, problem_of, run, run_case
 from emulated.sweeps import LAUNCHES, Sweep, assert_same_bits, case_of, launch_of
 from mutation import hopper as sm90_mutation
 from mutation.hopper_mutants import DEFECTS
@@ -105,10 +105,8 @@ def check_modes(sweep: Sweep, seqlens: tuple[int, int]) -> None:
         int(kernel_source(key_of(problem, "sm_90a", KERNEL)).macros[name]) for name in ("STAGES", "BLOCK_N")
     )
     assert stages * keys < seqlens[1]
-    operands = dict(zip("qkv", case.inputs, strict=True))
-    operands |= {name: case.options[name] for name in OPERANDS if name in case.options}
     results = [
-        run(problem, operands, kernel=KERNEL, seed=seed, arithmetic="nearest", multiprocessors=2, **launch_of(seed))
+        run_case(case, kernel=KERNEL, seed=seed, arithmetic="nearest", multiprocessors=2, **launch_of(seed))
         for seed in range(len(LAUNCHES))
     ]
     assert_same_bits(results)
