@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases.block_lists import BLOCK, kinds_of, near, ordered
 from emulated.forward import ml_dtype
 from mutation.block_mask_mutants import HOPPER_MUTANTS, MUTANTS, SHOWN_MUTANTS, TURN_MUTANTS, BlockMutant
 from mutation.block_masks import assert_caught
@@ -22,40 +23,10 @@ from gpu_actors.kernels.dispatch import dispatch_key, explain
 from gpu_actors.reference.graph import evaluate_graph
 
 BATCH, HEADS, HEADS_KV, ROWS, KEYS, DIM = 2, 4, 2, 300, 520, 32
-BLOCK = 128
 R, C = -(-ROWS // BLOCK), -(-KEYS // BLOCK)
 Q, K, V, OUT, STATS, DOUT, DQ, DK, DV, LISTS, SHIFTS = 1, 2, 3, 4, 5, 6, 11, 12, 13, 20, 30
 
-# (batch, heads, blocks of rows, blocks of keys): 0 hidden, 1 partial, 2 full. The first rows of head 1 see nothing.
-rng = np.random.default_rng(3)
-KINDS = rng.integers(0, 3, (BATCH, HEADS, R, C))
-KINDS[:, 1, 0] = 0
-KINDS[0, :2, :, 2] = 0  # keys that the first KV head's rows do not see
-
-
-def near(b: Any, h: Any, q: Any, kv: Any) -> Any:
-    return abs(q - kv) * (1 + h) < 900 + 100 * b
-
-
-def shows_all(b: int, h: int, row: int, column: int) -> bool:
-    """Whether `near` shows every key of a block, of which the first and the last pair are furthest apart."""
-    corners = ((row * BLOCK, column * BLOCK + BLOCK - 1), (row * BLOCK + BLOCK - 1, column * BLOCK))
-    return all(near(b, h, q, kv) for q, kv in corners)
-
-
-for place in np.ndindex(KINDS.shape):
-    if KINDS[place] == 2 and not shows_all(*place):
-        KINDS[place] = 1
-assert (KINDS == 2).sum() > 10
-
-
-def ordered(listed: Any, rng: np.random.Generator) -> tuple[Any, Any]:
-    """torch's counts and indices, in any order, with what is no index behind them."""
-    counts = listed.sum(-1).astype(np.int32)
-    indices = np.full(listed.shape, 2147480000, np.int32)
-    for place in np.ndindex(counts.shape):
-        indices[place][: counts[place]] = rng.permutation(np.flatnonzero(listed[place]))
-    return counts, indices
+KINDS = kinds_of(BATCH, HEADS, R, C)
 
 
 def lists_of(kinds: Any, full: bool = True, seed: int = 4) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from cases.block_lists import BLOCK, kinds_of, near, ordered
 from emulated.forward import ml_dtype
 
 import gpu_actors as ga
@@ -29,41 +30,11 @@ __all__ = [
     "poisoned",
 ]
 
-HEADS, HEADS_KV, DIM, BLOCK = 4, 2, 32, 128
+HEADS, HEADS_KV, DIM = 4, 2, 32
 ROWS, KEYS = (300, 70, 0, 129), (520, 300, 40, 257)  # of each sequence
 BATCH, R, C = len(ROWS), -(-max(ROWS) // BLOCK), -(-max(KEYS) // BLOCK)
 
-# (batch, heads, blocks of rows, blocks of keys): 0 hidden, 1 partial, 2 full. The first rows of head 1 see nothing.
-# Lists go on behind the ends of sequences.
-rng = np.random.default_rng(3)
-KINDS = rng.integers(0, 3, (BATCH, HEADS, R, C))
-KINDS[:, 1, 0] = 0
-KINDS[0, :2, :, 2] = 0  # keys that the first KV head's rows do not see
-
-
-def near(b: Any, h: Any, q: Any, kv: Any) -> Any:
-    return abs(q - kv) * (1 + h) < 900 + 100 * b
-
-
-def shows_all(b: int, h: int, row: int, column: int) -> bool:
-    """Whether `near` shows every key of a block, of which the first and the last pair are furthest apart."""
-    corners = ((row * BLOCK, column * BLOCK + BLOCK - 1), (row * BLOCK + BLOCK - 1, column * BLOCK))
-    return all(near(b, h, q, kv) for q, kv in corners)
-
-
-for place in np.ndindex(KINDS.shape):
-    if KINDS[place] == 2 and not shows_all(*place):
-        KINDS[place] = 1
-assert (KINDS == 2).sum() > 10
-
-
-def ordered(listed: Any, rng: np.random.Generator) -> tuple[Any, Any]:
-    """torch's counts and indices, in any order, with what is no index behind them."""
-    counts = listed.sum(-1).astype(np.int32)
-    indices = np.full(listed.shape, 2147480000, np.int32)
-    for place in np.ndindex(counts.shape):
-        indices[place][: counts[place]] = rng.permutation(np.flatnonzero(listed[place]))
-    return counts, indices
+KINDS = kinds_of(BATCH, HEADS, R, C)  # lists go on behind the ends of sequences
 
 
 def mask_of(kinds: Any = KINDS, full: bool = True, mask_mod: Any = near, seed: int = 4) -> ga.BlockMask:

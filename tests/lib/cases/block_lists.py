@@ -1,0 +1,45 @@
+"""Blocks of a random block mask, the function that partial ones ask, and torch's lists of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+__all__ = ["BLOCK", "kinds_of", "near", "ordered"]
+
+BLOCK = 128
+
+
+def near(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return abs(q - kv) * (1 + h) < 900 + 100 * b
+
+
+def kinds_of(*shape: int) -> Any:
+    """0 hidden, 1 partial, 2 full. shape: (batch, heads, blocks of rows, blocks of keys).
+
+    The first rows of head 1 see nothing, and the first KV head's rows of sequence 0 do not see the keys of block 2.
+    """
+    kinds = np.random.default_rng(3).integers(0, 3, shape)
+    kinds[:, 1, 0] = 0
+    kinds[0, :2, :, 2] = 0
+    for place in np.ndindex(kinds.shape):
+        if kinds[place] == 2 and not _shows_all(*place):
+            kinds[place] = 1
+    assert (kinds == 2).sum() > 10
+    return kinds
+
+
+def _shows_all(b: int, h: int, row: int, column: int) -> bool:
+    """Whether `near` shows every key of a block, of which the first and the last pair are furthest apart."""
+    corners = ((row * BLOCK, column * BLOCK + BLOCK - 1), (row * BLOCK + BLOCK - 1, column * BLOCK))
+    return all(near(b, h, q, kv) for q, kv in corners)
+
+
+def ordered(listed: Any, rng: np.random.Generator) -> tuple[Any, Any]:
+    """torch's counts and indices, in any order, with what is no index behind them."""
+    counts = listed.sum(-1).astype(np.int32)
+    indices = np.full(listed.shape, 2147480000, np.int32)
+    for place in np.ndindex(counts.shape):
+        indices[place][: counts[place]] = rng.permutation(np.flatnonzero(listed[place]))
+    return counts, indices
