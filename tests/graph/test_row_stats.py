@@ -13,13 +13,11 @@ from cases.finite_differences import differences
 from emulated import forward as emulated_forward
 from emulated.contraction import arithmetic, fused_products, like_hardware
 from mutation.row_stats_mutants import MUTANTS, RowMutant
+from mutation.seeding import caught
 from support.gate import code_faults, code_of, register_limit
 
 import gpu_actors as ga
-from gpu_actors.compiling.assets import kernel_file
 from gpu_actors.compiling.compiler import Compiler
-from gpu_actors.compiling.source import KernelSource
-from gpu_actors.devices.emulation import EmulationFault
 from gpu_actors.graph.match import match_attention
 from gpu_actors.kernels import variants
 from gpu_actors.kernels.dispatch import FAMILIES, dispatch_key
@@ -404,22 +402,5 @@ SAMPLE = ("rows that see no key have a sum of 1",)
     ids=lambda mutant: mutant.name,
 )
 def test_a_bug_in_row_stats_is_caught(mutant: RowMutant, monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[str] = []
-
-    def seeded(name: str, text: str) -> str:
-        if name != mutant.file or mutant.old not in text:
-            return text
-        found.append(name)
-        return text.replace(mutant.old, mutant.new)
-
-    def changed(key: Any) -> KernelSource:
-        source = kernel_source(key)
-        headers = {name: seeded(name, text) for name, text in source.headers.items()}
-        return dataclasses.replace(source, source=seeded(kernel_file(key.kernel), source.source), headers=headers)
-
-    kernel_source = variants.kernel_source
-    monkeypatch.setattr("gpu_actors.actors.nvrtc.kernel_source", changed)
-    monkeypatch.setattr(emulated_forward, "kernel_source", changed)
-    with pytest.raises((AssertionError, EmulationFault, ga.LaunchError)):
+    with caught(mutant, monkeypatch):
         PROBES[mutant.probe]()
-    assert found, f"{mutant.file} has no {mutant.old!r}"

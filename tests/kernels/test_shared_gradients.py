@@ -11,13 +11,11 @@ import numpy as np
 import pytest
 from emulated import backward as emulated_backward
 from emulated.contraction import arithmetic, fused_products, like_hardware
+from mutation.seeding import caught
 from mutation.shared_gradient_mutants import MUTANTS, SharedMutant
 from support.gate import code_faults, code_of, register_limit
 
 import gpu_actors as ga
-from gpu_actors.compiling.assets import kernel_file
-from gpu_actors.compiling.source import KernelSource
-from gpu_actors.devices.emulation import EmulationFault
 from gpu_actors.kernels import variants
 from gpu_actors.kernels.backward.shared import SUM
 from gpu_actors.kernels.dispatch import FAMILIES, dispatch_key, program_of
@@ -342,21 +340,5 @@ PROBES: dict[str, Callable[[], None]] = {
 @pytest.mark.sweep
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_bug_in_shared_gradients_is_caught(mutant: SharedMutant, monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[str] = []
-
-    def seeded(name: str, text: str) -> str:
-        if name != mutant.file or mutant.old not in text:
-            return text
-        found.append(name)
-        return text.replace(mutant.old, mutant.new)
-
-    def changed(key: Any) -> KernelSource:
-        source = kernel_source(key)
-        headers = {name: seeded(name, text) for name, text in source.headers.items()}
-        return dataclasses.replace(source, source=seeded(kernel_file(key.kernel), source.source), headers=headers)
-
-    kernel_source = variants.kernel_source
-    monkeypatch.setattr("gpu_actors.actors.nvrtc.kernel_source", changed)
-    with pytest.raises((AssertionError, EmulationFault, ga.GpuActorsError)):
+    with caught(mutant, monkeypatch):
         PROBES[mutant.probe]()
-    assert found, f"{mutant.file} has no {mutant.old!r}"

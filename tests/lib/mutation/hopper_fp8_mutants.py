@@ -297,8 +297,8 @@ _TRANSPOSITION = (
     _bug(
         "32 keys are cleared",
         "transposer",
-        "key < BLOCK_N; key += 32",
-        "key < own_keys + 32 && key < BLOCK_N; key += 32",
+        "own_keys + lane_id(); key < BLOCK_N",
+        "own_keys + lane_id(); key < own_keys + 32 && key < BLOCK_N",
         "neighbours",
     ),
 )

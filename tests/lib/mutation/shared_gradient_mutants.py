@@ -39,8 +39,8 @@ MUTANTS = (
     SharedMutant("dK is stored as dQ is", _MMA, "Gradient<SUMMED_K>", "Gradient<SUMMED_Q>"),
     SharedMutant("dV is stored as dQ is", _MMA, "Gradient<SUMMED_V>", "Gradient<SUMMED_Q>"),
     SharedMutant("dQ is stored as dK is", _FINISH, "Gradient<SUMMED_Q>", "Gradient<SUMMED_K>", "mma q"),
-    SharedMutant("pairs are half as wide", _STORE, "alignas(2 * sizeof(Element)) Pair {\n    Element low",
-                 "alignas(2 * sizeof(Element)) Pair {\n    OUT_ELEMENT low", "mma q"),
+    SharedMutant("every other part is rounded before it is stored", _STORE, "pair{from_real(Rounded<Element>(), low)",
+                 "pair{from_real(Rounded<Element>(), to_real(from_real(Rounded<OUT_ELEMENT>(), low)))", "rounding"),
     SharedMutant("CUDA cores round dQ", _SIMPLE, "element_of<Gradient<SUMMED_Q>>", "element_of<float>", "simple"),
     SharedMutant("CUDA cores round dV", _SIMPLE, "element_of<Gradient<SUMMED_V>>", "element_of<half_t>", "simple kv"),
 )  # fmt: skip
