@@ -7,6 +7,7 @@ driver/runtime_api.cpp. All other modules are the wheel's.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -21,7 +22,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import filelock
 import platformdirs
 
 __all__ = ["MODULE", "build"]
@@ -44,7 +44,8 @@ def build() -> Path:
     folder = cache / _key()
     if folder.is_dir():
         return folder
-    with filelock.FileLock(cache / "lock"):
+    with open(cache / "lock", "w") as lock:  # closing it frees the lock
+        fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.is_dir():
             with tempfile.TemporaryDirectory(dir=cache) as scratch:
                 made = Path(scratch) / "made"

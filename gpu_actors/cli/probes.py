@@ -114,7 +114,9 @@ def _version(distribution: str) -> str | None:
 
 
 def _cupy() -> Any:
-    return importlib.import_module("cupy")
+    from gpu_actors.compiling.toolchain import import_cupy
+
+    return import_cupy()
 
 
 def _mib(count: int) -> str:
@@ -143,7 +145,7 @@ def _package() -> Check:
 
 @_probe("libraries")
 def _libraries() -> Check:
-    versions = {name: _version(name) for name in ("numpy", "ml_dtypes", "pykka", "anyio", "filelock", "platformdirs")}
+    versions = {name: _version(name) for name in ("numpy", "ml_dtypes", "pykka", "anyio", "platformdirs")}
     absent = [name for name, version in versions.items() if version is None]
     detail = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
     if absent:

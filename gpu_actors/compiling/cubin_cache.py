@@ -10,7 +10,6 @@ import contextlib
 import functools
 import logging
 import os
-import tempfile
 import threading
 import time
 from collections import OrderedDict
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from gpu_actors.compiling.cubin_entry import CorruptEntry, VariantKey, decode_entry, encode_entry, variant_key
-from gpu_actors.compiling.cubin_folder import CacheFolder
+from gpu_actors.compiling.cubin_folder import CacheFolder, user_cache_folder
 from gpu_actors.compiling.source import Cubin, KernelSource
 from gpu_actors.compiling.toolchain import FindToolchain, find_toolchain
 from gpu_actors.errors import CompileError, InvalidRequest
@@ -56,15 +55,16 @@ class CacheStats:
 
 
 def default_cache_dir() -> Path:
-    """The user's cubin folder: the environment's GPU_ACTORS_CACHE_DIR, or the platform's place for caches."""
-    if given := os.environ.get("GPU_ACTORS_CACHE_DIR"):
-        return Path(given).expanduser().absolute()
-    import platformdirs
+    """The user's cubin folder: the environment's GPU_ACTORS_CACHE_DIR, or the platform's place for caches.
 
-    path = platformdirs.user_cache_path("gpu-actors") / "cubins"
-    if not path.is_absolute():  # a user without a home
-        path = Path(tempfile.gettempdir()) / f"gpu-actors-cubins-{os.geteuid()}"
-    return path
+    Raises InvalidRequest for a GPU_ACTORS_CACHE_DIR below the home of a user who has none.
+    """
+    if given := os.environ.get("GPU_ACTORS_CACHE_DIR"):
+        try:
+            return Path(given).expanduser().absolute()
+        except RuntimeError as error:
+            raise InvalidRequest("GPU_ACTORS_CACHE_DIR", given, f"must name a folder: {error}") from None
+    return user_cache_folder() / "cubins"
 
 
 class CubinCache:
@@ -237,7 +237,8 @@ class CubinCache:
     def _make(self, key: VariantKey, source: KernelSource, arch: str, compile: Compile) -> Cubin:
         if self._offline:
             raise self._missing(key, source, arch)
-        with self._compile_lock(key, source) as holds:
+        with contextlib.ExitStack() as lock:
+            holds = self._locked(lock, key, source)
             # Another process may have made it while this one waited.
             cubin = self._stored(key, source, arch, counted=False) if holds else None
             if cubin is None:
@@ -251,43 +252,23 @@ class CubinCache:
         emit = functools.partial(self._emit, logging.INFO, key=key, source=source, arch=arch)
         return announced(emit, lambda: compile(source, arch))
 
-    @contextlib.contextmanager
-    def _compile_lock(self, key: VariantKey, source: KernelSource) -> Iterator[bool]:
-        """True while no other process compiles the variant, False where that cannot be had: nothing is
-        published.
-
-        The operating system frees the lock of a process that dies.
-        """
+    def _locked(self, lock: contextlib.ExitStack, key: VariantKey, source: KernelSource) -> bool:
+        """Whether ``lock`` now keeps other processes from compiling the variant. Nothing is published without it."""
         if self._folder is None or key.build is None:
-            yield False
-            return
-        import filelock
-
+            return False
         try:
-            path = self._folder.lock_path(key.build)
-            lock = filelock.FileLock(path, timeout=self._lock_timeout, mode=0o600)
-            lock.acquire(poll_interval=0.02)
-        except filelock.Timeout:
+            lock.enter_context(self._folder.locked(key.build, self._lock_timeout))
+        except TimeoutError:
             _log.warning(
                 "%s is compiled elsewhere for %g s now: compiled here too, not published",
                 source.name,
                 self._lock_timeout,
             )
-            yield False
-            return
+            return False
         except OSError as error:
             self._warn_unwritable(source, error)
-            yield False
-            return
-        try:
-            yield True
-        finally:
-            with contextlib.suppress(OSError):
-                # The lock's file is of no use once the entry is there; a process that waits for it makes a new one.
-                if self._folder.has(key.file_name):
-                    path.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):
-                lock.release()
+            return False
+        return True
 
     def _missing(self, key: VariantKey, source: KernelSource, arch: str) -> CompileError:
         macros = " ".join(f"{name}={value}" for name, value in source.macros.items()) or "none"

@@ -2,17 +2,23 @@
 
 Code is loaded from here into the GPU, so only its owner may write to the folder: it is opened without
 following links and checked at every operation, and files are reached through that handle, not by path.
+
+A user may name a folder that holds other files too. So every file here has a name that no other program gives, and only
+files of such names are listed or removed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import grp
 import os
 import pwd
+import re
 import secrets
 import stat
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,14 +26,32 @@ from typing import NamedTuple, NoReturn
 
 from gpu_actors.errors import InvalidRequest
 
-__all__ = ["CacheFolder", "StoredEntry"]
+__all__ = ["CacheFolder", "StoredEntry", "user_cache_folder"]
 
-ENTRY, TEMPORARY, SET_ASIDE, LOCK = ".cubin", ".tmp", ".corrupt", ".lock"
+ENTRY = ".cubin"
 MAX_SET_ASIDE = 8
 MAX_ENTRY_BYTES = 1 << 28
 LEFTOVER_AGE = 24 * 3600.0  # seconds
 
+_SET_ASIDE = ".corrupt"
+_LOCK_POLL = 0.02  # seconds
+# What an entry is called before its suffix: "gpu-actors" or the digest of its variant, then the digest of its build.
+_STEM = r"(?:gpu-actors|[0-9a-f]{64})-[0-9a-f]{64}"
+_LOCK = re.compile(r"gpu-actors-[0-9a-f]{64}\.lock")
+
 _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+def user_cache_folder() -> Path:
+    """The platform's place for this package's caches, or one of the user's own among temporary files if the user has
+    no home, as in a container that runs as a number."""
+    import platformdirs
+
+    try:
+        path = platformdirs.user_cache_path("gpu-actors")
+    except RuntimeError:
+        path = Path()
+    return path if path.is_absolute() else Path(tempfile.gettempdir()) / f"gpu-actors-{os.geteuid()}"
 
 
 class StoredEntry(NamedTuple):
@@ -46,7 +70,8 @@ class CacheFolder:
     """A folder of entries.
 
     writable: whether this process may add to it. A read-only folder may also belong to root, as in an image.
-    field: the setting that names the folder, for errors. suffix: what an entry's name ends with.
+    field: the setting that names the folder, for errors. suffix: what an entry's name ends with, after two digests or
+    "gpu-actors-" and one.
     Raises InvalidRequest(field, ...) for a folder that is a link, that another user owns, that others can write or that
     lies where others could replace it; OSError where the disk refuses. A folder that does not exist is empty, and is
     made by the first `publish`.
@@ -56,7 +81,9 @@ class CacheFolder:
         self.path = path
         self.writable = writable
         self.field = field
-        self.suffix = suffix
+        self._entry = re.compile(_STEM + re.escape(suffix))
+        self._temporary = re.compile(rf"{self._entry.pattern}\.[0-9]+\.[0-9a-f]{{16}}\.tmp")
+        self._set_aside = re.compile(self._entry.pattern + re.escape(_SET_ASIDE))
 
     def check(self) -> bool:
         """Whether the folder is there. Raises InvalidRequest also for what is no folder and cannot become one."""
@@ -98,10 +125,11 @@ class CacheFolder:
         """The entries whose names begin with ``prefix``, the newest first."""
         try:
             with self._opened() as folder:
-                found = _listing(folder, self.suffix, prefix)
+                entries = _listing(folder, self._entry)
         except FileNotFoundError:
             return []
-        return [name for name, _ in sorted(found, key=lambda entry: entry[1].st_mtime_ns, reverse=True)]
+        entries.sort(key=lambda entry: entry[1].st_mtime_ns, reverse=True)
+        return [name for name, _ in entries if name.startswith(prefix)]
 
     def publish(self, name: str, data: bytes) -> None:
         """Writes an entry so that readers find it whole or not at all, whenever this process dies."""
@@ -126,13 +154,13 @@ class CacheFolder:
         with self._opened() as folder:
             # Another process may have replaced it with a good one since it was read.
             if os.stat(name, dir_fd=folder, follow_symlinks=False).st_ino == inode:
-                os.replace(name, name + SET_ASIDE, src_dir_fd=folder, dst_dir_fd=folder)
+                os.replace(name, name + _SET_ASIDE, src_dir_fd=folder, dst_dir_fd=folder)
 
     def usage(self) -> tuple[int, int]:
         """(entries, their bytes); none of a folder that cannot be used."""
         try:
             with self._opened() as folder:
-                sizes = [status.st_size for _, status in _listing(folder, self.suffix)]
+                sizes = [status.st_size for _, status in _listing(folder, self._entry)]
         except (OSError, InvalidRequest):
             return 0, 0
         return len(sizes), sum(sizes)
@@ -144,24 +172,36 @@ class CacheFolder:
         A reader that has opened an entry keeps it: removal unlinks the name only. ``keep`` is never removed.
         """
         with self._opened() as folder:
-            for name, status in _listing(folder, TEMPORARY):
+            for name, status in _listing(folder, self._temporary):
                 _sweep(name, status, folder)
-            for name, status in _listing(folder, LOCK):
+            for name, status in _listing(folder, _LOCK):
                 if _is_old(status):
                     _sweep(name, status, folder)
-            aside = sorted(_listing(folder, SET_ASIDE), key=lambda item: item[1].st_ctime_ns)
+            aside = sorted(_listing(folder, self._set_aside), key=lambda item: item[1].st_ctime_ns)
             for name, _ in aside[: max(0, len(aside) - MAX_SET_ASIDE)]:
                 _remove(name, folder)
-            return _evict(folder, self.suffix, max_bytes, keep)
+            return _evict(folder, self._entry, max_bytes, keep)
 
-    def lock_path(self, build: str) -> Path:
-        """The file that a process locks while it compiles ``build``. The folder exists afterwards."""
-        with self._made():
-            return self.path / f"{build}{LOCK}"
+    @contextlib.contextmanager
+    def locked(self, build: str, timeout: float) -> Iterator[None]:
+        """Hold the lock of ``build``, 64 hexadecimal digits, among all threads and processes.
 
-    def has(self, name: str) -> bool:
-        """Whether there is an entry, sound or not."""
-        return (self.path / name).exists()
+        timeout: seconds to wait for another holder. The operating system frees the lock of a process that dies.
+        Raises TimeoutError, and OSError where the disk refuses or the file system has no locks.
+        """
+        name, owner = f"gpu-actors-{build}.lock", os.getpid()
+        with self._made() as folder:
+            handle = _acquire(name, folder, time.monotonic() + timeout)
+            try:
+                yield
+            finally:
+                if os.getpid() == owner:  # else a forked child, which shares the lock that its parent holds
+                    # A process that waits for this file sees that its name is gone and opens the next one.
+                    _remove(name, folder)
+                    # Closing alone would leave the lock to a child that was forked meanwhile.
+                    with contextlib.suppress(OSError):
+                        fcntl.flock(handle, fcntl.LOCK_UN)
+                os.close(handle)
 
     def _made(self) -> contextlib.AbstractContextManager[int]:
         # The folders above get this mode as well: one that a lax umask opened to others would be refused the next time.
@@ -223,7 +263,7 @@ class CacheFolder:
     def _new_temporary(self, name: str, folder: int) -> tuple[int, str]:
         """A new file, locked while it is open: a free lock tells `tidy` that the writer died."""
         while True:
-            temporary = f"{name}.{os.getpid()}.{secrets.token_hex(8)}{TEMPORARY}"
+            temporary = f"{name}.{os.getpid()}.{secrets.token_hex(8)}.tmp"
             handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN, 0o600, dir_fd=folder)
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(handle, fcntl.LOCK_EX)
@@ -232,18 +272,46 @@ class CacheFolder:
             os.close(handle)  # swept between its creation and its lock
 
 
-def _listing(folder: int, suffix: str, prefix: str = "") -> list[tuple[str, os.stat_result]]:
-    found = []
-    with os.scandir(folder) as files:
-        for file in files:
-            if file.name.endswith(suffix) and file.name.startswith(prefix):
+def _acquire(name: str, folder: int, deadline: float) -> int:
+    """An open file of that name whose lock is held. deadline: by `time.monotonic`."""
+    while True:
+        handle = os.open(name, os.O_RDWR | os.O_CREAT | _OPEN, 0o600, dir_fd=folder)
+        try:
+            while not _try_lock(handle):
+                if time.monotonic() >= deadline:
+                    raise TimeoutError(errno.ETIMEDOUT, "another process holds the lock", name)
+                time.sleep(_LOCK_POLL)
+            with contextlib.suppress(FileNotFoundError):
+                # Else the last holder removed the file, and the lock of a file without a name excludes no one.
+                if os.path.samestat(os.stat(name, dir_fd=folder, follow_symlinks=False), os.fstat(handle)):
+                    return handle
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)
+
+
+def _try_lock(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _listing(folder: int, names: re.Pattern[str]) -> list[tuple[str, os.stat_result]]:
+    """(name, status) of each file with such a name."""
+    files = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if names.fullmatch(entry.name):
                 with contextlib.suppress(FileNotFoundError):
-                    found.append((file.name, file.stat(follow_symlinks=False)))
-    return found
+                    files.append((entry.name, entry.stat(follow_symlinks=False)))
+    return files
 
 
-def _evict(folder: int, suffix: str, max_bytes: int, keep: str) -> int:
-    entries = sorted(_listing(folder, suffix), key=lambda item: item[1].st_atime_ns)
+def _evict(folder: int, names: re.Pattern[str], max_bytes: int, keep: str) -> int:
+    entries = sorted(_listing(folder, names), key=lambda item: item[1].st_atime_ns)
     excess = sum(status.st_size for _, status in entries) - max_bytes
     removed = 0
     for name, status in entries:
@@ -303,10 +371,8 @@ def _sweep(name: str, status: os.stat_result, folder: int) -> None:
     except OSError:
         return
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _remove(name, folder)
-    except BlockingIOError:
-        pass  # its writer lives
+        if _try_lock(handle):  # else its writer lives
+            _remove(name, folder)
     except OSError:
         if _is_old(status):
             _remove(name, folder)

@@ -14,6 +14,7 @@ import importlib.util
 import logging
 import os
 import re
+import sys
 import threading
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -21,12 +22,14 @@ from typing import Any, NamedTuple, Protocol
 from gpu_actors.compiling.source import exact_arch
 from gpu_actors.errors import CompileError
 from gpu_actors.extras import cuda_hint
+from gpu_actors.temporary import process_folder
 
 __all__ = [
     "FindToolchain",
     "Toolchain",
     "adoption",
     "find_toolchain",
+    "import_cupy",
     "installed_toolchain",
     "load_nvrtc",
     "supported_archs",
@@ -140,8 +143,35 @@ def supported_archs() -> tuple[str, ...]:
     return tuple(exact_arch(capability) for capability in sorted(load_nvrtc().getSupportedArchs()))
 
 
+def import_cupy(module: str = "cupy") -> Any:
+    """A module of CuPy, imported.
+
+    CuPy makes the folder of its own kernel cache when it is imported, and is not imported where it cannot. So where
+    there is no home folder, or none that can be written, that cache is a temporary folder. CUPY_CACHE_DIR goes first.
+    """
+    with _importing:
+        if "cupy" not in sys.modules and not _cupy_cache_can_be_made():
+            os.environ["CUPY_CACHE_DIR"] = str(process_folder("cupy"))
+            try:
+                importlib.import_module("cupy")
+            finally:
+                del os.environ["CUPY_CACHE_DIR"]  # CuPy has read it; programs that are started here do not inherit it
+        return importlib.import_module(module)
+
+
+def _cupy_cache_can_be_made() -> bool:
+    if "CUPY_CACHE_DIR" in os.environ:
+        return True  # if it cannot, CuPy's error names the folder that the user named
+    home = Path(os.path.expanduser("~"))
+    if not home.is_absolute():
+        return False
+    folder = home / ".cupy" / "kernel_cache"
+    above = next(place for place in (folder, *folder.parents) if place.exists())
+    return above.is_dir() and (above == folder or os.access(above, os.W_OK | os.X_OK))
+
+
 def _import_nvrtc() -> Any:
-    return importlib.import_module("cupy_backends.cuda.libs.nvrtc")
+    return import_cupy("cupy_backends.cuda.libs.nvrtc")
 
 
 def _packaged_version() -> str | None:

@@ -23,7 +23,7 @@ DEFAULT_ARCH = "sm_90a"
 
 # What `import gpu_actors` leaves out to be quick. No request may import it: in a child that is forked in the middle of
 # an import, no thread finishes it, and the next import of the same module waits for ever.
-_COMPILING = ("gpu_actors.compiling.compiler", "filelock", "platformdirs")
+_COMPILING = ("gpu_actors.compiling.compiler", "platformdirs")
 _ORACLE = ("gpu_actors.reference.graph", "gpu_actors.reference", "gpu_actors.reference.append")
 
 _SPEC = re.compile(r"auto|mock|emulated|cuda(?::[0-9]+)?")

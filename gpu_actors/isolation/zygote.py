@@ -31,7 +31,6 @@ _PRELOADED = (
     "gpu_actors.reference",
     "gpu_actors.reference.append",
     "gpu_actors.reference.graph",
-    "filelock",
     "platformdirs",
 )
 

@@ -43,7 +43,7 @@ EXTRAS = (
     *("starlette", "fastapi", "uvicorn", "httpx", "uvloop", "prometheus_client", "opentelemetry"),
     *("ziglang", "cuda", "nvidia", "hypothesis", "pytest", "scipy"),
 )
-HEAVY = (*EXTRAS, "typer", "click", "rich", "filelock", "platformdirs")
+HEAVY = (*EXTRAS, "typer", "click", "rich", "platformdirs")
 # Modules that exist for one extra and are imported where it is installed.
 FOR_AN_EXTRA = (
     "devices/cuda/cupy_api",

@@ -46,7 +46,7 @@ class TestDisksThatFail:
         monkeypatch.setattr(cache_folder.os, call, full)
         self.assert_memory_serves(shared, caplog, "No space left")
         monkeypatch.undo()
-        assert {path.suffix for path in tmp_path.iterdir()} == {".lock"}
+        assert list(tmp_path.iterdir()) == []
         for value in (1, 2):
             assert cache(tmp_path).get_or_compile(kernel(value), ARCH, CountingCompiler()) is not None
         assert {path.suffix for path in tmp_path.iterdir()} == {".cubin"}
@@ -71,7 +71,7 @@ class TestDisksThatFail:
         warning, kept = run_child(code, tmp_path).splitlines()
         assert "File too large" in warning
         assert kept == "True"
-        assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
+        assert list(tmp_path.iterdir()) == []
 
     @pytest.mark.parametrize("place", ["c", "c/below"])
     def test_a_file_where_the_folder_should_be(self, tmp_path, caplog, place):
@@ -86,7 +86,7 @@ class TestDisksThatFail:
         code = (
             "import logging, os, sys; from support import cubins as s\n"
             "from gpu_actors.compiling.cubin_cache import CubinCache\n"
-            "import filelock, platformdirs\n"
+            "import platformdirs\n"
             "logging.basicConfig(stream=sys.stdout, format='%(message)s')\n"
             "shared = CubinCache(sys.argv[1], toolchain=s.fake_toolchain)\n"
             "shared.get_or_compile(s.kernel(), s.ARCH, s.CountingCompiler())\n"

@@ -210,8 +210,9 @@ def test_eight_processes_on_a_cold_cache_compile_a_variant_once(tmp_path):
 
 
 HOLDER = """
-import filelock, sys
-with filelock.FileLock(sys.argv[1]):
+import pathlib, sys
+from gpu_actors.compiling.cubin_folder import CacheFolder
+with CacheFolder(pathlib.Path(sys.argv[1]), writable=True).locked(sys.argv[2], 0.0):
     print("held", flush=True)
     sys.stdin.readline()
 """
@@ -220,10 +221,7 @@ with filelock.FileLock(sys.argv[1]):
 def test_a_process_that_waits_too_long_compiles_too_and_publishes_nothing(tmp_path, caplog):
     shared = cache(tmp_path, lock_timeout=0.1)
     key = shared.key(kernel(), ARCH)
-    holder = start_child(
-        HOLDER,
-        tmp_path / f"{key.build}.lock",
-    )
+    holder = start_child(HOLDER, tmp_path, key.build)
     assert holder.stdout.readline() == "held\n"
     try:
         assert shared.get_or_compile(kernel(), ARCH, CountingCompiler()) is not None
@@ -312,20 +310,17 @@ def test_a_writer_killed_at_any_moment_leaves_whole_entries_only(tmp_path):
 
 
 def test_old_locks_are_swept_and_held_ones_are_not(tmp_path):
-    old, held = tmp_path / "old.lock", tmp_path / "held.lock"
-    for path in (old, held, tmp_path / "new.lock"):
+    old, held, new = (tmp_path / f"gpu-actors-{digit * 64}.lock" for digit in "abc")
+    for path in (old, new):
         path.touch()
     os.utime(old, (1, 1))
-    holder = start_child(
-        HOLDER,
-        held,
-    )
+    holder = start_child(HOLDER, tmp_path, "b" * 64)
     assert holder.stdout.readline() == "held\n"
     os.utime(held, (1, 1))
     cache(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"held.lock", "new.lock"}
+    assert set(tmp_path.iterdir()) == {held, new}
     holder.kill()
     holder.communicate()
     os.utime(held, (1, 1))
     cache(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"new.lock"}
+    assert set(tmp_path.iterdir()) == {new}

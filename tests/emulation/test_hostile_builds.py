@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import shutil
@@ -153,3 +154,11 @@ def test_nothing_of_the_working_directory_is_run_to_find_a_compiler(tmp_path: Pa
     )
     assert Toolchain.find("zig").version in run_python(script, str(tmp_path)).stdout
     assert not (tmp_path / "planted").exists()
+
+
+def test_a_compiler_that_a_signal_ends_is_named_with_the_signal(tmp_path: Path) -> None:
+    (compiler := tmp_path / "g++").write_text("#!/bin/sh\nkill -KILL $$\n")
+    compiler.chmod(0o700)
+    toolchain = dataclasses.replace(Toolchain.find(), command=(str(compiler),))
+    with pytest.raises(CompileError, match=r"g\+\+ was ended by signal 9 \(Killed\)"):
+        build_module(KERNEL, cache_dir=tmp_path / "cache", toolchain=toolchain)

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LACKING = ("pykka", "pytest-asyncio", "platformdirs")
 _TOOLS = ("hypothesis", "psutil", "pytest", "pytest-timeout")
 _CUDA = ("cupy-cuda13x", "nvidia-cuda-nvrtc", "nvidia-cuda-runtime", "torch")
-_PYTHON = ("anyio", "filelock", "ml-dtypes", "numpy", "packaging", "rich", "typer", "typing-extensions")
+_PYTHON = ("anyio", "ml-dtypes", "numpy", "packaging", "rich", "typer", "typing-extensions")
 PRESENT = frozenset((*_TOOLS, *_CUDA, *_PYTHON))
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 

@@ -47,9 +47,9 @@ def run_bare(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, cwd=REPOSITORY)
 
 
-def test_the_core_requires_six_packages() -> None:
+def test_the_core_requires_five_packages() -> None:
     names = {re.match(r"[\w-]+", line)[0] for line in PROJECT["dependencies"]}  # type: ignore[index]
-    assert names == {"numpy", "ml_dtypes", "pykka", "anyio", "filelock", "platformdirs"}
+    assert names == {"numpy", "ml_dtypes", "pykka", "anyio", "platformdirs"}
 
 
 def test_a_request_is_answered_with_the_core_alone() -> None:

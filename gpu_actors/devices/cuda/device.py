@@ -11,6 +11,7 @@ import threading
 from gpu_actors.arrays.adopt import CallerNotes, caller_streams
 from gpu_actors.arrays.device_array import DeviceArray
 from gpu_actors.compiling.source import Cubin, exact_arch
+from gpu_actors.compiling.toolchain import import_cupy
 from gpu_actors.devices.cuda.api import CudaApi
 from gpu_actors.devices.cuda.driver import Driver
 from gpu_actors.devices.cuda.errors import CudaFailure
@@ -38,6 +39,7 @@ def cuda_usable(index: int = 0) -> str | None:
     except OSError as error:
         return f"there is no NVIDIA driver ({error}): install the one for this machine's GPU"
     try:
+        import_cupy()
         from cupy.cuda import runtime
 
         count = runtime.getDeviceCount()

@@ -6,17 +6,19 @@ object's own headers tell. Entry = object, seconds that the compiler took, key, 
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import logging
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import filelock
-
 from gpu_actors.compiling.cubin_entry import CorruptEntry
-from gpu_actors.compiling.cubin_folder import CacheFolder
+from gpu_actors.compiling.cubin_folder import CacheFolder, user_cache_folder
+from gpu_actors.errors import InvalidRequest
 from gpu_actors.temporary import process_folder
 
 __all__ = ["BuiltModule", "ModuleCache"]
@@ -47,21 +49,24 @@ Compile = Callable[[Path], tuple[bytes, float]]
 class ModuleCache:
     """The modules in `folder` (default: the user's cache folder), each in a file of the key and a suffix.
 
-    Raises InvalidRequest where `CacheFolder` does, here or from a method. Where the folder cannot be made or written,
-    modules are kept in a temporary one until the process ends.
+    Raises InvalidRequest where `CacheFolder` does, here or from a method. Where the folder cannot be made or written or
+    is mounted noexec, modules are kept in a temporary one until the process ends.
     """
 
     def __init__(self, folder: Path | None = None, suffix: str = ".so") -> None:
         self._suffix = suffix
-        self._folder = CacheFolder(folder or _default_folder(), writable=True, suffix=suffix)
+        path = folder or user_cache_folder() / "emulated"
+        self._folder = CacheFolder(path, writable=True, suffix=suffix)
         try:
             self._folder.make()
+            if _runs_nothing(path):
+                raise OSError(errno.EACCES, "its file system is mounted noexec", str(path))
         except OSError as error:
             self._give_up(error)
 
     def load(self, key: str) -> BuiltModule | None:
         """The module of that key, or None where it is missing or damaged."""
-        name = key + self._suffix
+        name = self._name(key)
         try:
             stored = self._folder.read(name)
         except OSError as error:  # a link, or a file that cannot be read
@@ -79,23 +84,18 @@ class ModuleCache:
 
     def build(self, key: str, compile_module: Compile) -> BuiltModule:
         """Compiles and publishes the module of that key, once for all processes that want it at the same time."""
-        lock: filelock.BaseFileLock | None = None
-        try:
-            lock = filelock.FileLock(self._folder.lock_path(key), timeout=_LOCK_SECONDS, mode=0o600)
-            lock.acquire()
-        except filelock.Timeout:
-            _log.warning("emulation cache: %s is being built elsewhere for over %g s", key[:12], _LOCK_SECONDS)
-        except OSError as error:
-            self._give_up(error)
-        try:
+        with contextlib.ExitStack() as lock:
+            try:
+                lock.enter_context(self._folder.locked(key, _LOCK_SECONDS))
+            except TimeoutError:
+                _log.warning("emulation cache: %s is being built elsewhere for over %g s", key[:12], _LOCK_SECONDS)
+            except OSError as error:
+                self._give_up(error)
             return self.load(key) or self._publish(key, compile_module)
-        finally:
-            if lock is not None:
-                lock.release()
 
     def _publish(self, key: str, compile_module: Compile) -> BuiltModule:
         library, seconds = compile_module(self._folder.path)
-        name, entry = key + self._suffix, _sealed(key, library, seconds)
+        name, entry = self._name(key), _sealed(key, library, seconds)
         try:
             self._folder.publish(name, entry)
         except OSError as error:
@@ -104,9 +104,21 @@ class ModuleCache:
         self._folder.tidy(_MAX_BYTES, keep=name)
         return BuiltModule(self._folder.path / name, seconds)
 
+    def _name(self, key: str) -> str:
+        return f"gpu-actors-{key}{self._suffix}"
+
     def _give_up(self, error: OSError) -> None:
         _log.warning("emulation cache: %s (%s), modules are kept for this process only", self._folder.path, error)
-        self._folder = CacheFolder(process_folder("emulated"), writable=True, suffix=self._suffix)
+        temporary = process_folder("emulated")
+        if _runs_nothing(temporary):
+            reason = f"cannot be used ({error}), and {temporary} is mounted noexec: set TMPDIR or name another folder"
+            raise InvalidRequest("cache_dir", str(self._folder.path), reason)
+        self._folder = CacheFolder(temporary, writable=True, suffix=self._suffix)
+
+
+def _runs_nothing(folder: Path) -> bool:
+    """Whether no shared object can be loaded from there."""
+    return bool(os.statvfs(folder).f_flag & os.ST_NOEXEC)
 
 
 def _sealed(key: str, library: bytes, seconds: float) -> bytes:
@@ -126,9 +138,3 @@ def _seconds_of(key: str, entry: bytes) -> float:
     if stored.hex() != key:
         raise CorruptEntry("the entry is of another key")
     return float(seconds)
-
-
-def _default_folder() -> Path:
-    import platformdirs
-
-    return Path(platformdirs.user_cache_dir("gpu-actors")).absolute() / "emulated"

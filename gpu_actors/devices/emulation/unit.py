@@ -7,6 +7,7 @@ import functools
 import logging
 import os
 import posixpath
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -90,6 +91,9 @@ def run_compiler(toolchain: Toolchain, arguments: Sequence[str], work: Path, kep
         except BaseException:
             process.kill()
             raise
+    if process.returncode < 0:
+        number = -process.returncode
+        log += f"{toolchain.command[0]} was ended by signal {number} ({signal.strsignal(number)})"
     if process.returncode != 0:
         raise CompilerFailed(log)
 
