@@ -131,12 +131,17 @@ class open_context(Local):
         return obstacle
 
     def _open(self) -> GpuContext:
-        if not self._isolated:
-            return start_context(self.make_device, self._options)
-        from gpu_actors.isolation.context import open_isolated  # which most programs do without
+        try:
+            if not self._isolated:
+                return start_context(self.make_device, self._options)
+            from gpu_actors.isolation.context import open_isolated  # which most programs do without
 
-        # That process decides what "auto" is: asking here would start CUDA in this one.
-        context, self._obstacle = open_isolated(self._device, self._options)
+            # That process decides what "auto" is: asking here would start CUDA in this one.
+            context, self._obstacle = open_isolated(self._device, self._options)
+        except GpuActorsError:
+            raise
+        except RuntimeError as error:  # no thread can be had, for want of memory or at the interpreter's exit
+            raise GpuActorsError(f"the context could not open: {error}") from error
         return context
 
     def _check_free(self) -> None:

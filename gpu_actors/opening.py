@@ -10,6 +10,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import anyio
 import anyio.to_thread
 
+from gpu_actors.errors import GpuActorsError
+
 __all__ = ["Opening", "in_thread", "to_the_end"]
 
 T = TypeVar("T")
@@ -54,6 +56,18 @@ async def to_the_end(work: Coroutine[Any, Any, object]) -> None:
 
 
 async def in_thread(function: Callable[[], T]) -> T:
-    """Run a function in a thread of anyio's pool."""
-    # With a limiter of its own: the loop's threads may all be waiting for replies that only closing would answer.
-    return await anyio.to_thread.run_sync(function, limiter=anyio.CapacityLimiter(1))
+    """Run a function in a thread of anyio's pool. Raises GpuActorsError if there is none and none can be started."""
+    begun = False
+
+    def run() -> T:
+        nonlocal begun
+        begun = True
+        return function()
+
+    try:
+        # With a limiter of its own: the loop's threads may all be waiting for replies that only closing would answer.
+        return await anyio.to_thread.run_sync(run, limiter=anyio.CapacityLimiter(1))
+    except RuntimeError as error:
+        if begun:
+            raise
+        raise GpuActorsError(f"no thread can be started: {error}") from error

@@ -1,4 +1,4 @@
 """From CUDA sources to cubins, in a cache that processes share.
 
-Imports from no other room.
+Imports from other rooms: tracing.
 """

@@ -24,6 +24,7 @@ from gpu_actors.compiling.cubin_folder import CacheFolder, user_cache_folder
 from gpu_actors.compiling.source import Cubin, KernelSource
 from gpu_actors.compiling.toolchain import FindToolchain, find_toolchain
 from gpu_actors.errors import CompileError, InvalidRequest
+from gpu_actors.tracing.events import log_record
 
 __all__ = ["CacheStats", "CubinCache", "announced", "default_cache_dir"]
 
@@ -384,7 +385,8 @@ class CubinCache:
         digest = key.build or key.variant
         fields = {"variant": f"{source.name}:{digest[:12]}", "digest": digest, **fields}
         if self._on_event is None:
-            _log.log(level, "%s %s", event, fields, extra={"event": event, "fields": fields})
+            if _log.isEnabledFor(level):
+                log_record(_log, level, "%s %s", (event, fields), {"event": event, "fields": fields})
             return
         try:
             self._on_event(event, fields)

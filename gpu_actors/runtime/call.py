@@ -99,6 +99,7 @@ class Call(Local, Generic[T]):
     error: BaseException | None = field(init=False, default=None)
     timer: Timer | None = field(init=False, default=None)
     traced: bool = field(init=False, default=False)
+    _context: BaseException | None = field(init=False, default=None)
     _waiters: list[Waiter] | None = field(init=False, default=None)
     _callbacks: list[Callable[[Call[T]], None]] | None = field(init=False, default=None)
 
@@ -175,6 +176,8 @@ class Call(Local, Generic[T]):
                 self._waiters = self._callbacks = None
                 self.value = value
                 self.error = error
+                if error is not None:
+                    self._context = error.__context__
                 settled = True
                 # The count changes before anyone is woken, so that a waiter who reads the stats finds itself in them.
                 mailbox.answered[kind] += 1
@@ -279,12 +282,15 @@ class Call(Local, Generic[T]):
 
     def answer(self) -> T:
         """The result of a call that is done; raises its error."""
-        if self.error is None:
+        error = self.error
+        if error is None:
             return self.value  # type: ignore[return-value]
         try:
             # Without the frames that an earlier reader left there.
-            raise self.error.with_traceback(None)
+            raise error.with_traceback(None)
         finally:
+            # A reader that handles another error made that the context of this one, which other readers hold too.
+            error.__context__ = self._context
             # The error's traceback holds this frame. Without the cycle through it, a failed call is freed at once and
             # the collector has nothing to do.
-            del self
+            del self, error

@@ -31,6 +31,13 @@ class ThreadActor(pykka.ThreadingActor):
 
     use_daemon_thread: ClassVar[bool] = True
 
+    def _start_actor_loop(self) -> None:
+        try:
+            super()._start_actor_loop()
+        except BaseException:  # no thread can be had: Pykka's registry would keep the actor, and all that it holds
+            pykka.ActorRegistry.unregister(self.actor_ref)
+            raise
+
     def post_message(self, message: Any) -> None:
         """Put a message in the inbox. For any thread; a message to an actor that has stopped is dropped."""
         # Not actor_ref.tell: that asks a registry lock first, and raises once this actor has stopped.

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gpu_actors.clock import Clock
+from gpu_actors.errors import GpuActorsError
 
 __all__ = ["Timer", "Timers"]
 
@@ -61,7 +62,10 @@ class Timers:
         self._closed = False
 
     def at(self, when: float, callback: Callable[[], None]) -> Timer:
-        """Run ``callback`` once the clock reads ``when``; at once, on the timers' thread, if it does already."""
+        """Run ``callback`` once the clock reads ``when``; at once, on the timers' thread, if it does already.
+
+        Raises GpuActorsError where that thread cannot be started.
+        """
         timer = Timer(self, callback)
         entry = (when, next(self._numbers), timer)
         with self._condition:
@@ -71,7 +75,10 @@ class Timers:
                 self._sweep()
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="gpu-actors-timers", daemon=True)
-                thread.start()  # which may raise, and then the next timer tries again
+                try:
+                    thread.start()
+                except RuntimeError as error:  # the next timer tries again
+                    raise GpuActorsError(f"no thread for deadlines can be started: {error}") from error
                 self._thread = thread
             first = not self._heap or when < self._heap[0][0]
             try:

@@ -3,7 +3,7 @@
 `Guard` is middleware for any ASGI server; docs/serving.md says why. ``gpu_actors.asgi`` puts all of it into a Starlette
 or FastAPI application, and ``examples/inference_server.py`` shows that in use.
 
-Imports from other rooms: runtime, validation.
+Imports from other rooms: runtime, tracing, validation.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ import anyio
 from gpu_actors.errors import DeadlineExceeded, GpuActorsError, InvalidRequest
 from gpu_actors.serving.bodies import Bodies, BodyTooLarge, BodyTooSlow, TooManyBodies
 from gpu_actors.serving.problems import Problem, own_error, problem
+from gpu_actors.tracing.events import log_record
 from gpu_actors.validation.fields import expect, real
 
 __all__ = ["Exchange", "Guard"]
@@ -306,7 +307,7 @@ class Exchange:
         level = logging.DEBUG if self.quiet or status == 429 else logging.INFO
         if access.isEnabledFor(level):
             method, path = self._scope.get("method", ""), quote(self.path)[:200]
-            extra = {
+            attributes = {
                 "request_id": self.request_id,
                 "method": method,
                 "path": path,
@@ -316,7 +317,8 @@ class Exchange:
             }
             line = "%s %s %s %d %.1f ms%s"
             notes = "".join(f" {name}={value}" for name, value in self.notes.items())
-            access.log(level, line, self.request_id, method, path, status, milliseconds, notes, extra=extra)
+            values = (self.request_id, method, path, status, milliseconds, notes)
+            log_record(access, level, line, values, attributes)
 
 
 class _HungUp(Exception):

@@ -52,7 +52,7 @@ class ChromeTrace(Recorder):
         if max_spans < 1:
             raise InvalidRequest("max_spans", max_spans, "must be an int >= 1")
         super().__init__()
-        self.path: Path = Path(path)
+        self.path: Path = Path(path).absolute()  # a program may change its folder before it writes
         self.dropped: int = 0
         self._spans: deque[_Span] = deque(maxlen=max_spans)
         self._last = 0.0

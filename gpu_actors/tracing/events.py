@@ -90,8 +90,8 @@ class Trace:
         """Hand out one event. If a listener raises, that is logged and the request goes on."""
         level = _LEVELS.get(name, logging.DEBUG)
         if logger.isEnabledFor(level):
-            extra = {"event": name, "fields": fields}
-            _guarded(name, functools.partial(logger.log, level, "%s %s", name, fields, extra=extra))
+            attributes = {"event": name, "fields": fields}
+            _guarded(name, functools.partial(log_record, logger, level, "%s %s", (name, fields), attributes))
         listeners = self._listeners
         if self._watchers and not name.startswith("request."):
             listeners += self._watchers
@@ -100,6 +100,19 @@ class Trace:
         event = TraceEvent(name, time.monotonic_ns(), threading.current_thread().name, fields)
         for listener in listeners:
             _guarded(name, functools.partial(listener, event))
+
+
+def log_record(
+    log: logging.Logger, level: int, text: str, values: tuple[object, ...], attributes: dict[str, object]
+) -> None:
+    """Log ``text % values`` in a record that has these attributes.
+
+    Not by ``extra``, which raises KeyError where a record factory of the program has set one of them already.
+    """
+    path, line, function, _ = log.findCaller(stacklevel=2)
+    record = log.makeRecord(log.name, level, path, line, text, values, None, function)
+    vars(record).update(attributes)
+    log.handle(record)
 
 
 def _guarded(name: str, hand_out: Callable[[], None]) -> None:

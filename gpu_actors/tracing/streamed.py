@@ -55,7 +55,7 @@ class StreamedTrace(Recorder):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InvalidRequest(name, value, "must be an int >= 1")
         super().__init__()
-        self.path: Path = Path(path)
+        self.path: Path = Path(path).absolute()
         self.dropped: int = 0
         self._max_bytes = max_bytes
         self._max_waiting = max_waiting

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
 import re
 import shutil
 import struct
+import tempfile
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -359,3 +361,15 @@ def test_only_a_kernel_of_little_arithmetic_of_its_own_is_hardly_optimised(
     build_module(source, {"AMOUNT": "14"}, {"amount.cuh": HEADER}, found, cache)
     expected = level if found.name == "g++" else "-O2"
     assert [option for option in options if option.startswith("-O")][-1] == expected
+
+
+def test_a_temporary_folder_whose_name_is_no_utf_8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
+    os.mkdir(folder)
+    monkeypatch.setattr(tempfile, "tempdir", folder)
+    source = '#include "ptx/types.cuh"\nextern "C" __global__ void f(int* p) { *p = 1; }'
+    module = build_module(source, cache_dir=tmp_path / "cache")
+    assert module.entries == ("f",)
+    with pytest.raises(CompileError) as caught:
+        build_module(source.replace("1;", "nothing;"), cache_dir=tmp_path / "cache")
+    assert caught.value.source_line == source.replace("1;", "nothing;").splitlines()[1]

@@ -43,8 +43,8 @@ def test_a_package_says_from_which_others_it_imports(room: str, found: list[Any]
             "gpu_actors/values.py:2: values imports runtime.call",
         ),
         (
-            {"arrays/adopt.py": "from gpu_actors.tracing.events import Trace\n"},
-            "gpu_actors/arrays/adopt.py:1: arrays.adopt imports tracing.events",
+            {"arrays/adopt.py": "from gpu_actors.compiling.source import Trace\n"},
+            "gpu_actors/arrays/adopt.py:1: arrays.adopt imports compiling.source",
         ),
         (
             {
@@ -58,7 +58,7 @@ def test_a_package_says_from_which_others_it_imports(room: str, found: list[Any]
 )
 def test_the_line_that_breaks_the_order_is_named(tmp_path: Path, texts: dict[str, str], fault: str) -> None:
     package = tmp_path / "gpu_actors"
-    for name in ("errors", "options", "values", "runtime/call", "runtime/mailbox", "arrays/adopt", "tracing/events"):
+    for name in ("errors", "options", "values", "runtime/call", "runtime/mailbox", "arrays/adopt", "compiling/source"):
         path = package / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(texts.get(f"{name}.py", ""))

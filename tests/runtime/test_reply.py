@@ -137,6 +137,22 @@ def test_errors_raised_again_and_again_keep_their_traceback_short() -> None:
     assert depths[-1] == depths[0]
 
 
+def test_an_error_keeps_its_context_whatever_its_readers_handle() -> None:
+    with scripted() as (_, actor):
+        failure = ga.LaunchError("shared")
+        failure.__context__ = origin = ValueError("origin")
+        for expected, error in ((None, ga.LaunchError("shared")), (origin, failure)):
+            reply = actor.submit(raises(error))
+            for _ in range(2):
+                try:
+                    raise KeyError("of the reader")
+                except KeyError:
+                    with pytest.raises(ga.LaunchError) as caught:
+                        reply.result(30.0)
+                assert caught.value is error
+                assert error.__context__ is expected
+
+
 # Cancelling
 
 

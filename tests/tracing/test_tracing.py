@@ -15,7 +15,7 @@ from support.service import Gate, answer, ask, eventually, launches, raises, row
 
 import gpu_actors as ga
 from gpu_actors.testing import FaultPlan, MockClock
-from gpu_actors.tracing import Trace, chrome, events
+from gpu_actors.tracing import StreamedTrace, Trace, chrome, events
 
 pytestmark = pytest.mark.usefixtures("all_threads_end")
 
@@ -388,3 +388,42 @@ def test_a_trace_through_a_link_replaces_what_it_leads_to(tmp_path: Path) -> Non
         pass
     assert link.is_symlink()
     assert load(target) == ([], {})
+
+
+# Programs with habits of their own
+
+
+def test_events_reach_the_log_beside_a_record_factory_that_sets_the_same_names(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = logging.getLogRecordFactory()
+
+    def factory(*arguments: Any, **options: Any) -> logging.LogRecord:
+        record = plain(*arguments, **options)
+        record.event, record.fields, record.request_id = "the program's", {}, "none"
+        return record
+
+    logging.setLogRecordFactory(factory)
+    try:
+        with caplog.at_level(logging.DEBUG, "gpu_actors"), ga.open_context("mock") as ctx:
+            ask(ctx).result(30.0)
+    finally:
+        logging.setLogRecordFactory(plain)
+    records = [record for record in caplog.records if getattr(record, "event", "").startswith("request.")]
+    assert [record.event for record in records] == ["request.accepted", "request.launched", "request.completed"]
+    assert all(record.fields["actor"] == "flash_attn" for record in records)
+    assert {Path(record.pathname).name for record in records} == {"events.py"}
+
+
+@pytest.mark.parametrize("kind", [ga.ChromeTrace, StreamedTrace])
+def test_a_trace_is_written_where_it_was_named_and_not_where_the_program_went(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    trace = kind("trace.json")
+    monkeypatch.chdir(elsewhere)
+    with trace, ga.open_context("mock", ga.ContextOptions(on_event=trace)) as ctx:
+        ask(ctx).result(30.0)
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["trace.json"]
+    assert list(elsewhere.iterdir()) == []

@@ -32,6 +32,7 @@ _log = logging.getLogger(__name__)
 _OWN_HEADERS = ("ptx/types.cuh", "emulation/launch.cuh")
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_HEADER_PLACE = re.compile(r'^(# \d+ ")(?:\./)?include/', re.MULTILINE)
 _EXTERN = re.compile(r'\bextern\s+"C"(?=\s+__global__)')
 _LAUNCH_BOUNDS = re.compile(r"__launch_bounds__\s*\(")
 _ENTRY = re.compile(r"\s*__global__\s+void\s+(\w+)\s*\(")
@@ -150,9 +151,9 @@ class _Build:
         write_headers(self.headers, work / "include")
 
     def _run_compiler(self, work: Path, kept: Path) -> None:
-        options = [*definitions(self.macros), f"-I{work / 'include'}"]
+        options = [*definitions(self.macros), "-Iinclude"]
         run_compiler(self.toolchain, [*options, "-E", "unit.cpp", "-o", "expanded.cpp"], work, kept, self.name)
-        text = (work / "expanded.cpp").read_text(encoding="utf-8").replace(f"{work}/include/", "")
+        text = _HEADER_PLACE.sub(r"\1", (work / "expanded.cpp").read_text(encoding="utf-8"))
         if self.toolchain.fused_places is not None:
             text = scattered(text, self.toolchain.fused_places)
         (work / "captured.cpp").write_text(captured(text), encoding="utf-8")

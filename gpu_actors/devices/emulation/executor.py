@@ -65,7 +65,7 @@ class Executor:
             work = Path(scratch)
             (work / "unit.cpp").write_text(_UNIT, encoding="utf-8")
             write_headers(self.headers, work / "include")
-            options = [*definitions(self.macros), "-D_GNU_SOURCE", f"-I{work / 'include'}"]
+            options = [*definitions(self.macros), "-D_GNU_SOURCE", "-Iinclude"]
             options += ["-c", "unit.cpp", "-o", "executor.o"]
             start = time.perf_counter()
             try:
