@@ -141,7 +141,8 @@ class MhaForward:
     """The message of ``mha_forward``.
 
     q: (batch, heads_q, seq_q, head_dim); k, v: (batch, heads_kv, seq_kv, head_dim); any strides; on a
-    GPU the last axis must be contiguous. bias: (batch or 1, heads_q or 1, seq_q, seq_kv), q's dtype or fp32.
+    GPU the last axis must be contiguous. bias: (batch or 1, heads_q or 1, seq_q or 1, seq_kv), q's dtype or
+    fp32; of bool, True where a key counts.
     """
 
     __repr__ = brief

@@ -5,18 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from gpu_actors.arrays.device_array import element_strides
 from gpu_actors.graph.graph import OperationGraph
 from gpu_actors.graph.tensor import GraphTensor
 from gpu_actors.kernels.support import ELEMENTS
-from gpu_actors.mha import AttentionParams, Mask
-from gpu_actors.problem import AttentionProblem
-from gpu_actors.requests import FlashBackward, FlashForward
-from gpu_actors.validation.fields import describe, expect
+from gpu_actors.mha import AttentionParams
 
-__all__ = ["MhaUid", "TensorLayout", "mha_backward_graph", "mha_forward_graph", "request_graph"]
+__all__ = ["MhaUid", "TensorLayout", "mha_backward_graph", "mha_forward_graph"]
 
 
 class MhaUid(IntEnum):
@@ -113,51 +109,3 @@ def _attention(
 
 def _strides(layouts: Mapping[MhaUid, TensorLayout], uid: MhaUid) -> tuple[int, ...] | None:
     return layouts[uid].strides if uid in layouts else None
-
-
-def request_graph(request: FlashForward, problem: AttentionProblem) -> OperationGraph:
-    """The graph of an adopted and validated request in FlashAttention's layout, whose axes change places.
-
-    Raises `InvalidRequest` for a mask in place of a bias, and for a bias of one row, which a graph says by nodes.
-    """
-    if request.bias is not None:
-        plain = problem.dbias and not problem.bias_row
-        expect(
-            plain, "bias", describe(request.bias), "must hold numbers, of all rows; flash_attn takes masks and one row"
-        )
-    params = AttentionParams(
-        batch=problem.batch,
-        seq_q=problem.seqlen_q,
-        seq_kv=problem.seqlen_k,
-        heads_q=problem.heads_q,
-        heads_kv=problem.heads_kv,
-        head_dim=problem.head_dim,
-        mask=_mask_of(problem),
-        scale=problem.softmax_scale,
-        dropout_p=problem.dropout_p,
-        alignment=problem.alignment,
-    )
-    arrays = {MhaUid.Q: request.q, MhaUid.K: request.k, MhaUid.V: request.v}
-    layouts = {uid: _heads_first(array) for uid, array in arrays.items()}
-    if request.bias is not None:
-        layouts[MhaUid.BIAS] = _layout(request.bias)
-    if isinstance(request, FlashBackward):
-        layouts[MhaUid.OUT], layouts[MhaUid.DOUT] = _heads_first(request.out), _heads_first(request.dout)
-        layouts[MhaUid.STATS] = _layout(request.lse[..., None])
-        return mha_backward_graph(params, layouts, deterministic=problem.deterministic)
-    return mha_forward_graph(params, layouts, return_stats=problem.return_lse)
-
-
-def _mask_of(problem: AttentionProblem) -> Mask:
-    left, right = problem.window_size
-    if problem.causal:
-        return Mask.causal() if left < 0 else Mask.causal_sliding_window(left + 1)
-    return Mask.none() if left < 0 and right < 0 else Mask.sliding_window(left + 1)
-
-
-def _heads_first(array: Any) -> TensorLayout:
-    return _layout(array.transpose(0, 2, 1, 3))
-
-
-def _layout(array: Any) -> TensorLayout:
-    return TensorLayout(tuple(array.shape), array.dtype.name, element_strides(array))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,13 +9,10 @@ from gpu_actors.arrays.adopt import AnyArray
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.graph.binding import Given, adopt_given
 from gpu_actors.graph.graph import OperationGraph
-from gpu_actors.graph.match import match_attention
-from gpu_actors.graph.mha import request_graph
 from gpu_actors.planning.graph_plan import GraphPlan, graph_plan
-from gpu_actors.planning.plan import Plan, PlanCache, program_for
+from gpu_actors.planning.plan import PlanCache
 from gpu_actors.planning.planner import AttentionPlanner
 from gpu_actors.planning.tma_eligibility import alignments, eligible_families
-from gpu_actors.requests import FlashForward
 from gpu_actors.runtime.actor import ServiceActor, reading
 from gpu_actors.runtime.call import Call
 from gpu_actors.validation.fields import FP8
@@ -27,23 +23,9 @@ _IN_TILES = ("float16", "bfloat16", *FP8)
 
 
 class GraphPlanner(AttentionPlanner):
-    """`AttentionPlanner` that takes graphs, and takes its own requests for the graphs that they stand for.
-
-    Plans of both lie in one cache: graphs under their signature, requests under what decides their graph, which is
-    quicker to look up than a graph is to build.
-    """
+    """`AttentionPlanner` that takes graphs too. Plans of graphs and of requests lie in one cache."""
 
     plans: PlanCache[Any]
-
-    def _make_plan(self, request: FlashForward) -> Plan:
-        plan = super()._make_plan(request)
-        if not plan.problem.total_q or not plan.problem.total_k:
-            return plan  # the tensors of a graph have elements
-        problem = match_attention(request_graph(request, plan.problem)).problem
-        # A graph without a mask has no node that holds the alignment.
-        problem = dataclasses.replace(problem, alignment=plan.problem.alignment)
-        program = program_for(problem, plan.key, self.device)
-        return dataclasses.replace(plan, problem=problem, program=program)
 
     def inspect(self, graph: OperationGraph) -> GraphPlan:
         """The plan of a device that runs kernels. Raises as `graph_plan`."""

@@ -92,13 +92,22 @@ def test_rows_that_see_no_key_are_zero_and_their_stats_minus_infinity(ctx: ga.Gp
     assert np.isfinite(result.stats[0, 0, 2:]).all()
 
 
+@pytest.mark.parametrize("rows", [5, 1])
 @pytest.mark.parametrize("shape", [(2, 4), (1, 4), (2, 1), (1, 1)])
-def test_a_bias_is_added_to_the_scaled_scores(ctx: ga.GpuContext, shape: tuple[int, int]) -> None:
+def test_a_bias_is_added_to_the_scaled_scores(ctx: ga.GpuContext, shape: tuple[int, int], rows: int) -> None:
     params = dataclasses.replace(PARAMS, scale=0.3)
-    bias = normal(*shape, 5, 7, seed=9)
+    bias = normal(*shape, rows, 7, seed=9)
     result = ctx.cudnn.mha_forward(params, *operands(), bias=bias).result(30.0)
     np.testing.assert_allclose(result.out, formula(params, np.ones((5, 7), bool), bias)[0], rtol=1e-5, atol=1e-6)
     assert result.stats is None
+
+
+def test_a_boolean_bias_hides_keys(ctx: ga.GpuContext) -> None:
+    visible = np.ones((5, 7), bool)
+    visible[:, 3] = visible[2] = False
+    result = ctx.cudnn.mha_forward(PARAMS, *operands(), bias=visible[None, None], return_stats=True).result(30.0)
+    np.testing.assert_allclose(result.out, formula(PARAMS, visible)[0], rtol=1e-5, atol=1e-6)
+    assert np.isneginf(result.stats[:, :, 2]).all()
 
 
 LAYOUTS = {

@@ -98,15 +98,6 @@ def test_an_array_of_another_library_is_not_called_an_ndarray(ctx: ga.GpuContext
     assert str(caught.value) == "k='float32[2, 2, 1, 8]': must have q's batch, 3"
 
 
-def test_a_mask_in_place_of_a_bias_is_sent_to_flash_attn(ctx: ga.GpuContext) -> None:
-    params = ga.AttentionParams(1, 2, 2, 1, 1, 8)
-    x = zeros(1, 1, 2, 8, dtype=np.float32)
-    for bias in (np.ones((1, 1, 2, 2), bool), zeros(1, 1, 1, 2, dtype=np.float32)):
-        with pytest.raises(ga.InvalidRequest, match="flash_attn takes masks and one row") as caught:
-            ctx.cudnn.mha_forward(params, x, x, x, bias=bias).result(60)
-        assert caught.value.field == "bias"
-
-
 # One length for all sequences
 
 

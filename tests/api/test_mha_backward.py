@@ -66,12 +66,15 @@ def test_gradients_are_the_slopes_of_the_forward(ctx: ga.GpuContext, mask: ga.Ma
         np.testing.assert_allclose((gradient * to).sum(), slope(ctx, params, a, bias, name, to), rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("rows", [5, 1])
 @pytest.mark.parametrize("shape", [(2, 4), (1, 4), (2, 1), (1, 1)])
-def test_the_gradient_of_a_bias_is_summed_over_what_it_is_broadcast_along(ctx: ga.GpuContext, shape: Any) -> None:
-    bias = np.random.default_rng(2).standard_normal((*shape, 5, 7))
+def test_the_gradient_of_a_bias_is_summed_over_what_it_is_broadcast_along(
+    ctx: ga.GpuContext, shape: Any, rows: int
+) -> None:
+    bias = np.random.default_rng(2).standard_normal((*shape, rows, 7))
     a = operands(PARAMS)
     whole = backward(ctx, PARAMS, a, np.broadcast_to(bias, (2, 4, 5, 7)).copy()).dbias
-    axes = tuple(axis for axis in (0, 1) if shape[axis] == 1)
+    axes = tuple(axis for axis, extent in enumerate((*shape, rows)) if extent == 1)
     np.testing.assert_allclose(backward(ctx, PARAMS, a, bias).dbias, whole.sum(axis=axes, keepdims=True), atol=1e-12)
 
 
