@@ -114,7 +114,7 @@ class KernelActor(ServiceActor):
         cell = self.cell
         if cell.environment.device.builds_kernels:
             # A device that makes no cubin learns from this how large the parameters are.
-            told = f'{source.source}\n#include "emulation/parameters.cuh"\nGPU_ACTORS_PARAMETERS({entry})\n'
+            told = f"{source.source}\nGPU_ACTORS_PARAMETERS({entry})\n"
             source = dataclasses.replace(source, source=told)
         arch = check_arch(source.arch or self._arch)
         cell.mailbox.park(call)

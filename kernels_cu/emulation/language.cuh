@@ -56,10 +56,15 @@ static inline uint3 make_uint3(unsigned int x, unsigned int y, unsigned int z) {
 static inline uint4 make_uint4(unsigned int x, unsigned int y, unsigned int z, unsigned int w) { return {x, y, z, w}; }
 
 // ---- built-in variables
-#define threadIdx (::emulation::self().index)
-#define blockIdx (::emulation::self().block->index)
-#define blockDim (::emulation::self().block->dim)
-#define gridDim (::emulation::self().block->grid)
+// Macros of names that no kernel's own macro has: what they stand for is expanded in the kernel.
+inline auto& gpu_actors_thread_index() { return emulation::self().index; }
+inline auto& gpu_actors_block_index() { return emulation::self().block->index; }
+inline auto& gpu_actors_block_dim() { return emulation::self().block->dim; }
+inline auto& gpu_actors_grid_dim() { return emulation::self().block->grid; }
+#define threadIdx (::gpu_actors_thread_index())
+#define blockIdx (::gpu_actors_block_index())
+#define blockDim (::gpu_actors_block_dim())
+#define gridDim (::gpu_actors_grid_dim())
 constexpr int warpSize = 32;
 
 // ---- barriers and fences

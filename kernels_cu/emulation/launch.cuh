@@ -38,7 +38,14 @@ inline int launch_kernel(Request& request, void (*kernel)(P...)) {
 
 }  // namespace emulation
 
-#define GPU_ACTORS_ENTRY(name)                                                                            \
-  extern "C" __attribute__((visibility("default"))) int gpu_actors_launch_##name(emulation::Request* r) { \
-    return emulation::launch_kernel(*r, name);                                                            \
+typedef emulation::Request gpu_actors_request;
+template <class Kernel>
+inline int gpu_actors_launch(gpu_actors_request* request, Kernel kernel) {
+  return emulation::launch_kernel(*request, kernel);
+}
+
+// Expanded behind the kernel, in names that no macro of its own has.
+#define GPU_ACTORS_ENTRY(name)                                                                                  \
+  extern "C" __attribute__((__visibility__("default"))) int gpu_actors_launch_##name(gpu_actors_request* gpu_actors_r) { \
+    return gpu_actors_launch(gpu_actors_r, name);                                                               \
   }

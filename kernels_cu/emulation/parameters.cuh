@@ -15,7 +15,13 @@ inline uint64_t parameter_bytes(void (*)(P...), uint64_t* bytes) {
 
 }  // namespace emulation
 
-#define GPU_ACTORS_PARAMETERS(name)                                                                              \
-  extern "C" __attribute__((visibility("default"))) uint64_t gpu_actors_parameters_##name(uint64_t* bytes) {     \
-    return emulation::parameter_bytes(name, bytes);                                                              \
+template <class Kernel>
+inline uint64_t gpu_actors_parameter_bytes(Kernel kernel, uint64_t* bytes) {
+  return emulation::parameter_bytes(kernel, bytes);
+}
+
+// Expanded behind the kernel, in names that no macro of its own has.
+#define GPU_ACTORS_PARAMETERS(name)                                                                                          \
+  extern "C" __attribute__((__visibility__("default"))) uint64_t gpu_actors_parameters_##name(uint64_t* gpu_actors_bytes) { \
+    return gpu_actors_parameter_bytes(name, gpu_actors_bytes);                                                               \
   }

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import re
 import shutil
+import string
 import struct
 import tempfile
 import threading
@@ -373,3 +374,32 @@ def test_a_temporary_folder_whose_name_is_no_utf_8(tmp_path: Path, monkeypatch: 
     with pytest.raises(CompileError) as caught:
         build_module(source.replace("1;", "nothing;"), cache_dir=tmp_path / "cache")
     assert caught.value.source_line == source.replace("1;", "nothing;").splitlines()[1]
+
+
+def test_macros_of_any_name_leave_the_emulation_itself_alone(module_cache: Path) -> None:
+    """NVRTC includes nothing before a source, so every name is the user's."""
+    letters = f"{string.ascii_letters}_"
+    names = [a + b for a in letters for b in ("", *letters, *string.digits)]
+    taken = {"do", "if", "or", "_", "__"}
+    inside = ["VALUE", "bytes", "emulation", "index", "block", "dim", "grid", "self", "Request", "request", "launch"]
+    source = (
+        'extern "C" __global__ void kernel(int* out) {\n'
+        "  __shared__ int shared[1];\n"
+        "  shared[0] = N + VALUE + sizeof(threadIdx) + sizeof(blockIdx) + sizeof(blockDim) + sizeof(gridDim);\n"
+        "  __syncthreads();\n"
+        "  *out = __shfl_sync(0xffffffffu, shared[0], 0);\n"
+        "}\nGPU_ACTORS_PARAMETERS(kernel)\n"
+    )
+    module = build_module(
+        source, {name: "7" for name in (*names, *inside) if name not in taken}, cache_dir=module_cache
+    )
+    out = EmulatedBuffer(4, "out")
+    module.launch("kernel", 1, 1, 0, struct.pack("<Q", out.address), [out])
+    assert out.view(np.int32)[0] == 14 + 4 * 12
+    assert module.parameter_bytes("kernel") == (8,)
+
+
+def test_macros_that_a_source_defines_leave_what_follows_it_alone(module_cache: Path) -> None:
+    source = '#define P 1\n#define bytes 2\n#define r 3\nextern "C" __global__ void kernel(int* out) { *out = P; }\n'
+    module = build_module(f"{source}GPU_ACTORS_PARAMETERS(kernel)\n", cache_dir=module_cache)
+    assert module.parameter_bytes("kernel") == (8,)

@@ -28,8 +28,8 @@ SOURCE = "gpu_actors_source.cu"
 
 _log = logging.getLogger(__name__)
 
-# What the generated unit includes around the source.
-_OWN_HEADERS = ("ptx/types.cuh", "emulation/launch.cuh")
+# What the generated unit includes before the source, and before the macros of its user: names in here may be theirs.
+_OWN_HEADERS = ("ptx/types.cuh", "emulation/launch.cuh", "emulation/parameters.cuh")
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _HEADER_PLACE = re.compile(r'^(# \d+ ")(?:\./)?include/', re.MULTILINE)
@@ -145,13 +145,14 @@ class _Build:
 
     def _write_files(self, work: Path) -> None:
         exports = "".join(f"GPU_ACTORS_ENTRY({entry})\n" for entry in self.entries)
-        before, after = (f'#include "{header}"\n' for header in _OWN_HEADERS)
-        (work / "unit.cpp").write_text(f'{before}#include "{SOURCE}"\n{after}{exports}', encoding="utf-8")
+        own = "".join(f'#include "{header}"\n' for header in _OWN_HEADERS)
+        given = "".join(f"#define {name} {value}\n" for name, value in self.macros.items())
+        (work / "unit.cpp").write_text(f'{own}{given}#include "{SOURCE}"\n{exports}', encoding="utf-8")
         (work / SOURCE).write_text(f'#line 1 "{SOURCE}"\n{self.source}', encoding="utf-8")
         write_headers(self.headers, work / "include")
 
     def _run_compiler(self, work: Path, kept: Path) -> None:
-        options = [*definitions(self.macros), "-Iinclude"]
+        options = [*definitions(self.executor.macros), "-Iinclude"]
         run_compiler(self.toolchain, [*options, "-E", "unit.cpp", "-o", "expanded.cpp"], work, kept, self.name)
         text = _HEADER_PLACE.sub(r"\1", (work / "expanded.cpp").read_text(encoding="utf-8"))
         if self.toolchain.fused_places is not None:
