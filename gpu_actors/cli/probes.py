@@ -92,9 +92,9 @@ def _obstacle(find: Callable[[], str | None]) -> str | None:
 
 
 def _cuda_obstacle() -> str | None:
-    from gpu_actors.devices.cuda import cuda_usable
+    from gpu_actors.devices.cuda import attention_obstacle
 
-    return cuda_usable()
+    return attention_obstacle()
 
 
 def _emulation_obstacle() -> str | None:

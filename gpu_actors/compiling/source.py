@@ -17,6 +17,7 @@ from gpu_actors.compiling.headers import leaves_closure
 from gpu_actors.errors import InvalidRequest, Unsupported
 
 __all__ = [
+    "FIRST_CAPABILITY",
     "Cubin",
     "FrozenMap",
     "KernelResources",
@@ -85,6 +86,10 @@ class FrozenMap(Mapping[str, Value]):
 
     def __repr__(self) -> str:
         return repr(self._items)
+
+
+FIRST_CAPABILITY = 80
+"""The oldest compute capability that the package's own kernels are written for, times ten."""
 
 
 def exact_arch(capability: int) -> str:

@@ -43,13 +43,13 @@ def check_device(spec: object) -> str:
 def choose_device(spec: str) -> tuple[str, str | None]:
     """What ``spec`` means now, and where it means the mock device for want of a GPU, what is missing: a sentence.
 
-    "auto" is "cuda" where that is usable, and "mock" otherwise. May import CuPy, which takes a while.
+    "auto" is "cuda" where that runs attention, and "mock" otherwise. May import CuPy, which takes a while.
     """
     if spec != "auto":
         return spec, None
-    from gpu_actors.devices.cuda import cuda_usable
+    from gpu_actors.devices.cuda import attention_obstacle
 
-    obstacle = cuda_usable()
+    obstacle = attention_obstacle()
     if obstacle is None:
         logger.info("open_context('auto') runs on cuda: CUDA is usable")
         return "cuda", None

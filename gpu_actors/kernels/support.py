@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from gpu_actors.compiling.source import check_arch
+from gpu_actors.compiling.source import FIRST_CAPABILITY, check_arch
 from gpu_actors.errors import Unsupported
 from gpu_actors.problem import AttentionProblem
 
@@ -36,7 +36,6 @@ MAX_HEAD_DIM = 512
 LATENT_DIM = 576  # of keys that hold a latent of 512 columns and a rotated part of 64
 _MAX_SEQLEN = (1 << 30) - 1  # kernels add two row indices and a window bound in 32 bits
 SMALLEST_SCALE = 2.0**-100  # of kernels that take maxima before they scale
-FIRST_CAPABILITY = 80
 FIRST_FP8_CAPABILITY = 90
 
 

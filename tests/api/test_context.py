@@ -58,7 +58,7 @@ def test_an_arch_that_does_not_exist_keeps_the_context_from_opening(arch: str) -
 def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     import gpu_actors.devices.cuda as cuda
 
-    monkeypatch.setattr(cuda, "cuda_usable", lambda *index: "no driver is installed")
+    monkeypatch.setattr(cuda, "attention_obstacle", lambda *index: "no driver is installed")
 
 
 def entered(opener: ga.open_context) -> ga.GpuContext:

@@ -102,7 +102,8 @@ def test_doctor_reports_everything_and_tries_the_device(run: Run) -> None:
 
 
 def test_doctor_without_cuda_says_why_and_exits_with_1(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpu_actors.devices.cuda.cuda_usable", lambda *_: "there is no driver here")
+    for check in ("attention_obstacle", "cuda_usable"):
+        monkeypatch.setattr(f"gpu_actors.devices.cuda.{check}", lambda *_: "there is no driver here")
     code, out, _ = run("doctor", "--json", "--device", "cuda")
     report = json.loads(out)
     assert (code, report["usable"]) == (1, False)

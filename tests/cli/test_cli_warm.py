@@ -15,11 +15,11 @@ from support.cli import Run
 
 from gpu_actors.cli.warm import _label
 from gpu_actors.compiling.compiler import Compiler
-from gpu_actors.compiling.source import Cubin, KernelResources, KernelSource
+from gpu_actors.compiling.source import FIRST_CAPABILITY, Cubin, KernelResources, KernelSource
 from gpu_actors.compiling.toolchain import supported_archs
 from gpu_actors.kernels import variants
 from gpu_actors.kernels.merge import merge
-from gpu_actors.kernels.support import FIRST_CAPABILITY, capability
+from gpu_actors.kernels.support import capability
 from gpu_actors.problem import DispatchKey
 
 
@@ -167,3 +167,11 @@ def test_labels_tell_all_standard_variants_apart() -> None:
     }  # fmt: skip
     changed = {_label(dataclasses.replace(keys[0], **{name: value})) for name, value in changes.items()}  # type: ignore[arg-type]
     assert len(changed - {plain}) == len(changes)
+
+
+@pytest.mark.usefixtures("no_compiles")
+def test_labels_name_no_field_without_a_value(run: Run, tmp_path: Path) -> None:
+    options = ("warm", "--arch", "sm_90a", "--cache-dir", tmp_path, "--device", "mock", "--backward", "--json", "-q")
+    labels = [row["label"] for row in json.loads(run(*options)[1])]
+    assert labels
+    assert not [label for label in labels if "= " in f"{label} "]

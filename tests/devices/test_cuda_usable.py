@@ -11,10 +11,17 @@ from typing import Any
 
 import pytest
 
-from gpu_actors.devices.cuda import cuda_usable
+import gpu_actors as ga
+from gpu_actors.devices.cuda import attention_obstacle, cuda_usable
 
 
-def pretend(patch: pytest.MonkeyPatch, cupy: bool = True, driver: bool = True, count: int | Exception = 2) -> None:
+def pretend(
+    patch: pytest.MonkeyPatch,
+    cupy: bool = True,
+    driver: bool = True,
+    count: int | Exception = 2,
+    capability: tuple[int, int] | Exception = (9, 0),
+) -> None:
     real_find, real_load = importlib.util.find_spec, ctypes.CDLL
 
     def find(name: str, *args: Any) -> Any:
@@ -32,7 +39,15 @@ def pretend(patch: pytest.MonkeyPatch, cupy: bool = True, driver: bool = True, c
             raise count
         return count
 
+    def get_attribute(attribute: int, index: int) -> int:
+        if isinstance(capability, Exception):
+            raise capability
+        return capability[attribute]
+
     runtime = ModuleType("cupy.cuda.runtime")
+    runtime.cudaDevAttrComputeCapabilityMajor = 0  # type: ignore[attr-defined]
+    runtime.cudaDevAttrComputeCapabilityMinor = 1  # type: ignore[attr-defined]
+    runtime.deviceGetAttribute = get_attribute  # type: ignore[attr-defined]
     runtime.getDeviceCount = get_device_count  # type: ignore[attr-defined]
     cuda = ModuleType("cupy.cuda")
     cuda.runtime = runtime  # type: ignore[attr-defined]
@@ -65,3 +80,28 @@ def test_what_is_missing_is_named(
     obstacle = cuda_usable(index)
     assert obstacle is not None
     assert re.search(words, obstacle)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"capability": (7, 5)}, r"cuda:0 has compute capability 7\.5, and the kernels need 8\.0"),  # T4
+        ({"capability": (7, 0)}, r"cuda:0 has compute capability 7\.0"),  # V100
+        ({"capability": RuntimeError("no attribute")}, "no attribute"),
+        ({"driver": False}, "no NVIDIA driver"),
+    ],
+)
+def test_auto_takes_mock_and_says_why_where_the_gpu_runs_no_kernel(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], words: str
+) -> None:
+    pretend(monkeypatch, **given)
+    with pytest.warns(ga.MockDeviceWarning, match=words), ga.open_context("auto") as ctx:
+        assert ctx.info.kind == "mock"
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
+def test_a_gpu_that_runs_the_kernels_has_no_obstacle(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
+) -> None:
+    pretend(monkeypatch, capability=capability)
+    assert attention_obstacle() is None

@@ -11,6 +11,6 @@ probe     proof of progress              errors     what a status means
 
 from __future__ import annotations
 
-from gpu_actors.devices.cuda.device import CudaDevice, cuda_usable
+from gpu_actors.devices.cuda.device import CudaDevice, attention_obstacle, cuda_usable
 
-__all__ = ["CudaDevice", "cuda_usable"]
+__all__ = ["CudaDevice", "attention_obstacle", "cuda_usable"]

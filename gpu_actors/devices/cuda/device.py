@@ -10,7 +10,7 @@ import threading
 
 from gpu_actors.arrays.adopt import CallerNotes, caller_streams
 from gpu_actors.arrays.device_array import DeviceArray
-from gpu_actors.compiling.source import Cubin, exact_arch
+from gpu_actors.compiling.source import FIRST_CAPABILITY, Cubin, exact_arch
 from gpu_actors.compiling.toolchain import import_cupy
 from gpu_actors.devices.cuda.api import CudaApi
 from gpu_actors.devices.cuda.driver import Driver
@@ -24,7 +24,7 @@ from gpu_actors.errors import Unsupported
 from gpu_actors.extras import cuda_hint
 from gpu_actors.options import ContextOptions
 
-__all__ = ["CudaDevice", "cuda_usable"]
+__all__ = ["CudaDevice", "attention_obstacle", "cuda_usable"]
 
 logger: logging.Logger = logging.getLogger("gpu_actors")
 
@@ -46,6 +46,28 @@ def cuda_usable(index: int = 0) -> str | None:
     except Exception as error:
         return f"CUDA does not start: {error}"
     return None if index < count else f"there is no cuda:{index}: the driver shows {count} device(s)"
+
+
+def attention_obstacle(index: int = 0) -> str | None:
+    """None if device ``index`` can be used and runs the kernels of this package, else why not. Never raises.
+
+    A device that is too old for them still compiles and launches kernels of the user's own.
+    """
+    obstacle = cuda_usable(index)
+    if obstacle is not None:
+        return obstacle
+    from cupy.cuda import runtime
+
+    try:
+        major, minor = (
+            runtime.deviceGetAttribute(getattr(runtime, f"cudaDevAttrComputeCapability{part}"), index)
+            for part in ("Major", "Minor")
+        )
+    except Exception as error:
+        return f"CUDA does not say what cuda:{index} is: {error}"
+    if 10 * major + minor >= FIRST_CAPABILITY:
+        return None
+    return f"cuda:{index} has compute capability {major}.{minor}, and the kernels need 8.0 (Ampere) or newer"
 
 
 class CudaDevice(Device):
