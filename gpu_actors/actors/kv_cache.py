@@ -124,7 +124,9 @@ class KvCacheActor(ServiceActor):
         """Answer what shares no launch."""
         if isinstance(message, CreateSequence):
             with reading(message):
-                digests = () if message.tokens is None else prompt_digests(message.tokens, cache.pool.page_size)
+                pool, tokens = cache.pool, message.tokens
+                most = pool.num_blocks * pool.page_size
+                digests = () if tokens is None else prompt_digests(tokens, pool.page_size, most)
             if call.claim():
                 self._answer_with(call, cache, cache.tables.create(digests))
             return

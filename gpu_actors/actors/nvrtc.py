@@ -95,10 +95,15 @@ class NvrtcHandle(ActorHandle):
         `InvalidRequest` or `Unsupported`, naming the field, for a key of no kernel.
         deadline, timeout, priority: as in `submit`.
         """
+        given: Any = []
         try:
-            given: Any = tuple(keys)
+            for key in keys:
+                given.append(key)
+                if not isinstance(key, KernelKey):
+                    break  # the actor refuses it, so that the reply tells, and what follows may have no end
         except Exception:
-            given = keys  # which the actor refuses, so that the reply tells
+            given = keys  # which the actor refuses as well
+        given = tuple(given) if isinstance(given, list) else given
         return self.submit(Warm(given, progress), deadline=deadline, timeout=timeout, priority=priority)
 
     def cache_stats(self) -> CacheStats:

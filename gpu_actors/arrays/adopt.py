@@ -110,7 +110,10 @@ def adopt(array: Any, field: str, notes: CallerNotes | None = None) -> Adopted:
     if type(array) is np.ndarray and array.dtype in _KNOWN:
         return Adopted(array, "numpy", "cpu", array)
     try:
-        return _adopt_foreign(array, field, notes)
+        adopted = _adopt_foreign(array, field, notes)
+        if isinstance(adopted.array, DeviceArray):
+            _check_placement(adopted.array, field)
+        return adopted
     except RequestError:
         raise
     except Exception as error:  # whatever another library makes of a deleted, traced or lazy array
@@ -284,6 +287,19 @@ def _adopt_dlpack(array: Any, field: str, kind: Kind) -> Adopted:
         tensor.address, tensor.shape, tensor.strides, tensor.dtype, index, stream, owner, tensor.writeable
     )
     return Adopted(view, kind, f"cuda:{index}", array)
+
+
+def _check_placement(array: DeviceArray, field: str) -> None:
+    """Kernels count in elements, and a GPU reads one where its address is a multiple of its size."""
+    size = array.itemsize
+    if size == 1 or not array.size:
+        return
+    reason = f"must be a multiple of the element's {size} bytes: copy the array"
+    if array.address % size:
+        raise InvalidRequest(field, f"an address of {array.address:#x}", reason)
+    for extent, step in zip(array.shape, array.strides, strict=True):
+        if extent > 1 and step % size:
+            raise InvalidRequest(field, f"a stride of {step} bytes", reason)
 
 
 def _check_dtype(dtype: Dtype | str, array: Any, field: str) -> Dtype:

@@ -124,7 +124,7 @@ def _label(key: KernelKey) -> str:
         value = getattr(key, field.name)
         if field.name in (*always, "arch", "out_dtype", "compute"):
             continue
-        if value == (plain | implied).get(field.name, False) or value is None:
+        if value == (plain | implied).get(field.name, False) or value in (None, ""):
             continue
         parts.append(field.name if value is True else f"{field.name}={value}")
     return " ".join(parts)

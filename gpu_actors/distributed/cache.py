@@ -113,7 +113,8 @@ class PooledKvCache(Local):
         If the home is lost meanwhile, another worker gets the sequence. Raises what `KvCache.create` raises.
         """
         self._check()
-        digests = [] if tokens is None else prompt_digests(tokens, self._spec.page_size)
+        spec = self._spec
+        digests = [] if tokens is None else prompt_digests(tokens, spec.page_size, spec.num_blocks * spec.page_size)
 
         def choose(members: Mapping[str, Member]) -> Member:
             return members[self._homes.choose(digests, {name: one.sequences for name, one in members.items()})]

@@ -90,9 +90,12 @@ class OperationGraph:
     ) -> GraphTensor:
         """Have `execute` give a tensor under ``uid``. dtype: default as computed. strides: default without gaps."""
         self._check_mine("output", tensor)
+        expect(isinstance(name, str), "name", name, "must be a str")
         field = f"tensor {uid}"
         expect(tensor.virtual, field, repr(tensor), "must be virtual: it is an input or an output already")
-        _, steps, checked = checked_layout(self._new_uid(uid), tensor.dims, strides, dtype or tensor.dtype)
+        _, steps, checked = checked_layout(
+            self._new_uid(uid), tensor.dims, strides, tensor.dtype if dtype is None else dtype
+        )
         both = tensor.is_float and checked in FLOATS
         expect(both or checked == tensor.dtype, field, checked, f"{tensor.dtype} cannot be given as another kind")
         old = tensor.uid
@@ -308,7 +311,7 @@ class OperationGraph:
         expect(fits, "full_q_indices", full_q_indices, "must be given where full_kv_indices and q_indices are")
         expect(transposed or full_q_indices is None, "full_q_indices", full_q_indices, "must come beside q_indices")
         lists = [tensor for _, counts, indices in pairs for tensor in (counts, indices) if tensor is not None]
-        return self._add("block_mask", (scores, *lists), block_size=tuple(block_size), transposed=transposed)
+        return self._add("block_mask", (scores, *lists), block_size=_tuple(block_size), transposed=transposed)
 
     def reduction(self, a: GraphTensor, kind: str, axes: int | Sequence[int] = -1) -> GraphTensor:
         """The "sum", "mean", "max" or "min" over axes, which stay with dim 1."""
@@ -332,7 +335,8 @@ class OperationGraph:
         is given, and dropout comes behind it. Where every score is -inf they are -inf, -inf and 0; a score of NaN or
         +inf makes all three NaN. Raises InvalidRequest for another name, or one that is named twice.
         """
-        attributes: dict[str, Any] = {} if rows in ((), ("stats",)) else {"rows": rows}
+        plain = not rows or (len(rows) == 1 and isinstance(rows[0], str) and rows[0] == "stats")
+        attributes: dict[str, Any] = {} if plain else {"rows": rows}
         return self._add_many("softmax", (scores,), 1 + len(rows), **attributes)
 
     def dropout(self, weights: GraphTensor, probability: float, seed: int | GraphTensor = 0) -> GraphTensor:
@@ -382,12 +386,12 @@ class OperationGraph:
         and axes of a reduction; probability and seed of a dropout; wrt and forward (uids) and deterministic of a
         gradient. `validate` checks the rest.
         """
+        expect(isinstance(name, str), "name", name, "must be a str")
+        expect(isinstance(op, str), "op", op, "must be the name of an operation")
         called = name or f"{op}_{len(self.nodes)}"
-        expect(isinstance(called, str), "name", name, "must be a str")
-        expect(isinstance(op, str), called, op, "must be the name of an operation")
         seed = attributes.pop("seed", 0) if op == "dropout" else 0
         number = integer("dropout_seed", seed, 0, (1 << 64) - 1)
-        chosen = {key: tuple(value) if isinstance(value, list) else value for key, value in attributes.items()}
+        chosen = {key: _tuple(value) for key, value in attributes.items()}
         read, written = checked_uids(called, "inputs", inputs), checked_uids(called, "outputs", outputs)
         node = Node(called, op, read, written, _ordered(chosen), number)
         self.nodes.append(node)
@@ -422,7 +426,12 @@ class OperationGraph:
     # Inside
 
     def operate(self, op: str, operands: Sequence[Operand]) -> GraphTensor:
-        """Add an operation without attributes, as arithmetic on a tensor does, and give what it writes."""
+        """Add an operation without attributes, as arithmetic on a tensor does, and give what it writes.
+
+        Raises InvalidRequest for an operation that does not exist and for operands that do not fit it.
+        """
+        expect(isinstance(op, str), "op", op, "must be the name of an operation")
+        expect(isinstance(operands, tuple | list), op, operands, "operands must be a tuple or list")
         return self._add(op, operands)
 
     def _add(self, op: str, operands: Sequence[Operand], *, seed: int = 0, **attributes: Any) -> GraphTensor:
@@ -478,6 +487,11 @@ class OperationGraph:
 
 def _ordered(attributes: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
     return tuple(sorted(attributes.items()))
+
+
+def _tuple(value: Any) -> Any:
+    """An attribute as a node keeps it. What is no sequence is left for `infer` to refuse."""
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _renamed(node: Node, old: int, new: int) -> Node:

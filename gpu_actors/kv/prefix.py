@@ -21,10 +21,18 @@ __all__ = ["PrefixIndex", "Tokens", "extend_digests", "prompt_digests", "token_i
 Tokens: TypeAlias = npt.NDArray[np.int64]
 
 
-def token_ids(tokens: Any, shape: tuple[int, ...] | None = None) -> Tokens:
-    """Ids as int64, with one axis. shape: the one that they must have. Raises `InvalidRequest` for anything else."""
+def token_ids(tokens: Any, shape: tuple[int, ...] | None = None, most: int | None = None) -> Tokens:
+    """Ids as int64, with one axis. shape: the one that they must have. most: how many there may be.
+
+    Raises `InvalidRequest` for anything else, before memory is taken for more than that.
+    """
     wanted = "one axis" if shape is None else f"shape {shape}"
+    if most is not None:
+        wanted = f"{wanted}, at most {most}, which is what the cache holds"
     try:
+        length = len(tokens)
+        if length > (length if most is None else most) or (shape is not None and length != shape[0]):
+            raise ValueError
         ids = np.asarray(tokens)
         sound = ids.dtype.kind in "iu" or ids.size == 0
         sound = sound and (ids.ndim == 1 if shape is None else ids.shape == shape)
@@ -45,11 +53,11 @@ def extend_digests(digests: list[bytes], ids: Tokens, page_size: int) -> Tokens:
     return ids[whole:]
 
 
-def prompt_digests(tokens: Any, page_size: int) -> list[bytes]:
-    """The names of a prompt's pages that may be found. Raises as `token_ids`."""
+def prompt_digests(tokens: Any, page_size: int, most: int | None = None) -> list[bytes]:
+    """The names of a prompt's pages that may be found. most: how many tokens a cache holds. Raises as `token_ids`."""
     digests: list[bytes] = []
     # Never the last token: a sequence needs at least one new row to attend with.
-    extend_digests(digests, token_ids(tokens)[:-1], page_size)
+    extend_digests(digests, token_ids(tokens, most=most)[:-1], page_size)
     return digests
 
 

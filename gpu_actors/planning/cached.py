@@ -86,7 +86,8 @@ def signature(request: CacheRequest) -> Hashable:
     paged = isinstance(request, PagedForward)
     scalars = tuple(getattr(request, name) for name in (_PAGED_SCALARS if paged else _SCALARS))
     # Equal is not alike: 1 == True == 1.0, and what validation refuses must not find the plan of what it accepts.
-    kinds = tuple(map(type, scalars)) + tuple(map(type, request.window_size))
+    # The window is not checked yet, so it may be of any length.
+    kinds = (*map(type, scalars), type(request.window_size[0]), type(request.window_size[1]))
     arrays = tuple(_described(getattr(request, name)) for name in (_PAGED_ARRAYS if paged else _DECODE))
     if not isinstance(request, PagedForward):
         caches = _caches_described(request.k_caches), _caches_described(request.v_caches)

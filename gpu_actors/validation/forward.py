@@ -173,6 +173,21 @@ def sequences(field: str, cu_seqlens: Any) -> int:
     return int(shape[0]) - 1
 
 
+def check_total(side: str, total: int, batch: int, longest: int, given: int | None) -> None:
+    """Check that ``batch`` sequences of ``longest`` rows hold all rows. given: max_seqlen as the caller gave it."""
+    if given is None:
+        expect(
+            total <= batch * longest,
+            f"cu_seqlens_{side}",
+            batch * longest,
+            f"must end with the number of rows, {total}",
+        )
+    reason = (
+        f"must be at least the longest sequence: {batch} of so many rows hold {batch * longest}, and {side} has {total}"
+    )
+    expect(total <= batch * longest, f"max_seqlen_{side}", given, reason)
+
+
 def check_cu_seqlens(field: str, cu_seqlens: Any, total: int, max_seqlen: int) -> None:
     """Check sequence bounds on the host against the rows that there are. Bounds on a device are the kernel's care."""
     if not isinstance(cu_seqlens, np.ndarray):
@@ -259,8 +274,8 @@ def _varlen_shape(request: FlashForward) -> Sizes:
     expect(batch_k == batch, "cu_seqlens_k", batch_k, f"must bound as many sequences as cu_seqlens_q, {batch}")
     seqlen_q = _max_seqlen("max_seqlen_q", request.max_seqlen_q, request.cu_seqlens_q)
     seqlen_k = _max_seqlen("max_seqlen_k", request.max_seqlen_k, request.cu_seqlens_k)
-    _check_total("q", total_q, batch, seqlen_q)
-    _check_total("k", total_k, batch, seqlen_k)
+    check_total("q", total_q, batch, seqlen_q, request.max_seqlen_q)
+    check_total("k", total_k, batch, seqlen_k, request.max_seqlen_k)
     # No sequence is longer than all of them together, and the grid follows from the longest.
     seqlen_q, seqlen_k = (max(1, min(most, total)) for most, total in ((seqlen_q, total_q), (seqlen_k, total_k)))
     bias = tuple(getattr(request.bias, "shape", ()))
@@ -283,11 +298,6 @@ def _check_heads_and_dims(request: FlashForward, heads: tuple[int, int, int], di
 def _max_seqlen(field: str, given: int | None, cu_seqlens: Any) -> int:
     value = longest(field.replace("max_seqlen", "cu_seqlens"), cu_seqlens) if given is None else given
     return integer(field, value, 0)
-
-
-def _check_total(side: str, total: int, batch: int, max_seqlen: int) -> None:
-    most = batch * max_seqlen
-    expect(total <= most, side, total, f"has more rows than batch * max_seqlen_{side} = {most} can hold")
 
 
 def _common_dtype(request: FlashForward) -> str:

@@ -28,6 +28,7 @@ from gpu_actors.validation.forward import (
     check_beside_blocks,
     check_descales,
     check_steps,
+    check_total,
     lengths_of,
     longest,
     position_words,
@@ -270,7 +271,7 @@ def _query_shape(request: PagedForward) -> tuple[int, int, int, int, int]:
         batch = sequences("cu_seqlens_q", request.cu_seqlens_q)
         given = request.max_seqlen_q
         rows = integer("max_seqlen_q", longest("cu_seqlens_q", request.cu_seqlens_q) if given is None else given, 0)
-        expect(total <= batch * rows, "q", total, f"has more rows than batch * max_seqlen_q = {batch * rows}")
+        check_total("q", total, batch, rows, given)
         rows = max(1, min(rows, total))
     return batch, rows, total, heads, head_dim
 

@@ -115,7 +115,12 @@ def test_a_stream_that_means_another_on_every_thread_leaves_the_order_to_cupy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = []
-    monkeypatch.setattr(arrays, "_adopt_dlpack", lambda array, field, kind: asked.append(kind))
+
+    def adopt_dlpack(array: Any, field: str, kind: arrays.Kind) -> arrays.Adopted:
+        asked.append(kind)
+        return arrays.Adopted(np.zeros(4, np.float32), kind, "cuda:0", array)
+
+    monkeypatch.setattr(arrays, "_adopt_dlpack", adopt_dlpack)
     adopt(cupy_array((4,), np.float32), "q", CallerNotes(cupy=cupy.cuda.Stream.ptds))
     assert asked == ["cupy"]
 
@@ -327,3 +332,29 @@ def test_views_of_a_device_array_lie_where_those_of_an_ndarray_do(index: Any) ->
 def test_what_is_no_view_of_a_device_array_is_refused(index: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
         DeviceArray(0, (4, 2), (8, 4), np.dtype(np.float32), 0)[index]
+
+
+@pytest.mark.parametrize(
+    ("strides", "offset", "words"),
+    [
+        ((20, 5), 0, "a stride of 5 bytes"),
+        ((18, 4), 0, "a stride of 18 bytes"),
+        ((16, -3), 0, "a stride of -3 bytes"),
+        ((16, 4), 2, "an address of 0x"),
+    ],
+)
+def test_an_array_that_no_element_aligned_address_reaches_is_refused(
+    strides: tuple[int, int], offset: int, words: str
+) -> None:
+    memory = cupy.cuda.UnownedMemory(0x7000_0000, 1 << 16, None, 0)
+    array = cupy.ndarray((3, 4), np.float32, cupy.cuda.MemoryPointer(memory, 1024 + offset), strides)
+    error = refusal(array, notes=on_stream(7))
+    assert words in str(error)
+    assert "must be a multiple of the element's 4 bytes: copy the array" in str(error)
+
+
+def test_strides_that_are_never_taken_and_empty_arrays_may_be_odd() -> None:
+    memory = cupy.cuda.UnownedMemory(0x7000_0000, 1 << 16, None, 0)
+    for shape in ((1, 4), (0, 4)):
+        array = cupy.ndarray(shape, np.float32, cupy.cuda.MemoryPointer(memory, 0), (5, 4))
+        assert adopt(array, "q", on_stream(7)).array.strides == (5, 4)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -310,3 +313,65 @@ def test_a_mask_that_hides_nothing_is_no_node() -> None:
     graph = ga.OperationGraph()
     q, _, _ = tensors(graph)
     assert graph.mask(q, ga.Mask.none()) is q
+
+
+# Values of any kind, at every parameter of every method
+
+ODD_VALUES: tuple[Any, ...] = (
+    None, True, -1, 1 << 80, 2.5, math.nan, "x", b"x", "matmul", (), [], {}, [1], ("x",), (None,), [[]], {"a": 1},
+    np.zeros(3), (np.zeros(2),), np.float32(1), object(), type,
+)  # fmt: skip
+USUAL: dict[str, Any] = {
+    "uid": 9,
+    "dims": (1, 2, 4, 4),
+    "dtype": "float32",
+    "op": "exp",
+    "probability": 0.5,
+    "value": 1.0,
+}
+
+
+def _methods() -> list[tuple[str, str]]:
+    methods = inspect.getmembers(ga.OperationGraph, inspect.isfunction)
+    names = [name for name, _ in methods if not name.startswith("_")]
+    return [
+        (name, each)
+        for name in names
+        for each in list(inspect.signature(getattr(ga.OperationGraph, name)).parameters)[1:]
+    ]
+
+
+@pytest.mark.parametrize(("method", "parameter"), _methods())
+def test_an_odd_value_raises_no_raw_error(method: str, parameter: str) -> None:
+    function = getattr(ga.OperationGraph, method)
+    signature = inspect.signature(function)
+    for odd in ODD_VALUES:
+        if parameter == "visible" and callable(odd):
+            continue  # a function of the user's raises what it likes
+        graph = ga.OperationGraph()
+        q = graph.tensor(uid=1, dims=(1, 2, 4, 8), dtype="float32")
+        scores = graph.matmul(q, graph.tensor(uid=2, dims=(1, 2, 8, 4), dtype="float32"))
+        usual = {**USUAL, "operands": (scores,), "mask": ga.Mask.none(), "wrt": (q,)}
+        bound = signature.bind_partial(graph)
+        for name, each in list(signature.parameters.items())[1:]:
+            if name == parameter:
+                packed = {each.VAR_POSITIONAL: (odd,), each.VAR_KEYWORD: {"odd": odd}}
+                bound.arguments[name] = packed.get(each.kind, odd)
+            elif each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD):
+                bound.arguments[name] = usual.get(name, scores)
+        with contextlib.suppress(ga.GpuActorsError):
+            function(*bound.args, **bound.kwargs)
+
+
+def test_the_operation_at_fault_is_named() -> None:
+    graph = ga.OperationGraph()
+    scores = graph.tensor(uid=1, dims=(1, 2, 4, 8), dtype="float32")
+    for call, field in (
+        (lambda: graph.softmax_with_rows(scores, np.zeros(3)), "softmax_0"),  # type: ignore[arg-type]
+        (lambda: graph.operate([], (scores,)), "op"),  # type: ignore[arg-type]
+        (lambda: graph.operate("exp", 3), "exp"),  # type: ignore[arg-type]
+        (lambda: graph.block_mask(scores, scores, scores, block_size=3), "block_mask_0"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ga.InvalidRequest) as caught:
+            call()
+        assert caught.value.field == field

@@ -70,9 +70,9 @@ PAGED = {
     "lengths of another batch": Case(paged(cache_seqlens=ints(1, 2, 3)), "cache_seqlens", "int32[3]", "shape (2,)"),
     "too many rows": Case(
         paged(q=array(9, 4, 8), cu_seqlens_q=ints(0, 4, 9), max_seqlen_q=4),
-        "q",
-        9,
-        "more rows than batch * max_seqlen_q = 8",
+        "max_seqlen_q",
+        4,
+        "2 of so many rows hold 8, and q has 9",
     ),
     "softcap": Case(paged(softcap=-1.0), "softcap", -1.0, "must be >= 0"),
     "pages of fp32 for a bf16 query": unsupported(
@@ -94,7 +94,7 @@ PAGED = {
     "longer than its pages": Case(paged(cache_seqlens=ints(33, 30)), "cache_seqlens", 33, "room for, 32"),
     "a negative length": Case(paged(cache_seqlens=ints(1, -1)), "cache_seqlens", -1, "must not be negative"),
     "rows that do not add up": Case(
-        paged(q=array(5, 4, 8), cu_seqlens_q=ints(0, 2, 4)), "q", 5, "more rows than batch * max_seqlen_q = 4"
+        paged(q=array(5, 4, 8), cu_seqlens_q=ints(0, 2, 4)), "cu_seqlens_q", 4, "must end with the number of rows, 5"
     ),
     "rows that end elsewhere": Case(
         paged(q=array(3, 4, 8), cu_seqlens_q=ints(0, 2, 4)), "cu_seqlens_q", 4, "must end with the number of rows, 3"
