@@ -35,6 +35,7 @@ from gpu_actors.generation import (
     Sampling,
     Settings,
     Tokenizer,
+    ended_by,
     load_tokenizer,
     load_weights,
     plain_logits,
@@ -189,9 +190,7 @@ async def run(device: str, job: Job, screen: Screen | Lines) -> list[Story]:
 async def answer(engine: Engine, job: Job, story: Story, screen: Screen | Lines) -> None:
     demand, config = story.demand, job.model.config
     await anyio.sleep(demand.delay)
-    prompt = job.tokenizer.encode(demand.prompt)
-    if config.begin_token is not None:
-        prompt = [config.begin_token, *prompt]
+    prompt = job.tokenizer.prompt(demand.prompt)
     began = time.monotonic()
     sampling = Sampling(temperature=job.temperature, seed=job.seed + demand.number)
     generation = engine.submit(prompt, max_new_tokens=demand.max_new_tokens, sampling=sampling)
@@ -258,6 +257,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def job_of(arguments: argparse.Namespace) -> Job:
     folder = arguments.model
     config = LlamaConfig.tiny() if folder is None else LlamaConfig.load(folder)
+    tokenizer = load_tokenizer(folder)
+    config = ended_by(config, tokenizer)
     weights = random_weights(config, arguments.seed) if folder is None else load_weights(folder, config)
     settings = Settings(
         rows=arguments.rows,
@@ -268,7 +269,7 @@ def job_of(arguments: argparse.Namespace) -> Job:
     )
     return Job(
         model=Llama(config, weights),
-        tokenizer=load_tokenizer(folder),
+        tokenizer=tokenizer,
         settings=settings,
         demands=demands_of(arguments),
         temperature=arguments.temperature,

@@ -13,7 +13,7 @@ Imports from other rooms: kernels, runtime, tracing, validation.
 
 from __future__ import annotations
 
-from gpu_actors.generation.chat import PLAIN_TEMPLATE, ChatTemplate, load_chat_template
+from gpu_actors.generation.chat import Chat, ChatTemplate, PlainChat, chat_template_of, load_chat_template
 from gpu_actors.generation.config import LlamaConfig
 from gpu_actors.generation.engine import Engine, EngineStats, Settings
 from gpu_actors.generation.model import Llama
@@ -21,24 +21,35 @@ from gpu_actors.generation.plain import plain_logits
 from gpu_actors.generation.sampling import Sampling, TokenScores
 from gpu_actors.generation.stops import StopStrings
 from gpu_actors.generation.text import Generation
-from gpu_actors.generation.tokenizer import ByteTokenizer, TextStream, Tokenizer, load_tokenizer
+from gpu_actors.generation.tokenizer import (
+    ByteTokenizer,
+    FolderTokenizer,
+    TextStream,
+    Tokenizer,
+    ended_by,
+    load_tokenizer,
+)
 from gpu_actors.generation.weights import load_weights, random_weights
 
 __all__ = [
-    "PLAIN_TEMPLATE",
     "ByteTokenizer",
+    "Chat",
     "ChatTemplate",
     "Engine",
     "EngineStats",
+    "FolderTokenizer",
     "Generation",
     "Llama",
     "LlamaConfig",
+    "PlainChat",
     "Sampling",
     "Settings",
     "StopStrings",
     "TextStream",
     "TokenScores",
     "Tokenizer",
+    "chat_template_of",
+    "ended_by",
     "load_chat_template",
     "load_tokenizer",
     "load_weights",

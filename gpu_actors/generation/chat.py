@@ -1,48 +1,45 @@
-"""ChatTemplate: the messages of a conversation as the text that a model continues."""
+"""Chat templates: the messages of a conversation as the text that a model continues."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from gpu_actors.errors import InvalidRequest
-from gpu_actors.extras import missing
+from gpu_actors.generation.tokenizer import FolderTokenizer, Tokenizer, load_tokenizer, transformers_module
 
-__all__ = ["PLAIN_TEMPLATE", "ChatTemplate", "load_chat_template"]
+__all__ = ["Chat", "ChatTemplate", "PlainChat", "chat_template_of", "load_chat_template"]
 
-PLAIN_TEMPLATE = (
-    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
-"""For a model that has never seen a conversation: a line a message."""
+
+class Chat(Protocol):
+    """Makes a prompt from a conversation."""
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The prompt for the assistant's next message. messages: role and content of each."""
+
+
+class PlainChat:
+    """For a model that has never seen a conversation: a line a message."""
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        return "".join(f"{each['role']}: {each['content']}\n" for each in messages) + "assistant: "
 
 
 class ChatTemplate:
-    """A Jinja template in the dialect of Transformers (``tokenizer.apply_chat_template``).
+    """A Jinja template, rendered by Transformers in a sandbox as by its ``tokenizer.apply_chat_template``.
 
-    source: the template. tokens: what else it may name, as ``bos_token``. Runs in Jinja's sandbox. Raises
-    `InvalidRequest` for a template that cannot be parsed, and where Jinja (extra "serve") is missing.
+    source: the template. tokens: what else it may name, as ``bos_token``. Raises `InvalidRequest` for a template that
+    cannot be parsed, and where Transformers (extra "serve") is missing.
     """
 
-    def __init__(self, source: str, tokens: Mapping[str, str] | None = None) -> None:
+    def __init__(self, source: str, tokens: Mapping[str, Any] | None = None) -> None:
+        transformers = transformers_module("chat_template", None)
+        self._render = transformers.utils.chat_template_utils.render_jinja_template
+        self._options = {**(tokens or {}), "chat_template": source, "add_generation_prompt": True}
         try:
-            from jinja2 import TemplateError
-            from jinja2.ext import loopcontrols
-            from jinja2.sandbox import ImmutableSandboxedEnvironment
-        except ImportError as error:
-            raise InvalidRequest("chat_template", None, missing(error, "serve")) from error
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = _now
-        self._errors: type[Exception] = TemplateError
-        self._tokens = dict(tokens or {})
-        try:
-            self._template = environment.from_string(source)
-        except TemplateError as error:
+            self._render(conversations=[], **self._options)
+        except Exception as error:  # Jinja's, or ImportError for a Jinja that Transformers does not take
             raise InvalidRequest("chat_template", source, f"is no template: {error}") from error
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
@@ -53,61 +50,27 @@ class ChatTemplate:
         """
         given = [dict(message) for message in messages]
         try:
-            return self._template.render(messages=given, add_generation_prompt=True, **self._tokens)
-        except InvalidRequest:
-            raise
-        except (self._errors, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            # A template is a program of the model's authors, and may fail in their code as in any.
+            texts: list[str] = self._render(conversations=[given], **self._options)[0]
+        except Exception as error:  # a template is a program of the model's authors, and may fail as any
             shown = f"{len(given)} messages"
             raise InvalidRequest("messages", shown, f"must suit the model's chat template: {error}") from error
+        return texts[0]
+
+
+def chat_template_of(tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The template that a folder's tokenizer has, of several the one called "default"; None where it has none.
+
+    Raises `InvalidRequest` for one that cannot be parsed.
+    """
+    if not isinstance(tokenizer, FolderTokenizer) or not getattr(tokenizer.transformers, "chat_template", None):
+        return None
+    try:
+        source: str = tokenizer.transformers.get_chat_template()
+    except ValueError as error:
+        raise InvalidRequest("chat_template", None, str(error)) from error
+    return ChatTemplate(source, tokenizer.transformers.special_tokens_map)
 
 
 def load_chat_template(folder: Path) -> ChatTemplate | None:
-    """The template of a model's folder, from chat_template.jinja or tokenizer_config.json; None where it has none.
-
-    Of several in a list the one called "default" is taken. Raises `InvalidRequest` for a file that is not readable.
-    """
-    path = folder / "tokenizer_config.json"
-    config: Any = {}
-    try:
-        if path.is_file():
-            config = json.loads(path.read_text(encoding="utf-8"))
-        alone = folder / "chat_template.jinja"
-        source: Any = alone.read_text(encoding="utf-8") if alone.is_file() else None
-    except (OSError, ValueError) as error:
-        raise InvalidRequest("model", str(path), f"is not readable: {error}") from error
-    if not isinstance(config, dict):
-        raise InvalidRequest("model", str(path), "must hold a JSON object")
-    if source is None:
-        source = config.get("chat_template")
-    if isinstance(source, list):
-        named = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}
-        source = named.get("default")
-    if source is None:
-        return None
-    if not isinstance(source, str):
-        raise InvalidRequest("model", str(path), "must have a string as its chat_template")
-    return ChatTemplate(source, _tokens(config))
-
-
-def _tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for name, value in config.items():
-        # Older files have an object where newer ones have the text alone.
-        text = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(text, str):
-            found[name] = text
-    return found
-
-
-def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, **options: Any) -> str:
-    # Jinja's own escapes the characters of HTML.
-    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, **options)
-
-
-def _refuse(message: str) -> None:
-    raise InvalidRequest("messages", None, f"must suit the model's chat template: {message}")
-
-
-def _now(form: str) -> str:
-    return datetime.now().strftime(form)
+    """`chat_template_of` the tokenizer of a model's folder. Raises `InvalidRequest`."""
+    return chat_template_of(load_tokenizer(folder))

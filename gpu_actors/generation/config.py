@@ -21,7 +21,8 @@ _FREQUENCY_SCALINGS = ("default", "linear", "llama3")
 class LlamaConfig:
     """hidden: columns of the residual stream. inv_freq: radians a position that each pair of a head's columns turns.
 
-    stop_tokens: any of them ends a text. begin_token: put before every prompt, None for none.
+    stop_tokens: any of them ends a text. begin_token: what begins a text, None for none. The tokenizer says whether a
+    prompt gets it.
     """
 
     vocab: int

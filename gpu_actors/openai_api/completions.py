@@ -209,7 +209,7 @@ def _tokenized(generator: Generator, asked: GenerationRequest) -> list[int]:
 
 
 def _prompt(generator: Generator, asked: GenerationRequest) -> list[int]:
-    """The tokens of the prompt, with the one that begins every text."""
+    """The tokens of the prompt, with those that the tokenizer puts around every text."""
     config, tokenizer = generator.config, generator.tokenizer
     if isinstance(asked, ChatRequest):
         assert generator.template is not None
@@ -224,8 +224,7 @@ def _prompt(generator: Generator, asked: GenerationRequest) -> list[int]:
             if not 0 <= token < config.vocab:
                 raise InvalidRequest(f"prompt[{index}]", token, f"must be a token id from 0 to {config.vocab - 1}")
         return asked.prompt
-    tokens = tokenizer.encode(asked.prompt)
-    return tokens if config.begin_token is None else [config.begin_token, *tokens]
+    return tokenizer.prompt(asked.prompt)
 
 
 def _new_tokens(asked: GenerationRequest, prompt: int, longest: int, default: int) -> int:
@@ -276,9 +275,8 @@ def _by_text(one: ScoredToken, tokenizer: Tokenizer) -> dict[str, float]:
 
 def _chat_logprobs(scored: Sequence[ScoredToken], work: _Work) -> ChatLogprobs:
     def shown(token: int, score: float) -> TopToken:
-        text = token_text(work.generator.tokenizer, token)
-        whole = "\N{REPLACEMENT CHARACTER}" not in text
-        return TopToken(token=text, logprob=score, bytes=list(text.encode()) if whole else None)
+        tokenizer = work.generator.tokenizer
+        return TopToken(token=token_text(tokenizer, token), logprob=score, bytes=list(tokenizer.bytes_of(token)))
 
     content = []
     for one in scored:

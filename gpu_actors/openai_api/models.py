@@ -18,11 +18,11 @@ from gpu_actors.distributed import ContextPool
 from gpu_actors.embedding.embedder import Embedder
 from gpu_actors.embedding.weights import find_weights
 from gpu_actors.errors import InvalidRequest
-from gpu_actors.generation.chat import PLAIN_TEMPLATE, ChatTemplate, load_chat_template
+from gpu_actors.generation.chat import Chat, PlainChat, chat_template_of
 from gpu_actors.generation.config import LlamaConfig
 from gpu_actors.generation.engine import Engine, Settings
 from gpu_actors.generation.model import Llama
-from gpu_actors.generation.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from gpu_actors.generation.tokenizer import ByteTokenizer, Tokenizer, ended_by, load_tokenizer
 from gpu_actors.generation.weights import load_weights, random_weights
 from gpu_actors.openai_api.engines import Engines, PoolAttention
 from gpu_actors.openai_api.responses import ModelCard
@@ -50,7 +50,7 @@ class Generator(NamedTuple):
     name: str
     engine: Engine | Engines
     tokenizer: Tokenizer
-    template: ChatTemplate | None
+    template: Chat | None
     config: LlamaConfig
 
 
@@ -104,7 +104,7 @@ class _Parts(NamedTuple):
     name: str
     model: Llama
     tokenizer: Tokenizer
-    template: ChatTemplate | None
+    template: Chat | None
     cache_mib: int
 
 
@@ -152,7 +152,7 @@ async def open_models(context: GpuContext | ContextPool, settings: ServeSettings
         found.generator = Generator(name, engine, tokenizer, template, model.config)
         # Compiles the kernels of the first requests, and imports what they need.
         for each in engine if isinstance(engine, Engines) else [engine]:
-            await each.submit([model.config.begin_token or 0], max_new_tokens=2).tokens()
+            await each.submit([0], max_new_tokens=2).tokens()
         yield found
 
 
@@ -194,13 +194,14 @@ async def _embedder(context: GpuContext, source: str) -> Embedder | None:
 def _load(name: str, source: str, cache_mib: int) -> _Parts:
     if source == TINY:
         config = LlamaConfig.tiny()
-        template = ChatTemplate(PLAIN_TEMPLATE)
         cache_mib = min(cache_mib, _TINY_MIB)
-        return _Parts(name, Llama(config, random_weights(config)), ByteTokenizer(), template, cache_mib)
+        return _Parts(name, Llama(config, random_weights(config)), ByteTokenizer(), PlainChat(), cache_mib)
     folder = Path(source)
     config = LlamaConfig.load(folder)
+    tokenizer = load_tokenizer(folder)
+    config = ended_by(config, tokenizer)
     model = Llama(config, load_weights(folder, config))
-    return _Parts(name, model, load_tokenizer(folder), load_chat_template(folder), cache_mib)
+    return _Parts(name, model, tokenizer, chat_template_of(tokenizer), cache_mib)
 
 
 def _sizes(config: LlamaConfig, settings: ServeSettings, cache_mib: int) -> Settings:

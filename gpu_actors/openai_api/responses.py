@@ -83,11 +83,11 @@ class Completion(_Answer):
 
 
 class TopToken(BaseModel):
-    """A token and the logarithm of its probability. bytes: of its text; None where it is no whole text."""
+    """A token and the logarithm of its probability. bytes: of its text, which may begin or end within a character."""
 
     token: str
     logprob: float
-    bytes: list[int] | None
+    bytes: list[int]
 
 
 class ChatToken(TopToken):

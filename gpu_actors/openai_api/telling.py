@@ -24,13 +24,17 @@ class ScoredToken(NamedTuple):
 
 
 class Telling:
-    """Reads a generation. finish: why it ended, None until then. scored: tokens since they were last taken."""
+    """Reads a generation. finish: why it ended, None until then. scored: tokens since they were last taken.
+
+    A stop string may name special tokens, which the text does not show.
+    """
 
     def __init__(
         self, generation: Generation, tokenizer: Tokenizer, stops: Sequence[str], stop_tokens: Sequence[int]
     ) -> None:
         self.finish: Finish | None = None
         self._generation = generation
+        self._special = tokenizer.special
         self._stream = tokenizer.stream()
         self._stops = StopStrings(stops)
         self._stop_tokens = stop_tokens
@@ -80,9 +84,12 @@ class Telling:
             self._seen += 1
             if token in self._stop_tokens:
                 continue
-            piece = self._stream.feed(token)
-            self._offset += len(piece)
-            yield self._stops.feed(piece)
+            if token in self._special:
+                yield self._stops.feed(self._special[token], shown=False)
+            else:
+                piece = self._stream.feed(token)
+                self._offset += len(piece)
+                yield self._stops.feed(piece)
             if self._stops.found:
                 self.finish = "stop"
                 generation.cancel("stop")
@@ -91,5 +98,4 @@ class Telling:
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:
     """The text of a token alone: U+FFFD for a part of a character."""
-    stream = tokenizer.stream()
-    return stream.feed(token) + stream.end()
+    return tokenizer.bytes_of(token).decode(errors="replace")

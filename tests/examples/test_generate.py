@@ -10,7 +10,7 @@ from typing import Any
 
 import generate
 import pytest
-from support.generation import EXAMPLES, write_model
+from support.generation import EXAMPLES, write_model, write_tokenizer
 
 from gpu_actors.generation import LlamaConfig
 
@@ -62,6 +62,7 @@ def test_texts_are_shown_one_a_line(capsys):
 def test_a_model_of_ones_own(capsys, tmp_path: Path):
     config = LlamaConfig.tiny(vocab=300, hidden=32, layers=1, heads=4, kv_heads=4, head_dim=16)
     write_model(tmp_path, config)
+    write_tokenizer(tmp_path)
     found = events(capsys, "--model", str(tmp_path), "--prompt", "abc", "--check")
     assert found[-1]["steps"] == len([event for event in found if event["event"] == "token"])
     assert found[-1]["largest drift"] < 0.02

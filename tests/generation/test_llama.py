@@ -16,7 +16,6 @@ from gpu_actors.generation import (
     ByteTokenizer,
     Llama,
     LlamaConfig,
-    load_tokenizer,
     load_weights,
     plain_logits,
     random_weights,
@@ -150,28 +149,6 @@ class TestTokens:
         stream = ByteTokenizer().stream()
         assert [stream.feed(token) for token in (255, 256, 257, 65, 0xE2, 0x86)] == ["�", "", "", "A", "", ""]
         assert stream.end() == "�", "of a character that was not completed"
-
-    def test_a_tokenizer_json_is_used_where_there_is_one(self, tmp_path):
-        tokenizers = pytest.importorskip("tokenizers")
-        assert isinstance(load_tokenizer(tmp_path), ByteTokenizer)
-        assert isinstance(load_tokenizer(None), ByteTokenizer)
-        made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token=None))
-        made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        made.decoder = tokenizers.decoders.ByteLevel()
-        alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-        trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
-        made.train_from_iterator(["the cat sat on the mat, naïve 🙂"] * 4, trainer)
-        made.save(str(tmp_path / "tokenizer.json"))
-        tokenizer = load_tokenizer(tmp_path)
-        text = "the naïve cat 🙂 → sat, on and on" * 3
-        stream = tokenizer.stream()
-        assert "".join(stream.feed(token) for token in tokenizer.encode(text)) == text
-        assert stream.end() == ""
-
-    def test_a_broken_tokenizer_json_is_named(self, tmp_path):
-        (tmp_path / "tokenizer.json").write_text("{}")
-        with pytest.raises(InvalidRequest, match=r"tokenizer\.json"):
-            load_tokenizer(tmp_path)
 
 
 class TestModel:

@@ -1,10 +1,8 @@
-"""Stop strings, sampling and chat templates, each alone."""
+"""Stop strings and sampling, each alone."""
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_actors import InvalidRequest, LaunchError
-from gpu_actors.generation import PLAIN_TEMPLATE, ChatTemplate, Sampling, StopStrings, TokenScores, load_chat_template
+from gpu_actors.generation import Sampling, StopStrings, TokenScores
 from gpu_actors.generation.sampling import Sampler
 
 
@@ -55,6 +53,40 @@ class TestStopStrings:
         assert text.startswith(shown)
         assert found == any(stop in text for stop in stops)
         assert not any(stop in shown for stop in stops)
+
+    @pytest.mark.parametrize(
+        ("stops", "pieces", "text", "found"),
+        [
+            ([], ["a", "<end>", "b"], "ab", False),
+            (["<end>"], ["a", "<end>", "b"], "a", True),
+            (["a<end>b"], ["xa", "<end>", "b"], "x", True),
+            (["<end>b"], ["a", "<end>", "c"], "ac", False),
+            (["d>\nb"], ["a", "<end>", "\n", "b"], "a", True),
+            (["<end><end>"], ["a", "<end>", "b", "<end>", "<end>"], "ab", True),
+            (["<end>z"], ["a", "<end>"], "a", False),
+        ],
+    )
+    def test_what_is_not_shown_may_be_a_part_of_one(self, stops, pieces, text, found):
+        stop = StopStrings(stops)
+        given = "".join(stop.feed(piece, shown=piece != "<end>") for piece in pieces)
+        assert (given + ("" if stop.found else stop.end()), stop.found) == (text, found)
+
+    @given(
+        st.lists(st.sampled_from(["a", "b", "<a>", "<b>"]), max_size=12),
+        st.lists(st.text("ab<>", min_size=1), max_size=3),
+    )
+    def test_of_what_is_not_shown_nothing_is_given(self, pieces, stops):
+        stop = StopStrings(stops)
+        given = "".join(stop.feed(piece, shown=len(piece) == 1) for piece in pieces)
+        given += "" if stop.found else stop.end()
+        whole = "".join(pieces)
+        ends = [(whole.find(each) + len(each), whole.find(each)) for each in stops if each in whole]
+        start = min(ends)[1] if ends else len(whole)
+        at, shown = 0, ""
+        for piece in pieces:
+            shown += piece[: max(0, start - at)] if len(piece) == 1 else ""
+            at += len(piece)
+        assert (given, stop.found) == (shown, bool(ends))
 
 
 def logits(*values: float) -> np.ndarray:
@@ -113,58 +145,3 @@ class TestSampling:
         with pytest.raises(InvalidRequest) as caught:
             Sampling(**{field: value})
         assert caught.value.field == field
-
-
-SAID = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "<b> & é"}]
-
-
-class TestChatTemplate:
-    def test_the_plain_one_has_a_line_a_message(self):
-        assert ChatTemplate(PLAIN_TEMPLATE).render(SAID) == "system: Be kind.\nuser: <b> & é\nassistant: "
-
-    def test_it_knows_what_transformers_gives_templates(self):
-        source = (
-            "{{ bos_token }}{% for message in messages %}\n{% if loop.first %}{% continue %}{% endif %}"
-            "{{ message['content'] | tojson }}{% endfor %}\n"
-            "{% if add_generation_prompt %}{{ strftime_now('%Y')|length }}{% endif %}"
-        )
-        assert ChatTemplate(source, {"bos_token": "<s>"}).render(SAID) == '<s>"<b> & é"4'
-
-    @pytest.mark.parametrize(
-        ("source", "said"),
-        [
-            ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-            ("{{ messages[7].content.lower() }}", "no element 7"),
-            ("{{ 1 / 0 }}", "division"),
-            ("{{ messages.append(1) }}", "unsafe"),
-            ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
-        ],
-    )
-    def test_what_a_template_refuses_is_said_of_the_messages(self, source, said):
-        with pytest.raises(InvalidRequest, match=said) as caught:
-            ChatTemplate(source).render(SAID)
-        assert caught.value.field == "messages"
-
-    def test_a_broken_template_is_refused_when_it_is_loaded(self):
-        with pytest.raises(InvalidRequest, match="is no template"):
-            ChatTemplate("{% if %}")
-
-    def test_a_folder_has_its_template_in_either_file(self, tmp_path: Path):
-        assert load_chat_template(tmp_path) is None
-        config = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "pad_token": None}
-        path = tmp_path / "tokenizer_config.json"
-        path.write_text(json.dumps(config))
-        assert load_chat_template(tmp_path) is None
-        path.write_text(json.dumps({**config, "chat_template": "{{ bos_token }}{{ eos_token }}"}))
-        assert load_chat_template(tmp_path).render([]) == "<s></s>"
-        several = [{"name": "tools", "template": "no"}, {"name": "default", "template": "yes"}]
-        path.write_text(json.dumps({"chat_template": several}))
-        assert load_chat_template(tmp_path).render([]) == "yes"
-        (tmp_path / "chat_template.jinja").write_text("alone")
-        assert load_chat_template(tmp_path).render([]) == "alone"
-
-    @pytest.mark.parametrize("text", ["[]", "{", '{"chat_template": 1}', "\xff"])
-    def test_a_broken_file_is_named(self, tmp_path: Path, text: str):
-        (tmp_path / "tokenizer_config.json").write_bytes(text.encode("latin-1"))
-        with pytest.raises(InvalidRequest, match=r"tokenizer_config\.json"):
-            load_chat_template(tmp_path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,35 @@ def write_model(folder: Path, config: LlamaConfig, dtype: Any = np.float32, **ch
     tensors = draw_tensors(config, dtype)
     write_safetensors(folder / "model.safetensors", tensors)
     return tensors
+
+
+def write_tokenizer(folder: Path, config: Mapping[str, Any] | None = None, special: Sequence[str] = ()) -> Any:
+    """Save a tokenizer of bytes, ids 0 to 255, then the special tokens; and a tokenizer_config.json if there is one."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({character: token for token, character in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(special))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    if config is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return tokenizer
+
+
+def write_scripted(folder: Path, follows: Mapping[int, int], vocab: int = 320, **changes: Any) -> None:
+    """A model that says after each token the one that ``follows`` names, and else the token again."""
+    config = LlamaConfig.tiny(vocab=vocab, hidden=vocab, layers=1, heads=4, kv_heads=4, head_dim=vocab // 4)
+    (folder / "config.json").write_text(json.dumps(hugging_face_json(config, **changes)))
+    tensors = {name: np.zeros(shape, np.float32) for name, shape in tensor_names(config).items()}
+    # The layer adds nothing, so the row that is left names the token.
+    names = ("model.layers.0.input_layernorm.weight", "model.layers.0.post_attention_layernorm.weight")
+    tensors |= {name: np.ones(vocab, np.float32) for name in (*names, "model.norm.weight")}
+    tensors["model.embed_tokens.weight"] = np.eye(vocab, dtype=np.float32)
+    for token in range(vocab):
+        tensors["lm_head.weight"][follows.get(token, token), token] = 1
+    write_safetensors(folder / "model.safetensors", tensors)
 
 
 def prompts(count: int, longest: int = 40, seed: int = 0) -> list[list[int]]:
