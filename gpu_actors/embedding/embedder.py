@@ -1,4 +1,4 @@
-"""Embedder: texts to unit vectors, with several batches under way and every attention done by the service."""
+"""Embedder: texts to vectors, with several batches under way and every attention done by the service."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from gpu_actors.embedding.minilm import EncoderLayer, MiniLM, mean_pool
+from gpu_actors.embedding.minilm import EncoderLayer, MiniLM
 from gpu_actors.embedding.tokens import MAX_TEXT_CHARS, TokenBatch, Tokenizer, token_batches
 from gpu_actors.embedding.weights import find_weights, load_config
 from gpu_actors.errors import InvalidRequest, LaunchError
@@ -39,7 +39,8 @@ DTYPES: dict[str, DTypeLike] = {"bfloat16": ml_dtypes.bfloat16, "float32": np.fl
 class Embedded(NamedTuple):
     """The result of `Embedder.embed`, one row a text.
 
-    vectors: (texts, hidden) float32, of length 1. tokens: (texts,) int32. truncated: (texts,) bool.
+    vectors: (texts, columns) float32, of length 1 where the model's folder normalises them, as MiniLM's does.
+    tokens: (texts,) int32. truncated: (texts,) bool.
     """
 
     vectors: Floats
@@ -168,7 +169,7 @@ class Embedder:
             attended = await self._attend(heads, batch, deadline)
             x, heads = await self._compute(partial(_advance, layer, following, x, attended, dtype))
         attended = await self._attend(heads, batch, deadline)
-        vectors = await self._compute(lambda: _pooled(layers[-1], x, attended, batch))
+        vectors = await self._compute(lambda: self._pooled(x, attended, batch))
         if not np.isfinite(vectors).all():
             raise LaunchError("an embedding is not finite: the attention answered with NaN or infinity")
         return vectors
@@ -177,6 +178,10 @@ class Embedder:
         with host_span("matmul", rows=len(batch.ids), part="first layer"):
             x = self.model.embeddings(batch)
             return x, _operands(self.model.layers[0], x, dtype)
+
+    def _pooled(self, x: Floats, attended: Operand, batch: TokenBatch) -> Floats:
+        with host_span("matmul", rows=len(x), part="last layer"):
+            return self.model.head(_finish(self.model.layers[-1], x, attended), batch)
 
     async def _attend(self, heads: Heads, batch: TokenBatch, deadline: float | None) -> Operand:
         output = await self._context.flash_attn.forward(
@@ -192,12 +197,12 @@ class Embedder:
         return attended
 
     def _collect(self, order: list[TokenBatch], vectors: dict[int, Floats]) -> Embedded:
-        hidden = self.model.config.hidden
+        columns = self.model.head.columns
         rows = [vectors[number] for number in range(len(order))]
         lengths = [np.diff(batch.cu_seqlens) for batch in order]
         flags = [np.array(batch.truncated, np.bool_) for batch in order]
         return Embedded(
-            np.concatenate([np.empty((0, hidden), np.float32), *rows]),
+            np.concatenate([np.empty((0, columns), np.float32), *rows]),
             np.concatenate([np.empty(0, np.int32), *lengths]),
             np.concatenate([np.empty(0, np.bool_), *flags]),
         )
@@ -209,11 +214,6 @@ class Embedder:
 def _tokenized(batches: Iterator[TokenBatch]) -> TokenBatch | None:
     with host_span("tokenise"):
         return _next_batch(batches)
-
-
-def _pooled(layer: EncoderLayer, x: Floats, attended: Operand, batch: TokenBatch) -> Floats:
-    with host_span("matmul", rows=len(x), part="last layer"):
-        return mean_pool(_finish(layer, x, attended), batch)
 
 
 def _advance(

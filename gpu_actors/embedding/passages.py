@@ -120,7 +120,7 @@ def split_passages(text: str, tokenizer: Tokenizer) -> Iterator[Piece]:
 
     Only white space lies between them.
     """
-    room = max(1, tokenizer.max_tokens - SPECIAL_TOKENS)
+    room = max(1, tokenizer.max_tokens - SPECIAL_TOKENS - len(tokenizer.spans(tokenizer.prompt)))
     for section in sections_of(text):
         size = _size(section.heading, tokenizer)
         heading = section.heading if size <= min(HEADING_TOKENS, room // 2) else ""

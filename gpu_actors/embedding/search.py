@@ -23,10 +23,11 @@ class Hit:
 def rank(query: NDArray[np.float32], passages: NDArray[np.float32], top: int) -> list[Hit]:
     """The ``top`` best passages, best first; equal scores keep the passages' order.
 
-    query: (dim,) and passages: (n, dim), both of unit rows. Raises `InvalidRequest` unless top >= 1.
+    query: (dim,) and passages: (n, dim), of any length. Raises `InvalidRequest` unless top >= 1.
     """
     if top < 1:
         raise InvalidRequest("top", top, "must be an int >= 1")
-    scores = np.clip(passages @ query, -1.0, 1.0)
+    lengths = np.linalg.norm(passages, axis=1) * np.linalg.norm(query)
+    scores = np.clip(passages @ query / np.maximum(lengths, np.float32(1e-12)), -1.0, 1.0)
     order = np.argsort(-scores, kind="stable")[:top]
     return [Hit(int(index), float(scores[index])) for index in order]

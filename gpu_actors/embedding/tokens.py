@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from gpu_actors.embedding.weights import load_prompt, lowers_case
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.extras import missing
 
@@ -66,6 +67,7 @@ class Tokenizer:
 
     max_tokens: rows a text is cut to, [CLS] and [SEP] among them, as sentence-transformers does.
     max_text_chars: characters of a text that are looked at, at most; no text costs more than these.
+    prompt: what the folder's config_sentence_transformers.json puts before every text that is encoded.
     """
 
     def __init__(self, folder: Path, max_tokens: int = 256, max_text_chars: int = MAX_TEXT_CHARS) -> None:
@@ -74,6 +76,8 @@ class Tokenizer:
                 raise InvalidRequest(name, value, "must be an int >= 1")
         self.max_tokens = max_tokens
         self.max_text_chars = max_text_chars
+        self.prompt = load_prompt(folder)
+        self._lowers_case = lowers_case(folder)
         self._whole = _load(folder)
         self._cutting = _load(folder)
         # As shipped, tokenizer.json pads and cuts every text to 128 tokens.
@@ -83,17 +87,22 @@ class Tokenizer:
         self._cutting.enable_truncation(max_tokens)
 
     def encode(self, texts: Sequence[str], first: int = 0) -> list[TokenRow]:
-        """Token ids of each text, of its first ``max_text_chars`` characters.
+        """Token ids of each text, of the prompt and its first ``max_text_chars`` characters.
 
         first: the number that errors give to ``texts[0]``. Raises `InvalidRequest` for a text that is no
-        valid Unicode.
+        valid Unicode or has no token.
         """
         for index, text in enumerate(texts, first):
             check_text(text, f"texts[{index}]")
         heads = [text[: self._cut_at(text)] for text in texts]
+        given = [self.prompt + head for head in heads]
+        encodings = self._cutting.encode_batch([text.lower() for text in given] if self._lowers_case else given)
+        for index, encoding in enumerate(encodings, first):
+            if not encoding.ids:
+                raise InvalidRequest(f"texts[{index}]", texts[index - first], "must have at least one token")
         return [
             TokenRow(np.array(encoding.ids, np.int32), bool(encoding.overflowing) or not _blank(text, len(head)))
-            for text, head, encoding in zip(texts, heads, self._cutting.encode_batch(heads), strict=True)
+            for text, head, encoding in zip(texts, heads, encodings, strict=True)
         ]
 
     def _cut_at(self, text: str) -> int:

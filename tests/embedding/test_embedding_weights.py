@@ -48,6 +48,7 @@ class Installed:
 def test_an_installed_file_that_is_not_the_models_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:
+    (tmp_path / "1_Pooling").mkdir()
     for file in DIGESTS:
         (tmp_path / file).symlink_to(find_weights() / file)
     monkeypatch.setattr(metadata, "distribution", lambda _: Installed("0.1.0", tmp_path))
