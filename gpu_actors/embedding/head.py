@@ -143,7 +143,8 @@ def _cls(x: Floats, batch: TokenBatch) -> Floats:
 
 
 def _max(x: Floats, batch: TokenBatch) -> Floats:
-    return np.maximum.reduceat(x, batch.cu_seqlens[:-1], axis=0)
+    largest: Floats = np.maximum.reduceat(x, batch.cu_seqlens[:-1], axis=0)
+    return largest
 
 
 def _mean(x: Floats, batch: TokenBatch) -> Floats:
@@ -157,7 +158,7 @@ _POOLED = {"cls": _cls, "max": _max, "mean": _mean}
 
 
 def _normalized(y: Floats) -> Floats:
-    norms = np.sqrt(np.einsum("nd,nd->n", y, y))
+    norms: Floats = np.sqrt(np.einsum("nd,nd->n", y, y))
     return y / np.maximum(norms, np.float32(1e-12))[:, None]
 
 

@@ -69,7 +69,7 @@ class ByteTokenizer:
     """A token a byte of UTF-8. 256 begins a text, 257 ends it; neither shows as text."""
 
     special: Mapping[int, str] = {}
-    end_tokens = (257,)
+    end_tokens: Sequence[int] = (257,)
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())

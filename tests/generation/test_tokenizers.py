@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from support.generation import write_tokenizer
 
 from gpu_actors import InvalidRequest
+from gpu_actors.extras import install_hint
 from gpu_actors.generation import (
     ByteTokenizer,
     ChatTemplate,
@@ -272,6 +274,16 @@ class TestFolders:
         write_tokenizer(tmp_path, auto)
         with pytest.raises(InvalidRequest, match="trust_remote_code"):
             load_tokenizer(tmp_path)
+
+    def test_without_transformers_it_says_what_to_install(self, tmp_path: Path, monkeypatch):
+        write_tokenizer(tmp_path)
+        monkeypatch.setitem(sys.modules, "transformers", None)
+        with pytest.raises(InvalidRequest, match=re.escape(install_hint("serve"))) as caught:
+            load_tokenizer(tmp_path)
+        assert caught.value.field == "model"
+        with pytest.raises(InvalidRequest, match=re.escape(install_hint("serve"))):
+            ChatTemplate("x")
+        assert PlainChat().render([]) == "assistant: "
 
     def test_the_import_gives_no_advice(self, tmp_path: Path):
         write_tokenizer(tmp_path)
