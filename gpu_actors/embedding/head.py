@@ -158,8 +158,9 @@ _POOLED = {"cls": _cls, "max": _max, "mean": _mean}
 
 
 def _normalized(y: Floats) -> Floats:
-    norms: Floats = np.sqrt(np.einsum("nd,nd->n", y, y))
-    return y / np.maximum(norms, np.float32(1e-12))[:, None]
+    norms = np.sqrt(np.einsum("nd,nd->n", y, y))
+    unit: Floats = y / np.maximum(norms, np.float32(1e-12))[:, None]
+    return unit
 
 
 def _sigmoid(y: Floats) -> Floats:
