@@ -198,9 +198,9 @@ def _load(name: str, source: str, cache_mib: int) -> _Parts:
         return _Parts(name, Llama(config, random_weights(config)), ByteTokenizer(), PlainChat(), cache_mib)
     folder = Path(source)
     config = LlamaConfig.load(folder)
+    weights = load_weights(folder, config)
     tokenizer = load_tokenizer(folder)
-    config = ended_by(config, tokenizer)
-    model = Llama(config, load_weights(folder, config))
+    model = Llama(ended_by(config, tokenizer), weights)
     return _Parts(name, model, tokenizer, chat_template_of(tokenizer), cache_mib)
 
 
