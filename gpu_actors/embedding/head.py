@@ -63,6 +63,7 @@ def load_head(folder: Path, hidden: int) -> Head:
         raise Unsupported("modules.json type", ", ".join(kinds), "must begin with Transformer, Pooling", "Pooling")
     if modules[0][1]:
         raise Unsupported("modules.json path", modules[0][1], "must be empty for the Transformer", "")
+    _expect(folder / "sentence_bert_config.json", "transformer_task", "feature-extraction")
     modes = _modes(folder, modules[1][1])
     steps: list[Step] = []
     columns = hidden * len(modes)

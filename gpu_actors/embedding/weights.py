@@ -94,7 +94,7 @@ def find_weights(folder: str | os.PathLike[str] | None = None) -> Path:
 def load_config(folder: Path) -> ModelConfig:
     """Read config.json. Raises `InvalidRequest` if it is broken, `Unsupported` for another architecture."""
     given = read_json(folder / "config.json", dict)
-    accepted = {"model_type": "bert", "hidden_act": "gelu", "position_embedding_type": "absolute"}
+    accepted = {"model_type": "bert", "hidden_act": "gelu", "position_embedding_type": "absolute", "is_decoder": False}
     for name, value in accepted.items():
         if given.get(name, value) != value:
             raise Unsupported(f"config.json {name}", given[name], "is not what this forward computes", value)

@@ -351,6 +351,19 @@ def test_broken_prompts_are_refused(tmp_path: Path, settings: Any) -> None:
         Tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("file", "entry"),
+    [("sentence_bert_config.json", {"transformer_task": "fill-mask"}), ("config.json", {"is_decoder": True})],
+)
+def test_a_transformer_that_does_something_else_is_refused(tmp_path: Path, file: str, entry: dict[str, Any]) -> None:
+    write_json(write_folder(tmp_path, ["Pooling"]) / "1_Pooling" / "config.json", {})
+    MiniLM.load(tmp_path)
+    path = tmp_path / file
+    write_json(path, {**(json.loads(path.read_text()) if path.is_file() else {}), **entry})
+    with pytest.raises(Unsupported, match=next(iter(entry))):
+        MiniLM.load(tmp_path)
+
+
 def test_a_text_without_a_token_is_refused(tmp_path: Path) -> None:
     write_folder(tmp_path)
     plain = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
