@@ -12,7 +12,10 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-__all__ = ["SYSTEM_CLOCK", "Clock", "SystemClock"]
+__all__ = ["SYSTEM_CLOCK", "TIMER_SLACK", "Clock", "SystemClock"]
+
+TIMER_SLACK = 0.002
+"""Seconds. A loop whose timers count milliseconds may cancel at a deadline so much before it."""
 
 
 class Clock(Protocol):

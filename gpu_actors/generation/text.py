@@ -9,6 +9,7 @@ import anyio
 import numpy as np
 from numpy.typing import NDArray
 
+from gpu_actors.clock import TIMER_SLACK
 from gpu_actors.errors import DeadlineExceeded, GpuActorsError
 from gpu_actors.generation.batch import Text
 from gpu_actors.generation.meter import EngineMeter
@@ -22,8 +23,8 @@ class Generation:
 
     prompt: its tokens. made: the tokens so far. scores: of each, where the sampling asks for them. logits: of each,
     float32 (vocab,), where the engine keeps them. reason: why it ended: "stop" (the model's end of text), "length",
-    "cancelled" or "error"; "" until then. cached: rows of the prompt that other texts had computed already. asked,
-    begun, first: ``time.monotonic()`` when it was asked for, was let in, and had its first token; None before.
+    "deadline", "cancelled" or "error"; "" until then. cached: rows of the prompt that other texts had computed already.
+    asked, begun, first: ``time.monotonic()`` when it was asked for, was let in, and had its first token; None before.
     deadline: on the same clock; the text is not let in from then on.
 
     Iterating raises the `GpuActorsError` that ended it, if one did. Any number of tasks of the engine's loop may wait
@@ -64,13 +65,15 @@ class Generation:
     def cached(self) -> int:
         return self._text.cached
 
-    def cancel(self, reason: str = "cancelled") -> None:
+    def cancel(self, reason: str = "") -> None:
         """End the text, and give its pages back before the next step. Does nothing to one that has ended.
 
-        reason: "stop" for a reader that has seen what it wanted, such as a stop string.
+        reason: "stop" for a reader that has seen what it wanted, such as a stop string. By default "deadline" once that
+        has passed, and "cancelled" before.
         """
         self._text.cancelled = True
-        self.end(reason)
+        late = time.monotonic() >= self.deadline - TIMER_SLACK
+        self.end(reason or ("deadline" if late else "cancelled"))
         self._on_cancel()
 
     async def more(self, seen: int) -> bool:
@@ -138,7 +141,8 @@ class Generation:
     def end(self, reason: str, error: GpuActorsError | None = None) -> None:
         """No token follows. A text ends once: what comes later changes nothing."""
         if not self.reason:
-            self.reason, self._error = reason, error
+            self.reason = "deadline" if isinstance(error, DeadlineExceeded) else reason
+            self._error = error
             self._tell()
 
     def _tell(self) -> None:

@@ -133,7 +133,7 @@ class TestBatching:
             with pytest.raises(ga.DeadlineExceeded, match="passed in the queue"):
                 await late.tokens()
             assert len(await in_time.tokens()) == 4 or in_time.reason == "stop"
-            assert (late.begun, late.made, late.reason) == (None, [], "error")
+            assert (late.begun, late.made, late.reason) == (None, [], "deadline")
             assert sum(engine.meter.queue.counts()) == 1
             assert engine._cache.stats().sequences <= 2
 

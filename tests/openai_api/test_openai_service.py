@@ -203,6 +203,22 @@ def test_a_deadline_ends_a_stream_with_an_event_that_says_so() -> None:
         late = serving.post(COMPLETIONS, {**NEVER_ENDING, "stream": False}, X_Deadline_Ms="200")
         assert (late.status, late.json["error"]["code"]) == (504, "DeadlineExceeded")
         serving.until_idle()
+        assert serving.engine.stats.ended == {"length": 1, "deadline": 2}, "neither text was cancelled by its client"
+
+
+def test_a_text_whose_deadline_passes_before_it_is_let_in_missed_it() -> None:
+    with Serving(options=SLOW, cache_mib=1) as serving:
+
+        async def fill() -> None:
+            async with sent(serving.port, COMPLETIONS, {**NEVER_ENDING, "max_tokens": 2000}) as reader:
+                await reader.readuntil(b"data: ")
+                asked = {**NEVER_ENDING, "max_tokens": 1000}
+                late = await asyncio.to_thread(serving.post, COMPLETIONS, asked, X_Deadline_Ms="300")
+                assert (late.status, late.json["error"]["code"]) == (504, "DeadlineExceeded")
+
+        asyncio.run(fill())
+        serving.until_idle()
+        assert serving.engine.stats.ended == {"length": 1, "deadline": 1, "cancelled": 1}
 
 
 def test_a_deadline_that_passes_in_the_queue_is_504_for_a_stream_too() -> None:
