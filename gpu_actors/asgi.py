@@ -15,9 +15,9 @@ import signal
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
-from types import FrameType
-from typing import Any
+from dataclasses import dataclass, field
+from types import FrameType, MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import anyio.to_thread
 
@@ -32,6 +32,7 @@ from gpu_actors.serving.guard import KEY, Exchange, Guard
 from gpu_actors.serving.leaving import leave_slowly
 from gpu_actors.serving.probes import Answer, Probes
 from gpu_actors.serving.problems import problem
+from gpu_actors.serving.traffic import STATE, Traffic
 from gpu_actors.status.board import StatusBoard
 from gpu_actors.validation.fields import expect, integer, real
 
@@ -43,6 +44,9 @@ try:
     from gpu_actors.status.endpoints import page_routes
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(missing(error, "asgi"), name=error.name) from None
+
+if TYPE_CHECKING:
+    from gpu_actors.runtime.meter import Histogram
 
 __all__ = [
     "Bodies",
@@ -59,8 +63,6 @@ __all__ = [
 
 logger: logging.Logger = logging.getLogger("gpu_actors")
 
-STATE = "gpu_actors"
-
 _NOT_OPEN = "the application's lifespan has not opened a context: give the application lifespan=asgi.lifespan(...)"
 
 Prepared = Mapping[str, Any] | None
@@ -72,7 +74,7 @@ Lifespan = Callable[[Any], AbstractAsyncContextManager[dict[str, Any]]]
 class Service:
     """What an application's `lifespan` has opened. admission: as it was given, or None. board: what the page shows.
 
-    pool: where ``workers`` was asked for; ``context`` is that of its first worker then.
+    pool: where ``workers`` was asked for; ``context`` is that of its first worker then. traffic: what `Guard` counts.
     """
 
     context: GpuContext
@@ -80,6 +82,7 @@ class Service:
     admission: Admission | None
     board: StatusBoard
     pool: ContextPool | None = None
+    traffic: Traffic = field(default_factory=Traffic)
 
 
 def lifespan(
@@ -91,6 +94,7 @@ def lifespan(
     probes: Probes | None = None,
     leave_seconds: float = 2.0,
     shown: Sequence[Callable[[], Mapping[str, float]]] = (),
+    timed: Mapping[str, Callable[[], Histogram | None]] = MappingProxyType({}),
     workers: int = 0,
 ) -> Lifespan:
     """The lifespan of an application that owns a context: ``Starlette(lifespan=lifespan("cuda"))``, FastAPI likewise.
@@ -110,6 +114,8 @@ def lifespan(
         found as ``service(request).pool``. ``prepare`` is given the pool in place of a context. The application is
         ready while one worker is; the page shows them all.
     shown: functions that give numbers by name, for the page. A thread calls them twice a second.
+    timed: functions that give histograms of seconds, such as the time until a first token, by the names under which the
+        page shows them over time. Called as ``shown`` is; None while there is nothing to tell.
 
     Each application takes a call of its own. Raises `InvalidRequest` for a ``leave_seconds`` that is not >= 0; entering
     raises what `open_context`, `GpuContext.probe` and ``prepare`` raise.
@@ -138,15 +144,17 @@ def lifespan(
             for one in contexts.values():
                 if not any(stats.launched for stats in one.stats().values()):
                     await one.probe()
-            answering.watch(context if pool is None else contexts, admission)
+            traffic = Traffic()
+            answering.watch(context if pool is None else contexts, admission, traffic)
             board = StatusBoard()
+            board.show_traffic(traffic, timed)
             if admission is not None:
                 board.show(lambda: _places(admission))
             for numbers in shown:
                 board.show(numbers)
             await anyio.to_thread.run_sync(board.watch, context if pool is None else contexts, answering.readiness)
             stack.callback(board.close)
-            found = Service(context, answering, admission, board, pool)
+            found = Service(context, answering, admission, board, pool, traffic)
             logger.info("ready on %s, probes on port %s", context.info.name, answering.port)
             kept = getattr(app, "state", None)
             with leave_slowly(answering, leave_seconds), _ended_by_interrupt(board):

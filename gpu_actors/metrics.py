@@ -22,7 +22,7 @@ from gpu_actors.runtime.meter import Histogram
 if TYPE_CHECKING:
     from gpu_actors.context import GpuContext
 
-__all__ = ["ContextCollector", "WorkersCollector"]
+__all__ = ["ContextCollector", "WorkersCollector", "add_histogram"]
 
 _OUTCOMES = ("completed", "failed", "cancelled")
 
@@ -125,14 +125,14 @@ class ContextCollector(Collector):
             meter = mailbox.measure(self._context._children.clock)
             with mailbox.lock:
                 for outcome in _OUTCOMES:
-                    _add(latency, [actor, outcome], meter.latency[outcome])
-                _add(queue, [actor], meter.queue)
-                _add(launch, [actor], meter.launch)
-                _add(batch, [actor], meter.batch)
+                    add_histogram(latency, [actor, outcome], meter.latency[outcome])
+                add_histogram(queue, [actor], meter.queue)
+                add_histogram(launch, [actor], meter.launch)
+                add_histogram(batch, [actor], meter.batch)
         compile = HistogramMetricFamily("gpu_actors_compile_seconds", "Compilations of kernels")
         yield from (latency, queue, launch, batch)
         with contextlib.suppress(GpuActorsError):
-            _add(compile, [], self._context._children.cells["nvrtc"].shared.compile_seconds)
+            add_histogram(compile, [], self._context._children.cells["nvrtc"].shared.compile_seconds)
             yield compile
 
     def _health(self) -> Iterator[Metric]:
@@ -160,7 +160,8 @@ class ContextCollector(Collector):
         yield from (ready, state, generation, oldest)
 
 
-def _add(family: HistogramMetricFamily, labels: list[str], histogram: Histogram) -> None:
+def add_histogram(family: HistogramMetricFamily, labels: list[str], histogram: Histogram) -> None:
+    """Add a sample of these values of the labels."""
     bounds = [str(float(bound)) for bound in histogram.bounds]
     buckets = list(zip([*bounds, "+Inf"], histogram.cumulative(), strict=True))
     family.add_metric(labels, buckets, sum_value=histogram.total)

@@ -32,6 +32,7 @@ except ModuleNotFoundError as error:
 if TYPE_CHECKING:
     from gpu_actors.context import GpuContext
     from gpu_actors.distributed import ContextPool
+    from gpu_actors.runtime.meter import Histogram
 
 __all__ = ["create_app"]
 
@@ -74,6 +75,10 @@ def create_app(settings: ServeSettings | None = None) -> Starlette:
             probes=probes,
             leave_seconds=settings.leave_seconds,
             shown=[lambda: _texts(state)],
+            timed={
+                "time in the queue": lambda: _times(state, "queue"),
+                "time to the first token": lambda: _times(state, "first"),
+            },
             workers=settings.workers,
         ),
         routes=[
@@ -109,6 +114,12 @@ def _texts(state: State) -> dict[str, float]:
         "tokens": engine.stats.tokens,
         "prompt rows from the cache": engine.stats.cached,
     }
+
+
+def _times(state: State, name: str) -> Histogram | None:
+    generator = state.models.generator
+    found: Histogram | None = None if generator is None else getattr(generator.engine.meter, name)
+    return found
 
 
 def _failure(state: State) -> str:

@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from gpu_actors.errors import GpuActorsError
+from gpu_actors.metrics import add_histogram
 from gpu_actors.runtime.meter import Histogram
 
 if TYPE_CHECKING:
@@ -84,7 +85,5 @@ def _engine(engine: Engine | Engines) -> Iterator[Metric]:
 
 def _histogram(name: str, said: str, histogram: Histogram) -> Metric:
     family = HistogramMetricFamily(name, said)
-    bounds = [str(float(bound)) for bound in histogram.bounds]
-    buckets = list(zip([*bounds, "+Inf"], histogram.cumulative(), strict=True))
-    family.add_metric([], buckets, sum_value=histogram.total)
+    add_histogram(family, [], histogram)
     return family

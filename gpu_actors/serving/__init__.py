@@ -14,6 +14,7 @@ from gpu_actors.serving.guard import Exchange, Guard
 from gpu_actors.serving.leaving import leave_slowly
 from gpu_actors.serving.probes import EXIT_CODE, Answer, Probes
 from gpu_actors.serving.problems import NotFound, Problem, problem
+from gpu_actors.serving.traffic import RouteCounts, Traffic
 
 __all__ = [
     "EXIT_CODE",
@@ -28,7 +29,9 @@ __all__ = [
     "NotFound",
     "Probes",
     "Problem",
+    "RouteCounts",
     "TooManyBodies",
+    "Traffic",
     "leave_slowly",
     "problem",
 ]

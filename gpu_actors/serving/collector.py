@@ -1,15 +1,17 @@
-"""Prometheus metrics of an `Admission`, read at each scrape. Needs the ``metrics`` extra."""
+"""Prometheus metrics of an `Admission` and of `Traffic`, read at each scrape. Needs the ``metrics`` extra."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from gpu_actors.metrics import add_histogram
 from gpu_actors.serving.admission import Admission
+from gpu_actors.serving.traffic import Traffic
 
-__all__ = ["AdmissionCollector"]
+__all__ = ["AdmissionCollector", "TrafficCollector"]
 
 
 class AdmissionCollector(Collector):
@@ -32,3 +34,26 @@ class AdmissionCollector(Collector):
         requests.add_metric(["admitted"], stats.admitted)
         requests.add_metric(["refused"], stats.refused)
         yield requests
+
+
+class TrafficCollector(Collector):
+    """A collector of the answers to clients. Probes and the page are not counted.
+
+    gpu_actors_http_answers_total {route, status}; gpu_actors_http_outcomes_total {route, outcome}, as `RouteCounts`
+    names them: "deadline" counts the misses; gpu_actors_http_seconds {route}, a histogram.
+    """
+
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic = traffic
+
+    def collect(self) -> Iterator[Metric]:
+        answers = CounterMetricFamily("gpu_actors_http_answers", "Answers to clients", labels=["route", "status"])
+        outcomes = CounterMetricFamily("gpu_actors_http_outcomes", "Ends of requests", labels=["route", "outcome"])
+        seconds = HistogramMetricFamily("gpu_actors_http_seconds", "From arrival to the end", labels=["route"])
+        for route, counts in self._traffic.routes().items():
+            for status, count in sorted(counts.statuses.items()):
+                answers.add_metric([route, str(status)], count)
+            for outcome, count in counts.outcomes.items():
+                outcomes.add_metric([route, outcome], count)
+            add_histogram(seconds, [route], counts.seconds)
+        yield from (answers, outcomes, seconds)

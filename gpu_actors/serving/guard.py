@@ -24,6 +24,7 @@ import anyio
 from gpu_actors.errors import DeadlineExceeded, GpuActorsError, InvalidRequest
 from gpu_actors.serving.bodies import Bodies, BodyTooLarge, BodyTooSlow, TooManyBodies
 from gpu_actors.serving.problems import Problem, own_error, problem
+from gpu_actors.serving.traffic import Traffic, route_of, traffic_of
 from gpu_actors.tracing.events import log_record
 from gpu_actors.validation.fields import expect, real
 
@@ -62,6 +63,7 @@ class Guard:
       in application/problem+json (RFC 9457). Any other exception is answered with a 500 that says nothing of it, and
       raised for the server to log; not where the application is in debug mode or has a handler for it. An error after
       the first byte of the answer is raised, so that the server closes the connection.
+    - Answers are counted by route, but for those of probes and of the page.
     - Each answer has an X-Request-Id, the client's own where it is a plain name. The logger "gpu_actors.access" gets a
       line for each, at level INFO, and DEBUG for probes and refusals by 429. Its record has request_id, method, path,
       status, milliseconds and the handler's notes; of these ``error`` names the error that was answered, and ``gone``
@@ -72,6 +74,7 @@ class Guard:
     bodies: the bounds on bodies. Default: ``Bodies()``.
     spell: makes the body of an error in another form, from its `Problem` and the exchange: the bytes and their media
         type, or None for problem+json.
+    traffic: where answers are counted. None: where `gpu_actors.asgi.lifespan` says, which shows them.
 
     Other scopes than HTTP pass untouched, and so does HTTP behind a second guard. Raises `InvalidRequest` for a time
     that is not over 0.
@@ -85,9 +88,11 @@ class Guard:
         longest_timeout: float = 300.0,
         bodies: Bodies | None = None,
         spell: Spelling | None = None,
+        traffic: Traffic | None = None,
     ) -> None:
         self.app = app
         self.spell = spell
+        self.traffic = traffic
         self.default_timeout = None if default_timeout is None else _over_0("default_timeout", default_timeout)
         self.longest_timeout = _over_0("longest_timeout", longest_timeout)
         self.bodies: Bodies = bodies if bodies is not None else Bodies()
@@ -125,6 +130,7 @@ class Exchange:
         self._asked = self._complete = False
         self._status = 0
         self._answered = self._gone = False
+        self._ended: float | None = None
         self._refusal: GpuActorsError | None = None
 
     @property
@@ -148,6 +154,7 @@ class Exchange:
             await self._settle(error)
         finally:
             self._guard.bodies.let_go(self._held_bytes)
+            self._count()
             self._log()
 
     async def _handle(self) -> None:
@@ -250,6 +257,7 @@ class Exchange:
             message = {**message, "headers": headers}
         elif kind == "http.response.pathsend" or (kind == "http.response.body" and not message.get("more_body", False)):
             self._answered = True
+            self._ended = time.monotonic()
         await self._send(message)
         if self._answered:  # only now: a server waits here for a client that does not read
             self._run.deadline = math.inf
@@ -295,6 +303,27 @@ class Exchange:
                 message = await self._receive()
                 self._complete = not message.get("more_body", False)
         return self._complete
+
+    def _count(self) -> None:
+        traffic = self._guard.traffic or traffic_of(self._scope)
+        if traffic is not None and not self.quiet:
+            ended = self._ended or time.monotonic()
+            # Where none was sent the server answers by itself, with a 500 or by closing the connection.
+            status = self._status or (_GONE if self._gone else 500)
+            traffic.count(route_of(self._scope), status, self._outcome(status, ended), ended - self.started)
+
+    def _outcome(self, status: int, ended: float) -> str:
+        late = self.deadline is not None and ended >= self.deadline and status != 408
+        error = self.notes.get("error", "")
+        if late or status == 504 or error == DeadlineExceeded.__name__:
+            return "deadline"
+        if self._gone and not self._answered:
+            return "gone"
+        if status == 429:
+            return "refused"
+        if 400 <= status < 500:
+            return "invalid"
+        return "failed" if status >= 500 or error or not self._answered else "answered"
 
     def _log(self) -> None:
         status = self._status or (_GONE if self._gone else 0)

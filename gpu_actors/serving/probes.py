@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from gpu_actors.context import GpuContext
     from gpu_actors.serving.admission import Admission
+    from gpu_actors.serving.traffic import Traffic
 
 __all__ = ["EXIT_CODE", "Answer", "Probes"]
 
@@ -132,8 +133,13 @@ class Probes:
         assert self._beating is not None
         self._beating.cancel()
 
-    def watch(self, context: GpuContext | Mapping[str, GpuContext], admission: Admission | None = None) -> None:
-        """Answer about this context from now on, and show what the admission does in /metrics.
+    def watch(
+        self,
+        context: GpuContext | Mapping[str, GpuContext],
+        admission: Admission | None = None,
+        traffic: Traffic | None = None,
+    ) -> None:
+        """Answer about this context from now on, and show in /metrics what the admission does and the traffic counts.
 
         context: or several workers by name. They are alive while one of them has not failed, and ready while one of
         them is; /readyz says "degraded" unless all of them are well, and how each is. Each sample of theirs in
@@ -147,7 +153,7 @@ class Probes:
             from prometheus_client import CollectorRegistry
 
             from gpu_actors.metrics import ContextCollector, WorkersCollector
-            from gpu_actors.serving.collector import AdmissionCollector
+            from gpu_actors.serving.collector import AdmissionCollector, TrafficCollector
         except ImportError:
             self._registry = None
         else:
@@ -155,6 +161,8 @@ class Probes:
             self._registry.register(WorkersCollector(workers) if several else ContextCollector(workers[""]))
             if admission is not None:
                 self._registry.register(AdmissionCollector(admission))
+            if traffic is not None:
+                self._registry.register(TrafficCollector(traffic))
             for collector in self._collectors:
                 self._registry.register(collector)
         self._proofs = {name: Proof(one, self.proof_seconds) for name, one in workers.items()}

@@ -18,10 +18,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from gpu_actors._version import __version__
 from gpu_actors.serving.verdict import Verdict, verdict_of, verdict_of_workers
+from gpu_actors.status.clients import Clients, Times
 from gpu_actors.status.happenings import Happenings
 from gpu_actors.status.history import SLOT
 from gpu_actors.status.looker import Looker, note_state
@@ -30,6 +32,7 @@ from gpu_actors.validation.fields import expect
 
 if TYPE_CHECKING:
     from gpu_actors.context import GpuContext
+    from gpu_actors.serving.traffic import Traffic
 
 __all__ = ["StatusBoard", "Viewer"]
 
@@ -68,6 +71,7 @@ class StatusBoard:
         self.happenings: Happenings = Happenings(capacity)
         self._period = period
         self._numbers: list[Numbers] = []
+        self._clients: Clients | None = None
         self._viewers: list[Viewer] = []
         self._lock = threading.Lock()
         self._turn = threading.Event()
@@ -90,7 +94,7 @@ class StatusBoard:
         contexts: Mapping[str, GpuContext] = context if isinstance(context, Mapping) else {"": context}
         named = bool(contexts) and not (isinstance(context, Mapping) and "" in contexts)
         expect(named, "context", context, "must be a context, or at least one worker by name")
-        self._looks = _Looks(contexts, verdict, self.happenings, self._numbers)
+        self._looks = _Looks(contexts, verdict, self.happenings, self._numbers, self._clients)
         self._unwatch = [
             one._children.trace.watch(functools.partial(self._noted, name)) for name, one in contexts.items()
         ]
@@ -101,6 +105,13 @@ class StatusBoard:
     def show(self, numbers: Numbers) -> None:
         """Show these numbers by their names too. Called on the board's thread at each look, so it must not block."""
         self._numbers.append(numbers)
+
+    def show_traffic(self, traffic: Traffic, timed: Times = MappingProxyType({})) -> None:
+        """Show how clients are answered, before anything else, from the next `watch` on.
+
+        timed: functions that give histograms of seconds by name, or None; called as those of `show` are.
+        """
+        self._clients = Clients(traffic, timed)
 
     def end_streams(self) -> None:
         """Have every viewer's stream end, as a server waits for them before it stops. From any thread."""
@@ -193,11 +204,13 @@ class _Looks:
         verdict: Tell | None,
         happenings: Happenings,
         numbers: list[Numbers],
+        clients: Clients | None,
     ) -> None:
         self._contexts = contexts
         self._verdict = verdict
         self._happenings = happenings
         self._numbers = numbers
+        self._clients = clients
         self._lookers = {name: Looker(context, happenings, name) for name, context in contexts.items()}
         self._lock = threading.Lock()
         self._began = time.time()
@@ -208,8 +221,12 @@ class _Looks:
         with self._lock:
             told = self._told()
             common = {"version": __version__, "pid": os.getpid(), "time": time.time(), "since": self._began}
+            common |= {
+                "numbers": self._counted(),
+                "clients": self._clients.look() if self._clients is not None else None,
+            }
             if "" in self._lookers:
-                return self._lookers[""].look(told) | common | {"numbers": self._counted()}
+                return self._lookers[""].look(told) | common
             workers = []
             for name, looker in self._lookers.items():
                 found = looker.look(told["workers"][name])
@@ -219,7 +236,7 @@ class _Looks:
                 fields = {"state": verdict["state"], "before": self._state, "reason": verdict["reason"] or None}
                 note_state(self._happenings, fields)
             self._state = verdict["state"]
-            return common | {"verdict": verdict, "workers": workers, "numbers": self._counted()}
+            return common | {"verdict": verdict, "workers": workers}
 
     def _told(self) -> Mapping[str, Any]:
         if self._verdict is not None:

@@ -204,6 +204,8 @@ def test_a_deadline_ends_a_stream_with_an_event_that_says_so() -> None:
         assert (late.status, late.json["error"]["code"]) == (504, "DeadlineExceeded")
         serving.until_idle()
         assert serving.engine.stats.ended == {"length": 1, "deadline": 2}, "neither text was cancelled by its client"
+        eventually(lambda: serving.traffic.routes()[COMPLETIONS].statuses == {200: 1, 504: 1})
+        assert serving.traffic.routes()[COMPLETIONS].outcomes["deadline"] == 2
 
 
 def test_a_text_whose_deadline_passes_before_it_is_let_in_missed_it() -> None:

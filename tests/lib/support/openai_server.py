@@ -14,6 +14,7 @@ from support.service import eventually
 import gpu_actors as ga
 from gpu_actors.openai_api import ServeSettings, create_app
 from gpu_actors.openai_api.state import State
+from gpu_actors.serving import Traffic
 
 MOCK = ga.ContextOptions(mock=ga.MockOptions(dtype="float32"))
 HELLO = {"model": "tiny", "prompt": "hello", "max_tokens": 8, "temperature": 0}
@@ -34,6 +35,12 @@ class Serving(Served):
     def engine(self) -> Any:
         assert self.state.models.generator is not None
         return self.state.models.generator.engine
+
+    @property
+    def traffic(self) -> Traffic:
+        app: Any = self.server.config.app
+        traffic: Traffic = app.state.gpu_actors.traffic
+        return traffic
 
     def post(self, path: str, content: Any, **headers: str) -> Answered:
         body = content if isinstance(content, bytes) else json.dumps(content)

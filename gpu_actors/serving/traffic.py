@@ -1,0 +1,95 @@
+"""Traffic: the answers to clients, counted by route."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gpu_actors.runtime.meter import SECONDS, Histogram
+
+__all__ = ["OTHER", "OUTCOMES", "STATE", "RouteCounts", "Traffic", "route_of", "traffic_of"]
+
+OUTCOMES = ("answered", "invalid", "refused", "deadline", "failed", "gone")
+
+OTHER = "other"
+"""The route of requests that met none, and of those beyond the bound on routes."""
+
+_MOST_ROUTES = 64
+
+STATE = "gpu_actors"
+"""Where the state of an application's lifespan, which the scope of each request holds, has the service."""
+
+
+@dataclass(slots=True)
+class RouteCounts:
+    """Answers of one route. statuses: by HTTP status; 499 where the client hung up before one was sent.
+
+    outcomes: "answered"; "invalid", a 4xx that is the request's own fault; "refused", a 429; "deadline", an answer that
+    was not whole by its deadline, whatever its status; "failed", a 5xx, or an answer that broke off; "gone", a client
+    that hung up before its deadline. seconds: from the request's arrival to the end of its answer.
+    """
+
+    statuses: dict[int, int] = field(default_factory=dict)
+    outcomes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(OUTCOMES, 0))
+    seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS))
+
+
+class Traffic:
+    """Counts answers, on any thread. A route is the path of a route of the application, such as "/v1/models/{name}".
+
+    At most 64 routes are told apart; the rest counts as "other". `Guard` counts here; `Probes.watch` and `StatusBoard`
+    show it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._routes: dict[str, RouteCounts] = {}
+
+    def count(self, route: str, status: int, outcome: str, seconds: float) -> None:
+        """One answer. outcome: one of those that `RouteCounts` names."""
+        with self._lock:
+            if route not in self._routes and len(self._routes) >= _MOST_ROUTES:
+                route = OTHER
+            counts = self._routes.setdefault(route, RouteCounts())
+            counts.statuses[status] = counts.statuses.get(status, 0) + 1
+            counts.outcomes[outcome] += 1
+            counts.seconds.observe(seconds)
+
+    def routes(self) -> dict[str, RouteCounts]:
+        """A copy of the counts, by route."""
+        with self._lock:
+            return {
+                route: RouteCounts(dict(one.statuses), dict(one.outcomes), one.seconds.copy())
+                for route, one in sorted(self._routes.items())
+            }
+
+
+def traffic_of(scope: Mapping[str, Any]) -> Traffic | None:
+    """Where the application counts its answers, if its lifespan is that of `gpu_actors.asgi`."""
+    found: Traffic | None = getattr((scope.get("state") or {}).get(STATE), "traffic", None)
+    return found
+
+
+def route_of(scope: Mapping[str, Any]) -> str:
+    """The path of the route that answered a request, as the application wrote it. For Starlette and FastAPI."""
+    path = getattr(scope.get("route"), "path", None)
+    if path is None and "endpoint" in scope:  # a Starlette that does not say which route it took
+        path = _path_of(scope["endpoint"], getattr(scope.get("router"), "routes", ()))
+    if not isinstance(path, str):
+        return OTHER
+    prefix = (
+        str(scope.get("root_path", ""))[len(str(scope.get("app_root_path", ""))) :] if "app_root_path" in scope else ""
+    )
+    return prefix + path or "/"
+
+
+def _path_of(endpoint: Any, routes: Iterable[Any]) -> str | None:
+    for route in routes:
+        if getattr(route, "endpoint", None) is endpoint:
+            return str(route.path)
+        inner = _path_of(endpoint, getattr(route, "routes", None) or ())
+        if inner is not None:
+            return inner
+    return None
