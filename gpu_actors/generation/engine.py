@@ -33,6 +33,7 @@ from gpu_actors.generation.text import Generation
 from gpu_actors.generation.weights import Matrix
 from gpu_actors.kernels.append.variant import Rope
 from gpu_actors.tracing import host_span
+from gpu_actors.tracing.work import under, working
 from gpu_actors.validation.fields import expect, integer
 from gpu_actors.values import show
 
@@ -223,14 +224,17 @@ class Engine:
         while True:
             await self._forget(self._batcher.cancelled(), "cancelled")
             for text in self._batcher.admit():
-                await self._begin(text)
+                with under(self._generations[text].work):
+                    await self._begin(text)
             rows = self._batcher.next_rows()
             if rows is None:
                 self._bell = anyio.Event()
                 await self._bell.wait()
                 continue
+            works = [work for text in rows.texts if (work := self._generations[text].work) is not None]
             try:
-                await self._step(rows)
+                with working("step", links=works, fields={"rows": len(rows.tokens), "texts": len(rows.texts)}):
+                    await self._step(rows)
             except Exception as error:
                 # The layers of these texts no longer hold the same rows.
                 await self._forget(rows.texts, "error", _answered(error))
@@ -331,12 +335,14 @@ class Engine:
     async def _forget(self, texts: Sequence[Text], reason: str = "", error: GpuActorsError | None = None) -> None:
         """End texts, and give their pages back."""
         ended = self.stats.ended
-        for text in texts:
-            generation = self._generations.pop(text)
+        generations = [self._generations.pop(text) for text in texts]
+        for generation in generations:
             generation.end(reason, error)
             ended[generation.reason] = ended.get(generation.reason, 0) + 1
-        for text in texts:
-            for reply in [self._cache.free(sequence) for sequence in text.sequences]:
+        for text, generation in zip(texts, generations, strict=True):
+            with under(generation.work):
+                freed = [self._cache.free(sequence) for sequence in text.sequences]
+            for reply in freed:
                 try:
                     await reply
                 except GpuActorsError as failure:

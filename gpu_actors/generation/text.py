@@ -14,6 +14,7 @@ from gpu_actors.errors import DeadlineExceeded, GpuActorsError
 from gpu_actors.generation.batch import Text
 from gpu_actors.generation.meter import EngineMeter
 from gpu_actors.generation.sampling import Sampler, Sampling, TokenScores
+from gpu_actors.tracing.work import Work, begin_work
 
 __all__ = ["Generation"]
 
@@ -25,7 +26,7 @@ class Generation:
     float32 (vocab,), where the engine keeps them. reason: why it ended: "stop" (the model's end of text), "length",
     "deadline", "cancelled" or "error"; "" until then. cached: rows of the prompt that other texts had computed already.
     asked, begun, first: ``time.monotonic()`` when it was asked for, was let in, and had its first token; None before.
-    deadline: on the same clock; the text is not let in from then on.
+    deadline: on the same clock; the text is not let in from then on. work: its span, where a trace is kept.
 
     Iterating raises the `GpuActorsError` that ended it, if one did. Any number of tasks of the engine's loop may wait
     for one text.
@@ -60,6 +61,7 @@ class Generation:
         self._on_cancel = on_cancel
         self._error: GpuActorsError | None = None
         self._news = anyio.Event()
+        self.work: Work | None = begin_work("texts", "text", started=asked, fields={"prompt_tokens": len(self.prompt)})
 
     @property
     def cached(self) -> int:
@@ -144,6 +146,18 @@ class Generation:
             self.reason = "deadline" if isinstance(error, DeadlineExceeded) else reason
             self._error = error
             self._tell()
+            if self.work is not None:
+                self._end_work(self.work)
+
+    def _end_work(self, work: Work) -> None:
+        now = time.monotonic()
+        work.part("queue", self.asked, self.begun or now)
+        if self.begun is not None:
+            work.part("prefill", self.begun, self.first or now, {"rows": len(self.prompt) - self.cached})
+        if self.first is not None:
+            work.part("decode", self.first, now, {"tokens": len(self.made)})
+        counts = {"cached_tokens": self.cached, "completion_tokens": len(self.made), "reason": self.reason}
+        work.end(counts, error=self._error or (self.reason if self.reason == "deadline" else None))
 
     def _tell(self) -> None:
         self._news.set()

@@ -172,7 +172,8 @@ def _bounded_protocol() -> Any:
 class JsonLines(logging.Formatter):
     """A log record as a line of JSON: time (seconds since 1970), level, logger, message, and the fields of the record.
 
-    A line of the access log has request_id, method, path, status, milliseconds, and the counts of the request.
+    A line of the access log has request_id, trace_id where there is a trace, method, path, status, milliseconds, and
+    the counts of the request.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -183,7 +184,8 @@ class JsonLines(logging.Formatter):
         }
         fields = record.__dict__
         if "request_id" in fields:
-            line |= {name: fields[name] for name in ("request_id", "method", "path", "status") if name in fields}
+            named = ("request_id", "trace_id", "method", "path", "status")
+            line |= {name: fields[name] for name in named if name in fields}
             line["milliseconds"] = round(fields.get("milliseconds", 0.0), 1)
             line |= fields.get("notes", {})
         else:

@@ -26,6 +26,7 @@ from gpu_actors.serving.bodies import Bodies, BodyTooLarge, BodyTooSlow, TooMany
 from gpu_actors.serving.problems import Problem, own_error, problem
 from gpu_actors.serving.traffic import Traffic, route_of, traffic_of
 from gpu_actors.tracing.events import log_record
+from gpu_actors.tracing.work import Work, active, begin_work, under
 from gpu_actors.validation.fields import expect, real
 
 __all__ = ["Exchange", "Guard"]
@@ -64,10 +65,12 @@ class Guard:
       raised for the server to log; not where the application is in debug mode or has a handler for it. An error after
       the first byte of the answer is raised, so that the server closes the connection.
     - Answers are counted by route, but for those of probes and of the page.
+    - Each request is a span of open trace files and of OpenTelemetry, under the client's traceparent. What the handler
+      asks for lies below it.
     - Each answer has an X-Request-Id, the client's own where it is a plain name. The logger "gpu_actors.access" gets a
       line for each, at level INFO, and DEBUG for probes and refusals by 429. Its record has request_id, method, path,
-      status, milliseconds and the handler's notes; of these ``error`` names the error that was answered, and ``gone``
-      says that the client hung up before the end.
+      status, milliseconds, trace_id where there is a trace, and the handler's notes; of these ``error`` names the error
+      that was answered, and ``gone`` says that the client hung up before the end.
 
     default_timeout: seconds for a request without the header. None: no limit.
     longest_timeout: seconds that a client may ask for at most.
@@ -108,7 +111,8 @@ class Exchange:
     """One request and its answer. Found in the ASGI scope under ``gpu_actors.exchange``.
 
     started, deadline: absolute ``time.monotonic()`` seconds; no deadline is None. request_id: of the answer's
-    X-Request-Id. path: of the request. quiet: whether the answer is worth no line of the log at level INFO. notes: what
+    X-Request-Id. trace_id: 32 hexadecimal digits, of OpenTelemetry's trace or of the client's traceparent, or empty.
+    path: of the request. quiet: whether the answer is worth no line of the log at level INFO. notes: what
     a handler wants that line to say too, by name.
     """
 
@@ -123,6 +127,8 @@ class Exchange:
         self._receive = receive
         self._send = send
         self.started: float = time.monotonic()
+        self._work = self._begin_work()
+        self.trace_id: str = (self._work.trace_id if self._work is not None else "") or _trace_id(scope)
         self._run = anyio.CancelScope()
         self._ahead: deque[Message] = deque()
         self._ahead_bytes = self._held_bytes = 0
@@ -132,6 +138,10 @@ class Exchange:
         self._answered = self._gone = False
         self._ended: float | None = None
         self._refusal: GpuActorsError | None = None
+
+    @property
+    def _method(self) -> str:
+        return str(self._scope.get("method", ""))
 
     @property
     def path(self) -> str:
@@ -168,7 +178,7 @@ class Exchange:
             self._run.deadline = anyio.current_time() + timeout
         watcher = asyncio.create_task(self._watch())
         try:
-            with self._run:
+            with self._run, under(self._work):
                 await guard.app(scope, self._receive_ahead, self._send_on)
         finally:
             watcher.cancel()
@@ -304,13 +314,39 @@ class Exchange:
                 self._complete = not message.get("more_body", False)
         return self._complete
 
+    def _begin_work(self) -> Work | None:
+        if not active():
+            return None
+        fields = {"request_id": self.request_id, "http.request.method": self._method, "url.path": self.path}
+        headers = {name: _decoded(self._scope, name) for name in ("traceparent", "tracestate", "baggage")}
+        return begin_work(
+            "requests",
+            self._method,
+            label=self.request_id,
+            started=self.started,
+            headers={name: values for name, values in headers.items() if values},
+            server=True,
+            fields=fields,
+        )
+
     def _count(self) -> None:
+        """Count the answer, and end its span."""
         traffic = self._guard.traffic or traffic_of(self._scope)
-        if traffic is not None and not self.quiet:
-            ended = self._ended or time.monotonic()
-            # Where none was sent the server answers by itself, with a 500 or by closing the connection.
-            status = self._status or (_GONE if self._gone else 500)
-            traffic.count(route_of(self._scope), status, self._outcome(status, ended), ended - self.started)
+        if self.quiet or (traffic is None and self._work is None):
+            return
+        ended = self._ended or time.monotonic()
+        # Where none was sent the server answers by itself, with a 500 or by closing the connection.
+        status = self._status or (_GONE if self._gone else 500)
+        route, outcome = route_of(self._scope), self._outcome(status, ended)
+        if traffic is not None:
+            traffic.count(route, status, outcome, ended - self.started)
+        if self._work is not None:
+            failed = outcome in ("failed", "deadline")
+            self._work.end(
+                {"http.route": route, "http.response.status_code": status, "outcome": outcome},
+                name=f"{self._method} {route}",
+                error=str(self.notes.get("error", outcome)) if failed else None,
+            )
 
     def _outcome(self, status: int, ended: float) -> str:
         late = self.deadline is not None and ended >= self.deadline and status != 408
@@ -335,7 +371,7 @@ class Exchange:
         # /metrics counts refusals; a log line for each would be a large part of their cost.
         level = logging.DEBUG if self.quiet or status == 429 else logging.INFO
         if access.isEnabledFor(level):
-            method, path = self._scope.get("method", ""), quote(self.path)[:200]
+            method, path = self._method, quote(self.path)[:200]
             attributes = {
                 "request_id": self.request_id,
                 "method": method,
@@ -346,6 +382,9 @@ class Exchange:
             }
             line = "%s %s %s %d %.1f ms%s"
             notes = "".join(f" {name}={value}" for name, value in self.notes.items())
+            if self.trace_id:
+                attributes["trace_id"] = self.trace_id
+                notes = f" trace_id={self.trace_id}{notes}"
             values = (self.request_id, method, path, status, milliseconds, notes)
             log_record(access, level, line, values, attributes)
 
@@ -362,6 +401,17 @@ def _over_0(name: str, seconds: float) -> float:
 
 def _header(scope: MutableMapping[str, Any], name: bytes) -> list[bytes]:
     return [bytes(value) for key, value in scope.get("headers", ()) if bytes(key).lower() == name]
+
+
+def _decoded(scope: MutableMapping[str, Any], name: str) -> list[str]:
+    return [value.decode("latin-1") for value in _header(scope, name.encode())]
+
+
+def _trace_id(scope: MutableMapping[str, Any]) -> str:
+    """The client's trace, by the W3C's Trace Context."""
+    given = ",".join(_decoded(scope, "traceparent"))
+    found = re.fullmatch(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.*)?", given)
+    return "" if found is None or (given.startswith("00") and found[2]) else found[1]
 
 
 def _request_id(scope: MutableMapping[str, Any]) -> str:

@@ -21,7 +21,7 @@ from gpu_actors.errors import InvalidRequest
 from gpu_actors.loop import refuse_on_loop
 from gpu_actors.tracing.events import TraceEvent
 from gpu_actors.tracing.host import add_sink, remove_sink
-from gpu_actors.tracing.recorder import ACTORS, THREADS, Record, Recorder, row_names
+from gpu_actors.tracing.recorder import ACTORS, SERVICE, THREADS, Record, Recorder, row_names
 
 __all__ = ["ChromeTrace"]
 
@@ -71,6 +71,7 @@ class ChromeTrace(Recorder):
             spans, begun = list(self._spans), list(self._open.values())
             rows = [(ACTORS, row, name) for name, row in self._tracks.items()]
             rows += [(THREADS, row, name) for (_, name), row in self._threads.items()]
+            rows += [(SERVICE, row, name) for name, row in self._kinds.items()]
             last, dropped = self._last, self.dropped
         spans += [_Span(begin, last, begin["args"]) for begin in begun]
         _replace(self.path, _document(spans, rows, dropped))

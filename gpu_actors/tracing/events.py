@@ -1,6 +1,7 @@
 """Trace events and where they go.
 
-    request.accepted    a request entered an actor's mailbox          fields: actor, request, message
+    request.accepted    a request entered an actor's mailbox          fields: actor, request, message, under: the
+                                                                      step or client's request that it is a part of
     request.compiling   it waits for a kernel variant                 + key
     request.launched    it was handed to the device                   + key, kernel (names, or "oracle" on mock)
     launch.cascade      sequences of a launch over a KvCache share    fields: actor, taken, reason, groups, sequences,

@@ -17,14 +17,17 @@ from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, NamedTuple
 
-__all__ = ["HostSpan", "Sink", "add_sink", "host_span", "remove_sink"]
+__all__ = ["HostSpan", "Sink", "active", "add_sink", "hand_out", "host_span", "remove_sink"]
 
 
 logger: logging.Logger = logging.getLogger("gpu_actors.trace")
 
 
 class HostSpan(NamedTuple):
-    """A span that has ended. begin, end: ``time.monotonic_ns``. thread: its number. thread_name: its name then."""
+    """A span that has ended. begin, end: ``time.monotonic_ns``. thread: its number. thread_name: its name then.
+
+    Work that no thread does by itself, such as a client's request, has the thread 0 and its kind as the name.
+    """
 
     name: str
     begin: int
@@ -44,6 +47,20 @@ def host_span(name: str, **fields: Any) -> AbstractContextManager[None]:
     """A span of the calling thread, from entering to leaving, with these fields. For open `ChromeTrace` and
     `StreamedTrace` files; without one it is a context manager that does nothing."""
     return _Span(name, fields) if _sinks else _NOTHING
+
+
+def active() -> bool:
+    """Whether a trace file is open."""
+    return bool(_sinks)
+
+
+def hand_out(span: HostSpan) -> None:
+    """Give a span that has ended to each open file."""
+    for sink in _sinks:
+        try:
+            sink(span)
+        except Exception:  # the work that was measured goes on
+            logger.exception("the span %s could not be recorded", span.name)
 
 
 def add_sink(sink: Sink) -> None:
@@ -76,11 +93,7 @@ class _Span:
         thread = threading.current_thread()
         fields = self._fields if error is None else self._fields | {"error": type(error).__name__}
         span = HostSpan(self._name, self._begin, end, thread.native_id or 0, thread.name, fields)
-        for sink in _sinks:
-            try:
-                sink(span)
-            except Exception:  # the work that was measured goes on
-                logger.exception("the span %s could not be recorded", span.name)
+        hand_out(span)
 
 
 def _after_fork() -> None:

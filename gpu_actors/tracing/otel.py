@@ -3,29 +3,41 @@
 A request's span opens when it is accepted, under the span that was current in the caller (`current_context` is taken
 on the caller's thread and travels with the call), and closes with its answer. Waiting for a compilation and the
 launch are child spans. A compilation is a span of its own, because any number of requests may wait for it.
+`ProgramTracer` makes the spans above: of work that is no request of a context.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import sys
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gpu_actors._version import __version__
 from gpu_actors.tracing.events import Listener, TraceEvent
 
-__all__ = ["current_context", "otel_listener"]
+__all__ = ["PROGRAM_TRACER", "ProgramTracer", "current_context", "otel_listener", "provided"]
 
 
 def otel_listener() -> Listener | None:
     """A listener that makes spans, or None where OpenTelemetry is absent or no tracer provider is configured."""
-    try:
-        from opentelemetry import trace
-    except ImportError:
+    with contextlib.suppress(ImportError):
+        importlib.import_module("opentelemetry.trace")
+    if not provided():
         return None
-    if isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider | trace.NoOpTracerProvider):
-        return None
+    trace = sys.modules["opentelemetry.trace"]
     return _Spans(trace, trace.get_tracer("gpu_actors", __version__))
+
+
+def provided() -> bool:
+    """Whether the program has configured a tracer provider. Imports nothing."""
+    trace: Any = sys.modules.get("opentelemetry.trace")
+    if trace is None:
+        return False
+    return not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider | trace.NoOpTracerProvider)
 
 
 def current_context() -> Any:
@@ -33,6 +45,69 @@ def current_context() -> Any:
     from opentelemetry import context
 
     return context.get_current()
+
+
+class ProgramTracer:
+    """Spans that are no request's of a context. For programs where one is `provided`. Times are monotonic nanoseconds.
+
+    Attributes have the names of OpenTelemetry where those have a dot, and others "gpu_actors." before them.
+    """
+
+    def __init__(self) -> None:
+        self.epoch: int = time.time_ns() - time.monotonic_ns()
+
+    def start(
+        self,
+        name: str,
+        begin: int,
+        *,
+        parent: Any = None,
+        links: Sequence[Any] = (),
+        headers: Mapping[str, list[str]] | None = None,
+        server: bool = False,
+        fields: Mapping[str, Any],
+    ) -> Any:
+        """parent: a span; None: the current one, or the one that the headers name where none is current."""
+        from opentelemetry import propagate, trace
+
+        context = None if parent is None else trace.set_span_in_context(parent)
+        if headers and not trace.get_current_span().get_span_context().is_valid:
+            context = propagate.extract(headers)
+        return trace.get_tracer("gpu_actors", __version__).start_span(
+            name,
+            context=context,
+            kind=trace.SpanKind.SERVER if server else trace.SpanKind.INTERNAL,
+            attributes=_attributes(fields),
+            links=[trace.Link(span.get_span_context()) for span in links],
+            start_time=self.epoch + begin,
+        )
+
+    def end(self, span: Any, end: int, name: str, fields: Mapping[str, Any], error: BaseException | str | None) -> None:
+        from opentelemetry import trace
+
+        if name:
+            span.update_name(name)
+        span.set_attributes(_attributes(fields))
+        if error is not None:
+            span.set_status(trace.Status(trace.StatusCode.ERROR, str(error)))
+        span.end(end_time=self.epoch + end)
+
+    def current(self, span: Any) -> Any:
+        """While entered, the span is current."""
+        from opentelemetry import trace
+
+        return trace.use_span(span, record_exception=False, set_status_on_exception=False)
+
+
+PROGRAM_TRACER = ProgramTracer()
+
+
+def _attributes(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name if "." in name else f"gpu_actors.{name}": value if isinstance(value, bool | int | float) else str(value)
+        for name, value in fields.items()
+        if value is not None
+    }
 
 
 class _Spans:

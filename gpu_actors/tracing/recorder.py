@@ -1,8 +1,9 @@
 """Recorder: turns trace events and host spans into records of the Trace Event Format, for files of any kind.
 
-Two groups of rows. Group 1 has a row for each actor: requests, launches and compilations overlap freely, so each is a
+Three groups of rows. Group 1 has a row for each actor: requests, launches and compilations overlap freely, so each is a
 pair of nestable async events ("b", "e"); restarts, losses and cache events are instants ("i"). Group 2 has a row for
-each thread, with what it did beside the actors as complete events ("X"), which nest.
+each thread, with what it did beside the actors as complete events ("X"), which nest. Group 3 has the
+work that no thread does by itself, requests of clients, texts and steps, as async events again.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ __all__ = ["Record", "Recorder", "row_names"]
 
 Record = dict[str, Any]
 
-ACTORS, THREADS = 1, 2
+ACTORS, THREADS, SERVICE = 1, 2, 3
 _MOST_THREADS = 1000
-_GROUPS = {ACTORS: "actors", THREADS: "threads"}
+_GROUPS = {ACTORS: "actors", THREADS: "threads", SERVICE: "service"}
 
 
 class Recorder(ABC):
@@ -31,6 +32,8 @@ class Recorder(ABC):
         self._lock = threading.RLock()
         self._tracks: dict[str, int] = {}
         self._threads: dict[tuple[int, str], int] = {}
+        self._kinds: dict[str, int] = {}
+        self._works = 0
         self._open: dict[tuple[str, str], Record] = {}
 
     def __call__(self, event: TraceEvent) -> None:
@@ -40,6 +43,9 @@ class Recorder(ABC):
     def host_span(self, span: HostSpan) -> None:
         """Record the work of a thread. Called by `gpu_actors.tracing.host_span`."""
         with self._lock:
+            if not span.thread:
+                self._work(span)
+                return
             key = (span.thread, span.thread_name)
             if key not in self._threads and len(self._threads) >= _MOST_THREADS:
                 key = (0, "other threads")
@@ -59,6 +65,18 @@ class Recorder(ABC):
                     "args": {name: str(value) for name, value in span.fields.items()},
                 }
             )
+
+    def _work(self, span: HostSpan) -> None:
+        row = self._kinds.get(span.thread_name)
+        if row is None:
+            row = self._kinds[span.thread_name] = len(self._kinds) + 1
+            self._row_begins(SERVICE, row, span.thread_name)
+        self._works += 1
+        begin: Record = {"name": span.name, "cat": span.thread_name, "pid": SERVICE, "tid": row, "ph": "b"}
+        args = {name: str(value) for name, value in span.fields.items() if value is not None}
+        begin |= {"id": f"{span.thread_name}:{self._works}", "ts": span.begin / 1000, "args": args}
+        if self._begun(begin):
+            self._ended(begin, span.end / 1000, args)
 
     # What a kind of file does with them. Under the lock.
 
@@ -138,7 +156,8 @@ def row_names(group: int, row: int, name: str) -> list[Record]:
 
 def _args(event: TraceEvent) -> dict[str, str]:
     # As text: an error would keep its frames, and those their arrays.
-    return {key: str(value) for key, value in event.fields.items() if value is not None} | {"thread": event.thread}
+    fields = {key: str(value) for key, value in event.fields.items() if value is not None and key != "context"}
+    return fields | {"thread": event.thread}
 
 
 def _compilation(event: TraceEvent) -> str:

@@ -1,0 +1,153 @@
+"""Work: what takes many awaits and no thread of its own, a client's request, a text or a step of many texts.
+
+with working("step", links=texts, fields={"rows": 12}):
+    await cache.attend(...)  # requests of a context lie under it
+
+It becomes a span of open trace files and of OpenTelemetry. Where there is neither, that costs a microsecond.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from types import MappingProxyType
+from typing import Any
+
+from gpu_actors.tracing import host
+from gpu_actors.tracing.otel import PROGRAM_TRACER, provided
+
+__all__ = ["Work", "active", "begin_work", "current_work", "under", "working"]
+
+Fields = Mapping[str, Any]
+
+_current: ContextVar[Work | None] = ContextVar("gpu_actors_work", default=None)
+_numbers = itertools.count(1)
+_NO_FIELDS: Fields = MappingProxyType({})
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+class Work:
+    """Work that is under way. label: what other records call it. span: OpenTelemetry's, or None."""
+
+    __slots__ = ("_begin", "_fields", "_kind", "_name", "label", "span")
+
+    def __init__(self, kind: str, name: str, label: str, begin: int, fields: Fields, span: Any) -> None:
+        self.label = label
+        self.span = span
+        self._kind, self._name, self._begin, self._fields = kind, name, begin, fields
+
+    @property
+    def trace_id(self) -> str:
+        """Of OpenTelemetry's trace, 32 hexadecimal digits. Empty without one."""
+        found = 0 if self.span is None else self.span.get_span_context().trace_id
+        return f"{found:032x}" if found else ""
+
+    def part(self, name: str, begin: float, end: float, fields: Fields = _NO_FIELDS) -> None:
+        """A part of it that is over. begin, end: ``time.monotonic()`` seconds."""
+        times = _nanoseconds(begin), _nanoseconds(end)
+        if self.span is not None:
+            span = PROGRAM_TRACER.start(f"gpu_actors.{name}", times[0], parent=self.span, fields=fields)
+            span.end(end_time=PROGRAM_TRACER.epoch + times[1])
+        _hand_out(self._kind, name, *times, {**fields, "under": self.label})
+
+    def end(self, fields: Fields = _NO_FIELDS, *, name: str = "", error: BaseException | str | None = None) -> None:
+        """It is over. name: a better one, known by now. error: why it failed."""
+        now = time.monotonic_ns()
+        if self.span is not None:
+            PROGRAM_TRACER.end(self.span, now, name, fields, error)
+        failed = {} if error is None else {"error": error if isinstance(error, str) else type(error).__name__}
+        _hand_out(self._kind, name or self._name, self._begin, now, {**self._fields, **fields, **failed})
+
+
+def active() -> bool:
+    """Whether anything would see work: an open trace file, or OpenTelemetry."""
+    return host.active() or provided()
+
+
+def begin_work(
+    kind: str,
+    name: str,
+    *,
+    label: str = "",
+    started: float | None = None,
+    parent: Work | None = None,
+    links: Sequence[Work] = (),
+    headers: Mapping[str, list[str]] = MappingProxyType({}),
+    server: bool = False,
+    fields: Fields = _NO_FIELDS,
+) -> Work | None:
+    """Work that begins now, or None where nothing would see it.
+
+    kind: names its row in files. label: default: the name and a number. started: ``time.monotonic()`` seconds, before
+    now. parent: default: what is current. links: other work that this is done for. headers: of a client, by lower-case
+    name, whose traceparent is the parent where no span is current. server: whether it answers a client.
+    """
+    if not active():
+        return None
+    begin = time.monotonic_ns() if started is None else _nanoseconds(started)
+    label = label or f"{name} {next(_numbers)}"
+    above = parent or _current.get()
+    known = {**fields, "under": above.label} if above is not None else dict(fields)
+    if links:
+        known["links"] = ", ".join(one.label for one in links)
+    span = None
+    if provided():
+        span = PROGRAM_TRACER.start(
+            name if server else f"gpu_actors.{name}",
+            begin,
+            parent=None if parent is None else parent.span,
+            links=[one.span for one in links if one.span is not None],
+            headers=headers,
+            server=server,
+            fields=fields,
+        )
+    return Work(kind, name, label, begin, {"label": label, **known}, span)
+
+
+def current_work() -> Work | None:
+    """The work that the caller does a part of."""
+    return _current.get()
+
+
+def under(work: Work | None) -> AbstractContextManager[None]:
+    """While entered, this work is current, for OpenTelemetry too. None changes nothing."""
+    return _NOTHING if work is None else _under(work)
+
+
+@contextmanager
+def working(kind: str, *, links: Sequence[Work], fields: Fields) -> Iterator[None]:
+    """Work for several others, as long as this is entered: a child of the first one that is recorded, linked to all."""
+    first = next((one for one in links if one.span is not None and one.span.is_recording()), None)
+    parent = first or next(iter(links), None)
+    work = begin_work(f"{kind}s", kind, parent=parent, links=links, fields=fields) if links else None
+    try:
+        with under(work):
+            yield
+    except BaseException as error:
+        if work is not None:
+            work.end(error=error)
+        raise
+    if work is not None:
+        work.end()
+
+
+@contextmanager
+def _under(work: Work) -> Iterator[None]:
+    token = _current.set(work)
+    try:
+        with nullcontext() if work.span is None else PROGRAM_TRACER.current(work.span):
+            yield
+    finally:
+        _current.reset(token)
+
+
+def _hand_out(kind: str, name: str, begin: int, end: int, fields: Fields) -> None:
+    if host.active():
+        host.hand_out(host.HostSpan(name, begin, end, 0, kind, dict(fields)))
+
+
+def _nanoseconds(seconds: float) -> int:
+    return int(seconds * 1e9)
