@@ -77,7 +77,7 @@ def create_app(settings: ServeSettings | None = None) -> Starlette:
             shown=[lambda: _texts(state)],
             timed={
                 "time in the queue": lambda: _times(state, "queue"),
-                "time to the first token": lambda: _times(state, "first"),
+                "first token": lambda: _times(state, "first"),
             },
             workers=settings.workers,
         ),

@@ -28,11 +28,12 @@ Times = Mapping[str, Callable[[], Histogram | None]]
 
 
 class _Record(NamedTuple):
-    """outcomes: of all routes together. timed: counts by bucket, none where there is no histogram yet."""
+    """outcomes, late: of all routes together. timed: counts by bucket, none where there is no histogram yet."""
 
     time: float
     routes: dict[str, RouteCounts]
     outcomes: dict[str, int]
+    late: int
     timed: dict[str, list[int]]
 
 
@@ -50,14 +51,21 @@ class Clients:
         self._records.append(self._now())
 
     def look(self) -> dict[str, Any]:
-        """The outcomes of the last ten seconds and of the last minute, all over time, and by route."""
+        """The outcomes of the last ten seconds and of the last minute, all over time, and by route.
+
+        late: answers with 504; other misses of a deadline are streams that were cut.
+        """
         now = self._now()
         recent, minute = self._since(now, RECENT), self._since(now, WINDOWS[0])
         counts = [_outcomes(now, before) for before in (recent, minute)]
         found = {
             "state": judge(*counts),
             "recent": {"seconds": round(now.time - recent.time, 1), "outcomes": counts[0]},
-            "minute": {"seconds": round(now.time - minute.time, 1), "outcomes": counts[1]},
+            "minute": {
+                "seconds": round(now.time - minute.time, 1),
+                "outcomes": counts[1],
+                "late": now.late - minute.late,
+            },
             "timed": {name: self._spread(name, now, minute) for name in self._timed},
             "slots": [
                 {
@@ -87,7 +95,8 @@ class Clients:
             timed[name] = [] if histogram is None else histogram.counts()
         routes = self._traffic.routes()
         outcomes = {outcome: sum(one.outcomes[outcome] for one in routes.values()) for outcome in OUTCOMES}
-        return _Record(time.monotonic(), routes, outcomes, timed)
+        late = sum(one.statuses.get(504, 0) for one in routes.values())
+        return _Record(time.monotonic(), routes, outcomes, late, timed)
 
     def _spread(self, name: str, now: _Record, before: _Record) -> dict[str, Any]:
         later = now.timed[name]
@@ -110,9 +119,9 @@ def judge(recent: Mapping[str, int], minute: Mapping[str, int]) -> dict[str, str
     if not asked:
         return _state("", "", "")
     bad = [
-        (minute["deadline"], "Misses deadlines"),
         (minute["failed"], "Requests fail"),
         (minute["refused"], "Overloaded"),
+        (minute["deadline"], "Misses deadlines"),
     ]
     title = next((title for count, title in bad if count > TOLERATED * asked), "")
     if title:

@@ -136,7 +136,9 @@ class _Stream(Response):
 
     async def _texts(self, viewer: Viewer) -> AsyncIterator[bytes]:
         board = self._board
-        seen = board.latest[0]  # which may be some seconds old; a look was asked for when the viewer came
+        # The latest may be some seconds old, and a look was asked for when the viewer came. The stream of a server that
+        # leaves does not last until then.
+        seen = board.latest[0] - board.draining
         yield b"retry: 500\n\n"
         while True:
             parts: list[bytes] = []

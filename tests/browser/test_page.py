@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from support.page import kill, page_application, pool_application, service_of, worker_of
+from support.page import kill, lived, page_application, pool_application, service_of, worker_of
 from support.served import Served
 from support.service import Scripted, ask, eventually, raises
 
 import gpu_actors as ga
-from gpu_actors.status import report
+from gpu_actors.status import clients, report
 from gpu_actors.testing import FaultPlan
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
@@ -113,7 +113,7 @@ def picture(page: Any, name: str) -> None:
     if folder:
         image = Image.open(io.BytesIO(page.screenshot(full_page=True, scale="css")))
         # Few colours are enough for a page, and make a third of the bytes.
-        image.convert("RGB").quantize(48).save(Path(folder) / f"{name}.png", optimize=True)
+        image.convert("RGB").quantize(64).save(Path(folder) / f"{name}.png", optimize=True)
 
 
 def work(context: ga.GpuContext, requests: int = 40) -> None:
@@ -146,6 +146,7 @@ def test_the_tree_changes_when_a_child_is_restarted(visit: Callable[..., Any], s
         with opened_cache(context, 96) as cache:
             elsewhere(filled, cache)
             elsewhere(work, context)
+            lived(app)
             row = '#actors > li[data-key="scripted"]'
             assert "restart" not in page.inner_text(f"{row} summary")
             page.click(f"{row} summary")
@@ -204,7 +205,7 @@ def test_a_lost_context_is_seen_within_a_second(visit: Callable[..., Any]) -> No
     assert sorted(seconds)[1] < 1.0, seconds
 
 
-def test_a_degraded_context_is_amber_and_says_why(visit: Callable[..., Any]) -> None:
+def test_a_degraded_context_that_takes_nothing_is_red_and_says_why(visit: Callable[..., Any]) -> None:
     app = page_application(degraded_after=1, fault_plan=FaultPlan().fail(launch=2, error=ga.LaunchError))
     with Served(app) as served:
         page = visit(served.url)
@@ -213,7 +214,7 @@ def test_a_degraded_context_is_amber_and_says_why(visit: Callable[..., Any]) -> 
         context._children.on_failing = lambda: None  # no probe mends it meanwhile
         fails(ask(context))
         shows(page, "#state", "Degraded")
-        assert page.get_attribute("#verdict", "data-state") == "warn"
+        assert page.get_attribute("#verdict", "data-state") == "bad"
         assert "No requests are taken" in page.inner_text("#reason")
         assert "LaunchError" in page.inner_text("#reason")
         page.close()
@@ -494,3 +495,105 @@ def test_a_report_shows_every_worker(visit: Callable[..., Any], tmp_path: Path) 
     shows(page, "#state", "Ready")
     shows(page, summary("worker-1"), " of 96 pages")
     shows(page, summary("worker-2"), "generation 1")
+
+
+STATES: dict[str, tuple[dict[str, int], str, str, str]] = {
+    "idle": ({}, "Ready", "good", ""),
+    "busy": ({"ok": 200}, "Ready", "good", ""),
+    "overloaded": ({"ok": 60, "refused": 40}, "Overloaded", "warn", "40% got 429"),
+    "late": ({"ok": 97, "late": 3}, "Misses deadlines", "warn", "3.0% missed their deadline"),
+    "failing": ({"failed": 4, "late": 1}, "All fail", "bad", "20% missed their deadline, 80% failed"),
+    "refusing": ({"refused": 5}, "Refuses all", "bad", "All 5 requests of the last 10 s got 429."),
+}
+"""What clients ask for, and what the page says then: the state, its colour and the shares."""
+
+FITS = """() => [...document.querySelectorAll("main *")].filter((node) => {
+  const { left, right, width } = node.getBoundingClientRect();
+  const hidden = node.closest("thead, .tree details:not([open]) > :not(summary)");
+  const clips = getComputedStyle(node).overflowX !== "visible" && node.tagName !== "svg";
+  const cut = clips && node.scrollWidth > node.clientWidth + 1;
+  return width && !hidden && (left < 0 || right > innerWidth + 0.5 || cut);
+}).map((node) => `${node.tagName} ${node.id || node.className} ${node.textContent.slice(0, 40)}`)"""
+"""What is cut or lies beyond the window."""
+
+
+def looks(visit: Callable[..., Any], url: str, name: str, title: str, grade: str) -> Any:
+    """The page on a desk and on two phones, in light and dark: nothing is cut. Gives the page on the desk."""
+    page = None
+    for width, scheme in ((390, "light"), (360, "dark"), (1280, "dark"), (1280, "light")):
+        phone = {"is_mobile": True, "has_touch": True} if width < 500 else {}
+        if page is not None:
+            page.close()
+        page = visit(url, viewport={"width": width, "height": 800}, color_scheme=scheme, **phone)
+        shows(page, "#state", title)
+        assert page.get_attribute("#verdict", "data-state") == grade
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.evaluate(FITS) == []
+        picture(page, f"state-{name}-{width}-{scheme}")
+    return page
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_the_page_says_first_how_clients_fare(
+    visit: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(clients, "SLOT", 0.2)
+    asked, title, grade, shares = STATES[name]
+    app = page_application()
+    with Served(app) as served:
+        for kind, count in asked.items():
+            for _ in range(count):
+                served.ask(f"/answer/{kind}")
+        page = looks(visit, served.url, name, title, grade)
+        assert shares in page.text_content("#shares")
+        assert page.is_visible("#shares") == bool(shares)
+        assert page.is_visible("#tiles") == page.is_hidden("#unasked") == bool(asked)
+        tile = '#tiles figure[data-key="Answers a second"]'
+        assert f"{asked.get('ok', 0)} in the last minute" in page.text_content(tile)
+        assert bool(page.get_attribute(f"{tile} path", "d")) == ("ok" in asked)
+        for title, kind in (("Refused with 429", "refused"), ("Deadlines missed", "late"), ("Failed", "failed")):
+            tile = f'#tiles figure[data-key="{title}"]'
+            share = asked.get(kind, 0) / max(1, sum(asked.values()))
+            assert page.get_attribute(tile, "data-state") == ("bad" if share >= 0.5 else "warn" if share > 0.01 else "")
+            assert (f"{asked.get(kind, 0)} of {sum(asked.values())}" in page.text_content(tile)) == bool(asked)
+        assert page.locator("#routes tr").count() == min(1, len(asked))
+        page.close()
+
+
+def test_five_minutes_are_drawn_with_their_axis(visit: Callable[..., Any]) -> None:
+    app = page_application()
+    with Served(app) as served:
+        lived(app)
+        page = visit(served.url)
+        shows(page, "#state", "Overloaded")
+        tops = {
+            "Answers a second": "38.8",
+            "Refused with 429": "%",
+            "Time in the queue": "250 ms",
+            "First token": "1 s",
+        }
+        for title, top in tops.items():
+            tile = f'#tiles figure[data-key="{title}"]'
+            assert top in page.inner_text(f"{tile} .scale")
+            assert page.inner_text(f"{tile} .scale").split()[-1] == "0"
+            assert page.inner_text(f"{tile} .axis").split("\n") == ["\N{MINUS SIGN}5 min", "now"]
+            assert "over the last 5 minutes: now" in page.get_attribute(f"{tile} svg", "aria-label")
+        assert page.get_attribute('#tiles figure[data-key="Answers a second"] path', "d").count("M") >= 59
+        picture(page, "state-lived")
+        page.close()
+
+
+def test_a_server_that_leaves_is_amber(visit: Callable[..., Any]) -> None:
+    app = page_application()
+    with Served(app) as served:
+        service_of(app).probes.leave()
+        page = looks(visit, served.url, "draining", "Draining", "warn")
+        assert page.inner_text("#reason") == "What was accepted is answered: the server is leaving"
+        page.close()
+
+
+def test_a_lost_worker_fits_every_screen(visit: Callable[..., Any]) -> None:
+    app = pool_application(max_restarts=0)
+    with Served(app) as served:
+        kill(worker_of(app, "worker-1"))
+        looks(visit, served.url, "worker-lost", "Degraded", "warn").close()

@@ -296,6 +296,17 @@ def test_a_viewer_that_goes_gives_its_place_back(guard: bool) -> None:
         eventually(lambda: not board._viewers)
 
 
+def test_a_page_that_is_opened_while_the_server_leaves_shows_that() -> None:
+    app = page_application()
+    with Served(app) as served:
+        service_of(app).probes.leave()
+        service_of(app).board._turn.set()
+        eventually(lambda: service_of(app).board.draining)
+        with reading(served) as reader:
+            state = reader.until(lambda event, data: event == "state")
+    assert state["verdict"] == {"ready": False, "state": "draining", "reason": "the server is leaving"}
+
+
 def test_a_stream_ends_well_before_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoints, "STREAM_SECONDS", 2.0)
     app = page_application()

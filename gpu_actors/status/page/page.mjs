@@ -6,6 +6,9 @@ const MOST_EVENTS = 200;
 const STALE_MS = 2500; // a stream that ends by itself is back after half a second
 const GRADES = { ready: "good", running: "good", degraded: "warn", starting: "warn", restarting: "warn", draining: "warn",
   stalled: "bad", failed: "bad", stopped: "bad" };
+const RANKS = { "": 0, good: 0, warn: 1, bad: 2 };
+const SPAN = 300; // seconds, of the plots
+const TOLERATED = 0.01; // the share of misses from which on it is amber
 const CHARTS = [["latency", "Latency"], ["queue", "Time in the queue"], ["launch", "From launch to answer"],
   ["batch", "Requests a launch"]];
 
@@ -63,6 +66,7 @@ function show() {
   say(at("version"), state.version);
   say(at("device"), [...new Set(devices), state.workers ? workersReady() : `generation ${state.generation}`].join(" · "));
   showVerdict();
+  showClients();
   showNumbers();
   showTree();
   showCharts();
@@ -72,9 +76,10 @@ function show() {
 
 const workersReady = () => `${state.workers.filter(({ verdict }) => verdict.ready).length} of ${state.workers.length} workers ready`;
 
+// Where nothing is taken that is red, unless the server begins or ends as it should.
 function gradeOf(verdict) {
-  const grade = GRADES[verdict.state] ?? "unknown";
-  return grade === "good" && !verdict.ready ? "bad" : grade; // not ready is never green
+  const planned = ["starting", "draining"].includes(verdict.state);
+  return verdict.ready || planned ? GRADES[verdict.state] ?? "unknown" : "bad";
 }
 
 let broken = false;
@@ -82,22 +87,23 @@ let age = 0;
 
 function showVerdict() {
   const { verdict } = state;
-  let grade = gradeOf(verdict);
-  if (state.workers && !verdict.ready && verdict.state === "degraded") grade = "bad"; // no worker is left
-  let title = capital(verdict.state);
+  const health = gradeOf(verdict);
+  const clients = state.clients?.state ?? { grade: "", title: "", reason: "" };
+  const worse = !broken && RANKS[clients.grade] > RANKS[health];
+  const grade = broken ? "unknown" : worse ? clients.grade : health;
+  const title = broken ? "Unknown" : worse ? clients.title : capital(verdict.state);
   let reason = verdict.reason || (grade === "good" ? "Requests are answered." : "");
-  if (!verdict.ready && grade !== "bad") reason = `No requests are taken: ${reason}`;
-  if (broken) {
-    grade = "unknown";
-    title = "Unknown";
-    reason = `The stream is broken. The last state was ${verdict.state}, ${age} s ago${verdict.reason ? `: ${verdict.reason}` : "."}`;
-  }
+  if (!verdict.ready) reason = `No requests are taken: ${reason}`;
+  if (verdict.state === "draining") reason = `What was accepted is answered: ${verdict.reason}`;
+  if (broken) reason = `The stream is broken. The last state was ${verdict.state}, ${age} s ago${verdict.reason ? `: ${verdict.reason}` : "."}`;
   mark(at("verdict"), "data-state", grade);
   say(at("state"), title);
   say(at("reason"), reason);
+  say(at("shares"), clients.reason);
+  at("shares").hidden = broken || !clients.reason;
   document.title = `${title} · gpu_actors`;
-  mark(at("root-state"), "data-state", grade);
-  say(at("root-state"), title.toLowerCase());
+  mark(at("root-state"), "data-state", broken ? "unknown" : health);
+  say(at("root-state"), broken ? "unknown" : verdict.state);
   say(at("root-name"), state.workers ? "pool" : "context");
   say(at("root-text"), state.workers ? workersReady() : `generation ${state.generation}${oldest(state)}`);
 }
@@ -105,16 +111,81 @@ function showVerdict() {
 const oldest = ({ oldest_launch: seconds }) => (seconds ? ` · oldest launch ${duration(seconds)}` : "");
 const sum = (items, field) => items.reduce((total, item) => total + item[field], 0);
 
+// Clients
+
+const within = (bound) => (bound === null ? "–" : bound < 0 ? `> ${duration(-bound)}` : `≤ ${duration(bound)}`);
+const percent = (share) => `${share && share < 0.1 ? (100 * share).toFixed(1) : Math.round(100 * share)}%`;
+const askedOf = ({ answered, refused, deadline, failed }) => answered + refused + deadline + failed;
+
+function showClients() {
+  const { clients } = state;
+  at("clients").hidden = !clients;
+  if (!clients) return;
+  const { recent, minute, slots, timed } = clients;
+  const asked = askedOf(minute.outcomes);
+  const { gone, invalid } = minute.outcomes;
+  const aside = [gone ? `${count(gone)} hung up` : "", invalid ? `${count(invalid)} at fault` : ""].filter(Boolean).join(", ");
+  const rate = ({ outcomes, seconds }) => outcomes.answered / Math.max(seconds, 1);
+  const tiles = [{ title: "Answers a second", value: String(+rate(recent).toPrecision(3)), values: slots.map(rate), least: 1,
+    note: `${count(minute.outcomes.answered)} in the last minute${aside && `; ${aside}`}`, show: (most) => String(+most.toPrecision(3)) }];
+  for (const [outcome, title] of [["refused", "Refused with 429"], ["deadline", "Deadlines missed"], ["failed", "Failed"]]) {
+    const number = minute.outcomes[outcome];
+    const share = asked ? number / asked : 0;
+    const cut = number > minute.late ? `, ${count(number - minute.late)} cut` : "";
+    const how = outcome === "deadline" && number ? `; ${count(minute.late)} got 504${cut}` : "";
+    const none = "no request in the last minute";
+    tiles.push({ title, value: asked ? percent(share) : "–", grade: share >= 0.5 ? "bad" : share > TOLERATED ? "warn" : "", note: asked ? `${count(number)} of ${count(asked)}${how}` : none,
+      values: slots.map(({ outcomes }) => outcomes[outcome] / Math.max(1, askedOf(outcomes))), least: TOLERATED, show: percent });
+  }
+  for (const [name, { count: number, half, most }] of Object.entries(timed)) {
+    tiles.push({ title: capital(name), value: within(most), values: slots.map((slot) => slot.timed[name]), least: 0, show: duration,
+      note: number ? `99% of ${count(number)}; median ${within(half)}` : "none in the last minute" });
+  }
+  keyed(at("tiles"), tiles.map(({ title }) => title), () => at("tile").content.firstElementChild.cloneNode(true), (node, _, index) => showTile(node, tiles[index], slots));
+  showRoutes(clients.routes);
+}
+
+// A bar a slot, at its time. Where nothing was measured there is none.
+function showTile(node, { title, value, note, grade, values, least, show }, slots) {
+  const [caption, figure, text, plot] = node.children;
+  say(caption, title);
+  say(figure, value);
+  say(text, note);
+  mark(figure, "data-state", grade ?? "");
+  mark(node, "data-state", grade ?? "");
+  const sizes = values.map((each) => Math.abs(each ?? 0));
+  const most = Math.max(least, ...sizes);
+  const [scale, svg] = plot.children;
+  say(scale.firstChild, most ? show(most) : "");
+  const x = (ago) => (SPAN - ago).toFixed(1);
+  const bars = slots.map(({ ago, seconds }, index) => (sizes[index] && most ? `M${x(ago + seconds)} 100V${(100 - 97 * sizes[index] / most).toFixed(1)}H${x(ago)}V100Z` : ""));
+  mark(svg.firstChild, "d", bars.join(""));
+  mark(svg, "aria-label", `${title} over the last 5 minutes: now ${value}${sizes.some(Boolean) ? `, at most ${show(most)}` : ""}`);
+}
+
+function showRoutes(routes) {
+  at("routes-table").hidden = at("tiles").hidden = !routes.length;
+  at("unasked").hidden = Boolean(routes.length);
+  const titles = ["", "Answered", "Invalid", "429", "Late", "Failed", "Gone", "99% take"];
+  keyed(at("routes"), routes.map(({ route }) => route), () => make("tr", {}, ...titles.map((title, index) => make("td", index ? { className: "n", "data-name": title } : {}))), (node, _, index) => {
+    const { route, outcomes, seconds } = routes[index];
+    const { answered, invalid, refused, deadline, failed, gone } = outcomes;
+    const cells = [route, ...[answered, invalid, refused, deadline, failed, gone].map(count), within(seconds.most)];
+    cells.forEach((text, place) => say(node.children[place], text));
+  });
+}
+
 function showNumbers() {
   const actors = parts().flatMap((part) => part.actors);
   const all = (field) => sum(actors, field);
   const rate = sum(parts().map(({ history }) => history), "rate");
   const entries = [
-    ["answers a second", String(+rate.toPrecision(3))],
-    ["waiting", count(all("queued"))], ["launches in flight", count(all("in_flight"))],
-    ["completed", count(all("completed"))], ["failed", count(all("failed"))], ["cancelled", count(all("cancelled"))],
-    ["restarts", count(all("restarts") + (state.workers ? sum(state.workers, "restarts") : 0))], ["up", duration(state.time - state.since)],
     ...Object.entries(state.numbers).map(([name, value]) => [name, count(value)]),
+    ["up", duration(state.time - state.since)],
+    ["answers of actors a second", String(+rate.toPrecision(3))],
+    ["waiting for actors", count(all("queued"))], ["launches in flight", count(all("in_flight"))],
+    ["completed", count(all("completed"))], ["failed", count(all("failed"))], ["cancelled", count(all("cancelled"))],
+    ["restarts", count(all("restarts") + (state.workers ? sum(state.workers, "restarts") : 0))],
   ];
   keyed(at("numbers"), entries.map(([name]) => name), () => make("div", {}, make("dt"), make("dd")), (node, name, index) => {
     say(node.firstChild, name);
@@ -234,14 +305,14 @@ function showCharts() {
     }
     const unit = kind === "batch" ? String : duration;
     const total = sums.reduce((sum, number) => sum + number, 0);
-    const within = (share) => {
+    const boundOf = (share) => {
       let seen = 0;
       const bucket = sums.findIndex((number) => (seen += number) >= share * total);
       return bucket < edges.length ? `≤ ${unit(edges[bucket])}` : `> ${unit(edges[edges.length - 1])}`;
     };
     const [title, summary] = node.firstChild.children;
     const name = CHARTS[index][1];
-    const text = total ? `${count(total)} · median ${within(0.5)} · 99% ${within(0.99)}` : "none";
+    const text = total ? `${count(total)} · median ${boundOf(0.5)} · 99% ${boundOf(0.99)}` : "none";
     say(title, name);
     say(summary, text);
     const bars = node.children[1];
@@ -347,14 +418,14 @@ function showKernels() {
   const key = JSON.stringify(kernels);
   if (key === kernelsShown) return;
   kernelsShown = key;
-  const cell = (text, number) => make("td", { className: number ? "n" : "", textContent: text ?? "–" });
+  const cell = (name, text, number) => make("td", { className: number ? "n" : "", "data-name": name, textContent: text ?? "–" });
   const rows = (kernels ?? []).map((kernel) => {
     const macros = Object.entries(kernel.macros).map(([name, value]) => `${name}=${value}`).join(" ");
     const name = make("td", {}, make("details", {}, make("summary", { textContent: `${kernel.name} ${kernel.digest}` }),
       make("span", { className: "dim", textContent: macros || "no macros" })));
-    return make("tr", {}, name, cell(kernel.arch), cell(kernel.registers, true),
-      cell(kernel.shared_bytes === null ? null : size(kernel.shared_bytes), true),
-      cell(kernel.spill_bytes === null ? null : size(kernel.spill_bytes), true), cell(kernel.source), cell(count(kernel.asked), true));
+    return make("tr", {}, name, cell("Arch", kernel.arch), cell("Registers", kernel.registers, true),
+      cell("Shared", kernel.shared_bytes === null ? null : size(kernel.shared_bytes), true),
+      cell("Spills", kernel.spill_bytes === null ? null : size(kernel.spill_bytes), true), cell("From", kernel.source), cell("Asked", count(kernel.asked), true));
   });
   if (!rows.length) {
     const why = kernels === null ? "The context's process does not answer."

@@ -3,29 +3,69 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
 import json
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
 from support.served import Served
 from support.service import Scripted, eventually
 
 import gpu_actors as ga
 from gpu_actors import asgi
 from gpu_actors.remote import RemoteContext
+from gpu_actors.runtime.meter import SECONDS, Histogram
+from gpu_actors.status.history import SLOT
+
+TIMES = {"time in the queue": Histogram(SECONDS), "first token": Histogram(SECONDS)}
+ERRORS = {"refused": ga.Overloaded("full", 1.0), "late": ga.DeadlineExceeded("late"), "failed": ga.LaunchError("torn")}
+
+
+async def answer(request: Request) -> Response:
+    """Answers /answer/ok, and fails as any other name of a path says."""
+    if request.path_params["kind"] != "ok":
+        raise ERRORS[request.path_params["kind"]]
+    return PlainTextResponse("ok")
 
 
 def page_application(device: str = "mock", guard: bool = True, **options: Any) -> Starlette:
     """options: of the context, which has a `Scripted` too."""
     made = ga.ContextOptions(actors=(Scripted,), **options)
-    app = Starlette(lifespan=asgi.lifespan(device, made), routes=asgi.routes())
+    timed = {name: functools.partial(TIMES.get, name) for name in TIMES}
+    routes = [*asgi.routes(), Route("/answer/{kind}", answer)]
+    app = Starlette(lifespan=asgi.lifespan(device, made, timed=timed), routes=routes)
     if guard:
         app.add_middleware(asgi.Guard)
     return app
+
+
+def lived(app: Any, minutes: float = 5.0) -> None:
+    """Make it look as if clients had been answered for so long: more and more of them, and in the end too many."""
+    service, board = service_of(app), service_of(app).board
+    clients, looks = board._clients, board._looks
+    assert clients is not None
+    assert looks is not None
+    with looks._lock:
+        clients._records.clear()
+        slots, now = int(minutes * 60 / SLOT), time.monotonic()
+        for slot in range(slots + 1):
+            load = 40 + 2 * slot + 9 * (slot % 5)
+            late, refused = max(0, slot - slots + 6), max(0, 30 * (slot - slots + 4))
+            for status, outcome, count in ((200, "answered", load), (429, "refused", refused), (504, "deadline", late)):
+                for _ in range(count):
+                    service.traffic.count("/v1/chat/completions", status, outcome, 0.2 + slot / 40)
+            for histogram, seconds in zip(TIMES.values(), (0.002 + 0.004 * slot, 0.04 + 0.01 * slot), strict=True):
+                for _ in range(load):
+                    histogram.observe(seconds)
+            clients._records.append(clients._now()._replace(time=now - SLOT * (slots - slot)))
 
 
 def pool_application(workers: int = 2, max_restarts: int = 100) -> Starlette:
