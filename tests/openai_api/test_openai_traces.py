@@ -146,6 +146,18 @@ def test_a_step_is_linked_to_every_text_that_it_serves(exporter: InMemorySpanExp
     assert all(spans.linked(step) == texts for step in shared)
 
 
+def test_an_embedding_lies_under_its_request(exporter: InMemorySpanExporter) -> None:
+    path = "/v1/embeddings"
+    with Serving(models=("minilm",)) as serving:
+        exporter.clear()
+        assert serving.post(path, {"model": "all-MiniLM-L6-v2", "input": ["hello"]}, traceparent=TRACEPARENT).status == 200
+        spans = spans_of(exporter, name=f"POST {path}")
+    asked = spans.of("gpu_actors.request")
+    assert asked
+    assert all(spans.names_above(span) == [f"POST {path}"] for span in asked)
+    assert {spans.trace_of(span) for span in asked} == {TRACE}
+
+
 def test_a_request_that_misses_its_deadline_is_an_error_and_probes_are_no_spans(exporter: InMemorySpanExporter) -> None:
     with Serving(options=SLOW) as serving:
         serving.until_idle()
