@@ -317,7 +317,7 @@ class Exchange:
     def _begin_work(self) -> Work | None:
         if not active():
             return None
-        fields = {"request_id": self.request_id, "http.request.method": self._method, "url.path": self.path}
+        fields = {"request_id": self.request_id, "http.request.method": self._method, "url.path": self.path[:200]}
         headers = {name: _decoded(self._scope, name) for name in ("traceparent", "tracestate", "baggage")}
         return begin_work(
             "requests",

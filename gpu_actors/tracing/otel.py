@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from gpu_actors._version import __version__
@@ -82,7 +83,15 @@ class ProgramTracer:
             start_time=self.epoch + begin,
         )
 
-    def end(self, span: Any, end: int, name: str, fields: Mapping[str, Any], error: BaseException | str | None) -> None:
+    def end(
+        self,
+        span: Any,
+        end: int,
+        name: str = "",
+        fields: Mapping[str, Any] = MappingProxyType({}),
+        error: BaseException | str | None = None,
+    ) -> None:
+        """name: a better one, or an empty string. error: why the work failed."""
         from opentelemetry import trace
 
         if name:

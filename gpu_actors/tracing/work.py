@@ -9,6 +9,7 @@ It becomes a span of open trace files and of OpenTelemetry. Where there is neith
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,6 +21,8 @@ from gpu_actors.tracing import host
 from gpu_actors.tracing.otel import PROGRAM_TRACER, provided
 
 __all__ = ["Work", "active", "begin_work", "current_work", "under", "working"]
+
+logger: logging.Logger = logging.getLogger("gpu_actors.trace")
 
 Fields = Mapping[str, Any]
 
@@ -49,15 +52,17 @@ class Work:
         """A part of it that is over. begin, end: ``time.monotonic()`` seconds."""
         times = _nanoseconds(begin), _nanoseconds(end)
         if self.span is not None:
-            span = PROGRAM_TRACER.start(f"gpu_actors.{name}", times[0], parent=self.span, fields=fields)
-            span.end(end_time=PROGRAM_TRACER.epoch + times[1])
+            with _guarded(name):
+                span = PROGRAM_TRACER.start(f"gpu_actors.{name}", times[0], parent=self.span, fields=fields)
+                PROGRAM_TRACER.end(span, times[1])
         _hand_out(self._kind, name, *times, {**fields, "under": self.label})
 
     def end(self, fields: Fields = _NO_FIELDS, *, name: str = "", error: BaseException | str | None = None) -> None:
         """It is over. name: a better one, known by now. error: why it failed."""
         now = time.monotonic_ns()
         if self.span is not None:
-            PROGRAM_TRACER.end(self.span, now, name, fields, error)
+            with _guarded(self._name):
+                PROGRAM_TRACER.end(self.span, now, name, fields, error)
         failed = {} if error is None else {"error": error if isinstance(error, str) else type(error).__name__}
         _hand_out(self._kind, name or self._name, self._begin, now, {**self._fields, **fields, **failed})
 
@@ -95,15 +100,16 @@ def begin_work(
         known["links"] = ", ".join(one.label for one in links)
     span = None
     if provided():
-        span = PROGRAM_TRACER.start(
-            name if server else f"gpu_actors.{name}",
-            begin,
-            parent=None if parent is None else parent.span,
-            links=[one.span for one in links if one.span is not None],
-            headers=headers,
-            server=server,
-            fields=fields,
-        )
+        with _guarded(name):
+            span = PROGRAM_TRACER.start(
+                name if server else f"gpu_actors.{name}",
+                begin,
+                parent=None if parent is None else parent.span,
+                links=[one.span for one in links if one.span is not None],
+                headers=headers,
+                server=server,
+                fields=fields,
+            )
     return Work(kind, name, label, begin, {"label": label, **known}, span)
 
 
@@ -142,6 +148,15 @@ def _under(work: Work) -> Iterator[None]:
             yield
     finally:
         _current.reset(token)
+
+
+@contextmanager
+def _guarded(name: str) -> Iterator[None]:
+    """The work that is measured goes on, whatever a sampler or a processor of spans raises."""
+    try:
+        yield
+    except Exception:
+        logger.exception("the span %s could not be recorded", name)
 
 
 def _hand_out(kind: str, name: str, begin: int, end: int, fields: Fields) -> None:

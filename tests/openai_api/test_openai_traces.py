@@ -14,6 +14,7 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import Decision, StaticSampler
 from support.openai_server import CHAT, HELLO, Serving, sent
 from support.service import eventually
 
@@ -150,12 +151,14 @@ def test_an_embedding_lies_under_its_request(exporter: InMemorySpanExporter) -> 
     path = "/v1/embeddings"
     with Serving(models=("minilm",)) as serving:
         exporter.clear()
-        assert serving.post(path, {"model": "all-MiniLM-L6-v2", "input": ["hello"]}, traceparent=TRACEPARENT).status == 200
+        assert (
+            serving.post(path, {"model": "all-MiniLM-L6-v2", "input": ["hello"]}, traceparent=TRACEPARENT).status == 200
+        )
         spans = spans_of(exporter, name=f"POST {path}")
-    asked = spans.of("gpu_actors.request")
-    assert asked
-    assert all(spans.names_above(span) == [f"POST {path}"] for span in asked)
-    assert {spans.trace_of(span) for span in asked} == {TRACE}
+    requests = spans.of("gpu_actors.request")
+    assert requests
+    assert all(spans.names_above(span) == [f"POST {path}"] for span in requests)
+    assert {spans.trace_of(span) for span in requests} == {TRACE}
 
 
 def test_a_request_that_misses_its_deadline_is_an_error_and_probes_are_no_spans(exporter: InMemorySpanExporter) -> None:
@@ -195,6 +198,20 @@ def test_a_trace_that_its_client_does_not_record_is_not_recorded(exporter: InMem
         assert serving.post(COMPLETIONS, HELLO, traceparent=f"00-{TRACE}-{PARENT}-00").status == 200
         serving.until_idle()
         assert exporter.get_finished_spans() == ()
+
+
+def test_a_sampler_that_raises_fails_no_request(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(StaticSampler):
+        def should_sample(self, *_: Any, **__: Any) -> Any:
+            raise RuntimeError("a full head")
+
+    monkeypatch.setattr(trace, "_TRACER_PROVIDER", TracerProvider(sampler=Broken(Decision.RECORD_AND_SAMPLE)))
+    with Serving() as serving:
+        serving.complete()
+        serving.until_idle()
+    assert "the span text could not be recorded" in caplog.text
 
 
 def line_of(caplog: pytest.LogCaptureFixture, **headers: str) -> Any:
