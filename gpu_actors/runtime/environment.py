@@ -14,8 +14,7 @@ from gpu_actors.options import ContextOptions
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.timers import Timers
 from gpu_actors.tracing import Trace
-from gpu_actors.tracing.otel import current_context
-from gpu_actors.tracing.work import current_work
+from gpu_actors.tracing.work import caller
 from gpu_actors.validation.fields import real
 
 __all__ = ["Environment", "Happened"]
@@ -100,13 +99,10 @@ class Environment(ABC):
     def trace_accepted(self, actor: str, call: Call[Any]) -> None:
         """Record a submission, with the caller's OpenTelemetry context where spans are made."""
         call.traced = True
-        context = current_context() if self.carry_context else None
-        work = current_work()
         self.trace.emit(
             "request.accepted",
             actor=actor,
             request=call.number,
             message=type(call.message).__name__,
-            context=context,
-            under=None if work is None else work.label,
+            **caller(self.carry_context),
         )

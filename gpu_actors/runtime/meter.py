@@ -31,11 +31,6 @@ class Histogram:
         self._counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
-    def copy(self) -> Histogram:
-        copied = Histogram(self.bounds)
-        copied.total, copied._counts = self.total, list(self._counts)
-        return copied
-
     def counts(self) -> list[int]:
         """Values above the bound before and up to each bound, and at last those above all bounds."""
         return list(self._counts)

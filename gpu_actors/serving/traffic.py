@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -60,10 +61,7 @@ class Traffic:
     def routes(self) -> dict[str, RouteCounts]:
         """A copy of the counts, by route."""
         with self._lock:
-            return {
-                route: RouteCounts(dict(one.statuses), dict(one.outcomes), one.seconds.copy())
-                for route, one in sorted(self._routes.items())
-            }
+            return dict(sorted(copy.deepcopy(self._routes).items()))
 
 
 def traffic_of(scope: Mapping[str, Any]) -> Traffic | None:

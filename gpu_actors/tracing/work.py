@@ -18,9 +18,9 @@ from types import MappingProxyType
 from typing import Any
 
 from gpu_actors.tracing import host
-from gpu_actors.tracing.otel import PROGRAM_TRACER, provided
+from gpu_actors.tracing.otel import PROGRAM_TRACER, current_context, provided
 
-__all__ = ["Work", "active", "begin_work", "current_work", "under", "working"]
+__all__ = ["Work", "active", "begin_work", "caller", "under", "working"]
 
 logger: logging.Logger = logging.getLogger("gpu_actors.trace")
 
@@ -113,9 +113,11 @@ def begin_work(
     return Work(kind, name, label, begin, {"label": label, **known}, span)
 
 
-def current_work() -> Work | None:
-    """The work that the caller does a part of."""
-    return _current.get()
+def caller(carry_context: bool) -> dict[str, Any]:
+    """What a request's event says of its caller. context: OpenTelemetry's, where asked for. under: the work's label."""
+    work = _current.get()
+    context = current_context() if carry_context else None
+    return {"context": context, "under": None if work is None else work.label}
 
 
 def under(work: Work | None) -> AbstractContextManager[None]:
