@@ -126,8 +126,8 @@ function showClients() {
   const { gone, invalid } = minute.outcomes;
   const aside = [gone ? `${count(gone)} hung up` : "", invalid ? `${count(invalid)} at fault` : ""].filter(Boolean).join(", ");
   const rate = ({ outcomes, seconds }) => outcomes.answered / Math.max(seconds, 1);
-  const tiles = [{ title: "Answers a second", value: String(+rate(recent).toPrecision(3)), values: slots.map(rate), least: 1,
-    note: `${count(minute.outcomes.answered)} in the last minute${aside && `; ${aside}`}`, show: (most) => String(+most.toPrecision(3)) }];
+  const tiles = [{ title: "Answers a second", value: count(+rate(recent).toPrecision(3)), values: slots.map(rate), least: 1,
+    note: `${count(minute.outcomes.answered)} in the last minute${aside && `; ${aside}`}`, show: (most) => count(+most.toPrecision(3)) }];
   for (const [outcome, title] of [["refused", "Refused with 429"], ["deadline", "Deadlines missed"], ["failed", "Failed"]]) {
     const number = minute.outcomes[outcome];
     const share = asked ? number / asked : 0;
