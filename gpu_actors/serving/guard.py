@@ -318,13 +318,15 @@ class Exchange:
         if not active():
             return None
         fields = {"request_id": self.request_id, "http.request.method": self._method, "url.path": self.path[:200]}
-        headers = {name: _decoded(self._scope, name) for name in ("traceparent", "tracestate", "baggage")}
+        headers: dict[str, list[str]] = {}
+        for name, value in self._scope.get("headers", ()):
+            headers.setdefault(bytes(name).decode("latin-1").lower(), []).append(bytes(value).decode("latin-1"))
         return begin_work(
             "requests",
             self._method,
             label=self.request_id,
             started=self.started,
-            headers={name: values for name, values in headers.items() if values},
+            headers=headers,
             server=True,
             fields=fields,
         )
@@ -403,13 +405,9 @@ def _header(scope: MutableMapping[str, Any], name: bytes) -> list[bytes]:
     return [bytes(value) for key, value in scope.get("headers", ()) if bytes(key).lower() == name]
 
 
-def _decoded(scope: MutableMapping[str, Any], name: str) -> list[str]:
-    return [value.decode("latin-1") for value in _header(scope, name.encode())]
-
-
 def _trace_id(scope: MutableMapping[str, Any]) -> str:
     """The client's trace, by the W3C's Trace Context."""
-    given = ",".join(_decoded(scope, "traceparent"))
+    given = b",".join(_header(scope, b"traceparent")).decode("latin-1")
     found = re.fullmatch(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.*)?", given)
     return "" if found is None or (given.startswith("00") and found[2]) else found[1]
 

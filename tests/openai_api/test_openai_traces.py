@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from opentelemetry import trace
+from opentelemetry import propagate, trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import Decision, StaticSampler
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from support.openai_server import CHAT, HELLO, Serving, sent
 from support.service import eventually
 
@@ -121,6 +122,19 @@ def test_one_trace_leads_from_the_clients_span_to_the_launches(exporter: InMemor
     assert len(launches) == 5 * 2, "a launch a layer and step"
     above = ["gpu_actors.request", "gpu_actors.step", "gpu_actors.text", f"POST {COMPLETIONS}"]
     assert all(spans.names_above(launch) == above for launch in launches)
+
+
+def test_the_programs_own_propagator_finds_the_parent(exporter: InMemorySpanExporter, request: Any) -> None:
+    class Plain(TraceContextTextMapPropagator):
+        _TRACEPARENT_HEADER_NAME = "x-parent"
+
+    former = propagate.get_global_textmap()
+    request.addfinalizer(lambda: propagate.set_global_textmap(former))
+    propagate.set_global_textmap(Plain())
+    with Serving() as serving:
+        assert serving.post(COMPLETIONS, HELLO, X_Parent=TRACEPARENT).status == 200
+        spans = spans_of(exporter)
+    assert {spans.trace_of(span) for span in spans.of(f"POST {COMPLETIONS}")} == {TRACE}
 
 
 def test_a_step_is_linked_to_every_text_that_it_serves(exporter: InMemorySpanExporter) -> None:
