@@ -77,10 +77,12 @@ def route_of(scope: Mapping[str, Any]) -> str:
         path = _path_of(scope["endpoint"], getattr(scope.get("router"), "routes", ()))
     if not isinstance(path, str):
         return OTHER
-    prefix = (
-        str(scope.get("root_path", ""))[len(str(scope.get("app_root_path", ""))) :] if "app_root_path" in scope else ""
-    )
-    return prefix + path or "/"
+    if "app_root_path" not in scope:  # no mounted application
+        return path or "/"
+    mounted = str(scope.get("root_path", ""))[len(str(scope["app_root_path"])) :]
+    # Parts of the prefix that vary are named as the route names them, or each tenant would be a route.
+    names = {str(value): f"{{{name}}}" for name, value in (scope.get("path_params") or {}).items()}
+    return "/".join(names.get(part, part) for part in mounted.split("/")) + path or "/"
 
 
 def _path_of(endpoint: Any, routes: Iterable[Any]) -> str | None:

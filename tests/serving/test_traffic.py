@@ -45,7 +45,7 @@ async def stream(request: Request) -> Response:
     return StreamingResponse(pieces())
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def served() -> Iterator[Served]:
     routes = [
         *asgi.routes(),
@@ -54,6 +54,7 @@ def served() -> Iterator[Served]:
         Route("/sleeps", sleeps),
         Route("/stream", stream),
         Mount("/inner", routes=[Route("/plain/{name:path}", plain)]),
+        Mount("/of/{tenant}", routes=[Route("/plain", plain)]),
     ]
     app = Starlette(lifespan=asgi.lifespan("mock"), routes=routes)
     app.add_middleware(asgi.Guard)
@@ -86,6 +87,12 @@ def test_each_answer_counts_once_by_route_status_and_outcome(served: Served) -> 
     assert counted(served, "/raises/{kind}") == ({429: 1, 503: 1, 500: 1}, {"refused": 1, "failed": 2})
     # The guard refuses the malformed deadline before the application looks for a route.
     assert counted(served, OTHER) == ({404: 1, 400: 1}, {"invalid": 2})
+
+
+def test_each_tenant_of_a_mounted_application_is_no_route(served: Served) -> None:
+    for tenant in ("one", "two", "three"):
+        assert served.ask(f"/of/{tenant}/plain").status == 200
+    eventually(lambda: counted(served, "/of/{tenant}/plain")[0] == {200: 3})
 
 
 @pytest.mark.parametrize(("path", "status"), [("/sleeps", 504), ("/stream", 200)])
