@@ -1,7 +1,5 @@
 """README as an index page shows it, away from the files that it links to; the project's addresses; a wheel's kernels.
 
-A wheel's kernels have no comments, a quarter of their size, and no indentation; their lines keep their numbers.
-
 GPU_ACTORS_HOME: at build time, the address of the published repository, such as https://example.org/owner/gpu_actors.
 With it, links lead there. Without it, no address is known, and links become the names of files.
 """
@@ -18,13 +16,8 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
-__all__ = ["IndexPage", "Kernels", "for_index_page", "project_urls", "without_comments"]
+__all__ = ["IndexPage", "Kernels", "for_index_page", "project_urls"]
 
-# A string comes first, so that what looks like a comment or an indentation inside of it stays.
-_STRING_OR_COMMENT = re.compile(
-    r"""(?P<string>R"\(.*?\)"|"(?:\\.|[^"\\\n])*")|//[^\n]*|/\*.*?\*/|^[ \t]+""",
-    re.DOTALL | re.MULTILINE,
-)
 _RELATIVE_LINK = re.compile(r"\[([^\]]+)\]\((?![a-z]+:|#)([^)\s]+)\)")
 
 
@@ -40,7 +33,7 @@ class IndexPage(MetadataHookInterface):
 
 
 class Kernels(BuildHookInterface[Any]):
-    """Puts the kernels' sources into the package of a wheel, but not their comments and the pages beside them.
+    """Puts the kernels' sources into the package of a wheel, but not the pages beside them.
 
     They are one archive that does not compress: the wheel then compresses them as one text, to two thirds of what they
     take one by one.
@@ -54,20 +47,11 @@ class Kernels(BuildHookInterface[Any]):
             for path in sorted(sources.rglob("*.cu*")):
                 # An entry without a date: the same sources make the same wheel.
                 entry = zipfile.ZipInfo(path.relative_to(sources).as_posix())
-                written.writestr(entry, without_comments(path.read_text(encoding="utf-8")))
+                written.writestr(entry, path.read_bytes())
         build_data["force_include"][str(archive)] = f"gpu_actors/{archive.name}"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         self._folder.cleanup()
-
-
-def without_comments(source: str) -> str:
-    """CUDA C++ without its comments, the spaces before them and its indentation. Each line keeps its number."""
-
-    def kept(match: re.Match[str]) -> str:
-        return match["string"] or " " * (match[0].startswith("/*")) + "\n" * match[0].count("\n")
-
-    return re.sub(r"[ \t]+$", "", _STRING_OR_COMMENT.sub(kept, source), flags=re.MULTILINE)
 
 
 def for_index_page(text: str, home: str) -> str:

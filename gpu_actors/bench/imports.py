@@ -1,6 +1,6 @@
 """What importing the package costs, and how large its wheel is: ``python -m gpu_actors.bench.imports`` prints JSON.
 
-The budgets are 0.3 s for ``import gpu_actors`` and 1 MB for the wheel.
+The budget is 0.3 s for ``import gpu_actors``.
 """
 
 from __future__ import annotations

@@ -16,8 +16,6 @@ import pytest
 from support.modules import module_at
 from support.service import KERNELS_CU, REPOSITORY
 
-BUDGET = 1_040_000
-
 _COMPILE = """
 import hashlib
 
@@ -89,14 +87,11 @@ def test_an_index_page_links_to_the_published_files_where_they_are_known(tmp_pat
     assert all((REPOSITORY / file).is_file() for file in files)
 
 
-def test_the_wheel_is_within_its_budget(wheel: Path) -> None:
-    assert wheel.stat().st_size < BUDGET
-
-
 def test_the_wheel_holds_every_source_and_header_and_the_typing_marker(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    assert set(sources_of(wheel)) == {path.relative_to(KERNELS_CU).as_posix() for path in KERNELS_CU.rglob("*.cu*")}
+    written = {path.relative_to(KERNELS_CU).as_posix(): path.read_text() for path in KERNELS_CU.rglob("*.cu*")}
+    assert sources_of(wheel) == written
     assert "gpu_actors/py.typed" in names
     assert {f"gpu_actors/status/page/{name}" for name in ("index.html", "page.css", "page.mjs")} <= names
     assert not [name for name in names if name.startswith(("tests/", "examples/"))]
@@ -134,26 +129,3 @@ def test_a_wheel_compiles_the_same_machine_code_as_the_repository(wheel: Path, t
     root, arch, digest = compiled_from(installed, tmp_path)
     assert (root, arch) == (installed / "gpu_actors" / "kernels_cu.zip", "sm_80")
     assert (KERNELS_CU, arch, digest) == compiled_from(REPOSITORY, tmp_path)
-
-
-def test_the_lines_of_a_wheel_s_kernels_keep_their_numbers(wheel: Path) -> None:
-    for name, shipped in sources_of(wheel).items():
-        for written, line in zip((KERNELS_CU / name).read_text().split("\n"), shipped.split("\n"), strict=True):
-            assert written.lstrip().startswith(line.lstrip()), name
-
-
-@pytest.mark.parametrize(
-    ("source", "kept"),
-    [
-        ("int a;  // why\nint b;", "int a;\nint b;"),
-        ("int a; /* one\ntwo */ int b;", "int a;\n int b;"),
-        ("int/**/a;", "int a;"),
-        ('print("// %s /* \\" */"); // why', 'print("// %s /* \\" */");'),
-        ('asm(R"(\n// one\n/* " */)"); // why', 'asm(R"(\n// one\n/* " */)");'),
-        ('  if (a)\n    b = "\\n  c";', 'if (a)\nb = "\\n  c";'),
-        ('asm(R"(\n  add;\n)");', 'asm(R"(\n  add;\n)");'),
-        ("a / b * c /* / */ // */", "a / b * c"),
-    ],
-)
-def test_comments_leave_a_source_and_what_looks_like_them_stays(source: str, kept: str) -> None:
-    assert hatch_build.without_comments(source) == kept
