@@ -152,7 +152,8 @@ class ContextOptions:
     default_timeout: seconds for a request with neither deadline nor timeout, unless it frees memory. Default None: no
         limit.
     hang_timeout: seconds after which a launch that has not finished counts as hung and the context as lost. Default
-        None: 30 s on CUDA, 600 s elsewhere.
+        None: 30 s on CUDA, 600 s elsewhere. A worker or child process that says nothing for so long is lost too, by
+        default after 30 s on any device: a long launch does not keep it from answering.
     drain_timeout: seconds that leaving the context waits for unanswered requests before it stops them. Default 30.
     compile_threads: compilations that may run at once. Default: the number of CPUs, at most 8.
     compile_on_mock: compile each kernel that a request would use even though mock runs the oracle. Default False.

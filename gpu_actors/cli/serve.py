@@ -10,6 +10,7 @@ import typer
 
 from gpu_actors.cli.output import DeviceOption
 from gpu_actors.errors import InvalidRequest
+from gpu_actors.options import ContextOptions
 
 __all__ = ["serve"]
 
@@ -35,6 +36,10 @@ def serve(
     timeout: Annotated[float, typer.Option(help="Seconds for a request without X-Deadline-Ms.")] = 300.0,
     max_tokens: Annotated[int, typer.Option(help="New tokens where a request does not say how many.")] = 256,
     cache_mib: Annotated[int, typer.Option(help="Memory of the KV cache, of each worker.")] = 512,
+    hang_seconds: Annotated[
+        float | None,
+        typer.Option(help="A launch or a worker without an answer for so long is lost. Default: by the device."),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="Of attention: float16 or bfloat16.")] = "float16",
     leave_seconds: Annotated[float, typer.Option(help="After SIGTERM: not ready, but listening.")] = 2.0,
     drain_seconds: Annotated[float, typer.Option(help="After that: texts go on, then end with an error.")] = 20.0,
@@ -66,6 +71,7 @@ def serve(
     limit_blas_threads(1)
     settings = ServeSettings(
         device=device,
+        options=ContextOptions(hang_timeout=hang_seconds),
         models=tuple(model or ()),
         workers=workers,
         max_running=max_running,

@@ -1,8 +1,9 @@
 """Arena: memory that two processes share, given out in blocks.
 
 A memfd and not a named segment: it has no name that could be left behind, no /dev/shm whose size a container limits,
-and it goes with the last process that has it, however that process ends. It is as large as the machine's memory and
-sparse, so that it never has to grow; pages that no block uses any more are given back to the system.
+and it goes with the last process that has it, however that process ends. It is as large as the machine's memory, or as
+the limits of the process allow, and sparse, so that it never has to grow; pages that no block uses any more are given
+back to the system.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import resource
 import threading
 import weakref
 from bisect import bisect_right, insort
@@ -27,24 +29,25 @@ _PAGE = mmap.PAGESIZE
 # Bytes of free pages that are kept for the next blocks, which then find them mapped.
 _KEPT = 64 << 20
 
+# Where addresses are limited (ulimit -v), the part of them that an arena may take: a context has two.
+_SHARE = 8
+_LEAST = 1 << 20
+
 
 class Arena:
     """Blocks of shared memory. One process takes and gives them; the other one maps the same descriptor.
 
-    fd: of a memfd, which the arena owns; None makes one. size: bytes, of a new one.
+    fd: of a memfd, which the arena owns; None makes one. size: bytes, of a new one. Raises OSError where there is no
+    room for a new one.
     A block is free again once it has been given as often as it was taken and held.
     """
 
     shared: bool = True
 
     def __init__(self, fd: int | None = None, size: int | None = None) -> None:
-        if fd is None:
-            fd = os.memfd_create("gpu_actors", os.MFD_CLOEXEC)
-            os.ftruncate(fd, _page_up(size) if size is not None else _memory())
-        self._fd = fd
+        self._fd, self._map = _new(size) if fd is None else (fd, mmap.mmap(fd, os.fstat(fd).st_size))
         self._lock = threading.Lock()
-        self.size: int = os.fstat(fd).st_size
-        self._map = mmap.mmap(fd, self.size)
+        self.size: int = len(self._map)
         self.address: int = np.frombuffer(self._map, np.uint8, 1).__array_interface__["data"][0]
         self._blocks: dict[int, list[int]] = {}  # by their start: size, holds
         self._starts: list[int] = []
@@ -194,5 +197,26 @@ def _page_up(nbytes: int) -> int:
     return -(-nbytes // _PAGE) * _PAGE
 
 
+def _new(size: int | None) -> tuple[int, mmap.mmap]:
+    """A memfd and its mapping. size: in bytes; None: as large as may be."""
+    least = _LEAST if size is None else size
+    wanted = _memory() if size is None else size
+    fd = os.memfd_create("gpu_actors", os.MFD_CLOEXEC)
+    try:
+        while True:
+            try:
+                os.ftruncate(fd, _page_up(wanted))
+                return fd, mmap.mmap(fd, _page_up(wanted))
+            except OSError:  # ulimit -f, or -v where the program has taken most of it
+                wanted //= 2
+                if wanted < least:
+                    raise
+    except BaseException:
+        os.close(fd)
+        raise
+
+
 def _memory() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    addresses = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return memory if addresses == resource.RLIM_INFINITY else min(memory, addresses // _SHARE)

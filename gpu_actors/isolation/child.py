@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
-import pickle
 import socket
 import threading
 from typing import Any
 
 from gpu_actors.isolation.arena import Arena
 from gpu_actors.isolation.context_worker import ContextWorker
+from gpu_actors.isolation.imports import Unpickler, enter_child
 from gpu_actors.isolation.pipe import PipeChannel
 from gpu_actors.isolation.records import Ask
 from gpu_actors.isolation.workplace import Order
@@ -27,6 +27,7 @@ def main(descriptors: list[int], order: bytes) -> None:
 
     descriptors: the socket, the arena of requests and that of answers. order: an `Order` as a tuple, pickled.
     """
+    enter_child()
     requests, answers = Arena(descriptors[1]), Arena(descriptors[2])
     requests.close()
     answers.close()
@@ -35,9 +36,15 @@ def main(descriptors: list[int], order: bytes) -> None:
         worker.received(sequence, record)
 
     channel = PipeChannel(socket.socket(fileno=descriptors[0]), False, answers, requests, received, _is_for_an_actor)
-    Mailbox.make_pipe = functools.partial(ReadingPipe, channel)
+    # Found in a class, a partial is bound from Python 3.14 on.
+    Mailbox.make_pipe = staticmethod(functools.partial(ReadingPipe, channel))
     worker = ContextWorker(channel)
-    worker.open(Order(*pickle.loads(order)))
+    try:
+        told = Order(*Unpickler(order).load())
+    except BaseException as error:  # of the actor's module, say, as it is imported
+        worker.refuse(error)
+    else:
+        worker.open(told)
     channel.serve(lambda: -1.0 if worker.ended else _IDLE)
     # Nothing that still hangs here may keep the process: the driver takes back what it had.
     os._exit(0)

@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpu_actors.errors import DeadlineExceeded
+from gpu_actors.errors import DeadlineExceeded, GpuActorsError
 from gpu_actors.gpu_context import BUILT_IN, GpuContext, registered
 from gpu_actors.health import Health
 from gpu_actors.isolation.cells import MakeLost, RemoteChildren, context_lost
 from gpu_actors.isolation.crossing import check_options
 from gpu_actors.isolation.generations import Generations
+from gpu_actors.isolation.imports import refuse_opening
 from gpu_actors.isolation.processes import ChildProcess
 from gpu_actors.isolation.records import Opened
 from gpu_actors.isolation.relay import Relay
@@ -99,8 +100,10 @@ def start_isolated(
 ) -> Started:
     """Have a worker open a context. Blocks.
 
-    Raises what opening raises, and `InvalidRequest` for options that cannot cross.
+    Raises what opening raises, `InvalidRequest` for options that cannot cross, and `Unsupported` where a module opens
+    it that the process of another context imports.
     """
+    refuse_opening()
     sent = check_options(options)
 
     def make_children(opened: Opened, relay: Relay) -> RemoteChildren:
@@ -109,7 +112,11 @@ def start_isolated(
         return children
 
     generations = Generations(device, options, sent, make_children, workplace)
-    generations.start()
+    try:
+        generations.start()
+    except RuntimeError as error:  # there is no thread for it
+        workplace.close()
+        raise GpuActorsError(f"the context could not open: {error}") from error
     children, obstacle = generations.opened.result()
     return Started(children, generations, obstacle)
 
@@ -140,7 +147,7 @@ def _examine(generations: Generations, children: Any, stopped: bool) -> Health:
     if state != "ready":
         return verdict("degraded", False, f"the context's {noun} is being replaced: {generations.reason}")
     silent = generations.silence()
-    if silent > children.hang_timeout / 2:
+    if silent > generations.limit() / 2:
         return verdict("stalled", False, f"the context's {noun} has not answered for {silent:.1f} s")
     if seen is None:
         return verdict("ready", True, "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gpu_actors.isolation.channel import Channel, Link
+from gpu_actors.isolation.crossing import sendable_error
 from gpu_actors.isolation.pipe import Unreadable
 from gpu_actors.isolation.records import Refused
 from gpu_actors.isolation.worker import Worker
@@ -31,8 +32,12 @@ class ContextWorker:
         try:
             self._worker.open(*order)
         except BaseException as error:
-            self._link.send(Refused(error))
-            self.ended = True
+            self.refuse(error)
+
+    def refuse(self, error: BaseException) -> None:
+        """Say that the context does not open for this; then `ended` is true."""
+        self._link.send(Refused(sendable_error(error)))
+        self.ended = True
 
     def received(self, sequence: int, record: Any) -> None:
         """The channel has brought a record, in any order and any number of times."""

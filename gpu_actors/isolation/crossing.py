@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import pickle
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,6 +18,7 @@ from gpu_actors.clock import SYSTEM_CLOCK
 from gpu_actors.errors import GpuActorsError, InvalidRequest
 from gpu_actors.graph.graph import OperationGraph
 from gpu_actors.graph.match import match_attention
+from gpu_actors.isolation.imports import refuse_unfinished
 from gpu_actors.kv.requests import (
     CloseCache,
     CreateSequence,
@@ -54,16 +56,22 @@ def check_options(options: ContextOptions) -> ContextOptions:
             reason = f"{_ELSEWHERE}: define it in a module, which that process can import, and not in __main__"
             raise InvalidRequest("actors", kind, reason)
         try:
-            pickle.dumps(kind)
+            _Pickler(io.BytesIO()).dump(kind)
         except Exception as error:
             raise InvalidRequest("actors", kind, f"{_ELSEWHERE}: {error}") from error
     # The program's own timers see to time limits, and tell the process how long each request has.
     sent = dataclasses.replace(options, default_timeout=None)
     try:
-        pickle.dumps(sent)
+        _Pickler(io.BytesIO()).dump(sent)
     except Exception as error:
         raise InvalidRequest("options", show(options), f"{_ELSEWHERE}: {error}") from error
     return sent
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, given: Any) -> Any:
+        refuse_unfinished(getattr(given, "__module__", None))
+        return NotImplemented
 
 
 def harmless(message: Any) -> bool:

@@ -4,12 +4,15 @@
       │                    │                                       │
       └── refused          └── closing: stop, end                  └── the restart policy's allowance is used up: failed
 
-A generation is lost when its worker ends, stops answering for ``hang_timeout``, loses its device context, or when a
-record of its channel is missing. A `Workplace` starts them: what a worker runs in is not known here.
+A generation is lost when its worker ends, stops answering, loses its device context, or when a record of its channel is
+missing. A `Workplace` starts them: what a worker runs in is not known here. What a start lacks of the system, as
+descriptors, processes or memory, may be there a moment later. Such a start is no restart: it is tried again until the
+policy's window has passed.
 """
 
 from __future__ import annotations
 
+import errno
 import functools
 import threading
 import time
@@ -18,7 +21,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from gpu_actors.errors import ActorStopped, ContextLost, GpuActorsError
+from gpu_actors.errors import ActorStopped, ContextLost, GpuActorsError, caused
 from gpu_actors.health import Health
 from gpu_actors.isolation.arena import Host
 from gpu_actors.isolation.cells import RemoteChildren
@@ -37,6 +40,17 @@ _PING = 1.0
 
 # Seconds for a context to open in its process: a driver may take its time, and a kernel be compiled.
 _OPENING = 300.0
+
+# Seconds without a word after which a worker counts as hung by default. It answers pings on a thread that does nothing
+# else, so that a long launch does not keep it from answering.
+_SILENCE = 30.0
+
+# Seconds in which a context that opens tries again to start its first worker, and the least pause between two attempts.
+_FIRST_ATTEMPTS = 1.0
+_PAUSE = 0.02
+
+# What the system may refuse for a moment.
+_PASSING = frozenset((errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ENOSPC))
 
 
 class Generations:
@@ -72,6 +86,8 @@ class Generations:
         self._closing: list[threading.Event] = []
         self._killing = False
         self._failures: deque[float] = deque()
+        self._lacks = False  # the last attempt to start a worker lacked something of the system
+        self._attempts: list[float] = []  # when such attempts in a row ended
         self._pause = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gpu-actors-isolation", daemon=True)
 
@@ -82,6 +98,10 @@ class Generations:
         """End the process, its context closed before; ``done`` is set when it is gone."""
         self._closing.append(done)
         if self._ended():
+            done.set()
+        elif self.connection is None:
+            # Between two workers. A start that is under way may take its time, and its thread ends what it starts.
+            self.relay.give_up(_closed)
             done.set()
         self._pause.set()
         self._wake()
@@ -112,10 +132,10 @@ class Generations:
     def _run(self) -> None:
         try:
             while not self._closing:
-                served = self._generation()
+                self._generation()
                 if self._closing or self._ended():
                     break
-                self._wait_for_restart(served)
+                self._wait_for_restart()
         except BaseException as error:
             self._fail(f"the thread of the context ended: {error!r}")
             raise
@@ -131,10 +151,10 @@ class Generations:
             for done in self._closing:
                 done.set()
 
-    def _generation(self) -> bool:
-        """One worker, from its start to its end. Whether it was ready at any time."""
+    def _generation(self) -> None:
+        """One worker, from its start to its end."""
         self.state, self._lost, self.health = "starting", None, None
-        ready = False
+        self._lacks = False
         try:
             generation = 1 if self.children is None else self.children.generation
             order = Order(self._device, self._sent, generation)
@@ -142,14 +162,16 @@ class Generations:
             self._link = Link(connection.channel, self._handle, self._broken, self.workplace.patience)
             self._asked = self._looked = time.monotonic()
             connection.serve(self._tick)
-            ready = self.state == "ready"
             if not self._closing:
                 self._mourn(connection)
-        except GpuActorsError as error:
-            self._refuse(error)
+        except Exception as error:
+            if self.state == "ready" and self.connection is not None and not self._closing:
+                self._lost = f"its thread failed: {error!r}"
+                self._mourn(self.connection)
+            else:
+                self._refuse(error)
         finally:
             self._bury()
-        return ready
 
     def _tick(self) -> float:
         """Look after the worker. Gives the seconds until the next look, or a negative number to leave it."""
@@ -159,7 +181,7 @@ class Generations:
         assert self._link is not None
         now = time.monotonic()
         opening = self.state == "starting"
-        limit = _OPENING if opening else self._limit()
+        limit = _OPENING if opening else self.limit()
         looked, self._looked = self._looked, now
         # This program may have been stopped itself: then it has to read what came meanwhile before it may judge.
         if now - looked < limit and now - self._link.heard > limit:
@@ -182,9 +204,10 @@ class Generations:
         link = self._link
         return 0.0 if link is None else time.monotonic() - link.heard
 
-    def _limit(self) -> float:
-        assert self.children is not None
-        return self.children.hang_timeout
+    def limit(self) -> float:
+        """Seconds that a worker may say nothing."""
+        given = self._options.hang_timeout
+        return _SILENCE if given is None else given
 
     # What comes
 
@@ -207,11 +230,7 @@ class Generations:
             case Opened():
                 self._open(record)
             case Refused(error):
-                raise (
-                    error
-                    if isinstance(error, GpuActorsError)
-                    else GpuActorsError(f"the context could not open: {error!r}")
-                )
+                raise error if isinstance(error, Exception) else _not_open(repr(error))
             case Unreadable(about, error):
                 self.relay.unreadable(about, error, self._outbox)
 
@@ -220,6 +239,7 @@ class Generations:
         if self.children is None:
             self.children = self._make_children(opened, self.relay)
         self.state = "ready"
+        self._attempts.clear()
         assert self._link is not None
         assert self.connection is not None
         self.relay.attach(self._link, self.connection.channel, self.children.generation)
@@ -248,7 +268,7 @@ class Generations:
         """The generation is lost: tell everyone at once."""
         cause = self._lost if self._lost is not None else f"{connection.name} ended"
         if self.children is None:
-            raise GpuActorsError(f"the context could not open: {cause}")
+            raise _not_open(cause)
         if self.state != "ready":
             self.reason = cause
             return  # it never had a request
@@ -263,16 +283,22 @@ class Generations:
         if connection is not None:
             connection.bury(kill=not self._closing or self._killing or self._lost is not None)
 
-    def _refuse(self, error: GpuActorsError) -> None:
-        """A worker did not open the context."""
-        self.reason = str(error)
-        if not self.opened.done():
+    def _refuse(self, error: Exception) -> None:
+        """A worker did not open the context, or could not be started."""
+        known = isinstance(error, GpuActorsError)
+        said = str(error) if known else f"{type(error).__name__}: {error}"
+        self.reason = said if known else f"its {self.workplace.noun} does not start: {said}"
+        self._lacks = not known if self.opened.done() else _passes(error)
+        if not self.opened.done() and not self._lacks:
             self.state = "failed"
-            self.opened.set_exception(error)
+            self.opened.set_exception(error if known else caused(_not_open(self.reason), error))
 
-    def _wait_for_restart(self, served: bool) -> None:
-        assert self.children is not None
+    def _wait_for_restart(self) -> None:
         policy = self._options.restart
+        if self._lacks:
+            self._wait_for_the_system()
+            return
+        self._attempts.clear()
         now = time.monotonic()
         failures = self._failures
         while failures and now - failures[0] > policy.window:
@@ -285,9 +311,21 @@ class Generations:
         self._pause.wait(policy.delay(len(failures)))
         failures.append(now)
 
+    def _wait_for_the_system(self) -> None:
+        policy, attempts = self._options.restart, self._attempts
+        attempts.append(time.monotonic())
+        limit = policy.window if self.opened.done() else _FIRST_ATTEMPTS
+        if attempts[-1] - attempts[0] > limit:
+            self._fail(f"{self.reason}, {len(attempts)} times in {limit:g} s")
+            return
+        self.state = "restarting"
+        self._pause.wait(max(_PAUSE, policy.delay(len(attempts) - 1)))
+
     def _fail(self, reason: str) -> None:
         """No worker will follow."""
         self.state, self.reason = "failed", reason
+        if not self.opened.done():
+            self.opened.set_exception(_not_open(reason))
         children = self.children
         if children is None:
             return
@@ -309,6 +347,16 @@ class Generations:
         connection = self.connection
         if connection is not None:
             connection.wake()
+
+
+def _passes(error: Exception) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in _PASSING
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "start new thread" in str(error))
+
+
+def _not_open(reason: str) -> GpuActorsError:
+    return GpuActorsError(f"the context could not open: {reason}")
 
 
 def _closed(_: bool) -> ActorStopped:

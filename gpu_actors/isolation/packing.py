@@ -22,6 +22,7 @@ import operator
 import pickle
 import weakref
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -30,6 +31,7 @@ from gpu_actors import errors
 from gpu_actors.arrays.adopt import adopt, check_device, dtype_of, name_of
 from gpu_actors.errors import GpuActorsError, InvalidRequest
 from gpu_actors.isolation.arena import Host
+from gpu_actors.isolation.imports import Unpickler, refuse_unfinished
 from gpu_actors.isolation.records import Answer, Ask, Counts
 from gpu_actors.kv.requests import AppendRows, AttendCache, KvSequence
 from gpu_actors.mha import MhaBackward, MhaForward, MhaOutput
@@ -176,7 +178,7 @@ def unpack(
     finally:
         for start in waiting:
             given_back(start)
-    record = _read(pickle.loads(body, buffers=arrays)) if body else _heard(told, arrays)
+    record = _read(Unpickler(body, arrays).load()) if body else _heard(told, arrays)
     return record, [Argument(array, array) for array in arrays]
 
 
@@ -339,7 +341,8 @@ class _Pickler(pickle.Pickler):
         kind = type(given)
         if kind is np.ndarray:
             return NotImplemented if given.dtype.hasobject else self._leave_out(given, given)
-        if isinstance(given, type):
+        if isinstance(given, (type, FunctionType)):
+            refuse_unfinished(given.__module__)
             return NotImplemented
         if kind.__module__.startswith("gpu_actors."):
             if isinstance(given, GpuActorsError):

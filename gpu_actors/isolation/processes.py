@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+from gpu_actors.errors import GpuActorsError
 from gpu_actors.isolation.arena import Arena, Host
 from gpu_actors.isolation.pipe import PipeChannel
 from gpu_actors.isolation.spawning import Process, spawn
@@ -26,7 +27,12 @@ class ChildProcess:
     patience: float = 5.0
 
     def __init__(self) -> None:
-        self.arena: Arena = Arena()
+        """Raises `GpuActorsError` where there is no room for shared memory."""
+        try:
+            self.arena: Arena = Arena()
+        except OSError as error:
+            hint = "the limits of this process (ulimit -a) leave too little"
+            raise GpuActorsError(f"no shared memory for a context's process: {error}; {hint}") from error
 
     def start(self, order: Order, received: Received) -> _Child:
         answers = Arena()
@@ -47,7 +53,7 @@ class ChildProcess:
         return self.arena.empty(shape, dtype)
 
     def close(self) -> None:
-        self.arena.close()
+        self.arena.unmap()
 
     def after_fork(self) -> None:
         with contextlib.suppress(OSError):

@@ -1,9 +1,15 @@
-"""Spawning: the program's side of the zygote."""
+"""Spawning: the program's side of the zygote.
+
+Each question to a zygote goes with a socket of its own for the answer, so a question that is given up disturbs no
+other. A zygote that does not answer in time is retired: another one takes its place, and its children live on.
+"""
 
 from __future__ import annotations
 
+import array
 import atexit
 import contextlib
+import errno
 import os
 import pickle
 import select
@@ -15,12 +21,14 @@ import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from gpu_actors.errors import GpuActorsError
+from gpu_actors.errors import GpuActorsError, Unsupported
+from gpu_actors.isolation.zygote import ANSWER, GO, STARTED_BY
 
 __all__ = ["Process", "spawn"]
 
-# Seconds for a zygote to start and fork, on a machine with much else to do.
-_PATIENCE = 120.0
+# Seconds for a zygote to start and fork, on a machine with much else to do; and for one that has answered before.
+_STARTING = 60.0
+_ANSWERING = 5.0
 
 
 class Process(NamedTuple):
@@ -35,36 +43,24 @@ class Process(NamedTuple):
 
     def wait(self, seconds: float) -> bool:
         """Whether it has ended, after so many seconds at most."""
-        return bool(select.select([self.pidfd], [], [], seconds)[0])
+        return _readable(self.pidfd, seconds)
+
+
+class _NoAnswer(Exception):
+    """The zygote has ended, or does not answer. str(self): which."""
 
 
 class _Zygote:
+    """A zygote, from its start. Safe to use from any thread."""
+
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket | None = None
-
-    def spawn(self, descriptors: Sequence[int], order: bytes) -> Process:
-        with self._lock:
-            for last in (False, True):
-                if self._process is None or self._process.poll() is not None:
-                    self._start()
-                try:
-                    return self._ask(descriptors, order)
-                except OSError as error:
-                    self._end()
-                    if last:
-                        raise GpuActorsError(f"the context's process cannot be started: {error}") from error
-        raise AssertionError
-
-    def _start(self) -> None:
-        self._end()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         code = f"from gpu_actors.isolation.zygote import main; main({theirs.fileno()}, {os.getpid()})"
-        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        path = os.pathsep.join(path or _folder() for path in _search_path())
+        environ = {**os.environ, "PYTHONPATH": path, STARTED_BY: str(os.getpid())}
         try:
             # In a session of its own: the terminal's Ctrl-C is for the program.
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", code],  # type: ignore[attr-defined]
                 env=environ,
                 pass_fds=(theirs.fileno(),),
@@ -76,59 +72,161 @@ class _Zygote:
             raise
         finally:
             theirs.close()
-        ours.settimeout(_PATIENCE)
-        self._socket = ours
+        ours.setblocking(False)
+        self.socket = ours
+        self._limit = _STARTING
 
-    def _ask(self, descriptors: Sequence[int], order: bytes) -> Process:
-        assert self._socket is not None
+    def ask(self, descriptors: Sequence[int], order: bytes) -> Process:
+        """Have a child forked. Raises OSError for what the system refuses, and `_NoAnswer`."""
         paper = os.memfd_create("gpu_actors_order", os.MFD_CLOEXEC)
-        try:
-            with open(paper, "wb", closefd=False) as file:
-                file.write(pickle.dumps((dict(os.environ), list(sys.path), _folder())) + order)
-            socket.send_fds(self._socket, [b"fork"], [*descriptors, paper])
-            message, pidfds, _, _ = socket.recv_fds(self._socket, 16, 1)
-        finally:
-            os.close(paper)
-        if not message:
-            raise ConnectionResetError("the process that forks contexts has ended")
-        return Process(int.from_bytes(message, "little"), pidfds[0])
+        with open(paper, "wb") as file:
+            file.write(pickle.dumps((dict(os.environ), _search_path(), _folder())) + order)
+            file.flush()
+            answers, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with answers:
+                with theirs:
+                    self._send([theirs.fileno(), *descriptors, paper])
+                return self._answer(answers)
 
-    def _end(self) -> None:
-        sock, self._socket = self._socket, None
-        process, self._process = self._process, None
-        if sock is not None:
-            sock.close()
-        if process is not None:
+    def _send(self, descriptors: Sequence[int]) -> None:
+        rights = socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors)
+        try:
+            self.socket.sendmsg([b"fork"], [rights], socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            raise _NoAnswer("does not read what it is asked") from None
+        except (BrokenPipeError, ConnectionResetError):
+            raise self._ended() from None
+        except OSError as error:
+            if error.errno != errno.EBADF:  # retired meanwhile
+                raise
+            raise _NoAnswer("did not answer") from None
+
+    def _answer(self, answers: socket.socket) -> Process:
+        if not _readable(answers.fileno(), self._limit):
+            raise _NoAnswer(f"has not answered for {self._limit:g} s")
+        message, pidfds, _, _ = socket.recv_fds(answers, ANSWER.size, 1)
+        if not message:
+            raise self._ended()
+        self._limit = _ANSWERING
+        number, pid = ANSWER.unpack(message)
+        if not number and not pidfds:
+            number = errno.EMFILE  # here: the kernel had no room for the descriptor
+        if number:
+            raise OSError(number, os.strerror(number))
+        with contextlib.suppress(OSError):  # the child has ended already, as its descriptor tells
+            answers.send(GO, socket.MSG_NOSIGNAL)
+        return Process(pid, pidfds[0])
+
+    def _ended(self) -> _NoAnswer:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return _NoAnswer(f"has ended with status {self.process.wait(1.0)}")
+        return _NoAnswer("has closed its socket")
+
+    def retire(self) -> None:
+        """Ask nothing any more. It ends with the last of its children."""
+        self.socket.close()
+
+    def end(self) -> None:
+        """End it, and with it every child that it still has."""
+        self.socket.close()
+        self.process.kill()
+        self.process.wait()
+
+
+class _Zygotes:
+    """The zygote that is asked, and those before it that did not answer."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._now: _Zygote | None = None
+        self._retired: list[_Zygote] = []
+
+    def spawn(self, descriptors: Sequence[int], order: bytes) -> Process:
+        for last in (False, True):
+            zygote = self._running()
             try:
-                process.wait(2.0)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+                return zygote.ask(descriptors, order)
+            except _NoAnswer as silence:
+                self._retire(zygote)
+                if last:
+                    reason = f"the process that forks contexts {silence}"
+                    raise GpuActorsError(f"the context's process cannot be started: {reason}") from None
+        raise AssertionError
+
+    def _running(self) -> _Zygote:
+        with self._lock:
+            if self._now is not None and self._now.process.poll() is not None:
+                self._now.retire()
+                self._now = None
+            if self._now is None:
+                self._now = _Zygote()
+            return self._now
+
+    def _retire(self, zygote: _Zygote) -> None:
+        with self._lock:
+            self._retired = [earlier for earlier in self._retired if earlier.process.poll() is None]
+            if self._now is zygote:
+                self._now = None
+                zygote.retire()
+                self._retired.append(zygote)
 
     def close(self) -> None:
-        """End the zygote, and with it every child that there still is."""
+        """End every zygote, and with it every child that there still is."""
         with self._lock:
-            self._end()
+            zygotes, self._now, self._retired = [*self._retired, self._now], None, []
+        for zygote in zygotes:
+            if zygote is not None:
+                zygote.end()
 
     def after_fork(self) -> None:
         """In a forked child of the program, which starts a zygote of its own."""
         self._lock = threading.Lock()
-        if self._socket is not None:
-            self._socket.close()
-        if self._process is not None:
-            self._process.returncode = 0  # it is not this process's child
-        self._socket = self._process = None
+        for zygote in (*self._retired, self._now):
+            if zygote is not None:
+                zygote.socket.close()
+                zygote.process.returncode = 0  # it is not this process's child
+        self._now, self._retired = None, []
 
 
-_zygote = _Zygote()
+_zygotes = _Zygotes()
 
 
 def spawn(descriptors: Sequence[int], order: Any) -> Process:
-    """Start the process of a context. Blocks; raises `GpuActorsError` where it cannot be started.
+    """Start the process of a context. Blocks.
+
+    Raises `GpuActorsError` where none can be started (`Unsupported` where there is no interpreter to start), and
+    OSError for what the system refuses, which it may grant later.
 
     descriptors: for `gpu_actors.isolation.child.main`, which get copies. order: what it is told, pickled.
     """
-    return _zygote.spawn(descriptors, pickle.dumps(order))
+    _check_interpreter()
+    return _zygotes.spawn(descriptors, pickle.dumps(order))
+
+
+def _check_interpreter() -> None:
+    reason = ""
+    if getattr(sys, "frozen", False):
+        reason = "a frozen program has no Python interpreter: its executable would start the program again"
+    elif not sys.executable:
+        reason = f"sys.executable is {sys.executable!r}: set it to the path of this Python's interpreter"
+    elif STARTED_BY in os.environ:
+        reason = (
+            "this process was to fork those of contexts, and has started the program again: sys.executable of the "
+            "program that began it is no Python interpreter"
+        )
+    if reason:
+        raise Unsupported("isolation", "process", reason)
+
+
+def _search_path() -> list[str]:
+    """``sys.path`` without what is no string there: imports pass over that too."""
+    return [path for path in sys.path if isinstance(path, str)]
+
+
+def _readable(descriptor: int, seconds: float) -> bool:
+    poll = select.poll()  # which takes descriptors beyond 1024
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
 
 
 def _folder() -> str:
@@ -138,6 +236,6 @@ def _folder() -> str:
         return "/"
 
 
-os.register_at_fork(after_in_child=_zygote.after_fork)
+os.register_at_fork(after_in_child=_zygotes.after_fork)
 # Contexts are closed before: by a hook of `gpu_context` that runs earlier than these.
-atexit.register(_zygote.close)
+atexit.register(_zygotes.close)

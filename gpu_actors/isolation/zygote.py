@@ -1,27 +1,51 @@
 """The zygote: a process that has the package imported, and forks a child for each context.
 
 A fork takes milliseconds, an interpreter with the package about a second. The zygote has one thread and never touches a
-device, so its children may. It ends with the program: it sees the end of its socket, and of the program's process.
-A child ends with the zygote.
+device, so its children may. It ends with the program, whose process it watches, or with the last of its children once
+the program has closed its socket. A child ends with the zygote.
+
+A supervisor may signal every process of a service. What that means is for the program to say, so the zygote and its
+children take no notice.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import importlib
 import os
 import pickle
 import select
 import signal
 import socket
+import struct
 import sys
 import warnings
 from typing import Any
 
-__all__ = ["main"]
+__all__ = ["ANSWER", "GO", "STARTED_BY", "main"]
+
+ANSWER = struct.Struct("<iq")
+"""The number of the error that kept a child from being forked, or 0, and the child's process id."""
+
+GO = b"go"
+"""The program has the child's descriptor. Without that word it ends at once."""
+
+STARTED_BY = "GPU_ACTORS_ZYGOTE_OF"
+"""Set in the environment of a zygote, and of nothing that it forks."""
 
 _PR_SET_PDEATHSIG = 1
+
+# What ends a process by default, and may be sent to all of a service: by a terminal, a supervisor or a batch system.
+_FOR_THE_PROGRAM = (
+    signal.SIGHUP,
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGTERM,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
 
 # What a context imports when it opens, besides the package itself.
 _PRELOADED = (
@@ -37,8 +61,9 @@ _PRELOADED = (
 
 def main(descriptor: int, program: int) -> None:
     """Serve until the program is gone. descriptor: of the socket to it. program: its process id."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the program's
-    sock = socket.socket(fileno=descriptor)
+    for number in _FOR_THE_PROGRAM:
+        signal.signal(number, _take_no_notice)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a program may have it ignored, and then no child can be waited for
     try:
         watched = os.pidfd_open(program)
     except ProcessLookupError:
@@ -47,56 +72,98 @@ def main(descriptor: int, program: int) -> None:
         return
     for name in _PRELOADED:
         importlib.import_module(name)
-    poll = select.poll()
-    poll.register(sock, select.POLLIN)
-    poll.register(watched, select.POLLIN)
-    children: dict[int, int] = {}
-    while True:
-        ready = dict(poll.poll())
-        if watched in ready:
-            return
-        for pidfd in ready.keys() & children.keys():
-            poll.unregister(pidfd)
-            os.close(pidfd)
-            os.waitpid(children.pop(pidfd), 0)
-        if sock.fileno() not in ready:
-            continue
-        message, descriptors, _, _ = socket.recv_fds(sock, 16, 4)
+    _Zygote(socket.socket(fileno=descriptor), watched).serve()
+
+
+def _take_no_notice(number: int, frame: object) -> None:
+    # A function and not SIG_IGN, which the programs that an actor starts would inherit.
+    return
+
+
+class _Zygote:
+    def __init__(self, sock: socket.socket, watched: int) -> None:
+        self._socket: socket.socket | None = sock
+        self._watched = watched
+        self._children: dict[int, int] = {}  # process ids by their descriptors
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+        self._poll.register(watched, select.POLLIN)
+
+    def serve(self) -> None:
+        while self._socket is not None or self._children:
+            ready = dict(self._poll.poll())
+            if self._watched in ready:
+                return
+            for pidfd in ready.keys() & self._children.keys():
+                self._poll.unregister(pidfd)
+                os.close(pidfd)
+                os.waitpid(self._children.pop(pidfd), 0)
+            if self._socket is not None and self._socket.fileno() in ready:
+                self._obey(self._socket)
+
+    def _obey(self, sock: socket.socket) -> None:
+        message, descriptors, flags, _ = socket.recv_fds(sock, 16, 5)
         if not message:
+            self._poll.unregister(sock)
+            sock.close()
+            self._socket = None
             return
-        child, pidfd = _fork(sock, (watched, *children), descriptors)
-        children[pidfd] = child
-        poll.register(pidfd, select.POLLIN)
-
-
-def _fork(sock: socket.socket, watched: tuple[int, ...], descriptors: list[int]) -> tuple[int, int]:
-    zygote = os.getpid()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # NumPy's library of linear algebra has threads, and sees to forks itself
-        child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            # Before anything that may take its time: the signal comes for a parent that ends after this line, and the
-            # question after it is for one that ended before.
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() == zygote:
-                sock.close()
-                for descriptor in watched:
+        if not descriptors:  # there was no room for one, so that nothing can be answered: the program sees an end
+            return
+        with socket.socket(fileno=descriptors[0]) as answers:
+            try:
+                if flags & socket.MSG_CTRUNC:
+                    raise OSError(errno.EMFILE, "")
+                self._fork(answers, descriptors[1:])
+            except OSError as error:
+                _answer(answers, error.errno or errno.EAGAIN, 0)
+            finally:
+                for descriptor in descriptors[1:]:
                     os.close(descriptor)
-                _begin(descriptors)
-                status = 0
-        except BaseException:
-            sys.excepthook(*sys.exc_info())
-        finally:
-            os._exit(status)
-    for descriptor in descriptors:
-        os.close(descriptor)
-    # The child is not reaped before this is sent, so its number is still its own.
-    pidfd = os.pidfd_open(child)
-    with contextlib.suppress(OSError):
-        socket.send_fds(sock, [child.to_bytes(8, "little")], [pidfd])
-    return child, pidfd
+
+    def _fork(self, answers: socket.socket, descriptors: list[int]) -> None:
+        zygote = os.getpid()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # NumPy's library of linear algebra has threads, and sees to forks itself
+            child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                # Before anything that may take its time: the signal comes for a parent that ends after this line, and
+                # the question after it is for one that ended before.
+                ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+                if os.getppid() == zygote and self._leave(answers):
+                    _begin(descriptors)
+                    status = 0
+            except BaseException:
+                sys.excepthook(*sys.exc_info())
+            finally:
+                os._exit(status)
+        # The child is not reaped before this is sent, so its number is still its own.
+        try:
+            pidfd = os.pidfd_open(child)
+        except OSError:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            raise
+        self._children[pidfd] = child
+        self._poll.register(pidfd, select.POLLIN)
+        _answer(answers, 0, child, pidfd)
+
+    def _leave(self, answers: socket.socket) -> bool:
+        """In a child: close what is the zygote's. Whether the program wants the child."""
+        if self._socket is not None:
+            self._socket.close()
+        for descriptor in (self._watched, *self._children):
+            os.close(descriptor)
+        wanted = answers.recv(len(GO)) == GO
+        answers.close()
+        return wanted
+
+
+def _answer(answers: socket.socket, number: int, child: int, *pidfd: int) -> None:
+    with contextlib.suppress(OSError):  # the program waits no longer, and the child sees that too
+        socket.send_fds(answers, [ANSWER.pack(number, child)], pidfd)
 
 
 def _begin(descriptors: list[int]) -> None:

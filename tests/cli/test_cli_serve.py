@@ -20,6 +20,7 @@ from typing import Any, Self
 
 import psutil
 import pytest
+from support.cli import Run
 from support.openai_server import CHAT, STREAM, body_of, events_of, sent
 from support.service import eventually, runs
 
@@ -261,3 +262,16 @@ def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "gpu_actors.cli", "serve", "--device", "mock", "--model", str(tmp_path)]
     done: Any = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert (done.returncode, "model.safetensors" in done.stderr) == (2, True)
+
+
+def test_the_server_has_the_hang_timeout_of_the_command(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float | None] = []
+
+    def serve(settings: Any, host: str, port: int, *, log_json: bool) -> None:
+        given.append(settings.options.hang_timeout)
+
+    monkeypatch.setattr("gpu_actors.openai_api.serve", serve)
+    for options in ([], ["--hang-seconds", "7.5"]):
+        code, _, complaint = run("serve", "--device", "mock", *options)
+        assert code == 0, complaint
+    assert given == [None, 7.5]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -25,7 +26,8 @@ def _send(number: int) -> None:
 
 
 class Saboteur(ServiceActor):
-    """Takes ("echo", value), ("raise", error), ("sleep", seconds), ("now", way) and ("trap", step, way).
+    """Takes ("echo", value), ("raise", error), ("sleep", seconds), ("now", way), ("trap", step, way) and
+    ("start and end",), which answers the status of a program that it has ended.
 
     After ("note receivers",), ("received here",) tells whether its own thread received it.
     """
@@ -51,6 +53,10 @@ class Saboteur(ServiceActor):
             raise given[0]
         elif kind == "fill":
             given[0][...] = 7
+        elif kind == "start and end":
+            with subprocess.Popen(["sleep", "60"]) as process:
+                process.terminate()
+            given = [process.returncode]
         elif kind == "note receivers":
             self._receivers: list[int] = []
             _before_asked(lambda *_: self._receivers.append(threading.get_ident()))

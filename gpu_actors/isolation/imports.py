@@ -1,0 +1,78 @@
+"""Imports: records name classes and functions, for which either side may import a module.
+
+A module's body may itself open a context, send records and wait for their answers. So no thread waits for the import
+of such a module to read or write a record, and a context's process, which would run the body again, opens no context
+there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import pickle
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from gpu_actors.errors import Unsupported
+
+__all__ = ["Unpickler", "enter_child", "refuse_opening", "refuse_unfinished"]
+
+
+class _Here(threading.local):
+    depth = 0
+
+
+_here = _Here()
+_in_child = False
+
+
+class Unpickler(pickle.Unpickler):
+    """Takes what is defined already without waiting for its module."""
+
+    def __init__(self, data: bytes, buffers: Iterable[Any] = ()) -> None:
+        super().__init__(io.BytesIO(data), buffers=buffers)
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        defined = getattr(sys.modules.get(module_name), global_name, None)
+        if defined is not None:
+            return defined
+        with _importing():
+            return super().find_class(module_name, global_name)
+
+
+@contextlib.contextmanager
+def _importing() -> Iterator[None]:
+    _here.depth += 1
+    try:
+        yield
+    finally:
+        _here.depth -= 1
+
+
+def enter_child() -> None:
+    """This process is a context's own."""
+    global _in_child
+    _in_child = True
+
+
+def refuse_opening() -> None:
+    """Raises `Unsupported` where a context's process imports a module to read a record."""
+    if _in_child and _here.depth:
+        reason = (
+            "a module opens this context as it is imported, and a context's process imports it too: open it in a "
+            "function that the program calls"
+        )
+        raise Unsupported("isolation", "process", reason)
+
+
+def refuse_unfinished(name: object) -> None:
+    """Raises PicklingError for the name of a module that is being imported. The other side would import it too."""
+    parts = name.split(".") if isinstance(name, str) else []
+    for end in range(1, len(parts) + 1):
+        unfinished = ".".join(parts[:end])
+        spec = getattr(sys.modules.get(unfinished), "__spec__", None)
+        if getattr(spec, "_initializing", False):
+            reason = f"the module {unfinished} is being imported, and the context's process would import it too"
+            raise pickle.PicklingError(f"{reason}: do this in a function that the program calls later")

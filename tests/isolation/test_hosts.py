@@ -1,0 +1,457 @@
+"""Contexts in processes of their own in odd programs, and where the system gives little."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from fakes.saboteur import Saboteur
+from support.service import eventually, suspend
+
+import gpu_actors as ga
+from gpu_actors.isolation import generations, spawning
+from gpu_actors.remote import InProcess, Order, open_remote
+
+ROOT = Path(__file__).parents[2]
+
+_HEAD = """
+import contextlib, os, resource, signal, sys, threading, time
+import numpy as np
+import gpu_actors as ga
+
+q = np.ones((1, 16, 2, 64), np.float32)
+
+def answers(ctx):
+    return ctx.flash_attn.forward(q, q, q).result(20.0).out.shape == q.shape
+
+def opens():
+    try:
+        with ga.open_context("mock", isolation="process") as ctx:
+            return "answers" if answers(ctx) else "wrong"
+    except ga.GpuActorsError as error:
+        return f"{type(error).__name__}: {error}"
+"""
+
+
+def rows() -> np.ndarray[Any, Any]:
+    return np.ones((1, 4, 2, 16), np.float32)
+
+
+def answers(ctx: ga.GpuContext) -> None:
+    assert np.allclose(ctx.flash_attn.forward(rows(), rows(), rows()).result(30.0).out, 1.0)
+
+
+def run(program: str, folder: Path, *options: str) -> list[str]:
+    """The lines that a program prints, which must end well. folder: the first of its path."""
+    path = os.pathsep.join([str(folder), str(ROOT / "tests/lib"), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, *options, "-c", _HEAD + program],
+        capture_output=True,
+        text=True,
+        timeout=60.0,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+# Signals
+
+_OF_A_SERVICE = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2")
+
+
+def test_signals_to_every_process_of_a_service_are_for_the_program(isolated: ga.GpuContext) -> None:
+    child = psutil.Process(isolated.pid)  # type: ignore[attr-defined]
+    for name in _OF_A_SERVICE:
+        reply = isolated.actor(Saboteur).submit(("sleep", 0.02))
+        for process in (child, child.parent()):
+            assert process is not None
+            process.send_signal(signal.Signals[name])
+        assert reply.result(30.0) == 0.02
+    answers(isolated)
+    assert isolated.generation == 1
+
+
+def test_programs_that_an_actor_starts_can_be_ended(isolated: ga.GpuContext) -> None:
+    status = isolated.actor(Saboteur).submit(("start and end",)).result(30.0)
+    assert status == -signal.SIGTERM
+
+
+_SIGCHLD = """
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+with ga.open_context("mock", isolation="process") as ctx:
+    with ga.open_context("mock", isolation="process") as other:
+        answers(other)
+    time.sleep(0.1)
+    print(answers(ctx), ctx.generation)
+print(opens())
+"""
+
+
+def test_a_program_that_ignores_its_children_keeps_its_other_contexts(tmp_path: Path) -> None:
+    assert run(_SIGCHLD, tmp_path) == ["True 1", "answers"]
+
+
+# What the system refuses
+
+_FAILS_ONCE = """
+import errno, os, sys
+if "isolation.zygote" in " ".join(sys.orig_argv):
+    real, calls = {name}, []
+    def once(*given):
+        calls.append(given)
+        if len(calls) == {at}:
+            raise OSError(errno.{error}, os.strerror(errno.{error}))
+        return real(*given)
+    {name} = once
+"""
+
+_THREE = """
+with contextlib.ExitStack() as stack:
+    three = [stack.enter_context(ga.open_context("mock", isolation="process")) for _ in range(3)]
+    print(*[(answers(ctx), ctx.generation) for ctx in three])
+"""
+
+
+@pytest.mark.parametrize(("name", "at", "error"), [("os.fork", 3, "EAGAIN"), ("os.pidfd_open", 4, "EMFILE")])
+def test_a_fork_that_fails_once_is_tried_again_and_harms_no_other(
+    tmp_path: Path, name: str, at: int, error: str
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(_FAILS_ONCE.format(name=name, at=at, error=error))
+    assert run(_THREE, tmp_path) == ["(True, 1) (True, 1) (True, 1)"]
+
+
+_NO_DESCRIPTORS = """
+with ga.open_context("mock", isolation="process") as ctx:
+    answers(ctx)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    taken = []
+    with contextlib.suppress(OSError):
+        while True:
+            taken.append(os.open("/dev/null", os.O_RDONLY))
+    os.kill(ctx.pid, signal.SIGKILL)
+    while "Too many open files" not in ctx.health().reason:
+        time.sleep(0.01)
+    print(ctx.health().state, opens().partition(":")[0])
+    time.sleep(0.8)  # in which the policy's five restarts would be used up
+    for descriptor in taken:
+        os.close(descriptor)
+    print(answers(ctx), ctx.generation)
+"""
+
+
+def test_a_context_outlives_a_moment_without_descriptors(tmp_path: Path) -> None:
+    assert run(_NO_DESCRIPTORS, tmp_path) == ["degraded GpuActorsError", "True 2"]
+
+
+class Refusing(InProcess):
+    """Starts its first worker, and then none until ``error`` is None."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.asked = 0
+
+    def start(self, order: Order, received: Any) -> Any:
+        self.asked += 1
+        if self.error is not None:
+            raise self.error
+        return super().start(order, received)
+
+
+@pytest.mark.parametrize("error", [OSError(12, "no memory"), RuntimeError("can't start new thread"), KeyError("odd")])
+def test_a_start_that_fails_for_any_reason_is_tried_again(error: Exception) -> None:
+    workplace = Refusing()
+    options = ga.ContextOptions(restart=ga.RestartPolicy(max_restarts=1, backoff=0.0))
+    with open_remote("mock", options, workplace=workplace) as ctx:
+        answers(ctx)
+        workplace.error = error
+        ctx._generations._broken("as asked")
+        eventually(lambda: workplace.asked > 3)
+        health = ctx.health()
+        assert (health.state, health.ready) == ("degraded", False)
+        assert type(error).__name__ in health.reason
+        waiting = ctx.flash_attn.forward(rows(), rows(), rows())
+        workplace.error = None
+        assert np.allclose(waiting.result(30.0).out, 1.0)
+        assert ctx.generation == 2
+
+
+def test_a_start_that_keeps_failing_fails_the_context_after_the_window() -> None:
+    workplace = Refusing()
+    options = ga.ContextOptions(restart=ga.RestartPolicy(window=0.2))
+    with open_remote("mock", options, workplace=workplace) as ctx:
+        workplace.error = OSError(24, "as asked")
+        ctx._generations._broken("lost")
+        eventually(lambda: workplace.asked > 1)
+        waiting = ctx.flash_attn.forward(rows(), rows(), rows())
+        with pytest.raises(ga.WorkerLost, match=r"as asked, [0-9]+ times in 0\.2 s"):
+            waiting.result(30.0)
+        assert ctx.health().state == "failed"
+
+
+def test_a_context_that_is_closed_between_two_workers_closes_at_once() -> None:
+    workplace = Refusing()
+    with open_remote(
+        "mock", ga.ContextOptions(restart=ga.RestartPolicy(backoff=60.0, backoff_max=60.0)), workplace=workplace
+    ) as ctx:
+        workplace.error = OSError(24, "as asked")
+        ctx._generations._broken("as asked")
+        eventually(lambda: workplace.asked > 0 and ctx._generations.connection is None)
+        waiting = ctx.flash_attn.forward(rows(), rows(), rows())
+        began = time.monotonic()
+        ctx.close()
+        assert time.monotonic() - began < 2.0
+        with pytest.raises(ga.ActorStopped):
+            waiting.result(30.0)
+
+
+_LIMITS = """
+resource.setrlimit(getattr(resource, sys.argv[1]), (int(sys.argv[2]),) * 2)
+print(opens())
+"""
+
+
+@pytest.mark.parametrize(("limit", "nbytes"), [("RLIMIT_AS", 2 << 30), ("RLIMIT_FSIZE", 64 << 20)])
+def test_limits_make_shared_memory_smaller(tmp_path: Path, limit: str, nbytes: int) -> None:
+    program = _LIMITS.replace("sys.argv[1]", repr(limit)).replace("sys.argv[2]", str(nbytes))
+    program += """
+with ga.open_context("mock", isolation="process") as ctx:
+    try:
+        ctx.cudnn, ctx.flash_attn.forward(*[np.ones((1, 1 << 19, 2, 64), np.float32)] * 3).result(20.0)
+    except ga.InvalidRequest as error:
+        print("must fit into shared memory" in str(error))
+"""
+    assert run(program, tmp_path) == ["answers", "True"]
+
+
+def test_a_limit_that_leaves_no_shared_memory_is_named(tmp_path: Path) -> None:
+    (line,) = run(_LIMITS.replace("sys.argv[1]", "'RLIMIT_FSIZE'").replace("sys.argv[2]", "4096"), tmp_path)
+    assert line.startswith("GpuActorsError: no shared memory for a context's process: ")
+    assert "ulimit" in line
+
+
+_NO_THREADS = """
+def none(thread):
+    raise RuntimeError("can't start new thread")
+before = len(os.listdir("/proc/self/fd"))
+start, threading.Thread.start = threading.Thread.start, none
+for _ in range(3):
+    print(opens())
+threading.Thread.start = start
+print(len(os.listdir("/proc/self/fd")) - before)
+"""
+
+
+def test_a_context_for_which_there_is_no_thread_leaves_nothing_open(tmp_path: Path) -> None:
+    said = "GpuActorsError: the context could not open: can't start new thread"
+    assert run(_NO_THREADS, tmp_path) == [said, said, said, "0"]
+
+
+# Odd programs
+
+_ODD = {
+    "a path that is no string": "import pathlib; sys.path[:0] = [pathlib.Path('/'), None]",
+    "a deleted working directory": "import tempfile; d = tempfile.mkdtemp(); os.chdir(d); os.rmdir(d)",
+    "many descriptors": """
+resource.setrlimit(resource.RLIMIT_NOFILE, (1100, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+many = [os.open("/dev/null", os.O_RDONLY) for _ in range(1030)]
+""",
+}
+
+
+@pytest.mark.parametrize("odd", list(_ODD))
+def test_odd_programs_have_contexts(tmp_path: Path, odd: str) -> None:
+    assert run(_ODD[odd] + "\nprint(opens())", tmp_path) == ["answers"]
+
+
+def test_programs_without_an_interpreter_are_refused(tmp_path: Path) -> None:
+    lines = run(
+        """
+interpreter = sys.executable
+for sys.executable in (None, "", "/no/python", "/bin/false"):
+    print(opens())
+sys.executable, sys.frozen = interpreter, True
+print(opens())
+""",
+        tmp_path,
+    )
+    said = [
+        "Unsupported: isolation='process': sys.executable is None: set it to the path",
+        "Unsupported: isolation='process': sys.executable is '': set it to the path",
+        "GpuActorsError: the context could not open: its process does not start: FileNotFoundError: ",
+        "GpuActorsError: the context's process cannot be started: the process that forks contexts has ended with sta",
+        "Unsupported: isolation='process': a frozen program has no Python interpreter: ",
+    ]
+    assert [line[: len(part)] for line, part in zip(lines, said, strict=True)] == said
+    assert "'/no/python'" in lines[2]
+
+
+def test_a_program_that_starts_itself_does_so_no_more(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(_HEAD + "\nsys.executable = sys.argv[1]\nprint(opens(), flush=True)")
+    frozen = tmp_path / "frozen"
+    frozen.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{program}" "$0"\n')
+    frozen.chmod(0o755)
+    done = subprocess.run([str(frozen)], capture_output=True, text=True, timeout=60.0, check=True)
+    *again, last = done.stdout.splitlines()
+    assert 1 <= len(again) <= 2
+    assert all("has started the program again" in line for line in again)
+    assert "the process that forks contexts has ended" in last
+
+
+_PARTIAL = """
+import functools, sys, types, _functools
+if sys.version_info < (3, 14):
+    class partial(_functools.partial):
+        def __get__(self, instance, owner=None):
+            return self if instance is None else types.MethodType(self, instance)
+    functools.partial = partial
+"""
+
+
+def test_partial_functions_that_bind_and_warnings_that_raise_harm_nothing(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(_PARTIAL)
+    assert run("print(opens())", tmp_path, "-W", "error") == ["answers"]
+
+
+# Imports
+
+_ACTOR = """
+import gpu_actors as ga
+
+class Doubler(ga.ServiceActor):
+    label = "doubler"
+
+    def handle(self, call):
+        call.resolve(call.message, self.outbox)
+
+class Message:
+    pass
+"""
+
+_OPEN = """
+import threading
+import gpu_actors as ga
+
+def use(actor, message=21):
+    try:
+        with ga.open_context("mock", ga.ContextOptions(actors=(actor,)), isolation="process") as ctx:
+            print("answer", type(ctx.actor(actor).submit(message).result(10.0)).__name__, flush=True)
+    except ga.GpuActorsError as error:
+        print(type(error).__name__, "is being imported" in str(error), flush=True)
+"""
+
+_FROM_A_THREAD = """
+thread = threading.Thread(target=use, args=(Doubler,))
+thread.start()
+thread.join()
+"""
+
+_IMPORTED: dict[str, tuple[dict[str, str], str]] = {
+    "its own actor": ({"app.py": _ACTOR + _OPEN + "use(Doubler)"}, "InvalidRequest True"),
+    "its own actor, from a thread": ({"app.py": _ACTOR + _OPEN + _FROM_A_THREAD}, "InvalidRequest True"),
+    "an actor of its package": (
+        {"app/actors.py": _ACTOR, "app/__init__.py": _OPEN + "from app.actors import Doubler\nuse(Doubler)"},
+        "InvalidRequest True",
+    ),
+    "an actor of another module": (
+        {"other.py": _ACTOR, "app.py": _OPEN + "from other import Doubler\nuse(Doubler)"},
+        "answer int",
+    ),
+    "its own message": (
+        {"other.py": _ACTOR, "app.py": _OPEN + "class Own: pass\nfrom other import Doubler\nuse(Doubler, Own())"},
+        "InvalidRequest True",
+    ),
+    "an answer of its own class": (
+        {
+            "other.py": _ACTOR.replace("call.resolve(call.message", "import app; call.resolve(app.Own()"),
+            "app.py": _OPEN
+            + "class Own: pass\nimport os\nfrom other import Doubler\n"
+            + "if 'GPU_ACTORS_TEST' not in os.environ:\n    os.environ['GPU_ACTORS_TEST'] = '1'\n    use(Doubler)",
+        },
+        "answer Own",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", list(_IMPORTED))
+def test_a_context_in_the_body_of_a_module_is_open_or_refused(tmp_path: Path, case: str) -> None:
+    files, said = _IMPORTED[case]
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert run("import app", tmp_path) == [said]
+
+
+def test_a_module_that_the_process_imports_opens_no_context_there(tmp_path: Path) -> None:
+    (tmp_path / "other.py").write_text(_ACTOR)
+    (tmp_path / "app.py").write_text(
+        "import gpu_actors as ga\nclass Late: pass\nga.open_context('mock', isolation='process').__enter__().close()"
+    )
+    program = """
+import app, other
+with ga.open_context("mock", ga.ContextOptions(actors=(other.Doubler,)), isolation="process") as ctx:
+    try:
+        ctx.actor(other.Doubler).submit(app.Late()).result(10.0)
+    except ga.InvalidRequest as error:
+        print("a module opens this context as it is imported" in str(error))
+    print(ctx.actor(other.Doubler).submit(3).result(10.0), ctx.generation)
+"""
+    assert run(program, tmp_path) == ["True", "3 1"]
+
+
+# Processes that stop
+
+
+def test_a_zygote_that_does_not_answer_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    zygotes = spawning._Zygotes()
+    monkeypatch.setattr(spawning, "_zygotes", zygotes)
+    monkeypatch.setattr(spawning, "_ANSWERING", 0.3)
+    with ga.open_context("mock", isolation="process") as first:
+        child = psutil.Process(first.pid)  # type: ignore[attr-defined]
+        zygote = child.parent()
+        assert zygote is not None
+        with ga.open_context("mock", isolation="process"):  # the next answer is due within that time
+            pass
+        suspend(zygote.pid)
+        try:
+            began = time.monotonic()
+            with ga.open_context("mock", isolation="process") as second:
+                answers(second)
+                assert psutil.Process(second.pid).ppid() != zygote.pid  # type: ignore[attr-defined]
+                answers(first)
+                assert first.generation == 1
+                child.kill()
+                eventually(lambda: first.generation == 2)
+                answers(first)
+            assert time.monotonic() - began < 20.0
+        finally:
+            zygote.resume()
+    zygote.wait(10.0)  # it has no children any more
+    zygotes.close()
+
+
+@pytest.mark.parametrize("device", ["mock", "emulated"])
+def test_a_process_that_stops_is_lost_sooner_than_a_launch_may_take(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generations, "_SILENCE", 0.8)
+    options = ga.ContextOptions(actors=(Saboteur,))
+    with ga.open_context(device, options, isolation="process") as ctx:
+        busy = ctx.actor(Saboteur).submit(("sleep", 1.6))
+        assert busy.result(30.0) == 1.6  # it answers pings meanwhile
+        assert ctx.generation == 1
+        suspend(ctx.pid)  # type: ignore[attr-defined]
+        with pytest.raises(ga.ContextLost, match=r"has not answered for 0\.8 s"):
+            ctx.actor(Saboteur).submit(("echo", 1)).result(30.0)
+        assert ctx.actor(Saboteur).submit(("echo", 2)).result(30.0) == 2
