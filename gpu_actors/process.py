@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import os
+import signal
 from typing import Any, NoReturn
 
 from gpu_actors.errors import NotCopyable
 
-__all__ = ["Local", "incarnation"]
+__all__ = ["SERVICE_SIGNALS", "Local", "incarnation"]
+
+SERVICE_SIGNALS = (
+    signal.SIGHUP,
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGTERM,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
+"""What ends a process by default, and what a terminal, a supervisor or a batch system may send to all of a service."""
 
 _incarnation = os.urandom(8)
 

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import os
 import re
 import threading
 from collections import OrderedDict
@@ -206,7 +207,10 @@ def _answering(call: _Call, names: tuple[str, ...]) -> Callable[..., tuple[np.nd
 
 
 _errors: OrderedDict[int, BaseException] = OrderedDict()
-_errors_lock = threading.Lock()
+_errors_lock = threading.RLock()
+os.register_at_fork(
+    before=_errors_lock.acquire, after_in_parent=_errors_lock.release, after_in_child=_errors_lock.release
+)
 _error_numbers = itertools.count(1)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -438,7 +439,10 @@ def _described(value: object) -> str:
 
 _torch_sdpa = torch.nn.functional.scaled_dot_product_attention
 _route: ContextVar[GpuContext | None] = ContextVar("gpu_actors_route", default=None)
-_routes_lock = threading.Lock()
+_routes_lock = threading.RLock()
+os.register_at_fork(
+    before=_routes_lock.acquire, after_in_parent=_routes_lock.release, after_in_child=_routes_lock.release
+)
 _routes = 0
 
 

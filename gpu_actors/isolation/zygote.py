@@ -24,6 +24,8 @@ import sys
 import warnings
 from typing import Any
 
+from gpu_actors.process import SERVICE_SIGNALS
+
 __all__ = ["ANSWER", "GO", "STARTED_BY", "main"]
 
 ANSWER = struct.Struct("<iq")
@@ -36,16 +38,6 @@ STARTED_BY = "GPU_ACTORS_ZYGOTE_OF"
 """Set in the environment of a zygote, and of nothing that it forks."""
 
 _PR_SET_PDEATHSIG = 1
-
-# What ends a process by default, and may be sent to all of a service: by a terminal, a supervisor or a batch system.
-_FOR_THE_PROGRAM = (
-    signal.SIGHUP,
-    signal.SIGINT,
-    signal.SIGQUIT,
-    signal.SIGTERM,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-)
 
 # What a context imports when it opens, besides the package itself.
 _PRELOADED = (
@@ -61,7 +53,7 @@ _PRELOADED = (
 
 def main(descriptor: int, program: int) -> None:
     """Serve until the program is gone. descriptor: of the socket to it. program: its process id."""
-    for number in _FOR_THE_PROGRAM:
+    for number in SERVICE_SIGNALS:
         signal.signal(number, _take_no_notice)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a program may have it ignored, and then no child can be waited for
     try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import signal
 import threading
 import weakref
 from _ctypes import dlclose
@@ -139,10 +141,42 @@ class _WorkerMemory:
         return _Arena(self._first, self._shared.end, self._shared.begin, self._view.begin)
 
 
+class _SignalActions:
+    """What the process did at the signals that a launch takes (SignalActions in kernels_cu/emulation/worker.cuh)."""
+
+    _SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGVTALRM)
+
+    def __init__(self) -> None:
+        self._actions = {number: ctypes.create_string_buffer(_SIGACTION_BYTES) for number in self._SIGNALS}
+
+    def note(self) -> None:
+        for number, action in self._actions.items():
+            _libc.sigaction(number, None, action)
+
+    def restore(self) -> None:
+        for number, action in self._actions.items():
+            _libc.sigaction(number, action, None)
+
+
+_libc = ctypes.CDLL(None)
+_SIGACTION_BYTES = 256  # more than a struct sigaction has
+
 # Launches of one process come one after the other: signal handlers and the workers' memory serve one at a time, and a
 # launch uses every processor anyway.
 _launch_lock = threading.Lock()
 _worker_memory: list[_WorkerMemory] = []
+_signal_actions = _SignalActions()
+
+
+def _after_fork() -> None:
+    """In a forked child, where no launch runs, though the parent may run one."""
+    global _launch_lock
+    if _launch_lock.locked():
+        _signal_actions.restore()
+    _launch_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class EmulatedModule:
@@ -221,6 +255,7 @@ class EmulatedModule:
         fault = _Fault()
         request.fault = ctypes.pointer(fault)
         with _launch_lock:
+            _signal_actions.note()
             while len(_worker_memory) < threads:
                 _worker_memory.append(_WorkerMemory())
             count = request.block[0] * request.block[1] * request.block[2]

@@ -9,17 +9,26 @@ import os
 import posixpath
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from gpu_actors.compiling.assets import asset_texts
 from gpu_actors.compiling.headers import include_closure
 from gpu_actors.devices.emulation.toolchain import Toolchain
+from gpu_actors.process import SERVICE_SIGNALS
 
 __all__ = ["CompilerFailed", "definitions", "headers_of", "run_compiler", "write_headers"]
 
 # Folders of headers that no key covers.
 _HEADER_FOLDERS = ("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH")
+
+_OWN_SIGNALS = """
+import os, signal, sys
+for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
+    signal.signal(number, signal.SIG_DFL)
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
 
 _QUIET_SECONDS = 1.0  # of a compile before the log tells of it
 _log = logging.getLogger(__name__)
@@ -69,23 +78,25 @@ def definitions(macros: Mapping[str, str]) -> list[str]:
 def run_compiler(toolchain: Toolchain, arguments: Sequence[str], work: Path, kept: Path, what: str) -> None:
     """Run the compiler with its usual options and these, in the folder ``work``. Raises CompilerFailed.
 
-    kept: a folder for what the compiler itself keeps for later runs. what: what is compiled, for the log, where a run
-    that takes over a second is told.
+    arguments: the last one is the file that it writes. kept: a folder for what the compiler itself keeps for later
+    runs. what: what is compiled, for the log, where a run that takes over a second is told.
     """
-    command = [*toolchain.command, *toolchain.flags, *arguments]
+    command = [*_launcher(), *toolchain.command, *toolchain.flags, *arguments]
     inherited = {name: value for name, value in os.environ.items() if name not in _HEADER_FOLDERS}
     # zig keeps its own parts, built once, in the cache; what belongs to this run goes with the folder.
     own = {"ZIG_GLOBAL_CACHE_DIR": str(kept / "zig"), "ZIG_LOCAL_CACHE_DIR": str(work / "zig")}
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        cwd=work,
-        env={**inherited, **own},
-    ) as process:
+    with _kept_from_supervisors():
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            cwd=work,
+            env={**inherited, **own},
+        )
+    with process:
         try:
             log = _output(process, what)
         except BaseException:
@@ -94,8 +105,27 @@ def run_compiler(toolchain: Toolchain, arguments: Sequence[str], work: Path, kep
     if process.returncode < 0:
         number = -process.returncode
         log += f"{toolchain.command[0]} was ended by signal {number} ({signal.strsignal(number)})"
-    if process.returncode != 0:
+    # A program that ignores SIGCHLD does not learn the status. A compiler that fails leaves no file.
+    if process.returncode != 0 or not (work / arguments[-1]).exists():
         raise CompilerFailed(log)
+
+
+def _launcher() -> list[str]:
+    """What goes before the command where the program ignores SIGCHLD: the compiler, which has processes of its own to
+    wait for, would inherit that."""
+    ignored = signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
+    return [sys.executable, "-I", "-S", "-c", _OWN_SIGNALS] if ignored and sys.executable else []
+
+
+@contextlib.contextmanager
+def _kept_from_supervisors() -> Iterator[None]:
+    """What is started here blocks the signals that a terminal, a supervisor or a batch system may send to every process
+    of a service: a request that the program has accepted may wait for it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SERVICE_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _output(process: subprocess.Popen[str], what: str) -> str:

@@ -1,0 +1,86 @@
+"""The emulated device beside other processes: forks, compilers, and the signals that reach them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from support.service import run_python
+
+_FORKED = """
+import ctypes, os, signal, sys, threading, time, warnings
+import numpy as np
+import gpu_actors as ga
+
+warnings.simplefilter("ignore", DeprecationWarning)  # of forking with threads, which is the point
+SPIN = '''
+extern "C" __global__ void spin(int n, float* y) {
+  for (int i = 0; i < n; i++) *y = *y * 1.0000001f + 1e-9f;
+}
+'''
+
+def launch(ctx, turns):
+    spin = ctx.kernel(SPIN, "spin").result(60.0)
+    return spin.launch(grid=1, block=1, args=(turns, np.ones(1, np.float32)))
+
+options = ga.ContextOptions(hang_timeout=20.0)
+with ga.open_context("emulated", options) as ctx:
+    launch(ctx, 1).result(60.0)
+    endless = launch(ctx, 2_000_000_000)
+    while ctx.health().oldest_launch is None:
+        time.sleep(0.001)
+    time.sleep(0.1)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)  # nothing else would end it
+        with ga.open_context("emulated") as own:
+            launch(own, 1).result(15.0)
+        print("answered", flush=True)
+        ctypes.string_at(8)  # crashes, as it would without the emulation
+    print(signal.Signals(-os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])).name, endless.done(), flush=True)
+    os._exit(0)
+"""
+
+
+def test_a_child_that_is_forked_during_a_launch_launches_and_crashes_like_any_other() -> None:
+    done = run_python(_FORKED)
+    assert done.stdout.splitlines() == ["answered", "SIGSEGV False"], done.stderr
+
+
+# It fails where it cannot wait for its process.
+_WAITS = "import os; os.waitpid(os.spawnlp(os.P_NOWAIT, 'true', 'true'), 0)"
+_COMPILERS = {
+    "waits": f'{sys.executable} -I -S -c "{_WAITS}" && echo whole >$last',
+    "refuses": "echo no; exit 1",
+    "is signalled": "for name in HUP INT QUIT TERM USR1 USR2; do kill -$name $$; done; echo whole >$last",
+}
+
+_COMPILE = """
+import signal, sys
+from pathlib import Path
+from gpu_actors.devices.emulation.toolchain import Toolchain
+from gpu_actors.devices.emulation.unit import CompilerFailed, run_compiler
+
+if sys.argv[1] == "ignored":
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+for compiler in sys.argv[2:]:
+    folder = Path(compiler).parent
+    try:
+        run_compiler(Toolchain("g++", (compiler,), "1"), ["made"], folder, folder, "this")
+        print((folder / "made").read_text(), end="")
+    except CompilerFailed as failure:
+        print("failed:", failure.log, end="")
+"""
+
+
+@pytest.mark.parametrize("children", ["ignored", "awaited"])
+def test_a_compiler_waits_refuses_and_is_signalled(tmp_path: Path, children: str) -> None:
+    compilers = []
+    for name, work in _COMPILERS.items():
+        compilers.append(tmp_path / name / "compiler")
+        compilers[-1].parent.mkdir()
+        compilers[-1].write_text(f"#!/bin/sh\nfor last; do :; done\n{work}\n")
+        compilers[-1].chmod(0o755)
+    done = run_python(_COMPILE, children, *map(str, compilers))
+    assert done.stdout.splitlines() == ["whole", "failed: no", "whole"], done.stderr
