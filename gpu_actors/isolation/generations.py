@@ -38,8 +38,9 @@ __all__ = ["Generations"]
 # Seconds between two pings, at most.
 _PING = 1.0
 
-# Seconds for a context to open in its process: a driver may take its time, and a kernel be compiled.
-_OPENING = 300.0
+# Seconds for a context to open in its process: a driver may take its time. These devices have none.
+_OPENING = {"mock": 60.0, "emulated": 60.0}
+_LONGEST_OPENING = 300.0
 
 # Seconds without a word after which a worker counts as hung by default. It answers pings on a thread that does nothing
 # else, so that a long launch does not keep it from answering.
@@ -181,7 +182,7 @@ class Generations:
         assert self._link is not None
         now = time.monotonic()
         opening = self.state == "starting"
-        limit = _OPENING if opening else self.limit()
+        limit = _OPENING.get(self._device, _LONGEST_OPENING) if opening else self.limit()
         looked, self._looked = self._looked, now
         # This program may have been stopped itself: then it has to read what came meanwhile before it may judge.
         if now - looked < limit and now - self._link.heard > limit:

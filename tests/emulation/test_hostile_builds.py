@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -162,3 +163,9 @@ def test_a_compiler_that_a_signal_ends_is_named_with_the_signal(tmp_path: Path) 
     toolchain = dataclasses.replace(Toolchain.find(), command=(str(compiler),))
     with pytest.raises(CompileError, match=r"g\+\+ was ended by signal 9 \(Killed\)"):
         build_module(KERNEL, cache_dir=tmp_path / "cache", toolchain=toolchain)
+
+
+def test_what_is_no_string_in_the_path_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = Toolchain.find("zig")
+    monkeypatch.setattr("sys.path", [None, 3, Path("/"), *sys.path])
+    assert Toolchain.find("zig") == expected

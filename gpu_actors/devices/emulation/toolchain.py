@@ -138,7 +138,8 @@ def _find_on_path(name: str) -> Toolchain | None:
 def _find_zig() -> Toolchain | None:
     # By its path, and never from the working directory: "python -m ziglang" would look there first.
     here = _working_directory()
-    folders = [folder for folder in sys.path if folder and os.path.realpath(folder) != here]
+    given = [folder for folder in sys.path if isinstance(folder, str) and folder]  # what imports look at
+    folders = [folder for folder in given if os.path.realpath(folder) != here]
     spec = importlib.machinery.PathFinder.find_spec("ziglang", folders)
     if spec is None or spec.origin is None:
         return None
