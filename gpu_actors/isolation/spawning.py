@@ -65,6 +65,7 @@ class _Zygote:
                 env=environ,
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
+                cwd=_folder() if _is_deleted() else None,
                 start_new_session=True,
             )
         except BaseException:
@@ -230,10 +231,16 @@ def _readable(descriptor: int, seconds: float) -> bool:
 
 
 def _folder() -> str:
+    """The working directory, or the root where that is deleted: an interpreter may not start there."""
+    return "/" if _is_deleted() else os.getcwd()
+
+
+def _is_deleted() -> bool:
     try:
-        return os.getcwd()
+        os.getcwd()
     except OSError:
-        return "/"
+        return True
+    return False
 
 
 os.register_at_fork(after_in_child=_zygotes.after_fork)
