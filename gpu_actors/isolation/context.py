@@ -123,7 +123,12 @@ def start_isolated(
 
 def open_isolated(device: str, options: ContextOptions) -> tuple[GpuContext, str | None]:
     """Open a context in a process of its own. Gives it, and why "auto" is not CUDA there. As `start_isolated`."""
-    children, generations, obstacle = start_isolated(device, options, ChildProcess())
+    workplace = ChildProcess()
+    try:
+        children, generations, obstacle = start_isolated(device, options, workplace)
+    except BaseException:
+        workplace.arena.unmap()  # no request was made, so nothing lies in it
+        raise
     return registered(IsolatedContext(children, generations)), obstacle
 
 

@@ -53,7 +53,7 @@ class ChildProcess:
         return self.arena.empty(shape, dtype)
 
     def close(self) -> None:
-        self.arena.unmap()
+        self.arena.close()
 
     def after_fork(self) -> None:
         with contextlib.suppress(OSError):
