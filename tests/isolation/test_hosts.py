@@ -22,6 +22,14 @@ from gpu_actors.remote import InProcess, Order, open_remote
 
 ROOT = Path(__file__).parents[2]
 
+# A program that opened itself without end would take the machine with it.
+_BOUND = """
+import os, sys
+os.environ["TEST_DEPTH"] = os.environ.get("TEST_DEPTH", "") + "."
+if len(os.environ["TEST_DEPTH"]) > 3:
+    sys.exit("opened again and again")
+"""
+
 _HEAD = """
 import contextlib, os, resource, signal, sys, threading, time
 import numpy as np
@@ -299,7 +307,7 @@ print(opens())
 
 def test_a_program_that_starts_itself_does_so_no_more(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
-    program.write_text(_HEAD + "\nsys.executable = sys.argv[1]\nprint(opens(), flush=True)")
+    program.write_text(_BOUND + _HEAD + "\nsys.executable = sys.argv[1]\nprint(opens(), flush=True)")
     frozen = tmp_path / "frozen"
     frozen.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{program}" "$0"\n')
     frozen.chmod(0o755)
@@ -340,11 +348,14 @@ class Message:
     pass
 """
 
-_OPEN = """
+_OPEN = f"""
 import threading
 import gpu_actors as ga
 
+bound = {_BOUND!r}
+
 def use(actor, message=21):
+    exec(bound)
     try:
         with ga.open_context("mock", ga.ContextOptions(actors=(actor,)), isolation="process") as ctx:
             print("answer", type(ctx.actor(actor).submit(message).result(10.0)).__name__, flush=True)
@@ -396,9 +407,8 @@ def test_a_context_in_the_body_of_a_module_is_open_or_refused(tmp_path: Path, ca
 
 def test_a_module_that_the_process_imports_opens_no_context_there(tmp_path: Path) -> None:
     (tmp_path / "other.py").write_text(_ACTOR)
-    (tmp_path / "app.py").write_text(
-        "import gpu_actors as ga\nclass Late: pass\nga.open_context('mock', isolation='process').__enter__().close()"
-    )
+    late = "import gpu_actors as ga\nclass Late: pass\nga.open_context('mock', isolation='process').__enter__().close()"
+    (tmp_path / "app.py").write_text(_BOUND + late)
     program = """
 import app, other
 with ga.open_context("mock", ga.ContextOptions(actors=(other.Doubler,)), isolation="process") as ctx:
