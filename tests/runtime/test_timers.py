@@ -13,6 +13,7 @@ import pytest
 from support.service import eventually, service_threads
 from support.watched_clock import WatchedClock, WatchedSystemClock
 
+from gpu_actors.errors import GpuActorsError
 from gpu_actors.runtime.timers import Timers
 from gpu_actors.testing import MockClock
 
@@ -147,7 +148,7 @@ def test_a_thread_that_cannot_be_started_is_tried_again(
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", start)
-        with pytest.raises(RuntimeError):
+        with pytest.raises(GpuActorsError, match="no thread for deadlines"):
             timers.after(1.0, lambda: None)
     ran = threading.Event()
     timers.after(1.0, ran.set)
