@@ -102,6 +102,7 @@ class Probes:
         self._registry: CollectorRegistry | None = None
         self._collectors: list[Collector] = []
         self._reasons: list[Callable[[], str]] = []
+        self._told: list[Callable[[], object]] = []
         self._leaving = False
         self._last_beat = time.monotonic()
         self._beating: asyncio.Task[None] | None = None
@@ -113,7 +114,7 @@ class Probes:
         if self._thread is not None and self._thread.is_alive():
             raise GpuActorsError("these probes are entered already; make some for each application")
         self._contexts, self._proofs, self._registry = {}, {}, None
-        self._collectors, self._reasons = [], []
+        self._collectors, self._reasons, self._told = [], [], []
         self._leaving = False
         self._ended.clear()
         if self.port is not None:
@@ -174,6 +175,12 @@ class Probes:
     def leave(self) -> None:
         """The process is about to end: not ready from now on."""
         self._leaving = True
+        for tell in self._told:
+            tell()
+
+    def when_leaving(self, tell: Callable[[], object]) -> None:
+        """Call ``tell()`` on `leave`, which may be in a signal handler. Until the probes are left."""
+        self._told.append(tell)
 
     # The answers
 
