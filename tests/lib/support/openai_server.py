@@ -37,9 +37,8 @@ class Serving(Served):
 
     def post(self, path: str, content: Any, **headers: str) -> Answered:
         body = content if isinstance(content, bytes) else json.dumps(content)
-        return self.ask(
-            path, "POST", body=body, headers={name.replace("_", "-"): text for name, text in headers.items()}
-        )
+        named = {"Content-Type": "application/json"} | {name.replace("_", "-"): text for name, text in headers.items()}
+        return self.ask(path, "POST", body=body, headers=named)
 
     def complete(self, **changes: Any) -> Any:
         """The answer of /v1/completions to HELLO, changed so."""
@@ -94,7 +93,8 @@ async def sent(port: int, path: str, content: Any, *headers: str) -> AsyncIterat
     """The connection of a client that has sent a request and hangs up when this is left."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     body = json.dumps(content).encode()
-    lines = [f"POST {path} HTTP/1.1", "Host: x", "Connection: close", f"Content-Length: {len(body)}", *headers]
+    lines = [f"POST {path} HTTP/1.1", "Host: x", "Connection: close", f"Content-Length: {len(body)}"]
+    lines += ["Content-Type: application/json", *headers]
     writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
     try:
         yield reader
