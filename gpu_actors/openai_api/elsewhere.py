@@ -40,7 +40,7 @@ _KINDS = {
     ),
 }
 
-ELSEWHERE: dict[str, str] = {field: f"{kind} have it" for kind, fields in _KINDS.items() for field in fields}
+ELSEWHERE: dict[str, str] = {field: f"{kind}, have it" for kind, fields in _KINDS.items() for field in fields}
 """The sentence for each field."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 from gpu_actors.errors import RequestCancelled
@@ -69,7 +70,7 @@ class Telling:
         """
         generation, stream = self._generation, self._tokenizer.stream()
         shown, scored = "", []
-        for token, scores in zip(generation.prompt, [None, *generation.prompt_scores], strict=False):
+        for token, scores in zip_longest(generation.prompt, [None, *generation.prompt_scores]):
             scored.append(ScoredToken(token, scores, len(shown)))
             shown += stream.feed(token)
         if text is None:

@@ -34,11 +34,11 @@ async def tokenize(request: Request) -> Response:
 
 def _tokens(generator: Generator, asked: TokenizeRequest) -> list[int]:
     if asked.messages is not None:
-        return tokenized(generator, ChatRequest(model=generator.name, messages=asked.messages))
+        return tokenized(generator, ChatRequest.model_construct(messages=asked.messages))
     assert asked.prompt is not None
     if not asked.add_special_tokens:
         return generator.tokenizer.encode(asked.prompt)
-    return tokenized(generator, CompletionRequest(model=generator.name, prompt=asked.prompt))
+    return tokenized(generator, CompletionRequest.model_construct(prompt=asked.prompt))
 
 
 async def detokenize(request: Request) -> Response:
