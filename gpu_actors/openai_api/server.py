@@ -24,6 +24,7 @@ from gpu_actors.openai_api.app import create_app
 from gpu_actors.openai_api.models import names
 from gpu_actors.openai_api.settings import ServeSettings
 from gpu_actors.openai_api.state import State
+from gpu_actors.serving.problems import own_error
 
 try:
     import uvicorn
@@ -38,6 +39,9 @@ logger: logging.Logger = logging.getLogger("gpu_actors")
 
 _LAST_EVENTS = 5.0
 """Seconds for the last events of streams to go out, before their connections are closed."""
+
+_BACKLOG = 2048
+"""Connections that wait to be accepted."""
 
 _KEEP_ALIVE = 75
 """Seconds for which an idle connection stays open: longer than clients and proxies keep theirs, because a request that
@@ -108,6 +112,7 @@ class Server(uvicorn.Server):
         self.failure: Exception | None = None
         self._state = state
         self._opening: asyncio.Task[Any] | None = None
+        self._sockets: list[socket.socket] = []
         self._hurry: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         drain = state.settings.drain_seconds
@@ -118,6 +123,7 @@ class Server(uvicorn.Server):
             lifespan="on",
             http=Protocol,
             ws="none",
+            backlog=_BACKLOG,
             timeout_keep_alive=_KEEP_ALIVE,
             timeout_graceful_shutdown=int(drain + _LAST_EVENTS) + 1,
             server_header=False,
@@ -142,11 +148,17 @@ class Server(uvicorn.Server):
                 self._opening = asyncio.current_task()
                 if self.should_exit:
                     self._stop_opening()
+
+            async def sent(message: Any) -> None:
+                if message["type"] == "lifespan.startup.complete":
+                    self._listen()
+                await send(message)
+
             try:
-                await app(scope, receive, send)
+                await app(scope, receive, sent if scope["type"] == "lifespan" else send)
             except Exception as error:
                 if scope["type"] == "lifespan":
-                    self.failure = error
+                    self.failure = own_error(error) or error
                 raise
 
         return noted
@@ -156,17 +168,20 @@ class Server(uvicorn.Server):
         self._hurry, self._loop = asyncio.Event(), asyncio.get_running_loop()
         theirs = logging.getLogger("uvicorn.error")
         theirs.disabled = True  # it would log the traceback of what is raised
-        try:
-            await super().startup(sockets)
-        except OSError as error:  # another server has begun to listen meanwhile
-            self.failure = _not_listening(sockets, error)
-            await self.lifespan.shutdown()
-            raise SystemExit from error
-        finally:
-            theirs.disabled = False
-        scheme, address = "https" if self.config.is_ssl else "http", _address(sockets)
-        took = time.monotonic() - began
+        self._sockets = sockets or []
+        await super().startup(sockets)
+        theirs.disabled = False
+        address = "{}:{}".format(*sockets[0].getsockname()[:2]) if sockets else ""
+        scheme, took = "https" if self.config.is_ssl else "http", time.monotonic() - began
         logger.info("serving %s on %s://%s after %.1f s", names(self._state.models.cards()), scheme, address, took)
+
+    def _listen(self) -> None:
+        """Open the ports, for another process may have opened one meanwhile. (uvloop's own listening does not tell.)"""
+        for one in self._sockets:
+            try:
+                one.listen(_BACKLOG)
+            except OSError as error:
+                raise _not_listening("{}:{}".format(*one.getsockname()[:2]), error) from error
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._state.farewell.leave()
@@ -254,7 +269,7 @@ def _bind(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         if listener is not None:
             listener.close()
-        raise InvalidRequest("port", f"{host}:{port}", f"cannot be listened on: {error}") from error
+        raise _not_listening(f"{host}:{port}", error) from error
     return listener
 
 
@@ -262,9 +277,5 @@ def _is_own(listener: socket.socket) -> bool:
     return ipaddress.ip_address(listener.getsockname()[0]).is_loopback
 
 
-def _address(sockets: list[socket.socket] | None) -> str:
-    return "{}:{}".format(*sockets[0].getsockname()[:2]) if sockets else ""
-
-
-def _not_listening(sockets: list[socket.socket] | None, error: OSError) -> InvalidRequest:
-    return InvalidRequest("port", _address(sockets), f"cannot be listened on: {error}")
+def _not_listening(address: str, error: Exception) -> InvalidRequest:
+    return InvalidRequest("port", address, f"cannot be listened on: {error}")
