@@ -111,7 +111,7 @@ def serve(
         drain_seconds=drain_seconds,
     )
     if ssl_certfile is None and (ssl_keyfile or ssl_keyfile_password or ssl_ca_certs):
-        raise InvalidRequest("--ssl-certfile", None, "must be given where another --ssl option is")
+        raise InvalidRequest("--ssl-certfile", None, "--ssl-certfile must be given where another --ssl option is")
     tls = None if ssl_certfile is None else Tls(ssl_certfile, ssl_keyfile, ssl_keyfile_password, ssl_ca_certs)
     if trace is None:
         run(settings, host, port, log_json=log == "json", tls=tls)

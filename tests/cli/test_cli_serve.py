@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any, Self
@@ -26,6 +27,7 @@ from support.service import eventually, runs
 pytestmark = pytest.mark.timeout(240)
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+JSON = {"Content-Type": "application/json"}
 
 
 class Process:
@@ -74,7 +76,7 @@ def test_the_first_token_of_a_stream_comes_within_5_seconds_of_nothing() -> None
     """Someone who tries it looks at a terminal meanwhile: imports, weights and a cache may take no longer than that."""
     with Process() as server:
         body = json.dumps({**CHAT, "stream": True}).encode()
-        asked = urllib.request.Request(f"http://127.0.0.1:{server.port}{CHATS}", body)
+        asked = urllib.request.Request(f"http://127.0.0.1:{server.port}{CHATS}", body, JSON)
         with urllib.request.urlopen(asked, timeout=60) as answer:
             assert answer.readline().startswith(b"data: ")
         assert time.monotonic() - server.began < 5.0
@@ -164,7 +166,8 @@ def test_workers_stream_survive_one_and_leave_no_process_behind() -> None:
 
         def asked(path: str, content: Any = None) -> Any:
             body = None if content is None else json.dumps(content).encode()
-            with urllib.request.urlopen(f"http://127.0.0.1:{server.port}{path}", body, timeout=100) as answer:
+            request = urllib.request.Request(f"http://127.0.0.1:{server.port}{path}", body, JSON)
+            with urllib.request.urlopen(request, timeout=100) as answer:
                 return json.load(answer)
 
         def workers() -> list[Any]:
@@ -220,6 +223,14 @@ def test_workers_stream_survive_one_and_leave_no_process_behind() -> None:
         (("--port", "70000"), "70000"),
         (("--host", "nowhere.invalid"), "nowhere.invalid"),
         (("--dtype", "int4"), "dtype"),
+        (("--api-key", ""), "api_keys"),
+        (("--api-key", "secret with a space"), "api_keys"),
+        (("--api-key-file", "/nowhere"), "/nowhere"),
+        (("--api-key-file", "/dev/null"), "must hold a key"),
+        (("--allowed-host", "https://a.com"), "allowed_hosts"),
+        (("--cors-origin", "a.com"), "cors_origins"),
+        (("--ssl-keyfile", "/nowhere"), "--ssl-certfile"),
+        (("--ssl-certfile", "/nowhere"), "ssl_certfile"),
     ],
     ids=lambda value: "=".join(value) if isinstance(value, tuple) else "",
 )
@@ -231,6 +242,37 @@ def test_what_cannot_be_served_ends_with_one_sentence_and_2(options: tuple[str, 
     assert last.startswith("gpu-actors: ")
     assert said in last
     assert "Traceback" not in done.stderr
+
+
+def test_keys_come_from_every_source_and_strangers_stay_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And pages that make their name mean this machine stay out of a server without keys."""
+    (tmp_path / "keys").write_text("# ours\n\nkey-of-a-file\n  another-of-it  \n")
+
+    def status(port: int, key: str, host: str = "localhost") -> int:
+        headers = {"Authorization": f"Bearer {key}", "Host": host}
+        try:
+            request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/models", headers=headers)
+            with urllib.request.urlopen(request, timeout=100) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    monkeypatch.setenv("GPU_ACTORS_API_KEY", "key-of-the-environment another-one")
+    with Process("--model", "tiny", "--api-key-file", str(tmp_path / "keys")) as server:
+        for key in ("key-of-a-file", "another-of-it", "key-of-the-environment", "another-one"):
+            assert (status(server.port, key), status(server.port, key, "evil.com")) == (200, 200)
+        assert (status(server.port, "# ours"), status(server.port, "key")) == (401, 401)
+    assert not any("key-of" in line for line in server.log)
+    monkeypatch.delenv("GPU_ACTORS_API_KEY")
+    with Process("--model", "tiny") as server:
+        assert (status(server.port, ""), status(server.port, "", "evil.com")) == (200, 400)
+
+
+def test_a_variable_of_keys_that_is_empty_opens_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPU_ACTORS_API_KEY", " ")
+    command = [sys.executable, "-m", "gpu_actors.cli", "serve", "--device", "mock", "--port", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert (done.returncode, "GPU_ACTORS_API_KEY" in done.stderr) == (2, True)
 
 
 def test_a_port_that_is_taken_is_named() -> None:
