@@ -193,9 +193,9 @@ class Exchange:
         except Exception:
             logger.debug("%s: the server's receive() raised", self.request_id, exc_info=True)
         self._gone = True
-        self._arrived.set()
         if not self._answered:  # a server says "disconnect" after the answer, too
-            self._run.cancel()
+            self._run.cancel()  # before it wakes, or it would raise what its framework makes of a "disconnect"
+        self._arrived.set()
 
     async def _read(self) -> GpuActorsError | None:
         """Read the whole body. Gives why it is refused."""

@@ -12,9 +12,11 @@ thread alone would not notice a loop that is stuck, so the loop gives it a sign 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -332,7 +334,21 @@ class _Listener(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    timeout = 5.0
+    timeout = 5.0  # of one read
+    patience = 5.0
+
+    def handle(self) -> None:
+        ending = threading.Timer(self.patience, self._end)  # or a head that drips would hold the thread
+        ending.daemon = True
+        ending.start()
+        try:
+            super().handle()
+        finally:
+            ending.cancel()
+
+    def _end(self) -> None:
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
 
     def do_HEAD(self) -> None:
         """Some load balancers ask without wanting the body."""

@@ -84,7 +84,7 @@ class Protocol(HttpToolsProtocol):
         self._head = -1
         self._in_time()
         super().on_headers_complete()
-        if self.cycle is not None and self.scope["http_version"] == "1.0":
+        if self.cycle is not None and self.scope["http_version"] != "1.1":
             self.cycle.__class__ = _Unchunked
 
     def on_message_complete(self) -> None:
@@ -123,7 +123,7 @@ class Protocol(HttpToolsProtocol):
         if not self._whole or not self._answers() or self.transport.get_extra_info("sslcontext") is not None:
             return None
         self.cycle.keep_alive = False
-        if self.scope["http_version"] != "1.0":  # whose clients know no interim answer
+        if self.scope["http_version"] == "1.1":  # others know no interim answer
             self._look_later(0)
         return True
 

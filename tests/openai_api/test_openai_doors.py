@@ -301,29 +301,27 @@ def test_a_port_that_another_server_has_opened_meanwhile_is_named(held: threadin
 
 
 def test_what_waits_is_answered_at_once_and_what_runs_goes_on() -> None:
-    asked = {**HELLO, **STREAM, "max_tokens": 60}
+    asked = {**HELLO, **STREAM, "max_tokens": 40}
     with Own(options=SLOW, max_running=1, max_embedding=1, drain_seconds=60.0) as own:
         own.until_started()
 
-        async def leave() -> tuple[bytes, list[bytes], float]:
+        async def leave() -> tuple[bytes, list[bytes]]:
             async with sent(own.port, COMPLETIONS, asked) as running:
                 first = await running.readuntil(b"data: ")
                 async with sent(own.port, COMPLETIONS, asked) as one, sent(own.port, CHATS, CHAT) as other:
                     await asyncio.to_thread(eventually, lambda: own.state.admission.stats().waiting == 2)
-                    began = time.monotonic()
                     own.server.should_exit = True
                     waited = [await one.read(), await other.read()]
-                    took = time.monotonic() - began
-                    return first + await running.read(), waited, took
+                    assert own.state.models.generator.engine.running == 1, "they did not wait for it"
+                    return first + await running.read(), waited
 
-        running, waited, took = asyncio.run(leave())
+        running, waited = asyncio.run(leave())
     for raw in waited:
         status, body = body_of(raw)
         assert (status, json.loads(body)["error"]["code"]) == (503, "ActorStopped")
         assert b"retry-after:" in raw.lower()
     status, body = body_of(running)
     assert (status, b"ActorStopped" in body, b'"finish_reason":"length"' in body) == (200, False, True)
-    assert took < 1.0, "the text that runs has 60 steps of 0.04 s"
 
 
 def test_a_text_that_waits_for_pages_is_answered_at_once() -> None:

@@ -153,6 +153,32 @@ def test_http_1_0_gets_no_chunks(served: Served, path: str, text: bytes) -> None
     assert body == text
 
 
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhe",
+        b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nhe",
+    ],
+)
+def test_a_body_that_breaks_off_writes_no_traceback(
+    served: Served, sent: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(5):
+        with socket.create_connection(("127.0.0.1", served.port), timeout=20) as client:
+            client.sendall(sent)
+    assert served.ask("/ignore").body == b"early"
+    eventually(lambda: not served.server.server_state.tasks)
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+@pytest.mark.parametrize("line", ["GET /stream HTTP/1.0", "GET /stream HTTP/2.0", "GET /stream"])
+def test_no_other_version_gets_chunks(served: Served, line: str) -> None:
+    with served.raw(line) as client:
+        head, _, body = until_closed(client).partition(b"\r\n\r\n")
+    assert (b"chunked" in head.lower(), body) == (False, b"one two")
+
+
 def test_http_1_1_gets_chunks_still(served: Served) -> None:
     with served.raw("GET /stream HTTP/1.1", "Host: x", "Connection: close") as client:
         head, _, body = until_closed(client).partition(b"\r\n\r\n")

@@ -14,6 +14,7 @@ from support.service import eventually
 import gpu_actors as ga
 from gpu_actors.openai_api import ServeSettings, create_app
 from gpu_actors.openai_api.state import State
+from gpu_actors.serving.protocol import Protocol
 
 MOCK = ga.ContextOptions(mock=ga.MockOptions(dtype="float32"))
 HELLO = {"model": "tiny", "prompt": "hello", "max_tokens": 8, "temperature": 0}
@@ -28,7 +29,7 @@ class Serving(Served):
         settings = {"device": "mock", "models": ("tiny",), "options": MOCK, "leave_seconds": 0.0, **settings}
         app = create_app(ServeSettings(**settings))
         self.state: State = app.state.openai_api
-        super().__init__(app)
+        super().__init__(app, http=Protocol)
 
     @property
     def engine(self) -> Any:
