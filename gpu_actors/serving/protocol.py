@@ -86,6 +86,7 @@ class Protocol(HttpToolsProtocol):
         super().on_headers_complete()
         if self.cycle is not None and self.scope["http_version"] != "1.1":
             self.cycle.__class__ = _Unchunked
+            self.cycle.keep_alive = False
 
     def on_message_complete(self) -> None:
         self._whole = True

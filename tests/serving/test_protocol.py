@@ -149,7 +149,6 @@ def test_http_1_0_gets_no_chunks(served: Served, path: str, text: bytes) -> None
     with served.raw(f"GET {path} HTTP/1.0") as client:
         head, _, body = until_closed(client).partition(b"\r\n\r\n")
     assert b"chunked" not in head.lower()
-    assert b"connection: close" in head.lower()
     assert body == text
 
 
