@@ -29,6 +29,7 @@ __all__ = [
 
 _MOST_STOPS = 16
 _LONGEST_STOP = 256
+_MOST_METADATA = 16
 
 Nothing = None | Annotated[list[Any], Field(max_length=0)]
 """A list of what is not done here: only an empty one."""
@@ -182,6 +183,13 @@ class Message(_Body):
     annotations: Nothing = None
 
 
+def _metadata(value: Any) -> Any:
+    """At most as many as OpenAI takes, before each of them is checked."""
+    if isinstance(value, dict) and len(value) > _MOST_METADATA:
+        raise InvalidRequest("metadata", f"{len(value)} keys", f"must have at most {_MOST_METADATA} keys")
+    return value
+
+
 class ResponseFormat(_Body):
     """Only text."""
 
@@ -201,7 +209,7 @@ class ChatRequest(GenerationRequest):
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str] | None, BeforeValidator(_metadata)] = None
     store: Annotated[bool | None, _only(False)] = None
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = None

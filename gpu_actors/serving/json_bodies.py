@@ -15,7 +15,7 @@ from gpu_actors.errors import GpuActorsError, InvalidRequest
 
 __all__ = ["MAX_DEPTH", "MAX_NESTS", "MAX_VALUES", "WrongContentType", "check_json", "expect_json", "read_json"]
 
-MAX_NESTS = 1 << 14
+MAX_NESTS = 1 << 16
 """Keys, objects and lists of one body together."""
 
 MAX_VALUES = 1 << 18

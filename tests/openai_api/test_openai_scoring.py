@@ -253,8 +253,13 @@ def test_a_field_that_asks_for_nothing_is_taken(serving: Serving, changes: dict[
 
 def test_the_longest_body_of_errors_is_told_by_its_first(serving: Serving) -> None:
     """Within the bounds on JSON: not an error for each of them."""
-    many = {str(number): 1 for number in range(8000)}
-    for changes, field in (({"metadata": many}, "metadata.0"), (many, "0"), ({"messages": [many]}, "messages[0].role")):
+    many = {str(number): 1 for number in range(30_000)}
+    for changes, field in (
+        ({"metadata": many}, "metadata"),
+        ({"metadata": {"a": 1}}, "metadata.a"),
+        (many, "0"),
+        ({"messages": [many]}, "messages[0].role"),
+    ):
         answered = serving.post("/v1/chat/completions", {**CHAT, **changes})
         assert (answered.status, answered.json["error"]["param"]) == (400, field)
     assert len(json.dumps(answered.json)) < 2000

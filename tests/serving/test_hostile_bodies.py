@@ -93,7 +93,7 @@ BODIES: dict[str, bytes] = {
     "deep objects": b'{"a":' * DEEP + b"1" + b"}" * DEEP,
     "deep to the bound": b"[" * 32 + b"1" + b"]" * 32,
     "deep without an end": b"[" * (1 << 19),
-    "many keys": b"{" + b",".join(b'"%d":1' % number for number in range(60_000)) + b"}",
+    "many keys": b"{" + b",".join(b'"%d":1' % number for number in range(100_000)) + b"}",
     "many objects": b'{"messages":[' + b",".join([b"{}"] * 200_000) + b"]}",
 }
 
