@@ -105,8 +105,17 @@ def _scores(logits: NDArray[np.float32], token: int, top: int) -> TokenScores:
     wide = logits.astype(np.float64)
     shifted = wide - wide.max()
     scores = shifted - math.log(np.exp(shifted).sum())
-    likeliest = np.argsort(-scores, kind="stable")[:top]
+    likeliest = _likeliest(scores, top)
     return TokenScores(float(scores[token]), tuple((int(each), float(scores[each])) for each in likeliest))
+
+
+def _likeliest(scores: NDArray[np.float64], top: int) -> NDArray[np.intp]:
+    """The places of the highest scores in falling order, the first of equal ones first, without sorting all."""
+    if top == 0:
+        return np.array([], np.intp)
+    top = min(top, len(scores))
+    high = np.flatnonzero(scores >= np.partition(scores, -top)[-top])
+    return high[np.argsort(-scores[high], kind="stable")[:top]]
 
 
 def _number(value: Any) -> bool:

@@ -164,7 +164,8 @@ async def _aside(load: Callable[..., _Parts], *arguments: Any) -> _Parts:
     found: Future[_Parts] = Future()
 
     def run() -> None:
-        found.set_running_or_notify_cancel()
+        if not found.set_running_or_notify_cancel():
+            return
         try:
             found.set_result(load(*arguments))
         except BaseException as error:

@@ -157,7 +157,8 @@ class Server(uvicorn.Server):
             try:
                 await app(scope, receive, sent if scope["type"] == "lifespan" else send)
             except Exception as error:
-                if scope["type"] == "lifespan":
+                stopped = self.should_exit and not self.started
+                if scope["type"] == "lifespan" and not stopped:
                     self.failure = own_error(error) or error
                 raise
 
