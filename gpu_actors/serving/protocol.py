@@ -31,7 +31,8 @@ class Protocol(HttpToolsProtocol):
     """HTTP/1 of one connection. For uvicorn's ``http``.
 
     head_bytes, head_seconds: bounds on a head, from its first byte (of the first one: from the connection) to its end.
-        A head over either is answered with 400 or 408, and the connection closes.
+        A head over either is answered with 400 or 408, and the connection closes; without an answer, where no byte of a
+        head has come.
 
     A client of HTTP/1.0 gets an answer without chunks. One that shuts down only its own half of the connection gets its
     answer: it is told apart from one that has gone by an interim "100 Continue", which only the latter refuses. On TLS,
@@ -106,6 +107,8 @@ class Protocol(HttpToolsProtocol):
         self._late = None
         if self._answers():
             self.cycle.keep_alive = False  # the answer before it goes out first
+        elif self._head < 0:
+            self.transport.close()  # a client that has it in store would take an answer for that of its next request
         elif not self.transport.is_closing():
             said = b"The headers did not arrive in time."
             head = b"HTTP/1.1 408 Request Timeout\r\ncontent-type: text/plain; charset=utf-8\r\nconnection: close\r\n"
