@@ -24,6 +24,9 @@ import pytest
 from support.openai_server import CHAT, STREAM, body_of, events_of, sent
 from support.service import eventually, runs
 
+from gpu_actors.cli.serve import serve
+from gpu_actors.errors import InvalidRequest
+
 pytestmark = pytest.mark.timeout(240)
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -223,13 +226,6 @@ def test_workers_stream_survive_one_and_leave_no_process_behind() -> None:
         (("--port", "70000"), "70000"),
         (("--host", "nowhere.invalid"), "nowhere.invalid"),
         (("--dtype", "int4"), "dtype"),
-        (("--api-key", ""), "api_keys"),
-        (("--api-key", "secret with a space"), "api_keys"),
-        (("--api-key-file", "/nowhere"), "/nowhere"),
-        (("--api-key-file", "/dev/null"), "must hold a key"),
-        (("--allowed-host", "https://a.com"), "allowed_hosts"),
-        (("--cors-origin", "a.com"), "cors_origins"),
-        (("--ssl-keyfile", "/nowhere"), "--ssl-certfile"),
         (("--ssl-certfile", "/nowhere"), "ssl_certfile"),
     ],
     ids=lambda value: "=".join(value) if isinstance(value, tuple) else "",
@@ -268,11 +264,31 @@ def test_keys_come_from_every_source_and_strangers_stay_out(tmp_path: Path, monk
         assert (status(server.port, ""), status(server.port, "", "evil.com")) == (200, 400)
 
 
-def test_a_variable_of_keys_that_is_empty_opens_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GPU_ACTORS_API_KEY", " ")
-    command = [sys.executable, "-m", "gpu_actors.cli", "serve", "--device", "mock", "--port", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert (done.returncode, "GPU_ACTORS_API_KEY" in done.stderr) == (2, True)
+@pytest.mark.parametrize(
+    ("options", "variable", "said"),
+    [
+        ({"api_key": [""]}, None, "api_keys"),
+        ({"api_key": ["secret with a space"]}, None, "api_keys"),
+        ({"api_key_file": Path("/nowhere")}, None, "/nowhere"),
+        ({"api_key_file": Path("/dev/null")}, None, "must hold a key"),
+        ({}, " ", "GPU_ACTORS_API_KEY"),
+        ({}, "short", "api_keys"),
+        ({"allowed_host": ["https://a.com"]}, None, "allowed_hosts"),
+        ({"cors_origin": ["a.com"]}, None, "cors_origins"),
+        ({"ssl_keyfile": Path("/nowhere")}, None, "--ssl-certfile"),
+    ],
+    ids=str,
+)
+def test_a_door_that_would_stand_open_by_mistake_opens_no_server(
+    options: dict[str, Any], variable: str | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GPU_ACTORS_API_KEY", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("GPU_ACTORS_API_KEY", variable)
+    with pytest.raises(InvalidRequest) as caught:
+        serve(device="mock", port=0, **options)
+    assert said in f"{caught.value}"
+    assert "secret" not in f"{caught.value}"
 
 
 def test_a_port_that_is_taken_is_named() -> None:
