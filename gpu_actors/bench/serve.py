@@ -189,6 +189,7 @@ async def _client(port: int, number: int, load: Load, until: float, think: float
                 }
             ).encode()
             head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Deadline-Ms: {load.deadline * 1e3:.0f}\r\n"
+            head += "Content-Type: application/json\r\n"
             writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
             load.requests += 1
             began = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,8 @@ from gpu_actors.options import ContextOptions
 
 __all__ = ["serve"]
 
+_KEYS = "GPU_ACTORS_API_KEY"
+
 
 def serve(
     device: DeviceOption = "auto",
@@ -21,8 +24,28 @@ def serve(
         list[str] | None,
         typer.Option(help="DIR, NAME=DIR, tiny or minilm; may be given twice: one generates, one embeds."),
     ] = None,
-    host: Annotated[str, typer.Option(help="Where to listen. There is no authentication.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Where to listen.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(help="Clients need one of these; else of $GPU_ACTORS_API_KEY, separated by spaces."),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="More of them, one a line, which no list of processes shows.")
+    ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(help="A name by which clients may call the server; *.NAME for all below it, * for all."),
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(help="A site whose pages may call the server; * for all.")
+    ] = None,
+    ssl_certfile: Annotated[Path | None, typer.Option(help="Serve https with this certificate (PEM).")] = None,
+    ssl_keyfile: Annotated[Path | None, typer.Option(help="Its key, where it is a file of its own.")] = None,
+    ssl_keyfile_password: Annotated[
+        str | None, typer.Option(envvar="GPU_ACTORS_SSL_KEYFILE_PASSWORD", help="Of the key.")
+    ] = None,
+    ssl_ca_certs: Annotated[Path | None, typer.Option(help="Take only clients with a certificate of these.")] = None,
     probe_port: Annotated[
         int | None, typer.Option(help="/livez, /readyz and /metrics from a thread of their own.")
     ] = None,
@@ -53,7 +76,8 @@ def serve(
     ] = None,
     log: Annotated[str, typer.Option(help="json or text, on standard error.")] = "json",
 ) -> None:
-    """Serve OpenAI's API: /v1/completions, /v1/chat/completions, /v1/embeddings and /v1/models.
+    """Serve OpenAI's API: /v1/completions, /v1/chat/completions, /v1/embeddings and /v1/models, and vLLM's /tokenize,
+    /detokenize, /health and /version.
 
     Without --model: a tiny Llama of random weights, whose texts are noise, and all-MiniLM-L6-v2 where it is installed.
     """
@@ -61,7 +85,7 @@ def serve(
         raise InvalidRequest("--log", log, "must be json or text")
     try:
         from gpu_actors.embedding.blas import limit_blas_threads
-        from gpu_actors.openai_api import ServeSettings
+        from gpu_actors.openai_api import ServeSettings, Tls
         from gpu_actors.openai_api import serve as run
     except ModuleNotFoundError as error:
         from gpu_actors.extras import missing
@@ -85,15 +109,40 @@ def serve(
         probe_host=probe_host,
         probe_port=probe_port,
         exit_when_dead=exit_when_dead,
+        api_keys=_keys(api_key, api_key_file),
+        allowed_hosts=tuple(allowed_host or ()),
+        cors_origins=tuple(cors_origin or ()),
         page=page,
         leave_seconds=leave_seconds,
         drain_seconds=drain_seconds,
     )
+    if ssl_certfile is None and (ssl_keyfile or ssl_keyfile_password or ssl_ca_certs):
+        raise InvalidRequest("--ssl-certfile", None, "--ssl-certfile must be given where another --ssl option is")
+    tls = None if ssl_certfile is None else Tls(ssl_certfile, ssl_keyfile, ssl_keyfile_password, ssl_ca_certs)
     if trace is None:
-        run(settings, host, port, log_json=log == "json")
+        run(settings, host, port, log_json=log == "json", tls=tls)
         return
     from gpu_actors.tracing import StreamedTrace
 
     with StreamedTrace(trace) as events:
         options = dataclasses.replace(settings.options, on_event=events)
-        run(dataclasses.replace(settings, options=options), host, port, log_json=log == "json")
+        run(dataclasses.replace(settings, options=options), host, port, log_json=log == "json", tls=tls)
+
+
+def _keys(given: list[str] | None, file: Path | None) -> tuple[str, ...]:
+    """All keys. A source of them that is empty is a mistake that would open the server."""
+    keys = list(given or ())
+    if (named := os.environ.get(_KEYS)) is not None and given is None:
+        keys += named.split()
+        if not named.strip():
+            raise InvalidRequest(_KEYS, named, "must hold a key, or not be set")
+    if file is not None:
+        try:
+            lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidRequest("--api-key-file", str(file), f"is not readable: {error}") from None
+        found = [line for line in lines if line and not line.startswith("#")]
+        if not found:
+            raise InvalidRequest("--api-key-file", str(file), "must hold a key, one a line")
+        keys += found
+    return tuple(keys)

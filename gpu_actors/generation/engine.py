@@ -16,7 +16,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import anyio
 import anyio.to_thread
@@ -43,6 +43,10 @@ if TYPE_CHECKING:
 __all__ = ["Engine", "EngineStats", "Settings"]
 
 logger: logging.Logger = logging.getLogger("gpu_actors")
+
+_SCORED = 32
+
+_Drawn: TypeAlias = tuple[int, TokenScores | None] | GpuActorsError | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,15 +162,17 @@ class Engine:
         count from then. None: now. deadline: on the same clock; a text that has not been let in by then ends with
         `DeadlineExceeded`, and no row of it is computed.
 
+        max_new_tokens: may be 0 where the prompt is scored.
+
         Raises `InvalidRequest` for a text that can never be generated, and `ActorStopped` after `stop`.
         """
         if self._stopped:
             raise ActorStopped(self._stopped)
         config, settings = self._model.config, self._settings
         tokens = self._checked(prompt)
-        max_new_tokens = integer("max_new_tokens", max_new_tokens, 1)
+        max_new_tokens = integer("max_new_tokens", max_new_tokens, 0 if sampling and sampling.score_prompt else 1)
         length = len(tokens) + max_new_tokens
-        pages = config.layers * -(-(length - 1) // settings.page_size)
+        pages = config.layers * -(-max(length - 1, len(tokens)) // settings.page_size)
         expect(length <= config.positions, "prompt", length, f"makes a text of more than {config.positions} tokens")
         reason = f"takes {pages} pages of a cache that has {settings.blocks}"
         expect(pages <= settings.blocks, "prompt", length, reason)
@@ -243,8 +249,10 @@ class Engine:
         layers = self._model.config.layers
         prompts = [self._names(np.array(text.tokens), layer) for layer in range(layers)]
         try:
-            self._generations[text].begin()
-            begun = [self._cache.create(prompt if self._settings.share_prefixes else None) for prompt in prompts]
+            generation = self._generations[text]
+            generation.begin()
+            shares = self._settings.share_prefixes and not generation.scores_prompt
+            begun = [self._cache.create(prompt if shares else None) for prompt in prompts]
             for reply in begun:
                 text.sequences.append(await reply)
             # A page of one layer may have been given up while that of another was kept.
@@ -274,6 +282,8 @@ class Engine:
         finished = rows.finished
         last = rows.ends[1:][finished] - 1
         texts = [rows.texts[index] for index in finished]
+        scores = any(self._generations[text].scores_prompt for text in rows.texts)
+        failed = await in_thread(self._score, rows, x) if scores else {}
         drawn = await in_thread(self._draw, texts, x[last])
         for text, count in zip(rows.texts, rows.counts, strict=True):
             text.computed += count
@@ -283,7 +293,25 @@ class Engine:
         stats.most_texts = max(stats.most_texts, len(rows.texts))
         self.meter.rows.observe(len(rows.tokens))
         self.meter.texts.observe(len(rows.texts))
+        for text, error in failed.items():
+            self._generations[text].end("error", error)
+            text.cancelled = True
         await self._take(texts, drawn)
+
+    def _score(self, rows: Rows, x: Matrix) -> dict[Text, GpuActorsError]:
+        """Score the prompts that are to be scored. Gives why some could not be."""
+        failed = {}
+        for text, begin, count in zip(rows.texts, rows.ends, rows.counts, strict=False):
+            generation = self._generations[text]
+            known = min(count, len(generation.prompt) - 1 - text.computed)
+            try:
+                # A few at a time: a row of logits is as long as the vocabulary.
+                for first in range(0, known if generation.scores_prompt else 0, _SCORED):
+                    part = x[begin + first : begin + min(first + _SCORED, known)]
+                    generation.score(list(self._model.logits(part)), text.computed + first)
+            except GpuActorsError as error:
+                failed[text] = error
+        return failed
 
     def _first(self, rows: Rows) -> tuple[Matrix, Heads | None]:
         with host_span("matmul", rows=len(rows.tokens), layer=0):
@@ -297,10 +325,10 @@ class Engine:
             more = layer + 1 < self._model.config.layers
             return x, self._model.before_attention(layer + 1, x) if more else None
 
-    def _draw(self, texts: list[Text], x: Matrix) -> list[tuple[int, TokenScores | None] | GpuActorsError]:
+    def _draw(self, texts: list[Text], x: Matrix) -> list[_Drawn]:
         """The next token of each text, or why it has none."""
         with host_span("sample", texts=len(texts)):
-            drawn: list[tuple[int, TokenScores | None] | GpuActorsError] = []
+            drawn: list[_Drawn] = []
             for text, row in zip(texts, self._model.logits(x), strict=True):
                 generation = self._generations[text]
                 if self._keep_logits:
@@ -318,12 +346,14 @@ class Engine:
         reply = self._cache.attend(q, sequences, k=k, v=v, cu_seqlens_q=rows.ends, rope=self._rope, tokens=names)
         return (await reply).out
 
-    async def _take(self, texts: list[Text], drawn: list[tuple[int, TokenScores | None] | GpuActorsError]) -> None:
+    async def _take(self, texts: list[Text], drawn: list[_Drawn]) -> None:
         ended = []
         for text, found in zip(texts, drawn, strict=True):
             generation = self._generations[text]
             if isinstance(found, GpuActorsError):
                 generation.end("error", found)
+            elif found is None:
+                generation.end("length")
             else:
                 text.tokens.append(found[0])
                 self.stats.tokens += not generation.reason

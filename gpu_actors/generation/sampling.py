@@ -29,6 +29,7 @@ class Sampling:
     """temperature: 0 takes the likeliest token every time. top_p: only the likeliest tokens that have at least this
     share of the probability together are drawn from (Holtzman et al., arXiv 1904.09751). seed: an int of 64 bits; None
     draws another text every time. top_logprobs: how many of the likeliest tokens `TokenScores` has; None makes none.
+    score_prompt: whether the tokens of the prompt are scored, too; its rows are all computed then, whatever is cached.
 
     Raises `InvalidRequest` for a value out of its range.
     """
@@ -37,6 +38,7 @@ class Sampling:
     top_p: float = 1.0
     seed: int | None = 0
     top_logprobs: int | None = None
+    score_prompt: bool = False
 
     def __post_init__(self) -> None:
         if not (_number(self.temperature) and self.temperature >= 0):
@@ -49,6 +51,8 @@ class Sampling:
             _integer(self.top_logprobs) and 0 <= self.top_logprobs <= _HIGHEST_TOP
         ):
             raise InvalidRequest("top_logprobs", show(self.top_logprobs), f"must be an int from 0 to {_HIGHEST_TOP}")
+        if self.score_prompt is not False and not (self.score_prompt is True and self.top_logprobs is not None):
+            raise InvalidRequest("score_prompt", show(self.score_prompt), "must be false, or true beside top_logprobs")
 
 
 class Sampler:
@@ -64,11 +68,15 @@ class Sampler:
 
         Raises `LaunchError` for logits that are not finite.
         """
-        if not np.isfinite(logits).all():
-            raise LaunchError("the logits of a token are not finite: the attention answered with NaN or infinity")
+        _expect_finite(logits)
         token = self._choose(logits)
         top = self._sampling.top_logprobs
         return token, None if top is None else _scores(logits, token, top)
+
+    def score(self, logits: NDArray[np.float32], token: int) -> TokenScores:
+        """The scores of a given token, after which another one may follow. Raises as `draw` does."""
+        _expect_finite(logits)
+        return _scores(logits, token, self._sampling.top_logprobs or 0)
 
     def _choose(self, logits: NDArray[np.float32]) -> int:
         temperature, top_p = self._sampling.temperature, self._sampling.top_p
@@ -88,12 +96,26 @@ class Sampler:
         return int(self._random.choice(len(weights), p=weights))
 
 
+def _expect_finite(logits: NDArray[np.float32]) -> None:
+    if not np.isfinite(logits).all():
+        raise LaunchError("the logits of a token are not finite: the attention answered with NaN or infinity")
+
+
 def _scores(logits: NDArray[np.float32], token: int, top: int) -> TokenScores:
     wide = logits.astype(np.float64)
     shifted = wide - wide.max()
     scores = shifted - math.log(np.exp(shifted).sum())
-    likeliest = np.argsort(-scores, kind="stable")[:top]
+    likeliest = _likeliest(scores, top)
     return TokenScores(float(scores[token]), tuple((int(each), float(scores[each])) for each in likeliest))
+
+
+def _likeliest(scores: NDArray[np.float64], top: int) -> NDArray[np.intp]:
+    """The places of the highest scores in falling order, the first of equal ones first, without sorting all."""
+    if top == 0:
+        return np.array([], np.intp)
+    top = min(top, len(scores))
+    high = np.flatnonzero(scores >= np.partition(scores, -top)[-top])
+    return high[np.argsort(-scores[high], kind="stable")[:top]]
 
 
 def _number(value: Any) -> bool:

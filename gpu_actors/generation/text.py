@@ -22,7 +22,8 @@ __all__ = ["Generation"]
 class Generation:
     """A text that is being generated: iterate over it for its tokens, as they come, from the first on.
 
-    prompt: its tokens. made: the tokens so far. scores: of each, where the sampling asks for them. logits: of each,
+    prompt: its tokens. made: the tokens so far. scores: of each, where the sampling asks for them. prompt_scores: of
+    the prompt's from the second on, likewise; whole once a token or the end has come. logits: of each that was made,
     float32 (vocab,), where the engine keeps them. reason: why it ended: "stop" (the model's end of text), "length",
     "deadline", "cancelled" or "error"; "" until then. cached: rows of the prompt that other texts had computed already.
     asked, begun, first: ``time.monotonic()`` when it was asked for, was let in, and had its first token; None before.
@@ -46,6 +47,7 @@ class Generation:
         self.prompt = tuple(text.tokens)
         self.made: list[int] = []
         self.scores: list[TokenScores] = []
+        self.prompt_scores: list[TokenScores] = []
         self.logits: list[NDArray[np.float32]] = []
         self.reason = ""
         self.asked = asked
@@ -55,6 +57,7 @@ class Generation:
         self._text = text
         self._left = max_new_tokens
         self._sampler = Sampler(sampling)
+        self.scores_prompt = sampling.score_prompt
         self._stop_tokens = stop_tokens
         self._meter = meter
         self._last: float | None = None
@@ -114,9 +117,14 @@ class Generation:
         self._meter.queue.observe(self.begun - self.asked)
         self._tell()
 
-    def draw(self, logits: NDArray[np.float32]) -> tuple[int, TokenScores | None]:
-        """The next token from its logits. For one thread at a time."""
-        return self._sampler.draw(logits)
+    def draw(self, logits: NDArray[np.float32]) -> tuple[int, TokenScores | None] | None:
+        """The next token from its logits; None for a text that takes none. For one thread at a time."""
+        return self._sampler.draw(logits) if self._left else None
+
+    def score(self, logits: Sequence[NDArray[np.float32]], begin: int) -> None:
+        """Score the prompt's tokens after those numbered from ``begin`` on, from the logits of these."""
+        following = self.prompt[begin + 1 : begin + 1 + len(logits)]
+        self.prompt_scores += [self._sampler.score(row, token) for row, token in zip(logits, following, strict=False)]
 
     def take(self, token: int, scores: TokenScores | None) -> None:
         """Pass a token on, and end the text where it was the last."""

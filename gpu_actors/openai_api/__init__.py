@@ -3,9 +3,10 @@
     app = create_app(ServeSettings(device="cuda", models=("llama=/models/llama",)))
 
 ``gpu-actors serve`` runs it. settings: what can be set. requests, responses: the bodies. reading: bodies to requests.
-models: what is loaded. engines: one model over several workers. telling: a text as it comes. stream: server-sent
-events. completions, embeddings: the endpoints. failures: errors in OpenAI's form. state: what the endpoints share.
-collector: metrics. app: all of it together. server: the process. Needs the extra "serve".
+elsewhere: what is refused, and which servers have it. models: what is loaded. engines: one model over several workers.
+telling: a text as it comes. stream: server-sent events. completions, embeddings, vllm: the endpoints. failures: errors
+in OpenAI's form. state: what the endpoints share. collector: metrics. app: all of it together. server: the process.
+Needs the extra "serve".
 
 Imports from other rooms: distributed, embedding, generation, kv, runtime, serving, tracing, validation.
 """
@@ -13,7 +14,7 @@ Imports from other rooms: distributed, embedding, generation, kv, runtime, servi
 from __future__ import annotations
 
 from gpu_actors.openai_api.app import create_app
-from gpu_actors.openai_api.server import serve
+from gpu_actors.openai_api.server import Tls, serve
 from gpu_actors.openai_api.settings import ServeSettings
 
-__all__ = ["ServeSettings", "create_app", "serve"]
+__all__ = ["ServeSettings", "Tls", "create_app", "serve"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
@@ -12,11 +13,14 @@ from gpu_actors.extras import missing
 from gpu_actors.openai_api.settings import ServeSettings
 from gpu_actors.serving.admission import Admission
 from gpu_actors.serving.bodies import Bodies
+from gpu_actors.serving.doors import Doors
+from gpu_actors.serving.guard import DEADLINE
 from gpu_actors.serving.probes import Probes
 
 try:
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
+    from starlette.middleware.cors import CORSMiddleware
     from starlette.routing import Route
 
     from gpu_actors import asgi
@@ -26,6 +30,7 @@ try:
     from gpu_actors.openai_api.failures import not_routed, spell
     from gpu_actors.openai_api.models import Models, open_models
     from gpu_actors.openai_api.state import State
+    from gpu_actors.openai_api.vllm import detokenize, health, tokenize, version
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(missing(error, "serve"), name=error.name) from None
 
@@ -57,6 +62,8 @@ def create_app(settings: ServeSettings | None = None) -> Starlette:
     @asynccontextmanager
     async def prepare(context: GpuContext | ContextPool) -> AsyncIterator[None]:
         state.readers = anyio.CapacityLimiter(_READERS)
+        loop = asyncio.get_running_loop()
+        probes.when_leaving(lambda: loop.call_soon_threadsafe(state.farewell.leave))
         async with open_models(context, settings) as models:
             state.models = models
             probes.collect(ServerCollector(state))
@@ -85,6 +92,10 @@ def create_app(settings: ServeSettings | None = None) -> Starlette:
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/chat/completions", chat_completions, methods=["POST"]),
             Route("/v1/embeddings", embeddings, methods=["POST"]),
+            Route("/tokenize", tokenize, methods=["POST"]),
+            Route("/detokenize", detokenize, methods=["POST"]),
+            Route("/health", health, methods=["GET"]),
+            Route("/version", version, methods=["GET"]),
             Route("/v1/models", list_models, methods=["GET"]),
             Route("/v1/models/{name:path}", one_model, methods=["GET"]),
             *asgi.routes("/" if settings.page else None),
@@ -92,6 +103,7 @@ def create_app(settings: ServeSettings | None = None) -> Starlette:
         exception_handlers={HTTPException: not_routed},
     )
     app.state.openai_api = state
+    app.add_middleware(Doors, keys=settings.api_keys, hosts=settings.allowed_hosts)
     app.add_middleware(
         asgi.Guard,
         default_timeout=settings.default_timeout,
@@ -99,6 +111,14 @@ def create_app(settings: ServeSettings | None = None) -> Starlette:
         bodies=Bodies(max_bytes=settings.max_body_bytes),
         spell=spell,
     )
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("Authorization", "Content-Type", DEADLINE, "X-Request-Id"),
+            expose_headers=("Retry-After", "X-Request-Id"),
+        )
     return app
 
 

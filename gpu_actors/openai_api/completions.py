@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.to_thread
@@ -15,10 +15,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gpu_actors.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unsupported
-from gpu_actors.generation.sampling import Sampling
+from gpu_actors.generation.sampling import Sampling, TokenScores
 from gpu_actors.generation.tokenizer import Tokenizer
 from gpu_actors.openai_api.models import Generator
-from gpu_actors.openai_api.reading import read
+from gpu_actors.openai_api.reading import asked_of
 from gpu_actors.openai_api.requests import ChatRequest, CompletionRequest, GenerationRequest
 from gpu_actors.openai_api.responses import (
     ChatChoice,
@@ -35,18 +35,19 @@ from gpu_actors.openai_api.responses import (
     TopToken,
 )
 from gpu_actors.openai_api.stream import EventStream, Writer
-from gpu_actors.openai_api.telling import ScoredToken, Telling, token_text
+from gpu_actors.openai_api.telling import Echo, ScoredToken, Telling, token_text
 from gpu_actors.serving.guard import KEY, Exchange
 from gpu_actors.tracing import host_span
 
 if TYPE_CHECKING:
     from gpu_actors.openai_api.state import State
 
-__all__ = ["chat_completions", "completions"]
+__all__ = ["chat_completions", "check_tokens", "completions", "tokenized"]
 
 _NO_USAGE = {"usage"}
 
-Asked = TypeVar("Asked", bound=GenerationRequest)
+_LET_IN = 1.0
+"""Seconds for the engine to let in a text for which there is room, once the server leaves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,12 @@ class _Work:
     sampling: Sampling
     heading: dict[str, Any]
 
+    @property
+    def said(self) -> str | None:
+        """The prompt of a completion, where it is a text."""
+        prompt = getattr(self.asked, "prompt", None)
+        return prompt if isinstance(prompt, str) else None
+
     @asynccontextmanager
     async def told(self) -> AsyncIterator[Telling]:
         """Generate the text as long as this is entered. A place is held for as long.
@@ -68,8 +75,10 @@ class _Work:
         """
         exchange, engine, admission = self.exchange, self.generator.engine, self.state.admission
         patience = time.monotonic() + admission.queue_seconds
-        async with admission.place(exchange.deadline):
-            prompt = await anyio.to_thread.run_sync(_tokenized, self.generator, self.asked, limiter=self.state.readers)
+        async with AsyncExitStack() as stack:
+            with self.state.farewell.waiting():
+                await stack.enter_async_context(admission.place(exchange.deadline))
+            prompt = await anyio.to_thread.run_sync(tokenized, self.generator, self.asked, limiter=self.state.readers)
             new = _new_tokens(self.asked, len(prompt), engine.longest, self.state.settings.default_max_tokens)
             generation = engine.submit(
                 prompt, max_new_tokens=new, sampling=self.sampling, asked=exchange.started, deadline=exchange.deadline
@@ -78,7 +87,10 @@ class _Work:
             telling = Telling(generation, self.generator.tokenizer, self.asked.stop, config.stop_tokens)
             try:
                 # A place among the texts is not yet room in the cache.
-                with anyio.move_on_after(max(0.0, patience - time.monotonic())):
+                with (
+                    self.state.farewell.waiting(_LET_IN),
+                    anyio.move_on_after(max(0.0, patience - time.monotonic())),
+                ):
                     await generation.let_in()
                 if generation.begun is None and not generation.reason:
                     said = f"no room in the KV cache came to this request within {admission.queue_seconds} s"
@@ -111,21 +123,28 @@ class _Work:
 
 async def completions(request: Request) -> Response:
     state: State = request.app.state.openai_api
-    asked = await _read(request, CompletionRequest, state)
-    work = _work(request, state, asked, "cmpl", asked.logprobs)
+    asked = await asked_of(request, CompletionRequest)
+    work = _work(
+        request, state, asked, "cmpl", 0 if asked.max_tokens == 0 and asked.logprobs is None else asked.logprobs
+    )
 
-    def event(text: str, telling: Telling) -> Completion:
-        logprobs = _plain_logprobs(telling.take_scored(), work) if asked.logprobs is not None else None
-        choice = CompletionChoice(text=text, logprobs=logprobs, finish_reason=telling.finish)
+    def event(text: str, telling: Telling, echo: Echo | None = None) -> Completion:
+        begin, scored = (echo.text, echo.scored) if echo is not None else ("", [])
+        logprobs = None
+        if asked.logprobs is not None:
+            logprobs = _plain_logprobs([*scored, *telling.take_scored()], work)
+        choice = CompletionChoice(text=begin + text, logprobs=logprobs, finish_reason=telling.finish)
         return Completion(**work.heading, choices=[choice])
 
     async def events(writer: Writer) -> None:
         exclude = None if asked.include_usage else _NO_USAGE
         async with work.in_time(), work.told() as telling:
+            begun = not asked.echo
             while telling.finish is None:
                 text = await telling.more()
-                if text or telling.finish:
-                    await writer.write(event(text, telling), exclude)
+                if text or telling.finish or not begun:
+                    await writer.write(event(text, telling, None if begun else telling.echo(work.said)), exclude)
+                    begun = True
             if asked.include_usage:
                 await writer.write(Completion(**work.heading, choices=[], usage=telling.usage))
 
@@ -133,14 +152,14 @@ async def completions(request: Request) -> Response:
         return EventStream(events)
     async with work.told() as telling:
         text = await _all(telling)
-        answer = event(text, telling)
+        answer = event(text, telling, telling.echo(work.said) if asked.echo else None)
         answer.usage = telling.usage
     return _json(answer.model_dump_json())
 
 
 async def chat_completions(request: Request) -> Response:
     state: State = request.app.state.openai_api
-    asked = await _read(request, ChatRequest, state)
+    asked = await asked_of(request, ChatRequest)
     if asked.top_logprobs is not None and not asked.logprobs:
         raise InvalidRequest("top_logprobs", asked.top_logprobs, "must be left out unless logprobs is true")
     work = _work(request, state, asked, "chatcmpl", (asked.top_logprobs or 0) if asked.logprobs else None)
@@ -182,11 +201,6 @@ async def chat_completions(request: Request) -> Response:
     return _json(answer.model_dump_json())
 
 
-async def _read(request: Request, kind: type[Asked], state: State) -> Asked:
-    body = await request.body()
-    return await anyio.to_thread.run_sync(read, kind, body, limiter=state.readers)
-
-
 def _work(request: Request, state: State, asked: GenerationRequest, kind: str, top: int | None) -> _Work:
     if asked.stream_options is not None and not asked.stream:
         raise InvalidRequest("stream_options", "", "must be left out unless stream is true")
@@ -195,6 +209,7 @@ def _work(request: Request, state: State, asked: GenerationRequest, kind: str, t
         top_p=1.0 if asked.top_p is None else asked.top_p,
         seed=asked.seed,
         top_logprobs=top,
+        score_prompt=isinstance(asked, CompletionRequest) and bool(asked.echo) and top is not None,
     )
     generator = state.models.generator_of(asked.model)
     if isinstance(asked, ChatRequest) and generator.template is None:
@@ -203,14 +218,15 @@ def _work(request: Request, state: State, asked: GenerationRequest, kind: str, t
     return _Work(state, generator, asked, request.scope[KEY], sampling, heading)
 
 
-def _tokenized(generator: Generator, asked: GenerationRequest) -> list[int]:
+def tokenized(generator: Generator, asked: GenerationRequest) -> list[int]:
+    """The tokens of a request's prompt. For a thread."""
     with host_span("tokenise", model=generator.name):
         return _prompt(generator, asked)
 
 
 def _prompt(generator: Generator, asked: GenerationRequest) -> list[int]:
     """The tokens of the prompt, with those that the tokenizer puts around every text."""
-    config, tokenizer = generator.config, generator.tokenizer
+    tokenizer = generator.tokenizer
     if isinstance(asked, ChatRequest):
         assert generator.template is not None
         said = [
@@ -220,11 +236,17 @@ def _prompt(generator: Generator, asked: GenerationRequest) -> list[int]:
         return tokenizer.encode(generator.template.render(said))
     assert isinstance(asked, CompletionRequest)
     if not isinstance(asked.prompt, str):
-        for index, token in enumerate(asked.prompt):
-            if not 0 <= token < config.vocab:
-                raise InvalidRequest(f"prompt[{index}]", token, f"must be a token id from 0 to {config.vocab - 1}")
+        check_tokens("prompt", asked.prompt, generator)
         return asked.prompt
     return tokenizer.prompt(asked.prompt)
+
+
+def check_tokens(field: str, tokens: Sequence[int], generator: Generator) -> None:
+    """Raise `InvalidRequest` for the first that the model's vocabulary lacks."""
+    vocab = generator.config.vocab
+    for index, token in enumerate(tokens):
+        if not 0 <= token < vocab:
+            raise InvalidRequest(f"{field}[{index}]", token, f"must be a token id from 0 to {vocab - 1}")
 
 
 def _new_tokens(asked: GenerationRequest, prompt: int, longest: int, default: int) -> int:
@@ -259,15 +281,15 @@ def _plain_logprobs(scored: Sequence[ScoredToken], work: _Work) -> CompletionLog
     tokenizer = work.generator.tokenizer
     return CompletionLogprobs(
         tokens=[token_text(tokenizer, one.token) for one in scored],
-        token_logprobs=[one.scores.chosen for one in scored],
-        top_logprobs=[_by_text(one, tokenizer) for one in scored],
+        token_logprobs=[None if one.scores is None else one.scores.chosen for one in scored],
+        top_logprobs=[None if one.scores is None else _by_text(one.scores, tokenizer) for one in scored],
         text_offset=[one.offset for one in scored],
     )
 
 
-def _by_text(one: ScoredToken, tokenizer: Tokenizer) -> dict[str, float]:
+def _by_text(scores: TokenScores, tokenizer: Tokenizer) -> dict[str, float]:
     found: dict[str, float] = {}
-    for token, score in one.scores.top:
+    for token, score in scores.top:
         # Parts of characters all look alike: the likeliest of them counts.
         found.setdefault(token_text(tokenizer, token), score)
     return found
@@ -280,6 +302,7 @@ def _chat_logprobs(scored: Sequence[ScoredToken], work: _Work) -> ChatLogprobs:
 
     content = []
     for one in scored:
+        assert one.scores is not None
         chosen = shown(one.token, one.scores.chosen)
         content.append(ChatToken(**chosen.model_dump(), top_logprobs=[shown(*top) for top in one.scores.top]))
     return ChatLogprobs(content=content)

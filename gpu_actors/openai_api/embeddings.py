@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
 import anyio.to_thread
@@ -13,7 +14,7 @@ from starlette.responses import Response
 from gpu_actors import asgi
 from gpu_actors.embedding.embedder import Embedded, Embedder
 from gpu_actors.errors import InvalidRequest, Unsupported
-from gpu_actors.openai_api.reading import read
+from gpu_actors.openai_api.reading import asked_of
 from gpu_actors.openai_api.requests import EmbeddingRequest
 from gpu_actors.openai_api.responses import Embedding, EmbeddingList, EmbeddingUsage, ModelList
 from gpu_actors.serving.guard import KEY, Exchange
@@ -27,8 +28,7 @@ __all__ = ["embeddings", "list_models", "one_model"]
 
 async def embeddings(request: Request) -> Response:
     state: State = request.app.state.openai_api
-    body = await request.body()
-    asked = await anyio.to_thread.run_sync(read, EmbeddingRequest, body, limiter=state.readers)
+    asked = await asked_of(request, EmbeddingRequest)
     embedder = state.models.encoder_of(asked.model).embedder
     columns = embedder.model.head.columns
     if asked.dimensions not in (None, columns):
@@ -37,7 +37,9 @@ async def embeddings(request: Request) -> Response:
     if len(asked.input) > most:
         raise InvalidRequest("input", f"{len(asked.input)} texts", f"must have at most {most} texts")
     deadline = asgi.deadline(request)
-    async with state.embedding.place(deadline):
+    async with AsyncExitStack() as stack:
+        with state.farewell.waiting():
+            await stack.enter_async_context(state.embedding.place(deadline))
         if not asked.truncate:
             await anyio.to_thread.run_sync(_check_lengths, embedder, asked.input, limiter=state.readers)
         result = await embedder.embed(asked.input, deadline=deadline)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["error_object", "not_routed", "spell"]
 
+_CODES = {401: "invalid_api_key"}
 _TYPES = {408: "timeout_error", 429: "rate_limit_error", 504: "timeout_error"}
 
 
@@ -34,7 +35,7 @@ def error_object(found: Problem | BaseException, request_id: str) -> dict[str, A
             "message": found.detail,
             "type": _TYPES.get(found.status, fallback),
             "param": members.pop("field", None),
-            "code": found.name or "InternalError",
+            "code": _CODES.get(found.status, found.name or "InternalError"),
             **members,
             "request_id": request_id,
         }
@@ -43,7 +44,7 @@ def error_object(found: Problem | BaseException, request_id: str) -> dict[str, A
 
 def spell(found: Problem, exchange: Exchange) -> tuple[bytes, str] | None:
     """For `Guard`: errors under /v1 are OpenAI's, all others problem+json."""
-    if not exchange.path.startswith("/v1/"):
+    if not exchange.path.startswith(("/v1/", "/tokenize", "/detokenize")):
         return None
     return _bytes(error_object(found, exchange.request_id)), "application/json"
 

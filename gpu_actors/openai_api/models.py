@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
+import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,9 +72,9 @@ class Models:
     encoder: Encoder | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def generator_of(self, name: str) -> Generator:
-        """The generator of this name. Raises `NotFound`."""
-        if self.generator is None or self.generator.name != name:
+    def generator_of(self, name: str | None) -> Generator:
+        """The generator of this name, whatever it is for None. Raises `NotFound`."""
+        if self.generator is None or name not in (None, self.generator.name):
             raise self._not_found(name, self.generator)
         return self.generator
 
@@ -93,7 +96,7 @@ class Models:
             cards.append(card)
         return cards
 
-    def _not_found(self, name: str, found: Generator | Encoder | None) -> NotFound:
+    def _not_found(self, name: str | None, found: Generator | Encoder | None) -> NotFound:
         there = "this server has none for this endpoint" if found is None else f"must be {found.name}"
         return NotFound("model", name, there)
 
@@ -128,7 +131,7 @@ async def open_models(context: GpuContext | ContextPool, settings: ServeSettings
                 found.encoder = Encoder(name, embedder)
                 await embedder.embed(["warm up"])
         else:
-            loaded = await anyio.to_thread.run_sync(_load, name, source, settings.cache_mib)
+            loaded = await _aside(_load, name, source, settings.cache_mib)
             _expect_first(name, parts)
             parts.append(loaded)
 
@@ -154,6 +157,22 @@ async def open_models(context: GpuContext | ContextPool, settings: ServeSettings
         for each in engine if isinstance(engine, Engines) else [engine]:
             await each.submit([0], max_new_tokens=2).tokens()
         yield found
+
+
+async def _aside(load: Callable[..., _Parts], *arguments: Any) -> _Parts:
+    """What a thread loads, for which neither a cancellation nor the end of the process waits."""
+    found: Future[_Parts] = Future()
+
+    def run() -> None:
+        if not found.set_running_or_notify_cancel():
+            return
+        try:
+            found.set_result(load(*arguments))
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=run, name="gpu-actors-loading", daemon=True).start()
+    return await asyncio.wrap_future(found)
 
 
 def _named(given: str) -> tuple[str, str]:

@@ -6,15 +6,29 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+import anyio.to_thread
 from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
 
 from gpu_actors.errors import InvalidRequest, RequestError, Unsupported
+from gpu_actors.openai_api.elsewhere import elsewhere
+from gpu_actors.openai_api.requests import UNKNOWN
+from gpu_actors.openai_api.state import State
+from gpu_actors.serving.json_bodies import check_json, expect_json
 
-__all__ = ["read"]
+__all__ = ["asked_of", "read"]
 
 Body = TypeVar("Body", bound=BaseModel)
 
 _JSON = ("json_invalid", "json_type")
+
+
+async def asked_of(request: Request, kind: type[Body]) -> Body:
+    """The request that a client sends, read off the loop. Raises as `read` does, and `WrongContentType`."""
+    state: State = request.app.state.openai_api
+    expect_json(request.headers.get("content-type"))
+    body = await request.body()
+    return await anyio.to_thread.run_sync(read, kind, body, limiter=state.readers)
 
 
 def read(kind: type[Body], body: bytes) -> Body:
@@ -23,6 +37,7 @@ def read(kind: type[Body], body: bytes) -> Body:
     Raises `InvalidRequest`, or `Unsupported` for what would be valid elsewhere, naming the field, its value and what is
     accepted.
     """
+    check_json(body)
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
@@ -30,10 +45,12 @@ def read(kind: type[Body], body: bytes) -> Body:
 
 
 def _refusal(found: Mapping[str, Any], body: bytes) -> RequestError:
-    kind, given = found["type"], found["input"]
-    field = _field(found["loc"])
+    kind, given, place, context = found["type"], found["input"], found["loc"], found.get("ctx", {})
+    if kind == UNKNOWN:
+        place, given = (*place, context["field"]), context["value"]
+    field, there = _field(place), elsewhere(place)
     # What a validator of ours has found.
-    own = found.get("ctx", {}).get("error")
+    own = context.get("error")
     if isinstance(own, RequestError):
         return own if own.field else type(own)(field, own.value, own.reason)
     if kind in _JSON:
@@ -41,16 +58,14 @@ def _refusal(found: Mapping[str, Any], body: bytes) -> RequestError:
         return InvalidRequest("body", f"{len(body)} bytes", f"must be JSON in UTF-8: {found['msg']}")
     if not field:
         return InvalidRequest("body", f"{len(body)} bytes", "must be a JSON object")
+    if kind == UNKNOWN:
+        return Unsupported(field, given, f"is not a field that this server knows; {there or 'leave it out'}")
     if kind == "missing":
         return InvalidRequest(field, None, "must be given")
-    if kind == "extra_forbidden":
-        return Unsupported(field, given, "is not a field that this server knows; leave it out")
     if kind == "int_parsing_size":
         return InvalidRequest(field, given, "must be an int of 64 bits")
-    reason = _reason(found["msg"])
-    if kind == "literal_error":
-        return Unsupported(field, given, reason)
-    return InvalidRequest(field, given, reason)
+    reason = _reason(found["msg"]) + (f"; {there}" if there else "")
+    return (Unsupported if kind == "literal_error" else InvalidRequest)(field, given, reason)
 
 
 def _field(place: Sequence[int | str]) -> str:

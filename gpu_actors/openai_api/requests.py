@@ -1,34 +1,72 @@
 """The bodies that clients send, as pydantic models.
 
 A field that changes the answer and is not done here is refused unless its value asks for nothing. Fields that change
-nothing (user, metadata, store) are taken and not used. Any other field is refused by name.
+nothing (user, metadata, store) are taken and not used. Any other field is refused by name. elsewhere: what is added.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import json
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic_core import PydanticCustomError
 
 from gpu_actors.errors import InvalidRequest, Unsupported
+from gpu_actors.openai_api.elsewhere import elsewhere
 
-__all__ = ["ChatRequest", "CompletionRequest", "EmbeddingRequest", "GenerationRequest", "Message", "StreamOptions"]
+__all__ = [
+    "UNKNOWN",
+    "ChatRequest",
+    "CompletionRequest",
+    "DetokenizeRequest",
+    "EmbeddingRequest",
+    "GenerationRequest",
+    "Message",
+    "StreamOptions",
+    "TokenizeRequest",
+]
 
 _MOST_STOPS = 16
 _LONGEST_STOP = 256
+_MOST_METADATA = 16
 
 Nothing = None | Annotated[list[Any], Field(max_length=0)]
 """A list of what is not done here: only an empty one."""
 
 
+UNKNOWN = "unknown_field"
+"""The type of pydantic's error for a field that a body may not have; its context has field and value."""
+
+
 class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
+    # Not "forbid", which makes an error of each of them.
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True, protected_namespaces=())
+
+    @model_validator(mode="after")
+    def _knows_every_field(self) -> Self:
+        for field, value in (self.model_extra or {}).items():
+            raise PydanticCustomError(UNKNOWN, "unknown", {"field": field, "value": value})
+        return self
+
+
+def _only(nothing: Any) -> BeforeValidator:
+    """Takes the one value that asks for nothing, and null. (JSON's true is no 1, though Python's is.)"""
+
+    def check(value: Any, info: ValidationInfo) -> Any:
+        if value is not None and (type(value) is not type(nothing) or value != nothing):
+            field = str(info.field_name)
+            raise Unsupported(field, value, f"must be {json.dumps(nothing)}, or be left out; {elsewhere([field])}")
+        return value
+
+    return BeforeValidator(check)
 
 
 def _prompt(value: Any) -> Any:
     if isinstance(value, list) and value and all(isinstance(one, str | list) for one in value):
         if len(value) > 1:
-            raise Unsupported("prompt", f"{len(value)} prompts", "must be one prompt a request")
+            said = f"must be one prompt a request; {elsewhere(['n'])}"
+            raise Unsupported("prompt", f"{len(value)} prompts", said)
         value = value[0]
     if isinstance(value, str) and value:
         return value
@@ -80,7 +118,7 @@ class GenerationRequest(_Body):
     stop: Annotated[list[str], BeforeValidator(_stops)] = Field(default_factory=list)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Literal[1] | None = None
+    n: Annotated[int | None, _only(1)] = None
     presence_penalty: Annotated[float, Field(ge=0, le=0, allow_inf_nan=False)] | None = None
     frequency_penalty: Annotated[float, Field(ge=0, le=0, allow_inf_nan=False)] | None = None
     logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
@@ -92,13 +130,24 @@ class GenerationRequest(_Body):
 
 
 class CompletionRequest(GenerationRequest):
-    """The body of /v1/completions. logprobs: how many of the likeliest tokens to name at each place."""
+    """The body of /v1/completions. logprobs: how many of the likeliest tokens to name at each place.
+
+    echo: whether the answer begins with the prompt, and its logprobs with those of the prompt's tokens. ``max_tokens``
+    may be 0 then.
+    """
 
     prompt: Annotated[str | list[int], BeforeValidator(_prompt)]
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
-    best_of: Literal[1] | None = None
-    echo: Literal[False] | None = None
-    suffix: Literal[""] | None = None
+    best_of: Annotated[int | None, _only(1)] = None
+    echo: bool | None = None
+    suffix: Annotated[str | None, _only("")] = None
+
+    @model_validator(mode="after")
+    def _asks_for_a_text(self) -> Self:
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidRequest("max_tokens", 0, "must be at least 1, unless echo is true")
+        return self
 
 
 def _content(value: Any) -> Any:
@@ -134,6 +183,13 @@ class Message(_Body):
     annotations: Nothing = None
 
 
+def _metadata(value: Any) -> Any:
+    """At most as many as OpenAI takes, before each of them is checked."""
+    if isinstance(value, dict) and len(value) > _MOST_METADATA:
+        raise InvalidRequest("metadata", f"{len(value)} keys", f"must have at most {_MOST_METADATA} keys")
+    return value
+
+
 class ResponseFormat(_Body):
     """Only text."""
 
@@ -143,7 +199,7 @@ class ResponseFormat(_Body):
 class ChatRequest(GenerationRequest):
     """The body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -153,8 +209,8 @@ class ChatRequest(GenerationRequest):
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
-    metadata: dict[str, str] | None = None
-    store: Literal[False] | None = None
+    metadata: Annotated[dict[str, str] | None, BeforeValidator(_metadata)] = None
+    store: Annotated[bool | None, _only(False)] = None
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -169,3 +225,26 @@ class EmbeddingRequest(_Body):
     dimensions: int | None = None
     truncate: bool = False
     user: str | None = None
+
+
+class TokenizeRequest(_Body):
+    """The body of /tokenize: a prompt, or messages. model: None for the one that generates."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: Annotated[bool | None, _only(True)] = None
+
+    @model_validator(mode="after")
+    def _has_one_text(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequest("prompt", self.prompt, "must be given, or messages in place of it")
+        return self
+
+
+class DetokenizeRequest(_Body):
+    """The body of /detokenize. model: None for the one that generates."""
+
+    model: str | None = None
+    tokens: Annotated[list[int], Field(fail_fast=True)]

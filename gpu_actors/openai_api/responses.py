@@ -57,11 +57,14 @@ class _Answer(BaseModel):
 
 
 class CompletionLogprobs(BaseModel):
-    """A list each, one entry a token. text_offset: characters of the answer before the token."""
+    """A list each, one entry a token; null for the first of a prompt, which follows on nothing.
+
+    text_offset: characters of the answer before the token.
+    """
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 

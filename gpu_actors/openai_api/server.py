@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import ipaddress
 import json
 import logging
 import resource
 import signal
 import socket
+import ssl
 import time
+from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 
@@ -20,62 +24,95 @@ from gpu_actors.openai_api.app import create_app
 from gpu_actors.openai_api.models import names
 from gpu_actors.openai_api.settings import ServeSettings
 from gpu_actors.openai_api.state import State
+from gpu_actors.serving.problems import own_error
 
 try:
     import uvicorn
+
+    from gpu_actors.serving.protocol import Protocol
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(missing(error, "serve"), name=error.name) from None
 
-__all__ = ["JsonLines", "Server", "serve"]
+__all__ = ["JsonLines", "Server", "Tls", "serve"]
 
 logger: logging.Logger = logging.getLogger("gpu_actors")
 
 _LAST_EVENTS = 5.0
 """Seconds for the last events of streams to go out, before their connections are closed."""
 
-_LONGEST_HEAD = 64 << 10
-"""Bytes of headers that have not ended."""
+_BACKLOG = 2048
+"""Connections that wait to be accepted."""
 
 _KEEP_ALIVE = 75
 """Seconds for which an idle connection stays open: longer than clients and proxies keep theirs, because a request that
 meets the server's own end of a connection is lost."""
 
 
-def serve(settings: ServeSettings, host: str = "127.0.0.1", port: int = 8000, *, log_json: bool = True) -> None:
+def serve(
+    settings: ServeSettings,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    *,
+    log_json: bool = True,
+    tls: Tls | None = None,
+) -> None:
     """Serve until SIGTERM or Ctrl-C, then end every answer, and return.
 
-    Writes its log to standard error, as JSON lines (see `JsonLines`) or as text. port: 0 takes a free one, which the
-    log names. Raises `InvalidRequest` where it cannot listen, and what opening the models raises.
+    The port is taken at once, and opens when the models answer. Writes its log to standard error, as JSON lines (see
+    `JsonLines`) or as text. port: 0 takes a free one, which the log names. On an address of this machine alone, without
+    keys and ``allowed_hosts``, only "localhost" is allowed.
+
+    Raises `InvalidRequest` where it cannot listen, and what opening the models raises.
     """
     _start_log(log_json)
     _raise_open_files()
-    app = create_app(settings)
-    listener = _listen(host, port)
-    server = Server(app.state.openai_api, app)
+    listener = _bind(host, port)
+    if not settings.allowed_hosts and not settings.api_keys and _is_own(listener):
+        settings = dataclasses.replace(settings, allowed_hosts=("localhost",))
+    try:
+        app = create_app(settings)
+        server = Server(app.state.openai_api, app, tls)
+        _run(server, listener)
+    finally:
+        listener.close()
+
+
+def _run(server: Server, listener: socket.socket) -> None:
     # uvicorn raises the signals again that have ended it; the process would end by the signal, not well.
     former = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         server.run([listener])
     except SystemExit:
-        if server.failure is None:
+        if server.failure is None and not server.should_exit:
             raise
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)
-        listener.close()
     if server.failure is not None:
         raise server.failure
+
+
+class Tls(NamedTuple):
+    """Files in PEM, as uvicorn takes them. ca_certs: whose certificates clients need then."""
+
+    certfile: Path
+    keyfile: Path | None = None
+    password: str | None = None
+    ca_certs: Path | None = None
 
 
 class Server(uvicorn.Server):
     """uvicorn's server. When it stops to listen, texts go on for ``drain_seconds``; then they end with an error.
 
-    A second signal ends them at once, a third one the process without more ado. failure: what the startup raised.
+    A second signal ends them at once, a third one the process without more ado. A signal while the models load ends
+    that. failure: what the startup raised.
     """
 
-    def __init__(self, state: State, app: Any) -> None:
+    def __init__(self, state: State, app: Any, tls: Tls | None = None) -> None:
         self.failure: Exception | None = None
         self._state = state
+        self._opening: asyncio.Task[Any] | None = None
+        self._sockets: list[socket.socket] = []
         self._hurry: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         drain = state.settings.drain_seconds
@@ -84,23 +121,45 @@ class Server(uvicorn.Server):
             log_config=None,
             access_log=False,  # the guard logs each request
             lifespan="on",
-            http=_bounded_protocol(),
+            http=Protocol,
             ws="none",
+            backlog=_BACKLOG,
             timeout_keep_alive=_KEEP_ALIVE,
             timeout_graceful_shutdown=int(drain + _LAST_EVENTS) + 1,
             server_header=False,
+            ssl_certfile=tls and tls.certfile,
+            ssl_keyfile=tls and tls.keyfile,
+            ssl_keyfile_password=tls and tls.password,
+            ssl_ca_certs=tls and tls.ca_certs,
+            ssl_cert_reqs=ssl.CERT_REQUIRED if tls and tls.ca_certs else ssl.CERT_NONE,
         )
+        try:
+            config.load()
+        except OSError as error:  # ssl's own are some
+            files = ", ".join(str(part) for part in (tls or ())[:2] if part is not None)
+            raise InvalidRequest("ssl_certfile", files, f"cannot be used: {error}") from error
         super().__init__(config)
 
     def _noting(self, app: Any) -> Any:
         """The application; what its startup raises is kept, for uvicorn logs it and exits."""
 
         async def noted(scope: Any, receive: Any, send: Any) -> None:
+            if scope["type"] == "lifespan":
+                self._opening = asyncio.current_task()
+                if self.should_exit:
+                    self._stop_opening()
+
+            async def sent(message: Any) -> None:
+                if message["type"] == "lifespan.startup.complete":
+                    self._listen()
+                await send(message)
+
             try:
-                await app(scope, receive, send)
+                await app(scope, receive, sent if scope["type"] == "lifespan" else send)
             except Exception as error:
-                if scope["type"] == "lifespan":
-                    self.failure = error
+                stopped = self.should_exit and not self.started
+                if scope["type"] == "lifespan" and not stopped:
+                    self.failure = own_error(error) or error
                 raise
 
         return noted
@@ -110,13 +169,23 @@ class Server(uvicorn.Server):
         self._hurry, self._loop = asyncio.Event(), asyncio.get_running_loop()
         theirs = logging.getLogger("uvicorn.error")
         theirs.disabled = True  # it would log the traceback of what is raised
+        self._sockets = sockets or []
         await super().startup(sockets)
         theirs.disabled = False
         address = "{}:{}".format(*sockets[0].getsockname()[:2]) if sockets else ""
-        took = time.monotonic() - began
-        logger.info("serving %s on http://%s after %.1f s", names(self._state.models.cards()), address, took)
+        scheme, took = "https" if self.config.is_ssl else "http", time.monotonic() - began
+        logger.info("serving %s on %s://%s after %.1f s", names(self._state.models.cards()), scheme, address, took)
+
+    def _listen(self) -> None:
+        """Open the ports, for another process may have opened one meanwhile. (uvloop's own listening does not tell.)"""
+        for one in self._sockets:
+            try:
+                one.listen(_BACKLOG)
+            except OSError as error:
+                raise _not_listening("{}:{}".format(*one.getsockname()[:2]), error) from error
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._state.farewell.leave()
         ending = asyncio.create_task(self._end_texts())
         try:
             await super().shutdown(sockets)
@@ -129,6 +198,13 @@ class Server(uvicorn.Server):
             self._loop.call_soon_threadsafe(self._hurry.set)
             return
         super().handle_exit(sig, frame)
+        if not self.started and self._opening is not None:
+            self._opening.get_loop().call_soon_threadsafe(self._stop_opening)
+
+    def _stop_opening(self) -> None:
+        assert self._opening is not None
+        logger.info("the server stops before it has opened")
+        self._opening.cancel()
 
     async def _end_texts(self) -> None:
         assert self._hurry is not None
@@ -137,36 +213,6 @@ class Server(uvicorn.Server):
         generator = self._state.models.generator
         if generator is not None:
             generator.engine.stop("the server is stopping")
-
-
-def _bounded_protocol() -> Any:
-    """httptools' protocol with a bound on headers, which h11 has itself."""
-    try:
-        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-    except ModuleNotFoundError:
-        return "h11"
-
-    class Bounded(HttpToolsProtocol):
-        head = -1  # bytes of headers; -1 between those
-
-        def on_message_begin(self) -> None:
-            self.head = 0
-            super().on_message_begin()
-
-        def on_headers_complete(self) -> None:
-            self.head = -1
-            super().on_headers_complete()
-
-        def data_received(self, data: bytes) -> None:
-            if self.transport.is_closing():
-                return
-            super().data_received(data)
-            if self.head >= 0:
-                self.head += len(data)
-            if self.head > _LONGEST_HEAD and not self.transport.is_closing():
-                self.send_400_response("The headers are too long.")
-
-    return Bounded
 
 
 class JsonLines(logging.Formatter):
@@ -213,9 +259,26 @@ def _raise_open_files() -> None:
             logger.warning("the limit of %d open files could not be raised", soft)
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _bind(host: str, port: int) -> socket.socket:
+    """A socket that has the port and does not listen: until the server can answer, who tries the port is refused."""
+    listener = None
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=2048)
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind((host, port))
     except (OSError, OverflowError) as error:
-        raise InvalidRequest("port", f"{host}:{port}", f"cannot be listened on: {error}") from error
+        if listener is not None:
+            listener.close()
+        raise _not_listening(f"{host}:{port}", error) from error
+    return listener
+
+
+def _is_own(listener: socket.socket) -> bool:
+    return ipaddress.ip_address(listener.getsockname()[0]).is_loopback
+
+
+def _not_listening(address: str, error: Exception) -> InvalidRequest:
+    return InvalidRequest("port", address, f"cannot be listened on: {error}")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from gpu_actors.options import ContextOptions
+from gpu_actors.serving.doors import checked_hosts, checked_keys
 from gpu_actors.validation.fields import expect, integer, real
 
 __all__ = ["ServeSettings"]
@@ -25,6 +27,8 @@ class ServeSettings:
         attention.
     default_timeout, longest_timeout, max_body_bytes: see `Guard` and `Bodies`.
     probe_host, probe_port, exit_when_dead: see `Probes`.
+    api_keys, allowed_hosts: see `Doors`. cors_origins: sites whose pages may call the server, as "https://example.com",
+        or "*" for all.
     page: whether / is a page that shows the context (see `gpu_actors.asgi.routes`).
     leave_seconds: how long /readyz says that the server is leaving before it stops to listen.
     drain_seconds: how long texts go on after that, before they are cut off with an error.
@@ -51,6 +55,9 @@ class ServeSettings:
     probe_host: str = "127.0.0.1"
     probe_port: int | None = None
     exit_when_dead: bool = False
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    allowed_hosts: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
     page: bool = True
     leave_seconds: float = 2.0
     drain_seconds: float = 20.0
@@ -66,6 +73,11 @@ class ServeSettings:
         }
         for name, low in (least | {"cache_mib": 1, "page_size": 1, "max_body_bytes": 1}).items():
             integer(name, getattr(self, name), low)
+        checked_keys("api_keys", self.api_keys)
+        checked_hosts("allowed_hosts", self.allowed_hosts)
+        for origin in self.cors_origins:
+            sound = origin == "*" or re.fullmatch(r"https?://[\w.-]+(:\d+)?|https?://\[[\da-fA-F:]+\](:\d+)?", origin)
+            expect(bool(sound), "cors_origins", origin, 'must be a scheme and a host, as "https://example.com", or "*"')
         for name in ("queue_seconds", "leave_seconds", "drain_seconds"):
             value = real(name, getattr(self, name), "a finite number of seconds >= 0")
             expect(value >= 0, name, value, "must be a finite number of seconds >= 0")

@@ -22,7 +22,14 @@ __all__ = ["EventStream", "Writer"]
 
 logger: logging.Logger = logging.getLogger("gpu_actors")
 
-_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold events back until its buffer is full
+]
+
+_LINES = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
+"""What some clients take for the end of a line, as JSON also spells it."""
 
 _GRACE = 15.0
 """Seconds that a client has to read the end of its stream, from the deadline, or from when the stream ends after it."""
@@ -44,6 +51,8 @@ class Writer:
         if not self.begun:
             await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
             self.begun = True  # only now: a deadline may pass while the connection still sends an earlier answer
+        if not data.isascii():
+            data = data.translate(_LINES)
         await self._send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
 
     async def close(self) -> None:

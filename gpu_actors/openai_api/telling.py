@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 from gpu_actors.errors import RequestCancelled
@@ -12,15 +13,22 @@ from gpu_actors.generation.text import Generation
 from gpu_actors.generation.tokenizer import Tokenizer
 from gpu_actors.openai_api.responses import Finish, PromptDetails, Usage
 
-__all__ = ["ScoredToken", "Telling", "token_text"]
+__all__ = ["Echo", "ScoredToken", "Telling", "token_text"]
 
 
 class ScoredToken(NamedTuple):
-    """A token of the answer. offset: characters of the answer before it."""
+    """A token of the answer. scores: None for the first of a prompt. offset: characters of the answer before it."""
 
     token: int
-    scores: TokenScores
+    scores: TokenScores | None
     offset: int
+
+
+class Echo(NamedTuple):
+    """A prompt at the beginning of its answer."""
+
+    text: str
+    scored: list[ScoredToken]
 
 
 class Telling:
@@ -34,6 +42,7 @@ class Telling:
     ) -> None:
         self.finish: Finish | None = None
         self._generation = generation
+        self._tokenizer = tokenizer
         self._special = tokenizer.special
         self._stream = tokenizer.stream()
         self._stops = StopStrings(stops)
@@ -57,6 +66,23 @@ class Telling:
             rest += self._stops.end()
         self.finish = "stop" if self._stops.found or generation.reason == "stop" else "length"
         return rest
+
+    def echo(self, text: str | None) -> Echo:
+        """The prompt, scored where that was asked for, once the first token or the end has come. Before `take_scored`.
+
+        text: the prompt as it was given; None where it was given as tokens.
+        """
+        generation, stream = self._generation, self._tokenizer.stream()
+        shown, scored = "", []
+        for token, scores in zip_longest(generation.prompt, [None, *generation.prompt_scores]):
+            scored.append(ScoredToken(token, scores, len(shown)))
+            if token not in self._special:
+                shown += stream.feed(token)
+        if text is None:
+            text = shown + stream.end()
+        self._scored = [one._replace(offset=one.offset + len(text)) for one in self._scored]
+        self._offset += len(text)
+        return Echo(text, scored)
 
     def take_scored(self) -> list[ScoredToken]:
         """The tokens since the last call, where the sampling asked for scores."""

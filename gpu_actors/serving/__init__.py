@@ -1,6 +1,7 @@
 """What a server around a context needs: bounds on requests and their bodies, admission, answers to errors, and probes.
 
-`Guard` is middleware for any ASGI server; docs/serving.md says why. ``gpu_actors.asgi`` puts all of it into a Starlette
+`Guard` is middleware for any ASGI server; docs/serving.md says why. `Doors` asks for keys. ``protocol.Protocol`` is
+uvicorn's HTTP with bounds. ``gpu_actors.asgi`` puts all of it into a Starlette
 or FastAPI application, and ``examples/inference_server.py`` shows that in use.
 
 Imports from other rooms: runtime, tracing, validation.
@@ -10,8 +11,10 @@ from __future__ import annotations
 
 from gpu_actors.serving.admission import Admission, AdmissionStats
 from gpu_actors.serving.bodies import Bodies, BodyTooLarge, BodyTooSlow, TooManyBodies
+from gpu_actors.serving.doors import Doors, Unauthorized
 from gpu_actors.serving.guard import Exchange, Guard
-from gpu_actors.serving.leaving import leave_slowly
+from gpu_actors.serving.json_bodies import WrongContentType, read_json
+from gpu_actors.serving.leaving import Farewell, leave_slowly
 from gpu_actors.serving.probes import EXIT_CODE, Answer, Probes
 from gpu_actors.serving.problems import NotFound, Problem, problem
 from gpu_actors.serving.traffic import RouteCounts, Traffic
@@ -24,7 +27,9 @@ __all__ = [
     "Bodies",
     "BodyTooLarge",
     "BodyTooSlow",
+    "Doors",
     "Exchange",
+    "Farewell",
     "Guard",
     "NotFound",
     "Probes",
@@ -32,6 +37,9 @@ __all__ = [
     "RouteCounts",
     "TooManyBodies",
     "Traffic",
+    "Unauthorized",
+    "WrongContentType",
     "leave_slowly",
     "problem",
+    "read_json",
 ]

@@ -211,9 +211,9 @@ class Exchange:
         except Exception:
             logger.debug("%s: the server's receive() raised", self.request_id, exc_info=True)
         self._gone = True
-        self._arrived.set()
         if not self._answered:  # a server says "disconnect" after the answer, too
-            self._run.cancel()
+            self._run.cancel()  # before it wakes, or it would raise what its framework makes of a "disconnect"
+        self._arrived.set()
 
     async def _read(self) -> GpuActorsError | None:
         """Read the whole body. Gives why it is refused."""
@@ -262,8 +262,11 @@ class Exchange:
         if kind == "http.response.start":
             self._status = message["status"]
             headers = list(message.get("headers", ()))
-            if not any(bytes(name).lower() == b"x-request-id" for name, _ in headers):
+            names = {bytes(name).lower() for name, _ in headers}
+            if b"x-request-id" not in names:
                 headers.append((b"x-request-id", self.request_id.encode()))
+            if b"connection" not in names and self._status >= 400 and await self._left_unread():
+                headers.append((b"connection", b"close"))
             message = {**message, "headers": headers}
         elif kind == "http.response.pathsend" or (kind == "http.response.body" and not message.get("more_body", False)):
             self._answered = True
@@ -271,6 +274,15 @@ class Exchange:
         await self._send(message)
         if self._answered:  # only now: a server waits here for a client that does not read
             self._run.deadline = math.inf
+
+    async def _left_unread(self) -> bool:
+        """Whether the rest of the body would be read as the next request."""
+        if self._complete or not self._scope.get("http_version", "1.1").startswith("1"):
+            return False
+        if not _header(self._scope, b"content-length") and not _header(self._scope, b"transfer-encoding"):
+            return False
+        await asyncio.sleep(0)  # the end of a short body may lie there already
+        return not self._complete
 
     async def _settle(self, error: Exception) -> None:
         """Answer an error, or raise it where the application or the server has to."""

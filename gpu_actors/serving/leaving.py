@@ -1,4 +1,7 @@
-"""Leaving slowly: after SIGTERM /readyz says so for a while before the server stops to listen."""
+"""Leaving slowly: after SIGTERM /readyz says so for a while before the server stops to listen.
+
+What has not begun by then is answered at once (`Farewell`), for another server may begin it.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,45 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+import anyio
+
+from gpu_actors.errors import ActorStopped
+
 if TYPE_CHECKING:
     from gpu_actors.serving.probes import Probes
 
-__all__ = ["leave_slowly"]
+__all__ = ["Farewell", "leave_slowly"]
+
+
+class Farewell:
+    """Waits that end once the server leaves. For the tasks of one event loop."""
+
+    def __init__(self) -> None:
+        self._left = False
+        self._waits: set[anyio.CancelScope] = set()
+
+    def leave(self) -> None:
+        """End every wait with `ActorStopped`."""
+        self._left = True
+        for scope in self._waits:
+            scope.cancel()
+
+    @contextmanager
+    def waiting(self, grace: float = 0.0) -> Iterator[None]:
+        """Wait inside of this. What need not wait goes on, also once the server leaves.
+
+        grace: seconds for which a wait that begins later may last. Raises `ActorStopped` for a wait that was ended.
+        """
+        with anyio.CancelScope() as scope:
+            if self._left:
+                scope.deadline = anyio.current_time() + grace
+            self._waits.add(scope)
+            try:
+                yield
+            finally:
+                self._waits.discard(scope)
+        if scope.cancelled_caught:
+            raise ActorStopped("the server is stopping, and this request was not begun")
 
 
 @contextmanager

@@ -12,9 +12,11 @@ thread alone would not notice a loop that is stuck, so the loop gives it a sign 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -103,6 +105,7 @@ class Probes:
         self._registry: CollectorRegistry | None = None
         self._collectors: list[Collector] = []
         self._reasons: list[Callable[[], str]] = []
+        self._told: list[Callable[[], object]] = []
         self._leaving = False
         self._last_beat = time.monotonic()
         self._beating: asyncio.Task[None] | None = None
@@ -114,7 +117,7 @@ class Probes:
         if self._thread is not None and self._thread.is_alive():
             raise GpuActorsError("these probes are entered already; make some for each application")
         self._contexts, self._proofs, self._registry = {}, {}, None
-        self._collectors, self._reasons = [], []
+        self._collectors, self._reasons, self._told = [], [], []
         self._leaving = False
         self._ended.clear()
         if self.port is not None:
@@ -182,6 +185,12 @@ class Probes:
     def leave(self) -> None:
         """The process is about to end: not ready from now on."""
         self._leaving = True
+        for tell in self._told:
+            tell()
+
+    def when_leaving(self, tell: Callable[[], object]) -> None:
+        """Call ``tell()`` on `leave`, which may be in a signal handler. Until the probes are left."""
+        self._told.append(tell)
 
     # The answers
 
@@ -333,7 +342,21 @@ class _Listener(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    timeout = 5.0
+    timeout = 5.0  # of one read
+    patience = 5.0
+
+    def handle(self) -> None:
+        ending = threading.Timer(self.patience, self._end)  # or a head that drips would hold the thread
+        ending.daemon = True
+        ending.start()
+        try:
+            super().handle()
+        finally:
+            ending.cancel()
+
+    def _end(self) -> None:
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
 
     def do_HEAD(self) -> None:
         """Some load balancers ask without wanting the body."""

@@ -27,6 +27,8 @@ from gpu_actors.errors import (
     Unsupported,
 )
 from gpu_actors.serving.bodies import BodyTooLarge, BodyTooSlow
+from gpu_actors.serving.doors import Unauthorized
+from gpu_actors.serving.json_bodies import WrongContentType
 from gpu_actors.values import show
 
 __all__ = ["CONTENT_TYPE", "NotFound", "Problem", "own_error", "problem"]
@@ -55,9 +57,11 @@ class _Answer:
 _ANSWERS: tuple[tuple[type[GpuActorsError], _Answer], ...] = (
     (NotFound, _Answer(404)),
     (RequestError, _Answer(400)),
+    (Unauthorized, _Answer(401)),
     (BodyTooSlow, _Answer(408)),
     (StaleBuffer, _Answer(409)),
     (BodyTooLarge, _Answer(413)),
+    (WrongContentType, _Answer(415)),
     (Overloaded, _Answer(429)),
     (MockModeError, _Answer(501)),
     (CacheFull, _Answer(503, 1.0)),
@@ -99,8 +103,10 @@ class Problem:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Content-Type, and Retry-After where a retry may help."""
+        """Content-Type, Retry-After where a retry may help, and WWW-Authenticate where a key is missing."""
         headers = {"Content-Type": CONTENT_TYPE}
+        if self.status == 401:
+            headers["WWW-Authenticate"] = 'Bearer, Basic realm="gpu-actors", charset="UTF-8"'
         if self.retry_after is not None:
             headers["Retry-After"] = str(self.retry_after)
         return headers

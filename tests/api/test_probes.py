@@ -278,3 +278,21 @@ def test_a_process_whose_context_is_lost_ends_with_its_own_exit_code() -> None:
     done = run_python(program, check=False)
     assert done.returncode == EXIT_CODE == 70
     assert "the process ends with code 70: the device context is lost" in done.stderr
+
+
+async def test_a_head_that_drips_holds_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpu_actors.serving.probes._Handler.patience", 0.3)
+    async with Probes(port=0) as probes:
+        with socket.create_connection(("127.0.0.1", probes.port or 0), timeout=20) as client:
+            client.settimeout(0.05)
+
+            def ended() -> bool:
+                try:
+                    client.sendall(b"a")
+                    return client.recv(1000) == b""
+                except TimeoutError:
+                    return False
+                except ConnectionError:
+                    return True
+
+            await asyncio.to_thread(eventually, ended, 20.0)

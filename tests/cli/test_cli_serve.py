@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any, Self
@@ -24,9 +25,13 @@ from support.cli import Run
 from support.openai_server import CHAT, STREAM, body_of, events_of, sent
 from support.service import eventually, runs
 
+from gpu_actors.cli.serve import serve
+from gpu_actors.errors import InvalidRequest
+
 pytestmark = pytest.mark.timeout(240)
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+JSON = {"Content-Type": "application/json"}
 
 
 class Process:
@@ -75,7 +80,7 @@ def test_the_first_token_of_a_stream_comes_within_5_seconds_of_nothing() -> None
     """Someone who tries it looks at a terminal meanwhile: imports, weights and a cache may take no longer than that."""
     with Process() as server:
         body = json.dumps({**CHAT, "stream": True}).encode()
-        asked = urllib.request.Request(f"http://127.0.0.1:{server.port}{CHATS}", body)
+        asked = urllib.request.Request(f"http://127.0.0.1:{server.port}{CHATS}", body, JSON)
         with urllib.request.urlopen(asked, timeout=60) as answer:
             assert answer.readline().startswith(b"data: ")
         assert time.monotonic() - server.began < 5.0
@@ -165,7 +170,8 @@ def test_workers_stream_survive_one_and_leave_no_process_behind() -> None:
 
         def asked(path: str, content: Any = None) -> Any:
             body = None if content is None else json.dumps(content).encode()
-            with urllib.request.urlopen(f"http://127.0.0.1:{server.port}{path}", body, timeout=100) as answer:
+            request = urllib.request.Request(f"http://127.0.0.1:{server.port}{path}", body, JSON)
+            with urllib.request.urlopen(request, timeout=100) as answer:
                 return json.load(answer)
 
         def workers() -> list[Any]:
@@ -221,6 +227,7 @@ def test_workers_stream_survive_one_and_leave_no_process_behind() -> None:
         (("--port", "70000"), "70000"),
         (("--host", "nowhere.invalid"), "nowhere.invalid"),
         (("--dtype", "int4"), "dtype"),
+        (("--ssl-certfile", "/nowhere"), "ssl_certfile"),
     ],
     ids=lambda value: "=".join(value) if isinstance(value, tuple) else "",
 )
@@ -232,6 +239,57 @@ def test_what_cannot_be_served_ends_with_one_sentence_and_2(options: tuple[str, 
     assert last.startswith("gpu-actors: ")
     assert said in last
     assert "Traceback" not in done.stderr
+
+
+def test_keys_come_from_every_source_and_strangers_stay_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And pages that make their name mean this machine stay out of a server without keys."""
+    (tmp_path / "keys").write_text("# ours\n\nkey-of-a-file\n  another-of-it  \n")
+
+    def status(port: int, key: str, host: str = "localhost") -> int:
+        headers = {"Authorization": f"Bearer {key}", "Host": host}
+        try:
+            request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/models", headers=headers)
+            with urllib.request.urlopen(request, timeout=100) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    monkeypatch.setenv("GPU_ACTORS_API_KEY", "key-of-the-environment another-one")
+    with Process("--model", "tiny", "--api-key-file", str(tmp_path / "keys")) as server:
+        for key in ("key-of-a-file", "another-of-it", "key-of-the-environment", "another-one"):
+            assert (status(server.port, key), status(server.port, key, "evil.com")) == (200, 200)
+        assert (status(server.port, "# ours"), status(server.port, "key")) == (401, 401)
+    assert not any("key-of" in line for line in server.log)
+    monkeypatch.delenv("GPU_ACTORS_API_KEY")
+    with Process("--model", "tiny") as server:
+        assert (status(server.port, ""), status(server.port, "", "evil.com")) == (200, 400)
+
+
+@pytest.mark.parametrize(
+    ("options", "variable", "said"),
+    [
+        ({"api_key": [""]}, None, "api_keys"),
+        ({"api_key": ["secret with a space"]}, None, "api_keys"),
+        ({"api_key_file": Path("/nowhere")}, None, "/nowhere"),
+        ({"api_key_file": Path("/dev/null")}, None, "must hold a key"),
+        ({}, " ", "GPU_ACTORS_API_KEY"),
+        ({}, "short", "api_keys"),
+        ({"allowed_host": ["https://a.com"]}, None, "allowed_hosts"),
+        ({"cors_origin": ["a.com"]}, None, "cors_origins"),
+        ({"ssl_keyfile": Path("/nowhere")}, None, "--ssl-certfile"),
+    ],
+    ids=str,
+)
+def test_a_door_that_would_stand_open_by_mistake_opens_no_server(
+    options: dict[str, Any], variable: str | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GPU_ACTORS_API_KEY", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("GPU_ACTORS_API_KEY", variable)
+    with pytest.raises(InvalidRequest) as caught:
+        serve(device="mock", port=0, **options)
+    assert said in f"{caught.value}"
+    assert "secret" not in f"{caught.value}"
 
 
 def test_a_port_that_is_taken_is_named() -> None:

@@ -316,3 +316,22 @@ class TestFailures:
             with contextlib.suppress(asyncio.CancelledError):
                 await ticking
         assert ticks > 100
+
+
+async def test_a_prompt_that_is_scored_may_be_all_of_a_text():
+    model = tiny()
+    async with ga.open_context("mock") as ctx, Engine.open(ctx, model, Settings(blocks=16, rows=8)) as engine:
+        prompt = list(b"more rows than one step has")
+        sampling = Sampling(top_logprobs=1, score_prompt=True)
+        generation = engine.submit(prompt, max_new_tokens=0, sampling=sampling)
+        assert await generation.tokens() == []
+        assert (generation.reason, len(generation.prompt_scores)) == ("length", len(prompt) - 1)
+        again = engine.submit(prompt, max_new_tokens=1, sampling=sampling)
+        assert len(await again.tokens()) == 1
+        assert (again.cached, again.prompt_scores) == (0, generation.prompt_scores)
+        with pytest.raises(ga.InvalidRequest, match="max_new_tokens"):
+            engine.submit(prompt, max_new_tokens=0)
+        with pytest.raises(ga.InvalidRequest, match="pages"):
+            engine.submit([1] * 129, max_new_tokens=0, sampling=sampling)
+        await engine.submit([1] * 128, max_new_tokens=0, sampling=sampling).tokens()
+        await idle(engine)

@@ -126,6 +126,13 @@ class TestSampling:
         assert [token for token, _ in scores.top] == [1, 0]
         assert [score for _, score in scores.top] == pytest.approx([math.log(0.7), math.log(0.2)], abs=1e-6)
 
+    @pytest.mark.parametrize("top", [0, 1, 3, 20])
+    def test_the_likeliest_of_equal_ones_are_the_first(self, top: int):
+        given = np.random.default_rng(top).integers(0, 4, 300).astype(np.float32)
+        scores = Sampler(Sampling(top_logprobs=top, score_prompt=True)).score(given, 7)
+        assert [token for token, _ in scores.top] == np.argsort(-given, kind="stable")[:top].tolist()
+        assert scores.chosen == pytest.approx(float(given[7] - np.log(np.exp(given).sum())), abs=1e-4)
+
     @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
     def test_logits_that_are_not_finite_are_an_error(self, value):
         for temperature in (0.0, 1.0):
@@ -139,6 +146,7 @@ class TestSampling:
             *(("top_p", value) for value in (0, -0.1, 1.1, math.nan, "1")),
             *(("seed", value) for value in (1.0, True, 1 << 64, -(1 << 63) - 1)),
             *(("top_logprobs", value) for value in (-1, 21, 1.0, True)),
+            *(("score_prompt", value) for value in (True, 1, None)),
         ],
     )
     def test_values_out_of_range_are_refused_by_name(self, field: str, value: Any):

@@ -262,6 +262,8 @@ def test_no_request_imports_a_module() -> None:
         before = set(sys.modules)
         serving.complete(logprobs=2)
         serving.chat(logprobs=True)
+        serving.complete(echo=True, logprobs=1, max_tokens=0)
+        serving.post("/detokenize", {"tokens": serving.post("/tokenize", {"prompt": "a"}).json["tokens"]})
         serving.stream("/v1/completions", HELLO)
         serving.stream("/v1/chat/completions", CHAT)
         serving.post("/v1/embeddings", {"model": MINILM, "input": "a", "encoding_format": "base64"})

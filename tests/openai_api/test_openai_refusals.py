@@ -140,7 +140,6 @@ def test_conversations_that_are_none(serving: Serving, changes: Any, field: str)
         ({"logprobs": 6}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
         ({"best_of": 2}, "best_of"),
-        ({"echo": True}, "echo"),
         ({"suffix": "end"}, "suffix"),
     ],
 )

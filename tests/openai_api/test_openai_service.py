@@ -100,7 +100,8 @@ def test_a_client_that_does_not_read_holds_no_pages_and_delays_nobody() -> None:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(("127.0.0.1", serving.port))
         body = json.dumps({**NEVER_ENDING, "max_tokens": 800}).encode()
-        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        lines = ["POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json"]
+        client.sendall("\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""]).encode() + body)
         eventually(lambda: serving.engine.running == 1)
         serving.complete()
         eventually(lambda: serving.engine.running == 0, 150)

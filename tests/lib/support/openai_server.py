@@ -15,6 +15,7 @@ import gpu_actors as ga
 from gpu_actors.openai_api import ServeSettings, create_app
 from gpu_actors.openai_api.state import State
 from gpu_actors.serving import Traffic
+from gpu_actors.serving.protocol import Protocol
 
 MOCK = ga.ContextOptions(mock=ga.MockOptions(dtype="float32"))
 HELLO = {"model": "tiny", "prompt": "hello", "max_tokens": 8, "temperature": 0}
@@ -29,7 +30,7 @@ class Serving(Served):
         settings = {"device": "mock", "models": ("tiny",), "options": MOCK, "leave_seconds": 0.0, **settings}
         app = create_app(ServeSettings(**settings))
         self.state: State = app.state.openai_api
-        super().__init__(app)
+        super().__init__(app, http=Protocol)
 
     @property
     def engine(self) -> Any:
@@ -44,9 +45,8 @@ class Serving(Served):
 
     def post(self, path: str, content: Any, **headers: str) -> Answered:
         body = content if isinstance(content, bytes) else json.dumps(content)
-        return self.ask(
-            path, "POST", body=body, headers={name.replace("_", "-"): text for name, text in headers.items()}
-        )
+        named = {"Content-Type": "application/json"} | {name.replace("_", "-"): text for name, text in headers.items()}
+        return self.ask(path, "POST", body=body, headers=named)
 
     def complete(self, **changes: Any) -> Any:
         """The answer of /v1/completions to HELLO, changed so."""
@@ -101,7 +101,8 @@ async def sent(port: int, path: str, content: Any, *headers: str) -> AsyncIterat
     """The connection of a client that has sent a request and hangs up when this is left."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     body = json.dumps(content).encode()
-    lines = [f"POST {path} HTTP/1.1", "Host: x", "Connection: close", f"Content-Length: {len(body)}", *headers]
+    lines = [f"POST {path} HTTP/1.1", "Host: x", "Connection: close", f"Content-Length: {len(body)}"]
+    lines += ["Content-Type: application/json", *headers]
     writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
     try:
         yield reader

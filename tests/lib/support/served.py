@@ -17,11 +17,12 @@ from support.service import eventually
 class Served:
     """While entered, the application is answered at ``url``. Raises AssertionError where its startup fails."""
 
-    def __init__(self, app: Any, *, lifespan: Any = "on") -> None:
+    def __init__(self, app: Any, *, lifespan: Any = "on", http: Any = "auto") -> None:
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.port: int = self.socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan=lifespan, timeout_keep_alive=60))
+        config = uvicorn.Config(app, log_config=None, lifespan=lifespan, http=http, timeout_keep_alive=60)
+        self.server = uvicorn.Server(config)
         self.thread = threading.Thread(target=self._run)
 
     def _run(self) -> None:

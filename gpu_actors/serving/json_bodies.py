@@ -1,0 +1,124 @@
+"""JSON bodies: what is read of them, before anything is made of it.
+
+A parser makes objects of each byte or two, and a validator an error of each object. So what a body may hold is counted
+first, in one pass that makes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any
+
+from gpu_actors.errors import GpuActorsError, InvalidRequest
+
+__all__ = ["MAX_DEPTH", "MAX_NESTS", "MAX_VALUES", "WrongContentType", "check_json", "expect_json", "read_json"]
+
+MAX_NESTS = 1 << 16
+"""Keys, objects and lists of one body together."""
+
+MAX_VALUES = 1 << 18
+"""Values of one body: more than any text has tokens."""
+
+MAX_DEPTH = 32
+"""Objects and lists in one another."""
+
+# Strings are passed over, without a way back, so that nothing is read twice. The parser tells of one that does not end.
+_MARKS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[][{}:,]', re.DOTALL)
+
+_SURROGATES = re.compile(rb"\\u[dD][89a-fA-F]")
+
+_JSON = re.compile(r"application/(json|[\w.-]+\+json)", re.ASCII | re.IGNORECASE)
+
+
+class WrongContentType(GpuActorsError):
+    """The body is not said to be JSON."""
+
+
+def expect_json(content_type: str | None) -> None:
+    """Raise `WrongContentType` unless the header says JSON.
+
+    A page of any site can make a browser send a body of another type, or of none, to this server without asking it.
+    """
+    kind = (content_type or "").partition(";")[0].strip()
+    if not _JSON.fullmatch(kind):
+        given = f"not {kind[:80]!r}" if kind else "and is missing"
+        raise WrongContentType(f"the header Content-Type must be application/json, {given}")
+
+
+def check_json(body: bytes) -> None:
+    """Raise `InvalidRequest` for a body with more keys, objects, lists or values than any request needs, or deeper
+    ones."""
+    nests = body.count(b":") + body.count(b"{") + body.count(b"[")
+    if nests <= MAX_DEPTH and body.count(b",") <= MAX_VALUES:
+        return
+    nests = values = depth = 0
+    for mark in _MARKS.finditer(body):
+        match mark.group():
+            case b"{" | b"[":
+                nests, depth = nests + 1, depth + 1
+            case b":":
+                nests += 1
+            case b"}" | b"]":
+                depth -= 1
+            case b",":
+                values += 1
+        if nests > MAX_NESTS:
+            said = f"{MAX_NESTS} keys, objects and lists"
+        elif values > MAX_VALUES:
+            said = f"{MAX_VALUES} values"
+        elif depth > MAX_DEPTH:
+            said = f"{MAX_DEPTH} objects and lists in one another"
+        elif depth < 0:
+            return  # the parser finds the same
+        else:
+            continue
+        raise InvalidRequest("body", f"{len(body)} bytes", f"must be JSON of at most {said}")
+
+
+def read_json(body: bytes) -> Any:
+    """What a body of JSON holds: every number is finite, an int has 64 bits at most, every text is one in Unicode, and
+    no key is given twice (I-JSON, RFC 7493).
+
+    Raises `InvalidRequest` for any other body, and as `check_json` does.
+    """
+    check_json(body)
+    said = ""
+    try:
+        text = body.decode()
+        hooks = {"parse_constant": _float, "parse_float": _float, "parse_int": _int, "object_pairs_hook": _object}
+        content = json.loads(text, **hooks)  # type: ignore[arg-type]
+        if _SURROGATES.search(body):
+            json.dumps(content, ensure_ascii=False).encode()
+        return content
+    except UnicodeDecodeError as error:
+        said = f"must be in UTF-8, and byte {error.start} is not"
+    except UnicodeEncodeError:
+        said = "must hold no half of a surrogate pair"
+    except ValueError as error:
+        said = f"must be JSON: {error}"
+    raise InvalidRequest("body", f"{len(body)} bytes", said)
+
+
+def _float(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:40]} is no finite number")
+    return number
+
+
+def _int(text: str) -> int:
+    number = int(text) if len(text) <= 20 else 1 << 64
+    if not -(1 << 63) <= number < 1 << 64:
+        raise ValueError(f"{text[:40]} has more than 64 bits")
+    return number
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for number, name in enumerate(names) if name in names[:number])
+        raise ValueError(f"{twice[:40]!r} is given twice")
+    return found

@@ -1,0 +1,363 @@
+"""The way into the server and out of it: keys, sites, https, the port while models load, and what waits at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import ssl
+import subprocess
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+from support.openai_server import CHAT, HELLO, MOCK, STREAM, Serving, body_of, sent
+from support.service import eventually
+
+import gpu_actors as ga
+from gpu_actors.errors import InvalidRequest
+from gpu_actors.openai_api import ServeSettings, Tls, create_app, models, server
+from gpu_actors.openai_api.requests import ChatRequest
+from gpu_actors.openai_api.server import Server
+from gpu_actors.openai_api.stream import Writer
+
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+KEY = "a-key-of-ours"
+SLOW = ga.ContextOptions(mock=ga.MockOptions(dtype="float32", latency=0.02))
+
+
+@pytest.fixture(scope="module")
+def locked() -> Iterator[Serving]:
+    with Serving(api_keys=(KEY,), cors_origins=("https://a.example",)) as running:
+        yield running
+
+
+def test_a_stranger_gets_openai_s_401_and_nothing_of_the_server(locked: Serving) -> None:
+    for path in (COMPLETIONS, CHATS, "/tokenize"):
+        refused = locked.post(path, HELLO)
+        error = refused.json["error"]
+        assert (refused.status, error["type"], error["code"]) == (401, "invalid_request_error", "invalid_api_key")
+        assert "Authorization: Bearer" in error["message"]
+    for path in ("/", "/metrics", "/status.json", "/status/events", "/status/page.css", "/v1/models", "/version"):
+        assert locked.ask(path).status == 401, path
+    for path in ("/livez", "/readyz", "/health"):
+        assert locked.ask(path).status == 200, path
+
+
+def test_a_client_with_a_key_gets_all(locked: Serving) -> None:
+    assert locked.post(COMPLETIONS, HELLO, Authorization=f"Bearer {KEY}").status == 200
+    for path in ("/", "/metrics", "/status.json", "/v1/models", "/version"):
+        assert locked.ask(path, headers={"Authorization": f"Bearer {KEY}"}).status == 200, path
+
+
+def test_pages_of_a_named_site_may_call_it(locked: Serving) -> None:
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,x-deadline-ms"}
+    leave = locked.ask(COMPLETIONS, "OPTIONS", headers=asked | {"Origin": "https://a.example"})
+    assert (leave.status, leave.headers["access-control-allow-origin"]) == (200, "https://a.example")
+    assert locked.ask(COMPLETIONS, "OPTIONS", headers=asked | {"Origin": "https://b.example"}).status == 400
+    for key, status in ((KEY, 200), ("another-key", 401)):
+        answered = locked.post(COMPLETIONS, HELLO, Authorization=f"Bearer {key}", Origin="https://a.example")
+        assert (answered.status, answered.headers["access-control-allow-origin"]) == (status, "https://a.example")
+        assert "x-request-id" in answered.headers["access-control-expose-headers"].lower()
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"api_keys": ("short",)}, "api_keys"),
+        ({"allowed_hosts": ("https://a.com",)}, "allowed_hosts"),
+        *(({"cors_origins": (origin,)}, "cors_origins") for origin in ("a.com", "https://a.com/", "null", "https://*")),
+    ],
+    ids=str,
+)
+def test_settings_of_doors_that_are_none(changes: Any, field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        ServeSettings(**changes)
+    assert caught.value.field == field
+    assert KEY not in repr(ServeSettings(api_keys=(KEY,)))
+
+
+@pytest.fixture(scope="module")
+def serving() -> Iterator[Serving]:
+    with Serving(models=("tiny", "minilm")) as running:
+        yield running
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS, "/v1/embeddings", "/tokenize", "/detokenize"])
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+def test_a_body_that_is_not_said_to_be_json_is_415(serving: Serving, path: str, kind: str) -> None:
+    refused = serving.post(path, HELLO, Content_Type=kind)
+    assert (refused.status, refused.json["error"]["code"]) == (415, "WrongContentType")
+    assert "application/json" in refused.json["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "status"),
+    [
+        (["POST /nowhere HTTP/1.1"], 404),
+        (["PUT /v1/completions HTTP/1.1"], 405),
+        (["GET /v1/completions HTTP/1.1"], 405),
+        (["POST /v1/completions HTTP/1.1", "Content-Type: text/plain"], 415),
+        (["POST /v1/completions HTTP/1.1", "X-Deadline-Ms: soon"], 400),
+        (["POST /v1/completions HTTP/1.1", "Content-Length: 100000000"], 413),
+    ],
+    ids=str,
+)
+def test_an_error_that_leaves_a_body_unread_closes_the_connection(
+    serving: Serving, lines: list[str], status: int
+) -> None:
+    """Its rest would be the next request: here it says so."""
+    length = [] if any("Length" in line for line in lines) else ["Content-Length: 1000"]
+    smuggled = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
+    with serving.raw(*lines, "Host: x", *length, body=b"{") as client:
+        head = client.recv(1 << 16)
+        assert head.startswith(f"HTTP/1.1 {status} ".encode()), head
+        assert b"connection: close" in head.lower()
+        client.settimeout(20)
+        try:
+            client.sendall(smuggled)
+            rest = client.recv(1 << 16)
+        except ConnectionError:
+            rest = b""
+        assert b"200 OK" not in rest
+
+
+def test_an_error_whose_body_was_read_keeps_the_connection(serving: Serving) -> None:
+    with serving.raw("POST /nowhere HTTP/1.1", "Host: x", "Content-Length: 2", body=b"{}") as client:
+        assert b"connection: close" not in client.recv(1 << 16).lower()
+        client.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert client.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_proxy_is_told_not_to_hold_events_back(serving: Serving) -> None:
+    for path, content in ((COMPLETIONS, HELLO), (CHATS, CHAT)):
+        assert serving.post(path, {**content, **STREAM}).headers["x-accel-buffering"] == "no"
+
+
+async def test_an_event_is_one_line_for_every_reader() -> None:
+    """Python's own, and so httpx's, ends a line at ten characters."""
+    sent_bytes = b""
+
+    async def send(message: Any) -> None:
+        nonlocal sent_bytes
+        sent_bytes += message.get("body", b"")
+
+    writer = Writer(send)
+    said = "".join(map(chr, [*range(0x20), 0x7F, 0x85, 0x2028, 0x2029, 0xFFFD, 0x1F600])) + "é"
+    await writer.write(ChatRequest.model_construct(user=said))
+    first, second, *rest = sent_bytes.decode().splitlines()
+    assert (second, rest) == ("", [])
+    assert json.loads(first.removeprefix("data: "))["user"] == said
+
+
+# https
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A certificate of 127.0.0.1 and its key."""
+    folder = tmp_path_factory.mktemp("tls")
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    made += ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2"]
+    subprocess.run([*made, "-keyout", str(key), "-out", str(cert)], check=True, capture_output=True)
+    return cert, key
+
+
+class Own:
+    """The command's own server, in a thread, on the port that it takes itself."""
+
+    def __init__(self, tls: Tls | None = None, **settings: Any) -> None:
+        given = {"device": "mock", "models": ("tiny",), "options": MOCK, "leave_seconds": 0.0, **settings}
+        app = create_app(ServeSettings(**given))
+        self.state = app.state.openai_api
+        self.server = Server(self.state, app, tls)
+        self.listener = server._bind("127.0.0.1", 0)
+        self.port: int = self.listener.getsockname()[1]
+        self.thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        try:
+            self.server.run([self.listener])
+        except SystemExit:
+            pass
+
+    def __enter__(self) -> Self:
+        self.thread.start()
+        return self
+
+    def until_started(self) -> Own:
+        eventually(lambda: self.server.started)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.should_exit = True
+        self.thread.join(60)
+        self.listener.close()
+        assert not self.thread.is_alive()
+
+    def listens(self) -> bool:
+        try:
+            socket.create_connection(("127.0.0.1", self.port), timeout=5).close()
+        except ConnectionRefusedError:
+            return False
+        return True
+
+
+def test_https_is_served_with_a_certificate(pair: tuple[Path, Path]) -> None:
+    trusting = ssl.create_default_context(cafile=str(pair[0]))
+    with Own(Tls(*pair)) as own:
+        own.until_started()
+        url = f"https://127.0.0.1:{own.port}"
+        with urllib.request.urlopen(f"{url}/readyz", timeout=60, context=trusting) as answer:
+            assert json.load(answer)["ready"] is True
+        asked = urllib.request.Request(
+            url + COMPLETIONS, json.dumps(HELLO).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(asked, timeout=60, context=trusting) as answer:
+            assert json.load(answer)["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_client_without_a_certificate_is_refused_where_one_is_asked_for(pair: tuple[Path, Path]) -> None:
+    alone = ssl.create_default_context(cafile=str(pair[0]))
+    known = ssl.create_default_context(cafile=str(pair[0]))
+    known.load_cert_chain(*pair)
+    with Own(Tls(*pair, ca_certs=pair[0])) as own:
+        url = f"https://127.0.0.1:{own.until_started().port}/livez"
+        with urllib.request.urlopen(url, timeout=60, context=known) as answer:
+            assert answer.status == 200
+        with pytest.raises(OSError, match=r"(?i)certificate|reset|alert|closed"):
+            urllib.request.urlopen(url, timeout=60, context=alone)
+
+
+def test_files_that_are_no_certificate_are_named(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    app = create_app(ServeSettings(device="mock"))
+    (tmp_path / "bad.pem").write_text("nothing")
+    for files in ((pair[0],), (pair[1], pair[0]), (tmp_path / "bad.pem",), (tmp_path / "none.pem",), (tmp_path,)):
+        with pytest.raises(InvalidRequest, match="cannot be used") as caught:
+            Server(app.state.openai_api, app, Tls(*files))
+        assert (caught.value.field, str(files[0]) in str(caught.value.value)) == ("ssl_certfile", True)
+
+
+# The port and the models
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Models load until this is set."""
+    event, load = threading.Event(), models._load
+
+    def slow(*arguments: Any) -> Any:
+        assert event.wait(60)
+        return load(*arguments)
+
+    monkeypatch.setattr(models, "_load", slow)
+    yield event
+    event.set()
+
+
+def test_the_port_opens_when_the_models_answer(held: threading.Event) -> None:
+    with Own() as own:
+        for _ in range(5):
+            assert not own.listens(), "a check of the port would take it for ready"
+            time.sleep(0.05)
+        held.set()
+        eventually(own.listens)
+        with urllib.request.urlopen(f"http://127.0.0.1:{own.port}/readyz", timeout=60) as answer:
+            assert answer.status == 200
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_loading(held: threading.Event, number: int) -> None:
+    with Own() as own:
+        eventually(lambda: own.server._opening is not None)
+        time.sleep(0.1)
+        began = time.monotonic()
+        own.server.handle_exit(number, None)
+        own.thread.join(20)
+        assert not own.thread.is_alive()
+        assert time.monotonic() - began < 10, "the model would load for 60 s"
+        assert (own.server.started, own.server.failure) == (False, None)
+
+
+def test_a_port_that_another_server_has_opened_meanwhile_is_named(held: threading.Event) -> None:
+    with Own() as own:
+        with socket.socket() as other:
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            other.bind(("127.0.0.1", own.port))
+            other.listen()
+            held.set()
+            own.thread.join(60)
+        assert isinstance(own.server.failure, InvalidRequest)
+        assert str(own.port) in str(own.server.failure)
+
+
+# The end
+
+
+def test_what_waits_is_answered_at_once_and_what_runs_goes_on() -> None:
+    asked = {**HELLO, **STREAM, "max_tokens": 40}
+    with Own(options=SLOW, max_running=1, max_embedding=1, drain_seconds=60.0) as own:
+        own.until_started()
+
+        async def leave() -> tuple[bytes, list[bytes]]:
+            async with sent(own.port, COMPLETIONS, asked) as running:
+                first = await running.readuntil(b"data: ")
+                async with sent(own.port, COMPLETIONS, asked) as one, sent(own.port, CHATS, CHAT) as other:
+                    await asyncio.to_thread(eventually, lambda: own.state.admission.stats().waiting == 2)
+                    own.server.should_exit = True
+                    waited = [await one.read(), await other.read()]
+                    assert own.state.models.generator.engine.running == 1, "they did not wait for it"
+                    return first + await running.read(), waited
+
+        running, waited = asyncio.run(leave())
+    for raw in waited:
+        status, body = body_of(raw)
+        assert (status, json.loads(body)["error"]["code"]) == (503, "ActorStopped")
+        assert b"retry-after:" in raw.lower()
+    status, body = body_of(running)
+    assert (status, b"ActorStopped" in body, b'"finish_reason":"length"' in body) == (200, False, True)
+
+
+def test_a_text_that_waits_for_pages_is_answered_at_once() -> None:
+    with Own(options=SLOW, cache_mib=1, drain_seconds=60.0) as own:
+        own.until_started()
+        most = {**HELLO, **STREAM, "max_tokens": 1900}
+
+        async def leave() -> bytes:
+            async with sent(own.port, COMPLETIONS, most) as running:
+                await running.readuntil(b"data: ")
+                async with sent(own.port, COMPLETIONS, most) as waiting:
+                    engine = own.state.models.generator.engine
+                    await asyncio.to_thread(eventually, lambda: engine.waiting == 1)
+                    own.server.should_exit = True
+                    return await asyncio.wait_for(waiting.read(), 20)
+
+        status, body = body_of(asyncio.run(leave()))
+    assert (status, json.loads(body)["error"]["code"]) == (503, "ActorStopped")
+
+
+def test_probes_that_leave_end_the_waits() -> None:
+    """As SIGTERM does, before the server stops to listen; requests that need not wait are still taken."""
+    with Serving(options=SLOW, max_running=1) as serving:
+        probes = serving.server.config.app.state.gpu_actors.probes  # type: ignore[union-attr]
+
+        async def leave() -> bytes:
+            async with sent(serving.port, COMPLETIONS, {**HELLO, **STREAM, "max_tokens": 4000}) as running:
+                await running.readuntil(b"data: ")
+                async with sent(serving.port, COMPLETIONS, HELLO) as waiting:
+                    await asyncio.to_thread(eventually, lambda: serving.state.admission.stats().waiting == 1)
+                    probes.leave()
+                    first = await asyncio.wait_for(waiting.read(), 20)
+                refused = await asyncio.to_thread(serving.post, COMPLETIONS, HELLO)
+                assert (refused.status, refused.json["error"]["code"]) == (503, "ActorStopped"), "it would wait"
+            return first
+
+        assert body_of(asyncio.run(leave()))[0] == 503
+        serving.until_idle()
+        assert serving.complete()["choices"][0]["finish_reason"] == "length"

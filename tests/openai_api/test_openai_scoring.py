@@ -1,0 +1,265 @@
+"""What evaluation harnesses score through: echo with logprobs, and the endpoints of vLLM."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from support.openai_server import CHAT, HELLO, Serving, text_of
+
+import gpu_actors as ga
+from gpu_actors.generation import plain_logits
+
+COMPLETIONS = "/v1/completions"
+LONG = [256, *(number * 7 % 250 for number in range(300))]  # more rows than one step has
+
+
+@pytest.fixture(scope="module")
+def serving() -> Iterator[Serving]:
+    with Serving() as running:
+        yield running
+        running.until_idle()
+
+
+def wanted(serving: Serving, tokens: list[int]) -> list[float]:
+    """The logarithms of the probabilities of all tokens but the first, by the model in NumPy alone."""
+    generator = serving.state.models.generator
+    assert generator is not None
+    logits = plain_logits(generator.engine._model, np.array(tokens), np.float16).astype(np.float64)[:-1]
+    logits -= logits.max(axis=-1, keepdims=True)
+    scores = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    return [float(row[token]) for row, token in zip(scores, tokens[1:], strict=True)]
+
+
+@pytest.mark.parametrize("tokens", [[5], [256, 7], [256, *b"The quick brown fox"], LONG], ids=len)
+@pytest.mark.parametrize("new", [0, 1, 3])
+def test_the_scores_of_a_prompt_are_the_plain_models(serving: Serving, tokens: list[int], new: int) -> None:
+    for again in range(2):  # the second time its pages are known
+        if again:
+            serving.complete(prompt=tokens, max_tokens=1)
+        answer = serving.complete(prompt=tokens, max_tokens=new, echo=True, logprobs=1)
+        found = answer["choices"][0]["logprobs"]
+        assert {len(column) for column in found.values()} == {len(tokens) + new}
+        assert (found["token_logprobs"][0], found["top_logprobs"][0]) == (None, None)
+        assert found["token_logprobs"][1 : len(tokens)] == pytest.approx(wanted(serving, tokens), abs=2e-2)
+        best = [max(top.values()) for top in found["top_logprobs"][1:]]
+        assert all(one <= top for one, top in zip(found["token_logprobs"][1:], best, strict=True))
+        usage = answer["usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(tokens), new)
+        assert usage["prompt_tokens_details"]["cached_tokens"] == 0, "each row was computed"
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+def test_prompts_that_are_scored_at_once_have_the_same_scores(serving: Serving) -> None:
+    prompts = [[256, *(number * part % 250 for number in range(20 * part))] for part in range(1, 9)]
+
+    def scores(prompt: list[int]) -> list[float]:
+        answer = serving.complete(prompt=prompt, max_tokens=1, echo=True, logprobs=0)
+        found: list[float] = answer["choices"][0]["logprobs"]["token_logprobs"][1:-1]
+        return found
+
+    with ThreadPoolExecutor(8) as pool:
+        for prompt, found in zip(prompts, pool.map(scores, prompts), strict=True):
+            assert found == pytest.approx(wanted(serving, prompt), abs=2e-2)
+
+
+def test_a_text_begins_with_its_prompt(serving: Serving) -> None:
+    alone = serving.complete()["choices"][0]["text"]
+    for prompt in ("hello", [256, *b"hello"]):
+        echoed = serving.complete(prompt=prompt, echo=True)["choices"][0]
+        assert echoed["text"] == f"hello{alone}"
+        assert echoed["logprobs"] is None
+        assert serving.complete(prompt=prompt, echo=True, max_tokens=0)["choices"][0]["text"] == "hello"
+        assert serving.complete(prompt=prompt, echo=False)["choices"][0]["text"] == alone
+
+
+def test_a_stream_begins_with_its_prompt(serving: Serving) -> None:
+    for new in (0, 6):
+        asked = {**HELLO, "echo": True, "logprobs": 1, "max_tokens": new}
+        whole = serving.complete(**asked)["choices"][0]
+        events = serving.stream(COMPLETIONS, asked)
+        assert text_of(events) == whole["text"]
+        pieces = [event["choices"][0]["logprobs"] for event in events[:-1]]
+        for name, column in whole["logprobs"].items():
+            assert [one for piece in pieces for one in piece[name]] == column
+
+
+def test_offsets_are_those_of_the_text(serving: Serving) -> None:
+    choice = serving.complete(prompt="Text", echo=True, logprobs=0, max_tokens=0)["choices"][0]
+    found = choice["logprobs"]
+    assert found["tokens"] == ["", *"Text"]
+    assert found["text_offset"] == [0, 0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 0, "echo": False}, "max_tokens"),
+        ({"max_tokens": -1, "echo": True}, "max_tokens"),
+        ({"echo": 1}, "echo"),
+        ({"echo": "yes"}, "echo"),
+        ({"echo": True, "logprobs": 6}, "logprobs"),
+        ({"echo": True, "prompt": ["a", "b"]}, "prompt"),
+        ({"echo": True, "prompt": "a" * 4096}, "prompt"),
+    ],
+    ids=str,
+)
+def test_an_echo_that_is_none_is_named(serving: Serving, changes: Any, field: str) -> None:
+    answered = serving.post(COMPLETIONS, {**HELLO, **changes})
+    assert (answered.status, answered.json["error"]["param"]) == (400, field)
+
+
+def test_a_prompt_that_cannot_be_scored_costs_its_own_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Serving() as serving:
+        model = serving.engine._model
+        logits = model.logits
+
+        def broken(x: Any) -> Any:
+            found = logits(x)
+            return found * np.nan if len(x) > 1 else found
+
+        monkeypatch.setattr(type(model), "logits", lambda _, x: broken(x))
+        answered = serving.post(COMPLETIONS, {**HELLO, "echo": True, "logprobs": 1})
+        assert (answered.status, answered.json["error"]["code"]) == (500, "LaunchError")
+        assert serving.complete()["choices"][0]["finish_reason"] == "length"
+        serving.until_idle()
+
+
+# The endpoints of vLLM
+
+
+def test_a_text_is_cut_into_its_tokens_and_back(serving: Serving) -> None:
+    whole = serving.post("/tokenize", {"model": "tiny", "prompt": "héllo"}).json
+    assert whole == {"count": 7, "max_model_len": 4096, "tokens": [256, *"héllo".encode()], "token_strs": None}
+    assert serving.post("/tokenize", {"prompt": "hi", "add_special_tokens": False}).json["tokens"] == [*b"hi"]
+    assert serving.post("/tokenize", {"prompt": ""}).json["tokens"] == [256]
+    chat = serving.post("/tokenize", {"messages": CHAT["messages"]}).json["tokens"]
+    assert bytes(chat) == b"user: hello\nassistant: "
+    assert len(chat) == serving.chat()["usage"]["prompt_tokens"]
+    assert serving.post("/detokenize", {"tokens": whole["tokens"]}).json == {"prompt": "héllo"}
+    assert serving.post("/detokenize", {"model": "tiny", "tokens": []}).json == {"prompt": ""}
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "status", "field"),
+    [
+        ("/tokenize", {}, 400, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": CHAT["messages"]}, 400, "prompt"),
+        ("/tokenize", {"prompt": 1}, 400, "prompt"),
+        ("/tokenize", {"prompt": "a", "add_special_tokens": 1}, 400, "add_special_tokens"),
+        ("/tokenize", {"prompt": "a", "return_token_strs": True}, 400, "return_token_strs"),
+        ("/tokenize", {"messages": []}, 400, "messages"),
+        ("/tokenize", {"messages": CHAT["messages"], "add_generation_prompt": False}, 400, "add_generation_prompt"),
+        ("/tokenize", {"prompt": "a", "model": "b"}, 404, "model"),
+        ("/detokenize", {}, 400, "tokens"),
+        ("/detokenize", {"tokens": [258]}, 400, "tokens[0]"),
+        ("/detokenize", {"tokens": [1, -1]}, 400, "tokens[1]"),
+        ("/detokenize", {"tokens": [1, True]}, 400, "tokens[1]"),
+        ("/detokenize", {"tokens": "a"}, 400, "tokens"),
+        ("/detokenize", {"tokens": [10**30]}, 400, "tokens[0]"),
+    ],
+    ids=str,
+)
+def test_what_is_no_text_and_no_tokens_is_named(
+    serving: Serving, path: str, content: Any, status: int, field: str
+) -> None:
+    answered = serving.post(path, content)
+    assert (answered.status, answered.json["error"]["param"]) == (status, field), answered.body
+
+
+def test_health_is_readiness_without_a_body(serving: Serving) -> None:
+    assert (serving.ask("/health").status, serving.ask("/health").body) == (200, b"")
+    probes = serving.server.config.app.state.gpu_actors.probes  # type: ignore[union-attr]
+    probes.leave()
+    assert serving.ask("/health").status == 503
+    probes._leaving = False
+    assert serving.ask("/version").json == {"version": ga.__version__}
+
+
+# The surface is closed
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    ("field", "value", "kind"),
+    [
+        *(("n", value, "several texts") for value in (True, 2, 0, 1.0, "1", [1])),
+        *((name, [{}], "calls of tools") for name in ("tools", "functions")),
+        *((name, value, "a grammar") for name, value in (("guided_json", {}), ("grammar", "root"), ("regex", ""))),
+        ("structured_outputs", {"json": {}}, "a grammar"),
+        *((name, 1, "change logits") for name in ("top_k", "min_p", "repetition_penalty")),
+        ("presence_penalty", 0.1, "change logits"),
+        ("logit_bias", {"1": 1}, "change logits"),
+        ("prompt_logprobs", 1, "score prompts"),
+        ("reasoning_effort", "low", "think aloud"),
+        ("previous_response_id", "a", "keep what they answer"),
+    ],
+    ids=str,
+)
+def test_a_refusal_says_which_servers_have_it(serving: Serving, path: str, field: str, value: Any, kind: str) -> None:
+    base = HELLO if path == COMPLETIONS else CHAT
+    answered = serving.post(path, {**base, field: value})
+    error = answered.json["error"]
+    assert (answered.status, error["param"]) == (400, field), answered.body
+    assert kind in error["accepted"]
+    assert "have it" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "changes", "field", "kind"),
+    [
+        (COMPLETIONS, {"best_of": True}, "best_of", "several texts"),
+        (COMPLETIONS, {"prompt": ["a", "b"]}, "prompt", "several texts"),
+        (COMPLETIONS, {"suffix": " "}, "suffix", "fill in the middle"),
+        ("/v1/chat/completions", {"store": True}, "store", "keep what they answer"),
+        ("/v1/chat/completions", {"store": 0}, "store", "keep what they answer"),
+        ("/v1/chat/completions", {"response_format": {"type": "json_object"}}, "response_format.type", "a grammar"),
+        ("/v1/chat/completions", {"tool_choice": "required"}, "tool_choice", "calls of tools"),
+        ("/v1/chat/completions", {"modalities": ["audio"]}, "modalities[0]", "hear, see or speak"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a", "tool_call_id": "b"}]},
+            "messages[0].tool_call_id",
+            "calls of tools",
+        ),
+    ],
+    ids=str,
+)
+def test_a_refusal_says_it_wherever_the_field_lies(
+    serving: Serving, path: str, changes: Any, field: str, kind: str
+) -> None:
+    base = HELLO if path == COMPLETIONS else CHAT
+    error = serving.post(path, {**base, **changes}).json["error"]
+    assert error["param"] == field
+    assert kind in error["accepted"]
+
+
+NOTHING: list[dict[str, Any]] = [
+    {"n": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "user": "a", "stop": None},
+    {"n": None, "logit_bias": None, "stream": False, "seed": None},
+]
+
+
+@pytest.mark.parametrize("changes", NOTHING)
+def test_a_field_that_asks_for_nothing_is_taken(serving: Serving, changes: dict[str, Any]) -> None:
+    serving.complete(**changes, best_of=1, suffix="", echo=False)
+    serving.chat(**changes, tools=[], store=False, response_format={"type": "text"}, tool_choice="none")
+
+
+def test_the_longest_body_of_errors_is_told_by_its_first(serving: Serving) -> None:
+    """Within the bounds on JSON: not an error for each of them."""
+    many = {str(number): 1 for number in range(30_000)}
+    for changes, field in (
+        ({"metadata": many}, "metadata"),
+        ({"metadata": {"a": 1}}, "metadata.a"),
+        (many, "0"),
+        ({"messages": [many]}, "messages[0].role"),
+    ):
+        answered = serving.post("/v1/chat/completions", {**CHAT, **changes})
+        assert (answered.status, answered.json["error"]["param"]) == (400, field)
+    assert len(json.dumps(answered.json)) < 2000

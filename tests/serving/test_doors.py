@@ -1,0 +1,167 @@
+"""Doors: which clients a server lets in, by which names they may call it, and what it says to others."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+from support.served import Answered, Served
+
+from gpu_actors import asgi
+from gpu_actors.errors import InvalidRequest
+from gpu_actors.serving import Doors, Unauthorized, problem
+
+KEYS = ("first-key", "second-key-+/=")
+
+
+async def answer(_: Request) -> Response:
+    return PlainTextResponse("in")
+
+
+def application(**doors: Any) -> Starlette:
+    paths = ("/", "/v1/x", "/metrics", "/livez", "/readyz", "/health", "/livez/x")
+    app = Starlette(routes=[Route(path, answer, methods=["GET", "POST"]) for path in paths])
+    app.add_middleware(Doors, **doors)
+    app.add_middleware(asgi.Guard)
+    return app
+
+
+@pytest.fixture(scope="module")
+def locked() -> Iterator[Served]:
+    with Served(application(keys=KEYS), lifespan="off") as served:
+        yield served
+
+
+def basic(password: str) -> str:
+    return "Basic " + base64.b64encode(f"me:{password}".encode()).decode()
+
+
+@pytest.mark.parametrize("given", [*(f"Bearer {key}" for key in KEYS), "bearer   first-key", "BEARER first-key "])
+def test_a_client_with_a_key_is_let_in(locked: Served, given: str) -> None:
+    for method in ("GET", "POST"):
+        assert locked.ask("/v1/x", method, headers={"Authorization": given}).body == b"in"
+
+
+NO_KEYS = [
+    None,
+    "",
+    "Bearer",
+    "Bearer ",
+    "Bearer first",
+    "Bearer first-key2",
+    "Bearer FIRST-KEY",
+    "Bearer first-key, Bearer second-key-+/=",
+    "first-key",
+    "Digest first-key",
+    "Basic first-key",
+    "Basic !!!",
+    basic("third-key"),
+    basic(""),
+    "Bearer " + "x" * 10_000,
+    "Bearer f\xefrst-key",
+]
+
+
+@pytest.mark.parametrize("given", NO_KEYS, ids=lambda given: str(given)[:20])
+def test_a_client_without_a_key_is_not(locked: Served, given: str | None) -> None:
+    headers = {} if given is None else {"Authorization": given}
+    for path in ("/", "/v1/x", "/metrics", "/livez/x", "/nowhere"):
+        refused = locked.ask(path, headers=headers)
+        assert (refused.status, refused.error) == (401, "Unauthorized")
+        assert refused.headers["www-authenticate"].startswith("Bearer, Basic realm=")
+        assert "first-key" not in refused.body.decode()
+
+
+def test_two_keys_in_two_headers_are_none(locked: Served) -> None:
+    with locked.raw("GET / HTTP/1.1", "Host: x", *["Authorization: Bearer first-key"] * 2) as client:
+        assert client.recv(1000).startswith(b"HTTP/1.1 401 ")
+
+
+def test_a_browser_is_asked_for_the_key_where_it_only_looks(locked: Served) -> None:
+    """A page elsewhere could have it send a POST with what it remembers."""
+    for key in KEYS:
+        assert locked.ask("/", headers={"Authorization": basic(key)}).body == b"in"
+        assert locked.ask("/v1/x", "POST", headers={"Authorization": basic(key)}).status == 401
+
+
+def test_probes_are_open(locked: Served) -> None:
+    for path in ("/livez", "/readyz", "/health", "/health?a=b"):
+        assert locked.ask(path).status == 200
+    assert locked.ask("//livez").status == 401
+
+
+def test_a_body_is_not_read_for_a_stranger(locked: Served) -> None:
+    with locked.raw("POST /v1/x HTTP/1.1", "Host: x", "Content-Length: 1000000", "Expect: 100-continue") as client:
+        said = client.recv(1 << 16)
+    assert said.startswith(b"HTTP/1.1 401 ")
+    assert b"connection: close" in said
+
+
+@pytest.mark.parametrize(
+    "key", ["", "short", "with a space", "line\nbreak", "\xe4\xf6\xfc\xe4\xf6\xfc\xe4\xf6", "tab\ttab\t"]
+)
+def test_a_key_that_no_client_could_give_is_refused_and_not_shown(key: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        Doors(lambda *_: None, keys=("good-key", key))  # type: ignore[arg-type, return-value]
+    assert caught.value.value == "key 2 of 2"
+    assert "good-key" not in str(caught.value)
+
+
+def called(served: Served, host: str | None) -> Answered:
+    return served.ask("/", headers={} if host is None else {"Host": host})
+
+
+def test_only_its_own_names_call_the_server() -> None:
+    with Served(application(hosts=("api.Example.com", "*.internal.net")), lifespan="off") as served:
+        own = ["api.example.com", "API.example.com:8000", "api.example.com.", "a.internal.net", "b.a.internal.net:1"]
+        plain = [
+            f"127.0.0.1:{served.port}",
+            "[::1]:80",
+            "10.0.0.7",
+            "localhost",
+            "localhost:8000",
+            "gpu-1",
+            "a_b",
+        ]
+        for host in own + plain:
+            assert called(served, host).status == 200, host
+        strangers = ["evil.com", "example.com", "xapi.example.com", "internal.net", "api.example.com.evil.com"]
+        strangers += [
+            "evil.com:80",
+            "api.example.com:80:80",
+            "localhost.evil.com",
+            "127.0.0.1.evil.com",
+            "",
+            "a b",
+            "[::1",
+        ]
+        strangers += ["evil.com#localhost", "localhost@evil.com", "\xe4.example.com"]
+        for host in strangers:
+            refused = called(served, host)
+            assert (refused.status, refused.error, refused.json["field"]) == (400, "InvalidRequest", "Host"), host
+            assert "api.example.com" in refused.json["accepted"]
+        with served.raw("GET / HTTP/1.0") as client:
+            assert client.recv(1000).endswith(b"in"), "who names no host calls no other's"
+
+
+def test_any_name_calls_a_server_that_names_none() -> None:
+    for hosts in ((), ("*",), ("a.com", "*")):
+        with Served(application(hosts=hosts), lifespan="off") as served:
+            assert called(served, "evil.com").status == 200
+
+
+@pytest.mark.parametrize("host", ["", "a.com:80", "https://a.com", "*.*.com", "a.*", "a b", ".a.com", "[::1]"])
+def test_a_host_that_is_none_is_refused(host: str) -> None:
+    with pytest.raises(InvalidRequest, match="must be a name without a port"):
+        Doors(lambda *_: None, hosts=(host,))  # type: ignore[arg-type, return-value]
+
+
+def test_other_servers_answer_alike() -> None:
+    answer = problem(Unauthorized("no key"))
+    assert (answer.status, answer.headers["WWW-Authenticate"].partition(",")[0]) == (401, "Bearer")

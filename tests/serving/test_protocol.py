@@ -1,0 +1,226 @@
+"""The HTTP of one connection: heads that do not end, bodies left unread, HTTP/1.0, and clients that close one half."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from support.served import Served, until_closed
+from support.service import eventually
+
+from gpu_actors import asgi
+from gpu_actors.serving.protocol import Protocol
+
+
+class Hasty(Protocol):
+    head_seconds = 0.4
+
+
+class State:
+    """What the handlers have seen."""
+
+    def __init__(self) -> None:
+        self.begun = self.ended = self.cancelled = 0
+
+
+async def echo(request: Request) -> Response:
+    return PlainTextResponse(await request.body())
+
+
+async def ignore(_: Request) -> Response:
+    return PlainTextResponse("early")
+
+
+async def stream(_: Request) -> Response:
+    async def parts() -> Any:
+        for part in (b"one ", b"", b"two"):
+            yield part
+
+    return StreamingResponse(parts(), media_type="text/plain")
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    state = State()
+
+    async def slow(_: Request) -> Response:
+        state.begun += 1
+        try:
+            await asyncio.sleep(0.8)
+        except asyncio.CancelledError:
+            state.cancelled += 1
+            raise
+        state.ended += 1
+        return PlainTextResponse("late")
+
+    handlers = {"echo": echo, "ignore": ignore, "stream": stream, "slow": slow}
+    app = Starlette(routes=[Route(f"/{name}", one, methods=["GET", "POST"]) for name, one in handlers.items()])
+    app.state.seen = state
+    app.add_middleware(asgi.Guard)
+    with Served(app, lifespan="off", http=Hasty) as running:
+        yield running
+
+
+def seen(served: Served) -> State:
+    state: State = served.server.config.app.state.seen  # type: ignore[union-attr]
+    return state
+
+
+WHOLE = b"GET /ignore HTTP/1.1\r\nHost: x\r\n\r\n"
+LATE = {
+    "a letter": [b"G"],
+    "a line": [b"GET /echo HTTP/1.1\r\n"],
+    "a header that drips": [b"GET /echo HTTP/1.1\r\nHost: x\r\nX: ", *[b"a"] * 20],
+    "empty lines that drip": [b"\r\n"] * 20,
+}
+
+
+@pytest.mark.parametrize(
+    ("before", "pieces"),
+    [(b"", []), *((before, pieces) for before in (b"", WHOLE) for pieces in LATE.values())],
+    ids=["nothing", *(f"{which}, {name}" for which in ("first", "second") for name in LATE)],
+)
+def test_a_head_that_does_not_end_ends_the_connection(served: Served, before: bytes, pieces: list[bytes]) -> None:
+    with socket.create_connection(("127.0.0.1", served.port), timeout=20) as client:
+        if before:
+            client.sendall(before)
+            assert client.recv(1000).endswith(b"early")
+        began = time.monotonic()
+        client.settimeout(0.05)
+        answer = b""
+        for piece in pieces:
+            client.sendall(piece)
+            try:
+                answer = client.recv(1000)
+                break
+            except TimeoutError:
+                continue
+        client.settimeout(20)
+        answer += until_closed(client)
+        if b"G" in b"".join(pieces):
+            assert answer.startswith(b"HTTP/1.1 408 ")
+            assert b"connection: close" in answer
+            assert answer.endswith(b"The headers did not arrive in time.")
+        else:
+            assert answer == b"", "no request has begun that it could answer"
+        assert 0.3 < time.monotonic() - began < 10
+
+
+def test_a_head_that_begins_during_an_answer_does_not_cut_it(served: Served) -> None:
+    with served.raw("GET /slow HTTP/1.1", "Host: x", body=b"GET /e") as client:
+        answer = until_closed(client)
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert answer.endswith(b"late")
+
+
+def test_an_idle_connection_is_kept_for_longer_than_a_head_may_take(served: Served) -> None:
+    with served.raw("GET /ignore HTTP/1.1", "Host: x") as client:
+        assert client.recv(1000).endswith(b"early")
+        time.sleep(0.7)
+        client.sendall(b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nagain")
+        assert client.recv(1000).endswith(b"again")
+
+
+def test_a_body_that_drips_after_its_answer_does_not_hold_the_connection(served: Served) -> None:
+    with served.raw("POST /ignore HTTP/1.1", "Host: x", "Content-Length: 1000") as client:
+        answer = client.recv(1000)
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        client.settimeout(0.05)
+
+        def ended() -> bool:
+            try:
+                client.sendall(b"x")
+                return client.recv(1000) == b""
+            except TimeoutError:
+                return False
+            except ConnectionError:
+                return True
+
+        eventually(ended, 20.0)
+
+
+@pytest.mark.parametrize(("path", "text"), [("/stream", b"one two"), ("/ignore", b"early")])
+def test_http_1_0_gets_no_chunks(served: Served, path: str, text: bytes) -> None:
+    with served.raw(f"GET {path} HTTP/1.0") as client:
+        head, _, body = until_closed(client).partition(b"\r\n\r\n")
+    assert b"chunked" not in head.lower()
+    assert body == text
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhe",
+        b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nhe",
+    ],
+)
+def test_a_body_that_breaks_off_writes_no_traceback(
+    served: Served, sent: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(5):
+        with socket.create_connection(("127.0.0.1", served.port), timeout=20) as client:
+            client.sendall(sent)
+    assert served.ask("/ignore").body == b"early"
+    eventually(lambda: not served.server.server_state.tasks)
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+@pytest.mark.parametrize("line", ["GET /stream HTTP/1.0", "GET /stream HTTP/2.0", "GET /stream"])
+def test_no_other_version_gets_chunks(served: Served, line: str) -> None:
+    with served.raw(line) as client:
+        head, _, body = until_closed(client).partition(b"\r\n\r\n")
+    assert (b"chunked" in head.lower(), body) == (False, b"one two")
+
+
+def test_http_1_1_gets_chunks_still(served: Served) -> None:
+    with served.raw("GET /stream HTTP/1.1", "Host: x", "Connection: close") as client:
+        head, _, body = until_closed(client).partition(b"\r\n\r\n")
+    assert b"transfer-encoding: chunked" in head
+    assert body == b"4\r\none \r\n3\r\ntwo\r\n0\r\n\r\n"
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+@pytest.mark.parametrize(("path", "text"), [("/slow", b"late"), ("/echo", b"hello"), ("/stream", b"two")])
+def test_a_client_that_closes_its_half_gets_its_answer(served: Served, version: str, path: str, text: bytes) -> None:
+    lines = (f"POST {path} HTTP/{version}", "Host: x", "Content-Length: 5")
+    with served.raw(*lines, body=b"hello") as client:
+        client.shutdown(socket.SHUT_WR)
+        answer = until_closed(client)
+    final = answer.replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"")
+    assert final.startswith(b"HTTP/1.1 200 "), answer
+    assert text in final
+    assert version == "1.1" or final == answer, "HTTP/1.0 knows no interim answer"
+
+
+def test_every_pipelined_request_of_such_a_client_is_answered(served: Served) -> None:
+    asked = b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n" * 2 + b"GET /stream HTTP/1.1\r\nHost: x\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", served.port), timeout=20) as client:
+        client.sendall(asked)
+        client.shutdown(socket.SHUT_WR)
+        answer = until_closed(client)
+    assert answer.count(b"HTTP/1.1 200 ") == 3
+    assert answer.endswith(b"0\r\n\r\n")
+
+
+def test_a_client_that_hangs_up_is_told_apart(served: Served) -> None:
+    with served.raw("GET /slow HTTP/1.1", "Host: x"):
+        eventually(lambda: seen(served).begun == 1)
+    eventually(lambda: seen(served).cancelled == 1)
+    assert seen(served).ended == 0
+
+
+@pytest.mark.parametrize("sent", [b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nhe", b"GET /ech", b""])
+def test_half_a_request_of_a_client_that_sends_no_more_is_the_end(served: Served, sent: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", served.port), timeout=20) as client:
+        client.sendall(sent)
+        client.shutdown(socket.SHUT_WR)
+        assert until_closed(client) == b""
