@@ -96,8 +96,9 @@ class NvrtcHandle(ActorHandle):
         deadline, timeout, priority: as in `submit`.
         """
         given: Any = []
+        anything: Iterable[object] = keys
         try:
-            for key in keys:
+            for key in anything:
                 given.append(key)
                 if not isinstance(key, KernelKey):
                     break  # the actor refuses it, so that the reply tells, and what follows may have no end

@@ -104,7 +104,7 @@ class Trace:
 
 
 def log_record(
-    log: logging.Logger, level: int, text: str, values: tuple[object, ...], attributes: dict[str, object]
+    log: logging.Logger, level: int, text: str, values: tuple[object, ...], attributes: Mapping[str, object]
 ) -> None:
     """Log ``text % values`` in a record that has these attributes.
 

@@ -325,7 +325,7 @@ def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
 def test_the_server_has_the_hang_timeout_of_the_command(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[float | None] = []
 
-    def serve(settings: Any, host: str, port: int, *, log_json: bool) -> None:
+    def serve(settings: Any, host: str, port: int, **_: Any) -> None:
         given.append(settings.options.hang_timeout)
 
     monkeypatch.setattr("gpu_actors.openai_api.serve", serve)

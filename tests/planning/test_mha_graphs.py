@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import gpu_actors as ga
 from gpu_actors.arrays.adopt import dtype_of
 from gpu_actors.graph.match import match_attention
-from gpu_actors.graph.mha import request_graph
+from gpu_actors.graph.mha import MhaUid, TensorLayout, mha_backward_graph, mha_forward_graph
 from gpu_actors.planning.mha import backward_request, forward_request
 from gpu_actors.validation.backward import backward_problem
 from gpu_actors.validation.forward import forward_problem
@@ -53,6 +53,15 @@ def arrays_of(params: ga.AttentionParams, dtype: str) -> dict[str, Any]:
     return {name: np.zeros(shape, dtype_of(dtype)) for name, shape in shapes.items()}
 
 
+def layouts_of(**arrays: Any) -> dict[MhaUid, TensorLayout]:
+    layouts = {}
+    for name, array in arrays.items():
+        if array is not None:
+            strides = tuple(step // array.itemsize for step in array.strides)
+            layouts[MhaUid[name.upper()]] = TensorLayout(array.shape, array.dtype.name, strides)
+    return layouts
+
+
 def without_idle_alignment(problem: ga.AttentionProblem) -> ga.AttentionProblem:
     """Where nothing is masked, alignment means nothing, and graphs do not say it."""
     return dataclasses.replace(problem, alignment="bottom_right") if problem.mask == "full" else problem
@@ -70,7 +79,9 @@ def test_a_forward_request_is_its_graph(params: ga.AttentionParams, dtype: str, 
     message = ga.MhaForward(params=params, **arrays_of(params, dtype), bias=bias, return_stats=stats)
     request = forward_request(message)
     problem = forward_problem(request)
-    assert match_attention(request_graph(request, problem)).problem == without_idle_alignment(problem)
+    layouts = layouts_of(q=message.q, k=message.k, v=message.v, bias=bias)
+    graph = mha_forward_graph(params, layouts, return_stats=stats)
+    assert match_attention(graph).problem == without_idle_alignment(problem)
     assert problem.softmax_scale == (1 / math.sqrt(params.head_dim) if params.scale is None else params.scale)
 
 
@@ -87,7 +98,8 @@ def test_a_backward_request_is_its_graph(
     )
     request = backward_request(message)
     problem = backward_problem(request)
-    matched = match_attention(request_graph(request, problem))
+    layouts = layouts_of(**arrays, bias=bias, out=arrays["q"], stats=stats, dout=arrays["q"])
+    matched = match_attention(mha_backward_graph(params, layouts, deterministic=deterministic))
     assert matched.problem == without_idle_alignment(problem)
     assert matched.gradients is not None
     assert set(matched.gradients.written) == {"q", "k", "v", *(("bias",) if with_bias else ())}
