@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +28,7 @@ from gpu_actors.values import show
 
 __all__ = ["context_split", "context_split_backward", "zigzag"]
 
-# The axes of rows and of keys in dense operands. Packed ones have one axis less, and no bias.
+# The axes of rows and of keys in dense operands. Packed ones have one axis less; their bias has a matrix a sequence.
 _ROWS = {"q": 1, "dout": 1, "out": 1, "lse": 2, "bias": 2}
 _KEYS = {"k": 1, "v": 1, "bias": 3}
 _ENDS = {"cu_seqlens_q": "max_seqlen_q", "cu_seqlens_k": "max_seqlen_k"}
@@ -57,8 +57,9 @@ async def context_split(
     parts: each goes to a worker that has none yet, while there is one. A lost worker's requests are repeated as
     `ContextPool.ask` does. timeout: seconds for each block.
 
-    Raises `InvalidRequest` for operands whose rows do not agree; `Unsupported` for an ``out``, and for dropout where q
-    and k of a sequence differ in length and the mask or ALiBi goes by the diagonal; and what the pool raises.
+    Raises `InvalidRequest` for operands whose rows do not agree; `Unsupported` for an ``out``, for padded sequences
+    (``seqused_q``, ``seqused_k``), and for dropout where q and k of a sequence differ in length and the mask or ALiBi
+    goes by the diagonal; and what the pool raises.
     """
     expect(type(request) is FlashForward, "request", show(request), "must be a FlashForward")
     if request.out is not None:
@@ -118,6 +119,10 @@ class _Split:
 
     def __init__(self, request: FlashForward, parts: int) -> None:
         self._request = request
+        for name in ("seqused_q", "seqused_k"):
+            if (used := getattr(request, name)) is not None:
+                reason = "counts rows or keys of whole sequences, and a part has others: give packed sequences"
+                raise Unsupported(name, describe(used), reason, name.replace("seqused", "cu_seqlens"))
         self._packed = any(getattr(request, name) is not None for name in _ENDS)
         self._given = host_operands(request, (*dict.fromkeys((*_ROWS, *_KEYS)), *_PLACES, *_ENDS))
         dims = 3 if self._packed else 4
@@ -126,11 +131,12 @@ class _Split:
             shape = "(total, heads, head_dim)" if self._packed else "(batch, rows, heads, head_dim)"
             expect(getattr(array, "ndim", 0) == dims, name, describe(array), f"must be {shape}")
         bias = self.array("bias") if "bias" in self._given else None
-        expect(bias is None or not self._packed, "bias", describe(bias), "goes with the dense layout only")
         self._axes = {name: axis - self._packed for name, axis in _ROWS.items()}
         self._key_axes = {name: axis - self._packed for name, axis in _KEYS.items()}
         rows, keys = (self.array(name).shape[1 - self._packed] for name in ("q", "k"))
-        if bias is not None and bias.ndim == 4 and bias.shape[_ROWS["bias"]] == 1:
+        if self._packed:
+            del self._axes["bias"], self._key_axes["bias"]
+        elif bias is not None and bias.ndim == 4 and bias.shape[_ROWS["bias"]] == 1:
             del self._axes["bias"]  # one row for all
         for axes, extent, kind in ((self._axes, rows, "q's rows"), (self._key_axes, keys, "k's keys")):
             for name, axis in axes.items():
@@ -142,6 +148,12 @@ class _Split:
         together = (len(self.array(name)) for name in ("q", "k", "v"))  # 1 where all sequences share it
         self._batch = len(ends[0]) - 1 if self._packed else max(together)
         expect(len(ends[1]) == len(ends[0]), "cu_seqlens_k", len(ends[1]) - 1, f"must have {self._batch} sequences")
+        if self._packed and bias is not None:
+            most = [max((0, *np.diff(each).tolist())) for each in ends]
+            sound = bias.ndim == 4 and len(bias) in (1, self._batch)
+            sound = sound and (bias.shape[2] == 1 or bias.shape[2] >= most[0]) and bias.shape[3] >= most[1]
+            wanted = f"({self._batch} or 1, heads or 1, at least {most[0]} or 1, at least {most[1]})"
+            expect(sound, "bias", describe(bias), f"must be {wanted}")
         self._mask = KeyMask(**{name: getattr(request, name) for name in MASK_OPTIONS})
         self._placed = [name for name in _PLACES if name in self._given]
         for name in self._placed:
@@ -196,6 +208,10 @@ class _Split:
         given = self.array(name)
         total = np.zeros(given.shape, np.float64 if given.dtype == np.float64 else np.float32)
         for block, part in zip(self.blocks, parts, strict=True):
+            if name not in self._key_axes:
+                for there, here in self._bias_places(block):
+                    total[there] += part[here]
+                continue
             cut: list[Any] = [slice(None)] * given.ndim
             cut[self._key_axes[name]] = self._keys_of(block)
             if name in self._axes:
@@ -261,7 +277,26 @@ class _Split:
             for (ends, longest_of), cuts in zip(_ENDS.items(), (block.rows, block.keys), strict=True):
                 lengths = [one.stop - one.start for one in cuts]
                 changed |= {ends: np.cumsum([0, *lengths], dtype=np.int32), longest_of: None}
+            if "bias" in self._given:
+                changed["bias"] = self._bias_of(block)
         return dataclasses.replace(self._request, **changed, **self._places(block))
+
+    def _bias_of(self, block: _Block) -> Any:
+        """The bias of packed sequences' blocks: a matrix for each, as their rows and keys begin in different places."""
+        bias = self.array("bias")
+        rows, keys = (max((1, *(one.stop - one.start for one in cuts))) for cuts in (block.rows, block.keys))
+        cut = np.zeros((self._batch, bias.shape[1], min(rows, bias.shape[2]), keys), bias.dtype)
+        for there, here in self._bias_places(block):
+            cut[here] = bias[there]
+        return cut
+
+    def _bias_places(self, block: _Block) -> Iterator[tuple[Any, Any]]:
+        """Where the bias of each packed sequence's block is in the whole, and in the block's own."""
+        shape = self.array("bias").shape
+        for n, (rows, keys) in enumerate(zip(block.rows, block.keys, strict=True)):
+            rows = rows if shape[2] > 1 else slice(0, 1)  # one row for all
+            here = [slice(0, one.stop - one.start) for one in (rows, keys)]
+            yield (n if shape[0] > 1 else 0, slice(None), rows, keys), (n, slice(None), *here)
 
     def _places(self, block: _Block) -> Mapping[str, Any]:
         """Where the rows and keys of a block stand in the whole, for what goes by that."""

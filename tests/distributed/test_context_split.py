@@ -149,6 +149,8 @@ async def test_what_is_refused(pool: ContextPool) -> None:
         (request(**shards.packed((9, 9), (5, 12)), causal=True, dropout_p=0.5), "dropout_p"),
         (request(out=shards.arrays((2, 22, 4, 6))), "out"),
         (request(**shards.operands(9, 30), causal=True, dropout_p=0.5), "dropout_p"),
+        (request(seqused_q=np.array([5, 22], np.int32)), "seqused_q"),
+        (request(seqused_k=np.array([1, 2], np.int32), causal=True), "seqused_k"),
     ):
         with pytest.raises(ga.Unsupported) as refused:
             await context_split(pool, given, parts=2)
@@ -170,7 +172,11 @@ async def test_what_is_refused(pool: ContextPool) -> None:
         (varlen(cu_seqlens_q=np.array([0, 15, 14], np.int32)), 2, "cu_seqlens_q"),
         (varlen(cu_seqlens_q=np.array([0, 9, 14], np.int64)), 2, "cu_seqlens_q"),
         (varlen(cu_seqlens_k=np.array([0, 9, 20, 21], np.int32)), 2, "cu_seqlens_k"),
-        (varlen(bias=shards.arrays((2, 4, 9, 12))), 2, "bias"),
+        (varlen(bias=shards.arrays((3, 4, 9, 12))), 2, "bias"),
+        (varlen(bias=shards.arrays((2, 4, 8, 12))), 2, "bias"),
+        (varlen(bias=shards.arrays((2, 4, 9, 11))), 2, "bias"),
+        (varlen(bias=shards.arrays((2, 3, 9, 12))), 2, "bias"),
+        (varlen(bias=shards.arrays((9, 12))), 2, "bias"),
         (varlen(q_positions=np.zeros(3, np.int32)), 2, "q_positions"),
     ):
         with pytest.raises(ga.InvalidRequest) as wrong:

@@ -113,6 +113,15 @@ CONTEXT: dict[str, dict[str, Any]] = {
     "varlen, slopes": {**packed(*RAGGED), "alibi_slopes": np.abs(arrays((len(RAGGED), HEADS), 4))},
     "varlen, dropout": {**packed((9, 9), (14, 14), (2, 2)), "causal": True, "dropout_p": 0.3, "dropout_seed": 9},
     "varlen, dropout of all": {**packed(*RAGGED), "dropout_p": 0.3, "dropout_seed": 9},
+    "varlen, bias": {
+        **packed(*RAGGED), "causal": True, "sinks": SINKS, "bias": arrays((len(RAGGED), HEADS, 21, 30), 5),
+    },
+    "varlen, a bias for all": {**packed(*RAGGED), "window_size": (5, 3), "bias": arrays((1, 1, 25, 33), 6)},
+    "varlen, a bias of one row": {**packed(*RAGGED), "causal": True, "bias": arrays((len(RAGGED), 1, 1, 30), 7)},
+    "varlen, a mask": {**packed(*RAGGED), "dropout_p": 0.2, "bias": arrays((1, HEADS, 21, 30), 8) > -1.0},
+    "varlen, float64 bias": {
+        **packed((9, 9), (5, 12), dtype=np.float64), "bias": arrays((1, HEADS, 9, 12), 5, np.float64),
+    },
     "varlen, float16": {
         **packed((9, 9), (0, 4), (5, 12), dtype=np.float16, dims=(32, 32)), "causal": True, "sinks": SINKS,
     },
