@@ -24,17 +24,21 @@ import numpy as np
 
 from gpu_actors.context import GpuContext, open_contexts
 from gpu_actors.errors import ActorStopped, InvalidRequest, Unsupported, WouldBlock
-from gpu_actors.requests import FlashForward
-from gpu_actors.validation.fields import expect, flag
+from gpu_actors.planning.forward import broadcast_batch
+from gpu_actors.requests import FlashBackward, FlashForward
+from gpu_actors.validation.fields import FP8, expect, flag, optional_array
 from gpu_actors.validation.forward import check_seed, forward_problem
+from gpu_actors.values import show
 
 __all__ = ["attention", "typed_errors"]
 
-_RANKS = {"q": 4, "k": 4, "v": 4, "bias": 4, "sinks": 1, "seed": 1, "out": 4, "lse": 3, "dout": 4}
 _GRADIENTS = ("q", "k", "v", "bias", "sinks")
 _Arrays = dict[str, Any]
 _ELSEWHERE = re.compile(r"q|k|v|bias|out|return_lse|dropout_(?!p$).*|cu_.*|max_.*|.*_descale|.*_positions|block_mask")
-_OPTIONS = {field.name for field in dataclasses.fields(FlashForward) if not _ELSEWHERE.fullmatch(field.name)}
+_FIELDS = {field.name for field in dataclasses.fields(FlashForward)}
+_OPTIONS = {name for name in _FIELDS if not _ELSEWHERE.fullmatch(name)}
+_SLOPES = next(name for name in _OPTIONS if name.endswith("_slopes"))
+_LSE, _OUT = "lse_dtype", "out_dtype"  # of forward alone
 
 
 class _Call(NamedTuple):
@@ -61,24 +65,31 @@ def attention(
     """Attention of q to k and v through a running context: an array, or (array, LSE) with ``return_lse``.
 
     q: (batch, seqlen_q, heads_q, head_dim); k, v: (batch, seqlen_k, heads_kv, head_dim), of float16, bfloat16, float32,
-    or float64 where JAX has it. bias: (batch or 1, heads or 1, rows, keys). options: the masks, scales, sinks and
-    slopes of `gpu_actors.FlashForward`, with its names, shapes and dtypes; packed rows, places and fp8 are not taken.
-    dropout_seed: an int, or under jit an integer or key of JAX. deterministic: the gradients, too, are the same bits
-    every time.
+    or float64 where JAX has it; one of a batch of 1 stands for each sequence. bias: (batch or 1, heads or 1, rows or 1,
+    keys). options: the masks, scales, sinks, slopes, lengths (seqused) and dtypes of `gpu_actors.FlashForward`, with
+    its names, shapes and dtypes; packed rows, places and fp8 are not taken. dropout_seed: an int, or under jit an
+    integer or key of JAX. deterministic: the gradients, too, are the same bits every time.
 
-    Works under ``jit``, ``vmap`` and, once, ``grad`` by q, k, v, bias and sinks. The LSE (batch, heads_q, seqlen_q),
-    float32, and slopes have no gradient. ``vmap`` makes one request of a larger batch; with sinks or dropout one for
-    each element, all at once. An element drops what it drops alone with its seed.
+    Works under ``jit``, ``vmap`` and, once, ``grad`` by q, k, v, a bias that is no bool, and sinks. The LSE (batch,
+    heads_q, seqlen_q), of ``lse_dtype``, and slopes have no gradient. Gradients of ``out_dtype="float32"`` are those of
+    the output rounded to q's dtype. ``vmap`` makes one request of a larger batch; with sinks or dropout, and for the
+    gradients of an operand that sequences share, one for each element, all at once. An element drops what it drops
+    alone with its seed.
 
-    Shapes, dtypes and options are checked when the call is traced: `InvalidRequest`, `Unsupported`. What the service
-    raises while the program runs comes as an error of XLA, from which `typed_errors` recovers it. On the thread of a
-    running event loop the program fails with `WouldBlock`.
+    Shapes, dtypes and options are checked when the call is traced: `InvalidRequest`, and `Unsupported` for fields of
+    `gpu_actors.FlashForward` that are not taken. What the service raises while the program runs comes as an error of
+    XLA, from which `typed_errors` recovers it. On the thread of a running event loop the program fails with
+    `WouldBlock`.
     """
     if not isinstance(context, GpuContext):
         raise InvalidRequest("context", type(context).__name__, "must be a GpuContext, as open_context gives it")
     flag("deterministic", deterministic)
     flag("return_lse", return_lse)
+    options = {name: value for name, value in options.items() if value is not None or name not in _FIELDS}
     if unknown := options.keys() - _OPTIONS:
+        for name in sorted(unknown & _FIELDS):
+            reason = "is not taken under JAX, whose programs have dense batches: ask ctx.flash_attn.forward"
+            raise Unsupported(name, show(options[name]), reason)
         raise TypeError(
             f"attention() takes no {', '.join(sorted(unknown))}; its options are {', '.join(sorted(_OPTIONS))}"
         )
@@ -88,16 +99,17 @@ def attention(
     options = {name: value for name, value in options.items() if name not in operands}
     if isinstance(options.get("window_size"), list):
         options["window_size"] = tuple(options["window_size"])
-    _check(operands, options)
-    fixed = [name for name in operands if name not in _RANKS]
-    rank = max((operands[name].ndim for name in fixed), default=0)
-    call = _Call(context.number, tuple(options.items()), deterministic, rank)
-    for name in fixed:
-        operands[name] = _without_gradient(name, operands[name])
+    _check(operands, options, return_lse)
+    lse_dtype = options.pop(_LSE, "float32")
+    slopes_rank = 0
+    if _SLOPES in operands:
+        operands[_SLOPES] = _without_gradient(_SLOPES, operands[_SLOPES])
+        slopes_rank = operands[_SLOPES].ndim
+    call = _Call(context.number, tuple(options.items()), deterministic, slopes_rank)
     if options.get("dropout_p"):
         operands["seed"] = _words(dropout_seed)
     out, lse = _attend(call, operands)
-    return (out, _without_gradient("lse", lse)) if return_lse else out
+    return (out, _without_gradient("lse", lse.astype(lse_dtype))) if return_lse else out
 
 
 @contextmanager
@@ -118,26 +130,42 @@ def typed_errors() -> Iterator[None]:
         raise original.with_traceback(None) from error
 
 
-def _check(operands: _Arrays, options: dict[str, Any]) -> None:
+def _check(operands: _Arrays, options: dict[str, Any], return_lse: bool) -> None:
     """The service's own checks, of arrays that have no data yet."""
-    blank: dict[str, Any] = {name: np.empty(array.shape, array.dtype) for name, array in operands.items()}
     for name in ("q", "k", "v"):
-        expect(blank[name].ndim == 4, name, blank[name].shape, "must be (batch, rows, heads, head_dim)")
-    forward_problem(FlashForward(**blank, **options))
+        expect(operands[name].ndim == 4, name, operands[name].shape, "must be (batch, rows, heads, head_dim)")
+        if (dtype := operands[name].dtype.name) in FP8:
+            raise Unsupported(name, dtype, "is not taken under JAX: ask ctx.flash_attn.forward", "bfloat16")
+    problem = forward_problem(_posed(FlashForward, operands, {**options, "return_lse": return_lse}))
+    if problem.wide_lse and problem.dtype != "float64":
+        reason = f"scores of {problem.dtype} inputs are float32, and a wider LSE would hold no more of them"
+        raise Unsupported(_LSE, problem.lse_dtype, reason, "float32")
+    for name in ("seqused_q", "seqused_k"):
+        optional_array(name, operands.get(name, options.get(name)), ((problem.batch,),), ("int32",))
+
+
+def _posed(kind: type[FlashForward], operands: _Arrays, options: dict[str, Any]) -> FlashForward:
+    """The request that a call will make, with arrays that have no data yet."""
+    blank: dict[str, Any] = {name: np.empty(array.shape, array.dtype) for name, array in operands.items()}
+    blank.pop("seed", None)
+    return broadcast_batch(kind(**blank, **options))
 
 
 def _words(seed: Any) -> Any:
     """A seed as two words of 32 bits: JAX has 64 only where it is told to."""
-    if isinstance(seed, int):
+    if isinstance(seed, int | np.integer):
         check_seed(seed)
-        return np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32)
+        return np.array([int(seed) & 0xFFFFFFFF, int(seed) >> 32], np.uint32)
     seed = jax.numpy.asarray(seed)
     expect(seed.ndim == 0, "dropout_seed", seed.shape, "must be a scalar: an integer, or a key of JAX")
     if jax.dtypes.issubdtype(seed.dtype, jax.dtypes.prng_key):
         return jax.random.bits(seed, (2,), "uint32")
     if not jax.dtypes.issubdtype(seed.dtype, np.integer):
         raise InvalidRequest("dropout_seed", str(seed.dtype), "must be an integer, or a key of JAX")
-    return jax.numpy.stack([seed.astype("uint32"), jax.numpy.zeros((), "uint32")])
+    if not isinstance(seed, jax.core.Tracer):
+        return _words(int(seed))
+    high = seed >> 32 if seed.dtype.itemsize == 8 else jax.numpy.zeros((), "uint32")
+    return jax.numpy.stack([seed.astype("uint32"), high.astype("uint32")])
 
 
 # Derivatives
@@ -145,29 +173,40 @@ def _words(seed: Any) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(call: _Call, operands: _Arrays) -> tuple[Any, Any]:
-    q, v = operands["q"], operands["v"]
-    out = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), q.dtype)
-    lse = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), np.float32)
+    """The output and the LSE, float64 for float64 operands, whose gradients would be lost in fewer bits."""
+    problem = forward_problem(_posed(FlashForward, operands, dict(call.options)))
+    out = jax.ShapeDtypeStruct((*operands["q"].shape[1:-1], problem.head_dim_v), problem.out_dtype)
+    out = out.update(shape=(problem.batch, *out.shape))
+    lse = jax.ShapeDtypeStruct(problem.lse_shape, _lse_dtype(operands["q"]))
     found: tuple[Any, Any] = _callback(call, operands, (out, lse))
     return found
 
 
+def _lse_dtype(q: Any) -> str:
+    return "float64" if q.dtype == np.float64 else "float32"
+
+
 def _keep(call: _Call, operands: _Arrays) -> tuple[Any, Any]:
+    _posed(FlashBackward, operands, {})
     out, lse = _attend(call, operands)
     return (out, lse), (operands, out, lse)
 
 
 def _differentiate(call: _Call, kept: tuple[_Arrays, Any, Any], gradients: tuple[Any, Any]) -> tuple[_Arrays]:
     operands, out, lse = kept
-    names = [name for name in _GRADIENTS if name in operands]
+    of_out = {"out": out.astype(operands["q"].dtype), "dout": gradients[0].astype(operands["q"].dtype), "lse": lse}
+    names = [name for name in _GRADIENTS if name in operands and _is_float(operands[name])]
     shapes = tuple(jax.ShapeDtypeStruct(operands[name].shape, operands[name].dtype) for name in names)
-    found = _callback(call, {**operands, "out": out, "lse": lse, "dout": gradients[0]}, shapes)
-    made = dict(zip(names, found, strict=True))
-    for name in operands.keys() - _RANKS.keys():
-        made[name] = jax.numpy.zeros_like(operands[name])  # _without_gradient refuses who asks for it
-    if "seed" in operands:
-        made["seed"] = np.zeros((2,), jax.dtypes.float0)
+    made = dict(zip(names, _callback(call, {**operands, **of_out}, shapes), strict=True))
+    for name in operands.keys() - made.keys():
+        # A float that is left has none that anything asks for: _without_gradient refuses it.
+        dtype = operands[name].dtype if _is_float(operands[name]) else jax.dtypes.float0
+        made[name] = np.zeros(operands[name].shape, dtype)
     return (made,)
+
+
+def _is_float(array: Any) -> bool:
+    return bool(jax.dtypes.issubdtype(array.dtype, np.floating))
 
 
 _attend.defvjp(_keep, _differentiate)
@@ -189,17 +228,17 @@ _without_gradient.defvjp(lambda name, array: (array, None), _refuse)
 
 
 def _callback(call: _Call, operands: _Arrays, results: tuple[Any, ...]) -> Any:
-    names = tuple(operands)
-    return jax.pure_callback(_answering(call, names), results, *operands.values(), vmap_method="expand_dims")
+    answer = _answering(call, tuple(operands), results)
+    return jax.pure_callback(answer, results, *operands.values(), vmap_method="expand_dims")
 
 
 @functools.lru_cache(maxsize=256)
-def _answering(call: _Call, names: tuple[str, ...]) -> Callable[..., tuple[np.ndarray, ...]]:
+def _answering(call: _Call, names: tuple[str, ...], results: tuple[Any, ...]) -> Callable[..., tuple[np.ndarray, ...]]:
     """JAX compiles a program anew for another function, so equal calls get the same."""
 
     def answer(*arrays: Any) -> tuple[np.ndarray, ...]:
         try:
-            return _answer(call, dict(zip(names, map(np.asarray, arrays), strict=True)))
+            return _answer(call, dict(zip(names, map(np.asarray, arrays), strict=True)), results)
         except Exception as error:
             raise _carried(error) from error
 
@@ -224,7 +263,7 @@ def _carried(error: BaseException) -> RuntimeError:
     return RuntimeError(f"gpu_actors error {number}: {type(error).__name__}: {error}")
 
 
-def _answer(call: _Call, operands: dict[str, np.ndarray]) -> tuple[np.ndarray, ...]:
+def _answer(call: _Call, operands: dict[str, np.ndarray], results: tuple[Any, ...]) -> tuple[np.ndarray, ...]:
     """The results for operands with the axes of `vmap` before their own, of extent 1 where they are not mapped."""
     if asyncio._get_running_loop() is not None:
         raise WouldBlock(
@@ -238,10 +277,13 @@ def _answer(call: _Call, operands: dict[str, np.ndarray]) -> tuple[np.ndarray, .
     if not mapped:
         return _submit(context, call, operands)()
     lead = np.broadcast_shapes(*(array.shape[:mapped] for array in operands.values()))
-    if "seed" in operands or "sinks" in operands:
-        # Draws are counted by the place in the batch, and the gradient of sinks is summed over it.
+    if 0 in lead:
+        return tuple(np.zeros(lead + result.shape, result.dtype) for result in results)
+    batches = {operands[name].shape[mapped] for name in ("q", "k", "v")}
+    if "seed" in operands or "sinks" in operands or ("dout" in operands and len(batches) > 1):
+        # Draws are counted by the place in the batch; gradients of sinks and of a shared operand are summed over it.
         return _one_by_one(context, call, operands, lead)
-    return _folded(context, call, operands, lead)
+    return _folded(context, call, operands, lead, max(batches))
 
 
 def _one_by_one(
@@ -256,28 +298,26 @@ def _one_by_one(
 
 
 def _folded(
-    context: GpuContext, call: _Call, operands: dict[str, np.ndarray], lead: tuple[int, ...]
+    context: GpuContext, call: _Call, operands: dict[str, np.ndarray], lead: tuple[int, ...], batch: int
 ) -> tuple[np.ndarray, ...]:
     """One request, whose batch is the mapped axes and the batch."""
-    batch = operands["q"].shape[len(lead)]
-    count = math.prod(lead)
-    backward = "dout" in operands
+    summed = "dout" in operands and "bias" in operands and _is_float(operands["bias"])
 
     def fold(name: str, array: np.ndarray) -> np.ndarray:
         own = array.shape[len(lead) :]
-        alike = count == 1 or all(extent == 1 for extent in array.shape[: len(lead)])
-        if name not in _RANKS:  # slopes, (heads,) or (batch, heads)
-            if alike and call.slopes_rank == 1:
+        alike = all(extent == 1 for extent in array.shape[: len(lead)])
+        if name == _SLOPES and call.slopes_rank == 1:  # (heads,) and not (batch, heads)
+            if alike:
                 return array.reshape(own)
-            array = array if call.slopes_rank == 2 else array[..., None, :]
-        if name == "bias" and alike and own[0] == 1 and not backward:
+            array = array[..., None, :]
+        if name == "bias" and alike and own[0] == 1 and not summed:
             return array.reshape(own)
         rest = array.shape[len(lead) + 1 :]
-        return np.broadcast_to(array, (*lead, batch, *rest)).reshape(count * batch, *rest)
+        return np.broadcast_to(array, (*lead, batch, *rest)).reshape(math.prod(lead) * batch, *rest)
 
     found = _submit(context, call, {name: fold(name, array) for name, array in operands.items()})()
     made = [array.reshape(*lead, batch, *array.shape[1:]) for array in found]
-    if backward and "bias" in operands and operands["bias"].shape[len(lead)] == 1:
+    if summed and operands["bias"].shape[len(lead)] == 1:
         wide = np.promote_types(made[3].dtype, np.float32)
         made[3] = made[3].astype(wide).sum(len(lead), keepdims=True).astype(made[3].dtype)
     return tuple(made)
@@ -291,12 +331,14 @@ def _submit(context: GpuContext, call: _Call, operands: Mapping[str, Any]) -> Ca
         low, high = arrays.pop("seed")
         options["dropout_seed"] = int(low) | int(high) << 32
     if "dout" not in arrays:
-        reply = context.flash_attn.forward(**arrays, **options, return_lse=True)
+        wide = {_LSE: _lse_dtype(arrays["q"])}
+        reply = context.flash_attn.forward(**arrays, **options, **wide, return_lse=True)
         return lambda: (reply.result().out, reply.result().lse)
+    options.pop(_OUT, None)
     gradients = context.flash_attn.backward(**arrays, **options, deterministic=call.deterministic)
 
     def wait() -> tuple[np.ndarray, ...]:
-        found = gradients.result()
-        return tuple(getattr(found, f"d{name}") for name in _GRADIENTS if name in arrays)
+        found = (getattr(gradients.result(), f"d{name}") for name in _GRADIENTS)
+        return tuple(gradient for gradient in found if gradient is not None)
 
     return wait

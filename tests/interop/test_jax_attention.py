@@ -247,7 +247,7 @@ def test_an_equal_call_is_not_compiled_again(ctx: ga.GpuContext) -> None:
         attend(q * n)
     assert len(traced) == 1
     call = interop._Call(1, (("causal", True),), False, 0)
-    assert interop._answering(call, ("q", "k", "v")) is interop._answering(call._replace(), ("q", "k", "v"))
+    assert interop._answering(call, ("q", "k", "v"), ()) is interop._answering(call._replace(), ("q", "k", "v"), ())
 
 
 class TestErrors:
@@ -274,8 +274,9 @@ class TestErrors:
         refused("dropout_seed", dropout_p=0.5, dropout_seed=-1)
         refused("dropout_seed", dropout_p=0.5, dropout_seed=jnp.ones(2, int))
         refused("dropout_seed", dropout_p=0.5, dropout_seed=jnp.ones(()))
-        with pytest.raises(TypeError, match="takes no cu_seqlens_q; its options are"):
-            interop.attention(q, k, v, cu_seqlens_q=jnp.arange(3), context=ctx)
+        refused("cu_seqlens_q", ga.Unsupported, cu_seqlens_q=jnp.arange(3))
+        with pytest.raises(TypeError, match="takes no mask; its options are"):
+            interop.attention(q, k, v, mask=None, context=ctx)
         refused("bias", bias=jnp.ones((1, 3, 12, 20)))
 
     def test_an_error_of_the_running_program_is_found_again(self):
