@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gpu_actors.context import GpuContext
 from gpu_actors.errors import InvalidRequest, Unsupported, WouldBlock
 from gpu_actors.graph.graph import OperationGraph
+from gpu_actors.graph.match import match_attention
 from gpu_actors.graph.tensor import GraphTensor
 from gpu_actors.interop.flex_cache import cached
 from gpu_actors.interop.flex_ops import Lowering
@@ -75,11 +76,13 @@ def flex_attention(
 
     Both functions are traced at their first call, and again once a number, a tensor or a function that they read has
     changed. They may read captured tensors at indices that do not depend on the score: all axes in one ``[]``, as in
-    ``slopes[h]`` or ``ids[b, q_idx]``. What is read is written out along the axes that its indices depend on.
+    ``slopes[h]`` or ``ids[b, q_idx]``. What is read is written out along the axes that its indices depend on. Kernels
+    compute with integers of 32 bits: what could leave them, by the values that captured tensors have, is refused.
     Differentiable once, backwards, by query, key, value and captured tensors.
 
-    Returns (batch, heads, L, Ev); with ``return_lse`` also the natural LSE (batch, heads, L), float32, which has no
-    gradient; with ``return_aux`` an ``AuxOutput`` in its place. A row that sees no key is 0, its LSE -inf.
+    Returns (batch, heads, L, Ev); with ``return_lse`` also the natural LSE (batch, heads, L), float32 or of float64
+    inputs float64, which has no gradient; with ``return_aux`` an ``AuxOutput`` in its place. A row that sees no key is
+    0, its LSE -inf.
 
     Blocks the calling thread, and raises `WouldBlock` on that of a running event loop. Raises `InvalidRequest` for
     shapes that do not fit and an index outside of its tensor, `Unsupported` for an operation that no graph has and for
@@ -110,6 +113,8 @@ def flex_attention(
         _lists_of(block_mask, (*query.shape[:3], key.shape[2])),
         tuple(getattr(block_mask, "BLOCK_SIZE", (_BLOCK, _BLOCK))),
     )
+    if not context.info.runs_kernels:
+        match_attention(program.forward)  # what kernels refuse, no device answers
     out, lse = _Flex.apply(context, program, *given, *program.captured)
     if return_aux is not None:
         return out, AuxOutput(lse=lse if return_aux.lse else None)
@@ -280,12 +285,13 @@ class _Program:
         self._device = operands[0].device
         self._scores = (*operands[0].shape[:3], operands[1].shape[2])
         self._places: dict[tuple[str, str], int] = {}
+        self._bounds: dict[int, tuple[int, int]] = {}
         self.captured: list[torch.Tensor] = []
         self.forward = OperationGraph()
         scores, v = self._modified(self.forward, operands)
         weights, stats = self.forward.softmax_with_stats(scores)
         self.forward.output(self.forward.matmul(weights, v), uid=_OUT, dtype=_DTYPES[operands[0].dtype])
-        self.forward.output(stats, uid=_STATS, dtype="float32")
+        self.forward.output(stats, uid=_STATS, dtype=_stats_dtype(operands[0]))
         _prune(self.forward)
 
     def backward(self, operands: Sequence[torch.Tensor], out: torch.Tensor, wanted: Sequence[int]) -> OperationGraph:
@@ -295,7 +301,7 @@ class _Program:
         again = graph.matmul(graph.softmax(scores), v)
         dtype = _DTYPES[out.dtype]
         given, dout = (graph.tensor(uid=uid, dims=out.shape, dtype=dtype) for uid in (_OUT, _DOUT))
-        stats = graph.tensor(uid=_STATS, dims=(*out.shape[:3], 1), dtype="float32")
+        stats = graph.tensor(uid=_STATS, dims=(*out.shape[:3], 1), dtype=_stats_dtype(out))
         wrt = [graph.tensors[_uid(number)] for number in wanted]
         found = graph.gradient(again, dout, wrt, forward=(given, stats))
         for number, gradient in zip(wanted, found, strict=True):
@@ -340,6 +346,19 @@ class _Program:
             scores = graph.mask(scores, Mask.causal())
         return scores, v
 
+    def _bounds_of(self, number: int) -> tuple[int, int]:
+        """Between what the integers of a captured tensor lie, by powers of two, so that few graphs differ in it.
+
+        Kernels compute with 32 bits, and refuse what could leave them. Any int32 could, in a sum with an index.
+        """
+        if number not in self._bounds:
+            least, most = (int(end) for end in self.captured[number].aminmax())
+            reach = 1 << (max(abs(least), abs(most), 1) - 1).bit_length()
+            low = 1 if least > 0 else 0 if least == 0 else -reach
+            high = -1 if most < 0 else 0 if most == 0 else min(reach, (1 << 31) - 1)
+            self._bounds[number] = low, high
+        return self._bounds[number]
+
     def _read(self, graph: OperationGraph, place: tuple[str, str], make: Callable[[], torch.Tensor]) -> GraphTensor:
         number = self._places.get(place)
         if number is None:
@@ -348,10 +367,22 @@ class _Program:
         return graph.tensors.get(_CAPTURED + number) or _declared(graph, number + 3, self.captured[number])
 
     def _lowering(self, name: str, graph: OperationGraph, inputs: tuple[GraphTensor, ...]) -> Lowering:
-        def read(place: str, make: Callable[[], torch.Tensor]) -> GraphTensor:
-            return self._read(graph, (name, place), make)
+        known: dict[str, GraphTensor] = {}
+
+        def read(place: str, make: Callable[[], torch.Tensor], bounded: bool) -> GraphTensor:
+            if place not in known:
+                known[place] = self._read(graph, (name, place), make)
+                if bounded and known[place].dtype == "int32":
+                    low, high = self._bounds_of(self._places[name, place])
+                    known[place] = graph.min(graph.max(known[place], low), high)
+            return known[place]
 
         return Lowering(name, self._functions[name], graph, inputs, self._scores, self._device, read)
+
+
+def _stats_dtype(q: torch.Tensor) -> str:
+    """Gradients are computed from the stats, and would be no more exact than they are."""
+    return "float64" if q.dtype == torch.float64 else "float32"
 
 
 def _prune(graph: OperationGraph) -> None:

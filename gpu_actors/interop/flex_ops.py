@@ -19,8 +19,8 @@ from gpu_actors.graph.tensor import GraphTensor
 __all__ = ["Lowering"]
 
 aten = torch.ops.aten
-# Reads a tensor of four axes beside the scores; the str names the place that reads it.
-Read = Callable[[str, Callable[[], torch.Tensor]], GraphTensor]
+# Reads a tensor of four axes beside the scores: (the place that reads it, what makes it, whether integers need bounds).
+Read = Callable[[str, Callable[[], torch.Tensor], bool], GraphTensor]
 
 
 class Lowering:
@@ -105,7 +105,8 @@ class Lowering:
             return value
         if value.dim():
             raise self._refused(node, f"gives a tensor of shape {tuple(value.shape)}, not a scalar", "t[b, h, q_idx]")
-        return self._read(node.name, lambda: _narrow(self._fault(node), value.reshape(1, 1, 1, 1)))
+        made = lambda: _narrow(self._fault(node), value.reshape(1, 1, 1, 1))  # noqa: E731
+        return self._read(node.name, made, not _only_compared(node))
 
     def _returned(self) -> Any:
         return next(node for node in self._traced.graph.nodes if node.op == "output").args[0]
@@ -155,7 +156,7 @@ class Lowering:
             found = self._at_every_place(node)
             return _narrow(self._fault(node), found.reshape((1,) * (4 - found.dim()) + tuple(found.shape)))
 
-        return self._read(node.name, read)
+        return self._read(node.name, read, not _only_compared(node))
 
     def _at_every_place(self, node: Any) -> torch.Tensor:
         needed = {node}
@@ -174,6 +175,12 @@ class Lowering:
     def _refused(self, node: Any, reason: str, nearest: str | None) -> Unsupported:
         shown = node.target if isinstance(node.target, str) else str(node.target).removesuffix(".default")
         return Unsupported(self._fault(node), shown, reason, nearest)
+
+
+def _only_compared(node: Any) -> bool:
+    """Whether a node's integers are compared with integers, and nothing is computed with them."""
+    beside = [arg.meta["val"] for user in node.users for arg in user.args if isinstance(arg, torch.fx.Node)]
+    return all(user.target in _COMPARISONS for user in node.users) and not any(x.is_floating_point() for x in beside)
 
 
 def _narrow(fault: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -322,6 +329,11 @@ def _filled(value: Any, node: Any) -> Any:
     return bool(value) if dtype == torch.bool else float(value) if dtype.is_floating_point else int(value)
 
 
+_COMPARISONS = {
+    getattr(getattr(aten, op), overload): _plain(op)
+    for op in ("gt", "ge", "lt", "le", "eq", "ne")
+    for overload in ("Tensor", "Scalar")
+}
 _SAME = (aten.alias.default, aten.detach.default, aten.clone.default, aten.lift_fresh_copy.default)
 _AND = (aten.logical_and.default, aten.bitwise_and.Tensor)
 _CONSTANT: Mapping[Any, Callable[[Any], Any]] = {
@@ -339,11 +351,7 @@ _OPERATIONS: Mapping[Any, Callable[..., Any]] = {
         for name, op in {"add": "add", "sub": "sub", "mul": "mul", "remainder": "mod"}.items()
         for overload in ("Tensor", "Scalar")
     },
-    **{
-        getattr(getattr(aten, op), overload): _plain(op)
-        for op in ("gt", "ge", "lt", "le", "eq", "ne")
-        for overload in ("Tensor", "Scalar")
-    },
+    **_COMPARISONS,
     **{
         getattr(aten, op).default: _plain(op)
         for op in ("neg", "abs", "exp", "log", "sqrt", "sin", "cos", "tan", "tanh", "sigmoid", "floor")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,8 +14,9 @@ import gpu_actors as ga
 torch = pytest.importorskip("torch", reason="flex_attention is of torch's tensors")
 interop = pytest.importorskip("gpu_actors.interop.torch")
 flex = pytest.importorskip("torch.nn.attention.flex_attention")
-
-BATCH, HEADS, ROWS, KEYS, DIM = 2, 4, 12, 20, 8
+shared = pytest.importorskip("support.torch_flex")
+drawn, operands, explicit = shared.drawn, shared.operands, shared.explicit
+BATCH, HEADS, ROWS, KEYS, DIM = shared.BATCH, shared.HEADS, shared.ROWS, shared.KEYS, shared.DIM
 Mod = Callable[..., Any]
 
 
@@ -30,34 +30,6 @@ def ctx() -> Iterator[ga.GpuContext]:
 def emulated() -> Iterator[ga.GpuContext]:
     with ga.open_context("emulated") as ctx:
         yield ctx
-
-
-def drawn(*shape: int, seed: int = 0, dtype: Any = torch.float64, grad: bool = True) -> Any:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_(grad)
-
-
-def operands(dtype: Any = torch.float64, *, heads_kv: int = HEADS, grad: bool = True) -> tuple[Any, Any, Any]:
-    q = drawn(BATCH, HEADS, ROWS, DIM, seed=1, dtype=dtype, grad=grad)
-    k = drawn(BATCH, heads_kv, KEYS, DIM, seed=2, dtype=dtype, grad=grad)
-    return q, k, drawn(BATCH, heads_kv, KEYS, DIM + 4, seed=3, dtype=dtype, grad=grad)
-
-
-def explicit(q: Any, k: Any, v: Any, score_mod: Mod | None, mask_mod: Mod | None) -> tuple[Any, Any]:
-    """The softmax in fp64: the functions are evaluated at all places at once."""
-    q, k, v = (x.double() for x in (q, k, v))
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = q @ k.transpose(2, 3) / math.sqrt(q.shape[3])
-    full = scores.shape
-    places = [torch.arange(n).reshape([-1 if i == a else 1 for i in range(4)]) for a, n in enumerate(full)]
-    if score_mod is not None:
-        scores = score_mod(scores, *places).to(q.dtype).expand(full)
-    if mask_mod is not None:
-        scores = torch.where(mask_mod(*places), scores, -math.inf)
-    lse = torch.logsumexp(scores, -1)
-    seen = lse.isfinite()[..., None]
-    weights = torch.where(seen, (scores - torch.where(seen, lse[..., None], 0)).exp(), 0)
-    return weights @ v, lse
 
 
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=torch.float64)
@@ -162,12 +134,12 @@ def test_answers_and_gradients_are_those_of_the_explicit_softmax(
     out, lse = interop.flex_attention(q, k, v, score_mod, mask_mod, return_lse=True, context=ctx)
     expected, expected_lse = explicit(q, k, v, score_mod, mask_mod)
     torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(lse, expected_lse.float(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-9, atol=1e-9)
     upstream = drawn(*out.shape, seed=5, grad=False)
     found = torch.autograd.grad(out, (q, k, v), upstream)
     wanted = torch.autograd.grad(expected, (q, k, v), upstream, materialize_grads=True)
     for gradient, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(gradient, other, rtol=1e-5, atol=1e-6)  # recomputed from the LSE, which is float32
+        torch.testing.assert_close(gradient, other, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +157,7 @@ def test_answers_are_those_of_torchs_own_function(ctx: ga.GpuContext, score_mod:
         wanted, aux = flex.flex_attention(q, k, v, score_mod, block_mask, **options)
     found, own = interop.flex_attention(q, k, v, score_mod, block_mask, **options, context=ctx)
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(own.lse, aux.lse.float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(own.lse, aux.lse, rtol=1e-9, atol=1e-9)
     assert own.max_scores is None
 
 
@@ -212,6 +184,19 @@ def test_kernels_compute_a_traced_modification_forward_and_backward(emulated: ga
         torch.testing.assert_close(gradient, other, rtol=tolerance, atol=2 * tolerance * largest)
 
 
+@pytest.mark.parametrize("mod", [*MODS[1:], *MASKS[1:]], ids=name)
+def test_kernels_have_a_plan_for_what_is_answered_without_them(
+    ctx: ga.GpuContext, emulated: ga.GpuContext, mod: Mod, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs = []
+    execute = type(ctx.cudnn).execute
+    monkeypatch.setattr(
+        type(ctx.cudnn), "execute", lambda self, graph, arrays: graphs.append(graph) or execute(self, graph, arrays)
+    )
+    interop.flex_attention(*operands(torch.float16, grad=False), *shared.split(mod), context=ctx)
+    assert emulated.cudnn.inspect_plan(graphs[0]).key.kernel
+
+
 def test_captured_tensors_learn(ctx: ga.GpuContext) -> None:
     q, k, v = operands()
     slopes, table, cap = (drawn(*shape, seed=7) for shape in ((HEADS,), (ROWS + KEYS, HEADS), ()))
@@ -225,7 +210,7 @@ def test_captured_tensors_learn(ctx: ga.GpuContext) -> None:
     wanted = torch.autograd.grad(explicit(q, k, v, learns, causal)[0].square().sum(), learned)
     for gradient, other in zip(found, wanted, strict=True):
         assert other.abs().max() > 0
-        torch.testing.assert_close(gradient, other, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(gradient, other, rtol=1e-9, atol=1e-9)
 
 
 def test_only_what_is_asked_for_is_differentiated(ctx: ga.GpuContext) -> None:
