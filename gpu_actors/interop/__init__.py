@@ -1,4 +1,4 @@
 """Arrays of other libraries, taken in and given back.
 
-Imports from other rooms: distributed, graph, isolation, remote, validation.
+Imports from other rooms: distributed, graph, isolation, planning, remote, validation.
 """

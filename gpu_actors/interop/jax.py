@@ -331,7 +331,7 @@ def _submit(context: GpuContext, call: _Call, operands: Mapping[str, Any]) -> Ca
         low, high = arrays.pop("seed")
         options["dropout_seed"] = int(low) | int(high) << 32
     if "dout" not in arrays:
-        wide = {_LSE: _lse_dtype(arrays["q"])}
+        wide: dict[str, Any] = {_LSE: _lse_dtype(arrays["q"])}
         reply = context.flash_attn.forward(**arrays, **options, **wide, return_lse=True)
         return lambda: (reply.result().out, reply.result().lse)
     options.pop(_OUT, None)

@@ -34,7 +34,7 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 
 from gpu_actors.context import GpuContext
 from gpu_actors.errors import InvalidRequest, Unsupported
-from gpu_actors.interop.torch import attention
+from gpu_actors.interop.torch_attention import attention, seed_for
 
 __all__ = ["continuous_batching", "register"]
 
@@ -174,7 +174,7 @@ def _attend(
         "softcap": softcap or 0.0,
         "attention_chunk": chunk,
         # Each layer and step draws a seed from torch's own generator, so that torch.manual_seed repeats a run.
-        **({"dropout_p": dropout, "dropout_seed": int(torch.randint(1 << 62, ()))} if dropout else {}),
+        **({"dropout_p": dropout, "dropout_seed": seed_for(dropout)} if dropout else {}),
         **({} if s_aux is None else {"sinks": s_aux.float()}),
     }
     if cu_seq_lens_q is not None:

@@ -156,7 +156,7 @@ def test_outputs_and_gradients_are_those_of_sdpa(ctx: ga.GpuContext, case: str, 
     ours, theirs = SDPA[case]
     inputs = operands(30, 40, 4, heads_kv, 16, dtype=dtype)
     dout = drawn(2, 30, 4, 16, seed=9, dtype=dtype, grad=False)
-    tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype is torch.float64 else {"rtol": 1e-4, "atol": 2e-5}
+    tolerance = {"rtol": 1e-9, "atol": 1e-9} if dtype is torch.float64 else {"rtol": 1e-4, "atol": 2e-5}
     mine = lambda q, k, v: attention(q, k, v, context=ctx, **ours)  # noqa: E731
     torch.testing.assert_close(mine(*inputs), by_torch(*inputs, **theirs), **tolerance)
     expected = gradients_of(lambda *given: by_torch(*given, **theirs), inputs, dout)
@@ -171,7 +171,7 @@ def test_the_gradient_of_a_bias_is_sdpas(ctx: ga.GpuContext) -> None:
     mine = gradients_of(lambda q, k, v, bias: attention(q, k, v, context=ctx, bias=bias), inputs, dout)
     theirs = gradients_of(lambda q, k, v, bias: by_torch(q, k, v, attn_mask=bias), inputs, dout)
     for gradient, wanted in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(gradient, wanted, rtol=1e-9, atol=1e-9)
 
 
 def as_numpy(tensor: Any) -> np.ndarray:
@@ -359,14 +359,6 @@ def test_an_exported_module_says_that_its_context_is_closed() -> None:
         program = torch.export.export(Layer(ctx), inputs)
     with pytest.raises(ga.ActorStopped, match=rf"context {ctx.number}, which this call was made or traced for"):
         program.module()(*inputs)
-
-
-@pytest.mark.parametrize("given", [{}, {"bias": (1, 2, 3, 4), "sinks": (2,)}])
-def test_torchs_own_check_of_operators(ctx: ga.GpuContext, given: dict[str, tuple[int, ...]]) -> None:
-    extra = {name: drawn(*shape, seed=7) for name, shape in given.items()}
-    scalars = (True, "bottom_right", -1, -1, None, 0.0, 0, 0, False, 0.0, 0, None, None, None, False, ctx.number)
-    tensors = (*operands(), None, extra.get("sinks"), extra.get("bias"), *[None] * 6)
-    torch.library.opcheck(torch.ops.gpu_actors.attention, (*tensors, *scalars))
 
 
 # Threads and loops

@@ -157,7 +157,7 @@ def test_block_masks_answer_as_torchs_own_function_with_gradients(ctx: ga.GpuCon
     upstream = drawn(*wanted.shape, seed=5, grad=False)
     gradients = (torch.autograd.grad(out, (q, k, v), upstream) for out in (found, expected))
     for gradient, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(gradient, other, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(gradient, other, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("mask_mod", [sliding, checkered], ids=lambda mask: mask.__name__)
