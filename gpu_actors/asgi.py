@@ -48,6 +48,7 @@ __all__ = [
     "Bodies",
     "Guard",
     "Service",
+    "client",
     "context",
     "deadline",
     "error_response",
@@ -268,6 +269,12 @@ def deadline(request: HTTPConnection) -> float | None:
     """The request's deadline as absolute ``time.monotonic()`` seconds, for requests of a context. None: no limit."""
     exchange = _exchange(request)
     return None if exchange is None else exchange.deadline
+
+
+def client(request: HTTPConnection) -> str:
+    """Whose request it is, for an `Admission`: by its key, or its address (`client_of`). Empty without a `Guard`."""
+    exchange = _exchange(request)
+    return "" if exchange is None else exchange.client
 
 
 def request_id(request: HTTPConnection) -> str:

@@ -8,9 +8,9 @@ Imports from other rooms: runtime, validation.
 
 from __future__ import annotations
 
-from gpu_actors.serving.admission import Admission, AdmissionStats
+from gpu_actors.serving.admission import Admission, AdmissionStats, Place
 from gpu_actors.serving.bodies import Bodies, BodyTooLarge, BodyTooSlow, TooManyBodies
-from gpu_actors.serving.guard import Exchange, Guard
+from gpu_actors.serving.guard import Exchange, Guard, client_of
 from gpu_actors.serving.leaving import leave_slowly
 from gpu_actors.serving.probes import EXIT_CODE, Answer, Probes
 from gpu_actors.serving.problems import NotFound, Problem, problem
@@ -26,9 +26,11 @@ __all__ = [
     "Exchange",
     "Guard",
     "NotFound",
+    "Place",
     "Probes",
     "Problem",
     "TooManyBodies",
+    "client_of",
     "leave_slowly",
     "problem",
 ]
