@@ -23,7 +23,12 @@ class TextStream(Protocol):
 
 
 class Tokenizer(Protocol):
-    """The methods that the engine's callers use. Safe to call from several threads."""
+    """The methods that the engine's callers use. Safe to call from several threads.
+
+    longest_token: bytes of the longest one. A text of more bytes than so many for each token has more tokens.
+    """
+
+    longest_token: int
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, without any that begins or ends it."""
@@ -34,6 +39,8 @@ class Tokenizer(Protocol):
 
 class ByteTokenizer:
     """A token a byte of UTF-8. 256 begins a text, 257 ends it; neither shows as text."""
+
+    longest_token: int = 1
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -57,6 +64,7 @@ class _ByteStream:
 class _FileTokenizer:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self.longest_token: int = max((len(token.encode()) for token in tokenizer.get_vocab()), default=1)
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids

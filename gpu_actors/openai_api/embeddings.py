@@ -10,7 +10,6 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gpu_actors import asgi
 from gpu_actors.embedding.embedder import Embedded, Embedder
 from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.openai_api.reading import read
@@ -27,8 +26,11 @@ __all__ = ["embeddings", "list_models", "one_model"]
 
 async def embeddings(request: Request) -> Response:
     state: State = request.app.state.openai_api
+    exchange: Exchange = request.scope[KEY]
     body = await request.body()
-    asked = await anyio.to_thread.run_sync(read, EmbeddingRequest, body, limiter=state.readers)
+    async with state.embedding.reading(exchange.deadline, client=exchange.client):
+        limiter = state.readers_of(len(body))
+        asked = await anyio.to_thread.run_sync(read, EmbeddingRequest, body, limiter=limiter)
     embedder = state.models.encoder_of(asked.model).embedder
     hidden = embedder.model.config.hidden
     if asked.dimensions not in (None, hidden):
@@ -36,14 +38,13 @@ async def embeddings(request: Request) -> Response:
     most = state.settings.max_inputs
     if len(asked.input) > most:
         raise InvalidRequest("input", f"{len(asked.input)} texts", f"must have at most {most} texts")
-    deadline = asgi.deadline(request)
-    async with state.embedding.place(deadline):
+    cost = float(len(asked.input))
+    async with state.embedding.place(exchange.deadline, cost=cost, client=exchange.client):
         if not asked.truncate:
-            await anyio.to_thread.run_sync(_check_lengths, embedder, asked.input, limiter=state.readers)
-        result = await embedder.embed(asked.input, deadline=deadline)
+            await anyio.to_thread.run_sync(_check_lengths, embedder, asked.input, limiter=limiter)
+        result = await embedder.embed(asked.input, deadline=exchange.deadline)
         # Ten thousand numbers take as many microseconds and more to spell: not on the loop.
         spelled = await anyio.to_thread.run_sync(_spelled, result, asked)
-    exchange: Exchange = request.scope[KEY]
     exchange.notes |= {"model": asked.model, "texts": len(asked.input), "prompt_tokens": int(result.tokens.sum())}
     return Response(spelled, media_type="application/json")
 

@@ -8,6 +8,7 @@ import logging
 import resource
 import signal
 import socket
+import sys
 import time
 from types import FrameType
 from typing import Any
@@ -36,6 +37,10 @@ _LAST_EVENTS = 5.0
 _LONGEST_HEAD = 64 << 10
 """Bytes of headers that have not ended."""
 
+_SWITCH = 0.0005
+"""Seconds after which the loop lets another thread go on. A step of the engine changes threads many times. With
+Python's 5 ms it would wait for the loop each time while that reads and refuses requests."""
+
 _KEEP_ALIVE = 75
 """Seconds for which an idle connection stays open: longer than clients and proxies keep theirs, because a request that
 meets the server's own end of a connection is lost."""
@@ -49,6 +54,7 @@ def serve(settings: ServeSettings, host: str = "127.0.0.1", port: int = 8000, *,
     """
     _start_log(log_json)
     _raise_open_files()
+    sys.setswitchinterval(_SWITCH)
     app = create_app(settings)
     listener = _listen(host, port)
     server = Server(app.state.openai_api, app)

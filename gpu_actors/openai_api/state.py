@@ -12,13 +12,23 @@ from gpu_actors.serving.admission import Admission
 
 __all__ = ["State"]
 
+_LARGE = 1 << 16
+"""Bytes or characters, which are read in a few milliseconds."""
+
 
 @dataclass(slots=True)
 class State:
-    """admission: of texts. embedding: of requests for embeddings. readers: bodies and prompts that are read at once."""
+    """admission: of texts. embedding: of requests for embeddings. readers: bodies and prompts that are read at once.
+    slow_readers: large ones, which keep no small one waiting.
+    """
 
     settings: ServeSettings
     admission: Admission
     embedding: Admission
     models: Models = field(default_factory=Models)
     readers: anyio.CapacityLimiter | None = None
+    slow_readers: anyio.CapacityLimiter | None = None
+
+    def readers_of(self, size: int) -> anyio.CapacityLimiter | None:
+        """Who reads a body or a prompt of so many bytes or characters."""
+        return self.readers if size <= _LARGE else self.slow_readers

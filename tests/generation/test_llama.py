@@ -167,6 +167,9 @@ class TestTokens:
         stream = tokenizer.stream()
         assert "".join(stream.feed(token) for token in tokenizer.encode(text)) == text
         assert stream.end() == ""
+        for some in (text, "the cat sat" * 9, "\x00\xff" * 5):
+            assert len(some.encode()) <= tokenizer.longest_token * len(tokenizer.encode(some))
+        assert (ByteTokenizer().longest_token, tokenizer.longest_token < 40) == (1, True)
 
     def test_a_broken_tokenizer_json_is_named(self, tmp_path):
         (tmp_path / "tokenizer.json").write_text("{}")
