@@ -140,9 +140,11 @@ def from_environment() -> Starlette:
 
 async def embed(request: Request) -> Response:
     server: Server = request.app.state.server
-    deadline = asgi.deadline(request)
-    texts = _texts(await asgi.json_body(request), server.settings)
-    async with server.admission.place(deadline):
+    deadline, client = asgi.deadline(request), asgi.client(request)
+    await request.body()  # a client that sends it slowly keeps no other out
+    async with server.admission.reading(deadline, client=client):
+        texts = _texts(await asgi.json_body(request), server.settings)
+    async with server.admission.place(deadline, cost=len(texts), client=client):
         result = await server.embedder.embed(texts, deadline=deadline)
         # Ten thousand numbers take as many microseconds and more to spell: not on the loop.
         return Response(await anyio.to_thread.run_sync(_spelled, result), media_type="application/json")

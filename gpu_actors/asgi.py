@@ -53,6 +53,7 @@ __all__ = [
     "Bodies",
     "Guard",
     "Service",
+    "client",
     "context",
     "deadline",
     "error_response",
@@ -281,6 +282,12 @@ def deadline(request: HTTPConnection) -> float | None:
     """The request's deadline as absolute ``time.monotonic()`` seconds, for requests of a context. None: no limit."""
     exchange = _exchange(request)
     return None if exchange is None else exchange.deadline
+
+
+def client(request: HTTPConnection) -> str:
+    """Whose request it is, for an `Admission`: by its key, or its address (`client_of`). Empty without a `Guard`."""
+    exchange = _exchange(request)
+    return "" if exchange is None else exchange.client
 
 
 async def json_body(request: Request) -> Any:

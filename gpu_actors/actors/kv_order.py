@@ -29,7 +29,7 @@ class KvOrder:
         if call in self._blockers:
             self._blockers.remove(call)
             self.look_again()
-        if any(_goes_before(other, call) for other in (*self._blockers, *self._parked)):
+        if any(self._goes_before(other, call) for other in (*self._blockers, *self._parked)):
             self.hold(call)
             return False
         return True
@@ -60,11 +60,7 @@ class KvOrder:
             if parked:
                 self._cell.mailbox.give_back(parked)
 
-
-def _goes_before(call: Call[Any], other: Call[Any]) -> bool:
-    """Whether the mailbox gives ``call`` out before ``other``, and both are of one cache."""
-    return (
-        not call.done
-        and call.message.cache == other.message.cache
-        and (-call.priority, call.number) < (-other.priority, other.number)
-    )
+    def _goes_before(self, call: Call[Any], other: Call[Any]) -> bool:
+        """Whether the mailbox gives ``call`` out before ``other``, and both are of one cache."""
+        rank = self._cell.mailbox.rank
+        return not call.done and call.message.cache == other.message.cache and rank(call) < rank(other)

@@ -3,7 +3,7 @@
 forward, backward, decode    a GPU's kernels and the service around them, through the parts below
 bridge, compile, imports,    these need no GPU
 isolation
-serve                        loads `gpu-actors serve`, on any device
+serve                        loads `gpu-actors serve`, on any device; serve_unkind has the clients that mean harm
 fleet                        simulates 1 to 1,000 workers: fleet_costs, fleet_model, fleet_plot
 
 stage      opens the device and runs a suite       cases      what is measured, its work and traffic
@@ -33,7 +33,7 @@ __all__ = ["PARTS", "environment"]
 
 _TIMED = ("arrays", "cases", "ceilings", "checks", "clock", "operands", "peers", "recorder", "stage", "suite", "timing")
 _FLEET = ("fleet_costs", "fleet_model", "fleet_plot")
-PARTS = frozenset((*_TIMED, *_FLEET, "counts", "gradient_checks", "model", "plot", "report", "sass"))
+PARTS = frozenset((*_TIMED, *_FLEET, "counts", "gradient_checks", "model", "plot", "report", "sass", "serve_unkind"))
 """The modules here that are not suites."""
 
 _LIBRARIES = ("numpy", "pykka", "anyio", "uvloop", "cupy-cuda13x", "nvidia-cuda-nvrtc", "uvicorn", "starlette")

@@ -2,15 +2,19 @@
 
     python -m gpu_actors.bench.serve --connections 1 16 256 1024 --seconds 20
     python -m gpu_actors.bench.serve --connections 256 --seconds 1800 --think 30
+    python -m gpu_actors.bench.serve --connections 16 256 512 1024 --deadline 1.5 --impatient
 
 Starts the server with its tiny model on loopback, and that many clients for each number of connections. A client sends
 its next request for a stream as soon as the last one has ended, or once Retry-After has passed. With ``--think`` it
 first pauses for a random time of that mean. Each stream is held against what it says of itself: its events are whole,
 all of one id that no other stream has, as many tokens as its usage counts, and [DONE] last. Each request has a
 ``--deadline``: one whose turn does not come by then must be answered with 429 or 504. The server's own histogram says
-how long the others waited, and a first event after the deadline counts as late. Clients and server share
-this machine's CPUs, and the tiny model's arithmetic is nothing: the figures compare loads of one run with each other,
-and show what is lost. They say nothing of a GPU.
+how long the others waited, and a first event after the deadline counts as late. Goodput counts the streams whose end
+came within their deadline. ``--impatient`` clients return at once where Retry-After says that they should wait. The
+suite also has clients that take more than their share and clients that mean harm (`gpu_actors.bench.serve_unkind`):
+its figures say what the others feel of them. Clients and server share this machine's CPUs, and the tiny model's
+arithmetic is nothing: the figures compare loads of one run with each other, and show what is lost. They say nothing of
+a GPU.
 """
 
 from __future__ import annotations
@@ -30,17 +34,22 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from gpu_actors.bench import environment
+from gpu_actors.bench.serve_unkind import KINDS, request, unkind_figures
 
-__all__ = ["Load", "main", "measure", "run", "serving"]
+__all__ = ["COLUMNS", "Load", "main", "measure", "run", "serving", "table"]
 
 _CONNECTIONS = (1, 16, 256, 1024)
+_FEW = 16
+_CROWDS = (256, 512, 1024)
+_DEADLINES = (1.0, 1.5, 3.0)
 _TOKENS = 16
 _DEADLINE = 60.0
 _DOUBLED = "events of another stream"
@@ -52,9 +61,10 @@ class Load:
     """What clients saw. Times are in seconds: of streams that were answered with 200.
 
     requests: that were sent. answered: those whose whole answer came. late: streams whose first event came after the
-    deadline. faults: streams that were not what they said of themselves. queue: texts that the server let in within
-    each bound of seconds, by its own histogram; None where it has no metrics. memory: MiB of the server, at ten times
-    and each minute.
+    deadline. in_time: streams whose end came before it. last: when the last one ended. refused: seconds until each
+    answer of 429. faults: streams that were not what they said of themselves. queue: texts that the server let in
+    within each bound of seconds, by its own histogram; None where it has no metrics. memory: MiB of the server, at ten
+    times and each minute.
     """
 
     connections: int
@@ -63,6 +73,9 @@ class Load:
     requests: int = 0
     answered: int = 0
     late: int = 0
+    in_time: int = 0
+    last: float = 0.0
+    refused: list[float] = field(default_factory=list)
     queue: dict[float, int] | None = None
     tokens: int = 0
     statuses: Counter[str] = field(default_factory=Counter)
@@ -72,6 +85,11 @@ class Load:
     whole: list[float] = field(default_factory=list)
     memory: list[float] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
+
+    @property
+    def cut(self) -> int:
+        """Streams that ended with an error."""
+        return self.errors.total()
 
     def figures(self) -> dict[str, Any]:
         """For people and JSON."""
@@ -88,6 +106,9 @@ class Load:
             "errors": dict(self.errors),
             "faults": len(self.faults),
             "streams_a_second": round(len(self.whole) / self.seconds, 1),
+            "goodput_a_second": round(self.in_time / self.seconds, 1),
+            "refusal_median_s": _at(self.refused, 0.5),
+            "refusal_p99_s": _at(self.refused, 0.99),
             "tokens_a_second": round(self.tokens / self.seconds),
             "first_token_median_s": _at(self.first, 0.5),
             "first_token_p99_s": _at(self.first, 0.99),
@@ -98,13 +119,50 @@ class Load:
 
 
 def run(device: str = "mock", quick: bool = False) -> dict[str, Any]:
-    """The figures of every number of connections, from 1 to 1,024. quick: of 1 and 16, for a second each."""
+    """The figures of every number of connections from 1 to 1,024, of crowds with short deadlines beside 16 clients with
+    the same, and of unkind clients. quick: of 1 and 16, of one small crowd and of greedy clients, for a second or less.
+    """
+    seconds = 0.8 if quick else 20.0
+    crowds, deadlines = ((32,), (5.0,)) if quick else (_CROWDS, _DEADLINES)
     with serving(device) as (port, pid):
-        connections, seconds = ((1, 16), 1.0) if quick else (_CONNECTIONS, 20.0)
-        return _figures(port, pid, connections, seconds)
+        found = _figures(port, pid, (1, _FEW) if quick else _CONNECTIONS, seconds)
+        found["deadlines"] = []
+        for deadline in deadlines:
+            for connections, impatient in [(_FEW, False), *product(crowds, (False, True))]:
+                load = asyncio.run(measure(port, connections, seconds / 2, deadline=deadline, impatient=impatient))
+                found["deadlines"].append({"connections": connections, "impatient": impatient, **load.figures()})
+        found["unkind"] = unkind_figures(measure, port, seconds / 2, ["greedy"] if quick else list(KINDS))
+    return {"kind": "load", **found}
 
 
-def _figures(port: int, pid: int, connections: Sequence[int], seconds: float, **how: float) -> dict[str, Any]:
+COLUMNS = (
+    "clients",
+    "deadline, s",
+    "200",
+    "429",
+    "504",
+    "streams/s",
+    "in time/s",
+    "median, s",
+    "99%, s",
+    "429 median, s",
+)
+
+
+def table(found: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
+    """Rows for `COLUMNS`, from what `run` gave."""
+    loads = [(connections, load) for connections, load in found["loads"].items()]
+    loads += [(f"{one['connections']}{', impatient' if one['impatient'] else ''}", one) for one in found["deadlines"]]
+    loads += [(f"{one['kind_ones']} beside {one['beside']}", one) for one in found["unkind"]]
+    for name, load in loads:
+        statuses = (load["statuses"].get(status, 0) for status in ("200", "429", "504"))
+        times = (load[key] for key in ("stream_median_s", "stream_p99_s", "refusal_median_s"))
+        speeds = (load["streams_a_second"], load["goodput_a_second"])
+        shown = ("-" if value is None else f"{value:.3f}" for value in times)
+        yield (name, load["deadline_s"], *statuses, *speeds, *shown)
+
+
+def _figures(port: int, pid: int, connections: Sequence[int], seconds: float, **how: Any) -> dict[str, Any]:
     loads = [asyncio.run(measure(port, count, seconds, pid=pid, **how)) for count in connections]
     return {"tokens_a_stream": _TOKENS, "loads": {str(load.connections): load.figures() for load in loads}}
 
@@ -142,21 +200,26 @@ async def measure(
     pid: int | None = None,
     think: float = 0.0,
     deadline: float = _DEADLINE,
+    impatient: bool = False,
+    headers: str = "",
 ) -> Load:
     """Load a server of the tiny model from so many connections.
 
     pid: whose memory to note. think: mean seconds for which a client pauses before each request; each pause is drawn
-    from 0 to twice that. deadline: seconds that each request names as its own.
+    from 0 to twice that. deadline: seconds that each request names as its own. impatient: clients return at once,
+    whatever Retry-After says. headers: lines that each request has too, with their ends.
     """
     load = Load(connections, deadline)
     before = await _queue(port)
     start = time.monotonic()
     clients = [
-        asyncio.create_task(_client(port, number, load, start + seconds, think)) for number in range(connections)
+        asyncio.create_task(_client(port, number, load, start + seconds, think, impatient, headers))
+        for number in range(connections)
     ]
     noting = asyncio.create_task(_note_memory(pid, load, seconds)) if pid is not None else None
     await asyncio.gather(*clients)
-    load.seconds = time.monotonic() - start
+    # Not the time in which clients only wait for their last refusals.
+    load.seconds = max(seconds, load.last - start)
     after = await _queue(port)
     load.queue = None if after is None else {bound: n - (before or {}).get(bound, 0) for bound, n in after.items()}
     if noting is not None:
@@ -164,7 +227,9 @@ async def measure(
     return load
 
 
-async def _client(port: int, number: int, load: Load, until: float, think: float) -> None:
+async def _client(
+    port: int, number: int, load: Load, until: float, think: float, impatient: bool, headers: str
+) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     count = 0
     pauses = random.Random(number)
@@ -188,9 +253,7 @@ async def _client(port: int, number: int, load: Load, until: float, think: float
                     "stream_options": {"include_usage": True},
                 }
             ).encode()
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Deadline-Ms: {load.deadline * 1e3:.0f}\r\n"
-            head += "Content-Type: application/json\r\n"
-            writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            writer.write(request(body, load.deadline, headers))
             load.requests += 1
             began = time.monotonic()
             try:
@@ -199,7 +262,8 @@ async def _client(port: int, number: int, load: Load, until: float, think: float
                 load.faults.append("an answer that did not end")
                 return
             load.answered += 1
-            await asyncio.sleep(wait)
+            if not impatient:
+                await asyncio.sleep(min(wait, max(until - time.monotonic(), 0.0)))
     except (ConnectionError, asyncio.IncompleteReadError):
         load.faults.append("a connection was lost")
     finally:
@@ -214,6 +278,8 @@ async def _read(reader: asyncio.StreamReader, load: Load, began: float, prompt_t
     if status != "200":
         length = re.search(r"content-length: (\d+)", head, re.IGNORECASE)
         await reader.readexactly(int(length[1]) if length else 0)
+        if status == "429":
+            load.refused.append(time.monotonic() - began)
         wait = re.search(r"retry-after: (\d+)", head, re.IGNORECASE)
         return float(wait[1]) if wait else 0.0
     body = b""
@@ -225,12 +291,16 @@ async def _read(reader: asyncio.StreamReader, load: Load, began: float, prompt_t
         body += await reader.readexactly(size)
         await reader.readexactly(2)
     await reader.readexactly(2)
+    cut = load.cut
     found = _fault(body, load, prompt_tokens)
     if found:
         load.faults.append(found)
     else:
+        load.last = time.monotonic()
+        whole = load.last - began
         load.first.append(first)
-        load.whole.append(time.monotonic() - began)
+        load.whole.append(whole)
+        load.in_time += whole <= load.deadline and load.cut == cut
     return 0.0
 
 
@@ -297,13 +367,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--think", type=float, default=0.0, help="mean seconds of a client's pause before a request")
     parser.add_argument("--deadline", type=float, default=_DEADLINE, help="seconds that each request names")
+    parser.add_argument("--impatient", action="store_true", help="clients return at once after a 429")
     parser.add_argument("--log-file", type=Path, help="keep the server's log there")
     # Everything else is the server's.
     arguments, options = parser.parse_known_args()
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with serving(arguments.device, *options, log_file=arguments.log_file) as (port, pid):
-        how = {"think": arguments.think, "deadline": arguments.deadline}
+        how = {"think": arguments.think, "deadline": arguments.deadline, "impatient": arguments.impatient}
         found = _figures(port, pid, arguments.connections, arguments.seconds, **how)
     sys.stdout.write(json.dumps({"environment": environment()} | found, indent=2) + "\n")
 

@@ -107,6 +107,11 @@ def _show(suite: str, figures: Mapping[str, Any]) -> None:
         from gpu_actors.bench import fleet
 
         write_table(fleet.COLUMNS, fleet.table(figures), title=f"SIMULATED {suite}: {figures['note']}")
+    elif kind == "load":
+        from gpu_actors.bench import serve
+
+        title = f"{suite}: streams of {figures['tokens_a_stream']} tokens"
+        write_table(serve.COLUMNS, serve.table(figures), title=title)
     else:
         write_table(("figure", "value"), _flat(figures), title=suite)
 

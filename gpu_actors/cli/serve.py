@@ -56,6 +56,9 @@ def serve(
     max_running: Annotated[int, typer.Option(help="Texts generated at once.")] = 256,
     max_waiting: Annotated[int, typer.Option(help="Requests that wait; the next one gets 429.")] = 1024,
     queue_seconds: Annotated[float, typer.Option(help="A request that waits longer gets 429.")] = 30.0,
+    max_per_client: Annotated[
+        int | None, typer.Option(help="Requests of one key or address under way; the next gets 429.")
+    ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds for a request without X-Deadline-Ms.")] = 300.0,
     max_tokens: Annotated[int, typer.Option(help="New tokens where a request does not say how many.")] = 256,
     cache_mib: Annotated[int, typer.Option(help="Memory of the KV cache, of each worker.")] = 512,
@@ -101,6 +104,7 @@ def serve(
         max_running=max_running,
         max_waiting=max_waiting,
         queue_seconds=queue_seconds,
+        max_per_client=max_per_client,
         default_max_tokens=max_tokens,
         cache_mib=cache_mib,
         dtype=dtype,

@@ -6,13 +6,20 @@ the step has room for, so a long prompt does not delay the others:
     step 1   a a a a a a . .      a's prompt
     step 2   a b b b b b b b      a's next token, the beginning of b's prompt
     step 3   a b b c c c . .      the rest of it; c's prompt
+
+Most of that room goes to the prompts of which the least is left, and a share of it to those that came first, so that
+short ones do not wait for long ones, and long ones go on in every step.
+
+A text that waits for pages lets others pass that end before it could begin, or that take no page of it: batch systems
+call this backfilling (Lifka, "The ANL/IBM SP scheduling system", 1995).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,21 +27,36 @@ from numpy.typing import NDArray
 
 __all__ = ["Batcher", "Rows", "Text"]
 
+_FIRST_COME = 4
+"""One row of so many that prompts get in a step goes to those that came first."""
+
+_LOOKED_AT = 256
+"""Texts that wait which are looked at in a turn, whether they may pass the first."""
+
 
 @dataclass(slots=True, eq=False)
 class Text:
     """One text on its way. tokens: the prompt and the generated ones. computed: how many of them are computed.
 
-    pages: set aside for it until it ends. cached: how many it began with, because other texts had computed them.
-    sequences: in the cache, one a layer; empty until it runs.
+    pages: set aside for it until it ends. new: tokens that it may get, all in all. cached: how many it began with,
+    because other texts had computed them. sequences: in the cache, one a layer; empty until it runs.
     """
 
     tokens: list[int]
     pages: int
+    new: int = 1
     computed: int = 0
     cached: int = 0
     cancelled: bool = False
     sequences: list[Any] = field(default_factory=list)
+    _longest: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._longest = len(self.tokens) + self.new
+
+    def steps(self, rows: int) -> int:
+        """Steps that it still takes at most, if it gets so many rows of them."""
+        return -(-(len(self.tokens) - self.computed - 1) // rows) + self._longest - len(self.tokens)
 
 
 class Rows(NamedTuple):
@@ -88,15 +110,32 @@ class Batcher:
         self._waiting.append(text)
 
     def admit(self) -> list[Text]:
-        """The texts that run from now on, in the order in which they came."""
+        """The texts that run from now on, in the order in which they begin."""
         admitted = []
-        # No text overtakes another: a long one would wait for as long as short ones come.
-        while self._waiting and self._waiting[0].pages <= self._free and len(self._running) < self._rows:
-            text = self._waiting.popleft()
+        while (text := self._next()) is not None:
+            self._waiting.remove(text)
             self._free -= text.pages
             self._running.append(text)
             admitted.append(text)
         return admitted
+
+    def _next(self) -> Text | None:
+        """The first that waits, or while it has no room one that does not keep it waiting."""
+        if not self._waiting or len(self._running) >= self._rows:
+            return None
+        first = self._waiting[0]
+        if first.pages <= self._free:
+            return first
+        # When there will be pages for the first, and how many beside them.
+        spare, until = self._free - first.pages, 0
+        for text in sorted(self._running, key=lambda text: text.steps(self._rows)):
+            spare, until = spare + text.pages, text.steps(self._rows)
+            if spare >= 0:
+                break
+        for text in islice(self._waiting, 1, _LOOKED_AT):
+            if text.pages <= self._free and (text.pages <= spare or text.steps(self._rows) <= until):
+                return text
+        return None
 
     def cancelled(self) -> list[Text]:
         """The texts that are cancelled and not removed yet."""
@@ -116,12 +155,26 @@ class Batcher:
         if not self._running:
             return None
         # One row each first, so that every text that generates goes on in every step.
+        counts = dict.fromkeys(self._running, 1)
         room = self._rows - len(self._running)
+        prompts = [text for text in self._running if text.computed + 1 < len(text.tokens)]
+        room -= _give(counts, sorted(prompts, key=_left), room - room // _FIRST_COME)
+        _give(counts, prompts, room)
         tokens: list[int] = []
-        counts: list[int] = []
-        for text in self._running:
-            more = min(room, len(text.tokens) - text.computed - 1)
-            room -= more
-            counts.append(1 + more)
-            tokens += text.tokens[text.computed : text.computed + 1 + more]
-        return Rows(tuple(self._running), np.array(tokens), tuple(counts))
+        for text, count in counts.items():
+            tokens += text.tokens[text.computed : text.computed + count]
+        return Rows(tuple(self._running), np.array(tokens), tuple(counts.values()))
+
+
+def _left(text: Text) -> int:
+    return len(text.tokens) - text.computed
+
+
+def _give(counts: dict[Text, int], prompts: Sequence[Text], rows: int) -> int:
+    """Give rows to prompts, in this order. Returns how many they took."""
+    left = rows
+    for text in prompts:
+        more = min(left, _left(text) - counts[text])
+        counts[text] += more
+        left -= more
+    return rows - left

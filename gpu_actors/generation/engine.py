@@ -176,7 +176,7 @@ class Engine:
         expect(length <= config.positions, "prompt", length, f"makes a text of more than {config.positions} tokens")
         reason = f"takes {pages} pages of a cache that has {settings.blocks}"
         expect(pages <= settings.blocks, "prompt", length, reason)
-        text = Text(tokens, pages)
+        text = Text(tokens, pages, max_new_tokens)
         generation = Generation(
             text,
             max_new_tokens,
@@ -272,6 +272,7 @@ class Engine:
 
     async def _step(self, rows: Rows) -> None:
         """Compute the rows, and give a next token to each text whose prompt is computed."""
+        began = time.monotonic()
         in_thread = anyio.to_thread.run_sync
         x, heads = await in_thread(self._first, rows)
         layer = 0
@@ -291,8 +292,7 @@ class Engine:
         stats.steps += 1
         stats.rows += len(rows.tokens)
         stats.most_texts = max(stats.most_texts, len(rows.texts))
-        self.meter.rows.observe(len(rows.tokens))
-        self.meter.texts.observe(len(rows.texts))
+        self.meter.step(len(rows.tokens), len(rows.texts), time.monotonic() - began)
         for text, error in failed.items():
             self._generations[text].end("error", error)
             text.cancelled = True

@@ -27,7 +27,8 @@ class Generation:
     float32 (vocab,), where the engine keeps them. reason: why it ended: "stop" (the model's end of text), "length",
     "deadline", "cancelled" or "error"; "" until then. cached: rows of the prompt that other texts had computed already.
     asked, begun, first: ``time.monotonic()`` when it was asked for, was let in, and had its first token; None before.
-    deadline: on the same clock; the text is not let in from then on. work: its span, where a trace is kept.
+    deadline: on the same clock; the text is not let in from then on. work: its span, where a trace is kept. on_token:
+    called after each token.
 
     Iterating raises the `GpuActorsError` that ended it, if one did. Any number of tasks of the engine's loop may wait
     for one text.
@@ -54,6 +55,7 @@ class Generation:
         self.deadline = deadline
         self.begun: float | None = None
         self.first: float | None = None
+        self.on_token: Callable[[], None] | None = None
         self._text = text
         self._left = max_new_tokens
         self._sampler = Sampler(sampling)
@@ -140,6 +142,8 @@ class Generation:
         self.made.append(token)
         if scores is not None:
             self.scores.append(scores)
+        if self.on_token is not None:
+            self.on_token()
         self._left -= 1
         if token in self._stop_tokens:
             self.end("stop")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import logging
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -46,11 +47,13 @@ class Tokenizer(Protocol):
     """The methods that the engine's callers use. Safe to call from several threads.
 
     special: the tokens that no text shows, and what each is called. end_tokens: any of them ends a text, beside those
-    that the model's configuration names.
+    that the model's configuration names. longest_token: bytes that a token stands for at most, infinite where one may
+    stand for any text. A text of more bytes than so many for each token has more tokens.
     """
 
     special: Mapping[int, str]
     end_tokens: Sequence[int]
+    longest_token: float
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, without any that begins or ends it."""
@@ -70,6 +73,7 @@ class ByteTokenizer:
 
     special: Mapping[int, str] = {}
     end_tokens: Sequence[int] = (257,)
+    longest_token: float = 1
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -95,6 +99,10 @@ class FolderTokenizer:
         self.end_tokens: Sequence[int] = () if end is None else (end,)
         self._byte_level = self._text(["a", "Ġ"]) == "a "
         self._has_byte_tokens = self._text(["a", "<0x41>"]) == "aA"
+        # Where every byte has a token. Elsewhere one unknown token stands for any text.
+        exact = self._byte_level or self._has_byte_tokens
+        names = transformers.get_vocab()
+        self.longest_token: float = max(len(name.encode()) for name in names) if exact else math.inf
         # The first call takes the truncation and the padding of the training away, which is not safe beside others.
         self.encode("")
 

@@ -44,6 +44,9 @@ __all__ = ["create_app"]
 _READERS = 4
 """Bodies and prompts that are read at once, in threads of their own: a long one delays no step of the engine."""
 
+_SLOW_READERS = 1
+"""Large ones of these, beside the others."""
+
 
 def create_app(settings: ServeSettings | None = None) -> Starlette:
     """The application. It is ready once its models have answered, so no client waits for them to load.
@@ -51,17 +54,13 @@ def create_app(settings: ServeSettings | None = None) -> Starlette:
     ``app.state.openai_api`` is its `State`.
     """
     settings = settings if settings is not None else ServeSettings()
-    bounds = {"waiting": settings.max_waiting, "queue_seconds": settings.queue_seconds}
-    state = State(
-        settings,
-        Admission(settings.max_running, **bounds),  # type: ignore[arg-type]
-        Admission(settings.max_embedding, **bounds),  # type: ignore[arg-type]
-    )
+    state = State(settings, _admission(settings, settings.max_running), _admission(settings, settings.max_embedding))
     probes = Probes(host=settings.probe_host, port=settings.probe_port, exit_when_dead=settings.exit_when_dead)
 
     @asynccontextmanager
     async def prepare(context: GpuContext | ContextPool) -> AsyncIterator[None]:
         state.readers = anyio.CapacityLimiter(_READERS)
+        state.slow_readers = anyio.CapacityLimiter(_SLOW_READERS)
         loop = asyncio.get_running_loop()
         probes.when_leaving(lambda: loop.call_soon_threadsafe(state.farewell.leave))
         async with open_models(context, settings) as models:
@@ -120,6 +119,16 @@ def create_app(settings: ServeSettings | None = None) -> Starlette:
             expose_headers=("Retry-After", "X-Request-Id"),
         )
     return app
+
+
+def _admission(settings: ServeSettings, running: int) -> Admission:
+    return Admission(
+        running,
+        waiting=settings.max_waiting,
+        queue_seconds=settings.queue_seconds,
+        per_client=settings.max_per_client,
+        weights=settings.client_weights,
+    )
 
 
 def _texts(state: State) -> dict[str, float]:

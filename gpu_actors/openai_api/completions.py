@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -18,7 +19,7 @@ from gpu_actors.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unsu
 from gpu_actors.generation.sampling import Sampling, TokenScores
 from gpu_actors.generation.tokenizer import Tokenizer
 from gpu_actors.openai_api.models import Generator
-from gpu_actors.openai_api.reading import asked_of
+from gpu_actors.openai_api.reading import body_of, read
 from gpu_actors.openai_api.requests import ChatRequest, CompletionRequest, GenerationRequest
 from gpu_actors.openai_api.responses import (
     ChatChoice,
@@ -46,19 +47,28 @@ __all__ = ["chat_completions", "check_tokens", "completions", "tokenized"]
 
 _NO_USAGE = {"usage"}
 
+_SMALL = 1 << 12
+"""Bytes of a body that is read on the loop: in less time than a thread takes to begin where the loop is busy."""
+
 _LET_IN = 1.0
 """Seconds for the engine to let in a text for which there is room, once the server leaves."""
+
+Asked = TypeVar("Asked", bound=GenerationRequest)
 
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """A request that has been read. heading: what every body of its answer says first."""
+    """A request that has been read. prompt: its tokens. new: how many may follow. heading: what every body of its
+    answer says first.
+    """
 
     state: State
     generator: Generator
     asked: GenerationRequest
     exchange: Exchange
     sampling: Sampling
+    prompt: list[int]
+    new: int
     heading: dict[str, Any]
 
     @property
@@ -71,18 +81,27 @@ class _Work:
     async def told(self) -> AsyncIterator[Telling]:
         """Generate the text as long as this is entered. A place is held for as long.
 
-        Raises what the admission raises, and `InvalidRequest` for a prompt that does not fit.
+        Raises what the admission raises.
         """
         exchange, engine, admission = self.exchange, self.generator.engine, self.state.admission
+        # This keeps to the deadline itself. One that waits to be refused gets its 429, not a 504 in between.
+        exchange.stretch(math.inf)
         patience = time.monotonic() + admission.queue_seconds
+        rows = len(self.prompt) * engine.meter.row_share
         async with AsyncExitStack() as stack:
             with self.state.farewell.waiting():
-                await stack.enter_async_context(admission.place(exchange.deadline))
-            prompt = await anyio.to_thread.run_sync(tokenized, self.generator, self.asked, limiter=self.state.readers)
-            new = _new_tokens(self.asked, len(prompt), engine.longest, self.state.settings.default_max_tokens)
+                place = await stack.enter_async_context(
+                    admission.place(exchange.deadline, cost=rows + self.new, client=exchange.client)
+                )
+            await stack.enter_async_context(self._in_time())
             generation = engine.submit(
-                prompt, max_new_tokens=new, sampling=self.sampling, asked=exchange.started, deadline=exchange.deadline
+                self.prompt,
+                max_new_tokens=self.new,
+                sampling=self.sampling,
+                asked=exchange.started,
+                deadline=exchange.deadline,
             )
+            generation.on_token = lambda: place.did(1.0 if len(generation.made) > 1 else rows + 1.0)
             config = self.generator.config
             telling = Telling(generation, self.generator.tokenizer, self.asked.stop, config.stop_tokens)
             try:
@@ -109,10 +128,12 @@ class _Work:
                 for name, at in (("queue_ms", generation.begun), ("first_token_ms", generation.first)):
                     if at is not None:
                         exchange.notes[name] = round((at - exchange.started) * 1e3, 1)
+        if not self.asked.stream:
+            exchange.stretch(0.0)  # for the time in which the client reads the answer
 
     @asynccontextmanager
-    async def in_time(self) -> AsyncIterator[None]:
-        """Raise `DeadlineExceeded` at the deadline. For streams, which tell of it in an event."""
+    async def _in_time(self) -> AsyncIterator[None]:
+        """Raise `DeadlineExceeded` at the deadline."""
         deadline = self.exchange.deadline
         left = float("inf") if deadline is None else deadline - time.monotonic()
         with anyio.move_on_after(left) as scope:
@@ -122,11 +143,7 @@ class _Work:
 
 
 async def completions(request: Request) -> Response:
-    state: State = request.app.state.openai_api
-    asked = await asked_of(request, CompletionRequest)
-    work = _work(
-        request, state, asked, "cmpl", 0 if asked.max_tokens == 0 and asked.logprobs is None else asked.logprobs
-    )
+    asked, work = await _read(request, CompletionRequest, "cmpl", _top_of_completion)
 
     def event(text: str, telling: Telling, echo: Echo | None = None) -> Completion:
         begin, scored = (echo.text, echo.scored) if echo is not None else ("", [])
@@ -138,7 +155,7 @@ async def completions(request: Request) -> Response:
 
     async def events(writer: Writer) -> None:
         exclude = None if asked.include_usage else _NO_USAGE
-        async with work.in_time(), work.told() as telling:
+        async with work.told() as telling:
             begun = not asked.echo
             while telling.finish is None:
                 text = await telling.more()
@@ -158,11 +175,7 @@ async def completions(request: Request) -> Response:
 
 
 async def chat_completions(request: Request) -> Response:
-    state: State = request.app.state.openai_api
-    asked = await asked_of(request, ChatRequest)
-    if asked.top_logprobs is not None and not asked.logprobs:
-        raise InvalidRequest("top_logprobs", asked.top_logprobs, "must be left out unless logprobs is true")
-    work = _work(request, state, asked, "chatcmpl", (asked.top_logprobs or 0) if asked.logprobs else None)
+    asked, work = await _read(request, ChatRequest, "chatcmpl", _top_of_chat)
 
     def logprobs(telling: Telling) -> ChatLogprobs | None:
         return _chat_logprobs(telling.take_scored(), work) if asked.logprobs else None
@@ -172,7 +185,7 @@ async def chat_completions(request: Request) -> Response:
 
     async def events(writer: Writer) -> None:
         exclude = None if asked.include_usage else _NO_USAGE
-        async with work.in_time(), work.told() as telling:
+        async with work.told() as telling:
             begun = False
             while telling.finish is None:
                 text = await telling.more()
@@ -201,7 +214,39 @@ async def chat_completions(request: Request) -> Response:
     return _json(answer.model_dump_json())
 
 
-def _work(request: Request, state: State, asked: GenerationRequest, kind: str, top: int | None) -> _Work:
+async def _read(
+    request: Request, kind: type[Asked], prefix: str, top: Callable[[Asked], int | None]
+) -> tuple[Asked, _Work]:
+    """What is asked. prefix: of the answer's id. top: how many likeliest tokens are asked for at each place."""
+    state: State = request.app.state.openai_api
+    exchange: Exchange = request.scope[KEY]
+    body = await body_of(request)
+
+    def understood() -> tuple[Asked, _Work]:
+        asked = read(kind, body)
+        return asked, _work(state, exchange, asked, prefix, top(asked))
+
+    with state.farewell.waiting():
+        exchange.stretch(math.inf)  # while it waits to be refused
+        async with state.admission.reading(exchange.deadline, client=exchange.client):
+            exchange.stretch(0.0)
+            if len(body) <= _SMALL:
+                return understood()
+            return await anyio.to_thread.run_sync(understood, limiter=state.readers_of(len(body)))
+    raise AssertionError("a wait that was ended raises")
+
+
+def _top_of_completion(asked: CompletionRequest) -> int | None:
+    return 0 if asked.max_tokens == 0 and asked.logprobs is None else asked.logprobs
+
+
+def _top_of_chat(asked: ChatRequest) -> int | None:
+    if asked.top_logprobs is not None and not asked.logprobs:
+        raise InvalidRequest("top_logprobs", asked.top_logprobs, "must be left out unless logprobs is true")
+    return (asked.top_logprobs or 0) if asked.logprobs else None
+
+
+def _work(state: State, exchange: Exchange, asked: GenerationRequest, prefix: str, top: int | None) -> _Work:
     if asked.stream_options is not None and not asked.stream:
         raise InvalidRequest("stream_options", "", "must be left out unless stream is true")
     sampling = Sampling(
@@ -214,14 +259,33 @@ def _work(request: Request, state: State, asked: GenerationRequest, kind: str, t
     generator = state.models.generator_of(asked.model)
     if isinstance(asked, ChatRequest) and generator.template is None:
         raise Unsupported("model", asked.model, "has no chat template; use /v1/completions")
-    heading = {"id": f"{kind}-{uuid.uuid4().hex}", "created": int(time.time()), "model": asked.model}
-    return _Work(state, generator, asked, request.scope[KEY], sampling, heading)
+    heading = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": asked.model}
+    longest = generator.engine.longest
+    _expect_to_fit(asked, generator.tokenizer, longest)
+    prompt = tokenized(generator, asked)
+    new = _new_tokens(asked, len(prompt), longest, state.settings.default_max_tokens)
+    return _Work(state, generator, asked, exchange, sampling, prompt, new, heading)
 
 
 def tokenized(generator: Generator, asked: GenerationRequest) -> list[int]:
     """The tokens of a request's prompt. For a thread."""
     with host_span("tokenise", model=generator.name):
         return _prompt(generator, asked)
+
+
+def _expect_to_fit(asked: GenerationRequest, tokenizer: Tokenizer, longest: int) -> None:
+    """Refuse a prompt that is too long whatever its tokens are, before the time is spent that counting them takes."""
+    field, what, most = "prompt", "characters", longest * tokenizer.longest_token
+    if isinstance(asked, ChatRequest):
+        field, size = "messages", sum(len(message.content) for message in asked.messages)
+    else:
+        assert isinstance(asked, CompletionRequest)
+        size = len(asked.prompt)
+        if not isinstance(asked.prompt, str):
+            what, most = "tokens", longest
+    if size > most:
+        reason = f"must leave room for an answer: a text may have {longest} tokens, which are at most {most} {what}"
+        raise InvalidRequest(field, f"{size} {what}", reason)
 
 
 def _prompt(generator: Generator, asked: GenerationRequest) -> list[int]:

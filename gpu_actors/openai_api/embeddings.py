@@ -11,10 +11,9 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gpu_actors import asgi
 from gpu_actors.embedding.embedder import Embedded, Embedder
 from gpu_actors.errors import InvalidRequest, Unsupported
-from gpu_actors.openai_api.reading import asked_of
+from gpu_actors.openai_api.reading import body_of, read
 from gpu_actors.openai_api.requests import EmbeddingRequest
 from gpu_actors.openai_api.responses import Embedding, EmbeddingList, EmbeddingUsage, ModelList
 from gpu_actors.serving.guard import KEY, Exchange
@@ -28,7 +27,12 @@ __all__ = ["embeddings", "list_models", "one_model"]
 
 async def embeddings(request: Request) -> Response:
     state: State = request.app.state.openai_api
-    asked = await asked_of(request, EmbeddingRequest)
+    exchange: Exchange = request.scope[KEY]
+    body = await body_of(request)
+    limiter = state.readers_of(len(body))
+    with state.farewell.waiting():
+        async with state.embedding.reading(exchange.deadline, client=exchange.client):
+            asked = await anyio.to_thread.run_sync(read, EmbeddingRequest, body, limiter=limiter)
     embedder = state.models.encoder_of(asked.model).embedder
     columns = embedder.model.head.columns
     if asked.dimensions not in (None, columns):
@@ -36,16 +40,15 @@ async def embeddings(request: Request) -> Response:
     most = state.settings.max_inputs
     if len(asked.input) > most:
         raise InvalidRequest("input", f"{len(asked.input)} texts", f"must have at most {most} texts")
-    deadline = asgi.deadline(request)
+    cost = float(len(asked.input))
     async with AsyncExitStack() as stack:
         with state.farewell.waiting():
-            await stack.enter_async_context(state.embedding.place(deadline))
+            await stack.enter_async_context(state.embedding.place(exchange.deadline, cost=cost, client=exchange.client))
         if not asked.truncate:
-            await anyio.to_thread.run_sync(_check_lengths, embedder, asked.input, limiter=state.readers)
-        result = await embedder.embed(asked.input, deadline=deadline)
+            await anyio.to_thread.run_sync(_check_lengths, embedder, asked.input, limiter=limiter)
+        result = await embedder.embed(asked.input, deadline=exchange.deadline)
         # Ten thousand numbers take as many microseconds and more to spell: not on the loop.
         spelled = await anyio.to_thread.run_sync(_spelled, result, asked)
-    exchange: Exchange = request.scope[KEY]
     exchange.notes |= {"model": asked.model, "texts": len(asked.input), "prompt_tokens": int(result.tokens.sum())}
     return Response(spelled, media_type="application/json")
 

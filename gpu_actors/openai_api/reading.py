@@ -16,7 +16,7 @@ from gpu_actors.openai_api.requests import UNKNOWN
 from gpu_actors.openai_api.state import State
 from gpu_actors.serving.json_bodies import check_json, expect_json
 
-__all__ = ["asked_of", "read"]
+__all__ = ["asked_of", "body_of", "read"]
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -24,11 +24,16 @@ _JSON = ("json_invalid", "json_type")
 
 
 async def asked_of(request: Request, kind: type[Body]) -> Body:
-    """The request that a client sends, read off the loop. Raises as `read` does, and `WrongContentType`."""
+    """The request that a client sends, read off the loop. Raises as `body_of` and `read` do."""
     state: State = request.app.state.openai_api
+    body = await body_of(request)
+    return await anyio.to_thread.run_sync(read, kind, body, limiter=state.readers_of(len(body)))
+
+
+async def body_of(request: Request) -> bytes:
+    """The whole body of a request that is said to be JSON. Raises `WrongContentType`, and what `Guard` answers."""
     expect_json(request.headers.get("content-type"))
-    body = await request.body()
-    return await anyio.to_thread.run_sync(read, kind, body, limiter=state.readers)
+    return await request.body()
 
 
 def read(kind: type[Body], body: bytes) -> Body:

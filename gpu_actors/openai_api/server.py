@@ -11,6 +11,7 @@ import resource
 import signal
 import socket
 import ssl
+import sys
 import time
 from pathlib import Path
 from types import FrameType
@@ -43,6 +44,10 @@ _LAST_EVENTS = 5.0
 _BACKLOG = 2048
 """Connections that wait to be accepted."""
 
+_SWITCH = 0.0005
+"""Seconds after which the loop lets another thread go on. A step of the engine changes threads many times. With
+Python's 5 ms it would wait for the loop each time while that reads and refuses requests."""
+
 _KEEP_ALIVE = 75
 """Seconds for which an idle connection stays open: longer than clients and proxies keep theirs, because a request that
 meets the server's own end of a connection is lost."""
@@ -66,6 +71,7 @@ def serve(
     """
     _start_log(log_json)
     _raise_open_files()
+    sys.setswitchinterval(_SWITCH)
     listener = _bind(host, port)
     if not settings.allowed_hosts and not settings.api_keys and _is_own(listener):
         settings = dataclasses.replace(settings, allowed_hosts=("localhost",))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gpu_actors.options import ContextOptions
@@ -21,6 +22,8 @@ class ServeSettings:
         most one of each kind. None given: "tiny", and "minilm" where it is installed.
     max_running: texts that are generated at once. max_embedding: requests for embeddings worked on at once.
     max_waiting: requests that wait for either. queue_seconds: how long each may wait before it is refused with 429.
+    max_per_client: requests that a client may have under way, running and waiting. None: no limit. client_weights: of
+        clients, as `client_of` names them, where it is not 1: one of 2 gets twice as much where all of them wait.
     default_max_tokens: new tokens of a request that does not say how many.
     max_inputs: texts of a request for embeddings.
     cache_mib: memory of the KV cache, for all layers, of each worker. page_size: tokens of a page of it. dtype: of
@@ -44,6 +47,8 @@ class ServeSettings:
     max_embedding: int = 4
     max_waiting: int = 1024
     queue_seconds: float = 30.0
+    max_per_client: int | None = None
+    client_weights: Mapping[str, float] = field(default_factory=dict)
     default_max_tokens: int = 256
     max_inputs: int = 256
     cache_mib: int = 512
@@ -73,6 +78,8 @@ class ServeSettings:
         }
         for name, low in (least | {"cache_mib": 1, "page_size": 1, "max_body_bytes": 1}).items():
             integer(name, getattr(self, name), low)
+        if self.max_per_client is not None:
+            integer("max_per_client", self.max_per_client, 1)
         checked_keys("api_keys", self.api_keys)
         checked_hosts("allowed_hosts", self.allowed_hosts)
         for origin in self.cors_origins:

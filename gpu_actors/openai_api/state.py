@@ -13,12 +13,15 @@ from gpu_actors.serving.leaving import Farewell
 
 __all__ = ["State"]
 
+_LARGE = 1 << 16
+"""Bytes or characters, which are read in a few milliseconds."""
+
 
 @dataclass(slots=True)
 class State:
     """admission: of texts. embedding: of requests for embeddings. readers: bodies and prompts that are read at once.
-
-    farewell: the waits of both, which end once the server leaves.
+    slow_readers: large ones, which keep no small one waiting. farewell: the waits of both, which end once the server
+    leaves.
     """
 
     settings: ServeSettings
@@ -26,4 +29,9 @@ class State:
     embedding: Admission
     models: Models = field(default_factory=Models)
     readers: anyio.CapacityLimiter | None = None
+    slow_readers: anyio.CapacityLimiter | None = None
     farewell: Farewell = field(default_factory=Farewell)
+
+    def readers_of(self, size: int) -> anyio.CapacityLimiter | None:
+        """Who reads a body or a prompt of so many bytes or characters."""
+        return self.readers if size <= _LARGE else self.slow_readers

@@ -27,7 +27,8 @@ async def tokenize(request: Request) -> Response:
     state: State = request.app.state.openai_api
     asked = await asked_of(request, TokenizeRequest)
     generator = state.models.generator_of(asked.model)
-    tokens = await anyio.to_thread.run_sync(_tokens, generator, asked, limiter=state.readers)
+    limiter = state.readers_of(len(await request.body()))
+    tokens = await anyio.to_thread.run_sync(_tokens, generator, asked, limiter=limiter)
     longest = generator.engine.longest
     return _json({"count": len(tokens), "max_model_len": longest, "tokens": tokens, "token_strs": None})
 

@@ -69,7 +69,7 @@ class ActorHandle(Local):
 
         deadline: ``time.monotonic()`` seconds by which the reply must be answered, else `DeadlineExceeded`.
         timeout: the same in seconds from now. Give one of them at most.
-        priority: higher goes first; equals go in order of submission.
+        priority: higher goes first, equals in order; a step is worth as many newer calls as the mailbox holds.
         """
         return Reply(self.send(message, deadline, timeout, priority))
 

@@ -1,7 +1,7 @@
 """Mailbox: the bounded queue in front of an actor, and the account of every call that passed through it.
 
 It outlives the actor: a restarted actor finds the calls that its predecessor left, and references stay valid. It
-never blocks a sender. One lock guards it all: calls ordered by priority and then age, their states and answers, the
+never blocks a sender. One lock guards it all: calls ordered by priority and age, their states and answers, the
 number of launches in flight, and the sleeping actor thread, which is woken only when it sleeps.
 
 The lock is re-entrant. Wherever a thread is, the garbage collector may just then end a task that waits for a reply,
@@ -65,7 +65,7 @@ class Mailbox:
         self.on_traced: Callable[[Call[Any]], None] | None = None
         self.lock: Any = threading.RLock()
         self.numbers: Iterator[int] = itertools.count(1)
-        # The order in which calls go, by priority and number, and those that still wait. A call that is answered while
+        # The order in which calls go, by rank and number, and those that still wait. A call that is answered while
         # it waits, with the arrays in its message, is let go of at once; its place in the order is passed over later.
         self._order: list[tuple[int, int]] = []
         self._waiting: dict[int, Call[Any]] = {}
@@ -339,8 +339,12 @@ class Mailbox:
             call.parked = False
             self._parked -= 1
 
+    def rank(self, call: Call[Any]) -> tuple[int, int]:
+        """The lowest goes first: a call that has waited for ``capacity`` others before newer ones of a step more."""
+        return call.number - call.priority * self.capacity, call.number
+
     def _push(self, call: Call[Any]) -> None:
-        place = (-call.priority, call.number)
+        place = self.rank(call)
         self._waiting[call.number] = call
         heappush(self._order, place)
         if call.state is DONE:  # since it was looked at

@@ -9,10 +9,10 @@ Imports from other rooms: runtime, tracing, validation.
 
 from __future__ import annotations
 
-from gpu_actors.serving.admission import Admission, AdmissionStats
+from gpu_actors.serving.admission import Admission, AdmissionStats, Place
 from gpu_actors.serving.bodies import Bodies, BodyTooLarge, BodyTooSlow, TooManyBodies
 from gpu_actors.serving.doors import Doors, Unauthorized
-from gpu_actors.serving.guard import Exchange, Guard
+from gpu_actors.serving.guard import Exchange, Guard, client_of
 from gpu_actors.serving.json_bodies import WrongContentType, read_json
 from gpu_actors.serving.leaving import Farewell, leave_slowly
 from gpu_actors.serving.probes import EXIT_CODE, Answer, Probes
@@ -32,6 +32,7 @@ __all__ = [
     "Farewell",
     "Guard",
     "NotFound",
+    "Place",
     "Probes",
     "Problem",
     "RouteCounts",
@@ -39,6 +40,7 @@ __all__ = [
     "Traffic",
     "Unauthorized",
     "WrongContentType",
+    "client_of",
     "leave_slowly",
     "problem",
     "read_json",

@@ -9,6 +9,7 @@ hangs up cancel the handler, and with it what it waits for. Needs nothing but an
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import math
 import re
@@ -29,7 +30,7 @@ from gpu_actors.tracing.events import log_record
 from gpu_actors.tracing.work import Work, active, begin_work, under
 from gpu_actors.validation.fields import expect, real
 
-__all__ = ["Exchange", "Guard"]
+__all__ = ["Exchange", "Guard", "client_of"]
 
 Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
@@ -112,13 +113,14 @@ class Exchange:
 
     started, deadline: absolute ``time.monotonic()`` seconds; no deadline is None. request_id: of the answer's
     X-Request-Id. trace_id: 32 hexadecimal digits, of OpenTelemetry's trace or of the client's traceparent, or empty.
-    path: of the request. quiet: whether the answer is worth no line of the log at level INFO. notes: what
-    a handler wants that line to say too, by name.
+    path: of the request. client: whose it is, for an `Admission` (`client_of`). quiet: whether the answer is worth no
+    line of the log at level INFO. notes: what a handler wants that line to say too, by name.
     """
 
     def __init__(self, guard: Guard, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         self.request_id: str = _request_id(scope)
         self.deadline: float | None = None
+        self.client: str = client_of(scope)
         self.quiet: bool = False
         self.notes: dict[str, Any] = {}
         self._guard = guard
@@ -401,6 +403,16 @@ class Exchange:
                 notes = f" trace_id={self.trace_id}{notes}"
             values = (self.request_id, method, path, status, milliseconds, notes)
             log_record(access, level, line, values, attributes)
+
+
+def client_of(scope: MutableMapping[str, Any]) -> str:
+    """Whose request it is: the digest of its bearer's key, or else the address that it comes from."""
+    given = b"".join(_header(scope, b"authorization"))
+    scheme, _, key = given.partition(b" ")
+    if scheme.lower() == b"bearer" and key.strip():
+        return hashlib.sha256(key.strip()).hexdigest()[:16]
+    peer = scope.get("client")
+    return str(peer[0]) if peer else ""
 
 
 class _HungUp(Exception):

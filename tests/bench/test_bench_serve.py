@@ -12,7 +12,8 @@ from support.cli import Run
 from support.openai_server import Serving
 
 import gpu_actors as ga
-from gpu_actors.bench.serve import Load, _bound, _fault, measure, serving
+from gpu_actors.bench.serve import COLUMNS, Load, _bound, _fault, measure, serving, table
+from gpu_actors.bench.serve_unkind import unkind_figures
 
 
 def test_the_suite_loads_a_server_and_loses_nothing(run: Run) -> None:
@@ -20,6 +21,16 @@ def test_the_suite_loads_a_server_and_loses_nothing(run: Run) -> None:
     assert code == 0
     figures = json.loads(out)
     assert all(figures["environment"][name] for name in ("date", "cpu", "cpus", "python", "uvicorn", "starlette"))
+    assert [(one["connections"], one["impatient"]) for one in figures["deadlines"]] == [
+        (16, False),
+        (32, False),
+        (32, True),
+    ]
+    assert all(one["goodput_a_second"] > 0 for one in figures["deadlines"])
+    assert [one["beside"] for one in figures["unkind"]] == ["64 greedy"]
+    rows = list(table(figures))
+    assert [row[0] for row in rows] == ["1", "16", "16", "32", "32, impatient", "16 beside 64 greedy"]
+    assert {len(row) for row in rows} == {len(COLUMNS)}
     loads = figures["loads"]
     assert loads.keys() == {"1", "16"}
     for load in loads.values():
@@ -55,6 +66,27 @@ def test_no_text_is_let_in_after_its_deadline() -> None:
     assert load.statuses["429"] + load.statuses["504"] > 0
     assert load.queue is not None
     assert load.queue[math.inf] == load.queue[2.5] > 0
+
+
+def test_unkind_clients_are_counted_apart_and_the_others_by_what_they_felt() -> None:
+    with Serving() as server:
+        prompts, heads = unkind_figures(measure, server.port, 0.5, ["huge prompts", "slow heads"])
+        server.until_idle()
+    assert prompts["unkind"].keys() == {"400"}
+    assert heads["unkind"].keys() <= {"open", "closed"}
+    for load in (prompts, heads):
+        assert (load["faults"], load["statuses"].keys()) == (0, {"200"})
+        assert load["streams"] > 0
+
+
+def test_impatient_clients_return_at_once_and_a_refusal_takes_its_time() -> None:
+    with Serving(max_running=1, max_waiting=0) as server:
+        patient = asyncio.run(measure(server.port, 4, 0.7))
+        impatient = asyncio.run(measure(server.port, 4, 0.7, impatient=True))
+        server.until_idle()
+    assert patient.statuses["429"] < impatient.statuses["429"] == len(impatient.refused)
+    assert patient.seconds < 3.0, "what is told to return later waits no longer than the load"
+    assert impatient.in_time <= len(impatient.whole)
 
 
 def test_quantiles_are_bounds_that_hold_for_so_many() -> None:

@@ -50,16 +50,70 @@ def test_texts_that_are_up_to_date_go_on_beside_a_long_prompt():
     assert step(batcher) == {id(short): 1, id(long): 1}
 
 
-def test_texts_wait_for_pages_and_nobody_overtakes():
+def test_texts_wait_for_pages_and_what_would_delay_the_first_does_not_pass_it():
     batcher = Batcher(rows=8, pages=5)
     first, large, small = text(1, 3), text(1, 4), text(1, 1)
-    for one in (first, large, small):
+    lasting, wide = Text([0], 2, new=9), Text([0], 3)
+    for one in (first, large, lasting, wide):
         batcher.add(one)
-    assert batcher.admit() == [first]
-    assert batcher.admit() == []
-    batcher.remove([first])
-    assert batcher.admit() == [large, small]
-    assert len(batcher) == 2
+    assert batcher.admit() == [first], "one that lasts would take pages of the large one, and the wide one has no room"
+    batcher.add(small)
+    assert batcher.admit() == [small], "it takes none of its pages"
+    batcher.remove([first, small])
+    assert batcher.admit() == [large]
+    assert len(batcher) == 3
+
+
+def test_a_text_that_ends_before_the_first_could_begin_passes_it():
+    batcher = Batcher(rows=8, pages=5)
+    running, large, short, long = Text([0], 3, new=9), Text([0], 5), Text([0], 2, new=8), Text([0], 2, new=12)
+    for one in (running, large, long, short):
+        batcher.add(one)
+    assert batcher.admit() == [running, short]
+
+
+def test_short_texts_that_come_for_ever_do_not_starve_a_large_one():
+    batcher = Batcher(rows=64, pages=8)
+    texts = [Text([0], 4, new=10), Text([0], 4, new=30)]
+    large = Text([0], 8, new=2)
+    for one in (*texts, large):
+        batcher.add(one)
+    begun, passed = {id(one): 0 for one in batcher.admit()}, 0
+    running = list(texts)
+    for now in range(1, 100):
+        batcher.add(Text([0], 1, new=4))
+        for one in list(running):
+            one.tokens.append(0)
+            one.computed += 1
+            if len(one.tokens) > one.new:
+                running.remove(one)
+                batcher.remove([one])
+        for one in batcher.admit():
+            begun[id(one)] = now
+            running.append(one)
+            passed += one is not large
+        if id(large) in begun:
+            break
+    assert begun[id(large)] == 30, "as soon as the last of those before it has ended"
+    assert passed >= 20, "others ran meanwhile"
+
+
+def test_short_prompts_do_not_wait_for_a_long_one_which_goes_on():
+    batcher, long, short = Batcher(rows=18, pages=9), text(100), text(10)
+    batcher.add(long)
+    batcher.admit()
+    assert step(batcher) == {id(long): 18}
+    batcher.add(short)
+    batcher.admit()
+    assert step(batcher) == {id(short): 10, id(long): 8}
+    others = [text(30) for _ in range(4)]
+    for one in others:
+        batcher.add(one)
+    batcher.remove([short])
+    batcher.admit()
+    taken = step(batcher)
+    assert taken[id(others[0])] == 11
+    assert taken[id(long)] == 4, "a share is for those that came first"
 
 
 def test_no_more_texts_run_than_a_step_has_rows():

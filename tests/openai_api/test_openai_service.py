@@ -224,14 +224,14 @@ def test_a_text_whose_deadline_passes_before_it_is_let_in_missed_it() -> None:
         assert serving.engine.stats.ended == {"length": 1, "deadline": 1, "cancelled": 1}
 
 
-def test_a_deadline_that_passes_in_the_queue_is_504_for_a_stream_too() -> None:
+def test_a_deadline_that_would_pass_in_the_queue_is_429_for_a_stream_too() -> None:
     with Serving(options=SLOW, max_running=1) as serving:
 
         async def fill() -> None:
             async with sent(serving.port, COMPLETIONS, NEVER_ENDING) as reader:
                 await reader.readuntil(b"data: ")
                 late = await asyncio.to_thread(serving.post, COMPLETIONS, LONG, X_Deadline_Ms="100")
-                assert (late.status, late.json["error"]["code"]) == (504, "DeadlineExceeded")
+                assert (late.status, late.json["error"]["code"]) == (429, "Overloaded")
 
         asyncio.run(fill())
         serving.until_idle()

@@ -155,6 +155,32 @@ def test_higher_priorities_go_first() -> None:
     assert order_of([0, 5, -1, 5, 0, 9]) == [5, 1, 3, 0, 4, 2]
 
 
+def test_a_request_that_has_waited_while_many_came_goes_before_newer_ones_of_higher_priority() -> None:
+    """A step is worth as many requests as may wait, so none waits for ever, and none is passed more often than that."""
+    mailbox = Mailbox("aged", 8, 1)
+
+    def put(priority: int) -> Call[Any]:
+        call: Call[Any] = Call("message", mailbox, priority)
+        mailbox.put(call)
+        return call
+
+    def take() -> Call[Any]:
+        with mailbox.lock:
+            return mailbox._pop(1)[0]
+
+    low, lower = put(0), put(-1)
+    taken = []
+    for _ in range(40):
+        put(1)
+        put(1)
+        taken += [take(), take()]
+    assert 6 <= taken.index(low) <= 8
+    assert 14 <= taken.index(lower) <= 17
+    assert [call.number for call in taken if call.priority == 1] == sorted(
+        call.number for call in taken if call.priority == 1
+    )
+
+
 def test_requests_that_are_given_back_keep_their_place() -> None:
     """One launch saturates the actor; what it had taken with it goes back in front of what came later."""
     handled: list[int] = []

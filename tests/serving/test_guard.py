@@ -21,7 +21,7 @@ from support.service import eventually
 
 import gpu_actors as ga
 from gpu_actors import asgi
-from gpu_actors.serving import Bodies, Exchange, Guard
+from gpu_actors.serving import Bodies, Exchange, Guard, client_of
 
 BODIES = {"max_bytes": 100_000, "max_held_bytes": 150_000, "seconds": 600.0}
 
@@ -513,3 +513,24 @@ async def test_http_2_gets_no_header_of_the_connection() -> None:
     names = {name for name, _ in connection.sent[0]["headers"]}
     assert connection.sent[0]["status"] == 413
     assert b"connection" not in names
+
+
+@pytest.mark.parametrize(
+    ("headers", "same"),
+    [
+        ([(b"authorization", b"Bearer key")], True),
+        ([(b"Authorization", b"bearer  key ")], True),
+        ([(b"authorization", b"Bearer other")], False),
+        ([(b"authorization", b"Basic key")], False),
+        ([(b"authorization", b"Bearer ")], False),
+        ([], False),
+    ],
+)
+def test_a_client_is_known_by_its_key_or_else_by_its_address(headers: list[tuple[bytes, bytes]], same: bool) -> None:
+    name = client_of({"headers": headers, "client": ("10.0.0.1", 4711)})
+    keyed = client_of({"headers": [(b"authorization", b"Bearer key")], "client": ("10.0.0.2", 1)})
+    assert (name == keyed) is same
+    assert "key" not in keyed, "logs and pages may show it"
+    if not any(value.lower().startswith(b"bearer") and len(value) > 7 for _, value in headers):
+        assert name == "10.0.0.1"
+    assert client_of({"headers": [], "client": None}) == ""
